@@ -1,4 +1,4 @@
-//! Adapters of models: what one is, and a model with one in its matrices.
+//! Adapters: their facts, and fusing one into its model.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use crate::served::changed_unix_s;
 /// Why an adapter cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What is wrong with the adapter, or with putting it into a model.
+    /// The adapter is unusable, or cannot be fused into the model.
     #[error("{0}")]
     Adapter(#[from] paceline_train::Error),
     #[error("{0}")]
@@ -25,12 +25,12 @@ pub enum Error {
     #[error("{}", path.display())]
     At {
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// What an adapter's files depend on, of the model at `path`.
+/// The facts of the model at `path` that adapter files depend on.
 ///
 /// # Errors
 /// [`Error::Model`].
@@ -38,13 +38,13 @@ pub fn base(path: &Path) -> Result<Base, Error> {
     Ok(Base::of(&Config::read(&Source::open(path)?)?))
 }
 
-/// The name of an adapter that was given none: that of its folder or file.
+/// Default name of an adapter: that of its folder or file.
 pub fn name_of(path: &Path) -> String {
     let stem = path.file_stem().unwrap_or_default();
     stem.to_string_lossy().into_owned()
 }
 
-/// What an adapter is, as one object.
+/// An adapter's facts as a JSON object.
 pub fn facts(adapter: &Adapter, form: Form) -> Value {
     json!({
         "form": word(form),
@@ -58,7 +58,7 @@ pub fn facts(adapter: &Adapter, form: Form) -> Value {
     })
 }
 
-/// What an adapter is, a line for each fact.
+/// An adapter's facts, a line each.
 pub fn text(adapter: &Adapter, form: Form) -> String {
     format!(
         "form      {}\nbase      {}\nrank      {}\nalpha     {} (scale {})\n\
@@ -82,8 +82,8 @@ const fn word(form: Form) -> &'static str {
     }
 }
 
-/// The model at `model` with an adapter in it: fused once, and kept below paceline's `home`.
-/// `kernels` computes what is not there yet, of which `tell` hears.
+/// The model at `model` with an adapter fused in; made once and stored below paceline's `home`.
+/// `kernels` computes a missing one, which is reported to `tell`.
 ///
 /// # Errors
 /// [`Error`]; that of `kernels`.
@@ -122,7 +122,7 @@ fn at(path: &Path, source: io::Error) -> Error {
     Error::At { path, source }
 }
 
-/// A name for a model, as it is now, with these numbers in it.
+/// A hash of the model file's current state and the adapter, for the fused file's name.
 fn hash(model: &Path, adapter: &Adapter) -> io::Result<String> {
     let mut hash = Sha256::new();
     let changed = changed_unix_s(model);

@@ -1,4 +1,4 @@
-//! An answer as it is collected, and what it cost.
+//! Collects the replies of one request, with times and traffic.
 
 use std::time::{Duration, Instant};
 
@@ -10,61 +10,61 @@ use paceline_node::{Answer, Moved};
 use paceline_tensor::KvType;
 use serde_json::json;
 
-/// How often an answer that may be stopped looks for that where no token comes.
+/// Interval of checks for a stop request while no token comes.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// An answer and its times.
+/// An answer with its statistics.
 #[derive(Clone, Debug)]
 pub struct Figures {
-    /// When the request was handed over.
+    /// Submission time.
     pub asked: Instant,
-    /// Without the tokens that ended it.
+    /// The text, without the tokens that ended it.
     pub text: String,
-    /// All that were generated, the one that ended the answer included.
+    /// All generated tokens, with the one that ended the answer.
     pub tokens: Vec<u32>,
     /// Tokens of the prompt.
     pub n_prompt: usize,
-    /// Of these, computed for an earlier turn of the chat.
+    /// Of these, cached from an earlier turn of the chat.
     pub n_reused: usize,
     /// Why it ended.
     pub end: End,
-    /// Until the prompt was read, which the first token comes with.
+    /// Time to the first token.
     pub prefill: Duration,
-    /// From the first token to the last.
+    /// Time from the first token to the last.
     pub decode: Duration,
     /// Traffic between nodes; `None` for one node.
     pub moved: Option<Moved>,
-    /// Decode tokens a second as they were expected; `None` when nothing was measured before.
+    /// Predicted decode tokens a second; `None` without earlier measurements.
     pub predicted: Option<f64>,
-    /// Changes of the split while it was computed.
+    /// Changes of the split during the answer.
     pub changes: Vec<Change>,
 }
 
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// The model ended it, or a stop string.
+    /// The model's end token, or a stop string.
     Stop,
     /// `--max-tokens`.
     MaxTokens,
-    /// No position is left.
+    /// The context is full.
     Context,
     /// Ctrl-C in a chat.
     Stopped,
 }
 
 impl End {
-    /// Of an answer of so many tokens, which may have `max_tokens`.
+    /// The reason for an answer of `n_generated` tokens, limited to `max_tokens`.
     pub const fn new(finish: Finish, n_generated: usize, max_tokens: usize) -> Self {
         match finish {
             Finish::EndOfText | Finish::Stop(_) => Self::Stop,
             Finish::Length if n_generated == max_tokens => Self::MaxTokens,
-            // Nothing that `run` offers constrains an answer.
+            // `run` has no constraints or deadlines.
             Finish::Length | Finish::Constraint | Finish::Deadline => Self::Context,
         }
     }
 
-    /// In the words of the OpenAI API.
+    /// OpenAI's `finish_reason`.
     const fn word(self) -> &'static str {
         match self {
             Self::Stop | Self::Stopped => "stop",
@@ -78,24 +78,24 @@ impl Figures {
         rate(self.n_prompt - self.n_reused, self.prefill)
     }
 
-    /// `None` when no token was asked for.
+    /// `None` for a limit of 0 tokens.
     fn ttft_ms(&self) -> Option<f64> {
         (!self.tokens.is_empty()).then_some(self.prefill.as_secs_f64() * 1e3)
     }
 
-    /// Of tokens after the first: that one comes with the prompt.
+    /// Without the first token, which comes with the prompt.
     pub fn decode_tok_s(&self) -> Option<f64> {
         rate(self.tokens.len().saturating_sub(1), self.decode)
     }
 
-    /// Of prompt and answer alike.
+    /// Traffic per token of prompt and answer.
     fn moved_per_token(&self) -> Option<Moved> {
         let computed = (self.n_prompt - self.n_reused + self.tokens.len()).saturating_sub(1);
         let moved = self.moved.filter(|_| computed > 0);
         moved.map(|moved| moved.per(computed as u64))
     }
 
-    /// A line for people.
+    /// The statistics as a line.
     pub fn line(&self) -> String {
         let tokens = |n: usize| format!("{n} token{}", if n == 1 { "" } else { "s" });
         let mut line = format!(
@@ -126,7 +126,7 @@ impl Figures {
         }
     }
 
-    /// The answer as one object, with what is known of the model that gave it.
+    /// The answer as a JSON object, with the run's details.
     pub fn json(&self, about: &About<'_>) -> serde_json::Value {
         json!({
             "text": self.text,
@@ -159,54 +159,54 @@ impl Figures {
     }
 }
 
-/// The model that gave an answer, and how it was computed.
+/// The model and its configuration, for the JSON object.
 #[derive(Clone, Debug)]
 pub struct About<'a> {
-    /// From opening the model's files to being ready for a prompt.
+    /// Time from opening the model's files until ready for a prompt.
     pub load_time: Duration,
-    /// Most bytes of memory of this process, where the system says it.
+    /// Peak memory of this process in bytes, if known.
     pub peak_memory: Option<u64>,
     pub nodes: u32,
-    /// How the model is cut.
+    /// The model's split.
     pub split: String,
     /// Threads of each node.
     pub threads: usize,
-    /// Bytes of weights of each node.
+    /// Weights of each node, in bytes.
     pub weights: Vec<Bytes>,
     /// The user's name for it.
     pub model: &'a str,
-    /// Positions of a conversation.
+    /// Maximum positions of a conversation.
     pub context: usize,
     /// Kernel classes.
     pub class: String,
-    /// How the CPU's nodes keep keys and values; `None` where all are on MLX.
+    /// KV type on CPU nodes; `None` if all are on MLX.
     pub kv: Option<KvType>,
     /// Instruction sets or devices.
     pub device: String,
-    /// Of the answer.
+    /// Seed of the answer.
     pub seed: u64,
-    /// How often experts were chosen.
+    /// Routing counts of experts.
     pub expert_uses: Vec<ExpertUses>,
-    /// Guesses that were checked.
+    /// Verified draft tokens.
     pub guesses: Guesses,
 }
 
-/// A request that was handed over.
+/// A submitted request.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked {
-    /// When.
+    /// Submission time.
     pub at: Instant,
     /// Tokens of its prompt.
     pub n_prompt: usize,
-    /// Most tokens of its answer.
+    /// Maximum tokens of its answer.
     pub max_tokens: usize,
 }
 
-/// Collects an answer, each piece of its text shown as it becomes certain. It ends early once it
-/// `is_stopped`, which is looked at where that can be.
+/// Collects an answer, and shows each part of its text once it is certain. Ends early when
+/// `is_stopped`, if that is given.
 ///
 /// # Errors
-/// A failure of the model, or what `show` says.
+/// A failure of the model, or an error of `show`.
 pub fn collect<E: From<Failure>>(
     answer: &Answer<'_>,
     asked: Asked,
@@ -275,7 +275,7 @@ fn next(
     Ok(None)
 }
 
-/// How often each expert was chosen, by layer; null without experts.
+/// Routing counts of experts, by layer; null without experts.
 fn expert_uses(uses: &[ExpertUses]) -> serde_json::Value {
     let of = |uses: &ExpertUses| json!({"layer": uses.layer, "rows": uses.rows});
     match uses {
@@ -284,7 +284,7 @@ fn expert_uses(uses: &[ExpertUses]) -> serde_json::Value {
     }
 }
 
-/// Events per second; `None` for no event, or no time that the clock can see.
+/// Events per second; `None` without events or measurable time.
 fn rate(events: usize, time: Duration) -> Option<f64> {
     (events > 0 && !time.is_zero()).then(|| events as f64 / time.as_secs_f64())
 }

@@ -1,4 +1,4 @@
-//! The dashboard's data of this node: the cluster, telemetry, instances and requests.
+//! The dashboard's data: cluster, telemetry, instances and requests of this node.
 //!
 //! ```text
 //! agent, fleet or instance --every 200 ms--> changes --> events (SSE, --events FILE)
@@ -8,8 +8,8 @@
 //! other nodes              --service "board", once a second while somebody looks--> their parts
 //! ```
 //!
-//! Each node tells of itself what only it knows: telemetry, its running requests, and how the
-//! instances that it owns compute. A node asks the others only while its own page is looked at.
+//! Each node reports its own telemetry, its running requests, and the performance of instances that
+//! it owns. A node polls the others only while a client views its page.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -39,22 +39,22 @@ use crate::peers::Peers;
 use crate::traffic::Traffic;
 use crate::{Error, Tell, links, peers, traffic};
 
-/// Between looks for changes.
+/// Interval of polls for changes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// Looks between two at the memory of the process: 4 s. A trim takes a millisecond or so.
+/// Polls between two checks of the process's memory: 4 s. A trim takes a millisecond or so.
 const LOOKS_AT_MEMORY: u32 = 20;
 
-/// Between samples of the machine. Two seconds smooth a decode step's pauses.
+/// Interval of telemetry samples. Two seconds smooth a decode step's pauses.
 const SAMPLE_EVERY: Duration = Duration::from_secs(2);
 
-/// An instance as it is told, and its portrait where this node owns it.
+/// Supplies the instances as JSON, and portraits of those that this node owns.
 pub type Instances = dyn Fn() -> (Vec<Value>, BTreeMap<String, Portrait>) + Send + Sync;
 
-/// Counts of the bytes that the ranks of this node's instances have sent each other so far.
+/// Supplies the bytes that the ranks of this node's instances have exchanged so far.
 pub type Counts = dyn Fn() -> Vec<Exchanged> + Send + Sync;
 
-/// This node's report on itself and its cluster. Clones are the same.
+/// The data behind a node's dashboard, metrics and logs. Clones share it.
 #[derive(Clone)]
 pub struct Board(Arc<Inner>);
 
@@ -64,11 +64,11 @@ impl fmt::Debug for Board {
     }
 }
 
-/// Outputs of a [`Board`]: its files, and warnings.
+/// Outputs of a [`Board`]: files and warnings.
 pub struct Watch {
-    /// Events are appended to this file, a line of JSON each, after what it has.
+    /// File to append events to, a line of JSON each.
     pub events: Option<PathBuf>,
-    /// Where the audit log is kept.
+    /// Home of the audit log.
     pub home: Home,
     /// Warnings for people; must not block.
     pub tell: Tell,
@@ -93,7 +93,7 @@ pub(crate) struct Inner {
     sample: Mutex<Sample>,
     pub(crate) peers: Peers,
     downloads: Downloads,
-    /// Set at the end, so that downloads stop.
+    /// Cancels the downloads at the end.
     cancel: Cancel,
     over: AtomicBool,
 }
@@ -116,8 +116,7 @@ impl Drop for Watching {
 }
 
 impl Board {
-    /// Tells of nothing yet but the requests of `live`. Models that the dashboard fetches come from
-    /// `downloads`.
+    /// A board with the requests of `live` alone. `downloads` supplies the settings of downloads.
     pub fn new(live: Live, downloads: Source) -> Self {
         Self(Arc::new(Inner {
             live,
@@ -136,7 +135,7 @@ impl Board {
         }))
     }
 
-    /// Tells of the cluster from now on, and tells the other nodes of this one. Once.
+    /// Adds the cluster's data, and serves this node's to the others. Once.
     pub fn set_agent(&self, agent: &Agent) {
         if self.0.agent.set(agent.clone()).is_ok() {
             let own = Arc::downgrade(&self.0);
@@ -149,32 +148,32 @@ impl Board {
         }
     }
 
-    /// Tells of instances from now on. Once.
+    /// Adds instances. Once.
     pub fn set_instances(&self, instances: Box<Instances>) {
         let _ = self.0.instances.set(instances); // the first one stays
     }
 
-    /// Looks at the stages of instances from now on. Once.
+    /// Adds stage measurements of instances. Once.
     pub fn set_stages(&self, stages: Box<Stages>) {
         let _ = self.0.stages.set(stages); // the first one stays
     }
 
-    /// Tells what instances move between machines from now on. Once.
+    /// Adds the traffic of instances between machines. Once.
     pub fn set_counts(&self, counts: Box<Counts>) {
         let _ = self.0.counts.set(counts); // the first one stays
     }
 
-    /// Tells what tokens cost where a kilowatt-hour costs `price`. Once.
+    /// Adds the cost of tokens at `price` per kilowatt-hour. Once.
     pub fn set_kwh_price(&self, price: f64) {
         let _ = self.0.kwh_price.set(price); // the first one stays
     }
 
-    /// Takes commands from now on. Once.
+    /// Adds commands. Once.
     pub fn set_manage(&self, manage: Box<Manage>) {
         let _ = self.0.manage.set(manage); // the first one stays
     }
 
-    /// As the HTTP server asks for it. `manages` says whether commands are taken.
+    /// The dashboard's callbacks for the HTTP server. `manages` enables commands.
     pub fn for_server(&self, manages: bool) -> paceline_serve::Board {
         let (status, watched, manage) = (self.clone(), self.clone(), self.clone());
         let stages = move |id: &str| match watched.0.stages.get() {
@@ -198,7 +197,7 @@ impl Board {
         }
     }
 
-    /// Starts to look at the machine and for changes.
+    /// Starts the threads for telemetry, changes, memory and logs.
     ///
     /// # Errors
     /// [`Error::Events`], [`Error::Thread`].
@@ -237,7 +236,7 @@ impl Board {
         Ok(watching)
     }
 
-    /// Everything that the page shows.
+    /// All data of the page.
     fn status(&self) -> Value {
         let inner = &self.0;
         let agent = inner.agent.get();
@@ -274,7 +273,7 @@ impl Board {
         })
     }
 
-    /// Gauges of this machine and its links for `/metrics`. Other nodes have their own.
+    /// Gauges of this machine and its links, for `/metrics`.
     pub fn facts(&self) -> Vec<Fact> {
         let mut facts = machine_facts(&lock(&self.0.sample));
         let ways = self.0.agent.get().map(Agent::nodes_and_ways);
@@ -303,7 +302,7 @@ impl Inner {
         instances.map_or_else(Default::default, |instances| instances())
     }
 
-    /// Samples and looks for changes until the end.
+    /// Samples telemetry and polls for changes until the end.
     fn run(&self) {
         let mut sampler = Sampler::new("/");
         let mut changes = Changes::default();
@@ -332,7 +331,7 @@ impl Inner {
         }
     }
 
-    /// Appends events until the end, with those of the last moment.
+    /// Appends events to the file until the end.
     fn log(&self, mut file: File) -> std::io::Result<()> {
         let mut seen = 0;
         loop {
@@ -352,7 +351,7 @@ impl Inner {
         }
     }
 
-    /// Gives memory back that long requests have left, until the end.
+    /// Returns freed memory to the system until the end.
     fn give_back_memory(&self) {
         let mut heap = memory_bytes().map(Heap::new);
         for look in 1_u32.. {
@@ -373,7 +372,7 @@ impl Inner {
         }
     }
 
-    /// Appends to the audit log until the end. A line that cannot be written is told once.
+    /// Appends to the audit log until the end. Reports the first failed line.
     fn audit(&self, audit: &Audit, tell: &Tell) {
         let (mut seen, mut is_told) = (0, false);
         loop {
@@ -398,7 +397,7 @@ impl Inner {
         }
     }
 
-    /// This node's own part, for its page and for other nodes.
+    /// This node's part, for its page and the other nodes.
     pub(crate) fn own_part(&self) -> Value {
         let (_, portraits) = self.instances();
         json!({
@@ -409,7 +408,7 @@ impl Inner {
         })
     }
 
-    /// Traffic between machines of this node's instances now.
+    /// Current traffic of this node's instances between machines.
     fn traffic(&self) -> Vec<traffic::Rate> {
         let counts = self.counts.get();
         counts.map_or_else(Vec::new, |counts| {
@@ -417,7 +416,7 @@ impl Inner {
         })
     }
 
-    /// The nodes with their telemetry, this one first; this machine alone without a cluster.
+    /// The nodes with telemetry, this one first; only this machine without a cluster.
     fn nodes(&self, others: &BTreeMap<String, Value>) -> Vec<Value> {
         let own = json!(*lock(&self.sample));
         let Some(agent) = self.agent.get() else {
@@ -439,7 +438,7 @@ impl Inner {
         agent.nodes().into_iter().map(told).collect()
     }
 
-    /// Running requests of all nodes, each with the name of the node that it came to.
+    /// Running requests of all nodes, each with its ingress node's name.
     fn requests(&self, own: Option<&str>, others: &BTreeMap<String, Value>) -> Vec<Value> {
         let agent = self.agent.get();
         let nodes = agent.map(Agent::nodes).unwrap_or_default();
@@ -464,7 +463,7 @@ impl Inner {
     }
 }
 
-/// Energy of a token now: watts of all machines that tell them, over tokens of all requests.
+/// Current energy per token: watts of all reporting machines over tokens a second of all requests.
 fn energy(nodes: &[Value], requests: &[Value], per_kwh: Option<f64>) -> Option<Energy> {
     let watts = nodes.iter().filter_map(|node| {
         let sample = serde_json::from_value::<Sample>(node["telemetry"].clone());
@@ -476,7 +475,7 @@ fn energy(nodes: &[Value], requests: &[Value], per_kwh: Option<f64>) -> Option<E
     Energy::of(watts.reduce(|a, b| a + b)?, tok_s.sum(), per_kwh)
 }
 
-/// Figures of the machine under the names that Prometheus gets.
+/// The machine's metrics under their Prometheus names.
 fn machine_facts(sample: &Sample) -> Vec<Fact> {
     let bytes = |bytes: Option<u64>| bytes.map(|bytes| bytes as f64);
     let sum = |of: fn(&paceline_cluster::telemetry::Network) -> f64| {
@@ -523,7 +522,7 @@ fn machine_facts(sample: &Sample) -> Vec<Fact> {
     known.chain(gpu_facts(&sample.gpus)).collect()
 }
 
-/// Figures of each graphics processor, those of one name after each other.
+/// Metrics of each GPU, grouped by name.
 fn gpu_facts(gpus: &[Gpu]) -> impl Iterator<Item = Fact> {
     type Of = fn(&Gpu) -> Option<f64>;
     #[rustfmt::skip]
@@ -560,7 +559,7 @@ mod tests {
     use paceline_cluster::telemetry::Network;
     use paceline_serve::METRIC_NAMES;
 
-    /// A sample of a machine that tells everything.
+    /// A sample with all values.
     fn full() -> Sample {
         Sample {
             cpu_busy: Some(0.5),
@@ -630,7 +629,7 @@ mod tests {
             .collect();
         machine.dedup(); // of each graphics processor
         assert_eq!(machine.len(), 17 + 6 + 2 + 1);
-        // Figures of an instance have their names there.
+        // That file has the names of instance metrics.
         let up = include_str!("figures.rs");
         let is_known = |name: &String| {
             let short = name.trim_start_matches("paceline_");
@@ -647,7 +646,7 @@ mod tests {
             let unknown: Vec<_> = used.iter().filter(|name| !is_known(name)).collect();
             assert!(unknown.is_empty(), "{unknown:?}");
         }
-        // A dashboard that forgot most of what there is would pass the above.
+        // Guards against a dashboard with few metrics.
         let used = names(grafana);
         let forgotten = machine.iter().filter(|name| !used.contains(name)).count();
         assert!(
@@ -692,7 +691,7 @@ mod tests {
             told(machine_facts(&full()), "node_gpu_throttled"),
             [pair("gpu=\"card0\"", 1.0), pair("gpu=\"card1\"", 1.0)]
         );
-        // This node's own link: the other one has its own `/metrics`.
+        // Only this node's links: the other node has its own `/metrics`.
         let labels = "from=\"a\",to=\"b\",interface=\"eth0\"";
         assert_eq!(
             told(links::facts(&two()), "link_latency_seconds"),

@@ -1,4 +1,4 @@
-//! An instance that a program has for as long as it runs.
+//! An instance of this machine's node, leased by a program until it ends.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,22 +16,22 @@ use serde_json::{Value, json};
 
 use crate::tables::names;
 
-/// Longest silence of a node that loads: it says how far it is five times a second.
+/// Read timeout while a node loads; it reports five times a second.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// An instance that answers in a program's stead.
+/// An instance on nodes that serves a program's requests.
 pub struct Instance {
     /// The model's file on this machine.
     pub path: PathBuf,
-    /// What answers.
+    /// Serves the requests.
     pub service: Arc<dyn Service>,
-    /// How many nodes it has.
+    /// Number of nodes.
     pub nodes: u32,
-    /// How it is cut.
+    /// Its split.
     pub split: SplitKind,
     /// Names of its nodes.
     pub on: String,
-    /// Given back when this is dropped.
+    /// Unloads the instance on drop.
     _borrowed: Option<Borrowed>,
 }
 
@@ -42,8 +42,7 @@ impl std::fmt::Debug for Instance {
 }
 
 impl Instance {
-    /// An instance as the node of `home` describes it, which is given back at the end if it is
-    /// `borrowed`.
+    /// An instance from the node's description; a `borrowed` one is unloaded at the end.
     pub fn of(home: &Path, using: &Value, borrowed: Option<Borrowed>) -> Self {
         let text = |name: &str| using[name].as_str().unwrap_or_default();
         let nodes = using["nodes"].as_array().map_or(1, Vec::len);
@@ -58,14 +57,14 @@ impl Instance {
     }
 }
 
-/// How many nodes live, of a node's answer to `nodes`.
+/// Number of live nodes in a response to `nodes`.
 pub fn alive(answer: &Value) -> u32 {
     let nodes = answer["nodes"].as_array().into_iter().flatten();
     let alive = nodes.filter(|node| node["state"] == "alive").count();
     u32::try_from(alive).unwrap_or(u32::MAX)
 }
 
-/// What a node is asked to borrow: a model over so many nodes, for one answer at a time.
+/// Arguments of `borrow`: a model over `nodes` nodes, for one answer at a time.
 pub fn ask(model: &str, nodes: u32, split: SplitKind, context: Option<u32>) -> Value {
     json!({
         "model": model,
@@ -76,7 +75,7 @@ pub fn ask(model: &str, nodes: u32, split: SplitKind, context: Option<u32>) -> V
     })
 }
 
-/// An instance that is unloaded when this is dropped, or when this process ends in any other way.
+/// A lease: the instance is unloaded on drop, or when this process ends in any other way.
 #[derive(Debug)]
 pub struct Borrowed {
     over: Arc<AtomicBool>,
@@ -84,11 +83,10 @@ pub struct Borrowed {
 }
 
 impl Borrowed {
-    /// Has the node of `home` load what `ask` says. What it tells comes from the receiver: how the
-    /// instance is, until it answers.
+    /// Has the node of `home` load an instance. The receiver gets its state until it is ready.
     ///
     /// # Errors
-    /// When the system refuses a thread.
+    /// The system refuses a thread.
     pub fn new(home: PathBuf, ask: Value) -> io::Result<(Receiver<Told>, Self)> {
         let over = Arc::new(AtomicBool::new(false));
         let (sender, told) = channel();
@@ -104,10 +102,10 @@ impl Borrowed {
     }
 }
 
-/// A node's report on an instance, or why no more of them come.
+/// A report on the instance, or the error that ends them.
 pub type Told = Result<Value, local::Error>;
 
-/// Keeps the connection that the loan lasts as long as; reports until the instance answers.
+/// Holds the connection that keeps the instance loaded; reports until it is ready.
 fn hold(home: &Path, ask: Value, over: &AtomicBool, sender: &Sender<Told>) {
     let outcome = local::ask_while(home, "borrow", ask, SILENCE, |view| {
         let _ = sender.send(Ok(view)); // nobody waits for it any more

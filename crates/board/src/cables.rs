@@ -1,4 +1,4 @@
-//! Cables between machines: a picture, JSON, and the commands that they need.
+//! Thunderbolt cabling between machines: a picture, JSON, and setup commands.
 
 use paceline_launch::hostfile::Hostfile;
 use paceline_launch::topology::{
@@ -7,16 +7,16 @@ use paceline_launch::topology::{
 use paceline_plan::draw::{Edge, Net};
 use serde_json::{Value, json};
 
-/// The cables to set up, and where.
+/// The cabling to set up.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup<'a> {
     /// Hosts and cables.
     pub graph: &'a Graph,
-    /// Addresses of the cables' ends.
+    /// Addresses of the interfaces at the cables.
     pub addresses: &'a Addresses,
-    /// The hosts as they are.
+    /// Current state of the hosts.
     pub machines: &'a [Machine],
-    /// Whether it is to be undone instead.
+    /// Whether to remove the setup instead.
     pub undo: bool,
 }
 
@@ -30,7 +30,7 @@ impl Setup<'_> {
         (0..self.graph.hosts.len()).map(of).collect()
     }
 
-    /// Hosts whose administrator's commands want a password.
+    /// Hosts whose `sudo` requires a password.
     pub fn without_sudo(&self) -> Vec<String> {
         let all = self.graph.hosts.iter().zip(self.machines);
         let without = all.filter(|(_, machine)| !machine.can_sudo);
@@ -38,7 +38,7 @@ impl Setup<'_> {
     }
 }
 
-/// Hosts on a circle, each cable with the interfaces at its ends.
+/// A drawing of the hosts on a circle, cables labelled with interfaces.
 pub fn picture(graph: &Graph) -> String {
     let edge = |Cable { from, to }: &Cable| Edge {
         from: from.host,
@@ -57,12 +57,12 @@ fn hostfile(file: &Hostfile) -> Value {
     serde_json::to_value(file).expect("a hostfile always has a JSON form")
 }
 
-/// An ordinary network.
+/// An Ethernet topology as JSON.
 pub fn ethernet(file: &Hostfile) -> Value {
     json!({"over": "ethernet", "hostfile": hostfile(file)})
 }
 
-/// Cables, what they allow, and what was made of it.
+/// A Thunderbolt topology as JSON: cables, possible backends, and the choice.
 ///
 /// # Errors
 /// [`Error`] of a graph that is too large.

@@ -1,4 +1,4 @@
-//! Differences between two looks at the cluster, as events.
+//! Detects changes between two polls of the cluster, as events.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,23 +11,22 @@ use serde_json::Value;
 
 use crate::links::{link, used};
 
-/// The last look.
+/// State of the last poll.
 #[derive(Default)]
 pub(super) struct Changes {
     /// Name and life by id.
     nodes: BTreeMap<String, (String, Life)>,
-    /// Ids of nodes that are slow.
+    /// Ids of slow nodes.
     slow: BTreeSet<String>,
-    /// The way that was told last of each pair of nodes that live, by their names; `None` where
-    /// none answered.
+    /// The last reported path of each pair of live nodes, by name; `None` if none worked.
     links: BTreeMap<(String, String), Option<Path>>,
     /// State and model by id.
     instances: BTreeMap<String, Seen>,
-    /// Changes of the split and restarts by id.
+    /// Number of split changes, and of restarts, by id.
     counts: BTreeMap<String, (usize, u64)>,
 }
 
-/// An instance at the last look.
+/// An instance at the last poll.
 #[derive(Clone, PartialEq)]
 struct Seen {
     model: String,
@@ -37,7 +36,7 @@ struct Seen {
 }
 
 impl Changes {
-    /// Takes another look; what is new since the last.
+    /// Compares with the last poll; returns the changes.
     pub(super) fn see(
         &mut self,
         nodes: &[NodeView],
@@ -52,7 +51,7 @@ impl Changes {
     }
 
     fn of_nodes(&mut self, nodes: &[NodeView]) -> Vec<Kind> {
-        // A node is told when its name is known. Before, the name is made of its id.
+        // A node is reported once it sent its name; before, the name is made from its id.
         let named = nodes.iter().filter(|node| node.has_told());
         let now: BTreeMap<_, _> = named
             .map(|node| (node.id.to_string(), (node.facts.name.clone(), node.state)))
@@ -67,7 +66,7 @@ impl Changes {
             match (life, before) {
                 (Life::Alive, _) => news.push(Kind::NodeCame { node }),
                 (Life::Suspect, _) => news.push(Kind::NodeSilent { node }),
-                // It was dead before this node began to look.
+                // It was dead at the first poll.
                 (Life::Dead | Life::Left, None) => {}
                 (Life::Dead, Some(Life::Left)) | (Life::Left, Some(Life::Dead)) => {}
                 (Life::Dead | Life::Left, Some(_)) => news.push(Kind::NodeWent { node }),
@@ -83,7 +82,7 @@ impl Changes {
         news
     }
 
-    /// Nodes that have become slow, or are slow no more. Of one that went only that is told.
+    /// Nodes that became slow or recovered. A dead node has only its own event.
     fn of_slow(&mut self, nodes: &[NodeView]) -> Vec<Kind> {
         let mut news = Vec::new();
         for it in nodes.iter().filter(|it| it.has_told()) {
@@ -109,9 +108,8 @@ impl Changes {
         news
     }
 
-    /// Takes a look at the measured ways of all pairs of nodes that live; which have changed since
-    /// they were told last. The first look at a pair, and one after an end of it was away, tells
-    /// nothing.
+    /// Compares the measured paths between live nodes with those last reported. The first poll of a
+    /// pair, also after an absence, reports nothing.
     pub(super) fn see_links(&mut self, nodes: &[NodeWays]) -> Vec<Kind> {
         let now = used(nodes);
         let mut news = Vec::new();
@@ -189,7 +187,7 @@ impl Changes {
     }
 }
 
-/// An event for a refusal of the control port, in the form of the API's refusals.
+/// The event for a rejection at the control port, in the form of the API's rejections.
 pub(super) fn refused(refusal: Refusal) -> Kind {
     let from = refusal.from.map(|from| from.to_string());
     Kind::Refused {
@@ -199,7 +197,7 @@ pub(super) fn refused(refusal: Refusal) -> Kind {
     }
 }
 
-/// Takes a bandwidth that was not known when the way was told.
+/// Adds a bandwidth measured after the path was reported.
 fn complete(told: &mut Option<Path>, now: Option<&Path>) {
     if let (Some(told), Some(now)) = (told, now)
         && told.bytes_per_s.is_none()
@@ -239,7 +237,7 @@ mod tests {
 
     use crate::links::tests::ways;
 
-    /// A node that has told its name, or none yet where that is empty.
+    /// A node with a name, or without one if empty.
     fn node(number: u8, name: &str, state: Life) -> NodeView {
         let (name, protocol) = match name {
             "" => ("node-03030303".to_owned(), 0),
@@ -343,13 +341,13 @@ mod tests {
         assert_eq!(changes.see_links(&lost), []);
         let news = json!(changes.see_links(&pair(1000)));
         assert_eq!(news[0].get("before"), None, "{news}");
-        // The first measured bandwidth is none, half of it is.
+        // The first measured bandwidth is no change, half of it is.
         let mut measured = pair(1000);
         measured[0].paths[0].path.bytes_per_s = Some(100);
         assert_eq!(changes.see_links(&measured), []);
         measured[0].paths[0].path.bytes_per_s = Some(49);
         assert_eq!(changes.see_links(&measured).len(), 1);
-        // A node that went takes its links with it, which its own event tells.
+        // The event of a dead node covers its links.
         let mut gone = pair(1000);
         gone[1].node.state = Life::Dead;
         gone[0].paths[0].path.up = false;

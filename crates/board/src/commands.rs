@@ -1,5 +1,4 @@
-//! Commands of a node, for programs of its machine and for the users who manage it on its
-//! dashboard.
+//! Commands of a node, for local programs and for users of its dashboard.
 //!
 //! Commands are JSON in, JSON out; an error is a reason for people. Programs reach them over the
 //! agent's local socket, the dashboard over HTTP.
@@ -33,39 +32,39 @@ use serde_json::{Value, json};
 use crate::hub::StoreHub;
 use crate::{Error, Tell, chain, served, stores};
 
-/// Requests that wait for a place before further ones are refused as busy. That is one of every
-/// connection that the server has room for by default, choices of one request not counted twice.
+/// Maximum queued requests; further ones are rejected as busy. That is one per connection of the
+/// server's default limit.
 pub const WAITING_MAX: usize = 512;
 
-/// Starts the end of another machine's line to this one: a program whose standard input and output
-/// are pipes.
+/// Starts the local end of a connection from another machine: a program with piped standard input
+/// and output.
 pub type StartFar = Box<dyn Fn() -> io::Result<Child> + Send + Sync>;
 
-/// Settings with which a node runs models of the cluster.
+/// Settings of a node that runs models of the cluster.
 pub struct Spec {
     /// Paceline's files.
     pub home: Home,
-    /// Starts workers: program and arguments.
+    /// Worker program and arguments.
     pub program: (PathBuf, Vec<OsString>),
-    /// All of every worker's environment.
+    /// Complete environment of each worker.
     pub worker_env: Vec<(OsString, OsString)>,
     /// Folders below which workers may write.
     pub worker_folders: Vec<PathBuf>,
-    /// Most bytes of models on this machine's disk; all that is free without.
+    /// Maximum bytes of models on disk; `None` for all free space.
     pub disk_budget: Option<u64>,
-    /// The hub, for bytes of models that no node has.
+    /// Hub settings, for bytes that no node has.
     pub pull: PullOptions,
     /// Runs chat templates.
     pub templates: Program,
-    /// Kernels on so many threads.
+    /// Makes kernels with a number of threads.
     pub kernels: Box<MakeKernels>,
-    /// The only interface that workers listen at; all without.
+    /// The only interface that workers listen on; `None` for all.
     pub interface: Option<String>,
-    /// Joins trainings that other machines lead.
+    /// Joins trainings led by other machines.
     pub start_far: StartFar,
-    /// Joins measurements of collectives that other machines lead.
+    /// Joins collective benchmarks led by other machines.
     pub start_rank: StartFar,
-    /// Joins array jobs that other machines lead.
+    /// Joins array jobs led by other machines.
     pub start_arrays: StartFar,
     /// Lines for people; must not block.
     pub tell: Tell,
@@ -77,10 +76,10 @@ impl fmt::Debug for Spec {
     }
 }
 
-/// Starts what this machine's node does about instances; they are answered at `doors`.
+/// Starts this node's instances and commands; instances register at `doors`.
 ///
 /// # Errors
-/// What the system refuses.
+/// The system refuses a thread.
 pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Error> {
     let (spec, services) = divided(spec, doors);
     let fleet = Fleet::start(agent.clone(), spec).map_err(Error::Thread)?;
@@ -118,7 +117,7 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
     Ok(fleet)
 }
 
-/// Divides `spec` into a fleet's settings, and the starters of programs for other machines.
+/// Splits `spec` into the fleet's settings and the starters of programs for other machines.
 fn divided(spec: Spec, doors: &Doors) -> (FleetSpec, [(&'static str, StartFar); 3]) {
     let home = spec.home;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -154,7 +153,7 @@ fn divided(spec: Spec, doors: &Doors) -> (FleetSpec, [(&'static str, StartFar); 
     (spec, services)
 }
 
-/// Leads programs of this machine to what other nodes start for `service`.
+/// Connects local programs to those that other nodes start for `service`.
 fn lead_to(agent: &Agent, fleet: &Arc<Fleet>, service: &'static str) {
     let own = Arc::downgrade(fleet);
     agent.serve_local(
@@ -168,7 +167,7 @@ fn lead_to(agent: &Agent, fleet: &Arc<Fleet>, service: &'static str) {
     );
 }
 
-/// Answers commands of this machine's user about models and instances.
+/// Serves local commands about models and instances.
 fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
     for (name, command) in [
         ("load", ask_load as Command),
@@ -196,7 +195,7 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
     );
 }
 
-/// Commands of the dashboard to a node whose models come and go; `keys` is the file of API keys.
+/// Runs a dashboard command; `keys` is the file of API keys.
 ///
 /// # Errors
 /// A reason for people.
@@ -233,13 +232,13 @@ pub fn manage(
     }
 }
 
-/// Longest wait for work to move: the load of a large model from disk.
+/// Timeout of moving an instance: a large model's load from disk.
 const MOVE_LIMIT: Duration = Duration::from_secs(120);
 
-/// Moves this node's work to others before it goes.
+/// Moves this node's instances to other nodes before it leaves.
 ///
 /// # Errors
-/// Names of the models that could not be moved.
+/// Names of models that could not be moved.
 pub fn leave(fleet: &Fleet, wait: &mut dyn FnMut()) -> Result<(), String> {
     let stuck = fleet.leave(MOVE_LIMIT, wait);
     match stuck.is_empty() {
@@ -256,7 +255,7 @@ type Command = fn(&Fleet, &Value) -> Result<Value, String>;
 /// API keys: `keys`, `new_key`, `revoke_key`.
 ///
 /// # Errors
-/// An unusable or full key file, a name that is not allowed, or an unknown id.
+/// An unusable or full key file, an invalid name, or an unknown id.
 fn of_keys(file: &Path, command: &str, arguments: &Value) -> Result<Value, keys::Error> {
     let mut keys = Keys::open(file)?;
     let text = |name: &str| arguments[name].as_str().unwrap_or_default();
@@ -280,7 +279,7 @@ fn unix_s() -> u64 {
     since.map_or(0, |since| since.as_secs())
 }
 
-/// Joins another cluster, or forgets or revokes a machine of this one.
+/// Joins another cluster, or removes or revokes a machine of this one.
 fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, String> {
     let text = |name: &str| arguments[name].as_str().unwrap_or_default();
     let done = match command {
@@ -314,7 +313,7 @@ fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
     serde_json::to_value(preview).map_err(|error| error.to_string())
 }
 
-/// Parses a client's arguments of `load` or `preview`, and fills in defaults.
+/// Parses arguments of `load` or `preview`, with defaults.
 fn asked(arguments: &Value) -> Result<Ask, String> {
     let body = Body::deserialize(arguments).map_err(|error| error.to_string())?;
     let split = body.split.as_deref().unwrap_or("auto").parse();
@@ -338,7 +337,7 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
     })
 }
 
-/// Arguments of `load` and `preview`. A placement of a preview gives `nodes` and `split`.
+/// Arguments of `load` and `preview`. Clients copy `nodes` and `split` from a preview's placement.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Body {
@@ -391,7 +390,7 @@ fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
     serde_json::to_value(recording).map_err(|error| error.to_string())
 }
 
-/// The file of a model of this machine.
+/// Path of a local model's file.
 fn find(home: &Home, name: &str) -> Result<PathBuf, String> {
     match paceline_store::resolve(home, name) {
         Ok(paceline_store::Resolved::Path(found)) => Ok(found.path),
@@ -412,7 +411,7 @@ fn sizes(path: &Path, config: &Config, wanted: &Wanted) -> EngineConfig {
     }
 }
 
-/// Opens instances to HTTP.
+/// Registers instances at the HTTP API.
 struct Api {
     doors: Doors,
     templates: Program,
@@ -447,7 +446,7 @@ impl fleet::Doors for Api {
     }
 }
 
-/// Has other nodes keep what streamed answers were made of.
+/// Mirrors journals of streamed responses through the fleet.
 struct Copies(Weak<Fleet>);
 
 impl Mirror for Copies {

@@ -1,4 +1,4 @@
-//! Checks of this machine: its abilities, its gaps, and the command that mends each gap.
+//! Checks of this machine, each gap with the command that mends it.
 
 mod network;
 mod peer;
@@ -23,19 +23,19 @@ use crate::engines::{self, Engine};
 
 pub use peer::check as of_finding;
 
-/// How something stands.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
     /// It works.
     Ok,
-    /// It could be had: `mend` says how.
+    /// Missing; `mend` says how to get it.
     Missing,
-    /// It works, perhaps: `mend` says what to do if not.
+    /// It may work; `mend` says what to do if not.
     Doubtful,
     /// This machine has no such hardware.
     Absent,
-    /// Another machine cannot be reached that way.
+    /// Another machine cannot be reached this way.
     Blocked,
 }
 
@@ -51,14 +51,14 @@ impl State {
     }
 }
 
-/// A check that was made.
+/// A completed check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// Name of the thing.
+    /// Name of the checked item.
     pub name: &'static str,
-    /// How it stands.
+    /// Its result.
     pub state: State,
-    /// The thing that is there, or why it is not.
+    /// The detected item, or why it is missing.
     pub found: String,
     /// The command or step that mends it.
     pub mend: Option<String>,
@@ -97,22 +97,22 @@ impl Check {
     }
 }
 
-/// The program's facts about this machine that this module does not look up.
+/// Facts about this machine from the caller.
 #[derive(Clone, Copy, Debug)]
 pub struct Here<'a> {
-    /// The folder of all files.
+    /// Paceline's folder.
     pub folder: &'a Path,
     /// The folder of models.
     pub models: &'a Path,
-    /// MLX as it stands.
+    /// State of the MLX engine.
     pub mlx: &'a Engine,
-    /// Folders of programs, as the environment lists them.
+    /// The `PATH` variable.
     pub path: Option<&'a OsStr>,
     /// Whether a node of this home runs.
     pub is_up: bool,
 }
 
-/// Looks at everything; takes about a second.
+/// Runs all checks; takes about a second.
 pub fn checks(here: Here<'_>) -> Vec<Check> {
     let gpus = machine::nvidia();
     let mut checks = vec![
@@ -135,14 +135,13 @@ pub fn checks(here: Here<'_>) -> Vec<Check> {
     checks
 }
 
-/// All checks for people.
+/// All checks as text.
 pub fn text(checks: &[Check]) -> String {
     let lines: Vec<String> = checks.iter().map(line).collect();
     lines.join("\n")
 }
 
-/// Check of the sandbox, which denies workers and templates the files and system calls that they do
-/// not need.
+/// Checks the sandbox, which denies workers and templates unneeded files and system calls.
 fn sandbox(enforced: Enforced) -> Check {
     let files = match enforced.files {
         Level::Full => "Landlock",
@@ -162,7 +161,7 @@ fn sandbox(enforced: Enforced) -> Check {
     Check::ok("sandbox", found)
 }
 
-/// A check, and on a second line what mends it.
+/// A check, with its remedy on a second line.
 pub fn line(check: &Check) -> String {
     let Check { name, found, .. } = check;
     let line = format!("{name:12} {:8} {found}", check.state.mark());
@@ -199,7 +198,7 @@ fn memory() -> Check {
     }
 }
 
-/// Check of the folder of all files and of the models' folder, which may be a disk of its own.
+/// Checks the folders of files and models, which may be on different disks.
 fn disk(folder: &Path, models: &Path) -> Check {
     for part in [folder, models] {
         if let Some(why) = existing(part).and_then(unwritable) {
@@ -225,7 +224,7 @@ fn existing(folder: &Path) -> Option<&Path> {
     folder.ancestors().find(|parent| parent.exists())
 }
 
-/// Why no file can be made in `folder`; a read-only file system tells nobody before.
+/// Tries to create a file in `folder`: a read-only file system reports nothing before.
 fn unwritable(folder: &Path) -> Option<std::io::Error> {
     let name = format!(".paceline-doctor-{}", std::process::id());
     let file = folder.join(name);
@@ -265,7 +264,7 @@ fn mlx(engine: &Engine) -> Check {
     }
 }
 
-/// A program that others need: `use_of` says for what.
+/// Checks for a program; `use_of` says what needs it.
 fn program(
     name: &'static str,
     command: &str,
@@ -297,7 +296,7 @@ fn cargo() -> Check {
 }
 
 fn ssh(path: Option<&OsStr>) -> Check {
-    // `ssh -V` writes to stderr, and a client without options ends with 255.
+    // `ssh -V` writes to stderr, and without options ssh exits with 255.
     let there =
         path.is_some_and(|path| std::env::split_paths(path).any(|dir| dir.join("ssh").is_file()));
     if there {
@@ -329,7 +328,7 @@ fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
         ),
         Ok(names) => of_ports(&names, &idle_rdma_ports()),
         Err(error) if MAC => Check::missing("rdma", error.to_string(), ENABLE_RDMA),
-        // The library is there, and the kernel has no devices for it.
+        // The library exists, but the kernel has no devices.
         Err(error @ RdmaError::NoList { .. }) => Check::absent("rdma", error.to_string()),
         Err(error) => Check::missing(
             "rdma",
@@ -339,7 +338,7 @@ fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
     }
 }
 
-/// Check of devices, some ports of which carry nothing.
+/// Checks RDMA devices; `idle` have no active port.
 fn of_ports(names: &[String], idle: &[String]) -> Check {
     match idle {
         [] => Check::ok("rdma", names.join(", ")),
@@ -362,7 +361,7 @@ fn nccl(no_gpu: bool) -> Check {
 }
 
 fn mpi() -> Check {
-    // Starting MPI outside of mpirun may print, and ends badly in containers: mpirun is asked.
+    // Asks mpirun: initialising MPI outside of it may print, and fails badly in containers.
     match machine::first_line("mpirun", &["--version"]) {
         Some(line) => Check::ok(
             "mpi",
@@ -376,7 +375,7 @@ fn mpi() -> Check {
     }
 }
 
-/// `refused`: devices at a cable that this machine does not let in.
+/// `refused`: connected devices that this machine does not authorise.
 fn thunderbolt(ports: usize, refused: &[String]) -> Check {
     if ports == 0 {
         return Check::absent("thunderbolt", "no port");
@@ -419,7 +418,7 @@ mod tests {
         assert!(unwritable(folder.path()).is_none());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         assert!(unwritable(Path::new("/nonexistent")).is_some());
-        // The kernel's own folder takes no files, not even root's.
+        // `/proc` accepts no files, even from root.
         #[cfg(target_os = "linux")]
         assert!(unwritable(Path::new("/proc")).is_some());
     }

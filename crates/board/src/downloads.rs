@@ -1,4 +1,4 @@
-//! Downloads that the dashboard started, with how far they are.
+//! Downloads started on the dashboard, with progress.
 
 use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
@@ -7,30 +7,30 @@ use paceline_base::lock;
 use paceline_store::{Cancel, Home, Progress, PullOptions, Resolved, pull, resolve};
 use serde::Serialize;
 
-/// Downloads at a time: more share the same line.
+/// Maximum concurrent downloads: more would share the same link.
 const RUNNING_MAX: usize = 2;
 
-/// Downloads that are told, the last ones.
+/// Maximum listed downloads, the newest ones.
 const TOLD_MAX: usize = 8;
 
-/// Where models are fetched from, and the folder that they come to: asked for each one.
+/// Supplies the store's folder and the pull settings, called for each download.
 pub type Source = Arc<dyn Fn() -> Result<(Home, PullOptions), String> + Send + Sync>;
 
-/// Downloads of this node. Clones are the same.
+/// Downloads of this node. Clones share them.
 #[derive(Clone)]
 pub(super) struct Downloads {
     all: Arc<Mutex<Vec<Download>>>,
     source: Source,
 }
 
-/// A download, as it is told.
+/// A download's reported state.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Download {
-    /// The model, as it was asked for.
+    /// The requested model.
     model: String,
     /// `running`, `done` or `failed`.
     state: &'static str,
-    /// Bytes of the present part that are there, and of how many.
+    /// Present and total bytes of the current part.
     done: u64,
     of: Option<u64>,
     /// Why it failed.
@@ -38,7 +38,7 @@ pub(super) struct Download {
 }
 
 impl Downloads {
-    /// None yet.
+    /// Without downloads.
     pub(super) fn new(source: Source) -> Self {
         let all = Arc::default();
         Self { all, source }
@@ -49,10 +49,10 @@ impl Downloads {
         lock(&self.all).clone()
     }
 
-    /// Starts to fetch a model on a thread of its own.
+    /// Starts a download on a thread of its own.
     ///
     /// # Errors
-    /// A name that cannot be read, a model that is here, too many downloads.
+    /// An invalid name, a model that is here already, too many downloads.
     pub(super) fn start(&self, model: &str, cancel: &Cancel) -> Result<(), String> {
         let failed = |error: &dyn std::fmt::Display| error.to_string();
         let (home, options) = (self.source)()?;
@@ -78,7 +78,7 @@ impl Downloads {
         thread.spawn(run).map(drop).map_err(|error| failed(&error))
     }
 
-    /// Notes a download, unless there are too many or this one runs.
+    /// Registers a download, unless there are too many or it already runs.
     fn begin(&self, model: &str) -> Result<(), String> {
         let mut all = lock(&self.all);
         let running = || all.iter().filter(|it| it.state == "running");

@@ -1,4 +1,4 @@
-//! Engines that compute here: paceline's own and MLX.
+//! Compute engines of this machine: paceline's own and MLX.
 
 use std::path::PathBuf;
 
@@ -9,16 +9,16 @@ use paceline_store::{MLX_VERSION, MlxBuild};
 use paceline_tensor::InstructionSet;
 use serde::Serialize;
 
-/// An engine as it stands here.
+/// State of an engine on this machine.
 #[derive(Debug, Serialize)]
 pub struct Engine {
     /// Its name on the command line.
     pub name: &'static str,
-    /// Whether it can compute.
+    /// Whether it is usable.
     pub ready: bool,
-    /// Of paceline, or of MLX.
+    /// Version of paceline, or of MLX.
     pub version: String,
-    /// The library that was opened, or `None` where there is none.
+    /// The opened library, if any.
     pub library: Option<PathBuf>,
     pub devices: Vec<DeviceRow>,
     /// Why it is not ready.
@@ -29,20 +29,20 @@ pub struct Engine {
 pub struct DeviceRow {
     /// `cpu` or `gpu`.
     pub kind: &'static str,
-    /// The backend that computes: an instruction set, `metal`, `cuda`, `cpu`.
+    /// The backend: an instruction set, `metal`, `cuda`, `cpu`.
     pub backend: String,
-    /// Its own name.
+    /// Product name.
     pub name: Option<String>,
-    /// Memory that a model may fill.
+    /// Memory available for a model, in bytes.
     pub memory_bytes: Option<u64>,
 }
 
-/// The command that brings MLX here.
+/// The command that installs MLX.
 pub const fn mend_mlx() -> &'static str {
     "`paceline engines install mlx` fetches MLX and builds its C layer"
 }
 
-/// paceline's own engine, which is always there.
+/// paceline's own engine, always present.
 pub fn cpu() -> Engine {
     let best = InstructionSet::available().pop();
     let memory = machine::memory();
@@ -62,7 +62,7 @@ pub fn cpu() -> Engine {
     }
 }
 
-/// MLX, opened from the first of `places` that has it.
+/// MLX, from the first of `places` that has it.
 pub fn mlx(places: &Places) -> Engine {
     let engine = |version, library, devices, problem: Option<String>| Engine {
         name: "mlx",
@@ -86,7 +86,7 @@ pub fn mlx(places: &Places) -> Engine {
     engine(library.version().to_owned(), path, found, problem)
 }
 
-/// A device, if there is one of its kind that can be used.
+/// A usable device of a kind, if any.
 fn device_row(library: &Library, device: Device) -> Option<DeviceRow> {
     if !library.has(device).ok()? {
         return None;
@@ -100,7 +100,7 @@ fn device_row(library: &Library, device: Device) -> Option<DeviceRow> {
     })
 }
 
-/// All engines for people.
+/// All engines as text.
 pub fn text(engines: &[Engine]) -> String {
     let mut lines = Vec::new();
     for engine in engines {
@@ -131,7 +131,7 @@ pub fn text(engines: &[Engine]) -> String {
     lines.join("\n")
 }
 
-/// The build of MLX for a system, `cuda` telling the version of its driver; `None` where none is
+/// The MLX build for a system; `cuda` returns the driver's CUDA version. `None` if none is
 /// published.
 pub fn choose(os: &str, arch: &str, cuda: impl FnOnce() -> Option<u32>) -> Option<MlxBuild> {
     if MlxBuild::Metal.exists_for(os, arch) {

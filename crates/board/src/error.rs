@@ -1,4 +1,4 @@
-//! Why a node cannot tell of itself, or cannot serve a model.
+//! Errors of a node's reports and of loading a model.
 
 use std::error::Error as StdError;
 use std::io;
@@ -6,20 +6,20 @@ use std::path::{Path, PathBuf};
 
 use paceline_formats::tokenizer;
 
-/// Why a node cannot tell of itself, or cannot serve a model.
+/// Why a node cannot report on itself, or cannot load a model.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot write events to {}", path.display())]
     Events { path: PathBuf, source: io::Error },
     #[error("cannot start a thread")]
     Thread(#[source] io::Error),
-    /// A model's files cannot be used; what is wrong does not name them.
+    /// A model's files are unusable; the cause does not name them.
     #[error("cannot load {}", path.display())]
     Load {
         path: PathBuf,
         source: Box<paceline_model::Error>,
     },
-    /// A model's files cannot be used; says which and why.
+    /// A model's files are unusable; the cause names them.
     #[error(transparent)]
     Model(Box<paceline_model::Error>),
     #[error(transparent)]
@@ -27,7 +27,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Adds the path, unless the error has it: of several files, it names the right one.
+    /// Adds the path, unless the error already names the right one of several files.
     pub(crate) fn of_model(path: &Path, source: paceline_model::Error) -> Self {
         let source = Box::new(source);
         match source.to_string().starts_with(&path.display().to_string()) {

@@ -1,4 +1,4 @@
-//! Figures in `/metrics` of an instance and of the process that owns it.
+//! `/metrics` of an instance and its owner process.
 
 use paceline_cluster::machine::peak_memory_bytes;
 use paceline_engine::Guesses;
@@ -6,7 +6,7 @@ use paceline_model::ExpertUses;
 use paceline_node::Instance;
 use paceline_serve::Fact;
 
-/// The figures of an instance over `nodes` workers. Waits for what the workers say.
+/// Metrics of an instance over `nodes` workers. Waits for the workers' reports.
 pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
     let mut facts = vec![
         Fact {
@@ -70,7 +70,7 @@ pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
     facts
 }
 
-/// The predicted total speed of so many answers at a time.
+/// The predicted total speed of a number of concurrent answers.
 fn together((answers, tok_s): &(u32, f64)) -> Fact {
     Fact {
         name: "decode_tok_s_predicted_together",
@@ -80,8 +80,7 @@ fn together((answers, tok_s): &(u32, f64)) -> Fact {
     }
 }
 
-/// How many guesses steps checked, how many of them were right, and how often windows of them
-/// followed others through a pipeline.
+/// Verified and accepted draft tokens, and pipelined verification windows.
 fn guesses(guesses: Guesses) -> [Fact; 3] {
     let fact = |name, help, value: u64| Fact {
         name,
@@ -108,7 +107,7 @@ fn guesses(guesses: Guesses) -> [Fact; 3] {
     ]
 }
 
-/// How often each expert of a layer was chosen.
+/// Routing counts of a layer's experts.
 fn uses_of_layer(uses: &ExpertUses) -> impl Iterator<Item = Fact> {
     let of = |(expert, rows): (usize, &u64)| Fact {
         name: "expert_rows",

@@ -1,8 +1,8 @@
 //! The user's own findings: files in the folder `kb` of paceline's home.
 //!
-//! Files are read at every start. A broken file is told of and left out, so a slip in an editor
-//! takes neither the other files nor the built-in findings away. `add` checks a copy in memory
-//! first and puts it in place by renaming: a bad or interrupted `add` changes nothing.
+//! Files are read at every start. A broken file is reported and skipped, so a slip in an editor
+//! removes neither the other files nor the built-in findings. `add` checks a copy in memory and
+//! then renames it into place: a bad or interrupted `add` changes nothing.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
@@ -15,14 +15,14 @@ use paceline_kb::{
 };
 use serde_json::Value;
 
-/// Why a command of the knowledge base ends early.
+/// Errors of knowledge base commands.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("no finding has the id {id}")]
     NoSuchFinding {
-        /// The id asked for.
+        /// The requested id.
         id: u32,
-        /// Ids that look like it.
+        /// Similar ids.
         near: Vec<u32>,
     },
     /// No skill and no topic has this name.
@@ -30,17 +30,17 @@ pub enum Error {
     NoSuchTopic {
         /// As typed.
         name: String,
-        /// Names that look like it.
+        /// Similar names.
         near: Vec<String>,
     },
     #[error("{name:?} is part of the names of {} topics, need one", choices.len())]
     AmbiguousTopic {
         /// As typed.
         name: String,
-        /// The topics as one types them.
+        /// The topics' names.
         choices: Vec<String>,
     },
-    /// A query or a question without words, or of stop words only.
+    /// A query without words, or of stop words only.
     #[error("nothing to look for in {text:?}")]
     NoWords {
         /// As typed.
@@ -50,19 +50,19 @@ pub enum Error {
     NotAFile { path: PathBuf },
     #[error("{} has no name that its findings could be kept under", path.display())]
     NoName { path: PathBuf },
-    /// The file is not valid, by itself or beside what is there.
+    /// The file is invalid by itself or with the other files.
     #[error("{} is not taken: {source}", path.display())]
     Invalid {
         path: PathBuf,
-        /// The fault in it, with line and key.
+        /// The error, with line and key.
         source: paceline_kb::Error,
     },
-    /// Another file of the user's would be left without findings that it refers to.
+    /// Another of the user's files refers to findings that would be removed.
     #[error("your findings in {name} would be left out then: {source}")]
     Orphan {
         /// The other file.
         name: String,
-        /// The fault that it would have.
+        /// Its error.
         source: paceline_kb::Error,
     },
     #[error("cannot read {}", path.display())]
@@ -71,17 +71,17 @@ pub enum Error {
         /// Why not.
         source: Box<Error>,
     },
-    /// The file cannot be put into the folder.
+    /// The file cannot be written to the folder.
     #[error("cannot write {}", path.display())]
     Write {
-        /// Its path there.
+        /// The target path.
         path: PathBuf,
         /// Why not.
         source: Box<Error>,
     },
     #[error(transparent)]
     System(#[from] io::Error),
-    /// A file of this name, with other contents, is there already.
+    /// A file with this name and other contents exists.
     #[error("{} is there already, with other findings", kept.display())]
     Taken {
         /// The file in the knowledge base's folder.
@@ -89,32 +89,32 @@ pub enum Error {
     },
 }
 
-/// Most files that are read; beyond this somebody mistook the folder for another.
+/// Maximum files to read; more means a wrong folder.
 const FILES_MAX: usize = 1000;
-/// Most bytes of all files together: sixteen of the largest, half a second of reading.
+/// Maximum bytes of all files: sixteen of the largest, half a second of parsing.
 const BYTES_MAX: usize = 16 * FILE_BYTES_MAX;
 
-/// The treatment of a file of the same name.
+/// Policy for an existing file of the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taken {
-    /// It stays, and the new one is refused.
+    /// Keeps it and rejects the new one.
     Refuse,
     Replace,
 }
 
-/// A file of the folder.
+/// A loaded file of the folder.
 #[derive(Debug)]
 struct Kept {
     name: String,
     bytes: Vec<u8>,
 }
 
-/// Takes a line for people.
+/// Receives a line for people.
 pub type Tell<'a> = &'a dyn Fn(&str);
 
-/// The built-in findings and the user's below `root`. Tells of files that are left out.
+/// Loads the built-in findings and the user's below `root`. Reports skipped files.
 pub fn load(root: Option<&Path>, tell: Tell<'_>) -> KnowledgeBase {
-    // Without a home there are no own findings; the built-in ones need none.
+    // Without a home only the built-in findings are loaded.
     let folder = root.map(folder);
     let kept = folder.as_deref().map(|folder| kept_files(folder, tell));
     let kept = kept.unwrap_or_default();
@@ -168,7 +168,7 @@ fn kept_files(folder: &Path, tell: Tell<'_>) -> Vec<Kept> {
     kept
 }
 
-/// Names that begin with a dot are those of unfinished files.
+/// A leading dot marks an unfinished file.
 fn is_ours(path: &Path) -> bool {
     path.extension()
         .is_some_and(|extension| extension == "toml")
@@ -180,9 +180,9 @@ fn file_name(path: &Path) -> String {
     name.to_string_lossy().into_owned()
 }
 
-/// At most a byte more than a file may have: enough to see that it has too many.
+/// Reads at most one byte over the limit, enough to detect oversize.
 fn read(path: &Path) -> Result<Vec<u8>, Error> {
-    // Opening a pipe would wait for its writer.
+    // Opening a pipe would block.
     if !fs::metadata(path)?.is_file() {
         return Err(Error::NotAFile { path: path.into() });
     }
@@ -192,11 +192,10 @@ fn read(path: &Path) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-/// How many findings go with an answer.
+/// Maximum findings listed with an answer.
 const RELATED: usize = 3;
 
-/// Shows a skill or a topic by its name, or a part of it; `exists` says which command lines there
-/// are.
+/// Shows a skill or a topic by its name or part of it; `exists` checks linked command lines.
 ///
 /// # Errors
 /// [`Error::AmbiguousTopic`], [`Error::NoSuchTopic`].
@@ -237,7 +236,7 @@ pub fn finding(kb: &KnowledgeBase, id: u32) -> Result<&Finding, Error> {
     })
 }
 
-/// Shows at most `limit` findings by words. The lines are about words that no finding has.
+/// Shows at most `limit` findings by words. The returned lines are about unknown words.
 ///
 /// # Errors
 /// [`Error::NoWords`].
@@ -270,7 +269,7 @@ fn notes(found: &Found) -> Vec<String> {
     found.unknown.iter().map(note).chain(nothing).collect()
 }
 
-/// Answers a question, with the findings that the answer rests on.
+/// Answers a question, with related findings.
 ///
 /// # Errors
 /// [`Error::NoWords`].
@@ -286,15 +285,15 @@ pub fn ask(kb: &KnowledgeBase, question: &str, page: &mut Page) -> Result<Value,
     Ok(json::ask(kb, question, fit, &near))
 }
 
-/// Puts the file at `path` into the knowledge base below `root`.
+/// Adds the file at `path` to the knowledge base below `root`.
 ///
 /// # Errors
-/// - [`Error::Invalid`] with everything that is wrong with the file;
-/// - [`Error::Taken`] when its name is taken;
-/// - [`Error::Orphan`] when another file rests on what it would replace;
-/// - what the system says.
+/// - [`Error::Invalid`] with all errors of the file;
+/// - [`Error::Taken`] for an existing name;
+/// - [`Error::Orphan`] when another file refers to replaced findings;
+/// - the system's errors.
 ///
-/// The knowledge base is then as it was.
+/// An error leaves the knowledge base unchanged.
 pub fn add(root: &Path, path: &Path, taken: Taken, tell: Tell<'_>) -> Result<Added, Error> {
     let folder = folder(root);
     let target = folder.join(kept_name(path)?);
@@ -323,8 +322,7 @@ pub fn add(root: &Path, path: &Path, taken: Taken, tell: Tell<'_>) -> Result<Add
     })
 }
 
-/// Contents that `bytes` would bring as the file called `name`, in the place of one that has this
-/// name.
+/// Checks `bytes` as the file `name`, replacing one of this name; returns its contents.
 fn check(kept: &[Kept], name: &str, bytes: &[u8], path: &Path) -> Result<Contents, Error> {
     let mut views = views(kept);
     let (_, refused) = KnowledgeBase::with_files(&views);
@@ -339,7 +337,7 @@ fn check(kept: &[Kept], name: &str, bytes: &[u8], path: &Path) -> Result<Content
         path: path.into(),
         source,
     })?;
-    // Replacing a file may take findings away that another one rests on.
+    // Replacing a file may remove findings that another refers to.
     views.push(file);
     let (_, refused) = KnowledgeBase::with_files(&views);
     let orphan = refused
@@ -355,7 +353,7 @@ fn check(kept: &[Kept], name: &str, bytes: &[u8], path: &Path) -> Result<Content
     }
 }
 
-/// The file's own name, with the extension that the folder is searched for.
+/// The file's name with the extension `.toml`.
 fn kept_name(path: &Path) -> Result<String, Error> {
     let stem = path.file_stem().and_then(|stem| stem.to_str());
     let usable = |stem: &&str| !stem.starts_with('.') && !stem.chars().any(char::is_control);
@@ -365,7 +363,7 @@ fn kept_name(path: &Path) -> Result<String, Error> {
     }
 }
 
-/// Writes beside the target, then renames, so that no reader ever sees half a file.
+/// Writes a temporary file and renames it, so that readers never see a partial file.
 fn write(folder: &Path, target: &Path, bytes: &[u8], taken: Taken) -> Result<(), Error> {
     fs::create_dir_all(folder)?;
     let mut temp = tempfile::Builder::new()
@@ -379,7 +377,7 @@ fn write(folder: &Path, target: &Path, bytes: &[u8], taken: Taken) -> Result<(),
         temp.persist_noclobber(target).map(drop)
     };
     match placed {
-        // Another `add` of the same name was faster.
+        // A concurrent `add` of the same name won.
         Err(failed) if failed.error.kind() == ErrorKind::AlreadyExists => Err(Error::Taken {
             kept: target.into(),
         }),
@@ -423,7 +421,7 @@ mod tests {
         assert!(kept_files(&dir.path().join("nothing"), &|_| {}).is_empty());
     }
 
-    /// What the planner is said to assume where `id` disagrees with others.
+    /// The planner's assumptions that finding `id` contradicts, as text.
     fn assumed(id: u32) -> String {
         let kb = KnowledgeBase::built_in();
         let all = kb.assumptions_on(id).into_iter();

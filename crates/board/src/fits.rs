@@ -1,7 +1,7 @@
-//! Which models fit this machine or a cluster, how fast, and how split.
+//! Models that fit this machine or a cluster, with speed and split.
 //!
-//! Speeds are predictions of the planner, for one request with a short prompt, and no model is
-//! fetched for them.
+//! Speeds are the planner's predictions for one request with a short prompt. No model is downloaded
+//! for them.
 
 use paceline_cluster::machine;
 use paceline_plan::catalogue::HardwareEntry;
@@ -11,22 +11,22 @@ use paceline_plan::{Calibration, Catalogue, Cluster, Costs, Error, ModelShape, W
 use paceline_store::{Catalogue as Names, usual_names};
 use serde_json::{Value, json};
 
-/// A model that could be run.
+/// A candidate model.
 #[derive(Debug)]
 struct Candidate {
     name: String,
     shape: ModelShape,
-    /// Whether its place on the hub was seen there.
+    /// Whether its hub location was verified.
     checked: bool,
-    /// Its architecture, where this version does not compute it.
+    /// Its architecture, if unsupported.
     uncomputed: Option<&'static str>,
 }
 
-/// A model, and what the planner says about it.
+/// A candidate with the planner's prediction.
 #[derive(Debug)]
 pub struct Row {
     candidate: Candidate,
-    /// `None` where it does not fit or is not computed.
+    /// `None` if it does not fit or is unsupported.
     fit: Option<Fit>,
 }
 
@@ -37,11 +37,10 @@ struct Fit {
     nodes: usize,
 }
 
-/// This machine as a cluster of one node, which reads so many bytes and does so many integer
-/// operations a second.
+/// This machine as a cluster of one node, from (bytes/s, integer op/s).
 ///
 /// # Errors
-/// Rates that no machine has.
+/// Impossible rates.
 pub fn this_machine((read, operations): (f64, f64)) -> Result<Cluster, Error> {
     let memory = machine::available();
     let entry = HardwareEntry {
@@ -60,7 +59,7 @@ pub fn this_machine((read, operations): (f64, f64)) -> Result<Cluster, Error> {
     })
 }
 
-/// Every model whose shape is known, smallest first.
+/// All models of known shape, smallest first.
 fn candidates(catalogue: &Catalogue) -> Result<Vec<Candidate>, Error> {
     let mut all = Vec::new();
     let known = Names::BUILTIN.iter().filter_map(|model| {
@@ -98,15 +97,15 @@ fn candidates(catalogue: &Catalogue) -> Result<Vec<Candidate>, Error> {
     Ok(all)
 }
 
-/// How large a model's file is.
+/// Size of a model's file.
 enum Bits {
-    /// On average.
+    /// Average bits per weight.
     EachWeight(f64),
-    /// Of the whole file.
+    /// Bits of the whole file.
     File(f64),
 }
 
-/// The planner's verdict on every model whose shape is known, smallest first.
+/// Predictions for all models of known shape, smallest first.
 ///
 /// # Errors
 /// The planner's error about the cluster.
@@ -131,7 +130,7 @@ pub fn rows(
     candidates(catalogue)?.into_iter().map(row).collect()
 }
 
-/// The rows for people.
+/// The rows as a table.
 pub fn text(cluster: &Cluster, rows: &[Row]) -> String {
     let mut lines = vec![format!(
         "{:20} {:>9} {:>7}  SPLIT on {}",
@@ -156,7 +155,7 @@ pub fn text(cluster: &Cluster, rows: &[Row]) -> String {
     lines.join("\n")
 }
 
-/// The rows for programs.
+/// The rows as JSON.
 pub fn json(cluster: &Cluster, rows: &[Row]) -> Value {
     let models: Vec<Value> = rows.iter().map(row_json).collect();
     json!({ "cluster": cluster.name, "nodes": cluster.nodes.len(), "models": models })
@@ -199,7 +198,7 @@ mod tests {
             all.len() + without.len(),
             usual_names().len() + Names::BUILTIN.iter().count()
         );
-        // Sizes of files that are known to the byte.
+        // Files of exactly known size.
         let smollm2 = all.iter().find(|c| c.name == "smollm2").unwrap();
         assert!((smollm2.shape.weight_bytes() / 98_362_432.0 - 1.0).abs() < 0.01);
     }

@@ -1,4 +1,4 @@
-//! A board that shows and manages what is loaded over a cluster.
+//! Connects a board to the fleet: instances, commands and traffic.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use serde_json::json;
 
 use crate::{Board, commands};
 
-/// Longest wait for the counts of bytes that an instance's ranks have sent. Ranks answer between
-/// two messages, and the dashboard that asks is to stay quick when one is gone.
+/// Timeout of traffic counts from an instance's ranks. Ranks answer between two messages, and the
+/// dashboard must stay responsive when one is gone.
 const COUNT_LIMIT: Duration = Duration::from_millis(250);
 
 impl Board {
-    /// Shows and manages what is loaded over the cluster, with the store and the file of keys.
+    /// Adds the fleet's instances and commands, with the store and the key file.
     pub fn show_fleet(&self, agent: &Agent, fleet: &Arc<Fleet>, (home, keys): (Home, PathBuf)) {
         self.set_agent(agent);
         let own = Arc::downgrade(fleet);

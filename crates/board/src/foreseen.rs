@@ -1,4 +1,4 @@
-//! Forecast for a model on this machine, beside its past runs.
+//! Speed forecast for a model on this machine, with its past runs.
 
 use std::fmt::Write;
 
@@ -8,23 +8,24 @@ use paceline_node::forecast::Forecast;
 use paceline_node::placing::ways;
 use serde_json::{Value, json};
 
-/// Nodes of the longest row: more are rarely started on one machine.
+/// Maximum nodes of a row: more are rarely started on one machine.
 pub const MOST: u32 = 4;
 
-/// A way to run the model here.
+/// A configuration to run the model on this machine.
 #[derive(Clone, Debug)]
 pub struct Row {
     nodes: u32,
     split: String,
-    /// From measured facts, then with what earlier runs taught, then as last measured.
+    /// Tokens a second: from measured facts, corrected by earlier runs, and as last measured.
     facts: f64,
     corrected: f64,
     measured: Option<f64>,
-    /// Of all answers together, corrected; where several are asked for.
+    /// Corrected total of all answers, if several are requested.
     together: Option<f64>,
 }
 
-/// Predictions for 1 to [`MOST`] nodes in every split, for one answer and for `answers` together.
+/// Predictions for 1 to [`MOST`] nodes in every split, for one answer and for `answers` concurrent
+/// ones.
 pub fn rows(local: &Forecast, config: &Config, answers: u32) -> Vec<Row> {
     let together = |split: &Split| local.predict_together(config, split, answers).ok();
     let row = |(_, split): (SplitKind, Split)| {
@@ -40,7 +41,7 @@ pub fn rows(local: &Forecast, config: &Config, answers: u32) -> Vec<Row> {
     ways(config, MOST).into_iter().filter_map(row).collect()
 }
 
-/// The rows for people, of `threads` threads a node.
+/// The rows as a table, for `threads` threads a node.
 pub fn table((threads, answers): (usize, u32), rows: &[Row]) -> String {
     let threads = counted(threads, "thread");
     let mut text = format!("decode tok/s here, {threads} per node\n");

@@ -1,31 +1,31 @@
-//! When this process gives freed memory back to the system.
+//! Decides when this process returns freed memory to the system (`malloc_trim`).
 //!
-//! The C library keeps what was freed between blocks in use. Long requests leave tens of megabytes
-//! so. A trim is due while the process has [`GROWTH_BYTES`] more than it had at the least. It is
-//! due again at the next look, as what a trim finds in use may be freed a moment later. The size
-//! of the process does not show that. Memory that stays in use, as of a model that was loaded, is
-//! learned after [`VAIN_MAX`] trims that gave nothing back.
+//! The C library keeps freed memory between blocks in use; long requests leave tens of megabytes. A
+//! trim is due while the process exceeds its least size by [`GROWTH_BYTES`]. It is due again at the
+//! next check, since memory in use during a trim may be freed a moment later, and the process size
+//! does not show that. Memory that stays in use, such as a loaded model, is learned after
+//! [`VAIN_MAX`] vain trims.
 
-/// Growth of the process since the least, before it is told to give back what is free.
+/// Growth over the least size that makes a trim due.
 const GROWTH_BYTES: u64 = 16 << 20;
 
-/// A trim that gives back less was in vain: a page of each of some hundred blocks.
+/// A trim that returns less is vain: a page of each of some hundred blocks.
 const GAIN_BYTES: u64 = 1 << 20;
 
-/// Trims in vain after which the memory counts as in use: a minute of looks every 4 s. While large
-/// requests come and go, some of these trims find what such a request left.
+/// Vain trims after which the memory counts as in use: a minute of checks every 4 s. While large
+/// requests come and go, some of these trims find their leftovers.
 const VAIN_MAX: u32 = 15;
 
-/// What the process had at the least.
+/// Trim policy of this process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heap {
     least: u64,
-    /// Trims in vain since one that gave memory back.
+    /// Vain trims since the last useful one.
     vain: u32,
 }
 
 impl Heap {
-    /// Of a process that has so many bytes.
+    /// For a process of `bytes` bytes.
     pub(crate) const fn new(bytes: u64) -> Self {
         Self {
             least: bytes,
@@ -33,13 +33,13 @@ impl Heap {
         }
     }
 
-    /// Whether a process that has so many bytes now is to give back what is free.
+    /// Whether a trim is due at a size of `bytes`.
     pub(crate) fn is_due(&mut self, bytes: u64) -> bool {
         self.least = self.least.min(bytes);
         bytes - self.least > GROWTH_BYTES
     }
 
-    /// Takes in what the process had before and after a trim.
+    /// Records the size before and after a trim.
     pub(crate) fn trimmed(&mut self, before: u64, after: u64) {
         let is_vain = before.saturating_sub(after) < GAIN_BYTES;
         self.vain = if is_vain { self.vain + 1 } else { 0 };
@@ -59,12 +59,12 @@ mod tests {
     fn what_large_requests_leave_is_given_back() {
         let mut heap = Heap::new(100 * MB);
         assert!(!heap.is_due(110 * MB));
-        // While they are under way a trim gives back a part.
+        // While requests run, a trim returns a part.
         for _ in 0..40 {
             assert!(heap.is_due(180 * MB));
             heap.trimmed(180 * MB, 170 * MB);
         }
-        // Freed after the last trim: less than that one left, and yet too much.
+        // Freed after the last trim: less than that trim left, but still above the threshold.
         assert!(heap.is_due(147 * MB));
         heap.trimmed(147 * MB, 102 * MB);
         assert!(!heap.is_due(102 * MB));

@@ -1,13 +1,12 @@
-//! News of an instance's workers, as lines: what each node holds, failures, changes.
+//! Notices of an instance's workers as lines: shares, failures, changes.
 
 use paceline_base::{Bytes, Rank};
 use paceline_model::{Config, Shard, Split};
 use paceline_node::Cut;
 use paceline_node::supervisor::Notice;
 
-/// Lines for people about a notice. There are none while it loads, nor of an end, which the caller
-/// that waits for it tells. `cuts` are the instance's ways to be cut, of a model of this shape,
-/// with so many threads each.
+/// A notice as lines. Loading has none, nor an end, which the waiting caller reports. `cuts` are
+/// the instance's split candidates, for a model of this shape and `threads` threads each.
 pub fn lines(notice: &Notice, cuts: &[Cut], (config, threads): (&Config, usize)) -> Vec<String> {
     match notice {
         Notice::Ready {
@@ -48,7 +47,7 @@ pub fn lines(notice: &Notice, cuts: &[Cut], (config, threads): (&Config, usize))
     }
 }
 
-/// Each node's share of a model: a heading, then a line each.
+/// Each node's share of a model: a heading, and a line each.
 pub fn split_lines(
     config: &Config,
     split: &Split,

@@ -1,5 +1,5 @@
-//! The hub, for bytes of models that no node of the cluster has: the store's downloads, without an
-//! entry in the store.
+//! Fetches bytes that no node of the cluster has from the hub, by the store's downloads but without
+//! a store entry.
 
 use std::ops::Range;
 use std::path::Path;
@@ -12,18 +12,18 @@ use paceline_store::{
 
 use crate::{Tell, chain};
 
-/// Longest silence of the hub within a range. A worker waits for 60 s in all, and other nodes may
-/// have taken 13 s of them.
+/// Read timeout of the hub within a range. A worker waits for 60 s in all, and other nodes may have
+/// used 13 s of them.
 const STALL: Duration = Duration::from_secs(10);
 
-/// Attempts in a row at a range, for the same reason.
+/// Maximum attempts in a row at a range, for the same reason.
 const ATTEMPTS: u32 = 2;
 
-/// The hub as this machine's settings reach it.
+/// The hub with this machine's settings.
 pub(crate) struct StoreHub {
     pub(crate) home: Home,
     pub(crate) options: PullOptions,
-    /// Hears of attempts that failed.
+    /// Receives failed attempts.
     pub(crate) tell: Tell,
 }
 
@@ -95,15 +95,15 @@ fn pinned(origin: &Origin) -> Pinned {
     }
 }
 
-/// Counts the bytes of a download, and ends it once nobody waits for it.
+/// Reports a download's bytes, and cancels it once nobody waits for it.
 struct Heard<'a> {
     /// The file's name.
     name: &'a str,
-    /// Whether bytes of the file come now. Else what came before is hashed.
+    /// Whether the file's bytes arrive now; else existing bytes are hashed.
     counts: bool,
-    /// Where they go on.
+    /// Current offset.
     at: u64,
-    /// Bytes that were told: a further attempt begins with those that came before.
+    /// Reported bytes; a retry begins before them.
     told: u64,
     came: &'a Came<'a>,
     cancel: &'a Cancel,

@@ -1,4 +1,4 @@
-//! A node's reports on itself and its cluster, and the commands that it takes.
+//! Administration of a node: reports on itself and its cluster, and commands.
 //!
 //! ```text
 //! agent, fleet, instances --> Board --> dashboard, events, audit log     (JSON: screen, page)
@@ -7,36 +7,36 @@
 //! files of a model --> served --> the model as clients see it
 //! ```
 //!
-//! - [`Board`]: the cluster, telemetry, instances and requests; [`Local`]: instances of a process
+//! - [`Board`]: cluster, telemetry, instances and requests; [`Local`]: instances of a process
 //!   without a fleet.
-//! - [`commands`]: what a node does for its dashboard and for programs of its machine.
-//! - [`doctor`]: what this machine can do, what is missing, and what mends it.
-//! - [`engines`]: what computes here.
-//! - [`adapters`]: what an adapter is, and a model with one in its matrices.
-//! - [`answer`]: an answer as it is collected, and what it cost.
-//! - [`holds`]: what becomes of workers, as lines; [`trainings`]: what a training would take.
-//! - [`machines`]: those that compute for a program of this machine.
-//! - [`borrowed`]: an instance that a program has for as long as it runs.
-//! - [`cables`]: cables between machines, for people.
-//! - [`findings`]: the user's own findings, beside those of the knowledge base.
+//! - [`commands`]: commands of the dashboard and of local programs.
+//! - [`doctor`]: checks of this machine, with remedies.
+//! - [`engines`]: compute engines of this machine.
+//! - [`adapters`]: facts of adapters, and fusing.
+//! - [`answer`]: collects an answer with its statistics.
+//! - [`holds`]: workers' notices as lines; [`trainings`]: forecasts of trainings.
+//! - [`machines`]: machines that compute for a local program.
+//! - [`borrowed`]: a leased instance of this machine's node.
+//! - [`cables`]: cabling between machines.
+//! - [`findings`]: the user's own findings for the knowledge base.
 //! - [`figures`]: metrics of an instance.
-//! - [`fits`]: models of the catalogue that fit, and their speed.
-//! - [`foreseen`]: forecast for a model on this machine.
-//! - [`named`]: models, clusters and engines by their names.
-//! - [`opened`]: a model from its files to something that answers.
-//! - [`pulls`]: models that are fetched or checked, for people and clients.
+//! - [`fits`]: models that fit, and their speed.
+//! - [`foreseen`]: speed forecast for a model on this machine.
+//! - [`named`]: finds models, clusters and engines by name.
+//! - [`opened`]: loads a model for a local program.
+//! - [`pulls`]: downloads and verifies models.
 //! - [`servers`]: settings, protocol and certificate of a server.
-//! - [`session`]: a model that answers one prompt after the other.
-//! - [`settings`]: what an environment says, and the places of files.
-//! - [`served`]: names, tokenizer and template of a model, for clients.
+//! - [`session`]: a model that answers prompts in turn.
+//! - [`settings`]: settings from the environment, and paths of files.
+//! - [`served`]: a model's names, tokenizer and template for clients.
 //! - [`shown`]: facts about one model.
-//! - [`tables`]: a node's reports, as lines.
+//! - [`tables`]: a node's reports as lines.
 //! - [`member`]: a node as a member of its cluster.
-//! - [`screen`]: a board's reports, as a frame of text.
+//! - [`screen`]: the dashboard as a text frame, for `paceline top`.
 //! - [`Error`].
 //!
-//! It reads no environment and prints nothing: settings are arguments, and lines for people go to a
-//! [`Tell`].
+//! It does not read the environment and prints nothing: settings are arguments, and lines for
+//! people go to a [`Tell`].
 
 pub mod adapters;
 pub mod answer;
@@ -86,5 +86,5 @@ pub use error::{Error, chain};
 pub use local::Local;
 pub use removal::remover;
 
-/// Takes lines for people; must not block.
+/// Receives lines for people; must not block.
 pub type Tell = Arc<dyn Fn(&str) + Send + Sync>;

@@ -1,9 +1,8 @@
-//! The links between nodes: the measured way in use of each pair, with what it carries now.
+//! Links between nodes: the network path in use of each pair, with its current traffic.
 //!
-//! Latency and bandwidth are those that the nodes measured and told each other. Traffic is counted
-//! by the interface that the way leaves by, so it has all that leaves there. It is absent for ways
-//! without an interface of their own, such as loopback. Traffic of models between both nodes is
-//! counted by their workers.
+//! Nodes measure and share latency and bandwidth. Traffic is that of the path's outgoing interface,
+//! so it includes all that leaves there. It is absent for paths without an own interface, such as
+//! loopback. Workers count the model traffic between two nodes.
 
 use std::collections::BTreeMap;
 
@@ -18,28 +17,28 @@ use serde_json::Value;
 use crate::label::label;
 use crate::traffic::Pairs;
 
-/// Links that are told at most: those of 16 nodes, each with each.
+/// Maximum reported links: those of 16 nodes, each with each.
 const LINKS_MAX: usize = 240;
 
-/// A link as the dashboard shows it.
+/// A link as shown by the dashboard.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Told {
-    /// Name of the node that measured it.
+    /// Name of the measuring node.
     pub(super) from: String,
     /// Name of the other node.
     pub(super) to: String,
     #[serde(flatten)]
     pub(super) way: Link,
-    /// Bytes a second that leave by the way's interface now.
+    /// Current bytes a second sent on the path's interface.
     #[serde(skip_serializing_if = "Option::is_none")]
     sent_bytes_s: Option<f64>,
-    /// Bytes a second that workers of models send from the one to the other now.
+    /// Current bytes a second that model workers send from one to the other.
     #[serde(skip_serializing_if = "Option::is_none")]
     model_bytes_s: Option<f64>,
 }
 
-/// The way in use of each pair of nodes that live, by their names; `None` where no way answers.
-/// Pairs that were never measured are left out.
+/// The path in use of each pair of live nodes, by name; `None` if none works. Omits pairs that were
+/// never measured.
 pub(super) fn used(nodes: &[NodeWays]) -> BTreeMap<(String, String), Option<Path>> {
     let lives = |name: &str| {
         let node = nodes.iter().find(|it| it.node.facts.name == name);
@@ -58,7 +57,7 @@ pub(super) fn used(nodes: &[NodeWays]) -> BTreeMap<(String, String), Option<Path
     used
 }
 
-/// A way as events tell it.
+/// A path in the form of events.
 pub(super) fn link(path: &Path) -> Link {
     let interface = match path.interface.as_str() {
         "" => path.local.to_string(),
@@ -71,8 +70,8 @@ pub(super) fn link(path: &Path) -> Link {
     }
 }
 
-/// The links of `ways` in order of their nodes' names. `nodes` are as the page gets them, with
-/// their telemetry; `traffic` is what models move.
+/// The links of `ways`, ordered by node names. `nodes` are the page's, with telemetry; `traffic` is
+/// the model traffic.
 pub(super) fn told(ways: &[NodeWays], nodes: &[Value], traffic: &Pairs) -> Vec<Told> {
     let links = used(ways).into_iter().filter_map(|(pair, path)| {
         let way = link(&path?);
@@ -90,7 +89,7 @@ pub(super) fn told(ways: &[NodeWays], nodes: &[Value], traffic: &Pairs) -> Vec<T
     links.take(LINKS_MAX).collect()
 }
 
-/// Bytes a second that a node sends by an interface.
+/// Bytes a second that a node sends on an interface.
 fn sent(nodes: &[Value], name: &str, interface: &str) -> Option<f64> {
     let node = nodes.iter().find(|node| node["name"] == name)?;
     let mut networks = node["telemetry"]["networks"].as_array()?.iter();
@@ -98,7 +97,7 @@ fn sent(nodes: &[Value], name: &str, interface: &str) -> Option<f64> {
     network["sent_bytes_s"].as_f64()
 }
 
-/// Gauges of the links of the first node, which is this one, for `/metrics`.
+/// Gauges of this node's links, for `/metrics`; this node is the first.
 pub(super) fn facts(ways: &[NodeWays]) -> Vec<Fact> {
     let own = ways.first().map(|it| it.node.facts.name.clone());
     let mut links = told(ways, &[], &Pairs::new());
@@ -139,7 +138,7 @@ pub(super) mod tests {
     use serde_json::json;
     use std::net::{IpAddr, SocketAddr};
 
-    /// A node that lives, with a way to another over `eth0`.
+    /// A live node with a path to another over `eth0`.
     pub(in super::super) fn ways(
         (number, name): (u8, &str),
         (to, to_name): (u8, &str),

@@ -1,4 +1,4 @@
-//! Instances of a process that has no fleet, for its dashboard.
+//! Instances of a process without a fleet, for its dashboard.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,8 +12,7 @@ use serde_json::{Value, json};
 
 use crate::Board;
 
-/// The models that a process without a fleet has workers for, as its dashboard shows them. Clones
-/// are the same.
+/// The models of a process without a fleet, with their workers. Clones share them.
 #[derive(Clone, Default)]
 pub struct Local(Arc<Mutex<Vec<Shown>>>);
 
@@ -32,7 +31,7 @@ struct Shown {
 }
 
 impl Local {
-    /// Shows none yet.
+    /// Without models.
     pub fn on(board: &Board) -> Self {
         let shown = Self::default();
         let own = shown.clone();
@@ -42,7 +41,7 @@ impl Local {
         shown
     }
 
-    /// Looks at where the time of a model's workers goes.
+    /// Measures where a model's workers spend their time.
     fn stages(&self, id: &str) -> Result<Value, String> {
         let all = lock(&self.0);
         let found = all.iter().find(|local| local.id == id);
@@ -56,7 +55,7 @@ impl Local {
         lock(&self.0).iter().filter_map(Shown::told).unzip()
     }
 
-    /// Shows a model from now on, as long as its instance is there.
+    /// Adds a model, which is shown while its instance exists.
     pub fn add(&self, model: &str, instance: &Arc<Instance>, nodes: u32) {
         let mut all = lock(&self.0);
         let id = match all.len() {
@@ -73,7 +72,7 @@ impl Local {
 }
 
 impl Shown {
-    /// Its line on the dashboard, and how it computes.
+    /// The model as JSON, and its portrait.
     fn told(&self) -> Option<(Value, (String, Portrait))> {
         let instance = self.instance.upgrade()?;
         let (state, reason) = match instance.status().state {

@@ -1,4 +1,4 @@
-//! Machines of the cluster that compute for a command beside this one.
+//! Machines of the cluster that compute for a local command.
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use paceline_cluster::nodes::agent::local;
 use serde_json::{Value, json};
 
-/// For the node to answer a question.
+/// Timeout of the node's response.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// A machine that starts workers.
@@ -20,8 +20,8 @@ pub struct Machine {
     pub is_own: bool,
 }
 
-/// `count` machines of the cluster, this one first. `None` where no node of `home` runs here that
-/// starts workers. `None` too where the cluster has fewer machines of this build.
+/// `count` machines of the cluster, this one first. `None` if no node of `home` that starts workers
+/// runs here, or the cluster has fewer machines of this build.
 ///
 /// # Errors
 /// The error of this machine's node.
@@ -31,7 +31,7 @@ pub fn found(home: &Path, count: usize) -> Result<Option<Vec<Machine>>, local::E
         Err(local::Error::NotUp) => return Ok(None),
         told => told?,
     };
-    // A node that serves a fixed model (`up MODEL`) starts no workers, and has no store.
+    // A node with a fixed model (`up MODEL`) starts no workers, and has no store.
     let Ok(stores) = ask("stores") else {
         return Ok(None);
     };

@@ -1,4 +1,4 @@
-//! A node as a member of its cluster: its facts, and the file of API keys that all nodes share.
+//! A node's cluster membership: its facts, and the shared file of API keys.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,7 +12,7 @@ use paceline_serve::keys::Keys;
 use paceline_tensor::InstructionSet;
 use serde_json::{Value, json};
 
-/// The facts of this machine as the node `name`, which computes in `class` by default.
+/// This machine's facts as the node `name`, with default kernel class `class`.
 pub fn facts(name: String, class: KernelClass) -> Facts {
     let best = InstructionSet::available().pop();
     Facts {
@@ -27,7 +27,7 @@ pub fn facts(name: String, class: KernelClass) -> Facts {
     }
 }
 
-/// The name of this machine, without its domain.
+/// The host name, without its domain.
 pub fn host_name() -> String {
     let file = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let name = file.or_else(|| machine::first_line("hostname", &[]));
@@ -35,7 +35,7 @@ pub fn host_name() -> String {
     name.trim().split('.').next().unwrap_or_default().to_owned()
 }
 
-/// The file of API keys, as the cluster shares it.
+/// The file of API keys, shared by the cluster.
 #[derive(Clone, Debug)]
 pub struct ApiKeys(pub PathBuf);
 
@@ -51,7 +51,7 @@ impl KeyFile for ApiKeys {
     }
 }
 
-/// A node's report on its cluster.
+/// A node's report on its cluster, as JSON.
 pub fn cluster(agent: &Agent) -> Value {
     json!({
         "cluster": agent.cluster(),

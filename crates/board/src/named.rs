@@ -1,4 +1,4 @@
-//! Models, clusters and engines by the names and files that a person gives.
+//! Looks up models, clusters and engines by name or file.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use paceline_plan::catalogue::{parse_cluster, short_cluster};
 use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape};
 use paceline_store::Home;
 
-/// Why a name means nothing.
+/// Why a lookup failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("{0}")]
@@ -23,20 +23,19 @@ pub enum Error {
     },
 }
 
-/// Bits per weight where neither file nor catalogue nor command line says: 4-bit blocks with
-/// scales.
+/// Default bits per weight, without file, catalogue entry or option: 4-bit blocks with scales.
 const BITS: f64 = 4.5;
 
-/// Largest file that is read as TOML: a cluster of 512 nodes with every link named is below 7 MB.
-/// What is wrong in so much is found within half a second.
+/// Maximum TOML file: a cluster of 512 nodes with every link named is below 7 MB. Errors in that
+/// much are found within half a second.
 const TOML_BYTES_MAX: u64 = 8 << 20;
 
-/// A model by what `run` takes it for: files of this machine first. Then comes a name whose model
-/// is not here yet, by the shape that the catalogue has of it. Other names of the catalogue come
-/// last. `bits` replaces the stored bits of a weight.
+/// A model's shape by name, as `run` resolves it. Local files come first, then names of models to
+/// download with their shape in the catalogue, then other names of the catalogue. `bits` replaces
+/// the stored bits per weight.
 ///
 /// # Errors
-/// Files that cannot be read, a name that nobody knows.
+/// Unreadable files, an unknown name.
 pub fn model(
     home: Option<&Home>,
     name: &str,
@@ -65,7 +64,7 @@ pub fn model(
     })
 }
 
-/// The catalogue's name and the stored bits of a model that `run` would fetch under `name`.
+/// The catalogue's shape and stored bits of a model that `run` would download as `name`.
 fn known_name(name: &str) -> (Option<&'static str>, Option<f64>) {
     if let Some(model) = paceline_store::Catalogue::BUILTIN.find(name) {
         return (model.shape, None);
@@ -75,7 +74,7 @@ fn known_name(name: &str) -> (Option<&'static str>, Option<f64>) {
     (shape, usual.map(|usual| usual.bits))
 }
 
-/// The files that `run` would take for `name`: a path, or what the store has under this name.
+/// The local files that `run` would use for `name`: a path, or a model of the store.
 pub fn local_path(home: &Home, name: &str) -> Option<PathBuf> {
     match paceline_store::resolve(home, name) {
         Ok(paceline_store::Resolved::Path(found)) => Some(found.path),
@@ -83,10 +82,10 @@ pub fn local_path(home: &Home, name: &str) -> Option<PathBuf> {
     }
 }
 
-/// A cluster from a file, or from the short form where there is no such file.
+/// A cluster from a file, or else from the short form.
 ///
 /// # Errors
-/// A file that cannot be read, or what is wrong with the cluster.
+/// An unreadable file, or an invalid cluster.
 pub fn cluster(text: &str, catalogue: &mut Catalogue) -> Result<Cluster, Error> {
     let path = Path::new(text);
     if !path.is_file() {
@@ -103,7 +102,7 @@ pub fn cluster(text: &str, catalogue: &mut Catalogue) -> Result<Cluster, Error> 
     Ok(cluster)
 }
 
-/// The text of a TOML file of bounded size.
+/// Reads a TOML file of bounded size.
 ///
 /// # Errors
 /// [`Error::Read`].
@@ -121,10 +120,10 @@ pub fn read(path: &Path) -> Result<String, Error> {
     Ok(text)
 }
 
-/// Gives every node of every cluster the constants of one engine.
+/// Sets one engine's constants for all nodes of all clusters.
 ///
 /// # Errors
-/// An engine that nobody knows.
+/// An unknown engine.
 pub fn set_engine(
     clusters: &mut [Cluster],
     name: &str,
@@ -147,7 +146,7 @@ pub fn set_engine(
     Ok(())
 }
 
-/// Names of machines, links, models and engines.
+/// Lists machines, links, models and engines.
 pub fn list(catalogue: &Catalogue, calibration: &Calibration) -> String {
     let known = |kind: &&str| !matches!(*kind, "unknown" | "unknown-cuda-gpu" | "none");
     let machines = catalogue

@@ -1,8 +1,8 @@
-//! A model from its files to something that answers, as programs of one machine start it.
+//! Loads a model for a local program: from files to a service.
 //!
-//! [`Opened`] is read and cut: what can be wrong with the model is known, and nothing is loaded.
-//! It becomes a [`Loaded`] in this process ([`Opened::here`]), over workers ([`Opened::start`]) or
-//! by what answers elsewhere ([`Opened::elsewhere`]).
+//! [`Opened`] has read the files and chosen a split; errors of the model are known, and no weights
+//! are loaded. It becomes a [`Loaded`] in this process ([`Opened::here`]), over workers
+//! ([`Opened::start`]), or on other nodes ([`Opened::elsewhere`]).
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -27,33 +27,33 @@ use crate::Tell;
 use crate::holds::split_lines;
 use crate::served::{changed_unix_s, fingerprint, sampling, size};
 
-/// What is asked of a model.
+/// Options of loading a model.
 #[derive(Clone, Debug)]
 pub struct Asked {
-    /// How it is computed, with the class of each node.
+    /// Options of the instance, with each node's class.
     pub options: Options,
-    /// The same classes.
+    /// The kernel class of each node.
     pub classes: Classes,
-    /// Whether each thread stays on a core of its own.
+    /// Whether threads are pinned to cores.
     pub pin: bool,
-    /// How many more nodes there are that only read prompts, perhaps none. Then the number of new
-    /// tokens from which on they read a prompt; `None` where their speed decides that.
+    /// Number of prefill workers (0 for none), and the prompt length in uncached tokens from which
+    /// they are used; `None` if measured speed decides.
     pub prompts: (u32, Option<u32>),
-    /// When opening the model began.
+    /// Start of opening the model, for the load time.
     pub since: Instant,
 }
 
-/// How workers of this machine are started.
+/// Program, environment and output of local workers.
 #[derive(Clone)]
 pub struct Workers {
     pub program: PathBuf,
-    /// Its arguments as a worker.
+    /// The program's arguments.
     pub args: Vec<OsString>,
-    /// All of its environment.
+    /// Complete environment.
     pub env: Vec<(OsString, OsString)>,
     /// Folders below which workers may write.
     pub writable: Vec<PathBuf>,
-    /// Takes the lines that workers say, with their ranks.
+    /// Receives the workers' output lines, with their ranks.
     pub tell: Tell,
 }
 
@@ -63,25 +63,25 @@ impl std::fmt::Debug for Workers {
     }
 }
 
-/// A model that was opened and cut, and is not loaded yet: what can be wrong with it is known.
+/// A model with files read and split chosen, not loaded yet.
 #[derive(Debug)]
 pub struct Opened {
     path: PathBuf,
     asked: Asked,
     prepared: Prepared,
-    /// The model that guesses for it.
+    /// Path of the draft model.
     draft: Option<PathBuf>,
     pub tokenizer: Arc<Tokenizer>,
-    /// Nothing when the model has none. What is wrong with one matters only to those who use it.
+    /// `None` if the model has none. An error matters only to callers that need the template.
     pub template: Option<Result<ChatTemplate, ChatError>>,
 }
 
 impl Opened {
-    /// Reads the shape of the model at `path`, which is absolute, and cuts it; `sizes` says what
-    /// for, by that shape. `templates` runs its chat template.
+    /// Opens the model at the absolute `path` and splits it. `sizes` computes the engine's sizes
+    /// from the shape. `templates` runs its chat template.
     ///
     /// # Errors
-    /// What is wrong with the model; why it cannot be cut like that.
+    /// An unusable model, or an impossible split.
     pub fn new(
         (source, path): (Arc<Source>, PathBuf),
         asked: Asked,
@@ -103,47 +103,46 @@ impl Opened {
         })
     }
 
-    /// Has the small model at `path` guess what this one will answer. Before
-    /// [`forecast`](Self::forecast).
+    /// Uses the small model at `path` as draft model. Call before [`forecast`](Self::forecast).
     ///
     /// # Errors
-    /// What is wrong with it, such as another vocabulary.
+    /// An unusable draft model, such as one with another vocabulary.
     pub fn guess_with(&mut self, source: Arc<Source>, path: PathBuf) -> Result<(), Error> {
         self.prepared.guess_with(source)?;
         self.draft = Some(path);
         Ok(())
     }
 
-    /// Has an adapter beside the model, which requests choose by `name`.
+    /// Adds an adapter, which requests select by `name`.
     ///
     /// # Errors
-    /// What is wrong with it, or that it does not fit the model.
+    /// An unusable adapter, or one of another model.
     pub fn adapt(&mut self, name: &str, path: &Path) -> Result<(), Error> {
         self.prepared.adapt(name, path)
     }
 
-    /// Adapters beside the model.
+    /// The added adapters.
     pub fn adapters(&self) -> &[AdapterOf] {
         self.prepared.adapters()
     }
 
-    /// Where the model is.
+    /// Path of the model.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The model as it is to be computed.
+    /// The model prepared for its nodes.
     pub const fn prepared(&self) -> &Prepared {
         &self.prepared
     }
 
-    /// The same, to be changed.
+    /// As [`prepared`](Self::prepared), mutable.
     pub const fn prepared_mut(&mut self) -> &mut Prepared {
         &mut self.prepared
     }
 
-    /// Kernel classes, version and the model's identity. With request and seed they determine the
-    /// bits of an answer.
+    /// Kernel classes, version and model identity. With request and seed they determine an answer's
+    /// bits.
     pub fn fingerprint(&self) -> String {
         let classes = self.asked.classes.to_string();
         fingerprint(&classes, self.prepared.identity())
@@ -154,7 +153,7 @@ impl Opened {
         self.prepared.config()
     }
 
-    /// Sizes of the engine.
+    /// The engine's configuration.
     pub const fn engine(&self) -> &EngineConfig {
         self.prepared.engine()
     }
@@ -164,7 +163,7 @@ impl Opened {
         self.prepared.split().ranks()
     }
 
-    /// How numbers are computed.
+    /// Kernel class of each node.
     pub const fn classes(&self) -> &Classes {
         &self.asked.classes
     }
@@ -174,19 +173,19 @@ impl Opened {
         self.prepared.options().threads
     }
 
-    /// How nodes on the CPU keep keys and values; `None` where there is none.
+    /// KV type on CPU nodes; `None` without CPU nodes.
     fn kv(&self) -> Option<KvType> {
         let class = self.classes().each().iter().find(|class| !class.is_mlx())?;
         Some(self.asked.options.kv.unwrap_or(KvType::of(*class)))
     }
 
-    /// Whether it needs no workers: one node, none more for prompts.
+    /// Whether it needs no workers: one node and no prefill workers.
     pub fn is_alone(&self) -> bool {
         self.nodes() == 1 && self.prepared.prompts().is_none()
     }
 
-    /// Threads of the kernels that [`here`](Self::here) needs, and where they stay. Where MLX
-    /// computes, they only choose tokens.
+    /// Threads and pinning of the kernels for [`here`](Self::here). With MLX they only sample
+    /// tokens.
     pub fn own_threads(&self) -> (usize, Pinning) {
         let pinning = match self.asked.pin {
             true => Pinning::Cores { first: 0 },
@@ -198,10 +197,10 @@ impl Opened {
         }
     }
 
-    /// Loads it into this process; `progress` hears of layers.
+    /// Loads it into this process; `progress` receives (loaded, total) layers.
     ///
     /// # Errors
-    /// What is wrong with the model, or with MLX where it is to compute.
+    /// An unusable model, or missing MLX.
     pub fn here(
         self,
         mlx: &Places,
@@ -212,7 +211,7 @@ impl Opened {
         self.into_loaded(|prepared| prepared.here(tokenizer, mlx, kernels, progress))
     }
 
-    /// Takes an instance that [`start`](Self::start) has started as what answers.
+    /// Serves by an instance from [`start`](Self::start).
     pub fn loaded(self, instance: Instance) -> Loaded {
         match self.into_loaded(|prepared| Ok::<_, Infallible>(prepared.loaded(instance))) {
             Ok(loaded) => loaded,
@@ -220,7 +219,7 @@ impl Opened {
         }
     }
 
-    /// Takes a service of this machine's node as what answers; `on` names its nodes.
+    /// Serves by a service of this machine's node; `on` names the nodes.
     pub fn elsewhere(self, service: Arc<dyn Service>, on: String) -> Loaded {
         match self.into_loaded(|prepared| Ok::<_, Infallible>(prepared.elsewhere(service, on))) {
             Ok(loaded) => loaded,
@@ -245,8 +244,7 @@ impl Opened {
         })
     }
 
-    /// Whether MLX can be opened at `places`, where it is to compute: of a worker's error only the
-    /// text arrives.
+    /// Checks that MLX opens from `places`, if needed: workers' errors arrive only as text.
     ///
     /// # Errors
     /// Why not.
@@ -257,11 +255,11 @@ impl Opened {
         }
     }
 
-    /// Starts the workers; with `restart` again after failures. `observer` hears what becomes of
-    /// them. Does not wait until they are ready.
+    /// Starts the workers; `restart` restarts them after failures. `observer` receives their
+    /// notices. Does not wait until they are ready.
     ///
     /// # Errors
-    /// What the system refuses.
+    /// The system refuses a process or thread.
     pub fn start(
         &self,
         workers: &Workers,
@@ -269,21 +267,21 @@ impl Opened {
         observer: Observer,
     ) -> Result<Instance, Error> {
         let options = self.prepared.options();
-        // Before there are workers, which would wait for it.
+        // Computed before the workers start, as they would wait for it.
         self.prepared.identity()?;
         let pin = self.asked.pin.then_some(options.threads);
         let own = self.crew(workers, options.nodes, pin, "")?;
         match self.prepared.prompts() {
             None => self.prepared.over(own, restart, observer),
             Some(prompts) => {
-                // The others have the first cores, which these would share.
+                // Not pinned: the decode workers occupy the first cores.
                 let prompts = self.crew(workers, prompts.options().nodes, None, "prompts ")?;
                 self.prepared.over_apart(own, prompts, restart, observer)
             }
         }
     }
 
-    /// `of` stands before ranks in what workers say.
+    /// `of` prefixes the ranks in output lines.
     fn crew(
         &self,
         workers: &Workers,
@@ -309,8 +307,8 @@ impl Opened {
         crew.map(Box::new)
     }
 
-    /// The model as clients see it, by its id and further names; `tell` hears of a template that
-    /// cannot be used. Takes the template.
+    /// The model for the API, with id and aliases; `tell` receives a template's error. Takes the
+    /// template.
     pub fn served(
         &mut self,
         (id, aliases): (String, Vec<String>),
@@ -345,8 +343,8 @@ impl Opened {
         }
     }
 
-    /// Each model of an API and what answers with it: the model, and every adapter beside it. An
-    /// adapter that is `alone` answers in place of the model.
+    /// The API's models with their services: the base model and each adapter. An `alone` adapter
+    /// replaces the base model.
     pub fn answering(
         &self,
         (model, service): (Model, Arc<dyn Service>),
@@ -381,22 +379,22 @@ impl Opened {
     }
 }
 
-/// A model that is ready to answer, with what programs tell about it.
+/// A loaded model, with the facts that programs report.
 #[derive(Debug)]
 pub struct Loaded {
     model: paceline_node::Loaded,
     pub tokenizer: Arc<Tokenizer>,
     /// As of [`Opened`].
     pub template: Option<Result<ChatTemplate, ChatError>>,
-    /// How numbers are computed.
+    /// Kernel class of each node.
     pub classes: Classes,
-    /// Sizes of the engine.
+    /// The engine's configuration.
     pub engine: EngineConfig,
-    /// Of each node.
+    /// Threads of each node.
     pub threads: usize,
-    /// How the CPU's nodes keep keys and values; `None` where all are on MLX.
+    /// KV type on CPU nodes; `None` if all are on MLX.
     pub kv: Option<KvType>,
-    /// From opening the model's files to being ready for a prompt.
+    /// Time from opening the files until ready for a prompt.
     pub load_time: Duration,
 }
 
@@ -409,7 +407,7 @@ impl Deref for Loaded {
 }
 
 impl Loaded {
-    /// What each node holds: a heading, then a line each.
+    /// Each node's share: a heading, and a line each.
     pub fn split_lines(&self) -> Vec<String> {
         let weights = self.weights();
         split_lines(self.config(), self.split(), self.threads, &weights)

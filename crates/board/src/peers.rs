@@ -1,8 +1,8 @@
-//! The parts of other nodes, asked for while somebody looks.
+//! Status reports of other nodes, requested while a client views the dashboard.
 //!
-//! A node that is looked at opens a channel to each other node that lives; over it the other sends
-//! its part once a second. When nobody has looked for a while, the channels are closed, so a
-//! cluster that nobody looks at sends nothing.
+//! A viewed node opens a channel to each other live node, which then sends its report once a
+//! second. After [`INTEREST`] without views the channels are closed, so an unviewed cluster sends
+//! nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, Weak};
@@ -16,37 +16,37 @@ use serde_json::Value;
 
 use crate::board::Inner;
 
-/// The service that tells a node's part.
+/// Name of the report service.
 pub(super) const SERVICE: &str = "board";
 
-/// Between parts.
+/// Interval of reports.
 const TELL_EVERY: Duration = Duration::from_secs(1);
 
-/// Time after the last look in which channels are kept.
+/// How long channels stay open after the last view.
 const INTEREST: Duration = Duration::from_secs(10);
 
-/// Age from which a part is not shown any more.
+/// Age from which a report is dropped.
 const STALE: Duration = Duration::from_secs(6);
 
-/// Longest part: 256 requests and the telemetry of 1,024 cores.
+/// Maximum bytes of a report: 256 requests and the telemetry of 1,024 cores.
 const PART_BYTES_MAX: usize = 512 << 10;
 
-/// Longest time to open a channel.
+/// Timeout of opening a channel.
 const OPEN_LIMIT: Duration = Duration::from_secs(3);
 
-/// Other nodes that are asked at the same time; each takes a thread.
+/// Maximum nodes polled at the same time; each takes a thread.
 const PEERS_MAX: usize = 64;
 
-/// Answers of other nodes.
+/// Reports of other nodes.
 #[derive(Default)]
 pub(super) struct Peers {
     looked: Mutex<Option<Instant>>,
-    /// Nodes that a thread reads from.
+    /// Nodes with a reading thread.
     asked: Mutex<BTreeSet<NodeId>>,
     parts: Mutex<BTreeMap<NodeId, (Instant, Value)>>,
 }
 
-/// Sends this node's part until the other end closes.
+/// Sends this node's report until the other end closes.
 pub(super) fn answer(inner: &Weak<Inner>, channel: &Channel) {
     loop {
         let Some(inner) = inner.upgrade().filter(|inner| !inner.is_over()) else {
@@ -57,7 +57,7 @@ pub(super) fn answer(inner: &Weak<Inner>, channel: &Channel) {
         if part.len() > PART_BYTES_MAX || channel.send(part.as_bytes()).is_err() {
             return channel.close();
         }
-        // The other end sends nothing, so this waits, and ends early when it closes.
+        // The other end sends nothing: waits for the interval, or until it closes.
         if channel.recv(1, TELL_EVERY).is_err() {
             return;
         }
@@ -65,7 +65,7 @@ pub(super) fn answer(inner: &Weak<Inner>, channel: &Channel) {
 }
 
 impl Peers {
-    /// Notes that somebody looks, and asks the nodes that are not asked yet.
+    /// Records a view, and starts to poll further nodes.
     pub(super) fn ask(&self, inner: &Arc<Inner>) {
         *lock(&self.looked) = Some(Instant::now());
         let Some(agent) = inner.agent.get() else {
@@ -88,7 +88,7 @@ impl Peers {
         }
     }
 
-    /// The parts of other nodes by id, without old ones.
+    /// The current reports of other nodes, by id.
     pub(super) fn heard(&self) -> BTreeMap<String, Value> {
         let mut parts = lock(&self.parts);
         parts.retain(|_, (at, _)| at.elapsed() < STALE);
@@ -103,7 +103,7 @@ impl Peers {
     }
 }
 
-/// Reads parts of a node while somebody looks.
+/// Reads a node's reports while clients view the dashboard.
 fn read(weak: &Weak<Inner>, id: NodeId) {
     let channel = weak.upgrade().and_then(|inner| {
         let agent = inner.agent.get()?.clone();

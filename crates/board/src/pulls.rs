@@ -1,4 +1,4 @@
-//! Models that clients of the API, and people, have fetched into the store.
+//! Downloads and verification of models, for commands and API clients.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,21 +15,21 @@ use serde_json::{Value, json};
 
 use crate::Tell;
 
-/// Time between two steps of a file that clients are told.
+/// Interval of progress steps to clients.
 const STEP_EVERY: Duration = Duration::from_millis(200);
 
-/// How a model came to be on this machine.
+/// How a model came to this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Came {
-    /// It was fetched just now.
+    /// Downloaded now.
     Fetched,
-    /// It was there, and its bytes were fetched by another process or an earlier one.
+    /// Present: downloaded earlier or by another process.
     InStore,
-    /// It was there, and its bytes were checked.
+    /// Present and verified.
     Checked,
-    /// It was there with wrong bytes, and was fetched again.
+    /// Present with wrong bytes, and downloaded again.
     Mended,
-    /// It is no model of the store.
+    /// Not a model of the store.
     Own,
 }
 
@@ -46,7 +46,7 @@ impl Came {
     }
 }
 
-/// A store, and how it is filled.
+/// A store with the settings of downloads.
 #[expect(
     missing_debug_implementations,
     reason = "what shows progress says nothing"
@@ -55,17 +55,17 @@ pub struct Pulls<'a> {
     pub home: &'a Home,
     /// Hub, pip, retries, deadlines.
     pub options: &'a PullOptions,
-    /// Ends what is under way.
+    /// Cancels the operation.
     pub cancel: &'a Cancel,
-    /// Makes what shows how far a file is.
+    /// Makes a progress display per file.
     pub progress: &'a dyn Fn() -> Box<dyn Progress>,
-    /// Takes lines for people.
+    /// Receives lines for people.
     pub tell: &'a dyn Fn(&str),
 }
 
 impl Pulls<'_> {
-    /// The model that `spec` means, fetched or checked, and how it came to be here. One with wrong
-    /// bytes is fetched again where its record says from where.
+    /// Downloads or verifies the model `spec`; returns how it came here. One with wrong bytes is
+    /// downloaded again if its record names a source.
     ///
     /// # Errors
     /// As of [`resolve`], [`pull`] and [`verify`]; [`Error::Damaged`].
@@ -96,7 +96,7 @@ impl Pulls<'_> {
         }
     }
 
-    /// Fetches the file of a stored model again; `error` says how it is damaged.
+    /// Downloads a damaged file of a stored model again; `error` is the damage.
     fn mend(&self, name: &EntryName, found: &Found, error: Error) -> Result<(), Error> {
         let error = damaged(name.as_str(), error);
         let place = (found.path.parent(), found.path.file_name());
@@ -117,8 +117,8 @@ impl Pulls<'_> {
         }
     }
 
-    /// The model that `spec` means, fetched if need be, and noted as used now. `may` refuses one
-    /// that would be fetched in vain.
+    /// Finds the model `spec`, downloads it if needed, and records its use. `may` can reject a
+    /// download.
     ///
     /// # Errors
     /// As of [`resolve`] and [`pull`]; [`Error::Damaged`]; that of `may`.
@@ -141,7 +141,7 @@ impl Pulls<'_> {
                 Err(error @ (Error::HashMismatch { .. } | Error::Cancelled)) => {
                     return Err(damaged(name.as_str(), error).into());
                 }
-                // A store that cannot be written to is no reason not to run the model.
+                // A read-only store is no reason not to run the model.
                 Err(error) => {
                     (self.tell)(&format!("warning: cannot note the use of {name}: {error}"))
                 }
@@ -184,7 +184,7 @@ impl Pulls<'_> {
     }
 }
 
-/// A stored file with wrong bytes is damage to the store, not a download that was refused.
+/// Reports wrong bytes of a stored file as damage to the store, not as a failed download.
 fn damaged(name: &str, error: Error) -> Error {
     match error {
         Error::HashMismatch { .. } => Error::Damaged {
@@ -195,10 +195,10 @@ fn damaged(name: &str, error: Error) -> Error {
     }
 }
 
-/// Size of a model of the store, or of a single file; `None` of a folder elsewhere.
+/// Size of a model of the store, or of a single file; `None` for a folder elsewhere.
 ///
 /// # Errors
-/// A file that is gone, a store that cannot be read.
+/// A missing file, an unreadable store.
 pub fn size(home: &Home, found: &Found) -> Result<Option<Bytes>, Error> {
     let Some(name) = &found.name else {
         if found.kind != Kind::Gguf {
@@ -218,7 +218,7 @@ pub fn size(home: &Home, found: &Found) -> Result<Option<Bytes>, Error> {
         .map(Entry::file_bytes))
 }
 
-/// A model of this machine as one object.
+/// A local model as a JSON object.
 pub fn object(found: &Found, bytes: Option<Bytes>, came: Came) -> Value {
     json!({
         "name": found.name.as_ref().map(EntryName::as_str),
@@ -229,7 +229,7 @@ pub fn object(found: &Found, bytes: Option<Bytes>, came: Came) -> Value {
     })
 }
 
-/// Fetches models for clients of the API, who name no paths. `smollm2:latest` is `smollm2`.
+/// Downloads models for API clients, who cannot name paths. `smollm2:latest` is `smollm2`.
 pub fn puller(home: Home, options: PullOptions, say: Tell) -> Puller {
     let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool, over: &Arc<AtomicBool>| {
         let name = name.strip_suffix(":latest").unwrap_or(name);
@@ -239,7 +239,7 @@ pub fn puller(home: Home, options: PullOptions, say: Tell) -> Puller {
         let plan = match resolve(&home, name) {
             Ok(Resolved::Path(_)) => return Ok(true),
             Ok(Resolved::NeedsDownload(plan)) => plan,
-            // Which files this machine has is not the clients' business.
+            // Does not reveal which files exist here.
             Err(Error::UnknownModel { .. } | Error::NoSuchPath { .. }) => return Ok(false),
             Err(error) => return Err(error.to_string()),
         };
@@ -252,7 +252,7 @@ pub fn puller(home: Home, options: PullOptions, say: Tell) -> Puller {
     Puller(Arc::new(pull))
 }
 
-/// Tells a client how far a pull is, and ends it when the client has left.
+/// Reports a pull's progress to a client, and cancels the pull when the client has left.
 struct Steps<'a> {
     tell: &'a mut dyn FnMut(PullStep) -> bool,
     say: &'a Tell,

@@ -1,4 +1,4 @@
-//! Models that clients remove from the store.
+//! Removes models from the store for API clients.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use paceline_serve::{Removal, Remover};
 use paceline_store::{EntryName, Error as StoreError, Home, Resolved, find_for_removal, resolve};
 
-/// Removes models from the store, by their names there: clients name no paths.
+/// Removes models by their store names: clients cannot name paths.
 pub fn remover(home: Home) -> Remover {
     let remove = move |name: &str, served: &[String]| {
         if Path::new(name).exists() {
@@ -24,8 +24,8 @@ pub fn remover(home: Home) -> Remover {
     Remover(Arc::new(remove))
 }
 
-/// Whether `name` means the stored model that one of the names in `served` means. A model has
-/// several names: its alias, its usual name, its hub id, and a path.
+/// Whether `name` and one of `served` are the same stored model. A model has several names: alias,
+/// usual name, hub id, path.
 fn is_served(home: &Home, name: &str, served: &[String]) -> bool {
     let Ok(own) = find_for_removal(home, name) else {
         return false;
@@ -35,13 +35,13 @@ fn is_served(home: &Home, name: &str, served: &[String]) -> bool {
         .any(|other| stored(home, other).as_ref() == Some(&own))
 }
 
-/// The stored model that a server was given as `spec`.
+/// The stored model for a server's argument `spec`.
 fn stored(home: &Home, spec: &str) -> Option<EntryName> {
     let loaded = match resolve(home, spec) {
         Ok(Resolved::Path(found)) => found.name,
         _ => None,
     };
-    // A path into the store is found as a path only.
+    // Paths into the store resolve only as paths.
     loaded.or_else(|| find_for_removal(home, spec).ok())
 }
 

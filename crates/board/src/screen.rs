@@ -1,5 +1,4 @@
-//! A frame of text, as `paceline top` shows it: pure, from what the node said and what the user
-//! typed.
+//! The frame of `paceline top`: a pure function of the node's status and the keys typed.
 
 use std::cmp::Ordering;
 use std::collections::VecDeque;
@@ -14,12 +13,12 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Row, Sparkline, Table, Widget};
 use serde_json::Value;
 
-/// Points of the graph of tokens a second: two minutes.
+/// Points of the tokens-per-second graph: two minutes.
 const SPEEDS_MAX: usize = 120;
 
 const GRAPH_ROWS: usize = 3;
 
-/// The column that machines are sorted by.
+/// Sort column of machines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sort {
     /// This node first, then by name.
@@ -32,7 +31,7 @@ pub enum Sort {
 }
 
 impl Sort {
-    /// The column after it, around.
+    /// The next column, cyclic.
     pub const fn next(self) -> Self {
         match self {
             Self::Name => Self::Cpu,
@@ -50,26 +49,26 @@ impl Sort {
     }
 }
 
-/// Contents of the screen, and how the user wants them.
+/// State of the screen.
 #[derive(Debug, Default)]
 pub struct View {
     status: Value,
-    /// Why the last look failed.
+    /// Error of the last update.
     problem: Option<String>,
-    /// Tokens a second at the last looks.
+    /// Tokens a second of the last updates.
     speeds: VecDeque<u64>,
-    /// The column that machines are sorted by.
+    /// Sort column of machines.
     pub sort: Sort,
-    /// Text that names must have to be shown.
+    /// Shows only names with this text.
     pub filter: Option<String>,
-    /// Whether keys go into the filter.
+    /// Whether keys edit the filter.
     pub is_typing: bool,
-    /// Lines that are scrolled away.
+    /// Scroll offset in lines.
     pub scroll: usize,
 }
 
 impl View {
-    /// Takes what the node said.
+    /// Applies a status of the node.
     pub fn hear(&mut self, status: Result<Value, String>) {
         match status {
             Ok(status) => {
@@ -85,7 +84,7 @@ impl View {
         }
     }
 
-    /// Does what a key says; whether it ends the program.
+    /// Handles a key; returns true to exit.
     pub fn is_end(&mut self, key: KeyEvent) -> bool {
         let is_control = key.modifiers.contains(KeyModifiers::CONTROL);
         if let KeyCode::Char('c' | 'd') = key.code
@@ -118,19 +117,19 @@ impl View {
         false
     }
 
-    /// Has keys go into the filter.
+    /// Starts editing the filter.
     pub fn type_filter(&mut self) {
         self.is_typing = true;
         self.filter.get_or_insert_default();
     }
 
-    /// Shows everything again.
+    /// Removes the filter.
     pub fn clear_filter(&mut self) {
         self.is_typing = false;
         self.filter = None;
     }
 
-    /// Items of a list that the filter lets through.
+    /// Items of a list that match the filter.
     fn items(&self, name: &str) -> Vec<&Value> {
         let filter = self.filter.as_deref().unwrap_or_default();
         let all = self.status[name].as_array().into_iter().flatten();
@@ -166,7 +165,7 @@ impl View {
 fn tok_s(status: &Value) -> f64 {
     let requests = status["requests"].as_array().into_iter().flatten();
     let speeds = requests.filter_map(|request| request["tok_s"].as_f64());
-    // A sum of nothing would be -0.0.
+    // An empty sum would be -0.0.
     speeds.fold(0.0, |a, b| a + b)
 }
 
@@ -176,7 +175,7 @@ fn memory_share(node: &Value) -> Option<f64> {
     (all > 0.0).then(|| 1.0 - free / all)
 }
 
-/// A frame as text, its lines without spaces at their ends.
+/// A frame as text, without trailing spaces.
 pub fn plain(view: &mut View, (width, height): (u16, u16)) -> String {
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
     let area = buffer.area;
@@ -200,7 +199,7 @@ pub fn frame(view: &mut View, frame: &mut Frame) {
     draw(view, area, frame.buffer_mut());
 }
 
-/// Draws everything; what has no room is cut.
+/// Draws all parts; truncates without room.
 fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
     let parts = Layout::vertical(heights(view, area.height).map(Constraint::Length));
     let [
@@ -219,7 +218,7 @@ fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
     let speeds = view.speeds.make_contiguous();
     let last = &speeds[speeds.len().saturating_sub(usize::from(area.width))..];
     Sparkline::default().data(last).render(graph, buffer);
-    // Scrolling moves the list of machines first; it is the one that grows with the cluster.
+    // Scrolls the list of machines first; it grows with the cluster.
     let shown = usize::from(machines.height.saturating_sub(1));
     view.scroll = view.scroll.min(view.nodes().len().saturating_sub(shown));
     let rows = view.nodes().into_iter().skip(view.scroll).map(node);
@@ -253,8 +252,7 @@ fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
     footer(view).render(foot, buffer);
 }
 
-/// Width of a machine's name. The other columns of machines need 64, spaces included, so that
-/// nothing is cut at 80.
+/// Width of the name column. The others need 64 with spaces, so that nothing is truncated at 80.
 const fn name_width(width: u16) -> u16 {
     match width.saturating_sub(65) {
         ..15 => 15,
@@ -263,8 +261,8 @@ const fn name_width(width: u16) -> u16 {
     }
 }
 
-/// Rows of each part, from the top. Where there is no room for all, the first and the last line
-/// come first, then machines, models, links; requests get what is left.
+/// Heights of the parts, from the top. Without room for all, the first and last line have priority,
+/// then machines, models, links; requests get the rest.
 fn heights(view: &View, height: u16) -> [u16; 10] {
     let mut left = height;
     let mut take = |wanted: usize| {
@@ -279,7 +277,7 @@ fn heights(view: &View, height: u16) -> [u16; 10] {
     let above_models = take(1);
     let models = take((view.items("instances").len() + 1).min(part(3)));
     let above_links = take(1);
-    // A machine alone has no links, and no rows for them.
+    // A single machine has no links, and no rows for them.
     let (links, below) = match view.items("links").len() {
         0 => (0, 0),
         n => (take((n + 1).min(part(4))), take(1)),
@@ -298,7 +296,7 @@ fn heights(view: &View, height: u16) -> [u16; 10] {
     ]
 }
 
-/// A table whose last column takes what is left.
+/// A table whose last column takes the remaining width.
 fn table<const N: usize>(
     names: [&'static str; N],
     rows: impl Iterator<Item = [String; N]>,
@@ -313,7 +311,7 @@ fn table<const N: usize>(
     Table::new(rows, widths).header(Row::new(names).style(bold))
 }
 
-/// The cluster at a glance; the energy of a token where it has room.
+/// The cluster's summary, with energy per token if it fits.
 fn header(view: &View, width: usize) -> Line<'static> {
     const NAME: &str = "paceline";
     let status = &view.status;
@@ -360,7 +358,7 @@ fn text(value: &Value) -> String {
     printable(value.as_str().unwrap_or("-")).into_owned()
 }
 
-/// A number with its unit, or a dash where there is none.
+/// A number with its unit, or a dash if missing.
 fn number(value: &Value, write: impl Fn(f64) -> String) -> String {
     value.as_f64().map_or_else(|| "-".to_owned(), write)
 }
@@ -369,7 +367,7 @@ fn number(value: &Value, write: impl Fn(f64) -> String) -> String {
 fn short(bytes: f64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let (mut value, mut unit) = (bytes.max(0.0), 0);
-    // From 999.5 on there would be four digits.
+    // From 999.5 on it would round to four digits.
     while value >= 999.5 && unit + 1 < UNITS.len() {
         (value, unit) = (value / 1024.0, unit + 1);
     }
@@ -437,8 +435,8 @@ fn instance(it: &Value) -> [String; 5] {
     ]
 }
 
-/// A measured link. `MODELS` is what workers of models send over it. `SENDS` is all that leaves by
-/// its interface, on a wide terminal with the share of its bandwidth.
+/// A measured link. `MODELS` is the traffic of model workers. `SENDS` is all traffic of its
+/// interface, on a wide terminal with its share of the bandwidth.
 fn link(it: &Value, is_wide: bool) -> [String; 7] {
     let load = it["sent_bytes_s"].as_f64().zip(it["bytes_per_s"].as_f64());
     let load = load.filter(|(_, most)| is_wide && *most > 0.0);
@@ -566,7 +564,7 @@ q end  s sort (name)  / filter  arrows scroll";
         assert!(empty.contains("0 requests · 0.0 tokens/s"), "{empty}");
     }
 
-    /// The screen is recorded beside this file; it is what `paceline top` shows in a terminal.
+    /// The expected screen is in this folder; it is that of `paceline top` in a terminal.
     #[test]
     fn a_frame_of_200_by_60() {
         let expected = include_str!("200x60.txt").trim_end();

@@ -1,4 +1,4 @@
-//! A model as clients see it: its names, tokenizer and template, from its files.
+//! Builds the API's description of a model from its files: names, tokenizer, template, sampling.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -16,7 +16,8 @@ use paceline_serve::{About, Model, default_sampling};
 
 use crate::Error;
 
-/// Kernel classes, version and identity of the model; no identity where its files cannot be read.
+/// Fingerprint of kernel classes, version and model identity; without identity if its files cannot
+/// be read.
 pub fn fingerprint<S: Display, E>(classes: &str, identity: Result<S, E>) -> String {
     let version = env!("CARGO_PKG_VERSION");
     match identity {
@@ -25,7 +26,7 @@ pub fn fingerprint<S: Display, E>(classes: &str, identity: Result<S, E>) -> Stri
     }
 }
 
-/// When a file was changed, in seconds since 1970; 0 if not known.
+/// Modification time of a file in seconds since 1970; 0 if unknown.
 pub fn changed_unix_s(path: &Path) -> u64 {
     let changed = std::fs::metadata(path).and_then(|facts| facts.modified());
     let since = changed
@@ -34,10 +35,10 @@ pub fn changed_unix_s(path: &Path) -> u64 {
     since.map_or(0, |since| since.as_secs())
 }
 
-/// An instance of the cluster, by its model's file on this machine; `templates` runs its template.
+/// The description of a cluster instance, from its local model file; `templates` runs its template.
 ///
 /// # Errors
-/// What is wrong with the file.
+/// The file is unusable.
 pub fn instance(path: &Path, wanted: &Wanted, templates: &Program) -> Result<Model, Error> {
     let of_model = |error| Error::of_model(path, error);
     let source = Source::open(path).map_err(of_model)?;
@@ -70,10 +71,10 @@ pub fn instance(path: &Path, wanted: &Wanted, templates: &Program) -> Result<Mod
     })
 }
 
-/// An encoder, by its id and further names.
+/// The description of an encoder, with id and aliases.
 ///
 /// # Errors
-/// A tokenizer that cannot be used.
+/// An unusable tokenizer.
 pub fn encoder(
     path: &Path,
     source: &Source,
@@ -97,7 +98,7 @@ pub fn encoder(
     })
 }
 
-/// How tokens are chosen by the model at `path` where a request does not say.
+/// Default sampling of the model at `path`.
 pub fn sampling(path: &Path) -> SamplingParams {
     let file = path.join("generation_config.json");
     let is_small = |file: &Path| std::fs::metadata(file).is_ok_and(|facts| facts.len() < 1 << 20);
@@ -106,7 +107,7 @@ pub fn sampling(path: &Path) -> SamplingParams {
     paceline_serve::recommended_sampling(&config.unwrap_or_default())
 }
 
-/// Bytes of the file or of the folder's files.
+/// Bytes of the file, or of the folder's files.
 pub fn size(path: &Path) -> u64 {
     let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |facts| facts.len());
     match std::fs::read_dir(path) {

@@ -1,7 +1,7 @@
-//! What a server of a node starts with: who may ask, its protocol, its board.
+//! Startup settings of a node's HTTP server: access, protocol, board.
 //!
-//! Other machines get TLS, with a certificate of this home that is made once where none is given;
-//! on loopback a server speaks plain HTTP.
+//! Other machines use TLS, by default with this home's self-signed certificate; loopback clients
+//! use plain HTTP.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
@@ -15,17 +15,17 @@ use paceline_serve::{Access, Clock, Config, Facts, Puller, Remover};
 use crate::member::host_name;
 use crate::{Board, Source, Tell, settings};
 
-/// An address that no machine has (RFC 5737): it only makes the system say by which of its own
-/// addresses it would reach the world. Nothing is sent.
+/// A reserved address (RFC 5737): routing to it reveals the machine's own outgoing address. Nothing
+/// is sent.
 const ELSEWHERE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
 
-/// Why there is no server.
+/// Why a server cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The system does not say whether there is a file of API keys.
+    /// The key file's existence is unknown.
     #[error("cannot look for API keys")]
     Keys(#[source] std::io::Error),
-    /// A server cannot have these settings, or its certificate cannot be used.
+    /// Unusable settings or certificate.
     #[error("{0}")]
     Serve(#[from] paceline_serve::Error),
 }
@@ -38,39 +38,39 @@ pub enum Error {
 pub struct Options<'a> {
     /// Folder of this home.
     pub home: &'a Path,
-    /// Addresses to listen on, each with all ports.
+    /// Addresses to bind, each with all ports.
     pub hosts: &'a [IpAddr],
     /// Ports, at least one.
     pub ports: &'a [u16],
-    /// Further names that clients may call the server by.
+    /// Additional host names.
     pub names: &'a [String],
-    /// Web pages that may use the API.
+    /// Web origins that may use the API.
     pub origins: &'a [String],
-    /// Whether other machines are let in although there are no API keys.
+    /// Whether to accept requests from other machines without API keys.
     pub open_to_network: bool,
-    /// Whether fields that no specification has are passed over.
+    /// Whether to ignore unknown request fields.
     pub is_lenient: bool,
     /// Lets clients remove models.
     pub remover: Option<Remover>,
     /// Lets clients fetch models.
     pub puller: Option<Puller>,
-    /// From a request to the end of its answer, at most.
+    /// Timeout of a request.
     pub request: Duration,
     /// Price of a kilowatt-hour.
     pub kwh_price: Option<f64>,
-    /// Files of a certificate and its key, in place of this home's own.
+    /// Files of a certificate and its key, instead of the self-signed one.
     pub certificate: Option<(&'a Path, &'a Path)>,
-    /// Whether plain HTTP is spoken with other machines too.
+    /// Whether other machines use plain HTTP too.
     pub plain: bool,
-    /// Where the dashboard's downloads come from.
+    /// Settings of the dashboard's downloads.
     pub downloads: Source,
-    /// Takes lines about certificates.
+    /// Receives lines about certificates.
     pub tell: Tell,
 }
 
 impl Options<'_> {
-    /// A server's settings, and its board, whose [`watch`](Board::watch) writes the audit log and
-    /// events. `facts` are added to those of the board; `manages` lets the dashboard load models.
+    /// The server's settings and its board; [`watch`](Board::watch) then starts the board's logs.
+    /// `facts` are added to the board's; `manages` enables loading on the dashboard.
     ///
     /// # Errors
     /// [`Error`].
@@ -108,7 +108,7 @@ impl Options<'_> {
         config.remover = self.remover.take();
         config.puller = self.puller.take();
         config.times.request = self.request;
-        // A server that would let everybody in makes no certificate.
+        // Checked first: an open server gets no certificate.
         config.check()?;
         config.wire = self.wire()?;
         if !matches!(config.wire, Wire::Plain) {
@@ -117,7 +117,7 @@ impl Options<'_> {
         Ok(config)
     }
 
-    /// The server's protocol, with its certificate, which is told.
+    /// The server's protocol; reports the certificate.
     fn wire(&self) -> Result<Wire, Error> {
         let off_loopback = self.hosts.iter().find(|host| !is_loopback(**host));
         if self.plain {
@@ -155,8 +155,8 @@ impl Options<'_> {
         Ok(own.identity)
     }
 
-    /// Names by which other machines may call this one. Without an address to listen on, the one by
-    /// which it reaches others must be in the certificate.
+    /// Host names for the certificate. Without a bind address, it must include the outgoing
+    /// address.
     fn certified(&self) -> Names {
         let bound = self.hosts.iter().filter(|host| !is_loopback(**host));
         let bound = bound.filter_map(|host| match host.is_unspecified() {
@@ -173,12 +173,12 @@ impl Options<'_> {
     }
 }
 
-/// The certificate to trust for a server at `host`, where it is of the home at `folder`.
+/// The certificate to trust for a server at `host`, if it is that of the home at `folder`.
 pub fn trusted(folder: &Path, host: &str) -> Option<PathBuf> {
     Own::find(&settings::tls_folder(folder), host, unix_s())
 }
 
-/// The machine's name, alone and as multicast DNS has it.
+/// The host name, plain and in multicast DNS.
 fn own_names() -> Vec<String> {
     let name = host_name();
     let local = format!("{name}.local");
@@ -188,7 +188,7 @@ fn own_names() -> Vec<String> {
     vec![name, local]
 }
 
-/// The line about a certificate that takes the place of an earlier one.
+/// The line about a replaced certificate.
 fn why(made: &Made) -> Option<String> {
     Some(match made {
         Made::First => return None,
@@ -202,7 +202,7 @@ fn is_loopback(host: IpAddr) -> bool {
     host.to_canonical().is_loopback()
 }
 
-/// The address by which this machine reaches others; none without a network.
+/// This machine's outgoing address; `None` without a network.
 fn outgoing() -> Option<IpAddr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
     socket.connect(ELSEWHERE).ok()?;

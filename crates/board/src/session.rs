@@ -1,4 +1,4 @@
-//! A loaded model that answers one prompt after the other.
+//! A loaded model that answers prompts in turn, for `run` and chats.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -13,25 +13,25 @@ use serde_json::Value;
 use crate::answer::{About, Asked, Figures, collect};
 use crate::opened::Loaded;
 
-/// Tokens of an answer that can teach how fast this machine is: the first few are slower.
+/// Minimum tokens of an answer for the speed records: the first few are slower.
 const LESSON: usize = 16;
 
-/// How a session answers.
+/// Options of a session.
 #[derive(Clone, Debug)]
 pub struct Manner {
-    /// How tokens are chosen.
+    /// Sampling.
     pub sampling: SamplingParams,
-    /// Most tokens of an answer.
+    /// Maximum tokens of an answer.
     pub max_tokens: usize,
-    /// Texts that end an answer.
+    /// Stop texts.
     pub stop: Vec<String>,
-    /// Name of the adapter that answers, if one does.
+    /// Name of the adapter to use, if any.
     pub adapter: Option<String>,
-    /// Whether prompts go to the model without its chat template.
+    /// Whether to skip the chat template.
     pub raw: bool,
 }
 
-/// One model, ready to answer.
+/// A session with one model.
 #[derive(Debug)]
 pub struct Session {
     loaded: Loaded,
@@ -40,10 +40,10 @@ pub struct Session {
 }
 
 impl Session {
-    /// Answers by `loaded`.
+    /// A session with `loaded`.
     ///
     /// # Errors
-    /// What is wrong with the model's chat template, where it is used.
+    /// An unusable chat template, if needed.
     pub fn new(mut loaded: Loaded, manner: Manner) -> Result<Self, ChatError> {
         let template = loaded.template.take().filter(|_| !manner.raw).transpose()?;
         Ok(Self {
@@ -53,20 +53,20 @@ impl Session {
         })
     }
 
-    /// What answers.
+    /// The loaded model.
     pub const fn loaded(&self) -> &Loaded {
         &self.loaded
     }
 
-    /// Bounds answers from now on, where they were not.
+    /// Limits answers, unless a lower limit exists.
     pub fn limit(&mut self, max_tokens: usize) {
         self.manner.max_tokens = self.manner.max_tokens.min(max_tokens);
     }
 
-    /// Generates an answer, and records what every node does meanwhile.
+    /// Generates an answer with a timeline of all nodes.
     ///
     /// # Errors
-    /// As [`generate`](Self::generate); a node that does not tell.
+    /// As [`generate`](Self::generate); or a node without a timeline.
     pub fn trace<E>(&self, prompt: Vec<u32>) -> Result<(Figures, Timeline), E>
     where
         E: From<Failure> + From<EngineError> + From<NodeError>,
@@ -87,12 +87,12 @@ impl Session {
         Ok((figures, Timeline::new(&recording)))
     }
 
-    /// Whether the model was made for chats, and may use what it has for them.
+    /// Whether the session uses a chat template.
     pub const fn has_template(&self) -> bool {
         self.template.is_some()
     }
 
-    /// An answer as one object; `name` is the user's for the model.
+    /// An answer as a JSON object; `name` is the user's name for the model.
     pub fn json(&self, figures: &Figures, name: &str) -> Value {
         let loaded = &self.loaded;
         figures.json(&About {
@@ -113,18 +113,18 @@ impl Session {
         })
     }
 
-    /// Tokens of a prompt without a template; names of control tokens are these tokens.
+    /// Tokenises a prompt without a template; names of control tokens are these tokens.
     ///
     /// # Errors
-    /// A text that the tokenizer refuses.
+    /// A text that the tokenizer rejects.
     pub fn encode_prompt(&self, prompt: &str) -> Result<Vec<u32>, TokenizerError> {
         self.loaded.tokenizer.encode_prompt(prompt, usize::MAX)
     }
 
-    /// Tokens of a conversation up to where the model is to answer.
+    /// Renders and tokenises a conversation, up to the model's turn.
     ///
     /// # Errors
-    /// [`ChatError::NoTemplate`]; what the template says.
+    /// [`ChatError::NoTemplate`], or the template's error.
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, ChatError> {
         let template = self.template.as_ref().ok_or(ChatError::NoTemplate)?;
         let options = ChatOptions {
@@ -135,11 +135,11 @@ impl Session {
         template.encode_chat(&self.loaded.tokenizer, messages, &options)
     }
 
-    /// Generates an answer, showing its text as it becomes certain. It ends early once it
-    /// `is_stopped`, where that can be. Another prompt can be answered after an error.
+    /// Generates an answer, and shows its text as it becomes certain. Ends early when `is_stopped`,
+    /// if given. The session stays usable after an error.
     ///
     /// # Errors
-    /// What `show` says, and prompts that cannot be answered.
+    /// An error of `show`, or an invalid prompt.
     pub fn generate<E: From<Failure> + From<EngineError>>(
         &self,
         prompt: Vec<u32>,
@@ -183,7 +183,7 @@ impl Session {
     }
 }
 
-/// For templates that write the date.
+/// Time for templates that print the date.
 fn unix_now() -> Option<i64> {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
     i64::try_from(since.as_secs()).ok()

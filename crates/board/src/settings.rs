@@ -1,4 +1,4 @@
-//! Settings from variables of an environment, and the places of files below paceline's home.
+//! Settings from environment variables, and paths below paceline's home.
 //!
 //! | variable | meaning |
 //! |---|---|
@@ -9,7 +9,7 @@
 //! | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | proxies, in lower case too |
 //! | `SSL_CERT_FILE` | certificates to trust instead of the built-in ones |
 //!
-//! The environment itself is read by programs, which hand a [`Variables`] over.
+//! Only programs read the environment itself, and pass [`Variables`].
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use paceline_mlx::Places;
 use paceline_node::DiskCache;
 use paceline_store::{Hub, ProxySetting, PullOptions, Token, find_mlx};
 
-/// Says the value of a variable, if it is set.
+/// Returns the value of a variable, if set.
 pub type Variables<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 /// A variable that is set and not empty.
@@ -32,16 +32,15 @@ pub fn text(variables: Variables<'_>, name: &str) -> Option<String> {
     set(variables, name)?.into_string().ok()
 }
 
-/// The folder that the variables name for paceline's files, which may be relative: `PACELINE_HOME`,
-/// else `.paceline` in `HOME`. `None` where neither is set.
+/// Paceline's folder by these variables, maybe relative: `PACELINE_HOME`, else `.paceline` in
+/// `HOME`. `None` if neither is set.
 pub fn folder(variables: Variables<'_>) -> Option<PathBuf> {
     let home = || set(variables, "HOME").map(|home| PathBuf::from(home).join(".paceline"));
     let named = set(variables, "PACELINE_HOME").map(PathBuf::from);
     named.or_else(home)
 }
 
-/// The hub, its proxy and its certificates; `tell` takes a line about certificates that cannot be
-/// read.
+/// Hub, proxy and certificates; `tell` receives a line about unreadable certificates.
 pub fn pull_options(variables: Variables<'_>, tell: &dyn Fn(&str)) -> PullOptions {
     let text = |name: &str| text(variables, name);
     let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| Hub::DEFAULT_ENDPOINT.to_owned());
@@ -71,8 +70,7 @@ fn proxy(text: &dyn Fn(&str) -> Option<String>, endpoint: &str) -> Option<ProxyS
     })
 }
 
-/// A variable that points nowhere is common (build sandboxes set one on purpose) and no reason to
-/// stop.
+/// A missing file is common (build sandboxes set one on purpose) and no error.
 fn certificates(path: &str, tell: &dyn Fn(&str)) -> Option<Vec<u8>> {
     match std::fs::read(path) {
         Ok(pem) => Some(pem),
@@ -85,7 +83,7 @@ fn certificates(path: &str, tell: &dyn Fn(&str)) -> Option<Vec<u8>> {
     }
 }
 
-/// Where MLX is looked for, by a program that lies at `program`; `home` is paceline's folder.
+/// Search paths of MLX, for a program at `program`; `home` is paceline's folder.
 pub fn mlx_places(variables: Variables<'_>, home: &Path, program: Option<&Path>) -> Places {
     Places {
         explicit: text(variables, "PACELINE_MLXC").map(PathBuf::from),
@@ -94,7 +92,7 @@ pub fn mlx_places(variables: Variables<'_>, home: &Path, program: Option<&Path>)
     }
 }
 
-/// The folder that MLX is installed into, a folder below it for each version.
+/// Install folder of MLX, with a folder per version.
 pub fn mlx_folder(home: &Path) -> PathBuf {
     home.join("engines/mlx")
 }
@@ -109,7 +107,7 @@ pub fn tls_folder(home: &Path) -> PathBuf {
     home.join("tls")
 }
 
-/// The prefix cache on disk, of so many bytes.
+/// The on-disk prefix cache, limited to `limit`.
 pub fn prefixes(home: &Path, limit: Bytes) -> DiskCache {
     DiskCache {
         folder: home.join("prefixes"),

@@ -1,4 +1,4 @@
-//! Facts about one model, for people and as JSON.
+//! Facts about one model, as text and JSON.
 
 use paceline_base::Bytes;
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
@@ -7,7 +7,7 @@ use paceline_plan::ModelShape;
 use paceline_store::{Catalogue, Entry, Found, Kind, State, quant_of_name, usual_name};
 use serde_json::{Value, json};
 
-/// Facts in the order in which they are shown.
+/// Facts in display order.
 #[derive(Clone, Debug)]
 pub struct Facts {
     lines: Vec<(&'static str, String)>,
@@ -15,7 +15,7 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Of a model of this name.
+    /// Facts of the model `name`.
     pub fn new(name: &str) -> Self {
         let mut facts = Self {
             lines: Vec::new(),
@@ -35,7 +35,7 @@ impl Facts {
         self.add(name, text.clone(), json!(text));
     }
 
-    /// The key of the JSON object says the unit.
+    /// The JSON key has the unit.
     fn bytes(&mut self, name: &'static str, bytes: Bytes) {
         self.lines.push((name, bytes.to_string()));
         let key = format!("{}_bytes", name.replace(' ', "_"));
@@ -47,7 +47,7 @@ impl Facts {
         self.add(name, number.to_string(), json!(number));
     }
 
-    /// Adds the catalogues' facts about the name that was asked for.
+    /// Adds the catalogues' facts about the name `asked`.
     #[must_use]
     pub fn with_names(mut self, asked: &str) -> Self {
         if let Some(model) = Catalogue::BUILTIN.find(asked) {
@@ -69,18 +69,18 @@ impl Facts {
         self
     }
 
-    /// A line for each.
+    /// A line per fact.
     pub fn text(&self) -> String {
         let line = |(name, text): &(&str, String)| format!("{name:22} {text}");
         self.lines.iter().map(line).collect::<Vec<_>>().join("\n")
     }
 
-    /// All as one object.
+    /// All facts as a JSON object.
     pub fn json(self) -> Value {
         Value::Object(self.json)
     }
 
-    /// A model that is not here, of so many bytes where they are known.
+    /// Adds the download size of a missing model, if known.
     pub fn add_download(&mut self, bytes: Option<Bytes>) {
         self.add("state", "not pulled", json!("not pulled"));
         if let Some(bytes) = bytes {
@@ -88,7 +88,7 @@ impl Facts {
         }
     }
 
-    /// Where its files are, and from where they came.
+    /// Adds the paths of its files, and their source.
     pub fn add_files(&mut self, found: &Found, entry: Option<&Entry>) {
         self.text_fact("path", found.path.display().to_string());
         let file = found
@@ -110,12 +110,12 @@ impl Facts {
         }
     }
 
-    /// Bytes of its files.
+    /// Adds the size of its files.
     pub fn add_size(&mut self, bytes: Bytes) {
         self.bytes("file", bytes);
     }
 
-    /// Whether it was made for chats, by its template.
+    /// Adds whether it has a chat template.
     pub fn add_template(&mut self, template: Option<Result<ChatTemplate, ChatError>>) {
         let (text, value) = match template {
             Some(Ok(_)) => ("yes".to_owned(), json!(true)),
@@ -139,7 +139,7 @@ impl Facts {
         self.bytes("cache of a token", token);
     }
 
-    /// Adds family and trained context where the engine can compute the model, else the reason.
+    /// Adds family and trained context, or why the engine does not support it.
     pub fn add_config(&mut self, source: &Source) {
         match Config::read(source) {
             Ok(config) => {

@@ -1,5 +1,4 @@
-//! Answers of a node about models of the cluster: where which parts lie, what is removed, and
-//! where one is sent.
+//! Cluster commands about stored models: inventory, removal, transfer.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +10,7 @@ use paceline_store::{Entry, Error as StoreError, Home, State, find_for_removal, 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// This machine's models, for its node.
+/// The local store, for this machine's node.
 pub(crate) fn own(home: &Home, budget_bytes: Option<u64>) -> Arc<OwnStore> {
     let (listed, removed, folder) = (home.clone(), home.clone(), home.root().to_owned());
     let hashed = home.clone();
@@ -26,7 +25,7 @@ pub(crate) fn own(home: &Home, budget_bytes: Option<u64>) -> Arc<OwnStore> {
             all.into_iter().flat_map(hashes).collect()
         }),
         remove: Box::new(move |name| {
-            // Nodes name no paths.
+            // Other nodes cannot name paths.
             if Path::new(name).exists() || find_for_removal(&removed, name).is_err() {
                 return Ok(None);
             }
@@ -44,7 +43,7 @@ pub(crate) fn own(home: &Home, budget_bytes: Option<u64>) -> Arc<OwnStore> {
     })
 }
 
-/// SHA-256 of the files of a model that is complete.
+/// SHA-256 hashes of a complete model's files.
 fn hashes(entry: Entry) -> Vec<String> {
     match entry.state {
         State::Complete { files, .. } => files.into_iter().map(|file| file.sha256).collect(),
@@ -67,13 +66,13 @@ fn holding(entry: &Entry, now: SystemTime) -> Holding {
     }
 }
 
-/// Answers `stores`: what each node has.
+/// Handles `stores`: the inventory of each node.
 pub(crate) fn ask_stores(fleet: &Fleet, _: &Value) -> Result<Value, String> {
     let stores = fleet.stores();
     Ok(json!({ "nodes": stores }))
 }
 
-/// Arguments of `remove` and `send`; no nodes are all that live.
+/// Arguments of `remove` and `send`; an empty list means all live nodes.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Body {
@@ -82,14 +81,14 @@ struct Body {
     nodes: Vec<String>,
 }
 
-/// Answers `remove`: what became of a model on each node.
+/// Handles `remove`: the result on each node.
 pub(crate) fn ask_remove(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
     let Body { model, nodes } = Body::deserialize(arguments).map_err(|error| error.to_string())?;
     let removed = fleet.remove(&model, &nodes)?;
     told(&removed)
 }
 
-/// Answers `send`, and says how far it is.
+/// Handles `send`, with progress.
 pub(crate) fn ask_send(
     fleet: &Fleet,
     arguments: &Value,
@@ -97,7 +96,7 @@ pub(crate) fn ask_send(
 ) -> Result<Value, String> {
     let Body { model, nodes } = Body::deserialize(arguments).map_err(|error| error.to_string())?;
     let mut say = |done: u64, of: u64| {
-        // A client that is gone wants it sent all the same.
+        // Continues without the client.
         let _ = progress(json!([done, of]));
     };
     let sent = fleet.send(&model, &nodes, &mut say)?;

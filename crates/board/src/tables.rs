@@ -1,21 +1,21 @@
-//! Tables for people of what a node tells: machines, their ways, models, instances, placements.
+//! Text tables of a node's reports: machines, paths, models, instances, placements.
 //!
-//! Each takes the JSON of a command and gives lines. Text of others is made harmless.
+//! Each function formats the JSON of a command as lines. Foreign text is escaped.
 
 use paceline_base::{Bytes, printable};
 use serde_json::Value;
 
-/// Ways between nodes that are listed at most: those of four nodes with two interfaces.
+/// Maximum listed paths: those of four nodes with two interfaces.
 const WAYS_MAX: usize = 24;
 
-/// A heading and a line for each node, then the measured ways between them.
+/// Nodes, a line each, then the measured paths between them.
 pub fn nodes(nodes: &Value) -> Vec<String> {
     let mut lines = aligned(&rows(nodes));
     lines.extend(ways(nodes));
     lines
 }
 
-/// A heading and a line for each instance.
+/// Instances, a line each.
 pub fn instances(all: &Value) -> Vec<String> {
     let heading = ["MODEL", "STATE", "NODES", "EPOCH", "ID"].map(str::to_owned);
     let row = |it: &Value| {
@@ -29,7 +29,7 @@ pub fn instances(all: &Value) -> Vec<String> {
     aligned(&rows)
 }
 
-/// A heading, and a line for each placement.
+/// Placements, a line each.
 pub fn proposals(preview: &Value) -> Vec<String> {
     let heading = ["NODES", "SPLIT", "TOKENS/S", "FIRST TOKEN", "FITS"].map(str::to_owned);
     let row = |it: &Value| {
@@ -59,7 +59,7 @@ pub fn proposals(preview: &Value) -> Vec<String> {
     aligned(&rows)
 }
 
-/// Where which parts of which models lie, and what each disk has room for.
+/// Stored model ranges and free disk, per node.
 pub fn stores(told: &Value) -> Vec<String> {
     let heading = ["MODEL", "NODE", "HERE", "SIZE", "KIND"].map(str::to_owned);
     let mut rows = vec![heading];
@@ -94,7 +94,7 @@ fn part(node: &str, model: &Value) -> [String; 5] {
     [name, node.to_owned(), here, size, kind.to_owned()]
 }
 
-/// Room on a node's disk, or why it is not known.
+/// Free disk of a node, or why it is unknown.
 fn space(node: &str, store: &Value) -> String {
     if let Some(problem) = store["problem"].as_str() {
         return format!("{node}: {}", printable(problem));
@@ -107,7 +107,7 @@ fn space(node: &str, store: &Value) -> String {
     }
 }
 
-/// A model's name, with the replica's number where it has several.
+/// A model's name, with the replica's number if there are several.
 pub fn label(it: &Value) -> String {
     let model = printable(it["model"].as_str().unwrap_or_default());
     let replica = &it["replica"];
@@ -117,7 +117,7 @@ pub fn label(it: &Value) -> String {
     }
 }
 
-/// Names of nodes for people.
+/// Names of nodes, as text.
 pub fn names(nodes: &Value) -> String {
     let names = nodes.as_array().into_iter().flatten();
     let names: Vec<_> = names
@@ -127,7 +127,7 @@ pub fn names(nodes: &Value) -> String {
     names.join(", ")
 }
 
-/// How an instance is, with how far or why.
+/// An instance's state, with progress or reason.
 fn state(it: &Value) -> String {
     let state = it["state"].as_str().unwrap_or_default();
     if let Some(reason) = it["reason"].as_str() {
@@ -139,7 +139,7 @@ fn state(it: &Value) -> String {
     }
 }
 
-/// Rows as lines with columns of one width.
+/// Rows as lines with aligned columns.
 pub fn aligned<const N: usize>(rows: &[[String; N]]) -> Vec<String> {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
     let widths: Vec<usize> = (0..N).map(|column| width(column).unwrap_or(0)).collect();
@@ -151,8 +151,8 @@ pub fn aligned<const N: usize>(rows: &[[String; N]]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// The measured ways of every pair below a heading; only those of this machine, which is the first,
-/// where there are many. None without another machine.
+/// The measured paths of all pairs; only those of this machine, the first, if there are many. Empty
+/// without another machine.
 fn ways(nodes: &Value) -> Vec<String> {
     let of = |node: &Value| -> Vec<[String; 6]> {
         let from = printable(node["name"].as_str().unwrap_or_default()).into_owned();

@@ -1,7 +1,7 @@
-//! Traffic of instances between machines: differences of what their ranks have counted.
+//! Traffic of instances between machines, from differences of the ranks' byte counters.
 //!
-//! Ranks count bytes since their epoch began. A node asks those of its own instances while
-//! somebody looks, so the first look knows no rate, nor does one long after the last.
+//! Ranks count bytes since the start of their epoch. A node polls its own instances while a client
+//! views it. So the first poll has no rate, nor does one after a long pause.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -15,13 +15,13 @@ use serde_json::Value;
 
 use crate::label::label;
 
-/// Least time between two counts.
+/// Minimum time between two polls.
 const COUNT_EVERY: Duration = Duration::from_millis(900);
 
-/// Time after which a difference says nothing about now.
+/// Age from which a difference is not current.
 const STALE: Duration = Duration::from_secs(6);
 
-/// Bytes a second by the names of two machines, in the direction in which they go.
+/// Bytes a second by (source, target) machine names.
 pub(super) type Pairs = BTreeMap<(String, String), f64>;
 
 /// Bytes a second from one machine to another.
@@ -32,7 +32,7 @@ pub(super) struct Rate {
     bytes_s: f64,
 }
 
-/// The last counts of this node's instances.
+/// The last counters of this node's instances.
 #[derive(Default)]
 pub(super) struct Traffic(Mutex<Option<Look>>);
 
@@ -43,8 +43,7 @@ struct Look {
 }
 
 impl Traffic {
-    /// Traffic of the instances at `now`; `count` asks their ranks, and is called once a second at
-    /// most.
+    /// Traffic of the instances at `now`; `count` polls their ranks, at most once a second.
     pub(super) fn rates(&self, now: Instant, count: &dyn Fn() -> Vec<Exchanged>) -> Vec<Rate> {
         let mut last = lock(&self.0);
         let since = last
@@ -69,8 +68,8 @@ impl Traffic {
     }
 }
 
-/// Traffic between two counts that lie so many seconds apart. Instances that were not there before,
-/// or began a new epoch, are left out; so is what a machine sends itself.
+/// Rates between two polls that are `seconds` apart. Omits new instances, those with a new epoch,
+/// and traffic within a machine.
 fn rates(before: &[Exchanged], after: &[Exchanged], seconds: f64) -> Vec<Rate> {
     let mut pairs = Pairs::new();
     for now in after {
@@ -91,7 +90,7 @@ fn rates(before: &[Exchanged], after: &[Exchanged], seconds: f64) -> Vec<Rate> {
     pairs.into_iter().map(rate).collect()
 }
 
-/// All rates together: those of this node, and those in what other nodes told.
+/// Sums the rates of this node and of other nodes' reports.
 pub(super) fn sums<'a>(own: Vec<Rate>, others: impl Iterator<Item = &'a Value>) -> Pairs {
     let told = others.filter_map(|part| Vec::<Rate>::deserialize(&part["traffic"]).ok());
     let mut pairs = Pairs::new();
@@ -101,7 +100,7 @@ pub(super) fn sums<'a>(own: Vec<Rate>, others: impl Iterator<Item = &'a Value>) 
     pairs
 }
 
-/// Figures in `/metrics` of the instances of this node, by pairs of machines.
+/// Traffic of this node's instances by pairs of machines, for `/metrics`.
 pub(super) fn facts(counts: &[Exchanged]) -> Vec<Fact> {
     let mut pairs: BTreeMap<(&String, &String), u64> = BTreeMap::new();
     for it in counts {

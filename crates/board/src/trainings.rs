@@ -1,4 +1,4 @@
-//! Forecasts of trainings: machines as trainings see them, and the forecast for people.
+//! Forecasts of trainings, as JSON and text, and the machines for them.
 
 use std::time::Instant;
 
@@ -10,11 +10,11 @@ use paceline_tensor::Kernels;
 use paceline_train::{Change, Forecast, Machine, measured_flops};
 use serde_json::{Value, json};
 
-/// Share of quoted rates that training reaches: training.md's assumption for Apple's GPUs, 11 of 28
-/// Tflop/s. Measured rates count in full.
+/// Fraction of quoted rates that training reaches: training.md's assumption for Apple's GPUs, 11 of
+/// 28 Tflop/s. Measured rates count in full.
 const REACHED: f64 = 0.4;
 
-/// The forecast of a training as one object; `would_fit` where it does not fit.
+/// The forecast as a JSON object; `would_fit` lists changes if it does not fit.
 pub fn json(
     said: &Forecast,
     machines: &[Machine],
@@ -38,7 +38,7 @@ pub fn json(
     })
 }
 
-/// The forecast of a training, for people: steps of so many tokens, over `nodes` processes.
+/// The forecast as text: steps of `tokens` tokens, over `nodes` processes.
 pub fn report(said: &Forecast, tokens: usize, steps: Option<u64>, nodes: usize) -> String {
     let mut text = format!(
         "trained    {} numbers\nmemory     {} a process, {nodes} processes\nstep       {:.2} s for \
@@ -65,7 +65,7 @@ pub fn report(said: &Forecast, tokens: usize, steps: Option<u64>, nodes: usize) 
     text
 }
 
-/// Changes that would make it fit, a sentence each.
+/// The changes that would make it fit, a sentence each.
 pub fn told(changes: &[Change]) -> Vec<String> {
     let of = |change: &Change| match change {
         Change::Qlora => "it fits with --method qlora".to_owned(),
@@ -79,7 +79,7 @@ pub fn told(changes: &[Change]) -> Vec<String> {
     changes.iter().map(of).collect()
 }
 
-/// This machine, measured with `kernels` on all of its cores; `watts` where they are known.
+/// This machine, measured with `kernels` on all cores; `watts` if known.
 pub fn this_machine(kernels: &Kernels, watts: Option<f64>, processes: usize) -> Machine {
     let start = Instant::now();
     let mut sampler = Sampler::new("/");
@@ -96,7 +96,7 @@ pub fn this_machine(kernels: &Kernels, watts: Option<f64>, processes: usize) -> 
     }
 }
 
-/// The machines of a cluster, a process each, and bytes a second of its slowest link.
+/// The machines of a cluster, a process each, and the bytes a second of its slowest link.
 pub fn of_cluster(cluster: &Cluster) -> (Vec<Machine>, Option<f64>) {
     let machine = |node: &paceline_plan::Node| {
         let rate = node.rates.map_or(0.0, |rates| rates.matmul);

@@ -1,4 +1,4 @@
-//! Obstacles that keep other machines away from this one, and the command that mends each.
+//! Obstacles to connections from other machines, each with its remedy.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::time::{Duration, SystemTime};
@@ -10,10 +10,10 @@ use paceline_serve::DEFAULT_PORT as API_PORT;
 
 use super::Check;
 
-/// Smallest packet size that Ethernet has.
+/// Ethernet's standard MTU.
 const MTU_USUAL: u32 = 1500;
 
-/// How long multicast is listened for; it is sent some times within a second.
+/// Listening time for multicast, which is sent several times a second.
 const HEAR: Duration = Duration::from_millis(1200);
 
 /// The error of macOS for a program that may not use the local network (`EHOSTUNREACH`).
@@ -32,7 +32,7 @@ pub(super) fn checks(is_up: bool) -> Vec<Check> {
     ]
 }
 
-/// Ports of a node that something listens on.
+/// A node's ports that are in use.
 fn taken() -> Vec<u16> {
     let is_taken = |port: &u16| {
         let bound = TcpListener::bind((Ipv4Addr::UNSPECIFIED, *port));
@@ -92,7 +92,7 @@ fn firewall(guard: Option<&Guard>) -> Check {
     Check::doubtful("firewall", found, let_in(guard.firewall))
 }
 
-/// The command by which a firewall lets other machines in.
+/// The command that opens a firewall to other machines.
 fn let_in(firewall: Firewall) -> String {
     match firewall {
         Firewall::Ufw => format!(
@@ -117,7 +117,7 @@ fn let_in(firewall: Firewall) -> String {
     }
 }
 
-/// Networks over which this machine hears its own multicast, or why it cannot send any.
+/// Networks that deliver this machine's own multicast, or why it cannot send any.
 fn hears_itself() -> std::io::Result<Vec<String>> {
     let mut listener = Probe::open()?;
     let mut speaker = Probe::open()?;

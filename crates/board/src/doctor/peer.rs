@@ -1,11 +1,11 @@
-//! Obstacles that keep this machine and another one apart, in both directions, and their remedies.
+//! Obstacles between this machine and another, in both directions, with remedies.
 
 use paceline_base::printable;
 use paceline_cluster::nodes::agent::{Finding, Test};
 
 use super::{Check, State};
 
-/// The check that a finding about `host` makes.
+/// Converts a finding about `host` into a check.
 pub fn check(finding: &Finding, host: &str) -> Check {
     Check {
         name: name(finding.test),
