@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import urllib.request
 from pathlib import Path
@@ -43,14 +44,43 @@ def say(*command: str | Path, **options) -> str:
 # Commands.
 
 def commands(binary: Path) -> str:
-    """A section for each command that the program's help lists, in that order."""
-    text = ["# Commands", "", AGAIN, ""]
+    """A section for each command that the program's help lists, in that order.
+
+    An option that an earlier command has with the same text, of more than five words, is only named.
+    """
+    text = ["# Commands", "", AGAIN, "Every command has `--help`.", ""]
+    first: dict[str, str] = {}
     for words in walk(binary, []):
         title = " ".join(["paceline", *words])
         shown = plain(say(binary, *words, "--help"))
-        text += [f"{'##' if len(words) < 2 else '###'} {title}", "", "```text",
-                 *(without_logs(shown) if words else shown), "```", ""]
+        shown, again = without_known(without_logs(shown) if words else shown, title, first)
+        text += [f"{'##' if len(words) < 2 else '###'} {title}", "", "```text", *shown, "```", ""]
+        for earlier, names in again.items():
+            text += textwrap.wrap(f"As for `{earlier}`: {', '.join(f'`{name}`' for name in names)}.", 100,
+                                  break_on_hyphens=False)
+            text.append("")
     return "\n".join(text)
+
+
+def without_known(lines: list[str], title: str, first: dict[str, str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Without `--help` and the options that `first` has of earlier commands; their names by command."""
+    kept: list[str] = []
+    again: dict[str, list[str]] = {}
+    for line in lines:
+        option = re.match(r"  .{0,6}?(--[\w-]+)(.*?)  +(\S.*)", line)
+        if not option:
+            kept.append(line)
+        elif option[1] != "--help":
+            short = len(option[3].split()) <= 5
+            known = title if short else first.setdefault(" ".join(option.groups()), title)
+            if known == title:
+                kept.append(line)
+            else:
+                again.setdefault(known, []).append(option[1])
+    # Headings whose options are all gone.
+    full = [line for line, after in zip(kept, [*kept[1:], ""]) if after or not line.endswith(":")]
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(full)).rstrip()
+    return text.split("\n"), again
 
 
 def walk(binary: Path, words: list[str]):
