@@ -149,6 +149,7 @@ def page(document: dict) -> str:
             text.append(f"| {method.upper()} | `{path}` | {cell(what.get('summary', ''))} |")
     text.append("")
     shown: set[str] = set()
+    first: dict[str, str] = {}
     for path, methods in document["paths"].items():
         for method, what in methods.items():
             schema = body(what)
@@ -157,10 +158,11 @@ def page(document: dict) -> str:
                 continue
             shown.add(name or path)
             schema = document["components"]["schemas"][name] if name else schema
-            text += [f"## {method.upper()} {path}", "", *fields(schema), ""]
+            title = f"{method.upper()} {path}"
+            text += [f"## {title}", "", *fields(schema, title, first), ""]
     for name, schema in document["components"]["schemas"].items():
         if name not in shown and schema.get("properties"):
-            text += [f"## {name}", "", *fields(schema), ""]
+            text += [f"## {name}", "", *fields(schema, name, first), ""]
     return "\n".join(text)
 
 
@@ -169,7 +171,10 @@ def body(what: dict) -> dict:
     return content.get("application/json", {}).get("schema", {})
 
 
-def fields(schema: dict) -> list[str]:
+def fields(schema: dict, title: str, first: dict[str, str]) -> list[str]:
+    """A row for each field; a field that `first` has, with the same text, of an
+    earlier table is only named, where that table has four such fields or more.
+    """
     for part in schema.get("allOf", []) + schema.get("anyOf", []):
         if "properties" not in schema and "properties" in part:
             schema = {**part, "description": schema.get("description", part.get("description", ""))}
@@ -178,7 +183,19 @@ def fields(schema: dict) -> list[str]:
     rows = [f"| `{name}`{' (required)' if name in wanted else ''} | {kind(field)} | "
             f"{cell(field.get('description', ''))} |"
             for name, field in schema.get("properties", {}).items()]
-    return [*text, "| field | value | |", "|---|---|---|", *rows] if rows else text
+    known = [first.setdefault(row, title) for row in rows]
+    again: dict[str, list[str]] = {}
+    kept = []
+    for row, earlier in zip(rows, known):
+        if earlier == title or known.count(earlier) < 4:
+            kept.append(row)
+        else:
+            again.setdefault(earlier, []).append(row.split("`")[1])
+    table = ["| field | value | |", "|---|---|---|", *kept] if kept else []
+    for earlier, names in again.items():
+        names = ", ".join(f"`{name}`" for name in names)
+        table += ["", *textwrap.wrap(f"As for {earlier}: {names}.", 100, break_on_hyphens=False)]
+    return [*text, *table]
 
 
 def kind(schema: dict) -> str:
