@@ -1,7 +1,7 @@
-//! Child processes: each with its group, how it ended, and whole lines of its output.
+//! Child processes: process groups, exit states, and whole lines of their output.
 //!
 //! The crates `cluster` (workers of one group) and `launch` (programs on many machines) start
-//! workers and shells by it. It knows neither ranks' messages nor other machines.
+//! processes with it. It knows neither the ranks' messages nor other machines.
 //!
 //! ```
 //! use std::io::Read;
@@ -27,6 +27,6 @@
 //! # }
 //! ```
 //!
-//! All of it is in [`processes`]. A process that cannot be started is the system's own error.
+//! All items are in [`processes`]. A failed start is the system's own error.
 
 pub mod processes;

@@ -1,9 +1,9 @@
-//! A process and its group, how processes end, and whole lines of many.
+//! Processes in groups, their exit states, and lines of many outputs.
 //!
-//! The parts that workers and launches are built of, of use for any set of processes:
-//! - [`Process`]: a child that does not outlive its owner, nor leave children of its own behind.
-//! - [`Ending`], [`Endings`]: how it ended; which of many failed first.
-//! - [`Lines`], [`Tail`], [`Prefixed`]: whole lines from pieces, the last of them, and many
+//! Building blocks of workers and launches, usable for any set of processes:
+//! - [`Process`]: a child that ends with its owner, together with its own children.
+//! - [`Ending`], [`Endings`]: the exit state of a process; the first failure of many.
+//! - [`Lines`], [`Tail`], [`Prefixed`]: whole lines from chunks, the last lines, and many
 //!   processes' lines on one output without mixing.
 
 mod ending;

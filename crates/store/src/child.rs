@@ -1,8 +1,8 @@
-//! Other programs: started, watched, ended, and what they said last.
+//! External programs: start, watch, stop, and the last lines of output.
 //!
-//! Each has a process group of its own, so that Ctrl-C reaches it through us, once, and so that it
-//! goes with all its children. Each works in a folder of ours: in the user's, Python would take a
-//! folder `pip/` for pip, and cargo a `.cargo/config.toml` for its settings.
+//! Each program has its own process group, so that Ctrl-C reaches it only through us, and all its
+//! children end with it. Each runs in a folder of ours: in the user's, Python would import a folder
+//! `pip/` as pip, and cargo would read a `.cargo/config.toml`.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -14,14 +14,14 @@ use std::time::{Duration, Instant};
 use crate::Error;
 use crate::progress::Cancel;
 
-/// How often a program is looked at.
+/// Poll interval.
 const POLL: Duration = Duration::from_millis(50);
-/// How much of a program's last words is kept.
+/// Maximum bytes of output kept for errors.
 const LOG_BYTES: u64 = 4 << 10;
-/// How many of its last lines are shown.
+/// Maximum last lines in an error.
 const LOG_LINES: usize = 4;
 
-/// A child that does not outlive its guard.
+/// A child that is killed when dropped.
 #[derive(Debug)]
 pub(crate) struct Running(Child);
 
@@ -31,7 +31,7 @@ impl Running {
         command.process_group(0).spawn().map(Self)
     }
 
-    /// How it ended, if it has.
+    /// The exit status, if it has ended.
     pub(crate) fn try_wait(&mut self) -> std::io::Result<Option<ExitStatus>> {
         self.0.try_wait()
     }
@@ -42,7 +42,7 @@ impl Drop for Running {
         if !matches!(self.0.try_wait(), Ok(None)) {
             return;
         }
-        // The whole group: it may have children of its own, and wrappers such as pyenv's are
+        // Kills the whole group: the program may have children, and wrappers such as pyenv's are
         // shells. The group exists as long as its unreaped leader does.
         let group = rustix::process::Pid::from_child(&self.0);
         let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
@@ -50,9 +50,9 @@ impl Drop for Running {
     }
 }
 
-/// Has `command` work in `folder`, which nobody else writes to, and Python look for modules where
-/// they are installed only. Python then does not look in its working folder. This is its option
-/// `-P`, which versions before 3.11 lack and whose variable they ignore.
+/// Runs `command` in `folder`, which only we write to, and makes Python import only installed
+/// modules, not from its working folder. This is Python's option `-P`, which versions before 3.11
+/// lack and whose variable they ignore.
 pub(crate) fn confine(command: &mut Command, folder: &Path) {
     command.current_dir(folder).env("PYTHONSAFEPATH", "1");
 }
@@ -60,7 +60,7 @@ pub(crate) fn confine(command: &mut Command, folder: &Path) {
 /// Runs `command` to its end, stdout into the file `out`, stderr into the file `log`.
 ///
 /// # Errors
-/// [`Error::ToolMissing`], [`Error::ToolFailed`] with its last words, [`Error::ToolStalled`] after
+/// [`Error::ToolMissing`], [`Error::ToolFailed`] with its last lines, [`Error::ToolStalled`] after
 /// `limit`, and what the cancel flag says.
 pub(crate) fn run(
     mut command: Command,
@@ -115,14 +115,14 @@ fn wait(
     }
 }
 
-/// An exit status as a number, or in the system's words.
+/// An exit status as a number, or as the system's text.
 pub(crate) fn code(status: ExitStatus) -> String {
     status
         .code()
         .map_or_else(|| status.to_string(), |code| code.to_string())
 }
 
-/// The last lines of what a program wrote, as one.
+/// The last lines of an output, joined.
 pub(crate) fn last_words(text: &str) -> String {
     let lines: Vec<&str> = text
         .lines()

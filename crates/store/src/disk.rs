@@ -9,20 +9,20 @@ use paceline_base::Bytes;
 
 use crate::Error;
 
-/// Space a file system should keep beyond what a model needs: records, locks, directory blocks.
+/// Free space to leave on a file system: records, locks, directory blocks.
 const MARGIN: u64 = 1 << 20;
 
 /// Bytes available to this user on the file system that holds `path`.
 ///
 /// # Errors
-/// What `statvfs` says.
+/// The error of `statvfs`.
 pub fn free_space(path: &Path) -> io::Result<u64> {
     let stat = rustix::fs::statvfs(path)?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Refuses when `dir` cannot take `needed` more bytes. An unknown free space is no reason to stop:
-/// the write itself will tell.
+/// Fails if `dir` cannot take `needed` more bytes. An unknown free space is no error: the write
+/// itself will fail.
 pub(crate) fn check_space(
     free_space: fn(&Path) -> io::Result<u64>,
     dir: &Path,
@@ -38,7 +38,7 @@ pub(crate) fn check_space(
     }
 }
 
-/// A file being written, which knows how much is still to come so that a full disk can be told.
+/// A file in writing, with the remaining bytes for the error of a full disk.
 #[derive(Debug)]
 pub(crate) struct Sink<'a> {
     pub(crate) file: File,
@@ -47,14 +47,14 @@ pub(crate) struct Sink<'a> {
 }
 
 impl Sink<'_> {
-    /// Appends `bytes`; `to_come` is what is needed in all from here on, for the error's figure.
+    /// Appends `bytes`; `to_come` is the total still needed, for the error.
     pub(crate) fn write(&mut self, bytes: &[u8], to_come: u64) -> Result<(), Error> {
         self.file
             .write_all(bytes)
             .map_err(|error| self.explain(error, to_come))
     }
 
-    /// Makes the contents durable.
+    /// Syncs the contents to disk.
     pub(crate) fn sync(&mut self) -> Result<(), Error> {
         self.file.sync_all().map_err(|error| self.explain(error, 0))
     }
@@ -81,18 +81,18 @@ pub(crate) fn create_dir(path: &Path) -> Result<(), Error> {
     fs::create_dir_all(path).map_err(|error| Error::io("create the folder", path, error))
 }
 
-/// A folder in `dir`, which is made too, that goes when dropped. Its prefix is what
-/// [`crate::wheel::sweep`] looks for.
+/// A temporary folder in `dir`, removed on drop; creates `dir` too. [`crate::wheel::sweep`] finds
+/// leftovers by its prefix.
 pub(crate) fn temp_dir(dir: &Path) -> Result<tempfile::TempDir, Error> {
     create_dir(dir)?;
     let made = tempfile::Builder::new().prefix(TEMP_PREFIX).tempdir_in(dir);
     made.map_err(|error| Error::io("create a folder in", dir, error))
 }
 
-/// Begins the names of temporary folders.
+/// Prefix of temporary folders.
 pub(crate) const TEMP_PREFIX: &str = ".tmp-";
 
-/// Removes a file; one that is not there is fine.
+/// Removes a file; a missing one is no error.
 pub(crate) fn remove_file(path: &Path) -> Result<(), Error> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -102,17 +102,17 @@ pub(crate) fn remove_file(path: &Path) -> Result<(), Error> {
     }
 }
 
-/// Moves a finished file in place and makes the name durable.
+/// Renames a finished file and syncs the folder.
 pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     fs::rename(from, to).map_err(|error| Error::io("rename", to, error))?;
     to.parent().map_or(Ok(()), sync_dir)
 }
 
-/// Replaces `path` in one step: readers see the old or the new contents, never a mixture.
+/// Replaces `path` atomically: readers see the old or the new contents.
 pub(crate) fn write_atomic(path: &Path, contents: &[u8]) -> Result<(), Error> {
     let dir = path.parent().unwrap_or(path);
     let fail = |error| Error::io("write", path, error);
-    // The umask applies, as to the files beside it; private is the default of temporary files.
+    // Applies the umask, like for other files; temporary files are private by default.
     let mut temp = tempfile::Builder::new()
         .prefix(".write-")
         .permissions(fs::Permissions::from_mode(0o666))
@@ -129,8 +129,8 @@ fn sync_dir(dir: &Path) -> Result<(), Error> {
     synced.map_err(|error| Error::io("sync", dir, error))
 }
 
-/// Bytes of all files under `path`, links not followed. Folders nest at most `depth` deep; what
-/// lies deeper or cannot be read counts as nothing.
+/// Bytes of all files under `path`, without following links. Deeper than `depth` folders, and
+/// unreadable ones, count as nothing.
 pub(crate) fn tree_bytes(path: &Path, depth: u32) -> u64 {
     let Ok(meta) = fs::symlink_metadata(path) else {
         return 0;

@@ -1,9 +1,9 @@
-//! Download of a file from the hub, resumable.
+//! Resumable download of a file from the hub.
 //!
-//! `FILE.partial` holds what has arrived. `FILE.partial.json` says what it is a part of: the
-//! address and the ETag of the server's copy. A later attempt asks for the rest with `Range` and
-//! `If-Range`. A server whose copy has changed sends the whole file, as does one that knows no
-//! ranges; both mean starting over. The file gets its name only after size and hash are right.
+//! `FILE.partial` has the received bytes. `FILE.partial.json` identifies the source: the address
+//! and the ETag. A later attempt requests the rest with `Range` and `If-Range`. A server with a
+//! changed copy, or without ranges, sends the whole file; both restart the download. The file gets
+//! its name only after size and hash are verified.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
@@ -21,22 +21,22 @@ use crate::options::PullOptions;
 use crate::progress::{Cancel, Progress};
 use crate::{Error, disk};
 
-/// Progress that makes failures in a row count from one again.
+/// Progress that resets the count of consecutive failures.
 const PROGRESS_BYTES: u64 = 1 << 20;
-/// Largest `.partial.json` that is read; it holds an address and an ETag.
+/// Maximum `.partial.json`; it has an address and an ETag.
 const NOTE_BYTES_MAX: u64 = 16 << 10;
-/// Most that is taken of a file whose size neither the hub's list nor the server tells. Only small
-/// text files come that way; the largest of them, a tokenizer.json, has some 30 MB.
+/// Maximum file of unknown size. Only small text files have no size from the hub's list or the
+/// server; the largest, a tokenizer.json, has some 30 MB.
 const UNKNOWN_SIZE_MAX: u64 = 64 << 20;
 
-/// Context of every step of a pull.
+/// Options, cancellation and progress of a pull.
 pub(crate) struct Context<'a> {
     pub(crate) options: &'a PullOptions,
     pub(crate) cancel: &'a Cancel,
     pub(crate) progress: &'a mut dyn Progress,
 }
 
-/// A file to fetch.
+/// A file to download.
 #[derive(Clone, Debug)]
 pub(crate) struct Wanted {
     /// Address on the hub, before redirects.
@@ -45,19 +45,19 @@ pub(crate) struct Wanted {
     pub(crate) dir: PathBuf,
     /// Path inside the folder.
     pub(crate) file: String,
-    /// Size and hash, where known beforehand.
+    /// Size and hash, if known in advance.
     pub(crate) bytes: Option<u64>,
     pub(crate) sha256: Option<String>,
 }
 
-/// The file that a partial file is a part of.
+/// Source of a partial file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Note {
     url: String,
     etag: String,
 }
 
-/// The bytes present, with their hash.
+/// Present bytes of a partial file, with their running hash.
 #[derive(Debug, Default)]
 struct Present {
     bytes: u64,
@@ -65,13 +65,13 @@ struct Present {
     etag: Option<String>,
 }
 
-/// How an attempt ended without the file.
+/// A failed attempt.
 #[derive(Debug)]
 struct Failure {
     error: Error,
-    /// Bytes that the attempt added.
+    /// Bytes gained by the attempt.
     gained: u64,
-    /// A resumed file turned out wrong; it is gone, and a fresh start may do.
+    /// A resumed file was wrong and is removed; a fresh start may succeed.
     start_over: bool,
 }
 
@@ -85,12 +85,10 @@ impl From<Error> for Failure {
     }
 }
 
-/// Fetches a file, with retries; one that is already there under its name is hashed and kept if
-/// size and hash are as wanted.
+/// Downloads a file, with retries. An existing file with the right size and hash is kept.
 ///
 /// # Errors
-/// What the network, the hub or the disk said last. The partial file stays unless its bytes were
-/// wrong.
+/// The last error of network, hub or disk. The partial file stays unless its bytes were wrong.
 pub(crate) fn fetch(
     client: &mut Client,
     wanted: &Wanted,
@@ -128,7 +126,7 @@ pub(crate) fn fetch(
     }
 }
 
-/// A file of an interrupted multi-file pull that was already complete.
+/// Checks for a complete file from an interrupted multi-file pull.
 fn already_there(wanted: &Wanted, ctx: &mut Context<'_>) -> Result<Option<FileRecord>, Error> {
     let path = wanted.dir.join(&wanted.file);
     let (Some(bytes), Some(sha256)) = (wanted.bytes, &wanted.sha256) else {
@@ -162,7 +160,7 @@ fn attempt(
     }
     let mut present = partial.open(wanted, ctx)?;
     if present.bytes > 0 && wanted.bytes.is_some_and(|bytes| present.bytes >= bytes) {
-        // All bytes are there already; only the last step was not reached.
+        // All bytes are present; only the final step is missing.
         return partial.accept(wanted, present, None).map_err(after_resume);
     }
     let (response, total) = ask(client, wanted, &partial, &mut present, ctx)?;
@@ -185,8 +183,8 @@ fn attempt(
     })
 }
 
-/// Asks for the rest of the file, or for all of it, and returns the answer with the size of the
-/// whole. `present` is emptied when the server sends the file from its beginning.
+/// Requests the rest of the file, or all of it; returns the response with the total size. Empties
+/// `present` when the server sends the file from its start.
 fn ask(
     client: &mut Client,
     wanted: &Wanted,
@@ -202,8 +200,8 @@ fn ask(
     }
     let response = client.get(&wanted.url, &headers, ctx.cancel)?;
     let continues = continues(&response, present);
-    // 416: the server's copy is shorter than what is here, so it cannot be the same file. 206 for
-    // another range than the one asked for: what comes next would not fit.
+    // 416: the server's copy is shorter than the partial file, so it is another file. 206 with
+    // another range than requested: the bytes would not fit.
     if response.status == 416 || (response.status == 206 && !continues) {
         partial.remove()?;
         let error = Error::HttpStatus {
@@ -229,7 +227,7 @@ fn ask(
     Ok((response, total))
 }
 
-/// A resumed file that turns out wrong was perhaps wrong before: worth a fresh start.
+/// A wrong resumed file may have been wrong before: worth a fresh start.
 fn after_resume(error: Error) -> Failure {
     let wrong = matches!(
         error,
@@ -242,7 +240,7 @@ fn after_resume(error: Error) -> Failure {
     }
 }
 
-/// Writes the body. On return `present` says how much is there, whatever the outcome.
+/// Writes the body. On return `present` is up to date, also after errors.
 fn receive(
     response: &Response,
     wanted: &Wanted,
@@ -285,7 +283,7 @@ fn receive(
     }
 }
 
-/// Refuses by what the server announces, before any byte is fetched.
+/// Rejects another file by the announced hash and size, before the body is read.
 fn refuse_other_file(
     wanted: &Wanted,
     response: &Response,
@@ -312,7 +310,7 @@ fn size_mismatch(wanted: &Wanted, expected: u64, got: u64) -> Error {
     }
 }
 
-/// Size of the whole file, from `Content-Range` or `Content-Length`.
+/// Total size, from `Content-Range` or `Content-Length`.
 fn announced_total(response: &Response) -> Option<u64> {
     if response.status == 206 {
         return content_range(response.header("content-range")?).map(|(_, total)| total);
@@ -320,7 +318,7 @@ fn announced_total(response: &Response) -> Option<u64> {
     response.header("content-length")?.parse().ok()
 }
 
-/// Reads `bytes` as the value of a `content-range` and as a note, for fuzzing.
+/// Parses `bytes` as a `content-range` and as a note, for fuzzing.
 pub(crate) fn parse(bytes: &[u8]) {
     if let Some((start, total)) = std::str::from_utf8(bytes).ok().and_then(content_range) {
         assert!(start < total, "{start} of {total}");
@@ -340,7 +338,7 @@ pub(crate) fn content_range(text: &str) -> Option<(u64, u64)> {
     (start <= end && end < total).then_some((start, total))
 }
 
-/// Whether a 206 answer goes on exactly where the partial file ends.
+/// Whether a 206 response starts exactly at the end of the partial file.
 fn continues(response: &Response, present: &Present) -> bool {
     let start = response
         .header("content-range")
@@ -369,7 +367,7 @@ impl Partial {
         Self { path, note }
     }
 
-    /// Hashes what can be resumed; nothing when there is no usable note.
+    /// Hashes the resumable bytes; none without a usable note.
     fn open(&self, wanted: &Wanted, ctx: &mut Context<'_>) -> Result<Present, Error> {
         let note = read_note(&self.note).filter(|note| note.url == wanted.url);
         let length = fs::symlink_metadata(&self.path)
@@ -389,8 +387,8 @@ impl Partial {
         })
     }
 
-    /// Opens the file for what is to come, emptied unless something is present, and notes what it
-    /// is a part of. Without a strong ETag the file can never be resumed, so there is no note.
+    /// Opens the partial file for appending, emptied unless bytes are present, and writes its note.
+    /// Without a strong ETag it cannot be resumed, so there is no note.
     fn begin(
         &self,
         wanted: &Wanted,
@@ -421,7 +419,7 @@ impl Partial {
             .map_err(|error| Error::io("open", &self.path, error))
     }
 
-    /// Checks size and hash and gives the file its name. Wrong bytes are removed.
+    /// Verifies size and hash and renames the file. Wrong bytes are removed.
     fn accept(
         &self,
         wanted: &Wanted,

@@ -1,4 +1,4 @@
-//! The MLX engine's libraries: fetched, checked, and put where paceline looks for them.
+//! Installs the MLX engine's libraries.
 //!
 //! ```text
 //! ROOT/<version>/mlx/lib/libmlx.so       the wheel, unpacked as it is: its libraries find each
@@ -8,10 +8,10 @@
 //! ROOT/<version>/paceline.json           the record; present when all of it is complete
 //! ```
 //!
-//! MLX itself comes as the published Python wheel, by pip, checked by SHA-256 before it is opened.
-//! The C layer (`mlx-c`) is in no package as a library. Its sources come with the crate `mlx-sys`,
-//! by cargo, and are compiled here by the system's C++ compiler. No program that came with either
-//! is run, and nothing is installed outside of `ROOT`.
+//! MLX comes as the published Python wheel, by pip, verified by SHA-256 before it is opened. The C
+//! layer (`mlx-c`) is not packaged as a library. Its sources come with the crate `mlx-sys`, by
+//! cargo, and are compiled by the system's C++ compiler. No program from either package runs, and
+//! nothing is installed outside of `ROOT`.
 
 mod layer;
 mod pins;
@@ -31,12 +31,12 @@ use crate::progress::{Cancel, Progress};
 use crate::{Error, disk, pip};
 use pins::Pin;
 
-/// The record's name. It is written last.
+/// File name of the record, written last.
 const RECORD: &str = "paceline.json";
-/// A record has a few hundred bytes; a larger one is not ours.
+/// Maximum record; ours have a few hundred bytes.
 const RECORD_BYTES_MAX: u64 = 64 << 10;
 
-/// Which build of MLX.
+/// A build of MLX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MlxBuild {
@@ -56,7 +56,7 @@ impl MlxBuild {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Cpu, Self::Metal, Self::Cuda12, Self::Cuda13];
 
-    /// Its name, the wheel's without `mlx-`.
+    /// Its name: the wheel's without `mlx-`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -66,7 +66,7 @@ impl MlxBuild {
         }
     }
 
-    /// Whether wheels exist for an operating system and processor, in the words of
+    /// Whether wheels exist for an operating system and processor, as named in
     /// [`std::env::consts`].
     pub fn exists_for(self, os: &str, arch: &str) -> bool {
         match self {
@@ -88,13 +88,13 @@ impl MlxBuild {
 /// An installed MLX.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mlx {
-    /// Which build it is.
+    /// The build.
     pub build: MlxBuild,
     pub version: String,
     /// Version of the C layer.
     pub layer: String,
     pub folder: PathBuf,
-    /// The C layer's library, to be opened; it finds MLX's beside it.
+    /// The C layer's library to open; it finds MLX's in the same folder.
     pub library: PathBuf,
 }
 
@@ -104,7 +104,7 @@ struct Record {
     build: MlxBuild,
     mlx: String,
     mlx_c: String,
-    /// `NAME==VERSION` and SHA-256 of what was unpacked.
+    /// `NAME==VERSION` and SHA-256 of the unpacked wheels.
     wheels: Vec<(String, String)>,
 }
 
@@ -118,7 +118,7 @@ pub const MLX_LAYER: &str = if cfg!(target_os = "macos") {
     "libmlxc.so"
 };
 
-/// The MLX that is installed below `root`, in the version that this program wants.
+/// The installed MLX below `root`, if it has this program's version.
 pub fn find_mlx(root: &Path) -> Option<Mlx> {
     let folder = root.join(MLX_VERSION);
     let path = folder.join(RECORD);
@@ -136,18 +136,17 @@ pub fn find_mlx(root: &Path) -> Option<Mlx> {
     })
 }
 
-/// The C layer beside MLX itself. Not by way of the link `lib`: MLX's CUDA build looks for headers
-/// beside its library by cutting the path's end off.
+/// Path of the C layer, next to MLX's library. Not through the link `lib`: MLX's CUDA build derives
+/// its header path from its library's path.
 fn layer_path(folder: &Path) -> PathBuf {
     folder.join("mlx/lib").join(MLX_LAYER)
 }
 
-/// Installs `build` below `root`; what is there and complete is kept. Blocks; one process at a
-/// time. Fetches 10 MB (cpu) to some GB (cuda, with NVIDIA's libraries), and compiles for about
-/// 10 s.
+/// Installs `build` below `root`; keeps complete parts. Blocks; one process at a time. Downloads 10
+/// MB (cpu) to some GB (cuda, with NVIDIA's libraries), and compiles for about 10 s.
 ///
 /// # Errors
-/// See [`Error`]. What was there before stays then.
+/// See [`Error`]. An earlier installation stays.
 pub fn install_mlx(
     root: &Path,
     build: MlxBuild,
@@ -193,7 +192,7 @@ pub fn install_mlx(
     put_in_place(&fresh, root, work.path())
 }
 
-/// Moves a complete folder to its name; what was there goes when `work` does.
+/// Renames a complete folder; the previous one is removed with `work`.
 fn put_in_place(fresh: &Path, root: &Path, work: &Path) -> Result<Mlx, Error> {
     let target = root.join(MLX_VERSION);
     if target.exists() {
@@ -206,7 +205,7 @@ fn put_in_place(fresh: &Path, root: &Path, work: &Path) -> Result<Mlx, Error> {
     })
 }
 
-/// Fetches a wheel and unpacks it into `folder`; gives its name and hash.
+/// Downloads a wheel and unpacks it into `folder`; returns its name and hash.
 fn add_wheel(
     pin: &Pin,
     folder: &Path,
@@ -233,7 +232,7 @@ fn add_wheel(
     Ok((pin.requirement.into(), sha256))
 }
 
-/// Bytes that `mlx` takes on disk.
+/// Disk usage of `mlx`.
 pub fn mlx_bytes(mlx: &Mlx) -> Bytes {
     // The deepest path in a wheel is a header of cutlass, 9 folders down.
     Bytes(disk::tree_bytes(&mlx.folder, 16))

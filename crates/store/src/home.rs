@@ -1,10 +1,10 @@
-//! Where the store lives.
+//! Paths of the store.
 
 use std::path::{Path, PathBuf};
 
 use crate::name::EntryName;
 
-/// The folder that holds everything paceline keeps, usually `~/.paceline`.
+/// Paceline's folder, usually `~/.paceline`.
 ///
 /// ```text
 /// HOME/models/<model>/paceline.json        the record; present when the model is complete
@@ -19,7 +19,7 @@ pub struct Home {
 }
 
 impl Home {
-    /// Uses `root`; nothing is created before it is needed.
+    /// Uses `root`; creates nothing yet.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
@@ -29,7 +29,7 @@ impl Home {
         &self.root
     }
 
-    /// The folder with one folder per model.
+    /// The parent of the models' folders.
     pub fn models_dir(&self) -> PathBuf {
         self.root.join("models")
     }
@@ -39,7 +39,7 @@ impl Home {
     }
 
     pub(crate) fn lock_path(&self, name: &EntryName) -> PathBuf {
-        // Escaped names are at most 255 bytes, so the suffix must not push them over.
+        // Escaped names have up to 255 bytes; the suffix must not exceed that.
         let mut file = name.dir_name();
         file.truncate(250);
         self.models_dir().join(".locks").join(file + ".lock")

@@ -1,12 +1,12 @@
-//! GET requests that can be cancelled and never wait without bound.
+//! Cancellable GET requests with deadlines.
 //!
-//! Each request runs on a thread of its own, since neither name lookup nor a blocked read can be
-//! interrupted. The thread sends what arrives through a bounded channel; the caller waits on the
-//! channel with its deadline and its cancel flag. When the caller gives up, the thread ends at its
-//! next send, or when the socket timeouts it carries run out.
+//! Each request runs on its own thread, since neither name lookup nor a blocked read can be
+//! interrupted. The thread sends received data through a bounded channel, on which the caller waits
+//! with deadline and cancel flag. When the caller gives up, the thread ends at its next send, or at
+//! its socket timeout.
 //!
-//! Redirects are followed here and not by the HTTP library, so that the token goes to the hub's own
-//! origin and nowhere else.
+//! Redirects are followed here, not by the HTTP library, so that only the hub's own origin gets the
+//! token.
 
 use std::io::Read;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -23,13 +23,13 @@ use crate::hash::is_sha256;
 use crate::options::{Deadlines, Hub, ProxySetting};
 use crate::progress::Cancel;
 
-/// How often a waiting caller looks at its cancel flag.
+/// Interval of cancel checks of a waiting caller.
 const POLL: Duration = Duration::from_millis(50);
 /// Bytes per message from the reading thread.
 const BLOCK_BYTES: usize = 64 << 10;
-/// Messages in flight: 1 MiB of read-ahead.
+/// Buffered messages: 1 MiB of read-ahead.
 const BLOCKS: usize = 16;
-/// The hub needs two hops (repository renamed, then storage); more than this is a loop.
+/// Maximum redirects. The hub needs two (repository renamed, then storage); more is a loop.
 const REDIRECTS_MAX: usize = 6;
 
 /// A client for one hub.
@@ -42,20 +42,20 @@ pub(crate) struct Client {
     reached: bool,
 }
 
-/// The head of an answer, with the body to come.
+/// The head of a response, and its body as a stream.
 #[derive(Debug)]
 pub(crate) struct Response {
     pub(crate) status: u16,
     pub(crate) headers: HeaderMap,
-    /// SHA-256 and size of the file that the hub announced on the way.
+    /// SHA-256 and size of the file, as announced by the hub.
     pub(crate) announced: Announced,
     body: Receiver<Event>,
     url: String,
     stall: Duration,
 }
 
-/// Facts from the hub about a file kept in its large-file storage (headers `x-linked-etag` and
-/// `x-linked-size` of the hub's own answer).
+/// Facts about a file in the hub's large-file storage (headers `x-linked-etag` and `x-linked-size`
+/// of the hub's own response).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Announced {
     pub(crate) sha256: Option<String>,
@@ -81,7 +81,7 @@ impl Client {
             .accept_encoding("identity")
             .timeout_per_read(Some(deadlines.stall))
             .timeout_per_write(Some(deadlines.stall))
-            // The library would read the environment by itself otherwise.
+            // The library would else read the environment.
             .proxy(hub.proxy.as_ref().map(build_proxy).transpose()?);
         if let Some(pem) = &hub.ca_pem {
             config = config.tls_config(trust(pem)?);
@@ -105,13 +105,13 @@ impl Client {
         self.hub.token.is_some() && (is_https(&self.endpoint) || is_loopback(&self.endpoint))
     }
 
-    /// Asks for `url` and follows redirects. The first answer ever is waited for no longer than
+    /// Requests `url` and follows redirects. The first response of the client has the deadline
     /// `reach`, later ones `answer` per hop.
     ///
     /// # Errors
-    /// [`Error::HubUnreachable`] before the hub has answered anything, else
-    /// [`Error::ConnectionLost`] or [`Error::Stalled`]; [`Error::BadRedirect`]. Any status is a
-    /// success here, see [`check_status`](Self::check_status).
+    /// [`Error::HubUnreachable`] before the hub's first response, else [`Error::ConnectionLost`] or
+    /// [`Error::Stalled`]; [`Error::BadRedirect`]. Any status is a success here, see
+    /// [`check_status`](Self::check_status).
     pub(crate) fn get(
         &mut self,
         url: &str,
@@ -208,7 +208,7 @@ impl Client {
         }
     }
 
-    /// Turns statuses other than success into errors.
+    /// Converts unsuccessful statuses into errors.
     pub(crate) fn check_status(&self, response: &Response, url: &str) -> Result<(), Error> {
         let url = parse_uri(url).map_or_else(|_| url.to_owned(), |uri| shown(&uri));
         let token_sent = self.sends_token();
@@ -223,10 +223,10 @@ impl Client {
 }
 
 impl Response {
-    /// The next piece of the body; `None` at its end.
+    /// The next chunk of the body; `None` at its end.
     ///
     /// # Errors
-    /// [`Error::ConnectionLost`] (the caller knows how much it `got`), [`Error::Stalled`],
+    /// [`Error::ConnectionLost`] (`got` is the caller's count of bytes), [`Error::Stalled`],
     /// [`Error::Cancelled`].
     pub(crate) fn next(&self, got: u64, cancel: &Cancel) -> Result<Option<Vec<u8>>, Error> {
         let url = self.url.clone();
@@ -276,7 +276,8 @@ impl Announced {
     }
 }
 
-/// The request's thread: sends the head, then the body, until the end or until nobody listens.
+/// The request's thread: sends the head, then the body, until the end or until the receiver is
+/// dropped.
 fn run(
     call: impl FnOnce() -> Result<ureq::http::Response<ureq::Body>, ureq::Error>,
     events: &SyncSender<Event>,
@@ -318,7 +319,7 @@ fn run(
     }
 }
 
-/// Waits for an event; `None` after `wait`, or when the thread is gone without a word.
+/// Waits for an event; `None` after `wait`, or when the thread has ended.
 fn wait_for(
     events: &Receiver<Event>,
     wait: Duration,
@@ -345,7 +346,7 @@ fn read_announced(headers: &HeaderMap) -> Announced {
     }
 }
 
-/// Where a redirect leads. From HTTPS it may not lead to HTTP.
+/// The target of a redirect. HTTPS must not redirect to HTTP.
 fn redirect_target(from: &Uri, headers: &HeaderMap) -> Result<Uri, Error> {
     let bad = |reason| Error::BadRedirect {
         url: shown(from),
@@ -411,7 +412,7 @@ fn parse_endpoint(text: &str) -> Result<Uri, Error> {
 }
 
 fn build_proxy(setting: &ProxySetting) -> Result<Proxy, Error> {
-    // The address may hold a password, so it stays out of the error.
+    // The address may have a password, so the error omits it.
     let bad = |error: ureq::Error| Error::BadSetting {
         what: "proxy",
         value: setting
@@ -444,7 +445,7 @@ fn build_proxy(setting: &ProxySetting) -> Result<Proxy, Error> {
 }
 
 fn trust(pem: &[u8]) -> Result<TlsConfig, Error> {
-    // A system's bundle may hold items that this reader does not know; they are skipped.
+    // Skips unknown items of a system's bundle.
     let certificates = parse_pem(pem).filter_map(|item| match item {
         Ok(PemItem::Certificate(certificate)) => Some(certificate),
         _ => None,
@@ -483,7 +484,7 @@ fn same_origin(a: &Uri, b: &Uri) -> bool {
     a.scheme_str() == b.scheme_str() && host(a) == host(b) && port(a) == port(b)
 }
 
-/// An address without user, password and query: storage addresses are signed in their query.
+/// An address without user, password and query: signed storage addresses have secrets in the query.
 fn shown(uri: &Uri) -> String {
     let authority = uri
         .authority()

@@ -15,7 +15,7 @@ use crate::select::{Choice, choose};
 use crate::usual::OnHub;
 use crate::{Error, Home, disk};
 
-/// Largest file list that is read. The hub's lists run to some 200 bytes per file.
+/// Maximum file list. The hub's lists have some 200 bytes per file.
 const LISTING_BYTES_MAX: usize = 16 << 20;
 
 /// A repository's files at one commit.
@@ -33,7 +33,7 @@ struct ListedFile {
     sha256: Option<String>,
 }
 
-/// A choice of files of a listing, which makes a model of the store.
+/// Selected files of a listing, which form a model of the store.
 #[derive(Debug)]
 pub(crate) struct Selection {
     pub(crate) name: EntryName,
@@ -44,7 +44,7 @@ pub(crate) struct Selection {
     files: Vec<ListedFile>,
 }
 
-/// The hub's JSON (`GET /api/models/ID?blobs=true`), as far as it is used.
+/// The used part of the hub's JSON (`GET /api/models/ID?blobs=true`).
 #[derive(Debug, Deserialize)]
 struct ListingJson {
     sha: Option<String>,
@@ -88,7 +88,7 @@ pub(crate) fn fetch_catalogue_file(
     fetch(client, &wanted, ctx)
 }
 
-/// Asks the hub what a repository holds.
+/// Lists the files of a repository.
 pub(crate) fn list_files(
     client: &mut Client,
     id: &HubId,
@@ -111,7 +111,7 @@ pub(crate) fn list_files(
     unreachable!("the loop returns at the last attempt at the latest")
 }
 
-/// Asks the hub what it has under `hub_id`, `owner/name[:selector]`. Fetches no file.
+/// Looks up the files of `hub_id`, `owner/name[:selector]`, without downloading.
 ///
 /// # Errors
 /// As of [`pull`](crate::pull()).
@@ -164,7 +164,7 @@ fn parse_listing(id: &HubId, text: &[u8]) -> Result<Listing, Error> {
     })
 }
 
-/// Reads `bytes` as a list of files, and chooses from it; for fuzzing.
+/// Parses `bytes` as a file list and selects from it, for fuzzing.
 pub(crate) fn parse(bytes: &[u8]) {
     let id = HubId::parse("owner/repo").expect("it is one");
     for selector in [None, Some("Q4_K_M"), Some("model.gguf")] {
@@ -179,7 +179,7 @@ pub(crate) fn parse(bytes: &[u8]) {
 }
 
 impl Listing {
-    /// Chooses what `selector` asks for.
+    /// Selects the files for `selector`.
     pub(crate) fn select(self, selector: Option<&str>) -> Result<Selection, Error> {
         let paths: Vec<String> = self.files.iter().map(|file| file.path.clone()).collect();
         let (kind, chosen) = match choose(&self.id, selector, &paths)? {
@@ -219,7 +219,7 @@ impl Selection {
         }
     }
 
-    /// Fetches all files into the model's folder. The first record is the model file for GGUF.
+    /// Downloads all files into the model's folder. The first record is the model file for GGUF.
     pub(crate) fn fetch(
         &self,
         client: &mut Client,
@@ -249,7 +249,7 @@ impl Selection {
         home: &Home,
         ctx: &mut Context<'_>,
     ) -> Result<FileRecord, Error> {
-        // `choose` lets only such paths through; this is the border, so it is checked here too.
+        // `choose` returns only valid paths; checked again at this border.
         check_file_path(&file.path).map_err(|rule| Error::BadListing {
             repo: self.id.to_string(),
             reason: rule.into(),

@@ -1,8 +1,8 @@
-//! The index of the store: one JSON record per model, beside its files.
+//! The index of the store: one JSON record per model, in its folder.
 //!
-//! A model is complete when its record exists, since the record is written last and in one step.
-//! Records are read as input from outside: sizes, names and paths are checked. A record that does
-//! not fit its folder makes the model *damaged*, never a path out of the store.
+//! A model is complete if its record exists, which is written last and atomically. Records are
+//! untrusted input: sizes, names and paths are checked. A record that does not match its folder
+//! makes the model *damaged*; its paths never leave the store.
 
 use std::fs;
 use std::io::Read;
@@ -23,14 +23,13 @@ use crate::{Catalogue, Error, Home, disk};
 
 /// File name of a record.
 pub(crate) const RECORD_FILE: &str = "paceline.json";
-/// Ending of a download that can be resumed.
+/// Suffix of a resumable download.
 pub(crate) const PARTIAL_SUFFIX: &str = ".partial";
-/// Largest record that is read. A record of 1,000 files is about 300 kB.
+/// Maximum record. A record of 1,000 files is about 300 kB.
 const RECORD_BYTES_MAX: u64 = 1 << 20;
 /// Version of the record's layout.
 const RECORD_VERSION: u32 = 1;
-/// How deep folders nest inside a model's folder: file paths of at most 200 bytes cannot nest
-/// deeper than this.
+/// Maximum depth inside a model's folder: file paths of at most 200 bytes cannot nest deeper.
 const DEPTH_MAX: u32 = 101;
 
 /// How a model is stored.
@@ -43,19 +42,19 @@ pub enum Kind {
     Safetensors,
 }
 
-/// A model on this machine.
+/// A model on this machine, ready for use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// The GGUF file (first part of a split one), or the folder.
+    /// The GGUF file (the first of a split one), or the folder.
     pub path: PathBuf,
     /// The kind of `path`.
     pub kind: Kind,
-    /// Its name in the store; `None` for files of the user's own.
+    /// Its name in the store; `None` for the user's own files.
     pub name: Option<EntryName>,
 }
 
 impl Found {
-    /// The repository on the hub with its weights as safetensors, where the store knows it.
+    /// The hub repository with its safetensors, if known.
     pub fn weights(&self) -> Option<&str> {
         let name = self.name.as_ref()?.as_str();
         match self.kind {
@@ -74,23 +73,22 @@ pub struct FileRecord {
     pub bytes: u64,
     /// Lower-case hex.
     pub sha256: String,
-    /// How the file lay there when its hash was last compared; `None` in records of earlier
-    /// versions.
+    /// File identity when its hash was last compared; `None` in records of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stamp: Option<Stamp>,
 }
 
-/// Marks that change when a file is written or replaced, apart from its size.
+/// Marks of a file that change when it is written or replaced, besides its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stamp {
-    /// Time of the last change of its bytes, nanoseconds since 1970.
+    /// Modification time, nanoseconds since 1970.
     pub modified_ns: i64,
-    /// Its number in the file system.
+    /// Inode number.
     pub inode: u64,
 }
 
 impl Stamp {
-    /// `None` when the file cannot be looked at.
+    /// `None` if the file is inaccessible.
     fn of(path: &Path) -> Option<Self> {
         let meta = fs::symlink_metadata(path).ok()?;
         let seconds = meta.mtime().saturating_mul(1_000_000_000);
@@ -101,7 +99,7 @@ impl Stamp {
     }
 }
 
-/// The record of a complete model, as it lies on disk. Times are seconds since 1970.
+/// The record of a complete model on disk. Times are seconds since 1970.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {
@@ -117,22 +115,22 @@ pub(crate) struct Record {
 /// Whether a stored model can be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
-    /// All files are there.
+    /// All files are present.
     Complete {
         /// GGUF or folder.
         kind: Kind,
-        /// Where it came from, in words.
+        /// Its source, as text.
         source: String,
-        /// Its files, the first one is what `Entry::path` names for GGUF models.
+        /// Its files; `Entry::path` is the first one for GGUF models.
         files: Vec<FileRecord>,
         /// When it was pulled.
         pulled_at: SystemTime,
-        /// When it was last run, if ever.
+        /// Last use, if any.
         last_used: Option<SystemTime>,
     },
-    /// A pull was interrupted; pulling again resumes it.
+    /// An interrupted pull; pulling again resumes it.
     Partial,
-    /// The record or the files are not as they were written.
+    /// The record or the files have changed.
     Damaged {
         /// The fault in it.
         reason: String,
@@ -145,9 +143,9 @@ pub struct Entry {
     pub name: EntryName,
     /// The GGUF file or the folder.
     pub path: PathBuf,
-    /// Bytes on disk, partial files included.
+    /// Disk usage, with partial files.
     pub bytes: Bytes,
-    /// Whether it can be used.
+    /// Whether it is usable.
     pub state: State,
 }
 
@@ -172,7 +170,7 @@ impl Entry {
         }
     }
 
-    /// Bytes of the model's files, without records and leftovers.
+    /// Bytes of the model's files alone.
     pub fn file_bytes(&self) -> Bytes {
         match &self.state {
             State::Complete { files, .. } => Bytes(files.iter().map(|file| file.bytes).sum()),
@@ -186,8 +184,7 @@ impl Entry {
     }
 }
 
-/// Everything in the store, by name. Folders that no model name maps to are not the store's and
-/// are left out.
+/// All models of the store, by name. Skips folders that no model name maps to.
 ///
 /// # Errors
 /// The models folder exists but cannot be read.
@@ -207,7 +204,7 @@ pub fn list(home: &Home) -> Result<Vec<Entry>, Error> {
     Ok(found)
 }
 
-/// The entry of that name; `None` when its folder is missing, empty or no folder.
+/// The entry `name`; `None` if its folder is missing, empty, or not a folder.
 pub(crate) fn entry(home: &Home, name: &EntryName) -> Option<Entry> {
     let dir = home.entry_dir(name);
     if !fs::symlink_metadata(&dir).is_ok_and(|meta| meta.is_dir()) {
@@ -246,7 +243,7 @@ impl Record {
         }
     }
 
-    /// Checks everything that later code relies on.
+    /// Checks all invariants that later code relies on.
     fn check(&self, name: &EntryName, dir: &Path) -> Result<(), String> {
         if self.version != RECORD_VERSION {
             return Err(format!(
@@ -282,7 +279,7 @@ fn check_file(file: &FileRecord, dir: &Path) -> Result<(), String> {
     }
 }
 
-/// Reads and checks a record. `None` when there is none; the error is the damage in words.
+/// Reads and checks a record; `None` if missing. The error describes the damage.
 pub(crate) fn read_record(home: &Home, name: &EntryName) -> Result<Option<Record>, String> {
     let dir = home.entry_dir(name);
     let file = match fs::File::open(dir.join(RECORD_FILE)) {
@@ -299,7 +296,7 @@ pub(crate) fn read_record(home: &Home, name: &EntryName) -> Result<Option<Record
     Ok(Some(record))
 }
 
-/// Declares a model complete. Called with its lock held, after all files are durable.
+/// Marks a model as complete. Called with its lock held, after all files are durable.
 pub(crate) fn write_new_record(
     home: &Home,
     name: &EntryName,
@@ -321,7 +318,7 @@ pub(crate) fn write_new_record(
     write_record(home, name, &record)
 }
 
-/// The files as they lie there now.
+/// Updates the files' identities.
 fn stamped(home: &Home, name: &EntryName, mut files: Vec<FileRecord>) -> Vec<FileRecord> {
     let dir = home.entry_dir(name);
     for file in &mut files {
@@ -336,13 +333,13 @@ fn write_record(home: &Home, name: &EntryName, record: &Record) -> Result<(), Er
     disk::write_atomic(&home.entry_dir(name).join(RECORD_FILE), &text)
 }
 
-/// Checks a model that is about to be used at `now`, and notes that. Sizes were compared when it
-/// was found; a file whose time or place changed since its hash was compared is hashed again. Cost:
-/// a look at each file, or one pass over those that changed.
+/// Checks a model before its use at `now`, and records the use. Sizes were compared when it was
+/// found; a file whose time or inode changed since its hash was compared is hashed again. Cost: a
+/// stat of each file, and one pass over changed ones.
 ///
 /// # Errors
-/// [`Error::HashMismatch`] names the file that is another one now. The record is gone, damaged or
-/// cannot be written (a store that is read-only, for example): the model can be used all the same.
+/// [`Error::HashMismatch`] names a changed file. With a missing, damaged or read-only record the
+/// model is still usable.
 pub fn check_used(
     home: &Home,
     name: &EntryName,
@@ -355,7 +352,7 @@ pub fn check_used(
     for file in &mut record.files {
         let path = dir.join(&file.path);
         let stamp = Stamp::of(&path);
-        // Records of earlier versions have none: they are taken as they are, once.
+        // Records of earlier versions have none, and are accepted once.
         if file.stamp.is_some() && file.stamp != stamp {
             check_hash(&path, file, cancel, progress)?;
         }
@@ -386,7 +383,7 @@ fn check_hash(
     expect_sha256(&path.display().to_string(), &file.sha256, &hashed?.1.hex())
 }
 
-/// Reads all files of a stored model and compares their hashes. Cost: one pass over the bytes.
+/// Verifies the hashes of all files of a stored model. Cost: one pass over the bytes.
 ///
 /// # Errors
 /// [`Error::HashMismatch`] names the first file that differs; [`Error::Damaged`],
@@ -403,7 +400,7 @@ pub fn verify(
         check_hash(&path, file, cancel, progress)?;
     }
     record.files = stamped(home, name, record.files);
-    // Of a store that cannot be written to, what was read is as good.
+    // A read-only store is verified all the same.
     let _ = write_record(home, name, &record);
     Ok(())
 }
@@ -417,8 +414,8 @@ pub struct Removed {
 }
 
 /// Removes a model, complete or not. `spec` is a name from [`list`] or any other name that `pull`
-/// takes. It may also be a hub id that fits exactly one stored model, or a path inside the store.
-/// Files of the user's own are never touched.
+/// accepts. It may also be a hub id with exactly one stored model, or a path inside the store. The
+/// user's own files are never removed.
 ///
 /// # Errors
 /// [`Error::NotInStore`], [`Error::AmbiguousEntry`], [`Error::OutsideStore`] and [`Error::Busy`]
@@ -432,7 +429,7 @@ pub fn remove(home: &Home, spec: &str) -> Result<Removed, Error> {
     let Some(entry) = entry(home, &name) else {
         return Err(not_in_store(home, spec));
     };
-    // Without its record an interrupted removal shows as a partial model.
+    // Removed first: an interrupted removal leaves a partial model.
     disk::remove_file(&dir.join(RECORD_FILE))?;
     fs::remove_dir_all(&dir).map_err(|error| Error::io("remove", &dir, error))?;
     Ok(Removed {
@@ -441,7 +438,7 @@ pub fn remove(home: &Home, spec: &str) -> Result<Removed, Error> {
     })
 }
 
-/// The name of the model that [`remove`] removes for `spec`, complete or not.
+/// The model that [`remove`] would remove for `spec`, complete or not.
 ///
 /// # Errors
 /// [`Error::NotInStore`], [`Error::AmbiguousEntry`], [`Error::OutsideStore`].
@@ -471,8 +468,8 @@ pub fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
     }
 }
 
-/// The name that a download of `spec` is stored under. There `spec` may be another name of a model
-/// that the catalogue or the usual names have.
+/// The store name of a download of `spec`, which may be another name of a model in the catalogue or
+/// the usual names.
 fn stored_name(spec: &str) -> &str {
     match Catalogue::BUILTIN.find(spec) {
         Some(model) => model.alias,
@@ -480,7 +477,7 @@ fn stored_name(spec: &str) -> &str {
     }
 }
 
-/// The model that a path inside the store belongs to; `None` when nothing is there.
+/// The model of a path inside the store; `None` if nothing exists there.
 fn name_of_path(home: &Home, path: &Path) -> Option<Result<EntryName, Error>> {
     let outside = || Error::OutsideStore { path: path.into() };
     let path = fs::canonicalize(path).ok()?;
@@ -491,7 +488,7 @@ fn name_of_path(home: &Home, path: &Path) -> Option<Result<EntryName, Error>> {
     Some(inside.ok_or_else(outside))
 }
 
-/// The error for a name that is not there, with the names that are.
+/// The error for an unknown name, with the stored ones.
 pub(crate) fn not_in_store(home: &Home, spec: &str) -> Error {
     let known = list(home).unwrap_or_default();
     let known = known.iter().map(|entry| entry.name.to_string()).collect();
@@ -518,7 +515,7 @@ fn to_unix(time: SystemTime) -> u64 {
         .map_or(0, |since| since.as_secs())
 }
 
-/// Times too far away to be represented become 1970.
+/// Times out of range become 1970.
 fn from_unix(seconds: u64) -> SystemTime {
     UNIX_EPOCH
         .checked_add(Duration::from_secs(seconds))

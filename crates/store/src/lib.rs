@@ -7,13 +7,13 @@
 //!                                              └─► wheel┘
 //! ```
 //!
-//! [`resolve`] finds the model that a name means, looking at the local disk only. [`pull`] fetches
-//! missing files. It is resumable, and one process at a time pulls a model. It checks SHA-256
-//! before any file gets its final name. [`list`], [`remove`] and [`verify`] look after stored
-//! models. No model is removed unasked.
+//! [`resolve`] finds the model for a name on the local disk. [`pull`] downloads missing files. It
+//! is resumable, and one process at a time pulls a model. It verifies SHA-256 before any file gets
+//! its final name. [`list`], [`remove`] and [`verify`] manage stored models. No model is removed
+//! without a request.
 //!
 //! The crate reads no environment variables and prints nothing: settings come in [`PullOptions`],
-//! reports go to [`Progress`], [`Cancel`] stops it, wall-clock time is an argument.
+//! reports go to [`Progress`], [`Cancel`] stops operations, and wall-clock time is an argument.
 //!
 //! ```
 //! use paceline_store::{Error, Home, Resolved, resolve};
@@ -32,15 +32,15 @@
 //! ```
 //!
 //! Modules in reading order:
-//! - `spec` (meanings of MODEL), `catalogue`, `usual` (names that other libraries have);
+//! - `spec` (resolution of MODEL), `catalogue`, `usual` (names in other libraries);
 //! - `name` and `home` (folders), `index` (records), `pull` (the order of the steps);
 //! - `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`.
 //!
-//! Beside them:
+//! Others:
 //! - `pinned`: single files for nodes of a cluster.
 //! - `engine`: the same for MLX's libraries.
-//! - `child`: other programs.
-//! - `listing`: all models for people.
+//! - `child`: external programs.
+//! - `listing`: all models as text and JSON.
 //! - `audit`: the log.
 
 mod audit;

@@ -1,4 +1,4 @@
-//! Progress as lines.
+//! Progress as text lines.
 
 use std::time::{Duration, Instant};
 
@@ -6,10 +6,10 @@ use paceline_base::Bytes;
 
 use crate::Progress;
 
-/// Time between lines: a log of a download of hours stays readable.
+/// Interval of lines: the log of a long download stays readable.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
-/// Tells start, end, and a line every few seconds in between: for a log, or no terminal.
+/// Reports start, end, and a line every few seconds between: for logs without a terminal.
 #[derive(Debug)]
 pub struct Lines<T> {
     tell: T,
@@ -17,7 +17,7 @@ pub struct Lines<T> {
 }
 
 impl<T: Fn(&str)> Lines<T> {
-    /// Tells lines by `tell`.
+    /// Passes lines to `tell`.
     pub const fn new(tell: T) -> Self {
         Self { tell, part: None }
     }

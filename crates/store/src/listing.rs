@@ -1,4 +1,4 @@
-//! The store's models for people and programs, beside those of the catalogue.
+//! Lists the store's models and those of the catalogue, as text and JSON.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -10,16 +10,16 @@ use crate::index::{Entry, Kind, State};
 use crate::select::quant_of_name;
 use crate::usual::{UsualName, usual_names};
 
-/// Models of the store, and perhaps those that could be pulled.
+/// Models of the store, and optionally those available by short names.
 #[derive(Debug)]
 pub struct Listing {
     stored: Vec<Entry>,
-    /// Of the catalogue, those that are not here; and usual names.
+    /// Missing models of the catalogue, and usual names.
     available: Option<(Vec<&'static Model>, &'static [UsualName])>,
 }
 
 impl Listing {
-    /// The store's models alone.
+    /// Only the store's models.
     pub const fn of(stored: Vec<Entry>) -> Self {
         Self {
             stored,
@@ -27,7 +27,7 @@ impl Listing {
         }
     }
 
-    /// With all that can be pulled by a short name.
+    /// With all models that have a short name.
     pub fn with_catalogue(stored: Vec<Entry>) -> Self {
         let is_here = |model: &&Model| stored.iter().any(|e| e.name.as_str() == model.alias);
         let missing = Catalogue::BUILTIN.iter().filter(|model| !is_here(model));
@@ -44,7 +44,7 @@ impl Listing {
         self.available.as_ref().map_or(&[], |(_, usual)| *usual)
     }
 
-    /// Whether it has no model.
+    /// Whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.stored.is_empty() && self.missing().is_empty()
     }
@@ -58,7 +58,7 @@ impl Listing {
         table(&rows)
     }
 
-    /// An object of all.
+    /// All models as a JSON object.
     pub fn json(&self, home: &Home) -> Value {
         let models: Vec<Value> = self.stored.iter().map(entry_json).collect();
         let mut object = json!({ "home": home.root().to_string_lossy(), "models": models });
@@ -105,7 +105,7 @@ fn model_row(model: &Model) -> [String; 5] {
     ]
 }
 
-/// A usual name: what it means stands where other rows have their path.
+/// A usual name; the path column shows its repository.
 fn usual_row(usual: &UsualName) -> [String; 5] {
     let (size, state) = match &usual.checked {
         Some(on_hub) => (on_hub.size().to_string(), "on the hub"),
@@ -138,7 +138,7 @@ fn type_name(kind: Kind, first_file: &str) -> String {
     }
 }
 
-/// Left-aligned columns, two spaces apart; sizes to the right.
+/// Left-aligned columns, two spaces apart; sizes right-aligned.
 fn table(rows: &[[String; 5]]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
     let widths: [usize; 5] = std::array::from_fn(|column| width(column).unwrap_or(0));
@@ -150,7 +150,7 @@ fn table(rows: &[[String; 5]]) -> String {
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// How long ago, in the largest unit that counts to at least one.
+/// Age in the largest unit of at least one.
 fn ago(time: SystemTime, now: SystemTime) -> String {
     const UNITS: [(u64, &str); 4] = [
         (365 * 86_400, "year"),
@@ -158,7 +158,7 @@ fn ago(time: SystemTime, now: SystemTime) -> String {
         (3600, "hour"),
         (60, "minute"),
     ];
-    // A clock that was set back makes a time lie in the future.
+    // The time may lie in the future if the clock was set back.
     let seconds = now.duration_since(time).unwrap_or(Duration::ZERO).as_secs();
     match UNITS.iter().find(|(unit, _)| seconds >= *unit) {
         None => "just now".to_owned(),

@@ -1,4 +1,4 @@
-//! The lock of a model: one process at a time.
+//! File lock of a model, for one process at a time.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::path::Path;
@@ -9,20 +9,19 @@ use crate::Error;
 use crate::disk;
 use crate::progress::Cancel;
 
-/// How often a waiting process looks again.
+/// Poll interval of a waiting process.
 const POLL: Duration = Duration::from_millis(100);
 
-/// Holds a model's lock file; the system releases it when dropped, and when the process dies.
+/// A held lock file; the system releases it on drop and when the process dies.
 ///
-/// The file itself stays: removing it would let a waiter hold a lock on a file that nobody else
-/// sees any more.
+/// The file itself stays: after its removal, a waiter could lock a file that others no longer see.
 #[derive(Debug)]
 pub(crate) struct Lock {
     _file: File,
 }
 
 impl Lock {
-    /// Takes the lock if it is free.
+    /// Acquires the lock if it is free.
     pub(crate) fn try_acquire(path: &Path) -> Result<Option<Self>, Error> {
         if let Some(dir) = path.parent() {
             disk::create_dir(dir)?;
@@ -36,7 +35,7 @@ impl Lock {
         match file.try_lock() {
             Ok(()) => Ok(Some(Self { _file: file })),
             Err(TryLockError::WouldBlock) => Ok(None),
-            // Some network file systems have no locks; working without one beats not working.
+            // Some network file systems have no locks; continues without one.
             Err(TryLockError::Error(error)) if error.kind() == std::io::ErrorKind::Unsupported => {
                 Ok(Some(Self { _file: file }))
             }
@@ -44,8 +43,7 @@ impl Lock {
         }
     }
 
-    /// Waits for the lock, however long the other process takes; `waiting` is called once if it is
-    /// taken.
+    /// Waits for the lock without a limit; calls `waiting` once if it is held.
     pub(crate) fn acquire(
         path: &Path,
         cancel: &Cancel,

@@ -6,18 +6,18 @@
 //! | `owner/repo` (folder of safetensors) | `owner--repo` |
 //! | `owner/repo:sub/file.gguf` | `owner--repo--sub%2Ffile.gguf` |
 //!
-//! The mapping can be inverted because neither aliases nor hub ids may contain `--`. No name from
-//! the command line or the network reaches the file system in any other way.
+//! The mapping is invertible because neither aliases nor hub ids may have `--`. Names from the
+//! command line or the network reach the file system only this way.
 
 use std::fmt;
 
 use crate::Error;
 
-/// Longest owner or repository name, from the hub's own rules.
+/// Maximum owner or repository name, from the hub's rules.
 const PART_LEN_MAX: usize = 96;
-/// Longest path of a file inside a repository that the store takes.
+/// Maximum path of a file inside a repository.
 const FILE_LEN_MAX: usize = 200;
-/// Longest file name on the file systems we care about (ext4, APFS, XFS).
+/// Maximum file name on common file systems (ext4, APFS, XFS).
 const DIR_LEN_MAX: usize = 255;
 
 /// A repository on the hub: `owner/repo`, checked against the hub's naming rules.
@@ -28,10 +28,10 @@ pub struct HubId {
 }
 
 impl HubId {
-    /// Reads `owner/repo`.
+    /// Parses `owner/repo`.
     ///
     /// # Errors
-    /// [`Error::BadHubId`] names the rule that is broken.
+    /// [`Error::BadHubId`] names the violated rule.
     pub fn parse(text: &str) -> Result<Self, Error> {
         let bad = |reason| Error::BadHubId {
             spec: text.to_owned(),
@@ -73,8 +73,7 @@ fn check_part(part: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Checks a relative file path that came from outside: plain components only, so that joined to a
-/// folder it stays inside.
+/// Checks an untrusted relative path: plain components only, so that it stays inside a folder.
 pub(crate) fn check_file_path(path: &str) -> Result<(), &'static str> {
     if path.is_empty() || path.len() > FILE_LEN_MAX {
         return Err("a file path has 1 to 200 bytes");
@@ -96,7 +95,7 @@ pub(crate) fn check_file_path(path: &str) -> Result<(), &'static str> {
 pub struct EntryName(String);
 
 impl EntryName {
-    /// An alias of the catalogue. The catalogue's test keeps them to `[a-z0-9.-]` without `--`.
+    /// An alias of the catalogue, whose test limits aliases to `[a-z0-9.-]` without `--`.
     pub(crate) fn alias(alias: &str) -> Self {
         Self(alias.to_owned())
     }
@@ -125,7 +124,7 @@ impl EntryName {
         &self.0
     }
 
-    /// The repository and file, where the name is of the hub.
+    /// The repository and file, for names of the hub.
     pub(crate) fn hub_parts(&self) -> Option<(&str, Option<&str>)> {
         self.0.contains('/').then(|| match self.0.split_once(':') {
             Some((repo, file)) => (repo, Some(file)),
@@ -146,7 +145,7 @@ impl EntryName {
         dir
     }
 
-    /// The name whose folder this is; `None` where no name maps to it.
+    /// The name of a folder; `None` if no name maps to it.
     pub(crate) fn from_dir_name(dir: &str) -> Option<Self> {
         let mut parts = dir.splitn(3, "--");
         let name = match (parts.next()?, parts.next(), parts.next()) {
@@ -183,7 +182,7 @@ fn escape(byte: u8, into: &mut String) {
     }
 }
 
-/// Percent-encodes a relative path for a URL; `/` stays.
+/// Percent-encodes a relative path for a URL, except `/`.
 pub(crate) fn escape_path(path: &str) -> String {
     let mut out = String::with_capacity(path.len());
     for byte in path.bytes() {

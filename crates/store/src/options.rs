@@ -1,4 +1,4 @@
-//! Settings of a pull. No value is read from the environment here.
+//! Settings of a pull. Nothing here reads the environment.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::disk;
 
-/// A secret that authenticates at the hub. Never printed.
+/// Authentication token of the hub. Never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(String);
 
@@ -34,7 +34,7 @@ impl fmt::Debug for Token {
 pub struct ProxySetting {
     /// `http://[user:password@]host:port`.
     pub url: String,
-    /// Hosts to reach directly, separated by commas.
+    /// Hosts without proxy, separated by commas.
     pub no_proxy: String,
 }
 
@@ -51,11 +51,11 @@ impl fmt::Debug for ProxySetting {
 pub struct Hub {
     /// Base address.
     pub endpoint: String,
-    /// Sent to `endpoint`'s own origin only, and never in clear text off this machine.
+    /// Sent only to `endpoint`'s origin, and in clear text only on this machine.
     pub token: Option<Token>,
     /// Certificates to trust instead of the built-in ones, PEM.
     pub ca_pem: Option<Vec<u8>>,
-    /// How to get out.
+    /// Proxy.
     pub proxy: Option<ProxySetting>,
 }
 
@@ -75,7 +75,7 @@ impl Default for Hub {
     }
 }
 
-/// How to start pip: the program and the arguments before `download`.
+/// The pip command: program and arguments before `download`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pip {
     pub program: OsString,
@@ -95,11 +95,11 @@ impl Default for Pip {
 /// The programs that build MLX's C layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Toolchain {
-    /// Cargo, which fetches the sources.
+    /// Cargo, which downloads the sources.
     pub cargo: OsString,
     /// A C++20 compiler.
     pub compiler: OsString,
-    /// A folder with the sources of `mlx-c`, instead of what cargo fetches.
+    /// A folder with the sources of `mlx-c`, instead of a download.
     pub sources: Option<PathBuf>,
 }
 
@@ -113,19 +113,19 @@ impl Default for Toolchain {
     }
 }
 
-/// How often a request that failed on its way is made again.
+/// Retries of failed requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RetryPolicy {
-    /// Attempts in a row that may fail without 1 MiB of progress, at least 1.
+    /// Maximum consecutive failures without 1 MiB of progress, at least 1.
     pub attempts: u32,
     /// Wait after the first failure; doubles with each further one.
     pub first_wait: Duration,
-    /// Longest wait.
+    /// Maximum wait.
     pub wait_max: Duration,
 }
 
 impl RetryPolicy {
-    /// The wait after `failures` failures in a row (1 or more).
+    /// The wait after `failures` consecutive failures (1 or more).
     pub(crate) fn wait(&self, failures: u32) -> Duration {
         let doublings = failures.saturating_sub(1).min(16);
         self.first_wait
@@ -135,7 +135,7 @@ impl RetryPolicy {
 }
 
 impl Default for RetryPolicy {
-    /// Four attempts over 3.5 s of waiting: outlives a Wi-Fi hiccup, and a person still watches.
+    /// Four attempts over 3.5 s: covers a Wi-Fi hiccup while a person watches.
     fn default() -> Self {
         Self {
             attempts: 4,
@@ -145,17 +145,17 @@ impl Default for RetryPolicy {
     }
 }
 
-/// How long is waited for what.
+/// Timeouts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Deadlines {
-    /// Name lookup, connection and first answer of the hub together.
+    /// Name lookup, connection and first response of the hub together.
     pub reach: Duration,
     /// The same for later requests and for hosts that the hub redirects to.
     pub answer: Duration,
-    /// Silence in the middle of a transfer.
+    /// Read timeout within a transfer.
     pub stall: Duration,
-    /// pip without any progress on disk. By its default timeouts and retries pip itself gives up
-    /// after about 90 s. Its user may have raised those.
+    /// pip without progress on disk. By default pip itself gives up after about 90 s; users may
+    /// have raised that.
     pub pip_stall: Duration,
 }
 
@@ -171,14 +171,14 @@ impl Default for Deadlines {
     }
 }
 
-/// Everything a pull can be told.
+/// All settings of a pull.
 #[derive(Clone, Debug)]
 pub struct PullOptions {
     pub hub: Hub,
     pub pip: Pip,
     pub retry: RetryPolicy,
     pub deadlines: Deadlines,
-    /// Asks how many bytes the file system of a folder can take; tests put their own here.
+    /// Returns the free bytes of a folder's file system; replaceable in tests.
     pub free_space: fn(&Path) -> io::Result<u64>,
 }
 

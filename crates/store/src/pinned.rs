@@ -1,7 +1,7 @@
-//! A file of the hub at one commit, known by its hash: for nodes that know which bytes they need.
+//! A hub file at one commit, with known hash: for nodes that need specific bytes.
 //!
-//! [`origin`] says where a stored model came from, [`fetch_pinned`] fetches all of it to any
-//! folder, and [`read_pinned`] reads a range of it. None of them writes to the store.
+//! [`origin`] returns the source of a stored model, [`fetch_pinned`] downloads all of it to any
+//! folder, and [`read_pinned`] reads a range. None of them writes to the store.
 
 use std::ops::Range;
 use std::path::Path;
@@ -23,7 +23,7 @@ use crate::{Error, Home};
 pub struct Pinned {
     /// `owner/name`.
     pub repo: String,
-    /// A commit, 40 hexadecimal digits, or `main` where the hub told none.
+    /// A commit of 40 hexadecimal digits, or `main` if the hub named none.
     pub revision: String,
     /// Path inside the repository.
     pub file: String,
@@ -33,7 +33,7 @@ pub struct Pinned {
 }
 
 impl Pinned {
-    /// Refuses what could lead to another address than that of a file.
+    /// Rejects values that could form another URL.
     fn check(&self) -> Result<(), Error> {
         HubId::parse(&self.repo)?;
         let bad = |reason| Error::BadHubId {
@@ -63,8 +63,8 @@ fn is_revision(text: &str) -> bool {
     text == "main" || (text.len() == 40 && text.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
-/// Where the stored model at `path` came from. `None` for files of the user's own, for models of
-/// several files, and for those whose record names no repository.
+/// Source of the stored model at `path`. `None` for the user's own files, for models of several
+/// files, and for records without a repository.
 pub fn origin(home: &Home, path: &Path) -> Option<Pinned> {
     let entries = index::list(home).ok()?.into_iter();
     let entry = entries.into_iter().find(|entry| entry.path == path)?;
@@ -86,7 +86,7 @@ pub fn origin(home: &Home, path: &Path) -> Option<Pinned> {
         sha256: file.sha256.clone(),
     };
     let found = match Catalogue::BUILTIN.find(entry.name.as_str()) {
-        // Its wheels carry the same bytes.
+        // Its wheels have the same bytes.
         Some(model) => {
             let hub = model.hub.as_ref().filter(|_| model.sha256 == file.sha256)?;
             pinned(hub.repo, hub.revision, hub.file)
@@ -99,11 +99,11 @@ pub fn origin(home: &Home, path: &Path) -> Option<Pinned> {
     found.check().is_ok().then_some(found)
 }
 
-/// Fetches all of a file to `folder` under `name`. What an earlier call left there in
-/// `NAME.partial` is resumed. The file has its name only after size and hash were right.
+/// Downloads a file to `folder` as `name`. Resumes `NAME.partial` of an earlier call. The file gets
+/// its name only after size and hash are verified.
 ///
 /// # Errors
-/// As [`pull`](crate::pull) of a model that only the hub has.
+/// As [`pull`](crate::pull) of a hub model.
 pub fn fetch_pinned(
     pinned: &Pinned,
     (folder, name): (&Path, &str),
@@ -128,11 +128,12 @@ pub fn fetch_pinned(
     download::fetch(&mut client, &wanted, &mut ctx).map(drop)
 }
 
-/// Reads the bytes `span` of a file; `take` gets them in order, in pieces, until it says false.
-/// Broken connections are resumed. The bytes are *not* checked: a part has no hash of its own.
+/// Reads the bytes `span` of a file; `take` receives them in order, in chunks, until it returns
+/// false. Broken connections are resumed. The bytes are *not* verified: a range has no hash of its
+/// own.
 ///
 /// # Errors
-/// See [`Error`]. `take` has had the bytes before the failure.
+/// See [`Error`]. `take` received the bytes before the failure.
 pub fn read_pinned(
     pinned: &Pinned,
     span: Range<u64>,
@@ -178,7 +179,7 @@ fn read_once(
     if let Some(got) = &response.announced.sha256 {
         expect_sha256(&url, &pinned.sha256, got)?;
     }
-    // A server that knows no ranges sends the file from its beginning.
+    // A server without ranges sends the file from its start.
     let told = response.header("content-range").and_then(content_range);
     let (mut at, total) = match (response.status, told) {
         (206, Some((start, total))) if start == span.start => (start, total),

@@ -1,11 +1,10 @@
 //! `pip download` of one wheel, as a child process.
 //!
-//! pip brings what this program does not know: the user's index, proxy and certificates. Nothing is
-//! installed and nothing in the wheel is run (`--no-deps --only-binary :all:`). The child differs
-//! from this process in three things:
-//! - Its folder is empty.
-//! - Its folder for temporary files is its own, so that nothing stays behind when it is killed.
-//! - Its process group is its own, so that Ctrl-C reaches it through us, once.
+//! pip adds the user's index, proxy and certificates. Nothing is installed and no code of the wheel
+//! runs (`--no-deps --only-binary :all:`). The child process has:
+//! - an empty working folder;
+//! - its own folder for temporary files, so that nothing stays when it is killed;
+//! - its own process group, so that Ctrl-C reaches it only through us.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -18,19 +17,19 @@ use crate::child::{Running, code, confine, last_words, tail};
 use crate::download::Context;
 use crate::{Error, disk};
 
-/// How often the child and the size of its file are looked at.
+/// Poll interval of the child and its file's size.
 const POLL: Duration = Duration::from_millis(100);
 
-/// The request to pip.
+/// A wheel to download with pip.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request<'a> {
     /// `NAME==VERSION`.
     pub(crate) requirement: &'a str,
-    /// Size of the wheel, where it is known beforehand.
+    /// Size of the wheel, if known.
     pub(crate) bytes: Option<Bytes>,
 }
 
-/// Downloads `wheel` into the empty folder `work` and returns the file's path.
+/// Downloads `wheel` into the empty folder `work`; returns the file's path.
 pub(crate) fn download(
     wheel: Request<'_>,
     work: &Path,
@@ -92,7 +91,7 @@ fn program(ctx: &Context<'_>) -> String {
     ctx.options.pip.program.to_string_lossy().into_owned()
 }
 
-/// Waits for the end, reporting the growth of the largest file.
+/// Waits for the child, and reports the largest file's growth.
 fn watch(
     child: &mut Running,
     wheel: Request<'_>,

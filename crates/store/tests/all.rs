@@ -1,4 +1,4 @@
-//! The integration tests of this crate: one program, so that they are linked once.
+//! The integration tests of this crate, linked as one program.
 
 mod common;
 mod engine;

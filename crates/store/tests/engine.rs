@@ -1,4 +1,4 @@
-//! MLX installed through a fake pip and a fake compiler.
+//! Installation of MLX with a fake pip and a fake compiler.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::common::*;
 use paceline_store::*;
 
-/// A compiler that writes its arguments where its last one says.
+/// A compiler that writes its arguments to its last argument.
 const COMPILER: &str = "#!/bin/sh\nfor last; do :; done\n\
                         [ \"$1\" = --version ] || echo \"$*\" > \"$last\"\n";
 
@@ -40,7 +40,7 @@ fn install(setup: &Setup, tools: &Toolchain) -> Result<Mlx, Error> {
     )
 }
 
-/// Names below the folder of engines, links and locks left out.
+/// Names below the folder of engines, without links and locks.
 fn left(setup: &Setup) -> Vec<String> {
     let entries = fs::read_dir(setup.file("engines")).into_iter().flatten();
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());

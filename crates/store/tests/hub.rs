@@ -1,4 +1,4 @@
-//! Pulls from a hub that resumes, lies, redirects, stalls and refuses.
+//! Pulls from a hub that resumes, sends wrong data, redirects, stalls and rejects.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 use std::fs;
@@ -519,7 +519,7 @@ fn two_pulls_at_once_fetch_once() {
     let (gate, opened) = std::sync::mpsc::channel::<()>();
     let opened = std::sync::Mutex::new(opened);
     let server = Server::start(move |_, _| {
-        // The first pull holds the lock until the second has said that it waits.
+        // The first pull holds the lock until the second waits for it.
         opened.lock().unwrap().recv().unwrap();
         Reply::File {
             body: Arc::clone(&body),
@@ -741,7 +741,7 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
                 body: Arc::clone(&list_json),
                 etag: etag("l"),
             },
-            // The range breaks off, and goes on; the last server knows no ranges.
+            // The range is interrupted and resumed; the last server has no ranges.
             3 => Reply::CutAfter {
                 body,
                 etag: etag("m"),

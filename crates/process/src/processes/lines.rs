@@ -7,19 +7,19 @@ use std::sync::{Mutex, PoisonError};
 
 use paceline_base::{Rank, lock};
 
-/// Longest line of text in bytes; a longer one is given in several. A panic message or a log line
-/// has some hundred bytes, a Python traceback's line rarely a thousand.
+/// Maximum bytes of a line; longer ones are split. A panic message or a log line has some hundred
+/// bytes, a Python traceback's line rarely a thousand.
 pub const LINE_TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// Puts whole lines together from the pieces that a pipe gives.
+/// Assembles whole lines from chunks of a pipe.
 #[derive(Debug, Default)]
 pub struct Lines {
     partial: Vec<u8>,
 }
 
 impl Lines {
-    /// Takes the next piece, and gives every line that it completes, without its end (newline, or
-    /// carriage return and newline). Bytes that are not UTF-8 become U+FFFD. Holds at most
+    /// Appends a chunk, and passes each completed line on without its end (newline, or carriage
+    /// return and newline). Bytes that are not UTF-8 become U+FFFD. Holds at most
     /// [`LINE_TEXT_BYTES_MAX`] bytes.
     pub fn feed(&mut self, piece: &[u8], mut each: impl FnMut(&str)) {
         for part in piece.split_inclusive(|byte| *byte == b'\n') {
@@ -43,7 +43,7 @@ impl Lines {
         }
     }
 
-    /// Gives what is left when nothing more will come, if there is anything.
+    /// Passes the unfinished last line on, if any.
     pub fn finish(&mut self, each: impl FnOnce(&str)) {
         if !self.partial.is_empty() {
             self.give(each);
@@ -56,8 +56,7 @@ impl Lines {
     }
 }
 
-/// Where the last whole character of `bytes` ends. All of them when that is further than a
-/// character is long, since it is no text then.
+/// End of the last whole character of `bytes`. The end of `bytes` if they are not text.
 fn character_end(bytes: &[u8]) -> usize {
     let start = bytes.iter().rposition(|byte| byte & 0xc0 != 0x80);
     let Some(start) = start.filter(|start| bytes.len() - start <= 3) else {
@@ -67,7 +66,7 @@ fn character_end(bytes: &[u8]) -> usize {
     if unfinished { start } else { bytes.len() }
 }
 
-/// The last lines of a text, for a report of how it ended.
+/// The last lines of an output, for failure reports.
 #[derive(Clone, Debug, Default)]
 pub struct Tail {
     lines: VecDeque<String>,
@@ -75,12 +74,12 @@ pub struct Tail {
 }
 
 impl Tail {
-    /// Lines that are kept: a panic with the start of its backtrace, or a Python traceback's end.
+    /// Maximum lines: a panic with the start of its backtrace, or the end of a Python traceback.
     pub const LINES_MAX: usize = 20;
-    /// Bytes that are kept; the newest line is always kept whole.
+    /// Maximum bytes; the newest line is always kept whole.
     pub const BYTES_MAX: usize = 4 << 10;
 
-    /// Adds a line, and lets the oldest go.
+    /// Adds a line, and drops the oldest at the limits.
     pub fn push(&mut self, line: &str) {
         self.bytes += line.len();
         self.lines.push_back(line.to_owned());
@@ -98,16 +97,16 @@ impl Tail {
     }
 }
 
-/// An output for whole lines of many processes, each with its rank before it.
+/// An output for lines of many processes, each prefixed with its rank.
 ///
-/// A line is written in one piece under a lock, so lines never mix, from whatever thread they come.
+/// Each line is one write under a lock, so lines of different threads never mix.
 #[derive(Debug)]
 pub struct Prefixed<W> {
     output: Mutex<W>,
 }
 
 impl<W: Write> Prefixed<W> {
-    /// Writes to `output`, which no one else should write to.
+    /// Takes `output`; nothing else should write to it.
     pub fn new(output: W) -> Self {
         Self {
             output: Mutex::new(output),
@@ -117,15 +116,15 @@ impl<W: Write> Prefixed<W> {
     /// Writes `[rank] line` and a newline, and flushes.
     ///
     /// # Errors
-    /// What the output says.
+    /// The output's error.
     pub fn line(&self, rank: Rank, line: &str) -> io::Result<()> {
         self.labelled(rank.0, line)
     }
 
-    /// Writes `[label] line` and a newline, and flushes: for lines that are no rank's.
+    /// Writes `[label] line` and a newline, and flushes: for lines without a rank.
     ///
     /// # Errors
-    /// What the output says.
+    /// The output's error.
     pub fn labelled(&self, label: impl Display, line: &str) -> io::Result<()> {
         let whole = format!("[{label}] {line}\n");
         let mut output = lock(&self.output);
@@ -133,7 +132,7 @@ impl<W: Write> Prefixed<W> {
         output.flush()
     }
 
-    /// Gives the output back.
+    /// Returns the output.
     pub fn into_inner(self) -> W {
         let output = self.output.into_inner();
         output.unwrap_or_else(PoisonError::into_inner)
@@ -202,7 +201,7 @@ mod tests {
 
     #[test]
     fn lines_of_many_threads_do_not_mix() {
-        /// Takes a byte at a time, as a slow terminal does.
+        /// Accepts a byte at a time, like a slow terminal.
         struct Slow(Vec<u8>);
         impl Write for Slow {
             fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {

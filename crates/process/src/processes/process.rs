@@ -11,23 +11,23 @@ use rustix::process::{kill_process, kill_process_group, waitid};
 
 use super::Ending;
 
-/// How long the drop of a killed process waits for the kernel. A process ends within milliseconds
-/// of SIGKILL unless a device holds it; then it is left to the process that inherits it.
+/// How long dropping a killed process waits for the kernel. Processes end within milliseconds of
+/// SIGKILL unless a device blocks them; then init reaps them.
 const KILLED_LIMIT: Duration = Duration::from_secs(2);
 
-/// How often it looks.
+/// Poll interval of that wait.
 const KILLED_PAUSE: Duration = Duration::from_millis(2);
 
 /// A child process in a process group of its own. Dropping it kills and reaps it.
 ///
-/// **Why a group of its own.** Ctrl-C at a terminal goes to the whole foreground group. Children in
-/// it would die before the parent can end them in order, each with its own complaint. The parent
-/// could not tell that from a crash. So the parent alone gets Ctrl-C, and ends the others.
+/// **Why a group of its own.** Ctrl-C at a terminal reaches the whole foreground group. Children in
+/// it would die before the parent can end them in order, each with its own error. The parent could
+/// not distinguish that from a crash. So only the parent gets Ctrl-C, and ends the others.
 ///
-/// Ctrl-Z likewise stops the parent alone: children go on until they wait for it. They never find,
-/// on `fg`, that a deadline ran out on all of them while they were stopped in mid-exchange. A
-/// hangup reaches the parent too; however the parent ends, its children's control channels end with
-/// it. The group also holds whatever the child starts, so that ending reaches it as well.
+/// Ctrl-Z likewise stops only the parent: children run until they wait for it. So no deadline
+/// expires in mid-exchange while all are stopped. A hangup reaches the parent too; however the
+/// parent ends, its children's control channels end with it. The group also includes the child's
+/// own children, so that signals reach them as well.
 #[derive(Debug)]
 pub struct Process {
     child: Child,
@@ -37,11 +37,11 @@ pub struct Process {
 impl Process {
     /// Starts `command`.
     ///
-    /// The thread that calls this should outlive the process. On Linux, a child that asked to be
-    /// killed with its parent is killed with the *thread* that started it.
+    /// The calling thread should outlive the process. On Linux, a child with a parent-death signal
+    /// is killed when the *thread* that started it ends.
     ///
     /// # Errors
-    /// What the system says, for instance that there is no such program.
+    /// The system's error, such as a missing program.
     pub fn start(command: &mut Command) -> io::Result<Self> {
         let child = command.process_group(0).spawn()?;
         Ok(Self {
@@ -50,30 +50,29 @@ impl Process {
         })
     }
 
-    /// Its process id, which is its group's too.
+    /// The process id, which is also the group's.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Takes the parent's end of its standard input, if that was piped.
+    /// Takes the parent's end of standard input, if piped.
     pub fn take_stdin(&mut self) -> Option<ChildStdin> {
         self.child.stdin.take()
     }
 
-    /// Takes the parent's end of its standard output, if that was piped.
+    /// Takes the parent's end of standard output, if piped.
     pub fn take_stdout(&mut self) -> Option<ChildStdout> {
         self.child.stdout.take()
     }
 
-    /// Takes the parent's end of its standard error, if that was piped.
+    /// Takes the parent's end of standard error, if piped.
     pub fn take_stderr(&mut self) -> Option<ChildStderr> {
         self.child.stderr.take()
     }
 
-    /// Sends a signal to the process and to what it started. Nothing happens once it is reaped:
-    /// its id may be another's by then.
+    /// Sends a signal to the process group. No effect once it is reaped: the id may be reused then.
     pub fn signal(&self, signal: Signal) {
-        // The group cannot be another's: it exists at least until the process is reaped.
+        // The group id cannot be reused before the process is reaped.
         if self.ending.is_none() && kill_process_group(self.pid(), signal).is_err() {
             let _ = kill_process(self.pid(), signal);
         }
@@ -83,17 +82,17 @@ impl Process {
         Pid::from_child(&self.child)
     }
 
-    /// Whether it has ended. Never waits; does not reap.
+    /// Whether it has ended. Does not block or reap.
     pub fn has_ended(&self) -> bool {
         if self.ending.is_some() {
             return true;
         }
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        // An error means that there is no such child: somebody ignores SIGCHLD.
+        // An error means no such child: SIGCHLD is ignored.
         !matches!(waitid(WaitId::Pid(self.pid()), options), Ok(None))
     }
 
-    /// Whether a signal has stopped it, and no other continued it. Never waits.
+    /// Whether it is stopped by a signal. Does not block.
     pub fn is_stopped(&self) -> bool {
         if self.ending.is_some() {
             return false;
@@ -102,8 +101,8 @@ impl Process {
         matches!(waitid(WaitId::Pid(self.pid()), options), Ok(Some(status)) if status.stopped())
     }
 
-    /// Kills it and what it started, and reaps it. Waits 2 s at most for the kernel; a process that
-    /// a device holds longer is left to the process that inherits it.
+    /// Kills the process group and reaps the process. Waits at most 2 s for the kernel; a process
+    /// blocked in a device is left to init.
     pub fn kill(&mut self) {
         if self.ending.is_some() {
             return;
@@ -119,7 +118,7 @@ impl Process {
         }
     }
 
-    /// How it ended, waiting for it if it has not. Kills what it started and left behind.
+    /// Waits for the process and returns its exit state. Kills the rest of its group.
     pub fn reap(&mut self) -> Ending {
         if let Some(ending) = self.ending {
             return ending;

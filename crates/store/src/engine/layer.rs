@@ -1,8 +1,8 @@
-//! The C layer: sources through cargo, one call of the C++ compiler.
+//! Builds the C layer: sources from cargo, one call of the C++ compiler.
 //!
-//! All of `mlx-c`'s files are compiled as one. They are thin wrappers over the same large headers,
-//! which are then read once. That takes 7 s on one core, where CMake's one process a file takes 80
-//! s. The only build setting that matters is C++20.
+//! All files of `mlx-c` are compiled as one. They are thin wrappers over the same large headers,
+//! which are then parsed once. That takes 7 s on one core, where CMake with one process per file
+//! takes 80 s. The only relevant build setting is C++20.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
@@ -19,17 +19,17 @@ use crate::options::Toolchain;
 use crate::progress::Cancel;
 use crate::{Error, child, disk};
 
-/// Cargo fetches some fifty small crates; a mirror that is slower is taken for absent.
+/// Cargo downloads some fifty small crates; a slower mirror counts as absent.
 const FETCH_LIMIT: Duration = Duration::from_secs(300);
 /// The compiler takes 7 s on one core of 2023, and 2 GB.
 const COMPILE_LIMIT: Duration = Duration::from_secs(600);
-/// A tool says its version at once.
+/// Timeout of `--version`.
 const ASK_LIMIT: Duration = Duration::from_secs(30);
 
-/// How deep folders of `mlx-c` may nest; they nest one deep.
+/// Maximum depth of folders in `mlx-c`; it has one level.
 const TREE_DEPTH: u32 = 8;
 
-/// GCC 12 has no `<format>`, which `mlx-c` uses in the texts of a few errors.
+/// GCC 12 lacks `<format>`, which `mlx-c` uses in a few error texts.
 const SHIM: &str = "#pragma once
 #include <string>
 #if __has_include(<format>)
@@ -41,7 +41,7 @@ template <class... A> inline string format(const char* f, A&&...) { return f; }
 #endif
 ";
 
-/// A package whose only use is that cargo fetches what it depends on.
+/// A package that only makes cargo download its dependencies.
 const MANIFEST: &str = "[package]
 name = \"paceline-mlx-sources\"
 version = \"0.0.0\"
@@ -56,7 +56,7 @@ path = \"lib.rs\"
 mlx-sys = { version = \"=VERSION\", default-features = false }
 ";
 
-/// Refuses before anything is fetched when a tool is missing.
+/// Fails before any download if a tool is missing.
 pub(super) fn check_tools(tools: &Toolchain, root: &Path, cancel: &Cancel) -> Result<(), Error> {
     let work = disk::temp_dir(root)?;
     let mut programs = vec![tools.compiler.as_os_str()];
@@ -104,7 +104,7 @@ fn command(compiler: &OsStr, sources: &Path, folder: &Path, work: &Path, target:
     command.arg("-I").arg(folder.join("mlx/include"));
     command.arg(work.join("mlxc.cpp"));
     command.arg("-L").arg(folder.join("mlx/lib")).arg("-lmlx");
-    // MLX is looked for beside the C layer, wherever both are moved to.
+    // The C layer searches MLX in its own folder, so both can be moved.
     command.args(if cfg!(target_os = "macos") {
         [
             "-dynamiclib",
@@ -118,7 +118,7 @@ fn command(compiler: &OsStr, sources: &Path, folder: &Path, work: &Path, target:
     command
 }
 
-/// The text that includes every source file.
+/// A source file that includes all others.
 fn one_file(sources: &Path) -> Result<String, Error> {
     let dir = sources.join("mlx/c");
     let entries = fs::read_dir(&dir).map_err(|error| Error::io("list", &dir, error))?;
@@ -138,7 +138,7 @@ fn one_file(sources: &Path) -> Result<String, Error> {
     Ok(text)
 }
 
-/// `mlx-c`'s sources, in cargo's own folder of sources.
+/// Downloads the sources of `mlx-c`; returns their folder in cargo's registry.
 fn fetch(cargo: &OsStr, work: &Path, cancel: &Cancel) -> Result<PathBuf, Error> {
     let package = work.join("sources");
     disk::create_dir(&package)?;
@@ -150,10 +150,10 @@ fn fetch(cargo: &OsStr, work: &Path, cancel: &Cancel) -> Result<PathBuf, Error> 
     command
         .arg("--manifest-path")
         .arg(package.join("Cargo.toml"));
-    // Cargo obeys a `.cargo/config.toml` of its working folder and of all above. The root has only
-    // what the system's owner put there; the user's own settings come from cargo's home.
+    // Cargo reads a `.cargo/config.toml` of its working folder and all parents. The root folder has
+    // only the administrator's; the user's settings come from cargo's home.
     command.current_dir("/");
-    // A cargo that runs us has set its toolchain and target folder for its own package.
+    // When cargo runs this program, it has set toolchain and target folder for its own package.
     command.env_remove("CARGO_TARGET_DIR");
     run(command, work, FETCH_LIMIT, cancel)?;
     check_lock(&package.join("Cargo.lock"))?;
@@ -167,7 +167,7 @@ fn fetch(cargo: &OsStr, work: &Path, cancel: &Cancel) -> Result<PathBuf, Error> 
     if !sources.join("mlx/c/mlx.h").is_file() {
         return Err(Error::NotSources { path: sources });
     }
-    // Cargo checks what it fetches, once, and then trusts its own folder.
+    // Cargo verifies downloads once, and then trusts its folder.
     let got = tree_hash(&sources.join("mlx/c"))?;
     crate::hash::expect_sha256("mlx-c's sources", MLX_C_SOURCES_SHA256, &got)?;
     Ok(sources)
@@ -201,7 +201,7 @@ fn files_below(dir: &Path, depth: u32) -> Result<Vec<PathBuf>, Error> {
     Ok(files)
 }
 
-/// The part of `cargo metadata` that is read.
+/// The used part of `cargo metadata`.
 #[derive(Debug, Deserialize)]
 struct Listed {
     packages: Vec<Package>,
@@ -221,7 +221,7 @@ fn no_sources(why: &dyn std::fmt::Display) -> Error {
     }
 }
 
-/// Compares the crate's hash, which cargo holds what it fetches to, with ours.
+/// Compares the crate's hash in `Cargo.lock`, which cargo enforces, with ours.
 fn check_lock(path: &Path) -> Result<(), Error> {
     let text = fs::read_to_string(path).map_err(|error| Error::io("read", path, error))?;
     let got = checksum(&text).unwrap_or("none");

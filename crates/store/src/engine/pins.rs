@@ -1,13 +1,13 @@
-//! Which wheels and which sources make the MLX engine, by version and hash.
+//! Wheels and sources of the MLX engine, by version and hash.
 //!
 //! All hashes were taken from the package index on 2026-11-21, by `pip install --dry-run --report`
 //! for each platform, and of the sources from Cargo's index. `mlx-c` 0.7.0 names MLX 0.32.2 in its
 //! `CMakeLists.txt`; another MLX may lack what the C layer calls.
 
-/// Version of MLX, of its wheels and of the folder they are unpacked into.
+/// Version of MLX, its wheels, and their install folder.
 pub(super) const MLX_VERSION: &str = "0.32.2";
 
-/// Version of the C layer, and of the crate that carries its sources.
+/// Version of the C layer, and of the crate with its sources.
 pub(super) const MLX_C_VERSION: &str = "0.7.0";
 
 /// SHA-256 of the crate `mlx-sys` 0.7.0, as Cargo's index has it.
@@ -18,7 +18,7 @@ pub(super) const MLX_SYS_SHA256: &str =
 pub(super) const MLX_C_SOURCES_SHA256: &str =
     "d1442b68216132088b3b6463822babfaf9cbd951aebf68c3695bf9b9c09c59e2";
 
-/// A wheel, and its possible hashes: pip chooses the file for the platform it runs on.
+/// A wheel with its hashes: pip selects the file for the platform.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pin {
     /// `NAME==VERSION`.
@@ -115,8 +115,8 @@ pub(super) const CUDA_13: &[Pin] = &[
             "c5f3418c0a845232a8cabc58f6fa52cfae7d8bd3680d94c3907aca710fd48d70",
         ],
     },
-    // Kernels that MLX compiles at run time include `mma.h`, whose other half `crt/mma.h` has a
-    // package of its own since CUDA 13. MLX's wheel does not ask for it.
+    // Kernels that MLX compiles at run time include `mma.h`, whose other half `crt/mma.h` has its
+    // own package since CUDA 13. MLX's wheel does not ask for it.
     Pin {
         requirement: "nvidia-cuda-crt==13.5.37",
         sha256: &[

@@ -1,4 +1,4 @@
-//! A wheel as a folder. Its hash was checked; its paths and sizes are not believed all the same.
+//! Unpacks a wheel into a folder. Its hash was verified; its paths and sizes are checked anyway.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
@@ -12,12 +12,12 @@ use crate::download::Context;
 use crate::hash::CHUNK_BYTES;
 use crate::{Error, disk};
 
-/// Most that one wheel may hold: the largest, cuDNN and cuBLAS, have about 1 GB.
+/// Maximum unpacked bytes of a wheel: the largest, cuDNN and cuBLAS, have about 1 GB.
 const BYTES_MAX: u64 = 4 << 30;
-/// Most files in one wheel: MLX for CUDA has 2,200.
+/// Maximum files of a wheel: MLX for CUDA has 2,200.
 const FILES_MAX: usize = 50_000;
 
-/// Unpacks `path` into `folder`, where other wheels may lie already; equal names are refused.
+/// Unpacks `path` into `folder`, which may have other wheels; existing names are rejected.
 pub(super) fn wheel(
     name: &str,
     path: &Path,
@@ -77,7 +77,7 @@ fn check_sizes(
     Ok(total)
 }
 
-/// Writes one member below `folder`; a path that leads elsewhere is refused.
+/// Writes one member below `folder`; paths that leave it are rejected.
 fn one(
     wheel: &str,
     member: &mut ZipFile<'_, File>,
@@ -118,7 +118,7 @@ fn one(
             .read(&mut buffer)
             .map_err(|error| bad(error.into()))?;
         done += n as u64;
-        // The declared size may be a lie; what is written is bounded all the same.
+        // The declared size may be wrong; the written size is limited too.
         if done > expected || (n == 0 && done < expected) {
             return Err(Error::SizeMismatch {
                 what: format!("{what} in {wheel}"),
@@ -132,8 +132,8 @@ fn one(
         sink.write(&buffer[..n], to_come.saturating_sub(done - n as u64))?;
         ctx.progress.advance(n as u64);
     }
-    // Some of NVIDIA's wheels hold the same empty `__init__.py`; those are removed, so that the
-    // next wheel can bring its own.
+    // Some of NVIDIA's wheels have the same empty `__init__.py`; it is removed, so that the next
+    // wheel can add its own.
     if expected == 0 {
         fs::remove_file(&target).map_err(|error| Error::io("remove", &target, error))?;
     }
@@ -163,7 +163,7 @@ mod tests {
         path
     }
 
-    /// Unpacks `files` into a folder below the temporary one that is given back.
+    /// Unpacks `files` below the returned temporary folder.
     fn unpacked(files: &[(&str, &[u8])]) -> (tempfile::TempDir, Result<(), Error>) {
         let dir = tempfile::tempdir().unwrap();
         let path = archive(dir.path(), files);

@@ -1,4 +1,4 @@
-//! A tiny HTTP server with vices, a fake pip, and what the tests share.
+//! A misbehaving HTTP server, a fake pip, and shared helpers.
 #![allow(
     dead_code,
     unreachable_pub,
@@ -19,7 +19,7 @@ use paceline_base::Bytes;
 use paceline_store::*;
 use sha2::{Digest, Sha256};
 
-/// 3 MiB + 5 of bytes that do not compress to nothing and have no short period.
+/// 3 MiB + 5 bytes, not fully compressible and without a short period.
 pub fn payload() -> Vec<u8> {
     let mut state = 0x2545_F491_u32;
     let mut next = || {
@@ -42,7 +42,7 @@ fn leak(text: String) -> &'static str {
     Box::leak(text.into_boxed_str())
 }
 
-/// A request as the server saw it. Header names in lower case.
+/// A received request. Header names in lower case.
 #[derive(Clone, Debug)]
 pub struct Request {
     pub path: String,
@@ -55,26 +55,26 @@ impl Request {
     }
 }
 
-/// The server's treatment of a request.
+/// The server's reply to a request.
 #[derive(Clone, Debug)]
 pub enum Reply {
-    /// 200, or 206 when a range is asked for and `If-Range` fits.
+    /// 200, or 206 for a range whose `If-Range` matches.
     File { body: Arc<Vec<u8>>, etag: String },
-    /// The same with further headers.
+    /// The same with more headers.
     FileWith {
         body: Arc<Vec<u8>>,
         etag: String,
         headers: Vec<(String, String)>,
     },
-    /// Announces everything, sends so many bytes of it, and closes.
+    /// Announces the whole body, sends a number of bytes, and closes.
     CutAfter {
         body: Arc<Vec<u8>>,
         etag: String,
         bytes: usize,
     },
-    /// 200 with the whole body, whatever is asked for.
+    /// Always 200 with the whole body.
     NoRanges { body: Arc<Vec<u8>>, etag: String },
-    /// 206 that begins somewhere else than asked.
+    /// 206 with another start than requested.
     WrongRange { body: Arc<Vec<u8>>, etag: String },
     /// Chunked, no length.
     Chunked { body: Arc<Vec<u8>> },
@@ -85,13 +85,13 @@ pub enum Reply {
         to: String,
         headers: Vec<(String, String)>,
     },
-    /// Sends head and so many bytes, then nothing, with the connection open.
+    /// Sends the head and a number of bytes, then stalls with an open connection.
     StallAfter {
         body: Arc<Vec<u8>>,
         etag: String,
         bytes: usize,
     },
-    /// Says nothing, with the connection open.
+    /// Sends nothing, with an open connection.
     Silence,
     /// Not HTTP.
     Garbage,
@@ -99,14 +99,14 @@ pub enum Reply {
 
 type Handler = dyn Fn(&Request, usize) -> Reply + Send + Sync;
 
-/// Listens on a port of its own until the test process ends.
+/// A server on its own port until the test process ends.
 pub struct Server {
     pub addr: SocketAddr,
     pub seen: Arc<Mutex<Vec<Request>>>,
 }
 
 impl Server {
-    /// `handler` gets each request and its number, from 0.
+    /// `handler` receives each request and its number, from 0.
     pub fn start(handler: impl Fn(&Request, usize) -> Reply + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let addr = listener.local_addr().unwrap();
@@ -152,11 +152,11 @@ fn serve(stream: &TcpStream, handler: &Handler, log: &Mutex<Vec<Request>>) {
         log.push(request.clone());
         log.len() - 1
     };
-    // The client may hang up at any time; that is its right.
+    // Fails if the client disconnects, which is allowed.
     let _ = answer(stream, &request, handler(&request, number));
 }
 
-/// Head of an answer.
+/// Head of a response.
 fn head(status: &str, length: usize, etag: &str, more: &[(String, String)]) -> String {
     let mut text = format!(
         "HTTP/1.1 {status}\r\nContent-Length: {length}\r\nETag: {etag}\r\nConnection: close\r\n"
@@ -167,7 +167,7 @@ fn head(status: &str, length: usize, etag: &str, more: &[(String, String)]) -> S
     text + "\r\n"
 }
 
-/// The requested range, if there is one and its condition holds; to the end where it names none.
+/// The requested range, if its condition holds; open ranges end with the body.
 fn range_of(request: &Request, body: &[u8], etag: &str) -> Option<std::ops::Range<usize>> {
     let range = request.header("range")?.strip_prefix("bytes=")?;
     let (start, last) = range.split_once('-')?;
@@ -179,7 +179,7 @@ fn range_of(request: &Request, body: &[u8], etag: &str) -> Option<std::ops::Rang
     (start < body.len()).then_some(start..end.min(body.len()))
 }
 
-/// Sends the head for a file, and so many bytes of the rest of it.
+/// Sends a file's head, and a limited number of the following bytes.
 fn send_file(
     mut out: &TcpStream,
     request: &Request,
@@ -259,13 +259,13 @@ fn hold(stream: &TcpStream) -> std::io::Result<()> {
         .map(|_| ())
 }
 
-/// Remembers what was reported.
+/// Records the reported progress.
 #[derive(Debug, Default)]
 pub struct Record {
     pub messages: Vec<String>,
     /// Label, total, done at start, advanced.
     pub parts: Vec<(String, Option<u64>, u64, u64)>,
-    /// Cancels once this many bytes have come in one part.
+    /// Cancels after this many bytes of one part.
     pub cancel_after: Option<(u64, Cancel)>,
 }
 
@@ -288,7 +288,7 @@ impl Progress for Record {
     fn finish(&mut self) {}
 }
 
-/// A home of its own, and options with short deadlines for servers on this machine.
+/// A temporary home, and options with short deadlines for local servers.
 pub struct Setup {
     pub dir: tempfile::TempDir,
     pub home: Home,
@@ -372,7 +372,7 @@ impl Setup {
         names
     }
 
-    /// Makes pip a shell script. It is called as pip would be; `$W` is the folder after `-d`.
+    /// Replaces pip by a shell script. It is called like pip; `$W` is the folder after `-d`.
     pub fn fake_pip(&mut self, script: &str) {
         let path = self.dir.path().join("pip.sh");
         let parse = "while [ $# -gt 1 ]; do case $1 in -d) W=$2;; esac; shift; done; R=$1\n";
