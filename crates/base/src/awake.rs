@@ -2,11 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-/// Counts the time in which its owner, which looks at least so often, was awake.
+/// Accumulates the time in which its owner was awake. The owner calls [`look`](Self::look) at least
+/// every `most`.
 ///
-/// An absence of the owner adds only a short time, whether it was suspended, asleep with its
-/// machine or without a core. Others may have been away with it, and are heard when they are back.
-/// So no peer is accused of the owner's own absence. `Awake` reads no clock: the caller passes the
+/// An absence of the owner adds at most `most`, whether it was suspended, asleep with its machine
+/// or without a core. Peers may have been suspended too, and their messages arrive later. So no
+/// peer times out because of the owner's own absence. `Awake` reads no clock: the caller passes the
 /// time.
 #[derive(Clone, Copy, Debug)]
 pub struct Awake {
@@ -16,7 +17,7 @@ pub struct Awake {
 }
 
 impl Awake {
-    /// From `now` on; `most` is the longest time between two looks of an owner that is awake.
+    /// Starts at `now`; `most` is the longest interval between two calls of an awake owner.
     pub fn new(now: Instant, most: Duration) -> Self {
         Self {
             looked: now,
@@ -25,8 +26,8 @@ impl Awake {
         }
     }
 
-    /// It is `now`, and whatever arrived before is about to be read. Time awake since the look
-    /// before.
+    /// Advances to `now`; call it before reading the messages that arrived until now. Returns the
+    /// time awake since the last call.
     pub fn look(&mut self, now: Instant) -> Duration {
         let passed = now.saturating_duration_since(self.looked).min(self.most);
         self.looked = now;
@@ -34,7 +35,7 @@ impl Awake {
         passed
     }
 
-    /// Time awake between the start and the last look.
+    /// Time awake between the start and the last call.
     pub fn total(&self) -> Duration {
         self.total
     }

@@ -1,4 +1,4 @@
-//! How numbers are stored in model files.
+//! Storage types of numbers in model files.
 
 use std::fmt;
 
@@ -50,7 +50,7 @@ pub enum BlockType {
     MXFP4_SPLIT,
 }
 
-/// A GGUF type number that paceline does not read.
+/// A GGUF type number that paceline does not support.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("storage type {name} (GGUF type number {id}) is not supported")]
 pub struct UnknownBlockType {
@@ -114,10 +114,10 @@ impl BlockType {
         Self::MXFP4_SPLIT,
     ];
 
-    /// How many types kernels compute with: the first of [`ALL`](Self::ALL).
+    /// Number of types with kernels: the first of [`ALL`](Self::ALL).
     pub const COMPUTED: usize = Self::MXFP4 as usize + 1;
 
-    /// The type that kernels compute with when a matrix of this type was repacked.
+    /// The type that kernels use after a matrix of this type is repacked.
     #[must_use]
     pub const fn computed(self) -> Self {
         match self {

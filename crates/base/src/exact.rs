@@ -152,7 +152,7 @@ impl ExactSum {
         self.additions = 1;
     }
 
-    /// Adds another sum: what the sum of both inputs, in whatever order, is.
+    /// Adds another sum: the result is the sum of all values of both, independent of order.
     pub fn merge(&mut self, other: &Self) {
         for (slice, theirs) in self.slices.iter_mut().zip(&other.slices) {
             *slice += theirs;
@@ -183,7 +183,7 @@ impl ExactSum {
         }
     }
 
-    /// The flags that tell: the sign of a zero among other values does not.
+    /// The flags that distinguish sums: not the sign of zero if another value was added.
     const fn told(&self) -> u8 {
         if self.has_other_than_neg_zero() {
             self.flags & !NEG_ZERO

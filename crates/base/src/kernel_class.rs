@@ -1,4 +1,4 @@
-//! Which definition of the numbers a result belongs to.
+//! Kernel classes: each defines the bits of a model's results.
 
 use std::fmt;
 use std::str::FromStr;
@@ -47,13 +47,13 @@ impl KernelClass {
         }
     }
 
-    /// Whether MLX computes it, else our own kernels.
+    /// Whether MLX computes it; otherwise paceline's kernels.
     pub const fn is_mlx(self) -> bool {
         matches!(self, Self::Mlx | Self::MlxF32 | Self::MlxExact)
     }
 
-    /// Whether an answer has the same bits on any split and in any batch, so that it can go on
-    /// after a failure.
+    /// Whether results have the same bits on any split and in any batch, so that an answer can
+    /// continue after a failure.
     pub const fn is_exact(self) -> bool {
         !matches!(self, Self::Mlx | Self::MlxF32)
     }

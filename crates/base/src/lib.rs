@@ -7,11 +7,11 @@
 //! - [`Bytes`], [`Micros`]: units that print themselves.
 //! - [`Rank`], [`LayerIdx`]: indices that cannot be mixed up.
 //! - [`Awake`]: elapsed time without the observer's own suspension.
-//! - [`lock`]: a lock, even if its last holder panicked.
-//! - [`whole_pages`]: the part of a mapping that can be given back to the system.
+//! - [`lock`]: locks a mutex, even if its last holder panicked.
+//! - [`whole_pages`]: the part of a mapping that can be released to the system.
 //! - [`SplitMix64`]: random numbers for choices that need no secrecy.
-//! - [`printable`]: text from outside, without orders to a terminal.
-//! - [`exact`]: sums that are exact, whatever the order.
+//! - [`printable`]: untrusted text without terminal control characters.
+//! - [`exact`]: sums that are exact in any order.
 //! - [`tree`]: the one order of additions that every split sum follows.
 //!
 //! [`testing::Stopwatch`] measures times of tests on busy machines: the one clock and the one

@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks `mutex`, also after a holder panicked: for what is in order after each statement, or whose
-/// users check it themselves. A panic then ends what panicked and nothing else.
+/// Locks `mutex`, even after a holder panicked. For values that are consistent after each
+/// statement, or whose users check them. A panic then ends only its own thread.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -2,12 +2,11 @@
 
 use std::ops::Range;
 
-/// The largest run of whole pages inside `range`, in offsets into a mapping; empty when there is
-/// none.
+/// The largest run of whole pages inside `range`, in offsets into a mapping; may be empty.
 ///
-/// Mappings start on a page border. 64 KiB is the largest base page of the systems we run on (Linux
+/// Mappings start on a page border. 64 KiB is the largest base page of the supported systems (Linux
 /// on arm64 and ppc64). It is a multiple of the others (4 KiB, 16 KiB on Apple silicon), so
-/// rounding to it is right for all. Weights are far larger.
+/// rounding to it is valid for all. Weights are far larger.
 pub fn whole_pages(range: &Range<usize>) -> Range<usize> {
     const PAGE: usize = 64 << 10;
     let start = range

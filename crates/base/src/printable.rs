@@ -1,9 +1,9 @@
-//! Text from outside, for a terminal.
+//! Untrusted text for a terminal.
 
 use std::borrow::Cow;
 
-/// Text of a model or a file as a terminal may show it. Control characters could move the cursor,
-/// change settings of the terminal or reach the clipboard, so all but newline and tab are replaced.
+/// Text of a model or a file, safe for a terminal. Replaces all control characters but newline and
+/// tab: they could move the cursor, change settings of the terminal or reach the clipboard.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let harmful = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
     if text.contains(harmful) {

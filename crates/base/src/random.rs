@@ -1,4 +1,4 @@
-//! Random numbers for choices that need no secrecy, the same everywhere for one seed.
+//! Pseudorandom numbers without secrecy, equal on every machine for one seed.
 
 /// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): eight bytes of state, any seed is good.
 ///
@@ -27,13 +27,13 @@ impl SplitMix64 {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number from 0 to `bound - 1`, and 0 where `bound` is 0. Bounds far below 2^64 are hit
-    /// evenly.
+    /// A number from 0 to `bound - 1`, and 0 if `bound` is 0. Nearly uniform for bounds far below
+    /// 2^64.
     pub fn below(&mut self, bound: usize) -> usize {
         (self.next() % bound.max(1) as u64) as usize
     }
 
-    /// Brings `items` into a random order.
+    /// Shuffles `items`.
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for end in (1..items.len()).rev() {
             items.swap(end, self.below(end + 1));

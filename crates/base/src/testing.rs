@@ -1,12 +1,12 @@
-//! For tests: whether the slow proofs are wanted, and a clock that stands still while the process
-//! waits for a core.
+//! Test support: whether slow tests run, and a stopwatch that excludes the time in which the
+//! process waits for a core.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{LazyLock, Once};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long the ruler sleeps at a time.
+/// Sleep interval of the ruler thread.
 const NAP: Duration = Duration::from_millis(2);
 
 /// The longest nap of an idle machine: timers and a switch of tasks take some tenths of a
@@ -14,19 +14,18 @@ const NAP: Duration = Duration::from_millis(2);
 const NAP_MAX: Duration = Duration::from_millis(5);
 
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
-/// Microseconds after [`START`] at which the nap under way began.
+/// Microseconds from [`START`] to the begin of the current nap.
 static NAPS_SINCE: AtomicU64 = AtomicU64::new(0);
-/// Microseconds that naps before it took beyond [`NAP_MAX`].
+/// Microseconds beyond [`NAP_MAX`] of all earlier naps.
 static WITHHELD: AtomicU64 = AtomicU64::new(0);
 
-/// Measures elapsed time, less the time in which this process waited for a core. A time limit made
-/// for an idle machine therefore holds on a busy machine too. On an idle machine nothing is
-/// subtracted.
+/// Measures elapsed time without the time in which this process waited for a core. So a time limit
+/// for an idle machine also holds on a busy one. On an idle machine nothing is subtracted.
 ///
-/// The ruler is a thread that sleeps and yields, and looks how late it goes on. It sees that
-/// threads wait for a core, not that those which have one share it. Yields are seen because ranks
-/// that wait for each other yield. A scheduler may let a thread that yields wait for a time slice
-/// of every thread that computes.
+/// The ruler is a thread that sleeps, yields, and measures how late it wakes up. It detects threads
+/// that wait for a core, not threads that share one. Yields are included because ranks that wait
+/// for each other yield. A scheduler may make a yielding thread wait for a time slice of every
+/// computing thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Stopwatch {
     since: Instant,
@@ -34,7 +33,7 @@ pub struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// Starts now; the first one of a process starts the ruler too.
+    /// Starts now; the first one of a process also starts the ruler.
     pub fn start() -> Self {
         static RULER: Once = Once::new();
         RULER.call_once(|| {
@@ -46,12 +45,13 @@ impl Stopwatch {
         Self { since, withheld }
     }
 
-    /// Time since the start in which a thread that wanted a core had one.
+    /// Time since the start in which a runnable thread had a core.
     pub fn elapsed(&self) -> Duration {
         self.without_withheld(self.since.elapsed())
     }
 
-    /// Subtracts from `took`, measured otherwise since the start, the time withheld since then.
+    /// Subtracts the withheld time since the start from `took`, a duration measured by another
+    /// clock.
     pub fn without_withheld(&self, took: Duration) -> Duration {
         let gone = withheld(Instant::now()).saturating_sub(self.withheld);
         took.saturating_sub(gone)
@@ -62,7 +62,7 @@ fn micros(at: Instant) -> u64 {
     u64::try_from(at.saturating_duration_since(*START).as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Time withheld until `now`, with the nap under way.
+/// Time withheld until `now`, with the current nap.
 fn withheld(now: Instant) -> Duration {
     let before = WITHHELD.load(Ordering::Acquire);
     let nap = micros(now).saturating_sub(NAPS_SINCE.load(Ordering::Acquire));
@@ -84,13 +84,13 @@ fn measure() {
     }
 }
 
-/// Whether the slow proofs run too: `PACELINE_TEST_LONG=1`, which `cargo xtask test --long` sets.
+/// Whether slow tests run too: `PACELINE_TEST_LONG=1`, set by `cargo xtask test --long`.
 pub fn long() -> bool {
     std::env::var_os("PACELINE_TEST_LONG").is_some_and(|value| value == "1")
 }
 
-/// Inputs changed at random that a test tries: `few`, or 10,000 with the slow proofs. The variable
-/// `PACELINE_MUTATIONS` asks for another number of them.
+/// Number of random mutations that a test tries: `few`, or 10,000 with the slow tests.
+/// `PACELINE_MUTATIONS` overrides it.
 ///
 /// # Panics
 /// If that is no number.
@@ -104,10 +104,11 @@ pub fn mutations(few: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// However busy the machine is, no more than what passes; and work is no time withheld.
+    /// On a machine under any load, it counts at most the elapsed time; and work is not withheld
+    /// time.
     #[test]
     fn what_passes_is_counted_once() {
-        // The wall's clock first: what passes between the two starts is the wall's alone.
+        // The wall clock first: time between the two starts counts for the wall clock only.
         let (wall, watch) = (Instant::now(), Stopwatch::start());
         thread::sleep(Duration::from_millis(100));
         let counted = watch.elapsed();

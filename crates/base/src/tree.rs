@@ -42,7 +42,7 @@ impl Node {
         Self { level: 0, index }
     }
 
-    /// Distance from the leaves: the node spans `2^level` leaves before it is cut off at `n`.
+    /// Height above the leaves: the node spans `2^level` leaves, bounded by `n`.
     pub const fn level(self) -> u32 {
         self.level
     }
@@ -87,7 +87,7 @@ pub fn roots(range: Range<usize>, n: usize) -> Vec<Node> {
     each_root(range, n).collect()
 }
 
-/// As [`roots`], one after the other, without memory for them.
+/// As [`roots`], as an iterator without allocation.
 ///
 /// # Panics
 /// If `range` does not lie within `0..n`.
@@ -247,7 +247,7 @@ pub struct Stack {
 }
 
 impl Stack {
-    /// An evaluator for a tree over `n` leaves of `width` floats each, standing at leaf 0.
+    /// A stack for a tree over `n` leaves of `width` floats each, at leaf 0.
     pub fn new(n: usize, width: usize) -> Self {
         let capacity = 2 * n.next_power_of_two().trailing_zeros() as usize + 1;
         let nodes = Vec::with_capacity(capacity);
@@ -260,7 +260,7 @@ impl Stack {
         }
     }
 
-    /// Forgets what was pushed; the next leaf is `start`.
+    /// Drops all values; the next leaf is `start`.
     pub fn reset(&mut self, start: usize) {
         self.nodes.clear();
         self.values.clear();

@@ -7,10 +7,10 @@ use std::fmt;
 pub struct Bytes(pub u64);
 
 impl Bytes {
-    /// The bytes of a text such as `500M` or `2G`, in powers of 1024.
+    /// Parses a text such as `500M` or `2G`, in powers of 1024.
     ///
     /// # Errors
-    /// The sentence that says what is expected.
+    /// A sentence with the expected form.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (digits, shift) = match text.strip_suffix(['K', 'M', 'G', 'T']) {
             Some(digits) => (

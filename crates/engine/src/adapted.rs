@@ -1,11 +1,11 @@
-//! A service's answers with one of its model's adapters.
+//! A service whose requests all use one adapter of its model.
 
 use std::sync::Arc;
 
 use crate::{Failure, Request, Service, Sink, Status, Ticket};
 
-/// Another service whose requests all have one adapter: both share one engine, its batches and its
-/// memory.
+/// Wraps another service and sets the adapter of each request. Both share one engine, its batches
+/// and its memory.
 #[derive(Clone, Debug)]
 pub struct AdaptedService {
     base: Arc<dyn Service>,
@@ -13,7 +13,7 @@ pub struct AdaptedService {
 }
 
 impl AdaptedService {
-    /// `base` with the adapter of this name.
+    /// Wraps `base` with the adapter of this name.
     pub fn new(base: Arc<dyn Service>, adapter: impl Into<String>) -> Self {
         Self {
             base,

@@ -1,9 +1,9 @@
-//! Decides how many windows of guesses of one sequence are under way at once, and how long each is.
-//! Pure.
+//! Cost model of speculation windows: how many of one sequence are in flight at once, and how long
+//! each is. Pure.
 //!
-//! A *window* is the rows of one step that check guesses. In a pipeline with slow links a step is
-//! on its way for long and in a stage for a short while. Meanwhile further windows follow it: each
-//! goes on from the guesses of the one before, as if those were right.
+//! A *window* is the rows of one step that verify draft tokens. In a pipeline with slow links, a
+//! step spends most of its time on links. Meanwhile further windows follow it: each continues the
+//! draft of the window before, as if that were accepted.
 //!
 //! ```text
 //! stage 0   [t a b] [c d e] [f g h]            t is known, the others are guessed
@@ -11,8 +11,8 @@
 //! chosen                     a b c   d x       the third window is stale; the next begins at x
 //! ```
 //!
-//! Let `a` be the acceptance, `r` the rows of a window, and `q = a^r` the chance that a window is
-//! right to the end. A run of windows up to the first wrong guess then gives `1 / (1 - a)` tokens.
+//! Let `a` be the acceptance, `r` the rows of a window, and `q = a^r` the probability that a whole
+//! window is right. A run of windows up to the first wrong token then gives `1 / (1 - a)` tokens.
 //! It takes:
 //!
 //! ```text
@@ -22,51 +22,52 @@
 //!                              sent when the first of them came back
 //! ```
 //!
-//! A draft model guesses on the leader between windows, which the interval includes.
+//! A draft model proposes on the leader between windows; the interval includes that.
 
 use crate::draft::Costs;
 
-/// Acceptance above which none is believed: a run of 50 guesses is as good as an endless one, and
-/// sums stay finite.
+/// Upper bound of the acceptance in the model: a run of 50 tokens is practically endless, and sums
+/// stay finite.
 const ACCEPTANCE_MAX: f64 = 0.98;
 
 /// Times and sizes of a pipeline.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pipeline<'a> {
-    /// Of lone steps by their rows, from plan to logits.
+    /// Times of single steps by rows, from plan to logits.
     pub(crate) rounds: &'a Costs,
-    /// Between the ends of two steps that were planned together.
+    /// Times between the ends of two steps planned together.
     pub(crate) intervals: &'a Costs,
-    /// Stages that compute at the same time, 1 or more.
+    /// Stages that compute concurrently, 1 or more.
     pub(crate) stages: usize,
-    /// Most windows of a sequence under way.
+    /// Maximum in-flight windows of a sequence.
     pub(crate) windows: usize,
-    /// Most rows of a window.
+    /// Maximum rows of a window.
     pub(crate) rows: usize,
 }
 
-/// How a kind of guesses does.
+/// Acceptance and cost of a proposer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Chance {
-    /// Share of right guesses among those whose predecessors were right.
+    /// Fraction of right tokens among those with right predecessors.
     pub(crate) acceptance: f64,
-    /// Seconds to make one.
+    /// Seconds per draft token.
     pub(crate) pass: f64,
 }
 
 /// Windows of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Shape {
-    /// Rows of each; the first window has one less guess, its first token is known.
+    /// Rows per window. The first window has one draft token less: its first token is not a draft
+    /// token.
     pub(crate) rows: usize,
-    /// Under way at once.
+    /// In flight at once.
     pub(crate) windows: usize,
-    /// Tokens a second, as a multiple of those without guesses.
+    /// Speed-up over steps without drafts.
     pub(crate) gain: f64,
 }
 
 impl Shape {
-    /// No guesses.
+    /// No drafts.
     pub(crate) const PLAIN: Self = Self {
         rows: 1,
         windows: 1,
@@ -75,10 +76,10 @@ impl Shape {
 }
 
 impl Pipeline<'_> {
-    /// The windows that give most tokens a second; [`Shape::PLAIN`] where none gives more than
-    /// steps without guesses, or such a step was not measured.
+    /// The windows with the most tokens per second. [`Shape::PLAIN`] if none is faster than steps
+    /// without drafts, or if those were not measured.
     ///
-    /// Cost: some 20 multiplications for each number of rows and of windows, 81 pairs as a rule.
+    /// Cost: some 20 multiplications per pair of rows and windows, typically 81 pairs.
     pub(crate) fn best(&self, chance: Chance) -> Shape {
         let Some(plain) = self.rounds.seconds(1).filter(|seconds| *seconds > 0.0) else {
             return Shape::PLAIN;
@@ -99,19 +100,19 @@ impl Pipeline<'_> {
         best
     }
 
-    /// Seconds between two windows of `rows` rows whose lone steps take `round`: until it was
-    /// measured, the time of a stage were there no links.
+    /// Seconds between two windows of `rows` rows, for single steps of `round` seconds. Until
+    /// measured, the time of one stage without links.
     fn interval(&self, rows: usize, round: f64) -> f64 {
         let guess = round / self.stages as f64;
         self.intervals.about(rows).unwrap_or(guess).min(round)
     }
 
-    /// Tokens a second.
+    /// Tokens per second.
     fn rate(&self, plain: f64, chance: Chance, (rows, windows): (usize, usize)) -> f64 {
         let acceptance = chance.acceptance.clamp(0.0, ACCEPTANCE_MAX);
         let computed = plain * self.rounds.relative(1, rows);
         let interval = self.interval(rows, computed);
-        // A stale window may be in a stage when the next run begins.
+        // A stale window may occupy a stage when the next run begins.
         let queued = if windows > 1 { interval } else { 0.0 };
         let round = computed + (rows - 1) as f64 * chance.pass + queued;
         let interval = interval + rows as f64 * chance.pass;
@@ -162,10 +163,11 @@ mod tests {
         let (rounds, intervals) = slow();
         let text = best(&rounds, &intervals, 0.97, 0.0);
         assert!(text.windows > 3 && text.gain > 15.0, "{text:?}");
-        // A draft of a quarter of the size on ordinary text.
+        // A draft model of a quarter of the size on ordinary text.
         let draft = best(&rounds, &intervals, 0.65, 0.002);
         assert!(draft.gain > 2.0, "{draft:?}");
-        // Not measured yet, the links may be fast: windows are tried where the gain is sure.
+        // Before an interval is measured, the links may be fast: windows are tried only with a safe
+        // gain.
         let unknown = best(&rounds, &Costs::default(), 0.97, 0.0);
         assert!(
             unknown.windows > 1 && unknown.gain < text.gain,
@@ -177,12 +179,12 @@ mod tests {
     fn what_does_not_pay_is_plain() {
         let (rounds, intervals) = slow();
         assert_eq!(best(&rounds, &intervals, 0.0, 0.0), Shape::PLAIN);
-        // A draft that is slower than the pipeline.
+        // A draft model slower than the pipeline.
         assert_eq!(best(&rounds, &intervals, 0.6, 0.2), Shape::PLAIN);
-        // Nothing was measured.
+        // Nothing is measured.
         let none = Costs::default();
         assert_eq!(best(&none, &none, 0.9, 0.0), Shape::PLAIN);
-        // Fast links, and each row takes as long as a step: only stages that are idle are won.
+        // Fast links, and each row takes as long as a step: windows only use idle stages.
         let dear: Vec<(usize, f64)> = (1..=9).map(|n| (n, 0.008 * n as f64)).collect();
         let stage: Vec<(usize, f64)> = (1..=9).map(|n| (n, 0.002 * n as f64)).collect();
         let shape = best(&costs(&dear), &costs(&stage), 0.3, 0.0);
@@ -194,7 +196,7 @@ mod tests {
         );
     }
 
-    /// A window that is alone gives the tokens that its guesses are expected to give.
+    /// A single window gives the expected tokens of its draft.
     #[test]
     fn a_lone_window_is_the_known_case() {
         let (rounds, intervals) = slow();

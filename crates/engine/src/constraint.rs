@@ -1,19 +1,19 @@
-//! Answers that must match a grammar: the tokens that may come next.
+//! Constrained decoding: the tokens that a grammar allows next.
 //!
 //! ```text
-//! Constraint --Grammars--> Guide --prepare (beside the forward pass)--> mask --> sampler
+//! Constraint --Grammars--> Guide --prepare (during the forward pass)--> mask --> sampler
 //!                            ^------------------- accept <-- chosen token -------'
 //! ```
 //!
-//! The automata are `llguidance`'s; this module builds its trie of the vocabulary, bounds what a
-//! grammar may cost, and switches it on where [`Start`] says. A guide's state is a function of the
-//! constraint and the generated tokens, so that a snapshot needs no more than these. All bounds
-//! are counts of work, not times: two machines agree on where one is reached.
+//! `llguidance` has the automata. This module builds its trie of the vocabulary, bounds the cost of
+//! a grammar, and activates the grammar at its [`Start`]. A guide's state is a function of the
+//! constraint and the generated tokens, so a snapshot needs nothing else. All bounds count work,
+//! not time: two machines agree on them.
 //!
-//! Where a grammar leaves one next byte only, such as in the names of an object's fields, a guide
-//! knows the text ahead. A token that alone can spell its beginning is chosen without logits
-//! ([`Guide::sole`]). Where several can, the longest ones are guesses for the next step to check
-//! ([`Guide::guesses`]). Neither changes an answer.
+//! If a grammar leaves a single next byte, such as in the field names of an object, a guide knows
+//! the following text. A token that is the only spelling of its beginning is appended without
+//! logits ([`Guide::sole`]). If several tokens fit, the longest ones are draft tokens for the next
+//! step ([`Guide::guesses`]). Neither changes an answer.
 
 use std::sync::Arc;
 
@@ -31,47 +31,41 @@ mod watch;
 
 use watch::Watch;
 
-/// Why a constraint cannot be used.
+/// Why a constraint is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintError {
     #[error("the grammar has {got} bytes, expected at most {most}")]
     TooLong {
-        /// Its bytes.
+        /// Size in bytes.
         got: usize,
-        /// How many would be accepted.
+        /// Maximum.
         most: usize,
     },
     #[error("the schema is not JSON: {reason}")]
-    NotJson {
-        /// The parser's error.
-        reason: String,
-    },
-    /// A keyword of a schema that cannot be followed.
+    NotJson { reason: String },
+    /// A schema keyword that is not supported.
     #[error(transparent)]
     Keyword(#[from] Unsupported),
-    /// A list of choices, or of markers, that is empty, too long or has an empty text.
+    /// A list of choices or markers that is empty, too long, or has an empty text.
     #[error("{what} needs 1 to {most} texts that are not empty")]
     List {
-        /// Which list.
+        /// Name of the list.
         what: &'static str,
-        /// How many would be accepted.
+        /// Maximum.
         most: usize,
     },
     /// The compiler refuses the grammar, or it is too large.
     #[error("the grammar cannot be used: {reason}")]
-    Grammar {
-        /// The compiler's error.
-        reason: String,
-    },
+    Grammar { reason: String },
 }
 
-/// Most texts of a [`Grammar::Choice`].
+/// Maximum texts of a [`Grammar::Choice`].
 const MAX_CHOICES: usize = 4096;
 
 /// Compiles grammars for one vocabulary.
 pub struct Grammars {
     factory: ParserFactory,
-    /// Tokens that end an answer.
+    /// End-of-generation tokens.
     ends: Vec<u32>,
 }
 
@@ -87,7 +81,7 @@ impl Grammars {
     /// For a model with `vocab` logits. Cost: sorts the vocabulary, some 50 ms for 49,152 tokens.
     ///
     /// # Errors
-    /// [`ConstraintError::Grammar`] for a vocabulary that the automata cannot hold.
+    /// [`ConstraintError::Grammar`] for a vocabulary beyond the limits of the automata.
     pub fn new(tokenizer: &Tokenizer, vocab: usize) -> Result<Self, ConstraintError> {
         let in_range = |id: &&u32| (**id as usize) < vocab;
         let ends: Vec<u32> = tokenizer
@@ -97,7 +91,7 @@ impl Grammars {
             .copied()
             .collect();
         let mut words: Vec<Vec<u8>> = (0..vocab as u32).map(|id| word(tokenizer, id)).collect();
-        // A model that cannot end an answer: the trie wants a token that does.
+        // The trie requires an end token, which this vocabulary lacks.
         if ends.is_empty() {
             words.push(b"\xff<|end|>".to_vec());
         }
@@ -121,11 +115,11 @@ impl Grammars {
         Ok(Self { factory, ends })
     }
 
-    /// Whether an engine with this vocabulary can keep `constraint`. Cost: compiles the grammar, a
+    /// Whether an engine with this vocabulary supports `constraint`. Cost: compiles the grammar, a
     /// millisecond for a schema of 20 fields, bounded by counts of work.
     ///
     /// # Errors
-    /// For the first thing that is wrong.
+    /// The first fault found.
     pub fn check(&self, constraint: &Constraint) -> Result<(), ConstraintError> {
         check_sizes(constraint)?;
         self.compile(&constraint.grammar).map(drop)
@@ -153,7 +147,7 @@ impl Grammars {
     /// A guide at the start of an answer.
     ///
     /// # Errors
-    /// For the first thing that is wrong with the constraint.
+    /// The first fault of the constraint.
     pub(crate) fn guide(&self, constraint: Constraint) -> Result<Guide, ConstraintError> {
         check_sizes(&constraint)?;
         let fresh = self.compile(&constraint.grammar)?;
@@ -173,7 +167,7 @@ impl Grammars {
     }
 }
 
-/// Checks the bounds that need no compiler.
+/// Checks bounds that need no compiler.
 fn check_sizes(constraint: &Constraint) -> Result<(), ConstraintError> {
     let (got, most) = (constraint.grammar.size(), MAX_GRAMMAR_BYTES);
     if got > most {
@@ -199,12 +193,12 @@ fn check_sizes(constraint: &Constraint) -> Result<(), ConstraintError> {
     }
 }
 
-/// Longest token in bytes that a constrained answer may have: the trie nests as deeply. GLM has one
-/// of 1,024 spaces.
+/// Maximum bytes of a token in a constrained answer: the trie nests as deeply. GLM has a token of
+/// 1,024 spaces.
 const MAX_TOKEN_BYTES: usize = 512;
 
-/// The bytes of a token as the trie knows it: control tokens are marked, so that no text is one.
-/// Empty for what a constrained answer never has.
+/// Bytes of a token in the trie. Control tokens have a marker, so that no text equals one. Empty
+/// for tokens that a constrained answer never has.
 fn word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
     let name = tokenizer
         .token_text(id)
@@ -220,13 +214,14 @@ fn word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
     }
 }
 
-/// The trie asserts its limits; a vocabulary from a file may exceed them.
+/// Converts a panic of the trie to an error: it asserts limits that a vocabulary from a file may
+/// exceed.
 fn caught<T>(make: impl FnOnce() -> T) -> Result<T, ConstraintError> {
     let made = std::panic::catch_unwind(std::panic::AssertUnwindSafe(make));
     made.map_err(|_| refused("the vocabulary does not fit"))
 }
 
-/// The first line of what the compiler says, which may quote the whole grammar.
+/// First line of the compiler's message, which may quote the whole grammar.
 fn refused(reason: &str) -> ConstraintError {
     const MOST: usize = 300;
     let line = reason.lines().next().unwrap_or_default();
@@ -260,30 +255,30 @@ fn choice(texts: &[String]) -> String {
     format!("start: {}", quoted.collect::<Vec<_>>().join(" | "))
 }
 
-/// The tokens that may come next.
+/// Tokens that may follow.
 #[derive(Debug)]
 pub(crate) enum Allowed<'a> {
-    /// Anything.
+    /// Any token.
     All,
     /// These tokens, at least one of the vocabulary.
     Only(&'a SimpleVob),
-    /// Nothing: the answer is complete, and the model has no token that says so.
+    /// None: the answer is complete, and the model has no end token.
     Complete,
-    /// Nothing that is known: a limit was reached.
+    /// Unknown: a limit was reached.
     Broken,
 }
 
-/// The state of an answer in its grammar.
+/// The state of an answer within its grammar.
 pub(crate) struct Guide {
     constraint: Constraint,
     /// The grammar at its start.
     fresh: Matcher,
-    /// Looks for the beginning; `None` from [`Start::Now`].
+    /// Scanner for the grammar's start; `None` with [`Start::Now`].
     watch: Option<Watch>,
     state: State,
-    /// The tokens that may come next, once they were computed.
+    /// Allowed next tokens, once computed.
     mask: Option<SimpleVob>,
-    /// Text that must come next, once it was computed.
+    /// Forced text, once computed.
     ahead: Option<Vec<u8>>,
 }
 
@@ -324,22 +319,21 @@ impl std::fmt::Debug for Guide {
 }
 
 impl Guide {
-    /// The constraint that it keeps.
     pub(crate) const fn constraint(&self) -> &Constraint {
         &self.constraint
     }
 
-    /// Whether the grammar does not bind now: before its beginning, and behind its end.
+    /// Whether the grammar is inactive: before its start, and after its end.
     pub(crate) const fn is_free(&self) -> bool {
         matches!(self.state, State::Free)
     }
 
-    /// Whether [`prepare`](Self::prepare) has something to do.
+    /// Whether [`prepare`](Self::prepare) has work to do.
     pub(crate) const fn is_due(&self) -> bool {
         matches!(self.state, State::Matching(_)) && self.mask.is_none()
     }
 
-    /// Computes what may come next, if that is not known yet: 10 us to some milliseconds.
+    /// Computes the allowed tokens if needed: 10 us to some milliseconds.
     pub(crate) fn prepare(&mut self) {
         if !self.is_due() {
             return;
@@ -353,7 +347,7 @@ impl Guide {
         }
     }
 
-    /// The tokens that may come next, of a vocabulary of `vocab` tokens.
+    /// Allowed next tokens of a vocabulary of `vocab` tokens.
     pub(crate) fn allowed(&mut self, vocab: usize) -> Allowed<'_> {
         self.prepare();
         match (&self.state, &self.mask) {
@@ -367,18 +361,18 @@ impl Guide {
         }
     }
 
-    /// The text that must come next; empty where there is a choice. Cost: a copy of the parser's
-    /// state for the first token of such a text, some 10 us.
+    /// Forced text; empty if there is a choice. Cost: a copy of the parser's state for the first
+    /// token of such a text, some 10 us.
     fn ahead(&mut self) -> &[u8] {
         let State::Matching(matcher) = &self.state else {
             return &[];
         };
-        // Of a copy: a parser that was told to go ahead finds no token where one must come by id.
+        // On a copy: after this call a parser finds no token where a token is forced by id.
         let find = || matcher.clone().compute_ff_bytes();
         self.ahead.get_or_insert_with(find)
     }
 
-    /// The only token of `vocab` that may come next, where the grammar leaves no choice.
+    /// The only allowed token of `vocab`, if the grammar leaves no choice.
     pub(crate) fn sole(&mut self, vocab: usize) -> Option<u32> {
         let is_stopped = matches!(&self.state, State::Matching(matcher) if matcher.is_stopped());
         if !is_stopped && self.ahead().is_empty() {
@@ -391,11 +385,11 @@ impl Guide {
         u32::try_from(first).ok()
     }
 
-    /// Up to `most` tokens that spell the text that must come next, the longest token first. Other
-    /// tokens may spell it too.
+    /// Up to `most` tokens that spell the forced text, the longest first. Other tokens may spell it
+    /// too.
     pub(crate) fn guesses(&mut self, most: usize) -> Vec<u32> {
         let ahead = self.ahead();
-        // What follows is the name of a token, of which there is one.
+        // The rest is the name of a single control token.
         let marker = TokTrie::SPECIAL_TOKEN_MARKER;
         let text = ahead.split(|byte| *byte == marker).next();
         let text = text.unwrap_or_default().to_vec();
@@ -408,7 +402,7 @@ impl Guide {
         tokens
     }
 
-    /// Takes in the token that was chosen, with the text that it adds or the name it has.
+    /// Advances by the chosen token, by its text or control name.
     pub(crate) fn accept(&mut self, token: u32, tokenizer: &Tokenizer) {
         self.mask = None;
         let bytes = tokenizer.token_bytes(token).unwrap_or_default();
@@ -439,7 +433,7 @@ impl Guide {
         matches!(self.constraint.start, Start::Lazily { .. })
     }
 
-    /// Switches the grammar on behind a marker; `rest` is what the marker's token has behind it.
+    /// Activates the grammar after a marker; `rest` is the remaining text of the marker's token.
     fn begin(&mut self, rest: &[u8]) {
         let mut matcher = self.fresh.deep_clone();
         let rest = if self.is_lazy() {
@@ -451,7 +445,8 @@ impl Guide {
             return;
         };
         let tokens = env.tokenize_bytes(rest);
-        // What a lazy grammar cannot begin with was no call: the marker was a word of the answer.
+        // A lazy grammar that cannot parse the first text was no call: the marker was part of the
+        // answer.
         let fits = matcher
             .try_consume_tokens(&tokens)
             .is_ok_and(|n| n == tokens.len());
@@ -464,7 +459,7 @@ impl Guide {
     }
 }
 
-/// The rest of a text that must come, behind a token. `None` where that is to be computed anew.
+/// Rest of the forced text after a token; `None` if it must be computed again.
 fn behind(ahead: &[u8], token: &[u8]) -> Option<Vec<u8>> {
     let rest = ahead.strip_prefix(token)?;
     let is_known = !token.is_empty() && !rest.is_empty();

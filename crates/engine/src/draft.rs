@@ -1,5 +1,5 @@
-//! Guesses of the next tokens, which a step checks together: speculation by n-grams, also called
-//! prompt lookup.
+//! N-gram proposer for speculative decoding, also called prompt lookup, and the rule when drafts
+//! pay.
 //!
 //! ```text
 //! tokens   ... A B C D E F ... A B C        the last three tokens came before
@@ -8,54 +8,53 @@
 //! accepted as long as the choice is the draft's token; the first other choice counts too
 //! ```
 //!
-//! The answer is the same with and without drafts, greedy and sampled. Every token is chosen by the
-//! logits after the tokens before it, in the same order, with the same random numbers. A row of a
-//! draft that was not accepted leaves keys behind. No row looks at them before they are
-//! overwritten.
+//! The answer is the same with and without drafts, greedy and sampled. Every token is sampled from
+//! the logits after the tokens before it, in order, with the same random numbers. A rejected draft
+//! row leaves keys in the cache. They are overwritten before any row reads them.
 //!
-//! A draft model, which is another way to guess, is in [`drafter`](crate::drafter).
+//! The other proposer, a draft model, is in [`drafter`](crate::drafter).
 //!
-//! Whether drafts pay is measured. A sequence counts how often its first guess would have been
-//! right, also while nothing is drafted, which costs a look into a table. [`Costs`] has what steps
-//! of so many rows took. Only a gain beyond [`LEAST_GAIN`] starts drafts, so a text that does not
-//! repeat itself is decoded as without them.
+//! The gain of drafts is measured. Each sequence tracks the acceptance of its first draft token,
+//! even without drafting, which costs a table lookup. [`Costs`] has step times by number of rows.
+//! Drafts start only beyond a gain of [`LEAST_GAIN`], so text without repetition is decoded as
+//! without drafts.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// Tokens that must have come before in the same order. Two find more guesses, most of them wrong.
+/// Length of the matched n-gram. With 2, more drafts are found, most of them wrong.
 const N: usize = 3;
 
-/// Most drafted rows of a step, over all sequences: each has a row of logits of its own.
+/// Maximum draft rows of a step, over all sequences: each has a row of logits.
 pub(crate) const DRAFT_ROWS: usize = 32;
 
-/// Weight of the last guess in a sequence's acceptance.
+/// Weight of the last draft token in a sequence's acceptance.
 pub(crate) const LAST_WEIGHT: f64 = 0.08;
 
-/// Acceptance before the first guess: too little to draft anything.
+/// Initial acceptance: too low to draft anything.
 const FIRST_ACCEPTANCE: f64 = 0.2;
 
-/// Expected tokens a second with drafts must be so many times those without.
+/// Minimum expected speed-up for drafting.
 pub(crate) const LEAST_GAIN: f64 = 1.1;
 
-/// Rows up to which durations are kept.
+/// Largest number of rows with a measured time.
 const ROWS_KNOWN: usize = 64;
 
-/// Estimated cost of one more row, as a share of a step of one row, until it is measured. The
-/// estimate is low, so that drafts are tried once.
+/// Estimated cost of one more row, relative to a step of one row, until it is measured. The
+/// estimate is low, so that drafting is tried once.
 pub(crate) const FIRST_GUESS: f64 = 0.15;
 
-/// Weight of the last step in the duration of a number of rows.
+/// Weight of the last step in a measured time.
 const STEP_WEIGHT: f64 = 0.2;
 
-/// The n-grams of a sequence, and how well they foretold it.
+/// The n-gram index of a sequence, and its acceptance.
 #[derive(Clone, Debug)]
 pub(crate) struct Drafts {
-    /// Where the token behind an n-gram was, the last time that one followed.
+    /// Index of the token after the last occurrence of an n-gram.
     behind: HashMap<[u32; N], usize>,
-    /// Tokens whose n-grams are in `behind`.
+    /// Indexed tokens.
     indexed: usize,
-    /// How likely the next guess is right, by those before.
+    /// Moving average: probability that the next draft token is right.
     acceptance: f64,
 }
 
@@ -70,7 +69,7 @@ impl Default for Drafts {
 }
 
 impl Drafts {
-    /// Takes in tokens that were added. Costs a table's entry each: some 30 bytes.
+    /// Indexes appended tokens, some 30 bytes each.
     fn index(&mut self, tokens: &[u32]) {
         for at in self.indexed..tokens.len() {
             let gram = *tokens[..at].last_chunk().expect("N tokens or more");
@@ -79,8 +78,7 @@ impl Drafts {
         self.indexed = self.indexed.max(tokens.len());
     }
 
-    /// Up to `most` guesses of what follows `tokens` and behind them those `ahead`, which are
-    /// guesses as well.
+    /// Up to `most` draft tokens after `tokens` and the in-flight draft tokens `ahead`.
     pub(crate) fn guess(&mut self, tokens: &[u32], ahead: &[u32], most: usize) -> Vec<u32> {
         self.index(tokens);
         let len = tokens.len() + ahead.len();
@@ -95,17 +93,17 @@ impl Drafts {
         let Some(&from) = self.behind.get(&gram) else {
             return Vec::new();
         };
-        // A repetition that is shorter than the draft goes on with the draft itself.
+        // A draft longer than the repetition continues from its own start.
         let period = len - from;
         (0..most).map(|i| token(from + i % period)).collect()
     }
 
-    /// How likely the next guess is right.
+    /// Probability that the next draft token is right.
     pub(crate) const fn acceptance(&self) -> f64 {
         self.acceptance
     }
 
-    /// Counts whether a guess was right.
+    /// Updates the acceptance with a verified draft token.
     pub(crate) fn judge(&mut self, is_right: bool) {
         self.acceptance = judged(self.acceptance, is_right, LAST_WEIGHT);
     }
@@ -115,8 +113,8 @@ impl Drafts {
     }
 }
 
-/// Tokens that a draft of so many guesses is expected to give beside the first. A guess counts only
-/// when all guesses before it are right; each is right with a chance of `acceptance`.
+/// Expected accepted tokens of a draft of `guesses` tokens. A token counts only if all before it
+/// are right; each is right with probability `acceptance`.
 pub(crate) fn expected(acceptance: f64, guesses: usize) -> f64 {
     let mut chance = 1.0;
     let of_one = |_| {
@@ -126,15 +124,15 @@ pub(crate) fn expected(acceptance: f64, guesses: usize) -> f64 {
     (0..guesses).map(of_one).sum()
 }
 
-/// The acceptance after one more guess.
+/// Moving average after one more draft token.
 pub(crate) fn judged(acceptance: f64, is_right: bool, weight: f64) -> f64 {
     acceptance + weight * (f64::from(u8::from(is_right)) - acceptance)
 }
 
-/// How long steps without prompts take, by their rows.
+/// Times of steps without prompts, by number of rows.
 #[derive(Clone, Debug)]
 pub(crate) struct Costs {
-    /// Place `i` is of `i + 1` rows.
+    /// Index `i` has the time of `i + 1` rows.
     seconds: Vec<Option<f64>>,
 }
 
@@ -147,7 +145,7 @@ impl Default for Costs {
 }
 
 impl Costs {
-    /// Takes in how long a step of `rows` rows took, 1 or more.
+    /// Records the time of a step of `rows` rows, 1 or more.
     pub(crate) fn took(&mut self, rows: usize, duration: Duration) {
         let Some(known) = self.seconds.get_mut(rows - 1) else {
             return;
@@ -156,13 +154,13 @@ impl Costs {
         *known = Some(known.map_or(seconds, |known| known + STEP_WEIGHT * (seconds - known)));
     }
 
-    /// Seconds of a step of `rows` rows, 1 or more, where such a step was measured.
+    /// Seconds of a step of `rows` rows, 1 or more, if measured.
     pub(crate) fn seconds(&self, rows: usize) -> Option<f64> {
         self.seconds.get(rows - 1).copied().flatten()
     }
 
-    /// Seconds of a step of `rows` rows, 1 or more. The nearest number of rows that was measured
-    /// counts; the cost of further rows is a guess.
+    /// Estimated seconds of a step of `rows` rows, 1 or more, from the nearest measured number of
+    /// rows.
     pub(crate) fn about(&self, rows: usize) -> Option<f64> {
         let measured = |n: usize| Some((n, self.seconds(n)?));
         let fewer = (1..=rows).rev().find_map(measured);
@@ -171,8 +169,8 @@ impl Costs {
         Some(seconds * (1.0 + FIRST_GUESS * rows.saturating_sub(n) as f64))
     }
 
-    /// Seconds of a step of `rows` rows relative to one of `base` rows, `rows` being at least as
-    /// many. Between two known numbers of rows the time is on a line; beyond them a guess.
+    /// Time of a step of `rows` rows relative to one of `base` rows, `rows >= base`. Interpolates
+    /// linearly between measured numbers of rows; extrapolates with an estimate.
     pub(crate) fn relative(&self, base: usize, rows: usize) -> f64 {
         let known = |rows: usize| self.seconds(rows);
         let Some(of_base) = known(base) else {
@@ -192,26 +190,26 @@ impl Costs {
     }
 }
 
-/// A sequence that may have a draft.
+/// A sequence with a possible draft.
 pub(crate) struct Candidate<'a> {
     pub(crate) drafts: &'a Drafts,
-    /// Guesses that there are.
+    /// Available draft tokens.
     pub(crate) guesses: usize,
 }
 
-/// Bounds of a step's drafts.
+/// Limits of a step's drafts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
-    /// Rows besides, one for each sequence that decodes.
+    /// Rows without drafts: one per decoding sequence.
     pub(crate) decoding: usize,
-    /// Guesses of one sequence.
+    /// Maximum draft tokens of one sequence.
     pub(crate) most: usize,
-    /// Guesses of all.
+    /// Maximum draft tokens of all sequences.
     pub(crate) rows: usize,
 }
 
-/// Guesses to check for each candidate in a step: none, or as many as are expected to give most
-/// tokens a second. Before them how many times as many as without: [`LEAST_GAIN`] for none.
+/// Draft length of each candidate that maximises tokens per second, or 0 for all. The first value
+/// is the expected speed-up, [`LEAST_GAIN`] without drafts.
 pub(crate) fn depths(
     candidates: &[Candidate<'_>],
     bounds: Bounds,
@@ -286,15 +284,15 @@ mod tests {
         assert_eq!(guess(&mut drafts, &[1, 2, 3]), NONE);
         assert_eq!(guess(&mut drafts, &[1, 2, 3, 4, 1, 2]), NONE);
         assert_eq!(guess(&mut drafts, &[1, 2, 3, 4, 1, 2, 3]), [4, 1, 2, 3]);
-        // The last time counts.
+        // The last occurrence counts.
         let tokens = [1, 2, 3, 4, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3];
         assert_eq!(guess(&mut drafts, &tokens), [5, 6, 7, 8]);
-        // Behind guesses that are checked they go on, around the circle too.
+        // After in-flight draft tokens the draft continues, also cyclically.
         let on = |ahead: &[u32]| Drafts::default().guess(&[1, 2, 3, 4, 1, 2, 3], ahead, 4);
         assert_eq!(on(&[4, 1]), [2, 3, 4, 1]);
         assert_eq!(on(&[4, 1, 2, 3, 4]), [1, 2, 3, 4]);
         assert_eq!(on(&[4, 4]), NONE);
-        // A loop of one token goes on.
+        // A cycle of one token.
         assert_eq!(Drafts::default().guess(&[9, 9, 9, 9], &[], 3), [9, 9, 9]);
     }
 

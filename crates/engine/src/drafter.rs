@@ -1,4 +1,4 @@
-//! A draft model: a small model that guesses what a large one will answer.
+//! Draft-model proposer: a small model proposes tokens that the large model verifies.
 //!
 //! ```text
 //! tokens   ... A B C            the pending token is C
@@ -7,19 +7,19 @@
 //! next     C D F: D was right   the draft's keys of C and D stay, the row of E is written over
 //! ```
 //!
-//! The draft runs on the leader alone, whole, whatever the split of the model. A guess costs no
-//! exchange, and a step of several guesses has as many exchanges as a step of one token. The draft
-//! has a cache of its own, with pages of its own. A guess is drawn by a copy of the sequence's
-//! sampler, with the random numbers that the choice itself will take. So sampled answers are
-//! guessed as well. The answer never depends on a guess: see [`draft`](crate::draft).
+//! The draft model runs whole on the leader, independent of the large model's split. Proposing
+//! needs no exchange, and verifying several tokens takes as many exchanges as one token. The draft
+//! model has its own cache and pages. It samples with a copy of the sequence's sampler and the same
+//! random numbers. So sampled answers profit as well. The answer never depends on a draft: see
+//! [`draft`](crate::draft).
 //!
-//! In a pipeline it goes on behind its guesses while they are on their way: see
+//! In a pipeline it continues its draft while earlier draft tokens are in flight: see
 //! [`chain`](crate::chain).
 //!
-//! **Whether it pays.** [`Outlook`] has measured times: of plain steps, of steps that check so many
-//! rows, and of the draft's passes. With the share of guesses that were right they give the depth
-//! with the most tokens a second, 0 where none gains [`LEAST_GAIN`]. A draft that does not pay is
-//! tried again now and then, for [`TRIAL_SHARE`] of the time at most.
+//! **When it pays.** [`Outlook`] has measured times: of steps without drafts, of verifying steps by
+//! their rows, and of draft passes. With the acceptance rate they give the draft length with the
+//! most tokens per second, 0 if none gains [`LEAST_GAIN`]. A draft model without a gain is tried
+//! again from time to time, for at most [`TRIAL_SHARE`] of the time.
 
 mod outlook;
 
@@ -39,57 +39,58 @@ use crate::sequence::Sequence;
 use crate::{EngineConfig, Error, SequenceId};
 use outlook::Outlook;
 
-/// Acceptance before the first guess of a draft model. People name drafts that fit: published
-/// pairs of one family accept 0.6 to 0.8 of their guesses.
+/// Initial acceptance of a draft model. Users configure models that fit: published pairs of one
+/// family accept 0.6 to 0.8.
 const FIRST_ACCEPTANCE: f64 = 0.6;
 
-/// Weight of the last guess in the acceptance that new sequences begin with: of many answers.
+/// Weight of the last draft token in the initial acceptance of new sequences, an average over many
+/// answers.
 const ALL_WEIGHT: f64 = 0.01;
 
-/// A pass of the draft model, as a share of a plain step, until one is measured. A draft is about a
+/// Time of a draft pass relative to a step without drafts, until measured. A draft model is about a
 /// quarter of its model, or less.
 const FIRST_PASS: f64 = 0.25;
 
-/// Tokens that the draft may be behind and still guess at once, as many as a step adds. Beyond that
-/// it catches up first.
+/// Maximum tokens that the draft model may lag and still propose, as many as a step adds. Beyond
+/// that it catches up first.
 const FEW: usize = 8;
 
-/// Rows of a pass that catches up. Weights are unpacked once for all of them; more would hold up
-/// other answers, which have no prompt rows beside them.
+/// Rows of a catch-up pass. Weights are unpacked once for all of them; more would delay other
+/// answers, which have no prompt rows in the step.
 const CATCH_UP_ROWS: usize = 128;
 
-/// Tokens of the answer's rest over which the cost of catching up must pay. Nobody knows how long
-/// an answer will be; of the requests of chats few stay below it.
+/// Tokens over which the cost of catching up must pay. The length of an answer is unknown; few chat
+/// answers are shorter.
 const LOOK_AHEAD: usize = 256;
 
-/// Share of the time of plain steps that trials of a draft may take while it does not pay. A draft
-/// that is of no use costs 5 % at most, the first guesses included.
+/// Fraction of step time for trials of a draft model without a gain. Such a model costs at most 5
+/// %, including the first drafts.
 const TRIAL_SHARE: f64 = 0.03;
 
-/// Plain steps whose time trials may save up.
+/// Maximum saved trial time, in steps without drafts.
 const SAVED_STEPS: f64 = 8.0;
 
-/// Weight of the last pass in the time of a row that catches up.
+/// Weight of the last pass in the time of a catch-up row.
 const ROW_WEIGHT: f64 = 0.5;
 
-/// Largest difference between the draft's and the model's vocabulary, in tokens. Vocabularies are
-/// padded to multiples of 128 (Qwen 2.5 has 151,936 and 152,064). The bound is llama.cpp's.
+/// Maximum difference of the two vocabulary sizes, in tokens. Vocabularies are padded to multiples
+/// of 128 (Qwen 2.5 has 151,936 and 152,064). The bound is llama.cpp's.
 const PADDING: usize = 128;
 
-/// A small model that guesses for [`Engine::guess_with`](crate::Engine::guess_with).
+/// A draft model for [`Engine::guess_with`](crate::Engine::guess_with).
 #[derive(Clone, Debug)]
 pub struct Draft {
-    /// All of it, on this rank.
+    /// The whole model, on this rank.
     pub model: Arc<dyn Weights>,
-    /// Its vocabulary, which must be the model's.
+    /// Must have the vocabulary of the large model.
     pub tokenizer: Arc<Tokenizer>,
-    /// Measures its passes.
+    /// Clock for its passes.
     pub now: fn() -> Instant,
 }
 
 impl Draft {
-    /// Whether tokens of a `draft` model mean the same to the model of `tokenizer`. Up to 128 may
-    /// be missing at the end of one: vocabularies are padded.
+    /// Checks that the tokens of the `draft` vocabulary have the same texts in `tokenizer`. Up to
+    /// 128 may be missing at the end of one: vocabularies are padded.
     ///
     /// # Errors
     /// [`Error::DraftVocabulary`] for the first token that differs.
@@ -110,30 +111,30 @@ impl Draft {
     }
 }
 
-/// A sequence that may have guesses in a step.
+/// A sequence that may get draft tokens in a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wish<'a> {
     pub(crate) sequence: &'a Sequence,
-    /// Guesses that its step has room for.
+    /// Maximum draft tokens in its step.
     pub(crate) room: usize,
 }
 
-/// The draft's state of a sequence.
+/// The draft model's state of a sequence.
 #[derive(Debug)]
 struct Held {
     pages: Owned,
-    /// Positions whose keys are in the draft's cache, of tokens that stay.
+    /// Positions of accepted tokens whose keys are in the draft model's cache.
     computed: usize,
-    /// Guesses behind them; the keys of all but the last are in the cache too.
+    /// Draft tokens after these; all but the last have keys in the cache too.
     guessed: Vec<u32>,
-    /// How likely the next guess is right, by those before.
+    /// Moving average: probability that the next draft token is right.
     acceptance: f64,
 }
 
 impl Held {
-    /// Takes in the outcome of the last guesses: calls `judge` for each that was checked. Those
-    /// `ahead` of the tokens are checked in windows under way: where they are this draft's, it goes
-    /// on behind them.
+    /// Processes the verification of the last draft: calls `judge` for each verified token.
+    /// In-flight windows verify the tokens in `ahead`; if these are this draft's, it continues
+    /// after them.
     fn settle(&mut self, tokens: &[u32], ahead: &[u32], mut judge: impl FnMut(bool)) {
         let guessed = std::mem::take(&mut self.guessed);
         let chosen = tokens.get(self.computed..).unwrap_or_default();
@@ -154,52 +155,53 @@ impl Held {
     }
 }
 
-/// A sequence whose guesses are being made.
+/// A draft in progress for one sequence.
 struct Guessing {
-    /// Its place among the wishes.
+    /// Index among the requests.
     place: usize,
     id: SequenceId,
     depth: usize,
-    /// Its tokens, then the guesses so far.
+    /// Tokens of the sequence, then the draft tokens so far.
     history: Vec<u32>,
     prompt_len: usize,
-    /// Where its next rows begin.
+    /// Position of its next rows.
     from: usize,
     sampler: Sampler,
 }
 
-/// The draft model of an engine.
+/// The draft model of an engine, with its cache and statistics.
 #[derive(Debug)]
 pub(crate) struct Drafter {
     model: Arc<dyn Weights>,
     compute: Box<dyn Compute>,
     now: fn() -> Instant,
     pages: Pages,
-    /// Positions of a sequence.
+    /// Maximum positions of a sequence.
     context: usize,
     held: BTreeMap<SequenceId, Held>,
-    /// Tokens that end an answer: nothing is guessed behind them.
+    /// End-of-generation tokens: a draft ends there.
     ends: Vec<u32>,
-    /// `(vocabulary of the model,)`: a row of the draft's logits.
+    /// `(vocabulary of the model,)`: a row of the draft model's logits.
     logits: Vec<f32>,
     scratch: Scratch,
-    /// Acceptance over all answers.
+    /// Average acceptance over all answers.
     acceptance: f64,
-    /// Durations of passes by their rows.
+    /// Times of passes, by rows.
     passes: Costs,
-    /// Seconds of a row in passes of many.
+    /// Seconds per row of a catch-up pass.
     row_s: Option<f64>,
-    /// Seconds that trials may take.
+    /// Seconds available for trials.
     allowance: f64,
-    /// The time that the last step spent in the drafter.
+    /// Time of the last step spent in this proposer.
     spent: Duration,
 }
 
 impl Drafter {
-    /// Reserves memory for the sequences of an engine of `config`, whose model has `vocab` tokens.
+    /// Reserves memory for the sequences of an engine with `config` and a model with `vocab`
+    /// tokens.
     ///
     /// # Errors
-    /// [`Error::DraftVocabulary`]; [`Error::Model`] when memory cannot be had.
+    /// [`Error::DraftVocabulary`]; [`Error::Model`] if the allocation fails.
     pub(crate) fn new(
         draft: Draft,
         tokenizer: &Tokenizer,
@@ -234,8 +236,8 @@ impl Drafter {
         })
     }
 
-    /// Takes in how long a step without prompts took that had no guesses of this draft, or some.
-    /// Returns the part that was spent here, which is no time of the model.
+    /// Records the duration of a step without prompts; `is_plain` if it had no drafts. Returns the
+    /// time spent in this proposer, which is not time of the model.
     pub(crate) fn took(&mut self, is_plain: bool, duration: Duration) -> Duration {
         let spent = std::mem::take(&mut self.spent);
         if is_plain {
@@ -246,14 +248,14 @@ impl Drafter {
         spent
     }
 
-    /// Guesses for the sequences of a step, in the order of `wishes`. There are none where no depth
-    /// is expected to give `least` times the tokens a second of a plain step, unless a trial is
-    /// due. The draft's state of the other `running` sequences stays.
+    /// Proposes draft tokens for the sequences of a step, in the order of `wishes`. `None` if no
+    /// draft length promises `least` times the speed of a step without drafts, unless a trial is
+    /// due. Keeps the state of the other `running` sequences.
     ///
-    /// Blocks for a pass of the draft per guess, and for one that catches up.
+    /// Blocks for one draft pass per token, and one for catching up.
     ///
     /// # Errors
-    /// [`Error::Model`] when a pass fails.
+    /// [`Error::Model`] if a pass fails.
     pub(crate) fn guess(
         &mut self,
         (running, wishes): (&[SequenceId], &[Wish<'_>]),
@@ -263,7 +265,7 @@ impl Drafter {
         self.settle(running, wishes);
         let plain = costs.seconds(bounds.decoding).filter(|s| *s > 0.0);
         let Some(plain) = plain else {
-            return Ok(None); // a plain step is measured first
+            return Ok(None); // a step without drafts is measured first
         };
         let pass = self.pass_s(bounds.decoding, plain);
         let outlook = Outlook {
@@ -283,8 +285,7 @@ impl Drafter {
         Ok(guesses.filter(|all| all.iter().any(|guesses| !guesses.is_empty())))
     }
 
-    /// Forgets sequences that are gone, begins with new ones, and judges the last guesses of those
-    /// that are to have further ones.
+    /// Drops ended sequences, adds new ones, and processes the verification of the last drafts.
     fn settle(&mut self, running: &[SequenceId], wishes: &[Wish<'_>]) {
         let is_gone = |id: &&SequenceId| !running.contains(id);
         let gone: Vec<SequenceId> = self.held.keys().filter(is_gone).copied().collect();
@@ -311,19 +312,19 @@ impl Drafter {
         }
     }
 
-    /// Seconds of a pass of one row for each of `n` sequences.
+    /// Seconds of a pass with one row for each of `n` sequences.
     fn pass_s(&self, n: usize, plain: f64) -> f64 {
         let known = self.passes.seconds(n).or_else(|| self.passes.seconds(1));
         known.unwrap_or(plain * FIRST_PASS)
     }
 
-    /// Tokens of a sequence that the draft has not read.
+    /// Tokens of a sequence that the draft model has not read.
     fn behind(&self, sequence: &Sequence) -> usize {
         let computed = self.held.get(&sequence.id).map_or(0, |held| held.computed);
         sequence.tokens.len() - computed
     }
 
-    /// Acceptance and room of a sequence; no room for one that the draft cannot read.
+    /// Acceptance and maximum draft of a sequence; 0 if the draft model cannot read it.
     fn chances(&self, wish: &Wish<'_>) -> (f64, usize) {
         let Some(held) = self.held.get(&wish.sequence.id) else {
             return (self.acceptance, 0);
@@ -338,22 +339,22 @@ impl Drafter {
         (held.acceptance, room)
     }
 
-    /// Guesses that the draft can make behind `len` tokens, whether or not the last of these are
-    /// guesses. States of recurrent layers change with the last row of a page and cannot go back:
-    /// a guess has no such row.
+    /// Maximum draft after `len` tokens, whether or not the last of these is a draft token.
+    /// Recurrent states change with the last row of a page and cannot be rolled back, so no draft
+    /// token may be there.
     fn fits(&self, len: usize, ends_with_guess: bool) -> usize {
         let fits = self.context.saturating_sub(len);
         let in_page = len % PAGE;
         match self.compute.windows().is_empty() {
             true => fits,
             false if in_page == 0 && ends_with_guess => 0,
-            // The last guess is not read, so it may be the page's last token.
+            // The last draft token is not read, so it may be the page's last token.
             false => fits.min(PAGE - in_page),
         }
     }
 
-    /// Reads tokens of sequences that the draft is far behind of, where that is expected to pay:
-    /// one pass; whether there was one.
+    /// Runs one catch-up pass for sequences far behind, where that promises a gain; returns whether
+    /// it did.
     fn catch_up(&mut self, wishes: &[Wish<'_>], outlook: &Outlook<'_>) -> Result<bool, Error> {
         let mut left = CATCH_UP_ROWS;
         let mut parts = Vec::new();
@@ -383,8 +384,8 @@ impl Drafter {
         Ok(true)
     }
 
-    /// Whether the draft is expected to save more of the rest of an answer than it costs to read
-    /// `behind` tokens. True as well where a trial may take that cost.
+    /// Whether drafting the rest of an answer saves more time than reading `behind` tokens costs,
+    /// or the trial time covers that cost.
     fn is_worth(&mut self, wish: &Wish<'_>, behind: usize, outlook: &Outlook<'_>) -> bool {
         let (acceptance, room) = self.chances(wish);
         if room == 0 {
@@ -405,7 +406,7 @@ impl Drafter {
         is_tried
     }
 
-    /// Guesses to make for each sequence; nothing where none are to be made.
+    /// Draft length of each sequence; `None` without any.
     fn depths(
         &mut self,
         wishes: &[Wish<'_>],
@@ -423,7 +424,7 @@ impl Drafter {
             return Some(outlook.depths(&each, depth));
         }
         let tried = each.iter().position(|(_, room)| *room > 0)?;
-        // Where guesses of another kind pay already, nothing is tried.
+        // No trials while the n-gram proposer has a gain.
         if least > LEAST_GAIN || outlook.trial() > self.allowance {
             return None;
         }
@@ -433,7 +434,7 @@ impl Drafter {
         Some(depths)
     }
 
-    /// Makes guesses, one pass for each depth.
+    /// Runs the draft passes, one per draft position.
     fn ask(&mut self, wishes: &[Wish<'_>], depths: &[usize]) -> Result<Vec<Vec<u32>>, Error> {
         let mut guesses = vec![Vec::new(); wishes.len()];
         let mut all = self.begin(wishes, depths);
@@ -452,7 +453,7 @@ impl Drafter {
                 guessing.history.push(token);
                 guesses[guessing.place].push(token);
                 if self.ends.contains(&token) {
-                    guessing.depth = 0; // nothing follows
+                    guessing.depth = 0; // the answer ends here
                 }
             }
         }
@@ -467,8 +468,8 @@ impl Drafter {
         Ok(guesses)
     }
 
-    /// How likely the next guess for a sequence is right, and what it costs beside plain steps of
-    /// `plain` seconds.
+    /// Acceptance of the next draft token of a sequence, and its cost relative to steps of `plain`
+    /// seconds.
     pub(crate) fn chance(&self, id: SequenceId, plain: f64) -> Chance {
         let held = self.held.get(&id);
         Chance {
@@ -477,13 +478,13 @@ impl Drafter {
         }
     }
 
-    /// Up to `most` guesses behind the guesses of a sequence that are checked in windows under way.
-    /// There are none where these are not all of this draft, or where it is too far behind.
+    /// Up to `most` draft tokens after the in-flight ones of a sequence. Empty if those are not all
+    /// from this proposer, or it is too far behind.
     ///
-    /// Blocks for a pass of the draft per guess.
+    /// Blocks for one draft pass per token.
     ///
     /// # Errors
-    /// [`Error::Model`] when a pass fails.
+    /// [`Error::Model`] if a pass fails.
     pub(crate) fn guess_on(&mut self, sequence: &Sequence, most: usize) -> Result<Vec<u32>, Error> {
         let (id, tokens, ahead) = (sequence.id, &sequence.tokens, &sequence.ahead);
         let all = &mut self.acceptance;
@@ -522,7 +523,7 @@ impl Drafter {
         Ok(guesses)
     }
 
-    /// Makes the guesses of one sequence, up to one that ends an answer.
+    /// Extends the draft of one sequence, up to an end-of-generation token.
     fn go_on(&mut self, guessing: &mut Guessing) -> Result<(), Error> {
         for _ in 0..guessing.depth {
             let rows = (
@@ -535,18 +536,18 @@ impl Drafter {
             guessing.from = guessing.history.len();
             guessing.history.push(token);
             if self.ends.contains(&token) {
-                break; // nothing follows
+                break; // the answer ends here
             }
         }
         Ok(())
     }
 
-    /// The sequences that are to have guesses and for which there are pages.
+    /// Starts the drafts of the sequences with a draft length and with free pages.
     fn begin(&mut self, wishes: &[Wish<'_>], depths: &[usize]) -> Vec<Guessing> {
         let mut all = Vec::new();
         for (place, (wish, &depth)) in wishes.iter().zip(depths).enumerate() {
             let sequence = wish.sequence;
-            // The last guess is not read.
+            // The last draft token is not read.
             let positions = sequence.tokens.len() + depth.saturating_sub(1);
             if depth == 0 || !self.grow(sequence.id, positions) {
                 continue;
@@ -564,8 +565,8 @@ impl Drafter {
         all
     }
 
-    /// The guess of a sequence by row `row` of the logits. Tokens that only one of both
-    /// vocabularies has are never guessed.
+    /// Samples a sequence's next draft token from row `row` of the logits. Excludes tokens that one
+    /// of the vocabularies lacks.
     fn draw(&mut self, row: usize, guessing: &mut Guessing) -> u32 {
         let logits = self.compute.logits_mut(row);
         let n = logits.len().min(self.logits.len());
@@ -583,14 +584,15 @@ impl Drafter {
             .token
     }
 
-    /// Gets pages for the first `positions` positions of a sequence; whether there were some.
+    /// Allocates pages for the first `positions` positions of a sequence; whether they were
+    /// available.
     fn grow(&mut self, id: SequenceId, positions: usize) -> bool {
         let pages = positions.div_ceil(PAGE);
         let held = self.held.get_mut(&id);
         held.is_some_and(|held| self.pages.grow(&mut held.pages, pages))
     }
 
-    /// Remembers that the first `computed` tokens of a sequence are in the draft's cache.
+    /// Records that the first `computed` tokens of a sequence are in the draft model's cache.
     fn keep(&mut self, sequence: &Sequence, computed: usize) {
         let Some(held) = self.held.get_mut(&sequence.id) else {
             return;
@@ -602,7 +604,7 @@ impl Drafter {
         self.pages.leave(&mut held.pages, computed, prompt);
     }
 
-    /// A pass of the draft: tokens of sequences, each from a position on.
+    /// Runs a draft pass over tokens of sequences, each from a position on.
     fn pass(&mut self, parts: &[(SequenceId, &[u32], usize)], logits: Logits) -> Result<(), Error> {
         let held = parts.iter().map(|(id, ..)| &self.held[id].pages);
         let windows: Vec<Vec<WindowPages<'_>>> = held
@@ -630,7 +632,7 @@ impl Drafter {
         Ok(())
     }
 
-    /// Takes in how long a pass took.
+    /// Records the time of a pass.
     fn measure(&mut self, rows: usize, took: Duration) {
         self.passes.took(rows, took);
         if rows > FEW {
@@ -647,7 +649,7 @@ impl Drafter {
 mod tests {
     use super::*;
 
-    /// The computed positions and how the guesses were judged, after `chosen` followed 3 tokens.
+    /// Computed positions and verification results, if `chosen` follows 3 tokens.
     fn settled(guessed: &[u32], chosen: &[u32]) -> (usize, Vec<bool>) {
         let mut held = Held {
             pages: Owned::default(),
@@ -662,7 +664,7 @@ mod tests {
         (held.computed, judged)
     }
 
-    /// A window of two guesses is back, and guesses behind it are under way.
+    /// A window of two draft tokens is verified, and later ones are in flight.
     #[test]
     fn guesses_under_way_stay_as_long_as_those_before_were_right() {
         let settled = |chosen: &[u32], ahead: &[u32]| {
@@ -680,7 +682,7 @@ mod tests {
         let right = settled(&[7, 8, 9], &[10]);
         assert_eq!(right, (6, vec![10], vec![true; 3]));
         assert_eq!(settled(&[], &[7, 8, 9, 10]).1, [7, 8, 9, 10]);
-        // Another one guessed what is under way, or it is stale.
+        // The other proposer made the in-flight draft, or it is stale.
         assert_eq!(settled(&[7, 8, 9], &[11]), (6, vec![], vec![true; 3]));
         assert_eq!(settled(&[7, 5], &[]), (4, vec![], vec![true, false]));
     }
@@ -690,10 +692,10 @@ mod tests {
         assert_eq!(settled(&[], &[7]), (3, vec![]));
         assert_eq!(settled(&[7, 8, 9], &[5]), (3, vec![false]));
         assert_eq!(settled(&[7, 8, 9], &[7, 5]), (4, vec![true, false]));
-        // The last guess was not read.
+        // The last draft token was not read.
         assert_eq!(settled(&[7, 8, 9], &[7, 8, 9, 4]), (5, vec![true; 3]));
         assert_eq!(settled(&[7], &[7, 4]), (3, vec![true]));
-        // An answer that goes on elsewhere after fewer tokens says nothing of the others.
+        // An answer moved here with fewer tokens does not judge the others.
         assert_eq!(settled(&[7, 8], &[7]), (4, vec![true]));
     }
 }

@@ -1,4 +1,4 @@
-//! Turns texts into vectors, which a [`Service`] may do besides generating.
+//! Text embeddings: the trait that a [`Service`] may offer, and its implementation by an encoder.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,19 +8,20 @@ use paceline_model::encoder::Encoder;
 
 use crate::{Failure, Request, Service, Sink, State, Status, Ticket};
 
-/// Makes vectors of texts. A vector depends on the model and its own text only.
+/// Computes embedding vectors. A vector depends on the model and its own text only.
 pub trait Embedder: Send + Sync + Debug {
-    /// Numbers of a vector.
+    /// Elements of a vector.
     fn dimensions(&self) -> usize;
 
-    /// Most tokens of a text.
+    /// Maximum tokens of a text.
     fn context(&self) -> usize;
 
-    /// Computes a vector of length 1 for each of `texts`, in order. Blocks. Gives up between steps,
-    /// of about a second at most, once `is_over` is true.
+    /// Computes a vector of length 1 for each of `texts`, in order. Blocks. Stops between steps, of
+    /// about a second at most, once `is_over` is true.
     ///
     /// # Errors
-    /// [`Failure::Invalid`] for a text that cannot be computed, by its index;
+    /// [`Failure::Invalid`] for an invalid text, by its index; [`Failure::Unavailable`] if
+    /// `is_over` was true.
     /// [`Failure::Unavailable`] where `is_over` was true.
     fn embed(
         &self,
@@ -29,16 +30,16 @@ pub trait Embedder: Send + Sync + Debug {
     ) -> Result<Vec<Vec<f32>>, Failure>;
 }
 
-/// An encoder as a [`Service`], which makes vectors and generates nothing.
+/// An encoder as a [`Service`] that computes embeddings and generates nothing.
 #[derive(Debug)]
 pub struct EncoderService {
     encoder: Encoder,
-    /// Held for one step, so that requests take turns.
+    /// Locked for one step, so that requests alternate.
     step: Mutex<()>,
     asked: AtomicUsize,
 }
 
-/// Counts a request for as long as it lives.
+/// Counts a request until dropped.
 struct Asked<'a>(&'a AtomicUsize);
 
 impl<'a> Asked<'a> {
@@ -55,7 +56,6 @@ impl Drop for Asked<'_> {
 }
 
 impl EncoderService {
-    /// Answers with `encoder`.
     pub const fn new(encoder: Encoder) -> Self {
         Self {
             encoder,

@@ -1,10 +1,10 @@
-//! Errors of the engine.
+//! Errors of the engine, with the offending values.
 
 use paceline_formats::text;
 
 use crate::{ConstraintError, ParamError, Request, SequenceId, Snapshot};
 
-/// Why the engine refuses a request or a snapshot, or cannot be made.
+/// Why a request, a snapshot or a configuration is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("the prompt is empty")]
@@ -12,17 +12,16 @@ pub enum Error {
     /// The prompt leaves no room for an answer.
     #[error("the prompt has {tokens} tokens, but the context holds {context}")]
     PromptTooLong {
-        /// Tokens of the prompt.
         tokens: usize,
-        /// Tokens that a sequence can have, one of them for the answer.
+        /// Maximum tokens of a sequence, one of them for the answer.
         context: usize,
     },
     #[error("token {token} at position {position} is outside the vocabulary of {vocab}")]
     Token {
         token: u32,
-        /// Its place in the prompt or snapshot.
+        /// Index in the prompt or snapshot.
         position: usize,
-        /// Number of tokens.
+        /// Vocabulary size.
         vocab: usize,
     },
     #[error(transparent)]
@@ -32,32 +31,31 @@ pub enum Error {
          most {most}"
     )]
     PromptLogprobs {
-        /// Tokens of the prompt, times one more than alternatives.
+        /// Prompt tokens times alternatives plus one.
         got: usize,
         /// [`MAX_PROMPT_LOGPROBS`](crate::MAX_PROMPT_LOGPROBS).
         most: usize,
     },
     #[error("logprobs is {got}, expected at most {most}")]
     Logprobs {
-        /// How many were asked for.
+        /// Requested.
         got: usize,
-        /// How many would be told.
+        /// Maximum.
         most: usize,
     },
     #[error("pace is {got:?}, expected `auto`, `off` or milliseconds from 1 to 60000")]
     Pace { got: String },
     #[error("logit_bias has {got} tokens, expected at most {most}")]
     BiasCount {
-        /// Its tokens.
         got: usize,
-        /// How many would be accepted.
+        /// Maximum.
         most: usize,
     },
-    /// A bias on a token that does not exist.
+    /// A bias on a token outside the vocabulary.
     #[error("logit_bias has token {token}, which is outside the vocabulary of {vocab}")]
     BiasToken {
         token: u32,
-        /// Number of tokens.
+        /// Vocabulary size.
         vocab: usize,
     },
     #[error("logit_bias of token {token} is {got}, expected -100 to 100")]
@@ -68,38 +66,33 @@ pub enum Error {
     Stop(#[from] text::Error),
     #[error(transparent)]
     Constraint(#[from] ConstraintError),
-    /// A request for an adapter that the model has not beside it.
+    /// A request for an adapter that is not loaded.
     #[error("the model has no adapter {got:?} beside it")]
     NoAdapter {
-        /// The name that was asked for.
+        /// Requested name.
         got: String,
     },
-    /// A snapshot of a sequence whose adapter the model has not beside it.
+    /// A snapshot whose adapter is not loaded.
     #[error("snapshot of a sequence with an adapter that this model has not beside it")]
     OtherAdapter,
-    /// Control tokens to show that are not in ascending order, or too many.
+    /// Shown control tokens that are not ascending, or too many.
     #[error("shown tokens must ascend, at most {most}")]
     Shown {
-        /// How many would be accepted.
+        /// Maximum.
         most: usize,
     },
-    /// The queue is full; the request comes back unchanged, to be tried again later.
+    /// The queue is full. Returns the request unchanged; try again later.
     #[error("{waiting} requests are waiting already")]
     Busy {
         waiting: usize,
         request: Box<Request>,
     },
-    /// No such sequence: it has finished, or never was.
+    /// No such sequence: it has finished, or never existed.
     #[error("sequence {} is not in this engine", .0.0)]
     NoSequence(SequenceId),
-    /// A snapshot of another model or kernel class: its answer would not be the same.
+    /// A snapshot of another model or kernel class: its answer would differ.
     #[error("snapshot of {got}, this engine runs {expected}")]
-    OtherModel {
-        /// Model and kernel class of the snapshot.
-        got: String,
-        /// Model and kernel class of the engine.
-        expected: String,
-    },
+    OtherModel { got: String, expected: String },
     #[error(
         "snapshot of {tokens} tokens, {prompt} of them the prompt, with {left} to generate, \
          is of no running sequence"
@@ -110,41 +103,41 @@ pub enum Error {
         /// Tokens that may still be generated.
         left: usize,
     },
-    /// The decoder or the stop strings of a snapshot are in a state that no answer leads to.
+    /// A decoder or stop-string state that no answer reaches.
     #[error("snapshot holds back text that no running sequence would")]
     BadSnapshotText,
     /// A snapshot of an engine with a larger context: its answer would end elsewhere.
     #[error("snapshot may grow to {tokens} tokens, but the context holds {context}")]
     SnapshotTooLong {
-        /// Its tokens with those that may still be generated.
+        /// Its tokens plus those that may still be generated.
         tokens: usize,
-        /// Tokens that a sequence can have.
+        /// Maximum tokens of a sequence.
         context: usize,
     },
-    /// As many sequences as fit wait to be resumed; the snapshot comes back unchanged.
+    /// The resuming queue is full. Returns the snapshot unchanged.
     #[error("{waiting} sequences are waiting to be resumed already")]
     BusyResuming {
         waiting: usize,
         snapshot: Box<Snapshot>,
     },
-    /// A setting of the engine that cannot work.
+    /// An invalid setting of the engine.
     #[error("{setting} is {got}, expected {expected}")]
     Config {
         setting: &'static str,
         got: usize,
         expected: &'static str,
     },
-    /// The draft model and the model do not mean the same by a token.
+    /// The vocabularies of draft model and model differ.
     #[error(
         "token {token} of the draft model is {got}, that of the model is {expected}: a draft needs \
          the vocabulary of its model"
     )]
     DraftVocabulary {
-        /// The first such token.
+        /// The first token that differs.
         token: u32,
-        /// How the draft model's vocabulary writes it, in quotes, or that it has none.
+        /// Its text in the draft model's vocabulary, in quotes, or that it is missing.
         got: String,
-        /// The same of the model's.
+        /// Its text in the model's vocabulary.
         expected: String,
     },
     #[error(transparent)]

@@ -1,4 +1,4 @@
-//! Rows of a step between clients: many streams of one slow those of others by a bounded factor.
+//! Fair decode rows between clients: a client with many streams slows others by a bounded factor.
 //!
 //! ```text
 //! round       1        2        3      ...
@@ -9,59 +9,59 @@
 //! ```
 //!
 //! Each client gets as many rows as the client with the fewest streams wants: the *equal* rows.
-//! Rows beyond these come round by round, while the time that they are expected to take is within
-//! [`FACTOR`]. In a round, and among the streams of a client, the stream comes first that had its
-//! last row before the others. So each stream of a client with `n` has a row in `n` steps at least.
-//! Nothing changes where all clients have as many streams, or there is one client.
+//! Further rows are granted round by round, while their expected time is within [`FACTOR`]. Within
+//! a round, and among the streams of a client, the least recently served stream is first. So each
+//! stream of a client with `n` streams has a row in `n` steps at least. Nothing changes if all
+//! clients have equally many streams, or there is one client.
 //!
-//! A row is expected to take what it took in the last steps ([`Leeway`]). Before rows were
-//! measured, all clients together get twice the equal rows. All of this is pure; it decides when a
-//! row is computed, never what it gives.
+//! The cost of a row is estimated from the last steps ([`Leeway`]). Until it is measured, all
+//! clients together get twice the equal rows. All of this is pure; it decides when a row is
+//! computed, never its result.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Multiple of a step with the equal rows that a step with rows beyond these may take. Requests of
-/// others may take twice as long as without such a client (issue 33), which also leaves room for
-/// the prompts that it sends. SmolLM2 on two threads (EPYC VM) has about 3 rows beyond 5 then. A
-/// machine whose steps take as long with 28 rows as with 5 has all of them.
+/// Maximum time of a step relative to one with the equal rows only. Requests of others may take
+/// twice as long as without such a client (issue 33), which also leaves room for its prompts.
+/// SmolLM2 on two threads (EPYC VM) then has about 3 rows beyond 5. A machine whose steps take as
+/// long with 28 rows as with 5 has all of them.
 pub(crate) const FACTOR: f64 = 1.25;
 
 /// Weight of a step relative to the next one: some 50 steps count.
 const DECAY: f64 = 0.98;
 
-/// Least variance of the rows of these steps from which the cost of a row follows. Some 5 % noise
-/// in the times is an error of 2 % of a step then.
+/// Minimum variance of the rows of these steps for an estimate of the row cost. Noise of 5 % in the
+/// times then causes an error of 2 % of a step.
 const VARIANCE_LEAST: f64 = 0.1;
 
-/// Variance that is enough without further probes: two rows more in every third step.
+/// Variance that needs no further probes: two rows more in every third step.
 const VARIANCE_ENOUGH: f64 = 1.0;
 
-/// Steps between two that have the equal rows alone, where the numbers of rows hardly vary.
+/// Steps between two probes with the equal rows only, if the number of rows hardly varies.
 const PROBE_EVERY: usize = 16;
 
-/// Most that a step counts, as a multiple of what was expected: others may have held it up.
+/// Bound of a recorded time, as a multiple of the expected one: other load may delay a step.
 const CHANGE_MAX: f64 = 2.0;
 
-/// A running sequence, as a step that is planned sees it.
+/// Scheduling state of a running sequence.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wish {
     pub(crate) client: u64,
     /// Whether it has rows to compute.
     pub(crate) wants: bool,
-    /// Whether a batch under way has rows of it.
+    /// Whether it has in-flight rows.
     pub(crate) is_under_way: bool,
-    /// Lower where its last row came before that of others.
+    /// Increases with the time of its last row.
     pub(crate) ticket: u64,
 }
 
-/// Which of the sequences, oldest first, have rows in the next step or are under way. `beyond` is
-/// how many rows there may be beyond so many equal ones.
+/// Which sequences, oldest first, have rows in the next step or in flight. `beyond` returns the
+/// additional rows for a number of equal rows.
 pub(crate) fn grant(wishes: &[Wish], beyond: impl FnOnce(usize) -> usize) -> Vec<bool> {
     let is_live = |at: &usize| wishes[*at].wants || wishes[*at].is_under_way;
     let mut order: Vec<usize> = (0..wishes.len()).filter(is_live).collect();
-    // Stable: of equal ones the oldest first.
-    // A long prompt under way that wants further rows takes its turn as the others do.
+    // Stable: the oldest first among equals. A long prompt with in-flight rows that wants more
+    // takes its turn like others.
     let is_left_alone = |wish: Wish| wish.is_under_way && !wish.wants;
     order.sort_by_key(|at| (!is_left_alone(wishes[*at]), wishes[*at].ticket));
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
@@ -85,10 +85,10 @@ pub(crate) fn grant(wishes: &[Wish], beyond: impl FnOnce(usize) -> usize) -> Vec
     granted
 }
 
-/// What rows cost: a line through the times of the last steps that had answers only.
+/// Row cost model: a linear fit of step times over rows, from the last steps without prompts.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Leeway {
-    /// Steps whose time was told.
+    /// Reported steps.
     told: usize,
     /// Weighted sums over steps.
     steps: f64,
@@ -96,12 +96,12 @@ pub(crate) struct Leeway {
     rows_squared: f64,
     seconds: f64,
     rows_seconds: f64,
-    /// Seconds of a row, by the last steps whose rows varied.
+    /// Seconds per row, from the last steps with varying rows.
     row_s: Option<f64>,
 }
 
 impl Leeway {
-    /// Takes in how long a step took, and its rows if these were of answers only, without guesses.
+    /// Records the duration of a step, and its rows if all were decode rows without drafts.
     pub(crate) fn took(&mut self, rows: Option<usize>, duration: Duration) {
         self.told = self.told.wrapping_add(1);
         let Some(rows) = rows.map(|rows| rows as f64) else {
@@ -125,19 +125,19 @@ impl Leeway {
         }
     }
 
-    /// Of the rows of the last steps, 1 or more.
+    /// Variance of the rows of the last steps; needs at least one.
     fn variance(&self) -> f64 {
         let mean = self.rows / self.steps;
         self.rows_squared / self.steps - mean * mean
     }
 
-    /// Seconds of a step with so many rows; `None` before the cost of a row is known.
+    /// Expected seconds of a step of `rows` rows; `None` before the row cost is known.
     fn expected_s(&self, rows: f64) -> Option<f64> {
         let (mean_s, mean_rows) = (self.seconds / self.steps, self.rows / self.steps);
         self.row_s.map(|row_s| mean_s + row_s * (rows - mean_rows))
     }
 
-    /// Rows that a step may have beyond `equal` ones.
+    /// Additional rows of a step with `equal` rows.
     pub(crate) fn beyond(&self, equal: usize) -> usize {
         if self.is_probe() {
             return 0;
@@ -149,8 +149,7 @@ impl Leeway {
         self.row_s.map_or(equal, rows_of)
     }
 
-    /// Whether the next step should have the equal rows alone, because too little is known of what
-    /// others cost.
+    /// Whether the next step should have the equal rows only, to measure the cost of further ones.
     fn is_probe(&self) -> bool {
         let is_due = self.told > 0 && self.told.is_multiple_of(PROBE_EVERY);
         is_due && self.steps > 0.0 && self.variance() < VARIANCE_ENOUGH

@@ -1,4 +1,4 @@
-//! The other ranks of a split model.
+//! Ranks of a split model other than the leader.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use crate::{EngineConfig, Error};
 
 /// A rank that computes its part of the steps that the leader's [`Engine`](crate::Engine) plans.
 ///
-/// It knows no sequences: which pages a step reads and writes comes with the step, and all ranks
-/// number them alike.
+/// It knows no sequences: each plan lists the pages to read and write, and all ranks number pages
+/// alike.
 #[derive(Debug)]
 pub struct Follower {
     compute: Box<dyn Compute>,
@@ -19,7 +19,7 @@ pub struct Follower {
 }
 
 impl Follower {
-    /// Reserves memory for the steps of an engine of the same `config`.
+    /// Reserves memory for the steps of an engine with the same `config`.
     ///
     /// # Errors
     /// As [`Engine::new`](crate::Engine::new).
@@ -30,18 +30,18 @@ impl Follower {
         Ok(Self { compute, tracer })
     }
 
-    /// Keeps this rank's part of pages in `store`, as the leader asks for it.
+    /// Persists this rank's part of pages in `store`, as the leader requests.
     #[must_use]
     pub fn with_store(mut self, store: Box<dyn PageStore>) -> Self {
         self.compute.attach(store);
         self
     }
 
-    /// Waits for a step and computes it, or hears that there is none.
+    /// Waits for a plan and computes it; the plan may be a keepalive.
     ///
     /// # Errors
-    /// [`Error::Model`] when another rank fails or the leader asks for a step that does not fit.
-    /// This rank cannot go on then.
+    /// [`Error::Model`] if another rank fails or the leader's plan does not fit. This rank is
+    /// unusable afterwards.
     pub fn step(&mut self) -> Result<Followed, Error> {
         let followed = self.compute.follow()?;
         if matches!(followed, Followed::Step) {

@@ -1,19 +1,18 @@
-//! Counts of guesses, for people: how many steps checked, and how many were right.
+//! Counters of speculative decoding for metrics: verified and accepted draft tokens.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-/// Guesses that an engine's steps checked since it was made.
+/// Draft tokens since the engine was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Guesses {
-    /// Rows that steps had beside those of tokens that were known.
+    /// Verified draft rows.
     pub checked: u64,
-    /// Of these, the ones that became tokens of an answer: each saved a step.
+    /// Accepted draft tokens; each saved a step.
     pub right: u64,
-    /// Windows of guesses that followed others of the same sequence through a pipeline while those
-    /// were under way.
+    /// Speculation windows that followed an in-flight window of the same sequence in a pipeline.
     #[serde(default)]
     pub windows: u64,
 }
@@ -28,7 +27,7 @@ impl std::iter::Sum for Guesses {
     }
 }
 
-/// Counts while an engine computes on another thread. Clones count the same.
+/// Shared counters, readable while the engine runs on another thread. Clones share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct GuessCounts(Arc<Counts>);
 
@@ -45,12 +44,12 @@ impl GuessCounts {
         self.0.right.fetch_add(right as u64, Ordering::Relaxed);
     }
 
-    /// A window followed another one.
+    /// Counts an overlapping window.
     pub(crate) fn add_window(&self) {
         self.0.windows.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The counts by now; a step that ends meanwhile may be in one of them only.
+    /// Current counts. A step that ends concurrently may be in some of them only.
     pub fn told(&self) -> Guesses {
         Guesses {
             checked: self.0.checked.load(Ordering::Relaxed),

@@ -1,4 +1,7 @@
-//! Generates text for requests: batches, sampling, sequences and their snapshots.
+//! Text generation for requests: continuous batching, sampling, sequences and their snapshots.
+//!
+//! `serve` and `node` submit through [`Service`]; the engine calls `model` for forward passes. It
+//! does not know the cluster: ranks and splits are inside the model.
 //!
 //! ```text
 //! Request --submit--> waiting --admitted--> running --step--> Event::Token ... Event::Finished
@@ -8,22 +11,22 @@
 //!                       Snapshot --restore--> resuming            any queue --> Snapshot
 //! ```
 //!
-//! [`Engine::step`] is synchronous: it admits what fits, runs one batch of prompt chunks and
-//! decode rows, samples, and returns what happened. It does no IO and reads no clock. The cache
-//! and the buffers of a step are allocated when the engine is made. Each sequence is in exactly
-//! one queue, and every queue has a bound. Sequences that begin alike share what the cache has of
-//! it, in whole pages: the next turn of a chat reads only what is new.
+//! [`Engine::step`] is synchronous: it admits sequences, runs one batch of prompt chunks and decode
+//! rows, samples, and returns events. It does no I/O and reads no clock. Cache and buffers are
+//! allocated when the engine is created. Each sequence is in exactly one queue, and every queue has
+//! a bound. Sequences with a common prefix share its cache pages: the next turn of a chat computes
+//! only what is new.
 //!
 //! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
-//! - [`Draft`]: a small model that guesses the tokens of the engine's model.
-//! - [`Order`]: the order in which requests get their turns.
-//! - [`Pace`]: how long other answers may pause while a prompt is read.
-//! - [`SamplingParams`]: how a token is drawn from logits, seeded per request.
-//! - [`Grammars`]: the tokens that keep an answer within a grammar.
-//! - [`AdaptedService`]: a service's answers with one of its model's adapters.
-//! - [`Runner`]: an engine on a thread of its own, for many callers; a [`Service`].
-//! - [`Snapshot`]: everything of a sequence but its cache. By the numerics rule any engine of the
-//!   same kernel class can compute the cache again to the bit.
+//! - [`Draft`]: a draft model for speculative decoding.
+//! - [`Order`]: priority, deadline and client of a request.
+//! - [`Pace`]: limit of the step time while prompts are computed.
+//! - [`SamplingParams`]: how a token is sampled from logits, seeded per request.
+//! - [`Grammars`]: constrained decoding.
+//! - [`AdaptedService`]: a service that uses one of its model's adapters.
+//! - [`Runner`]: an engine on its own thread, for many callers; a [`Service`].
+//! - [`Snapshot`]: the state of a sequence without its cache. By the numerics rule, any engine of
+//!   the same kernel class recomputes the cache to the bit.
 //!
 //! ```no_run
 //! use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Limits the rows of prompts in a step, so that answers keep their pace while prompts are read.
+//! Prefill token budget: limits the prompt rows of a step, so that decoding keeps its speed during
+//! prefill.
 //!
 //! ```text
 //! step time = base(decoding rows) + prompt rows x cost of a row
@@ -6,13 +7,13 @@
 //! budget    = (target - base) / cost of a row
 //! ```
 //!
-//! The pacer is pure: it gets the composition and the duration of each step and gives a number of
-//! rows. A budget decides when a row is computed, never what it gives: chunks do not change bits.
-//! In a split model the leader's plan carries the budget, so other ranks need no clock.
+//! The budget is pure: it gets the composition and the duration of each step and returns a number
+//! of rows. It decides when a row is computed, never its result: chunks do not change bits. In a
+//! split model the leader's plan carries the rows, so other ranks need no clock.
 //!
-//! A step with few prompt rows costs more a row than one with many, because weights are unpacked
-//! once a step. The cost is therefore taken from the last steps and not fitted over all sizes. The
-//! budget settles where the model above holds at its own size.
+//! A step with few prompt rows costs more per row than one with many, because weights are unpacked
+//! once per step. So the cost is taken from the last steps and not fitted over all sizes. The
+//! budget converges to a size where the model above holds.
 
 use std::fmt;
 use std::str::FromStr;
@@ -24,47 +25,45 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::fair::FACTOR;
 
-/// The pace that answers keep while prompts are read.
+/// Target step time while prompts are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pace {
-    /// A step takes at most [`AUTO_FACTOR`] times as long as one without prompts.
+    /// At most [`AUTO_FACTOR`] times the time of a step without prompts.
     #[default]
     Auto,
-    /// Prompts take all rows of a step: the shortest time to the first token, and other answers
-    /// pause meanwhile.
+    /// No limit: the shortest time to the first token, while other answers pause.
     Off,
-    /// Milliseconds of a step, and so between two tokens of an answer. The least number of prompt
-    /// rows is computed even where the target leaves no time for them.
+    /// Milliseconds per step, and so between two tokens of an answer. A minimum of prompt rows is
+    /// computed even if the target leaves no time for them.
     Millis(u32),
 }
 
-/// Multiple of a step without prompts that a step with them may take with [`Pace::Auto`]. Prompts
-/// get 60 % of the machine then. The promise is a factor of 3 for 99 of 100 tokens: the rest is for
-/// steps that other programs delay.
+/// Step time with prompts relative to one without, for [`Pace::Auto`]. Prompts then get 60 % of the
+/// machine. The documented factor is 3 for 99 of 100 tokens: the rest is for steps that other
+/// programs delay.
 const AUTO_FACTOR: f64 = 2.5;
 
-/// Rows that prompts get in any step that has some, so that every prompt is read in the end.
-/// Kernels for several rows unpack weights once for 8 or more of them.
+/// Minimum prompt rows of a step with prompts, so that every prompt ends. Multi-row kernels unpack
+/// weights once for 8 or more rows.
 const LEAST_ROWS: usize = 8;
 
-/// Budgets above this are whole multiples of it, because kernels multiply tiles of 16 rows.
+/// Larger budgets are multiples of this, because kernels multiply tiles of 16 rows.
 const TILE: usize = 16;
 
-/// Steps without prompts that are measured before the first prompt row is computed beside as many
-/// decoding rows. The median of three survives one delayed step.
+/// Steps without prompts to measure, per number of decoding rows, before the first prompt row. The
+/// median of three survives one delayed step.
 const PROBES: usize = 3;
 
-/// Durations that a median is taken over.
+/// Durations of a median.
 const KEPT: usize = 9;
 
-/// Weight of the last step in the cost of a row.
+/// Weight of the last step in the row cost.
 const LAST_WEIGHT: f64 = 0.5;
 
-/// Cost of a row beside answers, relative to a step of prompts only, until it is measured.
+/// Row cost in a mixed step relative to one in a step of prompts only, until measured.
 const FIRST_GUESS: f64 = 3.0;
 
-/// Largest change of the cost of a row by one step: a step that the system held up must not stop
-/// prompts.
+/// Maximum change of the row cost by one step: one delayed step must not stop prompts.
 const CHANGE_MAX: f64 = 2.0;
 
 impl FromStr for Pace {
@@ -94,14 +93,14 @@ impl fmt::Display for Pace {
     }
 }
 
-/// Rows of a step by what they are for.
+/// Rows of a step by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Composition {
-    /// Rows that give a token of an answer, one a sequence.
+    /// Decode rows, one per sequence.
     pub(crate) decoding: usize,
-    /// Rows of prompts.
+    /// Prompt rows.
     pub(crate) prompt: usize,
-    /// Further rows of the same sequences: of guesses to check, and of forced tokens.
+    /// Additional rows of the decoding sequences, for draft tokens and forced tokens.
     pub(crate) drafted: usize,
 }
 
@@ -125,17 +124,17 @@ impl Durations {
     }
 }
 
-/// Decides budgets by what steps took.
+/// Computes budgets from measured step times.
 #[derive(Clone, Debug)]
 pub(crate) struct Pacer {
     pace: Pace,
-    /// Durations of steps without prompt rows; place `i` is for 2^i to 2^(i+1) - 1 decoding rows.
+    /// Durations of steps without prompt rows; index `i` is for 2^i to 2^(i+1) - 1 decoding rows.
     decoding: Vec<Durations>,
-    /// Seconds of a prompt row beside decoding rows.
+    /// Seconds per prompt row in a mixed step.
     row_s: Option<f64>,
-    /// The same in a step of prompts only.
+    /// Seconds per prompt row in a step of prompts only.
     row_alone_s: Option<f64>,
-    /// Whether durations are told at all: an owner without a clock gets no pace.
+    /// Whether the owner reports durations; without a clock there is no limit.
     is_told: bool,
 }
 
@@ -150,13 +149,13 @@ impl Pacer {
         }
     }
 
-    /// Prompt rows that a step with `decoding` rows may have, of the `room` that is left for them.
+    /// Prompt rows for a step with `decoding` rows, out of `room`.
     pub(crate) fn budget(&self, decoding: usize, room: usize) -> usize {
         self.budget_of(decoding, room, f64::INFINITY)
     }
 
-    /// The same for prompts of a client that has more to compute than others. The step takes at
-    /// most [`FACTOR`] times as long as one without them.
+    /// As [`budget`](Self::budget), for prompts of a throttled client: the step takes at most
+    /// [`FACTOR`] times as long as one without them.
     pub(crate) fn scant(&self, decoding: usize, room: usize) -> usize {
         self.budget_of(decoding, room, FACTOR)
     }
@@ -188,19 +187,19 @@ impl Pacer {
         whole.max(LEAST_ROWS).min(room)
     }
 
-    /// Nanoseconds of a page of a prompt, by the last steps; 0 before the first.
+    /// Nanoseconds of a page of prompt rows in the last steps; 0 before the first.
     pub(crate) fn page_nanos(&self) -> u64 {
         let row = self.row_alone_s.or(self.row_s).unwrap_or(0.0);
         (row * PAGE as f64 * 1e9) as u64 // saturates
     }
 
-    /// Takes in how long a step took.
+    /// Records the duration of a step.
     pub(crate) fn took(&mut self, step: Composition, duration: Duration) {
         let seconds = duration.as_secs_f64();
         match (step.prompt, step.decoding) {
             (0, 0) => return,
             (0, decoding) if step.drafted == 0 => self.took_decoding(decoding, seconds),
-            (0, _) => {} // longer than a step without drafts, which a prompt's steps have none of
+            (0, _) => {} // not comparable: steps with prompts have no drafts
             (prompt, 0) => self.row_alone_s = Some(seconds / prompt as f64),
             (prompt, decoding) => self.took_mixed(prompt, decoding, seconds),
         }
@@ -232,16 +231,16 @@ impl Pacer {
     }
 }
 
-/// The place of steps with `decoding` rows, 1 or more.
+/// Index for steps with `decoding` rows, 1 or more.
 const fn place(decoding: usize) -> usize {
     decoding.ilog2() as usize
 }
 
-/// Shares `budget` rows among prompts of which `left` rows are to be read, oldest first.
+/// Divides `budget` rows among prompts with `left` remaining rows, oldest first.
 ///
-/// The prompt with the fewest rows left gets up to half of the budget. So a short question does not
-/// wait until a long document is read. All that remains goes to the oldest: it gets at least half,
-/// so every prompt is read in the end.
+/// The prompt with the fewest remaining rows gets up to half of the budget, so that a short
+/// question does not wait for a long document. The rest goes to the oldest: it gets at least half,
+/// so every prompt ends.
 pub(crate) fn share(left: &[usize], budget: usize) -> Vec<usize> {
     let mut rows = vec![0; left.len()];
     let shortest = (0..left.len()).min_by_key(|i| left[*i]);

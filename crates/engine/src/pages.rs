@@ -1,27 +1,26 @@
-//! The pages of the cache: which sequence has which, and the contents of pages that none has.
+//! Prefix cache: page ownership of sequences, and the contents of pages without an owner.
 //!
-//! A full page holds keys and values of 64 tokens. By the numerics rule these follow to the bit
-//! from the tokens, from those before them and from the sequence's adapter. So a page is *known* by
-//! the 64 tokens in it and the known page before it. Any sequence that starts with the same tokens
-//! and has the same adapter can have it instead of computing it. Examples are the next turn of a
-//! chat, a system prompt that all share, and a sequence that gave up its pages.
+//! A full page holds keys and values of 64 tokens. By the numerics rule these are determined to the
+//! bit by the tokens, the tokens before them and the sequence's adapter. So a page is *cached*
+//! under its 64 tokens and the cached page before it. Any sequence with the same prefix and adapter
+//! shares it instead of computing it. Examples are the next turn of a chat, a common system prompt,
+//! and a preempted sequence.
 //!
 //! ```text
-//! free --grow--> had by one --learn--> known, had by any number --release--> known, unused
-//!  ^                 |                              ^                              |
-//!  +-----release-----+                              +------------reuse-------------+
-//!  +------------ needed: the cheapest to compute of those unused longest ----------+
+//! free --grow--> owned by one --learn--> cached, shared --release--> cached, unused
+//!  ^                  |                       ^                            |
+//!  +-----release------+                       +-----------reuse------------+
+//!  +--------- evicted: the cheapest to compute, least recently used -------+
 //! ```
 //!
-//! Layers that look at a window only, or keep a state, have pages of their own for the same
-//! positions ([`Window`]). A sequence gives them back when no row looks at them any more. Pages of
-//! windows of known pages stay until they are needed. So a beginning can be reused as far as there
-//! are the pages that the row behind it looks at.
+//! Layers with a sliding window or a recurrent state have separate pages for the same positions
+//! ([`Window`]). A sequence releases them when no row reads them any more. Window pages of cached
+//! pages remain until they are evicted. A prefix can be reused up to a position whose next row
+//! finds all its window pages.
 //!
-//! Known pages are compared by their tokens, not by a hash alone: nobody can make a prompt that
-//! finds another one's keys. Only whole pages that are full are shared, so nobody writes to one.
-//! Answers are the same to the bit; only who measures how soon a prompt is read can tell that
-//! somebody's began alike.
+//! Cached pages are compared by their tokens, not only by a hash: no prompt can be crafted to find
+//! another one's keys. Only full pages are shared, so no shared page is written. Answers are the
+//! same to the bit. Only the prefill time reveals that another request had the same prefix.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -34,7 +33,7 @@ mod window;
 
 use window::{Held, Window};
 
-/// The key of a known page: the page before it, or the root of its sequence, and its tokens.
+/// Key of a cached page: the page before it, or the root of its sequence, and its tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Key {
     before: u64,
@@ -42,36 +41,35 @@ struct Key {
 }
 
 impl Key {
-    /// Of the first page of `tokens`, `None` when they do not fill it.
+    /// Key of the first page of `tokens`, `None` if they do not fill it.
     fn new(before: u64, tokens: &[u32]) -> Option<Self> {
         let tokens = *tokens.first_chunk()?;
         Some(Self { before, tokens })
     }
 }
 
-/// The contents of a page.
+/// Contents of a cached page.
 #[derive(Clone, Debug)]
 struct Known {
-    /// Never used twice, so that nothing follows a page that is forgotten.
+    /// Unique, so that nothing follows an evicted page.
     number: u64,
     key: Arc<Key>,
-    /// When it was given back last, where nobody has it.
+    /// Time of its release, if no sequence has it.
     since: u64,
     /// Nanoseconds to compute it again, as measured when it was computed.
     cost: u64,
-    /// The order in which unused pages are forgotten, the lowest first.
+    /// Eviction order of unused pages, the lowest first.
     rank: u64,
-    /// The highest rank of a page behind it: it is forgotten after all of those.
+    /// Highest rank of a page after it: those are evicted first.
     least_rank: u64,
-    /// The page of each window with the same positions, where it is still there. A sequence that
-    /// has one of these has this page.
+    /// The page of each window for the same positions, if still cached. A sequence that has one of
+    /// these has this page.
     windows: Vec<Option<u32>>,
 }
 
-/// A page of the cache.
 #[derive(Clone, Debug, Default)]
 struct Page {
-    /// Sequences that have it; more than one only when it is known.
+    /// Sequences that have it; more than one only if cached.
     users: usize,
     known: Option<Known>,
 }
@@ -81,21 +79,20 @@ struct Page {
 pub(crate) struct Owned {
     /// In order of position.
     pages: Vec<u32>,
-    /// How many of them, from the first, are known; the rest has no other user.
+    /// Cached pages among them, from the first; the others have a single user.
     n_known: usize,
-    /// Number of the last known one; the root before there is one.
+    /// Number of the last cached page, or the root.
     last_known: u64,
-    /// The root that its first page follows. Sequences of another root share nothing with it.
+    /// Root of its first page. Sequences with different roots share no pages.
     root: u64,
     /// Pages of each window.
     windows: Vec<Held>,
 }
 
 impl Owned {
-    /// Without pages, for a sequence whose keys depend on adapter `place`, counted from 1; 0 for
-    /// none.
+    /// Without pages, for a sequence with adapter `place`, counted from 1; 0 for none.
     pub(crate) fn of_adapter(place: u32) -> Self {
-        // Known pages are numbered from 1 on, and never so many.
+        // Cached pages are numbered from 1 and never reach these numbers.
         Self::rooted(match place {
             0 => 0,
             place => u64::MAX - u64::from(place),
@@ -118,7 +115,7 @@ impl Owned {
         &self.pages
     }
 
-    /// Whether it ends with known pages: nothing of its own is in them.
+    /// Whether all its pages are cached.
     pub(crate) const fn is_known(&self) -> bool {
         self.n_known == self.pages.len()
     }
@@ -127,23 +124,22 @@ impl Owned {
         self.pages.len()
     }
 
-    /// How many of them, from the first, are known.
+    /// Number of cached pages, from the first.
     pub(crate) const fn n_known(&self) -> usize {
         self.n_known
     }
 }
 
-/// The tokens of the page behind those that `owned` has. They must fill the page and not be the
-/// last of `tokens`: the logits after the last one are to be computed.
+/// Tokens of the next page. They must fill the page without the last of `tokens`, whose logits must
+/// be computed.
 fn next_page<'a>(tokens: &'a [u32], owned: &Owned) -> Option<&'a [u32]> {
     let begin = owned.n_known * PAGE;
     let page = tokens.get(begin..begin + PAGE)?;
     (begin + PAGE < tokens.len()).then_some(page)
 }
 
-/// Whether `older`, a sequence of `tokens`, is on its way to the page that the sequence of `own`
-/// needs next. Both have the same pages so far, and the tokens of the next page are the same.
-/// `owned` has known pages only.
+/// Whether `older`, a sequence of `tokens`, will compute the next page of the sequence `own`: equal
+/// pages so far, and equal tokens in the next page. All pages of `owned` are cached.
 pub(crate) fn follows((own, owned): (&[u32], &Owned), (tokens, older): (&[u32], &Owned)) -> bool {
     let n = owned.n_known;
     let begins_alike = match n {
@@ -155,32 +151,30 @@ pub(crate) fn follows((own, owned): (&[u32], &Owned), (tokens, older): (&[u32], 
     is_to_come && begins_alike && page.is_some() && tokens.get(n * PAGE..(n + 1) * PAGE) == page
 }
 
-/// All pages of a cache. Beside the cache it takes some 300 bytes per known page.
+/// All pages of a cache, with some 300 bytes per cached page.
 #[derive(Clone, Debug)]
 pub(crate) struct Pages {
     /// By number.
     pages: Vec<Page>,
-    /// Pages of which nothing is known and that nobody has.
+    /// Pages without owner and contents.
     free: Vec<u32>,
-    /// Known pages that nobody has, by rank and by when they were given back. A page is always
-    /// given back before the one that it follows, and has no higher rank, so none stays behind that
-    /// cannot be found.
+    /// Cached pages without owner, by rank and time of release. A page is released before its
+    /// predecessor and has no higher rank, so no page remains that cannot be found.
     unused: BTreeMap<(u64, u64), u32>,
-    /// Rank of the page that was forgotten last: a page that is given back now ranks above it by
-    /// its cost. Of pages that cost the same the one unused longest goes first (Cao and Irani,
-    /// GreedyDual, USITS 1997).
+    /// Rank of the last evicted page: a page released now ranks above it by its cost. Among equal
+    /// costs the least recently used page goes first (Cao and Irani, GreedyDual, USITS 1997).
     level: u64,
-    /// Nanoseconds that a page costs now.
+    /// Current cost of a page in nanoseconds.
     cost: u64,
     /// Not iterated: its order is arbitrary.
     known: HashMap<Arc<Key>, u32>,
-    /// Counts pages that became known, and those given back.
+    /// Counts cached and released pages.
     clock: u64,
     windows: Vec<Window>,
 }
 
 impl Pages {
-    /// All of `pages` pages free, and those of `windows`; low numbers are given out first.
+    /// All of `pages` pages free, and those of `windows`; low numbers are allocated first.
     pub(crate) fn new(pages: usize, windows: &[WindowPool]) -> Self {
         let n = u32::try_from(pages).expect("fewer than 2^32 pages");
         Self {
@@ -195,18 +189,18 @@ impl Pages {
         }
     }
 
-    /// Says how long a page takes to compute now, by which unused pages are kept.
+    /// Sets the current time to compute a page, for the eviction order.
     pub(crate) const fn set_cost(&mut self, nanos: u64) {
         self.cost = nanos;
     }
 
-    /// Pages that nobody has.
+    /// Pages without owner.
     pub(crate) fn available(&self) -> usize {
         self.free.len() + self.unused.len()
     }
 
-    /// Grows `owned` to `pages` pages, of the windows too; `false`, with nothing taken, when there
-    /// are not enough. The unused page that ranks lowest is forgotten for it when no page is free.
+    /// Grows `owned` to `pages` pages, window pages included; `false`, with nothing allocated, if
+    /// there are not enough. Evicts the unused page of the lowest rank if none is free.
     pub(crate) fn grow(&mut self, owned: &mut Owned, pages: usize) -> bool {
         let more = pages.saturating_sub(owned.len());
         owned.windows.resize_with(self.windows.len(), Held::default);
@@ -225,7 +219,7 @@ impl Pages {
         true
     }
 
-    /// As many as are available.
+    /// Allocates window pages; enough must be available.
     fn grow_windows(&mut self, owned: &mut Owned, pages: usize) {
         let windows = self.windows.iter_mut().zip(&mut owned.windows);
         for (i, (window, held)) in windows.enumerate() {
@@ -238,7 +232,8 @@ impl Pages {
         }
     }
 
-    /// Takes the unused page that ranks lowest. Nobody has those of its windows.
+    /// Evicts the unused page of the lowest rank, with its window pages, which have no owner
+    /// either.
     fn forget(&mut self) -> Option<u32> {
         let ((rank, _), page) = self.unused.pop_first()?;
         self.level = self.level.max(rank);
@@ -250,10 +245,10 @@ impl Pages {
         Some(page)
     }
 
-    /// Takes the pages of windows back that no row from `position` on looks at. All of them are
-    /// known. Most states go for good: one in so many stays, and those near the end of the `prompt`
-    /// tokens that the sequence began with. The next turn of a chat begins like this one as far as
-    /// its prompt went, some tokens less.
+    /// Releases window pages that no row from `position` on reads. All of them are cached. Most
+    /// states are dropped: one in [`WindowPool::every`] stays, and those near the end of the
+    /// `prompt` tokens that the sequence began with. The next turn of a chat shares its prompt with
+    /// this one, except for some tokens.
     pub(crate) fn leave(&mut self, owned: &mut Owned, position: usize, prompt: usize) {
         let windows = self.windows.iter_mut().zip(&mut owned.windows);
         for (i, (window, held)) in windows.enumerate() {
@@ -270,7 +265,7 @@ impl Pages {
         }
     }
 
-    /// Takes all pages back. Known pages among them stay known until they are needed.
+    /// Releases all pages. Cached pages stay cached until evicted.
     pub(crate) fn release(&mut self, owned: &mut Owned) {
         for (window, held) in self.windows.iter_mut().zip(&mut owned.windows) {
             for page in held.drain() {
@@ -278,7 +273,7 @@ impl Pages {
                 window.release(page, self.clock);
             }
         }
-        let mut behind = 0; // rank of the page behind
+        let mut behind = 0; // rank of the next page
         for number in owned.pages.drain(..).rev() {
             let page = &mut self.pages[number as usize];
             page.users -= 1;
@@ -298,11 +293,11 @@ impl Pages {
         *owned = Owned::rooted(owned.root);
     }
 
-    /// Gives `owned`, which has no page, the known pages that `tokens` start with. Returns how many
-    /// tokens they hold. These are less than all: the logits after the last one are to be computed.
+    /// Gives `owned`, which has no page, the longest cached prefix of `tokens`. Returns its tokens,
+    /// fewer than all: the logits of the last one must be computed.
     ///
-    /// Cost: a hash of 64 tokens per page that is found, and one more. With windows, it also looks
-    /// at the pages of each for every page that cannot be the last.
+    /// Cost: a hash of 64 tokens per matched page, and one more. With windows, also a check of each
+    /// window per page that cannot be the last.
     pub(crate) fn reuse(&mut self, tokens: &[u32], owned: &mut Owned) -> usize {
         let (_, before_last) = tokens.split_last().expect("a sequence has tokens");
         let mut found = Vec::new();
@@ -327,8 +322,8 @@ impl Pages {
         owned.n_known * PAGE
     }
 
-    /// Whether the page of `tokens` behind those that `owned` has is known, and could be reused.
-    /// `owned` has known pages only.
+    /// Whether the next page of the sequence is cached and reusable. All pages of `owned` are
+    /// cached.
     pub(crate) fn is_next_known(&self, tokens: &[u32], owned: &Owned) -> bool {
         let page = next_page(tokens, owned);
         let key = page.and_then(|page| Key::new(owned.last_known, page));
@@ -340,7 +335,7 @@ impl Pages {
         known.expect("found among the known")
     }
 
-    /// Whether the pages of all windows are there that the row behind `found` looks at.
+    /// Whether the row after `found` finds all its window pages.
     fn can_end(&self, found: &[u32]) -> bool {
         self.windows.iter().enumerate().all(|(i, window)| {
             let seen = &found[window.first_page(found.len() * PAGE)..];
@@ -349,7 +344,7 @@ impl Pages {
         })
     }
 
-    /// Gives `owned` the pages of windows that the row behind `found` looks at.
+    /// Gives `owned` the window pages that the row after `found` reads.
     fn take_windows(&mut self, found: &[u32], owned: &mut Owned) {
         owned.windows.clear();
         for i in 0..self.windows.len() {
@@ -364,7 +359,7 @@ impl Pages {
         }
     }
 
-    /// Counts another sequence that has this page; returns the page's number among the known.
+    /// Adds a user to a cached page; returns the page's unique number.
     fn take_known(&mut self, page: u32) -> u64 {
         let page = &mut self.pages[page as usize];
         let known = page.known.as_ref().expect("found among the known");
@@ -375,9 +370,8 @@ impl Pages {
         known.number
     }
 
-    /// Remembers what is in the pages of a sequence that are full with `computed`, the tokens whose
-    /// keys and values are in the cache. A page that another sequence has computed as well goes
-    /// back for that one.
+    /// Caches the full pages of a sequence; `computed` are its tokens with keys and values. A page
+    /// that another sequence has already cached is replaced by that one.
     pub(crate) fn learn(&mut self, computed: &[u32], owned: &mut Owned) {
         while let Some(key) = Key::new(owned.last_known, &computed[owned.n_known * PAGE..]) {
             let own = owned.pages[owned.n_known];
@@ -395,8 +389,8 @@ impl Pages {
         }
     }
 
-    /// The pages of windows that go with the page that was just learned: those that are known
-    /// already, else the sequence's own.
+    /// Caches the window pages of the page that was just cached: those of the other sequence if
+    /// present, else its own.
     fn learn_windows(&mut self, owned: &mut Owned) {
         let (index, page) = (owned.n_known, owned.pages[owned.n_known]);
         let known = self.pages[page as usize].known.as_mut();

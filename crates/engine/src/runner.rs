@@ -1,4 +1,4 @@
-//! An engine on a thread of its own, for callers on any thread.
+//! Runs an engine on its own thread, for callers on any thread.
 //!
 //! ```text
 //! callers --submit, cancel, inspect--> inbox --all of it, between two steps--> engine
@@ -6,13 +6,13 @@
 //!    +------------------------------ sinks, outside of any lock ------------------+
 //! ```
 //!
-//! A request is checked on the caller's thread, before the engine sees it. A request takes a place
-//! of [`EngineConfig::max_waiting`](crate::EngineConfig::max_waiting) from
-//! [`submit`](Service::submit) on, so the inbox needs no bound of its own.
+//! A request is checked on the caller's thread, before the engine sees it. It occupies a place of
+//! [`EngineConfig::max_waiting`](crate::EngineConfig::max_waiting) from [`submit`](Service::submit)
+//! on, so the inbox needs no bound of its own.
 //!
-//! When the engine fails or panics, or the runner is dropped, every request that is open gets
-//! [`Failure::Lost`]: nobody waits for ever. The runner measures how long a step takes, by
-//! the clock that its owner gives, and tells the engine, which keeps its pace by that.
+//! If the engine fails or panics, or the runner is dropped, every open request gets
+//! [`Failure::Lost`]; none waits forever. The runner measures step times with the owner's clock and
+//! reports them to the engine for its prefill token budget.
 
 use std::fmt;
 use std::sync::Arc;
@@ -27,14 +27,14 @@ mod worker;
 
 use driver::Driver;
 
-/// How often an engine without work is given a moment for [`Engine::idle`], unless told otherwise.
-/// Costs a wake of some microseconds each time; short beside any deadline of a network.
+/// Default interval of [`Engine::idle`] calls on an idle engine. Each costs a wake-up of some
+/// microseconds; short against network deadlines.
 const IDLE_INTERVAL: Duration = Duration::from_millis(250);
 
-/// The current time, for durations.
+/// Monotonic clock for durations.
 pub(crate) type Now = fn() -> Instant;
 
-/// The time at which a runner's last step ended, for sinks: all tokens of a step have the same.
+/// End time of a runner's last step, for sinks: all tokens of a step share it.
 #[derive(Clone, Debug, Default)]
 pub struct StepClock(Arc<AtomicU64>);
 
@@ -50,32 +50,32 @@ impl StepClock {
     }
 }
 
-/// An engine on its own thread. Dropping it waits for the step that runs and ends the thread.
+/// An engine on its own thread. Dropping it waits for the current step and ends the thread.
 pub struct Runner {
     driver: Driver<Engine>,
 }
 
 impl Runner {
-    /// Starts the thread. Should the system refuse one, requests are refused with its reason.
-    /// `now` is the clock that measures steps.
+    /// Starts the thread. If the system refuses one, requests are refused with its reason. `now` is
+    /// the clock for step times.
     pub fn start(engine: Engine, now: fn() -> Instant) -> Self {
         Self::with_idle(engine, now, IDLE_INTERVAL)
     }
 
-    /// As [`start`](Self::start), with [`Engine::idle`] called at least every `interval` while
-    /// there is nothing to compute.
+    /// As [`start`](Self::start), with [`Engine::idle`] called at least every `interval` on an idle
+    /// engine.
     pub fn with_idle(engine: Engine, now: fn() -> Instant, interval: Duration) -> Self {
         Self {
             driver: Driver::start(engine, now, interval),
         }
     }
 
-    /// Lets `look` see the engine between two steps and returns what it says. Blocks for up to a
+    /// Calls `look` with the engine between two steps and returns its result. Blocks for up to a
     /// step; requests wait while `look` runs.
     ///
     /// # Errors
-    /// [`Failure::Unavailable`] when the engine is gone, `look` panics, or the caller is a sink,
-    /// which runs on the engine's thread and would wait for itself.
+    /// [`Failure::Unavailable`] if the engine is gone, `look` panics, or the caller is a sink:
+    /// sinks run on the engine's thread and would deadlock.
     pub fn inspect<T: Send + 'static>(
         &self,
         look: impl FnOnce(&Engine) -> T + Send + 'static,
@@ -87,9 +87,9 @@ impl Runner {
         self.driver.clock().clone()
     }
 
-    /// Takes every request out between two steps, with the state to go on from elsewhere, in the
-    /// order they came in. No reply comes any more to the sinks that they had, which are dropped;
-    /// all replies until then were given. Blocks for up to a step.
+    /// Removes all requests between two steps and returns their snapshots, in order of arrival. All
+    /// replies so far have been delivered; the sinks are dropped without further replies. Blocks
+    /// for up to a step.
     ///
     /// # Errors
     /// As [`inspect`](Self::inspect).
@@ -97,21 +97,21 @@ impl Runner {
         self.driver.take_all()
     }
 
-    /// Goes on with a request that was taken out of a runner of the same model. Errors of a
-    /// snapshot come as [`Reply::Failed`](crate::Reply::Failed).
+    /// Continues a snapshot taken from a runner of the same model. Errors of the snapshot arrive as
+    /// [`Reply::Failed`](crate::Reply::Failed).
     ///
     /// # Errors
-    /// [`Failure::Unavailable`] when the engine is gone.
+    /// [`Failure::Unavailable`] if the engine is gone.
     pub fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, Failure> {
         self.driver.resume(snapshot, sink)
     }
 
-    /// Goes on with a request of whose answer the caller has `tokens` already. The tokens that
-    /// follow are the same as without the interruption. [`Engine::resume`] says how. Errors of the
-    /// request come as [`Reply::Failed`](crate::Reply::Failed).
+    /// Continues a request after the caller's `tokens`, with the same further tokens as without the
+    /// interruption; see [`Engine::resume`]. Errors of the request arrive as
+    /// [`Reply::Failed`](crate::Reply::Failed).
     ///
     /// # Errors
-    /// [`Failure::Unavailable`] when the engine is gone.
+    /// [`Failure::Unavailable`] if the engine is gone.
     pub fn resume_after(
         &self,
         request: Request,

@@ -1,10 +1,10 @@
-//! Draws a token from logits.
+//! Samples a token from logits.
 //!
-//! Order: bias, penalties and temperature, then top-k, top-p and min-p, then one draw. Each works
-//! on what the one before left. From the penalties on, transformers does the same. In llama.cpp the
-//! temperature comes last, which gives another distribution. Everything is a fixed sequence of
-//! operations on the logits and the request's own random numbers. So equal seeds give equal answers
-//! whatever else the engine does.
+//! Order: bias, penalties and temperature, then top-k, top-p and min-p, then one draw. Each filter
+//! works on the result of the one before. From the penalties on, transformers does the same; in
+//! llama.cpp the temperature comes last, which gives another distribution. Everything is a fixed
+//! sequence of operations on the logits and the request's own random numbers. So equal seeds give
+//! equal answers, independent of other requests.
 
 use std::ops::RangeInclusive;
 
@@ -19,14 +19,14 @@ use crate::{Error, TokenLogprobs};
 
 pub(crate) mod logprobs;
 
-/// Most tokens that [`SamplingParams::logit_bias`] may name: each costs 8 bytes per request and an
-/// addition per token. The bound of vLLM (`MAX_NUM_LOGIT_BIAS_TOKENS`, `v1/worker/gpu/sample`).
+/// Maximum tokens of [`SamplingParams::logit_bias`]: each costs 8 bytes per request and an addition
+/// per token. The limit of vLLM (`MAX_NUM_LOGIT_BIAS_TOKENS`, `v1/worker/gpu/sample`).
 pub const MAX_LOGIT_BIAS: usize = 1024;
 
-/// How tokens are chosen. The default is greedy.
+/// Sampling parameters. The default is greedy.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
-    /// Divides the logits; 0 takes the most probable token always. 0 or more, finite.
+    /// Divisor of the logits; 0 is greedy. 0 or more, finite.
     pub temperature: f32,
     /// Keeps this many most probable tokens; 0 keeps all.
     pub top_k: usize,
@@ -43,31 +43,29 @@ pub struct SamplingParams {
     pub frequency_penalty: f32,
     /// Tokens that the repetition penalty looks back over, prompt included.
     pub penalty_window: usize,
-    /// Starts the request's random numbers.
+    /// Seed of the request's random numbers.
     pub seed: u64,
-    /// Tokens with what is added to their logits before all else, -100 to 100; at most
+    /// Tokens with a bias added to their logits before all else, -100 to 100; at most
     /// [`MAX_LOGIT_BIAS`], each token once, in any order.
     pub logit_bias: Vec<(u32, f32)>,
 }
 
-/// Highest temperature, as a power of two, at which top-k is known to take its tokens from the
-/// [`TopLogits`]. It bounds the proof at [`SamplingParams::top`], and is far above what is asked
-/// for.
+/// Highest temperature, as a power of two, at which top-k provably selects from the [`TopLogits`].
+/// It bounds the proof at [`SamplingParams::top`], and is far above usual requests.
 const TOP_TEMPERATURE_MAX: i8 = 4;
 
-/// Logits that are further apart than the temperature by 2 to this power have unlike weights.
+/// Logits that differ by more than the temperature times 2 to this power have different weights.
 const APART: i8 = -10;
 
 impl SamplingParams {
-    /// Which logits of a row, as the model gives them, decide the token where `forbidden` tokens
-    /// may not come.
+    /// The logits of a row that determine the token, if `forbidden` tokens are excluded.
     pub(crate) fn wanted(&self, forbidden: usize) -> Logits {
         let penalties = (
             self.repetition_penalty,
             self.presence_penalty,
             self.frequency_penalty,
         );
-        // A bias or penalty may lift any logit above the largest.
+        // A bias or penalty may raise any logit above the largest.
         if penalties != (1.0, 0.0, 0.0) || !self.logit_bias.is_empty() {
             return Logits::Last;
         }
@@ -80,8 +78,8 @@ impl SamplingParams {
         top.map_or(Logits::Last, Logits::Top)
     }
 
-    /// The `n` largest logits, which top-k keeps, and all that may equal them. Forbidden tokens
-    /// count, so that enough of the others are among them.
+    /// The `n` largest logits, which top-k keeps, and all that may equal them. Forbidden tokens are
+    /// counted in addition, so that enough others remain.
     ///
     /// Top-k keeps by weight, then by token, and unlike logits may have equal weights. With `t`
     /// the logit less the largest, over the temperature: weights are above 0 from `t = -87.33` on.
@@ -124,13 +122,12 @@ impl Default for SamplingParams {
 pub struct ParamError {
     pub name: &'static str,
     pub got: f32,
-    /// The accepted values.
     pub expected: &'static str,
 }
 
 impl SamplingParams {
-    /// Checks all ranges but those of [`logit_bias`](Self::logit_bias), for which the vocabulary
-    /// must be known: the engine checks it.
+    /// Checks all ranges except [`logit_bias`](Self::logit_bias), which depends on the vocabulary:
+    /// the engine checks it.
     ///
     /// # Errors
     /// [`ParamError`] for the first parameter out of range.
@@ -168,11 +165,11 @@ impl SamplingParams {
         )
     }
 
-    /// Checks the bias for a model of `vocab` tokens. A token that comes twice is refused, not
-    /// added up or overwritten: the author of the list meant one of them.
+    /// Checks the bias for a model of `vocab` tokens. A repeated token is refused instead of added
+    /// up or overwritten: one of the entries is a mistake.
     ///
     /// # Errors
-    /// [`Error::BiasCount`] before anything of the list is looked at, [`Error::BiasToken`],
+    /// [`Error::BiasCount`] before any entry is checked, [`Error::BiasToken`],
     /// [`Error::BiasValue`], [`Error::BiasTwice`].
     pub(crate) fn check_bias(&self, vocab: usize) -> Result<(), Error> {
         let (got, most) = (self.logit_bias.len(), MAX_LOGIT_BIAS);
@@ -210,17 +207,17 @@ fn check(
     })
 }
 
-/// The inputs to the choice of a token, besides the logits.
+/// Inputs of sampling besides the logits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Asked<'a> {
     pub(crate) history: History<'a>,
-    /// Tokens that may come, at least one; `None` for all.
+    /// Allowed tokens, at least one; `None` for all.
     pub(crate) mask: Option<&'a SimpleVob>,
-    /// How many log-probabilities to tell besides the token's own.
+    /// Alternatives with log-probabilities to report; `None` for no log-probabilities.
     pub(crate) logprobs: Option<usize>,
 }
 
-/// Tokens so far, and how many of them are the prompt.
+/// Tokens so far, and the length of the prompt.
 pub(crate) type History<'a> = (&'a [u32], usize);
 
 /// The sampling state of one sequence.
@@ -228,13 +225,13 @@ pub(crate) type History<'a> = (&'a [u32], usize);
 #[serde(try_from = "State", into = "State")]
 pub(crate) struct Sampler {
     params: SamplingParams,
-    /// Random numbers taken so far.
+    /// Random numbers used so far.
     draws: u64,
     rng: Pcg64Mcg,
 }
 
-/// The serialised form of a [`Sampler`]. The generator can be wound forward, so a count stands for
-/// its state.
+/// Serialised form of a [`Sampler`]. The generator can be advanced, so the count stands for its
+/// state.
 #[derive(Serialize, Deserialize)]
 struct State {
     params: SamplingParams,
@@ -261,7 +258,7 @@ impl TryFrom<State> for Sampler {
     }
 }
 
-/// A token that may be drawn.
+/// A candidate token of the draw.
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
     token: u32,
@@ -276,13 +273,13 @@ impl Candidate {
     }
 }
 
-/// Working memory of [`Sampler::sample`]: 16 bytes per token of the vocabulary.
+/// Buffers of [`Sampler::sample`]: 16 bytes per token of the vocabulary.
 #[derive(Debug)]
 pub(crate) struct Scratch {
-    /// The logits as they came, for log-probabilities.
+    /// Unmodified logits, for log-probabilities.
     raw: Vec<f32>,
-    /// By token, proportional to the probability: 1 for the most probable token, 0 for those that
-    /// may not be drawn.
+    /// By token, proportional to the probability: 1 for the most probable token, 0 for excluded
+    /// ones.
     weights: Vec<f32>,
     candidates: Vec<Candidate>,
 }
@@ -296,31 +293,30 @@ impl Scratch {
         }
     }
 
-    /// Tokens that might have been drawn.
+    /// Number of tokens that could have been drawn.
     #[cfg(test)]
     pub(crate) fn kept(&self) -> usize {
         self.weights.iter().filter(|weight| **weight > 0.0).count()
     }
 }
 
-/// A token that was chosen.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Choice {
     pub(crate) token: u32,
     pub(crate) logprobs: Option<TokenLogprobs>,
 }
 
-/// How many candidates top-p sorts at first, doubled until they are enough. Measured for top-p 0.95
-/// on 256 tokens of Austen's prose (`engine::tests::smollm2` counts them). SmolLM2 needs no more at
-/// 96 % of the positions at temperature 0.7, and at 57 % at temperature 1.
+/// Candidates that top-p sorts first, doubled until they are enough. Measured for top-p 0.95 on 256
+/// tokens of Austen's prose (`engine::tests::smollm2` counts them). SmolLM2 needs no more at 96 %
+/// of the positions at temperature 0.7, and at 57 % at temperature 1.
 const FIRST_CUT: usize = 256;
 
-/// Values that are looked at together before it is asked which one it was.
+/// Values per chunk of a search.
 const CHUNK: usize = 64;
 
 impl SamplingParams {
-    /// The token that an empty history would get; `logits` is `(vocabulary,)` and is overwritten.
-    /// For those who measure what choosing costs.
+    /// Samples the first token of an empty history; `logits` is `(vocabulary,)` and is overwritten.
+    /// For benchmarks of sampling.
     ///
     /// # Errors
     /// [`ParamError`].
@@ -350,8 +346,7 @@ impl Sampler {
         &self.params
     }
 
-    /// Passes over a token that was chosen elsewhere: takes the random numbers that its choice
-    /// took.
+    /// Skips a token that was sampled elsewhere: uses up its random numbers.
     pub(crate) fn skip(&mut self) {
         if (1.0 / self.params.temperature).is_finite() {
             self.draws = self.draws.wrapping_add(1);
@@ -359,8 +354,8 @@ impl Sampler {
         }
     }
 
-    /// [`sample`](Self::sample) among the tokens that may come, with the log-probabilities of the
-    /// logits as they came where asked for.
+    /// [`sample`](Self::sample) among the allowed tokens, with log-probabilities of the unmodified
+    /// logits if requested.
     pub(crate) fn choose(
         &mut self,
         kernels: &Kernels,
@@ -369,7 +364,7 @@ impl Sampler {
         scratch: &mut Scratch,
     ) -> Choice {
         if asked.logprobs.is_some() {
-            // Bias and penalties write over the logits.
+            // Bias and penalties overwrite the logits.
             scratch.raw.copy_from_slice(logits);
         }
         if let Some(mask) = asked.mask {
@@ -377,7 +372,7 @@ impl Sampler {
         }
         let mut token = self.sample(kernels, logits, asked.history, scratch);
         if let Some(mask) = asked.mask.filter(|mask| !mask.is_allowed(token)) {
-            // All that may come has a logit of minus infinity or NaN.
+            // All allowed tokens have a logit of minus infinity or NaN.
             token = mask.first_bit_set().unwrap_or_default() as u32;
         }
         let logprobs = asked.logprobs.map(|n| {
@@ -389,13 +384,12 @@ impl Sampler {
         Choice { token, logprobs }
     }
 
-    /// Chooses the token that follows `history`. `logits` is `(vocabulary,)` and is
-    /// overwritten; a NaN is never chosen before a number.
+    /// Samples the token that follows `history`. `logits` is `(vocabulary,)` and is overwritten; a
+    /// NaN is never preferred to a number.
     ///
     /// Cost: greedy, one pass over the logits; otherwise a few passes with an exponential per
-    /// token, and a sort of what may be drawn. Allocates a copy of the tokens that penalties look
-    /// at, and for top-k a number per 64 tokens of the vocabulary. Takes one random number, none
-    /// when greedy.
+    /// token, and a sort of the candidates. Allocates a copy of the penalised tokens, and for top-k
+    /// a number per 64 tokens of the vocabulary. Uses one random number, none when greedy.
     pub(crate) fn sample(
         &mut self,
         kernels: &Kernels,
@@ -409,8 +403,8 @@ impl Sampler {
         self.penalise(logits, history);
         let best = argmax(logits);
         let (largest, scale) = (logits[best], 1.0 / self.params.temperature);
-        // Greedy at temperature 0, when its inverse overflows, and when the weights, which are
-        // relative to the largest logit, would all be NaN.
+        // Greedy at temperature 0, if its inverse overflows, and if all weights, which are relative
+        // to the largest logit, would be NaN.
         if !scale.is_finite() || !largest.is_finite() {
             return best as u32;
         }
@@ -439,7 +433,7 @@ impl Sampler {
         }
     }
 
-    /// Sets the weights of the tokens to 0 that top-k, top-p or min-p takes away.
+    /// Sets the weights of tokens outside top-k, top-p or min-p to 0.
     fn cut(&self, scratch: &mut Scratch) {
         let (p, weights) = (&self.params, &mut scratch.weights);
         if p.top_k > 0 || p.top_p < 1.0 {
@@ -455,7 +449,7 @@ impl Sampler {
         }
     }
 
-    /// The tokens that top-k and then top-p leave; one of them cuts.
+    /// Candidates after top-k and then top-p; at least one of them is active.
     fn find_top(&self, weights: &[f32], candidates: &mut Vec<Candidate>) {
         let (top_k, top_p) = (self.params.top_k, f64::from(self.params.top_p));
         candidates.clear();
@@ -467,8 +461,8 @@ impl Sampler {
             candidates.iter().map(|c| f64::from(c.weight)).sum()
         } else {
             let all = total(weights);
-            // All tokens below this weight together are less than what top-p leaves out. A little
-            // lower, so that rounding cannot matter.
+            // All tokens below this weight together have less than top-p excludes. Slightly lower,
+            // so that rounding cannot matter.
             let unneeded = 0.999 * (1.0 - top_p) * all / weights.len() as f64;
             candidates.extend(candidates_from(weights, unneeded as f32));
             all
@@ -478,9 +472,9 @@ impl Sampler {
         }
     }
 
-    /// Draws a token by its weight.
+    /// Draws a token by weight.
     fn draw(&mut self, weights: &[f32]) -> usize {
-        // Only a forged count gets to the end of the range.
+        // Only a forged count reaches the end of the range.
         self.draws = self.draws.wrapping_add(1);
         // 53 random bits: every f64 in 0..1 of that spacing.
         let uniform = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
@@ -498,13 +492,13 @@ impl Sampler {
                 }
             }
         }
-        // Rounding can leave a little.
+        // Rounding can leave a remainder.
         let last = weights.iter().rposition(|weight| *weight > 0.0);
         last.expect("the most probable token is always left")
     }
 }
 
-/// Makes the tokens impossible that are not in `mask`. Cost: a pass over the logits.
+/// Sets the logits outside `mask` to minus infinity. Cost: a pass over the logits.
 fn forbid(logits: &mut [f32], mask: &SimpleVob) {
     for (part, bits) in logits.chunks_mut(32).zip(mask.as_slice()) {
         if *bits == u32::MAX {
@@ -518,7 +512,8 @@ fn forbid(logits: &mut [f32], mask: &SimpleVob) {
     }
 }
 
-/// Tokens with how often they come, by ascending id: a hash map's order would leak into the logits.
+/// Tokens with their number of occurrences, by ascending id: the order of a hash map would change
+/// logits.
 fn counts(tokens: &[u32]) -> Vec<(u32, usize)> {
     let mut sorted = tokens.to_vec();
     sorted.sort_unstable();
@@ -526,7 +521,7 @@ fn counts(tokens: &[u32]) -> Vec<(u32, usize)> {
     runs.map(|run| (run[0], run.len())).collect()
 }
 
-/// The tokens that may be drawn and weigh at least `least`.
+/// Tokens with a weight above 0 and at least `least`.
 fn candidates_from(weights: &[f32], least: f32) -> impl Iterator<Item = Candidate> {
     let is_candidate = move |weight: f32| weight > 0.0 && weight >= least;
     let tokens = (0..)
@@ -535,16 +530,15 @@ fn candidates_from(weights: &[f32], least: f32) -> impl Iterator<Item = Candidat
     tokens.map(|(token, &weight)| Candidate { token, weight })
 }
 
-/// A value that at least `n` (1 or more) of `values` reach, so that the `n` largest can be found
-/// among those. It is the n-th largest of the largest of each chunk; `None` when there are fewer
-/// chunks.
+/// A value that at least `n` (1 or more) of `values` reach: the n-th largest of the chunk maxima.
+/// `None` if there are fewer chunks.
 fn reached_by(values: &[f32], n: usize) -> Option<f32> {
     let mut peaks: Vec<f32> = values.chunks(CHUNK).map(largest).collect();
     let most = |a: &f32, b: &f32| b.total_cmp(a);
     (peaks.len() >= n).then(|| *peaks.select_nth_unstable_by(n - 1, most).1)
 }
 
-/// The sum, in eight lanes that the compiler can add at once.
+/// The sum, in eight lanes for vectorisation.
 fn total(weights: &[f32]) -> f64 {
     let mut lanes = [0.0; 8];
     for part in weights.chunks(lanes.len()) {
@@ -554,8 +548,8 @@ fn total(weights: &[f32]) -> f64 {
     lanes.iter().sum()
 }
 
-/// Keeps the fewest most probable candidates whose weights sum to `wanted`, all when they do not;
-/// most probable first.
+/// Keeps the fewest most probable candidates whose weights sum to `wanted`, or all; most probable
+/// first.
 fn keep_most_probable(candidates: &mut Vec<Candidate>, wanted: f64) {
     let mut cut = FIRST_CUT;
     loop {
@@ -573,7 +567,7 @@ fn keep_most_probable(candidates: &mut Vec<Candidate>, wanted: f64) {
     }
 }
 
-/// Sorts the `cut` most probable candidates to the front; returns how many that were.
+/// Sorts the `cut` most probable candidates to the front; returns their number.
 fn sort_first(candidates: &mut [Candidate], cut: usize) -> usize {
     if cut < candidates.len() {
         candidates.select_nth_unstable_by(cut, Candidate::order);
@@ -583,7 +577,7 @@ fn sort_first(candidates: &mut [Candidate], cut: usize) -> usize {
     sorted
 }
 
-/// The largest value, negative infinity if there are only NaN.
+/// The largest value, negative infinity if all are NaN.
 fn largest(values: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut lanes = [f32::NEG_INFINITY; 8];
@@ -594,7 +588,7 @@ fn largest(values: &[f32]) -> f32 {
     lanes.into_iter().fold(f32::NEG_INFINITY, larger)
 }
 
-/// Where the largest logit is, the first among equals; a NaN only if there is nothing else.
+/// Index of the largest logit, the first among equals; a NaN only if all are NaN.
 fn argmax(logits: &[f32]) -> usize {
     let mut best = (f32::NEG_INFINITY, 0);
     for (i, chunk) in logits.chunks(CHUNK).enumerate() {

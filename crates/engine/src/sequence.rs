@@ -1,4 +1,6 @@
-//! A sequence: its tokens, its pages, and the state that turns tokens into text.
+//! A sequence: its tokens, cache pages, sampler and the state that decodes tokens to text.
+//!
+//! The engine's queues hold sequences. This module decides nothing about scheduling.
 
 use std::time::Duration;
 
@@ -15,30 +17,29 @@ use crate::sampling::{Asked, Choice, Sampler, Scratch};
 use crate::turn::Turn;
 use crate::{Error, Event, Finish, Order, Request, SequenceId, Snapshot, TokenLogprobs};
 
-/// Most tokens that are taken at once because a grammar leaves no choice. Names and punctuation of
-/// an object's field are 3 to 10 tokens; each token costs a mask between two steps, some 20 us.
+/// Maximum forced tokens per step. Names and punctuation of an object's field are 3 to 10 tokens;
+/// each token costs a mask between two steps, some 20 us.
 pub(crate) const FORCED_MAX: usize = 15;
 
-/// A maker of guesses.
+/// Proposer of draft tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Guesser {
-    /// The n-grams of the sequence's own text.
+    /// N-grams of the sequence's own text.
     Text,
     /// The draft model.
     Model,
 }
 
-/// The adapter of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Adapted {
-    /// Its number in this engine's model, from 1.
+    /// Number in this engine's model, from 1.
     pub(crate) place: u32,
-    /// SHA-256 of its numbers.
+    /// SHA-256 of the adapter's values.
     pub(crate) digest: [u8; 32],
 }
 
 impl Adapted {
-    /// The name that the first page of its sequences follows in a store.
+    /// The name that precedes the first page of its sequences in a store.
     fn root(self, store: &dyn PageStore) -> PageName {
         let (words, _) = self.digest.as_chunks::<4>();
         let words: Vec<u32> = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
@@ -53,42 +54,41 @@ pub(crate) struct Sequence {
     /// Prompt and answer.
     pub(crate) tokens: Vec<u32>,
     prompt_len: usize,
-    /// Positions whose keys and values are in the cache; below `tokens.len()` between steps.
+    /// Positions with keys and values in the cache; fewer than `tokens.len()` between steps.
     pub(crate) computed: usize,
-    /// Of these, positions that did not have to be computed when it was admitted.
+    /// Of these, positions found in the cache at admission.
     pub(crate) reused: usize,
-    /// Position of the last token that was chosen by logits; those behind it were
-    /// [forced](Self::take_forced). `usize::MAX` before there is one, and after a snapshot.
+    /// Position of the last sampled token; later ones were [forced](Self::take_forced).
+    /// `usize::MAX` before the first, and after a snapshot.
     chosen_at: usize,
     /// Cover at least `computed` positions.
     pub(crate) pages: Owned,
-    /// The adapter that its rows have, if any.
     pub(crate) adapter: Option<Adapted>,
-    /// Of its first pages, as far as a store asked for them: tokens in them do not change.
+    /// Names of its first pages, as far as a store needed them: tokens in full pages do not change.
     names: Vec<PageName>,
-    /// Whether it waits for pages that a store has.
+    /// Whether it waits for pages from a store.
     pub(crate) holds: bool,
     /// [`Request::order`].
     pub(crate) order: Order,
-    /// When its deadline is over, in the time that the engine counts.
+    /// End of its deadline, on the engine's clock.
     pub(crate) due: Option<Duration>,
     /// How often others were admitted before it, or got rows while its prompt got none.
     pub(crate) passed: u32,
-    /// Whether others had the rows that it wanted since its last ones ([`fair`](crate::fair)).
+    /// Whether its rows were withheld in favour of others since its last ones
+    /// ([`fair`](crate::fair)).
     pub(crate) withheld: bool,
-    /// The least has the next rows of its client.
+    /// The lowest of a client has the next rows.
     pub(crate) ticket: u64,
-    /// Batches under way that have rows of it, and these rows.
+    /// In-flight batches with rows of it, and those rows.
     pub(crate) flights: usize,
     pub(crate) flying: usize,
-    /// Guesses behind its last token that windows under way check.
+    /// Draft tokens after its last token in in-flight windows.
     pub(crate) ahead: Vec<u32>,
-    /// Counts how often a guess was wrong that others under way follow: rows that were planned
-    /// before are stale.
+    /// Incremented when a rejected draft token makes later in-flight rows stale.
     pub(crate) course: u32,
-    /// The maker of its last guesses, while all of these may still be right.
+    /// Proposer of its last draft, while all of that may still be right.
     pub(crate) guesser: Option<Guesser>,
-    /// Whether it was taken out or has ended, and has rows under way.
+    /// Whether it was removed or has ended, with rows still in flight.
     pub(crate) gone: bool,
     pub(crate) drafts: Drafts,
     /// Tokens that may still be generated.
@@ -97,12 +97,11 @@ pub(crate) struct Sequence {
     min_tokens: usize,
     /// [`Request::logprobs`].
     logprobs: Option<usize>,
-    /// Of the prompt's tokens from the second on, as far as they are known, where they are to be
-    /// told and were not yet.
+    /// Prompt logprobs not yet reported, from token 1; `None` if not requested or already reported.
     scores: Option<Vec<TokenLogprobs>>,
     /// [`Request::shown`].
     shown: Vec<u32>,
-    /// Keeps [`Request::constraint`].
+    /// State of [`Request::constraint`].
     pub(crate) guide: Option<Box<Guide>>,
     sampler: Sampler,
     decoder: StreamDecoder,
@@ -110,8 +109,7 @@ pub(crate) struct Sequence {
 }
 
 impl Sequence {
-    /// A sequence whose prompt is to be read. `context` is the most tokens it can have, more than
-    /// the prompt has.
+    /// A new sequence. `context` is the maximum tokens, more than the prompt has.
     pub(crate) fn new(
         id: SequenceId,
         request: Request,
@@ -154,7 +152,7 @@ impl Sequence {
         })
     }
 
-    /// The same with an adapter, before it has pages.
+    /// Sets the adapter, before it has pages.
     pub(crate) fn adapted(self, adapter: Option<Adapted>) -> Self {
         let place = adapter.map_or(0, |adapter| adapter.place);
         Self {
@@ -169,29 +167,29 @@ impl Sequence {
         self.prompt_len
     }
 
-    /// The tokens that are not in the cache yet.
+    /// Tokens that are not in the cache yet.
     pub(crate) fn pending(&self) -> &[u32] {
         &self.tokens[self.computed..]
     }
 
-    /// Whether it is past its prompt: one token is pending, and forced ones behind it, at most
-    /// [`FORCED_MAX`].
+    /// Whether it is past its prompt: one token is pending, with at most [`FORCED_MAX`] forced ones
+    /// after it.
     pub(crate) fn is_decoding(&self) -> bool {
         self.pending().len() == 1 || self.computed >= self.chosen_at
     }
 
-    /// Tokens of the prompt that are still to be scored.
+    /// Prompt tokens still to be scored.
     pub(crate) fn unscored(&self) -> usize {
         let scores = self.scores.as_ref();
         scores.map_or(0, |scores| self.prompt_len - 1 - scores.len())
     }
 
-    /// Whether tokens of the prompt are still to be scored.
+    /// Whether prompt tokens are still to be scored.
     pub(crate) fn is_scoring(&self) -> bool {
         self.unscored() > 0
     }
 
-    /// Positions whose logits are known: the token behind each is scored.
+    /// Scored positions: the logits of each score the token after it.
     fn scored(&self) -> usize {
         self.prompt_len - 1 - self.unscored()
     }
@@ -201,15 +199,15 @@ impl Sequence {
         self.is_scoring() && self.computed >= self.scored()
     }
 
-    /// Rows that the next step may have of it. Rows that score need logits: one each sequence has,
-    /// further ones are taken from `spare`.
+    /// Rows for the next step. Rows that score need logits: each sequence has one, further ones are
+    /// taken from `spare`.
     pub(crate) fn next_rows(&self, spare: &mut usize) -> usize {
         let pending = self.pending().len() - self.flying;
         if !self.is_scoring() {
             return pending;
         }
         if self.flights > 0 {
-            return 0; // what is scored next follows from the rows under way
+            return 0; // the next token to score depends on the in-flight rows
         }
         if !self.is_scored_next() {
             return self.scored() - self.computed;
@@ -219,8 +217,8 @@ impl Sequence {
         rows
     }
 
-    /// Its tokens whose pages may come from other sequences, and its pages. Rows that are to score
-    /// tokens must be computed.
+    /// Tokens that the prefix cache may match, and its pages. Rows that score tokens must be
+    /// computed.
     pub(crate) fn reusable(&mut self) -> (&[u32], &mut Owned) {
         let len = match self.is_scoring() {
             true => self.scored() + 1,
@@ -229,7 +227,7 @@ impl Sequence {
         (&self.tokens[..len], &mut self.pages)
     }
 
-    /// Scores the next token of the prompt by the logits of the token before it.
+    /// Scores the next prompt token by the logits of the token before it.
     pub(crate) fn score(&mut self, kernels: &Kernels, logits: &[f32], scratch: &mut Scratch) {
         let (scored, n) = (self.scored(), self.logprobs.unwrap_or(0));
         if let Some(scores) = &mut self.scores {
@@ -238,7 +236,7 @@ impl Sequence {
         }
     }
 
-    /// Its turn among others, where `served` rows were computed for its client.
+    /// Its scheduling key, if `served` rows were computed for its client.
     pub(crate) const fn turn(&self, served: u64) -> Turn {
         Turn {
             passed: self.passed,
@@ -250,8 +248,8 @@ impl Sequence {
         }
     }
 
-    /// Which of the logits behind its last token decide the next, and those behind guesses of it
-    /// the ones after. `ends` tokens end an answer, which are forbidden while it must go on.
+    /// The logits after its last token that determine the next one, and those after its draft
+    /// tokens. `ends` is the number of end tokens, which are excluded while it must continue.
     pub(crate) fn wanted(&self, ends: usize) -> Logits {
         if self.guide.is_some() || self.logprobs.is_some() {
             return Logits::Last;
@@ -260,17 +258,17 @@ impl Sequence {
         self.sampler.params().wanted(forbidden)
     }
 
-    /// Whether nothing more of it is to be computed.
+    /// Whether no more rows are needed.
     pub(crate) fn is_to_end(&self, now: Duration) -> bool {
         self.gone || self.is_late(now)
     }
 
-    /// Whether its deadline is over.
+    /// Whether its deadline has passed.
     pub(crate) fn is_late(&self, now: Duration) -> bool {
         self.due.is_some_and(|due| due <= now)
     }
 
-    /// Names its first `n` pages, which are full, as `store` does.
+    /// Names its first `n` pages, which are full, for `store`.
     pub(crate) fn name_pages(&mut self, store: &dyn PageStore, n: usize) {
         let named = self.names.len();
         for page in self.tokens.chunks_exact(PAGE).take(n).skip(named) {
@@ -283,7 +281,7 @@ impl Sequence {
         }
     }
 
-    /// The page at place `index` in a pool, which was named before, for a store.
+    /// The page at `index` of a pool, named before, for a store.
     pub(crate) fn kept_page(&self, (pool, index): (u32, usize)) -> KeptPage {
         KeptPage {
             name: self.names[index],
@@ -293,8 +291,8 @@ impl Sequence {
         }
     }
 
-    /// Rows behind the pending token that a draft may have: positions that need no further page,
-    /// and tokens that the answer may still have.
+    /// Maximum draft rows after the pending token: positions in its pages, and tokens that the
+    /// answer may still have.
     pub(crate) const fn draft_room(&self) -> usize {
         let positions = self.pages.len() * PAGE - self.computed - 1;
         let tokens = self.tokens_left.saturating_sub(1);
@@ -305,14 +303,15 @@ impl Sequence {
         }
     }
 
-    /// Whether a window of guesses may follow those under way.
+    /// Whether a speculation window may follow the in-flight ones.
     pub(crate) fn may_go_on(&self) -> bool {
         let is_followed = self.guesser.is_some() && self.flying == 1 && !self.gone;
         is_followed && self.guide.is_none() && self.pending().len() == 1
     }
 
-    /// Takes in that `right` of the `drafted` guesses of a window were right, the next token being
-    /// chosen. Windows behind it go on if they begin with that token, else they are stale.
+    /// Processes a verified window: `right` of its `drafted` tokens were accepted, and the next
+    /// token was sampled. Later windows stay valid if they begin with that token, else they are
+    /// stale.
     pub(crate) fn settle(&mut self, drafted: usize, right: usize) {
         let follows = self.ahead.get(drafted);
         if right == drafted && follows.is_some() && follows == self.tokens.last() {
@@ -332,12 +331,11 @@ impl Sequence {
         self.tokens_left
     }
 
-    /// How its next token will be chosen.
     pub(crate) const fn sampler(&self) -> &Sampler {
         &self.sampler
     }
 
-    /// Pages that its tokens need beyond those it owns.
+    /// Pages that its tokens need beyond those it has.
     pub(crate) fn pages_missing(&self) -> usize {
         let needed = self.tokens.len().div_ceil(PAGE);
         needed.saturating_sub(self.pages.len())
@@ -348,7 +346,7 @@ impl Sequence {
         self.guide.is_none() && self.tokens.len() - self.prompt_len < self.min_tokens
     }
 
-    /// Chooses the next token by the logits after the last one; else why there is none.
+    /// Samples the next token from the logits after the last one; else returns why there is none.
     pub(crate) fn next_token(
         &mut self,
         kernels: &Kernels,
@@ -373,8 +371,8 @@ impl Sequence {
         Ok(self.sampler.choose(kernels, logits, asked, scratch))
     }
 
-    /// Takes in what [`next_token`](Self::next_token) gave. The last event is [`Event::Finished`]
-    /// if the sequence has ended.
+    /// Appends the result of [`next_token`](Self::next_token). The last event is
+    /// [`Event::Finished`] if the sequence has ended.
     pub(crate) fn accept(
         &mut self,
         choice: Result<Choice, Finish>,
@@ -422,11 +420,8 @@ impl Sequence {
         }
     }
 
-    /// Takes in the tokens behind the last one that its grammar leaves no choice of, without
-    /// logits.
-    /// `vocab` is the number of logits. Takes none where log-probabilities are asked for, which
-    /// need
-    /// logits.
+    /// Appends the tokens that its grammar forces, without logits. `vocab` is the number of logits.
+    /// Takes none if log-probabilities are requested, which need logits.
     pub(crate) fn take_forced(
         &mut self,
         vocab: usize,
@@ -441,7 +436,7 @@ impl Sequence {
             let Some(token) = self.guide.as_mut().and_then(|guide| guide.sole(vocab)) else {
                 return;
             };
-            // The random number that the choice would have taken.
+            // The random number that sampling would have used.
             self.sampler.skip();
             let logprobs = None;
             self.accept(Ok(Choice { token, logprobs }), tokenizer, events);
@@ -459,8 +454,8 @@ impl Sequence {
         tokenizer.token_bytes(token).unwrap_or_default()
     }
 
-    /// Takes in tokens that were chosen for it elsewhere, whose texts were shown there. The last
-    /// event if they have ended it.
+    /// Replays tokens that were sampled and shown elsewhere. Returns the final event if they have
+    /// ended it.
     pub(crate) fn replay(&mut self, tokens: &[u32], tokenizer: &Tokenizer) -> Option<Event> {
         let mut events = Vec::new();
         for &token in tokens {
@@ -473,8 +468,8 @@ impl Sequence {
         last.filter(|event| matches!(event, Event::Finished { .. }))
     }
 
-    /// The last event, with the text that was held back. A stop string that the end decides goes
-    /// before `reason`.
+    /// The final event, with the text that was held back. A stop string completed by the end takes
+    /// precedence over `reason`.
     pub(crate) fn finish(&mut self, reason: Finish) -> Event {
         let mut text = self.stops.push(&self.decoder.finish()).text;
         let output = self.stops.finish();
@@ -486,7 +481,7 @@ impl Sequence {
         }
     }
 
-    /// Everything but the cache.
+    /// The state without the cache.
     pub(crate) fn into_snapshot(self, model: String) -> Snapshot {
         Snapshot {
             model,
@@ -506,8 +501,7 @@ impl Sequence {
         }
     }
 
-    /// The sequence of a snapshot, with nothing in the cache.
-    /// `guide` keeps its constraint and stands where its tokens lead.
+    /// The sequence of a snapshot, with an empty cache. `guide` must be advanced by its tokens.
     pub(crate) fn restored(id: SequenceId, snapshot: Snapshot, guide: Option<Guide>) -> Self {
         let is_new = snapshot.tokens.len() == snapshot.prompt_len;
         Self {

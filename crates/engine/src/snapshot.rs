@@ -1,4 +1,4 @@
-//! A sequence outside an engine.
+//! The state of a sequence outside an engine.
 
 use paceline_formats::grammar::Constraint;
 use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
@@ -8,16 +8,16 @@ use crate::request::{check_logprobs, check_prompt_logprobs, check_shown, check_t
 use crate::sampling::Sampler;
 use crate::{Error, Order};
 
-/// Everything that decides how a sequence goes on: tokens, sampling state with its random
-/// numbers, characters and stop strings half seen. Keys and values are not in it: an engine of the
-/// same model and kernel class computes them again to the bit.
+/// Everything that determines how a sequence continues: tokens, sampling state with its random
+/// numbers, partial characters and stop strings. Keys and values are not included: an engine of the
+/// same model and kernel class recomputes them to the bit.
 ///
-/// Continuing a snapshot gives the same tokens and text as if the sequence had never been taken
-/// out. Serialises with serde, a few bytes per token; a snapshot from outside is checked when it is
-/// read and when it is restored.
+/// A continued snapshot gives the same tokens and text as the uninterrupted sequence. Serialises
+/// with serde, a few bytes per token. A received snapshot is checked when it is parsed and when it
+/// is restored.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Snapshot {
-    /// Model and kernel class, as [`EngineConfig::model`](crate::EngineConfig::model) says.
+    /// Model and kernel class; [`EngineConfig::model`](crate::EngineConfig::model).
     pub(crate) model: String,
     /// Prompt and answer so far.
     pub(crate) tokens: Vec<u32>,
@@ -28,21 +28,20 @@ pub struct Snapshot {
     pub(crate) min_tokens: usize,
     /// [`Request::logprobs`](crate::Request::logprobs).
     pub(crate) logprobs: Option<usize>,
-    /// [`Request::prompt_logprobs`](crate::Request::prompt_logprobs), where they were not told yet.
+    /// [`Request::prompt_logprobs`](crate::Request::prompt_logprobs), if not reported yet.
     #[serde(default)]
     pub(crate) prompt_logprobs: bool,
     /// [`Request::shown`](crate::Request::shown).
     #[serde(default)]
     pub(crate) shown: Vec<u32>,
-    /// [`Request::constraint`](crate::Request::constraint). Where in its grammar the sequence is
-    /// follows from the tokens.
+    /// [`Request::constraint`](crate::Request::constraint). The grammar's state follows from the
+    /// tokens.
     #[serde(default)]
     pub(crate) constraint: Option<Constraint>,
-    /// [`Request::order`](crate::Request::order), whose deadline counts anew.
+    /// [`Request::order`](crate::Request::order); the deadline starts again.
     #[serde(default)]
     pub(crate) order: Order,
-    /// SHA-256 of the numbers of its adapter, if it has one: names may differ from engine to
-    /// engine.
+    /// SHA-256 of its adapter's values, if it has one: names may differ between engines.
     #[serde(default)]
     pub(crate) adapter: Option<[u8; 32]>,
     pub(crate) sampler: Sampler,
@@ -56,13 +55,13 @@ impl Snapshot {
         &self.tokens
     }
 
-    /// How many of the tokens are the prompt.
+    /// Number of prompt tokens.
     pub const fn prompt_len(&self) -> usize {
         self.prompt_len
     }
 
-    /// Whether a running sequence of an engine with `context` positions and `vocab` tokens could
-    /// have this state.
+    /// Checks that a running sequence of an engine with `context` positions and `vocab` tokens
+    /// could have this state.
     pub(crate) fn check(&self, context: usize, vocab: usize) -> Result<(), Error> {
         check_logprobs(self.logprobs)?;
         if self.prompt_logprobs {
@@ -71,7 +70,7 @@ impl Snapshot {
         self.sampler.params().check_bias(vocab)?;
         check_shown(&self.shown, vocab)?;
         let (tokens, prompt, left) = (self.tokens.len(), self.prompt_len, self.tokens_left);
-        // Nothing left is the state of a request that only reads its prompt.
+        // No remaining tokens is the state of a request that only computes its prompt.
         if prompt == 0 || tokens < prompt || (left == 0 && tokens > prompt) {
             return Err(Error::BadSnapshot {
                 tokens,
@@ -87,7 +86,7 @@ impl Snapshot {
             });
         }
         check_tokens(&self.tokens, vocab)?;
-        // Neither gives anything for no input, unless it holds more than it ever would.
+        // Both return nothing for empty input, unless they hold more than any answer leaves.
         let decodes = !self.decoder.clone().push(&[]).is_empty();
         if decodes || self.stops.clone().push("") != StopOutput::default() {
             return Err(Error::BadSnapshotText);

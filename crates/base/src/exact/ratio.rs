@@ -101,7 +101,8 @@ impl Ratio {
         if self.is_zero() {
             return 0.0;
         }
-        // A numerator of so many bits that the quotient has all that count; the rest is sticky.
+        // The numerator gets enough bits that the quotient has all significant ones; the remainder
+        // is sticky.
         let wanted = bits(&self.divisor) + QUOTIENT_BITS;
         let down = bits(&self.limbs) as i32 - wanted as i32;
         let (rest, dropped) = match down {

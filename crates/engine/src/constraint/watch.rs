@@ -1,20 +1,20 @@
-//! Finds the place in a generated text where a grammar begins.
+//! Finds the start of a grammar in generated text.
 
 use paceline_formats::grammar::Start;
 
-/// Looks for markers in text that comes in pieces.
+/// Searches for markers in streamed text.
 #[derive(Clone, Debug)]
 pub(super) struct Watch {
     markers: Vec<Vec<u8>>,
-    /// Markers between these do not count.
+    /// Markers between these two do not count.
     except: Option<(Vec<u8>, Vec<u8>)>,
     is_inside: bool,
-    /// The end of the text, shorter than the longest marker.
+    /// End of the text, shorter than the longest marker.
     tail: Vec<u8>,
 }
 
 impl Watch {
-    /// `None` when the grammar begins with the answer.
+    /// `None` if the grammar starts with the answer.
     pub(super) fn of(start: &Start) -> Option<Self> {
         let bytes = |text: &String| text.clone().into_bytes();
         match start {
@@ -36,8 +36,8 @@ impl Watch {
         }
     }
 
-    /// Reads the bytes of the next token. When a marker ends in it, what comes behind the marker;
-    /// the search begins anew then.
+    /// Reads the bytes of the next token. If a marker ends in it, returns the bytes after the
+    /// marker and restarts the search.
     pub(super) fn push(&mut self, bytes: &[u8]) -> Option<Vec<u8>> {
         for (at, byte) in bytes.iter().enumerate() {
             self.tail.push(*byte);
@@ -67,7 +67,7 @@ impl Watch {
         None
     }
 
-    /// Drops what no marker can begin in.
+    /// Drops text in which no marker can begin.
     fn forget(&mut self) {
         let span = self.except.iter().flat_map(|(open, close)| [open, close]);
         let longest = self.markers.iter().chain(span).map(Vec::len).max();

@@ -1,25 +1,25 @@
-//! Decides by measured times how many guesses of a draft model pay. Pure.
+//! Estimates the gain of a draft length from measured times. Pure.
 
 use crate::chain::{Chance, Pipeline};
 use crate::draft::{Bounds, Costs, expected};
 
-/// The known times of a step.
+/// Measured times of a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Outlook<'a> {
-    /// Seconds of a step without guesses, above 0.
+    /// Seconds of a step without drafts, above 0.
     pub(super) plain: f64,
-    /// Seconds of a pass of the draft, which gives a guess to each sequence.
+    /// Seconds of a draft pass, which proposes one token for each sequence.
     pub(super) pass: f64,
     pub(super) bounds: Bounds,
-    /// Of steps that check guesses.
+    /// Times of verifying steps.
     pub(super) costs: &'a Costs,
-    /// Where windows of a sequence may follow each other.
+    /// If speculation windows of a sequence may overlap.
     pub(super) pipeline: Option<Pipeline<'a>>,
 }
 
 impl Outlook<'_> {
-    /// The largest gain in tokens a second, and its depth: 1 and 0 where no depth gains any. `each`
-    /// has the acceptance of every sequence and the most guesses that it may have.
+    /// The largest speed-up and its draft length; 1 and 0 if no length gains. `each` has the
+    /// acceptance and the maximum draft of every sequence.
     pub(super) fn best(&self, each: &[(f64, usize)]) -> (f64, usize) {
         let mut best = (1.0, 0);
         for depth in 1..=self.bounds.most {
@@ -42,7 +42,7 @@ impl Outlook<'_> {
         }
     }
 
-    /// Guesses of each sequence, `depth` as far as there is room.
+    /// Draft length of each sequence: `depth`, bounded by its room.
     pub(super) fn depths(&self, each: &[(f64, usize)], depth: usize) -> Vec<usize> {
         let mut left = self.bounds.rows;
         let one = |(_, room): &(f64, usize)| {
@@ -53,14 +53,14 @@ impl Outlook<'_> {
         each.iter().map(one).collect()
     }
 
-    /// Seconds that a step with one guess takes longer than one without.
+    /// Additional seconds of a step with one draft token.
     pub(super) fn trial(&self) -> f64 {
         let decoding = self.bounds.decoding;
         let longer = self.costs.relative(decoding, decoding + 1) - 1.0;
         self.pass + self.plain * longer.max(0.0)
     }
 
-    /// Tokens a second with guesses up to `depth`, as a multiple of those without.
+    /// Speed-up of drafts up to `depth`.
     fn gain(&self, each: &[(f64, usize)], depth: usize) -> f64 {
         let depths = self.depths(each, depth);
         let of =
@@ -113,11 +113,11 @@ mod tests {
         assert!(gain > 3.0 && depth == 8, "{gain} {depth}");
         let (gain, depth) = best(&slow_links, 0.002, 0.4, 16);
         assert!((1.3..2.0).contains(&gain) && depth < 8, "{gain} {depth}");
-        // A fast model whose rows cost as much as steps: nothing to gain.
+        // A fast model, with rows as expensive as steps: no gain.
         let dear = costs(&[(1, 0.01), (9, 0.09)]);
         assert_eq!(best(&dear, 0.0025, 0.8, 16), (1.0, 0));
         assert_eq!(best(&slow_links, 0.002, 0.0, 16), (1.0, 0));
-        // A draft as slow as its model.
+        // A draft model as slow as its model.
         assert_eq!(best(&slow_links, 0.1, 0.7, 16), (1.0, 0));
         assert_eq!(best(&slow_links, 0.002, 0.9, 3).1, 3, "no room for more");
     }

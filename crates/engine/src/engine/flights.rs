@@ -1,21 +1,20 @@
-//! Batches under way: planned, known to the other ranks, and not yet computed by this one.
+//! In-flight batches: planned, announced to the other ranks, and not yet computed by this one.
 //!
 //! ```text
 //! stage 0    A   B   A'  B'        the leader plans B before it computes A
 //! stage 1        A   B   A'  B'    A' needs the tokens that A gave
 //! ```
 //!
-//! All ranks compute batches in the order in which they were planned. So a page may get another
-//! owner while a batch that uses it is under way: the new owner writes later. Everything that a
-//! batch reads and writes is copied when it is planned, because sequences go on meanwhile.
-//! Sequences with rows under way keep their pages: they are not preempted, and those that are
-//! cancelled are dropped when their rows are computed.
+//! All ranks compute batches in the order of planning. So a page may get a new owner while an
+//! in-flight batch uses it: the new owner writes later. A batch copies everything it reads when it
+//! is planned, because sequences change meanwhile. Sequences with in-flight rows keep their pages:
+//! they are not preempted, and cancelled ones are dropped when their rows complete.
 //!
-//! Where no other sequence wants rows, a sequence whose rows have guesses may have further windows
-//! of guesses behind them ([`chain`](crate::chain)). When a guess turns out wrong, the windows
-//! behind it are *stale*. They are computed, as all ranks know of them, and nothing is chosen by
-//! them. Their rows in the cache are written over by the rows that follow the right token. These
-//! were planned later and are computed later on every rank. No row looks at the stale rows before.
+//! If no other sequence needs rows, a sequence with draft tokens may have further speculation
+//! windows in flight ([`chain`](crate::chain)). A rejected draft token makes the later windows
+//! *stale*. All ranks still compute them, and the engine ignores their logits. Rows after the right
+//! token overwrite their rows in the cache. These were planned later and are computed later on
+//! every rank. No row reads the stale rows before.
 
 use paceline_model::trace::Kind;
 use paceline_model::{Batch, BatchSequence, Logits, WindowPages};
@@ -25,40 +24,40 @@ use crate::constraint::Guide;
 use crate::pace::Composition;
 use crate::{Error, SequenceId};
 
-/// Which time the duration of a step measures.
+/// What the duration of a step measures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Measures {
-    /// That of such a step where no guesses follow each other. A pipeline without other work takes
-    /// it from the plan to the logits.
+    /// A step without overlapping windows. In a pipeline without other work this is the time from
+    /// plan to logits.
     #[default]
     Step,
-    /// A stage's part of it: it was planned together with the step before.
+    /// The time of one stage: the step was planned together with the one before.
     Interval,
-    /// Neither: windows of guesses were under way before it.
+    /// Neither: speculation windows were in flight before it.
     Nothing,
 }
 
-/// A batch under way.
+/// An in-flight batch.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Flight {
-    /// Whose rows, in order of admission.
+    /// Sequences and their planned rows, in order of admission.
     pub(super) parts: Vec<(SequenceId, PlannedRows)>,
     pub(super) rows: Vec<Rows>,
     pub(super) composition: Composition,
     pub(super) measures: Measures,
-    /// Whether it is a window of guesses behind others of the same sequence.
+    /// Whether it is a speculation window after in-flight ones of the same sequence.
     pub(super) is_behind: bool,
 }
 
-/// Rows of one sequence as the model computes them.
+/// Rows of one sequence, as input of the model.
 #[derive(Clone, Debug)]
 pub(super) struct Rows {
     tokens: Vec<u32>,
     position: usize,
     pages: Vec<u32>,
-    /// Of each window: pages let go, and those behind.
+    /// Per window: released pages, and remaining page numbers.
     windows: Vec<(usize, Vec<u32>)>,
-    /// Number of the adapter, 0 for none.
+    /// Adapter number, 0 for none.
     adapter: u32,
     logits: Logits,
 }
@@ -90,7 +89,7 @@ impl Rows {
     }
 }
 
-/// Lets `run` see rows as a batch.
+/// Runs `run` with the rows as a batch.
 fn as_batch<T>(rows: &[Rows], run: impl FnOnce(&Batch<'_>) -> T) -> T {
     let windows: Vec<Vec<WindowPages<'_>>> = rows.iter().map(Rows::windows).collect();
     let sequences = rows.iter().zip(&windows);
@@ -101,13 +100,13 @@ fn as_batch<T>(rows: &[Rows], run: impl FnOnce(&Batch<'_>) -> T) -> T {
 }
 
 impl Engine {
-    /// Plans batches until as many are under way as the ranks of the model compute at once.
+    /// Plans and announces batches until enough are in flight to keep all stages busy.
     pub(super) fn take_off(&mut self) -> Result<(), Error> {
         if self.flights.is_empty() {
             self.starves = false;
             self.recall()?;
         } else if self.starves || self.is_to_measure() || self.wants_recall() {
-            return Ok(()); // when none is under way
+            return Ok(()); // until none is in flight
         }
         let mut is_first = true;
         while let Some((plan, is_behind)) = self.next_plan()? {
@@ -128,8 +127,8 @@ impl Engine {
         Ok(())
     }
 
-    /// The rows of the next batch, while there is room for one; and whether it is a window behind
-    /// others of its sequence. Sequences that need no guesses to go on come first.
+    /// Rows of the next batch, if there is room for one, and whether it is a speculation window.
+    /// Batches of ordinary rows have precedence.
     fn next_plan(&mut self) -> Result<Option<(Vec<PlannedRows>, bool)>, Error> {
         if self.starves || self.flights.len() >= self.compute.steps_max() {
             return Ok(None);
@@ -149,7 +148,7 @@ impl Engine {
         Ok(behind.map(|part| (vec![part], true)))
     }
 
-    /// Makes a plan a flight, with everything that the model needs for it.
+    /// Makes a plan an in-flight batch, with a copy of all inputs of the model.
     fn flight(&mut self, mut plan: Vec<PlannedRows>) -> Flight {
         let composition = self.composition_of(&plan);
         self.note_rows(&plan);
@@ -190,7 +189,7 @@ impl Engine {
         };
         let end = position + part.rows;
         let own = s.tokens.get(position..end).unwrap_or_default();
-        // Capping may make unlike logits equal, of which the first are chosen.
+        // The soft cap may make different logits equal, and the first among equals wins.
         let is_plain = self.model.config().softcap.is_none();
         let wanted = match is_plain {
             true => s.wanted(self.tokenizer.end_of_generation().len()),
@@ -213,7 +212,8 @@ impl Engine {
         }
     }
 
-    /// The rows of a flight that sequences still want, under the places that these have now.
+    /// Completes an in-flight batch: returns the parts that sequences still need, with their
+    /// current indices.
     pub(super) fn land(&mut self, parts: Vec<(SequenceId, PlannedRows)>) -> Vec<PlannedRows> {
         let mut landed = Vec::with_capacity(parts.len());
         let mut index = 0;
@@ -234,8 +234,7 @@ impl Engine {
         landed
     }
 
-    /// Drops the sequences that have ended, and those that were taken out while they had rows under
-    /// way, when these are computed.
+    /// Removes ended and cancelled sequences whose last in-flight rows are complete.
     pub(super) fn drop_gone(&mut self) {
         for index in (0..self.running.len()).rev() {
             let sequence = &self.running[index];
@@ -245,19 +244,19 @@ impl Engine {
         }
     }
 
-    /// Whether all that is under way is stale, and the next step is to have no guesses. The time of
-    /// a step is known only if it has the pipeline for itself.
+    /// Whether all in-flight rows are stale and the next step is to be one without drafts. A step
+    /// time is only valid if the step has the pipeline to itself.
     fn is_to_measure(&self) -> bool {
         let live = self.running.iter().any(|s| s.flying > 0 && !s.gone);
         self.wants_plain_step() && !live
     }
 
-    /// Computes rows, and meanwhile what grammars allow behind them, which depends on tokens that
-    /// are known already.
+    /// Runs the forward pass. In parallel, computes grammar masks that depend only on tokens
+    /// already known.
     pub(super) fn forward(&mut self, plan: &[PlannedRows], rows: &[Rows]) -> Result<(), Error> {
         let mut due = self.take_due(plan);
         if self.model.links().is_none() {
-            self.tracer.next_step(); // else the links count
+            self.tracer.next_step(); // else the links count it
         }
         let began = self.tracer.begin();
         let n: usize = rows.iter().map(|rows| rows.tokens.len()).sum();
@@ -276,8 +275,8 @@ impl Engine {
     }
 }
 
-/// Runs `compute`, and prepares `guides` on a thread of its own when there are any. Starting a
-/// thread takes some 20 us, a mask up to milliseconds.
+/// Runs `compute`, and prepares `guides`, if any, on another thread. Starting a thread takes some
+/// 20 us, a mask up to milliseconds.
 fn beside<T>(guides: &mut [(usize, Box<Guide>)], compute: impl FnOnce() -> T) -> T {
     if guides.is_empty() {
         return compute();

@@ -1,8 +1,9 @@
-//! Guesses that steps check: of the text itself, or of a draft model.
+//! Speculative decoding: draft tokens that a step verifies, proposed from the sequence's own text
+//! or by a draft model.
 //!
-//! A sequence's guesses are made when its rows are planned. All its tokens are known then, also
-//! while batches of other sequences are under way in a pipeline. Its next rows are planned when the
-//! guesses were checked. In a pipeline they may be planned before, as if all guesses were right:
+//! A draft is made when the rows of a sequence are planned. All its tokens are known then, even
+//! while batches of other sequences are in flight. Its next rows are normally planned after
+//! verification. In a pipeline they may be planned earlier, as if the whole draft were accepted:
 //! [`window_behind`](Engine::window_behind).
 
 use paceline_tensor::PAGE;
@@ -14,19 +15,19 @@ use crate::drafter::{Draft, Drafter, Wish};
 use crate::sequence::{Guesser, Sequence};
 use crate::{Error, GuessCounts, SequenceId};
 
-/// Steps that check guesses before one that checks none. Times change with the length of the text
-/// and with other work of the machine. A gain is known beside fresh times only. One step in 65
-/// costs 1 % where guesses give twice as much.
+/// Steps with drafts between two without. Step times change with the length of the text and with
+/// other load, and a gain can only be judged against recent times. One step in 65 costs 1 % where
+/// drafts double the speed.
 const PLAIN_EVERY: usize = 64;
 
 impl Engine {
-    /// Has a small model guess tokens, up to [`drafts`](crate::EngineConfig::drafts) in a step. It
-    /// guesses where measured times and the share of guesses that were right say that it pays.
-    /// Answers do not depend on it. Reserves memory for a cache of the draft's own.
+    /// Attaches a draft model that proposes up to [`drafts`](crate::EngineConfig::drafts) tokens
+    /// per step. It proposes only when measured times and its acceptance rate predict a gain.
+    /// Answers do not depend on it. Reserves memory for the draft model's own cache.
     ///
     /// # Errors
-    /// [`Error::DraftVocabulary`] for a model of another vocabulary, [`Error::Model`] when memory
-    /// cannot be had.
+    /// [`Error::DraftVocabulary`] for a model with another vocabulary, [`Error::Model`] if the
+    /// allocation fails.
     pub fn guess_with(&mut self, draft: Draft) -> Result<(), Error> {
         let vocab = self.model.config().vocab;
         let drafter = Drafter::new(draft, &self.tokenizer, &self.config, vocab)?;
@@ -34,13 +35,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Counts guesses that were checked, for others to look at while steps are computed.
+    /// Counters of verified draft tokens, readable while steps run.
     pub const fn guesses(&self) -> &GuessCounts {
         &self.guesses
     }
 
-    /// Whether a step may check guesses: all sequences decode. MLX computes few rows no faster than
-    /// one by one. Now and then a step has none, so that what one takes without is known.
+    /// Whether a step may verify drafts: all sequences decode, and no measuring step without drafts
+    /// is due. In MLX, several rows are not faster than one by one.
     fn drafts(&self) -> bool {
         self.may_guess() && !self.wants_plain_step()
     }
@@ -50,13 +51,13 @@ impl Engine {
         is_on && self.running.iter().all(Sequence::is_decoding)
     }
 
-    /// Whether the next step is to have no guesses, so that what one takes without is known.
+    /// Whether the next step must have no drafts, to measure its time.
     pub(super) const fn wants_plain_step(&self) -> bool {
         self.drafted_steps >= PLAIN_EVERY
     }
 
-    /// Whether further windows may follow what is planned: rows of one sequence without a grammar,
-    /// in a pipeline.
+    /// Whether speculation windows may follow the planned rows: those of one sequence without a
+    /// grammar, in a pipeline.
     fn may_be_followed(&self, plan: &[PlannedRows]) -> bool {
         match plan {
             [part] => self.compute.depth() > 1 && self.running[part.index].guide.is_none(),
@@ -64,10 +65,10 @@ impl Engine {
         }
     }
 
-    /// Adds guesses to the rows of sequences that decode, where they are expected to pay. The
-    /// guesses come from the sequence's own text, or from the draft model where more is expected of
-    /// it. Where a grammar binds, they spell what it says must come. A mask beyond that, between
-    /// two steps, would cost more than most guesses give.
+    /// Adds draft tokens to the rows of decoding sequences, where a gain is expected. They come
+    /// from the sequence's own text, or from the draft model if it promises more. If a grammar
+    /// applies, the draft is the text that it forces. Masks for other drafts would cost more than
+    /// most drafts save.
     pub(super) fn speculate(&mut self, plan: &mut [PlannedRows]) -> Result<(), Error> {
         let mut is_drafted = false;
         if self.drafts() {
@@ -86,8 +87,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Positions of a sequence's last page that no guess may have. States of recurrent layers
-    /// change with the last row of a page and cannot go back.
+    /// Positions of a sequence's last page that no draft token may occupy. Recurrent states change
+    /// with the last row of a page and cannot be rolled back.
     fn kept(&self) -> usize {
         usize::from(!self.compute.windows().is_empty())
     }
@@ -101,8 +102,8 @@ impl Engine {
         }
     }
 
-    /// Has the draft model guess, if more than `least` times the tokens of a plain step are
-    /// expected of that; whether it did.
+    /// Lets the draft model propose, if it promises more than `least` times the tokens of a step
+    /// without drafts. Returns whether it did.
     fn ask_draft(&mut self, plan: &mut [PlannedRows], least: f64) -> Result<bool, Error> {
         let (kept, bounds, pressed) = (self.kept(), self.bounds(plan), self.pressed());
         let running: Vec<SequenceId> = self.running.iter().map(|s| s.id).collect();
@@ -143,14 +144,14 @@ impl Engine {
         Ok(true)
     }
 
-    /// Looks for guesses in the sequences' own texts. Returns the expected gain, in times the
-    /// tokens of a plain step, and how many guesses each sequence is to check.
+    /// Proposes from the sequences' own texts. Returns the expected gain over a step without
+    /// drafts, and the draft length of each sequence.
     fn look_up(&mut self, plan: &mut [PlannedRows]) -> (f64, Vec<usize>) {
         let (kept, bounds, pressed) = (self.kept(), self.bounds(plan), self.pressed());
         for part in &mut *plan {
             let sequence = &mut self.running[part.index];
             if sequence.pending().len() > 1 || pressed.contains(&sequence.order.client) {
-                continue; // forced tokens, whose logits nobody needs; or others wait for the rows
+                continue; // forced tokens need no logits; throttled clients get no draft rows
             }
             part.guesses = match &mut sequence.guide {
                 Some(guide) if !guide.is_free() => guide.guesses(bounds.most),
@@ -179,7 +180,7 @@ impl Engine {
         }
     }
 
-    /// Has a step check so many of each sequence's own guesses.
+    /// Adds `depths` n-gram draft tokens to the rows of each sequence.
     fn check(&self, plan: &mut [PlannedRows], depths: &[usize]) {
         let parts = plan.iter_mut().zip(depths);
         for (part, depth) in parts.filter(|(_, depth)| **depth > 0) {
@@ -191,19 +192,19 @@ impl Engine {
         }
     }
 
-    /// Most rows of a window behind others: as many as the first one has with all its guesses.
+    /// Maximum rows of a speculation window, as many as the first one with its full draft.
     fn window_rows(&self) -> usize {
         let rows = self.config.drafts.saturating_add(1);
         rows.min(DRAFT_ROWS).min(self.config.step_rows())
     }
 
-    /// Most windows of a sequence under way, all sequences having as many.
+    /// Maximum in-flight windows per sequence, if all sequences have equally many.
     fn windows_max(&self) -> usize {
         let live = self.running.iter().filter(|s| !s.gone).count();
         self.compute.steps_max() / live.max(1)
     }
 
-    /// The windows that pay most for guesses of such a chance.
+    /// The best windows for draft tokens of this acceptance and cost.
     fn shape(&self, chance: Chance) -> Shape {
         let pipeline = Pipeline {
             rounds: &self.costs,
@@ -216,16 +217,16 @@ impl Engine {
     }
 
     fn shape_of_text(&self, acceptance: f64) -> Shape {
-        let pass = 0.0; // a look into a table
+        let pass = 0.0; // a table lookup
         self.shape(Chance { acceptance, pass })
     }
 
-    /// A window of guesses behind those of a sequence that are under way, as if all of these were
-    /// right. Of several sequences, the one with the fewest windows gets it. `None` where no
-    /// further window is expected to pay.
+    /// Plans a speculation window after the in-flight ones of a sequence, as if all their draft
+    /// tokens were accepted. The sequence with the fewest windows gets it. `None` if no further
+    /// window promises a gain.
     ///
     /// # Errors
-    /// [`Error::Model`] when a pass of the draft fails.
+    /// [`Error::Model`] if a pass of the draft model fails.
     pub(super) fn window_behind(&mut self) -> Result<Option<PlannedRows>, Error> {
         if self.compute.depth() == 1 || !self.may_guess() {
             return Ok(None);
@@ -243,7 +244,7 @@ impl Engine {
         Ok(None)
     }
 
-    /// Windows under way of a running sequence, its index, and the rows of a further window, if one
+    /// In-flight windows of a running sequence, its index, and the rows of a further window, if one
     /// pays.
     fn wants_window(&self, index: usize) -> Option<(usize, usize, usize)> {
         let sequence = &self.running[index];
@@ -268,9 +269,9 @@ impl Engine {
         pays.then_some((live, index, shape.rows))
     }
 
-    /// Rows that a window behind those under way may have, up to `rows`. Gets a page for it where
-    /// one is there: the answer needs that soon. States of recurrent layers change with the last
-    /// row of a page and cannot go back: windows end before it.
+    /// Maximum rows of a further window, up to `rows`. Allocates a page for it if one is free,
+    /// since the answer needs it soon. Windows end before the last row of a page if recurrent
+    /// states change there and cannot be rolled back.
     fn window_room(&mut self, index: usize, rows: usize) -> usize {
         let kept = self.kept();
         let sequence = &mut self.running[index];
@@ -278,13 +279,13 @@ impl Engine {
         if kept == 0 {
             let rows = rows.min(sequence.tokens_left().saturating_sub(1 + ahead));
             let pages = (sequence.tokens.len() + ahead + rows).div_ceil(PAGE);
-            self.pages.grow(&mut sequence.pages, pages); // else the room is what is left
+            self.pages.grow(&mut sequence.pages, pages); // else the room is the rest of the page
         }
         let room = sequence.draft_room().saturating_sub(kept + ahead);
         room.min(rows)
     }
 
-    /// A window of up to `room` guesses behind those under way of a sequence; `None` without any.
+    /// A window of up to `room` draft tokens after the in-flight ones; `None` without any.
     fn plan_window(&mut self, index: usize, room: usize) -> Result<Option<PlannedRows>, Error> {
         if room == 0 {
             return Ok(None);
@@ -300,7 +301,7 @@ impl Engine {
         if checked.is_empty() {
             return Ok(None);
         }
-        // What the text says of the tokens behind the first row, if it has the same one there.
+        // The text's prediction for the tokens after the first row, if its first token is the same.
         let is_alike = own.first() == checked.first();
         let guesses = own.into_iter().skip(1).filter(|_| is_alike).collect();
         self.guesses.add_window();

@@ -1,12 +1,12 @@
-//! Pages that are kept outside of the cache, in a store that outlives the engine.
+//! Persistent KV cache: pages in a store that outlives the engine.
 //!
 //! ```text
-//! a page becomes known --write_kept--> store        at the end of the step
-//! a prompt begins with pages that only the store has --recall--> known pages, before a step
+//! a page is cached --write_kept--> store        at the end of the step
+//! a prompt begins with pages that only the store has --recall--> cached pages, before a step
 //! ```
 //!
 //! A prompt computes no rows while the store has its next page, so that nothing is computed twice.
-//! Few pages are recalled before each step: other sequences go on meanwhile.
+//! Few pages are restored before each step, so that other sequences are not stalled.
 
 use paceline_model::{KEPT_MAX, KeptPage, PageStore};
 use paceline_tensor::PAGE;
@@ -14,22 +14,21 @@ use paceline_tensor::PAGE;
 use super::Engine;
 use crate::Error;
 
-/// Most pages that are recalled before a step, of all sequences: 2048 tokens. It is also how far
-/// apart states of delta nets are kept, so that a recall always reaches the next one. Of a 0.5B
-/// model these are 25 MB, which take some 30 ms from a disk's cache and to be checked.
+/// Maximum pages restored before a step, over all sequences: 2048 tokens. It is also the distance
+/// of retained delta-net states, so that a restore always reaches the next one. For a 0.5B model
+/// these are 25 MB, which take some 30 ms from the disk cache, checks included.
 const RECALLED_PAGES: usize = 32;
 
 impl Engine {
-    /// Keeps pages in `store` when they are full, and looks there for pages that the cache lacks.
-    /// Answers do not depend on it. Every rank of a split model gets a store of its own.
+    /// Persists full pages in `store`, and looks there for pages that the cache lacks. Answers do
+    /// not depend on it. Every rank of a split model has its own store.
     #[must_use]
     pub fn with_store(mut self, store: Box<dyn PageStore>) -> Self {
         self.compute.attach(store);
         self
     }
 
-    /// Notes the pages of a running sequence from place `first` on that are known now and not in
-    /// the store.
+    /// Records the cached pages of a running sequence from index `first` on that the store lacks.
     pub(super) fn note_kept(&mut self, index: usize, first: usize) {
         let sequence = &mut self.running[index];
         let known = sequence.pages.n_known();
@@ -44,9 +43,9 @@ impl Engine {
         }
     }
 
-    /// Whether prompts are computed from their beginning, whatever the cache has. The store's pages
-    /// are then for other nodes, which need those of windows and states on the way too. Of a prefix
-    /// the cache has only the last of these.
+    /// Whether prompts are computed from their beginning despite cached pages. The store's pages
+    /// are then for other nodes, which need the window and state pages of every position. The cache
+    /// has these only for the end of a prefix.
     pub(super) fn reads_all(&self) -> bool {
         let wants = self
             .compute
@@ -55,8 +54,8 @@ impl Engine {
         wants && !self.compute.windows().is_empty()
     }
 
-    /// Notes the pages that the sequence admitted last found in the cache, where the store wants
-    /// them. To be written before a batch is planned, which may give a page another owner.
+    /// Records the pages that the last admitted sequence found in the cache, if the store wants
+    /// them. They must be written before a batch is planned, which may give a page a new owner.
     pub(super) fn note_known(&mut self) {
         let wants = self
             .compute
@@ -67,7 +66,7 @@ impl Engine {
         }
     }
 
-    /// Puts what was noted into the stores of all ranks, before a page can have another owner.
+    /// Writes the recorded pages to the stores of all ranks, before a page can get a new owner.
     pub(super) fn write_kept(&mut self) -> Result<(), Error> {
         let pages = std::mem::take(&mut self.to_keep);
         for pages in pages.chunks(KEPT_MAX) {
@@ -76,7 +75,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Brings pages back that prompts begin with. Sequences that must wait for the next step hold.
+    /// Restores pages at the beginning of prompts. Sequences with pages left for later steps are
+    /// held.
     pub(super) fn recall(&mut self) -> Result<(), Error> {
         if self.compute.store().is_none() {
             return Ok(());
@@ -90,7 +90,7 @@ impl Engine {
                 let before = self.running[index].computed;
                 self.recall_pages(index, pages)?;
                 left -= pages;
-                // What a store cannot give after all is computed.
+                // Pages that the store fails to read are computed.
                 let went_on = self.running[index].computed > before;
                 self.running[index].holds = went_on && self.recallable(index) > 0;
             }
@@ -104,14 +104,13 @@ impl Engine {
         has_store && (0..self.running.len()).any(|index| self.recallable(index) > 0)
     }
 
-    /// How many of the next pages of a running sequence the store has, so that it can go on behind
-    /// them.
+    /// Next pages of a running sequence that can be restored from the store.
     fn recallable(&mut self, index: usize) -> usize {
         let waits = self.waits(index);
         let sequence = &mut self.running[index];
         let (known, pages) = (sequence.pages.n_known(), &sequence.pages);
         let is_at_page = pages.is_known() && sequence.computed == known * PAGE;
-        let whole = (sequence.tokens.len() - 1) / PAGE; // the last token is to be computed
+        let whole = (sequence.tokens.len() - 1) / PAGE; // the last token is computed
         let end = whole.min(known + RECALLED_PAGES);
         let Some(store) = self.compute.store().filter(|_| known < end) else {
             return 0;
@@ -130,7 +129,7 @@ impl Engine {
         (1..=run).rev().find(reaches).unwrap_or(0)
     }
 
-    /// Recalls the next `more` pages of a running sequence, or as many as can be had.
+    /// Restores the next `more` pages of a running sequence, or as many as are readable.
     fn recall_pages(&mut self, index: usize, more: usize) -> Result<(), Error> {
         let sequence = &mut self.running[index];
         let known = sequence.pages.n_known();
@@ -146,7 +145,7 @@ impl Engine {
         let whole = match self.compute.windows().is_empty() {
             true => n,
             false if n == pages.len() => more,
-            false => 0, // without all parts it cannot go on
+            false => 0, // unusable without all parts
         };
         let sequence = &mut self.running[index];
         sequence.computed = (known + whole) * PAGE;

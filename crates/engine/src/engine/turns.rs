@@ -1,4 +1,4 @@
-//! Places, rows and deadlines between clients, and the rows that each was served.
+//! Fair scheduling between clients: admission, preemption, rows and deadlines.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::turn::{self, PASSED_MAX, Turn};
 use crate::{Event, Finish, Order};
 
 impl Engine {
-    /// A sequence comes in: its deadline begins to count.
+    /// Registers a new sequence and starts its deadline.
     pub(super) fn enter(&mut self, mut sequence: Sequence) -> Sequence {
         let open = self.running.iter().chain(&self.resuming);
         let open = open.chain(&self.waiting).map(|s| s.order.client);
@@ -21,10 +21,10 @@ impl Engine {
         sequence
     }
 
-    /// Moves sequences to the running ones, in the order of their turns ([`turn`]), while all their
-    /// tokens fit in the pages that are left. Pages that are taken, or still needed for tokens of
-    /// running sequences, are not left. Pages that another sequence filled with the same beginning
-    /// are shared. Where no place is free, clients with few get some of those with many.
+    /// Admits sequences in scheduling order ([`turn`]) while all their tokens fit into available
+    /// pages. Pages in use, or promised to running sequences, are not available. Cached prefix
+    /// pages are shared. If no slot is free, clients with many sequences may be preempted for those
+    /// with few.
     pub(crate) fn admit(&mut self) {
         self.fill();
         while self.make_way() {
@@ -32,7 +32,7 @@ impl Engine {
         }
     }
 
-    /// Gives out free places.
+    /// Admits sequences to free slots.
     fn fill(&mut self) {
         let reads_all = self.reads_all();
         while self.running.len() < self.config.max_running {
@@ -58,14 +58,14 @@ impl Engine {
             (next.computed, next.reused) = (reused, reused);
             self.reused += reused as u64;
             let order = next.order;
-            (next.passed, next.ticket) = (0, self.tickets); // behind others of its client
+            (next.passed, next.ticket) = (0, self.tickets); // after others of its client
             self.running.extend(queue.remove(at));
             self.note_known();
             self.pass(order, place);
         }
     }
 
-    /// Counts for the first `n` that wait whether the one that was just admitted passed them.
+    /// Counts which of the first `n` queued sequences were passed by the one just admitted.
     fn pass(&mut self, next: Order, n: usize) {
         let places = |client: u64| {
             let own = self.running.iter().filter(|s| s.order.client == client);
@@ -78,7 +78,7 @@ impl Engine {
         }
     }
 
-    /// Which sequence is next, counted through those that resume and those that wait.
+    /// Index of the next sequence to admit, over the resuming and the waiting queue.
     fn next_in_line(&self) -> Option<usize> {
         let turn_of = |(sequence, resumes): (&Sequence, bool)| {
             let client = sequence.order.client;
@@ -94,10 +94,10 @@ impl Engine {
         turn::next(resuming.chain(waiting).map(turn_of))
     }
 
-    /// Where all places are taken, takes one from the client with the most if that is fairer to the
-    /// one that is next. The youngest sequence of that client waits like one that gave up its
-    /// pages; while it has rows under way, these are ended first. Whether a place is free now. Each
-    /// time the numbers of places are closer to each other, so this comes to an end.
+    /// If no slot is free, preempts the client with the most slots where that is fairer to the next
+    /// sequence. The client's youngest sequence returns to the queue; if it has in-flight rows,
+    /// these complete first. Returns whether a slot is free now. Each preemption evens out the
+    /// slots, so it terminates.
     fn make_way(&mut self) -> bool {
         let is_full = self.running.len() >= self.config.max_running;
         if !is_full || self.running.iter().any(|s| s.gone) {
@@ -117,19 +117,19 @@ impl Engine {
             return false;
         }
         let mut youngest = self.stop_running(at);
-        youngest.passed = 0; // it goes behind the one that it makes way for
+        youngest.passed = 0; // it queues after the one that preempted it
         self.resuming.push_back(youngest);
         true
     }
 
-    /// Clients with sequences whose rows wait for those of others.
+    /// Clients with sequences whose rows are withheld in favour of others.
     pub(super) fn pressed(&self) -> BTreeSet<u64> {
         let withheld = self.running.iter().filter(|s| s.withheld);
         withheld.map(|s| s.order.client).collect()
     }
 
-    /// Takes the rows of prompts that [`read_now`](Self::read_now) would not read beside those of
-    /// others, so that they take no turns of their client's answers.
+    /// Defers prompts that [`read_now`](Self::read_now) would not select, so that they do not count
+    /// against the decoding rows of their client.
     pub(super) fn defer_prompts(&self, rows: &mut [usize]) {
         let pressed = self.pressed();
         let is_pressed = |s: &Sequence| pressed.contains(&s.order.client);
@@ -146,9 +146,9 @@ impl Engine {
         }
     }
 
-    /// Takes the rows of sequences that are to wait for those of other clients ([`fair`]). Returns
-    /// how many sequences are left that have rows in this step or under way. A client whose
-    /// sequences wait gets no forced tokens beside a row.
+    /// Withholds rows of sequences in favour of other clients ([`fair`]). Returns the number of
+    /// sequences with rows in this step or in flight. A client with withheld sequences gets no
+    /// forced-token rows.
     pub(super) fn withhold(&mut self, rows: &mut [usize]) -> usize {
         let wish = |(sequence, rows): (&Sequence, &usize)| Wish {
             client: sequence.order.client,
@@ -179,7 +179,7 @@ impl Engine {
         granted.into_iter().filter(|granted| *granted).count()
     }
 
-    /// Puts the sequences of a plan behind the others of their clients, in the order that they had.
+    /// Moves the sequences of a plan behind the others of their clients, in their previous order.
     pub(super) fn note_rows(&mut self, plan: &[PlannedRows]) {
         let mut places: Vec<usize> = plan.iter().map(|part| part.index).collect();
         places.sort_by_key(|index| self.running[*index].ticket);
@@ -190,10 +190,9 @@ impl Engine {
         }
     }
 
-    /// Which of the `prompts`, in the order of their turns, are read in the next step. Also
-    /// how many rows they have, of the `room` that is left beside `decoding` ones. Prompts of
-    /// clients whose sequences wait for others are read after those of other clients, and with
-    /// fewer rows.
+    /// Selects the `prompts` to compute in the next step, in scheduling order, and their row budget
+    /// out of `room` after `decoding` rows. Prompts of throttled clients come after those of
+    /// others, with a reduced budget.
     pub(super) fn read_now(
         &self,
         prompts: &[usize],
@@ -211,7 +210,7 @@ impl Engine {
         }
     }
 
-    /// Ends the sequences whose deadline is over, with what they have.
+    /// Finishes the sequences whose deadline has passed, with the tokens they have.
     pub(super) fn end_late(&mut self) -> Vec<Event> {
         let now = self.elapsed;
         let mut events = Vec::new();
@@ -234,8 +233,8 @@ impl Engine {
         events
     }
 
-    /// Counts the rows of a step for their clients. A prompt that got none beside others that did
-    /// was passed.
+    /// Charges the rows of a step to the clients. A prompt without rows in a step with prompt rows
+    /// counts as passed.
     pub(super) fn charge(&mut self, plan: &[PlannedRows]) {
         let mut has_rows = vec![false; self.running.len()];
         let mut reads = false;

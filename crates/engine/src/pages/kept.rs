@@ -1,5 +1,4 @@
-//! Pages that are kept outside of the cache: which parts of them there are, and room to have them
-//! back.
+//! Persisting and restoring pages: which parts of a page exist, and allocation for restored ones.
 
 use paceline_tensor::PAGE;
 
@@ -7,9 +6,9 @@ use super::window::Held;
 use super::{Owned, Pages};
 
 impl Pages {
-    /// The parts of known page `index` of a sequence that are worth keeping, as pools with page
-    /// numbers. Parts of windows are kept as long as the sequence has them, and states only where
-    /// they stay in the cache too. The sequence began with `prompt` tokens.
+    /// Parts of cached page `index` of a sequence to persist, as pools and page numbers. Window
+    /// pages count while the sequence has them; states only if they also stay in the cache. The
+    /// sequence began with `prompt` tokens.
     pub(crate) fn parts(
         &self,
         owned: &Owned,
@@ -25,8 +24,8 @@ impl Pages {
         all.into_iter().chain(windows)
     }
 
-    /// The parts that a sequence with known pages only needs to go on behind page `end`. They are
-    /// pools with places among its pages, those of all positions first.
+    /// Parts that a sequence with only cached pages needs to continue after page `end`: pools and
+    /// page indices, full-attention pages first.
     pub(crate) fn missing_parts(
         &self,
         owned: &Owned,
@@ -44,8 +43,8 @@ impl Pages {
         (known..end).map(|index| (0, index)).chain(windows)
     }
 
-    /// Gives a sequence that has known pages only room for what it needs to go on behind page
-    /// `end`. `false` when there is none, and it has lost pages of windows by then.
+    /// Allocates the pages that a sequence with only cached pages needs to continue after page
+    /// `end`. `false` if there are not enough; the sequence has lost window pages then.
     pub(crate) fn make_room(&mut self, owned: &mut Owned, end: usize) -> bool {
         owned.windows.resize_with(self.windows.len(), Held::default);
         for (window, held) in self.windows.iter_mut().zip(&mut owned.windows) {
@@ -61,7 +60,7 @@ impl Pages {
 }
 
 impl Owned {
-    /// Its page at place `index` in a pool, where it has that.
+    /// Its page at `index` of a pool, if present.
     pub(crate) fn part(&self, (pool, index): (u32, usize)) -> Option<u32> {
         match pool.checked_sub(1) {
             None => self.pages.get(index).copied(),

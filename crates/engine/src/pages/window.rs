@@ -1,10 +1,10 @@
-//! Pages of layers that look at some of the positions only: windows, and states of fixed size.
+//! Pages of layers with a sliding window, or with a recurrent state of fixed size.
 //!
-//! Such a page is cached together with the page of all positions of the same tokens. A prefix is
-//! reused as far as the pages exist that the next row looks at.
+//! Such a page is cached together with the full-attention page of the same tokens. A prefix is
+//! reused up to the pages that the next row reads.
 //!
-//! Pages of states are large. Of those that a sequence lets go, the last two within the prompt and
-//! one in [`WindowPool::every`] stay cached. The others are free at once.
+//! Pages of states are large. When a sequence releases them, the last two within the prompt and one
+//! in [`WindowPool::every`] stay cached. The others are freed at once.
 
 use std::collections::BTreeMap;
 
@@ -16,11 +16,11 @@ use paceline_tensor::PAGE;
 pub(super) struct Slot {
     /// Sequences that have it.
     pub(super) users: usize,
-    /// The page of all positions that it is known with.
+    /// The full-attention page that it is cached with.
     pub(super) of: Option<u32>,
-    /// When it was given back last, where nobody has it.
+    /// Time of its release, if no sequence has it.
     since: u64,
-    /// Whether it stays when sequences let it go.
+    /// Whether it stays cached when released.
     saved: bool,
 }
 
@@ -29,9 +29,9 @@ pub(super) struct Slot {
 pub(super) struct Window {
     pool: WindowPool,
     pub(super) slots: Vec<Slot>,
-    /// Of which nothing is known and that nobody has.
+    /// Without owner and contents.
     pub(super) free: Vec<u32>,
-    /// Known ones that nobody has, by when they were given back.
+    /// Cached ones without owner, by time of release.
     pub(super) unused: BTreeMap<u64, u32>,
 }
 
@@ -46,18 +46,18 @@ impl Window {
         }
     }
 
-    /// The first page that a row at `position` looks at.
+    /// First page that a row at `position` reads.
     pub(super) const fn first_page(&self, position: usize) -> usize {
         self.pool.first_page(position)
     }
 
-    /// Pages that nobody has.
+    /// Pages without owner.
     pub(super) fn available(&self) -> usize {
         self.free.len() + self.unused.len()
     }
 
-    /// Takes a page that nobody has: a free one, else the known one that was unused longest, with
-    /// the page that it was known with.
+    /// Allocates a page: a free one, else the least recently used cached one. Also returns the
+    /// full-attention page that the latter was cached with.
     pub(super) fn take(&mut self) -> (u32, Option<u32>) {
         let unused = || self.unused.pop_first().map(|(_, page)| page);
         let page = self.free.pop().or_else(unused);
@@ -67,7 +67,7 @@ impl Window {
         (page, slot.of.take())
     }
 
-    /// Counts another sequence that has a known page.
+    /// Adds a user to a cached page.
     pub(super) fn share(&mut self, page: u32) {
         let slot = &mut self.slots[page as usize];
         if slot.users == 0 {
@@ -76,28 +76,28 @@ impl Window {
         slot.users += 1;
     }
 
-    /// A page of one sequence is known with the page `of` of all positions from now on.
+    /// Caches a sequence's page with the full-attention page `of`.
     pub(super) fn learn(&mut self, page: u32, of: u32) {
         self.slots[page as usize].of = Some(of);
     }
 
-    /// Takes back a page of one sequence of which nothing is known.
+    /// Frees an uncached page of one sequence.
     pub(super) fn free_own(&mut self, page: u32) {
         self.slots[page as usize].users = 0;
         self.free.push(page);
     }
 
-    /// Whether page `index` of a sequence whose prompt has so many tokens is kept when it is let
-    /// go. All pages are kept but those of states. Of states one in `every` is kept, and the last
-    /// two within the prompt.
+    /// Whether page `index` of a sequence stays cached when released; its prompt has `prompt`
+    /// tokens. Window pages always stay. Of states, one in `every` and the last two within the
+    /// prompt stay.
     pub(super) const fn saves(&self, index: usize, prompt: usize) -> bool {
         let full = prompt.saturating_sub(1) / PAGE;
         let at_end = index < full && index + 2 >= full;
         at_end || (index + 1).is_multiple_of(self.pool.every)
     }
 
-    /// A sequence gives a page back that need not stay. Frees it if it was the last one and nobody
-    /// saved it before; returns the page that it was known with then.
+    /// Releases a page that need not stay cached. Frees it if this was the last user and no
+    /// sequence saved it; returns the page that it was cached with then.
     pub(super) fn let_go(&mut self, page: u32, now: u64) -> Option<u32> {
         let slot = &mut self.slots[page as usize];
         if slot.saved || slot.users > 1 || slot.of.is_none() {
@@ -109,7 +109,7 @@ impl Window {
         slot.of.take()
     }
 
-    /// A sequence gives a page back. A known page stays known until it is needed.
+    /// Releases a page. A cached page stays cached until evicted.
     pub(super) fn release(&mut self, page: u32, now: u64) {
         let slot = &mut self.slots[page as usize];
         slot.users -= 1;
@@ -124,7 +124,7 @@ impl Window {
         }
     }
 
-    /// Frees a known page that nobody has.
+    /// Frees a cached page without owner.
     pub(super) fn forget(&mut self, page: u32) {
         let slot = &mut self.slots[page as usize];
         slot.of = None;
@@ -136,14 +136,14 @@ impl Window {
 /// A sequence's pages of one window.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Held {
-    /// Pages that it has given back.
+    /// Released pages.
     first: usize,
-    /// The pages behind, in order of position.
+    /// Remaining pages, in order of position.
     pages: Vec<u32>,
 }
 
 impl Held {
-    /// None yet, the first to come being the page `first` of the sequence.
+    /// Empty; the next page is number `first` of the sequence.
     pub(super) fn from(first: usize) -> Self {
         let pages = Vec::new();
         Self { first, pages }
@@ -153,7 +153,7 @@ impl Held {
         self.pages.push(page);
     }
 
-    /// Pages that it needs to have those before page `end` of the sequence.
+    /// Additional pages it needs to have those before page `end`.
     pub(super) fn missing(&self, end: usize) -> usize {
         end.saturating_sub(self.first + self.pages.len())
     }
@@ -165,34 +165,34 @@ impl Held {
         }
     }
 
-    /// Page `index` of the sequence, where it has that still.
+    /// Page `index` of the sequence, if not released.
     pub(super) fn get_mut(&mut self, index: usize) -> Option<&mut u32> {
         self.pages.get_mut(index.checked_sub(self.first)?)
     }
 
-    /// Page `index` of the sequence, where it has that.
+    /// Page `index` of the sequence, if present.
     pub(super) fn at(&self, index: usize) -> Option<u32> {
         let page = self.pages.get(index.checked_sub(self.first)?);
         page.copied()
     }
 
-    /// Where it has no page, the next to come is page `first` of the sequence, or one behind.
+    /// If empty, sets its next page to number `first` or a later one.
     pub(super) fn begin_at(&mut self, first: usize) {
         if self.pages.is_empty() {
             self.first = self.first.max(first);
         }
     }
 
-    /// Gives up its first page if that is before page `first` of the sequence; says which it was.
+    /// Removes and returns its first page if that is before page `first`.
     pub(super) fn leave(&mut self, first: usize) -> Option<(usize, u32)> {
         if self.first >= first || self.pages.is_empty() {
             return None;
         }
         self.first += 1;
-        Some((self.first - 1, self.pages.remove(0))) // tens of pages as a rule
+        Some((self.first - 1, self.pages.remove(0))) // typically tens of pages
     }
 
-    /// Gives up all pages, the first one first.
+    /// Removes all pages, in order.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = u32> {
         std::mem::take(self).pages.into_iter()
     }

@@ -1,37 +1,37 @@
-//! The part of an engine that a runner needs, so that tests can put in one that fails on command.
+//! The engine interface of a runner. Tests implement it with an engine that fails on command.
 
 use std::time::Duration;
 
 use crate::{Engine, Error, Event, Request, Resumed, SequenceId, Snapshot};
 
-/// An engine. Between calls it is idle or has something to step.
+/// An engine. Between calls it is idle or has a step to run.
 pub(super) trait Core: Send + 'static {
-    /// Fixed for its life.
+    /// Constant.
     fn limits(&self) -> Limits;
     fn submit(&mut self, request: Request) -> Result<SequenceId, Error>;
-    /// Nothing happens when the sequence is over.
+    /// No effect if the sequence has ended.
     fn cancel(&mut self, id: SequenceId);
     fn take_snapshot(&mut self, id: SequenceId) -> Result<Snapshot, Error>;
     fn restore(&mut self, snapshot: Snapshot) -> Result<SequenceId, Error>;
     fn resume(&mut self, request: Request, tokens: &[u32]) -> Result<Resumed, Error>;
-    /// Does of a step what [`load`](Self::load) shows.
+    /// Runs the part of a step that changes [`load`](Self::load).
     fn admit(&mut self);
     fn step(&mut self) -> Result<Vec<Event>, Error>;
-    /// How long the last step took.
+    /// Reports the duration of the last step.
     fn took(&mut self, duration: Duration);
     fn idle(&mut self) -> Result<(), Error>;
     fn is_idle(&self) -> bool;
     fn load(&self) -> Load;
 }
 
-/// The limits that a request is checked against.
+/// Limits for checking a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// Tokens of the model.
+    /// Vocabulary size.
     pub(super) vocab: usize,
-    /// Positions of a sequence.
+    /// Maximum positions of a sequence.
     pub(super) context: usize,
-    /// Requests that wait.
+    /// Maximum queued requests.
     pub(super) max_waiting: usize,
 }
 
@@ -57,7 +57,7 @@ impl Core for Engine {
     }
 
     fn cancel(&mut self, id: SequenceId) {
-        // An error says that it is over.
+        // An error means that it has ended.
         let _ = self.cancel(id);
     }
 

@@ -1,4 +1,4 @@
-//! The callers' side: one lock, and the thread's handle.
+//! The callers' half of a runner: the inbox under one lock, and the thread's handle.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
@@ -12,46 +12,45 @@ use super::worker::Worker;
 use super::{Now, StepClock};
 use crate::{Failure, Request, Sink, Snapshot, State, Status, Ticket};
 
-/// A sequence on its way to the engine.
+/// A sequence to start in the engine.
 pub(super) struct Submission {
     pub(super) ticket: Ticket,
     pub(super) work: Work,
     pub(super) sink: Sink,
 }
 
-/// The task of a submission.
+/// How a submission starts.
 pub(super) enum Work {
     Begin(Request),
     GoOn(Box<Snapshot>),
-    /// After tokens that the caller has.
+    /// With tokens that the caller has.
     Resume(Request, Vec<u32>),
 }
 
-/// The channel of a caller that takes all sequences out of the engine.
+/// Reply channel of a caller that takes all sequences out of the engine.
 pub(super) type Taker = mpsc::SyncSender<Vec<(Ticket, Snapshot)>>;
 
-/// Something to be done with the engine; its asker waits for it, so there is at most one per
-/// thread.
+/// A function to run with the engine. Its caller blocks, so there is at most one per thread.
 pub(super) type Question<C> = Box<dyn FnOnce(&C) + Send>;
 
-/// State that callers and the engine's thread share, under one lock that nobody holds for long.
+/// State shared by callers and the engine's thread, under one lock that is held briefly.
 pub(super) struct Inbox<C> {
     pub(super) state: State,
     /// The runner is being dropped.
     pub(super) stop: bool,
     pub(super) submissions: VecDeque<Submission>,
-    /// Of requests that the engine has; at most one each.
+    /// Requests to cancel, each at most once.
     pub(super) cancels: Vec<Ticket>,
     pub(super) questions: Vec<Question<C>>,
     pub(super) takers: Vec<Taker>,
-    /// Requests that are neither over nor cancelled.
+    /// Requests that are neither finished nor cancelled.
     pub(super) open: BTreeSet<Ticket>,
-    /// The engine's, with what it has taken out of the inbox.
+    /// Load of the engine, including what it has taken out of the inbox.
     pub(super) load: Load,
     last_ticket: u64,
 }
 
-/// The inbox, and what wakes the engine's thread.
+/// The inbox, and the condition that wakes the engine's thread.
 pub(super) struct Shared<C> {
     inbox: Mutex<Inbox<C>>,
     pub(super) wake: Condvar,
@@ -81,7 +80,7 @@ impl<C> Shared<C> {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Inbox<C>> {
-        // No code that can panic leaves the inbox half changed.
+        // No code that can panic leaves the inbox inconsistent.
         lock(&self.inbox)
     }
 }
@@ -135,7 +134,7 @@ impl<C: Core> Driver<C> {
         Ok(self.enqueue(inbox, Work::Begin(request), sink))
     }
 
-    /// The bound on waiting requests does not apply: the engine has one for these.
+    /// The bound of waiting requests does not apply: the engine has a separate one.
     pub(super) fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, Failure> {
         let inbox = self.shared.lock();
         inbox.check_ready()?;
@@ -193,7 +192,7 @@ impl<C: Core> Driver<C> {
             inbox.cancels.push(ticket);
         }
         drop(inbox);
-        // Only now its sink, which may do anything when it is dropped.
+        // The sink last: its drop may run any code.
         drop(submission);
         self.shared.wake.notify_one();
     }
@@ -217,7 +216,7 @@ impl<C: Core> Driver<C> {
         }
         let (sender, receiver) = mpsc::sync_channel(1);
         let question: Question<C> = Box::new(move |core| {
-            // Its asker waits.
+            // The caller waits for this.
             let _ = sender.send(look(core));
         });
         let mut inbox = self.shared.lock();
@@ -247,12 +246,12 @@ impl<C: Core> Drop for Driver<C> {
     fn drop(&mut self) {
         self.shared.lock().stop = true;
         self.shared.wake.notify_one();
-        // A sink may hold the last reference: the thread ends by itself then.
+        // A sink may hold the last reference: the thread then ends by itself.
         if self.is_own_thread() {
             return;
         }
         if let Some(thread) = self.thread.take() {
-            // Its panics have become failures.
+            // Its panics were converted to failures.
             let _ = thread.join();
         }
     }

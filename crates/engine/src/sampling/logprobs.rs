@@ -1,6 +1,6 @@
-//! Log-probabilities of the model for a token, whatever was drawn.
+//! Log-probabilities of tokens under the model, independent of sampling.
 //!
-//! Of the softmax over the logits as the forward pass gave them. With m the largest logit,
+//! They are those of the softmax over the unmodified logits. With m the largest logit,
 //!
 //! ```text
 //! w[i] = exp(x[i] - m)              f32, the kernels' exp, the same on every instruction set
@@ -8,7 +8,7 @@
 //! logprob(x) = (x - m) - ln S       f64 with libm's ln, rounded to f32 once
 //! ```
 //!
-//! so equal logits give equal bits everywhere. The error against exact arithmetic is that of `exp`:
+//! Equal logits have equal bits everywhere. The error against exact arithmetic is that of `exp`:
 //! some 1e-7.
 
 use paceline_tensor::Kernels;
@@ -16,14 +16,13 @@ use paceline_tensor::Kernels;
 use super::{Candidate, Scratch, largest, reached_by, sort_first, total};
 use crate::TokenLogprobs;
 
-/// Lowest log-probability that is told, also for a logit that is no number. The API of OpenAI uses
-/// this value for tokens that are very unlikely, and JSON has no infinity.
+/// Lowest reported log-probability, also for a NaN logit. The OpenAI API uses this value for very
+/// unlikely tokens, and JSON has no infinity.
 const LEAST: f32 = -9999.0;
 
-/// The log-probabilities of `token` and of the `n` most probable tokens. `logits` is
-/// `(vocabulary,)`.
+/// Log-probabilities of `token` and of the `n` most probable tokens. `logits` is `(vocabulary,)`.
 ///
-/// The list has fewer only when the vocabulary has, or logits are NaN. Cost: four passes over the
+/// The list is shorter only if the vocabulary is, or logits are NaN. Cost: four passes over the
 /// logits, one of them with an exponential, and a sort of `n`. Allocates the list and a number per
 /// 64 tokens of the vocabulary.
 pub(crate) fn logprobs(
@@ -42,7 +41,7 @@ pub(crate) fn logprobs(
     }
 }
 
-/// The constants that turn a logit into a log-probability.
+/// Constants that convert a logit to a log-probability.
 struct Scale {
     largest: f32,
     log_sum: f64,
@@ -54,7 +53,7 @@ impl Scale {
         if largest.is_finite() {
             kernels.exp_scaled(logits, largest, 1.0, weights);
         } else {
-            // Of a broken model: the infinite ones share the probability, differences are NaN.
+            // Infinite logits, of a broken model, share the probability; their differences are NaN.
             let pairs = weights.iter_mut().zip(logits);
             pairs.for_each(|(weight, logit)| *weight = f32::from(*logit == largest));
         }
@@ -68,7 +67,7 @@ impl Scale {
         } else {
             f64::from(logit) - f64::from(self.largest)
         };
-        // A NaN loses against every number.
+        // `max` returns the number if the other is NaN.
         ((below - self.log_sum) as f32).max(LEAST)
     }
 }
@@ -81,7 +80,7 @@ fn find_top(logits: &[f32], n: usize, top: &mut Vec<Candidate>) {
     }
     let least = reached_by(logits, n).unwrap_or(f32::NEG_INFINITY);
     let tokens = (0..).zip(logits).filter(|(_, logit)| **logit >= least);
-    // Adding 0 makes -0 and 0, which order tells apart, the equals that they are.
+    // Adding 0 converts -0 to 0, which the ordering would distinguish.
     top.extend(tokens.map(|(token, logit)| Candidate {
         token,
         weight: logit + 0.0,
