@@ -9,31 +9,31 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-// How a call ended.
+// Result of a call.
 typedef enum PacelineStatus {
-  // It did what it should.
+  // Success.
   PACELINE_STATUS_OK = 0,
   // An argument is wrong: a null pointer, a length, a name.
   PACELINE_STATUS_INVALID = 1,
   // The deadline passed.
   PACELINE_STATUS_TIMEOUT = 2,
-  // Another rank ended, or fell silent.
+  // Another rank ended, or was silent for too long.
   PACELINE_STATUS_PEER_LOST = 3,
-  // The ranks called different things.
+  // The ranks made different calls.
   PACELINE_STATUS_MISMATCH = 4,
-  // The callback asked for the end.
+  // The callback stopped the generation.
   PACELINE_STATUS_CANCELLED = 5,
-  // Anything else: `paceline_last_error` says what.
+  // Any other failure: `paceline_last_error` has its text.
   PACELINE_STATUS_FAILED = 6,
 } PacelineStatus;
 
 // Type of elements.
 typedef enum PacelineDtype {
-  // 8 bits without sign.
+  // 8 bits, unsigned.
   PACELINE_DTYPE_U8 = 0,
-  // 32 bits with sign.
+  // 32 bits, signed.
   PACELINE_DTYPE_I32 = 1,
-  // 64 bits with sign.
+  // 64 bits, signed.
   PACELINE_DTYPE_I64 = 2,
   // IEEE half precision.
   PACELINE_DTYPE_F16 = 3,
@@ -45,7 +45,7 @@ typedef enum PacelineDtype {
   PACELINE_DTYPE_F64 = 6,
 } PacelineDtype;
 
-// How elements of all ranks become one.
+// How the elements of all ranks are combined.
 typedef enum PacelineReduce {
   // Their sum.
   PACELINE_REDUCE_SUM = 0,
@@ -65,13 +65,13 @@ typedef struct PacelineModel PacelineModel;
 
 // How text is generated. All zeros: greedy, up to 256 tokens, no deadline.
 typedef struct PacelineOptions {
-  // Most tokens; 0 for 256.
+  // Maximum number of tokens; 0 for 256.
   uint32_t max_tokens;
-  // 0 for the likeliest token each time.
+  // Sampling temperature; 0 for the likeliest token each time.
   float temperature;
-  // Share of probability that tokens are drawn from, in (0, 1]; 0 for all of it.
+  // Nucleus sampling: probability mass to sample from, in (0, 1]; 0 for all of it.
   float top_p;
-  // Seed of the draws.
+  // Seed of the sampler.
   uint64_t seed;
   // Whether the prompt is text to continue; else it is a user's message to a chat model.
   bool raw;
@@ -79,23 +79,23 @@ typedef struct PacelineOptions {
   double seconds;
 } PacelineOptions;
 
-// Gets each piece of text as it becomes certain; returns whether the model should go on. `user` is
-// what the caller passed with it. It may not call functions of the same model.
+// Receives each fragment of text as soon as it is final; returns false to stop the generation.
+// `user` is the pointer that the caller passed. It may not call functions of the same model.
 typedef bool (*PacelineTextCallback)(const char *text, void *user);
 
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
 
-// Joins the ranks at `addrs`, `size` texts `host:port` in rank order, by shared memory on one
-// machine and by TCP else. Collective: returns when all ranks have joined, or after `seconds`.
+// Joins the ranks at `addrs`, `size` strings `host:port` in rank order: by shared memory on one
+// machine, else by TCP. Collective: returns when all ranks have joined, or after `seconds`.
 // This rank listens at `addrs[rank]`.
 //
-// `key` is null or 32 bytes, the same on all ranks; without it all addresses are loopback ones.
-// `*out` is the group, which `paceline_group_free` ends.
+// `key` is null or 32 bytes, the same on all ranks; without it all addresses must be loopback.
+// `*out` receives the group, which `paceline_group_free` releases.
 //
 // # Safety
-// `addrs` points to `size` texts, `key` to 32 bytes if it is not null, `out` to a place for a
+// `addrs` points to `size` strings, `key` to 32 bytes if it is not null, `out` to a writable
 // pointer.
 enum PacelineStatus paceline_group_join(uint32_t rank,
                                         uint32_t size,
@@ -164,7 +164,7 @@ enum PacelineStatus paceline_broadcast(const struct PacelineGroup *group,
                                        uint32_t root,
                                        double seconds);
 
-// Sends `count` elements to rank `to`; `tag` tells messages apart. `data` may change when it
+// Sends `count` elements to rank `to`; `tag` distinguishes messages. `data` may be reused when it
 // returns.
 //
 // # Safety
@@ -189,28 +189,28 @@ enum PacelineStatus paceline_recv(const struct PacelineGroup *group,
                                   uint32_t tag,
                                   double seconds);
 
-// Loads the model at `path`: a GGUF file, or a folder of Hugging Face's form. `threads` 0 takes
-// all cores, `context` 0 takes 4096 positions. Blocks while weights are read.
+// Loads the model at `path`: a GGUF file, or a folder in Hugging Face's format. `threads` 0 uses
+// all cores, `context` 0 uses 4096 positions. Blocks while weights are read.
 //
 // # Safety
-// `path` is a text, `out` a place for a pointer.
+// `path` is a string, `out` a writable pointer.
 enum PacelineStatus paceline_model_open(const char *path,
                                         uint32_t threads,
                                         uint32_t context,
                                         struct PacelineModel **out);
 
-// Ends a model and gives its memory back. Null is allowed.
+// Unloads a model and frees its memory. Null is allowed.
 //
 // # Safety
 // `model` is null or a model that was not freed and that no other thread uses.
 void paceline_model_free(struct PacelineModel *model);
 
-// Generates text after `prompt` and hands it to `callback` piece by piece, on the calling thread.
+// Generates text after `prompt` and passes it to `callback` in fragments, on the calling thread.
 // Returns when the answer is complete, the callback returned false (`PACELINE_STATUS_CANCELLED`)
-// or the deadline passed. Several threads may generate at once: their steps are computed together.
+// or the deadline passed. Several threads may generate at once: their steps are batched.
 //
 // # Safety
-// `model` is a model that was not freed, `prompt` a text, `options` null or options.
+// `model` is a model that was not freed, `prompt` a string, `options` null or valid options.
 enum PacelineStatus paceline_generate(const struct PacelineModel *model,
                                       const char *prompt,
                                       const struct PacelineOptions *options,

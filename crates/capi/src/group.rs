@@ -1,4 +1,4 @@
-//! Groups of ranks: the collectives of `paceline_comm`.
+//! Groups of ranks for C: the collectives of `paceline_comm`.
 
 use std::ffi::c_char;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -23,11 +23,11 @@ pub struct PacelineGroup(Box<dyn Group>);
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PacelineDtype {
-    /// 8 bits without sign.
+    /// 8 bits, unsigned.
     U8 = 0,
-    /// 32 bits with sign.
+    /// 32 bits, signed.
     I32 = 1,
-    /// 64 bits with sign.
+    /// 64 bits, signed.
     I64 = 2,
     /// IEEE half precision.
     F16 = 3,
@@ -39,7 +39,7 @@ pub enum PacelineDtype {
     F64 = 6,
 }
 
-/// The element type of this number; C may pass any.
+/// Decodes an element type; C may pass any number.
 fn element(number: u32) -> Result<Dtype, Failure> {
     use PacelineDtype as Named;
     let all = [
@@ -54,14 +54,14 @@ fn element(number: u32) -> Result<Dtype, Failure> {
     meant(&all, number, "PacelineDtype")
 }
 
-/// The meaning of `number` in the enumeration `name`.
+/// Looks up `number` in the enumeration `name`.
 fn meant<T: Copy>(all: &[(u32, T)], number: u32, name: &str) -> Result<T, Failure> {
     let found = all.iter().find(|(named, _)| *named == number);
     let found = found.map(|(_, value)| *value);
     found.ok_or_else(|| Failure::invalid(format!("no {name} is {number}")))
 }
 
-/// How elements of all ranks become one.
+/// How the elements of all ranks are combined.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PacelineReduce {
@@ -75,7 +75,7 @@ pub enum PacelineReduce {
     Product = 3,
 }
 
-/// The reduction of this number; C may pass any.
+/// Decodes a reduction; C may pass any number.
 fn reduction(number: u32) -> Result<Reduce, Failure> {
     use PacelineReduce as Named;
     let all = [
@@ -87,15 +87,15 @@ fn reduction(number: u32) -> Result<Reduce, Failure> {
     meant(&all, number, "PacelineReduce")
 }
 
-/// Joins the ranks at `addrs`, `size` texts `host:port` in rank order, by shared memory on one
-/// machine and by TCP else. Collective: returns when all ranks have joined, or after `seconds`.
+/// Joins the ranks at `addrs`, `size` strings `host:port` in rank order: by shared memory on one
+/// machine, else by TCP. Collective: returns when all ranks have joined, or after `seconds`.
 /// This rank listens at `addrs[rank]`.
 ///
-/// `key` is null or 32 bytes, the same on all ranks; without it all addresses are loopback ones.
-/// `*out` is the group, which `paceline_group_free` ends.
+/// `key` is null or 32 bytes, the same on all ranks; without it all addresses must be loopback.
+/// `*out` receives the group, which `paceline_group_free` releases.
 ///
 /// # Safety
-/// `addrs` points to `size` texts, `key` to 32 bytes if it is not null, `out` to a place for a
+/// `addrs` points to `size` strings, `key` to 32 bytes if it is not null, `out` to a writable
 /// pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn paceline_group_join(
@@ -374,7 +374,7 @@ pub unsafe extern "C" fn paceline_broadcast(
     }
 }
 
-/// Sends `count` elements to rank `to`; `tag` tells messages apart. `data` may change when it
+/// Sends `count` elements to rank `to`; `tag` distinguishes messages. `data` may be reused when it
 /// returns.
 ///
 /// # Safety

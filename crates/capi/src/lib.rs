@@ -7,13 +7,13 @@
 //! ```
 //!
 //! Every function returns a [`PacelineStatus`], 0 for success; [`paceline_last_error`] has the text
-//! of this thread's last failure. Functions that wait take a deadline in seconds. A panic ends in
-//! [`PacelineStatus::Failed`] and never unwinds into C. Handles may be used by several threads, but
-//! not freed while another thread uses them.
+//! of this thread's last failure. Functions that wait take a deadline in seconds. A panic becomes
+//! [`PacelineStatus::Failed`] and never unwinds into C. Several threads may use a handle, but not
+//! free it while another thread uses it.
 //!
-//! - `group`: ranks that compute together; `model`: text out of a model on this machine.
-//! - `status`: failures. `include/paceline.h` is made of all three by cbindgen
-//!   (the first line of `cbindgen.toml`).
+//! - `group`: ranks that compute together; `model`: text generation with a model on this machine.
+//! - `status`: failures. cbindgen generates `include/paceline.h` from all three (the first line of
+//!   `cbindgen.toml`).
 
 #![allow(
     unsafe_code,

@@ -1,4 +1,4 @@
-//! Failures for C: a number, and a text that the thread can ask for.
+//! Failures for C: a status, and a text that the thread can fetch.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
@@ -6,27 +6,27 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use paceline_comm::Error as CallError;
 
-/// How a call ended.
+/// Result of a call.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PacelineStatus {
-    /// It did what it should.
+    /// Success.
     Ok = 0,
     /// An argument is wrong: a null pointer, a length, a name.
     Invalid = 1,
     /// The deadline passed.
     Timeout = 2,
-    /// Another rank ended, or fell silent.
+    /// Another rank ended, or was silent for too long.
     PeerLost = 3,
-    /// The ranks called different things.
+    /// The ranks made different calls.
     Mismatch = 4,
-    /// The callback asked for the end.
+    /// The callback stopped the generation.
     Cancelled = 5,
-    /// Anything else: `paceline_last_error` says what.
+    /// Any other failure: `paceline_last_error` has its text.
     Failed = 6,
 }
 
-/// A failure on its way to C.
+/// A failure to report to C.
 pub(crate) struct Failure {
     pub(crate) status: PacelineStatus,
     pub(crate) text: String,
@@ -86,7 +86,7 @@ pub extern "C" fn paceline_version() -> *const c_char {
     VERSION.as_ptr()
 }
 
-/// Runs a call, keeps the text of its failure, and stops panics.
+/// Runs a call, stores the text of its failure, and catches panics.
 pub(crate) fn guarded(work: impl FnOnce() -> Result<(), Failure>) -> PacelineStatus {
     let done = catch_unwind(AssertUnwindSafe(work));
     let done =
@@ -94,13 +94,13 @@ pub(crate) fn guarded(work: impl FnOnce() -> Result<(), Failure>) -> PacelineSta
     let Err(Failure { status, text }) = done else {
         return PacelineStatus::Ok;
     };
-    // A text ends at its first zero byte in C, whatever follows.
+    // In C a text ends at its first zero byte.
     let text = text.replace('\0', " ");
     LAST.set(CString::new(text).unwrap_or_default());
     status
 }
 
-/// A text of C.
+/// Reads a C string.
 ///
 /// # Safety
 /// `text` is null or ends with a zero byte and lives through the call.

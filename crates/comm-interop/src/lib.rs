@@ -1,14 +1,14 @@
-//! Groups with ranks of other programs in them, and groups by other people's libraries.
+//! Groups that interoperate with MLX's ranks, and groups over MPI and NCCL.
 //!
-//! - [`mlx_ring`]: rings that real MLX ranks are members of;
+//! - [`mlx_ring`]: rings that real MLX ranks can join;
 //! - [`mpi`], [`nccl`]: the libraries of these names, which implement
 //!   [`Group`](paceline_comm::Group) themselves;
-//! - [`init_mlx`]: the backend that MLX's `init` would take;
+//! - [`init_mlx`]: the backend that MLX's `init` would choose.
 //!
-//! Each module of a library has a `Wire` for the list of providers of [`paceline_comm::init`].
+//! Each module of a library has a `Wire`, a provider for [`paceline_comm::init`].
 //!
-//! **None of them encrypts**, so each wants [`Plaintext::Allowed`](paceline_comm::Plaintext) off
-//! loopback, and none keeps the rule that results do not depend on the number of ranks.
+//! **None of them encrypts**, so each needs [`Plaintext::Allowed`](paceline_comm::Plaintext) off
+//! loopback. None guarantees that results are independent of the number of ranks.
 
 #![warn(clippy::cast_possible_truncation)]
 

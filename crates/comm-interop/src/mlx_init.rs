@@ -1,7 +1,7 @@
-//! MLX's way in: `init(strict, backend)` with MLX's names and settings, for programs that are
-//! started by its launcher or ours.
+//! MLX's entry point: `init(strict, backend)` with MLX's names and settings, for programs started
+//! by MLX's launcher or ours.
 //!
-//! Nothing is read from the environment here; the caller reads it and passes on MLX's variables:
+//! Nothing is read from the environment here; the caller reads it and passes MLX's variables:
 //!
 //! | variable | field |
 //! |---|---|
@@ -25,7 +25,7 @@ use crate::{mlx_ring, mpi};
 /// MLX's backends, by its names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MlxBackend {
-    /// The first of nccl, ring, mpi and jaccl that is there and configured.
+    /// The first of nccl, ring, mpi and jaccl that is available and configured.
     Any,
     /// [`mlx_ring`].
     Ring,
@@ -33,11 +33,11 @@ pub enum MlxBackend {
     Mpi,
     /// [`nccl`].
     Nccl,
-    /// RDMA, configured as JACCL is.
+    /// RDMA, with JACCL's configuration.
     Jaccl,
 }
 
-/// The order in which MLX tries them.
+/// MLX's order of attempts.
 const ORDER: [MlxBackend; 4] = [
     MlxBackend::Nccl,
     MlxBackend::Ring,
@@ -70,21 +70,20 @@ impl FromStr for MlxBackend {
 /// The settings in MLX's environment. MPI needs none of them.
 #[derive(Clone, Copy, Debug)]
 pub struct MlxPlace<'a> {
-    /// Which rank this is.
     pub rank: Option<Rank>,
     /// Every rank's addresses.
     pub hosts: Option<&'a [Vec<SocketAddr>]>,
-    /// Ranks, and where rank 0 hands out NCCL's id.
+    /// Number of ranks, and the address where rank 0 distributes NCCL's id.
     pub nccl: Option<(u32, SocketAddr)>,
-    /// The wire that JACCL's variables tell of.
+    /// The provider configured by JACCL's variables.
     pub jaccl: Option<&'a dyn Placed>,
-    /// Where NCCL is.
+    /// Paths of NCCL and CUDA.
     pub libraries: &'a Libraries,
     /// Whether bytes may leave this machine unencrypted.
     pub plaintext: Plaintext,
 }
 
-/// Why there is no group.
+/// Why no group could be joined.
 #[derive(Debug, thiserror::Error)]
 pub enum MlxError {
     #[error("backend {name:?}, expected any, ring, mpi, nccl or jaccl")]
@@ -94,17 +93,17 @@ pub enum MlxError {
     },
     #[error("{backend}: {missing} not given")]
     Missing {
-        /// Which was to be made.
+        /// The requested backend.
         backend: MlxBackend,
         /// The setting that it needs.
         missing: &'static str,
     },
     #[error("{backend} is plaintext: not allowed")]
     Plaintext {
-        /// Which.
+        /// The requested backend.
         backend: MlxBackend,
     },
-    /// None of the backends is there and configured.
+    /// No backend is available and configured.
     #[error("no backend could be started")]
     None,
     #[error(transparent)]
@@ -119,8 +118,8 @@ pub enum MlxError {
 
 /// Joins a group as MLX's `init` does. Collective.
 ///
-/// Not strict, a rank that fails goes on as a group of one. MPI with one rank counts as no group
-/// under [`MlxBackend::Any`], as with MLX.
+/// If not strict, a rank that fails continues as a group of one. Like in MLX, MPI with one rank
+/// counts as no group under [`MlxBackend::Any`].
 ///
 /// # Errors
 /// Any [`MlxError`] if `strict`.
@@ -140,12 +139,12 @@ fn alone() -> Box<dyn Group> {
     Box::new(local::ranks(1).remove(0))
 }
 
-/// Whether somebody said so.
+/// `Some` if plaintext is allowed.
 fn allowed(plaintext: Plaintext) -> Option<()> {
     (plaintext == Plaintext::Allowed).then_some(())
 }
 
-/// The first that is configured and not a group of one.
+/// The first backend that is configured and gives more than a group of one.
 fn any(place: &MlxPlace<'_>, deadline: Deadline) -> Result<Box<dyn Group>, MlxError> {
     let is_configured = |backend: &MlxBackend| match backend {
         MlxBackend::Nccl => place.nccl.is_some(),

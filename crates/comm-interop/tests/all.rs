@@ -1,5 +1,5 @@
-//! The integration tests of this crate: one program, so that they are linked once. `mpi` stands
-//! apart because it is run by `mpirun`.
+//! The integration tests of this crate in one program, so that they are linked once. `mpi` is
+//! separate because `mpirun` runs it.
 
 #![allow(clippy::unwrap_used, reason = "helpers outside of test functions")]
 

@@ -1,11 +1,11 @@
 //! Rings of Rust and real MLX ranks.
 //!
-//! Needs a Python that has `mlx`. `cargo xtask mlx-ring` and `cargo xtask test` make one and pass
-//! its path in `PACELINE_MLX_PYTHON`. Without it the tests say that they are skipped. Rust ranks
-//! are threads of this process, Python ranks are processes that run `mlx_ring/*.py`.
+//! Needs a Python with `mlx`. `cargo xtask mlx-ring` and `cargo xtask test` make one and pass its
+//! path in `PACELINE_MLX_PYTHON`. Without it the tests are reported as skipped. Rust ranks are
+//! threads of this process, Python ranks are processes that run `mlx_ring/*.py`.
 //!
-//! - `mixed`: every call, type, length and place in the ring;
-//! - `deaths`: what a Rust rank sees of an MLX rank that dies or stops;
+//! - `mixed`: every call, type, length and position in the ring;
+//! - `deaths`: a Rust rank whose MLX peer dies or stops;
 //! - `cases`: the cases of MLX's own suite, half of the ranks with MLX's ring and half with ours.
 //!
 //! All thirteen cases of MLX's ring suite (eight of them common to its suites) are in `cases.py` by

@@ -3,10 +3,10 @@
 //! Without `mpirun` it is one rank alone, and passes as such. Every rank runs the same cases; the
 //! first prints a line for each. With `COMM_TEST_SPEED` it measures messages instead.
 //!
-//! The cases of MLX's MPI suite that say something about a group are here by their own names. They
-//! run at every number of ranks that they make sense for. The eight common cases, six of which are
-//! Python's on top of `all_sum`, are in `mlx_ring/cases.py`. Each rank of `mpirun` is then a Python
-//! process, whose `shim.py` starts this program as its rank.
+//! The group-related cases of MLX's MPI suite are here under their own names. They run at every
+//! suitable number of ranks. The eight common cases are in `mlx_ring/cases.py`; six of them are
+//! Python code over `all_sum`. Each rank of `mpirun` is then a Python process, whose `shim.py`
+//! starts this program as its rank.
 
 #![allow(
     clippy::unwrap_used,
@@ -26,7 +26,7 @@ use paceline_base::Rank;
 use paceline_comm::{Complex64, Deadline, Element, Error, Group, Reduce, testing};
 use paceline_comm_interop::mpi::Session;
 
-/// A case and the number of ranks that it needs a multiple of.
+/// A case and the divisor of its number of ranks.
 type Case = (&'static str, u32, fn(&dyn Group));
 
 const CASES: [Case; 12] = [
@@ -61,7 +61,7 @@ fn main() {
     }
     for (name, multiple, case) in CASES {
         if world.size().is_multiple_of(multiple) {
-            // A case may end its group by an error, so each has its own.
+            // A case may poison its group, so each has its own.
             let group = world.split(0, world.rank().0, soon()).unwrap();
             case(&*group);
             world.barrier(soon()).unwrap();
@@ -76,7 +76,7 @@ fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(60))
 }
 
-/// Prints how long 4 KiB take to the next rank and back, of an even number of ranks: the median.
+/// Prints the median round trip of 4 KiB to the next rank, for an even number of ranks.
 fn speed(group: &dyn Group) {
     const TIMES: usize = 2001;
     let mut data = [1.0_f32; 1024];
@@ -150,7 +150,7 @@ fn test_groups(world: &dyn Group) {
     assert_eq!(half.rank().0, rank / 2);
     let pair = world.split(rank / 2, rank, soon()).unwrap();
     assert_eq!(pair.size(), 2.min(size - rank / 2 * 2));
-    // Keys turn the order round; colors may be any number.
+    // Keys reverse the order; colors may be any number.
     let turned = world.split(u32::MAX, size - rank, soon()).unwrap();
     assert_eq!((turned.rank().0, turned.size()), (size - 1 - rank, size));
 }
@@ -234,7 +234,7 @@ fn test_send_recv(world: &dyn Group) {
     assert_eq!(x, [expected; 10]);
 }
 
-/// The conformance suite's programs of every call, type and length.
+/// The conformance suite's random programs of every call, type and length.
 fn random_programs(world: &dyn Group) {
     for seed in [0x5eed_0005, 0x5eed_0006] {
         testing::run_rank(world, seed, 80).unwrap();
@@ -284,8 +284,7 @@ fn bad_arguments(world: &dyn Group) {
     assert_eq!(other.barrier(soon()), Err(error));
 }
 
-/// MPI counts elements in 32 bits, and MLX's counts overflow. The zeros take no memory until they
-/// are touched, which they are not.
+/// MPI counts elements in 32 bits, and MLX's counts overflow. Untouched zeros take no memory.
 fn more_than_mpi_counts(world: &dyn Group) {
     let mut data = vec![0_u8; 1 << 31];
     let other = Rank((world.rank().0 + 1) % world.size());

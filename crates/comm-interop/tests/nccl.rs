@@ -1,5 +1,5 @@
-//! The NCCL backend through the real way to open libraries: against `nccl/fake.rs`, and against a
-//! real NCCL where there is a GPU.
+//! The NCCL backend through the real loader: against `nccl/fake.rs`, and against a real NCCL if
+//! there is a GPU.
 
 #![cfg(target_os = "linux")]
 #![allow(
@@ -23,7 +23,7 @@ fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(30))
 }
 
-/// A fake of both libraries, built with `--cfg` of these words.
+/// A fake of both libraries, built with these `--cfg` flags.
 struct Fake {
     libraries: Libraries,
     _folder: TempDir,
@@ -52,7 +52,7 @@ fn fake(cfg: &[&str]) -> Fake {
     }
 }
 
-/// Joins `size` ranks that meet as threads, and lets each do `work`.
+/// Joins `size` ranks as threads, and runs `work` for each.
 fn on_each<R: Send>(
     libraries: &Libraries,
     size: u32,
@@ -233,7 +233,7 @@ fn what_the_library_refuses_is_an_error_by_its_code() {
     let fake = fake(&[]);
     on_each(&fake.libraries, 2, |joined| {
         let joined = joined.unwrap();
-        // The fake has no half floats and says 4, invalid argument.
+        // The fake has no half floats and returns 4, invalid argument.
         let mut halves = [half::f16::ONE];
         let error = (&joined as &dyn Group).all_reduce(&mut halves, Reduce::Sum, soon());
         let error = error.unwrap_err();
@@ -285,7 +285,7 @@ fn libraries_that_cannot_be_used_are_named() {
 
 #[test]
 fn a_real_nccl_does_the_same() {
-    // NCCL wants a GPU for each rank.
+    // NCCL needs a GPU for each rank.
     let is_there = |gpu: &u32| Path::new(&format!("/dev/nvidia{gpu}")).exists();
     let ranks = (0..8).take_while(is_there).count().max(1) as u32;
     let joined = on_each(&Libraries::default(), ranks, |joined| {

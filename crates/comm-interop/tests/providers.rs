@@ -1,4 +1,4 @@
-//! The wires of this crate by `paceline_comm::init`.
+//! The providers of this crate with `paceline_comm::init`.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(60))
 }
 
-/// Groups of three ranks, or their errors.
+/// Joins three ranks; returns their groups or errors.
 fn three(provider: &dyn Provider) -> Vec<Result<Box<dyn Group>, InitError>> {
     let listen = |_| Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let listeners: Vec<Listener> = (0..3).map(listen).collect();
@@ -40,7 +40,7 @@ fn three(provider: &dyn Provider) -> Vec<Result<Box<dyn Group>, InitError>> {
     })
 }
 
-/// NCCL where there is none.
+/// NCCL with missing libraries.
 fn no_nccl(plaintext: Plaintext) -> nccl::Wire {
     nccl::Wire {
         libraries: Libraries {

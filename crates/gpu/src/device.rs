@@ -19,27 +19,27 @@ use wgpu::{
 
 use crate::Error;
 
-/// Longest wait for a submission. Drivers reset a card after 2 to 10 s; lavapipe on two busy cores
+/// Time limit of a submission. Drivers reset a card after 2 to 10 s; lavapipe on two busy cores
 /// takes 5 s for the largest one.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Most bytes of a buffer: 1 Mi rows of eight columns. Beyond, a submission gets long and no
-/// faster.
+/// Most bytes of a buffer: 1 Mi rows of eight columns. Beyond, a submission takes longer without
+/// being faster per row.
 const BUFFER_BYTES_MAX: u64 = 64 << 20;
 
-/// Rows of a block, unless the adapter's limits or wide rows make it fewer: 8 MiB of a column.
+/// Rows of a block, unless the adapter's limits or wide rows reduce them: 8 MiB of a column.
 const ROWS_MAX: u64 = 1 << 20;
 
-/// Compiled kernels that are kept; expressions of users make more.
+/// Most cached kernels; users' expressions compile more.
 const PIPELINES_MAX: usize = 64;
 
-/// Bytes of shared memory that the largest kernel has.
+/// Bytes of shared memory of the largest kernel.
 const WORKGROUP_BYTES: u32 = 16 << 10;
 
 /// Buffers of the widest kernel: parameters, signatures, result and four columns.
 const BUFFERS: u32 = 7;
 
-/// Whether an adapter that is a program on the CPU counts as a device.
+/// Whether a software adapter, which runs on the CPU, counts as a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Software {
     /// It does, if there is no other: for tests.
@@ -48,8 +48,8 @@ pub enum Software {
     Refused,
 }
 
-/// A graphics processor. All methods block until the device has ended, 60 s at most; threads take
-/// turns.
+/// A graphics processor. All methods block until the device has finished, 60 s at most; threads are
+/// serialised.
 pub struct Gpu {
     label: String,
     is_software: bool,
@@ -62,7 +62,7 @@ pub struct Gpu {
     turn: Mutex<()>,
 }
 
-/// A kernel that is dispatched.
+/// A kernel dispatch.
 pub(crate) struct Step<'a> {
     pub(crate) pipeline: &'a ComputePipeline,
     /// Bindings and their buffers.
@@ -75,12 +75,12 @@ pub(crate) struct Step<'a> {
 pub(crate) struct Kernel<'a> {
     /// Its entry point.
     pub(crate) entry: &'a str,
-    /// Pieces of its text, in order.
+    /// Parts of its text, in order.
     pub(crate) text: &'a [&'a str],
 }
 
 impl Gpu {
-    /// Opens the best adapter of this machine: a card of its own before one that shares memory,
+    /// Opens the best adapter of this machine: a discrete card before one with shared memory,
     /// software last.
     ///
     /// # Errors
@@ -145,14 +145,13 @@ impl Gpu {
         &self.label
     }
 
-    /// Whether it is a program on the CPU.
     pub const fn is_software(&self) -> bool {
         self.is_software
     }
 
     /// Most rows of a call, each of `row_bytes` bytes in the widest buffer.
     pub fn rows_max(&self, row_bytes: u64) -> u64 {
-        // The kernels with the fewest rows a group have 64.
+        // The kernels with the fewest rows per workgroup have 64.
         let by_groups = u64::from(self.groups_max) * 64;
         let by_bytes = self.buffer_bytes_max / row_bytes.max(12);
         ROWS_MAX.min(by_groups).min(by_bytes).max(1)
@@ -168,17 +167,17 @@ impl Gpu {
         self.groups_max
     }
 
-    /// Why it is lost, if it is.
+    /// Why the device is lost, if it is.
     pub fn lost(&self) -> Option<String> {
         lock(&self.lost).clone()
     }
 
-    /// Takes the device away, as a driver that is reset does.
+    /// Simulates the loss of the device, as by a driver reset.
     pub fn lose(&self) {
         self.device.destroy();
     }
 
-    /// Waits for this thread's turn.
+    /// Locks the device for this thread.
     pub(crate) fn turn(&self) -> std::sync::MutexGuard<'_, ()> {
         lock(&self.turn)
     }
@@ -220,7 +219,7 @@ impl Gpu {
         Ok(pipeline)
     }
 
-    /// A buffer with these bytes, a multiple of four and not none.
+    /// A buffer with these bytes, a nonzero multiple of four.
     pub(crate) fn filled(&self, bytes: &[u8]) -> Result<Buffer, Error> {
         let buffer = self.room(bytes.len() as u64)?;
         self.queue.write_buffer(&buffer, 0, bytes);
@@ -244,11 +243,10 @@ impl Gpu {
         }))
     }
 
-    /// Dispatches kernels one after the other, and reads `result`. `done` is what each workgroup
-    /// signs.
+    /// Dispatches kernels in order, and reads `result`. Each workgroup signs `done` when it ends.
     ///
     /// # Errors
-    /// [`Error::Lost`], [`Error::Late`]: nothing of it counts.
+    /// [`Error::Lost`], [`Error::Late`]: no result is valid.
     pub(crate) fn execute(
         &self,
         steps: &[Step<'_>],
@@ -335,7 +333,7 @@ impl Gpu {
         bytes.map_err(|error| self.lose_for(error.to_string()))
     }
 
-    /// Never uses it again.
+    /// Marks the device as lost.
     fn lose_for(&self, reason: String) -> Error {
         lock(&self.lost).get_or_insert(reason);
         self.lost_error().expect("it was just lost")
@@ -366,7 +364,7 @@ fn label(adapter: &Adapter) -> String {
     format!("{} ({}{software})", info.name, info.backend)
 }
 
-/// Cards before chips that share memory, software last.
+/// Discrete cards before chips with shared memory, software last.
 fn rank(adapter: &Adapter) -> u8 {
     match adapter.get_info().device_type {
         DeviceType::DiscreteGpu => 0,
@@ -377,7 +375,7 @@ fn rank(adapter: &Adapter) -> u8 {
     }
 }
 
-/// Why an adapter is not used.
+/// Why an adapter is rejected.
 fn unfit(adapter: &Adapter, software: Software) -> Option<String> {
     if adapter.get_info().device_type == DeviceType::Cpu && software == Software::Refused {
         return Some("not asked for".to_owned());
@@ -415,7 +413,7 @@ fn buffer_bytes_max(limits: &Limits) -> u64 {
     bound.min(limits.max_buffer_size).min(BUFFER_BYTES_MAX) / 8 * 8
 }
 
-/// The outcome of a future that is there at once, as all of wgpu's are on these interfaces.
+/// The outcome of a future that is ready at once, as all of wgpu's are on these interfaces.
 fn ready<T>(future: impl Future<Output = T>) -> Option<T> {
     let mut context = Context::from_waker(Waker::noop());
     match pin!(future).poll(&mut context) {

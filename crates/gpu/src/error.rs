@@ -7,7 +7,7 @@ use std::time::Duration;
 pub enum Error {
     #[error("no graphics processor is found{}", but(seen))]
     NoAdapter {
-        /// Labels of adapters that do not count, and why.
+        /// Labels of rejected adapters, and the reasons.
         seen: Vec<String>,
     },
     #[error("{label} gives no device: {reason}")]
@@ -16,21 +16,21 @@ pub enum Error {
     #[error("{label} is lost: {reason}")]
     Lost {
         label: String,
-        /// Reason, as far as it is known.
+        /// Reason, as far as known.
         reason: String,
     },
-    /// The device did not end in time, and is not used again.
+    /// The device did not finish in time, and is not used again.
     #[error("{label} has not ended within {limit:?}")]
     Late {
         label: String,
-        /// How long it was given.
+        /// The time limit.
         limit: Duration,
     },
-    /// More bytes than the device takes in one buffer.
+    /// More bytes than the device accepts in one buffer.
     #[error("{bytes} bytes are too many for {label}, which takes {most} at a time")]
     Bytes {
         label: String,
-        /// Size of the buffer that was asked for.
+        /// Size of the requested buffer.
         bytes: u64,
         most: u64,
     },

@@ -1,7 +1,7 @@
-//! A WGSL function of a user: parsed as a module of its own, checked, and written anew.
+//! A user's WGSL function: parsed as its own module, checked, and written anew.
 //!
-//! The text never meets ours: what the device compiles is written from the checked module by naga.
-//! So nothing in it can close our function, name our buffers or add an entry point.
+//! The user's text is never mixed with ours: naga writes the compiled text from the checked module.
+//! So the text cannot close our function, name our buffers or add an entry point.
 
 use std::fmt::Write as _;
 
@@ -15,7 +15,7 @@ use crate::Error;
 /// Longest text in bytes, as of expressions.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// Most expressions. The writer of a function recurses into them.
+/// Most expressions. The writer recurses into them.
 const EXPRESSIONS_MAX: usize = 1000;
 
 /// Deepest nesting of braces and brackets of any kind.
@@ -24,16 +24,16 @@ const DEPTH_MAX: usize = 100;
 /// Most arguments: one for each column.
 const ARGUMENTS_MAX: usize = 4;
 
-/// Stack of the thread that parses and writes: a thousand nested calls of 4 KiB, and room.
+/// Stack of the parsing and writing thread: a thousand nested calls of 4 KiB, and slack.
 const STACK_BYTES: usize = 16 << 20;
 
-/// The name that the function gets.
+/// The name of the rewritten function.
 const NAME: &str = "user_function";
 
 /// Type of an argument or a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scalar {
-    /// A float of 32 bits, whose operations are the device's: results differ between devices.
+    /// A 32-bit float with the device's operations: results differ between devices.
     F32,
     /// A signed integer of 32 bits.
     I32,
@@ -41,7 +41,7 @@ pub enum Scalar {
     U32,
 }
 
-/// A checked function of one to four numbers, which gives a number.
+/// A checked function of one to four numbers that returns a number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Function {
     arguments: Vec<Scalar>,
@@ -66,7 +66,7 @@ impl Function {
     /// a device are refused. Values are numbers and vectors.
     ///
     /// # Errors
-    /// [`Error::Function`] says what is wrong.
+    /// [`Error::Function`] with the reason.
     pub fn parse(text: &str) -> Result<Self, Error> {
         bounded(text).map_err(refused)?;
         let text = text.to_owned();
@@ -88,7 +88,7 @@ impl Function {
         self.result
     }
 
-    /// A kernel that computes it for each row. Values travel as words.
+    /// A kernel that computes the function for each row. Values are passed as words.
     pub(crate) fn kernel(&self) -> String {
         let mut bindings = String::new();
         let mut values = Vec::new();
@@ -132,7 +132,7 @@ fn refused(reason: String) -> Error {
     Error::Function { reason }
 }
 
-/// Bounds that hold before a parser sees the text.
+/// Checks length and nesting before the parser sees the text.
 fn bounded(text: &str) -> Result<(), String> {
     if text.len() > TEXT_BYTES_MAX {
         return Err(format!(
@@ -200,7 +200,7 @@ fn valid(module: &Module, text: &str) -> Result<ModuleInfo, String> {
     checked.map_err(|error| one_line(&error.emit_to_string(text)))
 }
 
-/// Types of the arguments and the result of the one function, with nothing beside it.
+/// Types of the arguments and the result; the module must contain the one function only.
 fn signature(module: &Module) -> Result<(Vec<Scalar>, Scalar), String> {
     let none = [
         ("entry points", module.entry_points.len()),
@@ -248,7 +248,8 @@ fn plain(of: &Type) -> Result<(), String> {
     }
 }
 
-/// Looks for what may not end. A device that hangs is reset, and all of its work is lost.
+/// Rejects constructs that may not terminate. A hanging device is reset, and all of its work is
+/// lost.
 fn loopless(block: &Block) -> Result<(), String> {
     for statement in block.iter() {
         match statement {
@@ -269,7 +270,7 @@ fn loopless(block: &Block) -> Result<(), String> {
     Ok(())
 }
 
-/// The lines of a complaint as one.
+/// Joins the lines of a message.
 fn one_line(text: &str) -> String {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
     lines.collect::<Vec<_>>().join(" ")

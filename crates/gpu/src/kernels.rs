@@ -1,4 +1,4 @@
-//! Kernels over rows, as the methods of a device.
+//! Kernels over rows, as methods of a device.
 
 use paceline_base::exact::ExactSum;
 use wgpu::Buffer;
@@ -34,26 +34,25 @@ const PRODUCT: (usize, i32) = (264, -2148);
 /// Most operations of a submission of k-means: a second of a small chip.
 const DISTANCES_MAX: u64 = 1 << 26;
 
-/// A column of rows.
+/// A column of values.
 #[derive(Clone, Copy, Debug)]
 pub enum Column<'a> {
     /// `(n,)` values.
     Values(&'a [f64]),
-    /// Random numbers from 0 to 1 by Philox 4x32-10: that of each row's number in a dimension.
+    /// Random numbers from 0 to 1 by Philox 4x32-10, from the row's number and a dimension.
     Random {
-        /// Which numbers.
+        /// The seed.
         seed: u64,
-        /// Which dimension.
         dimension: u32,
     },
 }
 
-/// Rows that something is computed of.
+/// The input rows of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
-    /// How many, from 1 to [`Gpu::rows_max`].
+    /// Number of rows, from 1 to [`Gpu::rows_max`].
     pub count: u64,
-    /// Number of the first.
+    /// Number of the first row.
     pub first: u64,
     /// Columns, one to four of them.
     pub columns: &'a [Column<'a>],
@@ -62,13 +61,13 @@ pub struct Rows<'a> {
     pub map: Option<&'a str>,
 }
 
-/// The least and the greatest value, as integers that order as the values do, -0 before 0.
+/// The least and the greatest value, as integers in the order of the values, -0 before 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extremes {
-    /// The least; above `greatest` when there is no value but NaN.
+    /// The least; above `greatest` if all values are NaN.
     pub least: u64,
     pub greatest: u64,
-    /// Whether a NaN is among the values.
+    /// Whether there is a NaN among the values.
     pub has_nan: bool,
 }
 
@@ -111,8 +110,8 @@ impl Gpu {
         Ok(total(&self.job(&job, &[&values])?, SUM))
     }
 
-    /// The exact sum of the products of two columns, or of the squares of the rows' values where
-    /// there is an expression or one column.
+    /// The exact sum of the products of two columns. With an expression or one column, the exact
+    /// sum of squares of the rows' values.
     ///
     /// # Errors
     /// As of [`values`](Self::values).
@@ -169,9 +168,9 @@ impl Gpu {
         Ok(all)
     }
 
-    /// Counts the rows' values between ascending edges, of which there are two or more. Bin `k` has
-    /// `edges[k] <= x < edges[k + 1]`; the last bin also has its right edge. After the bins come
-    /// the counts below, above, and of NaN.
+    /// Counts the rows' values between two or more ascending edges. Bin `k` has `edges[k] <= x <
+    /// edges[k + 1]`; the last bin includes its right edge. After the bins come the counts below,
+    /// above, and of NaN.
     ///
     /// # Errors
     /// As of [`values`](Self::values).
@@ -197,7 +196,7 @@ impl Gpu {
         Ok(words(&self.job(&job, &[&values, &keys])?))
     }
 
-    /// How many u32, little-endian, have each of the highest `bits` bits, from 1 to 12.
+    /// Counts of u32, little-endian, by their highest `bits` bits, from 1 to 12.
     ///
     /// # Errors
     /// As of [`values`](Self::values).
@@ -261,7 +260,7 @@ impl Gpu {
         Ok(all)
     }
 
-    /// A user's function of each row: as many columns as it has arguments, `(n,)` words each.
+    /// A user's function of each row: one column for each argument, `(n,)` words each.
     ///
     /// # Errors
     /// As of [`values`](Self::values).
@@ -290,7 +289,7 @@ impl Gpu {
         Ok(words(&self.job(&job, &buffers)?))
     }
 
-    /// The rows' values as a buffer of the device.
+    /// The rows' values as a buffer on the device.
     fn column(&self, rows: &Rows<'_>) -> Result<Buffer, Error> {
         match (rows.map, rows.columns) {
             (None, [Column::Values(values), ..]) => self.filled(&bytes_of(values)),
@@ -298,7 +297,7 @@ impl Gpu {
         }
     }
 
-    /// Computes the expression of each row; reads the values if they are wanted here.
+    /// Computes the expression of each row; `read` copies the values to the host.
     fn mapped(&self, rows: &Rows<'_>, read: bool) -> Result<(Vec<u8>, Buffer), Error> {
         let kernel = map_kernel(rows);
         let pipeline = self.pipeline(Kernel {
@@ -321,13 +320,13 @@ impl Gpu {
             buffers: &buffers,
             groups: rows.count.div_ceil(ROWS_EACH) as u32,
         };
-        // Signatures are looked at even where the values stay on the device.
+        // Signatures are checked even where the values stay on the device.
         let wanted = if read { &values } else { &done };
         let bytes = self.execute(&[step], &done, wanted)?;
         Ok((bytes, values))
     }
 
-    /// Runs a kernel over inputs that are on the device.
+    /// Runs a kernel over inputs on the device.
     fn job(&self, job: &Job<'_>, inputs: &[&Buffer]) -> Result<Vec<u8>, Error> {
         let pipeline = self.pipeline(job.kernel)?;
         let params = self.filled(&bytes_of_words(job.params))?;
@@ -387,7 +386,7 @@ if thread == 0u {{ atomicAdd(&done[0], 1u); }}
     )
 }
 
-/// Adds what workgroups have summed. After the slices of each come the flags of what it has seen.
+/// Adds the sums of workgroups. Each has its slices, then its flags.
 fn total(bytes: &[u8], (slices, unit): (usize, i32)) -> ExactSum {
     let words = words(bytes);
     let mut totals = vec![0i64; slices];
@@ -413,7 +412,7 @@ fn total(bytes: &[u8], (slices, unit): (usize, i32)) -> ExactSum {
     sum
 }
 
-/// Orders as values do, the zeros equal, as `key_of` in `float.wgsl`.
+/// Orders like values do, the zeros equal, as `key_of` in `float.wgsl`.
 const fn key(value: f64) -> u64 {
     let bits = value.to_bits();
     let sign = 1 << 63;

@@ -1,17 +1,17 @@
 //! Array kernels on graphics processors, by wgpu: Metal, Vulkan and DX12.
 //!
-//! Every result has the bits of the definition on the CPU. No promise rests on a shader compiler:
+//! Every result has the bits of the definition on the CPU. No promise depends on a shader compiler:
 //! f64 is computed by integers (`wgsl/float.wgsl`), exact sums are integer bins, values are
-//! compared as integers. Software adapters (lavapipe) count as devices and say so in their label.
+//! compared as integers. Software adapters (lavapipe) count as devices and are labelled as such.
 //!
 //! - `Gpu`: a device; opens the best adapter, cuts buffers to its limits.
-//! - `Rows`, `Column`: what is computed of; an expression may be computed of each row first.
-//! - `Function`: a WGSL function of a user, checked. The only thing here without promised bits.
+//! - `Rows`, `Column`: the input of a kernel; an expression may be computed of each row first.
+//! - `Function`: a checked WGSL function of a user. The only part without promised bits.
 //!
 //! All of it is behind the feature `wgpu`; without it the crate is empty.
 //!
-//! A device may be lost at any moment: a driver that is reset, a card that is pulled. Then every
-//! call is `Error::Lost`, now and later, and the caller computes elsewhere. A result counts only
+//! A device may be lost at any moment: its driver is reset, or the card is removed. Then every call
+//! returns `Error::Lost`, now and later, and the caller computes elsewhere. A result is valid only
 //! if each workgroup has signed that it ended.
 
 #[cfg(feature = "wgpu")]

@@ -14,7 +14,7 @@ const TILE: u64 = 128 * 16;
 /// Bits of a pass.
 const DIGIT_BITS: u32 = 4;
 
-/// Words of 32 bits that a key has.
+/// Width of a key in 32-bit words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Words {
     /// Keys are u32.
@@ -31,7 +31,7 @@ impl Words {
         }
     }
 
-    /// The text before the kernels.
+    /// Declarations before the kernels.
     const fn head(self) -> &'static str {
         match self {
             Self::One => "const WORDS = 1u;\n",
@@ -41,7 +41,7 @@ impl Words {
 }
 
 impl Gpu {
-    /// Whether keys of so many bytes fit the device: at most 64 MiB, and the adapter's limits.
+    /// Whether keys of `bytes` bytes fit the device: at most 64 MiB, and the adapter's limits.
     pub fn sorts(&self, bytes: u64) -> bool {
         let tiles = bytes.div_ceil(4).div_ceil(TILE);
         (1..=self.bytes_max()).contains(&bytes) && tiles <= u64::from(self.groups_max())
@@ -50,7 +50,7 @@ impl Gpu {
     /// Sorts whole keys in ascending order.
     ///
     /// # Errors
-    /// As of [`Gpu::values`]; the keys are as they were then.
+    /// As of [`Gpu::values`]; the keys are then unchanged.
     pub fn sort(&self, keys: &mut [u8], words: Words) -> Result<(), Error> {
         let _turn = self.turn();
         let pipelines = ["count", "scan", "scatter"].map(|entry| {
@@ -82,7 +82,7 @@ impl Gpu {
         }
         let mut steps = Vec::new();
         for all in &buffers {
-            // Each kernel is bound to what it uses.
+            // Each kernel binds the buffers that it uses.
             let used = [
                 (0, &all[..4], tiles),
                 (1, &all[..3], 1),
@@ -94,7 +94,7 @@ impl Gpu {
                 groups: groups as u32,
             }));
         }
-        // An even number of passes ends where it began.
+        // An even number of passes ends in the first buffer.
         let sorted = self.execute(&steps, &done, &both[0])?;
         keys.copy_from_slice(&sorted[..keys.len()]);
         Ok(())

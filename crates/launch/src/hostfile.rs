@@ -1,15 +1,15 @@
-//! Hostfiles in MLX's formats: which hosts, their addresses, their RDMA devices.
+//! Hostfiles in MLX's formats: hosts, their addresses and RDMA devices.
 //!
 //! - *Launcher*, for `mlx.launch` and `paceline launch`: `{"backend": .., "envs": [..], "hosts":
 //!   [{"ssh": .., "ips": [..], "rdma": [..]}]}`, or the list of hosts alone.
-//! - *Ring*, for a rank, which finds its path in `MLX_HOSTFILE`: `[["10.0.0.1:5000"],
-//!   ["10.0.0.2:5000"]]`, by rank, an address for each connection.
-//! - *Devices*, for a rank, by `MLX_IBV_DEVICES`: `[[null, "rdma_en5"], ["rdma_en4", null]]`, by
-//!   rank, the devices towards each rank.
+//! - *Ring*, for a rank, at the path in `MLX_HOSTFILE`: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`,
+//!   by rank, an address for each connection.
+//! - *Devices*, for a rank, at the path in `MLX_IBV_DEVICES`: `[[null, "rdma_en5"], ["rdma_en4",
+//!   null]]`, by rank, the devices towards each rank.
 //!
-//! All are written byte for byte as MLX writes them. Both of the first two are read; a host of a
-//! ring hostfile is reached at its address. Keys that are not known are passed over, as MLX does.
-//! Source: `mlx/_distributed_utils/common.py` of MLX 0.32.4.
+//! All are written byte for byte as by MLX. The first two can be read; a host of a ring hostfile is
+//! reached at its address. Unknown keys are ignored, as by MLX. Source:
+//! `mlx/_distributed_utils/common.py` of MLX 0.32.4.
 
 mod json;
 
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::Value;
 
-/// Largest hostfile that is read: 4096 hosts with a device for each pair have less than this.
+/// Longest accepted hostfile: 4096 hosts with a device for each pair have less than this.
 pub const FILE_BYTES_MAX: u64 = 64 << 20;
 
 /// Most hosts of a file; a rank each.
@@ -27,7 +27,7 @@ pub const HOSTS_MAX: usize = 4096;
 /// The contents of a hostfile.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Hostfile {
-    /// The backend to be used, as MLX names them; empty when it is left open.
+    /// Name of the backend in MLX; empty if unspecified.
     pub backend: String,
     /// Environment of all ranks, each `NAME=VALUE`.
     pub envs: Vec<String>,
@@ -78,7 +78,7 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
-    /// It is far larger than a hostfile can be.
+    /// It is far longer than any hostfile.
     #[error("hostfile {} has {bytes} bytes, expected at most {FILE_BYTES_MAX}", path.display())]
     TooLarge {
         /// Which.
@@ -90,10 +90,10 @@ pub enum Error {
         /// The parser's error, with line and column.
         reason: String,
     },
-    /// A part of it is something else than it should be.
+    /// A part has the wrong type or value.
     #[error("hostfile: {at} is {got}, expected {expected}")]
     Shape {
-        /// Which part.
+        /// The part.
         at: String,
         got: String,
         /// The expected value.
@@ -106,7 +106,7 @@ pub enum Error {
         /// How many.
         count: usize,
     },
-    /// A host's name that `ssh` would take for something else.
+    /// A host's name that `ssh` would take for an option or a command.
     #[error("host name {name:?} {problem}")]
     Name {
         name: String,
@@ -160,8 +160,8 @@ impl Hostfile {
         Ok(file)
     }
 
-    /// The hosts of a command line, `a,b,c`, each `repeats` times. A literal address is its
-    /// host's address too, and `localhost` has 127.0.0.1; another name has none.
+    /// The hosts of a command line, `a,b,c`, each `repeats` times. A literal address is also its
+    /// host's data address, and `localhost` has 127.0.0.1; other names have none.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::TooManyHosts`].
@@ -195,7 +195,7 @@ impl Hostfile {
     /// Writes [`Self::to_json`] to a file.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         std::fs::write(path, self.to_json()).map_err(|source| Error::Write {
             path: path.to_owned(),
@@ -215,12 +215,12 @@ pub fn ring_json(addresses: &[Vec<String>]) -> String {
     json::one_line(&addresses)
 }
 
-/// Whether a host is this machine, which is reached without `ssh`.
+/// Whether a host is this machine, which needs no `ssh`.
 pub fn is_here(ssh: &str) -> bool {
     matches!(ssh, "127.0.0.1" | "localhost" | "::1")
 }
 
-/// The address that a host's name is or stands for.
+/// The literal address of a host's name, if it is one.
 fn literal(name: &str) -> Option<String> {
     if name == "localhost" {
         return Some("127.0.0.1".to_owned());
@@ -240,7 +240,7 @@ fn check(hosts: &[Host]) -> Result<(), Error> {
     hosts.iter().try_for_each(|host| check_name(&host.ssh))
 }
 
-/// A name comes from a file and goes to `ssh`, where a leading hyphen makes it an option.
+/// Names come from a file and are passed to `ssh`, where a leading hyphen makes an option.
 fn check_name(name: &str) -> Result<(), Error> {
     let problem = if name.is_empty() {
         "is empty"
@@ -313,7 +313,6 @@ impl Devices {
         }
     }
 
-    /// Whether there are none.
     pub fn is_none(&self) -> bool {
         match self {
             Self::None => true,

@@ -9,19 +9,19 @@
 //! ```
 //!
 //! Promises:
-//! - Whole lines, each with its rank before it, standard output and error apart.
+//! - Output is whole lines, each with its rank in front, with standard output and error separate.
 //! - The first rank that fails ends all others, by SIGTERM and after [`Limits::grace`] by SIGKILL.
-//!   Processes that they started end too, as long as these stay in their process group. Its exit
-//!   code is the launch's ([`Error::exit_code`]).
+//!   Their child processes end too, as long as these stay in their process group. The failed rank's
+//!   exit code is the launch's ([`Error::exit_code`]).
 //! - A rank that ends well while others run for longer than [`Limits::linger`] ends them too.
-//! - However the launcher ends, and when a connection breaks, the programs are ended, on all
-//!   machines, and their temporary files removed.
-//! - No wait without a limit, except for the programs themselves.
+//! - When the launcher ends in any way, or a connection breaks, the programs on all machines end
+//!   and their temporary files are removed.
+//! - Every wait has a limit, except for the programs themselves.
 //!
-//! A program that leaves its process group, as daemons do, is beyond this.
+//! A program that leaves its process group, as daemons do, is out of scope.
 //!
-//! In reading order: [`plan`], [`run`], `course.rs` (what happens when), `script.rs` (what runs on
-//! the machines), `session.rs` (processes and pipes), [`mpi`].
+//! In reading order: [`plan`], [`run`], `course.rs` (the state machine), `script.rs` (the remote
+//! scripts), `session.rs` (processes and pipes), [`mpi`].
 
 mod course;
 mod error;
@@ -58,7 +58,7 @@ pub struct Launch {
     pub place: Place,
     /// The ranks that get standard input.
     pub stdin: StdinTo,
-    /// How lines are told apart.
+    /// How lines are assigned to ranks.
     pub tags: Tags,
     /// How long things may take.
     pub limits: Limits,
@@ -93,7 +93,7 @@ impl StdinTo {
     }
 }
 
-/// Where the rank of a line comes from.
+/// How the rank of a line is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tags {
     /// Each session is a rank.
@@ -102,14 +102,14 @@ pub enum Tags {
     Mpirun,
 }
 
-/// How long things may take.
+/// Time limits of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Until all ranks can start. Default 30 s: connections have 10, slow logins the rest.
     pub start: Duration,
     /// From SIGTERM to SIGKILL. Default 5 s, to write a last checkpoint of a small model.
     pub grace: Duration,
-    /// How long the others may go on after the first rank has ended with code 0; `None` for ever.
+    /// How long the others may run after the first rank has ended with code 0; `None` for ever.
     /// Default 10 minutes, to write a large checkpoint.
     pub linger: Option<Duration>,
 }
@@ -124,9 +124,9 @@ impl Default for Limits {
     }
 }
 
-/// Where the programs' streams come from and go to.
+/// Source and sinks of the programs' streams.
 pub struct Streams {
-    /// Standard input, for those that [`StdinTo`] names. Read in a thread that may stay behind.
+    /// Standard input, for the ranks in [`StdinTo`]. Read by a thread that may outlive the launch.
     pub input: Box<dyn Read + Send>,
     /// For lines of standard output.
     pub output: Box<dyn Write + Send>,
@@ -140,7 +140,7 @@ impl fmt::Debug for Streams {
     }
 }
 
-/// Something to be told while it goes on. Prints as a sentence.
+/// A progress notification. Prints as a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
     /// The program of a rank ended.

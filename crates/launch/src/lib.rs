@@ -1,7 +1,7 @@
-//! Starts programs on many machines over the system's `ssh`, and reads how machines are cabled.
+//! Starts programs on many machines over the system's `ssh`, and detects how machines are cabled.
 //!
-//! The programs know nothing of paceline. They get the environment and the files that MLX's
-//! backends read. The crate `cluster`, beside this one, has the ranks that are paceline's own.
+//! The programs need not know paceline. They get the environment and the files that MLX's backends
+//! read. The ranks of paceline's own are in the crate `cluster`.
 //!
 //! ```text
 //!  topology: probe ──▶ cables ──▶ hostfile ──▶ launch: plan ──▶ run ──▶ lines, endings
@@ -40,7 +40,7 @@
 //! - [`hostfile`]: lists of machines, in MLX's formats.
 //! - [`remote`]: shells on other machines.
 //! - [`launch`]: a program on many machines.
-//! - [`topology`]: how machines are cabled, and hostfiles from that.
+//! - [`topology`]: cables between machines, and hostfiles for them.
 //!
 //! Each module has its own `Error`. The crate has no async runtime and prints nothing itself.
 

@@ -1,18 +1,18 @@
-//! Words of our own scripts among the output of other programs.
+//! Control messages of our own scripts within the output of other programs.
 //!
-//! A mark is a line `RS TOKEN WORDS`: the record separator, a token that nobody can guess, words.
-//! It may follow text without a newline, so that a program's last, unfinished line stays what it
-//! was. Everything else passes through untouched.
+//! A mark is a line `RS TOKEN WORDS`: the record separator, an unguessable token, words. It may
+//! follow text without a newline, so that a program's last, unfinished line is unchanged. All other
+//! bytes pass through unchanged.
 
 use std::hash::{BuildHasher, RandomState};
 
-/// Longest words of a mark; they hold a number or a path (4096 bytes on Linux).
+/// Longest words of a mark: a number or a path (4096 bytes on Linux).
 const WORDS_BYTES_MAX: usize = 5000;
 
-/// A token for the marks of one run.
+/// A random token for the marks of one run.
 pub(crate) fn token() -> String {
-    // Keys of the standard library's hash maps are random; this is no secret, only never printed
-    // by accident.
+    // Keys of the standard library's hash maps are random. The token is no secret; it must only
+    // never be printed by accident.
     let random = || RandomState::new().hash_one(0);
     format!("{:016x}{:016x}", random(), random())
 }
@@ -22,11 +22,11 @@ pub(crate) fn token() -> String {
 pub(crate) enum Piece<'a> {
     /// Output of some program.
     Text(&'a [u8]),
-    /// Our words.
+    /// A mark's words.
     Mark(&'a str),
 }
 
-/// Finds marks in a stream that comes in pieces.
+/// Finds marks in a stream that arrives in fragments.
 #[derive(Debug)]
 pub(crate) struct Marks {
     start: Vec<u8>,
@@ -41,7 +41,7 @@ impl Marks {
         }
     }
 
-    /// Takes the next bytes. Only what may be the beginning of a mark is held back.
+    /// Processes the next bytes. Holds back only a possible beginning of a mark.
     pub(crate) fn feed(&mut self, bytes: &[u8], mut each: impl FnMut(Piece<'_>)) {
         self.held.extend_from_slice(bytes);
         let mut from = 0;
@@ -68,7 +68,7 @@ impl Marks {
         self.held.drain(..until);
     }
 
-    /// Gives what was held back, when nothing more comes.
+    /// Returns the bytes held back, at the end of the stream.
     pub(crate) fn finish(&mut self, mut each: impl FnMut(Piece<'_>)) {
         give(&std::mem::take(&mut self.held), &mut each);
     }
@@ -84,7 +84,7 @@ fn find(bytes: &[u8], what: &[u8]) -> Option<usize> {
     bytes.windows(what.len()).position(|part| part == what)
 }
 
-/// How many of the last bytes are the beginning of `what`, but not all of it.
+/// Number of last bytes that are a proper prefix of `what`.
 fn may_begin(bytes: &[u8], what: &[u8]) -> usize {
     let longest = bytes.len().min(what.len() - 1);
     let fits = |n: &usize| bytes.ends_with(&what[..*n]);

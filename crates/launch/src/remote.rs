@@ -1,12 +1,12 @@
 //! Shells on other machines, by the system's `ssh`, and on this one.
 //!
-//! Every command of this crate that runs elsewhere is a script for a POSIX shell that reads it from
-//! its standard input. So nothing needs quoting for the user's login shell, and no argument is too
-//! long. No value can be seen in the other machine's list of processes.
+//! Every remote command of this crate is a script that a POSIX shell reads from its standard input.
+//! So nothing needs quoting for the user's login shell, and arguments have no length limit. No
+//! value appears in the other machine's process list.
 //!
-//! `ssh` brings the user's configuration, keys and known hosts. It is never asked to ask: a host
-//! that wants a password is an error. The connection is shared where a folder for its socket is
-//! given. One session leads, and the others join it, or connect by themselves when it is gone.
+//! `ssh` brings the user's configuration, keys and known hosts. It never prompts: a host that needs
+//! a password is an error. Sessions share a connection if a folder for its socket is given. One
+//! session leads, and the others join it, or connect by themselves when it has ended.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -19,26 +19,26 @@ use paceline_process::processes::{Ending, Process};
 
 use crate::hostfile::is_here;
 
-/// A shell that reads a script from standard input: bash for its `read -t` where there is one.
-/// Has no quotes but the outer ones and no backslash, so every login shell takes it.
+/// A shell that reads a script from standard input: bash for its `read -t`, if installed. It has no
+/// inner quotes and no backslash, so every login shell accepts it.
 const SHELL: &str = "if [ -x /bin/bash ]; then exec /bin/bash --norc; fi; exec /bin/sh";
 
-/// Time for a connection: 10 s as with most tools; a host that sleeps needs 3 to 5.
+/// Connection timeout: 10 s as with most tools; waking a sleeping host takes 3 to 5.
 const CONNECT_S: u32 = 10;
 
-/// After three times this many seconds without a sign of life the connection counts as lost.
+/// Keepalive interval; the connection counts as lost after three intervals without a reply.
 const ALIVE_S: u32 = 5;
 
-/// The longest name of a socket is 103 bytes on macOS; `ssh` adds 17 to it at first.
+/// Longest path of a socket: 103 bytes on macOS, less the 17 that `ssh` adds at first.
 const SOCKET_BYTES_MAX: usize = 86;
 
-/// Most bytes of each stream of an answer: far above any machine's description of its ports.
+/// Most output bytes of each stream: far above any machine's description of its ports.
 const ANSWER_BYTES_MAX: usize = 8 << 20;
 
-/// How often the end of a process is looked for.
+/// Polling interval for the end of a process.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// How machines are reached.
+/// Starts shells on hosts, over `ssh` or here.
 #[derive(Clone, Debug)]
 pub struct Reach {
     ssh: PathBuf,
@@ -50,9 +50,9 @@ pub struct Reach {
 pub enum Sharing {
     /// A connection of its own.
     Alone,
-    /// Makes the connection of this number, for others to join.
+    /// Makes the shared connection of this number.
     Leads(usize),
-    /// Joins the connection of this number.
+    /// Joins the shared connection of this number.
     Joins(usize),
 }
 
@@ -67,7 +67,7 @@ pub struct Answer {
     pub ending: Ending,
 }
 
-/// Why a script was not run to its end.
+/// Why a script did not complete.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// `ssh` or the shell cannot be started.
@@ -80,14 +80,14 @@ pub enum Error {
     },
     #[error("no answer within {limit:?}")]
     Late {
-        /// How long it was given.
+        /// The time limit.
         limit: Duration,
     },
 }
 
 impl Reach {
-    /// Through the program `ssh`, a path or a name to look up. `sockets` is a folder that only the
-    /// user can enter; a name too long for a socket in it is as good as none.
+    /// Uses the program `ssh`, a path or a name on the search path. `sockets` is a folder that only
+    /// the user can enter. If its name is too long for a socket, connections are not shared.
     pub fn new(ssh: impl Into<PathBuf>, sockets: Option<&Path>) -> Self {
         let fits = |folder: &&Path| folder.as_os_str().len() + "/c4096".len() <= SOCKET_BYTES_MAX;
         Self {
@@ -139,15 +139,15 @@ impl Reach {
     /// Runs `script` on `host` to its end.
     ///
     /// # Errors
-    /// [`Error::Start`]; [`Error::Late`] when it takes longer than `limit`: it is killed then, a
-    /// remote one by the end of its connection.
+    /// [`Error::Start`]; [`Error::Late`] after `limit`: the script is then killed, a remote one by
+    /// closing its connection.
     pub fn ask(&self, host: &str, script: &str, limit: Duration) -> Result<Answer, Error> {
         let mut command = self.shell(host, Sharing::Alone);
         let (mut process, stdin) = start(&mut command)?;
         let stdout = gather(process.take_stdout());
         let stderr = gather(process.take_stderr());
         let script = script.to_owned();
-        // A thread, since a shell that does not read must not hold up the deadline.
+        // A thread, since a shell that does not read must not delay the deadline.
         thread::spawn(move || write_all(stdin, &script));
         let start = Instant::now();
         while !process.has_ended() {
@@ -157,7 +157,7 @@ impl Reach {
             thread::sleep(LOOK_EVERY);
         }
         let ending = process.reap();
-        // What somebody still holds open is not waited for.
+        // Streams still held open by other processes are abandoned.
         let last = Duration::from_secs(1);
         Ok(Answer {
             stdout: stdout.recv_timeout(last).unwrap_or_default(),
@@ -182,7 +182,7 @@ pub(crate) fn start(command: &mut Command) -> Result<(Process, ChildStdin), Erro
 }
 
 fn write_all(mut stdin: ChildStdin, script: &str) {
-    // A shell that has ended says so by its ending.
+    // The exit of a shell is reported by its ending.
     let _ = stdin.write_all(script.as_bytes());
 }
 

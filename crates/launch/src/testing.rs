@@ -3,11 +3,11 @@
 use crate::hostfile::Hostfile;
 use crate::marks::{Marks, Piece};
 
-/// Bytes in which no words of ours are too long to be a mark.
+/// Length limit below which no words can be too long for a mark.
 const SHORT: usize = 4096;
 
-/// Reads `bytes` as what machines say that are asked over ssh, as the output of a program among
-/// marks, and as a file of hosts. Where the output is cut changes nothing.
+/// For fuzzing: parses `bytes` as probe output of machines, as program output with marks, and as a
+/// hostfile. The fragment boundaries must not matter.
 pub fn parse_hosts(bytes: &[u8]) {
     crate::topology::parse(bytes);
     if let Ok(text) = std::str::from_utf8(bytes) {
@@ -20,7 +20,7 @@ pub fn parse_hosts(bytes: &[u8]) {
     }
 }
 
-/// The output of programs among the words of our scripts, and how many words there are.
+/// The program output and the number of marks.
 fn unmarked((first, second): (&[u8], &[u8])) -> (Vec<u8>, usize) {
     let (mut text, mut marks) = (Vec::new(), 0);
     let mut each = |piece: Piece<'_>| match piece {

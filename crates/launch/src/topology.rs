@@ -1,4 +1,4 @@
-//! How machines are cabled, and the hostfile that makes the best of it.
+//! Detects cables between machines, and makes the best hostfile for them.
 //!
 //! ```text
 //!  probe: one ssh session a host, all at once ──▶ ports, devices, addresses
@@ -10,10 +10,10 @@
 //!  choice: backend and hostfile
 //! ```
 //!
-//! On the same machines the hostfile is byte for byte that of `mlx.distributed_config` 0.32.4, but
-//! where that one goes wrong: see [`best_ring`] and [`Addresses::assign`].
+//! For the same machines the hostfile equals that of `mlx.distributed_config` 0.32.4 byte for byte,
+//! except where that tool is wrong: see [`best_ring`] and [`Addresses::assign`].
 //!
-//! Nothing here changes a machine: [`setup`] only says how.
+//! Nothing here changes a machine: [`setup`] only prints commands.
 
 mod address;
 mod choice;
@@ -32,7 +32,7 @@ pub use probe::{Machine, Sorted, Wanted, probe, sorted};
 pub use rings::{HOSTS_EXACT, Ring, best_ring, missing_for_ring};
 pub use thunderbolt::{Port, ports};
 
-/// Reads `bytes` as what a machine answers, for fuzzing.
+/// For fuzzing: parses `bytes` as a machine's output.
 pub(crate) fn parse(bytes: &[u8]) {
     probe::parse(bytes);
 }

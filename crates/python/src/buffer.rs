@@ -1,4 +1,4 @@
-//! Memory of Python objects, by the buffer protocol.
+//! Memory of Python objects, through the buffer protocol.
 
 use std::slice;
 
@@ -26,7 +26,7 @@ impl Memory {
     /// The memory of `object`, as elements of `dtype`.
     ///
     /// # Errors
-    /// `TypeError`, `ValueError` or `BufferError` of the object's own if it has no buffer, or one
+    /// `TypeError`, `ValueError` or `BufferError` of the object itself if it has no buffer, or one
     /// with gaps. `ValueError` if the buffer is not a whole number of elements.
     pub(crate) fn of(object: &Bound<'_, PyAny>, dtype: Dtype) -> PyResult<Self> {
         Self::get(object, dtype, ffi::PyBUF_SIMPLE)
@@ -35,15 +35,15 @@ impl Memory {
     /// [`of`](Self::of) an object that is written to.
     ///
     /// # Errors
-    /// As there, and if it is read-only.
+    /// As [`of`](Self::of), and if it is read-only.
     pub(crate) fn writable(object: &Bound<'_, PyAny>, dtype: Dtype) -> PyResult<Self> {
         Self::get(object, dtype, ffi::PyBUF_WRITABLE)
     }
 
     fn get(object: &Bound<'_, PyAny>, dtype: Dtype, flags: i32) -> PyResult<Self> {
         let mut view = Box::new(ffi::Py_buffer::new());
-        // SAFETY: the object is alive, the GIL is held, and the view stays where it is: exporters
-        // may keep its address. It counts as filled only after success.
+        // SAFETY: the object is alive, the GIL is held, and the view does not move: exporters may
+        // keep its address. It counts as filled only after success.
         let status = unsafe { ffi::PyObject_GetBuffer(object.as_ptr(), &mut *view, flags) };
         if status != 0 {
             return Err(PyErr::fetch(object.py()));
@@ -67,8 +67,9 @@ impl Memory {
         if len == 0 {
             return &[];
         }
-        // SAFETY: the exporter keeps this memory in place while the buffer is held, and says that
-        // it is contiguous and so long. That nobody writes meanwhile is the caller's promise.
+        // SAFETY: the exporter keeps this memory in place while the buffer is held, and guarantees
+        // that it is contiguous and has this length. The caller promises that nobody writes
+        // meanwhile.
         unsafe { slice::from_raw_parts(start.cast::<u8>(), len) }
     }
 
@@ -84,8 +85,8 @@ impl Memory {
         if len == 0 {
             return Ok(&mut []);
         }
-        // SAFETY: as in `bytes`; the exporter allows writing (`writable` has asked), and no other
-        // slice of this call lies in the same memory.
+        // SAFETY: as in `bytes`; the exporter allows writing (`writable` has requested it), and no
+        // other slice of this call overlaps.
         Ok(unsafe { slice::from_raw_parts_mut(start.cast::<u8>(), len) })
     }
 
@@ -102,7 +103,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: `get` has filled it. It holds raw pointers, so it is not `Send` and cannot have
-        // been moved to where the GIL is not held.
+        // moved to a thread without the GIL.
         unsafe { ffi::PyBuffer_Release(&mut *self.0) };
     }
 }

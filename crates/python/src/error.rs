@@ -1,11 +1,11 @@
-//! Failures of groups as exceptions, which `paceline/errors.py` declares.
+//! Converts failures of groups to the exceptions that `paceline/errors.py` declares.
 
 use paceline_base::Rank;
 use paceline_comm::Error;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-/// The exception of a failed call. Its text names the call and the rank; `rank` is the latter.
+/// The exception of a failed call. Its text names the call and the rank; `rank` is that rank.
 pub(crate) fn of_call(py: Python<'_>, error: Error) -> PyErr {
     let (class, rank) = match error {
         Error::PeerLost { rank, .. } => ("PeerLost", rank),
@@ -21,7 +21,7 @@ pub(crate) fn of_call(py: Python<'_>, error: Error) -> PyErr {
     raise(py, class, &error.to_string(), Some(rank))
 }
 
-/// The exception of ranks that did not become a group.
+/// The exception of a failed join.
 pub(crate) fn of_join(py: Python<'_>, error: &dyn std::error::Error) -> PyErr {
     raise(py, "JoinError", &error.to_string(), None)
 }

@@ -1,7 +1,7 @@
 //! A rank's handle, and the calls on it.
 //!
-//! Buffers are `(n,)` bytes of elements; shapes are Python's business. Every call gets its deadline
-//! in seconds from now and waits without the GIL.
+//! Buffers are `(n,)` bytes of elements; Python handles shapes. Every call gets its deadline in
+//! seconds from now and waits without the GIL.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,14 +14,14 @@ use pyo3::prelude::*;
 use crate::buffer::{Memory, dtype};
 use crate::error::of_call;
 
-/// Longest deadline: beyond a year a caller means "for ever", and sums of times stay far from
-/// their limits.
+/// Longest deadline: a caller that passes more than a year means "for ever". Sums of times stay far
+/// from their limits.
 const SECONDS_MAX: f64 = 3.2e7;
 
 /// The instant `seconds` from now.
 ///
 /// # Errors
-/// `ValueError` if that is no number of seconds.
+/// `ValueError` if `seconds` is negative or not a number.
 pub(crate) fn deadline(seconds: f64) -> PyResult<Deadline> {
     if seconds.is_nan() || seconds < 0.0 {
         let text = format!("the deadline is {seconds} s, expected 0 or more");
@@ -31,7 +31,7 @@ pub(crate) fn deadline(seconds: f64) -> PyResult<Deadline> {
     Ok(Deadline::at(Instant::now() + left))
 }
 
-/// The reduction of this number: 0 sum, 1 max, 2 min, 3 product.
+/// Decodes a reduction: 0 sum, 1 max, 2 min, 3 product.
 fn reduce(number: u8) -> PyResult<Reduce> {
     const ALL: [Reduce; 4] = [Reduce::Sum, Reduce::Max, Reduce::Min, Reduce::Prod];
     let found = ALL.get(usize::from(number)).copied();
@@ -147,7 +147,7 @@ impl PyGroup {
     }
 
     /// Sends each rank its part of `input` and receives one from each. Parts have one length, or
-    /// `splits`: elements to each rank, and from each.
+    /// the lengths in `splits`: elements to each rank, and from each.
     #[pyo3(signature = (input, output, kind, seconds, splits=None))]
     fn all_to_all(
         &self,
@@ -176,7 +176,7 @@ impl PyGroup {
         })
     }
 
-    /// Overwrites `data` with that of `root`.
+    /// Overwrites `data` with the data of `root`.
     fn broadcast(
         &self,
         py: Python<'_>,
@@ -229,7 +229,7 @@ impl PyGroup {
         })
     }
 
-    /// The group of those that name the same `color`, numbered by `key`.
+    /// Splits off the group of all ranks that pass this `color`, numbered by `key`.
     fn split(&self, py: Python<'_>, color: u32, key: u32, seconds: f64) -> PyResult<Self> {
         let part = self.call(py, seconds, |group, by| group.split(color, key, by))?;
         Ok(Self::new(part))
@@ -237,7 +237,7 @@ impl PyGroup {
 }
 
 impl PyGroup {
-    /// Runs the collective that `make` makes of an input and an output.
+    /// Runs the collective that `make` builds from an input and an output.
     fn pair(
         &self,
         py: Python<'_>,

@@ -1,4 +1,4 @@
-//! How a group comes into being.
+//! Functions that join a group: by addresses, alone, or from a launcher's settings.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -17,7 +17,7 @@ use pyo3::prelude::*;
 use crate::error::of_join;
 use crate::group::{PyGroup, deadline};
 
-/// Where the other ranks reach this one, until it joins.
+/// A listening rank that has not joined yet.
 #[pyclass(frozen, name = "Listener", module = "paceline._native")]
 #[derive(Debug)]
 pub(crate) struct PyListener {
@@ -51,16 +51,16 @@ pub(crate) fn alone() -> PyGroup {
     PyGroup::new(Box::new(local::ranks(1).remove(0)))
 }
 
-/// Settings that all ranks of a group have alike.
+/// Settings shared by all ranks of a group.
 #[derive(FromPyObject)]
 pub(crate) struct Terms {
     /// Addresses by rank, each `host:port`.
     #[pyo3(item)]
     addrs: Vec<Vec<String>>,
-    /// Keeps groups apart that meet by mistake.
+    /// Distinguishes groups that meet by mistake.
     #[pyo3(item)]
     id: [u8; 16],
-    /// Encrypts.
+    /// The group key; `None` without encryption.
     #[pyo3(item)]
     key: Option<[u8; KEY_BYTES]>,
     /// Whether bytes may leave this machine unencrypted.
@@ -132,7 +132,7 @@ pub(crate) struct Launched {
     plaintext: bool,
 }
 
-/// Joins by a wire of MLX: `ring`, `jaccl` or `mpi`. Collective.
+/// Joins by a backend of MLX: `ring`, `jaccl` or `mpi`. Collective.
 #[pyfunction]
 pub(crate) fn join_launched(
     py: Python<'_>,

@@ -8,10 +8,11 @@
 //! paceline_comm::Group
 //! ```
 //!
-//! Nothing here reads the environment or knows an array library. Python hands over objects with the
-//! buffer protocol; this module takes them contiguous in C order and uses their memory in place.
+//! Nothing here reads the environment or depends on an array library. Python passes objects with
+//! the buffer protocol; this module requires them contiguous in C order and uses their memory in
+//! place.
 //!
-//! - `group`: a rank's handle and its calls; `join`: how it comes into being.
+//! - `group`: a rank's handle and its calls; `join`: how a group is joined.
 //! - `buffer`: memory of Python objects; `error`: failures as exceptions of `paceline.errors`.
 
 mod buffer;

@@ -1,7 +1,7 @@
-//! Meeting the neighbours: accept from the left, connect to the right.
+//! Connects the neighbours: accepts from the left, dials to the right.
 //!
-//! [`Door`] sorts out the callers from the left. To the right, a connection that ended is made
-//! again, and a socket that the system connected to itself is nobody.
+//! [`Door`] selects the neighbour among the connections from the left. To the right, a closed
+//! connection is dialled again, and a socket that the system connected to itself is dropped.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -15,17 +15,17 @@ use super::run::{Sides, is_closed};
 use paceline_comm::Deadline;
 use paceline_comm::provider::now;
 
-/// How long to wait between looks. MLX's ranks sleep for a second at least.
+/// Polling interval. MLX's ranks sleep for a second at least.
 const NAP: Duration = Duration::from_millis(10);
 
-/// How long one attempt to connect may take, so that a silent address does not keep this rank from
-/// accepting for longer.
+/// Limit of one attempt to connect, so that an address without replies does not keep this rank from
+/// accepting.
 const ATTEMPT: Duration = Duration::from_secs(1);
 
 /// Why a rank could not join a ring.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
-    /// The ring would leave this machine, and nobody said that it may do so unencrypted.
+    /// The ring would leave this machine unencrypted without permission.
     #[error("mlx-ring is plaintext and {addr} is not on this machine's loopback: not allowed")]
     Plaintext {
         /// The first such address.
@@ -34,12 +34,12 @@ pub enum JoinError {
     /// The list of hosts has no such rank.
     #[error("mlx-ring: {rank} is not in a ring of {size}")]
     NoSuchRank {
-        /// The rank that this process was to be.
+        /// The rank of this process.
         rank: Rank,
         /// Ranks in the list.
         size: usize,
     },
-    /// A rank of the list has no address, or not as many as the others.
+    /// A rank of the list has no address, or another number of addresses than rank 0.
     #[error("mlx-ring: {rank} has {got} addresses, expected {expected} as rank 0, and at least 1")]
     Connections {
         /// The first such rank.
@@ -53,35 +53,35 @@ pub enum JoinError {
     System {
         /// The operation that was tried.
         what: &'static str,
-        /// With which address.
+        /// The address used.
         addr: SocketAddr,
         /// The system's error.
         source: io::Error,
     },
-    /// A neighbour did not come before the deadline.
+    /// A neighbour did not connect before the deadline.
     #[error("mlx-ring: {rank} did not {what} {addr} before the deadline")]
     Missing {
         /// The missing neighbour.
         rank: Rank,
-        /// The act that was expected: connect to this rank's address, or accept at its own.
+        /// The missing step: connect to this rank's address, or accept at its own.
         what: &'static str,
         addr: SocketAddr,
     },
-    /// More than the neighbour came to an address, and stayed.
+    /// Several connections to an address stayed open.
     #[error("mlx-ring: {callers:?} connected to {addr}, expected only {rank}")]
     Strangers {
-        /// The neighbour that was expected.
+        /// The expected neighbour.
         rank: Rank,
-        /// Where.
+        /// The address.
         addr: SocketAddr,
-        /// The callers that came.
+        /// Addresses of the connections.
         callers: Vec<SocketAddr>,
     },
 }
 
-/// Places of this rank and its neighbours.
+/// Addresses and sockets of this rank and its neighbours.
 pub(super) struct Places<'a> {
-    /// This rank's, one for each of its addresses.
+    /// One for each address of this rank.
     pub(super) listeners: &'a [TcpListener],
     pub(super) own: &'a [SocketAddr],
     pub(super) left: Rank,
@@ -121,7 +121,7 @@ impl Places<'_> {
             .collect()
     }
 
-    /// The error that names the neighbour that did not come.
+    /// The error that names the missing neighbour.
     fn missing(&self, doors: &[Door<'_>], right: &[Option<TcpStream>]) -> JoinError {
         if let Some(i) = right.iter().position(Option::is_none) {
             return JoinError::Missing {
@@ -143,7 +143,7 @@ pub(super) fn system(what: &'static str, addr: SocketAddr) -> impl FnOnce(io::Er
     move |source| JoinError::System { what, addr, source }
 }
 
-/// Fills an empty place, and empties one whose connection has ended.
+/// Fills an empty slot, and empties one whose connection has ended.
 fn fill(place: &mut Option<TcpStream>, connect: impl FnOnce() -> Option<TcpStream>) {
     if place.as_ref().is_some_and(is_closed) {
         *place = None;
@@ -153,21 +153,21 @@ fn fill(place: &mut Option<TcpStream>, connect: impl FnOnce() -> Option<TcpStrea
     }
 }
 
-/// Connects once; whatever is wrong may be over at the next attempt.
+/// Connects once; a failure may be temporary.
 fn attempt(addr: SocketAddr, deadline: Deadline) -> Option<TcpStream> {
     let left = deadline.left(now());
     if left.is_zero() {
         return None;
     }
     let stream = TcpStream::connect_timeout(&addr, left.min(ATTEMPT)).ok()?;
-    // A port of the ephemeral range that nobody listens at may be given to this very socket.
+    // An unused ephemeral port may be assigned to this very socket.
     if stream.local_addr().ok()? == stream.peer_addr().ok()? {
         return None;
     }
     prepare(stream)
 }
 
-/// As MLX sets its sockets up: no delay, no blocking.
+/// Configures a socket like MLX: no delay, nonblocking.
 pub(super) fn prepare(stream: TcpStream) -> Option<TcpStream> {
     stream.set_nodelay(true).ok()?;
     stream.set_nonblocking(true).ok()?;

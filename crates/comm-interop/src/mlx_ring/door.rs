@@ -1,12 +1,12 @@
-//! An address of this rank, and the callers that have come to it.
+//! A listening address of this rank, and its pending connections.
 //!
-//! MLX's wire has no handshake, so any caller that connects is taken for the neighbour. Two signs
-//! tell callers apart:
-//! - A caller that went without a word does not count: a port scan, a health check.
-//! - A caller that spoke and went may be a stranger, or a neighbour that sent a message and was
-//!   done. It waits a while for another, which would be the neighbour.
+//! MLX's protocol has no handshake, so any connection may be the neighbour's. Two rules separate
+//! them:
+//! - A connection that closed without data is dropped: a port scan, a health check.
+//! - A connection that closed after data may be a stranger's, or a neighbour's that sent a message
+//!   and ended. This rank then waits a while for another, which would be the neighbour's.
 //!
-//! If two stay, one is a stranger, and which cannot be told.
+//! If two stay open, one is a stranger's; which one is undecidable.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
@@ -17,18 +17,18 @@ use super::connect::{JoinError, prepare, system};
 use super::run::{has_ended, is_closed};
 use paceline_comm::provider::now;
 
-/// How long another is waited for after one that spoke and went. Long beside what ranks that are
-/// started together differ by on one machine, and short for a person.
+/// How long to wait for another connection after one that closed with data. Longer than the start
+/// times of ranks on one machine differ, and short for a person.
 const ANOTHER: Duration = Duration::from_secs(1);
 
-/// Most callers held at a time; further ones wait in the system's queue.
+/// Most pending connections; further ones wait in the system's queue.
 const CALLERS_MAX: usize = 16;
 
 pub(super) struct Door<'a> {
     listener: &'a TcpListener,
     pub(super) addr: SocketAddr,
     callers: Vec<TcpStream>,
-    /// Since when only callers that have gone are here.
+    /// Start of the time in which all connections were closed.
     gone_since: Option<Instant>,
 }
 
@@ -44,7 +44,7 @@ impl<'a> Door<'a> {
         })
     }
 
-    /// Lets in callers that have come, and out those that do not count.
+    /// Accepts new connections and drops those that do not count.
     pub(super) fn look(&mut self) {
         while self.callers.len() < CALLERS_MAX
             && let Ok((stream, _)) = self.listener.accept()
@@ -63,13 +63,13 @@ impl<'a> Door<'a> {
         }
     }
 
-    /// Whether the neighbour seems to be here.
+    /// Whether the neighbour seems connected.
     pub(super) fn is_filled(&self) -> bool {
         let has_waited = |since: Instant| now().saturating_duration_since(since) >= ANOTHER;
         !self.callers.is_empty() && self.gone_since.is_none_or(has_waited)
     }
 
-    /// The connection of `neighbour`, the only one that is here.
+    /// The connection of `neighbour`, if it is the only one.
     pub(super) fn into_caller(mut self, neighbour: Rank) -> Result<TcpStream, JoinError> {
         match (self.callers.pop(), &self.callers[..]) {
             (Some(caller), []) => Ok(caller),

@@ -1,4 +1,4 @@
-//! Rings that real MLX ranks can be members of: MLX's `ring` backend, byte for byte.
+//! Rings that real MLX ranks can join: MLX's `ring` backend, byte for byte.
 //!
 //! ```text
 //! hosts   [[127.0.0.1:5000, 127.0.0.1:5001], [...], [...]]    MLX_HOSTFILE, the same on all ranks
@@ -31,28 +31,28 @@
 //! }
 //! ```
 //!
-//! - `plan`: what goes where, as data; `run`: moves it; `connect`: meets the neighbours, and `door`
-//!   tells them from strangers.
+//! - `plan`: the byte streams of a call, as data; `run`: moves them; `connect`: connects the
+//!   neighbours; `door`: separates them from strangers.
 //!
-//! **What MLX's wire has, and no more.** All-reduce by sum, max and min, gathers of equal parts,
-//! messages to neighbours without tags, and a barrier. The barrier is MLX users' own idiom: the sum
-//! of one `f32`. Everything else, `split` too, gives [`Error::Unsupported`] on every rank, before a
-//! byte is sent, and the ring goes on. Messages share the sockets with collectives, so all calls of
-//! a rank wait for one another. Ranks that send to each other before they receive wait until their
-//! deadline, unless the system holds the message. (MLX hangs there.)
+//! **Supported calls.** All-reduce by sum, max and min, gathers of equal parts, messages to
+//! neighbours without tags, and a barrier. The barrier is MLX users' own idiom: the sum of one
+//! `f32`. Every other call, `split` included, gives [`Error::Unsupported`] on every rank before a
+//! byte is sent, and the ring stays usable. Messages share the sockets with collectives, so all
+//! calls of a rank wait for one another. Ranks that send to each other before they receive wait
+//! until their deadline, unless the system buffers the message. (MLX hangs there.)
 //!
-//! **What it cannot have.** The wire is array bytes, with these consequences:
+//! **Limits of the protocol.** It carries array bytes only, with these consequences:
 //! - No lockstep guard: ranks that make different calls get garbage or a timeout.
-//! - No news: the error of a rank that is not next to the dead one names the neighbour through
-//!   which the end reached it.
-//! - No authentication and no encryption: [`Plaintext`]. A stranger that connects before the
-//!   neighbour, stays, and is alone when all else is ready is taken for it. The neighbour then
-//!   finds nobody and says so.
+//! - No failure notices: a rank that is not next to the dead one gets an error that names a
+//!   neighbour.
+//! - No authentication and no encryption: [`Plaintext`]. A stranger's connection is taken for the
+//!   neighbour's if it comes first, stays, and is alone when all else is ready. The neighbour then
+//!   reports that its peer is missing.
 //! - Sums follow the ring and its segments, as MLX's do. So results may depend on the number of
 //!   ranks, though all ranks still hold the same bytes.
 //! - MLX's own ranks lose a NaN that meets a number in max and min; these keep it.
 //!
-//! **What MLX has not.** Every wait ends. A dead neighbour is an error at once and on every later
+//! **Better than MLX.** Every wait ends. A dead neighbour is an error at once and on every later
 //! call; silence is an error at the deadline.
 
 mod connect;
@@ -87,11 +87,11 @@ use paceline_comm::{
 /// The backend's name in errors.
 pub const NAME: &str = Backend::MlxRing.name();
 
-/// A ring as a wire of [`init`](paceline_comm::init), with one connection between neighbours for
-/// each address of a rank. Its errors are [`JoinError`]s.
+/// MLX's ring as a provider of [`init`](paceline_comm::init), with one connection between
+/// neighbours for each address of a rank. Its errors are [`JoinError`]s.
 #[derive(Clone, Copy, Debug)]
 pub struct Wire {
-    /// Whether bytes may leave this machine unencrypted; loopback needs no leave.
+    /// Whether bytes may leave this machine unencrypted; loopback needs no permission.
     pub plaintext: Plaintext,
 }
 
@@ -113,14 +113,14 @@ impl Provider for Wire {
     }
 }
 
-/// Time for which a rank that lost a neighbour keeps its other sockets open. So the neighbours on
-/// the far side of the dead one see its end, and not this rank's, first: see `first_gone`.
+/// How long a rank that lost a neighbour keeps its other sockets open. So the neighbours on the far
+/// side of the dead rank notice its end before this rank's: see `first_gone`.
 const HEAD_START: Duration = Duration::from_millis(100);
 
-/// A rank of a ring that MLX's ranks may be members of. Dropping it ends the ring for the others.
+/// A rank of a ring that MLX's ranks can join. Dropping it ends the ring for the others.
 pub struct MlxRing {
     seat: Seat,
-    /// None in a ring of one.
+    /// `None` in a ring of one.
     sides: Option<Sides>,
     alone: Local,
     turns: Turns,
@@ -151,12 +151,12 @@ pub fn join(
     join_with(listeners, rank, hosts, plaintext, deadline)
 }
 
-/// Connects `rank` with both neighbours and returns when they are there. Collective.
+/// Connects `rank` with both neighbours and returns when they are connected. Collective.
 ///
-/// `hosts` has the addresses of every rank in rank order, as MLX's hostfile: as many for each, and
-/// one connection between neighbours for each. `listeners` are what `hosts[rank]` leads to. A ring
-/// of one connects to nobody. Nothing is said on the wire: that all ranks have the same `hosts` is
-/// up to the launcher.
+/// `hosts` has the addresses of every rank in rank order, as in MLX's hostfile: equally many for
+/// each, and one connection between neighbours for each. `listeners` are the sockets at
+/// `hosts[rank]`. A ring of one connects to nobody. The protocol exchanges nothing: the launcher
+/// ensures that all ranks have the same `hosts`.
 ///
 /// # Errors
 /// Any [`JoinError`]. The others notice at their own deadlines.
@@ -188,7 +188,7 @@ pub fn join_with(
     Ok(MlxRing::new(seat, sides))
 }
 
-/// The number of connections, if the arguments make sense.
+/// The number of connections, if the arguments are valid.
 fn check(rank: Rank, hosts: &[Vec<SocketAddr>], plaintext: Plaintext) -> Result<usize, JoinError> {
     let size = hosts.len();
     if rank.0 as usize >= size {
@@ -236,7 +236,7 @@ impl MlxRing {
         }
     }
 
-    /// Why later calls fail, if they do.
+    /// Records why later calls fail, if they do.
     fn fail(&self, error: Error) -> Error {
         let first = *self.cause.get_or_init(|| error);
         if matches!(error, Error::PeerLost { .. }) {
@@ -248,7 +248,7 @@ impl MlxRing {
         first
     }
 
-    /// Runs `courses` in this rank's turn.
+    /// Runs `courses` under the socket lock.
     fn go(
         &self,
         sides: &Sides,
@@ -259,7 +259,7 @@ impl MlxRing {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let turn = self.turns.take(deadline);
-        // Looked at in the turn: the call before may have failed.
+        // Checked under the lock: the previous call may have failed.
         if let Some(cause) = self.cause.get() {
             return Err(*cause);
         }
@@ -367,7 +367,7 @@ impl MlxRing {
         Ok(())
     }
 
-    /// A message as a call, if the peer exists.
+    /// A message call, if the peer exists.
     fn message(&self, kind: Kind, dtype: Dtype, len: usize) -> Result<Call, Error> {
         let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
         let call = Call::plain(sequence, kind, dtype, len);
@@ -376,7 +376,7 @@ impl MlxRing {
     }
 }
 
-/// Courses that reduce nothing.
+/// For streams that reduce nothing.
 const COPYING: Folding = Folding {
     op: Reduce::Sum,
     dtype: Dtype::U8,
@@ -445,7 +445,7 @@ impl Group for MlxRing {
             return Err(self.unsupported(call));
         };
         let courses = self.seat.send(way, message.bytes().len());
-        // What is only sent is only read; the copy keeps one runner for all calls.
+        // A sent buffer is only read; the copy keeps one runner for all calls.
         let mut bytes = message.bytes().to_vec();
         self.go(sides, call, &courses, &mut bytes, COPYING, deadline)
     }
@@ -475,7 +475,7 @@ impl Group for MlxRing {
         }
     }
 
-    /// MLX's wire has one algorithm.
+    /// MLX's protocol has one algorithm.
     fn tuning(&self) -> Tuning {
         Tuning {
             force: Some(Algorithm::Ring),

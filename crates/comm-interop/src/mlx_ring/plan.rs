@@ -1,10 +1,10 @@
-//! Which bytes go over which socket, in which order: all that two ends of MLX's ring must agree on.
+//! The byte streams of a call: socket and order of every byte, on which both ends of MLX's ring
+//! must agree.
 //!
-//! The wire carries array bytes and nothing else, so a rank that cuts or orders them otherwise
-//! gives garbage or a hang. A call becomes one or more [`Course`]s, each on sockets of its own
-//! direction.
+//! The protocol carries array bytes only, so a rank that cuts or orders them differently causes
+//! garbage or a hang. A call becomes one or more [`Course`]s, each on sockets of its own direction.
 //!
-//! Worked example, 3 ranks, an all_reduce of 7 elements, one course leftwards (`Way::Left`: to the
+//! Worked example, 3 ranks, an all_reduce of 7 elements, one stream leftwards (`Way::Left`: to the
 //! left, from the right). Segments have ceil(7 / 3) = 3 elements: `0..3`, `3..6`, `6..7`.
 //!
 //! ```text
@@ -12,32 +12,32 @@
 //! rank 1 takes           6..7 and 0..3 reducing,        3..6 and 6..7 overwriting
 //! ```
 //!
-//! Source: `ring.cpp` of ml-explore/mlx at 846d1762; every rule is also in the live tests.
+//! Source: `ring.cpp` of ml-explore/mlx at 846d1762; the live tests check every rule.
 
 use std::ops::Range;
 
 use paceline_comm::Dtype;
 
-/// Bytes that MLX wants each course to have before it opens another: `min_send_size` of `ring.cpp`.
+/// Bytes per stream that MLX requires before it opens another: `min_send_size` of `ring.cpp`.
 const COURSE_BYTES_MIN: usize = 262_144;
 
-/// Bytes that MLX has for an all_reduce of fewer elements than ranks: its `char buffer[1024]`.
+/// MLX's buffer for an all_reduce of fewer elements than ranks: its `char buffer[1024]`.
 pub(super) const PADDED_BYTES_MAX: usize = 1024;
 
-/// Bytes of a message that MLX sends over one socket at least: the 1024 of its `send`.
+/// Fewest bytes of a message that MLX sends over one socket: the 1024 of its `send`.
 const PIECE_BYTES_MIN: usize = 1024;
 
-/// Which neighbour a course sends to; it takes from the other one.
+/// The neighbour that a stream sends to; it receives from the other one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// Sends to the next rank, takes from the one before: MLX's direction -1.
+    /// Sends to the next rank, receives from the previous one: MLX's direction -1.
     Right,
-    /// Sends to the rank before, takes from the next one: MLX's direction 1.
+    /// Sends to the previous rank, receives from the next one: MLX's direction 1.
     Left,
 }
 
 impl Way {
-    /// MLX alternates between courses, beginning with its direction 1.
+    /// MLX alternates between streams, beginning with its direction 1.
     const fn of(course: usize) -> Self {
         if course.is_multiple_of(2) {
             Self::Left
@@ -46,7 +46,7 @@ impl Way {
         }
     }
 
-    /// The segment after `segment` of `size`, going this way.
+    /// The segment after `segment` of `size` in this direction.
     const fn next(self, segment: usize, size: usize) -> usize {
         match self {
             Self::Right => (segment + size - 1) % size,
@@ -55,37 +55,37 @@ impl Way {
     }
 }
 
-/// Bytes that come in, and what to do with them.
+/// A received range, and its use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Take {
-    /// Where they belong in the buffer.
+    /// Its place in the buffer.
     pub(super) range: Range<usize>,
-    /// Whether they are reduced with what is there, or replace it.
+    /// Whether it is reduced into the buffer, or overwrites it.
     pub(super) reduces: bool,
 }
 
-/// An ordered stream out and one in, over the same numbered socket of the two sides.
+/// A stream of bytes out and one in, over the same numbered socket of the two sides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Course {
-    /// Number of the connection, on either side.
+    /// Index of the connection, on either side.
     pub(super) connection: usize,
-    /// Where to.
+    /// The direction.
     pub(super) way: Way,
-    /// The elements that are sent first.
+    /// The bytes that are sent first.
     pub(super) own: Range<usize>,
-    /// The elements that come in. All but the last take is sent on once it has been taken.
+    /// The received ranges. All but the last are forwarded once received.
     pub(super) takes: Vec<Take>,
 }
 
 impl Course {
-    /// Bytes that are sent altogether.
+    /// Bytes sent in total.
     pub(super) fn sends(&self) -> usize {
         let onward = self.takes.len().saturating_sub(1);
         let takes = self.takes[..onward].iter().map(|take| take.range.len());
         self.own.len() + takes.sum::<usize>()
     }
 
-    /// Where in the buffer byte number `at` of what is sent lies, and what follows without a gap.
+    /// Place in the buffer of sent byte `at`, and of the contiguous bytes after it.
     pub(super) fn sent_range(&self, at: usize) -> Range<usize> {
         let mut start = 0;
         let takes = self.takes.iter().map(|take| &take.range);
@@ -99,7 +99,7 @@ impl Course {
     }
 }
 
-/// Where a rank sits, and how many connections it has to either neighbour.
+/// A rank's position in the ring, and its number of connections to either neighbour.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seat {
     pub(super) rank: usize,
@@ -116,7 +116,7 @@ impl Seat {
         (self.rank + self.size - 1) % self.size
     }
 
-    /// How many courses a call of so many bytes is cut into.
+    /// Number of streams of a call of `bytes`.
     fn courses(self, bytes: usize, bytes_min: usize) -> usize {
         (2 * self.connections).min(bytes / bytes_min).max(1)
     }
@@ -131,12 +131,12 @@ impl Seat {
             .collect()
     }
 
-    /// An all_reduce of fewer elements than ranks, which are the first of `size` elements.
+    /// An all_reduce of fewer elements than ranks, padded to `size` elements.
     pub(super) fn all_reduce_padded(self, dtype: Dtype) -> Vec<Course> {
         vec![self.reduce(0, Way::Right, 0..self.size, dtype)]
     }
 
-    /// Twice round the ring: reducing, then overwriting.
+    /// Two rounds of the ring: reducing, then overwriting.
     fn reduce(self, connection: usize, way: Way, part: Range<usize>, dtype: Dtype) -> Course {
         let segment_len = part.len().div_ceil(self.size);
         let segment = |i: usize| {
@@ -188,8 +188,8 @@ impl Seat {
         }
     }
 
-    /// Which way to send to `peer`, if it is a neighbour. Of two ranks each is both neighbours of
-    /// the other: what is sent to the right then comes from the left.
+    /// The direction to `peer`, if it is a neighbour. With two ranks each is both neighbours of the
+    /// other: bytes sent to the right then arrive from the left.
     pub(super) fn way_to(self, peer: usize) -> Option<Way> {
         match peer {
             peer if peer == self.right() => Some(Way::Right),
@@ -198,7 +198,7 @@ impl Seat {
         }
     }
 
-    /// Which way what `peer` sends is going, if it is a neighbour.
+    /// The direction of bytes from `peer`, if it is a neighbour.
     pub(super) fn way_from(self, peer: usize) -> Option<Way> {
         match peer {
             peer if peer == self.left() => Some(Way::Right),
@@ -232,7 +232,7 @@ impl Seat {
         self.pieces(bytes).map(course).collect()
     }
 
-    /// Which part of a message goes over which connection.
+    /// The part of a message for each connection.
     fn pieces(self, bytes: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
         let piece = bytes.div_ceil(self.connections).max(PIECE_BYTES_MIN);
         let range = move |i: usize| i * piece..((i + 1) * piece).min(bytes);
@@ -277,11 +277,11 @@ mod tests {
         assert_eq!(sent, [3..6, 5..6, 6..7, 0..3, 3..6, 5..6]);
     }
 
-    /// A rank sends over a connection exactly the stream that its neighbour takes from it.
+    /// A rank sends over a connection exactly the stream that its neighbour receives from it.
     #[test]
     fn neighbours_agree_on_every_stream() {
         let near = [0, 1, 2, 3, 7, 10, 1024, 100_003];
-        // Elements and bytes beyond what 32 bits hold.
+        // Elements and bytes beyond 32 bits.
         let far = [1 << 20, (4 << 20) + 5, (1 << 30) + 5, (5 << 30) + 1];
         let lens = [&near[..], &far].concat();
         for (size, connections, len) in (2..6)
@@ -372,7 +372,7 @@ mod tests {
         assert_eq!(seat(1, 4, 1).way_from(3), None);
         assert_eq!(seat(1, 4, 1).way_to(2), Some(Way::Right));
         assert_eq!(seat(1, 4, 1).way_from(2), Some(Way::Left));
-        // Of two, what goes out to the right comes in from the left.
+        // With two ranks, bytes sent to the right arrive from the left.
         let (zero, one) = (seat(0, 2, 1), seat(1, 2, 1));
         assert_eq!(zero.way_to(1), one.way_from(0));
     }

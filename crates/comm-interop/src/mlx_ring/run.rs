@@ -1,7 +1,7 @@
-//! Runs courses: one thread moves the bytes of all of them over sockets that do not block.
+//! Runs the streams of a call: one thread moves all of their bytes over nonblocking sockets.
 //!
-//! A course sends on what it took, so how far it may send follows from how far it has taken. No
-//! step waits for another, and how bytes are cut into system calls changes nothing.
+//! A stream forwards what it received, so its received bytes bound its sendable bytes. Streams need
+//! no other synchronisation, and the sizes of system calls have no effect.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -13,17 +13,16 @@ use super::plan::{Course, Way};
 use paceline_comm::provider::{Closed, Patience, Pause, Side, fold, now, outcome, poll_until};
 use paceline_comm::{Deadline, Dtype, Reduce};
 
-/// Bytes that are read at once to be reduced, and written at once, so that the courses of a call
-/// take turns. Half of a second cache of 512 KiB.
+/// Bytes of one read or write, so that the streams of a call take turns. Half of an L2 of 512 KiB.
 const TURN_BYTES: usize = 256 << 10;
 
-/// As for `tcp`, with less yielding: MLX's ranks spin, and want the core.
+/// As for `tcp`, with less yielding: MLX's ranks spin, and need the core.
 const PATIENCE: Patience = Patience {
     spins: 4,
     yields: 50,
 };
 
-/// The other end of a socket was closed for writing. Linux tells that apart from data.
+/// The peer closed its sending side. Linux reports that separately from data.
 #[cfg(target_os = "linux")]
 const HANGUP: PollFlags = PollFlags::RDHUP;
 #[cfg(not(target_os = "linux"))]
@@ -36,7 +35,7 @@ pub(super) struct Sides {
     pub(super) left: Vec<TcpStream>,
 }
 
-/// A neighbour, as seen from a course.
+/// A neighbour, relative to a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Neighbour {
     Right,
@@ -46,9 +45,9 @@ pub(super) enum Neighbour {
 /// Why a call stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stop {
-    /// This neighbour is gone and owes bytes, or will not take those it needs.
+    /// This neighbour has ended and owes bytes, or cannot receive those it needs.
     Gone(Neighbour),
-    /// The deadline passed while this neighbour was waited for.
+    /// The deadline passed while waiting for this neighbour.
     Late(Neighbour),
 }
 
@@ -80,10 +79,10 @@ impl Sides {
         self.right.iter().chain(&self.left)
     }
 
-    /// Which neighbour went first, where `noticed` is the one whose end was noticed just now.
+    /// The neighbour that ended first; `noticed` is the one whose end was just noticed.
     ///
-    /// A rank that loses one neighbour leaves the other alone for a while. So if both are gone at
-    /// the moment that a waiting rank notices one, the other has been gone for longer.
+    /// A rank that loses one neighbour keeps the other connection open for a while. So if both have
+    /// ended when a waiting rank notices one, the other ended earlier.
     pub(super) fn first_gone(&self, noticed: Neighbour) -> Neighbour {
         let (other, sockets) = match noticed {
             Neighbour::Right => (Neighbour::Left, &self.left),
@@ -95,15 +94,15 @@ impl Sides {
         }
     }
 
-    /// Ends all connections at once: the neighbours notice.
+    /// Closes all connections at once, which the neighbours notice.
     pub(super) fn cut(&self) {
         for socket in self.all() {
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
 
-    /// Says that nothing more will be sent, and reads what is there. So closing the sockets does
-    /// not make the system discard what the neighbours have not read yet.
+    /// Half-closes the connections and drains the receive buffers, so that closing the sockets does
+    /// not discard bytes that the neighbours have not read.
     pub(super) fn leave(&self) {
         let mut bytes = [0; 4096];
         for socket in self.all() {
@@ -114,7 +113,7 @@ impl Sides {
     }
 }
 
-/// Whether the other end is gone and all it sent was read.
+/// Whether the peer has closed the connection and all its bytes were read.
 pub(super) fn is_closed(socket: &TcpStream) -> bool {
     match socket.peek(&mut [0]) {
         Ok(count) => count == 0,
@@ -122,7 +121,7 @@ pub(super) fn is_closed(socket: &TcpStream) -> bool {
     }
 }
 
-/// Whether the other end will send no more, whatever of it is still to be read.
+/// Whether the peer will send no more; unread bytes may remain.
 pub(super) fn has_ended(socket: &TcpStream) -> bool {
     let ends = HANGUP | PollFlags::HUP | PollFlags::ERR;
     let mut fds = [PollFd::from_borrowed_fd(socket.as_fd(), HANGUP)];
@@ -130,23 +129,23 @@ pub(super) fn has_ended(socket: &TcpStream) -> bool {
     fds[0].revents().intersects(ends)
 }
 
-/// A course under way.
+/// Progress of a stream.
 struct Running<'a> {
     course: &'a Course,
-    /// Bytes to send altogether, and sent.
+    /// Bytes to send in total, and sent.
     sends: usize,
     sent: usize,
-    /// Number of the take that is under way, and whole bytes of it that are done.
+    /// Index of the current receive range, and its whole bytes that are done.
     take: usize,
     within: usize,
-    /// Bytes taken altogether.
+    /// Bytes received in total.
     taken: usize,
-    /// Bytes of an element that has not come in whole.
+    /// Bytes of an incomplete element.
     carry: [u8; 8],
     carried: usize,
 }
 
-/// How bytes that come in are reduced.
+/// How received bytes are reduced.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Folding {
     pub(super) op: Reduce,
@@ -169,7 +168,7 @@ impl<'a> Running<'a> {
         new
     }
 
-    /// Goes to the next take once this one is done; those of no bytes are done at once.
+    /// Moves to the next range once this one is done; empty ranges are done at once.
     fn skip_done(&mut self) {
         let done = |take: usize, within| {
             let takes = self.course.takes.get(take);
@@ -184,7 +183,7 @@ impl<'a> Running<'a> {
         self.take < self.course.takes.len()
     }
 
-    /// Bytes that may be sent now: what is sent on has to be taken first.
+    /// Bytes that may be sent now: forwarded bytes must be received first.
     fn sendable(&self) -> usize {
         self.sends.min(self.course.own.len() + self.taken) - self.sent
     }
@@ -193,7 +192,7 @@ impl<'a> Running<'a> {
         self.sent == self.sends && !self.takes()
     }
 
-    /// Sends a turn's worth of what may be sent; whether bytes moved.
+    /// Sends at most [`TURN_BYTES`]; whether bytes moved.
     fn push(&mut self, sides: &Sides, data: &[u8]) -> Result<bool, Stop> {
         let sendable = self.sendable().min(TURN_BYTES);
         if sendable == 0 {
@@ -209,7 +208,7 @@ impl<'a> Running<'a> {
         Ok(count > 0)
     }
 
-    /// Takes a turn's worth of what has come in; whether bytes moved.
+    /// Receives at most [`TURN_BYTES`]; whether bytes moved.
     fn pull(
         &mut self,
         sides: &Sides,
@@ -235,7 +234,7 @@ impl<'a> Running<'a> {
         Ok(count > 0)
     }
 
-    /// Reads some bytes and reduces the elements that are whole; how many bytes came.
+    /// Reads some bytes and reduces the complete elements; returns the number of bytes.
     fn reduce(
         &mut self,
         mut socket: &TcpStream,
@@ -264,7 +263,7 @@ impl<'a> Running<'a> {
         Ok(count)
     }
 
-    /// Whom this course waits for.
+    /// The neighbour that this stream waits for.
     fn waits_for(&self) -> Neighbour {
         match self.takes() {
             true => self.course.way.from(),
@@ -275,7 +274,7 @@ impl<'a> Running<'a> {
 
 /// Runs `courses` over `data` to their end.
 ///
-/// `scratch` is as long as [`scratch_bytes`]; `folding` says how those that reduce do it.
+/// `scratch` has [`scratch_bytes`]; `folding` applies to the streams that reduce.
 pub(super) fn run(
     sides: &Sides,
     courses: &[Course],
@@ -306,12 +305,12 @@ pub(super) fn run(
     }
 }
 
-/// Bytes of scratch memory for a call that reduces: whole elements of every type.
+/// Bytes of scratch memory for a reducing call: whole elements of every type.
 pub(super) const fn scratch_bytes() -> usize {
     TURN_BYTES
 }
 
-/// Blocks until one of the courses may make progress, or the deadline.
+/// Blocks until one of the streams may make progress, or the deadline.
 fn wait(sides: &Sides, all: &[Running<'_>], deadline: Deadline) -> Result<(), Stop> {
     let mut fds = Vec::with_capacity(2 * all.len());
     let mut watched = Vec::with_capacity(2 * all.len());
@@ -325,8 +324,8 @@ fn wait(sides: &Sides, all: &[Running<'_>], deadline: Deadline) -> Result<(), St
         if course.takes() {
             add(way.from(), PollFlags::IN);
         }
-        // A neighbour that left before it got all it needs is dead, also if nothing can be sent
-        // to it at the moment.
+        // A neighbour that left before it received all it needs is dead, even if nothing can be
+        // sent to it at the moment.
         if course.sent < course.sends {
             let out = match course.sendable() {
                 0 => PollFlags::empty(),

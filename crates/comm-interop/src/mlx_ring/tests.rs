@@ -1,4 +1,5 @@
-//! Rust ranks alone: threads of this process. `tests/mlx_ring.rs` has the rings with MLX's ranks.
+//! Rings of Rust ranks only, as threads of this process. `tests/mlx_ring.rs` has the rings with
+//! MLX's ranks.
 
 mod edges;
 mod strangers;
@@ -16,7 +17,7 @@ use paceline_base::testing::Stopwatch;
 use super::*;
 use paceline_comm::{Complex64, Element};
 
-/// Deadline, in seconds, of what is noticed long before it.
+/// Distant deadline, in seconds, for events that occur long before it.
 const FAR: u64 = 90;
 
 /// Time after which a wait counts as a hang.
@@ -52,7 +53,7 @@ fn listeners(size: usize, connections: usize) -> (Listeners, Vec<Vec<SocketAddr>
     (all, hosts)
 }
 
-/// Lets every rank of a new ring do `work` on its own thread; results in rank order.
+/// Runs `work` for every rank of a new ring on its own thread; results in rank order.
 fn on_each<R: Send>(
     size: usize,
     connections: usize,
@@ -62,7 +63,7 @@ fn on_each<R: Send>(
     on_each_of(all, &hosts, work)
 }
 
-/// [`on_each`] of the ring that has these addresses.
+/// [`on_each`] of the ring with these addresses.
 fn on_each_of<R: Send>(
     all: Listeners,
     hosts: &[Vec<SocketAddr>],
@@ -86,7 +87,7 @@ const SHAPES: [(usize, usize); 7] = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4,
 /// Few elements, around the number of ranks, a long odd number with several courses, and none.
 const LENS: [usize; 9] = [0, 1, 2, 3, 5, 7, 1024, 100_003, 700_001];
 
-/// Whole numbers that sums of a few keep exact in every type.
+/// Small integers, so that sums of a few are exact in every type.
 fn whole(rank: usize, i: usize) -> u8 {
     u8::try_from((rank * 7 + i * 3) % 11).unwrap()
 }
@@ -164,7 +165,7 @@ fn gathers_and_messages_are_right() {
     }
 }
 
-/// Every rank sends to its right, then to its left, in an order that cannot get stuck.
+/// Every rank sends to its right, then to its left, in an order that cannot deadlock.
 fn round<I: Iterator<Item = u8>>(group: &dyn Group, own: &[u8], part: &dyn Fn(u32) -> I) {
     let (rank, size) = (group.rank().0, group.size());
     for (to, from) in [(1, size - 1), (size - 1, 1)] {
@@ -250,7 +251,7 @@ fn what_mlx_has_not_is_refused_by_name_and_the_ring_goes_on() {
     });
 }
 
-/// After `harm` to one rank, all others get an error that names a neighbour, again and again.
+/// After `harm` to one rank, all others get an error that names a neighbour, repeatedly.
 fn check_harm(size: u32, work: fn(&dyn Group) -> Result<(), Error>) {
     for victim in [0, size - 1] {
         on_each(size as usize, 2, |ring| {
@@ -297,7 +298,7 @@ fn a_dead_rank_is_an_error_for_all_and_stays_one() {
 fn a_dead_neighbour_ends_messages_too() {
     let results = on_each(2, 1, |ring| {
         let group: &dyn Group = &ring;
-        // A rank that leaves before its neighbour has joined would be waited for to come again.
+        // Otherwise a rank that leaves before its neighbour has joined would be waited for.
         group.barrier(soon(FAR)).unwrap();
         match group.rank() {
             Rank(0) => {
@@ -305,7 +306,7 @@ fn a_dead_neighbour_ends_messages_too() {
                 None
             }
             _ => {
-                // What was sent before leaving is received.
+                // Bytes sent before leaving are received.
                 assert_eq!(
                     group.recv_like(&[0_u8; 100], Rank(0), 0, soon(FAR)),
                     Ok(vec![7; 100])
@@ -331,7 +332,7 @@ fn a_silent_rank_is_an_error_at_the_deadline() {
     let results = on_each(3, 1, |ring| {
         let group: &dyn Group = &ring;
         if group.rank() == Rank(2) {
-            // It is silent, and there, until the others have given up.
+            // It stays silent, but alive, until the others have given up.
             wait_for(|| given_up.load(Ordering::Relaxed) == 2);
             return None;
         }
@@ -340,7 +341,7 @@ fn a_silent_rank_is_an_error_at_the_deadline() {
         Some(result)
     });
     assert!(started.elapsed() < Duration::from_secs(5));
-    // One of the two waits for rank 2; the other may hear of it from the first.
+    // One of the two waits for rank 2; the other may learn of it from the first.
     let errors: Vec<Error> = results
         .into_iter()
         .flatten()
@@ -367,7 +368,7 @@ fn a_deadline_holds_while_another_thread_uses_the_ring() {
             let receives = scope.spawn(|| group.recv(&mut [0_u8], Rank(0), 0, soon(FAR)));
             thread::sleep(Duration::from_millis(50));
             let result = group.barrier(millis(50));
-            // The other leaves now, which ends what waits for it.
+            // The other leaves now, which ends the call that waits for it.
             given_up.fetch_add(1, Ordering::Relaxed);
             assert!(matches!(result, Err(Error::Timeout { .. })), "{result:?}");
             assert_eq!(receives.join().unwrap(), result);
@@ -386,7 +387,7 @@ fn whoever_is_missing_is_named() {
         hosts[1][0]
     );
     assert_eq!(error.to_string(), expected);
-    // Rank 0 is there, its left neighbour does not come.
+    // Rank 0 is there; its left neighbour never arrives.
     let own = all.remove(0);
     let error = join_with(own, Rank(2), &hosts, Plaintext::Refused, millis(50)).unwrap_err();
     assert!(
@@ -436,7 +437,7 @@ fn bad_lists_of_hosts_are_refused() {
     ] {
         assert_eq!(error(rank, &hosts, Plaintext::Refused), expected);
     }
-    // Asked for by name it goes on, to find that nobody is there.
+    // Requested by name it continues, and finds that its neighbour is missing.
     let (own, hosts) = listeners(1, 1);
     let hosts = [hosts[0].clone(), vec![far]];
     let own = own.into_iter().next().unwrap();
@@ -447,7 +448,7 @@ fn bad_lists_of_hosts_are_refused() {
     );
 }
 
-/// Rank 0 against bytes written by hand: the first data of the wire, as the reference has it.
+/// Rank 0 against bytes written by hand: the first data of the protocol, as in the reference.
 #[test]
 fn the_wire_is_array_bytes_alone() {
     let (all, hosts) = listeners(2, 1);
@@ -462,11 +463,11 @@ fn the_wire_is_array_bytes_alone() {
             group.all_reduce(&mut data, Reduce::Sum, soon(FAR)).unwrap();
             assert_eq!(data, [11.0, 22.0, 33.0]);
         });
-        // Rank 1's left socket is what rank 0 connects to, its right one leads to rank 0.
+        // Rank 0 connects to rank 1's left socket; its right one leads to rank 0.
         let mut left = right.accept().unwrap().0;
         let mut to_rank_0 = TcpStream::connect(hosts[0][0]).unwrap();
-        // One course of direction 1: rank 0 sends left, to rank 1's right socket, segment 0 of
-        // ceil(3 / 2) = 2 elements, and takes segment 1 from the right.
+        // One stream of direction 1: rank 0 sends left, to rank 1's right socket, segment 0 of
+        // ceil(3 / 2) = 2 elements, and receives segment 1 from the right.
         let floats = |values: &[f32]| {
             values
                 .iter()

@@ -1,4 +1,4 @@
-//! Calls of one rank, one after the other: they share the sockets.
+//! Serialises the calls of one rank, which share the sockets.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -6,7 +6,7 @@ use paceline_base::lock;
 use paceline_comm::Deadline;
 use paceline_comm::provider::now;
 
-/// Whose turn it is, and what goes with it: memory for a call.
+/// The lock of the sockets, with scratch memory for a call.
 #[derive(Debug, Default)]
 pub(super) struct Turns {
     state: Mutex<State>,
@@ -19,7 +19,7 @@ struct State {
     scratch: Vec<u8>,
 }
 
-/// The right to use the sockets, until it is dropped.
+/// Exclusive use of the sockets, until dropped.
 pub(super) struct Turn<'a> {
     turns: &'a Turns,
     scratch: Vec<u8>,
@@ -30,7 +30,7 @@ impl Turns {
         lock(&self.state)
     }
 
-    /// Waits for the turn; none if another call holds it until the deadline.
+    /// Takes the lock; `None` if another call holds it until the deadline.
     pub(super) fn take(&self, deadline: Deadline) -> Option<Turn<'_>> {
         let left = deadline.left(now());
         let waited = self
@@ -51,7 +51,7 @@ impl Turns {
 }
 
 impl Turn<'_> {
-    /// Memory of so many bytes, with whatever is in it.
+    /// Memory of `bytes` bytes with arbitrary contents.
     pub(super) fn scratch(&mut self, bytes: usize) -> &mut [u8] {
         self.scratch.resize(bytes, 0);
         &mut self.scratch

@@ -1,4 +1,4 @@
-//! The group, by MPI's own calls.
+//! The group over the MPI library.
 
 use std::ffi::{c_int, c_void};
 use std::fmt;
@@ -20,7 +20,7 @@ use paceline_comm::{
     Traffic, Tuning, local,
 };
 
-/// Where the data of an empty buffer is. Rust's empty slices begin at small numbers, and 1 is Open
+/// Address of the data of an empty buffer. Rust's empty slices have small addresses, and 1 is Open
 /// MPI's `MPI_IN_PLACE`.
 static NOTHING: AtomicU64 = AtomicU64::new(0);
 
@@ -38,18 +38,18 @@ fn start_mut(bytes: &mut [u8]) -> *mut c_void {
     }
 }
 
-/// Between looks for a message that is long in coming: MPI has no wait that ends.
+/// Pause between polls for a slow message: MPI's waits have no limit.
 const NAP: Duration = Duration::from_micros(50);
 
-/// MPI, started; ended when the last group of it is dropped, which waits for all processes.
+/// A started MPI. It ends when its last group is dropped, which waits for all processes.
 pub struct Session {
     ops: Ops,
     /// Last, so that it is dropped last.
     _universe: Universe,
 }
 
-// SAFETY: handles of operations are values that MPI looks up, from any thread since `start` has
-// asked for that; nothing else is in it.
+// SAFETY: handles of operations are values that MPI looks up. Any thread may use them, as `start`
+// has requested; nothing else is in it.
 unsafe impl Send for Session {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Session {}
@@ -94,7 +94,7 @@ impl Session {
 }
 
 impl Drop for Session {
-    /// Ending MPI waits for all processes, and a process that panics is not waited for by others.
+    /// Ending MPI waits for all processes, but others do not wait for a process that panics.
     fn drop(&mut self) {
         if std::thread::panicking() {
             // SAFETY: MPI has started and not ended.
@@ -103,25 +103,25 @@ impl Drop for Session {
     }
 }
 
-/// The side that frees a communicator.
+/// Which side frees a communicator.
 enum Owner {
     Library,
     Group,
 }
 
-/// MPI's name for a set of ranks.
+/// An MPI communicator.
 struct Handle(MPI_Comm, Owner);
 
-// SAFETY: a communicator may be used by any thread: `Session::start` has asked for that.
+// SAFETY: a communicator may be used by any thread: `Session::start` has requested that.
 unsafe impl Send for Handle {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Handle {}
 
-/// A message that MPI reads from while it is under way.
+/// A message that MPI reads from until its request completes.
 struct Sending {
     to: Rank,
     request: MPI_Request,
-    /// Not touched until the request is over.
+    /// Not touched until the request completes.
     bytes: Vec<u8>,
 }
 
@@ -134,9 +134,9 @@ struct Mpi {
     session: Arc<Session>,
     rank: Rank,
     size: u32,
-    /// How to look for a message before the first nap.
+    /// How to poll for a message before the first nap.
     patience: Patience,
-    /// Collectives come one after the other.
+    /// Serialises collectives.
     turn: Mutex<()>,
     sending: Mutex<Vec<Sending>>,
     cause: OnceLock<Error>,
@@ -189,10 +189,10 @@ impl Mpi {
         }
     }
 
-    /// Waits a little after the `looks`th look for a message, longer after many.
+    /// Pauses after poll number `looks` for a message, longer after many.
     ///
     /// Measured: 4 KiB to another process and back, November 2026 (`COMM_TEST_SPEED`,
-    /// docs/measurements.md). It took 5 to 12 us, and 660 us with a nap after each look; of four
+    /// docs/measurements.md). It took 5 to 12 us, and 660 us with a nap after each poll; with four
     /// ranks on two cores 27 to 40 us.
     fn rest(&self, looks: u32) {
         if self.patience.pause(looks) == Pause::Block {
@@ -208,12 +208,12 @@ impl Mpi {
         }
     }
 
-    /// A count as MPI takes it: its interface ends at 2^31 elements.
+    /// A count in MPI's type: its interface ends at 2^31 elements.
     fn count(&self, call: Call, count: usize) -> Result<c_int, Error> {
         c_int::try_from(count).map_err(|_| self.unsupported(call))
     }
 
-    /// Counts and where they begin, of all ranks.
+    /// Counts and displacements of all ranks.
     fn counts(&self, call: Call, counts: &Counts<'_>) -> Result<[Vec<c_int>; 2], Error> {
         let ranks = || 0..self.size as usize;
         let lengths = ranks().map(|rank| self.count(call, counts.of(rank)));
@@ -352,7 +352,7 @@ impl Mpi {
         self.done(call, code)
     }
 
-    /// A message as a call, if the peer exists and the group is whole.
+    /// A message call, if the peer exists and the group is not poisoned.
     fn message(&self, kind: Kind, dtype: Dtype, len: usize) -> Result<Call, Error> {
         let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
         let call = Call::plain(sequence, kind, dtype, len);
@@ -361,12 +361,12 @@ impl Mpi {
         self.cause.get().map_or(Ok(call), |cause| Err(*cause))
     }
 
-    /// Forgets messages that are over; how many to `to` are not.
+    /// Drops completed messages; returns how many to `to` are in flight.
     fn held(&self, to: Rank) -> usize {
         let mut sending = lock(&self.sending);
         sending.retain_mut(|message| {
             let mut over = 0;
-            // SAFETY: a request of this process that is not over; the status is not wanted.
+            // SAFETY: an incomplete request of this process; the status is ignored.
             unsafe {
                 ffi::MPI_Test(
                     &raw mut message.request,
@@ -387,7 +387,7 @@ impl fmt::Debug for Mpi {
 }
 
 impl Drop for Mpi {
-    /// Messages still under way go on; MPI gets their memory for good.
+    /// Messages in flight continue; MPI keeps their memory for good.
     fn drop(&mut self) {
         self.held(self.rank);
         for message in lock(&self.sending).drain(..) {
@@ -395,7 +395,7 @@ impl Drop for Mpi {
                 mut request, bytes, ..
             } = message;
             std::mem::forget(bytes);
-            // SAFETY: a request that is not over; MPI frees it when it is.
+            // SAFETY: an incomplete request; MPI frees it on completion.
             unsafe { ffi::MPI_Request_free(&raw mut request) };
         }
         if matches!(self.handle.1, Owner::Group) {
@@ -406,8 +406,8 @@ impl Drop for Mpi {
 }
 
 impl Mpi {
-    /// Waits for a message of `from`, by its number and the tag as MPI takes them; nobody else can
-    /// receive it then.
+    /// Waits for a message of `from` (a rank in MPI's type) with `tag`, and reserves it for this
+    /// call.
     fn find(
         &self,
         call: Call,
@@ -488,7 +488,7 @@ impl Group for Mpi {
         let of = datatype(message.dtype());
         let mut request = MaybeUninit::uninit();
         let from = start(&bytes);
-        // SAFETY: `bytes` has `count` elements and is kept until the request is over; the request
+        // SAFETY: `bytes` has `count` elements and is kept until the request completes; the request
         // is written.
         let (code, request) = unsafe {
             let code = ffi::MPI_Isend(
@@ -524,8 +524,8 @@ impl Group for Mpi {
         let (peer, of) = (self.count(call, from.0 as usize)?, datatype(into.dtype()));
         let (mut message, mut status) = self.find(call, from, (peer, tag), deadline)?;
         let mut came = 0;
-        // SAFETY: a message is received into as many elements as it has, or none of it is and the
-        // group ends.
+        // SAFETY: the message has exactly these elements, or none of it is received and the group
+        // ends.
         unsafe {
             ffi::MPI_Get_count(&raw const status, of, &raw mut came);
         }
@@ -554,7 +554,7 @@ impl Group for Mpi {
         Ok(())
     }
 
-    /// Bytes of the arrays that calls were given: what MPI made of them is not known.
+    /// Bytes of the calls' arrays: the traffic of MPI's algorithms is unknown.
     fn traffic(&self) -> Traffic {
         Traffic {
             sent: Bytes(self.sent.load(Ordering::Relaxed)),
@@ -568,7 +568,7 @@ impl Group for Mpi {
     }
 
     fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
-        // MPI's colors are not negative, and ours any number: the lowest old rank names a part.
+        // MPI's colors are not negative, and ours arbitrary: the lowest old rank names a part.
         let member = members(self, color, key, deadline)?;
         let lowest = member.ranks.iter().min().copied().unwrap_or(self.rank);
         let color = self.count(member.call, lowest.0 as usize)?;

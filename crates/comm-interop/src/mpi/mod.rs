@@ -1,16 +1,16 @@
-//! Groups over an MPI library: what `mpirun` started together.
+//! Groups over an MPI library: the processes of one `mpirun`.
 //!
-//! MPI is a library of collectives and not a wire, so it implements [`Group`](paceline_comm::Group)
-//! itself. Built with the feature `mpi` (an `mpicc` and libclang are needed then); without it
-//! [`Session::start`] says [`StartError::Unavailable`].
+//! MPI is a library of collectives, not a transport, so it implements
+//! [`Group`](paceline_comm::Group) itself. It needs the feature `mpi` (with `mpicc` and libclang at
+//! build time). Without it [`Session::start`] returns [`StartError::Unavailable`].
 //!
-//! **Exempt.** MPI has no deadlines. A collective waits for as long as its ranks, and a dead rank
-//! ends the whole program by MPI's own rule (`mpirun` kills the others). Only messages look at
-//! theirs. There is no lockstep guard: ranks that make different calls do what MPI does. The order
-//! of sums is the library's. NaN is kept by max and min all the same. `f16`, `bf16` and `complex64`
-//! reduce as everywhere, through operations of our own.
+//! **Exceptions to the contract.** MPI has no deadlines: a collective waits as long as its ranks
+//! do, and a dead rank ends the whole program (`mpirun` kills the others). Only messages observe
+//! their deadline. There is no lockstep guard: ranks that make different calls get MPI's behaviour.
+//! The library determines the order of sums. Max and min keep NaN all the same. `f16`, `bf16` and
+//! `complex64` reduce as everywhere, by user operations.
 //!
-//! What it sends is plaintext, by `mpirun`'s links.
+//! Traffic is plaintext, over `mpirun`'s connections.
 
 #[cfg(feature = "mpi")]
 mod library;
@@ -30,8 +30,8 @@ pub use self::library::Session;
 /// The backend's name in errors.
 pub const NAME: &str = Backend::Mpi.name();
 
-/// The ranks that `mpirun` started, as a wire of [`init`](paceline_comm::init). Its errors are
-/// [`StartError`]s.
+/// MPI as a provider of [`init`](paceline_comm::init): the ranks that `mpirun` started. Its errors
+/// are [`StartError`]s.
 #[derive(Clone, Copy, Debug)]
 pub struct Wire {
     /// Whether bytes may leave this machine unencrypted.
@@ -43,8 +43,8 @@ impl Provider for Wire {
         Backend::Mpi
     }
 
-    /// All ranks that `mpirun` started, of which this one has to be the one that is meant. Listener
-    /// and addresses are not used.
+    /// Joins all ranks that `mpirun` started; this process must be the seat's rank. Listener and
+    /// addresses are not used.
     fn join(&self, seat: Seat<'_, Addrs>, _: Deadline) -> Result<Box<dyn Group>, InitError> {
         allowed(self.backend(), self.plaintext)?;
         let (rank, size) = (seat.rank, seat.addrs.len());
@@ -62,16 +62,16 @@ impl Provider for Wire {
     }
 }
 
-/// Why there is no group of what `mpirun` started.
+/// Why MPI could not be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StartError {
     /// This program was built without the feature `mpi`.
     #[error("mpi is not in this build")]
     Unavailable,
-    /// MPI starts once in a process, and did.
+    /// MPI starts once in a process, and already did.
     #[error("mpi was already started in this process")]
     Started,
-    /// The library does not allow calls from several threads at once, which a group promises.
+    /// The library does not allow concurrent calls of several threads, which a group promises.
     #[error("mpi library supports threads up to level {got}, expected {expected}")]
     Threads {
         /// `MPI_THREAD_MULTIPLE`.
@@ -79,15 +79,15 @@ pub enum StartError {
         /// The thread support that it offers.
         got: i32,
     },
-    /// `mpirun` has made this process another rank than it was to be.
+    /// `mpirun` has assigned this process another rank.
     #[error("mpi: this process is {got} of {got_size}, expected {rank} of {size}")]
     OtherRank {
-        /// The rank that it was to be.
+        /// The expected rank.
         rank: Rank,
-        /// Of how many.
+        /// The expected number of ranks.
         size: usize,
         got: Rank,
-        /// Of how many.
+        /// The number of ranks that `mpirun` started.
         got_size: u32,
     },
 }

@@ -1,12 +1,12 @@
-//! Element types and reductions in MPI's words.
+//! Element types and reductions as MPI handles.
 //!
-//! MPI's own operations do integers of 32 and 64 bits and the sums of `f32` and `f64`. Everything
-//! else is a user operation over our own `fold`:
+//! MPI's own operations handle integers of 32 and 64 bits and the sums of `f32` and `f64`. All
+//! others are user operations over our own `fold`:
 //! - types that MPI's C interface lacks;
 //! - `bool` as logic;
-//! - max and min of floats, where MPI leaves NaN open;
-//! - small integers, whose sums Open MPI 4.1.4 saturates where it uses AVX (i8: 127 for what wraps
-//!   to -53, seen with 2 ranks).
+//! - max and min of floats, where MPI does not specify NaN;
+//! - small integers, whose sums Open MPI 4.1.4 saturates where it uses AVX (i8: 127 instead of the
+//!   wrapped -53, seen with 2 ranks).
 
 use std::os::raw::{c_int, c_void};
 use std::ptr;
@@ -17,7 +17,7 @@ use mpi::ffi::{self, MPI_Datatype, MPI_Op, MPI_User_function};
 use paceline_comm::provider::{Side, fold};
 use paceline_comm::{Dtype, Reduce};
 
-/// The type under which elements of `dtype` travel: of their size, and their own if MPI reduces it.
+/// The MPI type of elements of `dtype`: of their size, and their own if MPI reduces it.
 pub(super) fn datatype(dtype: Dtype) -> MPI_Datatype {
     // SAFETY: the library's constants, written before `main` and never again.
     unsafe {
@@ -51,10 +51,10 @@ pub(super) struct Ops {
 }
 
 impl Ops {
-    /// Makes them.
+    /// Creates the operations.
     ///
     /// # Errors
-    /// What MPI says.
+    /// MPI's error code.
     pub(super) fn new() -> Result<Self, c_int> {
         let mut made = Vec::new();
         for (op, dtype, function) in functions() {
@@ -100,7 +100,7 @@ unsafe fn native(op: Reduce) -> MPI_Op {
     }
 }
 
-/// A function for each pair that MPI's own operations do not do.
+/// A function for each pair without a native operation.
 fn functions() -> impl Iterator<Item = (Reduce, Dtype, MPI_User_function)> {
     let of = |dtype| Reduce::ALL.into_iter().map(move |op| (op, dtype));
     let pairs = Dtype::ALL.into_iter().flat_map(of);
@@ -132,7 +132,7 @@ fn for_op<const DTYPE: u8>(op: Reduce) -> MPI_User_function {
     }
 }
 
-/// `inout[i] = input[i] op inout[i]`, as MPI asks for.
+/// `inout[i] = input[i] op inout[i]`, as MPI specifies.
 ///
 /// # Safety
 /// Called by MPI with two arrays of `*len` elements that do not overlap.
@@ -142,7 +142,7 @@ unsafe extern "C" fn reduce<const DTYPE: u8, const OP: u8>(
     len: *mut c_int,
     _: *mut MPI_Datatype,
 ) {
-    // A panic may not cross into C; both codes are from enums, so neither is ever missing.
+    // A panic must not cross into C; both codes are from enums, so both are always valid.
     let (Some(dtype), Some(op)) = (Dtype::from_code(DTYPE), Reduce::from_code(OP)) else {
         return;
     };

@@ -1,16 +1,16 @@
-//! In place of MPI, in a build without it.
+//! The stub of MPI for builds without it.
 
 use std::sync::Arc;
 
 use super::StartError;
 use paceline_comm::Group;
 
-/// MPI, started. There is none in this build.
+/// A started MPI; uninhabited in this build.
 #[derive(Debug)]
 pub enum Session {}
 
 impl Session {
-    /// Says that there is no MPI.
+    /// Always fails: this build has no MPI.
     ///
     /// # Errors
     /// [`StartError::Unavailable`].

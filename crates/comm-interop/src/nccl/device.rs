@@ -1,4 +1,4 @@
-//! A GPU of this process: a stream, and memory that calls go through.
+//! A GPU of this process: its context, a stream, and buffers that calls copy through.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -12,7 +12,7 @@ const NOT_READY: c_int = 600;
 /// `CU_STREAM_NON_BLOCKING`: does not wait for the default stream.
 const NON_BLOCKING: u32 = 1;
 
-/// A GPU that NCCL can be used with.
+/// A GPU with NCCL.
 pub(super) struct Device {
     pub(super) nccl: Nccl,
     cuda: Cuda,
@@ -25,11 +25,11 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// Opens the libraries and takes the GPU `rank % how many there are`, as MLX does.
+    /// Opens the libraries and selects GPU `rank` modulo the number of GPUs, as MLX does.
     pub(super) fn open(libraries: &Libraries, rank: u32) -> Result<Self, OpenError> {
         let (nccl, cuda) = open_all(libraries)?;
         let (mut count, mut device, mut context) = (0, 0, ptr::null_mut());
-        // SAFETY: the table's signatures; what is pointed to is written.
+        // SAFETY: the table's signatures; all outputs are written.
         unsafe {
             done("cuInit", (cuda.init)(0))?;
             done("cuDeviceGetCount", (cuda.device_count)(&raw mut count))?;
@@ -47,7 +47,7 @@ impl Device {
         })
     }
 
-    /// Makes this GPU the one of the calling thread: before every other call.
+    /// Makes this GPU current on the calling thread; needed before every other call.
     pub(super) fn enter(&self) -> Result<(), OpenError> {
         // SAFETY: a context that was retained and never released.
         done("cuCtxSetCurrent", unsafe {
@@ -87,7 +87,7 @@ impl Device {
         })
     }
 
-    /// Whether all that was put on `stream` is over.
+    /// Whether all work on `stream` has completed.
     pub(super) fn is_over(&self, stream: &Stream) -> Result<bool, OpenError> {
         // SAFETY: a live stream.
         match unsafe { (self.cuda.stream_query)(stream.handle) } {
@@ -97,7 +97,7 @@ impl Device {
     }
 }
 
-/// An ordered queue of work.
+/// A CUDA stream: an ordered queue of work.
 pub(super) struct Stream {
     pub(super) handle: Opaque,
     device: Arc<Device>,
@@ -125,7 +125,7 @@ impl Drop for Stream {
     }
 }
 
-/// Memory on the GPU, which only grows.
+/// A buffer on the GPU, which only grows.
 pub(super) struct Buffer {
     pub(super) start: DevicePtr,
     bytes: usize,
@@ -141,7 +141,7 @@ impl Buffer {
         }
     }
 
-    /// Makes room for so many bytes; what was there is lost.
+    /// Makes the buffer at least `bytes` long; its contents are lost.
     pub(super) fn hold(&mut self, bytes: usize) -> Result<(), OpenError> {
         if bytes <= self.bytes {
             return Ok(());
@@ -157,7 +157,8 @@ impl Buffer {
 
     fn release(&mut self) {
         if self.bytes > 0 {
-            // SAFETY: allocated by `hold`, and nothing on the stream uses it: calls end before.
+            // SAFETY: allocated by `hold`, and no work on the stream uses it: calls complete
+            // before.
             unsafe { (self.device.cuda.free)(self.start) };
             (self.start, self.bytes) = (0, 0);
         }

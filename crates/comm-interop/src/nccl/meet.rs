@@ -1,6 +1,6 @@
-//! How MLX's NCCL ranks meet: rank 0 listens and hands each caller the 128 bytes of the unique id.
+//! Exchange of NCCL's unique id as in MLX: rank 0 listens and sends each connection the 128 bytes.
 //!
-//! Callers do not name themselves, so any caller counts as a rank. Source: `nccl.cpp` of
+//! Connections do not identify themselves, so any counts as a rank. Source: `nccl.cpp` of
 //! ml-explore/mlx at 846d1762.
 
 use std::io::{self, Read, Write};
@@ -12,7 +12,8 @@ use super::JoinError;
 use paceline_comm::Deadline;
 use paceline_comm::provider::now;
 
-/// Between attempts to connect. MLX waits 500 ms; shorter does not disturb its rank 0.
+/// Pause between attempts to connect. MLX waits 500 ms; a shorter pause does not disturb its rank
+/// 0.
 const RETRY: Duration = Duration::from_millis(50);
 
 fn left(by: Deadline) -> Result<Duration, JoinError> {
@@ -24,7 +25,7 @@ fn left(by: Deadline) -> Result<Duration, JoinError> {
     }
 }
 
-/// Gives `id` to `others` callers at `addr`.
+/// Sends `id` to `others` connections at `addr`.
 pub(super) fn tell(
     addr: SocketAddr,
     others: u32,
@@ -40,7 +41,7 @@ pub(super) fn tell(
             Ok((mut caller, _)) => {
                 caller.set_nonblocking(false).map_err(system)?;
                 caller.set_write_timeout(Some(left(by)?)).map_err(system)?;
-                // A caller that left was no rank.
+                // A connection that was closed was no rank.
                 told += u32::from(caller.write_all(id).is_ok());
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -52,7 +53,7 @@ pub(super) fn tell(
     Ok(())
 }
 
-/// The id that rank 0 hands out at `addr`.
+/// Fetches the id from rank 0 at `addr`.
 pub(super) fn hear(addr: SocketAddr, by: Deadline) -> Result<[u8; 128], JoinError> {
     let mut id = [0; 128];
     loop {

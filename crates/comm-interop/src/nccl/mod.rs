@@ -1,17 +1,17 @@
 //! Groups of GPUs by NVIDIA's NCCL, opened at run time: the build needs neither NCCL nor CUDA.
 //!
-//! Ranks meet as a group of another kind, which hands NCCL's unique id round ([`join`]), or as
-//! MLX's ranks do ([`join_mlx`]). Buffers are the caller's and lie in host memory: each call copies
-//! to the GPU, runs there, and copies back.
+//! NCCL's unique id is distributed by a group of another kind ([`join`]), or as by MLX's ranks
+//! ([`join_mlx`]). Buffers are the caller's, in host memory: each call copies to the GPU, runs
+//! there, and copies back.
 //!
-//! **What it has not.** Messages, as in MLX; reductions of `i16`, `u16` and `complex64`, which NCCL
-//! does not know. They give [`Error::Unsupported`] before anything is sent. There is no lockstep
-//! guard, and the order of sums is NCCL's. NCCL sends plaintext over whatever links it finds:
-//! [`join`] asks for that by name.
+//! **Limits.** No messages, as in MLX; no reductions of `i16`, `u16` and `complex64`, which NCCL
+//! lacks. They give [`Error::Unsupported`] before anything is sent. There is no lockstep guard, and
+//! the order of sums is NCCL's. NCCL sends plaintext over any link it finds: [`join`] must be
+//! requested by name.
 //!
-//! **Deadlines.** The host never blocks in NCCL: it looks at the stream until the deadline, then
-//! aborts the communicator. NCCL does not say who was missing, so [`Error::Timeout`] names the rank
-//! that waited. Errors of the libraries are [`Error::Library`] with their own codes.
+//! **Deadlines.** The host never blocks in NCCL: it polls the stream until the deadline, then
+//! aborts the communicator. NCCL does not report the missing rank, so [`Error::Timeout`] names the
+//! rank that waited. Errors of the libraries are [`Error::Library`] with their own codes.
 
 mod device;
 mod meet;
@@ -41,10 +41,10 @@ use paceline_comm::{
 /// The backend's name in errors.
 pub const NAME: &str = Backend::Nccl.name();
 
-/// Between looks at a stream, once yielding has not helped.
+/// Pause between polls of a stream, after yielding has not helped.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Looks with the core yielded between them: about as long as a small call takes on a GPU.
+/// Polls with the core yielded between them: about as long as a small call takes on a GPU.
 const YIELDS: u32 = 200;
 
 /// Why a rank could not join.
@@ -55,16 +55,16 @@ pub enum JoinError {
     /// The libraries or the GPU cannot be used.
     #[error("nccl: {0}")]
     Open(#[from] OpenError),
-    /// The group that was to hand the id round failed.
+    /// The group that should distribute the id failed.
     #[error("nccl: hand the id round: {0}")]
     Meeting(#[from] Error),
     /// Another rank of the group cannot use NCCL.
     #[error("nccl: another rank cannot use it")]
     Others,
-    /// The address where rank 0 hands out the id cannot be used.
+    /// The address where rank 0 distributes the id cannot be used.
     #[error("nccl: meet at {addr}: {source}")]
     Meet {
-        /// Where.
+        /// The address.
         addr: SocketAddr,
         /// The system's error.
         source: io::Error,
@@ -73,21 +73,21 @@ pub enum JoinError {
     Late,
 }
 
-/// A rank that meets the others as MLX's do.
+/// A rank that exchanges the id as MLX's ranks do.
 #[derive(Clone, Copy, Debug)]
 pub struct Seat {
     pub rank: Rank,
-    /// All ranks: MLX's `MLX_WORLD_SIZE`.
+    /// Number of ranks: MLX's `MLX_WORLD_SIZE`.
     pub size: u32,
-    /// Where rank 0 hands out the id: MLX's `NCCL_HOST_IP` and `NCCL_PORT`.
+    /// Address where rank 0 distributes the id: MLX's `NCCL_HOST_IP` and `NCCL_PORT`.
     pub addr: SocketAddr,
 }
 
-/// GPUs as a wire of [`init`](paceline_comm::init), whose ranks meet by TCP. Its errors are
+/// NCCL as a provider of [`init`](paceline_comm::init), whose ranks meet by TCP. Its errors are
 /// [`JoinError`]s.
 #[derive(Clone, Debug)]
 pub struct Wire {
-    /// Where NCCL is.
+    /// Paths of NCCL and CUDA.
     pub libraries: Libraries,
     /// Whether bytes may leave this machine unencrypted.
     pub plaintext: Plaintext,
@@ -129,9 +129,9 @@ pub struct Nccl {
     received: AtomicU64,
 }
 
-/// State that a call needs, one call at a time.
+/// State of calls, one at a time.
 struct State {
-    /// None once it was aborted.
+    /// `None` once it was aborted.
     comm: Option<Comm>,
     input: Buffer,
     output: Buffer,
@@ -142,11 +142,11 @@ struct State {
 #[derive(Clone, Copy)]
 struct Comm(Opaque);
 
-// SAFETY: a handle that NCCL looks up; calls on it are one at a time, as `State` sees to.
+// SAFETY: a handle that NCCL looks up; `State` serialises the calls on it.
 unsafe impl Send for Comm {}
 
-/// Whether NCCL and the driver can be opened here, in a version that is known to work. Makes no
-/// group and touches no GPU.
+/// Whether NCCL and the driver can be opened here, in a supported version. Makes no group and
+/// touches no GPU.
 ///
 /// # Errors
 /// [`OpenError`].
@@ -154,10 +154,10 @@ pub fn check(libraries: &Libraries) -> Result<(), OpenError> {
     table::open_all(libraries).map(drop)
 }
 
-/// Makes a group of GPUs of the ranks of `meeting`, one for each. Collective.
+/// Makes a group of GPUs from the ranks of `meeting`, one for each. Collective.
 ///
 /// # Errors
-/// Any [`JoinError`]. Ranks that cannot open NCCL say so before the others wait for them.
+/// Any [`JoinError`]. Ranks that cannot open NCCL report it before the others wait for them.
 pub fn join(
     meeting: &dyn Group,
     libraries: &Libraries,
@@ -168,7 +168,7 @@ pub fn join(
         Plaintext::Refused => Err(JoinError::Plaintext),
         Plaintext::Allowed => Device::open(libraries, meeting.rank().0).map_err(JoinError::Open),
     };
-    // One that cannot come has to be heard of: NCCL's own start waits for all.
+    // A rank that cannot join must report it: NCCL's own start waits for all.
     let mut comes = [u8::from(opened.is_ok())];
     meeting.all_reduce(&mut comes, Reduce::Min, deadline)?;
     let device = Arc::new(opened?);
@@ -189,7 +189,7 @@ pub fn join(
     )
 }
 
-/// [`join`] for ranks that MLX's may be among: they meet by its bytes. Collective.
+/// [`join`] for ranks that may include MLX's: they exchange the id by its protocol. Collective.
 ///
 /// # Errors
 /// Any [`JoinError`] but [`JoinError::Meeting`] and [`JoinError::Others`].
@@ -226,7 +226,7 @@ fn unique_id(device: &Device) -> Result<UniqueId, OpenError> {
 }
 
 impl Nccl {
-    /// Starts NCCL on a thread of its own, since it waits for the others without end.
+    /// Starts NCCL on its own thread, since it waits for the others without limit.
     fn start(
         device: Arc<Device>,
         rank: Rank,
@@ -237,7 +237,7 @@ impl Nccl {
         let (tell, hear) = mpsc::channel();
         let starter = Arc::clone(&device);
         thread::spawn(move || {
-            // Nobody listens any more if the deadline has passed.
+            // The receiver is dropped if the deadline has passed.
             let _ = tell.send(start_comm(&starter, rank, size, id));
         });
         let comm = hear.recv_timeout(deadline.left(now()));
@@ -273,18 +273,18 @@ impl Nccl {
         }
     }
 
-    /// The error of `call`; the communicator is aborted, so that nothing waits for it any more.
+    /// The error of `call`. Aborts the communicator, so that nothing waits for it any more.
     fn fail(&self, state: &mut State, error: Error) -> Error {
         let first = *self.cause.get_or_init(|| error);
         if let Some(comm) = state.comm.take() {
-            // SAFETY: a live communicator, used nowhere else from here on.
+            // SAFETY: a live communicator, not used anywhere else from here on.
             unsafe { (self.device.nccl.comm_abort)(comm.0) };
         }
         first
     }
 
-    /// Copies `input` to the GPU, puts `work` on the stream, waits, and copies to `output` what
-    /// `work` says where to find.
+    /// Copies `input` to the GPU, enqueues `work` on the stream, waits, and copies the result that
+    /// `work` locates to `output`.
     fn go(
         &self,
         call: Call,
@@ -321,7 +321,7 @@ impl Nccl {
         }
     }
 
-    /// Whether it was over before the deadline.
+    /// Whether the call completed before the deadline.
     fn try_go(
         &self,
         state: &mut State,
@@ -352,7 +352,7 @@ impl Nccl {
         Ok(true)
     }
 
-    /// Whether the stream is done before the deadline.
+    /// Whether the stream completed before the deadline.
     fn wait(&self, comm: Comm, stream: &Stream, deadline: Deadline) -> Result<bool, OpenError> {
         let mut looks = 0;
         while !self.device.is_over(stream)? {
@@ -433,7 +433,7 @@ impl Nccl {
         }
     }
 
-    /// NCCL scatters equal parts only; of others every rank reduces all.
+    /// NCCL scatters equal parts only; for others every rank reduces all.
     fn reduce_scatter(
         &self,
         call: Call,
@@ -458,7 +458,7 @@ impl Nccl {
         })
     }
 
-    /// NCCL gathers equal parts only; others are sent from each to each.
+    /// NCCL gathers equal parts only; others are sent between all pairs.
     fn all_gather(
         &self,
         call: Call,
@@ -481,7 +481,7 @@ impl Nccl {
         output.write(|to| self.go(call, &input, (to, bytes, 0), work, by))
     }
 
-    /// NCCL's numbers for a type and a reduction of it: `ncclDataType_t` and `ncclRedOp_t`.
+    /// NCCL's codes of a type and a reduction: `ncclDataType_t` and `ncclRedOp_t`.
     fn reduction(&self, call: Call, dtype: Dtype, op: Reduce) -> Result<(c_int, c_int), Error> {
         let dtype = match dtype {
             Dtype::I8 => 0,
@@ -516,7 +516,7 @@ impl Nccl {
     }
 }
 
-/// Where the part of `rank` begins, and its length, in bytes.
+/// Offset and length of the part of `rank`, in bytes.
 fn place(counts: Counts<'_>, rank: usize, each: usize) -> (usize, usize) {
     (counts.before(rank) * each, counts.of(rank) * each)
 }
@@ -533,7 +533,7 @@ fn start_comm(device: &Device, rank: Rank, size: u32, id: UniqueId) -> Result<Co
 /// Bytes: `ncclUint8`.
 const BYTES: c_int = 1;
 
-/// Where work is put.
+/// Enqueues NCCL calls on the stream.
 struct Work<'a> {
     nccl: &'a table::Nccl,
     comm: Opaque,
@@ -542,7 +542,7 @@ struct Work<'a> {
     output: u64,
 }
 
-// `go` made both buffers as long as these calls read and write, which is what makes them sound.
+// `go` has made both buffers as long as these calls read and write, so that they are sound.
 impl Work<'_> {
     fn reduce(&self, len: usize, (dtype, op): (c_int, c_int)) -> Result<(), OpenError> {
         let (from, to, comm, stream) = (self.input, self.output, self.comm, self.stream);
@@ -560,19 +560,19 @@ impl Work<'_> {
 
     fn gather(&self, bytes: usize) -> Result<(), OpenError> {
         let (from, to, comm, stream) = (self.input, self.output, self.comm, self.stream);
-        // SAFETY: the input has so many bytes, the output that for each rank.
+        // SAFETY: the input has `bytes` bytes, the output that for each rank.
         let code = unsafe { (self.nccl.all_gather)(from, to, bytes, BYTES, comm, stream) };
         done("ncclAllGather", code)
     }
 
     fn broadcast(&self, bytes: usize, root: c_int) -> Result<(), OpenError> {
         let (from, to, comm, stream) = (self.input, self.output, self.comm, self.stream);
-        // SAFETY: both buffers have so many bytes.
+        // SAFETY: both buffers have `bytes` bytes.
         let code = unsafe { (self.nccl.broadcast)(from, to, bytes, BYTES, root, comm, stream) };
         done("ncclBroadcast", code)
     }
 
-    /// Start and bytes of what goes to each rank, and of what comes from it.
+    /// Offset and bytes of the part sent to each rank, and of the part received from it.
     fn exchange(
         &self,
         size: usize,
@@ -586,7 +586,7 @@ impl Work<'_> {
         for (rank, peer) in (0..size).zip(0..) {
             let ((start, sends), (place, receives)) = (to(rank), from(rank));
             let (start, place) = (self.input + start as u64, self.output + place as u64);
-            // SAFETY: both ranges lie in the buffers, as the counts of the call say.
+            // SAFETY: both ranges are within the buffers, as the counts of the call say.
             let codes = unsafe {
                 [
                     (nccl.send)(start, sends, BYTES, peer, comm, stream),
@@ -597,7 +597,7 @@ impl Work<'_> {
                 .and(done("ncclSend", codes[0]))
                 .and(done("ncclRecv", codes[1]));
         }
-        // SAFETY: begun above.
+        // SAFETY: started above.
         let ended = done("ncclGroupEnd", unsafe { (nccl.group_end)() });
         posted.and(ended)
     }
@@ -610,12 +610,12 @@ impl fmt::Debug for Nccl {
 }
 
 impl Drop for Nccl {
-    /// Aborts rather than destroys: destroying waits for the others.
+    /// Aborts instead of destroying, which would wait for the others.
     fn drop(&mut self) {
         let comm = self.state().comm.take();
         let all_well = self.cause.get().is_none() && !thread::panicking();
         if let (Some(comm), Ok(())) = (comm, self.device.enter()) {
-            // SAFETY: a live communicator, used nowhere else.
+            // SAFETY: a live communicator, not used anywhere else.
             unsafe {
                 match all_well {
                     true => (self.device.nccl.comm_destroy)(comm.0),
@@ -650,7 +650,7 @@ impl Group for Nccl {
         Err(self.no_messages(Kind::Recv { from, tag }, into.dtype(), into.len()))
     }
 
-    /// Bytes of the arrays that calls were given: what NCCL made of them is not known.
+    /// Bytes of the calls' arrays: the traffic of NCCL's algorithms is unknown.
     fn traffic(&self) -> Traffic {
         Traffic {
             sent: Bytes(self.sent.load(Ordering::Relaxed)),
@@ -663,7 +663,7 @@ impl Group for Nccl {
         Tuning::default()
     }
 
-    /// Every rank brings an id, and a part takes that of its first rank.
+    /// Every rank contributes an id; a part uses that of its first rank.
     fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
         let member = members(self, color, key, deadline)?;
         let (call, rank) = (member.call, self.rank);

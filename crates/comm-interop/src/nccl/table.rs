@@ -1,8 +1,8 @@
 //! NCCL and the CUDA driver as tables of functions, opened at run time.
 //!
 //! Only the functions that this backend calls. The signatures are those of `nccl.h` 2.10 to 2.28
-//! and of `cuda.h` 11 and 12, which have not changed in between. A library whose version is outside
-//! is refused.
+//! and of `cuda.h` 11 and 12, which are unchanged in between. Libraries of other versions are
+//! refused.
 
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
@@ -15,13 +15,13 @@ const VERSION_MIN: c_int = 21_000;
 /// The next major version may change anything.
 const VERSION_END: c_int = 30_000;
 
-/// The name that NVIDIA's runtime packages install, then the development link.
+/// The name in NVIDIA's runtime packages, then the development link.
 const NCCL_NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// The driver's own name on Linux.
 const CUDA_NAMES: [&str; 1] = ["libcuda.so.1"];
 
-/// Where the libraries are, if not where the system looks.
+/// Paths of the libraries, if they are not on the system's search path.
 #[derive(Clone, Debug, Default)]
 pub struct Libraries {
     pub nccl: Option<PathBuf>,
@@ -32,7 +32,7 @@ pub struct Libraries {
 /// Why the libraries cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The library is not there, or not one.
+    /// The library is missing or invalid.
     #[error("open {name}: {source}")]
     Missing {
         name: String,
@@ -50,9 +50,9 @@ pub enum OpenError {
     Version {
         /// The version that it names.
         got: i32,
-        /// The first that is known to work.
+        /// The first supported version.
         min: i32,
-        /// The first that is not.
+        /// The first unsupported version after it.
         end: i32,
     },
     #[error("{call} failed with code {code}")]
@@ -65,7 +65,7 @@ pub enum OpenError {
     NoDevice,
 }
 
-/// NCCL's name for a group that is being made: `ncclUniqueId`.
+/// NCCL's id of a new group: `ncclUniqueId`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct UniqueId(pub(super) [u8; 128]);
@@ -73,10 +73,10 @@ pub(super) struct UniqueId(pub(super) [u8; 128]);
 /// An address in a GPU's memory: `CUdeviceptr`.
 pub(super) type DevicePtr = u64;
 
-/// `ncclComm_t`, `CUcontext` and `CUstream` alike: addresses of what only the libraries know.
+/// `ncclComm_t`, `CUcontext` and `CUstream`: opaque addresses.
 pub(super) type Opaque = *mut c_void;
 
-/// Declares a table: fields with their symbols and types, all looked up by `open`.
+/// Declares a table: fields with their symbols and types, all resolved by `open`.
 macro_rules! table {
     ($(#[$doc:meta])* $name:ident, $library:literal;
      $($field:ident = $symbol:literal: fn($($arg:ty),*);)*) => {
@@ -88,7 +88,7 @@ macro_rules! table {
         }
 
         impl $name {
-            /// Looks all functions up.
+            /// Resolves all functions.
             fn of(library: Library) -> Result<Self, OpenError> {
                 $(
                     // SAFETY: the type is that of the library's header, as the module says.
@@ -146,7 +146,7 @@ table! {
     stream_destroy = "cuStreamDestroy_v2": fn(Opaque);
 }
 
-/// The result of the call `call` that returned `code`.
+/// The result of call `call` with return code `code`.
 pub(super) const fn done(call: &'static str, code: c_int) -> Result<(), OpenError> {
     match code {
         0 => Ok(()),
@@ -161,8 +161,8 @@ fn open(path: Option<&PathBuf>, names: &[&str]) -> Result<Library, OpenError> {
     };
     let mut first = None;
     for name in given {
-        // SAFETY: whoever installed a library of this name, or named this one, trusts what runs
-        // when it is loaded.
+        // SAFETY: the user who installed a library of this name, or passed its path, trusts its
+        // initialisers.
         match unsafe { Library::new(&name) } {
             Ok(library) => return Ok(library),
             Err(source) => {

@@ -1,7 +1,7 @@
 //! The cases of MLX's own suite (`cases.py`) in rings of MLX's ranks and ours.
 //!
 //! A rank of ours is a Python process that runs the same script. Its `mx.distributed` is replaced
-//! by calls to a child (`shim.py`): this test binary, told by its environment to be a rank.
+//! by calls to a child process (`shim.py`): this test binary, which its environment makes a rank.
 
 use std::net::{SocketAddr, TcpStream};
 
@@ -42,7 +42,7 @@ fn mlxs_own_cases_pass_in_a_mixed_ring() {
     }
 }
 
-/// Not a test: the rank behind `shim.py`, in a process of its own.
+/// Not a test: the rank behind `shim.py`, in its own process.
 #[test]
 fn serve() {
     let Ok(control) = std::env::var("COMM_TEST_CONTROL") else {

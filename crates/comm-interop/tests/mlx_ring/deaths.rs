@@ -1,4 +1,4 @@
-//! Deaths and stops of an MLX rank as a Rust rank sees them, where MLX's own ranks hang.
+//! Deaths and stops of an MLX rank, observed by a Rust rank; MLX's own ranks hang there.
 
 use std::sync::Barrier;
 use std::thread;
@@ -11,10 +11,10 @@ use paceline_comm_interop::mlx_ring::{self, MlxRing};
 
 use super::python::{Hosts, Python, one_ring, patient, python};
 
-/// More barriers than are made before the test is over.
+/// More barriers than the test reaches.
 const BARRIERS: usize = 50_000;
 
-/// Rank 1 is Python and makes barriers; `work` is done by each of the Rust ranks around it.
+/// Rank 1 is Python and makes barriers; the Rust ranks around it run `work`.
 fn around<R: Send>(
     test: &str,
     size: usize,

@@ -1,4 +1,4 @@
-//! Every call, type, length and place in the ring; the Python side is `mixed.py`.
+//! Every call, type, length and position in the ring; the Python side is `mixed.py`.
 
 use std::fmt::Debug;
 use std::thread;
@@ -19,7 +19,7 @@ const CALLS: [&str; 5] = ["sum", "max", "min", "gather", "message"];
 /// Lengths: one element, around the number of ranks, MLX's own test lengths, odd ones.
 const LENS: [usize; 6] = [1, 2, 7, 10, 1024, 100_003];
 
-/// Several courses of several packets, and a last part of another length.
+/// Several streams of several packets, and a last part of another length.
 const LONG: [usize; 2] = [1 << 20, (4 << 20) + 5];
 
 /// The steps of every ring: all calls on `dtypes` for all lengths.
@@ -36,7 +36,7 @@ fn whole(rank: usize, i: usize) -> u8 {
     u8::try_from((rank * 7 + i * 3) % 11).unwrap()
 }
 
-/// A type that whole numbers below 50 are exact in.
+/// A type in which whole numbers below 50 are exact.
 trait Whole: Element + PartialEq + Debug {
     fn of(value: u8) -> Self;
 }
@@ -108,7 +108,7 @@ fn run_typed<T: Whole>(group: &dyn Group, step: Step) {
     };
     match call {
         "barrier" => group.barrier(patient()).unwrap(),
-        // To an MLX rank it makes a difference how its array lies.
+        // For an MLX rank the memory layout of its array matters.
         "sum" | "strided" => reduce(Reduce::Sum, |a, b| a + b),
         "max" => reduce(Reduce::Max, u8::max),
         "min" => reduce(Reduce::Min, u8::min),
@@ -124,7 +124,7 @@ fn run_typed<T: Whole>(group: &dyn Group, step: Step) {
     }
 }
 
-/// To the right, then to the left; rank 0 receives first, so that nobody gets stuck.
+/// To the right, then to the left; rank 0 receives first, so that the ring cannot deadlock.
 fn message<T: Whole>(group: &dyn Group, own: &[T], step: Step) {
     let (rank, size) = (group.rank().0, group.size());
     for away in [1, size - 1] {
@@ -162,7 +162,7 @@ fn rough(group: &dyn Group, len: usize) {
     );
 }
 
-/// A ring whose ranks are `r` (Rust) and `p` (Python) in this order, put through `steps`.
+/// Runs `steps` in a ring whose ranks are `r` (Rust) and `p` (Python) in this order.
 fn mixed(test: &str, ranks: &str, connections: usize, steps: &[Step]) {
     let Some(python) = python(test) else { return };
     let _alone = one_ring();
@@ -205,9 +205,8 @@ fn two_ranks_in_both_places() {
     }
 }
 
-/// Rings of more ranks: all types, and the longest calls on one of them each. With
-/// `COMM_TEST_MLX=all`, or in a long run, on all of them, and every ring with one connection and
-/// with two.
+/// Rings of more ranks: all types, and one of the longest calls for each. `COMM_TEST_MLX=all` and a
+/// long run use all of them, and every ring with one connection and with two.
 fn rings(test: &str, rings: &[(&str, usize)]) {
     let all = long() || std::env::var("COMM_TEST_MLX").is_ok_and(|what| what == "all");
     for (i, (ranks, connections)) in rings.iter().enumerate() {

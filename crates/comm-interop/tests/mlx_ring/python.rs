@@ -1,4 +1,4 @@
-//! Python ranks: found, started, ended.
+//! Python ranks as child processes.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use tempfile::TempDir;
 /// Longer than any ring of these tests takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(40);
 
-/// Lets one ring run at a time: MLX spins a thread for every socket.
+/// Serialises rings: MLX spins a thread for every socket.
 static ONE_RING: Mutex<()> = Mutex::new(());
 
 pub(super) fn one_ring() -> MutexGuard<'static, ()> {
@@ -25,7 +25,7 @@ pub(super) fn patient() -> Deadline {
     Deadline::at(Instant::now() + PATIENCE)
 }
 
-/// The Python that has MLX, or a line that says why a test is skipped.
+/// The Python with MLX; prints why a test is skipped if there is none.
 pub(super) fn python(test: &str) -> Option<PathBuf> {
     let found = std::env::var_os("PACELINE_MLX_PYTHON").map(PathBuf::from);
     if found.is_none() {
@@ -34,7 +34,7 @@ pub(super) fn python(test: &str) -> Option<PathBuf> {
     found
 }
 
-/// A script beside this file.
+/// A script in this folder.
 pub(super) fn script(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/mlx_ring")
@@ -44,7 +44,7 @@ pub(super) fn script(name: &str) -> PathBuf {
 /// A ring's addresses, and its hostfile in MLX's form.
 pub(super) struct Hosts {
     pub(super) addrs: Vec<Vec<SocketAddr>>,
-    /// Hold the ports until their ranks begin.
+    /// Hold the ports until their ranks start.
     pub(super) listeners: Vec<Vec<TcpListener>>,
     pub(super) folder: TempDir,
 }
@@ -79,12 +79,12 @@ impl Hosts {
         self.folder.path().join("hosts.json")
     }
 
-    /// Gives the ports of `rank` back, for a rank that binds them itself.
+    /// Releases the ports of `rank`, for a rank that binds them itself.
     pub(super) fn release(&mut self, rank: usize) {
         self.listeners[rank].clear();
     }
 
-    /// Starts a Python rank. Its output goes to a file, which is shown when it fails.
+    /// Starts a Python rank. Its output goes to a file, which is printed if it fails.
     pub(super) fn start(
         &mut self,
         python: &Path,
@@ -137,7 +137,7 @@ pub(super) struct Python {
 }
 
 impl Python {
-    /// Keeps the folder of its files until it has ended.
+    /// Keeps the folder of its files until the process has ended.
     pub(super) fn keeping(mut self, hosts: Hosts) -> Self {
         self.hosts = Some(hosts);
         self
@@ -153,7 +153,7 @@ impl Python {
         assert!(status.success());
     }
 
-    /// The output of the process, once it has ended well.
+    /// The output of the process, after a successful exit.
     pub(super) fn finish(mut self) -> String {
         let started = Instant::now();
         let status = loop {

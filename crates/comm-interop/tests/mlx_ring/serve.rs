@@ -1,4 +1,4 @@
-//! A rank behind `shim.py`: makes the calls that come over a connection.
+//! The rank behind `shim.py`: runs the calls received over a connection.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use paceline_base::Rank;
 use paceline_comm::{Complex64, DataMut, Deadline, Element, Error, Group, Reduce};
 
-/// Makes calls until the other end has none, each until `by`.
+/// Runs calls until the connection ends, each with deadline `by`.
 pub(crate) fn serve(group: &dyn Group, stream: &TcpStream, by: fn() -> Deadline) {
     let (mut reader, mut writer) = (BufReader::new(stream), stream);
     let mut line = String::new();
@@ -21,7 +21,7 @@ pub(crate) fn serve(group: &dyn Group, stream: &TcpStream, by: fn() -> Deadline)
     }
 }
 
-/// Makes one call: `NAME TYPE INPUT_BYTES OUTPUT_BYTES PEER`, then the input.
+/// Runs one call: `NAME TYPE INPUT_BYTES OUTPUT_BYTES PEER`, then the input.
 fn answer(
     group: &dyn Group,
     line: &str,

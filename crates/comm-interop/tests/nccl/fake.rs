@@ -1,7 +1,7 @@
-//! NCCL and the CUDA driver in one small library, for tests of the real way to open them. Its
-//! "GPUs" are host memory, ranks are threads of one process, and a stream counts work not yet done.
+//! NCCL and the CUDA driver in one small library, for tests of the real loader. Its "GPUs" are host
+//! memory, ranks are threads of one process, and a stream counts pending work.
 //!
-//! Compiled by the test with `rustc --crate-type cdylib`. `--cfg old` says another version,
+//! Compiled by the test with `rustc --crate-type cdylib`. `--cfg old` reports another version,
 //! `--cfg bare` has no GPU, `--cfg lacking` has no `ncclSend`.
 
 #![allow(non_snake_case, missing_docs, reason = "the names are NCCL's and CUDA's")]
@@ -19,7 +19,7 @@ pub struct UniqueId([u8; 128]);
 
 type Parts = Vec<Option<Vec<u8>>>;
 
-/// Where the ranks of a communicator meet: what each brought to each call.
+/// Shared state of a communicator: every rank's input of each call.
 #[derive(Default)]
 struct Room {
     calls: Mutex<HashMap<u64, Parts>>,
@@ -43,7 +43,7 @@ thread_local! {
     static WHERE: RefCell<Option<(usize, usize)>> = const { RefCell::new(None) };
 }
 
-/// Brings `own` to call `number` and waits for all; none if aborted.
+/// Contributes `own` to call `number` and waits for all ranks; `None` if aborted.
 fn meet(
     room: &Room,
     number: u64,
@@ -73,7 +73,7 @@ fn meet(
     }
 }
 
-/// Puts a call on a stream: `finish` gets what all ranks brought.
+/// Enqueues a call; `finish` gets all ranks' inputs.
 unsafe fn put(
     comm: *mut Comm,
     stream: *mut c_void,
@@ -103,7 +103,7 @@ unsafe fn write(start: u64, bytes: &[u8]) {
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start as *mut u8, bytes.len()) }
 }
 
-/// A number as NCCL adds and multiplies it.
+/// A number with NCCL's addition and multiplication.
 trait Number: Copy + PartialOrd {
     fn plus(self, other: Self) -> Self;
     fn times(self, other: Self) -> Self;
@@ -207,7 +207,7 @@ pub unsafe extern "C" fn ncclCommInitRank(
     );
     drop(rooms);
     let (rank, size) = (rank as usize, size as usize);
-    // As the real one, this returns when all have come.
+    // Like the real one, this returns when all ranks have arrived.
     meet(&room, 0, rank, size, Vec::new(), &AtomicBool::new(false));
     let new = Comm {
         room,
@@ -359,7 +359,7 @@ pub unsafe extern "C" fn ncclGroupStart() -> c_int {
     0
 }
 
-/// Brings the data for each rank as its length and bytes, in rank order.
+/// Contributes the data for each rank as its length and bytes, in rank order.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGroupEnd() -> c_int {
     let (posted, Some((comm, stream))) = (POSTED.take(), WHERE.take()) else {
@@ -424,7 +424,7 @@ pub extern "C" fn cuCtxSetCurrent(context: *mut c_void) -> c_int {
     0
 }
 
-/// Code 201: no context on this thread, as the real driver says.
+/// Code 201: no context on this thread, as from the real driver.
 fn entered() -> c_int {
     if ENTERED.with_borrow(|entered| *entered) {
         0

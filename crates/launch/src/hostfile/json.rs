@@ -1,4 +1,4 @@
-//! JSON laid out as Python's `json` module does, byte for byte.
+//! JSON with the exact layout of Python's `json` module.
 
 use std::io::{self, Write};
 
@@ -7,7 +7,7 @@ use serde_json::Serializer;
 use serde_json::ser::Formatter;
 
 /// `value` as `json.dumps(value)` writes it: one line, a blank after each comma and colon, all
-/// beyond printable ASCII escaped.
+/// non-printable and non-ASCII characters escaped.
 pub(super) fn one_line(value: &impl Serialize) -> String {
     text(value, None)
 }
@@ -28,7 +28,7 @@ fn text(value: &impl Serialize, depth: Option<usize>) -> String {
     String::from_utf8(bytes).expect("the formatter writes ASCII")
 }
 
-/// The layout. `depth` is that of nesting, where lines are broken at all.
+/// The layout. `depth` is the nesting depth, if lines are broken at all.
 struct Python {
     depth: Option<usize>,
     has_value: bool,
@@ -138,7 +138,7 @@ mod tests {
 
     use super::*;
 
-    /// Expected texts are what Python 3.11 prints for the same values.
+    /// Expected texts are the output of Python 3.11 for the same values.
     #[test]
     fn layouts_are_pythons() {
         let cases = [

@@ -1,4 +1,4 @@
-//! Hostfiles: both formats read, all written, errors that say where.
+//! Hostfiles: reading of both formats, writing of all, errors with their position.
 
 use proptest::prelude::*;
 

@@ -1,4 +1,4 @@
-//! The course of a launch as a state machine, without a process in sight: events in, orders out.
+//! The state machine of a launch, without processes: events in, actions out.
 //!
 //! ```text
 //!  Starting ──all ranks ready and guarded──▶ Running ──all ended──▶ over
@@ -7,8 +7,7 @@
 //! ```
 //!
 //! No program runs before all can, so a host that is switched off does not cost the others a
-//! half-started job. The first thing that goes wrong is the cause; its consequences are not
-//! reported as another.
+//! half-started job. The first failure is reported as the cause; its consequences are not reported.
 
 use std::time::{Duration, Instant};
 
@@ -17,47 +16,46 @@ use paceline_process::processes::{Ending, Signal};
 
 use super::{Error, Limits, Notice};
 
-/// How long a rank's session may stay after its program has ended: somebody that left the
+/// How long a rank's session may stay after its program has ended: a process that left the
 /// program's group may hold its output open.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// An event of a launch.
 #[derive(Debug)]
 pub(super) enum Event {
-    /// The keeper of a host is there.
+    /// The host agent is ready.
     HostReady(usize),
-    /// The keeper of a host, or the connection to it, is gone.
+    /// The host agent, or the connection to it, has ended.
     HostLost(usize, String),
-    /// The shell of a rank is there.
+    /// The shell of a rank is ready.
     Ready(usize),
-    /// The keeper knows the rank's group.
+    /// The host agent has registered the rank's process group.
     Guarded(usize),
-    /// The shell of a rank shares its group with others, so it cannot be ended by it.
+    /// The shell of a rank shares its process group with others, so the group cannot be killed.
     Shared(usize),
-    /// The program of a rank ended with this code, as a shell gives it.
+    /// The program of a rank ended with this code, as a shell reports it.
     Exited(usize, i32),
     /// The session of a rank ended.
     Closed(usize, Ending),
-    /// Nobody reads the output any more.
+    /// The reader of the output has closed it.
     OutputGone,
-    /// A person wants it to end.
+    /// The user cancelled the launch.
     Cancel,
 }
 
-/// An order to the sessions.
+/// An action on the sessions.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Order {
     /// Start the sessions of this host's ranks.
     Start(usize),
-    /// Have the keeper note the rank's group.
+    /// Register the rank's process group with its host agent.
     Guard(usize),
-    /// Let the program start.
+    /// Start the program.
     Go(usize),
-    /// Have the keeper forget the rank's group.
+    /// Unregister the rank's process group.
     Release(usize),
-    /// Have the keeper signal the rank's group.
+    /// Let the host agent signal the rank's process group.
     Signal(usize, Signal),
-    /// End the session from here.
+    /// Kill the session from this side.
     Abandon(usize),
 }
 
@@ -82,13 +80,13 @@ struct RankState {
 enum Phase {
     Starting(Instant),
     Running,
-    /// A rank has ended well; when, and which.
+    /// A rank has ended well: the time and the rank.
     Lingering(Instant, usize),
-    /// The signals to send and when, latest first; `None` abandons.
+    /// The signals to send and when, latest first; `None` kills the session.
     Ending(Vec<(Instant, Option<Signal>)>),
 }
 
-/// The course of a launch.
+/// The state machine of a launch.
 #[derive(Debug)]
 pub(super) struct Course {
     hosts: Vec<String>,
@@ -117,7 +115,7 @@ impl Course {
         }
     }
 
-    /// Whether all is over.
+    /// Whether all ranks have ended.
     pub(super) fn is_over(&self) -> bool {
         let unborn = self.cause.is_some();
         let gone = |rank: &RankState| match rank.stage {
@@ -128,17 +126,17 @@ impl Course {
         self.ranks.iter().all(gone)
     }
 
-    /// How it went.
+    /// The result of the launch.
     pub(super) fn outcome(self) -> Result<(), Error> {
         self.cause.map_or(Ok(()), Err)
     }
 
-    /// Takes the notices that are to be told, each once.
+    /// Drains the pending notifications.
     pub(super) fn take_notices(&mut self) -> Vec<Notice> {
         std::mem::take(&mut self.notices)
     }
 
-    /// Takes an event.
+    /// Handles an event.
     pub(super) fn step(&mut self, now: Instant, event: Event) -> Vec<Order> {
         match event {
             Event::HostReady(host) if self.cause.is_none() => vec![Order::Start(host)],
@@ -161,7 +159,7 @@ impl Course {
         }
     }
 
-    /// Does what time asks for.
+    /// Handles expired timers.
     pub(super) fn tick(&mut self, now: Instant) -> Vec<Order> {
         let mut orders = Vec::new();
         for (rank, state) in self.ranks.iter_mut().enumerate() {
@@ -201,7 +199,7 @@ impl Course {
     fn exited(&mut self, now: Instant, rank: usize, code: i32) -> Vec<Order> {
         self.ranks[rank].stage = Stage::Exited(now);
         let mut orders = vec![Order::Release(rank)];
-        // A shell has no other way to say that a signal ended its child.
+        // A shell reports a child's signal in no other way.
         let ending = match code {
             129..=192 => Ending::Signal(code - 128),
             code => Ending::Code(code),
@@ -248,8 +246,8 @@ impl Course {
         self.end(now, error, Signal::TERM)
     }
 
-    /// Whether the failure that was heard of first was only the work of the keeper of the host that
-    /// was lost. Without a connection, a keeper ends its programs.
+    /// Whether the first failure is a consequence of losing that host. Without a connection, a host
+    /// agent ends its programs.
     fn ended_by_keeper(&self, lost: &Error) -> bool {
         let (Some(Error::Failed { host, ending, .. }), Error::HostLost { host: lost, .. }) =
             (&self.cause, lost)
@@ -274,7 +272,7 @@ impl Course {
         self.end(now, Error::StartLate { hosts, limit }, Signal::TERM)
     }
 
-    /// The rank that ended well may have left the others to wait for it.
+    /// The rank that ended well may have left the others waiting for it.
     fn lingered(&mut self, now: Instant, since: Instant, ended: usize) -> Vec<Order> {
         let runs = |(_, rank): &(usize, &RankState)| rank.stage == Stage::Running;
         let running: Vec<Rank> = self
@@ -298,7 +296,7 @@ impl Course {
         }
     }
 
-    /// Begins to end everything, unless that has begun.
+    /// Starts to end everything, unless that has started.
     fn end(&mut self, now: Instant, cause: Error, first: Signal) -> Vec<Order> {
         if self.cause.is_some() {
             return Vec::new();

@@ -7,7 +7,7 @@ use paceline_process::processes::Ending;
 
 use crate::remote;
 
-/// The first thing that went wrong.
+/// The first failure of a launch.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The program of a rank did not end with code 0.
@@ -17,27 +17,27 @@ pub enum Error {
         host: String,
         ending: Ending,
     },
-    /// There is no session with a host; no program was started.
+    /// No session with a host could be made; no program was started.
     #[error("cannot reach {host}: {why}")]
     HostUnreachable {
         host: String,
-        /// The last that `ssh` said, or how it ended.
+        /// The last line from `ssh`, or how it ended.
         why: String,
     },
     #[error("the connection to {host} is lost: {why}")]
     HostLost {
         host: String,
-        /// The last that `ssh` said, or how it ended.
+        /// The last line from `ssh`, or how it ended.
         why: String,
     },
-    /// The session of a rank ended without a word of its program.
+    /// The session of a rank ended without its program's exit code.
     #[error("the session of {rank} on {host} is lost: it {ending}")]
     SessionLost {
         rank: Rank,
         host: String,
         ending: Ending,
     },
-    /// The shell of a rank did not come as far as the program; no program was started.
+    /// The shell of a rank failed before its program; no program was started.
     #[error("cannot start {rank} on {host}: its shell {ending}")]
     NotStarted {
         rank: Rank,
@@ -52,10 +52,10 @@ pub enum Error {
     StartLate {
         /// The hosts that were not ready.
         hosts: Vec<String>,
-        /// How long they were given.
+        /// The time limit.
         limit: Duration,
     },
-    /// A rank ended well, and others went on without it for too long.
+    /// A rank ended well, and others ran without it for too long.
     #[error(
         "{ended} ended with code 0, and {limit:?} later {} still ran",
         running.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
@@ -64,7 +64,7 @@ pub enum Error {
         ended: Rank,
         /// The ranks that did not end.
         running: Vec<Rank>,
-        /// How long they were given.
+        /// The time limit.
         limit: Duration,
     },
     #[error("nobody reads the output")]

@@ -1,22 +1,22 @@
-//! Ranks that Open MPI's `mpirun` starts.
+//! Launches ranks with Open MPI's `mpirun`.
 //!
-//! `mpirun` is a launch of one session on this machine, under a keeper like any other, so that it
-//! ends with the launcher. It reaches the hosts by itself.
+//! `mpirun` is a launch of one session on this machine, under a host agent like any other, so that
+//! it ends with the launcher. It reaches the hosts by itself.
 
 use std::path::Path;
 
 use super::plan::RankPlan;
 use super::{Launch, Limits, Place, StdinTo, Tags};
 
-/// The task of `mpirun`.
+/// Parameters of an `mpirun`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mpirun {
     /// The program, an absolute path.
     pub program: String,
     /// Major version of Open MPI, which changed the names of options with 5.
     pub major: u32,
-    /// File name of its library, for MLX, which looks for one that only development packages
-    /// have; `None` when it is not known.
+    /// File name of Open MPI's library, for MLX, which searches a name that only development
+    /// packages have; `None` if unknown.
     pub library: Option<String>,
     /// Further arguments.
     pub args: Vec<String>,
@@ -24,7 +24,7 @@ pub struct Mpirun {
     pub hostfile: String,
 }
 
-/// Lines `HOST slots=COUNT`, a host of several ranks once.
+/// Lines `HOST slots=COUNT`; a host of several ranks appears once.
 pub fn hostfile(ranks: &[RankPlan]) -> String {
     let mut counts: Vec<(&str, usize)> = Vec::new();
     for rank in ranks {
@@ -96,7 +96,7 @@ pub fn launch(
     }
 }
 
-/// Where MLX finds the library.
+/// The variable by which MLX finds the library.
 fn library(mpirun: &Mpirun) -> Vec<(String, String)> {
     let Some(library) = &mpirun.library else {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! Open MPI on this machine: its `mpirun`, and whether it is the right one.
+//! Finds Open MPI's `mpirun` on this machine and checks its version.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -10,7 +10,7 @@ use super::mpi::{Mpirun, hostfile};
 use super::plan::RankPlan;
 use crate::remote::{Answer, Error as RemoteError, Reach};
 
-/// Why there is no `mpirun` to start ranks with.
+/// Why no `mpirun` can be used.
 #[derive(Debug, thiserror::Error)]
 pub enum FindError {
     /// No `mpirun`.
@@ -27,7 +27,7 @@ pub enum FindError {
     Hostfile(#[source] io::Error),
 }
 
-/// For programs that print a version or a list of libraries.
+/// Time limit of programs that print a version or a list of libraries.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// The `mpirun` of `folders`, as PATH lists them, with its hostfile written into `scratch`.
@@ -71,7 +71,7 @@ fn is_executable(file: &Path) -> bool {
     fs::metadata(file).is_ok_and(|facts| facts.is_file() && facts.permissions().mode() & 0o111 != 0)
 }
 
-/// The output of a program, waited for with a limit.
+/// The output of a program, with a time limit.
 fn said(program: &str, arg: &str) -> Result<String, RemoteError> {
     let words = format!("'{}' '{arg}' </dev/null", program.replace('\'', "'\\''"));
     let Answer { stdout, .. } = Reach::new("ssh", None).ask("127.0.0.1", &words, LIMIT)?;
@@ -84,8 +84,8 @@ fn major(version: &str) -> Option<u32> {
     number.split('.').next()?.parse().ok()
 }
 
-/// The file name of the library that `ompi_info` uses, so the one that belongs to `mpirun`. MLX
-/// looks for `libmpi.so`, which only development packages have.
+/// File name of the library that `ompi_info` uses, which belongs to the same installation as
+/// `mpirun`. MLX searches `libmpi.so`, which only development packages have.
 fn library(folders: Option<&OsStr>) -> Option<String> {
     let info = in_path(folders, "ompi_info")?;
     let words = if cfg!(target_os = "macos") {

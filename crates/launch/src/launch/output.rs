@@ -1,4 +1,4 @@
-//! From the bytes of many programs to whole lines with ranks.
+//! Splits the output of many programs into whole lines with ranks.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -8,14 +8,13 @@ use paceline_process::processes::{Lines, Prefixed};
 
 use super::Tags;
 
-/// Which of a program's streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stream {
     Out,
     Errors,
 }
 
-/// The two streams of the launcher.
+/// The launcher's standard output and error.
 pub(super) struct Output {
     out: Prefixed<Box<dyn Write + Send>>,
     errors: Prefixed<Box<dyn Write + Send>>,
@@ -42,11 +41,11 @@ impl Output {
     }
 }
 
-/// Lines and ranks of one stream of one session.
+/// Assigns the lines of one stream of one session to ranks.
 #[derive(Debug)]
 pub(super) enum Sorter {
     Session(Rank, Lines),
-    /// Lines have `mpirun`'s tags.
+    /// Lines carry `mpirun`'s tags.
     Mpirun(Lines, Tagged),
 }
 
@@ -78,12 +77,12 @@ impl Sorter {
     }
 }
 
-/// Undoes what `mpirun --tag-output` does.
+/// Reverts `mpirun --tag-output`.
 ///
-/// It puts `[JOB,RANK]<stdout>:` before each piece that it reads of a rank's output, and again
-/// after each newline in it. A piece that does not end a line is followed at once by the tag of
-/// the next piece, of whatever rank. So `[1,0]<stdout>:a[1,1]<stdout>:b\n[1,0]<stdout>:c\n` is `ac`
-/// of rank 0 and `b` of rank 1. Seen with Open MPI 4.1.4.
+/// It puts `[JOB,RANK]<stdout>:` before each fragment that it reads of a rank's output, and again
+/// after each newline in it. After a fragment without a newline, the tag of the next fragment
+/// follows at once, of any rank. So `[1,0]<stdout>:a[1,1]<stdout>:b\n[1,0]<stdout>:c\n` is `ac` of
+/// rank 0 and `b` of rank 1. Seen with Open MPI 4.1.4.
 #[derive(Debug, Default)]
 pub(super) struct Tagged {
     /// Unfinished lines.
@@ -123,7 +122,7 @@ impl Tagged {
     }
 }
 
-/// `[JOB,RANK]<stdout>:` somewhere in a text.
+/// A tag `[JOB,RANK]<stdout>:` within a text.
 #[derive(Clone, Copy, Debug)]
 struct Tag {
     start: usize,
@@ -143,7 +142,7 @@ impl Tag {
         None
     }
 
-    /// The tag whose closing bracket is at `at`.
+    /// The tag with its closing bracket at `at`.
     fn around(text: &str, at: usize) -> Option<Self> {
         let names = ["]<stdout>:", "]<stderr>:"];
         let name = names.iter().find(|name| text[at..].starts_with(**name))?;

@@ -1,15 +1,15 @@
-//! Streams that were opened not to block.
+//! Blocking reads and writes on nonblocking streams.
 //!
-//! Whether reads and writes wait is a property of the open file, which all processes that have it
-//! share. The program before in a pipeline may have switched waiting off, or the program that had
-//! the terminal last. Then "would block" is neither the end of the input nor a lost reader.
+//! Nonblocking mode belongs to the open file, which all processes that have it share. An earlier
+//! program of a pipeline, or the last user of the terminal, may have set it. Then "would block" is
+//! neither the end of the input nor a lost reader.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-/// A stream that waits.
+/// A stream that waits instead of returning `WouldBlock`.
 #[derive(Debug)]
 pub struct Patient<S>(pub S);
 

@@ -1,6 +1,6 @@
 //! The plan for each rank: the environment and files that MLX's backends read.
 //!
-//! | backend | variables beside `MLX_RANK` | when verbose |
+//! | backend | variables besides `MLX_RANK` | when verbose |
 //! |---|---|---|
 //! | ring | `MLX_HOSTFILE` (file; empty for one rank) | `MLX_RING_VERBOSE=1` |
 //! | jaccl | `MLX_JACCL_COORDINATOR`, `MLX_IBV_DEVICES` (file) | |
@@ -8,23 +8,23 @@
 //! | nccl | `NCCL_HOST_IP`, `NCCL_PORT`, `MLX_WORLD_SIZE` | `NCCL_DEBUG=INFO` |
 //! | | and `CUDA_VISIBLE_DEVICES` | |
 //!
-//! `mpi` is started by `mpirun`: see [`mpi`](super::mpi). Source: `launch.py` of MLX 0.32.4, whose
-//! results are the same for the same hosts. The exception is hosts that are refused here, with an
-//! error that names the reason ([`PlanError`]).
+//! `mpirun` starts the ranks of `mpi`: see [`mpi`](super::mpi). Source: `launch.py` of MLX 0.32.4,
+//! whose results are the same for the same hosts. The exception is hosts that are refused here,
+//! with an error that names the reason ([`PlanError`]).
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::hostfile::{Host, Hostfile, ring_json};
 
-/// How the ranks talk to each other.
+/// How the ranks communicate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// MLX's TCP ring.
     Ring,
     /// Open MPI's `mpirun` starts the ranks.
     Mpi,
-    /// NVIDIA's library.
+    /// NVIDIA's NCCL.
     Nccl,
     /// RDMA, a cable for each pair.
     Jaccl,
@@ -33,7 +33,7 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// All names that are understood; `rdma` is another name of `jaccl`.
+    /// All accepted names; `rdma` is an alias of `jaccl`.
     pub const NAMES: [&str; 6] = ["ring", "mpi", "nccl", "jaccl", "rdma", "jaccl-ring"];
 }
 
@@ -78,25 +78,26 @@ pub struct RankPlan {
     pub files: Vec<(String, String)>,
 }
 
-/// Settings beside the hosts.
+/// Settings other than the hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Environment of all ranks, each `NAME=VALUE`, later ones win.
+    /// Environment of all ranks, each `NAME=VALUE`; later ones override earlier ones.
     pub env: Vec<String>,
     /// TCP connections for each address of a ring.
     pub connections_per_ip: u16,
-    /// First port of a ring, which has one more for each connection; the coordinator's of jaccl.
+    /// First port of a ring, which uses one more for each connection; the coordinator's port of
+    /// jaccl.
     pub starting_port: u16,
     /// Port where NCCL's ranks meet.
     pub nccl_port: u16,
-    /// Ranks of a host, which share its GPUs.
+    /// Ranks of each host, which share its GPUs.
     pub repeats: usize,
-    /// Whether backends are to talk of what they do.
+    /// Whether backends log their actions.
     pub verbose: bool,
 }
 
 impl Default for Options {
-    /// As of `mlx.launch`.
+    /// The defaults of `mlx.launch`.
     fn default() -> Self {
         Self {
             env: Vec::new(),
@@ -134,7 +135,7 @@ pub enum PlanError {
     Ports {
         /// The first port.
         first: u16,
-        /// How many are wanted.
+        /// Number of ports needed.
         count: usize,
     },
     /// A text is no `NAME=VALUE`.
@@ -143,15 +144,15 @@ pub enum PlanError {
     #[error("host {host} lists devices for {got} ranks, expected {expected}")]
     RdmaCount {
         host: String,
-        /// Entries it has.
+        /// Entries of the list.
         got: usize,
-        /// How many ranks there are.
+        /// Number of ranks.
         expected: usize,
     },
     /// A device that leads from a rank to itself.
     #[error("host {host} lists a device for its own rank {rank}, expected null")]
     RdmaSelf { host: String, rank: usize },
-    /// Cables that the backend needs are not there.
+    /// Cables that the backend needs are missing.
     #[error("no RDMA device is listed for {}", join(pairs))]
     RdmaMissing { pairs: Vec<(String, String)> },
 }
@@ -161,7 +162,7 @@ fn join(pairs: &[(String, String)]) -> String {
     each.collect::<Vec<_>>().join(", ")
 }
 
-/// The environment and files of each rank, by rank. For `mpi`, that is the environment alone.
+/// The environment and files of each rank, by rank; for `mpi` only the environment.
 ///
 /// # Errors
 /// When hosts or settings do not fit the backend.
@@ -212,7 +213,7 @@ pub fn plan(
     Ok(file.hosts.iter().enumerate().map(rank).collect())
 }
 
-/// Name and value of `NAME=VALUE`; of `NAME` alone the value is empty, as with MLX.
+/// Name and value of `NAME=VALUE`; a lone `NAME` has an empty value, as in MLX.
 fn variable(text: &str) -> Result<(String, String), PlanError> {
     let (name, value) = text.split_once('=').unwrap_or((text, ""));
     let fits = |c: char| c.is_ascii_alphanumeric() || c == '_';
@@ -224,7 +225,7 @@ fn variable(text: &str) -> Result<(String, String), PlanError> {
     Ok((name.to_owned(), value.to_owned()))
 }
 
-/// Text of `MLX_HOSTFILE`: a port for each connection, counted through all ranks.
+/// Text of `MLX_HOSTFILE`: a port for each connection, counted across all ranks.
 fn ring(hosts: &[Host], options: &Options) -> Result<String, PlanError> {
     let mut port = usize::from(options.starting_port);
     let mut ranks = Vec::new();
@@ -279,7 +280,7 @@ fn coordinator(backend: Backend, hosts: &[Host]) -> Result<&str, PlanError> {
     })
 }
 
-/// Whether every rank has devices towards the ranks that it needs, and none to itself.
+/// Checks that every rank has devices towards the ranks that it needs, and none to itself.
 fn check_devices(hosts: &[Host], is_ring: bool) -> Result<(), PlanError> {
     let count = hosts.len();
     for (rank, host) in hosts.iter().enumerate() {

@@ -1,6 +1,6 @@
-//! The temporary folder of a launch, with sockets of ssh and files for mpirun in it.
+//! The temporary folder of a launch, for ssh's sockets and mpirun's files.
 //!
-//! It goes with the launch. A launch that is killed cannot remove its own, so the next one does.
+//! It is removed with the launch. A killed launch cannot remove its own, so the next one does.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -10,15 +10,15 @@ use rustix::io::Errno;
 use rustix::process::{Pid, getuid, test_kill_process};
 use tempfile::TempDir;
 
-/// Begins the folders' names; the id of the process that made it follows, and a hyphen. Short:
-/// sockets lie in it, and their paths may have some hundred bytes.
+/// Prefix of the folders' names, before the id of the process and a hyphen. Short: the folder
+/// contains sockets, whose paths are limited to some hundred bytes.
 const PREFIX: &str = "paceline-";
 
-/// A folder for this launch, in the folder `all` for temporary files. Folders that killed launches
-/// of the same user left are removed.
+/// Makes a folder for this launch, in the folder `all` for temporary files. Removes folders left by
+/// killed launches of the same user.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub fn folder(all: &Path) -> io::Result<TempDir> {
     for folder in left(all) {
         let _ = std::fs::remove_dir_all(folder); // somebody else may be at it
@@ -27,7 +27,7 @@ pub fn folder(all: &Path) -> io::Result<TempDir> {
     tempfile::Builder::new().prefix(&prefix).tempdir_in(all)
 }
 
-/// Folders of processes that are gone.
+/// Folders of ended processes.
 fn left(all: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(all).into_iter().flatten().flatten();
     let is_left = |path: &PathBuf| {
@@ -40,7 +40,7 @@ fn left(all: &Path) -> Vec<PathBuf> {
     entries.map(|entry| entry.path()).filter(is_left).collect()
 }
 
-/// The process that a folder's name is of.
+/// The process in a folder's name.
 fn owner(name: &str) -> Option<Pid> {
     let (id, _) = name.strip_prefix(PREFIX)?.split_once('-')?;
     Pid::from_raw(id.parse().ok()?)

@@ -5,28 +5,28 @@
 //!           ══ ssh, joined ═════════════▶ shell of rank r ──starts──▶ the program
 //! ```
 //!
-//! The *keeper*'s standard input is the lifeline. When it ends, or says nothing for
-//! [`SILENCE_S`], the launcher or the connection is gone. Then the keeper ends all programs of its
-//! host: SIGTERM, then SIGKILL. It knows them by process group, which the rank's shell leads.
-//! A program starts only after the keeper has noted its group, so none is ever unguarded.
+//! The *host agent*'s standard input is its lifeline. When it ends, or is silent for [`SILENCE_S`],
+//! the launcher or the connection is lost. Then the host agent ends all programs of its host:
+//! SIGTERM, then SIGKILL. It addresses them by process group, which the rank's shell leads. A
+//! program starts only after the host agent has registered its group, so no program is ever
+//! unguarded.
 //!
-//! The *rank's shell* says `ready GROUP`, waits for `go`, runs the program with its own streams,
-//! and says `exit CODE`. Then it ends what the program left behind in its group, itself included.
+//! The *rank's shell* prints `ready GROUP`, waits for `go`, runs the program with its own streams,
+//! and prints `exit CODE`. Then it kills the rest of the program's group, itself included.
 
 use super::plan::RankPlan;
 use super::{Launch, Place};
 use crate::remote::quote;
 
-/// Seconds without a word from the launcher after which a keeper takes it for gone. Long, because
-/// a launcher that is suspended (Ctrl-Z) is silent too; the case it is for is a cable pulled out.
-/// Only bash can wait with a limit; under another shell only the end of the connection counts.
+/// Seconds of silence after which a host agent declares the launcher lost. Long, because a
+/// suspended launcher (Ctrl-Z) is silent too; the purpose is a pulled cable. Only bash can wait
+/// with a limit; under other shells only the end of the connection counts.
 pub(super) const SILENCE_S: u32 = 120;
 
-/// Exit code of a rank's shell that could not come as far as the program, as of `env` and
-/// `timeout`.
+/// Exit code of a rank's shell that failed before the program, as of `env` and `timeout`.
 pub(super) const CODE_NO_START: i32 = 125;
 
-/// The keeper of a host.
+/// The script of a host agent.
 pub(super) fn keeper(token: &str) -> String {
     format!(
         r#"{{
@@ -55,7 +55,7 @@ exit 0
     )
 }
 
-/// The shell of a rank, with `folder` as its keeper's scratch folder.
+/// The script of a rank, with `folder` as its host agent's scratch folder.
 pub(super) fn rank(launch: &Launch, rank: usize, token: &str, folder: &str) -> String {
     let plan = &launch.ranks[rank];
     let mut text = String::from("{\ntrap : HUP INT QUIT TERM\n");
@@ -72,7 +72,7 @@ pub(super) fn rank(launch: &Launch, rank: usize, token: &str, folder: &str) -> S
     } else {
         " </dev/null"
     };
-    // The shell would tell of the program's death by a signal on its own standard error.
+    // The shell would report the program's death by a signal on its own standard error.
     text += "exec 5>&2 2>/dev/null\n";
     text += &format!("( exec {} ) 2>&5 5>&-{input}\n", words.join(" "));
     text += &format!("printf '\\036{token} exit %s\\n' $?\nkill -s KILL 0\nexit 0\n}}\n");
@@ -99,7 +99,7 @@ fn environment(plan: &RankPlan, rank: usize, folder: &str) -> String {
     }
     for (name, content) in &plan.files {
         let (file, of_keeper) = (quote(&format!("{folder}/{name}.{rank}")), quote(folder));
-        // Where the keeper has removed its folder the launch ends for another reason.
+        // If the host agent has removed its folder, the launch ends for another reason.
         text += &format!(
             "(printf '%s\\n' {} >{file}) 2>/dev/null || {{ [ ! -d {of_keeper} ] || \
              echo cannot write {file} >&2; exit {CODE_NO_START}; }}\n",

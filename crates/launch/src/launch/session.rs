@@ -1,4 +1,5 @@
-//! The processes and pipes of a launch.
+//! Runs a launch: its processes and pipes. `run` feeds events to the state machine in `course` and
+//! executes its actions. It starts one host agent for each host and one session for each rank.
 
 use std::io::{Read, Write};
 use std::process::ChildStdin;
@@ -17,29 +18,29 @@ use super::{Error, Launch, Notice, Streams, script};
 use crate::marks::{Marks, Piece, token};
 use crate::remote::{Reach, Sharing, start};
 
-/// How often ended processes and limits are looked for.
+/// Polling interval for ended processes and time limits.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// How often a keeper hears from us; [`script::SILENCE_S`] is 24 of them.
+/// Interval of heartbeats to a host agent; [`script::SILENCE_S`] is 24 of them.
 const BEAT_EVERY: Duration = Duration::from_secs(5);
 
-/// How long the last output of an ended session is waited for, and keepers that clean up.
+/// How long to wait for the last output of an ended session, and for host agents to clean up.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Keepers wait up to 2 s for what they ended before they kill it.
+/// A host agent waits up to 2 s for ended programs before it kills them.
 const KEEPER_LIMIT: Duration = Duration::from_secs(5);
 
-/// Events that wait to be taken; readers wait when there are more.
+/// Most queued events; readers block beyond that.
 const EVENTS_MAX: usize = 256;
 
 /// Runs the program on all ranks to its end.
 ///
-/// `cancelled` is asked every 20 ms; once it is true, all ranks are ended, by SIGINT first.
-/// Blocks until all are gone.
+/// `cancelled` is polled every 20 ms. Once it is true, all ranks are ended, by SIGINT first. Blocks
+/// until all have ended.
 ///
 /// # Errors
-/// The first thing that went wrong; nothing runs any more then either, unless a host is lost:
-/// programs there end by themselves.
+/// The first failure. Nothing runs any more then either, unless a host is lost: programs there end
+/// by themselves.
 pub fn run(
     launch: &Launch,
     reach: &Reach,
@@ -70,10 +71,10 @@ pub fn run(
     course.outcome()
 }
 
-/// A host's keeper.
+/// A host agent.
 struct Keeper {
     process: Process,
-    /// `None` once it is gone or let go.
+    /// `None` once it has ended or was released.
     lifeline: Option<ChildStdin>,
     said: Arc<Mutex<Tail>>,
     /// Reads its standard error into `said`.
@@ -146,7 +147,7 @@ impl<'a> Sessions<'a> {
             let reader = note_errors(&mut process, &said);
             let folder = Arc::default();
             self.read_keeper(number, &mut process, &folder);
-            // One that cannot take it has ended, which is noticed.
+            // An agent that cannot receive it has ended, which is noticed elsewhere.
             let _ = lifeline.write_all(script::keeper(&self.token).as_bytes());
             self.keepers.push(Keeper {
                 process,
@@ -193,7 +194,7 @@ impl<'a> Sessions<'a> {
                 }
                 Order::Go(rank) => {
                     if let Some(stdin) = self.stdin(rank) {
-                        // A shell that is gone is noticed by its end.
+                        // The end of a shell is noticed elsewhere.
                         let _ = stdin.write_all(b"go\n");
                     }
                 }
@@ -273,7 +274,7 @@ impl<'a> Sessions<'a> {
         let mut is_ready = false;
         let each = move |piece: Piece<'_>| {
             let event = match piece {
-                // What a login shell says before is no output of the program.
+                // Output of a login shell before the mark is not the program's.
                 Piece::Text(bytes) => {
                     if is_ready {
                         printer.feed(bytes);
@@ -313,7 +314,7 @@ impl<'a> Sessions<'a> {
         }
     }
 
-    /// Passes standard input on, in a thread.
+    /// Forwards standard input, in a thread.
     fn pump(&mut self) {
         let mut reached = Vec::new();
         for (rank, session) in self.ranks.iter_mut().enumerate() {
@@ -326,7 +327,7 @@ impl<'a> Sessions<'a> {
         if reached.is_empty() {
             return;
         }
-        // Left behind at the end: nothing can wake a thread that reads from a terminal.
+        // Left behind at the end: a thread that reads from a terminal cannot be woken.
         thread::spawn(move || {
             let mut buffer = [0; 8192];
             while let Ok(count @ 1..) = input.read(&mut buffer) {
@@ -338,7 +339,7 @@ impl<'a> Sessions<'a> {
         });
     }
 
-    /// Waits a short while at most; returns the events since the last call.
+    /// Waits up to one interval; returns the events since the last call.
     fn wait(&mut self) -> Vec<Event> {
         let mut events = match self.events.recv_timeout(LOOK_EVERY) {
             Ok(event) => vec![event],
@@ -351,14 +352,14 @@ impl<'a> Sessions<'a> {
                 .iter_mut()
                 .for_each(|keeper| keeper.tell("beat"));
         }
-        // In this order: a session counts as closed only when all that it said was read, and then
-        // its last events are among those that are taken next.
+        // In this order: a session counts as closed only when all of its output was read, and its
+        // last events are then handled next.
         let mut closed: Vec<Event> = Vec::new();
         for (number, keeper) in self.keepers.iter_mut().enumerate() {
             closed.extend(keeper.lost().map(|why| Event::HostLost(number, why)));
         }
         for (rank, session) in self.ranks.iter_mut().enumerate() {
-            // The loss of a host is the cause of the ends of its sessions, so it is told first.
+            // The loss of a host causes the end of its sessions, so it is reported first.
             if self.keepers[self.host_of[rank]].is_ending() {
                 continue;
             }
@@ -373,12 +374,12 @@ impl<'a> Sessions<'a> {
         events
     }
 
-    /// Lets the keepers clean up.
+    /// Lets the host agents clean up.
     fn finish(mut self) {
         self.keepers
             .iter_mut()
             .for_each(|keeper| keeper.lifeline = None);
-        // One that never was ready has nothing to clean up, and may never end by itself.
+        // An agent that was never ready has nothing to clean up, and may never end by itself.
         self.keepers
             .retain(|keeper| !lock(&keeper.folder).is_empty());
         let start = Instant::now();
@@ -392,17 +393,17 @@ impl<'a> Sessions<'a> {
 impl Keeper {
     fn tell(&mut self, words: &str) {
         if let Some(lifeline) = &mut self.lifeline {
-            // One that is gone is noticed by its end.
+            // The end of an agent is noticed elsewhere.
             let _ = lifeline.write_all(format!("{words}\n").as_bytes());
         }
     }
 
-    /// Whether it has ended, and [`lost`](Self::lost) has not said so yet.
+    /// Whether it has ended without a report by [`lost`](Self::lost).
     fn is_ending(&self) -> bool {
         self.ended.is_some() && !self.is_lost
     }
 
-    /// Why it is gone, once, after its standard error was read.
+    /// Why it ended, reported once, after its standard error was read.
     fn lost(&mut self) -> Option<String> {
         if self.is_lost || !self.process.has_ended() {
             return None;
@@ -421,7 +422,7 @@ impl Keeper {
 }
 
 impl Session {
-    /// How it ended, once, after its output was read.
+    /// How it ended, reported once, after its output was read.
     fn closed(&mut self) -> Option<Ending> {
         if self.is_closed || !self.process.has_ended() {
             return None;
@@ -455,7 +456,7 @@ impl Printer {
 }
 
 impl Drop for Printer {
-    /// The last line, if it has no newline.
+    /// Prints the last line, if it has no newline.
     fn drop(&mut self) {
         let (output, gone, stream) = (&self.output, &self.gone, self.stream);
         self.sorter.finish(|rank, line| {
@@ -465,7 +466,7 @@ impl Drop for Printer {
     }
 }
 
-/// Nobody needs to read standard error.
+/// A closed standard error is no failure.
 fn note_gone(written: std::io::Result<()>, stream: Stream, gone: &AtomicBool) {
     if written.is_err() && stream == Stream::Out {
         gone.store(true, Ordering::Relaxed);

@@ -1,21 +1,21 @@
-//! Addresses for cables: a network of its own for each.
+//! Addresses of cables: a subnet for each.
 
 use std::net::Ipv4Addr;
 
 use super::{Cable, End, Error, Graph, Machine};
 
-/// Where cables get their networks from: 192.168.0.0/16, as with MLX.
+/// Address range of the cables: 192.168.0.0/16, as in MLX.
 const FIRST: u32 = u32::from_be_bytes([192, 168, 0, 0]);
 
-/// Networks of four addresses, two of them of use, in 192.168.0.0/16.
+/// Subnets of four addresses, two of them usable, in 192.168.0.0/16.
 const BLOCKS: u32 = 1 << 14;
 
-/// A network that an interface is in.
+/// An interface's address and subnet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Network {
     pub interface: String,
     pub address: Ipv4Addr,
-    /// Bits of the network's part of it, 0 to 32.
+    /// Prefix length, 0 to 32.
     pub prefix: u8,
 }
 
@@ -27,18 +27,18 @@ impl Network {
         u32::from(self.address) & mask == address & mask
     }
 
-    /// Whether another address of its size is in it.
+    /// Whether another address of its size is in this subnet.
     pub(super) fn shares(&self, other: &Self) -> bool {
         self.contains(other.address.into())
     }
 
-    /// Whether it shares addresses with the four from `block` on.
+    /// Whether it overlaps the four addresses from `block` on.
     fn overlaps(&self, block: u32) -> bool {
         let own = u32::from(self.address) & !3;
         self.contains(block) || own == block
     }
 
-    /// Networks of `ifconfig`, with masks such as `0xffffff00`.
+    /// Parses networks of `ifconfig`, with masks such as `0xffffff00`.
     pub(super) fn of_ifconfig(text: &str) -> Vec<Self> {
         let mut interface = "";
         let mut found = Vec::new();
@@ -66,7 +66,7 @@ impl Network {
         found
     }
 
-    /// Networks of Linux's `ip -4 -o addr show`: `2: eth0    inet 10.0.0.1/24 ...`.
+    /// Parses networks of Linux's `ip -4 -o addr show`: `2: eth0    inet 10.0.0.1/24 ...`.
     pub(super) fn of_ip(text: &str) -> Vec<Self> {
         let parse = |line: &str| {
             let mut words = line.split_whitespace();
@@ -90,12 +90,12 @@ pub struct Addresses {
 }
 
 impl Addresses {
-    /// Gives each cable the first free network of 192.168.0.0/16, four addresses each: `from` has
+    /// Assigns each cable the first free subnet of 192.168.0.0/16, four addresses each: `from` gets
     /// the second of them, `to` the third.
     ///
-    /// A network is free when no machine uses it on an interface that stays as it is. MLX does not
-    /// look, and takes 192.168.0.1 and on whatever the home's router has; its setup then cuts
-    /// machines off.
+    /// A subnet is free if no machine uses it on an interface that stays unchanged. MLX does not
+    /// check, and uses 192.168.0.1 and following even if the home's router has them; its setup then
+    /// disconnects machines.
     ///
     /// # Errors
     /// [`Error::NoNetworks`].
@@ -104,7 +104,7 @@ impl Addresses {
         let ours: Vec<(usize, &str)> = ends.map(|end| (end.host, graph.interface(end))).collect();
         let mut used: Vec<&Network> = Vec::new();
         for (host, machine) in machines.iter().enumerate() {
-            // The bridge over all Thunderbolt ports is taken down.
+            // The bridge over all Thunderbolt ports is removed.
             let stays = |network: &&Network| {
                 network.interface != "bridge0" && !ours.contains(&(host, &network.interface))
             };
@@ -123,7 +123,7 @@ impl Addresses {
         Ok(Self { cables })
     }
 
-    /// Ends at `host` of its cables to `peer`, with their addresses and those of the other end.
+    /// Ends at `host` of its cables to `peer`, with their addresses and the other end's.
     pub fn between(&self, host: usize, peer: usize) -> Vec<(End, Ipv4Addr, Ipv4Addr)> {
         let facing = |(cable, from, to): &(Cable, Ipv4Addr, Ipv4Addr)| {
             if (cable.from.host, cable.to.host) == (host, peer) {
@@ -190,7 +190,7 @@ mod tests {
             first_addresses(2, &[&[home, guest]]),
             ["192.168.1.1 192.168.1.2", "192.168.1.9 192.168.1.10"]
         );
-        // What the last setup gave, and the bridge that goes away, is no obstacle.
+        // Addresses of the last setup, and of the removed bridge, do not block.
         let ours = network("en2", [192, 168, 0, 1], 30);
         let bridge = network("bridge0", [192, 168, 0, 1], 16);
         assert_eq!(

@@ -1,26 +1,25 @@
-//! Chooses a backend by the cables, and makes its hostfile.
+//! Chooses a backend for the cables, and makes its hostfile.
 
 use super::{Addresses, Error, Graph, Machine, Ring, best_ring, missing_for_ring};
 use crate::hostfile::{Devices, Host, Hostfile};
 use crate::launch::Backend;
 
-/// The best that the cables allow.
+/// The best backend for the cables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
-    /// How the ranks will talk.
     pub backend: Backend,
-    /// For `launch`.
+    /// The hostfile for `launch`.
     pub hostfile: Hostfile,
 }
 
-/// Chooses a backend, or checks the one that is asked for, and makes its hostfile.
+/// Chooses a backend, or checks the requested one, and makes its hostfile.
 ///
-/// Without a wish it is jaccl where all have RDMA and a cable to all. It is jaccl-ring where all
-/// have RDMA and there is a ring, else ring. `hosts` are as the user named them, with the addresses
-/// that they have from there.
+/// The default is jaccl if all have RDMA and a cable to all others. It is jaccl-ring if all have
+/// RDMA and there is a ring, else ring. `hosts` are as the user named them, with addresses from
+/// those names.
 ///
 /// # Errors
-/// What is missing for the backend, or for any: [`Error::NoMesh`], [`Error::NoRing`],
+/// The missing requirement of the backend, or of any: [`Error::NoMesh`], [`Error::NoRing`],
 /// [`Error::NoRdma`], [`Error::OneHost`], [`Error::SearchTooLong`].
 pub fn choose(
     wish: Option<Backend>,
@@ -55,7 +54,7 @@ pub fn choose(
     })
 }
 
-/// The hostfile for hosts on an ordinary network; which backend is left open.
+/// The hostfile for hosts on an ordinary network; the backend is unspecified.
 pub fn ethernet(machines: &[Machine], hosts: &[Host], envs: &[String]) -> Hostfile {
     let host = |(host, machine): (&Host, &Machine)| Host {
         ssh: host.ssh.clone(),
@@ -69,8 +68,8 @@ pub fn ethernet(machines: &[Machine], hosts: &[Host], envs: &[String]) -> Hostfi
     }
 }
 
-/// Addresses that the user gave, else what the machine says. MLX appends the second to the first,
-/// so that a host that was named by its address has it twice, or two of different networks.
+/// The addresses that the user gave, else the machine's own. MLX appends the second to the first,
+/// so that a host named by its address has it twice, or two of different networks.
 fn with_address(host: &Host, machine: &Machine) -> Vec<String> {
     if host.ips.is_empty() {
         machine.address.clone().into_iter().collect()
@@ -119,7 +118,7 @@ impl Plan<'_> {
         })
     }
 
-    /// Rank i has its addresses towards rank i - 1.
+    /// Rank i gets its addresses towards rank i - 1.
     fn ring(&self) -> Result<Vec<Host>, Error> {
         let ring = self.find_ring()?;
         let count = ring.order.len();

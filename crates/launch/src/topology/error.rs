@@ -1,4 +1,4 @@
-//! Errors of finding a topology that serves.
+//! Errors of finding a topology.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ pub enum Error {
     #[error("cannot reach {host}: {why}")]
     Unreachable {
         host: String,
-        /// The last that `ssh` said, or how it ended.
+        /// The last line from `ssh`, or how it ended.
         why: String,
     },
     #[error("{host} does not say within {limit:?} how it is connected")]
     Late {
         host: String,
-        /// How long it was given.
+        /// The time limit.
         limit: Duration,
     },
     /// A host has no Thunderbolt, or is no Mac.
@@ -24,7 +24,7 @@ pub enum Error {
         /// The output or ending of `system_profiler` instead.
         why: String,
     },
-    /// The description of a host's ports is not what it should be.
+    /// The description of a host's ports is malformed.
     #[error("{host}: {what} is missing from what system_profiler says of {port}")]
     Port {
         host: String,
@@ -43,19 +43,19 @@ pub enum Error {
     OneHost,
     #[error("no mesh: {}", not_connected(missing))]
     NoMesh {
-        /// All pairs that lack one.
+        /// All pairs without a cable.
         missing: Vec<(String, String)>,
     },
     #[error("no ring through all hosts: {}", not_connected(missing))]
     NoRing {
-        /// The fewest cables that would make one; empty when that was not searched.
+        /// The fewest cables that would complete one; empty if that was not searched.
         missing: Vec<(String, String)>,
     },
-    /// Too many hosts with too many cables to tell whether there is a ring.
+    /// Too many hosts with too many cables to decide whether there is a ring.
     #[error("no ring found among {count} hosts in {steps} steps")]
     SearchTooLong {
         count: usize,
-        /// How far the search went.
+        /// Steps of the search.
         steps: u64,
     },
     #[error("no RDMA on {}", hosts.join(", "))]

@@ -17,7 +17,7 @@ pub struct End {
 /// A cable between two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cable {
-    /// The end that was listed first.
+    /// The end listed first.
     pub from: End,
     /// The other end.
     pub to: End,
@@ -26,7 +26,7 @@ pub struct Cable {
 /// Hosts, their ports, and the cables between them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Graph {
-    /// The names of the hosts for `ssh`.
+    /// Names of the hosts for `ssh`.
     pub hosts: Vec<String>,
     /// Ports of each host.
     pub ports: Vec<Vec<Port>>,
@@ -37,8 +37,8 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Finds the cables. A cable that only one end reports counts; a cable to a host that is not
-    /// listed does not.
+    /// Finds the cables. A cable that only one end reports counts; a cable to an unlisted host does
+    /// not.
     ///
     /// # Errors
     /// [`Error::SameMachine`].
@@ -78,7 +78,7 @@ impl Graph {
         })
     }
 
-    /// How many cables there are between each two hosts.
+    /// Number of cables between each two hosts.
     pub fn counts(&self) -> Vec<Vec<u32>> {
         let mut counts = vec![vec![0; self.hosts.len()]; self.hosts.len()];
         for Cable { from, to } in &self.cables {
@@ -108,8 +108,8 @@ impl Graph {
             .collect()
     }
 
-    /// As a graph for `dot`, in the layout of `mlx.distributed_config --dot`. A cable from a host
-    /// to itself is drawn once.
+    /// Formats a graph for `dot`, in the layout of `mlx.distributed_config --dot`. A cable from a
+    /// host to itself is drawn once.
     pub fn dot(&self) -> String {
         let mut text = String::from("graph G {\n  node [shape=rectangle];\n");
         for (host, name) in self.hosts.iter().enumerate() {
@@ -145,7 +145,7 @@ fn id(mut host: usize) -> String {
 pub(super) mod tests {
     use super::*;
 
-    /// A graph from pairs of hosts, a cable each, with interfaces `en2` and on.
+    /// A graph of pairs of hosts, a cable each, with interfaces `en2` and following.
     pub(in super::super) fn graph(hosts: usize, cables: &[(usize, usize)]) -> Graph {
         let mut ports = vec![Vec::new(); hosts];
         for (number, (a, b)) in cables.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Machines' descriptions of themselves, asked in one session each, all at once.
+//! Probes all machines at once, in one session each, for their ports, devices and addresses.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -9,11 +9,11 @@ use crate::hostfile::Host;
 use crate::marks::{Marks, Piece, token};
 use crate::remote::{Error as RemoteError, Reach};
 
-/// Interfaces of containers and virtual machines: their networks are on every host the same, and
+/// Interfaces of containers and virtual machines: their networks are the same on every host, and
 /// lead nowhere.
 const VIRTUAL: [&str; 7] = ["lo", "docker", "br-", "veth", "virbr", "cni", "flannel"];
 
-/// The facts to ask for.
+/// What to probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
     /// Addresses only.
@@ -22,24 +22,24 @@ pub enum Wanted {
     Thunderbolt,
 }
 
-/// The answer of a machine.
+/// The facts of a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Machine {
     /// Its Thunderbolt ports.
     pub ports: Vec<Port>,
     /// Whether it lists RDMA devices.
     pub has_rdma: bool,
-    /// Its address on the ordinary network: of `en0`, else `en1`; on Linux of the network that
-    /// all hosts share, else of the default route.
+    /// Its address on the ordinary network: of `en0`, else `en1`; on Linux of the network that all
+    /// hosts share, else of the default route.
     pub address: Option<String>,
     pub networks: Vec<Network>,
-    /// Whether an administrator's commands run without a password.
+    /// Whether `sudo` runs without a password.
     pub can_sudo: bool,
     /// On Linux the interface of the default route.
     pub route: Option<String>,
 }
 
-/// Asks all `hosts`; answers and errors are in their order. Takes at most `limit`.
+/// Probes all `hosts`; results are in their order. Takes at most `limit`.
 pub fn probe(
     reach: &Reach,
     hosts: &[String],
@@ -66,10 +66,10 @@ pub fn probe(
     answers
 }
 
-/// Hosts that said what they are; errors of hosts that are left out; errors that count.
+/// Probed hosts; errors of hosts that are left out; errors that count.
 pub type Sorted = (Vec<(Host, Machine)>, Vec<Error>, Vec<Error>);
 
-/// Sorts `answers` of `hosts`. Hosts that said nothing are left out where `ignores` says so.
+/// Sorts `answers` of `hosts`. With `ignores`, hosts without an answer are left out.
 pub fn sorted(hosts: Vec<Host>, answers: Vec<Result<Machine, Error>>, ignores: bool) -> Sorted {
     let (mut both, mut left_out, mut failed) = (Vec::new(), Vec::new(), Vec::new());
     for (host, answer) in hosts.into_iter().zip(answers) {
@@ -111,7 +111,7 @@ fn one(reach: &Reach, host: &str, wanted: Wanted, limit: Duration) -> Result<Mac
     machine(host, wanted, &said)
 }
 
-/// A script that says each answer between marks; `end` comes last.
+/// A script that prints each fact between marks; `end` comes last.
 fn script(token: &str, wanted: Wanted) -> String {
     let mut text = format!(
         "{{\nask() {{ n=$1; shift; printf '\\036{token} %s\\n' \"$n\"; \
@@ -132,7 +132,7 @@ fn script(token: &str, wanted: Wanted) -> String {
     text + &format!("printf '\\036{token} end\\n'\nexit 0\n}}\n")
 }
 
-/// Answers by name.
+/// The facts by name.
 fn sections(token: &str, stdout: &[u8]) -> BTreeMap<String, String> {
     let mut found: BTreeMap<String, Vec<u8>> = BTreeMap::new();
     let mut current = None;
@@ -178,7 +178,7 @@ fn machine(host: &str, wanted: Wanted, said: &BTreeMap<String, String>) -> Resul
     Ok(machine)
 }
 
-/// Reads `bytes` as a machine's answers, for fuzzing.
+/// For fuzzing: parses `bytes` as a machine's output.
 pub(super) fn parse(bytes: &[u8]) {
     let said = sections("token", bytes);
     let asked =
@@ -192,7 +192,7 @@ fn after(text: &str, word: &str) -> Option<String> {
     words.nth(1).map(str::to_owned)
 }
 
-/// Addresses of machines without `ipconfig`.
+/// Chooses addresses of machines without `ipconfig`.
 fn choose_addresses(machines: &mut [&mut Machine]) {
     let candidates = |machine: &Machine| -> Vec<Network> {
         let real = |network: &&Network| {

@@ -1,31 +1,31 @@
-//! Finds a way round all hosts.
+//! Finds a ring over all hosts.
 //!
 //! Up to [`HOSTS_EXACT`] hosts the search is exact. It runs over sets of visited hosts, not over
-//! paths, so that its time does not depend on the cables. Beyond that it follows paths, up to a
+//! paths, so that its time does not depend on the cables. Beyond that it searches paths, up to a
 //! number of steps.
 
 use super::{Error, Graph};
 
-/// Most hosts for which everything is searched: 2^16 sets of 16 hosts, a byte each.
+/// Most hosts of an exact search: 2^16 sets of 16 hosts, a byte each.
 pub const HOSTS_EXACT: usize = 16;
 
-/// Steps of the search among more hosts, a second or so.
+/// Step limit of the search among more hosts, a second or so.
 const STEPS_MAX: u64 = 20_000_000;
 
-/// No way.
+/// Cost of an impossible path.
 const NEVER: u8 = u8::MAX;
 
-/// A way round all hosts.
+/// A ring over all hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ring {
-    /// Hosts in order, the first is host 0.
+    /// Hosts in order, beginning with host 0.
     pub order: Vec<usize>,
     /// Fewest cables between two neighbours.
     pub cables: u32,
 }
 
 /// The ring with the most cables between each two neighbours; among those, the one whose order
-/// comes first. `None` when there is none. Two hosts with a cable are a ring.
+/// comes first. `None` if there is none. Two hosts with a cable are a ring.
 ///
 /// MLX keeps the first ring that it finds of the same hosts, which may have fewer cables.
 ///
@@ -43,7 +43,7 @@ pub fn best_ring(graph: &Graph) -> Result<Option<Ring>, Error> {
     Ok(None)
 }
 
-/// The fewest cables that are missing for a ring; nothing with more than [`HOSTS_EXACT`] hosts.
+/// The fewest cables missing for a ring; empty with more than [`HOSTS_EXACT`] hosts.
 pub fn missing_for_ring(graph: &Graph) -> Vec<(usize, usize)> {
     let counts = graph.counts();
     let count = counts.len();
@@ -76,12 +76,11 @@ fn round(
     Ok((total == 0).then_some(order))
 }
 
-/// The cheapest way round `count` hosts from host 0, 2 to [`HOSTS_EXACT`] of them. Returns its cost
-/// too, at most [`NEVER`]. Of several ways, the one whose order comes first is taken. `cost` is
-/// symmetric.
+/// The cheapest ring of `count` hosts from host 0, 2 to [`HOSTS_EXACT`] of them, and its cost, at
+/// most [`NEVER`]. Among equal rings, the one whose order comes first. `cost` is symmetric.
 ///
-/// `rest[visited][at]` is the cost of the way on from `at` through all that are not visited, and
-/// back to host 0 (Held and Karp, 1962).
+/// `rest[visited][at]` is the cost of the path from `at` through all unvisited hosts, and back to
+/// host 0 (Held and Karp, 1962).
 fn cheapest(count: usize, cost: &dyn Fn(usize, usize) -> u8) -> (u8, Vec<usize>) {
     let all = (1_usize << count) - 1;
     let mut rest = vec![[NEVER; HOSTS_EXACT]; all + 1];
@@ -193,7 +192,7 @@ mod tests {
         assert_eq!(ring(4, &doubled), Some((vec![0, 2, 1, 3], 2)));
     }
 
-    /// MLX's search follows all 15! / 2 ways before it gives up.
+    /// MLX's search follows all 15! / 2 paths before it gives up.
     #[test]
     fn a_mesh_of_sixteen_takes_no_time() {
         let others = (1..15).flat_map(|a| (a + 1..15).map(move |b| (a, b)));
@@ -223,7 +222,7 @@ mod tests {
         assert_eq!(missing(3, &[(0, 1), (1, 2), (2, 0)]), []);
     }
 
-    /// All orders of hosts 1 and on, first ones first.
+    /// All orders of hosts 1 and following, lexicographically.
     fn orders(count: usize) -> Vec<Vec<usize>> {
         let mut all = vec![vec![0]];
         for _ in 1..count {

@@ -1,4 +1,4 @@
-//! Commands that give the ends of cables their addresses, and those that take them away.
+//! Commands that assign the addresses of cables, and those that remove them.
 
 use super::{Addresses, Graph};
 
@@ -31,12 +31,12 @@ pub fn undo(graph: &Graph, addresses: &Addresses, host: usize) -> Vec<String> {
     all
 }
 
-/// A script that runs `commands` and shows what they print. It fails when a command other than a
-/// `route` does. A `route` fails where the system has made the route by itself.
+/// A script that runs `commands` and shows their output. It fails when a command other than a
+/// `route` does. A `route` fails if the system has made the route by itself.
 pub fn script(commands: &[String]) -> String {
     let mut text = String::from("{\nexec </dev/null\nfailed=0\n");
     for command in commands {
-        // A question for a password would wait for ever.
+        // A password prompt would block for ever.
         let quiet = command.replacen("sudo ", "sudo -n ", 1);
         text += &match command.contains(" route ") {
             true => format!("{quiet} || :\n"),

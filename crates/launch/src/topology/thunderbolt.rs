@@ -1,4 +1,4 @@
-//! Thunderbolt ports as macOS describes them.
+//! Parses macOS's description of Thunderbolt ports.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::Error;
 pub struct Port {
     /// Its network interface, such as `en3`.
     pub interface: String,
-    /// Its identifier, unique in the world.
+    /// Its globally unique identifier.
     pub uuid: String,
     /// The identifier of the port at the other end of its cable.
     pub peer: Option<String>,
@@ -19,12 +19,12 @@ pub struct Port {
 
 /// The ports of `host`, sorted by interface name.
 ///
-/// `profiler` is what `system_profiler SPThunderboltDataType -json` prints, `hardware` that of
-/// `networksetup -listallhardwareports`. A peer is found behind hubs too.
+/// `profiler` is the output of `system_profiler SPThunderboltDataType -json`, `hardware` that of
+/// `networksetup -listallhardwareports`. Peers behind hubs are found too.
 ///
 /// # Errors
-/// When a connected port cannot be told from the texts. A port that is not connected and has no
-/// service is left out: a person may have deleted it.
+/// If a connected port cannot be identified. An unconnected port without a service is left out: a
+/// person may have deleted it.
 pub fn ports(host: &str, profiler: &str, hardware: &str) -> Result<Vec<Port>, Error> {
     let silent = |why: String| Error::NoThunderbolt {
         host: host.to_owned(),
@@ -83,8 +83,8 @@ fn items(entry: &Value) -> &[Value] {
     entry["_items"].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// The first port of another machine at or below an item. A hub has none itself, but what is
-/// behind it has.
+/// The first port of another machine at or below an item. A hub has none itself, but the items
+/// behind it do.
 fn peer(item: &Value) -> Option<String> {
     let own = item["domain_uuid_key"].as_str().map(str::to_owned);
     own.or_else(|| items(item).iter().find_map(peer))

@@ -1,8 +1,8 @@
-//! Where MLX's ring goes wrong, and this one must not.
+//! Cases in which MLX's ring fails, and this one must not.
 
 use super::*;
 
-/// A ring of so many ranks as seen by rank 0, whose neighbours are sockets that nobody reads.
+/// A ring of `size` ranks as seen by rank 0, whose neighbours are sockets that are never read.
 fn stump(size: usize) -> (MlxRing, Vec<TcpStream>) {
     let (mut all, hosts) = listeners(1, 1);
     let listener = all.remove(0).remove(0);
@@ -26,7 +26,7 @@ fn stump(size: usize) -> (MlxRing, Vec<TcpStream>) {
     (MlxRing::new(seat, Some(sides)), vec![far_right, far_left])
 }
 
-/// MLX pads what is shorter than the ring in 1024 bytes: 128 ranks with `f64`, and not one more.
+/// MLX pads short buffers to 1024 bytes: 128 ranks with `f64`, and not one more.
 #[test]
 fn what_mlx_cannot_pad_is_refused_before_a_byte_is_sent() {
     let sum = |size| {
@@ -70,7 +70,7 @@ fn ranks_may_come_in_any_order() {
     }
 }
 
-/// The rest of a ring in the system (TIME_WAIT) does not keep the next one from its addresses.
+/// Sockets of an earlier ring in the system (TIME_WAIT) do not block its addresses for the next.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_ring_can_be_made_again_at_once() {
@@ -88,7 +88,7 @@ fn a_ring_can_be_made_again_at_once() {
     }
 }
 
-/// MLX has been seen to get stuck in some of a hundred (its issue 4475).
+/// MLX was seen to hang in some of a hundred runs (its issue 4475).
 #[test]
 fn sums_of_several_threads_do_not_get_stuck() {
     on_each(3, 1, |ring| {
@@ -107,7 +107,7 @@ fn sums_of_several_threads_do_not_get_stuck() {
     });
 }
 
-/// MLX's own ranks lose one that meets a number.
+/// MLX's own ranks lose a NaN that meets a number.
 #[test]
 fn nan_is_kept_by_max_and_min() {
     on_each(3, 1, |ring| {
@@ -129,7 +129,7 @@ fn nan_is_kept_by_max_and_min() {
     });
 }
 
-/// MLX had EINVAL from 2 GiB on. Six gigabytes of memory, so only where that is asked for.
+/// MLX failed with EINVAL from 2 GiB on. Takes 6 GB of memory, so it runs only on request.
 #[test]
 fn a_message_beyond_two_gigabytes_arrives() {
     const TEST: &str = "an mlx-ring message beyond 2 GiB";

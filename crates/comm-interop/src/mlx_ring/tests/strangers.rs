@@ -1,13 +1,14 @@
-//! Strangers that connect to a rank's addresses: before, beside and after the neighbour.
+//! Strangers that connect to a rank's addresses: before, during and after the neighbour's
+//! connection.
 //!
-//! In most of these rank 0 is a ring's and rank 1 is written by hand. So what comes first does not
-//! depend on threads.
+//! In most tests rank 0 is a real ring and rank 1 is written by hand, so that the order of
+//! connections does not depend on threads.
 
 use super::*;
 
 const GARBAGE: &[u8] = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n";
 
-/// Rank 0's place in a ring of two, where rank 1 takes connections and makes none.
+/// Rank 0 of a ring of two, where rank 1 accepts connections and makes none.
 struct Place {
     own: Vec<TcpListener>,
     hosts: Vec<Vec<SocketAddr>>,
@@ -24,7 +25,7 @@ impl Place {
         }
     }
 
-    /// A stranger that has connected to rank 0.
+    /// A stranger's connection to rank 0.
     fn caller(&self) -> TcpStream {
         TcpStream::connect(self.hosts[0][0]).unwrap()
     }
@@ -63,7 +64,7 @@ fn strangers_that_leave_do_not_take_a_place() {
     }
 }
 
-/// As MLX's wire allows: the system holds what a rank sent before it left.
+/// As MLX's protocol allows: the system buffers the bytes a rank sent before it left.
 #[test]
 fn a_neighbour_that_spoke_and_left_is_heard() {
     let place = Place::new();
@@ -97,7 +98,7 @@ fn a_stranger_that_stays_beside_the_neighbour_is_told_of() {
     }
 }
 
-/// Nobody listens any more, so nobody is let in, and the ring goes on.
+/// The ring listens no more, so late connections have no effect on it.
 #[test]
 fn strangers_that_come_late_change_nothing() {
     let (all, hosts) = listeners(3, 2);

@@ -1,8 +1,8 @@
-//! Courses of launches, told as events and times.
+//! Launches as sequences of events and times.
 
 use super::*;
 
-/// A course of `ranks` ranks on two hosts, a moment, and what was ordered so far.
+/// A launch of `ranks` ranks on two hosts, the current time, and the actions so far.
 struct Told {
     course: Course,
     now: Instant,
@@ -192,7 +192,7 @@ fn a_broken_connection_ends_the_rest() {
         .on(Event::Closed(0, Ending::Signal(9)));
     assert_eq!(told.failed(), "the connection to b is lost: Timeout");
 
-    // The host's keeper ends its programs, which may be heard of first.
+    // The host agent ends its programs, which may be reported first.
     for (signal, cause) in [
         (15, "the connection to b is lost: Timeout"),
         (11, "rank 1 on b was ended by SIGSEGV"),
