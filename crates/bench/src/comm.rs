@@ -1,7 +1,7 @@
-//! Cost of the collectives over any group: medians by operation and size.
+//! Benchmark of the collectives over any group: medians by operation and size.
 //!
-//! Every rank calls [`measure`]; rank 0's report is the one that counts. [`sums`] is a turn against
-//! another library, whose figures become [`Rival`]s of the report.
+//! Every rank calls [`measure`]; rank 0 returns the relevant report. [`sums`] is one turn against
+//! another library, whose results become [`Rival`]s of the report.
 
 mod picture;
 
@@ -30,22 +30,22 @@ pub const SIZES: [usize; 13] = [
     64 << 20,
 ];
 
-/// Calls per size: as many as move this many bytes, within bounds that keep medians meaningful and
-/// the whole run under a minute. With 8 calls of 16 MiB a row was over in 15 ms. All it measured
-/// was whatever else ran on a core in that time.
+/// Bytes moved per size, which sets the number of calls, within bounds that keep medians meaningful
+/// and the whole run under a minute. With 8 calls of 16 MiB a row took only 15 ms, and mainly
+/// measured other load on a core.
 const BYTES_PER_SIZE: usize = 128 << 20;
 const CALLS: std::ops::RangeInclusive<usize> = 40..=1000;
 
-/// The measurement to make.
+/// Settings of the measurement.
 #[derive(Clone, Debug)]
 pub struct Spec {
-    /// Name of how ranks reach each other, for the report.
+    /// Name of the transport, for the report.
     pub transport: String,
-    /// Whether nobody holds a message until it is wanted, as on MLX's ring.
+    /// Whether the transport buffers no messages, as on MLX's ring.
     pub holds_nothing: bool,
     /// Largest buffer of a rank, in bytes.
     pub max_bytes: usize,
-    /// The whole measurement gives up then.
+    /// Deadline of the whole measurement.
     pub deadline: Deadline,
 }
 
@@ -53,54 +53,54 @@ pub struct Spec {
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Row {
     pub op: String,
-    /// Of a rank's buffer.
+    /// Bytes of a rank's buffer.
     pub bytes: usize,
-    /// Which algorithm did it; empty where there is one.
+    /// The algorithm used; empty if the operation has only one.
     pub algorithm: String,
-    /// Microseconds of which a tenth of the calls take less.
+    /// Tenth percentile of a call's time, in microseconds.
     pub p10_us: f64,
     pub p50_us: f64,
-    /// Microseconds that one call of a hundred takes more than.
+    /// 99th percentile of a call's time, in microseconds.
     pub p99_us: f64,
-    /// Bytes that each link had to carry for this, in GB per second.
+    /// Bytes that each link had to carry, in GB per second.
     pub bus_gb_s: f64,
 }
 
-/// Facts that rank 0 knows in the end.
+/// Results of the measurement, as returned by rank 0.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// How ranks reach each other.
+    /// Name of the transport.
     pub transport: String,
-    /// How many there are.
+    /// Number of ranks.
     pub ranks: u32,
-    /// Microseconds of a message without bytes.
+    /// α: time of an empty message, in microseconds.
     pub alpha_us: f64,
-    /// Nanoseconds of a byte.
+    /// β: time of a byte, in nanoseconds.
     pub beta_ns: f64,
-    /// Which algorithm is used from which size on, and why.
+    /// The choice of algorithms by size, with reasons.
     pub explain: String,
     /// By size, then by operation.
     pub rows: Vec<Row>,
-    /// Others that were measured beside it.
+    /// Other libraries that were measured in turn.
     #[serde(default)]
     pub peer: Vec<Rival>,
-    /// Machines of the ranks, in their order; empty where all are on this one.
+    /// Machines of the ranks, in their order; empty if all are on this one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<String>,
 }
 
-/// An all_reduce of somebody else, measured in turns with ours.
+/// An all_reduce of another library, measured in turns with ours.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Rival {
-    /// Whose it is.
+    /// The library.
     pub peer: String,
-    /// Of a rank's buffer.
+    /// Bytes of a rank's buffer.
     pub bytes: usize,
     /// Median of all our turns.
     pub ours_us: f64,
-    /// Median of all of theirs.
+    /// Median of all their turns.
     pub p50_us: f64,
-    /// Median of ours over theirs, turn by turn.
+    /// Median of our time over theirs, turn by turn.
     pub ratio: f64,
 }
 
@@ -109,7 +109,7 @@ struct Buffers {
     own: Memory<f32>,
     all: Memory<f32>,
     again: Memory<f32>,
-    /// Calls so far that count them.
+    /// Number of calls so far, for those that alternate.
     turn: usize,
 }
 
@@ -118,11 +118,11 @@ type Call = fn(&dyn Group, &mut Buffers, Deadline) -> Result<(), Error>;
 /// An operation: its name, the call, and how many times a rank's buffer crosses each link.
 type Op = (&'static str, Call, fn(f64) -> f64);
 
-/// The yardstick of all-reduce: rank 0 copies a buffer there and back, the others wait.
+/// The baseline of all-reduce: rank 0 copies a buffer there and back, the others wait.
 const COPIES: &str = "two_copies";
 
-/// Memory that the copies walk through, so that they are not of what a cache holds. It is four
-/// times the last cache of the machines that this was measured on.
+/// Memory that the copies walk through, so that they miss the caches. It is four times the last
+/// cache of the machines that this was measured on.
 const COPIED_BYTES: usize = 128 << 20;
 
 const OPS: [Op; 9] = [
@@ -170,9 +170,8 @@ fn two_copies(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Er
     group.barrier(by)
 }
 
-/// Copies of what another core has just written, beside [`COPIES`] of what was written long ago.
-/// They come in turns: rank 0 has what the last rank wrote, and the last rank what rank 0 then has
-/// written.
+/// Copies of data that another core has just written; [`COPIES`] copies old data. Ranks alternate:
+/// rank 0 copies the last rank's output, then the last rank copies rank 0's.
 fn two_handovers(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
     group.broadcast(&mut b.own, Rank(group.size() - 1), by)?;
     group.broadcast(&mut b.own, Rank(0), by)
@@ -187,7 +186,7 @@ fn shift(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> 
     Ok(())
 }
 
-/// The same where nobody holds a message until it is wanted: then one rank has to listen first.
+/// The same on a transport that buffers no messages: one rank must receive first.
 fn shift_in_turns(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
     match group.rank() {
         _ if group.size() == 1 => Ok(()),
@@ -206,7 +205,7 @@ fn recv(group: &dyn Group, b: &mut Buffers, by: Deadline) -> Result<(), Error> {
     group.recv(&mut b.own, Rank(before), 0, by)
 }
 
-/// How often an operation on so many bytes is called.
+/// Number of calls of an operation on `bytes` bytes.
 pub fn calls(bytes: usize) -> usize {
     (BYTES_PER_SIZE / bytes).clamp(*CALLS.start(), *CALLS.end())
 }
@@ -214,7 +213,7 @@ pub fn calls(bytes: usize) -> usize {
 /// Measures every operation that the group has, at every size. Collective.
 ///
 /// # Errors
-/// What the group says; it is unusable then.
+/// Errors of the group, which is unusable then.
 pub fn measure(spec: &Spec, group: &dyn Group) -> Result<Report, Error> {
     let (tuning, by) = (group.tuning(), spec.deadline);
     let mut rows = Vec::new();
@@ -244,7 +243,7 @@ pub fn measure(spec: &Spec, group: &dyn Group) -> Result<Report, Error> {
     })
 }
 
-/// An operation, as this wire can do it.
+/// An operation in the variant that this transport supports.
 fn held(spec: &Spec, (name, call, copies): Op) -> Op {
     match name {
         "send_recv" if spec.holds_nothing => (name, shift_in_turns, copies),
@@ -296,10 +295,10 @@ fn row(
     })
 }
 
-/// Median microseconds of so many sums of `bytes`, after three to warm up. Collective.
+/// Median microseconds of `calls` sums of `bytes`, after three to warm up. Collective.
 ///
 /// # Errors
-/// What the group says; it is unusable then.
+/// Errors of the group, which is unusable then.
 pub fn sums(group: &dyn Group, (bytes, calls): (usize, usize), by: Deadline) -> Result<f64, Error> {
     let mut data = Memory::<f32>::new(Some(group), bytes / 4);
     let mut times = Vec::new();
@@ -314,12 +313,12 @@ pub fn sums(group: &dyn Group, (bytes, calls): (usize, usize), by: Deadline) -> 
 }
 
 impl Report {
-    /// Latencies over sizes.
+    /// Latencies over sizes, as SVG.
     pub fn svg(&self) -> String {
         picture::svg(self)
     }
 
-    /// The rows for people, and those of rivals.
+    /// The rows and those of rivals, as a text table.
     pub fn table(&self) -> String {
         let head = format!(
             "{:<15}{:>10} {:<10}{:>11}{:>11}{:>11}{:>10}",

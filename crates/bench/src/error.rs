@@ -1,4 +1,4 @@
-//! Why a model cannot be measured.
+//! Errors of model measurements.
 
 use std::io;
 use std::process::ExitStatus;
@@ -12,7 +12,7 @@ pub enum Error {
     Mlx(paceline_mlx::Error),
     #[error(transparent)]
     Failure(Failure),
-    /// There is no answer to take the time of.
+    /// There is no answer to measure.
     #[error("the model ended its answer at once: nothing to measure")]
     NoAnswer,
     #[error("mlx-lm decodes behind the prompt, so --depth cannot be compared with it")]
@@ -22,7 +22,7 @@ pub enum Error {
         name: &'static str,
         source: io::Error,
     },
-    /// The other program cannot be heard any more.
+    /// The other program closed its output.
     #[error("cannot hear {name}")]
     PeerLost {
         name: &'static str,
@@ -36,7 +36,7 @@ pub enum Error {
     #[error("the answer of {name}'s script is not two numbers")]
     PeerAnswer {
         name: &'static str,
-        /// The fault in the answer.
+        /// The parse error.
         source: serde_json::Error,
     },
 }

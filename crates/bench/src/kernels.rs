@@ -1,4 +1,4 @@
-//! Matrix products of every weight type, beside what the machine can do.
+//! Speed of matrix products of every weight type, compared with the machine's limits.
 
 use std::time::Instant;
 
@@ -14,27 +14,28 @@ use serde::Serialize;
 use crate::limits::{integer_peak, read_limit};
 use crate::{Spread, quantile};
 
-/// Different rows of a matrix; the others repeat them. A kernel does not notice.
+/// Distinct rows of a matrix; the others repeat them, which does not affect a kernel.
 const ROWS: usize = 64;
 
-/// Rows of the matrix that many rows of activations meet: as many as a model's width, so that a run
+/// Rows of the matrix in the product with many activation rows: a model's width, so that a run
 /// takes some ms.
 const PROMPT_ROWS: usize = 2048;
 
 /// Settings of the measurement.
 #[derive(Clone, Debug)]
 pub struct Spec {
-    /// How numbers are computed.
+    /// Class of kernels.
     pub class: KernelClass,
     /// Weight types.
     pub types: Vec<BlockType>,
     /// Columns of the matrix, a multiple of 256.
     pub cols: usize,
-    /// Bytes of the matrix, about: several times the last cache, or few to measure from it.
+    /// Approximate bytes of the matrix: several times the last cache, or few to measure from the
+    /// cache.
     pub bytes: usize,
-    /// Rows of activations of the second product, as when a prompt is read.
+    /// Rows of activations of the second product, as in prefill.
     pub prompt: u32,
-    /// Measured runs, after one to warm up.
+    /// Number of measured runs, after one to warm up.
     pub runs: u32,
 }
 
@@ -45,11 +46,11 @@ struct Row {
     packed_bytes: u64,
     /// Weights read per second with a single row of activations.
     decode_gb_s: Spread,
-    /// Of what plain reads reached just before; the median of the pairs.
+    /// Fraction of the read limit measured just before; the median of the pairs.
     decode_of_read_limit: f64,
-    /// Many rows: multiplications and additions per second.
+    /// With many rows: multiplications and additions per second.
     prompt_gop_s: Spread,
-    /// Of the integer peak; nothing for floats.
+    /// Fraction of the integer peak; `None` for floats.
     prompt_of_peak: Option<f64>,
 }
 
@@ -64,7 +65,7 @@ pub struct Report {
     runs: u32,
     /// Plain reads of memory by all threads.
     read_limit_gb_s: Spread,
-    /// Dot products of bytes on registers by all threads.
+    /// Dot products of bytes in registers by all threads.
     integer_peak_gop_s: f64,
     rows: Vec<Row>,
 }
@@ -72,7 +73,7 @@ pub struct Report {
 /// Measures every type in turn.
 ///
 /// # Errors
-/// Memory that cannot be had.
+/// If memory cannot be allocated.
 pub fn measure(spec: &Spec, kernels: &Kernels) -> Result<Report, Error> {
     let read = ReadLimit::new(spec.bytes, kernels.pool())?;
     let (mut rows, mut limits) = (Vec::new(), Vec::new());
@@ -101,7 +102,7 @@ struct Bench<'a> {
     large: Packed,
     one: Activations,
     out: Vec<f32>,
-    /// Of a model's size.
+    /// Of the size of a model's matrix.
     small: Packed,
     many: Activations,
     many_out: Vec<f32>,
@@ -171,7 +172,7 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// `n` rows of waves to multiply with a matrix.
+/// `n` rows of sine waves as activations.
 fn activations(n: usize, w: &Packed, precision: Precision, kernels: &Kernels) -> Activations {
     let mut x = kernels.activations(n, w.cols(), precision, [w]);
     kernels.fill_rows(&mut x, |t, row| {
@@ -194,7 +195,7 @@ fn product(kernels: &Kernels, weights: &Packed, x: &Activations, out: &mut [f32]
 }
 
 impl Report {
-    /// Weights read a second beside what plain reads reach.
+    /// Weight bytes read per second, compared with plain reads.
     pub fn svg(&self) -> String {
         let row = |row: &Row| Bar {
             label: row.r#type.to_owned(),
@@ -217,7 +218,7 @@ impl Report {
         bars.svg()
     }
 
-    /// The rows for people.
+    /// The rows as a text table.
     pub fn table(&self) -> String {
         let head = format!(
             "{} kernels, class {}, {} threads, {} columns; {} runs, median (p10 .. p90)\n\

@@ -1,16 +1,16 @@
-//! Measurements of this machine, its collectives and its models, beside their limits and the
+//! Measurements of this machine, its collectives and its models, compared with limits and the
 //! planner's predictions.
 //!
 //! - [`comm`]: the collectives of a group, by operation and size.
 //! - [`kernels`]: matrix products of every weight type.
-//! - [`limits`]: the best speed of reads of memory and of integer products.
-//! - [`model`]: prefill and decode speed of a model that answers.
-//! - [`peer`]: llama.cpp and mlx-lm, driven in turns with a model.
-//! - [`plan`]: predictions beside measurements.
+//! - [`limits`]: the best speed of memory reads and of integer products.
+//! - [`model`]: prefill and decode speed of a loaded model.
+//! - [`peer`]: llama.cpp and mlx-lm, run in turns with a model.
+//! - [`plan`]: predictions against measurements.
 //! - [`ranks`]: the collectives of ranks in processes, here and on machines of a cluster.
 //!
-//! Each module has settings (`Spec`), `measure`, and a `Report` with a table for people and a
-//! picture. The crate prints nothing, and only [`ranks`] and [`peer`] start processes.
+//! Each module has settings (`Spec`), `measure`, and a `Report` with a text table and a chart. The
+//! crate prints nothing, and only [`ranks`] and [`peer`] start processes.
 
 pub mod comm;
 mod error;
@@ -23,31 +23,30 @@ pub mod ranks;
 
 pub use error::Error;
 
-/// Some values of one kind.
+/// Percentiles of some values.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Spread {
-    /// A tenth of them is less.
+    /// Tenth percentile.
     pub p10: f64,
-    /// Half of them is less.
     pub median: f64,
-    /// A tenth of them is more.
+    /// 90th percentile.
     pub p90: f64,
 }
 
 impl Spread {
-    /// Of values that are not empty.
+    /// The percentiles of nonempty `values`.
     pub fn of(values: &[f64]) -> Self {
         let [p10, median, p90] = [0.1, 0.5, 0.9].map(|share| quantile(values, share));
         Self { p10, median, p90 }
     }
 
-    /// For people.
+    /// Formats the values for people.
     pub fn text(&self) -> String {
         format!("{:.1} ({:.1} .. {:.1})", self.median, self.p10, self.p90)
     }
 }
 
-/// The value below which `share` of `values` lie; `values` are not empty.
+/// The `share` quantile of nonempty `values`.
 pub fn quantile(values: &[f64], share: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,4 +1,4 @@
-//! Limits of this machine at the moment.
+//! Current speed limits of this machine.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,15 +7,15 @@ use paceline_mlx::{self as mlx, Device, Library, Places, read_rate};
 use paceline_tensor::limits::{ReadLimit, integer_work};
 use paceline_tensor::{self as tensor, Kernels};
 
-/// How far ahead a reading loop asks for lines: not at all, and a distance that helped where
-/// hardware fetches little by itself. The best of both counts.
+/// Prefetch distances in bytes: none, and one that helped where the hardware prefetches little. The
+/// better result counts.
 const AHEAD: [usize; 2] = [0, 2048];
 
-/// Memory that is read to know the limit, 512 MiB. That is several times the last cache of most
+/// Memory that is read to measure the limit, 512 MiB: several times the last cache of most
 /// machines, and ten times that of the largest GPUs.
 const LIMIT_BYTES: usize = 512 << 20;
 
-/// Measures how fast memory can be read at the moment, by what computes.
+/// Measures the current speed of memory reads, on the device that computes.
 #[expect(
     missing_debug_implementations,
     reason = "memory and kernels say nothing"
@@ -28,27 +28,23 @@ pub enum Limit {
         kernels: Arc<Kernels>,
     },
     /// By the device that MLX computes on.
-    Mlx {
-        /// MLX.
-        library: Library,
-        device: Device,
-    },
+    Mlx { library: Library, device: Device },
 }
 
 impl Limit {
-    /// Of all threads of `kernels`.
+    /// The limit of all threads of `kernels`.
     ///
     /// # Errors
-    /// Memory that cannot be had.
+    /// If memory cannot be allocated.
     pub fn of_cpu(kernels: Arc<Kernels>) -> Result<Self, tensor::Error> {
         let memory = ReadLimit::new(LIMIT_BYTES, kernels.pool())?;
         Ok(Self::Cpu { memory, kernels })
     }
 
-    /// Of the best device of the MLX that lies at one of `places`.
+    /// The limit of the best device of the MLX at one of `places`.
     ///
     /// # Errors
-    /// MLX cannot be opened.
+    /// If MLX cannot be opened.
     pub fn of_mlx(places: &Places) -> Result<Self, mlx::Error> {
         let library = Library::open(places)?;
         let device = library.best_device()?;
@@ -91,7 +87,7 @@ pub fn read_limit(memory: &ReadLimit, kernels: &Kernels) -> f64 {
     AHEAD.map(rate).into_iter().fold(0.0, f64::max)
 }
 
-/// Integer operations that all threads of `kernels` do per second: the best of some rounds.
+/// Integer operations that all threads of `kernels` perform per second: the best of some rounds.
 pub fn integer_peak(kernels: &Kernels) -> f64 {
     let rate = |_| {
         let start = Instant::now();
@@ -101,19 +97,19 @@ pub fn integer_peak(kernels: &Kernels) -> f64 {
     (0..5).map(rate).fold(0.0, f64::max)
 }
 
-/// Array jobs that read fewer bytes are over before a comparison with memory means anything.
+/// Array jobs that read fewer bytes are too short for a comparison with memory.
 pub const COMPARED_BYTES: u64 = 64 << 20;
 
-/// Memory that is read to compare with: more than most last caches, and done in some 10 ms.
+/// Memory that is read for the comparison: more than most last caches, and read in some 10 ms.
 const COMPARED_READ_BYTES: usize = 128 << 20;
 
-/// Passes over it, of which the best counts.
+/// Passes over it; the best one counts.
 const COMPARED_PASSES: usize = 3;
 
-/// GB/s that all threads of `kernels` read, to stand beside a job's speed. Takes some 30 ms.
+/// GB/s that all threads of `kernels` read, for comparison with a job's speed. Takes some 30 ms.
 ///
 /// # Errors
-/// Memory that cannot be had.
+/// If memory cannot be allocated.
 pub fn compared_gb_s(kernels: &Kernels) -> Result<f64, tensor::Error> {
     let memory = ReadLimit::new(COMPARED_READ_BYTES, kernels.pool())?;
     let pass = |_| {
@@ -124,10 +120,10 @@ pub fn compared_gb_s(kernels: &Kernels) -> Result<f64, tensor::Error> {
     Ok((0..COMPARED_PASSES).map(pass).fold(0.0, f64::max))
 }
 
-/// Bytes that all threads of `kernels` read and integer operations that they do, per second.
+/// Bytes read and integer operations performed per second by all threads of `kernels`.
 ///
 /// # Errors
-/// Memory that cannot be had.
+/// If memory cannot be allocated.
 pub fn measured(kernels: &Kernels) -> Result<(f64, f64), tensor::Error> {
     let memory = ReadLimit::new(LIMIT_BYTES, kernels.pool())?;
     read_limit(&memory, kernels); // brings the pages in

@@ -13,10 +13,10 @@ const LLAMA_CPP: &str = include_str!("../../../scripts/peers/llama_bench.py");
 /// Drives the Python package `mlx-lm`.
 const MLX_LM: &str = include_str!("../../../scripts/peers/mlx_lm_bench.py");
 
-/// The run that a peer is to make.
+/// Parameters of a peer's run.
 #[derive(Clone, Copy, Debug)]
 pub struct Task {
-    /// Threads that it computes with.
+    /// Threads of the computation.
     pub threads: usize,
     /// Tokens of the prompt.
     pub prompt: usize,
@@ -26,7 +26,7 @@ pub struct Task {
     pub depth: usize,
 }
 
-/// Another program in a process of its own, with a model loaded; idle between runs.
+/// Another program in its own process, with a model loaded; idle between runs.
 #[derive(Debug)]
 pub struct Served {
     name: &'static str,
@@ -37,8 +37,7 @@ pub struct Served {
 
 impl Served {
     /// Starts llama.cpp; `folder` is the one that `npm install --prefix` filled. The model is
-    /// loaded and warmed up while the caller goes on, until the first [`run`](Self::run) waits
-    /// for that.
+    /// loaded and warmed up in the background, until the first [`run`](Self::run) waits for that.
     ///
     /// # Errors
     /// [`Error::PeerStart`].
@@ -50,10 +49,10 @@ impl Served {
         Self::start("llama.cpp", python, task)
     }
 
-    /// Starts mlx-lm, of this Python, else of the system's.
+    /// Starts mlx-lm, with this Python, else with the system's.
     ///
     /// # Errors
-    /// When there is no such Python, or decoding is to start elsewhere than behind the prompt.
+    /// If there is no such Python, or `task.depth` is not the length of the prompt.
     pub fn mlx_lm(python: Option<OsString>, model: &Path, task: Task) -> Result<Self, Error> {
         if task.depth != task.prompt {
             return Err(Error::PeerDepth);
@@ -83,15 +82,15 @@ impl Served {
         })
     }
 
-    /// Whom it runs.
+    /// Name of the program.
     pub const fn name(&self) -> &'static str {
         self.name
     }
 
-    /// A run: prefill and decode in tokens per second.
+    /// Runs once; returns prefill and decode in tokens per second.
     ///
     /// # Errors
-    /// A program that ended, or says something else.
+    /// If the program ended, or its output is invalid.
     pub fn run(&mut self) -> Result<(f64, f64), Error> {
         let (mut line, name) = (String::new(), self.name);
         let sent = writeln!(self.requests).and_then(|()| self.requests.flush());
@@ -103,7 +102,7 @@ impl Served {
         serde_json::from_str(&line).map_err(|source| Error::PeerAnswer { name, source })
     }
 
-    /// Reads a line of its output; the number of its bytes.
+    /// Reads a line of its output; returns its bytes.
     fn heard(&mut self, line: &mut String) -> Result<usize, Error> {
         let name = self.name;
         let read = self.answers.read_line(line);
@@ -113,7 +112,7 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        // The process would end with its standard input, but may be loading a model.
+        // Closing its input would end the process, but it may still be loading a model.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,40 +1,40 @@
-//! The planner's forecast for local nodes, beside their measured speed.
+//! The planner's predictions for local nodes, compared with their measured speed.
 
 use serde::Serialize;
 
 use crate::{Spread, quantile};
 
-/// The runs of one way to cut the model: by round, which has a run of each way.
+/// The runs of one split of the model, one for each round.
 #[derive(Clone, Debug)]
 pub struct Runs {
     /// Nodes that compute the model together.
     pub nodes: u32,
-    /// How it is cut, for people.
+    /// Description of the split.
     pub split: String,
-    /// Decode, tokens a second, as predicted before each run.
+    /// Decode tokens per second, predicted before each run.
     pub predicted: Vec<f64>,
     pub measured: Vec<f64>,
 }
 
-/// A way to cut the model.
+/// A split of the model.
 #[derive(Debug, Serialize)]
 pub struct Row {
     nodes: u32,
     split: String,
-    /// Decode, tokens a second: from facts measured before each run, without any run's figures. How
-    /// far they spread is what the machine's own pace does.
+    /// Decode tokens per second, from facts measured before each run, without results of any run.
+    /// Their spread comes from the machine's own variation.
     predicted: Spread,
     measured: Spread,
-    /// Predicted over measured, less 1, of the medians.
+    /// Relative error of the medians: predicted over measured, less 1.
     error: f64,
-    /// The planner's choice among those with as many nodes.
+    /// The planner's choice among splits over as many nodes.
     chosen: bool,
-    /// Measured over the best with as many nodes; the median of the rounds.
+    /// Measured speed over the best with as many nodes; the median of the rounds.
     of_best: f64,
 }
 
 impl Runs {
-    /// As predicted, the median of all rounds.
+    /// The median prediction of all rounds.
     fn expected(&self) -> f64 {
         quantile(&self.predicted, 0.5)
     }
@@ -59,23 +59,23 @@ impl Runs {
     }
 }
 
-/// A row for each way. All have a run of every round, and at least one.
+/// A row for each split. All have a run of every round, and at least one.
 pub fn rows(all: &[Runs]) -> Vec<Row> {
     all.iter().map(|way| way.row(all)).collect()
 }
 
-/// A bar of the project, and where these runs stand.
+/// A target of the project, and the result of these runs.
 #[derive(Debug, Serialize)]
 pub struct Bar {
     what: &'static str,
-    /// The worst may be off by so much.
+    /// Largest permitted error.
     limit: f64,
     worst: f64,
     kept: bool,
 }
 
 impl Bar {
-    /// For people, on a line of its own.
+    /// Formats the target as a line.
     pub fn line(&self) -> String {
         format!(
             "\n{}: {}, worst {:.0} % of {:.0} %",
@@ -87,7 +87,7 @@ impl Bar {
     }
 }
 
-/// The bars that there are rows for.
+/// The targets that apply to these rows.
 pub fn bars(rows: &[Row]) -> Vec<Bar> {
     let off = |row: &Row| row.error.abs();
     let slower = |row: &Row| 1.0 / row.of_best - 1.0;
@@ -115,7 +115,7 @@ pub fn bars(rows: &[Row]) -> Vec<Bar> {
     all.into_iter().flatten().collect()
 }
 
-/// The rows for people.
+/// The rows as a text table.
 pub fn table(rows: &[Row]) -> String {
     let head = format!(
         "decode, tokens a second: median (p10 .. p90)\n{:>5}  {:<10}{:>24}{:>24}{:>8}{:>9}",

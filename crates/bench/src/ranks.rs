@@ -1,10 +1,10 @@
-//! Ranks in processes of their own, and all that they are compared with.
+//! Collectives of ranks in their own processes, and of the libraries they are compared with.
 //!
 //! The processes are the program `paceline bench comm` again, with the hidden `--as-rank`. A child
 //! prints its address, reads the addresses of all, measures, and rank 0 prints the rows as JSON.
-//! Then each line `bytes calls` on its input is a turn against a rival. Rivals are MLX, Open MPI,
-//! and ranks of its own kind without encryption or with one stream. With machines of a cluster each
-//! rank is on one of them ([`nodes`]).
+//! Then each line `bytes calls` on its input requests a turn against a rival. Rivals are MLX, Open
+//! MPI, and ranks of its own kind without encryption or with one stream. With machines of a cluster
+//! each rank is on one of them ([`nodes`]).
 
 mod error;
 pub mod nodes;
@@ -32,7 +32,7 @@ use crate::comm::{Report, Spec, measure, sums};
 
 pub use self::error::Error;
 
-/// The whole measurement gives up after this long.
+/// Time limit of the whole measurement.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A library to compare with.
@@ -54,20 +54,14 @@ impl Peer {
     }
 }
 
-/// An algorithm that is used wherever an operation has it.
+/// An algorithm that is forced wherever an operation has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Force {
-    /// [`Algorithm::OneShot`].
     OneShot,
-    /// [`Algorithm::TwoShot`].
     TwoShot,
-    /// [`Algorithm::Ring`].
     Ring,
-    /// [`Algorithm::Halving`].
     Halving,
-    /// [`Algorithm::Doubling`].
     Doubling,
-    /// [`Algorithm::Tree`].
     Tree,
 }
 
@@ -106,34 +100,34 @@ impl Force {
     }
 }
 
-/// The measurement to make, and the processes that make it.
+/// Settings of the measurement and of its processes.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The program `paceline`.
     pub program: PathBuf,
     /// Number of ranks.
     pub ranks: u32,
-    /// How ranks reach each other.
+    /// The transport.
     pub backend: Backend,
-    /// Use this algorithm wherever an operation has it.
+    /// Force this algorithm wherever an operation has it.
     pub algorithm: Option<Force>,
     /// Largest buffer of a rank, in bytes.
     pub max_bytes: usize,
-    /// Whether the transport may be one that cannot encrypt.
+    /// Whether a transport without encryption is allowed.
     pub plaintext: Plaintext,
-    /// Encrypt, and compare with ranks that do not.
+    /// Encrypt, and compare with unencrypted ranks.
     pub encrypt: bool,
-    /// TCP connections of a pair; with more than one, compare with one.
+    /// TCP connections of a pair; if several, compare with one.
     pub streams: NonZeroU8,
-    /// Only tell which algorithm is used from which size on.
+    /// Only print the choice of algorithms by size.
     pub explain: bool,
     /// Another library to measure on the same ranks and sizes, in turns.
     pub against: Option<Peer>,
-    /// Python that has the other library.
+    /// Python with the other library.
     pub python: PathBuf,
 }
 
-/// Where a rank hears and says lines: its standard streams.
+/// A rank's standard input and output.
 pub struct Lines<'a> {
     /// From its parent.
     pub input: &'a mut dyn BufRead,
@@ -154,7 +148,7 @@ impl Lines<'_> {
     }
 }
 
-/// Ranks in processes, and all they are compared with.
+/// Measures ranks in processes, and all rivals.
 ///
 /// # Errors
 /// A process that cannot be started or fails.
@@ -199,7 +193,7 @@ pub fn processes(args: &Settings) -> Result<Report, Error> {
 }
 
 impl Settings {
-    /// The measurement that every rank makes.
+    /// The measurement of every rank.
     pub fn spec(&self) -> Spec {
         Spec {
             transport: self.backend.to_string(),
@@ -209,7 +203,7 @@ impl Settings {
         }
     }
 
-    /// For ranks that only take turns.
+    /// For ranks that only run turns.
     fn quick(&self) -> Self {
         Self {
             max_bytes: 0,
@@ -218,12 +212,12 @@ impl Settings {
     }
 }
 
-/// When a measurement that begins now gives up.
+/// The deadline of a measurement that starts now.
 pub fn deadline() -> Deadline {
     Deadline::at(Instant::now() + PATIENCE)
 }
 
-/// Ranks in threads of this process.
+/// Measures ranks in threads of this process.
 ///
 /// # Errors
 /// A collective that fails.
@@ -245,7 +239,7 @@ pub fn threads(args: &Settings) -> Result<Report, Error> {
     })
 }
 
-/// Children that are ended with their owner.
+/// Child processes, killed on drop.
 struct Children(Vec<Child>);
 
 impl Drop for Children {
@@ -257,14 +251,14 @@ impl Drop for Children {
     }
 }
 
-/// The settings in which ranks of this program differ, when compared with themselves.
+/// The variant of this program's ranks, for comparisons with themselves.
 #[derive(Clone, Copy)]
 struct Kind {
     encrypt: bool,
     streams: NonZeroU8,
 }
 
-/// The ranks of one group, as processes that have measured and wait for turns.
+/// The processes of one group, which have measured and wait for turns.
 struct Ranks {
     children: Children,
     outputs: Vec<BufReader<ChildStdout>>,
@@ -307,7 +301,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// The next line of rank 0.
+    /// Reads the next line of rank 0.
     fn hear(&mut self) -> Result<String, Error> {
         let mut line = String::new();
         self.outputs[0].read_line(&mut line)?;
@@ -317,7 +311,7 @@ impl Ranks {
         Ok(line)
     }
 
-    /// Lets them end.
+    /// Closes their inputs and waits for their end.
     fn end(mut self) -> Result<(), Error> {
         for child in &mut self.children.0 {
             drop(child.stdin.take());
@@ -365,8 +359,8 @@ fn rank_command(args: &Settings, kind: Kind, rank: u32) -> Command {
     command
 }
 
-/// Gives a rank a core of its own where there are enough, as `mpirun` does. Two ranks that start on
-/// one core take turns there until the system notices, which is longer than a small size takes.
+/// Pins a rank to its own core if there are enough, as `mpirun` does. Two ranks that start on one
+/// core share it until the system moves one, which takes longer than a small size.
 #[cfg(target_os = "linux")]
 fn bind(ranks: usize, rank: Rank) {
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -381,11 +375,11 @@ fn bind(ranks: usize, rank: Rank) {
     }
 }
 
-/// Other systems place threads as they like.
+/// Other systems place threads themselves.
 #[cfg(not(target_os = "linux"))]
 const fn bind(_ranks: usize, _rank: Rank) {}
 
-/// A child process: joins and measures. `lookup` gives variables of its environment.
+/// The body of a child process: joins and measures. `lookup` returns environment variables.
 ///
 /// # Errors
 /// Ranks that do not meet, or a collective that fails.
@@ -400,16 +394,16 @@ pub fn child(
     take_part(args, (rank, cores), listener, (lookup, lines))
 }
 
-/// Whether ranks of one machine have cores of their own.
+/// Whether ranks of one machine get their own cores.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cores {
-    /// Where there are enough.
+    /// If there are enough.
     OfItsOwn,
-    /// It is alone on its machine.
+    /// The rank is alone on its machine.
     All,
 }
 
-/// Says where it listens, hears where the others do, and measures with them.
+/// Prints its address, reads the others', joins and measures.
 fn take_part(
     args: &Settings,
     (rank, cores): (Rank, Cores),
@@ -456,7 +450,7 @@ fn take_part(
     Ok(group.barrier(deadline())?)
 }
 
-/// Sums as often as each line of the input says, until it ends.
+/// Runs the sums requested by each input line, until the input ends.
 fn turns(group: &dyn Group, lines: &mut Lines<'_>) -> Result<(), Error> {
     let mut line = String::new();
     while lines.input.read_line(&mut line)? > 0 {

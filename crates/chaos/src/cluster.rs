@@ -1,4 +1,4 @@
-//! Nodes with homes and ports of their own on this machine, joined into a cluster.
+//! A cluster of node processes on this machine, each with its own home and ports.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -24,44 +24,45 @@ use super::streams::{Door, Request};
 use super::{Program, Tell, streams};
 use crate::error::{Context as _, Error, ensure};
 
-/// For a node to answer a question over its socket.
+/// Time limit of a node's reply over its socket.
 const ASK_LIMIT: Duration = Duration::from_secs(30);
 
-/// For nodes to start and to see each other.
+/// Time limit for nodes to start and discover each other.
 const MEET_LIMIT: Duration = Duration::from_secs(60);
 
-/// For a model to load, and to be copied to the other nodes.
+/// Time limit for a model to load, and to be copied to the other nodes.
 const LOAD_LIMIT: Duration = Duration::from_secs(300);
 
-/// Times that a worker is killed before its node must be left out.
+/// Kills of a worker before its node must be left out.
 const FLAPS: u32 = 3;
 
-/// Between two kills of a worker.
+/// Pause between two kills of a worker.
 const FLAP_PAUSE: Duration = Duration::from_millis(500);
 
-/// A node is silent after 1.5 s and dead some 2 s later; another one owns its models then.
+/// Length of a partition. A node is silent after 1.5 s and dead some 2 s later; then another node
+/// owns its models.
 const SPLIT_FOR: Duration = Duration::from_secs(5);
 
-/// For a worker's loss to be noticed, and for the model to answer again.
+/// Time limit for detection of a worker's loss and recovery of the model.
 const FLAP_LIMIT: Duration = Duration::from_secs(60);
 
-/// For the kernel to kill a worker without memory. It took 0.03 to 0.11 s, whether the worker
-/// answers or is idle (SmolLM2 over two and three nodes, two cores of an EPYC, 2026-11-26).
+/// Time limit for the kernel to kill a worker without memory. It took 0.03 to 0.11 s, for busy and
+/// idle workers (SmolLM2 over two and three nodes, two cores of an EPYC, 2026-11-26).
 const STARVE_LIMIT: Duration = Duration::from_secs(5);
 
-/// Between two questions while something is awaited.
+/// Polling interval.
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
 /// A cluster that ends, with its files, when this is dropped. Its nodes end with this process in
 /// any case, and with the thread that called [`start`](Self::start) and [`heal`](Self::heal).
 pub(crate) struct Cluster {
     nodes: Vec<Node>,
-    /// The request to `load`, to ask again after nodes were lost.
+    /// The `load` request, repeated after nodes were lost.
     wanted: Value,
     stopped: Vec<Pid>,
-    /// Networks and disks of the nodes; those of this machine without.
+    /// Networks and disks of the nodes; without, those of this machine.
     spaces: Option<Spaces>,
-    /// Nodes that are cut off.
+    /// Disconnected nodes.
     cut: Vec<usize>,
     folder: TempDir,
     program: Program,
@@ -71,25 +72,25 @@ pub(crate) struct Cluster {
 struct Node {
     name: String,
     home: PathBuf,
-    /// The words before its command.
+    /// Words before the node's command, which enter its namespaces.
     around: Vec<String>,
     api: Door,
     control: u16,
     process: Option<Child>,
     /// A fault hits it in this round.
     is_hit: bool,
-    /// It was told to leave.
+    /// It is leaving the cluster.
     leaves: bool,
 }
 
-/// A thread that waits for the entry node to tell that its instance is disturbed.
+/// A thread that waits until the ingress node reports its instance as disturbed.
 pub(crate) struct Watch {
     thread: JoinHandle<Option<Instant>>,
     over: Arc<AtomicBool>,
 }
 
 impl Watch {
-    /// From `moment` to when the node told of it; `None` where it never did.
+    /// Time from `moment` to the node's report; `None` if it never reported.
     pub(crate) fn since(self, moment: Instant) -> Option<Duration> {
         self.over.store(true, Ordering::Relaxed);
         let told = self.thread.join().ok()??;
@@ -98,11 +99,11 @@ impl Watch {
 }
 
 impl Cluster {
-    /// Starts `count` nodes that find each other by address and join the first one's cluster. Where
-    /// `disk` says so, they are in namespaces, each with a disk of so many bytes.
+    /// Starts `count` nodes that connect by address and join the first one's cluster. With `disk`,
+    /// they are in namespaces, each with a disk of `disk` bytes.
     ///
     /// # Errors
-    /// A node that does not start, or the system's refusals.
+    /// A node that does not start, or a failed system call.
     pub(crate) fn start(
         count: usize,
         disk: Option<u64>,
@@ -137,7 +138,7 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Starts the process of a node and waits until it answers.
+    /// Starts the process of a node and waits until it replies.
     fn up(&mut self, number: usize) -> Result<(), Error> {
         let host = match &self.spaces {
             Some(_) => spaces::address(0),
@@ -172,14 +173,14 @@ impl Cluster {
         self.nodes.iter().all(sees_all)
     }
 
-    /// A node that is asked how the cluster is: the last that no fault has hit.
+    /// The node that reports the cluster's state: the last one without a fault.
     fn entry(&self) -> &Node {
         let runs = |node: &&Node| node.process.is_some() && !node.is_hit;
         let running = self.nodes.iter().rev().find(runs);
         running.unwrap_or_else(|| self.nodes.last().expect("a cluster has two nodes at least"))
     }
 
-    /// The APIs of all nodes, that of node `first` first.
+    /// The APIs of all nodes, beginning with node `first`.
     fn doors(&self, first: usize) -> Vec<Door> {
         let mut doors: Vec<Door> = self.nodes.iter().map(|node| node.api.clone()).collect();
         let len = doors.len();
@@ -187,7 +188,7 @@ impl Cluster {
         doors
     }
 
-    /// Each request with the APIs to ask, the first of another node for each.
+    /// For each request the APIs to try; each begins at another node.
     pub(crate) fn clients(&self, requests: &[Request]) -> Vec<(Vec<Door>, Request)> {
         let each = requests.iter().cloned().enumerate();
         each.map(|(number, request)| (self.doors(number), request))
@@ -248,12 +249,12 @@ impl Cluster {
         })
     }
 
-    /// The only instance, as the entry node sees it; null where it knows none.
+    /// The only instance, as the ingress node sees it; null if there is none.
     fn instance(&self) -> Result<Value, Error> {
         Ok(self.entry().ask("ps", json!({}))?[0].clone())
     }
 
-    /// Nodes of the instance: the one that `choice` means, and another one.
+    /// Nodes of the instance: the one selected by `choice`, and another one.
     ///
     /// # Errors
     /// An instance of one node.
@@ -272,10 +273,10 @@ impl Cluster {
         Ok([able[first], able[(first + 1) % able.len()]])
     }
 
-    /// Begins to look for the moment at which a node other than `victims` tells of a fault.
+    /// Starts to poll a node other than `victims` for the moment at which it reports a fault.
     ///
     /// # Errors
-    /// A node that does not answer.
+    /// A node that does not reply.
     pub(crate) fn watch(&mut self, victims: &[usize]) -> Result<Watch, Error> {
         for victim in victims {
             self.nodes[*victim].is_hit = true;
@@ -286,7 +287,7 @@ impl Cluster {
         let is_over = over.clone();
         let thread = thread::spawn(move || {
             while !is_over.load(Ordering::Relaxed) {
-                // A node that does not answer in time tells of nothing, and is asked again.
+                // A node without a timely reply reports nothing, and is polled again.
                 let told = local::ask(&home, "ps", json!({}), ASK_LIMIT, |_| {});
                 let differs = |now: &Value| {
                     ["state", "epoch", "nodes"]
@@ -303,10 +304,10 @@ impl Cluster {
         Ok(Watch { thread, over })
     }
 
-    /// Does to the node what `fault` says.
+    /// Applies `fault` to a node.
     ///
     /// # Errors
-    /// What the system refuses, or a node that has no worker.
+    /// A failed system call, or a node without a worker.
     pub(crate) fn hit(&mut self, fault: Fault, victim: usize) -> Result<(), Error> {
         let node = &mut self.nodes[victim];
         match fault {
@@ -345,7 +346,7 @@ impl Cluster {
         }
     }
 
-    /// Cuts the node off for a while: both halves find the other one dead.
+    /// Disconnects the node for a while: both halves declare the other one dead.
     fn split(&self, victim: usize) -> Result<(), Error> {
         let spaces = self
             .spaces
@@ -363,7 +364,7 @@ impl Cluster {
                 return Ok(());
             };
             signal(&before, Signal::KILL)?;
-            // Ready by another worker: its loss may not have been noticed yet.
+            // Ready by another worker: its loss may not be detected yet.
             until(FLAP_LIMIT, "the model answers again", || {
                 let now = self.instance()?;
                 let out = is_left_out(&now);
@@ -371,7 +372,7 @@ impl Cluster {
                 let is_new = workers.is_ok_and(|workers| workers != before);
                 Ok(now["state"] == "ready" && (out || is_new))
             })?;
-            // Answers get on a little, so that no request has only failures.
+            // Lets answers make some progress, so that no request sees only failures.
             thread::sleep(FLAP_PAUSE);
         }
         let instance = self.instance()?;
@@ -383,8 +384,8 @@ impl Cluster {
         })
     }
 
-    /// The workers of a node that flaps, once it has some: the model may answer without the node
-    /// for a moment. `None` once the node is left out.
+    /// The workers of a flapping node, once it has some: the model may run without the node for a
+    /// moment. `None` once the node is left out.
     fn flapping(&self, victim: usize) -> Result<Option<Vec<Pid>>, Error> {
         let mut workers = None;
         until(FLAP_LIMIT, "the node has a worker", || {
@@ -398,11 +399,11 @@ impl Cluster {
         Ok(workers)
     }
 
-    /// Wakes what a fault stopped, starts what it killed, and waits until all nodes compute the
-    /// model again.
+    /// Resumes stopped processes, restarts killed ones, and waits until all nodes compute the model
+    /// again.
     ///
     /// # Errors
-    /// A cluster that does not come back within `limit`.
+    /// A cluster that does not recover within `limit`.
     pub(crate) fn heal(&mut self, limit: Duration) -> Result<(), Error> {
         for pid in std::mem::take(&mut self.stopped) {
             let _ = kill_process(pid, Signal::CONT); // some were killed meanwhile
@@ -428,7 +429,7 @@ impl Cluster {
             nodes == self.nodes.len()
         };
         let instance = self.instance()?;
-        // A node that was lost and is back is named, while another one still computes its part.
+        // A lost node that has returned is listed while another one still computes its part.
         let all_compute = self.nodes.iter().all(|node| node.workers().is_ok());
         if whole(&instance) && instance["reason"].is_null() && all_compute {
             return self.ready(limit);
@@ -479,7 +480,7 @@ impl Node {
         })
     }
 
-    /// Waits for a node that was told to leave.
+    /// Waits for a leaving node to end.
     ///
     /// # Errors
     /// The node has no process, or its process does not end within `limit`.
@@ -494,7 +495,7 @@ impl Node {
         Ok(())
     }
 
-    /// A file that leaves no room on its disk.
+    /// Path of the file that fills its disk.
     fn filler(&self) -> PathBuf {
         self.home.join("filler")
     }
@@ -504,7 +505,7 @@ impl Node {
         let mut file = File::create(self.filler())?;
         let piece = vec![0; 1 << 20];
         while file.write_all(&piece).is_ok() {}
-        // The last piece may have been too long for what was left.
+        // The last write may have been too long for the remaining space.
         while file.write_all(&piece[..512]).is_ok() {}
         Ok(())
     }
@@ -517,7 +518,7 @@ impl Node {
         let mut command = match self.around.split_first() {
             Some((first, rest)) => {
                 let mut command = Command::new(first);
-                // By its path: what the other programs take for their own is themselves.
+                // By its path: `own` would mean the wrapper program itself there.
                 command.args(rest).arg(&program.file);
                 command.env("PATH", spaces::PATH);
                 command
@@ -529,7 +530,8 @@ impl Node {
             .args(["--port", &self.api.port.to_string()])
             .args(["--control-port", &self.control.to_string()])
             .env("PACELINE_HOME", &self.home)
-            // A second Ctrl-C ends this program without a destructor: nodes see their input end.
+            // A second Ctrl-C ends this program without destructors: nodes notice the end of their
+            // input.
             .arg("--with-parent")
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -582,7 +584,7 @@ impl Node {
         Ok(())
     }
 
-    /// Processes that the node started.
+    /// Worker processes of the node.
     fn workers(&self) -> Result<Vec<Pid>, Error> {
         let mut found = children(self.pid()?)?;
         found.retain(|pid| is_worker(pid.as_raw_nonzero().get()));
@@ -591,13 +593,13 @@ impl Node {
     }
 }
 
-/// Whether an instance goes on without a node that failed too often.
+/// Whether an instance runs without a node that failed too often.
 fn is_left_out(instance: &Value) -> bool {
     let told = instance["reason"].as_str();
     told.is_some_and(|told| told.contains("left out"))
 }
 
-/// Processes that a process has started.
+/// Child processes of a process.
 fn children(of: Pid) -> Result<Vec<Pid>, Error> {
     let file = format!("/proc/{}/task", of.as_raw_nonzero());
     let mut found = Vec::new();
@@ -610,16 +612,16 @@ fn children(of: Pid) -> Result<Vec<Pid>, Error> {
     Ok(found)
 }
 
-/// Whether a child computes: not one that has ended, and not the interpreter of a chat template.
+/// Whether a child is a worker: neither ended nor the interpreter of a chat template.
 fn is_worker(pid: i32) -> bool {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     !line.is_empty() && !line.ends_with(b"\0template\0")
 }
 
-/// Leaves processes no memory, and waits until the kernel has killed them.
+/// Denies processes further memory, and waits until the kernel has killed them.
 ///
 /// # Errors
-/// A refusal of the system; processes that live on, which are killed then.
+/// A failed system call; processes that survive, which are then killed.
 fn starve(pids: &[Pid]) -> Result<(), Error> {
     let group = Group::new()?;
     group.take(pids).context("cannot bound a worker's memory")?;
@@ -640,16 +642,15 @@ fn signal(pids: &[Pid], signal: Signal) -> Result<(), Error> {
     Ok(())
 }
 
-/// A port that nothing listens on. Another program may take it before the node does, which then
-/// says so.
+/// A free port. Another program may take it before the node does, which then reports that.
 fn free_port() -> Result<u16, Error> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
 
-/// Waits until `done`.
+/// Polls `done` until it returns true.
 ///
 /// # Errors
-/// The first error of `done`; `what` where it takes longer than `limit`.
+/// The first error of `done`; `what` if it takes longer than `limit`.
 fn until(
     limit: Duration,
     what: &str,

@@ -1,10 +1,10 @@
-//! Why a cluster cannot be made, broken or healed.
+//! Errors of a run: a cluster that cannot be made, broken or recovered.
 
 use std::io;
 
 use paceline_cluster::nodes::agent::local;
 
-/// Why a cluster cannot be made, broken or healed, or that its answers were not right.
+/// Why a run failed, or that its answers were wrong.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("{doing}")]
@@ -15,23 +15,23 @@ pub enum Error {
     },
     #[error(transparent)]
     System(#[from] io::Error),
-    /// A node does not answer on its socket, or refuses a command.
+    /// A node does not reply on its socket, or refuses a command.
     #[error("{0}")]
     Node(#[from] local::Error),
     #[error(transparent)]
     Json(#[from] serde_json::Error),
-    /// The cluster, the system or the request is not as a round needs it; says in which way.
+    /// A requirement of a round on the cluster, the system or the request is not met.
     #[error("{0}")]
     Unmet(String),
-    /// Clients did not get what they get from a cluster that nobody breaks.
+    /// Answers differ from those of an undisturbed cluster.
     #[error("of {answers} answers {lost} were lost and {altered} altered{first}")]
     Answers {
         answers: usize,
-        /// Answers that did not come to their end.
+        /// Incomplete answers.
         lost: usize,
-        /// Answers that said something else.
+        /// Answers with different text.
         altered: usize,
-        /// The reason of the first one lost, with words before it, where it is known.
+        /// The reason of the first lost answer, if known, as the end of a sentence.
         first: String,
     },
 }
@@ -52,9 +52,9 @@ impl Error {
     }
 }
 
-/// Adds the step to the error of its failure, or to a value that is lacking.
+/// Adds the failed step to an error, or to a missing value.
 pub(crate) trait Context<T> {
-    /// As [`with_context`](Self::with_context), with a text that is there.
+    /// As [`with_context`](Self::with_context), with a fixed text.
     fn context(self, doing: &str) -> Result<T, Error>;
 
     /// # Errors
@@ -85,7 +85,7 @@ impl<T> Context<T> for Option<T> {
     }
 }
 
-/// Goes on where `holds`.
+/// Fails unless `holds`.
 ///
 /// # Errors
 /// [`Error::Unmet`] with the text of `otherwise`.

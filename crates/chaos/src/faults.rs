@@ -1,4 +1,4 @@
-//! Which fault, whom it hits and when: a schedule that follows from a seed.
+//! The fault schedule: which fault hits which node and when, drawn from a seed.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use paceline_base::SplitMix64;
 use super::memory::Group;
 use crate::error::{Context as _, Error};
 
-/// Something that happens to a node.
+/// A fault of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// A crash or a power cut.
@@ -17,17 +17,17 @@ pub enum Fault {
     KillWorker,
     /// A sleeping machine.
     FreezeNode,
-    /// A process that the system does not run.
+    /// A process that is not scheduled.
     FreezeWorker,
     /// A hang in the worker's kernel or driver.
     HangWorker,
-    /// A node that is told to go.
+    /// A node that leaves the cluster.
     LeaveNode,
-    /// A worker that crashes again and again.
+    /// A worker that crashes repeatedly.
     Flap,
     /// A pulled cable.
     CutNode,
-    /// A network in two halves, which heals.
+    /// A network partition that heals.
     SplitNode,
     /// A full disk.
     FillDisk,
@@ -107,7 +107,7 @@ impl Fault {
     }
 
     /// Whether it hits a worker and spares its node, so that two faults leave copies of all tokens.
-    /// `HangWorker` is not among them: a hang in a worker's first step is found after 30 s only.
+    /// `HangWorker` is excluded: a hang in a worker's first step is only detected after 30 s.
     const fn is_of_worker(self) -> bool {
         matches!(
             self,
@@ -115,11 +115,11 @@ impl Fault {
         )
     }
 
-    /// Checks whether it can be had. It may need a list of a node's processes, networks and disks
-    /// of the nodes' own, or a bound on a worker's memory.
+    /// Checks whether it is available here. It may need a list of a node's processes, networks and
+    /// disks of the nodes' own, or a bound on a worker's memory.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason.
     fn check(self, namespaces: bool) -> Result<(), Error> {
         match self {
             Self::KillNode | Self::LeaveNode => Ok(()),
@@ -149,24 +149,25 @@ impl fmt::Display for Fault {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Round {
     pub(crate) fault: Fault,
-    /// Chooses among the nodes that the instance has at that moment.
+    /// Index into the nodes that the instance has at that moment.
     pub(crate) victim: usize,
-    /// Pieces of the answer that comes first, after which it happens.
+    /// Fragments of the first answer before the fault.
     pub(crate) at_token: u32,
-    /// A fault of another node's worker, and how long after the first.
+    /// A fault of another node's worker, and its delay after the first.
     pub(crate) second: Option<(Fault, Duration)>,
 }
 
-/// Of so many rounds one has a second fault at once, and one during the recovery from the first.
+/// Of this many rounds, one has a simultaneous second fault, and one has a second fault during
+/// recovery.
 const SECOND_EVERY: usize = 5;
 
-/// A moment at which workers start again after a fault that was found.
+/// Delay at which workers restart after a detected fault.
 const DURING_RECOVERY: Duration = Duration::from_millis(700);
 
-/// Faults to choose from: `asked`, or all that this system allows.
+/// Faults to draw from: `asked`, or all that this system supports.
 ///
 /// # Errors
-/// A fault that was asked for and cannot be had here.
+/// A requested fault that is unavailable here.
 pub fn of(asked: &[Fault], namespaces: bool) -> Result<Vec<Fault>, Error> {
     if asked.is_empty() {
         let all = Fault::ALL.into_iter();
@@ -180,7 +181,7 @@ pub fn of(asked: &[Fault], namespaces: bool) -> Result<Vec<Fault>, Error> {
     Ok(asked.to_vec())
 }
 
-/// `rounds` faults. Each kind comes as often as every other, in random order.
+/// Draws `rounds` faults. Each kind is equally frequent, in random order.
 pub(crate) fn schedule(seed: u64, rounds: u32, faults: &[Fault], tokens: u32) -> Vec<Round> {
     let mut random = SplitMix64::new(seed);
     let mut bag: Vec<Fault> = Vec::new();
@@ -201,7 +202,7 @@ pub(crate) fn schedule(seed: u64, rounds: u32, faults: &[Fault], tokens: u32) ->
         Round {
             fault,
             victim: random.below(1 << 16),
-            // Early enough that all answers are under way, and that half is still to come.
+            // Early enough that all answers are running, with half of their tokens to come.
             at_token: 2 + random.below((tokens as usize / 2).max(1)) as u32,
             second: after
                 .filter(|_| !workers.is_empty() && fault != Fault::Flap)

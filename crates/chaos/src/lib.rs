@@ -1,16 +1,16 @@
-//! A cluster of nodes on this machine, broken on purpose while it answers.
+//! Chaos tests: a cluster of nodes on this machine that gets faults while it serves requests.
 //!
-//! Each round sends the same requests, spread over all nodes. At a moment that the seed chooses, a
-//! fault hits a node, and sometimes a second fault hits another. A client whose node is gone goes
-//! on at the next. Every answer is compared with the answer of an undisturbed round.
+//! Each round sends the same requests, spread over all nodes. At a seeded moment a fault hits a
+//! node, and sometimes a second fault hits another. A client whose node fails continues at the next
+//! one. Every answer is compared with that of an undisturbed round.
 //!
 //! - [`Chaos`]: the rounds, one by one; [`Plan`]: their settings.
 //! - [`Fault`]: a fault of a node; [`faults`]: the faults that this system allows.
 //! - [`Report`]: all rounds, as text and as JSON.
 //! - [`Error`].
 //!
-//! Nodes are processes of the program `paceline`. The crate prints nothing: lines for people go to
-//! a [`Tell`].
+//! Nodes are processes of the program `paceline`. The crate prints nothing: progress lines go to a
+//! [`Tell`].
 
 mod cluster;
 mod error;
@@ -40,16 +40,16 @@ pub use error::Error;
 pub use faults::{Fault, of as faults};
 pub use report::Report;
 
-/// Takes lines for people; must not block.
+/// Receives progress lines; must not block.
 pub type Tell = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// Wait for an instance to answer again after a round: a model's load and a node's return.
+/// Time limit for an instance to recover after a round: a model's load and a node's return.
 const HEAL_LIMIT: Duration = Duration::from_secs(120);
 
 /// The program `paceline`.
 #[derive(Clone, Debug)]
 pub struct Program {
-    /// Its path as this process knows it: a link of the kernel's, where there is one.
+    /// Its path in this process: a link of the kernel's, if there is one.
     pub own: PathBuf,
     /// Its file, for programs between this process and a node.
     pub file: PathBuf,
@@ -60,33 +60,33 @@ pub struct Program {
 pub struct Plan {
     /// Nodes of the cluster, two or more.
     pub nodes: usize,
-    /// How the model is cut.
+    /// How the model is split.
     pub split: SplitKind,
     /// Threads of each node.
     pub threads: u16,
-    /// Requests that are answered at the same time.
+    /// Concurrent requests.
     pub streams: u16,
     /// Tokens of each answer.
     pub tokens: u32,
-    /// Rounds that are played.
+    /// Number of rounds to run.
     pub rounds: u32,
-    /// First round of the seed's schedule that is played.
+    /// First round to run of the seed's schedule.
     pub from: u32,
-    /// Chooses faults, victims and moments.
+    /// Draws faults, victims and moments.
     pub seed: u64,
-    /// Faults to choose from, as [`faults`] gives them.
+    /// Faults to draw from, from [`faults`].
     pub faults: Vec<Fault>,
-    /// Further copies of each node's part that wait packed on another one.
+    /// Packed standby copies of each node's part on other nodes.
     pub spare: u16,
     /// Whether each node has a network and a disk of its own.
     pub namespaces: bool,
 }
 
-/// A cluster with the rounds that are still to come. It ends when this is dropped, and with the
-/// thread that made it.
+/// A cluster with its remaining rounds. It ends when this is dropped, and with the thread that made
+/// it.
 pub struct Chaos {
     cluster: Cluster,
-    /// Requests with the answers of an undisturbed round.
+    /// Requests and the answers of an undisturbed round.
     known: Vec<(Request, Answer)>,
     /// Rounds by number.
     rounds: VecDeque<(usize, Round)>,
@@ -104,7 +104,7 @@ impl fmt::Debug for Chaos {
 }
 
 impl Chaos {
-    /// Starts a cluster of `plan`, loads `model` over it, and notes its undisturbed answers.
+    /// Starts a cluster of `plan`, loads `model` over it, and records its undisturbed answers.
     ///
     /// # Errors
     /// A cluster that cannot be made, or an answer that fails without a fault.
@@ -128,18 +128,18 @@ impl Chaos {
         })
     }
 
-    /// Plays the next round: its line for people, or `None` after the last. Wants [`heal`] before
-    /// the round that follows.
+    /// Runs the next round: returns its line, or `None` after the last. Call [`heal`] before the
+    /// next round.
     ///
     /// # Errors
-    /// A fault that cannot be made.
+    /// A fault that cannot be applied.
     ///
     /// [`heal`]: Self::heal
     pub fn round(&mut self) -> Result<Option<String>, Error> {
         let Some((number, round)) = self.rounds.pop_front() else {
             return Ok(None);
         };
-        // Other kinds of requests each round.
+        // Different kinds of requests in each round.
         let (known, streams) = (&self.known, self.streams);
         let turn = known.iter().cycle().skip(number * streams % known.len());
         let (requests, right): (Vec<_>, Vec<_>) = turn.take(streams).cloned().unzip();
@@ -149,28 +149,28 @@ impl Chaos {
         Ok(Some(line))
     }
 
-    /// Takes the faults back and waits until all nodes compute the model again.
+    /// Reverts the faults and waits until all nodes compute the model again.
     ///
     /// # Errors
-    /// A cluster that does not come back.
+    /// A cluster that does not recover.
     pub fn heal(&mut self) -> Result<(), Error> {
         self.cluster.heal(HEAL_LIMIT)
     }
 
-    /// The rounds that were played.
+    /// The completed rounds.
     pub const fn report(&self) -> &Report {
         &self.report
     }
 }
 
-/// Bytes of a node's disk: its model twice over, and what else a node writes.
+/// Bytes of a node's disk: twice its model, and room for its other files.
 fn disk_bytes(model: &Path) -> Result<u64, Error> {
     let model = std::fs::metadata(model).context("cannot look at the model")?;
     Ok(2 * model.len() + (192 << 20))
 }
 
-/// The requests with the answers that come without faults, `streams` at a time. Those that this
-/// model does not answer are left out.
+/// The requests with their answers without faults, `streams` at a time. Requests that this model
+/// cannot answer are left out.
 fn undisturbed(
     cluster: &Cluster,
     requests: &[Request],
@@ -197,7 +197,7 @@ fn undisturbed(
     Ok(known)
 }
 
-/// A round: requests, the fault, and what became of the answers.
+/// Runs a round: requests, the fault, and the outcomes of the answers.
 fn play(
     cluster: &mut Cluster,
     round: Round,
@@ -258,8 +258,8 @@ fn play(
     })
 }
 
-/// All answers. When the first of them has `at_token` pieces, `then` is called; the moment of the
-/// call comes back, or `None` where none got so far.
+/// Collects all answers. Calls `then` when the first of them has `at_token` fragments, and returns
+/// the moment of that call; `None` if no answer got that far.
 fn answers_at(
     clients: &[(Vec<Door>, Request)],
     at_token: u32,
@@ -275,7 +275,7 @@ fn answers_at(
             })
             .collect();
         drop(sender);
-        // An error means that all answers ended before the token came.
+        // An error means that all answers ended before that token.
         let hit = reached.recv().ok().map(|()| Instant::now());
         let outcome = hit.map_or(Ok(()), |_| then());
         let answers = asked

@@ -1,5 +1,5 @@
-//! A process without memory. A control group of Linux refuses it the next page that it touches. The
-//! kernel kills it then, as on a machine whose memory is full. Wants root.
+//! Memory exhaustion of a process, by a Linux control group that refuses its next page. The kernel
+//! then kills it, as on a machine with full memory. Needs root.
 
 use std::fs;
 use std::io;
@@ -9,24 +9,24 @@ use rustix::process::Pid;
 
 use crate::error::{Context as _, Error};
 
-/// Where groups that bound memory are: version 2 has one tree for all, version 1 one for memory.
+/// Mount points of groups that limit memory: version 2 has one tree, version 1 one for memory.
 const ROOTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"];
 
-/// The file with a group's bound in bytes, in versions 2 and 1.
+/// The file with a group's limit in bytes, in versions 2 and 1.
 const BOUNDS: [&str; 2] = ["memory.max", "memory.limit_in_bytes"];
 
-/// A group whose processes get no further page. It is removed when this is dropped, if no process
-/// is left in it.
+/// A control group whose processes get no further page. It is removed on drop if it has no process
+/// left.
 #[derive(Debug)]
 pub(crate) struct Group {
     folder: PathBuf,
 }
 
 impl Group {
-    /// Makes a group as near to this process's own as the system allows.
+    /// Makes a group as close to this process's own as the system allows.
     ///
     /// # Errors
-    /// A system without control groups of memory, or that lets this user make none.
+    /// A system without memory control groups, or without permission to make one.
     pub(crate) fn new() -> Result<Self, Error> {
         let own = fs::read_to_string("/proc/self/cgroup").context("no control groups")?;
         let group = places(&own).iter().find_map(|place| Self::below(place));
@@ -37,17 +37,17 @@ impl Group {
         let folder = place.join(format!("paceline-chaos-{}", std::process::id()));
         fs::create_dir(&folder).ok()?;
         let group = Self { folder };
-        // A folder that does not bound memory has no such file.
+        // A folder that does not limit memory has no such file.
         let mut bounds = BOUNDS.iter().map(|name| group.folder.join(name));
         let bound = bounds.find(|file| file.exists())?;
         fs::write(bound, "0").ok()?;
         Some(group)
     }
 
-    /// Moves processes in. Pages that they have stay theirs.
+    /// Moves processes in. They keep their pages.
     ///
     /// # Errors
-    /// A refusal of the system, also for a process that is gone.
+    /// A failed system call, also for an ended process.
     pub(crate) fn take(&self, pids: &[Pid]) -> io::Result<()> {
         for pid in pids {
             fs::write(self.members(), pid.as_raw_nonzero().to_string())?;
@@ -55,7 +55,7 @@ impl Group {
         Ok(())
     }
 
-    /// Whether all processes in it have ended.
+    /// Whether all of its processes have ended.
     ///
     /// # Errors
     /// The system's error.
@@ -74,9 +74,9 @@ impl Drop for Group {
     }
 }
 
-/// Folders below which a group may bound memory, this process's own first. `own` is the text of
+/// Folders below which a group may limit memory, this process's own first. `own` is the text of
 /// `/proc/self/cgroup`: lines of a number, controllers and a path. In version 2 a group with
-/// processes hands no controller on, so that the ones above it are the ones that do.
+/// processes cannot delegate controllers, so the groups above it are candidates too.
 fn places(own: &str) -> Vec<PathBuf> {
     let mut places = Vec::new();
     for line in own.lines() {

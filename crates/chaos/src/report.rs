@@ -13,21 +13,20 @@ use crate::Error;
 pub(crate) struct Seen {
     pub(crate) round: Round,
     pub(crate) victim: String,
-    /// From the fault to the first time that the entry node told of it. `None` where the state
-    /// was over before it was asked for again.
+    /// From the fault to the first report of the ingress node. `None` if the state was over before
+    /// the next poll.
     pub(crate) detected: Option<Duration>,
     /// Longest wait of a client for its next token.
     pub(crate) pause: Option<Duration>,
-    /// From the moment that the fault was told to the next token of the client that waited longest.
-    /// It is one of those that had tokens before the fault, and whose node stayed.
+    /// From the report of the fault to the next token of the client that waited longest. Counts
+    /// clients that had tokens before the fault, and whose node stayed.
     pub(crate) resumed: Option<Duration>,
-    /// The same of clients that went on at another node. It includes their own patience with a node
-    /// that says nothing.
+    /// The same of clients that continued at another node. Includes their timeout at a silent node.
     pub(crate) moved_resumed: Option<Duration>,
-    /// Tokens that the answers had at the fault: recovery computes them as prompts.
+    /// Tokens of the answers at the fault, which recovery prefills.
     pub(crate) tokens: usize,
     pub(crate) answers: usize,
-    /// Times that clients went on at another node.
+    /// How often clients continued at another node.
     pub(crate) moved: u32,
     pub(crate) lost: usize,
     pub(crate) altered: usize,
@@ -57,7 +56,7 @@ impl Report {
         self.rounds.push(seen);
     }
 
-    /// A line of the table, below its heading the first time.
+    /// A line of the table, with the heading before the first one.
     pub(crate) fn line(&self, seen: &Seen) -> String {
         let mut text = String::new();
         if self.rounds.is_empty() {
@@ -85,7 +84,7 @@ impl Report {
         text
     }
 
-    /// The totals in words.
+    /// The totals as a sentence.
     pub fn total(&self) -> String {
         let [answers, lost, altered] = self.totals();
         format!(
@@ -98,7 +97,7 @@ impl Report {
         )
     }
 
-    /// All rounds, and the totals.
+    /// All rounds and the totals, as JSON.
     pub fn json(&self) -> Value {
         let [answers, lost, altered] = self.totals();
         let rounds: Vec<Value> = self.rounds.iter().map(Seen::json).collect();
@@ -113,7 +112,7 @@ impl Report {
         })
     }
 
-    /// Whether clients noticed nothing but time.
+    /// Checks that the faults only delayed clients.
     ///
     /// # Errors
     /// [`Error::Answers`] where answers were lost or altered.
@@ -168,7 +167,7 @@ impl Seen {
     }
 }
 
-/// The second fault, with a `+` where it comes during the recovery from the first.
+/// The second fault, with a `+` if it comes during the recovery from the first.
 fn second(round: &Round) -> String {
     match round.second {
         Some((fault, after)) if after.is_zero() => fault.to_string(),

@@ -1,5 +1,5 @@
-//! Network namespaces of Linux, one for each node and all on one bridge. So a node can be cut off
-//! and have a disk of its own. Wants root and the programs `ip`, `unshare` and `mount`.
+//! Linux network namespaces, one for each node and all on one bridge. So a node can be disconnected
+//! and have its own disk. Needs root and the programs `ip`, `unshare` and `mount`.
 
 use std::fs::File;
 use std::io;
@@ -9,8 +9,8 @@ use std::process::Command;
 
 use crate::error::{Context as _, Error, ensure};
 
-/// The surroundings of a node besides its network: processes and mounts of its own. So it shares no
-/// memory with other nodes, as on another machine.
+/// Namespaces of a node besides its network: its own processes and mounts. So it shares no memory
+/// with other nodes, as on another machine.
 const UNSHARE: [&str; 6] = [
     "unshare",
     "--pid",
@@ -20,13 +20,13 @@ const UNSHARE: [&str; 6] = [
     "--mount-proc",
 ];
 
-/// Where the programs are that make namespaces: not all users have them in their PATH.
+/// Folders of the programs that make namespaces: not all users have them in their PATH.
 pub(crate) const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// The namespaces of a cluster; they and their disks are gone when this is dropped.
+/// The namespaces of a cluster; they and their disks are removed on drop.
 #[derive(Debug)]
 pub(crate) struct Spaces {
-    /// Of the nodes; the last one has the bridge.
+    /// Names by node; the last one has the bridge.
     names: Vec<String>,
     disks: Vec<PathBuf>,
 }
@@ -35,7 +35,7 @@ impl Spaces {
     /// Makes namespaces for `count` nodes.
     ///
     /// # Errors
-    /// What the system refuses.
+    /// A failed system call.
     pub(crate) fn new(count: usize) -> Result<Self, Error> {
         let own = std::process::id();
         let names = (0..=count).map(|number| format!("plc{own}n{number}"));
@@ -65,36 +65,36 @@ impl Spaces {
         Ok(())
     }
 
-    /// The words before a command that run it as a node's.
+    /// The words before a command that run it in a node's namespaces.
     pub(crate) fn around(&self, number: usize) -> Vec<String> {
         let enter = ["ip", "netns", "exec", &self.names[number]];
         let all = enter.into_iter().chain(UNSHARE);
         all.map(str::to_owned).collect()
     }
 
-    /// The file that [`enter`] takes to be in a node's network.
+    /// Opens the file by which [`enter`] enters a node's network.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub(crate) fn open(&self, number: usize) -> Result<File, Error> {
         let path = Path::new("/run/netns").join(&self.names[number]);
         File::open(&path).with_context(|| format!("cannot open {}", path.display()))
     }
 
-    /// Cuts a node off, or connects it again.
+    /// Disconnects a node, or connects it again.
     ///
     /// # Errors
-    /// What the system refuses.
+    /// A failed system call.
     pub(crate) fn connect(&self, number: usize, connected: bool) -> Result<(), Error> {
         let bridge = &self.names[self.names.len() - 1];
         let state = if connected { "up" } else { "down" };
         ip(&["-n", bridge, "link", "set", &port(number), state])
     }
 
-    /// Gives a folder a disk of so many bytes, in memory.
+    /// Mounts a memory disk of `bytes` bytes on a folder.
     ///
     /// # Errors
-    /// What the system refuses.
+    /// A failed system call.
     pub(crate) fn mount(&mut self, folder: &Path, bytes: u64) -> Result<(), Error> {
         let size = format!("size={bytes}");
         let mut command = Command::new("mount");
@@ -123,7 +123,7 @@ pub(crate) fn address(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 79, 0, number as u8 + 1) // 16 nodes at most
 }
 
-/// The bridge's end of a node's cable.
+/// The bridge's end of a node's virtual cable.
 fn port(number: usize) -> String {
     format!("p{number}")
 }
@@ -141,10 +141,10 @@ fn run(command: &mut Command) -> Result<(), Error> {
     })
 }
 
-/// Has the calling thread open connections in a node's network from now on.
+/// Makes the calling thread open its connections in a node's network from now on.
 ///
 /// # Errors
-/// What the system refuses.
+/// A failed system call.
 #[cfg(target_os = "linux")]
 pub(crate) fn enter(space: &File) -> io::Result<()> {
     use std::os::fd::AsFd as _;
@@ -156,7 +156,7 @@ pub(crate) fn enter(space: &File) -> io::Result<()> {
     )?)
 }
 
-/// Other systems have none.
+/// Other systems have no network namespaces.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn enter(_space: &File) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())

@@ -1,6 +1,6 @@
-//! A client of the HTTP API that notes when each piece of its answer came. Where its connection
-//! breaks, or is silent for long, it goes on at another node with the id of its last event. For a
-//! response it goes on with the response's id and the number of its last event.
+//! A client of the HTTP API that records the time of each fragment of its answer. When its
+//! connection breaks, or is silent for too long, it resumes at another node with the id of its last
+//! event. A response is resumed with its id and the number of its last event.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,60 +15,60 @@ use serde_json::{Value, json};
 use super::spaces;
 use crate::error::{Context as _, Error, ensure};
 
-/// Longest wait for a whole answer, faults included.
+/// Longest wait for a complete answer, faults included.
 const ANSWER_LIMIT: Duration = Duration::from_secs(180);
 
-/// A client that heard nothing for so long tries another node: longer than a recovery takes.
+/// Silence after which a client tries another node: longer than a recovery takes.
 const PATIENCE: Duration = Duration::from_secs(6);
 
-/// For a connection within this machine.
+/// Time limit of a connection within this machine.
 const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 
-/// Between two attempts to go on.
+/// Pause between two attempts to resume.
 const RETRY: Duration = Duration::from_millis(100);
 
-/// Longest line of an event: a piece of text and its frame, far below it.
+/// Longest line of an event: far longer than a fragment of text and its frame.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
-/// Pieces after which a client that cancels goes.
+/// Fragments after which a cancelling client leaves.
 const CANCEL_AFTER: usize = 10;
 
-/// Kinds of requests. They are greedy, seeded, with log-probabilities, of two choices, cancelled by
-/// the client, held to a schema, bound to call a tool, and a response.
+/// Kinds of requests: greedy, seeded, with log-probabilities, of two choices, cancelled by the
+/// client, with a schema, with a required tool call, and a response.
 pub(crate) const KINDS: usize = 8;
 
-/// Where a node's API is.
+/// The address of a node's API.
 #[derive(Clone, Debug)]
 pub(crate) struct Door {
     pub(crate) port: u16,
-    /// The network that its loopback is in; this process's own without.
+    /// The network namespace of its loopback; `None` for this process's own.
     pub(crate) space: Option<Arc<File>>,
 }
 
-/// A question, and how its answer's tokens are chosen.
+/// A request body, and the client's behaviour.
 #[derive(Clone, Debug)]
 pub(crate) struct Request {
     body: Value,
-    /// Its client goes in the middle.
+    /// Its client cancels in the middle.
     cancels: bool,
     /// It is for `/v1/responses`.
     is_response: bool,
 }
 
-/// An answer, or as much of it as came.
+/// A complete or partial answer.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Answer {
-    /// All that was told of each choice: text, calls and log-probabilities.
+    /// The content of each choice: text, calls and log-probabilities.
     pub(crate) said: BTreeMap<u64, String>,
-    /// Why it is not whole.
+    /// Why it is incomplete.
     pub(crate) error: Option<String>,
-    /// Times that its client went on at another node.
+    /// How often its client continued at another node.
     pub(crate) moves: u32,
-    /// The server will not answer it, whichever node is asked.
+    /// The server rejects the request at every node.
     pub(crate) is_refused: bool,
     ended: bool,
     cancelled: bool,
-    /// Id of the last event, and of one whose data did not come yet.
+    /// Id of the last event, and of one whose data is still to come.
     last: Option<String>,
     next: Option<String>,
     /// Id of a response, and the number of its last event.
@@ -114,12 +114,13 @@ impl Request {
         (0..count).map(one).collect()
     }
 
-    /// Whether not all models can answer it.
+    /// Whether some models cannot answer it.
     pub(crate) fn is_optional(&self) -> bool {
         !self.body["tools"].is_null()
     }
 
-    /// Asks the first node of `doors`, and tells when `at_token` pieces came.
+    /// Sends the request to the first of `doors`, and signals when `at_token` fragments have
+    /// arrived.
     pub(crate) fn answer(&self, doors: &[Door], at_token: u32, reached: &Sender<()>) -> Answer {
         let (mut answer, begun) = (Answer::default(), Instant::now());
         let mut error = None;
@@ -151,7 +152,7 @@ impl Request {
         if status != 200 {
             let mut said = String::new();
             lines.take(LINE_BYTES_MAX).read_to_string(&mut said)?;
-            // Where nobody has the answer any more, it cannot be had anywhere.
+            // If no node has the answer any more, it is lost.
             if status == 404 && answer.last.is_some() {
                 answer.error = Some(said.clone());
             }
@@ -178,7 +179,7 @@ impl Request {
         Ok(())
     }
 
-    /// Asks for what follows the last event that came, or for all of the answer.
+    /// Requests the events after the last received one, or all of the answer.
     fn ask_next(&self, door: &Door, answer: &Answer) -> Result<(u16, BufReader<TcpStream>), Error> {
         let model = model_at(door)?.context("the node has no model")?;
         if let Some((id, number)) = &answer.response {
@@ -197,7 +198,7 @@ impl Request {
     }
 }
 
-/// A request for a response: it has no field for a seed, so it is greedy.
+/// A request for a response: the API has no seed field, so it is greedy.
 fn response(number: usize, tokens: u32) -> Value {
     json!({
         "input": format!("Count from {number}."),
@@ -221,8 +222,8 @@ fn tool() -> Value {
            "function": {"name": "add", "description": "Adds numbers", "parameters": parameters}})
 }
 
-/// Sends a request of HTTP/1.0, whose answer ends with its connection: its status, and what follows
-/// its headers.
+/// Sends an HTTP/1.0 request, whose answer ends with its connection. Returns its status, and a
+/// reader behind its headers.
 fn ask(
     door: &Door,
     what: &str,
@@ -257,8 +258,8 @@ fn ask(
     Ok((status.context("no status came")?, lines))
 }
 
-/// The name of the model that the node behind `door` answers with; `None` where it has none yet.
-/// Asks on a thread of its own: the calling one stays in its network.
+/// Name of the model served by the node behind `door`; `None` if it has none yet. Runs on its own
+/// thread: the calling one stays in its network namespace.
 pub(crate) fn model(door: &Door) -> Result<Option<Value>, Error> {
     std::thread::scope(|scope| {
         let asked = scope.spawn(|| model_at(door)).join();
@@ -276,7 +277,7 @@ fn model_at(door: &Door) -> Result<Option<Value>, Error> {
 }
 
 impl Answer {
-    /// Takes a line of the event stream.
+    /// Handles a line of the event stream.
     fn take(&mut self, line: &str) -> Result<(), Error> {
         if let Some(id) = line.strip_prefix("id: ") {
             self.next = Some(id.to_owned());
@@ -357,18 +358,18 @@ impl Answer {
         }
     }
 
-    /// Whether its client has to ask again.
+    /// Whether it is incomplete for its client.
     pub(crate) fn is_lost(&self) -> bool {
         self.error.is_some() || !(self.ended || self.cancelled)
     }
 
-    /// Whether it says something else than the undisturbed one.
+    /// Whether its content differs from the undisturbed answer.
     pub(crate) fn is_altered(&self, right: &Self) -> bool {
         let begins = |(choice, said): (&u64, &String)| {
             let right = right.said.get(choice).map_or("", String::as_str);
             said.starts_with(right) || right.starts_with(said.as_str())
         };
-        // How much of a cancelled answer came is chance.
+        // The length of a cancelled answer is random.
         let is_right = match self.cancelled {
             true => self.said.iter().all(begins),
             false => self.said == right.said,
@@ -376,20 +377,20 @@ impl Answer {
         !self.is_lost() && !is_right
     }
 
-    /// From the moment when a fault was `told` to the next piece. `None` where none came, and where
-    /// the answer had no piece `at` the fault: it may have waited for others.
+    /// Time from the report of a fault to the next fragment. `None` if none came, or if the answer
+    /// had no fragment at the fault: it may have been queued.
     pub(crate) fn resumed(&self, at: Instant, told: Instant) -> Option<Duration> {
         self.pieces.first().filter(|first| **first <= at)?;
         let next = self.pieces.iter().find(|piece| **piece > told)?;
         Some(*next - told)
     }
 
-    /// Pieces that had come at `moment`.
+    /// Number of fragments received before `moment`.
     pub(crate) fn pieces_at(&self, moment: Instant) -> usize {
         self.pieces.partition_point(|piece| *piece <= moment)
     }
 
-    /// The longest wait for a piece that came after `moment`; `None` where none came.
+    /// The longest wait for a fragment received after `moment`; `None` if there is none.
     pub(crate) fn pause(&self, moment: Instant) -> Option<Duration> {
         let pairs = self.pieces.iter().zip(self.pieces.iter().skip(1));
         pairs

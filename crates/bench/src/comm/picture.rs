@@ -1,14 +1,14 @@
-//! Latencies as a picture.
+//! Draws latencies.
 
 use paceline_base::Bytes;
 use paceline_plan::draw::{Axis, Lines, Scale, Series, short};
 
 use super::Report;
 
-/// Operations that a picture shows: those that a step of a model waits for, and a message.
+/// Operations in the chart: those on the critical path of a model's step, and a message.
 const DRAWN: [&str; 3] = ["all_reduce", "all_gather", "send_recv"];
 
-/// Latency over size by operation; the cost model of a message and of other libraries dashed.
+/// Latency over size by operation; the cost model of a message and other libraries are dashed.
 pub(super) fn svg(report: &Report) -> String {
     let line = |name: &str, points: Vec<(f64, f64)>, dashed| Series {
         name: name.to_owned(),

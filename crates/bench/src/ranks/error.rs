@@ -1,4 +1,4 @@
-//! Why ranks in processes of their own cannot be measured.
+//! Errors of measurements with ranks in their own processes.
 
 use std::{io, net, num, str};
 
@@ -6,7 +6,7 @@ use paceline_cluster::nodes::agent::local;
 use paceline_comm::InitError;
 use paceline_node::launched::WireError;
 
-/// Why ranks in processes of their own cannot be measured.
+/// Why ranks in their own processes cannot be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("{doing}")]
@@ -15,25 +15,25 @@ pub enum Error {
         doing: String,
         source: Box<Error>,
     },
-    /// The system refuses a call, or a pipe has ended.
+    /// A system call failed, or a pipe has ended.
     #[error(transparent)]
     System(#[from] io::Error),
-    /// A rank or its parent says what is no JSON.
+    /// Output of a rank or its parent is no JSON.
     #[error(transparent)]
     Json(#[from] serde_json::Error),
-    /// A rank says an address that is none.
+    /// A rank's address is invalid.
     #[error(transparent)]
     Address(#[from] net::AddrParseError),
-    /// A rank says a number that is none.
+    /// A rank's number is invalid.
     #[error(transparent)]
     Integer(#[from] num::ParseIntError),
-    /// A rank says a time that is none.
+    /// A rank's time is invalid.
     #[error(transparent)]
     Time(#[from] num::ParseFloatError),
-    /// A rank says bytes that are no text.
+    /// A rank's output is not UTF-8.
     #[error(transparent)]
     Text(#[from] str::Utf8Error),
-    /// The wire of a rank cannot be had.
+    /// The transport of a rank is unavailable.
     #[error("{0}")]
     Wire(#[from] WireError),
     #[error("{0}")]
@@ -42,14 +42,14 @@ pub enum Error {
     Comm(#[from] paceline_comm::Error),
     #[error("{0}")]
     Node(#[from] local::Error),
-    /// A rank, a machine or another library is not as the measurement needs it; says in which way.
+    /// A requirement of the measurement on a rank, a machine or another library is not met.
     #[error("{0}")]
     Unmet(String),
 }
 
-/// Adds the step to the error of its failure, or to a value that is lacking.
+/// Adds the failed step to an error, or to a missing value.
 pub(crate) trait Context<T> {
-    /// As [`with_context`](Self::with_context), with a text that is there.
+    /// As [`with_context`](Self::with_context), with a fixed text.
     fn context(self, doing: &str) -> Result<T, Error>;
 
     /// # Errors
@@ -80,7 +80,7 @@ impl<T> Context<T> for Option<T> {
     }
 }
 
-/// Goes on where `holds`.
+/// Fails unless `holds`.
 ///
 /// # Errors
 /// [`Error::Unmet`] with the text of `otherwise`.

@@ -9,7 +9,7 @@
 //! places  ->  group, key, and where all ranks listen as this one reaches them best
 //! report  <-  of rank 0, as JSON
 //! ```
-//! Ranks reach each other over the ways that workers of an instance would use, always encrypted.
+//! Ranks use the network paths that workers of an instance would use, always encrypted.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -32,19 +32,19 @@ use serde_json::{Value, json};
 use super::error::{Context as _, Error, ensure};
 use super::{Cores, Force, Lines, PATIENCE, Report, Settings, hex, take_part};
 
-/// For the node to answer a question.
+/// Time limit of a node's reply.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
-/// For nodes to measure the ways between machines that have just met.
+/// Time limit for nodes to measure the paths between machines that have just met.
 const WAYS_LIMIT: Duration = Duration::from_secs(30);
 
-/// Between two looks at the ways.
+/// Polling interval for the paths.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// Most ranks: a longer line of places is none of ours.
+/// Most ranks: a longer list of addresses is invalid.
 const RANKS_MAX: usize = 64;
 
-/// Longest line that a rank reads or says: the report of all sizes is far below.
+/// Longest line between a rank and its parent: far longer than the report of all sizes.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
 /// Setup of a rank, its first message.
@@ -63,23 +63,23 @@ struct Machine {
     id: String,
     name: String,
     is_own: bool,
-    /// Its measured ways to the others, as its node tells them.
+    /// Its measured paths to the others, as reported by its node.
     paths: Vec<Value>,
 }
 
-/// A rank's program. It ends when this is dropped.
+/// A rank's process, which ends when this is dropped.
 struct Seat {
     to: Option<Box<dyn Write>>,
     from: BufReader<Box<dyn Read>>,
     child: Option<Child>,
 }
 
-/// The nodes that start ranks: this machine's, and by its node those of others.
+/// This machine's node, through which the nodes of other machines start ranks too.
 #[derive(Clone, Copy, Debug)]
 pub struct Here<'a> {
     /// The folder of this machine's node.
     pub home: &'a Path,
-    /// Arguments of a rank on this machine: where it listens.
+    /// Arguments of a rank on this machine: its listening address.
     pub listen: &'a [OsString],
     pub env: &'a [(OsString, OsString)],
 }
@@ -96,7 +96,7 @@ impl Here<'_> {
     }
 }
 
-/// Starts a rank for another machine's measurement; `more` says where it listens.
+/// Starts a rank for another machine's measurement; `more` has its listening address.
 ///
 /// # Errors
 /// The system's error.
@@ -112,16 +112,16 @@ pub fn start_rank(
     command.stderr(Stdio::null()).spawn()
 }
 
-/// Where a rank of this machine listens.
+/// The listening address of a rank of this machine.
 #[derive(Clone, Copy, Debug)]
 pub struct Listen<'a> {
-    /// Only interface.
+    /// The only interface to use.
     pub interface: Option<&'a str>,
-    /// Ports; any without.
+    /// Permitted ports; any if `None`.
     pub ports: Option<&'a RangeInclusive<u16>>,
 }
 
-/// A rank that [`start_rank`] started; its setup changes `args`, of which all else counts.
+/// Runs a rank that [`start_rank`] started; its setup overrides some of `args`.
 ///
 /// # Errors
 /// The step that failed.
@@ -147,7 +147,7 @@ pub fn rank(
     take_part(&own, seat, listener, (lookup, lines))
 }
 
-/// Listens at a free port, or at the first free one of `ports`.
+/// Listens at any free port, or at the first free one of `ports`.
 fn listen(at: Listen<'_>) -> Result<tcp::Listener, Error> {
     let place = listen_address(at.interface)?;
     let Some(ports) = at.ports else {
@@ -167,10 +167,10 @@ fn listen(at: Listen<'_>) -> Result<tcp::Listener, Error> {
     })
 }
 
-/// Measures over `names` of the cluster.
+/// Measures over the selected machines of the cluster.
 ///
 /// # Errors
-/// A machine that is not there, is no way from another one, or fails.
+/// A machine that is missing, unreachable from another one, or fails.
 pub fn measure(args: &Settings, names: &Names, here: Here<'_>) -> Result<Report, Error> {
     let machines = machines(names, here)?;
     let mut seats = Vec::new();
@@ -205,17 +205,17 @@ pub fn measure(args: &Settings, names: &Names, here: Here<'_>) -> Result<Report,
     Ok(report)
 }
 
-/// Which machines are asked for: their names, or how many.
+/// Selection of machines: by name, or a number of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Names {
-    /// So many.
+    /// This many machines.
     Count(usize),
-    /// The ones of these names.
+    /// The machines with these names.
     These(Vec<String>),
 }
 
 impl Names {
-    /// A number, or names with commas between.
+    /// Parses a number, or names separated by commas.
     pub fn parse(text: &str) -> Self {
         match text.parse() {
             Ok(count) => Self::Count(count),
@@ -226,7 +226,7 @@ impl Names {
     /// The machines that compute a loaded model.
     ///
     /// # Errors
-    /// A node that does not run, or knows no such instance.
+    /// A node that does not run, or has no such instance.
     pub fn of_instance(model: &str, here: Here<'_>) -> Result<Self, Error> {
         let all = here.ask("ps")?;
         let all = all.as_array().map_or(&[][..], Vec::as_slice);
@@ -235,7 +235,7 @@ impl Names {
         let nodes = found["nodes"].as_array().into_iter().flatten();
         let mut names: Vec<String> = Vec::new();
         for name in nodes.filter_map(Value::as_str) {
-            // A machine may have several of its parts.
+            // A machine may compute several parts.
             if names.iter().all(|known| known != name) {
                 names.push(name.to_owned());
             }
@@ -244,7 +244,7 @@ impl Names {
     }
 }
 
-/// The machines, once the ways between all of them are known.
+/// The machines, once the paths between all of them are measured.
 fn machines(names: &Names, here: Here<'_>) -> Result<Vec<Machine>, Error> {
     let begun = Instant::now();
     loop {
@@ -262,7 +262,7 @@ fn machines(names: &Names, here: Here<'_>) -> Result<Vec<Machine>, Error> {
     }
 }
 
-/// Living machines of this version: the own one and the next by name, or those that are named.
+/// Living machines of this version: this one and the next by name, or the named ones.
 fn choose(nodes: &Value, names: &Names) -> Result<Vec<Machine>, Error> {
     let nodes = nodes.as_array().map_or(&[][..], Vec::as_slice);
     let own = nodes.iter().find(|node| node["found_by"] == "self");
@@ -311,7 +311,7 @@ impl Machine {
         }
     }
 
-    /// Where it best reaches another machine, at any port.
+    /// The best address of another machine from here, without a port.
     fn route(&self, to: &Self) -> Option<SocketAddr> {
         let is_used = |path: &&Value| path["preferred"] == true && path["up"] != false;
         let leads = |path: &&Value| path["to"] == to.id.as_str() && is_used(path);
@@ -320,7 +320,7 @@ impl Machine {
     }
 }
 
-/// The first two machines between which no way is known.
+/// The first two machines without a measured path.
 fn lacking(machines: &[Machine]) -> Option<(&str, &str)> {
     for from in machines {
         let is_lacking = |to: &&Machine| from.id != to.id && from.route(to).is_none();
@@ -331,7 +331,7 @@ fn lacking(machines: &[Machine]) -> Option<(&str, &str)> {
     None
 }
 
-/// Where all ranks listen as rank `from` reaches them; one that listens at one address is reached
+/// Addresses of all ranks as reached by rank `from`. A rank that listens at one address is reached
 /// there.
 fn seen_by(
     from: usize,
@@ -351,7 +351,7 @@ fn seen_by(
 }
 
 impl Seat {
-    /// Starts it.
+    /// Starts the rank of `machine`.
     fn of(machine: &Machine, program: &Path, here: Here<'_>) -> Result<Self, Error> {
         if machine.is_own {
             let child = start_rank(program, here.listen, here.env);
@@ -387,7 +387,7 @@ impl Seat {
         Ok(line)
     }
 
-    /// Lets it end.
+    /// Closes its input, so that it ends.
     fn close(&mut self) {
         drop(self.to.take());
     }

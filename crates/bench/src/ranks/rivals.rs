@@ -1,5 +1,5 @@
-//! Programs measured beside the ranks of `bench comm`. They take turns, so that other load on the
-//! machine hits both alike.
+//! Programs measured against the ranks of `bench comm`. They take turns, so that other load on the
+//! machine affects both alike.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
@@ -14,19 +14,19 @@ use crate::quantile;
 /// A rank of MLX or Open MPI.
 const SCRIPT: &str = include_str!("../../../../scripts/peers/collectives.py");
 
-/// Turns of each side at each size; the middle one of their ratios counts.
+/// Turns of each side at each size; the median of their ratios counts.
 const TURNS: usize = 5;
 
-/// How long the ranks of another library may take to start.
+/// Time limit for the ranks of another library to start.
 const START: Duration = Duration::from_secs(60);
 
-/// Something that sums when it is told to.
+/// A group that computes sums on request.
 pub(super) trait Turns {
     /// Median time of `calls` sums of `bytes`, in microseconds.
     fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64, Error>;
 }
 
-/// Measures `ours` and `theirs` in turns, at every size up to the largest asked for.
+/// Measures `ours` and `theirs` in turns, at every size up to the largest requested.
 pub(super) fn compare(
     args: &Settings,
     name: &str,
@@ -64,7 +64,7 @@ pub(super) struct Others {
 }
 
 impl Others {
-    /// Starts them and waits until all are there.
+    /// Starts the ranks and waits until all have connected.
     pub(super) fn start(args: &Settings, peer: Peer) -> Result<Self, Error> {
         let listener = TcpListener::bind(("127.0.0.1", 0))?;
         let port = listener.local_addr()?.port().to_string();
@@ -98,7 +98,7 @@ impl Others {
     }
 }
 
-/// A rank that has connected, and which it is.
+/// Reads the rank of a new connection.
 fn greeted(stream: TcpStream) -> Result<(u32, BufReader<TcpStream>), Error> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
@@ -145,7 +145,7 @@ fn mlx(args: &Settings, port: &str) -> Result<Children, Error> {
             .with_context(|| format!("cannot run {}", args.python.display()))?;
         children.0.push(child);
     }
-    // The ranks read it when they start; a temporary file of some bytes may stay.
+    // The ranks read the file when they start; it may stay behind.
     let _ = hosts.keep();
     Ok(children)
 }
