@@ -837,8 +837,8 @@ pub struct Shard {
     own: Vec<LayerCut>,
     /// Rows of the output head, by rank of the stage; empty outside the last stage.
     pub(crate) vocab: Vec<Range<usize>>,
-    /// Rows of the matrices that are usually summed over ranks, by rank of the stage. MLX computes
-    /// such rows whole instead.
+    /// Rows of the matrices that are otherwise summed over ranks, by rank of the stage, for
+    /// backends that compute rows whole.
     pub(crate) outputs: Vec<Range<usize>>,
     /// Index among the ranks of the stage.
     pub(crate) index: usize,

@@ -1,4 +1,4 @@
-//! The tokens that grammars let through, tested without a model.
+//! Masks of grammars, tested without a model.
 
 use paceline_formats::grammar::Span;
 use paceline_formats::tokenizer::Specials;
@@ -19,7 +19,7 @@ fn whole(grammar: Grammar) -> Constraint {
     Constraint::whole(grammar)
 }
 
-/// Whether `text` passes token by token, and whether the answer may end then.
+/// Whether the grammar allows `text` token by token, and an end after it.
 fn passes(
     grammars: &Grammars,
     tokenizer: &Tokenizer,
@@ -44,7 +44,7 @@ fn passes(
     })
 }
 
-/// The tokens that may come; `None` for all.
+/// Allowed tokens; `None` for all.
 fn tokens(allowed: &Allowed<'_>, vocab: usize) -> Option<Vec<u32>> {
     match allowed {
         Allowed::All => None,
@@ -57,7 +57,7 @@ fn tokens(allowed: &Allowed<'_>, vocab: usize) -> Option<Vec<u32>> {
     }
 }
 
-/// Also where tokens must come by id, and behind the end.
+/// Also where tokens are forced by id, and after the end.
 #[test]
 fn knowing_the_text_ahead_changes_no_mask() {
     let tokenizer = tokenizer();
@@ -167,7 +167,7 @@ fn each_kind_of_grammar() {
     }
 }
 
-/// How many of `text` repeated may come behind `begun`, 100 at most.
+/// Maximum repetitions of `text` that may follow `begun`, up to 100.
 fn repeats(guide: &Guide, begun: &str, text: &str, tokenizer: &Tokenizer) -> usize {
     let mut guide = guide.clone();
     let vocab = tokenizer.vocab_size();
@@ -188,7 +188,7 @@ fn repeats(guide: &Guide, begun: &str, text: &str, tokenizer: &Tokenizer) -> usi
     n
 }
 
-/// A model that prefers white space to everything else comes to the end of its answer.
+/// A model that prefers white space to everything else still reaches the end of its answer.
 #[test]
 fn white_space_in_json_is_bounded() {
     let tokenizer = tokenizer();

@@ -1,4 +1,4 @@
-//! A runner with an engine that does what the test says, and with a real one.
+//! A runner with a scripted engine, and with a real one.
 
 mod fake;
 mod real;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::{Finish, Reply, Request, SamplingParams, Sink};
 
-/// Long enough for any machine; only a test that fails waits for it.
+/// Generous for any machine; only a failing test waits this long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
@@ -25,10 +25,10 @@ fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
 /// The replies to one request.
 struct Replies(Receiver<Reply>);
 
-/// A sink, and what comes into it.
+/// A sink, with the receiver of its replies.
 fn sink() -> (Sink, Replies) {
     let (sender, receiver) = channel();
-    // The test may have stopped listening.
+    // The test may have stopped receiving.
     let sink = Box::new(move |reply| drop(sender.send(reply)));
     (sink, Replies(receiver))
 }

@@ -1,10 +1,10 @@
-//! The sampler against a plain reference in f64, and its promises about random numbers.
+//! The sampler against a plain reference in f64, and its guarantees about random numbers.
 
 use paceline_tensor::InstructionSet;
 
 use super::*;
 
-/// The sampler's inputs besides its own state.
+/// Inputs of the sampler besides its own state.
 struct Bench {
     kernels: Kernels,
     scratch: Scratch,
@@ -36,7 +36,7 @@ impl Bench {
 
 const NO_HISTORY: History<'static> = (&[], 0);
 
-/// Sampled at temperature 1 from everything.
+/// Sampling at temperature 1 without filters.
 const PLAIN: SamplingParams = SamplingParams {
     temperature: 1.0,
     top_k: 0,
@@ -50,7 +50,7 @@ const PLAIN: SamplingParams = SamplingParams {
     logit_bias: Vec::new(),
 };
 
-/// The definition: the probability of every token, 0 for those that are cut.
+/// The definition: the probability of every token, 0 for excluded ones.
 fn reference(p: &SamplingParams, logits: &[f32], (tokens, prompt_len): History<'_>) -> Vec<f64> {
     let mut x: Vec<f64> = logits.iter().map(|l| f64::from(*l)).collect();
     for (token, bias) in &p.logit_bias {
@@ -109,7 +109,7 @@ fn random_logits(n: usize, seed: u64) -> Vec<f32> {
         .collect()
 }
 
-/// Every combination of the settings that cut or penalise.
+/// Every combination of filters and penalties.
 fn all_params() -> Vec<SamplingParams> {
     let mut all = Vec::new();
     for temperature in [0.3, 1.0, 2.0] {
@@ -268,7 +268,7 @@ fn greedy_takes_the_first_of_the_largest_and_never_nan() {
         (&long, 70),
     ];
     for (logits, expected) in cases {
-        // Greedy by name, and by a temperature whose inverse overflows.
+        // Greedy by temperature 0, and by a temperature whose inverse overflows.
         for temperature in [0.0, -0.0, 1e-40] {
             let params = SamplingParams {
                 temperature,
@@ -440,8 +440,8 @@ fn draw(bench: &mut Bench, sampler: &mut Sampler, logits: &[f32], n: usize) -> V
 
 #[test]
 fn a_seed_gives_the_same_tokens_for_ever() {
-    // Recorded from this code when it was first tested: a change breaks the answers that users
-    // have noted the seeds of.
+    // Recorded from this code's first version: a change breaks answers whose seeds users have
+    // noted.
     let recorded: [(u64, [u32; 12]); 3] = [
         (0, [36, 86, 37, 69, 17, 39, 6, 28, 3, 44, 41, 58]),
         (42, [58, 16, 37, 25, 14, 37, 19, 88, 36, 59, 8, 39]),
@@ -564,7 +564,7 @@ fn log_probabilities_are_of_the_logits_as_they_came() {
         logprobs::logprobs(kernels, &logits, 9, 3, scratch)
     };
     for params in all_params() {
-        // Moves what is chosen, and the logits of seen tokens.
+        // Changes the chosen token, and the logits of seen tokens.
         let params = SamplingParams {
             logit_bias: vec![(9, 100.0), (8, -3.0)],
             ..params
@@ -648,7 +648,7 @@ fn instruction_sets_change_nothing() {
     }
 }
 
-/// Candidates suffice, for requests of every kind.
+/// The candidates of ranks suffice, for requests of every kind.
 #[test]
 fn ranks_send_no_more_logits_than_decide() {
     let top = |n, within| Logits::Top(TopLogits { n, within });
@@ -689,7 +689,7 @@ fn ranks_send_no_more_logits_than_decide() {
         ];
         assert!(changed.iter().all(|p| p.wanted(0) == Logits::Last));
     }
-    // Of the forbidden ones all may be larger than those that may come.
+    // All forbidden tokens may have larger logits than the allowed ones.
     for (params, wanted) in [
         (SamplingParams::default(), top(4, -10)),
         (sampled(2.0, 40), top(43, -9)),
@@ -701,8 +701,7 @@ fn ranks_send_no_more_logits_than_decide() {
     }
 }
 
-/// Logits that are spread, rounded so that many are equal, next to each other in f32, or no
-/// numbers.
+/// Logits that are spread, rounded with many equal ones, adjacent in f32, or not finite.
 fn awkward_logits(kind: usize, n: usize, seed: u64) -> Vec<f32> {
     let mut logits = random_logits(n, seed);
     match kind {
@@ -710,7 +709,7 @@ fn awkward_logits(kind: usize, n: usize, seed: u64) -> Vec<f32> {
         1 => logits
             .iter_mut()
             .for_each(|x| *x = (*x * 4.0).round() / 4.0),
-        // Some are 3 and few units in the last place, whose weights are often equal at temperatures
+        // Some are 3 plus a few units in the last place, with often equal weights at temperatures
         // from 1 on.
         2 => (0..).zip(&mut logits).for_each(|(i, x)| {
             let near = 3.0 + ((i * 2_654_435_761_u64 + seed) % 8) as f32 * 2f32.powi(-22);
@@ -725,8 +724,8 @@ fn awkward_logits(kind: usize, n: usize, seed: u64) -> Vec<f32> {
     logits
 }
 
-/// Over 1 to 4 ranks, the leader draws from the same weights, to the bit, as from all logits, also
-/// where tokens may not come.
+/// With 1 to 4 ranks, the leader draws from the same weights, to the bit, as from all logits, also
+/// with forbidden tokens.
 #[test]
 fn the_largest_logits_of_ranks_give_the_tokens_of_all_logits() {
     const N: usize = 900;

@@ -1,4 +1,4 @@
-//! A simulated engine with a few places: seeded arrivals of several clients.
+//! A simulated engine with a few slots: seeded arrivals of several clients.
 
 use proptest::prelude::*;
 
@@ -60,7 +60,7 @@ fn turns_go_by_priority_service_deadline_and_age() {
     assert_eq!(next(std::iter::empty()), None);
 }
 
-/// Orders of sequences of these clients and priorities.
+/// Scheduling parameters of sequences with these clients and priorities.
 fn orders<const N: usize>(all: [(u64, i32); N]) -> [Order; N] {
     all.map(|(client, priority)| Order {
         client,
@@ -69,7 +69,7 @@ fn orders<const N: usize>(all: [(u64, i32); N]) -> [Order; N] {
     })
 }
 
-/// Orders of sequences of these clients.
+/// Scheduling parameters of sequences with these clients.
 fn clients<const N: usize>(all: [u64; N]) -> [Order; N] {
     orders(all.map(|client| (client, 0)))
 }
@@ -90,7 +90,7 @@ fn the_client_with_the_most_places_gives_way() {
     assert_eq!(gives_way(&clients([1, 2, 3]), four), None);
 }
 
-/// Else it would get its place back at once.
+/// Otherwise it would get its slot back at once.
 #[test]
 fn nothing_gives_way_to_a_lower_priority() {
     let [low, same, high] = orders([(2, -1), (2, 0), (2, 1)]);
@@ -100,8 +100,8 @@ fn nothing_gives_way_to_a_lower_priority() {
     assert_eq!(gives_way(&orders([(1, 5), (1, 0), (1, 5)]), same), Some(1));
 }
 
-/// Else a client with many requests would soon have some that go before all others, whose places
-/// they would take one after the other.
+/// Otherwise a client with many requests would soon have some that precede all others, and take
+/// their slots one by one.
 #[test]
 fn fair_turns_pass_nobody() {
     let places = |client: u64| client as usize; // client 4 has 4
@@ -136,13 +136,13 @@ struct Job {
     came: usize,
 }
 
-/// An engine that computes a row of each of its places in a step.
+/// An engine that computes a row per slot in each step.
 #[derive(Debug, Default)]
 struct Simulated {
     shares: Shares,
     waiting: Vec<Job>,
     running: Vec<Job>,
-    /// How long each request waited, with its priority and client.
+    /// Waiting time of each request, with its priority and client.
     waits: Vec<(usize, Order)>,
     served: BTreeMap<u64, usize>,
     step: usize,
@@ -194,7 +194,7 @@ impl Simulated {
 }
 
 proptest! {
-    /// However many requests of a higher priority come, every one gets its place.
+    /// Every request gets a slot, despite any number of requests of higher priority.
     #[test]
     fn nothing_starves(rows in 1..30usize, places in 1..5usize, low in 1..20usize) {
         let mut simulated = Simulated::default();
@@ -210,7 +210,7 @@ proptest! {
         prop_assert_eq!(n_low, low);
     }
 
-    /// A client with many requests and one with just enough for all places get as many rows.
+    /// A client with many requests and one with just enough for all slots get equally many rows.
     #[test]
     fn clients_are_served_alike(rows in 1..20usize, places in 1..5usize, many in 0..30usize) {
         let mut simulated = Simulated::default();

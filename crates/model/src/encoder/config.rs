@@ -86,7 +86,7 @@ pub(super) struct Bert {
 }
 
 impl EncoderFamily {
-    /// Name in error messages, for example `bert`.
+    /// Name, for example `bert`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Bert => "bert",

@@ -1,6 +1,6 @@
-//! Calls of each family whose grammar binds, as its models write them.
+//! Tool calls in the formats of all families with a grammar.
 
-/// A family: markers of its template, its control tokens, calls that pass, calls that do not.
+/// A family: markers of its template, control tokens, valid calls, invalid calls.
 pub(super) struct Case {
     pub(super) template: &'static str,
     pub(super) controls: &'static [&'static str],

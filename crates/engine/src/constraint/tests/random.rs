@@ -1,4 +1,4 @@
-//! Random schemas, and random answers within their grammars: each answer that ends validates.
+//! Random schemas with random answers within their grammars: each complete answer validates.
 
 use rand_core::{RngCore, SeedableRng};
 use rand_pcg::Pcg64Mcg;
@@ -6,10 +6,10 @@ use serde_json::{Map, Value as Json, json};
 
 use super::*;
 
-/// Schemas, by the issue's bar.
+/// Number of schemas that the issue requires.
 const SCHEMAS: usize = 500;
 
-/// Tokens after which an answer is given up.
+/// Tokens after which an answer is abandoned.
 const LONGEST: usize = 800;
 
 /// Random numbers below a bound.
@@ -20,7 +20,7 @@ impl Dice {
         (self.0.next_u64() % n as u64) as usize
     }
 
-    /// Once in `n`.
+    /// True once in `n` calls on average.
     fn once_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
@@ -159,7 +159,7 @@ fn in_properties(schema: &Json, value: &Json) -> Option<String> {
     wrongs.next()
 }
 
-/// A random answer within the grammar; `None` when it does not end.
+/// A random answer within the grammar; `None` if it does not end.
 fn answer(guide: &mut Guide, tokenizer: &Tokenizer, dice: &mut Dice) -> Option<String> {
     let mut said = Vec::new();
     for _ in 0..LONGEST {

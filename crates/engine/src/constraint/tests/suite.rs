@@ -1,11 +1,11 @@
-//! The JSON-Schema test suite, where it is on this machine.
+//! The JSON-Schema test suite, if it is installed.
 //!
-//! `cargo xtask models` brings it: the folder `json/tests` of the source package of pip's
-//! `jsonschema` (4.26.0). `PACELINE_JSON_SCHEMA_SUITE` may name another.
+//! `cargo xtask models` installs it: the folder `json/tests` of the source package of pip's
+//! `jsonschema` (4.26.0). `PACELINE_JSON_SCHEMA_SUITE` overrides the path.
 //!
-//! A schema is claimed when it is not refused. No valid document of a claimed schema may be masked,
-//! and no invalid one let through. The exceptions are listed by name below; a name that is missing
-//! or too much fails the test.
+//! A schema that is not refused is claimed. The grammar of a claimed schema must allow every valid
+//! document and no invalid one. Exceptions are listed by name below; a missing or superfluous name
+//! fails the test.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -33,9 +33,9 @@ const REFUSED: [(&str, usize); 14] = [
     ("uniqueItems", 3),
 ];
 
-/// Most schemas that are refused, by keyword or by the compiler. Refused are references to other
-/// documents, `oneOf` and `patternProperties` that overlap, and schemas without a valid document.
-/// Counted on 2026-11-26 with `llguidance` 1.9.1.
+/// Maximum refused schemas, by keyword or by the compiler: references to other documents, `oneOf`
+/// and `patternProperties` that overlap, and schemas without a valid document. Counted on
+/// 2026-11-26 with `llguidance` 1.9.1.
 const MAX_REFUSED: usize = 207;
 
 /// Values with several spellings (JSON Schema core 4.2.2: numbers are compared as numbers, objects
@@ -53,8 +53,8 @@ const SPELT_OTHERWISE: [&str; 10] = [
     "integer type matches integers / a float with zero fractional part is an integer",
 ];
 
-/// Valid documents that are masked because no claim is made for them. Formats are checked, which
-/// the specification allows (validation 7.2.1). A dialect that `$schema` names is not fetched.
+/// Valid documents that are masked without a claim. Formats are enforced, which the specification
+/// allows (validation 7.2.1). A dialect named by `$schema` is not fetched.
 const NOT_CLAIMED: [&str; 11] = [
     "date format / invalid date string is only an annotation by default",
     "date-time format / invalid date-time string is only an annotation by default",
@@ -70,7 +70,7 @@ const NOT_CLAIMED: [&str; 11] = [
     "uuid format / invalid uuid string is only an annotation by default",
 ];
 
-/// Formats that are checked: files of `optional/format`.
+/// Enforced formats: files of `optional/format`.
 const FORMATS: [&str; 10] = [
     "date",
     "date-time",
@@ -84,8 +84,8 @@ const FORMATS: [&str; 10] = [
     "uuid",
 ];
 
-/// Invalid texts of a checked format that are let through: the compiler's expressions know neither
-/// leap years nor the minutes with a leap second.
+/// Invalid texts of an enforced format that are allowed: the compiler's expressions cannot express
+/// leap years, nor the minutes with a leap second.
 const LET_THROUGH: [&str; 14] = [
     "validation of date strings / 2021 is not a leap year",
     "validation of date strings / a invalid date string with 29 days in February (normal)",
@@ -104,20 +104,20 @@ const LET_THROUGH: [&str; 14] = [
     "validation of time strings / invalid leap second, zero time-offset (wrong minute)",
 ];
 
-/// Outcomes of the cases of some files.
+/// Results of the cases of some files.
 #[derive(Debug, Default)]
 struct Tally {
     schemas: usize,
-    /// Schemas that are refused by name, or that the compiler refuses.
+    /// Schemas refused by name or by the compiler.
     refused: usize,
     /// Of these, by keyword.
     keywords: BTreeMap<String, usize>,
     passed: usize,
-    /// Valid documents that passed in another spelling only.
+    /// Valid documents allowed in another spelling only.
     spelt_otherwise: Vec<String>,
-    /// Valid documents that did not pass.
+    /// Valid documents that are not allowed.
     masked: Vec<String>,
-    /// Invalid documents that passed.
+    /// Invalid documents that are allowed.
     let_through: Vec<String>,
 }
 
@@ -140,8 +140,7 @@ impl Tally {
     }
 }
 
-/// The order in which a schema names its properties, which is the order in which the compiler
-/// wants them.
+/// Property names in the order of the schema, which the compiler requires.
 fn order(schema: &Json, names: &mut Vec<String>) {
     match schema {
         Json::Object(map) => {
@@ -185,8 +184,8 @@ fn names_in(document: &Json, names: &mut Vec<String>) {
     }
 }
 
-/// `document` as the grammar of a constant spells it: whole numbers without a fraction, properties
-/// in the order of the constant.
+/// `document` as the grammar of a constant spells it: integers without a fraction, properties in
+/// the order of the constant.
 fn respelt(document: &Json, schema: &Json) -> Json {
     let mut names = Vec::new();
     for key in ["const", "enum"] {
@@ -238,7 +237,7 @@ fn check(grammars: &Grammars, tokenizer: &Tokenizer, group: &Json, tally: &mut T
     }
 }
 
-/// The suite's folder of the draft that is followed, if it is on this machine.
+/// The suite's folder for the supported draft, if installed.
 fn folder(test: &str) -> Option<PathBuf> {
     let named = std::env::var_os("PACELINE_JSON_SCHEMA_SUITE").map(PathBuf::from);
     let models = crate::engine::tests::smollm2::folder();

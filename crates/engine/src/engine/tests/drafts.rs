@@ -1,4 +1,4 @@
-//! Drafts change how many steps an answer takes, and nothing of the answer.
+//! Drafts change the number of steps, not the answer.
 
 use std::time::Duration;
 
@@ -22,15 +22,14 @@ pub(super) fn sizes(drafts: usize) -> EngineConfig {
     }
 }
 
-/// An engine that finds further rows to cost nothing, so that it drafts wherever it has a guess.
+/// An engine with free additional rows, so that it verifies every draft.
 pub(super) fn eager(tiny: &Tiny, drafts: usize) -> Rig {
     let mut rig = Rig::new(tiny, sizes(drafts));
     (1..=64).for_each(|rows| rig.engine.costs.took(rows, Duration::from_millis(1)));
     rig
 }
 
-/// Outcomes of all requests together, guesses that were checked, and tokens beyond those that as
-/// many steps give without.
+/// Outcomes of all requests together, verified draft tokens, and tokens beyond one per step.
 pub(super) fn run(rig: &mut Rig, requests: &[Request]) -> (Vec<Outcome>, usize, usize) {
     let ids: Vec<_> = requests.iter().map(|request| rig.submit(request)).collect();
     let (mut checked, mut gained) = (0, 0);
@@ -51,7 +50,7 @@ pub(super) fn run(rig: &mut Rig, requests: &[Request]) -> (Vec<Outcome>, usize, 
     (ids.into_iter().map(outcome).collect(), checked, gained)
 }
 
-/// Sampled from three tokens, so that guesses are often right and often wrong.
+/// Sampled from three tokens, so that draft tokens are often right and often wrong.
 pub(super) fn babble(seed: u64) -> Request {
     let sampling = SamplingParams {
         temperature: 2.0,
@@ -65,7 +64,7 @@ pub(super) fn babble(seed: u64) -> Request {
     }
 }
 
-/// Held to a grammar that says much of the text ahead, which several tokens can spell.
+/// Constrained by a grammar that forces much text, with several possible spellings.
 fn held(seed: u64) -> Request {
     let sampling = SamplingParams {
         temperature: 2.0,
@@ -101,13 +100,13 @@ fn drafts_change_no_answer() {
     check(&Tiny::new(1));
 }
 
-/// With windows and recurrent states.
+/// Models with windows and recurrent states.
 #[test]
 fn drafts_change_no_answer_of_layers_that_differ() {
     check(&Tiny::toy(2));
 }
 
-/// A greedy answer that runs in a circle takes a fraction of the steps.
+/// A greedy answer that repeats a cycle takes a fraction of the steps.
 #[test]
 fn repetitions_take_few_steps() {
     let tiny = Tiny::new(1);

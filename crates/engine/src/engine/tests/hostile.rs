@@ -1,4 +1,4 @@
-//! Snapshots that no engine made: a typed error, or a sequence that ends; never a panic.
+//! Forged snapshots give a typed error, or a sequence that ends; never a panic.
 
 use paceline_tensor::PAGE;
 use serde_json::{Value, json};
@@ -31,7 +31,7 @@ fn snapshot(tiny: &Tiny) -> Value {
     serde_json::to_value(rig.engine.take_snapshot(id).unwrap()).unwrap()
 }
 
-/// Reads and restores a snapshot; returns the objection to it.
+/// Parses and restores a snapshot; returns the error.
 fn restore(rig: &mut Rig, value: Value) -> Result<(), String> {
     let snapshot: Snapshot = serde_json::from_value(value).map_err(|e| e.to_string())?;
     rig.engine
@@ -40,7 +40,7 @@ fn restore(rig: &mut Rig, value: Value) -> Result<(), String> {
         .map_err(|e| e.to_string())
 }
 
-/// Restores a snapshot with each of the wrong values in turn, then as it was.
+/// Restores a snapshot with each of the wrong values in turn, then the original.
 fn check_wrong<const N: usize>(cases: [(&str, Value, &str); N]) {
     let tiny = Tiny::new(1);
     let good = snapshot(&tiny);
@@ -251,7 +251,7 @@ fn any_value_anywhere_is_refused_or_ends() {
             match restore(&mut rig, value) {
                 Err(error) => refused += usize::from(!error.is_empty()),
                 Ok(()) => {
-                    // Its first token comes with an event for a prompt or not: not looked at.
+                    // Its first token may come with a prompt event: not checked.
                     (0..3 * CONTEXT).for_each(|_| drop(rig.engine.step().unwrap()));
                     assert!(rig.engine.is_idle(), "{path}: {wrong}");
                     ended += 1;

@@ -3,7 +3,7 @@
 use super::tiny::{Tiny, VOCAB};
 use crate::{Request, SamplingParams};
 
-/// Sampled, so that the answer wanders through the vocabulary.
+/// Sampled, so that the answer covers the vocabulary.
 pub(super) const SAMPLED: SamplingParams = SamplingParams {
     temperature: 1.0,
     top_k: 0,
@@ -17,7 +17,7 @@ pub(super) const SAMPLED: SamplingParams = SamplingParams {
     logit_bias: Vec::new(),
 };
 
-/// `n` tokens that look random.
+/// `n` pseudorandom tokens.
 pub(super) fn prompt(n: usize, seed: u32) -> Vec<u32> {
     let token = |i: usize| (i as u32 + 1).wrapping_mul(2_654_435_761 + seed) >> 16;
     (0..n).map(|i| token(i) % VOCAB as u32).collect()
@@ -35,7 +35,7 @@ pub(super) fn request(prompt: Vec<u32>, max_tokens: usize, sampling: SamplingPar
     }
 }
 
-/// Stop strings that sampled text meets often, and that overlap.
+/// Overlapping stop strings that sampled text often contains.
 pub(super) fn stops() -> Vec<String> {
     ["abcab", "bc", "中", "e d"].map(str::to_owned).to_vec()
 }
@@ -97,7 +97,7 @@ pub(crate) fn mixed(tiny: &Tiny) -> Vec<Request> {
             ..request(prompt(5 * n, n as u32), 60, seed(n as u64))
         });
     }
-    // Some tell log-probabilities: of the token alone, of a few, of more than there are.
+    // Some report log-probabilities: of the token only, of a few, of more than the vocabulary has.
     for (request, n) in all
         .iter_mut()
         .skip(1)

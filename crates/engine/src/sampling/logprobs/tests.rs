@@ -32,7 +32,7 @@ fn reference(logits: &[f32], n: usize) -> (Vec<f64>, Vec<u32>) {
 
 fn logits() -> impl Strategy<Value = Vec<f32>> {
     let smooth = prop::collection::vec(-30f32..30.0, 1..400);
-    // Many equal ones, of both zeros.
+    // Many equal values, of both zeros.
     let ties = prop::collection::vec((-2i8..3).prop_map(|x| f32::from(x) * -0.5), 1..400);
     let wide = prop::collection::vec(-3e38f32..3e38, 1..40);
     prop_oneof![smooth, ties, wide]
@@ -65,7 +65,7 @@ proptest! {
 
 #[test]
 fn large_vocabularies_and_all_instruction_sets() {
-    // Long enough that the threshold over chunks of 64 decides what is looked at.
+    // Long enough that the threshold over chunks of 64 selects the candidates.
     let logits: Vec<f32> = (0..50_000u32)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 20) as f32)
         .collect();
