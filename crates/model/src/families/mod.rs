@@ -1,6 +1,6 @@
 //! Model families, one file each: a configuration reader, and the order of operations in one layer.
 //!
-//! [`LayerStep`] has the operations; the CPU and the MLX backend implement it. Family files hold no
+//! `LayerStep` has the operations; the CPU and the MLX backend implement it. Family files hold no
 //! kernels and no buffers.
 //!
 //! Letters in shape comments: T rows of the batch, C width, H heads, K KV heads, D head size,
