@@ -1,4 +1,4 @@
-//! `paceline adapter`: files of adapters, shown, converted, and fused into models.
+//! `paceline adapter`: shows, converts and fuses adapters.
 
 use std::path::{Path, PathBuf};
 
@@ -78,10 +78,10 @@ enum FormName {
     Gguf,
 }
 
-/// Does it.
+/// Runs the command.
 ///
 /// # Errors
-/// What is wrong with the adapter or the model.
+/// An unusable adapter or model.
 pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Show(args) => show(args),
@@ -136,11 +136,11 @@ fn kernels() -> anyhow::Result<Kernels> {
     load::free_kernels(threads)
 }
 
-/// Told of an adapter whose files do not name the model that it is for.
+/// Hint for an adapter whose files do not name their model.
 pub(crate) const UNNAMED: &str = "hint: the adapter's files name no base: give PEFT the base's folder \
                                   or hub id, or write it as base_model_name_or_path";
 
-/// The name by which PEFT finds a model's weights: a repository of the hub or a folder.
+/// The model's name for PEFT: a hub repository or a folder.
 ///
 /// # Errors
 /// As [`base_name`](paceline_train::adapter::base_name).
@@ -151,10 +151,10 @@ pub(crate) fn name_of_base(found: &Found) -> Result<Option<String>, paceline_tra
     }
 }
 
-/// Whether nodes compute with adapters beside a model. Where MLX computes, they are fused first.
+/// Whether nodes apply adapters at run time. With MLX they are fused first.
 ///
 /// # Errors
-/// An engine and a class that do not fit each other.
+/// An engine and a class that contradict each other.
 pub(crate) fn beside(
     engine: EngineArgs,
     class: Option<KernelClass>,
@@ -163,7 +163,7 @@ pub(crate) fn beside(
     Ok(compute::classes(engine, class, nodes)?.on_cpu())
 }
 
-/// Reads `NAME=FILE`: a name, and where this machine has the adapter.
+/// Parses `NAME=FILE`: a name, and a local adapter's path.
 pub(crate) fn named(text: &str) -> Result<(String, PathBuf), String> {
     let named = text.split_once('=').filter(|(name, _)| !name.is_empty());
     let (name, path) = named.ok_or("expected NAME=FILE")?;
@@ -171,7 +171,7 @@ pub(crate) fn named(text: &str) -> Result<(String, PathBuf), String> {
     Ok((name.to_owned(), path))
 }
 
-/// The model to open: with an adapter in its matrices, if there is one.
+/// The model to open: with `adapter` fused in, if given.
 ///
 /// # Errors
 /// As of [`fused`].

@@ -1,7 +1,7 @@
-//! `paceline agent`: a coding agent with the environment that it needs for this server.
+//! `paceline agent`: starts a coding agent with the environment for this server.
 //!
-//! The server is asked for its model's name and context; the agent then takes this process' place.
-//! What is set is printed first, so that it can be set by hand elsewhere.
+//! Queries the server for its model's name and context, then replaces this process by the agent.
+//! Prints the settings first, so that users can set them elsewhere.
 
 use std::env;
 use std::io;
@@ -28,7 +28,7 @@ Examples:
 A server's own certificate is trusted where it is of this home; another machine's is given by
 SSL_CERT_FILE.";
 
-/// Longest wait for the server's answers, which need no model.
+/// Timeout of the server's responses, which need no model.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Arguments of `paceline agent`.
@@ -69,10 +69,10 @@ impl From<Named> for Program {
     }
 }
 
-/// Starts the agent in this process' place.
+/// Replaces this process by the agent.
 ///
 /// # Errors
-/// A server that does not answer, a program that is not installed.
+/// An unreachable server, a missing program.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let default = format!("http://127.0.0.1:{DEFAULT_PORT}");
     let url = args.url.clone().unwrap_or(default);
@@ -93,7 +93,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let mut command = Command::new(program.name());
     command.args(&all).envs(start.environment);
-    // Comes back only when it cannot be started.
+    // Returns only on failure.
     let error = command.exec();
     if error.kind() == io::ErrorKind::NotFound {
         return Err(Error::NoAgent { program }.into());
@@ -101,7 +101,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Err(error).with_context(|| format!("cannot start {}", program.name()))
 }
 
-/// The server at `url`, and what it serves.
+/// Queries the server at `url` for its model.
 fn ask(url: &str, key: Option<String>) -> anyhow::Result<Served> {
     let (url, key) = (url.to_owned(), key.filter(|key| !key.is_empty()));
     let get = |path: &str| get(&format!("{url}{path}"), key.as_deref());
@@ -119,10 +119,10 @@ fn ask(url: &str, key: Option<String>) -> anyhow::Result<Served> {
     })
 }
 
-/// Asks a server.
+/// Sends a GET request to a server.
 ///
 /// # Errors
-/// [`Error::NoServer`] says why it does not answer.
+/// [`Error::NoServer`] with the reason.
 pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
     let failed = |reason: String| Error::NoServer {
         url: url.to_owned(),

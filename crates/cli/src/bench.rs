@@ -1,4 +1,4 @@
-//! `paceline bench`: measurements as commands of the product.
+//! `paceline bench`: benchmarks as commands.
 
 mod api;
 mod comm;
@@ -25,7 +25,7 @@ pub(crate) enum Command {
     Api(api::Args),
 }
 
-/// Runs a measurement.
+/// Runs a benchmark.
 pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Model(args) => model::run(args, signals),

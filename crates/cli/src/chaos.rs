@@ -1,4 +1,4 @@
-//! `paceline chaos`: a cluster of nodes on this machine, broken on purpose while it answers.
+//! `paceline chaos`: a local cluster with injected faults while it answers.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ Examples:
   paceline chaos smollm2 --long --from 40 --rounds 20   a part of the long run
   sudo paceline chaos smollm2 --namespaces --faults cut-node,fill-disk,out-of-memory";
 
-/// Rounds where nobody says.
+/// Default rounds.
 const ROUNDS: u32 = 8;
 
 /// Rounds with `--long`.
@@ -108,10 +108,10 @@ fn fault() -> impl TypedValueParser<Value = Fault> {
     PossibleValuesParser::new(all).try_map(move |name| named(name).ok_or("no fault"))
 }
 
-/// Breaks a cluster round by round and prints what came of it.
+/// Injects a fault per round, and prints the results.
 ///
 /// # Errors
-/// A cluster that cannot be made or does not heal; answers that were lost or altered.
+/// A cluster that cannot start or does not recover; lost or altered answers.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let plan = args.plan(paceline_chaos::faults(&args.faults, args.namespaces)?);
     let model = pull::ensure(&args.model, signals)?;
@@ -133,10 +133,10 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
-/// Plays the rounds, and prints each unless all come as JSON in the end.
+/// Runs the rounds, and prints each, unless JSON follows at the end.
 ///
 /// # Errors
-/// A cluster that does not heal.
+/// A cluster that does not recover.
 fn play(chaos: &mut Chaos, is_over: &dyn Fn() -> bool, json: bool) -> anyhow::Result<()> {
     while !is_over()
         && let Some(line) = chaos.round()?

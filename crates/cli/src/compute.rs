@@ -30,7 +30,7 @@ pub(crate) struct ComputeArgs {
 }
 
 impl ComputeArgs {
-    /// Whether nodes that compute as `classes` can do all that was asked for.
+    /// Checks that nodes of these classes support all options.
     ///
     /// # Errors
     /// [`Error::CpuOnly`].
@@ -42,14 +42,14 @@ impl ComputeArgs {
         }
     }
 
-    /// How positions are kept in main memory; `None` where `engine` keeps them in a device's.
+    /// KV type in main memory; `None` if `engine` keeps KV in device memory.
     pub(crate) fn in_memory(self, engine: EngineArgs) -> Option<KvType> {
         let class = self.class.unwrap_or_default();
         let elsewhere = class.is_mlx() || engine.engine.is_some_and(Engines::has_mlx);
         (!elsewhere).then(|| self.kv.unwrap_or(KvType::of(class)))
     }
 
-    /// Where the threads of a single node stay.
+    /// Pinning of a single node's threads.
     pub(crate) const fn pinning(self) -> Pinning {
         match self.pin {
             true => Pinning::Cores { first: 0 },
@@ -70,8 +70,8 @@ pub(crate) struct EngineArgs {
 /// The kernel class of each of `nodes` nodes.
 ///
 /// # Errors
-/// [`Error::Engines`] for a list of another length, [`Error::ClassOfOther`] when no node computes
-/// in the class that was asked for.
+/// [`Error::Engines`] for a list of another length, [`Error::ClassOfOther`] if no node computes in
+/// the requested class.
 pub(crate) fn classes(
     engine: EngineArgs,
     class: Option<KernelClass>,

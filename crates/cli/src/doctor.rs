@@ -1,4 +1,4 @@
-//! `paceline doctor`: what this machine can do, what is missing, and the command that mends it.
+//! `paceline doctor`: checks this machine, with remedies.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::output::print;
 use crate::{home, member};
 
-/// Longest silence of a node that tests: each test has a few seconds.
+/// Read timeout of a node's tests: each takes a few seconds.
 const SILENCE: Duration = Duration::from_secs(30);
 
 /// Arguments of `paceline doctor`.
@@ -27,7 +27,7 @@ pub(crate) struct Args {
     peer: Option<String>,
 }
 
-/// Looks at everything and prints it. What is missing is no failure.
+/// Runs and prints all checks. A failed check is no error.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(host) = &args.peer {
         return examine(host, args.json);
@@ -45,16 +45,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     print(&text(&checks))
 }
 
-/// Tests and prints each finding as it is made. What is found is no failure.
+/// Tests the connection to `host` and prints each finding at once. A finding is no error.
 ///
 /// # Errors
-/// A node that can be neither asked nor started.
+/// A node that neither runs nor can be started.
 fn examine(host: &str, as_json: bool) -> anyhow::Result<()> {
     let mut checks = Vec::new();
     let mut told = |finding: &Finding| {
         let check = of_finding(finding, host);
         if !as_json {
-            // A reader that is gone is told at the end.
+            // A closed stdout is reported at the end.
             let _ = print(&line(&check));
         }
         checks.push(check);

@@ -1,4 +1,4 @@
-//! `paceline engines`: what computes here, and how MLX gets here.
+//! `paceline engines`: lists the compute engines, and installs MLX.
 
 use std::env::consts::{ARCH, OS};
 use std::path::PathBuf;
@@ -74,7 +74,7 @@ impl From<Build> for MlxBuild {
     }
 }
 
-/// Lists or installs.
+/// Lists or installs engines.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     match &args.command {
         Some(Engines::Install(install)) => install_engine(install, signals),
@@ -130,7 +130,7 @@ fn install_engine(args: &Install, signals: &Signals) -> anyhow::Result<()> {
 }
 
 fn report(mlx: &Mlx, as_json: bool) -> anyhow::Result<()> {
-    // Opened once, so that what cannot be loaded is told now.
+    // Opened once, to report load errors now.
     let library = Library::load(&mlx.library)?;
     let bytes = mlx_bytes(mlx);
     if as_json {

@@ -6,23 +6,23 @@ use paceline_base::KernelClass;
 use paceline_engine::ParamError;
 use paceline_serve::agent::Program;
 
-/// Largest prompt that is read from standard input. It is far above any context, so that a larger
-/// input is a mistake, such as a file of another kind.
+/// Maximum prompt from standard input. It is far above any context, so a larger input is a mistake,
+/// such as another kind of file.
 pub(crate) const PROMPT_BYTES_MAX: u64 = 16 << 20;
 
 /// Why a command ends early.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// Nobody reads stdout any more. Not a failure: the command ends quietly.
+    /// Stdout was closed. Not a failure: the command ends quietly.
     #[error("nobody reads standard output")]
     ReaderGone,
     /// A number on the command line is out of range.
     #[error("--{} is {}, expected {}", .0.name.replace('_', "-"), .0.got, .0.expected)]
     Param(ParamError),
-    /// The argument or standard input that should be the prompt has no text.
+    /// The prompt, from argument or standard input, is empty.
     #[error("the prompt is empty")]
     NoPrompt,
-    /// A model that is to make embeddings and does not.
+    /// The model for embeddings is not an encoder.
     #[error("{model} makes no embeddings: expected a folder of bert, roberta or xlm-roberta")]
     NoEncoder {
         /// The model as it was given.
@@ -34,21 +34,21 @@ pub(crate) enum Error {
         /// The option.
         option: &'static str,
     },
-    /// An option that makes no sense in a chat.
+    /// An option without meaning in a chat.
     #[error("{flag} needs a prompt")]
     NotInChat {
         /// The option.
         flag: &'static str,
     },
-    /// The prompt on standard input is no text.
+    /// The prompt on standard input is not UTF-8.
     #[error("the prompt on standard input is not UTF-8 text, byte {at} is {byte:#04x}")]
     PromptNotUtf8 {
-        /// Place of the first bad byte.
+        /// Offset of the first invalid byte.
         at: usize,
         /// That byte.
         byte: u8,
     },
-    /// The prompt on standard input goes on and on.
+    /// The prompt on standard input exceeds the limit.
     #[error("the prompt on standard input is larger than {} MiB", PROMPT_BYTES_MAX >> 20)]
     PromptTooLarge,
     /// A coding agent that is not installed.
@@ -57,39 +57,39 @@ pub(crate) enum Error {
         /// Which.
         program: Program,
     },
-    /// Nothing answers as a server does.
+    /// No server responds.
     #[error("no paceline answers at {url}: {reason}")]
     NoServer {
-        /// The URL that was asked.
+        /// The requested URL.
         url: String,
-        /// The outcome in place of an answer.
+        /// Why it failed.
         reason: String,
     },
-    /// The prompt leaves no room for an answer.
+    /// The prompt leaves no room for output.
     #[error("the prompt has {tokens} tokens, but the context holds {context}")]
     PromptTooLong {
         /// Tokens of the prompt.
         tokens: usize,
-        /// Positions, one of them for the answer.
+        /// Positions, at least one for the answer.
         context: usize,
         /// Positions that the model was trained for.
         trained: usize,
         /// Whether a chat became too long.
         in_chat: bool,
     },
-    /// A model that only completes text was asked to chat.
+    /// A model without a chat template cannot chat.
     #[error("{model} has no chat template: it completes text and cannot chat")]
     CannotChat {
         /// MODEL of the command line.
         model: String,
     },
-    /// A model that only completes text was given a system message.
+    /// A model without a chat template has no system message.
     #[error("{model} has no chat template that --system could go into")]
     NoSystem {
         /// MODEL of the command line.
         model: String,
     },
-    /// `--split` says how many nodes there are, and `--nodes` says otherwise.
+    /// `--split` and `--nodes` have different numbers of nodes.
     #[error("--split {tensor}x{pipeline} is for {} nodes, but --nodes is {nodes}", tensor * pipeline)]
     Grid {
         /// Nodes that share a layer.
@@ -99,7 +99,7 @@ pub(crate) enum Error {
         /// Value of `--nodes`.
         nodes: u32,
     },
-    /// `--shares` has not one number for each node.
+    /// `--shares` needs one number per node.
     #[error("--shares has {got} numbers, but --nodes is {nodes}, expected one for each node")]
     Shares {
         /// How many it has.
@@ -107,13 +107,13 @@ pub(crate) enum Error {
         /// Value of `--nodes`.
         nodes: u32,
     },
-    /// A wire that cannot encrypt, and nobody said that this is meant.
+    /// An unencrypted transport without `--plaintext`.
     #[error("{backend} is plaintext: what ranks say to each other can be read by others")]
     Plaintext {
-        /// The wire.
+        /// The transport.
         backend: paceline_comm::Backend,
     },
-    /// `--engine` has not one engine for each node.
+    /// `--engine` needs one engine per node.
     #[error("--engine has {got} engines, but --nodes is {nodes}, expected one, or one for each")]
     Engines {
         /// How many it has.
@@ -121,13 +121,13 @@ pub(crate) enum Error {
         /// Value of `--nodes`.
         nodes: u32,
     },
-    /// `--class` is of an engine that no node has.
+    /// `--class` belongs to an engine that no node uses.
     #[error("--class {class} is not one of the engine that --engine names")]
     ClassOfOther {
         /// Value of `--class`.
         class: KernelClass,
     },
-    /// Nodes that share layers would compute them by different rules.
+    /// Nodes that share layers would have different kernel classes.
     #[error("nodes that share layers compute as {a} and as {b}, expected one class in a stage")]
     MixedStage {
         /// A class of the stage.
@@ -135,40 +135,40 @@ pub(crate) enum Error {
         /// Another.
         b: KernelClass,
     },
-    /// An option that means nothing where MLX computes.
+    /// An option without meaning with MLX.
     #[error("{option} is for the engine cpu, but --engine is mlx")]
     CpuOnly {
         /// The option.
         option: &'static str,
     },
-    /// A person started what paceline starts.
+    /// The hidden worker command was started by hand.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
-    /// A draft model guesses for one model.
+    /// A draft model needs exactly one model.
     #[error("--draft is for one model that has guesses, and there is {with}")]
     DraftOf {
-        /// The situation in place of one model with guesses.
+        /// The conflicting situation.
         with: &'static str,
     },
-    /// An argument that neither the command line nor a configuration has.
+    /// A required argument is missing on the command line and in the configuration.
     #[error("{name} is given neither here nor in the configuration")]
     Needed {
         /// The argument.
         name: &'static str,
     },
-    /// An adapter is given, and several models.
+    /// An adapter with several models.
     #[error("--adapter is for one model, and there are several")]
     AdapterOfSeveral,
-    /// Two models that clients could not tell apart.
+    /// Two models have the same name.
     #[error("two models would answer by the name {name}")]
     SameName {
         /// The name.
         name: String,
     },
-    /// An adapter, and no model.
+    /// An adapter without a model.
     #[error("--adapter is for a model, and there is none")]
     AdapterAlone,
-    /// Something lies where a result is to go.
+    /// The output path exists.
     #[error("{} is there already", path.display())]
     OutputThere {
         /// The path.
@@ -184,7 +184,7 @@ pub(crate) enum Error {
         /// Processor.
         arch: String,
     },
-    /// A usual name of a model that the engine cannot compute.
+    /// A usual name of an unsupported model.
     #[error("{model} is a {architecture} model, which this version does not compute")]
     NotComputed {
         /// The model as it was given.
@@ -192,10 +192,10 @@ pub(crate) enum Error {
         /// `general.architecture` of its files.
         architecture: String,
     },
-    /// Nothing says where models are kept.
+    /// Paceline's folder is unknown.
     #[error("neither PACELINE_HOME nor HOME is set")]
     NoHome,
-    /// `PACELINE_CPU` names nothing known.
+    /// `PACELINE_CPU` has an unknown value.
     #[error("PACELINE_CPU is {value:?}, expected one of {known}")]
     UnknownCpu {
         /// Its value.
@@ -203,18 +203,18 @@ pub(crate) enum Error {
         /// Names of instruction sets.
         known: String,
     },
-    /// `PACELINE_CPU` names what this machine lacks.
+    /// `PACELINE_CPU` names an instruction set that this machine lacks.
     #[error("PACELINE_CPU is {value:?}, but this machine has {available}")]
     CpuLacks {
         /// Its value.
         value: String,
-        /// Names of instruction sets that work here.
+        /// Names of usable instruction sets.
         available: String,
     },
 }
 
 impl Error {
-    /// Whether the command line is wrong, rather than the world.
+    /// Whether it is a usage error.
     pub(crate) const fn is_usage(&self) -> bool {
         matches!(
             self,

@@ -1,7 +1,7 @@
-//! `paceline models --fits`: which models fit this machine or a cluster, how fast, and how split.
+//! `paceline models --fits`: models that fit this machine or a cluster, with speed and split.
 //!
-//! Memory, bandwidth and arithmetic of this machine are measured (half a second); those of a
-//! cluster come from the planner's catalogue.
+//! This machine's memory, bandwidth and arithmetic are measured (half a second); a cluster's come
+//! from the planner's catalogue.
 
 use paceline_bench::limits;
 use paceline_board::fits::{json, rows, text, this_machine};
@@ -10,7 +10,7 @@ use paceline_plan::{Calibration, Catalogue};
 use crate::output::print;
 use crate::{load, plan};
 
-/// Prints which models fit; `clusters` is that of the command line, empty for this machine.
+/// Prints the models that fit `cluster`, or this machine if `None`.
 pub(crate) fn run(cluster: Option<&str>, as_json: bool) -> anyhow::Result<()> {
     let mut catalogue = Catalogue::builtin()?;
     let calibration = Calibration::builtin()?;

@@ -1,4 +1,4 @@
-//! Errors as the user sees them: what went wrong, then what to do about it.
+//! Prints errors with hints.
 
 mod command;
 mod model;
@@ -28,8 +28,8 @@ pub(crate) fn report(error: &anyhow::Error) {
     }
 }
 
-/// The error and its causes. A cause that the text before it ends with already is left out: some
-/// errors print what they are made of.
+/// The error with its causes, without causes that the text before them ends with: some errors print
+/// their cause.
 fn message(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for part in error.chain().map(ToString::to_string) {
@@ -42,7 +42,7 @@ fn message(error: &anyhow::Error) -> String {
     text
 }
 
-/// Advice for the user. Of an error and its causes, the outermost that has advice gives it.
+/// Hints for an error: those of the outermost cause that has any.
 fn hints(error: &anyhow::Error) -> Vec<String> {
     let of_cause = |cause: &(dyn std::error::Error + 'static)| {
         if let Some(error) = cause.downcast_ref::<StoreError>() {

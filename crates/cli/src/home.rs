@@ -14,10 +14,10 @@ use paceline_store::{Home, PullOptions};
 use crate::error::Error;
 use crate::output::tell;
 
-/// Settings that the store needs.
+/// Settings for the store.
 #[derive(Debug)]
 pub(crate) struct Settings {
-    /// The folder that holds everything.
+    /// Paceline's folder.
     pub(crate) home: Home,
     /// Hub, pip, retries, deadlines.
     pub(crate) options: PullOptions,
@@ -47,7 +47,7 @@ pub(crate) fn home() -> anyhow::Result<Home> {
     Ok(Home::new(folder()?))
 }
 
-/// The prefix cache on disk, of so many bytes.
+/// The on-disk prefix cache, limited to `limit`.
 ///
 /// # Errors
 /// As [`folder`].
@@ -63,8 +63,8 @@ pub(crate) fn api_keys() -> anyhow::Result<PathBuf> {
     Ok(settings::api_keys(&folder()?))
 }
 
-/// The certificates to trust for the server at `url`, where they are not the built-in ones:
-/// `$SSL_CERT_FILE`, else this home's own certificate where it is for the host of `url`.
+/// Certificates to trust for the server at `url`, if not the built-in ones: `$SSL_CERT_FILE`, else
+/// this home's own certificate if it is for that host.
 pub(crate) fn trusted(url: &str) -> Option<PathBuf> {
     let uri: ureq::http::Uri = url.parse().ok()?;
     if uri.scheme_str() != Some("https") {
@@ -89,7 +89,7 @@ pub(crate) fn certificates_for(url: &str) -> anyhow::Result<Option<Vec<u8>>> {
     trusted(url).map(read).transpose()
 }
 
-/// The folder that MLX is installed into, a folder below it for each version.
+/// Install folder of MLX, with a folder per version.
 ///
 /// # Errors
 /// As [`folder`].
@@ -97,7 +97,7 @@ pub(crate) fn mlx_folder() -> anyhow::Result<PathBuf> {
     Ok(settings::mlx_folder(&folder()?))
 }
 
-/// Where MLX is looked for.
+/// Search paths of MLX.
 ///
 /// # Errors
 /// As [`folder`].
@@ -113,7 +113,7 @@ pub(crate) fn mlx_places() -> anyhow::Result<Places> {
 /// [`Error::NoHome`], or when there is no current folder.
 pub(crate) fn folder() -> anyhow::Result<PathBuf> {
     let root = settings::folder(&variable).ok_or(Error::NoHome)?;
-    // Paths are printed for use elsewhere, so they should not depend on the current folder.
+    // Absolute, because paths are printed for use elsewhere.
     std::path::absolute(root).context("cannot find the current folder")
 }
 

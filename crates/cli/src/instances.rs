@@ -15,7 +15,7 @@ use crate::interrupt::Signals;
 use crate::output::{print, printable, tell};
 use crate::{member, pull};
 
-/// How often `load` asks how far it is.
+/// Poll interval of `load`.
 const ASK_EVERY: Duration = Duration::from_millis(200);
 
 const EXAMPLES: &str = "\
@@ -112,7 +112,7 @@ enum Replicas {
     Auto,
 }
 
-/// `auto`, or a number from 1 to 64.
+/// Parses `auto`, or a number from 1 to 64.
 fn replicas(text: &str) -> Result<Replicas, String> {
     if text == "auto" {
         return Ok(Replicas::Auto);
@@ -144,7 +144,7 @@ pub(crate) struct PsArgs {
 /// Loads a model over machines of the cluster, and waits until it answers.
 ///
 /// # Errors
-/// A model that cannot be had, nodes that there are not, why it cannot be loaded.
+/// A model that cannot be found, missing nodes, a failed load.
 pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
     member::ask("ps", json!({}))?; // before anything is fetched
     pull::ensure(&args.model, signals)?;
@@ -179,17 +179,17 @@ pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
-/// The instances with these ids; nothing where one is missing.
+/// The instances with these ids; `None` if one is missing.
 fn instances<'a>(all: &'a Value, ids: &[String]) -> Option<Vec<&'a Value>> {
     let all = all.as_array()?;
     let of = |id: &String| all.iter().find(|it| it["id"] == id.as_str());
     ids.iter().map(of).collect()
 }
 
-/// Whether all instances answer; shows how the first of the others is.
+/// Whether all instances are ready; shows the state of the first other one.
 ///
 /// # Errors
-/// Why an instance failed, and what becomes of the others.
+/// Why an instance failed, with the state of the others.
 fn all_done(own: &[&Value], bar: &mut LoadProgress) -> anyhow::Result<bool> {
     for it in own.iter().filter(|it| it["state"] == "failed") {
         let label = label(it);
@@ -209,7 +209,7 @@ fn all_done(own: &[&Value], bar: &mut LoadProgress) -> anyhow::Result<bool> {
     }
 }
 
-/// Shows placements of a model, and loads nothing.
+/// Shows placements of a model without loading it.
 fn preview(args: &LoadArgs) -> anyhow::Result<()> {
     let mut ask = args.ask();
     if args.nodes.is_none() {
@@ -232,7 +232,7 @@ fn preview(args: &LoadArgs) -> anyhow::Result<()> {
 }
 
 impl LoadArgs {
-    /// Prints that instances answer.
+    /// Prints that the instances are ready.
     fn tell_ready(&self, own: &[&Value]) -> anyhow::Result<()> {
         if self.json {
             return print(&json!({ "model": self.model, "instances": own }).to_string());
@@ -272,16 +272,16 @@ impl LoadArgs {
     }
 }
 
-/// A bar while bytes or steps are counted.
+/// A progress bar for counted bytes or steps.
 pub(crate) struct LoadProgress(Option<(String, ProgressBar)>);
 
 impl LoadProgress {
-    /// Shows nothing yet.
+    /// Without a bar.
     pub(crate) const fn new() -> Self {
         Self(None)
     }
 
-    /// Shows how an instance is; true when it answers.
+    /// Shows an instance's state; true when it is ready.
     ///
     /// # Errors
     /// Why it failed.
@@ -327,7 +327,7 @@ impl LoadProgress {
 /// Unloads a model.
 ///
 /// # Errors
-/// What the node says, or that it does not run.
+/// The node's error, or that it does not run.
 pub(crate) fn unload(args: &UnloadArgs) -> anyhow::Result<()> {
     let ask = json!({ "model": args.model, "replica": args.replica });
     let answer = member::ask("unload", ask)?;
@@ -343,7 +343,7 @@ pub(crate) fn unload(args: &UnloadArgs) -> anyhow::Result<()> {
 /// Lists what is loaded.
 ///
 /// # Errors
-/// What the node says, or that it does not run.
+/// The node's error, or that it does not run.
 pub(crate) fn ps(args: &PsArgs) -> anyhow::Result<()> {
     let all = member::ask("ps", json!({}))?;
     if args.json {

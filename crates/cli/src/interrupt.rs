@@ -1,9 +1,9 @@
-//! Ctrl-C and its relatives.
+//! Handling of Ctrl-C and other signals.
 //!
-//! Work that leaves nothing behind ends at once, with code 1. Work that has something to put in
-//! order runs inside of [`Signals::orderly`]: there the first signal only asks it to stop. A chat's
-//! answer runs inside of [`Signals::stoppable`]: Ctrl-C ends it, and not the process. A second
-//! signal ends the process at once in any case.
+//! Work without cleanup ends at once, with code 1. Work with cleanup runs inside
+//! [`Signals::orderly`]: the first signal only cancels it. A chat's answer runs inside
+//! [`Signals::stoppable`]: Ctrl-C ends the answer, not the process. A second signal always ends the
+//! process at once.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -21,27 +21,27 @@ use crate::{process, terminal};
 
 /// A signal ends the process.
 const ENDS: u8 = 0;
-/// A signal asks the work to stop.
+/// A signal cancels the work.
 const ASKS: u8 = 1;
-/// Ctrl-C asks the work to stop; other signals end the process.
+/// Ctrl-C cancels the work; other signals end the process.
 const STOPS: u8 = 2;
 
 /// The signal handlers of this process.
 #[derive(Clone, Debug)]
 pub(crate) struct Signals {
-    /// Whether a signal came.
+    /// Set by any signal.
     came: Arc<AtomicBool>,
-    /// Whether one other than Ctrl-C came.
+    /// Set by signals other than Ctrl-C.
     ended: Arc<AtomicBool>,
     /// The current meaning of a signal.
     meaning: Arc<AtomicU8>,
 }
 
 impl Signals {
-    /// Takes over SIGINT, SIGTERM and, unless `nohup` has it ignored, SIGHUP.
+    /// Handles SIGINT, SIGTERM and, unless `nohup` ignores it, SIGHUP.
     ///
     /// # Errors
-    /// What the system says when it refuses a handler or a thread.
+    /// The system refuses a handler or a thread.
     pub(crate) fn install() -> anyhow::Result<Self> {
         let signals = Self {
             came: Arc::default(),
@@ -60,7 +60,7 @@ impl Signals {
             if signal == SIGHUP && process::ignores(signal) {
                 continue;
             }
-            // In this order: the first signal finds the flag unset and does not end the process.
+            // In this order: the first signal finds the flag unset, and does not end the process.
             flag::register_conditional_shutdown(signal, 1, Arc::clone(&self.came))?;
             flag::register(signal, Arc::clone(&self.came))?;
             if signal != SIGINT {
@@ -74,10 +74,10 @@ impl Signals {
         Ok(())
     }
 
-    /// Runs `work`, which stops and puts things in order when its argument is cancelled.
+    /// Runs `work`, which cleans up and stops when cancelled.
     ///
     /// # Errors
-    /// Those of `work`; [`Error::Cancelled`] when a signal came too late for it to notice.
+    /// Those of `work`; [`Error::Cancelled`] for a signal that came too late for it.
     pub(crate) fn orderly<T>(
         &self,
         work: impl FnOnce(&Cancel) -> anyhow::Result<T>,
@@ -85,27 +85,26 @@ impl Signals {
         self.meaning.store(ASKS, Ordering::SeqCst);
         let result = work(&Cancel::from_flag(Arc::clone(&self.came)));
         self.meaning.store(ENDS, Ordering::SeqCst);
-        // A signal after the line above ends the process, one before it has set `came`.
+        // A signal after the line above ends the process; an earlier one has set `came`.
         if result.is_ok() && self.came.load(Ordering::SeqCst) {
             return Err(Error::Cancelled.into());
         }
         result
     }
 
-    /// Runs `work`, which stops when its argument is cancelled, as Ctrl-C does; the process goes
-    /// on. Other signals end the process.
+    /// Runs `work`, which Ctrl-C cancels; the process continues. Other signals end the process.
     pub(crate) fn stoppable<T>(&self, work: impl FnOnce(&Cancel) -> T) -> T {
         self.meaning.store(STOPS, Ordering::SeqCst);
         let result = work(&Cancel::from_flag(Arc::clone(&self.came)));
-        // In this order, and twice: a Ctrl-C that came before the end of the work ends nothing
-        // else, neither the process nor the work after this.
+        // In this order, and twice: a Ctrl-C before the end of the work must end neither the
+        // process nor later work.
         self.came.store(false, Ordering::SeqCst);
         self.meaning.store(ENDS, Ordering::SeqCst);
         self.came.store(false, Ordering::SeqCst);
         result
     }
 
-    /// Ends the process on the first signal that nothing else is made of.
+    /// Ends the process on the first signal that is not handled otherwise.
     fn end_when_woken(&self, mut wake: UnixStream) {
         let mut byte = [0];
         while matches!(wake.read(&mut byte), Ok(1)) {

@@ -1,4 +1,4 @@
-//! `paceline join` and `paceline leave`: which cluster this machine is in.
+//! `paceline join` and `paceline leave`: cluster membership of this machine.
 
 use std::fs::File;
 use std::io::Read;
@@ -13,7 +13,7 @@ use serde_json::json;
 use crate::output::{print, printable, tell};
 use crate::{home, member};
 
-/// A token has 78 characters; anything longer is another file.
+/// Maximum token file: a token has 78 characters.
 const TOKEN_BYTES_MAX: u64 = 1024;
 
 const EXAMPLES: &str = "\
@@ -37,10 +37,10 @@ pub(crate) struct Args {
     peer: Option<String>,
 }
 
-/// Moves this machine into another cluster, whether its node runs or not.
+/// Moves this machine into another cluster, with or without a running node.
 ///
 /// # Errors
-/// A wrong code or token; a cluster with other members, which the machine would lose.
+/// A wrong code or token; a present cluster with other members, which it would leave.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let peer = args.peer.as_deref();
     let joined = match (&args.code, &args.token_file) {
@@ -94,12 +94,12 @@ fn report(joined: &Joined) {
     }
 }
 
-/// Takes this machine out of its cluster for good.
+/// Removes this machine from its cluster permanently.
 ///
 /// # Errors
-/// A node that does not run, or that computes for the cluster.
+/// A node that does not run, or computes for the cluster.
 pub(crate) fn leave() -> anyhow::Result<()> {
-    // A node that serves the model of its command line has no work of the cluster.
+    // A node with a fixed model has no work of the cluster.
     if member::ask("ps", json!({})).is_ok() {
         tell("moving what this machine computes to the others");
         member::ask("move", json!({}))?;
@@ -112,7 +112,7 @@ pub(crate) fn leave() -> anyhow::Result<()> {
 /// Prints the token of this machine's cluster.
 ///
 /// # Errors
-/// Files that cannot be used.
+/// Unusable files.
 pub(crate) fn show_token() -> anyhow::Result<()> {
     let answer = member::ask_if_up("token", json!({}))?;
     match answer.as_ref().and_then(|answer| answer["token"].as_str()) {

@@ -1,4 +1,4 @@
-//! `paceline key`: keys for the HTTP API, and the cluster's.
+//! `paceline key`: keys of the HTTP API and of the cluster.
 
 use std::time::SystemTime;
 
@@ -50,7 +50,7 @@ pub(crate) enum Api {
     },
 }
 
-/// A key for people; a user's says nothing of its role.
+/// A key as a line; the role is shown only for admins.
 fn line(key: &KeyInfo) -> String {
     let role = match key.role {
         Role::Admin => "  (admin)",
@@ -62,7 +62,7 @@ fn line(key: &KeyInfo) -> String {
 /// Makes, lists or revokes keys.
 ///
 /// # Errors
-/// What is wrong with the key file or the name.
+/// An unusable key file, or an invalid name.
 pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     let command = match command {
         Command::Api(command) => command,

@@ -1,4 +1,4 @@
-//! `paceline launch`: a program on many machines, as `mlx.launch` starts it.
+//! `paceline launch`: runs a program on many machines, like `mlx.launch`.
 
 mod error;
 
@@ -120,7 +120,7 @@ enum Stdin {
     None,
 }
 
-/// How long ranks may go on without one that has ended; `None` for ever.
+/// How long ranks may run after one has ended; `None` without a limit.
 #[derive(Clone, Copy, Debug)]
 struct Linger(Option<Duration>);
 
@@ -137,7 +137,7 @@ fn linger(text: &str) -> Result<Linger, String> {
 /// Runs the program on all hosts.
 ///
 /// # Errors
-/// Hosts that do not fit, and the first thing that goes wrong.
+/// Unsuitable hosts, or the first failure.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if args.print_python {
         return print(&args.python()?);
@@ -164,7 +164,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
-/// `NAME=VALUE` of the command line; of `NAME` alone with the value that it has here.
+/// `NAME=VALUE` of the command line; for `NAME` alone with its value here.
 fn with_value(text: &str) -> Result<String, Error> {
     if text.contains('=') {
         return Ok(text.to_owned());
@@ -173,16 +173,16 @@ fn with_value(text: &str) -> Result<String, Error> {
     Ok(format!("{text}={value}"))
 }
 
-/// Folders of programs.
+/// The `PATH` variable.
 fn path() -> Option<OsString> {
     env::var_os("PATH")
 }
 
-/// The error as the user gets it.
+/// Converts a launch error for the user.
 fn told(error: LaunchError, backend: Backend) -> anyhow::Error {
     match error {
         LaunchError::OutputGone => CliError::ReaderGone.into(),
-        // `mpirun` is not a rank: it passes on how one ended.
+        // `mpirun` is not a rank: it passes a rank's exit code on.
         LaunchError::Failed { ending, .. } if backend == Backend::Mpi => {
             Error::Mpirun { ending }.into()
         }
@@ -203,7 +203,7 @@ impl Args {
         let of_file = Some(&hosts.backend[..]).filter(|name| !name.is_empty() && *name != "any");
         match named.or(of_file) {
             Some(name) => Ok(name.parse()?),
-            // The kernel driver's own file, which is there on every Linux with a working GPU.
+            // A file of the kernel driver, present on every Linux with a working GPU.
             None if PathBuf::from("/dev/nvidiactl").exists() => Ok(Backend::Nccl),
             None => Ok(Backend::Ring),
         }
@@ -247,7 +247,7 @@ impl Args {
         })
     }
 
-    /// Variables of the command line, and the size of the terminal.
+    /// Variables of the command line, and the terminal's size.
     fn environment(&self, hosts: &Hostfile) -> Result<Vec<String>, Error> {
         let given = self.env.iter().map(|text| with_value(text));
         let mut env = given.collect::<Result<Vec<_>, _>>()?;
@@ -289,7 +289,7 @@ impl Args {
     }
 
     fn stdin(&self) -> StdinTo {
-        // A launcher in the background that reads from the terminal would be stopped.
+        // Reading the terminal would stop a launcher in the background.
         let stdin = io::stdin();
         let in_foreground = || tcgetpgrp(&stdin).is_ok_and(|group| group == getpgrp());
         match self.stdin {

@@ -1,4 +1,4 @@
-//! From MODEL on the command line to a model in memory.
+//! Kernels, threads and progress for loading MODEL into memory.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use crate::compute::ComputeArgs;
 use crate::error::Error;
 use crate::output::{counted, tell};
 
-/// Nodes of a core from which on a person is told that they take turns.
+/// Nodes per core from which a warning says that they share cores.
 const TURNS: usize = 4;
 
-/// Loading that takes longer gets a bar: small models are ready before one is worth looking at.
+/// Loading time from which a bar is shown; small models load faster.
 const BAR_AFTER: Duration = Duration::from_millis(500);
 
-/// Threads of each of `nodes` nodes on this machine. More than it has cores are warned about.
+/// Threads of each of `nodes` local nodes. Warns about more threads than cores.
 pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let nodes = nodes as usize;
@@ -45,12 +45,12 @@ pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
 /// Kernels on `threads` threads with the instruction set that `PACELINE_CPU` forces, if any.
 ///
 /// # Errors
-/// As [`check_cpu`], and what the system says when it refuses a thread.
+/// As [`check_cpu`], or the system refuses a thread.
 pub(crate) fn kernels(threads: usize) -> anyhow::Result<Arc<Kernels>> {
     free_kernels(threads).map(Arc::new)
 }
 
-/// As [`kernels`], on threads that stay where `pinning` says.
+/// As [`kernels`], with pinned threads.
 ///
 /// # Errors
 /// As [`kernels`].
@@ -107,12 +107,12 @@ fn names(sets: impl IntoIterator<Item = InstructionSet>) -> String {
 /// Opens the model at `path`.
 ///
 /// # Errors
-/// What is wrong with the model, and its path.
+/// An unusable model, with its path.
 pub(crate) fn open(path: &Path) -> anyhow::Result<Source> {
     Source::open(path).map_err(|error| in_model(path, error))
 }
 
-/// A progress bar that comes only when loading takes long.
+/// A progress bar for slow loads.
 pub(crate) struct LoadBar {
     start: Instant,
     bar: Option<ProgressBar>,
@@ -127,7 +127,7 @@ impl LoadBar {
         }
     }
 
-    /// Shows `done` layers `of` all.
+    /// Shows `done` layers of `of`.
     pub(crate) fn show(&mut self, done: usize, of: usize) {
         if self.start.elapsed() < BAR_AFTER {
             return;
@@ -140,7 +140,7 @@ impl LoadBar {
         bar.set_position(done as u64);
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub(crate) fn clear(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
@@ -148,7 +148,7 @@ impl LoadBar {
     }
 }
 
-/// Adds the path, unless the error has it: of several files, it names the right one.
+/// Adds the path, unless the error already names the right one of several files.
 pub(crate) fn in_model(path: &Path, error: paceline_model::Error) -> anyhow::Error {
     let path = path.display().to_string();
     if error.to_string().starts_with(&path) {

@@ -1,4 +1,4 @@
-//! A model that is ready to answer: what the command line says, handed to `paceline_board`.
+//! Loads a model for a command: converts options for `paceline_board`.
 
 use std::ffi::OsString;
 use std::io;
@@ -88,8 +88,8 @@ impl Transport {
         }
     }
 
-    /// Whose cost is measured for predictions. Devices are for ranks in processes of their own, so
-    /// two threads that are measured here take shared memory instead.
+    /// The transport to measure for predictions. Devices need ranks in separate processes, so two
+    /// threads use shared memory instead.
     pub(crate) const fn probed(self) -> Backend {
         match self {
             Self::Rdma => Backend::Any,
@@ -99,7 +99,7 @@ impl Transport {
 }
 
 impl SplitArgs {
-    /// Refuses what fits no model, before one is fetched for it.
+    /// Rejects options that fit no model, before a download.
     ///
     /// # Errors
     /// [`Error::Grid`], [`Error::Shares`].
@@ -136,7 +136,7 @@ impl SplitArgs {
     }
 }
 
-/// A model that was opened and cut, and is not loaded yet: what can be wrong with it is known.
+/// A model with files read and split chosen, not loaded yet.
 pub(crate) struct Opened(opened::Opened);
 
 impl Deref for Opened {
@@ -154,10 +154,10 @@ impl DerefMut for Opened {
 }
 
 impl Opened {
-    /// Opens the model at `path`; `sizes` says what for, by the shape of the model.
+    /// Opens the model at `path`; `sizes` computes the engine's sizes from the shape.
     ///
     /// # Errors
-    /// What is wrong with the model, and its path; why it cannot be cut like that.
+    /// An unusable model, with its path, or an impossible split.
     pub(crate) fn new(
         path: &Path,
         (compute, engine): (ComputeArgs, EngineArgs),
@@ -195,21 +195,20 @@ impl Opened {
         })
     }
 
-    /// Has the small model at `path` guess what this one will answer. Before
-    /// [`forecast`](Self::forecast).
+    /// Uses the small model at `path` as draft model. Call before [`forecast`](Self::forecast).
     ///
     /// # Errors
-    /// What is wrong with it, such as another vocabulary.
+    /// An unusable draft model, such as one with another vocabulary.
     pub(crate) fn guess_with(&mut self, path: &Path) -> anyhow::Result<()> {
         let source = Arc::new(load::open(path)?);
         let guessed = self.0.guess_with(source, absolute(path)?);
         guessed.map_err(|error| in_model(path, error))
     }
 
-    /// Has an adapter beside the model, which requests choose by `name`.
+    /// Adds an adapter, which requests select by `name`.
     ///
     /// # Errors
-    /// What is wrong with it, or that it does not fit the model.
+    /// An unusable adapter, or one of another model.
     pub(crate) fn adapt(&mut self, name: &str, path: &Path) -> anyhow::Result<()> {
         match self.0.adapt(name, &absolute(path)?) {
             Err(NodeError::Adapter(error)) => Err(error.into()),
@@ -217,8 +216,8 @@ impl Opened {
         }
     }
 
-    /// Measures what this machine will do with it, or looks that up, and chooses an open `--split`
-    /// by that.
+    /// Predicts speeds by measuring this machine or from records, and chooses the split for
+    /// `--split auto`.
     pub(crate) fn forecast(&mut self) {
         if let Ok(home) = home::home() {
             let _busy = busy("measuring what this machine can do");
@@ -226,10 +225,10 @@ impl Opened {
         }
     }
 
-    /// Loads it: in this process when there is one node, else over workers.
+    /// Loads it: in this process for one node, else over workers.
     ///
     /// # Errors
-    /// What is wrong with the model, and its path; which worker failed, and how.
+    /// An unusable model, with its path, or a failed worker.
     pub(crate) fn load(self) -> anyhow::Result<Loaded> {
         if !self.is_alone() {
             let mut bar = Loading::new(self.nodes());
@@ -247,16 +246,16 @@ impl Opened {
         loaded.map_err(|error| in_model(&path, error))
     }
 
-    /// Takes a service of this machine's node as what answers; `on` names its nodes.
+    /// Serves by a service of this machine's node; `on` names the nodes.
     pub(crate) fn elsewhere(self, service: Arc<dyn Service>, on: String) -> Loaded {
         self.0.elsewhere(service, on)
     }
 
-    /// Starts the workers, this program with `args`, which may write below the folders `writable`;
-    /// `observer` hears what becomes of them. Does not wait until they are ready.
+    /// Starts workers: this program with `args`, with write access to the folders `writable`.
+    /// `observer` receives their notices. Does not wait until they are ready.
     ///
     /// # Errors
-    /// What the system refuses.
+    /// The system refuses a process or thread.
     pub(crate) fn start(
         &self,
         (args, writable): (Vec<OsString>, Vec<PathBuf>),
@@ -282,7 +281,7 @@ impl Opened {
     /// Waits until the workers of an instance are ready.
     ///
     /// # Errors
-    /// Which worker failed, and how.
+    /// The failed worker, and its error.
     pub(crate) fn ready(&self, instance: &Instance) -> anyhow::Result<()> {
         let _busy = busy(match self.nodes() {
             1 => "starting 1 node".to_owned(),
@@ -298,12 +297,12 @@ fn absolute(path: &Path) -> anyhow::Result<PathBuf> {
     std::path::absolute(path).with_context(|| path.display().to_string())
 }
 
-/// Kernels for measurements.
+/// Kernels for benchmarks.
 pub(crate) fn kernels(threads: usize) -> io::Result<Arc<Kernels>> {
     load::kernels(threads).map_err(io::Error::other)
 }
 
-/// Adds the model's path where the error does not have it.
+/// Adds the model's path, unless the error has it.
 fn in_model(path: &Path, error: NodeError) -> anyhow::Error {
     match error {
         NodeError::Model(error) => load::in_model(path, error),
@@ -314,14 +313,14 @@ fn in_model(path: &Path, error: NodeError) -> anyhow::Error {
     }
 }
 
-/// Shows how the ranks of an instance load.
+/// Progress bar of an instance's loading ranks.
 pub(crate) struct Loading {
     bar: LoadBar,
     ranks: Vec<(usize, usize)>,
 }
 
 impl Loading {
-    /// Of so many ranks.
+    /// A bar for `ranks` ranks.
     pub(crate) fn new(ranks: u32) -> Self {
         Self {
             bar: LoadBar::new(),
@@ -329,7 +328,7 @@ impl Loading {
         }
     }
 
-    /// Shows what a notice tells about loading; anything else takes the bar away.
+    /// Shows the loading state of a notice; other notices remove the bar.
     pub(crate) fn hear(&mut self, notice: &Notice) {
         let Notice::Loading { rank, done, of } = notice else {
             self.bar.clear();
@@ -342,7 +341,7 @@ impl Loading {
     }
 }
 
-/// What is measured of a model.
+/// The subject of a benchmark.
 pub(crate) fn subject(loaded: &Loaded) -> Subject<'_> {
     Subject {
         model: loaded,

@@ -1,8 +1,8 @@
-//! Logs of all crates: which are shown, and how.
+//! Log levels and formats for all crates.
 //!
-//! Lines for people ([`tell`](crate::output::tell)) are printed as they are. With
-//! `--log-format json` they become events like all others, so that standard error is one JSON
-//! object a line. Worker processes get the same levels; their parent prints what they say.
+//! Lines for people ([`tell`](crate::output::tell)) are printed unchanged. With `--log-format json`
+//! they become events too, so that standard error has one JSON object per line. Worker processes
+//! get the same levels; their parent prints their output.
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -17,10 +17,10 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt};
 
-/// The target of lines for people. Levels go by prefix, so it begins no name of a crate.
+/// Log target of lines for people. Levels match by prefix, so no crate's name begins with it.
 const LINES: &str = "cli";
 
-/// The format, and the levels of the command line, for workers.
+/// The format and levels of the command line, for workers.
 static CHOSEN: OnceLock<(Format, Option<String>)> = OnceLock::new();
 
 /// How much is logged, and how.
@@ -52,10 +52,10 @@ pub(crate) enum Format {
     Json,
 }
 
-/// Starts to log; once.
+/// Starts logging; once.
 ///
 /// # Errors
-/// Levels that cannot be read, with them.
+/// Invalid levels.
 pub(crate) fn start(args: &LogArgs) -> anyhow::Result<()> {
     let of_environment = std::env::var("PACELINE_LOG").ok();
     let levels = args.log.clone().or(of_environment);
@@ -70,7 +70,7 @@ pub(crate) fn start(args: &LogArgs) -> anyhow::Result<()> {
             layer.with_ansi(colours).with_filter(filter).boxed()
         }
     };
-    // Refused where a test has started one already.
+    // Fails if a test has started logging already.
     let _ = tracing_subscriber::registry().with(layer).try_init();
     Ok(())
 }
@@ -91,7 +91,7 @@ fn filter(levels: Option<&str>, format: Format) -> anyhow::Result<Targets> {
     Ok(all)
 }
 
-/// Logs a line for people as an event, where the format asks for that; whether it did.
+/// Logs a line for people as an event, if the format is JSON; whether it did.
 pub(crate) fn line(text: &str) -> bool {
     if !matches!(CHOSEN.get(), Some((Format::Json, _))) {
         return false;
@@ -104,7 +104,7 @@ pub(crate) fn line(text: &str) -> bool {
     true
 }
 
-/// Arguments with which a worker logs as much as this process; `PACELINE_LOG` it has anyway.
+/// Arguments for a worker with the same log levels; it inherits `PACELINE_LOG` anyway.
 pub(crate) fn worker_args() -> Vec<OsString> {
     let mut args = vec![OsString::from("worker")];
     if let Some((_, Some(levels))) = CHOSEN.get() {

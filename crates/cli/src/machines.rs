@@ -1,4 +1,4 @@
-//! Machines of the cluster that compute for a command beside this one.
+//! Machines of the cluster that compute for a command.
 
 pub(crate) use paceline_board::machines::Machine;
 use paceline_board::machines::found;
@@ -6,8 +6,8 @@ use paceline_board::machines::found;
 use crate::home;
 use crate::output::tell;
 
-/// `count` machines of the cluster, this one first, which are told; `None` where no node runs here
-/// that starts workers, or the cluster has fewer machines of this build.
+/// Chooses and prints `count` machines of the cluster, this one first. `None` if no node that
+/// starts workers runs here, or the cluster has fewer machines of this build.
 ///
 /// # Errors
 /// The error of this machine's node.

@@ -1,8 +1,7 @@
-//! The paceline binary: parses the command line and hands over to the subcommands.
+//! The paceline binary: parses the command line and runs the subcommand.
 //!
-//! Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage; of `launch` that of the first rank
-//! that failed. Results go to stdout, everything else to stderr. This is the only crate that reads
-//! environment variables.
+//! Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage; for `launch` that of the first failed
+//! rank. Results go to stdout, all else to stderr. Only this crate reads environment variables.
 
 #![warn(clippy::print_stderr)]
 
@@ -166,7 +165,7 @@ fn main() -> ExitCode {
     let usage = |error| -> Cli { hint::of_usage(error, &Cli::command()).exit() };
     hush_caught_panics();
     let Cli { command, log, .. } = Cli::try_parse().unwrap_or_else(usage);
-    // These start programs of the user, which keep the user's environment.
+    // These start the user's programs, with the user's environment.
     if !matches!(command, Command::Launch(_) | Command::Agent(_)) {
         // SAFETY: no thread was started so far.
         unsafe { process::disable_tf32() };
@@ -186,8 +185,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Keeps panics that become errors, of libraries that read tokenizers and templates, from the
-/// terminal.
+/// Hides caught panics of tokenizer and template libraries, which become errors.
 fn hush_caught_panics() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

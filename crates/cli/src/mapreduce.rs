@@ -1,4 +1,4 @@
-//! `paceline mapreduce`: array jobs over files, by threads, by worker processes, or by machines.
+//! `paceline mapreduce`: array jobs over files, on threads, worker processes or machines.
 
 mod hosts;
 mod job;
@@ -209,7 +209,7 @@ pub(crate) struct MapArgs {
     job: JobArgs,
 }
 
-/// Bytes of a text such as `500M` or `2G`.
+/// Parses a size such as `500M` or `2G`.
 pub(crate) fn memory(text: &str) -> Result<u64, String> {
     Bytes::parse(text).map(|bytes| bytes.0)
 }
@@ -221,10 +221,10 @@ fn op(name: &str) -> Result<Op, String> {
         .ok_or_else(|| format!("reductions are {known}"))
 }
 
-/// Runs a job, or computes parts of one.
+/// Runs a job, or a worker of one.
 ///
 /// # Errors
-/// What is wrong with the inputs, or became of the workers.
+/// Invalid inputs, or failed workers.
 pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Reduce(args) => jobs::reduce(args),
@@ -239,7 +239,7 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     }
 }
 
-/// Advice for an error of an array job.
+/// The hint for an error of an array job.
 pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     use paceline_mapreduce::Error;
     match cause.downcast_ref()? {
@@ -252,7 +252,7 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static
     }
 }
 
-/// Computes parts for a parent, here or on another host.
+/// Runs a worker for a parent, here or on another host.
 fn compute(args: &WorkerArgs) -> anyhow::Result<()> {
     if let Some(host) = &args.on {
         return hosts::bridge(host);

@@ -1,4 +1,4 @@
-//! This machine's node: started by `paceline up`, asked by the other commands.
+//! This machine's node: started by `paceline up`, queried by other commands.
 
 use std::ffi::OsString;
 use std::io;
@@ -19,7 +19,7 @@ use serde_json::Value;
 use crate::output::{printable, tell};
 use crate::{home, log, mapreduce};
 
-/// For the node to answer a question, or say how far it is. Joining takes up to 11 s.
+/// Timeout of the node's response or progress. Joining takes up to 11 s.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Options of this machine's node.
@@ -94,11 +94,11 @@ enum How {
     None,
 }
 
-/// Ports of a range, both ends included.
+/// An inclusive port range.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Ports(pub(crate) RangeInclusive<u16>);
 
-/// Reads `A-B`, or one port.
+/// Parses `A-B`, or one port.
 pub(crate) fn ports(text: &str) -> Result<Ports, String> {
     let bad = || format!("{text:?} is no range of ports such as 52500-52599");
     let (first, last) = text.split_once('-').unwrap_or((text, text));
@@ -124,10 +124,10 @@ impl NodeArgs {
     /// Starts the node of this home.
     ///
     /// # Errors
-    /// One that runs already, a port that is taken.
+    /// A running node, a port in use.
     pub(crate) fn start(&self, class: KernelClass) -> anyhow::Result<Running> {
         let home = home::folder()?;
-        // A name that is wrong is told before anything starts.
+        // Reports a wrong name before anything starts.
         listen_address(self.data_interface()).context("--data-interface")?;
         for name in &self.trusted_interface {
             listen_address(Some(name)).context("--trusted-interface")?;
@@ -175,11 +175,11 @@ impl NodeArgs {
         args.chain(ports).chain(limit).collect()
     }
 
-    /// Folders below which workers of the node may write, made if they can be: a worker whose
-    /// folder is missing tells so, and computes without.
+    /// Folders that workers of the node may write to; created if possible. A worker without its
+    /// folder reports that and continues without.
     ///
     /// # Errors
-    /// A home that cannot be had.
+    /// An unknown home folder.
     pub(crate) fn worker_folders(&self) -> anyhow::Result<Vec<PathBuf>> {
         let PrefixCache(limit) = self.prefix_cache;
         let Some(limit) = limit else {
@@ -190,15 +190,15 @@ impl NodeArgs {
         Ok(made.ok().map(|()| cache.folder).into_iter().collect())
     }
 
-    /// Where a rank that this node starts for another machine's measurement listens.
+    /// Listen options of a rank for another machine's benchmark.
     pub(crate) fn rank_args(&self) -> Vec<OsString> {
         listen_args(self.data_ports.as_ref(), self.data_interface())
     }
 
-    /// Folders that a worker may read which this node starts for another machine's array job.
+    /// Readable folders of a worker for another machine's array job.
     ///
     /// # Errors
-    /// A folder that is not there.
+    /// A missing folder.
     pub(crate) fn array_args(&self) -> anyhow::Result<Vec<OsString>> {
         let mut args = Vec::new();
         for folder in &self.arrays {
@@ -221,7 +221,7 @@ impl NodeArgs {
     }
 }
 
-/// Arguments of a rank that listens at these ports, over this interface.
+/// Arguments of a rank that listens on these ports and this interface.
 pub(crate) fn listen_args(ports: Option<&Ports>, interface: Option<&str>) -> Vec<OsString> {
     let ports =
         ports.map(|Ports(ports)| format!("--data-ports={}-{}", ports.start(), ports.end()).into());
@@ -229,10 +229,10 @@ pub(crate) fn listen_args(ports: Option<&Ports>, interface: Option<&str>) -> Vec
     ports.into_iter().chain(interface).collect()
 }
 
-/// The node of this home as `up` has it without options, but found by nobody.
+/// The configuration of this home's node with `up`'s defaults, without discovery.
 ///
 /// # Errors
-/// A home that cannot be had.
+/// An unknown home folder.
 pub(crate) fn at_rest() -> anyhow::Result<Config> {
     let facts = facts(host_name(), KernelClass::default());
     let mut config = Config::new(&home::folder()?, facts);
@@ -240,7 +240,7 @@ pub(crate) fn at_rest() -> anyhow::Result<Config> {
     Ok(config)
 }
 
-/// Asks the node of this home.
+/// Sends a command to this home's node.
 ///
 /// # Errors
 /// [`local::Error`].
@@ -250,7 +250,7 @@ pub(crate) fn ask(command: &str, arguments: Value) -> anyhow::Result<Value> {
     Ok(answer?)
 }
 
-/// As [`ask`], for what takes as long as `limit`.
+/// As [`ask`], with the timeout `limit`.
 ///
 /// # Errors
 /// As [`ask`].
@@ -263,7 +263,7 @@ pub(crate) fn ask_within(
     Ok(local::ask(&home, command, arguments, limit, |_| {})?)
 }
 
-/// The answer of this home's node, or `None` where it does not run.
+/// The response of this home's node; `None` if it does not run.
 ///
 /// # Errors
 /// [`local::Error`], but not [`local::Error::NotUp`].
@@ -275,7 +275,7 @@ pub(crate) fn ask_if_up(command: &str, arguments: Value) -> anyhow::Result<Optio
     }
 }
 
-/// Advice for the user about errors of the node.
+/// The hint for an error of the node.
 pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> {
     if let Some(local::Error::NotUp) = cause.downcast_ref() {
         return Some("start it in another terminal, or in the background: paceline up".into());

@@ -44,7 +44,7 @@ pub(crate) struct RmArgs {
     json: bool,
 }
 
-/// Lists what the store holds.
+/// Lists the store's models.
 pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
     if args.nodes {
         return stores::list(args.json);

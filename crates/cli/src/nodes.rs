@@ -34,10 +34,10 @@ pub(crate) enum Command {
     Invite,
 }
 
-/// Lists nodes, forgets one or cuts it off, or lets one in.
+/// Lists, removes, revokes or invites nodes.
 ///
 /// # Errors
-/// What the node says, or that it does not run.
+/// The node's error, or that it does not run.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match &args.command {
         Some(Command::Rm { node }) => {

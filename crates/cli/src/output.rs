@@ -1,4 +1,4 @@
-//! Results to stdout, everything else to stderr; neither may panic when nobody reads.
+//! Output: results to stdout, all else to stderr; closed outputs never panic.
 
 use std::fmt::Display;
 use std::io::{ErrorKind, IsTerminal, Write};
@@ -13,15 +13,15 @@ pub(crate) use paceline_base::{counted, printable};
 use crate::error::Error;
 use crate::log;
 
-/// Held while something is printed to stdout, and for good once the process is about to end.
+/// Held while printing to stdout, and for good once the process ends.
 static RUNNING: Mutex<()> = Mutex::new(());
 
-/// How long the end waits for a piece of text that is being printed. A terminal takes it in
-/// microseconds, unless it is stopped (Ctrl-S).
+/// How long the end waits for an unfinished print. A terminal takes microseconds, unless it is
+/// stopped (Ctrl-S).
 const LAST_PIECE: Duration = Duration::from_millis(20);
 
-/// Stops the output before the process ends in the middle of an answer. Ends the line on a
-/// terminal, so that the shell's prompt gets one of its own.
+/// Stops the output before the process ends during an answer. Ends the line on a terminal, so that
+/// the shell's prompt gets its own.
 pub(crate) fn end_line() {
     let start = Instant::now();
     let guard = loop {
@@ -46,10 +46,10 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     show(&format!("{text}\n"))
 }
 
-/// Prints a piece of a result to stdout, at once.
+/// Prints a part of a result to stdout, unbuffered.
 ///
 /// # Errors
-/// [`Error::ReaderGone`] when the reader has gone away, such as `head`; else what the system says.
+/// [`Error::ReaderGone`] when stdout is closed, for example by `head`; else the system's error.
 pub(crate) fn show(text: &str) -> anyhow::Result<()> {
     let _running = lock(&RUNNING);
     let mut out = std::io::stdout().lock();
@@ -60,18 +60,17 @@ pub(crate) fn show(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Writes a picture where `--plot` asks for one.
+/// Writes the picture of `--plot`.
 ///
 /// # Errors
-/// A file that cannot be written.
+/// An unwritable file.
 pub(crate) fn draw(path: Option<&Path>, picture: impl FnOnce() -> String) -> anyhow::Result<()> {
     let Some(path) = path else { return Ok(()) };
     let written = std::fs::write(path, picture());
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Prints a line to stderr. A stderr that is full or closed leaves nobody to tell, so errors are
-/// dropped (`eprintln!` would panic).
+/// Prints a line to stderr. Ignores errors of a full or closed stderr (`eprintln!` would panic).
 pub(crate) fn tell(line: impl Display) {
     let line = line.to_string();
     if log::line(&line) {

@@ -1,4 +1,4 @@
-//! `paceline plan`: which machines, which split, how fast.
+//! `paceline plan`: compares machines, splits and speeds.
 
 mod error;
 mod here;
@@ -18,15 +18,15 @@ pub(crate) use error::{Error, hints};
 use crate::home;
 use crate::output::{draw, print};
 
-/// The shape of the model whose files lie at `path`, as they are stored.
+/// The shape of the stored model at `path`.
 ///
 /// # Errors
-/// What is wrong with the files; the error of the part that reads them, which advice is known for.
+/// Unusable files; the error of the parser, for its hints.
 pub(crate) fn shape_of(path: &Path) -> anyhow::Result<ModelShape> {
     shape::from_files(path, None).map_err(in_files)
 }
 
-/// The error of the part that reads a model's files.
+/// The error of the file's parser.
 fn in_files(error: shape::Error) -> anyhow::Error {
     match error {
         shape::Error::Gguf(error) => error.into(),
@@ -36,7 +36,7 @@ fn in_files(error: shape::Error) -> anyhow::Error {
     }
 }
 
-/// The error of the part that knows a name.
+/// The error of the name's lookup.
 fn of_name(error: named::Error) -> anyhow::Error {
     match error {
         named::Error::Shape(error) => in_files(error),
@@ -45,15 +45,15 @@ fn of_name(error: named::Error) -> anyhow::Error {
     }
 }
 
-/// The files that `run` would take for `name`: a path, or what the store has under this name.
+/// The local files that `run` would use for `name`: a path, or a model of the store.
 fn local_path(name: &str) -> Option<PathBuf> {
     named::local_path(&home::home().ok()?, name)
 }
 
-/// A cluster from a file, or from the short form where there is no such file.
+/// A cluster from a file, or else from the short form.
 ///
 /// # Errors
-/// A file that cannot be read, or what is wrong with the cluster.
+/// An unreadable file, or an invalid cluster.
 pub(crate) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<Cluster> {
     named::cluster(text, catalogue).map_err(of_name)
 }
@@ -143,7 +143,7 @@ impl Goal {
     }
 }
 
-/// Plans, compares, or checks the model against published numbers.
+/// Plans, compares, or validates the cost model against published numbers.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(file) = &args.validate {
         return validate::run(file.as_deref(), args.json);
@@ -184,7 +184,7 @@ fn one(question: &Question, args: &Args) -> anyhow::Result<()> {
     print(&answer.text(question, &costs))
 }
 
-/// Puts the clusters side by side.
+/// Compares the clusters.
 fn compare(question: &Question, args: &Args) -> anyhow::Result<()> {
     let comparison = Comparison::new(question);
     draw(args.plot.as_deref(), || comparison.svg())?;

@@ -1,4 +1,4 @@
-//! Progress on stderr: a bar on a terminal, a line now and then elsewhere.
+//! Progress on stderr: a bar on a terminal, else occasional lines.
 
 use std::io::IsTerminal;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -10,10 +10,10 @@ use paceline_store::{Lines, Progress};
 use crate::output::tell;
 use crate::terminal;
 
-/// Redraws of a bar that nothing else moves (the spinner and the clock).
+/// Redraw interval of an idle bar (spinner and clock).
 const TICK: Duration = Duration::from_millis(120);
 
-/// The right kind of progress for this process's stderr.
+/// The kind of progress for this process's stderr.
 pub(crate) fn on_stderr() -> Box<dyn Progress> {
     if std::io::stderr().is_terminal() {
         Box::new(Bar { bar: None })
@@ -22,17 +22,16 @@ pub(crate) fn on_stderr() -> Box<dyn Progress> {
     }
 }
 
-/// Time after which work that shows nothing by itself says what it does, and between such lines.
+/// Delay and interval of notices about silent work.
 const SILENCE_MAX: Duration = Duration::from_secs(3);
 
-/// Says every few seconds that something is still under way, until it is dropped.
+/// Prints every few seconds that work continues, until dropped.
 pub(crate) struct Busy {
-    // Dropped, it wakes the thread.
+    // Its drop wakes the thread.
     _done: Sender<()>,
 }
 
-/// Work that may take long and shows nothing: `what` is said, and for how long already, while the
-/// answer lives. Work that is done within some seconds says nothing.
+/// Prints `what` and its duration while the returned value lives. Short work prints nothing.
 pub(crate) fn busy(what: impl Into<String>) -> Busy {
     busy_every(SILENCE_MAX, what.into(), tell)
 }
@@ -48,7 +47,7 @@ fn busy_every(period: Duration, what: String, say: impl Fn(String) + Send + 'sta
     Busy { _done: done }
 }
 
-/// A bar with speed and time left, or a spinner with the time gone.
+/// A bar with speed and remaining time, or a spinner with elapsed time.
 struct Bar {
     bar: Option<ProgressBar>,
 }
@@ -59,7 +58,7 @@ impl Progress for Bar {
         let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr());
         bar.set_style(style(total.is_some(), label, terminal::columns()));
         bar.set_message(label.to_owned());
-        // Bytes of an earlier run must not count as speed.
+        // Excludes bytes of an earlier run from the speed.
         bar.set_position(done);
         bar.reset_eta();
         bar.enable_steady_tick(TICK);
@@ -92,11 +91,11 @@ impl Drop for Bar {
     }
 }
 
-/// Columns beside the label of a bar with speed and time left, and room for a bar of ten columns.
+/// Columns of a bar without its label: speed, remaining time, and a bar of ten columns.
 const BESIDE: usize = 60;
 
-/// How a bar looks on a terminal of so many columns. It never takes more than a line: what does not
-/// fit is left out, and a label too long is cut.
+/// Style of a bar for a terminal of `columns`. It never exceeds a line: parts without room are
+/// omitted, and a long label is truncated.
 fn style(sized: bool, label: &str, columns: Option<u16>) -> ProgressStyle {
     let room = columns.map_or(usize::MAX, usize::from);
     let template = match sized {
@@ -134,11 +133,11 @@ mod tests {
             assert!(line.starts_with("starting 40 nodes ("), "{line}");
         }
         drop((short, long, send));
-        // Its thread ends, and with it the last sender.
+        // Its thread ends and drops the last sender.
         while heard.recv_timeout(Duration::from_secs(60)).is_ok() {}
     }
 
-    /// A terminal that remembers its widest line.
+    /// A terminal that records its widest line.
     #[derive(Debug)]
     struct Narrow {
         columns: u16,

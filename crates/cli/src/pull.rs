@@ -1,4 +1,4 @@
-//! `paceline pull`, and the same for every command that needs a model.
+//! `paceline pull`, and downloads for other commands.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// Fetches a model, or checks one that is there already against its hash.
+/// Downloads a model, or verifies a present one by hash.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let settings = Settings::from_env()?;
     if !args.to.is_empty() {
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     }
 }
 
-/// The store that the settings say, with progress on stderr.
+/// The store of these settings, with progress on stderr.
 fn pulls<'a>(settings: &'a Settings, cancel: &'a Cancel) -> Pulls<'a> {
     Pulls {
         home: &settings.home,
@@ -64,18 +64,18 @@ fn pulls<'a>(settings: &'a Settings, cancel: &'a Cancel) -> Pulls<'a> {
     }
 }
 
-/// The model that `spec` means, fetched if need be, and noted as used now. For the commands that
-/// run models.
+/// Finds the model `spec`, downloads it if needed, and records its use. For commands that run
+/// models.
 ///
 /// # Errors
-/// As of [`Pulls::ensure`]; [`CommandError::NotComputed`] instead of fetching in vain.
+/// As [`Pulls::ensure`]; [`CommandError::NotComputed`] for an unsupported model.
 pub(crate) fn ensure(spec: &str, signals: &Signals) -> anyhow::Result<Found> {
     let settings = Settings::from_env()?;
     let may = || -> anyhow::Result<()> { Ok(check_computed(spec)?) };
     signals.orderly(|cancel| pulls(&settings, cancel).ensure(spec, may))
 }
 
-/// Refuses a model that would be fetched in vain.
+/// Rejects unsupported models before a download.
 fn check_computed(spec: &str) -> Result<(), CommandError> {
     match usual_name(spec).and_then(|usual| usual.uncomputed.clone()) {
         Some(architecture) => Err(CommandError::NotComputed {
@@ -86,10 +86,10 @@ fn check_computed(spec: &str) -> Result<(), CommandError> {
     }
 }
 
-/// Fetches models for clients of the API.
+/// Downloads models for API clients.
 ///
 /// # Errors
-/// Settings that cannot be read.
+/// Invalid settings.
 pub(crate) fn for_clients() -> anyhow::Result<Puller> {
     let Settings { home, options } = Settings::from_env()?;
     Ok(puller(home, options, Arc::new(|line| tell(line))))

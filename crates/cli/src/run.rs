@@ -94,7 +94,7 @@ pub(crate) struct Args {
 /// Answers the prompt, or chats.
 ///
 /// # Errors
-/// Wrong options, a model that cannot be had or loaded, a prompt that does not fit.
+/// Wrong options, a model that cannot be found or loaded, a prompt that does not fit.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let sampling = args.sampling.params()?;
     let prompt = match &args.prompt {
@@ -116,7 +116,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     }
 }
 
-/// Loads the model; `stays` keeps the split that was chosen first.
+/// Loads the model; `stays` keeps the first split.
 fn open(
     args: &Args,
     sampling: SamplingParams,
@@ -138,20 +138,20 @@ fn open(
     Session::open(args, (&path, draft.as_deref(), beside), sampling, stays)
 }
 
-/// An answer that was traced.
+/// A traced answer.
 pub(crate) struct Traced {
-    /// Where its time went.
+    /// Its timeline.
     pub(crate) timeline: Timeline,
-    /// The answer's text and measurements: the object that `run --json` prints.
+    /// The answer with statistics: the object of `run --json`.
     pub(crate) figures: Value,
-    /// The same as a line.
+    /// The statistics as a line.
     pub(crate) line: String,
 }
 
-/// The prompt, of the command line or of a standard input that is no terminal.
+/// The prompt, from the command line or a standard input that is not a terminal.
 ///
 /// # Errors
-/// [`Error::NoPrompt`], and what is wrong with the input.
+/// [`Error::NoPrompt`], or an invalid input.
 pub(crate) fn prompt(args: &Args) -> anyhow::Result<String> {
     match &args.prompt {
         Some(prompt) if !prompt.trim().is_empty() => Ok(prompt.clone()),
@@ -160,10 +160,10 @@ pub(crate) fn prompt(args: &Args) -> anyhow::Result<String> {
     }
 }
 
-/// Answers the prompt and records what every node does meanwhile.
+/// Answers the prompt with a timeline of all nodes.
 ///
 /// # Errors
-/// As [`run`]; [`Error::NoPrompt`] on a terminal without one.
+/// As [`run`]; [`Error::NoPrompt`] on a terminal without a prompt.
 pub(crate) fn traced(args: &Args, max_tokens: usize, signals: &Signals) -> anyhow::Result<Traced> {
     let sampling = args.sampling.params()?;
     let prompt = prompt(args)?;
@@ -179,7 +179,7 @@ pub(crate) fn traced(args: &Args, max_tokens: usize, signals: &Signals) -> anyho
 }
 
 impl Args {
-    /// The model and the options that decide whether a node is asked.
+    /// The model and options that decide whether the node is used.
     fn wish(&self) -> Wish<'_> {
         Wish {
             model: &self.model,
@@ -191,7 +191,7 @@ impl Args {
         }
     }
 
-    /// An option that only this process can follow.
+    /// An option that only this process supports.
     fn only_here(&self) -> Option<&'static str> {
         let compute = &self.compute;
         let given = [
@@ -210,7 +210,7 @@ impl Args {
     }
 }
 
-/// Refuses options that need a prompt when there is none.
+/// Rejects options that need a prompt without one.
 fn check_chat(args: &Args, prompt: Option<&str>) -> Result<(), Error> {
     let flag = match prompt {
         None if args.json => "--json",
@@ -220,7 +220,7 @@ fn check_chat(args: &Args, prompt: Option<&str>) -> Result<(), Error> {
     Err(Error::NotInChat { flag })
 }
 
-/// Standard input as the prompt.
+/// Reads the prompt from standard input.
 fn piped_prompt() -> anyhow::Result<String> {
     let mut bytes = Vec::new();
     let stdin = std::io::stdin().lock();
@@ -249,8 +249,8 @@ fn answer(args: &Args, session: &mut Session, prompt: String) -> anyhow::Result<
     end_answer(&figures)
 }
 
-/// Generates an answer and shows it, in a chat until it is cancelled. One that breaks off ends its
-/// line, so that the error has one of its own.
+/// Generates and shows an answer, in a chat until it is cancelled. An interrupted answer ends its
+/// line, so that the error has its own.
 fn shown(
     session: &mut Session,
     tokens: Vec<u32>,
@@ -267,7 +267,7 @@ fn shown(
     figures
 }
 
-/// The prompt in the model's chat template, or as it is for a model without one.
+/// Tokenises the prompt, with the chat template if there is one.
 fn encode(args: &Args, session: &Session, prompt: String) -> anyhow::Result<Vec<u32>> {
     if session.has_template() && !args.raw {
         let mut messages = start_of_chat(args);
@@ -286,7 +286,7 @@ fn start_of_chat(args: &Args) -> Vec<Message> {
     system.map(|text| Message::new("system", text)).collect()
 }
 
-/// Ends the answer's last line and tells what it cost.
+/// Ends the answer's last line and prints the statistics.
 fn end_answer(figures: &Figures) -> anyhow::Result<()> {
     print("")?;
     figures

@@ -55,10 +55,10 @@ pub(crate) struct ScopeArgs {
     system: bool,
 }
 
-/// Does it.
+/// Runs the command.
 ///
 /// # Errors
-/// Wrong arguments of `up`; what the service manager says.
+/// Wrong arguments of `up`; the service manager's error.
 pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Install {
@@ -79,7 +79,7 @@ fn service(scope: ScopeArgs, up: &[String]) -> anyhow::Result<Service> {
     let arguments: Vec<String> = std::iter::once("up".to_owned())
         .chain(up.iter().cloned())
         .collect();
-    // A mistake shows now, and not in the log of a service at the next start.
+    // Reports a mistake now, not in the log at the next start.
     let line = std::iter::once("paceline").chain(arguments.iter().map(String::as_str));
     Cli::try_parse_from(line).context("these are no arguments of `paceline up`")?;
     Ok(Service {
@@ -88,7 +88,7 @@ fn service(scope: ScopeArgs, up: &[String]) -> anyhow::Result<Service> {
             true => Scope::System,
             false => Scope::User,
         },
-        // By its path: the service starts whatever an update puts there.
+        // By path: the service starts the updated program after an update.
         program: env::current_exe().context("cannot find this program")?,
         arguments,
         home: home::named_folder()?,

@@ -1,5 +1,5 @@
-//! The choice whether this machine's node answers instead of this process. It answers by an
-//! instance that is loaded, or by one that it loads for as long as this command runs.
+//! Decides whether this machine's node answers instead of this process: by a loaded instance, or by
+//! one leased until this command ends.
 
 use std::sync::mpsc::Receiver;
 
@@ -14,26 +14,25 @@ use crate::interrupt::Signals;
 use crate::output::{printable, tell};
 use crate::{home, member, pull};
 
-/// The model and the options of a command that decide whether this machine's node is asked.
+/// The model and options that decide whether this machine's node is used.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wish<'a> {
     /// The user's name for the model.
     pub(crate) model: &'a str,
-    /// More than one are borrowed.
+    /// More than one lease an instance.
     pub(crate) nodes: u32,
     pub(crate) split: SplitKind,
     pub(crate) context: Option<u32>,
-    /// Whether the node is not asked at all.
+    /// Whether to skip the node.
     pub(crate) never: bool,
-    /// An option that only this process can follow.
+    /// An option that only this process supports.
     pub(crate) only_here: Option<&'static str>,
 }
 
-/// The instance that is to answer, if any; says in one line what computes, where a node runs that
-/// could.
+/// The instance that answers, if any. Prints what computes, if a running node could.
 ///
 /// # Errors
-/// Why the node cannot load the model for this command.
+/// Why the node cannot load the model.
 pub(crate) fn instance(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Option<Instance>> {
     if wish.never {
         return Ok(None);
@@ -41,7 +40,7 @@ pub(crate) fn instance(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Opt
     let asked = member::ask_if_up("using", json!({ "model": wish.model }));
     let using = match asked {
         Ok(Some(using)) => using,
-        // A node that serves the model of its command line has no such command.
+        // A node with a fixed model lacks this command.
         Ok(None) | Err(_) => return Ok(None),
     };
     if let Some(option) = wish.only_here {
@@ -68,10 +67,10 @@ pub(crate) fn instance(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Opt
     Ok(Some(instance))
 }
 
-/// The instance of a model that this machine's node can ask.
+/// The loaded instance of a model at this machine's node.
 ///
 /// # Errors
-/// A node that does not run, or has none.
+/// A node that does not run, or lacks the model.
 pub(crate) fn loaded(model: &str) -> anyhow::Result<Instance> {
     let using = member::ask("using", json!({ "model": model }))?;
     if using.is_null() {
@@ -86,7 +85,7 @@ fn of(using: &Value, borrowed: Option<Borrowed>) -> anyhow::Result<Instance> {
     Ok(Instance::of(&home::folder()?, using, borrowed))
 }
 
-/// Loads the model over nodes of the cluster, where it has enough; else nothing.
+/// Leases an instance over nodes of the cluster; `None` without enough nodes.
 fn borrowed(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Option<Instance>> {
     let wanted = wish.nodes;
     let answer = member::ask("nodes", json!({}))?;

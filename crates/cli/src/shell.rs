@@ -35,10 +35,10 @@ pub(crate) struct ManArgs {
     output: Option<PathBuf>,
 }
 
-/// Prints a shell's script.
+/// Prints a completion script.
 ///
 /// # Errors
-/// When nobody reads it.
+/// Stdout is closed.
 pub(crate) fn completions(args: &CompletionArgs) -> anyhow::Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "paceline", &mut script);
@@ -48,7 +48,7 @@ pub(crate) fn completions(args: &CompletionArgs) -> anyhow::Result<()> {
 /// Prints a page, or writes all of them.
 ///
 /// # Errors
-/// When nobody reads it, or the folder cannot be written.
+/// Stdout is closed, or the folder is not writable.
 pub(crate) fn man(args: &ManArgs) -> anyhow::Result<()> {
     let Some(folder) = &args.output else {
         let mut page = Vec::new();

@@ -1,4 +1,4 @@
-//! `paceline show`: what a model is, before it is run.
+//! `paceline show`: facts about a model.
 
 use paceline_board::shown::Facts;
 use paceline_node::texts;
@@ -19,7 +19,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// Describes a model of this machine, or says what would be fetched.
+/// Describes a local model, or its download.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let home = home::home()?;
     let facts = match resolve(&home, &args.model)? {
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     print(&facts.text())
 }
 
-/// A model whose files are here.
+/// Facts of a local model.
 fn here(found: &Found, entry: Option<&Entry>) -> anyhow::Result<Facts> {
     let name = match &found.name {
         Some(name) => name.to_string(),

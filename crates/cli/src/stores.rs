@@ -1,4 +1,4 @@
-//! Models over the cluster: where which parts lie, what is removed, and where a pulled one is sent.
+//! Stored models of the cluster: inventory, removal, and transfer.
 
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use crate::instances::LoadProgress;
 use crate::output::{print, printable, tell};
 use crate::{home, member};
 
-/// Longest silence of a node that sends a model: it says how far it is five times a second.
+/// Read timeout of a transfer; the node reports five times a second.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// Prints where which parts of which models lie.
+/// Prints the stored model ranges, per node.
 ///
 /// # Errors
 /// A node that does not run.
@@ -30,10 +30,10 @@ pub(crate) fn list(as_json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes a model on the nodes of these names, or on all that live.
+/// Removes a model on the named nodes, or on all live ones.
 ///
 /// # Errors
-/// A node that does not run, one that has the model and keeps it.
+/// A node that does not run, or fails to remove the model.
 pub(crate) fn remove(model: &str, nodes: &[String], as_json: bool) -> anyhow::Result<()> {
     let told = member::ask("remove", json!({ "model": model, "nodes": nodes }))?;
     if as_json {
@@ -49,10 +49,10 @@ pub(crate) fn remove(model: &str, nodes: &[String], as_json: bool) -> anyhow::Re
     })
 }
 
-/// Sends a model of this machine to the nodes of these names; `all` are all that live.
+/// Sends a local model to the named nodes; `all` means all live ones.
 ///
 /// # Errors
-/// A node that does not run, one that does not get the model.
+/// A node that does not run, or a failed transfer.
 pub(crate) fn send(model: &str, nodes: &[String], as_json: bool) -> anyhow::Result<()> {
     let named = match nodes {
         [all] if all == "all" => &[][..],
@@ -62,7 +62,7 @@ pub(crate) fn send(model: &str, nodes: &[String], as_json: bool) -> anyhow::Resu
     let arguments = json!({ "model": model, "nodes": named });
     let told = local::ask(&home::folder()?, "send", arguments, SILENCE, |value| {
         let shown = json!({ "state": "sending", "progress": value });
-        // It is no instance that could fail.
+        // Not an instance, so it cannot fail.
         let _ = bar.done(&shown);
     });
     // Clears the bar.
@@ -76,7 +76,7 @@ pub(crate) fn send(model: &str, nodes: &[String], as_json: bool) -> anyhow::Resu
     })
 }
 
-/// The mended part of a node's copy, in words; empty of a copy that was right.
+/// The repaired part of a node's copy, as text; empty if none.
 fn mended(mended: &Value) -> String {
     match (mended["blocks"].as_u64(), mended["bytes"].as_u64()) {
         (Some(blocks), Some(bytes)) => {
@@ -90,7 +90,7 @@ fn mended(mended: &Value) -> String {
     }
 }
 
-/// Prints what became of each node.
+/// Prints the result of each node.
 fn say(
     outcomes: &[Value],
     as_json: bool,

@@ -1,7 +1,7 @@
 //! The terminal: its width, and its settings while a line is edited.
 //!
-//! The line editor puts the terminal into raw mode. A signal that ends the process meanwhile puts
-//! back what [`keep`] noted, so that the shell gets the terminal as it was.
+//! The line editor uses raw mode. A signal that ends the process meanwhile restores the settings
+//! saved by [`keep`], for the shell.
 
 use std::io::Write;
 use std::sync::Mutex;
@@ -12,29 +12,29 @@ use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcgetwins
 /// The settings of standard input before any line was edited.
 static KEPT: Mutex<Option<Termios>> = Mutex::new(None);
 
-/// Tells the terminal that pasted text needs no marks.
+/// Disables bracketed paste.
 const PASTE_MARKS_OFF: &[u8] = b"\x1b[?2004l";
 
-/// Notes the terminal's settings, for [`restore`].
+/// Saves the terminal's settings, for [`restore`].
 pub(crate) fn keep() {
     *lock(&KEPT) = tcgetattr(std::io::stdin()).ok();
 }
 
-/// Gives the terminal its settings back, if a line is being edited.
+/// Restores the terminal's settings, if a line is being edited.
 pub(crate) fn restore() {
     let Some(kept) = lock(&KEPT).take() else {
         return;
     };
     let edits = |now: &Termios| !now.local_modes.contains(LocalModes::ICANON);
     if tcgetattr(std::io::stdin()).is_ok_and(|now| edits(&now)) {
-        // Nobody is left to be told where this fails.
+        // Errors cannot be reported any more.
         let _ = std::io::stdout().write_all(PASTE_MARKS_OFF);
         let _ = std::io::stdout().flush();
         let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &kept);
     }
 }
 
-/// Columns of the terminal that stderr is; `None` where it is none, or does not say.
+/// Columns of the terminal on stderr; `None` without one, or if unknown.
 pub(crate) fn columns() -> Option<u16> {
     let size = tcgetwinsize(std::io::stderr()).ok()?;
     (size.ws_col > 0).then_some(size.ws_col)

@@ -1,12 +1,12 @@
-//! `paceline top`: the cluster in a terminal.
+//! `paceline top`: a live view of the cluster.
 //!
 //! ```text
 //! node of this home --local socket-->  status (JSON) --> View --> frame of ratatui --> terminal
 //! or --url          --HTTP---------->
 //! ```
 //!
-//! The frame uses bold and reversed text and no colour, so it reads the same on every terminal and
-//! over ssh. A thread asks the node, so keys are answered while the node is slow.
+//! The frame uses bold and reversed text without colours, so it is readable on every terminal and
+//! over ssh. A thread polls the node, so keys work while the node is slow.
 
 use std::io::IsTerminal;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -29,13 +29,13 @@ Examples:
 Keys: q ends, s sorts the machines by another column, / filters by text, Esc clears the filter,
 arrows and page keys scroll.";
 
-/// Between looks at the node.
+/// Poll interval of the node.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Longest wait for a key before an answer of the node is drawn.
+/// Maximum wait for a key before new data is drawn.
 const KEY_WAIT: Duration = Duration::from_millis(100);
 
-/// Columns and rows of `--once` where standard output is no terminal.
+/// Columns and rows of `--once` without a terminal.
 const PLAIN: (u16, u16) = (100, 40);
 
 /// Arguments of `paceline top`.
@@ -51,10 +51,10 @@ pub(crate) struct Args {
     once: bool,
 }
 
-/// Shows the cluster until the user ends it.
+/// Shows the cluster until the user exits.
 ///
 /// # Errors
-/// A node that does not answer the first time, a terminal that cannot be used.
+/// A node that does not respond at first, an unusable terminal.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let first = ask(args.url.as_deref())?;
     let mut view = View::default();
@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     let (sender, heard) = sync_channel(1);
     let url = args.url.clone();
-    // Not waited for at the end: it may be in a request.
+    // Not joined at the end: it may be in a request.
     let asking = std::thread::Builder::new().name("top".to_owned());
     asking
         .spawn(move || keep_asking(url.as_deref(), &sender))
@@ -77,7 +77,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     outcome
 }
 
-/// Draws and reads keys until the user ends it.
+/// Draws and reads keys until the user exits.
 fn show(
     terminal: &mut ratatui::DefaultTerminal,
     view: &mut View,
@@ -91,7 +91,7 @@ fn show(
                 Event::Key(key) if key.kind == KeyEventKind::Press && view.is_end(key) => {
                     return Ok(());
                 }
-                // The next frame has the new size.
+                // A resize; the next frame has the new size.
                 _ => {}
             }
         }
@@ -103,7 +103,7 @@ fn show(
     }
 }
 
-/// Asks the node once a second until nobody listens.
+/// Polls the node once a second until the receiver is dropped.
 fn keep_asking(url: Option<&str>, heard: &SyncSender<Result<Value, String>>) {
     loop {
         std::thread::sleep(LOOK_EVERY);
@@ -115,7 +115,7 @@ fn keep_asking(url: Option<&str>, heard: &SyncSender<Result<Value, String>>) {
 }
 
 /// # Errors
-/// Why the node does not answer.
+/// Why the node does not respond.
 fn ask(url: Option<&str>) -> anyhow::Result<Value> {
     let Some(url) = url else {
         return member::ask("board", json!({}));

@@ -1,4 +1,4 @@
-//! `paceline topology`: how machines are cabled, as `mlx.distributed_config` finds out.
+//! `paceline topology`: detects the cabling of machines, like `mlx.distributed_config`.
 
 mod error;
 mod setup;
@@ -94,16 +94,16 @@ enum Over {
     Ethernet,
 }
 
-/// Hosts and what they say of themselves.
+/// Hosts and their state.
 struct Found {
     hosts: Vec<Host>,
     machines: Vec<Machine>,
 }
 
-/// Finds out and writes a hostfile.
+/// Detects the topology and writes a hostfile.
 ///
 /// # Errors
-/// Hosts that cannot be asked, cables that are missing, commands that fail.
+/// Unreachable hosts, missing cables, failed commands.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     signals.orderly(|_| {
         let reach = Reach::new("ssh", None);

@@ -1,4 +1,4 @@
-//! `paceline trace`: where the time of an answer went, node by node.
+//! `paceline trace`: the timeline of an answer, node by node.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use crate::interrupt::Signals;
 use crate::output::{print, tell};
 use crate::{member, run};
 
-/// Tokens of an answer where nobody says: some seconds, and a file that a browser opens at once.
+/// Default tokens of an answer: some seconds, and a file that browsers open quickly.
 const TOKENS: usize = 64;
 
-/// Longest wait for an answer of a loaded model: that of its owner and some more.
+/// Timeout of a loaded model's answer: its owner's plus a margin.
 const LIMIT: Duration = Duration::from_secs(300);
 
 const EXAMPLES: &str = "\
@@ -44,10 +44,10 @@ pub(crate) struct Args {
     out: Option<PathBuf>,
 }
 
-/// Answers the prompt and says where the time went.
+/// Answers the prompt and prints the timeline.
 ///
 /// # Errors
-/// As `paceline run`; a file that cannot be written.
+/// As `paceline run`; an unwritable file.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let max_tokens = args.run.max_tokens.unwrap_or(TOKENS);
     let (timeline, answer, line) = if args.loaded {
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     print(&timeline.text())
 }
 
-/// Has the node of this machine trace an answer of a model that is loaded.
+/// Traces an answer of a loaded model through this machine's node.
 fn loaded(model: &str, prompt: String, max_tokens: usize) -> anyhow::Result<Timeline> {
     let ask = TraceAsk {
         model: model.to_owned(),

@@ -1,4 +1,5 @@
-//! `paceline train`: adapters and whole models, on one process or several, with the same bits.
+//! `paceline train`: trains adapters and whole models, on one process or several, with the same
+//! bits.
 
 mod foreign;
 mod places;
@@ -210,7 +211,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// A value by the name that files have for it.
+/// Parses a value by its name in files.
 pub(crate) fn of_name<T: serde::de::DeserializeOwned>(name: &str) -> Result<T, String> {
     serde_json::from_value(json!(name)).map_err(|error| error.to_string())
 }
@@ -262,7 +263,7 @@ impl Args {
         }
     }
 
-    /// Threads of a worker on this machine, which has `here` of them.
+    /// Threads of a worker on this machine, which has `here` workers.
     fn threads(&self, here: usize) -> usize {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let even = (cores / here.max(1)).max(1);
@@ -273,7 +274,7 @@ impl Args {
 /// Trains.
 ///
 /// # Errors
-/// What is wrong with model, data or options, each before the first step.
+/// Invalid model, data or options, before the first step.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let with_config = args.from_mlx_lm.as_deref();
     let merged = with_config
@@ -328,7 +329,7 @@ fn train(
     let kernels = load::free_kernels(threads)?;
     let start = Instant::now();
     let clock = || start.elapsed().as_secs_f64();
-    // Speeds of other machines and of GPUs are not known, so their share is not told.
+    // Unknown speeds of other machines and GPUs: their shares are not printed.
     let all_here = here == posts.len();
     let flops = if all_here && args.class == Class::Cpu {
         measured_flops(&kernels, &clock) * posts.len().max(1) as f64
@@ -383,5 +384,5 @@ fn train(
     Ok((report, (nodes, told)))
 }
 
-/// Nodes, and threads of each; those of other machines are not known.
+/// Nodes, and threads of each, if known.
 type CrewSize = (usize, Option<usize>);

@@ -49,7 +49,7 @@ The API is that of OpenAI (/v1/chat/completions, /v1/completions, /v1/responses,
 Anthropic (/v1/messages), of Ollama (/api/chat, /api/generate) and of llama-server (/tokenize,
 /infill); beside it /health, /metrics and /openapi.json. Ctrl-C ends it; answers that are under way get 5 seconds.";
 
-/// A model and what answers with it.
+/// A model and its service.
 type Serving = (Model, Arc<dyn Service>);
 
 /// A model's names.
@@ -58,7 +58,7 @@ struct Named {
     aliases: Vec<String>,
 }
 
-/// How often a request to end is looked for.
+/// Interval of shutdown checks.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Arguments of `paceline up`.
@@ -83,7 +83,7 @@ pub(crate) struct Args {
     /// MODEL:NAME, and the model without one too; all share its weights
     #[arg(long, value_name = "[NAME=]FILE", value_parser = Tuned::parse)]
     adapter: Vec<Tuned>,
-    /// The adapter that these arguments are about, where it answers beside the model.
+    /// The adapter of these arguments, if it is applied at run time.
     #[arg(skip)]
     tuned: Option<Tuned>,
     /// Another name that clients may call the model by, the first of several; may be given several
@@ -178,10 +178,10 @@ pub(crate) struct Args {
     with_parent: bool,
 }
 
-/// Answers requests until a signal comes.
+/// Serves requests until a signal.
 ///
 /// # Errors
-/// A model that cannot be had or loaded, an address that cannot be listened on.
+/// A model that cannot be found or loaded, an address that cannot be bound.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if args.with_parent {
         process::end_with_parent().context("cannot watch the parent")?;
@@ -238,13 +238,13 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 
 fn ended(outcome: anyhow::Result<()>) -> anyhow::Result<()> {
     match outcome {
-        // A signal is how a server ends.
+        // A signal is the normal end of a server.
         Err(error) if matches!(error.downcast_ref(), Some(StoreError::Cancelled)) => Ok(()),
         other => other,
     }
 }
 
-/// A price that can be multiplied.
+/// Parses a finite price.
 fn price(text: &str) -> Result<f64, String> {
     let price: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
     let is_price = price.is_finite() && price >= 0.0;
@@ -253,7 +253,7 @@ fn price(text: &str) -> Result<f64, String> {
         .ok_or_else(|| "expected a number from 0 on".to_owned())
 }
 
-/// Runs the node, with models that `load` brings and `unload` takes away.
+/// Runs the node, with models that are loaded and unloaded by commands.
 fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     let node = args.node.start(args.class())?;
     let agent = node.0.clone();
@@ -288,7 +288,7 @@ struct Tuned {
 }
 
 impl Tuned {
-    /// Reads `NAME=FILE` or `FILE`; a path that is there may have a `=` in it.
+    /// Parses `NAME=FILE` or `FILE`; an existing path may have a `=` in it.
     fn parse(text: &str) -> Result<Self, String> {
         let named = text.split_once('=').filter(|(name, _)| !name.contains('/'));
         let (name, path) = match named.filter(|_| !Path::new(text).exists()) {
@@ -302,14 +302,14 @@ impl Tuned {
         })
     }
 
-    /// Its name; without one that of its folder or file.
+    /// Its name; by default that of its folder or file.
     fn id(&self) -> String {
         let name = self.name.clone();
         name.unwrap_or_else(|| adapter::name_of(&self.path))
     }
 }
 
-/// Says where the server is. Programs wait for these lines.
+/// Prints the server's URLs. Programs wait for these lines.
 fn tell_urls(urls: &[String]) {
     for url in urls {
         tell(format_args!("listening on {url}"));
@@ -334,8 +334,8 @@ fn wait(cancel: &Cancel) {
     tell("stopping");
 }
 
-/// Starts the node beside a model. A model is served without one too: a second model of this home,
-/// or a port that is taken, is no reason to fail.
+/// Starts the node in addition to a model. The model is served without it too: a second model of
+/// this home, or a port in use, is no error.
 fn join_in(args: &Args) -> Option<Running> {
     match args.node.start(args.class()) {
         Ok(node) => {
@@ -390,7 +390,7 @@ fn serve(
     })
 }
 
-/// Makes embeddings until a signal comes.
+/// Serves embeddings until a signal.
 fn embed(args: &Args, all: Vec<Serving>, cancel: &Cancel) -> anyhow::Result<()> {
     let (config, board) = args.set_up(Facts::default(), false)?;
     let server = Server::bind_all(config, all)?;
@@ -412,7 +412,7 @@ fn embed(args: &Args, all: Vec<Serving>, cancel: &Cancel) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Waits for a signal, then stops the server. The first start must succeed.
+/// Waits for a signal, then stops the server. The first start of workers must succeed.
 fn watch(
     opened: &Opened,
     instance: &Instance,
@@ -428,7 +428,7 @@ fn watch(
     outcome
 }
 
-/// Tells people what becomes of the workers.
+/// Prints the workers' notices.
 fn observer(opened: &Opened) -> Observer {
     let mut loading = Loading::new(opened.nodes());
     let (config, threads) = (opened.config().clone(), opened.threads());
@@ -437,7 +437,7 @@ fn observer(opened: &Opened) -> Observer {
         loading.hear(notice);
         match notice {
             Notice::Loading { .. } => {}
-            // A change of the split has a line of its own.
+            // A split change has its own line.
             Notice::Ready { again: false, .. } if std::mem::replace(&mut told, true) => {}
             notice => lines(notice, cuts, (&config, threads))
                 .iter()
@@ -455,8 +455,8 @@ impl Args {
         self.model.iter().chain(&self.option).map(String::as_str)
     }
 
-    /// Arguments for each model alone, once; aliases are the first one's. Adapters that are fused
-    /// make models of their own.
+    /// Arguments of each distinct model; aliases belong to the first. Fused adapters are models of
+    /// their own.
     fn each(&self, fuses: bool) -> Vec<Self> {
         let mut each: Vec<Self> = Vec::new();
         for model in self.models() {
@@ -489,7 +489,7 @@ impl Args {
         each
     }
 
-    /// The adapter that is put into the model itself.
+    /// The only adapter, which replaces the model.
     fn only_adapter(&self) -> Option<&Path> {
         match self.adapter.as_slice() {
             [Tuned { name: None, path }] => Some(path.as_path()),
@@ -497,7 +497,7 @@ impl Args {
         }
     }
 
-    /// The kernel class that this node computes by default.
+    /// The node's default kernel class.
     fn class(&self) -> KernelClass {
         self.compute.class.unwrap_or_default()
     }
@@ -519,15 +519,15 @@ impl Args {
         }
     }
 
-    /// Over several nodes the measured speed of answers decides which split is kept, and answers
-    /// with drafts are no measure of a split.
+    /// Maximum draft tokens. On several nodes the measured speed of answers selects the split, and
+    /// drafts would distort it.
     fn drafts(&self) -> usize {
         let is_default = self.split.nodes == 1 || self.draft.is_some();
         let default = if is_default { DRAFTS } else { 0 };
         self.drafts.map_or(default, usize::from)
     }
 
-    /// Refuses a draft model for none of `models` models, for several, and without guesses.
+    /// Rejects a draft model unless there is one model with drafts.
     ///
     /// # Errors
     /// [`Error::DraftOf`].
@@ -542,7 +542,7 @@ impl Args {
         wrong.map_or(Ok(()), |with| Err(Error::DraftOf { with }))
     }
 
-    /// The model's names for clients: a file's or folder's own name, and the argument as given.
+    /// The model's names for clients: that of its file or folder, and the argument.
     fn named(&self, given: &str) -> Named {
         if let Some(tuned) = &self.tuned {
             return Named {
@@ -562,10 +562,10 @@ impl Args {
         }
     }
 
-    /// The encoder of `--embed`, which has none of the model's further names.
+    /// The encoder of `--embed`, without the model's aliases.
     ///
     /// # Errors
-    /// A model that cannot be had or is no encoder.
+    /// A model that cannot be found or is not an encoder.
     fn beside(&self, signals: &Signals) -> anyhow::Result<Option<Serving>> {
         let Some(given) = self.embed.as_deref() else {
             return Ok(None);
@@ -580,7 +580,7 @@ impl Args {
         encoder::load(self, &found.path, &source, named).map(Some)
     }
 
-    /// Refuses what an encoder cannot follow.
+    /// Rejects options that encoders do not support.
     ///
     /// # Errors
     /// [`Error::OfDecoders`].
@@ -615,7 +615,7 @@ impl Args {
         })
     }
 
-    /// The specification by which the node runs models of the cluster.
+    /// The node's settings for models of the cluster.
     fn node_spec(&self) -> anyhow::Result<commands::Spec> {
         let program = own_program().context("cannot find this program's own file")?;
         let [train_program, bench_program, array_program] = [(); 3].map(|()| program.clone());
@@ -639,17 +639,17 @@ impl Args {
         })
     }
 
-    /// The model as clients see it.
+    /// The model for the API.
     fn served(&self, opened: &mut Opened, path: &Path) -> Model {
         let Named { id, aliases } = self.named(self.model().unwrap_or_default());
         opened.served((id, aliases), path, &|line| tell(line))
     }
 
-    /// Options with which every server of this command starts: its settings, and the board, whose
-    /// [`watch`](Board::watch) writes the audit log and `--events`.
+    /// The settings of every server of this command, and the board; [`watch`](Board::watch) then
+    /// starts the audit log and `--events`.
     ///
     /// # Errors
-    /// Settings that cannot be read.
+    /// Invalid settings.
     fn set_up(
         &self,
         facts: Facts,
@@ -681,7 +681,7 @@ impl Args {
     }
 }
 
-/// Where the dashboard's downloads come from.
+/// Settings of the dashboard's downloads.
 fn downloads() -> Result<(Home, PullOptions), String> {
     let settings = home::Settings::from_env().map_err(|error| format!("{error:#}"))?;
     Ok((settings.home, settings.options))

@@ -1,4 +1,4 @@
-//! Wires between ranks: whether one that cannot encrypt was asked for, and advice about them.
+//! Transports between ranks: checks `--plaintext`, and hints for errors.
 
 use std::env;
 
@@ -10,7 +10,7 @@ use paceline_comm_rdma::{RdmaError, SettingsError};
 
 use crate::error::Error;
 
-/// Refuses a wire that cannot encrypt and was not asked for by name.
+/// Rejects an unencrypted transport without `--plaintext`.
 ///
 /// # Errors
 /// [`Error::Plaintext`].
@@ -22,7 +22,7 @@ pub(crate) fn asked_for(backend: Backend, plaintext: bool) -> Result<Plaintext, 
     }
 }
 
-/// The value of a variable of the environment.
+/// An environment variable.
 pub(crate) fn variable(name: &str) -> Option<String> {
     env::var(name).ok()
 }
@@ -30,7 +30,7 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 /// Hint for a build without MPI.
 const BUILD_WITH_MPI: &str = "build paceline with `--features mpi`, which needs mpicc and libclang";
 
-/// Advice about a wire that is not there, or not to be trusted.
+/// The hint for a missing or untrusted transport.
 pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> {
     let launched =
         "`paceline launch --backend ring|jaccl|nccl|mpi -- PROGRAM` sets it for its ranks";
@@ -65,8 +65,7 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> 
     Some(text.to_owned())
 }
 
-/// The error of ranks that do not meet, in whatever it is wrapped: transparent errors are no link
-/// of a chain.
+/// The join error inside any wrapper: transparent errors are not a link of the chain of causes.
 fn join_error<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a JoinError> {
     let of_rdma = |error: &'a RdmaError| match error {
         RdmaError::Join(error) => Some(error),

@@ -1,4 +1,4 @@
-//! `paceline worker`: one rank of an instance. Started by `run`, `up` and `bench`, not by people.
+//! `paceline worker`: one rank of an instance. Started by `run`, `up` and `bench`, not by users.
 
 use std::io::Error as IoError;
 use std::sync::Arc;
@@ -26,20 +26,20 @@ pub(crate) struct Args {
     prefix_cache: Option<u64>,
 }
 
-/// Runs the worker; the parent is told what fails, so nothing is printed.
+/// Runs the worker; errors go to the parent, so nothing is printed.
 ///
 /// # Errors
-/// What failed; [`Error::WorkerByHand`] when there is no parent to tell.
+/// The failure; [`Error::WorkerByHand`] without a parent.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let kernels = |threads, pinning| load::kernels_at(threads, pinning).map_err(IoError::other);
-    // Whoever started this has asked for plaintext, or not been given such a wire.
+    // The parent requested plaintext, or has no such transport.
     let wire =
         |backend| launched::of(backend, Plaintext::Allowed, &variable).map_err(IoError::other);
     let ports = args.data_ports.clone().map(|Ports(ports)| ports);
     let disk = args.prefix_cache.map(Bytes).map(home::prefixes);
     let disk = disk.transpose()?;
     let halted = Arc::default();
-    // Sent by `paceline chaos`. Without a handler it would end this process.
+    // Sent by `paceline chaos`. Without a handler it would end the process.
     flag::register(SIGUSR2, Arc::clone(&halted))?;
     let settings = Settings {
         mlx: home::mlx_places()?,
@@ -54,7 +54,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// `paceline template`: the chat template of one model, within limits.
+/// `paceline template`: runs the chat template of one model, within limits.
 ///
 /// # Errors
 /// As of [`run`].

@@ -1,4 +1,4 @@
-//! `paceline bench api`: load on a server, and how it answers.
+//! `paceline bench api`: load test of a server.
 
 use std::env;
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ Examples:
 The key of a server that asks for one is taken from PACELINE_API_KEY. A word of a prompt is about
 one token; the table has the tokens that the server counted.";
 
-/// Longest wait for what a server says of itself.
+/// Timeout of queries about the server.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Arguments of `paceline bench api`.
@@ -81,7 +81,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// A rate that a load can have.
+/// Parses an arrival rate.
 fn rate(text: &str) -> Result<f64, String> {
     let rate = text.parse().ok();
     let rate = rate.filter(|rate| (0.001..=10_000.0).contains(rate));
@@ -91,7 +91,7 @@ fn rate(text: &str) -> Result<f64, String> {
 /// Measures and prints.
 ///
 /// # Errors
-/// A server that does not answer, a file that cannot be read; no request that was answered.
+/// An unreachable server, an unreadable file, no completed request.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let load = args.load()?;
     let predicted = load.server.predicted(PATIENCE);

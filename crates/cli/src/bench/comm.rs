@@ -1,8 +1,8 @@
-//! `paceline bench comm`: what the collectives cost on this machine, beside other libraries.
+//! `paceline bench comm`: cost of collectives on this machine, compared with other libraries.
 //!
-//! Wires of other kinds than shared memory and TCP work the same way where this program can start
-//! the ranks itself. Started by a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each
-//! process is a rank of its group, and rank 0 reports.
+//! Other transports than shared memory and TCP work the same way, if this program can start the
+//! ranks itself. With a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each process is a
+//! rank of its group, and rank 0 reports.
 
 use std::ffi::OsString;
 use std::num::NonZeroU8;
@@ -128,7 +128,7 @@ pub(crate) struct Args {
     data_interface: Option<String>,
 }
 
-/// Runs the measurement, or one rank of it.
+/// Runs the benchmark, or one of its ranks.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let settings = args.settings()?;
     if args.as_rank.is_some() || args.elsewhere {
@@ -164,7 +164,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 impl Args {
     /// # Errors
-    /// A transport that cannot encrypt and was not asked for by name.
+    /// An unencrypted transport without `--plaintext`.
     fn settings(&self) -> anyhow::Result<Settings> {
         let backend = self.transport.backend();
         Ok(Settings {
@@ -193,7 +193,7 @@ fn force() -> impl TypedValueParser<Value = Force> {
         .try_map(move |name| named(name).ok_or("no algorithm"))
 }
 
-/// A rank: a child of the measurement, here or on another machine.
+/// Runs a rank: a child of the benchmark, here or on another machine.
 fn rank(args: &Args, settings: &Settings) -> anyhow::Result<()> {
     let mut lines = Lines {
         input: &mut std::io::stdin().lock(),
@@ -212,7 +212,7 @@ fn rank(args: &Args, settings: &Settings) -> anyhow::Result<()> {
     Ok(ended?)
 }
 
-/// Ranks on machines of the cluster.
+/// Runs ranks on machines of the cluster.
 fn over_cluster(args: &Args, settings: &Settings) -> anyhow::Result<Report> {
     let here = Here {
         home: &home::folder()?,
@@ -226,7 +226,7 @@ fn over_cluster(args: &Args, settings: &Settings) -> anyhow::Result<Report> {
     Ok(nodes::measure(settings, &names, here)?)
 }
 
-/// Starts a rank for another machine's measurement; `more` says where it listens.
+/// Starts a rank for another machine's benchmark; `more` has its listen options.
 ///
 /// # Errors
 /// The system's error.

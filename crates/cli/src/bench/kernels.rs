@@ -1,4 +1,5 @@
-//! `paceline bench kernels`: matrix products of every weight type, beside what the machine can do.
+//! `paceline bench kernels`: matrix products of every weight type, compared with the machine's
+//! limits.
 
 use std::path::PathBuf;
 
@@ -55,7 +56,7 @@ fn weight_type(name: &str) -> Result<BlockType, String> {
 /// Measures and prints.
 ///
 /// # Errors
-/// Memory that cannot be had.
+/// Not enough memory.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let kernels = load::kernels(load::threads(args.compute, 1))?;
     let report = measure(&args.spec(), &kernels)?;

@@ -94,7 +94,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let limit = limit(&loaded)?;
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for round in 0..=args.runs {
-        // The first of each warms up.
+        // The first run of each is a warm-up.
         let run = measured(&loaded, &limit, args, round)?;
         ours.extend((round > 0).then_some(run));
         if let Some(peer) = &mut peer {
@@ -119,8 +119,8 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
-/// Prepares the peer that is measured in turn with `loaded`, the model at `path`; `None` where the
-/// arguments name no peer. `open` loads the same model once more.
+/// Prepares the baseline, which alternates with `loaded`, the model at `path`; `None` without one.
+/// `open` loads the same model again.
 fn peer(
     args: &Args,
     path: &Path,
@@ -161,7 +161,7 @@ fn peer(
     })
 }
 
-/// The limit of what a model computes on; of the processor where some nodes do on it.
+/// The hardware limit of a model's device; of the processor if some nodes use it.
 fn limit(loaded: &Loaded) -> anyhow::Result<Limit> {
     if loaded.classes.each().iter().all(|class| class.is_mlx()) {
         return Ok(Limit::of_mlx(&home::mlx_places()?)?);
@@ -170,17 +170,17 @@ fn limit(loaded: &Loaded) -> anyhow::Result<Limit> {
     Ok(Limit::of_cpu(load::kernels(threads)?)?)
 }
 
-/// A run of a model of this program.
+/// Measures a run of a loaded model.
 fn measured(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::Result<Run> {
     measure(subject(loaded), limit, &args.spec(), round).map_err(|error| match error {
-        // As they are, so that there is advice.
+        // Passed on unchanged, for advice.
         Error::Mlx(error) => error.into(),
         Error::Failure(failure) => failure.into(),
         other => other.into(),
     })
 }
 
-/// The subject that is measured in turn with the model.
+/// The baseline that alternates with the model.
 enum Peer {
     Other(Served),
     OneNode(Box<(Limit, Loaded)>),
@@ -224,12 +224,12 @@ impl Args {
         }
     }
 
-    /// Positions of the longest sequence: one token more than is measured.
+    /// Positions of the longest sequence: one more than measured.
     fn context(&self) -> usize {
         self.depth().max(self.prompt as usize) + self.r#gen as usize + 2
     }
 
-    /// The instance as a model that answers.
+    /// Uses a loaded instance as the model.
     fn at(&self, instance: &Instance) -> anyhow::Result<Loaded> {
         let split = SplitArgs {
             nodes: instance.nodes,
@@ -241,8 +241,8 @@ impl Args {
         Ok(opened.elsewhere(Arc::clone(&instance.service), instance.on.clone()))
     }
 
-    /// Sizes of the engine: room for a prompt beside the tokens before `--depth`, whose pages are
-    /// kept from run to run.
+    /// The engine's sizes: room for a prompt and the tokens before `--depth`, whose pages stay
+    /// cached between runs.
     fn sizes(&self) -> EngineConfig {
         let context = self.context();
         EngineConfig {

@@ -1,4 +1,4 @@
-//! `paceline bench plan`: what the planner says of local nodes, beside what they do.
+//! `paceline bench plan`: the planner's predictions for local nodes, compared with measurements.
 
 use paceline_bench::model::{generate, tokens};
 use paceline_bench::plan::{Runs, bars, rows, table};
@@ -51,7 +51,7 @@ pub(crate) struct Args {
 struct Way {
     split: Split,
     loaded: Loaded,
-    /// Of each round.
+    /// By round.
     predicted: Vec<f64>,
     runs: Vec<f64>,
 }
@@ -59,7 +59,7 @@ struct Way {
 /// Predicts, measures and prints.
 ///
 /// # Errors
-/// A model that cannot be had or loaded.
+/// A model that cannot be found or loaded.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     crate::wires::asked_for(args.transport.backend(), args.plaintext)?;
     let found = pull::ensure(&args.model, signals)?;
@@ -98,10 +98,10 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     }
     for round in 1..=args.runs {
         for turn in 0..all.len() {
-            // In turns, each beginning a round as often as the others.
+            // Rotated, so that each starts equally many rounds.
             let place = (turn + round as usize) % all.len();
             let way = &mut all[place];
-            // What a machine can do changes within seconds, and with what else runs.
+            // Measured anew: a machine's speed changes within seconds, and with other load.
             let local = probes.now(&way.split)?;
             let said = local.facts_at(first.config(), &way.split, PROMPT + args.r#gen / 2)?;
             way.predicted.push(said);

@@ -1,9 +1,9 @@
-//! Guesses at the command that was meant, where there is none of that name.
+//! Suggests a command for an unknown one.
 
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue};
 
-/// Commands of other programs, with what does that here.
+/// Commands of other programs, with their counterparts.
 const ELSEWHERE: [(&str, &str); 22] = [
     ("ask", "`paceline run MODEL \"...\"` answers a prompt"),
     ("chat", "`paceline run MODEL` chats"),
@@ -47,13 +47,13 @@ const ELSEWHERE: [(&str, &str); 22] = [
     ("uninstall", "`paceline rm MODEL` removes a model"),
 ];
 
-/// `error` with advice about a first word that is no command. The parser's own advice goes by how
-/// many letters two words share, which makes `stop` a `topology`.
+/// Adds a suggestion for an unknown first word to `error`. The parser's own goes by shared letters,
+/// and suggests `topology` for `stop`.
 pub(crate) fn of_usage(mut error: clap::Error, program: &clap::Command) -> clap::Error {
     let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidSubcommand) else {
         return error;
     };
-    // Commands of a command have names of their own.
+    // Only the first word is a top-level command.
     let first = std::env::args().nth(1);
     if first.as_deref() != Some(word) {
         return error;

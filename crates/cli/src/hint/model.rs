@@ -1,4 +1,4 @@
-//! Advice for errors of model files, tokenizers, chat templates and the engine.
+//! Hints for errors of model files, tokenizers, chat templates and the engine.
 
 use std::error::Error as StdError;
 use std::io::{ErrorKind, Read};
@@ -8,13 +8,13 @@ use paceline_formats::tensor::OpenError;
 use paceline_formats::{LooksLike, chat, gguf, hf, safetensors, tokenizer};
 use paceline_model::split;
 
-/// For a file whose end is missing.
+/// For a truncated file.
 const INCOMPLETE: &str = "the file is incomplete: fetch it again (`paceline pull MODEL` checks a \
                           model of the store)";
-/// For a file that contradicts itself or the family it names.
+/// For a file that contradicts itself or its family.
 const STRANGE: &str = "the file may be damaged or its maker at fault: fetch it again, or take \
                        another conversion of the model";
-/// For a value that a sound file of a model that is not supported may have as well.
+/// For a value that also occurs in valid files of unsupported models.
 const UNUSUAL: &str = "paceline cannot compute with that (yet): take another model, or another \
                        conversion of it";
 const OTHER_QUANTISATION: &str = "take a file in another quantisation, such as Q8_0 or Q4_K_M";
@@ -23,7 +23,7 @@ const LESS_MEMORY: &str = "take less memory: a smaller --context, or the model i
                            quantisation";
 const WITHOUT_TEMPLATE: &str = "--raw gives a prompt to the model without its chat template";
 
-/// Advice for one error of a chain of causes.
+/// The hint for one error of a chain of causes.
 pub(super) fn hint(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if let Some(error) = cause.downcast_ref() {
         return of_engine(error);
@@ -95,7 +95,7 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::Absent(_) => Some("`paceline models --nodes` shows which machine has what"),
         Error::Adapter { .. } => Some("`paceline adapter show` tells which model it is for"),
         Error::Thread(_) | Error::Gone | Error::HalfLate { .. } => None,
-        // The rest are contradictions in the file.
+        // The rest are contradictions within the file.
         _ => Some(STRANGE),
     }
 }
@@ -204,7 +204,7 @@ fn of_template(error: &chat::Error) -> Option<&'static str> {
     }
 }
 
-/// Advice about a file that is no model; `None` when nothing is known about it.
+/// The hint for a file that is not a model; `None` for unknown files.
 pub(super) fn other_file(path: &Path) -> Option<&'static str> {
     let file = std::fs::File::open(path).ok()?;
     if !file.metadata().ok()?.is_file() {

@@ -1,8 +1,8 @@
-//! Advice for errors of the commands themselves.
+//! Hints for errors of the commands themselves.
 
 use crate::error::Error;
 
-/// Advice for the user.
+/// The hint for an error.
 pub(super) fn hint(error: &Error) -> Option<String> {
     Some(match error {
         Error::ReaderGone => return None,
@@ -72,7 +72,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
     })
 }
 
-/// Hint for errors of several models and their adapters.
+/// The hint for errors of several models and their adapters.
 const fn of_several(error: &Error) -> &'static str {
     match error {
         Error::SameName { .. } => "give an adapter a name of its own: --adapter NAME=FILE",
@@ -83,7 +83,7 @@ const fn of_several(error: &Error) -> &'static str {
     }
 }
 
-/// Shares of `nodes` nodes, the first with the most.
+/// Example shares of `nodes` nodes, the first with the most.
 fn example(nodes: u32) -> String {
     let ones = (1..nodes).map(|_| ",1");
     std::iter::once("2").chain(ones).collect()

@@ -1,10 +1,10 @@
-//! Advice for errors of the HTTP server.
+//! Hints for errors of the HTTP server and the load generator.
 
 use std::io::ErrorKind;
 
 use paceline_serve::{Error, load};
 
-/// Advice for the user.
+/// The hint for a server's error.
 pub(super) fn hint(error: &Error) -> Option<String> {
     Some(match error {
         Error::Open { .. } => {
@@ -47,7 +47,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
     })
 }
 
-/// Advice for the user where no load can be put on a server.
+/// The hint for an error of the load generator.
 pub(super) fn hint_of_load(error: &load::Error) -> Option<String> {
     Some(match error {
         load::Error::NoServer { .. } => {

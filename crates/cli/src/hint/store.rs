@@ -1,17 +1,17 @@
-//! Advice for errors of the store, the hub and pip.
+//! Hints for errors of the store, the hub and pip.
 
 use std::io::ErrorKind;
 
 use paceline_base::Bytes;
 use paceline_store::{Catalogue, Error};
 
-/// Most names listed in one hint.
+/// Maximum names in one hint.
 const NAMES_MAX: usize = 30;
 
 /// After an interruption.
 const GO_ON: &str = "the same command again goes on with what has arrived so far";
 
-/// Advice for the user.
+/// The hints for an error.
 pub(super) fn hints(error: &Error) -> Vec<String> {
     match error {
         Error::AllSourcesFailed { failures, .. } => {
@@ -78,13 +78,13 @@ fn hint(error: &Error) -> Option<String> {
     })
 }
 
-/// Whether `paceline plan` takes a name.
+/// Whether `paceline plan` knows a name.
 fn is_planned(name: &str) -> bool {
     let planned = paceline_plan::Catalogue::builtin();
     planned.is_ok_and(|planned| planned.models.iter().any(|model| model.name == name))
 }
 
-/// Trouble with the hub or the way to it.
+/// The hint for an error of the hub or the network.
 fn network_hint(error: &Error) -> Option<String> {
     const LOGIN: &str = "a private or gated model needs HF_TOKEN with a token of an account that \
                          may read it";
@@ -95,7 +95,7 @@ fn network_hint(error: &Error) -> Option<String> {
              the certificates of a network that inspects traffic"
                 .into()
         }
-        // The hub answers 401 for names it does not know, so that private ones cannot be guessed.
+        // The hub returns 401 for unknown names, to hide private ones.
         Error::Unauthorized {
             token_sent: false, ..
         } => format!("{NAME}; {LOGIN}"),
@@ -132,7 +132,7 @@ fn network_hint(error: &Error) -> Option<String> {
     })
 }
 
-/// Trouble on this machine.
+/// The hint for a local error.
 fn system_hint(error: &Error) -> Option<String> {
     const BY_HAND: &str = "or fetch the model elsewhere and give its file's path";
     Some(match error {
@@ -184,7 +184,7 @@ fn system_hint(error: &Error) -> Option<String> {
     })
 }
 
-/// Names one below the other, the list cut where it gets long.
+/// A list of names, one per line, truncated at [`NAMES_MAX`].
 fn names(all: &[String]) -> String {
     let mut lines: Vec<String> = all
         .iter()

@@ -1,10 +1,10 @@
-//! Whether this version has a command that a finding links to.
+//! Checks that commands linked from findings exist in this version.
 //!
-//! Asked of the command line's own definition, so that a link cannot outlive or outrun its command.
+//! Uses the command line's own definition, so that links stay valid.
 
 use clap::CommandFactory;
 
-/// Whether `line`, such as `paceline plan MODEL --compare`, is a command with such options here.
+/// Whether `line`, such as `paceline plan MODEL --compare`, is a command with existing options.
 pub(super) fn exists(line: &str) -> bool {
     has(&crate::Cli::command(), line)
 }
@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn links_of_the_knowledge_base_begin_with_a_command_of_the_design() {
-        // The command table of the design; a link to anything else would never come true.
+        // The planned commands; links to others would never be valid.
         const DECIDED: [&str; 7] = ["run", "plan", "bench", "launch", "topology", "doctor", "kb"];
         let kb = paceline_kb::KnowledgeBase::built_in();
         for finding in kb.findings() {

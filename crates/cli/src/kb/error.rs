@@ -1,10 +1,10 @@
-//! Advice for errors of `paceline kb`.
+//! Hints for errors of `paceline kb`.
 
 use paceline_board::findings::Error;
 
 use crate::output::printable;
 
-/// Advice for the user.
+/// The hint for an error.
 pub(crate) fn hint(error: &Error) -> Option<String> {
     Some(match error {
         Error::Read { source, .. } | Error::Write { source, .. } => return hint(source),

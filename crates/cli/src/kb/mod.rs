@@ -1,9 +1,9 @@
-//! `paceline kb`: findings on distributed computing, searched and answered from.
+//! `paceline kb`: searches and answers from findings on distributed computing.
 //!
-//! [`paceline_kb`] knows, finds and says it, [`findings`] has the user's files, this module
-//! prints.
+//! [`paceline_kb`] has the findings, search and text; [`findings`] loads the user's files; this
+//! module prints.
 //!
-//! A search without hits and a question without an answer are results, not failures: exit code 0.
+//! A search without hits and a question without answer are results, not failures: exit code 0.
 
 mod command;
 mod error;
@@ -72,7 +72,7 @@ enum Command {
     },
 }
 
-/// A number, also as `#415`.
+/// Parses a number, also as `#415`.
 fn id(text: &str) -> Result<u32, std::num::ParseIntError> {
     text.strip_prefix('#').unwrap_or(text).parse()
 }
@@ -124,17 +124,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// The built-in findings and the user's.
+/// Loads the built-in findings and the user's.
 fn load() -> KnowledgeBase {
     let home = home::home().ok();
     findings::load(home.as_ref().map(|home| home.root()), &|line| tell(line))
 }
 
-/// Width where no terminal says one.
+/// Width without a terminal.
 const WIDTH_DEFAULT: usize = 80;
 
-/// A page for stdout. `COLUMNS` counts where stdout is no terminal, `NO_COLOR` and `TERM=dumb`
-/// where it is one.
+/// A page for stdout. `COLUMNS` applies without a terminal, `NO_COLOR` and `TERM=dumb` with one.
 fn page_for_stdout() -> Page {
     let stdout = std::io::stdout();
     let terminal = stdout.is_terminal();

@@ -1,4 +1,4 @@
-//! Errors of a launch, and advice for them.
+//! Errors of a launch, with hints.
 
 use std::error::Error as StdError;
 use std::ffi::OsString;
@@ -9,22 +9,22 @@ use paceline_launch::launch::{Error as LaunchError, PlanError};
 use paceline_launch::remote::Error as RemoteError;
 use paceline_process::processes::Ending;
 
-/// Why nothing is launched, as far as this machine is concerned.
+/// Local errors of a launch.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// `mpirun` ended with a code of its own or of a rank.
+    /// `mpirun` failed, by itself or with a rank's code.
     #[error("mpirun {ending}")]
     Mpirun {
-        /// How.
+        /// Its exit state.
         ending: Ending,
     },
     /// No `python3`.
     #[error("there is no python3 in PATH")]
     NoPython,
-    /// `--env NAME` of a variable that is not set here, or is no text.
+    /// `--env NAME` of a variable that is not set, or not UTF-8.
     #[error("--env {0}: it is not set here, or not UTF-8")]
     NotSet(String),
-    /// A folder that cannot be named on another machine.
+    /// A folder name that is not UTF-8.
     #[error("the current folder {0:?} is not UTF-8")]
     FolderNotUtf8(OsString),
 }
@@ -46,12 +46,12 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> Option<u8> {
     Some(u8::try_from(code).unwrap_or(1))
 }
 
-/// A hostfile that is named on the command line and is none counts as wrong usage.
+/// Whether a hostfile of the command line is invalid, which counts as wrong usage.
 const fn is_wrong_file(error: &HostfileError) -> bool {
     !matches!(error, HostfileError::Write { .. })
 }
 
-/// Advice for one error of a chain of causes.
+/// Hints for one error of a chain of causes.
 pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
     let hint = if let Some(error) = cause.downcast_ref() {
         of_launch(error)
@@ -82,7 +82,7 @@ fn own(error: &Error) -> Option<String> {
     })
 }
 
-/// The requirement on `ssh`, as advice.
+/// The hint about working `ssh`.
 pub(crate) fn ssh_works(host: &str) -> String {
     format!("`ssh {host} true` must work without a question; `ssh-copy-id {host}` installs a key")
 }

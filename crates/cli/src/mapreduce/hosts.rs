@@ -1,9 +1,8 @@
 //! Workers on other machines: `--hosts`, and `--nodes` in a cluster.
 //!
-//! The job's workers are bridges: processes of this program that have a worker started by `ssh`, or
-//! by the node of another machine. They pass on what both sides say. Inputs have the same paths on
-//! all machines. A worker whose inputs differ from those here is left out. Results are written
-//! here.
+//! The job's workers are relays: processes of this program that have a worker started by `ssh`, or
+//! by the node of another machine, and relay the messages. Inputs have the same paths on all
+//! machines. A worker with different inputs is excluded. Results are written here.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -19,23 +18,23 @@ use paceline_process::processes::Ending;
 
 use crate::{home, process};
 
-/// Names of hosts, with commas between.
+/// Parses comma-separated host names.
 ///
 /// # Errors
-/// The fault of the names.
+/// An invalid name.
 pub(super) fn names(text: &str) -> Result<Vec<String>, String> {
     let file = Hostfile::from_names(text, 1).map_err(|error| error.to_string())?;
     Ok(file.hosts.into_iter().map(|host| host.ssh).collect())
 }
 
-/// Starts a worker on a host and passes on what it and this process's parent say to each other.
+/// Starts a worker on a host and relays messages between it and this process's parent.
 ///
 /// # Errors
-/// When it cannot be started, or ends badly; what `ssh` says is on standard error.
+/// A failed start or worker; `ssh` prints to standard error.
 pub(super) fn bridge(host: &str) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let program = quote(&program.display().to_string());
-    // The same file as here where there is one, else what the host calls paceline.
+    // The same path as here if it exists, else the host's `paceline`.
     let script = format!(
         "program={program}; [ -x \"$program\" ] || program=paceline\n\
          exec \"$program\" mapreduce worker --stdio\n"
@@ -44,17 +43,17 @@ pub(super) fn bridge(host: &str) -> anyhow::Result<()> {
     let ending = bridge::run(&mut shell, host, &script, GREETING)?;
     match ending {
         Ending::Code(0) => Ok(()),
-        // It or `ssh` said why on standard error, of which the parent tells the last line.
+        // It or `ssh` printed the reason to standard error; the parent reports the last line.
         Ending::Code(code) => std::process::exit(code),
         ending => bail!("the worker on {host} {ending}"),
     }
 }
 
-/// Has a node of the cluster start a worker, and passes on what it and this process's parent say to
-/// each other. This machine's node leads there.
+/// Has a node of the cluster start a worker, and relays messages between it and this process's
+/// parent, through this machine's node.
 ///
 /// # Errors
-/// When there is no way to the node, it starts none, or the line to it ends.
+/// No path to the node, no worker there, or a lost connection.
 pub(super) fn bridge_to_node(id: &str) -> anyhow::Result<()> {
     let line = tunnel::line(&home::folder()?, id, tunnel::ARRAYS);
     let line = line.context("cannot reach its node")?;
@@ -63,8 +62,7 @@ pub(super) fn bridge_to_node(id: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Starts a worker for another node of the cluster; `folders` are `--folder DIR` for each folder
-/// that it may read.
+/// Starts a worker for another node; `folders` has `--folder DIR` for each readable folder.
 ///
 /// # Errors
 /// The system's error.

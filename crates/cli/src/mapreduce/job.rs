@@ -1,4 +1,4 @@
-//! What all jobs have: options, and a crew.
+//! Shared by all jobs: options, and starting the workers.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use crate::output::{print, tell};
 use crate::process::{own_program, ssh_env, worker_env};
 use crate::{load, machines};
 
-/// Most worker processes.
+/// Maximum worker processes.
 const NODES_MAX: i64 = 64;
 
 /// Arguments of every job.
@@ -55,10 +55,10 @@ pub(crate) struct JobArgs {
     pub(super) json: bool,
 }
 
-/// Prints the JSON object of a result and its figures, or `text` with the figures on stderr.
+/// Prints a result with its statistics as JSON, or `text`, with the statistics on stderr.
 ///
 /// # Errors
-/// When nobody reads.
+/// Stdout is closed.
 pub(super) fn show<T: Serialize>(
     figures: &Figures,
     json: bool,
@@ -72,10 +72,10 @@ pub(super) fn show<T: Serialize>(
     print(&text(result))
 }
 
-/// The figures of `runs` over `rows` rows, beside what this machine reads from memory.
+/// Statistics of `runs` over `rows` rows, compared with this machine's memory bandwidth.
 ///
 /// # Errors
-/// When the system refuses memory or threads to measure the machine with.
+/// The system refuses memory or threads for the measurement.
 pub(super) fn end(runs: Runs<'_>, rows: u64) -> anyhow::Result<Figures> {
     runs.end(rows, |bytes, threads| -> anyhow::Result<_> {
         if bytes < COMPARED_BYTES {
@@ -88,10 +88,10 @@ pub(super) fn end(runs: Runs<'_>, rows: u64) -> anyhow::Result<Figures> {
 }
 
 impl JobArgs {
-    /// Describes a file.
+    /// Opens an input's description.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// An invalid file.
     pub(super) fn input(&self, path: &Path) -> Result<Input, paceline_mapreduce::Error> {
         let path = Self::place(path);
         match self.raw {
@@ -100,16 +100,16 @@ impl JobArgs {
         }
     }
 
-    /// The path as all nodes have it: workers of other machines start in another folder. The same
-    /// for any crew, so that another one can go on from a journal.
+    /// The absolute path: workers on other machines start in another folder. It does not depend on
+    /// the workers, so that others can resume a journal.
     pub(super) fn place(path: &Path) -> PathBuf {
         std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
     }
 
-    /// Files as columns of all their values.
+    /// Opens files as columns of values.
     ///
     /// # Errors
-    /// What is wrong with one.
+    /// An invalid file.
     pub(super) fn columns(&self, args: &ColumnArgs) -> Result<Columns, paceline_mapreduce::Error> {
         let inputs = args.inputs.iter().map(|path| self.input(path));
         let inputs: Result<Vec<_>, _> = inputs.map(|input| input.map(Input::flat)).collect();
@@ -127,20 +127,20 @@ impl JobArgs {
         self.threads.map_or(even, usize::from)
     }
 
-    /// Whether a job can go on from where it was.
+    /// Whether the job is resumable.
     pub(super) const fn resumes(&self) -> bool {
         self.resume.is_some()
     }
 
-    /// The file that keeps finished parts.
+    /// The journal of finished parts.
     pub(super) fn journal(&self) -> Option<&Path> {
         self.resume.as_deref()
     }
 
-    /// Starts what computes.
+    /// Starts the workers.
     ///
     /// # Errors
-    /// When workers cannot be started, or there is no device where one is asked for.
+    /// Workers cannot start, or a requested device is missing.
     pub(super) fn start<'a>(&self, watch: &'a mut Watches) -> anyhow::Result<Runs<'a>> {
         let start = Instant::now();
         let crew = match (&self.hosts, self.nodes) {
@@ -161,7 +161,7 @@ impl JobArgs {
         self.workers(args.collect(), names.clone(), self.threads_elsewhere())
     }
 
-    /// Starts workers on machines of the cluster, or as many processes here.
+    /// Starts workers on machines of the cluster, or else as local processes.
     fn on_nodes(&self, nodes: usize) -> anyhow::Result<Crew> {
         let machines = if self.local {
             None
@@ -183,12 +183,12 @@ impl JobArgs {
         self.workers(args.collect(), names.collect(), self.threads_elsewhere())
     }
 
-    /// Threads of each machine; 0 for as many as it has cores.
+    /// Threads of each machine; 0 for all its cores.
     fn threads_elsewhere(&self) -> usize {
         self.threads.map_or(0, usize::from)
     }
 
-    /// Starts worker processes, which may be bridges to other machines.
+    /// Starts worker processes, which may relay to other machines.
     fn workers(
         &self,
         args: Vec<Vec<OsString>>,
@@ -198,7 +198,7 @@ impl JobArgs {
         Ok(Crew::start(Processes {
             program: own_program().context("cannot find this program's own file")?,
             args,
-            // Workers here and bridges to nodes need no more than that.
+            // Local workers and relays to nodes need only this.
             env: if self.hosts.is_none() {
                 worker_env()
             } else {
@@ -219,7 +219,7 @@ fn worker_args(more: &[&str]) -> Vec<OsString> {
         .collect()
 }
 
-/// The choice of this name.
+/// Parses a device choice.
 fn device(name: &str) -> Result<Choice, String> {
     let mut all = [Choice::Auto, Choice::Cpu, Choice::Gpu].into_iter();
     let named = all.find(|choice| choice.name() == name);

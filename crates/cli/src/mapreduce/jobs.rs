@@ -1,4 +1,4 @@
-//! Jobs of one pass, or two.
+//! Jobs of one or two passes.
 
 use std::path::Path;
 
@@ -54,7 +54,7 @@ pub(super) fn hist(args: &HistArgs) -> anyhow::Result<()> {
     show(&figures, args.job.json, &histogram, Histogram::text)
 }
 
-/// All values of an integer type, or the least and greatest value.
+/// The full range of an integer type, or the minimum and maximum.
 fn range(args: &HistArgs, columns: &Columns, runs: &mut Runs<'_>) -> anyhow::Result<(f64, f64)> {
     match Bins::of_type(columns.dtype()) {
         Some(range) => Ok(range),

@@ -1,4 +1,4 @@
-//! `paceline mapreduce sort`: values in ascending order.
+//! `paceline mapreduce sort`: sorts values in ascending order.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use super::job::{end, show};
 use super::watch::Watches;
 use super::{JobArgs, SortArgs};
 
-/// Memory when the system does not say how much is available.
+/// Memory limit if the available memory is unknown.
 const MEMORY: u64 = 1 << 30;
 
 /// The object that `sort --json` prints.
@@ -19,18 +19,18 @@ const MEMORY: u64 = 1 << 30;
 struct Shown<'a> {
     out: &'a Path,
     dtype: Dtype,
-    /// Buckets that were sorted, each by itself.
+    /// Number of sorted buckets.
     buckets: usize,
     /// Bytes of memory for all nodes together.
     memory: u64,
-    /// Whether the values stayed in memory; else they were written and read once more.
+    /// Whether the values stayed in memory; else they were written and read once.
     in_memory: bool,
 }
 
-/// Runs it.
+/// Runs the sort.
 ///
 /// # Errors
-/// What is wrong with the input, or became of the workers.
+/// Invalid input, or failed workers.
 pub(super) fn sort(args: &SortArgs) -> anyhow::Result<()> {
     let input = args.job.input(&args.input)?.flat();
     let available = machine::memory().and_then(|memory| memory.available);

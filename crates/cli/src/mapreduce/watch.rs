@@ -6,10 +6,10 @@ use paceline_mapreduce::{Progress, Task};
 use crate::output::tell;
 use crate::progress;
 
-/// Jobs that read less have no bar: it would be gone before it can be read.
+/// Minimum bytes of a job for a bar; smaller ones are too fast.
 const BAR_BYTES: u64 = 1 << 30;
 
-/// Tells how far each job is, and which workers were lost.
+/// Shows the progress of jobs, and reports lost workers.
 #[derive(Default)]
 pub(super) struct Watches(Option<Watch>);
 

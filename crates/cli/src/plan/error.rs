@@ -1,36 +1,36 @@
-//! Errors of `paceline plan` itself, and advice for what the planner says.
+//! Errors of `paceline plan`, and hints for the planner's.
 
 use paceline_base::Bytes;
 use paceline_model::shape::Error as ShapeError;
 use paceline_plan::{Change, Infeasible};
 
-/// Why there is no plan, as far as the command knows.
+/// Errors of the command itself.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// Several clusters without `--compare`.
     #[error("{0} clusters are given, a plan is for one")]
     Clusters(usize),
-    /// A model that is not on this machine cannot be measured.
+    /// A model that is not here cannot be measured.
     #[error("{0} is neither a file nor in the store, so it cannot be measured here")]
     NotHere(String),
-    /// A training is planned by a model's own files.
+    /// Planning a training needs the model's files.
     #[error("{0} is neither a file nor in the store, and a training is planned by a model's files")]
     NoFiles(String),
-    /// A training that memory has no room for.
+    /// A training that does not fit memory.
     #[error("this training needs {needs} on {machine}, which has {has}")]
     TrainingTooLarge {
-        /// The machine that lacks most.
+        /// The machine with the largest deficit.
         machine: String,
-        /// All its processes together.
+        /// Requirement of all its processes.
         needs: Bytes,
-        /// Memory that programs may have.
+        /// Memory available to programs.
         has: Bytes,
-        /// The changes that would make it fit, a sentence each.
+        /// Changes that would make it fit, a sentence each.
         changes: Vec<String>,
     },
 }
 
-/// Advice for an error of the planner or of the command, none for others.
+/// Hints for an error of the planner or the command.
 pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
     if let Some(error) = cause.downcast_ref::<Error>() {
         if let Error::TrainingTooLarge { changes, .. } = error
@@ -80,7 +80,7 @@ fn of_planner(error: &paceline_plan::Error) -> Vec<String> {
     }
 }
 
-/// A line per change that is enough by itself.
+/// A line per sufficient change.
 fn changes(why: &Infeasible) -> Vec<String> {
     why.changes.iter().map(change).collect()
 }

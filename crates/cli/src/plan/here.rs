@@ -1,4 +1,4 @@
-//! `paceline plan MODEL` without a cluster: what this machine will do, beside what it did.
+//! `paceline plan MODEL` without a cluster: predictions for this machine, compared with past runs.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use super::{Error, local_path};
 use crate::loaded::kernels;
 use crate::output::print;
 
-/// Predicts 1 to 4 nodes of `threads` threads each, in every split, for one answer and for several.
+/// Predicts 1 to 4 nodes of `threads` threads each, in every split, for one answer and several.
 pub(super) fn run(
     model: &str,
     (threads, answers): (usize, u32),

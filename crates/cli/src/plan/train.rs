@@ -1,4 +1,4 @@
-//! `paceline plan MODEL --train`: what a training would take on this machine, or on a cluster.
+//! `paceline plan MODEL --train`: forecast of a training on this machine or a cluster.
 
 use std::path::Path;
 
@@ -62,10 +62,10 @@ impl TrainPlan {
     }
 }
 
-/// Prints what a training would take.
+/// Prints the forecast of a training.
 ///
 /// # Errors
-/// [`Error::TrainingTooLarge`] with what would fit; what is wrong with the model or the cluster.
+/// [`Error::TrainingTooLarge`] with sufficient changes; an unusable model or cluster.
 pub(super) fn run(
     model: &str,
     (args, cluster): (&TrainPlan, &[String]),

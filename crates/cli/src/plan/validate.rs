@@ -11,7 +11,7 @@ use paceline_plan::validate::validate;
 
 use crate::output::print;
 
-/// Scores the rows of `file`, or those in the tree.
+/// Scores the rows of `file`, or the built-in ones.
 pub(super) fn run(file: Option<&Path>, as_json: bool) -> anyhow::Result<()> {
     let published = match file {
         None => Published::from_toml(BUILTIN, "published.toml")?,
@@ -24,10 +24,10 @@ pub(super) fn run(file: Option<&Path>, as_json: bool) -> anyhow::Result<()> {
     print(scores(&report).trim_end())
 }
 
-/// Prints the constants that the fit rows in the tree give, as `name value`.
+/// Prints the constants fitted to the built-in fit rows, as `name value`.
 pub(super) fn fit() -> anyhow::Result<()> {
     let mut published = Published::from_toml(BUILTIN, "published.toml")?;
-    // Rows that only score cannot have a say: they are not even there.
+    // Excludes the rows for scoring.
     published.rows.retain(|row| row.split == "fit");
     let fitted = fit_rows(&published, &Calibration::builtin()?)?;
     let line = |p: &paceline_plan::calibration::Parameter| format!("{} {:.4e}", p.name, p.value);

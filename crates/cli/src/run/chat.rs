@@ -14,7 +14,7 @@ use crate::output::tell;
 const HELP: &str = "Ctrl-C stops an answer, /clear forgets the conversation, \
                     /exit or Ctrl-D ends the chat.";
 
-/// The meaning of a line.
+/// A parsed line of a chat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Input<'a> {
     Nothing,
@@ -39,8 +39,8 @@ impl<'a> Input<'a> {
 /// Reads lines and answers them until the input ends.
 ///
 /// # Errors
-/// [`Error::CannotChat`], when input or output fail, and when a node is lost. What is wrong with
-/// one question is told, and the chat goes on.
+/// [`Error::CannotChat`], failed input or output, or a lost node. Errors of one question are
+/// printed, and the chat continues.
 pub(super) fn chat(args: &Args, session: &mut Session, signals: &Signals) -> anyhow::Result<()> {
     if !session.has_template() {
         let model = args.model.clone();
@@ -79,8 +79,8 @@ pub(super) fn chat(args: &Args, session: &mut Session, signals: &Signals) -> any
     Ok(())
 }
 
-/// Answers the last of `messages` and adds the answer; a question that cannot be answered is taken
-/// back, so that another one can be asked.
+/// Answers the last of `messages` and appends the answer; removes a question that cannot be
+/// answered, so that another can follow.
 fn answer(
     session: &mut Session,
     messages: &mut Vec<Message>,
@@ -107,7 +107,7 @@ fn answer(
     Ok(())
 }
 
-/// Whether no other question can be answered either.
+/// Whether the error ends the chat.
 fn is_last(error: &anyhow::Error) -> bool {
     let failure = error.downcast_ref();
     matches!(error.downcast_ref(), Some(Error::ReaderGone))

@@ -1,8 +1,7 @@
-//! Lines that a person types in a chat.
+//! Input lines of a chat.
 //!
-//! On a terminal they are edited: arrow keys move and bring back earlier lines, and a pasted text
-//! of several lines is one. Earlier lines are kept in memory only: what is said in a chat is not
-//! written to disk.
+//! On a terminal lines are edited: arrow keys move and recall earlier lines, and a pasted text of
+//! several lines is one. The history is in memory only: chats are not written to disk.
 
 use std::io::{BufRead, ErrorKind, IsTerminal, Write};
 
@@ -14,26 +13,26 @@ use rustyline::{Config, Editor};
 use crate::output::tell;
 use crate::terminal;
 
-/// The text before a line.
+/// The prompt.
 const PROMPT: &str = "> ";
 
-/// Lines that the up arrow brings back.
+/// Maximum lines of history.
 const HISTORY: usize = 1000;
 
-/// The action of the person at the terminal.
+/// The result of reading a line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Typed {
     /// A line, or a pasted text.
     Line(String),
     /// Ctrl-C: the line is dropped.
     Dropped,
-    /// Bytes that are no text.
+    /// Bytes that are not text.
     NoText,
     /// Ctrl-D, or the end of the input.
     End,
 }
 
-/// Where lines come from.
+/// Source of lines: the editor, or plain standard input.
 pub(super) struct Lines(Option<Editor<(), MemHistory>>);
 
 impl Lines {
@@ -46,7 +45,7 @@ impl Lines {
     /// Waits for the next line.
     ///
     /// # Errors
-    /// What the system says when the input cannot be read.
+    /// The system's error.
     pub(super) fn next(&mut self) -> anyhow::Result<Typed> {
         match &mut self.0 {
             Some(editor) => edited(editor.readline(PROMPT)),
@@ -55,7 +54,7 @@ impl Lines {
     }
 }
 
-/// `None` for a terminal that cannot be used so.
+/// A line editor; `None` if the terminal does not support one.
 fn editor() -> Option<Editor<(), MemHistory>> {
     let config = Config::builder()
         .max_history_size(HISTORY)
@@ -77,11 +76,10 @@ fn edited(line: rustyline::Result<String>) -> anyhow::Result<Typed> {
     })
 }
 
-/// A line of standard input. Bytes that are no text are replaced: a slip of the terminal should
-/// not end a chat.
+/// A line of standard input. Invalid bytes are replaced: a slip should not end a chat.
 fn plain() -> anyhow::Result<Typed> {
     let mut prompt = std::io::stderr().lock();
-    // Nobody sees the prompt where this fails.
+    // A failure only hides the prompt.
     let _ = prompt
         .write_all(PROMPT.as_bytes())
         .and_then(|()| prompt.flush());

@@ -72,10 +72,10 @@ pub(super) struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    /// Checked, with a seed.
+    /// Validates the options and adds a seed.
     ///
     /// # Errors
-    /// [`Error::Param`] names the option that is out of range.
+    /// [`Error::Param`] names the invalid option.
     pub(super) fn params(self) -> Result<SamplingParams, Error> {
         let params = SamplingParams {
             temperature: self.temperature,
@@ -93,8 +93,7 @@ impl SamplingArgs {
     }
 }
 
-/// A seed from the clock: different each time is all that is wanted. Kept below 2^53 so that every
-/// JSON reader keeps it whole.
+/// A seed from the clock, different each time. Below 2^53, so that all JSON readers keep it exact.
 fn arbitrary_seed() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |since| since.as_nanos() as u64 & ((1 << 53) - 1))

@@ -1,4 +1,4 @@
-//! A loaded model that answers one prompt after the other, by [`paceline_board::session`].
+//! A loaded model that answers prompts in turn, by [`paceline_board::session`].
 
 use std::io::IsTerminal;
 use std::ops::{Deref, DerefMut};
@@ -22,7 +22,7 @@ use crate::loaded::{Loaded, Opened, SplitArgs};
 use crate::output::{printable, show, tell};
 use crate::shared::Instance;
 
-/// One model, ready to answer.
+/// A session with one model.
 pub(super) struct Session(session::Session);
 
 impl Deref for Session {
@@ -40,9 +40,8 @@ impl DerefMut for Session {
 }
 
 impl Session {
-    /// Loads the model at `path`, for which the one at `draft` guesses and beside which `adapter`
-    /// is, and tells how it is split.
-    /// `stays` keeps the split that was chosen first, whatever comes of it.
+    /// Loads the model at `path` with an optional draft model and adapter, and prints its split.
+    /// `stays` keeps the first split.
     pub(super) fn open(
         args: &Args,
         (path, draft, adapter): (&Path, Option<&Path>, Option<&Path>),
@@ -66,7 +65,7 @@ impl Session {
         Self::of(args, path, loaded, (sampling, name))
     }
 
-    /// Answers by an instance of this machine's node.
+    /// A session on an instance of this machine's node.
     pub(super) fn at(
         args: &Args,
         instance: &Instance,
@@ -101,21 +100,20 @@ impl Session {
         ))
     }
 
-    /// Generates an answer, and records what every node does meanwhile.
+    /// Generates an answer with a timeline of all nodes.
     ///
     /// # Errors
-    /// As [`generate`](Self::generate); a node that does not tell.
+    /// As [`generate`](Self::generate); or a node without a timeline.
     pub(super) fn trace(&self, prompt: Vec<u32>) -> anyhow::Result<(Figures, Timeline)> {
         let traced = self.0.trace(prompt);
         traced.map_err(|error| self.explain(error, false))
     }
 
-    /// Generates an answer, showing its text as it becomes certain. In a chat it ends early when
-    /// `chat` is cancelled; `chat` also chooses the advice for a prompt that is too long.
+    /// Generates an answer, and shows its text as it becomes certain. Cancelling `chat` ends it
+    /// early; `chat` also selects the hint for a prompt that is too long.
     ///
     /// # Errors
-    /// What `show` says, and prompts that cannot be answered. Another prompt can be answered
-    /// after it.
+    /// An error of `show`, or an invalid prompt. The session stays usable.
     pub(super) fn generate(
         &self,
         prompt: Vec<u32>,
@@ -128,7 +126,7 @@ impl Session {
         figures.map_err(|error| self.explain(error, chat.is_some()))
     }
 
-    /// A prompt that is too long gets advice that fits.
+    /// Adds the hint for a prompt that is too long.
     fn explain(&self, error: anyhow::Error, in_chat: bool) -> anyhow::Error {
         match error.downcast_ref() {
             Some(Failure::PromptTooLong { tokens, context }) => Error::PromptTooLong {
@@ -143,7 +141,7 @@ impl Session {
     }
 }
 
-/// Opens the model at `path`, cut as `split` says.
+/// Opens the model at `path` with the split `split`.
 fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<Opened> {
     let sizes = |config: &Config| {
         warn_of_context(args.context, config);
@@ -154,7 +152,7 @@ fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<Opened> {
     Opened::new(path, (args.compute, args.engine), split, sizes)
 }
 
-/// Shows a piece of the answer at once.
+/// Prints a part of the answer, unbuffered.
 pub(super) fn show_answer(text: &str) -> anyhow::Result<()> {
     if std::io::stdout().is_terminal() {
         show(&printable(text))
@@ -163,7 +161,7 @@ pub(super) fn show_answer(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// More positions than the model was trained for are warned about.
+/// Warns about more positions than the model was trained for.
 fn warn_of_context(asked: Option<u32>, config: &Config) {
     let trained = config.context;
     if let Some(context) = asked.filter(|context| *context as usize > trained) {

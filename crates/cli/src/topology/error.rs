@@ -1,4 +1,4 @@
-//! Errors of a topology, and advice for them.
+//! Errors of a topology, with hints.
 
 use std::error::Error as StdError;
 
@@ -14,13 +14,13 @@ pub(crate) enum Error {
     /// No host is left.
     #[error("none of the hosts answers")]
     NobodyAnswers,
-    /// Commands of an administrator would want a password.
+    /// `sudo` would require a password.
     #[error("sudo wants a password on {}", hosts.join(", "))]
     NoSudo {
-        /// Where.
+        /// The hosts.
         hosts: Vec<String>,
     },
-    /// There is no terminal to ask at.
+    /// There is no terminal for a question.
     #[error("--auto-setup asks before it changes machines, but standard input is no terminal")]
     NobodyToAsk,
     /// A command failed.
@@ -28,19 +28,19 @@ pub(crate) enum Error {
     Setup {
         /// The host.
         host: String,
-        /// How its shell ended.
+        /// Exit state of its shell.
         ending: Ending,
     },
 }
 
 impl Error {
-    /// Whether the command line is wrong, rather than the world.
+    /// Whether it is a usage error.
     pub(crate) const fn is_usage(&self) -> bool {
         matches!(self, Self::NobodyToAsk)
     }
 }
 
-/// Advice for one error of a chain of causes.
+/// Hints for one error of a chain of causes.
 pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
     let hint = if let Some(error) = cause.downcast_ref() {
         of_topology(error)

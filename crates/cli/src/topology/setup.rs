@@ -1,4 +1,4 @@
-//! Showing the commands that machines need, and running them when that is wanted.
+//! Shows the setup commands of machines, and runs them on request.
 
 use std::io::{self, BufRead, IsTerminal};
 use std::time::Duration;
@@ -10,10 +10,10 @@ use paceline_launch::topology::setup::script;
 use super::Error;
 use crate::output::tell;
 
-/// For a dozen commands that each end at once.
+/// Timeout of a host's dozen quick commands.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Shows the commands; with `auto`, asks, and runs them on all hosts.
+/// Shows the commands; with `auto`, asks and runs them on all hosts.
 pub(super) fn carry_out(
     setup: &Setup<'_>,
     reach: &Reach,
@@ -43,7 +43,7 @@ pub(super) fn carry_out(
     Ok(())
 }
 
-/// Whether the commands can be run and a person wants them to be.
+/// Whether the commands can run and the user agrees.
 fn may_run(setup: &Setup<'_>, yes: bool) -> Result<bool, Error> {
     let hosts = setup.without_sudo();
     if !hosts.is_empty() {

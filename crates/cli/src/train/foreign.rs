@@ -1,4 +1,4 @@
-//! Options that come from a configuration of `mlx_lm.lora`.
+//! Options from a configuration of `mlx_lm.lora`.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -22,7 +22,7 @@ struct Again {
     _log: LogArgs,
 }
 
-/// An argument that must be there, on the command line or in a configuration.
+/// A required argument, from the command line or a configuration.
 ///
 /// # Errors
 /// [`Error::Needed`].
@@ -30,10 +30,10 @@ pub(super) fn needed<'a, T>(value: Option<&'a T>, name: &'static str) -> Result<
     value.ok_or(Error::Needed { name })
 }
 
-/// The arguments with those of the configuration at `path` before them.
+/// The arguments, merged over those of the configuration at `path`.
 ///
 /// # Errors
-/// What is wrong with the configuration, or with a value of it.
+/// An invalid configuration, or an invalid value in it.
 pub(super) fn merged(args: &Args, path: &Path) -> anyhow::Result<Args> {
     let named = || path.display().to_string();
     let text = std::fs::read_to_string(path).with_context(named)?;
@@ -46,7 +46,7 @@ pub(super) fn merged(args: &Args, path: &Path) -> anyhow::Result<Args> {
         match option {
             "MODEL" if args.model.is_some() => {}
             "MODEL" => words.push(value.into()),
-            // A number of epochs replaces the number of steps.
+            // `--epochs` replaces the number of steps.
             "--steps" if args.epochs.is_some() => {}
             option => words.push(format!("{option}={value}").into()),
         }

@@ -1,5 +1,4 @@
-//! Where the workers of a training run: here, on hosts that `ssh` reaches, or on machines of the
-//! cluster.
+//! Places the workers of a training: here, on hosts by `ssh`, or on machines of the cluster.
 
 use std::ffi::OsString;
 use std::io;
@@ -18,7 +17,7 @@ use crate::machines::{self, Machine};
 use crate::output::{print, tell};
 use crate::{home, load, process};
 
-/// Before a worker that could not be reached is tried again.
+/// Delay before an unreachable worker is retried.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// One process of a training.
@@ -43,10 +42,10 @@ pub(crate) struct FarArgs {
     store_only: bool,
 }
 
-/// The workers of a training; none where this process computes by itself.
+/// The workers of a training; empty if this process computes alone.
 ///
 /// # Errors
-/// What the own node says.
+/// The own node's error.
 pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
     let own = args.threads.map_or(0, usize::from);
     let elsewhere = |option: &str, name: &str, place: &str| Post {
@@ -84,8 +83,8 @@ pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
     Ok(machines.iter().map(post).collect())
 }
 
-/// `paceline train-worker`: one of the processes of a training. Its parent is told what fails, so
-/// nothing is printed but of a line to another machine.
+/// `paceline train-worker`: a process of a training. Errors go to its parent; only those of a
+/// connection to another machine are printed.
 ///
 /// # Errors
 /// What failed.
@@ -93,7 +92,7 @@ pub(crate) fn work(args: &WorkerArgs) -> anyhow::Result<()> {
     let means = |threads| {
         Ok::<_, io::Error>(Means {
             kernels: load::free_kernels(threads).map_err(io::Error::other)?,
-            // Without a home there is none that was installed.
+            // Without a home, MLX is not installed.
             mlx: home::mlx_places().unwrap_or_default(),
         })
     };
@@ -116,7 +115,7 @@ pub(crate) fn work(args: &WorkerArgs) -> anyhow::Result<()> {
     Err(error.into())
 }
 
-/// `paceline train-far`: what runs a worker on another machine, over standard input and output.
+/// `paceline train-far`: runs a worker for another machine, over standard input and output.
 ///
 /// # Errors
 /// What failed.
@@ -155,7 +154,7 @@ pub(crate) fn far(args: &FarArgs) -> anyhow::Result<()> {
 /// Starts `paceline train-far` for another node of the cluster.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub(crate) fn start_far(program: &Path) -> std::io::Result<Child> {
     let mut command = Command::new(program);
     command.args(["train-far", "--store-only"]);
@@ -164,14 +163,14 @@ pub(crate) fn start_far(program: &Path) -> std::io::Result<Child> {
     command.stderr(Stdio::null()).spawn()
 }
 
-/// A line to this program on a host.
+/// A connection to this program on a host.
 fn by_ssh(host: &str) -> Result<Ends, paceline_train::Error> {
     let failed = |reason: String| paceline_train::Error::Line { reason };
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     bridge::by_ssh(host, &program)
 }
 
-/// A line to a node of the cluster, which the own node leads to.
+/// A connection to a node of the cluster, through the own node.
 fn by_node(id: &str) -> Result<Ends, paceline_train::Error> {
     let failed = |reason: &dyn std::fmt::Display| paceline_train::Error::Line {
         reason: reason.to_string(),

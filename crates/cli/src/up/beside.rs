@@ -1,5 +1,5 @@
-//! Adapters beside a served model: each answers under a name of its own, and all share the model's
-//! weights, batches and cache.
+//! Adapters of a served model: each has a name of its own, and all share the model's weights,
+//! batches and cache.
 
 use paceline_node::AdapterOf;
 
@@ -9,10 +9,10 @@ use crate::error::Error;
 use crate::loaded::Opened;
 
 impl Args {
-    /// Whether adapters are put into a copy of the model, as MLX needs it.
+    /// Whether adapters are fused into a copy of the model, as MLX requires.
     ///
     /// # Errors
-    /// An engine and a class that do not fit each other.
+    /// An engine and a class that contradict each other.
     pub(super) fn fuses(&self) -> Result<bool, Error> {
         if self.adapter.is_empty() {
             return Ok(false);
@@ -21,16 +21,16 @@ impl Args {
         adapter::beside(engine, class, self.split.nodes).map(|beside| !beside)
     }
 
-    /// Has all adapters beside the model.
+    /// Adds all adapters to the model.
     ///
     /// # Errors
-    /// [`Error::SameName`], also for one that is called as the model is; what is wrong with one.
+    /// [`Error::SameName`], also for the model's own name; an unusable adapter.
     pub(super) fn adapt(&self, opened: &mut Opened) -> anyhow::Result<()> {
         let model = self.named(self.model().unwrap_or_default());
         for tuned in &self.adapter {
             let name = tuned.id();
             let is_known = |known: &AdapterOf| known.name == name;
-            // The only one without a name answers as the model.
+            // A single adapter without a name replaces the model.
             let is_model = self.only_adapter().is_none()
                 && (name == model.id || model.aliases.contains(&name));
             if is_model || opened.adapters().iter().any(is_known) {

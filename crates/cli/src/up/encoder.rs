@@ -1,4 +1,4 @@
-//! Models that make vectors of texts: loaded into this process, since they are small.
+//! Embedding models, loaded into this process since they are small.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,16 +13,16 @@ use super::{Args, Named, Serving};
 use crate::load;
 use crate::output::tell;
 
-/// The encoder at `path`, if it is one: what is wrong with other models is not told here.
+/// The encoder at `path`, if it is one. Errors of other models are not reported here.
 pub(super) fn source(path: &Path) -> Option<Source> {
     let source = Source::open(path).ok();
     source.filter(EncoderConfig::is_encoder)
 }
 
-/// Loads it, for clients to call it `named`.
+/// Loads it, with the names `named` for clients.
 ///
 /// # Errors
-/// A file that is missing or cannot be computed with, by name.
+/// A missing or unsupported file, by name.
 pub(super) fn load(
     args: &Args,
     path: &Path,

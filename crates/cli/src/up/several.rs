@@ -1,4 +1,4 @@
-//! Several models behind one API: a request's `model` chooses, the first answers other names.
+//! Several models behind one API: a request's `model` selects; the first answers unknown names.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -19,10 +19,10 @@ use crate::loaded::Opened;
 use crate::output::tell;
 use crate::{adapter, member, pull};
 
-/// Answers with the models of `each` until a signal comes.
+/// Serves the models of `each` until a signal.
 ///
 /// # Errors
-/// A model that cannot be had or loaded, an address that cannot be listened on.
+/// A model that cannot be found or loaded, an address that cannot be bound.
 pub(super) fn run(args: &Args, each: &[Args], signals: &Signals) -> anyhow::Result<()> {
     check_names(each)?;
     let mut models = Vec::new();
@@ -35,7 +35,7 @@ pub(super) fn run(args: &Args, each: &[Args], signals: &Signals) -> anyhow::Resu
     ended(signals.orderly(|cancel| serve(args, &models, beside, cancel)))
 }
 
-/// Refuses models of one name: the later would take the place of the earlier.
+/// Rejects equal names: the later model would replace the earlier.
 ///
 /// # Errors
 /// [`Error::SameName`].
@@ -89,7 +89,7 @@ fn serve(
     })
 }
 
-/// Loads one after the other, so that each sees the memory that those before it have left.
+/// Loads the models in turn, so that each sees the memory that remains.
 fn load_all(
     models: &[(&Args, PathBuf)],
     (doors, shown): (&Doors, &Local),
@@ -124,7 +124,7 @@ fn load_all(
     Ok(instances)
 }
 
-/// Opens a model to HTTP under its own name.
+/// Registers a model at the HTTP API under its own name.
 fn open(doors: &Doors, (model, service): Serving) -> anyhow::Result<()> {
     doors.open(&model.id.clone(), model, service)?;
     Ok(())
