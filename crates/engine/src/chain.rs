@@ -6,7 +6,7 @@
 //! draft of the window before, as if that were accepted.
 //!
 //! ```text
-//! stage 0   [t a b] [c d e] [f g h]            t is known, the others are guessed
+//! stage 0   [t a b] [c d e] [f g h]            t is known, the others are draft tokens
 //! stage 1           [t a b] [c d e] [f g h]
 //! chosen                     a b c   d x       the third window is stale; the next begins at x
 //! ```
@@ -16,10 +16,10 @@
 //! It takes:
 //!
 //! ```text
-//! round(r)                     until the first window is back
-//! + interval x q^j             for each further window j that is checked, j = 1, 2, ...
-//! + refill instead of interval for each j that is a multiple of the windows under way: it was
-//!                              sent when the first of them came back
+//! round(r)                     until the first window completes
+//! + interval x q^j             for each further window j that is verified, j = 1, 2, ...
+//! + refill instead of interval for each j that is a multiple of the in-flight windows: it was
+//!                              sent when the first of them completed
 //! ```
 //!
 //! A draft model proposes on the leader between windows; the interval includes that.

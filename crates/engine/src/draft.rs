@@ -2,10 +2,10 @@
 //! pay.
 //!
 //! ```text
-//! tokens   ... A B C D E F ... A B C        the last three tokens came before
+//! tokens   ... A B C D E F ... A B C        the last three tokens occurred before
 //! draft                              D E F  what followed them there
 //! step     rows C D E F, logits after each: the model's own choice after C, D, E, F
-//! accepted as long as the choice is the draft's token; the first other choice counts too
+//! accepted up to the first choice that differs from the draft; that choice is kept too
 //! ```
 //!
 //! The answer is the same with and without drafts, greedy and sampled. Every token is sampled from

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! tokens   ... A B C            the pending token is C
-//! draft    C -> D, D -> E       one pass of the small model for each guess
-//! step     rows C D E           the large model checks them together, as guesses of `draft`
-//! next     C D F: D was right   the draft's keys of C and D stay, the row of E is written over
+//! draft    C -> D, D -> E       one draft pass per token
+//! step     rows C D E           the large model verifies them in one step
+//! next     C D F: D was right   the draft's keys of C and D stay, the row of E is overwritten
 //! ```
 //!
 //! The draft model runs whole on the leader, independent of the large model's split. Proposing

@@ -1,8 +1,8 @@
 //! Scheduling order: which queued request gets the next slot, and which prompt is computed first.
 //!
 //! ```text
-//! passed over too often > priority > client with the fewest places > what had a place before
-//!                       > least served client > earliest deadline > oldest
+//! passed too often > priority > client with the fewest slots > resuming before new
+//!                  > least served client > earliest deadline > oldest
 //! ```
 //!
 //! Clients get equally many slots, as far as each wants them. A free slot goes to the client with

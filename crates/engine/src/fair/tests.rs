@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Sequences that all want rows, of these clients; none had one.
+/// Sequences of these clients that all want rows and had none.
 fn wishes(clients: &[u64]) -> Vec<Wish> {
     let wish = |client: &u64| Wish {
         client: *client,
@@ -15,7 +15,7 @@ fn wishes(clients: &[u64]) -> Vec<Wish> {
     clients.iter().map(wish).collect()
 }
 
-/// The places of what is granted.
+/// Indices of the granted sequences.
 fn granted(wishes: &[Wish], beyond: usize) -> Vec<usize> {
     let granted = grant(wishes, |_| beyond);
     (0..wishes.len()).filter(|at| granted[*at]).collect()
@@ -34,12 +34,12 @@ fn rows_beyond_the_equal_ones_are_bounded() {
     let clients = [9, 9, 9, 1, 9, 2, 2];
     let mut all = wishes(&clients);
     assert_eq!(granted(&all, 0), [0, 3, 5]);
-    // Round by round: the second of client 2 before the third of client 9.
+    // Round by round: the second row of client 2 before the third of client 9.
     assert_eq!(granted(&all, 2), [0, 1, 3, 5, 6]);
     assert_eq!(granted(&all, usize::MAX), [0, 1, 2, 3, 4, 5, 6]);
     all[4].ticket = 0;
     assert_eq!(granted(&all, 0), [3, 4, 5], "its last row came first");
-    // What is under way in another batch is its client's first.
+    // In-flight rows count as the client's first.
     (all[2].wants, all[2].is_under_way) = (false, true);
     assert_eq!(granted(&all, 0), [2, 3, 5]);
     all[3].wants = false; // nothing to do
@@ -47,7 +47,7 @@ fn rows_beyond_the_equal_ones_are_bounded() {
 }
 
 proptest! {
-    /// Every stream of a client with `n` goes on in one of `n` steps.
+    /// Every stream of a client with `n` has a row in one of `n` steps.
     #[test]
     fn nothing_starves(
         clients in prop::collection::vec(0..5u64, 1..40), beyond in 0..6usize,
@@ -68,7 +68,7 @@ proptest! {
         }
     }
 
-    /// The factor is kept and used on a machine whose rows cost the same each.
+    /// The factor is respected and used on a machine with equal row costs.
     #[test]
     fn steps_take_what_the_factor_allows(
         step_ms in 1.0..100.0f64, row in 0.02..0.3f64, equal in 2..8usize, streams in 20..60usize,
@@ -100,7 +100,7 @@ fn rows_that_cost_nothing_are_not_bounded() {
     assert!(leeway.beyond(3) > 1000, "{leeway:?}");
 }
 
-/// A step that the system held up, and one whose rows say nothing.
+/// One delayed step, and one whose rows carry no information.
 #[test]
 fn one_step_changes_little() {
     let mut leeway = Leeway::default();

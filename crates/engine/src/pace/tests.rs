@@ -1,4 +1,4 @@
-//! Budgets on simulated machines, and shares of them.
+//! Budgets on simulated machines, and their division among prompts.
 
 use proptest::prelude::*;
 
@@ -46,7 +46,7 @@ fn machines() -> impl Strategy<Value = Machine> {
         })
 }
 
-/// Steps with `decoding` answers while a prompt without end is read; each with its duration.
+/// Steps with `decoding` rows during an endless prompt; the rows and duration of each.
 fn steps(pacer: &mut Pacer, machine: Machine, decoding: usize, n: usize) -> Vec<(usize, f64)> {
     let step = |_| {
         let prompt = pacer.budget(decoding, 512);
@@ -58,7 +58,7 @@ fn steps(pacer: &mut Pacer, machine: Machine, decoding: usize, n: usize) -> Vec<
     (0..n).map(step).collect()
 }
 
-/// A pacer that has seen a step of prompts only, as every engine has before its first answer.
+/// A budget after one step of prompts only, as before an engine's first answer.
 fn begun(pace: Pace, machine: Machine) -> Pacer {
     let mut pacer = Pacer::new(pace);
     let first = rows(0, 100);
@@ -67,7 +67,7 @@ fn begun(pace: Pace, machine: Machine) -> Pacer {
 }
 
 proptest! {
-    /// The target is kept from the first mixed step on, within 10 %, and its time is used.
+    /// The target holds from the first mixed step on, within 10 %, and its time is used.
     #[test]
     fn answers_keep_their_pace(machine in machines(), decoding in 1..32usize) {
         let mut pacer = begun(Pace::Auto, machine);
@@ -84,7 +84,7 @@ proptest! {
         }
     }
 
-    /// Even where a step without prompts takes longer than the target, prompts go on.
+    /// Prompts get rows even if a step without prompts takes longer than the target.
     #[test]
     fn no_prompt_starves(machine in machines(), decoding in 1..32usize) {
         let mut pacer = begun(Pace::Millis(1), machine);
@@ -126,12 +126,12 @@ fn milliseconds_are_kept() {
     let mut pacer = begun(Pace::Millis(100), machine);
     let steps = steps(&mut pacer, machine, 4, 40);
     let (rows, seconds) = steps[39];
-    // 24 ms without prompts, 4 ms more with some: 144 rows would fill the 72 ms that are left. From
-    // a tile less, one more looks too dear by the 4 ms.
+    // 24 ms without prompts, 4 ms more with some: 144 rows would fill the remaining 72 ms. One tile
+    // below that, a further tile looks too expensive by the 4 ms.
     assert_eq!((rows, (seconds * 1e3).round() as u64), (128, 92));
 }
 
-/// A step that the system held up for seconds costs at most some steps of small budgets.
+/// A step delayed by seconds costs at most some steps of small budgets.
 #[test]
 fn one_delayed_step_changes_little() {
     let machine = Machine {

@@ -1,11 +1,11 @@
-//! The invariants of pages, and random use of them.
+//! Invariants of the prefix cache, and random calls.
 
 use proptest::prelude::*;
 
 use super::*;
 
 impl Pages {
-    /// Checks everything that must hold between calls; `owners` are all sequences with pages.
+    /// Checks all invariants between calls; `owners` are all sequences with pages.
     pub(crate) fn check<'a>(&self, owners: impl Iterator<Item = (&'a Owned, &'a [u32])>) {
         let mut users = vec![0; self.pages.len()];
         for (owned, computed) in owners {
@@ -35,8 +35,8 @@ impl Pages {
         (0..self.windows.len()).for_each(|i| self.check_window(i));
     }
 
-    /// A sequence has the pages of windows that its next row looks at. Each is known together with
-    /// its page of all positions.
+    /// A sequence has the window pages that its next row reads. Each is cached with its
+    /// full-attention page.
     fn check_held(&self, owned: &Owned, computed: usize) {
         for (i, held) in owned.windows().enumerate() {
             let window = &self.windows[i];
@@ -52,7 +52,7 @@ impl Pages {
         }
     }
 
-    /// Each page of a window is free, had, or known and unused, and both sides know of it.
+    /// Each window page is free, owned, or cached and unused, consistently on both sides.
     fn check_window(&self, i: usize) {
         let window = &self.windows[i];
         let mut spare = vec![0; window.slots.len()];
@@ -80,7 +80,7 @@ impl Pages {
         assert_eq!(n_known, n_slots);
     }
 
-    /// The known pages of a sequence hold its tokens.
+    /// The cached pages of a sequence match its tokens.
     fn check_tokens(&self, owned: &Owned, computed: &[u32]) {
         let mut before = owned.root;
         for (page, tokens) in owned.pages.iter().zip(computed.chunks(PAGE)) {
@@ -93,7 +93,7 @@ impl Pages {
         assert_eq!(before, owned.last_known);
     }
 
-    /// The page before a known one is known, has no fewer users, and is forgotten later.
+    /// The predecessor of a cached page is cached, has no fewer users, and is evicted later.
     fn check_before(&self, page: &Page, known: &Known) {
         let number = known.key.before;
         let is_before = |p: &&Page| p.known.as_ref().is_some_and(|k| k.number == number);
@@ -107,7 +107,7 @@ impl Pages {
         assert!(before.users > 0 || later, "{it:?} goes before {known:?}");
     }
 
-    /// Pages of which nothing is known.
+    /// Pages without cached contents.
     pub(crate) fn n_free(&self) -> usize {
         self.free.len()
     }
@@ -117,7 +117,7 @@ fn tokens(n: usize, seed: u32) -> Vec<u32> {
     (0..n as u32).map(|i| i * 7 + seed).collect()
 }
 
-/// A sequence with all of `tokens` in the cache.
+/// A sequence with all of `tokens` computed.
 fn computed(pages: &mut Pages, tokens: &[u32]) -> (Owned, usize) {
     let mut owned = Owned::default();
     let reused = pages.reuse(tokens, &mut owned);
@@ -144,7 +144,7 @@ fn a_free_page_has_one_owner() {
 
 #[test]
 fn what_is_reused_leaves_a_token_to_compute() {
-    // (tokens before, tokens now, whether they are the same, tokens reused)
+    // (earlier tokens, tokens now, whether they are the same, reused tokens)
     let cases = [
         (1, 1, true, 0),
         (PAGE - 1, PAGE, true, 0),
@@ -192,7 +192,7 @@ fn a_page_is_known_with_what_is_before_it_only() {
     let first = tokens(3 * PAGE, 1);
     let (mut owned, _) = computed(&mut pages, &first);
     pages.release(&mut owned);
-    // The same second page after another first one.
+    // The same second page after another first page.
     let mut other = first.clone();
     other[PAGE - 1] += 1;
     let (mut owned, reused) = computed(&mut pages, &other);
@@ -235,7 +235,7 @@ fn what_was_unused_longest_is_forgotten_first_and_ends_before_beginnings() {
         pages.release(&mut owned);
     }
     let longer = |all: &[u32]| [all, &[0]].concat();
-    // `new` is the older one now. Its last page goes first.
+    // `new` is the older one now. Its last page is evicted first.
     for (needed, of_old, of_new) in [(1, 3, 2), (2, 3, 1), (3, 3, 0), (4, 2, 0), (6, 0, 0)] {
         let mut pages = pages.clone();
         assert!(pages.grow(&mut Owned::default(), needed));
@@ -244,7 +244,7 @@ fn what_was_unused_longest_is_forgotten_first_and_ends_before_beginnings() {
     }
 }
 
-/// Pages that were let go are found again only as far as the windows reach back.
+/// Released pages are found again only as far as the windows reach back.
 #[test]
 fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
     let window = WindowPool {
@@ -269,7 +269,7 @@ fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
         );
     }
     pages.release(&mut owned);
-    // Pages 4 to 8 of the window are left: a row at the beginning of page i looks at page i - 1.
+    // Pages 4 to 8 of the window remain: a row at the beginning of page i reads page i - 1.
     for (n, expected) in [
         (8 * PAGE, 7),
         (6 * PAGE + 1, 6),
@@ -281,8 +281,8 @@ fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
     }
 }
 
-/// Of states only few stay: one in so many, those at the end of the prompt, and where a sequence
-/// ended. A sequence that goes on from a saved state leaves it there.
+/// Few states stay: some at regular distances, those at the end of the prompt, and at the end of a
+/// sequence. A sequence that starts from a retained state does not remove it.
 #[test]
 fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
     let window = WindowPool {
@@ -317,7 +317,7 @@ fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
     assert_eq!(reuse(&pages, 19 * PAGE + 1), 19);
 }
 
-/// Sequences come, grow and go. Few kinds of tokens, so that beginnings are often the same.
+/// Sequences start, grow and end. There are few kinds of tokens, so that prefixes are often equal.
 #[derive(Clone, Copy, Debug)]
 enum Call {
     Begin {
@@ -344,7 +344,7 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
     prop::collection::vec(call, 1..80)
 }
 
-/// Tokens of a kind that leave the common way at a page of their own.
+/// Tokens of a kind that diverge from the common prefix at their own page.
 fn branching(kind: u32, branch: usize, len: usize) -> Vec<u32> {
     let mut all = tokens(len, kind);
     let at = (branch * PAGE).min(len);
@@ -358,7 +358,7 @@ proptest! {
         let window = |back, pages, every| WindowPool { back, pages, every };
         let windows = [window(100, few.min(n), 1), window(2, n, 1), window(PAGE + 1, n, 3)];
         let mut pages = Pages::new(n, &windows);
-        // What is computed and all tokens.
+        // Computed tokens and all tokens.
         let mut running: Vec<(Owned, usize, Vec<u32>)> = Vec::new();
         for call in calls {
             match call {

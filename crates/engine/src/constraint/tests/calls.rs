@@ -1,4 +1,4 @@
-//! Grammars of calls: text that a family's reader takes for a call passes, and nothing else does.
+//! Grammars of tool calls allow exactly the texts that a family's parser reads as calls.
 
 use paceline_formats::chat::ChatTemplate;
 use paceline_formats::tools::{CallGrammar, CallRules, Event, Family, ReaderOptions, Syntax};
@@ -27,7 +27,7 @@ fn tools() -> Vec<Json> {
 }
 
 impl Case {
-    /// `None` where nothing marks a call that may be left out.
+    /// `None` for a format without a marker for optional calls.
     fn constraint(&self, tokenizer: &Tokenizer, is_required: bool) -> Option<Constraint> {
         let tools = tools();
         let rules = CallRules {
@@ -55,7 +55,7 @@ impl Case {
         self.syntax().family() == Some(family)
     }
 
-    /// The calls that the reader finds.
+    /// Number of calls that the parser finds.
     fn read(&self, answer: &str) -> usize {
         let syntax = self.syntax();
         let tokenizer = crate::engine::tests::tiny::byte_tokenizer(self.controls);
@@ -88,7 +88,7 @@ fn an_answer_of_a_schema_stands_beside_calls() {
         };
         let grammar = case.syntax().constraint(&tokenizer, &[], &rules).unwrap();
         if case.is(Family::Harmony) {
-            // Its answers stand in a channel, which no grammar of both has yet.
+            // Its answers are in a channel; no grammar combines both yet.
             assert!(grammar.is_none());
             continue;
         }
@@ -102,7 +102,7 @@ fn an_answer_of_a_schema_stands_beside_calls() {
     }
 }
 
-/// Calls must come, and may be several.
+/// At least one call is required, several are allowed.
 const fn required(tools: &[Json]) -> CallRules<'_> {
     CallRules {
         tools,
@@ -113,7 +113,7 @@ const fn required(tools: &[Json]) -> CallRules<'_> {
     }
 }
 
-/// In arguments of calls, and in answers behind thoughts.
+/// In arguments of calls, and in answers after reasoning.
 #[test]
 fn white_space_in_calls_is_bounded() {
     let tokenizer = crate::engine::tests::tiny::byte_tokenizer(&[]);
@@ -190,7 +190,7 @@ fn what_the_reader_takes_for_a_call_passes() {
     }
 }
 
-/// A number below `n`, from a state that goes on (xorshift, Marsaglia 2003).
+/// A random number below `n`; advances the state (xorshift, Marsaglia 2003).
 fn draw(state: &mut u64, n: usize) -> usize {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -198,7 +198,7 @@ fn draw(state: &mut u64, n: usize) -> usize {
     (*state % n as u64) as usize
 }
 
-/// Ends of free texts, which chance alone would never write.
+/// Ends of free texts, which random bytes would never form.
 const ENDS: [&str; 6] = [
     "</arg_value>",
     "\n</parameter>",
@@ -208,8 +208,8 @@ const ENDS: [&str; 6] = [
     "\"}",
 ];
 
-/// The next byte or control token. An ending that was begun goes on; else chance decides. Marks are
-/// likelier, since texts go on for ever when each byte is as probable as the others.
+/// The next byte or control token. An ending that was begun continues; else chance decides. Marks
+/// are likelier, since texts never end when each byte is as probable as the others.
 fn choose(allowed: &[u32], begun: &mut Vec<u8>, state: &mut u64) -> u32 {
     if begun.is_empty() && draw(state, 8) == 0 {
         *begun = ENDS[draw(state, ENDS.len())].bytes().rev().collect();
@@ -235,8 +235,7 @@ fn choose(allowed: &[u32], begun: &mut Vec<u8>, state: &mut u64) -> u32 {
     pool[draw(state, pool.len())]
 }
 
-/// An answer that is drawn token by token from what the grammar allows; `None` if it does not end
-/// soon.
+/// An answer of random allowed tokens; `None` if it does not end soon.
 fn drawn(
     grammars: &Grammars,
     tokenizer: &Tokenizer,
@@ -268,7 +267,7 @@ fn drawn(
     None
 }
 
-/// A family's reader finds calls of these tools in every answer that its grammar lets through.
+/// A family's parser finds calls of these tools in every answer that its grammar allows.
 #[test]
 fn what_passes_is_a_call_for_the_reader() {
     const DRAWS: usize = 16;
@@ -286,7 +285,7 @@ fn what_passes_is_a_call_for_the_reader() {
     }
 }
 
-/// Gemma's calls are held to the names of tools and to their form.
+/// Gemma's grammar enforces tool names and the call format.
 #[test]
 fn gemmas_calls_are_held_to_their_form() {
     let controls = [

@@ -1,4 +1,4 @@
-//! A draft model changes how many steps an answer takes, and nothing of the answer.
+//! A draft model changes the number of steps, not the answer.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -13,13 +13,13 @@ use super::rig::{Outcome, Rig, alone};
 use super::tiny::{END, Tiny, byte_tokenizer};
 use crate::{Draft, Error, SamplingParams};
 
-/// A clock that stands, by which a draft costs nothing.
+/// A stopped clock: drafting costs nothing.
 pub(super) fn frozen() -> Instant {
     static START: OnceLock<Instant> = OnceLock::new();
     *START.get_or_init(Instant::now)
 }
 
-/// A clock by which every pass of a draft takes a second.
+/// A clock by which every draft pass takes a second.
 fn slow() -> Instant {
     static LOOKS: AtomicU64 = AtomicU64::new(0);
     frozen() + Duration::from_secs(LOOKS.fetch_add(1, Ordering::Relaxed))
@@ -35,7 +35,7 @@ pub(super) fn draft(of: &Tiny, now: fn() -> Instant) -> Draft {
     }
 }
 
-/// An engine for which neither further rows nor drafts cost anything.
+/// An engine with free additional rows and free drafting.
 fn drafting(tiny: &Tiny, by: &Tiny, drafts: usize) -> Rig {
     let mut rig = eager(tiny, drafts);
     rig.engine.guess_with(draft(by, frozen)).unwrap();
@@ -58,7 +58,7 @@ fn check(tiny: &Tiny, by: &Tiny) {
     }
 }
 
-/// By a model of windows and states, and by one of states that outlast several pages.
+/// Draft models with windows and states, and with states that outlast several pages.
 #[test]
 fn a_draft_of_another_shape_changes_no_answer() {
     let tiny = Tiny::new(1);
@@ -72,7 +72,7 @@ fn a_draft_changes_no_answer_of_layers_that_differ() {
     check(&Tiny::delta_net(1), &Tiny::toy(1));
 }
 
-/// Texts that do not repeat themselves, by a draft that says what the model will say.
+/// Answers without repetition, with a draft model that predicts them exactly.
 fn of_the_same_mind(sampling: SamplingParams) -> (usize, usize) {
     let tiny = Tiny::new(1);
     let request = request(prompt(20, 7), 2 * PAGE, sampling);
@@ -107,7 +107,7 @@ fn a_draft_of_the_same_mind_takes_few_steps() {
     }
 }
 
-/// Steps of an answer that does not repeat itself much, each of which takes a millisecond.
+/// Steps of an answer with little repetition. Each step takes a millisecond.
 fn steps_of(rig: &mut Rig) -> usize {
     let sampling = SamplingParams {
         logit_bias: vec![(END, -100.0)],
@@ -129,8 +129,8 @@ fn a_draft_that_costs_more_than_it_gives_is_left() {
     let mut rig = eager(&tiny, 8);
     rig.engine.guess_with(draft(&tiny, slow)).unwrap();
     let with = steps_of(&mut rig);
-    // Its first passes, whose guesses are right, show what it costs. Those of the text itself may
-    // come at other steps then.
+    // Its first passes, with right drafts, show its cost. N-gram drafts may come at other steps
+    // then.
     assert!(with + 8 > without, "{with} steps, {without} without");
     let free = steps_of(&mut drafting(&tiny, &tiny, 8));
     assert!(2 * free < without, "{free} steps, {without} without");

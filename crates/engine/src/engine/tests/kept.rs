@@ -17,21 +17,21 @@ use crate::{EngineConfig, Request, SamplingParams, SequenceId};
 
 const CONTEXT: usize = 5 * PAGE;
 
-/// Memory that outlives engines. Clones are the same.
+/// A store in memory that outlives engines. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Shelf(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
     pages: BTreeMap<(PageName, u32), Vec<u8>>,
-    /// Bits of an endless sequence that says which pages are lost; 0 for none.
+    /// State of a random sequence that selects lost pages; 0 loses none.
     losses: u64,
     got: usize,
     lost: usize,
 }
 
 impl State {
-    /// Whether the next page is lost: one in four, where any is.
+    /// Whether the next page is lost: one in four, if losses are enabled.
     fn loses(&mut self) -> bool {
         self.losses = self.losses.wrapping_mul(6_364_136_223_846_793_005);
         let loses = self.losses >> 62 == 1;
@@ -70,7 +70,7 @@ impl PageStore for Shelf {
             state.pages.remove(&(page.name, page.pool));
         }
         let Some(bytes) = state.pages.get(&(page.name, page.pool)) else {
-            into.fill(0xff); // as of a file whose checksum is wrong
+            into.fill(0xff); // as in a file with a wrong checksum
             return false;
         };
         into.copy_from_slice(bytes);
@@ -103,7 +103,7 @@ fn rig(tiny: &Tiny, config: EngineConfig, shelf: &Shelf) -> Rig {
     rig
 }
 
-/// The answer of an engine that has nothing but the shelf, and the tokens that it did not compute.
+/// The answer of a new engine with this store, and the tokens it did not compute.
 fn after_a_restart(tiny: &Tiny, wanted: &Request, shelf: &Shelf) -> (Outcome, u64) {
     let mut rig = rig(tiny, sizes(), shelf);
     let id = rig.submit(wanted);
@@ -124,7 +124,7 @@ fn a_prompt_is_not_computed_again_after_a_restart() {
     }
 }
 
-/// A store whose pages are for others.
+/// A store that sends its pages to other nodes.
 #[derive(Debug)]
 struct Giving(Shelf);
 
@@ -152,7 +152,7 @@ impl PageStore for Giving {
     }
 }
 
-/// An engine that reads prompts for another one gives what it has in its cache too.
+/// A prefill engine also sends the pages that it has in its cache.
 #[test]
 fn pages_for_others_are_given_each_time() {
     for tiny in [Tiny::new(2), Tiny::toy(2), Tiny::delta_net(2)] {
@@ -180,7 +180,7 @@ fn pages_for_others_are_given_each_time() {
     }
 }
 
-/// Sequences that come at once wait for the one that recalls their prompt.
+/// Simultaneous requests with one prompt wait for the one that restores it.
 #[test]
 fn a_prompt_of_many_is_recalled_once() {
     let tiny = Tiny::new(1);
@@ -197,7 +197,7 @@ fn a_prompt_of_many_is_recalled_once() {
     }
 }
 
-/// Longer than what is recalled before one step, beside an answer that goes on.
+/// A prompt longer than the restore limit of a step, while another answer is generated.
 #[test]
 fn answers_go_on_while_a_long_prompt_is_recalled() {
     const LONG: usize = 60 * PAGE;
@@ -218,7 +218,7 @@ fn answers_go_on_while_a_long_prompt_is_recalled() {
         let short = rig.submit(&sampled(prompt(10, 5), 60, 2));
         rig.steps(3);
         let id = rig.submit(&long);
-        rig.steps(1); // the rig fails where an answer stalls
+        rig.steps(1); // the rig fails if an answer stalls
         assert_eq!(rig.engine.n_reused(), 32 * PAGE as u64);
         rig.drain();
         assert_eq!(rig.outcomes[&id], expected);
@@ -227,8 +227,8 @@ fn answers_go_on_while_a_long_prompt_is_recalled() {
     }
 }
 
-/// Requests begin alike, and the engine is made anew at times. The caches are too small for all,
-/// and the store loses a page now and then.
+/// Requests share prefixes, and the engine is recreated at times. The caches are too small for all,
+/// and the store loses some pages.
 #[test]
 fn no_answer_depends_on_what_a_store_has() {
     for tiny in [Tiny::new(2), Tiny::toy(2), Tiny::delta_net(1)] {

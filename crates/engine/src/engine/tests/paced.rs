@@ -1,4 +1,4 @@
-//! The engine on a simulated machine. The tiny model computes, and each step takes as long as its
+//! The engine on a simulated machine: the tiny model computes, and each step takes as long as its
 //! rows would on a machine of fixed speed.
 
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ fn step_ms(step: Composition) -> f64 {
 pub(super) struct Simulation {
     pub(super) rig: Rig,
     pub(super) now_ms: f64,
-    /// When each token of each sequence came.
+    /// Arrival time of each token of each sequence.
     came_ms: BTreeMap<SequenceId, Vec<f64>>,
 }
 
@@ -59,7 +59,7 @@ impl Simulation {
         step
     }
 
-    /// Until the first token of `id`; milliseconds from now.
+    /// Runs until the first token of `id`; returns the milliseconds.
     fn first_token(&mut self, id: SequenceId) -> f64 {
         let asked = self.now_ms;
         while !self.came_ms.contains_key(&id) {
@@ -91,7 +91,7 @@ fn sizes(pace: Pace) -> EngineConfig {
 }
 
 /// Four streams, and a prompt of 4,000 tokens after 100 steps of them. Returns the time to its
-/// first token alone and beside them, and the longest gaps of the streams without and with it.
+/// first token alone and among them, and the longest gaps of the streams without and with it.
 fn long_beside_streams(pace: Pace) -> ([f64; 2], [f64; 2]) {
     let tiny = Tiny::new(1);
     let mut simulation = Simulation::new(&tiny, sizes(pace));
@@ -128,7 +128,7 @@ fn long_beside_streams(pace: Pace) -> ([f64; 2], [f64; 2]) {
 fn streams_keep_their_pace_while_a_long_prompt_is_read() {
     let (ttft, gaps) = long_beside_streams(Pace::Auto);
     assert!(gaps[1] <= 2.75 * gaps[0], "{gaps:?}");
-    // 60 % of the machine, and six tenths of a step in which it joins in.
+    // 60 % of the machine, and six tenths of the step in which it starts.
     assert!(ttft[1] <= 3.0 * ttft[0], "{ttft:?}");
 }
 
@@ -147,7 +147,7 @@ fn arrivals() -> impl Strategy<Value = Vec<(usize, usize)>> {
     prop::collection::vec((0..400usize, 0..100usize), 1..40)
 }
 
-/// Paces as they may be set.
+/// All valid settings.
 fn paces() -> impl Strategy<Value = Pace> {
     prop_oneof![
         Just(Pace::Auto),
@@ -156,8 +156,8 @@ fn paces() -> impl Strategy<Value = Pace> {
     ]
 }
 
-/// Every request ends with the answer that it gets alone, in a time that is bounded by its work
-/// and that of the others. The rig checks at every step that no page has two owners.
+/// Every request ends with the answer of an undisturbed run, in time bounded by the work of all.
+/// The rig checks at every step that no page has two owners.
 #[test]
 fn nothing_starves_and_no_answer_changes() {
     const CONTEXT: usize = 3 * PAGE;
@@ -184,7 +184,7 @@ fn nothing_starves_and_no_answer_changes() {
             let request = request % requests.len();
             asked.push((simulation.rig.submit(&requests[request]), request));
         }
-        // More than all rows one by one, each computed twice, in steps of the least rows.
+        // More than all rows one by one, each computed twice, in steps of the minimum rows.
         let limit = simulation.rig.n_steps + 2 * asked.len() * CONTEXT;
         while !simulation.rig.engine.is_idle() {
             simulation.step();

@@ -1,4 +1,4 @@
-//! Clients on a simulated machine: one with many streams beside others with one each.
+//! Fairness on a simulated machine: one client with many streams, others with one each.
 
 use paceline_tensor::PAGE;
 use proptest::prelude::*;
@@ -12,7 +12,7 @@ use crate::{EngineConfig, Order, Request, SamplingParams, SequenceId};
 
 const CONTEXT: usize = 8 * PAGE;
 
-/// Running sequences at most, as `up` has.
+/// Maximum running sequences, the default of `up`.
 const RUNNING: usize = 32;
 
 /// The client with many streams.
@@ -42,8 +42,7 @@ fn stream(client: u64, prompt: Vec<u32>, n: usize) -> Request {
     }
 }
 
-/// An engine in which the greedy client has so many streams, with the prompts of the running ones
-/// read.
+/// An engine in which the greedy client has `streams`, after the prefill of the running ones.
 fn beside(tiny: &Tiny, streams: u32) -> Simulation {
     let mut simulation = Simulation::of(Rig::new(tiny, sizes()).unordered());
     for i in 0..streams {
@@ -58,8 +57,8 @@ fn beside(tiny: &Tiny, streams: u32) -> Simulation {
     simulation
 }
 
-/// How long answers to `n` requests of four clients take, sorted, in milliseconds. Each client asks
-/// again a step after its last answer, when another sequence has its place.
+/// Latencies of `n` requests of four clients, sorted, in milliseconds. Each client sends the next
+/// request a step after its last answer, when another sequence has its slot.
 fn latencies(tiny: &Tiny, seed: u32, streams: u32, n: usize) -> Vec<f64> {
     let mut simulation = beside(tiny, streams);
     let mut open: [Option<(SequenceId, f64)>; 4] = [None; 4];
@@ -84,8 +83,8 @@ fn latencies(tiny: &Tiny, seed: u32, streams: u32, n: usize) -> Vec<f64> {
     took
 }
 
-/// 32 rows take twice as long as 4 on this machine, besides prompts. There are more requests than
-/// may pass one that waits.
+/// 32 rows take twice as long as 4 on this machine, without prompts. There are more requests than
+/// may pass a waiting one.
 #[test]
 fn many_streams_of_a_client_slow_others_little() {
     let tiny = Tiny::new(1);
@@ -104,7 +103,7 @@ fn a_client_alone_has_all_rows() {
     for _ in 0..40 {
         assert_eq!(simulation.step().decoding, 28);
     }
-    // A client that leaves gives its rows back.
+    // The rows of a client without requests go to the others.
     let id = simulation.rig.submit(&stream(1, prompt(9, 1), 10));
     while simulation.rig.outcomes[&id].finish.is_none() {
         simulation.step();
@@ -114,7 +113,7 @@ fn a_client_alone_has_all_rows() {
     }
 }
 
-/// Every stream of the greedy client goes on, though few of them in each step.
+/// Every stream of the greedy client makes progress, though few of them in each step.
 #[test]
 fn streams_take_turns() {
     let tiny = Tiny::new(1);
@@ -162,7 +161,7 @@ fn arrivals() -> impl Strategy<Value = Vec<Arrival>> {
     prop::collection::vec((0..100usize, client, 0..12usize), 1..40)
 }
 
-/// Whatever is withheld goes on in the end, alone and in a pipeline, with guesses and without.
+/// A withheld stream gets its rows in the end, alone and in a pipeline, with and without drafts.
 #[test]
 fn nothing_starves_and_no_answer_changes() {
     const CONTEXT: usize = 3 * PAGE;
@@ -181,7 +180,7 @@ fn nothing_starves_and_no_answer_changes() {
             drafts,
             ..EngineConfig::single("tiny", CONTEXT)
         };
-        // Without stages nothing is announced before it is computed.
+        // Without a pipeline no batch is announced.
         let rig = match depth {
             1 => Rig::new(&tiny, sizes),
             _ => rig_of(&tiny, sizes, (depth, depth), None),
@@ -198,7 +197,7 @@ fn nothing_starves_and_no_answer_changes() {
                 simulation.step();
             }
         }
-        // More than all rows one by one, each computed twice, in steps of the least rows.
+        // More than all rows one by one, each computed twice, in steps of the minimum rows.
         let limit = simulation.rig.n_steps + 2 * asked.len() * CONTEXT;
         while !simulation.rig.engine.is_idle() {
             simulation.step();

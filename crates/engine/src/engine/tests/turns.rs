@@ -42,7 +42,7 @@ fn step(rig: &mut Rig) {
     rig.engine.took(Duration::from_millis(STEP_MS));
 }
 
-/// The ids of what ends, in that order.
+/// Ids of finished sequences, in order.
 fn ends(rig: &mut Rig) -> Vec<SequenceId> {
     let mut ended = Vec::new();
     while !rig.engine.is_idle() {
@@ -92,7 +92,7 @@ fn an_answer_ends_when_its_deadline_is_over() {
     let whole = rig.submit(&long(100, 3, order(Some(10_000))));
     ends(&mut rig);
     let outcome = |id| &rig.outcomes[&id];
-    // Due first, it has the place: ten steps of 10 ms.
+    // The earliest deadline gets the slot: ten steps of 10 ms.
     assert_eq!(outcome(nothing).tokens.len(), 10);
     assert_eq!(outcome(part).tokens.len(), 10);
     assert_eq!(outcome(whole).tokens.len(), 100);
@@ -142,7 +142,7 @@ fn orders_change_no_answer_and_nothing_starves() {
             asked.push((rig.submit(&request), which));
             (0..steps).for_each(|_| step(&mut rig));
         }
-        rig.drain(); // which fails when it takes too long
+        rig.drain(); // fails if it takes too long
         for (id, which) in asked {
             prop_assert_eq!(&rig.outcomes[&id], &expected[which]);
         }

@@ -1,4 +1,4 @@
-//! The promises of a runner, shown with an engine that waits for the test at every step.
+//! Guarantees of a runner, tested with an engine that waits for the test at every step.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,7 @@ use crate::{
     Status, Ticket,
 };
 
-/// An order to the engine for a step.
+/// A command to the engine for a step.
 #[derive(Debug)]
 enum Act {
     /// A token for every sequence.
@@ -32,7 +32,7 @@ enum Did {
     Dropped,
 }
 
-/// Sequences are their ids and prompts; each step waits for an [`Act`].
+/// Sequences are ids with prompts; each step waits for an [`Act`].
 struct Fake {
     acts: Receiver<Act>,
     did: Sender<Did>,
@@ -51,7 +51,7 @@ impl Core for Fake {
     }
 
     fn submit(&mut self, request: Request) -> Result<SequenceId, Error> {
-        // A refusal that only the engine knows.
+        // A refusal by the engine itself.
         if request.prompt[0] == 99 {
             return Err(Error::NoSequence(SequenceId(99)));
         }
@@ -145,7 +145,7 @@ struct Stage {
     did: Receiver<Did>,
 }
 
-/// The idle hook is as good as never called.
+/// Interval that disables the idle hook in practice.
 const NEVER: Duration = Duration::from_secs(3600);
 
 impl Stage {
@@ -195,7 +195,7 @@ impl Stage {
         self.driver.status().state
     }
 
-    /// Waits for the engine's thread to have failed.
+    /// Waits until the engine's thread has failed.
     fn wait_for_end(&self) {
         assert_eq!(self.did(), Did::Dropped);
     }
@@ -255,7 +255,7 @@ fn refusals_are_typed_and_come_at_once() {
     odd.sampling.top_p = 0.0;
     let expected = "top_p is 0, expected above 0 and at most 1";
     assert_eq!(refused(odd), invalid(expected));
-    // One that the engine alone can say.
+    // A refusal that only the engine detects.
     let (ticket, late) = stage.submit(99);
     let failed = Reply::Failed(invalid("sequence 99 is not in this engine"));
     assert_eq!(late.rest(), [failed]);
@@ -287,7 +287,7 @@ fn cancelled_requests_are_forgotten_wherever_they_are() {
     let stage = Stage::new();
     let (running, replies) = stage.submit(1);
     let (_, other) = stage.submit(2);
-    // Both are in a step, the second perhaps in the next one.
+    // Both are in a step, the second possibly in the next one.
     loop {
         let did = stage.did();
         if did == Did::Step(vec![1, 2]) {
@@ -302,7 +302,7 @@ fn cancelled_requests_are_forgotten_wherever_they_are() {
     assert!(replies.rest().iter().all(|reply| *reply == token(7)));
     stage.act(Act::Finish);
     assert_eq!(other.rest().last(), Some(&finished()));
-    // Over, never been, and of an idle engine: nothing happens.
+    // Finished, never existing, and on an idle engine: no effect.
     stage.driver.cancel(running);
     stage.driver.cancel(Ticket(77));
     let (alone, replies) = stage.submit(3);
@@ -314,7 +314,7 @@ fn cancelled_requests_are_forgotten_wherever_they_are() {
     assert_eq!(stage.driver.status(), status(0, 0));
 }
 
-/// The engine ends by `act` while a request is in it and another is in the inbox.
+/// The engine ends by `act` while one request is in it and another is in the inbox.
 fn ends(act: Act, reason: &str) {
     let stage = Stage::new();
     let (_, first) = stage.submit(1);
@@ -360,12 +360,12 @@ fn dropping_the_runner_ends_requests_and_the_thread() {
     let Stage { driver, acts, did } = stage;
     let dropper = std::thread::spawn(move || drop(driver));
     while !dropper.is_finished() {
-        // Until the drop is heard of, there are more steps.
+        // Until the thread sees the drop, there are more steps.
         let _ = acts.send(Act::Tokens);
         std::thread::yield_now();
     }
     dropper.join().unwrap();
-    // The thread has ended when the drop has: nothing more is done.
+    // The thread ends before the drop returns: no further events.
     let mut done: Vec<Did> = did.try_iter().collect();
     assert_eq!(done.pop(), Some(Did::Dropped));
     let expected = lost("the engine was shut down");
@@ -409,7 +409,7 @@ fn sinks_may_call_the_runner_and_drop_it() {
         let again = held.submit(request(vec![2], 5), inner.take().unwrap());
         let asked = held.inspect(|_| ());
         told.send((again, asked)).unwrap();
-        // The last reference: the thread must not wait for itself.
+        // The last reference: the thread must not join itself.
         *driver = None;
     });
     let Stage { driver, acts, did } = stage;
