@@ -45,7 +45,7 @@ pub(crate) enum Error {
     PromptNotUtf8 {
         /// Offset of the first invalid byte.
         at: usize,
-        /// That byte.
+        /// The byte's value.
         byte: u8,
     },
     /// The prompt on standard input exceeds the limit.

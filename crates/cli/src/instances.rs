@@ -1,4 +1,5 @@
-//! `paceline load`, `unload` and `ps`: models over the machines of a cluster.
+//! `paceline load`, `unload` and `ps`: instances on the machines of a cluster. The commands send
+//! JSON to this machine's node, which places and loads the model; `load` polls its progress.
 
 use std::path::PathBuf;
 use std::time::Duration;

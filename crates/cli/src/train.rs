@@ -1,5 +1,8 @@
 //! `paceline train`: trains adapters and whole models, on one process or several, with the same
 //! bits.
+//!
+//! It checks the options, places the workers (`placement`), merges an `mlx_lm` configuration
+//! (`mlx_lm`), and prints progress; `paceline_train` trains.
 
 mod foreign;
 mod places;

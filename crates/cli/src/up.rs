@@ -1,4 +1,10 @@
 //! `paceline up`: this machine's node, alone or with models behind the HTTP API.
+//!
+//! `run` starts one of four servers:
+//! - `idle`: the node without a model; commands load and unload instances.
+//! - `serve`: one model with its adapters, in this process or over local workers.
+//! - `several::run`: several models behind one API.
+//! - `embed`: an encoder for embeddings.
 
 mod beside;
 mod encoder;

@@ -48,7 +48,7 @@ impl Program {
 /// A server and the model that it serves.
 #[derive(Clone)]
 pub struct Served {
-    /// Where it is, without a slash at the end.
+    /// Base URL, without a trailing slash.
     pub url: String,
     /// API key, if the server requires one.
     pub key: Option<String>,

@@ -1,4 +1,4 @@
-//! Settings of the caller: where to listen, who may ask, how much and how long.
+//! Configuration of a server, supplied by the caller.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -26,7 +26,7 @@ pub const DEFAULT_PORT: u16 = 52415;
 /// downloads: more would share the same link.
 pub(crate) const PULLS_MAX: usize = 2;
 
-/// Where to listen, who may ask, how much and how long.
+/// Addresses, access, limits, timeouts and dashboard of a server.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Addresses to listen on; at least one. Port 0 takes a free one.
@@ -35,9 +35,9 @@ pub struct Config {
     pub wire: Wire,
     /// Clients and pages that may ask.
     pub access: Access,
-    /// How much.
+    /// Limits on load.
     pub limits: Limits,
-    /// How long.
+    /// Timeouts.
     pub times: Times,
     /// The source of time.
     pub clock: Clock,
@@ -112,7 +112,7 @@ impl Config {
     }
 }
 
-/// How long things may take.
+/// Timeouts of a server.
 #[derive(Clone, Debug)]
 pub struct Times {
     /// From a request's headers to the end of its response.

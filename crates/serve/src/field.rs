@@ -401,7 +401,6 @@ mod tests {
         Field::new("table", Kind::Table(INNER), ""),
     ];
 
-    // long: a case a line
     #[test]
     fn each_kind_has_its_bounds() {
         for (object, expected) in [

@@ -161,7 +161,7 @@ pub(crate) enum Rejection {
     )]
     NoAdmin,
 
-    // 404, 405, 408, 413, 415: the way of asking.
+    // 404, 405, 408, 413, 415: the form of the request.
     #[error("model {model:?} is not served here, {served:?} is")]
     Model { model: String, served: String },
     /// A model that is not in the store.

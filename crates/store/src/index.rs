@@ -32,7 +32,7 @@ const RECORD_VERSION: u32 = 1;
 /// Maximum depth inside a model's folder: file paths of at most 200 bytes cannot nest deeper.
 const DEPTH_MAX: u32 = 101;
 
-/// How a model is stored.
+/// Storage form of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {

@@ -1,4 +1,4 @@
-//! How tokens are chosen, on the command line.
+//! Sampling options of the command line.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

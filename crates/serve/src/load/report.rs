@@ -33,7 +33,7 @@ impl Goals {
 /// Distribution of a latency, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Times {
-    /// How many.
+    /// Number of values.
     pub n: usize,
     pub mean: f64,
     /// Median.

@@ -100,7 +100,7 @@ pub(crate) struct Usage {
 
 /// Renders the responses of one dialect.
 pub(crate) trait Writer: fmt::Debug + Send {
-    /// How its streams are framed.
+    /// Framing of its streams.
     fn framing(&self) -> Framing;
 
     /// The first values of a stream.

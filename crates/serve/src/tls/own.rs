@@ -27,7 +27,7 @@ use crate::Error;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// How long a certificate is valid. Apple's systems refuse more than 825 days
+/// Validity of a certificate. Apple's systems reject more than 825 days
 /// (<https://support.apple.com/en-us/103769>); both ends count, hence one less.
 const VALID: Duration = Duration::from_secs(824 * 24 * 60 * 60);
 

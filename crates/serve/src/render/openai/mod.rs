@@ -54,7 +54,7 @@ pub(crate) struct Shape {
     pub(crate) has_usage: bool,
     /// Choices per prompt.
     pub(crate) n: usize,
-    /// Of all prompts.
+    /// Choices of all prompts.
     pub(crate) choices: usize,
 }
 
