@@ -1,14 +1,14 @@
-//! A forecast of runs on this machine: measured facts, a prediction from them, and corrections
-//! learned from earlier runs.
+//! Speed forecast for this machine: measured kernel times, a prediction from them, and corrections
+//! from earlier runs.
 //!
 //! ```text
 //! probe (steps, wire)    ->  measured.json  ->  plan::predict  x  learned ratio  ->  tok/s
 //!                                                                    ^
 //! live decode timings of each run  ---------------------------------'
 //! ```
-//! The ratio of measured and predicted is kept per model, threads, nodes and split. `--split auto`
-//! begins with the split whose corrected prediction is best. So one that disappoints loses its turn
-//! the next time. `paceline_plan::steer` leaves it already while it runs.
+//! The ratio of measured to predicted speed is stored per model, threads, nodes and split. `--split
+//! auto` begins with the split of the best corrected prediction, so a split that was slower than
+//! predicted is not chosen next time. `paceline_plan::steer` replaces it already during a run.
 
 pub mod across;
 mod facts;
@@ -57,22 +57,22 @@ pub struct Setting<'a> {
     pub backend: Backend,
 }
 
-/// Keys in the cache of a long answer, by which the price of one is told. The probe measures with
-/// about as many.
+/// Keys in the cache of a long answer, for which the cost of a key is predicted. The probe measures
+/// with about as many.
 const MANY_KEYS: u32 = 2048;
 
-/// Seconds of a mean layer's products for a row among others.
+/// Seconds of a mean layer's matrix products for one row of a batch.
 #[derive(Clone, Copy, Debug)]
 struct Row {
-    /// But for experts.
+    /// Without experts.
     common: f64,
     experts: f64,
 }
 
-/// Most answers together that [`Forecast::predict_many`] predicts: as many as `--parallel` may be.
+/// Most concurrent answers that [`Forecast::predict_many`] predicts: the maximum of `--parallel`.
 const TOGETHER_MAX: u32 = 1024;
 
-/// A model's weights, ready to be measured as often as one likes.
+/// A model's packed sample weights, for repeated measurements.
 #[expect(missing_debug_implementations, reason = "packed weights say nothing")]
 pub struct Probes<'a> {
     setting: Setting<'a>,
@@ -82,7 +82,7 @@ pub struct Probes<'a> {
 }
 
 impl<'a> Probes<'a> {
-    /// For up to `nodes`.
+    /// Packs the weights for up to `nodes` nodes.
     ///
     /// # Errors
     /// What is wrong with the file or the system.
@@ -103,7 +103,7 @@ impl<'a> Probes<'a> {
         })
     }
 
-    /// Forecast of this machine with `split` now: measured, and kept nowhere.
+    /// Measures this machine with `split` now; stores nothing.
     ///
     /// # Errors
     /// What the system refuses.
@@ -131,26 +131,25 @@ impl<'a> Probes<'a> {
     }
 }
 
-/// A prediction for a split, with what it rests on.
+/// Measurements of a model on this machine, and the predictions from them.
 #[derive(Clone, Debug)]
 pub struct Forecast {
     facts: Facts,
     key: String,
     measured: Measured,
     wire: Option<Wire>,
-    /// By how many ranks compute at the same time.
+    /// By number of ranks that compute at the same time.
     together: BTreeMap<u32, Together>,
     shape: ModelShape,
     threads: usize,
 }
 
 impl Forecast {
-    /// Looks up under `home` what was measured for this model and these threads, or measures it;
-    /// again, if a run contradicted it.
+    /// Loads the measurements for this model and these threads from `home`, or takes them; takes
+    /// them again if a run contradicted them.
     ///
     /// # Errors
-    /// What is wrong with the file or the system. Nothing depends on a prediction, so callers may
-    /// go on without one.
+    /// The file or the system fails. Predictions are optional, so callers may continue without one.
     pub fn new(
         home: &Path,
         setting: Setting<'_>,
@@ -210,10 +209,10 @@ impl Forecast {
         }
     }
 
-    /// Decode tokens a second of `split`, with what earlier runs taught.
+    /// Decode tokens a second of `split`, corrected by earlier runs.
     ///
     /// # Errors
-    /// What the planner says about the split.
+    /// The planner refuses the split.
     pub fn predict(&self, config: &Config, split: &Split) -> Result<f64> {
         self.predict_at(config, split, KEYS)
     }
@@ -226,8 +225,8 @@ impl Forecast {
         Ok(self.facts_at(config, split, keys)? * self.ratio(split))
     }
 
-    /// Decode tokens a second that `answers`, at least 1, get together, with what earlier runs of
-    /// one answer taught.
+    /// Decode tokens a second of `answers` (at least 1) together, corrected by earlier runs of one
+    /// answer.
     ///
     /// # Errors
     /// As [`predict`](Self::predict).
@@ -235,13 +234,13 @@ impl Forecast {
         Ok(self.facts_for(config, split, (KEYS, answers))? * self.ratio(split))
     }
 
-    /// Seconds until a prompt of so many `tokens` is read by the ranks of `split`, while those of
-    /// no other split compute.
+    /// Prefill seconds of a prompt of `tokens` tokens on the ranks of `split`, while no other split
+    /// computes.
     ///
     /// # Errors
     /// As [`predict`](Self::predict).
     pub fn predict_prompt(&self, config: &Config, split: &Split, tokens: u32) -> Result<f64> {
-        let at_once = split.ranks() as usize; // stages have chunks of their own
+        let at_once = split.ranks() as usize; // each stage computes another chunk
         let (cluster, calibration) = self.cluster(split, at_once, self.prompt_row())?;
         let workload = Workload {
             prompt: tokens,
@@ -258,8 +257,8 @@ impl Forecast {
             })
     }
 
-    /// [`predict_together`](Self::predict_together) for 2, 4, 8 and so on answers, and `most`, of
-    /// 1,024 at most; empty for one and where the planner refuses the split.
+    /// [`predict_together`](Self::predict_together) for 2, 4, 8, .. answers and `most`, up to
+    /// 1,024. Empty for one answer, and if the planner refuses the split.
     pub fn predict_many(&self, config: &Config, split: &Split, most: u32) -> Vec<(u32, f64)> {
         let most = most.min(TOGETHER_MAX);
         let powers = (1..).map(|power| 1 << power);
@@ -269,13 +268,13 @@ impl Forecast {
         answers.filter_map(said).collect()
     }
 
-    /// Measured over predicted by earlier runs of a split; 1 before any.
+    /// Ratio of measured to predicted speed in earlier runs of a split; 1 before any.
     fn ratio(&self, split: &Split) -> f64 {
         self.facts.ratio(&self.run_key(split)).unwrap_or(1.0)
     }
 
-    /// Seconds that a further key in the cache adds to a token of `split`, on average up to
-    /// [`MANY_KEYS`]. It is 0 where the planner refuses the split.
+    /// Seconds that one more key in the cache adds to a token of `split`, averaged up to
+    /// [`MANY_KEYS`]. 0 if the planner refuses the split.
     pub fn key_s(&self, config: &Config, split: &Split) -> f64 {
         let token_s = |keys| Some(1.0 / self.predict_at(config, split, keys).ok()?);
         let grown = token_s(MANY_KEYS).zip(token_s(KEYS));
@@ -283,7 +282,7 @@ impl Forecast {
         (grown / f64::from(MANY_KEYS - KEYS)).max(0.0)
     }
 
-    /// Remembers what a run measured with `keys` in the cache.
+    /// Stores the speed of a run with `keys` in the cache.
     pub fn learn(&mut self, config: &Config, split: &Split, (keys, decode_tok_s): (u32, f64)) {
         let Ok(said) = self.facts_at(config, split, keys) else {
             return;
@@ -295,8 +294,8 @@ impl Forecast {
         }
     }
 
-    /// The ways to cut a model over `nodes`, each once, and decode tokens a second as corrected by
-    /// earlier runs; tensor first.
+    /// The splits of a model over `nodes`, each once, with corrected decode tokens a second; tensor
+    /// first.
     pub fn ways(&self, config: &Config, nodes: u32, shares: &[u32]) -> Vec<Cut> {
         let grids = (2..nodes).filter(|tensor| nodes.is_multiple_of(*tensor));
         let grids = grids.flat_map(|tensor| {
@@ -313,7 +312,7 @@ impl Forecast {
         };
         let mut ways: Vec<Cut> = Vec::new();
         for way in kinds.chain(grids).filter_map(way) {
-            // Without experts to share, a grid that shares them is one that does not.
+            // Without experts, an expert-parallel grid equals a plain one.
             if ways.iter().all(|known| known.split != way.split) {
                 ways.push(way);
             }
@@ -321,13 +320,13 @@ impl Forecast {
         ways
     }
 
-    /// Remembers how long `split` took to load, in seconds.
+    /// Stores the load time of `split` in seconds.
     pub fn loaded(&mut self, split: &Split, seconds: f64) {
         self.facts.set_load(&self.run_key(split), seconds);
         self.facts.save();
     }
 
-    /// Seconds that `split` took to load the last time.
+    /// Seconds of the last load of `split`.
     pub fn load_s(&self, split: &Split) -> Option<f64> {
         self.facts.load_s(&self.run_key(split))
     }
@@ -336,15 +335,15 @@ impl Forecast {
         format!("{}, {} nodes, {split}", self.key, split.ranks())
     }
 
-    /// As last measured.
+    /// The last measured speed of a split.
     pub fn last(&self, split: &Split) -> Option<f64> {
         self.facts.last(&self.run_key(split))
     }
 
-    /// Decode tokens a second from measured facts alone.
+    /// Decode tokens a second from measurements alone, without corrections.
     ///
     /// # Errors
-    /// What the planner says about the split.
+    /// The planner refuses the split.
     pub fn facts(&self, config: &Config, split: &Split) -> Result<f64> {
         self.facts_at(config, split, KEYS)
     }
@@ -357,7 +356,7 @@ impl Forecast {
         self.facts_for(config, split, (keys, 1))
     }
 
-    /// Decode tokens a second of so many answers together, with so many keys each.
+    /// Decode tokens a second of `answers` together, each with the given number of keys.
     fn facts_for(
         &self,
         config: &Config,
@@ -366,9 +365,9 @@ impl Forecast {
     ) -> Result<f64> {
         let at_once = match answers {
             1 => split.tensor_ranks(),
-            _ => split.ranks() as usize, // stages have steps of their own
+            _ => split.ranks() as usize, // each stage computes another step
         };
-        // A stage's part of them; the rows of a prompt where there is one.
+        // A stage's part of the answers, or the rows of a prompt.
         let row = match answers {
             1 => self.prompt_row(),
             _ => {
@@ -387,10 +386,11 @@ impl Forecast {
         let placement = Placement::single(pipeline(config, split));
         let answers = f64::from(answers);
         let round = answers / predict(&costs, &placement)?.throughput_tok_s;
-        // Followers sleep when the leader tells them of a step. In a pipeline that is the way back.
+        // Followers sleep until the leader announces a step. In a pipeline the hop back already
+        // counts that.
         let alone = split.ranks() == 1 || split.stages() > 1;
         let told = self.wire.filter(|_| !alone).map_or(0.0, |wire| wire.wake);
-        // The leader chooses one token after the other.
+        // The leader samples one token after the other.
         Ok(answers / (round + answers * self.measured.step + told))
     }
 
@@ -402,8 +402,7 @@ impl Forecast {
         }
     }
 
-    /// Seconds of products for each of `rows` rows together, of which an expert has as many as fall
-    /// to each that they touch.
+    /// Seconds of products per row of a batch of `rows`; an expert gets its average number of them.
     fn row_of(&self, rows: f64) -> Row {
         let of_expert = self.shape.moe.map_or(rows, |moe| {
             let (all, active) = (f64::from(moe.experts), f64::from(moe.active));
@@ -415,10 +414,10 @@ impl Forecast {
         }
     }
 
-    /// This machine as nodes, of which `at_once` compute at the same time. Each has the time of a
-    /// row of a layer's products, and the slowdown that the nodes cause each other.
+    /// This machine as the planner's nodes; `at_once` of them compute at the same time. Each has
+    /// the time of a row of a layer's products and the slowdown by the others.
     fn cluster(&self, split: &Split, at_once: usize, row: Row) -> Result<(Cluster, Calibration)> {
-        // Ranks that have more threads than there are cores take turns.
+        // Ranks with more threads than cores share the cores in turns.
         let crowd = ((at_once * self.threads) as f64 / cores() as f64).max(1.0);
         let mut calibration = Calibration::builtin()?;
         let op = self.op() * crowd;
@@ -436,19 +435,19 @@ impl Forecast {
         Ok((cluster, calibration))
     }
 
-    /// Measurements of ranks that compute one after the other, for a split into stages of one. Each
-    /// rank sleeps until the one before is done.
+    /// Measurements of ranks that compute one after the other, for stages of one rank. Each rank
+    /// sleeps until the previous one is done.
     fn in_turn(&self, split: &Split) -> Option<&Together> {
         known_for(&self.together, split.ranks()).filter(|_| split.tensor_ranks() == 1)
     }
 
-    /// Seconds of all products where one rank has them and the machine.
+    /// Seconds of all products for one rank alone on the machine.
     fn alone(&self) -> f64 {
         f64::from(self.shape.layers) * self.measured.products + self.measured.head
     }
 
-    /// How many times as long a rank's products take as they would alone: ranks that compute at the
-    /// same time share memory.
+    /// Slowdown of a rank's products by concurrent ranks, which share memory bandwidth; 1 means
+    /// none.
     fn sharing(&self, split: &Split, (at_once, crowd): (usize, f64)) -> f64 {
         let (layers, alone) = (f64::from(self.shape.layers), self.alone());
         if let Some(turns) = self.in_turn(split).filter(|_| at_once == 1) {
@@ -459,15 +458,16 @@ impl Forecast {
         measured.unwrap_or(crowd).max(1.0)
     }
 
-    /// Seconds of an operation: the planner takes what was measured of a layer for so many.
+    /// Seconds of one operation: the planner models a layer's measured overhead as a number of
+    /// operations.
     fn op(&self) -> f64 {
         let each = (0..self.shape.layers).map(|layer| operations(&self.shape, layer));
         self.measured.other * f64::from(self.shape.layers) / each.sum::<f64>()
     }
 
-    /// A rank as a node. `crowd` times as many threads compute as there are cores. The rank's
-    /// products take `sharing` times as long as alone. `row` is what a row of a layer's products
-    /// takes where memory does not limit it.
+    /// A rank as the planner's node. `crowd` is threads per core. The rank's products take
+    /// `sharing` times as long as alone. `row` is the time of a row of a layer's products without a
+    /// memory limit.
     fn node(&self, rank: u32, (crowd, sharing): (f64, f64), row: Row) -> Node {
         let layers = || 0..self.shape.layers;
         let read: f64 = layers().map(|layer| self.shape.read_bytes(layer)).sum();
@@ -488,7 +488,7 @@ impl Forecast {
         Node {
             name: format!("rank {rank}"),
             kind: "this machine".to_owned(),
-            memory: Bytes(1 << 44), // whether it fits is not the question here
+            memory: Bytes(1 << 44), // memory is not checked here
             usable: 1.0,
             bandwidth: bytes / self.alone() / sharing,
             measured: true,
@@ -506,7 +506,7 @@ impl Forecast {
         }
     }
 
-    /// Between every two ranks of `split`.
+    /// The links between every two ranks of `split`.
     fn links(&self, split: &Split) -> Vec<Link> {
         let (ranks, n) = (split.tensor_ranks(), split.ranks() as usize);
         let Some(mut wire) = self.wire else {
@@ -518,7 +518,7 @@ impl Forecast {
     }
 }
 
-/// [`Forecast::together`] for all numbers of ranks up to `nodes`.
+/// Measures [`Forecast::together`] for all numbers of ranks up to `nodes`.
 fn together(
     memory: &mut Facts,
     key: &str,
@@ -545,9 +545,9 @@ fn together(
     Ok(all)
 }
 
-/// How much longer `ranks` take for their products than if each were alone. `part` says what share
-/// of the whole's time a rank's part takes beside the others. That is as measured, or as the most
-/// ranks that were measured; more do no more work together.
+/// Slowdown of `ranks` concurrent ranks against each alone. `part` returns the measured time of a
+/// rank's part next to the others, as a fraction of the whole. Beyond the largest measured number,
+/// more ranks add no throughput.
 fn sharing(
     together: &BTreeMap<u32, Together>,
     ranks: u32,
@@ -556,7 +556,7 @@ fn sharing(
     Some(f64::from(ranks) * part(known_for(together, ranks)?))
 }
 
-/// Measurements of so many ranks, or of the most below; nothing for one.
+/// Measurements for `ranks` ranks, or for the largest smaller number; `None` for one.
 fn known_for(together: &BTreeMap<u32, Together>, ranks: u32) -> Option<&Together> {
     let known = together.range(..=ranks).next_back();
     known.filter(|_| ranks > 1).map(|(_, known)| known)
@@ -573,8 +573,8 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Two ranks of stages of `ranks`. The cost of exchanges inside a stage is measured whole, beside
-/// the bytes; a stage waits for the one before.
+/// The link between two ranks in stages of `ranks`. Exchanges inside a stage are measured as a
+/// whole, apart from their bytes; a stage waits for the previous one.
 fn loopback(a: usize, b: usize, ranks: usize, wire: Wire) -> Link {
     Link {
         a,
@@ -591,7 +591,7 @@ fn loopback(a: usize, b: usize, ranks: usize, wire: Wire) -> Link {
     }
 }
 
-/// The split as the planner writes it.
+/// The split in the planner's form.
 fn pipeline(config: &Config, split: &Split) -> Pipeline {
     let kinds: Vec<StageKind> = split.kinds().collect();
     let mut stages: Vec<Stage> = Vec::new();
@@ -624,8 +624,8 @@ fn pipeline(config: &Config, split: &Split) -> Pipeline {
     Pipeline { stages }
 }
 
-/// The mean part that a rank has of its layers' feed-forward: a rank without any has a little of
-/// the planner's.
+/// A rank's mean share of its layers' feed-forward. A rank without any gets a small share, as the
+/// planner requires.
 fn share_of(config: &Config, shard: &Shard) -> f64 {
     let part = |index: usize| {
         let layer = &config.layers[index];
@@ -657,7 +657,7 @@ mod tests {
         };
         let rows = [1.0, 4.5, 8.0, 64.0, 640.0].map(|n| measured.row_of(n));
         assert_eq!(rows, [8.0, 12.0 / 4.5, 2.0, 1.0, 1.0]);
-        // Three of its eight seconds are experts'.
+        // Three of its eight seconds belong to experts.
         let mixed = Measured {
             experts: 3.0,
             few_row: 1.0,

@@ -1,16 +1,14 @@
-//! The identity of a model's files: a hash that differs when another file lies in the model's
-//! place.
+//! The identity of a model's files: a hash that detects replaced files.
 //!
-//! An instance takes the identity of the files that it was loaded from. Each worker compares it
-//! with that of the files that it has opened, before it computes anything. So a worker that starts
-//! again after the file was replaced refuses it. Clients see the identity in `system_fingerprint`.
+//! An instance has the identity of the files that it was loaded from. Each worker compares it with
+//! the files that it opened before it computes. So a worker that restarts after the file was
+//! replaced refuses the file. Clients see the identity in `system_fingerprint`.
 //!
-//! Three things are hashed of each weight file: its length, everything before its weights, and
-//! [`SAMPLES`] pages of its weights. In a GGUF file the part before the weights also has the
-//! tokenizer and the chat template. Another training of the same shape has the same tensor table to
-//! the byte, and other weights throughout. Of a folder, the small files that decide about text and
-//! numbers are hashed too. A file that differs in single weights only is told apart by its full
-//! hash alone, which `paceline pull` checks.
+//! The hash covers of each weight file: its length, everything before its weights, and [`SAMPLES`]
+//! pages of its weights. In a GGUF file the part before the weights also has the tokenizer and the
+//! chat template. Another training of the same shape has the same tensor table to the byte, and
+//! other weights throughout. For a folder it also covers the small files that affect text and
+//! numbers. Only the full hash, which `paceline pull` checks, detects a change of single weights.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -20,16 +18,15 @@ use std::path::Path;
 use paceline_model::Source;
 use sha2::{Digest, Sha256};
 
-/// Pages of weights that are hashed, evenly spread over a file. A disk that is cold reads them in
-/// about 10 ms.
+/// Hashed pages of weights, evenly spread over a file. A cold disk reads them in about 10 ms.
 const SAMPLES: usize = 64;
 
 const SAMPLE_BYTES: usize = 4096;
 
-/// Digits of an identity: 64 bits, which no accident repeats.
+/// Hexadecimal digits of an identity: 64 bits, enough against accidents.
 const DIGITS: usize = 16;
 
-/// Files of a folder, besides its weights, that decide about text and numbers.
+/// Files of a folder, besides its weights, that affect text and numbers.
 const SMALL_FILES: [&str; 7] = [
     "config.json",
     "generation_config.json",
@@ -40,7 +37,7 @@ const SMALL_FILES: [&str; 7] = [
     "chat_template.json",
 ];
 
-/// Most bytes that are read of a small file: those of the largest tokenizer that is read.
+/// Most bytes read of a small file: the limit of a tokenizer file.
 const SMALL_FILE_BYTES: u64 = 256 << 20;
 
 /// The identity of a model: 16 hexadecimal digits.
@@ -69,7 +66,7 @@ pub fn identity(source: &Source) -> io::Result<String> {
     Ok(digits)
 }
 
-/// Adds a weight file, of which `header` bytes come before the weights.
+/// Adds a weight file with `header` bytes before the weights.
 fn weigh(hash: &mut Sha256, (bytes, header): (&[u8], usize)) {
     let (header, weights) = bytes.split_at(header);
     hash.update((bytes.len() as u64).to_le_bytes());
@@ -81,21 +78,20 @@ fn weigh(hash: &mut Sha256, (bytes, header): (&[u8], usize)) {
     }
 }
 
-/// The parts of a weight file of `bytes` that are hashed, of which `header` come before its
-/// weights.
+/// The hashed ranges of a weight file of `bytes` bytes, with `header` of them before the weights.
 pub(crate) fn parts(bytes: usize, header: usize) -> impl Iterator<Item = Range<usize>> {
     let weights = bytes.saturating_sub(header);
     let sample = move |start: usize| header + start..header + weights.min(start + SAMPLE_BYTES);
     std::iter::once(0..header).chain(samples(weights).map(sample))
 }
 
-/// Where samples of `len` bytes begin: all of them where there are few.
+/// Offsets of the sampled pages in `len` bytes; all pages if there are few.
 fn samples(len: usize) -> impl Iterator<Item = usize> {
     let step = (len / SAMPLES).max(SAMPLE_BYTES);
     (0..len).step_by(step)
 }
 
-/// Adds a file of a folder, or that it is not there.
+/// Adds a file of a folder, or its absence.
 fn add_small(hash: &mut Sha256, path: &Path) -> io::Result<()> {
     let file = match File::open(path) {
         Ok(file) => file,

@@ -1,4 +1,4 @@
-//! Chat templates of strangers, run in a child process with limits.
+//! Sandbox for chat templates, which are untrusted programs: a child process with limits.
 //!
 //! ```text
 //!  ChatTemplate ── Interpreter ──▶ Apart ── Load, Render ──▶ child: child::run, limits::Limits
@@ -6,17 +6,17 @@
 //!                                    └── text, Failure ─────────┘
 //! ```
 //!
-//! A template is a program that came with a model. Its interpreter counts steps, output, and the
-//! bytes that filters look at. But `x.replace(y, z)`, `x == y` or a deep value take memory, time or
-//! stack within one step. So the template runs in a process of its own. The process has 192 MiB of
-//! memory beside the program itself, and 0.9 to 1.9 s of computing per rendering. It has no core
-//! dumps, no environment, and no right to open a file or a socket (`paceline_cluster::sandbox`).
+//! A template is a program that comes with a model. Its interpreter counts steps, output, and the
+//! bytes that filters read. But `x.replace(y, z)`, `x == y` or a deep value take memory, time or
+//! stack within one step. So the template runs in its own process, with 192 MiB of memory on top of
+//! the program itself and 0.9 to 1.9 s of CPU time per rendering. It has no core dumps, no
+//! environment, and no right to open a file or a socket (`paceline_cluster::sandbox`).
 //!
-//! The process is started when the model is opened, and stays. When a template breaks it, the
-//! conversation gets a [`Failure`] that says how, and the next conversation gets a new process.
+//! The process starts when the model is opened, and stays. If a template breaks it, the
+//! conversation gets a [`Failure`] with the reason, and the next conversation gets a new process.
 //!
-//! Cost of a rendering beside the template's own: the conversation as JSON in both directions and
-//! two changes of thread. These take 0.1 ms for 2 KB (docs/measurements.md).
+//! Overhead of a rendering: the conversation as JSON in both directions and two thread switches,
+//! 0.1 ms for 2 KB (docs/measurements.md).
 
 mod child;
 mod limits;
@@ -37,14 +37,14 @@ use serde::{Deserialize, Serialize};
 
 pub use child::run;
 
-/// Longest wait for a rendering. The child ends itself after 1.9 s of computing; a machine that is
-/// busy with other things gives it less than a core.
+/// Longest wait for a rendering. The child ends after 1.9 s of CPU time; a busy machine gives it
+/// less than a core.
 const DEADLINE: Duration = Duration::from_secs(6);
 
 /// Longest wait for other renderings of the same template.
 const WAIT: Duration = Duration::from_secs(10);
 
-/// Longest wait for the end of a child that has closed its channel.
+/// Longest wait for the exit of a child that has closed its channel.
 const END_LIMIT: Duration = Duration::from_secs(1);
 
 /// A request to the child.
@@ -63,7 +63,7 @@ type Answer = Result<String, Failure>;
 pub struct Program {
     pub path: PathBuf,
     pub args: Vec<OsString>,
-    /// Its environment: it gets nothing of this process's.
+    /// Its complete environment: nothing of this process's is inherited.
     pub env: Vec<(OsString, OsString)>,
 }
 
@@ -75,11 +75,11 @@ pub struct Apart {
 }
 
 impl Apart {
-    /// Starts a child and has it compile `source`.
+    /// Starts a child that compiles `source`.
     ///
     /// # Errors
-    /// [`Failure::Ended`] when no child can be started, or it ends early; another [`Failure`] when
-    /// the template does not compile within the limits.
+    /// [`Failure::Ended`] if no child can be started, or it ends early; another [`Failure`] if the
+    /// template does not compile within the limits.
     pub fn start(program: Program, source: &str) -> Result<Self, Failure> {
         let child = Child::start(&program, source)?;
         let room = Room {
@@ -96,7 +96,7 @@ impl Apart {
         })
     }
 
-    /// Process id of the child that is at rest, for reports.
+    /// Process id of the idle child, for reports.
     pub fn id(&self) -> Option<u32> {
         let room = lock(&self.seat.room);
         room.child.as_ref()?.workers.ids().first().copied()
@@ -129,14 +129,14 @@ impl Apart {
             Some(child) => child,
             None => Child::start(&self.program, &self.source)?,
         };
-        // A child that broke is killed and reaped here, before another one can start.
+        // A broken child is killed and reaped here, before another one can start.
         let answer = child.ask(ask)?;
         turn.child = Some(child);
         answer
     }
 }
 
-/// The child, for one rendering at a time, in the order in which they came.
+/// A queue for the child: one rendering at a time, in order of arrival.
 struct Seat {
     room: Mutex<Room>,
     changed: Condvar,
@@ -146,12 +146,12 @@ struct Seat {
 struct Room {
     child: Option<Child>,
     is_taken: bool,
-    /// Tickets of those that wait; bounded by the threads that render.
+    /// Tickets of waiting renderings; bounded by the rendering threads.
     queue: VecDeque<u64>,
     tickets: u64,
 }
 
-/// A turn at the child. Its end leaves the child to the next in line.
+/// Exclusive use of the child. Dropping it passes the child to the next in the queue.
 struct Turn<'a> {
     seat: &'a Seat,
     child: Option<Child>,
@@ -199,7 +199,7 @@ impl Child {
             env_alone: true,
             limits: Limits {
                 start: DEADLINE,
-                // Not looked at: a rendering has a deadline.
+                // Not used: a rendering has a deadline.
                 silence: Duration::from_secs(3600),
                 write: DEADLINE,
             },
@@ -221,7 +221,7 @@ impl Child {
         )
     }
 
-    /// How it ended, of a child that takes no message: `reason` where its end is known already.
+    /// The failure of a child that accepts no message; `reason` if its end is already known.
     fn ended(&self, reason: &str) -> Failure {
         match self.workers.recv(END_LIMIT) {
             Some(Event::Exited { ending, tail, .. }) => cause(ending, &tail),
@@ -231,10 +231,10 @@ impl Child {
         }
     }
 
-    /// Its answer.
+    /// Sends a request and waits for the response.
     ///
     /// # Errors
-    /// How it broke.
+    /// How the child broke.
     fn ask(&self, ask: &Ask) -> Result<Answer, Failure> {
         let start = Instant::now();
         match self.workers.send(Rank(0), ask) {
@@ -267,13 +267,13 @@ fn slow(limit: Duration) -> Failure {
     Failure::TooSlow { limit_ms }
 }
 
-/// The failure of a child that was ended from outside: by a person, or by a kernel short of memory.
-/// No template can bring this about, since the limits end a child by other signals.
+/// The failure of a child killed from outside: by a person, or by the kernel when memory is short.
+/// No template can cause it, since the limits end a child by other signals.
 fn killed() -> Failure {
     cause(Ending::Signal(Signal::KILL.as_raw()), &[])
 }
 
-/// The limit that ended the child, by the words of the kernel or of Rust's runtime.
+/// The limit that ended the child, from the messages of the kernel or of Rust's runtime.
 fn cause(ending: Ending, tail: &[String]) -> Failure {
     let says = |words: &str| tail.iter().any(|line| line.contains(words));
     if ending == Ending::Signal(Signal::XCPU.as_raw()) {
@@ -287,7 +287,7 @@ fn cause(ending: Ending, tail: &[String]) -> Failure {
         let reason = "overflowed its stack".to_owned();
         return Failure::Ended { reason };
     }
-    // Rust's runtime says after a panic how a backtrace is had.
+    // Rust's runtime prints a hint about backtraces after a panic.
     let is_note = |line: &&String| line.starts_with("note: ");
     let reason = match tail.iter().rev().find(|line| !is_note(line)) {
         Some(line) => format!("{ending}: {line}"),

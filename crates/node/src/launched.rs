@@ -1,5 +1,5 @@
-//! Wires between ranks as the environment describes them: the variables that MLX's launcher,
-//! `mpirun` and `paceline launch` set. Their values come from the caller.
+//! Transports between ranks from a launcher's environment: the variables that MLX's launcher,
+//! `mpirun` and `paceline launch` set. The caller passes their values.
 //!
 //! | variable | meaning |
 //! |---|---|
@@ -23,7 +23,7 @@ use paceline_comm_rdma::{
     self as rdma, Cabling, Matrix, MatrixError, RdmaError, Settings, SettingsError, Verbs, settings,
 };
 
-/// Why the environment names no wire, or its ranks do not meet.
+/// Why the environment names no transport, or its ranks do not connect.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
     #[error("{0}")]
@@ -57,15 +57,15 @@ pub enum WireError {
     #[error("{name} is {value:?}, expected a number")]
     Number {
         name: &'static str,
-        /// The value that it holds.
+        /// The value of the variable.
         value: String,
-        /// Why that is none.
+        /// The parse error.
         source: num::ParseIntError,
     },
 }
 
-/// The wire of `backend`, for ranks that meet at addresses of their own; none where memory and
-/// sockets are all it takes.
+/// The transport provider of `backend`, for ranks that connect at their own addresses; `None` if
+/// the backend needs only memory and sockets.
 ///
 /// # Errors
 /// When the device file or the library cannot be read.
@@ -96,7 +96,7 @@ pub fn of(
 /// Whether a launcher has started this process as a rank of `backend`.
 pub fn is_launched(backend: Backend, lookup: Lookup<'_>) -> bool {
     let names: &[&str] = match backend {
-        Backend::Mpi => return true, // whoever started it, the library knows
+        Backend::Mpi => return true, // the library finds its launcher
         Backend::Rdma => &settings::RANK,
         Backend::MlxRing | Backend::Nccl => &["MLX_RANK"],
         _ => &[],
@@ -107,7 +107,7 @@ pub fn is_launched(backend: Backend, lookup: Lookup<'_>) -> bool {
 /// Joins the ranks that the launcher started with this one.
 ///
 /// # Errors
-/// What is missing or wrong, and why the ranks did not meet.
+/// A variable is missing or invalid, or the ranks did not connect.
 pub fn join(
     backend: Backend,
     plaintext: Plaintext,

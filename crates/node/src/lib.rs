@@ -8,37 +8,37 @@
 //!                          Service: submit, cancel, status           leader: Engine         |
 //! ```
 //!
-//! The supervisor gives each worker its part of an *epoch*: its shard, and the addresses of the
-//! others. From then on it talks to the *leader* only (the rank that gets the logits and plans the
-//! steps). The workers talk to one another directly: plans, activations and logits pass no third
-//! process.
+//! The supervisor assigns each worker its part of an *epoch*: its shard, and the addresses of the
+//! others. From then on it communicates with the *leader* only (the rank that gets the logits and
+//! plans the steps). The workers communicate directly: plans, activations and logits pass through
+//! no third process.
 //!
 //! When a worker ends, crashes, is stopped or falls silent, the epoch ends. The other workers keep
-//! their processes and weights for the next one. There open answers go on after the tokens that
-//! their callers have, with the same bits. On MLX, which is not exact, they end with
+//! their processes and weights for the next epoch, where open answers continue after the callers'
+//! last token with the same bits. On MLX, which is not exact, they end with
 //! [`Failure::Lost`](paceline_engine::Failure::Lost) and the rank that caused it. When the
-//! instance's process ends, for any reason, local workers end themselves.
+//! instance's process ends, for any reason, local workers exit too.
 //!
 //! - [`Prepared`], [`Loaded`]: a model from its files, until it answers.
-//! - [`Instance`], [`supervisor`]: a model over workers.
-//! - [`apart`]: prompts that nodes of their own read for an instance.
+//! - [`Instance`], [`supervisor`]: a model on workers.
+//! - [`apart`]: disaggregated prefill.
 //! - [`placing`]: from a placement to each worker's part of the model.
-//! - [`crew`]: the machines that run workers; [`worker`]: the program of a worker process;
-//!   [`messages`] between them.
+//! - [`crew`]: worker processes on this machine or others; [`worker`]: the program of a worker
+//!   process; [`messages`] between them.
 //! - [`fleet`]: instances over the nodes of a cluster.
 //! - [`forecast`]: the predicted speed of each split on this machine.
-//! - [`room`]: how long a model's conversations may be here.
-//! - [`service`]: a node that the operating system starts.
-//! - [`trace`]: the parts of an answer's time, over all ranks.
+//! - [`room`]: default context size of a model on this machine.
+//! - [`service`]: a node as a service of the operating system.
+//! - [`trace`]: breakdown of an answer's time over all ranks.
 //! - [`texts`]: tokenizer and chat template of a model; [`interpreter`]: the template in a process
 //!   of its own.
-//! - [`tunnel`]: bytes between programs on two machines.
-//! - [`identity`]: a hash that tells models' files apart.
-//! - [`launched`]: the wires that a launcher's environment names.
+//! - [`tunnel`]: byte streams between programs on two machines.
+//! - [`identity`]: a hash that identifies a model's files.
+//! - [`launched`]: transports from a launcher's environment.
 //! - [`classes`]: the kernel class of each node.
-//! - [`load_whole`]: a model in this process, on whichever engine.
-//! - [`AdapterOf`]: an adapter beside an instance's model.
-//! - [`DiskCache`]: prompts that were read, on disk.
+//! - [`load_whole`]: a model in this process, on any engine.
+//! - [`AdapterOf`]: an adapter of an instance's model.
+//! - [`DiskCache`]: the prefix cache on disk.
 //! - [`Error`].
 
 mod adapters;
@@ -70,8 +70,8 @@ pub mod trace;
 pub mod tunnel;
 pub mod worker;
 
-/// Revision of the numbers' definition: raised with every change that docs/numerics.md lists as one
-/// of answers. Nodes with unlike revisions share no instance.
+/// Revision of the numerics: raised with every change that docs/numerics.md lists as affecting
+/// answers. Nodes with different revisions share no instance.
 pub const NUMERICS: u32 = 1;
 
 pub use adapters::AdapterOf;

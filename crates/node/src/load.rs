@@ -11,25 +11,25 @@ use paceline_model::{
 use paceline_tensor::{Kernels, KvType};
 use tracing::warn;
 
-/// The part of a model to load, and how.
+/// Specification of the shard to load.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted<'a> {
     pub(crate) source: &'a Arc<Source>,
     pub(crate) split: &'a Split,
     pub(crate) rank: Rank,
     pub(crate) class: KernelClass,
-    /// How keys and values are kept if not as the class does; not on MLX.
+    /// Type of keys and values, if not that of the class; not on MLX.
     pub(crate) kv: Option<KvType>,
-    /// Sizes of the engine, to know before loading whether all fits.
+    /// Sizes of the engine, to check before loading whether all fits.
     pub(crate) engine: &'a EngineConfig,
-    /// Where MLX is looked for.
+    /// Search paths of MLX.
     pub(crate) mlx: &'a MlxPlaces,
-    /// Beside its weights; not on MLX.
+    /// Adapters of the model; not on MLX.
     pub(crate) adapters: &'a [Adapter],
 }
 
 impl Wanted<'_> {
-    /// Loads it, linked with the other ranks where there are some.
+    /// Loads it and connects it with the other ranks, if there are some.
     pub(crate) fn load(
         self,
         links: Option<Links>,
@@ -74,11 +74,11 @@ impl Wanted<'_> {
     }
 }
 
-/// Loads a whole model on the engine of `class`. `engine` is what it will be asked for. `kv` is how
-/// it keeps keys and values, if not as its class does.
+/// Loads a whole model on the engine of `class`. `engine` has the sizes it must support. `kv` is
+/// the type of keys and values, if not that of the class.
 ///
 /// # Errors
-/// What is wrong with the model, or with MLX where it is to compute.
+/// The model cannot be loaded, or MLX is not available for its class.
 pub fn load_whole(
     source: &Arc<Source>,
     (class, kv): (KernelClass, Option<KvType>),

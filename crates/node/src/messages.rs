@@ -4,8 +4,9 @@
 //! Assign(epoch 1) -> Listening   Join -> Loading... Ready   Submit -> Reply...   Leave -> Left
 //! Assign(epoch 2) -> Listening   ...
 //! ```
-//! A worker lives through any number of epochs. It keeps its packed weights from one to the next
-//! where its shard stays the same.
+//! A worker serves any number of epochs. It keeps its packed weights for the next epoch if its
+//! shard stays the same. Messages are JSON lines on the control channel; a remote host forwards
+//! them unchanged, apart from `Wants` and `Damaged`.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -23,12 +24,12 @@ use crate::moved::RankMoved;
 /// From an instance to a worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// A part in an epoch; the first message, and the first after [`FromWorker::Left`] or
+    /// An assignment in an epoch; the first message, and the first after [`FromWorker::Left`] or
     /// [`FromWorker::Failed`].
     Assign(Box<Job>),
-    /// Pack the weights of a part, and wait: another worker may need to be replaced.
+    /// Pack the weights of an assignment, and wait as standby.
     Prepare(Box<Job>),
-    /// Where all ranks listen, in rank order; the second message of an epoch.
+    /// The addresses of all ranks, in rank order; the second message of an epoch.
     Join {
         /// An address for each rank.
         addrs: Vec<SocketAddr>,
@@ -38,27 +39,27 @@ pub enum ToWorker {
         ticket: Ticket,
         /// The request to compute.
         request: Box<Request>,
-        /// Tokens of the answer that the caller has already.
+        /// Tokens of the answer that the caller already has.
         tokens: Vec<u32>,
     },
     /// Stop a request, to the leader.
     Cancel { ticket: Ticket },
-    /// Tell what was sent so far, and how often experts were chosen.
+    /// Report bytes sent and expert counts so far.
     Measure,
-    /// Tell what steps computed for. Asked only where shares follow that.
+    /// Report step times. Sent only if shares are rebalanced by them.
     Look,
-    /// Record what takes how long from now on, or tell what was recorded since.
+    /// Start a trace, or end it and report it.
     Trace {
         /// Whether to record.
         on: bool,
     },
-    /// Leave the epoch after the step that is under way, and wait for another part.
+    /// Leave the epoch after the current step, and wait for another assignment.
     Leave,
-    /// Listen for the ranks that read prompts, which are to give their pages to this one.
+    /// Listen for the prefill ranks, which send their KV pages to this rank.
     Receive(Box<Receive>),
-    /// Give the pages of prompts to the ranks that decode, from now on to these.
+    /// Send the KV pages of prompts to these decode ranks from now on.
     HandTo(Box<HandTo>),
-    /// Tell when a page and all before it have come from the ranks that read prompts.
+    /// Report when a page and all before it have arrived from the prefill ranks.
     Expect {
         /// The prompt's number.
         number: u64,
@@ -86,85 +87,86 @@ impl ToWorker {
     }
 }
 
-/// A rank's part in an epoch.
+/// A rank's assignment in an epoch.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Job {
     pub(crate) epoch: u64,
     pub(crate) rank: u32,
-    /// The parts of all ranks, as the instance's owner has decided: a worker checks it and derives
+    /// The shards of all ranks, decided by the instance's owner: a worker checks them and derives
     /// nothing.
     pub(crate) split: Split,
     pub(crate) model: PathBuf,
-    /// Which model that is to be.
+    /// The expected identity of the model's files.
     pub(crate) identity: String,
-    /// The model that guesses, if this rank leads.
+    /// The draft model, if this rank leads.
     #[serde(default)]
     pub(crate) draft: Option<DraftJob>,
-    /// Adapters beside the weights.
+    /// Adapters of the model.
     #[serde(default)]
     pub(crate) adapters: Vec<AdapterOf>,
-    /// Names of a kernel class and of a backend of the group.
+    /// Names of the kernel class and of the group's backend.
     pub(crate) class: String,
     pub(crate) backend: String,
     pub(crate) threads: usize,
-    /// The first of the cores that the threads stay on; anywhere without.
+    /// The first core its threads are pinned to; `None` for no pinning.
     pub(crate) first_core: Option<usize>,
     /// Name of the type of keys and values, if not that of the class.
     pub(crate) kv: Option<String>,
     pub(crate) engine: EngineConfig,
-    /// Names the group, so that no stray connection joins it; another one for each epoch.
+    /// Id of the group, so that no stray connection joins it; new for each epoch.
     pub(crate) group: [u8; 16],
-    /// Authenticates and encrypts what ranks send each other; `None` for ranks of one machine.
+    /// Key that authenticates and encrypts the ranks' traffic; `None` for ranks of one machine.
     pub(crate) key: Option<EpochKey>,
-    /// Whether ranks without a key may be on other machines: all ways between them are trusted.
+    /// Whether ranks without a key may be on other machines, because all routes between them are
+    /// trusted.
     #[serde(default)]
     pub(crate) plain: bool,
-    /// Where to listen for the other ranks.
+    /// Listen address for the other ranks.
     pub(crate) listen: SocketAddr,
-    /// Longest wait for another rank's part of a step.
+    /// Longest wait for another rank's part of a step, in seconds.
     pub(crate) patience_s: u64,
-    /// The part in handing pages of prompts over, where prompts are read by ranks of their own.
+    /// The role in KV transfer, with disaggregated prefill.
     #[serde(default)]
     pub(crate) hands: Option<Hands>,
 }
 
-/// A rank's part where prompts are read by ranks of their own.
+/// A rank's role in disaggregated prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Hands {
-    /// It decodes, and takes the pages of prompts.
+    /// It decodes, and receives the KV pages of prompts.
     Take,
-    /// It reads prompts, and gives their pages away.
+    /// It computes prompts, and sends their KV pages.
     Give,
 }
 
-/// How ranks of two groups recognise each other, another way for each round of connections.
+/// Credentials of one round of connections between the prefill and decode ranks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Round {
-    /// Its number: messages about an earlier round are late.
+    /// Its number: messages of an earlier round are ignored.
     pub(crate) number: u64,
-    /// Names the pairs of ranks.
+    /// Id of the groups of two ranks.
     pub(crate) group: [u8; 16],
-    /// Authenticates and encrypts; `None` where all are on one machine.
+    /// Key that authenticates and encrypts; `None` if all are on one machine.
     pub(crate) key: Option<EpochKey>,
 }
 
-/// Order to a rank that decodes: take pages.
+/// Order to a decode rank: receive KV pages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Receive {
     pub(crate) round: Round,
-    /// The parts of the ranks that read prompts.
+    /// The split of the prefill ranks.
     pub(crate) from: Split,
-    /// Where to listen for them.
+    /// Listen address for them.
     pub(crate) listen: SocketAddr,
 }
 
-/// Order to a rank that reads prompts: give pages away.
+/// Order to a prefill rank: send KV pages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct HandTo {
     pub(crate) round: Round,
-    /// The parts of the ranks that decode.
+    /// The split of the decode ranks.
     pub(crate) to: Split,
-    /// Where each of them listens for this rank.
+    /// Address of each of them for this rank.
     pub(crate) addrs: Vec<SocketAddr>,
 }
 
@@ -172,7 +174,7 @@ pub struct HandTo {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DraftJob {
     pub(crate) model: PathBuf,
-    /// Which model that is to be.
+    /// The expected identity of the model's files.
     pub(crate) identity: String,
 }
 
@@ -183,14 +185,14 @@ impl From<(String, PathBuf)> for DraftJob {
 }
 
 impl DraftJob {
-    /// The same on a machine that has its files at `model`; nothing where it lacks them.
+    /// The same with the files at `model`; `None` for a machine without them.
     pub(crate) fn at(self, model: Option<PathBuf>) -> Option<Self> {
         let model = model?;
         Some(Self { model, ..self })
     }
 }
 
-/// The secret of an epoch's group, another one for each epoch. Never printed.
+/// The secret of an epoch's group, new for each epoch. Never printed.
 #[derive(Clone, Default, Serialize, Deserialize)]
 pub(crate) struct EpochKey(pub(crate) [u8; KEY_BYTES]);
 
@@ -203,7 +205,7 @@ impl fmt::Debug for EpochKey {
 /// From a worker to its instance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromWorker {
-    /// Where it waits for the other ranks.
+    /// Its listen address for the other ranks.
     Listening { addr: SocketAddr },
     /// Weights are being packed.
     Loading {
@@ -212,28 +214,28 @@ pub enum FromWorker {
         /// Of how many.
         of: usize,
     },
-    /// It waits for parts of the model's file, which its machine has to fetch: first bytes and
-    /// ends. The machine keeps this to itself.
+    /// It waits for ranges of the model file (first bytes and ends), which its host must fetch. The
+    /// host does not forward this message.
     Wants {
-        /// In the order in which they are read.
+        /// In read order.
         parts: Vec<(u64, u64)>,
     },
-    /// Parts of the model's file here have other bytes than its hash tree says: first bytes and
-    /// ends. The worker waits until its machine has fetched them again. The machine keeps this to
-    /// itself.
+    /// Ranges of the model file (first bytes and ends) differ from its hash tree. The worker waits
+    /// until its host has fetched them again. The host does not forward this message.
     Damaged {
         /// Groups of the tree.
         parts: Vec<(u64, u64)>,
     },
-    /// The weights of [`ToWorker::Prepare`] are packed, and it waits. An owner of a version without
-    /// this message gives up the worker, which it needs for nothing else.
+    /// The weights of [`ToWorker::Prepare`] are packed, and it waits. An owner of an older version
+    /// without this message drops the worker, which it needs for nothing else.
     Prepared,
     /// It can compute.
     Ready(RankFacts),
-    /// Something happened to a request.
+    /// A reply to a request.
     Reply {
         ticket: Ticket,
-        /// When the step that gave it ended, by the leader's clock. `None` where no step gave it.
+        /// End of the step that produced it, in microseconds of the leader's clock. `None` if no
+        /// step produced it.
         #[serde(default)]
         at_us: Option<u64>,
         reply: Reply,
@@ -244,11 +246,11 @@ pub enum FromWorker {
         moved: RankMoved,
         /// How often its layers' experts were chosen since their weights were loaded.
         uses: Vec<ExpertUses>,
-        /// Bytes that it has sent to each rank in its epoch so far, by rank. Empty where its groups
-        /// do not say, and from earlier versions.
+        /// Bytes sent to each rank in its epoch so far, by rank. Empty if its groups do not count
+        /// them, and from earlier versions.
         #[serde(default)]
         sent_to: Vec<u64>,
-        /// Of a leader: guesses that were checked in the epoch so far.
+        /// Of a leader: draft tokens verified in the epoch so far.
         #[serde(default)]
         guesses: Guesses,
     },
@@ -272,16 +274,15 @@ pub enum FromWorker {
     Receives {
         /// Number of the round.
         round: u64,
-        /// Where it listens for each rank that reads prompts.
+        /// Its listen address for each prefill rank.
         addrs: Vec<SocketAddr>,
     },
-    /// The answer to `HandTo`: all ranks that decode are connected.
+    /// The answer to `HandTo`: all decode ranks are connected.
     HandsOver {
         /// Number of the round.
         round: u64,
     },
-    /// A connection between the ranks that read prompts and those that decode is lost, or could not
-    /// be made.
+    /// A connection between a prefill and a decode rank is lost, or could not be made.
     Unlinked {
         /// Number of the round.
         round: u64,
@@ -293,13 +294,13 @@ pub enum FromWorker {
         /// The prompt's number.
         number: u64,
     },
-    /// The epoch cannot go on: it has left it, and waits.
+    /// The epoch failed: it has left it, and waits.
     Failed {
         /// The epoch's number; 0 before the first.
         epoch: u64,
         /// Why.
         reason: String,
-        /// Whose fault it is, if another rank's.
+        /// The rank at fault, if it is another one.
         blamed: Option<u32>,
     },
 }
@@ -310,8 +311,8 @@ pub struct RankFacts {
     pub pid: u32,
     /// Bytes of packed weights that it holds.
     pub weight_bytes: u64,
-    /// Times that its process has packed weights: 1 as long as it keeps those of its first epoch; 0
-    /// from earlier versions.
+    /// How often its process packed weights: 1 while it keeps those of its first epoch; 0 from
+    /// earlier versions.
     #[serde(default)]
     pub packings: u64,
     /// Threads it computes with.

@@ -1,4 +1,4 @@
-//! Bytes that the ranks of an instance have moved.
+//! Traffic of an instance's ranks in bytes.
 
 use paceline_base::Bytes;
 use paceline_model::Weights;
@@ -10,11 +10,11 @@ use serde_json::{Value, json};
 pub struct Moved {
     /// Sent to other ranks.
     pub sent: Bytes,
-    /// Activations on MLX, sent and received, that were read and written where its arrays are.
+    /// Activations on MLX, sent and received directly from and into its arrays.
     pub in_place: Bytes,
-    /// Activations that crossed to another stage in another type.
+    /// Activations converted to another type at a stage boundary.
     pub converted: Bytes,
-    /// Activations that were copied for the exchange alone.
+    /// Activations copied only for the exchange.
     pub staged: Bytes,
 }
 
@@ -29,13 +29,13 @@ impl Moved {
         }
     }
 
-    /// The bytes that were moved after `before`.
+    /// The bytes moved since `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         self.with(before, u64::saturating_sub)
     }
 
-    /// A share of it: for one of `n`, such as tokens; nothing for none.
+    /// Bytes per unit for `n` units, such as tokens; 0 for none.
     #[must_use]
     pub fn per(self, n: u64) -> Self {
         self.with(Self::default(), |moved, _| {
@@ -48,8 +48,7 @@ impl Moved {
         self.in_place.0 + self.converted.0 + self.staged.0 > 0
     }
 
-    /// How values got out of arrays and into them, to follow a sentence; empty where no node
-    /// computes on MLX.
+    /// How values left and entered arrays, as the end of a sentence; empty if no node uses MLX.
     pub fn arrays(self) -> String {
         if !self.has_arrays() {
             return String::new();
@@ -76,16 +75,16 @@ impl std::iter::Sum for Moved {
     }
 }
 
-/// Bytes that the ranks of an instance have sent each other in its epoch so far.
+/// Bytes between the ranks of an instance in its epoch so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exchanged {
     /// The instance's id.
     pub id: String,
-    /// Number of the epoch; counts begin anew with each.
+    /// Number of the epoch; each epoch counts from 0.
     pub epoch: u64,
     /// Names of the ranks' nodes, in rank order.
     pub nodes: Vec<String>,
-    /// Bytes, by the rank that sent them and the one that they went to.
+    /// Bytes, by sending and receiving rank.
     pub sent: Vec<Vec<u64>>,
 }
 

@@ -1,4 +1,4 @@
-//! Turns a placement into the part of the model that each worker holds.
+//! Sharding: turns a placement into the part of the model that each worker holds.
 //!
 //! ```text
 //! --split, --shares --asked--.
@@ -6,7 +6,7 @@
 //! the planner ---------------'                        whole numbers                check them
 //! ```
 //! An instance executes one pipeline of a [`Placement`]. Its owner rounds the shares once, in
-//! [`Cut::new`]. The same [`Split`] is predicted, shown, and sent to workers.
+//! [`Cut::new`]. The same [`Split`] is predicted, displayed, and sent to workers.
 
 use std::ops::Range;
 
@@ -15,20 +15,20 @@ use paceline_plan::{Member, Pipeline, Placement, Split as Sharing, Stage};
 
 use crate::Error;
 
-/// Most parts in which shares are looked for as whole numbers: `--shares 1000,1` has 1,001.
+/// Largest denominator of exact shares: `--shares 1000,1` has 1,001.
 const PARTS_MAX: u32 = 4096;
 
-/// Parts of shares that are no whole numbers of fewer, such as a planner's. None is off by more
-/// than a millionth, where the finest sum of a known model has 4,096 leaves.
+/// Denominator of all other shares, such as a planner's. The rounding error is at most a millionth;
+/// the finest sum of a known model has 4,096 leaves.
 const PARTS: f64 = (1 << 20) as f64;
 
-/// A way to cut the model.
+/// A placement, its split of the model, and its predicted speed.
 #[derive(Clone, Debug)]
 pub struct Cut {
     pub placement: Placement,
     /// Split of the model by the placement.
     pub split: Split,
-    /// Decode tokens a second as expected; `None` when nothing was measured.
+    /// Predicted decode tokens a second; `None` without measurements.
     pub tok_s: Option<f64>,
 }
 
@@ -36,8 +36,8 @@ impl Cut {
     /// Rounds the shares of `placement` to whole leaves. Rank i is on its i-th node.
     ///
     /// # Errors
-    /// [`Error::Placement`] for what instances do not execute, [`Error::Split`] for a pipeline that
-    /// is none of this model, or leaves a rank without work.
+    /// [`Error::Placement`] for a placement that instances do not support, [`Error::Split`] for a
+    /// pipeline that does not fit this model or leaves a rank without work.
     pub fn new(config: &Config, placement: Placement, tok_s: Option<f64>) -> Result<Self, Error> {
         let stages = executed(&placement)?.stages.iter().map(|stage| {
             let layers = stage.layers.start as usize..stage.layers.end as usize;
@@ -56,10 +56,10 @@ impl Cut {
     }
 }
 
-/// The placement that `--nodes`, `--split` and `--shares` ask for; no shares stand for equal ones.
+/// The placement of `--nodes`, `--split` and `--shares`; no shares mean equal ones.
 ///
 /// # Errors
-/// Values that do not fit each other, or do not fit the model.
+/// The values contradict each other or do not fit the model.
 pub fn asked(
     config: &Config,
     kind: SplitKind,
@@ -78,8 +78,8 @@ pub fn asked(
     Ok(Placement::single(Pipeline { stages }))
 }
 
-/// The ways to cut a model over 1 to `most` nodes with equal shares, each once; those that share
-/// experts where it has some.
+/// The splits of a model over 1 to `most` nodes with equal shares, each once; with expert
+/// parallelism if it has experts.
 pub fn ways(config: &Config, most: u32) -> Vec<(SplitKind, Split)> {
     let kinds = [SplitKind::Tensor, SplitKind::Pipeline, SplitKind::Experts];
     let (tensor, pipeline) = (2, 2);
@@ -139,8 +139,7 @@ fn executed(placement: &Placement) -> Result<&Pipeline, Error> {
     Ok(pipeline)
 }
 
-/// The shares of a stage as whole numbers: the least that are as exact as the shares themselves,
-/// where such are small.
+/// The shares of a stage as whole numbers: the smallest exact ones, if they are small enough.
 fn weights(members: &[Member]) -> Vec<u32> {
     let parts = |all: f64| members.iter().map(move |member| member.share * all);
     let is_whole = |part: f64| part.round() >= 1.0 && (part - part.round()).abs() < 1e-6;

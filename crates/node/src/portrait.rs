@@ -1,25 +1,24 @@
-//! An instance as a dashboard shows it: each rank's part, and the prediction beside the
-//! measurement.
+//! Summary of an instance for the dashboard: each rank's part, predicted and measured speed.
 
 use serde::Serialize;
 
 use crate::Instance;
 
-/// Changes of the split that a portrait tells, the last ones.
+/// Most recent changes of the split in a summary.
 const CHANGES_TOLD: usize = 8;
 
-/// How an instance computes at the moment.
+/// Current state of an instance's computation.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Portrait {
-    /// How the model is cut now.
+    /// The current split.
     pub split: String,
-    /// Decode tokens a second that were expected of this split.
+    /// Predicted decode tokens a second of this split.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted_tok_s: Option<f64>,
-    /// Decode tokens a second of the last answers that were alone.
+    /// Measured decode tokens a second of the last single answers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured_tok_s: Option<f64>,
-    /// Times that the workers were started again after a failure.
+    /// Restarts of the workers after a failure.
     pub restarts: u64,
     /// Changes of the split so far, refused ones included.
     pub n_changes: usize,
@@ -27,28 +26,28 @@ pub struct Portrait {
     pub changes: Vec<String>,
     /// Parts of the model in rank order; empty before the workers are ready.
     pub shards: Vec<Shard>,
-    /// The nodes that only read prompts, where there are such.
+    /// The prefill nodes, if there are some.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompts: Option<Prompts>,
 }
 
-/// Nodes that read prompts for the others.
+/// Prefill nodes of an instance.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Prompts {
-    /// How many there are.
+    /// Number of nodes.
     pub nodes: u32,
-    /// How the model is cut over them.
+    /// The split over them.
     pub split: String,
-    /// Whether they are connected with the others at the moment.
+    /// Whether they are connected to the decode nodes now.
     pub up: bool,
-    /// Prompts that they have read and handed over.
+    /// Prompts computed and transferred.
     pub handed: u64,
-    /// Prompts that they were to read, and that the others have read.
+    /// Prompts meant for them that the decode nodes computed.
     pub fell_back: u64,
-    /// Prompt tokens a second of these nodes, as predicted until one was read.
+    /// Prefill tokens a second of these nodes; predicted until one was measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tok_s: Option<f64>,
-    /// The same of the others.
+    /// The same for the decode nodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub others_tok_s: Option<f64>,
     /// Parts of the model in rank order, as in the instance.
@@ -67,7 +66,7 @@ pub struct Shard {
     pub share: f64,
     /// Bytes of packed weights.
     pub weight_bytes: u64,
-    /// Times that its process has packed weights.
+    /// How often its process packed weights.
     pub packings: u64,
     /// Threads that it computes with.
     pub threads: usize,
@@ -76,7 +75,7 @@ pub struct Shard {
 }
 
 impl Instance {
-    /// The instance as a dashboard shows it. Does not wait for the workers.
+    /// The summary of this instance. Does not wait for the workers.
     pub fn portrait(&self) -> Portrait {
         let changes = self.changes();
         let last = changes.len().saturating_sub(CHANGES_TOLD);

@@ -1,4 +1,4 @@
-//! Prepares a model from its files and the user's options, and loads it, in this process or in
+//! Model setup: opens a model, splits it by the user's options, and loads it in this process or in
 //! workers.
 //!
 //! ```text
@@ -38,30 +38,30 @@ use crate::supervisor::Change;
 use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast};
 use crate::{identity, load_whole, texts};
 
-/// Default for the guesses of a draft model that a step checks at most. Beyond eight few are right
-/// together (0.8 of each gives 0.17 of all eight).
+/// Default maximum of draft tokens verified in a step. More than eight are rarely all right (a rate
+/// of 0.8 each gives 0.17 for all eight).
 pub const DRAFTS: usize = 8;
 
-/// Tokens of the prompt by which the speed of reading is predicted.
+/// Prompt length in tokens for predictions of prefill speed.
 const PREDICTED_PROMPT: u32 = 2048;
 
-/// How a model is to be computed.
+/// Options of a model's computation.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// How numbers are computed, for each node: the same within a stage.
+    /// Kernel class of each node: the same within a stage.
     pub classes: Vec<KernelClass>,
     /// Threads of each node.
     pub threads: usize,
-    /// How keys and values are kept if not as the class does; not on MLX.
+    /// Type of keys and values, if not that of the class; not on MLX.
     pub kv: Option<KvType>,
     pub nodes: u32,
-    /// In which directions the model is cut.
+    /// Kind of split: tensor, pipeline or both.
     pub kind: SplitKind,
-    /// How much each node gets, relative to the others; none for equal shares.
+    /// Relative share of each node; empty for equal shares.
     pub shares: Vec<u32>,
-    /// How the nodes reach each other.
+    /// Transport between the nodes.
     pub backend: Backend,
-    /// The way of reaching each other whose cost is measured for predictions.
+    /// Transport whose cost is measured for predictions.
     pub probed: Backend,
 }
 
@@ -71,7 +71,7 @@ impl Options {
         !self.classes.iter().any(|class| class.is_mlx())
     }
 
-    /// Whether the nodes of every stage of `split` compute alike.
+    /// Checks that the nodes of every stage of `split` have one kernel class.
     ///
     /// # Errors
     /// [`Error::MixedStage`].
@@ -87,7 +87,7 @@ impl Options {
     }
 }
 
-/// A model that was opened and cut, and is not loaded yet: its errors are known.
+/// A model that was opened and split without errors, and is not loaded yet.
 #[derive(Debug)]
 pub struct Prepared {
     source: Arc<Source>,
@@ -95,27 +95,27 @@ pub struct Prepared {
     config: Config,
     options: Options,
     engine: EngineConfig,
-    /// How it is cut at first.
+    /// The initial split.
     cut: Cut,
-    /// Nodes that own its instance after this one.
+    /// Nodes that own its instance after this one, in order.
     successors: Vec<usize>,
     forecast: Option<SharedForecast>,
-    /// Whether a split that turns out worse than another is left.
+    /// Whether a split is replaced when another turns out faster.
     steers: bool,
-    /// A second copy of each shard waits, once an epoch has answered for so long.
+    /// Time an epoch answers before standbys with a copy of each shard start.
     spares: Option<Duration>,
-    /// Shares follow what ranks take.
+    /// Whether shares are rebalanced by the ranks' step times.
     follows: bool,
     goes_on: bool,
     draft: Option<DraftModel>,
     adapters: Vec<AdapterOf>,
-    /// The same model over nodes that read prompts for it.
+    /// The same model on its prefill nodes.
     prompts: Option<Box<Self>>,
-    /// Tokens of a prompt from which on they read it, whatever is faster.
+    /// Offload prompts of at least this many uncached tokens, without a comparison of speeds.
     prompts_from: Option<u32>,
 }
 
-/// A model that guesses for another one.
+/// The draft model of another one.
 #[derive(Debug)]
 struct DraftModel {
     source: Arc<Source>,
@@ -124,10 +124,10 @@ struct DraftModel {
 }
 
 impl Prepared {
-    /// Reads the shape and cuts the model; `sizes` gives the engine's sizes for that shape.
+    /// Reads the shape and splits the model; `sizes` returns the engine's sizes for that shape.
     ///
     /// # Errors
-    /// What is wrong with the model; why it cannot be cut like that.
+    /// The model is invalid, or cannot be split like that.
     pub fn new(
         source: Arc<Source>,
         options: Options,
@@ -156,12 +156,12 @@ impl Prepared {
         })
     }
 
-    /// Has an adapter beside the model's weights, which requests choose by `name`. Reads it. The
-    /// weights stay as they are, however many there are.
+    /// Adds an adapter, which requests select by `name`. Reads it. The weights are shared by all
+    /// adapters.
     ///
     /// # Errors
-    /// [`Error::SameAdapter`]; [`Error::AdapterOnMlx`] where MLX computes; what is wrong with its
-    /// files, and [`Error::Model`] where it does not fit the model.
+    /// [`Error::SameAdapter`]; [`Error::AdapterOnMlx`] on MLX; [`Error::Adapter`] for invalid
+    /// files, and [`Error::Model`] if it does not fit the model.
     pub fn adapt(&mut self, name: &str, path: &Path) -> Result<(), Error> {
         if !self.options.on_cpu() {
             return Err(Error::AdapterOnMlx);
@@ -179,18 +179,18 @@ impl Prepared {
         Ok(())
     }
 
-    /// Adapters beside the model's weights.
+    /// The adapters of the model.
     pub fn adapters(&self) -> &[AdapterOf] {
         &self.adapters
     }
 
-    /// Has `nodes` nodes more read prompts, and hand their pages to the ranks that decode. They
-    /// read prompts of which `from` tokens are to be read, or those that are read sooner there.
-    /// Their model is cut by the planner's default.
+    /// Adds `nodes` prefill nodes, which transfer KV pages to the decode ranks. They compute
+    /// prompts of at least `from` uncached tokens, or those that are faster there. Their split is
+    /// the planner's default.
     ///
     /// # Errors
     /// [`Error::PromptsOnMlx`], [`Error::MixedPrompts`]; [`Error::Model`] for layers that cannot be
-    /// handed over; why the model cannot be cut over so many.
+    /// transferred; the model cannot be split over that many nodes.
     pub fn read_prompts_on(&mut self, nodes: u32, from: Option<u32>) -> Result<(), Error> {
         if !self.options.on_cpu() {
             return Err(Error::PromptsOnMlx);
@@ -238,7 +238,7 @@ impl Prepared {
         Ok(())
     }
 
-    /// Whether every rank that decodes can have its part of pages from ranks by `givers`.
+    /// Checks that every decode rank can get its part of pages from ranks by the split `givers`.
     fn check_handed(&self, givers: &Split) -> Result<(), Error> {
         let kv = self.options.kv;
         let kv = kv.unwrap_or_else(|| KvType::of(self.options.classes[0]));
@@ -251,18 +251,18 @@ impl Prepared {
         Ok(())
     }
 
-    /// The same model over the nodes that read prompts, if there are such.
+    /// The same model on its prefill nodes, if there are some.
     pub fn prompts(&self) -> Option<&Self> {
         self.prompts.as_deref()
     }
 
-    /// Has a small model guess tokens, which the leader loads whole; up to
-    /// [`EngineConfig::drafts`] a step, [`DRAFTS`] where that is 0. The split that is chosen first
-    /// is kept: the speed of answers is one of the text then. Reads both vocabularies.
+    /// Adds a draft model for speculative decoding, which the leader loads whole. It proposes up to
+    /// [`EngineConfig::drafts`] tokens a step, [`DRAFTS`] if that is 0. The initial split is kept,
+    /// because speeds then depend on the text. Reads both vocabularies.
     ///
     /// # Errors
-    /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] where MLX computes, and what
-    /// is wrong with the draft's files.
+    /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] on MLX, and errors of the
+    /// draft's files.
     pub fn guess_with(&mut self, source: Arc<Source>) -> Result<(), Error> {
         if !self.options.on_cpu() {
             return Err(Error::DraftOnMlx);
@@ -290,7 +290,8 @@ impl Prepared {
         &self.source
     }
 
-    /// Which model the files are, as [`identity`](crate::identity) says. Cost: once, its own.
+    /// The identity of the model's files, by [`identity`](crate::identity). Computed once, at its
+    /// cost.
     ///
     /// # Errors
     /// [`Error::System`].
@@ -310,7 +311,7 @@ impl Prepared {
         &self.config
     }
 
-    /// How it is to be computed.
+    /// The options of its computation.
     pub const fn options(&self) -> &Options {
         &self.options
     }
@@ -320,12 +321,12 @@ impl Prepared {
         &self.engine
     }
 
-    /// How it is cut at first.
+    /// The initial split.
     pub const fn split(&self) -> &Split {
         &self.cut.split
     }
 
-    /// Names the nodes that own its instance after this one, by their places among its nodes.
+    /// Sets the nodes that own its instance after this one, as indices of its nodes.
     pub fn succeed(&mut self, successors: Vec<usize>) {
         self.successors = successors;
     }
@@ -341,9 +342,10 @@ impl Prepared {
         }
     }
 
-    /// Measures what this machine will do with it, or looks that up under `home`. An open split is
-    /// then chosen by that, and left when it turns out worse. Nothing changes where nothing can be
-    /// measured: nothing depends on a forecast. Engines other than our own are not measured.
+    /// Measures the model's speed on this machine, or loads earlier measurements from `home`. An
+    /// automatic split is then chosen by the forecast, and replaced when it turns out slower.
+    /// Without measurements nothing changes; a forecast is optional. Only our own kernels are
+    /// measured.
     pub fn forecast(&mut self, home: &Path, kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>) {
         let nodes = self.options.nodes;
         if !self.options.on_cpu() {
@@ -358,18 +360,18 @@ impl Prepared {
         self.steers &= self.draft.is_none() && !self.follows;
     }
 
-    /// Keeps the split that was chosen, whatever comes of it.
+    /// Keeps the chosen split, even if it turns out slower than another.
     pub const fn stay(&mut self) {
         self.steers = false;
     }
 
-    /// Keeps a second copy of each shard packed on another machine than the first, where there is
-    /// one. This begins once an epoch has answered for `after`. Recovery needs no loading then.
+    /// Keeps a standby copy of each shard packed on another machine, if there is one. Starts once
+    /// an epoch has answered for `after`. A recovery then needs no loading.
     pub const fn keep_spares(&mut self, after: Duration) {
         self.spares = Some(after);
     }
 
-    /// Has its instance started again after any failure: it was begun before, by another owner.
+    /// Restarts its instance after any failure, because it was started before, by another owner.
     pub fn go_on(&mut self) {
         self.goes_on = true;
         if let Some(prompts) = &mut self.prompts {
@@ -377,16 +379,15 @@ impl Prepared {
         }
     }
 
-    /// Has ranks that compute slower than before, because somebody uses their machines, give work
-    /// away while that is so. In place of other changes of the split; of one rank there is nothing
-    /// to give away. On MLX shares stay.
+    /// Rebalances shares: ranks on busy machines give work to the others while they are slower.
+    /// Replaces other changes of the split. Has no effect with one rank or on MLX.
     pub fn follow_use(&mut self) {
         self.follows = self.options.nodes > 1 && self.options.on_cpu();
         self.steers &= !self.follows;
     }
 
-    /// The ways to cut it that may be used. These are all if it steers. If its shares follow what
-    /// ranks take, they are the ways with less for one rank.
+    /// The possible splits: all if the split is steered, or variants with less for one rank if
+    /// shares are rebalanced.
     fn cuts(&self) -> Vec<Cut> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let mut cuts = Vec::new();
@@ -413,7 +414,7 @@ impl Prepared {
     }
 
     /// Starts it on the workers of `crew`, one for each node; with `restart` a new epoch follows a
-    /// failure. Does not wait: [`Instance::ready`] does.
+    /// failure. Returns at once: [`Instance::ready`] waits.
     ///
     /// # Errors
     /// [`Error::MixedStage`]; what the system refuses.
@@ -426,8 +427,8 @@ impl Prepared {
         self.begin(crew, restart, observer, None)
     }
 
-    /// As [`over`](Self::over), with the workers of `prompts` as the nodes that read prompts. These
-    /// are started again after a failure of any kind, and the others answer without them meanwhile.
+    /// As [`over`](Self::over), with the workers of `prompts` as prefill nodes. These are restarted
+    /// after any failure; meanwhile the decode nodes answer without them.
     ///
     /// # Errors
     /// As there.
@@ -442,17 +443,17 @@ impl Prepared {
             return self.over(crew, restart, observer);
         };
         let (here, there, heard) = hears();
-        // What becomes of them is told by the instance that they read for.
+        // The decode instance reports their state.
         let quiet: Observer = Box::new(|_, _| {});
         let prompts = of_prompts.begin(prompts, true, quiet, Some(there))?;
         let instance = self.begin(crew, restart, observer, Some(here))?;
-        // An instance that was begun before answers without them, should they be gone.
+        // An instance that was started before answers even without them.
         let readers = (self.readers(of_prompts), !self.goes_on);
         instance.with_prompts(prompts, heard, readers)
     }
 
-    /// The predicted speeds of the ranks that decode and of those that read prompts, before prompts
-    /// show them. They are of nodes of one machine, which are measured.
+    /// The predicted prefill speeds of the decode and prefill ranks, until prompts are measured.
+    /// They hold for nodes of one machine, which are measured.
     fn readers(&self, of_prompts: &Self) -> Readers {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let tok_s = |split: &Split| {
@@ -496,7 +497,7 @@ impl Prepared {
         Instance::begin(spec, crew, observer)
     }
 
-    /// Takes an instance as the model that answers.
+    /// Wraps an instance of this model, ready to answer.
     pub fn loaded(self, instance: Instance) -> Loaded {
         Loaded {
             computing: Computing::Crew(instance),
@@ -506,7 +507,7 @@ impl Prepared {
         }
     }
 
-    /// Takes what answers elsewhere as the model that answers; `device` is what computes there.
+    /// Wraps a service on another machine or process as this model; `device` is its device.
     pub fn elsewhere(self, service: Arc<dyn Service>, device: String) -> Loaded {
         Loaded {
             computing: Computing::Elsewhere { service, device },
@@ -519,7 +520,7 @@ impl Prepared {
     /// Loads it whole, into this process.
     ///
     /// # Errors
-    /// What is wrong with the model, or with MLX where it is to compute.
+    /// The model cannot be loaded, or MLX is not available for its class.
     pub fn here(
         self,
         tokenizer: Arc<Tokenizer>,
@@ -569,8 +570,8 @@ impl Prepared {
     }
 }
 
-/// Place of the way that is expected to be fastest, the first of such; the first where nothing is
-/// expected.
+/// Index of the split with the best prediction, the first among equals; the first if nothing is
+/// predicted.
 fn best(cuts: &[Cut]) -> usize {
     let speed = |i: usize| cuts[i].tok_s.unwrap_or(0.0);
     (0..cuts.len()).fold(0, |best, i| if speed(i) > speed(best) { i } else { best })
@@ -582,7 +583,7 @@ pub struct Loaded {
     computing: Computing,
     forecast: Option<SharedForecast>,
     config: Config,
-    /// As it began.
+    /// The initial split.
     split: Split,
 }
 
@@ -596,7 +597,7 @@ enum Computing {
         device: String,
     },
     Crew(Instance),
-    /// A node has it.
+    /// It runs on a node.
     Elsewhere {
         service: Arc<dyn Service>,
         device: String,
@@ -604,7 +605,7 @@ enum Computing {
 }
 
 impl Loaded {
-    /// The part that answers.
+    /// The service that answers.
     pub fn service(&self) -> &dyn Service {
         match &self.computing {
             Computing::Here { runner, .. } => runner,
@@ -618,7 +619,7 @@ impl Loaded {
         &self.config
     }
 
-    /// How it is cut now.
+    /// The split in use.
     pub fn split(&self) -> &Split {
         match &self.computing {
             Computing::Here { .. } | Computing::Elsewhere { .. } => &self.split,
@@ -631,7 +632,7 @@ impl Loaded {
         self.split.ranks()
     }
 
-    /// Packed weights of each rank; nothing when the workers are gone.
+    /// Packed weights of each rank; empty without workers.
     pub fn weights(&self) -> Vec<Bytes> {
         match &self.computing {
             Computing::Here { weights, .. } => vec![*weights],
@@ -654,8 +655,8 @@ impl Loaded {
         }
     }
 
-    /// Decode tokens a second that are expected, as far as runs until the start taught; `None`
-    /// where nothing was measured.
+    /// Predicted decode tokens a second, corrected by runs before the start; `None` without
+    /// measurements.
     pub fn predicted(&self) -> Option<f64> {
         match &self.computing {
             Computing::Elsewhere { .. } => None,
@@ -673,8 +674,8 @@ impl Loaded {
         forecast.predict_at(&self.config, self.split(), keys).ok()
     }
 
-    /// Remembers how fast an answer was decoded with `keys` in the cache. Workers are watched
-    /// anyway.
+    /// Stores the decode speed of an answer with `keys` in the cache. Workers are measured in any
+    /// case.
     pub fn learn(&self, keys: u32, decode_tok_s: f64) {
         if let (Computing::Here { .. }, Some(forecast)) = (&self.computing, &self.forecast) {
             lock(forecast).learn(&self.config, &self.split, (keys, decode_tok_s));
@@ -689,7 +690,7 @@ impl Loaded {
         }
     }
 
-    /// Bytes that the nodes have moved so far; `None` for one node, or when one does not say.
+    /// Bytes moved by the nodes so far; `None` for one node, or if one does not answer.
     pub fn moved(&self) -> Option<Moved> {
         match &self.computing {
             Computing::Here { .. } | Computing::Elsewhere { .. } => None,
@@ -697,7 +698,7 @@ impl Loaded {
         }
     }
 
-    /// Records what takes how long from now on, on every rank, until [`traced`](Self::traced).
+    /// Starts a trace on every rank, until [`traced`](Self::traced).
     pub fn trace(&self) {
         match &self.computing {
             Computing::Here { tracer, .. } => tracer.start(),
@@ -718,7 +719,7 @@ impl Loaded {
         }
     }
 
-    /// Guesses that were checked so far; none where a node does not say.
+    /// Draft tokens verified so far; zero if a node does not answer.
     pub fn guesses(&self) -> Guesses {
         match &self.computing {
             Computing::Here { guesses, .. } => guesses.told(),
@@ -727,8 +728,8 @@ impl Loaded {
         }
     }
 
-    /// How often the experts of each layer were chosen since the weights were loaded; none without
-    /// experts, or when a node does not say.
+    /// How often the experts of each layer were chosen since the weights were loaded; empty without
+    /// experts, or if a node does not answer.
     pub fn expert_uses(&self) -> Vec<ExpertUses> {
         match &self.computing {
             Computing::Here { runner, .. } => {
@@ -743,11 +744,11 @@ impl Loaded {
     /// Starts an answer.
     ///
     /// # Errors
-    /// Refusals that are known at once.
+    /// Refusals before computation starts.
     pub fn submit(&self, request: Request) -> Result<Answer<'_>, Failure> {
         let (sender, replies) = channel();
         let sink = Box::new(move |reply| {
-            let _ = sender.send((Instant::now(), reply)); // nobody waits for it any more
+            let _ = sender.send((Instant::now(), reply)); // the receiver may be gone
         });
         let service = self.service();
         let ticket = service.submit(request, sink)?;
@@ -768,10 +769,10 @@ pub struct Answer<'a> {
 }
 
 impl Answer<'_> {
-    /// Waits for the next reply; says when it came.
+    /// Waits for the next reply; returns its arrival time.
     ///
     /// # Errors
-    /// [`Failure`] when the answer will not be completed.
+    /// [`Failure`] if the answer will not be completed.
     pub fn next(&self) -> Result<(Instant, Reply), Failure> {
         Self::reply(self.replies.recv().ok())
     }

@@ -1,8 +1,7 @@
-//! Default number of positions for a model: as many as it was trained for, as far as memory has
-//! room for them.
+//! Default context size of a model: its trained length, as far as memory allows.
 //!
-//! Memory of positions is taken only as they are used, so this is a bound and no cost. A long
-//! conversation may have all of the room, or several have a part each.
+//! KV memory is allocated only on use, so this is a bound and no cost. One long conversation may
+//! use all positions, or several share them.
 
 use std::path::Path;
 
@@ -11,33 +10,33 @@ use paceline_engine::EngineConfig;
 use paceline_model::{BatchSize, Config};
 use paceline_tensor::{KvType, PAGE};
 
-/// Positions that a model gets in any case, if it was trained for as many. They are some pages of
-/// text, on machines that say nothing about their memory too.
+/// Positions that a model gets in any case, if it was trained for as many: some pages of text. Also
+/// used if the machine does not report its memory.
 pub(crate) const LEAST: usize = 8192;
 
-/// Share of the memory beside the weights that positions may take: the rest is for buffers, the
+/// Fraction of the memory left by the weights that positions may take: the rest is for buffers, the
 /// system and other programs.
 const SHARE: f64 = 0.5;
 
-/// Memory that weights take, as a multiple of their files': some are packed another way.
+/// Memory of packed weights as a multiple of their files' bytes.
 pub(crate) const WEIGHTS: f64 = 1.2;
 
-/// Multiples that a bound by memory is rounded down to.
+/// A bound by memory is rounded down to a multiple of this.
 const STEP: usize = 1024;
 
 /// The positions of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Of one sequence, in positions.
+    /// Positions of one sequence.
     pub context: usize,
-    /// Of all sequences together.
+    /// Positions of all sequences together.
     pub all: usize,
 }
 
 impl Room {
-    /// For the model at `path`, of which `parallel` sequences are computed at a time. `kv` is how
-    /// main memory keeps them, `None` where another memory does; `memory` is what programs can have
-    /// of it, where that is known. `asked` positions of each sequence are taken as they are.
+    /// For the model at `path` with `parallel` concurrent sequences. `kv` is the KV type in main
+    /// memory, `None` if another memory holds it; `memory` is the available main memory, if known.
+    /// `asked` positions per sequence are used unchanged.
     pub fn of(
         (path, config): (&Path, &Config),
         (kv, memory): (Option<KvType>, Option<Bytes>),
@@ -58,8 +57,7 @@ impl Room {
         Self::within(config.context, page_bytes(config, kv), left, parallel)
     }
 
-    /// For a model that was `trained` for so many positions, where `left` is the memory beside its
-    /// weights.
+    /// For a model with `trained` positions; `left` is the memory left by its weights.
     fn within(trained: usize, page_bytes: usize, left: Option<Bytes>, parallel: usize) -> Self {
         let fitting = left.map(|left| {
             let pages = left.0 as f64 * SHARE / page_bytes.max(1) as f64;
@@ -82,7 +80,7 @@ impl Room {
     }
 }
 
-/// Bytes of a file, or of the files of a folder; of a split model those of all parts.
+/// Bytes of a file, or of the files of a folder; for a split model those of all parts.
 fn bytes_at(path: &Path) -> u64 {
     let size = |path: &Path| std::fs::metadata(path).map_or(0, |facts| facts.len());
     let is_part = path
@@ -99,8 +97,8 @@ fn bytes_at(path: &Path) -> u64 {
     entries.flatten().map(|entry| size(&entry.path())).sum()
 }
 
-/// Bytes that [`PAGE`] more positions take over all layers, where there are many: layers with a
-/// window keep some of them only.
+/// Bytes of [`PAGE`] more positions over all layers, in a long context: layers with a window store
+/// only part of them.
 fn page_bytes(config: &Config, kv_type: KvType) -> usize {
     const MANY: usize = 1 << 20;
     let bytes = |positions| {
@@ -123,13 +121,13 @@ mod tests {
     fn room_follows_model_and_memory() {
         let gib = |n: u64| Some(Bytes(n << 30));
         for (trained, left, parallel, context, all) in [
-            // Trained for little: all of it for everybody.
+            // Short trained length: every sequence gets all of it.
             (2048, gib(8), 4, 2048, 8192),
-            // Half of 8 GiB are 65536 positions: one sequence may have them all.
+            // Half of 8 GiB is 65536 positions: one sequence may use them all.
             (131_072, gib(8), 4, 65_536, 65_536),
             (32_768, gib(8), 4, 32_768, 65_536),
             (131_072, gib(64), 1, 131_072, 131_072),
-            // Little memory: 8192 for all; none that is known: for each.
+            // Little memory: 8192 for all together; unknown memory: 8192 for each.
             (131_072, gib(0), 4, 8192, 8192),
             (131_072, None, 2, 8192, 16_384),
             (512, gib(0), 2, 512, 1024),

@@ -1,4 +1,4 @@
-//! This machine's node as a service of the operating system.
+//! Installs this machine's node as a service of the operating system.
 //!
 //! ```text
 //! Service (program, arguments, scope) --unit()--> text --install()--> file + systemctl | launchctl
@@ -22,11 +22,11 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-/// Seconds that a manager waits for a node to end. A leaving node hands its models on, which
-/// `paceline up` gives 120 s (`MOVE_LIMIT`), and closes its streams.
+/// Seconds that a manager waits for a node to exit. A draining node hands over its models, for
+/// which `paceline up` allows 120 s (`MOVE_LIMIT`), and closes its streams.
 const STOP_S: u32 = 130;
 
-/// Why a service was not installed, asked or removed.
+/// Why a service was not installed, queried or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("services need systemd (Linux) or launchd (macOS)")]
@@ -86,7 +86,7 @@ impl Manager {
     }
 }
 
-/// For whom a service runs.
+/// Scope of a service: the user or the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// The user who installs it: no root is needed.

@@ -1,4 +1,4 @@
-//! The parts of a model's files that are about text.
+//! Text components of a model's files: tokenizer, chat template and response template.
 
 use paceline_formats::chat::{self, ChatTemplate, Error as ChatError, Interpreter};
 use paceline_formats::tokenizer::{Error, Tokenizer};
@@ -10,7 +10,7 @@ use crate::interpreter::{Apart, Program};
 /// The tokenizer of a model.
 ///
 /// # Errors
-/// What is wrong with it, or that there is none.
+/// It is invalid or missing.
 pub fn tokenizer(source: &Source) -> Result<Tokenizer, Error> {
     match source {
         Source::Gguf(file) => Tokenizer::from_gguf(file.metadata()),
@@ -18,8 +18,8 @@ pub fn tokenizer(source: &Source) -> Result<Tokenizer, Error> {
     }
 }
 
-/// The chat template of a model, in a process of its own by `program`; `None` when the model has
-/// none. Errors of a template matter only to callers that use it.
+/// The chat template of a model, in its own process by `program`; `None` if the model has none.
+/// Errors of a template matter only to callers that use it.
 ///
 /// Cost: the start of a process.
 pub fn template(source: &Source, program: &Program) -> Option<Result<ChatTemplate, ChatError>> {
@@ -37,8 +37,8 @@ pub fn template(source: &Source, program: &Program) -> Option<Result<ChatTemplat
     }
 }
 
-/// The model's own description of its answers. A description that cannot be used is left out, with
-/// a warning: the chat template shows the form of calls, too.
+/// The model's response template. An invalid one is ignored with a warning: the chat template shows
+/// the form of calls, too.
 fn response(source: &Source) -> Option<ResponseTemplate> {
     let Source::Hf(folder) = source else {
         return None;

@@ -4,7 +4,7 @@
 //! Recording: RankTrace of every rank --align--> one clock --match exchanges--> Timeline
 //!    Timeline::json    Chrome's trace format, for Perfetto
 //!    Timeline::text    a table: parts of the answer's time, rank by rank
-//!    Timeline::stages  the same of a short look at whatever is computed, for the dashboard
+//! Timeline::stages  the same for a short sample of running requests, for the dashboard
 //! ```
 //!
 //! Each moment of an answer belongs to one part of a rank's time:
@@ -15,13 +15,13 @@
 //! | exchange | moves values that all ranks concerned have ready |
 //! | wait | waits for another rank that is not there yet |
 //! | choose | the leader chooses tokens and makes text |
-//! | plan | the leader decides steps, hands out replies, takes in requests |
+//! | plan | the leader plans steps, delivers replies, accepts requests |
 //! | way | request and replies travel between the caller and the leader |
 //! | rest | none of these: what was not recorded |
 //!
-//! An exchange is cut where its last rank began: before that the others wait. Ranks on several
-//! machines have several clocks. A rank's times are moved by the least amount for which no message
-//! arrives before it was sent.
+//! An exchange is split at the start of its last rank: before that the others wait. Ranks on
+//! several machines have different clocks. A rank's times are shifted by the least amount for which
+//! no message arrives before it was sent.
 
 mod chrome;
 mod intervals;
@@ -40,18 +40,18 @@ use intervals::{Interval, Moments};
 pub use recording::{Record, Recording};
 pub use stages::{StageTime, Stages};
 
-/// When an answer was asked for and given, by the caller's clock, in nanoseconds since 1970.
+/// Start and end of an answer, by the caller's clock, in nanoseconds since 1970.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Times {
-    /// The request was handed over.
+    /// The request was submitted.
     pub asked_unix_ns: u64,
-    /// The prompt was read.
+    /// Prefill ended.
     pub first_unix_ns: u64,
     /// The answer was complete.
     pub ended_unix_ns: u64,
 }
 
-/// Places moments of a steady clock on the machine's clock.
+/// Converts times of the monotonic clock to the machine's wall clock.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock(Instant, u64);
 
@@ -62,7 +62,7 @@ impl Clock {
         Self(Instant::now(), since.map_or(0, |at| at.as_nanos() as u64))
     }
 
-    /// Nanoseconds since 1970 at a moment after this clock was read.
+    /// Nanoseconds since 1970 of a time after this clock was read.
     pub fn unix_ns(&self, at: Instant) -> u64 {
         self.1 + at.saturating_duration_since(self.0).as_nanos() as u64
     }
@@ -72,23 +72,23 @@ impl Clock {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Parts {
     pub compute_ns: i64,
-    /// Exchanged values with ranks that were there.
+    /// Exchanging values with ranks that were ready.
     pub exchange_ns: i64,
-    /// Waited for other ranks.
+    /// Waiting for other ranks.
     pub wait_ns: i64,
-    /// Chose tokens.
+    /// Sampling tokens.
     pub choose_ns: i64,
-    /// Decided steps and handed out replies.
+    /// Planning steps and delivering replies.
     pub plan_ns: i64,
-    /// Waited for the request's arrival, and for the end of the answer to arrive.
+    /// Travel of the request to the leader, and of the answer's end to the caller.
     pub way_ns: i64,
     /// Not recorded.
     pub rest_ns: i64,
-    /// Of exchanges, what passed while the other half of the step computed: part of `compute_ns`.
+    /// Exchange time overlapped by the other half's computation: part of `compute_ns`.
     pub hidden_ns: i64,
 }
 
-/// Parts of a rank's time, as moments.
+/// Parts of a rank's time, as sets of intervals.
 #[derive(Clone, Debug, Default)]
 struct Shares {
     compute: Moments,
@@ -97,7 +97,7 @@ struct Shares {
     choose: Moments,
     plan: Moments,
     way: Moments,
-    /// Of exchanges, those behind computing.
+    /// Exchanges overlapped by computation.
     hidden: Moments,
 }
 
@@ -107,7 +107,7 @@ struct RankLine {
     /// Label for people: the layers that the rank holds.
     name: String,
     leads: bool,
-    /// Times after the request was handed over.
+    /// Spans relative to the submission of the request.
     spans: Vec<Aligned>,
     shares: Shares,
     moved_ns: i64,
@@ -123,22 +123,22 @@ struct Aligned {
     n: u32,
     begin: i64,
     end: i64,
-    /// The moment at which the last rank concerned began.
+    /// Start of the last participating rank.
     met: i64,
 }
 
-/// An answer over all ranks.
+/// The timeline of an answer over all ranks.
 #[derive(Clone, Debug)]
 pub struct Timeline {
     ranks: Vec<RankLine>,
-    /// Until the prompt was read.
+    /// End of prefill.
     first: i64,
     whole: i64,
     split: String,
 }
 
 impl Timeline {
-    /// Puts what all ranks recorded on one clock.
+    /// Aligns the traces of all ranks to one clock.
     ///
     /// # Panics
     /// If the leader of the recording is none of its ranks.
@@ -184,7 +184,7 @@ impl Timeline {
         self.parts_of((0, self.whole))
     }
 
-    /// The same from the request until the prompt was read, and from then to the end.
+    /// The same for prefill (from the request on), and for the rest.
     pub fn phases(&self) -> [Vec<Parts>; 2] {
         [(0, self.first), (self.first, self.whole)].map(|phase| self.parts_of(phase))
     }
@@ -226,7 +226,7 @@ impl Shares {
 }
 
 impl Parts {
-    /// All but the rest.
+    /// Sum of all parts but the rest.
     pub const fn recorded_ns(&self) -> i64 {
         self.compute_ns
             + self.exchange_ns
@@ -237,7 +237,7 @@ impl Parts {
     }
 }
 
-/// The spans of a trace that starts `start` after the request, in the order of their begins.
+/// The spans of a trace that starts `start` after the request, in order of their start.
 fn aligned(trace: &RankTrace, start: i64) -> Vec<Aligned> {
     let of = |span: &Span| Aligned {
         kind: span.kind,
@@ -253,10 +253,10 @@ fn aligned(trace: &RankTrace, start: i64) -> Vec<Aligned> {
     spans
 }
 
-/// Moves each rank's times by the least amount for which no message of the leader arrives before it
-/// was sent. The same holds for messages to the leader. Returns how far each rank was moved.
+/// Shifts each rank's times by the least amount for which no message from or to the leader arrives
+/// before it was sent. Returns the shift of each rank in nanoseconds.
 ///
-/// Of each step: a rank has its plan after the leader began to announce it, and began its last
+/// For each step: a rank has its plan after the leader began to announce it, and started its last
 /// exchange before the leader's step ended.
 fn align(ranks: &mut [Vec<Aligned>], leader: usize) -> Vec<i64> {
     let announced: HashMap<u64, i64> = ranks[leader]
@@ -283,7 +283,7 @@ fn align(ranks: &mut [Vec<Aligned>], leader: usize) -> Vec<i64> {
                 most = most.min(end - span.begin);
             }
         }
-        // Bounds that contradict each other come of clocks that drift: the middle is off least.
+        // Contradicting bounds come from drifting clocks: the middle has the least error.
         let by = if least > most {
             least.midpoint(most)
         } else {
@@ -300,7 +300,7 @@ fn align(ranks: &mut [Vec<Aligned>], leader: usize) -> Vec<i64> {
 /// Key of an exchange between ranks: step, kind, layer, and its index among those with the same.
 type Meeting = (u64, Kind, u32, u32);
 
-/// Finds for every exchange when the last rank concerned began it.
+/// Finds for every exchange when its last participating rank started it.
 fn meet(ranks: &mut [Vec<Aligned>], stages: &[Range<u32>], leader: usize) {
     let began: Vec<HashMap<Meeting, i64>> = ranks.iter().map(|spans| begins(spans)).collect();
     for (rank, spans) in ranks.iter_mut().enumerate() {
@@ -339,7 +339,7 @@ fn begins(spans: &[Aligned]) -> HashMap<Meeting, i64> {
     out
 }
 
-/// The rank of the stage before that sends its residual stream to `rank`.
+/// The rank of the previous stage that sends its residual stream to `rank`.
 fn source(stages: &[Range<u32>], rank: usize) -> Option<usize> {
     let own = &stages[rank];
     let before = stages.iter().find(|stage| stage.end == own.start)?;
@@ -367,7 +367,7 @@ fn shares(spans: &[Aligned], whole: i64, leads: bool) -> Shares {
     if leads {
         way = ends;
     } else {
-        waits = waits.or(&ends); // for a plan, since before the trace and after it
+        waits = waits.or(&ends); // for a plan, also before and after the trace
     }
     let steps = of(&[Kind::Step]);
     let halved = halves(spans).and(&steps);
@@ -392,7 +392,7 @@ fn shares(spans: &[Aligned], whole: i64, leads: bool) -> Shares {
     }
 }
 
-/// Moments in which a half of a step computes.
+/// Intervals in which a half of a step computes.
 fn halves(spans: &[Aligned]) -> Moments {
     let lane = |lane: u8| {
         let of = |is: fn(Kind) -> bool| {

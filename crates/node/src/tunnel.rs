@@ -1,10 +1,11 @@
-//! Bytes between a program on one machine and a program that another machine's node starts for it.
+//! Tunnel: a byte stream between a program on one machine and a program that another machine's node
+//! starts for it.
 //!
 //! ```text
 //! program == its socket ==> own node == channel ==> other node == pipes ==> the program it starts
 //! ```
-//! Nodes pass the bytes on as they are. Both programs end, by the end of their input, when either
-//! of them or a node does.
+//! Nodes forward the bytes unchanged. When either program or a node ends, the other program sees
+//! the end of its input and exits.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -17,10 +18,10 @@ use paceline_cluster::nodes::agent::local::{self, Progress};
 use paceline_cluster::nodes::agent::{Agent, Channel};
 use serde_json::{Value, json};
 
-/// The service that starts a worker of a training.
+/// The service that starts a training worker.
 pub const TRAIN: &str = "train";
 
-/// The service that starts a rank of a measurement of collectives.
+/// The service that starts a rank of a collectives benchmark.
 pub const BENCH: &str = "bench";
 
 /// The service that starts a worker of an array job.
@@ -28,26 +29,26 @@ pub const ARRAYS: &str = "arrays";
 
 const MESSAGE_BYTES: usize = 64 << 10;
 
-/// How often a side that says nothing is looked at.
+/// Poll interval of a silent side.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// Longest time to open a channel.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
 
-/// Longest wait for the own node to lead to another one.
+/// Longest wait for this machine's node to connect to another one.
 const LEAD_LIMIT: Duration = Duration::from_secs(15);
 
-/// A node that says nothing for so long is gone; it says something five times a second.
+/// Silence after which a node is lost; it sends a heartbeat five times a second.
 const SILENCE: Duration = Duration::from_secs(5);
 
-/// How often a node that is to lead somewhere is looked for.
+/// Poll interval of that wait.
 const LEAD_LOOK: Duration = Duration::from_millis(5);
 
-/// How long a program has to put things in order when its input has ended.
+/// Time for a program to exit after the end of its input.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Starts a program for each channel to `service`, which is [`TRAIN`], [`BENCH`] or [`ARRAYS`]:
-/// `start` gives one whose standard input and output are pipes.
+/// Starts a program for each channel to `service`, which is [`TRAIN`], [`BENCH`] or [`ARRAYS`].
+/// `start` returns a child with pipes as standard input and output.
 pub fn serve(
     agent: &Agent,
     service: &str,
@@ -55,11 +56,11 @@ pub fn serve(
 ) {
     agent.serve(service, move |channel| match start() {
         Ok(child) => join(&channel, child),
-        Err(_) => channel.close(), // the other end sees a line that ended
+        Err(_) => channel.close(), // the other end sees the closed channel
     });
 }
 
-/// Passes bytes between a channel and a program until either ends, and ends the program.
+/// Forwards bytes between a channel and a program until either ends, then ends the program.
 fn join(channel: &Channel, mut child: Child) {
     let (input, output) = (child.stdin.take(), child.stdout.take());
     std::thread::scope(|scope| {
@@ -67,10 +68,10 @@ fn join(channel: &Channel, mut child: Child) {
             scope.spawn(|| send(channel, output));
         }
         if let Some(input) = input {
-            // Without a beat: a program that is gone closes the channel.
+            // Without a heartbeat: a lost program closes the channel.
             receive(channel, input, &mut || true);
         }
-        end(&mut child); // closes its output, so that the other thread ends too
+        end(&mut child); // closes its output, which ends the other thread
     });
 }
 
@@ -83,15 +84,15 @@ fn end(child: &mut Child) {
             _ => return,
         }
     }
-    let _ = child.kill(); // fails where it has just ended
+    let _ = child.kill(); // fails if it has just exited
     let _ = child.wait();
 }
 
-/// Leads the program that listens at the socket `arguments` name to `service` of the node that they
-/// name; for [`Agent::serve_local`]. Returns when either side has ended.
+/// Connects the program listening at the socket in `arguments` to `service` of the node in
+/// `arguments`; for [`Agent::serve_local`]. Returns when either side has ended.
 ///
 /// # Errors
-/// A node or a socket that there is not.
+/// There is no such node or socket.
 pub fn lead(
     agent: &Agent,
     service: &str,
@@ -108,18 +109,18 @@ pub fn lead(
         scope.spawn(|| send(&channel, own));
         receive(&channel, &socket, &mut || progress(Value::Null));
         channel.close();
-        // The other thread's read ends with it.
+        // This ends the other thread's read.
         let _ = socket.shutdown(std::net::Shutdown::Both);
     });
     Ok(json!({}))
 }
 
-/// A line to the program that the node `id` starts for `service`, which is [`TRAIN`], [`BENCH`] or
-/// [`ARRAYS`]. The node with its files at `home` leads there. The line ends with either program and
-/// with either node. Blocks for up to 15 s.
+/// Connects to the program that the node `id` starts for `service`, which is [`TRAIN`], [`BENCH`]
+/// or [`ARRAYS`], through the node with its files at `home`. The connection ends with either
+/// program or node. Blocks for up to 15 s.
 ///
 /// # Errors
-/// What that node says, or that it does not lead there in time.
+/// That node's reason, or a timeout.
 pub fn line(home: &Path, id: &str, service: &'static str) -> io::Result<UnixStream> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("line");
@@ -148,7 +149,7 @@ pub fn line(home: &Path, id: &str, service: &'static str) -> io::Result<UnixStre
     }
 }
 
-/// From a stream into a channel, until either ends.
+/// Copies from a stream into a channel, until either ends.
 fn send(channel: &Channel, mut from: impl Read) {
     let mut buffer = vec![0; MESSAGE_BYTES];
     while let Ok(n @ 1..) = from.read(&mut buffer) {
@@ -159,8 +160,8 @@ fn send(channel: &Channel, mut from: impl Read) {
     channel.close();
 }
 
-/// From a channel into a stream, until either ends or `goes_on` says no, which is asked now and
-/// then.
+/// Copies from a channel into a stream, until either ends or `goes_on` returns false; it is called
+/// regularly.
 fn receive(channel: &Channel, mut to: impl Write, goes_on: &mut dyn FnMut() -> bool) {
     let mut asked = Instant::now();
     while let Ok(message) = channel.recv(MESSAGE_BYTES, LOOK_EVERY) {

@@ -1,5 +1,5 @@
-//! Forecast of a split over several machines. It takes this machine's measured kernels, scaled by
-//! how fast the others read memory and compute, and the measured ways between them.
+//! Forecast of a split over several machines: this machine's measured kernels, scaled by the
+//! others' memory and compute speed, and the measured links between them.
 
 use std::cmp::Ordering;
 
@@ -12,22 +12,22 @@ use paceline_plan::{
 use super::{Forecast, KEYS, Result, pipeline};
 use crate::Error;
 
-/// Tokens of the answer that a prediction is for.
+/// Answer length in tokens of a prediction.
 const ANSWER: u32 = 128;
 
-/// A machine beside this one.
+/// A machine of an instance.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
     pub name: String,
     /// Bytes that a model may use.
     pub memory: Bytes,
-    /// How fast it reads memory, as a multiple of this machine.
+    /// Memory bandwidth as a multiple of this machine.
     pub reads: f64,
-    /// How fast it computes, as a multiple of this machine.
+    /// Compute rate as a multiple of this machine.
     pub computes: f64,
 }
 
-/// A way between two of the machines.
+/// A link between two of the machines.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Way {
     /// Index of the machine at one end.
@@ -63,12 +63,12 @@ impl Machines {
     }
 }
 
-/// A way to cut a model over machines, and what is predicted of it.
+/// A split over machines and its prediction.
 pub type Ranked = (Split, Prediction);
 
 impl Forecast {
-    /// The ways to cut a model over `machines` as `kind` asks, the fastest that fits first. An open
-    /// split becomes the first of them. Also returns why others were refused.
+    /// The splits of a model over `machines` of this `kind`, the fastest that fits first. An
+    /// automatic split becomes the first of them. Also returns why others were refused.
     pub fn ranked(
         &self,
         config: &Config,
@@ -90,7 +90,7 @@ impl Forecast {
     /// Predicts `split` over `machines`.
     ///
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan): the planner refuses the split, a machine or a way.
+    /// [`Error::Plan`](crate::Error::Plan): the planner refuses the split, a machine or a link.
     pub fn across(
         &self,
         config: &Config,
@@ -113,7 +113,7 @@ impl Forecast {
         };
         let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
         let mut said = predict(&costs, &Placement::single(pipeline(config, split)))?;
-        // Each step also costs the leader the last norm and the choice of the token.
+        // Each step also costs the leader the last norm and the sampling.
         said.decode_tok_s = 1.0 / (1.0 / said.decode_tok_s + self.measured.step);
         Ok(said)
     }
@@ -138,7 +138,7 @@ impl Forecast {
         }
     }
 
-    /// Between every two ranks. Those of one machine exchange by its memory.
+    /// Links between every two ranks. Ranks of one machine exchange through its memory.
     fn links_across(&self, machines: &Machines) -> Vec<Link> {
         let own = self.node(0, (1.0, 1.0), self.prompt_row());
         let ranks = || machines.of_rank.iter().copied().enumerate();
@@ -165,7 +165,7 @@ impl Forecast {
     }
 }
 
-/// The ways to cut a model over `n` ranks, each once, or the one that is asked for.
+/// The splits of a model over `n` ranks, each once, or the requested one.
 fn splits(config: &Config, n: usize, kind: SplitKind) -> Vec<Split> {
     use SplitKind::{Auto, Experts, Pipeline, Tensor};
     let kinds = match kind {
@@ -185,7 +185,7 @@ fn splits(config: &Config, n: usize, kind: SplitKind) -> Vec<Split> {
     all
 }
 
-/// The order of predictions, each with whether it fits: the fastest that fits first.
+/// Order of predictions (fits, tokens a second): the fastest that fits first.
 pub fn best_first(a: (bool, f64), b: (bool, f64)) -> Ordering {
     b.0.cmp(&a.0).then(b.1.total_cmp(&a.1))
 }
@@ -236,7 +236,7 @@ mod tests {
         (config, forecast)
     }
 
-    /// Machines like this one, and how long a round trip between two of them takes.
+    /// Machines like this one, with this round trip between each two of them.
     fn machines(of_rank: &[usize], round_trip: f64) -> Machines {
         let n = of_rank.iter().max().map_or(0, |last| last + 1);
         let machine = |i: usize| Machine {

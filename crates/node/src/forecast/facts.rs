@@ -1,4 +1,4 @@
-//! Measured and learned facts, in `measured.json` of paceline's home.
+//! Stored measurements and corrections, in `measured.json` of paceline's home.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -10,20 +10,20 @@ use super::Setting;
 use super::probe::Measured;
 use super::ranks::{Together, Wire};
 
-/// Raised when what is measured changes, or what kernels do in a second, so that older figures are
-/// measured anew. (5: SmolLM2 decodes 1.4 times as fast as figures of 4 said; 6: few rows;
-/// 7: experts, and the model's own steps.)
+/// Raised when the measurements or the kernels' speed change, so that older figures are replaced.
+/// (5: SmolLM2 decodes 1.4 times as fast as figures of 4 said; 6: few rows; 7: experts, and the
+/// model's own steps.)
 const VERSION: u32 = 7;
 
-/// Entries kept of each kind; more are a sign of something that should not be kept.
+/// Most entries of each kind; more would indicate keys that should not be stored.
 const MOST: usize = 1024;
 
-/// A run that is further off than this from what facts alone predict casts doubt on them. The bars
-/// of the project allow as much. The host may have given less while they were measured, or less
-/// now.
+/// Relative error of the uncorrected prediction above which a run marks the measurements as
+/// doubted. The project's acceptance bars allow the same error. The host may have been slower
+/// during the measurement, or be slower now.
 const DOUBT: f64 = 0.2;
 
-/// How much of a new ratio goes into the kept one: half, so that one disturbed run does not decide.
+/// Weight of a new ratio in the stored one: half, so that one disturbed run does not decide.
 const WEIGHT: f64 = 0.5;
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -34,9 +34,9 @@ struct File {
     /// By model, number of ranks and backend.
     together: BTreeMap<String, Together>,
     measured: BTreeMap<String, Measured>,
-    /// Models whose facts a run contradicted.
+    /// Models whose measurements a run contradicted.
     doubted: BTreeSet<String>,
-    /// Measured over predicted, by run.
+    /// Ratio of measured to predicted speed, by run.
     ratio: BTreeMap<String, f64>,
     /// Decode tokens a second as last measured, by run.
     last: BTreeMap<String, f64>,
@@ -44,7 +44,7 @@ struct File {
     load: BTreeMap<String, f64>,
 }
 
-/// The file and where it lies.
+/// The content of the file, and its path.
 #[derive(Clone, Debug)]
 pub(super) struct Facts {
     path: PathBuf,
@@ -52,7 +52,7 @@ pub(super) struct Facts {
     changed: bool,
 }
 
-/// Names a model and how it is computed.
+/// The key of a model and its setting.
 pub(super) fn key(setting: Setting<'_>) -> String {
     format!(
         "{} bytes, {} layers, {}, {} threads",
@@ -64,7 +64,7 @@ pub(super) fn key(setting: Setting<'_>) -> String {
 }
 
 impl Facts {
-    /// The facts under `home`; nothing when there is no such file, or one that does not read.
+    /// Loads the measurements under `home`; empty if the file is missing or invalid.
     pub(super) fn load(home: &Path) -> Self {
         let path = home.join("measured.json");
         let text = std::fs::read(&path).unwrap_or_default();
@@ -80,7 +80,7 @@ impl Facts {
         }
     }
 
-    /// Nothing, to be kept nowhere.
+    /// An empty store that is never saved.
     pub(super) fn nowhere() -> Self {
         Self {
             path: PathBuf::new(),
@@ -100,7 +100,7 @@ impl Facts {
         }
     }
 
-    /// Forgets the facts of a model that a run contradicted; its products as they were known.
+    /// Drops the doubted measurements of a model; returns the seconds of its products.
     pub(super) fn forget(&mut self, key: &str) -> Option<f64> {
         if !self.file.doubted.remove(key) {
             return None;
@@ -111,7 +111,7 @@ impl Facts {
         Some(self.file.measured.remove(key)?.products)
     }
 
-    /// Has what was learned of a model stand for predictions that are so many times as high.
+    /// Divides a model's stored ratios by `predictions`, the factor by which its predictions rose.
     pub(super) fn rescale(&mut self, key: &str, predictions: f64) {
         let own = self.file.ratio.iter_mut();
         for (_, ratio) in own.filter(|(name, _)| name.starts_with(key)) {
@@ -143,7 +143,7 @@ impl Facts {
         self.file.ratio.get(key).copied()
     }
 
-    /// As last measured.
+    /// The last measured speed.
     pub(super) fn last(&self, key: &str) -> Option<f64> {
         self.file.last.get(key).copied()
     }
@@ -159,8 +159,8 @@ impl Facts {
         }
     }
 
-    /// Keeps what was measured, and moves the ratio towards that of this run. `model` is the part
-    /// of `key` that facts are about.
+    /// Stores a run's speed and moves the ratio towards that run. `model` is the part of `key` that
+    /// names the model and its setting.
     pub(super) fn learn(&mut self, (model, key): (&str, &str), measured: f64, predicted: f64) {
         let ratio = measured / predicted;
         if ratio.ln().abs() > DOUBT.ln_1p() && self.file.doubted.len() < MOST {
@@ -177,8 +177,8 @@ impl Facts {
         }
     }
 
-    /// Writes the file when something changed. A home that cannot be written is no reason to fail:
-    /// it is measured again the next time.
+    /// Writes the file if something changed. Ignores a home that cannot be written: the next run
+    /// measures again.
     pub(super) fn save(&mut self) {
         if !std::mem::take(&mut self.changed) || self.path.as_os_str().is_empty() {
             return;
@@ -199,7 +199,7 @@ impl Facts {
 }
 
 impl File {
-    /// Whether all numbers are ones that a measurement can give.
+    /// Whether all numbers are possible measurements.
     fn sound(&self) -> bool {
         let good = |x: f64| x.is_finite() && x >= 0.0;
         let layers = self.measured.values();
@@ -285,7 +285,8 @@ mod tests {
         assert_eq!(facts.forget("a"), Some(2.0));
         assert_eq!(facts.measured("a"), None);
         assert_eq!(facts.forget("a"), None, "once");
-        // Facts of twice the speed: what was learned still means the same tokens a second.
+        // Measurements of twice the speed: the stored correction still gives the same tokens a
+        // second.
         let before = facts.ratio("a, 2 nodes").unwrap();
         facts.rescale("a", 2.0);
         let after = facts.ratio("a, 2 nodes").unwrap();

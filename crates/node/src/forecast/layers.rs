@@ -1,8 +1,8 @@
-//! Chooses what a probe measures, and packs what ranks together are measured by. That is a rank's
-//! part of the matrices of some layers, as the model packs and multiplies them.
+//! Chooses the layers that a probe measures, and packs each rank's part of their matrices as the
+//! model does.
 //!
-//! Of each kind of layer that the model has at least one is packed. A layer with experts has as
-//! many of them as a row uses, from all over the layer, which is what a decoding step reads.
+//! At least one layer of each kind is packed. A layer with experts has as many of them as a row
+//! uses, spread over the layer, as a decode step reads them.
 
 use std::ops::Range;
 
@@ -17,25 +17,25 @@ use paceline_tensor::{Kernels, PackOptions, Packed, StoredMatrix};
 use super::{Result, Setting};
 use crate::Error;
 
-/// Bytes of weights that are packed for a probe, or all of a smaller model. This is several times
-/// the last cache of the machines at hand (32 MiB). So they come from where the model's would.
+/// Bytes of weights packed for a probe, or all of a smaller model. Several times the last-level
+/// cache of the machines at hand (32 MiB), so that they are read from memory as the model's are.
 const PROBED_BYTES: u64 = 160 << 20;
 
 /// Products with one input.
 pub(super) struct Job {
     /// Columns of the input, and of a leaf of it; 0 for one leaf.
     pub(super) input: (usize, usize),
-    /// Each with its first column in the input.
+    /// Each matrix with its first column in the input.
     pub(super) matrices: Vec<(usize, Packed)>,
 }
 
 impl Job {
-    /// Rows of all matrices: numbers that a row of the input gives.
+    /// Rows of all matrices: outputs per row of the input.
     pub(super) fn outputs(&self) -> usize {
         self.matrices.iter().map(|(_, matrix)| matrix.rows()).sum()
     }
 
-    /// A job for each width of `matrices`.
+    /// A group for each width of `matrices`.
     fn by_width(matrices: Vec<Packed>) -> Vec<Self> {
         let mut jobs: Vec<Self> = Vec::new();
         for matrix in matrices {
@@ -52,10 +52,10 @@ impl Job {
     }
 }
 
-/// Half of a layer: the operations before its sum over ranks, and that sum.
+/// Half of a layer: the operations before its all-reduce, and that sum.
 pub(super) struct Half {
     pub(super) jobs: Vec<Job>,
-    /// Each root of this rank's leaves; no matrices where experts are summed.
+    /// The products of each root of this rank's leaves; empty if experts are summed.
     pub(super) sum: Job,
     pub(super) cut: LeafCut,
     /// This rank's roots.
@@ -69,39 +69,39 @@ pub(super) type Expert = [Packed; 3];
 pub(super) struct Layer {
     pub(super) attention: Half,
     pub(super) feed_forward: Half,
-    /// As many as this rank has of a row's.
+    /// This rank's share of a row's experts.
     pub(super) experts: Vec<Expert>,
-    /// How many a rank has of a row's on average, over those that are here.
+    /// A rank's average number of a row's experts, divided by the number packed.
     pub(super) even: f64,
-    /// Layers of the shard that it stands for.
+    /// Number of layers of the shard that it represents.
     pub(super) weight: f64,
 }
 
 impl Layer {
-    /// All jobs but those of experts.
+    /// All groups but those of experts.
     pub(super) fn jobs(&self) -> impl Iterator<Item = &Job> {
         let halves = [&self.attention, &self.feed_forward].into_iter();
         halves.flat_map(|half| half.jobs.iter().chain([&half.sum]))
     }
 }
 
-/// Weights that are read in turn, as a step reads them. Measured alone, a head that fits in the
-/// last cache would be faster than it ever is between layers.
+/// Packed weights, read in the order of a step. Measured alone, a head that fits in the last-level
+/// cache would be faster than it is between layers.
 pub(super) struct Weights {
     pub(super) layers: Vec<Layer>,
-    /// As many of its rows as [`PROBED_BYTES`] allows for all ranks.
+    /// Rows of the head, as many as [`PROBED_BYTES`] allows for all ranks.
     pub(super) head: Packed,
-    /// All rows of the rank over those.
+    /// The rank's rows of the head, divided by the packed ones.
     pub(super) head_share: f64,
 }
 
 impl Weights {
-    /// Rows of the head that are here.
+    /// Packed rows of the head.
     pub(super) fn head_rows(&self) -> usize {
         self.head.rows()
     }
 
-    /// The part of a rank.
+    /// Packs the part of a rank.
     pub(super) fn pack(setting: Setting<'_>, kernels: &Kernels, shard: &Shard) -> Result<Self> {
         let Setting { source, config, .. } = setting;
         let (own, ranks) = (shard.vocab(), shard.stage_ranks().len());
@@ -122,8 +122,7 @@ impl Weights {
     }
 }
 
-/// The properties that make a layer's matrices: layers that differ in nothing else take equally
-/// long.
+/// The properties that determine a layer's matrices: layers equal in these take equally long.
 fn kind(layer: &LayerShape) -> LayerShape {
     LayerShape {
         window: None,
@@ -134,7 +133,7 @@ fn kind(layer: &LayerShape) -> LayerShape {
     }
 }
 
-/// The role of the head, and how many of its `own` rows are probed: as many as [`PROBED_BYTES`]
+/// The role of the head, and the probed number of its `own` rows: as many as [`PROBED_BYTES`]
 /// allows for all `ranks`.
 fn head_rows(setting: Setting<'_>, own: usize, ranks: usize) -> Result<(Role, usize)> {
     let Setting { source, config, .. } = setting;
@@ -149,7 +148,7 @@ fn head_rows(setting: Setting<'_>, own: usize, ranks: usize) -> Result<(Role, us
     Ok((role, own.min((PROBED_BYTES as usize / ranks / row).max(16))))
 }
 
-/// The part of a model that one rank is measured by, and the layers that each of it stands for.
+/// The sample of a model for one rank, and the number of layers that each of its layers represents.
 pub(super) fn sampled(setting: Setting<'_>) -> Result<(Sample, Vec<f64>)> {
     let Setting { source, config, .. } = setting;
     let shard = Split::whole(config).shard(config, Rank(0));
@@ -167,8 +166,8 @@ pub(super) fn sampled(setting: Setting<'_>) -> Result<(Sample, Vec<f64>)> {
     Ok((Sample { layers, head_rows }, stands))
 }
 
-/// Layers of a shard that are probed, each with how many it stands for. Ranks of a stage choose the
-/// same.
+/// Probed layers of a shard, each with the number of layers it represents. Ranks of a stage choose
+/// the same.
 fn probed(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<(usize, f64)> {
     let chosen = chosen(shape, config, shard);
     let stands = stands(&chosen, config, shard);
@@ -192,7 +191,7 @@ fn chosen(shape: &ModelShape, config: &Config, shard: &Shard) -> Vec<usize> {
     chosen
 }
 
-/// How many layers of a shard each of those `chosen` stands for: all of its kind, shared evenly.
+/// How many layers of a shard each of `chosen` represents: all of its kind, divided evenly.
 fn stands(chosen: &[usize], config: &Config, shard: &Shard) -> Vec<f64> {
     let of = |index: usize| kind(&config.layers[index]);
     let weight = |index: &usize| {
@@ -214,8 +213,8 @@ struct Packing<'a> {
 }
 
 impl Packing<'_> {
-    /// The result of `cut` on a tensor that has the rows and columns up to `least`. Gives the
-    /// file's pages back, as the model's loader does: a probe is to need no more memory than the
+    /// The result of `cut` on a tensor with at least the rows and columns `least`. Releases the
+    /// file's pages, as the model's loader does, so that a probe needs no more memory than the
     /// model.
     fn packed<T>(
         &self,
@@ -258,7 +257,7 @@ impl Packing<'_> {
         })
     }
 
-    /// This rank's columns of a matrix, each root of its leaves apart.
+    /// This rank's columns of a matrix, separately for each root of its leaves.
     fn summed(&self, role: Role, cut: &LeafCut) -> Result<Job> {
         let (first, width) = (cut.columns().start, self.setting.config.width);
         let least = [width, cut.columns().end];
@@ -345,7 +344,7 @@ impl Packing<'_> {
             .opt_weight(config.family, role(Part::LatentUp))?
             .is_some()
         {
-            // Each head's keys and values behind each other: as many bytes as apart.
+            // Each head's keys and values in sequence: as many bytes as separately.
             let dim = latent.plain + latent.value_dim;
             let own = heads.start * dim..heads.end * dim;
             all.push(self.rows(role(Part::LatentUp), own)?);
@@ -362,7 +361,7 @@ impl Packing<'_> {
         Ok(all)
     }
 
-    /// Queries, keys, values and gates of a gated delta net, whichever way the file has them: this
+    /// Queries, keys, values and gates of a gated delta net, in either layout of the file: this
     /// rank's share of the rows.
     fn delta(&self, index: usize) -> Result<Vec<Packed>> {
         let (layer, heads) = (
@@ -400,8 +399,8 @@ impl Packing<'_> {
         Ok(all)
     }
 
-    /// The jobs of a feed-forward and of a router; then what is summed over ranks, nothing of it
-    /// where experts are.
+    /// The groups of a feed-forward and of a router, and the group of its all-reduce, which is
+    /// empty with experts.
     fn feed_forward(&self, index: usize) -> Result<(Vec<Job>, Job)> {
         let (layer, cut) = (&self.setting.config.layers[index], self.shard.layer(index));
         let role = |part| Role::Layer(index, part);
@@ -421,14 +420,14 @@ impl Packing<'_> {
         }
         let mut jobs = Job::by_width(wide);
         if layer.dense_beside {
-            // Its sum is another one than that of the experts, which is exchanged.
+            // Its sum is separate from that of the experts, which is exchanged.
             jobs.extend(down.take());
         }
         Ok((jobs, down.unwrap_or(nothing)))
     }
 
-    /// As many experts among this rank's `leaves` as it has of a row's on average, and what that
-    /// average is over their number. The only rank of a stage also has the shared one.
+    /// Experts among this rank's `leaves`, as many as its average of a row's, and that average
+    /// divided by their number. A single rank of a stage also has the shared expert.
     fn experts(
         &self,
         index: usize,
@@ -464,9 +463,9 @@ impl Packing<'_> {
     }
 }
 
-/// How many of a rank's `own` routed experts are packed, and how many a rank has of a row's on
-/// average over these. One rank has all of a row's. Several have their part in whole experts, of
-/// which the shared one counts as many as it is wide.
+/// The packed number of a rank's `own` routed experts, and its average number of a row's experts
+/// divided by that. One rank has all of a row's experts. Several ranks divide them as whole
+/// experts; the shared one counts by its width.
 fn some_of(of: Experts, ranks: usize, own: usize) -> (usize, f64) {
     if ranks == 1 {
         return (of.used.min(own), 1.0);

@@ -1,8 +1,8 @@
-//! Measures what a token costs one rank on this machine. It times steps of some of a model's own
-//! layers and of some rows of its head. They are computed layer by layer, as the model does.
+//! Measures the cost of a token on one rank of this machine. It times steps over some of the
+//! model's own layers and rows of its head, layer by layer, as the model does.
 //!
-//! A probe takes a few tenths of a second. [`Model::sample`] packs the part; the kernels' meter
-//! says what of a layer is products, and what is left is the rest.
+//! A probe takes a few tenths of a second. [`Model::sample`] packs the part. The kernels' meter
+//! counts the time of products; the remaining time of a layer is overhead.
 
 use std::sync::Arc;
 use std::thread;
@@ -20,25 +20,25 @@ use super::layers::sampled;
 use super::{Result, Setting};
 use crate::Error;
 
-/// Rows of the step that stands for prefill.
+/// Rows of the step that represents prefill.
 pub(super) const PROMPT_ROWS: usize = 64;
 
-/// Rows of the step that stands for several answers together: the fewest that kernels for many rows
-/// take at once.
+/// Rows of the step that represents several concurrent answers: the minimum batch of the kernels
+/// for many rows.
 const FEW_ROWS: usize = 8;
 
-/// Positions of the two attention probes; their difference is the price of a key. So many keys of
-/// all probed layers are more than the last cache holds (SmolLM2 47 MB, Gemma 3 270M 37 MB). The
-/// keys of a long answer are more too: hot in cache a key of SmolLM2 took half as long as it does
-/// at 7,900.
+/// Positions of the two attention probes; their difference gives the cost of a key. The larger one
+/// exceeds the last-level cache over all probed layers (SmolLM2 47 MB, Gemma 3 270M 37 MB), as the
+/// keys of a long answer do. Hot in cache, a key of SmolLM2 took half as long as at 7,900
+/// positions.
 const POSITIONS: [usize; 2] = [64, 2048];
 
-/// Most passes of each measurement, of which the mean counts. Programs that run beside this now
-/// will run beside the model too, and take as large a part of its time.
+/// Most passes of each measurement; their mean counts. Programs that run now will also run next to
+/// the model and take as large a part of its time.
 pub(super) const PASSES: usize = 64;
 
-/// A measurement ends after the pass in which this time is over. The portable kernels are a hundred
-/// times slower than others, and their users wait for an answer too.
+/// A measurement ends after the pass in which this time elapses, because the portable kernels are a
+/// hundred times slower than the others.
 pub(super) const ENOUGH: Duration = Duration::from_millis(200);
 
 /// Measured times in seconds, for one kernel class and number of threads.
@@ -46,39 +46,39 @@ pub(super) const ENOUGH: Duration = Duration::from_millis(200);
 pub(super) struct Measured {
     /// A layer's products for one row.
     pub(super) products: f64,
-    /// The rest of a layer's cost for one row, without its keys.
+    /// The remaining cost of a layer for one row, without its keys.
     pub(super) other: f64,
-    /// A key in one layer that attends.
+    /// One key in one attention layer.
     pub(super) key: f64,
     /// The output head's product for one row.
     pub(super) head: f64,
-    /// The rest of a step: the last norm, the token chosen from the logits.
+    /// The remaining cost of a step: the last norm and sampling.
     pub(super) step: f64,
-    /// A layer's products but for experts', for each of [`FEW_ROWS`] rows together.
+    /// A layer's products without experts, per row of a batch of [`FEW_ROWS`].
     pub(super) few_row: f64,
     /// The same for a row of a prompt.
     pub(super) prompt_row: f64,
     /// The experts' part of a layer's products for one row; 0 without experts.
     pub(super) experts: f64,
-    /// The experts of a row in a layer, where each has [`FEW_ROWS`] rows.
+    /// The experts of a row in a layer, if each has [`FEW_ROWS`] rows.
     pub(super) few_expert: f64,
-    /// The same with as many rows as stand for a prompt.
+    /// The same with the rows of a prompt.
     pub(super) prompt_expert: f64,
 }
 
 impl Measured {
-    /// A layer's products but for experts', for each of `rows` together, 1 or more.
+    /// A layer's products without experts, per row of a batch of `rows`, 1 or more.
     pub(super) fn row_of(self, rows: f64) -> f64 {
         let one = (self.products - self.experts).max(0.0);
         between([one, self.few_row, self.prompt_row], rows)
     }
 
-    /// The experts of a row in a layer, where each has `rows` rows, 1 or more.
+    /// The experts of a row in a layer, if each has `rows` rows, 1 or more.
     pub(super) fn experts_of(self, rows: f64) -> f64 {
         between([self.experts, self.few_expert, self.prompt_expert], rows)
     }
 
-    /// Of two measurements.
+    /// The mean of two measurements.
     fn mean(self, other: Self) -> Self {
         Self {
             products: f64::midpoint(self.products, other.products),
@@ -95,9 +95,9 @@ impl Measured {
     }
 }
 
-/// Seconds for each of `rows` rows, from the times of one, of each of [`FEW_ROWS`] and of a prompt.
-/// The time of all rows is in proportion between measured numbers of rows, and as in a prompt
-/// beyond.
+/// Seconds per row of a batch of `rows`, from the times per row for one row, [`FEW_ROWS`] and a
+/// prompt. Interpolates the total time linearly between them; beyond, the time per row is that of a
+/// prompt.
 fn between([one, few, many]: [f64; 3], rows: f64) -> f64 {
     let (few_rows, many_rows) = (FEW_ROWS as f64, PROMPT_ROWS as f64);
     let (few, prompt) = ((few_rows, few_rows * few), (many_rows, many_rows * many));
@@ -112,23 +112,23 @@ fn between([one, few, many]: [f64; 3], rows: f64) -> f64 {
     all / rows
 }
 
-/// Every token of a probe: what a row computes does not depend on it.
+/// The token of every row: the cost does not depend on it.
 const TOKEN: u32 = 0;
 
-/// A part of a model, ready to be measured again and again.
+/// A packed sample of a model, for repeated measurements.
 pub(super) struct Probe {
     model: Model,
-    /// Layers that each of the part's stands for.
+    /// Number of layers that each sampled layer represents.
     stands: Vec<f64>,
-    /// All rows of the head over those that are here.
+    /// All rows of the head, divided by the packed ones.
     head_share: f64,
-    /// Numbers that a token is chosen from.
+    /// Size of the vocabulary.
     vocab: usize,
 }
 
 impl Probe {
     /// # Errors
-    /// What is wrong with the file; what memory could not be had.
+    /// The file is invalid, or memory cannot be allocated.
     pub(super) fn new(setting: Setting<'_>, kernels: Arc<Kernels>) -> Result<Self> {
         let Setting { source, config, .. } = setting;
         if !config
@@ -150,10 +150,10 @@ impl Probe {
         })
     }
 
-    /// Measures now.
+    /// Takes all measurements.
     ///
     /// # Errors
-    /// What memory could not be had.
+    /// Memory cannot be allocated.
     pub(super) fn measure(&self) -> Result<Measured> {
         let decode = self.decode()?;
         let mut bench = Bench::new(self)?;
@@ -168,7 +168,7 @@ impl Probe {
             Ok([few[0], few[1], many[0], many[1]])
         })?;
         Ok(Measured {
-            // Rows together cost no more than one after the other, but in a disturbed pass.
+            // A batch costs no more than single rows, except in a disturbed pass.
             few_row: few.min(decode.few_row),
             prompt_row: many,
             few_expert: few_experts.min(decode.experts),
@@ -177,12 +177,12 @@ impl Probe {
         })
     }
 
-    /// Measures the times of decoding, and takes rows together to be no cheaper. Half of it runs in
-    /// a thread of its own, as a model has one. Threads stay where they are, and the host does not
-    /// lend all cores alike (one thread 25 % below another for a minute was seen).
+    /// Measures decoding only, and assumes that batched rows are no cheaper. Half of it runs on a
+    /// new thread, as a model has its own. Threads stay on their cores, and a virtual host's cores
+    /// may differ (one thread 25 % slower than another for a minute was seen).
     ///
     /// # Errors
-    /// What memory could not be had.
+    /// Memory cannot be allocated.
     pub(super) fn decode(&self) -> Result<Measured> {
         let here = self.decode_here()?;
         let there = thread::scope(|scope| scope.spawn(|| self.decode_here()).join());
@@ -194,7 +194,7 @@ impl Probe {
 
     fn decode_here(&self) -> Result<Measured> {
         let mut bench = Bench::new(self)?;
-        // In turns, so that differences are not those of the machine's own pace.
+        // Interleaved, so that differences do not come from changes of the machine's speed.
         let [common, experts, near, far, head, last] = typical(|| {
             let near = bench.step(POSITIONS[0] - 1, 1)?;
             let far = bench.step(POSITIONS[1] - 1, 1)?;
@@ -218,7 +218,7 @@ impl Probe {
         })
     }
 
-    /// Keys that a mean layer looks at with `positions` of them.
+    /// Mean number of keys that a layer attends to at `positions` positions.
     fn keys(&self, positions: usize) -> f64 {
         let layers = self.model.config().layers.iter();
         let keys = layers.map(|layer| match layer.cache {
@@ -232,7 +232,7 @@ impl Probe {
     }
 }
 
-/// The mean of `each` layer of a part over the layers that these stand for.
+/// The mean of `each` sampled layer, weighted by the layers it represents.
 fn mean_layer(stands: &[f64], each: impl Iterator<Item = f64>) -> f64 {
     let sum: f64 = stands.iter().zip(each).map(|(weight, x)| weight * x).sum();
     sum / stands.iter().sum::<f64>().max(1.0)
@@ -245,17 +245,17 @@ struct Timed {
     products: Metered,
     /// The head's product.
     head: f64,
-    /// What else comes behind the layers.
+    /// Everything else after the layers.
     last: f64,
 }
 
-/// Memory for steps of a part of a model, with keys and values of a long sequence.
+/// Buffers for steps of a sampled model, with keys and values of a long sequence.
 struct Bench<'p> {
     probe: &'p Probe,
     ws: Workspace,
     cache: KvCache,
     pools: Vec<WindowPool>,
-    /// What a token is chosen from.
+    /// The logits to sample from.
     logits: Vec<f32>,
 }
 
@@ -277,7 +277,7 @@ impl<'p> Bench<'p> {
         })
     }
 
-    /// Times a step of `rows` rows, the first of which is at `position`; the last gives logits.
+    /// Times a step of `rows` rows, the first at `position`; the last row produces logits.
     fn step(&mut self, position: usize, rows: usize) -> Result<Timed> {
         let (model, tokens) = (&self.probe.model, vec![TOKEN; rows]);
         let end = (position + rows).div_ceil(PAGE);
@@ -326,18 +326,18 @@ impl<'p> Bench<'p> {
         })
     }
 
-    /// Seconds until a token is chosen.
+    /// Seconds to sample a token.
     fn choose(&mut self) -> f64 {
         let greedy = SamplingParams::default();
         let kernels = self.probe.model.kernels();
         timed(|| {
-            // What it chooses does not matter, nor does an error, which there is none of.
+            // The chosen token does not matter, and no error is possible here.
             let _ = greedy.first_token(kernels, &mut self.logits);
         })
     }
 }
 
-/// Writes keys and values into all pages of a layer: memory that nobody wrote to is all one page of
+/// Writes keys and values into all pages of a layer: unwritten memory maps to a single page of
 /// zeros.
 fn keep(cache: &mut KvCache, (index, layer): (usize, &LayerShape), pages: usize) {
     if layer.cache != LayerCache::Rows {
@@ -355,13 +355,13 @@ fn keep(cache: &mut KvCache, (index, layer): (usize, &LayerShape), pages: usize)
     }
 }
 
-/// Rows that stand for a prompt where one takes `seconds`: fewer on a slow machine.
+/// Rows that represent a prompt if one row takes `seconds`: fewer on a slow machine.
 fn prompt_rows(seconds: f64) -> usize {
     let rows = ENOUGH.as_secs_f64() / seconds.max(1e-9);
     (rows as usize).clamp(1, PROMPT_ROWS)
 }
 
-/// Of what is not empty.
+/// The mean of `values`, which are not empty.
 pub(super) fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
     let n = values.len() as f64;
     values.sum::<f64>() / n
@@ -373,8 +373,7 @@ pub(super) fn timed(f: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// What `f` measures: the mean of each of its figures over as many passes as [`ENOUGH`] allows,
-/// after one to warm up.
+/// The mean of each figure of `f` over as many passes as [`ENOUGH`] allows, after one warm-up pass.
 ///
 /// # Errors
 /// The first error of `f`.

@@ -1,5 +1,5 @@
-//! The products of a rank's part of some layers, in a step's order. Ranks that each have a part of
-//! every matrix are measured by them, with the exchanges between these ranks.
+//! The matrix products of a rank's part of some layers, in a step's order. They measure
+//! tensor-parallel ranks, together with the exchanges between them.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use paceline_tensor::{Activations, Kernels, MAX_PRODUCTS, Packed, Precision, Pro
 use super::layers::{Expert, Half, Job, Layer, Weights};
 use super::probe::{PROMPT_ROWS, timed};
 
-/// The mean over the layers that `layers` stand for.
+/// The mean of `of` over `layers`, weighted by the layers they represent.
 fn mean_of(layers: &[Layer], mut of: impl FnMut(&Layer) -> f64) -> f64 {
     let (mut sum, mut all) = (0.0, 0.0);
     for layer in layers {
@@ -20,12 +20,12 @@ fn mean_of(layers: &[Layer], mut of: impl FnMut(&Layer) -> f64) -> f64 {
     sum / f64::max(all, 1.0)
 }
 
-/// Seconds of a layer's products, by one row or several together.
+/// Seconds of a layer's products, for one row or a batch.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Took {
-    /// Without experts, with what came between.
+    /// Without experts, including the exchanges.
     pub(super) common: f64,
-    /// Of as many experts as a rank has of a row's on average.
+    /// For a rank's average number of a row's experts.
     pub(super) experts: f64,
 }
 
@@ -35,9 +35,9 @@ impl Took {
     }
 }
 
-/// What products of a width read.
+/// The input of products of one width.
 struct Input {
-    /// Columns, and those of a leaf.
+    /// Columns, and columns of a leaf.
     of: (usize, usize),
     x: Activations,
 }
@@ -48,17 +48,17 @@ pub(super) struct Step<'k> {
     /// Numbers of a row of the residual stream.
     width: usize,
     activation: Activation,
-    /// The residual's first.
+    /// The residual stream's input is first.
     inputs: Vec<Input>,
-    /// What products give.
+    /// The outputs of products.
     room: Vec<f32>,
-    /// Room for a sum over ranks.
+    /// Buffer of an all-reduce.
     sum: Vec<f32>,
     logits: Vec<f32>,
 }
 
 impl<'k> Step<'k> {
-    /// For the layers of `weights`.
+    /// Allocates the buffers for the layers of `weights`.
     pub(super) fn new(
         config: &Config,
         class: KernelClass,
@@ -88,7 +88,7 @@ impl<'k> Step<'k> {
         self.kernels.products(&self.inputs[0].x, [product]);
     }
 
-    /// So many of the logits that [`head`](Self::head) left, at most as many as there are rows.
+    /// The first `n` logits of the last [`head`](Self::head); `n` is at most its number of rows.
     pub(super) fn logits(&mut self, n: usize) -> &mut [f32] {
         &mut self.logits[..n]
     }
@@ -101,9 +101,9 @@ impl<'k> Step<'k> {
         }
     }
 
-    /// Runs the products of `layers` for `rows` rows, and what experts do with theirs. After each
-    /// half of a layer comes `between`. It gets the room of that half's sum, in which this rank's
-    /// roots are. Every expert has all rows. Returns the seconds of a mean layer.
+    /// Runs the products of `layers` for `rows` rows, experts included; every expert gets all rows.
+    /// After each half of a layer it calls `between` with the buffer of that half's sum, which has
+    /// this rank's roots. Returns the seconds of a mean layer.
     pub(super) fn products(
         &mut self,
         layers: &[Layer],
@@ -187,7 +187,7 @@ impl<'k> Step<'k> {
     }
 }
 
-/// One for each width that products of `layers` read, and for the residual.
+/// One for each input width of the products of `layers`, and for the residual stream.
 fn inputs(config: &Config, class: KernelClass, layers: &[Layer]) -> Vec<Input> {
     let precision = (class != KernelClass::CpuF32).then_some(Precision::of(class));
     let jobs = layers.iter().flat_map(Layer::jobs).map(|job| job.input);
@@ -199,7 +199,7 @@ fn inputs(config: &Config, class: KernelClass, layers: &[Layer]) -> Vec<Input> {
         .chain(experts)
     {
         if inputs.iter().all(|input| input.of != of) {
-            // Widths that are no whole runs of 32 have float weights, which read no integers.
+            // Widths that are not multiples of 32 have float weights, which need no integer input.
             let precision = precision.filter(|_| of.0.is_multiple_of(32));
             let x = Activations::new(PROMPT_ROWS, of.0, of.1, precision);
             inputs.push(Input { of, x });
@@ -208,13 +208,13 @@ fn inputs(config: &Config, class: KernelClass, layers: &[Layer]) -> Vec<Input> {
     inputs
 }
 
-/// The place of the input of so many columns and columns of a leaf.
+/// The index of the input with these columns and columns of a leaf.
 fn place(inputs: &[Input], of: (usize, usize)) -> usize {
     let found = inputs.iter().position(|input| input.of == of);
     found.expect("an input for each job was made")
 }
 
-/// The most numbers that a row of an input gives in any job or expert.
+/// The largest number of outputs per row of any group or expert.
 fn outputs(layers: &[Layer]) -> usize {
     let jobs = layers.iter().flat_map(Layer::jobs).map(Job::outputs);
     let experts = layers.iter().flat_map(|layer| &layer.experts);
@@ -231,7 +231,7 @@ fn alone<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
     }
 }
 
-/// x by all of `matrices`, one behind the other in `room`.
+/// Multiplies x by all of `matrices`, into consecutive parts of `room`.
 fn multiply(
     kernels: &Kernels,
     x: &Activations,

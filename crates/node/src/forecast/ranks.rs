@@ -1,5 +1,5 @@
-//! Measures the cost of ranks to each other on this machine, between threads that compute and
-//! exchange as ranks do. Other programs take their part of the cores here as they will there.
+//! Measures the mutual cost of ranks on this machine, with threads that compute and exchange as
+//! ranks do. Other programs use the cores here as they will during a run.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -22,8 +22,8 @@ use crate::Error;
 /// Numbers in a large message: 512 KiB, half of the logits of the largest vocabulary at hand.
 const LARGE: usize = 1 << 17;
 
-/// How long a rank lets the other wait before it sends: a stage of a small model. Waiting ranks
-/// sleep after some 100 microseconds.
+/// Delay of a rank before it sends: the time of a stage of a small model. Waiting ranks sleep after
+/// some 100 microseconds.
 const HOLD: Duration = Duration::from_millis(1);
 
 /// Messages between two ranks on this machine.
@@ -31,21 +31,21 @@ const HOLD: Duration = Duration::from_millis(1);
 pub(super) struct Wire {
     /// Bytes a second of large ones.
     pub(super) bytes_per_s: f64,
-    /// Seconds until a small one is read by a rank that has waited for long.
+    /// Seconds until a sleeping rank has read a small one.
     pub(super) wake: f64,
 }
 
-/// Seconds that ranks take which have a part each of every matrix.
+/// Seconds of tensor-parallel ranks, each with a part of every matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Together {
-    /// A layer's products by one, while the others compute theirs.
+    /// A layer's products on one rank, while the others compute theirs.
     pub(super) free: f64,
-    /// The same with the two exchanges of a tensor split, so with waiting for the slowest.
+    /// The same with the two exchanges of a tensor split, which wait for the slowest rank.
     pub(super) synced: f64,
-    /// The ranks' parts of the head, and bringing their logits together.
+    /// The ranks' parts of the head, and the gather of their logits.
     pub(super) head: f64,
-    /// A whole layer's products by a rank whose turn it is while the others wait for theirs. Such
-    /// ranks are those of a pipeline, whose cores and caches the host lends to others meanwhile.
+    /// A whole layer's products on one rank while the others wait for their turn. Pipeline ranks
+    /// run like this; other programs use their cores and caches meanwhile.
     pub(super) turns: f64,
     /// From the end of a rank's turn to the next one's start.
     pub(super) hop: f64,
@@ -58,7 +58,7 @@ impl Together {
     }
 }
 
-/// Ranks with their parts of a model's layers, ready to be measured again and again.
+/// Ranks with their parts of a model's layers, for repeated measurements.
 pub(super) struct Team<'a> {
     config: &'a Config,
     class: KernelClass,
@@ -66,22 +66,22 @@ pub(super) struct Team<'a> {
     members: Vec<Member>,
 }
 
-/// A rank with what it has of every layer, and with layers that it has alone.
+/// A rank with its part of every layer, and with layers of its own.
 struct Member {
     kernels: Arc<Kernels>,
     tensor: Weights,
     stage: Weights,
 }
 
-/// The ways to cut a model that a team of so many ranks measures.
+/// The splits that a team of a number of ranks measures.
 pub(super) struct Splits {
     pub(super) tensor: Split,
     pub(super) pipeline: Split,
 }
 
 impl Splits {
-    /// Splits over two and more ranks, as far as there are heads and layers to share. More ranks
-    /// count as the most that were measured.
+    /// Splits over two and more ranks, as far as heads and layers can be divided. More ranks count
+    /// as the largest measured number.
     pub(super) fn up_to(nodes: u32, config: &Config) -> impl Iterator<Item = Self> {
         let split = |kind, ranks| Split::plan(config, kind, ranks, &[]).ok();
         (2..=nodes).map_while(move |ranks| {
@@ -98,10 +98,10 @@ impl Splits {
 }
 
 impl<'a> Team<'a> {
-    /// The ranks of `splits`, each with `kernels` of its own.
+    /// Creates the ranks of `splits`, each with its own `kernels`.
     ///
     /// # Errors
-    /// What is wrong with the file; what memory or threads could not be had.
+    /// The file is invalid, or memory or threads cannot be allocated.
     pub(super) fn new(
         setting: Setting<'a>,
         splits: &Splits,
@@ -128,7 +128,7 @@ impl<'a> Team<'a> {
         })
     }
 
-    /// Measures now.
+    /// Takes all measurements.
     ///
     /// # Errors
     /// What the system refuses.
@@ -145,7 +145,7 @@ impl<'a> Team<'a> {
         Ok(Together {
             free,
             synced,
-            // The first rank leads: a token is chosen when it has the logits.
+            // The first rank leads: sampling starts when it has the logits.
             head: each[0][2] * self.members[0].tensor.head_share,
             turns,
             hop: (each[0][5] / each.len() as f64 - turn).max(1e-7),
@@ -153,10 +153,9 @@ impl<'a> Team<'a> {
     }
 }
 
-/// Measures passes until the first rank says that it is enough. Returns seconds of a layer without
-/// exchanges, of a layer with them, and of the head with bringing its logits together. The other
-/// three are of turns: of one of this rank's own layers in its turn, of that turn, and until all
-/// had theirs.
+/// Measures passes until the first rank ends them. Returns the seconds of a layer without
+/// exchanges, of a layer with them, and of the head with the gather of its logits. Then, for turns:
+/// seconds of one of this rank's own layers, of its turn, and of all turns.
 fn passes(
     group: &dyn Group,
     member: &Member,
@@ -168,7 +167,7 @@ fn passes(
     let mut began = Instant::now();
     let mut counts = Vec::new();
     for pass in 0.. {
-        // All end at one meeting: who leaves earlier ends the calls of those who have not done.
+        // All ranks end at the same exchange: an earlier exit would fail the calls of the others.
         let enough = pass > PASSES || (pass > 1 && began.elapsed() >= ENOUGH);
         if meet(group, enough)? {
             break;
@@ -203,7 +202,7 @@ fn passes(
     Ok([0, 1, 2, 3, 4, 5].map(|i| mean(passes.iter().map(|pass| pass[i]))))
 }
 
-/// Every rank's logits to the first one, as the model's leader gets them.
+/// Gathers every rank's logits on the first one, as the model's leader does.
 fn gather(group: &dyn Group, logits: &mut [f32]) -> Result<(), paceline_comm::Error> {
     if group.rank() != Rank(0) {
         return group.send(logits, Rank(0), 0, soon());
@@ -212,7 +211,8 @@ fn gather(group: &dyn Group, logits: &mut [f32]) -> Result<(), paceline_comm::Er
     others.try_for_each(|rank| group.recv(logits, rank, 0, soon()))
 }
 
-/// Has each rank `work` after the one before; seconds that it took, and until all had.
+/// Runs `work` on each rank after the previous one. Returns the seconds of this rank's work, and
+/// until all were done.
 fn in_turn(group: &dyn Group, work: impl FnOnce()) -> Result<[f64; 2]> {
     let (rank, ranks) = (group.rank().0, group.size());
     let (next, before) = (Rank((rank + 1) % ranks), Rank((rank + ranks - 1) % ranks));
@@ -228,8 +228,8 @@ fn in_turn(group: &dyn Group, work: impl FnOnce()) -> Result<[f64; 2]> {
     Ok([turn, begun.elapsed().as_secs_f64()])
 }
 
-/// All ranks wait for the slowest; whether the first says that this is the end. A gather, which
-/// every wire has.
+/// A barrier that also returns whether the first rank ends the measurement. Uses a gather, which
+/// every backend has.
 fn meet(group: &dyn Group, end: bool) -> Result<bool, paceline_comm::Error> {
     let mut all = vec![0; group.size() as usize];
     group.all_gather(&[u8::from(end)], &mut all, soon())?;
@@ -245,7 +245,7 @@ pub(super) fn wire(backend: Backend) -> Result<Wire> {
         let small = round(group, 1, Duration::ZERO)?;
         let large = round(group, LARGE, Duration::ZERO)?;
         let late = round(group, 1, HOLD)?;
-        // A rank that leaves before the other is done ends the other's last call.
+        // An early exit would fail the other's last call.
         meet(group, true)?;
         Ok([small, large, late])
     })?;
@@ -256,7 +256,7 @@ pub(super) fn wire(backend: Backend) -> Result<Wire> {
     })
 }
 
-/// Seconds of `n` numbers to the other rank and one back, each sent after `hold`; the mean of some.
+/// Mean seconds for `n` numbers to the other rank and one back, each sent after `hold`.
 fn round(group: &dyn Group, n: usize, hold: Duration) -> Result<f64> {
     const TIMES: usize = 64;
     let (there, back) = (vec![1.0f32; n], [1.0f32]);
@@ -290,7 +290,7 @@ fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(60))
 }
 
-/// The results of `run` at each of so many ranks, threads of this process.
+/// Runs `run` on each of a number of ranks, as threads of this process; returns their results.
 fn joined<T: Send>(
     ranks: usize,
     backend: Backend,

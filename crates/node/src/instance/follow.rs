@@ -1,9 +1,9 @@
-//! Has the shares of an instance's ranks follow what the ranks take.
+//! Rebalances the tensor shares of an instance's ranks by their measured step times.
 //!
-//! While answers are computed every rank is asked once a second what its steps took.
-//! [`paceline_plan::follow`] draws the conclusions. This module asks the questions, and has the
-//! ways. They are the split that was asked for, and splits that give one rank less, which are tried
-//! in no other case.
+//! During computation every rank is queried once a second for its step times.
+//! [`paceline_plan::follow`] decides; this module sends the queries and has the possible splits.
+//! These are the requested split and variants with a smaller share for one rank, which are used for
+//! nothing else.
 
 use std::time::Duration;
 
@@ -14,17 +14,17 @@ use paceline_plan::follow::{Follow, Move, Shares};
 use crate::Cut;
 use crate::placing::asked;
 
-/// How often ranks are asked: two looks see a foreign load within 3 s.
+/// Query interval: two queries detect a foreign load within 3 s.
 const ASK_EVERY: Duration = Duration::from_secs(1);
 
-/// Steps between two looks from which a rank's time is known.
+/// Fewest steps between two queries for a valid step time.
 const STEPS_LEAST: u64 = 3;
 
-/// Parts of its share that a rank may be left, in quarters.
+/// Reduced shares of a rank, in quarters of its original one.
 const QUARTERS: [u32; 3] = [3, 2, 1];
 
-/// Ways like `cut` in which one rank has less than `shares` (all the same where it is empty) say,
-/// each once.
+/// Variants of `cut` in which one rank has less than in `shares` (empty for equal shares), each
+/// once.
 pub(crate) fn lighter(config: &Config, cut: &Cut, shares: &[u32]) -> Vec<Cut> {
     let split = &cut.split;
     let ranks = split.ranks();
@@ -49,7 +49,7 @@ pub(crate) fn lighter(config: &Config, cut: &Cut, shares: &[u32]) -> Vec<Cut> {
     all
 }
 
-/// A split with the shares of its ranks, by which people tell it from others of its kind.
+/// The name of a split with its ranks' shares, unique among its variants.
 pub(super) fn name(split: &Split) -> String {
     let stages = split.each_stage();
     let parts: Vec<String> = if split.tensor_ranks() > 1 {
@@ -63,11 +63,11 @@ pub(super) fn name(split: &Split) -> String {
     format!("{split} {}", parts.join(","))
 }
 
-/// The part of the model that each rank has.
+/// Each rank's part of the model.
 fn parts(config: &Config, split: &Split) -> Shares {
     let shards = (0..split.ranks()).map(|rank| split.shard(config, Rank(rank)));
     let shards: Vec<Shard> = shards.collect();
-    // A rank without columns has heads, or rows of the head.
+    // A rank without feed-forward columns has heads, or rows of the output head.
     let columns = |shard: &Shard| shard.ffn().len().max(1);
     let part = |shard: &Shard| {
         let stage = shard.stage_ranks();
@@ -78,13 +78,13 @@ fn parts(config: &Config, split: &Split) -> Shares {
     shards.iter().map(part).collect()
 }
 
-/// Asks ranks and follows their answers.
+/// Queries the ranks and evaluates their answers.
 #[derive(Debug)]
 pub(super) struct Follower {
     follow: Follow,
-    /// When the ranks were asked last.
+    /// Time of the last query.
     asked: Duration,
-    /// The last report of each rank, and its report at the look before.
+    /// The last report of each rank, and its report at the previous query.
     told: Vec<Option<Busy>>,
     before: Vec<Option<Busy>>,
     epoch: u64,
@@ -93,7 +93,7 @@ pub(super) struct Follower {
 }
 
 impl Follower {
-    /// For an instance that may use `cuts`, and begins with `first`.
+    /// For an instance with the possible splits `cuts` that starts with `first`.
     pub(super) fn new(config: &Config, cuts: &[Cut], first: usize) -> Self {
         let ways = cuts.iter().map(|cut| parts(config, &cut.split)).collect();
         let split = &cuts[first].split;
@@ -110,7 +110,7 @@ impl Follower {
         }
     }
 
-    /// Whether the ranks are to be asked at `now`.
+    /// Whether a query is due at `now`.
     pub(super) fn is_due(&mut self, now: Duration) -> bool {
         let is_due = now.saturating_sub(self.asked) >= ASK_EVERY;
         if is_due {
@@ -120,7 +120,7 @@ impl Follower {
         is_due
     }
 
-    /// An epoch of way `at` is ready, and took so long.
+    /// An epoch of split `at` is ready after `took`.
     pub(super) fn ready(&mut self, epoch: u64, at: usize, took: Duration) {
         self.follow.moved(at);
         (self.epoch, self.change) = (epoch, took);
@@ -128,15 +128,15 @@ impl Follower {
         self.before.fill(None);
     }
 
-    /// Way `way` cannot be had.
+    /// Split `way` failed to start and is not proposed again.
     pub(super) fn close(&mut self, way: usize) {
         self.follow.close(way);
     }
 
-    /// Takes in what a rank of `epoch` says; a better way, when all have said it.
+    /// Records a rank's report of `epoch`; returns a better split once all have reported.
     pub(super) fn hear(&mut self, rank: Rank, epoch: u64, busy: Busy) -> Option<Move> {
         if epoch != self.epoch {
-            return None; // said before the ranks left it
+            return None; // a report of an earlier epoch
         }
         *self.told.get_mut(rank.0 as usize)? = Some(busy);
         let told: Vec<Busy> = self.told.iter().copied().collect::<Option<_>>()?;
@@ -149,7 +149,7 @@ impl Follower {
     }
 }
 
-/// Seconds of a step between two looks; nothing where there were too few.
+/// Seconds of a step between two queries; `None` if there were too few steps.
 fn since(now: Busy, before: Busy) -> Option<f64> {
     let steps = now.steps.checked_sub(before.steps)?;
     let ns = now.ns.checked_sub(before.ns)?;
@@ -160,7 +160,7 @@ fn since(now: Busy, before: Busy) -> Option<f64> {
 mod tests {
     use super::*;
 
-    /// Two ranks that share every layer, equally and with a third for the first.
+    /// Two tensor-parallel ranks: equal shares, and a third for the first.
     fn follower() -> Follower {
         let ways = vec![vec![0.5, 0.5], vec![1.0 / 3.0, 2.0 / 3.0]];
         let mut follower = Follower {
@@ -175,7 +175,7 @@ mod tests {
         follower
     }
 
-    /// The moves after looks at which each rank has computed ten more steps of so many ms.
+    /// The moves after `n` queries, between which each rank computed ten steps of `ms`.
     fn looks(follower: &mut Follower, (epoch, ms): (u64, [u64; 2]), n: u64) -> Vec<Option<Move>> {
         let look = |look: u64| {
             let busy = |ms: u64| Busy {

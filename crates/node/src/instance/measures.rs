@@ -1,5 +1,4 @@
-//! Measurements that the ranks of an instance tell when they are asked: bytes moved, experts
-//! chosen, and recordings.
+//! Measurements of an instance's ranks on request: bytes moved, experts chosen, and traces.
 
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
@@ -13,10 +12,10 @@ use paceline_model::trace::RankTrace;
 use super::{Command, Instance};
 use crate::{Error, Moved};
 
-/// Longest wait for what the ranks say they sent: they answer between two messages.
+/// Longest wait for the ranks' counters: they answer between two messages.
 const MEASURE_LIMIT: Duration = Duration::from_secs(1);
 
-/// Longest wait for what the ranks recorded: up to 12 MB each, over a network.
+/// Longest wait for the ranks' traces: up to 12 MB each, over a network.
 const TRACE_LIMIT: Duration = Duration::from_secs(20);
 
 /// Measurements of a rank.
@@ -28,12 +27,12 @@ pub(super) struct Measured {
     pub(super) uses: Vec<ExpertUses>,
     /// Bytes that it sent to each rank in its epoch.
     pub(super) sent_to: Vec<u64>,
-    /// The guesses that it checked in its epoch.
+    /// The draft tokens that it verified in its epoch.
     pub(super) guesses: Guesses,
 }
 
 impl Instance {
-    /// Bytes that all ranks together have moved so far; `None` when one does not say within a
+    /// Bytes that all ranks together have moved so far; `None` if one does not answer within a
     /// second.
     pub fn moved(&self) -> Option<Moved> {
         let ranks = self.measure(MEASURE_LIMIT)?;
@@ -42,8 +41,8 @@ impl Instance {
         Some([before, now].into_iter().sum())
     }
 
-    /// How often the experts of each layer were chosen since the weights were loaded. There are
-    /// none without experts, or when a rank does not say within a second.
+    /// How often the experts of each layer were chosen since the weights were loaded. Empty without
+    /// experts, or if a rank does not answer within a second.
     pub fn expert_uses(&self) -> Vec<ExpertUses> {
         let ranks = self.measure(MEASURE_LIMIT).unwrap_or_default().into_iter();
         let mut uses: Vec<ExpertUses> = ranks.flat_map(|rank| rank.uses).collect();
@@ -53,8 +52,8 @@ impl Instance {
         uses
     }
 
-    /// Bytes that each rank has sent to each other one in the epoch so far, by both ranks. `None`
-    /// when a rank does not say within `limit`, or its groups do not count that.
+    /// Bytes from each rank to each other one in the epoch so far, by sender and receiver. `None`
+    /// if a rank does not answer within `limit`, or its groups do not count bytes.
     pub fn sent_between(&self, limit: Duration) -> Option<Vec<Vec<u64>>> {
         let ranks = self.measure(limit)?;
         let all = ranks.len();
@@ -62,15 +61,14 @@ impl Instance {
         sent.iter().all(|to| to.len() == all).then_some(sent)
     }
 
-    /// Guesses that were checked in this epoch; none when a rank does not say within a second.
+    /// Draft tokens verified in this epoch; zero if a rank does not answer within a second.
     pub fn guesses(&self) -> Guesses {
         let ranks = self.measure(MEASURE_LIMIT).unwrap_or_default();
         ranks.into_iter().map(|rank| rank.guesses).sum()
     }
 
-    /// Asks every rank for its measurements, in rank order; `None` when one's are missing after
-    /// `limit`. Another caller's question is over first, so that its answers are not taken for
-    /// those of this one.
+    /// Queries every rank for its measurements, in rank order; `None` if one is missing after
+    /// `limit`. Waits for other callers first, so that answers are not mixed up.
     fn measure(&self, limit: Duration) -> Option<Vec<Measured>> {
         let _alone = lock(&self.shared.measures);
         let (sender, receiver) = channel();
@@ -85,14 +83,14 @@ impl Instance {
         told.into_iter().collect()
     }
 
-    /// Has every rank record what takes how long from now on, until [`traced`](Self::traced).
-    /// Waits up to a second until all ranks do.
+    /// Starts a trace on every rank, until [`traced`](Self::traced). Waits up to a second until all
+    /// ranks record.
     pub fn trace(&self) {
         self.shared.command(Command::Trace);
-        let _ = self.moved(); // asked after it on the same channels, so answered after it
+        let _ = self.moved(); // same channels: its answer confirms the trace
     }
 
-    /// Held by a trace while it runs: ranks record for one at a time.
+    /// Locked during a trace: ranks record one trace at a time.
     pub(crate) fn traces(&self) -> &Mutex<()> {
         &self.shared.traces
     }
@@ -100,7 +98,7 @@ impl Instance {
     /// Ends a trace; returns the recordings of each rank, in rank order. Blocks for up to 20 s.
     ///
     /// # Errors
-    /// [`Error::NotTraced`] when a rank did not tell, as after a failure in the meantime.
+    /// [`Error::NotTraced`] if a rank did not answer, as after a failure in the meantime.
     pub fn traced(&self) -> Result<Vec<RankTrace>, Error> {
         let (sender, receiver) = channel();
         self.shared.command(Command::Traced(sender));

@@ -1,7 +1,7 @@
-//! Keeps a second worker of each rank, a spare, while an instance answers.
+//! Keeps a standby worker of each rank while an instance answers.
 //!
-//! A spare that is lost, cannot pack its weights or took the place of its rank's worker is
-//! replaced. A thread of its own does so: to start a worker takes seconds, and to copy a model
+//! A standby that is lost, cannot pack its weights or has replaced its rank's worker is started
+//! again. This runs on its own thread: starting a worker takes seconds, and copying a model
 //! minutes.
 
 use std::sync::{Arc, Weak};
@@ -15,27 +15,27 @@ use crate::adapters;
 use crate::crew::{Crew, Post};
 use crate::messages::{Job, ToWorker};
 
-/// How often spares are looked at: their loss shows after 1.5 s of silence at the soonest.
+/// Poll interval: the loss of a standby shows after 1.5 s of silence at the soonest.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Pauses before the tries to start a rank's spare, and so the most tries in [`TRIES_WITHIN`]. A
-/// node that was started anew is back after some seconds, a machine after about a minute.
+/// Pauses before the attempts to start a rank's standby, and so the most attempts within
+/// [`TRIES_WITHIN`]. A restarted node is back after some seconds, a machine after about a minute.
 const PAUSES: [Duration; 3] = [
     Duration::ZERO,
     Duration::from_secs(10),
     Duration::from_secs(60),
 ];
 
-/// Tries before this count no more: the time after which a node that lost workers is tried again.
+/// Older attempts do not count: the time after which a flapping node is used again.
 const TRIES_WITHIN: Duration = Duration::from_secs(600);
 
-/// Keeps spares, of one round at a time: of the ranks and the split of an epoch.
+/// Keeps standbys for one epoch's ranks and split at a time.
 #[derive(Debug, Default)]
 pub(super) struct Keeper(Option<Arc<()>>);
 
 impl Keeper {
-    /// Keeps spares for `jobs`, in rank order, after a while; `tag` names their split. Returns at
-    /// once.
+    /// Starts standbys for `jobs`, in rank order, after a delay; `tag` identifies their split.
+    /// Returns at once.
     pub(super) fn begin(
         &mut self,
         shared: &Arc<Shared>,
@@ -55,17 +55,17 @@ impl Keeper {
             .map(|job| (job, Tries::default()))
             .collect();
         let thread = std::thread::Builder::new().name("spares".to_owned());
-        let _ = thread.spawn(move || round.run(&mut ranks)); // without it a recovery loads
+        let _ = thread.spawn(move || round.run(&mut ranks)); // without a thread, a recovery loads
     }
 
-    /// Starts no more spares. Does not wait for one that is being started.
+    /// Stops starting standbys. Does not wait for one that is being started.
     pub(super) fn end(&mut self) {
         self.0 = None;
     }
 }
 
 struct Round {
-    /// Gone when the round is over.
+    /// Dropped when the round is over.
     lasts: Weak<()>,
     shared: Weak<Shared>,
     tag: u64,
@@ -96,7 +96,7 @@ impl Round {
     }
 }
 
-/// Starts the spare of a rank if it lacks one and a try is due.
+/// Starts the standby of a rank if it lacks one and an attempt is due.
 fn keep(crew: &dyn Crew, (job, tag): (&Job, u64), tries: &mut Tries) {
     let rank = Rank(job.rank);
     if !crew.lacks_spare(rank, tag) || !tries.take(Instant::now()) {
@@ -117,12 +117,12 @@ fn keep(crew: &dyn Crew, (job, tag): (&Job, u64), tries: &mut Tries) {
     }
 }
 
-/// When a rank's spare was to be started.
+/// Times of the attempts to start a rank's standby.
 #[derive(Debug, Default)]
 struct Tries(Vec<Instant>);
 
 impl Tries {
-    /// Whether a try is due; it counts then.
+    /// Whether an attempt is due; if so, it is counted.
     fn take(&mut self, now: Instant) -> bool {
         let since = |at: &Instant| now.saturating_duration_since(*at);
         self.0.retain(|at| since(at) < TRIES_WITHIN);

@@ -14,15 +14,15 @@ use crate::Error;
 /// when the template breaks a limit.
 ///
 /// # Errors
-/// [`Error::Cluster`] when there is no parent there, or it sends what is no message;
-/// [`Error::System`] when the limits cannot be set.
+/// [`Error::Cluster`] if there is no parent, or its message does not parse; [`Error::System`] if
+/// the limits cannot be set.
 pub fn run() -> Result<Infallible, Error> {
     let clock = limits::Clock::open();
     limits::set().map_err(|source| Error::System {
         what: "set the limits of a template's process",
         source,
     })?;
-    // Before the threads of the control channel, which then have no more rights either.
+    // Before the threads of the control channel start, so that they are sandboxed too.
     Sandbox::Template.enter();
     let control: Control<Ask, Answer> = Control::from_stdin()?;
     let mut template = None;

@@ -7,27 +7,27 @@ use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Memory beside the program itself. The largest prompt that a rendering may write has 16 MiB; it
-/// is there as JSON, as values, as text and as JSON again.
+/// Memory on top of the program itself. The largest prompt of a rendering has 16 MiB and exists as
+/// JSON, as values, as text and as JSON again.
 pub(super) const MEMORY_BYTES: u64 = 192 << 20;
 
-/// Address space beside that: allocators reserve 64 MiB for each thread that allocates, of which
-/// they use little. There are three threads.
+/// Further address space: allocators reserve 64 MiB for each allocating thread and use little of
+/// it. There are three threads.
 const RESERVED_BYTES: u64 = 3 * (64 << 20);
 
-/// The longest time for one rendering on a machine that does nothing else.
+/// The longest time for one rendering on an otherwise idle machine.
 pub(super) const COMPUTING: Duration = Duration::from_secs(2);
 
-/// Share of it for the end of a process with all its memory, which takes some 50 ms.
+/// Part of it for the exit of a process with all its memory, which takes some 50 ms.
 const ENDING: Duration = Duration::from_millis(100);
 
-/// Open files: the control channel, standard output and error, and what `/proc` is read with.
+/// Open files: the control channel, standard output and error, and the files of `/proc`.
 const FILES: u64 = 16;
 
 /// Length of a clock tick of `/proc/self/stat`, on every architecture (`USER_HZ`).
 const TICK_MS: u64 = 10;
 
-/// Sets all limits but that of computing. They hold until the process ends.
+/// Sets all limits except that of CPU time. They hold until the process ends.
 ///
 /// # Errors
 /// The system's error when it refuses a limit.
@@ -35,7 +35,7 @@ pub(super) fn set() -> io::Result<()> {
     limit(Resource::Core, 0)?;
     limit(Resource::Nofile, FILES)?;
     limit(Resource::Fsize, 0)?;
-    // The memory that is in use now belongs to the program: its own data and stacks.
+    // The memory in use now belongs to the program: its own data and stacks.
     if let Some(data) = status_bytes("VmData:") {
         limit(Resource::Data, data + MEMORY_BYTES)?;
     }
@@ -45,10 +45,10 @@ pub(super) fn set() -> io::Result<()> {
     Ok(())
 }
 
-/// The time that this process may compute.
+/// The CPU time limit of this process.
 pub(super) struct Clock {
-    /// `/proc/self/stat`, which has the computing time used; opened before the process may open no
-    /// more files.
+    /// `/proc/self/stat`, which has the CPU time used; opened before the sandbox forbids opening
+    /// files.
     stat: Option<File>,
 }
 
@@ -58,7 +58,7 @@ impl Clock {
         Self { stat }
     }
 
-    /// Allows 0.9 to 1.9 s of computing from now on; the kernel ends the process after it by
+    /// Allows 0.9 to 1.9 s of CPU time from now on; after that the kernel ends the process by
     /// SIGXCPU.
     pub(super) fn allow(&self) {
         let Some(computed) = self.computed() else {
@@ -72,7 +72,7 @@ impl Clock {
         let _ = setrlimit(Resource::Cpu, new); // a lower limit of the user's stays
     }
 
-    /// How long this process has computed; `None` where the system does not say.
+    /// CPU time of this process so far; `None` if the system does not report it.
     fn computed(&self) -> Option<Duration> {
         let mut bytes = [0; 1024];
         let len = self.stat.as_ref()?.read_at(&mut bytes, 0).ok()?;
@@ -85,8 +85,8 @@ impl Clock {
     }
 }
 
-/// The kernel's limit for a rendering that begins when the process has `computed` so long: it
-/// counts whole seconds of the process's life.
+/// The kernel's limit for a rendering that begins at `computed` CPU time: it counts whole seconds
+/// since the process started.
 const fn end_s(computed: Duration) -> u64 {
     computed
         .saturating_add(COMPUTING.saturating_sub(ENDING))

@@ -1,4 +1,4 @@
-//! The child that renders templates and matches grammars: its answers, its death, its limits.
+//! Tests of the child that renders templates and matches grammars: its answers, exits and limits.
 
 use std::sync::Arc;
 use std::thread;
@@ -9,10 +9,10 @@ use serde_json::json;
 
 use super::*;
 
-/// Set for a process that is to be the child of a test.
+/// Set in a process that acts as the child of a test.
 const IS_CHILD: &str = "PACELINE_TEMPLATE_CHILD";
 
-/// The child of the other tests: this program, of which only this test runs.
+/// The child of the other tests: this test program, run with this test alone.
 #[test]
 fn child() {
     if std::env::var_os(IS_CHILD).is_some() {
@@ -42,14 +42,14 @@ fn job(content: &str) -> Job {
     }
 }
 
-/// A template that attacks when the message says so.
+/// A template that attacks if the message requests it.
 fn attacking(attack: &str) -> Apart {
     let source = "{% set word = messages[0].content %}{% if word == 'attack' %}ATTACK{% else %}\
                   {{ word }}{% endif %}";
     Apart::start(program(), &source.replace("ATTACK", attack)).unwrap()
 }
 
-/// Runs the attack, which must end as `is_expected` has it; the next conversation is answered.
+/// Runs the attack, which must fail as `is_expected` checks; the next conversation is answered.
 fn check(attack: &str, is_expected: impl Fn(&Failure) -> bool) {
     let template = attacking(attack);
     let failure = template.render(job("attack")).unwrap_err();
@@ -105,7 +105,7 @@ fn computing_outside_of_steps_ends_the_child() {
     }
 }
 
-/// A step counts more where a filter or an operator looks at much, or makes much.
+/// A step costs more if a filter or an operator reads or produces much.
 #[test]
 fn work_of_filters_counts_as_steps() {
     for attack in [
@@ -275,7 +275,7 @@ fn mutate(source: &mut String, random: &mut SplitMix64) {
     }
 }
 
-/// Most memory that a process had, in bytes; `None` when it is gone.
+/// Peak memory of a process in bytes; `None` after its exit.
 #[cfg(target_os = "linux")]
 fn peak_bytes(id: u32) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{id}/status")).ok()?;
@@ -288,7 +288,7 @@ fn peak_bytes(id: u32) -> Option<u64> {
 #[cfg(target_os = "linux")]
 #[derive(Default)]
 struct Trial {
-    /// The child, where it goes on.
+    /// The child, if it survived.
     child: Option<Child>,
     /// Time of the slower of load and rendering.
     slowest: Duration,
@@ -297,8 +297,8 @@ struct Trial {
     endings: Vec<String>,
 }
 
-/// Longest time for a template, measured while nobody else wants the cores. Among other tests the
-/// child may have to share them, so that only its own limits hold.
+/// Longest time for a template on an idle machine. Next to other tests the child shares the cores,
+/// so that only its own limits hold.
 #[cfg(target_os = "linux")]
 fn time_max() -> Duration {
     if long() {
@@ -312,7 +312,7 @@ fn time_max() -> Duration {
 #[cfg(target_os = "linux")]
 const LARGEST_MAX: u64 = 256 << 20;
 
-/// Asks the child, and looks at its memory every millisecond meanwhile.
+/// Sends a request to the child, and samples its memory every millisecond meanwhile.
 #[cfg(target_os = "linux")]
 fn asked(child: &Child, ask: &Ask, trial: &mut Trial) -> Result<Answer, Failure> {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -336,7 +336,7 @@ fn asked(child: &Child, ask: &Ask, trial: &mut Trial) -> Result<Answer, Failure>
     answer
 }
 
-/// Compiles and renders a template. A failure that is not one of its limits is the test's.
+/// Compiles and renders a template. A failure other than a limit fails the test.
 #[cfg(target_os = "linux")]
 fn try_template(child: Option<Child>, source: &str, seed: u64) -> Trial {
     let child = child.unwrap_or_else(|| Child::start(&program(), "").unwrap());
@@ -365,7 +365,7 @@ fn try_template(child: Option<Child>, source: &str, seed: u64) -> Trial {
             Err(failure) => panic!("seed {seed}: {failure}: {source}"),
         }
     }
-    // A child that broke has told its end; it is not asked again.
+    // A broken child has reported its end and is not used again.
     trial.child = is_whole.then_some(child);
     trial
 }
@@ -384,7 +384,7 @@ fn mutated_templates_end_within_their_limits() {
             mutate(&mut source, &mut random);
         }
         let mut trial = try_template(kept.take(), &source, seed);
-        // A template that hangs does so each time, a machine that is busy does not.
+        // A hanging template hangs every time; a busy machine does not.
         for _ in 0..2 {
             if trial.slowest > time_max() {
                 trial = try_template(None, &source, seed);

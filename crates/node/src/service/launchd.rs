@@ -58,7 +58,7 @@ fn domain(scope: Scope) -> String {
 }
 
 pub(super) fn start(scope: Scope, unit: &Path) -> Result<(), Error> {
-    // An earlier one goes first; that there is none is no failure.
+    // Stops an earlier one first; it is no failure if there is none.
     let _ = stop(scope, unit);
     let file = unit.to_string_lossy();
     ask("launchctl", &["bootstrap", &domain(scope), &file], unit).map(drop)

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{Action, Notice, Pending, Phase, Supervisor, Then, Why};
 
-/// A change of the split, or one that could not be made.
+/// A change of the split, or a failed attempt.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Change {
     /// The split before.
@@ -16,13 +16,13 @@ pub struct Change {
     pub to: String,
     /// Decode tokens a second by `from`, measured.
     pub measured: f64,
-    /// By `to`: expected, or measured when it was in use before.
+    /// By `to`: predicted, or measured if it was in use before.
     pub expected: f64,
     /// Whether `to` was in use before.
     pub back: bool,
     /// Seconds without a token.
     pub seconds: f64,
-    /// Why it could not be made: `from` goes on.
+    /// Why it failed: `from` stays in use.
     pub refused: Option<String>,
 }
 
@@ -45,18 +45,18 @@ impl Change {
 }
 
 impl Supervisor {
-    /// Tells the steering what happened, and does what it orders.
+    /// Passes an event to the steering and executes its order.
     pub(super) fn steer(&mut self, now: Duration, event: steer::Event) {
         let ready = matches!(self.phase, Phase::Ready);
         if matches!(event, steer::Event::Token { .. }) && !ready {
-            return; // late ones say nothing about speed
+            return; // late ones are no measure of speed
         }
         if let Some(order) = self.steering.step(now, event) {
             self.change(now, order);
         }
     }
 
-    /// Changes to a way that is better now by other measures than tokens.
+    /// Changes to a split that is better by a measure other than token speed.
     pub(super) fn move_to(&mut self, now: Duration, to: usize, gain: f64) {
         if !matches!(self.phase, Phase::Ready) {
             return;
@@ -76,7 +76,7 @@ impl Supervisor {
         self.leave(now, Then::Begin(order.to, Why::Change(pending)));
     }
 
-    /// An epoch is ready: of a change, says how it went.
+    /// Reports the result of a change once its epoch is ready.
     pub(super) fn changed(&mut self, now: Duration, why: &Why) {
         match why {
             Why::First | Why::Again => {}
@@ -89,7 +89,7 @@ impl Supervisor {
         }
     }
 
-    /// The change could not be made.
+    /// The change failed.
     pub(super) fn refuse(&mut self, now: Duration, pending: Pending, reason: String) {
         self.steering.step(now, steer::Event::Refused);
         self.tell_change(now, pending, Some(reason));

@@ -97,7 +97,7 @@ fn name(what: &str, pid: usize, name: &str) -> Value {
     json!({ "ph": "M", "name": what, "pid": pid, "args": { "name": name } })
 }
 
-/// Something that took a while.
+/// A complete event with a duration.
 fn event(
     name: &str,
     category: &str,

@@ -1,14 +1,14 @@
-//! Sets of moments: sorted intervals that do not touch.
+//! Sets of times: sorted intervals that do not touch.
 
-/// A begin and an end in nanoseconds.
+/// Start and end in nanoseconds.
 pub(super) type Interval = (i64, i64);
 
-/// Moments, as sorted intervals of some length with gaps between them.
+/// A set of times, as sorted non-empty intervals with gaps between them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Moments(Vec<Interval>);
 
 impl Moments {
-    /// All moments that are in one of `intervals`. Cost: a sort.
+    /// The union of `intervals`. Cost: a sort.
     pub(super) fn new(intervals: impl IntoIterator<Item = Interval>) -> Self {
         let mut all: Vec<Interval> = intervals.into_iter().filter(|(a, b)| a < b).collect();
         all.sort_unstable();
@@ -27,17 +27,17 @@ impl Moments {
         self.0.iter().copied()
     }
 
-    /// Nanoseconds in all.
+    /// Total length in nanoseconds.
     pub(super) fn total(&self) -> i64 {
         self.0.iter().map(|(a, b)| b - a).sum()
     }
 
-    /// Moments of either.
+    /// The union.
     pub(super) fn or(&self, other: &Self) -> Self {
         Self::new(self.iter().chain(other.iter()))
     }
 
-    /// Moments of this that are not in `other`. Cost: one pass over both.
+    /// The difference. Cost: one pass over both.
     pub(super) fn without(&self, other: &Self) -> Self {
         let mut out = Vec::with_capacity(self.0.len());
         let mut next = 0;
@@ -61,7 +61,7 @@ impl Moments {
         Self(out)
     }
 
-    /// Moments of both.
+    /// The intersection.
     pub(super) fn and(&self, other: &Self) -> Self {
         self.without(&self.without(other))
     }
@@ -82,7 +82,7 @@ mod tests {
         assert_eq!(joined.total(), 8);
     }
 
-    /// Against a set of whole moments, for every pair of sets of up to eight moments.
+    /// Compares with sets of integers, for every pair of sets of up to eight numbers.
     #[test]
     fn sets_are_those_of_their_moments() {
         let set =

@@ -1,8 +1,7 @@
-//! A short look at an instance's ranks: where their time goes while the instance computes for any
-//! client.
+//! A short sample of where the time of an instance's ranks goes, while it computes for any client.
 //!
-//! A look begins and ends with steps of the leader. Its records of a step that began before, or
-//! ends after, are left out. So the parts of the look add up as those of an answer do.
+//! A sample begins and ends with steps of the leader. Steps that began before or end after it are
+//! left out, so its parts add up as those of an answer do.
 
 use std::time::Duration;
 
@@ -13,24 +12,24 @@ use super::intervals::{Interval, Moments};
 use super::{Parts, RankLine, Recording, Shares, Timeline, Times};
 use crate::Instance;
 
-/// Steps that a look wants to see, and its least and longest time. A second has some 30 steps of a
-/// small model; one of a large model on a slow machine takes seconds.
+/// Target number of steps of a sample, and its least and longest time. A second has some 30 steps
+/// of a small model; a step of a large model on a slow machine takes seconds.
 const LOOK_STEPS: f64 = 3.0;
 const LOOK_MIN: Duration = Duration::from_secs(1);
 const LOOK_MAX: Duration = Duration::from_secs(8);
 
-/// Pieces of a [`StageTime::lane`]: on a phone each has three pixels.
+/// Cells of a [`StageTime::lane`]: on a phone each has three pixels.
 const LANE_PIECES: i64 = 120;
 
-/// Steps that a lane shows: the way of one token through all stages, and of the next.
+/// Steps that a lane shows: one token through all stages, and the next one.
 const LANE_STEPS: usize = 2;
 
-/// Where the time of an instance's ranks went in a stretch of whole steps.
+/// Breakdown of the ranks' time in a sample of whole steps.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Stages {
-    /// How the model is cut.
+    /// The split of the model.
     pub split: String,
-    /// Milliseconds of the stretch; 0 where no step was computed.
+    /// Milliseconds of the sample; 0 if no step was computed.
     pub whole_ms: f64,
     pub steps: usize,
     /// Tokens of answers and prompts that these steps computed.
@@ -54,19 +53,19 @@ pub struct StageTime {
     pub exchange_ms: f64,
     /// Milliseconds in which it waited for other ranks.
     pub wait_ms: f64,
-    /// All others: the leader chooses tokens and plans steps, or nothing is to be done.
+    /// All others: the leader samples tokens and plans steps, or the rank is idle.
     pub other_ms: f64,
-    /// The last steps in equal pieces, a letter each for what took most of it: `c` compute, `x`
-    /// exchange, `w` wait, `-` others. Empty where no step was computed.
+    /// The last steps in equal cells, each with the letter of its main activity: `c` compute, `x`
+    /// exchange, `w` wait, `-` others. Empty if no step was computed.
     pub lane: String,
 }
 
 impl Stages {
-    /// Looks at an instance. Blocks for one to eight seconds, by what its steps take, and for what
-    /// the ranks need to tell.
+    /// Samples an instance. Blocks for one to eight seconds, depending on its step times, plus the
+    /// ranks' reports.
     ///
     /// # Errors
-    /// Another trace of it that runs; a rank that did not tell.
+    /// Another trace of it is running, or a rank returned no trace.
     pub fn look(instance: &Instance) -> Result<Self, String> {
         let wanted = instance.measured().map_or(0.0, |tok_s| LOOK_STEPS / tok_s);
         let time = Duration::try_from_secs_f64(wanted).unwrap_or(LOOK_MAX);
@@ -75,7 +74,7 @@ impl Stages {
     }
 }
 
-/// Begin and end of the stretch of whole steps that a leader recorded.
+/// Start and end of the whole steps that a leader recorded.
 pub(super) fn stretch(leader: &RankTrace) -> Times {
     let whole = || {
         let all = leader.spans.iter();
@@ -96,7 +95,7 @@ pub(super) fn stretch(leader: &RankTrace) -> Times {
 }
 
 impl Timeline {
-    /// The parts of each rank's time, and its last steps piece by piece.
+    /// The parts of each rank's time, and its last steps cell by cell.
     pub fn stages(&self) -> Stages {
         let leader = self.ranks.iter().find(|rank| rank.leads);
         let spans = leader.map_or(&[][..], |rank| &rank.spans[..]);
@@ -115,7 +114,7 @@ impl Timeline {
     }
 }
 
-/// From the end of the step before the last ones to the end of the last.
+/// The interval of the last [`LANE_STEPS`] steps.
 fn last_steps(ends: &[i64]) -> Interval {
     let to = ends.last().copied().unwrap_or(0);
     let before = ends.len().checked_sub(1 + LANE_STEPS);
@@ -138,7 +137,7 @@ impl RankLine {
 }
 
 impl Shares {
-    /// The activity that took most of each piece of `within`.
+    /// The main activity in each cell of `within`.
     fn lane(&self, within: Interval) -> String {
         let (from, to) = within;
         if from >= to {
@@ -156,7 +155,7 @@ impl Shares {
     }
 }
 
-/// The letter of the part that has most of a piece.
+/// The letter of the part that takes most of a cell.
 fn most(parts: &[(char, Moments); 3], piece: Interval) -> char {
     let own = Moments::new([piece]);
     let mut found = ('-', piece.1 - piece.0);
@@ -193,7 +192,7 @@ mod tests {
         }
     }
 
-    /// A leader that takes in a value for the last third of each of `steps` steps of 30 ms.
+    /// A leader that receives a value in the last third of each of `steps` steps of 30 ms.
     fn timeline(steps: i64) -> Timeline {
         const STEP: i64 = 30_000_000;
         let of = |at: i64| {
@@ -255,7 +254,7 @@ mod tests {
         assert_eq!(most(&parts, (20, 30)), '-');
     }
 
-    /// The step that was under way when the look began, and the one when it ended, are not whole.
+    /// The steps in progress at the start and the end of the sample are not whole.
     #[test]
     fn a_stretch_has_whole_steps_only() {
         let spans = [

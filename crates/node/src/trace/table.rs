@@ -1,4 +1,4 @@
-//! A timeline as tables: where the time of each rank went.
+//! A timeline as tables of the parts of each rank's time.
 
 use std::fmt::Write;
 
@@ -60,7 +60,7 @@ impl Timeline {
         })
     }
 
-    /// How many exchanges a step has, and what each costs without waiting.
+    /// Number of exchanges per step, and the cost of each without waiting.
     fn exchanges(&self) -> Option<String> {
         let steps = self.steps().max(1);
         let leader = self.ranks.iter().find(|rank| rank.leads)?;
@@ -74,13 +74,13 @@ impl Timeline {
         })
     }
 
-    /// Exchanges that cost nothing, where there are some.
+    /// Overlapped exchanges, if there are some.
     fn hidden(&self) -> Option<String> {
         let ns = self.parts().iter().map(|parts| parts.hidden_ns).max()?;
         (ns > 0).then(|| format!("{:.1} ms of exchanges were hidden behind computing", ms(ns)))
     }
 
-    /// Clocks that had to be moved by more than a hundredth of the whole.
+    /// Clocks that were shifted by more than a hundredth of the whole.
     fn clocks(&self) -> Option<String> {
         let far = self.ranks.iter().map(|rank| rank.moved_ns.abs()).max()?;
         (far > self.whole / 100).then(|| {

@@ -1,4 +1,4 @@
-//! Timelines of made-up traces, whose parts can be told by hand.
+//! Timelines of constructed traces, whose parts can be computed by hand.
 
 use super::*;
 
@@ -21,7 +21,7 @@ fn trace(start_unix_ns: u64, spans: Vec<Span>) -> RankTrace {
     }
 }
 
-/// The leader's step and a follower's, whose sum the follower comes late to.
+/// A step of the leader and of a follower that is late for the sum.
 fn two() -> Vec<Vec<Aligned>> {
     let leader = trace(
         1000,
@@ -73,7 +73,7 @@ fn ranks_wait_until_the_last_one_is_there() {
     assert_eq!(follower, expected);
 }
 
-/// A clock that is off is moved no farther than the order of messages asks for.
+/// A skewed clock is shifted no farther than the order of messages requires.
 #[test]
 fn clocks_are_moved_as_far_as_messages_tell() {
     for (off, expected) in [(0, 0), (-300, 285), (300, -260), (4, 0)] {
@@ -88,7 +88,7 @@ fn clocks_are_moved_as_far_as_messages_tell() {
     }
 }
 
-/// Of two halves, one exchanges while the other computes.
+/// One of two halves exchanges while the other computes.
 #[test]
 fn exchanges_behind_computing_are_hidden() {
     let half = |lane, kind, n, begin_ns, end_ns| Span {
@@ -109,7 +109,7 @@ fn exchanges_behind_computing_are_hidden() {
     // 0-20 and 60-90 on one thread, 20-40 on the other; behind the halves the step has 10 more.
     assert_eq!(parts.compute_ns, 20 + 30 + 20 + 10);
     assert_eq!(parts.hidden_ns, 20 + 10);
-    // 40-50 is seen of the first sum, 50-60 of the second; nothing is left.
+    // 40-50 of the first sum and 50-60 of the second are not overlapped; nothing is left.
     assert_eq!(parts.exchange_ns, 20);
     assert_eq!(parts.recorded_ns(), 100);
 }

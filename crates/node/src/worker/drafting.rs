@@ -1,4 +1,4 @@
-//! The draft model of a leader, which outlives epochs as the weights do.
+//! The draft model of a leader, kept between epochs like the weights.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,7 +13,7 @@ use super::{Stamp, check_file, parse};
 use crate::messages::{DraftJob, Job};
 use crate::{Error, load_whole, texts};
 
-/// Key of a loaded draft: it serves another epoch where this is equal.
+/// Key of a loaded draft, which is reused if the key is equal.
 #[derive(Clone, Debug, PartialEq)]
 struct Key {
     of: DraftJob,
@@ -21,19 +21,19 @@ struct Key {
     class: String,
 }
 
-/// A draft that is loaded, and what it was loaded for.
+/// A loaded draft and its key.
 type Loaded = (Key, Arc<dyn Weights>, Arc<Tokenizer>);
 
-/// The draft that was loaded last. Packed for the kernels that its worker has: to be forgotten with
+/// Cache of the last loaded draft. It is packed for the worker's kernels and must be dropped with
 /// them.
 #[derive(Default)]
 pub(super) struct Drafting(Option<Loaded>);
 
 impl Drafting {
-    /// The draft of a job, loaded now or before; `None` for a job without one.
+    /// The draft of an assignment, cached or loaded; `None` if it has none.
     ///
     /// # Errors
-    /// Faults of its files; [`Error::OtherModel`] where they were replaced.
+    /// Its files are invalid; [`Error::OtherModel`] if they were replaced.
     pub(super) fn of(
         &mut self,
         job: &Job,

@@ -20,10 +20,10 @@ use crate::Error;
 use crate::messages::{FromWorker, Job};
 use crate::moved::RankMoved;
 
-/// How long a group may take to say again why it failed; it does so at once.
+/// Time limit for a failed group to return its error again, which it does at once.
 const LOST_LIMIT: Duration = Duration::from_millis(10);
 
-/// An epoch under way.
+/// A running epoch.
 pub(super) struct Epoch {
     pub(super) part: Part,
     pub(super) weights: Arc<dyn Weights>,
@@ -37,12 +37,12 @@ pub(super) enum Part {
     /// Computes what the leader plans until the group ends.
     Follows {
         thread: JoinHandle<()>,
-        /// The worker leaves: the end of the group is no failure.
+        /// Set when the worker leaves, so that the end of the group is no failure.
         leaving: Arc<AtomicBool>,
     },
 }
 
-/// An engine, and what its requests are called outside.
+/// An engine, and the instance's tickets of its requests.
 pub(super) struct Leader {
     runner: Runner,
     guesses: GuessCounts,
@@ -50,8 +50,8 @@ pub(super) struct Leader {
 }
 
 impl Epoch {
-    /// Starts to compute; of a leader, `draft` guesses. With the time of a row of a layer in the
-    /// epoch before, where the weights were kept.
+    /// Starts to compute; a leader uses `draft`. Takes the time of a row of a layer in the previous
+    /// epoch, if the weights were kept.
     pub(super) fn start(
         channel: &Channel,
         job: &Job,
@@ -88,19 +88,19 @@ impl Epoch {
         })
     }
 
-    /// Whether this rank hangs while it computes; says so once.
+    /// The error of a hang, returned once.
     pub(super) fn hang(&mut self) -> Option<Error> {
         let links = self.weights.links()?;
         self.watchdog.look(Instant::now(), &links.progress)
     }
 
-    /// Time of a row of a layer, as far as it is known.
+    /// Time of a row of a layer, if known.
     fn row_time(&self) -> Option<Duration> {
         let links = self.weights.links()?;
         self.watchdog.row_time(&links.progress)
     }
 
-    /// Has this rank hang at its next layer: a fault.
+    /// Makes this rank hang at its next layer, as an injected fault.
     pub(super) fn halt(&self) {
         if let Some(links) = self.weights.links() {
             links.progress.halt();
@@ -133,7 +133,7 @@ impl Epoch {
         FromWorker::Busy { epoch, busy }
     }
 
-    /// Begins a trace of this rank, or ends it and tells what was recorded.
+    /// Starts a trace of this rank, or ends it and reports it.
     pub(super) fn trace(&self, channel: &Channel, on: bool) -> Result<(), Error> {
         let links = self.weights.links();
         let tracer = links.map(|links| links.trace.clone()).unwrap_or_default();
@@ -144,7 +144,7 @@ impl Epoch {
         Ok(channel.send(&FromWorker::Traced(Box::new(tracer.stop())))?)
     }
 
-    /// Whether it cannot go on, and why if nobody was told yet.
+    /// `Some` if the epoch has failed, with the error if it was not reported yet.
     pub(super) fn failure(&self) -> Option<Option<Error>> {
         match &self.part {
             Part::Follows { thread, .. } => thread.is_finished().then_some(None),
@@ -158,11 +158,11 @@ impl Epoch {
         }
     }
 
-    /// Ends it after the step that is under way; the weights outside of the group, unless they
-    /// have to be loaded again.
+    /// Ends the epoch after the current step. Returns the weights, unless they must be loaded
+    /// again.
     ///
     /// The leader leaves by itself; the others' loops end because it has, or because a rank is
-    /// gone.
+    /// lost.
     pub(super) fn leave(self) -> Option<Kept> {
         let row_time = self.row_time();
         let Self {
@@ -185,7 +185,7 @@ impl Epoch {
 }
 
 impl Leader {
-    /// Hands a request to the engine, to go on after `tokens`.
+    /// Submits a request to the engine, to continue after `tokens`.
     pub(super) fn submit(
         &self,
         channel: &Channel,
@@ -209,7 +209,7 @@ impl Leader {
     }
 }
 
-/// Computes what the leader plans, on a thread that tells when it cannot go on.
+/// Executes the leader's plans on a thread, which reports a failure.
 fn follow(
     channel: &Channel,
     job: &Job,
@@ -229,7 +229,7 @@ fn follow(
                 break Error::from(error);
             }
         };
-        // Of the group too, so that ranks that wait for this one hear of it.
+        // Drops the group too, so that ranks that wait for this one detect the failure.
         drop(follower);
         if !told.load(Ordering::SeqCst) {
             // Should the instance be gone, the reader of the channel ends this process.
@@ -244,8 +244,8 @@ fn follow(
     Ok(Part::Follows { thread, leaving })
 }
 
-/// The rank that the groups of a model have lost. A group that failed says so again at once; one
-/// that did not has no time to do anything.
+/// The rank that the groups of a model have lost. A failed group returns its error again at once;
+/// for a healthy one the time limit is too short to act.
 fn lost(model: &dyn Weights) -> Option<Rank> {
     let links = model.links()?;
     let of = |group: &dyn Group| match group.barrier(Deadline::at(Instant::now() + LOST_LIMIT)) {

@@ -1,4 +1,4 @@
-//! Pages of prompts on their way from the ranks that read them to the ranks that decode.
+//! KV transfer: sends the pages of prompts from the prefill ranks to the decode ranks.
 //!
 //! ```text
 //! engine that reads prompts --put--> Outgoing: a queue and a thread for each taker
@@ -6,10 +6,10 @@
 //! engine that decodes <--get-- Incoming <+ a thread for each giver
 //! ```
 //!
-//! A page travels as it is kept on disk: header, bytes, SHA-256 of both. Each giver sends each
-//! taker the layers and heads that the taker holds, as [`handed`] says. A page is there when all
-//! givers have sent their part. Pages that do not come in time are computed by the ranks that
-//! decode.
+//! A page has the format of the disk cache: header, bytes, SHA-256 of both. Each sender sends each
+//! receiver the layers and heads that the receiver holds, as computed by [`handed`]. A page is
+//! complete when all senders have sent their part. The decode ranks compute pages that do not
+//! arrive in time.
 
 mod incoming;
 mod outgoing;
@@ -35,10 +35,11 @@ use outgoing::{Outgoing, Sent};
 /// Longest wait for the other rank of a pair to connect.
 const MEET_LIMIT: Duration = Duration::from_secs(5);
 
-/// How often a giver that has nothing to send says so.
+/// Heartbeat interval of an idle sender.
 const BEAT: Duration = Duration::from_secs(1);
 
-/// Longest wait for a giver's next message: ten beats. A giver that is gone is found within 2 s.
+/// Longest wait for a sender's next message: ten heartbeats. A dead sender is detected within 2 s
+/// by other means.
 const RECEIVE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Longest time for a page of some 10 MB over a link of 10 Mbit/s.
@@ -47,21 +48,21 @@ const PAGE_LIMIT: Duration = Duration::from_secs(10);
 /// The stream of messages.
 const TAG: u32 = 1;
 
-/// Ranks of a pair. The giver connects to the taker.
+/// Ranks of a pair. The sender connects to the receiver.
 const TAKER: Rank = Rank(0);
 const GIVER: Rank = Rank(1);
 
-/// Pool of a header that says that the giver lives.
+/// Pool number of a sender's heartbeat header.
 const NO_POOL: u32 = u32::MAX;
 
-/// Facts of this rank by which pages are cut and named.
+/// Facts of this rank that determine the parts and names of pages.
 #[derive(Clone, Debug)]
 struct Own {
     config: Config,
     kv: KvType,
     split: Split,
     rank: Rank,
-    /// Model and numbers, in words.
+    /// Model identity and numerics, as text.
     numbers: String,
     listen: SocketAddr,
 }
@@ -79,14 +80,14 @@ impl Own {
         })
     }
 
-    /// The space of what a giver gives a taker: the same at both ends.
+    /// The page space between a sender and a receiver, equal at both ends.
     fn space(&self, (givers, giver): (&Split, Rank), (takers, taker): (&Split, Rank)) -> [u8; 16] {
         let numbers = &self.numbers;
         disk::space(&format!("{numbers}/{givers:?}/{giver}/{takers:?}/{taker}"))
     }
 }
 
-/// A rank's part in handing pages over, if it has one.
+/// A rank's role in KV transfer, if it has one.
 #[derive(Debug)]
 pub(super) enum Handing {
     None,
@@ -94,29 +95,30 @@ pub(super) enum Handing {
     Gives(Box<Giver>),
 }
 
-/// A rank that decodes.
+/// A decode rank.
 #[derive(Debug)]
 pub(super) struct Taker {
     own: Own,
     incoming: Incoming,
 }
 
-/// A rank that reads prompts.
+/// A prefill rank.
 #[derive(Debug)]
 pub(super) struct Giver {
     own: Own,
     outgoing: Outgoing,
 }
 
-/// A store, where there is one.
+/// A page store, if there is one.
 type Store = Option<Box<dyn PageStore>>;
 
 impl Handing {
-    /// The part that `job` gives a rank with these weights, and the store of its engine. The store
-    /// has pages that come before those of `disk`, or it gives all away.
+    /// The role of a rank in `job` with these weights, and the page store of its engine. A
+    /// receiver's store has received pages first, then those of `disk`; a sender's store sends all
+    /// pages.
     ///
     /// # Errors
-    /// [`Error::PromptsOnMlx`], whose pages lie in arrays of its own.
+    /// [`Error::PromptsOnMlx`]: MLX keeps pages in its own arrays.
     pub(super) fn new(
         job: &Job,
         weights: &dyn Weights,
@@ -146,7 +148,7 @@ impl Handing {
         })
     }
 
-    /// Listens for the ranks that read prompts, in place of those of an earlier round.
+    /// Listens for the prefill ranks; replaces the connections of an earlier round.
     pub(super) fn receive(
         &self,
         channel: &Channel,
@@ -154,7 +156,7 @@ impl Handing {
         wanted: &Receive,
     ) -> Result<(), Error> {
         let Self::Takes(taker) = self else {
-            return Ok(()); // of an epoch before
+            return Ok(()); // of an earlier epoch
         };
         let number = wanted.round.number;
         let answer = match taker.listen(channel, ports, wanted) {
@@ -167,7 +169,7 @@ impl Handing {
         Ok(channel.send(&answer)?)
     }
 
-    /// Connects to the ranks that decode, in place of those of an earlier round.
+    /// Connects to the decode ranks; replaces the connections of an earlier round.
     pub(super) fn hand_to(&self, channel: &Channel, wanted: HandTo) -> Result<(), Error> {
         let Self::Gives(giver) = self else {
             return Ok(());
@@ -186,7 +188,7 @@ impl Handing {
         start("hand over", run)
     }
 
-    /// Tells when a page and all before it have come.
+    /// Reports when a page and all before it have arrived.
     pub(super) fn expect(
         &self,
         channel: &Channel,
@@ -204,7 +206,7 @@ impl Handing {
 }
 
 impl Drop for Handing {
-    /// Ends the threads of the connections, within a beat.
+    /// Ends the threads of the connections, within a heartbeat.
     fn drop(&mut self) {
         match self {
             Self::None => {}
@@ -215,7 +217,7 @@ impl Drop for Handing {
 }
 
 impl Taker {
-    /// Where it listens for each rank that gives; a thread waits for each.
+    /// Listens for each sender, on a thread each; returns the addresses.
     fn listen(
         &self,
         channel: &Channel,
@@ -248,7 +250,7 @@ impl Taker {
             };
             let pair = pair(&wanted.round, (giver, own.rank));
             start("take pages", move || {
-                // Its own address stands for that of the giver, which nobody calls.
+                // Its own address is a placeholder for the sender's, which is never used.
                 let group = meet(listener, TAKER, [addr, addr], pair);
                 lane.run(group);
             })?;
@@ -257,7 +259,7 @@ impl Taker {
     }
 }
 
-/// Connects a giver with all takers, and has their threads run.
+/// Connects a sender to all receivers, and starts their threads.
 fn connect(
     channel: &Channel,
     own: &Own,
@@ -265,7 +267,7 @@ fn connect(
     wanted: &HandTo,
 ) -> Result<(), Error> {
     let round = wanted.round.number;
-    outgoing.set(round, Vec::new()); // in place of those of an earlier round
+    outgoing.set(round, Vec::new()); // ends those of an earlier round
     let giver = (&own.split, own.rank);
     let mut lanes = Vec::new();
     for (taker, addr) in (0..).map(Rank).zip(&wanted.addrs) {
@@ -293,7 +295,7 @@ fn connect(
     Ok(())
 }
 
-/// The facts that two ranks know of each other: the name of their group, and how it is protected.
+/// Group id and protection of a pair of ranks.
 fn pair(round: &Round, (giver, taker): (Rank, Rank)) -> (GroupId, Protection) {
     let mut id = round.group;
     for (byte, of) in id.iter_mut().zip([giver, taker]) {
@@ -306,7 +308,7 @@ fn pair(round: &Round, (giver, taker): (Rank, Rank)) -> (GroupId, Protection) {
     (GroupId(id), protection)
 }
 
-/// Meets the other rank of a pair.
+/// Connects to the other rank of a pair.
 fn meet(
     listener: Listener,
     rank: Rank,

@@ -1,4 +1,4 @@
-//! Names of open requests inside a leader's engine.
+//! Maps the instance's tickets of open requests to those of the leader's engine.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -10,8 +10,8 @@ use super::Channel;
 use crate::Error;
 use crate::messages::FromWorker;
 
-/// Open requests: the instance's name for each, and the engine's once it has one. A request may be
-/// over before the engine has said what it calls it.
+/// Open requests: the instance's ticket for each, and the engine's once it is known. A request may
+/// end before the engine has returned its ticket.
 #[derive(Clone, Debug)]
 pub(super) struct Tickets {
     open: Arc<Mutex<HashMap<Ticket, Option<Ticket>>>>,
@@ -19,7 +19,7 @@ pub(super) struct Tickets {
 }
 
 impl Tickets {
-    /// For an engine whose steps end by `clock`.
+    /// For an engine with the step clock `clock`.
     pub(super) fn new(clock: StepClock) -> Self {
         Self {
             open: Arc::default(),
@@ -31,7 +31,7 @@ impl Tickets {
         lock(&self.open)
     }
 
-    /// Hands a request to the engine; the engine's objections are told to the instance.
+    /// Submits a request to the engine; reports a refusal to the instance.
     pub(super) fn start(
         &self,
         channel: &Channel,
@@ -53,7 +53,7 @@ impl Tickets {
         Ok(())
     }
 
-    /// Starts a request: a sink that sends its replies to the instance.
+    /// Registers a request; returns a sink that sends its replies to the instance.
     fn open(&self, channel: &Channel, ticket: Ticket) -> Sink {
         self.lock().insert(ticket, None);
         let (channel, tickets) = (Arc::clone(channel), self.clone());
@@ -62,7 +62,7 @@ impl Tickets {
                 tickets.close(ticket);
             }
             let at_us = Some(tickets.clock.last_us());
-            // An instance that is gone ends this process by the reader of the channel.
+            // If the instance is lost, the reader of the channel ends this process.
             let _ = channel.send(&FromWorker::Reply {
                 ticket,
                 at_us,
@@ -71,14 +71,14 @@ impl Tickets {
         })
     }
 
-    /// Notes what the engine calls a request, if it is still open.
+    /// Stores the engine's ticket of a request, if it is still open.
     fn took(&self, ticket: Ticket, own: Ticket) {
         if let Some(entry) = self.lock().get_mut(&ticket) {
             *entry = Some(own);
         }
     }
 
-    /// Forgets a request; says what the engine calls it.
+    /// Removes a request; returns the engine's ticket.
     pub(super) fn close(&self, ticket: Ticket) -> Option<Ticket> {
         self.lock().remove(&ticket).flatten()
     }

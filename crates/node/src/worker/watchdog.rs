@@ -12,29 +12,29 @@ use paceline_model::{Doing, Place, Progress};
 use super::LOOK_EVERY;
 use crate::Error;
 
-/// A layer that takes less than this never counts as a hang.
+/// A layer below this time never counts as a hang.
 const LEAST: Duration = Duration::from_secs(2);
 
-/// So many times what a layer is expected to take is a hang.
+/// A layer that takes this multiple of its expected time is a hang.
 const TIMES: u32 = 8;
 
-/// Before a step with these weights has shown what a layer takes. The first may wait for pages of
-/// the model's file on a cold disk.
+/// Limit before a first step with these weights has given a layer's time. The first step may read
+/// pages of the model file from a cold disk.
 const FIRST: Duration = Duration::from_secs(30);
 
-/// Looks at a rank's progress, and says once when there is none.
+/// Watches a rank's progress and reports a hang once.
 pub(super) struct Watchdog {
     awake: Awake,
     last: u64,
-    /// Time awake without progress.
+    /// Time without progress, not counting suspension.
     stalled: Duration,
     told: bool,
-    /// Of a row of a layer in the epoch before, with the same weights.
+    /// Time of a row of a layer in the previous epoch, with the same weights.
     before: Option<Duration>,
 }
 
 impl Watchdog {
-    /// `before` is what a row of a layer took in the epoch before, with the same weights.
+    /// `before` is the time of a row of a layer in the previous epoch, with the same weights.
     pub(super) fn new(now: Instant, before: Option<Duration>) -> Self {
         Self {
             before,
@@ -45,13 +45,13 @@ impl Watchdog {
         }
     }
 
-    /// To be called about every [`LOOK_EVERY`]. The hang, when there is one.
+    /// Call it about every [`LOOK_EVERY`]. Returns the hang, if there is one.
     pub(super) fn look(&mut self, now: Instant, progress: &Progress) -> Option<Error> {
         let place = progress.look();
         self.judge(now, place, self.row_time(progress))
     }
 
-    /// Time of a row of a layer: in this epoch, else in the one before.
+    /// Time of a row of a layer: in this epoch, else in the previous one.
     pub(super) fn row_time(&self, progress: &Progress) -> Option<Duration> {
         progress.row_time().or(self.before)
     }
@@ -89,7 +89,7 @@ mod tests {
         }
     }
 
-    /// Milliseconds of looks every 100 ms until a hang is told.
+    /// Milliseconds until a hang is reported, with a poll every 100 ms.
     fn told_after(row_time: Option<Duration>, mut at: impl FnMut(u64) -> Place) -> Option<u64> {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(start, None);

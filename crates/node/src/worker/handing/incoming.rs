@@ -1,4 +1,4 @@
-//! Pages that come to this rank.
+//! Receiver of KV pages: collects the senders' parts until the engine takes the pages.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -13,25 +13,25 @@ use super::{Channel, GIVER, NO_POOL, PAGE_LIMIT, RECEIVE_LIMIT, TAG, unlinked, w
 use crate::messages::FromWorker;
 use crate::{Error, disk};
 
-/// Bytes that a page counts for beside its own: its name in two collections.
+/// Overhead of a page in bytes: its name in two collections.
 const PAGE_COST: usize = 128;
 
-/// Prompts that are expected at once, and those that came and were not taken; the oldest are
-/// forgotten.
+/// Most expected prompts, and most complete ones that were not taken; the oldest are dropped.
 const EXPECTED_MAX: usize = 64;
 
-/// Pages of a window that a prompt has beyond one in so many: the last two within it.
+/// Extra pages of a windowed pool: besides one page in a stride, a prompt has the last two of the
+/// window.
 const LAST_SAVED: usize = 2;
 
-/// A page, or what has come of it.
+/// A page, complete or partly received.
 #[derive(Debug)]
 struct Page {
     bytes: Vec<u8>,
-    /// Givers whose part has not come.
+    /// By sender: whether its part is missing.
     missing: Vec<bool>,
-    /// Its place in [`State::order`].
+    /// Its key in [`State::order`].
     at: u64,
-    /// The prompt that it came with last: how many were complete before.
+    /// Number of its last prompt: how many were complete before it.
     prompt: u64,
 }
 
@@ -47,18 +47,18 @@ type Key = (PageName, u32);
 struct State {
     round: u64,
     givers: usize,
-    /// Of a page, by pool.
+    /// Bytes of a page, by pool.
     page_bytes: Vec<usize>,
     pages: HashMap<Key, Page>,
-    /// Keys of `pages`, the one that came first in front.
+    /// Keys of `pages`, oldest first.
     order: BTreeMap<u64, Key>,
     last: u64,
     bytes: usize,
     /// Prompts and their last pages.
     expected: VecDeque<(u64, PageName)>,
-    /// Prompts that were complete in the round.
+    /// Number of complete prompts in the round.
     complete: u64,
-    /// Last pages of prompts that are complete and that the engine has not taken, by prompt as in
+    /// Last pages of complete prompts that the engine has not taken, with the number of
     /// [`Page::prompt`].
     to_take: VecDeque<(u64, PageName)>,
 }
@@ -76,14 +76,14 @@ impl State {
         pools.any(|pool| self.pages.contains_key(&(name, pool)))
     }
 
-    /// Whether the whole of a page is there: its parts in all pools.
+    /// Whether a page is complete in all pools.
     fn has_all(&self, name: PageName) -> bool {
         let whole = |pool: u32| self.pages.get(&(name, pool)).is_some_and(Page::is_whole);
         let pools = self.page_bytes.len() as u32;
         pools > 0 && (0..pools).all(whole)
     }
 
-    /// The page of a key, made where it is new, with room for it.
+    /// The page of a key; creates it and evicts old pages for it.
     fn page(&mut self, key: Key, bytes_max: usize) -> &mut Page {
         let bytes = self.page_bytes[key.1 as usize];
         if !self.pages.contains_key(&key) {
@@ -107,7 +107,7 @@ impl State {
         page
     }
 
-    /// Prompts whose last page is `name`, which is whole now.
+    /// Removes and returns the prompts whose last page is `name`, which is complete now.
     fn completed(&mut self, name: PageName) -> Vec<u64> {
         let mut complete = Vec::new();
         self.expected.retain(|(number, page)| {
@@ -127,8 +127,8 @@ impl State {
         complete
     }
 
-    /// Part of a page was taken. With the last page of a prompt, what is left of the prompt is
-    /// dropped: the cache had it, or needs no more of it.
+    /// The engine took part of a page. After the last page of a prompt, the rest of the prompt is
+    /// dropped: the cache had it or does not need it.
     fn taken(&mut self, name: PageName) {
         let of_name = self.to_take.iter().position(|(_, page)| *page == name);
         let Some(at) = of_name.filter(|_| !self.has_any(name)) else {
@@ -145,17 +145,17 @@ impl State {
     }
 }
 
-/// Pages that have come and were not taken.
+/// Received pages that the engine has not taken.
 #[derive(Clone, Debug)]
 pub(super) struct Incoming {
     state: Arc<Mutex<State>>,
-    /// Pages that a prompt of the whole context has, by pool. There is room for one such prompt:
-    /// the oldest pages make room for new ones.
+    /// Pages of a prompt of the full context, by pool. Capacity is one such prompt: the oldest
+    /// pages are evicted.
     most: Vec<usize>,
 }
 
 impl Incoming {
-    /// For sequences of `context` tokens, in pools of pages of which `windows` let some go.
+    /// For sequences of `context` tokens, in pools whose `windows` drop some pages.
     pub(super) fn new(context: usize, windows: &[WindowPool]) -> Self {
         let all = context.div_ceil(PAGE);
         let some = |window: &WindowPool| all.min(all / window.every.max(1) + LAST_SAVED);
@@ -167,8 +167,8 @@ impl Incoming {
         }
     }
 
-    /// Begins a round with so many givers. Pages of rounds before are dropped: their parts may have
-    /// been cut otherwise.
+    /// Starts a round with `givers` senders. Drops the pages of earlier rounds, whose parts may
+    /// differ.
     pub(super) fn begin(&self, round: u64, givers: usize, page_bytes: &[usize]) {
         let mut state = lock(&self.state);
         *state = State {
@@ -179,7 +179,7 @@ impl Incoming {
         };
     }
 
-    /// Notes that a prompt's last page is expected; `true` when it is there already.
+    /// Registers an expected prompt by its last page; `true` if that is already complete.
     pub(super) fn expect(&self, number: u64, page: PageName) -> bool {
         let mut state = lock(&self.state);
         if state.has_all(page) {
@@ -192,7 +192,7 @@ impl Incoming {
         false
     }
 
-    /// Adds a giver's part of a page; the prompts that are complete with it. `None` when the round
+    /// Adds a sender's part of a page; returns the prompts that it completes. `None` if the round
     /// is over.
     fn add(
         &self,
@@ -217,7 +217,7 @@ impl Incoming {
     }
 }
 
-/// The way from one giver.
+/// The connection from one sender.
 pub(super) struct Lane {
     pub(super) channel: Channel,
     pub(super) incoming: Incoming,
@@ -228,7 +228,7 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    /// Takes what comes until the round is over or the giver is gone, which the instance is told.
+    /// Receives until the round is over or the sender is lost, which it reports to the instance.
     pub(super) fn run(self, group: Result<Box<dyn Group>, Error>) {
         let ended = group.and_then(|group| self.take(&*group));
         let is_over = lock(&self.incoming.state).round != self.round;
@@ -267,7 +267,7 @@ impl Lane {
         }
     }
 
-    /// The bytes behind a header, which is to be about as many as this rank expects.
+    /// The bytes after a header, whose length must match the expected one.
     fn part(
         &self,
         group: &dyn Group,
@@ -296,7 +296,7 @@ impl Lane {
     }
 }
 
-/// A store of pages that have come, before those on disk.
+/// A store that looks up received pages first, then those on disk.
 #[derive(Debug)]
 pub(super) struct Taken {
     incoming: Incoming,
@@ -367,7 +367,7 @@ mod tests {
         }
     }
 
-    /// The part of one of two givers: half of an eight-byte page of the first pool, nothing of the
+    /// The part of one of two senders: half of an eight-byte page of the first pool, nothing of the
     /// second.
     fn half(giver: usize) -> Handed {
         let run = paceline_model::Run {
@@ -413,7 +413,7 @@ mod tests {
         assert!(store.get(&kept(1, 0), &mut into));
         assert_eq!(into, [1, 1, 1, 1, 2, 2, 2, 2]);
         assert!(!store.get(&kept(1, 0), &mut into), "it was taken");
-        // Half a page is none.
+        // Half a page is not complete.
         add(&incoming, 0, (2, 0));
         assert!(!store.get(&kept(2, 0), &mut into));
     }

@@ -1,4 +1,4 @@
-//! Pages that this rank gives away.
+//! Sender of KV pages: a bounded queue and a thread for each receiver.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
@@ -12,29 +12,28 @@ use paceline_model::{Handed, KeptPage, PageName, PageStore};
 use super::{BEAT, NO_POOL, PAGE_LIMIT, TAG, TAKER, within};
 use crate::{Error, disk};
 
-/// Most bytes that wait for a taker, as much as the disk's queue has. These are some thousand
-/// tokens of a small model, and a few hundred of an 8B one. They take longer to compute than to be
-/// sent.
+/// Most queued bytes per receiver, as in the disk's queue: some thousand tokens of a small model, a
+/// few hundred of an 8B one. They take longer to compute than to send.
 const QUEUE_BYTES: u64 = 64 << 20;
 
-/// Most pages that wait for a taker.
+/// Most queued pages per receiver.
 const QUEUE_PAGES: usize = 4096;
 
-/// Longest wait for room in the queue, where a link is slower than the prompt is read: a page of
-/// 8 MB at 4 MB/s. Less than the time that a rank has to leave an epoch.
+/// Longest wait for room in the queue, if a link is slower than prefill: a page of 8 MB at 4 MB/s.
+/// Less than the time limit for leaving an epoch.
 const ROOM_LIMIT: Duration = Duration::from_secs(2);
 
-/// Between two looks for room.
+/// Poll interval of that wait.
 const ROOM_LOOK: Duration = Duration::from_millis(1);
 
-/// A page's part on its way.
+/// A queued part of a page.
 struct Parcel {
     name: PageName,
     pool: u32,
     bytes: Vec<u8>,
 }
 
-/// The way to one taker.
+/// The queue to one receiver.
 #[derive(Debug)]
 pub(super) struct Lane {
     part: Handed,
@@ -49,7 +48,7 @@ pub(super) struct Sender {
     queued: Arc<AtomicU64>,
 }
 
-/// A way to a taker, and what is to run on a thread of its own.
+/// The queue to a receiver, and the sender to run on its own thread.
 pub(super) fn lane(part: Handed, space: [u8; 16]) -> (Lane, Sender) {
     let (queue, parcels) = sync_channel(QUEUE_PAGES);
     let queued = Arc::new(AtomicU64::new(0));
@@ -67,7 +66,7 @@ pub(super) fn lane(part: Handed, space: [u8; 16]) -> (Lane, Sender) {
 }
 
 impl Lane {
-    /// Whether the page's part is on its way.
+    /// Queues the page's part; whether it was accepted.
     fn put(&self, page: &KeptPage, bytes: &[u8]) -> bool {
         let pool = page.pool as usize;
         if pool >= self.part.runs.len() {
@@ -102,10 +101,10 @@ impl Lane {
 }
 
 impl Sender {
-    /// Sends what is queued, until the lane is gone.
+    /// Sends queued parts until the queue is dropped.
     ///
     /// # Errors
-    /// When the taker is gone or too slow.
+    /// The receiver is lost or too slow.
     pub(super) fn run(self, group: &dyn Group) -> Result<(), Error> {
         loop {
             match self.parcels.recv_timeout(BEAT) {
@@ -136,13 +135,13 @@ impl Sender {
     }
 }
 
-/// The ways to all takers, and the round in which they were made: none before they are connected.
+/// The queues to all receivers, with their round; empty before they are connected.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Outgoing(Arc<Mutex<(u64, Vec<Lane>)>>);
 
 impl Outgoing {
-    /// Takes the ways of a round; those before end when their queues are empty. A thread that
-    /// connects for longer than its round lasts comes too late: its ways end.
+    /// Sets the queues of a round; earlier ones end when they are empty. Drops the queues of a
+    /// thread that connected too late, in a later round.
     pub(super) fn set(&self, round: u64, lanes: Vec<Lane>) {
         let mut own = lock(&self.0);
         if round >= own.0 {
@@ -151,7 +150,7 @@ impl Outgoing {
     }
 }
 
-/// A store that gives all pages away and has none.
+/// A store that sends all pages and holds none.
 #[derive(Debug)]
 pub(super) struct Sent {
     outgoing: Outgoing,
@@ -172,8 +171,8 @@ impl PageStore for Sent {
         false
     }
 
-    /// Waits a bounded time where a link is slower than the prompt is read. A taker that is gone,
-    /// or that does not keep up, gets nothing more: its prompts are computed there.
+    /// Waits a bounded time if a link is slower than prefill. A receiver that is lost or too slow
+    /// gets nothing more and computes its prompts itself.
     fn put(&mut self, page: &KeptPage, bytes: &[u8]) {
         let mut own = lock(&self.outgoing.0);
         own.1.retain(|lane| lane.put(page, bytes));
