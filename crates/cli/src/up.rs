@@ -3,7 +3,7 @@
 //! `run` starts one of four servers:
 //! - `idle`: the node without a model; commands load and unload instances.
 //! - `serve`: one model with its adapters, in this process or over local workers.
-//! - `several::run`: several models behind one API.
+//! - `multi_model::run`: several models behind one API.
 //! - `embed`: an encoder for embeddings.
 
 mod beside;
