@@ -1,4 +1,4 @@
-//! The sizes of an engine.
+//! Sizes and limits of an engine, set by its owner.
 
 use paceline_model::BatchSize;
 use paceline_tensor::PAGE;
@@ -8,42 +8,42 @@ use serde::{Deserialize, Serialize};
 use crate::draft::DRAFT_ROWS;
 use crate::{Error, Pace};
 
-/// Sizes of an engine; the memory of its cache and of its steps follows from them.
+/// Sizes of an engine; they determine the memory of its cache and buffers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineConfig {
-    /// Names the weights (file hash, or alias): snapshots only fit an engine of the same name.
+    /// Identifies the weights (file hash, or alias): snapshots only fit an engine with the same
+    /// value.
     pub model: String,
-    /// Most tokens of one sequence, prompt and answer; 2 or more.
+    /// Maximum tokens of a sequence, prompt and answer; 2 or more.
     pub context: usize,
-    /// Positions in the cache, over all sequences; at least one sequence of `context` fits.
+    /// Positions of the cache, over all sequences; at least `context`.
     pub cache_positions: usize,
-    /// Sequences that are computed at the same time; 1 or more.
+    /// Slots: sequences that run at the same time; 1 or more.
     pub max_running: usize,
-    /// Requests that wait for a place; 1 or more.
+    /// Maximum queued requests; 1 or more.
     pub max_waiting: usize,
-    /// Rows of a step: decode rows, then prompt chunks; at least `max_running`. More rows read
-    /// prompts faster and make others wait longer.
+    /// Maximum rows of a step: decode rows, then prompt chunks; at least `max_running`. More rows
+    /// speed up prefill and increase the latency of other answers.
     pub max_rows: usize,
-    /// How long a step with rows of prompts may take while answers are decoded. Kept only where the
-    /// owner tells how long steps took ([`Engine::took`](crate::Engine::took)).
+    /// Limit of the step time while prompts are computed. Effective only if the owner reports step
+    /// times ([`Engine::took`](crate::Engine::took)).
     pub pace: Pace,
-    /// Most tokens of a sequence that are guessed and checked in one step; 0 for none. Guesses come
-    /// from what the text repeats, or from a draft model
-    /// ([`Engine::guess_with`](crate::Engine::guess_with)), where they pay. Answers do not depend
-    /// on it.
+    /// Maximum draft tokens of a sequence per step; 0 disables drafts. They come from repetition in
+    /// the text, or from a draft model ([`Engine::guess_with`](crate::Engine::guess_with)), where
+    /// they pay. Answers do not depend on them.
     pub drafts: usize,
 }
 
-/// Default rows of a step. Measured on two threads of an EPYC VM, November 2026. From 128 rows a
-/// step on, SmolLM2 and Gemma 3 270M read prompts within a tenth of their full speed. The default
-/// leaves room for more cores. The buffers of an 8B model are some 300 KB a row.
+/// Default rows of a step. Measured on two threads of an EPYC VM, November 2026: from 128 rows on,
+/// SmolLM2 and Gemma 3 270M prefill within a tenth of full speed. The default leaves room for more
+/// cores. The buffers of an 8B model are some 300 KB a row.
 const DEFAULT_ROWS: usize = 512;
 
-/// Rows of a step that can score a prompt where nothing is drafted; with drafts, those of drafts.
-/// Each is a row of logits, 0.2 MB for SmolLM2 and 1 MB for Gemma 3.
+/// Logit rows for prompt logprobs if drafts are disabled; otherwise the draft rows serve. Each is a
+/// row of logits, 0.2 MB for SmolLM2 and 1 MB for Gemma 3.
 const SCORED_ROWS: usize = 7;
 
-/// Largest accepted number of positions. Far more than any machine holds (SmolLM2 would take 90
+/// Largest accepted number of positions: far more than any machine holds (SmolLM2 would take 90
 /// TiB), small enough that no size overflows 64 bits.
 const MAX_POSITIONS: usize = 1 << 32;
 
@@ -62,7 +62,7 @@ impl EngineConfig {
         }
     }
 
-    /// Snapshots that are restored while as many sequences wait to be resumed are refused.
+    /// Maximum sequences in the resuming queue; further snapshots are refused.
     pub(crate) const fn max_resuming(&self) -> usize {
         self.max_running.saturating_add(self.max_waiting)
     }
@@ -72,12 +72,12 @@ impl EngineConfig {
         self.cache_positions.div_ceil(PAGE)
     }
 
-    /// Most sequences of a step: each has a page.
+    /// Maximum sequences of a step: each has a page.
     fn step_sequences(&self) -> usize {
         self.max_running.min(self.pages())
     }
 
-    /// Most guesses that a step checks, over all sequences.
+    /// Maximum draft tokens of a step, over all sequences.
     const fn draft_rows(&self) -> usize {
         match self.drafts {
             0 => 0,
@@ -85,7 +85,7 @@ impl EngineConfig {
         }
     }
 
-    /// Rows of a step beyond its sequences that may have logits: for guesses, or to score prompts.
+    /// Additional rows of a step with logits, for drafts or prompt logprobs.
     pub(crate) const fn spare_logit_rows(&self) -> usize {
         let drafts = self.draft_rows();
         if drafts > SCORED_ROWS {
@@ -95,7 +95,7 @@ impl EngineConfig {
         }
     }
 
-    /// Most rows of a step: each has a position.
+    /// Maximum rows of a step: each has a position.
     pub(crate) fn step_rows(&self) -> usize {
         self.max_rows.min(self.pages() * PAGE)
     }
@@ -111,7 +111,7 @@ impl EngineConfig {
     }
 
     /// # Errors
-    /// [`Error::Config`] for the first size that cannot work.
+    /// [`Error::Config`] for the first invalid size.
     pub(crate) fn check(&self) -> Result<(), Error> {
         check(self.context >= 2, "context", self.context, "2 or more")?;
         let positions = self.cache_positions;

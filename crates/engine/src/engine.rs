@@ -1,5 +1,9 @@
-//! The scheduler: [`Engine`] holds sequences in queues, and computes a batch of their rows in each
-//! step.
+//! The scheduler: continuous batching of the sequences of one model.
+//!
+//! [`Engine`] holds sequences in three queues (waiting, resuming, running). Each [`Engine::step`]
+//! admits sequences, plans a batch, runs the forward pass and samples tokens. The runner calls it
+//! on one thread; the engine does no I/O and reads no clock. Submodules have the in-flight batches,
+//! speculation, persisted KV pages and fairness.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
@@ -35,57 +39,56 @@ use flights::{Flight, Measures};
 
 /// Runs sequences of one model, each with or without one of the adapters beside it.
 ///
-/// Not for several threads at once: the owner submits, steps and cancels. A step blocks for one
-/// batch.
+/// Not thread-safe; one owner submits, steps and cancels. A step blocks for one batch.
 #[derive(Debug)]
 pub struct Engine {
     model: Arc<dyn Weights>,
     tokenizer: Arc<Tokenizer>,
     config: EngineConfig,
-    /// Model and kernel class, as snapshots carry it.
+    /// Model and kernel class, as in snapshots.
     identity: String,
     compute: Box<dyn Compute>,
-    /// That of the links, where the model has some.
+    /// The tracer of the model's links, if it has links.
     tracer: Tracer,
-    /// End of the last step of a trace, when sequences were left.
+    /// End of the last traced step, if sequences remained.
     stepped: Option<Instant>,
-    /// Made for the first constraint: sorting a vocabulary takes a while.
+    /// Built for the first constraint: sorting a vocabulary takes some time.
     grammars: OnceLock<Result<Grammars, ConstraintError>>,
     scratch: Scratch,
     pages: Pages,
     pacer: Pacer,
     costs: Costs,
-    /// Between the ends of steps that follow each other through a pipeline.
+    /// Times between the ends of consecutive steps of a pipeline.
     intervals: Costs,
-    /// Where a draft model guesses too.
+    /// Draft-model proposer, if configured.
     drafter: Option<Drafter>,
-    /// Steps that checked guesses since one that did not.
+    /// Steps with draft tokens since the last one without.
     drafted_steps: usize,
     guesses: GuessCounts,
     shares: Shares,
     leeway: Leeway,
-    /// The last [`Sequence::ticket`].
+    /// The last assigned [`Sequence::ticket`].
     tickets: u64,
-    /// Of all steps so far.
+    /// Total duration of all steps.
     elapsed: Duration,
-    /// Of the last step.
+    /// Rows of the last step, by kind.
     composition: Composition,
-    /// The kind of its duration.
+    /// What the duration of the last step measures.
     measures: Measures,
-    /// Tokens that were in the cache already when their sequence was admitted.
+    /// Tokens found in the cache when their sequence was admitted.
     reused: u64,
     /// Pages that became known in the step under way and are not in the store.
     to_keep: Vec<KeptPage>,
-    /// In order of admission; only these own pages.
+    /// In order of admission. Only these own pages.
     running: Vec<Sequence>,
-    /// Batches that other ranks know of, in the order in which all compute them.
+    /// In-flight batches: announced to the other ranks, in the order of computation.
     flights: VecDeque<Flight>,
-    /// Whether a sequence needs a page or the place of one that has rows under way: these are ended
-    /// first.
+    /// Planning is blocked until in-flight batches complete, because a sequence with in-flight rows
+    /// must give up a page or its slot.
     starves: bool,
-    /// Preempted sequences in the order they ran in, then snapshots in the order they came.
+    /// Preempted sequences in their running order, then snapshots by arrival.
     resuming: VecDeque<Sequence>,
-    /// Requests in the order they came.
+    /// Requests by arrival.
     waiting: VecDeque<Sequence>,
     last_id: u64,
 }
@@ -94,7 +97,7 @@ impl Engine {
     /// Reserves memory for `config`.
     ///
     /// # Errors
-    /// [`Error::Config`] for sizes that cannot work, [`Error::Model`] when memory cannot be had.
+    /// [`Error::Config`] for invalid sizes, [`Error::Model`] if the allocation fails.
     pub fn new(
         model: Arc<dyn Weights>,
         tokenizer: Arc<Tokenizer>,
@@ -140,48 +143,46 @@ impl Engine {
         &*self.model
     }
 
-    /// The sizes.
     pub const fn config(&self) -> &EngineConfig {
         &self.config
     }
 
-    /// Whether there is nothing to do.
+    /// Whether no sequence is running, resuming or waiting.
     pub fn is_idle(&self) -> bool {
         self.running.is_empty() && self.resuming.is_empty() && self.waiting.is_empty()
     }
 
-    /// Sequences that are computed; not those that have ended and have rows under way.
+    /// Running sequences, without ended ones that still have in-flight rows.
     pub fn n_running(&self) -> usize {
         self.running.iter().filter(|s| !s.gone).count()
     }
 
-    /// Sequences that are to go on: preempted ones, and snapshots.
+    /// Sequences in the resuming queue: preempted ones, and snapshots.
     pub fn n_resuming(&self) -> usize {
         self.resuming.len()
     }
 
-    /// Requests that wait for a place.
+    /// Requests in the waiting queue.
     pub fn n_waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Tokens so far that did not have to be computed: whole pages of 64. Another sequence had
-    /// begun with the same ones, or the same sequence before it gave up its pages, or the store had
-    /// them.
+    /// Tokens so far that were not computed, in whole pages of 64. Sources are the prefix cache,
+    /// with the pages of other sequences or of a preempted one, and the page store.
     pub const fn n_reused(&self) -> u64 {
         self.reused
     }
 
-    /// Records what steps take, in this rank, where somebody asks.
+    /// Records step times of this rank while a trace runs.
     pub const fn tracer(&self) -> &Tracer {
         &self.tracer
     }
 
-    /// Queues a request. A client that is named may have half of the queue.
+    /// Queues a request. A named client may occupy half of the queue.
     ///
     /// # Errors
-    /// [`Error::Busy`] gives the request back before anything else is looked at; a request that
-    /// cannot be answered says why.
+    /// [`Error::Busy`] returns the request, before any other check. Other errors name an invalid
+    /// field.
     pub fn submit(&mut self, request: Request) -> Result<SequenceId, Error> {
         let (waiting, most) = (self.waiting.len(), self.config.max_waiting);
         let client = request.order.client;
@@ -225,7 +226,7 @@ impl Engine {
         SequenceId(self.last_id)
     }
 
-    /// Forgets a sequence; no more events come of it.
+    /// Removes a sequence without further events.
     ///
     /// # Errors
     /// [`Error::NoSequence`].
@@ -233,7 +234,7 @@ impl Engine {
         self.take(id).map(drop)
     }
 
-    /// Takes a sequence out of this engine.
+    /// Removes a sequence and returns its state.
     ///
     /// # Errors
     /// [`Error::NoSequence`].
@@ -241,7 +242,7 @@ impl Engine {
         Ok(self.take(id)?.into_snapshot(self.identity.clone()))
     }
 
-    /// A copy of a sequence's state, which goes on here.
+    /// Copies the state of a sequence, which continues here.
     ///
     /// # Errors
     /// [`Error::NoSequence`].
@@ -253,14 +254,14 @@ impl Engine {
         Ok(copy.into_snapshot(self.identity.clone()))
     }
 
-    /// Continues a snapshot, before requests that wait. The bound on waiting requests does not
-    /// apply: as many can be resumed as an engine of the same sizes holds.
+    /// Continues a snapshot, with precedence over waiting requests. Snapshots have their own bound:
+    /// as many as an engine of these sizes can run.
     ///
     /// # Errors
-    /// [`Error::BusyResuming`] gives the snapshot back. [`Error::OtherModel`] and
-    /// [`Error::SnapshotTooLong`] when its answer would be another one here.
-    /// [`Error::BadSnapshot`], [`Error::BadSnapshotText`], [`Error::Token`] and what is said of a
-    /// request's parameters for one that no engine made.
+    /// [`Error::BusyResuming`] returns the snapshot. [`Error::OtherModel`] and
+    /// [`Error::SnapshotTooLong`] if the answer would differ on this engine.
+    /// [`Error::BadSnapshot`], [`Error::BadSnapshotText`], [`Error::Token`] and errors of request
+    /// parameters for a snapshot that no engine made.
     pub fn restore(&mut self, snapshot: Snapshot) -> Result<SequenceId, Error> {
         let waiting = self.resuming.len();
         if waiting >= self.config.max_resuming() {
@@ -286,7 +287,7 @@ impl Engine {
         Ok(id)
     }
 
-    /// A guide behind the tokens that were `generated`.
+    /// A guide advanced by the `generated` tokens.
     fn guide(
         &self,
         constraint: Option<&Constraint>,
@@ -313,8 +314,8 @@ impl Engine {
     /// [`restore`](Self::restore) it comes before requests that wait.
     ///
     /// # Errors
-    /// As [`submit`](Self::submit) and [`restore`](Self::restore); [`Error::Token`] for tokens that
-    /// the vocabulary lacks, [`Error::BadSnapshot`] for more than the request may have.
+    /// As [`submit`](Self::submit) and [`restore`](Self::restore); [`Error::Token`] for tokens
+    /// outside the vocabulary, [`Error::BadSnapshot`] for more tokens than the request allows.
     pub fn resume(&mut self, request: Request, tokens: &[u32]) -> Result<Resumed, Error> {
         let (vocab, context) = (self.model.config().vocab, self.config.context);
         request.check(vocab, context)?;
@@ -341,8 +342,8 @@ impl Engine {
         self.restore(snapshot).map(Resumed::Goes)
     }
 
-    /// Takes a sequence out of its queue, its pages given back; those of rows under way when they
-    /// are computed.
+    /// Removes a sequence from its queue and releases its pages. Pages of in-flight rows are
+    /// released when these complete.
     fn take(&mut self, id: SequenceId) -> Result<Sequence, Error> {
         let is_it = |s: &Sequence| s.id == id && !s.gone;
         if let Some(at) = self.running.iter().position(is_it) {
@@ -371,28 +372,27 @@ impl Engine {
         sequence
     }
 
-    /// Runs one batch and returns what happened, in order; nothing when the engine is idle.
+    /// Runs one batch and returns its events, in order; none if the engine is idle.
     ///
-    /// Every running sequence that is past its prompt gets one row. It gets more for guesses and
-    /// for tokens that its grammar left no choice of. A client with more sequences than others gets
-    /// as many rows as slow the others little. Prompts get what [`EngineConfig::pace`] allows of
-    /// the remaining [`EngineConfig::max_rows`]. At least half of that goes to the oldest prompt,
-    /// and the shortest comes before others. A sequence that needs a page when none is free makes
-    /// the youngest give up its pages and wait. The youngest computes them again later and loses
-    /// nothing. The oldest never gives up, so every sequence ends.
+    /// Every decoding sequence gets one row, plus rows for draft tokens and for tokens forced by
+    /// its grammar. A client with more sequences than others is limited to rows that slow others
+    /// little. Prompts get the share of [`EngineConfig::max_rows`] that [`EngineConfig::pace`]
+    /// allows. At least half of that goes to the oldest prompt, and the shortest prompt is first. A
+    /// sequence that needs a page when none is free preempts the youngest. The youngest recomputes
+    /// its pages later and loses nothing. The oldest is never preempted, so every sequence ends.
     ///
-    /// Of a pipeline several batches are under way: the stages before this one compute those that
-    /// were planned behind the one that this step ends. A batch has its share of the sequences
-    /// then, and the next rows of a prompt follow those under way. So do windows of guesses of one
-    /// sequence, where they pay.
+    /// In a pipeline, several batches are in flight: earlier stages compute batches that were
+    /// planned after the one that this step completes. Each batch gets its share of the sequences.
+    /// The next chunk of a prompt follows its in-flight chunks, and so do speculation windows of
+    /// one sequence, where they pay.
     ///
-    /// The forward pass allocates a few words per sequence and layer and nothing per row. Besides,
-    /// a step allocates its plan and its events with their texts. It also copies the tokens of each
-    /// sequence that penalises repetition.
+    /// The forward pass allocates a few words per sequence and layer and nothing per row. A step
+    /// also allocates its plan, its events with their texts, and a copy of the tokens of each
+    /// sequence with repetition penalties.
     ///
     /// # Errors
-    /// When the forward pass fails: nothing can be computed any more, and what the sequences have
-    /// in the cache is unknown. [`take_snapshot`](Self::take_snapshot) still works.
+    /// If the forward pass fails. The engine cannot compute further steps, and the cache contents
+    /// are undefined. [`take_snapshot`](Self::take_snapshot) still works.
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
         self.tracer.end(self.stepped.take(), Kind::Between, 0);
         let began = self.tracer.begin();
@@ -424,8 +424,8 @@ impl Engine {
         Ok(self.compute.idle()?)
     }
 
-    /// Tells how long the last [`step`](Self::step) took. By this the next steps keep
-    /// [`EngineConfig::pace`]; an engine that is never told keeps none.
+    /// Reports the duration of the last [`step`](Self::step). The prefill token budget follows from
+    /// it ([`EngineConfig::pace`]); without reports there is no limit.
     pub fn took(&mut self, duration: Duration) {
         let step = std::mem::take(&mut self.composition);
         self.elapsed += duration;
@@ -451,13 +451,13 @@ impl Engine {
         }
     }
 
-    /// Decides the rows of a step and gets the pages for them. Empty when nothing runs, and when
-    /// all that was to decode gave up its pages.
+    /// Plans the rows of a step and allocates their pages. Empty if nothing runs, and if every
+    /// sequence to decode was preempted.
     fn plan(&mut self) -> Vec<PlannedRows> {
         (0..self.running.len()).for_each(|index| self.catch_up(index));
         let mut plan = Vec::with_capacity(self.running.len());
         for (index, rows) in self.wanted_rows().into_iter().enumerate() {
-            // Preemption takes from the end, so what is planned stays where it is.
+            // Preemption removes from the end, so earlier indices stay valid.
             if rows > 0 && self.get_pages(index, rows) {
                 let is_scored = self.running[index].is_scored_next();
                 plan.push(PlannedRows::new(index, rows, is_scored));
@@ -466,7 +466,7 @@ impl Engine {
         plan
     }
 
-    /// Gives a sequence the pages that another one has computed since it was admitted.
+    /// Adopts pages that another sequence has computed since this one was admitted.
     fn catch_up(&mut self, index: usize) {
         let reads_all = self.reads_all();
         let sequence = &mut self.running[index];
@@ -482,8 +482,8 @@ impl Engine {
         self.find_again(index);
     }
 
-    /// Gives a sequence all known pages that it begins with. Pages that it gives back for that stay
-    /// known and are found again at once.
+    /// Replaces a sequence's pages by the longest cached prefix. Its own pages stay cached when
+    /// released, so the match includes them.
     fn find_again(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         let at = sequence.computed;
@@ -493,14 +493,14 @@ impl Engine {
         self.count_reused(index, more);
     }
 
-    /// So many more tokens of a sequence did not have to be computed.
+    /// Counts `tokens` more tokens that a sequence did not compute.
     fn count_reused(&mut self, index: usize, tokens: usize) {
         self.running[index].reused += tokens;
         self.reused += tokens as u64;
     }
 
-    /// Whether a sequence waits for a page of its prompt that an older one is about to compute. Of
-    /// several answers to one prompt, the first one computes the page.
+    /// Whether a sequence waits for a page that an older one is about to compute. Of several
+    /// answers to one prompt, the first computes the page.
     fn waits(&self, index: usize) -> bool {
         let own = &self.running[index];
         let is_at_page = own.computed == own.pages.len() * PAGE && own.pages.is_known();
@@ -517,8 +517,8 @@ impl Engine {
         is_at_page && self.running[..index].iter().any(goes_before)
     }
 
-    /// Rows for each running sequence. Each that decodes gets one, so that long prompts do not
-    /// stall answers; then come forced tokens, then prompts.
+    /// Rows of each running sequence. Decoding ones get a row each, so that long prompts do not
+    /// stall them; then forced tokens, then prompts.
     fn wanted_rows(&mut self) -> Vec<usize> {
         let mut spare = self.config.spare_logit_rows();
         let pending = |index: usize| {
@@ -545,9 +545,9 @@ impl Engine {
         rows
     }
 
-    /// Leaves a batch its share of the `live` sequences, where several batches are under way.
-    /// Sequences without rows under way come first. The next rows of a long prompt could follow
-    /// earlier ones in every batch, and take the turns of others.
+    /// Limits a batch to its share of the `live` sequences, if several batches are in flight.
+    /// Sequences without in-flight rows have precedence. Otherwise the chunks of a long prompt
+    /// would take a share of every batch.
     fn deal(&self, rows: &mut [usize], live: usize) {
         let most = live.div_ceil(self.compute.depth());
         let mut wanting: Vec<usize> = (0..rows.len()).filter(|at| rows[*at] > 0).collect();
@@ -555,8 +555,8 @@ impl Engine {
         wanting.iter().skip(most).for_each(|at| rows[*at] = 0);
     }
 
-    /// Gives forced tokens of sequences that decode rows beside one each, of the `room` that is
-    /// left for these. Returns the room that is left then.
+    /// Grants rows for forced tokens to decoding sequences, out of `room`. Returns the remaining
+    /// room.
     fn grant_forced(&self, rows: &mut [usize], mut room: usize) -> usize {
         let is_forced = |(rows, s): &(&mut usize, &Sequence)| **rows > 1 && s.is_decoding();
         for (rows, _) in rows.iter_mut().zip(&self.running).filter(is_forced) {
@@ -566,8 +566,7 @@ impl Engine {
         room
     }
 
-    /// Places of the running sequences whose prompts want several `rows`, in the order of their
-    /// turns.
+    /// Indices of the running sequences with prompt rows to compute, in scheduling order.
     fn prompts(&self, rows: &[usize]) -> Vec<usize> {
         let reads = |i: &usize| rows[*i] > 1 && !self.running[*i].is_decoding();
         let places: Vec<usize> = (0..rows.len()).filter(reads).collect();
@@ -593,8 +592,8 @@ impl Engine {
         composition
     }
 
-    /// Gets pages for `rows` more rows of a running sequence, preempting younger ones if needed.
-    /// `false` when the sequence itself had to give up.
+    /// Allocates pages for `rows` more rows of a running sequence, preempting younger ones if
+    /// needed. `false` if the sequence itself was preempted.
     fn get_pages(&mut self, index: usize, rows: usize) -> bool {
         while index < self.running.len() {
             let sequence = &mut self.running[index];
@@ -612,7 +611,7 @@ impl Engine {
         false
     }
 
-    /// Takes out the guides that must know before the end of the step what may come next.
+    /// Takes out the guides whose token mask is needed at the end of this step.
     fn take_due(&mut self, plan: &[PlannedRows]) -> Vec<(usize, Box<Guide>)> {
         let mut due = Vec::new();
         for part in plan {
@@ -624,7 +623,7 @@ impl Engine {
         due
     }
 
-    /// Chooses tokens for every sequence of which all tokens are in the cache now.
+    /// Samples a token for every sequence whose tokens are all in the cache.
     fn take_results(&mut self, plan: &[PlannedRows], events: &mut Vec<Event>) {
         self.charge(plan);
         for part in plan {
@@ -648,7 +647,7 @@ impl Engine {
         }
     }
 
-    /// Scores tokens of a prompt by the logits from `row` on; how many.
+    /// Scores prompt tokens by the logits from `row` on; returns how many.
     fn score(&mut self, part: &PlannedRows, row: usize) -> usize {
         let sequence = &mut self.running[part.index];
         let n = part.rows.min(sequence.unscored());
@@ -659,7 +658,7 @@ impl Engine {
         n
     }
 
-    /// Remembers what a sequence has in full pages, and gives back what it looks at no more.
+    /// Caches a sequence's full pages, and releases pages outside its windows.
     fn keep(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         let (computed, known) = (
@@ -673,9 +672,9 @@ impl Engine {
         self.pages.leave(&mut sequence.pages, computed, prompt);
     }
 
-    /// Chooses the next token of a sequence by the logits in `row`. The rows after it give further
-    /// tokens, as long as the token before was guessed; then forced tokens follow. Returns how many
-    /// guesses were right.
+    /// Samples the next token of a sequence from the logits in `row`, and further tokens from the
+    /// following rows as long as draft tokens match. Then appends forced tokens. Returns the
+    /// accepted draft tokens.
     fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) -> usize {
         let sequence = &mut self.running[part.index];
         let mut is_own = true; // the guesses of its own text were right so far
@@ -702,7 +701,7 @@ impl Engine {
             sequence.computed += 1; // the next row was computed for this token
         }
         sequence.settle(part.drafted(), right);
-        // MLX computes rows together with other bits than one after the other.
+        // In MLX, a row computed with others has other bits than alone.
         if !self.model.class().is_mlx() {
             let vocab = self.model.config().vocab;
             sequence.take_forced(vocab, &self.tokenizer, events);
@@ -711,7 +710,7 @@ impl Engine {
     }
 }
 
-/// Makes tokens impossible.
+/// Sets the logits of `tokens` to minus infinity.
 fn forbid(logits: &mut [f32], tokens: &[u32]) {
     for token in tokens {
         if let Some(logit) = logits.get_mut(*token as usize) {
@@ -720,7 +719,7 @@ fn forbid(logits: &mut [f32], tokens: &[u32]) {
     }
 }
 
-/// The tracer of a model's links; for one without, a new one.
+/// The tracer of a model's links, or a new one.
 pub(crate) fn tracer(model: &dyn Weights) -> Tracer {
     let of_links = model.links().map(|links| links.trace.clone());
     of_links.unwrap_or_default()
@@ -729,22 +728,23 @@ pub(crate) fn tracer(model: &dyn Weights) -> Tracer {
 /// Rows of a running sequence in a step.
 #[derive(Clone, Debug)]
 struct PlannedRows {
-    /// Its place among the running.
+    /// Index among the running sequences.
     index: usize,
-    /// Of its tokens.
+    /// Rows of its own tokens.
     rows: usize,
-    /// Whether all of them have logits, by which the prompt's tokens are scored.
+    /// Whether all rows have logits, to score prompt tokens.
     is_scored: bool,
-    /// Guesses from its own text of its next tokens; the first is judged although not checked.
+    /// N-gram draft of its next tokens; the first counts for acceptance even if the step does not
+    /// check it.
     guesses: Vec<u32>,
-    /// The pending token and the guesses that this step checks; empty when it checks none.
+    /// The pending token and the draft tokens that this step checks; empty without a draft.
     checked: Vec<u32>,
     guesser: Option<Guesser>,
-    /// Whether it is a window behind others under way: all that it checks are guesses.
+    /// Whether it is a speculation window after in-flight ones: all its tokens are draft tokens.
     is_behind: bool,
     /// The sequence's [course](Sequence::course) when it was planned.
     course: u32,
-    /// The first of its rows of logits.
+    /// Index of its first row of logits.
     logits_row: usize,
 }
 
@@ -763,12 +763,12 @@ impl PlannedRows {
         }
     }
 
-    /// Guesses that this step checks behind its first row.
+    /// Draft tokens that this step checks, after its first row.
     const fn drafted(&self) -> usize {
         self.checked.len().saturating_sub(1)
     }
 
-    /// Guesses among its rows.
+    /// Draft tokens among its rows.
     const fn guessed(&self) -> usize {
         match self.is_behind {
             true => self.checked.len(),

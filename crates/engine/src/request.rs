@@ -1,4 +1,4 @@
-//! Requests that go into the engine, and events that come out.
+//! Requests to the engine, and the events of their sequences.
 
 use paceline_formats::grammar::Constraint;
 use paceline_formats::text::StopMatcher;
@@ -6,51 +6,49 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Order, SamplingParams};
 
-/// A sequence in one engine; never used twice by the same engine.
+/// Id of a sequence; never reused by the same engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SequenceId(pub u64);
 
-/// A prompt and what to do with it. The default reads nothing and generates nothing.
+/// A generation request. The default has no prompt and generates nothing.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Request {
-    /// Token ids, at least one.
+    /// At least one token.
     pub prompt: Vec<u32>,
-    /// Most tokens to generate; 0 only reads the prompt. The context bounds it as well.
+    /// Maximum tokens to generate; 0 only computes the prompt. The context is a bound as well.
     pub max_tokens: usize,
-    /// Tokens before which no token that ends the answer is chosen; a stop text still ends it.
-    /// Without effect where a constraint says what may come.
+    /// Minimum tokens before an end-of-generation token; a stop string still ends the answer. No
+    /// effect with a constraint.
     #[serde(default)]
     pub min_tokens: usize,
-    /// How tokens are chosen.
     pub sampling: SamplingParams,
-    /// Texts that end the answer; they are not part of it.
+    /// Stop strings: each ends the answer and is not part of it.
     pub stop: Vec<String>,
-    /// Whether to tell log-probabilities, and of how many of the most probable tokens beside the
-    /// chosen one; `None` for none, at most [`MAX_LOGPROBS`].
+    /// Number of most probable alternatives per token to report with log-probabilities, at most
+    /// [`MAX_LOGPROBS`]; `None` for no log-probabilities.
     pub logprobs: Option<usize>,
-    /// Whether log-probabilities of the prompt's tokens are told as well, with as many alternatives
-    /// as `logprobs` says (none for `None`); at most [`MAX_PROMPT_LOGPROBS`] numbers. All rows of
-    /// the prompt are computed then, those of known pages too.
+    /// Whether to report log-probabilities of the prompt tokens as well, with `logprobs`
+    /// alternatives (0 for `None`); at most [`MAX_PROMPT_LOGPROBS`] values. Disables the prefix
+    /// cache for the prompt.
     #[serde(default)]
     pub prompt_logprobs: bool,
-    /// The constraint that the answer must match; `None` for any text.
+    /// Constraint on the answer; `None` for any text.
     pub constraint: Option<Constraint>,
-    /// Control tokens whose names are part of the text, ascending; others give no text. For
-    /// readers of tool calls (`paceline_formats::tools::Syntax::shown_tokens`).
+    /// Control tokens whose names appear in the text, ascending. For parsers of tool calls
+    /// (`paceline_formats::tools::Syntax::shown_tokens`).
     pub shown: Vec<u32>,
-    /// When it gets its turn.
     #[serde(default)]
     pub order: Order,
-    /// Name of the adapter beside the model's weights that answers; `None` for the model alone.
+    /// Name of the adapter to use; `None` for the base model.
     #[serde(default)]
     pub adapter: Option<String>,
 }
 
 impl Request {
-    /// Whether an engine of `vocab` tokens and `context` positions can answer it.
+    /// Checks the request for an engine with `vocab` tokens and `context` positions.
     ///
     /// # Errors
-    /// For the first thing that is wrong.
+    /// The first fault found.
     pub(crate) fn check(&self, vocab: usize, context: usize) -> Result<(), Error> {
         if self.prompt.is_empty() {
             return Err(Error::EmptyPrompt);
@@ -73,7 +71,7 @@ impl Request {
 }
 
 /// # Errors
-/// [`Error::PromptLogprobs`] for more than are told of `prompt` tokens with `asked` alternatives.
+/// [`Error::PromptLogprobs`] if `prompt` tokens with `asked` alternatives exceed the limit.
 pub(crate) fn check_prompt_logprobs(prompt: usize, asked: Option<usize>) -> Result<(), Error> {
     let (got, most) = (prompt * (1 + asked.unwrap_or(0)), MAX_PROMPT_LOGPROBS);
     match got {
@@ -83,7 +81,7 @@ pub(crate) fn check_prompt_logprobs(prompt: usize, asked: Option<usize>) -> Resu
 }
 
 /// # Errors
-/// [`Error::Token`] for the first one that a vocabulary of `vocab` tokens lacks.
+/// [`Error::Token`] for the first one outside a vocabulary of `vocab` tokens.
 pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<(), Error> {
     let outside = tokens.iter().position(|token| *token as usize >= vocab);
     outside.map_or(Ok(()), |position| {
@@ -96,7 +94,7 @@ pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<(), Error> {
     })
 }
 
-/// Most control tokens of [`Request::shown`]: the forms of calls have a dozen.
+/// Maximum of [`Request::shown`]: tool-call formats have a dozen.
 pub const MAX_SHOWN: usize = 64;
 
 /// # Errors
@@ -121,23 +119,23 @@ pub(crate) const fn check_logprobs(asked: Option<usize>) -> Result<(), Error> {
     }
 }
 
-/// Most alternatives that [`Request::logprobs`] may ask for: the bound of the OpenAI API.
+/// Maximum alternatives of [`Request::logprobs`]: the limit of the OpenAI API.
 pub const MAX_LOGPROBS: usize = 20;
 
-/// Most log-probabilities of a prompt ([`Request::prompt_logprobs`]), alternatives included. All of
-/// them are told at once. As JSON, 2^20 are some 24 MB, under the 64 MiB of a message between
-/// processes. They are enough for 131,072 tokens with 7 alternatives each.
+/// Maximum log-probabilities of a prompt ([`Request::prompt_logprobs`]), alternatives included.
+/// They arrive in one event. As JSON, 2^20 are some 24 MB, under the 64 MiB of a message between
+/// processes. That is enough for 131,072 tokens with 7 alternatives each.
 pub const MAX_PROMPT_LOGPROBS: usize = 1 << 20;
 
-/// Log-probabilities at one position, of the softmax over the model's logits before bias,
-/// penalties, temperature and the other filters. Finite, at least -9999: less probable tokens have
-/// this value too. Equal logits give equal bits on every machine.
+/// Log-probabilities at one position: the softmax over the model's logits before bias, penalties,
+/// temperature and filters. Finite, at least -9999: less probable tokens have this value too. Equal
+/// logits give equal bits on every machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprobs {
-    /// Of the chosen token.
+    /// Of the generated token.
     pub logprob: f32,
-    /// The most probable tokens, best first, the lower id first among equals; as many as asked
-    /// for, or the vocabulary has. The chosen token need not be among them.
+    /// The most probable tokens, best first, the lower id first among equals. As many as requested,
+    /// bounded by the vocabulary. The generated token need not be among them.
     pub top: Vec<(u32, f32)>,
 }
 
@@ -146,57 +144,54 @@ pub struct TokenLogprobs {
 pub enum Finish {
     /// The model gave an end-of-generation token.
     EndOfText,
-    /// A stop string came; its place in [`Request::stop`].
+    /// Index of the stop string in [`Request::stop`].
     Stop(usize),
     /// `max_tokens`, or the end of the context.
     Length,
-    /// The constraint cannot be followed any further within its limits; the answer is a part.
+    /// The constraint exceeded its limits; the answer is incomplete.
     Constraint,
-    /// [`Order::deadline_ms`] is over; the answer is a part, or nothing.
+    /// [`Order::deadline_ms`] has passed; the answer is incomplete or empty.
     Deadline,
 }
 
-/// A request that is to go on after tokens that its caller has.
+/// Result of resuming a request after tokens that its caller has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Resumed {
     Goes(SequenceId),
-    /// The caller's tokens were the whole answer: only its end was not told.
+    /// The caller's tokens are the whole answer; only its end was not reported.
     Over {
-        /// Text that was held back and is certain now.
+        /// Text that was held back and is now certain.
         text: String,
-        /// Why.
         reason: Finish,
     },
 }
 
-/// Something that a step did.
+/// Event of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// The prompt is in the cache; the first token, if one is wanted, comes with the same step.
-    /// Told once, however often the sequence is preempted or moved.
+    /// The prompt is in the cache; the first token, if any, comes with the same step. Sent once per
+    /// request, even after preemptions and moves.
     PromptRead {
         id: SequenceId,
-        /// Tokens of the prompt that another sequence had computed before.
+        /// Prompt tokens from the prefix cache.
         reused: usize,
-        /// Of the prompt's tokens from the second on, when the request asked for them.
+        /// Logprobs of the prompt from token 1 on, if requested.
         logprobs: Option<Vec<TokenLogprobs>>,
     },
-    /// A token was generated. `text` holds what became certain: it may be empty while a character
-    /// or a possible stop string is incomplete.
+    /// A token was generated. `text` is the newly certain text: empty while a character or a
+    /// possible stop string is incomplete.
     Token {
         id: SequenceId,
         token: u32,
-        /// Text to show.
         text: String,
-        /// When the request asked for them.
+        /// If requested.
         logprobs: Option<TokenLogprobs>,
     },
     /// The sequence is over and forgotten.
     Finished {
         id: SequenceId,
-        /// Text that was held back and is certain now.
+        /// Text that was held back and is now certain.
         text: String,
-        /// Why.
         reason: Finish,
     },
 }

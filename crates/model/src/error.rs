@@ -1,4 +1,4 @@
-//! Errors of loading and computing a model.
+//! Errors of loading and computing a model, with the offending values.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -10,31 +10,29 @@ use paceline_formats::{gguf, hf};
 use crate::role::Role;
 use crate::split;
 
-/// Why a model cannot be loaded.
+/// Why a model cannot be loaded or computed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
     Gguf(#[from] gguf::Error),
     #[error(transparent)]
     Hf(#[from] hf::Error),
-    /// Weights of a file that still arrives do not come.
+    /// Weights of a file that is still downloading do not arrive.
     #[error(transparent)]
     Absent(#[from] Absent),
-    /// The file is of an architecture that paceline does not know.
+    /// An architecture that paceline does not support.
     #[error("model architecture {architecture:?} is not supported, expected one of {supported}")]
     Architecture {
-        /// The name in the file.
         architecture: String,
         supported: String,
     },
     #[error("config.json has no {field}")]
     MissingField { field: &'static str },
-    /// A field of the configuration is of another type.
+    /// A configuration field has another type.
     #[error("config.json: {field} is {got}, expected {expected}")]
     FieldType {
         field: String,
         expected: &'static str,
-        /// The value that is there.
         got: String,
     },
     /// A value that no model of this family has, or that paceline cannot compute with.
@@ -42,10 +40,10 @@ pub enum Error {
     Value {
         field: &'static str,
         got: String,
-        /// Values that would be accepted.
+        /// Accepted values.
         expected: Cow<'static, str>,
     },
-    /// A weight has another shape than the configuration says.
+    /// A weight's shape differs from the configuration.
     #[error("tensor {name}: shape {got:?}, expected {expected:?}")]
     Shape {
         name: String,
@@ -53,7 +51,7 @@ pub enum Error {
         got: Vec<usize>,
         expected: Vec<usize>,
     },
-    /// A weight is infinite or not a number, where that would decide everything else.
+    /// A weight that affects every result is infinite or NaN.
     #[error("tensor {name} holds {got}, expected finite numbers")]
     NotFinite { name: String, got: f32 },
     #[error("tensor {name}: {source}")]
@@ -61,21 +59,20 @@ pub enum Error {
         name: String,
         source: paceline_tensor::Error,
     },
-    /// The shape of a layer is not one that can be computed.
+    /// A layer shape that cannot be computed.
     #[error("layer {layer}: {what}")]
     Layer { layer: usize, what: &'static str },
-    /// A kernel class is for models whose layers are all alike and dense.
+    /// The kernel class only supports dense models whose layers are all alike.
     #[error(
         "kernel class {class} does not compute models of the family {family}, whose layers have \
          experts, states or sizes of their own"
     )]
     FamilyClass {
-        /// The name of the family.
         family: &'static str,
-        /// The class that was asked for.
+        /// Requested class.
         class: KernelClass,
     },
-    /// An adapter is for another model, or for matrices that nothing can be added to.
+    /// An adapter for another model, or for matrices without adapter support.
     #[error("adapter {name}: {reason}")]
     Adapter {
         name: String,
@@ -89,7 +86,7 @@ pub enum Error {
         /// [`ADAPTERS_MAX`](crate::ADAPTERS_MAX).
         most: usize,
     },
-    /// The engine has no adapters beside its weights.
+    /// The backend does not support adapters.
     #[error("engine {engine} adds no adapters to its weights: fuse them")]
     AdapterEngine {
         /// The engine that was asked.
@@ -118,26 +115,25 @@ pub enum Error {
          positions a row sees, and paceline does not compute it"
     )]
     Indexer {
-        /// Positions asked for.
+        /// Requested positions.
         context: usize,
-        /// Positions that the indexer chooses.
+        /// Positions that the indexer selects.
         top_k: usize,
     },
     #[error("key/value cache: {0}")]
     Cache(paceline_tensor::Error),
     #[error(transparent)]
     Split(#[from] split::Error),
-    /// MLX cannot be used, or a call of it failed.
+    /// MLX is unavailable, or a call of it failed.
     #[error(transparent)]
     Mlx(#[from] paceline_mlx::Error),
     #[error("kernel class {class} is not one of engine {engine}")]
     Class {
-        /// The class that was asked for.
+        /// Requested class.
         class: KernelClass,
-        /// The engine that was asked.
         engine: &'static str,
     },
-    /// A rank's columns of a matrix begin or end within a group of quantised values.
+    /// A rank's columns of a matrix begin or end within a quantisation group.
     #[error(
         "{role:?}: a cut at column {column} is within a group of {group} quantised values, which \
          mlx does not cut"
@@ -147,68 +143,66 @@ pub enum Error {
         column: usize,
         group: usize,
     },
-    /// A matrix of a type that the engine would hold with other values.
+    /// A matrix type that the backend could only hold with other values.
     #[error("{engine} has no form for {block_type}, which {role:?} is of")]
     NoForm {
         role: Role,
-        /// How the file has it.
+        /// Type in the file.
         block_type: &'static str,
         engine: &'static str,
     },
-    /// The system refuses a thread: that which MLX computes on, or that which exchanges sums.
+    /// The system refuses a thread: MLX's compute thread, or the exchange thread.
     #[error("start a thread: {0}")]
     Thread(std::io::Error),
-    /// A half of a step, which takes turns with the other, does not come.
+    /// One half of a step does not arrive in time at its turn.
     #[error("the {half} half of the step did not come within {} s", limit.as_secs_f64())]
     HalfLate {
-        /// Which: first or second.
+        /// `first` or `second`.
         half: &'static str,
-        /// The longest that is waited for.
+        /// Timeout.
         limit: Duration,
     },
     #[error("{}", hung(*limit, *usual))]
     Hung {
-        /// The longest that is waited for.
+        /// Timeout.
         limit: Duration,
-        /// The longest that it should take by those before; `None` for the first.
+        /// Expected maximum from earlier steps; `None` for the first step.
         usual: Option<Duration>,
     },
-    /// The thread that MLX computes on has panicked.
+    /// MLX's compute thread panicked.
     #[error("the thread of mlx is gone")]
     Gone,
-    /// Another rank failed, or the way to it.
+    /// Another rank, or the connection to it, failed.
     #[error(transparent)]
     Comm(#[from] paceline_comm::Error),
-    /// A rank of the same stage failed, or the way to it. Its number counts from the first of the
-    /// stage.
+    /// A rank of the same stage, or the connection to it, failed. The error counts ranks from the
+    /// first of the stage.
     #[error("among the ranks of the stage, counted from {first}: {source}")]
     Stage {
-        /// The first rank of the stage.
+        /// First rank of the stage.
         first: Rank,
-        /// The error of the group.
         source: paceline_comm::Error,
     },
-    /// The leader asked for a step that does not fit this rank's sizes.
+    /// The leader's plan exceeds this rank's sizes.
     #[error("plan of a step: {what} is {got}, expected at most {limit}")]
     Plan {
-        /// The size that does not fit.
         what: &'static str,
-        /// Size that the leader asked for.
+        /// Size in the plan.
         got: usize,
         limit: usize,
     },
-    /// A layer whose pages the ranks of one split cannot give those of another.
+    /// A layer whose pages cannot be transferred between the ranks of two splits.
     #[error(
         "layer {layer} is a gated delta net whose heads the prompts' nodes share otherwise than \
          the others: its states cannot be handed over"
     )]
     NotHanded {
-        /// The layer, counted from 0.
+        /// Layer, counted from 0.
         layer: usize,
     },
 }
 
-/// Whether a device is slow can be told only where it was measured before.
+/// The text names a slow device only if an earlier step was measured.
 fn hung(limit: Duration, usual: Option<Duration>) -> String {
     let limit = limit.as_secs();
     match usual {

@@ -1,23 +1,24 @@
 //! Model families over the kernels: configuration, weights and the forward pass.
 //!
-//! - [`Source`] opens a GGUF file or a Hugging Face folder and finds weights by their role.
-//! - [`Config`] is what a model file says about its shape, checked.
+//! [`Source`] opens a GGUF file or a Hugging Face folder and finds weights by role.
+//! [`Config`] is the checked shape of a model file.
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
-//! - [`Weights`] and [`Compute`] are what an engine needs of it, and what MLX gives as well.
-//! - [`Adapter`]: small matrices beside weights that stay as they are, chosen row by row.
-//! - [`shape`]: a model's sizes for the planner, also of models that nothing here computes.
-//! - [`trace`]: what a rank did when, for `paceline trace`.
+//! [`Weights`] and [`Compute`] are the backend interface of an engine, which MLX implements as
+//! well.
+//! [`Adapter`]: LoRA adapters over unchanged base weights, selected per sequence.
+//! [`shape`]: a model's sizes for the planner, including models that paceline cannot compute.
+//! [`trace`]: what a rank did when, for `paceline trace`.
 //! - [`encoder`]: a text in, one vector out; one node, no cache.
 //! - [`families`] has one file per family, each a configuration reader and one layer.
 //!
-//! A model knows nothing of requests, sampling or text. Which pages of the cache belong to which
-//! sequence is told with each [`BatchSequence`].
+//! A model knows no requests, sampling or text. Each [`BatchSequence`] lists the cache pages of its
+//! sequence.
 //!
 //! **Numerics rule.** A logit depends on the model, the tokens before it and the kernel class. The
-//! bits of a position in [`Model::forward`] are the same in a chunk of 1 or 500 rows, alone or
-//! among strangers. They are the same on any number of threads. The sums over attention heads and
-//! over the feed-forward width are canonical trees ([`LayerShape::attention_leaf`],
-//! [`Config::ffn_leaf`]). So a tensor split can give the same bits too.
+//! bits of a position in [`Model::forward`] are the same in a chunk of 1 or 500 rows, alone or in a
+//! batch. They are the same on any number of threads. The sums over attention heads and over the
+//! feed-forward width are canonical trees ([`LayerShape::attention_leaf`], [`Config::ffn_leaf`]).
+//! So a tensor split gives the same bits too.
 
 mod adapter;
 mod candidates;

@@ -1,4 +1,4 @@
-//! The engine's side: a loop of mail, step, replies.
+//! The engine's half of a runner: a loop of inbox, step and replies.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use super::core::{Core, Load};
 use super::driver::{Question, Shared, Submission, Taker, Work};
 use crate::{Error, Event, Failure, Reply, Resumed, SequenceId, Sink, Snapshot, State, Ticket};
 
-/// Everything that came in since the last step.
+/// Contents of the inbox since the last step.
 struct Mail<C> {
     submissions: Vec<Submission>,
     cancels: Vec<Ticket>,
@@ -19,13 +19,13 @@ struct Mail<C> {
     takers: Vec<Taker>,
 }
 
-/// A request that the engine has.
+/// A request in the engine.
 struct Open {
     ticket: Ticket,
     sink: Sink,
 }
 
-/// Owns the engine and the sinks of what is in it.
+/// Owns the engine and the sinks of its requests.
 pub(super) struct Worker<C: Core> {
     core: C,
     shared: Arc<Shared<C>>,
@@ -47,7 +47,7 @@ impl<C: Core> Worker<C> {
         }
     }
 
-    /// Until the runner is dropped or the engine fails; all requests have an end then.
+    /// Runs until the runner is dropped or the engine fails; then every request has ended.
     pub(super) fn run(mut self) {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.serve()));
         let reason = match outcome {
@@ -56,14 +56,15 @@ impl<C: Core> Worker<C> {
             Err(panic) => format!("the engine panicked: {}", message(&*panic)),
         };
         self.fail(&reason);
-        // What a panic left behind may not be fit to be dropped.
+        // After a panic the engine's state may be invalid, and its drop may panic as well.
         let _ = catch_unwind(AssertUnwindSafe(move || drop(self)));
     }
 
     fn serve(&mut self) -> Result<(), Error> {
         while let Some(mail) = self.receive() {
             self.take_in(mail);
-            // A step that reads a prompt takes long: what is in it does not wait any more.
+            // A step with prompts takes long: its requests count as running, not waiting,
+            // meanwhile.
             self.core.admit();
             self.publish(&[]);
             if self.core.is_idle() {
@@ -75,15 +76,14 @@ impl<C: Core> Worker<C> {
             let ended = (self.now)();
             self.core.took(ended.duration_since(began));
             self.shared.clock.set(ended.duration_since(self.begun));
-            // Before the replies: who hears of an end finds the place free.
+            // Before the replies: a caller that receives the end finds the slot free.
             self.publish(&events);
             events.into_iter().for_each(|event| self.pass_on(event));
         }
         Ok(())
     }
 
-    /// All mail; waits for some, or for the idle interval, when there is nothing to compute. `None`
-    /// at the end.
+    /// Takes the inbox. Without work it waits for contents or the idle interval. `None` at the end.
     fn receive(&self) -> Option<Mail<C>> {
         let mut inbox = self.shared.lock();
         let has_mail = !inbox.submissions.is_empty()
@@ -117,16 +117,16 @@ impl<C: Core> Worker<C> {
             }
         }
         for question in mail.questions {
-            // The asker hears of a panic, and nobody else.
+            // A panic is reported to the caller only.
             let _ = catch_unwind(AssertUnwindSafe(|| question(&self.core)));
         }
         for taker in mail.takers {
-            // Its asker waits.
+            // The caller waits for this.
             let _ = taker.send(self.take_all());
         }
     }
 
-    /// Takes every sequence out of the engine, in the order of their ids, and drops its sink.
+    /// Removes every sequence from the engine, in order of ids, and drops the sinks.
     fn take_all(&mut self) -> Vec<(Ticket, Snapshot)> {
         let mut taken = Vec::with_capacity(self.open.len());
         for (id, open) in std::mem::take(&mut self.open) {
@@ -160,7 +160,7 @@ impl<C: Core> Worker<C> {
         discard(sink);
     }
 
-    /// Takes a sequence out of the engine, and its sink.
+    /// Removes a sequence and its sink.
     fn forget(&mut self, id: SequenceId) {
         self.core.cancel(id);
         if let Some(open) = self.open.remove(&id) {
@@ -168,7 +168,7 @@ impl<C: Core> Worker<C> {
         }
     }
 
-    /// Tells callers how the engine is after a step that gave `events`.
+    /// Publishes the engine's load after a step with `events`.
     fn publish(&self, events: &[Event]) {
         let mut inbox = self.shared.lock();
         inbox.load = self.core.load();
@@ -190,13 +190,13 @@ impl<C: Core> Worker<C> {
         if tell(&mut open.sink, reply) && !is_last {
             return;
         }
-        // Over, or nobody listens any more.
+        // Finished, or the sink failed.
         self.shared.lock().open.remove(&open.ticket);
         self.forget(id);
         self.publish(&[]);
     }
 
-    /// Refuses everything from now on and ends every request.
+    /// Refuses further requests and ends all open ones.
     fn fail(&mut self, reason: &str) {
         let mut inbox = self.shared.lock();
         inbox.state = State::Failed(reason.to_owned());
@@ -244,7 +244,7 @@ fn reply(event: Event) -> (SequenceId, Reply) {
     }
 }
 
-/// Calls a sink; `false` when it panicked, which concerns its own request only.
+/// Calls a sink; `false` if it panicked, which only affects its own request.
 fn tell(sink: &mut Sink, reply: Reply) -> bool {
     catch_unwind(AssertUnwindSafe(|| sink(reply))).is_ok()
 }
