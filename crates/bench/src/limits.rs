@@ -11,7 +11,7 @@ use paceline_tensor::{self as tensor, Kernels};
 /// better result counts.
 const AHEAD: [usize; 2] = [0, 2048];
 
-/// Memory that is read to measure the limit, 512 MiB: several times the last cache of most
+/// Memory that is read to measure the limit, 512 MiB. That is several times the last cache of most
 /// machines, and ten times that of the largest GPUs.
 const LIMIT_BYTES: usize = 512 << 20;
 

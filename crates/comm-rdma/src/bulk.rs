@@ -4,8 +4,8 @@
 //! sender                                       receiver
 //! OFFER, a message of the lane: "n bytes" ---> has the reader of the lane registered memory?
 //!          <--- states: granted k  (receives for chunks 0..k are posted), or refused (copy them)
-//! chunk 0, 1, .. k on the tracks ------------> straight into the memory of chunk 0, 1, ..
-//!          <--- states: granted more, used: receives that are over
+//! chunk 0, 1, .. k on the bulk pairs --------> straight into the memory of chunk 0, 1, ..
+//!          <--- states: granted more, used: completed receives
 //!          <--- heads: done
 //! ```
 //!

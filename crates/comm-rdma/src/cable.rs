@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! slots of a cable, each as long as the longest message
-//!  0  receives: all of them are posted, but for those whose bytes wait to be read
+//!  0  receives: all are posted, except those with unread bytes
 //! 32  sends: 14 of calls, 10 of messages, 8 of states
 //! ```
 //!

@@ -106,7 +106,7 @@ pub enum RdmaError {
         tries: u32,
         millis: u128,
     },
-    /// One of several cables loses every message.
+    /// A cable, of several, loses every message.
     #[error("cable {cable} to {peer} loses whatever is sent over it")]
     Silent {
         peer: Rank,

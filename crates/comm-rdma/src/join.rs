@@ -4,8 +4,8 @@
 //! ranks, so that all learn at once when one fails:
 //!
 //! 1. *facts*: the addresses of each rank's devices, a random number, a check word over matrix and
-//!    options. Two ranks with several cables then pair their ends: by subnet if every cable has one
-//!    of its own (`mlx.distributed_config` makes it so), else by order.
+//!    options. Two ranks with several cables then pair their ends. They do so by subnet if every
+//!    cable has one of its own (`mlx.distributed_config` makes it so), else by order.
 //! 2. *destinations*: a queue pair for each cable, encoded as by JACCL, in 32 bytes.
 //! 3. *connected*: every queue pair is ready to receive; only now may a rank send.
 //! 4. *hellos*, in rounds, until every rank has received one over every cable. A cable that leads

@@ -72,7 +72,7 @@ pub(super) struct Placed {
     pub(super) received: u64,
 }
 
-/// One end of a link.
+/// This rank's end of a link.
 pub(super) struct Link {
     pub(super) peer: Rank,
     pub(super) session: u64,

@@ -7,8 +7,7 @@
 //!  8  session (u64)             16  sequence (u64), of the lane
 //! 24  received: calls, messages (2 u64)      40  consumed: likewise
 //! 56  bytes that follow (u32)   60  transfers that are complete (u32), see `bulk`
-//! state, ask: then which messages behind `received` are there, a bit each (2 u64), and 6 u64 about
-//! a transfer
+//! state, ask: then a bit for each message behind `received` (2 u64), and 6 u64 about a transfer
 //! ```
 //!
 //! An *ask* is a state that requests one back. Chunks and drains use the bulk pairs and acknowledge

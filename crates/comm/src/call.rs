@@ -1,4 +1,4 @@
-//! What a rank announces about a call, and the check of its arguments before it starts.
+//! The announcement of a call, and the check of its arguments before it starts.
 
 use std::fmt;
 

@@ -17,7 +17,7 @@ use crate::{
 ///
 /// Sixteen messages are the residuals, in two halves, of eight steps queued at a pipeline stage.
 /// They let nine stages compute at once; 8 messages allowed five. A full queue of 512-row steps of
-/// a model of width 8,192 holds 128 MiB, at a rank with a ninth of the model or less. Pipelines of
+/// a model of width 8,192 holds 128 MiB. Such a rank has a ninth of the model or less. Pipelines of
 /// up to five stages queue no more than with 8.
 pub const MESSAGES_HELD: usize = 16;
 
@@ -78,7 +78,7 @@ pub struct Copies {
 /// algorithm, these depend only on operation, type, size of the group and the data, never on
 /// timing. The NaN that a sum of NaNs yields is exempt: processors differ in its payload.
 ///
-/// **Size 1.** Collectives copy input to output; there is nobody to send to.
+/// **Size 1.** Collectives copy input to output; there is no peer to send to.
 pub trait Group: fmt::Debug + Send + Sync {
     fn rank(&self) -> Rank;
 

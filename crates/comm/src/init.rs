@@ -89,7 +89,7 @@ impl std::str::FromStr for Backend {
     }
 }
 
-/// What to do if the other ranks do not arrive.
+/// The policy for ranks that do not arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strict {
     /// Fail.

@@ -28,7 +28,7 @@
 //! - [`Data`], [`DataMut`], [`Counts`]: the buffers of a call, with the type erased.
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
 //! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]:
-//!   ranks connected by TCP; [`init`]: a chosen or the best available backend.
+//!   connected by TCP; [`init`]: a chosen or the best backend.
 //! - [`provider`]: the interface between [`init`] and backends above this crate (`comm-rdma`,
 //!   `comm-interop`), and the parts that they reuse.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.

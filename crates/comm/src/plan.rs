@@ -43,7 +43,7 @@ impl Span {
     }
 }
 
-/// What to do with arriving bytes.
+/// The use of arriving bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Take {
     /// They are copied to their place.
@@ -362,7 +362,7 @@ impl Plan {
         }
     }
 
-    /// One step for each segment.
+    /// A step for each segment.
     fn one_shot_reduce(&mut self, bytes: usize, width: usize) {
         let most = SEGMENT_BYTES - SEGMENT_BYTES % width;
         let mut start = 0;
@@ -687,7 +687,7 @@ fn part(counts: &Counts<'_>, width: usize, peer: usize) -> Range<usize> {
 }
 
 impl fmt::Display for Plan {
-    /// One line for each step.
+    /// A line for each step.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (number, acts) in self.steps().enumerate() {
             write!(f, "step {number}:")?;

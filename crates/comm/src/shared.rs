@@ -33,7 +33,7 @@ use crate::transport::{Closed, ComeBack, Lane, Lend, Patience, Transport, Want};
 use crate::{Pages, Registered};
 
 /// Size of a ring by lane. All-reduce of 16 MiB between two processes on the two cores of an EPYC
-/// VM, November 2026: 2.68, 2.57, 2.49, 2.47 ms with call rings of 128, 256, 512, 1024 KiB.
+/// VM, November 2026: 2.68, 2.57, 2.49, 2.47 ms. The call rings had 128, 256, 512, 1024 KiB.
 const RING_BYTES: [usize; 2] = [256 << 10, 64 << 10];
 
 const CHECK_AT: usize = 128;
@@ -487,7 +487,7 @@ impl Transport for Shared {
 
     /// More than a ring holds. Each `process_vm_readv` has a fixed cost, so longer reads pay
     /// although they leave the cache. All-reduce of 16 MiB between two processes on an EPYC VM,
-    /// November 2026: 1.74, 1.54, 1.46 ms with reads of 256 KiB, 512 KiB and 1 MiB.
+    /// November 2026: 1.74, 1.54, 1.46 ms. The reads had 256 KiB, 512 KiB and 1 MiB.
     fn gulp(&self) -> usize {
         1 << 20
     }

@@ -37,7 +37,7 @@ const HANG: Duration = Duration::from_secs(60);
 
 const RUNS: u64 = 500;
 
-/// One run in this many is repeated and must be identical.
+/// Every this many runs, a run is repeated and must be identical.
 const TWICE: u64 = 10;
 
 /// Longest wait between polls: interests are not tracked.

@@ -177,7 +177,7 @@ pub struct Patience {
     pub yields: u32,
 }
 
-/// What to do after a poll without progress.
+/// The next step after a poll without progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pause {
     /// Poll again, after a pause.

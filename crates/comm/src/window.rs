@@ -1,4 +1,4 @@
-//! One-sided access: memory that other ranks read and write between fences.
+//! Remote memory access (one-sided): memory that other ranks read and write between fences.
 //!
 //! Every rank *exposes* a buffer. Between two fences a rank records its `put`s into and `get`s from
 //! others' buffers; nothing moves. A fence, which all ranks call, executes them: first every put,

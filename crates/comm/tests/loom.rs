@@ -2,8 +2,9 @@
 //! steps.
 //!
 //! `src/ring.rs` and `src/loan.rs` are compiled a second time here, with a `sync` built from the
-//! model checker's parts: its atomics, cells that detect simultaneous access of both sides, and a
-//! futex from its mutex and condition variable. A lost wake-up is a deadlock, which loom reports.
+//! model checker's parts. These are its atomics, cells that detect simultaneous access of both
+//! sides, and a futex from its mutex and condition variable. A lost wake-up is a deadlock, which
+//! loom reports.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 

@@ -3,9 +3,9 @@
 //! ```text
 //!  hostfile ──plan──▶ environment of each rank
 //!                         │
-//!  run: a keeper on each host, a shell for each rank, all at once; then the programs
+//!  run: an agent on each host, a shell for each rank, all at once; then the programs
 //!                         │
-//!  their lines, prefixed ◀┴▶ how it went: nothing, or the first thing that went wrong
+//!  their lines, prefixed ◀┴▶ the outcome: success, or the first failure
 //! ```
 //!
 //! Promises:

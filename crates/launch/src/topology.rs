@@ -3,9 +3,9 @@
 //! ```text
 //!  probe: one ssh session a host, all at once ──▶ ports, devices, addresses
 //!      │
-//!  graph: cables from the ports' identifiers ──▶ mesh? ring? what is missing?
+//!  graph: cables from the ports' identifiers ──▶ mesh? ring? missing cables?
 //!      │
-//!  address: a network for each cable ──▶ setup: commands that make it so, and that undo it
+//!  address: a subnet for each cable ──▶ setup: commands that configure it, and that undo it
 //!      │
 //!  choice: backend and hostfile
 //! ```

@@ -4,9 +4,9 @@
 //! this program == pipes ===================> a rank on this machine
 //!              == own node == other node ==> a rank on another machine
 //!
-//! setup   ->  what the rank is to do, as JSON
-//! place   <-  where it listens
-//! places  ->  group, key, and where all ranks listen as this one reaches them best
+//! setup   ->  the measurement, as JSON
+//! place   <-  its listening address
+//! places  ->  group, key, and the best address of every rank from here
 //! report  <-  of rank 0, as JSON
 //! ```
 //! Ranks use the network paths that workers of an instance would use, always encrypted.

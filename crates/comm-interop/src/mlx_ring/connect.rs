@@ -81,7 +81,7 @@ pub enum JoinError {
 
 /// Addresses and sockets of this rank and its neighbours.
 pub(super) struct Places<'a> {
-    /// One for each address of this rank.
+    /// By address of this rank.
     pub(super) listeners: &'a [TcpListener],
     pub(super) own: &'a [SocketAddr],
     pub(super) left: Rank,

@@ -8,8 +8,8 @@
 //! left, from the right). Segments have ceil(7 / 3) = 3 elements: `0..3`, `3..6`, `6..7`.
 //!
 //! ```text
-//! rank 1 sends     3..6, then what it took last: 6..7, 0..3 (now complete), 3..6
-//! rank 1 takes           6..7 and 0..3 reducing,        3..6 and 6..7 overwriting
+//! rank 1 sends     3..6, then its last received: 6..7, 0..3 (now complete), 3..6
+//! rank 1 receives        6..7 and 0..3 reducing,       3..6 and 6..7 overwriting
 //! ```
 //!
 //! Source: `ring.cpp` of ml-explore/mlx at 846d1762; the live tests check every rule.

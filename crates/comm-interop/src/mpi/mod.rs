@@ -4,7 +4,7 @@
 //! [`Group`](paceline_comm::Group) itself. It needs the feature `mpi` (with `mpicc` and libclang at
 //! build time). Without it [`Session::start`] returns [`StartError::Unavailable`].
 //!
-//! **Exceptions to the contract.** MPI has no deadlines: a collective waits as long as its ranks
+//! **Exceptions to the contract.** MPI has no deadlines. A collective waits as long as its ranks
 //! do, and a dead rank ends the whole program (`mpirun` kills the others). Only messages observe
 //! their deadline. There is no lockstep guard: ranks that make different calls get MPI's behaviour.
 //! The library determines the order of sums. Max and min keep NaN all the same. `f16`, `bf16` and

@@ -93,7 +93,7 @@ pub(crate) struct Core {
     pub(crate) dropped: AtomicU64,
     /// Messages that were sent from more than one segment.
     pub(crate) gathered: AtomicU64,
-    /// Those of them that were received into more than one segment.
+    /// Gathered messages that were also received into more than one segment.
     pub(crate) scattered: AtomicU64,
     /// Queue pairs of other processes.
     outside: Option<Outside>,

@@ -314,7 +314,7 @@ fn no_fault_makes_a_rank_hang_or_answer_wrongly() {
     assert!(hits > runs / 4, "only {hits} of {runs} faults hit");
 }
 
-/// One of several cables of a pair fails in any way: all calls succeed over the others.
+/// A cable, of several of a pair, fails in any way: all calls succeed over the others.
 #[test]
 fn traffic_moves_to_the_other_cables() {
     let mut lost = 0;

@@ -7,7 +7,7 @@ use paceline_comm::{Copies, Element};
 use super::*;
 use crate::IN_PLACE_BYTES;
 
-/// What a call copied on all ranks, by rank: bytes in place and bytes staged.
+/// Copy counts of a call, by rank: bytes in place and bytes staged.
 fn copies<T: Element>(
     lab: &Lab,
     length: usize,

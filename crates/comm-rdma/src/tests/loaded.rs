@@ -192,7 +192,7 @@ fn a_device_conforms() {
     testing::run_sizes(&make, 0x5eed_000c, &[1, 2]);
 }
 
-/// One of two ranks in processes: checks results for every size, and times them.
+/// A process that is one of two ranks: checks results for every size, and times them.
 #[test]
 fn a_device_carries_every_size() {
     let Some(device) = device("a_device_carries_every_size") else {

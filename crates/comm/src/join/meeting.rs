@@ -3,8 +3,8 @@
 //! can join, host or forge the list.
 //!
 //! ```text
-//! comer  -> a hello whose group id is the round's, all numbers 0    host -> its reply
-//! comer  -> its address, padded with zeros: 64 bytes
+//! member -> a hello with the round's group id, all numbers 0        host -> its reply
+//! member -> its address, padded with zeros: 64 bytes
 //! host   -> when the round is over, all addresses, a line each, then an empty line
 //! ```
 

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! dialler   -> hello, psk, e        the hello is the prologue: it is authenticated, not hidden
-//! acceptor  <- reply, e, ee         every connection has keys of its own, forgotten with it
-//! dialler   -> a record             proves that the hello was not a recording
+//! acceptor  <- reply, e, ee         every connection has its own keys, erased with it
+//! dialler   -> a record             proves that the hello was no replay
 //!
 //! record    0  length of the rest (u16, little-endian)   2  ciphertext   last 16  tag
 //! ```

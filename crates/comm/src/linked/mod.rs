@@ -37,7 +37,7 @@ const NEWS_WAIT: Duration = Duration::from_millis(300);
 /// How long a leaving rank waits for the system to accept its last messages.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// One rank of a group: its end of all links.
+/// A rank of a group: its end of all links.
 pub struct Linked<T> {
     rank: usize,
     size: usize,

@@ -68,7 +68,7 @@ fn conforms_with_all_buffers_in_memory_that_peers_map() {
     testing::run_sizes(&make, 0x5eed_0007, &[1, 2, 4]);
 }
 
-/// What `call` adds to the counts of each of `size` ranks: bytes used in place, bytes copied.
+/// Increments of the copy counts of each of `size` ranks by `call`: bytes in place, bytes copied.
 #[cfg(target_os = "linux")]
 fn copies_of(size: u32, call: impl Fn(&dyn Group) + Copy + Send + 'static) -> Vec<(u64, u64)> {
     let ranks = make_two_shot(size).into_iter().map(|group| {

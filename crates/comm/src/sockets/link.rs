@@ -14,7 +14,7 @@ use crate::transport::Closed;
 /// a stripe does not end in a wait. Enough to keep system calls few.
 const STRIPE_BYTES: u64 = 128 << 10;
 
-/// One lane to one peer.
+/// A lane to a peer.
 pub(crate) struct Link {
     streams: Box<[Stream]>,
     /// Bytes written and read so far; each by one thread at a time.

@@ -35,7 +35,7 @@ pub(super) const CASES: &[Case] = &[
 type Work = fn(&dyn Group, Deadline) -> Result<(), Error>;
 
 /// Short enough to wait for in tests. Longer than one of eight ranks waits for one of two cores
-/// that other tests use too: a rank that is late itself would be blamed.
+/// that other tests use too. A rank that is late itself would be blamed.
 fn soon() -> Deadline {
     Deadline::at(Instant::now() + Duration::from_millis(250))
 }

@@ -256,7 +256,7 @@ pub(super) fn each_length(size: u32) -> Vec<usize> {
 
 /// Element types with values whose sums and products are exact in any order.
 trait Value: Element + PartialEq + Debug + Default {
-    /// One of a few small values.
+    /// A value out of few small ones.
     fn from_byte(byte: u8) -> Self;
 
     /// The plain definition of a reduction.

@@ -1,7 +1,7 @@
 //! The two scripts that run on each machine.
 //!
 //! ```text
-//!  launcher ══ ssh, connection leader ══▶ keeper (one a host): lifeline, signals, scratch folder
+//!  launcher ══ ssh, connection leader ══▶ host agent: lifeline, signals, scratch folder
 //!           ══ ssh, joined ═════════════▶ shell of rank r ──starts──▶ the program
 //! ```
 //!

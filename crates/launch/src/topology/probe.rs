@@ -13,7 +13,7 @@ use crate::remote::{Error as RemoteError, Reach};
 /// lead nowhere.
 const VIRTUAL: [&str; 7] = ["lo", "docker", "br-", "veth", "virbr", "cni", "flannel"];
 
-/// What to probe.
+/// The facts to probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
     /// Addresses only.

@@ -1,8 +1,8 @@
 //! Strangers that connect to a rank's addresses: before, during and after the neighbour's
 //! connection.
 //!
-//! In most tests rank 0 is a real ring and rank 1 is written by hand, so that the order of
-//! connections does not depend on threads.
+//! In most tests rank 0 is a real ring and rank 1 is written by hand. So the order of connections
+//! does not depend on threads.
 
 use super::*;
 
