@@ -6,8 +6,7 @@ use std::path::PathBuf;
 
 use tokio_rustls::rustls;
 
-/// Startup and runtime errors of a server. Errors of clients are
-/// [`Rejection`](crate::rejection::Rejection)s.
+/// Startup and runtime errors of a server. Errors of clients are rejections of requests.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("no address to listen on")]
