@@ -1,4 +1,4 @@
-//! The knowledge base as a whole: built-in entries, the user's files, and what links them.
+//! The knowledge base: built-in entries and user files, linked and indexed, with all lookups.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -133,7 +133,7 @@ impl KnowledgeBase {
     /// Whether a file could be added to this knowledge base, and what it would bring.
     ///
     /// # Errors
-    /// As of [`Error`]; the file as a whole is then of no use.
+    /// Those of [`Error`]; the file as a whole is then of no use.
     pub fn check(&self, file: UserFile<'_>) -> Result<Contents, Error> {
         let origin = Origin::File(file.name.to_owned());
         let document = read::read(file.bytes, Dialect::Findings, &origin)?;

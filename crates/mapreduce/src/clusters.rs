@@ -1,4 +1,5 @@
-//! k-means as iterations of jobs, until no centroid moves.
+//! k-means: iterations of jobs until no centroid moves, from rows drawn by seed or from a file, and
+//! the text of the result.
 
 use std::collections::{BTreeSet, HashSet};
 use std::ops::ControlFlow::{self, Break, Continue};

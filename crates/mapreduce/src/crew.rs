@@ -234,7 +234,7 @@ impl Crew {
     /// Runs half of a sort, which keeps its parts in `store`.
     ///
     /// # Errors
-    /// As [`run`](Self::run).
+    /// Those of [`run`](Self::run).
     pub(crate) fn run_stored(
         &mut self,
         task: &Task,

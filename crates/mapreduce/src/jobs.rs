@@ -198,7 +198,7 @@ impl<'a> Runs<'a> {
     /// Sorts a file.
     ///
     /// # Errors
-    /// As of [`Sort::run`].
+    /// Those of [`Sort::run`].
     pub fn sort(&mut self, sort: &Sort) -> Result<Sorted, Error> {
         self.bytes += sort.input.bytes();
         let (mut half, watcher) = (None, &mut *self.watcher);
@@ -217,7 +217,7 @@ impl<'a> Runs<'a> {
     /// Runs a job.
     ///
     /// # Errors
-    /// As of [`Crew::run`] and [`Journal`].
+    /// Those of [`Crew::run`] and [`Journal`].
     pub fn run(&mut self, task: &Task) -> Result<Partial, Error> {
         self.watcher.begin(task);
         self.bytes += task.bytes();
@@ -243,7 +243,7 @@ impl<'a> Runs<'a> {
     /// Runs a reduction.
     ///
     /// # Errors
-    /// As of [`run`](Self::run); [`Error::Empty`].
+    /// Those of [`run`](Self::run); [`Error::Empty`].
     ///
     /// # Panics
     /// If the task is no reduction.
@@ -258,7 +258,7 @@ impl<'a> Runs<'a> {
     /// and greatest value, or half a unit around a sole one as NumPy has it. Two passes.
     ///
     /// # Errors
-    /// As of [`number`](Self::number); [`Error::Edges`] of values with NaN or infinities.
+    /// Those of [`number`](Self::number); [`Error::Edges`] of values with NaN or infinities.
     pub fn bounds(&mut self, columns: &Columns) -> Result<(f64, f64), Error> {
         let mut of = |op| self.number(&columns.task(Kind::Reduce(op)));
         let (low, high) = (of(Op::Min)?.as_f64(), of(Op::Max)?.as_f64());
@@ -274,7 +274,7 @@ impl<'a> Runs<'a> {
     /// Runs a histogram.
     ///
     /// # Errors
-    /// As of [`run`](Self::run).
+    /// Those of [`run`](Self::run).
     ///
     /// # Panics
     /// If the task is none of `bins`.
@@ -288,7 +288,7 @@ impl<'a> Runs<'a> {
     /// Runs a task of [`Columns::best`].
     ///
     /// # Errors
-    /// As of [`run`](Self::run).
+    /// Those of [`run`](Self::run).
     ///
     /// # Panics
     /// If the task is another.
@@ -302,7 +302,7 @@ impl<'a> Runs<'a> {
     /// Runs a task of [`grouped`], which reduces by `op`.
     ///
     /// # Errors
-    /// As of [`run`](Self::run).
+    /// Those of [`run`](Self::run).
     ///
     /// # Panics
     /// If the task is another.
@@ -316,7 +316,7 @@ impl<'a> Runs<'a> {
     /// Runs a task of [`random`] with this seed and number of samples.
     ///
     /// # Errors
-    /// As of [`run`](Self::run); [`Error::Empty`].
+    /// Those of [`run`](Self::run); [`Error::Empty`].
     ///
     /// # Panics
     /// If the task is another.
@@ -335,7 +335,7 @@ impl<'a> Runs<'a> {
     /// [`clusters::iterate`].
     ///
     /// # Errors
-    /// As of [`run`](Self::run).
+    /// Those of [`run`](Self::run).
     pub fn clusters(
         &mut self,
         input: &Input,
@@ -349,7 +349,7 @@ impl<'a> Runs<'a> {
     /// a job that failed.
     ///
     /// # Errors
-    /// As of [`run`](Self::run); [`Error::Rename`].
+    /// Those of [`run`](Self::run); [`Error::Rename`].
     pub fn write(&mut self, writing: &Writing) -> Result<(), Error> {
         let Writing {
             task, part, out, ..

@@ -67,7 +67,7 @@ pub enum Problem {
 /// header or the first [`HEADER_BYTES_MAX`] + 12 bytes.
 ///
 /// # Errors
-/// What is wrong with it, also when the file is longer or shorter than the shape says.
+/// The problem of the file, also when it is longer or shorter than its shape requires.
 pub fn parse(head: &[u8], file_bytes: u64) -> Result<Header, Problem> {
     let rest = head.strip_prefix(MAGIC).ok_or(Problem::Magic)?;
     let (bytes, start) = match rest {

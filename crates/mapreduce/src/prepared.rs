@@ -1,4 +1,8 @@
-//! A task whose inputs are open: what computes its parts, by the CPU or by a device.
+//! A task with its inputs open: computes parts, block by block, on the CPU or on a device.
+//!
+//! Threads share one [`Prepared`]; each has a [`Scratch`]. A block goes to the device where it
+//! supports the task, else through the same functions on the CPU. Leases, merging and failures of
+//! workers are not here but in [`Crew`](crate::Crew).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -41,7 +45,7 @@ impl Task {
     /// Opens the inputs, but no file that is written: that is done at the other end of `line`.
     ///
     /// # Errors
-    /// As of [`prepare`](Self::prepare).
+    /// Those of [`prepare`](Self::prepare).
     pub(crate) fn prepare_over(&self, line: &Arc<Line>) -> Result<Prepared, Error> {
         let program = self.check()?;
         let sink: Arc<dyn Sink> = Arc::<Line>::clone(line);

@@ -17,13 +17,13 @@ pub trait Sink: fmt::Debug + Send + Sync {
     /// Writes values, little-endian, from `first_row` on.
     ///
     /// # Errors
-    /// What the system says.
+    /// Errors of the system.
     fn write_bytes(&self, first_row: u64, bytes: &[u8]) -> Result<(), Error>;
 
     /// Writes values to a column of f64, wide integers as the nearest ones; how many.
     ///
     /// # Errors
-    /// As [`write_bytes`](Self::write_bytes).
+    /// Those of [`write_bytes`](Self::write_bytes).
     fn write(&self, first_row: u64, values: &Values<'_>) -> Result<u64, Error> {
         let mut room = Vec::new();
         let values = values.nearest(&mut room);

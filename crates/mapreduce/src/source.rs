@@ -24,7 +24,7 @@ pub trait Source: Send + Sync {
     /// Reads rows into `bytes`, whose length is that of the rows: little-endian, row by row.
     ///
     /// # Errors
-    /// What the system says; an end before the last row.
+    /// Errors of the system; an end before the last row.
     fn read(&self, rows: Range<u64>, bytes: &mut [u8]) -> Result<(), Error>;
 }
 

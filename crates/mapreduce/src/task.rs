@@ -1,4 +1,7 @@
-//! A job's computation and its inputs.
+//! Tasks: a computation and its inputs, and the partial results of its parts.
+//!
+//! A [`Task`] is plain data that the parent sends to its workers. A [`Partial`] merges with others
+//! of its kind in any order to the same bits.
 
 use std::path::PathBuf;
 

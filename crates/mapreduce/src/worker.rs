@@ -1,4 +1,7 @@
-//! The worker process: it computes its parent's parts, on threads of its own.
+//! The worker process: computes the parts that its parent leases to it, on threads of its own.
+//!
+//! The parent is a [`Crew`](crate::Crew), here or on another machine. A worker opens only the files
+//! that [`Files`] allows.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Why a model does not fit, what would make it fit, and what would make it faster.
+//! Advice: the changes that would make a model fit, and those that would make it faster.
 
 use paceline_base::Bytes;
 

@@ -1,4 +1,5 @@
-//! Predicted speed, memory and power of a placement.
+//! Prediction of a placement's speed, latency, memory, power and price from the costs of its
+//! stages.
 
 use crate::cost::memory::{Usage, usage};
 use crate::cost::{Costs, PipelineTime};

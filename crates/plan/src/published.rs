@@ -1,4 +1,7 @@
-//! Published measurements, and what the model says about the same setting.
+//! Published measurements and the model's prediction for each.
+//!
+//! Rows come from TOML files in the tree. [`mod@crate::fit`] fits constants to some, and
+//! [`mod@crate::validate`] scores all.
 
 use serde::{Deserialize, Deserializer};
 

@@ -283,7 +283,7 @@ impl Writer<'_> {
     /// Quantises or rounds row `t`; does nothing for activations that are kept as f32 only.
     ///
     /// # Safety
-    /// As [`Isa`] and [`row`](Self::row).
+    /// See [`Isa`] and [`row`](Self::row).
     #[inline(always)]
     pub(crate) unsafe fn quantise_row<S: Isa>(&self, t: usize) {
         assert!(t < self.rows, "row {t} of {}", self.rows);

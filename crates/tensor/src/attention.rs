@@ -501,7 +501,7 @@ pub(crate) unsafe fn merge<S: Isa>(into: &mut [f32], next: &[f32]) {
 /// Merges a sink into `into`, as a page whose only score is `score` and whose value is 0.
 ///
 /// # Safety
-/// As [`merge`].
+/// See [`merge`].
 #[inline(always)]
 pub(crate) unsafe fn sink<S: Isa>(into: &mut [f32], score: f32) {
     // SAFETY: lengths by the contract.
@@ -536,7 +536,7 @@ unsafe fn weight<S: Isa>(x: f32) -> S::F {
 /// `out = o / l`.
 ///
 /// # Safety
-/// As [`merge`]; `out` is `(value_dim,)`.
+/// See [`merge`]; `out` is `(value_dim,)`.
 #[inline(always)]
 pub(crate) unsafe fn finish<S: Isa>(partial: &[f32], out: &mut [f32]) {
     // SAFETY: lengths by the contract.

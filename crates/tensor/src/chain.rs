@@ -133,7 +133,7 @@ impl Kernels {
     /// The same on the calling thread alone: for tasks of the pool.
     ///
     /// # Panics
-    /// As [`chains`](Self::chains).
+    /// Those of [`chains`](Self::chains).
     pub fn chains_here(&self, sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: Target<'_>) {
         self.product(sizes, (a, b), c, false);
     }
@@ -409,7 +409,7 @@ struct Edge {
 /// A partial tile: only the first rows and columns are stored.
 ///
 /// # Safety
-/// As [`tile`], for the stored part.
+/// See [`tile`], for the stored part.
 #[inline(always)]
 unsafe fn edge<S: Isa, const ROWS: usize, const REGS: usize>(
     k: usize,

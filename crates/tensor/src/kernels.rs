@@ -1,4 +1,8 @@
-//! The kernels as the model calls them: an instruction set and a thread pool.
+//! [`Kernels`], the interface of this crate to models: products, attention and recurrent layers on
+//! one instruction set and one thread pool.
+//!
+//! It divides a call into tasks and selects the kernels of the instruction set. The kernels
+//! themselves are in [`crate::matmul`], [`crate::attention`] and the private module `batch`.
 
 use std::ops::Range;
 

@@ -90,7 +90,7 @@ pub(crate) unsafe fn group<S: Isa, F: Format, const TERMS: usize>(args: GroupArg
 /// Like [`group`] for float weights.
 ///
 /// # Safety
-/// As [`group`].
+/// See [`group`].
 #[inline(always)]
 pub(crate) unsafe fn group_floats<S: Isa, T: FloatWeight>(args: GroupArgs<'_>) {
     // SAFETY: passed on.

@@ -164,7 +164,7 @@ impl Rounding {
     /// The integers of 16 values.
     ///
     /// # Safety
-    /// As [`of`](Self::of).
+    /// See [`of`](Self::of).
     #[inline(always)]
     pub(crate) unsafe fn integers<S: Isa>(self, x: *const f32) -> S::I {
         // SAFETY: by the caller's promise.

@@ -68,7 +68,7 @@ impl Reader {
     /// The reader of the model at `model`.
     ///
     /// # Errors
-    /// What is wrong with its tokenizer or template.
+    /// Errors of its tokenizer or template.
     pub fn new(
         model: &Path,
         train_on: TrainOn,

@@ -67,7 +67,7 @@ pub trait Engine {
     /// the layer's trained tensors get. Without `kept` the forward pass is computed again.
     ///
     /// # Errors
-    /// As of [`forward`](Self::forward).
+    /// Those of [`forward`](Self::forward).
     fn backward(
         &self,
         params: &[f32],

@@ -14,7 +14,7 @@ const SAMPLE_BYTES: usize = 256;
 /// fine-tuning or another order of rows changes samples; a single changed number may not.
 ///
 /// # Errors
-/// What is wrong with the files.
+/// Errors of the files.
 pub(crate) fn fingerprint(source: &Source) -> Result<String, Error> {
     let mut hash = Sha256::new();
     let mut add = |name: &str, about: &str, bytes: &[u8]| {

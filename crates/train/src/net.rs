@@ -97,8 +97,8 @@ impl Net {
     /// Loads what `trained` names.
     ///
     /// # Errors
-    /// What is wrong with the model; [`Error::Family`]; [`Error::Option`] for an unknown target
-    /// or an impossible rank.
+    /// Errors of the model; [`Error::Family`]; [`Error::Option`] for an unknown target or an
+    /// impossible rank.
     pub fn load(trained: &Trained, means: impl Into<Means>) -> Result<Self, Error> {
         Self::load_stage(trained, means, Stage::WHOLE)
     }
@@ -106,7 +106,7 @@ impl Net {
     /// Loads a stage of what `trained` names.
     ///
     /// # Errors
-    /// As of [`load`](Self::load), and [`Error::Option`] for more stages than layers.
+    /// Those of [`load`](Self::load), and [`Error::Option`] for more stages than layers.
     pub fn load_stage(
         trained: &Trained,
         means: impl Into<Means>,

@@ -251,7 +251,7 @@ impl Run {
     /// Reads a job. `computes`: whether leaves are computed in this process.
     ///
     /// # Errors
-    /// What is wrong with its model, its data or its options.
+    /// Errors of its model, its data or its options.
     pub fn open(job: &Job, means: impl Into<Means>, computes: bool) -> Result<Self, Error> {
         let trained = if computes {
             job.trained.clone()
@@ -268,7 +268,7 @@ impl Run {
     /// Reads a job for a worker that has a stage of the model.
     ///
     /// # Errors
-    /// As of [`open`](Self::open).
+    /// Those of [`open`](Self::open).
     pub(crate) fn open_stage(
         job: &Job,
         means: impl Into<Means>,

@@ -1,4 +1,7 @@
-//! A model's weights for training: as f32, as stored, or part of what is trained.
+//! A stage's weights for training: fixed as f32, fixed in their stored form, or trained.
+//!
+//! [`Weights`] says for each tensor which it is. Trained values themselves are in one vector of the
+//! run; a tensor here has its range ([`Layout`](crate::params::Layout)).
 
 use std::ops::Range;
 

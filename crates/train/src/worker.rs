@@ -1,4 +1,7 @@
-//! The worker process: it computes leaves for its parent.
+//! The worker process: computes leaves, or stages of leaves, for its parent.
+//!
+//! The parent is a [`Crew`](crate::Crew). Values and gradients are exchanged as files in the run's
+//! folder, messages over the control channel.
 
 use std::convert::Infallible;
 use std::ops::Range;

@@ -220,7 +220,7 @@ impl ChatTemplate {
     /// The template in the metadata of a GGUF file, to run in this process.
     ///
     /// # Errors
-    /// As [`source_in_gguf`] and [`new`](Self::new).
+    /// Those of [`source_in_gguf`] and [`new`](Self::new).
     pub fn from_gguf(metadata: &Metadata) -> Result<Self, Error> {
         Self::new(source_in_gguf(metadata)?)
     }
@@ -228,7 +228,7 @@ impl ChatTemplate {
     /// The template of a Hugging Face folder, to run in this process.
     ///
     /// # Errors
-    /// As [`source_in_dir`] and [`new`](Self::new).
+    /// Those of [`source_in_dir`] and [`new`](Self::new).
     pub fn from_hf_dir(dir: &Path) -> Result<Self, Error> {
         Self::new(&source_in_dir(dir)?)
     }

@@ -1,4 +1,5 @@
-//! Running templates: Jinja as `transformers` sets it up, with limits.
+//! Compiles and runs chat templates: minijinja with the functions and settings of `transformers`,
+//! and limits on steps and output.
 
 use std::error::Error as _;
 use std::io;

@@ -52,7 +52,7 @@ impl HfFolder {
     /// other.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`stacked`](Self::stacked).
     pub fn stacked_rows(&self, name: &str, wanted: Wanted) -> Result<Tensor, Error> {
         let stack = self.tensor(name)?;
         let shape = match stack.shape[..] {
@@ -71,7 +71,7 @@ impl HfFolder {
     /// them; `None` when that has no scales. Copies no weights.
     ///
     /// # Errors
-    /// As [`quantised`](Self::quantised); [`Error::Stack`].
+    /// Those of [`quantised`](Self::quantised); [`Error::Stack`].
     pub fn quantised_expert(
         &self,
         module: &str,

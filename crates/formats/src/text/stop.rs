@@ -1,4 +1,4 @@
-//! Stop strings: where the answer ends, although the model went on.
+//! Stop strings: end a response at the first one, also if it spans tokens.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,5 @@
-//! A tokenizer out of the metadata of a GGUF file.
+//! A tokenizer from the metadata of a GGUF file: selects the algorithm by `tokenizer.ggml.model`
+//! and checks vocabulary, scores, merges and special tokens.
 
 use super::bpe::{ByteBpe, TextBpe};
 use super::ends;

@@ -1,4 +1,4 @@
-//! The families' forms of calls and of reasoning, as data.
+//! The families' syntax of calls and of reasoning, as tables.
 
 use super::named::{self, Header};
 use super::{Family, elements};

@@ -1,4 +1,5 @@
-//! JSON that arrives in pieces: where a value ends, and whether it is one.
+//! An incremental scanner of JSON: finds the end of a value in text that arrives in fragments, and
+//! whether it is valid.
 
 /// Deepest nesting of arguments.
 const MAX_DEPTH: usize = 128;

@@ -1,4 +1,4 @@
-//! Reports of the knowledge base, for people.
+//! Text reports of the knowledge base for a terminal.
 
 use crate::{
     Assumption, Conflict, Finding, Fit, Found, KnowledgeBase, Origin, QuickAnswer, Skill, Topic,

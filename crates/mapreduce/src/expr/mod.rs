@@ -178,7 +178,7 @@ impl Program {
     /// 0 or 1.
     ///
     /// # Errors
-    /// What is wrong with the text, and where.
+    /// The problem of the text, and its position.
     pub fn parse(text: &str, inputs: usize) -> Result<Self, ExprError> {
         parse::parse(text, inputs).map(|steps| Self { steps })
     }

@@ -1,4 +1,8 @@
-//! A sort from start to end, on any workers.
+//! A sort as two jobs: scatter partitions the values into buckets by splitters from a sample,
+//! gather sorts each bucket into its place in the output.
+//!
+//! Draws splitters again if a bucket exceeds the memory limit. With a journal, a killed sort
+//! resumes in the half that it had reached.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

@@ -100,7 +100,7 @@ impl Gather {
     /// bucket, which is counted and not stored.
     ///
     /// # Errors
-    /// As of [`gather`].
+    /// Those of [`gather`].
     pub(crate) fn keys(&self, bucket: u64, store: &Store) -> Result<Vec<u8>, Error> {
         let bucket = bucket as usize;
         if bucket % 2 == 1 {

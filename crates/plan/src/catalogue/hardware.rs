@@ -1,4 +1,4 @@
-//! Entries for machines and links.
+//! Catalogue entries for machines and links.
 
 use paceline_base::Bytes;
 use serde::Deserialize;

@@ -112,7 +112,7 @@ impl<'a> Costs<'a> {
     /// The same constants for other facts.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Those of [`new`](Self::new).
     pub fn with<'b>(
         &self,
         cluster: &'b Cluster,
@@ -298,7 +298,7 @@ impl<'a> Costs<'a> {
     /// Seconds of one step of `rows` through a pipeline, one step at a time.
     ///
     /// # Errors
-    /// As [`stage`](Self::stage), and where stages have no link.
+    /// Those of [`stage`](Self::stage), and where stages have no link.
     pub fn pipeline(&self, pipeline: &Pipeline, rows: Rows) -> Result<PipelineTime, Error> {
         let mut time = PipelineTime::default();
         for stage in &pipeline.stages {
@@ -365,7 +365,7 @@ impl<'a> Costs<'a> {
     /// 2019.)
     ///
     /// # Errors
-    /// As [`pipeline`](Self::pipeline).
+    /// Those of [`pipeline`](Self::pipeline).
     pub fn prefill(&self, pipeline: &Pipeline, tokens: u32) -> Result<f64, Error> {
         let (mut first, mut rest, mut done) = (0.0, 0.0, 0);
         while done < tokens {

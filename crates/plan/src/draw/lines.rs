@@ -1,4 +1,4 @@
-//! Lines over two axes.
+//! Line charts.
 
 use super::{Canvas, LINE, colour, dash};
 

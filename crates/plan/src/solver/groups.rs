@@ -1,4 +1,5 @@
-//! Candidate groups for a stage, with what any range of layers costs them.
+//! Candidate groups for a stage: their split, their memory check, and the cost of any range of
+//! layers in constant time.
 
 use std::ops::Range;
 

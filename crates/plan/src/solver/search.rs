@@ -1,4 +1,8 @@
-//! Generates candidates and selects the best.
+//! The search for a placement ([`solve`]): generates candidates, predicts each in full and selects
+//! the best by the objective.
+//!
+//! Candidates are single pipelines, replicas, and disaggregated prefill. The dynamic programmes and
+//! integer programs that generate them are in the other modules of this folder.
 
 use super::classes::{Classes, Counts};
 use super::exact::{self, Combine, Found, GroupType};

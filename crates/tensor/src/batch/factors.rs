@@ -55,7 +55,7 @@ impl Factors {
     /// factors. `sums` are the sums of the bytes of its activations.
     ///
     /// # Safety
-    /// As [`step`](Self::step), of a format that has a min if `MIN` and is wide if `WIDE`.
+    /// See [`step`](Self::step), of a format that has a min if `MIN` and is wide if `WIDE`.
     #[inline(always)]
     pub(crate) unsafe fn add<S: Isa, const MIN: bool, const WIDE: bool>(
         this: *const Self,

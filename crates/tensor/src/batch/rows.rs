@@ -319,8 +319,8 @@ impl PanelWriter<'_> {
     /// Copies row `t`, which was quantised, in [`Form::Words`].
     ///
     /// # Safety
-    /// As [`Isa`](crate::isa::Isa); the row is there, of 15 bits, and no other thread has it at the
-    /// time.
+    /// See [`Isa`](crate::isa::Isa); the row is there, of 15 bits, and no other thread has it at
+    /// the time.
     #[inline(always)]
     pub(crate) unsafe fn words<S: Words>(&self, t: usize) {
         for c in 0..self.cols / CHUNK {
@@ -343,7 +343,7 @@ impl PanelWriter<'_> {
     /// Copies row `t`, which was quantised, in [`Form::Bytes`].
     ///
     /// # Safety
-    /// As [`words`](Self::words).
+    /// See [`words`](Self::words).
     #[cfg(target_arch = "aarch64")]
     #[inline(always)]
     pub(crate) unsafe fn bytes(&self, t: usize) {
@@ -363,7 +363,7 @@ impl PanelWriter<'_> {
     /// [`Form::SmallTiles`] for one.
     ///
     /// # Safety
-    /// As [`Isa`](crate::isa::Isa); the row is there, and no other thread has it at the time.
+    /// See [`Isa`](crate::isa::Isa); the row is there, and no other thread has it at the time.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(crate) unsafe fn tiles<S: BytePlanes, const BYTES: usize>(&self, t: usize) {

@@ -29,7 +29,7 @@ macro_rules! table {
             }
 
             /// # Safety
-            /// As for `accumulate`.
+            /// See `accumulate`.
             $(#[target_feature(enable = $feature)])?
             unsafe fn taps(taps: &[f32], x: &[f32], out: &mut [f32]) {
                 // SAFETY: passed on.

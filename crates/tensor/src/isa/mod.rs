@@ -279,7 +279,7 @@ pub(crate) trait Isa: Copy {
 /// better. An [`Isa::W`] is 32 words; words `2 * lane` and `2 * lane + 1` are lane `lane`'s.
 ///
 /// # Safety
-/// As for [`Isa`].
+/// See [`Isa`].
 pub(crate) trait Words: Isa {
     /// Whether loops of two turns around loops of dot products had better not be unrolled: see
     /// where it is `true`.
@@ -307,7 +307,7 @@ pub(crate) trait Words: Isa {
 /// Words as two planes of bytes, for sets that multiply matrices of them.
 ///
 /// # Safety
-/// As for [`Isa`].
+/// See [`Isa`].
 #[cfg(target_arch = "x86_64")]
 pub(crate) trait BytePlanes: Words {
     /// Arithmetic right shift of every lane by 16.
@@ -327,7 +327,7 @@ pub(crate) trait BytePlanes: Words {
 /// Operations for panels of signed bytes, for sets that multiply matrices of them.
 ///
 /// # Safety
-/// As for [`Isa`].
+/// See [`Isa`].
 #[cfg(target_arch = "aarch64")]
 pub(crate) trait Bytes: Isa {
     /// Each byte less `offset`, wrapping.
@@ -387,7 +387,7 @@ impl<S: Isa> Pairs<S> for InTurn {
 /// The sum of the lanes: lane `i` plus lane `i + 8`, then 4, 2, 1.
 ///
 /// # Safety
-/// As for [`Isa`].
+/// See [`Isa`].
 #[inline(always)]
 pub(crate) unsafe fn reduce_add<S: Isa>(x: S::F) -> f32 {
     let mut lanes = [0.0f32; LANES];
@@ -412,7 +412,7 @@ pub(crate) unsafe fn reduce_add<S: Isa>(x: S::F) -> f32 {
 /// does the same float operations.
 ///
 /// # Safety
-/// As for [`Isa`].
+/// See [`Isa`].
 #[inline(always)]
 pub(crate) unsafe fn exp<S: Isa>(x: S::F) -> S::F {
     const LOWEST: f32 = -87.33;

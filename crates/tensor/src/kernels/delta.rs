@@ -205,7 +205,7 @@ impl Kernels {
     /// Runs one kernel of chains.
     ///
     /// # Safety
-    /// As [`crate::delta::accumulate`], features apart.
+    /// See [`crate::delta::accumulate`], features apart.
     unsafe fn accumulate(&self, chains: Chains) {
         // SAFETY: by the caller's promise; the table was detected.
         unsafe { (delta::table(self.table.set).accumulate)(chains) }
@@ -476,7 +476,7 @@ impl Piece<'_> {
     /// Values that a single row's query and key read, both at once: keys and state go by once.
     ///
     /// # Safety
-    /// As in [`compute`](Self::compute).
+    /// See [`compute`](Self::compute).
     unsafe fn read_one(&self, scores: &mut Scores) {
         let ([query, key], e) = (self.channels(), self.head.shape.value_dim);
         let both = |chains: Chains| Chains {
@@ -504,7 +504,7 @@ impl Piece<'_> {
     /// `scores`, those of the state to where results and differences will lie.
     ///
     /// # Safety
-    /// As in [`compute`](Self::compute).
+    /// See [`compute`](Self::compute).
     unsafe fn read(&self, scores: &mut Scores) {
         let e = self.head.shape.value_dim;
         let reads = [(self.outs, self.stride), (self.fresh, e)];
@@ -525,7 +525,7 @@ impl Piece<'_> {
     /// The difference that row `i` takes in, then its result; `sums` are those of the page.
     ///
     /// # Safety
-    /// As in [`compute`](Self::compute); the rows before are complete, and what this one reads of
+    /// See [`compute`](Self::compute); the rows before are complete, and what this one reads of
     /// keys and state is there.
     unsafe fn row(&self, i: usize, sums: &[f64], scores: &mut Scores) {
         let (head, e, at) = (self.head, self.head.shape.value_dim, self.slot + i);

@@ -23,7 +23,7 @@ use crate::matmul::{Ahead, GroupArgs, Leaf, tiles};
 /// [`crate::matmul::group`] for BF16 weights and rounded activations.
 ///
 /// # Safety
-/// As there, with the features of `P`; the activations have bf16.
+/// See [`crate::matmul::group`], with the features of `P`; the activations have bf16.
 #[inline(always)]
 pub(crate) unsafe fn group<S: Isa, P: Pairs<S>>(args: GroupArgs<'_>) {
     // SAFETY: passed on.

@@ -48,7 +48,7 @@ pub(super) fn q4_k(block: &[u8; BlockType::Q4_K.bytes()], part: usize) -> Chunk 
 
 /// Q5_K: `d: f16, dmin: f16, scales: [u8; 12], qh: [u8; 32], qs: [u8; 128]`.
 ///
-/// As [`q4_k`], and bit `part` of `qh[k]` is bit 4 of column k.
+/// Like [`q4_k`], and bit `part` of `qh[k]` is bit 4 of column k.
 pub(super) fn q5_k(block: &[u8; BlockType::Q5_K.bytes()], part: usize) -> Chunk {
     let qh: &[u8; 32] = bytes_at(block, 16);
     let low = paired_nibbles(bytes_at(block, 48), part);

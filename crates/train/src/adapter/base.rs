@@ -19,7 +19,7 @@ const HUB: &str = "https://huggingface.co/";
 /// `None` where the file does not say it. PEFT reads no weights from the file itself.
 ///
 /// # Errors
-/// As [`Source::open`].
+/// Those of [`Source::open`].
 pub fn base_name(path: &Path) -> Result<Option<String>, Error> {
     Ok(match Source::open(path)? {
         Source::Hf(folder) => Some(folder.path().display().to_string()),

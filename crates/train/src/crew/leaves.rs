@@ -1,4 +1,5 @@
-//! Leaves leased to workers that have the whole model, in ranges as long as they are fast.
+//! Data parallelism: leases ranges of a step's leaves to workers that have the whole model, in
+//! proportion to their speeds.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,4 +1,5 @@
-//! The thread `mlx`'s side: arrays, evaluations and what they are watched by.
+//! The state and the work of the thread `mlx`, which owns all MLX arrays: loads a stage, evaluates
+//! layers and the head, forward and backward, each under a watchdog.
 
 use std::sync::Arc;
 

@@ -1,4 +1,6 @@
-//! The meaning of a region's text: the parsers and transforms of response templates.
+//! The parsers and transforms that response templates name: from a region's text to a JSON value.
+//!
+//! They get the whole text of a region. Finding regions is for `regions`.
 
 use std::collections::BTreeMap;
 

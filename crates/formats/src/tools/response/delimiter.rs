@@ -1,4 +1,5 @@
-//! Texts and regular expressions that are looked for in text that arrives in pieces.
+//! Delimiters of response templates, texts or regular expressions, matched in text that arrives in
+//! fragments.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

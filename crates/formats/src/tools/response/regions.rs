@@ -1,4 +1,5 @@
-//! Reads an answer region by region.
+//! The state machine of a response template: finds the delimiters of fields in the response and
+//! hands each region's text to its `Content`. [`Reader`](crate::tools::Reader) drives it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
