@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Kind of file that one of another format than wanted seems to be.
+/// Apparent kind of a file that has not the expected format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LooksLike {

@@ -111,8 +111,8 @@ pub(crate) struct PageView {
 }
 
 impl PageView {
-    /// Asks for the `bytes` of the next page that lie where `p` lies in this one, and for those
-    /// that follow soon.
+    /// Prefetches `bytes` bytes from [`NEAR`] behind `p` into L1, and the same part of the next
+    /// page into L2.
     #[inline(always)]
     unsafe fn prefetch<S: Isa>(p: *const u8, bytes: usize, to_next: isize) {
         let mut at = 0;

@@ -1,9 +1,9 @@
 //! Products with many activation rows: weights unpacked once for all of them.
 //!
-//! With one row a product waits for memory; with many it waits for arithmetic, and work that is not
-//! a dot product is lost time. So some chunks of neighbouring groups of 16 weight rows are unpacked
-//! into a *panel*. It has the form that the dot products want and is small enough for the first
-//! cache. Every row of a block of [`ROWS`] meets it before the next panel:
+//! With one row a product waits for memory; with many it waits for arithmetic, and any other work
+//! is lost time. So some chunks of neighbouring groups of 16 weight rows are unpacked into a
+//! *panel*: in the layout of the dot products, and small enough for L1. Every row of a block of
+//! [`ROWS`] is multiplied with it before the next panel:
 //!
 //! ```text
 //! for each block of rows        sums of leaves and of the tree in memory, (groups, rows, 16)
@@ -13,10 +13,10 @@
 //!   fold the leaf's sums into the tree                                         Batch::fold
 //! ```
 //!
-//! The order of float operations for one output is that of [`crate::matmul`]: what changes is what
-//! happens between them. The panels of [`words`] hold 16-bit integers, those of `bytes` bytes and
-//! those of `tiles` two planes of bytes for matrix instructions. Activations lie as panels want
-//! them in copies ([`rows`]): what few rows are multiplied by is untouched.
+//! The order of float operations for one output is that of [`crate::matmul`]; only the work between
+//! them differs. The panels of [`words`] hold 16-bit integers, those of `bytes` bytes and those of
+//! `tiles` two planes of bytes for matrix instructions. Activations are copied into the panels'
+//! layout ([`rows`]): the path for few rows is unchanged.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;

@@ -80,7 +80,7 @@ impl KvType {
     }
 }
 
-/// Not the name of a way to keep keys and values.
+/// Not the name of a storage type of keys and values.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown type of keys and values {0:?}, expected f16, f32 or q8_0")]
 pub struct UnknownKvType(pub String);
@@ -223,7 +223,7 @@ pub enum LayerStore {
     State(StateShape),
     /// The state of a gated delta net.
     Delta(DeltaShape),
-    /// Nothing: it reads what another layer keeps.
+    /// Nothing: it reads another layer's cache.
     Nothing,
 }
 

@@ -246,7 +246,7 @@ pub(crate) struct Ahead {
 }
 
 impl Ahead {
-    /// Asks for what lies [`NEAR`] and [`FAR`] behind step `step` of `steps`: maybe behind all.
+    /// Prefetches at distances [`NEAR`] and [`FAR`] for step `step` of `steps`; may exceed the end.
     #[inline(always)]
     pub(crate) unsafe fn ask<S: Isa>(self, step: usize, steps: usize) {
         let lines = self.bytes.div_ceil(LINE);

@@ -256,7 +256,7 @@ struct Cut {
     cols: usize,
     /// Index of the first column of the range within these.
     first: usize,
-    /// Chunks of them that are kept: those of the stored blocks that hold wanted columns.
+    /// Chunks of them to pack: those of the stored blocks that hold these columns.
     kept: Range<usize>,
 }
 

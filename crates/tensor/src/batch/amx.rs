@@ -53,7 +53,7 @@ fn detected() -> bool {
     __cpuid_count(7, 0).edx & PARTS == PARTS && low & TILE_STATE == TILE_STATE
 }
 
-/// Asks for the tiles' space in the saved state of this process's threads.
+/// Requests the permission for tiles of this process's threads.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     const ARCH_PRCTL: i64 = 158;

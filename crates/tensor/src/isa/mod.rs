@@ -47,13 +47,13 @@ pub(crate) trait Isa: Copy {
 
     // ---- weights ----
 
-    /// Asks for the cache line at `p`, which will be read soon: a hint, `p` need not be valid.
+    /// Prefetches the cache line at `p`: a hint, `p` need not be valid.
     #[inline(always)]
     unsafe fn prefetch(_p: *const u8) {}
     /// The same, into the second cache.
     #[inline(always)]
     unsafe fn prefetch_far(_p: *const u8) {}
-    /// Asks for the lines `NEAR` and `FAR` bytes behind `p`, the second one into the second cache.
+    /// Prefetches the lines `NEAR` bytes behind `p` into L1 and `FAR` bytes behind it into L2.
     #[inline(always)]
     unsafe fn prefetch_ahead<const NEAR: usize, const FAR: usize>(_p: *const u8) {}
     /// Loads 64 bytes.
@@ -173,7 +173,7 @@ pub(crate) trait Isa: Copy {
     /// sum of the four bytes at `x`, which must lie in -127..=127. The caller subtracts the bias
     /// once per chunk.
     unsafe fn dot_signed(acc: Self::I, w: Self::W, x: *const i8) -> Self::I;
-    /// See [`dot_signed`](Self::dot_signed): 128 where the instruction wants unsigned weights.
+    /// See [`dot_signed`](Self::dot_signed): 128 where the instruction takes unsigned weights.
     const SIGNED_BIAS: i32;
 
     // ---- i32 lanes ----

@@ -43,7 +43,7 @@ pub struct DeltaStep<'a> {
     pub keys: &'a [f32],
     /// `(rows, H E)`
     pub values: &'a [f32],
-    /// `(rows, H)`: how much of the difference is taken in.
+    /// `(rows, H)`: share of the difference that enters the state.
     pub steps: &'a [f32],
     /// `(rows, H)`: logarithms of decays, 0 or less.
     pub decays: &'a [f32],

@@ -23,7 +23,7 @@ use super::{Chunk, bytes_at, legacy};
 /// The 16 values of an e2m1 code, doubled.
 pub(crate) const E2M1_DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// The amount taken off the integers of a type, so that the kernels can read them.
+/// Offset subtracted from the integers of a type, for the kernels' range.
 pub(crate) const fn offset(bits: u32) -> i32 {
     match bits {
         3 | 6 | 8 => 1 << (bits - 1),
