@@ -97,7 +97,7 @@ pub enum Error {
         path: PathBuf,
         tensor: String,
     },
-    /// A tensor that is wanted and in no file.
+    /// A required tensor that no file has.
     #[error("{}: tensor {tensor} is missing", path.display())]
     MissingTensor { path: PathBuf, tensor: String },
     /// A matrix is quantised in a way that paceline does not read, or nothing says in which.
@@ -111,13 +111,12 @@ pub enum Error {
         /// Values that the field may have.
         expected: &'static str,
     },
-    /// A part of a quantised matrix has another type than its scheme wants.
+    /// A part of a quantised matrix has another type than its scheme requires.
     #[error("{}: tensor {tensor}: dtype {dtype}, expected {expected}", path.display())]
     QuantisedDtype {
         path: PathBuf,
         tensor: String,
         dtype: String,
-        /// The type wanted.
         expected: &'static str,
     },
     /// A stack of experts has another shape than it must have.

@@ -59,7 +59,7 @@ pub enum Error {
         /// The most that is allowed.
         max: u64,
     },
-    /// The header is not the JSON that the format wants.
+    /// The header is not the JSON that the format requires.
     #[error("header: {0}")]
     Json(#[from] serde_json::Error),
     /// The shape of a tensor to read is empty, or its number of values does not fit the machine.

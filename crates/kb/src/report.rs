@@ -15,7 +15,7 @@ use crate::{Contents, KnowledgeBase, Skill, Topic};
 /// Whether the program has a command with the options of a line such as `paceline plan MODEL`.
 pub type Known = fn(&str) -> bool;
 
-/// A file of the user's that was taken in.
+/// A user file that was added.
 #[derive(Debug)]
 pub struct Added {
     /// Contents of the file.

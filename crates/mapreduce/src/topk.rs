@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::order::{order, ordered, whole_order};
 use crate::{Dtype, Value, Values};
 
-/// Most values that are kept.
+/// Largest k.
 pub const K_MAX: u32 = 1 << 20;
 
 /// Selection of values.

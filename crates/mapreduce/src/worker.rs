@@ -39,8 +39,8 @@ pub enum Files {
     Shared,
     /// Inputs. What is to be written goes to the parent.
     Inputs,
-    /// Inputs below these folders, whose paths are canonical. What is to be written goes to the
-    /// parent, which is another user's perhaps.
+    /// Inputs below these folders, whose paths are canonical. Output goes to the parent, which may
+    /// belong to another user.
     Lent(Vec<PathBuf>),
 }
 

@@ -57,7 +57,7 @@ impl Speed {
 pub struct Readers {
     here: Speed,
     there: Speed,
-    /// Prompts that were kept here since the last that was not.
+    /// Prompts read here since the last offloaded one.
     kept: u32,
     /// Tokens from which on all prompts go there.
     from: Option<u32>,
@@ -86,7 +86,7 @@ impl Readers {
         self.here.tok_s
     }
 
-    /// The same there, keys and values handed over.
+    /// The same at the prefill ranks, KV transfer included.
     pub const fn there_tok_s(&self) -> Option<f64> {
         self.there.tok_s
     }

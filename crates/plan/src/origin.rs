@@ -1,4 +1,4 @@
-//! The published runs that a prediction rests on, and how far they lie from it.
+//! The basis of a prediction: published runs with the same engines, and their range around it.
 //!
 //! An engine that was not measured here has constants fitted on published runs. Those runs also say
 //! how good a prediction is: each reached a multiple of what is predicted for it.

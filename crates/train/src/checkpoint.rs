@@ -17,7 +17,7 @@ use crate::optimiser::Optimiser;
 use crate::params::Layout;
 use crate::tensors;
 
-/// Checkpoints that are kept.
+/// Number of checkpoints to retain.
 const KEPT: usize = 2;
 
 const PREFIX: &str = "step-";

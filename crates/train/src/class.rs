@@ -6,7 +6,7 @@ use paceline_model::MlxPlaces;
 use paceline_tensor::Kernels;
 use serde::{Deserialize, Serialize};
 
-/// The arithmetic of a run. Classes give different bits, so a run keeps the one it began with.
+/// The arithmetic of a run. Classes give different bits, so a resumed run must have the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Class {

@@ -427,7 +427,7 @@ impl Team {
         }
     }
 
-    /// Gives up a worker, starts another in its place, and gives back what it had.
+    /// Drops a worker, starts another in its place, and returns the leaves that it had.
     fn lose(&mut self, rank: u32, why: String) -> Has {
         let gone = std::mem::take(&mut self.members[rank as usize]);
         self.deadlines.begin(rank as usize, 0);

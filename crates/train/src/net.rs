@@ -29,7 +29,7 @@ use crate::weights::{Loader, Method, TARGETS, Weights, numbers};
 pub struct Trained {
     /// A GGUF file or a Hugging Face folder.
     pub model: PathBuf,
-    /// The trained part, and how the rest is kept.
+    /// The training method.
     pub method: Method,
     /// The size of adapters; without a meaning where every weight is trained.
     pub lora: Lora,

@@ -1,4 +1,4 @@
-//! Everything that is trained, as one vector: where each tensor lies in it, and how it begins.
+//! The vector of all trained values: its layout and its initial values.
 
 use std::ops::Range;
 

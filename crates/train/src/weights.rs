@@ -14,7 +14,7 @@ use crate::params::{Layout, Lora};
 use crate::pool;
 use crate::stage::Stage;
 
-/// Floats of a tile of a matrix that is kept as stored: 4 MiB.
+/// Floats of a tile of a matrix in its stored form: 4 MiB.
 const TILE_FLOATS: usize = 1 << 20;
 
 /// Rows of a tile of other matrices. A gradient's columns that meet them, 256 tokens by 2048, are 2
@@ -28,7 +28,7 @@ const ELSEWHERE: &str = "values that are on a device";
 /// The function that is called for each tile.
 type Tile<'a> = &'a mut dyn FnMut(Range<usize>, &[f32]);
 
-/// The trained part, and how the rest is kept.
+/// Training method: the trained part, and the storage of the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Method {

@@ -472,7 +472,7 @@ fn going_on_gives_the_bytes_of_not_having_stopped() {
     );
     train(&job, nodes(2), &cut, (true, &|| false), |_, _| {}).unwrap();
     assert!(result(&whole) == result(&cut));
-    // A checkpoint whose numbers changed is not gone on from.
+    // A checkpoint with changed values is not resumed.
     let path = cut.join("step-0000016/params.safetensors");
     let mut bytes = std::fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 1;

@@ -62,7 +62,7 @@ pub struct ToolCall {
     pub arguments: Json,
 }
 
-/// The form in which a template wants its messages.
+/// The message format that a template expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     /// Arguments of calls as JSON text instead of an object.

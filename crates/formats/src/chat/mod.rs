@@ -173,7 +173,7 @@ impl ChatTemplate {
 
     /// Has `start` compile `source`, and runs it there.
     ///
-    /// Cost: one to eight renderings of short messages, to find the form that it wants.
+    /// Cost: one to eight renderings of short messages, to find the message format.
     ///
     /// # Errors
     /// The failure of `start`, as [`Error::Template`].

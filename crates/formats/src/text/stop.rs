@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Why a [`StopMatcher`] could not be made or taken up again.
+/// Why a [`StopMatcher`] could not be made or restored.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// An empty stop string would end every text before its first character.
@@ -101,7 +101,7 @@ impl StopMatcher {
         }
     }
 
-    /// Ends the text: gives out what was held back, or the stop string that is decided by the end.
+    /// Ends the text: returns the text held back, or the stop string that the end decides.
     pub fn finish(&mut self) -> StopOutput {
         self.conclude()
     }

@@ -437,7 +437,7 @@ impl Tokenizer {
         self.eos
     }
 
-    /// Whether the model wants BOS before a text.
+    /// Whether the model expects BOS before a text.
     pub fn adds_bos(&self) -> bool {
         self.add_bos && self.bos.is_some()
     }

@@ -13,8 +13,8 @@ use crate::Error;
 /// The line that `paceline train-far` prints first where `ssh` starts it.
 pub const GREETING: &str = "paceline-train-far";
 
-/// A line to `program` on a host: where it lies there as here, else as the host's shell finds
-/// it.
+/// A connection to `program` on a host: at this machine's path if it is there, else as the host's
+/// shell finds it.
 ///
 /// # Errors
 /// [`Error::Line`].
