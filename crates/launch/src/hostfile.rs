@@ -106,7 +106,7 @@ pub enum Error {
         /// How many.
         count: usize,
     },
-    /// A host's name that `ssh` would take for an option or a command.
+    /// A host's name that is no argument for `ssh`: empty, with a blank, or with a leading hyphen.
     #[error("host name {name:?} {problem}")]
     Name {
         name: String,

@@ -561,7 +561,8 @@ impl<T: Transport> Linked<T> {
         }
     }
 
-    /// Removes a waiting receive. A partly received message is abandoned.
+    /// Removes a waiting receive. If its message was partly received, the rest is abandoned and the
+    /// lane from `peer` counts as closed.
     fn wait_no_more(&self, call: Call, peer: usize) {
         let mut mail = lock(&self.mail);
         let post = &mut mail.posts[peer];

@@ -147,7 +147,7 @@ impl<'a> Sessions<'a> {
             let reader = note_errors(&mut process, &said);
             let folder = Arc::default();
             self.read_keeper(number, &mut process, &folder);
-            // An agent that cannot receive it has ended, which is noticed elsewhere.
+            // A failed write means that the agent has ended, which `wait` reports.
             let _ = lifeline.write_all(script::keeper(&self.token).as_bytes());
             self.keepers.push(Keeper {
                 process,
@@ -194,7 +194,7 @@ impl<'a> Sessions<'a> {
                 }
                 Order::Go(rank) => {
                     if let Some(stdin) = self.stdin(rank) {
-                        // The end of a shell is noticed elsewhere.
+                        // A failed write means that the shell has ended, which `wait` reports.
                         let _ = stdin.write_all(b"go\n");
                     }
                 }
@@ -393,7 +393,7 @@ impl<'a> Sessions<'a> {
 impl Keeper {
     fn tell(&mut self, words: &str) {
         if let Some(lifeline) = &mut self.lifeline {
-            // The end of an agent is noticed elsewhere.
+            // A failed write means that the agent has ended, which `wait` reports.
             let _ = lifeline.write_all(format!("{words}\n").as_bytes());
         }
     }
