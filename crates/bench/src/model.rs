@@ -1,4 +1,4 @@
-//! Prefill and decode speed of a model that answers, in runs, beside another program's.
+//! Prefill and decode speed of a loaded model, over several runs, compared with another program's.
 
 use std::time::{Duration, Instant};
 
@@ -14,23 +14,23 @@ use serde_json::json;
 use crate::limits::Limit;
 use crate::{Error, quantile};
 
-/// The model that is measured.
+/// The model under measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a> {
-    /// The model that answers.
+    /// The loaded model.
     pub model: &'a Loaded,
     pub tokenizer: &'a Tokenizer,
-    /// How numbers are computed.
+    /// Classes of kernels.
     pub classes: &'a Classes,
-    /// How the CPU's nodes keep keys and values; `None` where all are on MLX.
+    /// Type of the KV cache on the CPU's nodes; `None` if all are on MLX.
     pub kv: Option<KvType>,
     /// Threads of each node.
     pub threads: usize,
-    /// From opening the model's files to being ready for a prompt.
+    /// Time from opening the model's files until it is ready for a prompt.
     pub load_time: Duration,
 }
 
-/// The measurement to make.
+/// Settings of the measurement.
 #[derive(Clone, Debug)]
 pub struct Spec {
     /// The model's name.
@@ -46,21 +46,21 @@ pub struct Spec {
 /// Tokens per second of one run.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
-    /// Of the prompt.
+    /// Prefill speed.
     pub prefill: f64,
-    /// Of the answer.
+    /// Decode speed.
     pub decode: f64,
     /// Traffic of nodes per token.
     pub moved: Option<Moved>,
-    /// Plain reads of memory just before, by as many threads or by MLX's device, bytes per second.
+    /// Memory read bandwidth measured just before, in bytes per second, with as many threads or by
+    /// MLX's device.
     pub limit: f64,
 }
 
-/// A run: the time to read a prompt, and to decode behind [`Spec::depth`]. Prompts differ by
-/// `round`.
+/// Runs once: measures prefill, and decode behind [`Spec::depth`]. Prompts differ by `round`.
 ///
 /// # Errors
-/// What computes failed, or ended its answer at once.
+/// The computation failed, or ended its answer at once.
 pub fn measure(subject: Subject<'_>, limit: &Limit, spec: &Spec, round: u32) -> Result<Run, Error> {
     let limit = limit.measure().map_err(Error::Mlx)?;
     let prompt = spec.prompt as usize;
@@ -68,8 +68,7 @@ pub fn measure(subject: Subject<'_>, limit: &Limit, spec: &Spec, round: u32) -> 
     let start = Instant::now();
     let read = generate(subject, &tokens[..prompt], 0).map_err(Error::Failure)?;
     let prefill = prompt as f64 / (read.prompt_read - start).as_secs_f64();
-    // Other tokens, so that nothing of the first prompt can be used again.
-    // A prompt has at least one token.
+    // Other tokens, so that the prefix cache has no match. A prompt has at least one token.
     let again = spec.depth != prompt; // long to read, and read once
     let round = if again { 0 } else { round };
     let tokens = self::tokens(subject, spec.depth.max(1), round + 1_000_000);
@@ -92,8 +91,8 @@ pub fn measure(subject: Subject<'_>, limit: &Limit, spec: &Spec, round: u32) -> 
     })
 }
 
-/// `n` tokens spread over the vocabulary as those of scripts/peers/llama_bench.py, without the
-/// special tokens at its ends; others in each round. A toy vocabulary has no room for that.
+/// `n` tokens spread over the vocabulary like those of scripts/peers/llama_bench.py, without the
+/// special tokens at its ends, different in each round. A toy vocabulary has no room for that.
 pub fn tokens(subject: Subject<'_>, n: usize, round: u32) -> Vec<u32> {
     let (vocab, round) = (subject.model.config().vocab, round as usize);
     let spread = |i: usize| match vocab.checked_sub(100) {
@@ -103,22 +102,22 @@ pub fn tokens(subject: Subject<'_>, n: usize, round: u32) -> Vec<u32> {
     (0..n).map(|i| spread(i) as u32).collect()
 }
 
-/// When a request's replies came.
+/// Times of a request's replies.
 #[derive(Clone, Copy, Debug)]
 pub struct Generated {
-    /// The prompt was read.
+    /// End of prefill.
     pub prompt_read: Instant,
-    /// The answer ended.
+    /// End of the answer.
     pub last: Instant,
     /// Tokens of the answer.
     pub tokens: usize,
 }
 
-/// Reads `prompt` and decodes `max_tokens`, and not less: tokens that would end the answer are
-/// made improbable.
+/// Prefills `prompt` and decodes exactly `max_tokens`: tokens that would end the answer are made
+/// improbable.
 ///
 /// # Errors
-/// Why the answer was not completed.
+/// Why the answer is incomplete.
 pub fn generate(
     subject: Subject<'_>,
     prompt: &[u32],
@@ -158,17 +157,16 @@ pub fn generate(
 /// The measurements of a model.
 #[derive(Clone, Debug)]
 pub struct Report<'a> {
-    /// The settings that they were made with.
+    /// The settings of the measurement.
     pub spec: &'a Spec,
-    /// Of which model.
     pub subject: Subject<'a>,
-    /// Whose reads the limit is of.
+    /// The reader that measured the limit.
     pub limit: String,
-    /// The program that was measured in turn with it; empty without.
+    /// The program that was measured in turn with it; empty if none.
     pub peer: &'static str,
     /// Runs of the model; at least one.
     pub ours: Vec<Run>,
-    /// Runs of the peer, one for each, or none.
+    /// Runs of the peer: one for each of ours, or none.
     pub theirs: Vec<Run>,
 }
 
@@ -177,7 +175,7 @@ impl Report<'_> {
         runs.iter().map(of).collect()
     }
 
-    /// Ratios of the pairs.
+    /// Ratios of ours to theirs, by pair.
     fn ratios(&self, of: fn(&Run) -> f64) -> Vec<f64> {
         self.ours
             .iter()
@@ -195,13 +193,13 @@ impl Report<'_> {
             .sum()
     }
 
-    /// Decode tokens a second as predicted for the middle of what is measured.
+    /// Predicted decode tokens per second, at the middle of the measured positions.
     fn predicted(&self) -> Option<f64> {
         let keys = self.spec.depth + self.spec.generate as usize / 2;
         self.subject.model.predicted_at(u32::try_from(keys).ok()?)
     }
 
-    /// Traffic of nodes per token, of the run whose bytes on the wire are the median.
+    /// Traffic of nodes per token, from the run with the median bytes on the wire.
     fn moved(&self) -> Option<Moved> {
         let moved: Option<Vec<Moved>> = self.ours.iter().map(|run| run.moved).collect();
         let mut moved = moved?;
@@ -209,7 +207,7 @@ impl Report<'_> {
         moved.get((moved.len().max(1) - 1) / 2).copied()
     }
 
-    /// Excess of a token's time over the peer's, in milliseconds; the median of the pairs.
+    /// Time of a token beyond the peer's, in milliseconds; the median of the pairs.
     fn extra_ms(&self) -> f64 {
         let pairs = self.ours.iter().zip(&self.theirs);
         let extra: Vec<f64> = pairs
@@ -218,18 +216,18 @@ impl Report<'_> {
         quantile(&extra, 0.5)
     }
 
-    /// Weights that a decode step reads, per second.
+    /// Weight bytes that decode steps read per second.
     fn weight_rate(&self, decode: f64) -> f64 {
         self.weight_bytes() as f64 * decode / 1e9
     }
 
-    /// Share of the read limit that decoding reaches; the median of the runs.
+    /// Fraction of the read limit that decoding reaches; the median of the runs.
     fn of_limit(&self) -> f64 {
         let share = |run: &Run| 1e9 * self.weight_rate(run.decode) / run.limit;
         quantile(&Self::column(&self.ours, share), 0.5)
     }
 
-    /// Decode speeds of both and of the prediction, and the reading of the prompt.
+    /// Decode speeds of both and of the prediction, and prefill speeds.
     pub fn svg(&self) -> String {
         let median = |runs: &[Run], of: fn(&Run) -> f64| {
             (!runs.is_empty()).then(|| quantile(&Self::column(runs, of), 0.5))
@@ -268,7 +266,7 @@ impl Report<'_> {
         bars.svg()
     }
 
-    /// For programs.
+    /// The report as JSON.
     pub fn json(&self) -> serde_json::Value {
         let spread = |values: Vec<f64>| {
             json!({
@@ -330,7 +328,7 @@ impl Report<'_> {
         }
     }
 
-    /// For people.
+    /// The report as a text table.
     pub fn table(&self) -> String {
         let head = format!(
             "{}, {} on {} with {}, weights {}, loaded in {:.2} s\n\

@@ -1,7 +1,7 @@
 //! Inference in the caller's process: a model on this machine's processors.
 //!
-//! Several machines, failover and batches of many clients are the node's, whose HTTP API any
-//! language can call. This is for programs that want text from a model and no server.
+//! Several machines, failover and batches of many clients need a node, whose HTTP API any language
+//! can call. This is for programs that need a model's text without a server.
 
 use std::ffi::{CString, c_char, c_void};
 use std::path::Path;
@@ -18,11 +18,11 @@ use paceline_tensor::Kernels;
 
 use crate::status::{Failure, PacelineStatus, guarded, text};
 
-/// Positions of a conversation, where the caller names none.
+/// Default number of positions of a conversation.
 const CONTEXT: u32 = 4096;
 
-/// Replies that wait for the callback. An answer's tokens come one at a time, and the engine does
-/// not stop for a slow reader until its answer is complete. So this bounds nothing but memory.
+/// Most replies queued for the callback. An answer's tokens arrive one at a time, and the engine
+/// does not stop for a slow reader until its answer is complete. So this only bounds memory.
 const REPLIES: usize = 1 << 16;
 
 /// A loaded model.
@@ -37,13 +37,13 @@ pub struct PacelineModel {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PacelineOptions {
-    /// Most tokens; 0 for 256.
+    /// Maximum number of tokens; 0 for 256.
     pub max_tokens: u32,
-    /// 0 for the likeliest token each time.
+    /// Sampling temperature; 0 for the likeliest token each time.
     pub temperature: f32,
-    /// Share of probability that tokens are drawn from, in (0, 1]; 0 for all of it.
+    /// Nucleus sampling: probability mass to sample from, in (0, 1]; 0 for all of it.
     pub top_p: f32,
-    /// Seed of the draws.
+    /// Seed of the sampler.
     pub seed: u64,
     /// Whether the prompt is text to continue; else it is a user's message to a chat model.
     pub raw: bool,
@@ -51,16 +51,16 @@ pub struct PacelineOptions {
     pub seconds: f64,
 }
 
-/// Gets each piece of text as it becomes certain; returns whether the model should go on. `user` is
-/// what the caller passed with it. It may not call functions of the same model.
+/// Receives each fragment of text as soon as it is final; returns false to stop the generation.
+/// `user` is the pointer that the caller passed. It may not call functions of the same model.
 pub type PacelineTextCallback =
     Option<unsafe extern "C" fn(text: *const c_char, user: *mut c_void) -> bool>;
 
-/// Loads the model at `path`: a GGUF file, or a folder of Hugging Face's form. `threads` 0 takes
-/// all cores, `context` 0 takes 4096 positions. Blocks while weights are read.
+/// Loads the model at `path`: a GGUF file, or a folder in Hugging Face's format. `threads` 0 uses
+/// all cores, `context` 0 uses 4096 positions. Blocks while weights are read.
 ///
 /// # Safety
-/// `path` is a text, `out` a place for a pointer.
+/// `path` is a string, `out` a writable pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn paceline_model_open(
     path: *const c_char,
@@ -110,7 +110,7 @@ fn open(path: &Path, threads: u32, context: u32) -> Result<PacelineModel, Failur
     })
 }
 
-/// The model's chat template. It runs in this process, whose owner chose the model.
+/// The model's chat template. It runs in this process, as its owner chose the model.
 fn template(source: &Source) -> Result<ChatTemplate, ChatError> {
     match source {
         Source::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),
@@ -118,7 +118,7 @@ fn template(source: &Source) -> Result<ChatTemplate, ChatError> {
     }
 }
 
-/// Ends a model and gives its memory back. Null is allowed.
+/// Unloads a model and frees its memory. Null is allowed.
 ///
 /// # Safety
 /// `model` is null or a model that was not freed and that no other thread uses.
@@ -134,12 +134,12 @@ pub unsafe extern "C" fn paceline_model_free(model: *mut PacelineModel) {
     }
 }
 
-/// Generates text after `prompt` and hands it to `callback` piece by piece, on the calling thread.
+/// Generates text after `prompt` and passes it to `callback` in fragments, on the calling thread.
 /// Returns when the answer is complete, the callback returned false (`PACELINE_STATUS_CANCELLED`)
-/// or the deadline passed. Several threads may generate at once: their steps are computed together.
+/// or the deadline passed. Several threads may generate at once: their steps are batched.
 ///
 /// # Safety
-/// `model` is a model that was not freed, `prompt` a text, `options` null or options.
+/// `model` is a model that was not freed, `prompt` a string, `options` null or valid options.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn paceline_generate(
     model: *const PacelineModel,
@@ -159,7 +159,7 @@ pub unsafe extern "C" fn paceline_generate(
         let options = unsafe { options.as_ref() }.copied().unwrap_or(DEFAULTS);
         let request = model.request(prompt, options)?;
         model.answer(request, options.seconds, |piece| {
-            // A text ends at its first zero byte in C.
+            // In C a text ends at its first zero byte.
             let piece = CString::new(piece.replace('\0', "\u{fffd}")).unwrap_or_default();
             // SAFETY: the caller gave a function of this type, and `user` for it.
             unsafe { callback(piece.as_ptr(), user) }
@@ -228,7 +228,7 @@ impl PacelineModel {
             });
         let (sender, replies) = sync_channel(REPLIES);
         let sink = Box::new(move |reply| {
-            // The receiver is gone once the call has returned.
+            // The receiver is dropped once the call has returned.
             let _ = sender.try_send(reply);
         });
         let ticket = self.runner.submit(request, sink).map_err(Failure::other)?;

@@ -1,12 +1,12 @@
-//! Kernels against their definitions, on whatever adapter there is; lavapipe in CI. Without one the
-//! tests are skipped by name.
+//! Kernels against their definitions, on any adapter; lavapipe in CI. Without an adapter the tests
+//! are skipped by name.
 
 use paceline_base::SplitMix64;
 use paceline_base::exact::ExactSum;
 
 use crate::{Column, Error, Function, Gpu, Rows, Scalar, Software, Words};
 
-/// The device of this machine, told by its label; `None` with a line where there is none.
+/// The device of this machine, printed with its label; prints a skipped test if there is none.
 fn device(test: &str) -> Option<Gpu> {
     match Gpu::open(Software::Allowed) {
         Ok(gpu) => {
@@ -20,7 +20,7 @@ fn device(test: &str) -> Option<Gpu> {
     }
 }
 
-/// Any bits, many of them special or subnormal; numbers of one size; small halves.
+/// Random bits, many of them special or subnormal; numbers of one magnitude; small halves.
 fn numbers(n: usize, seed: u64) -> Vec<f64> {
     const SPECIAL: [u64; 12] = [
         0,
@@ -386,7 +386,7 @@ fn hostile_functions_are_refused_by_name() {
             other => panic!("{start}: {other:?}"),
         }
     }
-    // A constant beside the function is folded into it.
+    // A constant outside the function is folded into it.
     let folded = Function::parse("const c = 2.0; fn f(x: f32) -> f32 { return x * c; }");
     assert!(folded.is_ok() && !format!("{folded:?}").contains("const"));
 }
