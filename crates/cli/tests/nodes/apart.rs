@@ -12,7 +12,7 @@ use super::{World, alone, finish, http, until};
 /// Tokens of an answer.
 const TOKENS: u32 = 24;
 
-/// A prompt of so many tokens: each letter is one.
+/// A prompt of `n` tokens: each letter is one.
 fn letters(n: usize, seed: u64) -> String {
     let mut random = Random(seed);
     (0..n)
@@ -53,7 +53,24 @@ fn prompts_read_apart_give_the_same_answers() {
     let _alone = alone();
     let world = World::new();
     // Grouped heads, and layers with windows.
-    for tiny in [FAMILIES[0], FAMILIES[3]] {
+    let splits: [(usize, &[&str]); 2] = [
+        (
+            3,
+            &["--nodes", "2", "--split", "tensor", "--prefill-nodes", "1"],
+        ),
+        (
+            4,
+            &[
+                "--nodes",
+                "2",
+                "--split",
+                "pipeline",
+                "--prefill-nodes",
+                "2",
+            ],
+        ),
+    ];
+    for (tiny, (nodes, args)) in [FAMILIES[0], FAMILIES[3]].into_iter().zip(splits) {
         let model = world.write_model(tiny);
         let requests = [
             request(&model, &letters(700, 1), None),
@@ -69,32 +86,13 @@ fn prompts_read_apart_give_the_same_answers() {
         };
         let plain = served(1, &[]);
         assert_eq!(plain.each_ref().map(|it| it.1), [0, 0, 0]);
-        for (nodes, args) in [
-            (2, &["--prefill-nodes", "1"][..]),
-            (
-                3,
-                &["--nodes", "2", "--split", "tensor", "--prefill-nodes", "1"][..],
-            ),
-            (
-                4,
-                &[
-                    "--nodes",
-                    "2",
-                    "--split",
-                    "pipeline",
-                    "--prefill-nodes",
-                    "2",
-                ][..],
-            ),
-        ] {
-            let args = [args, &["--prefill-from", "256"]].concat();
-            let apart = served(nodes, &args);
-            let texts = |all: &[(Value, u64); 3]| all.each_ref().map(|it| it.0.clone());
-            assert_eq!(texts(&apart), texts(&plain), "{tiny:?} {args:?}");
-            // All full pages before the last token; a short prompt is not worth the way.
-            let read = apart.each_ref().map(|it| it.1);
-            assert_eq!(read, [10 * 64, 7 * 64, 0], "{tiny:?} {args:?}");
-        }
+        let args = [args, &["--prefill-from", "256"]].concat();
+        let apart = served(nodes, &args);
+        let texts = |all: &[(Value, u64); 3]| all.each_ref().map(|it| it.0.clone());
+        assert_eq!(texts(&apart), texts(&plain), "{tiny:?} {args:?}");
+        // All full pages before the last token; a short prompt is not worth the way.
+        let read = apart.each_ref().map(|it| it.1);
+        assert_eq!(read, [10 * 64, 7 * 64, 0], "{tiny:?} {args:?}");
     }
 }
 

@@ -1,56 +1,12 @@
-//! A draft model guesses, on any split: the same answers, in fewer steps.
+//! A draft model guesses for a split model: the same answers.
 
 use std::process::Stdio;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::server::{Server, chat};
 use super::tiny::FAMILIES;
 use super::{World, alone, http, text};
-
-/// A single node, which is the command itself, and every way to split.
-const CUTS: [&[&str]; 4] = [
-    &["--nodes", "1"],
-    &["--nodes", "2", "--split", "tensor"],
-    &["--nodes", "3", "--split", "pipeline"],
-    &["--nodes", "4", "--split", "2x2"],
-];
-
-/// The model, a copy of it that guesses all of its tokens, and one of another shape.
-fn models(world: &World) -> (String, [String; 2]) {
-    let model = world.write_model(FAMILIES[0]);
-    let copy = world.path("models/copy.gguf");
-    std::fs::copy(&model, &copy).unwrap();
-    let other = world.write_model(FAMILIES[3]);
-    (model, [copy.to_str().unwrap().to_owned(), other])
-}
-
-#[test]
-fn a_draft_changes_no_answer_over_any_split() {
-    let _alone = alone();
-    let world = World::new();
-    let (model, drafts) = models(&world);
-    let run = |more: &[&str]| {
-        let own = ["run", &model, "hi", "--json", "--max-tokens", "40"];
-        let command = own.iter().chain(more).copied();
-        let mut command = world.paceline(command);
-        let output = super::finish(command.stdout(Stdio::piped()).stderr(Stdio::piped()));
-        assert!(output.status.success(), "{more:?}: {output:?}");
-        let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
-        answer
-    };
-    for sampling in [["--temperature", "0"], ["--seed", "3"]] {
-        let plain = run(&sampling);
-        let none = json!({"checked": 0, "right": 0, "windows": 0});
-        assert_eq!(plain["guesses"], none);
-        for (cut, draft) in CUTS.iter().zip(drafts.iter().cycle()) {
-            let more = [&sampling[..], *cut, &["--draft", draft, "--threads", "1"]].concat();
-            let answer = run(&more);
-            assert_eq!(answer["tokens"], plain["tokens"], "{more:?}");
-        }
-    }
-    world.assert_clean();
-}
 
 /// Over slow links drafts always pay; here the model is too small for that to be sure, so that only
 /// what is checked is counted.
@@ -58,12 +14,13 @@ fn a_draft_changes_no_answer_over_any_split() {
 fn a_server_guesses_by_its_draft_and_counts_it() {
     let _alone = alone();
     let world = World::new();
-    let (model, [copy, _]) = models(&world);
+    let model = world.write_model(FAMILIES[0]);
+    let copy = world.path("models/copy.gguf");
+    std::fs::copy(&model, &copy).unwrap();
     let more = json!({"max_tokens": 200, "temperature": 1.2, "seed": 4, "logprobs": true});
     let request = chat(&model, "hi", &more);
-    let answered = |more: &[&str]| {
-        let own = ["--nodes", "2", "--split", "pipeline", "--threads", "1"];
-        let server = Server::start(&world, &model, &[&own[..], more].concat());
+    let answered = |nodes: usize, more: &[&str]| {
+        let server = Server::start(&world, &model, &[&["--threads", "1"], more].concat());
         let answer = http::ask(server.port, "/v1/chat/completions", Some(&request));
         assert_eq!(answer.status, 200, "{}", answer.body);
         let metrics = http::ask(server.port, "/metrics", None).body;
@@ -77,12 +34,14 @@ fn a_server_guesses_by_its_draft_and_counts_it() {
                 .unwrap()
         };
         let counts = [count("guesses_checked"), count("guesses_right")];
-        server.stop(2);
+        server.stop(nodes);
         (answer.body["choices"][0].clone(), counts)
     };
-    let (plain, none) = answered(&[]);
+    let (plain, none) = answered(1, &[]);
     assert_eq!(none, [0.0, 0.0]);
-    let (guessed, [checked, right]) = answered(&["--draft", &copy]);
+    let split = ["--nodes", "4", "--split", "2x2", "--draft"];
+    let args = [&split[..], &[copy.to_str().unwrap()]].concat();
+    let (guessed, [checked, right]) = answered(4, &args);
     assert_eq!(guessed, plain);
     assert!(checked >= 1.0 && right <= checked, "{right} of {checked}");
 }

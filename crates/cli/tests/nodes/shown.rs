@@ -47,11 +47,6 @@ fn one_node_says_nothing_of_wires() {
     assert_eq!(json["wire_bytes_per_token"], Value::Null);
 }
 
-fn sum(json: &Value) -> u64 {
-    let list = json["weight_bytes"].as_array().unwrap();
-    list.iter().map(|n| n.as_u64().unwrap()).sum()
-}
-
 #[test]
 fn programs_are_told_the_split() {
     let world = World::new();
@@ -74,7 +69,7 @@ fn programs_are_told_the_split() {
     assert!((2 * 256 * 4..16 * 256 * 4).contains(&wire), "{wire}");
 }
 
-/// A rank holds its part, and its process little more.
+/// A rank's process holds little more than its part; `crates/model/tests/splits.rs` has the parts.
 #[test]
 fn a_rank_reads_its_part_only() {
     let Some(model) = smollm2("a_rank_reads_its_part_only") else {
@@ -82,17 +77,6 @@ fn a_rank_reads_its_part_only() {
     };
     let _alone = alone();
     let world = World::new();
-    let of = |args: &[&str]| {
-        let all = [&["hi", "--max-tokens", "1"], args].concat();
-        world.json(&model, &all)
-    };
-    let whole = sum(&of(&[])) as f64;
-    for split in ["tensor", "pipeline"] {
-        let json = of(&["--nodes", "3", "--split", split]);
-        // KV heads that are cut through are held twice; the table of the embedding is the head's.
-        let share = sum(&json) as f64 / whole;
-        assert!((0.99..1.1).contains(&share), "{split}: {share}");
-    }
     let memory = |args: &[&str], workers: usize| -> Vec<u64> {
         let start = ["run", &model, "Tell me a long story."];
         let all = start.iter().chain(args).copied();
@@ -173,7 +157,7 @@ fn nodes_reach_each_other_as_told() {
         world.json(&model, &[&args, how].concat())["tokens"].clone()
     };
     let one = answer(&[]);
-    for transport in ["any", "shm", "tcp"] {
+    for transport in ["shm", "tcp"] {
         assert_eq!(
             answer(&["--nodes", "3", "--transport", transport]),
             one,
