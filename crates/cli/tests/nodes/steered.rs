@@ -1,19 +1,20 @@
-//! `--split auto` leaves a split that turns out worse than another, and nobody notices by the
-//! answer.
+//! `--split auto` leaves a split that turns out worse than another; the answer's tokens stay the
+//! same. Decisions are tested in `crates/plan/src/steer/tests.rs`, changes of an instance in
+//! `crates/node/src/supervisor/tests/failing.rs`.
 //!
 //! Facts that lie make it so. measured.json says that the first split is far faster than it can be,
-//! and that loading takes no time. The next splits are still too fast in it, whatever else the
-//! machine did while it was measured.
+//! and that loading takes no time. The next splits are still too fast in it, also where the
+//! machine was busy while it was measured.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
 use super::processes::children;
 use super::server::{Server, chat};
 use super::tiny::FAMILIES;
-use super::{World, alone, http, text, until};
+use super::{World, alone, http, until};
 
 const PROMPT: &str = "Once upon a time, and a very good time it was.";
 
@@ -39,13 +40,8 @@ impl World {
         self.path("home").join("measured.json")
     }
 
-    fn read_facts(&self) -> Value {
-        serde_json::from_slice(&fs::read(self.facts()).unwrap()).unwrap()
-    }
-
-    /// Has the facts say that measured over predicted is this for these splits; the keys of the
-    /// splits in the file.
-    fn lie(&self, model: &str, nodes: &str, ratios: Lies<'_>) -> Vec<String> {
+    /// Has the facts say that measured over predicted is this for these splits.
+    fn lie(&self, model: &str, nodes: &str, ratios: Lies<'_>) {
         self.json(
             model,
             &[
@@ -58,63 +54,16 @@ impl World {
                 "1",
             ],
         );
-        let mut facts = self.read_facts();
+        let facts = fs::read(self.facts()).unwrap();
+        let mut facts: Value = serde_json::from_slice(&facts).unwrap();
         let key = facts["measured"].as_object().unwrap().keys().next();
         let key = key.unwrap().clone();
-        let keys = ratios.iter().map(|(split, ratio)| {
+        for (split, ratio) in ratios {
             let key = format!("{key}, {nodes} nodes, {split}");
             facts["ratio"][&key] = json!(ratio);
             facts["load"][&key] = json!(0.0);
-            key
-        });
-        let keys = keys.collect();
-        fs::write(self.facts(), facts.to_string()).unwrap();
-        keys
-    }
-}
-
-/// The first changes, as (from, to).
-fn course(changes: &Value) -> Vec<(String, String)> {
-    let word = |change: &Value, end: &str| change[end].as_str().unwrap().to_owned();
-    let changes = changes.as_array().unwrap().iter();
-    changes
-        .map(|change| (word(change, "from"), word(change, "to")))
-        .collect()
-}
-
-#[test]
-fn an_answer_goes_on_by_another_split_with_the_same_tokens() {
-    let _alone = alone();
-    let cases: [(usize, &str, Lies<'_>); 3] = [
-        (0, "2", &[("tensor", 1e8), ("pipeline", 1e5)]),
-        (2, "2", &[("pipeline", 1e8), ("tensor", 1e5)]),
-        (3, "4", &[("tensor", 1e10), ("pipeline", 1e7), ("2x2", 1e5)]),
-    ];
-    for (family, nodes, lies) in cases {
-        let world = World::new();
-        let model = world.write_model(FAMILIES[family]);
-        let mut args = vec![PROMPT, "--threads", "1"];
-        args.extend(ANSWER);
-        let expected = world.json(&model, &args);
-        assert_eq!(expected["split_changes"], json!([]));
-        let keys = world.lie(&model, nodes, lies);
-        args.extend(["--nodes", nodes]);
-        let steered = world.json(&model, &args);
-        assert_eq!(steered["tokens"], expected["tokens"], "{nodes} {lies:?}");
-        assert_eq!(steered["text"], expected["text"]);
-        let course = course(&steered["split_changes"]);
-        for (change, pair) in course.iter().zip(lies.windows(2)) {
-            assert_eq!(
-                (&*change.0, &*change.1),
-                (pair[0].0, pair[1].0),
-                "{course:?}"
-            );
         }
-        assert!(course.len() + 1 >= lies.len(), "{course:?}");
-        // The lie is known as one: the next run begins elsewhere, or with less hope.
-        let learned = world.read_facts()["ratio"][&keys[0]].as_f64().unwrap();
-        assert!(learned < lies[0].1 / 10.0, "{learned}");
-        world.assert_clean();
+        fs::write(self.facts(), facts.to_string()).unwrap();
     }
 }
 
@@ -135,22 +84,6 @@ fn a_split_that_was_asked_for_is_kept() {
     let json = world.json(&model, &[&args, &ANSWER[..]].concat());
     assert_eq!(json["split"], "tensor");
     assert_eq!(json["split_changes"], json!([]));
-}
-
-#[test]
-fn people_read_of_a_change_after_the_answer() {
-    let _alone = alone();
-    let world = World::new();
-    let model = world.write_model(FAMILIES[0]);
-    world.lie(&model, "2", &[("tensor", 1e8), ("pipeline", 1e5)]);
-    let args = [PROMPT, "--nodes", "2", "--threads", "1"];
-    let output = world.run(&model, &[&args, &ANSWER[..]].concat());
-    let said = text(&output.stderr);
-    let line = said.lines().find(|line| line.starts_with("[split changed"));
-    let line = line.unwrap_or_else(|| panic!("{said}"));
-    assert!(line.starts_with("[split changed from tensor ("), "{line}");
-    assert!(line.contains("tokens/s measured) to pipeline ("), "{line}");
-    assert!(line.contains(" expected) in "), "{line}");
 }
 
 /// A server of a tiny model over two nodes, and what one node answers. Its first split is believed
@@ -234,27 +167,12 @@ fn a_server_changes_while_it_answers() {
     assert!(lied.metric("split_changes") >= 1.0);
     assert!(lied.metric("decode_tok_s_predicted") > 0.0);
     let ended = lied.server.stop(2);
-    assert!(
-        ended.stderr.contains("is predicted to get"),
-        "{}",
-        ended.stderr
-    );
-}
-
-/// Neither can be started: the answer is lost, which is said, and the server recovers.
-#[test]
-fn where_no_split_can_start_the_answer_is_lost_and_the_next_is_not() {
-    let _alone = alone();
-    let lied = Lied::start();
-    let (model, kept) = (
-        Path::new(&lied.model),
-        Path::new(&lied.model).with_extension("kept"),
-    );
-    fs::rename(model, &kept).unwrap();
-    assert_eq!(lied.ask(), Value::Null, "an answer without workers");
-    lied.said("[split stays tensor: pipeline could not be started: ");
-    fs::rename(&kept, model).unwrap();
-    lied.said("the workers are ready again");
-    assert_eq!(lied.ask(), lied.expected);
-    lied.server.stop(2);
+    for part in [
+        "is predicted to get",
+        "[split changed from tensor (",
+        "tokens/s measured) to pipeline (",
+        " expected) in ",
+    ] {
+        assert!(ended.stderr.contains(part), "{part}: {}", ended.stderr);
+    }
 }
