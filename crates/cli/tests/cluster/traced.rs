@@ -17,7 +17,6 @@ const BUSY_LIMIT: Duration = Duration::from_secs(30);
 
 /// The node that does not own the instance asks; both tell what their rank recorded. Standard error
 /// of a node whose log is JSON has nothing else, and no text of the prompt.
-// long: one story on one cluster, whose start takes longer than what is asked of it
 #[test]
 fn an_answer_of_a_loaded_model_is_traced_from_any_node() {
     let mut one = Machine::new("one", None);
@@ -58,10 +57,8 @@ fn an_answer_of_a_loaded_model_is_traced_from_any_node() {
         "16",
     ];
     // A rank that loses its core between two records makes a rest: not thrice in a row.
-    let least = (0..3)
-        .map(|_| largest_rest(&two.told(&ask)))
-        .fold(f64::MAX, f64::min);
-    assert!(least <= 0.1, "{least} of the answer is in no part");
+    let is_small = (0..3).any(|_| largest_rest(&two.told(&ask)) <= 0.1);
+    assert!(is_small, "too much of the answer is in no part");
     let output = two.run(&["trace", "other", question, "--loaded"]);
     assert!(
         said(&output).contains("no instance of \"other\""),

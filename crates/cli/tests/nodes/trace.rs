@@ -74,27 +74,18 @@ fn check(trace: &Value, ranks: usize, split: &str) -> f64 {
 fn parts_add_up_to_the_whole_for_every_split() {
     let world = World::new();
     let model = world.write_model(FAMILIES[0]);
-    for (nodes, split) in [
-        ("1", "auto"),
-        ("2", "tensor"),
-        ("3", "pipeline"),
-        ("4", "2x2"),
-    ] {
+    for (nodes, split) in [("1", "auto"), ("4", "2x2")] {
         let args = ["--nodes", nodes, "--split", split, "--max-tokens", "32"];
+        let rest = || {
+            let told = traced(&world, &model, &args);
+            assert_eq!(told["answer"]["n_generated"], 32);
+            // The last token needs no step of its own.
+            assert_eq!(told["trace"]["steps"], 32, "{split}");
+            check(&told["trace"], nodes.parse().unwrap(), split)
+        };
         // A thread that loses its core between two records makes a rest: not thrice in a row.
-        let least = (0..3)
-            .map(|_| {
-                let told = traced(&world, &model, &args);
-                assert_eq!(told["answer"]["n_generated"], 32);
-                // The last token needs no step of its own.
-                assert_eq!(told["trace"]["steps"], 32, "{split}");
-                check(&told["trace"], nodes.parse().unwrap(), split)
-            })
-            .fold(f64::MAX, f64::min);
-        assert!(
-            least <= REST_MAX,
-            "{split}: {least} of the answer is in no part"
-        );
+        let is_small = (0..3).any(|_| rest() <= REST_MAX);
+        assert!(is_small, "{split}: too much of the answer is in no part");
     }
     world.assert_clean();
 }
