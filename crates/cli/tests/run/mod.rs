@@ -18,7 +18,7 @@ use std::process::{Child, ExitStatus};
 use serde_json::Value;
 
 use crate::common::home::{World, object};
-use crate::common::{finish, smollm2, test_model, text, until};
+use crate::common::{finish, test_model, text, until};
 use tiny::Tiny;
 
 impl World {
