@@ -127,45 +127,6 @@ pub(crate) fn json(world: &World, args: &[&str], nodes: &str) -> Value {
     result(object(start(world, &[args, &["--nodes", nodes]].concat())))
 }
 
-#[test]
-fn jobs_have_the_same_bits_over_any_number_of_nodes() {
-    let world = stocked();
-    for args in [
-        &["reduce", "sum", "values.npy"][..],
-        &["reduce", "var", "values.npy", "--map", "x / 2"],
-        &["hist", "values.npy", "--bins", "20"],
-        &["topk", "values.npy", "-k", "30"],
-        &["groupby", "sum", "keys.npy", "values.npy"],
-        &["groupby", "mean", "keys.npy", "values.npy"],
-        &["kmeans", "points.npy", "-k", "5", "--iterations", "4"],
-    ] {
-        let one = json(&world, args, "1");
-        for nodes in ["2", "3"] {
-            assert_eq!(json(&world, args, nodes), one, "{args:?} over {nodes}");
-        }
-    }
-    let pi = [
-        "montecarlo",
-        "select(x*x + y*y < 1, 4, 0)",
-        "--samples",
-        "1000000",
-    ];
-    let one = json(&world, &pi, "1");
-    assert!((one["value"].as_f64().unwrap() - std::f64::consts::PI).abs() < 0.01);
-    assert_eq!(json(&world, &pi, "4"), one);
-}
-
-#[test]
-fn groups_have_the_same_bits_for_shuffled_rows() {
-    let world = stocked();
-    for op in ["sum", "mean", "min", "max", "count"] {
-        let one = json(&world, &["groupby", op, "keys.npy", "values.npy"], "1");
-        assert_eq!(one["groups"], 1000);
-        let other = json(&world, &["groupby", op, "keys2.npy", "values2.npy"], "2");
-        assert_eq!(one, other, "{op}");
-    }
-}
-
 /// The values of `values.npy` in order.
 fn in_order(world: &World) -> Vec<u8> {
     let bytes = values(&world.path("models").join("values.npy"), 8 * ROWS as usize);
@@ -198,25 +159,6 @@ fn sorted_files_are_in_order_over_nodes_and_beyond_memory() {
         assert_eq!(left.count(), 6, "something is left beside out.npy");
         fs::remove_file(&out).unwrap();
     }
-}
-
-#[test]
-fn mapped_columns_are_files_that_numpy_reads() {
-    let world = stocked();
-    let args = ["map", "values.npy", "--map", "2 * x", "-o", "out.npy"];
-    let said = json(&world, &args, "2");
-    assert_eq!(said["out"], "out.npy");
-    let bytes = 8 * ROWS as usize;
-    let [before, after] = ["values.npy", "out.npy"].map(|name| {
-        let all = values(&world.path("models").join(name), bytes);
-        let floats = all
-            .as_chunks::<8>()
-            .0
-            .iter()
-            .map(|b| f64::from_le_bytes(*b));
-        floats.collect::<Vec<f64>>()
-    });
-    assert!(before.iter().map(|x| 2.0 * x).eq(after));
 }
 
 #[test]
