@@ -66,13 +66,27 @@ pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool) -> Duration {
 }
 
 /// Checks that `said`, by `who`, has all of `parts`, in this order.
-pub(crate) fn assert_parts(who: &impl Debug, said: &str, parts: &[&str]) {
+pub(crate) fn assert_parts(who: &impl Debug, said: &str, parts: &[impl AsRef<str>]) {
     let mut rest = said;
     for part in parts {
+        let part = part.as_ref();
         let at = rest.find(part);
         let at = at.unwrap_or_else(|| panic!("{who:?}: no {part:?} in {said}"));
         rest = &rest[at + part.len()..];
     }
+}
+
+/// The rows of a table of wrong command lines: arguments, and what stderr must say, in this order.
+/// Columns are divided by ` | `, arguments by spaces; `\n` is the end of a line.
+pub(crate) fn rows(table: &str) -> impl Iterator<Item = (Vec<&str>, Vec<String>)> {
+    table.lines().map(|row| {
+        let mut columns = row.split(" | ");
+        let args = columns.next().unwrap().split_whitespace().collect();
+        (
+            args,
+            columns.map(|part| part.replace("\\n", "\n")).collect(),
+        )
+    })
 }
 
 /// The text that `child`, whose stderr is piped, writes there until it closes it.

@@ -21,21 +21,6 @@ fn local_ranks_are_a_ring() {
     world.assert_clean();
 }
 
-/// MLX reaches it by ssh, and gives it no address.
-#[test]
-fn localhost_is_this_machine() {
-    let world = World::new();
-    let ended = world
-        .run_launch(&["--hosts", "localhost", "-n", "2", "sh", "-c", SHOW])
-        .ok();
-    let ring = r#"[["127.0.0.1:32323"], ["127.0.0.1:32324"]]"#;
-    assert_eq!(
-        ended.lines(),
-        [format!("[0] 0 {ring} "), format!("[1] 1 {ring} ")]
-    );
-    assert!(world.calls().is_empty());
-}
-
 #[test]
 fn other_machines_are_reached_by_ssh() {
     let world = World::new();
@@ -281,22 +266,6 @@ fn the_hostfile_brings_backend_and_environment() {
     );
 }
 
-/// The format that ranks read names hosts by their addresses.
-#[test]
-fn a_ring_hostfile_is_taken_as_it_is() {
-    let world = World::new();
-    let path = world.path("ring.json");
-    let text = r#"[["127.0.0.1:7001", "127.0.0.1:7002"], ["127.0.0.1:7003", "127.0.0.1:7004"]]"#;
-    fs::write(&path, text).unwrap();
-    let ended = world
-        .run_launch(&["--hostfile", path.to_str().unwrap(), "sh", "-c", SHOW])
-        .ok();
-    assert_eq!(
-        ended.lines(),
-        [format!("[0] 0 {text} "), format!("[1] 1 {text} ")]
-    );
-}
-
 #[test]
 fn python_runs_what_follows() {
     let world = World::new();
@@ -309,7 +278,7 @@ fn python_runs_what_follows() {
     assert_eq!(ended.stdout, "/opt/python\n");
 }
 
-/// A login shell may greet whoever comes; that is no output of the program.
+/// A greeting of a login shell is no output of the program.
 #[test]
 fn greetings_are_not_output() {
     let world = World::new();

@@ -9,30 +9,6 @@ use std::thread;
 use super::{World, feed, finish};
 use crate::common::complaints;
 
-#[test]
-fn lines_are_whole_whoever_writes() {
-    let world = World::new();
-    let script = "for i in 1 2 3 4 5; do printf \"$MLX_RANK-\"; sleep 0.02; printf \"$i \"; \
-                  echo end; echo err$i >&2; done; printf last";
-    let ended = world.run_launch(&["-n", "3", "sh", "-c", script]).ok();
-    for rank in 0..3 {
-        let of = |text: &str| -> Vec<String> {
-            let prefix = format!("[{rank}] ");
-            text.lines()
-                .filter_map(|l| l.strip_prefix(&prefix).map(str::to_owned))
-                .collect()
-        };
-        let mut expected: Vec<String> = (1..=5).map(|i| format!("{rank}-{i} end")).collect();
-        expected.push("last".to_owned());
-        assert_eq!(of(&ended.stdout), expected);
-        assert_eq!(
-            of(&ended.stderr),
-            (1..=5).map(|i| format!("err{i}")).collect::<Vec<_>>()
-        );
-    }
-    assert_eq!(ended.stdout.lines().count(), 18, "no other lines");
-}
-
 /// MLX loses what is in the pipe when a process ends.
 #[test]
 fn the_last_output_is_not_lost() {

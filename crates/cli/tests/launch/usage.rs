@@ -3,39 +3,24 @@
 use std::fs;
 
 use super::World;
-use crate::common::assert_parts;
+use crate::common::{assert_parts, rows};
 
 /// Arguments, and what is said to them, in this order.
 type Wrong = (&'static [&'static str], &'static [&'static str]);
 
-const ARGUMENTS: [Wrong; 11] = [
-    (&[], &["required", "<PROGRAM>"]),
-    (&["-n", "0", "true"], &["'0'"]),
-    (&["--hosts", "a,,b", "true"], &["host name \"\" is empty"]),
-    (
-        &["--hosts", "studio", "true"],
-        &["studio has no address", "hint: ", "topology"],
-    ),
-    (&["--hosts", "fe80::1", "true"], &["fe80::1", "IPv4 only"]),
-    (
-        &["--backend", "gloo", "true"],
-        &["\"gloo\"", "ring, mpi, nccl"],
-    ),
-    (
-        &["--env", "A-B=1", "true"],
-        &["\"A-B=1\"", "hint: ", "NAME=VALUE"],
-    ),
-    (
-        &["-p", "65535", "-n", "2", "true"],
-        &["beyond port 65535", "hint: "],
-    ),
-    (&["--linger", "soon", "true"], &["'soon'", "never"]),
-    (&["--stdin", "rank1", "true"], &["rank1", "rank0"]),
-    (
-        &["--hostfile", "/nonexistent", "true"],
-        &["cannot read hostfile /nonexistent"],
-    ),
-];
+/// Wrong without any hostfile.
+const ARGUMENTS: &str = "\
+-n 0 true | '0'
+--hosts a,,b true | host name \"\" is empty
+--hosts studio true | studio has no address | hint: | topology
+--hosts fe80::1 true | fe80::1 | IPv4 only
+--backend gloo true | \"gloo\" | ring, mpi, nccl
+--env A-B=1 true | \"A-B=1\" | hint: | NAME=VALUE
+-p 65535 -n 2 true | beyond port 65535 | hint:
+--linger soon true | 'soon' | never
+--stdin rank1 true | rank1 | rank0
+--hostfile /nonexistent true | cannot read hostfile /nonexistent
+ | required | <PROGRAM>";
 
 const NO_IPS: &str = r#"[{"ssh": "a"}, {"ssh": "b"}]"#;
 
@@ -66,7 +51,7 @@ const HOSTFILES: [(&str, Wrong); 6] = [
 ];
 
 /// These arguments are refused with those words before anybody is called.
-fn assert_refused(world: &World, args: &[&str], says: &[&str]) {
+fn assert_refused(world: &World, args: &[&str], says: &[impl AsRef<str>]) {
     let ended = world.run_launch(args);
     assert_eq!(ended.code, Some(2), "{args:?}: {ended:?}");
     assert_eq!(ended.stdout, "", "{args:?}");
@@ -77,8 +62,8 @@ fn assert_refused(world: &World, args: &[&str], says: &[&str]) {
 #[test]
 fn arguments_that_cannot_be_are_said_with_advice() {
     let world = World::new();
-    for (args, says) in ARGUMENTS {
-        assert_refused(&world, args, says);
+    for (args, says) in rows(ARGUMENTS) {
+        assert_refused(&world, &args, &says);
     }
     world.assert_clean();
 }

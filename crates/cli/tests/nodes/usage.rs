@@ -7,66 +7,31 @@ use super::server::{Server, chat};
 use super::tiny::FAMILIES;
 use super::{World, finish, text};
 use super::{alone, http, until};
-use crate::common::assert_parts;
 use crate::common::terminal::Terminal;
+use crate::common::{assert_parts, rows};
 
-/// Options, and what is said to them, in this order.
-type Wrong = (&'static [&'static str], &'static [&'static str]);
-
-/// Wrong whatever the model.
-const OPTIONS: [Wrong; 11] = [
-    (&["--nodes", "0"], &["'0'", "--nodes", "1..=64"]),
-    (&["--nodes", "65"], &["'65'", "--nodes", "1..=64"]),
-    (&["--nodes", "-1"], &["'-1'", "--nodes"]),
-    (&["--nodes", "two"], &["'two'", "--nodes"]),
-    (
-        &["--nodes", "3", "--split", "2x2"],
-        &[
-            "--split 2x2 is for",
-            "4 nodes",
-            "--nodes is 3",
-            "hint: ",
-            "--nodes 4",
-        ],
-    ),
-    (
-        &["--split", "2x2"],
-        &["--nodes is 1", "hint: ", "--nodes 4"],
-    ),
-    (
-        &["--nodes", "2", "--split", "diagonal"],
-        &["\"diagonal\"", "auto, tensor, pipeline"],
-    ),
-    (&["--nodes", "2", "--split", "0x2"], &["\"0x2\""]),
-    (
-        &["--nodes", "3", "--shares", "1,2"],
-        &["--shares has 2", "--nodes is 3", "hint: ", "--shares 2,1,1"],
-    ),
-    (
-        &["--shares", "3,1"],
-        &["--shares has 2", "hint: ", "--nodes 2"],
-    ),
-    (&["--nodes", "2", "--shares", "0,1"], &["'0'", "--shares"]),
-];
+/// Wrong for every model.
+const OPTIONS: &str = "\
+--nodes 0 | '0' | --nodes | 1..=64
+--nodes 65 | '65' | --nodes | 1..=64
+--nodes -1 | '-1' | --nodes
+--nodes two | 'two' | --nodes
+--nodes 3 --split 2x2 | --split 2x2 is for | 4 nodes | --nodes is 3 | hint: | --nodes 4
+--split 2x2 | --nodes is 1 | hint: | --nodes 4
+--nodes 2 --split diagonal | \"diagonal\" | auto, tensor, pipeline
+--nodes 2 --split 0x2 | \"0x2\"
+--nodes 3 --shares 1,2 | --shares has 2 | --nodes is 3 | hint: | --shares 2,1,1
+--shares 3,1 | --shares has 2 | hint: | --nodes 2
+--nodes 2 --shares 0,1 | '0' | --shares";
 
 /// Wrong for a model of four layers and fewer than 64 heads.
-const SPLITS: [Wrong; 3] = [
-    (
-        &["--nodes", "5", "--split", "pipeline"],
-        &["5 pipeline stages for 4 layers", "hint: ", "--nodes"],
-    ),
-    (
-        &["--nodes", "2", "--split", "experts"],
-        &["layers 0..4 have no experts", "hint: ", "--split tensor"],
-    ),
-    (
-        &["--nodes", "64", "--split", "tensor"],
-        &["gets nothing", "hint: ", "--split pipeline"],
-    ),
-];
+const SPLITS: &str = "\
+--nodes 5 --split pipeline | 5 pipeline stages for 4 layers | hint: | --nodes
+--nodes 2 --split experts | layers 0..4 have no experts | hint: | --split tensor
+--nodes 64 --split tensor | gets nothing | hint: | --split pipeline";
 
 /// Every command that computes over nodes says so, ends with this code, and leaves nothing.
-fn assert_refused(wrong: &[Wrong], code: i32) {
+fn assert_refused(wrong: &str, code: i32) {
     let world = World::new();
     let model = world.write_model(FAMILIES[0]);
     let commands: [&[&str]; 3] = [
@@ -74,14 +39,14 @@ fn assert_refused(wrong: &[Wrong], code: i32) {
         &["up", "--no-beacons", "--port", "0", "--model", &model],
         &["bench", "model", &model],
     ];
-    for (args, says) in wrong {
+    for (args, says) in rows(wrong) {
         for command in commands {
-            let output = finish(&mut world.paceline(command.iter().chain(*args)));
+            let output = finish(&mut world.paceline(command.iter().chain(&args)));
             let said = text(&output.stderr);
             let got = output.status.code();
             assert_eq!(got, Some(code), "{command:?} {args:?}: {said}");
             assert_eq!(text(&output.stdout), "", "{args:?}");
-            assert_parts(args, &said, says);
+            assert_parts(&args, &said, &says);
         }
     }
     world.assert_clean();
@@ -89,15 +54,15 @@ fn assert_refused(wrong: &[Wrong], code: i32) {
 
 #[test]
 fn options_that_cannot_be_are_said_with_advice() {
-    assert_refused(&OPTIONS, 2);
+    assert_refused(OPTIONS, 2);
 }
 
 #[test]
 fn what_a_model_cannot_be_split_into_is_said_with_advice() {
-    assert_refused(&SPLITS, 1);
+    assert_refused(SPLITS, 1);
 }
 
-/// Options that are wrong whatever the model: the user is told before a model is fetched.
+/// Options that are wrong for every model are refused before a model is fetched.
 #[test]
 fn nothing_is_fetched_for_a_split_that_cannot_be() {
     let world = World::new();
@@ -111,7 +76,7 @@ fn nothing_is_fetched_for_a_split_that_cannot_be() {
     }
 }
 
-/// Memory that the system does not give is told by the worker that wanted it.
+/// The worker that cannot reserve memory says so.
 #[test]
 fn workers_that_cannot_have_memory_say_so() {
     let world = World::new();

@@ -6,9 +6,9 @@ use std::process::Stdio;
 
 use super::tiny::Tiny;
 use super::{World, finish, text};
-use crate::common::assert_parts;
+use crate::common::{assert_parts, rows};
 
-/// A command line, what it is told, and how it ends.
+/// A command line, its environment and input, and how it ends.
 struct Case<'a> {
     args: &'a [&'a str],
     env: &'a [(&'a str, &'a str)],
@@ -235,63 +235,28 @@ fn write_bad_models(world: &World) {
     fs::create_dir(models.join("folder")).unwrap();
 }
 
-const INCOMPLETE: &str = "truncated, or the header lies\nhint: the file is incomplete";
-
 /// A MODEL, how its error begins, and a later part of what is said.
-const BAD_MODELS: [(&str, &str, &str); 12] = [
-    (
-        "./none.gguf",
-        "./none.gguf: no such file",
-        "\nhint: check the path",
-    ),
-    (
-        "text.gguf",
-        "text.gguf is not a model",
-        "\nhint: a model is a .gguf file",
-    ),
-    (
-        "page.gguf",
-        "page.gguf is not a model",
-        "\nhint: it is a web page",
-    ),
-    (
-        "torch.gguf",
-        "torch.gguf is not a model",
-        "\nhint: it looks like a PyTorch checkpoint",
-    ),
-    (
-        "empty.gguf",
-        "empty.gguf is not a model",
-        "\nhint: the file holds no data",
-    ),
-    ("header.gguf", "header.gguf: ", INCOMPLETE),
-    ("half.gguf", "half.gguf: ", INCOMPLETE),
-    (
-        "mamba.gguf",
-        "cannot load mamba.gguf: ",
-        "\"mamba\" is not supported, expected one of llama, ",
-    ),
-    (
-        "experts.gguf",
-        "cannot load experts.gguf: number of experts is 8",
-        "\nhint: ",
-    ),
-    ("twice.gguf", "twice.gguf: ", "occurs twice\nhint: "),
-    (
-        "folder",
-        "folder is not a model: the folder has neither a .gguf file nor a config.json",
-        "\nhint: ",
-    ),
-    ("/dev/null", "/dev/null is not a model", "\nhint: "),
-];
+const BAD_MODELS: &str = "\
+./none.gguf | ./none.gguf: no such file | \\nhint: check the path
+text.gguf | text.gguf is not a model | \\nhint: a model is a .gguf file
+page.gguf | page.gguf is not a model | \\nhint: it is a web page
+torch.gguf | torch.gguf is not a model | \\nhint: it looks like a PyTorch checkpoint
+empty.gguf | empty.gguf is not a model | \\nhint: the file holds no data
+header.gguf | header.gguf: | truncated, or the header lies\\nhint: the file is incomplete
+half.gguf | half.gguf: | truncated, or the header lies\\nhint: the file is incomplete
+mamba.gguf | cannot load mamba.gguf: | \"mamba\" is not supported, expected one of llama,
+experts.gguf | cannot load experts.gguf: number of experts is 8 | \\nhint:
+twice.gguf | twice.gguf: | occurs twice\\nhint:
+folder | folder is not a model: the folder has neither a .gguf file nor a config.json | \\nhint:
+/dev/null | /dev/null is not a model | \\nhint:";
 
 #[test]
 fn files_that_are_no_usable_model() {
     let world = World::new();
     write_bad_models(&world);
-    for (model, start, part) in BAD_MODELS {
-        let args = ["run", model, "hi"];
-        let says = ["error: ", start, part];
+    for (model, says) in rows(BAD_MODELS) {
+        let args = ["run", model[0], "hi"];
+        let says = ["error: ", &says[0], &says[1]];
         Case {
             args: &args,
             env: &[],

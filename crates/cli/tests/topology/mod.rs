@@ -1,7 +1,7 @@
 //! `paceline topology` as a user calls it, on Macs that are not there.
 //!
 //! A stand-in for `ssh` (`tests-data/topology/ssh`) runs commands in a host's folder, whose `bin`
-//! has commands that print what a Mac would. `mlx-0.32.4.json` beside it has such hosts and what
+//! has commands that print what a Mac would. `mlx-0.32.4.json` has such hosts and what
 //! MLX's own tool makes of them ([`same`]); `cargo xtask mlx-tools` compares the two
 //! themselves, and with `--golden` writes that file anew.
 #![cfg(target_os = "linux")]
@@ -127,11 +127,4 @@ fn mac(host: usize, ports: &[(String, String)]) -> Value {
         "ifconfig.txt": "",
         "address.en0": format!("10.0.0.{}\n", host + 1),
     })
-}
-
-/// Puts a text in place of another in a host's file.
-fn replace(hosts: &mut Value, host: &str, file: &str, from: &str, to: &str) {
-    let text = hosts[host][file].as_str().unwrap();
-    assert!(text.contains(from), "{text}");
-    hosts[host][file] = text.replacen(from, to, 1).into();
 }
