@@ -68,7 +68,7 @@ fn workers_and_a_killed_run_leave_the_same_bytes() {
     assert_eq!(report["nodes"], 3);
     assert!(adapter("one") == adapter("three"));
 
-    // Killed after its second checkpoint, whatever it was doing.
+    // Killed at some moment after its second checkpoint.
     let more = ["--steps", "30", "--save-every", "2", "--nodes", "2"];
     let mut killed = world
         .paceline(args(&data, "killed", &more))
@@ -96,7 +96,10 @@ fn workers_and_a_killed_run_leave_the_same_bytes() {
 }
 
 #[test]
-// long: one story on one adapter, whose training takes longer than what is asked of it
+#[expect(
+    clippy::too_many_lines,
+    reason = "one story on one adapter, whose training takes longer than the rest"
+)]
 fn an_adapter_is_shown_converted_and_run() {
     let world = World::new();
     let data = data(&world);

@@ -120,7 +120,7 @@ fn machines_join_by_token_at_rest_and_up() {
     two.up(&["--control-port", "0"]);
     let (first, second) = (one.nodes(), two.nodes());
     assert_ne!(first[0]["id"], second[0]["id"], "two identities");
-    // Beacons of one machine need an interface beside loopback; a peer needs its port.
+    // Beacons of one machine need another interface than loopback; a peer needs its port.
     two.kill();
     let peer = format!("127.0.0.1:{}", first[0]["port"]);
     two.up(&["--control-port", "0", "--peer", &peer]);

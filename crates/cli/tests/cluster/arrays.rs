@@ -30,7 +30,7 @@ fn object(output: &Output) -> Value {
     serde_json::from_str(&text(&output.stdout)).unwrap()
 }
 
-/// A job on two machines, and what was said beside it.
+/// The result of a job on two machines, and its messages.
 fn on_both(machine: &Machine, args: &[&str]) -> (Value, String) {
     let output = collect(start(machine, &[args, &["--nodes", "2"]].concat()));
     (object(&output), said(&output))

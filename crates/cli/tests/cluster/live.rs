@@ -7,7 +7,7 @@ use super::{Machine, machines, said, until};
 use crate::common::namespaces::Network;
 use crate::common::{collect, text};
 
-/// README's steps, then a crash, a return, a revocation, and a stranger beside it all.
+/// README's steps, then a crash, a return and a revocation, all while a stranger is there.
 #[test]
 fn machines_join_and_see_each_other_die() {
     let name = format!("pc{}x", std::process::id());

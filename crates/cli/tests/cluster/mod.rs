@@ -83,7 +83,7 @@ impl Machine {
         text(&output.stdout).trim().to_owned()
     }
 
-    /// A greedy answer of 24 tokens by `paceline run`, and what was said beside it.
+    /// A greedy answer of 24 tokens by `paceline run`, and its messages.
     fn answer(&self, model: &str, more: &[&str]) -> (Value, String) {
         let run = [
             "run",

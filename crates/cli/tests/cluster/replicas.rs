@@ -137,7 +137,7 @@ fn replicas_keep_prefixes_and_outlive_each_other() {
     only_one_is_left(&one, port, &long);
 }
 
-/// The dead replica is told as such and unloaded; then the other.
+/// The dead replica is reported as dead and unloaded; then the other.
 fn only_one_is_left(one: &Machine, port: u16, prompt: &str) {
     until("its owner is dead", || {
         on(one, "two")["state"] == "recovering"

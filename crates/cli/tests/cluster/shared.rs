@@ -1,5 +1,5 @@
-//! `run` beside a node: which of them computes, and what is loaded for a command alone. Placements
-//! over HTTP, and who may ask for them.
+//! `run` where a node runs: which of them computes, and what is loaded for a command alone.
+//! Placements over HTTP, and the keys that may request them.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
@@ -34,7 +34,7 @@ pub(super) fn up_with(name: &str, first: Option<&Machine>, more: &[&str]) -> Mac
     machine
 }
 
-/// An answer of 24 tokens, and what was said beside it.
+/// An answer of 24 tokens, and its messages.
 fn answer(machine: &Machine, more: &[&str]) -> (Value, String) {
     machine.answer(MODEL, more)
 }
@@ -77,7 +77,7 @@ fn run_asks_the_node_that_has_the_model_and_borrows_machines() {
     assert_eq!(borrowed["tokens"], here["tokens"]);
     assert_eq!(borrowed["nodes"], 2);
     until("it is given back", || one.told(&["ps", "--json"]) == "[]");
-    // Whatever ends the command, the machines are free again.
+    // The machines are free again after a killed command too.
     let mut long = two.command(&["run", MODEL, "once", "--nodes", "2", "--json"]);
     let mut child = long.spawn().unwrap();
     until("it is loaded", || one.told(&["ps", "--json"]) != "[]");

@@ -11,7 +11,7 @@ pub(super) const GOLDEN: &str = concat!(
     "/../../tests-data/golden/hf/llama-tied"
 );
 
-/// A training of the tiny model of `machine`'s user: its report, and what was said beside it.
+/// A training of the tiny model of `machine`'s user: its report, and its messages.
 pub(super) fn train(machine: &Machine, output: &str, more: &[&str]) -> (Value, String) {
     let fixed = "--data data.jsonl --method lora --rank 4 --batch 6 --steps 5 --seed 3 --threads 1";
     let mut args = vec!["train", GOLDEN, "--output", output, "--json"];

@@ -17,7 +17,7 @@ use crate::nodes::tiny::FAMILIES;
 
 const MODEL: &str = "llama.gguf";
 
-/// Two machines with so many cables between them; `None` with a line where the system refuses.
+/// Two machines with `cables` between them; `None` with a line where the system refuses.
 fn pair(prefix: &str, cables: usize, test: &str) -> Option<(Network, Vec<Machine>)> {
     let name = format!("{prefix}{}x", std::process::id());
     let network = Network::with_cables(&name, 2, cables, test)?;

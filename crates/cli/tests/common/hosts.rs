@@ -69,7 +69,7 @@ impl World {
     }
 }
 
-/// A file beside the recorded hosts.
+/// A file of `tests-data/topology`.
 pub(crate) fn tests_data(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/topology");
     folder.join(name).canonicalize().unwrap()

@@ -1,4 +1,4 @@
-//! Adapters beside a served model: one copy of the weights, several names.
+//! Adapters of a served model: one copy of the weights, several names.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Four clients beside somebody who takes connections and sends prompts of megabytes.
+//! Four clients, and another one that takes connections and sends prompts of megabytes.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -24,7 +24,7 @@ const CLIENTS: usize = 4;
 /// cores, is less than that.
 const UNDISTURBED: Duration = Duration::from_secs(5);
 
-/// Until each client has so many answers.
+/// Time until each client has this many answers.
 fn time_of(port: u16, body: &Value, answers: usize) -> Duration {
     let start = Instant::now();
     thread::scope(|scope| {
@@ -55,7 +55,7 @@ fn connections(port: u16, text: &str, count: usize) -> Vec<TcpStream> {
     (0..count).map(connect).collect()
 }
 
-/// Sends a request and takes whatever comes.
+/// Sends a request and reads the response, if any.
 fn shout(port: u16, body: &str) {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     let head = format!(

@@ -1,4 +1,4 @@
-//! `paceline up` with an encoder, alone and beside a model that generates.
+//! `paceline up` with an encoder, alone and together with a model that generates.
 
 use std::fs;
 use std::path::Path;

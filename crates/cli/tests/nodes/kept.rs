@@ -12,7 +12,7 @@ use super::server::Server;
 use super::tiny::{FAMILIES, Random};
 use super::{World, http, until};
 
-/// Greedy answers of so many tokens.
+/// Tokens of a greedy answer.
 const TOKENS: u32 = 6;
 
 /// The text of the answer, and the tokens of the prompt that were known.
@@ -35,7 +35,7 @@ fn pages(world: &World) -> usize {
     names.filter(is_whole).count()
 }
 
-/// A text of so many letters, each a token.
+/// A text of `n` letters, each a token.
 fn letters(n: usize, seed: u64) -> String {
     let mut random = Random(seed);
     (0..n)

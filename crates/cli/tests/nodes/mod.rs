@@ -1,5 +1,5 @@
 //! Models over several processes, as a user calls them. The tests check that any split gives the
-//! same answer, and what the user is told about it. They also check what happens when a process
+//! same answer, and what the user reads about it. They also check what happens when a process
 //! dies, is stopped or cannot start.
 //!
 //! Most tests run random models of some hundred kilobytes ([`tiny`]). Tests with a real one need
@@ -41,7 +41,7 @@ use paceline_base::lock;
 use tiny::Tiny;
 
 /// A failure is reported within 2 s. This is what a machine that runs other tests too may add to
-/// that, beside what a [`Stopwatch`](paceline_base::testing::Stopwatch) sees of it.
+/// that, on top of what a [`Stopwatch`](paceline_base::testing::Stopwatch) sees of it.
 const REPORTED: Duration = Duration::from_millis(2500);
 
 /// The limit for processes that have to end.

@@ -29,8 +29,8 @@ fn ask(terminal: &mut Terminal, line: &str) -> usize {
     n.split(' ').next().unwrap().parse().unwrap()
 }
 
-/// Tokens of a prompt beside the text of its only question, and those that an answered question
-/// adds beside its text. They are roles and newlines (a token per byte) and control tokens.
+/// Tokens of a prompt without the text of its only question, and those that an answered question
+/// adds without its text. They are roles and newlines (a token per byte) and control tokens.
 const FIRST: usize = "user\n".len() + "\n".len() + "assistant\n".len() + 3;
 const TURN: usize = FIRST + ALPHABET.len() + "\n".len() + 1;
 

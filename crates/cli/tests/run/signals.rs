@@ -15,7 +15,7 @@ use crate::common::terminal::Terminal;
 
 /// A person takes this for "at once".
 const AT_ONCE: Duration = Duration::from_millis(200);
-/// Tries, of which one must be at once, less what a [`Stopwatch`] sees withheld: a machine that
+/// Tries; one of them must be at once, less what a [`Stopwatch`] sees withheld: a machine that
 /// runs other tests too may stall any process.
 const TRIES: usize = 3;
 
