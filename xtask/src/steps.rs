@@ -17,7 +17,7 @@ use crate::{
     neon, package, process, rdma, release, repo, sdk, tidy, wheel,
 };
 
-/// One step. `cargo xtask test` runs those of [`DEFAULT`].
+/// A step of a test run. `cargo xtask test` runs those of [`DEFAULT`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Step {
     /// Fetch and make the models that tests read.
@@ -236,7 +236,7 @@ fn cargo_check(step: Step, arguments: &[&str]) -> Result<Tally> {
 /// Prints every finding; fails when one is an error.
 ///
 /// # Errors
-/// As [`tidy::run`].
+/// Those of [`tidy::run`].
 pub(crate) fn tidy() -> Result<Tally> {
     let findings = tidy::run()?;
     findings.iter().for_each(|finding| println!("{finding}"));

@@ -64,7 +64,7 @@ pub struct Quantised {
     pub weight: MappedBytes,
     /// `rows * cols / group_size` values of 2 bytes, or 1 for mxfp4.
     pub scales: MappedBytes,
-    /// One per scale; for affine integers.
+    /// As many values as scales; for affine integers.
     pub biases: Option<MappedBytes>,
 }
 

@@ -1,8 +1,8 @@
 //! Time of a search, a question and a start: `cargo bench -p paceline-kb --bench search`.
 //!
-//! Prints the median of each with the 10th and 90th percentile in microseconds, for the built-in
-//! findings alone and with a user file of nearly the largest size. Written by hand, as `comm`'s
-//! bench is: criterion brings forty crates for one loop here.
+//! Prints the median of each with the 10th and 90th percentile in microseconds. It does so for the
+//! built-in findings alone, and with a user file of nearly the largest size. Written by hand, as
+//! `comm`'s bench is: criterion brings forty crates for one loop here.
 
 #![allow(clippy::print_stdout, reason = "a bench reports on standard output")]
 

@@ -427,7 +427,7 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// One JSON object of the fields of `result` and of these figures.
+    /// A JSON object of the fields of `result` and of these figures.
     ///
     /// # Errors
     /// A result that is no object.

@@ -18,8 +18,9 @@ pub const LEAST: u32 = 256;
 /// Weight of a new measurement in the estimate. The first one is the estimate.
 const NEW: f64 = 0.3;
 
-/// One prompt in 16 is sent to the prefill ranks although prefill here is faster. Without that, a
-/// speed that was low while those machines were busy would never be measured again.
+/// The interval of probes: each 16th prompt goes to the prefill ranks although prefill here is
+/// faster. Without that, a speed that was low while those machines were busy would never be
+/// measured again.
 const TRY_EVERY: u32 = 16;
 
 /// A speed in tokens a second, as believed.

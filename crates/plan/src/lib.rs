@@ -1,5 +1,5 @@
-//! The planner: places a model on machines and predicts its speed, with a cost model that was
-//! compared with published measurements and a solver on top of it.
+//! The planner: places a model on machines and predicts its speed. It has a cost model that was
+//! compared with published measurements, and a solver on top of it.
 //!
 //! Pure: no files, no clock, no threads. Facts come in as values ([`Cluster`], [`ModelShape`],
 //! [`Workload`]) or as TOML text ([`catalogue`]). A [`Placement`] and its [`Prediction`] come out,

@@ -2,8 +2,8 @@
 //!
 //! With one row a product waits for memory; with many it waits for arithmetic, and any other work
 //! is lost time. So some chunks of neighbouring groups of 16 weight rows are unpacked into a
-//! *panel*: in the layout of the dot products, and small enough for L1. Every row of a block of
-//! [`ROWS`] is multiplied with it before the next panel:
+//! *panel*. It has the layout of the dot products, and fits L1. Every row of a block of [`ROWS`] is
+//! multiplied with it before the next panel:
 //!
 //! ```text
 //! for each block of rows        sums of leaves and of the tree in memory, (groups, rows, 16)

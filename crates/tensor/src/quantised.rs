@@ -49,8 +49,8 @@ pub(crate) struct Meta {
     pub(crate) scale: f32,
     /// Sums of the bytes of `q`, high and low (or all of it and 0), over each half of 16.
     pub(crate) sums: [[i32; 2]; 2],
-    /// Those over both halves, [small](Isa::small), for types with mins. (In copies for panels of
-    /// words: as these [want it](crate::batch::words::copied).)
+    /// Sums over both halves, [small](Isa::small), for types with mins. (In copies for panels of
+    /// words: the form of [`copied`](crate::batch::words::copied).)
     pub(crate) small: [i32; 2],
     /// Minus 8 times the same, for nibbles: both ready to be loaded.
     pub(crate) eight_less: [i32; 2],

@@ -1,5 +1,5 @@
-//! The workers that compute the leaves of a step: this process, or worker processes, each with the
-//! whole model ([`leaves`]) or a stage of it ([`pipeline`]).
+//! The workers that compute the leaves of a step: this process, or worker processes. Each of those
+//! has the whole model ([`leaves`]) or a stage of it ([`pipeline`]).
 //!
 //! A worker that ends, hangs ([`deadline`]) or sends garbage loses its leaves, and the others
 //! compute those. The sum is the same, because a leaf depends on no worker and the tree on no

@@ -1,11 +1,11 @@
 //! The rule on import circles: files of one crate that import each other in a ring.
 //!
-//! An edge goes from one file to the file that defines a name which the first uses: through
-//! `crate::` or `super::`, in a `use` or in a path, or through a name that such a `use` imported. A
-//! module's own children (`mod x;`, then `x::f()`) are parts of it and make no edge. A re-export
-//! counts as the definition: `crate::Error` is an edge to `error.rs`, not to `lib.rs`. Test code is
-//! left out. [`scan`] reads a file's tokens, [`Modules::edges`] resolves names, and [`circles`]
-//! finds the strongly connected components.
+//! An edge goes from one file to the file that defines a name which the first uses. The name is
+//! used through `crate::` or `super::`, in a `use` or in a path, or through a name that such a
+//! `use` imported. A module's own children (`mod x;`, then `x::f()`) are parts of it and make no
+//! edge. A re-export counts as the definition: `crate::Error` is an edge to `error.rs`, not to
+//! `lib.rs`. Test code is left out. [`scan`] reads a file's tokens, [`Modules::edges`] resolves
+//! names, and [`circles`] finds the strongly connected components.
 
 use std::collections::{BTreeMap, BTreeSet};
 

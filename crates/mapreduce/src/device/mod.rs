@@ -65,9 +65,9 @@ impl Choice {
         }
     }
 
-    /// The threads that compute, each with the device that it gives blocks to: `cpu` threads of the
-    /// CPU and one for the device, or two that keep the device busy. Of the two, one reads while
-    /// the other's block is computed.
+    /// The threads that compute, each with the device that it gives blocks to. These are `cpu`
+    /// threads of the CPU and one for the device, or two that keep the device busy. Of the two, one
+    /// reads while the other's block is computed.
     pub(crate) fn threads(
         self,
         cpu: usize,

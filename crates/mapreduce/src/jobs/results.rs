@@ -133,7 +133,7 @@ impl Grouped {
 #[derive(Clone, Debug, Serialize)]
 pub struct Estimate {
     pub value: f64,
-    /// One standard deviation of `value`.
+    /// Standard deviation of `value`.
     pub std_error: f64,
     /// The numbers' seed.
     pub seed: u64,

@@ -1,5 +1,5 @@
-//! A sort as two jobs: scatter partitions the values into buckets by splitters from a sample,
-//! gather sorts each bucket into its place in the output.
+//! A sort as two jobs. Scatter partitions the values into buckets by splitters from a sample.
+//! Gather sorts each bucket into its place in the output.
 //!
 //! Draws splitters again if a bucket exceeds the memory limit. With a journal, a killed sort
 //! resumes in the half that it had reached.

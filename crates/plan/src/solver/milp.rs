@@ -1,8 +1,8 @@
 //! Integer programs, solved through good_lp.
 //!
-//! Two problems are solved this way: how many nodes of each kind to use when there are too many for
-//! the exact programme, and which layers to stream from disk. Each has a fixed fallback for when
-//! the solver runs out of time, so that the same input gives the same plan.
+//! Two problems are solved this way. The first is the number of nodes of each kind, where there are
+//! too many for the exact programme. The second is the layers to stream from disk. Each has a fixed
+//! fallback for when the solver runs out of time, so that the same input gives the same plan.
 
 use good_lp::{Expression, Solution, SolverModel, Variable, constraint, variable, variables};
 

@@ -6,7 +6,7 @@
 //! combination is `T` of [`crate::matmul`].
 //!
 //! Wide types have weights of 20 bits, so a third byte and six products; two pairs of these share
-//! their sums. Two of the four could too, but a product takes 16 cycles and waits 52 for the one
+//! their sums. Two of the four could too. But a product takes 16 cycles and waits 52 for the one
 //! before into the same tile (Intel's optimization manual).
 //!
 //! A *turn* is a span of a group with a tile of activation rows. While its first products run, the

@@ -389,7 +389,7 @@ impl Bytes for Neon {
         each!(vsubq_u8, w, offset)
     }
 
-    /// Operand order for `smmla`, which takes eight columns of two rows: row by row, the four
+    /// Operand order for `smmla`, which takes eight columns of two rows. Row by row come the four
     /// columns of quad `2 p` and the four of quad `2 p + 1`.
     #[inline(always)]
     unsafe fn arranged(quads: [W; 8]) -> [W; 8] {

@@ -65,8 +65,8 @@ impl<'a> DeltaStep<'a> {
 }
 
 impl Kernels {
-    /// Adds the rows of a step to the state and reads them; `mixed` is `(rows, 2 K D + H E)` of
-    /// working memory, `out` `(rows, H E)`.
+    /// Adds the rows of a step to the state and reads them. `mixed` is `(rows, 2 K D + H E)` of
+    /// working memory, `out` is `(rows, H E)`.
     ///
     /// # Panics
     /// On lengths that do not fit, or pages that a sequence lacks.

@@ -69,7 +69,7 @@ pub(crate) struct Unit {
     pub(crate) step: f32,
     /// Of scales and mins, where the type has them: see the module.
     pub(crate) multipliers: [i32; 2],
-    /// One for each chunk of the unit.
+    /// Factors by chunk of the unit.
     pub(crate) factors: [Factors; UNIT_CHUNKS],
 }
 

@@ -1,5 +1,5 @@
-//! The state and the work of the thread `mlx`, which owns all MLX arrays: loads a stage, evaluates
-//! layers and the head, forward and backward, each under a watchdog.
+//! The state and the work of the thread `mlx`, which owns all MLX arrays. It loads a stage and
+//! evaluates layers and the head, forward and backward, each under a watchdog.
 
 use std::sync::Arc;
 
