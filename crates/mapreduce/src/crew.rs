@@ -137,7 +137,7 @@ impl Crew {
                 _ => REMOTE_START,
             },
         };
-        // Other machines are taken to have as many cores as this one, until they say it.
+        // Other machines count as many cores as this one, until they report theirs.
         let threads = cores_for(processes.threads);
         let is_here = |rank: usize| processes.hosts.get(rank).is_none_or(String::is_empty);
         let said = (0..count).map(|rank| is_here(rank).then_some(threads));
@@ -539,8 +539,8 @@ impl Team {
         host.is_some_and(|host| !host.is_empty())
     }
 
-    /// Leaves a worker of another machine out. What one of this machine says would fail in others,
-    /// too: that ends the job.
+    /// Excludes a worker of another machine. An error of a worker on this machine would recur in
+    /// others: that ends the job.
     fn refuse(&mut self, from: Rank, why: String, error: Error) -> Result<(), Error> {
         if !self.is_apart(from) {
             return Err(error);
@@ -610,9 +610,8 @@ impl Team {
         }
     }
 
-    /// Stores a part of a sort whose keys a worker of another machine has sent. Gives whether its
-    /// counts are of all its rows, and the keys all that they say. Nothing is to be done for other
-    /// results.
+    /// Stores a part of a sort whose keys a worker of another machine has sent. Returns whether its
+    /// counts match its rows and its keys. Does nothing for other results.
     fn store(
         &mut self,
         from: Rank,
@@ -726,7 +725,7 @@ impl Team {
 
     fn send(&mut self, to: Rank, message: &ToWorker) {
         match self.workers.send(to, message) {
-            // Its end follows within `CLOSED_LIMIT` of the monitor, and says why.
+            // The event of its end follows within `CLOSED_LIMIT` of the monitor, with the reason.
             Ok(()) | Err(ClusterError::Closed { .. }) => {}
             Err(error) => self.lose(to, error.to_string()),
         }

@@ -15,8 +15,8 @@ use crate::{Dtype, Error, Sink};
 /// The worker's end of its control channel.
 pub(crate) type Channel = Arc<Control<ToWorker, FromWorker>>;
 
-/// Bytes of values in a message: 1.4 MB as text. A line of 2 Mbit/s moves that within the 10 s that
-/// a parent waits for a message to be read. A whole number of values of any type.
+/// Bytes of values in a message: 1.4 MB as text. A connection of 2 Mbit/s moves that within the 10
+/// s that a parent waits for a message to be read. A whole number of values of any type.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
 
 /// A job's exchange with the worker's parent: receives keys, sends results.

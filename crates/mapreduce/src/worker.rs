@@ -121,8 +121,8 @@ fn lent(mut task: Task, folders: &[PathBuf]) -> Result<Task, Error> {
     Ok(task)
 }
 
-/// The canonical path of a file below one of these folders. Says no more of another file than of
-/// one that there is not.
+/// The canonical path of a file below one of these folders. The error is the same for a file
+/// elsewhere and for a missing one.
 fn below(folders: &[PathBuf], path: &Path) -> Result<PathBuf, Error> {
     let real = std::fs::canonicalize(path).ok();
     let is_lent = |real: &PathBuf| folders.iter().any(|folder| real.starts_with(folder));

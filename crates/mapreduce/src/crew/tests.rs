@@ -1,4 +1,4 @@
-//! Crews of shell scripts that say what workers of other machines say.
+//! Workers that are shell scripts and send the messages of remote workers.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

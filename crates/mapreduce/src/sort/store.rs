@@ -24,7 +24,7 @@ pub enum Store {
     Folder(PathBuf),
     /// Parts in the memory of this process, by number.
     Memory(Mutex<BTreeMap<u64, Arc<Stored>>>),
-    /// Files of the parent, at the other end of a line.
+    /// Files of the parent, over the control channel.
     Parent(Arc<Line>),
 }
 
@@ -58,7 +58,7 @@ impl Store {
     /// Stores a part whose buckets have `counts` rows.
     ///
     /// # Errors
-    /// [`Error::File`]; [`Error::Cluster`] over a line.
+    /// [`Error::File`]; [`Error::Cluster`] over the control channel.
     pub(crate) fn put(&self, part: u64, counts: &[u64], keys: Vec<u8>) -> Result<(), Error> {
         let starts = starts(counts);
         match self {

@@ -1,4 +1,4 @@
-//! The worker's side.
+//! The worker's end of the connection to a remote run.
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
 use crate::stage::Stage;
 
-/// Poll interval of each side of this process.
+/// Poll interval of both connections of this process.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// Longest silence of the worker, as on the run's machine.

@@ -1,4 +1,4 @@
-//! Frames over a line of bytes.
+//! Frames over a connection, with heartbeats.
 //!
 //! ```text
 //! frame  kind (1 byte), length (u32, little-endian), bytes
@@ -6,7 +6,7 @@
 //! f      a file: size (u64), name   d  bytes of that file
 //! s      the model's name           n  far has no such model
 //! e      the model is there: its name below far's folder
-//! x      why far ends               b  a sign of life
+//! x      why far ends               b  a heartbeat
 //! ```
 
 use std::fs::File;
@@ -30,7 +30,7 @@ const SILENCE: Duration = Duration::from_secs(5);
 /// cold disk.
 const FIRST: Duration = Duration::from_secs(25);
 
-/// Bytes of a frame of a file: half a second of a line of a megabit.
+/// Bytes of a frame of a file: half a second at 1 Mbit/s.
 const CHUNK_BYTES: usize = 64 << 10;
 
 /// Most queued frames; then reading pauses.
@@ -39,11 +39,11 @@ const HELD_MAX: usize = 256;
 /// Longest name of a file.
 const NAME_BYTES_MAX: usize = 4096;
 
-/// Both directions of a line.
+/// Both directions of a connection.
 pub struct Ends {
-    /// From the other side.
+    /// From the other end.
     pub from: Box<dyn Read + Send>,
-    /// To the other side.
+    /// To the other end.
     pub to: Box<dyn Write + Send>,
 }
 
@@ -53,11 +53,11 @@ impl std::fmt::Debug for Ends {
     }
 }
 
-/// The way out of a line. Clones are the same way.
+/// The sending direction. Clones share it.
 #[derive(Clone)]
 pub(super) struct Out(Arc<Mutex<Box<dyn Write + Send>>>);
 
-/// A line with threads that read it and say that this side lives.
+/// A connection with a thread that reads frames and one that sends heartbeats.
 pub(super) struct Line {
     out: Out,
     frames: Receiver<(u8, Vec<u8>)>,
@@ -94,10 +94,10 @@ impl Line {
         Ok(line)
     }
 
-    /// The next frame that is no sign of life, if there is one within `wait`.
+    /// The next frame other than a heartbeat, if there is one within `wait`.
     ///
     /// # Errors
-    /// [`Error::Line`] when the line is broken or silent.
+    /// [`Error::Line`] when the connection is broken or silent.
     pub(super) fn recv(&self, wait: Duration) -> Result<Option<(u8, Vec<u8>)>, Error> {
         match self.frames.recv_timeout(wait) {
             Ok((b'x', why)) => Err(broken(String::from_utf8_lossy(&why))),
@@ -160,7 +160,7 @@ impl Out {
     }
 }
 
-/// Reads frames until the line ends.
+/// Reads frames until the connection ends.
 struct Reader {
     from: Box<dyn Read + Send>,
     put: SyncSender<(u8, Vec<u8>)>,
@@ -278,7 +278,7 @@ impl Files {
     /// More of the file under way.
     ///
     /// # Errors
-    /// [`Error::Line`] when there is none, or it gets longer than it was said to be.
+    /// [`Error::Line`] when there is none, or it exceeds its announced size.
     pub(super) fn data(&mut self, bytes: &[u8]) -> Result<(), Error> {
         let Some(coming) = &mut self.open else {
             return Err(broken("bytes of no file"));

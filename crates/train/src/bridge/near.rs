@@ -1,4 +1,4 @@
-//! The run's side.
+//! The run's end of the connection to a remote worker.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -18,20 +18,20 @@ use crate::messages::{FromWorker, ToWorker};
 use crate::run::Job;
 use crate::stage::Stage;
 
-/// Longest wait for the first message of the run, and for the other side to be there.
+/// Longest wait for the first message of the run, and for the other end to answer.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// Poll interval of each side of this process.
+/// Poll interval of both connections of this process.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 type Channel = Control<ToWorker, FromWorker>;
 
-/// Stands between the run and a worker at the other end of the line that `connect` gives, where
-/// [`far`](super::far()) runs. The run's control channel is this process's standard input. `model`
-/// is the user's name for the model. Returns only when something failed.
+/// Forwards between the run and a worker at the other end of the connection that `connect` makes,
+/// where [`far`](super::far()) runs. The run's control channel is this process's standard input.
+/// `model` is the user's name for the model. Returns only with an error.
 ///
 /// # Errors
-/// [`Error::Line`]: what became of the other side; [`Error::File`].
+/// [`Error::Line`] at the end of the connection, with its reason; [`Error::File`].
 pub fn near(
     connect: impl FnOnce() -> Result<Ends, Error>,
     model: &str,
@@ -99,7 +99,7 @@ pub fn near(
     }
 }
 
-/// Messages and files that go to the other side.
+/// Messages and files for the other end.
 struct Outgoing {
     channel: Arc<Channel>,
     out: Out,
@@ -109,7 +109,7 @@ struct Outgoing {
     /// The run's folder of exchanged files.
     folder: PathBuf,
     stage: Stage,
-    /// Files of the step under way that the other side has.
+    /// Files of the current step that the other end has.
     sent: BTreeSet<String>,
     wants_model: Arc<AtomicBool>,
 }
@@ -129,7 +129,7 @@ impl Outgoing {
         }
     }
 
-    /// The data, and what the run is, with paths below the other side's folder.
+    /// Sends the data, and the job with paths below the other end's folder.
     fn send_data(&self, mut job: Job, threads: usize) -> Result<(), Error> {
         let valid = job
             .valid
@@ -158,7 +158,7 @@ impl Outgoing {
         self.out.send(b'm', &text)
     }
 
-    /// Files that a message speaks of, which the other side does not have.
+    /// Sends the files that a message names and the other end lacks.
     fn send_files(&mut self, message: &ToWorker) -> Result<(), Error> {
         for name in message.needs(self.stage) {
             let step = name.split('/').next().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! A line to another machine by `ssh`.
+//! A connection to another machine by `ssh`.
 
 use std::io::{self, Read, Write};
 use std::path::Path;

@@ -50,8 +50,8 @@ impl Flow {
         }
     }
 
-    /// The next leaf for a worker of `stage`, and whether it goes back. It is the leaf that is
-    /// farthest, so that files of leaves that are under way stay few.
+    /// The next leaf for a worker of `stage`, and whether it is a backward pass. The leaf that is
+    /// farthest is first, so that few files of leaves exist at a time.
     pub(super) fn next(&mut self, stage: usize) -> Option<(usize, bool)> {
         let stations = self.stations();
         let waits = |(_, place): &(usize, &Place)| {

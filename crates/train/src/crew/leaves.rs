@@ -126,8 +126,8 @@ impl Team {
             }
             member.has.leaves.push(range);
             match self.workers.send(Rank(rank as u32), &message) {
-                // Its end follows within `CLOSED_LIMIT` of the monitor, says why, and gives the
-                // leaves back.
+                // The event of its end follows within `CLOSED_LIMIT` of the monitor, with the
+                // reason; the leaves are returned then.
                 Ok(()) | Err(ClusterError::Closed { .. }) => {}
                 Err(error) => back.extend(self.lose(rank as u32, error.to_string()).leaves),
             }

@@ -145,8 +145,8 @@ impl Team {
             self.members[rank].has.task = Some(task);
             self.deadlines.begin(rank, 1);
             match self.workers.send(Rank(rank as u32), &ToWorker::Pass(task)) {
-                // Its end follows within `CLOSED_LIMIT` of the monitor, says why, and gives the
-                // task back.
+                // The event of its end follows within `CLOSED_LIMIT` of the monitor, with the
+                // reason; the task is returned then.
                 Ok(()) | Err(ClusterError::Closed { .. }) => {}
                 Err(error) => give_back(flow, &self.lose(rank as u32, error.to_string())),
             }
