@@ -1,16 +1,16 @@
-//! The control channel of a worker on another machine: a process here passes its bytes on.
+//! Bridge: a process that forwards the control channel of a worker on another machine.
 //!
 //! ```text
 //! parent ── socket ── bridge (its child) ── pipes ── ssh ── worker's standard input and output
 //! ```
 //! The parent sees an ordinary child: [`Workers`](crate::workers::Workers) starts the bridge, reads
-//! the worker's messages and beats from it, and ends it by closing the channel. When the parent or
-//! the connection is gone, the worker's standard input ends, and with it the worker.
+//! the worker's messages and heartbeats from it, and ends it by closing the channel. When the
+//! parent or the connection is lost, the worker's standard input ends, and with it the worker.
 //!
-//! The worker first prints a line that both sides know. Whatever a login shell prints before is
-//! skipped, and nothing is sent to the worker before that line came: some shells read ahead.
+//! The worker first prints a greeting line. The bridge skips all output of a login shell before it,
+//! and sends nothing to the worker until it has arrived: some shells read ahead.
 //!
-//! [`join`] does the same for a worker at the other end of a socket, such as a node's line to
+//! [`join`] does the same for a worker at the other end of a socket, such as a node's connection to
 //! another machine.
 
 use std::fs::File;
@@ -35,19 +35,19 @@ const GREETING_LIMIT: Duration = Duration::from_secs(30);
 /// Most bytes that a login shell may print before the worker's first line.
 const NOISE_BYTES_MAX: usize = 64 << 10;
 
-/// How often the end of the shell is looked for.
+/// Poll interval for the exit of the shell.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// How long the last bytes of a worker that ended are passed on.
+/// Time for forwarding the last bytes of a worker that exited.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Bytes that are passed on at a time.
+/// Most bytes forwarded at a time.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// Runs `script` in `shell`, a command that starts a shell on `host`. The script has to become a
-/// worker that prints the line `greeting` first. Passes on the messages between the worker and the
-/// parent of this process. Blocks until the shell ends, which is when the worker or the parent
-/// does.
+/// Runs `script` in `shell`, a command that starts a shell on `host`. The script must become a
+/// worker that prints the line `greeting` first. Forwards the messages between the worker and the
+/// parent of this process. Blocks until the shell exits, which is when the worker or the parent
+/// ends.
 ///
 /// # Errors
 /// [`Error::NoControl`] when a person runs the program; [`Error::Remote`] when the shell cannot be
@@ -65,7 +65,7 @@ pub fn run(shell: &mut Command, host: &str, script: &str, greeting: &str) -> Res
     let mut process = Process::start(shell).map_err(broken)?;
     let mut input = process.take_stdin().expect("standard input was piped");
     let mut output = process.take_stdout().expect("standard output was piped");
-    // A shell that does not take it has ended, which is seen next.
+    // A shell that does not accept it has exited, which is detected next.
     let _ = input.write_all(script.as_bytes());
     let (sender, started) = channel();
     let greeted = Arc::new(AtomicBool::new(false));
@@ -114,15 +114,15 @@ pub fn join(line: UnixStream, host: &str, greeting: &str) -> Result<bool, Error>
     thread::spawn(move || {
         copy(&mut from, &mut to);
         gone.store(true, Ordering::Relaxed);
-        // Both directions: without a parent nobody hears the worker.
+        // Both directions: without a parent the worker's output is useless.
         let _ = to.shutdown(Shutdown::Both);
     });
     copy(&mut worker, &mut parent);
     Ok(parent_gone.load(Ordering::Relaxed))
 }
 
-/// Waits for the end of the shell and of what the worker said; `None` when no greeting came in
-/// time.
+/// Waits for the exit of the shell and the end of the worker's output; `None` if no greeting came
+/// in time.
 fn watch(process: &mut Process, reader: &JoinHandle<()>, greeted: &AtomicBool) -> Option<Ending> {
     let start = Instant::now();
     while !process.has_ended() {
@@ -139,22 +139,22 @@ fn watch(process: &mut Process, reader: &JoinHandle<()>, greeted: &AtomicBool) -
     Some(process.reap())
 }
 
-/// Passes on what the parent says, once the worker is there. The end of it ends the worker.
+/// Forwards the parent's messages after the greeting. Their end ends the worker.
 fn pass_parent(mut from: UnixStream, started: &Receiver<()>, mut to: ChildStdin) {
     if started.recv().is_ok() {
         copy(&mut from, &mut to);
     }
 }
 
-/// Passes on what the worker says after its greeting.
+/// Forwards the worker's messages after its greeting.
 fn pass_worker(mut from: ChildStdout, started: &Sender<()>, mut to: UnixStream) {
     if started.send(()).is_ok() {
         copy(&mut from, &mut to);
     }
 }
 
-/// Reads up to a line and its newline, and whether it came within the first 64 KiB. Reads byte by
-/// byte, since the bytes that follow are another's.
+/// Reads up to and including a line; returns whether it came within the first 64 KiB. Reads byte by
+/// byte, since the following bytes belong to another reader.
 pub fn skip_to(from: &mut impl Read, greeting: &str) -> bool {
     let mut line = Vec::new();
     let mut byte = [0];
@@ -171,7 +171,7 @@ pub fn skip_to(from: &mut impl Read, greeting: &str) -> bool {
     false
 }
 
-/// Passes bytes on as they come, until an end or an error of either side.
+/// Forwards bytes as they arrive, until an end or an error of either side.
 fn copy(from: &mut impl Read, to: &mut impl Write) {
     let mut piece = vec![0; PIECE_BYTES];
     loop {
@@ -191,7 +191,7 @@ fn copy(from: &mut impl Read, to: &mut impl Write) {
     }
 }
 
-/// A socket whose other end is passed on to a program's standard input and output.
+/// A socket whose other end is forwarded to a program's standard input and output.
 pub(crate) fn over(input: File, output: File) -> std::io::Result<UnixStream> {
     let (own, theirs) = UnixStream::pair()?;
     let (mut input, mut output) = (input, output);

@@ -17,11 +17,12 @@ use crate::Error;
 pub(crate) struct Channel {
     rank: Rank,
     socket: UnixStream,
-    /// Why no further line is written: half of one may be out, or the channel is closed.
+    /// The reason that no further line is written: half of one may be sent, or the channel is
+    /// closed.
     broken: Mutex<Option<Broken>>,
 }
 
-/// The outcome of a write that failed, which every later write has too.
+/// The failure of a write, which all later writes return too.
 #[derive(Clone, Copy, Debug)]
 enum Broken {
     Stuck {
@@ -63,11 +64,11 @@ impl Channel {
         Ok((channel, theirs))
     }
 
-    /// Reads what is there; `None` when there is nothing yet, `Some(0)` when the child is gone.
+    /// Reads without blocking; `None` if there is nothing yet, `Some(0)` if the child is gone.
     pub(crate) fn read(&self, buffer: &mut [u8]) -> Option<usize> {
         match read_now(&mut &self.socket, buffer) {
             Ok(count) => count,
-            // A child that ended with unread messages gives a reset instead of an end.
+            // A child that exited with unread messages causes a reset instead of an end.
             Err(_) => Some(0),
         }
     }
@@ -75,8 +76,8 @@ impl Channel {
     /// Writes a line, waiting for the child to read at most `limit`.
     ///
     /// # Errors
-    /// [`Error::Stuck`] and [`Error::Closed`]. Every later write fails alike: half a line may be
-    /// out. So a caller that ignores the first `Stuck` meets it again.
+    /// [`Error::Stuck`] and [`Error::Closed`]. Every later write fails with the same error: half a
+    /// line may be sent. So a caller that ignores the first `Stuck` gets it again.
     pub(crate) fn write_line(&self, line: &[u8], limit: Duration) -> Result<(), Error> {
         let mut broken = lock(&self.broken);
         if broken.is_none() {
@@ -112,9 +113,9 @@ impl Channel {
         Ok(())
     }
 
-    /// Tells the child that nothing more will come, which asks it to end. Never waits.
+    /// Closes the channel for writing, which asks the child to end. Never waits.
     pub(crate) fn close(&self) {
-        // Not under the lock: a write that waits for a stuck child fails at once by this.
+        // Without the lock, so that a write that waits for a stuck child fails at once.
         let _ = self.socket.shutdown(Shutdown::Write);
     }
 }
@@ -125,7 +126,7 @@ impl AsFd for Channel {
     }
 }
 
-/// Reads from what never blocks; `None` when there is nothing yet, `Some(0)` at the end.
+/// Reads from a non-blocking source; `None` if there is nothing yet, `Some(0)` at the end.
 pub(crate) fn read_now(source: &mut impl Read, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     loop {
         match source.read(buffer) {
@@ -140,6 +141,6 @@ pub(crate) fn read_now(source: &mut impl Read, buffer: &mut [u8]) -> io::Result<
 /// Waits until one of `fds` is ready or `timeout` is over; may return early.
 pub(crate) fn wait_for(fds: &mut [PollFd<'_>], timeout: Option<Duration>) {
     let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
-    // Fails when interrupted, or when the kernel has no memory; callers look again anyway.
+    // Fails if interrupted, or if the kernel has no memory; callers poll again anyway.
     let _ = poll(fds, timeout.as_ref());
 }

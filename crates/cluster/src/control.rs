@@ -25,15 +25,15 @@ use crate::{Error, Garbage};
 
 /// Exit code of a child whose parent closed the control channel or is gone.
 ///
-/// The first that the command line (0, 1, 2) does not use. Nobody is left to see it but a parent
-/// that asked for it by closing.
+/// The first code that the command line (0, 1, 2) does not use. Only a parent that closed the
+/// channel on purpose can see it.
 pub const EXIT_CODE_PARENT_GONE: i32 = 3;
 
-/// Longest time that the hook of [`Control::on_end`] may take before the process is killed: the
-/// bar for an orphan is one second.
+/// Longest time of the hook of [`Control::on_end`] before the process is killed: an orphan must end
+/// within one second.
 const HOOK_LIMIT: Duration = Duration::from_millis(500);
 
-/// How often a reader whose queue is full looks for room, and for the parent's end.
+/// Interval at which a reader with a full queue checks for room, and for the parent's end.
 const FULL_PAUSE: Duration = Duration::from_millis(20);
 
 /// Bytes per read: a quarter of what a Unix socket holds by default.
@@ -43,35 +43,35 @@ type Hook = Box<dyn FnOnce() + Send>;
 
 /// The control channel of this process. `In` comes from the parent, `Out` goes to it.
 ///
-/// Once taken, the process lives as long as its parent. A thread of its own waits for the end of
-/// the channel and exits with [`EXIT_CODE_PARENT_GONE`], whatever the other threads compute. That
-/// stays so after the value is dropped. On Linux the kernel also kills the process when the parent
-/// dies, even a stopped one. Elsewhere a stopped orphan ends when it is continued.
+/// Once it is taken, the process lives as long as its parent. A thread waits for the end of the
+/// channel and exits with [`EXIT_CODE_PARENT_GONE`], even while other threads compute and after
+/// this value is dropped. On Linux the kernel also kills the process when the parent dies, even a
+/// stopped one. Elsewhere a stopped orphan ends when it is continued.
 ///
-/// Another thread sends a beat every [`BEAT`]. It says that the process is scheduled and not
-/// stopped, *not* that its computation makes progress: deadlines of the computation's own say that.
+/// Another thread sends a heartbeat every [`BEAT`]. It shows that the process is scheduled and not
+/// stopped, *not* that its computation makes progress: the computation has its own deadlines.
 pub struct Control<In, Out> {
     shared: Arc<Shared>,
     types: PhantomData<fn(Out) -> In>,
 }
 
 struct Shared {
-    /// Used by the reader alone.
+    /// Used by the reader thread only.
     reading: UnixStream,
-    /// A line at a time.
+    /// Locked for one line at a time.
     writing: Mutex<UnixStream>,
     inbox: Queue<Result<Vec<u8>, Garbage>>,
-    /// Runs before the process ends; the lock is kept until it does.
+    /// Runs before the process exits; locked until then.
     hook: Mutex<Option<Hook>>,
 }
 
 impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
-    /// Takes standard input as the control channel, and starts its two threads. Whatever reads
-    /// standard input afterwards finds it empty; programs started later do not get the channel.
+    /// Takes standard input as the control channel, and starts its two threads. Later reads of
+    /// standard input find it empty; programs started later do not inherit the channel.
     ///
     /// # Errors
-    /// [`Error::NoControl`] when standard input is no socket, as when a person runs the program;
-    /// also for a second call. [`Error::Resource`] when a thread cannot be started.
+    /// [`Error::NoControl`] if standard input is no socket, as when a person runs the program; also
+    /// for a second call. [`Error::Resource`] if a thread cannot be started.
     pub fn from_stdin() -> Result<Self, Error> {
         let socket = take_stdin().map_err(|source| Error::NoControl { source })?;
         Self::over(socket).map_err(|source| Error::Resource {
@@ -80,12 +80,11 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
         })
     }
 
-    /// Takes standard input and output as the control channel, as a worker has them that was
-    /// started through [`bridge`](crate::bridge) on this machine. Prints `greeting` as a line
-    /// first. Output that is printed afterwards goes nowhere.
+    /// Takes standard input and output as the control channel, for a worker started through
+    /// [`bridge`](crate::bridge). Prints `greeting` as a line first. Later output is discarded.
     ///
     /// # Errors
-    /// [`Error::NoControl`] when nobody takes the greeting; [`Error::Resource`].
+    /// [`Error::NoControl`] if the greeting cannot be written; [`Error::Resource`].
     pub fn from_stdio(greeting: &str) -> Result<Self, Error> {
         let streams = take_stdio(greeting).map_err(|source| Error::NoControl { source })?;
         let resource = |source| Error::Resource {
@@ -116,16 +115,16 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
         })
     }
 
-    /// Has `hook` run before the process ends because the parent closed the channel.
+    /// Runs `hook` before the process exits because the parent closed the channel.
     ///
-    /// It gets half a second. It does not run when a signal ends the process. On Linux a parent's
-    /// sudden death is such a signal, so nothing may depend on the hook. Replaces an earlier hook.
+    /// The hook has half a second. It does not run when a signal ends the process, as a parent's
+    /// death does on Linux, so correctness must not depend on it. Replaces an earlier hook.
     pub fn on_end(&self, hook: impl FnOnce() + Send + 'static) {
         *lock(&self.shared.hook) = Some(Box::new(hook));
     }
 
-    /// Sends a message. Blocks while the parent does not read, as when it is suspended; ends the
-    /// process when the parent is gone.
+    /// Sends a message. Blocks while the parent does not read, as when it is suspended; exits the
+    /// process if the parent is gone.
     ///
     /// # Errors
     /// [`Error::TooLong`], [`Error::Unencodable`]: nothing was sent.
@@ -138,7 +137,7 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
     /// The next message, or `None` when none comes within `timeout`.
     ///
     /// # Errors
-    /// [`Error::Garbled`] when the parent sent something else; it comes once for each such line.
+    /// [`Error::Garbled`] if the parent sent something else, once for each such line.
     pub fn recv(&self, timeout: Duration) -> Result<Option<In>, Error> {
         match self.shared.inbox.pop(timeout) {
             Some((line, _)) => Ok(Some(decode(&line?)?)),
@@ -169,7 +168,7 @@ impl Shared {
                     let push = |line: Vec<u8>| self.inbox.push(0, line.len(), Ok(line));
                     if let Err(garbage) = lines.feed(&buffer[..count], push) {
                         self.inbox.push_verdict(0, Err(garbage));
-                        // Lines cannot be told apart any more: only the end is waited for.
+                        // Line boundaries are lost: it only waits for the end.
                         self.inbox.mute(0);
                         lines = Assembler::new();
                     }
@@ -182,7 +181,7 @@ impl Shared {
 
     /// Waits a little, and ends the process when the parent has closed its side meanwhile.
     fn end_if_hung_up(&self) {
-        // Hanging up is reported unasked; Linux tells half-closing only when asked.
+        // A hang-up is always reported; Linux reports a half-close only on request.
         #[cfg(target_os = "linux")]
         let asked = PollFlags::RDHUP;
         #[cfg(not(target_os = "linux"))]
@@ -209,7 +208,7 @@ impl Shared {
 
     /// Ends the process: the parent is gone.
     fn end(&self) -> ! {
-        // Kept until the end, so that a second thread that comes here waits for the first.
+        // Locked until the exit, so that a second thread waits here for the first.
         let mut hook = lock(&self.hook);
         let _ = thread::Builder::new().spawn(|| {
             thread::sleep(HOOK_LIMIT);
@@ -241,10 +240,10 @@ fn take_stdio(greeting: &str) -> std::io::Result<(File, File)> {
     Ok((input, output))
 }
 
-/// Has the kernel kill this process when the parent dies, even if it is stopped by then.
+/// Makes the kernel kill this process when the parent dies, even if it is stopped by then.
 ///
-/// A parent that died before is not missed: the channel has ended, which is seen next. The setting
-/// belongs to the thread that makes it, hence it is made by one that lasts.
+/// An earlier death is not missed: the channel has ended, which is detected next. The setting
+/// belongs to the calling thread, so a long-lived thread makes it.
 fn end_with_parent() {
     #[cfg(target_os = "linux")]
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));

@@ -11,13 +11,13 @@ pub enum Error {
     /// The program of a rank cannot be started; no process is left.
     #[error("cannot start {} for {rank}: {source}", program.display())]
     Start {
-        /// Whose process it was to be.
+        /// The rank of the process.
         rank: Rank,
-        /// The program that was to run.
+        /// The program.
         program: PathBuf,
         source: std::io::Error,
     },
-    /// A socket pair or a thread cannot be had; no process is left.
+    /// A socket pair or a thread cannot be created; no process is left.
     #[error("cannot make {what}: {source}")]
     Resource {
         /// The resource that was asked for.
@@ -40,8 +40,8 @@ pub enum Error {
         /// The limit, [`LINE_BYTES_MAX`](crate::LINE_BYTES_MAX).
         bytes_max: usize,
     },
-    /// A child did not read a message in time. The channel to it is of no use any more: every later
-    /// message gets this error too.
+    /// A child did not read a message in time. The channel is unusable: every later message gets
+    /// this error too.
     #[error("{rank} took {written} of {bytes} bytes of a message in {limit:?}")]
     Stuck {
         /// The rank that does not read.
@@ -66,7 +66,7 @@ pub enum Error {
     Remote {
         /// Name of the machine for `ssh`.
         host: String,
-        /// The system's error; a timeout when the worker did not say that it is there.
+        /// The system's error; a timeout if the worker's greeting did not arrive.
         source: std::io::Error,
     },
     /// The parent sent what is not a message.

@@ -1,9 +1,11 @@
+//! Process control on one machine, and the cluster's node agent.
+//!
 //! Starts, watches and ends processes that work together as one.
 //!
-//! Ranks that are paceline's own run on one machine. A parent starts one process per rank and holds
-//! a *control channel* to each. The channel is a Unix socket pair whose other end is the child's
-//! standard input. Messages are JSON, one a line, in both directions. The child also says every 200
-//! ms that it lives. The crate `launch` starts programs that know nothing of paceline.
+//! A parent starts one process per rank on its machine and holds a *control channel* to each: a
+//! Unix socket pair whose other end is the child's standard input. Messages are JSON, one a line,
+//! in both directions. The child also sends a heartbeat every 200 ms. The crate `launch` starts
+//! other programs, which do not use this protocol.
 //!
 //! ```text
 //!  parent                                              child of rank r
@@ -49,14 +51,14 @@
 //! ```
 //!
 //! In reading order:
-//! - [`workers`]: the parent's side, and the promises that hold when something dies.
+//! - [`workers`]: the parent's side, and its guarantees when a process dies.
 //! - [`Control`]: the child's side.
 //! - [`sandbox`]: rights that children give up.
 //! - [`bridge`]: a control channel to a worker on another machine.
 //! - [`nodes`]: machines that form a cluster without a master.
 //! - [`machine`]: this machine's memory, GPUs and programs.
-//! - [`network`]: this machine's networks, and its settings that keep others away.
-//! - [`telemetry`]: how loaded, full and hot this machine is.
+//! - [`network`]: this machine's networks, and settings that block other machines.
+//! - [`telemetry`]: load, memory and temperatures of this machine.
 //! - [`Error`].
 //!
 //! Processes and their lines are those of [`paceline_process`].

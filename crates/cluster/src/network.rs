@@ -1,5 +1,5 @@
-//! The networks that this machine is on, and what of it keeps other machines away: firewalls,
-//! tunnels, settings. Asked of the system's files and programs; every answer may be absent.
+//! This machine's networks, and what blocks other machines: firewalls, tunnels, settings. Read from
+//! the system's files and programs; every value may be absent.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,10 +8,10 @@ use std::path::Path;
 
 use crate::machine::{ask, first_line};
 
-/// Where the kernel of Linux tells of devices.
+/// Folder of Linux's device information.
 const SYS: &str = "/sys";
 
-/// Beginnings of the names of tunnels.
+/// Name prefixes of tunnels.
 const TUNNELS: [&str; 9] = [
     "tun",
     "tap",
@@ -32,7 +32,7 @@ const NO_HARDWARE: &str = "65534";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Interface {
     pub name: String,
-    /// Largest packet in bytes, where the system says.
+    /// Largest packet in bytes, if the system reports it.
     pub mtu: Option<u32>,
     /// Whether it is a tunnel, such as that of a VPN.
     pub is_tunnel: bool,
@@ -66,7 +66,7 @@ fn mtu(sys: &Path, name: &str) -> Option<u32> {
     rest.split_whitespace().next()?.parse().ok()
 }
 
-/// Macs have tunnels of their own, `utun0` and on, which have no address of IPv4.
+/// macOS has its own tunnels, `utun0` and on, without an IPv4 address.
 fn is_tunnel(sys: &Path, name: &str, addresses: &[IpAddr]) -> bool {
     let kind = fs::read_to_string(sys.join("class/net").join(name).join("type"));
     let is_one = TUNNELS.iter().any(|tunnel| name.starts_with(tunnel));
@@ -74,33 +74,33 @@ fn is_tunnel(sys: &Path, name: &str, addresses: &[IpAddr]) -> bool {
     kind.is_ok_and(|kind| kind.trim() == NO_HARDWARE) || (is_one && is_used)
 }
 
-/// A program that may keep other machines away.
+/// A firewall that may block other machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Firewall {
     /// Ubuntu's.
     Ufw,
     /// Fedora's.
     Firewalld,
-    /// Rules of the kernel's that drop what no rule lets in.
+    /// nftables rules that drop packets by default.
     Nft,
     /// The application firewall of macOS.
     Mac,
 }
 
-/// The program of macOS that tells and sets its firewall.
+/// The macOS program that shows and sets its firewall.
 pub const SOCKETFILTERFW: &str = "/usr/libexec/ApplicationFirewall/socketfilterfw";
 
-/// A firewall that is on, and its rules as far as this user may see them.
+/// An active firewall, and its rules if this user may read them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Guard {
     /// Which.
     pub firewall: Firewall,
-    /// Its rules, `None` where only root sees them.
+    /// Its rules; `None` if only root may read them.
     pub rules: Option<String>,
 }
 
 impl Guard {
-    /// Whether a rule names this port; `None` where only root sees that.
+    /// Whether a rule names this port; `None` if only root may read the rules.
     pub fn names_port(&self, port: u16) -> Option<bool> {
         let rules = self.rules.as_ref()?;
         let number = port.to_string();
@@ -117,7 +117,7 @@ impl Guard {
     }
 }
 
-/// The firewall that is on, if any is.
+/// The active firewall, if there is one.
 pub fn firewall() -> Option<Guard> {
     if cfg!(target_os = "macos") {
         let state = first_line(SOCKETFILTERFW, &["--getglobalstate"])?;
@@ -149,27 +149,27 @@ fn has_ufw(settings: &str) -> bool {
     settings.lines().any(|line| line.trim() == "ENABLED=yes")
 }
 
-/// Whether a chain for what comes in drops what no rule lets in.
+/// Whether an input chain drops packets by default.
 fn drops_input(rules: &str) -> bool {
     let mut lines = rules.lines();
     lines.any(|line| line.contains("hook input") && line.contains("policy drop"))
 }
 
-/// How this machine's clock is kept.
+/// Synchronisation of this machine's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Clock {
-    /// By time servers.
+    /// Synchronised by time servers.
     Kept,
-    /// By nobody.
+    /// Not synchronised.
     Free,
-    /// By nobody that is known, and so many milliseconds off a time server.
+    /// Synchronisation unknown; this many milliseconds off a time server.
     Off(u64),
 }
 
-/// Offset of a Mac's clock that time servers keep it below, in milliseconds.
+/// Largest offset of a synchronised Mac's clock, in milliseconds.
 const KEPT_MS: u64 = 1000;
 
-/// How the clock is kept; `None` where the system does not say.
+/// Synchronisation of the clock; `None` if the system does not report it.
 pub fn clock() -> Option<Clock> {
     if cfg!(target_os = "macos") {
         return offset(&first_line("sntp", &["-t", "2", "time.apple.com"])?);
@@ -192,7 +192,7 @@ fn offset(line: &str) -> Option<Clock> {
     })
 }
 
-/// Ports of RDMA devices that carry nothing, such as `mlx5_0 port 1: DOWN` (Linux).
+/// RDMA ports without a link, such as `mlx5_0 port 1: DOWN` (Linux).
 pub fn idle_rdma_ports() -> Vec<String> {
     idle_rdma_ports_in(Path::new(SYS))
 }
@@ -214,7 +214,7 @@ fn idle_rdma_ports_in(sys: &Path) -> Vec<String> {
     idle
 }
 
-/// Thunderbolt devices at a cable that this machine does not let in, by their numbers (Linux).
+/// Connected Thunderbolt devices that this machine has not authorised, by their numbers (Linux).
 pub fn unauthorised_thunderbolt() -> Vec<String> {
     unauthorised_in(Path::new(SYS))
 }

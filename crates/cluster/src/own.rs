@@ -1,4 +1,4 @@
-//! This process: its program, its parent, and the signals that it is to ignore.
+//! This process: its program, its parent, and the signals that it must ignore.
 
 use std::ffi::c_int;
 use std::io;
@@ -9,17 +9,16 @@ use tempfile::TempDir;
 
 use crate::machine::own_status;
 
-/// Whether the parent wants a signal ignored, as `nohup` does; `false` where the system does not
-/// say.
+/// Whether the parent set a signal to ignored, as `nohup` does; `false` if the system does not
+/// report it.
 pub fn ignores(signal: c_int) -> bool {
     let mask = own_status("SigIgn").and_then(|mask| u64::from_str_radix(&mask, 16).ok());
     mask.is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
 }
 
-/// Ends this process when its parent is gone, however that ended. The parent holds the other end of
-/// standard input and writes nothing there. It started this process from a thread that lasts. On
-/// Linux that thread's end kills this process, because a stopped process does not see its input
-/// end.
+/// Ends this process after any end of its parent. The parent holds the other end of standard input
+/// and writes nothing there. It started this process from a long-lived thread: on Linux that
+/// thread's end kills this process, because a stopped process does not notice the end of its input.
 ///
 /// # Errors
 /// The system's error when it refuses the setting or a thread.
@@ -35,15 +34,15 @@ pub fn end_with_parent() -> io::Result<()> {
     thread.spawn(wait).map(drop)
 }
 
-/// This program, to start more processes of it. It is found although an update has put another file
-/// in its place, or removed it.
+/// The path of this program, to start more processes of it. Valid even after an update replaced or
+/// removed the file.
 ///
-/// On Linux this is the kernel's own link to the running program. Elsewhere it is a second name of
-/// the file, made the first time this is called. Where that cannot be had (the folder for temporary
-/// files is on another disk), it is the file itself.
+/// On Linux this is the kernel's own link to the running program. Elsewhere it is a hard link to
+/// the file, made at the first call. If that fails (the folder for temporary files is on another
+/// disk), it is the file itself.
 ///
 /// # Errors
-/// What the system says when it does not know the running program.
+/// The system does not know the running program.
 pub fn own_program() -> io::Result<PathBuf> {
     if cfg!(target_os = "linux") && Path::new(KERNELS_LINK).exists() {
         return Ok(KERNELS_LINK.into());
@@ -54,10 +53,10 @@ pub fn own_program() -> io::Result<PathBuf> {
     Ok(linked.as_ref().map_or(program, |(_, path)| path.clone()))
 }
 
-/// In a child before it runs anything else this is still the parent's program.
+/// In a forked child before `exec` this is still the parent's program.
 const KERNELS_LINK: &str = "/proc/self/exe";
 
-/// Another name of `program` in a folder of ours, which keeps its bytes.
+/// A hard link to `program` in a temporary folder, which keeps its bytes.
 fn second_name(program: &Path) -> io::Result<(TempDir, PathBuf)> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("paceline");

@@ -1,4 +1,4 @@
-//! Messages that were read and not taken yet, with a bound per sender.
+//! Queue of received messages, with a bound per sender.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -6,17 +6,17 @@ use std::time::Duration;
 
 use paceline_base::lock;
 
-/// Entries of a sender that are held: far more than a reader that does its work ever leaves.
+/// Most queued entries of a sender: far more than a working reader ever leaves.
 pub(crate) const ENTRIES_MAX: usize = 4096;
 
-/// Bytes of a sender that are held before no more is read: a longest line always fits.
+/// Queued bytes of a sender after which it is not read further: a longest line always fits.
 pub(crate) const BYTES_MAX: usize = crate::LINE_BYTES_MAX;
 
 /// A queue with several senders, in order of arrival.
 ///
-/// The queue itself refuses nothing: the reader of a socket asks [`Queue::is_full`] before it reads
-/// on, so that a flood stays in the sender's process. A sender may therefore be over its bound by
-/// what one read brings.
+/// The queue itself refuses nothing: the reader of a socket checks [`Queue::is_full`] before it
+/// reads more, so that a flood stays in the sender's process. A sender may therefore exceed its
+/// bound by one read.
 #[derive(Debug)]
 pub(crate) struct Queue<E> {
     inner: Mutex<Inner<E>>,
@@ -58,7 +58,7 @@ impl<E> Queue<E> {
         }
     }
 
-    /// Appends a message that takes `bytes`; drops it when the sender is muted.
+    /// Appends a message of `bytes` bytes; drops it if the sender is muted.
     pub(crate) fn push(&self, sender: usize, bytes: usize, content: E) {
         let mut inner = self.lock();
         let held = &mut inner.senders[sender];
@@ -75,7 +75,7 @@ impl<E> Queue<E> {
         self.filled.notify_one();
     }
 
-    /// Appends what has to arrive, muted or not. For what comes a bounded number of times.
+    /// Appends an entry that must arrive, even if muted. For entries of a bounded number.
     pub(crate) fn push_verdict(&self, sender: usize, content: E) {
         let mut inner = self.lock();
         inner.senders[sender].entries += 1;
@@ -87,8 +87,8 @@ impl<E> Queue<E> {
         self.filled.notify_one();
     }
 
-    /// Takes the oldest entry, waiting for one up to `timeout` or a [`wake`](Self::wake). True
-    /// with it: its sender was full before, and is not any more.
+    /// Takes the oldest entry, waiting for one up to `timeout` or a [`wake`](Self::wake). Returns
+    /// true with it if this made room for its sender, which was full before.
     pub(crate) fn pop(&self, timeout: Duration) -> Option<(E, bool)> {
         let empty = |inner: &mut Inner<E>| inner.entries.is_empty() && !inner.woken;
         let waited = self.filled.wait_timeout_while(self.lock(), timeout, empty);
@@ -103,13 +103,13 @@ impl<E> Queue<E> {
         Some((entry.content, room))
     }
 
-    /// Has a [`pop`](Self::pop) that waits, or the next one on an empty queue, return at once.
+    /// Makes a waiting [`pop`](Self::pop), or the next one on an empty queue, return at once.
     pub(crate) fn wake(&self) {
         self.lock().woken = true;
         self.filled.notify_one();
     }
 
-    /// Forgets a sender's entries and that it was muted: another one takes its place.
+    /// Drops a sender's entries and unmutes it, for a new process of its rank.
     pub(crate) fn reset(&self, sender: usize) {
         let mut inner = self.lock();
         inner.entries.retain(|entry| entry.sender != sender);
@@ -126,7 +126,7 @@ impl<E> Queue<E> {
         self.lock().senders[sender].muted
     }
 
-    /// Whether the sender has to wait.
+    /// Whether the sender must wait.
     pub(crate) fn is_full(&self, sender: usize) -> bool {
         self.lock().senders[sender].is_full()
     }

@@ -1,4 +1,5 @@
-//! Rights that child processes give up for good: Landlock and seccomp on Linux, nothing elsewhere.
+//! Sandbox: rights that child processes drop for good. Landlock and seccomp on Linux, nothing
+//! elsewhere.
 //!
 //! ```text
 //!                      files                            system calls
@@ -6,24 +7,24 @@
 //!                      and below folders that are named
 //! Sandbox::Template    none but /dev/null               besides: no programs, no sockets
 //! ```
-//! Both set `no_new_privs`: no program that they start gets more rights than they have. A kernel
-//! that lacks Landlock or seccomp enforces what it can, and [`Enforced`] says what that is.
+//! Both set `no_new_privs`: programs that they start get no more rights than they have. A kernel
+//! without Landlock or seccomp enforces what it can; [`Enforced`] reports it.
 //!
 //! **Workers share one domain.** A process in a Landlock domain cannot look into a process outside
-//! of it or in another one. So ranks with a domain each could not open each other's shared memory
-//! or read lent memory (`process_vm_readv`). A domain belongs to a thread and is inherited. The
-//! monitor thread of [`Workers`](crate::workers::Workers) enters it once, before it starts
-//! children. They all share it, and the parent's other threads keep their rights.
+//! of it or in another one. So ranks in separate domains could not open each other's shared memory
+//! or use single-copy transfers (`process_vm_readv`). A domain belongs to a thread and is
+//! inherited. The monitor thread of [`Workers`](crate::workers::Workers) enters it once, before it
+//! starts children. They all share it, and the parent's other threads keep their rights.
 
 use std::path::PathBuf;
 
 /// Rights that a process keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sandbox {
-    /// A rank of a model: reads files, computes, speaks with other ranks over memory, sockets and
-    /// devices.
+    /// A rank of a model: reads files, computes, communicates with other ranks over memory, sockets
+    /// and devices.
     Worker,
-    /// The interpreter of a template: reads and writes what it has open already.
+    /// The interpreter of a template: reads and writes only already open files.
     Template,
 }
 
@@ -36,7 +37,7 @@ pub struct Enforced {
     pub calls: bool,
 }
 
-/// How far a rule holds.
+/// How much of a rule is enforced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
     Full,
@@ -46,19 +47,18 @@ pub enum Level {
 }
 
 impl Sandbox {
-    /// Gives the rights up, for this thread and all that it starts from now on.
+    /// Drops the rights, for this thread and everything that it starts from now on.
     pub fn enter(self) -> Enforced {
         self.enter_with(&[])
     }
 
-    /// As [`enter`](Self::enter); a worker may write below the folders `writable` too, as far as
-    /// these are there.
+    /// As [`enter`](Self::enter); a worker may also write below the folders `writable` that exist.
     pub fn enter_with(self, writable: &[PathBuf]) -> Enforced {
         system::enter(self, writable)
     }
 
-    /// Dry run: the rules that [`enter`](Self::enter) would enforce here, tried on a thread that
-    /// ends.
+    /// Dry run: the rules that [`enter`](Self::enter) would enforce here, tested on a temporary
+    /// thread.
     pub fn tried(self) -> Enforced {
         let thread = std::thread::Builder::new().spawn(move || self.enter());
         thread
@@ -93,7 +93,8 @@ mod system {
 
     use super::{Enforced, Level, Sandbox};
 
-    /// The newest rules that this code asks for (Linux 6.12); an older kernel takes what it knows.
+    /// The newest rules that this code uses (Linux 6.12); an older kernel applies those it
+    /// supports.
     const RULES: ABI = ABI::V6;
 
     /// Where workers may write: devices, shared memory (`/dev/shm`), and sockets and caches of GPU
@@ -140,7 +141,7 @@ mod system {
             .restrict_self()
     }
 
-    /// Calls that manage the machine, or look into processes as a debugger does.
+    /// Calls that manage the machine, or inspect processes as a debugger does.
     const MANAGING: [libc::c_long; 22] = [
         libc::SYS_acct,
         libc::SYS_add_key,
@@ -166,7 +167,7 @@ mod system {
         libc::SYS_userfaultfd,
     ];
 
-    /// Calls by which a program reaches others: it starts, looks into or speaks with them.
+    /// Calls by which a program starts, inspects or communicates with others.
     const REACHING: [libc::c_long; 13] = [
         libc::SYS_accept,
         libc::SYS_accept4,
@@ -191,7 +192,7 @@ mod system {
         MANAGING.iter().chain(more).copied().collect()
     }
 
-    /// Has `calls` fail with EPERM; `None` where that cannot be had.
+    /// Makes `calls` fail with EPERM; `None` if the kernel does not support it.
     fn forbid(calls: &[libc::c_long]) -> Option<()> {
         let rules: BTreeMap<i64, _> = calls.iter().map(|call| (*call, Vec::new())).collect();
         let refuse = SeccompAction::Errno(libc::EPERM.unsigned_abs());
@@ -209,12 +210,12 @@ mod system {
 
         use super::*;
 
-        /// Result of `run` on a thread of its own, which has ended on return.
+        /// Runs `run` on a temporary thread; returns its result after the thread has ended.
         fn apart<T: Send>(run: impl FnOnce() -> T + Send) -> T {
             thread::scope(|scope| scope.spawn(run).join().unwrap())
         }
 
-        /// Whether this kernel has both; tests of what it lacks are skipped by name.
+        /// Whether this kernel has both; tests of missing features are skipped by name.
         fn can(test: &str) -> bool {
             let enforced = Sandbox::Template.tried();
             let can = enforced.files != Level::Nothing && enforced.calls;

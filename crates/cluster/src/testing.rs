@@ -4,11 +4,11 @@ use paceline_process::processes::{LINE_TEXT_BYTES_MAX, Lines};
 
 use crate::wire::{Assembler, decode};
 
-/// Most bytes that are read. Enough for several messages and lines; each is cut and read again.
+/// Most bytes parsed. Enough for several messages and lines.
 const SHORT: usize = 4096;
 
-/// Reads `bytes` as what a child sends and prints, in two pieces: whatever they are, this returns,
-/// and where they are cut changes nothing.
+/// Parses `bytes` as a child's messages and output, in two pieces. Returns for any input, and
+/// asserts that the place of the cut does not matter.
 pub fn parse_children(bytes: &[u8]) {
     let bytes = &bytes[..bytes.len().min(SHORT)];
     for cut in [0, bytes.len() / 2, bytes.len()] {
@@ -21,7 +21,7 @@ pub fn parse_children(bytes: &[u8]) {
     lines.finish(check);
 }
 
-/// Lines of the control channel that are messages, and how many there are.
+/// Numbers of messages and of lines on the control channel.
 fn messages((first, second): (&[u8], &[u8])) -> (usize, usize) {
     let (mut all, mut understood) = (0, 0);
     let mut each = |line: Vec<u8>| {

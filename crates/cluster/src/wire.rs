@@ -1,7 +1,7 @@
-//! The control channel's format: one JSON value a line, and empty lines as signs of life.
+//! The control channel's format: one JSON value a line, and empty lines as heartbeats.
 //!
-//! No JSON value is empty and compact JSON has no newline, so an empty line can be nothing but a
-//! beat. Depth is bounded by `serde_json` (128 levels), length by [`LINE_BYTES_MAX`].
+//! No JSON value is empty and compact JSON has no newline, so an empty line is always a heartbeat.
+//! Depth is bounded by `serde_json` (128 levels), length by [`LINE_BYTES_MAX`].
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -13,20 +13,20 @@ use crate::{Error, Garbage};
 
 /// Longest line in bytes, without its newline: 64 MiB.
 ///
-/// A prompt of a million tokens is 7 MB as JSON numbers, and a text of that length about as much;
-/// the rest is room.
+/// A prompt of a million tokens is 7 MB as JSON numbers, and its text about as much; the rest is
+/// reserve.
 pub const LINE_BYTES_MAX: usize = 64 << 20;
 
-/// How often a child says that it lives. This is seven times in the default 1.5 s of silence that a
-/// parent bears. So no scheduling hiccup of a busy machine looks like death. Costs one byte each.
+/// Heartbeat interval of a child: seven heartbeats in the default limit of 1.5 s of silence, so
+/// that a scheduling delay of a busy machine does not look like a death. Costs one byte each.
 pub const BEAT: Duration = Duration::from_millis(200);
 
 pub(crate) const BEAT_LINE: &[u8] = b"\n";
 
-/// Bytes of foreign text that an error shows: one line of a terminal.
+/// Most bytes of foreign text in an error: one line of a terminal.
 const EXCERPT_BYTES: usize = 60;
 
-/// Bytes of a decoder's complaint that an error shows: it quotes the offending value in full.
+/// Most bytes of a decoder's message in an error: it quotes the offending value in full.
 const REASON_BYTES: usize = 160;
 
 /// The line of a message, its newline included.
@@ -58,7 +58,7 @@ pub(crate) fn decode<T: DeserializeOwned>(line: &[u8]) -> Result<T, Garbage> {
     })
 }
 
-/// The beginning of `bytes` in quotes, and how many there are when that is not all.
+/// The beginning of `bytes` in quotes, and their number if it is truncated.
 fn shorten(bytes: &[u8]) -> String {
     let shown = &bytes[..bytes.len().min(EXCERPT_BYTES)];
     let quoted = format!("\"{}\"", shown.escape_ascii());
@@ -72,7 +72,7 @@ fn shorten_text(text: &str) -> String {
     if text.len() <= REASON_BYTES {
         return text.to_owned();
     }
-    // The end of serde's sentence says what was expected and where; keep both ends.
+    // The end of serde's message has the expected type and the position, so both ends are kept.
     let (head, tail) = (REASON_BYTES * 2 / 3, REASON_BYTES / 3);
     let head = text.floor_char_boundary(head);
     let tail = text.ceil_char_boundary(text.len() - tail);
@@ -96,7 +96,7 @@ impl Write for Bounded {
     }
 }
 
-/// Puts lines together from the pieces that a socket gives.
+/// Assembles lines from the pieces read from a socket.
 #[derive(Debug)]
 pub(crate) struct Assembler {
     partial: Vec<u8>,
@@ -112,11 +112,11 @@ impl Assembler {
         }
     }
 
-    /// Takes the next piece and gives every line that it completes, without its newline and
-    /// without beats. Holds at most one line. Cost: one pass over `piece`.
+    /// Takes the next piece and returns every line that it completes, without its newline and
+    /// without heartbeats. Buffers at most one line. Cost: one pass over `piece`.
     ///
     /// # Errors
-    /// [`Garbage::TooLong`]: later lines cannot be told apart any more.
+    /// [`Garbage::TooLong`]: later line boundaries are lost.
     pub(crate) fn feed(
         &mut self,
         piece: &[u8],
@@ -243,7 +243,7 @@ mod tests {
     }
 
     proptest! {
-        /// However the socket cuts them, the lines are the same, and beats are no lines.
+        /// The lines are the same for any cut of the stream, and heartbeats are no lines.
         #[test]
         fn cuts_do_not_matter(bytes in "[ab\n]{0,40}", size in 1_usize..7) {
             let mut assembler = Assembler::new();

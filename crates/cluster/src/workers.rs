@@ -1,30 +1,31 @@
 //! The parent's side: starts, watches and ends child processes, which are the ranks of one group.
 //!
-//! Promises when something dies:
+//! Guarantees when a process dies:
 //!
 //! - **A child ends, is killed or crashes:** [`Event::Exited`] at once, after its last messages.
-//!   Its end of the channel closes; a look every 50 ms finds it when somebody holds that open.
+//!   Its end of the channel closes; a poll every 50 ms detects it if another process holds that
+//!   open.
 //! - **A child is stopped or starved:** [`Event::Silent`] after [`Limits::silence`] without a byte.
 //!   Before its first byte, a child that is not found stopped has [`Limits::start`].
-//! - **A child sends what is no message:** [`Event::Garbled`], the last word of its channel.
+//! - **A child sends an invalid message:** [`Event::Garbled`], the last event of its channel.
 //! - **A child does not read:** [`Error::Stuck`] from `send` after [`Limits::write`].
-//! - **A child sends faster than anybody takes:** it waits, and is not called silent for that.
-//! - **The parent ends, however:** so do all children, by the end of their channel, and on Linux by
-//!   a signal from the kernel besides.
-//! - **The parent is suspended and resumed:** nothing. Only the monitor's waking time counts as
+//! - **A child sends faster than the caller receives:** it waits, and does not count as silent.
+//! - **The parent ends, for any reason:** so do all children, by the end of their channel, and on
+//!   Linux also by a signal from the kernel.
+//! - **The parent is suspended and resumed:** no event. Only the monitor's awake time counts as
 //!   silence.
 //!
-//! After a failure the others still run. The caller decides about them, usually by
+//! After a failure the other children still run. The caller decides about them, usually by
 //! [`Workers::stop`].
 //!
 //! **The terminal.** Children have no terminal among their standard streams: input is the channel,
 //! output is `/dev/null`, errors are a pipe. They are not in its foreground group either
-//! ([`Process`](paceline_process::processes::Process) says why). They cannot leave it in a strange
-//! state, so there is nothing to restore when they are killed.
+//! ([`Process`](paceline_process::processes::Process) says why). They cannot change its state, so
+//! there is nothing to restore when they are killed.
 //!
-//! A thread of its own, the *monitor*, starts all children, reads from them, counts their silence
-//! and reaps them. A second one calls the sink for their lines, so that a terminal that does not
-//! scroll holds up nothing else.
+//! One thread, the *monitor*, starts all children, reads from them, measures their silence and
+//! reaps them. A second one calls the sink for their lines, so that a blocked terminal delays
+//! nothing else.
 
 mod clock;
 mod monitor;
@@ -53,14 +54,14 @@ use crate::wire::{decode, encode};
 use crate::{Error, Garbage};
 use monitor::Monitor;
 
-/// Longest wait for the monitor to change a child: it waits 2 s at most for the old one to end. A
+/// Longest wait for the monitor to change a child: it waits at most 2 s for the old one to end. A
 /// monitor that has ended never answers.
 const ORDER_LIMIT: Duration = Duration::from_secs(5);
 
-/// Takes whole lines of standard error, without their newline. May block.
+/// Receives whole lines of standard error, without their newline. May block.
 pub type LineSink = Box<dyn FnMut(Rank, &str) + Send>;
 
-/// The program to start, and how.
+/// Specification of the child processes.
 pub struct Spec {
     /// The program, a path or a name to look up.
     pub program: PathBuf,
@@ -68,18 +69,17 @@ pub struct Spec {
     pub args: Vec<Vec<OsString>>,
     /// Variables to set on top of this process's environment, for all ranks.
     pub env: Vec<(OsString, OsString)>,
-    /// Whether children get none of this process's environment, but `env` alone.
+    /// Whether children get only `env` and nothing of this process's environment.
     pub env_alone: bool,
-    /// How long things may take.
+    /// Time limits.
     pub limits: Limits,
     /// Sandbox that all children share and none can leave; `None` by default.
     pub sandbox: Option<Sandbox>,
-    /// Folders below which children may write in their sandbox, beside what it allows itself; as
-    /// far
-    /// as they are there when children are started.
+    /// Further folders below which children may write in their sandbox. Only folders that exist
+    /// when children start count.
     pub writable: Vec<PathBuf>,
-    /// Where lines of standard error go; nowhere without. The last are kept for
-    /// [`Event::Exited`] in any case.
+    /// Receives lines of standard error, if given. The last lines are kept for [`Event::Exited`] in
+    /// any case.
     pub on_line: Option<LineSink>,
 }
 
@@ -109,11 +109,11 @@ impl fmt::Debug for Spec {
     }
 }
 
-/// How long things may take.
+/// Time limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// From the start of a process to its first byte. Default 10 s: a system may check a program
-    /// that it sees for the first time, on a disk that is cold.
+    /// From the start of a process to its first byte. Default 10 s: a system may scan a new
+    /// program, on a cold disk.
     pub start: Duration,
     /// Between two bytes of a process. Default 1.5 s, so that a failure is reported within 2 s;
     /// at least several times [`BEAT`](crate::BEAT).
@@ -150,22 +150,22 @@ pub enum Event<T> {
         /// The last lines of its standard error, oldest first.
         tail: Vec<String>,
     },
-    /// Nothing came from it for longer than allowed. Comes again only when it was heard between.
+    /// It was silent for longer than allowed. Repeated only after it sent something in between.
     Silent {
         /// The silent rank.
         rank: Rank,
         /// For how long.
         silence: Duration,
     },
-    /// It sent what is not a message. Nothing more is read from it, and of its events only
-    /// [`Event::Exited`] will come.
+    /// It sent an invalid message. Nothing more is read from it; its only later event is
+    /// [`Event::Exited`].
     Garbled {
         /// The rank that sent it.
         rank: Rank,
-        /// The bytes that came.
+        /// The received bytes.
         garbage: Garbage,
     },
-    /// Its machine is out of reach. Never of a child: for crews that span machines.
+    /// Its machine is unreachable. Never sent for a child: for workers on several machines.
     Gone {
         /// The lost rank.
         rank: Rank,
@@ -211,9 +211,9 @@ impl<T> fmt::Display for Event<T> {
     }
 }
 
-/// The line of a child's `tail` that says best why it ended. A line that memory could not be had
-/// comes first: behind it Rust's runtime prints a backtrace or a note about one. Else it is the
-/// last line.
+/// The line of a child's `tail` that best explains its end. A failed memory allocation has
+/// priority: after it Rust's runtime prints a backtrace or a note about one. Else it is the last
+/// line.
 pub fn last_words(tail: &[String]) -> Option<&str> {
     let memory = |line: &&String| line.contains("memory allocation of");
     let line = tail.iter().find(memory).or_else(|| tail.last());
@@ -224,7 +224,7 @@ pub fn last_words(tail: &[String]) -> Option<&str> {
 ///
 /// All methods may be called from any thread. Dropping it kills and reaps what still runs.
 pub struct Workers<To, From> {
-    /// Channel and process id by rank, of the child that has the rank now.
+    /// Channel and process id of each rank's current child.
     children: Mutex<Vec<Child>>,
     count: u32,
     queue: Arc<Queue<Report>>,
@@ -256,7 +256,7 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
         });
         let (started, start) = sync_channel(1);
         let (reports, look) = (Arc::clone(&queue), Arc::clone(&orders));
-        // The thread that starts children has to live as long as they do: see `Process::start`.
+        // The thread that starts children must live as long as they do: see `Process::start`.
         let run = move || match Monitor::start(spec, reports, look, wake) {
             Ok(mut monitor) => {
                 let _ = started.send(Ok(monitor.children()));
@@ -278,13 +278,12 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
         })
     }
 
-    /// Sends a message. Waits for the child to read at most [`Limits::write`]; a child that reads
-    /// takes it at once.
+    /// Sends a message. Waits at most [`Limits::write`] for the child to read it.
     ///
     /// # Errors
-    /// [`Error::Stuck`] and [`Error::Closed`]: the child is of no use any more. After `Closed` an
-    /// event tells its end and the reason within seconds, so a caller does best to wait for that.
-    /// [`Error::TooLong`], [`Error::Unencodable`], [`Error::NoSuchRank`]: nothing was sent.
+    /// [`Error::Stuck`] and [`Error::Closed`]: the child is lost. After `Closed` an event with its
+    /// end and reason follows within seconds, so a caller should wait for that. [`Error::TooLong`],
+    /// [`Error::Unencodable`], [`Error::NoSuchRank`]: nothing was sent.
     pub fn send(&self, rank: Rank, message: &To) -> Result<(), Error> {
         let channel = lock(&self.children)
             .get(rank.0 as usize)
@@ -306,7 +305,7 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
             return Some(match report {
                 Report::Line { rank, line } => {
                     if self.queue.is_muted(rank.0 as usize) {
-                        continue; // read before its rank was found to be garbled
+                        continue; // read before its rank was garbled
                     }
                     match decode(&line) {
                         Ok(message) => Event::Message { rank, message },
@@ -325,19 +324,19 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
 }
 
 impl<To, From> Workers<To, From> {
-    /// How many ranks there are.
+    /// Number of ranks.
     pub const fn count(&self) -> u32 {
         self.count
     }
 
-    /// Process ids by rank, for reports; one that has exited may be another's by now.
+    /// Process ids by rank, for reports; the id of an exited child may be reused.
     pub fn ids(&self) -> Vec<u32> {
         lock(&self.children).iter().map(|(_, id)| *id).collect()
     }
 
-    /// Kills what is left of a rank's child and starts another one in its place. After it returns,
-    /// every event of the rank is the new child's; events of the old one that were not taken are
-    /// dropped. Blocks until the old child is reaped, 2 s at most.
+    /// Kills a rank's child and starts another one in its place. After it returns, every event of
+    /// the rank is the new child's; unread events of the old one are dropped. Blocks until the old
+    /// child is reaped, at most 2 s.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Start`] and [`Error::Resource`]: the rank has no child then;
@@ -351,14 +350,14 @@ impl<To, From> Workers<To, From> {
         Ok(())
     }
 
-    /// Kills a rank's child, without an event; events that were not taken are dropped. Blocks until
-    /// it is reaped, 2 s at most. Nothing happens for a rank that there is not.
+    /// Kills a rank's child, without an event; drops unread events. Blocks until it is reaped, at
+    /// most 2 s. Does nothing for an unknown rank.
     pub fn kill(&self, rank: Rank) {
         let _seats = lock(&self.children); // one order at a time
-        let _ = self.order(rank, Change::Kill); // an error says that it is gone
+        let _ = self.order(rank, Change::Kill); // an error means that it is gone
     }
 
-    /// Has the monitor change a rank's child, and waits for it.
+    /// Makes the monitor change a rank's child, and waits for it.
     fn order(&self, rank: Rank, change: Change) -> Result<Option<Child>, Error> {
         let size = self.count;
         if rank.0 >= size {
@@ -378,20 +377,20 @@ impl<To, From> Workers<To, From> {
             .map_err(|_| Error::Closed { rank })?
     }
 
-    /// Has a [`recv`](Self::recv) that waits, or the next one, return without an event.
+    /// Makes a waiting [`recv`](Self::recv), or the next one, return without an event.
     pub fn wake(&self) {
         self.queue.wake();
     }
 
     /// Ends all children and reaps them.
     ///
-    /// First it closes their channels, which a child with a [`Control`](crate::Control) obeys at
-    /// once. SIGTERM follows after half of `grace`, and SIGKILL after `grace`. Children that are
-    /// silent get SIGKILL at once.
+    /// First it closes their channels, after which a child with a [`Control`](crate::Control) exits
+    /// at once. SIGTERM follows after half of `grace`, and SIGKILL after `grace`. Silent children
+    /// get SIGKILL at once.
     ///
-    /// Returns when none is left, after `grace` and the few milliseconds that the kernel takes. A
-    /// process that the kernel cannot end is given up after 5 s. Events that are not taken stay,
-    /// endings are added. A second call waits for the first.
+    /// Returns when none is left, after `grace` and the few milliseconds that the kernel takes. It
+    /// abandons a process that the kernel cannot end after 5 s. Unread events stay, exits are
+    /// added. A second call waits for the first.
     pub fn stop(&self, grace: Duration) {
         lock(&self.orders.stop).get_or_insert(grace);
         self.orders.wake();
@@ -449,7 +448,7 @@ enum Change {
     Replace,
 }
 
-/// A change of one rank's child, and where the caller waits for it.
+/// A change of one rank's child, and the channel on which the caller waits.
 #[derive(Debug)]
 struct Order {
     rank: Rank,
@@ -461,16 +460,16 @@ struct Order {
 #[derive(Debug)]
 struct Orders {
     waker: UnixStream,
-    /// The grace, once all are to end.
+    /// The grace period, once all must end.
     stop: Mutex<Option<Duration>>,
     /// At most one at a time: its caller waits.
     change: Mutex<Option<Order>>,
 }
 
 impl Orders {
-    /// Has the monitor look again now.
+    /// Wakes the monitor.
     fn wake(&self) {
-        // When the socket is full, the monitor has enough to wake up for.
+        // A full socket wakes the monitor anyway.
         let _ = (&self.waker).write(&[0]);
     }
 

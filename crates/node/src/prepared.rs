@@ -219,7 +219,7 @@ impl Prepared {
             engine: EngineConfig {
                 cache_positions: self.engine.context,
                 max_running: 1, // so it gives pages away that it has read before
-                max_waiting: UNDER_WAY_MAX + 1, // one that was cancelled may be there still
+                max_waiting: UNDER_WAY_MAX + 1, // a cancelled one may still be queued
                 drafts: 0,
                 ..self.engine.clone()
             },

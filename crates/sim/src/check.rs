@@ -1,13 +1,13 @@
-//! Checks of a run: states that must never be, and the state that must be in the end.
+//! Checks of a run: safety (states that must never occur) and liveness (the required final state).
 //!
-//! *Never*: a node runs an instance of an older epoch than it ran before (`world` looks at each
-//! step).
+//! *Safety*: a node never runs an instance of an older epoch than it ran before (`world` checks
+//! each step).
 //!
-//! *In the end*, twenty seconds after the last fault, four things hold. All living nodes have equal
-//! maps. They see exactly the living as alive, or for a moment suspect. Each wanted instance runs
-//! at exactly one node, and answers; no unwanted one runs.
+//! *Liveness*: twenty seconds after the last fault, all live nodes have equal maps. They see
+//! exactly the live nodes as alive, or briefly as suspect. Each loaded instance runs on exactly one
+//! node, and answers; no unloaded one runs.
 //!
-//! `serving` says what must never be of answers.
+//! `serving` has the safety checks of answers.
 
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::{InstanceId, Key};
@@ -36,7 +36,7 @@ pub(crate) fn is_settled(world: &World) -> bool {
             })
 }
 
-/// Looks at the world after its last event.
+/// Checks the world after its last event.
 pub(crate) fn in_the_end(world: &mut World) {
     let mut found = lives(world);
     found.extend(maps(world));
@@ -91,7 +91,7 @@ fn instances(world: &World) -> Vec<String> {
     found
 }
 
-/// Faults that clients and supervisors see.
+/// Violations that clients and supervisors see.
 fn answers(world: &World) -> Vec<String> {
     let has_to_run = |id: &&InstanceId| expected(world, id) == Some(1);
     let wanted = world.wanted.iter().filter(has_to_run).copied().collect();
@@ -101,8 +101,8 @@ fn answers(world: &World) -> Vec<String> {
     })
 }
 
-/// At how many nodes an instance has to run. Nothing is expected of what was only ever said to a
-/// node that is dead and told nobody: it is on that node's disk.
+/// On how many nodes an instance must run. `None` if the only node that received the request is
+/// dead and sent it to no other: it is on that node's disk.
 fn expected(world: &World, id: &InstanceId) -> Option<usize> {
     let members = world.nodes.iter().filter_map(|node| node.member.as_ref());
     let mut known = members.filter_map(|member| member.map().register(&Key::Instance(*id)));

@@ -1,10 +1,9 @@
-//! Simulates whole clusters from a seed, in virtual time.
+//! Deterministic simulation of whole clusters from a seed, in virtual time.
 //!
-//! A [`Scenario`] is drawn from a seed. It says how many nodes there are, when links are slow,
-//! lossy or cut, and how wrong the nodes' clocks are. It also says when nodes crash, start again
-//! and are told what to run. [`run`] plays it over the same
-//! [`Member`](paceline_cluster::nodes::Member) that nodes run, 60 virtual seconds in milliseconds.
-//! It returns what was violated. One seed always gives the same run.
+//! A [`Scenario`] is drawn from a seed: the number of nodes, slow, lossy and cut links, clock skew,
+//! crashes, restarts, and users' loads and unloads. [`run`] plays it on the same
+//! [`Member`](paceline_cluster::nodes::Member) that nodes run, 60 virtual seconds in milliseconds,
+//! and returns the violations. A seed always gives the same run.
 //!
 //! ```
 //! let outcome = paceline_sim::run(&paceline_sim::Scenario::of(7));
@@ -12,13 +11,13 @@
 //! ```
 //!
 //! - [`scenario`]: faults and their times.
-//! - [`serving`]: supervisors, workers, entries and clients of the instances.
+//! - [`serving`]: supervisors, workers, ingress and clients of the instances.
 //! - [`world`]: nodes, links and the queue of events.
-//! - [`check`]: states that must never be, and the state that must be in the end.
+//! - [`check`]: safety and liveness checks.
 //!
-//! Played: membership, the map, dialling, ownership of instances, the supervisors that nodes run,
-//! and what workers and clients do. Not played: bytes of sessions, which have tests of their own,
-//! and what workers compute.
+//! Simulated: membership, the map, dialling, ownership of instances, the supervisors that nodes
+//! run, workers and clients. Not simulated: bytes of sessions, which have their own tests, and the
+//! workers' computation.
 
 mod check;
 mod scenario;

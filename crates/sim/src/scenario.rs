@@ -1,4 +1,4 @@
-//! The course of a run, drawn from a seed.
+//! Scenarios: the faults of a run and their times, drawn from a seed.
 
 use std::time::Duration;
 
@@ -22,34 +22,34 @@ impl Random {
         self.next() % bound
     }
 
-    /// In thousandths.
+    /// True with a probability of `per_mille` thousandths.
     pub(crate) const fn chance(&mut self, per_mille: u64) -> bool {
         self.below(1000) < per_mille
     }
 }
 
-/// Something that happens to nodes or the network.
+/// A fault of nodes or the network, or a user's command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The process of a node ends without a word; its saved state stays.
+    /// The process of a node ends without notice; its saved state stays.
     Crash(usize),
-    /// A node hands on what it owns or computes; it ends some seconds later.
+    /// A node drains: it hands over its instances and ends some seconds later.
     Leave(usize),
-    /// It starts again.
+    /// A node starts again.
     Start(usize),
-    /// The network falls apart: nodes with a set bit reach only each other.
+    /// The network partitions: nodes with a set bit reach only each other.
     Split(u64),
-    /// Nothing of one node reaches another, in this direction only.
+    /// A one-way partition: messages from one node do not reach another.
     Deaf(usize, usize),
     /// The network is whole again.
     Heal,
-    /// Somebody at this node wants an instance over that many nodes.
+    /// A user loads an instance at this node, over that many nodes.
     Load(usize, usize),
-    /// Somebody at this node wants the oldest instance no more.
+    /// A user unloads the oldest instance at this node.
     Unload(usize),
 }
 
-/// A fault and when it comes.
+/// A fault and its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Happening {
     /// Virtual time.
@@ -57,21 +57,21 @@ pub struct Happening {
     pub fault: Fault,
 }
 
-/// All that a run is made of.
+/// All inputs of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scenario {
-    /// The seed that it was drawn from, and that the run's own randomness starts with.
+    /// The seed of the scenario and of the run's own randomness.
     pub seed: u64,
     pub nodes: usize,
-    /// How long it is played; nothing bad happens in the last third.
+    /// Length of the run; the last third has no faults.
     pub length: Duration,
     /// Messages and attempts to connect that are lost, in thousandths.
     pub loss_per_mille: u64,
     /// Messages that arrive twice, in thousandths.
     pub twice_per_mille: u64,
-    /// Shortest and longest way of a message.
+    /// Least and greatest delay of a message.
     pub delay: (Duration, Duration),
-    /// How far the wall clock of each node is ahead, in milliseconds.
+    /// Skew of each node's wall clock, in milliseconds ahead.
     pub skew_ms: Vec<u64>,
     /// The faults and their times, in order.
     pub happenings: Vec<Happening>,
@@ -98,7 +98,7 @@ impl Scenario {
         scenario
     }
 
-    /// `nodes` that start together, and nothing else.
+    /// `nodes` nodes that start together, without faults.
     pub fn quiet(seed: u64, nodes: usize, length: Duration) -> Self {
         Self {
             nodes,
@@ -112,7 +112,7 @@ impl Scenario {
         }
     }
 
-    /// Up to a dozen faults in the first two thirds, then the network heals and all nodes live.
+    /// Up to a dozen faults in the first two thirds; then the network heals and all nodes live.
     fn draw(&mut self, random: &mut Random) {
         let calm = self.length * 2 / 3;
         let nodes = self.nodes as u64;
@@ -148,7 +148,7 @@ impl Scenario {
         }
         let calm_ms = calm.as_millis() as u64;
         add(calm_ms, Fault::Heal);
-        // One may stay down for good: the others must get along without it.
+        // One may stay down for good: the others must work without it.
         let dead = random.chance(300).then(|| random.below(nodes));
         for node in (0..nodes).filter(|node| Some(*node) != dead) {
             add(calm_ms, Fault::Start(node as usize));

@@ -1,9 +1,9 @@
-//! Nodes, links and the queue of events.
+//! The simulated world: nodes, links and the event queue.
 //!
-//! A link is a session: messages over it are delayed, lost or repeated, and so overtake each other,
-//! which a real session's do not. It breaks when either end crashes or gives it up. Attempts to
-//! connect take a message each way. A split network keeps links, as a pulled cable does: nothing
-//! passes, until one side gives up.
+//! A link is a session. Its messages are delayed, lost, repeated and reordered, which is harsher
+//! than a real session. It breaks when either end crashes or closes it. An attempt to connect takes
+//! a message each way. A partition keeps links, like a pulled cable: no message passes, until one
+//! side gives up.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -19,39 +19,39 @@ use crate::check;
 use crate::scenario::{Fault, Random, Scenario};
 use crate::serving::{self, Later, Net, Serving};
 
-/// When the clocks of all nodes start, plus their skew: any time will do.
+/// Start time of all clocks, before their skew; arbitrary.
 const WALL_MS: u64 = 1_800_000_000_000;
 
-/// How long a node that has just started waits before it owns what its saved map says: others may
-/// have taken over meanwhile.
+/// How long a restarted node waits before it owns the instances of its saved map: others may have
+/// taken over.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The outcome of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// Violations, in the order in which they were seen; none if all is as it should be.
+    /// Violations, in order of detection; empty for a correct run.
     pub violations: Vec<String>,
-    /// Events that were played.
+    /// Number of simulated events.
     pub events: u64,
-    /// A number that stands for all that happened: equal for equal runs.
+    /// A hash of all events: equal for equal runs.
     pub trace: u64,
     /// Instances that a successor took over.
     pub takeovers: u64,
-    /// Instances that a node handed on before it went.
+    /// Instances that a draining node handed over.
     pub moves: u64,
     /// When all nodes first saw all others alive, with equal maps.
     pub settled: Option<Duration>,
-    /// Answers of instances that clients got whole.
+    /// Complete answers that clients received.
     pub answers: u64,
-    /// Times that an answer went on at another node or owner.
+    /// How often an answer resumed at another node or owner.
     pub resumed: u64,
 }
 
-/// An event that is due.
+/// A planned event.
 #[derive(Clone, Debug, PartialEq)]
 enum Due {
     Tick(usize),
-    /// A node that was patient looks what it has to do.
+    /// A restarted node applies its duties.
     Look(usize, u64),
     Fault(usize),
     /// A message over link `link` between `from` and `to`.
@@ -61,13 +61,13 @@ enum Due {
         link: u64,
         message: Box<Message>,
     },
-    /// An attempt to connect arrives; the life of the dialler that made it.
+    /// An attempt to connect arrives, from this life of the dialler.
     Knock {
         from: usize,
         to: usize,
         life: u64,
     },
-    /// The end at `at` learns that the link is gone.
+    /// The end at `at` detects that the link is broken.
     Broken {
         at: usize,
         from: usize,
@@ -89,12 +89,12 @@ pub(crate) struct Node {
     /// Counts its processes.
     life: u64,
     started: Duration,
-    /// It hands on what it has, and takes nothing, until it ends.
+    /// It drains: hands over its instances and takes none.
     pub(crate) leaves: bool,
-    /// The tick that counts.
+    /// Time of the valid tick.
     tick: Option<Duration>,
     skew_ms: u64,
-    /// Instances that it runs: epoch and who wrote the record.
+    /// Instances that it runs: epoch and record.
     pub(crate) runs: BTreeMap<InstanceId, (u64, Wanted)>,
     /// Highest epoch that it ever ran, by instance.
     highest: BTreeMap<InstanceId, u64>,
@@ -118,11 +118,11 @@ pub(crate) struct World {
     trace: u64,
     takeovers: u64,
     moves: u64,
-    /// Taken while it plays something.
+    /// `None` while it is in use.
     pub(crate) serving: Option<Serving>,
 }
 
-/// Plays a scenario to its end.
+/// Runs a scenario to its end.
 pub fn run(scenario: &Scenario) -> Outcome {
     let mut world = World::new(scenario.clone());
     let (mut events, mut settled) = (0, None);
@@ -210,7 +210,7 @@ impl World {
         world
     }
 
-    /// How long the run is.
+    /// Length of the run.
     pub(crate) const fn length(&self) -> Duration {
         self.scenario.length
     }
@@ -249,8 +249,7 @@ impl World {
         }
     }
 
-    /// The node says of itself what others have to know: the number of its process, and whether it
-    /// goes soon.
+    /// Writes the node's facts: the number of its process, and whether it drains.
     fn write_facts(&mut self, node: usize) {
         let own = &self.nodes[node];
         let facts = json!({"boot": own.life, "leaving": own.leaves});
@@ -280,7 +279,7 @@ impl World {
         }
     }
 
-    /// Node `from` closes a link; the other end learns of it, if anything gets through.
+    /// Node `from` closes a link; the other end detects it, if messages get through.
     fn cut(&mut self, from: usize, other: usize) {
         let Some(link) = self.links.remove(&pair(from, other)) else {
             return;
@@ -304,7 +303,7 @@ impl World {
         least + Duration::from_micros(self.random.below(span))
     }
 
-    /// Whether what `from` sends now can reach `to`.
+    /// Whether a message from `from` can reach `to` now.
     fn passes(&self, from: usize, to: usize) -> bool {
         let side = |node: usize| (self.split >> node) & 1;
         side(from) == side(to) && !self.deaf.contains(&(from, to))
@@ -316,7 +315,7 @@ impl World {
                 self.nodes[node].tick = None;
                 self.step(node, Event::Tick);
             }
-            Due::Tick(_) => {} // another one came first
+            Due::Tick(_) => {} // superseded by an earlier one
             Due::Look(node, life) if life == self.nodes[node].life => self.duties(node),
             Due::Look(..) => {}
             Due::Fault(number) => self.fault(number),
@@ -348,7 +347,7 @@ impl World {
         }
     }
 
-    /// Has the instances do something.
+    /// Runs a step of the serving state.
     fn serve(&mut self, run: impl FnOnce(&mut Serving, &Net<'_>, &mut Later)) {
         let Some(mut serving) = self.serving.take() else {
             return;
@@ -386,7 +385,7 @@ impl World {
         }
     }
 
-    /// Wants an instance over so many nodes that live and stay, or as many as there are.
+    /// Loads an instance over `wide` live nodes that do not drain, or as many as there are.
     fn load(&mut self, node: usize, wide: usize) {
         let Some(member) = &self.nodes[node].member else {
             return;
@@ -438,7 +437,7 @@ impl World {
         }
     }
 
-    /// The node says that it goes, and hands on what it has.
+    /// Drains a node.
     fn leave(&mut self, node: usize) {
         if self.nodes[node].member.is_none() {
             return;
@@ -448,7 +447,7 @@ impl World {
         self.hand_on(node);
     }
 
-    /// The node writes records without itself for all that it is part of, to nodes that stay.
+    /// The node writes records without itself for all its instances, to nodes that stay.
     fn hand_on(&mut self, node: usize) {
         let own = self.nodes[node].id;
         let Some(member) = &self.nodes[node].member else {
@@ -518,7 +517,7 @@ impl World {
         }
     }
 
-    /// Has the node ticked at `at`, unless that is due earlier anyway.
+    /// Plans a tick of the node at `at`, unless an earlier one is planned.
     fn wake(&mut self, node: usize, at: Duration) {
         if self.nodes[node].tick.is_none_or(|tick| at < tick) {
             self.nodes[node].tick = Some(at);
@@ -579,7 +578,7 @@ impl World {
     fn unlink(&mut self, node: usize, id: NodeId) {
         let other = self.index(id);
         self.cut(node, other);
-        // The shell says so as soon as the session is closed.
+        // The shell reports it as soon as the session is closed.
         self.add(
             self.now,
             Due::Broken {
@@ -590,7 +589,7 @@ impl World {
         );
     }
 
-    /// Sets what the node runs from now on.
+    /// Applies the node's duties: the instances it runs from now on.
     fn duties(&mut self, node: usize) {
         let own = &self.nodes[node];
         let Some(member) = &own.member else { return };
@@ -601,7 +600,7 @@ impl World {
         let mut takes = Vec::new();
         for duty in duties {
             match duty {
-                // It hands on what was handed to it meanwhile.
+                // It hands over what it received meanwhile.
                 Duty::Own { id, .. } if leaves && !own.runs.contains_key(&id) => {}
                 Duty::TakeOver { .. } if leaves => {}
                 Duty::Own { id, epoch, wanted } if !is_new => {
@@ -632,7 +631,7 @@ impl World {
     }
 }
 
-/// Other nodes that live and stay, as a node knows.
+/// Other live nodes that stay, as a node sees them.
 fn heirs(member: &Member) -> Vec<NodeId> {
     let leaves = |id: &NodeId| {
         let facts = member.map().get(&Key::Node(*id));

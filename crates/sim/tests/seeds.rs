@@ -1,4 +1,4 @@
-//! Many seeds; each is a cluster of its own.
+//! Many seeds, each a separate cluster.
 //!
 //! One again: `SIM_SEED=17 cargo test --release -p paceline-sim`. More, from any first one on:
 //! `SIM_SEEDS=10000 SIM_FIRST=5000 cargo test --release -p paceline-sim`.
@@ -10,8 +10,7 @@ use paceline_sim::{Scenario, run};
 /// Seeds of every commit.
 const SEEDS: u64 = 1000;
 
-/// Further seeds that showed a fault once: both ends of a session, each sure that the other was
-/// dead, never spoke again.
+/// Regression seeds: both ends of a session took the other for dead and never reconnected.
 const SEEDS_ONCE: [u64; 1] = [8087];
 
 fn number(name: &str) -> Option<u64> {
@@ -85,7 +84,7 @@ fn a_hundred_nodes_settle_within_ten_seconds() {
     assert_eq!(outcome.violations, Vec::<String>::new());
 }
 
-/// The checkers see what they look for: a network that stays split is no cluster.
+/// The checkers detect violations: a network that stays partitioned is one.
 #[test]
 fn a_split_that_never_heals_is_a_violation() {
     let mut scenario = Scenario::quiet(3, 4, Duration::from_secs(20));

@@ -1,9 +1,9 @@
-//! A hybrid logical clock: stamps that follow the wall clock and never run backwards.
+//! A hybrid logical clock: timestamps that follow the wall clock and never run backwards.
 //!
 //! A [`Stamp`] is milliseconds since 1970, a count within the millisecond, and the node that made
-//! it. Stamps of one cluster are totally ordered. A clock that has seen a stamp gives only later
-//! ones. So a write that was made after another was seen wins over it, whatever the wall clocks
-//! say. Source: Kulkarni and others, "Logical Physical Clocks", OPODIS 2014.
+//! it. Timestamps of one cluster are totally ordered. A clock that has observed a timestamp only
+//! returns later ones. So a write made after another one was observed wins over it, regardless of
+//! wall clocks. Source: Kulkarni and others, "Logical Physical Clocks", OPODIS 2014.
 
 use std::time::Duration;
 
@@ -11,25 +11,25 @@ use serde::{Deserialize, Serialize};
 
 use super::NodeId;
 
-/// How far two machines' clocks may be apart. A stamp further ahead is refused, since it would win
+/// Largest skew of two machines' clocks. A timestamp further ahead is refused, since it would win
 /// over every write until the wall clock has caught up.
 pub const SKEW_MAX: Duration = Duration::from_secs(60);
 
-/// When, by which node's clock.
+/// A timestamp of one node's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Stamp {
     /// Milliseconds since 1970.
     pub ms: u64,
-    /// Counts stamps within the millisecond.
+    /// Counts timestamps within the millisecond.
     pub count: u32,
-    /// Whose clock.
+    /// The node of the clock.
     pub node: NodeId,
 }
 
-/// A node's readings of the time.
+/// A node's current monotonic and wall time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Now {
-    /// Since some moment of this process; never runs backwards, and stands still in no sleep.
+    /// Monotonic time since some moment of this process; includes the machine's sleep.
     pub since_start: Duration,
     /// Milliseconds since 1970 by this machine's clock.
     pub wall_ms: u64,
@@ -52,7 +52,7 @@ impl Clock {
         }
     }
 
-    /// A stamp later than all that were given or seen.
+    /// Returns a timestamp later than all returned or observed ones.
     pub(crate) const fn stamp(&mut self, wall_ms: u64) -> Stamp {
         if wall_ms > self.ms {
             (self.ms, self.count) = (wall_ms, 0);
@@ -68,8 +68,7 @@ impl Clock {
         }
     }
 
-    /// Takes note of another's stamp; false if it is too far ahead of this machine's clock to be
-    /// believed.
+    /// Observes another node's timestamp; false if it is too far ahead of this machine's clock.
     pub(crate) fn observe(&mut self, stamp: Stamp, wall_ms: u64) -> bool {
         let latest = wall_ms.saturating_add(SKEW_MAX.as_millis() as u64);
         if stamp.ms > latest {

@@ -1,19 +1,19 @@
-//! Finds nodes of the same cluster on the networks that this machine is on.
+//! Discovers nodes of the same cluster on this machine's networks, by multicast beacons.
 //!
-//! Each node says on every interface who it is and on which port, over IPv6 (link-local multicast)
-//! and IPv4 (multicast). It does so at once, some times within the first second, then every five
-//! seconds. It also answers a beacon of a node that it has not heard yet. No address has to be
-//! configured: the link-local ones of IPv6 do.
+//! Each node sends beacons with its id and port on every interface, over IPv6 (link-local
+//! multicast) and IPv4 (multicast): some within the first second, then every five seconds. It also
+//! answers a beacon of an unknown node. No address has to be configured: the link-local ones of
+//! IPv6 suffice.
 //!
 //! ```text
 //! beacon   0 PLbeac1 and a kind   8 nonce (8)   16 node id (16)   32 port (u16, little-endian)
 //!          34 SHA-256 of a key of the cluster's and all before, its first 16 bytes
 //! ```
-//! A beacon says nothing of the cluster but that it is there, and only members can make one that
-//! others believe. A repeated one leads to a handshake that fails.
+//! A beacon only reveals that a cluster exists, and only members can make a valid one. A replayed
+//! one leads to a failed handshake.
 //!
-//! Bounds: datagrams of [`BEACON_BYTES`], others are dropped; interfaces are looked at again every
-//! two seconds, so that cables may be plugged in later.
+//! Bounds: datagrams of [`BEACON_BYTES`], others are dropped. Interfaces are polled every two
+//! seconds, so that cables may be plugged in later.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -40,10 +40,10 @@ pub const BEACON_BYTES: usize = 50;
 
 const MAGIC: [u8; 7] = *b"PLbeac1";
 
-/// First bytes of a node that awaits a newcomer; its port follows (u16, little-endian).
+/// First bytes of an invitation; the node's port follows (u16, little-endian).
 const INVITATION: [u8; 8] = *b"PLcode1\n";
 
-/// Between two invitations.
+/// Interval of invitations.
 const INVITE_EVERY: Duration = Duration::from_secs(1);
 
 /// When beacons are sent after a start or a change of interfaces.
@@ -54,16 +54,16 @@ const FIRST: [Duration; 4] = [
     Duration::from_millis(900),
 ];
 
-/// Between two beacons later on.
+/// Interval of beacons later on.
 const EVERY: Duration = Duration::from_secs(5);
 
-/// Datagrams of others that are read at once.
+/// Most foreign datagrams read in one poll.
 const FOREIGN_MAX: usize = 256;
 
-/// How often interfaces are looked at.
+/// Poll interval of interfaces.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
-/// How a node was found.
+/// How a node was discovered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum How {
@@ -77,24 +77,24 @@ pub enum How {
     Peer,
     /// The other node connected to this one.
     Incoming,
-    /// By another node's word.
+    /// Reported by another node.
     Told,
 }
 
-/// A node of this cluster that was heard.
+/// A discovered node of this cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heard {
     /// Which.
     pub id: NodeId,
-    /// Where its control port is.
+    /// Address of its control port.
     pub addr: SocketAddr,
-    /// How it was found.
+    /// How it was discovered.
     pub how: How,
-    /// Whether it asks to be answered.
+    /// Whether it requests an answer.
     pub asks: bool,
 }
 
-/// The bytes of a beacon; `asks` has others answer it at once.
+/// The bytes of a beacon; `asks` requests an immediate answer.
 pub fn beacon(
     key: &ClusterKey,
     nonce: u64,
@@ -114,7 +114,7 @@ pub fn beacon(
 }
 
 fn tag(key: &ClusterKey, bytes: &[u8]) -> [u8; 16] {
-    // Key and bytes have fixed lengths, so none can be continued.
+    // Key and bytes have fixed lengths, so length extension is impossible.
     let hash = Sha256::new()
         .chain_update(key.derive("paceline beacon"))
         .chain_update(bytes);
@@ -122,7 +122,7 @@ fn tag(key: &ClusterKey, bytes: &[u8]) -> [u8; 16] {
     std::array::from_fn(|i| hash[i])
 }
 
-/// The node, its port and whether it asks, if the beacon is of this cluster.
+/// The node, its port and whether it requests an answer, if the beacon is of this cluster.
 pub fn read_beacon(key: &ClusterKey, bytes: &[u8]) -> Option<(NodeId, u16, bool)> {
     let bytes: &[u8; BEACON_BYTES] = bytes.try_into().ok()?;
     let asks = match bytes[7] {
@@ -130,7 +130,8 @@ pub fn read_beacon(key: &ClusterKey, bytes: &[u8]) -> Option<(NodeId, u16, bool)
         b'!' => false,
         _ => return None,
     };
-    // A wrong tag gains nobody anything that sending a right one again would not.
+    // No constant-time comparison needed: a replayed valid beacon has the same effect as a forged
+    // one.
     if bytes[..7] != MAGIC || bytes[34..] != tag(key, &bytes[..34]) {
         return None;
     }
@@ -138,24 +139,24 @@ pub fn read_beacon(key: &ClusterKey, bytes: &[u8]) -> Option<(NodeId, u16, bool)
     Some((id, u16::from_le_bytes([bytes[32], bytes[33]]), asks))
 }
 
-/// An interface that beacons go out of.
+/// An interface on which beacons are sent.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Way {
     V4(Ipv4Addr),
     V6(u32),
 }
 
-/// Sends and hears beacons. Driven by one thread that calls [`Beacons::turn`] again and again.
+/// Sends and receives beacons. Driven by one thread that calls [`Beacons::turn`] repeatedly.
 #[derive(Debug)]
 pub struct Beacons {
     id: NodeId,
     port: u16,
     v4: Option<UdpSocket>,
     v6: Option<UdpSocket>,
-    /// Ways out, and what blocks one.
+    /// Interfaces, each with the error that blocks it.
     ways: BTreeMap<Way, Option<String>>,
     looked: Option<Instant>,
-    /// When the ways last changed, and how many beacons went out since.
+    /// When the interfaces last changed; `sent` counts the beacons since.
     changed: Instant,
     sent: usize,
     nonce: u64,
@@ -163,10 +164,10 @@ pub struct Beacons {
 }
 
 impl Beacons {
-    /// Opens the sockets. A family that this machine does not have is left out.
+    /// Opens the sockets. Skips an address family that this machine does not have.
     ///
     /// # Errors
-    /// When it has neither.
+    /// The machine has neither family.
     pub fn open(id: NodeId, port: u16, nonce: u64) -> io::Result<Self> {
         let (v4, v6) = (socket_v4(), socket_v6());
         if let (Err(error), Err(_)) = (&v4, &v6) {
@@ -186,7 +187,7 @@ impl Beacons {
         })
     }
 
-    /// Sends what is due, then waits up to `wait` for a beacon of this cluster.
+    /// Sends due beacons, then waits up to `wait` for a beacon of this cluster.
     pub fn turn(&mut self, key: &ClusterKey, wait: Duration) -> Option<Heard> {
         self.look();
         let due = FIRST.get(self.sent).copied().unwrap_or_else(|| {
@@ -199,12 +200,12 @@ impl Beacons {
         self.hear(key, wait)
     }
 
-    /// Begins anew, as after a start: others may not know this node any more.
+    /// Restarts the schedule, as after a start: others may have dropped this node.
     pub fn restart(&mut self) {
         (self.changed, self.sent) = (Instant::now(), 0);
     }
 
-    /// Says who this node is, out of every interface.
+    /// Sends a beacon on every interface.
     pub fn say(&mut self, key: &ClusterKey, asks: bool) {
         self.nonce = self.nonce.wrapping_add(1);
         let bytes = beacon(key, self.nonce, self.id, self.port, asks);
@@ -214,8 +215,8 @@ impl Beacons {
         }
     }
 
-    /// Says on all networks, to everybody, that a newcomer with a code is awaited on the control
-    /// port; once a second.
+    /// Sends an invitation on all networks once a second: a newcomer with a code may connect to the
+    /// control port.
     pub fn invite(&mut self) {
         if self.invited.is_some_and(|at| at.elapsed() < INVITE_EVERY) {
             return;
@@ -224,12 +225,12 @@ impl Beacons {
         let mut bytes = INVITATION.to_vec();
         bytes.extend(self.port.to_le_bytes());
         for way in self.ways.keys() {
-            // A way that is blocked shows with the beacons.
+            // A blocked interface is reported by the beacons.
             let _ = send(way, (self.v4.as_ref(), self.v6.as_ref()), &bytes);
         }
     }
 
-    /// Reasons why beacons do not go out, by interface.
+    /// Errors that block beacons, by interface.
     pub fn blocked(&self) -> Vec<String> {
         let of = |(way, blocked): (&Way, &Option<String>)| {
             let blocked = blocked.as_ref()?;
@@ -259,7 +260,7 @@ impl Beacons {
 
     fn receive(&self, socket: &UdpSocket, key: &ClusterKey, how: How) -> Option<Heard> {
         let mut bytes = [0; BEACON_BYTES + 1];
-        // Others' beacons are passed over, though not without end.
+        // Skips foreign beacons, up to a limit.
         for _ in 0..FOREIGN_MAX {
             let (count, mut addr) = socket.recv_from(&mut bytes).ok()?;
             let Some((id, port, asks)) = read_beacon(key, &bytes[..count]) else {
@@ -301,7 +302,7 @@ impl Beacons {
             return;
         }
         for way in ways.keys().filter(|way| !self.ways.contains_key(way)) {
-            // One that was joined before is joined still.
+            // Errors are ignored: a group joined before stays joined.
             let _ = match (way, &self.v4, &self.v6) {
                 (Way::V4(addr), Some(socket), _) => socket.join_multicast_v4(&GROUP_V4, addr),
                 (Way::V6(index), _, Some(socket)) => socket.join_multicast_v6(&GROUP_V6, *index),
@@ -315,7 +316,7 @@ impl Beacons {
 /// Prefix of a test's datagram; the test's nonce follows (u64, little-endian).
 const TEST: [u8; 8] = *b"PLtest1\n";
 
-/// Times that a test's datagram is sent, and pauses between them.
+/// How often a test's datagram is sent, and the pause between them.
 const TEST_TIMES: u32 = 5;
 const TEST_EVERY: Duration = Duration::from_millis(200);
 
@@ -327,7 +328,7 @@ impl Probe {
     /// Opens the sockets and joins the groups on all interfaces.
     ///
     /// # Errors
-    /// When this machine has no network.
+    /// This machine has no network.
     pub fn open() -> io::Result<Self> {
         let mut beacons = Beacons::open(NodeId([0; 16]), 0, 0)?;
         beacons.look();
@@ -341,15 +342,15 @@ impl Probe {
         let beacons = &self.0;
         for _ in 0..TEST_TIMES {
             for way in beacons.ways.keys() {
-                // A way that is blocked is not heard.
+                // A blocked interface just does not arrive.
                 let _ = send(way, (beacons.v4.as_ref(), beacons.v6.as_ref()), &bytes);
             }
             std::thread::sleep(TEST_EVERY);
         }
     }
 
-    /// Sends one test out of every interface. Returns the error of the first that the system
-    /// refuses to send, as macOS does for programs that may not use the local network.
+    /// Sends one test on every interface. Returns the first error of the system, as macOS returns
+    /// for programs without permission for the local network.
     pub fn refused(&self) -> Option<io::Error> {
         let beacons = &self.0;
         let mut bytes = TEST.to_vec();
@@ -358,7 +359,8 @@ impl Probe {
         beacons.ways.keys().find_map(|way| sent(way).err())
     }
 
-    /// Over which families the test `nonce` is heard within `wait`; ends when it was over all.
+    /// The address families over which the test `nonce` arrives within `wait`; returns early once
+    /// it arrived over all.
     pub fn hear(&mut self, nonce: u64, wait: Duration) -> Vec<String> {
         let deadline = Instant::now() + wait;
         let mut heard = std::collections::BTreeSet::new();
@@ -383,11 +385,11 @@ impl Probe {
     }
 }
 
-/// The first node that is heard to await a newcomer within `wait`. Nobody vouches for it but the
-/// code, which it cannot learn from a try.
+/// The first inviting node discovered within `wait`. It is authenticated only by the code, which it
+/// cannot learn from an attempt.
 ///
 /// # Errors
-/// When this machine has no network.
+/// This machine has no network.
 pub fn find_inviting(wait: Duration) -> io::Result<Option<SocketAddr>> {
     let mut beacons = Beacons::open(NodeId([0; 16]), 0, 0)?;
     let deadline = Instant::now() + wait;
@@ -408,8 +410,8 @@ pub fn find_inviting(wait: Duration) -> io::Result<Option<SocketAddr>> {
     Ok(None)
 }
 
-/// Addresses of this machine that others may reach, those of loopback and link-local ones of IPv6
-/// left out: the latter mean nothing without an interface.
+/// Addresses of this machine that others may reach. Excludes loopback, and link-local IPv6
+/// addresses, which need an interface.
 pub fn addresses() -> Vec<std::net::IpAddr> {
     let all = if_addrs::get_if_addrs().unwrap_or_default();
     let mut found: Vec<std::net::IpAddr> = all
@@ -422,12 +424,12 @@ pub fn addresses() -> Vec<std::net::IpAddr> {
     found
 }
 
-/// Where a program that keeps to an interface listens, port 0. This is the interface's first
-/// address; addresses that mean something without it come first. Without an interface it listens
-/// everywhere, over both families where the machine has both.
+/// Listen address for a program on one interface, with port 0: the interface's first address,
+/// routable ones first. Without an interface it is the wildcard address, of both families if the
+/// machine has both.
 ///
 /// # Errors
-/// An interface that is not there or has no address.
+/// The interface does not exist or has no address.
 pub fn listen_address(interface: Option<&str>) -> io::Result<SocketAddr> {
     let Some(name) = interface else {
         let six = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
@@ -456,7 +458,7 @@ pub fn listen_address(interface: Option<&str>) -> io::Result<SocketAddr> {
     })
 }
 
-/// Sends to everybody who listens on the network that `way` leads to.
+/// Sends to the multicast group on the network of `way`.
 fn send(
     way: &Way,
     (v4, v6): (Option<&UdpSocket>, Option<&UdpSocket>),
@@ -495,7 +497,7 @@ fn socket_v6() -> io::Result<UdpSocket> {
     )
 }
 
-/// Several nodes of one machine may listen: each hears every beacon.
+/// Reuses the address: several nodes of one machine may listen, and each receives every beacon.
 fn finish(socket: Socket, addr: SocketAddr) -> io::Result<UdpSocket> {
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(true)?;

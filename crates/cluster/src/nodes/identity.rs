@@ -68,10 +68,10 @@ impl Identity {
         }
     }
 
-    /// The one in the file at `path`, made when there is none.
+    /// Loads the identity from the file at `path`; creates it if there is none.
     ///
     /// # Errors
-    /// A file that cannot be read or written, or that others can read.
+    /// The file cannot be read or written, or others can read it.
     pub fn open(path: &Path) -> Result<Self, Error> {
         if let Some(private) = read_secret(path)? {
             return Ok(Self::of(private));
@@ -107,7 +107,7 @@ pub(crate) fn id_of(public: &[u8]) -> NodeId {
     NodeId(std::array::from_fn(|i| hash[i]))
 }
 
-/// The secret in a file, or `None` where there is no file.
+/// The secret in a file, or `None` without a file.
 ///
 /// # Errors
 /// [`Error::Read`], [`Error::Malformed`], [`Error::Mode`].
@@ -140,7 +140,7 @@ pub(crate) fn read_secret<const N: usize>(
     Ok(Some(Zeroizing::new(secret)))
 }
 
-/// Writes a file that only its owner may read, whole or not at all.
+/// Writes a file that only its owner may read, atomically.
 ///
 /// # Errors
 /// [`Error::Write`].
@@ -209,7 +209,7 @@ mod tests {
         assert!(matches!(error, Error::Mode { mode: 0o644, .. }), "{error}");
     }
 
-    /// Expected: a plain ladder in Python, by RFC 7748, section 5.
+    /// Expected values: a plain ladder in Python, by RFC 7748, section 5.
     #[test]
     fn public_keys_are_those_of_x25519() {
         let public = Identity::of(Zeroizing::new([7; 32])).public;

@@ -1,8 +1,8 @@
-//! The secret that makes a cluster: a node that has it is a member, and no other machine sees
-//! anything of it.
+//! The cluster key: a shared secret that makes a node a member. Other machines cannot read the
+//! cluster's traffic.
 //!
 //! A *token* is its form for people and scripts: `plc1-`, 64 hexadecimal digits, `-` and 8 digits
-//! of a checksum. So a token that was cut or mistyped is refused for what it is.
+//! of a checksum, which detects truncated and mistyped tokens.
 
 use std::fmt;
 use std::io;
@@ -14,14 +14,14 @@ use zeroize::Zeroizing;
 use super::identity::{Error, read_secret, write_secret};
 use super::{hex, unhex};
 
-/// The beginning of every token.
+/// Prefix of every token.
 pub const TOKEN_PREFIX: &str = "plc1-";
 
-/// A cluster's key. Overwritten when dropped, and never printed but as a token that is asked for.
+/// A cluster's key. Overwritten when dropped, and only printed as a requested token.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ClusterKey(Zeroizing<[u8; 32]>);
 
-/// Text that is no token.
+/// The text is no token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotAToken {
     #[error("not a cluster token: it should begin with {TOKEN_PREFIX} and have 78 characters")]
@@ -46,10 +46,10 @@ impl ClusterKey {
         Self(Zeroizing::new(bytes))
     }
 
-    /// The one in the file at `path`, made when there is none.
+    /// Loads the key from the file at `path`; creates it if there is none.
     ///
     /// # Errors
-    /// A file that cannot be read or written, or that others can read.
+    /// The file cannot be read or written, or others can read it.
     pub fn open(path: &Path) -> Result<Self, Error> {
         if let Some(bytes) = read_secret(path)? {
             return Ok(Self(bytes));
@@ -59,7 +59,7 @@ impl ClusterKey {
         Ok(made)
     }
 
-    /// Writes it to `path` in place of the one that is there.
+    /// Writes it to `path`, replacing an existing one.
     ///
     /// # Errors
     /// [`Error::Write`].
@@ -72,14 +72,14 @@ impl ClusterKey {
         &self.0
     }
 
-    /// A key for another purpose, from which this one cannot be found.
+    /// Derives a key for another purpose, from which this one cannot be computed.
     pub fn derive(&self, purpose: &str) -> [u8; 32] {
-        // The key has a fixed length, so no purpose continues another's input.
+        // The key has a fixed length, so the inputs of different purposes are distinct.
         let hash = Sha256::new().chain_update(*self.0).chain_update(purpose);
         hash.finalize().into()
     }
 
-    /// Names the cluster without telling the key: eight hexadecimal digits.
+    /// Public name of the cluster, which does not reveal the key: eight hexadecimal digits.
     pub fn name(&self) -> String {
         hex(&self.derive("paceline cluster name")[..4])
     }

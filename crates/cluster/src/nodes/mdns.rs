@@ -1,10 +1,9 @@
-//! Multicast DNS as a second way to find nodes. Networks that filter unknown multicast groups often
-//! let this one pass, because printers and televisions need it.
+//! Discovery by multicast DNS. Networks that filter unknown multicast groups often allow this one,
+//! because printers and televisions need it.
 //!
 //! Each node announces the service [`SERVICE`] by its id. The record's text has a beacon (see
-//! [`discovery`](super::discovery)), so that only members of a cluster believe it. The record says
-//! nothing of the cluster but that it is there. Link-local addresses are left to beacons, which
-//! know the interface that they came over.
+//! [`discovery`](super::discovery)), so that members can verify it. The record only reveals that a
+//! cluster exists. Link-local addresses are left to beacons, whose interface is known.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -18,10 +17,10 @@ use super::{ClusterKey, NodeId, hex, unhex};
 /// The service that nodes announce.
 pub const SERVICE: &str = "_paceline._tcp.local.";
 
-/// Name of the text that has the beacon.
+/// Name of the text property with the beacon.
 const TEXT: &str = "beacon";
 
-/// Events that are read at once, and addresses of each.
+/// Most events read in one poll, and most addresses of each.
 const EVENTS_MAX: usize = 64;
 const ADDRESSES_MAX: usize = 8;
 
@@ -54,7 +53,7 @@ impl Mdns {
     /// Announces the node as one of the cluster of `key` from now on.
     ///
     /// # Errors
-    /// When the thread has ended.
+    /// The thread has ended.
     pub fn announce(&self, key: &ClusterKey, nonce: u64) -> io::Result<()> {
         let name = self.id.to_string();
         let asks = false;
@@ -65,7 +64,7 @@ impl Mdns {
         self.daemon.register(info).map_err(io::Error::other)
     }
 
-    /// Nodes of the cluster of `key` that were heard since the last call. Does not wait.
+    /// Nodes of the cluster of `key` discovered since the last call. Does not wait.
     pub fn heard(&self, key: &ClusterKey) -> Vec<Heard> {
         let events = self.events.try_iter().take(EVENTS_MAX);
         let resolved = events.filter_map(|event| match event {
@@ -101,7 +100,7 @@ impl Mdns {
 
 impl Drop for Mdns {
     fn drop(&mut self) {
-        // Its thread says good-bye to the network by itself.
+        // Its thread withdraws the announcement by itself.
         let _ = self.daemon.shutdown();
     }
 }

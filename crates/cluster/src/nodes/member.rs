@@ -1,21 +1,22 @@
-//! A node's part in a cluster: the nodes that live, the messages between them, and their sessions.
+//! Membership: a pure state machine for the live nodes of a cluster, the gossip between them, and
+//! their sessions.
 //!
-//! [`Member::step`] takes an event and says what to do; it waits for nothing and knows no clock but
-//! its argument. Its driver calls it with [`Event::Tick`] at [`Member::next_wake`].
+//! [`Member::step`] takes an event and returns actions; it never waits, and its only clock is its
+//! argument. Its driver calls it with [`Event::Tick`] at [`Member::next_wake`].
 //!
 //! **Lives.** SWIM (Das, Gupta, Motivala, DSN 2002) over the sessions. Each period one node is
-//! pinged, round robin in shuffled order. Without an answer others are asked to ping it. Then it is
-//! *suspect*, and *dead* when it does not object in time by raising its incarnation. Changes travel
-//! with pings and to a few nodes at once.
+//! pinged, round robin in shuffled order. Without an answer, other nodes ping it on request. Then
+//! it is *suspect*, and *dead* if it does not object in time by raising its incarnation. Changes
+//! spread with pings, and to a few nodes at once.
 //!
-//! **Messages.** Pings carry the map's root. Unlike roots make two nodes exchange marks, then
-//! the entries that differ. A write goes to all linked nodes at once.
+//! **Messages.** Pings carry the map's root. With different roots, two nodes exchange marks, then
+//! the differing entries. A write is sent to all linked nodes at once.
 //!
-//! **Sessions.** Every two nodes should have one. The one with the lower id dials first; failed
-//! attempts are repeated with growing pauses, to dead nodes too, so that partitions heal.
+//! **Sessions.** Every two nodes should have one. The node with the lower id dials first. Failed
+//! attempts are repeated with growing pauses, also to dead nodes, so that partitions heal.
 //!
-//! Bounds: [`PEERS_MAX`] nodes, lists in messages as their constants say. Messages of another
-//! member can make this node forget nothing and hold no more.
+//! Bounds: [`PEERS_MAX`] nodes; lists in messages have constants. Messages of another member cannot
+//! make this node drop entries or exceed these bounds.
 
 mod dials;
 mod messages;
@@ -35,36 +36,35 @@ pub use messages::{ENTRIES_MAX, Message, RUMOURS_MAX, Rumour};
 use peers::Peers;
 pub use peers::{Life, PEERS_MAX, PeerView};
 
-/// How quickly a cluster notices.
+/// Timing of failure detection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pace {
     /// Between two pings of this node.
     pub period: Duration,
-    /// For the answer to a ping, before others are asked to try.
+    /// Time for the answer to a ping, before other nodes ping on request.
     pub answer: Duration,
-    /// For the answer to a ping, of the node or by others, before it is suspect.
+    /// Time for an answer, direct or through others, before the node is suspect.
     pub missing: Duration,
-    /// For a suspect to object; longer in clusters of more than eight.
+    /// Time for a suspect to object; longer in clusters of more than eight.
     pub suspicion: Duration,
     /// Between two attempts to reach a node: the first pause, and the longest.
     pub redial: (Duration, Duration),
 }
 
 impl Pace {
-    /// An answer to a ping that takes longer is late: half the time after which others are asked to
-    /// try. A node whose answers stay late is slow. Cables answer in well below a millisecond,
-    /// radio in some ten.
+    /// An answer to a ping that takes longer is late: half the time before other nodes ping. A node
+    /// whose answers stay late is slow. Wired networks answer in well below a millisecond, wireless
+    /// ones in some ten.
     pub fn late(&self) -> Duration {
         self.answer / 2
     }
 }
 
 impl Default for Pace {
-    /// In clusters of up to four a node is known as dead within 2 s of its last word. It is pinged
-    /// within 600 ms, since a node visits all others in turn. After 400 ms it is suspect, and after
-    /// another second dead. With 400 ms between pings an owner's silence was told after 2.04 s.
-    /// Answers take a moment longer than the longest time that a loaded machine keeps a thread
-    /// waiting.
+    /// In clusters of up to four a node is declared dead within 2 s of its last message. It is
+    /// pinged within 600 ms, since a node pings all others in turn. After 400 ms it is suspect, and
+    /// after another second dead. With 400 ms between pings an owner's silence was reported after
+    /// 2.04 s. The time for answers exceeds the longest delay of a thread on a loaded machine.
     fn default() -> Self {
         Self {
             period: Duration::from_millis(300),
@@ -81,18 +81,18 @@ impl Default for Pace {
 pub enum Event {
     /// It is time.
     Tick,
-    /// A node may be reached, says discovery or the user.
+    /// Discovery or the user found an address of a node.
     Found(Target),
-    /// A session with a node began; the target that was dialled for it, if it was dialled here.
+    /// A session with a node began; with the dialled target, if this node dialled.
     Linked {
         /// With whom.
         id: NodeId,
         /// The target that was dialled.
         target: Option<Target>,
     },
-    /// The session with a node is gone.
+    /// The session with a node ended.
     Unlinked(NodeId),
-    /// A message came over the session with `from`.
+    /// A message arrived over the session with `from`.
     Received { from: NodeId, message: Message },
     /// This node writes to the map.
     Write {
@@ -103,7 +103,7 @@ pub enum Event {
         /// JSON, or `None` to delete.
         value: Option<String>,
     },
-    /// This node goes for good.
+    /// This node leaves for good.
     Leave,
 }
 
@@ -118,15 +118,15 @@ pub enum Action {
         to: NodeId,
         message: Message,
     },
-    /// End the session with a node that is dead or gone.
+    /// End the session with a dead or removed node.
     Unlink(NodeId),
     /// These entries of the map have other contents now.
     Changed(Vec<Key>),
-    /// A node lives, or does not.
+    /// A node's life changed.
     Life(NodeId, Life),
 }
 
-/// A node's part in a cluster.
+/// Membership state of a node.
 #[derive(Clone, Debug)]
 pub struct Member {
     own: NodeId,
@@ -145,27 +145,27 @@ pub struct Member {
     compared: BTreeMap<NodeId, Duration>,
 }
 
-/// How often two maps that differ are compared, at most.
+/// Least interval between comparisons of two differing maps.
 const COMPARE_EVERY: Duration = Duration::from_millis(300);
 
-/// How far a node's incarnation may be ahead of this machine's clock, in milliseconds, in what
-/// others say. It begins as the time at the node's start: its clock and the other's may each be
-/// [`SKEW_MAX`] ahead. No member can so give a node's death a number that the node cannot exceed. A
-/// node that started with a wrong clock has a higher one, by its own word.
+/// How far a node's incarnation in others' rumours may be ahead of this machine's clock, in
+/// milliseconds. It starts as the time of the node's start: its clock and the other's may each be
+/// [`SKEW_MAX`] ahead. So no member can declare a node dead with a number that the node cannot
+/// exceed. A node that started with a wrong clock may itself send a higher one.
 const INCARNATION_AHEAD_MAX: u64 = 2 * SKEW_MAX.as_millis() as u64;
 
-/// Up to here a node exceeds any incarnation that others say it has, such as that of an earlier
-/// start with a wrong clock. From here on it raises its own one by one, so that it never runs out.
+/// Up to here a node exceeds any incarnation in others' rumours, such as that of an earlier start
+/// with a wrong clock. From here on it increments its own, so that it never overflows.
 const INCARNATION_LEAP_MAX: u64 = u64::MAX / 2;
 
-/// How often old tombstones are looked for.
+/// Interval of removing old tombstones.
 const FORGET_EVERY: Duration = Duration::from_secs(600);
 
-/// How many nodes are asked to ping one that does not answer, and how many hear of a change first.
+/// Number of nodes that ping an unresponsive node on request, and that receive a change first.
 const HELPERS: usize = 3;
 
 impl Member {
-    /// A node that knows what `map` has, such as one that was saved; `seed` is any random number.
+    /// A node with the initial map `map`, such as a saved one; `seed` is any random number.
     pub fn new(own: NodeId, map: Registers, pace: Pace, seed: u64, now: Now) -> Self {
         let mut member = Self {
             own,
@@ -174,7 +174,7 @@ impl Member {
             map,
             peers: Peers::default(),
             dials: Dials::default(),
-            // A process that starts later has a higher one, and raises it when that was wrong.
+            // A later start has a higher one; it is raised if the clock was wrong.
             incarnation: now.wall_ms,
             left: false,
             random: SplitMix64::new(seed),
@@ -195,7 +195,7 @@ impl Member {
         self.own
     }
 
-    /// The map as this node knows it.
+    /// This node's copy of the map.
     pub const fn map(&self) -> &Registers {
         &self.map
     }
@@ -205,7 +205,7 @@ impl Member {
         self.peers.views()
     }
 
-    /// Whether a node lives; this one does. A node that nothing is known of is dead.
+    /// The life of a node; this one is alive, and an unknown one is dead.
     pub fn life(&self, id: NodeId) -> Life {
         match id == self.own {
             true if self.left => Life::Left,
@@ -222,7 +222,7 @@ impl Member {
         soonest.min(dial).min(peers)
     }
 
-    /// Takes an event in and says what to do, in this order.
+    /// Handles an event; returns the actions, in order.
     pub fn step(&mut self, now: Now, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
         match event {
@@ -248,10 +248,10 @@ impl Member {
         }
     }
 
-    /// Takes note of a node, and dials it.
+    /// Adds a node, and dials it.
     fn know(&mut self, id: NodeId, now: Now) {
         if id != self.own && self.peers.add(id, now.since_start) {
-            // The other side dials at once; should that fail, this one does.
+            // The other side dials at once; this one dials if that fails.
             let wait = if self.own < id {
                 Duration::ZERO
             } else {
@@ -307,14 +307,14 @@ impl Member {
         }
     }
 
-    /// Looks which pings had no answer, and which suspects no objection.
+    /// Checks for pings without an answer, and suspects without an objection.
     fn judge(&mut self, now: Now, actions: &mut Vec<Action>) {
         for id in self.peers.unanswered(now.since_start, self.pace.answer) {
             self.ask_others(id, actions);
         }
         for id in self.peers.missing(now.since_start, self.pace.missing) {
             if self.peers.life(id) == Some(Life::Dead) {
-                // It may hear this node over another session.
+                // Another session may work.
                 self.peers.unlink(id);
                 self.dials.unlinked(id, now.since_start);
                 actions.push(Action::Unlink(id));
@@ -368,7 +368,7 @@ impl Member {
         }
     }
 
-    /// The rumours for `id`, with what is wrong about `id` itself first, so that it can object.
+    /// The rumours for `id`; wrong ones about `id` itself first, so that it can object.
     fn rumours_for(&mut self, id: NodeId) -> Vec<Rumour> {
         let mut rumours = self.peers.rumours();
         let own = Rumour {
@@ -434,7 +434,7 @@ impl Member {
         }
     }
 
-    /// Pings `id` for somebody who cannot.
+    /// Pings `id` on behalf of `asker`.
     fn ping_for(&self, asker: NodeId, id: NodeId, actions: &mut Vec<Action>) {
         if self.peers.is_linked(id) && id != asker {
             let message = Message::PingFrom { asker };
@@ -456,7 +456,7 @@ impl Member {
         }
     }
 
-    /// The highest incarnation of `id` that `from` is believed.
+    /// The highest incarnation of `id` accepted from `from`.
     fn latest_incarnation(&self, from: NodeId, id: NodeId, now: Now) -> u64 {
         if id == self.own {
             return self.incarnation.max(INCARNATION_LEAP_MAX);
@@ -477,7 +477,7 @@ impl Member {
         };
         actions.push(Action::Life(rumour.id, life));
         if matches!(life, Life::Dead | Life::Left) && self.peers.is_linked(rumour.id) {
-            // A session to a node that others buried is tried again, and heard out.
+            // A session to a node declared dead by others is established again.
             self.peers.unlink(rumour.id);
             actions.push(Action::Unlink(rumour.id));
         }
@@ -491,7 +491,7 @@ impl Member {
         self.spread(rumour, actions);
     }
 
-    /// Says that this node lives to those who think otherwise.
+    /// Objects to a rumour about this node by raising its incarnation.
     fn object(&mut self, rumour: Rumour, actions: &mut Vec<Action>) {
         let wrong = rumour.life != Life::Alive && !self.left;
         if wrong && rumour.incarnation >= self.incarnation {
@@ -507,7 +507,7 @@ impl Member {
         }
     }
 
-    /// Tells a change to a few nodes at once; the others hear it with pings.
+    /// Sends a change to a few nodes at once; the others get it with pings.
     fn spread(&mut self, rumour: Rumour, actions: &mut Vec<Action>) {
         for to in self.peers.some_linked(HELPERS, None, &mut self.random) {
             let rumours = vec![rumour];
@@ -523,7 +523,7 @@ impl Member {
         }
     }
 
-    /// Starts an exchange of what differs, unless one has just begun.
+    /// Starts an exchange of differing entries, unless one has just begun.
     fn compare(&mut self, with: NodeId, root: u64, now: Now, actions: &mut Vec<Action>) {
         let soon = self
             .compared
@@ -560,7 +560,7 @@ impl Member {
         }
     }
 
-    /// Merges what another node knows.
+    /// Merges another node's entries.
     fn take(&mut self, entries: Vec<(Key, Register)>, now: Now, actions: &mut Vec<Action>) {
         let mut changed = Vec::new();
         let oldest = now.wall_ms.saturating_sub(TOMBSTONE_MS);
@@ -580,7 +580,7 @@ impl Member {
         actions.push(Action::Changed(changed));
     }
 
-    /// Whether an entry that another node sent is signed, where it must be.
+    /// Whether an entry from another node has its required signature.
     fn is_proven(&self, key: &Key, register: &Register) -> bool {
         match (key, &register.value) {
             (Key::Revoked(id), Some(entry)) => revocation::is_signed(&self.map, *id, entry),
@@ -588,7 +588,7 @@ impl Member {
         }
     }
 
-    /// Knows nodes that the map has, forgets those that it has no more.
+    /// Adds nodes that the map has, removes those that it no longer has.
     fn follow_map(&mut self, changed: &[Key], now: Now) {
         for key in changed {
             let Key::Node(id) = key else { continue };
@@ -607,8 +607,8 @@ impl Member {
         }
     }
 
-    /// Ends sessions with revoked nodes, and writes this node's facts again where another node's
-    /// user took them for those of a dead one.
+    /// Ends sessions with revoked nodes. Writes this node's facts again if another node deleted
+    /// them as those of a dead node.
     fn enforce(&mut self, changed: &[Key], now: Now, actions: &mut Vec<Action>) {
         for key in changed {
             match key {
@@ -657,7 +657,7 @@ impl Member {
         actions.push(Action::Changed(changed));
     }
 
-    /// Takes this node's facts away and tells the others.
+    /// Deletes this node's facts and notifies the others.
     fn leave(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.write(Key::Node(self.own), 0, None, now, actions);
         self.left = true;
@@ -672,7 +672,7 @@ impl Member {
         actions.extend(self.peers.linked().map(Action::Unlink));
     }
 
-    /// How far a peer's clock may be ahead or behind, for the judge of its hello.
+    /// Whether a peer's clock is too far off, for the check of its hello.
     pub fn is_skewed(own_wall_ms: u64, their_wall_ms: u64) -> bool {
         own_wall_ms.abs_diff(their_wall_ms) > SKEW_MAX.as_millis() as u64
     }

@@ -1,4 +1,5 @@
-//! A cluster of machines without a master.
+//! A cluster of machines without a master: discovery, membership, shared map, sessions and
+//! placement.
 //!
 //! ```text
 //!  discovery, peers ── Found ──▶ ┌────────────────┐ ── Dial, Send, Close ──▶ sessions
@@ -6,18 +7,18 @@
 //!  timer ────────────── Tick ───▶└────────────────┘ ── Changed ──▶ instances, command line
 //! ```
 //!
-//! All decisions are in [`Member`], which has no clock, no sockets and no randomness but what it is
-//! given. So the crate `sim` runs whole clusters of it in virtual time. Around it:
+//! All decisions are in [`Member`], which has no clock and no sockets; time and randomness are
+//! arguments. So the crate `sim` runs whole clusters of it in virtual time. Around it:
 //!
-//! - [`identity`]: a node's identity, for as long as its home lives.
-//! - [`signature`]: signatures of a node on messages that others pass on.
-//! - [`key`]: the secret that makes a cluster, and its form for people.
+//! - [`identity`]: a node's identity, for the lifetime of its home.
+//! - [`signature`]: a node's signatures on messages that others forward.
+//! - [`key`]: the cluster's secret, and its form for people.
 //! - [`session`]: encrypted, authenticated messages over TCP.
 //! - [`Registers`]: the map that all nodes share; [`Stamp`]: the clock that orders its writes.
-//! - [`Member`]: the nodes that live, their messages, and the sessions that there should be.
+//! - [`Member`]: membership, gossip, and the required sessions.
 //! - [`placement`]: the owner of an instance, by the map and the lives of nodes.
-//! - [`paths`]: ways to other nodes, measured, and which of them is used.
-//! - `revocation`: entries of the map that cut a node off, signed.
+//! - [`paths`]: measured network paths to other nodes, and the preferred one of each.
+//! - `revocation`: signed entries of the map that revoke a node.
 //! - [`discovery`]: nodes of the same cluster on the networks of this machine; [`mdns`]: the same
 //!   by multicast DNS.
 //! - [`pairing`]: a short code instead of a token.
@@ -50,8 +51,7 @@ pub use member::Member;
 pub use registers::{Key, Register, Registers};
 pub use signature::Signature;
 
-/// Reads `bytes` as everything that another machine can say, for fuzzing: whatever they are, this
-/// returns.
+/// Parses `bytes` as every kind of message of another machine, for fuzzing. Returns for any input.
 pub fn parse_all(bytes: &[u8]) {
     let key = ClusterKey::new([7; 32]);
     let _ = discovery::read_beacon(&key, bytes);
@@ -76,15 +76,15 @@ pub fn parse_all(bytes: &[u8]) {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub [u8; 16]);
 
-/// A wanted instance; drawn at random.
+/// Id of an instance; drawn at random.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InstanceId(pub u64);
 
-/// Text that is no id.
+/// The text is no id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not {digits} hexadecimal digits")]
 pub struct NotAnId {
-    /// How many there should be.
+    /// The expected number of digits.
     pub digits: usize,
 }
 
@@ -170,7 +170,7 @@ as_text!(InstanceId);
 mod tests {
     use super::*;
 
-    /// Messages of each kind with bytes changed, cut and repeated.
+    /// Messages of each kind with changed, removed and repeated bytes.
     #[test]
     fn no_bytes_of_another_machine_panic() {
         let id = NodeId([9; 16]);

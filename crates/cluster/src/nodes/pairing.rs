@@ -1,9 +1,8 @@
-//! Lets a machine in by a short code that is read on one screen and typed at another.
+//! Pairing: admits a machine by a short code, displayed on one screen and typed at another.
 //!
-//! The code is the password of SPAKE2 (RFC 9382, crate `spake2`). A listener or guesser gets one
-//! try for each run, and an [`Invitation`] has three within five minutes. The secret that both
-//! sides then share is the pre-shared key of a Noise handshake, `NNpsk0`. The cluster key goes in
-//! its answer.
+//! The code is the password of SPAKE2 (RFC 9382, crate `spake2`). An attacker gets one attempt for
+//! each run, and an [`Invitation`] has three within five minutes. The resulting shared secret is
+//! the pre-shared key of a Noise handshake, `NNpsk0`. Its answer has the cluster key.
 //!
 //! ```text
 //! newcomer -> preface (8)   SPAKE2 message (33)
@@ -27,19 +26,19 @@ use super::ClusterKey;
 /// The first bytes of a newcomer.
 pub const PREFACE: [u8; 8] = *b"PLpair1\n";
 
-/// How long a code counts.
+/// Validity of a code.
 pub const LIFETIME: Duration = Duration::from_secs(300);
 
 /// Wrong codes that end an invitation.
 pub const TRIES: u32 = 3;
 
-/// Digits of a code: with three tries one in 333,333 guessers gets in.
+/// Digits of a code: with three attempts one in 333,333 attackers succeeds.
 const DIGITS: usize = 6;
 
 const SPAKE_BYTES: usize = 33;
 const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 
-/// Why nobody was let in.
+/// Why no machine was admitted.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("no code is shown, or it is older than five minutes, or was mistyped three times")]
@@ -60,7 +59,7 @@ impl Code {
     /// A new one.
     ///
     /// # Errors
-    /// When the system has no random numbers.
+    /// The system has no random numbers.
     pub fn random() -> io::Result<Self> {
         let mut bytes = [0; 8];
         getrandom::fill(&mut bytes).map_err(io::Error::other)?;
@@ -68,7 +67,7 @@ impl Code {
         Ok(Self(Zeroizing::new(format!("{number:06}"))))
     }
 
-    /// The code that somebody typed; anything but digits between them is ignored.
+    /// Parses a typed code; ignores anything but digits.
     ///
     /// # Errors
     /// [`Error::NotACode`].
@@ -84,7 +83,7 @@ impl Code {
         }
     }
 
-    /// As people read it.
+    /// The code in its form for people.
     pub fn shown(&self) -> String {
         format!("{}-{}", &self.0[..3], &self.0[3..])
     }
@@ -96,7 +95,7 @@ impl std::fmt::Debug for Code {
     }
 }
 
-/// A code that counts for some time and tries.
+/// A code with a limited time and number of attempts.
 #[derive(Debug)]
 pub struct Invitation {
     code: Code,
@@ -105,7 +104,7 @@ pub struct Invitation {
 }
 
 impl Invitation {
-    /// From `now` on.
+    /// Starts at `now`.
     pub fn new(code: Code, now: Instant) -> Self {
         Self {
             code,
@@ -114,7 +113,7 @@ impl Invitation {
         }
     }
 
-    /// The code for one more try, which is used up by asking.
+    /// The code for one more attempt, which this call uses up.
     pub fn take(&mut self, now: Instant) -> Option<Code> {
         if !self.is_open(now) {
             return None;
@@ -123,21 +122,21 @@ impl Invitation {
         Some(self.code.clone())
     }
 
-    /// Whether the code counts still.
+    /// Whether the code is still valid.
     pub fn is_open(&self, now: Instant) -> bool {
         now < self.until && self.tries > 0
     }
 
-    /// A code was right: nobody else gets in by it.
+    /// The code was used: it admits no further machine.
     pub const fn end(&mut self) {
         self.tries = 0;
     }
 }
 
-/// Lets a newcomer in who has said its preface and knows `code`.
+/// Admits a newcomer that has sent its preface and proves that it knows `code`.
 ///
 /// # Errors
-/// [`Error::WrongCode`]; it was told nothing then.
+/// [`Error::WrongCode`]; it got no information then.
 pub fn host(
     mut stream: TcpStream,
     code: &Code,
@@ -165,16 +164,16 @@ pub fn host(
     Ok(stream.write_all(&answer[..count])?)
 }
 
-/// Asks the member at `addr` for its cluster's key.
+/// Requests the cluster's key from the member at `addr`.
 ///
 /// # Errors
-/// [`Error::WrongCode`], or why it cannot be asked.
+/// [`Error::WrongCode`], or the connection's error.
 pub fn guest(addr: SocketAddr, code: &Code, limit: Duration) -> Result<ClusterKey, Error> {
     let mut stream = TcpStream::connect_timeout(&addr, limit)?;
     bound(&stream, limit)?;
     let (state, ours) = start(code);
-    // One write: a host that shows no code closes after the preface, and a second write would fail
-    // before its answer, the end of the stream, is read.
+    // One write: a host without an invitation closes after the preface, and a second write would
+    // fail before the end of the stream is read.
     stream.write_all(&[&PREFACE[..], &ours].concat())?;
     let mut theirs = [0; SPAKE_BYTES];
     stream

@@ -1,15 +1,16 @@
-//! Ways to other nodes, as one node measured them: an entry for each address of each other node.
+//! Network paths to other nodes, as measured by one node: an entry for each address of each other
+//! node.
 //!
-//! [`Table`] is pure: it says which address is to be measured next, takes what was measured, and
-//! knows which way is the best. [`agent`](super::agent) does the measuring. A table is published in
-//! the shared map, so that every node knows the ways of every pair.
+//! [`Table`] is pure: it schedules measurements, takes their results, and chooses the best path.
+//! [`agent`](super::agent) does the measuring. A table is published in the shared map, so that
+//! every node has the paths of every pair.
 //!
 //! ```text
 //! unknown --answers--> up --two misses--> down --answers--> up      a miss is measured again at
 //! once
 //! ```
-//! The *preferred* way of a node is kept until another one costs less than [`GAIN`] of it, so that
-//! noise moves nothing. Its loss, and the return to it, are news that people are told.
+//! The *preferred* path of a node is kept until another one costs less than [`GAIN`] of it, so that
+//! noise changes nothing. Its loss, and the return to it, are logged.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -20,42 +21,43 @@ use serde::{Deserialize, Serialize};
 use super::NodeId;
 use super::member::PEERS_MAX;
 
-/// Addresses of a node that are measured at most. This is twice as many as the address book keeps
-/// of a node: addresses that were heard, and addresses that the node tells.
+/// Most measured addresses of a node. Twice as many as the address book stores: discovered
+/// addresses, and addresses in the node's facts.
 const ADDRESSES_MAX: usize = 16;
 
-/// Between two measurements of a way that answers: some twenty packets a minute.
+/// Interval of measurements of a path that is up: some twenty packets a minute.
 pub const EVERY: Duration = Duration::from_secs(60);
 
-/// Pauses of a way that does not answer. A way that has answered before is a cable that somebody is
-/// about to plug in again. A way that never has is an address that leads nowhere from here.
+/// Pauses of a path that is down. A path that was up before may be a cable to be plugged in again.
+/// One that never was is an unreachable address.
 const AGAIN: Duration = Duration::from_secs(5);
 const NEVER_YET: Duration = Duration::from_secs(300);
 
-/// Misses after which a way is down.
+/// Misses after which a path is down.
 const MISSES: u32 = 2;
 
-/// Another way is preferred when it costs less than this share of the preferred one.
+/// Another path is preferred if it costs less than this fraction of the preferred one.
 const GAIN: f64 = 0.67;
 
-/// Round trips that are remembered: the shortest of them counts, because other programs on the two
-/// machines only make them longer.
+/// Stored round trips: the shortest counts, because other programs on the two machines only add
+/// delay.
 const KEPT: usize = 5;
 
-/// Bytes of an exchange whose time is a way's cost: the rows of a prompt's chunk of a small model.
+/// Bytes of the exchange whose time is a path's cost: the rows of a prompt's chunk of a small
+/// model.
 const EXCHANGE_BYTES: f64 = 262_144.0;
 
-/// Bytes a second of a way whose bandwidth is not measured yet: Fast Ethernet's.
+/// Assumed bytes a second of a path without measured bandwidth: Fast Ethernet's.
 const UNMEASURED: f64 = 12.5e6;
 
-/// A way from one node to another.
+/// A measured network path from one node to another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Path {
-    /// Where it leads.
+    /// The other node.
     pub to: NodeId,
-    /// Name of the interface that it leaves by; empty where the system does not tell.
+    /// Name of the outgoing interface; empty if unknown.
     pub interface: String,
-    /// Address that it leaves from.
+    /// Local address.
     pub local: IpAddr,
     /// Address of the other node, with its control port.
     pub remote: SocketAddr,
@@ -65,12 +67,12 @@ pub struct Path {
     pub bytes_per_s: Option<u64>,
     /// Whether it answers.
     pub up: bool,
-    /// Whether it is the one that is used.
+    /// Whether it is the one in use.
     pub preferred: bool,
 }
 
 impl Path {
-    /// Seconds of an exchange over it, by which ways are compared.
+    /// Seconds of an exchange over it, by which paths are compared.
     pub fn cost(&self) -> f64 {
         let bytes_per_s = self.bytes_per_s.map_or(UNMEASURED, |rate| rate as f64);
         self.latency_us as f64 / 1e6 + EXCHANGE_BYTES / bytes_per_s.max(1.0)
@@ -92,13 +94,13 @@ impl Path {
         }
     }
 
-    /// Whether both its addresses mean something without an interface.
+    /// Whether neither of its addresses needs an interface.
     pub fn is_routable(&self) -> bool {
         !is_link_local(self.local) && !is_link_local(self.remote.ip())
     }
 }
 
-/// Whether an address means something only together with an interface.
+/// Whether an address needs an interface.
 pub(crate) fn is_link_local(ip: IpAddr) -> bool {
     match ip.to_canonical() {
         IpAddr::V4(ip) => ip.is_link_local(),
@@ -109,9 +111,9 @@ pub(crate) fn is_link_local(ip: IpAddr) -> bool {
 /// Result of one measurement of a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// Where it left from.
+    /// Local address.
     pub local: IpAddr,
-    /// By which interface.
+    /// Outgoing interface.
     pub interface: String,
     /// Shortest round trip.
     pub latency: Duration,
@@ -126,30 +128,30 @@ pub struct Due {
     pub to: NodeId,
     /// At which address.
     pub remote: SocketAddr,
-    /// Whether its bandwidth is wanted too.
+    /// Whether to measure its bandwidth too.
     pub bandwidth: bool,
 }
 
-/// How much of a way is to be measured.
+/// What to measure of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
-    /// Whether it answers, and how soon.
+    /// Reachability and latency.
     Latency,
-    /// How many bytes a second it takes, too.
+    /// Bandwidth, too.
     Bandwidth,
 }
 
-/// A change that people are told.
+/// A change of the preferred path, for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum News {
-    /// The preferred way does not answer: another one is used.
+    /// The preferred path does not answer: another one is used.
     Fell {
-        /// The way that is used now.
+        /// The path in use now.
         now: Path,
-        /// The one that was.
+        /// The previous one.
         before: Path,
     },
-    /// The best way is used again.
+    /// The best path is used again.
     Returned(Path),
 }
 
@@ -161,7 +163,7 @@ struct Entry {
     was_up: bool,
     next: Duration,
     wants_bandwidth: bool,
-    /// Counts measurements, for those that wait for one.
+    /// Counts measurements, for threads that wait for one.
     count: u64,
 }
 
@@ -216,18 +218,18 @@ impl Entry {
     }
 }
 
-/// The ways of one node.
+/// The paths of one node.
 #[derive(Clone, Debug, Default)]
 pub struct Table {
     entries: BTreeMap<(NodeId, SocketAddr), Entry>,
-    /// The way that is used, by node.
+    /// The path in use, by node.
     preferred: BTreeMap<NodeId, SocketAddr>,
-    /// The interface of the way that was preferred before it was lost.
+    /// The interface of the preferred path before its loss.
     lost: BTreeMap<NodeId, String>,
 }
 
 impl Table {
-    /// Sets where a node may be reached. Ways at other addresses are forgotten.
+    /// Sets the addresses of a node. Drops paths at other addresses.
     pub fn set_places(&mut self, to: NodeId, places: &[SocketAddr], now: Duration) {
         let places = &places[..places.len().min(ADDRESSES_MAX)];
         self.entries
@@ -242,14 +244,14 @@ impl Table {
         }
     }
 
-    /// Forgets nodes that are not among `known`.
+    /// Drops nodes that are not among `known`.
     pub fn keep(&mut self, known: &[NodeId]) {
         self.entries.retain(|(id, _), _| known.contains(id));
         self.preferred.retain(|id, _| known.contains(id));
         self.lost.retain(|id, _| known.contains(id));
     }
 
-    /// Has a node's ways measured now, but not those that never answered.
+    /// Schedules measurements of a node's paths now, except those that never answered.
     pub fn hurry(&mut self, to: NodeId, wanted: Wanted, now: Duration) {
         let may_answer = |entry: &&mut Entry| entry.was_up || entry.misses < MISSES;
         for entry in self.of_mut(to).filter(may_answer) {
@@ -258,8 +260,8 @@ impl Table {
         }
     }
 
-    /// A node is dead: none of its ways answers, and none is preferred when it comes back. The one
-    /// that was used is looked for first.
+    /// A node is dead: all its paths are down, and none is preferred when it returns. The one that
+    /// was used is measured first.
     pub fn died(&mut self, id: NodeId) {
         let used = self.preferred.remove(&id);
         let used = used.and_then(|remote| self.entries.get(&(id, remote)));
@@ -273,7 +275,7 @@ impl Table {
         }
     }
 
-    /// The next measurement of a node of `living` that is due, the longest overdue first.
+    /// The next due measurement of a node of `living`, the longest overdue first.
     pub fn due(&self, living: &[NodeId], now: Duration) -> Option<Due> {
         let lives = |entry: &&Entry| living.contains(&entry.path.to);
         let due = self.entries.values().filter(|entry| entry.next <= now);
@@ -286,13 +288,13 @@ impl Table {
         })
     }
 
-    /// Measurements so far of each way, for [`is_settled`](Self::is_settled).
+    /// Measurements so far of each path, for [`is_settled`](Self::is_settled).
     pub fn counts(&self) -> BTreeMap<(NodeId, SocketAddr), u64> {
         let counts = self.entries.iter();
         counts.map(|(key, entry)| (*key, entry.count)).collect()
     }
 
-    /// Whether every way to nodes of `living` has been measured since `counts` and is either up or
+    /// Whether every path to nodes of `living` was measured since `counts` and is either up or
     /// down.
     pub fn is_settled(
         &self,
@@ -310,7 +312,7 @@ impl Table {
         })
     }
 
-    /// Takes in a measurement: a sample, or nothing where the way did not answer.
+    /// Records a measurement: a sample, or `None` if the path did not answer.
     pub fn measured(
         &mut self,
         (to, remote): (NodeId, SocketAddr),
@@ -326,7 +328,7 @@ impl Table {
         self.choose(to)
     }
 
-    /// Looks whether another way of a node is to be used.
+    /// Chooses the preferred path of a node again.
     fn choose(&mut self, to: NodeId) -> Option<News> {
         let usable = self.usable(to);
         let best = usable
@@ -338,7 +340,7 @@ impl Table {
         let before = self.preferred.get(&to).copied();
         let known = before.and_then(|remote| self.entries.get(&key(&remote)));
         let before = known.map(|entry| entry.path.clone());
-        // The one that was lost comes back although it is hardly better: it was chosen once.
+        // The lost path is restored even for a small gain, because it was chosen before.
         let lost = self.lost.get(&to).and_then(|interface| {
             let own = usable.iter().filter(|path| path.interface == *interface);
             own.min_by(|a, b| a.cost().total_cmp(&b.cost()))
@@ -382,7 +384,7 @@ impl Table {
         own.map(|(_, entry)| entry)
     }
 
-    /// Ways to a node that answer, without link-local ones where their interface has another.
+    /// Paths to a node that are up, without link-local ones if their interface has another.
     fn usable(&self, to: NodeId) -> Vec<Path> {
         let own = self.entries.values().map(|entry| &entry.path);
         let up: Vec<&Path> = own.filter(|path| path.to == to && path.up).collect();
@@ -396,14 +398,14 @@ impl Table {
         usable.map(|path| (*path).clone()).collect()
     }
 
-    /// The way that is used to a node; `None` while none answers.
+    /// The path in use to a node; `None` while none is up.
     pub fn preferred(&self, to: NodeId) -> Option<&Path> {
         let remote = self.preferred.get(&to)?;
         let entry = self.entries.get(&(to, *remote))?;
         entry.path.up.then_some(&entry.path)
     }
 
-    /// The way at an address, if it was ever measured.
+    /// The path at an address, if it was ever measured.
     pub fn at(&self, to: NodeId, remote: IpAddr) -> Option<&Path> {
         let own = self.entries.values().map(|entry| &entry.path);
         let is_it = |path: &&Path| {
@@ -413,14 +415,14 @@ impl Table {
             .find(is_it)
     }
 
-    /// Whether an address was tried and does not answer.
+    /// Whether an address was measured and is down.
     pub fn is_down(&self, to: NodeId, remote: SocketAddr) -> bool {
         let entry = self.entries.get(&(to, remote));
         entry.is_some_and(|entry| !entry.path.up && entry.misses >= MISSES)
     }
 
-    /// All ways that answer now or have answered, in order of nodes. A link-local one is left out
-    /// where its interface has another.
+    /// All paths that are or were up, in order of nodes. Excludes a link-local one if its interface
+    /// has another.
     pub fn paths(&self) -> Vec<Path> {
         let seen = self.entries.values().filter(|entry| entry.was_up);
         let mut paths: Vec<Path> = seen.map(|entry| entry.path.clone()).collect();
@@ -440,7 +442,7 @@ impl Table {
     }
 }
 
-/// Whether `new` tells so much more than `old` that the whole cluster should hear of it.
+/// Whether `new` differs enough from `old` to be published to the cluster.
 pub fn is_news(old: &[Path], new: &[Path]) -> bool {
     let alike = |a: u64, b: u64| a.max(b) <= a.min(b).saturating_mul(3) / 2 + 200;
     let same = |(old, new): (&Path, &Path)| {
@@ -452,15 +454,15 @@ pub fn is_news(old: &[Path], new: &[Path]) -> bool {
     old.len() != new.len() || !old.iter().zip(new).all(same)
 }
 
-/// So many times more or less is another latency or bandwidth. Whatever else runs on the two
-/// machines moves both by half at times, another cable or a halved link by this.
+/// Factor by which a latency or bandwidth counts as changed. Other programs on the two machines
+/// change both by half at times; another cable or a halved link changes them by this.
 pub const MOVED_TIMES: u64 = 2;
 
-/// Latencies that lie closer are the same: [`is_news`] takes the difference as noise.
+/// Latencies closer than this count as equal: [`is_news`] treats the difference as noise.
 const MOVED_US_MIN: u64 = 200;
 
-/// Whether the way of a pair of nodes is another one than before, or its latency or bandwidth is
-/// [`MOVED_TIMES`] what it was. A bandwidth that is measured for the first time is no change.
+/// Whether a pair of nodes has another path than before, or its latency or bandwidth changed by
+/// [`MOVED_TIMES`]. A first bandwidth measurement is no change.
 pub fn has_moved(old: &Path, new: &Path) -> bool {
     let moved = |old: u64, new: u64| old.max(new) > old.min(new).saturating_mul(MOVED_TIMES);
     let is_other = (&old.interface, old.remote) != (&new.interface, new.remote);
@@ -490,7 +492,7 @@ mod tests {
         }
     }
 
-    /// A fast way on eth0 and a slow one on eth1, both measured.
+    /// A fast path on eth0 and a slow one on eth1, both measured.
     fn two() -> Table {
         let mut table = Table::default();
         table.set_places(NODE, &[place(0), place(1)], Duration::ZERO);

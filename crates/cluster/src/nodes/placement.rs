@@ -1,14 +1,14 @@
-//! The owner of an instance: each node decides alone, from the map and the lives of nodes.
+//! Ownership of instances: each node decides alone, from the map and the lives of nodes.
 //!
-//! An instance's record names its nodes, the leader's first, and an order of *successors*. The
-//! owner is the first node of the record. When the owner is dead, the first successor that lives
-//! writes a record of the next epoch. In that record it is the owner itself.
+//! An instance's spec names its nodes, the leader's first, and an order of *successors*. The owner
+//! is the first node. When the owner is dead, the first live successor writes a record of the next
+//! epoch with itself as owner.
 //!
-//! No vote is needed. Two halves of a network may write two records of one epoch; the later write
-//! wins wherever they meet. A node that finds itself owner no more ends its workers. An unwanted
-//! instance has a tombstone of the highest epoch, so that no takeover brings it back.
+//! No vote is needed. Two sides of a partition may write two records of one epoch; the later write
+//! wins when they merge. A node that is no longer the owner ends its workers. An unloaded instance
+//! has a tombstone of the highest epoch, so that no takeover restores it.
 //!
-//! A node may *lend* an instance to a program of its machine. Nobody needs the instance after the
+//! A node may *lease* an instance to a program of its machine. The instance is useless after the
 //! node is dead: see [`abandoned`].
 
 use serde::{Deserialize, Serialize};
@@ -16,19 +16,19 @@ use serde::{Deserialize, Serialize};
 use super::member::Life;
 use super::{InstanceId, Key, NodeId, Registers};
 
-/// The epoch of the record of an instance that is unwanted.
+/// The epoch of the record of an unloaded instance.
 pub const EPOCH_UNWANTED: u64 = u64::MAX;
 
 /// The split that fits any number of nodes.
 pub const SPLIT_ANY: &str = "auto";
 
-/// A record's `spare` where nobody asked: one, where memory allows.
+/// Default of `spare`: one standby, if memory allows.
 pub const SPARE_AUTO: u16 = u16::MAX;
 
 /// Most nodes of an instance.
 pub const NODES_MAX: usize = 64;
 
-/// A wanted instance.
+/// Specification of an instance, as recorded in the shared map.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
     /// The model's name, as its user gave it.
@@ -37,91 +37,89 @@ pub struct Wanted {
     pub sha256: String,
     /// Bytes of the model's file.
     pub bytes: u64,
-    /// Whose workers compute it, in rank order; the first is the owner.
+    /// Nodes of its ranks, in rank order; the first is the owner.
     pub nodes: Vec<NodeId>,
-    /// The nodes that own it next; the first that lives takes over.
+    /// The next owners; the first live one takes over.
     pub successors: Vec<NodeId>,
-    /// Whether its user named the nodes, so that those that were left out for their losses are
-    /// taken back.
+    /// Whether its user named the nodes, so that flapping ones are readmitted.
     #[serde(default)]
     pub named: bool,
-    /// How the model is cut, as `--split` names it.
+    /// The split, as `--split` names it.
     pub split: String,
     /// Threads of each worker.
     pub threads: u16,
     /// Positions of a sequence, `None` for the default.
     pub context: Option<u32>,
-    /// Answers that are computed at the same time.
+    /// Answers computed concurrently.
     pub parallel: u16,
-    /// Further copies of each shard that wait packed on other nodes: 0, 1 or [`SPARE_AUTO`].
+    /// Standby copies of each shard on other nodes: 0, 1 or [`SPARE_AUTO`].
     #[serde(default)]
     pub spare: u16,
-    /// How many nodes its user asked for: after a loss it has fewer. `None` in records of versions
-    /// that do not know it: those versions drop it when they write the next record.
+    /// Requested number of nodes: after a loss it has fewer. `None` in records of older versions,
+    /// which drop it when they write the next record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub width: Option<u16>,
-    /// Number of this instance among the replicas of its model, from 1; 0 where it was loaded
-    /// alone.
+    /// Number of this instance among the replicas of its model, from 1; 0 if it was loaded alone.
     #[serde(default)]
     pub replica: u16,
-    /// The node that has the model's file: an owner that lacks the file copies it from there.
+    /// A node with the model's file, from which an owner without it copies it.
     #[serde(default)]
     pub source: Option<NodeId>,
-    /// The node that lends it to a program of its machine, until the program ends. `None` where it
-    /// stays until it is unloaded, and in records of versions that do not know lenders. Those
-    /// versions drop a lender when they write the next record.
+    /// The node that leases it to a program of its machine, until the program ends. `None` if it
+    /// stays until it is unloaded, and in records of older versions, which drop it when they write
+    /// the next record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lender: Option<NodeId>,
-    /// The model that guesses for it. `None` without one, and in records of versions that do not
-    /// know drafts: those versions drop it when they write the next record.
+    /// The draft model. `None` without one, and in records of older versions, which drop it when
+    /// they write the next record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub draft: Option<DraftOf>,
-    /// Adapters beside its weights, which answer too. None in records of versions that do not know
-    /// them: those versions drop them when they write the next record.
+    /// Adapters of the model, which answer too. Empty in records of older versions, which drop them
+    /// when they write the next record.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub adapters: Vec<AdapterFile>,
-    /// Tokens that are guessed and checked in a step at most, `None` for the default.
+    /// Most draft tokens verified in a step; `None` for the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drafts: Option<u8>,
-    /// Whether nodes that compute slower than before give work to the others meanwhile.
+    /// Whether slower nodes shift part of their share to the others.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub follow: bool,
-    /// Whether replicas of it are added and ended by load.
+    /// Whether load adds and removes replicas of it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub grows: bool,
-    /// Whether load added it: it ends when it is idle.
+    /// Whether autoscaling added it: it ends when it is idle.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub added: bool,
-    /// How much of the model's file each node gets before it computes.
+    /// Distribution of the model file over the nodes.
     #[serde(default, skip_serializing_if = "Weights::is_auto")]
     pub weights: Weights,
-    /// Nodes that only read prompts, and hand them to the others; none of `nodes` or of the
-    /// successors. Empty without such, and in records of versions that do not know them: those
-    /// versions drop them when they write the next record.
+    /// Prefill nodes; none of `nodes` or of the successors. Empty in records of older versions,
+    /// which drop them when they write the next record.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub prompts: Vec<NodeId>,
 }
 
-/// How much of a model's file the nodes of an instance get.
+/// How a model file is distributed over the nodes of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Weights {
-    /// All of a small file. Of a large file, each node gets the part that it computes with. Once
-    /// the instance answers, the first successor gets the rest, so that the loss of the owner loses
-    /// nothing.
+    /// All of a small file; of a large file, the part that each node computes with. Once the
+    /// instance answers, the first successor gets the rest, so that the loss of the owner loses no
+    /// weights.
     #[default]
     Auto,
-    /// The part that each node computes with, and nothing else.
+    /// Only the part that each node computes with.
     Shard,
-    /// All of it, before it is loaded.
+    /// All of it, before the load.
     Whole,
 }
 
-/// The largest file of which every node gets all with [`Weights::Auto`]: two seconds at 1 Gbit/s.
+/// The largest file in bytes that [`Weights::Auto`] copies whole to every node: two seconds at 1
+/// Gbit/s.
 pub const SMALL_BYTES: u64 = 256 << 20;
 
 impl Weights {
-    /// Whether nothing was asked for.
+    /// Whether it is the default.
     #[allow(
         clippy::trivially_copy_pass_by_ref,
         reason = "serde hands over a reference"
@@ -130,7 +128,7 @@ impl Weights {
         matches!(self, Self::Auto)
     }
 
-    /// Whether each node gets only what it computes with, of a file of `bytes`.
+    /// Whether each node only gets its part of a file of `bytes` bytes.
     pub const fn in_parts(self, bytes: u64) -> bool {
         match self {
             Self::Auto => bytes > SMALL_BYTES,
@@ -140,7 +138,7 @@ impl Weights {
     }
 }
 
-/// Text that names no way to have weights.
+/// The text names no distribution of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("expected auto, shard or whole")]
 pub struct NotWeights;
@@ -158,7 +156,7 @@ impl std::str::FromStr for Weights {
     }
 }
 
-/// A small model that guesses what the model of an instance will answer.
+/// The draft model of an instance, for speculative decoding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DraftOf {
     /// The model's name, as its user gave it.
@@ -172,10 +170,10 @@ pub struct DraftOf {
 /// Most adapters of an instance: each takes some 150 bytes of a record, which may have 16 KiB.
 pub const ADAPTERS_MAX: usize = 32;
 
-/// An adapter beside the model of an instance: one file, in GGUF's form.
+/// An adapter of an instance's model: one GGUF file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdapterFile {
-    /// The name that requests choose it by, behind the model's.
+    /// The name by which requests select it, after the model's.
     pub name: String,
     /// SHA-256 of its file, in hexadecimal digits.
     pub sha256: String,
@@ -188,7 +186,7 @@ impl Wanted {
         format!("{}:{adapter}", self.model)
     }
 
-    /// The record with each adapter in place of the model: for finding and copying its file.
+    /// The spec with each adapter in place of the model, to find and copy its file.
     pub fn of_adapters(&self) -> impl Iterator<Item = Self> {
         self.adapters.iter().map(|adapter| Self {
             model: self.adapted(&adapter.name),
@@ -197,20 +195,20 @@ impl Wanted {
             draft: None,
             adapters: Vec::new(),
             weights: Weights::Whole,
-            prompts: Vec::new(), // they read with the model alone
+            prompts: Vec::new(), // prefill uses the model only
             ..self.clone()
         })
     }
 
-    /// The record with each file that its nodes need in place of the model: the model's own, its
-    /// draft's, its adapters'.
+    /// The spec with each file that its nodes need in place of the model: the model, its draft, its
+    /// adapters.
     pub fn files(self) -> impl Iterator<Item = Self> {
         let (draft, adapters) = (self.of_draft(), self.of_adapters().collect::<Vec<_>>());
         std::iter::once(self).chain(draft).chain(adapters)
     }
 
-    /// The record with the draft model in place of the model: for finding and copying its file.
-    /// `None` without a draft.
+    /// The spec with the draft model in place of the model, to find and copy its file. `None`
+    /// without a draft.
     pub fn of_draft(&self) -> Option<Self> {
         let DraftOf {
             model,
@@ -224,13 +222,13 @@ impl Wanted {
             draft: None,
             adapters: Vec::new(),
             weights: Weights::Whole,
-            prompts: Vec::new(), // they read with the model alone
+            prompts: Vec::new(), // prefill uses the model only
             ..self.clone()
         })
     }
 }
 
-/// How an instance is, as its owner says.
+/// State of an instance, reported by its owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
@@ -242,27 +240,27 @@ pub enum State {
     Ready,
     /// A worker or node was lost.
     Recovering,
-    /// It cannot be had; says why.
+    /// It failed; the report has the reason.
     Failed,
 }
 
 /// An owner's report of its instance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// Of the record that it is about.
+    /// Epoch of the reported record.
     pub epoch: u64,
-    /// How it is.
+    /// Its state.
     pub state: State,
-    /// Steps done and of how many, while fetching or loading.
+    /// Steps done and their total, while fetching or loading.
     pub progress: Option<(u64, u64)>,
-    /// Why it failed, or which nodes are left out.
+    /// Why it failed, or which nodes are excluded.
     pub reason: Option<String>,
 }
 
 /// A task of a node about an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Duty {
-    /// Own it: keep it running as the record says.
+    /// Own it: keep it running by its record.
     Own {
         /// Which.
         id: InstanceId,
@@ -281,7 +279,7 @@ pub enum Duty {
     },
 }
 
-/// An entry of the map that is a wanted instance.
+/// The instances in the map: id, epoch and spec.
 pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, Wanted)> + '_ {
     map.iter().filter_map(|(key, register)| {
         let Key::Instance(id) = key else { return None };
@@ -293,8 +291,8 @@ pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, Wanted)
     })
 }
 
-/// The duties of node `own` now, in order of ids. Nobody takes over an instance whose lender is
-/// dead.
+/// The duties of node `own` now, in order of ids. An instance whose lending node is dead has no
+/// takeover.
 pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<Duty> {
     let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
     wanted(map)
@@ -312,8 +310,8 @@ pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Ve
         .collect()
 }
 
-/// The lent instances whose lender is dead or has left, and which `own` has to unload. It owns
-/// them, or is the first successor that lives. In order of ids.
+/// The leased instances whose lending node is dead or has left, and which `own` must unload as
+/// their owner or first live successor. In order of ids.
 pub fn abandoned(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<InstanceId> {
     let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
     wanted(map)
@@ -323,7 +321,7 @@ pub fn abandoned(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) ->
         .collect()
 }
 
-/// The owner, or the first successor that lives in place of a dead one.
+/// The owner, or the first live successor of a dead one.
 fn acting(wanted: &Wanted, lives: impl Fn(&NodeId) -> bool) -> Option<NodeId> {
     let mut order = wanted.nodes[..1].iter().chain(&wanted.successors);
     order.find(|id| lives(id)).copied()
@@ -333,7 +331,7 @@ fn has_lost_lender(wanted: &Wanted, lives: impl Fn(&NodeId) -> bool) -> bool {
     wanted.lender.is_some_and(|lender| !lives(&lender))
 }
 
-/// A record's split for fewer nodes. A direction stays as it is; sizes, as in `2x2`, would not fit.
+/// The split for fewer nodes. A kind stays as it is; sizes, as in `2x2`, would not fit.
 pub fn split_of_fewer(split: String) -> String {
     match split.contains(|c: char| c.is_ascii_digit()) {
         true => SPLIT_ANY.to_owned(),
@@ -341,23 +339,22 @@ pub fn split_of_fewer(split: String) -> String {
     }
 }
 
-/// The record after its owner died: on the nodes that live, `own` first.
+/// The spec after its owner died: on the live nodes, `own` first.
 fn succeed(mut wanted: Wanted, own: NodeId, lives: &impl Fn(&NodeId) -> bool) -> Wanted {
     let former = wanted.nodes[0];
     wanted.split = split_of_fewer(wanted.split);
     let others = wanted.nodes.iter().filter(|id| **id != own && lives(id));
     wanted.nodes = std::iter::once(own).chain(others.copied()).collect();
     wanted.successors.retain(|id| *id != own);
-    // Whoever comes back may own it again one day, after all others.
+    // A returning former owner comes after all others.
     wanted.successors.retain(|id| *id != former);
     wanted.successors.push(former);
     wanted.prompts.retain(|id| *id != own);
     wanted
 }
 
-/// The record after `leaver` goes: on the nodes that live and stay. Its owner stays the owner; in
-/// place of a leaver the first successor that lives is, or the first of `others`. `None` where no
-/// node is left.
+/// The spec without `leaver`, on the live nodes that stay. The owner stays; a leaving owner is
+/// replaced by the first live successor, or the first of `others`. `None` if no node is left.
 pub fn without(
     mut wanted: Wanted,
     leaver: NodeId,
@@ -375,7 +372,7 @@ pub fn without(
         wanted.split = split_of_fewer(wanted.split);
     }
     wanted.successors.retain(|id| *id != owner && *id != leaver);
-    // It may come back, and comes after all others then.
+    // It may return, and then comes after all others.
     wanted.successors.push(leaver);
     wanted.prompts.retain(|id| *id != owner && *id != leaver);
     Some(wanted)

@@ -1,9 +1,9 @@
-//! The map that all nodes of a cluster share: registers in which the last writer wins.
+//! The shared map of a cluster: last-writer-wins registers.
 //!
-//! Merging is commutative, associative and idempotent, so copies that saw the same writes in any
-//! order are equal. Of two writes to one key the write with the higher *epoch* wins, then the later
-//! [`Stamp`]. A deleted key leaves a tombstone, which is forgotten after [`TOMBSTONE_MS`]. A node
-//! that was away for longer than that may bring a deleted entry back.
+//! Merging is commutative, associative and idempotent, so copies with the same writes in any order
+//! are equal. Of two writes to one key the one with the higher *epoch* wins, then the later
+//! [`Stamp`]. A deleted key leaves a tombstone, which is removed after [`TOMBSTONE_MS`]. A node
+//! that was offline for longer may restore a deleted entry.
 //!
 //! Bounds: [`REGISTERS_MAX`] entries of [`VALUE_BYTES_MAX`]; writes over them are refused.
 
@@ -23,7 +23,7 @@ pub const VALUE_BYTES_MAX: usize = 16 << 10;
 /// Longest name of a [`Key::Named`].
 pub const NAME_BYTES_MAX: usize = 128;
 
-/// How long it is remembered that something was deleted: a week.
+/// How long tombstones are kept: a week.
 pub const TOMBSTONE_MS: u64 = 7 * 24 * 3_600_000;
 
 /// The subject of a register.
@@ -31,16 +31,15 @@ pub const TOMBSTONE_MS: u64 = 7 * 24 * 3_600_000;
 pub enum Key {
     /// Facts of a node, written by itself.
     Node(NodeId),
-    /// A wanted instance, written by the node where a user asks for it, and by its successors.
+    /// The spec of an instance, written by the node of the user's request, and by its successors.
     Instance(InstanceId),
-    /// How an instance is, written by its owner.
+    /// The report of an instance, written by its owner.
     State(InstanceId),
-    /// A node that may not come back. It is not deleted.
+    /// A revoked node. Never deleted.
     Revoked(NodeId),
     /// An API key, by its id.
     ApiKey(String),
-    /// Anything else that the whole cluster should know, by a name of at most
-    /// [`NAME_BYTES_MAX`].
+    /// Any other cluster-wide entry, by a name of at most [`NAME_BYTES_MAX`].
     Named(String),
 }
 
@@ -55,7 +54,7 @@ impl Key {
     }
 }
 
-/// An entry's content and who wrote it.
+/// An entry's content and its write.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Register {
     /// Counts changes of responsibility; 0 where there are none.
@@ -72,7 +71,7 @@ impl Register {
         (self.epoch, self.stamp)
     }
 
-    /// 64 bits that stand for this write of `key`. Not against forgers: only members write.
+    /// A 64-bit hash of this write of `key`. Not cryptographic: only members write.
     fn mark(&self, key: &Key) -> u64 {
         let node = |id: &NodeId| id.0;
         let (tag, bytes) = match key {
@@ -114,13 +113,14 @@ pub struct Registers {
 }
 
 impl Registers {
-    /// Takes a write in; true if it changed something.
+    /// Merges a write; true if it changed something.
     pub(crate) fn merge(&mut self, key: Key, register: Register) -> bool {
         let is_long = register
             .value
             .as_ref()
             .is_some_and(|v| v.len() > VALUE_BYTES_MAX);
-        // Not even by a later write: the node could take its own back at one that was away.
+        // Not even by a later write: a revoked node could undo its revocation at a node that was
+        // offline.
         let is_undone = matches!(key, Key::Revoked(_)) && register.value.is_none();
         if is_long || is_undone || !key.is_sane() {
             return false;
@@ -136,7 +136,7 @@ impl Registers {
         true
     }
 
-    /// Forgets tombstones that are old.
+    /// Removes old tombstones.
     pub(crate) fn forget(&mut self, wall_ms: u64) {
         let oldest = wall_ms.saturating_sub(TOMBSTONE_MS);
         let root = &mut self.root;
@@ -149,8 +149,7 @@ impl Registers {
         });
     }
 
-    /// The map of these entries, such as ones that were saved. Entries that break a bound are left
-    /// out.
+    /// The map of these entries, such as saved ones. Skips entries that exceed a bound.
     pub fn from_entries(entries: impl IntoIterator<Item = (Key, Register)>) -> Self {
         let mut map = Self::default();
         for (key, register) in entries {
@@ -159,12 +158,12 @@ impl Registers {
         map
     }
 
-    /// The JSON of an entry that there is.
+    /// The JSON of a live entry.
     pub fn get(&self, key: &Key) -> Option<&str> {
         self.entries.get(key)?.value.as_deref()
     }
 
-    /// An entry, be it a tombstone.
+    /// An entry or tombstone.
     pub fn register(&self, key: &Key) -> Option<&Register> {
         self.entries.get(key)
     }
@@ -174,12 +173,13 @@ impl Registers {
         self.entries.iter()
     }
 
-    /// Equal for copies with the same writes, and different else but once in 2^64.
+    /// A hash of all writes: equal for copies with the same writes, and different otherwise, except
+    /// with a probability of 2^-64.
     pub const fn root(&self) -> u64 {
         self.root
     }
 
-    /// The mark of each entry, for another node to find what differs.
+    /// The mark of each entry, from which another node finds differences.
     pub(crate) fn marks(&self) -> Vec<u64> {
         self.iter()
             .map(|(key, register)| register.mark(key))
@@ -301,12 +301,12 @@ mod tests {
     }
 
     proptest! {
-        /// Copies that saw the same writes are equal, in whatever order and however often.
+        /// Copies with the same writes are equal, for any order and repetition.
         #[test]
         fn order_does_not_matter(
             writes in prop::collection::vec((0_u64..4, 0_u8..3, 0_u64..2, 0_u64..4), 0..40),
         ) {
-            // A node never gives a stamp twice, so its value is a function of it.
+            // A node never uses a timestamp twice, so the value is a function of it.
             let each = writes.iter().map(|&(id, node, epoch, ms)| {
                 let value = ((id + ms + epoch) % 3 != 0).then_some("v");
                 (Key::State(InstanceId(id)), write(node, epoch, ms, value))

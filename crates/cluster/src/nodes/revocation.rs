@@ -3,14 +3,14 @@
 //! ```text
 //! revoked/ID -> signature by a member's static key of "paceline revocation 1", ID
 //! ```
-//! Any member may cut off another one, and others pass the entry on. The signature proves which
-//! member it was, or which took it with a new key from another one. An entry without a signature,
-//! or by a node that the map does not have, is refused. A revocation is not taken back, so that a
-//! repeated entry changes nothing.
+//! Any member may revoke another one, and others forward the entry. The signature proves which
+//! member wrote it, or received it with a new key from another one. An entry without a signature,
+//! or by a node not in the map, is refused. A revocation is final, so a replayed entry changes
+//! nothing.
 //!
-//! Nodes are forgotten and revocations are not. A member that has a revocation whose signer is
-//! forgotten signs it again, so that newcomers take it. So are revocations that earlier versions
-//! wrote, which had no signature: on a node's own disk they count without one.
+//! Nodes can be removed from the map, revocations cannot. A member that has a revocation of a
+//! removed signer signs it again, so that newcomers accept it. The same holds for unsigned
+//! revocations of earlier versions, which are valid on a node's own disk.
 
 use super::identity::{Error, Identity};
 use super::{Key, NodeId, Registers, Signature};
@@ -19,7 +19,7 @@ fn message(id: NodeId) -> Vec<u8> {
     format!("paceline revocation 1\n{id}\n").into_bytes()
 }
 
-/// The entry of a node that `by` cuts off.
+/// The entry of a node that `by` revokes.
 ///
 /// # Errors
 /// [`Error::Random`].
@@ -36,7 +36,7 @@ pub(super) fn is_signed(map: &Registers, id: NodeId, entry: &str) -> bool {
     by != id && signature.is_of(by, &message(id))
 }
 
-/// Nodes whose entries name no signer that the map has, and the entries' epochs.
+/// Revoked nodes whose entries have no signer in the map, and the entries' epochs.
 pub(super) fn unsigned(map: &Registers) -> Vec<(NodeId, u64)> {
     let of = |(key, register): (&Key, &super::Register)| match (key, &register.value) {
         (Key::Revoked(id), Some(entry)) if signed(map, entry).is_none() => {
@@ -47,8 +47,8 @@ pub(super) fn unsigned(map: &Registers) -> Vec<(NodeId, u64)> {
     map.iter().filter_map(of).collect()
 }
 
-/// The signature of an entry, and the node of the map that it claims to be of. A node that left
-/// counts until its tombstone is forgotten.
+/// The signature of an entry, and its claimed signer in the map. A node that left counts until its
+/// tombstone is removed.
 fn signed(map: &Registers, entry: &str) -> Option<(NodeId, Signature)> {
     let signature: Signature = serde_json::from_str(entry).ok()?;
     let by = signature.claimed()?;

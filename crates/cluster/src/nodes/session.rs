@@ -5,22 +5,22 @@
 //! dialler   -> preface (8 bytes), psk, e       the preface is the prologue: authenticated
 //! acceptor  <- e, ee, s, es, its hello
 //! dialler   -> s, se, its hello
-//! both      -> verdict                         a session is refused by name, to members only
+//! both      -> verdict                         only members get a reason for a refusal
 //!
 //! handshake message   length (u16, little-endian), bytes
 //! record              length (u16, little-endian), ciphertext, tag (16)
-//! message             its length (u32, little-endian) and bytes, cut into records
+//! message             its length (u32, little-endian) and bytes, split into records
 //! ```
 //!
-//! The handshake uses `psk0` and not `psk3`. With the key in the first message, the acceptor says
-//! nothing at all to a dialler without the key. With `psk3` its static key goes out before. The
+//! The handshake uses `psk0` and not `psk3`. With the key in the first message, the acceptor sends
+//! nothing at all to a dialler without the key; with `psk3` it would first send its static key. The
 //! proofs of `psk3` hold as well, since every later key depends on the first.
 //!
-//! A recorded first message gets an answer that only its maker can read. Nonces count records, so
-//! one that is lost, repeated, moved or cut ends the session.
+//! A replayed first message gets an answer that only the original sender can read. Nonces count
+//! records, so a lost, repeated, reordered or truncated one ends the session.
 //!
 //! Bounds: a handshake message has at most [`HELLO_BYTES_MAX`] and the whole handshake a deadline.
-//! A message has the length that its reader allows, and memory grows as its bytes come.
+//! The reader limits the length of a message, and memory grows as its bytes arrive.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -40,8 +40,7 @@ const PATTERN: &str = "Noise_XXpsk0_25519_AESGCM_SHA256";
 /// Longest message of a handshake: keys, tags and a hello.
 pub const HELLO_BYTES_MAX: usize = 4096;
 
-/// The bytes that both sides agree on before anything else: the last digit is the protocol's
-/// version.
+/// The first bytes of a connection; the last digit is the protocol's version.
 const MAGIC: [u8; 7] = *b"PLnode1";
 
 /// Most payload of a record.
@@ -52,12 +51,11 @@ const TAG_BYTES: usize = 16;
 /// Longest verdict.
 const VERDICT_BYTES_MAX: usize = 1024;
 
-/// How long a write may wait for a peer that does not read.
+/// Longest wait of a write for a peer that does not read.
 const WRITE_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long a session may be silent before its system asks the other system whether it is there.
-/// Each of the [`PROBES`] waits for [`PROBE_EVERY`]. Nothing else tells of a cable that is pulled
-/// while other cables lead to the peer.
+/// Silence of a session before the first TCP keepalive probe. Each of the [`PROBES`] waits for
+/// [`PROBE_EVERY`]. Only keepalives detect a pulled cable while other cables lead to the peer.
 const PROBE_AFTER: Duration = Duration::from_secs(2);
 
 /// See [`PROBE_AFTER`].
@@ -89,7 +87,7 @@ impl Purpose {
 pub struct Hello {
     /// Its host's name.
     pub name: String,
-    /// Drawn when its process started: two processes of one identity differ in it.
+    /// Random number of its process, which distinguishes two processes of one identity.
     pub boot: u64,
     /// Its control port.
     pub port: u16,
@@ -97,17 +95,17 @@ pub struct Hello {
     pub wall_ms: u64,
     /// Version of the program.
     pub build: String,
-    /// Revision of the numbers' definition, which determines bits besides the kernel class. Nodes
-    /// with unlike revisions share no instance.
+    /// Revision of the numerics, which determines bits besides the kernel class. Nodes with
+    /// different revisions share no instance.
     pub numerics: u32,
 }
 
-/// Why there is no session, or no more.
+/// Why a session was not established, or ended.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot connect to {addr}: {source}")]
     Connect {
-        /// Where.
+        /// The address.
         addr: SocketAddr,
         /// The system's error.
         source: io::Error,
@@ -123,10 +121,10 @@ pub enum Error {
     Protocol,
     #[error("no answer within {limit:?}")]
     Late {
-        /// How long was waited.
+        /// The time waited.
         limit: Duration,
     },
-    /// The peer is a member and will not have this session.
+    /// The peer is a member and refuses this session.
     #[error("refused by {name}: {reason}")]
     Refused {
         /// The peer's name.
@@ -154,7 +152,7 @@ impl From<io::Error> for Error {
     }
 }
 
-/// Says why a peer is not wanted, if so.
+/// Checks a peer; returns the reason of a refusal, if it is refused.
 pub type Judge<'a> = &'a dyn Fn(NodeId, &Hello) -> Option<String>;
 
 /// The identity, key and rules of this side.
@@ -165,7 +163,7 @@ pub struct Own<'a> {
     pub key: &'a ClusterKey,
     /// Its description of itself.
     pub hello: &'a Hello,
-    /// The judge that lets peers in or refuses them.
+    /// The check that admits or refuses peers.
     pub judge: Judge<'a>,
 }
 
@@ -197,9 +195,9 @@ struct Sending {
 #[derive(Default)]
 struct Receiving {
     nonce: u64,
-    /// Bytes of a record that is not complete.
+    /// Bytes of an incomplete record.
     wire: Vec<u8>,
-    /// Payload of a message that is not complete.
+    /// Payload of an incomplete message.
     message: Vec<u8>,
 }
 
@@ -208,7 +206,7 @@ struct Verdict {
     refused: Option<String>,
 }
 
-/// Bytes of a dialler's preface and first message: its length, a key of one use and a tag.
+/// Bytes of a dialler's preface and first message: its length, an ephemeral key and a tag.
 pub(super) const FIRST_BYTES: usize = 8 + 2 + 32 + TAG_BYTES;
 
 fn builder<'a>(identity: &'a Identity, key: &'a ClusterKey, prologue: &'a [u8]) -> Builder<'a> {
@@ -224,7 +222,7 @@ fn builder<'a>(identity: &'a Identity, key: &'a ClusterKey, prologue: &'a [u8]) 
 /// Connects to a node; all of it takes no longer than `limit`.
 ///
 /// # Errors
-/// Why there is no session: nobody there, a stranger, a refusal by name.
+/// The peer is unreachable, has another key, or refuses the session.
 pub fn dial(
     own: Own<'_>,
     addr: SocketAddr,
@@ -243,10 +241,10 @@ pub fn dial(
     wire.shake_as_dialler(shaking, own, purpose)
 }
 
-/// Answers somebody who connected; all of it takes no longer than `limit`.
+/// Answers an incoming connection; all of it takes no longer than `limit`.
 ///
 /// # Errors
-/// As [`dial`]. A stranger was told nothing.
+/// As [`dial`]. A stranger got no information.
 pub fn accept(own: Own<'_>, stream: TcpStream, limit: Duration) -> Result<Session, Error> {
     let mut wire = Wire::new(stream, Instant::now() + limit, limit)?;
     let mut preface = [0; 8];
@@ -261,7 +259,7 @@ pub fn accept(own: Own<'_>, stream: TcpStream, limit: Duration) -> Result<Sessio
     wire.shake_as_acceptor(shaking, own, purpose)
 }
 
-/// Whether the beginning of a connection was made with this key.
+/// Whether the first bytes of a connection were made with this key.
 pub(super) fn fits(identity: &Identity, key: &ClusterKey, first: &[u8; FIRST_BYTES]) -> bool {
     let (preface, message) = first.split_at(8);
     let (length, message) = message.split_at(2);
@@ -277,21 +275,22 @@ fn preface(purpose: Purpose) -> [u8; 8] {
     std::array::from_fn(|i| *MAGIC.get(i).unwrap_or(&(purpose as u8)))
 }
 
-/// Has the system end a connection whose way is gone, within five seconds. A peer that is only busy
-/// or stopped stays while its system takes what comes. On Linux one that has read nothing for five
-/// seconds, and whose buffer is full, is ended too, as [`WRITE_LIMIT`] does elsewhere.
+/// Makes the system end a connection whose network path is lost, within five seconds. A busy or
+/// stopped peer stays while its system accepts data. On Linux a connection whose peer has read
+/// nothing for five seconds, with a full buffer, is ended too, as by [`WRITE_LIMIT`] elsewhere.
 fn end_with_its_way(stream: &TcpStream) -> io::Result<()> {
     let socket = socket2::SockRef::from(stream);
     let keepalive = socket2::TcpKeepalive::new().with_time(PROBE_AFTER);
     let keepalive = keepalive.with_interval(PROBE_EVERY).with_retries(PROBES);
     socket.set_tcp_keepalive(&keepalive)?;
-    // Bytes under way put probes off: there they have the same time. Other systems give them more.
+    // Unacknowledged bytes delay keepalives, so they get the same time limit. Other systems allow
+    // more.
     #[cfg(target_os = "linux")]
     socket.set_tcp_user_timeout(Some(PROBE_AFTER + PROBE_EVERY * PROBES))?;
     Ok(())
 }
 
-/// A connection on which a handshake is under way.
+/// A connection during its handshake.
 struct Wire {
     stream: TcpStream,
     deadline: Instant,
@@ -362,7 +361,7 @@ impl Wire {
         let ours = Verdict { refused };
         let theirs = session.exchange(&ours, self.deadline, self.limit);
         let name = session.hello.name.clone();
-        // A peer that is refused does not hide that by ending the connection.
+        // A refused peer cannot hide the refusal by closing the connection.
         if let Some(reason) = ours.refused {
             return Err(Error::Refusing { name, reason });
         }
@@ -428,7 +427,7 @@ fn say_hello(hello: &Hello) -> Vec<u8> {
     serde_json::to_vec(hello).expect("a hello is JSON")
 }
 
-/// Reads `bytes` as what a session begins with, for fuzzing.
+/// Parses `bytes` as the start of a session, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
     let _ = read_hello(bytes);
     let _ = serde_json::from_slice::<Verdict>(bytes);
@@ -439,7 +438,7 @@ fn read_hello(bytes: &[u8]) -> Result<Hello, Error> {
 }
 
 impl Session {
-    /// Tells this side's verdict; the other side's.
+    /// Sends this side's verdict; returns the other side's.
     fn exchange(
         &self,
         ours: &Verdict,
@@ -467,10 +466,10 @@ impl Session {
         self.purpose
     }
 
-    /// Where the other end is.
+    /// The other end's address.
     ///
     /// # Errors
-    /// When the connection is gone.
+    /// The connection is lost.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         self.stream.peer_addr()
     }
@@ -478,13 +477,13 @@ impl Session {
     /// This end's address.
     ///
     /// # Errors
-    /// When the connection is gone.
+    /// The connection is lost.
     pub fn own_addr(&self) -> io::Result<SocketAddr> {
         self.stream.local_addr()
     }
 
-    /// Bytes of a segment that the connection sends at most, headers and options not counted;
-    /// `None` where the system does not tell.
+    /// Largest segment payload in bytes, without headers and options; `None` if the system does not
+    /// report it.
     pub fn segment_bytes(&self) -> Option<u32> {
         socket2::SockRef::from(&self.stream).tcp_mss().ok()
     }
@@ -492,7 +491,7 @@ impl Session {
     /// Sends a message; waits at most a few seconds for a peer that does not read.
     ///
     /// # Errors
-    /// The session is of no use any more.
+    /// The session is lost.
     pub fn send(&self, message: &[u8]) -> Result<(), Error> {
         let mut sending = lock(&self.sending);
         if sending.broken {
@@ -530,11 +529,11 @@ impl Session {
         Ok((&self.stream).write_all(&sending.buffer)?)
     }
 
-    /// The next message, of at most `bytes_max`; `None` when it is not complete within `timeout`,
-    /// and then goes on with it next time.
+    /// The next message, of at most `bytes_max`; `None` if it is not complete within `timeout`. The
+    /// next call continues it.
     ///
     /// # Errors
-    /// The session is of no use any more.
+    /// The session is lost.
     pub fn recv(&self, bytes_max: usize, timeout: Duration) -> Result<Option<Vec<u8>>, Error> {
         let mut receiving = lock(&self.receiving);
         let deadline = Instant::now().checked_add(timeout);
@@ -559,7 +558,7 @@ impl Session {
         }
     }
 
-    /// Opens the records that are there; a message once it is whole.
+    /// Decrypts the complete records; returns a message once it is complete.
     fn complete(
         &self,
         receiving: &mut Receiving,
@@ -591,21 +590,21 @@ impl Session {
         Ok(found)
     }
 
-    /// Whether nothing has gone wrong with sending yet.
+    /// Whether no send has failed yet.
     pub fn is_open(&self) -> bool {
         !lock(&self.sending).broken
     }
 
-    /// Ends the session for both sides; a read that waits returns.
+    /// Ends the session for both sides; a waiting read returns.
     pub fn close(&self) {
-        // One that is gone already is closed.
+        // A lost connection is closed already.
         let _ = self.stream.shutdown(Shutdown::Both);
         lock(&self.sending).broken = true;
     }
 }
 
-/// The message at the start of `bytes`, if all of it is there. A record carries parts of one
-/// message only, so that nothing follows it.
+/// The message at the start of `bytes`, if it is complete. A record has parts of one message only,
+/// so nothing follows it.
 fn whole(bytes: &mut Vec<u8>, bytes_max: usize) -> Result<Option<Vec<u8>>, Error> {
     let Some(length) = bytes.first_chunk::<4>() else {
         return Ok(None);

@@ -1,11 +1,11 @@
-//! Signatures by a node's static key, for what it says through others, such as in the shared map.
+//! Signatures by a node's static key, for messages that others forward, such as in the shared map.
 //!
-//! A static key is one of X25519, which agrees on secrets and signs nothing by itself. XEdDSA signs
-//! with it. It uses the same secret number on the Edwards form of the curve, whose point is the one
-//! with an even x. Ed25519's equation checks the signature.
+//! A static key is an X25519 key, which is for key agreement only. XEdDSA signs with it: it uses
+//! the same secret scalar on the Edwards form of the curve, with the point of even x. Ed25519's
+//! equation verifies the signature.
 //!
 //! ```text
-//! public  32 bytes, of which the node's id is a hash
+//! public  32 bytes, whose hash is the node's id
 //! bytes   R (32), s (32): s B = R + SHA-512(R, A, message) A
 //! ```
 //! Source: T. Perrin, The XEdDSA and VXEdDSA Signature Schemes, revision 1, section 3.
@@ -26,7 +26,7 @@ const NONCE_PREFIX: [u8; 32] = {
     prefix
 };
 
-/// A signature, with the key that proves whose it is.
+/// A signature, with the signer's public key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Signature {
     /// The node's public key, in hexadecimal digits.
@@ -53,13 +53,13 @@ impl Identity {
 }
 
 impl Signature {
-    /// The node that it claims to be of, unproven.
+    /// The claimed signer, unverified.
     pub(super) fn claimed(&self) -> Option<NodeId> {
         let public: [u8; 32] = unhex(&self.public)?.try_into().ok()?;
         Some(id_of(&public))
     }
 
-    /// Whether the node `by` has signed just this message.
+    /// Whether the node `by` signed exactly this message.
     pub fn is_of(&self, by: NodeId, message: &[u8]) -> bool {
         let read = || -> Option<([u8; 32], [u8; 64])> {
             let public = unhex(&self.public)?.try_into().ok()?;
@@ -71,7 +71,7 @@ impl Signature {
     }
 }
 
-/// The number modulo the group's order that SHA-512 of all parts is.
+/// SHA-512 of all parts, modulo the group's order.
 fn number(parts: &[&[u8]]) -> Scalar {
     let mut hash = Sha512::new();
     parts.iter().for_each(|part| hash.update(part));
@@ -82,7 +82,7 @@ fn number(parts: &[&[u8]]) -> Scalar {
 fn sign(private: &[u8; 32], message: &[u8], random: &[u8; 64]) -> [u8; 64] {
     let own = Scalar::from_bytes_mod_order(clamp_integer(*private));
     let point = EdwardsPoint::mul_base(&own).compress().to_bytes();
-    // The verifier knows the point up to its sign and takes the even one.
+    // The verifier knows the point up to its sign and uses the even one.
     let is_odd = point[31] & 0x80 != 0;
     let own = if is_odd { -own } else { own };
     let mut public = point;

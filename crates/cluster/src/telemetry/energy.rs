@@ -5,7 +5,7 @@ use serde::Serialize;
 /// Joules of a kilowatt-hour.
 const JOULES_PER_KWH: f64 = 3.6e6;
 
-/// Energy and price of tokens at a moment.
+/// Current energy and price of tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Energy {
     /// Power of all machines that compute.
@@ -17,8 +17,8 @@ pub struct Energy {
 }
 
 impl Energy {
-    /// Of machines that take `watts` for `tok_s` tokens a second, where a kilowatt-hour costs
-    /// `per_kwh`; `None` while no tokens come.
+    /// For machines that use `watts` for `tok_s` tokens a second, at `per_kwh` per kilowatt-hour;
+    /// `None` while no tokens are generated.
     pub fn of(watts: f64, tok_s: f64, per_kwh: Option<f64>) -> Option<Self> {
         let joules_per_token = watts / tok_s;
         let is_known = tok_s > 0.0 && joules_per_token.is_finite();

@@ -1,4 +1,4 @@
-//! Values that a single look gives: memory, pressure, frequency, temperature, battery, GPUs.
+//! Values of a single reading: memory, pressure, frequency, temperature, battery, GPUs.
 
 use std::fs::File;
 use std::io::Read;
@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use super::{Gpu, Sample};
 
-/// Longest file that is read: `/proc/stat` of 1,024 cores takes about 100 KB.
+/// Longest file read: `/proc/stat` of 1,024 cores takes about 100 KB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Most entries of a folder that are looked at.
+/// Most entries read of a folder.
 const ENTRIES_MAX: usize = 1024;
 
 /// The root of a machine's files.
@@ -88,14 +88,14 @@ impl Files {
     }
 }
 
-/// Watts that flow into a battery or out of it, told at once or as current and voltage.
+/// Watts that flow into or out of a battery, reported directly or as current and voltage.
 fn battery_watts(battery: &Path) -> Option<f64> {
     let micro = |name: &str| number(&battery.join(name)).map(|value| value.abs() / 1e6);
     let product = || Some(micro("current_now")? * micro("voltage_now")?);
     micro("power_now").or_else(product)
 }
 
-/// A card whose driver tells its load, as AMD's does.
+/// A card whose driver reports its load, as AMD's does.
 fn gpu(card: &Path) -> Option<Gpu> {
     let device = card.join("device");
     let busy = number(&device.join("gpu_busy_percent")).map(|percent| percent / 100.0);

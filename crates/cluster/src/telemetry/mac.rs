@@ -4,7 +4,7 @@ use super::Sample;
 #[cfg(target_os = "macos")]
 use super::{Gpu, files::Files};
 
-/// Milliseconds that a look at a Mac takes: IOReport's counters are means over them.
+/// Milliseconds of a reading on a Mac: IOReport's counters are means over them.
 #[cfg(target_os = "macos")]
 const LOOK_MS: u32 = 100;
 
@@ -23,14 +23,14 @@ impl std::fmt::Debug for Mac {
 
 #[cfg(target_os = "macos")]
 impl Mac {
-    /// Opens the sensors, where the files are this machine's.
+    /// Opens the sensors, if the files are this machine's.
     pub(super) fn open(files: &Files) -> Self {
         let is_real = files.0.as_os_str() == "/";
         let sampler = is_real.then(macmon::Sampler::new).and_then(Result::ok);
         Self { sampler }
     }
 
-    /// Fills in what the sensors tell. Blocks for a tenth of a second.
+    /// Fills in the sensors' values. Blocks for a tenth of a second.
     pub(super) fn fill(&mut self, sample: &mut Sample) {
         let metrics = self
             .sampler
@@ -48,7 +48,7 @@ impl Mac {
         sample.swap_bytes = Some(memory.swap_total).filter(|bytes| *bytes > 0);
         sample.swap_used_bytes = sample.swap_bytes.map(|_| memory.swap_usage);
         let degrees = [metrics.temp.cpu_temp_avg, metrics.temp.gpu_temp_avg];
-        // A sensor that is not there is none, or reads 0.
+        // A missing sensor is absent, or reads 0.
         let known = degrees.into_iter().flatten().map(f64::from);
         let known = known.filter(|c| (1.0..150.0).contains(c));
         sample.temperature_c = known.reduce(f64::max);
@@ -62,8 +62,8 @@ impl Mac {
     }
 }
 
-/// Whether the battery is being used up, and its charge, by the text that `pmset -g batt` prints.
-/// `None` for a Mac without one.
+/// Whether the battery is discharging, and its charge, from the output of `pmset -g batt`. `None`
+/// for a Mac without one.
 pub(super) fn battery(text: &str) -> Option<(bool, f64)> {
     let is_used = text.lines().next()?.contains("'Battery Power'");
     let line = text.lines().find(|line| line.contains("InternalBattery"))?;
@@ -73,7 +73,7 @@ pub(super) fn battery(text: &str) -> Option<(bool, f64)> {
     Some((is_used, f64::from(percent) / 100.0))
 }
 
-/// Other systems tell in files.
+/// Other systems report in files.
 #[cfg(not(target_os = "macos"))]
 impl Mac {
     pub(super) const fn open(_files: &super::files::Files) -> Self {

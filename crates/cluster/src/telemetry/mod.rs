@@ -2,8 +2,8 @@
 //!
 //! [`Sampler::sample`] reads some twenty small files of `/proc` and `/sys`, which takes well below
 //! a millisecond. Rates are means since the previous sample, so the first one has none. Values that
-//! a system does not tell are absent, never zero. Macs are asked through IOReport and SMC, which
-//! takes a tenth of a second of waiting.
+//! a system does not report are absent, never zero. Macs are read through IOReport and SMC, which
+//! waits for a tenth of a second.
 //!
 //! The files are read below a root folder, so that recordings of other machines test the reader.
 
@@ -28,14 +28,14 @@ use mac::Mac;
 use nvml::Nvml;
 use rates::Counters;
 
-/// Load of a machine, as far as its system tells.
+/// Load of a machine, as far as its system reports it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Sample {
     /// Share of time that all cores together were busy, 0 to 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_busy: Option<f64>,
-    /// The same of each core.
+    /// The same for each core.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub core_busy: Vec<f64>,
     /// Mean frequency of the cores in MHz.
@@ -83,13 +83,13 @@ pub struct Sample {
     /// Share of time in which a processor package was slowed down because it was hot, 0 to 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub throttled: Option<f64>,
-    /// Watts that the battery gives or takes.
+    /// Power into or out of the battery in watts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub battery_watts: Option<f64>,
-    /// Whether the battery is being used up.
+    /// Whether the battery is discharging.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub on_battery: Option<bool>,
-    /// Graphics processors whose driver tells of them in `/sys` or by NVML.
+    /// Graphics processors whose driver reports them in `/sys` or by NVML.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<Gpu>,
 }
@@ -131,8 +131,8 @@ pub struct Gpu {
 }
 
 impl Sample {
-    /// Watts of processor packages and graphics processors, as far as they tell; on battery what it
-    /// gives, which is the whole machine's.
+    /// Watts of processor packages and graphics processors, as far as they report it. On battery it
+    /// is the battery's power, which is that of the whole machine.
     pub fn watts(&self) -> Option<f64> {
         if self.on_battery == Some(true) && self.battery_watts.is_some() {
             return self.battery_watts;
@@ -142,8 +142,8 @@ impl Sample {
     }
 }
 
-/// Whether the battery of the machine below `root` is being used up, and its charge, 0 to 1; `None`
-/// without one. Reads a few small files; on a Mac waits for `pmset`, which takes some milliseconds.
+/// Whether the battery of the machine below `root` is discharging, and its charge, 0 to 1; `None`
+/// without one. Reads a few small files; on a Mac it waits some milliseconds for `pmset`.
 pub fn battery(root: impl Into<PathBuf>) -> Option<(bool, f64)> {
     if cfg!(target_os = "macos") {
         return mac::battery(&machine::ask("pmset", &["-g", "batt"])?);

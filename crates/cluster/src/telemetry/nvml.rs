@@ -1,9 +1,9 @@
-//! NVIDIA's graphics processors, by NVML, which is opened at run time where the driver has it.
+//! NVIDIA's graphics processors, by NVML, which is opened at run time if the driver has it.
 
 use super::Gpu;
 use super::files::Files;
 
-/// NVML of this machine; nothing where there is none, and for recorded machines.
+/// NVML of this machine; absent without a driver, and for recorded machines.
 #[derive(Debug)]
 pub(super) struct Nvml {
     #[cfg(target_os = "linux")]
@@ -12,10 +12,10 @@ pub(super) struct Nvml {
 
 #[cfg(target_os = "linux")]
 impl Nvml {
-    /// Opens it, where the files are this machine's. Takes some tens of milliseconds.
+    /// Opens it, if the files are this machine's. Takes some tens of milliseconds.
     pub(super) fn open(files: &Files) -> Self {
         let is_real = files.0.as_os_str() == "/";
-        // Debian's driver package has the numbered name alone.
+        // Debian's driver package has only the numbered name.
         let open = || {
             nvml_wrapper::Nvml::builder()
                 .lib_path("libnvidia-ml.so.1".as_ref())

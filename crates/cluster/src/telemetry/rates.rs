@@ -1,4 +1,4 @@
-//! Values that two looks give: load of cores, bytes a second, watts.
+//! Values from two readings: load of cores, bytes a second, watts.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use super::{Network, Sample};
 /// Bytes of a sector in `/proc/diskstats`, on every device.
 const SECTOR_BYTES: u64 = 512;
 
-/// Counters that only grow, but for wraps and devices that come and go.
+/// Counters that only grow, except for wraps and devices that come and go.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     /// Busy and total time of all cores together and of each, in the kernel's ticks.
@@ -20,7 +20,7 @@ pub(super) struct Counters {
     networks: BTreeMap<String, [u64; 2]>,
     /// Energy in microjoules with the value at which it wraps, by package.
     packages: BTreeMap<String, (u64, u64)>,
-    /// Milliseconds in which a package was slowed down because it was hot: the largest of all.
+    /// Milliseconds of thermal throttling: the largest of all packages.
     throttled_ms: Option<u64>,
 }
 
@@ -45,7 +45,7 @@ impl Counters {
         if seconds <= 0.0 {
             return;
         }
-        // A core that was switched on or off makes the lines mean other cores.
+        // After a core is switched on or off, the lines belong to other cores.
         if self.cores.len() == before.cores.len() {
             let mut busy = self.cores.iter().zip(&before.cores).map(busy);
             sample.cpu_busy = busy.next().flatten();
@@ -97,7 +97,7 @@ fn busy((now, before): (&(u64, u64), &(u64, u64))) -> Option<f64> {
     Some((busy as f64 / total as f64).min(1.0))
 }
 
-/// Name and bytes of a whole disk; partitions and what lies over disks would count twice.
+/// Name and bytes of a whole disk; partitions and stacked devices would count twice.
 fn disk(files: &Files, line: &str) -> Option<(String, [u64; 2])> {
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
     let name = *words.get(2)?;
@@ -139,7 +139,7 @@ fn packages(files: &Files) -> BTreeMap<String, (u64, u64)> {
     energy.collect()
 }
 
-/// The same of all cores of a package, so one core of each would do.
+/// Equal for all cores of a package, so one core of each would suffice.
 fn throttled_ms(files: &Files) -> Option<u64> {
     let cores = files.folders("sys/devices/system/cpu", "cpu");
     let file = "thermal_throttle/package_throttle_total_time_ms";

@@ -1,5 +1,5 @@
-//! Machines as recorded folders: a laptop with a battery, a virtual machine, and systems that tell
-//! nothing.
+//! Recorded machines as folders: a laptop with a battery, a virtual machine, and systems that
+//! report nothing.
 
 use std::path::Path;
 use std::time::Duration;
@@ -167,8 +167,8 @@ fn a_laptop_is_read() {
     assert_eq!(plugged_in.watts(), Some(15.0 + 41.0));
 }
 
-/// A virtual machine, recorded by `scripts/golden/machine.py`, which made the expected values of
-/// the files by itself. It has no sensors, and tells nothing of them.
+/// A virtual machine, recorded by `scripts/golden/machine.py`, which computed the expected values
+/// from the files independently. It has no sensors, so their values are absent.
 #[test]
 fn a_recorded_machine_is_read() {
     const RECORDED: &str = include_str!("../../../../tests-data/golden/telemetry/cloud-vm.json");

@@ -1,11 +1,11 @@
-//! Decisions about time, without a clock: how long a child was silent, and how far stopping is.
+//! Time decisions without a clock: how long a child was silent, and the stage of stopping.
 
 use std::time::Duration;
 
-/// Counts a child's silence.
+/// Measures a child's silence.
 ///
-/// Silence is the time in which the monitor was awake ([`Awake`](paceline_base::Awake)) and heard
-/// nothing.
+/// Silence is the time in which the monitor was awake ([`Awake`](paceline_base::Awake)) and
+/// received nothing.
 #[derive(Debug)]
 pub(super) struct Clock {
     limit: Duration,
@@ -14,7 +14,7 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// Nothing was heard yet, which is allowed for `limit`.
+    /// Nothing was received yet; allowed for `limit`.
     pub(super) fn new(limit: Duration) -> Self {
         Self {
             limit,
@@ -23,7 +23,7 @@ impl Clock {
         }
     }
 
-    /// Something was heard; from now on silence is allowed for `limit`.
+    /// Something was received; from now on silence is allowed for `limit`.
     pub(super) fn heard(&mut self, limit: Duration) {
         *self = Self::new(limit);
     }
@@ -33,7 +33,8 @@ impl Clock {
         self.limit = self.limit.min(self.silence);
     }
 
-    /// Time went by. Gives the silence when it becomes too long, once until something is heard.
+    /// Advances the time. Returns the silence when it exceeds the limit, once until something is
+    /// received.
     pub(super) fn pass(&mut self, awake: Duration) -> Option<Duration> {
         self.silence += awake;
         if self.accused || self.silence < self.limit {
@@ -49,7 +50,7 @@ impl Clock {
     }
 }
 
-/// How far stopping is.
+/// The stage of stopping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Stage {
     /// The channels are closed.

@@ -1,4 +1,4 @@
-//! The thread that starts children, hears them, counts their silence and reaps them.
+//! The monitor thread: starts children, reads from them, measures their silence and reaps them.
 
 use std::os::unix::net::UnixStream;
 use std::process::{ChildStderr, Command, Stdio};
@@ -18,20 +18,20 @@ use crate::queue::Queue;
 use crate::wire::Assembler;
 use crate::{Error, Garbage};
 
-/// How often children are looked at although nothing is heard. An ending shows at once by its
-/// channel; this finds those whose channel is held open by somebody else, or is not read.
+/// Poll interval of silent children. An exit shows at once on the channel; this detects those whose
+/// channel is held open by another process, or is not read.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// How often while an ending is under way: a channel closes shortly before its process is gone.
+/// Poll interval during an exit: a channel closes shortly before its process is gone.
 const PAUSE_ENDING: Duration = Duration::from_millis(2);
 
-/// The most that one turn counts as silence: some turns, in case they are slow. See [`Awake`].
+/// Most silence counted in one turn: several turns' worth, in case they are slow. See [`Awake`].
 const AWAKE_MAX: Duration = Duration::from_millis(200);
 
-/// From the end of a channel to the end of its process.
+/// Time limit from the end of a channel to the exit of its process.
 const CLOSED_LIMIT: Duration = Duration::from_secs(1);
 
-/// From SIGKILL to giving up. See [`Process`]'s drop.
+/// Time limit from SIGKILL to giving up. See [`Process`]'s drop.
 const KILLED_LIMIT: Duration = Duration::from_secs(5);
 
 /// Bytes per read: a quarter of what a Unix socket holds by default on Linux.
@@ -40,8 +40,8 @@ const READ_BYTES: usize = 64 << 10;
 /// Reads from one source in one turn, so that a flood does not hide the others.
 const READS_PER_TURN: usize = 16;
 
-/// Reads from a source whose process has ended: as much as sockets and pipes hold, many times over.
-/// It ends by itself unless somebody else writes there too.
+/// Most reads from a source whose process has exited: many times the capacity of sockets and pipes.
+/// The source ends by itself unless another process writes there too.
 const READS_AT_END: usize = 256;
 
 pub(super) struct Monitor {
@@ -49,10 +49,10 @@ pub(super) struct Monitor {
     queue: Arc<Queue<Report>>,
     orders: Arc<Orders>,
     wake: UnixStream,
-    /// Of which the sink for lines was taken.
+    /// The specification; its sink was moved out.
     spec: Spec,
     forward: Forward,
-    /// When the order to stop was seen, and what was done since.
+    /// When stopping began, and its stage.
     stopping: Option<(Instant, Stage)>,
     buffer: Vec<u8>,
 }
@@ -66,20 +66,20 @@ struct Worker {
     hearing: Hearing,
     lines: Assembler,
     clock: Clock,
-    /// Until its first byte: for how long it has been found stopped.
+    /// Until its first byte: how long it was in the stopped state.
     unborn: Option<Duration>,
     stderr: Option<ChildStderr>,
     text: Lines,
     tail: Tail,
 }
 
-/// The state of a child's channel, as far as the monitor reads from it.
+/// Read state of a child's channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Hearing {
     Open,
-    /// It ended this long ago.
+    /// Closed this long ago.
     Closed(Duration),
-    /// Nothing that could be understood.
+    /// Invalid data.
     Lost,
 }
 
@@ -97,7 +97,7 @@ impl Monitor {
             source,
         })?;
         if let Some(sandbox) = spec.sandbox {
-            // This thread's rights are its children's. It needs none of the others itself.
+            // Children inherit this thread's rights; it does not need more itself.
             sandbox.enter_with(&spec.writable);
         }
         let ranks = (0..).map(Rank).take(spec.args.len());
@@ -120,7 +120,7 @@ impl Monitor {
         self.workers.iter().map(child).collect()
     }
 
-    /// Watches until told to stop, and then until none is left.
+    /// Runs until an order to stop, and then until no child is left.
     pub(super) fn run(&mut self) {
         let mut now = Instant::now();
         let mut awake = Awake::new(now, AWAKE_MAX);
@@ -138,13 +138,13 @@ impl Monitor {
         }
     }
 
-    /// Kills or replaces a child, where that is asked for.
+    /// Executes a pending order to kill or replace a child.
     fn change(&mut self) {
         let Some(order) = lock(&self.orders.change).take() else {
             return;
         };
         if self.stopping.is_some() {
-            return; // the caller hears by the sender's end
+            return; // the caller sees the dropped sender
         }
         let index = order.rank.0 as usize;
         self.workers[index].kill();
@@ -175,7 +175,7 @@ impl Monitor {
         }
     }
 
-    /// Waits until there is something to hear, or it is time to look.
+    /// Waits for input or the next poll.
     fn wait(&self) {
         let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
         for worker in self.workers.iter().filter(|worker| !worker.ended) {
@@ -200,7 +200,7 @@ impl Monitor {
         wait_for(&mut fds, pause);
     }
 
-    /// Reads what there is.
+    /// Reads all available input.
     fn hear(&mut self) {
         while let Ok(Some(1..)) = read_now(&mut &self.wake, &mut self.buffer) {}
         for worker in self.workers.iter_mut().filter(|worker| !worker.ended) {
@@ -220,7 +220,7 @@ impl Monitor {
         }
     }
 
-    /// Does what stopping asks for now.
+    /// Executes the due stage of stopping.
     fn obey(&mut self, now: Instant) {
         let Some(grace) = self.orders.stop() else {
             return;
@@ -288,7 +288,7 @@ impl Worker {
         self.hearing == Hearing::Open && !queue.is_full(index) && !queue.is_muted(index)
     }
 
-    /// Whether it is about to end by itself.
+    /// Whether its channel has ended, so that its exit is due.
     fn is_ending(&self) -> bool {
         matches!(self.hearing, Hearing::Closed(_))
     }
@@ -336,7 +336,7 @@ impl Worker {
         }
     }
 
-    /// If it has ended: takes what it left, reaps it and reports.
+    /// If it has exited: reads the rest, reaps it and reports.
     fn reap(&mut self, queue: &Queue<Report>, forward: &mut Forward, buffer: &mut [u8]) {
         if self.ended || !self.process.has_ended() {
             return;
@@ -363,8 +363,8 @@ impl Worker {
         queue.push_verdict(self.index(), report);
     }
 
-    /// Counts its silence, or how long its channel is closed. `limit` is the silence allowed to one
-    /// that has started.
+    /// Measures its silence, or how long its channel is closed. `limit` is the silence allowed
+    /// after the start.
     fn judge(&mut self, awake: Duration, limit: Duration, queue: &Queue<Report>) {
         if self.ended {
             return;
@@ -377,7 +377,7 @@ impl Worker {
             }
             return;
         }
-        // Who is not listened to is not silent.
+        // A child that is not read does not count as silent.
         if !self.is_heard(queue) {
             return;
         }
@@ -388,8 +388,8 @@ impl Worker {
         }
     }
 
-    /// A start may take long. A process that is stopped does not start: it gets no more time than
-    /// one that has said something.
+    /// A start may take long. A stopped process does not start, so it gets the limit of a started
+    /// one.
     fn look_at_start(&mut self, awake: Duration, limit: Duration) {
         let Some(stopped) = self.unborn else { return };
         let stopped = if self.process.is_stopped() {
@@ -411,10 +411,10 @@ impl Worker {
         self.ended = true;
     }
 
-    /// Takes it one step nearer to its end.
+    /// Executes a stage of stopping on it.
     fn end(&self, stage: Stage) {
         match stage {
-            // What does not even beat will not obey.
+            // A child without heartbeats will not react.
             _ if self.clock.is_accused() => self.process.signal(Signal::KILL),
             Stage::Asked => self.channel.close(),
             Stage::Terminated => self.process.signal(Signal::TERM),

@@ -1,4 +1,4 @@
-//! Lines on their way to the sink, by a thread that may be held up.
+//! Forwards lines to the sink, on a thread that may block.
 
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, channel, sync_channel};
 use std::thread::Builder;
@@ -8,25 +8,25 @@ use paceline_base::Rank;
 
 use super::LineSink;
 
-/// Lines that wait for a sink. More come only from a child that floods or to a sink that is held
-/// up. Then lines are left out and counted, since a log must not stop the work.
+/// Most queued lines. Exceeded only by a flooding child or a blocked sink. Then lines are dropped
+/// and counted, since logging must not stop the work.
 const LINES_MAX: usize = 1024;
 
-/// How long the end waits for the sink to take what is left.
+/// How long the shutdown waits for the sink to take the queued lines.
 pub(super) const FLUSH_LIMIT: Duration = Duration::from_millis(200);
 
-/// Hands lines to the sink.
+/// Sends lines to the sink's thread.
 pub(super) struct Forward {
     lines: Option<SyncSender<(Rank, String)>>,
-    /// Ends when the sink has everything.
+    /// Closed when the sink has everything.
     done: Receiver<()>,
-    /// How long the end waits for that.
+    /// How long the shutdown waits for that.
     flush: Duration,
     left_out: Vec<u64>,
 }
 
 impl Forward {
-    /// For this many ranks; the end waits for the sink as long as `flush`.
+    /// Starts the thread for this many ranks; `flush` limits the shutdown's wait.
     pub(super) fn start(
         sink: Option<LineSink>,
         ranks: usize,
@@ -55,7 +55,7 @@ impl Forward {
         })
     }
 
-    /// Hands over a line, or counts it. Never waits.
+    /// Queues a line, or counts it as dropped. Never waits.
     pub(super) fn line(&mut self, rank: Rank, line: &str) {
         let Some(lines) = &self.lines else { return };
         let left_out = &mut self.left_out[rank.0 as usize];

@@ -1,4 +1,4 @@
-//! Children that end, are stopped, or are told to end.
+//! Children that exit, are stopped, or are ordered to end.
 
 use super::*;
 use paceline_cluster::EXIT_CODE_PARENT_GONE;
@@ -53,7 +53,7 @@ fn a_killed_child_is_reported_within_a_tenth_of_a_second() {
         assert_eq!((from, ending), (rank, Ending::Signal(9)));
     }
     times.sort_unstable();
-    // Another process on the machine may hold up some; half of them show that nobody polls for it.
+    // Other processes may delay some; the fast half shows that exits are not polled.
     assert!(times[45] < Duration::from_millis(100), "{times:?}");
     assert!(times[25] < Duration::from_millis(25), "{times:?}");
 }
@@ -92,7 +92,7 @@ fn a_stopped_child_is_reported_within_two_seconds_and_ended() {
     assert!(workers.ids().iter().all(|id| is_gone(*id)));
 }
 
-/// However long a start may take.
+/// The start limit does not matter.
 #[test]
 fn a_child_that_is_stopped_before_its_first_word_is_reported_within_two_seconds() {
     let mut spec = scripts(&["kill -STOP $$"]);
@@ -128,7 +128,7 @@ fn a_child_that_is_continued_is_heard_again() {
 #[test]
 fn asking_is_enough_even_for_one_that_computes_or_does_not_listen() {
     let mut spec = spec(3);
-    // A worker that is slow to read must not count as one that takes no more.
+    // A slow reader must not count as stuck.
     spec.limits.write = Duration::from_secs(2);
     let workers: Ours = Workers::spawn(spec).unwrap();
     assert_eq!(ask(&workers, 0, &Order::Busy), Answer::Done);

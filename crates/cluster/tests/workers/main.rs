@@ -1,6 +1,6 @@
 //! Workers as real processes: this test binary starts itself again.
 //!
-//! [`roles`] has what the children do; the rest are tests. Foreign children are `sh` scripts.
+//! [`roles`] has the children's programs; the rest are tests. Foreign children are `sh` scripts.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -24,10 +24,10 @@ use roles::{Answer, Order, ROLE};
 
 type Ours = Workers<Order, Answer>;
 
-/// How long a test waits for what should come at once, on a machine that is busy.
+/// How long a test waits for an immediate event, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A time to end in that no test waits for: what comes within [`PATIENCE`] did not wait for it.
+/// A grace period that no test waits for: anything within [`PATIENCE`] did not wait for it.
 const GRACE: Duration = Duration::from_secs(100);
 
 /// Children that obey orders.
@@ -78,9 +78,8 @@ fn exit(workers: &Ours) -> (Rank, Ending, Vec<String>) {
     }
 }
 
-/// Checks that a silence was reported when it became longer than `limit`, as the monitor counts
-/// time, however late that was for others. The monitor takes no turn for longer than a fifth of a
-/// second.
+/// Checks that a silence was reported when it exceeded `limit` by the monitor's time, which may be
+/// late by other clocks. A turn of the monitor counts at most a fifth of a second.
 fn check_silence(silence: Duration, limit: Duration) {
     let turn = Duration::from_millis(200);
     assert!(
@@ -97,7 +96,7 @@ fn kill(id: u32, signal: Signal) {
     kill_process(pid(id), signal).unwrap();
 }
 
-/// Whether no such process runs; one that only waits to be reaped does not.
+/// Whether no such process runs; a zombie does not count.
 fn is_gone(id: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{id}/stat"));
     match stat {
@@ -112,7 +111,7 @@ fn is_gone(id: u32) -> bool {
     }
 }
 
-/// Waits until `done`, at most `limit`, and gives the time it took.
+/// Waits until `done`, at most `limit`; returns the time it took.
 fn wait_until(limit: Duration, what: &str, mut done: impl FnMut() -> bool) -> Duration {
     let start = Instant::now();
     while !done() {
@@ -135,7 +134,7 @@ fn can_read(sandbox: Option<Sandbox>) -> bool {
     let mut spec = spec(2);
     spec.sandbox = sandbox;
     let workers: Ours = Workers::spawn(spec).unwrap();
-    // Its answer shows that it runs: before, it would be looked at while it starts.
+    // Its answer shows that it runs: before, the check could hit its start.
     assert_eq!(
         ask(&workers, 1, &Order::Echo("x".into())),
         Answer::Echo("x".into())
@@ -143,7 +142,7 @@ fn can_read(sandbox: Option<Sandbox>) -> bool {
     ask(&workers, 0, &Order::Read(workers.ids()[1])) == Answer::Read(true)
 }
 
-/// A domain each would keep ranks from lending each other memory.
+/// Separate domains would prevent single-copy transfers between ranks.
 #[test]
 fn children_of_one_sandbox_read_each_other() {
     if !cfg!(target_os = "linux") || !can_read(None) {

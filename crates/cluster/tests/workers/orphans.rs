@@ -86,7 +86,7 @@ fn a_suspended_parent_accuses_nobody_when_it_comes_back() {
     std::thread::sleep(Duration::from_millis(2500));
     kill(family.parent.id(), Signal::CONT);
     std::thread::sleep(Duration::from_millis(500));
-    // The first thing that it reports is the child that is killed now.
+    // Its first report is the child that is killed now.
     kill(family.ids[1], Signal::KILL);
     let mut line = String::new();
     family.said.read_line(&mut line).unwrap();

@@ -33,7 +33,7 @@ pub(crate) enum Order {
     /// Never take another message, after answering.
     Deaf,
     Look,
-    /// Say whether the memory of a process can be read, as ranks that lend memory do.
+    /// Report whether the memory of a process can be read, as single-copy transfers do.
     Read(u32),
     /// Install a hook that says so, or one that hangs.
     Hook {
@@ -112,7 +112,7 @@ pub(crate) fn play(role: &str) {
     }
 }
 
-/// Has a worker take no more messages, and sends until it and its channel hold no more.
+/// Makes a worker stop reading, and sends until it and its channel are full.
 pub(crate) fn deafen(workers: &Ours, rank: u32) {
     assert_eq!(ask(workers, rank, &Order::Deaf), Answer::Done);
     let order = Order::Echo("x".repeat(1000));
@@ -220,7 +220,7 @@ fn by_hand() {
     let error = Control::<Order, Answer>::from_stdin().unwrap_err();
     assert!(matches!(error, Error::NoControl { .. }), "{error}");
     let (socket, other) = std::os::unix::net::UnixStream::pair().unwrap();
-    // As long as the process lives: it ends when this is closed.
+    // Open for the life of the process, which ends when this is closed.
     std::mem::forget(other);
     rustix::stdio::dup2_stdin(&socket).unwrap();
     let _control = Control::<Order, Answer>::from_stdin().unwrap();
@@ -228,7 +228,7 @@ fn by_hand() {
     assert!(matches!(error, Error::NoControl { .. }), "{error}");
 }
 
-/// Starts and ends workers in every way, and checks that neither files nor processes are left.
+/// Starts and ends workers in all ways, and checks that no files or processes leak.
 fn tidy() {
     let files = || std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
     let threads = || std::fs::read_dir("/proc/self/task").map_or(0, Iterator::count);

@@ -20,13 +20,13 @@ use super::links::Fresh;
 use super::refusals::{REVOKED, of_pairing, of_session};
 use super::{Error, HANDSHAKE_LIMIT, Inner, facts};
 
-/// Handshakes at a time; further connections are closed.
+/// Most concurrent handshakes; further connections are closed.
 const HANDSHAKES_MAX: usize = 64;
 
-/// Channels that handlers serve at a time; further ones are closed.
+/// Most concurrently served channels; further ones are closed.
 const SERVED_MAX: usize = 256;
 
-/// The acceptor looks this often whether the agent stops.
+/// Interval at which the acceptor checks whether the agent stops.
 pub(super) const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 #[derive(Default)]
@@ -36,13 +36,13 @@ pub(super) struct Counts {
     pub(super) local: Arc<AtomicUsize>,
 }
 
-/// A place of a bounded number; free again when dropped.
+/// A slot of a bounded number; dropping it frees the slot.
 pub(super) struct Place(Arc<AtomicUsize>);
 
 impl Place {
     pub(super) fn take(count: &Arc<AtomicUsize>, most: usize) -> Option<Self> {
         let place = Self(Arc::clone(count));
-        // `place` is dropped where there is none, which takes the one back.
+        // If there is no slot, dropping `place` undoes the increment.
         (count.fetch_add(1, Ordering::SeqCst) < most).then_some(place)
     }
 }
@@ -53,7 +53,7 @@ impl Drop for Place {
     }
 }
 
-/// Listens on all addresses of both families, or of IPv4 where there is no IPv6.
+/// Listens on all addresses of both families, or of IPv4 only if there is no IPv6.
 pub(super) fn listen(port: u16) -> Result<TcpListener, Error> {
     let six = listen_at(Domain::IPV6, (Ipv6Addr::UNSPECIFIED, port).into());
     let listener = six.or_else(|error| match error.kind() {
@@ -68,7 +68,7 @@ fn listen_at(domain: Domain, addr: SocketAddr) -> std::io::Result<TcpListener> {
     if domain == Domain::IPV6 {
         socket.set_only_v6(false)?;
     }
-    // Connections of an earlier process that are not forgotten yet are no reason to wait.
+    // Reuses the port despite lingering connections of an earlier process.
     socket.set_reuse_address(true)?;
     socket.bind(&addr.into())?;
     socket.listen(128)?;
@@ -76,7 +76,7 @@ fn listen_at(domain: Domain, addr: SocketAddr) -> std::io::Result<TcpListener> {
     Ok(socket.into())
 }
 
-/// Waits until a socket has something to accept; false after [`LOOK_EVERY`].
+/// Waits until a socket has a connection to accept; false after [`LOOK_EVERY`].
 pub(super) fn is_ready(socket: &impl AsFd) -> bool {
     let mut fds = [PollFd::new(socket, PollFlags::IN)];
     let wait = Timespec::try_from(LOOK_EVERY).ok();
@@ -129,7 +129,7 @@ impl Inner {
                 return self.refused(&error);
             }
         };
-        // The peer's verdict may have come after the judge's.
+        // The peer's verdict may have arrived after this node's check.
         if judge(session.peer(), session.hello()).is_some() {
             return;
         }
@@ -142,7 +142,7 @@ impl Inner {
                     let mut state = lock(&self.state);
                     state.book.add(session.peer(), place, How::Incoming);
                     if state.key != *key {
-                        // It gets the key first, over a session of its own.
+                        // It gets the present key first, over a separate session.
                         return state.note_stale(session.peer());
                     }
                 }
@@ -160,7 +160,7 @@ impl Inner {
         }
     }
 
-    /// Which of the keys a connection was begun with; the first where none fits.
+    /// The key that a connection's handshake uses; the first key if none fits.
     fn key_of(&self, stream: &TcpStream, keys: &[ClusterKey]) -> usize {
         if keys.len() < 2 {
             return 0;
@@ -178,7 +178,7 @@ impl Inner {
         let Some(_place) = Place::take(&self.counts.served, SERVED_MAX) else {
             return;
         };
-        // The key may have been replaced while the peer waited with its opening.
+        // The key may have been replaced while the peer delayed its opening message.
         let refuse = |service: &str| self.refuse_former(session.peer(), key, service);
         let answered = self.services.answer(&session, &refuse, HANDSHAKE_LIMIT);
         let Ok((service, handler)) = answered else {
@@ -191,7 +191,7 @@ impl Inner {
         }
     }
 
-    /// Lets a newcomer try the code that is shown.
+    /// Runs the pairing of a newcomer with the displayed code.
     fn pair(self: &Arc<Self>, mut stream: TcpStream, addr: SocketAddr) {
         use std::io::Read as _;
         let (code, key) = {
@@ -203,7 +203,7 @@ impl Inner {
         let Some(code) = code else {
             return self.count_refusal(of_pairing(&pairing::Error::NotInvited), addr);
         };
-        // The preface was peeked at only.
+        // The preface was only peeked.
         if stream.read_exact(&mut [0; 8]).is_err() {
             return;
         }
@@ -232,7 +232,7 @@ impl Inner {
     ) -> T {
         let mut hello = self.hello();
         if self.is_former(key) {
-            // No member perhaps: it is told no name.
+            // It may be no member, so it gets no name.
             hello.name = facts::shown("", self.identity.id());
             hello.build.clear();
         }
@@ -244,8 +244,8 @@ impl Inner {
         })
     }
 
-    /// Says why a member is refused: a revoked one, a second process of one identity, a clock that
-    /// is far off.
+    /// The reason to refuse a member: revoked, a second process of one identity, or a clock that is
+    /// far off.
     pub(super) fn judge(&self, id: NodeId, hello: &Hello) -> Option<String> {
         if id == self.identity.id() {
             return Some(match hello.boot == self.boot {
@@ -276,7 +276,7 @@ impl Inner {
         }
     }
 
-    /// Tells people about a refusal, once.
+    /// Logs a refusal, once.
     pub(super) fn refused(&self, error: &session::Error) {
         let (name, reason) = match error {
             session::Error::Refused { name, reason } => (name, reason),
@@ -296,7 +296,7 @@ fn twice(id: NodeId) -> String {
     )
 }
 
-/// Addresses of IPv6 that are link-local need the interface that they came over.
+/// A link-local IPv6 address needs the interface that it came over.
 fn scoped(place: SocketAddr, from: SocketAddr) -> SocketAddr {
     match (place, from) {
         (SocketAddr::V6(mut place), SocketAddr::V6(from)) => {
@@ -320,7 +320,7 @@ fn first_bytes<const N: usize>(stream: &TcpStream) -> Option<[u8; N]> {
         match stream.peek(&mut bytes) {
             Ok(count) if count == N => return Some(bytes),
             Ok(0) | Err(_) => return None,
-            // The rest of a preface that was cut comes at once, or hardly ever.
+            // The rest of a partial preface arrives at once, or never.
             Ok(_) => thread::sleep(Duration::from_millis(5)),
         }
     }

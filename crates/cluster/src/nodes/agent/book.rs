@@ -1,4 +1,4 @@
-//! Addresses of nodes, and how each became known.
+//! Address book: addresses of nodes, and how each was discovered.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -10,7 +10,8 @@ use super::super::member::PEERS_MAX;
 /// Most addresses of a node: two families on four interfaces.
 const ADDRESSES_MAX: usize = 8;
 
-/// Where nodes are, the address that worked last first, and in which ways each was found.
+/// Addresses by node, the last working one first, and the methods by which each node was
+/// discovered.
 #[derive(Debug, Default)]
 pub(super) struct Book(
     BTreeMap<NodeId, Vec<(SocketAddr, How)>>,
@@ -18,7 +19,7 @@ pub(super) struct Book(
 );
 
 impl Book {
-    /// Takes note of an address. The oldest one goes when there are too many.
+    /// Adds an address; drops the oldest one if there are too many.
     pub(super) fn add(&mut self, id: NodeId, addr: SocketAddr, how: How) {
         if self.0.len() >= PEERS_MAX && !self.0.contains_key(&id) {
             return;
@@ -34,7 +35,7 @@ impl Book {
         }
     }
 
-    /// Puts an address first, because a session came about there.
+    /// Puts an address first, because a session was established there.
     pub(super) fn worked(&mut self, id: NodeId, addr: SocketAddr, how: How) {
         self.add(id, addr, how);
         let known = self.0.entry(id).or_default();
@@ -48,12 +49,12 @@ impl Book {
         known.map(|(addr, _)| *addr).collect()
     }
 
-    /// All ways in which a node was found.
+    /// All methods by which a node was discovered.
     pub(super) fn heard_by(&self, id: NodeId) -> Vec<How> {
         self.1.get(&id).into_iter().flatten().copied().collect()
     }
 
-    /// The best way in which a node was found.
+    /// The best method by which a node was discovered.
     pub(super) fn how(&self, id: NodeId) -> How {
         let known = self.0.get(&id).into_iter().flatten();
         known.map(|(_, how)| *how).min().unwrap_or(How::Told)

@@ -1,4 +1,4 @@
-//! Channels between nodes, and the services that they lead to.
+//! Channels between nodes: encrypted message streams to named services.
 //!
 //! ```text
 //! opener    -> session for Purpose::Service (Noise, as of session)
@@ -6,8 +6,8 @@
 //! acceptor  <- {"refused":null} or {"refused":"why"}
 //! both      -> messages, in both directions, until either closes
 //! ```
-//! Each channel is a TCP connection of its own: a full one holds up no other, and the receiver's
-//! window bounds what is under way.
+//! Each channel is a separate TCP connection: a full one does not block others, and the receiver's
+//! window bounds the bytes in flight.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -38,7 +38,7 @@ pub(super) struct Opened {
 /// Messages to and from a service of another node, encrypted, in order, each delivered once.
 ///
 /// Clones are the same channel. All methods may be called from any thread. The channel is closed
-/// when its last clone is dropped, and when the other node is found dead.
+/// when its last clone is dropped, and when the other node is declared dead.
 #[derive(Clone)]
 pub struct Channel {
     pub(super) session: Arc<Session>,
@@ -51,7 +51,7 @@ impl Channel {
         self.session.peer()
     }
 
-    /// The service that this channel leads to.
+    /// The service of this channel.
     pub fn service(&self) -> &str {
         &self.service
     }
@@ -59,7 +59,7 @@ impl Channel {
     /// The other end's address, which names the interface that the two nodes share.
     ///
     /// # Errors
-    /// [`Error::Session`] when the connection is gone.
+    /// [`Error::Session`] if the connection is lost.
     pub fn peer_addr(&self) -> Result<SocketAddr, Error> {
         Ok(self.session.peer_addr().map_err(session::Error::Broken)?)
     }
@@ -67,7 +67,7 @@ impl Channel {
     /// This end's address.
     ///
     /// # Errors
-    /// [`Error::Session`] when the connection is gone.
+    /// [`Error::Session`] if the connection is lost.
     pub fn own_addr(&self) -> Result<SocketAddr, Error> {
         Ok(self.session.own_addr().map_err(session::Error::Broken)?)
     }
@@ -75,7 +75,7 @@ impl Channel {
     /// Sends a message. Blocks while the receiver is behind, for at most five seconds.
     ///
     /// # Errors
-    /// [`Error::Session`]: the channel is of no use any more.
+    /// [`Error::Session`]: the channel is lost.
     pub fn send(&self, message: &[u8]) -> Result<(), Error> {
         Ok(self.session.send(message)?)
     }
@@ -101,7 +101,7 @@ impl fmt::Debug for Channel {
     }
 }
 
-/// Serves one channel on a thread of its own; the channel may be kept longer than the call.
+/// Serves one channel on its own thread; the channel may outlive the call.
 pub type Handler = Arc<dyn Fn(Channel) + Send + Sync>;
 
 /// Handlers by name of their service.
@@ -117,8 +117,8 @@ impl Services {
         lock(&self.0).get(service).cloned()
     }
 
-    /// Answers an opening on a fresh session; the handler to run if it is accepted. `refuse` says
-    /// why the session may not open a service, if so.
+    /// Answers an opening message on a new session; returns the handler if it is accepted. `refuse`
+    /// returns the reason if the session may not open a service.
     pub(super) fn answer(
         &self,
         session: &Session,
@@ -140,7 +140,7 @@ impl Services {
     }
 }
 
-/// Asks for a service on a fresh session.
+/// Requests a service on a new session.
 pub(super) fn ask(session: Session, service: &str, limit: Duration) -> Result<Channel, Error> {
     let service = service.to_owned();
     let opening = Opening {

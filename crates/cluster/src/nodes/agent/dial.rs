@@ -13,15 +13,15 @@ use super::super::{ClusterKey, NodeId};
 use super::links::Fresh;
 use super::{DEFAULT_PORT, Error, Inner};
 
-/// For all addresses of a target together.
+/// Time limit for all addresses of a target together.
 const DIAL_LIMIT: Duration = Duration::from_secs(5);
 
-/// For one address, so that a dead one leaves time for the others. A handshake takes a millisecond
-/// or two, and three round trips.
+/// Time limit for one address, so that a dead one leaves time for the others. A handshake takes one
+/// or two milliseconds plus three round trips.
 pub(super) const ADDRESS_LIMIT: Duration = Duration::from_millis(1500);
 
 impl Inner {
-    /// Tries to make a link; the member asks again when that fails.
+    /// Tries to make a link; the member requests it again after a failure.
     pub(super) fn dial(self: &Arc<Self>, target: &Target, era: u64) {
         let deadline = Instant::now() + DIAL_LIMIT;
         let reached = match target {
@@ -40,7 +40,7 @@ impl Inner {
         }
     }
 
-    /// Notes why a target cannot be reached, for `paceline nodes`.
+    /// Records why a target cannot be reached, for `paceline nodes`.
     fn judge_dial(&self, target: &Target, error: Option<&Error>) {
         if let Some(Error::Session(error)) = error {
             self.refused(error);
@@ -92,7 +92,7 @@ impl Inner {
         Err(last)
     }
 
-    /// A session with the node at `place`, which must be `wanted` where one is.
+    /// A session with the node at `place`, which must have the id `wanted` if one is given.
     pub(super) fn dial_at(
         &self,
         place: SocketAddr,
@@ -104,7 +104,7 @@ impl Inner {
         let keys = self.keys();
         let dialled = self.dial_with(&keys[0], (place, wanted, purpose), deadline);
         let Err(error) = dialled else { return dialled };
-        // A node that was away while the key changed does not understand the present one.
+        // A node that was offline during a key change does not accept the present key.
         if !matches!(error, session::Error::Closed | session::Error::Broken(_)) {
             return Err(error);
         }
@@ -114,7 +114,7 @@ impl Inner {
         }
     }
 
-    /// A session by one of the keys; by one of before with known members only.
+    /// A session by one of the keys; former keys are used with known members only.
     pub(super) fn dial_with(
         &self,
         key: &ClusterKey,
@@ -135,7 +135,7 @@ impl Inner {
         let session = self.with_own(key, &judge, |own| {
             session::dial(own, place, purpose, left.min(ADDRESS_LIMIT))
         })?;
-        // The peer's verdict may have come after the judge's.
+        // The peer's verdict may have arrived after this node's check.
         match judge(session.peer(), session.hello()) {
             Some(reason) => {
                 let name = session.hello().name.clone();
@@ -146,7 +146,7 @@ impl Inner {
     }
 }
 
-/// The fix for a peer that cannot be reached.
+/// Advice for a peer that cannot be reached.
 fn advice(error: &Error) -> &'static str {
     match error {
         Error::Session(session::Error::Connect { .. }) => {

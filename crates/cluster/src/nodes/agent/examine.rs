@@ -1,4 +1,4 @@
-//! Diagnoses why this node and another one do not reach each other; tests run in both directions.
+//! Network diagnosis of two nodes: tests in both directions why they do not reach each other.
 //!
 //! ```text
 //! examiner -> a session to the other node, service "examine", then requests in turn, JSON:
@@ -8,13 +8,13 @@
 //!   ConnectAt(addr)  the same at a data address of mine  <- Reached
 //!   Say(nonce)     send datagrams to the beacons' groups  <- Said
 //!   Hear(nonce)    listen for such datagrams            <- Said, later Heard
-//!   Bulk(bytes)    take and send back so many bytes     <- Segment
+//! Bulk(bytes)    receive and return this many bytes   <- Segment
 //! ```
-//! A node that keeps data to one interface listens at that interface's address, and not at the
-//! control session's. It names the address, as its workers do.
+//! A node with a dedicated data interface listens at that interface's address instead of the
+//! control session's. It sends the address, as its workers do.
 //!
-//! Nothing is changed on either machine. Each test has a deadline; all of them together take some
-//! ten seconds where everything is blocked.
+//! Nothing is changed on either machine. Each test has a deadline; all together take some ten
+//! seconds if everything is blocked.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -36,26 +36,26 @@ use super::{Agent, Error, Inner, dial, random};
 /// The service's name.
 pub(super) const SERVICE: &str = "examine";
 
-/// For one connection or answer.
+/// Time limit of one connection or answer.
 const LIMIT: Duration = Duration::from_secs(2);
 
-/// How long datagrams are listened for; they are sent five times within a second.
+/// Time of listening for datagrams; they are sent five times within a second.
 const HEAR: Duration = Duration::from_millis(1800);
 
-/// Bytes that are sent each way: many packets of the largest size.
+/// Bytes sent each way: many packets of the largest size.
 const BULK_BYTES: usize = 256 << 10;
 
-/// Addresses of a host that are tried.
+/// Most addresses tried of a host.
 const ADDRESSES_MAX: usize = 4;
 
-/// Longest service of one examiner.
+/// Longest session of one examiner.
 const SERVE_LIMIT: Duration = Duration::from_secs(60);
 
 /// Headers of a segment without and with its usual option: IPv4 or IPv6, TCP, timestamps.
 const HEADERS_V4: u32 = 20 + 20 + 12;
 const HEADERS_V6: u32 = 40 + 20 + 12;
 
-/// Smallest packet size that Ethernet has; less is a tunnel, or a wrong setting.
+/// Default packet size of Ethernet; less indicates a tunnel or a wrong setting.
 const MTU_USUAL: u32 = 1500;
 
 /// A test of the diagnosis, named by its subject.
@@ -68,7 +68,7 @@ pub enum Test {
     Control,
     /// This node's control port, from there.
     ControlBack,
-    /// Both are of one cluster and wanted.
+    /// Both are members of one cluster, and not revoked.
     Membership,
     /// The clocks of the two machines.
     Clock,
@@ -80,7 +80,7 @@ pub enum Test {
     Multicast,
     /// Multicast from here to there.
     MulticastBack,
-    /// Large packets, and how large they may be.
+    /// Large packets, and their largest size.
     Mtu,
 }
 
@@ -93,7 +93,7 @@ pub struct Finding {
     pub ok: bool,
     /// Description of the result, for people.
     pub found: String,
-    /// The port that the test was about.
+    /// The tested port.
     pub port: Option<u16>,
     /// The interface whose setting is to blame, and whether it is on this machine.
     pub interface: Option<(String, bool)>,
@@ -121,7 +121,7 @@ enum Request {
     Back,
     Listen,
     Connect(u16),
-    /// Sent instead by a node that keeps data to one interface.
+    /// Sent instead by a node with a dedicated data interface.
     ConnectAt(SocketAddr),
     Say(u64),
     Hear(u64),
@@ -130,16 +130,16 @@ enum Request {
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
-    /// Why not, if so.
+    /// The error, if there was one.
     Reached(Option<String>),
-    /// At which port of all addresses, or why not.
+    /// The port on all addresses, or the error.
     Listens(Result<u16, String>),
-    /// At which address, where data is kept to one interface.
+    /// The address, with a dedicated data interface.
     ListensAt(SocketAddr),
     Said,
-    /// Over which networks.
+    /// The networks over which datagrams arrived.
     Heard(Vec<String>),
-    /// Maximum segment size (MSS) of the connection, and the interface and MTU that it leaves by.
+    /// Maximum segment size (MSS) of the connection, and its outgoing interface and MTU.
     Segment {
         bytes: Option<u32>,
         interface: String,
@@ -148,8 +148,8 @@ enum Answer {
 }
 
 impl Agent {
-    /// Tests what keeps this node and the one at `host` (`HOST` or `HOST:PORT`) apart. `found` gets
-    /// each finding as it is made.
+    /// Tests the connectivity of this node and the one at `host` (`HOST` or `HOST:PORT`). `found`
+    /// receives each finding at once.
     pub fn examine(&self, host: &str, mut found: impl FnMut(Finding)) {
         let inner = &self.inner;
         let places = match dial::resolve(host) {
@@ -181,8 +181,7 @@ impl Agent {
 }
 
 impl Inner {
-    /// Connects to a control port. Tells `found` the findings on the way; returns the session if
-    /// there is one.
+    /// Connects to a control port. Passes findings to `found`; returns the session if there is one.
     fn knock(&self, place: SocketAddr, found: &mut dyn FnMut(Finding)) -> Option<Session> {
         let seen: Mutex<Option<Hello>> = Mutex::default();
         let judge = |id, hello: &Hello| {
@@ -220,7 +219,7 @@ impl Inner {
                 ));
                 Some(session)
             }
-            // The clock has been named.
+            // The clock was already reported.
             Err(_) if lock(&seen).as_ref().is_some_and(|it| self.is_off(it)) => None,
             Err(error) => {
                 found(Finding::new(Test::Membership, false, error.to_string()));
@@ -335,8 +334,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Listens at a data port, of those that the node may use, on the interface that it keeps data
-    /// to.
+    /// Listens at an allowed data port, on the data interface.
     fn listen_once(&self) -> Result<(TcpListener, SocketAddr), String> {
         let addr = listen_address(self.config.data_interface.as_deref());
         let addr = addr.map_err(|error| error.to_string())?;
@@ -347,8 +345,8 @@ impl Inner {
     }
 
     /// A data address of the peer as this machine reaches it. A link-local address needs an
-    /// interface, whose number is another one on each machine. It is the interface that this node
-    /// keeps data to, else that of the channel.
+    /// interface, whose number differs between machines: this node's data interface, else that of
+    /// the channel.
     fn by_own_interface(
         &self,
         channel: &Channel,
@@ -454,7 +452,7 @@ impl Inner {
                     Ok((_, addr)) => Answer::Listens(Ok(addr.port())),
                     Err(why) => Answer::Listens(Err(why.clone())),
                 };
-                // Not accepted: a connection is complete before that.
+                // Without accept: a connection is established before it.
                 *kept = listened.ok().map(|(listener, _)| listener);
                 tell(channel, &answer)
             }
@@ -497,7 +495,7 @@ impl Inner {
     }
 }
 
-/// Listens at `addr`, at a port of `ports` where those are given.
+/// Listens at `addr`, at a port of `ports` if given.
 pub(super) fn listen_within(
     addr: SocketAddr,
     ports: Option<RangeInclusive<u16>>,
@@ -517,7 +515,7 @@ pub(super) fn listen_within(
     Err(last)
 }
 
-/// The peer's address with another port, and the interface where it needs one.
+/// The peer's address with another port, and with an interface if needed.
 fn with_port(channel: &Channel, peer: IpAddr, port: u16) -> Result<SocketAddr, Error> {
     let mut addr = channel.peer_addr()?;
     debug_assert_eq!(addr.ip(), peer, "a channel's peer stays");
@@ -541,7 +539,7 @@ fn test_place(place: SocketAddr, name: &str) -> Finding {
     Finding::new(Test::Data, reached.is_ok(), text).at(port)
 }
 
-/// Why there is no connection, with what that means.
+/// Message for a failed connection, with its meaning.
 fn unreached(addr: SocketAddr, error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
@@ -564,7 +562,7 @@ fn multicast(test: Test, heard: &[String], way: &str) -> Finding {
     }
 }
 
-/// MSS of a side's connection in bytes, and the interface and MTU that it leaves by.
+/// MSS of one end's connection in bytes, and its outgoing interface and MTU.
 type Side = (Option<u32>, String, Option<u32>);
 
 fn segment(channel: &Channel) -> Side {

@@ -1,4 +1,4 @@
-//! The facts of a node, and how a list of nodes shows them.
+//! Facts of a node, and their presentation in a list of nodes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,10 +11,10 @@ use super::super::member::Life;
 use super::super::paths::Path;
 use super::super::{Key, NodeId, Registers};
 
-/// Version of what nodes say to each other. Raised when an older node would misunderstand.
+/// Version of the protocol between nodes. Raised when an older node would misunderstand.
 pub const PROTOCOL: u32 = 3;
 
-/// A node's own account of itself, an entry of the shared map.
+/// A node's description of itself, an entry of the shared map.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Facts {
@@ -24,13 +24,13 @@ pub struct Facts {
     pub build: String,
     /// [`PROTOCOL`] of the program.
     pub protocol: u32,
-    /// Revision of the numbers' definition.
+    /// Revision of the numerics.
     pub numerics: u32,
-    /// Main memory in bytes, 0 when the system does not tell.
+    /// Main memory in bytes, 0 if the system does not report it.
     pub memory_bytes: u64,
     /// Cores that the node may use.
     pub cores: u32,
-    /// Kernel class that the node computes by default.
+    /// Default kernel class of the node.
     pub kernel_class: String,
     /// Instruction sets that the kernels use.
     pub instructions: String,
@@ -40,20 +40,20 @@ pub struct Facts {
     pub boot: u64,
     /// Addresses that others may reach; filled in by the agent.
     pub addresses: Vec<IpAddr>,
-    /// The only addresses for data between workers, where the node keeps data apart; filled in by
+    /// The only addresses for data between workers, with a dedicated data interface; filled in by
     /// the agent.
     pub data: Vec<IpAddr>,
-    /// Names of interfaces whose networks nobody else is on: data between workers need not be
-    /// encrypted there.
+    /// Names of interfaces on trusted networks, where data between workers needs no encryption.
     pub trusted: Vec<String>,
-    /// Addresses of the HTTP API, as [`Agent::set_api`](super::Agent::set_api) has them.
+    /// Addresses of the HTTP API, set by [`Agent::set_api`](super::Agent::set_api).
     pub api: Vec<SocketAddr>,
-    /// Whether the node is about to go, so that no work is handed to it, as
-    /// [`Agent::set_leaving`](super::Agent::set_leaving) has it.
+    /// Whether the node is draining, so that it gets no work; set by
+    /// [`Agent::set_leaving`](super::Agent::set_leaving).
     pub leaving: bool,
 }
 
-/// Alike for all nodes of an instance: they understand each other, and compute the same bits.
+/// Compatibility of nodes: equal for all nodes of an instance, which use one protocol and compute
+/// the same bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kind {
     /// As [`Facts::protocol`].
@@ -88,11 +88,11 @@ impl fmt::Display for Kind {
 pub struct NodeView {
     /// Which.
     pub id: NodeId,
-    /// Whether it lives.
+    /// State of its life.
     pub state: Life,
-    /// How this node found it: `self`, or a name of [`How`].
+    /// How this node discovered it: `self`, or a name of [`How`].
     pub found_by: String,
-    /// All ways in which it was found, the best first.
+    /// All methods by which it was discovered, the best first.
     pub heard_by: Vec<How>,
     /// Whether there is a session with it.
     pub linked: bool,
@@ -100,29 +100,29 @@ pub struct NodeView {
     /// [`Pace::late`](super::super::member::Pace::late).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slow_ms: Option<u64>,
-    /// Its account of itself, empty before its first word except for the name. The name has a
-    /// suffix where another node has the same. It is made of the id where the node gave none.
+    /// Its facts; only the name is set before they arrive. The name has a suffix if another node
+    /// has the same, and comes from the id if the node has none.
     #[serde(flatten)]
     pub facts: Facts,
 }
 
 impl NodeView {
-    /// Whether the node's account of itself has come. Before, its name is made of its id.
+    /// Whether the node's facts have arrived. Before, its name comes from its id.
     pub fn has_told(&self) -> bool {
         self.facts.protocol != 0
     }
 }
 
-/// A node with its measured ways.
+/// A node with its measured network paths.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeWays {
     #[serde(flatten)]
     pub node: NodeView,
-    /// Its ways to other nodes.
+    /// Its paths to other nodes.
     pub paths: Vec<Way>,
 }
 
-/// A measured way from a node to another, with names.
+/// A measured network path from a node to another, with names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Way {
     /// Name of the other node.
@@ -131,7 +131,7 @@ pub struct Way {
     pub path: Path,
 }
 
-/// Ways with names, to nodes that are known.
+/// Paths with names, to known nodes.
 pub(super) fn ways(paths: Vec<Path>, names: &BTreeMap<NodeId, String>) -> Vec<Way> {
     let named = paths.into_iter().filter_map(|path| {
         let to_name = names.get(&path.to)?.clone();
@@ -153,9 +153,9 @@ pub(super) fn of(map: &Registers, id: NodeId) -> Option<Facts> {
     serde_json::from_str(map.get(&Key::Node(id))?).ok()
 }
 
-/// Shown names: a host name belongs to the lowest id that has it, and the others get a suffix.
+/// Displayed names: a host name belongs to the lowest id that has it; the others get a suffix.
 ///
-/// All nodes with the same map give the same names.
+/// All nodes with the same map compute the same names.
 pub(super) fn names(facts: &BTreeMap<NodeId, Facts>) -> BTreeMap<NodeId, String> {
     let mut taken = std::collections::BTreeSet::new();
     let name = |(id, facts): (&NodeId, &Facts)| {
@@ -170,7 +170,7 @@ pub(super) fn names(facts: &BTreeMap<NodeId, Facts>) -> BTreeMap<NodeId, String>
     facts.iter().map(name).collect()
 }
 
-/// A host name that a terminal may show, or the beginning of the id where there is none.
+/// A host name safe for a terminal, or the beginning of the id if there is none.
 pub(super) fn shown(name: &str, id: NodeId) -> String {
     let is_harmless = |c: &char| c.is_alphanumeric() || "-_.".contains(*c);
     let clean: String = name.chars().filter(is_harmless).take(64).collect();
@@ -180,7 +180,7 @@ pub(super) fn shown(name: &str, id: NodeId) -> String {
     }
 }
 
-/// The word of JSON for `how`.
+/// The JSON name of `how`.
 pub(super) fn word(how: How) -> &'static str {
     match how {
         How::Beacon6 => "beacon6",

@@ -3,9 +3,9 @@
 //! ```text
 //! HOME/node/identity      static private key, 32 bytes, mode 0600
 //! HOME/node/cluster-key   the cluster's key, 32 bytes, mode 0600
-//! HOME/node/former-keys   keys that were replaced, one token a line behind their count, mode 0600
-//! HOME/node/map.json      the shared map as it was last known
-//! HOME/node/lock          held while the node runs
+//! HOME/node/former-keys   replaced keys: their count, then one token a line, mode 0600
+//! HOME/node/map.json      the last saved shared map
+//! HOME/node/lock          locked while the node runs
 //! HOME/node/socket        where the command line reaches the node
 //! ```
 
@@ -28,8 +28,8 @@ const MAP_BYTES_MAX: u64 = 128 << 20;
 /// Longest file of former keys that is read.
 const FORMER_BYTES_MAX: u64 = 4096;
 
-/// Tries to take the lock, with pauses between them. A process that was just forked holds copies of
-/// its parent's files until it runs its own program.
+/// Attempts to take the lock, with pauses. A newly forked process holds copies of its parent's
+/// files until it runs its own program.
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
@@ -50,7 +50,7 @@ impl Files {
     /// Takes the lock, which lasts as long as the file is open.
     ///
     /// # Errors
-    /// [`Error::Running`] when a process has it.
+    /// [`Error::Running`] if another process has it.
     pub(super) fn lock(&self) -> Result<File, Error> {
         let failed = |path: &Path, source| Error::File {
             path: path.to_owned(),
@@ -101,13 +101,13 @@ impl Files {
             text.push_str(&key.token());
             text.push('\n');
         }
-        // In this order: a key that is in both files is told from one that was replaced.
+        // In this order: a key in both files is recognised as not replaced.
         write_secret(&self.folder.join("former-keys"), text.as_bytes())?;
         Ok(key.save(&self.folder.join("cluster-key"))?)
     }
 
-    /// The count of the present key, and the former ones. A file that cannot be read is none: nodes
-    /// that were away then have to join again.
+    /// The count of the present key, and the former keys. An unreadable file counts as empty: nodes
+    /// that were offline must then join again.
     pub(super) fn former_keys(&self, present: &ClusterKey) -> (u64, Vec<ClusterKey>) {
         let mut text = Zeroizing::new(String::new());
         let file = File::open(self.folder.join("former-keys"));
@@ -121,7 +121,7 @@ impl Files {
         let mut keys: Vec<ClusterKey> = keys.take(FORMER_MAX).collect();
         let read = keys.len();
         keys.retain(|key| key != present);
-        // The node ended between the two files: its key was not replaced, and will be.
+        // The process ended between the two files: the key was not replaced yet.
         let cut_off = u64::from(keys.len() < read);
         (generation.unwrap_or(0).saturating_sub(cut_off), keys)
     }
@@ -130,8 +130,7 @@ impl Files {
         self.folder.join("socket")
     }
 
-    /// The map as it was saved. A file that cannot be read is an empty map: the other nodes
-    /// have it all.
+    /// The saved map. An unreadable file counts as an empty map: the other nodes have all entries.
     pub(super) fn map(&self) -> Registers {
         let entries = || -> io::Result<Vec<(Key, Register)>> {
             let mut bytes = Vec::new();
@@ -149,13 +148,13 @@ impl Files {
         Ok(write_secret(&self.folder.join("map.json"), &text)?)
     }
 
-    /// Forgets the map of a cluster that this node leaves.
+    /// Removes the map of a cluster that this node leaves.
     pub(super) fn remove_map(&self) -> Result<(), Error> {
         remove(&self.folder.join("map.json"))
     }
 }
 
-/// Removes a file that may not be there.
+/// Removes a file, if it exists.
 fn remove(path: &Path) -> Result<(), Error> {
     match fs::remove_file(path) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {

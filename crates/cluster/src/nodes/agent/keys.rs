@@ -1,8 +1,8 @@
-//! API keys of all nodes, kept equal by the shared map.
+//! API keys of all nodes, synchronised through the shared map.
 //!
 //! The file of each node and the map hold the same entries. A key that appears in the file is
-//! written to the map. A key that disappears from it is deleted there. Changes of the map reach the
-//! file likewise. The entries have hashes only; the agent does not look into them.
+//! written to the map. A key that disappears from it is deleted there. Changes of the map are
+//! written to the file likewise. The entries have hashes only; the agent does not interpret them.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,16 +16,16 @@ use super::Inner;
 
 /// A file of API keys, by their ids; each value is the JSON of one key.
 pub trait KeyFile: Send + Sync {
-    /// All entries; none where there is no file.
+    /// All entries; empty if there is no file.
     ///
     /// # Errors
-    /// A file that cannot be read: then nothing is shared.
+    /// The file cannot be read: then nothing is synchronised.
     fn read(&self) -> io::Result<BTreeMap<String, String>>;
 
     /// Replaces all entries.
     ///
     /// # Errors
-    /// A file that cannot be written.
+    /// The file cannot be written.
     fn write(&self, entries: &BTreeMap<String, String>) -> io::Result<()>;
 }
 
@@ -39,7 +39,7 @@ pub(super) fn of(map: &Registers) -> BTreeMap<String, String> {
 }
 
 impl Inner {
-    /// Makes file and map equal. `synced` is what both had last time: a difference from it tells
+    /// Synchronises file and map. `synced` is their last common state: a difference from it shows
     /// which of the two changed.
     pub(super) fn share_keys(self: &Arc<Self>, synced: &mut BTreeMap<String, String>) {
         let Some(file) = &self.config.keys else {

@@ -11,39 +11,39 @@ use super::super::member::{Event, Message, Target};
 use super::super::session::Session;
 use super::Inner;
 
-/// Messages that wait for a link. A node sends some four a second to each other node, more when
+/// Queue length of a link. A node sends some four messages a second to each other node, more when
 /// maps differ.
 const QUEUE_MAX: usize = 256;
 
 /// Longest message: 64 entries of 16 KiB, as JSON within JSON.
 const MESSAGE_BYTES_MAX: usize = 8 << 20;
 
-/// A reader looks this often whether its link is still wanted.
+/// Interval at which a reader checks whether its link is still current.
 const READ_LIMIT: Duration = Duration::from_secs(30);
 
 /// The session with a node. Dropping it sends what is queued, then closes the session.
 pub(super) struct Link {
     pub(super) session: Arc<Session>,
     pub(super) queue: SyncSender<Message>,
-    /// When something last came.
+    /// Time of the last message.
     pub(super) heard: Arc<Mutex<Instant>>,
     number: u64,
     /// Whether the node with the lower id connected.
     is_preferred: bool,
 }
 
-/// A session that has just come about.
+/// A newly established session.
 pub(super) struct Fresh {
     pub(super) session: Session,
-    /// The target that was dialled for it; `None` where the other node connected.
+    /// The dialled target; `None` if the other node connected.
     pub(super) target: Option<Target>,
     /// The era in which its handshake began.
     pub(super) era: u64,
 }
 
 impl Inner {
-    /// Makes a session the link with its node. Of two sessions that two nodes made at the same time
-    /// both keep the one that the lower id made.
+    /// Makes a session the link with its node. Of two sessions made at the same time, both nodes
+    /// keep the one that the lower id made.
     pub(super) fn link(self: &Arc<Self>, fresh: Fresh) {
         let Fresh {
             session,
@@ -97,8 +97,8 @@ impl Inner {
         })
     }
 
-    /// Hands messages to the member until the session ends or is no link any more. Then its writer
-    /// closes it, once what was queued is sent: the last word of a node that leaves, too.
+    /// Passes messages to the member until the session ends or is replaced. Its writer closes it
+    /// once the queue is sent, including the last message of a leaving node.
     fn read(self: &Arc<Self>, session: &Session, number: u64, heard: &Mutex<Instant>) {
         let from = session.peer();
         loop {
@@ -143,7 +143,7 @@ impl Inner {
     }
 }
 
-/// Sends what is queued; closes the session once the link is dropped or does not take it.
+/// Sends queued messages; closes the session when the link is dropped or a send fails.
 fn write(session: &Session, messages: &Receiver<Message>) {
     while let Ok(message) = messages.recv() {
         let bytes = serde_json::to_vec(&message).expect("a message is JSON");

@@ -6,7 +6,7 @@
 //! node   <- {"ok":...} or {"error":"..."}
 //! ```
 //! JSON, one object a line; one command a connection. The folder has mode 0700 and the socket 0600:
-//! the file system says who may ask.
+//! the file system controls access.
 //!
 //! Built in: `nodes`, `examine`, `token`, `invite`, `join`, `leave`, `forget`. The crate above adds
 //! its own by [`Agent::serve_local`].
@@ -30,23 +30,23 @@ use super::accept::{Place, is_ready};
 use super::files::Files;
 use super::{Agent, Inner, SOCKET_PATH_MAX};
 
-/// Clients at a time; further ones are closed.
+/// Most concurrent clients; further ones are closed.
 const CLIENTS_MAX: usize = 64;
 
 /// Longest line: the nodes of a large cluster.
 const LINE_BYTES_MAX: u64 = 4 << 20;
 
-/// For a client to send its command, or take a line.
+/// Time limit for a client to send its command, or to receive a line.
 const CLIENT_LIMIT: Duration = Duration::from_secs(10);
 
-/// After its start, a node waits so long for a command that it does not know. The crates above add
-/// theirs one after the other, and a busy machine takes a second for that.
+/// Time after the start in which a node waits for an unknown command. The crates above register
+/// theirs one after the other, which takes a second on a busy machine.
 const STARTING: Duration = Duration::from_secs(5);
 
-/// Takes a report of progress; false once the client is gone.
+/// Receives a progress report; returns false once the client is gone.
 pub type Progress<'a> = dyn FnMut(Value) -> bool + 'a;
 
-/// Answers a command: its arguments, and where reports of progress go.
+/// Handles a command, with its arguments and the receiver of progress reports.
 pub trait Command:
     Fn(&Value, &mut Progress<'_>) -> Result<Value, String> + Send + Sync + 'static
 {
@@ -70,7 +70,7 @@ impl Commands {
         self.added.notify_all();
     }
 
-    /// A command, which is waited for until `deadline`.
+    /// A command; waits for its registration until `deadline`.
     fn get(&self, name: &str, deadline: Instant) -> Option<Arc<dyn Command>> {
         let left = deadline.saturating_duration_since(Instant::now());
         let known = lock(&self.known);
@@ -104,7 +104,7 @@ pub enum Error {
     NotUp,
     #[error("{0}")]
     Refused(String),
-    /// The node cannot be asked, or ends meanwhile.
+    /// The node cannot be reached, or ends meanwhile.
     #[error("asking this machine's node at {}: {source}", path.display())]
     Broken {
         path: PathBuf,
@@ -113,10 +113,11 @@ pub enum Error {
     },
 }
 
-/// Asks the node of a home; `progress` gets its reports. Waits up to `limit` for each line.
+/// Sends a command to the node of a home; `progress` receives its reports. Waits up to `limit` for
+/// each line.
 ///
 /// # Errors
-/// [`Error::NotUp`] where no node runs.
+/// [`Error::NotUp`] if no node runs.
 pub fn ask(
     home: &Path,
     command: &str,
@@ -130,7 +131,7 @@ pub fn ask(
     })
 }
 
-/// As [`ask`], for as long as `progress` says to go on: null once it does not.
+/// As [`ask`], while `progress` returns true; null once it returns false.
 ///
 /// # Errors
 /// As of [`ask`].
@@ -197,7 +198,7 @@ fn read_line(reader: &mut impl BufRead) -> io::Result<String> {
     }
 }
 
-/// Listens at `path`; the caller holds the lock of the home, so a socket that is there is old.
+/// Listens at `path`; the caller holds the lock of the home, so an existing socket is stale.
 pub(super) fn bind(path: &Path) -> Result<UnixListener, super::Error> {
     if path.as_os_str().len() > SOCKET_PATH_MAX {
         let path = path.to_owned();
@@ -219,7 +220,7 @@ pub(super) fn bind(path: &Path) -> Result<UnixListener, super::Error> {
     })
 }
 
-/// Answers clients until the agent stops, then removes the socket.
+/// Serves clients until the agent stops, then removes the socket.
 pub(super) fn serve(inner: &Arc<Inner>, agent: &Agent, listener: &UnixListener) {
     while !inner.is_stopped() {
         if !is_ready(listener) {
@@ -235,7 +236,7 @@ pub(super) fn serve(inner: &Arc<Inner>, agent: &Agent, listener: &UnixListener) 
         let agent = agent.clone();
         let answer = move || {
             let _place = place;
-            // A client that is gone needs no answer.
+            // A lost client does not receive the answer.
             let _ = answer(&agent, &stream);
         };
         let _ = inner.spawn("client", answer);
@@ -248,7 +249,7 @@ fn answer(agent: &Agent, stream: &UnixStream) -> io::Result<()> {
     stream.set_read_timeout(Some(CLIENT_LIMIT))?;
     stream.set_write_timeout(Some(CLIENT_LIMIT))?;
     let request = read_line(&mut BufReader::new(stream))?;
-    // A client that is gone ends a command only if that says so.
+    // A lost client ends a command only if the command checks for it.
     let mut progress = |value| send(stream, &Line::Progress(value)).is_ok();
     let outcome = match serde_json::from_str::<Request>(&request) {
         Ok(request) => execute(agent, &request, &mut progress),

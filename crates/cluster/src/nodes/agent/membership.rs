@@ -1,4 +1,5 @@
-//! The cluster that a node is in: invited, joined, left, forgotten; while it runs and at rest.
+//! Cluster membership commands: invite, join, leave, revoke and forget, on a running or a stopped
+//! node.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -15,13 +16,14 @@ use super::facts::NodeView;
 use super::files::Files;
 use super::{Agent, Error, HANDSHAKE_LIMIT, dial, facts, paths};
 
-/// How long a newcomer listens for a machine that shows a code; those speak once a second.
+/// How long a newcomer listens for a machine that displays a code, which sends a beacon once a
+/// second.
 const LISTEN: Duration = Duration::from_secs(6);
 
 /// How long a node that joined waits for the first session with another, and for its name.
 const MEET: Duration = Duration::from_secs(5);
 
-/// How long a node that leaves waits for its last words to go out.
+/// How long a leaving node waits until its last messages are sent.
 const LAST_WORDS: Duration = Duration::from_millis(300);
 
 /// Outcome of joining a cluster.
@@ -31,23 +33,23 @@ pub struct Joined {
     pub cluster: String,
     /// Whether the node was in it already.
     pub already: bool,
-    /// Names of the other nodes that were met so far.
+    /// Names of the other nodes connected so far.
     pub met: Vec<String>,
-    /// Everything that keeps it from meeting others.
+    /// Everything that prevents connections to others.
     pub problems: Vec<String>,
 }
 
 impl Agent {
-    /// The cluster's token. Secret: it lets any machine in.
+    /// The cluster's token. Secret: it admits any machine.
     pub fn token(&self) -> Zeroizing<String> {
         lock(&self.inner.state).key.token()
     }
 
-    /// A code that lets one machine in, within five minutes and three tries. Replaces an earlier
+    /// A code that admits one machine, within five minutes and three attempts. Replaces an earlier
     /// code.
     ///
     /// # Errors
-    /// When the system has no random numbers.
+    /// The system has no random numbers.
     pub fn invite(&self) -> Result<Code, Error> {
         let code = Code::random().map_err(pairing::Error::Broken)?;
         let invitation = Invitation::new(code.clone(), Instant::now());
@@ -64,7 +66,7 @@ impl Agent {
         self.join_at(key, None)
     }
 
-    /// As [`join`](Self::join), with the address of a member where one is known.
+    /// As [`join`](Self::join), with the address of a member if known.
     fn join_at(&self, key: &ClusterKey, at: Option<SocketAddr>) -> Result<Joined, Error> {
         let already = lock(&self.inner.state).key == *key;
         if !already {
@@ -78,7 +80,7 @@ impl Agent {
         let deadline = Instant::now() + MEET;
         let mut watch = self.watch();
         let mut met = self.met();
-        // A session comes before the facts of its node, and with them the name.
+        // A session exists before the facts of its node, which contain the name.
         while (met.is_empty() || !met.iter().all(NodeView::has_told)) && Instant::now() < deadline {
             watch.wait(Duration::from_millis(50));
             met = self.met();
@@ -91,8 +93,8 @@ impl Agent {
         })
     }
 
-    /// Joins the cluster of a machine that shows `code`: the one at `peer`, or the first that is
-    /// heard.
+    /// Joins the cluster of a machine that displays `code`: the one at `peer`, or the first one
+    /// discovered.
     ///
     /// # Errors
     /// [`Error::Pairing`], [`Error::NobodyInvites`], and as [`join`](Self::join).
@@ -105,7 +107,7 @@ impl Agent {
     /// Leaves the cluster for good and makes a new cluster of one.
     ///
     /// # Errors
-    /// [`Error::HasInstances`] when this node owns one; files that cannot be written.
+    /// [`Error::HasInstances`] if this node owns one; files that cannot be written.
     pub fn leave(&self) -> Result<(), Error> {
         self.check_owns_nothing()?;
         let key = ClusterKey::random()?;
@@ -118,8 +120,8 @@ impl Agent {
         self.enter(&key)
     }
 
-    /// Cuts a node off for good: every node ends its sessions with it and lets it in no more. The
-    /// cluster gets a new key, so that no other identity comes with the one that the node has.
+    /// Revokes a node for good: every node ends its sessions with it and refuses it from now on.
+    /// The cluster gets a new key, so that the node's key admits no other identity.
     ///
     /// # Errors
     /// [`Error::NoNode`], [`Error::Ambiguous`], [`Error::Itself`], [`Error::MapRefuses`]. Files
@@ -147,7 +149,7 @@ impl Agent {
             Life::Suspect => "suspect",
             Life::Dead | Life::Left => {
                 self.write(Key::Node(node.id), 0, None)?;
-                // Its ways go with it, if it ever told of any.
+                // Removes its measured paths too, if it published any.
                 let _: Result<(), _> = self.write(paths::key_of(node.id), 0, None);
                 return Ok(node.id);
             }
@@ -156,7 +158,7 @@ impl Agent {
         Err(Error::Lives { name, state })
     }
 
-    /// The other nodes that this node has a session with.
+    /// The other nodes with a session to this node.
     fn met(&self) -> Vec<NodeView> {
         let nodes = self.nodes().into_iter();
         let met = nodes.filter(|node| node.id != self.id() && node.linked);
@@ -217,7 +219,7 @@ fn has_no_instances(
     }
 }
 
-/// Gets a cluster's key from a machine that shows `code`, and the address of its control port.
+/// Gets a cluster's key from a machine that displays `code`, and the address of its control port.
 fn pair(code: &Code, peer: Option<&str>) -> Result<(ClusterKey, SocketAddr), Error> {
     let addrs: Vec<SocketAddr> = match peer {
         Some(peer) => dial::resolve(peer)?,
@@ -230,7 +232,7 @@ fn pair(code: &Code, peer: Option<&str>) -> Result<(ClusterKey, SocketAddr), Err
     for addr in addrs {
         match pairing::guest(addr, code, HANDSHAKE_LIMIT) {
             Ok(key) => return Ok((key, addr)),
-            // A second address of the same machine would use up another try.
+            // A second address of the same machine would use up another attempt.
             Err(error @ pairing::Error::WrongCode) => return Err(error.into()),
             Err(error) => last = error.into(),
         }
@@ -248,7 +250,7 @@ pub fn token_at_rest(home: &Path) -> Result<Zeroizing<String>, Error> {
     Ok(files.key()?.token())
 }
 
-/// Joins a cluster with a home whose node does not run; it meets the others when it starts.
+/// Joins a cluster with a home whose node does not run; it connects to the others when it starts.
 ///
 /// # Errors
 /// [`Error::Running`], [`Error::HasMembers`], [`Error::HasInstances`].
@@ -258,7 +260,7 @@ pub fn join_at_rest(home: &Path, key: &ClusterKey) -> Result<Joined, Error> {
     let already = files.key()? == *key;
     if !already {
         check_at_rest(&files)?;
-        // In this order: a map without its cluster is worth nothing, a foreign one does harm.
+        // In this order: a map without its cluster is useless, a foreign one does harm.
         files.remove_map()?;
         files.save_key(key)?;
     }

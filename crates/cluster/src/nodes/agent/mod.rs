@@ -1,4 +1,4 @@
-//! A node at work: threads and sockets around [`Member`].
+//! The node agent: threads and sockets around [`Member`].
 //!
 //! ```text
 //!  beacons ─── Found ──▶ ┌─────────────────────────┐ ── Dial ───▶ a thread per attempt
@@ -12,17 +12,17 @@
 //! - [`Agent::open`] and [`Agent::serve`]: a [`Channel`] to a service of another node.
 //! - [`Agent::write`], [`Agent::map`], [`Agent::watch`]: the map that all nodes share.
 //! - [`Agent::nodes`]: the cluster as this node sees it.
-//! - [`Agent::route`], [`Agent::measure`]: the measured ways between nodes.
+//! - [`Agent::route`], [`Agent::measure`]: measured network paths between nodes.
 //! - [`Agent::examine`]: a diagnosis of why this node and another one do not reach each other.
-//! - [`Agent::join`], [`Agent::leave`], [`Agent::invite`]: the cluster that it is in.
+//! - [`Agent::join`], [`Agent::leave`], [`Agent::invite`]: cluster membership.
 //! - [`local`]: the socket by which the command line reaches the node of its home.
 //!
 //! Threads: a timer, an acceptor, a thread for beacons and files, a thread for the local socket,
-//! and one that measures ways to other nodes. There are two more for each link, and one for each
-//! handshake, attempt and served channel. All have bounds and deadlines.
+//! and one that measures paths to other nodes. Each link has two more; each handshake, attempt and
+//! served channel has one. All have bounds and deadlines.
 //!
-//! The agent knows nothing about models or instances. A crate above registers services and local
-//! commands, and reads [`placement`](super::placement) from the map.
+//! The agent does not use models or instances. A crate above registers services and local commands,
+//! and reads [`placement`](super::placement) from the map.
 
 mod accept;
 mod book;
@@ -73,7 +73,7 @@ pub const DEFAULT_PORT: u16 = 52416;
 /// Longest time for a handshake and for the opening of a channel.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 
-/// Lines for people that wait to be told; further ones are dropped.
+/// Most queued log lines; further ones are dropped.
 const LINES_MAX: usize = 64;
 
 /// Reasons why this node or a command of it fails.
@@ -113,14 +113,14 @@ pub enum Error {
     Ambiguous { name: String },
     #[error("no address of node {id} is known")]
     NoAddress { id: NodeId },
-    /// The node has no such service, or will not have this caller.
+    /// The node has no such service, or refuses this caller.
     #[error("{node}: {reason}")]
     NoService {
         /// The node's name.
         node: String,
         reason: String,
     },
-    /// A session cannot be had, or is gone.
+    /// A session cannot be established, or is lost.
     #[error(transparent)]
     Session(#[from] session::Error),
     #[error(transparent)]
@@ -158,16 +158,16 @@ pub enum Error {
 /// (macOS 104, Linux 108).
 const SOCKET_PATH_MAX: usize = 103;
 
-/// Ways in which nodes find each other.
+/// Methods by which nodes discover each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Discovery {
-    /// Beacons and multicast DNS on all interfaces, and the peers that are named.
+    /// Beacons and multicast DNS on all interfaces, and the named peers.
     All,
-    /// Beacons, and the peers that are named.
+    /// Beacons, and the named peers.
     Beacons,
-    /// Multicast DNS, and the peers that are named.
+    /// Multicast DNS, and the named peers.
     Mdns,
-    /// The peers that are named.
+    /// The named peers only.
     Peers,
 }
 
@@ -176,29 +176,29 @@ pub enum Discovery {
 pub struct Config {
     /// Folder of paceline's files; the node's are in `node` below it.
     pub home: PathBuf,
-    /// The machine, as far as the caller knows it.
+    /// The machine's facts that the caller knows.
     pub facts: Facts,
     /// Control port on all addresses; 0 takes a free one.
     pub port: u16,
-    /// Nodes to reach at `host` or `host:port`, where beacons do not get through.
+    /// Nodes to reach at `host` or `host:port`, where beacons do not arrive.
     pub peers: Vec<String>,
-    /// Ways in which nodes find each other.
+    /// Methods by which nodes discover each other.
     pub discovery: Discovery,
-    /// How quickly the cluster notices.
+    /// Timing of failure detection.
     pub pace: Pace,
-    /// The only interface for data between workers; any without. Control sessions use all.
+    /// The only interface for data between workers; `None` for any. Control sessions use all.
     pub data_interface: Option<String>,
-    /// Ports that workers listen at; any without.
+    /// Listen ports of workers; `None` for any.
     pub data_ports: Option<RangeInclusive<u16>>,
-    /// Milliseconds that this node takes the wall clock to be ahead: 0 but in tests.
+    /// Milliseconds added to the wall clock: 0 except in tests.
     pub clock_ahead_ms: u64,
     /// The API keys of this machine, shared with the cluster.
     pub keys: Option<Arc<dyn KeyFile>>,
-    /// Takes lines about the cluster for people.
+    /// Receives log lines about the cluster.
     pub tell: Tell,
 }
 
-/// Takes a line for people, on a thread of its own. Lines are dropped while it is behind.
+/// Receives a log line, on its own thread. Lines are dropped while it is behind.
 pub type Tell = Arc<dyn Fn(&str) + Send + Sync>;
 
 impl Config {
@@ -232,7 +232,7 @@ pub struct Agent {
     inner: Arc<Inner>,
 }
 
-/// All that the threads share.
+/// State shared by the threads.
 struct Inner {
     files: Files,
     identity: Identity,
@@ -241,13 +241,13 @@ struct Inner {
     start: Instant,
     config: Config,
     state: Mutex<State>,
-    /// Held while the files of the cluster change; not asked for by who holds the state.
+    /// Locked while the files of the cluster change; never locked while holding `state`.
     writing: Mutex<()>,
     /// Wakes the timer.
     timer: Condvar,
     /// Wakes watchers.
     changed: Condvar,
-    /// Wakes those that wait for measured ways.
+    /// Wakes threads that wait for measured paths.
     measured: Condvar,
     services: channel::Services,
     commands: local::Commands,
@@ -255,7 +255,7 @@ struct Inner {
     refusals: Mutex<Refusals>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     lines: Mutex<Option<SyncSender<String>>>,
-    /// Held while this process is the home's node.
+    /// Locked while this process is the home's node.
     lock: Mutex<Option<File>>,
 }
 
@@ -306,7 +306,7 @@ impl Agent {
     fn begin(&self, listener: TcpListener, told: Receiver<String>) -> Result<(), Error> {
         let inner = &self.inner;
         let tell = Arc::clone(&inner.config.tell);
-        // Not waited for: it may be stuck in a full pipe.
+        // Not joined: it may be stuck in a full pipe.
         inner.spawn("tell", move || told.iter().for_each(|line| tell(&line)))?;
         inner.know_peers();
         inner.write_facts();
@@ -367,7 +367,7 @@ impl Agent {
         lock(&self.inner.state).member.map().clone()
     }
 
-    /// Whether a node lives, as far as this one knows.
+    /// The life of a node, as this node sees it.
     pub fn life(&self, id: NodeId) -> Life {
         lock(&self.inner.state).member.life(id)
     }
@@ -387,8 +387,8 @@ impl Agent {
         }
     }
 
-    /// Has the map on this machine's disk when it returns, so that what was answered outlives a
-    /// crash. Without a call it is there within a second. A failure is told.
+    /// Saves the map to this machine's disk before it returns, so that acknowledged writes survive
+    /// a crash. Without a call the map is saved within a second. Logs a failure.
     pub fn save(&self) {
         self.inner.save();
     }
@@ -401,15 +401,15 @@ impl Agent {
         }
     }
 
-    /// Answers channels to `service` on this node; replaces an earlier handler. Each channel gets
-    /// a thread, of at most 256 at a time.
+    /// Serves channels to `service` on this node; replaces an earlier handler. Each channel gets a
+    /// thread; at most 256 at a time.
     pub fn serve(&self, service: &str, handler: impl Fn(Channel) + Send + Sync + 'static) {
         self.inner.services.add(service, Arc::new(handler));
     }
 
-    /// Answers a command of this home's command line, sent by [`local::ask`]. The handler's second
-    /// argument takes reports of progress. Clients that asked for it before wait until it is added,
-    /// in the first five seconds of the node.
+    /// Handles a command of this home's command line, sent by [`local::ask`]. The handler's second
+    /// argument receives progress reports. In the node's first five seconds, earlier clients wait
+    /// until the command is registered.
     pub fn serve_local(&self, command: &str, handler: impl local::Command) {
         self.inner.commands.add(command, Arc::new(handler));
     }
@@ -432,20 +432,20 @@ impl Agent {
         Ok(channel)
     }
 
-    /// Tells the other nodes where the HTTP API listens.
+    /// Publishes the addresses of the HTTP API to the other nodes.
     pub fn set_api(&self, addresses: Vec<SocketAddr>) {
         lock(&self.inner.state).api = addresses;
         self.inner.write_facts();
     }
 
-    /// Tells the other nodes whether this one is about to go, so that they hand no work to it.
-    /// Returns before they know. Another cluster knows nothing of it.
+    /// Publishes whether this node is draining, so that it gets no work. Returns before the other
+    /// nodes have it. Reset when the node joins another cluster.
     pub fn set_leaving(&self, leaving: bool) {
         lock(&self.inner.state).leaving = leaving;
         self.inner.write_facts();
     }
 
-    /// Whether this node is about to go.
+    /// Whether this node is draining.
     pub fn is_leaving(&self) -> bool {
         lock(&self.inner.state).leaving
     }
@@ -456,8 +456,8 @@ impl Agent {
         state.views(self.id())
     }
 
-    /// All nodes with their measured ways, as of [`nodes`](Self::nodes). Cost: reads what every
-    /// node has told of its ways, some kilobytes each.
+    /// All nodes with their measured paths, as of [`nodes`](Self::nodes). Cost: parses every node's
+    /// published paths, some kilobytes each.
     pub fn nodes_and_ways(&self) -> Vec<NodeWays> {
         let state = lock(&self.inner.state);
         let nodes = state.views(self.id());
@@ -488,13 +488,13 @@ impl Agent {
         }
     }
 
-    /// Everything that keeps nodes from finding each other, a line each.
+    /// Everything that prevents discovery of nodes, a line each.
     pub fn problems(&self) -> Vec<String> {
         lock(&self.inner.state).problems()
     }
 
-    /// Connections to the control port that were refused and are to be told now. A cause is told of
-    /// an address once an hour at most, and of sixteen addresses apart.
+    /// Refused connections to the control port that are due for the log. Each cause and address is
+    /// due at most once an hour; sixteen addresses per cause are counted separately.
     pub fn refusals(&self) -> Vec<Refusal> {
         lock(&self.inner.refusals).take(self.inner.now().since_start)
     }
@@ -511,8 +511,8 @@ impl fmt::Debug for Agent {
     }
 }
 
-/// Notices changes of the shared map and of nodes' lives. No change is missed, but several may be
-/// noticed as one.
+/// Watches changes of the shared map and of nodes' lives. No change is missed, but several may be
+/// reported as one.
 pub struct Watch {
     inner: Arc<Inner>,
     seen: u64,
@@ -564,7 +564,7 @@ impl Inner {
         }
     }
 
-    /// A thread that ends by itself once the agent stops, and is waited for then.
+    /// Starts a thread that ends by itself once the agent stops, and is joined then.
     fn thread(
         self: &Arc<Self>,
         name: &'static str,
@@ -627,7 +627,7 @@ fn now(start: Instant) -> Now {
     }
 }
 
-/// Sixty-four bits of the system's, or of the clock's where it has none.
+/// 64 random bits of the system, or bits of the clock if it has none.
 fn random() -> u64 {
     let mut bytes = [0; 8];
     if getrandom::fill(&mut bytes).is_err() {
@@ -638,7 +638,7 @@ fn random() -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// Reads `bytes` as what opens a channel and as messages over those of this module, for fuzzing.
+/// Reads `bytes` as an opening message and as messages of this module's channels, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<channel::Opening>(bytes);
     let _ = serde_json::from_slice::<channel::Opened>(bytes);

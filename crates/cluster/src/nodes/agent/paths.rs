@@ -1,4 +1,4 @@
-//! Measuring the ways to other nodes: latency, bandwidth, and which of them answer.
+//! Measures the network paths to other nodes: reachability, latency and bandwidth.
 //!
 //! ```text
 //! measurer -> a session of its own to one address of the node, service "paths"
@@ -7,7 +7,7 @@
 //!          bytes since the first "b" (u64), nanoseconds (u64) -> "m" or "l"           the node
 //!          measures its own ways now, with bandwidth or without; <- the same when it has
 //! ```
-//! One thread measures, one way after the other: measurements at a time would disturb each other.
+//! One thread measures one path at a time: concurrent measurements would disturb each other.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use super::{Agent, Error, Inner, facts};
 /// The service's name.
 pub(super) const SERVICE: &str = "paths";
 
-/// For one measurement without its burst. A way that takes longer is of no use to a group.
+/// Time limit of one measurement without its burst. A slower path is useless for a group.
 const LIMIT: Duration = Duration::from_millis(1500);
 
 /// Round trips of a measurement.
@@ -39,43 +39,43 @@ const BURST_BYTES_MAX: usize = 8 << 20;
 /// Bytes of a message of a burst.
 const PIECE_BYTES: usize = 64 << 10;
 
-/// How often the measurer looks for something to do.
+/// Poll interval of the measuring thread.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// How often addresses of other nodes are looked at: each look reads all of their facts.
+/// Interval of refreshing other nodes' addresses: a refresh parses all of their facts.
 const REFRESH_EVERY: Duration = Duration::from_secs(1);
 
-/// Longest service of one measurer, which asks for one thing.
+/// Longest session of one measuring node, which sends one request.
 const SERVE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Longest wait for another node to measure all its ways.
+/// Longest wait for another node to measure all its paths.
 const MEASURE_LIMIT: Duration = Duration::from_secs(8);
 
-/// Figures that grew a little are told to the cluster at most this often.
+/// Least interval of publishing small changes to the cluster.
 const TELL_EVERY: Duration = Duration::from_secs(30);
 
 impl Agent {
-    /// The ways from a node to others, as that node measured them.
+    /// The paths from a node to others, as that node measured them.
     pub fn paths(&self, from: NodeId) -> Vec<Path> {
         lock(&self.inner.state).paths(from)
     }
 
-    /// Where `from` best connects to `to`, with `to`'s control port. This is over the preferred way
-    /// that `from` has measured, else back over the one that `to` has. Ways that either keeps apart
-    /// from data ([`Config::data_interface`](super::Config::data_interface)) are left out. `None`
-    /// where nothing was measured.
+    /// The best address at which `from` connects to `to`, with `to`'s control port: over the
+    /// preferred path measured by `from`, else over the reverse of the one measured by `to`.
+    /// Excludes interfaces that either does not use for data
+    /// ([`Config::data_interface`](super::Config::data_interface)). `None` without measurements.
     pub fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
         lock(&self.inner.state).route(from, to)
     }
 
-    /// Has `nodes` measure their ways now, and waits until they have, at most some seconds. Nodes
-    /// that do not answer are passed over.
+    /// Makes `nodes` measure their paths now, and waits for it, at most some seconds. Skips nodes
+    /// that do not answer.
     pub fn measure(&self, nodes: &[NodeId], wanted: Wanted) {
         self.measure_within(nodes, wanted, MEASURE_LIMIT + LIMIT * 3);
     }
 
-    /// As [`measure`](Self::measure), and waits for `limit` at most. Measurements that take longer
-    /// go on, and are told in the shared map.
+    /// As [`measure`](Self::measure), but waits at most `limit`. Slower measurements continue, and
+    /// are published in the shared map.
     pub fn measure_within(&self, nodes: &[NodeId], wanted: Wanted, limit: Duration) {
         let own = self.id();
         thread::scope(|scope| {
@@ -101,7 +101,7 @@ impl Agent {
 }
 
 impl Inner {
-    /// Measures what is due until the agent stops.
+    /// Measures due paths until the agent stops.
     pub(super) fn run_measurer(self: &Arc<Self>) {
         let (mut told, mut told_at) = (Vec::new(), None::<Instant>);
         let mut refreshed = None::<Instant>;
@@ -131,7 +131,8 @@ impl Inner {
 
     fn measure_one(&self, due: Due) -> Result<Sample, Error> {
         let deadline = Instant::now() + LIMIT;
-        // An outdated key is no miss: after two a new way is left alone for minutes.
+        // An outdated key must not count as a miss: after two misses a new path is not measured for
+        // minutes.
         let open = || self.open_way(due, deadline);
         let (channel, local) = self.with_newest_key(deadline, open)?;
         let latency = round_trip(&channel)?;
@@ -145,7 +146,7 @@ impl Inner {
         })
     }
 
-    /// A channel over a way, and this end's address.
+    /// A channel over a path, and this end's address.
     fn open_way(&self, due: Due, deadline: Instant) -> Result<(Channel, SocketAddr), Error> {
         let session = self.dial_at(due.remote, Some(due.to), Purpose::Service, deadline)?;
         let local = session.own_addr().map_err(session::Error::Broken)?;
@@ -177,7 +178,7 @@ impl Inner {
         self.measured.notify_all();
     }
 
-    /// Ends a link that hangs on a way that is down, so that it is made again over another one.
+    /// Ends a link over a path that is down, so that it is established again over another one.
     fn move_link(state: &super::state::State, to: NodeId) {
         let Some(link) = state.links.get(&to) else {
             return;
@@ -191,7 +192,7 @@ impl Inner {
         }
     }
 
-    /// Tells the cluster about this node's ways when there is something new.
+    /// Publishes this node's paths if they changed.
     fn publish(self: &Arc<Self>, told: &mut Vec<Path>, told_at: &mut Option<Instant>) {
         let mut state = lock(&self.state);
         let (own, paths) = (state.member.own(), state.paths.paths());
@@ -215,7 +216,7 @@ impl Inner {
         (*told, *told_at) = (paths, Some(Instant::now()));
     }
 
-    /// Measures all ways of this node anew, and returns when that is done, after `limit` at most.
+    /// Measures all paths of this node again, and waits for it, at most `limit`.
     fn measure_now(&self, wanted: Wanted, limit: Duration) {
         let deadline = Instant::now() + limit;
         let now = self.now().since_start;
@@ -277,14 +278,14 @@ impl Inner {
 }
 
 impl super::state::State {
-    /// Other nodes that live.
+    /// Other live nodes.
     pub(super) fn living(&self) -> Vec<NodeId> {
         let peers = self.member.peers();
         let living = peers.filter(|peer| matches!(peer.life, Life::Alive | Life::Suspect));
         living.map(|peer| peer.id).collect()
     }
 
-    /// Takes in at which addresses other nodes may be reached.
+    /// Updates the addresses at which other nodes may be reached.
     pub(super) fn refresh_paths(&mut self, now: Duration) {
         let living = self.living();
         let known: Vec<NodeId> = self.member.peers().map(|peer| peer.id).collect();
@@ -322,7 +323,7 @@ impl super::state::State {
             let paths = paths.into_iter().filter(|path| path.up);
             let paths =
                 paths.filter(|path| may(local, path.local) && may(remote, path.remote.ip()));
-            // The preferred one first: it is not left for a little less.
+            // The preferred one first: a small gain does not replace it.
             let cost = |path: &Path| match path.preferred {
                 true => path.cost() * 0.67,
                 false => path.cost(),
@@ -340,7 +341,7 @@ impl super::state::State {
     }
 }
 
-/// Where a node's ways are in the shared map.
+/// Key of a node's paths in the shared map.
 pub(super) fn key_of(id: NodeId) -> Key {
     Key::Named(format!("paths/{id}"))
 }
@@ -361,7 +362,7 @@ fn round_trip(channel: &Channel) -> Result<Duration, Error> {
     Ok(shortest)
 }
 
-/// Bytes a second as the other end counted them; nothing where it was too short to tell.
+/// Bytes a second as counted by the other end; `None` if the burst was too short.
 fn burst(channel: &Channel) -> Result<Option<u64>, Error> {
     let piece = vec![b'b'; PIECE_BYTES];
     let (began, mut sent) = (Instant::now(), 0);

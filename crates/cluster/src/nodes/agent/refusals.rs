@@ -1,8 +1,8 @@
-//! Connections to the control port that were refused, counted by cause and address: for a log that
-//! no stranger can fill.
+//! Refused connections to the control port, counted by cause and address, so that strangers cannot
+//! fill the log.
 //!
-//! A row is told at once, and again after [`EVERY`] at the earliest. Each cause has rows of its
-//! own, so that many strangers do not hide a node that was revoked.
+//! A count is logged at once, and again after [`EVERY`] at the earliest. Each cause has separate
+//! counts, so that many strangers do not hide a revoked node.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -10,37 +10,37 @@ use std::time::Duration;
 
 use super::super::{pairing, session};
 
-/// How often the same refusal is told. At 130 bytes a line and seventeen lines for each of six
-/// causes, strangers write less than 14 KB an hour. Of a log of 4 MiB they push nothing out within
-/// twelve days.
+/// Least interval of logging the same refusal. At 130 bytes a line and seventeen lines for each of
+/// six causes, strangers cause less than 14 KB an hour. A log of 4 MiB then keeps all other lines
+/// for twelve days.
 const EVERY: Duration = Duration::from_secs(3600);
 
-/// Addresses of a cause that are told apart; further ones share a row.
+/// Most separately counted addresses of a cause; further ones share a count.
 const ADDRESSES_MAX: usize = 16;
 
-/// Why [`Inner::judge`](super::Inner) refuses a node that was revoked.
+/// The reason with which [`Inner::judge`](super::Inner) refuses a revoked node.
 pub(super) const REVOKED: &str = "this node was revoked";
 
-/// Connections that were refused for one cause.
+/// Refused connections of one cause and address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// A word for the cause: `node_wrong_key`, `node_revoked`, `node_refused` (a member whose clock
     /// is off, or whose identity was copied), `node_protocol`, `join_not_invited`,
     /// `join_wrong_code`.
     pub cause: &'static str,
-    /// Where they came from; `None` for further addresses together.
+    /// Their address; `None` for all further addresses together.
     pub from: Option<IpAddr>,
-    /// How many, since it was told last.
+    /// Their number since the last report.
     pub times: u64,
 }
 
-/// Counts them.
+/// Counts by cause and address.
 #[derive(Debug, Default)]
 pub(super) struct Refusals(BTreeMap<(&'static str, Option<IpAddr>), Row>);
 
 #[derive(Debug, Default)]
 struct Row {
-    /// When it was told last, since the node's start.
+    /// Time of the last report, since the node's start.
     told: Option<Duration>,
     untold: u64,
 }
@@ -64,7 +64,7 @@ impl Refusals {
         self.0.entry((cause, from)).or_default().untold += 1;
     }
 
-    /// The refusals that are due to be told.
+    /// Removes and returns the refusals due for the log.
     pub(super) fn take(&mut self, now: Duration) -> Vec<Refusal> {
         let mut due = Vec::new();
         for ((cause, from), row) in &mut self.0 {
@@ -82,7 +82,7 @@ impl Refusals {
     }
 }
 
-/// Why an incoming session was refused, if it was: connections also break, or say nothing.
+/// The cause of a refused incoming session; `None` if the connection just broke or was silent.
 pub(super) fn of_session(error: &session::Error) -> Option<&'static str> {
     match error {
         session::Error::Stranger => Some("node_wrong_key"),
@@ -97,7 +97,7 @@ pub(super) fn of_session(error: &session::Error) -> Option<&'static str> {
     }
 }
 
-/// The same of a newcomer with a code.
+/// The same for a newcomer with a code.
 pub(super) const fn of_pairing(error: &pairing::Error) -> Option<&'static str> {
     match error {
         pairing::Error::NotInvited => Some("join_not_invited"),
@@ -143,13 +143,13 @@ mod tests {
         let (mut lines, mut counted) = (0, 0);
         for number in 0..10_000 {
             refusals.note("node_wrong_key", address(number));
-            // Every second a look: an hour and fifty minutes.
+            // A poll every second: an hour and fifty minutes.
             let told = refusals.take(Duration::from_secs(u64::from(number) * 2 / 3));
             lines += told.len();
             counted += told.iter().map(|refusal| refusal.times).sum::<u64>();
             assert!(refusals.0.len() <= ADDRESSES_MAX + 1);
         }
-        // A row of its own for sixteen, twice; the others share two lines.
+        // A separate count for sixteen, twice; the others share two lines.
         assert_eq!(lines, 2 * (ADDRESSES_MAX + 1));
         assert!((5_000..10_000).contains(&counted), "{counted}");
         refusals.note("node_revoked", address(7));

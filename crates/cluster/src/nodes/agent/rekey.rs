@@ -1,4 +1,5 @@
-//! A new cluster key when a node is revoked, so that the old one lets in no other identity of it.
+//! Key rotation: a new cluster key when a node is revoked, so that the node's key admits no other
+//! identity.
 //!
 //! ```text
 //! revoker         writes the revocation, draws a key, and uses it from now on
@@ -6,13 +7,13 @@
 //! node            takes the revocations in first, then the key
 //! node that was away  comes with a key of before: a member that is not revoked gets the new one
 //! ```
-//! A session by a key of before opens nothing but the service that takes the new key: no link, no
-//! map, no other service. Its peer is told no name, and must prove that it is a known member.
+//! A session by a former key opens only the service that receives the new key: no link, no map, no
+//! other service. Its peer gets no name, and must prove that it is a known member.
 //!
-//! Sessions go on: only handshakes use the key. Each node keeps the last [`FORMER_MAX`] keys to
-//! know nodes that were away, which must be members that it knows. Of two keys that were drawn at
-//! the same time the higher one stays. Its node draws one more if the other key's revocation was
-//! news to it. It may have told the key to the node that is revoked there.
+//! Existing sessions continue: only handshakes use the key. Each node keeps the last [`FORMER_MAX`]
+//! keys to recognise nodes that were offline, which must be known members. Of two keys drawn at the
+//! same time the higher one stays. Its node draws one more if it did not know the other key's
+//! revocation, since it may have sent its key to that revoked node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -35,27 +36,27 @@ use super::{Error, HANDSHAKE_LIMIT, Inner};
 /// Service that takes the new key.
 pub(super) const SERVICE: &str = "key";
 
-/// Why a session by a key of before opens nothing else; its node gets the new key soon.
+/// The reason for refusing a session by a former key; its node gets the new key soon.
 pub(super) const OUTDATED: &str = "the cluster's key has changed, and this node has not got it yet";
 
-/// Keys of before that are kept. A node that was away for more revocations has to join again.
+/// Most stored former keys. A node that was offline for more revocations must join again.
 pub(super) const FORMER_MAX: usize = 4;
 
-/// How far a key's count may be ahead of this machine's clock, in milliseconds, and of the present
-/// key's count.
+/// How far a key's count may be ahead of this machine's clock, and of the present key's count, in
+/// milliseconds.
 const AHEAD_MAX: u64 = SKEW_MAX.as_millis() as u64;
 
-/// Nodes that are told at a time.
+/// Most nodes updated at a time.
 const TOLD_MAX: usize = 64;
 
-/// A node that was not told is told again after this.
+/// Time before another attempt at a node that did not get the key.
 const TELL_AGAIN: Duration = Duration::from_secs(10);
 
-/// How long a key stays that a revoked node may have been told: that node's revoker has drawn
-/// another one, which is on its way.
+/// How long a key stays that a revoked node may have received: the revoking node has drawn another
+/// one, which is on its way.
 const SHORT_MAX: Duration = Duration::from_secs(10);
 
-/// Longest message: a key, and the revocations that a map has room for.
+/// Longest message in bytes: a key, and all revocations of a full map.
 const NEWS_BYTES_MAX: usize = 512 << 10;
 
 /// A key that replaces others.
@@ -64,18 +65,18 @@ struct News {
     /// As of [`State::next_generation`].
     generation: u64,
     token: String,
-    /// Nodes that must not have it.
+    /// Nodes that must not get it.
     revoked: Vec<NodeId>,
 }
 
-/// Nodes with an earlier key, and when they are told next.
+/// Nodes with an earlier key, and the time of the next attempt to update each.
 pub(super) type Stale = BTreeMap<NodeId, Instant>;
 
-/// The present key, where it was drawn here.
+/// Set if the present key was drawn by this node.
 pub(super) struct Drawn {
-    /// Nodes that were known as revoked then.
+    /// Nodes known as revoked at that time.
     without: BTreeSet<NodeId>,
-    /// Since when it is known that another one is.
+    /// Since when a further revoked node is known.
     short: Option<Instant>,
 }
 
@@ -91,14 +92,14 @@ pub(super) fn parse(bytes: &[u8]) {
 }
 
 impl State {
-    /// Remembers that a node has an earlier key; it is told the present one soon.
+    /// Records that a node has an earlier key; it gets the present one soon.
     pub(super) fn note_stale(&mut self, id: NodeId) {
         if self.stale.len() < PEERS_MAX {
             self.stale.entry(id).or_insert_with(Instant::now);
         }
     }
 
-    /// Nodes to tell now.
+    /// Nodes to update now.
     fn due_stale(&mut self, now: Instant) -> Vec<NodeId> {
         let due = self.stale.iter_mut().filter(|(_, at)| **at <= now);
         let told = due.take(TOLD_MAX).map(|(id, at)| {
@@ -125,8 +126,8 @@ impl State {
         }
     }
 
-    /// Whether the present key was drawn here without knowledge of a revocation, and nobody's has
-    /// replaced it for [`SHORT_MAX`]; then not again for as long.
+    /// Whether the present key was drawn here without knowledge of a revocation, and no other key
+    /// has replaced it for [`SHORT_MAX`]. True at most once in that time.
     fn is_short(&mut self, now: Instant) -> bool {
         let Some(drawn) = &self.drawn else {
             return false;
@@ -144,12 +145,12 @@ impl State {
     }
 
     /// The count of a new key: the time, in milliseconds since 1970, and more than the present
-    /// one's. A node that joined lately does not know that, and draws a later key all the same.
+    /// one's. A recently joined node does not know that count, and draws a later key anyway.
     fn next_generation(&self, wall_ms: u64) -> u64 {
         self.generation.saturating_add(1).max(wall_ms)
     }
 
-    /// Whether another key replaces the present one. A count that is far ahead is nobody's.
+    /// Whether another key replaces the present one. A count far ahead is invalid.
     fn is_older(&self, generation: u64, key: &ClusterKey, wall_ms: u64) -> bool {
         let latest = self.generation.max(wall_ms).saturating_add(AHEAD_MAX);
         generation <= latest && (self.generation, self.key.bytes()) < (generation, key.bytes())
@@ -157,20 +158,20 @@ impl State {
 }
 
 impl Inner {
-    /// The present key, then those of before, the last one first.
+    /// The present key, then the former ones, the latest first.
     pub(super) fn keys(&self) -> Vec<ClusterKey> {
         let state = lock(&self.state);
         let present = std::iter::once(&state.key);
         present.chain(&state.former).cloned().collect()
     }
 
-    /// Whether a key is none of the present.
+    /// Whether a key is not the present one.
     pub(super) fn is_former(&self, key: &ClusterKey) -> bool {
         lock(&self.state).key != *key
     }
 
-    /// Says why somebody with a key of before is refused: only members that were away are let in.
-    /// The key of a handshake may be replaced while its peer waits with a word.
+    /// The reason to refuse a peer with a former key: only known members are admitted. The key of a
+    /// handshake may be replaced while its peer is silent.
     pub(super) fn judge_former(&self, id: NodeId, key: &ClusterKey) -> Option<String> {
         let state = lock(&self.state);
         let is_known = state.member.map().get(&Key::Node(id)).is_some();
@@ -180,8 +181,8 @@ impl Inner {
         })
     }
 
-    /// Says why a session by `key` may not open a service, if so. A member with a key of before may
-    /// hand a key over, and is told the present one soon.
+    /// The reason why a session by `key` may not open a service, if there is one. A member with a
+    /// former key may send a key, and gets the present one soon.
     pub(super) fn refuse_former(
         &self,
         id: NodeId,
@@ -196,8 +197,8 @@ impl Inner {
         Some(OUTDATED.to_owned())
     }
 
-    /// Opens something at another node by `open`. Where the other node refuses the present key as
-    /// outdated, it hands the newer key over. Then this function opens again with that key.
+    /// Runs `open` towards another node. If that node refuses the present key as outdated, it sends
+    /// the newer key, and this function runs `open` again with it.
     pub(super) fn with_newest_key<T>(
         &self,
         deadline: Instant,
@@ -214,8 +215,8 @@ impl Inner {
         }
     }
 
-    /// Waits until this node has another key than that of a count, at most until `deadline`;
-    /// whether it has.
+    /// Waits until this node's key has another count than `before`, at most until `deadline`;
+    /// returns whether it has.
     fn await_key(&self, before: u64, deadline: Instant) -> bool {
         let mut state = lock(&self.state);
         while state.generation == before && !state.stopped {
@@ -229,12 +230,12 @@ impl Inner {
         !state.stopped
     }
 
-    /// Signs revocations whose signer nobody knows any more, so that newcomers take them.
+    /// Signs revocations whose signer is no longer known, so that newcomers accept them.
     pub(super) fn sign_revocations(self: &Arc<Self>) {
         let mut state = lock(&self.state);
         let own = Key::Node(state.member.own());
         if state.member.map().register(&own).is_none() {
-            return; // its signature would count no more than theirs
+            return; // its own signature would not count
         }
         for (id, epoch) in revocation::unsigned(state.member.map()) {
             // Without random numbers it is tried again.
@@ -245,13 +246,13 @@ impl Inner {
         }
     }
 
-    /// Draws a new key and has all living nodes told.
+    /// Draws a new key and sends it to all live nodes.
     ///
     /// # Errors
     /// No random numbers, or files that cannot be written: the key stays.
     pub(super) fn renew_key(&self) -> Result<(), Error> {
         let key = ClusterKey::random()?;
-        self.save(); // a node that starts again with the key must know who is not to have it
+        self.save(); // after a restart the node must know the revocations of its key
         let _turn = lock(&self.writing);
         let generation = lock(&self.state).next_generation(self.now().wall_ms);
         self.take_key(generation, key)?;
@@ -269,7 +270,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Puts a key in the place of the present one, on disk first. The caller holds `writing`.
+    /// Replaces the present key, on disk first. The caller holds `writing`.
     fn take_key(&self, generation: u64, key: ClusterKey) -> Result<(), Error> {
         let mut former = self.keys();
         former.retain(|known| *known != key);
@@ -278,12 +279,12 @@ impl Inner {
         let mut state = lock(&self.state);
         (state.key, state.generation, state.former) = (key, generation, former);
         state.drawn = None;
-        state.invitation = None; // a machine that was cut off may have seen the code
+        state.invitation = None; // the revoked machine may have seen the code
         self.bump(&mut state);
         Ok(())
     }
 
-    /// Draws the key anew where a revoked node may have been told it.
+    /// Draws a new key if a revoked node may have received the present one.
     pub(super) fn cover_revocations(&self) {
         let is_short = lock(&self.state).is_short(Instant::now());
         if is_short && let Err(error) = self.renew_key() {
@@ -291,7 +292,7 @@ impl Inner {
         }
     }
 
-    /// Tells nodes with an earlier key the present one, each on a thread of its own.
+    /// Sends the present key to nodes with an earlier one, each on its own thread.
     pub(super) fn hand_keys(self: &Arc<Self>) {
         let (due, era) = {
             let mut state = lock(&self.state);
@@ -299,7 +300,7 @@ impl Inner {
         };
         for id in due {
             let inner = Arc::clone(self);
-            // Without a thread it is told later.
+            // Without a thread it is tried later.
             let _ = self.spawn("key", move || inner.hand_key(id, era));
         }
     }
@@ -312,7 +313,7 @@ impl Inner {
         let lives = matches!(state.member.life(id), Life::Alive | Life::Suspect);
         let is_met = lives || state.links.contains_key(&id);
         let has_it = told == Some(state.generation);
-        // Another one shows its key again when it is met next.
+        // Otherwise the node shows its key at the next session.
         if has_it || !is_met {
             state.stale.remove(&id);
         }
@@ -321,8 +322,8 @@ impl Inner {
         }
     }
 
-    /// Tells the node at a place the present key, over a session by whichever key it has. Returns
-    /// the count of the key that it was told.
+    /// Sends the present key to the node at an address, over a session by a key that the node has.
+    /// Returns the count of the key sent.
     fn hand_key_at(
         &self,
         place: SocketAddr,
@@ -334,7 +335,7 @@ impl Inner {
             false => Some("another node has this address now".to_owned()),
         };
         let mut keys = self.keys();
-        keys.rotate_left(1); // the present one last: it may have that by now
+        keys.rotate_left(1); // the present one last: it may have it by now
         for key in &keys {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -355,8 +356,8 @@ impl Inner {
         None
     }
 
-    /// Tells the present key to the node at a place, which has a former one; whether the node has
-    /// it now.
+    /// Sends the present key to the node at an address, which has a former one; returns whether the
+    /// node has it now.
     pub(super) fn hand_former(
         &self,
         former: &[ClusterKey],
@@ -385,7 +386,7 @@ impl Inner {
         };
         match channel::ask(session, SERVICE, left()) {
             Ok(channel) => self.tell_key(&channel, era, left()),
-            // An earlier version: it shows its key again once it was updated.
+            // An earlier version: it shows its key again after an update.
             Err(Error::NoService { .. }) => Some(lock(&self.state).generation),
             Err(_) => None,
         }
@@ -397,7 +398,7 @@ impl Inner {
             let state = lock(&self.state);
             let revoked = Key::Revoked(channel.peer());
             let is_revoked = state.member.map().get(&revoked).is_some();
-            // The peer takes its time to answer: what was judged may hold no more.
+            // The peer may answer late: the earlier check may be outdated.
             if is_revoked || state.era != era {
                 return None;
             }
@@ -410,7 +411,7 @@ impl Inner {
         has_it.then_some(news.generation)
     }
 
-    /// Takes a new key from another node.
+    /// Serves another node that sends a new key.
     pub(super) fn answer_key(self: &Arc<Self>, channel: &Channel) {
         let Ok(Some(mut message)) = channel.recv(NEWS_BYTES_MAX, HANDSHAKE_LIMIT) else {
             return;
@@ -429,7 +430,7 @@ impl Inner {
         let _ = channel.send(&[1]);
     }
 
-    /// Takes revocations in, then the key if it replaces the present one: a revoked node must not
+    /// Merges the revocations, then the key if it replaces the present one: a revoked node must not
     /// get it from this node.
     fn learn_key(
         self: &Arc<Self>,
@@ -443,7 +444,7 @@ impl Inner {
         let is_other = {
             let mut state = lock(&self.state);
             if !state.keeps(channel) {
-                return Ok(false); // of another cluster by now, or of a node that was revoked
+                return Ok(false); // another cluster by now, or a revoked sender
             }
             if !state.is_older(news.generation, key, self.now().wall_ms) {
                 if (news.generation, key.bytes()) < (state.generation, state.key.bytes()) {
@@ -457,10 +458,10 @@ impl Inner {
         Ok(is_other)
     }
 
-    /// Signs what another member says of revocations: its signer may be unknown here.
+    /// Signs another member's revocations, whose signer may be unknown here.
     fn learn_revocations(self: &Arc<Self>, news: &News, channel: &Channel) -> Result<(), Error> {
         let mut state = lock(&self.state);
-        // A node does not cut itself off: nobody would believe its signature.
+        // A node cannot revoke itself: no other node would accept its signature.
         let own = state.member.own();
         for id in news.revoked.iter().filter(|id| **id != own) {
             let key = Key::Revoked(*id);

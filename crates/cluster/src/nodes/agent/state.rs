@@ -20,46 +20,46 @@ use super::links::Link;
 use super::rekey::{Drawn, Stale};
 use super::{Error, Facts, Inner, random};
 
-/// Most attempts to connect at a time.
+/// Most concurrent attempts to connect.
 const DIALS_MAX: usize = 32;
 
-/// Most channels at a time, those that this node opened included.
+/// Most concurrent channels, including those opened by this node.
 pub(super) const CHANNELS_MAX: usize = 512;
 
-/// Most problems that are remembered.
+/// Most stored problems.
 const PROBLEMS_MAX: usize = 64;
 
-/// The timer wakes at least this often, to see that the agent stops.
+/// Longest sleep of the timer, so that it notices the agent's stop.
 const WAKE_MAX: Duration = Duration::from_millis(500);
 
 pub(super) struct State {
     pub(super) key: ClusterKey,
-    /// Keys that were replaced, the last one first.
+    /// Replaced keys, the latest first.
     pub(super) former: Vec<ClusterKey>,
-    /// Grows with each replacement of the key: 0, or when the present one was drawn.
+    /// Count of the present key, which grows with each replacement: 0, or the time it was drawn.
     pub(super) generation: u64,
     /// The present key, where it was drawn here.
     pub(super) drawn: Option<Drawn>,
-    /// Nodes that have to be told the key, and when.
+    /// Nodes that need the present key, and when to send it.
     pub(super) stale: Stale,
     pub(super) member: Member,
-    /// Counts clusters that this node was in; handshakes of earlier ones come to nothing.
+    /// Counts clusters that this node was in; handshakes of earlier ones are dropped.
     pub(super) era: u64,
     pub(super) links: BTreeMap<NodeId, Link>,
     pub(super) book: Book,
-    /// Measured ways to other nodes.
+    /// Measured paths to other nodes.
     pub(super) paths: Table,
     dialling: BTreeSet<Target>,
     channels: Vec<(NodeId, Weak<Session>)>,
     /// The last problem with a target or a peer, by its name.
     problems: BTreeMap<String, String>,
-    /// Interfaces that beacons do not leave by.
+    /// Interfaces on which beacons cannot be sent.
     pub(super) blocked: Vec<String>,
     pub(super) invitation: Option<Invitation>,
     pub(super) api: Vec<SocketAddr>,
-    /// This node is about to go.
+    /// Whether this node is draining.
     pub(super) leaving: bool,
-    /// Counts changes that watchers notice.
+    /// Counts changes for watchers.
     pub(super) version: u64,
     /// Whether the map differs from the saved one.
     pub(super) is_dirty: bool,
@@ -126,7 +126,7 @@ impl State {
         }
     }
 
-    /// Whether a channel belongs to this cluster, and neither side has closed it for good.
+    /// Whether a channel belongs to this cluster and is open.
     pub(super) fn keeps(&self, channel: &Channel) -> bool {
         let weak = Arc::downgrade(&channel.session);
         self.channels.iter().any(|(_, kept)| kept.ptr_eq(&weak))
@@ -144,7 +144,7 @@ impl State {
         });
     }
 
-    /// Notes a problem; true if it is news.
+    /// Records a problem; true if it is new.
     pub(super) fn note(&mut self, about: &str, problem: Option<String>) -> bool {
         let Some(problem) = problem else {
             return self.problems.remove(about).is_some();
@@ -159,7 +159,7 @@ impl State {
         noted.chain(self.blocked.iter().cloned()).collect()
     }
 
-    /// All nodes, the own one first, then by name.
+    /// All nodes, this one first, then by name.
     pub(super) fn views(&self, own: NodeId) -> Vec<NodeView> {
         let mut facts = facts::all(self.member.map());
         let mut ids: BTreeSet<NodeId> = facts.keys().copied().collect();
@@ -195,14 +195,14 @@ impl State {
         views
     }
 
-    /// The shown name of a node.
+    /// The displayed name of a node.
     pub(super) fn name(&self, id: NodeId) -> String {
         let facts = facts::all(self.member.map());
         let name = facts::names(&facts).remove(&id);
         name.unwrap_or_else(|| facts::shown("", id))
     }
 
-    /// Places that a node may be dialled at: the best way first, those that are down last.
+    /// Addresses for dialling a node: the best path first, those that are down last.
     pub(super) fn places(&self, id: NodeId) -> Vec<SocketAddr> {
         let mut places = self.known_places(id);
         let best = self.paths.preferred(id).map(|path| path.remote);
@@ -210,7 +210,7 @@ impl State {
         places
     }
 
-    /// Places where a node may be, by discovery and its own word.
+    /// Addresses of a node, from discovery and its own facts.
     pub(super) fn known_places(&self, id: NodeId) -> Vec<SocketAddr> {
         let mut places = self.book.addresses(id);
         if let Some(facts) = facts::of(self.member.map(), id) {
@@ -228,7 +228,7 @@ impl State {
 }
 
 impl Inner {
-    /// Ticks when it is time, until the agent stops.
+    /// Runs the member's ticks until the agent stops.
     pub(super) fn run_timer(self: &Arc<Self>) {
         let mut state = lock(&self.state);
         while !state.stopped {
@@ -245,7 +245,7 @@ impl Inner {
         }
     }
 
-    /// Hands an event to the member and does its actions. Blocks on nothing.
+    /// Passes an event to the member and executes its actions. Never blocks.
     pub(super) fn step(self: &Arc<Self>, state: &mut State, event: Event) {
         let due = state.member.next_wake();
         let own = state.member.own();
@@ -270,7 +270,7 @@ impl Inner {
                 let Some(link) = state.links.get(&to) else {
                     return;
                 };
-                // A full queue loses the message, as a network does; the member says it again.
+                // A full queue drops the message, like a network; the member sends it again.
                 if let Err(TrySendError::Disconnected(_)) = link.queue.try_send(message) {
                     link.session.close();
                 }
@@ -278,7 +278,7 @@ impl Inner {
             Action::Unlink(id) => {
                 state.links.remove(&id);
                 if state.member.life(id) == Life::Left {
-                    // The member forgets it now.
+                    // The member drops it now.
                     self.step(state, Event::Unlinked(id));
                 }
             }
@@ -330,7 +330,7 @@ impl Inner {
         }
     }
 
-    /// Addresses of the interface that data is kept to; none where it may use any.
+    /// Addresses of the dedicated data interface; empty if any may be used.
     fn data_addresses(&self) -> Vec<IpAddr> {
         let Some(name) = &self.config.data_interface else {
             return Vec::new();
@@ -361,7 +361,7 @@ impl Inner {
         }
     }
 
-    /// Writes this node's facts if the map has others.
+    /// Writes this node's facts if they differ from the map.
     pub(super) fn write_facts(self: &Arc<Self>) {
         let mut state = lock(&self.state);
         let event = self.facts(&state);
@@ -373,7 +373,7 @@ impl Inner {
         }
     }
 
-    /// Tells the member about the peers that the user named.
+    /// Adds the peers that the user named to the member.
     pub(super) fn know_peers(self: &Arc<Self>) {
         let mut state = lock(&self.state);
         for peer in &self.config.peers {
@@ -382,10 +382,10 @@ impl Inner {
         }
     }
 
-    /// Remembers a channel, so that it is closed when its peer dies.
+    /// Registers a channel, so that it is closed when its peer dies.
     ///
     /// # Errors
-    /// [`Error::Session`] when there are too many, or its peer was revoked meanwhile.
+    /// [`Error::Session`] if there are too many, or its peer was revoked meanwhile.
     pub(super) fn keep_channel(&self, channel: &Channel) -> Result<(), Error> {
         let mut state = lock(&self.state);
         state.channels.retain(|(_, weak)| weak.strong_count() > 0);
@@ -399,7 +399,8 @@ impl Inner {
         Ok(())
     }
 
-    /// When a link was last heard, for a second process with its node's identity.
+    /// Whether a link received a message recently, to detect a second process with its node's
+    /// identity.
     pub(super) fn is_fresh(link: &Link) -> bool {
         let heard = *lock(&link.heard);
         Instant::now().saturating_duration_since(heard) < Duration::from_secs(2)

@@ -1,4 +1,4 @@
-//! Nodes of one process over loopback, each with a home of its own.
+//! Several nodes in one process over loopback, each with its own home.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::nodes::ClusterKey;
 
-/// No wait of these tests is longer, unless something hangs.
+/// Longest wait of these tests, reached only if something hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Node {
@@ -78,7 +78,7 @@ fn cluster(names: &[&str]) -> Vec<Node> {
     let mut names = names.to_vec();
     names.sort_unstable();
     for node in &nodes {
-        // A node lives before its facts have come. Until then its name is made of its id.
+        // A node is alive before its facts arrive. Until then its name comes from its id.
         until("all meet and know the names", || {
             let mut seen = lives(&node.agent);
             seen.sort_unstable();
@@ -130,12 +130,12 @@ fn a_revoked_node_is_dead_to_all_and_its_channels_end() {
     assert!(silent.recv(1, PATIENCE).is_err(), "its node was revoked");
     assert_eq!(one.forget("three").unwrap(), id);
     until("it is forgotten", || nodes[1].agent.nodes().len() == 2);
-    // It may know that it was revoked, and not try by itself.
+    // It may know of its revocation and not dial by itself.
     assert!(nodes[2].agent.open(one.id(), "silent", PATIENCE).is_err());
     assert_eq!(refused(one)[0].0, "node_revoked");
 }
 
-/// The old key lets in members that were away, and neither the revoked node nor anybody new.
+/// The old key admits members that were offline, but neither the revoked node nor new ones.
 #[test]
 fn a_revocation_changes_the_key_and_reaches_nodes_that_were_away() {
     let nodes = cluster(&["one", "two", "three", "four"]);
@@ -147,7 +147,7 @@ fn a_revocation_changes_the_key_and_reaches_nodes_that_were_away() {
     two.serve("silent", |_| {});
     one.revoke("three").unwrap();
     assert_ne!(*one.token(), *old);
-    // Whether two has the new key yet or not.
+    // Works whether or not node two has the new key yet.
     two.open(one.id(), "silent", PATIENCE).unwrap();
     one.open(two.id(), "silent", PATIENCE).unwrap();
     until("two has the new key", || two.token() == one.token());
@@ -169,8 +169,8 @@ fn a_revocation_changes_the_key_and_reaches_nodes_that_were_away() {
     assert_eq!(nodes[2].agent.token(), old, "three is told nothing");
 }
 
-/// A member with a former key may hand a key over, and nothing else. No other node is told even the
-/// name of the node that answers.
+/// A member with a former key may send a key, and nothing else. Any other peer does not even get
+/// the name of the answering node.
 #[test]
 fn a_former_key_opens_nothing_but_the_service_of_the_new_one() {
     let nodes = cluster(&["one", "two", "three"]);
@@ -341,7 +341,7 @@ fn a_wrong_key_learns_nothing_and_is_told_nothing() {
     assert_eq!(two.agent.refusals(), [], "it has refused no connection");
 }
 
-/// The next refusals that a node tells, without how often.
+/// The next refusals due for a node's log, without their counts.
 fn refused(agent: &Agent) -> Vec<(&'static str, Option<IpAddr>)> {
     let mut told = Vec::new();
     until("a refusal is told", || {
@@ -356,21 +356,21 @@ fn refused(agent: &Agent) -> Vec<(&'static str, Option<IpAddr>)> {
 fn revocations_at_once_leave_one_key() {
     let nodes = cluster(&["one", "two", "three", "four", "five"]);
     let (one, two) = (&nodes[0].agent, &nodes[1].agent);
-    // The second comes before two has heard of the first, and two draws a key itself.
+    // The second revocation comes before node two knows the first, so node two draws a key itself.
     one.revoke("three").unwrap();
     one.revoke("four").unwrap();
     two.revoke("five").unwrap();
     until("both have one key", || two.token() == one.token());
     let told = |agent: &Agent| lock(&agent.inner.state).stale.is_empty();
     until("nobody is told any more", || told(one) && told(two));
-    // Two may have told three its key before it heard of three's revocation.
+    // Node two may have sent node three its key before it knew of three's revocation.
     let has_it = |node: &Node| node.agent.token() == one.token();
     until("no revoked node has the key", || {
         two.token() == one.token() && !nodes[2..].iter().any(has_it)
     });
 }
 
-/// A node that joined after the key had changed does not know how often it had.
+/// A node that joined after key changes does not know their count.
 #[test]
 fn a_newcomer_can_revoke_too() {
     let nodes = cluster(&["one", "two", "three"]);
@@ -440,8 +440,8 @@ fn nodes_join_by_code_and_are_refused_where_others_would_be_cut_off() {
         "{error}"
     );
     let code = one.invite().unwrap();
-    // The node that was joined has no address of the newcomer, nor the newcomer a peer: only the
-    // connection of the pairing, so the newcomer is told where the other is.
+    // Neither node has an address of the other besides the pairing connection, so the newcomer gets
+    // the other's control port.
     let joined = two.join_by_code(&code, Some(&peer)).unwrap();
     assert_eq!(
         (joined.already, joined.met),
@@ -652,8 +652,8 @@ fn two_nodes_that_reach_each_other_have_open_ports() {
     assert_eq!((found.len(), found[0].test), (1, Test::Address));
 }
 
-/// The loopback interface stands for an interface of data. Data ports are at its first address, and
-/// the control ports are reached at another address of it.
+/// The loopback interface acts as the data interface. Data ports use its first address; the control
+/// ports are reached at another address.
 #[test]
 fn data_ports_are_tested_at_the_interface_for_data() {
     if !cfg!(target_os = "linux") {
@@ -688,7 +688,7 @@ fn data_ports_are_tested_at_the_interface_for_data() {
     }
 }
 
-/// Main memory of this process in bytes; 0 where the system does not tell.
+/// Main memory of this process in bytes; 0 if the system does not report it.
 fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages = status
@@ -698,8 +698,8 @@ fn resident_bytes() -> u64 {
     pages.unwrap_or(0_u64) * 4096
 }
 
-/// Handshakes of every wrong kind, drawn from a seed: the node neither ends nor grows, and still
-/// takes members.
+/// Malformed handshakes of every kind, from a seed: the node neither fails nor grows, and still
+/// admits members.
 #[test]
 fn ten_thousand_malformed_handshakes_leave_a_node_as_it_was() {
     use std::io::Write;
@@ -719,7 +719,7 @@ fn ten_thousand_malformed_handshakes_leave_a_node_as_it_was() {
             let claimed = random.next() as u16;
             bytes.extend(claimed.to_le_bytes());
             bytes.extend((0..length).map(|_| random.next() as u8));
-            // A node that is busy with others closes the connection.
+            // A busy node closes the connection.
             if let Ok(mut stream) = std::net::TcpStream::connect_timeout(&at, PATIENCE) {
                 let _ = stream.write_all(&bytes);
             }
@@ -729,7 +729,7 @@ fn ten_thousand_malformed_handshakes_leave_a_node_as_it_was() {
     let before = resident_bytes();
     batter(9000);
     let grown = resident_bytes().saturating_sub(before);
-    // Other tests of this program run meanwhile: what they take is far below this.
+    // Other tests of this program run meanwhile and use far less than this.
     assert!(grown < 256 << 20, "it grew by {grown} bytes");
     let key = lock(&nodes[0].agent.inner.state).key.clone();
     let other = node("other", &key, &[nodes[0].agent.port()]);

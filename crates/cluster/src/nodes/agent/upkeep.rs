@@ -1,5 +1,4 @@
-//! Periodic work, some times a second: beacons, multicast DNS, changed addresses, and files that
-//! follow the state.
+//! Periodic work, some times a second: beacons, multicast DNS, changed addresses, and saved files.
 
 use std::sync::Arc;
 use std::thread;
@@ -15,13 +14,13 @@ use super::{Discovery, Inner, keys, random};
 /// Length of a round.
 const ROUND: Duration = Duration::from_millis(200);
 
-/// The map is saved at most this often.
+/// Least interval between saves of the map.
 const SAVE_EVERY: Duration = Duration::from_secs(1);
 
-/// Addresses and the file of API keys are looked at this often.
+/// Poll interval of addresses and of the API key file.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// A machine without a network is tried again after this.
+/// Retry interval on a machine without a network.
 const REOPEN_AFTER: Duration = Duration::from_secs(5);
 
 impl Inner {
@@ -129,7 +128,7 @@ impl Inner {
         lock(&self.state).blocked = beacons.blocked();
     }
 
-    /// Tells the member about a node; true if the node does not know this one yet.
+    /// Passes a discovered node to the member; true if that node does not know this one yet.
     fn heard(self: &Arc<Self>, heard: Heard) -> bool {
         let mut state = lock(&self.state);
         state.book.add(heard.id, heard.addr, heard.how);

@@ -1,15 +1,15 @@
-//! The targets to dial, and the time of the next attempt for each.
+//! Dial targets, and the time of the next attempt for each.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::super::NodeId;
 
-/// Most targets: every node, and some that the user named.
+/// Most targets: every node, and some named by the user.
 const TARGETS_MAX: usize = 2048;
 
-/// A pause that is cut short when the node is heard. Shorter ones are left, so that beacons that
-/// somebody repeats cost an attempt a second.
+/// A longer pause is cut short when the node is discovered. Shorter ones stay, so that replayed
+/// beacons cost at most an attempt a second.
 const PAUSE_LONG: Duration = Duration::from_secs(1);
 
 /// A target that may be dialled.
@@ -23,7 +23,7 @@ pub enum Target {
 
 #[derive(Clone, Debug)]
 struct Dial {
-    /// When next; `None` while there is a session.
+    /// Time of the next attempt; `None` while there is a session.
     at: Option<Duration>,
     pause: Duration,
     /// The node that answered there.
@@ -49,7 +49,7 @@ impl Dials {
         });
     }
 
-    /// Forgets a node, but not the addresses that the user named.
+    /// Removes a node, but not the addresses named by the user.
     pub(super) fn remove(&mut self, id: NodeId) {
         self.0.remove(&Target::Node(id));
     }
@@ -71,7 +71,7 @@ impl Dials {
         }
     }
 
-    /// A node was heard: it is dialled now, however often that failed before.
+    /// A node was discovered: it is dialled now, regardless of earlier failures.
     pub(super) fn hurry(&mut self, id: NodeId, now: Duration) {
         if let Some(dial) = self.0.get_mut(&Target::Node(id))
             && dial.at.is_some_and(|at| at > now)

@@ -11,14 +11,14 @@ pub const RUMOURS_MAX: usize = 16;
 /// Most entries of the map in a message; further ones are not read.
 pub const ENTRIES_MAX: usize = 64;
 
-/// News of a node's life.
+/// A change of a node's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rumour {
     /// Whose.
     pub id: NodeId,
-    /// Which of its lives: it alone raises the number, to object.
+    /// Its incarnation number: only the node itself raises it, to object.
     pub incarnation: u64,
-    /// The state that it is said to have.
+    /// Its reported state.
     pub life: Life,
 }
 
@@ -31,7 +31,7 @@ pub enum Message {
         seq: u64,
         /// Root of the sender's map.
         root: u64,
-        /// The news that the sender heard lately.
+        /// Recent rumours of the sender.
         rumours: Vec<Rumour>,
     },
     /// Yes.
@@ -40,32 +40,32 @@ pub enum Message {
         seq: u64,
         /// Root of the sender's map.
         root: u64,
-        /// The news that the sender heard lately.
+        /// Recent rumours of the sender.
         rumours: Vec<Rumour>,
     },
-    /// Ask this node, which does not answer the sender.
+    /// Request to ping this node, which does not answer the sender.
     PingFor {
         /// Which.
         id: NodeId,
     },
-    /// Are you there, asks `asker`?
+    /// A ping on behalf of `asker`.
     PingFrom {
-        /// The node that wants to know.
+        /// The requesting node.
         asker: NodeId,
     },
     /// `id` answered, for `asker`.
     Lives {
         /// The node that lives.
         id: NodeId,
-        /// The node that wanted to know.
+        /// The requesting node.
         asker: NodeId,
     },
     /// News.
     Gossip {
-        /// The news that the sender heard.
+        /// Rumours of the sender.
         rumours: Vec<Rumour>,
     },
-    /// The marks of all entries of the sender's map: send what is not among them.
+    /// The marks of all entries of the sender's map: request for all others.
     Marks {
         /// A mark for each entry.
         marks: Vec<u64>,

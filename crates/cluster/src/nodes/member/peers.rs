@@ -1,4 +1,4 @@
-//! The other nodes as one node sees them, and which of them live.
+//! The other nodes as one node sees them: life, incarnation, pings and rumours.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::messages::{RUMOURS_MAX, Rumour};
 /// Most other nodes.
 pub const PEERS_MAX: usize = 1024;
 
-/// Whether a node lives.
+/// The life of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Life {
@@ -21,16 +21,16 @@ pub enum Life {
     Alive,
     /// It did not answer, and may object.
     Suspect,
-    /// It is gone, as far as one can tell.
+    /// It is declared dead.
     Dead,
     Left,
 }
 
-/// Late answers, less punctual ones, from which a node is slow. With one other node they take
-/// 1.5 s: a busy moment is no news.
+/// A node counts as slow at this number of late answers minus punctual ones. With one other node
+/// they take 1.5 s, so that a busy moment is not reported.
 const SLOW_ANSWERS: u32 = 5;
 
-/// A ping whose answer never came is forgotten after this: a node is dead by then.
+/// A ping without an answer is dropped after this: its node is declared dead by then.
 const LOST: Duration = Duration::from_secs(2);
 
 /// A node as another sees it.
@@ -38,7 +38,7 @@ const LOST: Duration = Duration::from_secs(2);
 pub struct PeerView {
     /// Which.
     pub id: NodeId,
-    /// Whether it lives.
+    /// Its life.
     pub life: Life,
     /// Whether there is a session with it.
     pub linked: bool,
@@ -53,21 +53,21 @@ struct Peer {
     since: Duration,
     linked: bool,
     ping: Option<Ping>,
-    /// Messages that still tell of its last change.
+    /// Number of messages that still carry its last change.
     news: u32,
     beats: Beats,
 }
 
-/// How long a node takes to answer pings over the session with it.
+/// Round trips of pings over the session with a node.
 #[derive(Clone, Copy, Debug, Default)]
 struct Beats {
-    /// Number and time of the oldest ping whose answer is awaited.
+    /// Number and time of the oldest unanswered ping.
     asked: Option<(u64, Duration)>,
-    /// Time of the last answer.
+    /// Round trip of the last answer.
     took: Duration,
-    /// Late answers less punctual ones, 0 to [`SLOW_ANSWERS`].
+    /// Late answers minus punctual ones, 0 to [`SLOW_ANSWERS`].
     late: u32,
-    /// Set when `late` reaches its most, cleared when it is 0 again.
+    /// Set when `late` reaches its maximum, cleared when it is 0 again.
     slow: bool,
 }
 
@@ -106,12 +106,12 @@ struct Ping {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Peers {
     peers: BTreeMap<NodeId, Peer>,
-    /// The nodes that are to be pinged next, from the back.
+    /// The nodes to ping next, from the back.
     round: Vec<NodeId>,
 }
 
 impl Peers {
-    /// Takes note of a node; false if it is known already, or one too many.
+    /// Adds a node; false if it is known already, or the limit is reached.
     pub(super) fn add(&mut self, id: NodeId, now: Duration) -> bool {
         if self.peers.contains_key(&id) || self.peers.len() >= PEERS_MAX {
             return false;
@@ -184,11 +184,11 @@ impl Peers {
         some
     }
 
-    /// The next in a round that visits all who may live, in a new order each time.
+    /// The next node of a round over all nodes that may be alive, in a new order each round.
     pub(super) fn next_to_ping(&mut self, random: &mut SplitMix64) -> Option<NodeId> {
         for _ in 0..2 {
             while let Some(id) = self.round.pop() {
-                // One that is dead and has a session may object as soon as it hears that.
+                // A dead node with a session may object as soon as it gets the rumour.
                 let is_due = |peer: &Peer| match peer.life {
                     Life::Alive | Life::Suspect => true,
                     Life::Dead => peer.linked,
@@ -218,21 +218,21 @@ impl Peers {
         }
     }
 
-    /// Something came from a node: it answered all questions.
+    /// A message arrived from a node, which counts as an answer to all pings.
     pub(super) fn heard(&mut self, id: NodeId) {
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.ping = None;
         }
     }
 
-    /// The answer to a ping came over the session; it is late where it took longer than `late`.
+    /// The answer to a ping arrived over the session; it is late if it took longer than `late`.
     pub(super) fn answered(&mut self, id: NodeId, seq: u64, now: Duration, late: Duration) {
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.beats.answered(seq, now, late);
         }
     }
 
-    /// Nodes that did not answer in time, once each.
+    /// Nodes that did not answer in time, each returned once.
     pub(super) fn unanswered(&mut self, now: Duration, answer: Duration) -> Vec<NodeId> {
         let mut found = Vec::new();
         for (id, peer) in &mut self.peers {
@@ -247,8 +247,8 @@ impl Peers {
         found
     }
 
-    /// Nodes that did not answer others either: those that were alive, and dead ones that there is
-    /// a session with.
+    /// Nodes that did not answer others either: those that were alive, and dead ones with a
+    /// session.
     pub(super) fn missing(&mut self, now: Duration, limit: Duration) -> Vec<NodeId> {
         let mut found = Vec::new();
         for (id, peer) in &mut self.peers {
@@ -271,7 +271,8 @@ impl Peers {
         over.map(|(id, _)| *id).collect()
     }
 
-    /// News takes rounds in the logarithm of the number of nodes.
+    /// The time for a suspect to object: gossip takes rounds in the logarithm of the number of
+    /// nodes.
     fn suspicion(&self, base: Duration) -> Duration {
         base * self.scale().max(3) / 3
     }
@@ -281,7 +282,7 @@ impl Peers {
         usize::BITS - self.peers.len().leading_zeros()
     }
 
-    /// When something is over, if nothing happens until then.
+    /// The next deadline, if no event comes before.
     pub(super) fn next_deadline(&self, pace: Pace) -> Option<Duration> {
         let suspicion = self.suspicion(pace.suspicion);
         let of = |peer: &Peer| {
@@ -299,7 +300,7 @@ impl Peers {
         self.peers.values().filter_map(of).min()
     }
 
-    /// Takes a rumour in. Returns the node's life now, if that changed.
+    /// Applies a rumour. Returns the node's life, if it changed.
     pub(super) fn hear(&mut self, rumour: Rumour, now: Duration) -> Option<Life> {
         let news = 3 + self.scale();
         let peer = self.peers.get_mut(&rumour.id)?;
@@ -319,7 +320,7 @@ impl Peers {
         changed.then_some(rumour.life)
     }
 
-    /// The news for one message, the newest first.
+    /// The rumours for one message, the newest first.
     pub(super) fn rumours(&mut self) -> Vec<Rumour> {
         let mut fresh: Vec<(u32, NodeId)> = self
             .peers

@@ -91,8 +91,8 @@ fn an_answer_in_time_keeps_it_alive() {
     assert_eq!(one.life(id(2)), Life::Alive);
 }
 
-/// Answers every ping after `took` ms, from `from` to `until`, and none later; whether the other is
-/// slow then.
+/// Answers every ping after `took` ms, from `from` to `until`, and none later; returns whether the
+/// node counts as slow then.
 fn answers(one: &mut Member, took: u64, (from, until): (u64, u64)) -> Option<Duration> {
     let mut asked = Vec::new();
     for ms in from..until {
@@ -269,7 +269,7 @@ fn a_revoked_node_is_cut_off_and_not_dialled() {
     );
 }
 
-/// A member may say that another one is dead, and no more than that one can object to.
+/// A member may declare another one dead only in ways to which that one can object.
 #[test]
 fn no_member_kills_another_for_good() {
     let mut one = member(1);
@@ -299,7 +299,7 @@ fn a_node_that_started_with_a_wrong_clock_is_suspected_and_objects() {
     assert_eq!(lives(&gossip(&mut one, 3, 3, far, Life::Alive)), []);
     let suspected = gossip(&mut one, 2, 3, far, Life::Suspect);
     assert_eq!(lives(&suspected), [(3, Life::Suspect)]);
-    // What others know of its own earlier start.
+    // Others' rumours of its own earlier start.
     let objects = gossip(&mut one, 2, 1, far, Life::Dead);
     let is_higher = |action: &Action| match action {
         Action::Send {

@@ -1,4 +1,4 @@
-//! Both ends of a session over loopback, and what strangers may try.
+//! Both ends of a session over loopback, and attacks by strangers.
 
 use std::net::TcpListener;
 use std::thread;
@@ -43,7 +43,7 @@ const ANYONE: Judge<'static> = &|_, _| None;
 
 type Outcome = Result<Session, Error>;
 
-/// Both ends of a session, or why not: the dialler's, the acceptor's.
+/// Both ends of a session, or their errors: the dialler's, the acceptor's.
 fn meet(
     one: &Side,
     two: &Side,
@@ -133,7 +133,7 @@ fn a_refusal_names_its_reason() {
     );
 }
 
-/// A node that is refused does not hide that by ending the connection before it hears so.
+/// A refused node is reported even if it closes the connection before it receives the refusal.
 #[test]
 fn a_refused_peer_that_leaves_early_is_refused_by_name() {
     let (one, two) = (Side::new("one", 7), Side::new("two", 7));
@@ -159,7 +159,7 @@ fn a_refused_peer_that_leaves_early_is_refused_by_name() {
     assert_eq!(accepted.unwrap_err().to_string(), "refused one: gone");
 }
 
-/// Sends `bytes` to a listener; returns what it said.
+/// Sends `bytes` to a listener; returns its answer.
 fn answer_to(bytes: &[u8]) -> (Outcome, Vec<u8>) {
     let side = Side::new("one", 7);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -168,7 +168,7 @@ fn answer_to(bytes: &[u8]) -> (Outcome, Vec<u8>) {
         let asker = scope.spawn(move || {
             let mut stream = TcpStream::connect(addr).unwrap();
             stream.write_all(bytes).unwrap();
-            // Whoever was refused already has no connection to shut down.
+            // After an early refusal there is no connection to shut down.
             let _ = stream.shutdown(Shutdown::Write);
             let mut said = Vec::new();
             let _ = stream.read_to_end(&mut said); // may be reset
@@ -209,8 +209,7 @@ fn strangers_are_told_nothing() {
     }
 }
 
-/// An eavesdropper that records a handshake and sends it again gets one message that it cannot
-/// read.
+/// A replayed handshake gets one message that the attacker cannot read.
 #[test]
 fn a_replayed_handshake_makes_no_session() {
     let side = Side::new("two", 7);
