@@ -2,10 +2,10 @@
 //!
 //! Starts, watches and ends processes that work together as one.
 //!
-//! A parent starts one process per rank on its machine and holds a *control channel* to each: a
-//! Unix socket pair whose other end is the child's standard input. Messages are JSON, one a line,
-//! in both directions. The child also sends a heartbeat every 200 ms. The crate `launch` starts
-//! other programs, which do not use this protocol.
+//! A parent starts one process per rank on its machine and holds a *control channel* to each. The
+//! channel is a Unix socket pair whose other end is the child's standard input. Messages are JSON,
+//! one a line, in both directions. The child also sends a heartbeat every 200 ms. The crate
+//! `launch` starts other programs, which do not use this protocol.
 //!
 //! ```text
 //!  parent                                              child of rank r

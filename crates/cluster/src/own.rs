@@ -17,7 +17,7 @@ pub fn ignores(signal: c_int) -> bool {
 }
 
 /// Ends this process after any end of its parent. The parent holds the other end of standard input
-/// and writes nothing there. It started this process from a long-lived thread: on Linux that
+/// and writes nothing there. It started this process from a long-lived thread. On Linux that
 /// thread's end kills this process, because a stopped process does not notice the end of its input.
 ///
 /// # Errors

@@ -17,8 +17,8 @@ use crate::{Error, Garbage};
 /// reserve.
 pub const LINE_BYTES_MAX: usize = 64 << 20;
 
-/// Heartbeat interval of a child: seven heartbeats in the default limit of 1.5 s of silence, so
-/// that a scheduling delay of a busy machine does not look like a death. Costs one byte each.
+/// Heartbeat interval of a child: seven heartbeats in the default limit of 1.5 s of silence. So a
+/// scheduling delay of a busy machine does not look like a death. Costs one byte each.
 pub const BEAT: Duration = Duration::from_millis(200);
 
 pub(crate) const BEAT_LINE: &[u8] = b"\n";

@@ -10,8 +10,8 @@
 //! - **A child sends an invalid message:** [`Event::Garbled`], the last event of its channel.
 //! - **A child does not read:** [`Error::Stuck`] from `send` after [`Limits::write`].
 //! - **A child sends faster than the caller receives:** it waits, and does not count as silent.
-//! - **The parent ends, for any reason:** so do all children, by the end of their channel, and on
-//!   Linux also by a signal from the kernel.
+//! - **The parent ends, for any reason:** all children end too, by the end of their channel, and on
+//!   Linux by a signal.
 //! - **The parent is suspended and resumed:** no event. Only the monitor's awake time counts as
 //!   silence.
 //!

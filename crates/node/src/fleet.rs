@@ -147,7 +147,7 @@ pub trait Doors: Send + Sync {
     /// Removes the registration `key`.
     fn close(&self, key: &str);
 
-    /// Returns the journal of a streamed answer of this node and ends the stream: its client, the
+    /// Returns the journal of a streamed answer of this node and ends the stream. Its client, the
     /// holder of the API key with this id, resumes at another node.
     fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>>;
 }

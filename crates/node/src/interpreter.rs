@@ -8,8 +8,8 @@
 //!
 //! A template is a program that comes with a model. Its interpreter counts steps, output, and the
 //! bytes that filters read. But `x.replace(y, z)`, `x == y` or a deep value take memory, time or
-//! stack within one step. So the template runs in its own process, with 192 MiB of memory on top of
-//! the program itself and 0.9 to 1.9 s of CPU time per rendering. It has no core dumps, no
+//! stack within one step. So the template runs in its own process. It has 192 MiB of memory on top
+//! of the program itself, and 0.9 to 1.9 s of CPU time per rendering. It has no core dumps, no
 //! environment, and no right to open a file or a socket (`paceline_cluster::sandbox`).
 //!
 //! The process starts when the model is opened, and stays. If a template breaks it, the

@@ -1,9 +1,9 @@
 //! Discovers nodes of the same cluster on this machine's networks, by multicast beacons.
 //!
 //! Each node sends beacons with its id and port on every interface, over IPv6 (link-local
-//! multicast) and IPv4 (multicast): some within the first second, then every five seconds. It also
-//! answers a beacon of an unknown node. No address has to be configured: the link-local ones of
-//! IPv6 suffice.
+//! multicast) and IPv4 (multicast). It sends some within the first second, then one every five
+//! seconds. It also answers a beacon of an unknown node. No address has to be configured: the
+//! link-local ones of IPv6 suffice.
 //!
 //! ```text
 //! beacon   0 PLbeac1 and a kind   8 nonce (8)   16 node id (16)   32 port (u16, little-endian)

@@ -13,7 +13,7 @@
 //! ```
 //!
 //! The handshake uses `psk0` and not `psk3`. With the key in the first message, the acceptor sends
-//! nothing at all to a dialler without the key; with `psk3` it would first send its static key. The
+//! nothing at all to a dialler without the key. With `psk3` it would first send its static key. The
 //! proofs of `psk3` hold as well, since every later key depends on the first.
 //!
 //! A replayed first message gets an answer that only the original sender can read. Nonces count

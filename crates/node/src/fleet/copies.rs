@@ -605,8 +605,7 @@ impl Copies {
     }
 
     /// Nodes that may have parts of a model: the given nodes, the instances' nodes, their sources,
-    /// then all others, which may have been sent a copy. Excludes dead nodes and nodes that sent
-    /// wrong bytes.
+    /// then all others, which may have a copy. Excludes dead nodes and nodes that sent wrong bytes.
     fn sources(
         &self,
         agent: &Agent,

@@ -1,6 +1,6 @@
 //! Finds damage in a model file: the groups whose bytes differ from its hash tree.
 //!
-//! A disk may lose bytes, a program may overwrite them, and a power cut may lose writes; the file's
+//! A disk may lose bytes, a program may overwrite them, and a power cut may lose writes. The file's
 //! length and times may show none of it. So the bytes themselves are compared, before a rank
 //! computes with them or a node offers its copy (`copies`).
 

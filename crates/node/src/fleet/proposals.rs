@@ -1,7 +1,7 @@
 //! Proposals for the ranks of an instance: how to cut a model over given nodes, best first.
 //!
 //! A preview shows them. A load with an automatic split takes the first, and so does the search for
-//! a better placement: the running split is the one that a preview names.
+//! a better placement. So the running split is the one that a preview names.
 
 use paceline_cluster::nodes::NodeId;
 use paceline_model::{Config, SplitKind};

@@ -437,9 +437,9 @@ impl Fleet {
         Ok(told.into_iter().map(outcome).collect())
     }
 
-    /// Makes the nodes of these names, or all live ones, fetch all of a model of this machine, each
-    /// from all nodes with parts of it. Verifies every byte of existing copies and repairs them.
-    /// `progress` receives bytes done and total, some times a second.
+    /// Makes the nodes of these names, or all live ones, fetch all of a model of this machine. Each
+    /// fetches from all nodes with parts of it. Verifies every byte of existing copies and repairs
+    /// them. `progress` receives bytes done and total, some times a second.
     ///
     /// # Errors
     /// The model is not on this machine, or a name has no node.

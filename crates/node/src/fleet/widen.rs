@@ -146,7 +146,7 @@ impl Inner {
     }
 
     /// Alternative nodes of an instance: a rank's own node that is back, an idle node for a dead
-    /// one, or further nodes up to the requested number.
+    /// one, or additional nodes as requested.
     fn chance(
         &self,
         owned: &Owned,

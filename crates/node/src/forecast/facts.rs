@@ -11,8 +11,8 @@ use super::probe::Measured;
 use super::ranks::{Together, Wire};
 
 /// Raised when the measurements or the kernels' speed change, so that older figures are replaced.
-/// (5: SmolLM2 decodes 1.4 times as fast as figures of 4 said; 6: few rows; 7: experts, and the
-/// model's own steps.)
+/// Version 5: SmolLM2 decodes 1.4 times as fast as predicted by 4. Version 6: few rows. Version 7:
+/// experts, and the model's own steps.
 const VERSION: u32 = 7;
 
 /// Most entries of each kind; more would indicate keys that should not be stored.

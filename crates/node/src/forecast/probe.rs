@@ -27,9 +27,9 @@ pub(super) const PROMPT_ROWS: usize = 64;
 /// for many rows.
 const FEW_ROWS: usize = 8;
 
-/// Positions of the two attention probes; their difference gives the cost of a key. The larger one
-/// exceeds the last-level cache over all probed layers (SmolLM2 47 MB, Gemma 3 270M 37 MB), as the
-/// keys of a long answer do. Hot in cache, a key of SmolLM2 took half as long as at 7,900
+/// Positions of the two attention probes; their difference gives the cost of a key. At the larger
+/// one the keys of all probed layers exceed the last-level cache (SmolLM2 47 MB, Gemma 3 270M 37
+/// MB), as in a long answer. Hot in cache, a key of SmolLM2 took half as long as at 7,900
 /// positions.
 const POSITIONS: [usize; 2] = [64, 2048];
 

@@ -60,9 +60,9 @@ impl Agent {
         lock(&self.inner.state).paths(from)
     }
 
-    /// The best address at which `from` connects to `to`, with `to`'s control port: over the
-    /// preferred path measured by `from`, else over the reverse of the one measured by `to`.
-    /// Excludes interfaces that either does not use for data
+    /// The best address at which `from` connects to `to`, with `to`'s control port. Uses the
+    /// preferred path measured by `from`, else the reverse of the one measured by `to`. Excludes
+    /// interfaces that either does not use for data
     /// ([`Config::data_interface`](super::Config::data_interface)). `None` without measurements.
     pub fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
         lock(&self.inner.state).route(from, to)
