@@ -1,4 +1,4 @@
-//! This machine's memory, GPUs and programs. Asked, never assumed; every answer may be absent.
+//! This machine's memory, GPUs and programs, queried from the system; every value may be absent.
 
 use std::io::Read;
 use std::path::Path;
@@ -7,24 +7,24 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
 
-/// How long a program may take to say its version. `nvidia-smi` takes 2 s on machines whose driver
-/// is not kept loaded.
+/// Time limit of a queried program. `nvidia-smi` takes 2 s on machines whose driver is not kept
+/// loaded.
 const ASK_LIMIT: Duration = Duration::from_secs(10);
-/// How often it is looked at.
+/// Poll interval for its exit.
 const POLL: Duration = Duration::from_millis(10);
-/// Most of its answer that is read.
+/// Most bytes read of its output.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
-/// Least block that the C library maps on its own, and most that it keeps at the end of an arena.
-/// By default it learns from the first freed block of 8 MB to keep such blocks. Six requests of
-/// 8 MB left 50 MB then, and a trim gave back 14. With this bound they left 13, and a trim gave
-/// all back (two cores, November 2026). Smaller blocks are not mapped: each 4 KiB of a mapping
-/// costs a page fault.
+/// Smallest block that the C library maps separately, and most bytes that it keeps at the end of an
+/// arena. By default the first freed block of 8 MB raises the threshold, so that such blocks are
+/// kept. Six requests of 8 MB then left 50 MB, and a trim returned 14. With this bound they left
+/// 13, and a trim returned all (two cores, November 2026). Smaller blocks are not mapped: each 4
+/// KiB of a mapping costs a page fault.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const LARGE_BYTES: i32 = 1 << 20;
 
-/// Has large blocks go back to the system when they are freed. For a process that serves others,
-/// whose requests may be large; to be called once, at its start.
+/// Makes the allocator return large blocks to the system when they are freed. For servers, whose
+/// requests may be large; call it once, at the start.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 pub fn keep_no_large_blocks() {
     // SAFETY: takes no pointers; the allocator locks its own state.
@@ -34,25 +34,25 @@ pub fn keep_no_large_blocks() {
     }
 }
 
-/// Other systems do so by themselves.
+/// Other systems do this by themselves.
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub const fn keep_no_large_blocks() {}
 
-/// Gives memory that this process has freed back to the system. The C library keeps what lies
-/// between blocks in use, tens of megabytes after long requests. Cost: a walk over free blocks, a
-/// millisecond or so.
+/// Returns freed memory of this process to the system. The C library keeps free memory between used
+/// blocks, tens of megabytes after long requests. Cost: a walk over free blocks, about a
+/// millisecond.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 pub fn give_back_free_memory() {
     // SAFETY: takes no pointers; the allocator locks its own state.
     unsafe { libc::malloc_trim(0) };
 }
 
-/// Other systems do so by themselves.
+/// Other systems do this by themselves.
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub const fn give_back_free_memory() {}
 
-/// Output of `program` on standard output, if it ends well and in time. It works in an empty
-/// folder: in the user's, Python would take a folder `pip/` for pip.
+/// Standard output of `program`, if it succeeds in time. It runs in an empty folder: in the user's,
+/// Python would take a folder `pip/` for pip.
 pub fn ask(program: &str, arguments: &[&str]) -> Option<String> {
     let folder = tempfile::tempdir().ok()?;
     let mut command = Command::new(program);
@@ -95,15 +95,15 @@ pub fn own_status(name: &str) -> Option<String> {
     Some(line.strip_prefix(':')?.trim().to_owned())
 }
 
-/// The most memory that this process had in use at a time, file pages that were looked at included.
-/// `None` where the system does not say.
+/// Peak memory of this process in bytes, including mapped file pages. `None` if the system does not
+/// report it.
 pub fn peak_memory_bytes() -> Option<u64> {
     let kib: u64 = own_status("VmHWM")?.strip_suffix(" kB")?.parse().ok()?;
     Some(kib << 10)
 }
 
-/// Memory that this process has in use now, file pages included; `None` where the system does not
-/// say.
+/// Memory of this process in bytes now, including file pages; `None` if the system does not report
+/// it.
 pub fn memory_bytes() -> Option<u64> {
     let kib: u64 = own_status("VmRSS")?.strip_suffix(" kB")?.parse().ok()?;
     Some(kib << 10)
@@ -113,11 +113,11 @@ pub fn memory_bytes() -> Option<u64> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
     pub total: Bytes,
-    /// Memory that programs can still have, where the system says.
+    /// Memory available to programs, if the system reports it.
     pub available: Option<Bytes>,
 }
 
-/// Memory that programs can still have; all of it where the system does not say.
+/// Memory available to programs; all memory if the system does not report it.
 pub fn available() -> Option<Bytes> {
     memory().map(|memory| memory.available.unwrap_or(memory.total))
 }

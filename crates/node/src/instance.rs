@@ -1,12 +1,13 @@
-//! A model that workers compute together: the shell around its [`Supervisor`].
+//! An instance: a model computed by workers together. This is the shell around its [`Supervisor`].
 //!
 //! ```text
 //! callers --commands--> thread "instance": Supervisor::step --actions--> crew, sinks, observer
 //!                            ^                                             |
 //!                            +---------- events of the workers <-----------+
 //! ```
-//! The thread owns the supervisor, the sinks and the clock. Callers never wait for it but in
-//! [`Instance::moved`].
+//! The thread owns the supervisor, the sinks and the clock, and executes the supervisor's actions.
+//! Callers send commands and read the published status; only [`Instance::moved`] waits for the
+//! thread. `fleet` starts instances on a cluster; `prepared` starts them for one command.
 
 pub(crate) mod apart;
 pub(crate) mod follow;
@@ -50,61 +51,62 @@ use follow::Follower;
 use measures::Measured;
 use spares::Keeper;
 
-/// How often [`Instance::ready_while`] looks whether the instance is still wanted.
+/// Interval at which [`Instance::ready_while`] asks its callback.
 const READY_LOOK: Duration = Duration::from_millis(200);
 
-/// How long workers have to end by themselves when the instance ends.
+/// Time for workers to exit by themselves when the instance ends.
 const GRACE: Duration = Duration::from_millis(300);
 
 /// Longest wait of a rank for another's part of a step, in seconds. A step of 512 rows of an 8B
-/// model takes minutes on a slow machine. A rank that died or is stopped is found in 2 s.
+/// model takes minutes on a slow machine. A dead or stopped rank is detected in 2 s by other means.
 const PATIENCE_S: u64 = 600;
 
-/// Longest wait for a rank's message. A wake, or a message, ends it sooner.
+/// Longest wait for a worker's message; a message or a wake ends it sooner.
 const RECEIVE_LIMIT: Duration = Duration::from_secs(1);
 
-/// Predictions that answers teach.
+/// A forecast that measured answers correct.
 pub type SharedForecast = Arc<Mutex<Forecast>>;
 
-/// Hears the news of an instance and which ways it may use, on its thread: must not block.
+/// Receives an instance's notices and its possible splits, on the instance's thread: must not
+/// block.
 pub type Observer = Box<dyn FnMut(&Notice, &[Cut]) + Send>;
 
 /// Specification of an instance: its model, ranks and engine.
 pub struct InstanceSpec {
     /// Shape of the model.
     pub config: Config,
-    /// How numbers are computed, by rank: the same within a stage.
+    /// Kernel class by rank: the same within a stage.
     pub classes: Vec<KernelClass>,
     /// Threads of each worker.
     pub threads: usize,
-    /// How keys and values are kept if not as the class does; not on MLX.
+    /// Type of keys and values, if not that of the class; not on MLX.
     pub kv: Option<KvType>,
-    /// How the ranks reach each other.
+    /// Transport between the ranks.
     pub backend: Backend,
     /// Sizes of the engine.
     pub engine: EngineConfig,
-    /// The ways that may be used, all over the same ranks; at least one.
+    /// The possible splits, all over the same ranks; at least one.
     pub cuts: Vec<Cut>,
-    /// Place of the way to begin with.
+    /// Index of the first split to use.
     pub first: usize,
-    /// Learns from answers.
+    /// Forecast to correct by measured answers.
     pub forecast: Option<SharedForecast>,
     /// Whether a new epoch is started after a failure.
     pub restart: bool,
-    /// How long an epoch answers before a second worker of each rank waits on another machine with
-    /// its weights packed; `None` for no such workers.
+    /// How long an epoch answers before each rank gets a standby worker with packed weights on
+    /// another machine; `None` for no standbys.
     pub spares: Option<Duration>,
-    /// Which model its files are, as [`identity`](crate::identity) says: workers refuse another.
+    /// The identity of its files, by [`identity`](crate::identity): workers refuse other files.
     pub identity: String,
-    /// The same of the model that guesses for the leader, where one does.
+    /// The identity of the draft model, if there is one.
     pub draft: Option<String>,
-    /// Adapters beside its model, on this machine.
+    /// Adapters of its model, on this machine.
     pub adapters: Vec<AdapterOf>,
-    /// Whether ranks that compute slower than before get less to do, by one of `cuts`.
+    /// Whether slower ranks get a smaller share, by one of `cuts`.
     pub follows: bool,
-    /// Whether the instance was begun before, by another owner: see [`Policy::goes_on`].
+    /// Whether the instance was started before, by another owner: see [`Policy::goes_on`].
     pub goes_on: bool,
-    /// Hears what becomes of it, where prompts are read by ranks of their own.
+    /// Receives its events, with disaggregated prefill.
     pub(crate) hears: Option<Hears>,
 }
 
@@ -125,7 +127,7 @@ impl InstanceSpec {
         self.cuts[self.first].split.ranks()
     }
 
-    /// The predicted speed of several answers at a time, by way.
+    /// The predicted speed of several concurrent answers, by split.
     fn together(&self) -> Vec<Vec<(u32, f64)>> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let most = u32::try_from(self.engine.max_running).unwrap_or(u32::MAX);
@@ -150,7 +152,7 @@ impl InstanceSpec {
                     false => cut.split.to_string(),
                 },
                 leader: cut.split.leader(),
-                tok_s: tok_s.unwrap_or(1.0), // of no consequence: it is the only way then
+                tok_s: tok_s.unwrap_or(1.0), // irrelevant: it is the only split then
                 key_s: key_s.unwrap_or(0.0),
                 change: known.and_then(|s| Duration::try_from_secs_f64(s).ok()),
             }
@@ -213,21 +215,21 @@ impl InstanceSpec {
 pub struct Instance {
     shared: Arc<Shared>,
     cuts: Vec<Cut>,
-    /// By way: answers together, and the tokens a second that were expected of them.
+    /// By split: concurrent answers, and their predicted tokens a second together.
     together: Vec<Vec<(u32, f64)>>,
-    /// Tells once how the first start went.
+    /// Receives the result of the first start, once.
     started: Mutex<Option<Receiver<Result<(), Error>>>>,
-    /// Ranks of their own for prompts. They end before the others.
+    /// The prefill ranks; they end before the decode ranks.
     prompts: Option<Prompts>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// State that callers and the thread share.
+/// State shared by callers and the thread.
 struct Shared {
     crew: Box<dyn Crew>,
     commands: Mutex<VecDeque<Command>>,
     view: Mutex<View>,
-    /// Held while ranks are measured, and while they are traced.
+    /// Locked while ranks are measured; `traces` while they are traced.
     measures: Mutex<()>,
     traces: Mutex<()>,
     last_ticket: AtomicU64,
@@ -243,7 +245,7 @@ enum Command {
     End,
 }
 
-/// How the instance is, as of the last event.
+/// Status of the instance after the last event.
 struct View {
     stand: Stand,
     door: Result<(), Failure>,
@@ -255,13 +257,13 @@ struct View {
     n_changes: u32,
     facts: Vec<RankFacts>,
     changes: Vec<Change>,
-    /// Moved by workers in epochs that they have left.
+    /// Bytes moved by workers in epochs that they have left.
     moved: Moved,
 }
 
 impl Instance {
-    /// Starts the workers of `crew`; `observer` hears how they load and all later events. Returns
-    /// at once: [`ready`](Self::ready) waits.
+    /// Starts the workers of `crew`; `observer` receives their load progress and all later notices.
+    /// Returns at once: [`ready`](Self::ready) waits.
     ///
     /// # Errors
     /// What the system refuses; no worker is left then.
@@ -326,9 +328,9 @@ impl Instance {
         })
     }
 
-    /// Has another instance of the same model read prompts for this one. Both have told `heard`
-    /// what became of them from their beginning. `readers` is what is predicted of both; the first
-    /// start waits for the other one where it is `awaited`.
+    /// Attaches another instance of the same model as prefill ranks. `heard` has received the
+    /// events of both from their start. `readers` holds the predicted prefill speeds; the first
+    /// start waits for the other instance if it is `awaited`.
     ///
     /// # Errors
     /// What the system refuses.
@@ -359,11 +361,11 @@ impl Instance {
         self.prompts.as_ref().map_or(Ok(()), Prompts::ready)
     }
 
-    /// As [`ready`](Self::ready), but only while `goes_on` says so, five times a second: an
-    /// instance that goes on is started again until it is ready.
+    /// As [`ready`](Self::ready), but only while `goes_on` returns true; it is called five times a
+    /// second. An instance that was started before is restarted until it is ready.
     ///
     /// # Errors
-    /// As `ready`, and [`Error::Ended`] where it waits no longer.
+    /// As `ready`, and [`Error::Ended`] when it stops waiting.
     pub fn ready_while(&self, goes_on: impl Fn() -> bool) -> Result<(), Error> {
         let Some(started) = lock(&self.started).take() else {
             return Ok(());
@@ -385,7 +387,7 @@ impl Instance {
         }
     }
 
-    /// The ways that may be used.
+    /// The possible splits.
     pub fn cuts(&self) -> &[Cut] {
         &self.cuts
     }
@@ -402,30 +404,30 @@ impl Instance {
         }
     }
 
-    /// The instance that reads prompts for this one: whether both are connected, what became of
-    /// prompts, and how fast both read.
+    /// The prefill instance, if there is one: whether both are connected, the outcomes of prompts,
+    /// and the prefill speed of both.
     pub(crate) fn prompts(&self) -> Option<(&Self, (bool, Counts, Readers))> {
         let prompts = self.prompts.as_ref()?;
         Some((&*prompts.instance, prompts.figures()))
     }
 
-    /// How the model is cut now.
+    /// The split in use.
     pub fn split(&self) -> &Split {
         &self.cuts[lock(&self.shared.view).way].split
     }
 
-    /// Decode tokens a second that were expected of the split in use.
+    /// Predicted decode tokens a second of the split in use.
     pub fn predicted(&self) -> Option<f64> {
         self.cuts[lock(&self.shared.view).way].tok_s
     }
 
-    /// Decode tokens a second that 2, 4, 8 and more answers were expected to get together by the
-    /// split in use. Empty where nothing was measured.
+    /// Predicted decode tokens a second of 2, 4, 8 and more concurrent answers with the split in
+    /// use. Empty without a forecast.
     pub fn predicted_together(&self) -> &[(u32, f64)] {
         &self.together[lock(&self.shared.view).way]
     }
 
-    /// Decode tokens a second of the split in use, from answers that were alone.
+    /// Measured decode tokens a second of the split in use, from single answers.
     pub fn measured(&self) -> Option<f64> {
         lock(&self.shared.view).measured
     }
@@ -440,7 +442,7 @@ impl Instance {
         lock(&self.shared.view).n_changes
     }
 
-    /// Times that a new epoch was started after a failure.
+    /// Number of epochs started after a failure.
     pub fn restarts(&self) -> u64 {
         lock(&self.shared.view).restarts
     }
@@ -466,7 +468,7 @@ impl Service for Instance {
         lock(&self.shared.view).door.clone()?;
         let ticket = Ticket(self.shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let request = Box::new(request);
-        // The ranks for prompts have the model alone: pages of an adapter's prompts are others.
+        // The prefill ranks have no adapters, and an adapter's pages differ.
         let prompts = self.prompts.as_ref().filter(|_| request.adapter.is_none());
         match prompts {
             Some(prompts) => prompts.submit(ticket, request, tokens, sink),
@@ -533,7 +535,7 @@ impl Shared {
     }
 }
 
-/// By what the ranks of an epoch know each other.
+/// Group name and secret by which the ranks of an epoch authenticate each other.
 #[derive(Default)]
 struct Meeting {
     /// Names the group.
@@ -542,7 +544,7 @@ struct Meeting {
 }
 
 impl Meeting {
-    /// Draws both anew.
+    /// Draws new random values.
     fn renew(&mut self) -> Result<(), Error> {
         let drawn =
             getrandom::fill(&mut self.group).and_then(|()| getrandom::fill(&mut self.key.0));
@@ -564,7 +566,7 @@ struct Shell {
     meeting: Meeting,
     measuring: Vec<Sender<(Rank, Measured)>>,
     tracing: Vec<Sender<(Rank, RankTrace)>>,
-    /// Hears how the first start went.
+    /// Sends the result of the first start, once.
     first: Option<Sender<Result<(), Error>>>,
     keeper: Keeper,
     follower: Option<Follower>,
@@ -589,7 +591,7 @@ impl Shell {
         self.sinks.clear();
     }
 
-    /// Asks all ranks what their steps take, where shares follow that.
+    /// Queries the step times of all ranks, if shares are rebalanced by them.
     fn ask(&mut self) {
         let is_computing = self.supervisor.load().0 > 0;
         let now = self.begun.elapsed();
@@ -651,8 +653,8 @@ impl Shell {
         self.hear_of_pages(event);
     }
 
-    /// Passes a worker's messages about pages of prompts to the hook that hears them; all else is
-    /// an event.
+    /// Routes a worker's messages about KV transfer to the prefill thread; handles all others as
+    /// events.
     fn hear_of_pages(&mut self, event: CrewEvent<FromWorker>) {
         let event = match (event, &self.spec.hears) {
             (CrewEvent::Message { rank, message }, Some(hears)) => {
@@ -666,7 +668,7 @@ impl Shell {
         self.step(Event::Crew(event));
     }
 
-    /// Does what callers ask for.
+    /// Executes the callers' commands.
     fn obey(&mut self) {
         loop {
             let command = lock(&self.shared.commands).pop_front();
@@ -696,7 +698,7 @@ impl Shell {
         }
     }
 
-    /// Sends a message to every rank; one that is gone is found by others.
+    /// Sends a message to every rank; a lost rank is detected elsewhere.
     fn tell_all(&self, message: &ToWorker) {
         let ranks = (0..self.spec.ranks()).map(Rank);
         ranks.for_each(|rank| drop(self.shared.crew.send(rank, message)));
@@ -714,7 +716,7 @@ impl Shell {
         }
     }
 
-    /// Tells callers how the instance is.
+    /// Publishes the status to callers.
     fn publish(&self) {
         let supervisor = &self.supervisor;
         let mut view = lock(&self.shared.view);
@@ -728,7 +730,7 @@ impl Shell {
         view.n_changes = supervisor.changes();
     }
 
-    /// Does an action; returns its outcome, where that is an event.
+    /// Executes an action; returns the event it causes, if any.
     fn act(&mut self, action: Action) -> Option<Event> {
         self.log(&action);
         match action {
@@ -756,7 +758,7 @@ impl Shell {
                 tokens,
             } => return self.submit(rank, ticket, request, tokens),
             Action::Cancel { rank, ticket } => {
-                // A leader that is gone has nothing left to stop.
+                // A lost leader has nothing to cancel.
                 let _ = self.send(rank, &ToWorker::Cancel { ticket });
             }
             Action::Deliver(ticket, reply) => self.deliver(ticket, reply),
@@ -806,7 +808,7 @@ impl Shell {
         unsent(rank, &error)
     }
 
-    /// Hands a reply to its sink; the last one forgets it.
+    /// Delivers a reply to its sink; removes the sink after the last one.
     fn deliver(&mut self, ticket: Ticket, reply: Reply) {
         if matches!(reply, Reply::Finished { .. } | Reply::Failed(_)) {
             if let Some(mut sink) = self.sinks.remove(&ticket) {
@@ -817,7 +819,7 @@ impl Shell {
         }
     }
 
-    /// Teaches the forecast a measured speed, unless drafts make it one of the text.
+    /// Corrects the forecast by a measured speed, unless drafts make the speed depend on the text.
     fn learn(&self, way: usize, tok_s: f64) {
         if self.spec.engine.drafts == 0
             && let Some(forecast) = &self.spec.forecast
@@ -827,7 +829,7 @@ impl Shell {
         }
     }
 
-    /// Logs what is done to workers; requests and their text are none of it.
+    /// Logs actions on workers; never requests or their text.
     fn log(&self, action: &Action) {
         let model = self.spec.engine.model.as_str();
         match action {
@@ -876,7 +878,7 @@ impl Shell {
                     "epoch failed"
                 );
                 lock(&self.shared.view).facts.clear();
-                self.keeper.end(); // ranks load now, or take their spares
+                self.keeper.end(); // ranks load now, or are replaced by standbys
                 if again_in.is_none() {
                     let reason = reason.clone();
                     self.started(Err(Error::Worker {
@@ -893,8 +895,7 @@ impl Shell {
         (self.observer)(notice, &self.spec.cuts);
     }
 
-    /// Has second workers wait from now on. A worker that cannot be had is missed when it is
-    /// needed.
+    /// Keeps standby workers from now on. Without one, a later recovery loads the weights.
     fn keep_spares(&mut self, epoch: u64, way: usize) {
         let Some(after) = self.spec.spares else {
             return;
@@ -913,9 +914,9 @@ impl Shell {
     }
 }
 
-/// The event of a message that did not reach a worker. A closed channel gives none: the worker's
-/// end follows within `CLOSED_LIMIT` of the monitor, and says why. The supervisor stops a worker
-/// that is unreachable, which would drop that reason.
+/// The event of an unsent message. None for a closed channel: the worker's exit follows within
+/// `CLOSED_LIMIT` of the monitor, with its reason. The supervisor stops an unreachable worker,
+/// which would lose that reason.
 fn unsent(rank: Rank, error: &Error) -> Option<Event> {
     let is_closed = matches!(error, Error::Cluster(ClusterError::Closed { .. }));
     (!is_closed).then(|| unreachable(rank, error))

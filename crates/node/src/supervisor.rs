@@ -1,4 +1,5 @@
-//! The life of an instance, as a pure state machine.
+//! Supervisor of an instance: a pure state machine for starts, failures, recoveries and changes of
+//! the split.
 //!
 //! ```text
 //!            Begin              all ready
@@ -11,14 +12,14 @@
 //!                       +--> Leaving --> Waiting --> Starting (next epoch)  <----+
 //!                       +--> Ended (when nothing is to be started again)
 //! ```
-//! The supervisor owns the open requests with the tokens that were answered so far. A new *epoch*
-//! (another set of processes, another split, or both) goes on from those. So nothing has to be
-//! asked of a worker that is dead. Workers that live keep their processes and, where their shard
-//! stays the same, their packed weights.
+//! The supervisor owns the open requests with the tokens answered so far. A new *epoch* (another
+//! set of processes, another split, or both) continues from those, so a recovery needs nothing from
+//! a dead worker. Live workers keep their processes and, if their shard stays the same, their
+//! packed weights.
 //!
-//! [`Supervisor::step`] takes one event and returns what to do. It has no clock, no thread and no
-//! process: [`Instance`](crate::Instance) is the shell that has, and tests drive thousands of lives
-//! from seeds.
+//! [`Supervisor::step`] takes one event and returns the actions. It has no clock, thread or
+//! process: the shell [`Instance`](crate::Instance) has them, and tests drive thousands of
+//! instances from seeds.
 
 mod change;
 mod requests;
@@ -39,80 +40,78 @@ use crate::apart::News;
 use crate::cause::{Sign, cause};
 use crate::messages::{FromWorker, RankFacts};
 
-/// How long signs are gathered after the first, to find the one that is the cause. Together with
-/// the 1.5 s after which a silent worker is noticed it stays below the 2 s in which a failure is
-/// reported.
+/// How long failure reports are collected after the first, to find the root cause. With the 1.5 s
+/// until a silent worker is detected, a failure is reported within 2 s.
 pub const SIGNS_WITHIN: Duration = Duration::from_millis(150);
 
-/// Longest wait for workers to listen: they have to start and to read the model's header.
+/// Longest wait for workers to listen: they start and read the model's header first.
 pub const LISTEN_LIMIT: Duration = Duration::from_secs(30);
 
-/// Longest wait for a rank to leave an epoch. It ends its step, or sees within 2 s that a rank it
-/// waits for is silent. Later it is replaced.
+/// Longest wait for a rank to leave an epoch. It finishes its step, or detects within 2 s that the
+/// rank it waits for is silent. After this it is replaced.
 pub const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 
-/// Wait before the first epoch after a failure: doubled with each further failure, and back to
-/// this once an epoch has answered a request. Long enough for a client to see the failure. Where
-/// answers go on there is nothing to see: the first restart does not wait, the second waits this
-/// long.
+/// Wait before the first epoch after a failure: doubled with each further failure, reset once an
+/// epoch has answered a request. Long enough for a client to see the failure. If answers resume
+/// there is nothing to see: the first restart does not wait, the second waits this long.
 pub const FIRST_WAIT: Duration = Duration::from_millis(250);
 
-/// Failures of workers that had a request, without a token in between: with so many it is lost. A
-/// request that itself ends the workers must not end them for ever. It is one more than the losses
-/// after which a machine is left out, so that the request is tried once without that machine.
-/// Workers that cannot start have no request, and it waits for them.
+/// A request is lost after this many failures of workers that had it, without a token in between. A
+/// request that crashes workers must not do so for ever. One more than the losses that exclude a
+/// machine, so that the request is tried once without that machine. Workers that fail to start do
+/// not count; the request waits for them.
 pub const FAILURES_MAX: u32 = 4;
 
-/// How long a request waits for workers that cannot start, where machines may come back: as long
-/// as entries wait for an owner.
+/// How long a request waits for workers that cannot start, if machines may return: as long as an
+/// ingress waits for an owner.
 pub const HELD_LIMIT: Duration = Duration::from_secs(120);
 
-/// The same where all workers are of one machine, whose files do not come back by themselves. With
-/// waits that double from [`FIRST_WAIT`], it is time for four more starts that fail at once.
+/// The same if all workers are on one machine, whose files do not return by themselves. With waits
+/// that double from [`FIRST_WAIT`], it allows four more starts that fail at once.
 pub const HELD_ALONE_LIMIT: Duration = Duration::from_secs(5);
 
-/// Starts that fail before a request is lost, within [`HELD_LIMIT`]: a large model loads for longer
+/// Failed starts before a request is lost, within [`HELD_LIMIT`]: a large model loads for longer
 /// than [`HELD_ALONE_LIMIT`].
 pub const STARTS_MIN: u32 = 3;
 
 /// Longest such wait.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// Facts that are learned from answers are told at most this often, and at the end.
+/// Interval of [`Action::Learn`]; also sent at the end.
 const LEARN_EVERY: Duration = Duration::from_secs(60);
 
-/// A way to compute the model.
+/// A possible split of the model and its costs.
 #[derive(Clone, Debug)]
 pub struct Way {
     /// Name of the split, for people.
     pub name: String,
-    /// The rank that takes requests.
+    /// The rank that receives requests.
     pub leader: Rank,
-    /// Decode tokens a second, as predicted and corrected by earlier runs; finite, above 0. For an
-    /// answer with [`KEYS`] keys in the cache.
+    /// Decode tokens a second, predicted and corrected by earlier runs, for an answer with [`KEYS`]
+    /// keys in the cache. Finite and above 0.
     pub tok_s: f64,
-    /// Seconds that a further key adds to a token; 0 where that is not known.
+    /// Seconds that one more key adds to a token; 0 if unknown.
     pub key_s: f64,
-    /// Time of a change to it; `None` where it was never loaded: as long as the first way.
+    /// Time of a change to it; `None` if it was never loaded: then that of the first split.
     pub change: Option<Duration>,
 }
 
-/// The rules of an instance about failures, and how much it holds.
+/// Policy of an instance for failures, and its limits for held requests.
 #[derive(Clone, Copy, Debug)]
 pub struct Policy {
-    /// Whether a new epoch is started after a failure, once the first one was ready or where the
-    /// instance [`goes_on`](Self::goes_on).
+    /// Whether a new epoch starts after a failure, once the first one was ready or if the instance
+    /// [`goes_on`](Self::goes_on).
     pub restart: bool,
-    /// Whether open requests go on in that epoch. Without it they are lost with the reason.
+    /// Whether open requests continue in that epoch; otherwise they fail with the reason.
     pub resume: bool,
-    /// Requests that are held while the split changes, or while answers wait to go on.
+    /// Most requests held while the split changes, or while answers wait to resume.
     pub held_max: usize,
     /// How long a request waits for workers that cannot start; it is lost at the next failure.
     pub held_limit: Duration,
-    /// Whether changes of the split are ordered by [`Event::Move`] alone.
+    /// Whether only [`Event::Move`] changes the split.
     pub holds: bool,
-    /// Whether the instance was begun before, by another owner or by an earlier process of this
-    /// one. A new epoch is then started after a failure of the first one, too.
+    /// Whether the instance was started before, by another owner or an earlier process of this one.
+    /// A new epoch then starts even after a failure of the first one.
     pub goes_on: bool,
 }
 
@@ -132,31 +131,32 @@ impl Policy {
 pub enum Event {
     /// Start the first epoch.
     Begin,
-    /// A caller's request, by the name that the caller will use.
+    /// A caller's request, by its ticket.
     Submit {
-        /// The name, never used before.
+        /// A new, unique ticket.
         ticket: Ticket,
         request: Box<Request>,
         /// Tokens of the answer that the caller has, from another owner of the instance.
         tokens: Vec<u32>,
     },
-    /// The caller does not want it any more.
+    /// The caller cancelled it.
     Cancel(Ticket),
-    /// A worker said or did something.
+    /// An event of a worker.
     Crew(CrewEvent<FromWorker>),
-    /// A worker could not be started or reached.
+    /// A worker did not start or is unreachable.
     Unreachable {
         rank: Rank,
         /// Why.
         reason: String,
     },
-    /// A request could not be put into a message.
+    /// A request could not be encoded as a message.
     Unsendable {
         ticket: Ticket,
         /// Why.
         reason: String,
     },
-    /// Another way is better now: change to it, unless another change or a failure is under way.
+    /// Another split is better now: change to it, unless another change or a failure is in
+    /// progress.
     Move {
         to: usize,
         /// Tokens a second there, as a multiple of those now.
@@ -171,27 +171,27 @@ pub enum Event {
 /// Something to do, in order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// Start a worker for a rank, in place of what is left of an earlier one.
+    /// Start a worker for a rank, and replace an earlier one.
     Start(Rank),
-    /// Give a rank its part of the epoch.
+    /// Assign a rank its part of the epoch.
     Assign {
         rank: Rank,
         /// Number of the epoch, from 1.
         epoch: u64,
-        /// Place of the way among those that the instance may use.
+        /// Index of the split.
         way: usize,
     },
-    /// Tell a rank where all ranks listen.
+    /// Send a rank the addresses of all ranks.
     Join {
         rank: Rank,
         /// An address for each rank.
         addrs: Vec<SocketAddr>,
     },
-    /// Have a rank leave the epoch.
+    /// Make a rank leave the epoch.
     Leave(Rank),
-    /// Kill what is left of a rank's worker.
+    /// Kill a rank's worker.
     Stop(Rank),
-    /// Hand a request to the leader, with what was answered before.
+    /// Submit a request to the leader, with the tokens answered so far.
     Submit {
         rank: Rank,
         ticket: Ticket,
@@ -199,31 +199,31 @@ pub enum Action {
         /// Tokens of the answer that the caller has.
         tokens: Vec<u32>,
     },
-    /// Have the leader forget a request.
+    /// Make the leader drop a request.
     Cancel { rank: Rank, ticket: Ticket },
-    /// Hand a reply to the request's caller.
+    /// Deliver a reply to the request's caller.
     Deliver(Ticket, Reply),
-    /// Forget a caller that cancelled.
+    /// Drop the sink of a cancelled request.
     Forget(Ticket),
-    /// Remember how fast a way decodes.
+    /// Store the decode speed of a split.
     Learn {
         way: usize,
         /// Decode tokens a second.
         tok_s: f64,
     },
-    /// Remember how long a way took from its first order to the last rank's readiness.
+    /// Store the load time of a split, from its first order until the last rank was ready.
     Loaded {
         way: usize,
         /// How long.
         took: Duration,
     },
-    /// Tell the observer.
+    /// Notify the observer.
     Tell(Notice),
-    /// End all workers; nothing else comes.
+    /// End all workers; the last action.
     End,
 }
 
-/// News for people and dashboards.
+/// A notice for logs and the dashboard.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Notice {
     /// A rank has loaded `done` of `of` steps.
@@ -238,14 +238,14 @@ pub enum Notice {
     Ready {
         /// Its number.
         epoch: u64,
-        /// Place of its way.
+        /// Index of its split.
         way: usize,
         /// The ranks' facts about themselves.
         facts: Vec<RankFacts>,
         /// Whether it follows a failure.
         again: bool,
     },
-    /// The split was changed, or could not be.
+    /// The split was changed, or the change failed.
     Changed(Change),
     /// An epoch failed.
     Failed {
@@ -256,8 +256,7 @@ pub enum Notice {
         /// Until the next epoch starts; `None` when none will.
         again_in: Option<Duration>,
     },
-    /// Nodes of their own read prompts from now on, or do not. Of an instance, not of its
-    /// supervisor.
+    /// Disaggregated prefill started or stopped. Sent by the instance, not by its supervisor.
     Prompts(News),
 }
 
@@ -266,9 +265,9 @@ pub enum Notice {
 pub enum Stand {
     /// The first epoch is starting.
     Loading,
-    /// It does; while the split changes they are held.
+    /// It takes requests; they are held during a change of the split.
     Ready,
-    /// The last epoch failed; says why, and whether another one follows.
+    /// The last epoch failed.
     Failed {
         reason: String,
         /// Whether another epoch follows.
@@ -276,10 +275,10 @@ pub enum Stand {
     },
 }
 
-/// Where a rank's worker is.
+/// State of a rank's worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Seat {
-    /// There is none, or one that is to be replaced.
+    /// There is none, or one that must be replaced.
     Empty,
     /// Alive, outside of any epoch.
     Idle,
@@ -293,18 +292,18 @@ enum Why {
     First,
     /// After a failure.
     Again,
-    /// Another split: begun at a time, by an order.
+    /// Change to another split.
     Change(Pending),
-    /// The split before, because the other one could not be started.
+    /// Back to the previous split, because the other one did not start.
     Back(Pending, String),
 }
 
-/// A change of the split under way.
+/// A change of the split in progress.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     order: Order,
     begun: Duration,
-    /// Whether the way to change to was in use before.
+    /// Whether the target split was in use before.
     back: bool,
 }
 
@@ -312,7 +311,7 @@ struct Pending {
 #[derive(Clone, Debug)]
 enum Then {
     Begin(usize, Why),
-    /// Wait until then; say why.
+    /// Wait until this time, with the reason.
     Wait(Duration, String),
 }
 
@@ -321,7 +320,7 @@ struct Starting {
     way: usize,
     why: Why,
     since: Duration,
-    /// Nothing after all listen: loading takes as long as it takes.
+    /// Deadline until all listen; loading has none.
     until: Option<Duration>,
     addrs: Vec<Option<SocketAddr>>,
     ready: Vec<Option<RankFacts>>,
@@ -332,7 +331,7 @@ enum Phase {
     New,
     Starting(Starting),
     Ready,
-    /// Signs are gathered; of a start, what it was.
+    /// Failure reports are collected; `start` is the failed start, if it was one.
     Failing {
         signs: Vec<Sign>,
         until: Duration,
@@ -351,36 +350,36 @@ enum Phase {
     },
 }
 
-/// Owns an instance's life: see the module.
+/// The state machine of an instance: see the module.
 #[derive(Debug)]
 pub struct Supervisor {
     ways: Vec<Way>,
     policy: Policy,
     steering: Steering,
-    /// The way in use, or of the last epoch.
+    /// Index of the split in use, or of the last epoch.
     way: usize,
     epoch: u64,
     seats: Vec<Seat>,
     phase: Phase,
     requests: Requests,
     was_ready: bool,
-    /// Before the next epoch after a failure.
+    /// Wait before the next epoch after a failure.
     wait: Duration,
     restarts: u64,
-    /// The last lesson and when it was told.
+    /// The last [`Action::Learn`]; `learned_at` is its time.
     learned: Option<(usize, f64)>,
     learned_at: Option<Duration>,
     out: VecDeque<Action>,
 }
 
 impl Supervisor {
-    /// For `ranks` workers that begin with way `first`. Nothing happens before [`Event::Begin`].
+    /// For `ranks` workers that start with split `first`. Nothing happens before [`Event::Begin`].
     ///
     /// # Errors
-    /// For a way whose speed is not finite and above 0.
+    /// If the speed of a split is not finite or not above 0.
     ///
     /// # Panics
-    /// If there is no way `first`.
+    /// If there is no split `first`.
     pub fn new(
         ways: Vec<Way>,
         first: usize,
@@ -405,27 +404,27 @@ impl Supervisor {
         })
     }
 
-    /// Place of the way in use, or of the last epoch.
+    /// Index of the split in use, or of the last epoch.
     pub const fn way(&self) -> usize {
         self.way
     }
 
-    /// Whether a way could not be started before, and so is not changed to.
+    /// Whether a split failed to start before, so that it is not used again.
     pub fn is_refused(&self, way: usize) -> bool {
         self.steering.is_refused(way)
     }
 
-    /// Number of the last epoch that was begun; 0 before the first.
+    /// Number of the last started epoch; 0 before the first.
     pub const fn epoch(&self) -> u64 {
         self.epoch
     }
 
-    /// Epochs that were begun after a failure.
+    /// Epochs started after a failure.
     pub const fn restarts(&self) -> u64 {
         self.restarts
     }
 
-    /// Decode tokens a second of the way in use, from answers that were alone.
+    /// Measured decode tokens a second of the split in use, from single answers.
     pub fn measured(&self) -> Option<f64> {
         self.steering.measured(self.steering.at())
     }
@@ -435,7 +434,7 @@ impl Supervisor {
         self.steering.changes()
     }
 
-    /// Requests that are computed, and that wait.
+    /// Numbers of running and of waiting requests.
     pub fn load(&self) -> (usize, usize) {
         self.requests.load(matches!(self.phase, Phase::Ready))
     }
@@ -479,7 +478,7 @@ impl Supervisor {
         }
     }
 
-    /// Takes in what happened at `now`, counted from any moment; times never go back.
+    /// Handles an event at `now`, a monotonic time from any origin; returns the actions.
     pub fn step(&mut self, now: Duration, event: Event) -> Vec<Action> {
         match event {
             Event::Begin => self.first(now),
@@ -520,7 +519,7 @@ impl Supervisor {
         }
     }
 
-    /// Starts an epoch: new workers where there are none, and work for all.
+    /// Starts an epoch: starts missing workers, and assigns all ranks.
     fn begin(&mut self, now: Duration, way: usize, why: Why) {
         self.epoch += 1;
         self.rest(now);
@@ -549,7 +548,7 @@ impl Supervisor {
             CrewEvent::Message {
                 message: FromWorker::Failed { epoch, .. },
                 ..
-            } => *epoch != self.epoch, // it has left that epoch since
+            } => *epoch != self.epoch, // a report of an earlier epoch
             _ => false,
         };
         if old || matches!(self.phase, Phase::Ended { .. }) {
@@ -565,7 +564,7 @@ impl Supervisor {
         let rank = sign.teller();
         match &sign {
             Sign::Exited { .. } => self.seats[rank.0 as usize] = Seat::Empty,
-            // It lives and is as good as before; it leaves the epoch when told to.
+            // It is alive and unharmed; it leaves the epoch on order.
             Sign::Failed {
                 blamed: Some(_), ..
             } => {}
@@ -619,7 +618,7 @@ impl Supervisor {
         }
     }
 
-    /// Once all ranks listen, tells each where.
+    /// Once all ranks listen, sends each the addresses.
     fn meet(&mut self) {
         let Phase::Starting(starting) = &mut self.phase else {
             return;
@@ -635,7 +634,7 @@ impl Supervisor {
         self.out.extend((0..addrs.len() as u32).map(Rank).map(join));
     }
 
-    /// Once all ranks are ready, opens the doors.
+    /// Once all ranks are ready, starts to admit requests.
     fn become_ready(&mut self, now: Duration) {
         let Phase::Starting(starting) = &self.phase else {
             return;
@@ -648,7 +647,7 @@ impl Supervisor {
         if let (Why::First, Ok(steering)) =
             (&why, steering(&self.ways, way, took, self.policy.holds))
         {
-            self.steering = steering; // now it is known how long a load takes
+            self.steering = steering; // the time of a load is known now
         }
         (self.way, self.was_ready) = (way, true);
         self.out.push_back(Action::Loaded { way, took });
@@ -664,16 +663,16 @@ impl Supervisor {
         self.hand_over();
     }
 
-    /// Takes in a sign that something is wrong.
+    /// Records a failure report.
     fn sign(&mut self, now: Duration, sign: Sign) {
         let until = now + SIGNS_WITHIN;
         let start = match &mut self.phase {
             Phase::Ready => None,
             Phase::Starting(starting) => Some((starting.way, starting.why.clone())),
-            // A rank that died may be found dead by several messages to it, before its end is seen.
+            // Several messages to a dead rank may fail before its exit is detected.
             Phase::Failing { signs, .. } if signs.contains(&sign) => return,
             Phase::Failing { signs, .. } => return signs.push(sign),
-            // Seats say what is left; nothing else depends on it then.
+            // The worker states already reflect it; nothing else depends on it.
             Phase::New | Phase::Leaving { .. } | Phase::Waiting { .. } | Phase::Ended { .. } => {
                 return;
             }
@@ -686,7 +685,7 @@ impl Supervisor {
         };
     }
 
-    /// Does what is due.
+    /// Handles expired deadlines and completed phases.
     fn look(&mut self, now: Duration) {
         match &self.phase {
             Phase::Starting(starting) if starting.until.is_some_and(|until| now >= until) => {
@@ -724,7 +723,7 @@ impl Supervisor {
         }
     }
 
-    /// The cause is known: decides what follows.
+    /// All reports are in: finds the root cause and decides what follows.
     fn settle(&mut self, now: Duration) {
         let Phase::Failing { signs, start, .. } = std::mem::replace(&mut self.phase, Phase::New)
         else {
@@ -771,7 +770,7 @@ impl Supervisor {
         }));
     }
 
-    /// Has all ranks leave the epoch.
+    /// Makes all ranks leave the epoch.
     fn leave(&mut self, now: Duration, then: Then) {
         let busy = (0..).map(Rank).zip(&self.seats);
         let busy = busy.filter(|(_, seat)| **seat == Seat::Busy);
@@ -818,7 +817,7 @@ impl Supervisor {
         self.out.push_back(Action::End);
     }
 
-    /// Tells the speed of the way in use, where it is known and new.
+    /// Reports the speed of the split in use, if it is known and new.
     fn learn(&mut self, now: Duration) {
         let way = self.steering.at();
         let lesson = self.steering.measured(way).map(|tok_s| (way, tok_s));
@@ -846,8 +845,8 @@ impl Why {
     }
 }
 
-/// Steering that begins with way `first`; `unknown` is the price of ways that were never loaded.
-/// Where it `holds` it orders no change by itself.
+/// Steering that starts with split `first`; `unknown` is the assumed change time of splits never
+/// loaded. If it `holds`, it orders no change by itself.
 fn steering(
     ways: &[Way],
     first: usize,

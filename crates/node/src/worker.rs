@@ -1,8 +1,9 @@
 //! The program of a worker process: one rank of an instance, through any number of epochs.
 //!
-//! Its main thread reads the control channel. The leader's engine runs on a thread of its own; so
-//! does the loop of the other ranks. An epoch that fails is told, and the worker waits for another
-//! part with its packed weights kept. Only a broken control channel ends the process.
+//! Its main thread reads the control channel. The leader's engine, or the follower loop of the
+//! other ranks, runs on its own thread. After a failed epoch the worker reports the failure, keeps
+//! its packed weights and waits for another assignment. Only a broken control channel ends the
+//! process.
 
 mod drafting;
 mod epoch;
@@ -42,36 +43,36 @@ use watchdog::Watchdog;
 
 type Channel = Arc<Control<ToWorker, FromWorker>>;
 
-/// Makes the kernels for a number of threads and their place.
+/// Makes the kernels for a number of threads and their pinning.
 type MakeKernels<'a> = dyn Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>> + 'a;
 
-/// Finds the wire of a backend that is neither memory nor sockets.
+/// Finds the transport provider of a backend; `None` for memory and sockets.
 type FindWire<'a> = dyn Fn(Backend) -> std::io::Result<Option<Box<dyn Provider>>> + 'a;
 
 /// Longest wait for the other ranks' addresses, and for all ranks to join.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// How often a rank looks whether its part of the epoch still lives.
+/// Poll interval of the epoch's health.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Places and limits of a worker on its machine.
+/// Settings of a worker that its machine decides.
 #[derive(Debug)]
 pub struct Settings {
-    /// Where MLX's library is looked for.
+    /// Search paths of MLX's library.
     pub mlx: MlxPlaces,
-    /// Ports that it may listen at for ranks of other machines; any without.
+    /// Allowed listen ports for ranks of other machines; `None` for any.
     pub ports: Option<RangeInclusive<u16>>,
-    /// Where it keeps prompts that were read, if anywhere.
+    /// The prefix cache on disk, if there is one.
     pub disk: Option<DiskCache>,
-    /// Once set, the rank hangs at its next layer: a fault, to test what watches it.
+    /// Once set, the rank hangs at its next layer: an injected fault, to test the watchdog.
     pub halted: Arc<AtomicBool>,
 }
 
-/// Runs a worker on the control channel that is this process's standard input, until its instance
-/// ends it or is gone. Returns only when the channel is of no use.
+/// Runs a worker on the control channel at this process's standard input, until its instance ends
+/// it or is lost. Returns only if the channel breaks.
 ///
-/// `kernels` makes the kernels for a number of threads and their place, `wire` finds the wire of a
-/// backend that is neither memory nor sockets.
+/// `kernels` makes the kernels for a number of threads and their pinning; `wire` finds the
+/// transport provider of a backend.
 ///
 /// # Errors
 /// What failed.
@@ -106,22 +107,22 @@ pub fn run(
     }
 }
 
-/// Kernels, and what they were made for.
+/// Kernels, with the thread count and pinning they were made for.
 type Made = (usize, Pinning, Arc<Kernels>);
 
-/// Weights outside of an epoch, and of what.
+/// Packed weights kept between epochs, and their identity.
 struct Kept {
     of: Identity,
     weights: Arc<dyn Weights>,
-    /// Time of a row of a layer in the last epoch, where there was one.
+    /// Time of a row of a layer in the last epoch, if there was one.
     row_time: Option<Duration>,
 }
 
-/// The properties that decide whether packed weights serve another epoch.
+/// The properties by which packed weights can be used in another epoch.
 #[derive(Clone, Debug, PartialEq)]
 struct Identity {
     model: PathBuf,
-    /// Of the file: another one may lie at the same place by now.
+    /// Stamp of the file, which may have been replaced.
     stamp: Stamp,
     class: String,
     kv: Option<String>,
@@ -131,7 +132,7 @@ struct Identity {
     adapters: Vec<AdapterOf>,
 }
 
-/// Length, time of change and number of a file or folder.
+/// Length, modification time and inode number of a file or folder.
 #[derive(Clone, Debug, PartialEq)]
 struct Stamp(u64, SystemTime, u64);
 
@@ -153,15 +154,15 @@ struct Worker<'a> {
     make_kernels: &'a MakeKernels<'a>,
     find_wire: &'a FindWire<'a>,
     mlx: MlxPlaces,
-    /// Where it listens for ranks of other machines; anywhere without.
+    /// Allowed listen ports for ranks of other machines; `None` for any.
     ports: Option<RangeInclusive<u16>>,
-    /// Where it keeps prompts that were read, if anywhere.
+    /// The prefix cache on disk, if there is one.
     disk: Option<DiskCache>,
     /// See [`Settings::halted`].
     halted: Arc<AtomicBool>,
-    /// Of the last epoch.
+    /// Number of the last epoch.
     number: u64,
-    /// Times that it packed weights.
+    /// How often it packed weights.
     packings: u64,
     kernels: Option<Made>,
     kept: Option<Kept>,
@@ -170,7 +171,7 @@ struct Worker<'a> {
 }
 
 impl Worker<'_> {
-    /// Takes in one message, or looks how the engine is.
+    /// Handles one message, or checks the epoch's health.
     fn turn(&mut self) -> Result<(), Error> {
         let computes = self.epoch.is_some();
         let wait = if computes { LOOK_EVERY } else { Duration::MAX };
@@ -198,7 +199,7 @@ impl Worker<'_> {
         Ok(self.channel.send(message)?)
     }
 
-    /// Starts an epoch, or tells why that cannot be.
+    /// Starts an epoch, or reports why it cannot.
     fn begin(&mut self, job: &Job) -> Result<(), Error> {
         debug!(
             rank = job.rank,
@@ -231,14 +232,14 @@ impl Worker<'_> {
         self.send(&failed(self.number, error))
     }
 
-    /// Packs the weights of a part that it may get, outside of any group, and tells so.
+    /// Packs the weights of a possible later assignment, without a group, and reports `Prepared`.
     fn prepare(&mut self, job: &Job) -> Result<(), Error> {
         match self.pack(job) {
             Ok(kept) => {
                 self.kept = Some(kept);
                 self.send(&FromWorker::Prepared)
             }
-            // Whoever is replaced by it loads again.
+            // A standby that fails here is not used.
             Err(error) => self.tell(&error),
         }
     }
@@ -258,7 +259,7 @@ impl Worker<'_> {
         })
     }
 
-    /// The model of a job, and what its weights are.
+    /// The model of an assignment, and the identity of its weights.
     fn part(&self, job: &Job) -> Result<(Arc<Source>, Identity), Error> {
         let source = Arc::new(arriving::open(&job.model, self.asks())?);
         check_identity(job, &source)?;
@@ -283,7 +284,7 @@ impl Worker<'_> {
         Ok((source, of))
     }
 
-    /// Asks this process's machine about parts of the model's file.
+    /// Sends range requests to this worker's host.
     fn asks(&self) -> Arc<arriving::Ask> {
         let channel = Arc::clone(&self.channel);
         Arc::new(move |wish| {
@@ -291,12 +292,13 @@ impl Worker<'_> {
                 Wish::Fetch(parts) => FromWorker::Wants { parts },
                 Wish::Repair(parts) => FromWorker::Damaged { parts },
             };
-            // Should the instance be gone, the reader of the channel ends this process.
+            // If the instance is lost, the reader of the channel ends this process.
             let _ = channel.send(&message);
         })
     }
 
-    /// Has the machine fetch ahead what this rank is going to read of a file that still arrives.
+    /// Announces the ranges that this rank will read of an incomplete file, so that the host
+    /// prefetches them.
     fn announce(&self, job: &Job, source: &Source) -> Result<(), Error> {
         if !arriving::is_partial(&job.model) {
             return Ok(());
@@ -310,7 +312,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Joins the other ranks, loads and starts to compute; nothing if told to leave meanwhile.
+    /// Joins the other ranks, loads and starts to compute; `None` if ordered to leave meanwhile.
     fn enter(&mut self, job: &Job) -> Result<Option<Epoch>, Error> {
         let class: KernelClass = parse(&job.class, "kernel class")?;
         let kernels = self.kernels(job, class)?;
@@ -333,7 +335,7 @@ impl Worker<'_> {
             false => None,
         };
         let disk = match job.hands {
-            Some(Hands::Give) => None, // all its pages go away
+            Some(Hands::Give) => None, // it sends all its pages away
             Some(Hands::Take) | None => self.store(job, &*weights),
         };
         let (handing, store) = Handing::new(job, &*weights, disk)?;
@@ -347,8 +349,8 @@ impl Worker<'_> {
         epoch.map(Some)
     }
 
-    /// The draft of a job. A draft that cannot be loaded any more is no reason to lose answers: the
-    /// epochs after the first go on without.
+    /// The draft of an assignment. Epochs after the first continue without a draft that no longer
+    /// loads, so that no answer is lost.
     fn draft(&mut self, job: &Job, kernels: &Arc<Kernels>) -> Result<Option<Draft>, Error> {
         match self.drafting.of(job, kernels, &self.mlx) {
             Err(error) if job.epoch > 1 => {
@@ -359,11 +361,12 @@ impl Worker<'_> {
         }
     }
 
-    /// Where this rank keeps pages of its cache beyond the epoch, if anywhere.
+    /// The store of this rank's KV pages beyond the epoch, if there is one.
     fn store(&self, job: &Job, weights: &dyn Weights) -> Option<Box<dyn PageStore>> {
-        // MLX has its cache in arrays of its own.
+        // MLX has its cache in its own arrays.
         let disk = self.disk.as_ref().filter(|_| !weights.class().is_mlx())?;
-        // The identity has samples of the weights: another training may differ between them.
+        // The identity only samples the weights, so another file may match: the stamp is compared
+        // too.
         let stamp = Stamp::of(&job.model).ok()?;
         match Disk::open(disk, &format!("{}/{stamp:?}", job.identity), weights) {
             Ok(disk) => Some(Box::new(disk)),
@@ -374,9 +377,9 @@ impl Worker<'_> {
         }
     }
 
-    /// The kernels for a job, the same as before where they can be.
+    /// The kernels for an assignment; reuses the current ones if possible.
     fn kernels(&mut self, job: &Job, class: KernelClass) -> Result<Arc<Kernels>, Error> {
-        // Where MLX computes, kernels only choose tokens.
+        // With MLX, kernels only sample tokens.
         let threads = if class.is_mlx() { 1 } else { job.threads };
         let first = job.first_core;
         let pinning = first.map_or(Pinning::Free, |first| Pinning::Cores { first });
@@ -385,7 +388,7 @@ impl Worker<'_> {
         {
             return Ok(Arc::clone(kernels));
         }
-        self.kept = None; // packed for others
+        self.kept = None; // packed for other kernels
         self.drafting = Drafting::default();
         let made = (self.make_kernels)(threads, pinning).map_err(|source| Error::System {
             what: "start threads",
@@ -404,7 +407,7 @@ impl Worker<'_> {
     ) -> Result<Arc<dyn Weights>, Error> {
         self.announce(job, source)?;
         let progress = |done, of| {
-            // Should the instance be gone, the reader of the channel ends this process.
+            // If the instance is lost, the reader of the channel ends this process.
             let _ = self.channel.send(&FromWorker::Loading { done, of });
         };
         let wanted = Wanted {
@@ -422,8 +425,8 @@ impl Worker<'_> {
         Ok(weights)
     }
 
-    /// Meets the other ranks: listens, tells where, hears where they are; nothing if told to leave
-    /// instead.
+    /// Connects to the other ranks: listens, reports its address, receives theirs. `None` if
+    /// ordered to leave instead.
     fn join(&self, job: &Job, shard: &Shard) -> Result<Option<Links>, Error> {
         let listener = listen(job.listen, self.ports.clone())?;
         let addr = listener.addr();
@@ -461,8 +464,8 @@ impl Worker<'_> {
         Ok(Some(Links::new(world, stage, patience)))
     }
 
-    /// The next message that is no question to an epoch. The instance may ask every rank at any
-    /// time, and a rank without an epoch has no answer. `None` where none comes in time.
+    /// The next message that is not a query to an epoch. The instance may query every rank at any
+    /// time, and a rank without an epoch has no answer. `None` after a timeout.
     fn hear_join(&self) -> Result<Option<ToWorker>, Error> {
         let until = Instant::now() + START_LIMIT;
         loop {
@@ -481,7 +484,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Does what a message of an epoch asks for. Between epochs it is late, and nothing happens.
+    /// Handles a message of an epoch. Ignores it between epochs, when it is late.
     fn obey(&mut self, message: ToWorker) -> Result<(), Error> {
         let Some(epoch) = &self.epoch else {
             return Ok(());
@@ -514,8 +517,8 @@ impl Worker<'_> {
         self.look()
     }
 
-    /// Leaves an epoch that failed, so that other ranks see it; of a leader, tells why. Of a rank
-    /// that hangs, tells so: its instance ends this process.
+    /// Leaves a failed epoch, so that other ranks detect it; a leader reports why. Reports a hang,
+    /// after which its instance ends this process.
     fn look(&mut self) -> Result<(), Error> {
         if self.halted.load(Ordering::Relaxed) {
             self.epoch.iter().for_each(Epoch::halt);
@@ -533,8 +536,8 @@ impl Worker<'_> {
         }
     }
 
-    /// Leaves the epoch, if there is one, after the step that is under way; keeps the weights.
-    /// Returns the bytes that this rank has moved in it.
+    /// Leaves the epoch, if there is one, after the current step; keeps the weights. Returns the
+    /// bytes that this rank moved in it.
     fn leave(&mut self) -> RankMoved {
         let Some(epoch) = self.epoch.take() else {
             return RankMoved::default();
@@ -545,7 +548,7 @@ impl Worker<'_> {
     }
 }
 
-/// Refuses files that are another model than the instance was loaded from.
+/// Refuses files with another identity than the instance's.
 ///
 /// # Errors
 /// [`Error::OtherModel`]; [`Error::System`].
@@ -553,7 +556,7 @@ fn check_identity(job: &Job, source: &Source) -> Result<(), Error> {
     check_file((&job.model, &job.identity), source)
 }
 
-/// Refuses files at `path` that are another model than `expected`.
+/// Refuses files at `path` with another identity than `expected`.
 ///
 /// # Errors
 /// As [`check_identity`].
@@ -572,7 +575,7 @@ fn check_file((path, expected): (&Path, &str), source: &Source) -> Result<(), Er
     })
 }
 
-/// Listens at `addr`: at its port, or at the first free one of `ports` where those are given.
+/// Listens at `addr`: at its port, or at the first free one of `ports` if given.
 ///
 /// # Errors
 /// [`Error::Ports`] when all are taken, and what the system says.
@@ -604,8 +607,8 @@ fn protection(job: &Job) -> Protection {
     }
 }
 
-/// Gives a link-local address the interface of `own`, if that has one: the number of an interface
-/// is another one on each machine.
+/// Sets the interface of a link-local address to that of `own`: interface numbers differ between
+/// machines.
 fn by_own_interface(addr: &mut SocketAddr, own: SocketAddr) {
     if let (SocketAddr::V6(addr), SocketAddr::V6(own)) = (addr, own)
         && addr.ip().is_unicast_link_local()
@@ -615,7 +618,7 @@ fn by_own_interface(addr: &mut SocketAddr, own: SocketAddr) {
     }
 }
 
-/// The message to an instance that an epoch cannot go on.
+/// The message that an epoch failed.
 fn failed(epoch: u64, error: &Error) -> FromWorker {
     FromWorker::Failed {
         epoch,

@@ -1,21 +1,20 @@
-//! Instances that answer over the nodes of a run: supervisors, workers, entries and clients.
+//! Serving in a run: supervisors, workers, ingress nodes and clients of the instances.
 //!
 //! ```text
-//! client -- its entry, a node -- the owner's supervisor -- workers, one a rank
+//! client -- its ingress, a node -- the owner's supervisor -- workers, one a rank
 //!                \-- a copy of each token on another node, before the client gets it
 //! ```
-//! The [`Supervisor`] is the one that nodes run. Workers, entries and clients are played by the
-//! rules of `node::worker`, `node::fleet::answers` and `node::fleet::journals`. A worker's line
-//! breaks after 1.5 s without a word. An entry asks the next owner when its line is cut. A client
-//! whose entry is gone goes on at a node that finds a copy.
+//! The [`Supervisor`] is the one that nodes run. Workers, ingress and clients are simulated by the
+//! rules of `node::worker`, and of ingress and journals in `node::fleet`. A worker's connection
+//! breaks after 1.5 s of silence. An ingress submits to the next owner when its connection is cut.
+//! A client that lost its ingress resumes at a node that finds a copy.
 //!
-//! *Never*: a token that is wrong, lost or doubled.
+//! *Safety*: no token is wrong, lost or doubled.
 //!
-//! *In the end*: each wanted instance is ready. Each answer that was asked for in time is whole,
-//! unless all nodes that had it were lost.
+//! *Liveness*: each loaded instance is ready. Each answer requested in time is complete, unless all
+//! nodes that had it were lost.
 //!
-//! Events here are drawn from random numbers of their own: they change nothing of the rest of a
-//! run.
+//! Events here use their own random numbers, so that they do not change the rest of a run.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -37,63 +36,64 @@ use paceline_process::processes::Ending;
 use crate::scenario::{Random, Scenario};
 use crate::world::Node;
 
-/// Without a word for so long a line between two nodes is cut, as `cluster::workers` has it.
+/// Silence after which a connection between two nodes is cut, as in `cluster::workers`.
 const SILENCE: Duration = Duration::from_millis(1500);
 
-/// How often owners and workers say that they live.
+/// Heartbeat interval of owners and workers.
 const BEAT: Duration = Duration::from_millis(250);
 
-/// How often an entry looks after its requests.
+/// Interval at which an ingress checks its requests.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// How long a worker's message takes to its owner: all alike, so that none overtakes another.
+/// Delay of a worker's message to its owner: constant, so that none overtakes another.
 const WORD: Duration = Duration::from_millis(1);
 
-/// Between two tokens of an answer.
+/// Time between two tokens of an answer.
 const TOKEN_EVERY: Duration = Duration::from_millis(30);
 
-/// An owner that gives a request back and answers others does not go; see `fleet::answers`.
+/// Time after which an owner that returned a request and answers others is not shutting down, as in
+/// the ingress of `fleet`.
 const SETTLED_AFTER: Duration = Duration::from_secs(1);
 const AGAIN_MAX: u8 = 3;
 
-/// For a second node to have a token before the client gets it all the same.
+/// Longest wait for a second node's copy of a token before the client gets it anyway.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
 
-/// An answer that is asked for in the last seconds of a run need not be whole. The limit covers a
+/// An answer requested in the last seconds of a run need not be complete. The limit covers a
 /// recovery, a load from a slow disk, and the answer itself.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
-/// An event that is due.
+/// A planned event.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Due {
-    /// A client asks for something.
+    /// A client sends a request.
     Ask,
-    /// A worker is killed, and nothing else of its node.
+    /// A worker is killed; its node lives.
     Kill,
-    /// The owner of that life finds a process dead.
+    /// The owner of that life detects a dead process.
     Exit(u64, Rank, u64),
-    /// Owner and workers look whether they hear each other.
+    /// Owner and workers check each other's heartbeats.
     Beat(u64),
-    /// The supervisor asked for it.
+    /// The supervisor's tick is due.
     Tick(u64),
     /// A worker's message arrives.
     Say(u64, Rank, u64, FromWorker),
-    /// A worker has its weights, in that epoch.
+    /// A worker has loaded its weights, in that epoch.
     Loaded(u64, Rank, u64, u64),
     /// A leader has the next token.
     Token(u64, Rank, u64, Ticket),
-    /// An entry looks after a request.
+    /// An ingress checks a request.
     Look(usize),
     /// Replies of an owner arrive.
     Drain(usize),
-    /// A client gets the first so many tokens, and perhaps the end.
+    /// A client has received this number of tokens in total, and perhaps the end.
     Told(usize, u64, usize, bool),
 }
 
-/// Events that are due later.
+/// Events with their delays.
 pub(crate) type Later = Vec<(Duration, Due)>;
 
-/// The nodes and what passes between them, at a moment.
+/// The nodes and the state of the network, at one time.
 pub(crate) struct Net<'a> {
     pub(crate) nodes: &'a [Node],
     pub(crate) split: u64,
@@ -106,7 +106,7 @@ impl Net<'_> {
         self.nodes[node].member.is_some()
     }
 
-    /// The record of an instance, as a node knows it.
+    /// The record of an instance in a node's map.
     fn record(&self, node: usize, id: InstanceId) -> Option<Wanted> {
         let member = self.nodes[node].member.as_ref()?;
         let mut all = placement::wanted(member.map());
@@ -119,14 +119,14 @@ impl Net<'_> {
         side(from) == side(to) && !self.deaf.contains(&(from, to))
     }
 
-    /// Whether a connection between two nodes carries anything: it needs both directions.
+    /// Whether a connection between two nodes works: it needs both directions.
     fn reach(&self, one: usize, two: usize) -> bool {
         let both = self.lives(one) && self.lives(two);
         both && (one == two || (self.passes(one, two) && self.passes(two, one)))
     }
 }
 
-/// An order of a supervisor that waits for its worker's line.
+/// An order of a supervisor that waits for the connection to its worker.
 #[derive(Clone, Debug)]
 enum Order {
     Assign(u64),
@@ -142,17 +142,17 @@ struct Seat {
     at: usize,
     process: u64,
     alive: bool,
-    /// Its node crashed: nobody will say that it ended.
+    /// Its node crashed, so that no exit is reported.
     lost: bool,
     epoch: Option<u64>,
     ready: bool,
     /// It has packed its weights.
     packed: bool,
-    /// Requests, with the tokens that are there.
+    /// Requests, with their tokens so far.
     answers: BTreeMap<Ticket, (usize, usize)>,
     /// Since when it waits for another rank.
     stalled: Option<Duration>,
-    /// Since when owner and worker do not hear each other.
+    /// Since when owner and worker receive no heartbeats of each other.
     silent: Option<Duration>,
     orders: VecDeque<Order>,
     held: VecDeque<FromWorker>,
@@ -160,28 +160,28 @@ struct Seat {
 
 /// An instance on the node that owns it, by one record.
 ///
-/// As in `node::fleet`, the instance of the record before answers until that of the next record
-/// does. That holds on the same node, and on a node that hands it on and leaves.
+/// As in `node::fleet`, the previous record's instance answers until that of the next record does:
+/// on the same node, and on a draining node.
 #[derive(Debug)]
 struct Owner {
     node: usize,
     id: InstanceId,
     epoch: u64,
-    /// It was begun before, by an earlier record or by an earlier process of its node, and nothing
-    /// answers in its place. A failure while it loads must not be its end.
+    /// Whether it was started before, by an earlier record or process of its node, and no other
+    /// instance answers. A failure while it loads must not end it.
     goes_on: bool,
     nodes: Vec<usize>,
     supervisor: Supervisor,
     begun: Duration,
     tick: Option<Duration>,
     seats: Vec<Seat>,
-    /// The requests by the names that they have here.
+    /// The requests by their tickets here.
     tickets: BTreeMap<Ticket, usize>,
     last_ticket: u64,
     was_ready: bool,
 }
 
-/// An entry's line to an owner.
+/// The connection of an ingress to an owner.
 #[derive(Debug)]
 struct Line {
     life: u64,
@@ -196,10 +196,10 @@ struct Entry {
     node: usize,
     tokens: usize,
     line: Option<Line>,
-    /// When the owner gave the request back, and whether it refused it.
+    /// When the owner returned the request, and whether it refused it.
     given_back: Option<(Duration, bool)>,
     again: u8,
-    /// The owner has said the end.
+    /// The owner has sent the end.
     ended: bool,
 }
 
@@ -211,7 +211,7 @@ struct Asked {
     since: Duration,
     /// `None` while the client looks for a node.
     entry: Option<Entry>,
-    /// Counts entries: messages of an earlier one do not arrive.
+    /// Counts ingress nodes: messages of an earlier one do not arrive.
     entries: u64,
     /// Tokens that the client has.
     have: usize,
@@ -236,18 +236,18 @@ pub(crate) struct Serving {
     random: Random,
     owners: BTreeMap<u64, Owner>,
     last_life: u64,
-    /// Records whose instance was ready once: nodes that know none of them answer no client.
+    /// Records whose instance was ready once: a node without any of them answers no client.
     answered: BTreeSet<(InstanceId, u64)>,
-    /// Records that a node has begun, as its reports in the shared map say. A record that could not
-    /// be loaded is none of them.
+    /// Records that a node has started, by its reports in the shared map, without those that failed
+    /// to load.
     begun: BTreeSet<(usize, InstanceId, u64)>,
     asked: Vec<Asked>,
-    /// How long each node takes to read a model.
+    /// Time of each node to read a model.
     disks: Vec<Duration>,
     pub(crate) violations: Vec<String>,
-    /// Answers that are whole.
+    /// Complete answers.
     pub(crate) whole: u64,
-    /// Times that a client went on at another node, or an entry at another owner.
+    /// How often a client resumed at another node, or an ingress at another owner.
     pub(crate) resumed: u64,
 }
 
@@ -257,7 +257,7 @@ fn token(asked: usize, i: usize) -> u32 {
 }
 
 impl Serving {
-    /// The serving part of this scenario, beside what happens to its nodes, and its first events.
+    /// The serving state of this scenario, and its first events.
     pub(crate) fn new(scenario: &Scenario) -> (Self, Later) {
         let mut random = Random::new(scenario.seed ^ 0xa45_e4ed);
         let disk = |_| Duration::from_millis([50, 300, 2500][random.below(3) as usize]);
@@ -322,8 +322,8 @@ impl Serving {
         }
     }
 
-    /// A node's instances are these now. An owner that answered by an earlier record is kept until
-    /// its successor answers: see [`bridges`](Self::bridges).
+    /// Sets a node's instances. An owner by an earlier record is kept until its successor answers:
+    /// see [`bridges`](Self::bridges).
     pub(crate) fn owns(
         &mut self,
         node: usize,
@@ -399,8 +399,7 @@ impl Serving {
         self.step(life, Event::Begin, net, later);
     }
 
-    /// A node's process ends without a word. Everything that it owned, computed, took and kept is
-    /// gone.
+    /// A node's process ends without notice. All its owners, workers, requests and copies are lost.
     pub(crate) fn crash(&mut self, node: usize) {
         self.owners.retain(|_, owner| owner.node != node);
         for owner in self.owners.values_mut() {
@@ -418,7 +417,7 @@ impl Serving {
         }
     }
 
-    /// Has a supervisor take an event in, and does what it says.
+    /// Passes an event to a supervisor and executes its actions.
     fn step(&mut self, life: u64, event: Event, net: &Net<'_>, later: &mut Later) {
         let Some(owner) = self.owners.get_mut(&life) else {
             return;
@@ -495,8 +494,8 @@ impl Serving {
         self.owners.retain(|_, it| !is_former(it));
     }
 
-    /// Whether an owner that its node has no duty for is kept: the node leaves, and the next owner
-    /// does not answer yet.
+    /// Whether an owner without a duty is kept: its node drains, and the next owner does not answer
+    /// yet.
     fn bridges(&self, owner: &Owner, net: &Net<'_>) -> bool {
         let is_next = |it: &Owner| it.id == owner.id && it.epoch > owner.epoch && it.was_ready;
         let node = &net.nodes[owner.node];
@@ -510,7 +509,7 @@ impl Serving {
         (seat.process == process).then_some(seat)
     }
 
-    /// Whether the owner and a rank's living worker hear each other.
+    /// Whether the owner and a rank's live worker reach each other.
     fn hears(&self, life: u64, rank: Rank, net: &Net<'_>) -> bool {
         let Some(owner) = self.owners.get(&life) else {
             return false;
@@ -519,7 +518,7 @@ impl Serving {
         seat.alive && net.reach(owner.node, seat.at)
     }
 
-    /// A worker does what it was told, as far as its line carries.
+    /// A worker executes its pending orders, if its connection works.
     fn obey(&mut self, life: u64, rank: Rank, net: &Net<'_>, later: &mut Later) {
         while self.hears(life, rank, net) {
             let Some(owner) = self.owners.get_mut(&life) else {
@@ -558,7 +557,7 @@ impl Serving {
                     seat.answers.insert(ticket, (number, tokens));
                     later.push((TOKEN_EVERY, Due::Token(life, rank, process, ticket)));
                 }
-                Order::Submit(..) => {} // it has failed meanwhile, which its owner hears
+                Order::Submit(..) => {} // it has failed meanwhile, as its owner will learn
                 Order::Cancel(ticket) => drop(seat.answers.remove(&ticket)),
             }
         }
@@ -572,7 +571,7 @@ impl Serving {
         }
     }
 
-    /// An owner hears what has arrived from a worker, if their line carries anything.
+    /// An owner receives what has arrived from a worker, if their connection works.
     fn hear(&mut self, life: u64, rank: Rank, net: &Net<'_>, later: &mut Later) {
         loop {
             let Some(owner) = self.owners.get_mut(&life) else {
@@ -629,7 +628,7 @@ impl Serving {
         absent.next().map(|(other, _)| other)
     }
 
-    /// A rank gives its epoch up because of another one.
+    /// A rank fails its epoch because of another one.
     fn fail(&self, life: u64, rank: Rank, (epoch, blamed): (u64, u32), later: &mut Later) {
         let reason = format!("rank {blamed} is silent");
         let blamed = Some(blamed);
@@ -725,7 +724,7 @@ impl Serving {
         let at = seat.at;
         let is_told = |owner: &Owner| net.reach(owner.node, at);
         if !self.owners.get(&life).is_some_and(is_told) {
-            return; // the next beat that arrives tells
+            return; // the next heartbeat reports it
         }
         if let Some(seat) = self.seat(life, rank, process) {
             seat.lost = false;
@@ -738,7 +737,7 @@ impl Serving {
         self.step(life, Event::Crew(exited), net, later);
     }
 
-    /// An owner and its workers look whether they hear each other.
+    /// An owner and its workers check each other's heartbeats.
     fn beat(&mut self, life: u64, net: &Net<'_>, later: &mut Later) {
         let Some(owner) = self.owners.get(&life) else {
             return;
@@ -761,7 +760,7 @@ impl Serving {
         }
     }
 
-    /// Whether a rank's worker is given up now; its machine ends it at the same time.
+    /// Whether a rank's worker is declared lost now; its machine ends it at the same time.
     fn has_lost(&mut self, life: u64, rank: Rank, net: &Net<'_>) -> bool {
         let hears = self.hears(life, rank, net);
         let Some(owner) = self.owners.get_mut(&life) else {
@@ -785,8 +784,8 @@ impl Serving {
         is_over
     }
 
-    /// A client asks a node that lives for an instance that the node knows, and that was ready
-    /// once. Before that no node answers as its model.
+    /// A client sends a request to a live node for an instance in the node's map that was ready
+    /// once. Before that no node answers for its model.
     fn ask(&mut self, net: &Net<'_>, later: &mut Later) {
         let alive: Vec<usize> = (0..net.nodes.len())
             .filter(|node| net.lives(*node))
@@ -817,7 +816,7 @@ impl Serving {
         self.look(number, net, later);
     }
 
-    /// An owner's reply goes to the entry that asked, if it still does.
+    /// Delivers an owner's reply to the ingress of the request, if it still has it.
     fn deliver(
         &mut self,
         (life, ticket): (u64, Ticket),
@@ -835,7 +834,7 @@ impl Serving {
         }
     }
 
-    /// An entry takes in what its owner has sent.
+    /// An ingress receives what its owner has sent.
     fn drain(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
         loop {
             let asked = &mut self.asked[number];
@@ -885,7 +884,7 @@ impl Serving {
         }
     }
 
-    /// Another node gets a copy of what an entry has, then the client.
+    /// Another node gets a copy of an ingress's tokens, then the client gets them.
     fn copy(&mut self, number: usize, ends: bool, net: &Net<'_>, later: &mut Later) {
         let way = self.way();
         let asked = &mut self.asked[number];
@@ -902,13 +901,13 @@ impl Serving {
         later.push((wait, Due::Told(number, asked.entries, entry.tokens, ends)));
     }
 
-    /// A client gets tokens from its entry.
+    /// A client receives tokens from its ingress.
     fn told(&mut self, number: usize, entry: u64, (count, ends): (usize, bool)) {
         let asked = &mut self.asked[number];
         if asked.entries != entry || asked.outcome.is_some() {
             return;
         }
-        // A copy that took 2 s may be told after the next one that did not.
+        // A copy that took 2 s may arrive after a later, faster one.
         asked.have = asked.have.max(count);
         if ends {
             asked.outcome = Some(Outcome::Whole);
@@ -920,7 +919,7 @@ impl Serving {
         }
     }
 
-    /// An entry, or a client without one, looks after a request.
+    /// An ingress, or a client without one, checks a request.
     fn look(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
         if self.asked[number].outcome.is_some() {
             return;
@@ -939,12 +938,12 @@ impl Serving {
         }
     }
 
-    /// A client whose entry is gone goes on at a node that finds a copy of what it has.
+    /// A client that lost its ingress resumes at a node that finds a copy of its tokens.
     fn come_back(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
         let node = self.random.below(net.nodes.len() as u64) as usize;
         let way = self.way();
         let asked = &mut self.asked[number];
-        // One that has just started may not know the model yet, and refuses.
+        // A node that has just started may not have the record yet, and refuses.
         if !net.lives(node) || net.record(node, asked.id).is_none() {
             return;
         }
@@ -957,7 +956,7 @@ impl Serving {
         let found = found.map(|(_, count)| *count).max();
         let count = match found {
             Some(count) if count >= asked.have => count,
-            None if asked.have == 0 => 0, // it asks anew
+            None if asked.have == 0 => 0, // it sends a new request
             _ => return,
         };
         asked.entry = Some(Entry::new(node, count));
@@ -965,7 +964,7 @@ impl Serving {
         later.push((way, Due::Told(number, asked.entries, count, false)));
     }
 
-    /// Closes a line that is cut or whose owner is gone, and settles what was given back.
+    /// Closes a connection that is cut or whose owner is lost, and settles returned requests.
     fn check_line(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
         let Some(entry) = &mut self.asked[number].entry else {
             return;
@@ -997,7 +996,7 @@ impl Serving {
         self.asked[number].outcome = Some(Outcome::Lost);
     }
 
-    /// Asks the owner of the instance, as the entry's node knows it.
+    /// Connects to the owner of the instance, by the map of the ingress.
     fn connect(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
         let asked = &mut self.asked[number];
         let Some(entry) = &mut asked.entry else {
@@ -1043,10 +1042,10 @@ impl Serving {
         self.step(life, submit, net, later);
     }
 
-    /// Looks at what must be in the end. `wanted`: the instances that have to run, each somewhere.
+    /// Checks the final state. `wanted`: the instances that must run.
     ///
-    /// The first load of an instance may fail, and then its owner says why: nobody starts it again
-    /// before somebody asks for that.
+    /// The first load of an instance may fail, with the owner's reason: it is not restarted without
+    /// a new request.
     pub(crate) fn in_the_end(
         &self,
         length: Duration,
@@ -1079,8 +1078,8 @@ impl Serving {
 }
 
 impl Owner {
-    /// Starts a worker on the first node of the record that is reached, from the rank's own on.
-    /// Nodes that leave come last.
+    /// Starts a worker on the first reachable node of the record, from the rank's own on. Draining
+    /// nodes come last.
     fn start(&mut self, rank: Rank, net: &Net<'_>) {
         let (first, count) = (rank.0 as usize, self.nodes.len());
         let places = (0..count).map(|i| self.nodes[(first + i) % count]);
@@ -1092,7 +1091,7 @@ impl Owner {
         (seat.at, seat.alive) = (at, true);
     }
 
-    /// Ends a worker; its messages no more arrive.
+    /// Ends a worker; its messages no longer arrive.
     fn stop(&mut self, rank: Rank) {
         let seat = &mut self.seats[rank.0 as usize];
         *seat = Seat {

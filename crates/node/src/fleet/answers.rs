@@ -1,13 +1,13 @@
-//! Requests on one node for an instance that another node owns.
+//! Ingress: requests on one node for an instance that another node owns, and the owner's side.
 //!
 //! ```text
 //! entry -> Submit(ticket, request, tokens), Cancel(ticket)
 //! owner -> Reply(ticket, reply), Stand(how its instance is), Split(how the model is cut): the last
 //!          two when they change
 //! ```
-//! The entry keeps each request with the tokens of its answer. When the owner is gone, or its
-//! instance does not answer, the entry's [`Relief`] hands them to another replica of the model.
-//! Without one the entry hands them to the next owner. The answer goes on either way.
+//! The ingress keeps each request with the tokens of its answer so far. If the owner is lost or its
+//! instance does not answer, [`Relief`] moves the requests to another replica. Without one they go
+//! to the next owner. Either way the answer continues after those tokens.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -26,25 +26,25 @@ use super::{Inner, report};
 use crate::Instance;
 use crate::crew::line::{Broken, Line, hear, pair, say};
 
-/// Replies of an owner that wait for its channel. An entry that is behind by more is given up.
+/// Queued replies of an owner. It drops an ingress that falls further behind.
 const REPLIES_MAX: usize = 16_384;
 
-/// Open requests of one entry.
+/// Maximum open requests of one ingress.
 const OPEN_MAX: usize = 1024;
 
-/// How often a thread looks whether it is still needed.
+/// Interval at which a thread checks whether it is still needed.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// Longest time without an owner before answers are lost: detection, a new placement and the load
 /// of a large model from disk.
 const OWNERLESS_LIMIT: Duration = Duration::from_secs(120);
 
-/// Time after which an owner that gave a request back, and still answers, does not go. An owner
-/// that goes gives its requests back first. It looks every [`LOOK_EVERY`] whether it is still the
-/// one to ask, and closes the line if not.
+/// Time after which an owner that returned a request, and still answers, is not shutting down. A
+/// departing owner returns its requests first; it checks every [`LOOK_EVERY`] whether it still owns
+/// the instance and closes the connection if not.
 const SETTLED_AFTER: Duration = Duration::from_secs(1);
 
-/// How often a request is asked again of an owner that gives it back, and answers others.
+/// Maximum resubmissions of a request to an owner that returns it while it answers others.
 const AGAIN_MAX: u8 = 3;
 
 #[derive(Serialize, Deserialize)]
@@ -64,19 +64,19 @@ enum ToEntry {
     /// The answer to `Instance`.
     Ready,
     Reply(Ticket, Reply),
-    /// How the instance is, with the requests of all entries.
+    /// Status of the instance, with the requests of every ingress.
     Stand(Status),
-    /// How the model is cut, in a word; after `Ready`, and before the first reply after a change.
+    /// Name of the split; sent after `Ready`, and before the first reply after a change.
     Split(String),
 }
 
-/// Reads `bytes` as messages between an entry and an owner, for fuzzing.
+/// Reads `bytes` as messages between an ingress and an owner, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<ToOwner>(bytes);
     let _ = serde_json::from_slice::<ToEntry>(bytes);
 }
 
-/// Answers an entry on its line until that closes.
+/// Serves an ingress until its connection closes.
 pub(super) fn answer(inner: &Arc<Inner>, line: &Arc<dyn Line>) {
     let id = match hear(&**line, LOOK_EVERY * 10) {
         Ok(Some(ToOwner::Instance(id))) => InstanceId(id),
@@ -84,13 +84,13 @@ pub(super) fn answer(inner: &Arc<Inner>, line: &Arc<dyn Line>) {
     };
     if let Some(instance) = inner.ready_instance(id) {
         let answers = || inner.answers_with(id, &instance);
-        // The entry sees that the line is closed.
+        // The ingress sees the closed connection.
         let _: Result<(), Broken> = serve(line, &instance, &answers);
     }
     line.close();
 }
 
-/// A line to this node's own instances.
+/// A connection to this node's own instances.
 pub(super) fn here(inner: &Arc<Inner>) -> Option<Arc<dyn Line>> {
     let (line, there) = pair();
     let (inner, there): (_, Arc<dyn Line>) = (Arc::clone(inner), Arc::new(there));
@@ -99,7 +99,7 @@ pub(super) fn here(inner: &Arc<Inner>) -> Option<Arc<dyn Line>> {
     Some(Arc::new(line))
 }
 
-/// `answers`: whether the instance is the one to ask, and not one that another has followed.
+/// `answers`: whether the instance still answers, and no successor has replaced it.
 fn serve(
     line: &Arc<dyn Line>,
     instance: &Instance,
@@ -134,7 +134,7 @@ fn serve(
     })
 }
 
-/// Says how the model is cut where that is not what was `told` last.
+/// Sends the name of the split if it differs from `told`, the last one sent.
 fn say_split(line: &dyn Line, instance: &Instance, told: &mut String) -> Result<(), Broken> {
     let split = instance.split().to_string();
     if *told == split {
@@ -144,7 +144,7 @@ fn say_split(line: &dyn Line, instance: &Instance, told: &mut String) -> Result<
     say(line, &ToEntry::Split(split))
 }
 
-/// Takes in an entry's requests until its channel closes, and tells it how the instance is.
+/// Receives an ingress's requests until its connection closes, and sends it status updates.
 fn listen(
     line: &Arc<dyn Line>,
     (instance, answers): (&Instance, &dyn Fn() -> bool),
@@ -155,7 +155,7 @@ fn listen(
     loop {
         let status = instance.status();
         if told.as_ref() != Some(&status) {
-            // A queue without room is full of replies, which come first.
+            // If the queue is full, replies have priority over the status.
             let sent = replies.try_send(ToEntry::Stand(status.clone()));
             told = sent.is_ok().then_some(status);
         }
@@ -180,7 +180,7 @@ fn listen(
     }
 }
 
-/// Has the instance answer a request of an entry.
+/// Submits a request of an ingress to the instance.
 fn submit(
     line: &Arc<dyn Line>,
     instance: &Instance,
@@ -189,7 +189,7 @@ fn submit(
     (ticket, request, tokens): (Ticket, Request, Vec<u32>),
 ) {
     let refuse = |failure| {
-        // A queue that is full has closed the line.
+        // A full queue has closed the connection.
         let _: Result<(), _> = replies.try_send(ToEntry::Reply(ticket, Reply::Failed(failure)));
     };
     if lock(open).len() >= OPEN_MAX {
@@ -207,8 +207,8 @@ fn submit(
     }
 }
 
-/// Receives the owner's first two messages after `Ready`: the split, and the state of its
-/// instance. The owner knows both, so that the wait for them is short.
+/// Receives the owner's first two messages after `Ready`: split and status. The owner has both at
+/// hand, so the wait is short.
 fn introduction(line: &dyn Line) -> Result<(Option<String>, Option<Status>), Broken> {
     let mut cut = None;
     let begun = Instant::now();
@@ -222,23 +222,23 @@ fn introduction(line: &dyn Line) -> Result<(Option<String>, Option<Status>), Bro
     Ok((cut, None))
 }
 
-/// Other instances of a model, which can go on with requests.
+/// Failover to other instances of the same model.
 pub(super) trait Relief: Send + Sync {
-    /// Hands the requests of an entry whose instance does not answer to other instances; whether
-    /// any moved. The entry's own thread calls this, so that no reply to them is under way.
+    /// Moves the requests of an ingress whose instance does not answer to other instances. Returns
+    /// whether any moved. The ingress's own thread calls this, so no reply to them is in flight.
     fn relieve(&self, from: &Entry) -> bool;
 }
 
-/// How a model is cut of which no owner has told it yet.
+/// Name of the split before an owner has sent one.
 pub(super) const UNKNOWN: &str = "unknown";
 
-/// An instance of another node, as a service of this one. Dropping it hands what is open to the
-/// relief, and loses the rest.
+/// A remote instance as a local service. Dropping it moves open requests to the failover target and
+/// loses the rest.
 pub(super) struct Remote {
     pub(super) entry: Arc<Entry>,
 }
 
-/// Requests of this node for one instance, and the line to its owner.
+/// This node's requests for one instance, and the connection to its owner.
 pub(super) struct Entry {
     id: InstanceId,
     relief: Option<Weak<dyn Relief>>,
@@ -252,27 +252,28 @@ struct Open {
     requests: BTreeMap<Ticket, Asked>,
     /// To the owner, while there is one.
     line: Option<Arc<dyn Line>>,
-    /// Whether the instance answers, as the owner last said.
+    /// Whether the instance answers, by the owner's last status.
     answers: bool,
-    /// Requests of other entries that the instance has in work, as the owner last said.
+    /// Running requests of other nodes, by the owner's last status.
     others: usize,
-    /// Of the owner.
+    /// Kind of the owner's node.
     kind: Option<Kind>,
-    /// Nothing more is taken.
+    /// Set once no further request is accepted.
     is_over: bool,
-    /// How the model is cut, as an owner told it last.
+    /// Name of the split, as last sent by an owner.
     split: Option<String>,
 }
 
 impl Open {
-    /// Without an owner, or with one that is gone, the next one is told what it needs.
+    /// Sends a message to the owner. If there is none or it is lost, `connect` sends all state to
+    /// the next one.
     fn tell(&self, message: &ToOwner) {
         if let Some(line) = &self.line {
             let _: Result<(), _> = say(&**line, message);
         }
     }
 
-    /// Whether answers of the owner's kernel class can go on elsewhere.
+    /// Whether answers of the owner's kernel class can continue on another instance.
     fn goes_on(&self) -> bool {
         let class = self
             .kind
@@ -281,7 +282,7 @@ impl Open {
         class.is_none_or(|class| class.is_ok_and(KernelClass::is_exact))
     }
 
-    /// Decides about a request that the owner gave back.
+    /// Decides about a request that the owner returned.
     fn settle(&mut self, ticket: Ticket) -> Option<Settled> {
         let asked = self.requests.get_mut(&ticket)?;
         let (_, failure) = asked.given_back.take()?;
@@ -295,28 +296,28 @@ impl Open {
     }
 }
 
-/// A request with what came of it so far.
+/// A request and its answer so far.
 pub(super) struct Asked {
     request: Box<Request>,
     tokens: Vec<u32>,
     prompt_read: bool,
     sink: Option<Sink>,
-    /// When the owner said that it does not answer this, and why.
+    /// When the owner returned it, and its reason.
     given_back: Option<(Instant, Failure)>,
-    /// How often it was asked again then.
+    /// Resubmissions since then.
     again: u8,
 }
 
-/// Decision about a request that its owner has given back.
+/// Decision about a returned request.
 enum Settled {
-    /// It is asked again.
+    /// Submit it again.
     Again(ToOwner),
-    /// Its caller is told.
+    /// Report the failure to its caller.
     Over(Asked, Failure),
 }
 
 impl Asked {
-    /// A request of whose answer its caller has `tokens` already.
+    /// A request whose caller already has `tokens` of the answer.
     pub(super) fn new(request: Request, tokens: Vec<u32>, sink: Sink) -> Self {
         Self {
             request: Box::new(request),
@@ -328,8 +329,8 @@ impl Asked {
         }
     }
 
-    /// Whether it was given back so long ago that the owner which did so does not go. An answer
-    /// that has begun and cannot go on elsewhere does not wait for another owner.
+    /// Whether it was returned long enough ago that its owner is not shutting down. An answer that
+    /// has begun and cannot continue elsewhere does not wait for another owner.
     fn is_settled(&self, answers: bool, goes_on: bool) -> bool {
         let limit = match answers || (self.has_begun() && !goes_on) {
             true => SETTLED_AFTER,
@@ -344,7 +345,7 @@ impl Asked {
         &self.request.prompt
     }
 
-    /// Whether its answer has begun: it goes on with the same numbers only.
+    /// Whether its answer has begun: then only an instance with the same numerics can continue it.
     pub(super) const fn has_begun(&self) -> bool {
         !self.tokens.is_empty()
     }
@@ -359,7 +360,7 @@ impl Asked {
 }
 
 impl Remote {
-    /// Starts a thread that keeps a channel to the owner, whichever node that is.
+    /// Starts a thread that keeps a connection to the current owner.
     ///
     /// # Errors
     /// What the system says when it refuses the thread.
@@ -393,20 +394,20 @@ impl Entry {
         state.line.is_some() && state.answers
     }
 
-    /// Requests that the instance has in work: those of this entry, and those of others as the
-    /// owner last said.
+    /// Running requests of the instance: those of this ingress, and those of others by the owner's
+    /// last status.
     pub(super) fn load(&self) -> usize {
         let state = lock(&self.state);
         state.requests.len() + state.others
     }
 
-    /// Of the last known owner.
+    /// Kind of the last known owner's node.
     pub(super) fn kind(&self) -> Option<Kind> {
         lock(&self.state).kind.clone()
     }
 
-    /// Takes a request, of a client or of another entry. Gives it back when it has [`OPEN_MAX`], or
-    /// when it is over.
+    /// Accepts a request of a client or of another ingress. Returns it at [`OPEN_MAX`] open
+    /// requests, or after the end.
     pub(super) fn take(&self, ticket: Ticket, asked: Asked) -> Result<(), Asked> {
         let mut state = lock(&self.state);
         if state.is_over || state.requests.len() >= OPEN_MAX {
@@ -420,7 +421,7 @@ impl Entry {
         Ok(())
     }
 
-    /// Why [`take`](Self::take) gives a request back.
+    /// Why [`take`](Self::take) returns a request.
     pub(super) fn refusal(&self) -> Failure {
         let state = lock(&self.state);
         match state.is_over {
@@ -433,7 +434,7 @@ impl Entry {
         }
     }
 
-    /// Forgets a request; nothing happens where it is none of this entry.
+    /// Drops a request; ignores one that is not open here.
     pub(super) fn cancel(&self, ticket: Ticket) {
         let mut state = lock(&self.state);
         if state.requests.remove(&ticket).is_some() {
@@ -441,26 +442,26 @@ impl Entry {
         }
     }
 
-    /// All open requests, for a [`Relief`]. The relief returns requests that it cannot place by
+    /// Removes and returns all open requests, for a [`Relief`]. It returns unplaced ones by
     /// [`keep`](Self::keep).
     pub(super) fn give_up(&self) -> BTreeMap<Ticket, Asked> {
         std::mem::take(&mut lock(&self.state).requests)
     }
 
-    /// Takes a request back that was given up.
+    /// Puts a request back that [`give_up`](Self::give_up) removed.
     pub(super) fn keep(&self, ticket: Ticket, asked: Asked) {
         lock(&self.state).requests.insert(ticket, asked);
     }
 
-    /// Leaves the owner, which stops what this entry asked. The next line starts afresh, so that no
-    /// late reply meets a request that has moved on and come back.
+    /// Closes the connection, so that the owner stops this ingress's requests. The next connection
+    /// starts fresh: no late reply can reach a request that moved away and returned.
     pub(super) fn hang_up(&self) {
         if let Some(line) = lock(&self.state).line.take() {
             line.close();
         }
     }
 
-    /// Keeps a channel to the owner until this is over.
+    /// Keeps a connection to the owner until the end.
     fn run(&self, inner: &Weak<Inner>) {
         let mut lost_at = None;
         while !self.over.load(Ordering::SeqCst) {
@@ -488,7 +489,7 @@ impl Entry {
         self.lose("the model was unloaded");
     }
 
-    /// A channel to the owner, if it has the instance, with all open requests handed to it.
+    /// Connects to the owner, if it has the instance, and submits all open requests.
     fn connect(&self, inner: &Arc<Inner>) -> Option<Arc<dyn Line>> {
         let line = inner.reach_owner(self.id)?;
         say(&*line, &ToOwner::Instance(self.id.0)).ok()?;
@@ -514,7 +515,7 @@ impl Entry {
         Some(line)
     }
 
-    /// Passes replies on until the channel breaks, or until the requests went elsewhere.
+    /// Delivers replies until the connection breaks or the requests have moved.
     fn converse(&self, line: &dyn Line) {
         while !self.over.load(Ordering::SeqCst) {
             match hear(line, LOOK_EVERY) {
@@ -533,7 +534,7 @@ impl Entry {
         line.close();
     }
 
-    /// Takes in how the owner's instance is.
+    /// Stores the owner's status.
     fn learn(&self, status: &Status) {
         let mut state = lock(&self.state);
         state.answers = status.state == State::Ready;
@@ -541,14 +542,14 @@ impl Entry {
         state.others = all.saturating_sub(state.requests.len());
     }
 
-    /// Has other instances go on with the open requests; whether any moved.
+    /// Moves the open requests to other instances; returns whether any moved.
     fn relieve(&self) -> bool {
         let relief = self.relief.as_ref().and_then(Weak::upgrade);
         let has_open = !lock(&self.state).requests.is_empty();
         has_open && relief.is_some_and(|relief| relief.relieve(self))
     }
 
-    /// Ends what the owner has given back and goes on without, or asks for it again.
+    /// Resubmits or fails the requests that the owner has returned.
     fn settle(&self) {
         let mut state = lock(&self.state);
         let (answers, goes_on) = (state.answers, state.goes_on());
@@ -557,7 +558,7 @@ impl Entry {
         let tickets: Vec<Ticket> = settled.map(|(ticket, _)| *ticket).collect();
         let mut over = Vec::new();
         for ticket in tickets {
-            // Told under the lock: a cancel that came between would be told first.
+            // Sent under the lock, so that a concurrent cancel cannot overtake it.
             match state.settle(ticket) {
                 Some(Settled::Again(submit)) => state.tell(&submit),
                 Some(Settled::Over(asked, failure)) => {
@@ -586,7 +587,7 @@ impl Entry {
                 asked.tokens.push(*token);
                 asked.again = 0;
             }
-            // An owner that is about to go says so too: then the next one goes on.
+            // A departing owner sends the same failure; then the next owner continues.
             Reply::Failed(failure @ (Failure::Lost { .. } | Failure::Unavailable { .. })) => {
                 asked.given_back = Some((Instant::now(), failure.clone()));
                 return;
@@ -602,7 +603,7 @@ impl Entry {
             }
             Reply::PromptRead { .. } => {}
         }
-        // A sink may cancel: it must not be called under the lock.
+        // A sink may cancel, so it must not be called under the lock.
         let Some(mut sink) = asked.sink.take() else {
             return;
         };
@@ -621,12 +622,12 @@ impl Entry {
         }
     }
 
-    /// How the model is cut, once an owner has told it.
+    /// Name of the split, once an owner has sent it.
     pub(super) fn cut(&self) -> Option<String> {
         lock(&self.state).split.clone()
     }
 
-    /// How this entry is.
+    /// Status of the instance as this node sees it.
     pub(super) fn status(&self) -> Status {
         let state = lock(&self.state);
         let started = state.requests.values().filter(|asked| asked.prompt_read);
@@ -680,17 +681,17 @@ impl fmt::Debug for Remote {
     }
 }
 
-/// Entries without threads, for tests of what gives requests to them.
+/// An ingress without a thread, for tests of its callers.
 #[cfg(test)]
 pub(super) mod testing {
     use super::*;
     use crate::crew::line::MemoryLine;
 
-    /// The owner's end of an entry's line.
+    /// The owner's end of an ingress's connection.
     pub(in crate::fleet) struct Owner(MemoryLine);
 
     impl Owner {
-        /// The entry's next message, such as `submit 1 after [7]`; nothing where it says nothing.
+        /// The ingress's next message, such as `submit 1 after [7]`, if there is one.
         pub(in crate::fleet) fn heard(&self) -> Option<String> {
             match hear(&self.0, Duration::ZERO) {
                 Ok(Some(ToOwner::Submit { ticket, tokens, .. })) => {
@@ -704,7 +705,7 @@ pub(super) mod testing {
         }
     }
 
-    /// An entry with a line to an owner that computes by this kernel class.
+    /// An ingress connected to an owner of this kernel class.
     pub(in crate::fleet) fn connected(id: u64, class: &str) -> (Remote, Owner) {
         let (line, there) = pair();
         let entry = Entry {
@@ -750,7 +751,7 @@ pub(super) mod testing {
         }
     }
 
-    /// Makes what was given back old enough to be settled by an owner that answers.
+    /// Ages the returned requests, so that an owner that answers settles them.
     fn let_time_go_by(entry: &Entry) {
         for asked in lock(&entry.state).requests.values_mut() {
             if let Some((at, _)) = &mut asked.given_back {
@@ -759,7 +760,7 @@ pub(super) mod testing {
         }
     }
 
-    /// A remote with one request, whose failure is kept.
+    /// A remote instance with one request, whose failure is recorded.
     fn asked(class: &str) -> (Remote, Owner, Ticket, Arc<Mutex<Option<Failure>>>) {
         let (remote, owner) = connected(1, class);
         let failed: Arc<Mutex<Option<Failure>>> = Arc::default();
@@ -774,8 +775,8 @@ pub(super) mod testing {
         (remote, owner, ticket, failed)
     }
 
-    /// A worker that dies again and again loses the answer, and the owner lives on: its caller must
-    /// not wait for ever.
+    /// If a worker dies repeatedly, the live owner loses the answer: the caller must get the
+    /// failure.
     #[test]
     fn what_a_living_owner_loses_is_told() {
         let (remote, owner, ticket, failed) = asked("cpu");
@@ -793,7 +794,7 @@ pub(super) mod testing {
         assert_eq!(remote.entry.load(), 0);
     }
 
-    /// On a class that is not exact an answer that has begun has no other owner to wait for.
+    /// With an inexact class an answer that has begun cannot continue with another owner.
     #[test]
     fn an_answer_that_cannot_go_on_ends_while_its_owner_starts_again() {
         for (class, begun, is_over) in [
@@ -831,7 +832,7 @@ pub(super) mod testing {
         assert_eq!(*lock(&failed), Some(refused()));
     }
 
-    /// The owner says how its instance is.
+    /// The owner sends a status.
     pub(in crate::fleet) fn say_stand(entry: &Entry, state: State, running: usize) {
         entry.learn(&Status {
             state,

@@ -1,4 +1,5 @@
-//! An instance that this node owns: the model on every node, workers over them, and reports.
+//! An instance that this node owns: distributes the model, starts the workers and publishes status
+//! reports.
 
 use std::cell::Cell;
 use std::fmt::Display;
@@ -25,8 +26,8 @@ use crate::{Options, Prepared};
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 
-/// How long an instance answers before it has spares that nobody asked for. An instance that is
-/// loaded for a few questions needs none.
+/// How long an instance answers before it gets automatic standbys. One loaded for a few questions
+/// needs none.
 const AUTO_SPARE_AFTER: Duration = Duration::from_secs(30);
 
 /// An instance of this node.
@@ -35,18 +36,18 @@ pub(super) struct Owned {
     pub(super) id: InstanceId,
     pub(super) epoch: u64,
     pub(super) wanted: Wanted,
-    /// Workers that each of its nodes has lost so far.
+    /// Lost workers by node.
     pub(super) flaps: Arc<Flaps>,
-    /// A rank was lost, and no other of its nodes has room for it.
+    /// Set when a rank was lost and no other node of the instance has memory for it.
     pub(super) cramped: Arc<AtomicBool>,
-    /// It was begun before, by an earlier record or by an earlier process of this node. Clients may
-    /// have answers of it, so that a failure while it loads is not its end.
+    /// Whether it was started before, by an earlier record or an earlier process of this node.
+    /// Clients may have partial answers, so a failure while it loads does not end it.
     pub(super) goes_on: bool,
 }
 
 impl Owned {
-    /// Brings the instance up and reports how it goes. Returns the service that answers for it. An
-    /// instance that goes on is tried again when nodes come.
+    /// Starts the instance and publishes reports. Returns its service. An instance that was started
+    /// before is tried again when nodes join.
     pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<Answers> {
         let mut told = None;
         loop {
@@ -144,14 +145,14 @@ impl Owned {
         RemoteCrew::new(Box::new(places), model, ranks, None)
     }
 
-    /// The record's successors that compute the instance, by their places.
+    /// Indices of the record's successors that compute the instance.
     fn successors(&self) -> Vec<usize> {
         let nodes = &self.wanted.nodes;
         let place = |id: &NodeId| nodes.iter().position(|node| node == id);
         self.wanted.successors.iter().filter_map(place).collect()
     }
 
-    /// The model's file on this node, which gets it from the others where it lacks it.
+    /// The model file on this node; fetched from other nodes if missing.
     fn own_file(&self, inner: &Inner) -> Result<PathBuf, String> {
         let source = self.wanted.source.filter(|id| *id != inner.agent.id());
         let model = (&inner.agent, &name_of(&self.wanted));
@@ -174,8 +175,8 @@ impl Owned {
         path_of(inner, &self.wanted)
     }
 
-    /// As [`draft_file`](Self::draft_file). An owner that took over and cannot have the draft goes
-    /// on without: answers need none.
+    /// As [`draft_file`](Self::draft_file). An owner after a takeover continues without a missing
+    /// draft: answers do not depend on it.
     fn draft(&self, inner: &Inner) -> Result<Option<PathBuf>, String> {
         match self.draft_file(inner) {
             Err(reason) if self.epoch > 1 => {
@@ -255,7 +256,7 @@ impl Owned {
         Ok(prepared)
     }
 
-    /// Has all nodes have the model, or what it takes to open it, side by side.
+    /// Makes all nodes fetch the model, or the bytes needed to open it, in parallel.
     fn share(&self, inner: &Inner) -> Result<(), String> {
         let others = self.wanted.nodes.iter().chain(&self.wanted.prompts);
         let others = others.copied().filter(|id| *id != inner.agent.id());
@@ -292,9 +293,9 @@ impl Owned {
         })
     }
 
-    /// Decides about a node that does not get the model. An instance that goes on does without it.
-    /// The node may have been lost after its record was written, and its ranks run on others then.
-    /// Any other instance fails with `reason`.
+    /// Handles a node that cannot get the model. An instance that was started before continues
+    /// without that node, which may have been lost since the record was written. Its ranks then run
+    /// on others. Any other instance fails with `reason`.
     fn do_without(&self, inner: &Inner, reason: String) -> Result<(), String> {
         if !self.goes_on {
             return Err(reason);
@@ -304,8 +305,8 @@ impl Owned {
         Ok(())
     }
 
-    /// Whether each node gets only what it computes with. Encoders are loaded whole, and files
-    /// whose root nobody has signed can be had only whole.
+    /// Whether each node fetches only its own ranges. Encoders are loaded whole, and files without
+    /// a signed root can only be copied whole.
     fn in_parts(&self, inner: &Inner) -> bool {
         let wanted = &self.wanted;
         let is_signed = || rooted::of(&inner.agent.map(), &wanted.sha256).is_ok();
@@ -313,8 +314,8 @@ impl Owned {
         wanted.weights.in_parts(wanted.bytes) && is_signed() && !is_encoder()
     }
 
-    /// Has the first successor that lives get all of the model, so that the loss of this node loses
-    /// no weights. Until then it would. The other nodes of the instance have all of a small file.
+    /// Makes the first live successor fetch all of the model, so that the loss of this node loses
+    /// no weights. With a small file every node has all of it anyway.
     fn back_up(&self, inner: &Arc<Inner>) {
         let is_alone = self.wanted.nodes.len() == 1 && self.wanted.lender.is_none();
         if self.wanted.weights != Weights::Auto || !(is_alone || self.in_parts(inner)) {
@@ -347,7 +348,7 @@ impl Owned {
         }
     }
 
-    /// Tells the cluster what becomes of the workers.
+    /// The observer that publishes the workers' events to the cluster.
     fn observer(&self, inner: &Arc<Inner>) -> crate::Observer {
         let (own, inner) = (self.clone(), Arc::downgrade(inner));
         let mut last = Instant::now();
@@ -379,13 +380,12 @@ impl Owned {
         })
     }
 
-    /// Takes back nodes that loads have named, and tells when other nodes are left out than were
-    /// told.
+    /// Readmits nodes named by loads, and publishes a changed set of excluded nodes.
     fn take_back(&self, inner: &Inner, map: &Registers, named: &[Named]) {
         self.flaps.take_back(named);
         let said = report(map, self.id).filter(|it| it.epoch == self.epoch);
         let said = said.filter(|it| it.state == State::Ready);
-        // News that was not told yet is told once the instance answers again.
+        // A pending report is published once the instance answers again.
         let Some(said) = said.and_then(|it| it.reason) else {
             return;
         };
@@ -395,7 +395,7 @@ impl Owned {
         }
     }
 
-    /// Which nodes are left out, and why.
+    /// The excluded nodes and the reason, for people.
     fn left_out(&self, inner: &Inner) -> Option<String> {
         let out = self.flaps.out(Instant::now());
         let names: Vec<String> = out.into_iter().map(|id| inner.name(id)).collect();
@@ -408,7 +408,7 @@ impl Owned {
         })
     }
 
-    /// Tells that the instance of the record before answers on, because this one cannot start.
+    /// Reports that the previous record's instance keeps answering, because this one cannot start.
     pub(super) fn go_on_as_before(&self, inner: &Inner) {
         let reason = "the last placement could not start, the one before answers".to_owned();
         self.report(inner, State::Ready, None, Some(reason));
@@ -428,7 +428,7 @@ impl Owned {
             reason,
         };
         let text = serde_json::to_string(&report).expect("a report is JSON");
-        // The map is full, or this node owns it no more: a report is not worth more.
+        // Fails if the map is full or this node is no longer the owner: the report is dropped.
         let _: Result<(), _> = inner
             .agent
             .write(Key::State(self.id), self.epoch, Some(text));
@@ -436,9 +436,9 @@ impl Owned {
 }
 
 impl Inner {
-    /// Has the instances of this node take back nodes that they left out.
+    /// Makes this node's instances readmit excluded nodes.
     pub(super) fn take_back(&self) {
-        // A copy, so that the lock is not held while the map is written.
+        // A copy, so that the lock is free while the map is written.
         let of = |it: &Running| it.owned.clone();
         let owned: Vec<Owned> = lock(&self.owned).values().map(of).collect();
         if owned.is_empty() {
@@ -453,7 +453,7 @@ impl Inner {
     }
 }
 
-/// The model's file of an instance on this node, of which weights may be missing.
+/// Local path of the model file; weight ranges may be absent.
 pub(super) fn part_of(inner: &Inner, wanted: &Wanted) -> Result<PathBuf, String> {
     inner.copies.find_part(&inner.agent, &name_of(wanted))
 }

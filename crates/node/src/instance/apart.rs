@@ -1,12 +1,12 @@
-//! Ranks of their own that read prompts for an instance: the shell around [`Apart`].
+//! Disaggregated prefill of an instance: the shell around [`Apart`].
 //!
 //! ```text
 //! Instance::submit --signals--> thread "prompts": Apart::step --> instance of the prompts' ranks
 //!                                  ^        |                 --> workers of both: pages, links
 //!  workers of both, news of both --+        '--> the decoding ranks' thread: the request
 //! ```
-//! The ranks for prompts are an [`Instance`] too, with a supervisor of its own. A rank that is lost
-//! there is started again, and costs the decoding ranks nothing.
+//! The prefill ranks are an [`Instance`] too, with its own supervisor. A lost prefill rank is
+//! restarted without any effect on the decode ranks.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -37,18 +37,18 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How long [`Prompts::linked`] waits for both groups to be connected.
 const LINKED_LIMIT: Duration = Duration::from_secs(5);
 
-/// Between two looks of it.
+/// Poll interval of that wait.
 const LINKED_LOOK: Duration = Duration::from_millis(5);
 
-/// The only key that prefixes are remembered by here.
+/// The only key of the recorded prefixes here.
 const OWN: InstanceId = InstanceId(0);
 
-/// Which of the two groups.
+/// One of the two groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// It decodes.
+    /// The decode ranks.
     Here,
-    /// It reads prompts.
+    /// The prefill ranks.
     There,
 }
 
@@ -56,30 +56,31 @@ pub(crate) enum Side {
 pub(super) enum Signal {
     Submit(Ticket, Box<Request>, Vec<u32>, Sink),
     Cancel(Ticket),
-    /// A group is ready by this split.
+    /// A group is ready with this split.
     Ready(Side, Split),
     Lost(Side, String),
-    /// A worker says something about pages.
+    /// A worker's message about KV transfer.
     Worker(Rank, FromWorker),
     Read(Ticket, Result<(), String>),
     ReadHere(u32, Duration),
     End,
 }
 
-/// Tells the thread what becomes of one of the groups.
+/// Sends the events of one group to the thread.
 #[derive(Clone)]
 pub(crate) struct Hears {
     side: Side,
     signals: Sender<Signal>,
 }
 
-/// The far end of [`Hears`].
+/// Receives the events of a `GroupEventSender`.
 pub(crate) struct Heard {
     signals: Sender<Signal>,
     heard: Receiver<Signal>,
 }
 
-/// A way to hear of both groups, before there are any.
+/// Creates the event channel of both groups, before they exist: for decode, for prefill, and the
+/// receiver.
 pub(crate) fn hears() -> (Hears, Hears, Heard) {
     let (signals, heard) = channel();
     let of = |side| Hears {
@@ -94,7 +95,7 @@ impl Hears {
         self.side
     }
 
-    /// Passes on what a worker says about pages; gives anything else back.
+    /// Forwards a worker's message about KV transfer; returns any other message.
     pub(super) fn worker(&self, rank: Rank, message: FromWorker) -> Option<FromWorker> {
         let is_ours = matches!(
             message,
@@ -110,7 +111,7 @@ impl Hears {
         None
     }
 
-    /// Hears a notice of the group, whose ways have these splits.
+    /// Forwards a notice of the group; `split` returns its split by index.
     pub(super) fn notice(&self, notice: &Notice, split: impl Fn(usize) -> Split) {
         match notice {
             Notice::Ready { way, .. } => self.say(Signal::Ready(self.side, split(*way))),
@@ -120,11 +121,11 @@ impl Hears {
     }
 
     fn say(&self, signal: Signal) {
-        let _ = self.signals.send(signal); // nobody hears it when the instance ends
+        let _ = self.signals.send(signal); // fails when the instance ends
     }
 }
 
-/// How prompts are read, for those who watch.
+/// Status of disaggregated prefill.
 #[derive(Clone, Copy, Debug, Default)]
 struct View {
     up: bool,
@@ -133,18 +134,18 @@ struct View {
     readers: Readers,
 }
 
-/// The ranks for prompts of an instance.
+/// The prefill ranks of an instance.
 pub(super) struct Prompts {
     pub(super) instance: Arc<Instance>,
     signals: Sender<Signal>,
     view: Arc<Mutex<View>>,
-    /// Whether the first start waits for them.
+    /// Whether the first start waits for these ranks.
     awaited: bool,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Prompts {
-    /// Has `instance` read prompts for the ranks of `here`. Both tell `heard` what becomes of them.
+    /// Attaches `instance` as prefill ranks of `here`. Both send their events to `heard`.
     pub(super) fn begin(
         instance: Instance,
         here: Arc<Shared>,
@@ -198,7 +199,7 @@ impl Prompts {
         let _ = self.signals.send(signal); // the thread ends with this
     }
 
-    /// Waits until the ranks for prompts are ready for the first time and both groups connected.
+    /// Waits until the prefill ranks are ready for the first time and both groups are connected.
     ///
     /// # Errors
     /// As [`Instance::ready`].
@@ -219,12 +220,12 @@ impl Prompts {
         Ok(())
     }
 
-    /// Requests that are held.
+    /// Number of held requests.
     pub(super) fn held(&self) -> usize {
         lock(&self.view).held
     }
 
-    /// The pipeline that reads prompts, on nodes behind the `first` that decode.
+    /// The prefill pipeline, on nodes after the `first` decode nodes.
     pub(super) fn pipeline(&self, first: usize) -> Pipeline {
         let mut pipeline = self.instance.placement().replicas.swap_remove(0);
         let stages = pipeline.stages.iter_mut();
@@ -238,8 +239,8 @@ impl Prompts {
         (view.up, view.counts, view.readers)
     }
 
-    /// Waits a bounded time until both groups are connected. Where they are not, prompts are read
-    /// by the decoding ranks until they are.
+    /// Waits a bounded time until both groups are connected. Until then the decode ranks compute
+    /// all prompts.
     fn linked(&self) {
         let until = Instant::now() + LINKED_LIMIT;
         while !lock(&self.view).up && Instant::now() < until {
@@ -257,15 +258,15 @@ impl Drop for Prompts {
     }
 }
 
-/// A request that is held.
+/// A request that waits for its prefill.
 struct Open {
     request: Box<Request>,
     tokens: Vec<u32>,
     sink: Sink,
     since: Instant,
-    /// Tokens of the prompt that nobody has read.
+    /// Uncached tokens of the prompt.
     fresh: u32,
-    /// The ranks' name for its prompt while they read it.
+    /// Ticket of its prompt at the prefill ranks.
     reading: Option<Ticket>,
 }
 
@@ -277,9 +278,9 @@ struct Shell {
     view: Arc<Mutex<View>>,
     begun: Instant,
     open: HashMap<Ticket, Open>,
-    /// Beginnings of prompts that the decoding ranks have.
+    /// Prompt prefixes in the decode ranks' cache.
     read: Prefixes,
-    /// Of the groups, while they are ready.
+    /// Split of each group while it is ready.
     splits: [Option<Split>; 2],
     meeting: Meeting,
 }
@@ -305,8 +306,7 @@ impl Shell {
         }
     }
 
-    /// Leaves the requests that are held to the decoding ranks, whose instance tells callers that
-    /// it ends.
+    /// Submits held requests to the decode ranks, whose instance reports its end to the callers.
     fn end(&mut self) {
         for (ticket, open) in self.open.drain() {
             let submit = Command::Submit(ticket, open.request, open.tokens, open.sink);
@@ -338,7 +338,7 @@ impl Shell {
                 self.splits[side as usize] = Some(split);
                 match side {
                     Side::Here => {
-                        self.read.forget(OWN); // an epoch begins with an empty cache
+                        self.read.forget(OWN); // a new epoch has an empty cache
                         Event::HereReady(ranks)
                     }
                     Side::There => Event::ThereReady(ranks),
@@ -374,8 +374,8 @@ impl Shell {
         })
     }
 
-    /// Where the ranks for prompts reach what a decoding rank listens at. What is on this machine
-    /// is at the address by which another machine of either group reaches this one.
+    /// Addresses of a decode rank as seen by the prefill ranks. A rank on this machine has the
+    /// address by which another machine of either group reaches this one.
     fn seen(&self, rank: Rank, addrs: Vec<SocketAddr>) -> Vec<SocketAddr> {
         let (here, there) = (&*self.here.crew, &*self.there.shared.crew);
         let own = there.own_addr().or_else(|| here.own_addr());
@@ -395,7 +395,7 @@ impl Shell {
         let known = self.read.read_by(&blocks, OWN) * PAGE;
         self.read.remember(&blocks, OWN);
         let fresh = request.prompt.len().saturating_sub(known);
-        // The logits of all its tokens are wanted, which no page has.
+        // It needs the logits of all its tokens, which no page has.
         let fresh = if request.prompt_logprobs { 0 } else { fresh };
         let fresh = u32::try_from(fresh).unwrap_or(u32::MAX);
         let open = Open {
@@ -431,8 +431,8 @@ impl Shell {
         }
     }
 
-    /// Gives a request to the decoding ranks. How long they take to read a prompt by themselves is
-    /// learned where nothing else is under way.
+    /// Submits a request to the decode ranks. Measures their own prefill if nothing else is under
+    /// way.
     fn go(&mut self, ticket: Ticket) {
         let Some(open) = self.open.remove(&ticket) else {
             return;
@@ -453,7 +453,7 @@ impl Shell {
         self.here.command(submit);
     }
 
-    /// A sink that tells how long the decoding ranks took to read a prompt.
+    /// A sink that also reports the decode ranks' prefill time of a prompt.
     fn timed(&self, prompt: usize, mut sink: Sink) -> Sink {
         let (since, signals) = (Instant::now(), self.signals.clone());
         Box::new(move |reply| {
@@ -467,7 +467,7 @@ impl Shell {
         })
     }
 
-    /// Has the ranks for prompts read one, and the decoding ranks tell when they have its pages.
+    /// Submits a prompt to the prefill ranks, and asks the decode ranks to report its pages.
     fn read(&mut self, ticket: Ticket) {
         let Some(open) = self.open.get_mut(&ticket) else {
             return;
@@ -479,7 +479,7 @@ impl Shell {
             .as_ref()
             .map_or(0, Split::ranks);
         for rank in (0..ranks).map(Rank) {
-            // A rank that is gone is found by its own silence.
+            // A lost rank is detected by its silence.
             let _ = self
                 .here
                 .crew
@@ -558,7 +558,8 @@ impl Shell {
     }
 }
 
-/// The name of the last full page of a prompt whose last token is still to be computed.
+/// The name of the last full page of a prompt, without its last token, which is computed for the
+/// logits.
 fn last_page(prompt: &[u32]) -> PageName {
     let whole = prompt.len().saturating_sub(1) / PAGE;
     let pages = prompt.chunks_exact(PAGE).take(whole);

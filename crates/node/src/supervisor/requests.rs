@@ -1,4 +1,4 @@
-//! The open requests of an instance, and what becomes of them.
+//! The open requests of an instance: admission, replies, resubmission and failures.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,32 +7,32 @@ use paceline_engine::{Failure, Reply, Request, Ticket};
 
 use super::{Action, FAILURES_MAX, HELD_LIMIT, KEYS, Phase, STARTS_MIN, Supervisor, Why, steer};
 
-/// A request that is not over.
+/// A request without a final reply.
 #[derive(Debug)]
 pub(super) struct Open {
     pub(super) request: Box<Request>,
-    /// Of the answer, as the caller has them.
+    /// Tokens of the answer that the caller has.
     pub(super) tokens: Vec<u32>,
-    /// Whether the caller knows that the prompt was read.
+    /// Whether the caller was notified of the end of prefill.
     prompt_read: bool,
-    /// Whether the epoch has it.
+    /// Whether it is submitted to the epoch.
     in_work: bool,
-    /// When it was in work last, or came.
+    /// When it was last submitted, or arrived.
     since: Duration,
     /// Epochs that had it and failed since its last token.
     failures: u32,
-    /// Epochs that failed before they had it, since it was in work last.
+    /// Epochs that failed before they had it, since it was last submitted.
     starts: u32,
 }
 
 impl Open {
-    /// Keys of its last token in the cache, beyond those that predictions are for.
+    /// Keys of its last token in the cache, beyond the [`KEYS`] of predictions.
     fn further_keys(&self) -> u32 {
         let keys = self.request.prompt.len() + self.tokens.len();
         u32::try_from(keys).unwrap_or(u32::MAX).saturating_sub(KEYS)
     }
 
-    /// Counts an epoch that failed; whether the answer can still come.
+    /// Counts a failed epoch; returns whether the request may still be answered.
     fn outlives(&mut self, now: Duration, held_limit: Duration) -> bool {
         if std::mem::take(&mut self.in_work) {
             self.failures += 1;
@@ -46,12 +46,12 @@ impl Open {
     }
 }
 
-/// All of them, in the order in which they came.
+/// All open requests, in order of arrival.
 #[derive(Debug, Default)]
 pub(super) struct Requests(BTreeMap<Ticket, Open>);
 
 impl Requests {
-    /// Requests that are computed, and that wait; nothing is computed unless `ready`.
+    /// Numbers of running and of waiting requests; none is running unless `ready`.
     pub(super) fn load(&self, ready: bool) -> (usize, usize) {
         let started = self.0.values().filter(|open| open.prompt_read && ready);
         let running = started.count();
@@ -59,10 +59,10 @@ impl Requests {
     }
 }
 
-/// The treatment of a request that comes now.
+/// Admission of a new request.
 enum Door {
     Open,
-    /// The split is being changed, or answers wait to go on.
+    /// Held: the split is changing, or answers wait to resume.
     Held,
     Shut(String),
 }
@@ -100,7 +100,7 @@ impl Supervisor {
         }
     }
 
-    /// Why a request would be refused now, if it would.
+    /// Checks whether a request would be admitted now.
     ///
     /// # Errors
     /// [`Failure::Unavailable`] and [`Failure::Busy`].
@@ -159,7 +159,7 @@ impl Supervisor {
         self.closed(now);
     }
 
-    /// Takes in a reply of the leader, by a step that ended `at` a time of its clock.
+    /// Handles a reply of the leader; `at` is the end of its step by the leader's clock.
     pub(super) fn reply(
         &mut self,
         now: Duration,
@@ -167,7 +167,7 @@ impl Supervisor {
         reply: Reply,
         at: Option<Duration>,
     ) {
-        // The engine fails next: the request stays open until the cause is known.
+        // The engine's failure follows: the request stays open until the cause is known.
         if is_consequence(&reply) {
             return;
         }
@@ -199,7 +199,7 @@ impl Supervisor {
         self.out.push_back(Action::Deliver(ticket, reply));
     }
 
-    /// The last reply to a request.
+    /// Delivers the last reply to a request.
     pub(super) fn finish(&mut self, now: Duration, ticket: Ticket, reply: Reply) {
         if self.requests.0.remove(&ticket).is_some() {
             self.out.push_back(Action::Deliver(ticket, reply));
@@ -212,7 +212,7 @@ impl Supervisor {
         self.learn_sometimes(now);
     }
 
-    /// Hands all open requests to the leader.
+    /// Submits all open requests to the leader.
     pub(super) fn hand_over(&mut self) {
         let rank = self.ways[self.way].leader;
         for (ticket, open) in &mut self.requests.0 {
@@ -226,8 +226,8 @@ impl Supervisor {
         }
     }
 
-    /// An epoch begins, which has no request yet. A failure that ends it before says nothing about
-    /// requests.
+    /// Marks all requests as not submitted, at the start of an epoch. A failure before they are
+    /// submitted does not count against them.
     pub(super) fn rest(&mut self, now: Duration) {
         for open in self.requests.0.values_mut() {
             if std::mem::take(&mut open.in_work) {
@@ -236,7 +236,7 @@ impl Supervisor {
         }
     }
 
-    /// Counts a failure; requests that failed too often, or wait too long, are lost.
+    /// Counts a failure; fails requests that failed too often or wait too long.
     pub(super) fn give_up(&mut self, now: Duration, reason: &str) {
         let limit = self.policy.held_limit;
         let lost = |_: &Ticket, open: &mut Open| !open.outlives(now, limit);
@@ -244,7 +244,7 @@ impl Supervisor {
         self.lost(now, lost, reason);
     }
 
-    /// Tells all open requests that their answers are lost.
+    /// Fails all open requests.
     pub(super) fn lose(&mut self, now: Duration, reason: &str) {
         let open = std::mem::take(&mut self.requests.0);
         self.lost(now, open, reason);
@@ -260,8 +260,7 @@ impl Supervisor {
     }
 }
 
-/// Whether a reply of the leader says that its engine failed, rather than something about the
-/// request.
+/// Whether a reply of the leader reports a failure of its engine and not of the request.
 const fn is_consequence(reply: &Reply) -> bool {
     matches!(
         reply,

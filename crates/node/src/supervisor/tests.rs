@@ -1,8 +1,8 @@
-//! Lives of instances from seeds: no process, no clock, no thread.
+//! Seeded simulation of the supervisor: no process, clock or thread.
 //!
-//! A [`World`] plays crew and callers in simulated time. Workers start, listen, load, answer,
-//! leave, die, fall silent, refuse and blame each other at random moments; callers ask and cancel.
-//! After every action the world checks what was promised; a failure prints the seed.
+//! A [`World`] simulates workers and callers. Workers start, listen, load, answer, leave, die, fall
+//! silent, refuse and blame each other at random times; callers submit and cancel. After every
+//! action it checks the invariants; a failure prints the seed.
 
 mod failing;
 
@@ -43,7 +43,7 @@ impl Random {
     }
 }
 
-/// A worker's life.
+/// A simulated worker.
 #[derive(Clone, Debug, Default)]
 struct Worker {
     /// Counts processes of this rank.
@@ -53,20 +53,20 @@ struct Worker {
     /// The epoch that it is in, and whether it is ready there.
     epoch: Option<u64>,
     ready: bool,
-    /// Of a leader: requests, with the tokens that are next.
+    /// Of a leader: requests, with the index of the next token.
     answers: BTreeMap<Ticket, usize>,
 }
 
-/// An event that is planned for a time.
+/// An event planned for a time.
 #[derive(Clone, Debug)]
 enum Plan {
     /// A worker's message, if its process is the same by then.
     Says(Rank, u64, FromWorker),
-    /// A process is found dead.
+    /// A process is detected as dead.
     Exit(Rank, u64),
-    /// A process is found silent.
+    /// A process is detected as silent.
     Silence(Rank, u64),
-    /// A leader gives its next token.
+    /// A leader produces its next token.
     Token(Rank, u64, u64, Ticket),
     Kill(Rank),
     Hang(Rank),
@@ -89,13 +89,13 @@ impl PartialOrd for Timed {
     }
 }
 impl Ord for Timed {
-    /// The earliest is the greatest, as a heap wants it.
+    /// Reversed order, so that the earliest is on top of the heap.
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (other.0, other.1).cmp(&(self.0, self.1))
     }
 }
 
-/// The replies that a caller has heard.
+/// The replies that a caller has received.
 #[derive(Debug, Default)]
 struct Heard {
     tokens: usize,
@@ -118,7 +118,7 @@ struct World {
     last_ticket: u64,
     faults: bool,
     over: bool,
-    /// Situations that were seen, over all seeds.
+    /// Situations covered, over all seeds.
     seen: BTreeSet<&'static str>,
 }
 
@@ -164,7 +164,7 @@ impl World {
         let way = |i: u64| Way {
             name: format!("way {i}"),
             leader: Rank((i % u64::from(ranks)) as u32),
-            // All lie, so that changes are tried.
+            // All predictions are wrong, so that changes are tried.
             tok_s: 1e6 / (i + 1) as f64,
             key_s: 0.0,
             change: i.is_multiple_of(2).then_some(Duration::ZERO),
@@ -209,7 +209,7 @@ impl World {
         &mut self.workers[rank.0 as usize]
     }
 
-    /// A moment for each fault and each caller.
+    /// Plans a time for each fault and each caller.
     fn schedule(&mut self) {
         let ranks = self.workers.len() as u64;
         for _ in 0..self.random.below(5) {
@@ -242,7 +242,7 @@ impl World {
             self.happen(plan);
             assert!(self.order < 100_000, "it never ends");
         }
-        // No faults from here on: whatever is open is answered.
+        // No faults from here on: all open requests must be answered.
         self.faults = false;
         let rounds = 0..200;
         for _ in rounds {
@@ -264,7 +264,8 @@ impl World {
             let ended = heard.end.is_some() || heard.cancelled;
             assert!(ended, "{ticket:?} was lost silently: {heard:?}");
             let lost = matches!(heard.end, Some(Reply::Failed(Failure::Lost { .. })));
-            // A change of the split that can be neither made nor taken back resumes, too.
+            // Open requests also resume after a change of the split that can be neither made nor
+            // reverted.
             let may_be = !self.policy.resume || self.over || !self.policy.restart;
             let may_be = may_be || heard.failures >= FAILURES_MAX;
             assert!(
@@ -350,7 +351,7 @@ impl World {
         self.blame(rank);
     }
 
-    /// Ranks of the same epoch see that one is gone, at once or late.
+    /// Ranks of the same epoch detect a lost one, at once or late.
     fn blame(&mut self, lost: Rank) {
         for rank in (0..self.workers.len() as u32).map(Rank) {
             let (epoch, alive) = (self.worker(rank).epoch, self.worker(rank).alive);
@@ -469,7 +470,7 @@ impl World {
             Action::Stop(rank) => {
                 let worker = self.worker(rank);
                 (worker.alive, worker.epoch) = (false, None);
-                worker.process += 1; // events of it are forgotten
+                worker.process += 1; // its events are dropped
             }
             Action::Submit {
                 rank,
@@ -581,7 +582,7 @@ impl World {
                 heard.failures = 0;
             }
             end => {
-                // It comes before the notice of the failure that is one too many.
+                // It precedes the notice of the failure that exceeds the limit.
                 if matches!(end, Reply::Failed(Failure::Lost { .. })) {
                     heard.failures += 1;
                 }

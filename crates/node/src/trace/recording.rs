@@ -14,19 +14,19 @@ use super::stages::stretch;
 use super::{Clock, Times};
 use crate::Instance;
 
-/// Longest answer of an instance that is traced.
+/// Longest traced answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(240);
 
-/// An answer, as every rank recorded it.
+/// The traces of one answer by every rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Recording {
-    /// How the model was cut.
+    /// The split of the model.
     pub split: String,
     /// The rank that leads.
     pub leader: u32,
     /// In rank order.
     pub ranks: Vec<Record>,
-    /// By the caller's clock.
+    /// Times by the caller's clock.
     pub times: Times,
 }
 
@@ -64,11 +64,11 @@ impl Recording {
         }
     }
 
-    /// Has an instance answer a request and records it. Other requests that it computes meanwhile
-    /// share the steps. Blocks until the answer is complete, at most four minutes.
+    /// Submits a request to an instance and traces it. Concurrent requests share its steps. Blocks
+    /// until the answer is complete, at most four minutes.
     ///
     /// # Errors
-    /// Why it was not answered, or a rank that did not tell.
+    /// Why it was not answered, or a rank returned no trace.
     pub fn of(instance: &Instance, config: &Config, request: Request) -> Result<Self, String> {
         let _alone = lock(instance.traces()); // another trace takes a bounded time
         let clock = Clock::now();
@@ -79,11 +79,11 @@ impl Recording {
         Ok(Self::new(traces, times, instance.split(), config))
     }
 
-    /// Records for `time` what an instance computes for others; its times are those of the whole
-    /// steps in it. Blocks for `time` and for what the ranks need to tell, at most some 20 s.
+    /// Traces an instance for `time`, without a request of its own; the times are those of the
+    /// whole steps in it. Blocks for `time` plus the ranks' reports, at most some 20 s.
     ///
     /// # Errors
-    /// Another trace that runs, a rank that did not tell.
+    /// Another trace is running, or a rank returned no trace.
     pub fn watch(instance: &Instance, time: Duration) -> Result<Self, String> {
         let Ok(_alone) = instance.traces().try_lock() else {
             return Err("another trace of it runs".to_owned());
@@ -102,7 +102,7 @@ impl Recording {
     }
 }
 
-/// The trace of each rank with what it holds, in rank order.
+/// The trace and shard of each rank, in rank order.
 fn records(split: &Split, traces: Vec<RankTrace>) -> Vec<Record> {
     let mut first = 0;
     let places = split.each_stage().flat_map(|(layers, shares)| {
@@ -118,12 +118,12 @@ fn records(split: &Split, traces: Vec<RankTrace>) -> Vec<Record> {
     places.zip(traces).map(record).collect()
 }
 
-/// Waits for an answer; when its parts came.
+/// Waits for an answer; returns its times.
 fn answer(instance: &Instance, request: Request, clock: &Clock) -> Result<Times, String> {
     let (sender, replies) = channel();
     let asked = Instant::now();
     let sink = Box::new(move |reply| {
-        let _ = sender.send((Instant::now(), reply)); // nobody waits for it any more
+        let _ = sender.send((Instant::now(), reply)); // the receiver may be gone
     });
     let failed = |failure: Failure| failure.to_string();
     let ticket = instance.submit(request, sink).map_err(failed)?;

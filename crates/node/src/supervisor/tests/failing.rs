@@ -1,8 +1,8 @@
-//! A worker that fails, or is to compute another way: waits, requests that end it, moves.
+//! A failing worker: waits, requests that crash it, and changes of the split.
 
 use super::*;
 
-/// An instance of one worker, and what its waits after failures are.
+/// An instance of one worker, to measure its waits after failures.
 struct Failing {
     supervisor: Supervisor,
     now: Duration,
@@ -13,7 +13,7 @@ impl Failing {
         Self::of(1, resume)
     }
 
-    /// Of so many ways.
+    /// An instance with `ways` possible splits.
     fn of(ways: usize, resume: bool) -> Self {
         let policy = Policy {
             restart: true,
@@ -61,7 +61,7 @@ impl Failing {
         });
     }
 
-    /// The worker dies: what that leads to.
+    /// Kills the worker; returns the actions.
     fn fail(&mut self) -> Vec<Action> {
         let exited = CrewEvent::Exited {
             rank: Rank(0),
@@ -113,7 +113,7 @@ fn the_first_wait_is_short_and_comes_back_after_an_answer() {
     assert_eq!(waits(true), [0, 250, 0, 250]);
 }
 
-/// Whether the first request is lost by one of these.
+/// Whether one of these actions fails the first request.
 fn loses(actions: &[Action]) -> bool {
     let lost = |action: &Action| {
         matches!(
@@ -135,7 +135,7 @@ fn a_request_that_ends_its_workers_is_given_up() {
     }
 }
 
-/// Workers that end before they have it say nothing about a request.
+/// Workers that end before they have a request do not count against it.
 #[test]
 fn a_request_waits_for_workers_that_cannot_start() {
     let mut failing = Failing::new(true);
@@ -151,7 +151,7 @@ fn a_request_waits_for_workers_that_cannot_start() {
     assert!(rounds >= 2, "{rounds}");
 }
 
-/// A move is one change of the split: open requests go on in the next epoch.
+/// A move is one change of the split: open requests continue in the next epoch.
 #[test]
 fn a_better_way_is_moved_to_and_answers_go_on() {
     let mut instance = Failing::of(2, true);
@@ -195,19 +195,19 @@ fn a_better_way_is_moved_to_and_answers_go_on() {
     );
 }
 
-/// Tokens come in bursts: those of a step whose guesses were right, and those that waited for a
-/// slow connection. The speed is that of the steps, before and after a failure.
+/// Tokens arrive in bursts: several of one step with accepted drafts, or delayed by a slow
+/// connection. The measured speed is that of the steps, before and after a failure.
 #[test]
 fn the_measured_speed_is_that_of_steps_however_tokens_arrive() {
     let mut instance = Failing::new(true);
     instance.become_ready();
     instance.ask(Ticket(1));
     for _ in 0..2 {
-        // Each leader has a clock of its own.
+        // Each leader has its own clock.
         for at_us in (1..=20).map(|step| step * 100_000) {
             instance.now += Duration::from_millis(100);
             for _ in 0..4 {
-                instance.now += Duration::from_micros(1); // as fast as they are read
+                instance.now += Duration::from_micros(1); // as fast as they can be received
                 let reply = Reply::Token {
                     token: 1,
                     text: String::new(),
