@@ -11,9 +11,7 @@ pub enum Error {
     /// The program of a rank cannot be started; no process is left.
     #[error("cannot start {} for {rank}: {source}", program.display())]
     Start {
-        /// The rank of the process.
         rank: Rank,
-        /// The program.
         program: PathBuf,
         source: std::io::Error,
     },
@@ -27,7 +25,6 @@ pub enum Error {
     /// The rank is not one of the workers.
     #[error("{rank} is not one of {size} workers")]
     NoSuchRank {
-        /// The rank that was named.
         rank: Rank,
         size: u32,
     },
@@ -44,11 +41,9 @@ pub enum Error {
     /// this error too.
     #[error("{rank} took {written} of {bytes} bytes of a message in {limit:?}")]
     Stuck {
-        /// The rank that does not read.
         rank: Rank,
         /// Bytes that went into the channel.
         written: usize,
-        /// Bytes of the message.
         bytes: usize,
         /// How long it was tried.
         limit: Duration,

@@ -93,7 +93,6 @@ pub const SOCKETFILTERFW: &str = "/usr/libexec/ApplicationFirewall/socketfilterf
 /// An active firewall, and its rules if this user may read them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Guard {
-    /// Which.
     pub firewall: Firewall,
     /// Its rules; `None` if only root may read them.
     pub rules: Option<String>,

@@ -137,37 +137,30 @@ impl Default for Limits {
 pub enum Event<T> {
     /// It sent a message.
     Message {
-        /// The rank that sent it.
         rank: Rank,
         message: T,
     },
     /// It ended and is reaped. Its last event.
     Exited {
-        /// The rank that ended.
         rank: Rank,
-        /// How.
         ending: Ending,
         /// The last lines of its standard error, oldest first.
         tail: Vec<String>,
     },
     /// It was silent for longer than allowed. Repeated only after it sent something in between.
     Silent {
-        /// The silent rank.
         rank: Rank,
-        /// For how long.
         silence: Duration,
     },
     /// It sent an invalid message. Nothing more is read from it; its only later event is
     /// [`Event::Exited`].
     Garbled {
-        /// The rank that sent it.
         rank: Rank,
         /// The received bytes.
         garbage: Garbage,
     },
     /// Its machine is unreachable. Never sent for a child: for workers on several machines.
     Gone {
-        /// The lost rank.
         rank: Rank,
         /// The machine, and what happened.
         reason: String,

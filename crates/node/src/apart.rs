@@ -64,7 +64,6 @@ pub enum Event {
     /// The decode ranks computed `tokens` tokens of a prompt themselves.
     ReadHere {
         tokens: u32,
-        /// How long that took.
         took: Duration,
     },
     /// The decode ranks are ready in a new epoch; their number.
@@ -78,7 +77,6 @@ pub enum Event {
     /// A decode rank listens.
     Receives {
         rank: Rank,
-        /// Number of the round.
         round: u64,
         /// One for each prefill rank.
         addrs: Vec<SocketAddr>,
@@ -86,17 +84,13 @@ pub enum Event {
     /// A prefill rank is connected to all decode ranks.
     HandsOver {
         rank: Rank,
-        /// Number of the round.
         round: u64,
     },
     /// A connection is lost, or could not be made.
     Unlinked {
-        /// Number of the round.
         round: u64,
-        /// Why.
         reason: String,
     },
-    /// Time went by.
     Tick,
 }
 
@@ -116,7 +110,6 @@ pub enum Action {
     Listen(u64),
     /// Have each prefill rank connect to the addresses where the decode ranks listen for it.
     Connect {
-        /// Number of the round.
         round: u64,
         /// By prefill rank: an address for each decode rank.
         addrs: Vec<Vec<SocketAddr>>,
@@ -132,14 +125,12 @@ pub enum News {
     Up,
     /// The prefill ranks are lost; the decode ranks compute the prompts that were under way.
     Down {
-        /// Why.
         reason: String,
         /// Prompts.
         under_way: usize,
     },
     /// A single prompt falls back to the decode ranks.
     Late {
-        /// Why.
         reason: String,
     },
 }

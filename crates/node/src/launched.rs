@@ -37,7 +37,6 @@ pub enum WireError {
     #[error("cannot read the device file {path}")]
     DeviceFile {
         path: String,
-        /// Report of the system.
         source: io::Error,
     },
     #[error("cannot use the hostfile {path}")]
@@ -49,7 +48,6 @@ pub enum WireError {
     #[error("cannot use address {text}")]
     Address {
         text: String,
-        /// Report of the system.
         source: io::Error,
     },
     #[error("{text} has no address")]

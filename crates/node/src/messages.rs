@@ -31,7 +31,6 @@ pub enum ToWorker {
     Prepare(Box<Job>),
     /// The addresses of all ranks, in rank order; the second message of an epoch.
     Join {
-        /// An address for each rank.
         addrs: Vec<SocketAddr>,
     },
     /// A request, to the leader.
@@ -61,7 +60,6 @@ pub enum ToWorker {
     HandTo(Box<HandTo>),
     /// Report when a page and all before it have arrived from the prefill ranks.
     Expect {
-        /// The prompt's number.
         number: u64,
         /// Name of its last full page.
         page: [u32; 8],
@@ -209,7 +207,6 @@ pub enum FromWorker {
     Listening { addr: SocketAddr },
     /// Weights are being packed.
     Loading {
-        /// Steps done.
         done: usize,
         /// Of how many.
         of: usize,
@@ -256,7 +253,6 @@ pub enum FromWorker {
     },
     /// The answer to `Look`.
     Busy {
-        /// The epoch's number.
         epoch: u64,
         /// Steps of the rank in it, and their computing time.
         busy: Busy,
@@ -265,40 +261,33 @@ pub enum FromWorker {
     Traced(Box<RankTrace>),
     /// It has left the epoch, and waits.
     Left {
-        /// The epoch's number.
         epoch: u64,
         /// Bytes that it had moved in it.
         moved: RankMoved,
     },
     /// The answer to `Receive`.
     Receives {
-        /// Number of the round.
         round: u64,
         /// Its listen address for each prefill rank.
         addrs: Vec<SocketAddr>,
     },
     /// The answer to `HandTo`: all decode ranks are connected.
     HandsOver {
-        /// Number of the round.
         round: u64,
     },
     /// A connection between a prefill and a decode rank is lost, or could not be made.
     Unlinked {
-        /// Number of the round.
         round: u64,
-        /// Why.
         reason: String,
     },
     /// The answer to `Expect`.
     Arrived {
-        /// The prompt's number.
         number: u64,
     },
     /// The epoch failed: it has left it, and waits.
     Failed {
         /// The epoch's number; 0 before the first.
         epoch: u64,
-        /// Why.
         reason: String,
         /// The rank at fault, if it is another one.
         blamed: Option<u32>,

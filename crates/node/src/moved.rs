@@ -78,7 +78,6 @@ impl std::iter::Sum for Moved {
 /// Bytes between the ranks of an instance in its epoch so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exchanged {
-    /// The instance's id.
     pub id: String,
     /// Number of the epoch; each epoch counts from 0.
     pub epoch: u64,

@@ -35,14 +35,12 @@ pub enum Error {
     #[error("{path}: {source}", path = path.display())]
     File {
         path: PathBuf,
-        /// The system's error.
         source: io::Error,
     },
     #[error("cannot run {program}: {source}; the unit is {unit}", unit = unit.display())]
     NotRun {
         /// `systemctl` or `launchctl`.
         program: &'static str,
-        /// The system's error.
         source: io::Error,
         /// The file that it should read.
         unit: PathBuf,

@@ -84,7 +84,6 @@ pub enum How {
 /// A discovered node of this cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heard {
-    /// Which.
     pub id: NodeId,
     /// Address of its control port.
     pub addr: SocketAddr,

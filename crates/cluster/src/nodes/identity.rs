@@ -20,13 +20,11 @@ pub enum Error {
     #[error("reading {}", path.display())]
     Read {
         path: PathBuf,
-        /// The system's error.
         source: io::Error,
     },
     #[error("writing {}", path.display())]
     Write {
         path: PathBuf,
-        /// The system's error.
         source: io::Error,
     },
     #[error("{}: {bytes} bytes, expected {expected}", path.display())]

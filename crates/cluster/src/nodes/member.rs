@@ -85,7 +85,6 @@ pub enum Event {
     Found(Target),
     /// A session with a node began; with the dialled target, if this node dialled.
     Linked {
-        /// With whom.
         id: NodeId,
         /// The target that was dialled.
         target: Option<Target>,
@@ -96,7 +95,6 @@ pub enum Event {
     Received { from: NodeId, message: Message },
     /// This node writes to the map.
     Write {
-        /// The key of the entry.
         key: Key,
         /// As of [`Register`].
         epoch: u64,
@@ -114,7 +112,6 @@ pub enum Action {
     Dial(Target),
     /// Send over the session with `to`; drop it if there is none.
     Send {
-        /// To whom.
         to: NodeId,
         message: Message,
     },

@@ -53,7 +53,6 @@ const UNMEASURED: f64 = 12.5e6;
 /// A measured network path from one node to another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Path {
-    /// The other node.
     pub to: NodeId,
     /// Name of the outgoing interface; empty if unknown.
     pub interface: String,
@@ -124,7 +123,6 @@ pub struct Sample {
 /// Something to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Due {
-    /// Which node.
     pub to: NodeId,
     /// At which address.
     pub remote: SocketAddr,

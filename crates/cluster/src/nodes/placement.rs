@@ -249,7 +249,6 @@ pub enum State {
 pub struct Report {
     /// Epoch of the reported record.
     pub epoch: u64,
-    /// Its state.
     pub state: State,
     /// Steps done and their total, while fetching or loading.
     pub progress: Option<(u64, u64)>,
@@ -262,7 +261,6 @@ pub struct Report {
 pub enum Duty {
     /// Own it: keep it running by its record.
     Own {
-        /// Which.
         id: InstanceId,
         /// Epoch of the record.
         epoch: u64,
@@ -270,7 +268,6 @@ pub enum Duty {
     },
     /// Write this record: its owner is dead and this node is next.
     TakeOver {
-        /// Which.
         id: InstanceId,
         /// The next epoch.
         epoch: u64,

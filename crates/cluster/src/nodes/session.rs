@@ -89,7 +89,6 @@ pub struct Hello {
     pub name: String,
     /// Random number of its process, which distinguishes two processes of one identity.
     pub boot: u64,
-    /// Its control port.
     pub port: u16,
     /// Milliseconds since 1970 by its clock.
     pub wall_ms: u64,
@@ -105,9 +104,7 @@ pub struct Hello {
 pub enum Error {
     #[error("cannot connect to {addr}: {source}")]
     Connect {
-        /// The address.
         addr: SocketAddr,
-        /// The system's error.
         source: io::Error,
     },
     #[error("the connection broke: {0}")]
@@ -127,16 +124,13 @@ pub enum Error {
     /// The peer is a member and refuses this session.
     #[error("refused by {name}: {reason}")]
     Refused {
-        /// The peer's name.
         name: String,
         /// The reason that it gives.
         reason: String,
     },
     #[error("refused {name}: {reason}")]
     Refusing {
-        /// The peer's name.
         name: String,
-        /// Why.
         reason: String,
     },
     #[error("a message of {bytes} bytes, allowed are {bytes_max}")]

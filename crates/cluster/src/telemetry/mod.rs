@@ -97,7 +97,6 @@ pub struct Sample {
 /// Traffic of a network interface.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Network {
-    /// Name of the interface.
     pub name: String,
     /// Bytes a second received.
     pub received_bytes_s: f64,

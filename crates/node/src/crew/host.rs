@@ -93,25 +93,21 @@ pub(super) enum FromHost {
     },
     /// The other answer to `Start`.
     Refused {
-        /// Why.
         reason: String,
     },
     Message(FromWorker),
     /// The worker ended.
     Exited {
-        /// How.
         ending: Ending,
         /// Its last lines.
         tail: Vec<String>,
     },
     /// The worker missed its heartbeats.
     Silent {
-        /// For how long.
         silence: Duration,
     },
     /// The worker is lost.
     Gone {
-        /// Why.
         reason: String,
     },
     /// Heartbeat.
@@ -146,7 +142,6 @@ const EARLIER_MAX: usize = 4096;
 pub struct HostSpec {
     /// The program whose `args` run [`worker::run`](crate::worker::run).
     pub program: PathBuf,
-    /// Arguments of every worker.
     pub args: Vec<OsString>,
     /// The complete environment of every worker: see [`for_workers`](super::for_workers).
     pub env: Vec<(OsString, OsString)>,

@@ -66,7 +66,6 @@ pub struct Holding {
 /// Models of a node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Store {
-    /// The node's name.
     pub node: String,
     /// Its models, by name.
     pub models: Vec<Holding>,
@@ -82,7 +81,6 @@ pub struct Store {
 /// Result of an operation on a node's copy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Outcome {
-    /// The node's name.
     pub node: String,
     /// Bytes freed, or bytes that the node has now.
     pub bytes: Option<u64>,

@@ -87,7 +87,6 @@ pub enum Test {
 /// Result of a [`Test`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// Which test.
     pub test: Test,
     /// Whether all is well.
     pub ok: bool,

@@ -86,7 +86,6 @@ impl fmt::Display for Kind {
 /// A node as `paceline nodes` shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeView {
-    /// Which.
     pub id: NodeId,
     /// State of its life.
     pub state: Life,

@@ -108,7 +108,6 @@ pub enum Error {
     #[error("asking this machine's node at {}: {source}", path.display())]
     Broken {
         path: PathBuf,
-        /// Report of the system.
         source: io::Error,
     },
 }

@@ -84,7 +84,6 @@ pub enum Error {
     #[error("{}: {source}", path.display())]
     File {
         path: PathBuf,
-        /// Report of the system.
         source: io::Error,
     },
     #[error(transparent)]
@@ -92,14 +91,12 @@ pub enum Error {
     #[error("cannot listen on control port {port}: {source}")]
     Port {
         port: u16,
-        /// Report of the system.
         source: io::Error,
     },
     /// The system refuses a thread or a socket.
     #[error("cannot start {what}: {source}")]
     Resource {
         what: &'static str,
-        /// Report of the system.
         source: io::Error,
     },
     /// The local socket's path is too long for the system.
@@ -116,7 +113,6 @@ pub enum Error {
     /// The node has no such service, or refuses this caller.
     #[error("{node}: {reason}")]
     NoService {
-        /// The node's name.
         node: String,
         reason: String,
     },

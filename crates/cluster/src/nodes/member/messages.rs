@@ -45,7 +45,6 @@ pub enum Message {
     },
     /// Request to ping this node, which does not answer the sender.
     PingFor {
-        /// Which.
         id: NodeId,
     },
     /// A ping on behalf of `asker`.

@@ -36,9 +36,7 @@ const LOST: Duration = Duration::from_secs(2);
 /// A node as another sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerView {
-    /// Which.
     pub id: NodeId,
-    /// Its life.
     pub life: Life,
     /// Whether there is a session with it.
     pub linked: bool,
