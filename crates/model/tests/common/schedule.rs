@@ -2,10 +2,9 @@
 
 use std::fmt;
 
+use paceline_base::SplitMix64;
 use paceline_model::{Batch, BatchSequence, BatchSize, Logits, Model, Workspace};
 use paceline_tensor::{KvCache, PAGE};
-
-use super::tiny::Random;
 
 /// Bits of the logits after each token of a sequence.
 pub(crate) type Expected = Vec<Vec<u32>>;
@@ -18,7 +17,7 @@ pub(crate) fn bits(logits: &[f32]) -> Vec<u32> {
 /// How many rows of a sequence come in one step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Chunks {
-    /// So many while there are.
+    /// This many while there are.
     Always(usize),
     /// A single row, the most, or any number between.
     UpTo(usize),
@@ -31,7 +30,7 @@ pub(crate) struct Mix {
     pub(crate) sequences: usize,
     /// Rows of each.
     pub(crate) chunks: Chunks,
-    /// Steps of which one, on average, loses the pages of a sequence; 0 for never.
+    /// One of this many steps, on average, loses the pages of a sequence; 0 for never.
     pub(crate) evict_every: usize,
 }
 
@@ -68,7 +67,7 @@ const KINDS: [Logits; 4] = [Logits::All, Logits::All, Logits::Last, Logits::None
 pub(crate) struct Schedule<'a> {
     model: &'a Model,
     mix: Mix,
-    random: Random,
+    random: SplitMix64,
     sequences: Vec<Sequence<'a>>,
     cache: KvCache,
     /// Pages that no sequence has, in no order.
@@ -100,7 +99,7 @@ impl<'a> Schedule<'a> {
         let context = sequences.iter().map(|s| s.tokens.len()).max().unwrap_or(0);
         let (Chunks::Always(chunk) | Chunks::UpTo(chunk)) = mix.chunks;
         let rows = mix.sequences * chunk;
-        let mut random = Random(seed);
+        let mut random = SplitMix64::new(seed);
         let mut free: Vec<u32> = (0..pages as u32).collect();
         random.shuffle(&mut free);
         // How attention is cut depends on how much room there is for partial results.
@@ -229,7 +228,7 @@ impl<'a> Schedule<'a> {
     }
 }
 
-/// A cache of so many pages, full of NaN: what was there before must not matter.
+/// A cache of this many pages, full of NaN: what was there before must not matter.
 fn soiled_cache(model: &Model, pages: usize) -> KvCache {
     let mut cache = model.whole_cache(pages * PAGE).unwrap();
     cache.soil();

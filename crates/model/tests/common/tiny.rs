@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use paceline_base::BlockType;
+use paceline_base::{BlockType, SplitMix64};
 use paceline_formats::gguf::Value;
 use paceline_formats::gguf::testing::Writer;
 use paceline_model::Family;
@@ -15,37 +15,6 @@ pub(crate) const KEY_HEADS: usize = 4;
 pub(crate) const VALUE_HEADS: usize = 8;
 pub(crate) const STATE: usize = 32;
 const TAPS: usize = 4;
-
-/// A generator of test data: SplitMix64 (Steele, Lea and Flood 2014).
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    /// 64 random bits.
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    /// Below `n`.
-    pub(crate) fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
-    /// In `-1.0..1.0`.
-    fn unit(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
-    }
-
-    /// Brings `list` into random order.
-    pub(crate) fn shuffle<T>(&mut self, list: &mut [T]) {
-        for i in (1..list.len()).rev() {
-            list.swap(i, self.below(i + 1));
-        }
-    }
-}
 
 /// Of families that have them.
 const EXPERTS: usize = 7;
@@ -114,7 +83,7 @@ impl Tiny {
 
     /// `n` random ids.
     pub(crate) fn tokens(&self, n: usize, seed: u64) -> Vec<u32> {
-        let mut random = Random(seed);
+        let mut random = SplitMix64::new(seed);
         (0..n).map(|_| random.below(self.vocab) as u32).collect()
     }
 
@@ -129,7 +98,7 @@ impl Tiny {
             entries: self.metadata(),
             tensors: Vec::new(),
             block_type: self.block_type,
-            random: Random(7),
+            random: SplitMix64::new(7),
         };
         file.matrix("token_embd", self.vocab, self.width);
         file.vector("output_norm.weight", self.width, 1.0);
@@ -141,7 +110,7 @@ impl Tiny {
         file
     }
 
-    // long: one line for each key of a family
+    #[expect(clippy::too_many_lines, reason = "one line for each key of a family")]
     fn metadata(&self) -> Vec<(String, Value)> {
         let name = self.family.name();
         let tokens: Vec<String> = (0..self.vocab).map(|i| format!("t{i}")).collect();
@@ -315,7 +284,7 @@ impl Tiny {
         !dense && (!first_is_dense || i > 0)
     }
 
-    /// Seven experts, three of which a row uses, and for qwen2moe and glm4moe a shared one.
+    /// Seven experts, three for each row, and for qwen2moe and glm4moe a shared one.
     fn experts(&self, file: &mut TinyFile, name: impl Fn(&str) -> String) {
         let (c, f, n) = (self.width, EXPERT_FFN, self.experts_of());
         file.put(&name("ffn_gate_inp.weight"), BlockType::F32, &[n, c]);
@@ -390,7 +359,7 @@ impl Tiny {
         file.matrix(&name("ssm_out"), self.width, values);
     }
 
-    /// Projections of a layer's attention with heads; queries have gates beside them `gated`.
+    /// Projections of a layer's attention with heads; `gated`: queries have gates.
     fn heads_of(&self, file: &mut TinyFile, name: &dyn Fn(&str) -> String, gated: bool) {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let q_rows = if gated { 2 * q } else { q };
@@ -490,7 +459,7 @@ pub(crate) struct TinyFile {
     pub(crate) entries: Vec<(String, Value)>,
     pub(crate) tensors: Vec<TinyTensor>,
     block_type: BlockType,
-    random: Random,
+    random: SplitMix64,
 }
 
 impl TinyFile {
@@ -533,7 +502,9 @@ impl TinyFile {
 
     /// `n` values within half of `centre`.
     pub(super) fn vector(&mut self, name: &str, n: usize, centre: f32) {
-        let values: Vec<f32> = (0..n).map(|_| centre + 0.5 * self.random.unit()).collect();
+        let unit = |bits: u64| (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
+        let value = |_| centre + 0.5 * unit(self.random.next());
+        let values: Vec<f32> = (0..n).map(value).collect();
         self.put_f32(name, &values);
     }
 
