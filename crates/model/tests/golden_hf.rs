@@ -1,7 +1,7 @@
 //! Tiny Hugging Face folders against what `transformers` computes with them
 //! (`tests-data/golden/hf`, made by `scripts/golden/hf_tiny.py`).
 //!
-//! Which layer is the first to differ is told by the unit test `step::tests`.
+//! The unit test `step::tests` finds the first layer that differs.
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]

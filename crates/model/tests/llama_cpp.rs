@@ -189,7 +189,7 @@ fn check_cpu(path: &Path, name: &str, golden: &Golden, all: bool) {
     check_stored(name, KernelClass::Cpu, golden, &ours, all);
 }
 
-/// Keys and values in bytes: what that costs beside those of the class, in f16.
+/// Keys and values in bytes: what that costs compared with those of the class, in f16.
 fn check_kv_bytes(path: &Path, name: &str, golden: &Golden) {
     let model = load(path, KernelClass::Cpu, &kernels()).with_kv(KvType::Q8_0);
     let ours = Reading::of(model, &golden.tokens);

@@ -13,7 +13,7 @@ use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::KvType;
 
 /// Both round products of float32. llama.cpp has keys and values in f16, as class `cpu` has and as
-/// class `cpu-f32` is told to here. With f32 that class is up to 1.2e-3 from them.
+/// class `cpu-f32` is configured here. With f32 that class is up to 1.2e-3 from them.
 const DISTANCE: f64 = 1e-3;
 
 /// Of Gemma 4: llama.cpp takes GELU from a table of f16 by arguments in f16. With that done here

@@ -619,7 +619,7 @@ fn rows_of_a_delta_net_can_be_taken_back() {
     }
 }
 
-/// Weights in another form than the file's are told, and so is a device that is a test bed.
+/// The model reports weights in another form than the file's, and a device that is a test bed.
 #[test]
 fn what_the_owner_should_know_is_told() {
     let Some(library) = library("mlx tells what it converts") else {
@@ -687,8 +687,8 @@ fn class_mlx_exact_is_refused_by_name_where_layers_differ() {
     }
 }
 
-/// The promise of class `mlx-exact`: the bits of one rank and of rows alone, whatever the batch,
-/// the chunks and the split.
+/// The promise of class `mlx-exact`: the bits of one rank and of rows alone, for any batch, chunks
+/// and split.
 #[test]
 fn class_mlx_exact_gives_the_same_bits_over_batches_and_splits() {
     /// Of a batch: enough for MLX to take other kernels for all together.

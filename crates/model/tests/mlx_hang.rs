@@ -1,4 +1,4 @@
-//! A device that hangs, and keeps the process from ending in order: the error is told by name, and
+//! A device that hangs, and keeps the process from ending in order: the error names it, and
 //! the process ended all the same.
 //!
 //! The device is a library of this test (`crates/mlx/tests/fake/hang.rs`), the process this test's

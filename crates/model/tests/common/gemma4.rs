@@ -1,6 +1,6 @@
 //! The tensors and entries of a random Gemma 4. Every second layer sees a window. The others have
 //! heads twice as large, one KV head, and keys that are their values. Of four layers or more the
-//! last two use caches of others and have a wider feed-forward. Experts stand beside every
+//! last two use caches of others and have a wider feed-forward. Experts are part of every
 //! feed-forward, and every layer has embeddings of its own.
 
 use paceline_formats::gguf::{Array, Value};

@@ -23,7 +23,7 @@ impl Runner {
         Self::of(Arc::new(model), positions)
     }
 
-    /// As [`new`](Self::new), of whatever computes.
+    /// As [`new`](Self::new), of any weights.
     pub(crate) fn of(model: Arc<dyn Weights>, positions: usize) -> Self {
         let pages = (0..positions.div_ceil(PAGE) as u32).collect();
         Self::on_pages(model, positions, pages)
@@ -34,7 +34,7 @@ impl Runner {
         Self::reserved(model, positions, pages).unwrap()
     }
 
-    /// As [`new`](Self::new), or why the model does not compute so many positions.
+    /// As [`new`](Self::new), or why the model does not compute `positions`.
     pub(crate) fn try_new(model: Model, positions: usize) -> Result<Self, Error> {
         let pages = (0..positions.div_ceil(PAGE) as u32).collect();
         Self::reserved(Arc::new(model), positions, pages)
@@ -57,7 +57,7 @@ impl Runner {
         self.step(tokens, 0, Logits::All)
     }
 
-    /// Logits after the last of `tokens`, the first of which is at `position`.
+    /// Logits after the last of `tokens`, which begin at `position`.
     pub(crate) fn last(&mut self, tokens: &[u32], position: usize) -> Vec<f32> {
         self.step(tokens, position, Logits::Last).remove(0)
     }
