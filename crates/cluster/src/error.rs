@@ -24,10 +24,7 @@ pub enum Error {
     },
     /// The rank is not one of the workers.
     #[error("{rank} is not one of {size} workers")]
-    NoSuchRank {
-        rank: Rank,
-        size: u32,
-    },
+    NoSuchRank { rank: Rank, size: u32 },
     /// A message cannot be written as JSON; nothing was sent.
     #[error("a message cannot be written as JSON: {reason}")]
     Unencodable { reason: String },

@@ -136,10 +136,7 @@ impl Default for Limits {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event<T> {
     /// It sent a message.
-    Message {
-        rank: Rank,
-        message: T,
-    },
+    Message { rank: Rank, message: T },
     /// It ended and is reaped. Its last event.
     Exited {
         rank: Rank,
@@ -148,10 +145,7 @@ pub enum Event<T> {
         tail: Vec<String>,
     },
     /// It was silent for longer than allowed. Repeated only after it sent something in between.
-    Silent {
-        rank: Rank,
-        silence: Duration,
-    },
+    Silent { rank: Rank, silence: Duration },
     /// It sent an invalid message. Nothing more is read from it; its only later event is
     /// [`Event::Exited`].
     Garbled {

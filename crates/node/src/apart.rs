@@ -54,7 +54,10 @@ const LONGEST_WAIT: Duration = Duration::from_secs(30);
 pub enum Event {
     /// A request arrived. The decode ranks have not cached `tokens` tokens of its prompt, which the
     /// prefill ranks may compute.
-    Submit { ticket: Ticket, tokens: u32 },
+    Submit {
+        ticket: Ticket,
+        tokens: u32,
+    },
     /// The caller cancelled the request.
     Cancel(Ticket),
     /// The prefill ranks have computed the prompt, or refuse it.
@@ -130,9 +133,7 @@ pub enum News {
         under_way: usize,
     },
     /// A single prompt falls back to the decode ranks.
-    Late {
-        reason: String,
-    },
+    Late { reason: String },
 }
 
 impl News {

@@ -35,10 +35,7 @@ pub enum WireError {
     #[error("{0}")]
     Mlx(#[from] MlxError),
     #[error("cannot read the device file {path}")]
-    DeviceFile {
-        path: String,
-        source: io::Error,
-    },
+    DeviceFile { path: String, source: io::Error },
     #[error("cannot use the hostfile {path}")]
     Hostfile {
         path: String,
@@ -46,10 +43,7 @@ pub enum WireError {
         source: io::Error,
     },
     #[error("cannot use address {text}")]
-    Address {
-        text: String,
-        source: io::Error,
-    },
+    Address { text: String, source: io::Error },
     #[error("{text} has no address")]
     NoAddress { text: String },
     #[error("{name} is {value:?}, expected a number")]

@@ -30,9 +30,7 @@ pub enum ToWorker {
     /// Pack the weights of an assignment, and wait as standby.
     Prepare(Box<Job>),
     /// The addresses of all ranks, in rank order; the second message of an epoch.
-    Join {
-        addrs: Vec<SocketAddr>,
-    },
+    Join { addrs: Vec<SocketAddr> },
     /// A request, to the leader.
     Submit {
         ticket: Ticket,
@@ -272,18 +270,11 @@ pub enum FromWorker {
         addrs: Vec<SocketAddr>,
     },
     /// The answer to `HandTo`: all decode ranks are connected.
-    HandsOver {
-        round: u64,
-    },
+    HandsOver { round: u64 },
     /// A connection between a prefill and a decode rank is lost, or could not be made.
-    Unlinked {
-        round: u64,
-        reason: String,
-    },
+    Unlinked { round: u64, reason: String },
     /// The answer to `Expect`.
-    Arrived {
-        number: u64,
-    },
+    Arrived { number: u64 },
     /// The epoch failed: it has left it, and waits.
     Failed {
         /// The epoch's number; 0 before the first.

@@ -33,10 +33,7 @@ pub enum Error {
     NoManager,
     /// A file or folder of the service cannot be written or removed.
     #[error("{path}: {source}", path = path.display())]
-    File {
-        path: PathBuf,
-        source: io::Error,
-    },
+    File { path: PathBuf, source: io::Error },
     #[error("cannot run {program}: {source}; the unit is {unit}", unit = unit.display())]
     NotRun {
         /// `systemctl` or `launchctl`.

@@ -18,15 +18,9 @@ const KEY_BYTES: usize = 32;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("reading {}", path.display())]
-    Read {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     #[error("writing {}", path.display())]
-    Write {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Write { path: PathBuf, source: io::Error },
     #[error("{}: {bytes} bytes, expected {expected}", path.display())]
     Malformed {
         path: PathBuf,

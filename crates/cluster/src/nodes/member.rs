@@ -111,10 +111,7 @@ pub enum Action {
     /// Try to make a session.
     Dial(Target),
     /// Send over the session with `to`; drop it if there is none.
-    Send {
-        to: NodeId,
-        message: Message,
-    },
+    Send { to: NodeId, message: Message },
     /// End the session with a dead or removed node.
     Unlink(NodeId),
     /// These entries of the map have other contents now.

@@ -103,10 +103,7 @@ pub struct Hello {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot connect to {addr}: {source}")]
-    Connect {
-        addr: SocketAddr,
-        source: io::Error,
-    },
+    Connect { addr: SocketAddr, source: io::Error },
     #[error("the connection broke: {0}")]
     Broken(#[source] io::Error),
     #[error("the other side closed the connection")]
@@ -129,10 +126,7 @@ pub enum Error {
         reason: String,
     },
     #[error("refused {name}: {reason}")]
-    Refusing {
-        name: String,
-        reason: String,
-    },
+    Refusing { name: String, reason: String },
     #[error("a message of {bytes} bytes, allowed are {bytes_max}")]
     TooLong { bytes: usize, bytes_max: usize },
 }

@@ -106,10 +106,7 @@ pub enum Error {
     Refused(String),
     /// The node cannot be reached, or ends meanwhile.
     #[error("asking this machine's node at {}: {source}", path.display())]
-    Broken {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Broken { path: PathBuf, source: io::Error },
 }
 
 /// Sends a command to the node of a home; `progress` receives its reports. Waits up to `limit` for

@@ -82,17 +82,11 @@ pub enum Error {
     #[error("a node already runs with the files in {}", folder.display())]
     Running { folder: PathBuf },
     #[error("{}: {source}", path.display())]
-    File {
-        path: PathBuf,
-        source: io::Error,
-    },
+    File { path: PathBuf, source: io::Error },
     #[error(transparent)]
     Secret(#[from] super::identity::Error),
     #[error("cannot listen on control port {port}: {source}")]
-    Port {
-        port: u16,
-        source: io::Error,
-    },
+    Port { port: u16, source: io::Error },
     /// The system refuses a thread or a socket.
     #[error("cannot start {what}: {source}")]
     Resource {
@@ -112,10 +106,7 @@ pub enum Error {
     NoAddress { id: NodeId },
     /// The node has no such service, or refuses this caller.
     #[error("{node}: {reason}")]
-    NoService {
-        node: String,
-        reason: String,
-    },
+    NoService { node: String, reason: String },
     /// A session cannot be established, or is lost.
     #[error(transparent)]
     Session(#[from] session::Error),

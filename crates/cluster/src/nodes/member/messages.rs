@@ -44,9 +44,7 @@ pub enum Message {
         rumours: Vec<Rumour>,
     },
     /// Request to ping this node, which does not answer the sender.
-    PingFor {
-        id: NodeId,
-    },
+    PingFor { id: NodeId },
     /// A ping on behalf of `asker`.
     PingFrom {
         /// The requesting node.
