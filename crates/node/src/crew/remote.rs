@@ -537,7 +537,7 @@ impl Crew for RemoteCrew {
     }
 
     /// Hosts apply their own grace period. This does not wait for a standby that is still starting:
-    /// the thread that starts it ends it, within [`START_LIMIT`].
+    /// the thread that starts it ends it, within `START_LIMIT`.
     fn end(&self, _grace: Duration) {
         self.over.store(true, Ordering::SeqCst);
         (0..self.seats.len() as u32).for_each(|rank| self.stop(Rank(rank)));
