@@ -1,9 +1,9 @@
 //! A model that can be trained: leaves in, losses and gradients out.
 //!
-//! A leaf keeps its activations up to [`KEPT_BYTES`]; layers beyond compute them again, with the
+//! A leaf stores its activations up to [`KEPT_BYTES`]; layers beyond compute them again, with the
 //! same bits. Where every weight is trained, the local leaves go back layer by layer together, so
-//! that one layer's gradients are summed at a time. A model whose head is its table of tokens is the
-//! exception: the table has gradients from both ends.
+//! that one layer's gradients are summed at a time. A tied embedding is the exception: it has
+//! gradients from both ends.
 
 use std::ops::Range;
 use std::path::PathBuf;
