@@ -14,6 +14,7 @@ mod docs;
 mod extent;
 mod fuzz;
 mod instructions;
+mod long_record;
 mod minilm;
 mod mlx;
 mod mlx_engine;

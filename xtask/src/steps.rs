@@ -13,8 +13,8 @@ use crate::extent::{Extent, LONG};
 use crate::nextest::NextestLog;
 use crate::tally::Tally;
 use crate::{
-    asan, darwin, deny, docs, fuzz, instructions, mlx, mlx_engine, mlx_gpu, mlx_tools, models, mpi,
-    neon, package, process, rdma, release, repo, sdk, tidy, wheel,
+    asan, darwin, deny, docs, fuzz, instructions, long_record, mlx, mlx_engine, mlx_gpu, mlx_tools,
+    models, mpi, neon, package, process, rdma, release, repo, sdk, tidy, wheel,
 };
 
 /// A step of a test run. `cargo xtask test` runs those of [`DEFAULT`].
@@ -175,7 +175,12 @@ pub(crate) fn run(steps: &[Step], extent: Extent) -> bool {
 pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
     let mut total = Tally::default();
     let mut table = Vec::new();
-    for (name, time, tally) in stages.iter().flat_map(|lanes| run_lanes(lanes, extent)) {
+    let outcomes: Vec<Outcome> = stages
+        .iter()
+        .flat_map(|lanes| run_lanes(lanes, extent))
+        .collect();
+    long_run(&outcomes, extent);
+    for (name, time, tally) in outcomes {
         table.push(row(name, time, &tally));
         total.add(tally);
     }
@@ -187,6 +192,24 @@ pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
 }
 
 type Outcome = (&'static str, Duration, Tally);
+
+/// Records a long run; tells at the end of another how old the record is.
+fn long_run(outcomes: &[Outcome], extent: Extent) {
+    let rows: Vec<_> = outcomes
+        .iter()
+        .map(|(name, time, tally)| (*name, *time, tally))
+        .collect();
+    match extent {
+        Extent::Long => match long_record::write(&rows) {
+            Ok(()) => println!("benches/results/long-run.tsv has this run: commit it"),
+            Err(error) => println!("this long run is not recorded: {error:#}"),
+        },
+        Extent::Default if outcomes.iter().any(|(name, ..)| *name == Step::Unit.name()) => {
+            println!("\n{}", long_record::describe());
+        }
+        Extent::Default => {}
+    }
+}
 
 /// Runs lanes in parallel, the steps of each in order; outcomes are in lane order. Output of lanes
 /// is interleaved; each step has a log of its own.
