@@ -1,12 +1,14 @@
-//! A random model of two layers with a byte-level vocabulary of 32 tokens, made in the test.
+//! A random model of two layers with a byte-level vocabulary of 32 tokens, built in the test.
 
 use std::sync::Arc;
 
-use paceline_base::{BlockType, Rank};
+use paceline_base::Rank;
 use paceline_formats::gguf::testing::Writer;
 use paceline_formats::tokenizer::{Specials, Tokenizer};
+use paceline_model::testing::{
+    FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, WIDTH, ends, matrix, spell, tiny_llama,
+};
 use paceline_model::{Adapter, AdapterId, AdapterPair, LoadOptions, Model, Part, Source, Split};
-use paceline_tensor::stored::random::random_row;
 use paceline_tensor::{InstructionSet, Kernels};
 
 #[path = "../../../../model/tests/common/toy.rs"]
@@ -73,13 +75,6 @@ pub(super) const END: u32 = TOKENS.len() as u32;
 /// Rows of the embedding: the last two have no token.
 pub(super) const VOCAB: usize = TOKENS.len() + 3;
 
-const WIDTH: usize = 64;
-const HEADS: usize = 4;
-const KV_HEADS: usize = 2;
-const HEAD_DIM: usize = 16;
-const FFN: usize = 128;
-const LAYERS: usize = 2;
-
 /// A model with its tokenizer.
 #[derive(Clone, Debug)]
 pub(crate) struct Tiny {
@@ -114,16 +109,16 @@ impl Tiny {
     pub(super) fn with_set(set: InstructionSet, threads: usize) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tiny.gguf");
-        file().write(&path);
+        tiny_llama(letters(), VOCAB, 4096).write(&path);
         let kernels = Arc::new(Kernels::with_set(set, threads).unwrap());
         Self::open(&Source::open(&path).unwrap(), kernels)
     }
 
-    /// As [`new`](Self::new), with adapters called `a` and `b` beside it.
+    /// As [`new`](Self::new), with adapters called `a` and `b`.
     pub(super) fn adapted(threads: usize) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tiny.gguf");
-        file().write(&path);
+        tiny_llama(letters(), VOCAB, 4096).write(&path);
         let (source, kernels) = (
             Source::open(&path).unwrap(),
             Arc::new(Kernels::new(threads).unwrap()),
@@ -169,7 +164,7 @@ impl Tiny {
     }
 }
 
-/// An adapter whose numbers follow from its name.
+/// An adapter with values derived from its name.
 fn adapter(name: &str) -> Adapter {
     let seed = name.as_bytes()[0];
     let values = |n: usize, by: f32| {
@@ -199,17 +194,7 @@ fn adapter(name: &str) -> Adapter {
     }
 }
 
-/// The bytes as a byte-level vocabulary spells them: a byte that is no printable Latin-1 character
-/// is moved behind it (`bytes_to_unicode` of GPT-2).
-fn spell(bytes: &[u8]) -> String {
-    let is_printable = |b: u8| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
-    let moved = |b: u8| 256 + (0..b).filter(|b| !is_printable(*b)).count() as u32;
-    let code = |b: u8| if is_printable(b) { b.into() } else { moved(b) };
-    let char = |b: &u8| char::from_u32(code(*b)).unwrap();
-    bytes.iter().map(char).collect()
-}
-
-/// A tokenizer of the 256 bytes, an end of answers, and `controls`.
+/// A tokenizer of the 256 bytes, an end token, and `controls`.
 pub(crate) fn byte_tokenizer(controls: &[&str]) -> Tokenizer {
     let mut tokens: Vec<String> = (0..=255).map(|byte| spell(&[byte])).collect();
     tokens.push("<|im_end|>".to_owned());
@@ -219,7 +204,7 @@ pub(crate) fn byte_tokenizer(controls: &[&str]) -> Tokenizer {
     tokenizer_of(vocabulary(tokens, kinds).meta("tokenizer.ggml.eos_token_id", 256u32))
 }
 
-/// A tokenizer of letters that has no end of answers.
+/// A tokenizer of letters without an end token.
 pub(crate) fn endless_tokenizer() -> Tokenizer {
     let tokens: Vec<String> = ('a'..='e').map(String::from).collect();
     let kinds = vec![1; tokens.len()];
@@ -268,29 +253,7 @@ fn letters_of(architecture: &str) -> Writer {
         .meta("tokenizer.ggml.eos_token_id", END)
 }
 
-fn file() -> Writer {
-    let mut file = letters()
-        .meta("llama.vocab_size", VOCAB as u32)
-        .meta("llama.attention.layer_norm_rms_epsilon", 1e-6f32);
-    for (key, value) in [
-        ("block_count", LAYERS),
-        ("embedding_length", WIDTH),
-        ("feed_forward_length", FFN),
-        ("context_length", 4096),
-        ("attention.head_count", HEADS),
-        ("attention.head_count_kv", KV_HEADS),
-        ("attention.key_length", HEAD_DIM),
-    ] {
-        file = file.meta(&format!("llama.{key}"), value as u32);
-    }
-    // Logits of a standard deviation near 3: some tokens are likely, many possible.
-    file = matrix(file, "token_embd", VOCAB, WIDTH);
-    file = file.f32s("output_norm.weight", &[WIDTH], &[18.0; WIDTH]);
-    file = matrix(file, "output", VOCAB, WIDTH);
-    (0..LAYERS).fold(file, layer)
-}
-
-/// Qwen 3.5 of two layers, the first of which keeps states that outlast several pages.
+/// Qwen 3.5 of two layers. The first one keeps states that outlast several pages.
 fn delta_net() -> Writer {
     const NAME: &str = "qwen35";
     const STATE: usize = 16;
@@ -333,9 +296,7 @@ fn delta_net() -> Writer {
             ("attn_output", WIDTH, q),
         ],
     ];
-    file = matrix(file, "token_embd", VOCAB, WIDTH);
-    file = file.f32s("output_norm.weight", &[WIDTH], &[18.0; WIDTH]);
-    file = matrix(file, "output", VOCAB, WIDTH);
+    file = ends(file, VOCAB);
     for (i, mixer) in mixers.into_iter().enumerate() {
         let name = |part: &str| format!("blk.{i}.{part}");
         let ffn = [
@@ -358,47 +319,4 @@ fn delta_net() -> Writer {
         .f32s("blk.0.ssm_dt.bias", &[HEADS], &[-5.0; HEADS])
         .f32s("blk.0.ssm_a", &[HEADS], &[-1.0; HEADS])
         .f32s("blk.0.ssm_norm.weight", &[STATE], &[1.0; STATE])
-}
-
-fn layer(file: Writer, i: usize) -> Writer {
-    let (q, kv) = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM);
-    let name = |part: &str| format!("blk.{i}.{part}");
-    let matrices = [
-        ("attn_q", q, WIDTH),
-        ("attn_k", kv, WIDTH),
-        ("attn_v", kv, WIDTH),
-        ("attn_output", WIDTH, q),
-        ("ffn_gate", FFN, WIDTH),
-        ("ffn_up", FFN, WIDTH),
-        ("ffn_down", WIDTH, FFN),
-    ];
-    // Scores spread, so that attention is not a plain mean.
-    let norms = ["attn_norm.weight", "ffn_norm.weight"];
-    let file = norms.iter().fold(file, |file, norm| {
-        file.f32s(&name(norm), &[WIDTH], &[8.0; WIDTH])
-    });
-    let add =
-        |file, (part, rows, cols): (&str, usize, usize)| matrix(file, &name(part), rows, cols);
-    matrices.into_iter().fold(file, add)
-}
-
-/// A random matrix whose values follow from its name.
-fn matrix(file: Writer, name: &str, rows: usize, cols: usize) -> Writer {
-    let seed = name
-        .bytes()
-        .fold(0u64, |seed, byte| seed * 31 + u64::from(byte));
-    let row = |i| {
-        random_row(
-            BlockType::Q8_0,
-            cols,
-            seed.wrapping_mul(1000).wrapping_add(i),
-        )
-    };
-    let bytes: Vec<u8> = (0..rows as u64).flat_map(row).collect();
-    file.tensor(
-        &format!("{name}.weight"),
-        BlockType::Q8_0,
-        &[rows, cols],
-        bytes,
-    )
 }
