@@ -10,7 +10,7 @@ use crate::rig::Rig;
 use crate::scripted::Script;
 use crate::tiny;
 
-/// Filler for a text of so many characters. It has half as many, since each is a token of this
+/// Filler for a text of `characters`. It has half as many, since each is a token of this
 /// model and Claude Code's prompt has to fit its context.
 fn filler(characters: u64) -> String {
     let length = (characters as usize / 2).max(1);

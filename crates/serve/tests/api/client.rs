@@ -1,4 +1,4 @@
-//! A small HTTP client that sends exactly what it is told and reads events one by one.
+//! A small HTTP client that sends exactly the given bytes and reads events one by one.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};

@@ -27,7 +27,7 @@ fn named(response: Response) -> Vec<Value> {
         .split_terminator("\n\n")
         .filter(|e| !e.starts_with(':'));
     let parse = |event: &str| {
-        // The id, by which a client goes on after a cut, is not of this test.
+        // The id, by which a client resumes a stream, is not of this test.
         let rest = event
             .split_once('\n')
             .filter(|(id, _)| id.starts_with("id: "));

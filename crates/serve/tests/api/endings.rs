@@ -106,7 +106,7 @@ fn failures_have_their_status() {
             Script::Fail(0, failure.clone()),
         ] {
             for fields in ["", r#""stream":true"#] {
-                // A failure that comes after the prompt was read is told within the stream.
+                // A failure that comes after the prompt was read is an event of the stream.
                 let is_event = matches!(script, Script::Fail(..)) && !fields.is_empty();
                 rig.service.script(script.clone());
                 let response = rig.chat(fields);

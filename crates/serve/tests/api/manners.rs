@@ -225,7 +225,7 @@ fn one_key_leaves_places_to_another() {
     let (status, code, ..) = refusal(refused);
     assert_eq!((status, code.as_str()), (429, "client_busy"));
     ask(&modest).ok("another key");
-    // The engine is told who asks: it shares its places between them.
+    // The engine knows the clients, between which it shares its slots.
     let clients: Vec<u64> = rig
         .service
         .requests()

@@ -1,4 +1,4 @@
-//! Clients that are cut off from a stream and go on, at the same server and at another.
+//! Clients that lose a stream's connection and resume it, at the same server and at another.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -35,7 +35,7 @@ fn script(texts: &[&'static str]) -> Vec<(u32, &'static str)> {
     (97..).zip(texts.iter().copied()).collect()
 }
 
-/// Goes on after the event `last`.
+/// Resumes after the event `last`.
 fn again(rig: &Rig, path: &str, last: &str, more: &str) -> crate::client::Response {
     let headers = format!("{JSON}Last-Event-ID: {last}\r\n{more}");
     rig.send("POST", path, &headers, "{}")
@@ -338,7 +338,7 @@ fn of_several_models_the_one_of_the_journal_goes_on_at_once() {
     };
     let whole = format!("{RESPOND}/{id}?stream=true");
     assert_eq!(said(&all(second().get(&whole)))[&0], WORDS.concat());
-    // The body of a client that goes on may name no model.
+    // The body of a client that resumes may name no model.
     let mut events = begun.clone();
     events.extend(all(again(&second(), RESPOND, id_of(&begun), "")));
     assert_eq!(said(&events)[&0], WORDS.concat());
@@ -384,7 +384,7 @@ fn a_stored_response_is_found_at_any_node() {
     );
 }
 
-/// Another node's memory of which its first two lines come first, as from a node that kept the
+/// Another node's memory that first gives its first two lines, as a node that kept the
 /// beginning only.
 struct Slow {
     shelf: Shelf,
@@ -476,7 +476,7 @@ fn without_another_node_answers_go_on_with_an_event() {
     assert_eq!(told.count(), 1);
 }
 
-/// A client that is told 404 gives up, so a silent node is no reason for that.
+/// A client that gets 404 gives up, so a silent node is no reason for that.
 #[test]
 fn an_answer_that_a_silent_node_may_keep_is_asked_for_again() {
     let rig = Rig::with(|config| config.journals.mirror_to(Arc::new(Nobody)));

@@ -21,7 +21,7 @@ pub(crate) enum Script {
     Halt(Vec<(u32, &'static str)>),
     /// A text after a while.
     Late(Duration, &'static str),
-    /// So many tokens "x", then a failure.
+    /// This many tokens "x", then a failure.
     Fail(usize, Failure),
     /// Refuses at once.
     Refuse(Failure),
@@ -109,7 +109,7 @@ impl Scripted {
         self.seen().cancelled.len()
     }
 
-    /// Waits until so many requests came, were cancelled, and are replied to.
+    /// Waits until `is_so` holds for the numbers of requests, cancelled ones and replying threads.
     pub(crate) fn wait(&self, what: &str, is_so: impl Fn(usize, usize, usize) -> bool) {
         let is_other =
             |seen: &mut Seen| !is_so(seen.requests.len(), seen.cancelled.len(), seen.replying);
@@ -128,7 +128,6 @@ impl Scripted {
         self.seen().cancelled.contains(&ticket)
     }
 
-    // long: one arm for each script
     fn play(
         &self,
         script: Script,

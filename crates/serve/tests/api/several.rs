@@ -1,4 +1,4 @@
-//! Several models behind one address: what is told of all of them.
+//! Several models behind one address: health and metrics of all of them.
 
 use std::sync::Arc;
 

@@ -201,7 +201,7 @@ fn main() {
     let handle = server.handle();
     eprintln!("listening on http://{}", server.addresses()[0]);
     std::thread::spawn(move || {
-        // Until whoever started this is gone.
+        // Until the process that started this one is gone.
         let _ = std::io::stdin().read_to_end(&mut Vec::new());
         handle.shutdown();
     });

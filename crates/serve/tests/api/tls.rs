@@ -104,7 +104,7 @@ fn clients_refuse_another_certificate_and_another_name() {
         assert!(error.to_string().contains(expected), "{name}: {error}");
     }
     assert!(rig.service.requests().is_empty());
-    // The server goes on.
+    // The server still answers.
     ask(client(rig.addr, &right.path, "localhost"), &get("")).unwrap();
 }
 
@@ -149,7 +149,7 @@ fn a_handshake_has_a_deadline_and_keeps_nobody_out() {
         stream.write_all(bytes).unwrap();
         stream
     };
-    // Nothing, the beginning of a handshake, and one that says how long it is and does not go on.
+    // Nothing, the beginning of a handshake, and one that says how long it is and then stops.
     let held = [&b""[..], b"\x16", b"\x16\x03\x01\x02\x00"].map(silent);
     let text = ask(client(rig.addr, &own.path, "localhost"), &get("")).unwrap();
     assert!(text.starts_with("HTTP/1.1 200"), "{text}");

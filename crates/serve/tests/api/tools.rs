@@ -1,5 +1,5 @@
-//! Tools and formats of answers in every dialect: what reaches the engine, and how what a model
-//! writes is told.
+//! Tools and formats of answers in every dialect: what reaches the engine, and the form of what a
+//! model writes.
 
 use std::sync::Arc;
 
@@ -487,7 +487,7 @@ fn ollamas_clients_get_arguments_as_objects() {
     );
 }
 
-/// The model's own answer, sent back with a result, goes on where the first turn ended.
+/// The model's own answer, sent back with a result, begins where the first turn ended.
 #[test]
 fn a_second_turn_begins_with_the_first() {
     let rig = rig(&ANSWER, Finish::EndOfText);
