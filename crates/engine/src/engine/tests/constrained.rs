@@ -1,5 +1,6 @@
-//! Answers that must match a grammar, by a model that knows nothing of it.
+//! Constrained answers of a model that ignores the grammar.
 
+use paceline_base::testing::long;
 use paceline_formats::grammar::{Constraint, Grammar, Start};
 
 use super::requests::{SAMPLED, request};
@@ -44,8 +45,8 @@ fn answers_match_and_end() {
     assert!(texts.len() > 5, "{texts:?}");
 }
 
-/// The outcome of a request that is alone, and the steps it took. Further rows of a step cost
-/// nothing, so that guesses pay.
+/// The outcome of a single request, and its steps. Additional rows cost nothing, so that drafts
+/// pay.
 fn run(tiny: &Tiny, wanted: &Request, sizes: EngineConfig) -> (Outcome, usize) {
     let mut rig = Rig::new(tiny, sizes);
     let ms = std::time::Duration::from_millis(1);
@@ -55,7 +56,7 @@ fn run(tiny: &Tiny, wanted: &Request, sizes: EngineConfig) -> (Outcome, usize) {
     (rig.outcomes.remove(&id).unwrap(), rig.n_steps)
 }
 
-/// With log-probabilities every token needs logits, so no token is forced.
+/// Log-probabilities need logits for every token, so no token is forced.
 #[test]
 fn forced_tokens_take_no_steps_and_change_no_answer() {
     let tiny = Tiny::new(1);
@@ -77,7 +78,7 @@ fn forced_tokens_take_no_steps_and_change_no_answer() {
     assert!(saved > 100, "{saved}");
 }
 
-/// The end of the answer's length may lie in the middle of what is forced.
+/// The length limit may fall into forced tokens.
 #[test]
 fn forced_tokens_keep_to_the_bounds_of_the_answer() {
     let tiny = Tiny::new(1);
@@ -187,7 +188,7 @@ fn control_tokens_are_text_where_asked_for() {
     assert!(matches!(rig.try_submit(&bad), Err(Error::Constraint(_))));
 }
 
-/// Twenty fields of the kinds that people ask for.
+/// Twenty fields of common kinds.
 fn schema() -> String {
     let kind = |i: usize| match i % 5 {
         0 => serde_json::json!({"type": "string", "maxLength": 24}),
@@ -208,9 +209,14 @@ fn schema() -> String {
     .to_string()
 }
 
+/// A long test. By default [`forced_tokens_take_no_steps_and_change_no_answer`] counts the steps,
+/// and the golden tables of `cli` have SmolLM2 fill in a schema.
 #[test]
 fn a_real_model_fills_in_a_schema() {
     let test = "a_real_model_fills_in_a_schema";
+    if !long() {
+        return eprintln!("SKIPPED {test} (its time): PACELINE_TEST_LONG is not set");
+    }
     let Some(path) = super::smollm2::path(test) else {
         return;
     };
@@ -225,7 +231,7 @@ fn a_real_model_fills_in_a_schema() {
     assert_eq!(answer.finish, Some(Finish::EndOfText), "{answer:?}");
     let filled: serde_json::Value = serde_json::from_str(&answer.text).unwrap();
     assert_eq!(filled.as_object().unwrap().len(), 20, "{}", answer.text);
-    // Fewer steps than tokens, and fewer yet where names of fields are guessed.
+    // Fewer steps than tokens, and even fewer if field names are drafted.
     let sizes = EngineConfig::single("tiny", 1024);
     let (plain, steps) = run(&model, &held, sizes.clone());
     let (guessed, guessed_steps) = run(&model, &held, EngineConfig { drafts: 8, ..sizes });
@@ -233,9 +239,6 @@ fn a_real_model_fills_in_a_schema() {
     let tokens = answer.tokens.len();
     eprintln!("{tokens} tokens in {steps} steps, with guesses in {guessed_steps}");
     assert!(steps < tokens && guessed_steps < steps);
-    if std::env::var_os("PACELINE_TEST_LONG").is_none() {
-        return eprintln!("SKIPPED {test} (its time): PACELINE_TEST_LONG is not set");
-    }
     // The grammar's first masks fill its caches; the second answer is the usual case.
     let ms = |wanted: &Request| {
         let mut rig = Rig::new(&model, EngineConfig::single("tiny", 1024));

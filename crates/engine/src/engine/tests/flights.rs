@@ -1,9 +1,8 @@
-//! Several batches under way, as of a pipeline: other ranks hear of a batch before the leader
+//! Several in-flight batches, as in a pipeline: other ranks receive a batch before the leader
 //! computes the one before it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
 
 use paceline_model::{
     Batch, Compute, Error, Followed, KeptPage, PageStore, Weights as _, WindowPool,
@@ -11,11 +10,8 @@ use paceline_model::{
 use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
-use super::draft_model::{draft, frozen};
-use super::drafts::{babble, run};
-use super::kept::Shelf;
-use super::requests::{mixed, prompt, request};
-use super::rig::{Outcome, Rig, alone};
+use super::requests::{prompt, request};
+use super::rig::{Rig, alone};
 use super::tiny::{END, Tiny};
 use super::windows::Line;
 use crate::{EngineConfig, Order, Request, SamplingParams, SequenceId};
@@ -25,18 +21,18 @@ pub(super) const CONTEXT: usize = 3 * PAGE;
 /// Pools and pages.
 type Written = Vec<(usize, u32)>;
 
-/// A leader whose batches are computed as they were announced.
+/// A backend that checks that batches are computed in the order of announcement.
 #[derive(Debug)]
 struct Deep {
     inner: Box<dyn Compute>,
     depth: usize,
     most: usize,
-    /// Makes batches take virtual time.
+    /// Adds virtual time to batches.
     line: Option<Line>,
     announced: VecDeque<(String, Written)>,
 }
 
-/// The pages that a batch writes to.
+/// The pages that a batch writes.
 fn written(batch: &Batch<'_>) -> Written {
     let mut all = Vec::new();
     for s in batch.sequences {
@@ -105,7 +101,7 @@ impl Compute for Deep {
         self.inner.store()
     }
 
-    /// Other ranks have computed what was announced when they hear of this.
+    /// Other ranks have computed all announced batches when this message arrives.
     fn keep(&mut self, pages: &[KeptPage]) -> Result<(), Error> {
         for (_, written) in &self.announced {
             let is_kept = |(pool, page): &(usize, u32)| {
@@ -141,7 +137,7 @@ fn rig(tiny: &Tiny, config: EngineConfig, depth: usize) -> Rig {
     rig_of(tiny, config, (depth, depth), None)
 }
 
-/// A rig of so many stages, with at most so many batches announced.
+/// A rig of `depth` stages, with at most `most` batches announced.
 pub(super) fn rig_of(
     tiny: &Tiny,
     config: EngineConfig,
@@ -161,7 +157,7 @@ pub(super) fn rig_of(
     rig
 }
 
-/// An answer that does not end by itself.
+/// An answer without an end token.
 fn long(prompt: Vec<u32>, n: usize) -> Request {
     let sampling = SamplingParams {
         logit_bias: vec![(END, -100.0)],
@@ -215,7 +211,7 @@ fn chunks_of_one_prompt_follow_each_other() {
     );
 }
 
-/// Its chunks may follow each other in every batch, but others have their rows as well.
+/// Its chunks may be in consecutive batches, but others get their rows as well.
 #[test]
 fn a_long_prompt_takes_no_turn_of_others() {
     let tiny = Tiny::new(1);
@@ -247,7 +243,7 @@ fn a_cancelled_sequence_keeps_its_pages_until_its_rows_are_computed() {
     assert!(rig.outcomes[&id].tokens.is_empty());
 }
 
-/// The batch that has rows of the sequence which gives its place up ends first.
+/// The batch with rows of the preempted sequence completes first.
 #[test]
 fn a_client_with_many_requests_gives_way_in_a_pipeline() {
     let tiny = Tiny::new(1);
@@ -277,29 +273,6 @@ fn a_client_with_many_requests_gives_way_in_a_pipeline() {
     }
 }
 
-/// It guesses for a batch when that is planned, and keeps what it has of the others.
-#[test]
-fn a_draft_changes_no_answer_of_batches_under_way() {
-    let tiny = Tiny::new(1);
-    let mut requests = mixed(&tiny);
-    requests.extend((0..4).map(babble));
-    let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
-    for depth in [2, 3] {
-        let config = EngineConfig {
-            drafts: 4,
-            ..sizes()
-        };
-        let mut rig = rig(&tiny, config, depth);
-        let costs = &mut rig.engine.costs; // further rows cost nothing
-        (1..=64).for_each(|rows| costs.took(rows, Duration::from_millis(1)));
-        rig.engine.guess_with(draft(&tiny, frozen)).unwrap();
-        let (outcomes, ..) = run(&mut rig, &requests);
-        assert_eq!(outcomes, expected, "{depth} batches");
-        let guesses = rig.engine.guesses().told();
-        assert!(guesses.right > 0 && guesses.right <= guesses.checked);
-    }
-}
-
 /// A request, steps after it, and what happens to one that is open then.
 type Call = (usize, usize, u8);
 
@@ -307,7 +280,7 @@ pub(super) fn calls() -> impl Strategy<Value = Vec<Call>> {
     prop::collection::vec((0..100usize, 0..15usize, 0..6u8), 1..25)
 }
 
-/// Cancels or moves one of the open requests; `asked` keeps the requests that are left.
+/// Cancels or moves one of the open requests; `asked` has the remaining ones.
 pub(super) fn disturb(
     rig: &mut Rig,
     asked: &mut Vec<(SequenceId, usize)>,
@@ -327,35 +300,4 @@ pub(super) fn disturb(
     }
     let (snapshot, past) = rig.take(id);
     asked.push((rig.restore(&snapshot, past), which));
-}
-
-#[test]
-fn no_answer_depends_on_how_many_batches_are_under_way() {
-    for tiny in [Tiny::new(1), Tiny::toy(1), Tiny::delta_net(1)] {
-        let requests = mixed(&tiny);
-        let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
-        let sizes_of = (2..5usize, 1..6usize, 0..6usize, prop::bool::ANY);
-        proptest!(ProptestConfig::with_cases(40), |(calls in calls(), sizes_of in sizes_of)| {
-            let (depth, max_running, pages, keeps) = sizes_of;
-            let config = EngineConfig {
-                cache_positions: CONTEXT + pages * PAGE,
-                max_running,
-                ..sizes()
-            };
-            let mut rig = rig(&tiny, config, depth).unordered();
-            if keeps {
-                rig.engine.compute.attach(Box::new(Shelf::default()));
-            }
-            let mut asked = Vec::new();
-            for (which, steps, what) in calls {
-                asked.push((rig.submit(&requests[which % requests.len()]), which % requests.len()));
-                rig.steps(steps);
-                disturb(&mut rig, &mut asked, (which, what));
-            }
-            rig.drain();
-            for (id, which) in asked {
-                prop_assert_eq!(&rig.outcomes[&id], &expected[which]);
-            }
-        });
-    }
 }
