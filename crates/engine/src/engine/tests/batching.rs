@@ -1,21 +1,23 @@
-//! The outcome of a request does not depend on strangers, chunks, threads, order or memory.
+//! The outcome of a request, scores of its prompt included, does not depend on other requests,
+//! chunks, threads, order or memory. `schedules` moves sequences between engines besides.
 
 use paceline_tensor::{InstructionSet, PAGE};
 
 use super::requests::mixed;
 use super::rig::{Outcome, Rig, alone};
+use super::scores::scored;
 use super::tiny::Tiny;
 use crate::{EngineConfig, Pace, Request, SequenceId};
 
 /// Positions of a sequence: three pages.
 const CONTEXT: usize = 3 * PAGE;
 
-/// In which way the requests come.
+/// Order of arrival.
 #[derive(Clone, Copy, Debug)]
 enum Order {
     AllAtOnce,
     Reversed,
-    /// Another request after every third step.
+    /// One request after every third step.
     Staggered,
 }
 
@@ -66,8 +68,13 @@ fn expected(tiny: &Tiny, requests: &[Request]) -> Vec<Outcome> {
 #[test]
 fn outcomes_are_those_of_a_request_alone() {
     let tiny = Tiny::new(1);
-    let requests = mixed(&tiny);
+    let requests = scored(&tiny);
     let expected = expected(&tiny, &requests);
+    for (request, outcome) in requests.iter().zip(&expected) {
+        let scores = outcome.scores.as_ref().map(Vec::len);
+        let all = request.prompt.len() - 1;
+        assert_eq!(scores, request.prompt_logprobs.then_some(all));
+    }
     let sizes = [
         config(1, 1, CONTEXT),
         config(1, 7, CONTEXT),

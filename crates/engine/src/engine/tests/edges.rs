@@ -41,65 +41,37 @@ fn long_answers(tiny: &Tiny, n: usize) -> Vec<Request> {
 #[test]
 fn sizes_that_cannot_work_are_named() {
     let tiny = Tiny::new(1);
-    let cases = [
+    let cases: [(fn(&mut EngineConfig), &str); 8] = [
+        (|it| it.context = 1, "context is 1, expected 2 or more"),
+        (|it| it.context = 0, "context is 0, expected 2 or more"),
         (
-            EngineConfig {
-                context: 1,
-                ..sizes()
-            },
-            "context is 1, expected 2 or more",
-        ),
-        (
-            EngineConfig {
-                context: 0,
-                ..sizes()
-            },
-            "context is 0, expected 2 or more",
-        ),
-        (
-            EngineConfig {
-                cache_positions: PAGE,
-                ..sizes()
-            },
+            |it| it.cache_positions = PAGE,
             "cache_positions is 64, expected at least the context",
         ),
         (
-            EngineConfig {
-                context: usize::MAX,
-                ..sizes()
-            },
+            |it| it.context = usize::MAX,
             "cache_positions is 512, expected at least the context",
         ),
         (
-            EngineConfig {
-                cache_positions: usize::MAX,
-                ..sizes()
-            },
+            |it| it.cache_positions = usize::MAX,
             "cache_positions is 18446744073709551615, expected at most 2^32",
         ),
         (
-            EngineConfig {
-                max_running: 0,
-                ..sizes()
-            },
+            |it| it.max_running = 0,
             "max_running is 0, expected 1 or more",
         ),
         (
-            EngineConfig {
-                max_waiting: 0,
-                ..sizes()
-            },
+            |it| it.max_waiting = 0,
             "max_waiting is 0, expected 1 or more",
         ),
         (
-            EngineConfig {
-                max_rows: 3,
-                ..sizes()
-            },
+            |it| it.max_rows = 3,
             "max_rows is 3, expected at least max_running",
         ),
     ];
-    for (config, expected) in cases {
+    for (change, expected) in cases {
+        let mut config = sizes();
+        change(&mut config);
         let (model, tokenizer) = (Arc::clone(&tiny.model), Arc::clone(&tiny.tokenizer));
         let error = Engine::new(model, tokenizer, config).unwrap_err();
         assert_eq!(error.to_string(), expected);
@@ -195,6 +167,22 @@ fn answers_end_where_they_must() {
 }
 
 #[test]
+fn an_answer_has_its_least_number_of_tokens() {
+    let tiny = Tiny::new(1);
+    let ends = SamplingParams {
+        logit_bias: vec![(END, 100.0)],
+        ..SamplingParams::default()
+    };
+    let wanted = Request {
+        min_tokens: 3,
+        ..request(prompt(3, 1), 9, ends)
+    };
+    let outcome = alone(&tiny, &wanted, CONTEXT);
+    assert_eq!(outcome.tokens.len(), 4, "three, and the one that ends it");
+    assert_eq!(outcome.finish, Some(Finish::EndOfText));
+}
+
+#[test]
 fn the_end_token_is_given_out_without_text() {
     let tiny = Tiny::new(1);
     let ended = |seed| {
@@ -224,7 +212,7 @@ fn a_full_queue_gives_the_request_back() {
     for i in 0..4 {
         rig.submit(&greedy(prompt(9, i), 5));
     }
-    let refused = greedy(vec![], 7); // not looked at
+    let refused = greedy(vec![], 7); // not checked
     let error = rig.try_submit(&refused).unwrap_err();
     assert_eq!(error.to_string(), "4 requests are waiting already");
     assert!(matches!(error, Error::Busy { waiting: 4, request } if *request == refused));
@@ -233,8 +221,8 @@ fn a_full_queue_gives_the_request_back() {
     rig.drain();
 }
 
-/// However many requests a client has, another's is computed at once; and the sequence that gives
-/// up its place for it loses nothing.
+/// Another client's request starts at once, despite many requests of one client; and the preempted
+/// sequence loses nothing.
 #[test]
 fn a_client_with_many_requests_leaves_places_to_others() {
     let tiny = Tiny::new(1);
@@ -368,8 +356,8 @@ fn a_prompt_is_begun_only_when_there_are_pages_for_all_of_it() {
     rig.drain();
 }
 
-/// Reads a prompt of 100 tokens, 5 rows a step, while three answers are generated. `is_first`:
-/// whether it came before the others.
+/// Prefills a prompt of 100 tokens, 5 rows per step, while three answers are generated. `is_first`:
+/// whether it arrived first.
 fn read_beside_answers(tiny: &Tiny, is_first: bool) -> Rig {
     let config = EngineConfig {
         max_rows: 5,

@@ -1,5 +1,4 @@
-//! Log-probabilities of prompts: the same whatever shares their steps, and those of one pass over
-//! the whole prompt.
+//! Prompt logprobs: the same in any batch, and equal to those of one pass over the whole prompt.
 
 use paceline_tensor::PAGE;
 
@@ -26,8 +25,8 @@ fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> Engine
     }
 }
 
-/// Requests of all kinds, two of three with scores.
-fn scored(tiny: &Tiny) -> Vec<Request> {
+/// Requests of all kinds, two of three with prompt logprobs.
+pub(super) fn scored(tiny: &Tiny) -> Vec<Request> {
     let mut all = mixed(tiny);
     for (i, request) in all.iter_mut().enumerate() {
         request.prompt_logprobs = i % 3 > 0;
@@ -55,38 +54,8 @@ fn scores_are_those_of_one_pass() {
     }
 }
 
-#[test]
-fn scores_do_not_depend_on_chunks_strangers_or_memory() {
-    let tiny = Tiny::new(2);
-    let requests = scored(&tiny);
-    let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
-    for (request, outcome) in requests.iter().zip(&expected) {
-        let scores = outcome.scores.as_ref().map(Vec::len);
-        let all = request.prompt.len() - 1;
-        assert_eq!(scores, request.prompt_logprobs.then_some(all));
-    }
-    let mut preemptions = 0;
-    for config in [
-        config(1, 1, CONTEXT),
-        config(1, 7, CONTEXT),
-        config(4, 7, 2 * CONTEXT),
-        config(8, 512, 8 * CONTEXT),
-        config(12, 13, CONTEXT), // memory for one long sequence, shared by many
-        config(12, 512, CONTEXT + PAGE),
-    ] {
-        let mut rig = Rig::new(&tiny, config.clone());
-        let ids: Vec<_> = requests.iter().map(|r| rig.submit(r)).collect();
-        rig.drain();
-        preemptions += rig.preemptions;
-        for (i, (id, expected)) in ids.iter().zip(&expected).enumerate() {
-            assert_eq!(&rig.outcomes[id], expected, "request {i}, {config:?}");
-        }
-    }
-    assert!(preemptions > 5, "memory was short only {preemptions} times");
-}
-
-/// Pages of a known prompt have no logits, so the rows are computed again; nobody else's answer
-/// changes, and the pages serve others as before.
+/// Cached pages have no logits, so the rows are computed again. Other answers do not change, and
+/// the pages remain shared.
 #[test]
 fn a_known_prompt_is_scored_the_same() {
     for tiny in [Tiny::new(1), Tiny::toy(1)] {
@@ -126,7 +95,7 @@ fn a_move_in_the_middle_of_a_prompt_changes_no_score() {
     let id = rigs[1].restore(&snapshot, past);
     rigs[1].drain();
     assert_eq!(rigs[1].outcomes[&id], expected);
-    // Once they were told, nobody tells them again.
+    // Prompt logprobs are reported once.
     let id = rigs[0].submit(&wanted);
     while rigs[0].outcomes[&id].tokens.is_empty() {
         rigs[0].step();

@@ -1,4 +1,4 @@
-//! Sequences that begin alike share pages, and nobody can tell from their answers.
+//! Prefix cache: sequences with common prefixes share pages, without an effect on their answers.
 
 use std::cell::Cell;
 
@@ -36,14 +36,14 @@ fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> Request {
 fn a_turn_of_a_chat_reads_only_what_is_new() {
     check_chat(&Tiny::new(2), 6);
     check_chat(&Tiny::toy(2), 6);
-    check_chat(&Tiny::delta_net(2), 3); // whose answers are shorter
+    check_chat(&Tiny::delta_net(2), 3); // with shorter answers
 }
 
-/// `least`: pages that all turns reuse together.
+/// `least`: minimum pages that all turns reuse together.
 fn check_chat(tiny: &Tiny, least: u64) {
     let mut rig = Rig::new(tiny, sizes());
     let mut said = prompt(70, 1);
-    // Full pages of what was computed before: all but the last token of an answer.
+    // Full pages of earlier turns: all but the last token of an answer.
     let mut computed = 0;
     for turn in 0..4 {
         let wanted = sampled(said.clone(), 30, turn);
@@ -61,8 +61,8 @@ fn check_chat(tiny: &Tiny, least: u64) {
     assert!(rig.engine.n_reused() >= least * PAGE as u64);
 }
 
-/// An agent's next turn begins with the last one's prompt, and with the answer in another form: the
-/// model's thoughts are left out. States are saved near the end of each prompt.
+/// An agent's next turn begins with the last prompt, and with the answer in another form, without
+/// the reasoning. States are retained near the end of each prompt.
 #[test]
 fn an_agents_second_turn_reuses_its_prefix() {
     let tiny = Tiny::delta_net(2);
@@ -74,7 +74,7 @@ fn an_agents_second_turn_reuses_its_prefix() {
         ..sizes()
     };
     let mut rig = Rig::new(&tiny, config);
-    // A prompt of 2500 tokens, of which the template's last 6 open the answer.
+    // A prompt of 2500 tokens; the template's last 6 open the answer.
     let mut said = prompt(2500, 1);
     let mut shared = 0;
     for turn in 0..3 {
@@ -104,7 +104,7 @@ fn a_prompt_that_is_known_takes_one_row() {
     let steps = rig.n_steps;
     let ids: Vec<_> = (2..5).map(|seed| rig.submit(&wanted(seed))).collect();
     rig.drain();
-    // A token with each step from the first on, and a step that finds nothing to do.
+    // One token per step from the first on, and one idle step.
     assert!(rig.n_steps - steps <= 5, "{} steps", rig.n_steps - steps);
     for (id, seed) in ids.iter().zip(2..) {
         assert_eq!(rig.outcomes[id], alone(&tiny, &wanted(seed), CONTEXT));
@@ -114,7 +114,7 @@ fn a_prompt_that_is_known_takes_one_row() {
 #[test]
 fn shared_pages_make_room_for_more_sequences() {
     let tiny = Tiny::new(1);
-    // Alone each needs four of five pages.
+    // Each alone needs four of five pages.
     let config = EngineConfig {
         cache_positions: CONTEXT + PAGE,
         ..sizes()
@@ -152,7 +152,7 @@ fn a_sequence_that_gave_up_its_pages_finds_them_again() {
     }
 }
 
-/// As `n` of an API's request has it: all come at once, and nothing is known of the prompt.
+/// Simultaneous answers to one uncached prompt, as for an API's `n`.
 #[test]
 fn answers_to_one_prompt_compute_it_once() {
     for tiny in [Tiny::new(1), Tiny::toy(1), Tiny::delta_net(1)] {
@@ -171,7 +171,7 @@ fn answers_to_one_prompt_compute_it_once() {
     }
 }
 
-/// The one that computes it goes away in the middle: another goes on.
+/// The sequence that computes it is cancelled in the middle: another continues.
 #[test]
 fn nobody_waits_for_a_prompt_that_was_cancelled() {
     let tiny = Tiny::new(1);
@@ -194,7 +194,7 @@ fn prompt_after(n: usize) -> Vec<u32> {
     prompt(n, 9)
 }
 
-/// Requests that begin alike for some pages, and end within, at and after borders of pages.
+/// Requests with common prefixes of some pages that end within, at and after page borders.
 fn family() -> Vec<Request> {
     let base = prompt(4 * PAGE, 1);
     let mut all = Vec::new();
@@ -236,12 +236,12 @@ fn run(tiny: &Tiny, config: EngineConfig, calls: &[Call], all: &[(Request, Outco
 
 #[test]
 fn sharing_changes_no_answer() {
-    check_sharing([Tiny::new(1), Tiny::new(2)], 100);
+    check_sharing([Tiny::new(1), Tiny::new(2)], 40);
 }
 
 #[test]
 fn sharing_windows_and_states_changes_no_answer() {
-    check_sharing([Tiny::toy(1), Tiny::toy(2)], 100);
+    check_sharing([Tiny::toy(1), Tiny::toy(2)], 40);
 }
 
 fn check_sharing(tinies: [Tiny; 2], cases: u32) {
@@ -264,5 +264,6 @@ fn check_sharing(tinies: [Tiny; 2], cases: u32) {
         reused.set(reused.get() + run(&tinies[threads], config, &calls, &all));
     });
     let reused = reused.get();
-    assert!(reused > 10_000, "{reused}: little was shared");
+    let least = 100 * u64::from(cases);
+    assert!(reused > least, "{reused}: little was shared");
 }

@@ -1,16 +1,16 @@
-//! A sequence goes on elsewhere as if it had never been moved.
+//! A moved sequence continues as if it had never been moved.
 
 use paceline_formats::text::StopOutput;
 use paceline_tensor::PAGE;
 
-use super::requests::{mixed, prompt, request, stops};
+use super::requests::{mixed, prompt, request};
 use super::rig::{Outcome, Rig, alone};
 use super::tiny::Tiny;
-use crate::{EngineConfig, Error, Pace, Request, SamplingParams, Snapshot};
+use crate::{EngineConfig, Error, Pace, SamplingParams, Snapshot};
 
 const CONTEXT: usize = 3 * PAGE;
 
-/// Sizes unlike those of [`EngineConfig::single`].
+/// Sizes that differ from [`EngineConfig::single`].
 fn other_sizes() -> EngineConfig {
     EngineConfig {
         model: "tiny".to_owned(),
@@ -24,7 +24,7 @@ fn other_sizes() -> EngineConfig {
     }
 }
 
-/// Parts that were half seen when a snapshot was taken, counted.
+/// Snapshots within a prompt, a character or a stop string, counted.
 #[derive(Debug, Default)]
 struct Seen {
     prompts: usize,
@@ -67,83 +67,6 @@ fn a_copy_taken_at_any_step_goes_on_the_same() {
         seen.prompts > 5 && seen.characters > 5 && seen.stop_strings > 5,
         "{seen:?}"
     );
-}
-
-#[test]
-fn a_sequence_can_move_after_every_step() {
-    let tinies = [Tiny::new(1), Tiny::new(3)];
-    let mut rigs = [
-        Rig::new(&tinies[0], EngineConfig::single("tiny", CONTEXT)),
-        Rig::new(
-            &tinies[1],
-            EngineConfig {
-                max_rows: CONTEXT,
-                ..other_sizes()
-            },
-        ),
-    ];
-    for request in mixed(&tinies[0]) {
-        let expected = alone(&tinies[0], &request, CONTEXT);
-        let mut at = 0;
-        let mut id = rigs[at].submit(&request);
-        while !rigs[at].engine.is_idle() {
-            let (snapshot, past) = rigs[at].take(id);
-            assert!(rigs[at].engine.is_idle(), "it was taken out");
-            at = 1 - at;
-            id = rigs[at].restore(&snapshot, past);
-            rigs[at].step();
-        }
-        assert_eq!(rigs[at].outcomes[&id], expected);
-    }
-}
-
-#[test]
-fn snapshots_of_preempted_and_waiting_sequences_go_on_the_same() {
-    let tiny = Tiny::new(2);
-    let requests: Vec<Request> = (0..6)
-        .map(|i| Request {
-            stop: stops(),
-            logprobs: None,
-            ..request(
-                prompt(60, i),
-                60,
-                SamplingParams {
-                    seed: i.into(),
-                    ..super::requests::SAMPLED
-                },
-            )
-        })
-        .collect();
-    let sizes = EngineConfig {
-        cache_positions: CONTEXT,
-        max_waiting: 9,
-        ..other_sizes()
-    };
-    let mut rig = Rig::new(&tiny, sizes.clone());
-    let ids: Vec<_> = requests.iter().map(|r| rig.submit(r)).collect();
-    while rig.preemptions == 0 {
-        rig.step();
-    }
-    let mut other = Rig::new(
-        &tiny,
-        EngineConfig {
-            max_running: 5,
-            ..sizes
-        },
-    );
-    let mut moved = Vec::new();
-    for (id, request) in ids.into_iter().zip(&requests) {
-        if rig.outcomes[&id].finish.is_none() {
-            let (snapshot, past) = rig.take(id);
-            moved.push((other.restore(&snapshot, past), request));
-        }
-    }
-    assert!(rig.engine.is_idle() && moved.len() > 3);
-    rig.drain();
-    other.drain();
-    for (id, request) in moved {
-        assert_eq!(other.outcomes[&id], alone(&tiny, request, CONTEXT));
-    }
 }
 
 #[test]
