@@ -43,6 +43,14 @@ pub struct Quantised {
     pub mode: QuantisedMode,
 }
 
+impl Quantised {
+    /// Whether both are stored in the same way, whatever their shapes.
+    pub fn is_alike(&self, other: &Self) -> bool {
+        let form = |w: &Self| (w.group, w.bits, w.mode, w.biases.is_some());
+        form(self) == form(other)
+    }
+}
+
 /// Which keys a query sees.
 #[derive(Clone, Copy, Debug)]
 pub enum Mask<'a> {

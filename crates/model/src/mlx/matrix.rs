@@ -133,6 +133,55 @@ impl Matrix {
         })
     }
 
+    /// The `n` matrices that `make` gives, of one form and shape, `(out, in)` each, as a stack.
+    /// `evaluate` computes the arrays that it is given. Each matrix is copied before the next is
+    /// made, so that the stack and one matrix are the most that is held.
+    pub(super) fn gathered(
+        stream: &Stream,
+        n: usize,
+        make: impl Fn(usize) -> Result<Self, Error>,
+        evaluate: impl Fn(Vec<&Array>) -> Result<(), Error>,
+    ) -> Result<Self, Error> {
+        let first = make(0)?;
+        let room = |array: &Array| {
+            let shape: Vec<i32> = std::iter::once(n as i32).chain(array.shape()).collect();
+            Ok::<_, Error>(stream.zeros(&shape, array.dtype())?)
+        };
+        let mut stack = first.each(room)?;
+        let mut next = Some(first);
+        for place in 0..n {
+            let matrix = next.take().map_or_else(|| make(place), Ok)?;
+            stack = stack.with(stream, place as i32, &matrix)?;
+            evaluate(stack.arrays())?;
+        }
+        Ok(stack)
+    }
+
+    /// This stack with `matrix` in its `place`: in the same memory, as nothing else holds it.
+    fn with(self, stream: &Stream, place: i32, matrix: &Self) -> Result<Self, Error> {
+        let put = |stack: Array, array: &Array| {
+            let mut stop = stack.shape();
+            let mut start = vec![0; stop.len()];
+            (start[0], stop[0]) = (place, place + 1);
+            let lifted: Vec<i32> = std::iter::once(1).chain(array.shape()).collect();
+            let lifted = stream.reshape(array, &lifted)?;
+            Ok::<_, Error>(stream.slice_update(&stack, &lifted, &start, &stop)?)
+        };
+        Ok(match (self, matrix) {
+            (Self::Float(stack), Self::Float(across)) => Self::Float(put(stack, across)?),
+            (Self::Quantised(stack), Self::Quantised(w)) if stack.is_alike(w) => {
+                let biases = stack.biases.zip(w.biases.as_ref());
+                Self::Quantised(Quantised {
+                    packed: put(stack.packed, &w.packed)?,
+                    scales: put(stack.scales, &w.scales)?,
+                    biases: biases.map(|(stack, own)| put(stack, own)).transpose()?,
+                    ..*w
+                })
+            }
+            _ => return Err(Error::MixedForms { engine: "mlx" }),
+        })
+    }
+
     /// Matrices of one form and shape, `(out, in)` each, as a stack.
     pub(super) fn stack(stream: &Stream, parts: &[Self]) -> Result<Self, Error> {
         let lifted = |array: &Array| {
@@ -173,8 +222,7 @@ impl Matrix {
         }
         let groups: Vec<&Quantised> = parts.iter().filter_map(Self::quantised).collect();
         let first = groups[0];
-        let form = |w: &Quantised| (w.group, w.bits, w.mode, w.biases.is_some());
-        if groups.len() != parts.len() || groups.iter().any(|w| form(w) != form(first)) {
+        if groups.len() != parts.len() || groups.iter().any(|w| !w.is_alike(first)) {
             return Err(Error::MixedForms { engine: "mlx" });
         }
         let join = |of: fn(&Quantised) -> Option<&Array>| {
@@ -259,5 +307,43 @@ impl Linear {
 
     pub(super) fn arrays(&self) -> impl Iterator<Item = &Array> {
         self.matrix.arrays().into_iter().chain(&self.bias)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_mlx::{Device, Library, Places};
+
+    use super::*;
+
+    /// A stack takes its own memory and that of one matrix, and has the values of all.
+    #[test]
+    fn a_stack_is_held_once() {
+        let Some(library) = std::env::var_os("PACELINE_MLXC") else {
+            return eprintln!("SKIPPED a stack is held once: PACELINE_MLXC names no libmlxc");
+        };
+        let places = Places {
+            explicit: Some(library.into()),
+            ..Places::default()
+        };
+        let library = Library::open(&places).unwrap();
+        let stream = library.stream(Device::Cpu).unwrap();
+        const EACH: i32 = 1 << 18; // values: a MiB
+        let make = |place: usize| {
+            let value = stream.scalar(place as f32, Dtype::F32)?;
+            let zeros = stream.zeros(&[EACH / 512, 512], Dtype::F32)?;
+            Ok(Matrix::Float(stream.add(&zeros, &value)?))
+        };
+        let evaluate = |all: Vec<&Array>| Ok(stream.eval(all)?);
+        let before = library.memory_use().unwrap();
+        let stack = Matrix::gathered(&stream, 32, make, evaluate).unwrap();
+        let peak = library.memory_use().unwrap().peak.0 - before.active.0;
+        assert!(peak < 40 << 20, "{peak} bytes for 32 matrices of a MiB");
+        let Matrix::Float(stack) = stack else {
+            unreachable!("made of floats");
+        };
+        let values = stack.as_f32().unwrap();
+        let each = values.chunks(EACH as usize).enumerate();
+        assert!({ each }.all(|(place, values)| values.iter().all(|value| *value == place as f32)));
     }
 }

@@ -273,7 +273,7 @@ impl Loader<'_> {
         Ok(converted)
     }
 
-    fn eval<'a>(&self, arrays: impl IntoIterator<Item = &'a Array>) -> Result<(), Error> {
+    pub(super) fn eval<'a>(&self, arrays: impl IntoIterator<Item = &'a Array>) -> Result<(), Error> {
         self.stream.eval(arrays)?;
         self.kept.borrow_mut().clear();
         Ok(())

@@ -154,11 +154,10 @@ impl Loader<'_> {
             let nth = Nth { index, of: count };
             (Role::Layer(layer, part(nth)), nth)
         };
-        let matrices = held.clone().map(|index| {
-            let matrix = self.matrix(role(index).0, shape, 0..shape[0], 0..shape[1])?;
-            self.gathered_form(matrix)
-        });
-        let matrices = matrices.collect::<Result<Vec<_>, Error>>()?;
+        let matrix = |place| {
+            let role = role(held.start + place).0;
+            self.gathered_form(self.matrix(role, shape, 0..shape[0], 0..shape[1])?)
+        };
         let biases = held.clone().map(|index| {
             let (role, nth) = role(index);
             self.names.expert_bias(role, nth, shape[0])
@@ -171,7 +170,7 @@ impl Loader<'_> {
             Ok::<_, Error>(self.stream.reshape(&biases, &sizes)?)
         });
         Ok(Stack {
-            matrices: Matrix::stack(self.stream, &matrices)?,
+            matrices: Matrix::gathered(self.stream, held.len(), matrix, |all| self.eval(all))?,
             biases: biases.transpose()?,
         })
     }
