@@ -21,6 +21,7 @@ use crate::common::compare::{argmax, gap, largest, log_probability};
 use crate::common::runner::Runner;
 use crate::common::{golden_json, ids, kernels, load, number, numbers, test_model};
 use paceline_base::KernelClass;
+use paceline_base::testing::long;
 use paceline_model::Model;
 use paceline_tensor::KvType;
 use serde_json::Value;
@@ -249,6 +250,7 @@ fn smollm2() {
     check_f32(&path, "smollm2", &golden);
 }
 
+/// Roundings to 8 bits are left to SmolLM2, but for a long run.
 #[test]
 fn gemma3() {
     let Some(path) = test_model("gemma3", "gemma-3-270m-q4_k_m.gguf") else {
@@ -256,7 +258,9 @@ fn gemma3() {
     };
     let golden = Golden::read("gemma3");
     check_cpu(&path, "gemma3", &golden, false);
-    check_q8(&path, "gemma3", &golden);
-    check_kv_bytes(&path, "gemma3", &golden);
     check_f32(&path, "gemma3", &golden);
+    if long() {
+        check_q8(&path, "gemma3", &golden);
+        check_kv_bytes(&path, "gemma3", &golden);
+    }
 }
