@@ -47,11 +47,6 @@ impl Node {
         self.level
     }
 
-    /// Position among the nodes of its level.
-    pub const fn index(self) -> usize {
-        self.index
-    }
-
     /// First leaf.
     pub const fn start(self) -> usize {
         self.index << self.level
