@@ -141,8 +141,8 @@ struct Stage {
     kind: StageKind,
     /// Requested share of each rank, relative to the others of the stage.
     shares: Vec<u32>,
-    /// Leaves of each rank, for every leaf count of the stage's layers. Empty in a split from a
-    /// version that left rounding to the workers: it is refused.
+    /// Leaves of each rank, for every leaf count of the stage's layers. A split without them is
+    /// refused.
     #[serde(default)]
     dealt: Vec<Dealt>,
 }

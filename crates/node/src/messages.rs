@@ -221,8 +221,8 @@ pub enum FromWorker {
         /// Groups of the tree.
         parts: Vec<(u64, u64)>,
     },
-    /// The weights of [`ToWorker::Prepare`] are packed, and it waits. An owner of an older version
-    /// without this message drops the worker, which it needs for nothing else.
+    /// The weights of [`ToWorker::Prepare`] are packed, and it waits. An owner of a build without
+    /// this message drops the worker, which it needs for nothing else.
     Prepared,
     /// It can compute.
     Ready(RankFacts),
@@ -242,7 +242,7 @@ pub enum FromWorker {
         /// How often its layers' experts were chosen since their weights were loaded.
         uses: Vec<ExpertUses>,
         /// Bytes sent to each rank in its epoch so far, by rank. Empty if its groups do not count
-        /// them, and from earlier versions.
+        /// them.
         #[serde(default)]
         sent_to: Vec<u64>,
         /// Of a leader: draft tokens verified in the epoch so far.
@@ -291,8 +291,7 @@ pub struct RankFacts {
     pub pid: u32,
     /// Bytes of packed weights that it holds.
     pub weight_bytes: u64,
-    /// How often its process packed weights: 1 while it keeps those of its first epoch; 0 from
-    /// earlier versions.
+    /// How often its process packed weights: 1 while it keeps those of its first epoch.
     #[serde(default)]
     pub packings: u64,
     /// Threads it computes with.

@@ -28,7 +28,8 @@ pub const SPARE_AUTO: u16 = u16::MAX;
 /// Most nodes of an instance.
 pub const NODES_MAX: usize = 64;
 
-/// Specification of an instance, as recorded in the shared map.
+/// Specification of an instance, as recorded in the shared map. A node of a build without one of
+/// the fields with a default drops it when it writes the next record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
     /// The model's name, as its user gave it.
@@ -55,8 +56,7 @@ pub struct Wanted {
     /// Standby copies of each shard on other nodes: 0, 1 or [`SPARE_AUTO`].
     #[serde(default)]
     pub spare: u16,
-    /// Requested number of nodes: after a loss it has fewer. `None` in records of older versions,
-    /// which drop it when they write the next record.
+    /// Requested number of nodes: after a loss it has fewer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub width: Option<u16>,
     /// Number of this instance among the replicas of its model, from 1; 0 if it was loaded alone.
@@ -66,16 +66,13 @@ pub struct Wanted {
     #[serde(default)]
     pub source: Option<NodeId>,
     /// The node that leases it to a program of its machine, until the program ends. `None` if it
-    /// stays until it is unloaded, and in records of older versions, which drop it when they write
-    /// the next record.
+    /// stays until it is unloaded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lender: Option<NodeId>,
-    /// The draft model. `None` without one, and in records of older versions, which drop it when
-    /// they write the next record.
+    /// The draft model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub draft: Option<DraftOf>,
-    /// Adapters of the model, which answer too. Empty in records of older versions, which drop them
-    /// when they write the next record.
+    /// Adapters of the model, which answer too.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub adapters: Vec<AdapterFile>,
     /// Most draft tokens verified in a step; `None` for the default.
@@ -93,8 +90,7 @@ pub struct Wanted {
     /// Distribution of the model file over the nodes.
     #[serde(default, skip_serializing_if = "Weights::is_auto")]
     pub weights: Weights,
-    /// Prefill nodes; none of `nodes` or of the successors. Empty in records of older versions,
-    /// which drop them when they write the next record.
+    /// Prefill nodes; none of `nodes` or of the successors.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub prompts: Vec<NodeId>,
 }

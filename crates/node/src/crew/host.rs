@@ -50,7 +50,7 @@ pub struct ModelName {
     pub sha256: String,
 }
 
-/// From an owner to a host.
+/// From an owner to a host. Other builds may omit the fields with a default.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum ToHost<M = ToWorker> {
     /// The first message: start a worker.
@@ -58,10 +58,10 @@ pub(super) enum ToHost<M = ToWorker> {
         model: ModelName,
         /// Threads to pin to dedicated cores.
         pin: Option<usize>,
-        /// The draft model, if there is one. Absent from earlier versions.
+        /// The draft model, if there is one.
         #[serde(default)]
         draft: Option<ModelName>,
-        /// Adapters of the model. Absent from earlier versions.
+        /// Adapters of the model.
         #[serde(default)]
         adapters: Vec<ModelName>,
     },

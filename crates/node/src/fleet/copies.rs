@@ -365,7 +365,7 @@ impl Copies {
             Ok(Some(fetch)) => {
                 let mut told = |bytes: u64| say(&line, &Told::Done(bytes));
                 let fetched = self.fetch(agent, Some(channel.peer()), &fetch, &mut told);
-                // Earlier versions do not request this and would not parse it.
+                // Builds that do not request this would not parse it.
                 fetched.map(|mended| mended.filter(|_| fetch.checks))
             }
             Ok(None) => Err("nothing was asked for".to_owned()),

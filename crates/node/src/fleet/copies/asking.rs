@@ -15,23 +15,22 @@ use crate::fleet::places::Wire;
 use crate::fleet::rooted::{self, Rooted};
 use crate::fleet::{FETCH, name_of};
 
-/// Request that a node fetches a model.
+/// Request that a node fetches a model. A node of a build without the fields with a default copies
+/// the whole file from the requesting node and verifies nothing.
 #[derive(Debug, Serialize, Deserialize)]
 pub(in crate::fleet) struct Fetch {
     pub(in crate::fleet) model: ModelName,
     pub(in crate::fleet) bytes: u64,
-    /// A node that lacks the model only says so. Earlier versions copy it.
+    /// A node that lacks the model only says so.
     #[serde(default)]
     pub(in crate::fleet) asks: bool,
-    /// The parts that its workers need are sufficient. Earlier versions copy all of it.
+    /// The parts that its workers need are sufficient.
     #[serde(default)]
     pub(in crate::fleet) parts: bool,
     /// The root of its hash tree in the requesting node's map; the receiver's map may be older.
-    /// Earlier versions copy the file from the requesting node.
     #[serde(default)]
     pub(in crate::fleet) rooted: Option<Rooted>,
-    /// Verify every byte of the copy, not only those needed to open it. Earlier versions verify
-    /// none.
+    /// Verify every byte of the copy, not only those needed to open it.
     #[serde(default)]
     pub(in crate::fleet) checks: bool,
 }
