@@ -108,7 +108,7 @@ impl TestLog {
     fn skip(&mut self, skip: Skip, line: &str) {
         let key = match &self.section {
             Section::Successes(test) => test.clone(),
-            Section::Failures => return, // it failed, whatever it said before
+            Section::Failures => return, // it failed, also after a skip
             Section::Cargo | Section::Running => line.to_string(),
         };
         if self.skipped.insert((self.binary, key)) {

@@ -221,7 +221,6 @@ fn schemes_that_are_not_read_are_refused_by_name() {
     assert!(long.len() < 200, "{long}");
 }
 
-// long: a table of cases with its parts
 #[test]
 fn parts_that_do_not_fit_are_refused() {
     const F32: Spec<'_> = ("m.scales", Dtype::F32, &[2, 2]);

@@ -307,7 +307,7 @@ fn functions_of_users_are_computed() {
     assert!(got.into_iter().eq(expected), "exact in any order");
 }
 
-// long: a case for each way to be refused
+#[expect(clippy::too_many_lines, reason = "a case for each way to be refused")]
 #[test]
 fn hostile_functions_are_refused_by_name() {
     let long = format!("fn f(x: f32) -> f32 {{ return x{}; }}", " + x".repeat(2000));

@@ -147,7 +147,7 @@ impl Workspace {
         self.head_x.row(i)
     }
 
-    // long: one line for each buffer
+    #[expect(clippy::too_many_lines, reason = "one line for each buffer")]
     fn whole(model: &Model, size: BatchSize) -> Self {
         let (c, shard) = (model.config(), model.shard());
         let of_layers = |len: fn(&LayerShape, &LayerCut) -> usize| {

@@ -267,7 +267,7 @@ const fn class(status: StatusCode, kind: &'static str, code: &'static str) -> Cl
 }
 
 impl Rejection {
-    // long: one line for each kind of rejection
+    #[expect(clippy::too_many_lines, reason = "one line for each kind of rejection")]
     fn class(&self) -> Class {
         use StatusCode as S;
         let invalid = |code| class(S::BAD_REQUEST, "invalid_request_error", code);

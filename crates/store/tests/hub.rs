@@ -726,7 +726,10 @@ fn an_endless_file_list_is_cut_off() {
     assert!(matches!(error, Error::SizeMismatch { .. }), "{error:?}");
 }
 
-// long: one file through all that a server may do
+#[expect(
+    clippy::too_many_lines,
+    reason = "one file through all that a server may do"
+)]
 #[test]
 fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
     let model = Arc::new(payload());

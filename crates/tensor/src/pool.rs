@@ -453,7 +453,7 @@ mod tests {
         assert_eq!(share.claim(5, &(3..5)), Some(3));
         assert_eq!(share.claim(5, &(3..5)), Some(4));
         assert_eq!(share.claim(5, &(3..5)), None);
-        assert_eq!(share.claim(4, &(0..9)), None); // of which all were claimed
+        assert_eq!(share.claim(4, &(0..9)), None); // all claimed
         assert_eq!(share.claim(6, &(2..2)), None);
         assert_eq!(share.claim(7, &(0..1)), Some(0)); // nobody told it that there is another job
         assert_eq!(share.claim(7, &(0..1)), None);

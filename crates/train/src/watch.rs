@@ -34,7 +34,7 @@ impl Watch {
     }
 
     /// The lines for `progress` at `now_s` seconds.
-    // long: a table of what progress says.
+    #[expect(clippy::too_many_lines, reason = "a line for each event")]
     pub fn hear(&mut self, progress: Progress, now_s: f64) -> Vec<String> {
         match progress {
             Progress::Begun {

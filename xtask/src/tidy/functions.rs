@@ -1,11 +1,11 @@
-//! Function lengths: the limit, the reason that lifts it, and the report.
+//! Function lengths for the report. `clippy.toml` has the limit.
 
 use syn::visit::Visit;
 
-use super::{Finding, RustFile};
+use super::RustFile;
 
-/// A function longer than this needs a reason. The house style's figure, after TIGER_STYLE.
-const LINES_MAX: usize = 70;
+/// The house style's figure for a long function, after TIGER_STYLE.
+const LONG_LINES: usize = 70;
 
 /// A function with a body. Lines count from 1, both ends included.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,10 +13,6 @@ pub(crate) struct Function {
     pub(crate) name: String,
     /// Line of the keyword `fn`.
     pub(crate) line: usize,
-    /// First line of its attributes and doc comments, or `line`.
-    first_line: usize,
-    /// Line of the opening brace.
-    brace_line: usize,
     /// Line of the closing brace.
     last_line: usize,
 }
@@ -26,18 +22,6 @@ impl Function {
     pub(crate) fn lines(&self) -> usize {
         self.last_line - self.line + 1
     }
-
-    /// True when a `// long: reason` comment stands above the function or in its head.
-    fn has_reason(&self, file: &RustFile) -> bool {
-        let mut first = self.first_line;
-        while first > 1 && file.lines[first - 2].trim_start().starts_with("//") {
-            first -= 1;
-        }
-        (first..=self.brace_line).any(|line| {
-            let reason = file.comments[line - 1].split_once("// long:");
-            reason.is_some_and(|(_, reason)| reason.trim().len() >= 8)
-        })
-    }
 }
 
 /// Every function of the file that has a body, nested ones too, in source order.
@@ -45,22 +29,6 @@ pub(crate) fn functions(file: &RustFile) -> Vec<Function> {
     let mut collector = Collector::default();
     collector.visit_file(&file.syntax);
     collector.functions
-}
-
-/// Findings for functions over the limit without a reason.
-pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
-    functions(file)
-        .iter()
-        .filter(|function| function.lines() > LINES_MAX && !function.has_reason(file))
-        .map(|function| {
-            let message = format!(
-                "`{}` has {} lines, at most {LINES_MAX} without a `// long: reason` above it",
-                function.name,
-                function.lines()
-            );
-            Finding::error(&file.path, function.line, "function-length", message)
-        })
-        .collect()
 }
 
 /// The crate-wide table that `tidy --report` prints: shares, then the longest ones.
@@ -82,12 +50,12 @@ pub(crate) fn report(files: &[RustFile]) -> String {
             .map_or(0, |f| f.0)
     };
     let mut text = format!(
-        "{} functions: median {} lines, p90 {}, over 40: {:.1} %, over {LINES_MAX}: {:.1} %\n",
+        "{} functions: median {} lines, p90 {}, over 40: {:.1} %, over {LONG_LINES}: {:.1} %\n",
         all.len(),
         at(50),
         at(90),
         share(40),
-        share(LINES_MAX)
+        share(LONG_LINES)
     );
     for (lines, place) in all.iter().filter(|(lines, _)| *lines > 40).take(20) {
         text.push_str(&format!("{lines:6}  {place}\n"));
@@ -101,37 +69,29 @@ struct Collector {
 }
 
 impl Collector {
-    fn add(&mut self, attrs: &[syn::Attribute], signature: &syn::Signature, block: &syn::Block) {
-        let line = signature.fn_token.span.start().line;
-        let braces = block.brace_token.span;
-        let first_attr = attrs
-            .iter()
-            .map(|attr| attr.pound_token.span.start().line)
-            .min();
+    fn add(&mut self, signature: &syn::Signature, block: &syn::Block) {
         self.functions.push(Function {
             name: signature.ident.to_string(),
-            line,
-            first_line: first_attr.unwrap_or(line).min(line),
-            brace_line: braces.open().start().line,
-            last_line: braces.close().end().line,
+            line: signature.fn_token.span.start().line,
+            last_line: block.brace_token.span.close().end().line,
         });
     }
 }
 
 impl<'ast> Visit<'ast> for Collector {
     fn visit_item_fn(&mut self, item: &'ast syn::ItemFn) {
-        self.add(&item.attrs, &item.sig, &item.block);
+        self.add(&item.sig, &item.block);
         syn::visit::visit_item_fn(self, item);
     }
 
     fn visit_impl_item_fn(&mut self, item: &'ast syn::ImplItemFn) {
-        self.add(&item.attrs, &item.sig, &item.block);
+        self.add(&item.sig, &item.block);
         syn::visit::visit_impl_item_fn(self, item);
     }
 
     fn visit_trait_item_fn(&mut self, item: &'ast syn::TraitItemFn) {
         if let Some(block) = &item.default {
-            self.add(&item.attrs, &item.sig, block);
+            self.add(&item.sig, block);
         }
         syn::visit::visit_trait_item_fn(self, item);
     }
@@ -141,62 +101,26 @@ impl<'ast> Visit<'ast> for Collector {
 mod tests {
     use super::*;
 
-    /// A function of exactly `lines` lines under `head`.
-    fn sample(head: &str, lines: usize) -> RustFile {
+    /// A function of exactly `lines` lines.
+    fn sample(lines: usize) -> RustFile {
         let body = "    step();\n".repeat(lines - 2);
-        let text = format!("{head}fn long_one() {{\n{body}}}\n");
+        let text = format!("/// Doc.\n#[inline]\nfn long_one() {{\n{body}}}\n");
         RustFile::parse("crates/base/src/lib.rs", &text).expect("the sample is Rust")
     }
 
     #[test]
-    fn the_limit_is_exact() {
-        assert_eq!(functions(&sample("", 70))[0].lines(), 70);
-        assert!(check(&sample("", 70)).is_empty());
-        let findings = check(&sample("", 71));
-        assert_eq!(findings.len(), 1);
-        assert_eq!((findings[0].line, findings[0].rule), (1, "function-length"));
-        assert!(
-            findings[0].message.contains("71 lines"),
-            "{}",
-            findings[0].message
-        );
-    }
-
-    #[test]
-    fn a_reason_lifts_the_limit_wherever_it_stands_in_the_head() {
-        let heads = [
-            "// long: one case per storage type\n",
-            "/// Doc.\n// long: one case per storage type\n",
-            "// long: one case per storage type\n/// Doc.\n#[inline]\n",
-        ];
-        for head in heads {
-            assert!(check(&sample(head, 90)).is_empty(), "{head}");
-        }
-        assert_eq!(
-            check(&sample("// long:\n", 90)).len(),
-            1,
-            "an empty reason is none"
-        );
-        assert_eq!(
-            check(&sample("// long: far away reason\n\n", 90)).len(),
-            1,
-            "a gap"
-        );
-    }
-
-    #[test]
-    fn methods_and_trait_bodies_are_measured_too() {
-        let body = "        step();\n".repeat(80);
+    fn functions_methods_and_trait_bodies_are_measured() {
+        assert_eq!(functions(&sample(70))[0].lines(), 70);
         for head in ["impl X", "trait X"] {
-            let text = format!("{head} {{\n    fn m() {{\n{body}    }}\n}}\n");
+            let text = format!("{head} {{\n    fn m() {{\n        step();\n    }}\n}}\n");
             let file = RustFile::parse("crates/base/src/lib.rs", &text).expect("Rust");
-            assert_eq!(check(&file).len(), 1, "{head}");
+            assert_eq!(functions(&file)[0].lines(), 3, "{head}");
         }
     }
 
     #[test]
     fn the_report_lists_the_longest_first() {
-        let text = report(&[sample("", 50), sample("", 60), sample("", 5)]);
+        let text = report(&[sample(50), sample(60), sample(5)]);
         assert!(text.starts_with("3 functions: median 50 lines"), "{text}");
         let sixty = text.find("    60  ").expect("60 is listed");
         assert!(

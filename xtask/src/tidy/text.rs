@@ -84,7 +84,7 @@ fn is_well_formed(note: &str) -> bool {
 }
 
 /// Byte offset of `word` in `text`, standing alone.
-fn find_word(text: &str, word: &str) -> Option<usize> {
+pub(super) fn find_word(text: &str, word: &str) -> Option<usize> {
     let is_part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
     text.match_indices(word).map(|(at, _)| at).find(|at| {
         !is_part(text[..*at].chars().next_back())

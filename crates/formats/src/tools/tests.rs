@@ -1,4 +1,4 @@
-//! Answers of each family, whole and in pieces.
+//! Responses of each family, whole and in fragments.
 
 use proptest::prelude::*;
 use serde_json::{Value as Json, json};
@@ -110,7 +110,7 @@ fn weather() -> (&'static str, Json) {
     ("get_weather", json!({"city": "Ham\"burg\n", "days": 2}))
 }
 
-// long: a table of answers
+#[expect(clippy::too_many_lines, reason = "a table of answers")]
 fn tagged_cases() -> Vec<Case> {
     let none = Vec::new;
     vec![
@@ -275,7 +275,7 @@ fn tagged_cases() -> Vec<Case> {
     ]
 }
 
-// long: a table of answers
+#[expect(clippy::too_many_lines, reason = "a table of answers")]
 fn named_cases() -> Vec<Case> {
     let none: Vec<(&'static str, Json)> = Vec::new();
     vec![

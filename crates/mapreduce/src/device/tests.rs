@@ -170,7 +170,7 @@ fn column(path: &Path, dtype: Dtype, bytes: Vec<u8>) -> Input {
     Input::raw(path, dtype, 1).unwrap()
 }
 
-// long: a task of each kind
+#[expect(clippy::too_many_lines, reason = "a task of each kind")]
 fn tasks(home: &Path) -> Vec<Task> {
     let floats = |seed, n| {
         random(seed, n, 60.0)

@@ -148,7 +148,10 @@ fn a_prompt_that_is_refused_is_read_here() {
 
 /// Random events in any order: each request is submitted once or forgotten, and every wait has a
 /// deadline.
-// long: one world, its events and what must hold of each.
+#[expect(
+    clippy::too_many_lines,
+    reason = "one world, its events and what must hold of each"
+)]
 #[test]
 fn every_request_goes_on_once() {
     for seed in 1..2000_u64 {

@@ -105,7 +105,7 @@ type Case = (
     usize,
 );
 
-// long: a table of answers
+#[expect(clippy::too_many_lines, reason = "a table of answers")]
 fn cases() -> Vec<Case> {
     let none = Vec::new;
     let look = |arguments: Json| ("look", arguments);
@@ -220,7 +220,6 @@ fn without_tools_calls_are_text() {
     assert_eq!((got.text.as_str(), got.failed), (answer, 0));
 }
 
-// long: a table of refusals
 #[test]
 fn templates_that_cannot_be_used_are_refused() {
     let with = |path: &str, value: Json| {
