@@ -6,7 +6,6 @@
 //! MPI, and ranks of its own kind without encryption or with one stream. With machines of a cluster
 //! each rank is on one of them ([`nodes`]).
 
-mod error;
 pub mod nodes;
 mod rivals;
 
@@ -18,6 +17,7 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use anyhow::{Context as _, Result, ensure};
 use paceline_base::Rank;
 use paceline_comm::{
     Algorithm, Backend, Deadline, Group, Plaintext, Seat, Strict, init, local, tcp,
@@ -26,11 +26,8 @@ use paceline_comm_rdma::settings::Lookup;
 use paceline_node::launched;
 use serde::{Deserialize, Serialize};
 
-use self::error::{Context as _, ensure};
 use self::rivals::{Others, Turns, compare};
 use crate::comm::{Report, Spec, measure, sums};
-
-pub use self::error::Error;
 
 /// Time limit of the whole measurement.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -142,7 +139,7 @@ impl fmt::Debug for Lines<'_> {
 }
 
 impl Lines<'_> {
-    fn say(&mut self, line: &str) -> Result<(), Error> {
+    fn say(&mut self, line: &str) -> Result<()> {
         writeln!(self.output, "{line}")?;
         Ok(self.output.flush()?)
     }
@@ -152,7 +149,7 @@ impl Lines<'_> {
 ///
 /// # Errors
 /// A process that cannot be started or fails.
-pub fn processes(args: &Settings) -> Result<Report, Error> {
+pub fn processes(args: &Settings) -> Result<Report> {
     let wanted = Kind {
         encrypt: args.encrypt,
         streams: args.streams,
@@ -221,7 +218,7 @@ pub fn deadline() -> Deadline {
 ///
 /// # Errors
 /// A collective that fails.
-pub fn threads(args: &Settings) -> Result<Report, Error> {
+pub fn threads(args: &Settings) -> Result<Report> {
     let mut tuning = local::ranks(1)[0].tuning();
     tuning.force = args.algorithm.map(Force::algorithm);
     let ranks = local::ranks_with(args.ranks, tuning);
@@ -265,7 +262,7 @@ struct Ranks {
 }
 
 impl Ranks {
-    fn start(args: &Settings, kind: Kind) -> Result<(Self, Report), Error> {
+    fn start(args: &Settings, kind: Kind) -> Result<(Self, Report)> {
         let (mut children, mut outputs) = (Children(Vec::new()), Vec::new());
         for rank in 0..args.ranks {
             let mut child = rank_command(args, kind, rank)
@@ -278,9 +275,7 @@ impl Ranks {
         for output in &mut outputs {
             let mut line = String::new();
             output.read_line(&mut line)?;
-            ensure(!line.is_empty(), || {
-                "a rank ended before it had an address".to_owned()
-            })?;
+            ensure!(!line.is_empty(), "a rank ended before it had an address");
             addrs.push(line.trim().to_owned());
         }
         let key = match kind.encrypt {
@@ -294,7 +289,7 @@ impl Ranks {
         Ok((ranks, serde_json::from_str(&line)?))
     }
 
-    fn tell(&mut self, line: &str) -> Result<(), Error> {
+    fn tell(&mut self, line: &str) -> Result<()> {
         for child in &mut self.children.0 {
             writeln!(child.stdin.as_mut().expect("piped"), "{line}")?;
         }
@@ -302,32 +297,28 @@ impl Ranks {
     }
 
     /// Reads the next line of rank 0.
-    fn hear(&mut self) -> Result<String, Error> {
+    fn hear(&mut self) -> Result<String> {
         let mut line = String::new();
         self.outputs[0].read_line(&mut line)?;
-        ensure(!line.is_empty(), || {
-            "a rank failed, its message is above".to_owned()
-        })?;
+        ensure!(!line.is_empty(), "a rank failed, its message is above");
         Ok(line)
     }
 
     /// Closes their inputs and waits for their end.
-    fn end(mut self) -> Result<(), Error> {
+    fn end(mut self) -> Result<()> {
         for child in &mut self.children.0 {
             drop(child.stdin.take());
         }
         for child in &mut self.children.0 {
             let status = child.wait()?;
-            ensure(status.success(), || {
-                "a rank failed, its message is above".to_owned()
-            })?;
+            ensure!(status.success(), "a rank failed, its message is above");
         }
         Ok(())
     }
 }
 
 impl Turns for Ranks {
-    fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64, Error> {
+    fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64> {
         self.tell(&format!("{bytes} {calls}"))?;
         Ok(self.hear()?.trim().parse()?)
     }
@@ -383,12 +374,7 @@ const fn bind(_ranks: usize, _rank: Rank) {}
 ///
 /// # Errors
 /// Ranks that do not meet, or a collective that fails.
-pub fn child(
-    args: &Settings,
-    rank: Rank,
-    lookup: Lookup<'_>,
-    lines: &mut Lines<'_>,
-) -> Result<(), Error> {
+pub fn child(args: &Settings, rank: Rank, lookup: Lookup<'_>, lines: &mut Lines<'_>) -> Result<()> {
     let listener = tcp::Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0)))?;
     let cores = Cores::OfItsOwn;
     take_part(args, (rank, cores), listener, (lookup, lines))
@@ -409,7 +395,7 @@ fn take_part(
     (rank, cores): (Rank, Cores),
     listener: tcp::Listener,
     (lookup, lines): (Lookup<'_>, &mut Lines<'_>),
-) -> Result<(), Error> {
+) -> Result<()> {
     lines.say(&listener.addr().to_string())?;
     let mut line = String::new();
     lines.input.read_line(&mut line)?;
@@ -451,7 +437,7 @@ fn take_part(
 }
 
 /// Runs the sums requested by each input line, until the input ends.
-fn turns(group: &dyn Group, lines: &mut Lines<'_>) -> Result<(), Error> {
+fn turns(group: &dyn Group, lines: &mut Lines<'_>) -> Result<()> {
     let mut line = String::new();
     while lines.input.read_line(&mut line)? > 0 {
         let turn = line.trim_end().split_once(' ');
@@ -466,12 +452,15 @@ fn turns(group: &dyn Group, lines: &mut Lines<'_>) -> Result<(), Error> {
     Ok(())
 }
 
-fn unhex<const N: usize>(text: &str) -> Result<[u8; N], Error> {
+fn unhex<const N: usize>(text: &str) -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let right = text.len() == 2 * N && text.is_ascii();
-    ensure(right, || {
-        format!("expected {} hexadecimal digits, got {}", 2 * N, text.len())
-    })?;
+    ensure!(
+        right,
+        "expected {} hexadecimal digits, got {}",
+        2 * N,
+        text.len()
+    );
     for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
         *byte = u8::from_str_radix(std::str::from_utf8(digits)?, 16)?;
     }

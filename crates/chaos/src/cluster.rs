@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use anyhow::{Context as _, Result, bail, ensure};
 use paceline_cluster::nodes::agent::local;
 use paceline_model::SplitKind;
 use rustix::process::{Pid, Signal, kill_process};
@@ -22,7 +23,6 @@ use super::memory::Group;
 use super::spaces::{self, Spaces};
 use super::streams::{Door, Request};
 use super::{Program, Tell, streams};
-use crate::error::{Context as _, Error, ensure};
 
 /// Time limit of a node's reply over its socket.
 const ASK_LIMIT: Duration = Duration::from_secs(30);
@@ -109,13 +109,13 @@ impl Cluster {
         disk: Option<u64>,
         program: Program,
         tell: Tell,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self> {
         tell(&format!("{count} nodes form a cluster on this machine"));
         let folder = tempfile::Builder::new().prefix("pl-chaos").tempdir()?;
         let mut spaces = disk.map(|_| Spaces::new(count)).transpose()?;
         let nodes = (0..count)
             .map(|number| Node::new(folder.path(), number, spaces.as_ref()))
-            .collect::<Result<Vec<Node>, Error>>()?;
+            .collect::<Result<Vec<Node>>>()?;
         if let (Some(spaces), Some(bytes)) = (&mut spaces, disk) {
             for node in &nodes {
                 spaces.mount(&node.home, bytes)?;
@@ -139,7 +139,7 @@ impl Cluster {
     }
 
     /// Starts the process of a node and waits until it replies.
-    fn up(&mut self, number: usize) -> Result<(), Error> {
+    fn up(&mut self, number: usize) -> Result<()> {
         let host = match &self.spaces {
             Some(_) => spaces::address(0),
             None => Ipv4Addr::LOCALHOST,
@@ -153,7 +153,7 @@ impl Cluster {
         })
     }
 
-    fn join(&self) -> Result<(), Error> {
+    fn join(&self) -> Result<()> {
         let key = self.nodes[0].ask("token", json!({}))?; // {"token": ...}, as `join` takes it
         for node in &self.nodes[1..] {
             node.ask("join", key.clone())?;
@@ -208,15 +208,14 @@ impl Cluster {
         model: &Path,
         split: SplitKind,
         (threads, parallel, spare): (u16, u16, u16),
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let model =
             fs::canonicalize(model).with_context(|| format!("cannot find {}", model.display()))?;
-        ensure(model.is_file(), || {
-            format!(
-                "{}: a cluster loads models of one GGUF file",
-                model.display()
-            )
-        })?;
+        ensure!(
+            model.is_file(),
+            "{}: a cluster loads models of one GGUF file",
+            model.display()
+        );
         self.wanted = json!({
             "model": model.to_str().context("the model's path is not UTF-8")?,
             "count": self.nodes.len(),
@@ -229,20 +228,17 @@ impl Cluster {
         self.load_wanted()
     }
 
-    fn load_wanted(&self) -> Result<(), Error> {
+    fn load_wanted(&self) -> Result<()> {
         (self.tell)("the model is loaded over all nodes");
         self.nodes[0].ask("load", self.wanted.clone())?;
         self.ready(LOAD_LIMIT)
     }
 
-    fn ready(&self, limit: Duration) -> Result<(), Error> {
+    fn ready(&self, limit: Duration) -> Result<()> {
         until(limit, "the model is ready", || {
             let instance = self.instance()?;
             if instance["state"] == "failed" {
-                return Err(Error::Unmet(format!(
-                    "the model cannot be loaded: {}",
-                    instance["reason"]
-                )));
+                bail!("the model cannot be loaded: {}", instance["reason"]);
             }
             let answers = |node: &Node| matches!(streams::model(&node.api), Ok(Some(_)));
             Ok(instance["state"] == "ready" && self.nodes.iter().all(answers))
@@ -250,7 +246,7 @@ impl Cluster {
     }
 
     /// The only instance, as the ingress node sees it; null if there is none.
-    fn instance(&self) -> Result<Value, Error> {
+    fn instance(&self) -> Result<Value> {
         Ok(self.entry().ask("ps", json!({}))?[0].clone())
     }
 
@@ -258,7 +254,7 @@ impl Cluster {
     ///
     /// # Errors
     /// An instance of one node.
-    pub(crate) fn victims(&self, choice: usize) -> Result<[usize; 2], Error> {
+    pub(crate) fn victims(&self, choice: usize) -> Result<[usize; 2]> {
         let nodes = self.instance()?["nodes"].clone();
         let has = |node: &Node| {
             let all = nodes.as_array();
@@ -266,9 +262,7 @@ impl Cluster {
         };
         let all = 0..self.nodes.len();
         let able: Vec<usize> = all.filter(|number| has(&self.nodes[*number])).collect();
-        ensure(able.len() > 1, || {
-            "one node alone computes the model".to_owned()
-        })?;
+        ensure!(able.len() > 1, "one node alone computes the model");
         let first = choice % able.len();
         Ok([able[first], able[(first + 1) % able.len()]])
     }
@@ -277,7 +271,7 @@ impl Cluster {
     ///
     /// # Errors
     /// A node that does not reply.
-    pub(crate) fn watch(&mut self, victims: &[usize]) -> Result<Watch, Error> {
+    pub(crate) fn watch(&mut self, victims: &[usize]) -> Result<Watch> {
         for victim in victims {
             self.nodes[*victim].is_hit = true;
         }
@@ -308,7 +302,7 @@ impl Cluster {
     ///
     /// # Errors
     /// A failed system call, or a node without a worker.
-    pub(crate) fn hit(&mut self, fault: Fault, victim: usize) -> Result<(), Error> {
+    pub(crate) fn hit(&mut self, fault: Fault, victim: usize) -> Result<()> {
         let node = &mut self.nodes[victim];
         match fault {
             Fault::KillNode => node.kill(),
@@ -347,7 +341,7 @@ impl Cluster {
     }
 
     /// Disconnects the node for a while: both halves declare the other one dead.
-    fn split(&self, victim: usize) -> Result<(), Error> {
+    fn split(&self, victim: usize) -> Result<()> {
         let spaces = self
             .spaces
             .as_ref()
@@ -358,7 +352,7 @@ impl Cluster {
     }
 
     /// Kills the node's worker until the node is left out.
-    fn flap(&self, victim: usize) -> Result<(), Error> {
+    fn flap(&self, victim: usize) -> Result<()> {
         for _ in 0..FLAPS {
             let Some(before) = self.flapping(victim)? else {
                 return Ok(());
@@ -376,17 +370,17 @@ impl Cluster {
             thread::sleep(FLAP_PAUSE);
         }
         let instance = self.instance()?;
-        ensure(is_left_out(&instance), || {
-            format!(
-                "{} failed {FLAPS} times and is not left out: {instance}",
-                self.nodes[victim].name
-            )
-        })
+        ensure!(
+            is_left_out(&instance),
+            "{} failed {FLAPS} times and is not left out: {instance}",
+            self.nodes[victim].name
+        );
+        Ok(())
     }
 
     /// The workers of a flapping node, once it has some: the model may run without the node for a
     /// moment. `None` once the node is left out.
-    fn flapping(&self, victim: usize) -> Result<Option<Vec<Pid>>, Error> {
+    fn flapping(&self, victim: usize) -> Result<Option<Vec<Pid>>> {
         let mut workers = None;
         until(FLAP_LIMIT, "the node has a worker", || {
             if is_left_out(&self.instance()?) {
@@ -404,7 +398,7 @@ impl Cluster {
     ///
     /// # Errors
     /// A cluster that does not recover within `limit`.
-    pub(crate) fn heal(&mut self, limit: Duration) -> Result<(), Error> {
+    pub(crate) fn heal(&mut self, limit: Duration) -> Result<()> {
         for pid in std::mem::take(&mut self.stopped) {
             let _ = kill_process(pid, Signal::CONT); // some were killed meanwhile
         }
@@ -460,7 +454,7 @@ impl Drop for Cluster {
 }
 
 impl Node {
-    fn new(folder: &Path, number: usize, spaces: Option<&Spaces>) -> Result<Self, Error> {
+    fn new(folder: &Path, number: usize, spaces: Option<&Spaces>) -> Result<Self> {
         let name = format!("n{number}");
         let home = folder.join(&name);
         fs::create_dir(&home)?;
@@ -484,7 +478,7 @@ impl Node {
     ///
     /// # Errors
     /// The node has no process, or its process does not end within `limit`.
-    fn end_left(&mut self, limit: Duration) -> Result<(), Error> {
+    fn end_left(&mut self, limit: Duration) -> Result<()> {
         if !std::mem::take(&mut self.leaves) {
             return Ok(());
         }
@@ -501,7 +495,7 @@ impl Node {
     }
 
     /// Writes until its disk is full.
-    fn fill(&self) -> Result<(), Error> {
+    fn fill(&self) -> Result<()> {
         let mut file = File::create(self.filler())?;
         let piece = vec![0; 1 << 20];
         while file.write_all(&piece).is_ok() {}
@@ -510,7 +504,7 @@ impl Node {
         Ok(())
     }
 
-    fn start(&mut self, program: &Program, peer: Option<SocketAddr>) -> Result<(), Error> {
+    fn start(&mut self, program: &Program, peer: Option<SocketAddr>) -> Result<()> {
         let log = File::options()
             .append(true)
             .create(true)
@@ -546,17 +540,13 @@ impl Node {
 
     /// # Errors
     /// A node that ended, with the end of its log.
-    fn check(&mut self) -> Result<(), Error> {
+    fn check(&mut self) -> Result<()> {
         let process = self.process.as_mut().context("it was not started")?;
         let Some(status) = process.try_wait()? else {
             return Ok(());
         };
         let log = fs::read_to_string(self.home.join("log")).unwrap_or_default();
-        Err(Error::Unmet(format!(
-            "{} ended with {status}: {}",
-            self.name,
-            log.trim()
-        )))
+        bail!("{} ended with {status}: {}", self.name, log.trim())
     }
 
     fn ask(&self, command: &str, arguments: Value) -> Result<Value, local::Error> {
@@ -564,7 +554,7 @@ impl Node {
     }
 
     /// Its process; in namespaces the only child of the program that made them.
-    fn pid(&self) -> Result<Pid, Error> {
+    fn pid(&self) -> Result<Pid> {
         let process = self.process.as_ref().context("the node does not run")?;
         let started = Pid::from_raw(process.id().cast_signed());
         let started = started.context("a process without a number")?;
@@ -575,7 +565,7 @@ impl Node {
         child.context("the node does not run in its namespaces")
     }
 
-    fn kill(&mut self) -> Result<(), Error> {
+    fn kill(&mut self) -> Result<()> {
         let Some(mut process) = self.process.take() else {
             return Ok(());
         };
@@ -585,10 +575,10 @@ impl Node {
     }
 
     /// Worker processes of the node.
-    fn workers(&self) -> Result<Vec<Pid>, Error> {
+    fn workers(&self) -> Result<Vec<Pid>> {
         let mut found = children(self.pid()?)?;
         found.retain(|pid| is_worker(pid.as_raw_nonzero().get()));
-        ensure(!found.is_empty(), || format!("{} has no worker", self.name))?;
+        ensure!(!found.is_empty(), "{} has no worker", self.name);
         Ok(found)
     }
 }
@@ -600,7 +590,7 @@ fn is_left_out(instance: &Value) -> bool {
 }
 
 /// Child processes of a process.
-fn children(of: Pid) -> Result<Vec<Pid>, Error> {
+fn children(of: Pid) -> Result<Vec<Pid>> {
     let file = format!("/proc/{}/task", of.as_raw_nonzero());
     let mut found = Vec::new();
     for thread in fs::read_dir(&file).with_context(|| format!("cannot read {file}"))? {
@@ -622,7 +612,7 @@ fn is_worker(pid: i32) -> bool {
 ///
 /// # Errors
 /// A failed system call; processes that survive, which are then killed.
-fn starve(pids: &[Pid]) -> Result<(), Error> {
+fn starve(pids: &[Pid]) -> Result<()> {
     let group = Group::new()?;
     group.take(pids).context("cannot bound a worker's memory")?;
     let what = "the kernel kills a worker without memory";
@@ -634,7 +624,7 @@ fn starve(pids: &[Pid]) -> Result<(), Error> {
     killed
 }
 
-fn signal(pids: &[Pid], signal: Signal) -> Result<(), Error> {
+fn signal(pids: &[Pid], signal: Signal) -> Result<()> {
     for pid in pids {
         let sent = kill_process(*pid, signal).map_err(io::Error::from);
         sent.context("cannot send a signal")?;
@@ -643,7 +633,7 @@ fn signal(pids: &[Pid], signal: Signal) -> Result<(), Error> {
 }
 
 /// A free port. Another program may take it before the node does, which then reports that.
-fn free_port() -> Result<u16, Error> {
+fn free_port() -> Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
 
@@ -651,16 +641,10 @@ fn free_port() -> Result<u16, Error> {
 ///
 /// # Errors
 /// The first error of `done`; `what` if it takes longer than `limit`.
-fn until(
-    limit: Duration,
-    what: &str,
-    mut done: impl FnMut() -> Result<bool, Error>,
-) -> Result<(), Error> {
+fn until(limit: Duration, what: &str, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
     let begun = Instant::now();
     while !done()? {
-        ensure(begun.elapsed() < limit, || {
-            format!("{what}: not within {limit:?}")
-        })?;
+        ensure!(begun.elapsed() < limit, "{what}: not within {limit:?}");
         thread::sleep(ASK_EVERY);
     }
     Ok(())

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::time::Duration;
 
+use anyhow::{Context as _, Result, bail};
 use paceline_base::SplitMix64;
 
 use super::memory::Group;
-use crate::error::{Context as _, Error};
 
 /// A fault of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,11 +120,11 @@ impl Fault {
     ///
     /// # Errors
     /// The reason.
-    fn check(self, namespaces: bool) -> Result<(), Error> {
+    fn check(self, namespaces: bool) -> Result<()> {
         match self {
             Self::KillNode | Self::LeaveNode => Ok(()),
             Self::CutNode | Self::SplitNode | Self::FillDisk | Self::OutOfMemory if !namespaces => {
-                Err(Error::Unmet(format!("{self} needs --namespaces")))
+                bail!("{self} needs --namespaces")
             }
             Self::CutNode | Self::SplitNode | Self::FillDisk => Ok(()),
             Self::OutOfMemory => {
@@ -132,9 +132,7 @@ impl Fault {
                 made.with_context(|| format!("{self} needs a control group"))
             }
             _ if cfg!(target_os = "linux") => Ok(()),
-            _ => Err(Error::Unmet(format!(
-                "{self} needs Linux, which tells the processes of a node"
-            ))),
+            _ => bail!("{self} needs Linux, which tells the processes of a node"),
         }
     }
 }
@@ -168,7 +166,7 @@ const DURING_RECOVERY: Duration = Duration::from_millis(700);
 ///
 /// # Errors
 /// A requested fault that is unavailable here.
-pub fn of(asked: &[Fault], namespaces: bool) -> Result<Vec<Fault>, Error> {
+pub fn of(asked: &[Fault], namespaces: bool) -> Result<Vec<Fault>> {
     if asked.is_empty() {
         let all = Fault::ALL.into_iter();
         return Ok(all

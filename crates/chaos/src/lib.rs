@@ -7,13 +7,11 @@
 //! - [`Chaos`]: the rounds, one by one; [`Plan`]: their settings.
 //! - [`Fault`]: a fault of a node; [`faults`]: the faults that this system allows.
 //! - [`Report`]: all rounds, as text and as JSON.
-//! - [`Error`].
 //!
 //! Nodes are processes of the program `paceline`. The crate prints nothing: progress lines go to a
 //! [`Tell`].
 
 mod cluster;
-mod error;
 mod faults;
 mod memory;
 mod report;
@@ -27,16 +25,15 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use anyhow::{Context as _, Result, anyhow, bail};
 use paceline_base::printable;
 use paceline_model::SplitKind;
 
 use cluster::Cluster;
-use error::Context as _;
 use faults::Round;
 use report::Seen;
 use streams::{Answer, Door, KINDS, Request};
 
-pub use error::Error;
 pub use faults::{Fault, of as faults};
 pub use report::Report;
 
@@ -108,7 +105,7 @@ impl Chaos {
     ///
     /// # Errors
     /// A cluster that cannot be made, or an answer that fails without a fault.
-    pub fn start(plan: &Plan, model: &Path, program: Program, tell: Tell) -> Result<Self, Error> {
+    pub fn start(plan: &Plan, model: &Path, program: Program, tell: Tell) -> Result<Self> {
         let tell: Tell = Arc::new(move |what| tell(&format!("chaos: {what}")));
         let space = plan.namespaces.then(|| disk_bytes(model)).transpose()?;
         let mut cluster = Cluster::start(plan.nodes, space, program, tell.clone())?;
@@ -135,7 +132,7 @@ impl Chaos {
     /// A fault that cannot be applied.
     ///
     /// [`heal`]: Self::heal
-    pub fn round(&mut self) -> Result<Option<String>, Error> {
+    pub fn round(&mut self) -> Result<Option<String>> {
         let Some((number, round)) = self.rounds.pop_front() else {
             return Ok(None);
         };
@@ -153,7 +150,7 @@ impl Chaos {
     ///
     /// # Errors
     /// A cluster that does not recover.
-    pub fn heal(&mut self) -> Result<(), Error> {
+    pub fn heal(&mut self) -> Result<()> {
         self.cluster.heal(HEAL_LIMIT)
     }
 
@@ -164,7 +161,7 @@ impl Chaos {
 }
 
 /// Bytes of a node's disk: twice its model, and room for its other files.
-fn disk_bytes(model: &Path) -> Result<u64, Error> {
+fn disk_bytes(model: &Path) -> Result<u64> {
     let model = std::fs::metadata(model).context("cannot look at the model")?;
     Ok(2 * model.len() + (192 << 20))
 }
@@ -176,7 +173,7 @@ fn undisturbed(
     requests: &[Request],
     streams: usize,
     tell: &Tell,
-) -> Result<Vec<(Request, Answer)>, Error> {
+) -> Result<Vec<(Request, Answer)>> {
     let mut known = Vec::new();
     for part in requests.chunks(streams) {
         let (_, answers) = answers_at(&cluster.clients(part), u32::MAX, || Ok(()))?;
@@ -187,9 +184,7 @@ fn undisturbed(
                     tell(&format!("no request with tools: {}", printable(error)));
                 }
                 Some(error) => {
-                    return Err(Error::Unmet(format!(
-                        "an undisturbed answer failed: {error}"
-                    )));
+                    bail!("an undisturbed answer failed: {error}");
                 }
             }
         }
@@ -203,7 +198,7 @@ fn play(
     round: Round,
     requests: &[Request],
     undisturbed: &[Answer],
-) -> Result<Seen, Error> {
+) -> Result<Seen> {
     let victims = cluster.victims(round.victim)?;
     let clients = cluster.clients(requests);
     let (mut watch, mut missed) = (None, false);
@@ -263,8 +258,8 @@ fn play(
 fn answers_at(
     clients: &[(Vec<Door>, Request)],
     at_token: u32,
-    then: impl FnOnce() -> Result<(), Error>,
-) -> Result<(Option<Instant>, Vec<Answer>), Error> {
+    then: impl FnOnce() -> Result<()>,
+) -> Result<(Option<Instant>, Vec<Answer>)> {
     let (sender, reached) = mpsc::channel();
     thread::scope(|scope| {
         let asked: Vec<_> = clients
@@ -280,12 +275,8 @@ fn answers_at(
         let outcome = hit.map_or(Ok(()), |_| then());
         let answers = asked
             .into_iter()
-            .map(|thread| {
-                thread
-                    .join()
-                    .map_err(|_| Error::Unmet("a client panicked".to_owned()))
-            })
-            .collect::<Result<Vec<_>, Error>>();
+            .map(|thread| thread.join().map_err(|_| anyhow!("a client panicked")))
+            .collect::<Result<Vec<_>>>();
         outcome?;
         Ok((hit, answers?))
     })

@@ -5,9 +5,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use anyhow::{Context as _, Result};
 use rustix::process::Pid;
-
-use crate::error::{Context as _, Error};
 
 /// Mount points of groups that limit memory: version 2 has one tree, version 1 one for memory.
 const ROOTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"];
@@ -27,7 +26,7 @@ impl Group {
     ///
     /// # Errors
     /// A system without memory control groups, or without permission to make one.
-    pub(crate) fn new() -> Result<Self, Error> {
+    pub(crate) fn new() -> Result<Self> {
         let own = fs::read_to_string("/proc/self/cgroup").context("no control groups")?;
         let group = places(&own).iter().find_map(|place| Self::below(place));
         group.context("no control group bounds memory here")

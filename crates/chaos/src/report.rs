@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
+use anyhow::{Result, bail};
 use paceline_base::printable;
 use serde_json::{Value, json};
 
 use super::faults::Round;
-use crate::Error;
 
 /// The outcome of a round.
 #[derive(Debug)]
@@ -115,19 +115,14 @@ impl Report {
     /// Checks that the faults only delayed clients.
     ///
     /// # Errors
-    /// [`Error::Answers`] where answers were lost or altered.
-    pub fn verdict(&self) -> Result<(), Error> {
+    /// Answers were lost, or differ from those of an undisturbed cluster.
+    pub fn verdict(&self) -> Result<()> {
         match self.totals() {
             [_, 0, 0] => Ok(()),
             [answers, lost, altered] => {
                 let reason = self.rounds.iter().find_map(|it| it.reason.as_deref());
                 let first = reason.map_or_else(String::new, |it| format!("; first: {it}"));
-                Err(Error::Answers {
-                    answers,
-                    lost,
-                    altered,
-                    first,
-                })
+                bail!("of {answers} answers {lost} were lost and {altered} altered{first}")
             }
         }
     }

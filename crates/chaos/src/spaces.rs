@@ -7,7 +7,7 @@ use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::error::{Context as _, Error, ensure};
+use anyhow::{Context as _, Result, ensure};
 
 /// Namespaces of a node besides its network: its own processes and mounts. So it shares no memory
 /// with other nodes, as on another machine.
@@ -36,7 +36,7 @@ impl Spaces {
     ///
     /// # Errors
     /// A failed system call.
-    pub(crate) fn new(count: usize) -> Result<Self, Error> {
+    pub(crate) fn new(count: usize) -> Result<Self> {
         let own = std::process::id();
         let names = (0..=count).map(|number| format!("plc{own}n{number}"));
         let spaces = Self {
@@ -47,7 +47,7 @@ impl Spaces {
         Ok(spaces)
     }
 
-    fn make(&self, count: usize) -> Result<(), Error> {
+    fn make(&self, count: usize) -> Result<()> {
         let bridge = &self.names[count];
         ip(&["netns", "add", bridge])?;
         ip(&["-n", bridge, "link", "add", "br0", "type", "bridge"])?;
@@ -76,7 +76,7 @@ impl Spaces {
     ///
     /// # Errors
     /// The system's error.
-    pub(crate) fn open(&self, number: usize) -> Result<File, Error> {
+    pub(crate) fn open(&self, number: usize) -> Result<File> {
         let path = Path::new("/run/netns").join(&self.names[number]);
         File::open(&path).with_context(|| format!("cannot open {}", path.display()))
     }
@@ -85,7 +85,7 @@ impl Spaces {
     ///
     /// # Errors
     /// A failed system call.
-    pub(crate) fn connect(&self, number: usize, connected: bool) -> Result<(), Error> {
+    pub(crate) fn connect(&self, number: usize, connected: bool) -> Result<()> {
         let bridge = &self.names[self.names.len() - 1];
         let state = if connected { "up" } else { "down" };
         ip(&["-n", bridge, "link", "set", &port(number), state])
@@ -95,7 +95,7 @@ impl Spaces {
     ///
     /// # Errors
     /// A failed system call.
-    pub(crate) fn mount(&mut self, folder: &Path, bytes: u64) -> Result<(), Error> {
+    pub(crate) fn mount(&mut self, folder: &Path, bytes: u64) -> Result<()> {
         let size = format!("size={bytes}");
         let mut command = Command::new("mount");
         command
@@ -128,17 +128,16 @@ fn port(number: usize) -> String {
     format!("p{number}")
 }
 
-fn ip(args: &[&str]) -> Result<(), Error> {
+fn ip(args: &[&str]) -> Result<()> {
     run(Command::new("ip").args(args))
 }
 
-fn run(command: &mut Command) -> Result<(), Error> {
+fn run(command: &mut Command) -> Result<()> {
     let output = command.env("PATH", PATH).output();
     let output = output.with_context(|| format!("cannot run {command:?}"))?;
     let said = String::from_utf8_lossy(&output.stderr);
-    ensure(output.status.success(), || {
-        format!("{command:?}: {}", said.trim())
-    })
+    ensure!(output.status.success(), "{command:?}: {}", said.trim());
+    Ok(())
 }
 
 /// Makes the calling thread open its connections in a node's network from now on.

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use serde_json::{Value, json};
 
 use super::spaces;
-use crate::error::{Context as _, Error, ensure};
 
 /// Longest wait for a complete answer, faults included.
 const ANSWER_LIMIT: Duration = Duration::from_secs(180);
@@ -137,7 +137,7 @@ impl Request {
             }
             error = self.stream(door, &mut answer, at_token, reached).err();
         }
-        answer.error = error.map(|error| error.chain());
+        answer.error = error.map(|error| format!("{error:#}"));
         answer
     }
 
@@ -147,7 +147,7 @@ impl Request {
         answer: &mut Answer,
         at_token: u32,
         reached: &Sender<()>,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let (status, mut lines) = self.ask_next(door, answer)?;
         if status != 200 {
             let mut said = String::new();
@@ -159,14 +159,12 @@ impl Request {
             if status == 400 {
                 (answer.error, answer.is_refused) = (Some(said.clone()), true);
             }
-            return Err(Error::Unmet(format!("{status}: {said}")));
+            bail!("{status}: {said}");
         }
         while !answer.ended {
             let mut line = String::new();
             let read = Read::take(&mut lines, LINE_BYTES_MAX).read_line(&mut line)?;
-            ensure(read > 0, || {
-                "the stream ended before the answer did".to_owned()
-            })?;
+            ensure!(read > 0, "the stream ended before the answer did");
             answer.take(line.trim())?;
             if answer.pieces.len() == at_token as usize && answer.error.is_none() {
                 let _ = reached.send(()); // the first of all answers counts
@@ -180,7 +178,7 @@ impl Request {
     }
 
     /// Requests the events after the last received one, or all of the answer.
-    fn ask_next(&self, door: &Door, answer: &Answer) -> Result<(u16, BufReader<TcpStream>), Error> {
+    fn ask_next(&self, door: &Door, answer: &Answer) -> Result<(u16, BufReader<TcpStream>)> {
         let model = model_at(door)?.context("the node has no model")?;
         if let Some((id, number)) = &answer.response {
             let path = format!("/v1/responses/{id}?stream=true&starting_after={number}");
@@ -224,12 +222,7 @@ fn tool() -> Value {
 
 /// Sends an HTTP/1.0 request, whose answer ends with its connection. Returns its status, and a
 /// reader behind its headers.
-fn ask(
-    door: &Door,
-    what: &str,
-    headers: &str,
-    body: &str,
-) -> Result<(u16, BufReader<TcpStream>), Error> {
+fn ask(door: &Door, what: &str, headers: &str, body: &str) -> Result<(u16, BufReader<TcpStream>)> {
     if let Some(space) = &door.space {
         spaces::enter(space).context("cannot enter the node's network")?;
     }
@@ -249,7 +242,7 @@ fn ask(
     loop {
         line.clear();
         let read = Read::take(&mut lines, LINE_BYTES_MAX).read_line(&mut line)?;
-        ensure(read > 0, || "no answer came".to_owned())?;
+        ensure!(read > 0, "no answer came");
         if line.trim().is_empty() {
             break;
         }
@@ -260,14 +253,14 @@ fn ask(
 
 /// Name of the model served by the node behind `door`; `None` if it has none yet. Runs on its own
 /// thread: the calling one stays in its network namespace.
-pub(crate) fn model(door: &Door) -> Result<Option<Value>, Error> {
+pub(crate) fn model(door: &Door) -> Result<Option<Value>> {
     std::thread::scope(|scope| {
         let asked = scope.spawn(|| model_at(door)).join();
-        asked.map_err(|_| Error::Unmet("a client panicked".to_owned()))?
+        asked.map_err(|_| anyhow!("a client panicked"))?
     })
 }
 
-fn model_at(door: &Door) -> Result<Option<Value>, Error> {
+fn model_at(door: &Door) -> Result<Option<Value>> {
     let (_, lines) = ask(door, "GET /v1/models", "", "")?;
     let mut said = String::new();
     lines.take(LINE_BYTES_MAX).read_to_string(&mut said)?;
@@ -278,7 +271,7 @@ fn model_at(door: &Door) -> Result<Option<Value>, Error> {
 
 impl Answer {
     /// Handles a line of the event stream.
-    fn take(&mut self, line: &str) -> Result<(), Error> {
+    fn take(&mut self, line: &str) -> Result<()> {
         if let Some(id) = line.strip_prefix("id: ") {
             self.next = Some(id.to_owned());
         }
@@ -295,7 +288,7 @@ impl Answer {
             return self.take_response(kind, &event);
         }
         if event["error"]["code"] == "shutting_down" {
-            return Err(Error::Unmet("the node goes".to_owned()));
+            bail!("the node goes");
         }
         if !event["error"].is_null() {
             self.error = Some(event["error"].to_string());
@@ -306,12 +299,13 @@ impl Answer {
         Ok(())
     }
 
-    fn take_response(&mut self, kind: &str, event: &Value) -> Result<(), Error> {
+    fn take_response(&mut self, kind: &str, event: &Value) -> Result<()> {
         let response = &event["response"];
         if kind == "response.failed" {
-            ensure(response["error"]["code"] != "shutting_down", || {
-                "the node goes".to_owned()
-            })?;
+            ensure!(
+                response["error"]["code"] != "shutting_down",
+                "the node goes"
+            );
             self.error = Some(response["error"].to_string());
             return Ok(());
         }

@@ -57,7 +57,7 @@ const LAYERS: [(&str, Layer); 28] = [
 
 /// Outside crates that only some of ours may use, for any purpose.
 const OWNED: [(&str, &[&str]); 4] = [
-    ("anyhow", &["cli", "xtask"]),
+    ("anyhow", &["bench", "chaos", "cli", "xtask"]),
     ("clap", &["cli", "xtask"]),
     (
         "tokio",

@@ -20,6 +20,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use anyhow::{Context as _, Result, ensure};
 use paceline_base::Rank;
 use paceline_cluster::nodes::agent::local;
 use paceline_cluster::nodes::discovery::listen_address;
@@ -29,7 +30,6 @@ use paceline_node::tunnel;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::error::{Context as _, Error, ensure};
 use super::{Cores, Force, Lines, PATIENCE, Report, Settings, hex, take_part};
 
 /// Time limit of a node's reply.
@@ -85,7 +85,7 @@ pub struct Here<'a> {
 }
 
 impl Here<'_> {
-    fn ask(&self, command: &str) -> Result<Value, Error> {
+    fn ask(&self, command: &str) -> Result<Value> {
         Ok(local::ask(
             self.home,
             command,
@@ -130,7 +130,7 @@ pub fn rank(
     at: Listen<'_>,
     lookup: Lookup<'_>,
     lines: &mut Lines<'_>,
-) -> Result<(), Error> {
+) -> Result<()> {
     let mut line = String::new();
     Read::take(&mut *lines.input, LINE_BYTES_MAX).read_line(&mut line)?;
     let setup: Setup = serde_json::from_str(&line).context("no setup of a rank")?;
@@ -148,7 +148,7 @@ pub fn rank(
 }
 
 /// Listens at any free port, or at the first free one of `ports`.
-fn listen(at: Listen<'_>) -> Result<tcp::Listener, Error> {
+fn listen(at: Listen<'_>) -> Result<tcp::Listener> {
     let place = listen_address(at.interface)?;
     let Some(ports) = at.ports else {
         return Ok(tcp::Listener::bind(place)?);
@@ -171,7 +171,7 @@ fn listen(at: Listen<'_>) -> Result<tcp::Listener, Error> {
 ///
 /// # Errors
 /// A machine that is missing, unreachable from another one, or fails.
-pub fn measure(args: &Settings, names: &Names, here: Here<'_>) -> Result<Report, Error> {
+pub fn measure(args: &Settings, names: &Names, here: Here<'_>) -> Result<Report> {
     let machines = machines(names, here)?;
     let mut seats = Vec::new();
     for (rank, machine) in (0..).zip(&machines) {
@@ -227,7 +227,7 @@ impl Names {
     ///
     /// # Errors
     /// A node that does not run, or has no such instance.
-    pub fn of_instance(model: &str, here: Here<'_>) -> Result<Self, Error> {
+    pub fn of_instance(model: &str, here: Here<'_>) -> Result<Self> {
         let all = here.ask("ps")?;
         let all = all.as_array().map_or(&[][..], Vec::as_slice);
         let found = all.iter().find(|it| it["model"] == model);
@@ -245,25 +245,24 @@ impl Names {
 }
 
 /// The machines, once the paths between all of them are measured.
-fn machines(names: &Names, here: Here<'_>) -> Result<Vec<Machine>, Error> {
+fn machines(names: &Names, here: Here<'_>) -> Result<Vec<Machine>> {
     let begun = Instant::now();
     loop {
         let machines = choose(&here.ask("nodes")?["nodes"], names)?;
         let lacking = lacking(&machines);
         match lacking {
             None => return Ok(machines),
-            Some((from, to)) => ensure(begun.elapsed() < WAYS_LIMIT, || {
-                format!(
-                    "no way from {from} to {to} is known: `paceline doctor --peer {to}` says why"
-                )
-            })?,
+            Some((from, to)) => ensure!(
+                begun.elapsed() < WAYS_LIMIT,
+                "no way from {from} to {to} is known: `paceline doctor --peer {to}` says why"
+            ),
         }
         std::thread::sleep(LOOK_EVERY);
     }
 }
 
 /// Living machines of this version: this one and the next by name, or the named ones.
-fn choose(nodes: &Value, names: &Names) -> Result<Vec<Machine>, Error> {
+fn choose(nodes: &Value, names: &Names) -> Result<Vec<Machine>> {
     let nodes = nodes.as_array().map_or(&[][..], Vec::as_slice);
     let own = nodes.iter().find(|node| node["found_by"] == "self");
     let build = own.map_or(&Value::Null, |own| &own["build"]);
@@ -274,9 +273,10 @@ fn choose(nodes: &Value, names: &Names) -> Result<Vec<Machine>, Error> {
     let chosen = match names {
         Names::Count(count) => {
             let there = able.len();
-            ensure(*count <= there, || {
-                format!("{count} machines asked for, {there} of this version are alive")
-            })?;
+            ensure!(
+                *count <= there,
+                "{count} machines asked for, {there} of this version are alive"
+            );
             able.truncate(*count);
             able
         }
@@ -294,9 +294,11 @@ fn choose(nodes: &Value, names: &Names) -> Result<Vec<Machine>, Error> {
             chosen
         }
     };
-    ensure((1..=RANKS_MAX).contains(&chosen.len()), || {
-        format!("{} machines, expected 1 to {RANKS_MAX}", chosen.len())
-    })?;
+    ensure!(
+        (1..=RANKS_MAX).contains(&chosen.len()),
+        "{} machines, expected 1 to {RANKS_MAX}",
+        chosen.len()
+    );
     Ok(chosen)
 }
 
@@ -333,11 +335,7 @@ fn lacking(machines: &[Machine]) -> Option<(&str, &str)> {
 
 /// Addresses of all ranks as reached by rank `from`. A rank that listens at one address is reached
 /// there.
-fn seen_by(
-    from: usize,
-    machines: &[Machine],
-    places: &[SocketAddr],
-) -> Result<Vec<SocketAddr>, Error> {
+fn seen_by(from: usize, machines: &[Machine], places: &[SocketAddr]) -> Result<Vec<SocketAddr>> {
     let seen = |(to, place): (usize, &SocketAddr)| {
         if to == from || !place.ip().is_unspecified() {
             return Ok(*place);
@@ -352,7 +350,7 @@ fn seen_by(
 
 impl Seat {
     /// Starts the rank of `machine`.
-    fn of(machine: &Machine, program: &Path, here: Here<'_>) -> Result<Self, Error> {
+    fn of(machine: &Machine, program: &Path, here: Here<'_>) -> Result<Self> {
         if machine.is_own {
             let child = start_rank(program, here.listen, here.env);
             let mut child = child.context("cannot start a rank")?;
@@ -374,16 +372,16 @@ impl Seat {
         })
     }
 
-    fn tell(&mut self, text: &str) -> Result<(), Error> {
+    fn tell(&mut self, text: &str) -> Result<()> {
         let to = self.to.as_mut().context("the rank was ended")?;
         writeln!(to, "{text}")?;
         Ok(to.flush()?)
     }
 
-    fn hear(&mut self) -> Result<String, Error> {
+    fn hear(&mut self) -> Result<String> {
         let mut line = String::new();
         Read::take(&mut self.from, LINE_BYTES_MAX).read_line(&mut line)?;
-        ensure(!line.is_empty(), || "a rank ended too early".to_owned())?;
+        ensure!(!line.is_empty(), "a rank ended too early");
         Ok(line)
     }
 

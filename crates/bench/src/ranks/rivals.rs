@@ -6,7 +6,8 @@ use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::error::{Context as _, Error};
+use anyhow::{Context as _, Result, bail};
+
 use super::{Children, Peer, Ranks, Settings};
 use crate::comm::{Rival, SIZES, calls};
 use crate::quantile;
@@ -23,7 +24,7 @@ const START: Duration = Duration::from_secs(60);
 /// A group that computes sums on request.
 pub(super) trait Turns {
     /// Median time of `calls` sums of `bytes`, in microseconds.
-    fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64, Error>;
+    fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64>;
 }
 
 /// Measures `ours` and `theirs` in turns, at every size up to the largest requested.
@@ -32,7 +33,7 @@ pub(super) fn compare(
     name: &str,
     ours: &mut Ranks,
     theirs: &mut dyn Turns,
-) -> Result<Vec<Rival>, Error> {
+) -> Result<Vec<Rival>> {
     let sizes = SIZES.into_iter().filter(|bytes| *bytes <= args.max_bytes);
     let row = |bytes: usize| {
         let calls = (calls(bytes) / TURNS).max(3);
@@ -40,7 +41,7 @@ pub(super) fn compare(
             let theirs = theirs.turn(bytes, calls)?;
             Ok((ours.turn(bytes, calls)?, theirs))
         });
-        let pairs: Vec<(f64, f64)> = pairs.collect::<Result<_, Error>>()?;
+        let pairs: Vec<(f64, f64)> = pairs.collect::<Result<_>>()?;
         let median = |of: fn(&(f64, f64)) -> f64| {
             let values: Vec<f64> = pairs.iter().map(of).collect();
             quantile(&values, 0.5)
@@ -65,7 +66,7 @@ pub(super) struct Others {
 
 impl Others {
     /// Starts the ranks and waits until all have connected.
-    pub(super) fn start(args: &Settings, peer: Peer) -> Result<Self, Error> {
+    pub(super) fn start(args: &Settings, peer: Peer) -> Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0))?;
         let port = listener.local_addr()?.port().to_string();
         let mut children = match peer {
@@ -83,10 +84,10 @@ impl Others {
             }
             for child in &mut children.0 {
                 if let Some(status) = child.try_wait()? {
-                    return Err(Error::Unmet(format!(
+                    bail!(
                         "{} did not run ({status}), its message is above",
                         peer.name()
-                    )));
+                    );
                 }
             }
         }
@@ -99,7 +100,7 @@ impl Others {
 }
 
 /// Reads the rank of a new connection.
-fn greeted(stream: TcpStream) -> Result<(u32, BufReader<TcpStream>), Error> {
+fn greeted(stream: TcpStream) -> Result<(u32, BufReader<TcpStream>)> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(START))?;
@@ -114,7 +115,7 @@ fn greeted(stream: TcpStream) -> Result<(u32, BufReader<TcpStream>), Error> {
 }
 
 impl Turns for Others {
-    fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64, Error> {
+    fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64> {
         for stream in &mut self.streams {
             writeln!(stream.get_mut(), "[{bytes}, {calls}]")?;
         }
@@ -126,7 +127,7 @@ impl Turns for Others {
     }
 }
 
-fn mlx(args: &Settings, port: &str) -> Result<Children, Error> {
+fn mlx(args: &Settings, port: &str) -> Result<Children> {
     let addrs = (0..args.ranks).map(|_| {
         let free = TcpListener::bind(("127.0.0.1", 0))?;
         Ok(vec![free.local_addr()?.to_string()])
@@ -150,7 +151,7 @@ fn mlx(args: &Settings, port: &str) -> Result<Children, Error> {
     Ok(children)
 }
 
-fn mpi(args: &Settings, port: &str) -> Result<Child, Error> {
+fn mpi(args: &Settings, port: &str) -> Result<Child> {
     let options = [
         "--allow-run-as-root",
         "--oversubscribe",
