@@ -4,17 +4,16 @@
 //! follow text without a newline, so that a program's last, unfinished line is unchanged. All other
 //! bytes pass through unchanged.
 
-use std::hash::{BuildHasher, RandomState};
-
 /// Longest words of a mark: a number or a path (4096 bytes on Linux).
 const WORDS_BYTES_MAX: usize = 5000;
 
-/// A random token for the marks of one run.
+/// A random token for the marks of one run. It is no secret; it must only never be printed by
+/// accident.
 pub(crate) fn token() -> String {
-    // Keys of the standard library's hash maps are random. The token is no secret; it must only
-    // never be printed by accident.
-    let random = || RandomState::new().hash_one(0);
-    format!("{:016x}{:016x}", random(), random())
+    let mut bytes = [0; 16];
+    let filled = getrandom::fill(&mut bytes);
+    filled.expect("the system has random numbers: std's hash maps need them too");
+    format!("{:032x}", u128::from_le_bytes(bytes))
 }
 
 /// A part of a stream.

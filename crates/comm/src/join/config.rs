@@ -1,7 +1,5 @@
 //! Settings that all ranks of a group share: its name, its behaviour, each rank's addresses.
 
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
 use std::net::SocketAddr;
 use std::num::NonZeroU8;
 use std::time::Duration;
@@ -21,10 +19,12 @@ pub struct GroupId(pub [u8; 16]);
 
 impl GroupId {
     /// A random id, unique for all practical purposes.
+    ///
+    /// # Panics
+    /// As [`random`].
     pub fn random() -> Self {
         let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&random().to_le_bytes());
-        bytes[8..].copy_from_slice(&random().to_le_bytes());
+        getrandom::fill(&mut bytes).expect(RANDOM);
         Self(bytes)
     }
 
@@ -46,9 +46,15 @@ impl GroupId {
     }
 }
 
-/// 64 bits that differ between calls and processes: std's seed for hash maps.
+/// Why ids can always be drawn.
+const RANDOM: &str = "the system has random numbers: std's hash maps need them too";
+
+/// 64 random bits.
+///
+/// # Panics
+/// If the system has no random numbers.
 pub fn random() -> u64 {
-    RandomState::new().build_hasher().finish()
+    getrandom::u64().expect(RANDOM)
 }
 
 /// How a group behaves. The same on all ranks.
