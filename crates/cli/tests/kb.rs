@@ -272,7 +272,7 @@ fn a_bad_file_is_told_of_with_line_and_key_and_changes_nothing() {
     let world = World::new();
     world.says(&["add", &world.file("own.toml", OWN)]);
     let before = world.kept();
-    // The other refusals: `crates/kb/src/base/tests.rs` and the crate's reader.
+    // The other refusals: `crates/kb/tests/refused.toml`.
     for (bytes, told) in [
         (
             b"[[finding]]\nid = 77\nstatment = \"s\"\n".to_vec(),

@@ -1,64 +1,28 @@
-//! Contents of a knowledge base: findings, topics, quick answers, and the planner's assumptions
-//! about them.
+//! Contents of a knowledge base, as files write them.
 
-use std::fmt;
+use serde::{Deserialize, Serialize};
 
-/// Confidence of a finding's collector.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Confidence {
-    /// Read in the original.
-    Verified,
-    /// Several sources, or one that is close to the matter.
-    High,
-    /// A source at second hand, or an inference.
-    Medium,
-    /// Hearsay.
-    Low,
-}
+/// Origin of an entry that is part of the program. Other origins are names of user files.
+pub const BUILT_IN: &str = "built-in";
 
-impl Confidence {
-    /// All grades, best first.
-    pub const ALL: [Self; 4] = [Self::Verified, Self::High, Self::Medium, Self::Low];
+/// Grades of confidence, best first: read in the original; several sources or a close one; a
+/// source at second hand or an inference; hearsay.
+pub const GRADES: [&str; 4] = ["verified", "high", "medium", "low"];
 
-    /// The word that files use.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Verified => "verified",
-            Self::High => "high",
-            Self::Medium => "medium",
-            Self::Low => "low",
-        }
-    }
-}
-
-impl fmt::Display for Confidence {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-/// Source of an entry.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Origin {
-    /// Part of the program.
-    BuiltIn,
-    /// A file of the user's, by its name.
-    File(String),
-}
-
-/// A claim.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A claim. Texts are empty where the file has none.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
 pub struct Finding {
     /// Unique among all findings, built in or not.
     pub id: u32,
     /// The knowledge area it was collected for.
     pub skill: String,
     pub statement: String,
-    /// Figures, and how they are known. May be empty.
+    /// Figures, and how they are known.
     pub evidence: String,
-    /// The collector's grade; `None` where none was given.
-    pub confidence: Option<Confidence>,
-    /// Title that the claim was taken from; empty where unknown.
+    /// The collector's grade, one of [`GRADES`].
+    pub confidence: Option<String>,
+    /// Title that the claim was taken from.
     pub source: String,
     /// Key words.
     pub tags: Vec<String>,
@@ -66,13 +30,23 @@ pub struct Finding {
     pub topic: String,
     /// Findings whose claims disagree with this one, ascending; always symmetric.
     pub conflicts: Vec<u32>,
-    /// Their disagreement, and doubts that need no second finding. May be empty.
+    /// Their disagreement, and doubts that need no second finding.
     pub conflict_note: String,
-    pub origin: Origin,
+    /// [`BUILT_IN`] or the name of the user's file.
+    #[serde(skip)]
+    pub origin: String,
+}
+
+impl Finding {
+    /// Its confidence for people.
+    pub(crate) fn grade(&self) -> &str {
+        self.confidence.as_deref().unwrap_or("not graded")
+    }
 }
 
 /// A knowledge area.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
 pub struct Topic {
     /// Display name.
     pub name: String,
@@ -82,11 +56,13 @@ pub struct Topic {
     pub ids: Vec<u32>,
     /// Findings placed here although the source lists them elsewhere or nowhere.
     pub also: Vec<u32>,
-    pub origin: Origin,
+    /// [`BUILT_IN`] or the name of the user's file.
+    #[serde(skip)]
+    pub origin: String,
 }
 
 impl Topic {
-    /// The name as one types it: lower case, words joined by `-`.
+    /// The name as one types it: `Cost & Power` is `cost-power`.
     pub fn slug(&self) -> String {
         slug(&self.name)
     }
@@ -97,7 +73,7 @@ impl Topic {
     }
 }
 
-/// Lower case, words joined by `-`: `"Cost & Power"` gives `"cost-power"`.
+/// Lower case, words joined by `-`.
 pub(crate) fn slug(name: &str) -> String {
     let lower = name.to_lowercase();
     let words = lower.split(|c: char| !c.is_alphanumeric());
@@ -106,7 +82,8 @@ pub(crate) fn slug(name: &str) -> String {
 }
 
 /// A common question with a short answer.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(default)]
 pub struct QuickAnswer {
     /// The question as it was collected.
     pub question: String,
@@ -115,11 +92,14 @@ pub struct QuickAnswer {
     pub findings: Vec<u32>,
     /// The part of the answer that goes beyond the findings. May be empty.
     pub note: String,
-    pub origin: Origin,
+    /// [`BUILT_IN`] or the name of the user's file.
+    #[serde(skip_deserializing)]
+    pub origin: String,
 }
 
 /// An assumption of the planner where findings disagree.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
 pub struct Assumption {
     /// The subject on which the findings disagree.
     pub subject: String,
@@ -132,40 +112,12 @@ pub struct Assumption {
 }
 
 /// A command that checks findings on the user's own machines.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Check {
     pub findings: Vec<u32>,
-    /// The command as one types it, `paceline` first; words in capitals are for the user to fill
-    /// in.
+    /// The command as one types it, `paceline` first; the user fills in words in capitals.
     pub command: String,
     /// The result that it shows.
     pub shows: String,
-}
-
-/// Two findings that disagree.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Conflict {
-    /// The smaller id.
-    pub first: u32,
-    /// The larger id.
-    pub second: u32,
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn slugs_are_what_one_types() {
-        for (name, slugged) in [
-            ("JACCL Backend", "jaccl-backend"),
-            ("Cost & Power", "cost-power"),
-            ("RDMA over Thunderbolt 5", "rdma-over-thunderbolt-5"),
-            ("Non-ML Distributed Compute", "non-ml-distributed-compute"),
-            ("  --  ", ""),
-            ("Größe", "größe"),
-        ] {
-            assert_eq!(slug(name), slugged);
-        }
-    }
 }

@@ -1,45 +1,29 @@
-//! Faults of a file of findings, with line and key.
+//! Errors of a user file, with line and key.
 
 use std::fmt;
 
 /// Most problems of one file that are reported; a file of another kind would have thousands.
 pub const PROBLEMS_MAX: usize = 20;
 
-/// Why a file of findings is not taken.
+/// Why a user file is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// Larger than a file of findings can reasonably be.
     #[error("the file is larger than {max} bytes")]
-    TooLarge {
-        /// The limit in bytes.
-        max: usize,
-    },
+    TooLarge { max: usize },
+    /// `at` is the offset of the byte in the file.
     #[error("line {line}: not UTF-8 text, byte {at} is {byte:#04x}")]
-    NotUtf8 {
-        /// From 1.
-        line: usize,
-        /// Offset in the file, from 0.
-        at: usize,
-        /// The byte there.
-        byte: u8,
-    },
-    #[error("line {line}, column {column}{}: {message}", in_key(key.as_deref()))]
+    NotUtf8 { line: usize, at: usize, byte: u8 },
+    /// `column` counts characters; `key` is the key or header on the line or above it.
+    #[error("line {line}, column {column}{}: {message}", in_key(key))]
     Syntax {
-        /// From 1.
         line: usize,
-        /// In characters, from 1.
         column: usize,
-        /// The key or header that was being read.
-        key: Option<String>,
+        key: String,
         message: String,
     },
+    /// The first [`PROBLEMS_MAX`] problems by line, and the number of further ones.
     #[error("{}", list(problems, *more))]
-    Invalid {
-        /// By line, at most [`PROBLEMS_MAX`].
-        problems: Vec<Problem>,
-        /// Number of further problems.
-        more: usize,
-    },
+    Invalid { problems: Vec<Problem>, more: usize },
 }
 
 /// A fault and its place.
@@ -63,41 +47,23 @@ pub enum Fault {
     Empty,
     #[error("expected {expected}, got {got}")]
     WrongType {
-        /// A phrase, such as `a string`.
         expected: &'static str,
-        /// TOML's name of the type.
         got: &'static str,
     },
     #[error("expected a whole number from 1 to 4294967295, got {}", got.replace(char::is_control, " "))]
-    NotAnId {
-        /// The text of the value.
-        got: String,
-    },
-    #[error("unknown key{}, expected one of {known}", meant(nearest.as_deref()))]
-    UnknownKey {
-        /// A known key that looks like it.
-        nearest: Option<String>,
-        known: String,
-    },
+    NotAnId { got: String },
+    #[error("unknown key{}, expected one of {known}", meant(nearest))]
+    UnknownKey { nearest: String, known: String },
     #[error("expected verified, high, medium or low, got {got:?}")]
     NotAConfidence { got: String },
     #[error("{id} is taken by {by}")]
-    IdTaken {
-        id: u32,
-        /// The other finding, in words.
-        by: String,
-    },
+    IdTaken { id: u32, by: String },
     #[error("no finding has the id {id}")]
     NoSuchFinding { id: u32 },
     #[error("finding {id} is in conflict with itself")]
     ConflictsWithItself { id: u32 },
-    /// A topic that is nearly the name of another.
-    #[error("no topic is called {name:?}{}", meant(Some(nearest)))]
-    NearTopic {
-        name: String,
-        /// The topic that looks like it.
-        nearest: String,
-    },
+    #[error("no topic is called {name:?}{}", meant(nearest))]
+    NearTopic { name: String, nearest: String },
     #[error("topic {name:?} exists already, in {by}")]
     TopicTaken { name: String, by: String },
     #[error("control character {code:#04x} in the text")]
@@ -108,24 +74,38 @@ pub enum Fault {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "line {}", self.line)?;
-        if !self.entry.is_empty() {
-            write!(f, ", {}", self.entry)?;
-        }
-        f.write_str(&in_key(
-            Some(self.key.as_str()).filter(|key| !key.is_empty()),
-        ))?;
-        write!(f, ": {}", self.fault)
+        let separator = if self.entry.is_empty() { "" } else { ", " };
+        let (line, entry, key) = (self.line, &self.entry, in_key(&self.key));
+        write!(f, "line {line}{separator}{entry}{key}: {}", self.fault)
     }
 }
 
-fn in_key(key: Option<&str>) -> String {
-    // A key in quotes may hold anything; a terminal should not have it as it is.
-    key.map_or_else(String::new, |key| format!(", key `{}`", key.escape_debug()))
+impl Error {
+    /// `Ok` without problems, else the first of them by line.
+    pub(crate) fn of(mut problems: Vec<Problem>) -> Result<(), Self> {
+        if problems.is_empty() {
+            return Ok(());
+        }
+        problems.sort_by_key(|problem| problem.line);
+        let more = problems.len().saturating_sub(PROBLEMS_MAX);
+        problems.truncate(PROBLEMS_MAX);
+        Err(Self::Invalid { problems, more })
+    }
 }
 
-fn meant(nearest: Option<&str>) -> String {
-    nearest.map_or_else(String::new, |name| format!(", did you mean {name:?}?"))
+fn in_key(key: &str) -> String {
+    match key {
+        "" => String::new(),
+        // A key in quotes may hold control characters.
+        key => format!(", key `{}`", key.escape_debug()),
+    }
+}
+
+fn meant(nearest: &str) -> String {
+    match nearest {
+        "" => String::new(),
+        name => format!(", did you mean {name:?}?"),
+    }
 }
 
 fn list(problems: &[Problem], more: usize) -> String {

@@ -14,14 +14,9 @@
 //! assert!(matches!(kb.area("jaccl-backend"), Area::Topic(topic) if topic.ids.contains(&415)));
 //! ```
 //!
-//! Reading order:
-//! - [`entry`](crate::Finding): findings, topics, quick answers and assumptions.
-//! - `read`: parses files and names line and key of each error.
-//! - [`KnowledgeBase`]: links the entries.
-//! - `words`: splits text into terms.
-//! - `search`: ranks; `snippet` shows why.
-//! - `ask`: selects quick answers.
-//! - [`report`]: texts and values for all of this.
+//! Reading order: the entries ([`Finding`]), `file` (user files and their errors),
+//! [`KnowledgeBase`], `words` (text to terms), `search` (ranking and snippets), `ask` (quick
+//! answers) and [`report`].
 //!
 //! There is no stored index: a start reads and indexes all in some milliseconds. There is no query
 //! language, no language but English, and no meaning of words.
@@ -32,17 +27,15 @@ mod ask;
 mod base;
 mod entry;
 mod error;
+mod file;
 mod nearest;
-mod read;
 pub mod report;
 mod search;
-mod snippet;
 mod words;
 
 pub use ask::Fit;
-pub use base::{Area, Contents, KnowledgeBase, Skill, Stats, UserFile};
-pub use entry::{Assumption, Check, Confidence, Conflict, Finding, Origin, QuickAnswer, Topic};
+pub use base::{Area, Contents, KnowledgeBase, Skill, Stats};
+pub use entry::{Assumption, BUILT_IN, Check, Finding, GRADES, QuickAnswer, Topic};
 pub use error::{Error, Fault, PROBLEMS_MAX, Problem};
-pub use read::FILE_BYTES_MAX;
-pub use search::{Field, Found, Hit, Unknown};
-pub use snippet::Snippet;
+pub use file::{FILE_BYTES_MAX, UserFile};
+pub use search::{Found, Hit, Snippet, Unknown};

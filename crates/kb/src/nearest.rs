@@ -3,10 +3,9 @@
 use strsim::damerau_levenshtein;
 
 /// The entries of `names` within an edit distance of a third of `typed`'s length, nearest first, at
-/// most `max`.
+/// most `max`. Names that begin with `typed` count as near, the shortest first.
 ///
-/// Names that only begin with `typed` count as near, regardless of their length. A third lets a
-/// swapped pair pass in a word of six and keeps three-letter words apart.
+/// A third lets a swapped pair pass in a word of six and keeps three-letter words apart.
 pub(crate) fn nearest<'a>(
     typed: &str,
     names: impl IntoIterator<Item = &'a str>,
@@ -14,9 +13,6 @@ pub(crate) fn nearest<'a>(
 ) -> Vec<&'a str> {
     let typed = typed.to_lowercase();
     let length = typed.chars().count();
-    if length == 0 {
-        return Vec::new();
-    }
     let allowed = (length / 3).clamp(1, 4);
     let distance = |name: &str| {
         let lower = name.to_lowercase();
@@ -24,17 +20,16 @@ pub(crate) fn nearest<'a>(
             return 0;
         }
         // The distance is at least the difference in length; its cost is the product.
-        if lower.chars().count().abs_diff(length) > allowed {
+        if length == 0 || lower.chars().count().abs_diff(length) > allowed {
             return usize::MAX;
         }
         damerau_levenshtein(&typed, &lower)
     };
+    let names = names.into_iter();
     let mut near: Vec<(usize, usize, &str)> = names
-        .into_iter()
         .map(|name| (distance(name), name.chars().count(), name))
         .filter(|(distance, ..)| *distance <= allowed)
         .collect();
-    // Among names with the same prefix, the shortest is the nearest.
     near.sort_unstable();
     near.dedup();
     near.into_iter().take(max).map(|(.., name)| name).collect()
@@ -48,10 +43,8 @@ mod tests {
     fn slips_are_forgiven_and_other_words_are_not() {
         let names = ["thunderbolt", "latency", "jaccl", "mesh", "JACCL Backend"];
         for (typed, near) in [
-            ("thunderbold", &["thunderbolt"][..]),
-            ("THUNDREBOLT", &["thunderbolt"]),
+            ("THUNDREBOLT", &["thunderbolt"][..]),
             ("lat", &["latency"]),
-            ("jacl", &["jaccl"]),
             ("jaccl", &["jaccl", "JACCL Backend"]),
             ("mash", &["mesh"]),
             ("bread", &[]),
@@ -60,6 +53,5 @@ mod tests {
         ] {
             assert_eq!(nearest(typed, names, 3), near, "{typed}");
         }
-        assert_eq!(nearest("jaccl", names, 1).len(), 1);
     }
 }

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 pub use page::Page;
 
-use crate::{Contents, KnowledgeBase, Skill, Topic};
+use crate::Contents;
 
 /// Whether the program has a command with the options of a line such as `paceline plan MODEL`.
 pub type Known = fn(&str) -> bool;
@@ -23,13 +23,4 @@ pub struct Added {
     pub path: PathBuf,
     /// False when the same file was there already.
     pub changed: bool,
-}
-
-/// The topics with findings of a skill.
-fn topics_of_skill<'a>(kb: &'a KnowledgeBase, skill: &Skill) -> Vec<&'a Topic> {
-    let of_skill = |id: u32| kb.finding(id).is_some_and(|f| f.skill == skill.name);
-    let topics = kb.topics().iter();
-    topics
-        .filter(|topic| topic.findings().any(of_skill))
-        .collect()
 }

@@ -1,19 +1,16 @@
-//! Ranked search: BM25 of the crate `bm25` over the terms of [`crate::words`].
+//! Ranked search: BM25 over the terms of [`crate::words`], and snippets that show why a finding was
+//! found.
 //!
-//! The library weighs and counts. This module decides which words there are, what a misspelt word
-//! may have meant and which piece of a finding is shown. Equal scores are ordered by id, so the
-//! order never depends on a hash.
+//! Equal scores are ordered by id, and sums by the order of the query, so that the same query
+//! always has the same result.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
+use std::ops::Range;
 
-use bm25::{
-    Embedder, EmbedderBuilder, Embedding, Scorer, TokenEmbedder, TokenEmbedding, Tokenizer,
-};
+use serde::Serialize;
 
 use crate::entry::Finding;
 use crate::nearest::nearest;
-use crate::snippet::{Snippet, snippet};
 use crate::words::{Word, words};
 
 /// Length of a snippet in bytes: two to three lines of a terminal.
@@ -22,43 +19,13 @@ const SNIPPET_BYTES: usize = 200;
 /// Most words of a query that are searched; a query may be a file piped in.
 const QUERY_WORDS_MAX: usize = 256;
 
-/// Most words that a prefix expands to.
+/// Most words that a prefix expands to, and fewest letters of a prefix that is expanded.
 const EXPANSIONS_MAX: usize = 16;
-
-/// Fewest letters of a prefix that is expanded.
 const PREFIX_MIN: usize = 3;
 
-/// The field of a finding that matched.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Field {
-    Statement,
-    Evidence,
-    /// Its conflict with others.
-    ConflictNote,
-    /// Its key words.
-    Tags,
-    /// Name of its topic.
-    Topic,
-    /// The source that it was taken from.
-    Source,
-    /// Its number.
-    Id,
-}
-
-impl Field {
-    /// The key that files use.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Statement => "statement",
-            Self::Evidence => "evidence",
-            Self::ConflictNote => "conflict_note",
-            Self::Tags => "tags",
-            Self::Topic => "topic",
-            Self::Source => "source",
-            Self::Id => "id",
-        }
-    }
-}
+/// BM25's usual constants: how soon a repeated term counts no more, and how much length counts.
+const K1: f32 = 1.2;
+const B: f32 = 0.75;
 
 /// A finding that a query found.
 #[derive(Debug, Clone, PartialEq)]
@@ -66,14 +33,23 @@ pub struct Hit {
     pub id: u32,
     /// BM25; only comparable within one search.
     pub score: f32,
-    /// The field that the snippet is of.
-    pub field: Field,
+    /// The field that the snippet is of, by its key in files.
+    pub field: &'static str,
     /// Why it was found.
     pub snippet: Snippet,
 }
 
-/// A word of a query that no finding has.
+/// A piece of a text in one line, with the places of what was looked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Snippet {
+    /// The excerpt, with `…` where the text continues. Line breaks are spaces.
+    pub text: String,
+    /// Byte ranges of `text` that were looked for, ascending, apart from each other.
+    pub marks: Vec<Range<usize>>,
+}
+
+/// A word of a query that no finding has.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Unknown {
     /// The typed word, in lower case.
     pub word: String,
@@ -94,140 +70,93 @@ pub struct Found {
     pub n_words: usize,
 }
 
-/// Terms are their own embedding: the library's embeddings are hashes, which may collide.
-struct Term;
-
-impl TokenEmbedder for Term {
-    type EmbeddingSpace = String;
-
-    fn embed(token: &str) -> String {
-        token.to_owned()
-    }
-}
-
-/// Splits the text of [`join`]. The library takes texts and tokenises them more than once. Finding
-/// words is nearly all of the work, so it is done once, before.
-struct Terms;
-
-impl Tokenizer for Terms {
-    fn tokenize(&self, joined: &str) -> Vec<String> {
-        let terms = joined.split(BETWEEN).filter(|term| !term.is_empty());
-        terms.map(str::to_owned).collect()
-    }
-}
-
-/// No term has it: terms are letters, digits and what joins them.
-const BETWEEN: char = '\n';
-
-fn join<'a>(terms: impl Iterator<Item = &'a String>) -> String {
-    let mut joined = String::new();
-    for term in terms {
-        joined.push_str(term);
-        joined.push(BETWEEN);
-    }
-    joined
+/// A parsed query.
+#[derive(Debug, Default)]
+pub(crate) struct Query {
+    pub(crate) terms: Vec<String>,
+    pub(crate) unknown: Vec<Unknown>,
+    pub(crate) n_words: usize,
 }
 
 /// The index over all findings.
+#[derive(Debug, Default)]
 pub(crate) struct Index {
-    scorer: Scorer<u32, String>,
-    /// In how many findings a term occurs.
-    frequencies: HashMap<String, u32>,
+    /// The findings that have a term, with its weight there.
+    postings: HashMap<String, BTreeMap<u32, f32>>,
     /// Every word as it is written, with its first term.
     vocabulary: BTreeMap<String, String>,
     n_findings: usize,
 }
 
-impl fmt::Debug for Index {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let terms = self.frequencies.len();
-        write!(
-            f,
-            "Index {{ findings: {}, terms: {terms} }}",
-            self.n_findings
-        )
-    }
-}
-
 impl Index {
     /// Cost: linear in the text of all findings.
     pub(crate) fn new<'a>(findings: impl Iterator<Item = &'a Finding>) -> Self {
-        let mut vocabulary = BTreeMap::new();
-        let texts: Vec<(u32, String)> = findings
-            .map(|finding| {
-                let words = words(&weighted_text(finding));
-                let joined = join(words.iter().flat_map(|word| &word.terms));
-                for mut word in words {
-                    let entry = vocabulary.entry(word.plain);
-                    entry.or_insert_with(|| word.terms.swap_remove(0));
-                }
-                (finding.id, joined)
-            })
-            .collect();
-        let corpus: Vec<&str> = texts.iter().map(|(_, text)| text.as_str()).collect();
-        let embedder: Embedder<Term, Terms> =
-            EmbedderBuilder::with_tokenizer_and_fit_to_corpus(Terms, &corpus).build();
-        let mut index = Self {
-            scorer: Scorer::new(),
-            frequencies: HashMap::new(),
-            vocabulary,
-            n_findings: texts.len(),
-        };
-        for (id, text) in &texts {
-            let mut embedding = embedder.embed(text);
-            // The library repeats a term as often as it occurs, with the same value each time.
-            embedding.0.sort_by(|a, b| a.index.cmp(&b.index));
-            embedding.0.dedup_by(|a, b| a.index == b.index);
-            for term in embedding.indices() {
-                *index.frequencies.entry(term.clone()).or_insert(0) += 1;
+        let mut index = Self::default();
+        let mut documents = Vec::new();
+        for finding in findings {
+            let mut terms = Vec::new();
+            for word in words(&weighted_text(finding)) {
+                let entry = index.vocabulary.entry(word.plain);
+                entry.or_insert_with(|| word.terms[0].clone());
+                terms.extend(word.terms);
             }
-            index.scorer.upsert(id, embedding);
+            documents.push((finding.id, terms));
+        }
+        index.n_findings = documents.len();
+        let n_terms: usize = documents.iter().map(|(_, terms)| terms.len()).sum();
+        let average = (n_terms as f64 / documents.len() as f64) as f32;
+        for (id, terms) in documents {
+            let length = 1.0 - B + B * (terms.len() as f32 / average);
+            let mut counts: HashMap<String, f32> = HashMap::new();
+            for term in terms {
+                *counts.entry(term).or_default() += 1.0;
+            }
+            for (term, count) in counts {
+                let weight = count * (K1 + 1.0) / (count + K1 * length);
+                index.postings.entry(term).or_default().insert(id, weight);
+            }
         }
         index
     }
 
     /// Number of different terms.
     pub(crate) fn n_terms(&self) -> usize {
-        self.frequencies.len()
+        self.postings.len()
     }
 
     /// BM25's inverse document frequency of a term; highest for a term that no finding has.
     pub(crate) fn rarity(&self, term: &str) -> f32 {
-        let frequency = self.frequencies.get(term).copied().unwrap_or(0) as f32;
+        let frequency = self.postings.get(term).map_or(0, BTreeMap::len) as f32;
         let without = self.n_findings as f32 - frequency;
         (1.0 + (without + 0.5) / (frequency + 0.5)).ln()
     }
 
-    /// Scores of the findings that have any word of `query`, best first, with what it consists of.
-    pub(crate) fn rank(&self, query: &str) -> (Vec<(u32, f32)>, Query) {
-        let query = self.understand(query);
-        let terms = query.terms.iter().map(|term| TokenEmbedding {
-            index: term.clone(),
-            value: 1.0,
-        });
-        let mut ranked: Vec<(u32, f32)> = self
-            .scorer
-            .matches(&Embedding(terms.collect()))
-            .into_iter()
-            .map(|scored| (scored.id, scored.score))
-            .collect();
-        ranked.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-        (ranked, query)
+    /// The findings that have any of `terms` with their scores, best first.
+    pub(crate) fn rank(&self, terms: &[String]) -> Vec<(u32, f32)> {
+        let mut scores: BTreeMap<u32, f32> = BTreeMap::new();
+        for term in terms {
+            for (id, weight) in self.postings.get(term).into_iter().flatten() {
+                *scores.entry(*id).or_default() += self.rarity(term) * weight;
+            }
+        }
+        let mut ranked: Vec<(u32, f32)> = scores.into_iter().collect();
+        ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
+        ranked
     }
 
-    /// The terms to look for, and the words that cannot be looked for.
-    fn understand(&self, text: &str) -> Query {
+    /// The terms to look for, and the words that no finding has.
+    pub(crate) fn parse(&self, text: &str) -> Query {
         let mut query = Query::default();
-        for word in words(text).into_iter().take(QUERY_WORDS_MAX) {
+        for mut word in words(text).into_iter().take(QUERY_WORDS_MAX) {
             query.n_words += 1;
-            let mut terms = self.known(&word);
-            if terms.is_empty() {
-                terms = self.begun_by(&word.plain);
+            word.terms.retain(|term| self.postings.contains_key(term));
+            if word.terms.is_empty() {
+                word.terms = self.expand(&word.plain);
             }
-            if terms.is_empty() && query.unknown.iter().all(|u| u.word != word.plain) {
+            if word.terms.is_empty() && query.unknown.iter().all(|u| u.word != word.plain) {
                 query.unknown.push(self.unknown(word.plain));
             }
-            for term in terms {
+            for term in word.terms {
                 if !query.terms.contains(&term) {
                     query.terms.push(term);
                 }
@@ -236,18 +165,14 @@ impl Index {
         query
     }
 
-    fn known(&self, word: &Word) -> Vec<String> {
-        let known = |term: &&String| self.frequencies.contains_key(*term);
-        word.terms.iter().filter(known).cloned().collect()
-    }
-
-    /// Terms of the words that begin with `beginning`.
-    fn begun_by(&self, beginning: &str) -> Vec<String> {
-        if beginning.chars().count() < PREFIX_MIN {
+    /// Terms of the words that begin with `prefix`.
+    fn expand(&self, prefix: &str) -> Vec<String> {
+        if prefix.chars().count() < PREFIX_MIN {
             return Vec::new();
         }
-        let from = self.vocabulary.range(beginning.to_owned()..);
-        from.take_while(|(word, _)| word.starts_with(beginning))
+        let words = self.vocabulary.range(prefix.to_owned()..);
+        let words = words.take_while(|(word, _)| word.starts_with(prefix));
+        words
             .take(EXPANSIONS_MAX)
             .map(|(_, term)| term.clone())
             .collect()
@@ -258,14 +183,6 @@ impl Index {
         let nearest = close.into_iter().map(str::to_owned).collect();
         Unknown { word, nearest }
     }
-}
-
-/// A query as it was understood.
-#[derive(Debug, Default)]
-pub(crate) struct Query {
-    pub(crate) terms: Vec<String>,
-    pub(crate) unknown: Vec<Unknown>,
-    pub(crate) n_words: usize,
 }
 
 /// The text of a finding as it is indexed. The claim and the key words count twice: they say what
@@ -295,30 +212,27 @@ pub(crate) fn hit(finding: &Finding, score: f32, terms: &[String], index: &Index
     };
     let tags = finding.tags.join(", ");
     let id = finding.id.to_string();
-    // In the order of preference: a later field has to weigh clearly more.
     let fields = [
-        (Field::Statement, finding.statement.as_str()),
-        (Field::Evidence, &finding.evidence),
-        (Field::ConflictNote, &finding.conflict_note),
-        (Field::Tags, &tags),
-        (Field::Topic, &finding.topic),
-        (Field::Source, &finding.source),
-        (Field::Id, &id),
+        ("statement", finding.statement.as_str()),
+        ("evidence", &finding.evidence),
+        ("conflict_note", &finding.conflict_note),
+        ("tags", &tags),
+        ("topic", &finding.topic),
+        ("source", &finding.source),
+        ("id", &id),
     ];
-    let mut best: Option<(f32, Field, Snippet)> = None;
+    let mut best: Option<(f32, &str, Snippet)> = None;
     for (field, text) in fields {
         let Some(piece) = snippet(text, SNIPPET_BYTES, weight) else {
             continue;
         };
         let sum = marked_weight(&piece, weight);
+        // In the order of preference: a later field has to weigh clearly more.
         if best.as_ref().is_none_or(|(most, ..)| sum > most * 1.01) {
             best = Some((sum, field, piece));
         }
     }
-    let (field, snippet) = best.map_or_else(
-        || (Field::Statement, beginning(&finding.statement)),
-        |(_, field, piece)| (field, piece),
-    );
+    let (_, field, snippet) = best.expect("a field has a term that found the finding");
     Hit {
         id: finding.id,
         score,
@@ -340,13 +254,114 @@ fn marked_weight(piece: &Snippet, weight: impl Fn(&Word) -> f32) -> f32 {
     sum
 }
 
-/// The first words of a text, unmarked.
-fn beginning(text: &str) -> Snippet {
-    let end = text.char_indices().nth(SNIPPET_BYTES);
-    let cut = end.map_or(text, |(at, _)| &text[..at]);
-    let tail = if end.is_some() { "…" } else { "" };
-    Snippet {
-        text: format!("{}{tail}", cut.replace(['\n', '\t', '\r'], " ")),
-        marks: Vec::new(),
+/// The piece of `text`, at most about `width` bytes, with the heaviest words by `weight`; `None`
+/// where no word has a weight. Of equal pieces the first.
+fn snippet(text: &str, width: usize, weight: impl Fn(&Word) -> f32) -> Option<Snippet> {
+    let found = words(text).into_iter().map(|word| (weight(&word), word));
+    let found: Vec<(f32, Word)> = found.filter(|(weight, _)| *weight > 0.0).collect();
+    let piece = widen(text, heaviest(&found, width)?, width);
+    let lead = if piece.start > 0 { "…" } else { "" };
+    let tail = if piece.end < text.len() { "…" } else { "" };
+    let flat = text[piece.clone()].replace(['\n', '\t', '\r'], " ");
+    let ranges = found.iter().map(|(_, word)| &word.range);
+    let inside = ranges.filter(|range| piece.start <= range.start && range.end <= piece.end);
+    let place = |at: usize| at - piece.start + lead.len();
+    Some(Snippet {
+        text: format!("{lead}{flat}{tail}"),
+        marks: inside
+            .map(|range| place(range.start)..place(range.end))
+            .collect(),
+    })
+}
+
+/// The bytes of the run of words within `width` bytes that weighs most; a word counts once in it.
+fn heaviest(found: &[(f32, Word)], width: usize) -> Option<Range<usize>> {
+    let mut best: Option<(f32, Range<usize>)> = None;
+    for (n, (_, first)) in found.iter().enumerate() {
+        let start = first.range.start;
+        // A single word wider than the whole piece is still shown.
+        let mut end = first.range.end;
+        let mut seen: Vec<&str> = Vec::new();
+        let mut sum = 0.0;
+        let within = |(_, word): &&(f32, Word)| word.range.end - start <= width;
+        for (weight, word) in found[n..].iter().take_while(within) {
+            if !seen.contains(&word.plain.as_str()) {
+                seen.push(&word.plain);
+                sum += weight;
+            }
+            end = word.range.end;
+        }
+        if best.as_ref().is_none_or(|(most, _)| sum > *most) {
+            best = Some((sum, start..end));
+        }
+    }
+    best.map(|(_, range)| range)
+}
+
+/// Grows `core` on both sides to `width` bytes, cut where words begin and end.
+fn widen(text: &str, core: Range<usize>, width: usize) -> Range<usize> {
+    // A third before, the rest after: what follows a word explains it more often.
+    let before = width.saturating_sub(core.len()) / 3;
+    let mut start = core.start.saturating_sub(before);
+    let end = (start + width).min(text.len());
+    if end == text.len() {
+        start = start.min(end.saturating_sub(width));
+    }
+    let mut start = text.floor_char_boundary(start);
+    let mut end = text.ceil_char_boundary(end.max(core.end));
+    if start > 0 {
+        let cut = text[start..core.start].split_once(char::is_whitespace);
+        start = core.start - cut.map_or(0, |(_, rest)| rest.trim_start().len());
+    }
+    if end < text.len() {
+        let cut = text[core.end..end].rfind(char::is_whitespace);
+        end = core.end + cut.unwrap_or(0);
+    }
+    start..end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_piece_with_most_of_the_words_is_shown() {
+        let text = "A ring of cables. Nothing here at all, really nothing to see. A mesh of cables \
+                    and ports, with a µ in it.\nThe end of the text is here.";
+        let whole = text.replace('\n', " ").replace("mesh", "[mesh]");
+        for (width, wanted, shown) in [
+            (500, &["mesh"][..], Some(whole.as_str())),
+            (30, &["ring"], Some("A [ring] of cables. Nothing…")),
+            (30, &["mesh", "cables"], Some("…A [mesh] of [cables] and…")),
+            (20, &["text"], Some("…the [text] is here.")),
+            (0, &["mesh"], Some("…[mesh]…")),
+            (30, &["zebra"], None),
+        ] {
+            let weight = |word: &Word| f32::from(u8::from(wanted.contains(&word.plain.as_str())));
+            let marked = snippet(text, width, weight).map(|snippet| {
+                let mut shown = snippet.text;
+                for mark in snippet.marks.iter().rev() {
+                    shown.insert(mark.end, ']');
+                    shown.insert(mark.start, '[');
+                }
+                shown
+            });
+            assert_eq!(marked.as_deref(), shown, "{width} {wanted:?}");
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn marks_lie_in_the_piece(text in "[a-dµ🙂 \n]{0,120}", width in 0usize..60) {
+            let piece = snippet(&text, width, |word| word.plain.len() as f32 - 1.0);
+            if let Some(piece) = piece {
+                let mut end = 0;
+                for mark in &piece.marks {
+                    assert!(mark.start >= end && piece.text.get(mark.clone()).is_some());
+                    end = mark.end;
+                }
+                assert!(!piece.marks.is_empty() && !piece.text.contains('\n'));
+            }
+        }
     }
 }

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::LazyLock;
 
 use frostem::{Algorithm, Stemmer};
+use regex::Regex;
 
 /// Words that say nothing about what is looked for.
 const STOP_WORDS: [&str; 116] = [
@@ -22,10 +23,6 @@ const STOP_WORDS: [&str; 116] = [
     "when", "where", "whether", "which", "while", "who", "whose", "why", "will", "with", "within",
     "without", "work", "working", "works", "would", "yet", "you", "your",
 ];
-
-/// Shortest run of letters next to digits that is a term of its own. `gbe` of `10gbe` is one. `m`
-/// of `m3` is not, as it would match every `m`.
-const LETTERS_MIN: usize = 3;
 
 /// Synonymous stems, with the canonical one. Limited to those that questions about these findings
 /// needed.
@@ -42,6 +39,19 @@ const SAME: [(&str, &str); 8] = [
 
 static ENGLISH: LazyLock<Stemmer> = LazyLock::new(|| Stemmer::new(Algorithm::English));
 
+/// Letters and digits, joined by `_`, `-`, `.` and `'`, and digits by a comma.
+static WORD: LazyLock<Regex> = LazyLock::new(|| {
+    const PIECE: &str = r"(?:[0-9](?:,[0-9])*|[\p{Alphabetic}\p{N}])";
+    Regex::new(&format!("{PIECE}(?:[-_.']?{PIECE})*")).expect("a valid expression")
+});
+
+/// Digits before or after at least three letters, which are terms of their own: `gbe` of `10gbe`,
+/// but not `m` of `m3`, as it would match every `m`.
+static DIGITS_AND_LETTERS: LazyLock<Regex> = LazyLock::new(|| {
+    let mixed = r"^(?:([0-9]+)(\p{Alphabetic}{3,})|(\p{Alphabetic}{3,})([0-9]+))$";
+    Regex::new(mixed).expect("a valid expression")
+});
+
 /// A word of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Word {
@@ -55,107 +65,50 @@ pub(crate) struct Word {
 
 /// The words of `text` in order, without stop words. Cost: linear.
 pub(crate) fn words(text: &str) -> Vec<Word> {
-    let mut found = Vec::new();
-    let mut chars = text.char_indices().peekable();
-    while let Some((start, c)) = chars.next() {
-        if !c.is_alphanumeric() {
-            continue;
-        }
-        let mut end = start + c.len_utf8();
-        let mut last = c;
-        while let Some(&(at, c)) = chars.peek() {
-            let after = text[at + c.len_utf8()..].chars().next();
-            if !c.is_alphanumeric() && !joins(last, c, after) {
-                break;
-            }
-            end = at + c.len_utf8();
-            last = c;
-            chars.next();
-        }
-        found.extend(word(text, start..end));
-    }
-    found
+    let found = WORD.find_iter(text).filter_map(|found| {
+        let plain = normal(found.as_str());
+        is_looked_for(&plain).then(|| Word {
+            range: found.range(),
+            terms: terms(&plain),
+            plain,
+        })
+    });
+    found.collect()
 }
 
-/// Whether `c`, neither letter nor digit, continues a word before `after`.
-fn joins(before: char, c: char, after: Option<char>) -> bool {
-    let Some(after) = after else { return false };
-    match c {
-        ',' => before.is_ascii_digit() && after.is_ascii_digit(),
-        '_' | '-' | '.' | '\'' => before.is_alphanumeric() && after.is_alphanumeric(),
-        _ => false,
-    }
-}
-
-fn word(text: &str, range: Range<usize>) -> Option<Word> {
-    let plain = normal(&text[range.clone()]);
-    if STOP_WORDS.binary_search(&plain.as_str()).is_ok() {
-        return None;
-    }
-    let terms = terms(&plain);
-    Some(Word {
-        range,
-        plain,
-        terms,
-    })
+fn is_looked_for(word: &str) -> bool {
+    STOP_WORDS.binary_search(&word).is_err()
 }
 
 /// Lower case; `5,600` is 5600; both signs for micro are the letter u; `Mac's` is Mac.
 fn normal(text: &str) -> String {
-    let lower: String = text
-        .chars()
-        .filter(|c| *c != ',')
-        .flat_map(char::to_lowercase)
-        .map(|c| if matches!(c, 'µ' | 'μ') { 'u' } else { c })
-        .collect();
-    match lower.strip_suffix("'s") {
-        Some(owner) => owner.to_owned(),
-        None => lower,
-    }
+    let lower = text.replace(',', "").to_lowercase();
+    let lower = lower.replace(['µ', 'μ'], "u");
+    lower.strip_suffix("'s").unwrap_or(&lower).to_owned()
 }
 
 fn terms(plain: &str) -> Vec<String> {
     let mut terms = vec![stem(plain)];
-    let mut add = |term: String| {
-        if !terms.contains(&term) {
-            terms.push(term);
-        }
-    };
     let number = plain.chars().all(|c| c.is_ascii_digit() || c == '.');
-    let one_piece = plain.chars().all(char::is_alphabetic);
-    if !number && !one_piece {
-        for piece in plain.split(|c: char| !c.is_alphanumeric()) {
-            if !piece.is_empty() && STOP_WORDS.binary_search(&piece).is_err() {
-                add(stem(piece));
-                letters_and_digits(piece).map(stem).for_each(&mut add);
+    if !number && !plain.chars().all(char::is_alphabetic) {
+        let pieces = plain.split(|c: char| !c.is_alphanumeric());
+        for piece in pieces.filter(|piece| !piece.is_empty() && is_looked_for(piece)) {
+            let mixed = DIGITS_AND_LETTERS.captures(piece);
+            let parts = mixed
+                .iter()
+                .flat_map(|parts| parts.iter().skip(1).flatten());
+            for part in [piece].into_iter().chain(parts.map(|part| part.as_str())) {
+                let term = stem(part);
+                if !terms.contains(&term) {
+                    terms.push(term);
+                }
             }
         }
     }
-    let same = |term: &String| SAME.iter().find(|(stem, _)| stem == term);
-    let others: Vec<&str> = terms
-        .iter()
-        .filter_map(same)
-        .map(|(_, other)| *other)
-        .collect();
-    terms.extend(others.into_iter().map(str::to_owned));
+    let synonym = |term: &String| SAME.iter().find(|(stem, _)| stem == term);
+    let others: Vec<_> = terms.iter().filter_map(synonym).collect();
+    terms.extend(others.into_iter().map(|(_, other)| (*other).to_owned()));
     terms
-}
-
-/// `10gbe` gives `10` and `gbe`; nothing where the letters are too few.
-fn letters_and_digits(piece: &str) -> impl Iterator<Item = &str> {
-    let digit = |c: char| c.is_ascii_digit();
-    let first_is_digit = piece.starts_with(digit);
-    let border = piece
-        .find(|c: char| digit(c) != first_is_digit)
-        .unwrap_or(piece.len());
-    let (head, tail) = piece.split_at(border);
-    let letters = if first_is_digit { tail } else { head };
-    let digits = if first_is_digit { head } else { tail };
-    let split = letters.chars().count() >= LETTERS_MIN
-        && letters.chars().all(char::is_alphabetic)
-        && !digits.is_empty()
-        && digits.chars().all(digit);
-    split.then_some([head, tail]).into_iter().flatten()
 }
 
 /// The stem of an English word; of anything else the thing itself.
@@ -218,13 +171,6 @@ mod tests {
         ] {
             assert_eq!(all_terms(text), terms, "{text}");
         }
-    }
-
-    #[test]
-    fn ranges_are_those_of_the_text() {
-        let text = "é über all_sum, 5,600!";
-        let cut: Vec<&str> = words(text).iter().map(|w| &text[w.range.clone()]).collect();
-        assert_eq!(cut, ["é", "über", "all_sum", "5,600"]);
     }
 
     proptest::proptest! {

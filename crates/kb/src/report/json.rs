@@ -1,44 +1,38 @@
 //! The same as [`show`](super::show) says, for programs.
 
-use crate::{
-    Assumption, Conflict, Finding, Fit, Found, Hit, KnowledgeBase, Origin, QuickAnswer, Skill,
-    Topic,
-};
 use serde_json::{Value, json};
 
 use super::{Added, Known};
+use crate::{Finding, Fit, Found, Hit, KnowledgeBase, Skill, Topic};
 
 /// All skills with their topics.
 pub fn areas(kb: &KnowledgeBase) -> Value {
-    let skill = |skill: &Skill| json!({ "name": skill.name, "description": skill.description });
-    json!({
-        "skills": kb.skills().iter().map(skill).collect::<Vec<_>>(),
-        "topics": kb.topics().iter().map(topic_head).collect::<Vec<_>>(),
-    })
+    let topics: Vec<Value> = kb.topics().iter().map(topic_head).collect();
+    json!({ "skills": kb.skills(), "topics": topics })
 }
 
 /// A skill: its topics with all findings in short, quick answers, and where findings disagree.
 pub fn skill(kb: &KnowledgeBase, skill: &Skill) -> Value {
-    let of_skill = |f: &&Finding| f.skill == skill.name;
-    let topics = super::topics_of_skill(kb, skill).into_iter().map(|topic| {
-        let findings = topic.findings().filter_map(|id| kb.finding(id));
-        let short = |f: &Finding| json!({ "id": f.id, "statement": f.statement });
+    let short = |f: &Finding| json!({ "id": f.id, "statement": f.statement });
+    let topics = kb.topics_of_skill(skill).map(|topic| {
+        let findings = kb.findings_of(topic).filter(|f| f.skill == skill.name);
         let mut object = topic_head(topic);
-        object["findings"] = findings.filter(of_skill).map(short).collect();
+        object["findings"] = findings.map(short).collect();
         object
     });
+    let conflicts = kb.conflicts().into_iter().map(|pair| conflict(kb, pair));
     json!({
         "skill": skill.name,
         "description": skill.description,
-        "topics": topics.collect::<Vec<_>>(),
-        "answers": kb.answers().iter().map(answer).collect::<Vec<_>>(),
-        "conflicts": kb.conflicts().iter().map(|c| conflict(kb, *c)).collect::<Vec<_>>(),
+        "topics": topics.collect::<Value>(),
+        "answers": kb.answers(),
+        "conflicts": conflicts.collect::<Value>(),
     })
 }
 
 /// A topic with all of its findings.
 pub fn topic(kb: &KnowledgeBase, topic: &Topic, known: Known) -> Value {
-    let findings = topic.findings().filter_map(|id| kb.finding(id));
+    let findings = kb.findings_of(topic);
     let mut object = topic_head(topic);
     object["topic"] = topic.name.clone().into();
     object["findings"] = findings.map(|f| detail(kb, f, known)).collect();
@@ -51,36 +45,33 @@ fn topic_head(topic: &Topic) -> Value {
         "slug": topic.slug(),
         "description": topic.description,
         "ids": topic.findings().collect::<Vec<_>>(),
-        "origin": origin(&topic.origin),
+        "origin": topic.origin,
     })
 }
 
 /// A finding with everything that is known about it.
 pub fn detail(kb: &KnowledgeBase, finding: &Finding, known: Known) -> Value {
-    let mut object = head(finding);
     let id = finding.id;
-    let topics = kb.topics_of(id);
-    let with = finding.conflicts.iter().map(|&other| Conflict {
-        first: id.min(other),
-        second: id.max(other),
-    });
+    let conflicts = finding.conflicts.iter();
+    let conflicts = conflicts.map(|&other| conflict(kb, (id.min(other), id.max(other))));
     let checks = kb.checks_of(id).into_iter().map(|check| {
-        json!({
-            "command": check.command,
-            "shows": check.shows,
-            "available": known(&check.command),
-        })
+        let (command, shows) = (&check.command, &check.shows);
+        json!({ "command": command, "shows": shows, "available": known(command) })
     });
-    let answers = kb.answers_on(id);
-    object["evidence"] = finding.evidence.clone().into();
-    object["source"] = finding.source.clone().into();
+    let mut object = head(finding);
+    object["evidence"] = json!(finding.evidence);
+    object["source"] = json!(finding.source);
     object["tags"] = json!(finding.tags);
-    object["topics"] = topics.iter().map(|topic| topic.name.clone()).collect();
-    object["conflict_note"] = finding.conflict_note.clone().into();
-    object["disagreements"] = with.map(|c| conflict(kb, c)).collect();
-    object["assumptions"] = kb.assumptions_on(id).into_iter().map(assumption).collect();
+    object["topics"] = kb.topics_of(id).iter().map(|t| t.name.clone()).collect();
+    object["conflict_note"] = json!(finding.conflict_note);
+    object["disagreements"] = conflicts.collect();
+    object["assumptions"] = json!(kb.assumptions_on(id));
     object["checks"] = checks.collect();
-    object["answers"] = answers.iter().map(|a| a.question.clone()).collect();
+    object["answers"] = kb
+        .answers_on(id)
+        .iter()
+        .map(|a| a.question.clone())
+        .collect();
     object
 }
 
@@ -90,102 +81,53 @@ fn head(finding: &Finding) -> Value {
         "skill": finding.skill,
         "topic": finding.topic,
         "statement": finding.statement,
-        "confidence": finding.confidence.map(|c| c.name()),
+        "confidence": finding.confidence,
         "conflicts": finding.conflicts,
-        "origin": origin(&finding.origin),
+        "origin": finding.origin,
     })
 }
 
-fn conflict(kb: &KnowledgeBase, conflict: Conflict) -> Value {
-    let assumptions = kb.assumptions_between(conflict);
-    json!({
-        "between": [conflict.first, conflict.second],
-        "assumptions": assumptions.into_iter().map(assumption).collect::<Vec<_>>(),
-    })
-}
-
-fn assumption(assumption: &Assumption) -> Value {
-    json!({
-        "subject": assumption.subject,
-        "findings": assumption.findings,
-        "assumes": assumption.assumes,
-        "why": assumption.why,
-    })
-}
-
-fn answer(answer: &QuickAnswer) -> Value {
-    json!({
-        "question": answer.question,
-        "answer": answer.answer,
-        "findings": answer.findings,
-        "note": answer.note,
-        "origin": origin(&answer.origin),
-    })
-}
-
-fn origin(origin: &Origin) -> &str {
-    match origin {
-        Origin::BuiltIn => "built-in",
-        Origin::File(name) => name,
-    }
+fn conflict(kb: &KnowledgeBase, pair: (u32, u32)) -> Value {
+    json!({ "between": pair, "assumptions": kb.assumptions_between(pair) })
 }
 
 /// The result of a search.
 pub fn search(kb: &KnowledgeBase, query: &str, found: &Found) -> Value {
-    let unknown = found.unknown.iter();
-    let unknown = unknown.map(|u| json!({ "word": u.word, "nearest": u.nearest }));
     json!({
         "query": query,
         "n_found": found.n_found,
-        "hits": found.hits.iter().filter_map(|h| hit(kb, h)).collect::<Vec<_>>(),
-        "unknown": unknown.collect::<Vec<_>>(),
+        "hits": hits(kb, &found.hits),
+        "unknown": found.unknown,
     })
 }
 
-fn hit(kb: &KnowledgeBase, hit: &Hit) -> Option<Value> {
-    let mut object = head(kb.finding(hit.id)?);
-    let marks = hit.snippet.marks.iter().map(|m| json!([m.start, m.end]));
-    object["score"] = hit.score.into();
-    object["field"] = hit.field.name().into();
-    object["snippet"] = hit.snippet.text.clone().into();
-    object["marks"] = marks.collect();
-    Some(object)
+fn hits(kb: &KnowledgeBase, hits: &[Hit]) -> Value {
+    let hits = hits.iter().filter_map(|hit| {
+        let mut object = head(kb.finding(hit.id)?);
+        let marks = hit.snippet.marks.iter();
+        object["score"] = hit.score.into();
+        object["field"] = hit.field.into();
+        object["snippet"] = json!(hit.snippet.text);
+        object["marks"] = marks.map(|mark| json!([mark.start, mark.end])).collect();
+        Some(object)
+    });
+    hits.collect()
 }
 
 /// The answer to a question, or `null`, and findings near to it.
 pub fn ask(kb: &KnowledgeBase, question: &str, fit: Option<Fit<'_>>, near: &Found) -> Value {
-    let answered = fit.map(|fit| {
-        let mut object = answer(fit.answer);
-        let assumptions = kb.assumptions_for(fit.answer);
-        object["assumptions"] = assumptions.into_iter().map(assumption).collect();
+    let answer = fit.map(|fit| {
+        let mut object = json!(fit.answer);
+        object["assumptions"] = json!(kb.assumptions_for(fit.answer));
         object["cover"] = fit.cover.into();
         object
     });
-    json!({
-        "question": question,
-        "answer": answered,
-        "related": near.hits.iter().filter_map(|h| hit(kb, h)).collect::<Vec<_>>(),
-    })
+    json!({ "question": question, "answer": answer, "related": hits(kb, &near.hits) })
 }
 
 /// Counts of everything.
 pub fn stats(kb: &KnowledgeBase) -> Value {
-    let stats = kb.stats();
-    let name = |c: Option<crate::Confidence>| c.map_or("none", |c| c.name());
-    let grades = stats.by_confidence.iter();
-    let grades = grades.map(|(c, n)| (name(*c).to_owned(), json!(n)));
-    json!({
-        "findings": stats.n_findings,
-        "own_findings": stats.n_own,
-        "by_confidence": grades.collect::<serde_json::Map<_, _>>(),
-        "without_source": stats.n_without_source,
-        "topics": stats.n_topics,
-        "conflicts": stats.n_conflicts,
-        "assumptions": stats.n_assumptions,
-        "checkable": stats.n_checkable,
-        "answers": stats.n_answers,
-        "terms": stats.n_terms,
-    })
+    json!(kb.stats())
 }
 
 /// The result of adding a file.

@@ -5,10 +5,9 @@ use std::ops::Range;
 use paceline_base::printable;
 use unicode_width::UnicodeWidthStr;
 
-/// Largest width of text, in columns: longer lines are hard to read in any window.
-const WIDTH_MAX: usize = 100;
-/// Narrowest: below this nearly every line would be one word.
+/// Smallest and largest width of text in columns: one word a line is as hard to read as long lines.
 const WIDTH_MIN: usize = 30;
+const WIDTH_MAX: usize = 100;
 
 const BOLD: &str = "\x1b[1m";
 const FAINT: &str = "\x1b[2m";
@@ -20,12 +19,6 @@ pub struct Page {
     text: String,
     width: usize,
     colour: bool,
-}
-
-/// A word with what its place in a line takes.
-struct Piece {
-    shown: String,
-    width: usize,
 }
 
 impl Page {
@@ -51,10 +44,10 @@ impl Page {
         }
     }
 
-    /// A line in bold.
+    /// A line in bold after a gap.
     pub fn heading(&mut self, text: &str) {
         self.gap();
-        self.emphasised("", text);
+        self.bold("", text);
     }
 
     /// `lead`, then `text` wrapped below itself.
@@ -63,103 +56,68 @@ impl Page {
     }
 
     /// Like [`Self::paragraph`], in bold.
-    pub fn emphasised(&mut self, lead: &str, text: &str) {
+    pub fn bold(&mut self, lead: &str, text: &str) {
         let text = printable(text);
-        let all = 0..text.len();
-        self.marked(lead, &text, &[all]);
+        self.lay(lead, &text, std::slice::from_ref(&(0..text.len())), BOLD);
     }
 
     /// Like [`Self::paragraph`], faint.
     pub fn aside(&mut self, lead: &str, text: &str) {
         let text = printable(text);
-        let all = 0..text.len();
-        let pieces = pieces(&text, &[all], self.style(FAINT));
-        self.lay(lead, &pieces);
+        self.lay(lead, &text, std::slice::from_ref(&(0..text.len())), FAINT);
     }
 
     /// Like [`Self::paragraph`], with the byte ranges `marks` of `text` in bold.
     pub fn marked(&mut self, lead: &str, text: &str, marks: &[Range<usize>]) {
-        // Replacing characters would move the marks; what is marked has none to replace.
+        // Replacing characters would move the marks.
         let clean = printable(text);
         let marks = if clean == text { marks } else { &[] };
-        let pieces = pieces(&clean, marks, self.style(BOLD));
-        self.lay(lead, &pieces);
+        self.lay(lead, &clean, marks, BOLD);
     }
 
-    fn style(&self, code: &'static str) -> Option<&'static str> {
-        self.colour.then_some(code)
-    }
-
-    fn lay(&mut self, lead: &str, pieces: &[Piece]) {
+    fn lay(&mut self, lead: &str, text: &str, marks: &[Range<usize>], style: &str) {
         let indent = lead.width();
+        let marks = if self.colour { marks } else { &[] };
         self.text.push_str(lead);
-        let mut used = indent;
-        let mut first = true;
-        for piece in pieces {
-            if !first && used + 1 + piece.width > self.width {
+        let (mut used, mut at) = (indent, 0);
+        for word in text.split_whitespace() {
+            at += text[at..].len() - text[at..].trim_start().len();
+            if used > indent && used + 1 + word.width() > self.width {
                 self.text.push('\n');
                 self.text.push_str(&" ".repeat(indent));
                 used = indent;
-                first = true;
-            }
-            if !first {
+            } else if used > indent {
                 self.text.push(' ');
                 used += 1;
             }
-            self.text.push_str(&piece.shown);
-            used += piece.width;
-            first = false;
+            self.push_styled(text, at..at + word.len(), marks, style);
+            at += word.len();
+            used += word.width();
         }
         self.text.truncate(self.text.trim_end_matches(' ').len());
         self.text.push('\n');
     }
-}
 
-/// The words of `text`, with `style` where `marks` say.
-fn pieces(text: &str, marks: &[Range<usize>], style: Option<&str>) -> Vec<Piece> {
-    let mut pieces = Vec::new();
-    let mut start = 0;
-    for word in text.split(char::is_whitespace) {
-        let range = start..start + word.len();
-        // Every white space that is split at is one character of at least one byte.
-        let space = text[range.end..].chars().next().map_or(0, char::len_utf8);
-        start = range.end + space;
-        if !word.is_empty() {
-            pieces.push(Piece {
-                shown: styled(text, &range, marks, style),
-                width: word.width(),
-            });
+    fn push_styled(&mut self, text: &str, word: Range<usize>, marks: &[Range<usize>], style: &str) {
+        let mut at = word.start;
+        for mark in marks {
+            let (start, end) = (mark.start.max(at), mark.end.min(word.end));
+            if start < end {
+                self.text
+                    .extend([&text[at..start], style, &text[start..end], PLAIN]);
+                at = end;
+            }
         }
+        self.text.push_str(&text[at..word.end]);
     }
-    pieces
-}
-
-fn styled(text: &str, range: &Range<usize>, marks: &[Range<usize>], style: Option<&str>) -> String {
-    let Some(style) = style else {
-        return text[range.clone()].to_owned();
-    };
-    let mut shown = String::new();
-    let mut at = range.start;
-    for mark in marks {
-        let (start, end) = (mark.start.max(at), mark.end.min(range.end));
-        if start < end {
-            shown += &text[at..start];
-            shown += style;
-            shown += &text[start..end];
-            shown += PLAIN;
-            at = end;
-        }
-    }
-    shown += &text[at..range.end];
-    shown
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn page(width: usize, colour: bool, fill: impl Fn(&mut Page)) -> String {
-        let mut page = Page::new(width, colour);
+    fn page(colour: bool, fill: impl Fn(&mut Page)) -> String {
+        let mut page = Page::new(30, colour);
         fill(&mut page);
         page.into_text()
     }
@@ -169,7 +127,6 @@ mod tests {
         for (lead, text, laid) in [
             ("", "", ""),
             ("a  ", "", "a"),
-            ("  ", "one", "  one"),
             (
                 "note  ",
                 "one two three four five six",
@@ -188,10 +145,13 @@ mod tests {
             ),
         ] {
             assert_eq!(
-                page(30, false, |page| page.paragraph(lead, text)),
+                page(false, |page| page.paragraph(lead, text)),
                 laid,
                 "{text}"
             );
+        }
+        for (width, used) in [(0, WIDTH_MIN), (72, 72), (500, WIDTH_MAX)] {
+            assert_eq!(Page::new(width, false).width, used);
         }
     }
 
@@ -199,47 +159,21 @@ mod tests {
     fn colour_takes_no_room_and_only_goes_where_it_is_shown() {
         let text = "one two three four five six";
         let marks = [4..7, 19..23];
-        let plain = page(30, false, |page| page.marked("> ", text, &marks));
-        let bold = page(30, true, |page| page.marked("> ", text, &marks));
+        let plain = page(false, |page| page.marked("> ", text, &marks));
         assert_eq!(plain, "> one two three four five six");
-        assert_eq!(bold.replace(BOLD, "").replace(PLAIN, ""), plain);
+        let bold = page(true, |page| page.marked("> ", text, &marks));
         assert_eq!(
             bold,
             "> one \x1b[1mtwo\x1b[0m three four \x1b[1mfive\x1b[0m six"
         );
-        let wide = page(30, true, |page| page.emphasised("", "one two"));
-        assert_eq!(wide, "\x1b[1mone\x1b[0m \x1b[1mtwo\x1b[0m");
-        assert_eq!(
-            page(30, true, |page| page.aside("", "x")),
-            "\x1b[2mx\x1b[0m"
-        );
+        let all = page(true, |page| page.bold("", "one two"));
+        assert_eq!(all, "\x1b[1mone\x1b[0m \x1b[1mtwo\x1b[0m");
+        assert_eq!(page(true, |page| page.aside("", "x")), "\x1b[2mx\x1b[0m");
     }
 
     #[test]
-    fn terminals_are_not_given_orders() {
-        let text = "a\x1b[2Jb";
-        let first = 0..1;
-        let shown = page(30, true, |page| {
-            page.marked("", text, std::slice::from_ref(&first))
-        });
+    fn control_characters_do_not_reach_the_terminal() {
+        let shown = page(true, |page| page.marked("", "a\x1b[2Jb", &[0..1, 0..1]));
         assert_eq!(shown, "a\u{fffd}[2Jb");
-    }
-
-    #[test]
-    fn gaps_are_single_and_not_at_the_top() {
-        let text = page(30, false, |page| {
-            page.gap();
-            page.paragraph("", "a");
-            page.gap();
-            page.heading("b");
-        });
-        assert_eq!(text, "a\n\nb");
-    }
-
-    #[test]
-    fn widths_are_kept_readable() {
-        for (width, used) in [(0, WIDTH_MIN), (72, 72), (500, WIDTH_MAX)] {
-            assert_eq!(Page::new(width, false).width, used);
-        }
     }
 }
