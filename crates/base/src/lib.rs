@@ -11,6 +11,8 @@
 //! - [`whole_pages`]: the part of a mapping that can be released to the system.
 //! - [`SplitMix64`]: random numbers for choices that need no secrecy.
 //! - [`printable`]: untrusted text without terminal control characters.
+//! - [`hex`], [`unhex`]: bytes as hexadecimal digits.
+//! - [`median`], [`upper_median`]: medians of measurements.
 //! - [`exact`]: sums that are exact in any order.
 //! - [`tree`]: the one order of additions that every split sum follows.
 //!
@@ -20,8 +22,10 @@
 mod awake;
 mod block_type;
 pub mod exact;
+mod hex;
 mod kernel_class;
 mod locks;
+mod median;
 mod pages;
 mod printable;
 mod random;
@@ -31,8 +35,10 @@ mod units;
 
 pub use awake::Awake;
 pub use block_type::{BlockType, UnknownBlockType};
+pub use hex::{hex, unhex};
 pub use kernel_class::{KernelClass, UnknownKernelClass};
 pub use locks::lock;
+pub use median::{median, upper_median};
 pub use pages::whole_pages;
 pub use printable::{counted, printable};
 pub use random::SplitMix64;

@@ -18,7 +18,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use paceline_base::Rank;
+use paceline_base::{Rank, hex, unhex};
 use paceline_comm::{
     Algorithm, Backend, Deadline, Group, Plaintext, Seat, Strict, init, local, tcp,
 };
@@ -324,10 +324,6 @@ impl Turns for Ranks {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 fn rank_command(args: &Settings, kind: Kind, rank: u32) -> Command {
     let mut command = Command::new(&args.program);
     command
@@ -400,10 +396,10 @@ fn take_part(
     let mut line = String::new();
     lines.input.read_line(&mut line)?;
     let mut words = line.split_whitespace();
-    let id = tcp::GroupId(unhex(words.next().unwrap_or_default())?);
+    let id = tcp::GroupId(bytes(words.next().unwrap_or_default())?);
     let protection = match words.next().unwrap_or_default() {
         "-" => tcp::Protection::Loopback,
-        key => tcp::Protection::Key(tcp::GroupKey::new(unhex(key)?)),
+        key => tcp::Protection::Key(tcp::GroupKey::new(bytes(key)?)),
     };
     let addrs = words
         .map(str::parse)
@@ -452,17 +448,7 @@ fn turns(group: &dyn Group, lines: &mut Lines<'_>) -> Result<()> {
     Ok(())
 }
 
-fn unhex<const N: usize>(text: &str) -> Result<[u8; N]> {
-    let mut bytes = [0; N];
-    let right = text.len() == 2 * N && text.is_ascii();
-    ensure!(
-        right,
-        "expected {} hexadecimal digits, got {}",
-        2 * N,
-        text.len()
-    );
-    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
-        *byte = u8::from_str_radix(std::str::from_utf8(digits)?, 16)?;
-    }
-    Ok(bytes)
+fn bytes<const N: usize>(text: &str) -> Result<[u8; N]> {
+    let bytes = unhex(text).and_then(|bytes| bytes.try_into().ok());
+    bytes.with_context(|| format!("expected {} hexadecimal digits, got {}", 2 * N, text.len()))
 }

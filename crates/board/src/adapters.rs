@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use paceline_base::hex;
 use paceline_model::{Config, Source};
 use paceline_tensor::Kernels;
 use paceline_train::adapter::{Adapter, Base, Form};
@@ -140,5 +141,5 @@ fn hash(model: &Path, adapter: &Adapter) -> io::Result<String> {
             .for_each(|x| hash.update(x.to_le_bytes()));
     }
     let digest = hash.finalize();
-    Ok(digest.iter().take(16).map(|b| format!("{b:02x}")).collect())
+    Ok(hex(&digest[..16]))
 }

@@ -1,7 +1,7 @@
 //! Groups of ranks for C: the collectives of `paceline_comm`.
 
 use std::ffi::c_char;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
@@ -158,13 +158,8 @@ fn join(
 }
 
 fn resolve(addr: &str) -> Result<SocketAddr, Failure> {
-    let wrong = |why: String| Failure::invalid(format!("cannot use address {addr:?}: {why}"));
-    let mut found = addr
-        .to_socket_addrs()
-        .map_err(|error| wrong(error.to_string()))?;
-    found
-        .next()
-        .ok_or_else(|| wrong("it leads nowhere".to_owned()))
+    paceline_comm::resolve(addr)
+        .map_err(|why| Failure::invalid(format!("cannot use address {addr:?}: {why}")))
 }
 
 fn deadline(seconds: f64) -> Result<Deadline, Failure> {

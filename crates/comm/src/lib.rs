@@ -93,6 +93,7 @@ pub use deadline::Deadline;
 pub use error::Error;
 pub use group::{Copies, Group, MESSAGES_HELD, Traffic};
 pub use init::{Backend, InitError, Plaintext, Seat, Strict, UnknownBackend, init};
+pub use join::resolve;
 pub use memory::{Memory, Pages, Registered};
 pub use reduce::Reduce;
 pub use site::Site;

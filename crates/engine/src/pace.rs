@@ -19,6 +19,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use paceline_base::upper_median;
 use paceline_tensor::PAGE;
 use serde::{Deserialize, Serialize};
 
@@ -118,9 +119,7 @@ impl Durations {
     }
 
     fn median(&self) -> Option<f64> {
-        let mut known = self.values[..self.n.min(KEPT)].to_vec();
-        known.sort_by(f64::total_cmp);
-        known.get(known.len() / 2).copied()
+        upper_median(self.values[..self.n.min(KEPT)].to_vec())
     }
 }
 

@@ -20,7 +20,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paceline_base::Rank;
+use paceline_base::{Rank, median};
 use paceline_comm::tcp::{Config as Tcp, GroupId, GroupKey, KEY_BYTES, Listener, Protection};
 use paceline_comm::{Deadline, Group, Seat, Strict, init};
 use paceline_model::{
@@ -77,12 +77,6 @@ fn report(what: &str, [off, on]: [f64; 2]) {
 
 fn soon() -> Deadline {
     Deadline::at(Instant::now() + PATIENCE)
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let n = values.len();
-    f64::midpoint(values[(n - 1) / 2], values[n / 2])
 }
 
 /// Joins the other ranks. The key and the group's name are public constants.

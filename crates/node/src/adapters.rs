@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use paceline_base::hex;
 use paceline_model::{Adapter, Config};
 use paceline_train::adapter::{Adapter as File, Base, Form, weights_file};
 use serde::{Deserialize, Serialize};
@@ -36,8 +37,7 @@ impl AdapterOf {
 
     /// The first digits of its hash, for messages to people.
     pub fn short(&self) -> String {
-        let digits = self.digest.iter().take(4);
-        digits.map(|byte| format!("{byte:02x}")).collect()
+        hex(&self.digest[..4])
     }
 
     /// Reads it.

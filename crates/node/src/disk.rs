@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, SystemTime};
 
-use paceline_base::Bytes;
+use paceline_base::{Bytes, hex};
 use paceline_model::{KeptPage, PageName, PageStore, Weights};
 use sha2::{Digest, Sha256};
 use tracing::{debug, warn};
@@ -407,10 +407,6 @@ fn make_private(folder: &Path) -> io::Result<()> {
 
 fn bytes_of(name: &PageName) -> impl Iterator<Item = u8> {
     name.0.into_iter().flat_map(u32::to_le_bytes)
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

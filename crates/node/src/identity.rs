@@ -15,6 +15,7 @@ use std::io::{self, Read as _};
 use std::ops::Range;
 use std::path::Path;
 
+use paceline_base::hex;
 use paceline_model::Source;
 use sha2::{Digest, Sha256};
 
@@ -57,11 +58,7 @@ pub fn identity(source: &Source) -> io::Result<String> {
             }
         }
     }
-    let digits = hash
-        .finalize()
-        .into_iter()
-        .map(|byte| format!("{byte:02x}"));
-    let mut digits: String = digits.collect();
+    let mut digits = hex(&hash.finalize());
     digits.truncate(DIGITS);
     Ok(digits)
 }

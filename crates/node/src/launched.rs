@@ -10,7 +10,7 @@
 //! | `MLX_JACCL_RING` or `JACCL_RING` | set: go round a ring even where there is a mesh |
 //! | `MLX_WORLD_SIZE`, `NCCL_HOST_IP`, `NCCL_PORT` | ranks, and where NCCL's meet |
 
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::{io, num};
 
 use paceline_base::Rank;
@@ -44,8 +44,6 @@ pub enum WireError {
     },
     #[error("cannot use address {text}")]
     Address { text: String, source: io::Error },
-    #[error("{text} has no address")]
-    NoAddress { text: String },
     #[error("{name} is {value:?}, expected a number")]
     Number {
         name: &'static str,
@@ -168,15 +166,9 @@ fn nccl_place(lookup: Lookup<'_>) -> Result<Option<(u32, SocketAddr)>, WireError
 }
 
 fn resolve(text: &str) -> Result<SocketAddr, WireError> {
-    let found = text
-        .to_socket_addrs()
-        .map_err(|source| WireError::Address {
-            text: text.to_owned(),
-            source,
-        })?;
-    let found = found.into_iter().next();
-    found.ok_or_else(|| WireError::NoAddress {
+    paceline_comm::resolve(text).map_err(|source| WireError::Address {
         text: text.to_owned(),
+        source,
     })
 }
 

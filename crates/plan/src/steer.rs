@@ -16,6 +16,8 @@
 
 use std::time::Duration;
 
+use paceline_base::upper_median;
+
 use crate::Error;
 
 /// Keys in the cache that the speeds of ways are for: a short question and answer.
@@ -309,10 +311,8 @@ impl Steering {
         if self.n < LEAST {
             return None;
         }
-        let mut sorted = self.gaps.clone();
-        sorted.sort_by(f64::total_cmp);
         // A clock that does not move measures nothing.
-        let gap = sorted[sorted.len() / 2].max(1e-9);
+        let gap = upper_median(self.gaps.clone())?.max(1e-9);
         let measured = 1.0 / gap;
         self.ways[self.at].measured = Some(measured);
         let (to, expected) = self.best_other()?;

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use paceline_base::median;
+
 use crate::published::{Published, Row, Said, Skip};
 use crate::{Calibration, Error};
 
@@ -116,16 +118,6 @@ fn set(name: String, rows: &[&Scored]) -> Set {
         skipped: rows.len() - errors.len(),
         median: median(errors.iter().map(|error| error.abs()).collect()),
         worst: errors.iter().map(ratio).fold(1.0, f64::max),
-    }
-}
-
-/// The middle value, the mean of two for an even number, 0 for none.
-pub fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    match values.len() {
-        0 => 0.0,
-        n if n % 2 == 1 => values[n / 2],
-        n => f64::midpoint(values[n / 2 - 1], values[n / 2]),
     }
 }
 

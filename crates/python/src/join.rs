@@ -1,7 +1,7 @@
 //! Functions that join a group: by addresses, alone, or from a launcher's settings.
 
 use std::collections::HashMap;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::sync::{Mutex, PoisonError};
 
 use paceline_base::Rank;
@@ -181,11 +181,6 @@ fn hosts(texts: &[Vec<String>]) -> PyResult<Vec<Vec<SocketAddr>>> {
 }
 
 fn resolve(text: &str) -> PyResult<SocketAddr> {
-    let wrong = |why: String| PyValueError::new_err(format!("cannot use address {text:?}: {why}"));
-    let mut found = text
-        .to_socket_addrs()
-        .map_err(|error| wrong(error.to_string()))?;
-    found
-        .next()
-        .ok_or_else(|| wrong("it leads nowhere".to_owned()))
+    paceline_comm::resolve(text)
+        .map_err(|why| PyValueError::new_err(format!("cannot use address {text:?}: {why}")))
 }

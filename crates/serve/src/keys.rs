@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use paceline_base::hex;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use subtle::{ConditionallySelectable, ConstantTimeEq};
@@ -329,10 +330,6 @@ fn write(path: &Path, contents: &Contents) -> io::Result<()> {
 fn digest(salt: &str, key: &str) -> [u8; 32] {
     let hasher = Sha256::new().chain_update(salt).chain_update(key);
     hasher.finalize().into()
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn random_hex<const N: usize>() -> Result<String, Error> {

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use paceline_base::hex;
 use sha2::{Digest, Sha256};
 
 use crate::Error;
@@ -24,11 +25,7 @@ impl Hasher {
 
     /// The hash in lower-case hex.
     pub(crate) fn hex(self) -> String {
-        self.0
-            .finalize()
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect()
+        hex(&self.0.finalize())
     }
 }
 

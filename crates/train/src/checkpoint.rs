@@ -8,10 +8,10 @@
 
 use std::path::{Path, PathBuf};
 
+use paceline_base::hex;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::data::hex;
 use crate::error::Error;
 use crate::optimiser::Optimiser;
 use crate::params::Layout;

@@ -15,13 +15,12 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use paceline_base::Rank;
 use paceline_base::tree::Stack;
+use paceline_base::{Rank, hex};
 use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
 use sha2::{Digest, Sha256};
 
-use crate::data::hex;
 use crate::error::Error;
 use crate::messages::{FromWorker, Task, ToWorker};
 use crate::net::{KEPT_BYTES, Pass};

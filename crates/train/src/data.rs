@@ -7,6 +7,7 @@
 
 use std::path::{Path, PathBuf};
 
+use paceline_base::hex;
 use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use paceline_model::Source;
@@ -416,11 +417,6 @@ fn digest(examples: &[Example]) -> String {
         }
     }
     hex(&hash.finalize())
-}
-
-/// Bytes as digits of base 16.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl Examples {

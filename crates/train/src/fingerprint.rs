@@ -1,9 +1,9 @@
 //! Fingerprint of a model from samples of its tensors.
 
+use paceline_base::hex;
 use paceline_model::Source;
 use sha2::{Digest, Sha256};
 
-use crate::data::hex;
 use crate::error::Error;
 
 /// Places of a tensor that are looked at.

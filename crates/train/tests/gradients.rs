@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use paceline_base::upper_median;
 use paceline_formats::safetensors::Safetensors;
 use paceline_model::{Config, MlxPlaces, Source};
 use paceline_tensor::{InstructionSet, Kernels, stored};
@@ -130,9 +131,7 @@ fn distance(got: &[f32], exact: &[f32]) -> f64 {
 fn median_of_samples(about: &Value) -> f64 {
     let all = about["float32_distance"].as_object().unwrap().iter();
     let samples = all.filter(|(name, _)| name.starts_with("full."));
-    let mut samples: Vec<f64> = samples.map(|(_, off)| off.as_f64().unwrap()).collect();
-    samples.sort_by(f64::total_cmp);
-    samples[samples.len() / 2]
+    upper_median(samples.map(|(_, off)| off.as_f64().unwrap()).collect()).unwrap()
 }
 
 /// Every family, adapters and whole models: at most four times as far from float64 as PyTorch in

@@ -21,7 +21,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use paceline_base::Rank;
+use paceline_base::{Rank, hex};
 use paceline_cluster::nodes::agent::local;
 use paceline_cluster::nodes::discovery::listen_address;
 use paceline_comm::{Backend, tcp};
@@ -30,7 +30,7 @@ use paceline_node::tunnel;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{Cores, Force, Lines, PATIENCE, Report, Settings, hex, take_part};
+use super::{Cores, Force, Lines, PATIENCE, Report, Settings, take_part};
 
 /// Time limit of a node's reply.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);

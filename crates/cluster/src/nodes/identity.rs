@@ -206,6 +206,6 @@ mod tests {
     fn public_keys_are_those_of_x25519() {
         let public = Identity::of(Zeroizing::new([7; 32])).public;
         let expected = "13be4feaeaf204c7fd3358fc9c00721881d174278128227ec674f37f7fe97b6d";
-        assert_eq!(crate::nodes::hex(&public), expected);
+        assert_eq!(paceline_base::hex(&public), expected);
     }
 }

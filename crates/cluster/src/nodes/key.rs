@@ -8,11 +8,11 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
+use paceline_base::{hex, unhex};
 use sha2::{Digest, Sha256};
 use zeroize::Zeroizing;
 
 use super::identity::{Error, read_secret, write_secret};
-use super::{hex, unhex};
 
 /// Prefix of every token.
 pub const TOKEN_PREFIX: &str = "plc1-";

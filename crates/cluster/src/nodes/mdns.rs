@@ -9,10 +9,11 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 
 use mdns_sd::{Receiver, ServiceDaemon, ServiceEvent, ServiceInfo};
+use paceline_base::{hex, unhex};
 
 use super::discovery::{Heard, How, beacon, read_beacon};
 use super::paths::is_link_local;
-use super::{ClusterKey, NodeId, hex, unhex};
+use super::{ClusterKey, NodeId};
 
 /// The service that nodes announce.
 pub const SERVICE: &str = "_paceline._tcp.local.";

@@ -42,6 +42,7 @@ pub mod signature;
 use std::fmt;
 use std::str::FromStr;
 
+use paceline_base::unhex;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 pub use clock::{Now, Stamp};
@@ -129,21 +130,6 @@ impl FromStr for InstanceId {
         let number = bytes.map(|bytes| Self(u64::from_be_bytes(bytes)));
         number.ok_or(NotAnId { digits: 16 })
     }
-}
-
-/// Bytes in lower-case hexadecimal digits.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// The bytes of pairs of hexadecimal digits.
-pub(crate) fn unhex(text: &str) -> Option<Vec<u8>> {
-    let digit = |byte: &u8| (*byte as char).to_digit(16).map(|digit| digit as u8);
-    let pair = |pair: &[u8]| match pair {
-        [high, low] => Some(digit(high)? << 4 | digit(low)?),
-        _ => None,
-    };
-    text.as_bytes().chunks(2).map(pair).collect()
 }
 
 macro_rules! as_text {

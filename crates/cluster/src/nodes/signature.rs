@@ -12,12 +12,13 @@
 
 use curve25519_dalek::scalar::clamp_integer;
 use curve25519_dalek::{EdwardsPoint, MontgomeryPoint, Scalar};
+use paceline_base::{hex, unhex};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha512};
 use zeroize::Zeroizing;
 
+use super::NodeId;
 use super::identity::{Error, Identity, id_of};
-use super::{NodeId, hex, unhex};
 
 /// The prefix that separates the hash of a nonce from other hashes: 2^256 - 2, little-endian.
 const NONCE_PREFIX: [u8; 32] = {

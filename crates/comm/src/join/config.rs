@@ -1,6 +1,7 @@
 //! Settings that all ranks of a group share: its name, its behaviour, each rank's addresses.
 
-use std::net::SocketAddr;
+use std::io;
+use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::num::NonZeroU8;
 use std::time::Duration;
 
@@ -55,6 +56,15 @@ const RANDOM: &str = "the system has random numbers: std's hash maps need them t
 /// If the system has no random numbers.
 pub fn random() -> u64 {
     getrandom::u64().expect(RANDOM)
+}
+
+/// The first address of `host:port`.
+///
+/// # Errors
+/// The system's error; a name without an address.
+pub fn resolve(text: &str) -> io::Result<SocketAddr> {
+    let first = text.to_socket_addrs()?.next();
+    first.ok_or_else(|| io::Error::other("it leads nowhere"))
 }
 
 /// How a group behaves. The same on all ranks.

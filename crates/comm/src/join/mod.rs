@@ -22,7 +22,7 @@ mod refusal;
 mod seal;
 mod stream;
 
-pub use self::config::{Addrs, Config, GroupId, SILENCE, random};
+pub use self::config::{Addrs, Config, GroupId, SILENCE, random, resolve};
 pub(crate) use self::connect::{Streams, connect};
 pub(crate) use self::door::Door;
 pub(crate) use self::hello::parse as parse_hello;

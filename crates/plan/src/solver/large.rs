@@ -1,5 +1,7 @@
 //! Clusters too large for every sequence: a few orders, cut exactly.
 
+use paceline_base::median;
+
 use super::classes::Classes;
 use super::exact::Combine;
 use super::groups::{Group, Weights, splits};
@@ -106,7 +108,7 @@ fn typical_hop(costs: &Costs<'_>, classes: &[Vec<Group>]) -> f64 {
     let hops = firsts
         .windows(2)
         .filter_map(|pair| request_hop(costs, pair[0].prompt, &pair[0].nodes, &pair[1].nodes));
-    crate::validate::median(hops.collect())
+    median(hops.collect())
 }
 
 /// Orders to try: fastest first, and from the fastest always on to the nearest.

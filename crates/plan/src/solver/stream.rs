@@ -1,5 +1,7 @@
 //! Layers from disk, where memory does not hold them all.
 
+use paceline_base::median;
+
 use super::milp::{Streamed, Streamer, stream};
 use super::request_hop;
 use crate::cost::Costs;
@@ -69,7 +71,7 @@ fn typical_hop(costs: &Costs<'_>, network: &Network, order: &[usize]) -> f64 {
     let answer = super::answer(costs);
     let pairs = order.windows(2).filter(|pair| network.joins(pair));
     let hops = pairs.filter_map(|p| request_hop(costs, false, &p[..1], &p[1..]));
-    crate::validate::median(hops.map(|hop| hop / answer).collect())
+    median(hops.map(|hop| hop / answer).collect())
 }
 
 fn pipeline(order: &[usize], layers: &[Streamed]) -> Pipeline {

@@ -7,6 +7,7 @@ use axum::extract::{Extension, Path, Request, State};
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
+use paceline_base::hex;
 use paceline_engine::State as Readiness;
 use serde_json::{Value, json};
 
@@ -212,8 +213,7 @@ fn digest(model: &Model) -> String {
         "{}\n{}\n{}",
         model.id, model.fingerprint, model.created_unix_s
     );
-    let hash = Sha256::digest(text);
-    hash.iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&Sha256::digest(text))
 }
 
 /// Every name, and those without a tag with `:latest` too: clients look for the exact name.

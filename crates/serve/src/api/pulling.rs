@@ -17,6 +17,7 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
+use paceline_base::hex;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
@@ -202,8 +203,7 @@ fn said(told: Told, model: &str) -> (Vec<u8>, bool) {
 /// A step in Ollama's form. Clients distinguish files by the digest. It is the digest of the file's
 /// label, because a file's hash is known only when it is complete.
 fn progress(step: &PullStep, model: &str) -> Value {
-    let hash = Sha256::digest(format!("{model}\n{}", step.part));
-    let hash: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
+    let hash = hex(&Sha256::digest(format!("{model}\n{}", step.part)));
     let mut line = json!({
         "status": format!("pulling {}", &hash[..12]),
         "digest": format!("sha256:{hash}"),

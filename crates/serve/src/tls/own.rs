@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use paceline_base::hex;
 use rcgen::{CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair};
 use sha2::{Digest, Sha256};
 use tokio_rustls::rustls::client::WebPkiServerVerifier;
@@ -217,11 +218,10 @@ fn params(
     let mut params = CertificateParams::new(all)?;
     let mut subject = DistinguishedName::new();
     let digest = Sha256::digest(key.public_key_raw());
-    let tag: String = digest[..4]
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
-    subject.push(DnType::CommonName, format!("paceline {tag}"));
+    subject.push(
+        DnType::CommonName,
+        format!("paceline {}", hex(&digest[..4])),
+    );
     params.distinguished_name = subject;
     params.is_ca = IsCa::ExplicitNoCa;
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];

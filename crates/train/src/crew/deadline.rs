@@ -7,6 +7,8 @@
 
 use std::collections::VecDeque;
 
+use paceline_base::upper_median;
+
 /// Shortest deadline of a leaf in seconds. Loading a page of weights again from a disk takes
 /// seconds; a leaf of a toy takes milliseconds.
 const FLOOR_S: f64 = 30.0;
@@ -111,9 +113,7 @@ impl Deadlines {
 
     /// The median of recent leaves, in seconds.
     fn usual_s(&self) -> Option<f64> {
-        let mut times: Vec<f64> = self.times.iter().copied().collect();
-        times.sort_by(f64::total_cmp);
-        times.get(times.len() / 2).copied()
+        upper_median(self.times.iter().copied().collect())
     }
 }
 

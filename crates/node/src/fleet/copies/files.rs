@@ -5,6 +5,7 @@ use std::io::{BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use paceline_base::hex;
 use paceline_formats::gguf::Header;
 use paceline_formats::tensor::MappedBytes;
 use sha2::{Digest, Sha256};
@@ -155,10 +156,7 @@ pub(in crate::fleet) fn check_single(path: &Path) -> Result<(), Several> {
 }
 
 fn digits(sum: Sha256) -> String {
-    sum.finalize()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    hex(&sum.finalize())
 }
 
 #[cfg(test)]
