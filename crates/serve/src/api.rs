@@ -270,8 +270,8 @@ fn preflight() -> Response {
 
 fn finish_headers(mut response: Response, origin: Option<AllowedOrigin>) -> Response {
     let headers = response.headers_mut();
-    let id = format!("req_{}", random_hex());
-    if let Ok(id) = HeaderValue::from_str(&id) {
+    let id = random_hex().map(|id| HeaderValue::from_str(&format!("req_{id}")));
+    if let Ok(Ok(id)) = id {
         // Anthropic's name for it.
         headers.insert("request-id", id.clone());
         headers.insert("x-request-id", id);
@@ -291,17 +291,20 @@ fn finish_headers(mut response: Response, origin: Option<AllowedOrigin>) -> Resp
     response
 }
 
-/// An id of 128 random bits; all zero on a system without random numbers.
-fn random_hex() -> String {
-    let mut bytes = [0; 16];
-    let _ = getrandom::fill(&mut bytes);
-    format!("{:032x}", u128::from_le_bytes(bytes))
+/// An id of 128 random bits. Without keys, a client that knows it may read the response's journal.
+fn random_hex() -> Result<String, Rejection> {
+    Ok(format!("{:032x}", u128::from_le_bytes(random()?)))
 }
 
-fn fresh_seed() -> u64 {
-    let mut bytes = [0; 8];
-    let _ = getrandom::fill(&mut bytes);
-    u64::from_le_bytes(bytes)
+fn fresh_seed() -> Result<u64, Rejection> {
+    Ok(u64::from_le_bytes(random()?))
+}
+
+fn random<const N: usize>() -> Result<[u8; N], Rejection> {
+    let mut bytes = [0; N];
+    let what = "get random numbers from the system";
+    getrandom::fill(&mut bytes).map_err(|_| Rejection::Broken { what })?;
+    Ok(bytes)
 }
 
 fn json_response(status: StatusCode, body: &Value) -> Response {

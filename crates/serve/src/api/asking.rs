@@ -64,12 +64,12 @@ pub(super) struct Given {
 }
 
 impl Given {
-    fn fresh(app: &App) -> Self {
-        Self {
-            id: random_hex(),
-            seed: fresh_seed(),
+    fn fresh(app: &App) -> Result<Self, Rejection> {
+        Ok(Self {
+            id: random_hex()?,
+            seed: fresh_seed()?,
             unix_s: (app.config.clock.unix_s)(),
-        }
+        })
     }
 }
 
@@ -207,7 +207,7 @@ async fn read(
     let permit = permit.expect("the semaphore is never closed");
     let (app, client) = (Arc::clone(app), client.clone());
     let work = tokio::task::spawn_blocking(move || {
-        let given = Given::fresh(&app);
+        let given = Given::fresh(&app)?;
         let understood = understand(&app, &body, &client, (endpoint, &given));
         drop(permit);
         let (understood, warnings) = understood?;
