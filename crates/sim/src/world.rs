@@ -399,28 +399,12 @@ impl World {
         let id = InstanceId(self.random.next());
         let wanted = Wanted {
             model: "model".into(),
-            sha256: String::new(),
-            bytes: 0,
             successors: order[1..].to_vec(),
             nodes: nodes.collect(),
-            named: false,
             split: placement::SPLIT_ANY.into(),
             threads: 1,
-            context: None,
             parallel: 1,
-            spare: 0,
-            width: None,
-            replica: 0,
-            source: None,
-            lender: None,
-            draft: None,
-            adapters: Vec::new(),
-            drafts: None,
-            follow: false,
-            grows: false,
-            added: false,
-            weights: placement::Weights::Auto,
-            prompts: Vec::new(),
+            ..Wanted::default()
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));

@@ -30,7 +30,7 @@ pub const NODES_MAX: usize = 64;
 
 /// Specification of an instance, as recorded in the shared map. A node of a build without one of
 /// the fields with a default drops it when it writes the next record.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
     /// The model's name, as its user gave it.
     pub model: String,
@@ -388,28 +388,13 @@ mod tests {
     fn lent_map(epoch: u64, nodes: &[u8], successors: &[u8], lender: Option<u8>) -> Registers {
         let wanted = Wanted {
             model: "smollm2".into(),
-            sha256: String::new(),
-            bytes: 0,
             nodes: nodes.iter().map(|number| node(*number)).collect(),
             successors: successors.iter().map(|number| node(*number)).collect(),
-            named: false,
             split: "auto".into(),
             threads: 1,
-            context: None,
             parallel: 1,
-            spare: 0,
-            width: None,
-            replica: 0,
-            source: None,
             lender: lender.map(node),
-            draft: None,
-            adapters: Vec::new(),
-            drafts: None,
-            follow: false,
-            grows: false,
-            added: false,
-            weights: Weights::Auto,
-            prompts: Vec::new(),
+            ..Wanted::default()
         };
         let mut map = Registers::default();
         let stamp = Stamp {

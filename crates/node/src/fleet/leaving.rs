@@ -363,8 +363,6 @@ fn by_preference(
 
 #[cfg(test)]
 mod tests {
-    use paceline_cluster::nodes::placement::Weights;
-
     use super::*;
 
     fn node(number: u8) -> NodeId {
@@ -374,28 +372,12 @@ mod tests {
     fn wanted(nodes: &[u8], successors: &[u8]) -> Wanted {
         Wanted {
             model: "smollm2".to_owned(),
-            sha256: String::new(),
-            bytes: 0,
             nodes: nodes.iter().map(|number| node(*number)).collect(),
             successors: successors.iter().map(|number| node(*number)).collect(),
-            named: false,
             split: "auto".to_owned(),
             threads: 1,
-            context: None,
             parallel: 1,
-            spare: 0,
-            width: None,
-            replica: 0,
-            source: None,
-            lender: None,
-            draft: None,
-            adapters: Vec::new(),
-            drafts: None,
-            follow: false,
-            grows: false,
-            added: false,
-            weights: Weights::Auto,
-            prompts: Vec::new(),
+            ..Wanted::default()
         }
     }
 

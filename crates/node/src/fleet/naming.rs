@@ -131,7 +131,6 @@ pub(super) fn next<'a>(
 #[cfg(test)]
 mod tests {
     use paceline_cluster::nodes::NodeId;
-    use paceline_cluster::nodes::placement::Weights;
 
     use super::*;
 
@@ -139,27 +138,12 @@ mod tests {
         Wanted {
             model: model.to_owned(),
             sha256: "0".repeat(64),
-            bytes: 0,
             nodes: vec![NodeId([1; 16])],
-            successors: Vec::new(),
-            named: false,
             split: "auto".to_owned(),
             threads: 1,
-            context: None,
             parallel: 1,
-            spare: 0,
-            width: None,
             replica,
-            source: None,
-            lender: None,
-            draft: None,
-            adapters: Vec::new(),
-            drafts: None,
-            follow: false,
-            grows: false,
-            added: false,
-            weights: Weights::Auto,
-            prompts: Vec::new(),
+            ..Wanted::default()
         }
     }
 

@@ -119,6 +119,13 @@ impl Reader<'_> {
 
     /// Ids are used unchanged: no tokens are added.
     fn id_prompt(&self, items: &[Value], param: &str) -> Result<Prompt, Rejection> {
+        let ids = self.token_ids(items, param)?;
+        self.check_prompt(&ids, || param.to_owned(), "prompt")?;
+        Ok(Prompt { ids, text: None })
+    }
+
+    /// Token ids of the vocabulary.
+    pub(super) fn token_ids(&self, items: &[Value], param: &str) -> Result<Vec<u32>, Rejection> {
         let vocab = self.model.vocab();
         let id = |(i, item): (usize, &Value)| {
             let at = || format!("{param}[{i}]");
@@ -130,9 +137,6 @@ impl Reader<'_> {
                 expected: format!("0 to {}", vocab.saturating_sub(1)),
             })
         };
-        let ids: Result<Vec<u32>, Rejection> = items.iter().enumerate().map(id).collect();
-        let ids = ids?;
-        self.check_prompt(&ids, || param.to_owned(), "prompt")?;
-        Ok(Prompt { ids, text: None })
+        items.iter().enumerate().map(id).collect()
     }
 }

@@ -6,8 +6,7 @@ use serde_json::{Map, Value};
 use super::Reader;
 use super::bounds::MAX_INPUTS;
 use super::fields::embeddings::{OLLAMA, OLLAMA_OLD, OPENAI};
-use crate::field::{Field, Fields, integer, wrong_type};
-use crate::json::show;
+use crate::field::{Field, Fields, wrong_type};
 use crate::rejection::Rejection;
 use crate::render::embeddings::Form;
 
@@ -151,19 +150,7 @@ impl Reader<'_> {
 
     /// Ids are used unchanged: no tokens are added.
     fn id_input(&self, items: &[Value], param: &str, care: Care) -> Result<Vec<u32>, Rejection> {
-        let vocab = self.model.vocab();
-        let id = |(i, item): (usize, &Value)| {
-            let at = || format!("{param}[{i}]");
-            let id = integer(item).ok_or_else(|| wrong_type(at(), item, "a token id"))?;
-            let id = u32::try_from(id).ok().filter(|id| *id < vocab);
-            id.ok_or_else(|| Rejection::Range {
-                param: at(),
-                got: show(item),
-                expected: format!("0 to {}", vocab.saturating_sub(1)),
-            })
-        };
-        let ids: Result<Vec<u32>, Rejection> = items.iter().enumerate().map(id).collect();
-        self.fitted(ids?, None, param, care)
+        self.fitted(self.token_ids(items, param)?, None, param, care)
     }
 
     /// Fits `ids` into the context; truncation keeps `last` as the last.

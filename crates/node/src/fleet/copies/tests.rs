@@ -3,7 +3,6 @@
 use std::os::unix::fs::FileExt;
 
 use paceline_cluster::nodes::agent::{Config, Discovery, Facts, join_at_rest};
-use paceline_cluster::nodes::placement::Weights;
 use paceline_cluster::nodes::{ClusterKey, InstanceId, Key};
 
 use super::*;
@@ -55,26 +54,10 @@ pub(in crate::fleet) fn wanted(model: ModelName, bytes: u64) -> Wanted {
         model: model.name,
         sha256: model.sha256,
         bytes,
-        nodes: Vec::new(),
-        successors: Vec::new(),
-        named: false,
         split: "auto".to_owned(),
         threads: 1,
-        context: None,
         parallel: 1,
-        spare: 0,
-        width: None,
-        replica: 0,
-        source: None,
-        lender: None,
-        draft: None,
-        adapters: Vec::new(),
-        drafts: None,
-        follow: false,
-        grows: false,
-        added: false,
-        weights: Weights::Auto,
-        prompts: Vec::new(),
+        ..Wanted::default()
     }
 }
 
