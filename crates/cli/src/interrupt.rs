@@ -117,7 +117,7 @@ impl Signals {
             if ends {
                 terminal::restore();
                 end_line();
-                std::process::exit(1);
+                paceline_mlx::exit(1);
             }
         }
     }

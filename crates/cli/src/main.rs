@@ -50,8 +50,6 @@ mod up;
 mod wires;
 mod worker;
 
-use std::process::ExitCode;
-
 use clap::{ArgAction, CommandFactory, Parser, Subcommand};
 
 use error::Error;
@@ -160,8 +158,8 @@ enum Command {
     Version,
 }
 
-fn main() -> ExitCode {
-    // clap ends the process by itself: 0 for --help and --version, 2 for wrong usage.
+fn main() {
+    // clap exits by itself: 0 for --help and --version, 2 for wrong usage.
     let usage = |error| -> Cli { hint::of_usage(error, &Cli::command()).exit() };
     hush_caught_panics();
     let Cli { command, log, .. } = Cli::try_parse().unwrap_or_else(usage);
@@ -171,18 +169,19 @@ fn main() -> ExitCode {
         unsafe { process::disable_tf32() };
     }
     let begun = log::start(&log);
-    match begun.and_then(|()| execute(&command)) {
-        Ok(()) => ExitCode::SUCCESS,
+    let code = match begun.and_then(|()| execute(&command)) {
+        Ok(()) => 0,
         Err(error)
             if matches!(
                 command,
                 Command::Worker(_) | Command::Template | Command::TrainWorker(_)
             ) && !error.is::<Error>() =>
         {
-            ExitCode::FAILURE // the parent was told
+            1 // the parent was told
         }
         Err(error) => exit_code(&error),
-    }
+    };
+    paceline_mlx::exit(code.into())
 }
 
 /// Hides caught panics of tokenizer and template libraries, which become errors.
@@ -236,18 +235,18 @@ fn execute(command: &Command) -> anyhow::Result<()> {
     }
 }
 
-/// Reports `error`, unless it is none of the user's business.
-fn exit_code(error: &anyhow::Error) -> ExitCode {
+/// Reports `error`, unless stdout was closed; returns the exit code.
+fn exit_code(error: &anyhow::Error) -> u8 {
     let own = error.downcast_ref::<Error>();
     if matches!(own, Some(Error::ReaderGone)) {
-        return ExitCode::SUCCESS;
+        return 0;
     }
     hint::report(error);
     if let Some(code) = launch::exit_code(error) {
-        return ExitCode::from(code);
+        return code;
     }
     let of_topology = error.downcast_ref::<topology::Error>();
     let is_usage =
         own.is_some_and(Error::is_usage) || of_topology.is_some_and(topology::Error::is_usage);
-    ExitCode::from(if is_usage { 2 } else { 1 })
+    if is_usage { 2 } else { 1 }
 }

@@ -6,6 +6,14 @@ use paceline_base::Bytes;
 
 use crate::dtype::Dtype;
 
+/// Codes that Metal puts behind its text where it has ended a command buffer that took too long.
+/// MLX 0.32.2 passes the text on: `CommandEncoder::commit` in its `backend/metal/device.cpp`.
+const INTERRUPTIONS: [&str; 3] = [
+    "kIOGPUCommandBufferCallbackErrorImpactingInteractivity",
+    "kIOGPUCommandBufferCallbackErrorTimeout",
+    "kIOGPUCommandBufferCallbackErrorHang",
+];
+
 /// Why MLX cannot be opened, or a call of it failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -64,6 +72,10 @@ pub enum Error {
     NoDevice { device: &'static str },
     #[error("mlx: {call}: {message}")]
     Call { call: &'static str, message: String },
+    /// The system ended work of the GPU that took too long. The arrays of that evaluation hold
+    /// anything; the queue works afterwards.
+    #[error("mlx: {call}: the system interrupted the GPU ({message})")]
+    Interrupted { call: &'static str, message: String },
     /// The bytes of an array are not as many as its shape says.
     #[error("mlx: array of shape {shape:?} and type {dtype}: {got} bytes, expected {expected}")]
     Length {
@@ -93,6 +105,21 @@ pub enum Error {
         needed: Bytes,
         available: Bytes,
     },
+}
+
+impl Error {
+    /// Whether less work at a time may succeed.
+    pub const fn is_interrupted(&self) -> bool {
+        matches!(self, Self::Interrupted { .. })
+    }
+
+    /// Of a call that failed with MLX's `message`.
+    pub(crate) fn of_call(call: &'static str, message: String) -> Self {
+        match INTERRUPTIONS.iter().any(|code| message.contains(code)) {
+            true => Self::Interrupted { call, message },
+            false => Self::Call { call, message },
+        }
+    }
 }
 
 fn each(errors: &[Error]) -> String {

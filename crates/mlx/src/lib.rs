@@ -58,7 +58,7 @@ mod whole;
 pub use array::Array;
 pub use closure::{Compiled, Differentiable};
 pub use dtype::Dtype;
-pub use end::end_process;
+pub use end::{end_process, exit};
 pub use error::Error;
 pub use library::Library;
 pub use limits::read_rate;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::places::LIBRARY_NAME;
 use crate::table::{Handle, Table, VERSION};
-use crate::{Device, Error, Places, Stream, whole};
+use crate::{Device, Error, Places, Stream, end, whole};
 
 /// Names of MLX itself, which `libmlxc` loads: where it lies beside, it is checked too.
 const BESIDE: [&str; 2] = ["libmlx.so", "libmlx.dylib"];
@@ -93,6 +93,7 @@ impl Library {
             path: path.to_path_buf(),
             source,
         })?;
+        end::note_loaded();
         let version = version(&library, path)?;
         check_version(&version, path)?;
         let table = Table::look_up(&library, path)?;
@@ -225,10 +226,7 @@ pub(crate) fn failed(call: &'static str) -> Error {
     // Behind it, mlx-c says where in its own sources it was.
     let message = message.unwrap_or_else(|| "no reason given".to_owned());
     let end = message.rfind(" at ").unwrap_or(message.len());
-    Error::Call {
-        call,
-        message: message[..end].to_owned(),
-    }
+    Error::of_call(call, message[..end].to_owned())
 }
 
 #[cfg(test)]
@@ -247,6 +245,34 @@ mod tests {
                 error,
                 format!("mlx: lib is of version {bad}, expected 0.32.x")
             );
+        }
+    }
+
+    /// Texts as people have reported them, and one that is no interruption.
+    #[test]
+    fn work_that_the_system_interrupted_is_told_apart() {
+        for (text, interrupted) in [
+            (
+                "[METAL] Command buffer execution failed: Impacting Interactivity \
+                 (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity).",
+                true,
+            ),
+            (
+                "[METAL] Command buffer execution failed: Caused GPU Timeout Error \
+                 (00000002:kIOGPUCommandBufferCallbackErrorTimeout).",
+                true,
+            ),
+            (
+                "[METAL] Command buffer execution failed: Insufficient Memory \
+                 (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory).",
+                false,
+            ),
+        ] {
+            let said = std::ffi::CString::new(format!("{text} at /a/transforms.cpp:73")).unwrap();
+            keep(said.as_ptr(), std::ptr::null_mut());
+            let error = done("mlx_eval", 1).unwrap_err();
+            assert_eq!(error.is_interrupted(), interrupted, "{error}");
+            assert!(error.to_string().contains(text), "{error}");
         }
     }
 

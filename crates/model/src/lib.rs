@@ -63,7 +63,7 @@ pub use mlx::{
     Watch as MlxWatch, mlx_dtype,
 };
 pub use model::{Followed, LoadOptions, Model, Sample};
-pub use paceline_mlx::Places as MlxPlaces;
+pub use paceline_mlx::{Places as MlxPlaces, exit};
 pub use progress::{Busy, Doing, Place, Progress};
 pub use role::{Nth, Part, Role};
 pub use rope::Rope;

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::{KernelClass, Rank};
-use paceline_cluster::Control;
+use paceline_cluster::{Control, EXIT_CODE_PARENT_GONE};
 use paceline_comm::provider::Provider;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
 use paceline_comm::{Backend, Deadline, Seat, Strict, init};
@@ -87,8 +87,11 @@ pub fn run(
         disk,
         halted,
     } = settings;
+    let channel = Control::from_stdin()?;
+    // The instance closes the channel once it has this rank's last message.
+    channel.on_end(|| paceline_model::exit(EXIT_CODE_PARENT_GONE));
     let mut worker = Worker {
-        channel: Arc::new(Control::from_stdin()?),
+        channel: Arc::new(channel),
         make_kernels: &kernels,
         find_wire: &wire,
         mlx,

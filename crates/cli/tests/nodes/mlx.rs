@@ -6,10 +6,13 @@
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use serde_json::Value;
+use rustix::process::Signal;
+use serde_json::{Value, json};
 
+use super::processes::signal;
+use super::server::{Server, chat};
 use super::tiny::FAMILIES;
-use super::{World, alone, fake, finish, text};
+use super::{World, alone, fake, finish, http, text};
 
 /// Where MLX is, or a line that says why a test is skipped.
 fn library(test: &str) -> Option<PathBuf> {
@@ -83,6 +86,120 @@ fn the_exact_class_reaches_every_node() {
     assert_eq!(one["kernel_class"], "mlx-exact");
     let split = ["--class", "mlx-exact", "--nodes", "2", "--split", "tensor"];
     assert_eq!(answer(&split)["tokens"], one["tokens"]);
+}
+
+/// A server on two workers whose answers are near.
+fn near(world: &World, library: &Path, model: &str, more: &[&str]) -> Server {
+    let up = ["up", "--no-beacons", "--model", model, "--port", "0"];
+    let nodes = ["--nodes", "2", "--class", "mlx-f32", "--context", "4096"];
+    let args = up.iter().chain(&nodes).chain(more).copied();
+    Server::of(world.paceline(args).env("PACELINE_MLXC", library))
+}
+
+/// Kills a worker within a streamed answer of `tokens`; the events of the stream.
+fn killed(server: &Server, model: &str, (victim, tokens): (usize, usize)) -> Vec<Value> {
+    let fields = json!({"max_tokens": tokens, "ignore_eos": true, "stream": true});
+    let asked = chat(model, "go", &fields);
+    let mut stream = http::stream(server.port, "/v1/chat/completions", &asked);
+    let mut events = Vec::new();
+    while let Some(event) = stream.event() {
+        events.push(event);
+        if events.len() == 20 {
+            signal(server.running.workers(2)[victim], Signal::KILL);
+        }
+    }
+    events
+}
+
+/// The fingerprint of an event; empty for the last word of a stream.
+fn fingerprint(event: &Value) -> &str {
+    event["system_fingerprint"].as_str().unwrap_or_default()
+}
+
+/// The rank that lives keeps its weights, and the other one loads.
+#[test]
+fn near_answers_continue_after_a_failure_and_are_marked() {
+    let Some(library) = library("near answers continue") else {
+        return;
+    };
+    let _alone = alone();
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let server = near(&world, &library, &model, &[]);
+    for (victim, times) in [(0, 1), (1, 2)] {
+        let events = killed(&server, &model, (victim, 600));
+        assert_eq!(events.last(), Some(&json!("[DONE]")), "{victim}");
+        let first = fingerprint(&events[0]);
+        assert!(first.contains("mlx-f32") && !first.contains('+'), "{first}");
+        let last = fingerprint(&events[events.len() - 2]);
+        assert_eq!(last, format!("{first}+continued"), "{victim}");
+        http::health(server.port, 200);
+        let metrics = http::ask(server.port, "/metrics", None).body;
+        let counted = format!("\npaceline_answers_continued {times}\n");
+        assert!(metrics.as_str().unwrap().contains(&counted), "{metrics}");
+    }
+    let ended = server.stop(2);
+    let notice = "1 answer continues from the tokens so far";
+    assert_eq!(ended.stderr.matches(notice).count(), 2, "{}", ended.stderr);
+    world.assert_clean();
+}
+
+#[test]
+fn a_near_answer_ends_where_that_is_asked_for() {
+    let Some(library) = library("a near answer ends with --strict") else {
+        return;
+    };
+    let _alone = alone();
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let server = near(&world, &library, &model, &["--strict"]);
+    let events = killed(&server, &model, (1, 600));
+    let error = events.iter().find_map(|event| event.get("error"));
+    assert!(error.is_some(), "{:?}", events.last());
+    assert!(events.iter().all(|event| !fingerprint(event).contains('+')));
+    http::health(server.port, 200);
+    server.stop(2);
+    world.assert_clean();
+}
+
+/// MLX's CUDA build aborts in its exit handlers. Neither the program nor its workers come to them.
+#[test]
+fn a_library_that_aborts_at_exit_spoils_no_answer() {
+    let Some(library) = library("a library that aborts at exit") else {
+        return;
+    };
+    let _alone = alone();
+    let world = World::new();
+    let model = world.write_model(FAMILIES[0]);
+    let place = library.parent().unwrap().display();
+    let link = [
+        format!("-Lnative={place}"),
+        format!("-Clink-arg=-Wl,-rpath,{place}"),
+    ];
+    let link = link.each_ref().map(|argument| &**argument);
+    let Some(aborting) = fake::build(&world.path("tmp"), "abort.rs", &link) else {
+        return eprintln!("SKIPPED a library that aborts at exit: no rustc");
+    };
+    let aborts = world.path("tmp/aborts");
+    for nodes in ["1", "2"] {
+        let own = [
+            "run",
+            &model,
+            "Once",
+            "--max-tokens",
+            "2",
+            "--engine",
+            "mlx",
+        ];
+        let mut command = world.paceline(own.into_iter().chain(["--nodes", nodes]));
+        command.env("PACELINE_MLXC", &aborting);
+        let output = finish(command.env("PACELINE_ABORTS", &aborts));
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{nodes}: {said}");
+        assert!(!aborts.exists(), "{nodes}: {said}");
+    }
+    std::fs::remove_file(aborting).unwrap();
+    world.assert_clean();
 }
 
 #[test]
