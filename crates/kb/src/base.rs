@@ -220,11 +220,8 @@ impl KnowledgeBase {
     /// Assumptions of the planner between two findings. Where one of the pair is the user's, which
     /// the planner cannot know, they are those about the built-in finding.
     pub fn assumptions_between(&self, (first, second): (u32, u32)) -> Vec<&Assumption> {
-        let built_in = |id| self.finding(id).is_some_and(|f| f.origin == BUILT_IN);
-        let known: Vec<u32> = [first, second]
-            .into_iter()
-            .filter(|id| built_in(*id))
-            .collect();
+        let built_in = |id: &u32| self.finding(*id).is_some_and(|f| f.origin == BUILT_IN);
+        let known: Vec<u32> = [first, second].into_iter().filter(built_in).collect();
         let about = |a: &&Assumption| known.iter().all(|id| a.findings.contains(id));
         let all = self.planner.assumption.iter();
         all.filter(|a| !known.is_empty() && about(a)).collect()
@@ -288,9 +285,9 @@ impl KnowledgeBase {
     pub fn search(&self, query: &str, limit: usize) -> Found {
         let query = self.index.parse(query);
         let ranked = self.index.rank(&query.terms);
+        let terms = &query.terms;
         let hits = ranked.iter().take(limit);
-        let hits =
-            hits.map(|(id, score)| hit(&self.findings[id], *score, &query.terms, &self.index));
+        let hits = hits.map(|(id, score)| hit(&self.findings[id], *score, terms, &self.index));
         Found {
             hits: hits.collect(),
             n_found: ranked.len(),
@@ -307,24 +304,26 @@ impl KnowledgeBase {
     }
 
     pub fn stats(&self) -> Stats {
-        let count =
-            |is: &dyn Fn(&Finding) -> bool| self.findings.values().filter(|f| is(f)).count();
+        let findings = || self.findings.values();
         let grades = GRADES.into_iter().map(Some).chain([None]);
-        let grades = grades.map(|grade| (grade, count(&|f| f.confidence.as_deref() == grade)));
+        let grades = grades.map(|name| {
+            (
+                name,
+                findings()
+                    .filter(|f| f.confidence.as_deref() == name)
+                    .count(),
+            )
+        });
         let by_confidence = grades.filter(|(_, n)| *n > 0);
-        let checked: BTreeSet<u32> = self
-            .planner
-            .check
-            .iter()
-            .flat_map(|c| c.findings.clone())
-            .collect();
+        let checks = self.planner.check.iter();
+        let checked: BTreeSet<&u32> = checks.flat_map(|check| &check.findings).collect();
         Stats {
             findings: self.findings.len(),
-            own_findings: count(&|f| f.origin != BUILT_IN),
+            own_findings: findings().filter(|f| f.origin != BUILT_IN).count(),
             by_confidence: by_confidence
-                .map(|(grade, n)| (grade.unwrap_or("none").to_owned(), n.into()))
+                .map(|(name, n)| (name.unwrap_or("none").to_owned(), n.into()))
                 .collect(),
-            without_source: count(&|f| f.source.is_empty()),
+            without_source: findings().filter(|f| f.source.is_empty()).count(),
             topics: self.topics.len(),
             conflicts: self.conflicts().len(),
             assumptions: self.planner.assumption.len(),

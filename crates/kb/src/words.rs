@@ -45,8 +45,8 @@ static WORD: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(&format!("{PIECE}(?:[-_.']?{PIECE})*")).expect("a valid expression")
 });
 
-/// Digits before or after at least three letters, which are terms of their own: `gbe` of `10gbe`,
-/// but not `m` of `m3`, as it would match every `m`.
+/// Digits before or after at least three letters; both are terms of their own, such as `gbe` of
+/// `10gbe`. The `m` of `m3` is none, as it would match every `m`.
 static DIGITS_AND_LETTERS: LazyLock<Regex> = LazyLock::new(|| {
     let mixed = r"^(?:([0-9]+)(\p{Alphabetic}{3,})|(\p{Alphabetic}{3,})([0-9]+))$";
     Regex::new(mixed).expect("a valid expression")

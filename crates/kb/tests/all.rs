@@ -1,5 +1,5 @@
-//! Promises of the knowledge base: the built-in findings are reachable, user files join them whole
-//! or are refused with line and key, and questions lead to their answers.
+//! Promises of the knowledge base. The built-in findings can be found; questions lead to their
+//! answers. User files join them as a whole or are refused with line and key.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 use std::collections::BTreeSet;
@@ -68,7 +68,7 @@ fn every_finding_is_in_its_topic() {
             );
         }
     }
-    // Its references exist, those of answers and topics too.
+    // All references exist, also those of answers and topics.
     let contents = KnowledgeBase::default().check(file("findings.toml", FINDINGS));
     assert_eq!(contents.unwrap().findings.len(), 52);
     for topic in kb.topics() {
@@ -138,7 +138,7 @@ fn questions_lead_to_their_answer_and_others_to_none() {
 }
 
 #[test]
-fn own_findings_are_found_beside_the_built_in_ones() {
+fn own_findings_join_the_built_in_ones() {
     let kb = with_own();
     assert_eq!(kb.search("quokka", 5).hits[0].id, 9001);
     assert_eq!(kb.finding(9002).unwrap().origin, "own.toml");
