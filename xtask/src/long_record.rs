@@ -1,6 +1,6 @@
 //! The record of the last long run: a row for each step, in `benches/results/long-run.tsv`.
 //!
-//! `cargo xtask test --long` rewrites the rows of the steps that it ran; commit the file afterwards.
+//! `cargo xtask test --long` rewrites the rows of the steps that it ran; commit the file then.
 //! `cargo xtask test` prints the age of the oldest row, so that a stale record is seen.
 
 use std::collections::BTreeMap;
