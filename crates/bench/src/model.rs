@@ -142,6 +142,7 @@ pub fn generate(
         match answer.next()? {
             (at, Reply::PromptRead { .. }) => prompt_read = at,
             (_, Reply::Token { .. }) => tokens += 1,
+            (_, Reply::Continued) => {}
             (last, Reply::Finished { .. }) => {
                 return Ok(Generated {
                     prompt_read,

@@ -38,6 +38,8 @@ pub struct Figures {
     pub predicted: Option<f64>,
     /// Changes of the split during the answer.
     pub changes: Vec<Change>,
+    /// How often it continued with numbers near those before, after a failure.
+    pub continued: usize,
 }
 
 /// Why an answer ended.
@@ -118,6 +120,9 @@ impl Figures {
         if let Some(moved) = self.moved_per_token() {
             line += &format!("; {} per token on the wire{}", moved.sent, moved.arrays());
         }
+        if self.continued > 0 {
+            line += "; continued after a failure, with near numbers";
+        }
         line + match self.end {
             End::Stop => "]",
             End::Stopped => "; stopped]",
@@ -128,7 +133,7 @@ impl Figures {
 
     /// The answer as a JSON object, with the run's details.
     pub fn json(&self, about: &About<'_>) -> serde_json::Value {
-        json!({
+        let mut answer = json!({
             "text": self.text,
             "tokens": self.tokens,
             "finish_reason": self.end.word(),
@@ -155,7 +160,11 @@ impl Figures {
             "seed": about.seed,
             "expert_uses": expert_uses(&about.expert_uses),
             "guesses": about.guesses,
-        })
+        });
+        if self.continued > 0 {
+            answer["continued"] = self.continued.into();
+        }
+        answer
     }
 }
 
@@ -216,6 +225,7 @@ pub fn collect<E: From<Failure>>(
     let start = asked.at;
     let (mut prefill, mut first) = (Duration::ZERO, start);
     let (mut text, mut tokens, mut n_reused) = (String::new(), Vec::new(), 0);
+    let mut continued = 0;
     let (end, last) = loop {
         let Some((at, reply)) = next(answer, is_stopped)? else {
             break (End::Stopped, Instant::now());
@@ -229,6 +239,10 @@ pub fn collect<E: From<Failure>>(
             Reply::Token { token, text, .. } => {
                 tokens.push(token);
                 (text, None)
+            }
+            Reply::Continued => {
+                continued += 1;
+                continue;
             }
             Reply::Finished { text, reason } => {
                 let end = End::new(reason, tokens.len(), asked.max_tokens);
@@ -256,6 +270,7 @@ pub fn collect<E: From<Failure>>(
         moved: None,
         predicted: None,
         changes: Vec::new(),
+        continued,
     })
 }
 
@@ -306,6 +321,7 @@ mod tests {
             moved: None,
             predicted: None,
             changes: Vec::new(),
+            continued: 0,
         }
     }
 

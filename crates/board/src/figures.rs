@@ -21,6 +21,12 @@ pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
             labels: String::new(),
             value: instance.restarts() as f64,
         },
+        Fact {
+            name: "answers_continued",
+            help: "Answers that continued after a failure with numbers near the ones before",
+            labels: String::new(),
+            value: instance.continued() as f64,
+        },
     ];
     facts.push(Fact {
         name: "split_changes",

@@ -43,6 +43,17 @@ pub fn lines(notice: &Notice, cuts: &[Cut], (config, threads): (&Config, usize))
             "error: {reason}; starting the workers again in {:.1} s",
             wait.as_secs_f64()
         )],
+        Notice::Continued { answers } => {
+            let noun = if *answers == 1 {
+                "answer continues"
+            } else {
+                "answers continue"
+            };
+            vec![format!(
+                "{answers} {noun} from the tokens so far; its bits may differ from those of an \
+                 answer without the interruption"
+            )]
+        }
         Notice::Loading { .. } | Notice::Failed { again_in: None, .. } => Vec::new(),
     }
 }

@@ -235,7 +235,7 @@ impl PacelineModel {
         let ended = loop {
             let (piece, last) =
                 match replies.recv_timeout(by.saturating_duration_since(Instant::now())) {
-                    Ok(Reply::PromptRead { .. }) => continue,
+                    Ok(Reply::PromptRead { .. } | Reply::Continued) => continue,
                     Ok(Reply::Token { text, .. }) => (text, false),
                     Ok(Reply::Finished { text, .. }) => (text, true),
                     Ok(Reply::Failed(failure)) => break Err(Failure::other(failure)),

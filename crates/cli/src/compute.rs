@@ -59,12 +59,16 @@ impl ComputeArgs {
 }
 
 /// Options of commands that compute with a model.
-#[derive(Clone, Copy, Debug, clap::Args)]
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub(crate) struct EngineArgs {
     /// What computes: cpu, or mlx (Metal, CUDA); one for each node as in cpu,mlx, where stages of
     /// a pipeline may differ [default: cpu, or that of --class]
     #[arg(long, value_name = "ENGINE")]
     pub(crate) engine: Option<Engines>,
+    /// End an answer with an error where it would continue after a failure with other bits, as on
+    /// MLX
+    #[arg(long)]
+    pub(crate) strict: bool,
 }
 
 /// The kernel class of each of `nodes` nodes.

@@ -521,6 +521,7 @@ impl Args {
             max_waiting: WAITING_MAX,
             pace: self.pace,
             drafts: self.drafts(),
+            strict: self.engine.strict,
             ..room.engine(self.model().unwrap_or_default())
         }
     }

@@ -32,6 +32,9 @@ pub struct EngineConfig {
     /// the text, or from a draft model ([`Engine::guess_with`](crate::Engine::guess_with)), where
     /// they pay. Answers do not depend on them.
     pub drafts: usize,
+    /// Whether an interrupted answer fails if it would otherwise continue with different bits.
+    #[serde(default)]
+    pub strict: bool,
 }
 
 /// Default rows of a step. Measured on two threads of an EPYC VM, November 2026: from 128 rows on,
@@ -59,6 +62,7 @@ impl EngineConfig {
             max_rows: DEFAULT_ROWS,
             pace: Pace::Auto,
             drafts: 0,
+            strict: false,
         }
     }
 

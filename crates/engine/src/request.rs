@@ -187,7 +187,10 @@ pub enum Event {
         /// If requested.
         logprobs: Option<TokenLogprobs>,
     },
-    /// The sequence is over and forgotten.
+    /// The sequence's cache is recomputed, in a kernel class whose bits depend on the steps: see
+    /// [`Reply::Continued`](crate::Reply::Continued).
+    Continued { id: SequenceId },
+    /// The sequence has ended and is removed.
     Finished {
         id: SequenceId,
         /// Text that was held back and is now certain.

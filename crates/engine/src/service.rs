@@ -74,6 +74,9 @@ pub enum Reply {
         /// If requested.
         logprobs: Option<TokenLogprobs>,
     },
+    /// The further tokens are computed on other ranks or in other steps than the earlier ones.
+    /// Results are close to those without the interruption, but not equal to the bit.
+    Continued,
     /// The answer is complete.
     Finished {
         /// Text that was held back and is now certain.
@@ -101,22 +104,16 @@ pub enum Failure {
     },
     /// The request is invalid, as the engine reports.
     #[error("{reason}")]
-    Invalid {
-        /// The engine's error.
-        reason: String,
-    },
-    /// The engine or worker that computed the answer is gone or cannot go on.
+    Invalid { reason: String },
+    /// The engine or worker that computed the answer has failed.
     #[error("the answer was lost: {reason}")]
     Lost {
-        /// Which rank failed, and how.
+        /// The failed rank, and its error.
         reason: String,
     },
-    /// It is not ready yet, or no more.
+    /// Not ready yet, or no longer.
     #[error("the model cannot answer now: {reason}")]
-    Unavailable {
-        /// Why.
-        reason: String,
-    },
+    Unavailable { reason: String },
 }
 
 impl From<Error> for Failure {

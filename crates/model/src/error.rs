@@ -74,12 +74,8 @@ pub enum Error {
     },
     /// An adapter for another model, or for matrices without adapter support.
     #[error("adapter {name}: {reason}")]
-    Adapter {
-        name: String,
-        /// The part that does not fit.
-        reason: String,
-    },
-    /// More adapters than a model may have beside it.
+    Adapter { name: String, reason: String },
+    /// More adapters than a model can load.
     #[error("{got} adapters, expected at most {most}")]
     Adapters {
         got: usize,
@@ -88,28 +84,16 @@ pub enum Error {
     },
     /// The backend does not support adapters.
     #[error("engine {engine} adds no adapters to its weights: fuse them")]
-    AdapterEngine {
-        /// The engine that was asked.
-        engine: &'static str,
-    },
+    AdapterEngine { engine: &'static str },
     #[error("engine {engine} does not compute recurrent layers other than gated delta nets")]
-    Recurrence {
-        /// The engine that was asked.
-        engine: &'static str,
-    },
-    /// The engine has no split in which ranks share the experts alone.
+    Recurrence { engine: &'static str },
+    /// The backend has no split that shares only the experts.
     #[error("engine {engine} does not compute stages whose ranks share the experts alone")]
-    ExpertSplit {
-        /// The engine that was asked.
-        engine: &'static str,
-    },
-    /// Matrices that are computed with together are stored in different forms.
+    ExpertSplit { engine: &'static str },
+    /// Matrices of one product are stored in different formats.
     #[error("engine {engine} needs the experts or heads of a layer in one storage type")]
-    MixedForms {
-        /// The engine that was asked.
-        engine: &'static str,
-    },
-    /// Positions beyond those that a sparse attention's indexer takes all of.
+    MixedForms { engine: &'static str },
+    /// A context longer than the number of positions a sparse-attention indexer selects.
     #[error(
         "context is {context}, expected at most {top_k}: beyond, the model's indexer chooses which \
          positions a row sees, and paceline does not compute it"
@@ -218,7 +202,13 @@ fn hung(limit: Duration, usual: Option<Duration>) -> String {
 }
 
 impl Error {
-    /// The rank of the split that a failure between ranks is to be blamed on.
+    /// Whether the system ended this rank's work on a device because it took too long, so that a
+    /// smaller step may succeed. The contents of the cache are unknown then.
+    pub const fn is_interrupted(&self) -> bool {
+        matches!(self, Self::Mlx(error) if error.is_interrupted())
+    }
+
+    /// The rank of the split that caused a failure between ranks.
     pub const fn blamed(&self) -> Option<Rank> {
         match self {
             Self::Comm(error) => at_fault(error),

@@ -9,6 +9,7 @@
 mod common;
 mod mlx_alone;
 mod mlx_hang;
+mod mlx_interrupted;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -7,7 +7,7 @@
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
 #[path = "../../mlx/tests/fake/build.rs"]
-mod build;
+pub(crate) mod build;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};

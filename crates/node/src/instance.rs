@@ -158,9 +158,11 @@ impl InstanceSpec {
             }
         };
         let ways = self.cuts.iter().map(way).collect();
+        let near = !self.classes.iter().all(|class| class.is_exact());
         let policy = Policy {
             restart: self.restart,
-            resume: self.classes.iter().all(|class| class.is_exact()),
+            resume: !(near && self.engine.strict),
+            near,
             held_max: self
                 .engine
                 .max_waiting
@@ -253,6 +255,7 @@ struct View {
     epoch: u64,
     way: usize,
     restarts: u64,
+    continued: u64,
     measured: Option<f64>,
     n_changes: u32,
     facts: Vec<RankFacts>,
@@ -280,6 +283,7 @@ impl Instance {
             epoch: 0,
             way: spec.first,
             restarts: 0,
+            continued: 0,
             measured: None,
             n_changes: 0,
             facts: Vec::new(),
@@ -445,6 +449,12 @@ impl Instance {
     /// Number of epochs started after a failure.
     pub fn restarts(&self) -> u64 {
         lock(&self.shared.view).restarts
+    }
+
+    /// Answers that continued from their tokens with numbers that are near and not the same to the
+    /// bit, after a failure or with another split.
+    pub fn continued(&self) -> u64 {
+        lock(&self.shared.view).continued
     }
 
     /// Number of the epoch, from 1.
@@ -726,6 +736,7 @@ impl Shell {
         view.epoch = supervisor.epoch();
         view.way = supervisor.way();
         view.restarts = supervisor.restarts();
+        view.continued = supervisor.continued();
         view.measured = supervisor.measured();
         view.n_changes = supervisor.changes();
     }
@@ -886,6 +897,10 @@ impl Shell {
                         reason,
                     }));
                 }
+            }
+            Notice::Continued { answers } => {
+                let model = self.spec.engine.model.as_str();
+                warn!(model, answers, "answers continue with near numbers");
             }
             Notice::Loading { .. } | Notice::Prompts(_) => {}
         }

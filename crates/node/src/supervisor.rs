@@ -104,6 +104,9 @@ pub struct Policy {
     pub restart: bool,
     /// Whether open requests continue in that epoch; otherwise they fail with the reason.
     pub resume: bool,
+    /// Whether the bits of an answer depend on ranks and steps: its caller is notified where it
+    /// continues in another epoch.
+    pub near: bool,
     /// Most requests held while the split changes, or while answers wait to resume.
     pub held_max: usize,
     /// How long a request waits for workers that cannot start; it is lost at the next failure.
@@ -258,6 +261,9 @@ pub enum Notice {
     },
     /// Disaggregated prefill started or stopped. Sent by the instance, not by its supervisor.
     Prompts(News),
+    /// Answers continue in this epoch from the tokens that they have. Their numbers are near and not
+    /// the same to the bit.
+    Continued { answers: usize },
 }
 
 /// Whether an instance takes requests.
@@ -366,6 +372,8 @@ pub struct Supervisor {
     /// Wait before the next epoch after a failure.
     wait: Duration,
     restarts: u64,
+    /// Answers that continued with near numbers.
+    continued: u64,
     /// The last [`Action::Learn`]; `learned_at` is its time.
     learned: Option<(usize, f64)>,
     learned_at: Option<Duration>,
@@ -398,6 +406,7 @@ impl Supervisor {
             was_ready: policy.goes_on,
             wait: policy.first_wait(),
             restarts: 0,
+            continued: 0,
             learned: None,
             learned_at: None,
             out: VecDeque::new(),
@@ -422,6 +431,12 @@ impl Supervisor {
     /// Epochs started after a failure.
     pub const fn restarts(&self) -> u64 {
         self.restarts
+    }
+
+    /// Answers that continued from their tokens with numbers that are near and not the same to the
+    /// bit; one that does so twice counts twice.
+    pub const fn continued(&self) -> u64 {
+        self.continued
     }
 
     /// Measured decode tokens a second of the split in use, from single answers.

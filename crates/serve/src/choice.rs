@@ -139,7 +139,7 @@ impl Choice {
     /// Applies `reply`, received at `now`; `None` if it adds nothing.
     pub(crate) fn take(&mut self, reply: Reply, now: Instant) -> Option<Delta> {
         match reply {
-            Reply::Failed(_) => None,
+            Reply::Failed(_) | Reply::Continued => None,
             Reply::PromptRead { reused, logprobs } => {
                 self.reused = reused;
                 self.read_at = Some(now);

@@ -299,6 +299,7 @@ impl Meter {
         match reply {
             Reply::PromptRead { .. } => drop(self.metrics.prompt_tokens.inc_by(self.prompt_tokens)),
             Reply::Token { .. } => self.token(now),
+            Reply::Continued => {}
             Reply::Finished { .. } => self.finished(),
             Reply::Failed(_) => self.watched.end("failed"),
         }

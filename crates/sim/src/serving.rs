@@ -371,6 +371,7 @@ impl Serving {
         let policy = Policy {
             restart: true,
             resume: true,
+            near: false,
             held_max: 64,
             held_limit: HELD_LIMIT,
             holds: true,
@@ -850,7 +851,7 @@ impl Serving {
                 return;
             };
             match reply {
-                Reply::PromptRead { .. } => {}
+                Reply::PromptRead { .. } | Reply::Continued => {}
                 Reply::Token { token: got, .. } => {
                     if got != token(number, entry.tokens) {
                         let said = format!("answer {number} gets {got} after {}", entry.tokens);

@@ -74,12 +74,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         let mut compute = args.compute;
         let threads = load::threads(compute, args.nodes);
         compute.threads = Some(u16::try_from(threads)?);
-        Opened::new(
-            &found.path,
-            (compute, EngineArgs { engine: None }),
-            &cut,
-            sizes,
-        )
+        Opened::new(&found.path, (compute, EngineArgs::default()), &cut, sizes)
     };
     let first = open(1, SplitKind::Auto)?;
     let mut all = Vec::new();

@@ -9,7 +9,7 @@ use anyhow::Context;
 use paceline_board::answer::Figures;
 use paceline_board::session::{self, Manner};
 use paceline_cluster::machine;
-use paceline_engine::{Failure, SamplingParams};
+use paceline_engine::{EngineConfig, Failure, SamplingParams};
 use paceline_model::Config;
 use paceline_node::room::Room;
 use paceline_node::trace::Timeline;
@@ -147,7 +147,11 @@ fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<Opened> {
         warn_of_context(args.context, config);
         let kv = args.compute.in_memory(args.engine);
         let memory = (kv, machine::available());
-        Room::of((path, config), memory, args.context, 1).engine(&args.model)
+        let room = Room::of((path, config), memory, args.context, 1);
+        EngineConfig {
+            strict: args.engine.strict,
+            ..room.engine(&args.model)
+        }
     };
     Opened::new(path, (args.compute, args.engine), split, sizes)
 }

@@ -1,4 +1,4 @@
-//! The engine on tiny random models, and on SmolLM2 where it is there.
+//! The engine on tiny random models, and on SmolLM2 if installed.
 
 mod adapters;
 mod batching;
@@ -8,6 +8,7 @@ mod drafts;
 mod edges;
 mod flights;
 mod hostile;
+mod interrupted;
 mod kept;
 mod paced;
 pub(crate) mod requests;

@@ -240,6 +240,7 @@ fn reply(event: Event) -> (SequenceId, Reply) {
             };
             (id, reply)
         }
+        Event::Continued { id } => (id, Reply::Continued),
         Event::Finished { id, text, reason } => (id, Reply::Finished { text, reason }),
     }
 }

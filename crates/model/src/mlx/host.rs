@@ -211,6 +211,11 @@ impl<S: 'static> Host<S> {
         }
     }
 
+    /// Whether a caller has given up waiting.
+    pub fn is_hung(&self) -> bool {
+        self.hung.is_completed()
+    }
+
     /// Has the process ended if it is still there when its last words are said.
     fn end_later(&self) {
         let Some(last_words) = self.last_words else {

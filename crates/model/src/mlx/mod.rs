@@ -555,6 +555,20 @@ impl Loaded for MlxModel {
         self.links.as_ref()
     }
 
+    fn unlinked(self: Arc<Self>) -> Option<Arc<dyn Loaded>> {
+        let mut own = Arc::into_inner(self)?;
+        // A device that hangs ends this process soon.
+        if own.host.is_hung() {
+            return None;
+        }
+        (own.links, own.exchanged) = (None, Tally::default());
+        Some(Arc::new(own))
+    }
+
+    fn linked(self: Arc<Self>, links: Links) -> Option<Arc<dyn Loaded>> {
+        Some(Arc::new(Arc::into_inner(self)?.link(links)))
+    }
+
     fn exchanged(&self) -> Exchanged {
         self.exchanged.now()
     }

@@ -601,7 +601,7 @@ impl Entry {
                 }
                 return;
             }
-            Reply::PromptRead { .. } => {}
+            Reply::PromptRead { .. } | Reply::Continued => {}
         }
         // A sink may cancel, so it must not be called under the lock.
         let Some(mut sink) = asked.sink.take() else {

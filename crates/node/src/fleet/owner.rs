@@ -375,7 +375,7 @@ impl Owned {
                 }
                 Notice::Changed(change) => (inner.spec.tell)(&change.line()),
                 Notice::Prompts(news) => (inner.spec.tell)(&news.line()),
-                Notice::Loading { .. } | Notice::Ready { .. } => {}
+                Notice::Loading { .. } | Notice::Ready { .. } | Notice::Continued { .. } => {}
             }
         })
     }

@@ -116,7 +116,10 @@ impl Hears {
         match notice {
             Notice::Ready { way, .. } => self.say(Signal::Ready(self.side, split(*way))),
             Notice::Failed { reason, .. } => self.say(Signal::Lost(self.side, reason.clone())),
-            Notice::Changed(_) | Notice::Loading { .. } | Notice::Prompts(_) => {}
+            Notice::Changed(_)
+            | Notice::Loading { .. }
+            | Notice::Prompts(_)
+            | Notice::Continued { .. } => {}
         }
     }
 
@@ -499,7 +502,7 @@ impl Shell {
             let outcome = match reply {
                 Reply::Finished { .. } => Ok(()),
                 Reply::Failed(failure) => Err(failure.to_string()),
-                Reply::PromptRead { .. } | Reply::Token { .. } => return,
+                Reply::PromptRead { .. } | Reply::Token { .. } | Reply::Continued => return,
             };
             let _ = signals.send(Signal::Read(ticket, outcome)); // the instance ends
         });

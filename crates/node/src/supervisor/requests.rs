@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use paceline_engine::{Failure, Reply, Request, Ticket};
 
-use super::{Action, FAILURES_MAX, HELD_LIMIT, KEYS, Phase, STARTS_MIN, Supervisor, Why, steer};
+use super::{
+    Action, FAILURES_MAX, HELD_LIMIT, KEYS, Notice, Phase, STARTS_MIN, Supervisor, Why, steer,
+};
 
 /// A request without a final reply.
 #[derive(Debug)]
@@ -190,6 +192,11 @@ impl Supervisor {
                 }
                 return;
             }
+            Reply::Continued => {
+                self.continued += 1;
+                self.out
+                    .push_back(Action::Tell(Notice::Continued { answers: 1 }));
+            }
             Reply::Finished { .. } => {
                 self.wait = self.policy.first_wait();
                 return self.finish(now, ticket, reply);
@@ -215,14 +222,25 @@ impl Supervisor {
     /// Submits all open requests to the leader.
     pub(super) fn hand_over(&mut self) {
         let rank = self.ways[self.way].leader;
+        let mut answers = 0;
         for (ticket, open) in &mut self.requests.0 {
             open.in_work = true;
+            if self.policy.near && !open.tokens.is_empty() {
+                answers += 1;
+                let reply = Reply::Continued;
+                self.out.push_back(Action::Deliver(*ticket, reply));
+            }
             self.out.push_back(Action::Submit {
                 rank,
                 ticket: *ticket,
                 request: open.request.clone(),
                 tokens: open.tokens.clone(),
             });
+        }
+        if answers > 0 {
+            self.continued += answers as u64;
+            self.out
+                .push_back(Action::Tell(Notice::Continued { answers }));
         }
     }
 

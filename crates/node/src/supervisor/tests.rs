@@ -172,6 +172,7 @@ impl World {
         let policy = Policy {
             restart: !random.one_in(4),
             resume: random.one_in(2),
+            near: false,
             held_max: 4,
             held_limit: HELD_LIMIT,
             holds: false,
@@ -611,6 +612,7 @@ impl World {
             Notice::Changed(_) => "the split before",
             Notice::Failed { again_in: None, .. } => "the end",
             Notice::Failed { .. } => "a failure",
+            Notice::Continued { .. } => "answers continue",
             Notice::Prompts(_) => "news of prompts", // from the shell, not from the supervisor
         });
     }

@@ -136,7 +136,7 @@ fn answer(instance: &Instance, request: Request, clock: &Clock) -> Result<Times,
         };
         match reply {
             Reply::PromptRead { .. } => first = Some(at),
-            Reply::Token { .. } => {}
+            Reply::Token { .. } | Reply::Continued => {}
             Reply::Failed(failure) => return Err(failed(failure)),
             Reply::Finished { .. } => {
                 return Ok(Times {

@@ -33,7 +33,20 @@ pub(crate) struct Frame {
     pub(crate) fingerprint: String,
 }
 
-/// How values follow one another on the wire.
+/// Behind a fingerprint: the answer continued with numbers that are near those of an answer without
+/// interruption.
+const CONTINUED: &str = "+continued";
+
+impl Frame {
+    /// Marks the fingerprint, once.
+    pub(crate) fn continue_near(&mut self) {
+        if !self.fingerprint.ends_with(CONTINUED) {
+            self.fingerprint += CONTINUED;
+        }
+    }
+}
+
+/// How a stream separates its values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Framing {
     /// `data: {...}`, and `data: [DONE]` at the end.
@@ -118,7 +131,11 @@ pub(crate) trait Writer: fmt::Debug + Send {
     /// The last value of a failed stream.
     fn failed(&mut self, rejection: &Rejection) -> Value;
 
-    /// The value sent while there is nothing to say; `None` sends a comment.
+    /// Marks all that follows as continued with other bits than begun, where the dialect has a field
+    /// for what determines them.
+    fn continued(&mut self) {}
+
+    /// The keep-alive value; `None` sends a comment.
     fn beat(&self) -> Option<Value> {
         None
     }
@@ -162,6 +179,9 @@ impl Telling {
 
     /// Applies a reply to its choice; counts the tool calls of a finished one.
     fn take(&mut self, index: usize, reply: Reply) -> Option<Delta> {
+        if reply == Reply::Continued {
+            self.writer.continued();
+        }
         let choice = &mut self.choices[index];
         let delta = choice.take(reply, (self.now)());
         if delta.as_ref().is_some_and(|delta| delta.ending.is_some()) {

@@ -19,10 +19,11 @@ fn sizes() -> EngineConfig {
         max_rows: 40,
         pace: Pace::Auto,
         drafts: 0,
+        strict: false,
     }
 }
 
-/// An answer to the same prompt of two pages by an adapter.
+/// A request for an adapter with the same prompt of two pages.
 fn asked(adapter: Option<&str>, seed: u64) -> Request {
     let sampling = SamplingParams {
         seed,
@@ -56,7 +57,7 @@ fn one_batch_has_rows_of_several_adapters() {
     assert!(base != a && base != b && a != b);
     assert_eq!(rig.engine.n_reused(), 0, "no keys are shared between them");
 
-    // The same once more: each begins with its own pages.
+    // Again: each reuses its own pages.
     for request in &all {
         let before = rig.engine.n_reused();
         let id = rig.submit(request);

@@ -31,6 +31,7 @@ fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> Engine
         max_rows,
         pace: Pace::Auto,
         drafts: 0,
+        strict: false,
     }
 }
 

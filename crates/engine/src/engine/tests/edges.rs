@@ -24,6 +24,7 @@ fn sizes() -> EngineConfig {
         max_rows: 16,
         pace: Pace::Auto,
         drafts: 0,
+        strict: false,
     }
 }
 
@@ -249,7 +250,7 @@ fn a_client_with_many_requests_leaves_places_to_others() {
             match event {
                 Event::Token { id, token, .. } => tokens.entry(id).or_default().push(token),
                 Event::Finished { id, .. } => ended.push(id),
-                Event::PromptRead { .. } => {}
+                Event::PromptRead { .. } | Event::Continued { .. } => {}
             }
         }
         ended

@@ -1,4 +1,4 @@
-//! An engine whose invariants are checked after every call, and what came out of it.
+//! Test rig: an engine with invariants checked after every call, and the outcomes of its sequences.
 
 use std::collections::BTreeMap;
 
@@ -10,17 +10,19 @@ use crate::{
     Engine, EngineConfig, Error, Event, Finish, Request, SequenceId, Snapshot, TokenLogprobs,
 };
 
-/// All that came of a sequence.
+/// All events of a sequence.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
     pub(super) prompt_reads: usize,
-    /// Of the prompt's tokens from the second on.
+    /// Logprobs of the prompt from token 1 on.
     pub(super) scores: Option<Vec<TokenLogprobs>>,
     pub(super) tokens: Vec<u32>,
     pub(super) text: String,
     /// Per token.
     pub(super) logprobs: Vec<Option<TokenLogprobs>>,
     pub(super) finish: Option<Finish>,
+    /// Recomputations with other bits.
+    pub(super) continued: usize,
 }
 
 impl Outcome {
@@ -42,6 +44,7 @@ impl Outcome {
                 self.logprobs.push(logprobs.clone());
                 self.text.push_str(text);
             }
+            Event::Continued { .. } => self.continued += 1,
             Event::Finished { text, reason, .. } => {
                 self.text.push_str(text);
                 self.finish = Some(*reason);
@@ -52,7 +55,10 @@ impl Outcome {
 
 pub(super) const fn id_of(event: &Event) -> SequenceId {
     match event {
-        Event::PromptRead { id, .. } | Event::Token { id, .. } | Event::Finished { id, .. } => *id,
+        Event::PromptRead { id, .. }
+        | Event::Token { id, .. }
+        | Event::Continued { id }
+        | Event::Finished { id, .. } => *id,
     }
 }
 
@@ -62,9 +68,9 @@ pub(super) struct Rig {
     pub(super) engine: Engine,
     pub(super) outcomes: BTreeMap<SequenceId, Outcome>,
     pub(super) n_steps: usize,
-    /// How often a sequence had to give up its pages.
+    /// Number of preemptions.
     pub(super) preemptions: usize,
-    /// Whether sequences may come in another order than that of their ids.
+    /// Whether sequences may run in another order than their ids.
     is_unordered: bool,
 }
 
@@ -79,7 +85,7 @@ impl Rig {
         }
     }
 
-    /// For requests that do not get their turns in the order in which they come.
+    /// For requests that are not scheduled in order of arrival.
     pub(super) fn unordered(self) -> Self {
         Self {
             is_unordered: true,
@@ -96,7 +102,7 @@ impl Rig {
         self.added(result)
     }
 
-    /// Continues a snapshot, which is serialised on its way. `past` is what came of it before.
+    /// Continues a snapshot after a serialisation round trip. `past` is its outcome so far.
     pub(super) fn restore(&mut self, snapshot: &Snapshot, past: Outcome) -> SequenceId {
         self.is_unordered = true;
         let text = serde_json::to_string(snapshot).unwrap();
@@ -123,21 +129,22 @@ impl Rig {
         self.check();
     }
 
-    /// Takes a sequence out, with what came of it.
+    /// Removes a sequence, with its outcome so far.
     pub(super) fn take(&mut self, id: SequenceId) -> (Snapshot, Outcome) {
         let snapshot = self.engine.take_snapshot(id).unwrap();
         self.check();
         (snapshot, self.outcomes.remove(&id).unwrap())
     }
 
-    /// Runs a step. Every sequence that decodes moves on, gives up its pages, or leaves its row to
-    /// another client.
+    /// Runs a step. Every decoding sequence advances, is preempted, or leaves its row to another
+    /// client.
     pub(super) fn step(&mut self) -> Vec<Event> {
         let ids = |s: &[Sequence]| s.iter().map(|s| s.id).collect::<Vec<_>>();
         let running = &self.engine.running;
         let decodes = |s: &&Sequence| s.computed > 0 && s.pending().len() == 1;
         let decoding: Vec<SequenceId> = running.iter().filter(decodes).map(|s| s.id).collect();
         let (running, idle) = (ids(running), self.engine.is_idle());
+        let interruptions = self.engine.n_interruptions();
         let events = self.engine.step().unwrap();
         self.check();
         for event in &events {
@@ -149,7 +156,7 @@ impl Rig {
             let running = &self.engine.running;
             running.iter().any(|s| s.id == *id && s.withheld)
         };
-        // Of a pipeline a step ends the rows of some, and those of what was cancelled.
+        // In a pipeline a step completes the rows of some sequences, and those of cancelled ones.
         let is_deep = self.engine.compute.depth() > 1;
         for id in decoding {
             let moved_on = events.iter().any(|event| id_of(event) == id);
@@ -158,6 +165,8 @@ impl Rig {
                 "{id:?} was stalled"
             );
         }
+        let is_interrupted = self.engine.n_interruptions() > interruptions;
+        let idle = idle || is_interrupted;
         assert!(
             is_deep || idle || !self.engine.running.is_empty() || !events.is_empty(),
             "no progress"
@@ -172,7 +181,7 @@ impl Rig {
         let config = &engine.config;
         assert!(engine.running.len() <= config.max_running);
         assert!(engine.waiting.len() <= config.max_waiting);
-        // One more preempted sequence may follow after the bound on restored ones was reached.
+        // One more preempted sequence may follow after the limit of restored ones is reached.
         assert!(engine.resuming.len() <= 2 * config.max_running + config.max_waiting);
         let queued = || engine.resuming.iter().chain(&engine.waiting);
         let mut ids: Vec<SequenceId> = engine
@@ -204,8 +213,8 @@ impl Rig {
         (0..n).for_each(|_| drop(self.step()));
     }
 
-    /// Steps until nothing is left to do. Panics when that takes longer than computing every
-    /// sequence alone and row by row, twice, would.
+    /// Steps until the engine is idle. Panics if that takes longer than computing every sequence
+    /// alone, row by row, twice.
     pub(super) fn drain(&mut self) {
         let sequences = self.outcomes.len() + 1;
         let limit = self.n_steps + 2 * sequences * self.engine.config.context;
@@ -222,7 +231,7 @@ impl Rig {
     }
 }
 
-/// The outcome of a request that is alone, its prompt read in one chunk.
+/// The outcome of a single request, with the prompt in one chunk.
 pub(super) fn alone(tiny: &Tiny, request: &Request, context: usize) -> Outcome {
     let mut rig = Rig::new(tiny, EngineConfig::single("tiny", context));
     let id = rig.submit(request);

@@ -58,6 +58,7 @@ fn sizes() -> impl Strategy<Value = EngineConfig> {
             max_rows: max_running + rows,
             pace: Pace::Auto,
             drafts,
+            strict: false,
         },
     )
 }

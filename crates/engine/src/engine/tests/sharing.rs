@@ -22,6 +22,7 @@ fn sizes() -> EngineConfig {
         max_rows: 40,
         pace: Pace::Auto,
         drafts: 0,
+        strict: false,
     }
 }
 

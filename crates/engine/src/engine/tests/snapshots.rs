@@ -21,6 +21,7 @@ fn other_sizes() -> EngineConfig {
         max_rows: 17,
         pace: Pace::Auto,
         drafts: 0,
+        strict: false,
     }
 }
 

@@ -1,4 +1,4 @@
-//! From tokens to text at the end of an answer, where something is held back.
+//! Text at the end of an answer, with parts that are held back.
 
 use super::requests::{SAMPLED, request};
 use super::tiny::{END, Tiny, VOCAB};
@@ -6,8 +6,8 @@ use crate::sampling::Choice;
 use crate::sequence::Sequence;
 use crate::{Event, Finish, Request, SequenceId};
 
-/// The texts of the events and the reason, when a model would answer `tokens`; the last one is the
-/// last that the request allows.
+/// Texts of the events and the reason, for an answer of `tokens`; the last token is the last one
+/// allowed.
 fn answer(tiny: &Tiny, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Option<Finish>) {
     let request = Request {
         stop: stop.iter().map(|s| (*s).to_owned()).collect(),
@@ -33,7 +33,7 @@ fn answer(tiny: &Tiny, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Option<Fi
     let (mut texts, mut finish) = (Vec::new(), None);
     for event in events {
         match event {
-            Event::PromptRead { .. } => {}
+            Event::PromptRead { .. } | Event::Continued { .. } => {}
             Event::Token { text, .. } => texts.push(text),
             Event::Finished { text, reason, .. } => {
                 texts.push(text);
@@ -51,7 +51,7 @@ type Case<'a> = (&'a [u32], &'a [&'a str], &'a [&'a str], Finish);
 fn what_is_held_back_comes_out_at_the_end() {
     use Finish::{EndOfText, Length, Stop};
     let tiny = Tiny::new(1);
-    // Bytes of the character 中, of which the first two are also one token.
+    // Bytes of the character 中. The first two are also one token.
     let (a, b, c, e4, b8, ad) = (0, 1, 2, 14, 15, 16);
     let ab = tiny.encode("ab")[0];
     let cases: [Case; 17] = [
@@ -70,10 +70,10 @@ fn what_is_held_back_comes_out_at_the_end() {
         (&[a, END], &["ab"], &["", "", "a"], EndOfText),
         (&[c, ab], &["b"], &["c", "a", ""], Stop(0)),
         (&[e4, b8, ad], &["中"], &["", "", "", ""], Stop(0)),
-        // Decided by the end only: the longer one could still have come, from further in front.
+        // Only the end decides: the longer one could still have started earlier.
         (&[ab, c], &["abcd", "bc"], &["", "", "a"], Stop(1)),
         (&[ab, c, END], &["abcd", "bc"], &["", "", "", "a"], Stop(1)),
-        // Made by the end: an unfinished character.
+        // Completed by the end: a partial character.
         (&[a, e4], &["a\u{fffd}"], &["", "", ""], Stop(0)),
     ];
     for (tokens, stop, texts, finish) in cases {

@@ -20,17 +20,18 @@ fn sizes() -> EngineConfig {
     EngineConfig {
         model: "tiny".to_owned(),
         context: CONTEXT,
-        // Too little for all: some give up their pages.
+        // Too little for all: some are preempted.
         cache_positions: CONTEXT + PAGE,
         max_running: 4,
         max_waiting: 100,
         max_rows: 19,
         pace: Pace::Auto,
         drafts: 0,
+    strict: false,
     }
 }
 
-/// The engine's replies to a request that is alone.
+/// The engine's replies to a single request.
 fn alone(tiny: &Tiny, request: &Request) -> Vec<Reply> {
     let mut engine = tiny.engine(EngineConfig::single("tiny", CONTEXT));
     engine.submit(request.clone()).unwrap();
@@ -41,7 +42,7 @@ fn alone(tiny: &Tiny, request: &Request) -> Vec<Reply> {
     replies
 }
 
-/// Without what differs when others came before: how much of a prompt was computed already.
+/// Removes what depends on earlier requests: the reused prompt tokens.
 fn alike(replies: Vec<Reply>) -> Vec<Reply> {
     let alike = |reply| match reply {
         Reply::PromptRead { logprobs, .. } => Reply::PromptRead {
@@ -69,6 +70,7 @@ fn reply(event: Event) -> Reply {
             text,
             logprobs,
         },
+        Event::Continued { .. } => Reply::Continued,
         Event::Finished { text, reason, .. } => Reply::Finished { text, reason },
     }
 }
@@ -103,7 +105,7 @@ fn an_engine_for_one_is_busy_as_it_says() {
         Instant::now,
     );
     let request = &mixed(&tiny)[5];
-    // One runs, one waits at most; how soon the first runs is up to the thread.
+    // At most one runs and one waits; the time of the start depends on the thread.
     let mut taken = Vec::new();
     let failure = loop {
         let (sink, replies) = sink();
@@ -119,12 +121,12 @@ fn an_engine_for_one_is_busy_as_it_says() {
     }
 }
 
-/// A caller's act: submit a request or cancel one of those that it has.
+/// Submits a request, or cancels an own one.
 #[derive(Clone, Copy, Debug)]
 enum Call {
     Submit(usize),
     Cancel(usize),
-    /// Waits for a reply of one.
+    /// Waits for a reply of one request.
     Listen(usize),
 }
 
@@ -219,8 +221,8 @@ fn replies_and_failures_survive_json() {
     }
 }
 
-/// Takes all requests out of a runner once `n` replies came, and goes on with them in another.
-/// Returns the replies to each request's sinks, by its place in `requests`.
+/// Takes all requests out of a runner after `n` replies, and continues them in another. Returns the
+/// replies of each request, by index in `requests`.
 fn moved(tiny: &Tiny, requests: &[Request], n: usize) -> Vec<Vec<Reply>> {
     let (sender, replies) = mpsc::channel();
     let sink = |i: usize| -> Sink {
@@ -270,7 +272,7 @@ fn nothing_is_taken_from_a_sink_s_own_thread_or_a_runner_that_is_empty() {
     let (sender, refused) = mpsc::channel();
     let own = Arc::clone(&runner);
     let sink = Box::new(move |_| {
-        let _ = sender.send(own.take_all().is_err()); // only the first is heard
+        let _ = sender.send(own.take_all().is_err()); // only the first is received
     });
     runner.submit(mixed(&tiny)[0].clone(), sink).unwrap();
     assert_eq!(refused.recv_timeout(PATIENCE), Ok(true));

@@ -13,11 +13,19 @@ impl Failing {
         Self::of(1, resume)
     }
 
+    /// Whose numbers in another epoch are near, not the same.
+    fn near() -> Self {
+        let mut failing = Self::new(true);
+        failing.supervisor.policy.near = true;
+        failing
+    }
+
     /// An instance with `ways` possible splits.
     fn of(ways: usize, resume: bool) -> Self {
         let policy = Policy {
             restart: true,
             resume,
+            near: false,
             held_max: 4,
             held_limit: HELD_LIMIT,
             holds: ways > 1,
@@ -224,5 +232,42 @@ fn the_measured_speed_is_that_of_steps_however_tokens_arrive() {
         assert!((measured - 40.0).abs() < 0.1, "{measured} tokens/s");
         instance.fail();
         instance.become_ready();
+    }
+}
+
+/// An answer that has begun is marked before its next token; one that has not is not.
+#[test]
+fn answers_that_continue_with_near_numbers_are_marked() {
+    let mut failing = Failing::near();
+    failing.become_ready();
+    let tickets = [Ticket(1), Ticket(2)];
+    tickets.iter().for_each(|ticket| failing.ask(*ticket));
+    let reply = Reply::Token {
+        token: 7,
+        text: String::new(),
+        logprobs: None,
+    };
+    failing.said(FromWorker::Reply {
+        ticket: tickets[0],
+        at_us: None,
+        reply,
+    });
+    for times in 1..3 {
+        failing.fail();
+        failing.said(FromWorker::Listening { addr: addr() });
+        let actions = failing.said(FromWorker::Ready(facts()));
+        let marked = actions.iter().filter_map(|action| match action {
+            Action::Deliver(ticket, Reply::Continued) => Some(*ticket),
+            _ => None,
+        });
+        assert_eq!(marked.collect::<Vec<_>>(), tickets[..1]);
+        let notice = Action::Tell(Notice::Continued { answers: 1 });
+        assert!(actions.contains(&notice), "{actions:?}");
+        let tokens = actions.iter().filter_map(|action| match action {
+            Action::Submit { tokens, .. } => Some(tokens.clone()),
+            _ => None,
+        });
+        assert_eq!(tokens.collect::<Vec<_>>(), [vec![7], vec![]]);
+        assert_eq!(failing.supervisor.continued(), times);
     }
 }

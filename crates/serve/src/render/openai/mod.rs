@@ -209,6 +209,10 @@ impl Writer for OpenAi {
         whole.into()
     }
 
+    fn continued(&mut self) {
+        self.frame.continue_near();
+    }
+
     fn failed(&mut self, rejection: &Rejection) -> Value {
         rejection.body()
     }
