@@ -4,6 +4,7 @@
 //! - [`remote::RemoteCrew`]: workers on several machines, each over a [`line::Line`] to a machine
 //!   that runs [`host::host`].
 
+mod awake;
 mod environment;
 pub mod host;
 pub mod line;
@@ -22,6 +23,7 @@ use paceline_cluster::workers::{Event, LineSink, Spec, Workers};
 
 use crate::Error;
 use crate::messages::{FromWorker, ToWorker};
+use awake::Awake;
 
 pub use environment::for_workers;
 
@@ -169,6 +171,7 @@ pub struct LocalCrew {
     workers: Workers<ToWorker, FromWorker>,
     /// By rank: whether its first process was not requested by `start` yet.
     unasked: Mutex<Vec<bool>>,
+    _awake: Awake,
 }
 
 impl LocalCrew {
@@ -191,6 +194,7 @@ impl LocalCrew {
             pin: spec.pin,
             workers: Workers::spawn(workers)?,
             unasked: Mutex::new(vec![true; spec.ranks as usize]),
+            _awake: Awake::hold(),
         })
     }
 }
