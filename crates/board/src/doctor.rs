@@ -7,8 +7,8 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::path::Path;
 
-use paceline_base::counted;
-use paceline_cluster::machine;
+use paceline_base::{Bytes, counted};
+use paceline_cluster::machine::{self, GpuMemory};
 use paceline_cluster::network::{
     has_thunderbolt_bridge, idle_rdma_ports, unauthorised_thunderbolt,
 };
@@ -131,6 +131,9 @@ pub fn checks(here: Here<'_>) -> Vec<Check> {
         ssh(here.path),
         sandbox(Sandbox::Worker.tried()),
     ];
+    if let Some(memory) = machine::gpu_memory() {
+        checks.insert(4, gpu_memory(memory, metal_limit(here.mlx))); // behind the GPU
+    }
     checks.extend(network::checks(here.is_up));
     checks
 }
@@ -248,6 +251,25 @@ fn gpu(nvidia: &[machine::Gpu]) -> Check {
         );
     }
     Check::ok("gpu", names.join(", "))
+}
+
+/// The memory that Metal recommends to use at most, as MLX reads it from the device.
+fn metal_limit(engine: &Engine) -> Option<Bytes> {
+    let metal = engine.devices.iter().find(|d| d.backend == "metal")?;
+    metal.memory_bytes.map(Bytes)
+}
+
+/// Check of the memory that a model on the GPU may fill; `said` is what its driver says of that.
+fn gpu_memory(memory: GpuMemory, said: Option<Bytes>) -> Check {
+    let limit = said.unwrap_or(memory.limit);
+    let found = format!("a model may fill {limit} of {}", memory.total);
+    let mend = memory.raised_mb.filter(|mb| mb << 20 > limit.0);
+    Check {
+        mend: mend.map(|mb| {
+            format!("sudo sysctl iogpu.wired_limit_mb={mb} lends more, until the next restart")
+        }),
+        ..Check::ok("gpu memory", found)
+    }
 }
 
 fn mlx(engine: &Engine) -> Check {

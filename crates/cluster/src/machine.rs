@@ -171,6 +171,62 @@ fn parse_gpu(line: &str) -> Option<Gpu> {
     })
 }
 
+/// Memory of this machine's first GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuMemory {
+    pub total: Bytes,
+    /// The most that programs can have now.
+    pub limit: Bytes,
+    /// `iogpu.wired_limit_mb` that leaves the system what it needs, where that is more than the
+    /// limit: Apple silicon only.
+    pub raised_mb: Option<u64>,
+}
+
+/// Memory of this machine's first GPU; `None` where the system names none.
+pub fn gpu_memory() -> Option<GpuMemory> {
+    if cfg!(all(target_os = "macos", target_arch = "aarch64")) {
+        let read = |key| first_line("sysctl", &["-n", key])?.parse::<u64>().ok();
+        return Some(of_apple(read("hw.memsize")?, read("iogpu.wired_limit_mb")));
+    }
+    let query = [
+        "--query-gpu=memory.total,memory.free",
+        "--format=csv,noheader,nounits",
+    ];
+    parse_gpu_memory(&first_line("nvidia-smi", &query)?)
+}
+
+/// Of Apple silicon with `total` bytes. Without a limit of the user (0 or none), Metal lends three
+/// quarters of more than 36 GB, and two thirds of less: see `plan`'s catalogue of hardware. The
+/// system and other programs need an eighth, and not less than 4 GiB.
+fn of_apple(total: u64, wired_limit_mb: Option<u64>) -> GpuMemory {
+    let own = wired_limit_mb.filter(|mb| *mb > 0).map(|mb| mb << 20);
+    let usual = match total > 36 << 30 {
+        true => total / 4 * 3,
+        false => total / 3 * 2,
+    };
+    let limit = own.unwrap_or(usual).min(total);
+    let most = total.saturating_sub((total / 8).max(4 << 30));
+    GpuMemory {
+        total: Bytes(total),
+        limit: Bytes(limit),
+        raised_mb: (most > limit).then_some(most >> 20),
+    }
+}
+
+fn parse_gpu_memory(line: &str) -> Option<GpuMemory> {
+    let mib = |text: &str| {
+        Some(Bytes(
+            text.trim().parse::<u64>().ok()?.checked_mul(1 << 20)?,
+        ))
+    };
+    let (total, free) = line.split_once(',')?;
+    Some(GpuMemory {
+        total: mib(total)?,
+        limit: mib(free)?,
+        raised_mb: None,
+    })
+}
+
 /// Major version of the newest CUDA that NVIDIA's driver runs.
 pub fn cuda_major() -> Option<u32> {
     parse_cuda_major(&ask("nvidia-smi", &[])?)
@@ -229,6 +285,34 @@ mod tests {
             assert_eq!(parse_meminfo(text), None, "{text}");
         }
         assert!(memory_of_this_machine_is_sound());
+    }
+
+    /// Metal lends a share of main memory, unless the user has set another.
+    #[test]
+    fn the_gpus_memory_is_what_the_system_lends() {
+        const GIB: u64 = 1 << 30;
+        for (gib, limit_mb, lent, raised_mb) in [
+            (64, Some(0), 48 * GIB, Some(56 << 10)),
+            (64, None, 48 * GIB, Some(56 << 10)),
+            (64, Some(58_000), 58_000 << 20, None),
+            (24, Some(0), 16 * GIB, Some(20 << 10)),
+            (8, None, 8 * GIB / 3 * 2, None),
+            (8, Some(1 << 40), 8 * GIB, None),
+        ] {
+            let memory = of_apple(gib * GIB, limit_mb);
+            let expected = GpuMemory {
+                total: Bytes(gib * GIB),
+                limit: Bytes(lent),
+                raised_mb,
+            };
+            assert_eq!(memory, expected, "{gib} GiB, {limit_mb:?}");
+        }
+        let nvidia = parse_gpu_memory("81559, 80994").unwrap();
+        let mib = [nvidia.total.0, nvidia.limit.0].map(|bytes| bytes >> 20);
+        assert_eq!((mib, nvidia.raised_mb), ([81_559, 80_994], None));
+        for line in ["", "[N/A], [N/A]", "5"] {
+            assert_eq!(parse_gpu_memory(line), None, "{line}");
+        }
     }
 
     fn memory_of_this_machine_is_sound() -> bool {
