@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
+use paceline_base::SplitMix64;
 use serde_json::{Map, Value, json};
 
 use super::server::{Server, chat};
-use super::tiny::{FAMILIES, Random, Tiny};
+use super::tiny::{FAMILIES, Tiny};
 use super::{World, alone, finish, http, text};
 use crate::common::home::object;
 
@@ -19,7 +20,7 @@ const SIZES: [usize; 2] = [256, 512];
 pub(crate) fn write_adapter(tiny: Tiny, folder: &Path, seed: u64) {
     let [width, ffn] = SIZES;
     let heads = tiny.heads * tiny.head_dim;
-    let mut random = Random(seed);
+    let mut random = SplitMix64::new(seed);
     let (mut header, mut bytes) = (Map::new(), Vec::new());
     for layer in 0..tiny.layers {
         for (name, out, inputs) in [

@@ -1,12 +1,13 @@
 //! Prompts that nodes of their own read. The answers are the same, also when those nodes are lost.
 //! The other nodes compute only the rest of the prompt.
 
+use paceline_base::SplitMix64;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::processes::signal;
 use super::server::Server;
-use super::tiny::{FAMILIES, Random};
+use super::tiny::FAMILIES;
 use super::{World, alone, finish, http, until};
 
 /// Tokens of an answer.
@@ -14,7 +15,7 @@ const TOKENS: u32 = 24;
 
 /// A prompt of `n` tokens: each letter is one.
 fn letters(n: usize, seed: u64) -> String {
-    let mut random = Random(seed);
+    let mut random = SplitMix64::new(seed);
     (0..n)
         .map(|_| char::from(b'a' + random.below(26) as u8))
         .collect()

@@ -3,13 +3,14 @@
 
 use std::fs;
 
+use paceline_base::SplitMix64;
 use paceline_base::testing::{Stopwatch, long};
 use rustix::process::Signal;
 use serde_json::json;
 
 use super::processes::{signal, wait_gone};
 use super::server::Server;
-use super::tiny::{FAMILIES, Random};
+use super::tiny::FAMILIES;
 use super::{World, http, until};
 
 /// Tokens of a greedy answer.
@@ -37,7 +38,7 @@ fn pages(world: &World) -> usize {
 
 /// A text of `n` letters, each a token.
 fn letters(n: usize, seed: u64) -> String {
-    let mut random = Random(seed);
+    let mut random = SplitMix64::new(seed);
     (0..n)
         .map(|_| char::from(b'a' + random.below(26) as u8))
         .collect()
@@ -108,11 +109,11 @@ fn no_kill_gives_a_wrong_token() {
     let expected = prompts.iter().map(|p| answer(server.port, &model, p).0);
     let expected: Vec<String> = expected.collect();
     server.stop(1);
-    let (mut random, mut known) = (Random(5), 0);
+    let (mut random, mut known) = (SplitMix64::new(5), 0);
     for round in 0..rounds {
         let server = Server::start(&world, &model, &args);
         for _ in 0..=random.below(3) {
-            let which = random.below(8) as usize;
+            let which = random.below(8);
             let (text, cached) = answer(server.port, &model, &prompts[which]);
             assert_eq!(
                 text, expected[which],

@@ -5,13 +5,14 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use paceline_base::SplitMix64;
 use paceline_base::testing::{Stopwatch, long};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::processes::{Running, assert_gone, children, lives, signal, signal_if_there, wait_gone};
 use super::server::{Server, chat};
-use super::tiny::{FAMILIES, Random};
+use super::tiny::FAMILIES;
 use super::{REPORTED, World, alone, http, smollm2, until};
 
 /// Ways to fail, and what the error says of each.
@@ -249,13 +250,13 @@ fn any_moment_will_do() {
     let world = World::new();
     let tiny = world.write_model(FAMILIES[0]);
     let real = smollm2("any_moment_will_do");
-    let mut random = Random(20);
+    let mut random = SplitMix64::new(20);
     let mut times = Times::default();
     for round in 0..if long() { 20 } else { 4 } {
         let model = real.as_ref().filter(|_| round % 2 == 0).unwrap_or(&tiny);
-        let (kind, _) = KINDS[random.below(5) as usize];
-        let victim = random.below(3) as usize;
-        let moment = Duration::from_millis(random.below(900));
+        let (kind, _) = KINDS[random.below(5)];
+        let victim = random.below(3);
+        let moment = Duration::from_millis(random.below(900) as u64);
         let args = endless(model, ["3x1", "1x3"][round / 2 % 2], "3");
         let running = Running::start(&mut world.paceline(args));
         let workers = running.workers(3);

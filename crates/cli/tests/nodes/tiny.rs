@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use paceline_base::SplitMix64;
 use paceline_formats::gguf::testing::Writer;
 
 use crate::common::vocabulary::{self, FIRST_BYTE, VOCAB};
@@ -36,25 +37,6 @@ pub(crate) const FAMILIES: [Tiny; 4] = [
     Tiny::new("gemma3", 4, 1, 128, 6),
 ];
 
-/// SplitMix64 (Steele, Lea and Flood 2014).
-#[derive(Debug)]
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    /// 64 random bits.
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    /// Below `n`.
-    pub(crate) fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-}
-
 impl Tiny {
     const fn new(
         family: &'static str,
@@ -82,7 +64,7 @@ impl Tiny {
     pub(crate) fn write_with(&self, path: &Path, (template, seed): (&str, u64)) {
         let mut file = File {
             writer: self.metadata(template),
-            random: Random(seed),
+            random: SplitMix64::new(seed),
         };
         file.matrix("token_embd", VOCAB, WIDTH, |_| true);
         file.vector("output_norm.weight", WIDTH, 1.0);
@@ -162,7 +144,7 @@ const TEMPLATE: &str = "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['cont
 
 struct File {
     writer: Writer,
-    random: Random,
+    random: SplitMix64,
 }
 
 impl File {
