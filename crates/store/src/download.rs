@@ -21,8 +21,9 @@ use crate::options::PullOptions;
 use crate::progress::{Cancel, Progress};
 use crate::{Error, disk};
 
-/// Progress that resets the count of consecutive failures.
-const PROGRESS_BYTES: u64 = 1 << 20;
+/// Progress that resets the count of consecutive failures: [`RetryPolicy`](crate::RetryPolicy)
+/// names it.
+pub(crate) const PROGRESS_BYTES: u64 = 1 << 20;
 /// Maximum `.partial.json`; it has an address and an ETag.
 const NOTE_BYTES_MAX: u64 = 16 << 10;
 /// Maximum file of unknown size. Only small text files have no size from the hub's list or the

@@ -9,7 +9,7 @@ use std::path::Path;
 use paceline_base::Bytes;
 
 use crate::catalogue::Catalogue;
-use crate::download::{self, Context, Wanted, content_range, sleep};
+use crate::download::{self, Context, PROGRESS_BYTES, Wanted, content_range, sleep};
 use crate::hash::{expect_sha256, is_sha256};
 use crate::http::Client;
 use crate::index::{self, Kind, State};
@@ -154,7 +154,11 @@ pub fn read_pinned(
         match read_once(&mut client, pinned, before..span.end, cancel, &mut counted) {
             Ok(()) => return Ok(()),
             Err(error) => {
-                failures = if at > before { 1 } else { failures + 1 };
+                failures = if at - before >= PROGRESS_BYTES {
+                    1
+                } else {
+                    failures + 1
+                };
                 if !error.is_transient() || failures >= policy.attempts {
                     return Err(error);
                 }

@@ -816,3 +816,39 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
         "nothing of it is left"
     );
 }
+
+#[test]
+fn attempts_to_read_a_range_end_without_1_mib_of_progress() {
+    let model = Arc::new(payload());
+    let pinned = Pinned {
+        repo: "own/repo".into(),
+        revision: "ab".repeat(20),
+        file: "m.gguf".into(),
+        bytes: model.len() as u64,
+        sha256: sha256(&model),
+    };
+    // The attempts receive 1 MiB, then one byte each; one beyond the policy would succeed.
+    let served = Arc::clone(&model);
+    let server = Server::start(move |_, number| Reply::CutAfter {
+        body: Arc::clone(&served),
+        etag: etag("m"),
+        bytes: match number {
+            0 => 1 << 20,
+            1..4 => 1,
+            _ => served.len(),
+        },
+    });
+    let setup = Setup::new(server.url());
+    let (options, cancel, mut got) = (&setup.options, &setup.cancel, 0);
+    let mut take = |bytes: &[u8]| {
+        got += bytes.len();
+        true
+    };
+    let result = read_pinned(&pinned, 0..pinned.bytes, options, cancel, &mut take);
+    assert!(
+        matches!(result, Err(Error::ConnectionLost { .. })),
+        "{result:?}"
+    );
+    // The first attempt counts as one failure: its progress only resets the count.
+    assert_eq!((server.requests().len(), got), (3, (1 << 20) + 2));
+}
