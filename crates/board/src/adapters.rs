@@ -4,9 +4,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use paceline_base::hex;
+use paceline_model::adapter::files::{Adapter, Base, Form};
 use paceline_model::{Config, Source};
 use paceline_tensor::Kernels;
-use paceline_train::adapter::{Adapter, Base, Form};
 use paceline_train::fuse::fuse;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -95,7 +95,7 @@ pub fn fused<E: From<Error>>(
     tell: &dyn Fn(&str),
 ) -> Result<PathBuf, E> {
     let read = Adapter::read_for(adapter, Some(base(model)?));
-    let (read, _) = read.map_err(Error::from)?;
+    let (read, _) = read.map_err(|error| Error::Adapter(error.into()))?;
     let name = hash(model, &read).map_err(Error::from)?;
     let folder = home.join("fused");
     let ending = if model.is_dir() { "" } else { ".gguf" };

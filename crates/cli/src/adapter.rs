@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use paceline_base::KernelClass;
 use paceline_board::adapters::{base, facts, fused, text};
+use paceline_model::adapter::files::{Adapter, Form, base_name};
 use paceline_store::Found;
 use paceline_tensor::Kernels;
-use paceline_train::adapter::{Adapter, Form, base_name};
 use paceline_train::fuse::fuse;
 
 pub(crate) use paceline_board::adapters::name_of;
@@ -143,8 +143,8 @@ pub(crate) const UNNAMED: &str = "hint: the adapter's files name no base: give P
 /// The model's name for PEFT: a hub repository or a folder.
 ///
 /// # Errors
-/// As [`base_name`](paceline_train::adapter::base_name).
-pub(crate) fn name_of_base(found: &Found) -> Result<Option<String>, paceline_train::Error> {
+/// As [`base_name`].
+pub(crate) fn name_of_base(found: &Found) -> Result<Option<String>, paceline_model::Error> {
     match found.weights() {
         Some(repository) => Ok(Some(repository.to_owned())),
         None => base_name(&std::path::absolute(&found.path).unwrap_or_else(|_| found.path.clone())),

@@ -15,6 +15,8 @@
 //! The adapters of one base model are numbered from 1; 0 is the base alone. Each sequence of a
 //! batch names its own adapter ([`BatchSequence::adapter`](crate::BatchSequence::adapter)).
 
+pub mod files;
+
 use std::ops::Range;
 
 use paceline_base::Bytes;
@@ -277,17 +279,13 @@ fn sizes(width: usize, shape: &LayerShape, part: Part) -> Option<[usize; 2]> {
 #[cfg(test)]
 mod tests {
     use super::adapter_row;
+    use super::files::file_row;
 
-    /// The inverse of `file_row` in `paceline-train`.
     #[test]
     fn rows_of_heads_are_turned_back() {
-        let file_row = |row: usize, size: usize| {
-            let (head, i) = (row / size, row % size);
-            head * size + 2 * (i % (size / 2)) + i / (size / 2)
-        };
-        for size in [2, 4, 64] {
-            for row in 0..3 * size {
-                assert_eq!(file_row(adapter_row(row, Some(size)), size), row);
+        for size in [2, 4, 64].map(Some) {
+            for row in 0..3 * 64 {
+                assert_eq!(file_row(adapter_row(row, size), size), row);
             }
         }
         assert_eq!(adapter_row(7, None), 7);

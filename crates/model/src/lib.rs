@@ -20,7 +20,7 @@
 //! feed-forward width are canonical trees ([`LayerShape::attention_leaf`], [`Config::ffn_leaf`]).
 //! So a tensor split gives the same bits too.
 
-mod adapter;
+pub mod adapter;
 mod candidates;
 mod compute;
 mod config;

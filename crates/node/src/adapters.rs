@@ -4,8 +4,8 @@
 use std::path::{Path, PathBuf};
 
 use paceline_base::hex;
+use paceline_model::adapter::files::{Adapter as File, Base, Form, weights_file};
 use paceline_model::{Adapter, Config};
-use paceline_train::adapter::{Adapter as File, Base, Form, weights_file};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;

@@ -27,7 +27,7 @@ pub enum Error {
     #[error("a draft model needs nodes that compute on the CPU, and MLX computes here")]
     DraftOnMlx,
     #[error(transparent)]
-    Adapter(#[from] paceline_train::Error),
+    Adapter(#[from] paceline_model::adapter::files::Error),
     /// An adapter's files were replaced since its instance started.
     #[error("adapter {name}: {}: the file was replaced", path.display())]
     OtherAdapter {

@@ -9,13 +9,13 @@
 use std::path::{Path, PathBuf};
 
 use paceline_base::hex;
+use paceline_model::adapter::files::tensors;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::error::Error;
 use crate::optimiser::Optimiser;
 use crate::params::Layout;
-use crate::tensors;
 
 /// Number of checkpoints to retain.
 const KEPT: usize = 2;

@@ -19,6 +19,7 @@ use paceline_base::tree::Stack;
 use paceline_base::{Rank, hex};
 use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, Limits, Spec, Workers};
+use paceline_model::adapter::files::tensors;
 use sha2::{Digest, Sha256};
 
 use crate::error::Error;
@@ -26,7 +27,6 @@ use crate::messages::{FromWorker, Task, ToWorker};
 use crate::net::{KEPT_BYTES, Pass};
 use crate::run::{Job, Progress, Run};
 use crate::stage::Stage;
-use crate::tensors;
 use deadline::{Deadlines, Overdue};
 
 /// Longest silence of a worker before its leaves go to others. Its signs of life do not depend on
@@ -84,7 +84,7 @@ impl Crew {
     /// Starts workers for a run. Dropping this ends them.
     ///
     /// # Errors
-    /// [`Error::Option`] for fewer workers than stages; [`Error::Cluster`], [`Error::File`].
+    /// [`Error::Option`] for fewer workers than stages; [`Error::Cluster`], [`Error::Files`].
     pub fn start(processes: Processes, run: &Run) -> Result<Self, Error> {
         let (count, stages) = (processes.posts.len(), processes.stages.max(1));
         if count < stages {

@@ -103,7 +103,7 @@ impl Reader {
     /// The examples of a file, or of `NAME.jsonl` in a folder.
     ///
     /// # Errors
-    /// [`Error::Data`] with file, line and reason; [`Error::NoExamples`]; [`Error::File`].
+    /// [`Error::Data`] with file, line and reason; [`Error::NoExamples`]; [`Error::Files`].
     pub fn read(&self, path: &Path, name: &str) -> Result<Examples, Error> {
         let path = file_of(path, name);
         let text = std::fs::read_to_string(&path).map_err(Error::file("read", &path))?;

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use paceline_model::adapter::files;
+
 /// Why training failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -15,13 +17,9 @@ pub enum Error {
     Tokenizer(#[from] paceline_formats::tokenizer::Error),
     #[error("the model's chat template")]
     Template(#[source] paceline_formats::chat::Error),
-    #[error("cannot {what} {}", path.display())]
-    File {
-        /// The operation that was tried.
-        what: &'static str,
-        path: PathBuf,
-        source: io::Error,
-    },
+    /// A file of an adapter or a checkpoint cannot be used.
+    #[error(transparent)]
+    Files(#[from] files::Error),
     /// A line of data cannot be trained on.
     #[error("{}:{line}: {reason}", path.display())]
     Data {
@@ -41,9 +39,6 @@ pub enum Error {
         /// The values that it may have.
         expected: String,
     },
-    /// A file of an adapter or a checkpoint is not as it should be.
-    #[error("{}: {reason}", path.display())]
-    Malformed { path: PathBuf, reason: String },
     /// The folder has a run of other options.
     #[error(
         "{} has a run with {field} {there}, this one has {here}: choose another folder",
@@ -111,17 +106,11 @@ fn on(place: &str) -> String {
 impl Error {
     /// The system's answer about a file.
     pub(crate) fn file(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        move |source| Self::File {
-            what,
-            path: path.to_owned(),
-            source,
-        }
+        let failed = files::Error::file(what, path);
+        move |source| Self::Files(failed(source))
     }
 
     pub(crate) fn malformed(path: &Path, reason: impl ToString) -> Self {
-        Self::Malformed {
-            path: path.to_owned(),
-            reason: reason.to_string(),
-        }
+        Self::Files(files::Error::malformed(path, reason))
     }
 }

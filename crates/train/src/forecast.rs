@@ -4,12 +4,13 @@
 //! joules out.
 
 use paceline_model::Config;
+use paceline_model::adapter::files::TARGETS;
 use paceline_tensor::Kernels;
 use paceline_tensor::chain::{Sizes, Strided, Target};
 
 use crate::net::{KEPT_BYTES, Net, layer_bytes};
 use crate::params::Lora;
-use crate::weights::{Method, TARGETS, sizes};
+use crate::weights::{Method, sizes};
 
 /// The training to forecast.
 #[derive(Clone, Copy, Debug)]

@@ -9,15 +9,13 @@ use std::path::{Path, PathBuf};
 use paceline_base::BlockType;
 use paceline_formats::gguf::{Gguf, testing::Writer};
 use paceline_formats::hf::HfFolder;
+use paceline_model::adapter::files::{Adapter, PairOf, file_row, role_of, tensors};
 use paceline_model::{Config, Part, Role, Source};
 use paceline_tensor::chain::{Sizes, Strided, Target};
 use paceline_tensor::{Kernels, RopePairs, stored};
 use serde_json::{Map, json};
 
-use crate::adapter::{Adapter, PairOf};
 use crate::error::Error;
-use crate::tensors;
-use crate::weights::{TARGETS, file_row};
 
 /// Largest file besides weights that is copied: a tokenizer has at most some ten megabytes.
 const BESIDE_MAX: u64 = 64 << 20;
@@ -29,8 +27,7 @@ type Changed = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
 /// the path to open.
 ///
 /// # Errors
-/// [`Error::Malformed`] when the adapter does not fit the model; what is wrong with the model;
-/// [`Error::File`].
+/// [`Error::Files`], also when the adapter does not fit the model; what is wrong with the model.
 pub fn fuse(
     model: &Path,
     (adapter, from): (&Adapter, &Path),
@@ -112,14 +109,6 @@ fn add(pair: &PairOf<'_>, scale: f32, heads: Option<usize>, kernels: &Kernels, v
     }
 }
 
-/// The layer and the part of a matrix with a name of Hugging Face's.
-pub(crate) fn role_of(matrix: &str) -> Option<(usize, Part)> {
-    let (layer, rest) = matrix.strip_prefix("model.layers.")?.split_once('.')?;
-    let (block, name) = rest.split_once('.')?;
-    let found = TARGETS.iter().find(|(_, b, n)| *b == block && *n == name);
-    Some((layer.parse().ok()?, found?.0))
-}
-
 /// Copies a model folder's files other than weights: JSON, templates, tokenizers, texts.
 fn take_over(from: &Path, to: &Path) -> Result<(), Error> {
     const ENDINGS: [&str; 4] = ["json", "jinja", "model", "txt"];
@@ -179,7 +168,7 @@ fn write_folder(folder: &HfFolder, changed: &Changed, path: &Path) -> Result<(),
         header.push(' ');
     }
     let kept: Vec<_> = parts.iter().map(|name| folder.bytes_of(name)).collect();
-    tensors::replace(path, |file| {
+    let written = tensors::replace(path, |file| {
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(header.as_bytes())?;
         for (name, bytes) in parts.iter().zip(&kept) {
@@ -189,7 +178,8 @@ fn write_folder(folder: &HfFolder, changed: &Changed, path: &Path) -> Result<(),
             }
         }
         Ok(())
-    })
+    });
+    Ok(written?)
 }
 
 /// Writes a GGUF file. It is made in memory, so it takes as much of that as of the disk.
@@ -214,5 +204,5 @@ fn write_gguf(file: &Gguf, changed: &Changed, path: &Path) -> Result<(), Error> 
         };
     }
     let bytes = writer.to_bytes();
-    tensors::replace(path, |file| file.write_all(&bytes))
+    Ok(tensors::replace(path, |file| file.write_all(&bytes))?)
 }

@@ -20,8 +20,7 @@
 //!   processes that compute leaves. [`worker`]: the other side. [`bridge`]: workers on other
 //!   machines.
 //! - [`Stage`]: a part of a model that does not fit one machine.
-//! - [`adapter`]: files of adapters, in PEFT's, MLX's and GGUF's form. [`fuse`]: a model with one
-//!   in it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
+//! - [`fuse`]: a model with an adapter in it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
 //!
 //! **Numerics.** In class `cpu` products are chains of fused multiply-adds
 //! ([`paceline_tensor::chain`]), and the rest is plain f32 in a written order. So threads, blocking
@@ -29,7 +28,6 @@
 //! bits where the device repeats its own, which is tried at the start. Values between layers, sums
 //! over leaves and updates are f32 of the CPU in every class.
 
-pub mod adapter;
 pub mod bridge;
 mod checkpoint;
 mod class;
@@ -57,7 +55,6 @@ mod pool;
 mod random;
 mod run;
 mod stage;
-mod tensors;
 pub mod testing;
 mod watch;
 mod weights;
@@ -78,4 +75,4 @@ pub use params::{Layout, Lora, Slot};
 pub use run::{About, Job, Progress, Report, Run, RunOptions};
 pub use stage::Stage;
 pub use watch::Watch;
-pub use weights::{Method, TARGETS, targets};
+pub use weights::{Method, targets};

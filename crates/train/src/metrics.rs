@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use paceline_model::adapter::files::tensors;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-use crate::tensors;
 
 /// A line of `metrics.jsonl`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -95,7 +95,7 @@ fn line(measured: &Measured) -> String {
 /// The lines of `metrics.jsonl`; one that was cut off by a kill is left out, as are those behind.
 ///
 /// # Errors
-/// [`Error::File`], unless there is none.
+/// [`Error::Files`], unless there is none.
 pub fn read_metrics(path: &Path) -> Result<Vec<Measured>, Error> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(text

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
+use paceline_model::adapter::files::TARGETS;
 use paceline_model::{Config, Family, LayerCache, LayerShape, Role, Source};
 use paceline_tensor::{Kernels, RopePairs};
 use serde::{Deserialize, Serialize};
@@ -22,7 +23,7 @@ use crate::fingerprint::fingerprint;
 use crate::mlx::{Mlx, OnMlx, Spec};
 use crate::params::{Layout, Lora, first_values};
 use crate::stage::Stage;
-use crate::weights::{Loader, Method, TARGETS, Weights, numbers};
+use crate::weights::{Loader, Method, Weights, numbers};
 
 /// The model of a training, and its trained part.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

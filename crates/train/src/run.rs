@@ -8,10 +8,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use paceline_model::adapter::files::{Adapter, Form, base_name, tensors};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::adapter::{Adapter, Form, base_name};
 use crate::checkpoint::{State, named};
 use crate::class::{Class, Means};
 use crate::crew::Crew;
@@ -26,7 +26,7 @@ use crate::optimiser::{Optimiser, OptimiserOptions};
 use crate::order::Order;
 use crate::stage::Stage;
 use crate::weights::Method;
-use crate::{forecast, fuse, tensors};
+use crate::{forecast, fuse};
 
 /// All that the bits of a result depend on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -395,7 +395,7 @@ impl Run {
     ///
     /// # Errors
     /// [`Error::RunThere`], [`Error::OtherRun`]; [`Error::Diverged`]; [`Error::Lost`] when no
-    /// worker is left; [`Error::Stopped`] after a request to stop; [`Error::File`].
+    /// worker is left; [`Error::Stopped`] after a request to stop; [`Error::Files`].
     pub fn train(
         &self,
         crew: &mut Crew,
@@ -575,7 +575,9 @@ impl Run {
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let text = serde_json::to_string_pretty(&here).unwrap_or_default();
-                tensors::replace(&path, |file| file.write_all(text.as_bytes()))
+                Ok(tensors::replace(&path, |file| {
+                    file.write_all(text.as_bytes())
+                })?)
             }
             Err(error) => Err(Error::file("read", &path)(error)),
         }

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use paceline_formats::tensor::Tensor;
+use paceline_model::adapter::files::{TARGETS, file_row};
 use paceline_model::{Config, LayerShape, Part, Role, Source};
 use paceline_tensor::{Kernels, RopePairs, stored};
 
@@ -39,17 +40,6 @@ pub enum Method {
     /// Every weight.
     Full,
 }
-
-/// Matrices of a layer that may have an adapter: their part and their name in PEFT's files.
-pub const TARGETS: [(Part, &str, &str); 7] = [
-    (Part::Query, "self_attn", "q_proj"),
-    (Part::Key, "self_attn", "k_proj"),
-    (Part::Value, "self_attn", "v_proj"),
-    (Part::AttentionOutput, "self_attn", "o_proj"),
-    (Part::Gate, "mlp", "gate_proj"),
-    (Part::Up, "mlp", "up_proj"),
-    (Part::Down, "mlp", "down_proj"),
-];
 
 /// Names of the matrices that a text means: `all`, `attention`, or names with commas between.
 pub fn targets(text: &str) -> Vec<String> {
@@ -187,15 +177,6 @@ fn unpack(tensor: &Tensor, row: usize, out: &mut [f32]) {
     let bytes = tensor.bytes.len() / tensor.rows().max(1);
     let stored = &tensor.bytes[row * bytes..(row + 1) * bytes];
     stored::dequantise(tensor.block_type, stored, out);
-}
-
-/// Row of a file whose heads have pairs of neighbours (`heads` is their size), for a row of heads
-/// by halves: llama.cpp's `permute`.
-pub(crate) fn file_row(row: usize, heads: Option<usize>) -> usize {
-    let Some(size) = heads else { return row };
-    let (head, i) = (row / size, row % size);
-    let half = size / 2;
-    head * size + 2 * (i % half) + i / half
 }
 
 /// The weights of a layer.

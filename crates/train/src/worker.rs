@@ -9,13 +9,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use paceline_cluster::Control;
+use paceline_model::adapter::files::tensors;
 
 use crate::class::Means;
 use crate::crew::{compute, publish, read_values};
 use crate::error::Error;
 use crate::messages::{FromWorker, Task, ToWorker, params_file, roots_file};
 use crate::run::Run;
-use crate::tensors;
 
 /// Longest wait for the first message.
 const START_LIMIT: Duration = Duration::from_secs(30);

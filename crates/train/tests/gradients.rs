@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use paceline_base::upper_median;
 use paceline_formats::safetensors::Safetensors;
+use paceline_model::adapter::files::{Adapter, Base, Form, TARGETS};
 use paceline_model::{Config, MlxPlaces, Source};
 use paceline_tensor::{InstructionSet, Kernels, stored};
-use paceline_train::adapter::{Adapter, Base, Form};
-use paceline_train::{Class, Leaf, Lora, Means, Method, Net, TARGETS, Trained};
+use paceline_train::{Class, Leaf, Lora, Means, Method, Net, Trained};
 use serde_json::Value;
 
 /// Sizes of `scripts/golden/train_gradients.py`.

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use paceline_base::{KernelClass, testing};
 use paceline_formats::safetensors::Safetensors;
 use paceline_mlx::{Device, Library};
+use paceline_model::adapter::files::{Adapter, Form};
 use paceline_model::{
     Batch, BatchSequence, BatchSize, LoadOptions, Logits, MlxPlaces, Model, Source, Workspace,
 };
 use paceline_tensor::{Kernels, PAGE, stored};
-use paceline_train::adapter::{Adapter, Form};
 use paceline_train::bridge::{Ends, FarSpec, far, near};
 use paceline_train::{
     Class, Crew, Error, Job, Leaf, Means, Method, Net, OptimiserOptions, Post, Processes, Progress,

@@ -4,9 +4,10 @@ use std::path::Path;
 
 use paceline_base::Bytes;
 use paceline_board::trainings::{json, of_cluster, report, this_machine, told};
+use paceline_model::adapter::files::TARGETS;
 use paceline_model::{Config, Role, Source};
 use paceline_plan::Catalogue;
-use paceline_train::{Lora, Method, Plan, TARGETS, changes, forecast, too_small};
+use paceline_train::{Lora, Method, Plan, changes, forecast, too_small};
 
 use super::{Error, local_path};
 use crate::load;

@@ -41,7 +41,7 @@ pub struct FarSpec<'a> {
 /// with an error that the other side has received too.
 ///
 /// # Errors
-/// [`Error::Line`] at the end of the connection; [`Error::Cluster`], [`Error::File`].
+/// [`Error::Line`] at the end of the connection; [`Error::Cluster`], [`Error::Files`].
 pub fn far(ends: Ends, spec: FarSpec<'_>) -> Result<Infallible, Error> {
     let line = Line::new(ends)?;
     line.send(b'h', &[])?;

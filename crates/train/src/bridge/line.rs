@@ -252,7 +252,7 @@ impl Files {
     /// A file begins.
     ///
     /// # Errors
-    /// [`Error::Line`] for a name that leads out of the folder; [`Error::File`].
+    /// [`Error::Line`] for a name that leads out of the folder; [`Error::Files`].
     pub(super) fn begin(&mut self, frame: &[u8]) -> Result<(), Error> {
         let Some((size, name)) = frame.split_first_chunk::<8>() else {
             return Err(broken("a file without a size"));

@@ -31,7 +31,7 @@ type Channel = Control<ToWorker, FromWorker>;
 /// `model` is the user's name for the model. Returns only with an error.
 ///
 /// # Errors
-/// [`Error::Line`] at the end of the connection, with its reason; [`Error::File`].
+/// [`Error::Line`] at the end of the connection, with its reason; [`Error::Files`].
 pub fn near(
     connect: impl FnOnce() -> Result<Ends, Error>,
     model: &str,

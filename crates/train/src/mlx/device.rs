@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use paceline_base::Bytes;
 use paceline_mlx::{Array, Device as Kind, Dtype, Library, Limits, Stream};
+use paceline_model::adapter::files::{TARGETS, file_row};
 use paceline_model::{
     Config, Error, MlxForm, MlxMatrix, MlxPlaces, MlxWatch, Role, Source, mlx_dtype,
 };
@@ -14,7 +15,7 @@ use super::graph::slots::{self, Slot};
 use super::graph::{Graph, Held};
 use crate::class::Class;
 use crate::dropout::Dropout;
-use crate::weights::{Kept, Matrix, Method, TARGETS, Weights, file_row};
+use crate::weights::{Kept, Matrix, Method, Weights};
 
 /// Share of the device's memory that MLX may cache for reuse: a layer's intermediates have the same
 /// sizes each time.

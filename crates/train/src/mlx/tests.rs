@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use paceline_mlx::{Array, Device as Kind};
+use paceline_model::adapter::files::TARGETS;
 use paceline_model::{Error, MlxPlaces};
 use paceline_tensor::Kernels;
 
@@ -11,7 +12,7 @@ use super::graph::slots::{self, Slot};
 use crate::class::{Class, Means};
 use crate::net::{Leaf, Net, Trained};
 use crate::params::Lora;
-use crate::weights::{Method, TARGETS};
+use crate::weights::Method;
 
 fn net(library: PathBuf) -> Net {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden");

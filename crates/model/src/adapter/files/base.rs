@@ -3,9 +3,8 @@
 use std::path::Path;
 
 use paceline_formats::gguf::Metadata;
-use paceline_model::Source;
 
-use crate::error::Error;
+use crate::{Error, Source};
 
 /// Keys of GGUF files for the repository that the weights were converted from.
 const SOURCES: [&str; 3] = [
@@ -64,7 +63,7 @@ mod tests {
     use paceline_formats::gguf::Value;
 
     use super::*;
-    use crate::adapter::{Adapter, CONFIG, Form};
+    use crate::adapter::files::{Adapter, CONFIG, Form};
 
     #[test]
     fn no_file_of_an_adapter_names_a_gguf_file() {

@@ -11,13 +11,10 @@
 use std::path::Path;
 
 use paceline_formats::gguf::{Gguf, Value, testing::Writer};
-use paceline_model::{Config, Family};
 use paceline_tensor::stored;
 
-use super::{Adapter, PREFIX, matrix_of, order};
-use crate::error::Error;
-use crate::tensors;
-use crate::weights::file_row;
+use super::{Adapter, Error, PREFIX, file_row, matrix_of, order, tensors};
+use crate::{Config, Family};
 
 /// Name in GGUF files of each of our matrices, by block and name.
 const NAMES: [(&str, &str); 7] = [
@@ -206,7 +203,7 @@ fn theirs(name: &str) -> Option<(String, bool)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensors::Named;
+    use crate::adapter::files::tensors::Named;
 
     fn adapter() -> Adapter {
         let tensor = |name: &str, half: &str, shape: [usize; 2]| -> Named {

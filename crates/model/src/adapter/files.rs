@@ -11,20 +11,32 @@
 //! Values are never changed by a conversion, only turned: f32 both ways.
 
 mod base;
+mod error;
 mod gguf;
+pub mod tensors;
 
 use std::path::{Path, PathBuf};
 
-use paceline_model::{AdapterId, AdapterPair};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::error::Error;
-use crate::fuse::role_of;
-use crate::tensors::{self, Named};
+use self::tensors::Named;
+use crate::{AdapterId, AdapterPair, Part};
 
 pub use base::base_name;
+pub use error::Error;
 pub use gguf::Base;
+
+/// Matrices of a layer that may have an adapter: their part and their name in PEFT's files.
+pub const TARGETS: [(Part, &str, &str); 7] = [
+    (Part::Query, "self_attn", "q_proj"),
+    (Part::Key, "self_attn", "k_proj"),
+    (Part::Value, "self_attn", "v_proj"),
+    (Part::AttentionOutput, "self_attn", "o_proj"),
+    (Part::Gate, "mlp", "gate_proj"),
+    (Part::Up, "mlp", "up_proj"),
+    (Part::Down, "mlp", "down_proj"),
+];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
@@ -75,12 +87,7 @@ pub struct PairOf<'a> {
 
 impl Adapter {
     /// An adapter of these tensors, with PEFT's names.
-    pub(crate) fn new(
-        rank: usize,
-        alpha: f64,
-        base: Option<String>,
-        mut tensors: Vec<Named>,
-    ) -> Self {
+    pub fn new(rank: usize, alpha: f64, base: Option<String>, mut tensors: Vec<Named>) -> Self {
         tensors.sort_by(|a, b| order(&a.0).cmp(&order(&b.0)));
         Self {
             rank,
@@ -244,8 +251,8 @@ impl Adapter {
     ///
     /// # Errors
     /// [`Error::Malformed`] for a matrix that no model has. Whether a certain model has it is for
-    /// [`paceline_model::Adapter::check`] to say.
-    pub fn beside(&self, name: &str, from: &Path) -> Result<paceline_model::Adapter, Error> {
+    /// [`crate::Adapter::check`] to say.
+    pub fn beside(&self, name: &str, from: &Path) -> Result<crate::Adapter, Error> {
         let pair = |pair: PairOf<'_>| {
             let role = role_of(pair.matrix);
             let (layer, part) = role.ok_or_else(|| {
@@ -259,7 +266,7 @@ impl Adapter {
                 b: pair.b.to_vec(),
             })
         };
-        Ok(paceline_model::Adapter {
+        Ok(crate::Adapter {
             id: AdapterId {
                 name: name.to_owned(),
                 digest: self.digest(),
@@ -492,4 +499,21 @@ pub fn weights_file(folder: &Path, form: Form) -> PathBuf {
         Form::Mlx => MLX_FILE,
         Form::Gguf => GGUF_FILE,
     })
+}
+
+/// The layer and the part of a matrix with a name of Hugging Face's.
+pub fn role_of(matrix: &str) -> Option<(usize, Part)> {
+    let (layer, rest) = matrix.strip_prefix("model.layers.")?.split_once('.')?;
+    let (block, name) = rest.split_once('.')?;
+    let found = TARGETS.iter().find(|(_, b, n)| *b == block && *n == name);
+    Some((layer.parse().ok()?, found?.0))
+}
+
+/// Row of a file whose heads have pairs of neighbours (`heads` is their size), for a row of heads
+/// by halves: llama.cpp's `permute`.
+pub fn file_row(row: usize, heads: Option<usize>) -> usize {
+    let Some(size) = heads else { return row };
+    let (head, i) = (row / size, row % size);
+    let half = size / 2;
+    head * size + 2 * (i % half) + i / half
 }

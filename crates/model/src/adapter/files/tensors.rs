@@ -8,13 +8,13 @@ use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::stored;
 use serde_json::{Map, json};
 
-use crate::error::Error;
+use super::Error;
 
 /// A tensor: its name, its sizes and its values.
-pub(crate) type Named = (String, Vec<usize>, Vec<f32>);
+pub type Named = (String, Vec<usize>, Vec<f32>);
 
 /// Writes a file under a temporary name in its folder, flushes it and renames it to `path`.
-pub(crate) fn replace(
+pub fn replace(
     path: &Path,
     write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>,
 ) -> Result<(), Error> {
@@ -32,7 +32,7 @@ pub(crate) fn replace(
 }
 
 /// Writes tensors in the order given.
-pub(crate) fn write(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(), Error> {
+pub fn write(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(), Error> {
     let mut header = Map::new();
     header.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
     let mut start = 0;
@@ -57,7 +57,7 @@ pub(crate) fn write(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result
 }
 
 /// Floats as they lie in files.
-pub(crate) fn write_floats(file: &mut dyn Write, values: &[f32]) -> std::io::Result<()> {
+pub fn write_floats(file: &mut dyn Write, values: &[f32]) -> std::io::Result<()> {
     for block in values.chunks(4096) {
         let bytes: Vec<u8> = block.iter().flat_map(|x| x.to_le_bytes()).collect();
         file.write_all(&bytes)?;
@@ -66,13 +66,13 @@ pub(crate) fn write_floats(file: &mut dyn Write, values: &[f32]) -> std::io::Res
 }
 
 /// Floats of a file's bytes.
-pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
+pub fn floats(bytes: &[u8]) -> Vec<f32> {
     let (fours, _) = bytes.as_chunks::<4>();
     fours.iter().map(|four| f32::from_le_bytes(*four)).collect()
 }
 
 /// Reads all tensors of a file, widened to f32.
-pub(crate) fn read(path: &Path) -> Result<Vec<Named>, Error> {
+pub fn read(path: &Path) -> Result<Vec<Named>, Error> {
     let bad = |error: paceline_formats::safetensors::Error| Error::malformed(path, error);
     let file = Safetensors::open(path).map_err(bad)?;
     let names: Vec<String> = file.tensors().map(|info| info.name().to_owned()).collect();
