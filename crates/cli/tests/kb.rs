@@ -95,19 +95,6 @@ impl World {
     }
 }
 
-/// The built-in ids, asked of the program.
-fn all_ids(world: &World) -> Vec<u64> {
-    let areas = world.json(&["skill"]);
-    let topics = areas["topics"].as_array().unwrap();
-    let ids = topics
-        .iter()
-        .flat_map(|topic| topic["ids"].as_array().unwrap());
-    let mut ids: Vec<u64> = ids.map(|id| id.as_u64().unwrap()).collect();
-    ids.sort_unstable();
-    ids.dedup();
-    ids
-}
-
 #[test]
 fn exit_codes_tell_failure_from_wrong_usage() {
     let world = World::new();
@@ -165,38 +152,6 @@ fn hints_name_what_was_meant() {
     let output = world.run(&["search", "thunderbold"]);
     assert!(text(&output.stderr).contains("did you mean thunderbolt"));
     assert!(output.stdout.is_empty());
-}
-
-#[test]
-fn links_say_whether_their_command_is_here() {
-    let world = World::new();
-    for id in all_ids(&world) {
-        let detail = world.json(&["detail", &id.to_string()]);
-        for check in detail["checks"].as_array().unwrap() {
-            let command = check["command"].as_str().unwrap();
-            let words = command.split(' ').skip(1);
-            let words: Vec<&str> = words
-                .take_while(|w| w.chars().all(char::is_lowercase))
-                .collect();
-            let help = Command::new(env!("CARGO_BIN_EXE_paceline"))
-                .args(&words)
-                .arg("--help")
-                .output();
-            let helped = help.unwrap();
-            let options: Vec<&str> = command
-                .split(' ')
-                .filter(|w| w.len() > 2 && w.starts_with("--"))
-                .collect();
-            let shown = text(&helped.stdout);
-            let here =
-                helped.status.success() && options.iter().all(|option| shown.contains(option));
-            assert_eq!(check["available"], here, "{command}");
-            let said = world.says(&["detail", &id.to_string()]);
-            let words: Vec<&str> = said.split_whitespace().collect();
-            let marked = format!("{command} (not in this version yet)");
-            assert_eq!(words.join(" ").contains(&marked), !here, "{said}");
-        }
-    }
 }
 
 #[test]

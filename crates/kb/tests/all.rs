@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 
+use paceline_kb::report::{Known, Page, json, show};
 use paceline_kb::{Area, BUILT_IN, Error, FILE_BYTES_MAX, KnowledgeBase, PROBLEMS_MAX, UserFile};
 use serde::Deserialize;
 
@@ -276,6 +277,20 @@ fn an_answer_comes_with_what_its_findings_disagree_about() {
         let assumptions = kb.assumptions_for(kb.ask(question).unwrap().answer);
         let named: Vec<&str> = assumptions.iter().map(|a| a.subject.as_str()).collect();
         assert_eq!(named.join("; "), subjects, "{question}");
+    }
+}
+
+#[test]
+fn links_to_absent_commands_are_marked() {
+    let kb = KnowledgeBase::built_in();
+    let finding = kb.finding(415).unwrap();
+    for (known, marked) in [((|_| true) as Known, false), (|_| false, true)] {
+        let mut page = Page::new(100, false);
+        show::detail(&kb, finding, known, &mut page);
+        let text = page.into_text();
+        assert_eq!(text.contains("(not in this version yet)"), marked, "{text}");
+        let available = &json::detail(&kb, finding, known)["checks"][0]["available"];
+        assert_eq!(*available, !marked);
     }
 }
 
