@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use paceline_formats::gguf::Array;
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 
 /// A header of two tensors and its 20 bytes of data.
 const SAFETENSORS: &str = r#"{"__metadata__":{"format":"pt"},
@@ -24,7 +24,7 @@ const TEMPLATE: &str = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '
     {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
 fn gguf(version: u32) -> Vec<u8> {
-    Writer::new()
+    GgufWriter::new()
         .version(version)
         .alignment(32)
         .meta("general.architecture", "llama")

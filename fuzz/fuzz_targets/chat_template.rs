@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
-use paceline_formats::chat::{ChatOptions, ChatTemplate, Message};
+use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate};
 use paceline_formats::tokenizer::Tokenizer;
 
 /// Three bytes and two control tokens.
@@ -22,9 +22,17 @@ static READY: LazyLock<Tokenizer> =
     LazyLock::new(|| Tokenizer::from_json_bytes(TOKENIZER.as_bytes()).expect("written above"));
 
 fuzz_target!(|source: &str| {
-    let Ok(template) = ChatTemplate::new(source) else { return };
-    let messages = [Message::new("user", "a</s>"), Message::new("assistant", "<s>a")];
-    let options = ChatOptions { add_generation_prompt: true, ..ChatOptions::default() };
+    let Ok(template) = ChatTemplate::new(source) else {
+        return;
+    };
+    let messages = [
+        ChatMessage::new("user", "a</s>"),
+        ChatMessage::new("assistant", "<s>a"),
+    ];
+    let options = ChatOptions {
+        add_generation_prompt: true,
+        ..ChatOptions::default()
+    };
     let _ = template.render(&READY, &messages, &options);
     let _ = template.encode_chat(&READY, &messages, &options);
 });

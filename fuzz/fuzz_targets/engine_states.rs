@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use paceline_engine::{Reply, Request, Snapshot};
+use paceline_engine::{GenerationRequest, Reply, Snapshot};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -13,7 +13,7 @@ fn check<T: Serialize + DeserializeOwned>(bytes: &[u8]) {
 }
 
 fuzz_target!(|bytes: &[u8]| {
-    check::<Request>(bytes);
+    check::<GenerationRequest>(bytes);
     check::<Reply>(bytes);
     check::<Snapshot>(bytes);
 });

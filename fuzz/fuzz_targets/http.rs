@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
 use paceline_fuzz::{ask, serve};
-use paceline_serve::tls::Wire;
+use paceline_serve::tls::ServerProtocol;
 
 /// Paths of requests with a body. The first byte of the input chooses one; beyond the list the
 /// rest of the input is all that the client sends.
@@ -26,7 +26,7 @@ const PATHS: [&str; 12] = [
     "/apply-template",
 ];
 
-static SERVER: LazyLock<SocketAddr> = LazyLock::new(|| serve(Wire::Plain));
+static SERVER: LazyLock<SocketAddr> = LazyLock::new(|| serve(ServerProtocol::Plain));
 
 fuzz_target!(|bytes: &[u8]| {
     let Some((choice, rest)) = bytes.split_first() else {

@@ -7,15 +7,15 @@ use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
 use paceline_fuzz::{ask, serve};
-use paceline_serve::tls::{Names, Own, Wire};
+use paceline_serve::tls::{CertificateNames, OwnCertificate, ServerProtocol};
 
 static SERVER: LazyLock<SocketAddr> = LazyLock::new(|| {
     let folder = std::env::temp_dir().join(format!("paceline-fuzz-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("the folder for temporary files can be written to");
-    let own = Own::open(&folder, &Names::default(), 1_700_000_000);
+    let own = OwnCertificate::open(&folder, &CertificateNames::default(), 1_700_000_000);
     let own = own.expect("a certificate can be made");
     std::fs::remove_dir_all(&folder).expect("it was made just now");
-    serve(Wire::Tls(own.identity))
+    serve(ServerProtocol::Tls(own.identity))
 });
 
 fuzz_target!(|bytes: &[u8]| ask(*SERVER, bytes));

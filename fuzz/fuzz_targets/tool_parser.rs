@@ -21,13 +21,13 @@ static TOKENS: LazyLock<Tokenizer> =
 type Calls = Vec<(String, Value)>;
 
 /// Markers of the template, the spelling of calls, and the other parser.
-type Form = (
+type ParserCase = (
     &'static str,
     fn(&Calls) -> String,
     fn() -> Box<dyn ToolParser>,
 );
 
-const FORMS: [Form; 6] = [
+const FORMS: [ParserCase; 6] = [
     ("<tool_call>", hermes, || Box::new(QwenParser::new())),
     ("<|tool_calls_section_begin|>", kimi, || {
         Box::new(KimiK2Parser::new())

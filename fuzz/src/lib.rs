@@ -9,12 +9,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use paceline_engine::{
-    Failure, Finish, Reply, Request, Service, Sink, State, Status, Ticket, TokenLogprobs,
+    Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+    TokenLogprobs,
 };
 use paceline_formats::chat::ChatTemplate;
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_serve::tls::Wire;
-use paceline_serve::{About, Clock, Config, Model, Server, default_sampling};
+use paceline_serve::tls::ServerProtocol;
+use paceline_serve::{Config, HttpServer, ModelDetails, ServedModel, TimeSource, default_sampling};
 use serde_json::{Map, Value, json};
 
 /// Tokens of [`tokenizer`]: the bytes in their order of Unicode's spelling, and two control tokens.
@@ -116,10 +117,10 @@ struct Ready(AtomicU64);
 impl Service for Ready {
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         _tokens: Vec<u32>,
         mut sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         thread::spawn(move || {
             let row = |n: usize| TokenLogprobs {
                 logprob: -0.5,
@@ -146,8 +147,8 @@ impl Service for Ready {
 
     fn cancel(&self, _ticket: Ticket) {}
 
-    fn status(&self) -> Status {
-        Status {
+    fn status(&self) -> ServiceStatus {
+        ServiceStatus {
             state: State::Ready,
             running: 0,
             waiting: 0,
@@ -155,9 +156,9 @@ impl Service for Ready {
     }
 }
 
-fn model() -> Model {
+fn model() -> ServedModel {
     let template = ChatTemplate::new(TEMPLATE).expect("written above");
-    Model {
+    ServedModel {
         id: "tiny".to_owned(),
         aliases: Vec::new(),
         created_unix_s: 0,
@@ -166,7 +167,7 @@ fn model() -> Model {
         template: Some(Arc::new(template)),
         context: 4096,
         sampling: default_sampling(),
-        about: About::default(),
+        about: ModelDetails::default(),
     }
 }
 
@@ -174,14 +175,15 @@ fn model() -> Model {
 ///
 /// # Panics
 /// If there is no free port.
-pub fn serve(wire: Wire) -> SocketAddr {
-    let clock = Clock {
+pub fn serve(wire: ServerProtocol) -> SocketAddr {
+    let clock = TimeSource {
         now: Instant::now,
         unix_s: || 1_700_000_000,
     };
     let mut config = Config::new(0, clock);
     config.wire = wire;
-    let server = Server::bind(config, model(), Arc::new(Ready::default())).expect("a free port");
+    let server =
+        HttpServer::bind(config, model(), Arc::new(Ready::default())).expect("a free port");
     let addr = server.addresses()[0];
     thread::spawn(move || server.run());
     addr

@@ -12,11 +12,11 @@ use std::time::Duration;
 use anyhow::Result;
 
 use crate::cargo_test::TestLog;
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{process, repo};
 
 /// Tests that run together.
-struct Part {
+struct TestBatch {
     name: &'static str,
     package: &'static str,
     programs: &'static [&'static str],
@@ -25,26 +25,26 @@ struct Part {
     skipped: &'static [&'static str],
 }
 
-const PARTS: [Part; 5] = [
-    Part {
+const PARTS: [TestBatch; 5] = [
+    TestBatch {
         name: "comm",
         package: "paceline-comm",
         programs: &["--lib"],
         skipped: &["speed"],
     },
-    Part {
+    TestBatch {
         name: "comm-processes",
         package: "paceline-comm",
         programs: &["--test", "all"],
         skipped: &[],
     },
-    Part {
+    TestBatch {
         name: "comm-rdma",
         package: "paceline-comm-rdma",
         programs: &["--lib"],
         skipped: &["speed"],
     },
-    Part {
+    TestBatch {
         name: "comm-interop",
         package: "paceline-comm-interop",
         programs: &["--lib", "--test", "all"],
@@ -56,7 +56,7 @@ const PARTS: [Part; 5] = [
             "nccl::",
         ],
     },
-    Part {
+    TestBatch {
         name: "tensor",
         package: "paceline-tensor",
         programs: &["--tests"],
@@ -72,15 +72,15 @@ const OPTIONS: &str = "detect_leaks=0:detect_stack_use_after_return=1:allocator_
 ///
 /// # Errors
 /// When cargo cannot be run. A missing nightly compiler is a skip.
-pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     const NAME: &str = "unsafe code under AddressSanitizer";
     let mut nightly = Command::new("rustup");
     nightly.args(["run", "nightly", "rustc", "--version"]);
     match process::capture(nightly, Duration::from_secs(60)) {
         Ok(version) => show(&format!("asan: {}", version.trim())),
-        Err(error) => return Ok(Tally::skip(NAME, &format!("no nightly: {error:#}"))),
+        Err(error) => return Ok(TestTally::skip(NAME, &format!("no nightly: {error:#}"))),
     }
-    let (host, mut all) = (repo::host()?, Tally::default());
+    let (host, mut all) = (repo::host()?, TestTally::default());
     for part in &PARTS {
         let tally = test(part, &host, show)?;
         show(&format!("asan: {}: {tally}", part.name));
@@ -89,7 +89,7 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
     Ok(all)
 }
 
-fn test(part: &Part, host: &str, show: &mut dyn FnMut(&str)) -> Result<Tally> {
+fn test(part: &TestBatch, host: &str, show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let (mut log, mut errors) = (TestLog::new(), 0);
     let path = process::log_path(&format!("asan-{}", part.name));
     let success = process::stream(command(part, host), &path, |line| {
@@ -104,11 +104,11 @@ fn test(part: &Part, host: &str, show: &mut dyn FnMut(&str)) -> Result<Tally> {
         "AddressSanitizer found {errors} errors: see {}",
         path.display()
     );
-    tally.add(Tally::check(&name, errors == 0));
+    tally.add(TestTally::check(&name, errors == 0));
     Ok(tally)
 }
 
-fn command(part: &Part, host: &str) -> Command {
+fn command(part: &TestBatch, host: &str) -> Command {
     let mut command = Command::new("rustup");
     command.args(["run", "nightly", "cargo", "test", "--release"]);
     command

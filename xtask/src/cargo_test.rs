@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::tally::{Skip, Tally};
+use crate::tally::{Skip, TestTally};
 
 /// The section of the lines at hand.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,7 +25,7 @@ enum Section {
 #[derive(Debug)]
 pub(crate) struct TestLog {
     section: Section,
-    tally: Tally,
+    tally: TestTally,
     /// Number of the test binary, to distinguish tests of one name.
     binary: usize,
     /// Tests that said they were skipped: (binary, test or line).
@@ -37,7 +37,7 @@ impl TestLog {
     pub(crate) fn new() -> TestLog {
         TestLog {
             section: Section::Cargo,
-            tally: Tally::default(),
+            tally: TestTally::default(),
             binary: 0,
             skipped: BTreeSet::new(),
         }
@@ -118,10 +118,10 @@ impl TestLog {
 
     /// The counts; `success` is cargo's own verdict. A run that cargo calls failed counts at
     /// least one failure under the step's `name`, also when no test got to run.
-    pub(crate) fn finish(mut self, name: &str, success: bool) -> Tally {
+    pub(crate) fn finish(mut self, name: &str, success: bool) -> TestTally {
         self.tally.passed = self.tally.passed.saturating_sub(self.skipped.len());
         if !success && self.tally.failed == 0 {
-            self.tally.add(Tally::failure(&format!(
+            self.tally.add(TestTally::failure(&format!(
                 "{name}: did not build or ended early"
             )));
         }
@@ -256,6 +256,6 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
             "{:?}",
             tally.failures
         );
-        assert_eq!(TestLog::new().finish("unit", true), Tally::default());
+        assert_eq!(TestLog::new().finish("unit", true), TestTally::default());
     }
 }

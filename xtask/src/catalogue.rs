@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use paceline_store::{Error, Hub, OnHub, PullOptions, UsualName, look_up, parse_usual_names};
+use paceline_store::{Error, Hub, HubFiles, PullOptions, UsualName, look_up, parse_usual_names};
 
 use crate::repo;
 
@@ -60,7 +60,7 @@ fn read(path: &Path) -> Result<Vec<UsualName>> {
 /// Notes what the hub has under each name; the names that it lacks, with why.
 fn compare(
     names: &mut [UsualName],
-    mut ask: impl FnMut(&UsualName) -> Result<OnHub, Error>,
+    mut ask: impl FnMut(&UsualName) -> Result<HubFiles, Error>,
 ) -> Vec<(String, Error)> {
     let mut failed = Vec::new();
     for usual in names {
@@ -101,7 +101,7 @@ mod tests {
         let mut names = read(&repo::root().join(LIST)).unwrap();
         let before = names[1].checked.clone();
         let failed = compare(&mut names[..2], |usual| match usual.name.as_str() {
-            "qwen3:0.6b" => Ok(OnHub {
+            "qwen3:0.6b" => Ok(HubFiles {
                 commit: "0".repeat(40),
                 files: vec!["a.gguf".to_owned()],
                 bytes: 5 << 20,

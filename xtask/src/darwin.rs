@@ -8,7 +8,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{process, repo, rust_target, venv};
 
 const TARGET: &str = "aarch64-apple-darwin";
@@ -17,12 +17,12 @@ const TARGET: &str = "aarch64-apple-darwin";
 ///
 /// # Errors
 /// When cargo cannot be run. A missing toolchain is a skip.
-pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let mut command = repo::cargo();
     // The profile of all builds here, so that macros and build scripts are there already.
     command.args(["check", "--release", "--workspace", "--target", TARGET]);
     if let Err(error) = rust_target::install(TARGET).and_then(|()| set_compiler(&mut command)) {
-        return Ok(Tally::skip("darwin check", &format!("{error:#}")));
+        return Ok(TestTally::skip("darwin check", &format!("{error:#}")));
     }
     let passed = process::stream(command, &process::log_path("darwin"), |line| {
         let progress = ["Compiling", "Checking", "Download"];
@@ -33,7 +33,7 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
             show(line);
         }
     })?;
-    Ok(Tally::check(
+    Ok(TestTally::check(
         "darwin check: see target/xtask/darwin.log",
         passed,
     ))

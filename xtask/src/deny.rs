@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{process, repo, venv};
 
 /// Fetching the advisory database is one shallow clone of a few megabytes.
@@ -16,10 +16,10 @@ const ADVISORIES_LIMIT: Duration = Duration::from_secs(90);
 ///
 /// # Errors
 /// When cargo-deny is there and cannot be run.
-pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let program = match find_program() {
         Ok(program) => program,
-        Err(error) => return Ok(Tally::skip("cargo deny", &format!("{error:#}"))),
+        Err(error) => return Ok(TestTally::skip("cargo deny", &format!("{error:#}"))),
     };
     let mut command = deny(&program);
     command.args([
@@ -36,22 +36,25 @@ pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
             show(line);
         }
     })?;
-    let mut tally = Tally::check("cargo deny: see target/xtask/deny.log", passed);
+    let mut tally = TestTally::check("cargo deny: see target/xtask/deny.log", passed);
     tally.add(advisories(&program)?);
     Ok(tally)
 }
 
 /// Known vulnerabilities need a database from outside; without it the check is skipped.
-fn advisories(program: &PathBuf) -> Result<Tally> {
+fn advisories(program: &PathBuf) -> Result<TestTally> {
     let mut fetch = deny(program);
     fetch.args(["fetch", "db"]);
     if let Err(error) = process::capture(fetch, ADVISORIES_LIMIT) {
-        return Ok(Tally::skip("cargo deny advisories", &format!("{error:#}")));
+        return Ok(TestTally::skip(
+            "cargo deny advisories",
+            &format!("{error:#}"),
+        ));
     }
     let mut command = deny(program);
     command.args(["check", "--disable-fetch", "advisories"]);
     let passed = process::stream(command, &process::log_path("advisories"), |_| {})?;
-    Ok(Tally::check(
+    Ok(TestTally::check(
         "cargo deny advisories: see target/xtask/advisories.log",
         passed,
     ))

@@ -10,8 +10,8 @@ use std::process::Command;
 
 use anyhow::Result;
 
-use crate::extent::Extent;
-use crate::tally::Tally;
+use crate::extent::TestExtent;
+use crate::tally::TestTally;
 use crate::{models, package, process, repo, sdk, wheel};
 
 /// Whether pages are made or checked.
@@ -27,12 +27,16 @@ pub(crate) enum Pages {
 ///
 /// # Errors
 /// When a program cannot be started or does not build. Without SmolLM2 all is a skip.
-pub(crate) fn run(pages: Pages, extent: Extent, see: &mut impl FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(
+    pages: Pages,
+    extent: TestExtent,
+    see: &mut impl FnMut(&str),
+) -> Result<TestTally> {
     let model = match models::smollm2() {
         Ok(model) => model,
-        Err(error) => return Ok(Tally::skip("the documentation", &format!("{error:#}"))),
+        Err(error) => return Ok(TestTally::skip("the documentation", &format!("{error:#}"))),
     };
-    let world = World {
+    let world = ScriptInputs {
         binary: sdk::build(see)?,
         model,
         python: wheel::installed(),
@@ -45,7 +49,7 @@ pub(crate) fn run(pages: Pages, extent: Extent, see: &mut impl FnMut(&str)) -> R
     if pages == Pages::Check {
         tally.add(world.run(
             "tutorials",
-            (extent == Extent::Long).then_some("--long"),
+            (extent == TestExtent::Long).then_some("--long"),
             see,
         )?);
         tally.add(package::samples(&world.binary, see)?);
@@ -54,16 +58,21 @@ pub(crate) fn run(pages: Pages, extent: Extent, see: &mut impl FnMut(&str)) -> R
 }
 
 /// Inputs of the scripts.
-struct World {
+struct ScriptInputs {
     binary: PathBuf,
     model: PathBuf,
     /// An interpreter that has the package for Python.
     python: Option<PathBuf>,
 }
 
-impl World {
+impl ScriptInputs {
     /// Runs `scripts/docs/<name>.py` to its end and counts its cases.
-    fn run(&self, name: &str, option: Option<&str>, see: &mut impl FnMut(&str)) -> Result<Tally> {
+    fn run(
+        &self,
+        name: &str,
+        option: Option<&str>,
+        see: &mut impl FnMut(&str),
+    ) -> Result<TestTally> {
         let mut command = Command::new("python3");
         command.arg(repo::root().join(format!("scripts/docs/{name}.py")));
         let given = |name: &str, path: &Path| [OsStr::new(name).to_owned(), path.into()];

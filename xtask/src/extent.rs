@@ -1,7 +1,7 @@
 //! Extent of a test run.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Extent {
+pub(crate) enum TestExtent {
     /// The tests that every change must pass.
     Default,
     /// With the slow proofs, which CONTRIBUTING.md lists.

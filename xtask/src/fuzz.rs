@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{process, repo};
 
 /// The pass that counts paths and comparisons, as cargo-fuzz sets it.
@@ -47,7 +47,7 @@ pub(crate) struct Options {
 ///
 /// # Errors
 /// When cargo cannot be run.
-pub(crate) fn check(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+pub(crate) fn check(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let mut command = cargo("check");
     // Shares what clippy has checked of the dependencies.
     command.args(["--release", "--target-dir", "target"]);
@@ -57,7 +57,7 @@ pub(crate) fn check(show: &mut dyn FnMut(&str)) -> Result<Tally> {
         }
     })?;
     let name = "fuzz targets compile: see target/xtask/fuzz-check.log";
-    Ok(Tally::check(name, passed))
+    Ok(TestTally::check(name, passed))
 }
 
 /// Builds all targets and runs them, one per core at a time. A line for each has runs, paths,
@@ -65,8 +65,8 @@ pub(crate) fn check(show: &mut dyn FnMut(&str)) -> Result<Tally> {
 ///
 /// # Errors
 /// When the targets do not build, or there is no such one.
-pub(crate) fn run(options: &Options, show: &mut dyn FnMut(&str)) -> Result<Tally> {
-    let wanted = wanted(&options.only)?;
+pub(crate) fn run(options: &Options, show: &mut dyn FnMut(&str)) -> Result<TestTally> {
+    let wanted = selected_targets(&options.only)?;
     let programs = build(show)?;
     let folder = repo::root().join("fuzz");
     let mut seeds = Command::new(programs.join("seeds"));
@@ -92,17 +92,17 @@ pub(crate) fn run(options: &Options, show: &mut dyn FnMut(&str)) -> Result<Tally
     let mut reports: Vec<Report> = done?.into_iter().flatten().collect();
     reports.sort_by(|a, b| a.target.cmp(&b.target));
     show("| target | seconds | runs | paths | peak MiB | findings |");
-    let mut tally = Tally::default();
+    let mut tally = TestTally::default();
     for report in reports {
         show(&report.row(options.seconds));
         let name = format!("fuzz {}: see target/xtask/fuzz-{0}.log", report.target);
-        tally.add(Tally::check(&name, report.passed));
+        tally.add(TestTally::check(&name, report.passed));
     }
     Ok(tally)
 }
 
 /// The selected targets; all if `only` is empty.
-fn wanted(only: &[String]) -> Result<Vec<String>> {
+fn selected_targets(only: &[String]) -> Result<Vec<String>> {
     let all = targets()?;
     if let Some(unknown) = only.iter().find(|name| !all.contains(name)) {
         bail!("no target {unknown}: expected one of {}", all.join(", "));
@@ -244,6 +244,6 @@ mod tests {
             assert!(manifest.contains(&entry), "{name}");
         }
         assert!(names.len() > 20, "{names:?}");
-        assert!(wanted(&["no-such".to_owned()]).is_err());
+        assert!(selected_targets(&["no-such".to_owned()]).is_err());
     }
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{process, repo};
 
 /// Path of the recorded counts.
@@ -43,13 +43,13 @@ const LIMIT: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// When cargo cannot build what is counted, or the record not be read or written.
-pub(crate) fn run(record: bool, show: &mut dyn FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(record: bool, show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     const NAME: &str = "instructions of AVX2 kernels";
     if let Err(error) = process::capture(valgrind(&["--version"]), LIMIT) {
-        return Ok(Tally::skip(NAME, &format!("no valgrind: {error:#}")));
+        return Ok(TestTally::skip(NAME, &format!("no valgrind: {error:#}")));
     }
     if !cfg!(target_arch = "x86_64") || !has_avx2() {
-        return Ok(Tally::skip(NAME, "this machine has no AVX2"));
+        return Ok(TestTally::skip(NAME, "this machine has no AVX2"));
     }
     let compiler = compiler()?;
     let path = repo::root().join(RECORD);
@@ -57,10 +57,10 @@ pub(crate) fn run(record: bool, show: &mut dyn FnMut(&str)) -> Result<Tally> {
     let made_by = before.lines().next().unwrap_or_default();
     if !record && made_by != compiler {
         let reason = format!("recorded with {made_by:?}, this is {compiler:?}");
-        return Ok(Tally::skip(NAME, &reason));
+        return Ok(TestTally::skip(NAME, &reason));
     }
     let program = build()?;
-    let (mut tally, mut text) = (Tally::default(), format!("{compiler}\n"));
+    let (mut tally, mut text) = (TestTally::default(), format!("{compiler}\n"));
     for work in WORKS {
         let now = count(&program, work)?;
         writeln!(text, "{work} {now}").expect("a string takes all");
@@ -68,7 +68,7 @@ pub(crate) fn run(record: bool, show: &mut dyn FnMut(&str)) -> Result<Tally> {
         show(&format!("{work:24} {now:10} {}", change(now, old)));
         let grown = old.is_none_or(|old| now as f64 > old as f64 * (1.0 + GROWTH_MAX));
         let name = format!("instructions of {work}: {now}, recorded {old:?}");
-        tally.add(Tally::check(&name, record || !grown));
+        tally.add(TestTally::check(&name, record || !grown));
     }
     if record {
         std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;

@@ -12,12 +12,12 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use crate::repo;
-use crate::tally::Tally;
+use crate::tally::TestTally;
 
 const HEADER: &str = "step\tcommit\tdate\tseconds\tpassed\tfailed\tskipped\tmachine";
 
 /// Columns of a row by the step's name, without that name.
-type Rows = BTreeMap<String, Vec<String>>;
+type StepRecords = BTreeMap<String, Vec<String>>;
 
 fn path() -> PathBuf {
     repo::root().join("benches/results/long-run.tsv")
@@ -27,7 +27,7 @@ fn path() -> PathBuf {
 ///
 /// # Errors
 /// When git does not say the commit, or the file cannot be read or written.
-pub(crate) fn write(steps: &[(&str, Duration, &Tally)]) -> Result<()> {
+pub(crate) fn write(steps: &[(&str, Duration, &TestTally)]) -> Result<()> {
     let mut rows = read()?;
     let (commit, date) = (git(&["rev-parse", "--short=8", "HEAD"])?, today()?);
     for (step, time, tally) in steps {
@@ -72,15 +72,15 @@ fn line(step: &str, row: &[String]) -> String {
     )
 }
 
-fn read() -> Result<Rows> {
+fn read() -> Result<StepRecords> {
     match fs::read_to_string(path()) {
         Ok(text) => parse(&text),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Rows::new()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(StepRecords::new()),
         Err(error) => Err(error).with_context(|| format!("read {}", path().display())),
     }
 }
 
-fn parse(text: &str) -> Result<Rows> {
+fn parse(text: &str) -> Result<StepRecords> {
     let mut lines = text.lines();
     let header = lines.next().unwrap_or_default();
     ensure!(

@@ -46,9 +46,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-use extent::Extent;
-use steps::Step;
-use tally::Tally;
+use extent::TestExtent;
+use steps::TestStep;
+use tally::TestTally;
 
 /// Project chores of paceline.
 #[derive(Debug, Parser)]
@@ -65,7 +65,7 @@ enum Chore {
         /// Steps to run, in this order, instead of
         /// models,mlx,fmt,tidy,clippy,build,unit,doc,mpi,mlx-tools,gpu,sdk,wheel,docs.
         #[arg(long, value_delimiter = ',', value_name = "STEPS")]
-        only: Vec<Step>,
+        only: Vec<TestStep>,
         /// Run the slow proofs too, which CONTRIBUTING.md lists.
         #[arg(long)]
         long: bool,
@@ -213,46 +213,56 @@ fn run(chore: Chore) -> Result<bool> {
             catalogue::run(check)?;
             true
         }
-        Chore::Sdk { binary: None, long } => steps::run(&[Step::Sdk], extent(long)),
+        Chore::Sdk { binary: None, long } => steps::run(&[TestStep::Sdk], extent(long)),
         Chore::Sdk { binary, long } => closed(&sdk::run(binary, extent(long), &mut show)?),
-        Chore::Wheel { binary: None } => steps::run(&[Step::Wheel], Extent::Default),
-        Chore::Wheel { binary } => closed(&wheel::run(binary, Extent::Default, &mut show)?),
+        Chore::Wheel { binary: None } => steps::run(&[TestStep::Wheel], TestExtent::Default),
+        Chore::Wheel { binary } => closed(&wheel::run(binary, TestExtent::Default, &mut show)?),
         Chore::Package { long } => {
-            let extent = if long { Extent::Long } else { Extent::Default };
-            steps::run(&[Step::Package], extent)
+            let extent = if long {
+                TestExtent::Long
+            } else {
+                TestExtent::Default
+            };
+            steps::run(&[TestStep::Package], extent)
         }
-        Chore::Docs { write: false, long } => steps::run(&[Step::Docs], extent(long)),
-        Chore::Docs { write: true, .. } => {
-            closed(&docs::run(docs::Pages::Write, Extent::Default, &mut show)?)
-        }
-        Chore::Release { twice: false } => steps::run(&[Step::Release], Extent::Default),
+        Chore::Docs { write: false, long } => steps::run(&[TestStep::Docs], extent(long)),
+        Chore::Docs { write: true, .. } => closed(&docs::run(
+            docs::Pages::Write,
+            TestExtent::Default,
+            &mut show,
+        )?),
+        Chore::Release { twice: false } => steps::run(&[TestStep::Release], TestExtent::Default),
         Chore::Release { twice: true } => closed(&release::run(release::Builds::Twice, &mut show)?),
         Chore::MlxTools { golden: true, .. } => {
             mlx_tools::golden()?;
             true
         }
-        Chore::MlxTools { binary: None, .. } => steps::run(&[Step::MlxTools], Extent::Default),
+        Chore::MlxTools { binary: None, .. } => {
+            steps::run(&[TestStep::MlxTools], TestExtent::Default)
+        }
         Chore::MlxTools { binary, .. } => closed(&mlx_tools::run(binary, &mut show)?),
-        Chore::Mlx { gpu: false } => steps::run(&[Step::Mlx], Extent::Default),
-        Chore::Mlx { gpu: true } => steps::run(&[Step::MlxGpu], Extent::Default),
-        Chore::MlxRing => steps::run(&[Step::MlxRing], Extent::Default),
-        Chore::Gpu => steps::run(&[Step::Gpu], Extent::Default),
-        Chore::Mpi => steps::run(&[Step::Mpi], Extent::Default),
-        Chore::Darwin => steps::run(&[Step::Darwin], Extent::Default),
-        Chore::Neon => steps::run(&[Step::Neon], Extent::Default),
+        Chore::Mlx { gpu: false } => steps::run(&[TestStep::Mlx], TestExtent::Default),
+        Chore::Mlx { gpu: true } => steps::run(&[TestStep::MlxGpu], TestExtent::Default),
+        Chore::MlxRing => steps::run(&[TestStep::MlxRing], TestExtent::Default),
+        Chore::Gpu => steps::run(&[TestStep::Gpu], TestExtent::Default),
+        Chore::Mpi => steps::run(&[TestStep::Mpi], TestExtent::Default),
+        Chore::Darwin => steps::run(&[TestStep::Darwin], TestExtent::Default),
+        Chore::Neon => steps::run(&[TestStep::Neon], TestExtent::Default),
         Chore::Instructions { record: true } => {
             instructions::run(true, &mut |line| println!("{line}"))?.failed == 0
         }
-        Chore::Instructions { record: false } => steps::run(&[Step::Instructions], Extent::Default),
-        Chore::Fuzz { check: true, .. } => steps::run(&[Step::Fuzz], Extent::Default),
+        Chore::Instructions { record: false } => {
+            steps::run(&[TestStep::Instructions], TestExtent::Default)
+        }
+        Chore::Fuzz { check: true, .. } => steps::run(&[TestStep::Fuzz], TestExtent::Default),
         Chore::Fuzz { only, seconds, .. } => {
             let options = fuzz::Options { only, seconds };
             let tally = fuzz::run(&options, &mut |line| println!("{line}"))?;
             closed(&tally)
         }
-        Chore::Asan => steps::run(&[Step::Asan], Extent::Default),
-        Chore::Rdma => steps::run(&[Step::Rdma], Extent::Default),
-        Chore::Deny => steps::run(&[Step::Deny], Extent::Default),
+        Chore::Asan => steps::run(&[TestStep::Asan], TestExtent::Default),
+        Chore::Rdma => steps::run(&[TestStep::Rdma], TestExtent::Default),
+        Chore::Deny => steps::run(&[TestStep::Deny], TestExtent::Default),
     })
 }
 
@@ -261,16 +271,16 @@ fn show(line: &str) {
 }
 
 /// Prints the closing lines of a chore that is no step; true when nothing failed.
-fn closed(tally: &Tally) -> bool {
+fn closed(tally: &TestTally) -> bool {
     tally.print_names();
     println!("{tally}");
     tally.failed == 0
 }
 
-const fn extent(is_long: bool) -> Extent {
+const fn extent(is_long: bool) -> TestExtent {
     if is_long {
-        Extent::Long
+        TestExtent::Long
     } else {
-        Extent::Default
+        TestExtent::Default
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 
 use crate::cargo_test::TestLog;
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{models, process, repo, venv};
 
 /// The variable from which the tests read the environment's Python.
@@ -24,10 +24,15 @@ pub(crate) fn python() -> Result<PathBuf> {
 ///
 /// # Errors
 /// When cargo cannot be run. A missing environment is a skip.
-pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let python = match python() {
         Ok(python) => python,
-        Err(error) => return Ok(Tally::skip("rings with MLX ranks", &format!("{error:#}"))),
+        Err(error) => {
+            return Ok(TestTally::skip(
+                "rings with MLX ranks",
+                &format!("{error:#}"),
+            ));
+        }
     };
     let mut command = repo::cargo();
     command.args(["test", "--release", "--package", "paceline-comm-interop"]);

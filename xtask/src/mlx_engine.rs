@@ -9,7 +9,7 @@ use anyhow::{Result, ensure};
 use paceline_store::{Cancel, MlxBuild, PullOptions, Toolchain, install_mlx};
 
 use crate::models;
-use crate::tally::Tally;
+use crate::tally::TestTally;
 
 /// The variable from which the tests read the C layer's path.
 pub(crate) const LIBRARY: &str = "PACELINE_MLXC";
@@ -42,18 +42,18 @@ pub(crate) fn library() -> Result<PathBuf> {
         &Toolchain::default(),
         &PullOptions::default(),
         &Cancel::default(),
-        &mut models::Lines,
+        &mut models::LineProgress,
     )?;
     Ok(installed.library)
 }
 
 /// Installs the libraries and says where they are.
-pub(crate) fn run(see: &mut impl FnMut(&str)) -> Tally {
+pub(crate) fn run(see: &mut impl FnMut(&str)) -> TestTally {
     match library() {
         Ok(path) => {
             see(&format!("{LIBRARY}={}", path.display()));
-            Tally::check(NAME, true)
+            TestTally::check(NAME, true)
         }
-        Err(error) => Tally::skip(NAME, &format!("{error:#}")),
+        Err(error) => TestTally::skip(NAME, &format!("{error:#}")),
     }
 }

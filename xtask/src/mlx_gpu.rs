@@ -21,7 +21,7 @@ use serde_json::Value;
 
 use crate::cargo_test::TestLog;
 use crate::mlx_engine::{self, LIBRARY};
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{mlx, models, process, repo, sdk};
 
 /// The bars: of mlx-lm's speed, and of the device's memory.
@@ -39,7 +39,7 @@ const ALL: [&str; 3] = [
 ///
 /// # Errors
 /// When paceline cannot be built, or the report not be written.
-pub(crate) fn run(see: &mut impl FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let mut said = Vec::new();
     let tally = checks(&mut |line: &str| {
         said.push(line.to_owned());
@@ -52,7 +52,7 @@ pub(crate) fn run(see: &mut impl FnMut(&str)) -> Result<Tally> {
 }
 
 /// The text that an owner of a GPU pastes: the system, every line that was shown, and the counts.
-fn report(said: &[String], tally: &Tally) -> String {
+fn report(said: &[String], tally: &TestTally) -> String {
     let (system, processor) = (std::env::consts::OS, std::env::consts::ARCH);
     let (passed, failed, skipped) = (tally.passed, tally.failed, tally.skips.len());
     let skips = tally.skips.iter();
@@ -67,7 +67,7 @@ fn report(said: &[String], tally: &Tally) -> String {
     )
 }
 
-fn checks(see: &mut impl FnMut(&str)) -> Result<Tally> {
+fn checks(see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let binary = sdk::build(see)?;
     let library = match gpu(&binary, see) {
         Ok(library) => library,
@@ -82,11 +82,11 @@ fn checks(see: &mut impl FnMut(&str)) -> Result<Tally> {
     Ok(tally)
 }
 
-fn skipped(names: &[&str], why: &str) -> Tally {
-    let mut tally = Tally::default();
+fn skipped(names: &[&str], why: &str) -> TestTally {
+    let mut tally = TestTally::default();
     names
         .iter()
-        .for_each(|name| tally.add(Tally::skip(name, why)));
+        .for_each(|name| tally.add(TestTally::skip(name, why)));
     tally
 }
 
@@ -169,7 +169,7 @@ fn tests(
     (name, args): &(&str, &[&str]),
     library: &Path,
     see: &mut impl FnMut(&str),
-) -> Result<Tally> {
+) -> Result<TestTally> {
     let mut command = repo::cargo();
     command.args(["test", "--release"]).args(*args);
     command.args(["--", "--show-output"]);
@@ -186,7 +186,7 @@ fn tests(
 }
 
 /// Decoding of an 8B-shaped model against both bars.
-fn bench(binary: &Path, library: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
+fn bench(binary: &Path, library: &Path, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let python = std::env::var_os(mlx::PYTHON).context("PACELINE_MLX_PYTHON names no mlx-lm")?;
     let models = models::folder()?;
     let folder = models.join("synthetic-8B-mlx-4bit");
@@ -209,7 +209,7 @@ fn bench(binary: &Path, library: &Path, see: &mut impl FnMut(&str)) -> Result<Ta
 }
 
 /// Holds what was measured to the bars.
-fn judge(measured: &Value, see: &mut impl FnMut(&str)) -> Tally {
+fn judge(measured: &Value, see: &mut impl FnMut(&str)) -> TestTally {
     let number = |pointer| measured.pointer(pointer).and_then(Value::as_f64);
     let of_peer = number("/ratio/decode/median").unwrap_or(0.0);
     let of_limit = number("/of_read_limit").unwrap_or(0.0);
@@ -218,8 +218,8 @@ fn judge(measured: &Value, see: &mut impl FnMut(&str)) -> Tally {
         number("/paceline/decode_tok_s/median").unwrap_or(0.0),
         100.0 * of_limit,
     ));
-    let mut tally = Tally::check(ALL[1], of_peer >= OF_PEER);
-    tally.add(Tally::check(ALL[2], of_limit >= OF_LIMIT));
+    let mut tally = TestTally::check(ALL[1], of_peer >= OF_PEER);
+    tally.add(TestTally::check(ALL[2], of_limit >= OF_LIMIT));
     tally
 }
 
@@ -229,9 +229,9 @@ mod tests {
 
     #[test]
     fn a_report_names_what_failed_and_what_was_skipped() {
-        let mut tally = Tally::check("one", true);
-        tally.add(Tally::failure("two"));
-        tally.add(Tally::skip("three", "no GPU"));
+        let mut tally = TestTally::check("one", true);
+        tally.add(TestTally::failure("two"));
+        tally.add(TestTally::skip("three", "no GPU"));
         let text = report(&["a line".to_owned()], &tally);
         for part in [
             "1 passed, 1 failed, 1 skipped",

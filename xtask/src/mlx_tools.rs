@@ -9,7 +9,7 @@ use std::process::Command;
 
 use anyhow::{Result, ensure};
 
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{models, process, repo, sdk, venv};
 
 /// The scripts to compare, in `scripts/mlx`, and the MLX tool that each needs.
@@ -26,13 +26,13 @@ const GOLDEN: &str = "tests-data/topology/mlx-0.32.4.json";
 ///
 /// # Errors
 /// When paceline cannot be built or a script not be started. A missing environment is a skip.
-pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let python = match python() {
         Ok(python) => python,
-        Err(error) => return Ok(Tally::skip("MLX's tools", &format!("{error:#}"))),
+        Err(error) => return Ok(TestTally::skip("MLX's tools", &format!("{error:#}"))),
     };
     let binary = binary.map_or_else(|| sdk::build(see), Ok)?;
-    let mut tally = Tally::default();
+    let mut tally = TestTally::default();
     for (script, tool) in SCRIPTS {
         let mut command = command(&python, script, tool);
         command.arg("--paceline").arg(&binary);
@@ -70,7 +70,7 @@ fn command(python: &Path, script: &str, tool: &str) -> Command {
 }
 
 /// Runs a script to its end and counts its cases.
-fn count(script: &str, command: Command, see: &mut impl FnMut(&str)) -> Result<Tally> {
+fn count(script: &str, command: Command, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let log = process::log_path(&format!("mlx-{script}"));
     sdk::cases("mlx", &log, command, see)
 }

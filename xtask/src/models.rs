@@ -14,11 +14,11 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
 use paceline_store::{
-    Cancel, Catalogue, Home, Model, Progress, PullOptions, Resolved, pull, resolve,
+    Cancel, Catalogue, CatalogueModel, Home, PullOptions, PullProgress, Resolution, pull, resolve,
 };
 use sha2::{Digest, Sha256};
 
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{minilm, process, repo, schemas, templates, tokenizers, venv};
 
 /// Fifteen models at 3 to 5 s each on two cores, with room for a machine four times slower.
@@ -40,10 +40,10 @@ pub(crate) fn folder() -> Result<PathBuf> {
 ///
 /// # Errors
 /// When SmolLM2 cannot be fetched.
-pub(crate) fn run(into: Option<PathBuf>) -> Result<Tally> {
+pub(crate) fn run(into: Option<PathBuf>) -> Result<TestTally> {
     let folder = into.map_or_else(folder, Ok)?;
     let smollm2 = fetch(&folder, "smollm2").context("fetch SmolLM2, which the tests need")?;
-    let mut tally = Tally::check("smollm2", true);
+    let mut tally = TestTally::check("smollm2", true);
     tally.add(optional("gemma3 tests", || {
         fetch(&folder, "gemma3-270m").map(|_| ())
     }));
@@ -75,10 +75,10 @@ pub(crate) fn smollm2() -> Result<PathBuf> {
 }
 
 /// Passed, or a skip that carries the error.
-fn optional(name: &str, make: impl FnOnce() -> Result<()>) -> Tally {
+fn optional(name: &str, make: impl FnOnce() -> Result<()>) -> TestTally {
     match make() {
-        Ok(()) => Tally::check(name, true),
-        Err(error) => Tally::skip(name, &format!("{error:#}")),
+        Ok(()) => TestTally::check(name, true),
+        Err(error) => TestTally::skip(name, &format!("{error:#}")),
     }
 }
 
@@ -96,15 +96,15 @@ fn fetch(folder: &Path, alias: &str) -> Result<PathBuf> {
     }
     let home = Home::new(folder.join(".store"));
     let found = match resolve(&home, alias)? {
-        Resolved::Path(found) => found,
-        Resolved::NeedsDownload(plan) => {
+        Resolution::Path(found) => found,
+        Resolution::NeedsDownload(plan) => {
             let options = PullOptions::default();
             pull(
                 &home,
                 &plan,
                 &options,
                 &Cancel::default(),
-                &mut Lines,
+                &mut LineProgress,
                 SystemTime::now(),
             )?
             .found
@@ -122,7 +122,7 @@ fn fetch(folder: &Path, alias: &str) -> Result<PathBuf> {
 }
 
 /// True when the file is there with the catalogue's size and hash.
-fn is_whole(path: &Path, model: &Model) -> Result<bool> {
+fn is_whole(path: &Path, model: &CatalogueModel) -> Result<bool> {
     if !fs::metadata(path).is_ok_and(|data| data.len() == model.bytes.0) {
         return Ok(false);
     }
@@ -133,9 +133,9 @@ fn is_whole(path: &Path, model: &Model) -> Result<bool> {
 }
 
 /// Prints a line per download: a progress bar is of no use in a test run's log.
-pub(crate) struct Lines;
+pub(crate) struct LineProgress;
 
-impl Progress for Lines {
+impl PullProgress for LineProgress {
     fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
         let total = total.map_or("?".into(), |bytes| (bytes / 1_000_000).to_string());
         println!(
@@ -199,7 +199,7 @@ mod tests {
     fn a_file_is_whole_by_size_and_hash() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path().join("model");
-        let model = Model {
+        let model = CatalogueModel {
             bytes: paceline_base::Bytes(3),
             // SHA-256 of "abc", FIPS 180-2 appendix B.1.
             sha256: "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",

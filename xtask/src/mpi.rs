@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{mlx, process, repo};
 
 const NAME: &str = "groups over MPI";
@@ -26,26 +26,30 @@ const LIMIT: Duration = Duration::from_secs(90);
 ///
 /// # Errors
 /// When cargo cannot be run. Missing tools are a skip.
-pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     if let Err(error) = prepare() {
-        return Ok(Tally::skip(NAME, &format!("{error:#}")));
+        return Ok(TestTally::skip(NAME, &format!("{error:#}")));
     }
     let Some(program) = build(show)? else {
-        return Ok(Tally::failure("mpi: did not build"));
+        return Ok(TestTally::failure("mpi: did not build"));
     };
-    let mut tally = Tally::default();
+    let mut tally = TestTally::default();
     for ranks in RANKS {
         match mpirun(ranks, Command::new(&program)) {
             Ok(output) => {
                 let passed = passed(&output, "", show);
                 tally.passed += passed;
                 if passed == 0 {
-                    tally.add(Tally::failure(&format!("mpi: {ranks} ranks ran no case")));
+                    tally.add(TestTally::failure(&format!(
+                        "mpi: {ranks} ranks ran no case"
+                    )));
                 }
             }
             Err(error) => {
                 show(&format!("{error:#}"));
-                tally.add(Tally::failure(&format!("mpi: {ranks} ranks: {error:#}")));
+                tally.add(TestTally::failure(&format!(
+                    "mpi: {ranks} ranks: {error:#}"
+                )));
             }
         }
     }
@@ -71,10 +75,10 @@ fn announced(output: &str) -> usize {
 }
 
 /// MLX's common cases, as many as `cases.py` says.
-fn python_cases(program: &Path, show: &mut dyn FnMut(&str)) -> Tally {
+fn python_cases(program: &Path, show: &mut dyn FnMut(&str)) -> TestTally {
     let python = match mlx::python() {
         Ok(python) => python,
-        Err(error) => return Tally::skip("MLX's cases over MPI", &format!("{error:#}")),
+        Err(error) => return TestTally::skip("MLX's cases over MPI", &format!("{error:#}")),
     };
     let mut rank = Command::new(python);
     rank.arg(repo::root().join("crates/comm-interop/tests/mlx_ring/cases.py"));
@@ -85,18 +89,18 @@ fn python_cases(program: &Path, show: &mut dyn FnMut(&str)) -> Tally {
         Ok(output) => output,
         Err(error) => {
             show(&format!("{error:#}"));
-            return Tally::failure("mpi: MLX's cases did not end well");
+            return TestTally::failure("mpi: MLX's cases did not end well");
         }
     };
     let more = format!(" of MLX with {PYTHON_RANKS} ranks");
     let (passed, all) = (passed(&output, &more, show), announced(&output));
-    let mut tally = Tally {
+    let mut tally = TestTally {
         passed,
-        ..Tally::default()
+        ..TestTally::default()
     };
     if passed == 0 || passed != all {
         let text = format!("mpi: {passed} of {all} of MLX's cases passed");
-        tally.add(Tally::failure(&text));
+        tally.add(TestTally::failure(&text));
     }
     tally
 }

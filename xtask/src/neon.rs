@@ -9,7 +9,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 
 use crate::cargo_test::TestLog;
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{process, repo, rust_target};
 
 const TARGET: &str = "aarch64-unknown-linux-gnu";
@@ -20,15 +20,18 @@ const EMULATOR: &str = "qemu-aarch64";
 ///
 /// # Errors
 /// When cargo cannot be run. Missing tools are a skip.
-pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     if cfg!(target_arch = "aarch64") {
-        return Ok(Tally::skip(
+        return Ok(TestTally::skip(
             "NEON kernels in QEMU",
             "the unit tests ran them on this CPU",
         ));
     }
     if let Err(error) = prepare() {
-        return Ok(Tally::skip("NEON kernels in QEMU", &format!("{error:#}")));
+        return Ok(TestTally::skip(
+            "NEON kernels in QEMU",
+            &format!("{error:#}"),
+        ));
     }
     let mut command = repo::cargo();
     command.args(["test", "--release", "--package", "paceline-tensor", "--lib"]);

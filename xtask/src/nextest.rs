@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::tally::{Skip, Tally};
+use crate::tally::{Skip, TestTally};
 
 /// States that nextest prints before a test that failed.
 const FAILED: [&str; 6] = ["FAIL", "TIMEOUT", "ABORT", "LEAK-FAIL", "XFAIL", "SIG"];
@@ -13,7 +13,7 @@ const FAILED: [&str; 6] = ["FAIL", "TIMEOUT", "ABORT", "LEAK-FAIL", "XFAIL", "SI
 /// Reads line after line; [`NextestLog::finish`] gives the counts.
 #[derive(Debug, Default)]
 pub(crate) struct NextestLog {
-    tally: Tally,
+    tally: TestTally,
     /// The test whose state was printed last, with its program.
     test: String,
     /// Tests that passed, failed, and said that they were skipped.
@@ -56,13 +56,13 @@ impl NextestLog {
 
     /// The counts; `success` is nextest's own verdict. A run that it calls failed counts at least
     /// one failure under the step's `name`, also when no test got to run.
-    pub(crate) fn finish(mut self, name: &str, success: bool) -> Tally {
+    pub(crate) fn finish(mut self, name: &str, success: bool) -> TestTally {
         self.tally.passed = self.passed.difference(&self.skipped).count();
         self.tally.failed = self.failed.len();
         self.tally.failures.extend(self.failed);
         if !success && self.tally.failed == 0 {
             let ended = format!("{name}: did not build or ended early");
-            self.tally.add(Tally::failure(&ended));
+            self.tally.add(TestTally::failure(&ended));
         }
         self.tally
     }

@@ -8,30 +8,34 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::extent::Extent;
-use crate::tally::Tally;
+use crate::extent::TestExtent;
+use crate::tally::TestTally;
 use crate::{models, process, repo, sdk, venv};
 
 /// Builds the program and the C library, and checks all that is made of them.
 ///
 /// # Errors
 /// When a program cannot be started or does not build.
-pub(crate) fn run(extent: Extent, see: &mut impl FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(extent: TestExtent, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let binary = sdk::build(see)?;
     library(see)?;
-    check(&binary, (extent == Extent::Long).then_some("--long"), see)
+    check(
+        &binary,
+        (extent == TestExtent::Long).then_some("--long"),
+        see,
+    )
 }
 
 /// Checks what takes seconds: completions, manual, units, and samples for schedulers.
 ///
 /// # Errors
 /// When the script cannot be started.
-pub(crate) fn samples(binary: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
+pub(crate) fn samples(binary: &Path, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     check(binary, Some("--samples"), see)
 }
 
-fn check(binary: &Path, option: Option<&str>, see: &mut impl FnMut(&str)) -> Result<Tally> {
-    let mut tally = Tally::default();
+fn check(binary: &Path, option: Option<&str>, see: &mut impl FnMut(&str)) -> Result<TestTally> {
+    let mut tally = TestTally::default();
     let mut command = Command::new(python(&mut tally)?);
     command.arg(repo::root().join("packaging/check.py"));
     command.arg(binary).env("PYTHONDONTWRITEBYTECODE", "1");
@@ -49,12 +53,15 @@ fn check(binary: &Path, option: Option<&str>, see: &mut impl FnMut(&str)) -> Res
 }
 
 /// A Python with what the checks import, or the system's, which checks less.
-fn python(tally: &mut Tally) -> Result<PathBuf> {
+fn python(tally: &mut TestTally) -> Result<PathBuf> {
     let folder = models::folder()?.with_file_name("test-clients/package");
     Ok(match venv::python_in(&folder, "package/requirements.txt") {
         Ok(python) => python,
         Err(error) => {
-            tally.add(Tally::skip("schemas of manifests", &format!("{error:#}")));
+            tally.add(TestTally::skip(
+                "schemas of manifests",
+                &format!("{error:#}"),
+            ));
             "python3".into()
         }
     })

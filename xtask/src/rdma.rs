@@ -10,7 +10,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{process, repo};
 
 /// The guest's commands: `tests` is the test program. Both ranks are processes of the guest.
@@ -26,7 +26,7 @@ wait $!";
 ///
 /// # Errors
 /// When cargo or the script cannot be run. A missing tool or kernel feature is a skip.
-pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let tests = build()?;
     let folder = repo::root().join("target/rdma");
     std::fs::create_dir_all(&folder).with_context(|| format!("make {}", folder.display()))?;
@@ -64,7 +64,7 @@ fn build() -> Result<PathBuf> {
     }
 }
 
-fn guest(folder: &Path, tests: &Path, show: &mut dyn FnMut(&str)) -> Result<Tally> {
+fn guest(folder: &Path, tests: &Path, show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     const NAME: &str = "RDMA in QEMU";
     let mut command = Command::new(repo::root().join("scripts/rdma/guest.sh"));
     command.arg(folder.join("kernel")).arg(COMMAND);
@@ -78,8 +78,8 @@ fn guest(folder: &Path, tests: &Path, show: &mut dyn FnMut(&str)) -> Result<Tall
             .or_else(|| line.strip_prefix("guest: ").map(String::from));
     })?;
     Ok(match lacking {
-        Some(reason) if !passed && is_lack(&reason) => Tally::skip(NAME, &reason),
-        _ => Tally::check(&format!("{NAME}: see target/xtask/rdma.log"), passed),
+        Some(reason) if !passed && is_lack(&reason) => TestTally::skip(NAME, &reason),
+        _ => TestTally::check(&format!("{NAME}: see target/xtask/rdma.log"), passed),
     })
 }
 

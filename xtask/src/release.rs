@@ -9,7 +9,7 @@ use std::process::Command;
 
 use anyhow::Result;
 
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{models, process, repo, rust_target, sdk, venv};
 
 const TARGETS: [&str; 2] = ["x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"];
@@ -27,7 +27,7 @@ pub(crate) enum Builds {
 ///
 /// # Errors
 /// When the script cannot be started. Missing tools are a skip.
-pub(crate) fn run(builds: Builds, see: &mut impl FnMut(&str)) -> Result<Tally> {
+pub(crate) fn run(builds: Builds, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let folder = models::folder()?.with_file_name("test-clients/release");
     let tools = TARGETS
         .iter()
@@ -35,7 +35,7 @@ pub(crate) fn run(builds: Builds, see: &mut impl FnMut(&str)) -> Result<Tally> {
         .and_then(|()| venv::python_in(&folder, "package/requirements-release.txt"));
     let python = match tools {
         Ok(python) => python,
-        Err(error) => return Ok(Tally::skip("builds to publish", &format!("{error:#}"))),
+        Err(error) => return Ok(TestTally::skip("builds to publish", &format!("{error:#}"))),
     };
     let mut command = Command::new(python);
     command.arg(repo::root().join("packaging/release.py"));

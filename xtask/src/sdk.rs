@@ -27,11 +27,11 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::extent::{Extent, LONG};
-use crate::tally::Tally;
+use crate::extent::{LONG, TestExtent};
+use crate::tally::TestTally;
 use crate::{models, process, repo};
-use clients::Client;
-use server::Server;
+use clients::SdkClient;
+use server::TestServer;
 
 /// Runs every client that is available here against `binary`, or the program built here; missing
 /// clients are skipped by name.
@@ -40,9 +40,9 @@ use server::Server;
 /// When SmolLM2 is missing, paceline cannot be built, or the server does not start.
 pub(crate) fn run(
     binary: Option<PathBuf>,
-    extent: Extent,
+    extent: TestExtent,
     see: &mut impl FnMut(&str),
-) -> Result<Tally> {
+) -> Result<TestTally> {
     let model = models::smollm2()?;
     let (clients, mut tally) = clients::install(&models::folder()?);
     if clients.is_empty() {
@@ -50,16 +50,16 @@ pub(crate) fn run(
     }
     let binary = binary.map_or_else(|| build(see), Ok)?;
     let (tools, others): (Vec<_>, Vec<_>) = clients.iter().partition(|client| client.wants_tools);
-    let server = Server::start(&binary, &model)?;
+    let server = TestServer::start(&binary, &model)?;
     tally.add(drive_all(&others, server, extent, see)?);
     let scripted = build_target(&["--workspace", "--example", "scripted"], see)?;
     tally.add(drive_all(
         &tools,
-        Server::scripted(&scripted)?,
+        TestServer::scripted(&scripted)?,
         extent,
         see,
     )?);
-    if extent == Extent::Long {
+    if extent == TestExtent::Long {
         let folder = models::folder()?.with_file_name("test-clients/agents");
         tally.add(drive_agents(&binary, &scripted, &folder, see)?);
         tally.add(drive_libraries(&scripted, see)?);
@@ -68,12 +68,12 @@ pub(crate) fn run(
 }
 
 /// Runs the available libraries against the scripted server; missing ones are skipped by name.
-fn drive_libraries(scripted: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
+fn drive_libraries(scripted: &Path, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let (libraries, mut tally) = clients::install_libraries(&models::folder()?);
     if !libraries.is_empty() {
-        let libraries: Vec<&Client> = libraries.iter().collect();
-        let server = Server::scripted(scripted)?;
-        tally.add(drive_all(&libraries, server, Extent::Long, see)?);
+        let libraries: Vec<&SdkClient> = libraries.iter().collect();
+        let server = TestServer::scripted(scripted)?;
+        tally.add(drive_all(&libraries, server, TestExtent::Long, see)?);
     }
     Ok(tally)
 }
@@ -84,9 +84,9 @@ fn drive_agents(
     scripted: &Path,
     folder: &Path,
     see: &mut impl FnMut(&str),
-) -> Result<Tally> {
+) -> Result<TestTally> {
     see("-- agents");
-    let server = Server::scripted(scripted)?;
+    let server = TestServer::scripted(scripted)?;
     let mut command = Command::new("python3");
     command.arg(repo::root().join("scripts/sdk/agents.py"));
     command.args([&server.url, &server.model]);
@@ -98,12 +98,12 @@ fn drive_agents(
 
 /// Runs clients one after the other and ends the server.
 fn drive_all(
-    clients: &[&Client],
-    server: Server,
-    extent: Extent,
+    clients: &[&SdkClient],
+    server: TestServer,
+    extent: TestExtent,
     see: &mut impl FnMut(&str),
-) -> Result<Tally> {
-    let mut tally = Tally::default();
+) -> Result<TestTally> {
+    let mut tally = TestTally::default();
     for client in clients {
         see(&format!("-- {}", client.name));
         tally.add(drive(client, &server, extent, see)?);
@@ -111,7 +111,7 @@ fn drive_all(
     let name = format!("sdk: the server of {} ends when told", server.model);
     let ended = server.end();
     ended.iter().for_each(|why| see(why));
-    tally.add(Tally::check(&name, ended.is_none()));
+    tally.add(TestTally::check(&name, ended.is_none()));
     Ok(tally)
 }
 
@@ -144,20 +144,20 @@ fn executable(line: &str) -> Option<PathBuf> {
 
 /// Runs one client to its end and counts its cases.
 fn drive(
-    client: &Client,
-    server: &Server,
-    extent: Extent,
+    client: &SdkClient,
+    server: &TestServer,
+    extent: TestExtent,
     see: &mut impl FnMut(&str),
-) -> Result<Tally> {
+) -> Result<TestTally> {
     let mut command = client.command(server);
-    if extent == Extent::Long {
+    if extent == TestExtent::Long {
         command.env(LONG.0, LONG.1);
     }
     stream(client.name, command, see)
 }
 
 /// Runs a client that prints its cases; it may skip all of them.
-fn stream(name: &str, command: Command, see: &mut impl FnMut(&str)) -> Result<Tally> {
+fn stream(name: &str, command: Command, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let log = process::log_path(&format!("sdk-{name}"));
     let (passed, tally) = read(name, &log, command, see)?;
     let is_whole = passed && tally.passed + tally.skips.len() > 0;
@@ -174,7 +174,7 @@ pub(crate) fn cases(
     log: &Path,
     command: Command,
     see: &mut impl FnMut(&str),
-) -> Result<Tally> {
+) -> Result<TestTally> {
     let (passed, tally) = read(name, log, command, see)?;
     let is_whole = passed && tally.passed > 0;
     Ok(close(name, log, (tally, is_whole), see))
@@ -186,8 +186,8 @@ fn read(
     log: &Path,
     command: Command,
     see: &mut impl FnMut(&str),
-) -> Result<(bool, Tally)> {
-    let mut tally = Tally::default();
+) -> Result<(bool, TestTally)> {
+    let mut tally = TestTally::default();
     let passed = process::stream(command, log, |line| {
         if let Some(case) = case(name, line) {
             see(line);
@@ -201,11 +201,11 @@ fn read(
 fn close(
     name: &str,
     log: &Path,
-    (mut tally, is_whole): (Tally, bool),
+    (mut tally, is_whole): (TestTally, bool),
     see: &mut impl FnMut(&str),
-) -> Tally {
+) -> TestTally {
     if tally.failed == 0 && !is_whole {
-        tally.add(Tally::failure(&format!("{name}: ended early")));
+        tally.add(TestTally::failure(&format!("{name}: ended early")));
     }
     if tally.failed > 0 {
         see(&format!("see {}", log.display()));
@@ -215,18 +215,18 @@ fn close(
 
 /// The case that `line` is the outcome of: `ok NAME ...`, `FAILED NAME: why` or
 /// `SKIPPED NAME: why`.
-fn case(client: &str, line: &str) -> Option<Tally> {
+fn case(client: &str, line: &str) -> Option<TestTally> {
     if let Some(case) = line.strip_prefix("ok ") {
-        return Some(Tally::check(case, true));
+        return Some(TestTally::check(case, true));
     }
     if let Some((case, why)) = line
         .strip_prefix("SKIPPED ")
         .and_then(|c| c.split_once(": "))
     {
-        return Some(Tally::skip(&format!("{client}: {case}"), why));
+        return Some(TestTally::skip(&format!("{client}: {case}"), why));
     }
     let case = line.strip_prefix("FAILED ")?;
-    Some(Tally::failure(&format!("{client}: {case}")))
+    Some(TestTally::failure(&format!("{client}: {case}")))
 }
 
 #[cfg(test)]

@@ -9,9 +9,9 @@ use anyhow::{Context, Result};
 use clap::ValueEnum;
 
 use crate::cargo_test::TestLog;
-use crate::extent::{Extent, LONG};
+use crate::extent::{LONG, TestExtent};
 use crate::nextest::NextestLog;
-use crate::tally::Tally;
+use crate::tally::TestTally;
 use crate::{
     asan, darwin, deny, docs, fuzz, instructions, long_record, mlx, mlx_engine, mlx_gpu, mlx_tools,
     models, mpi, neon, package, process, rdma, release, repo, sdk, tidy, wheel,
@@ -19,7 +19,7 @@ use crate::{
 
 /// A step of a test run. `cargo xtask test` runs those of [`DEFAULT`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Step {
+pub(crate) enum TestStep {
     /// Fetch and make the models that tests read.
     Models,
     /// MLX's libraries, which the engine's tests open.
@@ -75,56 +75,66 @@ pub(crate) enum Step {
 /// The default steps of `cargo xtask test`: stages one after the other, the lanes of a stage in
 /// parallel. Downloads and Python, which use one core at most, overlap with compilers. The tests
 /// and the clients have the machine for themselves: many wait for other processes.
-pub(crate) const DEFAULT: [&[&[Step]]; 4] = [
+pub(crate) const DEFAULT: [&[&[TestStep]]; 4] = [
     &[
-        &[Step::Models, Step::Mlx],
-        &[Step::Fmt, Step::Tidy, Step::Clippy, Step::Build],
+        &[TestStep::Models, TestStep::Mlx],
+        &[
+            TestStep::Fmt,
+            TestStep::Tidy,
+            TestStep::Clippy,
+            TestStep::Build,
+        ],
     ],
-    &[&[Step::Unit]],
-    &[&[Step::Doc, Step::Mpi], &[Step::MlxTools, Step::Gpu]],
-    &[&[Step::Sdk, Step::Wheel, Step::Docs]],
+    &[&[TestStep::Unit]],
+    &[
+        &[TestStep::Doc, TestStep::Mpi],
+        &[TestStep::MlxTools, TestStep::Gpu],
+    ],
+    &[&[TestStep::Sdk, TestStep::Wheel, TestStep::Docs]],
 ];
 
 /// The steps of the long run besides: packages in fresh roots, made of what other machines get.
-pub(crate) const LONG_ONLY: [&[&[Step]]; 1] = [&[&[Step::Release, Step::Package]]];
+pub(crate) const LONG_ONLY: [&[&[TestStep]]; 1] = [&[&[TestStep::Release, TestStep::Package]]];
 
-impl Step {
+impl TestStep {
     fn name(self) -> &'static str {
         match self {
-            Step::Models => "models",
-            Step::Mlx => "mlx",
-            Step::Fmt => "fmt",
-            Step::Clippy => "clippy",
-            Step::Tidy => "tidy",
-            Step::Build => "build",
-            Step::Unit => "unit",
-            Step::Doc => "doc",
-            Step::Sdk => "sdk",
-            Step::Wheel => "wheel",
-            Step::Docs => "docs",
-            Step::Package => "package",
-            Step::Release => "release",
-            Step::MlxTools => "mlx-tools",
-            Step::MlxGpu => "mlx-gpu",
-            Step::Gpu => "gpu",
-            Step::Mpi => "mpi",
-            Step::MlxRing => "mlx-ring",
-            Step::Darwin => "darwin",
-            Step::Neon => "neon",
-            Step::Instructions => "instructions",
-            Step::Fuzz => "fuzz",
-            Step::Asan => "asan",
-            Step::Rdma => "rdma",
-            Step::Deny => "deny",
+            TestStep::Models => "models",
+            TestStep::Mlx => "mlx",
+            TestStep::Fmt => "fmt",
+            TestStep::Clippy => "clippy",
+            TestStep::Tidy => "tidy",
+            TestStep::Build => "build",
+            TestStep::Unit => "unit",
+            TestStep::Doc => "doc",
+            TestStep::Sdk => "sdk",
+            TestStep::Wheel => "wheel",
+            TestStep::Docs => "docs",
+            TestStep::Package => "package",
+            TestStep::Release => "release",
+            TestStep::MlxTools => "mlx-tools",
+            TestStep::MlxGpu => "mlx-gpu",
+            TestStep::Gpu => "gpu",
+            TestStep::Mpi => "mpi",
+            TestStep::MlxRing => "mlx-ring",
+            TestStep::Darwin => "darwin",
+            TestStep::Neon => "neon",
+            TestStep::Instructions => "instructions",
+            TestStep::Fuzz => "fuzz",
+            TestStep::Asan => "asan",
+            TestStep::Rdma => "rdma",
+            TestStep::Deny => "deny",
         }
     }
 
-    fn run(self, extent: Extent) -> Result<Tally> {
+    fn run(self, extent: TestExtent) -> Result<TestTally> {
         match self {
-            Step::Models => models::run(None),
-            Step::Mlx => Ok(mlx_engine::run(&mut |line| println!("{line}"))),
-            Step::Fmt => cargo_check(self, &["fmt", "--all", "--check", "--", "--color", "never"]),
-            Step::Clippy => cargo_check(
+            TestStep::Models => models::run(None),
+            TestStep::Mlx => Ok(mlx_engine::run(&mut |line| println!("{line}"))),
+            TestStep::Fmt => {
+                cargo_check(self, &["fmt", "--all", "--check", "--", "--color", "never"])
+            }
+            TestStep::Clippy => cargo_check(
                 self,
                 &[
                     "clippy",
@@ -136,46 +146,48 @@ impl Step {
                     "warnings",
                 ],
             ),
-            Step::Tidy => tidy(),
-            Step::Build => cargo_check(
+            TestStep::Tidy => tidy(),
+            TestStep::Build => cargo_check(
                 self,
                 &["test", "--release", "--workspace", "--tests", "--no-run"],
             ),
-            Step::Unit if has_nextest() => nextest(extent),
-            Step::Unit => cargo_test(self, "--tests", extent),
-            Step::Doc => cargo_test(self, "--doc", extent),
-            Step::Sdk => sdk::run(None, extent, &mut |line| println!("{line}")),
-            Step::Wheel => wheel::run(None, extent, &mut |line| println!("{line}")),
-            Step::Docs => docs::run(docs::Pages::Check, extent, &mut |line| println!("{line}")),
-            Step::Release => release::run(release::Builds::Once, &mut |line| println!("{line}")),
-            Step::Package => package::run(extent, &mut |line| println!("{line}")),
-            Step::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
-            Step::MlxGpu => mlx_gpu::run(&mut |line| println!("{line}")),
-            Step::Gpu => gpu(extent),
-            Step::Mpi => mpi::run(&mut |line| println!("{line}")),
-            Step::MlxRing => mlx::run(&mut |line| println!("{line}")),
-            Step::Darwin => darwin::run(&mut |line| println!("{line}")),
-            Step::Neon => neon::run(&mut |line| println!("{line}")),
-            Step::Instructions => instructions::run(false, &mut |line| println!("{line}")),
-            Step::Fuzz => fuzz::check(&mut |line| println!("{line}")),
-            Step::Asan => asan::run(&mut |line| println!("{line}")),
-            Step::Rdma => rdma::run(&mut |line| println!("{line}")),
-            Step::Deny => deny::run(&mut |line| println!("{line}")),
+            TestStep::Unit if has_nextest() => nextest(extent),
+            TestStep::Unit => cargo_test(self, "--tests", extent),
+            TestStep::Doc => cargo_test(self, "--doc", extent),
+            TestStep::Sdk => sdk::run(None, extent, &mut |line| println!("{line}")),
+            TestStep::Wheel => wheel::run(None, extent, &mut |line| println!("{line}")),
+            TestStep::Docs => docs::run(docs::Pages::Check, extent, &mut |line| println!("{line}")),
+            TestStep::Release => {
+                release::run(release::Builds::Once, &mut |line| println!("{line}"))
+            }
+            TestStep::Package => package::run(extent, &mut |line| println!("{line}")),
+            TestStep::MlxTools => mlx_tools::run(None, &mut |line| println!("{line}")),
+            TestStep::MlxGpu => mlx_gpu::run(&mut |line| println!("{line}")),
+            TestStep::Gpu => gpu(extent),
+            TestStep::Mpi => mpi::run(&mut |line| println!("{line}")),
+            TestStep::MlxRing => mlx::run(&mut |line| println!("{line}")),
+            TestStep::Darwin => darwin::run(&mut |line| println!("{line}")),
+            TestStep::Neon => neon::run(&mut |line| println!("{line}")),
+            TestStep::Instructions => instructions::run(false, &mut |line| println!("{line}")),
+            TestStep::Fuzz => fuzz::check(&mut |line| println!("{line}")),
+            TestStep::Asan => asan::run(&mut |line| println!("{line}")),
+            TestStep::Rdma => rdma::run(&mut |line| println!("{line}")),
+            TestStep::Deny => deny::run(&mut |line| println!("{line}")),
         }
     }
 }
 
 /// Runs `steps` one after the other. See [`run_stages`].
-pub(crate) fn run(steps: &[Step], extent: Extent) -> bool {
+pub(crate) fn run(steps: &[TestStep], extent: TestExtent) -> bool {
     run_stages(&[&[steps]], extent)
 }
 
 /// Runs `stages` in order, all steps even when one fails. Prints a table, the names of what failed
 /// and what was skipped, and the closing line. True when nothing failed.
-pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
-    let mut total = Tally::default();
+pub(crate) fn run_stages(stages: &[&[&[TestStep]]], extent: TestExtent) -> bool {
+    let mut total = TestTally::default();
     let mut table = Vec::new();
-    let outcomes: Vec<Outcome> = stages
+    let outcomes: Vec<StepOutcome> = stages
         .iter()
         .flat_map(|lanes| run_lanes(lanes, extent))
         .collect();
@@ -191,30 +203,34 @@ pub(crate) fn run_stages(stages: &[&[&[Step]]], extent: Extent) -> bool {
     total.failed == 0
 }
 
-type Outcome = (&'static str, Duration, Tally);
+type StepOutcome = (&'static str, Duration, TestTally);
 
 /// Records a long run; tells at the end of another how old the record is.
-fn long_run(outcomes: &[Outcome], extent: Extent) {
+fn long_run(outcomes: &[StepOutcome], extent: TestExtent) {
     let rows: Vec<_> = outcomes
         .iter()
         .map(|(name, time, tally)| (*name, *time, tally))
         .collect();
     match extent {
-        Extent::Long => match long_record::write(&rows) {
+        TestExtent::Long => match long_record::write(&rows) {
             Ok(()) => println!("benches/results/long-run.tsv has this run: commit it"),
             Err(error) => println!("this long run is not recorded: {error:#}"),
         },
-        Extent::Default if outcomes.iter().any(|(name, ..)| *name == Step::Unit.name()) => {
+        TestExtent::Default
+            if outcomes
+                .iter()
+                .any(|(name, ..)| *name == TestStep::Unit.name()) =>
+        {
             println!("\n{}", long_record::describe());
         }
-        Extent::Default => {}
+        TestExtent::Default => {}
     }
 }
 
 /// Runs lanes in parallel, the steps of each in order; outcomes are in lane order. Output of lanes
 /// is interleaved; each step has a log of its own.
-fn run_lanes(lanes: &[&[Step]], extent: Extent) -> Vec<Outcome> {
-    let lane = |steps: &[Step]| -> Vec<Outcome> {
+fn run_lanes(lanes: &[&[TestStep]], extent: TestExtent) -> Vec<StepOutcome> {
+    let lane = |steps: &[TestStep]| -> Vec<StepOutcome> {
         steps.iter().map(|step| run_step(*step, extent)).collect()
     };
     std::thread::scope(|scope| {
@@ -228,24 +244,24 @@ fn run_lanes(lanes: &[&[Step]], extent: Extent) -> Vec<Outcome> {
     })
 }
 
-fn run_step(step: Step, extent: Extent) -> Outcome {
+fn run_step(step: TestStep, extent: TestExtent) -> StepOutcome {
     println!("== {}", step.name());
     let start = Instant::now();
     let tally = step.run(extent).unwrap_or_else(|error| {
         println!("error: {error:#}");
-        Tally::failure(&format!("{}: {error:#}", step.name()))
+        TestTally::failure(&format!("{}: {error:#}", step.name()))
     });
     let time = start.elapsed();
     println!("== {} ended after {:.1} s", step.name(), time.as_secs_f64());
     (step.name(), time, tally)
 }
 
-fn row(name: &str, time: Duration, tally: &Tally) -> String {
+fn row(name: &str, time: Duration, tally: &TestTally) -> String {
     format!("{name:9} {:7.1}  {tally}", time.as_secs_f64())
 }
 
 /// A cargo command that passes or fails as a whole; its output is shown but for progress.
-fn cargo_check(step: Step, arguments: &[&str]) -> Result<Tally> {
+fn cargo_check(step: TestStep, arguments: &[&str]) -> Result<TestTally> {
     let mut command = repo::cargo();
     command.args(arguments);
     let passed = process::stream(command, &process::log_path(step.name()), |line| {
@@ -253,14 +269,14 @@ fn cargo_check(step: Step, arguments: &[&str]) -> Result<Tally> {
             println!("{line}");
         }
     })?;
-    Ok(Tally::check(step.name(), passed))
+    Ok(TestTally::check(step.name(), passed))
 }
 
 /// Prints every finding; fails when one is an error.
 ///
 /// # Errors
 /// Those of [`tidy::run`].
-pub(crate) fn tidy() -> Result<Tally> {
+pub(crate) fn tidy() -> Result<TestTally> {
     let findings = tidy::run()?;
     findings.iter().for_each(|finding| println!("{finding}"));
     let errors = findings.iter().filter(|finding| finding.is_error()).count();
@@ -268,12 +284,15 @@ pub(crate) fn tidy() -> Result<Tally> {
         "tidy: {errors} errors, {} warnings",
         findings.len() - errors
     );
-    Ok(Tally::check(&format!("tidy: {errors} errors"), errors == 0))
+    Ok(TestTally::check(
+        &format!("tidy: {errors} errors"),
+        errors == 0,
+    ))
 }
 
 /// Clippy and tests of the crates that have the feature `gpu`, with it; tests say which adapter
 /// they ran on, or that there is none.
-fn gpu(extent: Extent) -> Result<Tally> {
+fn gpu(extent: TestExtent) -> Result<TestTally> {
     const CRATES: [&str; 6] = [
         "--release",
         "-p",
@@ -285,11 +304,11 @@ fn gpu(extent: Extent) -> Result<Tally> {
     let mut clippy = vec!["clippy"];
     clippy.extend(CRATES);
     clippy.extend(["--all-targets", "--", "-D", "warnings"]);
-    let mut tally = cargo_check(Step::Gpu, &clippy)?;
+    let mut tally = cargo_check(TestStep::Gpu, &clippy)?;
     let mut command = repo::cargo();
     command.arg("test").args(CRATES);
     command.args(["--no-fail-fast", "--tests", "--", "--show-output"]);
-    if extent == Extent::Long {
+    if extent == TestExtent::Long {
         command.env(LONG.0, LONG.1);
     }
     let mut log = TestLog::new();
@@ -310,7 +329,7 @@ fn has_nextest() -> bool {
 }
 
 /// All tests but those of documentation, each as a process of its own, by `.config/nextest.toml`.
-fn nextest(extent: Extent) -> Result<Tally> {
+fn nextest(extent: TestExtent) -> Result<TestTally> {
     let mut command = repo::cargo();
     command.args([
         "nextest",
@@ -335,7 +354,7 @@ fn nextest(extent: Extent) -> Result<Tally> {
 }
 
 /// Tests of the whole workspace, of the kind that `kind` selects, by the plain harness.
-fn cargo_test(step: Step, kind: &str, extent: Extent) -> Result<Tally> {
+fn cargo_test(step: TestStep, kind: &str, extent: TestExtent) -> Result<TestTally> {
     let mut command = repo::cargo();
     command.args(["test", "--release", "--workspace", "--no-fail-fast", kind]);
     command.args(["--", "--show-output"]);
@@ -351,12 +370,12 @@ fn cargo_test(step: Step, kind: &str, extent: Extent) -> Result<Tally> {
 
 /// Passes on the test models' folder, so that the tests read what the models step made, a Python
 /// with MLX, and MLX's C layer. Tests that lack one say so by name.
-fn point_to_models(command: &mut Command, extent: Extent) -> Result<()> {
+fn point_to_models(command: &mut Command, extent: TestExtent) -> Result<()> {
     command.env(
         "PACELINE_TEST_MODELS",
         models::folder().context("find the test models")?,
     );
-    if extent == Extent::Long {
+    if extent == TestExtent::Long {
         command.env(LONG.0, LONG.1);
     }
     match mlx::python() {
@@ -379,7 +398,7 @@ mod tests {
         let row = row(
             "fmt",
             Duration::from_millis(1300),
-            &Tally::check("fmt", true),
+            &TestTally::check("fmt", true),
         );
         assert_eq!(row, "fmt           1.3  1 passed, 0 failed, 0 skipped");
     }

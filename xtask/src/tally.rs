@@ -26,7 +26,7 @@ impl Skip {
 
 /// The counts of one step or of a whole run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Tally {
+pub(crate) struct TestTally {
     pub(crate) passed: usize,
     pub(crate) failed: usize,
     pub(crate) skips: Vec<Skip>,
@@ -34,42 +34,42 @@ pub(crate) struct Tally {
     pub(crate) failures: Vec<String>,
 }
 
-impl Tally {
+impl TestTally {
     /// The tally of a check that passed or failed as a whole.
-    pub(crate) fn check(name: &str, passed: bool) -> Tally {
+    pub(crate) fn check(name: &str, passed: bool) -> TestTally {
         if passed {
-            Tally {
+            TestTally {
                 passed: 1,
-                ..Tally::default()
+                ..TestTally::default()
             }
         } else {
-            Tally::failure(name)
+            TestTally::failure(name)
         }
     }
 
     /// The tally of a check that failed.
-    pub(crate) fn failure(name: &str) -> Tally {
-        Tally {
+    pub(crate) fn failure(name: &str) -> TestTally {
+        TestTally {
             failed: 1,
             failures: vec![name.into()],
-            ..Tally::default()
+            ..TestTally::default()
         }
     }
 
     /// The tally of a check that could not be made.
-    pub(crate) fn skip(name: &str, reason: &str) -> Tally {
+    pub(crate) fn skip(name: &str, reason: &str) -> TestTally {
         let skip = Skip {
             name: name.into(),
             reason: reason.replace('\n', " "),
         };
-        Tally {
+        TestTally {
             skips: vec![skip],
-            ..Tally::default()
+            ..TestTally::default()
         }
     }
 
     /// Adds the counts of `other`.
-    pub(crate) fn add(&mut self, other: Tally) {
+    pub(crate) fn add(&mut self, other: TestTally) {
         self.passed += other.passed;
         self.failed += other.failed;
         self.skips.extend(other.skips);
@@ -88,7 +88,7 @@ impl Tally {
 }
 
 /// The closing line, `N passed, N failed, N skipped`.
-impl fmt::Display for Tally {
+impl fmt::Display for TestTally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -131,11 +131,11 @@ mod tests {
 
     #[test]
     fn tallies_add_up_to_the_closing_line() {
-        let mut total = Tally::default();
+        let mut total = TestTally::default();
         assert_eq!(total.to_string(), "0 passed, 0 failed, 0 skipped");
-        total.add(Tally::check("fmt", true));
-        total.add(Tally::check("clippy", false));
-        total.add(Tally::skip("darwin check", "no\nzig"));
+        total.add(TestTally::check("fmt", true));
+        total.add(TestTally::check("clippy", false));
+        total.add(TestTally::skip("darwin check", "no\nzig"));
         assert_eq!(total.to_string(), "1 passed, 1 failed, 1 skipped");
         assert_eq!(total.failures, ["clippy"]);
         assert_eq!(total.skips[0].reason, "no zig");

@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::extent::Extent;
-use crate::tally::Tally;
+use crate::extent::TestExtent;
+use crate::tally::TestTally;
 use crate::{minilm, mlx, models, process, repo, sdk, venv};
 
 /// Each program besides the compiler: pip may fetch NumPy.
@@ -29,13 +29,13 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// When a program cannot be started or fails. Missing tools are a skip.
 pub(crate) fn run(
     binary: Option<PathBuf>,
-    extent: Extent,
+    extent: TestExtent,
     see: &mut impl FnMut(&str),
-) -> Result<Tally> {
+) -> Result<TestTally> {
     let folder = models::folder()?.with_file_name("test-clients/python");
     let tools = match venv::python_in(&folder, "python/requirements.txt") {
         Ok(python) => python,
-        Err(error) => return Ok(Tally::skip("the wheel", &format!("{error:#}"))),
+        Err(error) => return Ok(TestTally::skip("the wheel", &format!("{error:#}"))),
     };
     let binary = binary.map_or_else(|| sdk::build(see), Ok)?;
     let wheel = build(&tools, &binary, see)?;
@@ -45,28 +45,28 @@ pub(crate) fn run(
         fs::metadata(&wheel)?.len()
     ));
     let python = install(&wheel)?;
-    let mut tally = Tally::check("the wheel installs into a fresh environment", true);
+    let mut tally = TestTally::check("the wheel installs into a fresh environment", true);
     tally.add(test(&python, "distributed_test.py", &[], see)?);
     tally.add(with_models(&python, see)?);
     tally.add(beside_mlx(see)?);
-    if extent == Extent::Long {
+    if extent == TestExtent::Long {
         tally.add(beside_gloo(see)?);
     }
     Ok(tally)
 }
 
 /// Cases that need models: answers, vectors, array jobs with a short training.
-fn with_models(python: &Path, see: &mut impl FnMut(&str)) -> Result<Tally> {
+fn with_models(python: &Path, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let model = match models::smollm2() {
         Ok(model) => model,
-        Err(error) => return Ok(Tally::skip("answers in Python", &format!("{error:#}"))),
+        Err(error) => return Ok(TestTally::skip("answers in Python", &format!("{error:#}"))),
     };
     let encoder = models::folder()?.join(minilm::FOLDER);
     let mut given: Vec<&OsStr> = vec![model.as_ref()];
-    let mut tally = Tally::default();
+    let mut tally = TestTally::default();
     match encoder.is_dir() {
         true => given.push(encoder.as_ref()),
-        false => tally.add(Tally::skip("vectors in Python", "MiniLM is not there")),
+        false => tally.add(TestTally::skip("vectors in Python", "MiniLM is not there")),
     }
     tally.add(test(python, "llm_test.py", &given, see)?);
     tally.add(test(python, "compute_test.py", &given[..1], see)?);
@@ -170,20 +170,20 @@ fn install(wheel: &Path) -> Result<PathBuf> {
 }
 
 /// The same programs with MLX's module and ours, where MLX is available.
-fn beside_mlx(see: &mut impl FnMut(&str)) -> Result<Tally> {
+fn beside_mlx(see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let python = match mlx::python() {
         Ok(python) => python,
-        Err(error) => return Ok(Tally::skip("programs for MLX", &format!("{error:#}"))),
+        Err(error) => return Ok(TestTally::skip("programs for MLX", &format!("{error:#}"))),
     };
     test(&python, "mlx_test.py", &[], see)
 }
 
 /// The backend of `torch.distributed`, where torch is available.
-fn beside_gloo(see: &mut impl FnMut(&str)) -> Result<Tally> {
+fn beside_gloo(see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let folder = models::folder()?.with_file_name("test-clients/torch");
     match venv::python_in(&folder, "python/requirements-torch.txt") {
         Ok(python) => test(&python, "torch_test.py", &[], see),
-        Err(error) => Ok(Tally::skip("torch.distributed", &format!("{error:#}"))),
+        Err(error) => Ok(TestTally::skip("torch.distributed", &format!("{error:#}"))),
     }
 }
 
@@ -198,7 +198,7 @@ fn test(
     script: &str,
     arguments: &[&OsStr],
     see: &mut impl FnMut(&str),
-) -> Result<Tally> {
+) -> Result<TestTally> {
     let mut command = Command::new(python);
     command.arg(repo::root().join("crates/python/tests").join(script));
     command.args(arguments).env("PYTHONDONTWRITEBYTECODE", "1");

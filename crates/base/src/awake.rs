@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 /// peer times out because of the owner's own absence. `Awake` reads no clock: the caller passes the
 /// time.
 #[derive(Clone, Copy, Debug)]
-pub struct Awake {
+pub struct AwakeTime {
     looked: Instant,
     most: Duration,
     total: Duration,
 }
 
-impl Awake {
+impl AwakeTime {
     /// Starts at `now`; `most` is the longest interval between two calls of an awake owner.
     pub fn new(now: Instant, most: Duration) -> Self {
         Self {
@@ -28,7 +28,7 @@ impl Awake {
 
     /// Advances to `now`; call it before reading the messages that arrived until now. Returns the
     /// time awake since the last call.
-    pub fn look(&mut self, now: Instant) -> Duration {
+    pub fn tick(&mut self, now: Instant) -> Duration {
         let passed = now.saturating_duration_since(self.looked).min(self.most);
         self.looked = now;
         self.total += passed;
@@ -48,7 +48,7 @@ mod tests {
     #[test]
     fn time_away_hardly_counts() {
         let (start, most) = (Instant::now(), Duration::from_millis(300));
-        let mut awake = Awake::new(start, most);
+        let mut awake = AwakeTime::new(start, most);
         for (at_ms, passed_ms, total_ms) in [
             (0, 0, 0),
             (100, 100, 100),
@@ -60,13 +60,13 @@ mod tests {
             (3_600_000, 300, 1400),
             (3_600_050, 50, 1450),
         ] {
-            let passed = awake.look(start + Duration::from_millis(at_ms));
+            let passed = awake.tick(start + Duration::from_millis(at_ms));
             assert_eq!(passed, Duration::from_millis(passed_ms), "at {at_ms} ms");
             let total = Duration::from_millis(total_ms);
             assert_eq!(awake.total(), total, "at {at_ms} ms");
         }
         let before = awake.total();
-        assert_eq!(awake.look(start), Duration::ZERO, "a clock that goes back");
+        assert_eq!(awake.tick(start), Duration::ZERO, "a clock that goes back");
         assert_eq!(awake.total(), before);
     }
 }

@@ -184,7 +184,7 @@ impl ExactSum {
     }
 
     /// The flags that distinguish sums: not the sign of zero if another value was added.
-    const fn told(&self) -> u8 {
+    const fn flags(&self) -> u8 {
         if self.has_other_than_neg_zero() {
             self.flags & !NEG_ZERO
         } else {
@@ -214,7 +214,7 @@ impl ExactSum {
     pub fn to_bytes(&self) -> Vec<u8> {
         let (negative, limbs) = self.magnitude();
         let first = limbs.iter().take_while(|limb| **limb == 0).count();
-        let mut bytes = vec![self.told() | u8::from(negative) << 7, first as u8];
+        let mut bytes = vec![self.flags() | u8::from(negative) << 7, first as u8];
         bytes.extend(limbs[first..].iter().flat_map(|limb| limb.to_le_bytes()));
         bytes
     }
@@ -271,7 +271,7 @@ impl Default for ExactSum {
 impl PartialEq for ExactSum {
     /// Whether both are the same sum, however their slices lie.
     fn eq(&self, other: &Self) -> bool {
-        self.told() == other.told() && self.magnitude() == other.magnitude()
+        self.flags() == other.flags() && self.magnitude() == other.magnitude()
     }
 }
 

@@ -33,7 +33,7 @@ pub mod testing;
 pub mod tree;
 mod units;
 
-pub use awake::Awake;
+pub use awake::AwakeTime;
 pub use block_type::{BlockType, UnknownBlockType};
 pub use hex::{hex, unhex};
 pub use kernel_class::{KernelClass, UnknownKernelClass};

@@ -32,12 +32,12 @@ use std::ops::Range;
 /// So two nodes are equal exactly when they cover the same leaves (of the same `n`). Every node
 /// above level 0 has two children that are not empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Node {
+pub struct TreeNode {
     level: u32,
     index: usize,
 }
 
-impl Node {
+impl TreeNode {
     pub const fn leaf(index: usize) -> Self {
         Self { level: 0, index }
     }
@@ -78,7 +78,7 @@ impl Node {
 ///
 /// # Panics
 /// If `range` does not lie within `0..n`.
-pub fn roots(range: Range<usize>, n: usize) -> Vec<Node> {
+pub fn roots(range: Range<usize>, n: usize) -> Vec<TreeNode> {
     each_root(range, n).collect()
 }
 
@@ -86,7 +86,7 @@ pub fn roots(range: Range<usize>, n: usize) -> Vec<Node> {
 ///
 /// # Panics
 /// If `range` does not lie within `0..n`.
-pub fn each_root(range: Range<usize>, n: usize) -> impl Iterator<Item = Node> {
+pub fn each_root(range: Range<usize>, n: usize) -> impl Iterator<Item = TreeNode> {
     assert!(
         range.start <= range.end && range.end <= n,
         "leaves {range:?} of a tree over {n}"
@@ -100,12 +100,12 @@ pub fn each_root(range: Range<usize>, n: usize) -> impl Iterator<Item = Node> {
 }
 
 /// The node with the most leaves that starts at `start` and does not pass `end`.
-fn widest(start: usize, end: usize, n: usize) -> Node {
-    let mut node = Node::leaf(start);
+fn widest(start: usize, end: usize, n: usize) -> TreeNode {
+    let mut node = TreeNode::leaf(start);
     // A level above `node` whose right child is empty is `node` again, so only a level that adds
     // leaves is taken over.
     for level in 1..usize::BITS {
-        let up = Node {
+        let up = TreeNode {
             level,
             index: start >> level,
         };
@@ -160,7 +160,7 @@ fn value(leaves: &[&[f32]], level: u32, index: usize) -> Vec<f32> {
 ///
 /// # Panics
 /// If `values` is not a whole number of vectors or the nodes are not such a cover.
-pub fn combine<'a>(n: usize, nodes: &[Node], values: &'a mut [f32]) -> &'a mut [f32] {
+pub fn combine<'a>(n: usize, nodes: &[TreeNode], values: &'a mut [f32]) -> &'a mut [f32] {
     let width = values.len().checked_div(nodes.len()).unwrap_or(0);
     assert_eq!(
         width * nodes.len(),
@@ -171,7 +171,7 @@ pub fn combine<'a>(n: usize, nodes: &[Node], values: &'a mut [f32]) -> &'a mut [
     );
     // Started at leaf 0, the levels on the stack fall strictly from bottom to top, but for the
     // node just pushed.
-    let mut stack = [Node::leaf(0); usize::BITS as usize + 1];
+    let mut stack = [TreeNode::leaf(0); usize::BITS as usize + 1];
     let (mut depth, mut next_leaf) = (0, 0);
     for (i, &node) in nodes.iter().enumerate() {
         assert_eq!(
@@ -193,7 +193,7 @@ pub fn combine<'a>(n: usize, nodes: &[Node], values: &'a mut [f32]) -> &'a mut [
 }
 
 /// Adds up the top of the stack for as long as its nodes join; returns the depth that is left.
-fn settle(n: usize, nodes: &mut [Node], values: &mut [f32], width: usize) -> usize {
+fn settle(n: usize, nodes: &mut [TreeNode], values: &mut [f32], width: usize) -> usize {
     let mut depth = nodes.len();
     while let [.., left, right] = &mut nodes[..depth] {
         let Some(parent) = left.join(*right, n) else {
@@ -237,7 +237,7 @@ pub struct Stack {
     n: usize,
     width: usize,
     next_leaf: usize,
-    nodes: Vec<Node>,
+    nodes: Vec<TreeNode>,
     values: Vec<f32>,
 }
 
@@ -274,7 +274,7 @@ impl Stack {
             self.n
         );
         assert_eq!(leaf.len(), self.width, "length of leaf {}", self.next_leaf);
-        self.nodes.push(Node::leaf(self.next_leaf));
+        self.nodes.push(TreeNode::leaf(self.next_leaf));
         self.values.extend_from_slice(leaf);
         self.next_leaf += 1;
         let depth = settle(self.n, &mut self.nodes, &mut self.values, self.width);
@@ -283,7 +283,7 @@ impl Stack {
     }
 
     /// The nodes whose values are held, in order.
-    pub fn nodes(&self) -> &[Node] {
+    pub fn nodes(&self) -> &[TreeNode] {
         &self.nodes
     }
 
@@ -298,9 +298,9 @@ mod tests {
     use super::*;
 
     /// xorshift64: enough to make floats whose sum depends on the order.
-    struct Random(u64);
+    struct XorShift(u64);
 
-    impl Random {
+    impl XorShift {
         fn next(&mut self) -> u64 {
             self.0 ^= self.0 << 13;
             self.0 ^= self.0 >> 7;
@@ -323,8 +323,8 @@ mod tests {
         values.iter().map(|v| v.to_bits()).collect()
     }
 
-    fn node(level: u32, index: usize) -> Node {
-        Node { level, index }
+    fn node(level: u32, index: usize) -> TreeNode {
+        TreeNode { level, index }
     }
 
     /// The part of a sum that a rank computes for its own range of leaves.
@@ -428,7 +428,7 @@ mod tests {
         for n in 1..=64 {
             let seed = 0x9e37_79b9_7f4a_7c15 ^ n as u64;
             println!("n {n}, seed {seed:#x}");
-            let mut random = Random(seed);
+            let mut random = XorShift(seed);
             let data: Vec<f32> = (0..n * 3).map(|_| random.float()).collect();
             let leaves: Vec<&[f32]> = data.chunks(3).collect();
             check_cuts(&leaves, &[0, n]);

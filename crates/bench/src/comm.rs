@@ -8,7 +8,7 @@ mod picture;
 use std::time::Instant;
 
 use paceline_base::{Bytes, Rank};
-use paceline_comm::{Deadline, Error, Group, Memory, Reduce, Tuning};
+use paceline_comm::{Deadline, Error, Group, Reduce, RegisteredMemory, Tuning};
 use serde::{Deserialize, Serialize};
 
 use crate::quantile;
@@ -38,7 +38,7 @@ const CALLS: std::ops::RangeInclusive<usize> = 40..=1000;
 
 /// Settings of the measurement.
 #[derive(Clone, Debug)]
-pub struct Spec {
+pub struct CollectiveSpec {
     /// Name of the transport, for the report.
     pub transport: String,
     /// Whether the transport buffers no messages, as on MLX's ring.
@@ -51,7 +51,7 @@ pub struct Spec {
 
 /// An operation at one size.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Row {
+pub struct OperationRow {
     pub op: String,
     /// Bytes of a rank's buffer.
     pub bytes: usize,
@@ -80,7 +80,7 @@ pub struct Report {
     /// The choice of algorithms by size, with reasons.
     pub explain: String,
     /// By size, then by operation.
-    pub rows: Vec<Row>,
+    pub rows: Vec<OperationRow>,
     /// Other libraries that were measured in turn.
     #[serde(default)]
     pub peer: Vec<Rival>,
@@ -106,17 +106,17 @@ pub struct Rival {
 
 /// Buffers of one rank: `own` has one part, `all` one for each rank.
 struct Buffers {
-    own: Memory<f32>,
-    all: Memory<f32>,
-    again: Memory<f32>,
+    own: RegisteredMemory<f32>,
+    all: RegisteredMemory<f32>,
+    again: RegisteredMemory<f32>,
     /// Number of calls so far, for those that alternate.
     turn: usize,
 }
 
-type Call = fn(&dyn Group, &mut Buffers, Deadline) -> Result<(), Error>;
+type OperationFn = fn(&dyn Group, &mut Buffers, Deadline) -> Result<(), Error>;
 
 /// An operation: its name, the call, and how many times a rank's buffer crosses each link.
-type Op = (&'static str, Call, fn(f64) -> f64);
+type Op = (&'static str, OperationFn, fn(f64) -> f64);
 
 /// The baseline of all-reduce: rank 0 copies a buffer there and back, the others wait.
 const COPIES: &str = "two_copies";
@@ -214,7 +214,7 @@ pub fn calls(bytes: usize) -> usize {
 ///
 /// # Errors
 /// Errors of the group, which is unusable then.
-pub fn measure(spec: &Spec, group: &dyn Group) -> Result<Report, Error> {
+pub fn measure(spec: &CollectiveSpec, group: &dyn Group) -> Result<Report, Error> {
     let (tuning, by) = (group.tuning(), spec.deadline);
     let mut rows = Vec::new();
     for bytes in SIZES.into_iter().filter(|bytes| *bytes <= spec.max_bytes) {
@@ -244,7 +244,7 @@ pub fn measure(spec: &Spec, group: &dyn Group) -> Result<Report, Error> {
 }
 
 /// An operation in the variant that this transport supports.
-fn held(spec: &Spec, (name, call, copies): Op) -> Op {
+fn held(spec: &CollectiveSpec, (name, call, copies): Op) -> Op {
     match name {
         "send_recv" if spec.holds_nothing => (name, shift_in_turns, copies),
         _ => (name, call, copies),
@@ -257,7 +257,7 @@ fn row(
     (name, call, copies): Op,
     bytes: usize,
     by: Deadline,
-) -> Result<Row, Error> {
+) -> Result<OperationRow, Error> {
     let (size, length) = (group.size() as usize, bytes / 4);
     let many = matches!(name, "all_gather" | "reduce_scatter" | "all_to_all");
     let all = match name {
@@ -266,9 +266,9 @@ fn row(
         _ => 0,
     };
     let mut buffers = Buffers {
-        own: Memory::new(Some(group), length),
-        all: Memory::new(many.then_some(group), all),
-        again: Memory::new(Some(group), if many { all } else { 0 }),
+        own: RegisteredMemory::new(Some(group), length),
+        all: RegisteredMemory::new(many.then_some(group), all),
+        again: RegisteredMemory::new(Some(group), if many { all } else { 0 }),
         turn: 0,
     };
     (0..3).try_for_each(|_| call(group, &mut buffers, by))?;
@@ -284,7 +284,7 @@ fn row(
         "broadcast" => tuning.broadcast(bytes, size).to_string(),
         _ => String::new(),
     };
-    Ok(Row {
+    Ok(OperationRow {
         op: name.to_owned(),
         bytes,
         algorithm,
@@ -300,7 +300,7 @@ fn row(
 /// # Errors
 /// Errors of the group, which is unusable then.
 pub fn sums(group: &dyn Group, (bytes, calls): (usize, usize), by: Deadline) -> Result<f64, Error> {
-    let mut data = Memory::<f32>::new(Some(group), bytes / 4);
+    let mut data = RegisteredMemory::<f32>::new(Some(group), bytes / 4);
     let mut times = Vec::new();
     for turn in 0..calls + 3 {
         let start = Instant::now();
@@ -324,14 +324,14 @@ impl Report {
             "{:<15}{:>10} {:<10}{:>11}{:>11}{:>11}{:>10}",
             "operation", "bytes", "algorithm", "p10 us", "p50 us", "p99 us", "bus GB/s"
         );
-        let rows = self.rows.iter().map(Row::text);
+        let rows = self.rows.iter().map(OperationRow::text);
         let rivals = self.peer.iter().map(Rival::text);
         rows.chain(rivals)
             .fold(head, |text, row| text + "\n" + &row)
     }
 }
 
-impl Row {
+impl OperationRow {
     fn text(&self) -> String {
         format!(
             "{:<15}{:>10} {:<10}{:>11.1}{:>11.1}{:>11.1}{:>10.2}",

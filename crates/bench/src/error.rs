@@ -3,7 +3,7 @@
 use std::io;
 use std::process::ExitStatus;
 
-use paceline_engine::Failure;
+use paceline_engine::RequestFailure;
 
 /// Why a model cannot be measured.
 #[derive(Debug, thiserror::Error)]
@@ -11,7 +11,7 @@ pub enum Error {
     #[error(transparent)]
     Mlx(paceline_mlx::Error),
     #[error(transparent)]
-    Failure(Failure),
+    Failure(RequestFailure),
     /// There is no answer to measure.
     #[error("the model ended its answer at once: nothing to measure")]
     NoAnswer,

@@ -3,11 +3,11 @@
 use std::time::Instant;
 
 use paceline_base::{BlockType, Bytes, KernelClass};
-use paceline_plan::draw::{Bar, Bars};
+use paceline_plan::draw::{Bar, BarChart};
 use paceline_tensor::limits::ReadLimit;
 use paceline_tensor::stored::random::random_row;
 use paceline_tensor::{
-    Activations, Error, Kernels, PackOptions, Packed, Precision, Product, StoredMatrix,
+    Activations, Error, Kernels, PackOptions, PackedMatrix, Precision, Product, StoredMatrix,
 };
 use serde::Serialize;
 
@@ -23,7 +23,7 @@ const PROMPT_ROWS: usize = 2048;
 
 /// Settings of the measurement.
 #[derive(Clone, Debug)]
-pub struct Spec {
+pub struct KernelSpec {
     /// Class of kernels.
     pub class: KernelClass,
     /// Weight types.
@@ -41,7 +41,7 @@ pub struct Spec {
 
 /// Results of a weight type.
 #[derive(Debug, Serialize)]
-struct Row {
+struct KernelRow {
     r#type: &'static str,
     packed_bytes: u64,
     /// Weights read per second with a single row of activations.
@@ -67,19 +67,19 @@ pub struct Report {
     read_limit_gb_s: Spread,
     /// Dot products of bytes in registers by all threads.
     integer_peak_gop_s: f64,
-    rows: Vec<Row>,
+    rows: Vec<KernelRow>,
 }
 
 /// Measures every type in turn.
 ///
 /// # Errors
 /// If memory cannot be allocated.
-pub fn measure(spec: &Spec, kernels: &Kernels) -> Result<Report, Error> {
+pub fn measure(spec: &KernelSpec, kernels: &Kernels) -> Result<Report, Error> {
     let read = ReadLimit::new(spec.bytes, kernels.pool())?;
     let (mut rows, mut limits) = (Vec::new(), Vec::new());
     let peak = integer_peak(kernels);
     for block_type in &spec.types {
-        let mut bench = Bench::new(spec, *block_type, kernels)?;
+        let mut bench = MatrixBench::new(spec, *block_type, kernels)?;
         rows.push(bench.row(spec, &read, peak, &mut limits));
     }
     Ok(Report {
@@ -96,20 +96,20 @@ pub fn measure(spec: &Spec, kernels: &Kernels) -> Result<Report, Error> {
 }
 
 /// Matrices of one type, and activations for them.
-struct Bench<'a> {
+struct MatrixBench<'a> {
     kernels: &'a Kernels,
     /// Larger than the caches, and its activations and results.
-    large: Packed,
+    large: PackedMatrix,
     one: Activations,
     out: Vec<f32>,
     /// Of the size of a model's matrix.
-    small: Packed,
+    small: PackedMatrix,
     many: Activations,
     many_out: Vec<f32>,
 }
 
-impl<'a> Bench<'a> {
-    fn new(spec: &Spec, block_type: BlockType, kernels: &'a Kernels) -> Result<Self, Error> {
+impl<'a> MatrixBench<'a> {
+    fn new(spec: &KernelSpec, block_type: BlockType, kernels: &'a Kernels) -> Result<Self, Error> {
         let cols = spec.cols;
         let some = random_row(block_type, ROWS * cols, 1);
         let repeats = spec.bytes.div_ceil(some.len());
@@ -120,7 +120,7 @@ impl<'a> Bench<'a> {
                 cols,
                 bytes: &some.repeat(repeats),
             };
-            Packed::new(stored, PackOptions::default(), kernels.pool())
+            PackedMatrix::new(stored, PackOptions::default(), kernels.pool())
         };
         let (large, small) = (pack(repeats)?, pack(PROMPT_ROWS / ROWS)?);
         let precision = Precision::of(spec.class);
@@ -136,7 +136,13 @@ impl<'a> Bench<'a> {
         })
     }
 
-    fn row(&mut self, spec: &Spec, read: &ReadLimit, peak: f64, limits: &mut Vec<f64>) -> Row {
+    fn row(
+        &mut self,
+        spec: &KernelSpec,
+        read: &ReadLimit,
+        peak: f64,
+        limits: &mut Vec<f64>,
+    ) -> KernelRow {
         let (mut rates, mut shares, mut ops) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..=spec.runs {
             let (limit, rate, op) = (read_limit(read, self.kernels), self.decode(), self.prompt());
@@ -149,7 +155,7 @@ impl<'a> Bench<'a> {
         }
         let prompt_gop_s = Spread::of(&ops);
         let integers = self.large.reads_integers();
-        Row {
+        KernelRow {
             r#type: self.large.block_type().name(),
             packed_bytes: self.large.bytes().0,
             decode_gb_s: Spread::of(&rates),
@@ -173,7 +179,7 @@ impl<'a> Bench<'a> {
 }
 
 /// `n` rows of sine waves as activations.
-fn activations(n: usize, w: &Packed, precision: Precision, kernels: &Kernels) -> Activations {
+fn activations(n: usize, w: &PackedMatrix, precision: Precision, kernels: &Kernels) -> Activations {
     let mut x = kernels.activations(n, w.cols(), precision, [w]);
     kernels.fill_rows(&mut x, |t, row| {
         let wave = |(i, value): (usize, &mut f32)| *value = ((i + t) as f32 * 0.7).sin();
@@ -183,7 +189,7 @@ fn activations(n: usize, w: &Packed, precision: Precision, kernels: &Kernels) ->
 }
 
 /// Seconds of a product.
-fn product(kernels: &Kernels, weights: &Packed, x: &Activations, out: &mut [f32]) -> f64 {
+fn product(kernels: &Kernels, weights: &PackedMatrix, x: &Activations, out: &mut [f32]) -> f64 {
     let start = Instant::now();
     let product = Product {
         weights,
@@ -197,7 +203,7 @@ fn product(kernels: &Kernels, weights: &Packed, x: &Activations, out: &mut [f32]
 impl Report {
     /// Weight bytes read per second, compared with plain reads.
     pub fn svg(&self) -> String {
-        let row = |row: &Row| Bar {
+        let row = |row: &KernelRow| Bar {
             label: row.r#type.to_owned(),
             values: vec![Some(row.decode_gb_s.median)],
             note: format!("{:.0} % of plain reads", 100.0 * row.decode_of_read_limit),
@@ -207,7 +213,7 @@ impl Report {
             values: vec![Some(self.read_limit_gb_s.median)],
             note: String::new(),
         };
-        let bars = Bars {
+        let bars = BarChart {
             title: format!(
                 "Weights read a second, GB/s: one row, {} kernels, {} threads",
                 self.instruction_set, self.threads
@@ -244,7 +250,7 @@ impl Report {
     }
 }
 
-impl Row {
+impl KernelRow {
     fn text(&self) -> String {
         let percent = |share: f64| format!("{:.0} %", 100.0 * share);
         format!(

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use paceline_mlx::{self as mlx, Device, Library, Places, read_rate};
+use paceline_mlx::{self as mlx, DeviceKind, Library, LibraryPaths, read_rate};
 use paceline_tensor::limits::{ReadLimit, integer_work};
 use paceline_tensor::{self as tensor, Kernels};
 
@@ -28,7 +28,10 @@ pub enum Limit {
         kernels: Arc<Kernels>,
     },
     /// By the device that MLX computes on.
-    Mlx { library: Library, device: Device },
+    Mlx {
+        library: Library,
+        device: DeviceKind,
+    },
 }
 
 impl Limit {
@@ -45,7 +48,7 @@ impl Limit {
     ///
     /// # Errors
     /// If MLX cannot be opened.
-    pub fn of_mlx(places: &Places) -> Result<Self, mlx::Error> {
+    pub fn of_mlx(places: &LibraryPaths) -> Result<Self, mlx::Error> {
         let library = Library::open(places)?;
         let device = library.best_device()?;
         Ok(Self::Mlx { library, device })
@@ -60,8 +63,8 @@ impl Limit {
             Self::Cpu { memory, kernels } => read_limit(memory, kernels),
             Self::Mlx { library, device } => {
                 let bytes = match device {
-                    Device::Cpu => LIMIT_BYTES / 8, // one thread of MLX reads 5 GB/s
-                    Device::Gpu => LIMIT_BYTES,
+                    DeviceKind::Cpu => LIMIT_BYTES / 8, // one thread of MLX reads 5 GB/s
+                    DeviceKind::Gpu => LIMIT_BYTES,
                 };
                 read_rate(library, *device, bytes)?
             }

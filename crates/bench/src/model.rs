@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
-use paceline_engine::{Failure, Reply, Request, SamplingParams};
+use paceline_engine::{GenerationRequest, Reply, RequestFailure, SamplingParams};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_node::classes::Classes;
-use paceline_node::{Loaded, Moved};
-use paceline_plan::draw::{Bar, Bars};
+use paceline_node::{InstanceTraffic, ServingModel};
+use paceline_plan::draw::{Bar, BarChart};
 use paceline_tensor::KvType;
 use serde_json::json;
 
@@ -18,7 +18,7 @@ use crate::{Error, quantile};
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a> {
     /// The loaded model.
-    pub model: &'a Loaded,
+    pub model: &'a ServingModel,
     pub tokenizer: &'a Tokenizer,
     /// Classes of kernels.
     pub classes: &'a Classes,
@@ -32,7 +32,7 @@ pub struct Subject<'a> {
 
 /// Settings of the measurement.
 #[derive(Clone, Debug)]
-pub struct Spec {
+pub struct SpeedSpec {
     /// The model's name.
     pub model: String,
     /// Tokens of the prompt.
@@ -45,13 +45,13 @@ pub struct Spec {
 
 /// Tokens per second of one run.
 #[derive(Clone, Copy, Debug)]
-pub struct Run {
+pub struct SpeedRun {
     /// Prefill speed.
     pub prefill: f64,
     /// Decode speed.
     pub decode: f64,
     /// Traffic of nodes per token.
-    pub moved: Option<Moved>,
+    pub moved: Option<InstanceTraffic>,
     /// Memory read bandwidth measured just before, in bytes per second, with as many threads or by
     /// MLX's device.
     pub limit: f64,
@@ -61,7 +61,12 @@ pub struct Run {
 ///
 /// # Errors
 /// The computation failed, or ended its answer at once.
-pub fn measure(subject: Subject<'_>, limit: &Limit, spec: &Spec, round: u32) -> Result<Run, Error> {
+pub fn measure(
+    subject: Subject<'_>,
+    limit: &Limit,
+    spec: &SpeedSpec,
+    round: u32,
+) -> Result<SpeedRun, Error> {
     let limit = limit.measure().map_err(Error::Mlx)?;
     let prompt = spec.prompt as usize;
     let tokens = tokens(subject, spec.depth.max(prompt), round);
@@ -83,7 +88,7 @@ pub fn measure(subject: Subject<'_>, limit: &Limit, spec: &Spec, round: u32) -> 
         return Err(Error::NoAnswer);
     }
     let time = (generated.last - generated.prompt_read).as_secs_f64();
-    Ok(Run {
+    Ok(SpeedRun {
         prefill,
         decode: decoded as f64 / time,
         moved,
@@ -104,7 +109,7 @@ pub fn tokens(subject: Subject<'_>, n: usize, round: u32) -> Vec<u32> {
 
 /// Times of a request's replies.
 #[derive(Clone, Copy, Debug)]
-pub struct Generated {
+pub struct ReplyTimes {
     /// End of prefill.
     pub prompt_read: Instant,
     /// End of the answer.
@@ -122,11 +127,11 @@ pub fn generate(
     subject: Subject<'_>,
     prompt: &[u32],
     max_tokens: usize,
-) -> Result<Generated, Failure> {
+) -> Result<ReplyTimes, RequestFailure> {
     let ends = (0..subject.model.config().vocab as u32)
         .filter(|token| subject.tokenizer.is_end_of_generation(*token))
         .map(|token| (token, -100.0));
-    let answer = subject.model.submit(Request {
+    let answer = subject.model.submit(GenerationRequest {
         prompt: prompt.to_vec(),
         max_tokens,
         sampling: SamplingParams {
@@ -135,7 +140,7 @@ pub fn generate(
         },
         stop: Vec::new(),
         logprobs: None,
-        ..Request::default()
+        ..GenerationRequest::default()
     })?;
     let (mut prompt_read, mut tokens) = (Instant::now(), 0);
     loop {
@@ -144,7 +149,7 @@ pub fn generate(
             (_, Reply::Token { .. }) => tokens += 1,
             (_, Reply::Continued) => {}
             (last, Reply::Finished { .. }) => {
-                return Ok(Generated {
+                return Ok(ReplyTimes {
                     prompt_read,
                     last,
                     tokens,
@@ -159,25 +164,25 @@ pub fn generate(
 #[derive(Clone, Debug)]
 pub struct Report<'a> {
     /// The settings of the measurement.
-    pub spec: &'a Spec,
+    pub spec: &'a SpeedSpec,
     pub subject: Subject<'a>,
     /// The reader that measured the limit.
     pub limit: String,
     /// The program that was measured in turn with it; empty if none.
     pub peer: &'static str,
     /// Runs of the model; at least one.
-    pub ours: Vec<Run>,
+    pub ours: Vec<SpeedRun>,
     /// Runs of the peer: one for each of ours, or none.
-    pub theirs: Vec<Run>,
+    pub theirs: Vec<SpeedRun>,
 }
 
 impl Report<'_> {
-    fn column(runs: &[Run], of: impl Fn(&Run) -> f64) -> Vec<f64> {
+    fn column(runs: &[SpeedRun], of: impl Fn(&SpeedRun) -> f64) -> Vec<f64> {
         runs.iter().map(of).collect()
     }
 
     /// Ratios of ours to theirs, by pair.
-    fn ratios(&self, of: fn(&Run) -> f64) -> Vec<f64> {
+    fn ratios(&self, of: fn(&SpeedRun) -> f64) -> Vec<f64> {
         self.ours
             .iter()
             .zip(&self.theirs)
@@ -201,8 +206,8 @@ impl Report<'_> {
     }
 
     /// Traffic of nodes per token, from the run with the median bytes on the wire.
-    fn moved(&self) -> Option<Moved> {
-        let moved: Option<Vec<Moved>> = self.ours.iter().map(|run| run.moved).collect();
+    fn moved(&self) -> Option<InstanceTraffic> {
+        let moved: Option<Vec<InstanceTraffic>> = self.ours.iter().map(|run| run.moved).collect();
         let mut moved = moved?;
         moved.sort_unstable_by_key(|moved| moved.sent);
         moved.get((moved.len().max(1) - 1) / 2).copied()
@@ -224,13 +229,13 @@ impl Report<'_> {
 
     /// Fraction of the read limit that decoding reaches; the median of the runs.
     fn of_limit(&self) -> f64 {
-        let share = |run: &Run| 1e9 * self.weight_rate(run.decode) / run.limit;
+        let share = |run: &SpeedRun| 1e9 * self.weight_rate(run.decode) / run.limit;
         quantile(&Self::column(&self.ours, share), 0.5)
     }
 
     /// Decode speeds of both and of the prediction, and prefill speeds.
     pub fn svg(&self) -> String {
-        let median = |runs: &[Run], of: fn(&Run) -> f64| {
+        let median = |runs: &[SpeedRun], of: fn(&SpeedRun) -> f64| {
             (!runs.is_empty()).then(|| quantile(&Self::column(runs, of), 0.5))
         };
         let row = |label: &str, value: Option<f64>| Bar {
@@ -238,8 +243,8 @@ impl Report<'_> {
             values: vec![value],
             note: String::new(),
         };
-        let decode: fn(&Run) -> f64 = |run| run.decode;
-        let prefill: fn(&Run) -> f64 = |run| run.prefill;
+        let decode: fn(&SpeedRun) -> f64 = |run| run.decode;
+        let prefill: fn(&SpeedRun) -> f64 = |run| run.prefill;
         let mut rows = vec![row("decode", median(&self.ours, decode))];
         rows.extend(
             self.predicted()
@@ -259,7 +264,7 @@ impl Report<'_> {
             ));
         }
         let (model, nodes) = (&self.spec.model, self.nodes());
-        let bars = Bars {
+        let bars = BarChart {
             title: format!("{model}: tokens a second, {nodes}"),
             series: vec!["median".to_owned()],
             rows,
@@ -277,7 +282,7 @@ impl Report<'_> {
                 "runs": values,
             })
         };
-        let of = |runs: &[Run]| {
+        let of = |runs: &[SpeedRun]| {
             (!runs.is_empty()).then(|| {
                 json!({
                     "prefill_tok_s": spread(Self::column(runs, |r| r.prefill)),
@@ -296,7 +301,7 @@ impl Report<'_> {
             "split": self.subject.model.split().to_string(),
             "threads": self.subject.threads,
             "wire_bytes_per_token": self.moved().map(|moved| moved.sent.0),
-            "array_bytes_per_token": self.moved().and_then(Moved::arrays_json),
+            "array_bytes_per_token": self.moved().and_then(InstanceTraffic::arrays_json),
             "prompt": self.spec.prompt,
             "gen": self.spec.generate,
             "depth": self.spec.depth,
@@ -352,7 +357,7 @@ impl Report<'_> {
                 spread(&decode)
             )
         };
-        let columns = |runs: &[Run]| {
+        let columns = |runs: &[SpeedRun]| {
             (
                 Self::column(runs, |r| r.prefill),
                 Self::column(runs, |r| r.decode),

@@ -15,7 +15,7 @@ const MLX_LM: &str = include_str!("../../../scripts/peers/mlx_lm_bench.py");
 
 /// Parameters of a peer's run.
 #[derive(Clone, Copy, Debug)]
-pub struct Task {
+pub struct PeerRun {
     /// Threads of the computation.
     pub threads: usize,
     /// Tokens of the prompt.
@@ -28,20 +28,20 @@ pub struct Task {
 
 /// Another program in its own process, with a model loaded; idle between runs.
 #[derive(Debug)]
-pub struct Served {
+pub struct PeerProcess {
     name: &'static str,
     child: Child,
     requests: ChildStdin,
     answers: BufReader<ChildStdout>,
 }
 
-impl Served {
+impl PeerProcess {
     /// Starts llama.cpp; `folder` is the one that `npm install --prefix` filled. The model is
     /// loaded and warmed up in the background, until the first [`run`](Self::run) waits for that.
     ///
     /// # Errors
     /// [`Error::PeerStart`].
-    pub fn llama_cpp(folder: &Path, model: &Path, task: Task) -> Result<Self, Error> {
+    pub fn llama_cpp(folder: &Path, model: &Path, task: PeerRun) -> Result<Self, Error> {
         let mut python = Command::new("python3");
         python.args(["-c", LLAMA_CPP]).arg(folder).arg(model);
         python.args(["--threads", &task.threads.to_string()]);
@@ -53,7 +53,7 @@ impl Served {
     ///
     /// # Errors
     /// If there is no such Python, or `task.depth` is not the length of the prompt.
-    pub fn mlx_lm(python: Option<OsString>, model: &Path, task: Task) -> Result<Self, Error> {
+    pub fn mlx_lm(python: Option<OsString>, model: &Path, task: PeerRun) -> Result<Self, Error> {
         if task.depth != task.prompt {
             return Err(Error::PeerDepth);
         }
@@ -64,7 +64,7 @@ impl Served {
         Self::start("mlx-lm", python, task)
     }
 
-    fn start(name: &'static str, mut python: Command, task: Task) -> Result<Self, Error> {
+    fn start(name: &'static str, mut python: Command, task: PeerRun) -> Result<Self, Error> {
         let mut child = python
             .env("PYTHONSAFEPATH", "1") // no module of the current folder
             .args(["--prompt", &task.prompt.to_string()])
@@ -110,7 +110,7 @@ impl Served {
     }
 }
 
-impl Drop for Served {
+impl Drop for PeerProcess {
     fn drop(&mut self) {
         // Closing its input would end the process, but it may still be loading a model.
         let _ = self.child.kill();

@@ -6,7 +6,7 @@ use crate::{Spread, quantile};
 
 /// The runs of one split of the model, one for each round.
 #[derive(Clone, Debug)]
-pub struct Runs {
+pub struct SplitRuns {
     /// Nodes that compute the model together.
     pub nodes: u32,
     /// Description of the split.
@@ -18,7 +18,7 @@ pub struct Runs {
 
 /// A split of the model.
 #[derive(Debug, Serialize)]
-pub struct Row {
+pub struct SplitRow {
     nodes: u32,
     split: String,
     /// Decode tokens per second, from facts measured before each run, without results of any run.
@@ -33,13 +33,13 @@ pub struct Row {
     of_best: f64,
 }
 
-impl Runs {
+impl SplitRuns {
     /// The median prediction of all rounds.
     fn expected(&self) -> f64 {
         quantile(&self.predicted, 0.5)
     }
 
-    fn row(&self, all: &[Self]) -> Row {
+    fn row(&self, all: &[Self]) -> SplitRow {
         let rivals = || all.iter().filter(|way| way.nodes == self.nodes);
         let best = |round: usize| rivals().map(|way| way.measured[round]).fold(0.0, f64::max);
         let shares: Vec<f64> = (0..self.measured.len())
@@ -47,7 +47,7 @@ impl Runs {
             .collect();
         let (predicted, measured) = (Spread::of(&self.predicted), Spread::of(&self.measured));
         let chosen = rivals().all(|way| self.expected() >= way.expected());
-        Row {
+        SplitRow {
             nodes: self.nodes,
             split: self.split.clone(),
             error: predicted.median / measured.median - 1.0,
@@ -60,13 +60,13 @@ impl Runs {
 }
 
 /// A row for each split. All have a run of every round, and at least one.
-pub fn rows(all: &[Runs]) -> Vec<Row> {
+pub fn rows(all: &[SplitRuns]) -> Vec<SplitRow> {
     all.iter().map(|way| way.row(all)).collect()
 }
 
 /// A target of the project, and the result of these runs.
 #[derive(Debug, Serialize)]
-pub struct Bar {
+pub struct AccuracyTarget {
     what: &'static str,
     /// Largest permitted error.
     limit: f64,
@@ -74,7 +74,7 @@ pub struct Bar {
     kept: bool,
 }
 
-impl Bar {
+impl AccuracyTarget {
     /// Formats the target as a line.
     pub fn line(&self) -> String {
         format!(
@@ -88,14 +88,14 @@ impl Bar {
 }
 
 /// The targets that apply to these rows.
-pub fn bars(rows: &[Row]) -> Vec<Bar> {
-    let off = |row: &Row| row.error.abs();
-    let slower = |row: &Row| 1.0 / row.of_best - 1.0;
-    let bar = |what, limit, counts: &dyn Fn(&Row) -> bool, size: &dyn Fn(&Row) -> f64| {
+pub fn bars(rows: &[SplitRow]) -> Vec<AccuracyTarget> {
+    let off = |row: &SplitRow| row.error.abs();
+    let slower = |row: &SplitRow| 1.0 / row.of_best - 1.0;
+    let bar = |what, limit, counts: &dyn Fn(&SplitRow) -> bool, size: &dyn Fn(&SplitRow) -> f64| {
         let sizes: Vec<f64> = rows.iter().filter(|row| counts(row)).map(size).collect();
         let worst = sizes.iter().copied().reduce(f64::max)?;
         let kept = worst <= limit;
-        Some(Bar {
+        Some(AccuracyTarget {
             what,
             limit,
             worst,
@@ -116,7 +116,7 @@ pub fn bars(rows: &[Row]) -> Vec<Bar> {
 }
 
 /// The rows as a text table.
-pub fn table(rows: &[Row]) -> String {
+pub fn table(rows: &[SplitRow]) -> String {
     let head = format!(
         "decode, tokens a second: median (p10 .. p90)\n{:>5}  {:<10}{:>24}{:>24}{:>8}{:>9}",
         "nodes", "split", "predicted", "measured", "error", "of best"

@@ -20,28 +20,28 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use paceline_base::{Rank, hex, unhex};
 use paceline_comm::{
-    Algorithm, Backend, Deadline, Group, Plaintext, Seat, Strict, init, local, tcp,
+    Algorithm, Backend, Deadline, Group, JoinParams, Plaintext, Strict, init, local, tcp,
 };
 use paceline_comm_rdma::settings::Lookup;
 use paceline_node::launched;
 use serde::{Deserialize, Serialize};
 
-use self::rivals::{Others, Turns, compare};
-use crate::comm::{Report, Spec, measure, sums};
+use self::rivals::{RivalRanks, SumRunner, compare};
+use crate::comm::{CollectiveSpec, Report, measure, sums};
 
 /// Time limit of the whole measurement.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// A library to compare with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Peer {
+pub enum RivalLibrary {
     /// MLX's ring.
     Mlx,
     /// Open MPI.
     Mpi,
 }
 
-impl Peer {
+impl RivalLibrary {
     /// Its name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
@@ -99,7 +99,7 @@ impl Force {
 
 /// Settings of the measurement and of its processes.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct RankSettings {
     /// The program `paceline`.
     pub program: PathBuf,
     /// Number of ranks.
@@ -119,27 +119,27 @@ pub struct Settings {
     /// Only print the choice of algorithms by size.
     pub explain: bool,
     /// Another library to measure on the same ranks and sizes, in turns.
-    pub against: Option<Peer>,
+    pub against: Option<RivalLibrary>,
     /// Python with the other library.
     pub python: PathBuf,
 }
 
 /// A rank's standard input and output.
-pub struct Lines<'a> {
+pub struct RankStreams<'a> {
     /// From its parent.
     pub input: &'a mut dyn BufRead,
     /// To its parent.
     pub output: &'a mut dyn Write,
 }
 
-impl fmt::Debug for Lines<'_> {
+impl fmt::Debug for RankStreams<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lines").finish_non_exhaustive()
     }
 }
 
-impl Lines<'_> {
-    fn say(&mut self, line: &str) -> Result<()> {
+impl RankStreams<'_> {
+    fn write_line(&mut self, line: &str) -> Result<()> {
         writeln!(self.output, "{line}")?;
         Ok(self.output.flush()?)
     }
@@ -149,7 +149,7 @@ impl Lines<'_> {
 ///
 /// # Errors
 /// A process that cannot be started or fails.
-pub fn processes(args: &Settings) -> Result<Report> {
+pub fn processes(args: &RankSettings) -> Result<Report> {
     let wanted = Kind {
         encrypt: args.encrypt,
         streams: args.streams,
@@ -179,7 +179,7 @@ pub fn processes(args: &Settings) -> Result<Report> {
             .extend(compare(args, "1 stream", &mut ranks, &mut one)?);
     }
     if let Some(peer) = args.against {
-        let mut others = Others::start(args, peer)?;
+        let mut others = RivalRanks::start(args, peer)?;
         let name = peer.name();
         report
             .peer
@@ -189,10 +189,10 @@ pub fn processes(args: &Settings) -> Result<Report> {
     Ok(report)
 }
 
-impl Settings {
+impl RankSettings {
     /// The measurement of every rank.
-    pub fn spec(&self) -> Spec {
-        Spec {
+    pub fn spec(&self) -> CollectiveSpec {
+        CollectiveSpec {
             transport: self.backend.to_string(),
             holds_nothing: self.backend == Backend::MlxRing,
             max_bytes: if self.explain { 0 } else { self.max_bytes },
@@ -218,7 +218,7 @@ pub fn deadline() -> Deadline {
 ///
 /// # Errors
 /// A collective that fails.
-pub fn threads(args: &Settings) -> Result<Report> {
+pub fn threads(args: &RankSettings) -> Result<Report> {
     let mut tuning = local::ranks(1)[0].tuning();
     tuning.force = args.algorithm.map(Force::algorithm);
     let ranks = local::ranks_with(args.ranks, tuning);
@@ -262,7 +262,7 @@ struct Ranks {
 }
 
 impl Ranks {
-    fn start(args: &Settings, kind: Kind) -> Result<(Self, Report)> {
+    fn start(args: &RankSettings, kind: Kind) -> Result<(Self, Report)> {
         let (mut children, mut outputs) = (Children(Vec::new()), Vec::new());
         for rank in 0..args.ranks {
             let mut child = rank_command(args, kind, rank)
@@ -284,12 +284,12 @@ impl Ranks {
         };
         let mut ranks = Self { children, outputs };
         let id = hex(&tcp::GroupId::random().0);
-        ranks.tell(&format!("{id} {key} {}", addrs.join(" ")))?;
-        let line = ranks.hear().context("rank 0 reported no figures")?;
+        ranks.send_line(&format!("{id} {key} {}", addrs.join(" ")))?;
+        let line = ranks.receive_line().context("rank 0 reported no figures")?;
         Ok((ranks, serde_json::from_str(&line)?))
     }
 
-    fn tell(&mut self, line: &str) -> Result<()> {
+    fn send_line(&mut self, line: &str) -> Result<()> {
         for child in &mut self.children.0 {
             writeln!(child.stdin.as_mut().expect("piped"), "{line}")?;
         }
@@ -297,7 +297,7 @@ impl Ranks {
     }
 
     /// Reads the next line of rank 0.
-    fn hear(&mut self) -> Result<String> {
+    fn receive_line(&mut self) -> Result<String> {
         let mut line = String::new();
         self.outputs[0].read_line(&mut line)?;
         ensure!(!line.is_empty(), "a rank failed, its message is above");
@@ -317,14 +317,14 @@ impl Ranks {
     }
 }
 
-impl Turns for Ranks {
+impl SumRunner for Ranks {
     fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64> {
-        self.tell(&format!("{bytes} {calls}"))?;
-        Ok(self.hear()?.trim().parse()?)
+        self.send_line(&format!("{bytes} {calls}"))?;
+        Ok(self.receive_line()?.trim().parse()?)
     }
 }
 
-fn rank_command(args: &Settings, kind: Kind, rank: u32) -> Command {
+fn rank_command(args: &RankSettings, kind: Kind, rank: u32) -> Command {
     let mut command = Command::new(&args.program);
     command
         .args(["bench", "comm", "--as-rank", &rank.to_string()])
@@ -370,7 +370,12 @@ const fn bind(_ranks: usize, _rank: Rank) {}
 ///
 /// # Errors
 /// Ranks that do not meet, or a collective that fails.
-pub fn child(args: &Settings, rank: Rank, lookup: Lookup<'_>, lines: &mut Lines<'_>) -> Result<()> {
+pub fn child(
+    args: &RankSettings,
+    rank: Rank,
+    lookup: Lookup<'_>,
+    lines: &mut RankStreams<'_>,
+) -> Result<()> {
     let listener = tcp::Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0)))?;
     let cores = Cores::OfItsOwn;
     take_part(args, (rank, cores), listener, (lookup, lines))
@@ -387,12 +392,12 @@ enum Cores {
 
 /// Prints its address, reads the others', joins and measures.
 fn take_part(
-    args: &Settings,
+    args: &RankSettings,
     (rank, cores): (Rank, Cores),
     listener: tcp::Listener,
-    (lookup, lines): (Lookup<'_>, &mut Lines<'_>),
+    (lookup, lines): (Lookup<'_>, &mut RankStreams<'_>),
 ) -> Result<()> {
-    lines.say(&listener.addr().to_string())?;
+    lines.write_line(&listener.addr().to_string())?;
     let mut line = String::new();
     lines.input.read_line(&mut line)?;
     let mut words = line.split_whitespace();
@@ -416,7 +421,7 @@ fn take_part(
     let by = deadline();
     let wire = launched::of(args.backend, args.plaintext, lookup)?;
     let wire = wire.as_deref();
-    let seat = Seat {
+    let seat = JoinParams {
         listener,
         rank,
         addrs: &addrs,
@@ -426,14 +431,14 @@ fn take_part(
     let group = init(args.backend, Strict::Yes, seat, wire.as_slice(), by)?;
     let report = measure(&args.spec(), &*group)?;
     if rank == Rank(0) {
-        lines.say(&serde_json::to_string(&report)?)?;
+        lines.write_line(&serde_json::to_string(&report)?)?;
     }
     turns(&*group, lines)?;
     Ok(group.barrier(deadline())?)
 }
 
 /// Runs the sums requested by each input line, until the input ends.
-fn turns(group: &dyn Group, lines: &mut Lines<'_>) -> Result<()> {
+fn turns(group: &dyn Group, lines: &mut RankStreams<'_>) -> Result<()> {
     let mut line = String::new();
     while lines.input.read_line(&mut line)? > 0 {
         let turn = line.trim_end().split_once(' ');
@@ -441,7 +446,7 @@ fn turns(group: &dyn Group, lines: &mut Lines<'_>) -> Result<()> {
         let asked: (usize, usize) = (bytes.parse()?, calls.parse()?);
         let median_us = sums(group, asked, deadline())?;
         if group.rank() == Rank(0) {
-            lines.say(&median_us.to_string())?;
+            lines.write_line(&median_us.to_string())?;
         }
         line.clear();
     }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use paceline_base::hex;
 use paceline_model::adapter::files::{Adapter, Base, Form};
-use paceline_model::{Config, Source};
+use paceline_model::{Config, ModelSource};
 use paceline_tensor::Kernels;
 use paceline_train::fuse::fuse;
 use serde_json::{Value, json};
@@ -36,7 +36,7 @@ pub enum Error {
 /// # Errors
 /// [`Error::Model`].
 pub fn base(path: &Path) -> Result<Base, Error> {
-    Ok(Base::of(&Config::read(&Source::open(path)?)?))
+    Ok(Base::of(&Config::read(&ModelSource::open(path)?)?))
 }
 
 /// Default name of an adapter: that of its folder or file.

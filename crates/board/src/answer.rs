@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
-use paceline_engine::{Failure, Finish, Guesses, Reply};
+use paceline_engine::{DraftCounts, Finish, Reply, RequestFailure};
 use paceline_model::ExpertUses;
-use paceline_node::supervisor::Change;
-use paceline_node::{Answer, Moved};
+use paceline_node::supervisor::ChangeRecord;
+use paceline_node::{InstanceTraffic, ReplyStream};
 use paceline_tensor::KvType;
 use serde_json::json;
 
@@ -15,7 +15,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// An answer with its statistics.
 #[derive(Clone, Debug)]
-pub struct Figures {
+pub struct AnswerStats {
     /// Submission time.
     pub asked: Instant,
     /// The text, without the tokens that ended it.
@@ -27,24 +27,24 @@ pub struct Figures {
     /// Of these, cached from an earlier turn of the chat.
     pub n_reused: usize,
     /// Why it ended.
-    pub end: End,
+    pub end: StopReason,
     /// Time to the first token.
     pub prefill: Duration,
     /// Time from the first token to the last.
     pub decode: Duration,
     /// Traffic between nodes; `None` for one node.
-    pub moved: Option<Moved>,
+    pub moved: Option<InstanceTraffic>,
     /// Predicted decode tokens a second; `None` without earlier measurements.
     pub predicted: Option<f64>,
     /// Changes of the split during the answer.
-    pub changes: Vec<Change>,
+    pub changes: Vec<ChangeRecord>,
     /// How often it continued with numbers near those before, after a failure.
     pub continued: usize,
 }
 
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum StopReason {
     /// The model's end token, or a stop string.
     Stop,
     /// `--max-tokens`.
@@ -55,7 +55,7 @@ pub enum End {
     Stopped,
 }
 
-impl End {
+impl StopReason {
     /// The reason for an answer of `n_generated` tokens, limited to `max_tokens`.
     pub const fn new(finish: Finish, n_generated: usize, max_tokens: usize) -> Self {
         match finish {
@@ -75,7 +75,7 @@ impl End {
     }
 }
 
-impl Figures {
+impl AnswerStats {
     fn prefill_tok_s(&self) -> Option<f64> {
         rate(self.n_prompt - self.n_reused, self.prefill)
     }
@@ -91,7 +91,7 @@ impl Figures {
     }
 
     /// Traffic per token of prompt and answer.
-    fn moved_per_token(&self) -> Option<Moved> {
+    fn moved_per_token(&self) -> Option<InstanceTraffic> {
         let computed = (self.n_prompt - self.n_reused + self.tokens.len()).saturating_sub(1);
         let moved = self.moved.filter(|_| computed > 0);
         moved.map(|moved| moved.per(computed as u64))
@@ -124,15 +124,15 @@ impl Figures {
             line += "; continued after a failure, with near numbers";
         }
         line + match self.end {
-            End::Stop => "]",
-            End::Stopped => "; stopped]",
-            End::MaxTokens => "; ended by --max-tokens]",
-            End::Context => "; ended by the full --context]",
+            StopReason::Stop => "]",
+            StopReason::Stopped => "; stopped]",
+            StopReason::MaxTokens => "; ended by --max-tokens]",
+            StopReason::Context => "; ended by the full --context]",
         }
     }
 
     /// The answer as a JSON object, with the run's details.
-    pub fn json(&self, about: &About<'_>) -> serde_json::Value {
+    pub fn json(&self, about: &RunDetails<'_>) -> serde_json::Value {
         let mut answer = json!({
             "text": self.text,
             "tokens": self.tokens,
@@ -149,7 +149,7 @@ impl Figures {
             "split": about.split,
             "split_changes": self.changes,
             "wire_bytes_per_token": self.moved_per_token().map(|moved| moved.sent.0),
-            "array_bytes_per_token": self.moved_per_token().and_then(Moved::arrays_json),
+            "array_bytes_per_token": self.moved_per_token().and_then(InstanceTraffic::arrays_json),
             "threads": about.threads,
             "weight_bytes": about.weights.iter().map(|bytes| bytes.0).collect::<Vec<_>>(),
             "model": about.model,
@@ -170,7 +170,7 @@ impl Figures {
 
 /// The model and its configuration, for the JSON object.
 #[derive(Clone, Debug)]
-pub struct About<'a> {
+pub struct RunDetails<'a> {
     /// Time from opening the model's files until ready for a prompt.
     pub load_time: Duration,
     /// Peak memory of this process in bytes, if known.
@@ -197,12 +197,12 @@ pub struct About<'a> {
     /// Routing counts of experts.
     pub expert_uses: Vec<ExpertUses>,
     /// Verified draft tokens.
-    pub guesses: Guesses,
+    pub guesses: DraftCounts,
 }
 
 /// A submitted request.
 #[derive(Clone, Copy, Debug)]
-pub struct Asked {
+pub struct SubmittedPrompt {
     /// Submission time.
     pub at: Instant,
     /// Tokens of its prompt.
@@ -216,19 +216,19 @@ pub struct Asked {
 ///
 /// # Errors
 /// A failure of the model, or an error of `show`.
-pub fn collect<E: From<Failure>>(
-    answer: &Answer<'_>,
-    asked: Asked,
+pub fn collect<E: From<RequestFailure>>(
+    answer: &ReplyStream<'_>,
+    asked: SubmittedPrompt,
     is_stopped: Option<&dyn Fn() -> bool>,
     mut show: impl FnMut(&str) -> Result<(), E>,
-) -> Result<Figures, E> {
+) -> Result<AnswerStats, E> {
     let start = asked.at;
     let (mut prefill, mut first) = (Duration::ZERO, start);
     let (mut text, mut tokens, mut n_reused) = (String::new(), Vec::new(), 0);
     let mut continued = 0;
     let (end, last) = loop {
         let Some((at, reply)) = next(answer, is_stopped)? else {
-            break (End::Stopped, Instant::now());
+            break (StopReason::Stopped, Instant::now());
         };
         let (piece, end) = match reply {
             Reply::PromptRead { reused, .. } => {
@@ -245,7 +245,7 @@ pub fn collect<E: From<Failure>>(
                 continue;
             }
             Reply::Finished { text, reason } => {
-                let end = End::new(reason, tokens.len(), asked.max_tokens);
+                let end = StopReason::new(reason, tokens.len(), asked.max_tokens);
                 (text, Some(end))
             }
             Reply::Failed(failure) => return Err(failure.into()),
@@ -258,7 +258,7 @@ pub fn collect<E: From<Failure>>(
             break (end, at);
         }
     };
-    Ok(Figures {
+    Ok(AnswerStats {
         asked: start,
         text,
         tokens,
@@ -276,9 +276,9 @@ pub fn collect<E: From<Failure>>(
 
 /// The next reply; `None` once it `is_stopped`.
 fn next(
-    answer: &Answer<'_>,
+    answer: &ReplyStream<'_>,
     is_stopped: Option<&dyn Fn() -> bool>,
-) -> Result<Option<(Instant, Reply)>, Failure> {
+) -> Result<Option<(Instant, Reply)>, RequestFailure> {
     let Some(is_stopped) = is_stopped else {
         return answer.next().map(Some);
     };
@@ -308,8 +308,8 @@ fn rate(events: usize, time: Duration) -> Option<f64> {
 mod tests {
     use super::*;
 
-    fn figures(n_tokens: usize, end: End) -> Figures {
-        Figures {
+    fn figures(n_tokens: usize, end: StopReason) -> AnswerStats {
+        AnswerStats {
             asked: Instant::now(),
             text: String::new(),
             tokens: vec![7; n_tokens],
@@ -330,17 +330,17 @@ mod tests {
         for (n_tokens, end, line) in [
             (
                 0,
-                End::MaxTokens,
+                StopReason::MaxTokens,
                 "[prompt 50 tokens, answer 0 tokens; prefill 500 tokens/s; ended by --max-tokens]",
             ),
             (
                 1,
-                End::Stop,
+                StopReason::Stop,
                 "[prompt 50 tokens, answer 1 token; first token after 100 ms; prefill 500 tokens/s]",
             ),
             (
                 11,
-                End::Context,
+                StopReason::Context,
                 "[prompt 50 tokens, answer 11 tokens; first token after 100 ms; prefill 500 \
                  tokens/s, decode 50.0 tokens/s; ended by the full --context]",
             ),

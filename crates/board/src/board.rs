@@ -24,20 +24,20 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 use paceline_cluster::machine::{give_back_free_memory, keep_no_large_blocks, memory_bytes};
 use paceline_cluster::nodes::agent::Agent;
-use paceline_cluster::nodes::agent::local::Progress;
-use paceline_cluster::telemetry::{Energy, Gpu, Sample, Sampler};
-use paceline_node::{Exchanged, Portrait};
-use paceline_serve::{Fact, Live, Manage, Stages, Status};
+use paceline_cluster::nodes::agent::local::CommandProgress;
+use paceline_cluster::telemetry::{Energy, Gpu, Sampler, TelemetrySample};
+use paceline_node::{CollectiveTraffic, InstanceSummary};
+use paceline_serve::{CommandHandler, LiveRequests, MetricSample, StageProbe, StatusSource};
 use paceline_store::{Audit, Cancel, Home};
 use serde_json::{Value, json};
 
-use crate::changes::{self, Changes};
-use crate::downloads::{Downloads, Source};
-use crate::heap::Heap;
+use crate::changes::{self, ChangeDetector};
+use crate::downloads::{Downloads, PullSource};
+use crate::heap::TrimPolicy;
 use crate::label::label;
-use crate::peers::Peers;
-use crate::traffic::Traffic;
-use crate::{Error, Tell, links, peers, traffic};
+use crate::peers::PeerReports;
+use crate::traffic::TrafficMeter;
+use crate::{Error, MessageSink, links, peers, traffic};
 
 /// Interval of polls for changes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -49,49 +49,49 @@ const LOOKS_AT_MEMORY: u32 = 20;
 const SAMPLE_EVERY: Duration = Duration::from_secs(2);
 
 /// Supplies the instances as JSON, and portraits of those that this node owns.
-pub type Instances = dyn Fn() -> (Vec<Value>, BTreeMap<String, Portrait>) + Send + Sync;
+pub type InstanceSource = dyn Fn() -> (Vec<Value>, BTreeMap<String, InstanceSummary>) + Send + Sync;
 
 /// Supplies the bytes that the ranks of this node's instances have exchanged so far.
-pub type Counts = dyn Fn() -> Vec<Exchanged> + Send + Sync;
+pub type TrafficSource = dyn Fn() -> Vec<CollectiveTraffic> + Send + Sync;
 
 /// The data behind a node's dashboard, metrics and logs. Clones share it.
 #[derive(Clone)]
-pub struct Board(Arc<Inner>);
+pub struct Dashboard(Arc<Inner>);
 
-impl fmt::Debug for Board {
+impl fmt::Debug for Dashboard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Board(..)")
     }
 }
 
 /// Outputs of a [`Board`]: files and warnings.
-pub struct Watch {
+pub struct DashboardOutputs {
     /// File to append events to, a line of JSON each.
     pub events: Option<PathBuf>,
     /// Home of the audit log.
     pub home: Home,
     /// Warnings for people; must not block.
-    pub tell: Tell,
+    pub tell: MessageSink,
 }
 
-impl fmt::Debug for Watch {
+impl fmt::Debug for DashboardOutputs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Watch({:?})", self.home)
     }
 }
 
 pub(crate) struct Inner {
-    live: Live,
+    live: LiveRequests,
     pub(crate) agent: OnceLock<Agent>,
-    instances: OnceLock<Box<Instances>>,
-    stages: OnceLock<Box<Stages>>,
-    counts: OnceLock<Box<Counts>>,
-    traffic: Traffic,
-    manage: OnceLock<Box<Manage>>,
+    instances: OnceLock<Box<InstanceSource>>,
+    stages: OnceLock<Box<StageProbe>>,
+    counts: OnceLock<Box<TrafficSource>>,
+    traffic: TrafficMeter,
+    manage: OnceLock<Box<CommandHandler>>,
     /// Price of a kilowatt-hour.
     kwh_price: OnceLock<f64>,
-    sample: Mutex<Sample>,
-    pub(crate) peers: Peers,
+    sample: Mutex<TelemetrySample>,
+    pub(crate) peers: PeerReports,
     downloads: Downloads,
     /// Cancels the downloads at the end.
     cancel: Cancel,
@@ -100,12 +100,12 @@ pub(crate) struct Inner {
 
 /// Ends the threads of a [`Board`] when it is dropped.
 #[derive(Debug)]
-pub struct Watching {
-    board: Board,
+pub struct DashboardThreads {
+    board: Dashboard,
     threads: Vec<JoinHandle<()>>,
 }
 
-impl Drop for Watching {
+impl Drop for DashboardThreads {
     fn drop(&mut self) {
         self.board.0.over.store(true, Ordering::SeqCst);
         self.board.0.cancel.cancel();
@@ -115,20 +115,20 @@ impl Drop for Watching {
     }
 }
 
-impl Board {
+impl Dashboard {
     /// A board with the requests of `live` alone. `downloads` supplies the settings of downloads.
-    pub fn new(live: Live, downloads: Source) -> Self {
+    pub fn new(live: LiveRequests, downloads: PullSource) -> Self {
         Self(Arc::new(Inner {
             live,
             agent: OnceLock::new(),
             instances: OnceLock::new(),
             stages: OnceLock::new(),
             counts: OnceLock::new(),
-            traffic: Traffic::default(),
+            traffic: TrafficMeter::default(),
             manage: OnceLock::new(),
             kwh_price: OnceLock::new(),
             sample: Mutex::default(),
-            peers: Peers::default(),
+            peers: PeerReports::default(),
             downloads: Downloads::new(downloads),
             cancel: Cancel::default(),
             over: AtomicBool::new(false),
@@ -141,7 +141,7 @@ impl Board {
             let own = Arc::downgrade(&self.0);
             agent.serve(peers::SERVICE, move |channel| peers::answer(&own, &channel));
             let own = Arc::downgrade(&self.0);
-            agent.serve_local("board", move |_: &Value, _: &mut Progress<'_>| {
+            agent.serve_local("board", move |_: &Value, _: &mut CommandProgress<'_>| {
                 let own = own.upgrade().ok_or("the node is stopping")?;
                 Ok(Self(own).status())
             });
@@ -149,17 +149,17 @@ impl Board {
     }
 
     /// Adds instances. Once.
-    pub fn set_instances(&self, instances: Box<Instances>) {
+    pub fn set_instances(&self, instances: Box<InstanceSource>) {
         let _ = self.0.instances.set(instances); // the first one stays
     }
 
     /// Adds stage measurements of instances. Once.
-    pub fn set_stages(&self, stages: Box<Stages>) {
+    pub fn set_stages(&self, stages: Box<StageProbe>) {
         let _ = self.0.stages.set(stages); // the first one stays
     }
 
     /// Adds the traffic of instances between machines. Once.
-    pub fn set_counts(&self, counts: Box<Counts>) {
+    pub fn set_counts(&self, counts: Box<TrafficSource>) {
         let _ = self.0.counts.set(counts); // the first one stays
     }
 
@@ -169,12 +169,12 @@ impl Board {
     }
 
     /// Adds commands. Once.
-    pub fn set_manage(&self, manage: Box<Manage>) {
+    pub fn set_manage(&self, manage: Box<CommandHandler>) {
         let _ = self.0.manage.set(manage); // the first one stays
     }
 
     /// The dashboard's callbacks for the HTTP server. `manages` enables commands.
-    pub fn for_server(&self, manages: bool) -> paceline_serve::Board {
+    pub fn for_server(&self, manages: bool) -> paceline_serve::DashboardConfig {
         let (status, watched, manage) = (self.clone(), self.clone(), self.clone());
         let stages = move |id: &str| match watched.0.stages.get() {
             Some(stages) => stages(id),
@@ -189,9 +189,9 @@ impl Board {
             Some(manage) => manage(command, arguments),
             None => Err("the node is starting".to_owned()),
         };
-        let manage: Arc<Manage> = Arc::new(manage);
-        paceline_serve::Board {
-            status: Status(Arc::new(move || status.status())),
+        let manage: Arc<CommandHandler> = Arc::new(manage);
+        paceline_serve::DashboardConfig {
+            status: StatusSource(Arc::new(move || status.status())),
             stages: Some(Arc::new(stages)),
             manage: manages.then_some(manage),
         }
@@ -201,9 +201,9 @@ impl Board {
     ///
     /// # Errors
     /// [`Error::Events`], [`Error::Thread`].
-    pub fn watch(&self, watch: Watch) -> Result<Watching, Error> {
-        let Watch { events, home, tell } = watch;
-        let mut watching = Watching {
+    pub fn watch(&self, watch: DashboardOutputs) -> Result<DashboardThreads, Error> {
+        let DashboardOutputs { events, home, tell } = watch;
+        let mut watching = DashboardThreads {
             board: self.clone(),
             threads: Vec::new(),
         };
@@ -240,8 +240,8 @@ impl Board {
     fn status(&self) -> Value {
         let inner = &self.0;
         let agent = inner.agent.get();
-        inner.peers.ask(inner);
-        let others = inner.peers.heard();
+        inner.peers.poll(inner);
+        let others = inner.peers.reports();
         let (mut instances, portraits) = inner.instances();
         for it in &mut instances {
             let id = it["id"].as_str().unwrap_or_default().to_owned();
@@ -268,13 +268,13 @@ impl Board {
             "energy": energy,
             "problems": agent.map(Agent::problems).unwrap_or_default(),
             "instances": instances,
-            "downloads": inner.downloads.told(),
+            "downloads": inner.downloads.recent(),
             "requests": requests,
         })
     }
 
     /// Gauges of this machine and its links, for `/metrics`.
-    pub fn facts(&self) -> Vec<Fact> {
+    pub fn facts(&self) -> Vec<MetricSample> {
         let mut facts = machine_facts(&lock(&self.0.sample));
         let ways = self.0.agent.get().map(Agent::nodes_and_ways);
         facts.extend(links::facts(&ways.unwrap_or_default()));
@@ -284,7 +284,7 @@ impl Board {
     }
 }
 
-impl Watching {
+impl DashboardThreads {
     fn spawn(&mut self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), Error> {
         let thread = std::thread::Builder::new().name(name.to_owned());
         self.threads.push(thread.spawn(run).map_err(Error::Thread)?);
@@ -297,7 +297,7 @@ impl Inner {
         self.over.load(Ordering::SeqCst)
     }
 
-    fn instances(&self) -> (Vec<Value>, BTreeMap<String, Portrait>) {
+    fn instances(&self) -> (Vec<Value>, BTreeMap<String, InstanceSummary>) {
         let instances = self.instances.get();
         instances.map_or_else(Default::default, |instances| instances())
     }
@@ -305,7 +305,7 @@ impl Inner {
     /// Samples telemetry and polls for changes until the end.
     fn run(&self) {
         let mut sampler = Sampler::new("/");
-        let mut changes = Changes::default();
+        let mut changes = ChangeDetector::default();
         let begun = Instant::now();
         let mut next_sample = begun;
         while !self.is_over() {
@@ -317,10 +317,10 @@ impl Inner {
             }
             let nodes = self.agent.get().map(Agent::nodes).unwrap_or_default();
             let (instances, portraits) = self.instances();
-            let mut news = changes.see(&nodes, &instances, &portraits);
+            let mut news = changes.observe(&nodes, &instances, &portraits);
             if is_sampled {
                 let ways = self.agent.get().map(Agent::nodes_and_ways);
-                news.extend(changes.see_links(&ways.unwrap_or_default()));
+                news.extend(changes.observe_links(&ways.unwrap_or_default()));
             }
             let refusals = self.agent.get().map(Agent::refusals).unwrap_or_default();
             news.extend(refusals.into_iter().map(changes::refused));
@@ -353,7 +353,7 @@ impl Inner {
 
     /// Returns freed memory to the system until the end.
     fn give_back_memory(&self) {
-        let mut heap = memory_bytes().map(Heap::new);
+        let mut heap = memory_bytes().map(TrimPolicy::new);
         for look in 1_u32.. {
             if self.is_over() {
                 return;
@@ -373,7 +373,7 @@ impl Inner {
     }
 
     /// Appends to the audit log until the end. Reports the first failed line.
-    fn audit(&self, audit: &Audit, tell: &Tell) {
+    fn audit(&self, audit: &Audit, tell: &MessageSink) {
         let (mut seen, mut is_told) = (0, false);
         loop {
             let is_last = self.is_over();
@@ -409,7 +409,7 @@ impl Inner {
     }
 
     /// Current traffic of this node's instances between machines.
-    fn traffic(&self) -> Vec<traffic::Rate> {
+    fn traffic(&self) -> Vec<traffic::LinkRate> {
         let counts = self.counts.get();
         counts.map_or_else(Vec::new, |counts| {
             self.traffic.rates(Instant::now(), &**counts)
@@ -466,7 +466,7 @@ impl Inner {
 /// Current energy per token: watts of all reporting machines over tokens a second of all requests.
 fn energy(nodes: &[Value], requests: &[Value], per_kwh: Option<f64>) -> Option<Energy> {
     let watts = nodes.iter().filter_map(|node| {
-        let sample = serde_json::from_value::<Sample>(node["telemetry"].clone());
+        let sample = serde_json::from_value::<TelemetrySample>(node["telemetry"].clone());
         sample.ok()?.watts()
     });
     let tok_s = requests
@@ -476,9 +476,9 @@ fn energy(nodes: &[Value], requests: &[Value], per_kwh: Option<f64>) -> Option<E
 }
 
 /// The machine's metrics under their Prometheus names.
-fn machine_facts(sample: &Sample) -> Vec<Fact> {
+fn machine_facts(sample: &TelemetrySample) -> Vec<MetricSample> {
     let bytes = |bytes: Option<u64>| bytes.map(|bytes| bytes as f64);
-    let sum = |of: fn(&paceline_cluster::telemetry::Network) -> f64| {
+    let sum = |of: fn(&paceline_cluster::telemetry::InterfaceTraffic) -> f64| {
         let rates = sample.networks.iter().map(of);
         rates.reduce(|a, b| a + b)
     };
@@ -512,7 +512,7 @@ fn machine_facts(sample: &Sample) -> Vec<Fact> {
     ];
     let known = all.into_iter().filter_map(|(name, help, value)| {
         let value = value?;
-        Some(Fact {
+        Some(MetricSample {
             name,
             help,
             labels: String::new(),
@@ -523,7 +523,7 @@ fn machine_facts(sample: &Sample) -> Vec<Fact> {
 }
 
 /// Metrics of each GPU, grouped by name.
-fn gpu_facts(gpus: &[Gpu]) -> impl Iterator<Item = Fact> {
+fn gpu_facts(gpus: &[Gpu]) -> impl Iterator<Item = MetricSample> {
     type Of = fn(&Gpu) -> Option<f64>;
     #[rustfmt::skip]
     let all: [(&'static str, &'static str, Of); 6] = [
@@ -542,7 +542,7 @@ fn gpu_facts(gpus: &[Gpu]) -> impl Iterator<Item = Fact> {
         gpus.iter().filter_map(move |gpu| {
             let value = of(gpu)?;
             let labels = label("gpu", &gpu.name);
-            Some(Fact {
+            Some(MetricSample {
                 name,
                 help,
                 labels,
@@ -555,13 +555,13 @@ fn gpu_facts(gpus: &[Gpu]) -> impl Iterator<Item = Fact> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use paceline_cluster::nodes::agent::NodeWays;
-    use paceline_cluster::telemetry::Network;
+    use paceline_cluster::nodes::agent::NodePaths;
+    use paceline_cluster::telemetry::InterfaceTraffic;
     use paceline_serve::METRIC_NAMES;
 
     /// A sample with all values.
-    fn full() -> Sample {
-        Sample {
+    fn full() -> TelemetrySample {
+        TelemetrySample {
             cpu_busy: Some(0.5),
             cpu_mhz: Some(1.0),
             memory_bytes: Some(1),
@@ -572,13 +572,13 @@ mod tests {
             io_pressure: Some(0.1),
             disk_read_bytes_s: Some(1.0),
             disk_write_bytes_s: Some(1.0),
-            networks: vec![Network::default()],
+            networks: vec![InterfaceTraffic::default()],
             temperature_c: Some(40.0),
             package_watts: Some(9.0),
             battery: Some(0.5),
             throttled: Some(0.0),
             gpus: vec![gpu("card0"), gpu("card1")],
-            ..Sample::default()
+            ..TelemetrySample::default()
         }
     }
 
@@ -595,7 +595,7 @@ mod tests {
     }
 
     /// A cluster of two whose links are measured.
-    fn two() -> [NodeWays; 2] {
+    fn two() -> [NodePaths; 2] {
         let mut all = [
             links::tests::ways((1, "a"), (2, "b"), 120),
             links::tests::ways((2, "b"), (1, "a"), 130),
@@ -669,20 +669,20 @@ mod tests {
 
     #[test]
     fn figures_that_a_machine_does_not_tell_are_absent() {
-        assert!(machine_facts(&Sample::default()).is_empty());
+        assert!(machine_facts(&TelemetrySample::default()).is_empty());
         let silent = Gpu {
             name: "card0".to_owned(),
             watts: Some(0.0),
             ..Gpu::default()
         };
-        let facts: Vec<Fact> = gpu_facts(&[silent]).collect();
+        let facts: Vec<MetricSample> = gpu_facts(&[silent]).collect();
         let names: Vec<&str> = facts.iter().map(|fact| fact.name).collect();
         assert_eq!(names, ["node_gpu_watts"]);
     }
 
     #[test]
     fn graphics_processors_and_links_are_told_apart_by_labels() {
-        let told = |facts: Vec<Fact>, name: &str| -> Vec<(String, f64)> {
+        let told = |facts: Vec<MetricSample>, name: &str| -> Vec<(String, f64)> {
             let own = facts.into_iter().filter(|fact| fact.name == name);
             own.map(|fact| (fact.labels, fact.value)).collect()
         };

@@ -11,7 +11,7 @@ use std::time::Duration;
 use paceline_cluster::nodes::agent::local;
 use paceline_engine::Service;
 use paceline_model::SplitKind;
-use paceline_node::fleet::lent::AtNode;
+use paceline_node::fleet::lent::LeasedInstance;
 use serde_json::{Value, json};
 
 use crate::tables::names;
@@ -20,7 +20,7 @@ use crate::tables::names;
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// An instance on nodes that serves a program's requests.
-pub struct Instance {
+pub struct NodeInstance {
     /// The model's file on this machine.
     pub path: PathBuf,
     /// Serves the requests.
@@ -32,23 +32,23 @@ pub struct Instance {
     /// Names of its nodes.
     pub on: String,
     /// Unloads the instance on drop.
-    _borrowed: Option<Borrowed>,
+    _borrowed: Option<InstanceLease>,
 }
 
-impl std::fmt::Debug for Instance {
+impl std::fmt::Debug for NodeInstance {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "an instance on {}", self.on)
     }
 }
 
-impl Instance {
+impl NodeInstance {
     /// An instance from the node's description; a `borrowed` one is unloaded at the end.
-    pub fn of(home: &Path, using: &Value, borrowed: Option<Borrowed>) -> Self {
+    pub fn of(home: &Path, using: &Value, borrowed: Option<InstanceLease>) -> Self {
         let text = |name: &str| using[name].as_str().unwrap_or_default();
         let nodes = using["nodes"].as_array().map_or(1, Vec::len);
         Self {
             path: text("path").into(),
-            service: Arc::new(AtNode::new(home, text("id"))),
+            service: Arc::new(LeasedInstance::new(home, text("id"))),
             nodes: u32::try_from(nodes).unwrap_or(1),
             split: text("split").parse().unwrap_or_default(),
             on: names(&using["nodes"]),
@@ -65,7 +65,7 @@ pub fn alive(answer: &Value) -> u32 {
 }
 
 /// Arguments of `borrow`: a model over `nodes` nodes, for one answer at a time.
-pub fn ask(model: &str, nodes: u32, split: SplitKind, context: Option<u32>) -> Value {
+pub fn load_arguments(model: &str, nodes: u32, split: SplitKind, context: Option<u32>) -> Value {
     json!({
         "model": model,
         "count": nodes,
@@ -77,21 +77,21 @@ pub fn ask(model: &str, nodes: u32, split: SplitKind, context: Option<u32>) -> V
 
 /// A lease: the instance is unloaded on drop, or when this process ends in any other way.
 #[derive(Debug)]
-pub struct Borrowed {
+pub struct InstanceLease {
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Borrowed {
+impl InstanceLease {
     /// Has the node of `home` load an instance. The receiver gets its state until it is ready.
     ///
     /// # Errors
     /// The system refuses a thread.
-    pub fn new(home: PathBuf, ask: Value) -> io::Result<(Receiver<Told>, Self)> {
+    pub fn new(home: PathBuf, ask: Value) -> io::Result<(Receiver<LeaseReport>, Self)> {
         let over = Arc::new(AtomicBool::new(false));
         let (sender, told) = channel();
         let own = Arc::clone(&over);
-        let run = move || hold(&home, ask, &own, &sender);
+        let run = move || keep_loaded(&home, ask, &own, &sender);
         let thread = std::thread::Builder::new().name("borrow".to_owned());
         let thread = thread.spawn(run)?;
         let borrowed = Self {
@@ -103,10 +103,10 @@ impl Borrowed {
 }
 
 /// A report on the instance, or the error that ends them.
-pub type Told = Result<Value, local::Error>;
+pub type LeaseReport = Result<Value, local::Error>;
 
 /// Holds the connection that keeps the instance loaded; reports until it is ready.
-fn hold(home: &Path, ask: Value, over: &AtomicBool, sender: &Sender<Told>) {
+fn keep_loaded(home: &Path, ask: Value, over: &AtomicBool, sender: &Sender<LeaseReport>) {
     let outcome = local::ask_while(home, "borrow", ask, SILENCE, |view| {
         let _ = sender.send(Ok(view)); // nobody waits for it any more
         !over.load(Ordering::SeqCst)
@@ -114,7 +114,7 @@ fn hold(home: &Path, ask: Value, over: &AtomicBool, sender: &Sender<Told>) {
     let _ = sender.send(outcome);
 }
 
-impl Drop for Borrowed {
+impl Drop for InstanceLease {
     fn drop(&mut self) {
         self.over.store(true, Ordering::SeqCst);
         if let Some(thread) = self.thread.take() {

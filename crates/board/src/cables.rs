@@ -2,25 +2,26 @@
 
 use paceline_launch::hostfile::Hostfile;
 use paceline_launch::topology::{
-    Addresses, Cable, Choice, End, Error, Graph, Machine, best_ring, missing_for_ring, setup,
+    Addresses, Cable, CableEnd, Error, Graph, ProbedMachine, TopologyChoice, best_ring,
+    missing_for_ring, setup,
 };
-use paceline_plan::draw::{Edge, Net};
+use paceline_plan::draw::{Edge, NetworkDiagram};
 use serde_json::{Value, json};
 
 /// The cabling to set up.
 #[derive(Clone, Copy, Debug)]
-pub struct Setup<'a> {
+pub struct CablingSetup<'a> {
     /// Hosts and cables.
     pub graph: &'a Graph,
     /// Addresses of the interfaces at the cables.
     pub addresses: &'a Addresses,
     /// Current state of the hosts.
-    pub machines: &'a [Machine],
+    pub machines: &'a [ProbedMachine],
     /// Whether to remove the setup instead.
     pub undo: bool,
 }
 
-impl Setup<'_> {
+impl CablingSetup<'_> {
     /// The commands of each host.
     pub fn commands(&self) -> Vec<Vec<String>> {
         let of = |host| match self.undo {
@@ -45,7 +46,7 @@ pub fn picture(graph: &Graph) -> String {
         to: to.host,
         label: format!("{}/{}", graph.interface(*from), graph.interface(*to)),
     };
-    let net = Net {
+    let net = NetworkDiagram {
         title: "Cables between machines".to_owned(),
         nodes: graph.hosts.clone(),
         edges: graph.cables.iter().chain(&graph.loops).map(edge).collect(),
@@ -66,7 +67,7 @@ pub fn ethernet(file: &Hostfile) -> Value {
 ///
 /// # Errors
 /// [`Error`] of a graph that is too large.
-pub fn thunderbolt(setup: &Setup<'_>, choice: &Choice) -> Result<Value, Error> {
+pub fn thunderbolt(setup: &CablingSetup<'_>, choice: &TopologyChoice) -> Result<Value, Error> {
     let graph = setup.graph;
     let names = |pairs: Vec<(usize, usize)>| -> Vec<Value> {
         let each = pairs.into_iter().map(|pair| json!(graph.pair(pair)));
@@ -94,7 +95,7 @@ pub fn thunderbolt(setup: &Setup<'_>, choice: &Choice) -> Result<Value, Error> {
     }))
 }
 
-fn host(name: &str, machine: &Machine) -> Value {
+fn host(name: &str, machine: &ProbedMachine) -> Value {
     let ports = machine
         .ports
         .iter()
@@ -107,9 +108,9 @@ fn host(name: &str, machine: &Machine) -> Value {
     })
 }
 
-fn cables(setup: &Setup<'_>) -> Vec<Value> {
+fn cables(setup: &CablingSetup<'_>) -> Vec<Value> {
     let graph = setup.graph;
-    let end = |end: End, address: Option<String>| {
+    let end = |end: CableEnd, address: Option<String>| {
         let host = &graph.hosts[end.host];
         json!({"host": host, "interface": graph.interface(end), "address": address})
     };

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use paceline_cluster::nodes::agent::{NodeView, NodeWays, Refusal};
+use paceline_cluster::nodes::agent::{NodePaths, NodeView, Refusal};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths::{Path, has_moved};
-use paceline_node::Portrait;
+use paceline_node::InstanceSummary;
 use paceline_serve::events::Kind;
 use serde_json::Value;
 
@@ -13,7 +13,7 @@ use crate::links::{link, used};
 
 /// State of the last poll.
 #[derive(Default)]
-pub(super) struct Changes {
+pub(super) struct ChangeDetector {
     /// Name and life by id.
     nodes: BTreeMap<String, (String, Life)>,
     /// Ids of slow nodes.
@@ -21,27 +21,27 @@ pub(super) struct Changes {
     /// The last reported path of each pair of live nodes, by name; `None` if none worked.
     links: BTreeMap<(String, String), Option<Path>>,
     /// State and model by id.
-    instances: BTreeMap<String, Seen>,
+    instances: BTreeMap<String, InstanceSnapshot>,
     /// Number of split changes, and of restarts, by id.
     counts: BTreeMap<String, (usize, u64)>,
 }
 
 /// An instance at the last poll.
 #[derive(Clone, PartialEq)]
-struct Seen {
+struct InstanceSnapshot {
     model: String,
     state: String,
     reason: Option<String>,
     nodes: Vec<String>,
 }
 
-impl Changes {
+impl ChangeDetector {
     /// Compares with the last poll; returns the changes.
-    pub(super) fn see(
+    pub(super) fn observe(
         &mut self,
         nodes: &[NodeView],
         instances: &[Value],
-        portraits: &BTreeMap<String, Portrait>,
+        portraits: &BTreeMap<String, InstanceSummary>,
     ) -> Vec<Kind> {
         let mut news = self.of_nodes(nodes);
         news.extend(self.of_slow(nodes));
@@ -110,7 +110,7 @@ impl Changes {
 
     /// Compares the measured paths between live nodes with those last reported. The first poll of a
     /// pair, also after an absence, reports nothing.
-    pub(super) fn see_links(&mut self, nodes: &[NodeWays]) -> Vec<Kind> {
+    pub(super) fn observe_links(&mut self, nodes: &[NodePaths]) -> Vec<Kind> {
         let now = used(nodes);
         let mut news = Vec::new();
         self.links.retain(|pair, _| now.contains_key(pair));
@@ -141,7 +141,7 @@ impl Changes {
     }
 
     fn of_instances(&mut self, instances: &[Value]) -> Vec<Kind> {
-        let now: BTreeMap<String, Seen> = instances.iter().map(seen).collect();
+        let now: BTreeMap<String, InstanceSnapshot> = instances.iter().map(seen).collect();
         let changed = now
             .iter()
             .filter(|(id, seen)| self.instances.get(*id) != Some(seen))
@@ -153,7 +153,7 @@ impl Changes {
             .map(|(id, last)| {
                 let state = "unloaded".to_owned();
                 let reason = None;
-                let seen = Seen {
+                let seen = InstanceSnapshot {
                     state,
                     reason,
                     ..last.clone()
@@ -165,7 +165,7 @@ impl Changes {
         news
     }
 
-    fn of_splits(&mut self, portraits: &BTreeMap<String, Portrait>) -> Vec<Kind> {
+    fn of_splits(&mut self, portraits: &BTreeMap<String, InstanceSummary>) -> Vec<Kind> {
         let mut news = Vec::new();
         for (id, it) in portraits {
             let model = self.instances.get(id).map(|seen| seen.model.clone());
@@ -206,10 +206,10 @@ fn complete(told: &mut Option<Path>, now: Option<&Path>) {
     }
 }
 
-fn seen(it: &Value) -> (String, Seen) {
+fn seen(it: &Value) -> (String, InstanceSnapshot) {
     let text = |name: &str| it[name].as_str().unwrap_or_default().to_owned();
     let nodes = it["nodes"].as_array().into_iter().flatten();
-    let seen = Seen {
+    let seen = InstanceSnapshot {
         model: text("model"),
         state: text("state"),
         reason: it["reason"].as_str().map(str::to_owned),
@@ -218,7 +218,7 @@ fn seen(it: &Value) -> (String, Seen) {
     (text("id"), seen)
 }
 
-fn event(id: &str, seen: &Seen) -> Kind {
+fn event(id: &str, seen: &InstanceSnapshot) -> Kind {
     Kind::Instance {
         id: id.to_owned(),
         model: seen.model.clone(),
@@ -232,7 +232,7 @@ fn event(id: &str, seen: &Seen) -> Kind {
 mod tests {
     use super::*;
     use paceline_cluster::nodes::NodeId;
-    use paceline_cluster::nodes::agent::Facts;
+    use paceline_cluster::nodes::agent::NodeFacts;
     use serde_json::json;
 
     use crate::links::tests::ways;
@@ -250,10 +250,10 @@ mod tests {
             heard_by: Vec::new(),
             linked: true,
             slow_ms: None,
-            facts: Facts {
+            facts: NodeFacts {
                 name,
                 protocol,
-                ..Facts::default()
+                ..NodeFacts::default()
             },
         }
     }
@@ -282,8 +282,8 @@ mod tests {
 
     #[test]
     fn nodes_come_fall_silent_and_go() {
-        let mut changes = Changes::default();
-        let mut see = |nodes: &[NodeView]| kinds(&changes.see(nodes, &[], &BTreeMap::new()));
+        let mut changes = ChangeDetector::default();
+        let mut see = |nodes: &[NodeView]| kinds(&changes.observe(nodes, &[], &BTreeMap::new()));
         let own = || node(1, "a", Life::Alive);
         assert_eq!(see(&[own(), node(2, "old", Life::Dead)]), ["node_came"]);
         assert_eq!(see(&[own(), node(2, "old", Life::Dead)]), [""; 0]);
@@ -297,13 +297,13 @@ mod tests {
 
     #[test]
     fn a_slow_node_is_told_once_and_once_more_when_it_is_over() {
-        let mut changes = Changes::default();
+        let mut changes = ChangeDetector::default();
         let mut see = |slow_ms: Option<u64>, state: Life| {
             let view = NodeView {
                 slow_ms,
                 ..node(2, "b", state)
             };
-            kinds(&changes.see(&[view], &[], &BTreeMap::new()))
+            kinds(&changes.observe(&[view], &[], &BTreeMap::new()))
         };
         assert_eq!(see(None, Life::Alive), ["node_came"]);
         assert_eq!(see(Some(150), Life::Alive), ["node_slow"]);
@@ -316,16 +316,16 @@ mod tests {
 
     #[test]
     fn links_change_by_their_way_and_by_a_factor() {
-        let mut changes = Changes::default();
+        let mut changes = ChangeDetector::default();
         let pair = |latency_us| {
             [
                 ways((1, "a"), (2, "b"), latency_us),
                 ways((2, "b"), (1, "a"), 300),
             ]
         };
-        assert_eq!(changes.see_links(&pair(300)), [], "the first look");
-        assert_eq!(changes.see_links(&pair(450)), []);
-        let news = json!(changes.see_links(&pair(1000)));
+        assert_eq!(changes.observe_links(&pair(300)), [], "the first look");
+        assert_eq!(changes.observe_links(&pair(450)), []);
+        let news = json!(changes.observe_links(&pair(1000)));
         assert_eq!(news.as_array().map(Vec::len), Some(1), "{news}");
         assert_eq!(news[0]["from"], "a");
         assert_eq!(news[0]["to"], "b");
@@ -336,30 +336,30 @@ mod tests {
         assert_eq!(news[0]["now"]["latency_s"], 0.001);
         let mut lost = pair(1000);
         lost[0].paths[0].path.up = false;
-        let news = json!(changes.see_links(&lost));
+        let news = json!(changes.observe_links(&lost));
         assert_eq!(news[0].get("now"), None, "{news}");
-        assert_eq!(changes.see_links(&lost), []);
-        let news = json!(changes.see_links(&pair(1000)));
+        assert_eq!(changes.observe_links(&lost), []);
+        let news = json!(changes.observe_links(&pair(1000)));
         assert_eq!(news[0].get("before"), None, "{news}");
         // The first measured bandwidth is no change, half of it is.
         let mut measured = pair(1000);
         measured[0].paths[0].path.bytes_per_s = Some(100);
-        assert_eq!(changes.see_links(&measured), []);
+        assert_eq!(changes.observe_links(&measured), []);
         measured[0].paths[0].path.bytes_per_s = Some(49);
-        assert_eq!(changes.see_links(&measured).len(), 1);
+        assert_eq!(changes.observe_links(&measured).len(), 1);
         // The event of a dead node covers its links.
         let mut gone = pair(1000);
         gone[1].node.state = Life::Dead;
         gone[0].paths[0].path.up = false;
-        assert_eq!(changes.see_links(&gone), []);
-        assert_eq!(changes.see_links(&pair(5000)), []);
+        assert_eq!(changes.observe_links(&gone), []);
+        assert_eq!(changes.observe_links(&pair(5000)), []);
     }
 
     #[test]
     fn instances_change_state_and_are_unloaded() {
-        let mut changes = Changes::default();
+        let mut changes = ChangeDetector::default();
         let it = |state: &str| json!({"id": "7", "model": "m", "state": state, "nodes": ["a"]});
-        let mut see = |all: &[Value]| changes.see(&[], all, &BTreeMap::new());
+        let mut see = |all: &[Value]| changes.observe(&[], all, &BTreeMap::new());
         assert_eq!(kinds(&see(&[it("loading")])), ["instance"]);
         assert_eq!(see(&[it("loading")]), []);
         let news = see(&[it("ready")]);
@@ -371,7 +371,7 @@ mod tests {
 
     #[test]
     fn restarts_and_changes_of_the_split_are_told_once() {
-        let portrait = |n_changes: usize, restarts| Portrait {
+        let portrait = |n_changes: usize, restarts| InstanceSummary {
             split: "tensor".into(),
             predicted_tok_s: None,
             measured_tok_s: None,
@@ -381,10 +381,10 @@ mod tests {
             shards: Vec::new(),
             prompts: None,
         };
-        let mut changes = Changes::default();
+        let mut changes = ChangeDetector::default();
         let mut see = |n, restarts| {
             let all = BTreeMap::from([("7".to_owned(), portrait(n, restarts))]);
-            kinds(&changes.see(&[], &[], &all))
+            kinds(&changes.observe(&[], &[], &all))
         };
         assert_eq!(see(1, 2), [""; 0]);
         assert_eq!(see(3, 2), ["split_changed", "split_changed"]);

@@ -13,24 +13,28 @@ use std::time::{Duration, SystemTime};
 
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
-use paceline_cluster::nodes::agent::local::Progress;
+use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::pairing::Code;
-use paceline_cluster::nodes::placement::{AdapterFile, Wanted, Weights};
+use paceline_cluster::nodes::placement::{AdapterFile, InstanceSpec, WeightDistribution};
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
-use paceline_node::fleet::{self, Ask, Fleet, FleetSpec, MakeKernels, TraceAsk, journals, lent};
-use paceline_node::interpreter::Program;
-use paceline_node::room::Room;
+use paceline_node::fleet::{
+    self, Fleet, FleetSpec, LoadRequest, MakeKernels, TraceRequest, journals, lent,
+};
+use paceline_node::interpreter::ChildProgram;
+use paceline_node::room::ContextBudget;
 use paceline_node::{DRAFTS, tunnel};
-use paceline_serve::keys::{self, KeyInfo, Keys, Role};
-use paceline_serve::{Done, Doors, Found, Kept, Mirror, Piece};
+use paceline_serve::keys::{self, KeyInfo, KeyRole, Keys};
+use paceline_serve::{
+    JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome, ModelRegistry,
+};
 use paceline_store::{Home, PullOptions};
 use paceline_tensor::KvType;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::hub::StoreHub;
-use crate::{Error, Tell, chain, served, stores};
+use crate::{Error, MessageSink, chain, served, stores};
 
 /// Maximum queued requests; further ones are rejected as busy. That is one per connection of the
 /// server's default limit.
@@ -38,10 +42,10 @@ pub const WAITING_MAX: usize = 512;
 
 /// Starts the local end of a connection from another machine: a program with piped standard input
 /// and output.
-pub type StartFar = Box<dyn Fn() -> io::Result<Child> + Send + Sync>;
+pub type ProgramStarter = Box<dyn Fn() -> io::Result<Child> + Send + Sync>;
 
 /// Settings of a node that runs models of the cluster.
-pub struct Spec {
+pub struct NodeSettings {
     /// Paceline's files.
     pub home: Home,
     /// Worker program and arguments.
@@ -55,22 +59,22 @@ pub struct Spec {
     /// Hub settings, for bytes that no node has.
     pub pull: PullOptions,
     /// Runs chat templates.
-    pub templates: Program,
+    pub templates: ChildProgram,
     /// Makes kernels with a number of threads.
     pub kernels: Box<MakeKernels>,
     /// The only interface that workers listen on; `None` for all.
     pub interface: Option<String>,
     /// Joins trainings led by other machines.
-    pub start_far: StartFar,
+    pub start_far: ProgramStarter,
     /// Joins collective benchmarks led by other machines.
-    pub start_rank: StartFar,
+    pub start_rank: ProgramStarter,
     /// Joins array jobs led by other machines.
-    pub start_arrays: StartFar,
+    pub start_arrays: ProgramStarter,
     /// Lines for people; must not block.
-    pub tell: Tell,
+    pub tell: MessageSink,
 }
 
-impl fmt::Debug for Spec {
+impl fmt::Debug for NodeSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "workers by {}", self.program.0.display())
     }
@@ -80,25 +84,32 @@ impl fmt::Debug for Spec {
 ///
 /// # Errors
 /// The system refuses a thread.
-pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Error> {
+pub fn start(
+    agent: &Agent,
+    spec: NodeSettings,
+    doors: &ModelRegistry,
+) -> Result<Arc<Fleet>, Error> {
     let (spec, services) = divided(spec, doors);
     let fleet = Fleet::start(agent.clone(), spec).map_err(Error::Thread)?;
     let fleet = Arc::new(fleet);
-    let copies = Copies(Arc::downgrade(&fleet));
+    let copies = FleetMirror(Arc::downgrade(&fleet));
     doors.journals().mirror_to(Arc::new(copies));
     answer_commands(agent, &fleet);
     let own = Arc::downgrade(&fleet);
-    agent.serve_local("move", move |_: &Value, progress: &mut Progress<'_>| {
-        let fleet = own.upgrade().ok_or("the node is stopping")?;
-        let mut beat = || {
-            progress(Value::Null);
-        };
-        leave(&fleet, &mut beat).map(|()| json!({}))
-    });
+    agent.serve_local(
+        "move",
+        move |_: &Value, progress: &mut CommandProgress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            let mut beat = || {
+                progress(Value::Null);
+            };
+            leave(&fleet, &mut beat).map(|()| json!({}))
+        },
+    );
     let own = Arc::downgrade(&fleet);
     agent.serve_local(
         "answer",
-        move |arguments: &Value, progress: &mut Progress<'_>| {
+        move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
             lent::answer(&fleet, arguments, progress)
         },
@@ -110,15 +121,18 @@ pub fn start(agent: &Agent, spec: Spec, doors: &Doors) -> Result<Arc<Fleet>, Err
     let own = Arc::downgrade(&fleet);
     agent.serve_local(
         "borrow",
-        move |arguments: &Value, progress: &mut Progress<'_>| {
-            lent::lend(&own, &asked(arguments)?, progress)
+        move |arguments: &Value, progress: &mut CommandProgress<'_>| {
+            lent::lend(&own, &parse_load(arguments)?, progress)
         },
     );
     Ok(fleet)
 }
 
 /// Splits `spec` into the fleet's settings and the starters of programs for other machines.
-fn divided(spec: Spec, doors: &Doors) -> (FleetSpec, [(&'static str, StartFar); 3]) {
+fn divided(
+    spec: NodeSettings,
+    doors: &ModelRegistry,
+) -> (FleetSpec, [(&'static str, ProgramStarter); 3]) {
     let home = spec.home;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let store = home.clone();
@@ -144,7 +158,7 @@ fn divided(spec: Spec, doors: &Doors) -> (FleetSpec, [(&'static str, StartFar); 
         interface: spec.interface,
         sizes: Box::new(sizes),
         threads: cores,
-        doors: Box::new(Api {
+        doors: Box::new(HttpAdmission {
             doors: doors.clone(),
             templates: spec.templates,
         }),
@@ -158,7 +172,7 @@ fn lead_to(agent: &Agent, fleet: &Arc<Fleet>, service: &'static str) {
     let own = Arc::downgrade(fleet);
     agent.serve_local(
         service,
-        move |arguments: &Value, progress: &mut Progress<'_>| {
+        move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
             let agent = fleet.agent();
             drop(fleet); // a program elsewhere does not keep the fleet alive
@@ -180,15 +194,18 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
         ("remove", stores::ask_remove),
     ] {
         let own = Arc::downgrade(fleet);
-        agent.serve_local(name, move |arguments: &Value, _: &mut Progress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            command(&fleet, arguments)
-        });
+        agent.serve_local(
+            name,
+            move |arguments: &Value, _: &mut CommandProgress<'_>| {
+                let fleet = own.upgrade().ok_or("the node is stopping")?;
+                command(&fleet, arguments)
+            },
+        );
     }
     let own = Arc::downgrade(fleet);
     agent.serve_local(
         "send",
-        move |arguments: &Value, progress: &mut Progress<'_>| {
+        move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
             stores::ask_send(&fleet, arguments, progress)
         },
@@ -262,7 +279,11 @@ fn of_keys(file: &Path, command: &str, arguments: &Value) -> Result<Value, keys:
     Ok(match command {
         "new_key" => {
             let is_admin = arguments["admin"].as_bool().unwrap_or(false);
-            let role = if is_admin { Role::Admin } else { Role::User };
+            let role = if is_admin {
+                KeyRole::Admin
+            } else {
+                KeyRole::User
+            };
             let (key, info) = keys.make(text("name"), role, unix_s())?;
             json!({ "key": key, "id": info.id })
         }
@@ -298,14 +319,14 @@ fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, 
 }
 
 fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let ask = asked(arguments)?;
+    let ask = parse_load(arguments)?;
     let ids = fleet.load(&ask)?;
     let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
     Ok(json!({ "id": ids.first(), "ids": ids }))
 }
 
 fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let mut ask = asked(arguments)?;
+    let mut ask = parse_load(arguments)?;
     if arguments["count"].is_null() {
         ask.count = 0; // any number
     }
@@ -314,10 +335,10 @@ fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
 }
 
 /// Parses arguments of `load` or `preview`, with defaults.
-fn asked(arguments: &Value) -> Result<Ask, String> {
-    let body = Body::deserialize(arguments).map_err(|error| error.to_string())?;
+fn parse_load(arguments: &Value) -> Result<LoadRequest, String> {
+    let body = LoadArguments::deserialize(arguments).map_err(|error| error.to_string())?;
     let split = body.split.as_deref().unwrap_or("auto").parse();
-    Ok(Ask {
+    Ok(LoadRequest {
         model: body.model,
         nodes: body.nodes.unwrap_or_default(),
         count: body.count.unwrap_or(1),
@@ -340,7 +361,7 @@ fn asked(arguments: &Value) -> Result<Ask, String> {
 /// Arguments of `load` and `preview`. Clients copy `nodes` and `split` from a preview's placement.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Body {
+struct LoadArguments {
     model: String,
     nodes: Option<Vec<String>>,
     count: Option<usize>,
@@ -355,21 +376,21 @@ struct Body {
     drafts: Option<u8>,
     follow: Option<bool>,
     grows: Option<bool>,
-    weights: Option<Weights>,
+    weights: Option<WeightDistribution>,
     prefill_nodes: Option<Vec<String>>,
 }
 
 /// Arguments of `unload`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Unload {
+struct UnloadArguments {
     model: String,
     replica: Option<u16>,
 }
 
 fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let Unload { model, replica } =
-        Unload::deserialize(arguments).map_err(|error| error.to_string())?;
+    let UnloadArguments { model, replica } =
+        UnloadArguments::deserialize(arguments).map_err(|error| error.to_string())?;
     let unloaded = fleet.unload(&model, replica);
     unloaded.map(|count| json!({ "unloaded": count }))
 }
@@ -384,7 +405,7 @@ fn ask_ps(fleet: &Fleet, _: &Value) -> Result<Value, String> {
 }
 
 fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let ask: TraceAsk =
+    let ask: TraceRequest =
         serde_json::from_value(arguments.clone()).map_err(|error| error.to_string())?;
     let recording = fleet.trace(&ask)?;
     serde_json::to_value(recording).map_err(|error| error.to_string())
@@ -393,16 +414,16 @@ fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
 /// Path of a local model's file.
 fn find(home: &Home, name: &str) -> Result<PathBuf, String> {
     match paceline_store::resolve(home, name) {
-        Ok(paceline_store::Resolved::Path(found)) => Ok(found.path),
+        Ok(paceline_store::Resolution::Path(found)) => Ok(found.path),
         Ok(_) => Err(format!("there is no model {name:?} on this machine")),
         Err(error) => Err(error.to_string()),
     }
 }
 
-fn sizes(path: &Path, config: &Config, wanted: &Wanted) -> EngineConfig {
+fn sizes(path: &Path, config: &Config, wanted: &InstanceSpec) -> EngineConfig {
     let parallel = usize::from(wanted.parallel.max(1));
     let memory = (Some(KvType::F16), machine::available());
-    let room = Room::of((path, config), memory, wanted.context, parallel);
+    let room = ContextBudget::of((path, config), memory, wanted.context, parallel);
     EngineConfig {
         max_running: parallel,
         max_waiting: WAITING_MAX,
@@ -412,16 +433,16 @@ fn sizes(path: &Path, config: &Config, wanted: &Wanted) -> EngineConfig {
 }
 
 /// Registers instances at the HTTP API.
-struct Api {
-    doors: Doors,
-    templates: Program,
+struct HttpAdmission {
+    doors: ModelRegistry,
+    templates: ChildProgram,
 }
 
-impl fleet::Doors for Api {
+impl fleet::ModelRegistrar for HttpAdmission {
     fn open(
         &self,
         key: &str,
-        (wanted, adapter): (&Wanted, Option<&AdapterFile>),
+        (wanted, adapter): (&InstanceSpec, Option<&AdapterFile>),
         path: &Path,
         service: Arc<dyn Service>,
     ) -> Result<(), String> {
@@ -432,44 +453,44 @@ impl fleet::Doors for Api {
             let digits = adapter.sha256.get(..8).unwrap_or_default();
             model.fingerprint = format!("{}-{digits}", model.fingerprint);
         }
-        let opened = self.doors.open(key, model, service);
+        let opened = self.doors.register(key, model, service);
         opened.map_err(|error| error.to_string())
     }
 
     fn close(&self, key: &str) {
-        self.doors.close(key);
+        self.doors.unregister(key);
     }
 
     fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
-        let own = self.doors.journals().give(id, key);
+        let own = self.doors.journals().release(id, key);
         own.or_else(|| self.doors.response(id, key))
     }
 }
 
 /// Mirrors journals of streamed responses through the fleet.
-struct Copies(Weak<Fleet>);
+struct FleetMirror(Weak<Fleet>);
 
-impl Mirror for Copies {
-    fn put(&self, piece: Piece, done: Done) {
+impl Mirror for FleetMirror {
+    fn put(&self, piece: JournalPart, done: MirrorCallback) {
         let Some(fleet) = self.0.upgrade() else {
-            return done(Kept::No("the node is stopping".to_owned()));
+            return done(MirrorOutcome::No("the node is stopping".to_owned()));
         };
-        let Piece { id, at, bytes } = piece;
+        let JournalPart { id, at, bytes } = piece;
         let kept = |kept| match kept {
-            journals::Kept::Yes => Kept::Yes,
-            journals::Kept::Gap => Kept::Gap,
-            journals::Kept::No(reason) => Kept::No(reason),
+            journals::JournalStored::Yes => MirrorOutcome::Yes,
+            journals::JournalStored::Gap => MirrorOutcome::Gap,
+            journals::JournalStored::No(reason) => MirrorOutcome::No(reason),
         };
-        let piece = journals::Piece { id, at, bytes };
+        let piece = journals::ReplicatedSegment { id, at, bytes };
         fleet.keep(piece, Box::new(move |it| done(kept(it))));
     }
 
-    fn find(&self, id: &str, key: Option<&str>) -> Found {
+    fn find(&self, id: &str, key: Option<&str>) -> JournalMatch {
         let fleet = self.0.upgrade();
         match fleet.map(|fleet| fleet.find_journal(id, key)) {
-            Some(journals::Found::Copy(bytes)) => Found::Copy(bytes),
-            Some(journals::Found::Nowhere) | None => Found::Nowhere,
-            Some(journals::Found::Unsure) => Found::Unsure,
+            Some(journals::JournalSearch::Copy(bytes)) => JournalMatch::Copy(bytes),
+            Some(journals::JournalSearch::Nowhere) | None => JournalMatch::Nowhere,
+            Some(journals::JournalSearch::Unsure) => JournalMatch::Unsure,
         }
     }
 

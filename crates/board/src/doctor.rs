@@ -19,7 +19,7 @@ use paceline_store::{MlxBuild, free_space};
 use paceline_tensor::InstructionSet;
 use serde::Serialize;
 
-use crate::engines::{self, Engine};
+use crate::engines::{self, EngineStatus};
 
 pub use peer::check as of_finding;
 
@@ -53,7 +53,7 @@ impl State {
 
 /// A completed check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Check {
+pub struct HealthCheck {
     /// Name of the checked item.
     pub name: &'static str,
     /// Its result.
@@ -64,7 +64,7 @@ pub struct Check {
     pub mend: Option<String>,
 }
 
-impl Check {
+impl HealthCheck {
     fn ok(name: &'static str, found: impl Into<String>) -> Self {
         Self {
             name,
@@ -99,13 +99,13 @@ impl Check {
 
 /// Facts about this machine from the caller.
 #[derive(Clone, Copy, Debug)]
-pub struct Here<'a> {
+pub struct DoctorInput<'a> {
     /// Paceline's folder.
     pub folder: &'a Path,
     /// The folder of models.
     pub models: &'a Path,
     /// State of the MLX engine.
-    pub mlx: &'a Engine,
+    pub mlx: &'a EngineStatus,
     /// The `PATH` variable.
     pub path: Option<&'a OsStr>,
     /// Whether a node of this home runs.
@@ -113,7 +113,7 @@ pub struct Here<'a> {
 }
 
 /// Runs all checks; takes about a second.
-pub fn checks(here: Here<'_>) -> Vec<Check> {
+pub fn checks(here: DoctorInput<'_>) -> Vec<HealthCheck> {
     let gpus = machine::nvidia();
     let mut checks = vec![
         cpu(),
@@ -139,13 +139,13 @@ pub fn checks(here: Here<'_>) -> Vec<Check> {
 }
 
 /// All checks as text.
-pub fn text(checks: &[Check]) -> String {
+pub fn text(checks: &[HealthCheck]) -> String {
     let lines: Vec<String> = checks.iter().map(line).collect();
     lines.join("\n")
 }
 
 /// Checks the sandbox, which denies workers and templates unneeded files and system calls.
-fn sandbox(enforced: Enforced) -> Check {
+fn sandbox(enforced: Enforced) -> HealthCheck {
     let files = match enforced.files {
         Level::Full => "Landlock",
         Level::Part => "Landlock in part",
@@ -159,14 +159,14 @@ fn sandbox(enforced: Enforced) -> Check {
     let found = format!("{files}, {calls}");
     if enforced.files == Level::Nothing || !enforced.calls {
         let found = format!("{found}: workers run with all rights of this user");
-        return Check::absent("sandbox", found);
+        return HealthCheck::absent("sandbox", found);
     }
-    Check::ok("sandbox", found)
+    HealthCheck::ok("sandbox", found)
 }
 
 /// A check, with its remedy on a second line.
-pub fn line(check: &Check) -> String {
-    let Check { name, found, .. } = check;
+pub fn line(check: &HealthCheck) -> String {
+    let HealthCheck { name, found, .. } = check;
     let line = format!("{name:12} {:8} {found}", check.state.mark());
     match &check.mend {
         Some(mend) => format!("{line}\n{:21} mend: {mend}", ""),
@@ -174,7 +174,7 @@ pub fn line(check: &Check) -> String {
     }
 }
 
-fn cpu() -> Check {
+fn cpu() -> HealthCheck {
     let sets: Vec<&str> = InstructionSet::available()
         .into_iter()
         .map(InstructionSet::name)
@@ -182,32 +182,32 @@ fn cpu() -> Check {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let found = format!("{}, {}", sets.join(", "), counted(threads, "thread"));
     if sets.len() > 1 {
-        return Check::ok("cpu", found);
+        return HealthCheck::ok("cpu", found);
     }
-    Check::absent(
+    HealthCheck::absent(
         "cpu",
         format!("{found}: only portable kernels run here, slowly"),
     )
 }
 
-fn memory() -> Check {
+fn memory() -> HealthCheck {
     match machine::memory() {
         Some(memory) => {
             let free = memory.available.map(|free| format!(", {free} available"));
             let found = format!("{}{}", memory.total, free.unwrap_or_default());
-            Check::ok("memory", found)
+            HealthCheck::ok("memory", found)
         }
-        None => Check::absent("memory", "the system does not say"),
+        None => HealthCheck::absent("memory", "the system does not say"),
     }
 }
 
 /// Checks the folders of files and models, which may be on different disks.
-fn disk(folder: &Path, models: &Path) -> Check {
+fn disk(folder: &Path, models: &Path) -> HealthCheck {
     for part in [folder, models] {
         if let Some(why) = existing(part).and_then(unwritable) {
             let found = format!("cannot write in {}: {why}", part.display());
             let mend = "give yourself write access, or set PACELINE_HOME to a folder of your own";
-            return Check::missing("disk", found, mend);
+            return HealthCheck::missing("disk", found, mend);
         }
     }
     let free = existing(models).and_then(|parent| free_space(parent).ok());
@@ -219,7 +219,7 @@ fn disk(folder: &Path, models: &Path) -> Check {
         ),
         None => format!("unknown in {}", folder.display()),
     };
-    Check::ok("disk", found)
+    HealthCheck::ok("disk", found)
 }
 
 /// `folder`, or the first of its parents that exists: both are on the same file system.
@@ -236,53 +236,53 @@ fn unwritable(folder: &Path) -> Option<std::io::Error> {
     made.err()
 }
 
-fn gpu(nvidia: &[machine::Gpu]) -> Check {
+fn gpu(nvidia: &[machine::Gpu]) -> HealthCheck {
     if cfg!(all(target_os = "macos", target_arch = "aarch64")) {
-        return Check::ok("gpu", "Apple silicon, Metal");
+        return HealthCheck::ok("gpu", "Apple silicon, Metal");
     }
     let names = nvidia
         .iter()
         .map(|gpu| format!("{} with {}", gpu.name, gpu.memory));
     let names: Vec<String> = names.collect();
     if names.is_empty() {
-        return Check::absent(
+        return HealthCheck::absent(
             "gpu",
             "none that an engine could use (NVIDIA's driver lists none)",
         );
     }
-    Check::ok("gpu", names.join(", "))
+    HealthCheck::ok("gpu", names.join(", "))
 }
 
 /// The memory that Metal recommends to use at most, as MLX reads it from the device.
-fn metal_limit(engine: &Engine) -> Option<Bytes> {
+fn metal_limit(engine: &EngineStatus) -> Option<Bytes> {
     let metal = engine.devices.iter().find(|d| d.backend == "metal")?;
     metal.memory_bytes.map(Bytes)
 }
 
 /// Check of the memory that a model on the GPU may fill; `said` is what its driver says of that.
-fn gpu_memory(memory: GpuMemory, said: Option<Bytes>) -> Check {
+fn gpu_memory(memory: GpuMemory, said: Option<Bytes>) -> HealthCheck {
     let limit = said.unwrap_or(memory.limit);
     let found = format!("a model may fill {limit} of {}", memory.total);
     let mend = memory.raised_mb.filter(|mb| mb << 20 > limit.0);
-    Check {
+    HealthCheck {
         mend: mend.map(|mb| {
             format!("sudo sysctl iogpu.wired_limit_mb={mb} lends more, until the next restart")
         }),
-        ..Check::ok("gpu memory", found)
+        ..HealthCheck::ok("gpu memory", found)
     }
 }
 
-fn mlx(engine: &Engine) -> Check {
+fn mlx(engine: &EngineStatus) -> HealthCheck {
     let (os, arch) = (std::env::consts::OS, std::env::consts::ARCH);
     match &engine.problem {
         None => {
             let backends: Vec<&str> = engine.devices.iter().map(|d| d.backend.as_str()).collect();
-            Check::ok("mlx", format!("devices: {}", backends.join(", ")))
+            HealthCheck::ok("mlx", format!("devices: {}", backends.join(", ")))
         }
         Some(problem) if MlxBuild::ALL.iter().any(|build| build.exists_for(os, arch)) => {
-            Check::missing("mlx", problem, engines::mend_mlx())
+            HealthCheck::missing("mlx", problem, engines::mend_mlx())
         }
-        Some(_) => Check::absent("mlx", format!("none is published for {os} on {arch}")),
+        Some(_) => HealthCheck::absent("mlx", format!("none is published for {os} on {arch}")),
     }
 }
 
@@ -293,39 +293,39 @@ fn program(
     arguments: &[&str],
     use_of: &str,
     mend: &str,
-) -> Check {
+) -> HealthCheck {
     match machine::first_line(command, arguments) {
-        Some(line) => Check::ok(name, line),
-        None => Check::missing(name, format!("no {command}, which {use_of}"), mend),
+        Some(line) => HealthCheck::ok(name, line),
+        None => HealthCheck::missing(name, format!("no {command}, which {use_of}"), mend),
     }
 }
 
-fn python() -> Check {
+fn python() -> HealthCheck {
     let use_of = "fetches models and engines where the hub cannot be reached";
     let mend = "apt install python3-pip, or brew install python";
     program("pip", "python3", &["-m", "pip", "--version"], use_of, mend)
 }
 
-fn compiler() -> Check {
+fn compiler() -> HealthCheck {
     let mend = "apt install g++, or xcode-select --install";
     program("c++", "c++", &["--version"], "builds MLX's C layer", mend)
 }
 
-fn cargo() -> Check {
+fn cargo() -> HealthCheck {
     let mend = "install Rust with rustup, or give `paceline engines install mlx` --sources";
     let use_of = "fetches the sources of MLX's C layer";
     program("cargo", "cargo", &["--version"], use_of, mend)
 }
 
-fn ssh(path: Option<&OsStr>) -> Check {
+fn ssh(path: Option<&OsStr>) -> HealthCheck {
     // `ssh -V` writes to stderr, and without options ssh exits with 255.
     let there =
         path.is_some_and(|path| std::env::split_paths(path).any(|dir| dir.join("ssh").is_file()));
     if there {
-        return Check::ok("ssh", "there, for `paceline launch` and `topology`");
+        return HealthCheck::ok("ssh", "there, for `paceline launch` and `topology`");
     }
     let mend = "apt install openssh-client";
-    Check::missing(
+    HealthCheck::missing(
         "ssh",
         "no ssh, which starts programs on other machines",
         mend,
@@ -339,20 +339,20 @@ pub const ENABLE_RDMA: &str = "search System Settings for RDMA, switch on \"Enab
     Thunderbolt\" and restart; without that entry run rdma_ctl enable in macOS Recovery (macOS \
     26.2 or later, Thunderbolt 5)";
 
-fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
+fn rdma(devices: Result<Vec<String>, RdmaError>) -> HealthCheck {
     const MAC: bool = cfg!(target_os = "macos");
     match devices {
-        Ok(names) if names.is_empty() => Check::absent("rdma", "no device"),
-        Ok(_) if MAC && has_thunderbolt_bridge() => Check::doubtful(
+        Ok(names) if names.is_empty() => HealthCheck::absent("rdma", "no device"),
+        Ok(_) if MAC && has_thunderbolt_bridge() => HealthCheck::doubtful(
             "rdma",
             "the Thunderbolt ports are one bridge, over which RDMA does not work",
             "sudo networksetup -setnetworkserviceenabled \"Thunderbolt Bridge\" off",
         ),
         Ok(names) => of_ports(&names, &idle_rdma_ports()),
-        Err(error) if MAC => Check::missing("rdma", error.to_string(), ENABLE_RDMA),
+        Err(error) if MAC => HealthCheck::missing("rdma", error.to_string(), ENABLE_RDMA),
         // The library exists, but the kernel has no devices.
-        Err(error @ RdmaError::NoList { .. }) => Check::absent("rdma", error.to_string()),
-        Err(error) => Check::missing(
+        Err(error @ RdmaError::NoList { .. }) => HealthCheck::absent("rdma", error.to_string()),
+        Err(error) => HealthCheck::missing(
             "rdma",
             error.to_string(),
             "apt install libibverbs1 ibverbs-providers",
@@ -361,10 +361,10 @@ fn rdma(devices: Result<Vec<String>, RdmaError>) -> Check {
 }
 
 /// Checks RDMA devices; `idle` have no active port.
-fn of_ports(names: &[String], idle: &[String]) -> Check {
+fn of_ports(names: &[String], idle: &[String]) -> HealthCheck {
     match idle {
-        [] => Check::ok("rdma", names.join(", ")),
-        idle => Check::doubtful(
+        [] => HealthCheck::ok("rdma", names.join(", ")),
+        idle => HealthCheck::doubtful(
             "rdma",
             format!("{}; idle: {}", names.join(", "), idle.join(", ")),
             "plug the cable in, and `sudo ip link set IF up` for its interface, which `rdma link` names",
@@ -372,24 +372,24 @@ fn of_ports(names: &[String], idle: &[String]) -> Check {
     }
 }
 
-fn nccl(no_gpu: bool) -> Check {
+fn nccl(no_gpu: bool) -> HealthCheck {
     if no_gpu {
-        return Check::absent("nccl", "no NVIDIA GPU");
+        return HealthCheck::absent("nccl", "no NVIDIA GPU");
     }
     match nccl::check(&Libraries::default()) {
-        Ok(()) => Check::ok("nccl", "there"),
-        Err(error) => Check::missing("nccl", error.to_string(), "apt install libnccl2"),
+        Ok(()) => HealthCheck::ok("nccl", "there"),
+        Err(error) => HealthCheck::missing("nccl", error.to_string(), "apt install libnccl2"),
     }
 }
 
-fn mpi() -> Check {
+fn mpi() -> HealthCheck {
     // Asks mpirun: initialising MPI outside of it may print, and fails badly in containers.
     match machine::first_line("mpirun", &["--version"]) {
-        Some(line) => Check::ok(
+        Some(line) => HealthCheck::ok(
             "mpi",
             format!("{line}, for `paceline launch --backend mpi`"),
         ),
-        None => Check::missing(
+        None => HealthCheck::missing(
             "mpi",
             "no mpirun",
             "apt install openmpi-bin, or brew install open-mpi",
@@ -398,18 +398,18 @@ fn mpi() -> Check {
 }
 
 /// `refused`: connected devices that this machine does not authorise.
-fn thunderbolt(ports: usize, refused: &[String]) -> Check {
+fn thunderbolt(ports: usize, refused: &[String]) -> HealthCheck {
     if ports == 0 {
-        return Check::absent("thunderbolt", "no port");
+        return HealthCheck::absent("thunderbolt", "no port");
     }
     if let [device, ..] = refused {
-        return Check::doubtful(
+        return HealthCheck::doubtful(
             "thunderbolt",
             format!("device {device} is not authorised"),
             format!("boltctl enroll {device}"),
         );
     }
-    Check::ok(
+    HealthCheck::ok(
         "thunderbolt",
         format!("{ports} ports; `paceline topology` shows the cables"),
     )
@@ -422,9 +422,9 @@ mod tests {
     #[test]
     fn what_is_missing_comes_with_what_mends_it() {
         let checks = [
-            Check::ok("cpu", "avx2"),
-            Check::absent("gpu", "none"),
-            Check::missing("mpi", "no mpirun", "apt install openmpi-bin"),
+            HealthCheck::ok("cpu", "avx2"),
+            HealthCheck::absent("gpu", "none"),
+            HealthCheck::missing("mpi", "no mpirun", "apt install openmpi-bin"),
         ];
         assert_eq!(
             text(&checks),

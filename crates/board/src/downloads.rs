@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use paceline_base::lock;
-use paceline_store::{Cancel, Home, Progress, PullOptions, Resolved, pull, resolve};
+use paceline_store::{Cancel, Home, PullOptions, PullProgress, Resolution, pull, resolve};
 use serde::Serialize;
 
 /// Maximum concurrent downloads: more would share the same link.
@@ -14,13 +14,13 @@ const RUNNING_MAX: usize = 2;
 const TOLD_MAX: usize = 8;
 
 /// Supplies the store's folder and the pull settings, called for each download.
-pub type Source = Arc<dyn Fn() -> Result<(Home, PullOptions), String> + Send + Sync>;
+pub type PullSource = Arc<dyn Fn() -> Result<(Home, PullOptions), String> + Send + Sync>;
 
 /// Downloads of this node. Clones share them.
 #[derive(Clone)]
 pub(super) struct Downloads {
     all: Arc<Mutex<Vec<Download>>>,
-    source: Source,
+    source: PullSource,
 }
 
 /// A download's reported state.
@@ -39,13 +39,13 @@ pub(super) struct Download {
 
 impl Downloads {
     /// Without downloads.
-    pub(super) fn new(source: Source) -> Self {
+    pub(super) fn new(source: PullSource) -> Self {
         let all = Arc::default();
         Self { all, source }
     }
 
     /// The last downloads, oldest first.
-    pub(super) fn told(&self) -> Vec<Download> {
+    pub(super) fn recent(&self) -> Vec<Download> {
         lock(&self.all).clone()
     }
 
@@ -57,13 +57,13 @@ impl Downloads {
         let failed = |error: &dyn std::fmt::Display| error.to_string();
         let (home, options) = (self.source)()?;
         let plan = match resolve(&home, model).map_err(|error| failed(&error))? {
-            Resolved::Path(_) => return Err(format!("{model} is on this machine")),
-            Resolved::NeedsDownload(plan) => plan,
+            Resolution::Path(_) => return Err(format!("{model} is on this machine")),
+            Resolution::NeedsDownload(plan) => plan,
         };
         self.begin(model)?;
         let (own, name, cancel) = (self.clone(), model.to_owned(), cancel.clone());
         let run = move || {
-            let mut watch = Watch(own.clone(), name.clone());
+            let mut watch = DownloadProgress(own.clone(), name.clone());
             let now = SystemTime::now();
             let pulled = pull(&home, &plan, &options, &cancel, &mut watch, now);
             own.change(&name, |it| match pulled {
@@ -114,9 +114,9 @@ impl Downloads {
 }
 
 /// Counts the bytes of a download.
-struct Watch(Downloads, String);
+struct DownloadProgress(Downloads, String);
 
-impl Progress for Watch {
+impl PullProgress for DownloadProgress {
     fn start(&mut self, _label: &str, total: Option<u64>, done: u64) {
         self.0
             .change(&self.1, |it| (it.done, it.of) = (done, total));
@@ -142,16 +142,16 @@ mod tests {
         assert_eq!(all.begin("a").unwrap_err(), "a is being fetched");
         all.begin("b").unwrap();
         assert!(all.begin("c").unwrap_err().contains("2 models"));
-        let mut watch = Watch(all.clone(), "a".to_owned());
+        let mut watch = DownloadProgress(all.clone(), "a".to_owned());
         watch.start("file", Some(100), 10);
         watch.advance(5);
-        assert_eq!((all.told()[0].done, all.told()[0].of), (15, Some(100)));
+        assert_eq!((all.recent()[0].done, all.recent()[0].of), (15, Some(100)));
         for i in 0..20 {
             all.change("b", |it| it.state = "done");
             all.change(&format!("m{i}"), |it| it.state = "failed");
             all.begin(&format!("m{}", i + 1)).unwrap();
         }
-        let told = all.told();
+        let told = all.recent();
         assert_eq!(told.len(), TOLD_MAX);
         assert_eq!(told[0].model, "a", "one that runs stays");
     }

@@ -4,14 +4,14 @@ use std::path::PathBuf;
 
 use paceline_base::{Bytes, counted};
 use paceline_cluster::machine;
-use paceline_mlx::{Device, Library, Places};
+use paceline_mlx::{DeviceKind, Library, LibraryPaths};
 use paceline_store::{MLX_VERSION, MlxBuild};
 use paceline_tensor::InstructionSet;
 use serde::Serialize;
 
 /// State of an engine on this machine.
 #[derive(Debug, Serialize)]
-pub struct Engine {
+pub struct EngineStatus {
     /// Its name on the command line.
     pub name: &'static str,
     /// Whether it is usable.
@@ -43,11 +43,11 @@ pub const fn mend_mlx() -> &'static str {
 }
 
 /// paceline's own engine, always present.
-pub fn cpu() -> Engine {
+pub fn cpu() -> EngineStatus {
     let best = InstructionSet::available().pop();
     let memory = machine::memory();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    Engine {
+    EngineStatus {
         name: "cpu",
         ready: true,
         version: env!("CARGO_PKG_VERSION").into(),
@@ -63,8 +63,8 @@ pub fn cpu() -> Engine {
 }
 
 /// MLX, from the first of `places` that has it.
-pub fn mlx(places: &Places) -> Engine {
-    let engine = |version, library, devices, problem: Option<String>| Engine {
+pub fn mlx(places: &LibraryPaths) -> EngineStatus {
+    let engine = |version, library, devices, problem: Option<String>| EngineStatus {
         name: "mlx",
         ready: problem.is_none(),
         version,
@@ -79,7 +79,7 @@ pub fn mlx(places: &Places) -> Engine {
             return engine(MLX_VERSION.into(), None, Vec::new(), problem);
         }
     };
-    let devices = [Device::Cpu, Device::Gpu].map(|device| device_row(&library, device));
+    let devices = [DeviceKind::Cpu, DeviceKind::Gpu].map(|device| device_row(&library, device));
     let found: Vec<DeviceRow> = devices.into_iter().flatten().collect();
     let problem = found.is_empty().then(|| "mlx: no device works".to_owned());
     let path = Some(library.path().to_owned());
@@ -87,7 +87,7 @@ pub fn mlx(places: &Places) -> Engine {
 }
 
 /// A usable device of a kind, if any.
-fn device_row(library: &Library, device: Device) -> Option<DeviceRow> {
+fn device_row(library: &Library, device: DeviceKind) -> Option<DeviceRow> {
     if !library.has(device).ok()? {
         return None;
     }
@@ -101,7 +101,7 @@ fn device_row(library: &Library, device: Device) -> Option<DeviceRow> {
 }
 
 /// All engines as text.
-pub fn text(engines: &[Engine]) -> String {
+pub fn text(engines: &[EngineStatus]) -> String {
     let mut lines = Vec::new();
     for engine in engines {
         let place = engine.library.as_ref();

@@ -1,34 +1,34 @@
 //! `/metrics` of an instance and its owner process.
 
 use paceline_cluster::machine::peak_memory_bytes;
-use paceline_engine::Guesses;
+use paceline_engine::DraftCounts;
 use paceline_model::ExpertUses;
 use paceline_node::Instance;
-use paceline_serve::Fact;
+use paceline_serve::MetricSample;
 
 /// Metrics of an instance over `nodes` workers. Waits for the workers' reports.
-pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
+pub fn facts(instance: &Instance, nodes: u32) -> Vec<MetricSample> {
     let mut facts = vec![
-        Fact {
+        MetricSample {
             name: "nodes",
             help: "Nodes that compute the model together",
             labels: String::new(),
             value: f64::from(nodes),
         },
-        Fact {
+        MetricSample {
             name: "worker_restarts",
             help: "Times that the workers were started again after one failed",
             labels: String::new(),
             value: instance.restarts() as f64,
         },
-        Fact {
+        MetricSample {
             name: "answers_continued",
             help: "Answers that continued after a failure with numbers near the ones before",
             labels: String::new(),
             value: instance.continued() as f64,
         },
     ];
-    facts.push(Fact {
+    facts.push(MetricSample {
         name: "split_changes",
         help: "Times that the split was changed because another one was faster, or was to be",
         labels: String::new(),
@@ -47,7 +47,7 @@ pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
             "Tokens a second of the last answers that were alone",
         ),
     ] {
-        facts.extend(known.map(|value| Fact {
+        facts.extend(known.map(|value| MetricSample {
             name,
             help,
             labels: String::new(),
@@ -64,7 +64,7 @@ pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
         "Bytes that the workers have sent to one another since they started",
     ];
     for (known, help) in [memory, sent].into_iter().zip(help) {
-        facts.extend(known.map(|(name, value)| Fact {
+        facts.extend(known.map(|(name, value)| MetricSample {
             name,
             help,
             labels: String::new(),
@@ -77,8 +77,8 @@ pub fn facts(instance: &Instance, nodes: u32) -> Vec<Fact> {
 }
 
 /// The predicted total speed of a number of concurrent answers.
-fn together((answers, tok_s): &(u32, f64)) -> Fact {
-    Fact {
+fn together((answers, tok_s): &(u32, f64)) -> MetricSample {
+    MetricSample {
         name: "decode_tok_s_predicted_together",
         help: "Tokens a second of so many answers together, as predicted",
         labels: format!("answers=\"{answers}\""),
@@ -87,8 +87,8 @@ fn together((answers, tok_s): &(u32, f64)) -> Fact {
 }
 
 /// Verified and accepted draft tokens, and pipelined verification windows.
-fn guesses(guesses: Guesses) -> [Fact; 3] {
-    let fact = |name, help, value: u64| Fact {
+fn guesses(guesses: DraftCounts) -> [MetricSample; 3] {
+    let fact = |name, help, value: u64| MetricSample {
         name,
         help,
         labels: String::new(),
@@ -114,8 +114,8 @@ fn guesses(guesses: Guesses) -> [Fact; 3] {
 }
 
 /// Routing counts of a layer's experts.
-fn uses_of_layer(uses: &ExpertUses) -> impl Iterator<Item = Fact> {
-    let of = |(expert, rows): (usize, &u64)| Fact {
+fn uses_of_layer(uses: &ExpertUses) -> impl Iterator<Item = MetricSample> {
+    let of = |(expert, rows): (usize, &u64)| MetricSample {
         name: "expert_rows",
         help: "Rows that chose the expert of the layer since the weights were loaded",
         labels: format!("layer=\"{}\",expert=\"{expert}\"", uses.layer),

@@ -9,9 +9,9 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
 use paceline_base::printable;
-use paceline_kb::report::{Added, Page, json, show};
+use paceline_kb::report::{Added, TextPage, json, show};
 use paceline_kb::{
-    Area, Contents, FILE_BYTES_MAX, Finding, Found, KnowledgeBase, Unknown, UserFile,
+    Area, Contents, FILE_BYTES_MAX, Finding, KnowledgeBase, SearchResult, Unknown, UserFile,
 };
 use serde_json::Value;
 
@@ -96,7 +96,7 @@ const BYTES_MAX: usize = 16 * FILE_BYTES_MAX;
 
 /// Policy for an existing file of the same name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Taken {
+pub enum ConflictPolicy {
     /// Keeps it and rejects the new one.
     Refuse,
     Replace,
@@ -104,16 +104,16 @@ pub enum Taken {
 
 /// A loaded file of the folder.
 #[derive(Debug)]
-struct Kept {
+struct FindingsFile {
     name: String,
     bytes: Vec<u8>,
 }
 
 /// Receives a line for people.
-pub type Tell<'a> = &'a dyn Fn(&str);
+pub type WarningSink<'a> = &'a dyn Fn(&str);
 
 /// Loads the built-in findings and the user's below `root`. Reports skipped files.
-pub fn load(root: Option<&Path>, tell: Tell<'_>) -> KnowledgeBase {
+pub fn load(root: Option<&Path>, tell: WarningSink<'_>) -> KnowledgeBase {
     // Without a home only the built-in findings are loaded.
     let folder = root.map(folder);
     let kept = folder.as_deref().map(|folder| kept_files(folder, tell));
@@ -129,7 +129,7 @@ fn folder(root: &Path) -> PathBuf {
     root.join("kb")
 }
 
-fn views(kept: &[Kept]) -> Vec<UserFile<'_>> {
+fn views(kept: &[FindingsFile]) -> Vec<UserFile<'_>> {
     kept.iter()
         .map(|file| UserFile {
             name: &file.name,
@@ -138,13 +138,13 @@ fn views(kept: &[Kept]) -> Vec<UserFile<'_>> {
         .collect()
 }
 
-fn warn(tell: Tell<'_>, name: &str, reason: &str) {
+fn warn(tell: WarningSink<'_>, name: &str, reason: &str) {
     let line = format!("warning: your findings in {name} are left out: {reason}");
     tell(&printable(&line));
 }
 
 /// The `.toml` files of the folder, by name.
-fn kept_files(folder: &Path, tell: Tell<'_>) -> Vec<Kept> {
+fn kept_files(folder: &Path, tell: WarningSink<'_>) -> Vec<FindingsFile> {
     let Ok(entries) = fs::read_dir(folder) else {
         return Vec::new();
     };
@@ -160,7 +160,7 @@ fn kept_files(folder: &Path, tell: Tell<'_>) -> Vec<Kept> {
             Ok(bytes) if total + bytes.len() > BYTES_MAX => warn(tell, &name, "too much together"),
             Ok(bytes) => {
                 total += bytes.len();
-                kept.push(Kept { name, bytes });
+                kept.push(FindingsFile { name, bytes });
             }
             Err(error) => warn(tell, &name, &crate::chain(&error)),
         }
@@ -203,7 +203,7 @@ pub fn area(
     kb: &KnowledgeBase,
     name: &str,
     exists: fn(&str) -> bool,
-    page: &mut Page,
+    page: &mut TextPage,
 ) -> Result<Value, Error> {
     match kb.area(name) {
         Area::Skill(skill) => {
@@ -244,7 +244,7 @@ pub fn search(
     kb: &KnowledgeBase,
     query: &str,
     limit: usize,
-    page: &mut Page,
+    page: &mut TextPage,
 ) -> Result<(Value, Vec<String>), Error> {
     let found = kb.search(query, limit);
     if found.n_words == 0 {
@@ -256,7 +256,7 @@ pub fn search(
     Ok((json::search(kb, query, &found), notes(&found)))
 }
 
-fn notes(found: &Found) -> Vec<String> {
+fn notes(found: &SearchResult) -> Vec<String> {
     let note = |unknown: &Unknown| {
         let meant = match unknown.nearest.join(" or ") {
             near if near.is_empty() => String::new(),
@@ -273,7 +273,7 @@ fn notes(found: &Found) -> Vec<String> {
 ///
 /// # Errors
 /// [`Error::NoWords`].
-pub fn ask(kb: &KnowledgeBase, question: &str, page: &mut Page) -> Result<Value, Error> {
+pub fn ask(kb: &KnowledgeBase, question: &str, page: &mut TextPage) -> Result<Value, Error> {
     let near = kb.search(question, RELATED);
     if near.n_words == 0 {
         return Err(Error::NoWords {
@@ -294,7 +294,12 @@ pub fn ask(kb: &KnowledgeBase, question: &str, page: &mut Page) -> Result<Value,
 /// - the system's errors.
 ///
 /// An error leaves the knowledge base unchanged.
-pub fn add(root: &Path, path: &Path, taken: Taken, tell: Tell<'_>) -> Result<Added, Error> {
+pub fn add(
+    root: &Path,
+    path: &Path,
+    taken: ConflictPolicy,
+    tell: WarningSink<'_>,
+) -> Result<Added, Error> {
     let folder = folder(root);
     let target = folder.join(kept_name(path)?);
     let bytes = read(path).map_err(|source| Error::Read {
@@ -306,7 +311,7 @@ pub fn add(root: &Path, path: &Path, taken: Taken, tell: Tell<'_>) -> Result<Add
     let contents = check(&kept, &name, &bytes, path)?;
     let before = kept.iter().find(|file| file.name == name);
     let changed = before.is_none_or(|file| file.bytes != bytes);
-    if changed && (before.is_some() || target.exists()) && taken == Taken::Refuse {
+    if changed && (before.is_some() || target.exists()) && taken == ConflictPolicy::Refuse {
         return Err(Error::Taken { kept: target });
     }
     if changed {
@@ -323,7 +328,7 @@ pub fn add(root: &Path, path: &Path, taken: Taken, tell: Tell<'_>) -> Result<Add
 }
 
 /// Checks `bytes` as the file `name`, replacing one of this name; returns its contents.
-fn check(kept: &[Kept], name: &str, bytes: &[u8], path: &Path) -> Result<Contents, Error> {
+fn check(kept: &[FindingsFile], name: &str, bytes: &[u8], path: &Path) -> Result<Contents, Error> {
     let mut views = views(kept);
     let (_, refused) = KnowledgeBase::with_files(&views);
     let broken: Vec<&str> = refused
@@ -364,14 +369,14 @@ fn kept_name(path: &Path) -> Result<String, Error> {
 }
 
 /// Writes a temporary file and renames it, so that readers never see a partial file.
-fn write(folder: &Path, target: &Path, bytes: &[u8], taken: Taken) -> Result<(), Error> {
+fn write(folder: &Path, target: &Path, bytes: &[u8], taken: ConflictPolicy) -> Result<(), Error> {
     fs::create_dir_all(folder)?;
     let mut temp = tempfile::Builder::new()
         .prefix(".add-")
         .tempfile_in(folder)?;
     temp.write_all(bytes)?;
     temp.as_file().sync_all()?;
-    let placed = if taken == Taken::Replace {
+    let placed = if taken == ConflictPolicy::Replace {
         temp.persist(target).map(drop)
     } else {
         temp.persist_noclobber(target).map(drop)

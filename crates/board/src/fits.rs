@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 /// A candidate model.
 #[derive(Debug)]
-struct Candidate {
+struct CandidateModel {
     name: String,
     shape: ModelShape,
     /// Whether its hub location was verified.
@@ -24,14 +24,14 @@ struct Candidate {
 
 /// A candidate with the planner's prediction.
 #[derive(Debug)]
-pub struct Row {
-    candidate: Candidate,
+pub struct FitRow {
+    candidate: CandidateModel,
     /// `None` if it does not fit or is unsupported.
-    fit: Option<Fit>,
+    fit: Option<FitPrediction>,
 }
 
 #[derive(Debug)]
-struct Fit {
+struct FitPrediction {
     decode_tok_s: f64,
     split: String,
     nodes: usize,
@@ -60,18 +60,24 @@ pub fn this_machine((read, operations): (f64, f64)) -> Result<Cluster, Error> {
 }
 
 /// All models of known shape, smallest first.
-fn candidates(catalogue: &Catalogue) -> Result<Vec<Candidate>, Error> {
+fn candidates(catalogue: &Catalogue) -> Result<Vec<CandidateModel>, Error> {
     let mut all = Vec::new();
     let known = Names::BUILTIN.iter().filter_map(|model| {
         let bits = 8.0 * model.bytes.0 as f64;
-        Some((model.alias, model.shape?, Bits::File(bits), true, None))
+        Some((
+            model.alias,
+            model.shape?,
+            StoredBits::File(bits),
+            true,
+            None,
+        ))
     });
     let usual = usual_names().iter().filter_map(|usual| {
         let shape = usual.shape.as_deref()?;
         Some((
             usual.name.as_str(),
             shape,
-            Bits::EachWeight(usual.bits),
+            StoredBits::EachWeight(usual.bits),
             usual.checked.is_some(),
             usual.uncomputed.as_deref(),
         ))
@@ -79,11 +85,11 @@ fn candidates(catalogue: &Catalogue) -> Result<Vec<Candidate>, Error> {
     for (name, shape, bits, checked, uncomputed) in known.chain(usual) {
         let entry = catalogue.model(shape)?;
         let each = match bits {
-            Bits::EachWeight(bits) => bits,
-            Bits::File(bits) => bits / entry.shape(8.0)?.params(),
+            StoredBits::EachWeight(bits) => bits,
+            StoredBits::File(bits) => bits / entry.shape(8.0)?.params(),
         };
         let shape = entry.shape(each)?;
-        all.push(Candidate {
+        all.push(CandidateModel {
             name: name.to_owned(),
             shape: match entry.native_experts {
                 true => shape.with_native_experts(),
@@ -98,7 +104,7 @@ fn candidates(catalogue: &Catalogue) -> Result<Vec<Candidate>, Error> {
 }
 
 /// Size of a model's file.
-enum Bits {
+enum StoredBits {
     /// Average bits per weight.
     EachWeight(f64),
     /// Bits of the whole file.
@@ -113,11 +119,11 @@ pub fn rows(
     cluster: &Cluster,
     catalogue: &Catalogue,
     calibration: &Calibration,
-) -> Result<Vec<Row>, Error> {
-    let row = |candidate: Candidate| -> Result<Row, Error> {
+) -> Result<Vec<FitRow>, Error> {
+    let row = |candidate: CandidateModel| -> Result<FitRow, Error> {
         let costs = Costs::new(cluster, &candidate.shape, Workload::ONE, calibration)?;
         let fit = match solve(&costs, &Options::default()) {
-            Ok(outcome) if candidate.uncomputed.is_none() => Some(Fit {
+            Ok(outcome) if candidate.uncomputed.is_none() => Some(FitPrediction {
                 decode_tok_s: outcome.best.prediction.decode_tok_s,
                 split: report::label(&outcome.best.placement),
                 nodes: outcome.best.placement.nodes().len(),
@@ -125,13 +131,13 @@ pub fn rows(
             Ok(_) | Err(Error::Infeasible(_)) => None,
             Err(error) => return Err(error),
         };
-        Ok(Row { candidate, fit })
+        Ok(FitRow { candidate, fit })
     };
     candidates(catalogue)?.into_iter().map(row).collect()
 }
 
 /// The rows as a table.
-pub fn text(cluster: &Cluster, rows: &[Row]) -> String {
+pub fn text(cluster: &Cluster, rows: &[FitRow]) -> String {
     let mut lines = vec![format!(
         "{:20} {:>9} {:>7}  SPLIT on {}",
         "NAME", "WEIGHTS", "TOK/S", cluster.name
@@ -156,12 +162,12 @@ pub fn text(cluster: &Cluster, rows: &[Row]) -> String {
 }
 
 /// The rows as JSON.
-pub fn json(cluster: &Cluster, rows: &[Row]) -> Value {
+pub fn json(cluster: &Cluster, rows: &[FitRow]) -> Value {
     let models: Vec<Value> = rows.iter().map(row_json).collect();
     json!({ "cluster": cluster.name, "nodes": cluster.nodes.len(), "models": models })
 }
 
-fn row_json(row: &Row) -> Value {
+fn row_json(row: &FitRow) -> Value {
     json!({
         "name": row.candidate.name,
         "shape": row.candidate.shape.name,
@@ -177,12 +183,12 @@ fn row_json(row: &Row) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use paceline_model::Family;
+    use paceline_model::ModelFamily;
     use paceline_plan::catalogue::short_cluster;
 
     use super::*;
 
-    fn rows_of(cluster: &str) -> Vec<Row> {
+    fn rows_of(cluster: &str) -> Vec<FitRow> {
         let catalogue = Catalogue::builtin().unwrap();
         let calibration = Calibration::builtin().unwrap();
         let cluster = short_cluster(cluster, &catalogue).unwrap();
@@ -210,7 +216,7 @@ mod tests {
             .filter_map(|usual| usual.uncomputed.as_deref());
         for architecture in uncomputed {
             assert!(
-                Family::ALL
+                ModelFamily::ALL
                     .iter()
                     .all(|family| family.name() != architecture),
                 "{architecture}"

@@ -9,13 +9,13 @@ use paceline_node::fleet::Fleet;
 use paceline_store::Home;
 use serde_json::json;
 
-use crate::{Board, commands};
+use crate::{Dashboard, commands};
 
 /// Timeout of traffic counts from an instance's ranks. Ranks answer between two messages, and the
 /// dashboard must stay responsive when one is gone.
 const COUNT_LIMIT: Duration = Duration::from_millis(250);
 
-impl Board {
+impl Dashboard {
     /// Adds the fleet's instances and commands, with the store and the key file.
     pub fn show_fleet(&self, agent: &Agent, fleet: &Arc<Fleet>, (home, keys): (Home, PathBuf)) {
         self.set_agent(agent);

@@ -13,7 +13,7 @@ pub const MOST: u32 = 4;
 
 /// A configuration to run the model on this machine.
 #[derive(Clone, Debug)]
-pub struct Row {
+pub struct ForecastRow {
     nodes: u32,
     split: String,
     /// Tokens a second: from measured facts, corrected by earlier runs, and as last measured.
@@ -26,10 +26,10 @@ pub struct Row {
 
 /// Predictions for 1 to [`MOST`] nodes in every split, for one answer and for `answers` concurrent
 /// ones.
-pub fn rows(local: &Forecast, config: &Config, answers: u32) -> Vec<Row> {
+pub fn rows(local: &Forecast, config: &Config, answers: u32) -> Vec<ForecastRow> {
     let together = |split: &Split| local.predict_together(config, split, answers).ok();
     let row = |(_, split): (SplitKind, Split)| {
-        Some(Row {
+        Some(ForecastRow {
             nodes: split.ranks(),
             split: split.to_string(),
             facts: local.facts(config, &split).ok()?,
@@ -42,7 +42,7 @@ pub fn rows(local: &Forecast, config: &Config, answers: u32) -> Vec<Row> {
 }
 
 /// The rows as a table, for `threads` threads a node.
-pub fn table((threads, answers): (usize, u32), rows: &[Row]) -> String {
+pub fn table((threads, answers): (usize, u32), rows: &[ForecastRow]) -> String {
     let threads = counted(threads, "thread");
     let mut text = format!("decode tok/s here, {threads} per node\n");
     let together = match answers {
@@ -79,12 +79,12 @@ pub fn table((threads, answers): (usize, u32), rows: &[Row]) -> String {
 }
 
 /// The rows as one object.
-pub fn json((threads, answers): (usize, u32), rows: &[Row]) -> Value {
+pub fn json((threads, answers): (usize, u32), rows: &[ForecastRow]) -> Value {
     let rows: Vec<Value> = rows.iter().map(row_json).collect();
     json!({ "threads": threads, "concurrency": answers, "runs": rows })
 }
 
-fn row_json(row: &Row) -> Value {
+fn row_json(row: &ForecastRow) -> Value {
     json!({
         "nodes": row.nodes,
         "split": row.split,

@@ -18,13 +18,13 @@ const VAIN_MAX: u32 = 15;
 
 /// Trim policy of this process.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Heap {
+pub(crate) struct TrimPolicy {
     least: u64,
     /// Vain trims since the last useful one.
     vain: u32,
 }
 
-impl Heap {
+impl TrimPolicy {
     /// For a process of `bytes` bytes.
     pub(crate) const fn new(bytes: u64) -> Self {
         Self {
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn what_large_requests_leave_is_given_back() {
-        let mut heap = Heap::new(100 * MB);
+        let mut heap = TrimPolicy::new(100 * MB);
         assert!(!heap.is_due(110 * MB));
         // While requests run, a trim returns a part.
         for _ in 0..40 {
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn memory_in_use_is_learned() {
-        let mut heap = Heap::new(40 * MB);
+        let mut heap = TrimPolicy::new(40 * MB);
         for _ in 0..VAIN_MAX {
             assert!(heap.is_due(100 * MB));
             heap.trimmed(100 * MB, 100 * MB);

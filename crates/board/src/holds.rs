@@ -2,12 +2,16 @@
 
 use paceline_base::{Bytes, Rank};
 use paceline_model::{Config, Shard, Split};
-use paceline_node::Cut;
+use paceline_node::PlannedSplit;
 use paceline_node::supervisor::Notice;
 
 /// A notice as lines. Loading has none, nor an end, which the waiting caller reports. `cuts` are
 /// the instance's split candidates, for a model of this shape and `threads` threads each.
-pub fn lines(notice: &Notice, cuts: &[Cut], (config, threads): (&Config, usize)) -> Vec<String> {
+pub fn lines(
+    notice: &Notice,
+    cuts: &[PlannedSplit],
+    (config, threads): (&Config, usize),
+) -> Vec<String> {
     match notice {
         Notice::Ready {
             way, facts, again, ..

@@ -5,12 +5,12 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
-use paceline_node::fleet::{Came, FromHub, Origin, Take};
+use paceline_node::fleet::{ByteSink, FetchProgress, HubOrigin, ModelHub};
 use paceline_store::{
-    Cancel, Home, Pinned, Progress, PullOptions, fetch_pinned, origin, read_pinned,
+    Cancel, Home, PinnedFile, PullOptions, PullProgress, fetch_pinned, origin, read_pinned,
 };
 
-use crate::{Tell, chain};
+use crate::{MessageSink, chain};
 
 /// Read timeout of the hub within a range. A worker waits for 60 s in all, and other nodes may have
 /// used 13 s of them.
@@ -24,19 +24,19 @@ pub(crate) struct StoreHub {
     pub(crate) home: Home,
     pub(crate) options: PullOptions,
     /// Receives failed attempts.
-    pub(crate) tell: Tell,
+    pub(crate) tell: MessageSink,
 }
 
-impl FromHub for StoreHub {
-    fn origin(&self, path: &Path) -> Option<Origin> {
-        let Pinned {
+impl ModelHub for StoreHub {
+    fn origin(&self, path: &Path) -> Option<HubOrigin> {
+        let PinnedFile {
             repo,
             revision,
             file,
             bytes,
             sha256,
         } = origin(&self.home, path)?;
-        Some(Origin {
+        Some(HubOrigin {
             repo,
             revision,
             file,
@@ -45,7 +45,12 @@ impl FromHub for StoreHub {
         })
     }
 
-    fn whole(&self, origin: &Origin, path: &Path, came: &Came<'_>) -> Result<(), String> {
+    fn whole(
+        &self,
+        origin: &HubOrigin,
+        path: &Path,
+        came: &FetchProgress<'_>,
+    ) -> Result<(), String> {
         let parts = (
             path.parent(),
             path.file_name().and_then(|name| name.to_str()),
@@ -54,7 +59,7 @@ impl FromHub for StoreHub {
             return Err(format!("{}: no place for a file", path.display()));
         };
         let cancel = Cancel::default();
-        let mut heard = Heard {
+        let mut heard = RangeProgress {
             name,
             counts: false,
             at: 0,
@@ -68,7 +73,12 @@ impl FromHub for StoreHub {
         fetched.map_err(|error| chain(&error))
     }
 
-    fn read(&self, origin: &Origin, span: Range<u64>, take: &mut Take<'_>) -> Result<(), String> {
+    fn read(
+        &self,
+        origin: &HubOrigin,
+        span: Range<u64>,
+        take: &mut ByteSink<'_>,
+    ) -> Result<(), String> {
         let (pinned, cancel) = (pinned(origin), Cancel::default());
         let mut options = self.options.clone();
         options.deadlines.stall = options.deadlines.stall.min(STALL);
@@ -78,15 +88,15 @@ impl FromHub for StoreHub {
     }
 }
 
-fn pinned(origin: &Origin) -> Pinned {
-    let Origin {
+fn pinned(origin: &HubOrigin) -> PinnedFile {
+    let HubOrigin {
         repo,
         revision,
         file,
         bytes,
         sha256,
     } = origin.clone();
-    Pinned {
+    PinnedFile {
         repo,
         revision,
         file,
@@ -96,7 +106,7 @@ fn pinned(origin: &Origin) -> Pinned {
 }
 
 /// Reports a download's bytes, and cancels it once nobody waits for it.
-struct Heard<'a> {
+struct RangeProgress<'a> {
     /// The file's name.
     name: &'a str,
     /// Whether the file's bytes arrive now; else existing bytes are hashed.
@@ -105,12 +115,12 @@ struct Heard<'a> {
     at: u64,
     /// Reported bytes; a retry begins before them.
     told: u64,
-    came: &'a Came<'a>,
+    came: &'a FetchProgress<'a>,
     cancel: &'a Cancel,
-    tell: &'a Tell,
+    tell: &'a MessageSink,
 }
 
-impl Progress for Heard<'_> {
+impl PullProgress for RangeProgress<'_> {
     fn start(&mut self, label: &str, _: Option<u64>, done: u64) {
         self.counts = label == self.name;
         self.at = 0;
@@ -146,8 +156,8 @@ mod tests {
     fn bytes_are_counted_once_and_nobody_who_waits_ends_the_download() {
         let (sum, cancel) = (AtomicU64::new(0), Cancel::default());
         let came = |bytes: u64| sum.fetch_add(bytes, Ordering::Relaxed) + bytes < 100;
-        let tell: Tell = Arc::new(|_| {});
-        let mut heard = Heard {
+        let tell: MessageSink = Arc::new(|_| {});
+        let mut heard = RangeProgress {
             name: "x.gguf",
             counts: false,
             at: 0,

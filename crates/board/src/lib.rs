@@ -80,11 +80,11 @@ pub mod trainings;
 
 use std::sync::Arc;
 
-pub use board::{Board, Counts, Instances, Watch, Watching};
-pub use downloads::Source;
+pub use board::{Dashboard, DashboardOutputs, DashboardThreads, InstanceSource, TrafficSource};
+pub use downloads::PullSource;
 pub use error::{Error, chain};
-pub use local::Local;
+pub use local::LocalInstances;
 pub use removal::remover;
 
 /// Receives lines for people; must not block.
-pub type Tell = Arc<dyn Fn(&str) + Send + Sync>;
+pub type MessageSink = Arc<dyn Fn(&str) + Send + Sync>;

@@ -6,29 +6,29 @@
 
 use std::collections::BTreeMap;
 
-use paceline_cluster::nodes::agent::NodeWays;
+use paceline_cluster::nodes::agent::NodePaths;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths::Path;
-use paceline_serve::Fact;
-use paceline_serve::events::Link;
+use paceline_serve::MetricSample;
+use paceline_serve::events::LinkReport;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::label::label;
-use crate::traffic::Pairs;
+use crate::traffic::PairRates;
 
 /// Maximum reported links: those of 16 nodes, each with each.
 const LINKS_MAX: usize = 240;
 
 /// A link as shown by the dashboard.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(super) struct Told {
+pub(super) struct LinkSummary {
     /// Name of the measuring node.
     pub(super) from: String,
     /// Name of the other node.
     pub(super) to: String,
     #[serde(flatten)]
-    pub(super) way: Link,
+    pub(super) way: LinkReport,
     /// Current bytes a second sent on the path's interface.
     #[serde(skip_serializing_if = "Option::is_none")]
     sent_bytes_s: Option<f64>,
@@ -39,7 +39,7 @@ pub(super) struct Told {
 
 /// The path in use of each pair of live nodes, by name; `None` if none works. Omits pairs that were
 /// never measured.
-pub(super) fn used(nodes: &[NodeWays]) -> BTreeMap<(String, String), Option<Path>> {
+pub(super) fn used(nodes: &[NodePaths]) -> BTreeMap<(String, String), Option<Path>> {
     let lives = |name: &str| {
         let node = nodes.iter().find(|it| it.node.facts.name == name);
         node.is_some_and(|it| it.node.state == Life::Alive)
@@ -58,12 +58,12 @@ pub(super) fn used(nodes: &[NodeWays]) -> BTreeMap<(String, String), Option<Path
 }
 
 /// A path in the form of events.
-pub(super) fn link(path: &Path) -> Link {
+pub(super) fn link(path: &Path) -> LinkReport {
     let interface = match path.interface.as_str() {
         "" => path.local.to_string(),
         name => name.to_owned(),
     };
-    Link {
+    LinkReport {
         interface,
         latency_s: path.latency_us as f64 / 1e6,
         bytes_per_s: path.bytes_per_s,
@@ -72,13 +72,13 @@ pub(super) fn link(path: &Path) -> Link {
 
 /// The links of `ways`, ordered by node names. `nodes` are the page's, with telemetry; `traffic` is
 /// the model traffic.
-pub(super) fn told(ways: &[NodeWays], nodes: &[Value], traffic: &Pairs) -> Vec<Told> {
+pub(super) fn told(ways: &[NodePaths], nodes: &[Value], traffic: &PairRates) -> Vec<LinkSummary> {
     let links = used(ways).into_iter().filter_map(|(pair, path)| {
         let way = link(&path?);
         let sent_bytes_s = sent(nodes, &pair.0, &way.interface);
         let model_bytes_s = traffic.get(&pair).copied();
         let (from, to) = pair;
-        Some(Told {
+        Some(LinkSummary {
             from,
             to,
             way,
@@ -98,11 +98,11 @@ fn sent(nodes: &[Value], name: &str, interface: &str) -> Option<f64> {
 }
 
 /// Gauges of this node's links, for `/metrics`; this node is the first.
-pub(super) fn facts(ways: &[NodeWays]) -> Vec<Fact> {
+pub(super) fn facts(ways: &[NodePaths]) -> Vec<MetricSample> {
     let own = ways.first().map(|it| it.node.facts.name.clone());
-    let mut links = told(ways, &[], &Pairs::new());
+    let mut links = told(ways, &[], &PairRates::new());
     links.retain(|link| Some(&link.from) == own.as_ref());
-    let fact = |name, help, link: &Told, value| Fact {
+    let fact = |name, help, link: &LinkSummary, value| MetricSample {
         name,
         help,
         labels: labels(link),
@@ -121,7 +121,7 @@ pub(super) fn facts(ways: &[NodeWays]) -> Vec<Fact> {
     latencies.chain(bandwidths).collect()
 }
 
-fn labels(link: &Told) -> String {
+fn labels(link: &LinkSummary) -> String {
     let all = [
         ("from", &link.from),
         ("to", &link.to),
@@ -134,7 +134,7 @@ fn labels(link: &Told) -> String {
 pub(super) mod tests {
     use super::*;
     use paceline_cluster::nodes::NodeId;
-    use paceline_cluster::nodes::agent::{Facts, NodeView, Way};
+    use paceline_cluster::nodes::agent::{NetworkPath, NodeFacts, NodeView};
     use serde_json::json;
     use std::net::{IpAddr, SocketAddr};
 
@@ -143,7 +143,7 @@ pub(super) mod tests {
         (number, name): (u8, &str),
         (to, to_name): (u8, &str),
         latency_us: u64,
-    ) -> NodeWays {
+    ) -> NodePaths {
         let path = Path {
             to: NodeId([to; 16]),
             interface: "eth0".into(),
@@ -161,15 +161,15 @@ pub(super) mod tests {
             heard_by: Vec::new(),
             linked: true,
             slow_ms: None,
-            facts: Facts {
+            facts: NodeFacts {
                 name: name.to_owned(),
-                ..Facts::default()
+                ..NodeFacts::default()
             },
         };
         let to_name = to_name.to_owned();
-        NodeWays {
+        NodePaths {
             node,
-            paths: vec![Way { to_name, path }],
+            paths: vec![NetworkPath { to_name, path }],
         }
     }
 
@@ -190,7 +190,7 @@ pub(super) mod tests {
              "bytes_per_s": 940_000_000, "sent_bytes_s": 4.0, "model_bytes_s": 3.5},
             {"from": "b", "to": "a", "interface": "eth0", "latency_s": 0.00013},
         ]);
-        let traffic = Pairs::from([(("a".to_owned(), "b".to_owned()), 3.5)]);
+        let traffic = PairRates::from([(("a".to_owned(), "b".to_owned()), 3.5)]);
         assert_eq!(json!(told(&all, &nodes, &traffic)), expected);
     }
 
@@ -199,7 +199,7 @@ pub(super) mod tests {
         let mut all = [ways((1, "a"), (2, "b"), 120), ways((2, "b"), (1, "a"), 130)];
         all[0].paths[0].path.up = false;
         all[1].paths[0].path.preferred = false;
-        assert_eq!(told(&all, &[], &Pairs::new()), []);
+        assert_eq!(told(&all, &[], &PairRates::new()), []);
         assert_eq!(used(&all).len(), 2, "they were measured");
         all[0].node.state = Life::Dead;
         assert!(used(&all).is_empty());

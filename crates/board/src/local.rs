@@ -7,32 +7,32 @@ use std::sync::{Arc, Mutex, Weak};
 use paceline_base::lock;
 use paceline_engine::{Service, State};
 use paceline_node::trace::Stages;
-use paceline_node::{Instance, Portrait};
+use paceline_node::{Instance, InstanceSummary};
 use serde_json::{Value, json};
 
-use crate::Board;
+use crate::Dashboard;
 
 /// The models of a process without a fleet, with their workers. Clones share them.
 #[derive(Clone, Default)]
-pub struct Local(Arc<Mutex<Vec<Shown>>>);
+pub struct LocalInstances(Arc<Mutex<Vec<LocalInstance>>>);
 
-impl fmt::Debug for Local {
+impl fmt::Debug for LocalInstances {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} models", lock(&self.0).len())
     }
 }
 
 /// A model of this process.
-struct Shown {
+struct LocalInstance {
     id: String,
     model: String,
     instance: Weak<Instance>,
     nodes: u32,
 }
 
-impl Local {
+impl LocalInstances {
     /// Without models.
-    pub fn on(board: &Board) -> Self {
+    pub fn on(board: &Dashboard) -> Self {
         let shown = Self::default();
         let own = shown.clone();
         board.set_instances(Box::new(move || own.told()));
@@ -51,8 +51,8 @@ impl Local {
         Stages::look(&instance).map(|stages| json!(stages))
     }
 
-    fn told(&self) -> (Vec<Value>, BTreeMap<String, Portrait>) {
-        lock(&self.0).iter().filter_map(Shown::told).unzip()
+    fn told(&self) -> (Vec<Value>, BTreeMap<String, InstanceSummary>) {
+        lock(&self.0).iter().filter_map(LocalInstance::told).unzip()
     }
 
     /// Adds a model, which is shown while its instance exists.
@@ -62,7 +62,7 @@ impl Local {
             0 => "local".to_owned(),
             n => format!("local-{}", n + 1),
         };
-        all.push(Shown {
+        all.push(LocalInstance {
             id,
             model: model.to_owned(),
             instance: Arc::downgrade(instance),
@@ -71,9 +71,9 @@ impl Local {
     }
 }
 
-impl Shown {
+impl LocalInstance {
     /// The model as JSON, and its portrait.
-    fn told(&self) -> Option<(Value, (String, Portrait))> {
+    fn told(&self) -> Option<(Value, (String, InstanceSummary))> {
         let instance = self.instance.upgrade()?;
         let (state, reason) = match instance.status().state {
             State::Loading => ("loading", None),

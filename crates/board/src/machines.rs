@@ -11,7 +11,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// A machine that starts workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Machine {
+pub struct ClusterMachine {
     /// The id of its node.
     pub id: String,
     /// Its name for people.
@@ -25,7 +25,7 @@ pub struct Machine {
 ///
 /// # Errors
 /// The error of this machine's node.
-pub fn found(home: &Path, count: usize) -> Result<Option<Vec<Machine>>, local::Error> {
+pub fn found(home: &Path, count: usize) -> Result<Option<Vec<ClusterMachine>>, local::Error> {
     let ask = |command| local::ask(home, command, json!({}), ANSWER_LIMIT, |_| {});
     let told = match ask("nodes") {
         Err(local::Error::NotUp) => return Ok(None),
@@ -49,12 +49,12 @@ pub fn found(home: &Path, count: usize) -> Result<Option<Vec<Machine>>, local::E
             .all(|fact| node[*fact] == own[*fact]);
         node["state"] == "alive" && same && node["leaving"] != true && starts_workers(node)
     };
-    let mut found: Vec<Machine> = all
+    let mut found: Vec<ClusterMachine> = all
         .iter()
         .filter(fits)
         .map(|node| {
             let text = |key: &str| node[key].as_str().unwrap_or_default().to_owned();
-            Machine {
+            ClusterMachine {
                 id: text("id"),
                 name: text("name"),
                 is_own: node["found_by"] == "self",

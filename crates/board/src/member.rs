@@ -7,15 +7,15 @@ use std::thread::available_parallelism;
 
 use paceline_base::KernelClass;
 use paceline_cluster::machine;
-use paceline_cluster::nodes::agent::{Agent, Facts, KeyFile};
+use paceline_cluster::nodes::agent::{Agent, KeyFile, NodeFacts};
 use paceline_serve::keys::Keys;
 use paceline_tensor::InstructionSet;
 use serde_json::{Value, json};
 
 /// This machine's facts as the node `name`, with default kernel class `class`.
-pub fn facts(name: String, class: KernelClass) -> Facts {
+pub fn facts(name: String, class: KernelClass) -> NodeFacts {
     let best = InstructionSet::available().pop();
-    Facts {
+    NodeFacts {
         name,
         build: env!("CARGO_PKG_VERSION").to_owned(),
         numerics: paceline_node::NUMERICS,
@@ -23,7 +23,7 @@ pub fn facts(name: String, class: KernelClass) -> Facts {
         cores: available_parallelism().map_or(0, |cores| cores.get() as u32),
         kernel_class: class.name().to_owned(),
         instructions: best.map_or("scalar", InstructionSet::name).to_owned(),
-        ..Facts::default()
+        ..NodeFacts::default()
     }
 }
 

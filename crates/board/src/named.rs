@@ -77,7 +77,7 @@ fn known_name(name: &str) -> (Option<&'static str>, Option<f64>) {
 /// The local files that `run` would use for `name`: a path, or a model of the store.
 pub fn local_path(home: &Home, name: &str) -> Option<PathBuf> {
     match paceline_store::resolve(home, name) {
-        Ok(paceline_store::Resolved::Path(found)) => Some(found.path),
+        Ok(paceline_store::Resolution::Path(found)) => Some(found.path),
         _ => None,
     }
 }

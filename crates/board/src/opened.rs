@@ -14,22 +14,22 @@ use std::time::{Duration, Instant};
 use paceline_engine::{AdaptedService, EngineConfig, Service};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_mlx::{Library, Places};
-use paceline_model::{Config, Source};
+use paceline_mlx::{Library, LibraryPaths};
+use paceline_model::{Config, ModelSource};
 use paceline_node::classes::Classes;
-use paceline_node::crew::{LocalCrew, LocalSpec};
-use paceline_node::interpreter::Program;
-use paceline_node::{AdapterOf, Error, Instance, Observer, Options, Prepared, texts};
-use paceline_serve::{About, Model};
+use paceline_node::crew::{LocalInstanceWorkers, LocalSpec};
+use paceline_node::interpreter::ChildProgram;
+use paceline_node::{AdapterOf, Error, Instance, Observer, Options, PreparedModel, texts};
+use paceline_serve::{ModelDetails, ServedModel};
 use paceline_tensor::{Kernels, KvType, Pinning};
 
-use crate::Tell;
+use crate::MessageSink;
 use crate::holds::split_lines;
 use crate::served::{changed_unix_s, fingerprint, sampling, size};
 
 /// Options of loading a model.
 #[derive(Clone, Debug)]
-pub struct Asked {
+pub struct LocalOptions {
     /// Options of the instance, with each node's class.
     pub options: Options,
     /// The kernel class of each node.
@@ -45,7 +45,7 @@ pub struct Asked {
 
 /// Program, environment and output of local workers.
 #[derive(Clone)]
-pub struct Workers {
+pub struct WorkerLaunch {
     pub program: PathBuf,
     /// The program's arguments.
     pub args: Vec<OsString>,
@@ -54,10 +54,10 @@ pub struct Workers {
     /// Folders below which workers may write.
     pub writable: Vec<PathBuf>,
     /// Receives the workers' output lines, with their ranks.
-    pub tell: Tell,
+    pub tell: MessageSink,
 }
 
-impl std::fmt::Debug for Workers {
+impl std::fmt::Debug for WorkerLaunch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "workers of {}", self.program.display())
     }
@@ -65,10 +65,10 @@ impl std::fmt::Debug for Workers {
 
 /// A model with files read and split chosen, not loaded yet.
 #[derive(Debug)]
-pub struct Opened {
+pub struct SplitModel {
     path: PathBuf,
-    asked: Asked,
-    prepared: Prepared,
+    asked: LocalOptions,
+    prepared: PreparedModel,
     /// Path of the draft model.
     draft: Option<PathBuf>,
     pub tokenizer: Arc<Tokenizer>,
@@ -76,19 +76,19 @@ pub struct Opened {
     pub template: Option<Result<ChatTemplate, ChatError>>,
 }
 
-impl Opened {
+impl SplitModel {
     /// Opens the model at the absolute `path` and splits it. `sizes` computes the engine's sizes
     /// from the shape. `templates` runs its chat template.
     ///
     /// # Errors
     /// An unusable model, or an impossible split.
     pub fn new(
-        (source, path): (Arc<Source>, PathBuf),
-        asked: Asked,
-        templates: &Program,
+        (source, path): (Arc<ModelSource>, PathBuf),
+        asked: LocalOptions,
+        templates: &ChildProgram,
         sizes: impl FnOnce(&Config) -> EngineConfig,
     ) -> Result<Self, Error> {
-        let mut prepared = Prepared::new(Arc::clone(&source), asked.options.clone(), sizes)?;
+        let mut prepared = PreparedModel::new(Arc::clone(&source), asked.options.clone(), sizes)?;
         let (nodes, from) = asked.prompts;
         if nodes > 0 {
             prepared.read_prompts_on(nodes, from)?;
@@ -107,7 +107,7 @@ impl Opened {
     ///
     /// # Errors
     /// An unusable draft model, such as one with another vocabulary.
-    pub fn guess_with(&mut self, source: Arc<Source>, path: PathBuf) -> Result<(), Error> {
+    pub fn set_draft(&mut self, source: Arc<ModelSource>, path: PathBuf) -> Result<(), Error> {
         self.prepared.guess_with(source)?;
         self.draft = Some(path);
         Ok(())
@@ -117,7 +117,7 @@ impl Opened {
     ///
     /// # Errors
     /// An unusable adapter, or one of another model.
-    pub fn adapt(&mut self, name: &str, path: &Path) -> Result<(), Error> {
+    pub fn add_adapter(&mut self, name: &str, path: &Path) -> Result<(), Error> {
         self.prepared.adapt(name, path)
     }
 
@@ -132,12 +132,12 @@ impl Opened {
     }
 
     /// The model prepared for its nodes.
-    pub const fn prepared(&self) -> &Prepared {
+    pub const fn prepared(&self) -> &PreparedModel {
         &self.prepared
     }
 
     /// As [`prepared`](Self::prepared), mutable.
-    pub const fn prepared_mut(&mut self) -> &mut Prepared {
+    pub const fn prepared_mut(&mut self) -> &mut PreparedModel {
         &mut self.prepared
     }
 
@@ -201,18 +201,18 @@ impl Opened {
     ///
     /// # Errors
     /// An unusable model, or missing MLX.
-    pub fn here(
+    pub fn load_here(
         self,
-        mlx: &Places,
+        mlx: &LibraryPaths,
         kernels: Arc<Kernels>,
         progress: impl FnMut(usize, usize),
-    ) -> Result<Loaded, Error> {
+    ) -> Result<ReadyModel, Error> {
         let tokenizer = Arc::clone(&self.tokenizer);
         self.into_loaded(|prepared| prepared.here(tokenizer, mlx, kernels, progress))
     }
 
     /// Serves by an instance from [`start`](Self::start).
-    pub fn loaded(self, instance: Instance) -> Loaded {
+    pub fn loaded(self, instance: Instance) -> ReadyModel {
         match self.into_loaded(|prepared| Ok::<_, Infallible>(prepared.loaded(instance))) {
             Ok(loaded) => loaded,
             Err(never) => match never {},
@@ -220,7 +220,7 @@ impl Opened {
     }
 
     /// Serves by a service of this machine's node; `on` names the nodes.
-    pub fn elsewhere(self, service: Arc<dyn Service>, on: String) -> Loaded {
+    pub fn with_service(self, service: Arc<dyn Service>, on: String) -> ReadyModel {
         match self.into_loaded(|prepared| Ok::<_, Infallible>(prepared.elsewhere(service, on))) {
             Ok(loaded) => loaded,
             Err(never) => match never {},
@@ -229,10 +229,10 @@ impl Opened {
 
     fn into_loaded<E>(
         self,
-        load: impl FnOnce(Prepared) -> Result<paceline_node::Loaded, E>,
-    ) -> Result<Loaded, E> {
+        load: impl FnOnce(PreparedModel) -> Result<paceline_node::ServingModel, E>,
+    ) -> Result<ReadyModel, E> {
         let (threads, engine, kv) = (self.threads(), self.engine().clone(), self.kv());
-        Ok(Loaded {
+        Ok(ReadyModel {
             model: load(self.prepared)?,
             tokenizer: self.tokenizer,
             template: self.template,
@@ -248,7 +248,7 @@ impl Opened {
     ///
     /// # Errors
     /// Why not.
-    pub fn check_mlx(&self, places: &Places) -> Result<(), Error> {
+    pub fn check_mlx(&self, places: &LibraryPaths) -> Result<(), Error> {
         match Library::open(places) {
             Err(error) => Err(paceline_model::Error::from(error).into()),
             Ok(_) => Ok(()),
@@ -262,7 +262,7 @@ impl Opened {
     /// The system refuses a process or thread.
     pub fn start(
         &self,
-        workers: &Workers,
+        workers: &WorkerLaunch,
         restart: bool,
         observer: Observer,
     ) -> Result<Instance, Error> {
@@ -284,13 +284,13 @@ impl Opened {
     /// `of` prefixes the ranks in output lines.
     fn crew(
         &self,
-        workers: &Workers,
+        workers: &WorkerLaunch,
         ranks: u32,
         pin: Option<usize>,
         of: &'static str,
-    ) -> Result<Box<LocalCrew>, Error> {
+    ) -> Result<Box<LocalInstanceWorkers>, Error> {
         let (workers, tell) = (workers.clone(), Arc::clone(&workers.tell));
-        let crew = LocalCrew::spawn(LocalSpec {
+        let crew = LocalInstanceWorkers::spawn(LocalSpec {
             program: workers.program,
             args: workers.args,
             env: workers.env,
@@ -314,7 +314,7 @@ impl Opened {
         (id, aliases): (String, Vec<String>),
         path: &Path,
         tell: &dyn Fn(&str),
-    ) -> Model {
+    ) -> ServedModel {
         let template = match self.template.take() {
             Some(Ok(template)) => Some(Arc::new(template)),
             Some(Err(error)) => {
@@ -325,7 +325,7 @@ impl Opened {
             }
             None => None,
         };
-        Model {
+        ServedModel {
             id,
             aliases,
             created_unix_s: changed_unix_s(path),
@@ -334,7 +334,7 @@ impl Opened {
             template,
             context: self.engine().context,
             sampling: sampling(path),
-            about: About {
+            about: ModelDetails {
                 architecture: self.config().family.name().to_owned(),
                 bytes: size(path),
                 parameters: 0,
@@ -345,11 +345,11 @@ impl Opened {
 
     /// The API's models with their services: the base model and each adapter. An `alone` adapter
     /// replaces the base model.
-    pub fn answering(
+    pub fn api_models(
         &self,
-        (model, service): (Model, Arc<dyn Service>),
+        (model, service): (ServedModel, Arc<dyn Service>),
         alone: bool,
-    ) -> Vec<(Model, Arc<dyn Service>)> {
+    ) -> Vec<(ServedModel, Arc<dyn Service>)> {
         let adapted = |adapter: &AdapterOf| -> Arc<dyn Service> {
             Arc::new(AdaptedService::new(Arc::clone(&service), &*adapter.name))
         };
@@ -359,14 +359,14 @@ impl Opened {
         };
         let all = self.adapters();
         if let (true, [only]) = (alone, all) {
-            let model = Model {
+            let model = ServedModel {
                 fingerprint: fingerprint(only),
                 ..model.clone()
             };
             return vec![(model, adapted(only))];
         }
         let beside = |adapter: &AdapterOf| {
-            let of_model = Model {
+            let of_model = ServedModel {
                 id: adapter.name.clone(),
                 aliases: vec![format!("{}:{}", model.id, adapter.name)],
                 fingerprint: fingerprint(adapter),
@@ -381,8 +381,8 @@ impl Opened {
 
 /// A loaded model, with the facts that programs report.
 #[derive(Debug)]
-pub struct Loaded {
-    model: paceline_node::Loaded,
+pub struct ReadyModel {
+    model: paceline_node::ServingModel,
     pub tokenizer: Arc<Tokenizer>,
     /// As of [`Opened`].
     pub template: Option<Result<ChatTemplate, ChatError>>,
@@ -398,15 +398,15 @@ pub struct Loaded {
     pub load_time: Duration,
 }
 
-impl Deref for Loaded {
-    type Target = paceline_node::Loaded;
+impl Deref for ReadyModel {
+    type Target = paceline_node::ServingModel;
 
     fn deref(&self) -> &Self::Target {
         &self.model
     }
 }
 
-impl Loaded {
+impl ReadyModel {
     /// Each node's share: a heading, and a line each.
     pub fn split_lines(&self) -> Vec<String> {
         let weights = self.weights();

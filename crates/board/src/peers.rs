@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use paceline_cluster::nodes::NodeId;
-use paceline_cluster::nodes::agent::Channel;
+use paceline_cluster::nodes::agent::ServiceChannel;
 use paceline_cluster::nodes::member::Life;
 use serde_json::Value;
 
@@ -39,7 +39,7 @@ const PEERS_MAX: usize = 64;
 
 /// Reports of other nodes.
 #[derive(Default)]
-pub(super) struct Peers {
+pub(super) struct PeerReports {
     looked: Mutex<Option<Instant>>,
     /// Nodes with a reading thread.
     asked: Mutex<BTreeSet<NodeId>>,
@@ -47,7 +47,7 @@ pub(super) struct Peers {
 }
 
 /// Sends this node's report until the other end closes.
-pub(super) fn answer(inner: &Weak<Inner>, channel: &Channel) {
+pub(super) fn answer(inner: &Weak<Inner>, channel: &ServiceChannel) {
     loop {
         let Some(inner) = inner.upgrade().filter(|inner| !inner.is_over()) else {
             return channel.close();
@@ -64,9 +64,9 @@ pub(super) fn answer(inner: &Weak<Inner>, channel: &Channel) {
     }
 }
 
-impl Peers {
+impl PeerReports {
     /// Records a view, and starts to poll further nodes.
-    pub(super) fn ask(&self, inner: &Arc<Inner>) {
+    pub(super) fn poll(&self, inner: &Arc<Inner>) {
         *lock(&self.looked) = Some(Instant::now());
         let Some(agent) = inner.agent.get() else {
             return;
@@ -89,7 +89,7 @@ impl Peers {
     }
 
     /// The current reports of other nodes, by id.
-    pub(super) fn heard(&self) -> BTreeMap<String, Value> {
+    pub(super) fn reports(&self) -> BTreeMap<String, Value> {
         let mut parts = lock(&self.parts);
         parts.retain(|_, (at, _)| at.elapsed() < STALE);
         let parts = parts.iter();

@@ -8,19 +8,20 @@ use std::time::{Duration, Instant, SystemTime};
 use paceline_base::Bytes;
 use paceline_serve::{PullStep, Puller};
 use paceline_store::{
-    Cancel, Entry, EntryName, Error, Found, Home, Kind, Plan, Progress, PullOptions, Pulled,
-    Resolved, check_used, fetch_pinned, list, origin, pull, resolve, usual_name, verify,
+    Cancel, DownloadPlan, EntryName, Error, Home, Kind, PullOptions, PullProgress, PulledModel,
+    Resolution, ResolvedModel, StoreEntry, check_used, fetch_pinned, list, origin, pull, resolve,
+    usual_name, verify,
 };
 use serde_json::{Value, json};
 
-use crate::Tell;
+use crate::MessageSink;
 
 /// Interval of progress steps to clients.
 const STEP_EVERY: Duration = Duration::from_millis(200);
 
 /// How a model came to this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Came {
+pub enum PullOutcome {
     /// Downloaded now.
     Fetched,
     /// Present: downloaded earlier or by another process.
@@ -33,7 +34,7 @@ pub enum Came {
     Own,
 }
 
-impl Came {
+impl PullOutcome {
     /// In words.
     pub const fn text(self) -> &'static str {
         match self {
@@ -51,53 +52,53 @@ impl Came {
     missing_debug_implementations,
     reason = "what shows progress says nothing"
 )]
-pub struct Pulls<'a> {
+pub struct StorePulls<'a> {
     pub home: &'a Home,
     /// Hub, pip, retries, deadlines.
     pub options: &'a PullOptions,
     /// Cancels the operation.
     pub cancel: &'a Cancel,
     /// Makes a progress display per file.
-    pub progress: &'a dyn Fn() -> Box<dyn Progress>,
+    pub progress: &'a dyn Fn() -> Box<dyn PullProgress>,
     /// Receives lines for people.
     pub tell: &'a dyn Fn(&str),
 }
 
-impl Pulls<'_> {
+impl StorePulls<'_> {
     /// Downloads or verifies the model `spec`; returns how it came here. One with wrong bytes is
     /// downloaded again if its record names a source.
     ///
     /// # Errors
     /// As of [`resolve`], [`pull`] and [`verify`]; [`Error::Damaged`].
-    pub fn fetch_or_verify(&self, spec: &str) -> Result<(Found, Came), Error> {
+    pub fn fetch_or_verify(&self, spec: &str) -> Result<(ResolvedModel, PullOutcome), Error> {
         let found = match resolve(self.home, spec)? {
-            Resolved::Path(found) => found,
-            Resolved::NeedsDownload(plan) => {
+            Resolution::Path(found) => found,
+            Resolution::NeedsDownload(plan) => {
                 let pulled = self.fetch(spec, &plan)?;
                 let came = if pulled.fetched {
-                    Came::Fetched
+                    PullOutcome::Fetched
                 } else {
-                    Came::InStore
+                    PullOutcome::InStore
                 };
                 return Ok((pulled.found, came));
             }
         };
         let Some(name) = &found.name else {
-            return Ok((found, Came::Own));
+            return Ok((found, PullOutcome::Own));
         };
         let checked = verify(self.home, name, self.cancel, &mut *(self.progress)());
         match checked {
-            Ok(()) => Ok((found, Came::Checked)),
+            Ok(()) => Ok((found, PullOutcome::Checked)),
             Err(error @ Error::HashMismatch { .. }) => {
                 self.mend(name, &found, error)?;
-                Ok((found, Came::Mended))
+                Ok((found, PullOutcome::Mended))
             }
             Err(error) => Err(error),
         }
     }
 
     /// Downloads a damaged file of a stored model again; `error` is the damage.
-    fn mend(&self, name: &EntryName, found: &Found, error: Error) -> Result<(), Error> {
+    fn mend(&self, name: &EntryName, found: &ResolvedModel, error: Error) -> Result<(), Error> {
         let error = damaged(name.as_str(), error);
         let place = (found.path.parent(), found.path.file_name());
         let (Some(pinned), (Some(folder), Some(file))) = (origin(self.home, &found.path), place)
@@ -126,10 +127,10 @@ impl Pulls<'_> {
         &self,
         spec: &str,
         may: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Found, E> {
+    ) -> Result<ResolvedModel, E> {
         let found = match resolve(self.home, spec)? {
-            Resolved::Path(found) => found,
-            Resolved::NeedsDownload(plan) => {
+            Resolution::Path(found) => found,
+            Resolution::NeedsDownload(plan) => {
                 may()?;
                 self.fetch(spec, &plan)?.found
             }
@@ -150,7 +151,7 @@ impl Pulls<'_> {
         Ok(found)
     }
 
-    fn fetch(&self, spec: &str, plan: &Plan) -> Result<Pulled, Error> {
+    fn fetch(&self, spec: &str, plan: &DownloadPlan) -> Result<PulledModel, Error> {
         if let Some(usual) = usual_name(spec) {
             let mark = if usual.checked.is_none() {
                 ", not verified here"
@@ -199,7 +200,7 @@ fn damaged(name: &str, error: Error) -> Error {
 ///
 /// # Errors
 /// A missing file, an unreadable store.
-pub fn size(home: &Home, found: &Found) -> Result<Option<Bytes>, Error> {
+pub fn size(home: &Home, found: &ResolvedModel) -> Result<Option<Bytes>, Error> {
     let Some(name) = &found.name else {
         if found.kind != Kind::Gguf {
             return Ok(None);
@@ -215,36 +216,36 @@ pub fn size(home: &Home, found: &Found) -> Result<Option<Bytes>, Error> {
     Ok(entries
         .iter()
         .find(|entry| entry.name == *name)
-        .map(Entry::file_bytes))
+        .map(StoreEntry::file_bytes))
 }
 
 /// A local model as a JSON object.
-pub fn object(found: &Found, bytes: Option<Bytes>, came: Came) -> Value {
+pub fn object(found: &ResolvedModel, bytes: Option<Bytes>, came: PullOutcome) -> Value {
     json!({
         "name": found.name.as_ref().map(EntryName::as_str),
         "path": found.path.to_string_lossy(),
         "type": found.kind,
         "bytes": bytes.map(|bytes| bytes.0),
-        "fetched": matches!(came, Came::Fetched | Came::Mended),
+        "fetched": matches!(came, PullOutcome::Fetched | PullOutcome::Mended),
     })
 }
 
 /// Downloads models for API clients, who cannot name paths. `smollm2:latest` is `smollm2`.
-pub fn puller(home: Home, options: PullOptions, say: Tell) -> Puller {
+pub fn puller(home: Home, options: PullOptions, say: MessageSink) -> Puller {
     let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool, over: &Arc<AtomicBool>| {
         let name = name.strip_suffix(":latest").unwrap_or(name);
         if Path::new(name).exists() {
             return Ok(false);
         }
         let plan = match resolve(&home, name) {
-            Ok(Resolved::Path(_)) => return Ok(true),
-            Ok(Resolved::NeedsDownload(plan)) => plan,
+            Ok(Resolution::Path(_)) => return Ok(true),
+            Ok(Resolution::NeedsDownload(plan)) => plan,
             // Does not reveal which files exist here.
             Err(Error::UnknownModel { .. } | Error::NoSuchPath { .. }) => return Ok(false),
             Err(error) => return Err(error.to_string()),
         };
         let cancel = Cancel::from_flag(Arc::clone(over));
-        let mut steps = Steps::new(tell, &say, cancel.clone());
+        let mut steps = PullSteps::new(tell, &say, cancel.clone());
         let now = SystemTime::now();
         let pulled = pull(&home, &plan, &options, &cancel, &mut steps, now);
         pulled.map(|_| true).map_err(|error| error.to_string())
@@ -253,16 +254,20 @@ pub fn puller(home: Home, options: PullOptions, say: Tell) -> Puller {
 }
 
 /// Reports a pull's progress to a client, and cancels the pull when the client has left.
-struct Steps<'a> {
+struct PullSteps<'a> {
     tell: &'a mut dyn FnMut(PullStep) -> bool,
-    say: &'a Tell,
+    say: &'a MessageSink,
     cancel: Cancel,
     step: PullStep,
     told: Instant,
 }
 
-impl<'a> Steps<'a> {
-    fn new(tell: &'a mut dyn FnMut(PullStep) -> bool, say: &'a Tell, cancel: Cancel) -> Self {
+impl<'a> PullSteps<'a> {
+    fn new(
+        tell: &'a mut dyn FnMut(PullStep) -> bool,
+        say: &'a MessageSink,
+        cancel: Cancel,
+    ) -> Self {
         let step = PullStep {
             part: String::new(),
             total: None,
@@ -286,7 +291,7 @@ impl<'a> Steps<'a> {
     }
 }
 
-impl Progress for Steps<'_> {
+impl PullProgress for PullSteps<'_> {
     fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
         self.step = PullStep {
             part: label.to_owned(),

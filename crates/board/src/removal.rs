@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use paceline_serve::{Removal, Remover};
-use paceline_store::{EntryName, Error as StoreError, Home, Resolved, find_for_removal, resolve};
+use paceline_store::{EntryName, Error as StoreError, Home, Resolution, find_for_removal, resolve};
 
 /// Removes models by their store names: clients cannot name paths.
 pub fn remover(home: Home) -> Remover {
@@ -38,7 +38,7 @@ fn is_served(home: &Home, name: &str, served: &[String]) -> bool {
 /// The stored model for a server's argument `spec`.
 fn stored(home: &Home, spec: &str) -> Option<EntryName> {
     let loaded = match resolve(home, spec) {
-        Ok(Resolved::Path(found)) => found.name,
+        Ok(Resolution::Path(found)) => found.name,
         _ => None,
     };
     // Paths into the store resolve only as paths.

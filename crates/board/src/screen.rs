@@ -23,7 +23,7 @@ const GRAPH_ROWS: usize = 3;
 
 /// Sort column of machines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Sort {
+pub enum MachineSort {
     /// This node first, then by name.
     #[default]
     Name,
@@ -33,7 +33,7 @@ pub enum Sort {
     Memory,
 }
 
-impl Sort {
+impl MachineSort {
     /// The next column, cyclic.
     pub const fn next(self) -> Self {
         match self {
@@ -54,14 +54,14 @@ impl Sort {
 
 /// State of the screen.
 #[derive(Debug, Default)]
-pub struct View {
+pub struct TopView {
     status: Value,
     /// Error of the last update.
     problem: Option<String>,
     /// Tokens a second of the last updates.
     speeds: VecDeque<u64>,
     /// Sort column of machines.
-    pub sort: Sort,
+    pub sort: MachineSort,
     /// Shows only names with this text.
     pub filter: Option<String>,
     /// Whether keys edit the filter.
@@ -70,9 +70,9 @@ pub struct View {
     pub scroll: usize,
 }
 
-impl View {
+impl TopView {
     /// Applies a status of the node.
-    pub fn hear(&mut self, status: Result<Value, String>) {
+    pub fn update(&mut self, status: Result<Value, String>) {
         match status {
             Ok(status) => {
                 let speed = tok_s(&status);
@@ -88,7 +88,7 @@ impl View {
     }
 
     /// Handles a key; returns true to exit.
-    pub fn is_end(&mut self, key: KeyEvent) -> bool {
+    pub fn handle_key(&mut self, key: KeyEvent) -> bool {
         let is_control = key.modifiers.contains(KeyModifiers::CONTROL);
         if let KeyCode::Char('c' | 'd') = key.code
             && is_control
@@ -157,9 +157,11 @@ impl View {
             move |a: &&Value, b: &&Value| of(b).partial_cmp(&of(a)).unwrap_or(Ordering::Equal)
         };
         match self.sort {
-            Sort::Name => {}
-            Sort::Cpu => nodes.sort_by(by(|n| n["telemetry"]["cpu_busy"].as_f64().unwrap_or(-1.0))),
-            Sort::Memory => nodes.sort_by(by(|n| memory_share(n).unwrap_or(-1.0))),
+            MachineSort::Name => {}
+            MachineSort::Cpu => {
+                nodes.sort_by(by(|n| n["telemetry"]["cpu_busy"].as_f64().unwrap_or(-1.0)))
+            }
+            MachineSort::Memory => nodes.sort_by(by(|n| memory_share(n).unwrap_or(-1.0))),
         }
         nodes
     }
@@ -179,7 +181,7 @@ fn memory_share(node: &Value) -> Option<f64> {
 }
 
 /// A frame as text, without trailing spaces.
-pub fn plain(view: &mut View, (width, height): (u16, u16)) -> String {
+pub fn plain(view: &mut TopView, (width, height): (u16, u16)) -> String {
     let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
     let area = buffer.area;
     draw(view, area, &mut buffer);
@@ -197,13 +199,13 @@ fn written(buffer: &Buffer) -> String {
 }
 
 /// Draws on the terminal.
-pub fn frame(view: &mut View, frame: &mut Frame) {
+pub fn frame(view: &mut TopView, frame: &mut Frame) {
     let area = frame.area();
     draw(view, area, frame.buffer_mut());
 }
 
 /// Draws all parts; truncates without room.
-fn draw(view: &mut View, area: Rect, buffer: &mut Buffer) {
+fn draw(view: &mut TopView, area: Rect, buffer: &mut Buffer) {
     let parts = Layout::vertical(heights(view, area.height).map(Constraint::Length));
     let [
         head,
@@ -266,7 +268,7 @@ const fn name_width(width: u16) -> u16 {
 
 /// Heights of the parts, from the top. Without room for all, the first and last line have priority,
 /// then machines, models, links; requests get the rest.
-fn heights(view: &View, height: u16) -> [u16; 10] {
+fn heights(view: &TopView, height: u16) -> [u16; 10] {
     let mut left = height;
     let mut take = |wanted: usize| {
         let taken = u16::try_from(wanted).unwrap_or(u16::MAX).min(left);
@@ -315,7 +317,7 @@ fn table<const N: usize>(
 }
 
 /// The cluster's summary, with energy per token if it fits.
-fn header(view: &View, width: usize) -> Line<'static> {
+fn header(view: &TopView, width: usize) -> Line<'static> {
     const NAME: &str = "paceline";
     let status = &view.status;
     let text = |name: &str| printable(status[name].as_str().unwrap_or("-")).into_owned();
@@ -340,7 +342,7 @@ fn header(view: &View, width: usize) -> Line<'static> {
     Line::from(vec![Span::styled(NAME, bold), Span::raw(about)])
 }
 
-fn footer(view: &View) -> Line<'static> {
+fn footer(view: &TopView) -> Line<'static> {
     let reversed = Style::new().add_modifier(Modifier::REVERSED);
     if let Some(problem) = &view.problem {
         let problem = printable(problem).into_owned();
@@ -519,9 +521,9 @@ mod tests {
         })
     }
 
-    fn view() -> View {
-        let mut view = View::default();
-        view.hear(Ok(status()));
+    fn view() -> TopView {
+        let mut view = TopView::default();
+        view.update(Ok(status()));
         view
     }
 
@@ -560,10 +562,10 @@ q end  s sort (name)  / filter  arrows scroll";
         for width in [0, 1, 3, 20, 79, 200, 500] {
             for height in [0, 1, 2, 7, 19, 60, 200] {
                 plain(&mut view(), (width, height));
-                plain(&mut View::default(), (width, height));
+                plain(&mut TopView::default(), (width, height));
             }
         }
-        let empty = plain(&mut View::default(), (80, 24));
+        let empty = plain(&mut TopView::default(), (80, 24));
         assert!(empty.contains("0 requests · 0.0 tokens/s"), "{empty}");
     }
 
@@ -609,8 +611,8 @@ q end  s sort (name)  / filter  arrows scroll";
             "memory_available_bytes": 0, "temperature_c": 101.0, "package_watts": 1200.0,
             "networks": [{"received_bytes_s": 999.0 * 1024.0, "sent_bytes_s": 1e9}],
         });
-        let mut view = View::default();
-        view.hear(Ok(status));
+        let mut view = TopView::default();
+        view.update(Ok(status));
         let text = plain(&mut view, (80, 24));
         let expected =
             "mini            alive   100 % 3.4  100 % of 1.0 TiB 101 C 1200 W 999 KiB 954 MiB";
@@ -637,15 +639,15 @@ q end  s sort (name)  / filter  arrows scroll";
     fn a_machine_alone_has_no_row_of_links() {
         let mut status = status();
         status["links"] = json!([]);
-        let mut view = View::default();
-        view.hear(Ok(status));
+        let mut view = TopView::default();
+        view.update(Ok(status));
         assert!(!plain(&mut view, (200, 60)).contains("LINK"));
     }
 
     #[test]
     fn sorting_filtering_and_scrolling() {
         let mut view = view();
-        let first = |view: &mut View| {
+        let first = |view: &mut TopView| {
             let text = plain(view, (80, 24));
             text.lines()
                 .nth(5)
@@ -657,7 +659,7 @@ q end  s sort (name)  / filter  arrows scroll";
         };
         view.sort = view.sort.next();
         assert_eq!(first(&mut view), "studio");
-        view.sort = Sort::Name;
+        view.sort = MachineSort::Name;
         view.filter = Some("tower".into());
         assert_eq!(first(&mut view), "tower");
         assert!(!plain(&mut view, (80, 24)).contains("qwen3"));
@@ -671,12 +673,12 @@ q end  s sort (name)  / filter  arrows scroll";
 
     #[test]
     fn names_from_other_machines_cannot_drive_the_terminal() {
-        let mut view = View::default();
-        view.hear(Ok(
+        let mut view = TopView::default();
+        view.update(Ok(
             json!({"nodes": [{"name": "a\u{1b}[2Jb", "state": "alive"}]}),
         ));
         assert!(!plain(&mut view, (80, 24)).contains('\u{1b}'));
-        view.hear(Err("gone\u{7}".into()));
+        view.update(Err("gone\u{7}".into()));
         let text = plain(&mut view, (80, 24));
         assert!(text.contains("does not answer") && !text.contains('\u{7}'));
     }

@@ -5,14 +5,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
-use paceline_cluster::nodes::placement::Wanted;
+use paceline_cluster::nodes::placement::InstanceSpec;
 use paceline_engine::SamplingParams;
 use paceline_formats::tokenizer;
 use paceline_model::encoder::EncoderConfig;
-use paceline_model::{Config, Source};
-use paceline_node::interpreter::Program;
+use paceline_model::{Config, ModelSource};
+use paceline_node::interpreter::ChildProgram;
 use paceline_node::texts;
-use paceline_serve::{About, Model, default_sampling};
+use paceline_serve::{ModelDetails, ServedModel, default_sampling};
 
 use crate::Error;
 
@@ -39,9 +39,13 @@ pub fn changed_unix_s(path: &Path) -> u64 {
 ///
 /// # Errors
 /// The file is unusable.
-pub fn instance(path: &Path, wanted: &Wanted, templates: &Program) -> Result<Model, Error> {
+pub fn instance(
+    path: &Path,
+    wanted: &InstanceSpec,
+    templates: &ChildProgram,
+) -> Result<ServedModel, Error> {
     let of_model = |error| Error::of_model(path, error);
-    let source = Source::open(path).map_err(of_model)?;
+    let source = ModelSource::open(path).map_err(of_model)?;
     if EncoderConfig::is_encoder(&source) {
         let config = EncoderConfig::read(&source).map_err(of_model)?;
         let names = (wanted.model.clone(), Vec::new());
@@ -54,7 +58,7 @@ pub fn instance(path: &Path, wanted: &Wanted, templates: &Program) -> Result<Mod
     let context = wanted
         .context
         .map_or(config.context, |context| context as usize);
-    Ok(Model {
+    Ok(ServedModel {
         id: wanted.model.clone(),
         aliases: Vec::new(),
         created_unix_s: changed_unix_s(path),
@@ -63,10 +67,10 @@ pub fn instance(path: &Path, wanted: &Wanted, templates: &Program) -> Result<Mod
         template,
         context,
         sampling: sampling(path),
-        about: About {
+        about: ModelDetails {
             architecture: config.family.name().to_owned(),
             bytes: size(path),
-            ..About::default()
+            ..ModelDetails::default()
         },
     })
 }
@@ -77,11 +81,11 @@ pub fn instance(path: &Path, wanted: &Wanted, templates: &Program) -> Result<Mod
 /// An unusable tokenizer.
 pub fn encoder(
     path: &Path,
-    source: &Source,
+    source: &ModelSource,
     config: &EncoderConfig,
     (id, aliases): (String, Vec<String>),
-) -> Result<Model, tokenizer::Error> {
-    Ok(Model {
+) -> Result<ServedModel, tokenizer::Error> {
+    Ok(ServedModel {
         id,
         aliases,
         created_unix_s: changed_unix_s(path),
@@ -90,10 +94,10 @@ pub fn encoder(
         template: None,
         context: config.context,
         sampling: default_sampling(),
-        about: About {
+        about: ModelDetails {
             architecture: config.family.name().to_owned(),
             bytes: size(path),
-            ..About::default()
+            ..ModelDetails::default()
         },
     })
 }

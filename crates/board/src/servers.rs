@@ -9,11 +9,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_cluster::nodes::discovery;
-use paceline_serve::tls::{Identity, Made, Names, Own, Wire};
-use paceline_serve::{Access, Clock, Config, Facts, Puller, Remover};
+use paceline_serve::tls::{
+    CertificateNames, OwnCertificate, RenewalReason, ServerProtocol, TlsIdentity,
+};
+use paceline_serve::{Access, Config, ProcessMetrics, Puller, Remover, TimeSource};
 
 use crate::member::host_name;
-use crate::{Board, Source, Tell, settings};
+use crate::{Dashboard, MessageSink, PullSource, settings};
 
 /// A reserved address (RFC 5737): routing to it reveals the machine's own outgoing address. Nothing
 /// is sent.
@@ -63,9 +65,9 @@ pub struct Options<'a> {
     /// Whether other machines use plain HTTP too.
     pub plain: bool,
     /// Settings of the dashboard's downloads.
-    pub downloads: Source,
+    pub downloads: PullSource,
     /// Receives lines about certificates.
-    pub tell: Tell,
+    pub tell: MessageSink,
 }
 
 impl Options<'_> {
@@ -74,11 +76,15 @@ impl Options<'_> {
     ///
     /// # Errors
     /// [`Error`].
-    pub fn set_up(mut self, facts: Facts, manages: bool) -> Result<(Config, Board), Error> {
+    pub fn set_up(
+        mut self,
+        facts: ProcessMetrics,
+        manages: bool,
+    ) -> Result<(Config, Dashboard), Error> {
         let mut config = self.config()?;
-        let board = Board::new(config.live.clone(), Arc::clone(&self.downloads));
+        let board = Dashboard::new(config.live.clone(), Arc::clone(&self.downloads));
         let own = board.clone();
-        config.facts = Facts(Arc::new(move || {
+        config.facts = ProcessMetrics(Arc::new(move || {
             let mut facts = (facts.0)();
             facts.extend(own.facts());
             facts
@@ -92,7 +98,7 @@ impl Options<'_> {
 
     fn config(&mut self) -> Result<Config, Error> {
         let now = Instant::now;
-        let mut config = Config::new(self.ports[0], Clock { now, unix_s });
+        let mut config = Config::new(self.ports[0], TimeSource { now, unix_s });
         let hosts = self.hosts.iter();
         let all =
             hosts.flat_map(|host| self.ports.iter().map(|port| SocketAddr::new(*host, *port)));
@@ -111,14 +117,14 @@ impl Options<'_> {
         // Checked first: an open server gets no certificate.
         config.check()?;
         config.wire = self.wire()?;
-        if !matches!(config.wire, Wire::Plain) {
+        if !matches!(config.wire, ServerProtocol::Plain) {
             config.access.hosts.extend(own_names());
         }
         Ok(config)
     }
 
     /// The server's protocol; reports the certificate.
-    fn wire(&self) -> Result<Wire, Error> {
+    fn wire(&self) -> Result<ServerProtocol, Error> {
         let off_loopback = self.hosts.iter().find(|host| !is_loopback(**host));
         if self.plain {
             if let Some(host) = off_loopback {
@@ -126,20 +132,20 @@ impl Options<'_> {
                     "warning: plain HTTP on {host}: others on the network can read prompts and keys"
                 ));
             }
-            return Ok(Wire::Plain);
+            return Ok(ServerProtocol::Plain);
         }
         let identity = match self.certificate {
-            Some((certificate, key)) => Identity::from_files(certificate, key)?,
-            None if off_loopback.is_none() => return Ok(Wire::Plain),
+            Some((certificate, key)) => TlsIdentity::from_files(certificate, key)?,
+            None if off_loopback.is_none() => return Ok(ServerProtocol::Plain),
             None => self.own()?,
         };
         (self.tell)(&format!("certificate SHA-256 {}", identity.fingerprint()));
-        Ok(Wire::TlsOffLoopback(identity))
+        Ok(ServerProtocol::TlsOffLoopback(identity))
     }
 
     /// The certificate of this home.
-    fn own(&self) -> Result<Identity, Error> {
-        let own = Own::open(
+    fn own(&self) -> Result<TlsIdentity, Error> {
+        let own = OwnCertificate::open(
             &settings::tls_folder(self.home),
             &self.certified(),
             unix_s(),
@@ -157,7 +163,7 @@ impl Options<'_> {
 
     /// Host names for the certificate. Without a bind address, it must include the outgoing
     /// address.
-    fn certified(&self) -> Names {
+    fn certified(&self) -> CertificateNames {
         let bound = self.hosts.iter().filter(|host| !is_loopback(**host));
         let bound = bound.filter_map(|host| match host.is_unspecified() {
             true => outgoing(),
@@ -166,7 +172,7 @@ impl Options<'_> {
         let bound = bound.map(|ip| ip.to_string());
         let all = discovery::addresses().into_iter();
         let all = all.map(|ip| ip.to_string());
-        Names {
+        CertificateNames {
             needed: bound.chain(self.names.iter().cloned()).collect(),
             further: own_names().into_iter().chain(all).collect(),
         }
@@ -175,7 +181,7 @@ impl Options<'_> {
 
 /// The certificate to trust for a server at `host`, if it is that of the home at `folder`.
 pub fn trusted(folder: &Path, host: &str) -> Option<PathBuf> {
-    Own::find(&settings::tls_folder(folder), host, unix_s())
+    OwnCertificate::find(&settings::tls_folder(folder), host, unix_s())
 }
 
 /// The host name, plain and in multicast DNS.
@@ -189,12 +195,12 @@ fn own_names() -> Vec<String> {
 }
 
 /// The line about a replaced certificate.
-fn why(made: &Made) -> Option<String> {
+fn why(made: &RenewalReason) -> Option<String> {
     Some(match made {
-        Made::First => return None,
-        Made::Expires => "the earlier one ends within a month".to_owned(),
-        Made::Name(name) => format!("the earlier one is not for {name}"),
-        Made::Unusable => "the earlier one cannot be used".to_owned(),
+        RenewalReason::First => return None,
+        RenewalReason::Expires => "the earlier one ends within a month".to_owned(),
+        RenewalReason::Name(name) => format!("the earlier one is not for {name}"),
+        RenewalReason::Unusable => "the earlier one cannot be used".to_owned(),
     })
 }
 
@@ -221,8 +227,8 @@ mod tests {
 
     #[test]
     fn only_a_certificate_in_the_place_of_another_is_warned_of() {
-        assert_eq!(why(&Made::First), None);
-        let said = why(&Made::Name("192.0.2.1".into())).unwrap();
+        assert_eq!(why(&RenewalReason::First), None);
+        let said = why(&RenewalReason::Name("192.0.2.1".into())).unwrap();
         assert!(said.contains("192.0.2.1"), "{said}");
     }
 }

@@ -3,22 +3,22 @@
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use paceline_cluster::machine::peak_memory_bytes;
-use paceline_engine::{Error as EngineError, Failure, Request, SamplingParams};
-use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
+use paceline_engine::{Error as EngineError, GenerationRequest, RequestFailure, SamplingParams};
+use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Error as TokenizerError;
 use paceline_node::Error as NodeError;
-use paceline_node::trace::{Clock, Recording, Timeline, Times};
+use paceline_node::trace::{AnswerTimes, Recording, Timeline, UnixClock};
 use serde_json::Value;
 
-use crate::answer::{About, Asked, Figures, collect};
-use crate::opened::Loaded;
+use crate::answer::{AnswerStats, RunDetails, SubmittedPrompt, collect};
+use crate::opened::ReadyModel;
 
 /// Minimum tokens of an answer for the speed records: the first few are slower.
 const LESSON: usize = 16;
 
 /// Options of a session.
 #[derive(Clone, Debug)]
-pub struct Manner {
+pub struct SessionOptions {
     /// Sampling.
     pub sampling: SamplingParams,
     /// Maximum tokens of an answer.
@@ -33,18 +33,18 @@ pub struct Manner {
 
 /// A session with one model.
 #[derive(Debug)]
-pub struct Session {
-    loaded: Loaded,
+pub struct ModelSession {
+    loaded: ReadyModel,
     template: Option<ChatTemplate>,
-    manner: Manner,
+    manner: SessionOptions,
 }
 
-impl Session {
+impl ModelSession {
     /// A session with `loaded`.
     ///
     /// # Errors
     /// An unusable chat template, if needed.
-    pub fn new(mut loaded: Loaded, manner: Manner) -> Result<Self, ChatError> {
+    pub fn new(mut loaded: ReadyModel, manner: SessionOptions) -> Result<Self, ChatError> {
         let template = loaded.template.take().filter(|_| !manner.raw).transpose()?;
         Ok(Self {
             loaded,
@@ -54,7 +54,7 @@ impl Session {
     }
 
     /// The loaded model.
-    pub const fn loaded(&self) -> &Loaded {
+    pub const fn loaded(&self) -> &ReadyModel {
         &self.loaded
     }
 
@@ -67,17 +67,17 @@ impl Session {
     ///
     /// # Errors
     /// As [`generate`](Self::generate); or a node without a timeline.
-    pub fn trace<E>(&self, prompt: Vec<u32>) -> Result<(Figures, Timeline), E>
+    pub fn trace<E>(&self, prompt: Vec<u32>) -> Result<(AnswerStats, Timeline), E>
     where
-        E: From<Failure> + From<EngineError> + From<NodeError>,
+        E: From<RequestFailure> + From<EngineError> + From<NodeError>,
     {
-        let clock = Clock::now();
+        let clock = UnixClock::now();
         self.loaded.trace();
         let figures = self.generate::<E>(prompt, None, |_| Ok(()));
         let traces = self.loaded.traced();
         let (figures, traces) = (figures?, traces?);
         let first = figures.asked + figures.prefill;
-        let times = Times {
+        let times = AnswerTimes {
             asked_unix_ns: clock.unix_ns(figures.asked),
             first_unix_ns: clock.unix_ns(first),
             ended_unix_ns: clock.unix_ns(first + figures.decode),
@@ -93,9 +93,9 @@ impl Session {
     }
 
     /// An answer as a JSON object; `name` is the user's name for the model.
-    pub fn json(&self, figures: &Figures, name: &str) -> Value {
+    pub fn json(&self, figures: &AnswerStats, name: &str) -> Value {
         let loaded = &self.loaded;
-        figures.json(&About {
+        figures.json(&RunDetails {
             load_time: loaded.load_time,
             peak_memory: peak_memory_bytes(),
             nodes: loaded.nodes(),
@@ -125,7 +125,7 @@ impl Session {
     ///
     /// # Errors
     /// [`ChatError::NoTemplate`], or the template's error.
-    pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, ChatError> {
+    pub fn encode_chat(&self, messages: &[ChatMessage]) -> Result<Vec<u32>, ChatError> {
         let template = self.template.as_ref().ok_or(ChatError::NoTemplate)?;
         let options = ChatOptions {
             add_generation_prompt: true,
@@ -140,28 +140,28 @@ impl Session {
     ///
     /// # Errors
     /// An error of `show`, or an invalid prompt.
-    pub fn generate<E: From<Failure> + From<EngineError>>(
+    pub fn generate<E: From<RequestFailure> + From<EngineError>>(
         &self,
         prompt: Vec<u32>,
         is_stopped: Option<&dyn Fn() -> bool>,
         show: impl FnMut(&str) -> Result<(), E>,
-    ) -> Result<Figures, E> {
+    ) -> Result<AnswerStats, E> {
         let (n_prompt, max_tokens) = (prompt.len(), self.manner.max_tokens);
         if n_prompt == 0 {
             return Err(EngineError::EmptyPrompt.into());
         }
-        let request = Request {
+        let request = GenerationRequest {
             prompt,
             max_tokens,
             sampling: self.manner.sampling.clone(),
             stop: self.manner.stop.clone(),
             logprobs: None,
             adapter: self.manner.adapter.clone(),
-            ..Request::default()
+            ..GenerationRequest::default()
         };
         let before = self.loaded.moved();
         let (predicted, changes) = (self.loaded.predicted(), self.loaded.changes().len());
-        let asked = Asked {
+        let asked = SubmittedPrompt {
             at: Instant::now(),
             n_prompt,
             max_tokens,

@@ -15,9 +15,9 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use paceline_base::Bytes;
-use paceline_mlx::Places;
+use paceline_mlx::LibraryPaths;
 use paceline_node::DiskCache;
-use paceline_store::{Hub, ProxySetting, PullOptions, Token, find_mlx};
+use paceline_store::{Hub, HubToken, ProxySetting, PullOptions, find_mlx};
 
 /// Returns the value of a variable, if set.
 pub type Variables<'a> = &'a dyn Fn(&str) -> Option<OsString>;
@@ -45,7 +45,7 @@ pub fn pull_options(variables: Variables<'_>, tell: &dyn Fn(&str)) -> PullOption
     let text = |name: &str| text(variables, name);
     let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| Hub::DEFAULT_ENDPOINT.to_owned());
     let hub = Hub {
-        token: text("HF_TOKEN").map(|token| Token::new(token.trim())),
+        token: text("HF_TOKEN").map(|token| HubToken::new(token.trim())),
         ca_pem: text("SSL_CERT_FILE").and_then(|path| certificates(&path, tell)),
         proxy: proxy(&text, &endpoint),
         endpoint,
@@ -84,8 +84,8 @@ fn certificates(path: &str, tell: &dyn Fn(&str)) -> Option<Vec<u8>> {
 }
 
 /// Search paths of MLX, for a program at `program`; `home` is paceline's folder.
-pub fn mlx_places(variables: Variables<'_>, home: &Path, program: Option<&Path>) -> Places {
-    Places {
+pub fn mlx_places(variables: Variables<'_>, home: &Path, program: Option<&Path>) -> LibraryPaths {
+    LibraryPaths {
         explicit: text(variables, "PACELINE_MLXC").map(PathBuf::from),
         beside: program.and_then(|path| path.parent().map(Path::to_path_buf)),
         installed: find_mlx(&mlx_folder(home)).map(|mlx| mlx.library),

@@ -2,19 +2,21 @@
 
 use paceline_base::Bytes;
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
-use paceline_model::{Config, Source};
+use paceline_model::{Config, ModelSource};
 use paceline_plan::ModelShape;
-use paceline_store::{Catalogue, Entry, Found, Kind, State, quant_of_name, usual_name};
+use paceline_store::{
+    Catalogue, Kind, ResolvedModel, State, StoreEntry, quant_of_name, usual_name,
+};
 use serde_json::{Value, json};
 
 /// Facts in display order.
 #[derive(Clone, Debug)]
-pub struct Facts {
+pub struct ModelFacts {
     lines: Vec<(&'static str, String)>,
     json: serde_json::Map<String, Value>,
 }
 
-impl Facts {
+impl ModelFacts {
     /// Facts of the model `name`.
     pub fn new(name: &str) -> Self {
         let mut facts = Self {
@@ -89,7 +91,7 @@ impl Facts {
     }
 
     /// Adds the paths of its files, and their source.
-    pub fn add_files(&mut self, found: &Found, entry: Option<&Entry>) {
+    pub fn add_files(&mut self, found: &ResolvedModel, entry: Option<&StoreEntry>) {
         self.text_fact("path", found.path.display().to_string());
         let file = found
             .path
@@ -140,7 +142,7 @@ impl Facts {
     }
 
     /// Adds family and trained context, or why the engine does not support it.
-    pub fn add_config(&mut self, source: &Source) {
+    pub fn add_config(&mut self, source: &ModelSource) {
         match Config::read(source) {
             Ok(config) => {
                 self.text_fact("family", config.family.name());

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use paceline_cluster::nodes::agent::local::Progress;
-use paceline_node::fleet::{Fleet, Holding, Outcome, OwnStore};
-use paceline_store::{Entry, Error as StoreError, Home, State, find_for_removal, free_space};
+use paceline_cluster::nodes::agent::local::CommandProgress;
+use paceline_node::fleet::{CopyOutcome, Fleet, Holding, OwnStore};
+use paceline_store::{Error as StoreError, Home, State, StoreEntry, find_for_removal, free_space};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -44,14 +44,14 @@ pub(crate) fn own(home: &Home, budget_bytes: Option<u64>) -> Arc<OwnStore> {
 }
 
 /// SHA-256 hashes of a complete model's files.
-fn hashes(entry: Entry) -> Vec<String> {
+fn hashes(entry: StoreEntry) -> Vec<String> {
     match entry.state {
         State::Complete { files, .. } => files.into_iter().map(|file| file.sha256).collect(),
         State::Partial | State::Damaged { .. } => Vec::new(),
     }
 }
 
-fn holding(entry: &Entry, now: SystemTime) -> Holding {
+fn holding(entry: &StoreEntry, now: SystemTime) -> Holding {
     let used = match &entry.state {
         State::Complete { last_used, .. } => *last_used,
         State::Partial | State::Damaged { .. } => None,
@@ -75,7 +75,7 @@ pub(crate) fn ask_stores(fleet: &Fleet, _: &Value) -> Result<Value, String> {
 /// Arguments of `remove` and `send`; an empty list means all live nodes.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Body {
+struct TransferArguments {
     model: String,
     #[serde(default)]
     nodes: Vec<String>,
@@ -83,7 +83,8 @@ struct Body {
 
 /// Handles `remove`: the result on each node.
 pub(crate) fn ask_remove(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let Body { model, nodes } = Body::deserialize(arguments).map_err(|error| error.to_string())?;
+    let TransferArguments { model, nodes } =
+        TransferArguments::deserialize(arguments).map_err(|error| error.to_string())?;
     let removed = fleet.remove(&model, &nodes)?;
     told(&removed)
 }
@@ -92,9 +93,10 @@ pub(crate) fn ask_remove(fleet: &Fleet, arguments: &Value) -> Result<Value, Stri
 pub(crate) fn ask_send(
     fleet: &Fleet,
     arguments: &Value,
-    progress: &mut Progress<'_>,
+    progress: &mut CommandProgress<'_>,
 ) -> Result<Value, String> {
-    let Body { model, nodes } = Body::deserialize(arguments).map_err(|error| error.to_string())?;
+    let TransferArguments { model, nodes } =
+        TransferArguments::deserialize(arguments).map_err(|error| error.to_string())?;
     let mut say = |done: u64, of: u64| {
         // Continues without the client.
         let _ = progress(json!([done, of]));
@@ -103,7 +105,7 @@ pub(crate) fn ask_send(
     told(&sent)
 }
 
-fn told(outcomes: &[Outcome]) -> Result<Value, String> {
+fn told(outcomes: &[CopyOutcome]) -> Result<Value, String> {
     let outcomes = serde_json::to_value(outcomes).map_err(|error| error.to_string())?;
     Ok(json!({ "nodes": outcomes }))
 }

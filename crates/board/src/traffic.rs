@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
-use paceline_node::Exchanged;
-use paceline_serve::Fact;
+use paceline_node::CollectiveTraffic;
+use paceline_serve::MetricSample;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -22,11 +22,11 @@ const COUNT_EVERY: Duration = Duration::from_millis(900);
 const STALE: Duration = Duration::from_secs(6);
 
 /// Bytes a second by (source, target) machine names.
-pub(super) type Pairs = BTreeMap<(String, String), f64>;
+pub(super) type PairRates = BTreeMap<(String, String), f64>;
 
 /// Bytes a second from one machine to another.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Rate {
+pub(super) struct LinkRate {
     from: String,
     to: String,
     bytes_s: f64,
@@ -34,17 +34,21 @@ pub(super) struct Rate {
 
 /// The last counters of this node's instances.
 #[derive(Default)]
-pub(super) struct Traffic(Mutex<Option<Look>>);
+pub(super) struct TrafficMeter(Mutex<Option<TrafficSample>>);
 
-struct Look {
+struct TrafficSample {
     at: Instant,
-    counts: Vec<Exchanged>,
-    rates: Vec<Rate>,
+    counts: Vec<CollectiveTraffic>,
+    rates: Vec<LinkRate>,
 }
 
-impl Traffic {
+impl TrafficMeter {
     /// Traffic of the instances at `now`; `count` polls their ranks, at most once a second.
-    pub(super) fn rates(&self, now: Instant, count: &dyn Fn() -> Vec<Exchanged>) -> Vec<Rate> {
+    pub(super) fn rates(
+        &self,
+        now: Instant,
+        count: &dyn Fn() -> Vec<CollectiveTraffic>,
+    ) -> Vec<LinkRate> {
         let mut last = lock(&self.0);
         let since = last
             .as_ref()
@@ -59,7 +63,7 @@ impl Traffic {
         let rates = before.map_or_else(Vec::new, |(last, since)| {
             rates(&last.counts, &counts, since.as_secs_f64())
         });
-        *last = Some(Look {
+        *last = Some(TrafficSample {
             at: now,
             counts,
             rates: rates.clone(),
@@ -70,10 +74,10 @@ impl Traffic {
 
 /// Rates between two polls that are `seconds` apart. Omits new instances, those with a new epoch,
 /// and traffic within a machine.
-fn rates(before: &[Exchanged], after: &[Exchanged], seconds: f64) -> Vec<Rate> {
-    let mut pairs = Pairs::new();
+fn rates(before: &[CollectiveTraffic], after: &[CollectiveTraffic], seconds: f64) -> Vec<LinkRate> {
+    let mut pairs = PairRates::new();
     for now in after {
-        let is_same = |it: &&Exchanged| it.id == now.id && it.epoch == now.epoch;
+        let is_same = |it: &&CollectiveTraffic| it.id == now.id && it.epoch == now.epoch;
         let Some(then) = before.iter().find(is_same) else {
             continue;
         };
@@ -86,14 +90,14 @@ fn rates(before: &[Exchanged], after: &[Exchanged], seconds: f64) -> Vec<Rate> {
             }
         }
     }
-    let rate = |((from, to), bytes_s)| Rate { from, to, bytes_s };
+    let rate = |((from, to), bytes_s)| LinkRate { from, to, bytes_s };
     pairs.into_iter().map(rate).collect()
 }
 
 /// Sums the rates of this node and of other nodes' reports.
-pub(super) fn sums<'a>(own: Vec<Rate>, others: impl Iterator<Item = &'a Value>) -> Pairs {
-    let told = others.filter_map(|part| Vec::<Rate>::deserialize(&part["traffic"]).ok());
-    let mut pairs = Pairs::new();
+pub(super) fn sums<'a>(own: Vec<LinkRate>, others: impl Iterator<Item = &'a Value>) -> PairRates {
+    let told = others.filter_map(|part| Vec::<LinkRate>::deserialize(&part["traffic"]).ok());
+    let mut pairs = PairRates::new();
     for rate in own.into_iter().chain(told.flatten()) {
         *pairs.entry((rate.from, rate.to)).or_default() += rate.bytes_s;
     }
@@ -101,7 +105,7 @@ pub(super) fn sums<'a>(own: Vec<Rate>, others: impl Iterator<Item = &'a Value>) 
 }
 
 /// Traffic of this node's instances by pairs of machines, for `/metrics`.
-pub(super) fn facts(counts: &[Exchanged]) -> Vec<Fact> {
+pub(super) fn facts(counts: &[CollectiveTraffic]) -> Vec<MetricSample> {
     let mut pairs: BTreeMap<(&String, &String), u64> = BTreeMap::new();
     for it in counts {
         for (from, sent) in it.nodes.iter().zip(&it.sent) {
@@ -111,7 +115,7 @@ pub(super) fn facts(counts: &[Exchanged]) -> Vec<Fact> {
             }
         }
     }
-    let fact = |((from, to), bytes): ((&String, &String), u64)| Fact {
+    let fact = |((from, to), bytes): ((&String, &String), u64)| MetricSample {
         name: "link_model_bytes",
         help: "Bytes that workers of models have sent to another machine in their epochs so far",
         labels: [label("from", from), label("to", to)].join(","),
@@ -126,8 +130,8 @@ pub(super) mod tests {
     use serde_json::json;
     use std::cell::Cell;
 
-    pub(in super::super) fn counts(id: &str, epoch: u64, sent: [[u64; 2]; 2]) -> Exchanged {
-        Exchanged {
+    pub(in super::super) fn counts(id: &str, epoch: u64, sent: [[u64; 2]; 2]) -> CollectiveTraffic {
+        CollectiveTraffic {
             id: id.to_owned(),
             epoch,
             nodes: vec!["a".to_owned(), "b".to_owned()],
@@ -135,8 +139,8 @@ pub(super) mod tests {
         }
     }
 
-    fn rate(from: &str, to: &str, bytes_s: f64) -> Rate {
-        Rate {
+    fn rate(from: &str, to: &str, bytes_s: f64) -> LinkRate {
+        LinkRate {
             from: from.to_owned(),
             to: to.to_owned(),
             bytes_s,
@@ -174,7 +178,7 @@ pub(super) mod tests {
 
     #[test]
     fn ranks_of_one_machine_move_nothing_between_machines() {
-        let alone = |sent| Exchanged {
+        let alone = |sent| CollectiveTraffic {
             nodes: vec!["a".to_owned(), "a".to_owned()],
             ..counts("1", 1, sent)
         };
@@ -184,7 +188,7 @@ pub(super) mod tests {
 
     #[test]
     fn counts_are_asked_for_once_a_second_and_old_ones_tell_nothing() {
-        let (traffic, begun, asked) = (Traffic::default(), Instant::now(), Cell::new(0));
+        let (traffic, begun, asked) = (TrafficMeter::default(), Instant::now(), Cell::new(0));
         let look = |ms: u64| {
             let count = || {
                 asked.set(asked.get() + 1);
@@ -208,6 +212,6 @@ pub(super) mod tests {
         ];
         let sums = sums(vec![rate("a", "b", 1.0)], others.iter());
         let pair = ("a".to_owned(), "b".to_owned());
-        assert_eq!(sums, Pairs::from([(pair, 3.0)]));
+        assert_eq!(sums, PairRates::from([(pair, 3.0)]));
     }
 }

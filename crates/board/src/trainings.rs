@@ -7,7 +7,7 @@ use paceline_cluster::machine;
 use paceline_cluster::telemetry::Sampler;
 use paceline_plan::Cluster;
 use paceline_tensor::Kernels;
-use paceline_train::{Change, Forecast, Machine, measured_flops};
+use paceline_train::{FitChange, Forecast, TrainingMachine, measured_flops};
 use serde_json::{Value, json};
 
 /// Fraction of quoted rates that training reaches: training.md's assumption for Apple's GPUs, 11 of
@@ -17,7 +17,7 @@ const REACHED: f64 = 0.4;
 /// The forecast as a JSON object; `would_fit` lists changes if it does not fit.
 pub fn json(
     said: &Forecast,
-    machines: &[Machine],
+    machines: &[TrainingMachine],
     steps: Option<u64>,
     would_fit: Option<Vec<String>>,
 ) -> Value {
@@ -66,13 +66,13 @@ pub fn report(said: &Forecast, tokens: usize, steps: Option<u64>, nodes: usize) 
 }
 
 /// The changes that would make it fit, a sentence each.
-pub fn told(changes: &[Change]) -> Vec<String> {
-    let of = |change: &Change| match change {
-        Change::Qlora => "it fits with --method qlora".to_owned(),
-        Change::Row(tokens) => format!("it fits with --row {tokens}"),
-        Change::Rank(rank) => format!("it fits with --rank {rank}"),
-        Change::OneProcess => "it fits with one process on each machine".to_owned(),
-        Change::Stages(stages) => {
+pub fn told(changes: &[FitChange]) -> Vec<String> {
+    let of = |change: &FitChange| match change {
+        FitChange::Qlora => "it fits with --method qlora".to_owned(),
+        FitChange::Row(tokens) => format!("it fits with --row {tokens}"),
+        FitChange::Rank(rank) => format!("it fits with --rank {rank}"),
+        FitChange::OneProcess => "it fits with one process on each machine".to_owned(),
+        FitChange::Stages(stages) => {
             format!("it fits with --stages {stages} on {stages} machines like the largest")
         }
     };
@@ -80,14 +80,14 @@ pub fn told(changes: &[Change]) -> Vec<String> {
 }
 
 /// This machine, measured with `kernels` on all cores; `watts` if known.
-pub fn this_machine(kernels: &Kernels, watts: Option<f64>, processes: usize) -> Machine {
+pub fn this_machine(kernels: &Kernels, watts: Option<f64>, processes: usize) -> TrainingMachine {
     let start = Instant::now();
     let mut sampler = Sampler::new("/");
     let _ = sampler.sample(start.elapsed()); // power is told from the second sample on
     let flops = measured_flops(kernels, &|| start.elapsed().as_secs_f64());
     let measured = sampler.sample(start.elapsed()).watts();
     let room = machine::memory().map_or(u64::MAX, |memory| memory.total.0);
-    Machine {
+    TrainingMachine {
         name: "this machine".to_owned(),
         memory_bytes: room,
         flops,
@@ -97,10 +97,10 @@ pub fn this_machine(kernels: &Kernels, watts: Option<f64>, processes: usize) -> 
 }
 
 /// The machines of a cluster, a process each, and the bytes a second of its slowest link.
-pub fn of_cluster(cluster: &Cluster) -> (Vec<Machine>, Option<f64>) {
-    let machine = |node: &paceline_plan::Node| {
+pub fn of_cluster(cluster: &Cluster) -> (Vec<TrainingMachine>, Option<f64>) {
+    let machine = |node: &paceline_plan::ClusterNode| {
         let rate = node.rates.map_or(0.0, |rates| rates.matmul);
-        Machine {
+        TrainingMachine {
             name: node.name.clone(),
             memory_bytes: node.budget() as u64,
             flops: if node.measured { rate } else { REACHED * rate },

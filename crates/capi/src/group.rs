@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_comm::tcp::{Config, GroupId, GroupKey, Listener, Protection};
 use paceline_comm::{
-    Backend, Collective, Counts, Data, DataMut, Deadline, Dtype, Group, Reduce, Seat, Strict, init,
+    Backend, Collective, Data, DataMut, Deadline, Dtype, ElementCounts, Group, JoinParams, Reduce,
+    Strict, init,
 };
 
-use crate::status::{Failure, PacelineStatus, guarded, text};
+use crate::status::{PacelineStatus, StatusError, guarded, text};
 
 /// Longest deadline in seconds: a year means "for ever".
 const SECONDS_MAX: f64 = 3.2e7;
@@ -40,7 +41,7 @@ pub enum PacelineDtype {
 }
 
 /// Decodes an element type; C may pass any number.
-fn element(number: u32) -> Result<Dtype, Failure> {
+fn element(number: u32) -> Result<Dtype, StatusError> {
     use PacelineDtype as Named;
     let all = [
         (Named::U8 as u32, Dtype::U8),
@@ -55,10 +56,10 @@ fn element(number: u32) -> Result<Dtype, Failure> {
 }
 
 /// Looks up `number` in the enumeration `name`.
-fn meant<T: Copy>(all: &[(u32, T)], number: u32, name: &str) -> Result<T, Failure> {
+fn meant<T: Copy>(all: &[(u32, T)], number: u32, name: &str) -> Result<T, StatusError> {
     let found = all.iter().find(|(named, _)| *named == number);
     let found = found.map(|(_, value)| *value);
-    found.ok_or_else(|| Failure::invalid(format!("no {name} is {number}")))
+    found.ok_or_else(|| StatusError::invalid(format!("no {name} is {number}")))
 }
 
 /// How the elements of all ranks are combined.
@@ -76,7 +77,7 @@ pub enum PacelineReduce {
 }
 
 /// Decodes a reduction; C may pass any number.
-fn reduction(number: u32) -> Result<Reduce, Failure> {
+fn reduction(number: u32) -> Result<Reduce, StatusError> {
     use PacelineReduce as Named;
     let all = [
         (Named::Sum as u32, Reduce::Sum),
@@ -108,7 +109,7 @@ pub unsafe extern "C" fn paceline_group_join(
 ) -> PacelineStatus {
     guarded(|| {
         if addrs.is_null() || out.is_null() {
-            return Err(Failure::invalid("addrs or out is null"));
+            return Err(StatusError::invalid("addrs or out is null"));
         }
         let addrs: Vec<SocketAddr> = (0..size as usize)
             .map(|at| {
@@ -131,15 +132,16 @@ fn join(
     addrs: &[SocketAddr],
     key: Option<[u8; 32]>,
     by: Deadline,
-) -> Result<Box<dyn Group>, Failure> {
+) -> Result<Box<dyn Group>, StatusError> {
     let size = addrs.len();
     let Some(own) = addrs.get(rank as usize) else {
-        return Err(Failure::invalid(format!(
+        return Err(StatusError::invalid(format!(
             "rank {rank} is not below the size {size}"
         )));
     };
     let listener = Listener::bind(*own);
-    let listener = listener.map_err(|error| Failure::other(format!("listen at {own}: {error}")))?;
+    let listener =
+        listener.map_err(|error| StatusError::other(format!("listen at {own}: {error}")))?;
     let config = Config {
         protection: key.map_or(Protection::Loopback, |key| {
             Protection::Key(GroupKey::new(key))
@@ -147,24 +149,24 @@ fn join(
         ..Config::default()
     };
     let addrs: Vec<Vec<SocketAddr>> = addrs.iter().map(|addr| vec![*addr]).collect();
-    let seat = Seat {
+    let seat = JoinParams {
         listener,
         rank: Rank(rank),
         addrs: &addrs,
         id: GroupId(*b"paceline's C API"),
         config,
     };
-    init(Backend::Any, Strict::Yes, seat, &[], by).map_err(Failure::other)
+    init(Backend::Any, Strict::Yes, seat, &[], by).map_err(StatusError::other)
 }
 
-fn resolve(addr: &str) -> Result<SocketAddr, Failure> {
+fn resolve(addr: &str) -> Result<SocketAddr, StatusError> {
     paceline_comm::resolve(addr)
-        .map_err(|why| Failure::invalid(format!("cannot use address {addr:?}: {why}")))
+        .map_err(|why| StatusError::invalid(format!("cannot use address {addr:?}: {why}")))
 }
 
-fn deadline(seconds: f64) -> Result<Deadline, Failure> {
+fn deadline(seconds: f64) -> Result<Deadline, StatusError> {
     if seconds.is_nan() || seconds < 0.0 {
-        return Err(Failure::invalid(format!(
+        return Err(StatusError::invalid(format!(
             "the deadline is {seconds} s, expected 0 or more"
         )));
     }
@@ -216,12 +218,12 @@ pub unsafe extern "C" fn paceline_group_free(group: *mut PacelineGroup) {
 unsafe fn call<'a>(
     group: *const PacelineGroup,
     seconds: f64,
-    make: impl FnOnce(&dyn Group) -> Result<Collective<'a>, Failure>,
+    make: impl FnOnce(&dyn Group) -> Result<Collective<'a>, StatusError>,
 ) -> PacelineStatus {
     guarded(|| {
         // SAFETY: the caller's promise.
         let group =
-            unsafe { group.as_ref() }.ok_or_else(|| Failure::invalid("the group is null"))?;
+            unsafe { group.as_ref() }.ok_or_else(|| StatusError::invalid("the group is null"))?;
         let by = deadline(seconds)?;
         Ok(group.0.run(make(&*group.0)?, by)?)
     })
@@ -231,7 +233,7 @@ unsafe fn call<'a>(
 ///
 /// # Safety
 /// `data` points to that many bytes, which nothing else changes as long as the slice lives.
-unsafe fn bytes<'a>(data: *const u8, count: usize, dtype: Dtype) -> Result<&'a [u8], Failure> {
+unsafe fn bytes<'a>(data: *const u8, count: usize, dtype: Dtype) -> Result<&'a [u8], StatusError> {
     let length = length(data, count, dtype)?;
     match length {
         0 => Ok(&[]),
@@ -248,7 +250,7 @@ unsafe fn bytes_mut<'a>(
     data: *mut u8,
     count: usize,
     dtype: Dtype,
-) -> Result<&'a mut [u8], Failure> {
+) -> Result<&'a mut [u8], StatusError> {
     let length = length(data, count, dtype)?;
     match length {
         0 => Ok(&mut []),
@@ -257,21 +259,21 @@ unsafe fn bytes_mut<'a>(
     }
 }
 
-fn length(data: *const u8, count: usize, dtype: Dtype) -> Result<usize, Failure> {
+fn length(data: *const u8, count: usize, dtype: Dtype) -> Result<usize, StatusError> {
     let length = count
         .checked_mul(dtype.bytes())
         .filter(|length| isize::try_from(*length).is_ok());
     let length =
-        length.ok_or_else(|| Failure::invalid(format!("{count} elements are too many")))?;
+        length.ok_or_else(|| StatusError::invalid(format!("{count} elements are too many")))?;
     if data.is_null() && length > 0 {
-        return Err(Failure::invalid("a buffer is null"));
+        return Err(StatusError::invalid("a buffer is null"));
     }
     if !data.addr().is_multiple_of(dtype.bytes()) {
         let text = format!(
             "a buffer of {dtype} is not aligned to {} bytes",
             dtype.bytes()
         );
-        return Err(Failure::invalid(text));
+        return Err(StatusError::invalid(text));
     }
     Ok(length)
 }
@@ -335,7 +337,7 @@ pub unsafe extern "C" fn paceline_all_gather(
             let dtype = element(dtype)?;
             let all = count.saturating_mul(group.size() as usize);
             Ok(Collective::AllGather {
-                counts: Counts::Even(count),
+                counts: ElementCounts::Even(count),
                 input: Some(Data::of_bytes(dtype, bytes(input, count, dtype)?)),
                 output: DataMut::of_bytes(dtype, bytes_mut(output, all, dtype)?),
             })
@@ -388,7 +390,7 @@ pub unsafe extern "C" fn paceline_send(
         let dtype = element(dtype)?;
         // SAFETY: the caller's promise.
         let group =
-            unsafe { group.as_ref() }.ok_or_else(|| Failure::invalid("the group is null"))?;
+            unsafe { group.as_ref() }.ok_or_else(|| StatusError::invalid("the group is null"))?;
         // SAFETY: the caller's promise.
         let data = Data::of_bytes(dtype, unsafe { bytes(data, count, dtype) }?);
         Ok(group.0.send_data(data, Rank(to), tag, deadline(seconds)?)?)
@@ -413,7 +415,7 @@ pub unsafe extern "C" fn paceline_recv(
         let dtype = element(dtype)?;
         // SAFETY: the caller's promise.
         let group =
-            unsafe { group.as_ref() }.ok_or_else(|| Failure::invalid("the group is null"))?;
+            unsafe { group.as_ref() }.ok_or_else(|| StatusError::invalid("the group is null"))?;
         // SAFETY: the caller's promise.
         let data = DataMut::of_bytes(dtype, unsafe { bytes_mut(data, count, dtype) }?);
         Ok(group

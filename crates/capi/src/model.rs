@@ -10,13 +10,15 @@ use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use paceline_base::KernelClass;
-use paceline_engine::{Engine, EngineConfig, Reply, Request, Runner, SamplingParams, Service};
-use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
+use paceline_engine::{
+    Engine, EngineConfig, GenerationRequest, Reply, Runner, SamplingParams, Service,
+};
+use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{LoadOptions, Model, Source};
+use paceline_model::{LoadOptions, Model, ModelSource};
 use paceline_tensor::Kernels;
 
-use crate::status::{Failure, PacelineStatus, guarded, text};
+use crate::status::{PacelineStatus, StatusError, guarded, text};
 
 /// Default number of positions of a conversation.
 const CONTEXT: u32 = 4096;
@@ -72,7 +74,7 @@ pub unsafe extern "C" fn paceline_model_open(
         // SAFETY: the caller's promise.
         let path = unsafe { text(path, "path") }?;
         if out.is_null() {
-            return Err(Failure::invalid("out is null"));
+            return Err(StatusError::invalid("out is null"));
         }
         let model = open(Path::new(path), threads, context)?;
         // SAFETY: not null, and the caller's promise.
@@ -81,17 +83,17 @@ pub unsafe extern "C" fn paceline_model_open(
     })
 }
 
-fn open(path: &Path, threads: u32, context: u32) -> Result<PacelineModel, Failure> {
+fn open(path: &Path, threads: u32, context: u32) -> Result<PacelineModel, StatusError> {
     let in_model =
-        |error: &dyn std::fmt::Display| Failure::other(format!("{}: {error}", path.display()));
-    let source = Source::open(path).map_err(|error| in_model(&error))?;
+        |error: &dyn std::fmt::Display| StatusError::other(format!("{}: {error}", path.display()));
+    let source = ModelSource::open(path).map_err(|error| in_model(&error))?;
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = if threads == 0 {
         cores()
     } else {
         threads as usize
     };
-    let kernels = Arc::new(Kernels::new(threads).map_err(Failure::other)?);
+    let kernels = Arc::new(Kernels::new(threads).map_err(StatusError::other)?);
     let options = LoadOptions {
         class: KernelClass::Cpu,
     };
@@ -111,10 +113,10 @@ fn open(path: &Path, threads: u32, context: u32) -> Result<PacelineModel, Failur
 }
 
 /// The model's chat template. It runs in this process, as its owner chose the model.
-fn template(source: &Source) -> Result<ChatTemplate, ChatError> {
+fn template(source: &ModelSource) -> Result<ChatTemplate, ChatError> {
     match source {
-        Source::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),
-        Source::Hf(folder) => ChatTemplate::from_hf_dir(folder.path()),
+        ModelSource::Gguf(file) => ChatTemplate::from_gguf(file.metadata()),
+        ModelSource::Hf(folder) => ChatTemplate::from_hf_dir(folder.path()),
     }
 }
 
@@ -151,10 +153,10 @@ pub unsafe extern "C" fn paceline_generate(
     guarded(|| {
         // SAFETY: the caller's promise.
         let model =
-            unsafe { model.as_ref() }.ok_or_else(|| Failure::invalid("the model is null"))?;
+            unsafe { model.as_ref() }.ok_or_else(|| StatusError::invalid("the model is null"))?;
         // SAFETY: the caller's promise.
         let prompt = unsafe { text(prompt, "prompt") }?;
-        let callback = callback.ok_or_else(|| Failure::invalid("the callback is null"))?;
+        let callback = callback.ok_or_else(|| StatusError::invalid("the callback is null"))?;
         // SAFETY: the caller's promise.
         let options = unsafe { options.as_ref() }.copied().unwrap_or(DEFAULTS);
         let request = model.request(prompt, options)?;
@@ -177,23 +179,27 @@ const DEFAULTS: PacelineOptions = PacelineOptions {
 };
 
 impl PacelineModel {
-    fn request(&self, prompt: &str, options: PacelineOptions) -> Result<Request, Failure> {
+    fn request(
+        &self,
+        prompt: &str,
+        options: PacelineOptions,
+    ) -> Result<GenerationRequest, StatusError> {
         let prompt = match (&self.template, options.raw) {
             (Some(template), false) => {
                 let chat = ChatOptions {
                     add_generation_prompt: true,
                     ..ChatOptions::default()
                 };
-                let messages = [Message::new("user", prompt)];
+                let messages = [ChatMessage::new("user", prompt)];
                 let prompt = template.encode_chat(&self.tokenizer, &messages, &chat);
-                prompt.map_err(Failure::other)?
+                prompt.map_err(StatusError::other)?
             }
             _ => self
                 .tokenizer
                 .encode_prompt(prompt, usize::MAX)
-                .map_err(Failure::other)?,
+                .map_err(StatusError::other)?,
         };
-        Ok(Request {
+        Ok(GenerationRequest {
             prompt,
             max_tokens: if options.max_tokens == 0 {
                 256
@@ -210,16 +216,16 @@ impl PacelineModel {
                 seed: options.seed,
                 ..SamplingParams::default()
             },
-            ..Request::default()
+            ..GenerationRequest::default()
         })
     }
 
     fn answer(
         &self,
-        request: Request,
+        request: GenerationRequest,
         seconds: f64,
         mut show: impl FnMut(&str) -> bool,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), StatusError> {
         let by = Instant::now()
             + Duration::from_secs_f64(if seconds > 0.0 {
                 seconds.min(3.2e7)
@@ -231,21 +237,24 @@ impl PacelineModel {
             // The receiver is dropped once the call has returned.
             let _ = sender.try_send(reply);
         });
-        let ticket = self.runner.submit(request, sink).map_err(Failure::other)?;
+        let ticket = self
+            .runner
+            .submit(request, sink)
+            .map_err(StatusError::other)?;
         let ended = loop {
             let (piece, last) =
                 match replies.recv_timeout(by.saturating_duration_since(Instant::now())) {
                     Ok(Reply::PromptRead { .. } | Reply::Continued) => continue,
                     Ok(Reply::Token { text, .. }) => (text, false),
                     Ok(Reply::Finished { text, .. }) => (text, true),
-                    Ok(Reply::Failed(failure)) => break Err(Failure::other(failure)),
+                    Ok(Reply::Failed(failure)) => break Err(StatusError::other(failure)),
                     Err(RecvTimeoutError::Timeout) => break Err(late(seconds)),
                     Err(RecvTimeoutError::Disconnected) => {
-                        break Err(Failure::other("the engine is gone"));
+                        break Err(StatusError::other("the engine is gone"));
                     }
                 };
             if !piece.is_empty() && !show(&piece) {
-                break Err(Failure {
+                break Err(StatusError {
                     status: PacelineStatus::Cancelled,
                     text: "the callback ended it".to_owned(),
                 });
@@ -259,8 +268,8 @@ impl PacelineModel {
     }
 }
 
-fn late(seconds: f64) -> Failure {
-    Failure {
+fn late(seconds: f64) -> StatusError {
+    StatusError {
         status: PacelineStatus::Timeout,
         text: format!("the answer was not complete after {seconds} s"),
     }

@@ -27,12 +27,12 @@ pub enum PacelineStatus {
 }
 
 /// A failure to report to C.
-pub(crate) struct Failure {
+pub(crate) struct StatusError {
     pub(crate) status: PacelineStatus,
     pub(crate) text: String,
 }
 
-impl Failure {
+impl StatusError {
     pub(crate) fn invalid(text: impl Into<String>) -> Self {
         Self {
             status: PacelineStatus::Invalid,
@@ -48,7 +48,7 @@ impl Failure {
     }
 }
 
-impl From<CallError> for Failure {
+impl From<CallError> for StatusError {
     fn from(error: CallError) -> Self {
         let status = match error {
             CallError::Timeout { .. } => PacelineStatus::Timeout,
@@ -87,11 +87,11 @@ pub extern "C" fn paceline_version() -> *const c_char {
 }
 
 /// Runs a call, stores the text of its failure, and catches panics.
-pub(crate) fn guarded(work: impl FnOnce() -> Result<(), Failure>) -> PacelineStatus {
+pub(crate) fn guarded(work: impl FnOnce() -> Result<(), StatusError>) -> PacelineStatus {
     let done = catch_unwind(AssertUnwindSafe(work));
     let done =
-        done.unwrap_or_else(|_| Err(Failure::other("this is a bug of paceline: it panicked")));
-    let Err(Failure { status, text }) = done else {
+        done.unwrap_or_else(|_| Err(StatusError::other("this is a bug of paceline: it panicked")));
+    let Err(StatusError { status, text }) = done else {
         return PacelineStatus::Ok;
     };
     // In C a text ends at its first zero byte.
@@ -104,12 +104,12 @@ pub(crate) fn guarded(work: impl FnOnce() -> Result<(), Failure>) -> PacelineSta
 ///
 /// # Safety
 /// `text` is null or ends with a zero byte and lives through the call.
-pub(crate) unsafe fn text<'a>(text: *const c_char, name: &str) -> Result<&'a str, Failure> {
+pub(crate) unsafe fn text<'a>(text: *const c_char, name: &str) -> Result<&'a str, StatusError> {
     if text.is_null() {
-        return Err(Failure::invalid(format!("{name} is null")));
+        return Err(StatusError::invalid(format!("{name} is null")));
     }
     // SAFETY: the caller's promise.
     let text = unsafe { CStr::from_ptr(text) };
-    let told = |_| Failure::invalid(format!("{name} is not UTF-8"));
+    let told = |_| StatusError::invalid(format!("{name} is not UTF-8"));
     text.to_str().map_err(told)
 }

@@ -19,10 +19,10 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::faults::Fault;
-use super::memory::Group;
+use super::memory::MemoryCgroup;
 use super::spaces::{self, Spaces};
-use super::streams::{Door, Request};
-use super::{Program, Tell, streams};
+use super::streams::{ApiEndpoint, ClientRequest};
+use super::{ProgramPaths, ProgressSink, streams};
 
 /// Time limit of a node's reply over its socket.
 const ASK_LIMIT: Duration = Duration::from_secs(30);
@@ -56,7 +56,7 @@ const ASK_EVERY: Duration = Duration::from_millis(20);
 /// A cluster that ends, with its files, when this is dropped. Its nodes end with this process in
 /// any case, and with the thread that called [`start`](Self::start) and [`heal`](Self::heal).
 pub(crate) struct Cluster {
-    nodes: Vec<Node>,
+    nodes: Vec<NodeProcess>,
     /// The `load` request, repeated after nodes were lost.
     wanted: Value,
     stopped: Vec<Pid>,
@@ -65,16 +65,16 @@ pub(crate) struct Cluster {
     /// Disconnected nodes.
     cut: Vec<usize>,
     folder: TempDir,
-    program: Program,
-    tell: Tell,
+    program: ProgramPaths,
+    tell: ProgressSink,
 }
 
-struct Node {
+struct NodeProcess {
     name: String,
     home: PathBuf,
     /// Words before the node's command, which enter its namespaces.
     around: Vec<String>,
-    api: Door,
+    api: ApiEndpoint,
     control: u16,
     process: Option<Child>,
     /// A fault hits it in this round.
@@ -84,12 +84,12 @@ struct Node {
 }
 
 /// A thread that waits until the ingress node reports its instance as disturbed.
-pub(crate) struct Watch {
+pub(crate) struct FaultWatch {
     thread: JoinHandle<Option<Instant>>,
     over: Arc<AtomicBool>,
 }
 
-impl Watch {
+impl FaultWatch {
     /// Time from `moment` to the node's report; `None` if it never reported.
     pub(crate) fn since(self, moment: Instant) -> Option<Duration> {
         self.over.store(true, Ordering::Relaxed);
@@ -107,15 +107,15 @@ impl Cluster {
     pub(crate) fn start(
         count: usize,
         disk: Option<u64>,
-        program: Program,
-        tell: Tell,
+        program: ProgramPaths,
+        tell: ProgressSink,
     ) -> Result<Self> {
         tell(&format!("{count} nodes form a cluster on this machine"));
         let folder = tempfile::Builder::new().prefix("pl-chaos").tempdir()?;
         let mut spaces = disk.map(|_| Spaces::new(count)).transpose()?;
         let nodes = (0..count)
-            .map(|number| Node::new(folder.path(), number, spaces.as_ref()))
-            .collect::<Result<Vec<Node>>>()?;
+            .map(|number| NodeProcess::new(folder.path(), number, spaces.as_ref()))
+            .collect::<Result<Vec<NodeProcess>>>()?;
         if let (Some(spaces), Some(bytes)) = (&mut spaces, disk) {
             for node in &nodes {
                 spaces.mount(&node.home, bytes)?;
@@ -149,14 +149,14 @@ impl Cluster {
         node.start(&self.program, (number > 0).then_some(first))?;
         until(MEET_LIMIT, &format!("{} starts", node.name), || {
             node.check()?;
-            Ok(node.ask("nodes", json!({})).is_ok())
+            Ok(node.request("nodes", json!({})).is_ok())
         })
     }
 
     fn join(&self) -> Result<()> {
-        let key = self.nodes[0].ask("token", json!({}))?; // {"token": ...}, as `join` takes it
+        let key = self.nodes[0].request("token", json!({}))?; // {"token": ...}, as `join` takes it
         for node in &self.nodes[1..] {
-            node.ask("join", key.clone())?;
+            node.request("join", key.clone())?;
         }
         until(MEET_LIMIT, "all nodes see each other", || {
             Ok(self.is_whole())
@@ -165,8 +165,8 @@ impl Cluster {
 
     /// Whether each node sees all of them alive.
     fn is_whole(&self) -> bool {
-        let sees_all = |node: &Node| {
-            let told = node.ask("nodes", json!({})).unwrap_or_default();
+        let sees_all = |node: &NodeProcess| {
+            let told = node.request("nodes", json!({})).unwrap_or_default();
             let all = told["nodes"].as_array().into_iter().flatten();
             all.filter(|other| other["state"] == "alive").count() == self.nodes.len()
         };
@@ -174,22 +174,25 @@ impl Cluster {
     }
 
     /// The node that reports the cluster's state: the last one without a fault.
-    fn entry(&self) -> &Node {
-        let runs = |node: &&Node| node.process.is_some() && !node.is_hit;
+    fn entry(&self) -> &NodeProcess {
+        let runs = |node: &&NodeProcess| node.process.is_some() && !node.is_hit;
         let running = self.nodes.iter().rev().find(runs);
         running.unwrap_or_else(|| self.nodes.last().expect("a cluster has two nodes at least"))
     }
 
     /// The APIs of all nodes, beginning with node `first`.
-    fn doors(&self, first: usize) -> Vec<Door> {
-        let mut doors: Vec<Door> = self.nodes.iter().map(|node| node.api.clone()).collect();
+    fn doors(&self, first: usize) -> Vec<ApiEndpoint> {
+        let mut doors: Vec<ApiEndpoint> = self.nodes.iter().map(|node| node.api.clone()).collect();
         let len = doors.len();
         doors.rotate_left(first % len);
         doors
     }
 
     /// For each request the APIs to try; each begins at another node.
-    pub(crate) fn clients(&self, requests: &[Request]) -> Vec<(Vec<Door>, Request)> {
+    pub(crate) fn clients(
+        &self,
+        requests: &[ClientRequest],
+    ) -> Vec<(Vec<ApiEndpoint>, ClientRequest)> {
         let each = requests.iter().cloned().enumerate();
         each.map(|(number, request)| (self.doors(number), request))
             .collect()
@@ -230,7 +233,7 @@ impl Cluster {
 
     fn load_wanted(&self) -> Result<()> {
         (self.tell)("the model is loaded over all nodes");
-        self.nodes[0].ask("load", self.wanted.clone())?;
+        self.nodes[0].request("load", self.wanted.clone())?;
         self.ready(LOAD_LIMIT)
     }
 
@@ -240,14 +243,14 @@ impl Cluster {
             if instance["state"] == "failed" {
                 bail!("the model cannot be loaded: {}", instance["reason"]);
             }
-            let answers = |node: &Node| matches!(streams::model(&node.api), Ok(Some(_)));
+            let answers = |node: &NodeProcess| matches!(streams::model(&node.api), Ok(Some(_)));
             Ok(instance["state"] == "ready" && self.nodes.iter().all(answers))
         })
     }
 
     /// The only instance, as the ingress node sees it; null if there is none.
     fn instance(&self) -> Result<Value> {
-        Ok(self.entry().ask("ps", json!({}))?[0].clone())
+        Ok(self.entry().request("ps", json!({}))?[0].clone())
     }
 
     /// Nodes of the instance: the one selected by `choice`, and another one.
@@ -256,7 +259,7 @@ impl Cluster {
     /// An instance of one node.
     pub(crate) fn victims(&self, choice: usize) -> Result<[usize; 2]> {
         let nodes = self.instance()?["nodes"].clone();
-        let has = |node: &Node| {
+        let has = |node: &NodeProcess| {
             let all = nodes.as_array();
             all.is_some_and(|all| all.contains(&json!(node.name)))
         };
@@ -271,7 +274,7 @@ impl Cluster {
     ///
     /// # Errors
     /// A node that does not reply.
-    pub(crate) fn watch(&mut self, victims: &[usize]) -> Result<Watch> {
+    pub(crate) fn watch(&mut self, victims: &[usize]) -> Result<FaultWatch> {
         for victim in victims {
             self.nodes[*victim].is_hit = true;
         }
@@ -295,7 +298,7 @@ impl Cluster {
             }
             None
         });
-        Ok(Watch { thread, over })
+        Ok(FaultWatch { thread, over })
     }
 
     /// Applies `fault` to a node.
@@ -429,7 +432,7 @@ impl Cluster {
             return self.ready(limit);
         }
         let name = self.instance()?["id"].clone();
-        self.entry().ask("unload", json!({ "model": name }))?;
+        self.entry().request("unload", json!({ "model": name }))?;
         until(limit, "the model is unloaded", || {
             Ok(self.instance()?.is_null())
         })?;
@@ -453,7 +456,7 @@ impl Drop for Cluster {
     }
 }
 
-impl Node {
+impl NodeProcess {
     fn new(folder: &Path, number: usize, spaces: Option<&Spaces>) -> Result<Self> {
         let name = format!("n{number}");
         let home = folder.join(&name);
@@ -463,7 +466,7 @@ impl Node {
             name,
             home,
             around: spaces.map_or_else(Vec::new, |spaces| spaces.around(number)),
-            api: Door {
+            api: ApiEndpoint {
                 port: free_port()?,
                 space: space.map(Arc::new),
             },
@@ -504,7 +507,7 @@ impl Node {
         Ok(())
     }
 
-    fn start(&mut self, program: &Program, peer: Option<SocketAddr>) -> Result<()> {
+    fn start(&mut self, program: &ProgramPaths, peer: Option<SocketAddr>) -> Result<()> {
         let log = File::options()
             .append(true)
             .create(true)
@@ -549,7 +552,7 @@ impl Node {
         bail!("{} ended with {status}: {}", self.name, log.trim())
     }
 
-    fn ask(&self, command: &str, arguments: Value) -> Result<Value, local::Error> {
+    fn request(&self, command: &str, arguments: Value) -> Result<Value, local::Error> {
         local::ask(&self.home, command, arguments, ASK_LIMIT, |_| {})
     }
 
@@ -613,7 +616,7 @@ fn is_worker(pid: i32) -> bool {
 /// # Errors
 /// A failed system call; processes that survive, which are then killed.
 fn starve(pids: &[Pid]) -> Result<()> {
-    let group = Group::new()?;
+    let group = MemoryCgroup::new()?;
     group.take(pids).context("cannot bound a worker's memory")?;
     let what = "the kernel kills a worker without memory";
     let killed = until(STARVE_LIMIT, what, || Ok(group.is_empty()?));

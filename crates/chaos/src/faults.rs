@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use paceline_base::SplitMix64;
 
-use super::memory::Group;
+use super::memory::MemoryCgroup;
 
 /// A fault of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,7 +128,7 @@ impl Fault {
             }
             Self::CutNode | Self::SplitNode | Self::FillDisk => Ok(()),
             Self::OutOfMemory => {
-                let made = Group::new().map(drop);
+                let made = MemoryCgroup::new().map(drop);
                 made.with_context(|| format!("{self} needs a control group"))
             }
             _ if cfg!(target_os = "linux") => Ok(()),

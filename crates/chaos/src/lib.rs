@@ -31,21 +31,21 @@ use paceline_model::SplitKind;
 
 use cluster::Cluster;
 use faults::Round;
-use report::Seen;
-use streams::{Answer, Door, KINDS, Request};
+use report::RoundResult;
+use streams::{ApiEndpoint, ClientRequest, ClientResponse, KINDS};
 
 pub use faults::{Fault, of as faults};
 pub use report::Report;
 
 /// Receives progress lines; must not block.
-pub type Tell = Arc<dyn Fn(&str) + Send + Sync>;
+pub type ProgressSink = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// Time limit for an instance to recover after a round: a model's load and a node's return.
 const HEAL_LIMIT: Duration = Duration::from_secs(120);
 
 /// The program `paceline`.
 #[derive(Clone, Debug)]
-pub struct Program {
+pub struct ProgramPaths {
     /// Its path in this process: a link of the kernel's, if there is one.
     pub own: PathBuf,
     /// Its file, for programs between this process and a node.
@@ -54,7 +54,7 @@ pub struct Program {
 
 /// Settings of all rounds.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct RoundSettings {
     /// Nodes of the cluster, two or more.
     pub nodes: usize,
     /// How the model is split.
@@ -84,7 +84,7 @@ pub struct Plan {
 pub struct Chaos {
     cluster: Cluster,
     /// Requests and the answers of an undisturbed round.
-    known: Vec<(Request, Answer)>,
+    known: Vec<(ClientRequest, ClientResponse)>,
     /// Rounds by number.
     rounds: VecDeque<(usize, Round)>,
     /// Requests of a round.
@@ -105,13 +105,18 @@ impl Chaos {
     ///
     /// # Errors
     /// A cluster that cannot be made, or an answer that fails without a fault.
-    pub fn start(plan: &Plan, model: &Path, program: Program, tell: Tell) -> Result<Self> {
-        let tell: Tell = Arc::new(move |what| tell(&format!("chaos: {what}")));
+    pub fn start(
+        plan: &RoundSettings,
+        model: &Path,
+        program: ProgramPaths,
+        tell: ProgressSink,
+    ) -> Result<Self> {
+        let tell: ProgressSink = Arc::new(move |what| tell(&format!("chaos: {what}")));
         let space = plan.namespaces.then(|| disk_bytes(model)).transpose()?;
         let mut cluster = Cluster::start(plan.nodes, space, program, tell.clone())?;
         cluster.load(model, plan.split, (plan.threads, plan.streams, plan.spare))?;
         let streams = usize::from(plan.streams);
-        let requests = Request::several(streams.max(KINDS), plan.tokens);
+        let requests = ClientRequest::several(streams.max(KINDS), plan.tokens);
         let known = undisturbed(&cluster, &requests, streams, &tell)?;
         let all = plan.from.saturating_add(plan.rounds);
         let rounds = faults::schedule(plan.seed, all, &plan.faults, plan.tokens);
@@ -170,10 +175,10 @@ fn disk_bytes(model: &Path) -> Result<u64> {
 /// cannot answer are left out.
 fn undisturbed(
     cluster: &Cluster,
-    requests: &[Request],
+    requests: &[ClientRequest],
     streams: usize,
-    tell: &Tell,
-) -> Result<Vec<(Request, Answer)>> {
+    tell: &ProgressSink,
+) -> Result<Vec<(ClientRequest, ClientResponse)>> {
     let mut known = Vec::new();
     for part in requests.chunks(streams) {
         let (_, answers) = answers_at(&cluster.clients(part), u32::MAX, || Ok(()))?;
@@ -196,9 +201,9 @@ fn undisturbed(
 fn play(
     cluster: &mut Cluster,
     round: Round,
-    requests: &[Request],
-    undisturbed: &[Answer],
-) -> Result<Seen> {
+    requests: &[ClientRequest],
+    undisturbed: &[ClientResponse],
+) -> Result<RoundResult> {
     let victims = cluster.victims(round.victim)?;
     let clients = cluster.clients(requests);
     let (mut watch, mut missed) = (None, false);
@@ -230,7 +235,7 @@ fn play(
             .filter(|answer| (answer.moves > 0) == has_moved);
         those.filter_map(|answer| answer.resumed(at, told?)).max()
     };
-    Ok(Seen {
+    Ok(RoundResult {
         round: Round {
             second: round.second.filter(|_| !missed),
             ..round
@@ -256,10 +261,10 @@ fn play(
 /// Collects all answers. Calls `then` when the first of them has `at_token` fragments, and returns
 /// the moment of that call; `None` if no answer got that far.
 fn answers_at(
-    clients: &[(Vec<Door>, Request)],
+    clients: &[(Vec<ApiEndpoint>, ClientRequest)],
     at_token: u32,
     then: impl FnOnce() -> Result<()>,
-) -> Result<(Option<Instant>, Vec<Answer>)> {
+) -> Result<(Option<Instant>, Vec<ClientResponse>)> {
     let (sender, reached) = mpsc::channel();
     thread::scope(|scope| {
         let asked: Vec<_> = clients

@@ -17,11 +17,11 @@ const BOUNDS: [&str; 2] = ["memory.max", "memory.limit_in_bytes"];
 /// A control group whose processes get no further page. It is removed on drop if it has no process
 /// left.
 #[derive(Debug)]
-pub(crate) struct Group {
+pub(crate) struct MemoryCgroup {
     folder: PathBuf,
 }
 
-impl Group {
+impl MemoryCgroup {
     /// Makes a group as close to this process's own as the system allows.
     ///
     /// # Errors
@@ -67,7 +67,7 @@ impl Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for MemoryCgroup {
     fn drop(&mut self) {
         let _ = fs::remove_dir(&self.folder); // one that still has processes stays
     }
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn a_folder_that_bounds_nothing_is_no_group() {
         let place = tempfile::tempdir().unwrap();
-        assert!(Group::below(place.path()).is_none());
+        assert!(MemoryCgroup::below(place.path()).is_none());
         assert_eq!(fs::read_dir(place.path()).unwrap().count(), 0, "none stays");
     }
 }

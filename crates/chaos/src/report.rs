@@ -10,7 +10,7 @@ use super::faults::Round;
 
 /// The outcome of a round.
 #[derive(Debug)]
-pub(crate) struct Seen {
+pub(crate) struct RoundResult {
     pub(crate) round: Round,
     pub(crate) victim: String,
     /// From the fault to the first report of the ingress node. `None` if the state was over before
@@ -39,7 +39,7 @@ pub(crate) struct Seen {
 pub struct Report {
     seed: u64,
     nodes: usize,
-    rounds: Vec<Seen>,
+    rounds: Vec<RoundResult>,
 }
 
 impl Report {
@@ -52,12 +52,12 @@ impl Report {
         }
     }
 
-    pub(crate) fn add(&mut self, seen: Seen) {
+    pub(crate) fn add(&mut self, seen: RoundResult) {
         self.rounds.push(seen);
     }
 
     /// A line of the table, with the heading before the first one.
-    pub(crate) fn line(&self, seen: &Seen) -> String {
+    pub(crate) fn line(&self, seen: &RoundResult) -> String {
         let mut text = String::new();
         if self.rounds.is_empty() {
             text.push_str(
@@ -100,7 +100,7 @@ impl Report {
     /// All rounds and the totals, as JSON.
     pub fn json(&self) -> Value {
         let [answers, lost, altered] = self.totals();
-        let rounds: Vec<Value> = self.rounds.iter().map(Seen::json).collect();
+        let rounds: Vec<Value> = self.rounds.iter().map(RoundResult::json).collect();
         json!({
             "seed": self.seed,
             "nodes": self.nodes,
@@ -128,7 +128,7 @@ impl Report {
     }
 
     fn totals(&self) -> [usize; 3] {
-        let sum = |of: fn(&Seen) -> usize| self.rounds.iter().map(of).sum();
+        let sum = |of: fn(&RoundResult) -> usize| self.rounds.iter().map(of).sum();
         [
             sum(|it| it.answers),
             sum(|it| it.lost),
@@ -141,7 +141,7 @@ impl Report {
     }
 }
 
-impl Seen {
+impl RoundResult {
     fn json(&self) -> Value {
         json!({
             "fault": self.round.fault.to_string(),

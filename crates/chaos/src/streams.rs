@@ -39,7 +39,7 @@ pub(crate) const KINDS: usize = 8;
 
 /// The address of a node's API.
 #[derive(Clone, Debug)]
-pub(crate) struct Door {
+pub(crate) struct ApiEndpoint {
     pub(crate) port: u16,
     /// The network namespace of its loopback; `None` for this process's own.
     pub(crate) space: Option<Arc<File>>,
@@ -47,7 +47,7 @@ pub(crate) struct Door {
 
 /// A request body, and the client's behaviour.
 #[derive(Clone, Debug)]
-pub(crate) struct Request {
+pub(crate) struct ClientRequest {
     body: Value,
     /// Its client cancels in the middle.
     cancels: bool,
@@ -57,7 +57,7 @@ pub(crate) struct Request {
 
 /// A complete or partial answer.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Answer {
+pub(crate) struct ClientResponse {
     /// The content of each choice: text, calls and log-probabilities.
     pub(crate) said: BTreeMap<u64, String>,
     /// Why it is incomplete.
@@ -76,7 +76,7 @@ pub(crate) struct Answer {
     pieces: Vec<Instant>,
 }
 
-impl Request {
+impl ClientRequest {
     /// Different requests, of all [`KINDS`] in turn.
     pub(crate) fn several(count: usize, tokens: u32) -> Vec<Self> {
         let one = |number: usize| {
@@ -121,8 +121,13 @@ impl Request {
 
     /// Sends the request to the first of `doors`, and signals when `at_token` fragments have
     /// arrived.
-    pub(crate) fn answer(&self, doors: &[Door], at_token: u32, reached: &Sender<()>) -> Answer {
-        let (mut answer, begun) = (Answer::default(), Instant::now());
+    pub(crate) fn answer(
+        &self,
+        doors: &[ApiEndpoint],
+        at_token: u32,
+        reached: &Sender<()>,
+    ) -> ClientResponse {
+        let (mut answer, begun) = (ClientResponse::default(), Instant::now());
         let mut error = None;
         for door in doors.iter().cycle() {
             if answer.ended || answer.cancelled || answer.error.is_some() {
@@ -143,8 +148,8 @@ impl Request {
 
     fn stream(
         &self,
-        door: &Door,
-        answer: &mut Answer,
+        door: &ApiEndpoint,
+        answer: &mut ClientResponse,
         at_token: u32,
         reached: &Sender<()>,
     ) -> Result<()> {
@@ -178,7 +183,11 @@ impl Request {
     }
 
     /// Requests the events after the last received one, or all of the answer.
-    fn ask_next(&self, door: &Door, answer: &Answer) -> Result<(u16, BufReader<TcpStream>)> {
+    fn ask_next(
+        &self,
+        door: &ApiEndpoint,
+        answer: &ClientResponse,
+    ) -> Result<(u16, BufReader<TcpStream>)> {
         let model = model_at(door)?.context("the node has no model")?;
         if let Some((id, number)) = &answer.response {
             let path = format!("/v1/responses/{id}?stream=true&starting_after={number}");
@@ -222,7 +231,12 @@ fn tool() -> Value {
 
 /// Sends an HTTP/1.0 request, whose answer ends with its connection. Returns its status, and a
 /// reader behind its headers.
-fn ask(door: &Door, what: &str, headers: &str, body: &str) -> Result<(u16, BufReader<TcpStream>)> {
+fn ask(
+    door: &ApiEndpoint,
+    what: &str,
+    headers: &str,
+    body: &str,
+) -> Result<(u16, BufReader<TcpStream>)> {
     if let Some(space) = &door.space {
         spaces::enter(space).context("cannot enter the node's network")?;
     }
@@ -253,14 +267,14 @@ fn ask(door: &Door, what: &str, headers: &str, body: &str) -> Result<(u16, BufRe
 
 /// Name of the model served by the node behind `door`; `None` if it has none yet. Runs on its own
 /// thread: the calling one stays in its network namespace.
-pub(crate) fn model(door: &Door) -> Result<Option<Value>> {
+pub(crate) fn model(door: &ApiEndpoint) -> Result<Option<Value>> {
     std::thread::scope(|scope| {
         let asked = scope.spawn(|| model_at(door)).join();
         asked.map_err(|_| anyhow!("a client panicked"))?
     })
 }
 
-fn model_at(door: &Door) -> Result<Option<Value>> {
+fn model_at(door: &ApiEndpoint) -> Result<Option<Value>> {
     let (_, lines) = ask(door, "GET /v1/models", "", "")?;
     let mut said = String::new();
     lines.take(LINE_BYTES_MAX).read_to_string(&mut said)?;
@@ -269,7 +283,7 @@ fn model_at(door: &Door) -> Result<Option<Value>> {
     Ok(Some(name).filter(Value::is_string))
 }
 
-impl Answer {
+impl ClientResponse {
     /// Handles a line of the event stream.
     fn take(&mut self, line: &str) -> Result<()> {
         if let Some(id) = line.strip_prefix("id: ") {
@@ -400,7 +414,7 @@ mod tests {
 
     #[test]
     fn an_answer_is_read_from_its_events() {
-        let mut answer = Answer::default();
+        let mut answer = ClientResponse::default();
         let before = Instant::now();
         for line in [
             r#"data: {"choices":[{"delta":{"role":"assistant","content":""}}]}"#,
@@ -429,11 +443,11 @@ mod tests {
         let next = answer.pieces[1] - begun;
         assert_eq!(answer.resumed(begun, begun), Some(next));
         assert_eq!((answer.pieces_at(before), answer.pieces_at(begun)), (0, 1));
-        assert!(answer.is_altered(&Answer::default()));
-        let cancelled = |said: &str| Answer {
+        assert!(answer.is_altered(&ClientResponse::default()));
+        let cancelled = |said: &str| ClientResponse {
             said: BTreeMap::from([(0, said.to_owned())]),
             cancelled: true,
-            ..Answer::default()
+            ..ClientResponse::default()
         };
         let right = cancelled("abc");
         assert!(!cancelled("ab").is_altered(&right) && !cancelled("abcd").is_altered(&right));
@@ -447,7 +461,7 @@ mod tests {
 
     #[test]
     fn a_response_is_read_from_its_events() {
-        let mut answer = Answer::default();
+        let mut answer = ClientResponse::default();
         for (number, event) in [
             r#""type":"response.created","response":{"id":"resp_4f"}"#,
             r#""type":"response.output_item.added","output_index":0"#,
@@ -479,11 +493,11 @@ mod tests {
 
     #[test]
     fn requests_are_of_all_kinds() {
-        let all = Request::several(KINDS, 100);
+        let all = ClientRequest::several(KINDS, 100);
         assert!(all.iter().any(|it| it.body["logprobs"] == true));
         assert!(all.iter().any(|it| it.body["n"] == 2));
         assert!(all[4].cancels);
         assert!(all[7].is_response && all[7].body["input"].is_string());
-        assert!(all.iter().any(Request::is_optional));
+        assert!(all.iter().any(ClientRequest::is_optional));
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use paceline_base::KernelClass;
 use paceline_board::adapters::{base, facts, fused, text};
 use paceline_model::adapter::files::{Adapter, Form, base_name};
-use paceline_store::Found;
+use paceline_store::ResolvedModel;
 use paceline_tensor::Kernels;
 use paceline_train::fuse::fuse;
 
@@ -14,7 +14,7 @@ pub(crate) use paceline_board::adapters::name_of;
 use crate::compute::{self, EngineArgs};
 use crate::error::Error;
 use crate::interrupt::Signals;
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 use crate::{home, load, pull};
 
 /// What to do with adapters.
@@ -95,7 +95,7 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
             let (mut adapter, _) = Adapter::read_for(&args.adapter, base)?;
             adapter.base = named.flatten().or(adapter.base);
             if adapter.base_with_weights().is_none() {
-                tell(UNNAMED);
+                print_err(UNNAMED);
             }
             match (args.to, base) {
                 (FormName::Gguf, Some(base)) => adapter.write_gguf(&args.output, base)?,
@@ -144,7 +144,7 @@ pub(crate) const UNNAMED: &str = "hint: the adapter's files name no base: give P
 ///
 /// # Errors
 /// As [`base_name`].
-pub(crate) fn name_of_base(found: &Found) -> Result<Option<String>, paceline_model::Error> {
+pub(crate) fn name_of_base(found: &ResolvedModel) -> Result<Option<String>, paceline_model::Error> {
     match found.weights() {
         Some(repository) => Ok(Some(repository.to_owned())),
         None => base_name(&std::path::absolute(&found.path).unwrap_or_else(|_| found.path.clone())),
@@ -180,5 +180,5 @@ pub(crate) fn applied(model: PathBuf, adapter: Option<&Path>) -> anyhow::Result<
         return Ok(model);
     };
     let home = home::folder()?;
-    fused(&home, (&model, adapter), kernels, &|line| tell(line))
+    fused(&home, (&model, adapter), kernels, &|line| print_err(line))
 }

@@ -10,13 +10,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Context;
-use paceline_serve::agent::{Program, Served};
+use paceline_serve::agent::{AgentProgram, AgentServer};
 use paceline_serve::{DEFAULT_PORT, load};
 use serde_json::Value;
 
 use crate::error::Error;
 use crate::home;
-use crate::output::tell;
+use crate::output::print_err;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -42,7 +42,7 @@ pub(crate) struct Args {
     #[arg(long)]
     dry_run: bool,
     /// Which agent
-    program: Named,
+    program: AgentName,
     /// Arguments for it
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     args: Vec<String>,
@@ -50,7 +50,7 @@ pub(crate) struct Args {
 
 /// Agents that are known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Named {
+enum AgentName {
     /// Claude Code
     Claude,
     /// Codex
@@ -59,12 +59,12 @@ enum Named {
     Opencode,
 }
 
-impl From<Named> for Program {
-    fn from(named: Named) -> Self {
+impl From<AgentName> for AgentProgram {
+    fn from(named: AgentName) -> Self {
         match named {
-            Named::Claude => Self::Claude,
-            Named::Codex => Self::Codex,
-            Named::Opencode => Self::Opencode,
+            AgentName::Claude => Self::Claude,
+            AgentName::Codex => Self::Codex,
+            AgentName::Opencode => Self::Opencode,
         }
     }
 }
@@ -78,16 +78,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let url = args.url.clone().unwrap_or(default);
     let key = env::var("PACELINE_API_KEY").ok();
     let served = ask(url.trim_end_matches('/'), key)?;
-    let program = Program::from(args.program);
+    let program = AgentProgram::from(args.program);
     let start = served.start(program);
     for (name, value) in &start.environment {
         let is_key = served.key.as_ref().is_some_and(|key| value.contains(key));
         let shown: &str = if is_key { "(with the key)" } else { value };
-        tell(format_args!("set {name}={shown}"));
+        print_err(format_args!("set {name}={shown}"));
     }
     let all: Vec<&String> = start.args.iter().chain(&args.args).collect();
     let words: Vec<&str> = all.iter().map(|word| word.as_str()).collect();
-    tell(format_args!("start {} {}", program.name(), words.join(" ")));
+    print_err(format_args!("start {} {}", program.name(), words.join(" ")));
     if args.dry_run {
         return Ok(());
     }
@@ -102,7 +102,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Queries the server at `url` for its model.
-fn ask(url: &str, key: Option<String>) -> anyhow::Result<Served> {
+fn ask(url: &str, key: Option<String>) -> anyhow::Result<AgentServer> {
     let (url, key) = (url.to_owned(), key.filter(|key| !key.is_empty()));
     let get = |path: &str| get(&format!("{url}{path}"), key.as_deref());
     let models = get("/v1/models")?;
@@ -110,7 +110,7 @@ fn ask(url: &str, key: Option<String>) -> anyhow::Result<Served> {
     let running = get("/api/ps")?;
     let context = running["models"][0]["context_length"].as_u64();
     let context = context.with_context(|| format!("the model of {url} is not ready"))?;
-    Ok(Served {
+    Ok(AgentServer {
         model: model.to_owned(),
         context,
         trusted: home::trusted(&url),

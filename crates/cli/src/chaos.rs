@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use paceline_chaos::{Chaos, Fault, Plan, Program, Tell};
+use paceline_chaos::{Chaos, Fault, ProgramPaths, ProgressSink, RoundSettings};
 use paceline_model::SplitKind;
 
 use crate::interrupt::Signals;
-use crate::output::{print, printable, tell};
+use crate::output::{print, print_err, printable};
 use crate::process::own_program;
 use crate::pull;
 
@@ -80,12 +80,12 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    fn plan(&self, faults: Vec<Fault>) -> Plan {
+    fn plan(&self, faults: Vec<Fault>) -> RoundSettings {
         let (nodes, rounds) = match self.long {
             true => (4, self.rounds.unwrap_or(LONG_ROUNDS)),
             false => (self.nodes, self.rounds.unwrap_or(ROUNDS)),
         };
-        Plan {
+        RoundSettings {
             nodes: usize::from(nodes),
             split: self.split,
             threads: self.threads,
@@ -115,11 +115,11 @@ fn fault() -> impl TypedValueParser<Value = Fault> {
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let plan = args.plan(paceline_chaos::faults(&args.faults, args.namespaces)?);
     let model = pull::ensure(&args.model, signals)?;
-    let program = Program {
+    let program = ProgramPaths {
         own: own_program()?,
         file: std::env::current_exe()?,
     };
-    let tell: Tell = Arc::new(|line| tell(printable(line)));
+    let tell: ProgressSink = Arc::new(|line| print_err(printable(line)));
     signals.orderly(|cancel| {
         let mut chaos = Chaos::start(&plan, &model.path, program, tell)?;
         let played = play(&mut chaos, &|| cancel.is_cancelled(), args.json);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::builder::NonEmptyStringValueParser;
-use paceline_board::doctor::{Here, checks, line, of_finding, text};
+use paceline_board::doctor::{DoctorInput, checks, line, of_finding, text};
 use paceline_board::engines::mlx;
 use paceline_cluster::nodes::agent::{Agent, Finding, local};
 use serde::Deserialize;
@@ -32,7 +32,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(host) = &args.peer {
         return examine(host, args.json);
     }
-    let checks = checks(Here {
+    let checks = checks(DoctorInput {
         folder: &home::folder()?,
         models: &home::home()?.models_dir(),
         mlx: &mlx(&home::mlx_places()?),

@@ -7,13 +7,13 @@ use clap::{Subcommand, ValueEnum};
 use paceline_board::engines::{choose, cpu, mend_mlx, mlx, text};
 use paceline_cluster::machine;
 use paceline_mlx::Library;
-use paceline_store::{Mlx, MlxBuild, Toolchain, install_mlx, mlx_bytes};
+use paceline_store::{MlxBuild, MlxInstallation, Toolchain, install_mlx, mlx_bytes};
 use serde_json::json;
 
 use crate::error::Error;
-use crate::home::{self, Settings};
+use crate::home::{self, StoreSettings};
 use crate::interrupt::Signals;
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 use crate::progress::on_stderr;
 
 /// Arguments of `paceline engines`.
@@ -21,14 +21,14 @@ use crate::progress::on_stderr;
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {
     #[command(subcommand)]
-    command: Option<Engines>,
+    command: Option<EnginesCommand>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Debug, Subcommand)]
-enum Engines {
+enum EnginesCommand {
     /// Fetch an engine into paceline's folder
     Install(Install),
 }
@@ -77,7 +77,7 @@ impl From<Build> for MlxBuild {
 /// Lists or installs engines.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     match &args.command {
-        Some(Engines::Install(install)) => install_engine(install, signals),
+        Some(EnginesCommand::Install(install)) => install_engine(install, signals),
         None => list(args.json),
     }
 }
@@ -89,7 +89,7 @@ fn list(as_json: bool) -> anyhow::Result<()> {
     }
     print(&text(&engines))?;
     if !engines[1].ready {
-        tell(format_args!("hint: {}", mend_mlx()));
+        print_err(format_args!("hint: {}", mend_mlx()));
     }
     Ok(())
 }
@@ -109,7 +109,7 @@ fn install_engine(args: &Install, signals: &Signals) -> anyhow::Result<()> {
         Some(build) => build,
         None => choose(OS, ARCH, machine::cuda_major).ok_or_else(|| unpublished("MLX".into()))?,
     };
-    let settings = Settings::from_env()?;
+    let settings = StoreSettings::from_env()?;
     let tools = Toolchain {
         sources: args.sources.clone(),
         ..Toolchain::default()
@@ -129,7 +129,7 @@ fn install_engine(args: &Install, signals: &Signals) -> anyhow::Result<()> {
     report(&installed, args.json)
 }
 
-fn report(mlx: &Mlx, as_json: bool) -> anyhow::Result<()> {
+fn report(mlx: &MlxInstallation, as_json: bool) -> anyhow::Result<()> {
     // Opened once, to report load errors now.
     let library = Library::load(&mlx.library)?;
     let bytes = mlx_bytes(mlx);

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use paceline_base::KernelClass;
 use paceline_engine::ParamError;
-use paceline_serve::agent::Program;
+use paceline_serve::agent::AgentProgram;
 
 /// Maximum prompt from standard input. It is far above any context, so a larger input is a mistake,
 /// such as another kind of file.
@@ -55,7 +55,7 @@ pub(crate) enum Error {
     #[error("{} is not installed", .program.name())]
     NoAgent {
         /// Which.
-        program: Program,
+        program: AgentProgram,
     },
     /// No server responds.
     #[error("no paceline answers at {url}: {reason}")]

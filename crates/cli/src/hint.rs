@@ -8,7 +8,7 @@ mod store;
 
 use paceline_store::Error as StoreError;
 
-use crate::output::tell;
+use crate::output::print_err;
 
 pub(crate) use command::of_usage;
 
@@ -16,15 +16,15 @@ pub(crate) use command::of_usage;
 pub(crate) fn report(error: &anyhow::Error) {
     match error.downcast_ref::<StoreError>() {
         Some(StoreError::AllSourcesFailed { name, failures }) => {
-            tell(format_args!("error: no source could deliver {name}"));
+            print_err(format_args!("error: no source could deliver {name}"));
             for (source, error) in failures {
-                tell(format_args!("  {source}: {error}"));
+                print_err(format_args!("  {source}: {error}"));
             }
         }
-        _ => tell(format_args!("error: {}", message(error))),
+        _ => print_err(format_args!("error: {}", message(error))),
     }
     for hint in hints(error) {
-        tell(format_args!("hint: {hint}"));
+        print_err(format_args!("hint: {hint}"));
     }
 }
 

@@ -7,26 +7,26 @@ use std::path::PathBuf;
 use anyhow::Context;
 use paceline_base::Bytes;
 use paceline_board::{servers, settings};
-use paceline_mlx::Places;
+use paceline_mlx::LibraryPaths;
 use paceline_node::DiskCache;
 use paceline_store::{Home, PullOptions};
 
 use crate::error::Error;
-use crate::output::tell;
+use crate::output::print_err;
 
 /// Settings for the store.
 #[derive(Debug)]
-pub(crate) struct Settings {
+pub(crate) struct StoreSettings {
     /// Paceline's folder.
     pub(crate) home: Home,
     /// Hub, pip, retries, deadlines.
     pub(crate) options: PullOptions,
 }
 
-impl Settings {
+impl StoreSettings {
     /// Reads the environment.
     pub(crate) fn from_env() -> anyhow::Result<Self> {
-        let options = settings::pull_options(&variable, &|line| tell(line));
+        let options = settings::pull_options(&variable, &|line| print_err(line));
         Ok(Self {
             home: home()?,
             options,
@@ -101,7 +101,7 @@ pub(crate) fn mlx_folder() -> anyhow::Result<PathBuf> {
 ///
 /// # Errors
 /// As [`folder`].
-pub(crate) fn mlx_places() -> anyhow::Result<Places> {
+pub(crate) fn mlx_places() -> anyhow::Result<LibraryPaths> {
     let program = env::current_exe().ok();
     let places = settings::mlx_places(&variable, &folder()?, program.as_deref());
     Ok(places)

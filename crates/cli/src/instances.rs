@@ -7,13 +7,13 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use paceline_board::tables::{instances as instances_told, label, names, proposals};
-use paceline_cluster::nodes::placement::Weights;
+use paceline_cluster::nodes::placement::WeightDistribution;
 use paceline_model::SplitKind;
 use serde_json::{Value, json};
 
 use crate::adapter;
 use crate::interrupt::Signals;
-use crate::output::{print, printable, tell};
+use crate::output::{print, print_err, printable};
 use crate::{member, pull};
 
 /// Poll interval of `load`.
@@ -42,7 +42,7 @@ pub(crate) struct LoadArgs {
     /// Whole copies of the model, each on N machines of its own while there are enough, or on its
     /// share of those that are named; `auto`: one, and more on idle machines while requests wait
     #[arg(long, value_name = "R", default_value = "1", value_parser = replicas)]
-    replicas: Replicas,
+    replicas: ReplicaCount,
     /// How the model is cut: auto, tensor, pipeline, experts, TENSORxPIPELINE such as 2x2, or
     /// 2x2-experts
     #[arg(long, value_name = "SPLIT", default_value_t)]
@@ -83,8 +83,8 @@ pub(crate) struct LoadArgs {
     /// (shard), all of it (whole), or, of a file over 256 MiB, first its part and all of it on one
     /// more machine later, so that no single loss loses weights (auto)
     #[arg(long, value_name = "WHICH", default_value = "auto",
-          value_parser = str::parse::<Weights>)]
-    weights: Weights,
+          value_parser = str::parse::<WeightDistribution>)]
+    weights: WeightDistribution,
     /// Names of machines that only read prompts, and hand them to the others while they go on: for
     /// long prompts beside answers
     #[arg(
@@ -107,20 +107,20 @@ pub(crate) struct LoadArgs {
 
 /// Whole copies of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Replicas {
+enum ReplicaCount {
     Count(u16),
     /// A single copy, and more while requests wait.
     Auto,
 }
 
 /// Parses `auto`, or a number from 1 to 64.
-fn replicas(text: &str) -> Result<Replicas, String> {
+fn replicas(text: &str) -> Result<ReplicaCount, String> {
     if text == "auto" {
-        return Ok(Replicas::Auto);
+        return Ok(ReplicaCount::Auto);
     }
     let count = text.parse().ok().filter(|count| (1..=64).contains(count));
     let count = count.ok_or("expected `auto` or a number from 1 to 64")?;
-    Ok(Replicas::Count(count))
+    Ok(ReplicaCount::Count(count))
 }
 
 /// Arguments of `paceline unload`.
@@ -175,7 +175,7 @@ pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
             }
             std::thread::sleep(ASK_EVERY);
         }
-        tell("it goes on loading: `paceline ps` shows how far it is");
+        print_err("it goes on loading: `paceline ps` shows how far it is");
         Ok(())
     })
 }
@@ -224,7 +224,7 @@ fn preview(args: &LoadArgs) -> anyhow::Result<()> {
         print(&line)?;
     }
     for note in preview["notes"].as_array().into_iter().flatten() {
-        tell(format_args!(
+        print_err(format_args!(
             "note: {}",
             printable(note.as_str().unwrap_or_default())
         ));
@@ -259,10 +259,10 @@ impl LoadArgs {
             "parallel": self.parallel,
             "spare": self.spare,
             "replicas": match self.replicas {
-                Replicas::Count(count) => count,
-                Replicas::Auto => 1,
+                ReplicaCount::Count(count) => count,
+                ReplicaCount::Auto => 1,
             },
-            "grows": self.replicas == Replicas::Auto,
+            "grows": self.replicas == ReplicaCount::Auto,
             "draft": self.draft,
             "adapters": self.adapter,
             "drafts": self.drafts,
@@ -334,9 +334,11 @@ pub(crate) fn unload(args: &UnloadArgs) -> anyhow::Result<()> {
     let answer = member::ask("unload", ask)?;
     let (model, count) = (printable(&args.model), answer["unloaded"].as_u64());
     match (args.replica, count) {
-        (Some(replica), _) => tell(format_args!("unloaded {model} replica {replica}")),
-        (None, Some(count @ 2..)) => tell(format_args!("unloaded {count} replicas of {model}")),
-        (None, _) => tell(format_args!("unloaded {model}")),
+        (Some(replica), _) => print_err(format_args!("unloaded {model} replica {replica}")),
+        (None, Some(count @ 2..)) => {
+            print_err(format_args!("unloaded {count} replicas of {model}"))
+        }
+        (None, _) => print_err(format_args!("unloaded {model}")),
     }
     Ok(())
 }

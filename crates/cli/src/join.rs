@@ -10,7 +10,7 @@ use paceline_cluster::nodes::agent::{Joined, join_at_rest, join_by_code_at_rest,
 use paceline_cluster::nodes::pairing::Code;
 use serde_json::json;
 
-use crate::output::{print, printable, tell};
+use crate::output::{print, print_err, printable};
 use crate::{home, member};
 
 /// Maximum token file: a token has 78 characters.
@@ -82,15 +82,15 @@ fn read(file: &Path) -> anyhow::Result<String> {
 fn report(joined: &Joined) {
     let cluster = &joined.cluster;
     match joined.already {
-        true => tell(format_args!("this machine is in cluster {cluster} already")),
-        false => tell(format_args!("this machine is in cluster {cluster} now")),
+        true => print_err(format_args!("this machine is in cluster {cluster} already")),
+        false => print_err(format_args!("this machine is in cluster {cluster} now")),
     }
     if !joined.met.is_empty() {
         let met = joined.met.join(", ");
-        tell(format_args!("it has met {}", printable(&met)));
+        print_err(format_args!("it has met {}", printable(&met)));
     }
     for problem in &joined.problems {
-        tell(format_args!("warning: {}", printable(problem)));
+        print_err(format_args!("warning: {}", printable(problem)));
     }
 }
 
@@ -101,11 +101,11 @@ fn report(joined: &Joined) {
 pub(crate) fn leave() -> anyhow::Result<()> {
     // A node with a fixed model has no work of the cluster.
     if member::ask("ps", json!({})).is_ok() {
-        tell("moving what this machine computes to the others");
+        print_err("moving what this machine computes to the others");
         member::ask("move", json!({}))?;
     }
     member::ask("leave", json!({}))?;
-    tell("this machine left its cluster and is alone now");
+    print_err("this machine left its cluster and is alone now");
     Ok(())
 }
 

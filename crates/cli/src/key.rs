@@ -2,10 +2,10 @@
 
 use std::time::SystemTime;
 
-use paceline_serve::keys::{KeyInfo, Keys, Role};
+use paceline_serve::keys::{KeyInfo, KeyRole, Keys};
 use serde_json::json;
 
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 use crate::{home, join};
 
 /// What to do with keys.
@@ -13,22 +13,22 @@ use crate::{home, join};
 pub(crate) enum Command {
     /// Keys that clients of `paceline up` must give; with the first one, they are asked for
     #[command(subcommand)]
-    Api(Api),
+    Api(ApiKeyCommand),
     /// The key of this machine's cluster, which lets other machines in
     #[command(subcommand)]
-    Cluster(Cluster),
+    Cluster(ClusterKeyCommand),
 }
 
 /// What to do with the cluster's key.
 #[derive(Debug, clap::Subcommand)]
-pub(crate) enum Cluster {
+pub(crate) enum ClusterKeyCommand {
     /// Print the token for `paceline join --token-file`; it counts until the key is changed
     Show,
 }
 
 /// What to do with API keys.
 #[derive(Debug, clap::Subcommand)]
-pub(crate) enum Api {
+pub(crate) enum ApiKeyCommand {
     /// Make a key and print it; it is kept as a hash only and cannot be shown again
     New {
         /// What it is for
@@ -53,8 +53,8 @@ pub(crate) enum Api {
 /// A key as a line; the role is shown only for admins.
 fn line(key: &KeyInfo) -> String {
     let role = match key.role {
-        Role::Admin => "  (admin)",
-        Role::User => "",
+        KeyRole::Admin => "  (admin)",
+        KeyRole::User => "",
     };
     format!("{}  {}{role}", key.id, key.name)
 }
@@ -66,29 +66,33 @@ fn line(key: &KeyInfo) -> String {
 pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     let command = match command {
         Command::Api(command) => command,
-        Command::Cluster(Cluster::Show) => return join::show_token(),
+        Command::Cluster(ClusterKeyCommand::Show) => return join::show_token(),
     };
     let mut keys = Keys::open(&home::api_keys()?)?;
     match command {
-        Api::New { name, admin } => {
-            let role = if *admin { Role::Admin } else { Role::User };
+        ApiKeyCommand::New { name, admin } => {
+            let role = if *admin {
+                KeyRole::Admin
+            } else {
+                KeyRole::User
+            };
             let now = SystemTime::UNIX_EPOCH.elapsed();
             let now = now.map_or(0, |since| since.as_secs());
             let (key, info) = keys.make(name, role, now)?;
-            tell(format_args!(
+            print_err(format_args!(
                 "key {} for {name}; it is shown only now:",
                 info.id
             ));
             print(&key)
         }
-        Api::List { json: true } => {
+        ApiKeyCommand::List { json: true } => {
             let keys: Vec<&KeyInfo> = keys.list().collect();
             print(&json!({ "keys": keys }).to_string())
         }
-        Api::List { json: false } => keys.list().try_for_each(|key| print(&line(key))),
-        Api::Revoke { id } => {
+        ApiKeyCommand::List { json: false } => keys.list().try_for_each(|key| print(&line(key))),
+        ApiKeyCommand::Revoke { id } => {
             let key = keys.revoke(id)?;
-            tell(format_args!("revoked {} ({})", key.id, key.name));
+            print_err(format_args!("revoked {} ({})", key.id, key.name));
             Ok(())
         }
     }

@@ -11,10 +11,10 @@ use std::time::Duration;
 use anyhow::Context;
 use paceline_launch::hostfile::Hostfile;
 use paceline_launch::launch::{
-    self, Backend, Error as LaunchError, Launch, Limits, Notice, Options, Patient, Place, StdinTo,
-    Streams, Tags, openmpi,
+    self, Backend, BlockingStream, Error as LaunchError, Launch, LaunchLimits, Notice, Options,
+    StdinTo, Streams, Tags, WorkingDirectory, openmpi,
 };
-use paceline_launch::remote::Reach;
+use paceline_launch::remote::SshClient;
 use rustix::process::getpgrp;
 use rustix::termios::{tcgetpgrp, tcgetwinsize};
 use tempfile::TempDir;
@@ -23,7 +23,7 @@ pub(crate) use error::{Error, exit_code, hints, ssh_works};
 
 use crate::error::Error as CliError;
 use crate::interrupt::Signals;
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -73,7 +73,7 @@ pub(crate) struct Args {
     python: Option<String>,
     /// Who gets standard input
     #[arg(long, value_enum, default_value_t)]
-    stdin: Stdin,
+    stdin: StdinTarget,
     /// Backend ring: connections for each address
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -110,7 +110,7 @@ pub(crate) struct Args {
 
 /// Who gets standard input.
 #[derive(Clone, Copy, Debug, Default, clap::ValueEnum)]
-enum Stdin {
+enum StdinTarget {
     /// The first rank
     #[default]
     Rank0,
@@ -147,14 +147,14 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let scratch = launch::folder(&env::temp_dir()).context("cannot make a temporary folder")?;
     let launch = args.launch(backend, &hosts, &scratch)?;
     let streams = Streams {
-        input: Box::new(Patient(io::stdin())),
-        output: Box::new(Patient(io::stdout())),
-        errors: Box::new(Patient(io::stderr())),
+        input: Box::new(BlockingStream(io::stdin())),
+        output: Box::new(BlockingStream(io::stdout())),
+        errors: Box::new(BlockingStream(io::stderr())),
     };
-    let reach = Reach::new("ssh", Some(scratch.path()));
+    let reach = SshClient::new("ssh", Some(scratch.path()));
     let mut notice = |notice: Notice| {
         if args.verbose || matches!(notice, Notice::Killed(_)) {
-            tell(&notice);
+            print_err(&notice);
         }
     };
     signals.orderly(|cancel| {
@@ -271,17 +271,19 @@ impl Args {
         Ok(env)
     }
 
-    fn place(&self) -> anyhow::Result<Place> {
+    fn place(&self) -> anyhow::Result<WorkingDirectory> {
         if let Some(folder) = &self.cwd {
-            return Ok(Place::Wanted(folder.clone()));
+            return Ok(WorkingDirectory::Required(folder.clone()));
         }
         let here = env::current_dir().context("cannot find the current folder")?;
         let here = here.into_os_string().into_string();
-        Ok(Place::IfThere(here.map_err(Error::FolderNotUtf8)?))
+        Ok(WorkingDirectory::IfPresent(
+            here.map_err(Error::FolderNotUtf8)?,
+        ))
     }
 
-    fn limits(&self) -> Limits {
-        Limits {
+    fn limits(&self) -> LaunchLimits {
+        LaunchLimits {
             start: Duration::from_secs(self.start.into()),
             grace: Duration::from_secs(self.grace.into()),
             linger: self.linger.0,
@@ -294,9 +296,9 @@ impl Args {
         let in_foreground = || tcgetpgrp(&stdin).is_ok_and(|group| group == getpgrp());
         match self.stdin {
             _ if stdin.is_terminal() && !in_foreground() => StdinTo::None,
-            Stdin::Rank0 => StdinTo::Rank0,
-            Stdin::All => StdinTo::All,
-            Stdin::None => StdinTo::None,
+            StdinTarget::Rank0 => StdinTo::Rank0,
+            StdinTarget::All => StdinTo::All,
+            StdinTarget::None => StdinTo::None,
         }
     }
 

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
-use paceline_model::Source;
+use paceline_model::ModelSource;
 use paceline_tensor::{InstructionSet, Kernels, Pinning};
 
 use crate::compute::ComputeArgs;
 use crate::error::Error;
-use crate::output::{counted, tell};
+use crate::output::{counted, print_err};
 
 /// Nodes per core from which a warning says that they share cores.
 const TURNS: usize = 4;
@@ -24,7 +24,7 @@ pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let nodes = nodes as usize;
     if nodes > TURNS * cores {
-        tell(format_args!(
+        print_err(format_args!(
             "warning: {nodes} nodes take turns on {}: fewer are faster",
             counted(cores, "core")
         ));
@@ -34,7 +34,7 @@ pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
     };
     if nodes * threads > cores && threads > 1 {
         let all = nodes * threads;
-        tell(format_args!(
+        print_err(format_args!(
             "warning: {all} threads wait for each other on {}: fewer are faster",
             counted(cores, "core")
         ));
@@ -108,8 +108,8 @@ fn names(sets: impl IntoIterator<Item = InstructionSet>) -> String {
 ///
 /// # Errors
 /// An unusable model, with its path.
-pub(crate) fn open(path: &Path) -> anyhow::Result<Source> {
-    Source::open(path).map_err(|error| in_model(path, error))
+pub(crate) fn open(path: &Path) -> anyhow::Result<ModelSource> {
+    ModelSource::open(path).map_err(|error| in_model(path, error))
 }
 
 /// A progress bar for slow loads.

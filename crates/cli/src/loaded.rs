@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::Context;
 use paceline_bench::model::Subject;
-use paceline_board::opened::{self, Asked, Workers};
+use paceline_board::opened::{self, LocalOptions, WorkerLaunch};
 use paceline_comm::Backend;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
@@ -17,14 +17,14 @@ use paceline_node::supervisor::Notice;
 use paceline_node::{Error as NodeError, Instance, Observer, Options};
 use paceline_tensor::Kernels;
 
-pub(crate) use paceline_board::opened::Loaded;
+pub(crate) use paceline_board::opened::ReadyModel;
 
 use crate::compute::{self, ComputeArgs, EngineArgs};
 use crate::error::Error;
 use crate::home;
 use crate::load::{self, LoadBar};
 use crate::log;
-use crate::output::tell;
+use crate::output::print_err;
 use crate::process::{own_program, template_program, worker_env};
 use crate::progress::busy;
 
@@ -46,9 +46,9 @@ pub(crate) struct SplitArgs {
     pub(crate) shares: Vec<u32>,
     /// How nodes reach each other: any (shared memory where it can be had, else TCP), shm, tcp,
     /// rdma (by the device file that MLX_IBV_DEVICES names, with --plaintext)
-    #[arg(long, value_enum, value_name = "HOW", default_value_t = Transport::Any,
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = NodeTransport::Any,
           hide_possible_values = true)]
-    pub(crate) transport: Transport,
+    pub(crate) transport: NodeTransport,
     /// Allow a transport that cannot encrypt
     #[arg(long)]
     pub(crate) plaintext: bool,
@@ -67,7 +67,7 @@ pub(crate) struct SplitArgs {
 
 /// How the nodes of a model reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Transport {
+pub(crate) enum NodeTransport {
     /// Shared memory where it can be had, else TCP
     Any,
     /// Shared memory
@@ -78,7 +78,7 @@ pub(crate) enum Transport {
     Rdma,
 }
 
-impl Transport {
+impl NodeTransport {
     pub(crate) const fn backend(self) -> Backend {
         match self {
             Self::Any => Backend::Any,
@@ -128,7 +128,7 @@ impl SplitArgs {
             nodes: 1,
             split: SplitKind::Auto,
             shares: Vec::new(),
-            transport: Transport::Any,
+            transport: NodeTransport::Any,
             plaintext: false,
             prefill_nodes: 0,
             prefill_from: None,
@@ -137,23 +137,23 @@ impl SplitArgs {
 }
 
 /// A model with files read and split chosen, not loaded yet.
-pub(crate) struct Opened(opened::Opened);
+pub(crate) struct LocalModel(opened::SplitModel);
 
-impl Deref for Opened {
-    type Target = opened::Opened;
+impl Deref for LocalModel {
+    type Target = opened::SplitModel;
 
     fn deref(&self) -> &Self::Target {
         &self.0
     }
 }
 
-impl DerefMut for Opened {
+impl DerefMut for LocalModel {
     fn deref_mut(&mut self) -> &mut Self::Target {
         &mut self.0
     }
 }
 
-impl Opened {
+impl LocalModel {
     /// Opens the model at `path`; `sizes` computes the engine's sizes from the shape.
     ///
     /// # Errors
@@ -179,7 +179,7 @@ impl Opened {
             backend: cut.transport.backend(),
             probed: cut.transport.probed(),
         };
-        let asked = Asked {
+        let asked = LocalOptions {
             options,
             classes,
             pin: compute.pin,
@@ -187,7 +187,7 @@ impl Opened {
             since,
         };
         let files = (source, absolute(path)?);
-        let opened = opened::Opened::new(files, asked, &template_program()?, sizes);
+        let opened = opened::SplitModel::new(files, asked, &template_program()?, sizes);
         opened.map(Self).map_err(|error| match error {
             NodeError::Tokenizer(error) => anyhow::Error::new(error)
                 .context(format!("{}: cannot use its tokenizer", path.display())),
@@ -199,9 +199,9 @@ impl Opened {
     ///
     /// # Errors
     /// An unusable draft model, such as one with another vocabulary.
-    pub(crate) fn guess_with(&mut self, path: &Path) -> anyhow::Result<()> {
+    pub(crate) fn set_draft(&mut self, path: &Path) -> anyhow::Result<()> {
         let source = Arc::new(load::open(path)?);
-        let guessed = self.0.guess_with(source, absolute(path)?);
+        let guessed = self.0.set_draft(source, absolute(path)?);
         guessed.map_err(|error| in_model(path, error))
     }
 
@@ -209,8 +209,8 @@ impl Opened {
     ///
     /// # Errors
     /// An unusable adapter, or one of another model.
-    pub(crate) fn adapt(&mut self, name: &str, path: &Path) -> anyhow::Result<()> {
-        match self.0.adapt(name, &absolute(path)?) {
+    pub(crate) fn add_adapter(&mut self, name: &str, path: &Path) -> anyhow::Result<()> {
+        match self.0.add_adapter(name, &absolute(path)?) {
             Err(NodeError::Adapter(error)) => Err(error.into()),
             other => other.map_err(|error| in_model(self.path(), error)),
         }
@@ -229,10 +229,10 @@ impl Opened {
     ///
     /// # Errors
     /// An unusable model, with its path, or a failed worker.
-    pub(crate) fn load(self) -> anyhow::Result<Loaded> {
+    pub(crate) fn load(self) -> anyhow::Result<ReadyModel> {
         if !self.is_alone() {
-            let mut bar = Loading::new(self.nodes());
-            let observer: Observer = Box::new(move |notice, _| bar.hear(notice));
+            let mut bar = LoadingBar::new(self.nodes());
+            let observer: Observer = Box::new(move |notice, _| bar.update(notice));
             let instance = self.start((log::worker_args(), Vec::new()), false, observer)?;
             self.ready(&instance)?;
             return Ok(self.0.loaded(instance));
@@ -241,14 +241,16 @@ impl Opened {
         let kernels = load::kernels_at(threads, pinning)?;
         let (mut bar, places) = (LoadBar::new(), home::mlx_places()?);
         let path = self.path().to_owned();
-        let loaded = self.0.here(&places, kernels, |done, of| bar.show(done, of));
+        let loaded = self
+            .0
+            .load_here(&places, kernels, |done, of| bar.show(done, of));
         bar.clear();
         loaded.map_err(|error| in_model(&path, error))
     }
 
     /// Serves by a service of this machine's node; `on` names the nodes.
-    pub(crate) fn elsewhere(self, service: Arc<dyn Service>, on: String) -> Loaded {
-        self.0.elsewhere(service, on)
+    pub(crate) fn with_service(self, service: Arc<dyn Service>, on: String) -> ReadyModel {
+        self.0.with_service(service, on)
     }
 
     /// Starts workers: this program with `args`, with write access to the folders `writable`.
@@ -267,12 +269,12 @@ impl Opened {
             checked.map_err(|error| in_model(self.path(), error))?;
         }
         self.prepared().identity()?;
-        let workers = Workers {
+        let workers = WorkerLaunch {
             program: own_program().context("cannot find this program's own file")?,
             args,
             env: worker_env(),
             writable,
-            tell: Arc::new(|line| tell(line)),
+            tell: Arc::new(|line| print_err(line)),
         };
         let started = self.0.start(&workers, restart, observer);
         started.map_err(|error| in_model(self.path(), error))
@@ -314,12 +316,12 @@ fn in_model(path: &Path, error: NodeError) -> anyhow::Error {
 }
 
 /// Progress bar of an instance's loading ranks.
-pub(crate) struct Loading {
+pub(crate) struct LoadingBar {
     bar: LoadBar,
     ranks: Vec<(usize, usize)>,
 }
 
-impl Loading {
+impl LoadingBar {
     /// A bar for `ranks` ranks.
     pub(crate) fn new(ranks: u32) -> Self {
         Self {
@@ -329,7 +331,7 @@ impl Loading {
     }
 
     /// Shows the loading state of a notice; other notices remove the bar.
-    pub(crate) fn hear(&mut self, notice: &Notice) {
+    pub(crate) fn update(&mut self, notice: &Notice) {
         let Notice::Loading { rank, done, of } = notice else {
             self.bar.clear();
             *self = Self::new(self.ranks.len() as u32);
@@ -342,7 +344,7 @@ impl Loading {
 }
 
 /// The subject of a benchmark.
-pub(crate) fn subject(loaded: &Loaded) -> Subject<'_> {
+pub(crate) fn subject(loaded: &ReadyModel) -> Subject<'_> {
     Subject {
         model: loaded,
         tokenizer: &loaded.tokenizer,

@@ -21,7 +21,7 @@ use tracing_subscriber::{Layer, fmt};
 const LINES: &str = "cli";
 
 /// The format and levels of the command line, for workers.
-static CHOSEN: OnceLock<(Format, Option<String>)> = OnceLock::new();
+static CHOSEN: OnceLock<(LogFormat, Option<String>)> = OnceLock::new();
 
 /// How much is logged, and how.
 #[derive(Debug, clap::Args)]
@@ -39,12 +39,12 @@ pub(crate) struct LogArgs {
         default_value_t,
         hide_possible_values = true
     )]
-    log_format: Format,
+    log_format: LogFormat,
 }
 
 /// How logs are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Format {
+pub(crate) enum LogFormat {
     /// Lines for people
     #[default]
     Human,
@@ -64,8 +64,8 @@ pub(crate) fn start(args: &LogArgs) -> anyhow::Result<()> {
     let _ = CHOSEN.set((args.log_format, args.log.clone())); // the first one stays
     let layer = fmt::layer().with_writer(std::io::stderr);
     let layer = match args.log_format {
-        Format::Json => layer.json().flatten_event(true).with_filter(filter).boxed(),
-        Format::Human => {
+        LogFormat::Json => layer.json().flatten_event(true).with_filter(filter).boxed(),
+        LogFormat::Human => {
             let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
             layer.with_ansi(colours).with_filter(filter).boxed()
         }
@@ -75,7 +75,7 @@ pub(crate) fn start(args: &LogArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn filter(levels: Option<&str>, format: Format) -> anyhow::Result<Targets> {
+fn filter(levels: Option<&str>, format: LogFormat) -> anyhow::Result<Targets> {
     let levels = levels.unwrap_or("error");
     let asked: Targets = levels.parse().with_context(|| {
         format!("--log {levels:?}: expected levels such as `info` or `a=debug,warn`")
@@ -85,7 +85,7 @@ fn filter(levels: Option<&str>, format: Format) -> anyhow::Result<Targets> {
     if !names(PROMPTS) {
         all = all.with_target(PROMPTS, LevelFilter::OFF);
     }
-    if format == Format::Json && !names(LINES) {
+    if format == LogFormat::Json && !names(LINES) {
         all = all.with_target(LINES, LevelFilter::INFO);
     }
     Ok(all)
@@ -93,7 +93,7 @@ fn filter(levels: Option<&str>, format: Format) -> anyhow::Result<Targets> {
 
 /// Logs a line for people as an event, if the format is JSON; whether it did.
 pub(crate) fn line(text: &str) -> bool {
-    if !matches!(CHOSEN.get(), Some((Format::Json, _))) {
+    if !matches!(CHOSEN.get(), Some((LogFormat::Json, _))) {
         return false;
     }
     match text.split_once(": ") {
@@ -125,7 +125,7 @@ mod tests {
             ("paceline_serve=trace", false),
             ("warn,prompts=trace", true),
         ] {
-            let filter = filter(Some(levels), Format::Human).unwrap();
+            let filter = filter(Some(levels), LogFormat::Human).unwrap();
             assert_eq!(
                 filter.would_enable(PROMPTS, &Level::TRACE),
                 logged,
@@ -136,15 +136,15 @@ mod tests {
 
     #[test]
     fn levels_are_by_module_and_lines_are_events_of_json() {
-        let human = filter(Some("warn,paceline_node=debug"), Format::Human).unwrap();
+        let human = filter(Some("warn,paceline_node=debug"), LogFormat::Human).unwrap();
         assert!(human.would_enable("paceline_node::instance", &Level::DEBUG));
         assert!(!human.would_enable("paceline_serve", &Level::INFO));
         assert!(!human.would_enable(LINES, &Level::INFO));
-        let json = filter(None, Format::Json).unwrap();
+        let json = filter(None, LogFormat::Json).unwrap();
         assert!(json.would_enable(LINES, &Level::INFO));
-        let quiet = filter(Some("off,cli=error"), Format::Json).unwrap();
+        let quiet = filter(Some("off,cli=error"), LogFormat::Json).unwrap();
         assert!(!quiet.would_enable(LINES, &Level::INFO));
-        let error = filter(Some("paceline_node=loud"), Format::Human).unwrap_err();
+        let error = filter(Some("paceline_node=loud"), LogFormat::Human).unwrap_err();
         assert!(error.to_string().contains("loud"), "{error}");
     }
 }

@@ -120,10 +120,10 @@ enum Command {
     Train(train::Args),
     /// One process of a training: started by the other commands
     #[command(hide = true)]
-    TrainWorker(train::WorkerArgs),
+    TrainWorker(train::TrainWorkerArgs),
     /// What runs a worker of a training on another machine: started by the other commands
     #[command(hide = true)]
-    TrainFar(train::FarArgs),
+    TrainFar(train::TrainHostArgs),
     /// Show, convert and fuse adapters
     #[command(subcommand)]
     Adapter(adapter::Command),

@@ -10,11 +10,11 @@ use std::path::PathBuf;
 
 use paceline_base::Bytes;
 use paceline_mapreduce::reduce::Op;
-use paceline_mapreduce::worker::{self, Files};
+use paceline_mapreduce::worker::{self, FileAccess};
 
 use crate::error::Error;
 pub(crate) use hosts::start_far;
-use job::JobArgs;
+use job::ArrayJobArgs;
 
 /// What to compute.
 #[derive(Debug, clap::Subcommand)]
@@ -85,7 +85,7 @@ pub(crate) struct ReduceArgs {
     #[command(flatten)]
     columns: ColumnArgs,
     #[command(flatten)]
-    job: JobArgs,
+    job: ArrayJobArgs,
 }
 
 /// Arguments of `paceline mapreduce hist`.
@@ -102,7 +102,7 @@ pub(crate) struct HistArgs {
     #[arg(long, value_names = ["LOW", "HIGH"], num_args = 2, allow_negative_numbers = true)]
     range: Vec<f64>,
     #[command(flatten)]
-    job: JobArgs,
+    job: ArrayJobArgs,
 }
 
 /// Arguments of `paceline mapreduce topk`.
@@ -118,7 +118,7 @@ pub(crate) struct TopkArgs {
     #[arg(long)]
     smallest: bool,
     #[command(flatten)]
-    job: JobArgs,
+    job: ArrayJobArgs,
 }
 
 /// Arguments of `paceline mapreduce sort`.
@@ -134,7 +134,7 @@ pub(crate) struct SortArgs {
     #[arg(long, value_name = "BYTES", value_parser = memory)]
     memory: Option<u64>,
     #[command(flatten)]
-    job: JobArgs,
+    job: ArrayJobArgs,
 }
 
 /// Arguments of `paceline mapreduce groupby`.
@@ -150,7 +150,7 @@ pub(crate) struct GroupbyArgs {
     #[arg(value_name = "VALUES")]
     values: PathBuf,
     #[command(flatten)]
-    job: JobArgs,
+    job: ArrayJobArgs,
 }
 
 /// Arguments of `paceline mapreduce kmeans`.
@@ -177,7 +177,7 @@ pub(crate) struct KmeansArgs {
     #[arg(short, value_name = "OUT")]
     out: Option<PathBuf>,
     #[command(flatten)]
-    job: JobArgs,
+    job: ArrayJobArgs,
 }
 
 /// Arguments of `paceline mapreduce montecarlo`.
@@ -194,7 +194,7 @@ pub(crate) struct MontecarloArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     #[command(flatten)]
-    job: JobArgs,
+    job: ArrayJobArgs,
 }
 
 /// Arguments of `paceline mapreduce map`.
@@ -206,7 +206,7 @@ pub(crate) struct MapArgs {
     #[arg(short, value_name = "OUT")]
     out: PathBuf,
     #[command(flatten)]
-    job: JobArgs,
+    job: ArrayJobArgs,
 }
 
 /// Parses a size such as `500M` or `2G`.
@@ -262,8 +262,8 @@ fn compute(args: &WorkerArgs) -> anyhow::Result<()> {
     }
     let ended = match (args.stdio, args.lent) {
         (false, _) => worker::run(),
-        (true, false) => worker::run_over_stdio(&Files::Inputs),
-        (true, true) => worker::run_over_stdio(&Files::Lent(args.folder.clone())),
+        (true, false) => worker::run_over_stdio(&FileAccess::Inputs),
+        (true, true) => worker::run_over_stdio(&FileAccess::Lent(args.folder.clone())),
     };
     match ended {
         Ok(never) => match never {},

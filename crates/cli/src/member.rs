@@ -12,11 +12,13 @@ use clap::builder::NonEmptyStringValueParser;
 use paceline_base::{Bytes, KernelClass};
 use paceline_board::member::{ApiKeys, facts};
 pub(crate) use paceline_board::member::{cluster, host_name};
-use paceline_cluster::nodes::agent::{self, Agent, Config, DEFAULT_PORT, Discovery, Facts, local};
+use paceline_cluster::nodes::agent::{
+    self, Agent, Config, DEFAULT_PORT, Discovery, NodeFacts, local,
+};
 use paceline_cluster::nodes::discovery::listen_address;
 use serde_json::Value;
 
-use crate::output::{printable, tell};
+use crate::output::{print_err, printable};
 use crate::{home, log, mapreduce};
 
 /// Timeout of the node's response or progress. Joining takes up to 11 s.
@@ -38,7 +40,7 @@ pub(crate) struct NodeArgs {
     /// How other machines are found beside --peer: beacons and multicast DNS (all), one of them, or
     /// neither (none)
     #[arg(long, value_enum, value_name = "HOW", default_value = "all")]
-    discovery: How,
+    discovery: DiscoveryMode,
     /// The same as --discovery none
     #[arg(long, hide = true)]
     no_beacons: bool,
@@ -54,11 +56,11 @@ pub(crate) struct NodeArgs {
     /// Ports that workers listen at for each other, such as 52500-52599, which a firewall must let
     /// in [default: any]
     #[arg(long, value_name = "A-B", value_parser = ports)]
-    data_ports: Option<Ports>,
+    data_ports: Option<PortRange>,
     /// Most bytes on disk for prompts that were read, such as 500M or 4G, so that a node that
     /// starts again need not read them again; `off` for none
     #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = prefix_cache)]
-    prefix_cache: PrefixCache,
+    prefix_cache: PrefixCacheSize,
     /// Most bytes of models on this machine's disk, such as 200G: what would go over it is refused
     /// with what would free how much, and nothing is removed unasked [default: all that is free]
     #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
@@ -75,19 +77,19 @@ pub(crate) struct NodeArgs {
 
 /// Space for prompts that were read, if any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PrefixCache(Option<u64>);
+pub(crate) struct PrefixCacheSize(Option<u64>);
 
 /// Parses `off` or a number of bytes.
-fn prefix_cache(text: &str) -> Result<PrefixCache, String> {
+fn prefix_cache(text: &str) -> Result<PrefixCacheSize, String> {
     match text {
-        "off" => Ok(PrefixCache(None)),
-        size => mapreduce::memory(size).map(|bytes| PrefixCache(Some(bytes))),
+        "off" => Ok(PrefixCacheSize(None)),
+        size => mapreduce::memory(size).map(|bytes| PrefixCacheSize(Some(bytes))),
     }
 }
 
 /// How other machines are found.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
-enum How {
+enum DiscoveryMode {
     All,
     Beacons,
     Mdns,
@@ -96,25 +98,25 @@ enum How {
 
 /// An inclusive port range.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Ports(pub(crate) RangeInclusive<u16>);
+pub(crate) struct PortRange(pub(crate) RangeInclusive<u16>);
 
 /// Parses `A-B`, or one port.
-pub(crate) fn ports(text: &str) -> Result<Ports, String> {
+pub(crate) fn ports(text: &str) -> Result<PortRange, String> {
     let bad = || format!("{text:?} is no range of ports such as 52500-52599");
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     let port = |text: &str| text.parse::<u16>().ok().filter(|port| *port > 0);
     let (first, last) = port(first).zip(port(last)).ok_or_else(bad)?;
     match first <= last {
-        true => Ok(Ports(first..=last)),
+        true => Ok(PortRange(first..=last)),
         false => Err(bad()),
     }
 }
 
 /// A node that stops when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Running(pub(crate) Agent);
+pub(crate) struct NodeGuard(pub(crate) Agent);
 
-impl Drop for Running {
+impl Drop for NodeGuard {
     fn drop(&mut self) {
         self.0.stop();
     }
@@ -125,13 +127,13 @@ impl NodeArgs {
     ///
     /// # Errors
     /// A running node, a port in use.
-    pub(crate) fn start(&self, class: KernelClass) -> anyhow::Result<Running> {
+    pub(crate) fn start(&self, class: KernelClass) -> anyhow::Result<NodeGuard> {
         let home = home::folder()?;
         // Reports a wrong name before anything starts.
         listen_address(self.data_interface()).context("--data-interface")?;
         for name in &self.trusted_interface {
             listen_address(Some(name)).context("--trusted-interface")?;
-            tell(format_args!(
+            print_err(format_args!(
                 "data between workers over {} is not encrypted",
                 printable(name)
             ));
@@ -141,17 +143,17 @@ impl NodeArgs {
         config.peers.clone_from(&self.peer);
         config.discovery = match self.discovery {
             _ if self.no_beacons => Discovery::Peers,
-            How::All => Discovery::All,
-            How::Beacons => Discovery::Beacons,
-            How::Mdns => Discovery::Mdns,
-            How::None => Discovery::Peers,
+            DiscoveryMode::All => Discovery::All,
+            DiscoveryMode::Beacons => Discovery::Beacons,
+            DiscoveryMode::Mdns => Discovery::Mdns,
+            DiscoveryMode::None => Discovery::Peers,
         };
         config.data_interface.clone_from(&self.data_interface);
         let ports = self.data_ports.as_ref();
-        config.data_ports = ports.map(|Ports(ports)| ports.clone());
+        config.data_ports = ports.map(|PortRange(ports)| ports.clone());
         config.keys = Some(Arc::new(ApiKeys(home::api_keys()?)));
-        config.tell = Arc::new(|line| tell(printable(line)));
-        Ok(Running(Agent::start(config)?))
+        config.tell = Arc::new(|line| print_err(printable(line)));
+        Ok(NodeGuard(Agent::start(config)?))
     }
 
     /// The only interface for data between workers.
@@ -167,9 +169,10 @@ impl NodeArgs {
     /// Arguments of this program as a worker of the node.
     pub(crate) fn worker_args(&self) -> Vec<OsString> {
         let ports = self.data_ports.as_ref();
-        let ports = ports
-            .map(|Ports(ports)| format!("--data-ports={}-{}", ports.start(), ports.end()).into());
-        let PrefixCache(limit) = self.prefix_cache;
+        let ports = ports.map(|PortRange(ports)| {
+            format!("--data-ports={}-{}", ports.start(), ports.end()).into()
+        });
+        let PrefixCacheSize(limit) = self.prefix_cache;
         let limit = limit.map(|bytes| format!("--prefix-cache={bytes}").into());
         let args = log::worker_args().into_iter();
         args.chain(ports).chain(limit).collect()
@@ -181,7 +184,7 @@ impl NodeArgs {
     /// # Errors
     /// An unknown home folder.
     pub(crate) fn worker_folders(&self) -> anyhow::Result<Vec<PathBuf>> {
-        let PrefixCache(limit) = self.prefix_cache;
+        let PrefixCacheSize(limit) = self.prefix_cache;
         let Some(limit) = limit else {
             return Ok(Vec::new());
         };
@@ -209,11 +212,11 @@ impl NodeArgs {
         Ok(args)
     }
 
-    fn facts(&self, class: KernelClass) -> Facts {
+    fn facts(&self, class: KernelClass) -> NodeFacts {
         let name = self.name.clone().unwrap_or_else(host_name);
         let all = facts(name, class);
         let memory = self.memory.unwrap_or(u64::MAX);
-        Facts {
+        NodeFacts {
             trusted: self.trusted_interface.clone(),
             memory_bytes: all.memory_bytes.min(memory),
             ..all
@@ -222,9 +225,9 @@ impl NodeArgs {
 }
 
 /// Arguments of a rank that listens on these ports and this interface.
-pub(crate) fn listen_args(ports: Option<&Ports>, interface: Option<&str>) -> Vec<OsString> {
-    let ports =
-        ports.map(|Ports(ports)| format!("--data-ports={}-{}", ports.start(), ports.end()).into());
+pub(crate) fn listen_args(ports: Option<&PortRange>, interface: Option<&str>) -> Vec<OsString> {
+    let ports = ports
+        .map(|PortRange(ports)| format!("--data-ports={}-{}", ports.start(), ports.end()).into());
     let interface = interface.map(|name| format!("--data-interface={name}").into());
     ports.into_iter().chain(interface).collect()
 }

@@ -2,10 +2,10 @@
 
 use std::time::SystemTime;
 
-use paceline_store::{Listing, list as entries};
+use paceline_store::{StoreListing, list as entries};
 use serde_json::json;
 
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 use crate::{fits, home, stores};
 
 /// Arguments of `paceline models`.
@@ -55,15 +55,15 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
     let home = home::home()?;
     let stored = entries(&home)?;
     let listing = match args.all {
-        true => Listing::with_catalogue(stored),
-        false => Listing::of(stored),
+        true => StoreListing::with_catalogue(stored),
+        false => StoreListing::of(stored),
     };
     if args.json {
         return print(&listing.json(&home).to_string());
     }
     if listing.is_empty() {
-        tell(format_args!("no models in {}", home.models_dir().display()));
-        tell("hint: `paceline models --all` shows what can be pulled by a short name");
+        print_err(format_args!("no models in {}", home.models_dir().display()));
+        print_err("hint: `paceline models --all` shows what can be pulled by a short name");
         return Ok(());
     }
     print(&listing.text(SystemTime::now()))

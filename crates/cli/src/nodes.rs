@@ -4,7 +4,7 @@ use paceline_board::tables;
 use serde_json::json;
 
 use crate::member;
-use crate::output::{print, printable, tell};
+use crate::output::{print, print_err, printable};
 
 /// Arguments of `paceline nodes`.
 #[derive(Debug, clap::Args)]
@@ -42,13 +42,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match &args.command {
         Some(Command::Rm { node }) => {
             member::ask("forget", json!({ "node": node }))?;
-            tell(format_args!("forgot {}", printable(node)));
+            print_err(format_args!("forgot {}", printable(node)));
             Ok(())
         }
         Some(Command::Revoke { node }) => {
             member::ask("revoke", json!({ "node": node }))?;
             let node = printable(node);
-            tell(format_args!(
+            print_err(format_args!(
                 "revoked {node}; the cluster has a new token: paceline key cluster show"
             ));
             Ok(())
@@ -62,7 +62,7 @@ fn invite() -> anyhow::Result<()> {
     let answer = member::ask("invite", json!({}))?;
     let code = answer["code"].as_str().unwrap_or_default();
     print(code)?;
-    tell(format_args!(
+    print_err(format_args!(
         "type on the other machine within five minutes: paceline join {code}"
     ));
     Ok(())
@@ -77,7 +77,7 @@ fn list(as_json: bool) -> anyhow::Result<()> {
         print(&line)?;
     }
     for problem in answer["problems"].as_array().into_iter().flatten() {
-        tell(format_args!(
+        print_err(format_args!(
             "warning: {}",
             printable(problem.as_str().unwrap_or_default())
         ));

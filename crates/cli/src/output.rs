@@ -33,7 +33,7 @@ pub(crate) fn end_line() {
         }
     };
     if std::io::stderr().is_terminal() {
-        tell("");
+        print_err("");
     }
     std::mem::forget(guard);
 }
@@ -71,7 +71,7 @@ pub(crate) fn draw(path: Option<&Path>, picture: impl FnOnce() -> String) -> any
 }
 
 /// Prints a line to stderr. Ignores errors of a full or closed stderr (`eprintln!` would panic).
-pub(crate) fn tell(line: impl Display) {
+pub(crate) fn print_err(line: impl Display) {
     let line = line.to_string();
     if log::line(&line) {
         return;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use paceline_board::named;
 use paceline_model::shape;
-use paceline_plan::report::{Comparison, Question};
+use paceline_plan::report::{Comparison, PlanRequest};
 use paceline_plan::solver::Options;
 use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape, Objective, Workload};
 
@@ -85,7 +85,7 @@ pub(crate) struct Args {
     context: Option<u32>,
     /// What is best
     #[arg(long, value_enum, default_value_t)]
-    objective: Goal,
+    objective: PlanGoal,
     /// Constants of this engine for every node; `--list` shows the engines
     #[arg(long, value_name = "NAME")]
     engine: Option<String>,
@@ -120,7 +120,7 @@ pub(crate) struct Args {
 
 /// What is best.
 #[derive(Clone, Copy, Debug, Default, clap::ValueEnum)]
-enum Goal {
+enum PlanGoal {
     /// One request answered soonest
     #[default]
     Latency,
@@ -132,7 +132,7 @@ enum Goal {
     Nodes,
 }
 
-impl Goal {
+impl PlanGoal {
     const fn objective(self) -> Objective {
         match self {
             Self::Latency => Objective::Latency,
@@ -175,7 +175,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     one(&question, args)
 }
 
-fn one(question: &Question, args: &Args) -> anyhow::Result<()> {
+fn one(question: &PlanRequest, args: &Args) -> anyhow::Result<()> {
     let costs = question.costs(&question.clusters[0])?;
     let answer = question.answer(&costs, args.disk)?;
     if args.json {
@@ -185,7 +185,7 @@ fn one(question: &Question, args: &Args) -> anyhow::Result<()> {
 }
 
 /// Compares the clusters.
-fn compare(question: &Question, args: &Args) -> anyhow::Result<()> {
+fn compare(question: &PlanRequest, args: &Args) -> anyhow::Result<()> {
     let comparison = Comparison::new(question);
     draw(args.plot.as_deref(), || comparison.svg())?;
     if args.json {
@@ -194,7 +194,7 @@ fn compare(question: &Question, args: &Args) -> anyhow::Result<()> {
     print(&comparison.text())
 }
 
-fn question(args: &Args) -> anyhow::Result<Question> {
+fn question(args: &Args) -> anyhow::Result<PlanRequest> {
     let mut catalogue = Catalogue::builtin()?;
     let calibration = Calibration::builtin()?;
     let mut clusters = Vec::new();
@@ -208,7 +208,7 @@ fn question(args: &Args) -> anyhow::Result<Question> {
     let home = home::home().ok();
     let model = named::model(home.as_ref(), name, args.bits, &catalogue).map_err(of_name)?;
     let needed = args.prompt.saturating_add(args.output);
-    Ok(Question {
+    Ok(PlanRequest {
         catalogue,
         calibration,
         clusters,

@@ -6,7 +6,7 @@ use std::io;
 pub(crate) use paceline_cluster::machine::peak_memory_bytes;
 pub(crate) use paceline_cluster::own::{end_with_parent, ignores, own_program};
 use paceline_node::crew::for_workers;
-use paceline_node::interpreter::Program;
+use paceline_node::interpreter::ChildProgram;
 
 /// Disables TF32 in MLX, here and in child processes: f32 products are computed in f32. So a kernel
 /// class does not depend on the user's environment.
@@ -33,8 +33,8 @@ pub(crate) fn ssh_env() -> Vec<(OsString, OsString)> {
 ///
 /// # Errors
 /// As [`own_program`].
-pub(crate) fn template_program() -> io::Result<Program> {
-    Ok(Program {
+pub(crate) fn template_program() -> io::Result<ChildProgram> {
+    Ok(ChildProgram {
         path: own_program()?,
         args: vec!["template".into()],
         env: Vec::new(),

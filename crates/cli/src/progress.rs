@@ -5,20 +5,20 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use paceline_store::{Lines, Progress};
+use paceline_store::{PlainProgress, PullProgress};
 
-use crate::output::tell;
+use crate::output::print_err;
 use crate::terminal;
 
 /// Redraw interval of an idle bar (spinner and clock).
 const TICK: Duration = Duration::from_millis(120);
 
 /// The kind of progress for this process's stderr.
-pub(crate) fn on_stderr() -> Box<dyn Progress> {
+pub(crate) fn on_stderr() -> Box<dyn PullProgress> {
     if std::io::stderr().is_terminal() {
-        Box::new(Bar { bar: None })
+        Box::new(ProgressLine { bar: None })
     } else {
-        Box::new(Lines::new(|line: &str| tell(line)))
+        Box::new(PlainProgress::new(|line: &str| print_err(line)))
     }
 }
 
@@ -26,17 +26,17 @@ pub(crate) fn on_stderr() -> Box<dyn Progress> {
 const SILENCE_MAX: Duration = Duration::from_secs(3);
 
 /// Prints every few seconds that work continues, until dropped.
-pub(crate) struct Busy {
+pub(crate) struct BusyNotice {
     // Its drop wakes the thread.
     _done: Sender<()>,
 }
 
 /// Prints `what` and its duration while the returned value lives. Short work prints nothing.
-pub(crate) fn busy(what: impl Into<String>) -> Busy {
-    busy_every(SILENCE_MAX, what.into(), tell)
+pub(crate) fn busy(what: impl Into<String>) -> BusyNotice {
+    busy_every(SILENCE_MAX, what.into(), print_err)
 }
 
-fn busy_every(period: Duration, what: String, say: impl Fn(String) + Send + 'static) -> Busy {
+fn busy_every(period: Duration, what: String, say: impl Fn(String) + Send + 'static) -> BusyNotice {
     let (done, wait) = channel();
     std::thread::spawn(move || {
         let start = Instant::now();
@@ -44,15 +44,15 @@ fn busy_every(period: Duration, what: String, say: impl Fn(String) + Send + 'sta
             say(format!("{what} ({:.0} s)", start.elapsed().as_secs_f64()));
         }
     });
-    Busy { _done: done }
+    BusyNotice { _done: done }
 }
 
 /// A bar with speed and remaining time, or a spinner with elapsed time.
-struct Bar {
+struct ProgressLine {
     bar: Option<ProgressBar>,
 }
 
-impl Progress for Bar {
+impl PullProgress for ProgressLine {
     fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
         self.finish();
         let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr());
@@ -73,8 +73,8 @@ impl Progress for Bar {
 
     fn message(&mut self, text: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| tell(text)),
-            None => tell(text),
+            Some(bar) => bar.suspend(|| print_err(text)),
+            None => print_err(text),
         }
     }
 
@@ -85,7 +85,7 @@ impl Progress for Bar {
     }
 }
 
-impl Drop for Bar {
+impl Drop for ProgressLine {
     fn drop(&mut self) {
         self.finish();
     }
@@ -139,12 +139,12 @@ mod tests {
 
     /// A terminal that records its widest line.
     #[derive(Debug)]
-    struct Narrow {
+    struct NarrowTerminal {
         columns: u16,
         widest: Arc<AtomicUsize>,
     }
 
-    impl TermLike for Narrow {
+    impl TermLike for NarrowTerminal {
         fn width(&self) -> u16 {
             self.columns
         }
@@ -186,7 +186,7 @@ mod tests {
                 (long, None),
             ] {
                 let widest = Arc::new(AtomicUsize::new(0));
-                let target = ProgressDrawTarget::term_like(Box::new(Narrow {
+                let target = ProgressDrawTarget::term_like(Box::new(NarrowTerminal {
                     columns,
                     widest: Arc::clone(&widest),
                 }));

@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use paceline_board::pulls::{Pulls, object, puller, size};
+use paceline_board::pulls::{StorePulls, object, puller, size};
 use paceline_serve::Puller;
-use paceline_store::{Cancel, Found, usual_name};
+use paceline_store::{Cancel, ResolvedModel, usual_name};
 use serde_json::json;
 
 use crate::error::Error as CommandError;
-use crate::home::Settings;
+use crate::home::StoreSettings;
 use crate::interrupt::Signals;
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 use crate::progress::on_stderr;
 use crate::{member, stores};
 
@@ -31,7 +31,7 @@ pub(crate) struct Args {
 
 /// Downloads a model, or verifies a present one by hash.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
-    let settings = Settings::from_env()?;
+    let settings = StoreSettings::from_env()?;
     if !args.to.is_empty() {
         member::ask("ps", json!({}))?; // before anything is fetched
     }
@@ -54,13 +54,13 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 }
 
 /// The store of these settings, with progress on stderr.
-fn pulls<'a>(settings: &'a Settings, cancel: &'a Cancel) -> Pulls<'a> {
-    Pulls {
+fn pulls<'a>(settings: &'a StoreSettings, cancel: &'a Cancel) -> StorePulls<'a> {
+    StorePulls {
         home: &settings.home,
         options: &settings.options,
         cancel,
         progress: &on_stderr,
-        tell: &|line| tell(line),
+        tell: &|line| print_err(line),
     }
 }
 
@@ -69,8 +69,8 @@ fn pulls<'a>(settings: &'a Settings, cancel: &'a Cancel) -> Pulls<'a> {
 ///
 /// # Errors
 /// As [`Pulls::ensure`]; [`CommandError::NotComputed`] for an unsupported model.
-pub(crate) fn ensure(spec: &str, signals: &Signals) -> anyhow::Result<Found> {
-    let settings = Settings::from_env()?;
+pub(crate) fn ensure(spec: &str, signals: &Signals) -> anyhow::Result<ResolvedModel> {
+    let settings = StoreSettings::from_env()?;
     let may = || -> anyhow::Result<()> { Ok(check_computed(spec)?) };
     signals.orderly(|cancel| pulls(&settings, cancel).ensure(spec, may))
 }
@@ -91,6 +91,6 @@ fn check_computed(spec: &str) -> Result<(), CommandError> {
 /// # Errors
 /// Invalid settings.
 pub(crate) fn for_clients() -> anyhow::Result<Puller> {
-    let Settings { home, options } = Settings::from_env()?;
-    Ok(puller(home, options, Arc::new(|line| tell(line))))
+    let StoreSettings { home, options } = StoreSettings::from_env()?;
+    Ok(puller(home, options, Arc::new(|line| print_err(line))))
 }

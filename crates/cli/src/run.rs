@@ -10,9 +10,9 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
-use paceline_board::answer::Figures;
+use paceline_board::answer::AnswerStats;
 use paceline_engine::SamplingParams;
-use paceline_formats::chat::Message;
+use paceline_formats::chat::ChatMessage;
 use paceline_node::trace::Timeline;
 use paceline_store::Cancel;
 use serde_json::Value;
@@ -21,12 +21,12 @@ use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::{Error, PROMPT_BYTES_MAX};
 use crate::interrupt::Signals;
-use crate::loaded::{SplitArgs, Transport};
-use crate::output::{print, tell};
+use crate::loaded::{NodeTransport, SplitArgs};
+use crate::output::{print, print_err};
 use crate::pull;
-use crate::shared::{self, Wish};
+use crate::shared::{self, InstanceRequest};
 use sampling::SamplingArgs;
-use session::{Session, show_answer};
+use session::{RunSession, show_answer};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -107,7 +107,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     args.split.check()?;
     let shared = shared::instance(&args.wish(), signals)?;
     let mut session = match &shared {
-        Some(instance) => Session::at(args, instance, sampling)?,
+        Some(instance) => RunSession::at(args, instance, sampling)?,
         None => open(args, sampling, signals, false)?,
     };
     match prompt {
@@ -122,7 +122,7 @@ fn open(
     sampling: SamplingParams,
     signals: &Signals,
     stays: bool,
-) -> anyhow::Result<Session> {
+) -> anyhow::Result<RunSession> {
     args.split.check()?;
     let found = pull::ensure(&args.model, signals)?;
     let given = args.adapter.as_deref();
@@ -135,11 +135,11 @@ fn open(
         .map(|draft| pull::ensure(draft, signals))
         .transpose()?;
     let draft = draft.map(|found| found.path);
-    Session::open(args, (&path, draft.as_deref(), beside), sampling, stays)
+    RunSession::open(args, (&path, draft.as_deref(), beside), sampling, stays)
 }
 
 /// A traced answer.
-pub(crate) struct Traced {
+pub(crate) struct TracedAnswer {
     /// Its timeline.
     pub(crate) timeline: Timeline,
     /// The answer with statistics: the object of `run --json`.
@@ -164,14 +164,18 @@ pub(crate) fn prompt(args: &Args) -> anyhow::Result<String> {
 ///
 /// # Errors
 /// As [`run`]; [`Error::NoPrompt`] on a terminal without a prompt.
-pub(crate) fn traced(args: &Args, max_tokens: usize, signals: &Signals) -> anyhow::Result<Traced> {
+pub(crate) fn traced(
+    args: &Args,
+    max_tokens: usize,
+    signals: &Signals,
+) -> anyhow::Result<TracedAnswer> {
     let sampling = args.sampling.params()?;
     let prompt = prompt(args)?;
     let mut session = open(args, sampling, signals, true)?;
     session.limit(max_tokens);
     let tokens = encode(args, &session, prompt)?;
     let (figures, timeline) = session.trace(tokens)?;
-    Ok(Traced {
+    Ok(TracedAnswer {
         timeline,
         figures: session.json(&figures, &args.model),
         line: figures.line(),
@@ -180,8 +184,8 @@ pub(crate) fn traced(args: &Args, max_tokens: usize, signals: &Signals) -> anyho
 
 impl Args {
     /// The model and options that decide whether the node is used.
-    fn wish(&self) -> Wish<'_> {
-        Wish {
+    fn wish(&self) -> InstanceRequest<'_> {
+        InstanceRequest {
             model: &self.model,
             nodes: self.split.nodes,
             split: self.split.split,
@@ -203,7 +207,7 @@ impl Args {
             ("--pin", compute.pin),
             ("--threads", compute.threads.is_some()),
             ("--shares", !self.split.shares.is_empty()),
-            ("--transport", self.split.transport != Transport::Any),
+            ("--transport", self.split.transport != NodeTransport::Any),
         ];
         let first = given.into_iter().find(|(_, is_given)| *is_given);
         first.map(|(option, _)| option)
@@ -239,7 +243,7 @@ fn piped_prompt() -> anyhow::Result<String> {
     Ok(text)
 }
 
-fn answer(args: &Args, session: &mut Session, prompt: String) -> anyhow::Result<()> {
+fn answer(args: &Args, session: &mut RunSession, prompt: String) -> anyhow::Result<()> {
     let tokens = encode(args, session, prompt)?;
     if args.json {
         let figures = session.generate(tokens, None, |_| Ok(()))?;
@@ -252,10 +256,10 @@ fn answer(args: &Args, session: &mut Session, prompt: String) -> anyhow::Result<
 /// Generates and shows an answer, in a chat until it is cancelled. An interrupted answer ends its
 /// line, so that the error has its own.
 fn shown(
-    session: &mut Session,
+    session: &mut RunSession,
     tokens: Vec<u32>,
     chat: Option<&Cancel>,
-) -> anyhow::Result<Figures> {
+) -> anyhow::Result<AnswerStats> {
     let mut begun = false;
     let figures = session.generate(tokens, chat, |text| {
         begun = true;
@@ -268,10 +272,10 @@ fn shown(
 }
 
 /// Tokenises the prompt, with the chat template if there is one.
-fn encode(args: &Args, session: &Session, prompt: String) -> anyhow::Result<Vec<u32>> {
+fn encode(args: &Args, session: &RunSession, prompt: String) -> anyhow::Result<Vec<u32>> {
     if session.has_template() && !args.raw {
         let mut messages = start_of_chat(args);
-        messages.push(Message::new("user", prompt));
+        messages.push(ChatMessage::new("user", prompt));
         return Ok(session.encode_chat(&messages)?);
     }
     if args.system.is_some() {
@@ -281,18 +285,20 @@ fn encode(args: &Args, session: &Session, prompt: String) -> anyhow::Result<Vec<
     Ok(session.encode_prompt(&prompt)?)
 }
 
-fn start_of_chat(args: &Args) -> Vec<Message> {
+fn start_of_chat(args: &Args) -> Vec<ChatMessage> {
     let system = args.system.iter();
-    system.map(|text| Message::new("system", text)).collect()
+    system
+        .map(|text| ChatMessage::new("system", text))
+        .collect()
 }
 
 /// Ends the answer's last line and prints the statistics.
-fn end_answer(figures: &Figures) -> anyhow::Result<()> {
+fn end_answer(figures: &AnswerStats) -> anyhow::Result<()> {
     print("")?;
     figures
         .changes
         .iter()
-        .for_each(|change| tell(change.line()));
-    tell(figures.line());
+        .for_each(|change| print_err(change.line()));
+    print_err(figures.line());
     Ok(())
 }

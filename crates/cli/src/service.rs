@@ -7,7 +7,7 @@ use anyhow::Context;
 use clap::Parser;
 use paceline_node::service::{Error, Folders, Manager, Scope, Service, line, object};
 
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 use crate::{Cli, home};
 
 const EXAMPLES: &str = "\
@@ -110,9 +110,11 @@ fn folders() -> anyhow::Result<Folders> {
 fn install(service: &Service) -> anyhow::Result<()> {
     let path = service.install(&folders()?)?;
     print(&format!("installed {}", path.display()))?;
-    tell("The node runs, and starts again by itself: `paceline nodes`, `paceline service status`");
+    print_err(
+        "The node runs, and starts again by itself: `paceline nodes`, `paceline service status`",
+    );
     if service.scope == Scope::User && service.manager == Manager::Systemd {
-        tell("It ends when you log out, unless you say: loginctl enable-linger");
+        print_err("It ends when you log out, unless you say: loginctl enable-linger");
     }
     Ok(())
 }

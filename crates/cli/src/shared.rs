@@ -4,19 +4,19 @@
 use std::sync::mpsc::Receiver;
 
 use anyhow::{Context, anyhow, bail};
-pub(crate) use paceline_board::borrowed::Instance;
-use paceline_board::borrowed::{Borrowed, Told, alive, ask};
+pub(crate) use paceline_board::borrowed::NodeInstance;
+use paceline_board::borrowed::{InstanceLease, LeaseReport, alive, load_arguments};
 use paceline_model::SplitKind;
 use serde_json::{Value, json};
 
 use crate::instances::LoadProgress;
 use crate::interrupt::Signals;
-use crate::output::{printable, tell};
+use crate::output::{print_err, printable};
 use crate::{home, member, pull};
 
 /// The model and options that decide whether this machine's node is used.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wish<'a> {
+pub(crate) struct InstanceRequest<'a> {
     /// The user's name for the model.
     pub(crate) model: &'a str,
     /// More than one lease an instance.
@@ -33,7 +33,10 @@ pub(crate) struct Wish<'a> {
 ///
 /// # Errors
 /// Why the node cannot load the model.
-pub(crate) fn instance(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Option<Instance>> {
+pub(crate) fn instance(
+    wish: &InstanceRequest<'_>,
+    signals: &Signals,
+) -> anyhow::Result<Option<NodeInstance>> {
     if wish.never {
         return Ok(None);
     }
@@ -44,7 +47,7 @@ pub(crate) fn instance(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Opt
         Ok(None) | Err(_) => return Ok(None),
     };
     if let Some(option) = wish.only_here {
-        tell(format_args!(
+        print_err(format_args!(
             "computing here: {option} is about this process, not the cluster"
         ));
         return Ok(None);
@@ -54,13 +57,13 @@ pub(crate) fn instance(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Opt
     }
     if using.is_null() {
         let model = printable(wish.model);
-        tell(format_args!(
+        print_err(format_args!(
             "computing here: no instance of {model} is loaded"
         ));
         return Ok(None);
     }
     let instance = of(&using, None)?;
-    tell(format_args!(
+    print_err(format_args!(
         "asking the instance on {}; --local computes here",
         instance.on
     ));
@@ -71,7 +74,7 @@ pub(crate) fn instance(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Opt
 ///
 /// # Errors
 /// A node that does not run, or lacks the model.
-pub(crate) fn loaded(model: &str) -> anyhow::Result<Instance> {
+pub(crate) fn loaded(model: &str) -> anyhow::Result<NodeInstance> {
     let using = member::ask("using", json!({ "model": model }))?;
     if using.is_null() {
         let model = printable(model);
@@ -81,35 +84,36 @@ pub(crate) fn loaded(model: &str) -> anyhow::Result<Instance> {
 }
 
 /// An instance as the node describes it.
-fn of(using: &Value, borrowed: Option<Borrowed>) -> anyhow::Result<Instance> {
-    Ok(Instance::of(&home::folder()?, using, borrowed))
+fn of(using: &Value, borrowed: Option<InstanceLease>) -> anyhow::Result<NodeInstance> {
+    Ok(NodeInstance::of(&home::folder()?, using, borrowed))
 }
 
 /// Leases an instance over nodes of the cluster; `None` without enough nodes.
-fn borrowed(wish: &Wish<'_>, signals: &Signals) -> anyhow::Result<Option<Instance>> {
+fn borrowed(wish: &InstanceRequest<'_>, signals: &Signals) -> anyhow::Result<Option<NodeInstance>> {
     let wanted = wish.nodes;
     let answer = member::ask("nodes", json!({}))?;
     let alive = alive(&answer);
     if alive < wanted {
-        tell(format_args!(
+        print_err(format_args!(
             "computing here on {wanted} local nodes: the cluster has {alive}"
         ));
         return Ok(None);
     }
     pull::ensure(wish.model, signals)?;
-    let ask = ask(wish.model, wanted, wish.split, wish.context);
-    let (told, borrowed) = Borrowed::new(home::folder()?, ask).context("cannot start a thread")?;
+    let arguments = load_arguments(wish.model, wanted, wish.split, wish.context);
+    let (told, borrowed) =
+        InstanceLease::new(home::folder()?, arguments).context("cannot start a thread")?;
     let id = ready(&told)?;
     let using = member::ask("using", json!({ "model": id }))?;
     let instance = of(&using, Some(borrowed))?;
-    tell(format_args!(
+    print_err(format_args!(
         "loaded over {} for this command; --local computes here",
         instance.on
     ));
     Ok(Some(instance))
 }
 
-fn ready(told: &Receiver<Told>) -> anyhow::Result<String> {
+fn ready(told: &Receiver<LeaseReport>) -> anyhow::Result<String> {
     let mut bar = LoadProgress::new();
     while let Ok(view) = told.recv() {
         let view = view?;

@@ -1,8 +1,8 @@
 //! `paceline show`: facts about a model.
 
-use paceline_board::shown::Facts;
+use paceline_board::shown::ModelFacts;
 use paceline_node::texts;
-use paceline_store::{Entry, Found, Resolved, list, resolve};
+use paceline_store::{Resolution, ResolvedModel, StoreEntry, list, resolve};
 
 use crate::home;
 use crate::output::print;
@@ -23,13 +23,13 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let home = home::home()?;
     let facts = match resolve(&home, &args.model)? {
-        Resolved::Path(found) => {
+        Resolution::Path(found) => {
             let entries = list(&home)?;
-            let of_name = |entry: &&Entry| Some(&entry.name) == found.name.as_ref();
+            let of_name = |entry: &&StoreEntry| Some(&entry.name) == found.name.as_ref();
             here(&found, entries.iter().find(of_name))?
         }
-        Resolved::NeedsDownload(plan) => {
-            let mut facts = Facts::new(&plan.name());
+        Resolution::NeedsDownload(plan) => {
+            let mut facts = ModelFacts::new(&plan.name());
             facts.add_download(plan.bytes());
             facts
         }
@@ -42,12 +42,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Facts of a local model.
-fn here(found: &Found, entry: Option<&Entry>) -> anyhow::Result<Facts> {
+fn here(found: &ResolvedModel, entry: Option<&StoreEntry>) -> anyhow::Result<ModelFacts> {
     let name = match &found.name {
         Some(name) => name.to_string(),
         None => found.path.display().to_string(),
     };
-    let mut facts = Facts::new(&name);
+    let mut facts = ModelFacts::new(&name);
     facts.add_files(found, entry);
     let source = crate::load::open(&found.path)?;
     facts.add_size(source.file_bytes());

@@ -9,7 +9,7 @@ use paceline_cluster::nodes::agent::local;
 use serde_json::{Value, json};
 
 use crate::instances::LoadProgress;
-use crate::output::{print, printable, tell};
+use crate::output::{print, print_err, printable};
 use crate::{home, member};
 
 /// Read timeout of a transfer; the node reports five times a second.
@@ -100,7 +100,7 @@ fn say(
     for outcome in outcomes {
         let node = printable(outcome["node"].as_str().unwrap_or_default());
         match (outcome["bytes"].as_u64(), outcome["reason"].as_str()) {
-            (Some(bytes), _) if as_json => tell(line(&node, Bytes(bytes), outcome)),
+            (Some(bytes), _) if as_json => print_err(line(&node, Bytes(bytes), outcome)),
             (Some(bytes), _) => print(&line(&node, Bytes(bytes), outcome))?,
             (None, reason) => {
                 let reason = printable(reason.unwrap_or("for no reason that it says"));

@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
 use anyhow::Context;
-use paceline_board::screen::{self, View};
+use paceline_board::screen::{self, TopView};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use serde_json::{Value, json};
 
@@ -57,8 +57,8 @@ pub(crate) struct Args {
 /// A node that does not respond at first, an unusable terminal.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let first = ask(args.url.as_deref())?;
-    let mut view = View::default();
-    view.hear(Ok(first));
+    let mut view = TopView::default();
+    view.update(Ok(first));
     if args.once || !std::io::stdout().is_terminal() {
         let size = ratatui::crossterm::terminal::size().ok();
         let size = size.filter(|_| std::io::stdout().is_terminal());
@@ -80,7 +80,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// Draws and reads keys until the user exits.
 fn show(
     terminal: &mut ratatui::DefaultTerminal,
-    view: &mut View,
+    view: &mut TopView,
     heard: &Receiver<Result<Value, String>>,
 ) -> anyhow::Result<()> {
     loop {
@@ -88,7 +88,7 @@ fn show(
         drawn.context("cannot draw on the terminal")?;
         if event::poll(KEY_WAIT).context("cannot read keys")? {
             match event::read().context("cannot read keys")? {
-                Event::Key(key) if key.kind == KeyEventKind::Press && view.is_end(key) => {
+                Event::Key(key) if key.kind == KeyEventKind::Press && view.handle_key(key) => {
                     return Ok(());
                 }
                 // A resize; the next frame has the new size.
@@ -96,7 +96,7 @@ fn show(
             }
         }
         match heard.recv_timeout(Duration::ZERO) {
-            Ok(status) => view.hear(status),
+            Ok(status) => view.update(status),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }

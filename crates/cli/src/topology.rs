@@ -6,18 +6,18 @@ mod setup;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use paceline_board::cables::{self, Setup};
+use paceline_board::cables::{self, CablingSetup};
 use paceline_launch::hostfile::{Host, Hostfile};
 use paceline_launch::launch::Backend;
-use paceline_launch::remote::Reach;
+use paceline_launch::remote::SshClient;
 use paceline_launch::topology::{
-    Addresses, Graph, Machine, Wanted, choose, ethernet, probe, sorted,
+    Addresses, Graph, ProbeScope, ProbedMachine, choose, ethernet, probe, sorted,
 };
 
 pub(crate) use error::{Error, hints};
 
 use crate::interrupt::Signals;
-use crate::output::{draw, print, show, tell};
+use crate::output::{draw, print, print_err, show};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -40,7 +40,7 @@ pub(crate) struct Args {
     hostfile: Option<PathBuf>,
     /// The network that is to be used
     #[arg(long, value_enum, default_value_t)]
-    over: Over,
+    over: NetworkKind,
     /// What the hostfile is for [default: the best that the cables allow]
     #[arg(long, value_name = "NAME",
           value_parser = ["ring", "jaccl", "rdma", "jaccl-ring"])]
@@ -86,7 +86,7 @@ pub(crate) struct Args {
 
 /// The network that is to be used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-enum Over {
+enum NetworkKind {
     /// Cables between Macs
     #[default]
     Thunderbolt,
@@ -95,9 +95,9 @@ enum Over {
 }
 
 /// Hosts and their state.
-struct Found {
+struct HostSurvey {
     hosts: Vec<Host>,
-    machines: Vec<Machine>,
+    machines: Vec<ProbedMachine>,
 }
 
 /// Detects the topology and writes a hostfile.
@@ -106,52 +106,52 @@ struct Found {
 /// Unreachable hosts, missing cables, failed commands.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     signals.orderly(|_| {
-        let reach = Reach::new("ssh", None);
+        let reach = SshClient::new("ssh", None);
         let found = args.ask(&reach)?;
         match args.over {
-            Over::Ethernet => args.ethernet(&found),
-            Over::Thunderbolt => args.thunderbolt(&reach, &found),
+            NetworkKind::Ethernet => args.ethernet(&found),
+            NetworkKind::Thunderbolt => args.thunderbolt(&reach, &found),
         }
     })
 }
 
 impl Args {
-    fn ask(&self, reach: &Reach) -> anyhow::Result<Found> {
+    fn ask(&self, reach: &SshClient) -> anyhow::Result<HostSurvey> {
         let named = match &self.hostfile {
             Some(path) => Hostfile::read(path)?.hosts,
             None => Hostfile::from_names(&self.hosts, 1)?.hosts,
         };
         let wanted = match self.over {
-            Over::Thunderbolt => Wanted::Thunderbolt,
-            Over::Ethernet => Wanted::Ethernet,
+            NetworkKind::Thunderbolt => ProbeScope::Thunderbolt,
+            NetworkKind::Ethernet => ProbeScope::Ethernet,
         };
         let names: Vec<String> = named.iter().map(|host| host.ssh.clone()).collect();
         if self.verbose {
-            tell(format_args!("asking {}", names.join(", ")));
+            print_err(format_args!("asking {}", names.join(", ")));
         }
         let limit = Duration::from_secs(self.timeout.into());
         let answers = probe(reach, &names, wanted, limit);
         let (both, left_out, mut failed) = sorted(named, answers, self.ignore_unreachable);
         for error in left_out {
-            tell(format_args!("warning: left out: {error}"));
+            print_err(format_args!("warning: left out: {error}"));
         }
         if let Some(last) = failed.pop() {
             failed
                 .iter()
-                .for_each(|error| tell(format_args!("error: {error}")));
+                .for_each(|error| print_err(format_args!("error: {error}")));
             return Err(last.into());
         }
         let (hosts, machines): (Vec<_>, Vec<_>) = both.into_iter().unzip();
         if hosts.is_empty() {
             return Err(Error::NobodyAnswers.into());
         }
-        Ok(Found { hosts, machines })
+        Ok(HostSurvey { hosts, machines })
     }
 
-    fn ethernet(&self, found: &Found) -> anyhow::Result<()> {
+    fn ethernet(&self, found: &HostSurvey) -> anyhow::Result<()> {
         let file = ethernet(&found.machines, &found.hosts, &self.env);
         for host in file.hosts.iter().filter(|host| host.ips.is_empty()) {
-            tell(format_args!("warning: no address found for {}", host.ssh));
+            print_err(format_args!("warning: no address found for {}", host.ssh));
         }
         if self.json {
             self.write(&file)?;
@@ -160,7 +160,7 @@ impl Args {
         self.save(&file)
     }
 
-    fn thunderbolt(&self, reach: &Reach, found: &Found) -> anyhow::Result<()> {
+    fn thunderbolt(&self, reach: &SshClient, found: &HostSurvey) -> anyhow::Result<()> {
         let names = found.hosts.iter().map(|host| host.ssh.clone()).collect();
         let ports = found
             .machines
@@ -170,14 +170,14 @@ impl Args {
         let graph = Graph::new(names, ports)?;
         for cable in &graph.loops {
             let host = &graph.hosts[cable.from.host];
-            tell(format_args!("warning: a cable leads from {host} to itself"));
+            print_err(format_args!("warning: a cable leads from {host} to itself"));
         }
         draw(self.plot.as_deref(), || cables::picture(&graph))?;
         if self.dot {
             return show(&graph.dot());
         }
         let addresses = Addresses::assign(&graph, &found.machines)?;
-        let setup = Setup {
+        let setup = CablingSetup {
             graph: &graph,
             addresses: &addresses,
             machines: &found.machines,
@@ -191,7 +191,7 @@ impl Args {
         let machines = &found.machines;
         let choice = choose(wish, &graph, &addresses, machines, &found.hosts, &self.env)?;
         if self.verbose {
-            tell(format_args!("backend {}", choice.backend));
+            print_err(format_args!("backend {}", choice.backend));
         }
         setup::carry_out(&setup, reach, asked)?;
         if self.json {
@@ -204,7 +204,7 @@ impl Args {
     fn write(&self, file: &Hostfile) -> anyhow::Result<()> {
         if let Some(path) = &self.output {
             file.write(path)?;
-            tell(format_args!("wrote {}", path.display()));
+            print_err(format_args!("wrote {}", path.display()));
         }
         Ok(())
     }

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use paceline_node::fleet::TraceAsk;
+use paceline_node::fleet::TraceRequest;
 use paceline_node::trace::{Recording, Timeline};
 use serde_json::{Value, json};
 
 use crate::interrupt::Signals;
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 use crate::{member, run};
 
 /// Default tokens of an answer: some seconds, and a file that browsers open quickly.
@@ -69,13 +69,13 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         let told = json!({ "trace": timeline.summary(), "answer": answer });
         return print(&told.to_string());
     }
-    line.iter().for_each(tell);
+    line.iter().for_each(print_err);
     print(&timeline.text())
 }
 
 /// Traces an answer of a loaded model through this machine's node.
 fn loaded(model: &str, prompt: String, max_tokens: usize) -> anyhow::Result<Timeline> {
-    let ask = TraceAsk {
+    let ask = TraceRequest {
         model: model.to_owned(),
         prompt,
         max_tokens,

@@ -12,17 +12,18 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use paceline_train::{
-    About, Class, Crew, Job, Lora, Means, Method, OptimiserOptions, Processes, Report, Rule, Run,
-    RunOptions, Schedule, TrainOn, Trained, Watch, measured_flops, read_metrics, svg, targets,
+    Class, Lora, Means, Method, OptimiserOptions, Report, Rule, RunInfo, RunOptions, Schedule,
+    StepReporter, TrainOn, Trained, TrainingJob, TrainingRun, TrainingWorkers, WorkerOptions,
+    measured_flops, read_metrics, svg, targets,
 };
 use serde_json::json;
 
 use crate::adapter::{UNNAMED, name_of_base};
 use crate::interrupt::Signals;
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 use crate::{home, load, process, pull};
 
-pub(crate) use places::{FarArgs, WorkerArgs, far, start_far, work};
+pub(crate) use places::{TrainHostArgs, TrainWorkerArgs, far, start_far, work};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -220,10 +221,10 @@ pub(crate) fn of_name<T: serde::de::DeserializeOwned>(name: &str) -> Result<T, S
 }
 
 impl Args {
-    fn job(&self, model: PathBuf) -> anyhow::Result<Job> {
+    fn job(&self, model: PathBuf) -> anyhow::Result<TrainingJob> {
         let absolute =
             |path: &PathBuf| std::path::absolute(path).with_context(|| path.display().to_string());
-        Ok(Job {
+        Ok(TrainingJob {
             trained: Trained {
                 model: absolute(&model)?,
                 method: self.method,
@@ -297,13 +298,13 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         train(args, (&job, output, name), base.clone(), &stop)
     })?;
     if base.is_none() && args.method != Method::Full {
-        tell(UNNAMED);
+        print_err(UNNAMED);
     }
     let metrics = read_metrics(&output.join("metrics.jsonl"))?;
     let curve = output.join("loss.svg");
     std::fs::write(&curve, svg(&metrics)).with_context(|| curve.display().to_string())?;
     if args.json {
-        let about = About {
+        let about = RunInfo {
             output,
             class: args.class,
             nodes,
@@ -322,10 +323,10 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 
 fn train(
     args: &Args,
-    (job, output, name): (&Job, &Path, &str),
+    (job, output, name): (&TrainingJob, &Path, &str),
     base: Option<String>,
     stop: &dyn Fn() -> bool,
-) -> anyhow::Result<(Report, CrewSize)> {
+) -> anyhow::Result<(Report, WorkerCounts)> {
     let posts = places::posts(args, name)?;
     let here = posts.iter().filter(|post| post.place.is_empty()).count();
     let threads = args.threads(here.max(1));
@@ -343,12 +344,12 @@ fn train(
         kernels,
         mlx: home::mlx_places()?,
     };
-    let run = Run::open(job, means, posts.is_empty())?.with_base(base);
+    let run = TrainingRun::open(job, means, posts.is_empty())?.with_base(base);
     let nodes = posts.len().max(1);
     let mut crew = match posts.is_empty() {
-        true => Crew::here(),
-        false => Crew::start(
-            Processes {
+        true => TrainingWorkers::here(),
+        false => TrainingWorkers::start(
+            WorkerOptions {
                 program: process::own_program().context("cannot find this program's own file")?,
                 posts,
                 env: match args.hosts.is_empty() {
@@ -375,17 +376,20 @@ fn train(
     };
     let told = args.threads.map(usize::from);
     let told = told.or_else(|| all_here.then_some(threads));
-    let mut watch = Watch::new(nodes, told);
+    let mut watch = StepReporter::new(nodes, told);
     let report = run.train(&mut crew, options, &mut |progress| {
-        watch.hear(progress, clock()).iter().for_each(tell);
+        watch
+            .lines_for(progress, clock())
+            .iter()
+            .for_each(print_err);
     });
-    watch.end().iter().for_each(tell);
+    watch.end().iter().for_each(print_err);
     let report = report?;
     if report.lost > 0 {
-        tell(format_args!("{} workers were lost on the way", report.lost));
+        print_err(format_args!("{} workers were lost on the way", report.lost));
     }
     Ok((report, (nodes, told)))
 }
 
 /// Nodes, and threads of each, if known.
-type CrewSize = (usize, Option<usize>);
+type WorkerCounts = (usize, Option<usize>);

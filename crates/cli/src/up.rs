@@ -20,15 +20,17 @@ use clap::builder::NonEmptyStringValueParser;
 use paceline_base::KernelClass;
 use paceline_board::commands::{self, WAITING_MAX};
 use paceline_board::holds::lines;
-use paceline_board::{Board, Local, Watch, figures, remover, servers};
+use paceline_board::{Dashboard, DashboardOutputs, LocalInstances, figures, remover, servers};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Error as NodeError;
-use paceline_engine::{EngineConfig, Pace, Service};
+use paceline_engine::{EngineConfig, Service, StepTimeTarget};
 use paceline_model::Config;
-use paceline_node::room::Room;
+use paceline_node::room::ContextBudget;
 use paceline_node::supervisor::Notice;
 use paceline_node::{DRAFTS, Instance, Observer};
-use paceline_serve::{DEFAULT_PORT, Facts, Handle, Model, Server, Status};
+use paceline_serve::{
+    DEFAULT_PORT, HttpServer, ProcessMetrics, ServedModel, ServerHandle, StatusSource,
+};
 use paceline_store::{Cancel, Error as StoreError, Home, PullOptions};
 
 use crate::adapter;
@@ -36,9 +38,9 @@ use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::Error;
 use crate::home;
 use crate::interrupt::Signals;
-use crate::loaded::{self, Loading, Opened, SplitArgs};
-use crate::member::{self, NodeArgs, Running};
-use crate::output::tell;
+use crate::loaded::{self, LoadingBar, LocalModel, SplitArgs};
+use crate::member::{self, NodeArgs, NodeGuard};
+use crate::output::print_err;
 use crate::process::{self, own_program, template_program, worker_env};
 use crate::{bench, mapreduce, pull, train};
 
@@ -56,10 +58,10 @@ Anthropic (/v1/messages), of Ollama (/api/chat, /api/generate) and of llama-serv
 /infill); beside it /health, /metrics and /openapi.json. Ctrl-C ends it; answers that are under way get 5 seconds.";
 
 /// A model and its service.
-type Serving = (Model, Arc<dyn Service>);
+type HostedModel = (ServedModel, Arc<dyn Service>);
 
 /// A model's names.
-struct Named {
+struct ModelNames {
     id: String,
     aliases: Vec<String>,
 }
@@ -87,11 +89,11 @@ pub(crate) struct Args {
     /// Answer with this adapter beside the model: its folder, or its file of weights (PEFT's, MLX's
     /// or GGUF's form); with names, or several, each answers by the `model` of a request, NAME or
     /// MODEL:NAME, and the model without one too; all share its weights
-    #[arg(long, value_name = "[NAME=]FILE", value_parser = Tuned::parse)]
-    adapter: Vec<Tuned>,
+    #[arg(long, value_name = "[NAME=]FILE", value_parser = AdapterArg::parse)]
+    adapter: Vec<AdapterArg>,
     /// The adapter of these arguments, if it is applied at run time.
     #[arg(skip)]
-    tuned: Option<Tuned>,
+    tuned: Option<AdapterArg>,
     /// Another name that clients may call the model by, the first of several; may be given several
     /// times
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
@@ -113,8 +115,8 @@ pub(crate) struct Args {
     parallel: u16,
     /// Milliseconds between two tokens of an answer while prompts of other requests are read;
     /// `auto`: 2.5 times of what it takes without them; `off`: prompts first
-    #[arg(long, value_name = "MS", default_value_t = Pace::Auto)]
-    pace: Pace,
+    #[arg(long, value_name = "MS", default_value_t = StepTimeTarget::Auto)]
+    pace: StepTimeTarget,
     /// Most tokens of an answer that are guessed, from its own text or by --draft, and checked in
     /// one step, where that pays; 0 for none [default: 8 on one node or with --draft, 0 on several]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
@@ -227,9 +229,9 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let fused = args.only_adapter().filter(|_| fuses);
     let path = adapter::applied(found.path, fused)?;
     let sizes = |config: &Config| args.engine(&path, config);
-    let mut opened = Opened::new(&path, (args.compute, args.engine), &args.split, sizes)?;
+    let mut opened = LocalModel::new(&path, (args.compute, args.engine), &args.split, sizes)?;
     if let Some(draft) = &args.draft {
-        opened.guess_with(&pull::ensure(draft, signals)?.path)?;
+        opened.set_draft(&pull::ensure(draft, signals)?.path)?;
     }
     if !fuses {
         args.adapt(&mut opened)?;
@@ -263,9 +265,9 @@ fn price(text: &str) -> Result<f64, String> {
 fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
     let node = args.node.start(args.class())?;
     let agent = node.0.clone();
-    let status = Status(Arc::new(move || member::cluster(&agent)));
-    let (config, board) = args.set_up(Facts::default(), true)?;
-    let (server, doors) = Server::bind_node(config, status)?;
+    let status = StatusSource(Arc::new(move || member::cluster(&agent)));
+    let (config, board) = args.set_up(ProcessMetrics::default(), true)?;
+    let (server, doors) = HttpServer::bind_node(config, status)?;
     node.0.set_api(server.addresses().to_vec());
     tell_urls(&server.urls());
     tell_node(&node);
@@ -277,7 +279,7 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
         scope.spawn(|| {
             wait(cancel);
             if let Err(reason) = commands::leave(&fleet, &mut || {}) {
-                tell(format_args!("warning: {reason}"));
+                print_err(format_args!("warning: {reason}"));
             }
             handle.shutdown();
         });
@@ -288,12 +290,12 @@ fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
 
 /// An adapter, and the name that it answers by.
 #[derive(Clone, Debug)]
-struct Tuned {
+struct AdapterArg {
     name: Option<String>,
     path: PathBuf,
 }
 
-impl Tuned {
+impl AdapterArg {
     /// Parses `NAME=FILE` or `FILE`; an existing path may have a `=` in it.
     fn parse(text: &str) -> Result<Self, String> {
         let named = text.split_once('=').filter(|(name, _)| !name.contains('/'));
@@ -318,14 +320,14 @@ impl Tuned {
 /// Prints the server's URLs. Programs wait for these lines.
 fn tell_urls(urls: &[String]) {
     for url in urls {
-        tell(format_args!("listening on {url}"));
+        print_err(format_args!("listening on {url}"));
     }
 }
 
-fn tell_node(node: &Running) {
+fn tell_node(node: &NodeGuard) {
     let (agent, nodes) = (&node.0, node.0.nodes());
     let own = nodes.first().map_or("", |own| own.facts.name.as_str());
-    tell(format_args!(
+    print_err(format_args!(
         "node {own} of cluster {} on port {}",
         agent.cluster(),
         agent.port()
@@ -337,12 +339,12 @@ fn wait(cancel: &Cancel) {
     while !cancel.is_cancelled() {
         std::thread::sleep(LOOK_EVERY);
     }
-    tell("stopping");
+    print_err("stopping");
 }
 
 /// Starts the node in addition to a model. The model is served without it too: a second model of
 /// this home, or a port in use, is no error.
-fn join_in(args: &Args) -> Option<Running> {
+fn join_in(args: &Args) -> Option<NodeGuard> {
     match args.node.start(args.class()) {
         Ok(node) => {
             tell_node(&node);
@@ -353,7 +355,7 @@ fn join_in(args: &Args) -> Option<Running> {
                 Some(NodeError::Port { port, .. }) => format!("control port {port} is taken"),
                 _ => format!("{reason:#}"),
             };
-            tell(format_args!("warning: in no cluster: {reason}"));
+            print_err(format_args!("warning: in no cluster: {reason}"));
             None
         }
     }
@@ -361,22 +363,22 @@ fn join_in(args: &Args) -> Option<Running> {
 
 fn serve(
     args: &Args,
-    opened: Opened,
-    (model, beside): (Model, Option<Serving>),
+    opened: LocalModel,
+    (model, beside): (ServedModel, Option<HostedModel>),
     cancel: &Cancel,
 ) -> anyhow::Result<()> {
     let workers = (args.node.worker_args(), args.node.worker_folders()?);
     let instance = Arc::new(opened.start(workers, true, observer(&opened))?);
     let service = Arc::clone(&instance) as Arc<dyn Service>;
     let (measured, nodes) = (Arc::clone(&instance), opened.nodes());
-    let facts = Facts(Arc::new(move || figures::facts(&measured, nodes)));
+    let facts = ProcessMetrics(Arc::new(move || figures::facts(&measured, nodes)));
     let (config, board) = args.set_up(facts, false)?;
-    Local::on(&board).add(&model.id, &instance, nodes);
-    let mut all = opened.answering((model, service), args.only_adapter().is_some());
+    LocalInstances::on(&board).add(&model.id, &instance, nodes);
+    let mut all = opened.api_models((model, service), args.only_adapter().is_some());
     all.extend(beside);
-    let server = match <[Serving; 1]>::try_from(all) {
-        Ok([(model, service)]) => Server::bind(config, model, service)?,
-        Err(all) => Server::bind_all(config, all)?,
+    let server = match <[HostedModel; 1]>::try_from(all) {
+        Ok([(model, service)]) => HttpServer::bind(config, model, service)?,
+        Err(all) => HttpServer::bind_all(config, all)?,
     };
     let urls = server.urls();
     let node = join_in(args);
@@ -397,9 +399,9 @@ fn serve(
 }
 
 /// Serves embeddings until a signal.
-fn embed(args: &Args, all: Vec<Serving>, cancel: &Cancel) -> anyhow::Result<()> {
-    let (config, board) = args.set_up(Facts::default(), false)?;
-    let server = Server::bind_all(config, all)?;
+fn embed(args: &Args, all: Vec<HostedModel>, cancel: &Cancel) -> anyhow::Result<()> {
+    let (config, board) = args.set_up(ProcessMetrics::default(), false)?;
+    let server = HttpServer::bind_all(config, all)?;
     let node = join_in(args);
     if let Some(node) = &node {
         node.0.set_api(server.addresses().to_vec());
@@ -420,10 +422,10 @@ fn embed(args: &Args, all: Vec<Serving>, cancel: &Cancel) -> anyhow::Result<()> 
 
 /// Waits for a signal, then stops the server. The first start of workers must succeed.
 fn watch(
-    opened: &Opened,
+    opened: &LocalModel,
     instance: &Instance,
     urls: &[String],
-    handle: &Handle,
+    handle: &ServerHandle,
     cancel: &Cancel,
 ) -> anyhow::Result<()> {
     let outcome = opened.ready(instance).map(|()| {
@@ -435,19 +437,19 @@ fn watch(
 }
 
 /// Prints the workers' notices.
-fn observer(opened: &Opened) -> Observer {
-    let mut loading = Loading::new(opened.nodes());
+fn observer(opened: &LocalModel) -> Observer {
+    let mut loading = LoadingBar::new(opened.nodes());
     let (config, threads) = (opened.config().clone(), opened.threads());
     let mut told = false;
     Box::new(move |notice, cuts| {
-        loading.hear(notice);
+        loading.update(notice);
         match notice {
             Notice::Loading { .. } => {}
             // A split change has its own line.
             Notice::Ready { again: false, .. } if std::mem::replace(&mut told, true) => {}
             notice => lines(notice, cuts, (&config, threads))
                 .iter()
-                .for_each(tell),
+                .for_each(print_err),
         }
     })
 }
@@ -480,7 +482,7 @@ impl Args {
                 });
             }
         }
-        let beside: &[Tuned] = match self.only_adapter() {
+        let beside: &[AdapterArg] = match self.only_adapter() {
             None if fuses => &self.adapter[..],
             _ => &[],
         };
@@ -498,7 +500,7 @@ impl Args {
     /// The only adapter, which replaces the model.
     fn only_adapter(&self) -> Option<&Path> {
         match self.adapter.as_slice() {
-            [Tuned { name: None, path }] => Some(path.as_path()),
+            [AdapterArg { name: None, path }] => Some(path.as_path()),
             _ => None,
         }
     }
@@ -510,7 +512,7 @@ impl Args {
 
     fn engine(&self, path: &Path, config: &Config) -> EngineConfig {
         let parallel = usize::from(self.parallel);
-        let room = Room::of(
+        let room = ContextBudget::of(
             (path, config),
             (self.compute.in_memory(self.engine), machine::available()),
             self.context,
@@ -550,9 +552,9 @@ impl Args {
     }
 
     /// The model's names for clients: that of its file or folder, and the argument.
-    fn named(&self, given: &str) -> Named {
+    fn named(&self, given: &str) -> ModelNames {
         if let Some(tuned) = &self.tuned {
-            return Named {
+            return ModelNames {
                 aliases: Vec::new(),
                 id: tuned.id(),
             };
@@ -563,7 +565,7 @@ impl Args {
             .filter(|_| is_path)
             .map(|n| n.to_string_lossy().into_owned());
         let aliases = short.is_some().then(|| given.to_owned()).into_iter();
-        Named {
+        ModelNames {
             aliases: aliases.chain(self.alias.iter().cloned()).collect(),
             id: short.unwrap_or_else(|| given.to_owned()),
         }
@@ -573,7 +575,7 @@ impl Args {
     ///
     /// # Errors
     /// A model that cannot be found or is not an encoder.
-    fn beside(&self, signals: &Signals) -> anyhow::Result<Option<Serving>> {
+    fn beside(&self, signals: &Signals) -> anyhow::Result<Option<HostedModel>> {
         let Some(given) = self.embed.as_deref() else {
             return Ok(None);
         };
@@ -614,22 +616,22 @@ impl Args {
     }
 
     /// Outputs of the board: its files, and warnings.
-    fn watch(&self) -> anyhow::Result<Watch> {
-        Ok(Watch {
+    fn watch(&self) -> anyhow::Result<DashboardOutputs> {
+        Ok(DashboardOutputs {
             events: self.events.clone(),
             home: home::home()?,
-            tell: Arc::new(|line| tell(line)),
+            tell: Arc::new(|line| print_err(line)),
         })
     }
 
     /// The node's settings for models of the cluster.
-    fn node_spec(&self) -> anyhow::Result<commands::Spec> {
+    fn node_spec(&self) -> anyhow::Result<commands::NodeSettings> {
         let program = own_program().context("cannot find this program's own file")?;
         let [train_program, bench_program, array_program] = [(); 3].map(|()| program.clone());
         let bench_args = self.node.rank_args();
-        let home::Settings { home, options } = home::Settings::from_env()?;
+        let home::StoreSettings { home, options } = home::StoreSettings::from_env()?;
         let array_args = self.node.array_args()?;
-        Ok(commands::Spec {
+        Ok(commands::NodeSettings {
             home,
             program: (program, self.node.worker_args()),
             worker_env: worker_env(),
@@ -642,14 +644,14 @@ impl Args {
             start_far: Box::new(move || train::start_far(&train_program)),
             start_rank: Box::new(move || bench::start_rank(&bench_program, &bench_args)),
             start_arrays: Box::new(move || mapreduce::start_far(&array_program, &array_args)),
-            tell: Arc::new(|line| tell(line)),
+            tell: Arc::new(|line| print_err(line)),
         })
     }
 
     /// The model for the API.
-    fn served(&self, opened: &mut Opened, path: &Path) -> Model {
-        let Named { id, aliases } = self.named(self.model().unwrap_or_default());
-        opened.served((id, aliases), path, &|line| tell(line))
+    fn served(&self, opened: &mut LocalModel, path: &Path) -> ServedModel {
+        let ModelNames { id, aliases } = self.named(self.model().unwrap_or_default());
+        opened.served((id, aliases), path, &|line| print_err(line))
     }
 
     /// The settings of every server of this command, and the board; [`watch`](Board::watch) then
@@ -659,9 +661,9 @@ impl Args {
     /// Invalid settings.
     fn set_up(
         &self,
-        facts: Facts,
+        facts: ProcessMetrics,
         manages: bool,
-    ) -> anyhow::Result<(paceline_serve::Config, Board)> {
+    ) -> anyhow::Result<(paceline_serve::Config, Dashboard)> {
         let (folder, tls) = (home::folder()?, self.tls_cert.as_deref());
         let remover = match self.allow_delete {
             true => Some(remover(home::home()?)),
@@ -682,7 +684,7 @@ impl Args {
             certificate: tls.zip(self.tls_key.as_deref()),
             plain: self.insecure_http,
             downloads: Arc::new(downloads),
-            tell: Arc::new(|line| tell(line)),
+            tell: Arc::new(|line| print_err(line)),
         };
         Ok(options.set_up(facts, manages)?)
     }
@@ -690,6 +692,6 @@ impl Args {
 
 /// Settings of the dashboard's downloads.
 fn downloads() -> Result<(Home, PullOptions), String> {
-    let settings = home::Settings::from_env().map_err(|error| format!("{error:#}"))?;
+    let settings = home::StoreSettings::from_env().map_err(|error| format!("{error:#}"))?;
     Ok((settings.home, settings.options))
 }

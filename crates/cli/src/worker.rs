@@ -6,12 +6,12 @@ use std::sync::Arc;
 use paceline_base::Bytes;
 use paceline_comm::Plaintext;
 use paceline_node::launched;
-use paceline_node::worker::Settings;
+use paceline_node::worker::WorkerSettings;
 use signal_hook::consts::SIGUSR2;
 use signal_hook::flag;
 
 use crate::error::Error;
-use crate::member::{self, Ports};
+use crate::member::{self, PortRange};
 use crate::wires::variable;
 use crate::{home, load};
 
@@ -20,7 +20,7 @@ use crate::{home, load};
 pub(crate) struct Args {
     /// Ports to listen at for ranks of other machines
     #[arg(long, value_name = "A-B", value_parser = member::ports)]
-    data_ports: Option<Ports>,
+    data_ports: Option<PortRange>,
     /// Bytes on disk for prompts that were read; none without
     #[arg(long, value_name = "BYTES")]
     prefix_cache: Option<u64>,
@@ -35,13 +35,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // The parent requested plaintext, or has no such transport.
     let wire =
         |backend| launched::of(backend, Plaintext::Allowed, &variable).map_err(IoError::other);
-    let ports = args.data_ports.clone().map(|Ports(ports)| ports);
+    let ports = args.data_ports.clone().map(|PortRange(ports)| ports);
     let disk = args.prefix_cache.map(Bytes).map(home::prefixes);
     let disk = disk.transpose()?;
     let halted = Arc::default();
     // Sent by `paceline chaos`. Without a handler it would end the process.
     flag::register(SIGUSR2, Arc::clone(&halted))?;
-    let settings = Settings {
+    let settings = WorkerSettings {
         mlx: home::mlx_places()?,
         ports,
         disk,

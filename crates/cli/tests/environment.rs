@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::Stdio;
 
-use crate::common::home::World;
+use crate::common::home::TestHome;
 use crate::common::until;
 use crate::mapreduce::children;
 use crate::train;
@@ -16,7 +16,7 @@ fn told(pid: u32, file: &str) -> String {
 
 #[test]
 fn workers_of_jobs_and_trainings_get_no_secrets_of_the_environment() {
-    let world = World::new();
+    let world = TestHome::new();
     let data = train::data(&world);
     // Both take minutes, and are killed long before.
     let job = [

@@ -8,12 +8,12 @@ use std::process::Child;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::common::hosts::{Ended, World, finish, write_program};
+use crate::common::hosts::{LaunchOutput, SshHosts, finish, write_program};
 use crate::common::until;
 
 /// Raw values of some 30 binary orders: seven parts.
-fn stocked() -> World {
-    let world = World::new();
+fn stocked() -> SshHosts {
+    let world = SshHosts::new();
     let value = |i: u64| {
         let bits = i.wrapping_mul(6364136223846793005).rotate_left(29);
         (bits >> 11) as f64 * ((bits % 61) as f64 - 30.0).exp2()
@@ -25,12 +25,12 @@ fn stocked() -> World {
 
 const SUM: [&str; 6] = ["mapreduce", "reduce", "var", "x.raw", "--raw", "f64"];
 
-fn start(world: &World, args: &[&str]) -> Child {
+fn start(world: &SshHosts, args: &[&str]) -> Child {
     let args = [args, &["--json", "--threads", "1"]].concat();
     world.paceline(&args).spawn().unwrap()
 }
 
-fn object(ended: Ended) -> Value {
+fn object(ended: LaunchOutput) -> Value {
     serde_json::from_str(&ended.ok().stdout).unwrap()
 }
 

@@ -19,9 +19,9 @@ const OWN: &str = "[[finding]]\nid = 9001\nstatement = \"My quokka cluster answe
                    [[answer]]\nquestion = \"Who feeds the quokka?\"\nanswer = \"I do.\"\nfindings = [9001]\n";
 
 /// An empty home and a folder for files to add.
-struct World(tempfile::TempDir);
+struct KbHome(tempfile::TempDir);
 
-impl World {
+impl KbHome {
     fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
@@ -97,7 +97,7 @@ impl World {
 
 #[test]
 fn exit_codes_tell_failure_from_wrong_usage() {
-    let world = World::new();
+    let world = KbHome::new();
     for (args, code) in [
         (&["stats"][..], 0),
         (&["skill"], 0),
@@ -133,7 +133,7 @@ fn exit_codes_tell_failure_from_wrong_usage() {
 
 #[test]
 fn hints_name_what_was_meant() {
-    let world = World::new();
+    let world = KbHome::new();
     for (args, hint) in [
         (&["detail", "451"][..], "did you mean 415, 421, 431?"),
         (&["skill", "jacl"], "did you mean JACCL Backend?"),
@@ -156,7 +156,7 @@ fn hints_name_what_was_meant() {
 
 #[test]
 fn own_findings_are_added_and_found() {
-    let world = World::new();
+    let world = KbHome::new();
     let added = world.json(&["add", &world.file("own.toml", OWN)]);
     assert_eq!(added["findings"], json!([9001]));
     assert_eq!(
@@ -197,7 +197,7 @@ fn own_findings_are_added_and_found() {
 
 #[test]
 fn a_file_of_the_same_name_is_replaced_only_when_asked() {
-    let world = World::new();
+    let world = KbHome::new();
     world.says(&["add", &world.file("own.toml", OWN)]);
     let newer = OWN.replace("4 µs", "3 µs");
     let path = world.file("own.toml", &newer);
@@ -224,7 +224,7 @@ fn a_file_of_the_same_name_is_replaced_only_when_asked() {
 
 #[test]
 fn a_bad_file_is_told_of_with_line_and_key_and_changes_nothing() {
-    let world = World::new();
+    let world = KbHome::new();
     world.says(&["add", &world.file("own.toml", OWN)]);
     let before = world.kept();
     // The other refusals: `crates/kb/tests/refused.toml`.
@@ -254,7 +254,7 @@ fn a_bad_file_is_told_of_with_line_and_key_and_changes_nothing() {
 
 #[test]
 fn what_is_no_file_is_not_waited_for() {
-    let world = World::new();
+    let world = KbHome::new();
     let folder = world.0.path().join("folder.toml");
     fs::create_dir(&folder).unwrap();
     let pipe = world.0.path().join("pipe.toml");
@@ -271,7 +271,7 @@ fn what_is_no_file_is_not_waited_for() {
 
 #[test]
 fn a_home_that_cannot_be_written_to_is_said() {
-    let world = World::new();
+    let world = KbHome::new();
     fs::write(world.home(), "a file where the folder should be").unwrap();
     let output = world.run(&["add", &world.file("own.toml", OWN)]);
     assert_eq!(output.status.code(), Some(1));
@@ -324,7 +324,7 @@ fn on_terminal(mut command: Command, columns: u16) -> String {
 
 #[test]
 fn a_terminal_gets_its_width_and_bold_words() {
-    let world = World::new();
+    let world = KbHome::new();
     let command = |term: &str, no_color: &str| {
         let mut command = world.command(&["search", "SIGBUS"]);
         command
@@ -349,7 +349,7 @@ fn a_terminal_gets_its_width_and_bold_words() {
 
 #[test]
 fn two_at_once_lose_nothing() {
-    let world = World::new();
+    let world = KbHome::new();
     let files: Vec<String> = (0..8)
         .map(|n| {
             let finding = format!(

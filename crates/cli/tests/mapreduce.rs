@@ -8,7 +8,7 @@ use std::process::Child;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::common::home::World;
+use crate::common::home::TestHome;
 use crate::common::{assert_parts, collect, finish, text, until};
 
 /// Rows of the columns: seven parts of the smallest size.
@@ -66,8 +66,8 @@ fn bytes_of(values: impl Iterator<Item = f64>) -> Vec<u8> {
 
 /// A world with columns: values over many binary orders, keys of 1,000 groups, the same rows
 /// shuffled, and points of two axes.
-pub(crate) fn stocked() -> World {
-    let world = World::new();
+pub(crate) fn stocked() -> TestHome {
+    let world = TestHome::new();
     let rows: Vec<(f64, u64)> = numbers()
         .zip(numbers().skip(7))
         .take(ROWS as usize)
@@ -105,7 +105,7 @@ pub(crate) fn stocked() -> World {
     world
 }
 
-fn start(world: &World, args: &[&str]) -> Child {
+fn start(world: &TestHome, args: &[&str]) -> Child {
     let args = ["mapreduce"].into_iter().chain(args.iter().copied());
     world.paceline(args.chain(["--json"])).spawn().unwrap()
 }
@@ -123,12 +123,12 @@ fn result(mut object: Value) -> Value {
     object
 }
 
-pub(crate) fn json(world: &World, args: &[&str], nodes: &str) -> Value {
+pub(crate) fn json(world: &TestHome, args: &[&str], nodes: &str) -> Value {
     result(object(start(world, &[args, &["--nodes", nodes]].concat())))
 }
 
 /// The values of `values.npy` in order.
-fn in_order(world: &World) -> Vec<u8> {
+fn in_order(world: &TestHome) -> Vec<u8> {
     let bytes = values(&world.path("models").join("values.npy"), 8 * ROWS as usize);
     let floats = bytes
         .as_chunks::<8>()

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use crate::common::home::{World, object};
+use crate::common::home::{TestHome, object};
 use crate::common::{finish, text, until};
 
 /// The tiny model of these tests.
@@ -15,7 +15,7 @@ fn model() -> String {
     golden.to_owned()
 }
 
-pub(crate) fn data(world: &World) -> String {
+pub(crate) fn data(world: &TestHome) -> String {
     let line = |i: usize| {
         let answer = ["the front", "a line of riders", "one machine alone"][i % 3];
         format!("{{\"prompt\": \"who rides at {i}\", \"completion\": \"{answer}\"}}\n")
@@ -50,7 +50,7 @@ pub(crate) fn args<'a>(data: &'a str, output: &'a str, more: &[&'a str]) -> Vec<
 
 #[test]
 fn workers_and_a_killed_run_leave_the_same_bytes() {
-    let world = World::new();
+    let world = TestHome::new();
     let data = data(&world);
     let adapter = |output: &str| {
         let folder = world.path("models").join(output);
@@ -101,7 +101,7 @@ fn workers_and_a_killed_run_leave_the_same_bytes() {
     reason = "one story on one adapter, whose training takes longer than the rest"
 )]
 fn an_adapter_is_shown_converted_and_run() {
-    let world = World::new();
+    let world = TestHome::new();
     let data = data(&world);
     let more = ["--steps", "40", "--json"];
     object(&finish(&mut world.paceline(args(&data, "own", &more))));
@@ -185,7 +185,7 @@ fn an_adapter_is_shown_converted_and_run() {
 
 #[test]
 fn what_cannot_be_trained_is_told_before_the_first_step() {
-    let world = World::new();
+    let world = TestHome::new();
     let data = data(&world);
     let complaint = |more: &[&str]| {
         let output = finish(&mut world.paceline(args(&data, "out", more)));
@@ -210,7 +210,7 @@ fn what_cannot_be_trained_is_told_before_the_first_step() {
 /// Hosts, stages and a configuration of mlx-lm all lead to the same bytes.
 #[test]
 fn hosts_stages_and_a_foreign_configuration() {
-    let world = World::new();
+    let world = TestHome::new();
     let data = data(&world);
     let adapter = |output: &str| {
         let folder = world.path("models").join(output);
@@ -269,7 +269,7 @@ fn hosts_stages_and_a_foreign_configuration() {
 
 #[test]
 fn a_plan_of_a_training_has_energy_and_what_would_fit() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = model();
     let plan = |more: &[&str]| {
         let fixed = ["plan", &model, "--train", "--json"];

@@ -14,17 +14,17 @@ use crate::Error;
 
 /// A socket that never blocks: reads by the monitor, writes by any thread, one at a time.
 #[derive(Debug)]
-pub(crate) struct Channel {
+pub(crate) struct WorkerSocket {
     rank: Rank,
     socket: UnixStream,
     /// The reason that no further line is written: half of one may be sent, or the channel is
     /// closed.
-    broken: Mutex<Option<Broken>>,
+    broken: Mutex<Option<WriteFailure>>,
 }
 
 /// The failure of a write, which all later writes return too.
 #[derive(Clone, Copy, Debug)]
-enum Broken {
+enum WriteFailure {
     Stuck {
         written: usize,
         bytes: usize,
@@ -33,7 +33,7 @@ enum Broken {
     Closed,
 }
 
-impl Broken {
+impl WriteFailure {
     const fn error(self, rank: Rank) -> Error {
         match self {
             Self::Stuck {
@@ -51,7 +51,7 @@ impl Broken {
     }
 }
 
-impl Channel {
+impl WorkerSocket {
     /// Makes a pair: this end, and the child's, which blocks.
     pub(crate) fn pair(rank: Rank) -> io::Result<(Self, UnixStream)> {
         let (socket, theirs) = UnixStream::pair()?;
@@ -89,7 +89,7 @@ impl Channel {
         }
     }
 
-    fn write_all(&self, line: &[u8], limit: Duration) -> Result<(), Broken> {
+    fn write_all(&self, line: &[u8], limit: Duration) -> Result<(), WriteFailure> {
         let start = Instant::now();
         let mut written = 0;
         while written < line.len() {
@@ -99,7 +99,7 @@ impl Channel {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     let left = limit.saturating_sub(start.elapsed());
                     if left.is_zero() {
-                        return Err(Broken::Stuck {
+                        return Err(WriteFailure::Stuck {
                             written,
                             bytes: line.len(),
                             limit,
@@ -107,7 +107,7 @@ impl Channel {
                     }
                     wait_for(&mut [PollFd::new(&self.socket, PollFlags::OUT)], Some(left));
                 }
-                Err(_) => return Err(Broken::Closed),
+                Err(_) => return Err(WriteFailure::Closed),
             }
         }
         Ok(())
@@ -120,7 +120,7 @@ impl Channel {
     }
 }
 
-impl AsFd for Channel {
+impl AsFd for WorkerSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

@@ -51,11 +51,11 @@ type Hook = Box<dyn FnOnce() + Send>;
 /// Another thread sends a heartbeat every [`BEAT`]. It shows that the process is scheduled and not
 /// stopped, *not* that its computation makes progress: the computation has its own deadlines.
 pub struct Control<In, Out> {
-    shared: Arc<Shared>,
+    shared: Arc<ControlState>,
     types: PhantomData<fn(Out) -> In>,
 }
 
-struct Shared {
+struct ControlState {
     /// Used by the reader thread only.
     reading: UnixStream,
     /// Locked for one line at a time.
@@ -96,19 +96,19 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
     }
 
     fn over(socket: UnixStream) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ControlState {
             reading: socket.try_clone()?,
             writing: Mutex::new(socket),
             inbox: Queue::new(1),
             hook: Mutex::new(None),
         });
-        let start = |name: &str, run: fn(&Shared)| {
+        let start = |name: &str, run: fn(&ControlState)| {
             let shared = Arc::clone(&shared);
             let builder = thread::Builder::new().name(name.to_owned());
             builder.spawn(move || run(&shared))
         };
-        start("control", Shared::read)?;
-        start("beat", Shared::beat)?;
+        start("control", ControlState::read)?;
+        start("beat", ControlState::beat)?;
         Ok(Self {
             shared,
             types: PhantomData,
@@ -152,7 +152,7 @@ impl<In, Out> fmt::Debug for Control<In, Out> {
     }
 }
 
-impl Shared {
+impl ControlState {
     /// The reader thread: ends with the process.
     fn read(&self) {
         end_with_parent();

@@ -111,7 +111,7 @@ pub fn memory_bytes() -> Option<u64> {
 
 /// Main memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Memory {
+pub struct MainMemory {
     pub total: Bytes,
     /// Memory available to programs, if the system reports it.
     pub available: Option<Bytes>,
@@ -123,24 +123,24 @@ pub fn available() -> Option<Bytes> {
 }
 
 /// This machine's memory.
-pub fn memory() -> Option<Memory> {
+pub fn memory() -> Option<MainMemory> {
     if let Ok(text) = std::fs::read_to_string("/proc/meminfo") {
         return parse_meminfo(&text);
     }
     let total = first_line("sysctl", &["-n", "hw.memsize"])?.parse().ok()?;
-    Some(Memory {
+    Some(MainMemory {
         total: Bytes(total),
         available: None,
     })
 }
 
-fn parse_meminfo(text: &str) -> Option<Memory> {
+fn parse_meminfo(text: &str) -> Option<MainMemory> {
     let field = |name: &str| -> Option<Bytes> {
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;
         let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
         Some(Bytes(kib << 10))
     };
-    Some(Memory {
+    Some(MainMemory {
         total: field("MemTotal:")?,
         available: field("MemAvailable:"),
     })

@@ -156,7 +156,7 @@ fn drops_input(rules: &str) -> bool {
 
 /// Synchronisation of this machine's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Clock {
+pub enum ClockSync {
     /// Synchronised by time servers.
     Kept,
     /// Not synchronised.
@@ -169,25 +169,25 @@ pub enum Clock {
 const KEPT_MS: u64 = 1000;
 
 /// Synchronisation of the clock; `None` if the system does not report it.
-pub fn clock() -> Option<Clock> {
+pub fn clock() -> Option<ClockSync> {
     if cfg!(target_os = "macos") {
         return offset(&first_line("sntp", &["-t", "2", "time.apple.com"])?);
     }
     let kept = first_line("timedatectl", &["show", "-p", "NTPSynchronized", "--value"])?;
     match kept.as_str() {
-        "yes" => Some(Clock::Kept),
-        "no" => Some(Clock::Free),
+        "yes" => Some(ClockSync::Kept),
+        "no" => Some(ClockSync::Free),
         _ => None,
     }
 }
 
 /// `+0.012345 +/- 0.020000 time.apple.com 17.253.4.253`
-fn offset(line: &str) -> Option<Clock> {
+fn offset(line: &str) -> Option<ClockSync> {
     let seconds: f64 = line.split_whitespace().next()?.parse().ok()?;
     let ms = (seconds.abs() * 1e3) as u64;
     Some(match ms {
-        0..=KEPT_MS => Clock::Kept,
-        ms => Clock::Off(ms),
+        0..=KEPT_MS => ClockSync::Kept,
+        ms => ClockSync::Off(ms),
     })
 }
 
@@ -307,8 +307,14 @@ mod tests {
     #[test]
     fn clocks_are_kept_or_off() {
         let told = |line| offset(line);
-        assert_eq!(told("+0.012345 +/- 0.02 time.apple.com"), Some(Clock::Kept));
-        assert_eq!(told("-7.5 +/- 0.02 time.apple.com"), Some(Clock::Off(7500)));
+        assert_eq!(
+            told("+0.012345 +/- 0.02 time.apple.com"),
+            Some(ClockSync::Kept)
+        );
+        assert_eq!(
+            told("-7.5 +/- 0.02 time.apple.com"),
+            Some(ClockSync::Off(7500))
+        );
         assert_eq!(told("sntp: no answer"), None);
     }
 

@@ -25,20 +25,20 @@ pub(crate) struct Queue<E> {
 
 #[derive(Debug)]
 struct Inner<E> {
-    entries: VecDeque<Entry<E>>,
-    senders: Vec<Held>,
+    entries: VecDeque<QueueEntry<E>>,
+    senders: Vec<SenderUsage>,
     woken: bool,
 }
 
 #[derive(Debug)]
-struct Entry<E> {
+struct QueueEntry<E> {
     sender: usize,
     bytes: usize,
     content: E,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Held {
+struct SenderUsage {
     entries: usize,
     bytes: usize,
     muted: bool,
@@ -49,7 +49,7 @@ impl<E> Queue<E> {
     pub(crate) fn new(senders: usize) -> Self {
         let inner = Inner {
             entries: VecDeque::new(),
-            senders: vec![Held::default(); senders],
+            senders: vec![SenderUsage::default(); senders],
             woken: false,
         };
         Self {
@@ -67,7 +67,7 @@ impl<E> Queue<E> {
         }
         held.entries += 1;
         held.bytes += bytes;
-        inner.entries.push_back(Entry {
+        inner.entries.push_back(QueueEntry {
             sender,
             bytes,
             content,
@@ -79,7 +79,7 @@ impl<E> Queue<E> {
     pub(crate) fn push_verdict(&self, sender: usize, content: E) {
         let mut inner = self.lock();
         inner.senders[sender].entries += 1;
-        inner.entries.push_back(Entry {
+        inner.entries.push_back(QueueEntry {
             sender,
             bytes: 0,
             content,
@@ -113,7 +113,7 @@ impl<E> Queue<E> {
     pub(crate) fn reset(&self, sender: usize) {
         let mut inner = self.lock();
         inner.entries.retain(|entry| entry.sender != sender);
-        inner.senders[sender] = Held::default();
+        inner.senders[sender] = SenderUsage::default();
     }
 
     /// Drops messages of this sender from now on.
@@ -136,7 +136,7 @@ impl<E> Queue<E> {
     }
 }
 
-impl Held {
+impl SenderUsage {
     fn is_full(&self) -> bool {
         self.entries >= ENTRIES_MAX || self.bytes >= BYTES_MAX
     }

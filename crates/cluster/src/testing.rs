@@ -1,6 +1,6 @@
 //! Parsers of the bytes that children send and print, for fuzzing.
 
-use paceline_process::processes::{LINE_TEXT_BYTES_MAX, Lines};
+use paceline_process::processes::{LINE_TEXT_BYTES_MAX, LineBuffer};
 
 use crate::wire::{Assembler, decode};
 
@@ -15,7 +15,7 @@ pub fn parse_children(bytes: &[u8]) {
         let pieces = bytes.split_at(cut);
         assert_eq!(messages(pieces), messages((bytes, &[])));
     }
-    let mut lines = Lines::default();
+    let mut lines = LineBuffer::default();
     let check = |line: &str| assert!(line.len() <= 3 * LINE_TEXT_BYTES_MAX, "{}", line.len());
     lines.feed(bytes, check);
     lines.finish(check);

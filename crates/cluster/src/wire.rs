@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[derive(Debug, PartialEq, Serialize, Deserialize)]
-    enum Sample {
+    enum TestMessage {
         Unit,
         Text(String),
         Numbers { values: Vec<u32> },
@@ -169,10 +169,10 @@ mod tests {
     #[test]
     fn messages_are_one_line_and_come_back() {
         let samples = [
-            Sample::Unit,
-            Sample::Text(String::new()),
-            Sample::Text("line\nline\r\n\0 \u{2028} \u{1f600}".into()),
-            Sample::Numbers { values: vec![0; 3] },
+            TestMessage::Unit,
+            TestMessage::Text(String::new()),
+            TestMessage::Text("line\nline\r\n\0 \u{2028} \u{1f600}".into()),
+            TestMessage::Numbers { values: vec![0; 3] },
         ];
         for sample in samples {
             let line = encode(&sample).unwrap();
@@ -180,7 +180,7 @@ mod tests {
                 panic!("{line:?}");
             };
             assert!(!text.contains(&b'\n') && !text.is_empty());
-            assert_eq!(decode::<Sample>(text), Ok(sample));
+            assert_eq!(decode::<TestMessage>(text), Ok(sample));
         }
         assert_eq!(
             encode(&()).unwrap(),
@@ -201,7 +201,7 @@ mod tests {
             long.as_bytes(),
             deep.as_bytes(),
         ] {
-            let Err(error) = decode::<Sample>(bytes) else {
+            let Err(error) = decode::<TestMessage>(bytes) else {
                 panic!("{}", shorten(bytes));
             };
             let text = error.to_string();

@@ -47,7 +47,7 @@ use paceline_process::processes::Ending;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::channel::Channel;
+use crate::channel::WorkerSocket;
 use crate::queue::Queue;
 use crate::sandbox::Sandbox;
 use crate::wire::{decode, encode};
@@ -62,7 +62,7 @@ const ORDER_LIMIT: Duration = Duration::from_secs(5);
 pub type LineSink = Box<dyn FnMut(Rank, &str) + Send>;
 
 /// Specification of the child processes.
-pub struct Spec {
+pub struct WorkerSpec {
     /// The program, a path or a name to look up.
     pub program: PathBuf,
     /// The arguments of each rank: as many ranks as lists.
@@ -72,7 +72,7 @@ pub struct Spec {
     /// Whether children get only `env` and nothing of this process's environment.
     pub env_alone: bool,
     /// Time limits.
-    pub limits: Limits,
+    pub limits: WorkerLimits,
     /// Sandbox that all children share and none can leave; `None` by default.
     pub sandbox: Option<Sandbox>,
     /// Further folders below which children may write in their sandbox. Only folders that exist
@@ -83,7 +83,7 @@ pub struct Spec {
     pub on_line: Option<LineSink>,
 }
 
-impl Spec {
+impl WorkerSpec {
     /// The program with these arguments for each rank, default limits, and no sink.
     pub fn new(program: impl Into<PathBuf>, args: Vec<Vec<OsString>>) -> Self {
         Self {
@@ -91,7 +91,7 @@ impl Spec {
             args,
             env: Vec::new(),
             env_alone: false,
-            limits: Limits::default(),
+            limits: WorkerLimits::default(),
             sandbox: None,
             writable: Vec::new(),
             on_line: None,
@@ -99,7 +99,7 @@ impl Spec {
     }
 }
 
-impl fmt::Debug for Spec {
+impl fmt::Debug for WorkerSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Spec")
             .field("program", &self.program)
@@ -111,7 +111,7 @@ impl fmt::Debug for Spec {
 
 /// Time limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct WorkerLimits {
     /// From the start of a process to its first byte. Default 10 s: a system may scan a new
     /// program, on a cold disk.
     pub start: Duration,
@@ -122,7 +122,7 @@ pub struct Limits {
     pub write: Duration,
 }
 
-impl Default for Limits {
+impl Default for WorkerLimits {
     fn default() -> Self {
         Self {
             start: Duration::from_secs(10),
@@ -217,7 +217,7 @@ pub struct Workers<To, From> {
     queue: Arc<Queue<Report>>,
     orders: Arc<Orders>,
     monitor: Mutex<Option<JoinHandle<()>>>,
-    limits: Limits,
+    limits: WorkerLimits,
     types: PhantomData<fn(To) -> From>,
 }
 
@@ -227,7 +227,7 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
     /// # Errors
     /// [`Error::Start`], [`Error::Resource`]. Children that were started before are killed and
     /// reaped.
-    pub fn spawn(spec: Spec) -> Result<Self, Error> {
+    pub fn spawn(spec: WorkerSpec) -> Result<Self, Error> {
         let resource = |what| move |source| Error::Resource { what, source };
         let limits = spec.limits;
         let queue = Arc::new(Queue::new(spec.args.len()));
@@ -330,7 +330,7 @@ impl<To, From> Workers<To, From> {
     /// [`Error::Closed`] after [`stop`](Self::stop).
     pub fn replace(&self, rank: Rank) -> Result<(), Error> {
         let mut children = lock(&self.children);
-        let child = self.order(rank, Change::Replace)?;
+        let child = self.order(rank, ChildChange::Replace)?;
         if let (Some(seat), Some(child)) = (children.get_mut(rank.0 as usize), child) {
             *seat = child;
         }
@@ -341,11 +341,11 @@ impl<To, From> Workers<To, From> {
     /// most 2 s. Does nothing for an unknown rank.
     pub fn kill(&self, rank: Rank) {
         let _seats = lock(&self.children); // one order at a time
-        let _ = self.order(rank, Change::Kill); // an error means that it is gone
+        let _ = self.order(rank, ChildChange::Kill); // an error means that it is gone
     }
 
     /// Makes the monitor change a rank's child, and waits for it.
-    fn order(&self, rank: Rank, change: Change) -> Result<Option<Child>, Error> {
+    fn order(&self, rank: Rank, change: ChildChange) -> Result<Option<Child>, Error> {
         let size = self.count;
         if rank.0 >= size {
             return Err(Error::NoSuchRank { rank, size });
@@ -354,7 +354,7 @@ impl<To, From> Workers<To, From> {
             return Err(Error::Closed { rank });
         }
         let (answer, done) = sync_channel(1);
-        *lock(&self.orders.change) = Some(Order {
+        *lock(&self.orders.change) = Some(ChangeOrder {
             rank,
             change,
             answer,
@@ -426,20 +426,20 @@ enum Report {
 }
 
 /// A child's channel and process id.
-type Child = (Arc<Channel>, u32);
+type Child = (Arc<WorkerSocket>, u32);
 
 /// A change to a child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Change {
+enum ChildChange {
     Kill,
     Replace,
 }
 
 /// A change of one rank's child, and the channel on which the caller waits.
 #[derive(Debug)]
-struct Order {
+struct ChangeOrder {
     rank: Rank,
-    change: Change,
+    change: ChildChange,
     answer: SyncSender<Result<Option<Child>, Error>>,
 }
 
@@ -450,7 +450,7 @@ struct Orders {
     /// The grace period, once all must end.
     stop: Mutex<Option<Duration>>,
     /// At most one at a time: its caller waits.
-    change: Mutex<Option<Order>>,
+    change: Mutex<Option<ChangeOrder>>,
 }
 
 impl Orders {

@@ -16,7 +16,7 @@ use std::str::FromStr;
 
 use paceline_base::Rank;
 
-use paceline_comm::provider::Placed;
+use paceline_comm::provider::LaunchedProvider;
 use paceline_comm::{Deadline, Group, InitError, Plaintext, Strict, local};
 
 use crate::nccl::{self, Libraries};
@@ -76,7 +76,7 @@ pub struct MlxPlace<'a> {
     /// Number of ranks, and the address where rank 0 distributes NCCL's id.
     pub nccl: Option<(u32, SocketAddr)>,
     /// The provider configured by JACCL's variables.
-    pub jaccl: Option<&'a dyn Placed>,
+    pub jaccl: Option<&'a dyn LaunchedProvider>,
     /// Paths of NCCL and CUDA.
     pub libraries: &'a Libraries,
     /// Whether bytes may leave this machine unencrypted.
@@ -173,12 +173,12 @@ fn one(
         }
         MlxBackend::Mpi => {
             allowed(place.plaintext).ok_or(MlxError::Plaintext { backend })?;
-            Ok(mpi::Session::start()?.world())
+            Ok(mpi::MpiSession::start()?.world())
         }
         MlxBackend::Nccl => {
             let (size, addr) = place.nccl.ok_or(missing("a size and rank 0's address"))?;
             let (libraries, plaintext) = (place.libraries, place.plaintext);
-            let seat = nccl::Seat {
+            let seat = nccl::NcclRank {
                 rank: rank()?,
                 size,
                 addr,

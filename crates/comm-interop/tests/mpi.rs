@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 use paceline_base::Rank;
 use paceline_comm::{Complex64, Deadline, Element, Error, Group, Reduce, testing};
-use paceline_comm_interop::mpi::Session;
+use paceline_comm_interop::mpi::MpiSession;
 
 /// A case and the divisor of its number of ranks.
 type Case = (&'static str, u32, fn(&dyn Group));
@@ -49,8 +49,8 @@ const CASES: [Case; 12] = [
 ];
 
 fn main() {
-    let session = Session::start().unwrap();
-    assert!(Session::start().is_err(), "MPI starts once");
+    let session = MpiSession::start().unwrap();
+    assert!(MpiSession::start().is_err(), "MPI starts once");
     let world = session.world();
     if let Ok(control) = std::env::var("COMM_TEST_CONTROL") {
         serve::serve(&*world, &TcpStream::connect(control).unwrap(), soon);

@@ -185,7 +185,7 @@ fn ranks_meet_by_mlxs_bytes() {
     thread::scope(|scope| {
         for rank in (0..3).map(Rank) {
             scope.spawn(move || {
-                let seat = nccl::Seat {
+                let seat = nccl::NcclRank {
                     rank,
                     size: 3,
                     addr,
@@ -197,7 +197,7 @@ fn ranks_meet_by_mlxs_bytes() {
     });
     let by = Deadline::at(Instant::now() + Duration::from_millis(100));
     for rank in [Rank(0), Rank(1)] {
-        let seat = nccl::Seat {
+        let seat = nccl::NcclRank {
             rank,
             size: 2,
             addr,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_comm::provider::Provider;
 use paceline_comm::tcp::{Config, GroupId, Listener};
-use paceline_comm::{Backend, Deadline, Group, InitError, Plaintext, Seat, Strict, init};
+use paceline_comm::{Backend, Deadline, Group, InitError, JoinParams, Plaintext, Strict, init};
 use paceline_comm_interop::nccl::Libraries;
 use paceline_comm_interop::{mlx_ring, mpi, nccl};
 
@@ -24,7 +24,7 @@ fn three(provider: &dyn Provider) -> Vec<Result<Box<dyn Group>, InitError>> {
         let threads = (0..).zip(listeners).map(|(rank, listener)| {
             let addrs = &addrs;
             scope.spawn(move || {
-                let seat = Seat {
+                let seat = JoinParams {
                     listener,
                     rank: Rank(rank),
                     addrs,
@@ -41,8 +41,8 @@ fn three(provider: &dyn Provider) -> Vec<Result<Box<dyn Group>, InitError>> {
 }
 
 /// NCCL with missing libraries.
-fn no_nccl(plaintext: Plaintext) -> nccl::Wire {
-    nccl::Wire {
+fn no_nccl(plaintext: Plaintext) -> nccl::NcclProvider {
+    nccl::NcclProvider {
         libraries: Libraries {
             nccl: Some("no-such-nccl.so".into()),
             cuda: Some("no-such-cuda.so".into()),
@@ -53,7 +53,7 @@ fn no_nccl(plaintext: Plaintext) -> nccl::Wire {
 
 #[test]
 fn a_ring_on_loopback_works_and_leaves_nothing() {
-    let ring = mlx_ring::Wire {
+    let ring = mlx_ring::MlxRingProvider {
         plaintext: Plaintext::Refused,
     };
     let threads = three(&ring).into_iter().map(|group| {
@@ -76,7 +76,7 @@ fn a_ring_on_loopback_works_and_leaves_nothing() {
 
 #[test]
 fn a_plaintext_wire_says_so_and_wants_to_be_allowed() {
-    let mpi = mpi::Wire {
+    let mpi = mpi::MpiProvider {
         plaintext: Plaintext::Refused,
     };
     let nccl = no_nccl(Plaintext::Refused);
@@ -101,7 +101,7 @@ fn what_a_wire_lacks_is_named() {
 #[cfg(not(feature = "mpi"))]
 #[test]
 fn a_build_without_mpi_says_so() {
-    let wire = mpi::Wire {
+    let wire = mpi::MpiProvider {
         plaintext: Plaintext::Allowed,
     };
     for error in three(&wire) {

@@ -17,14 +17,14 @@ mod soft;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::Once;
 
-use abi::{Context, Cq, Device, Gid, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr};
+use abi::{Gid, IbvContext, IbvCq, IbvDevice, IbvMr, IbvPd, IbvQp, PortAttr, QpAttr, QpInitAttr};
 
 /// Creates the devices, once. They stay until the process ends.
 fn prepare() {
     static PREPARED: Once = Once::new();
     PREPARED.call_once(|| {
         let outside =
-            std::env::var_os("IBV_SOFT_FOLDER").map(|folder| soft::Outside(folder.into()));
+            std::env::var_os("IBV_SOFT_FOLDER").map(|folder| soft::ProcessFabric(folder.into()));
         let (faults, caps) = (soft::Faults::default(), soft::Caps::APPLE);
         let fabric = soft::Fabric::with(faults, caps, outside);
         (0..8).for_each(|index| fabric.device(&format!("soft{index}")));
@@ -33,7 +33,7 @@ fn prepare() {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut Device {
+unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut IbvDevice {
     prepare();
     // SAFETY: the caller follows the rules of verbs.h, here as in all functions below.
     unsafe { soft::get_device_list(count) }
@@ -53,23 +53,23 @@ macro_rules! export {
 }
 
 export! {
-    ibv_free_device_list = free_device_list(list: *mut *mut Device);
-    ibv_get_device_name = get_device_name(device: *mut Device) -> *const c_char;
-    ibv_open_device = open_device(device: *mut Device) -> *mut Context;
-    ibv_close_device = close_device(context: *mut Context) -> c_int;
-    ibv_alloc_pd = alloc_pd(context: *mut Context) -> *mut Pd;
-    ibv_dealloc_pd = dealloc_pd(pd: *mut Pd) -> c_int;
+    ibv_free_device_list = free_device_list(list: *mut *mut IbvDevice);
+    ibv_get_device_name = get_device_name(device: *mut IbvDevice) -> *const c_char;
+    ibv_open_device = open_device(device: *mut IbvDevice) -> *mut IbvContext;
+    ibv_close_device = close_device(context: *mut IbvContext) -> c_int;
+    ibv_alloc_pd = alloc_pd(context: *mut IbvContext) -> *mut IbvPd;
+    ibv_dealloc_pd = dealloc_pd(pd: *mut IbvPd) -> c_int;
     ibv_create_cq = create_cq(
-        context: *mut Context, length: c_int, own: *mut c_void, channel: *mut c_void, vector: c_int
-    ) -> *mut Cq;
-    ibv_destroy_cq = destroy_cq(cq: *mut Cq) -> c_int;
-    ibv_create_qp = create_qp(pd: *mut Pd, wanted: *mut QpInitAttr) -> *mut Qp;
-    ibv_destroy_qp = destroy_qp(qp: *mut Qp) -> c_int;
-    ibv_query_port = query_port(context: *mut Context, port: u8, into: *mut PortAttr) -> c_int;
+        context: *mut IbvContext, length: c_int, own: *mut c_void, channel: *mut c_void, vector: c_int
+    ) -> *mut IbvCq;
+    ibv_destroy_cq = destroy_cq(cq: *mut IbvCq) -> c_int;
+    ibv_create_qp = create_qp(pd: *mut IbvPd, wanted: *mut QpInitAttr) -> *mut IbvQp;
+    ibv_destroy_qp = destroy_qp(qp: *mut IbvQp) -> c_int;
+    ibv_query_port = query_port(context: *mut IbvContext, port: u8, into: *mut PortAttr) -> c_int;
     ibv_query_gid = query_gid(
-        context: *mut Context, port: u8, index: c_int, into: *mut Gid
+        context: *mut IbvContext, port: u8, index: c_int, into: *mut Gid
     ) -> c_int;
-    ibv_modify_qp = modify_qp(qp: *mut Qp, to: *mut QpAttr, mask: c_int) -> c_int;
-    ibv_reg_mr = reg_mr(pd: *mut Pd, start: *mut c_void, bytes: usize, access: c_int) -> *mut Mr;
-    ibv_dereg_mr = dereg_mr(mr: *mut Mr) -> c_int;
+    ibv_modify_qp = modify_qp(qp: *mut IbvQp, to: *mut QpAttr, mask: c_int) -> c_int;
+    ibv_reg_mr = reg_mr(pd: *mut IbvPd, start: *mut c_void, bytes: usize, access: c_int) -> *mut IbvMr;
+    ibv_dereg_mr = dereg_mr(mr: *mut IbvMr) -> c_int;
 }

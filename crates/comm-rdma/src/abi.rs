@@ -15,7 +15,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// `struct ibv_device`: opaque.
 #[repr(C)]
-pub(crate) struct Device {
+pub(crate) struct IbvDevice {
     opaque: [u8; 0],
 }
 
@@ -26,34 +26,34 @@ pub(crate) type Unused = Option<unsafe extern "C" fn()>;
 #[repr(C)]
 pub(crate) struct ContextOps {
     pub(crate) before_poll: [Unused; 11],
-    pub(crate) poll_cq: Option<unsafe extern "C" fn(*mut Cq, c_int, *mut Wc) -> c_int>,
+    pub(crate) poll_cq: Option<unsafe extern "C" fn(*mut IbvCq, c_int, *mut Wc) -> c_int>,
     pub(crate) before_post: [Unused; 13],
     pub(crate) post_send:
-        Option<unsafe extern "C" fn(*mut Qp, *mut SendWr, *mut *mut SendWr) -> c_int>,
+        Option<unsafe extern "C" fn(*mut IbvQp, *mut SendWr, *mut *mut SendWr) -> c_int>,
     pub(crate) post_recv:
-        Option<unsafe extern "C" fn(*mut Qp, *mut RecvWr, *mut *mut RecvWr) -> c_int>,
+        Option<unsafe extern "C" fn(*mut IbvQp, *mut RecvWr, *mut *mut RecvWr) -> c_int>,
     pub(crate) after_post: [Unused; 5],
 }
 
 /// `struct ibv_context`, its beginning.
 #[repr(C)]
-pub(crate) struct Context {
-    pub(crate) device: *mut Device,
+pub(crate) struct IbvContext {
+    pub(crate) device: *mut IbvDevice,
     pub(crate) ops: ContextOps,
 }
 
 /// `struct ibv_pd`, its beginning.
 #[repr(C)]
-pub(crate) struct Pd {
-    pub(crate) context: *mut Context,
+pub(crate) struct IbvPd {
+    pub(crate) context: *mut IbvContext,
     pub(crate) handle: u32,
 }
 
 /// `struct ibv_mr`.
 #[repr(C)]
-pub(crate) struct Mr {
-    pub(crate) context: *mut Context,
-    pub(crate) pd: *mut Pd,
+pub(crate) struct IbvMr {
+    pub(crate) context: *mut IbvContext,
+    pub(crate) pd: *mut IbvPd,
     pub(crate) addr: *mut c_void,
     pub(crate) length: usize,
     pub(crate) handle: u32,
@@ -63,8 +63,8 @@ pub(crate) struct Mr {
 
 /// `struct ibv_cq`, its beginning.
 #[repr(C)]
-pub(crate) struct Cq {
-    pub(crate) context: *mut Context,
+pub(crate) struct IbvCq {
+    pub(crate) context: *mut IbvContext,
     pub(crate) channel: *mut c_void,
     pub(crate) cq_context: *mut c_void,
     pub(crate) handle: u32,
@@ -73,12 +73,12 @@ pub(crate) struct Cq {
 
 /// `struct ibv_qp`, its beginning.
 #[repr(C)]
-pub(crate) struct Qp {
-    pub(crate) context: *mut Context,
+pub(crate) struct IbvQp {
+    pub(crate) context: *mut IbvContext,
     pub(crate) qp_context: *mut c_void,
-    pub(crate) pd: *mut Pd,
-    pub(crate) send_cq: *mut Cq,
-    pub(crate) recv_cq: *mut Cq,
+    pub(crate) pd: *mut IbvPd,
+    pub(crate) send_cq: *mut IbvCq,
+    pub(crate) recv_cq: *mut IbvCq,
     pub(crate) srq: *mut c_void,
     pub(crate) handle: u32,
     pub(crate) qp_num: u32,
@@ -101,8 +101,8 @@ pub(crate) struct QpCap {
 #[repr(C)]
 pub(crate) struct QpInitAttr {
     pub(crate) qp_context: *mut c_void,
-    pub(crate) send_cq: *mut Cq,
-    pub(crate) recv_cq: *mut Cq,
+    pub(crate) send_cq: *mut IbvCq,
+    pub(crate) recv_cq: *mut IbvCq,
     pub(crate) srq: *mut c_void,
     pub(crate) cap: QpCap,
     pub(crate) qp_type: c_uint,
@@ -290,22 +290,22 @@ pub(crate) const WC_GENERAL_ERR: c_uint = 21;
 
 /// The sixteen symbols. Each may fail: pointers are null with `errno` set, numbers are an error.
 #[derive(Clone, Copy)]
-pub(crate) struct Table {
-    pub(crate) get_device_list: unsafe extern "C" fn(*mut c_int) -> *mut *mut Device,
-    pub(crate) free_device_list: unsafe extern "C" fn(*mut *mut Device),
-    pub(crate) get_device_name: unsafe extern "C" fn(*mut Device) -> *const c_char,
-    pub(crate) open_device: unsafe extern "C" fn(*mut Device) -> *mut Context,
-    pub(crate) close_device: unsafe extern "C" fn(*mut Context) -> c_int,
-    pub(crate) alloc_pd: unsafe extern "C" fn(*mut Context) -> *mut Pd,
-    pub(crate) dealloc_pd: unsafe extern "C" fn(*mut Pd) -> c_int,
+pub(crate) struct VerbsTable {
+    pub(crate) get_device_list: unsafe extern "C" fn(*mut c_int) -> *mut *mut IbvDevice,
+    pub(crate) free_device_list: unsafe extern "C" fn(*mut *mut IbvDevice),
+    pub(crate) get_device_name: unsafe extern "C" fn(*mut IbvDevice) -> *const c_char,
+    pub(crate) open_device: unsafe extern "C" fn(*mut IbvDevice) -> *mut IbvContext,
+    pub(crate) close_device: unsafe extern "C" fn(*mut IbvContext) -> c_int,
+    pub(crate) alloc_pd: unsafe extern "C" fn(*mut IbvContext) -> *mut IbvPd,
+    pub(crate) dealloc_pd: unsafe extern "C" fn(*mut IbvPd) -> c_int,
     pub(crate) create_cq:
-        unsafe extern "C" fn(*mut Context, c_int, *mut c_void, *mut c_void, c_int) -> *mut Cq,
-    pub(crate) destroy_cq: unsafe extern "C" fn(*mut Cq) -> c_int,
-    pub(crate) create_qp: unsafe extern "C" fn(*mut Pd, *mut QpInitAttr) -> *mut Qp,
-    pub(crate) destroy_qp: unsafe extern "C" fn(*mut Qp) -> c_int,
-    pub(crate) query_port: unsafe extern "C" fn(*mut Context, u8, *mut PortAttr) -> c_int,
-    pub(crate) query_gid: unsafe extern "C" fn(*mut Context, u8, c_int, *mut Gid) -> c_int,
-    pub(crate) modify_qp: unsafe extern "C" fn(*mut Qp, *mut QpAttr, c_int) -> c_int,
-    pub(crate) reg_mr: unsafe extern "C" fn(*mut Pd, *mut c_void, usize, c_int) -> *mut Mr,
-    pub(crate) dereg_mr: unsafe extern "C" fn(*mut Mr) -> c_int,
+        unsafe extern "C" fn(*mut IbvContext, c_int, *mut c_void, *mut c_void, c_int) -> *mut IbvCq,
+    pub(crate) destroy_cq: unsafe extern "C" fn(*mut IbvCq) -> c_int,
+    pub(crate) create_qp: unsafe extern "C" fn(*mut IbvPd, *mut QpInitAttr) -> *mut IbvQp,
+    pub(crate) destroy_qp: unsafe extern "C" fn(*mut IbvQp) -> c_int,
+    pub(crate) query_port: unsafe extern "C" fn(*mut IbvContext, u8, *mut PortAttr) -> c_int,
+    pub(crate) query_gid: unsafe extern "C" fn(*mut IbvContext, u8, c_int, *mut Gid) -> c_int,
+    pub(crate) modify_qp: unsafe extern "C" fn(*mut IbvQp, *mut QpAttr, c_int) -> c_int,
+    pub(crate) reg_mr: unsafe extern "C" fn(*mut IbvPd, *mut c_void, usize, c_int) -> *mut IbvMr,
+    pub(crate) dereg_mr: unsafe extern "C" fn(*mut IbvMr) -> c_int,
 }

@@ -33,16 +33,16 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use paceline_comm::provider::{self, Lane};
+use paceline_comm::provider::{self, VirtualLane};
 
 use super::abi::{WC_SUCCESS, Wc};
-use super::cable::{Body, REQUESTS};
+use super::cable::{REQUESTS, RegisteredBody};
 use super::chunks::Chunks;
 use super::error::RdmaError;
-use super::link::lane::{Flight, Held, small};
-use super::link::{GIVE_UP, Link, REPEAT_FIRST, REPEAT_LAST};
-use super::message::{HEAD_BYTES, Head, Kind, WORDS};
-use super::track::{Landed, Track};
+use super::link::lane::{UnackedMessage, UnreadMessage, small};
+use super::link::{CableLink, GIVE_UP, REPEAT_FIRST, REPEAT_LAST};
+use super::message::{HEAD_BYTES, Kind, MessageHead, WORDS};
+use super::track::{BulkQueuePair, ChunkCompletion};
 
 /// Drains without progress before the bulk pairs are abandoned: some 0.2 s.
 const TRIES: u32 = 5;
@@ -55,9 +55,9 @@ pub(super) const NUMBER_BYTES: usize = 8;
 
 /// The transfers of a link, in both directions.
 #[derive(Default)]
-pub(super) struct Bulk {
+pub(super) struct BulkTransfers {
     /// A bulk pair for each cable; none if a device has no queue pairs to spare.
-    pub(super) tracks: Vec<Track>,
+    pub(super) tracks: Vec<BulkQueuePair>,
     abandoned: bool,
     /// Offers sent and offers accepted; the last one may be in progress.
     offered: u32,
@@ -68,15 +68,15 @@ pub(super) struct Bulk {
     /// Chunks of all transfers before the current one, by direction.
     sent_before: u64,
     received_before: u64,
-    pub(super) out: Option<Outgoing>,
-    pub(super) into: Option<Incoming>,
+    pub(super) out: Option<BulkSend>,
+    pub(super) into: Option<BulkReceive>,
     /// An unanswered offer: its lane and bytes.
-    pub(super) offer: Option<(Lane, usize)>,
+    pub(super) offer: Option<(VirtualLane, usize)>,
 }
 
 /// A body that is being sent.
-pub(super) struct Outgoing {
-    lane: Lane,
+pub(super) struct BulkSend {
+    lane: VirtualLane,
     start: *const u8,
     cut: Chunks,
     /// By bulk pair.
@@ -98,8 +98,8 @@ pub(super) struct Outgoing {
 }
 
 /// A body that is being received.
-pub(super) struct Incoming {
-    pub(super) lane: Lane,
+pub(super) struct BulkReceive {
+    pub(super) lane: VirtualLane,
     start: *mut u8,
     cut: Chunks,
     /// Bytes that were copied to their place.
@@ -119,12 +119,12 @@ pub(super) struct Incoming {
 
 // SAFETY: addresses of memory that the callers of `write` and `read` leave alone until the link
 // releases it; the link is behind a lock.
-unsafe impl Send for Outgoing {}
+unsafe impl Send for BulkSend {}
 // SAFETY: as above.
-unsafe impl Send for Incoming {}
+unsafe impl Send for BulkReceive {}
 
-impl Bulk {
-    pub(super) fn new(tracks: Vec<Track>) -> Self {
+impl BulkTransfers {
+    pub(super) fn new(tracks: Vec<BulkQueuePair>) -> Self {
         Self {
             tracks,
             ..Self::default()
@@ -159,24 +159,24 @@ impl Bulk {
     }
 
     /// Whether a body of this lane is being sent.
-    pub(super) fn sends(&self, lane: Lane) -> bool {
+    pub(super) fn sends(&self, lane: VirtualLane) -> bool {
         self.out.as_ref().is_some_and(|out| out.lane == lane)
     }
 
     /// Whether a body of this lane is being received.
-    pub(super) fn receives(&self, lane: Lane) -> bool {
+    pub(super) fn receives(&self, lane: VirtualLane) -> bool {
         self.into.as_ref().is_some_and(|into| into.lane == lane)
     }
 
     /// Whether a refused body waits for slots.
-    pub(super) fn copies(&self, lane: Lane) -> bool {
-        let copies = |out: &Outgoing| out.lane == lane && out.copied.is_some();
+    pub(super) fn copies(&self, lane: VirtualLane) -> bool {
+        let copies = |out: &BulkSend| out.lane == lane && out.copied.is_some();
         self.out.as_ref().is_some_and(copies)
     }
 
     /// Whether a reader of this lane can make progress.
-    pub(super) fn has_news(&self, lane: Lane) -> bool {
-        let is_whole = |into: &Incoming| into.lane == lane && into.missing == 0;
+    pub(super) fn has_news(&self, lane: VirtualLane) -> bool {
+        let is_whole = |into: &BulkReceive| into.lane == lane && into.missing == 0;
         self.offer.is_some_and(|(offered, _)| offered == lane)
             || self.into.as_ref().is_some_and(is_whole)
     }
@@ -192,7 +192,7 @@ impl Bulk {
     }
 }
 
-impl Outgoing {
+impl BulkSend {
     /// Bytes that a device read in place.
     fn in_place(&self) -> u64 {
         let patched = self
@@ -208,8 +208,8 @@ impl Outgoing {
         (self.tries, self.last) = (0, provider::now());
     }
 
-    fn body(&self, index: u64, track: usize) -> Body {
-        Body {
+    fn body(&self, index: u64, track: usize) -> RegisteredBody {
+        RegisteredBody {
             start: self.start.wrapping_add(self.cut.range(small(index)).start),
             bytes: self.cut.size(),
             key: self.keys[track],
@@ -217,12 +217,12 @@ impl Outgoing {
     }
 }
 
-impl Incoming {
+impl BulkReceive {
     /// The chunks to request as patches, once no receive is posted: the first, and 64 from there
     /// on.
-    fn wanted(&self, abandoned: bool, tracks: &[Track]) -> (u64, u64) {
+    fn wanted(&self, abandoned: bool, tracks: &[BulkQueuePair]) -> (u64, u64) {
         let over = self.used == self.got.len() as u64 || abandoned;
-        if !over || tracks.iter().any(Track::is_posted) {
+        if !over || tracks.iter().any(BulkQueuePair::is_posted) {
             return (0, 0);
         }
         let first = self.got.iter().position(|got| !got).unwrap_or(0);
@@ -290,7 +290,7 @@ impl Incoming {
     }
 }
 
-impl Link {
+impl CableLink {
     /// Cuts a body into chunks of at most half a message.
     fn cut(&self, bytes: usize) -> Chunks {
         Chunks::new(bytes, self.slot_bytes / 2)
@@ -298,7 +298,7 @@ impl Link {
 
     /// The memory keys of these bytes, by bulk pair.
     fn keys(&self, bytes: &[u8]) -> Option<Vec<u32>> {
-        let key = |track: &Track| self.registry.key(track.pair().adapter(), bytes);
+        let key = |track: &BulkQueuePair| self.registry.key(track.pair().adapter(), bytes);
         self.bulk.tracks.iter().map(key).collect()
     }
 
@@ -309,7 +309,7 @@ impl Link {
     }
 
     /// Offers `body`, behind `head`; false if it cannot be offered. Needs room for a message.
-    pub(super) fn offer(&mut self, lane: Lane, head: &[u8], body: &[u8]) -> bool {
+    pub(super) fn offer(&mut self, lane: VirtualLane, head: &[u8], body: &[u8]) -> bool {
         let fits = body.len() >= self.in_place_bytes
             && head.len() + NUMBER_BYTES + HEAD_BYTES <= self.slot_bytes;
         if !fits || !self.bulk.is_usable() || self.bulk.out.is_some() {
@@ -321,7 +321,7 @@ impl Link {
         let (cut, bytes) = (self.cut(body.len()), body.len() as u64);
         let now = provider::now();
         self.bulk.offered = self.bulk.offered.wrapping_add(1);
-        self.bulk.out = Some(Outgoing {
+        self.bulk.out = Some(BulkSend {
             lane,
             start: body.as_ptr(),
             cut,
@@ -347,10 +347,15 @@ impl Link {
     }
 
     /// Sends a message that is copied.
-    fn launch(&mut self, lane: Lane, place: (usize, usize), kind: Kind, parts: &[&[u8]]) {
+    fn launch(&mut self, lane: VirtualLane, place: (usize, usize), kind: Kind, parts: &[&[u8]]) {
         let now = provider::now();
         let bytes = HEAD_BYTES + parts.iter().map(|part| part.len()).sum::<usize>();
-        let sent = self.fly(lane, place, parts, Flight::new(kind, bytes, None, now));
+        let sent = self.fly(
+            lane,
+            place,
+            parts,
+            UnackedMessage::new(kind, bytes, None, now),
+        );
         self.result(sent);
     }
 
@@ -383,9 +388,9 @@ impl Link {
     fn landed(&mut self, track: usize, wc: &Wc) {
         let failed = wc.status != WC_SUCCESS;
         match self.bulk.tracks[track].completed(wc, failed) {
-            Landed::Sent { in_place } => self.reading -= usize::from(in_place),
-            Landed::Received { chunk, head, bytes } => self.received(chunk, &head, bytes),
-            Landed::Stray => self.abandon(),
+            ChunkCompletion::Sent { in_place } => self.reading -= usize::from(in_place),
+            ChunkCompletion::Received { chunk, head, bytes } => self.received(chunk, &head, bytes),
+            ChunkCompletion::Stray => self.abandon(),
         }
         if failed {
             self.abandon();
@@ -396,8 +401,8 @@ impl Link {
     fn received(&mut self, chunk: u64, head: &[u8; HEAD_BYTES], bytes: usize) {
         let before = self.bulk.received_before;
         let size = self.bulk.into.as_ref().map_or(0, |into| into.cut.size());
-        let head = Head::decode(head).filter(|head| head.session == self.session);
-        let is_chunk = |head: &Head| head.kind == Kind::Chunk && bytes == HEAD_BYTES + size;
+        let head = MessageHead::decode(head).filter(|head| head.session == self.session);
+        let is_chunk = |head: &MessageHead| head.kind == Kind::Chunk && bytes == HEAD_BYTES + size;
         let came = head.filter(is_chunk).and_then(|head| {
             let index = head.sequence.checked_sub(before)?;
             usize::try_from(index).ok()
@@ -419,7 +424,7 @@ impl Link {
         };
         while into.posted < into.got.len() as u64 {
             let track = small(into.posted % count);
-            let body = Body {
+            let body = RegisteredBody {
                 start: into.at(small(into.posted)),
                 bytes: into.cut.size(),
                 key: into.keys[track],
@@ -519,7 +524,7 @@ impl Link {
     }
 
     /// Sends a refused body in ordinary messages; `None` once all of it is sent.
-    fn pump_copied(&mut self, mut out: Outgoing, mut at: usize) -> Option<Outgoing> {
+    fn pump_copied(&mut self, mut out: BulkSend, mut at: usize) -> Option<BulkSend> {
         let lane = out.lane;
         // SAFETY: the writer keeps the body unchanged while the link holds it.
         let body = unsafe { std::slice::from_raw_parts(out.start, out.cut.bytes()) };
@@ -532,7 +537,7 @@ impl Link {
         (at < body.len()).then_some(out)
     }
 
-    fn pump_chunks(&mut self, mut out: Outgoing) -> Result<Outgoing, RdmaError> {
+    fn pump_chunks(&mut self, mut out: BulkSend) -> Result<BulkSend, RdmaError> {
         let (size, tracks) = (out.cut.size(), self.bulk.tracks.len());
         while out.sent < out.granted && !self.bulk.abandoned {
             let track = small(out.sent % tracks as u64);
@@ -569,7 +574,7 @@ impl Link {
 
     /// After a time without progress: requests a state, and drains receives whose messages were
     /// lost.
-    fn pump_late(&mut self, out: &mut Outgoing) -> Result<(), RdmaError> {
+    fn pump_late(&mut self, out: &mut BulkSend) -> Result<(), RdmaError> {
         let now = provider::now();
         let patience = REPEAT_FIRST * (1 << out.tries.min(7));
         if now.saturating_duration_since(out.last) <= patience.min(REPEAT_LAST) {
@@ -594,7 +599,7 @@ impl Link {
             }
             self.drain(open)?;
         }
-        self.ask()
+        self.request_state()
     }
 
     fn drain(&mut self, open: u64) -> Result<(), RdmaError> {
@@ -613,7 +618,7 @@ impl Link {
 
     /// The head of a message on a bulk pair: it acknowledges nothing.
     fn track_head(&self, kind: Kind, sequence: u64, bytes: usize) -> [u8; HEAD_BYTES] {
-        let head = Head {
+        let head = MessageHead {
             kind,
             session: self.session,
             sequence,
@@ -628,7 +633,7 @@ impl Link {
     }
 
     /// Answers an offer of this lane, if there is one: posts receives in `into`, or refuses it.
-    pub(super) fn answer(&mut self, lane: Lane, into: &mut [u8]) {
+    pub(super) fn answer(&mut self, lane: VirtualLane, into: &mut [u8]) {
         let offer = self.bulk.offer.take_if(|(offered, _)| *offered == lane);
         let Some((_, bytes)) = offer else {
             return;
@@ -643,7 +648,7 @@ impl Link {
             return;
         };
         let cut = self.cut(bytes);
-        self.bulk.into = Some(Incoming {
+        self.bulk.into = Some(BulkReceive {
             lane,
             start: into.as_mut_ptr(),
             cut,
@@ -672,7 +677,7 @@ impl Link {
     }
 
     /// Copies a patch to its place.
-    pub(super) fn patch(&mut self, held: Held) {
+    pub(super) fn patch(&mut self, held: UnreadMessage) {
         let message =
             self.cables[held.cable].received(held.slot, HEAD_BYTES, HEAD_BYTES + held.bytes);
         let (number, chunk) = message.split_at(NUMBER_BYTES.min(message.len()));
@@ -692,7 +697,7 @@ impl Link {
     }
 
     /// Ends all use of this lane's callers' memory by bulk pairs; false if a device still uses it.
-    pub(super) fn let_tracks_go(&mut self, lane: Lane, until: Instant) -> bool {
+    pub(super) fn let_tracks_go(&mut self, lane: VirtualLane, until: Instant) -> bool {
         let busy = |link: &Self| link.bulk.tracks.iter().any(|track| !track.is_idle());
         if self.bulk.sends(lane) || self.bulk.receives(lane) || busy(self) {
             self.abandon();

@@ -13,7 +13,7 @@ use super::abi::{Sge, Wc};
 use super::error::RdmaError;
 use super::message::HEAD_BYTES;
 use super::slab::Slab;
-use super::verbs::{Destination, Pair};
+use super::verbs::{Destination, QueuePair};
 
 /// Receives, and sends, of a queue pair: safe on Apple's devices, see `limits`.
 pub(super) const REQUESTS: usize = 32;
@@ -34,7 +34,7 @@ const SEND: u64 = 1 << 16;
 const RECEIVE: u64 = 2 << 16;
 
 /// The event reported by a completion.
-pub(super) enum Done {
+pub(super) enum MessageCompletion {
     /// A send slot is free again.
     Sent { in_place: bool },
     /// A message of `bytes` bytes is in a slot.
@@ -45,13 +45,13 @@ pub(super) enum Done {
 
 /// A caller's memory that is sent in place.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Body {
+pub(super) struct RegisteredBody {
     pub(super) start: *const u8,
     pub(super) bytes: usize,
     pub(super) key: u32,
 }
 
-impl Body {
+impl RegisteredBody {
     pub(super) fn piece(&self) -> Sge {
         Sge {
             addr: self.start as u64,
@@ -62,15 +62,15 @@ impl Body {
 }
 
 // SAFETY: only a device uses the address; the caller keeps the memory unchanged.
-unsafe impl Send for Body {}
+unsafe impl Send for RegisteredBody {}
 
-pub(super) struct Cable {
-    pair: Pair,
+pub(super) struct MessageQueuePair {
+    pair: QueuePair,
     /// First byte of its slots, and the key of their memory.
     start: *mut u8,
     key: u32,
     slot_bytes: usize,
-    posted: [Posted; REQUESTS],
+    posted: [SendSlot; REQUESTS],
     /// Sends whose message may have to be repeated.
     owned: [bool; REQUESTS],
     next_state: usize,
@@ -83,19 +83,19 @@ pub(super) struct Cable {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Posted {
+enum SendSlot {
     No,
     Copied,
     InPlace,
 }
 
 // SAFETY: the slots belong to this cable alone, and `Link` is behind a lock.
-unsafe impl Send for Cable {}
+unsafe impl Send for MessageQueuePair {}
 
 /// Segments of a send: the head and a body.
 const GATHERS: u32 = 2;
 
-impl Cable {
+impl MessageQueuePair {
     pub(super) const fn bytes(slot_bytes: usize) -> usize {
         2 * REQUESTS * slot_bytes
     }
@@ -103,14 +103,14 @@ impl Cable {
     /// The pair whose slots begin `at` bytes into `slab`, which outlives it.
     pub(super) fn new(slab: &Slab, at: usize, slot_bytes: usize) -> Result<Self, RdmaError> {
         let requests = u32::try_from(REQUESTS).expect("a small number");
-        let pair = Pair::new(slab.adapter(), requests, [GATHERS, 1])?;
+        let pair = QueuePair::new(slab.adapter(), requests, [GATHERS, 1])?;
         let mut cable = Self {
             pair,
             // SAFETY: the slab has these bytes.
             start: unsafe { slab.start().add(at) },
             key: slab.key(),
             slot_bytes,
-            posted: [Posted::No; REQUESTS],
+            posted: [SendSlot::No; REQUESTS],
             owned: [false; REQUESTS],
             next_state: 0,
             heard: false,
@@ -123,7 +123,7 @@ impl Cable {
         Ok(cable)
     }
 
-    pub(super) const fn pair(&self) -> &Pair {
+    pub(super) const fn pair(&self) -> &QueuePair {
         &self.pair
     }
 
@@ -136,24 +136,24 @@ impl Cable {
     }
 
     /// Handles a successful completion.
-    pub(super) fn completed(&mut self, wc: &Wc) -> Done {
+    pub(super) fn completed(&mut self, wc: &Wc) -> MessageCompletion {
         let slot = (wc.wr_id & 0xffff) as usize;
         if slot >= REQUESTS {
-            return Done::Stray;
+            return MessageCompletion::Stray;
         }
         match wc.wr_id & !0xffff {
-            SEND if self.posted[slot] != Posted::No => {
-                let in_place = self.posted[slot] == Posted::InPlace;
-                self.posted[slot] = Posted::No;
-                Done::Sent { in_place }
+            SEND if self.posted[slot] != SendSlot::No => {
+                let in_place = self.posted[slot] == SendSlot::InPlace;
+                self.posted[slot] = SendSlot::No;
+                MessageCompletion::Sent { in_place }
             }
             RECEIVE if (HEAD_BYTES..=self.slot_bytes).contains(&(wc.byte_len as usize)) => {
-                Done::Received {
+                MessageCompletion::Received {
                     slot,
                     bytes: wc.byte_len as usize,
                 }
             }
-            _ => Done::Stray,
+            _ => MessageCompletion::Stray,
         }
     }
 
@@ -210,16 +210,16 @@ impl Cable {
         let in_place = self
             .posted
             .iter()
-            .filter(|posted| **posted == Posted::InPlace)
+            .filter(|posted| **posted == SendSlot::InPlace)
             .count();
-        self.posted = [Posted::No; REQUESTS];
+        self.posted = [SendSlot::No; REQUESTS];
         in_place
     }
 
     /// A free send slot for a state.
     pub(super) fn state_slot(&mut self) -> Option<usize> {
         let slot = SENDS_AT[2] + self.next_state;
-        let free = self.posted[slot] == Posted::No && !self.dead;
+        let free = self.posted[slot] == SendSlot::No && !self.dead;
         free.then(|| {
             self.next_state = (self.next_state + 1) % STATES;
             slot
@@ -228,7 +228,7 @@ impl Cable {
 
     /// Whether a send slot is not posted.
     pub(super) fn is_free(&self, slot: usize) -> bool {
-        self.posted[slot] == Posted::No
+        self.posted[slot] == SendSlot::No
     }
 
     /// Concatenates `parts` in a free send slot, from byte `at` on.
@@ -254,7 +254,7 @@ impl Cable {
         &mut self,
         slot: usize,
         bytes: usize,
-        body: Option<Body>,
+        body: Option<RegisteredBody>,
     ) -> Result<(), RdmaError> {
         let head = self.piece(REQUESTS + slot, bytes);
         let second = body.map_or(head, |body| body.piece());
@@ -264,8 +264,8 @@ impl Cable {
         // promise.
         unsafe { self.pair.send(SEND | slot as u64, &mut pieces[..count]) }?;
         self.posted[slot] = match body {
-            Some(_) => Posted::InPlace,
-            None => Posted::Copied,
+            Some(_) => SendSlot::InPlace,
+            None => SendSlot::Copied,
         };
         Ok(())
     }

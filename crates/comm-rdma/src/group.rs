@@ -6,42 +6,47 @@ use std::sync::Arc;
 
 use paceline_base::{Bytes, Rank};
 use paceline_comm::provider::{
-    Keeping, Kept, Linked, Member, Origin, Placed, Provider, allowed, connect, gather, members,
+    JoinRecord, LaunchedProvider, MonitoredGroup, MonitoredLinks, Provider, SplitMember,
+    TransportGroup, allowed, connect, gather, members,
 };
 use paceline_comm::tcp::{Addrs, GroupId, JoinError, Listener};
 use paceline_comm::{
-    Algorithm, Backend, Collective, Copies, Data, DataMut, Deadline, Error, Group, InitError,
-    Memory, Pages, Plaintext, Registered, Seat, Site, Traffic, Tuning,
+    Algorithm, Backend, Collective, CopyStats, Data, DataMut, Deadline, Error, Group, InitError,
+    JoinParams, MemoryRegistration, Pages, Plaintext, RegisteredMemory, Site, Traffic, Tuning,
 };
 
 use super::cabling::{Cabling, Config};
 use super::error::RdmaError;
-use super::join::{Joining, fits};
+use super::join::{CableJoin, fits};
 use super::links::{Devices, Links};
 use super::memory::Registration;
 use super::route;
-use super::settings::Settings;
-use super::side::Side;
+use super::settings::JacclSettings;
+use super::side::SideChannel;
 use super::slab::Slab;
 use super::verbs::Verbs;
 
 /// RDMA as a provider of [`init`](paceline_comm::init). Errors of the devices are [`RdmaError`]s.
 #[derive(Clone, Debug)]
-pub struct Wire {
+pub struct RdmaProvider {
     /// The library and the device matrix.
     pub cabling: Cabling,
     /// Whether bytes may leave this machine unencrypted.
     pub plaintext: Plaintext,
 }
 
-impl Provider for Wire {
+impl Provider for RdmaProvider {
     fn backend(&self) -> Backend {
         Backend::Rdma
     }
 
-    fn join(&self, seat: Seat<'_, Addrs>, deadline: Deadline) -> Result<Box<dyn Group>, InitError> {
+    fn join(
+        &self,
+        seat: JoinParams<'_, Addrs>,
+        deadline: Deadline,
+    ) -> Result<Box<dyn Group>, InitError> {
         allowed(self.backend(), self.plaintext)?;
-        let Seat {
+        let JoinParams {
             listener,
             rank,
             addrs,
@@ -55,7 +60,7 @@ impl Provider for Wire {
 }
 
 /// Ranks that a launcher started with JACCL's environment. Errors are [`RdmaError`]s.
-impl Placed for Settings {
+impl LaunchedProvider for JacclSettings {
     fn join_placed(&self, deadline: Deadline) -> Result<Box<dyn Group>, InitError> {
         let verbs = Verbs::load().map_err(InitError::wire)?;
         let joined = join_settings(verbs, self, Config::default(), deadline);
@@ -66,11 +71,11 @@ impl Placed for Settings {
 /// A rank of a group over RDMA. Dropping it ends the group for the others.
 pub struct Rdma {
     // Dropped in this order: links before the memory of their slots.
-    keeping: Keeping<Links>,
+    keeping: MonitoredGroup<Links>,
     _slabs: Vec<Slab>,
     cabling: Cabling,
     /// Stays open, unused, as JACCL's does.
-    _side: Option<Side>,
+    _side: Option<SideChannel>,
 }
 
 /// Connects `rank` with all others and returns when all ranks are connected. Collective.
@@ -88,7 +93,7 @@ pub fn join<A: Clone + Into<Addrs>>(
     id: GroupId,
     deadline: Deadline,
 ) -> Result<Rdma, RdmaError> {
-    let origin = Origin::new(listener, addrs, id, cabling.config.tcp.clone());
+    let origin = JoinRecord::new(listener, addrs, id, cabling.config.tcp.clone());
     assemble(cabling.clone(), origin, rank, None, deadline)
 }
 
@@ -102,11 +107,11 @@ pub fn join<A: Clone + Into<Addrs>>(
 /// As [`join`], and [`RdmaError::Side`].
 pub fn join_settings(
     verbs: Verbs,
-    settings: &Settings,
+    settings: &JacclSettings,
     config: Config,
     deadline: Deadline,
 ) -> Result<Rdma, RdmaError> {
-    let Settings {
+    let JacclSettings {
         rank,
         coordinator,
         ref matrix,
@@ -114,7 +119,7 @@ pub fn join_settings(
     } = *settings;
     let mut cabling = Cabling::with(verbs, matrix.clone(), config);
     cabling.ring = ring;
-    let mut side = Side::open(coordinator, rank, matrix.size(), deadline)?;
+    let mut side = SideChannel::open(coordinator, rank, matrix.size(), deadline)?;
     let listener = Listener::bind(SocketAddr::new(side.here(), 0));
     let listener = listener.map_err(|source| JoinError::System {
         what: "listen",
@@ -124,7 +129,7 @@ pub fn join_settings(
     let mut own = GroupId::random().0.to_vec();
     own.extend(listener.addr().to_string().into_bytes());
     let (id, addrs) = meeting(&side.gather_containers(&own, deadline)?)?;
-    let origin = Origin::new(listener, &addrs, id, cabling.config.tcp.clone());
+    let origin = JoinRecord::new(listener, &addrs, id, cabling.config.tcp.clone());
     assemble(cabling, origin, rank, Some(side), deadline)
 }
 
@@ -144,15 +149,15 @@ pub(super) fn meeting(all: &[Vec<u8>]) -> Result<(GroupId, Vec<SocketAddr>), Rdm
 
 fn assemble(
     cabling: Cabling,
-    mut origin: Origin,
+    mut origin: JoinRecord,
     rank: Rank,
-    mut side: Option<Side>,
+    mut side: Option<SideChannel>,
     deadline: Deadline,
 ) -> Result<Rdma, RdmaError> {
     fits(&cabling.matrix, &origin.addrs, rank)?;
     let linked = connect(&origin, rank, deadline)?;
     let (index, size) = (rank.0 as usize, linked.size());
-    let joining = Joining {
+    let joining = CableJoin {
         rank: index,
         cabling: &cabling,
         matrix: &cabling.matrix,
@@ -171,14 +176,14 @@ fn assemble(
     }
     let (sockets, early) = linked.into_transport();
     let registry = Arc::clone(&cabling.host.registry);
-    let sockets: Box<dyn Kept> = Box::new(sockets);
+    let sockets: Box<dyn MonitoredLinks> = Box::new(sockets);
     let links = wired.links((sockets, early), &origin.addrs, index, registry);
-    let linked = Linked::new(rank, size, links);
+    let linked = TransportGroup::new(rank, size, links);
     if cabling.ring || !cabling.matrix.is_mesh() {
         linked.go_round(route::ring(&cabling.matrix));
         origin.config.force = origin.config.force.or(Some(Algorithm::Ring));
     }
-    let keeping = Keeping::start(linked, origin, deadline)?;
+    let keeping = MonitoredGroup::start(linked, origin, deadline)?;
     Ok(Rdma {
         keeping,
         _slabs: wired.slabs,
@@ -193,9 +198,9 @@ impl Rdma {
     ///
     /// # Errors
     /// [`RdmaError::Limit`] or [`RdmaError::Verb`].
-    pub fn allocate(&self, bytes: usize) -> Result<Memory<u8>, RdmaError> {
+    pub fn allocate(&self, bytes: usize) -> Result<RegisteredMemory<u8>, RdmaError> {
         let mut refused = None;
-        let memory = Memory::with(bytes, |pages| {
+        let memory = RegisteredMemory::with(bytes, |pages| {
             let registered = self.devices().register(pages);
             registered.map_err(|error| refused = Some(error)).ok()
         });
@@ -300,11 +305,11 @@ impl Group for Rdma {
         self.keeping.linked().sent_to()
     }
 
-    fn copies(&self) -> Copies {
+    fn copies(&self) -> CopyStats {
         self.keeping.linked().copies()
     }
 
-    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<MemoryRegistration> {
         self.keeping.linked().register_pages(pages)
     }
 
@@ -313,7 +318,7 @@ impl Group for Rdma {
     }
 
     fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
-        let Member { call, rank, ranks } = members(self, color, key, deadline)?;
+        let SplitMember { call, rank, ranks } = members(self, color, key, deadline)?;
         let mut origin = self.keeping.part(color, &ranks);
         origin.config = self.cabling.config.tcp.clone();
         let indices: Vec<usize> = ranks.iter().map(|rank| rank.0 as usize).collect();

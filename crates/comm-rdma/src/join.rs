@@ -16,22 +16,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_comm::provider::{self, Kept, Patience, random};
+use paceline_comm::provider::{self, MonitoredLinks, SpinPolicy, random};
 use paceline_comm::tcp::JoinError;
 use paceline_comm::{Deadline, local};
 
 use super::abi::Gid;
-use super::bulk::Bulk;
-use super::cable::Cable;
+use super::bulk::BulkTransfers;
+use super::cable::MessageQueuePair;
 use super::cabling::Cabling;
 use super::destination::{DESTINATION_BYTES, decode, encode};
 use super::error::RdmaError;
-use super::link::Link;
+use super::link::CableLink;
 use super::links::{Devices, Links};
 use super::matrix::{CABLES_MAX, Matrix, MatrixError};
 use super::memory::Registry;
 use super::slab::Slab;
-use super::track::Track;
+use super::track::BulkQueuePair;
 use super::verbs::Adapter;
 
 /// Destinations for each peer: of message pairs, then of bulk pairs.
@@ -56,7 +56,7 @@ const BROKEN: u32 = 2;
 pub(super) type Gather<'a> = &'a mut dyn FnMut(&[u8]) -> Result<Vec<u8>, RdmaError>;
 
 /// The joining rank and its device matrix.
-pub(super) struct Joining<'a> {
+pub(super) struct CableJoin<'a> {
     pub(super) rank: usize,
     pub(super) cabling: &'a Cabling,
     pub(super) matrix: &'a Matrix,
@@ -64,19 +64,19 @@ pub(super) struct Joining<'a> {
 }
 
 /// The result: links, devices and slabs.
-pub(super) struct Wired {
-    pub(super) links: Vec<Option<Link>>,
+pub(super) struct ConnectedCables {
+    pub(super) links: Vec<Option<CableLink>>,
     pub(super) adapters: Vec<Arc<Adapter>>,
     pub(super) slabs: Vec<Slab>,
 }
 
-impl Joining<'_> {
+impl CableJoin<'_> {
     fn size(&self) -> usize {
         self.matrix.size()
     }
 
     /// Sets all cables of this rank up. Collective.
-    pub(super) fn wire(&self, gather: Gather<'_>) -> Result<Wired, RdmaError> {
+    pub(super) fn wire(&self, gather: Gather<'_>) -> Result<ConnectedCables, RdmaError> {
         let opened = self.open();
         let facts = gather(&self.facts(opened.as_ref().ok()))?;
         let facts = self.read_facts(&facts, opened.as_ref().map(|_| ()))?;
@@ -135,10 +135,10 @@ impl Joining<'_> {
         &self,
         all: &'f [u8],
         own: Result<(), &RdmaError>,
-    ) -> Result<Facts<'f>, RdmaError> {
+    ) -> Result<JoinFacts<'f>, RdmaError> {
         let bytes = FACT_BYTES + self.size() * CABLES_MAX * GID_BYTES;
         self.verdicts(all, bytes, own)?;
-        let facts = Facts { all, bytes };
+        let facts = JoinFacts { all, bytes };
         let mut others = (0..).zip(0..self.size());
         match others.find(|(_, rank)| facts.word(*rank, 1) != facts.word(0, 1)) {
             Some((rank, _)) => Err(RdmaError::Different { rank: Rank(rank) }),
@@ -162,7 +162,7 @@ impl Joining<'_> {
     }
 
     /// The devices that lead to `peer`, in the order of the lower rank of the two.
-    fn order(&self, peer: usize, facts: &Facts<'_>) -> Vec<usize> {
+    fn order(&self, peer: usize, facts: &JoinFacts<'_>) -> Vec<usize> {
         let cables = self.matrix.devices(self.rank, peer).len();
         let (low, high) = (self.rank.min(peer), self.rank.max(peer));
         let first: Vec<Gid> = (0..cables).map(|c| facts.gid(low, high, c)).collect();
@@ -174,7 +174,11 @@ impl Joining<'_> {
     }
 
     /// Makes a queue pair for each cable.
-    fn make(&self, adapters: &[Arc<Adapter>], facts: &Facts<'_>) -> Result<Wired, RdmaError> {
+    fn make(
+        &self,
+        adapters: &[Arc<Adapter>],
+        facts: &JoinFacts<'_>,
+    ) -> Result<ConnectedCables, RdmaError> {
         let slot_bytes = self.cabling.config.message_bytes as usize;
         let peers = 0..self.size();
         let cables: Vec<Vec<&str>> = peers
@@ -187,7 +191,7 @@ impl Joining<'_> {
                     .collect()
             })
             .collect();
-        let mut wired = Wired {
+        let mut wired = ConnectedCables {
             links: (0..self.size()).map(|_| None).collect(),
             adapters: adapters.to_vec(),
             slabs: Vec::new(),
@@ -201,7 +205,7 @@ impl Joining<'_> {
             wired.slabs.push(Slab::new(
                 adapter,
                 own,
-                Cable::bytes(slot_bytes) + Track::BYTES,
+                MessageQueuePair::bytes(slot_bytes) + BulkQueuePair::BYTES,
             )?);
         }
         let mut parts = vec![0; adapters.len()];
@@ -216,33 +220,35 @@ impl Joining<'_> {
                 let find = adapters.iter().position(|adapter| adapter.name() == *name);
                 let index = find.expect("all devices of the rank are open");
                 let (slab, at) = (&wired.slabs[index], parts[index]);
-                made.push(Cable::new(slab, at, slot_bytes)?);
-                tracks.push((index, at + Cable::bytes(slot_bytes)));
-                parts[index] = at + Cable::bytes(slot_bytes) + Track::BYTES;
+                made.push(MessageQueuePair::new(slab, at, slot_bytes)?);
+                tracks.push((index, at + MessageQueuePair::bytes(slot_bytes)));
+                parts[index] = at + MessageQueuePair::bytes(slot_bytes) + BulkQueuePair::BYTES;
             }
             places.push((peer, made, tracks));
         }
         // Queue pairs left over after all message pairs become bulk pairs.
         for (peer, made, tracks) in places {
             let track = |(index, at): (usize, usize)| self.track(&wired.slabs[index], at);
-            let tracks: Option<Vec<Track>> = tracks.into_iter().map(track).collect();
-            let bulk = Bulk::new(tracks.unwrap_or_default());
+            let tracks: Option<Vec<BulkQueuePair>> = tracks.into_iter().map(track).collect();
+            let bulk = BulkTransfers::new(tracks.unwrap_or_default());
             let (low, high) = (self.rank.min(peer), self.rank.max(peer));
             let session = facts.word(low, 2) ^ facts.word(high, 2).rotate_left(32);
             let registry = Arc::clone(&self.cabling.host.registry);
             let number = u32::try_from(peer).map_or(Rank(u32::MAX), Rank);
             let lengths = (slot_bytes, self.cabling.config.in_place_bytes.max(1));
-            wired.links[peer] = Some(Link::new(number, session, lengths, made, bulk, registry));
+            wired.links[peer] = Some(CableLink::new(
+                number, session, lengths, made, bulk, registry,
+            ));
         }
         Ok(wired)
     }
 
     /// A bulk pair, if its device has queue pairs to spare: half of them stay for groups split off
     /// this one.
-    fn track(&self, slab: &Slab, at: usize) -> Option<Track> {
+    fn track(&self, slab: &Slab, at: usize) -> Option<BulkQueuePair> {
         let adapter = slab.adapter();
         let spare = adapter.pairs_made() < adapter.pairs_most() / 2;
-        spare.then(|| Track::new(slab, at).ok()).flatten()
+        spare.then(|| BulkQueuePair::new(slab, at).ok()).flatten()
     }
 
     /// Bytes of a rank's destinations.
@@ -250,7 +256,7 @@ impl Joining<'_> {
         8 + self.size() * DESTINATIONS * DESTINATION_BYTES
     }
 
-    fn destinations(&self, wired: Option<&Wired>) -> Vec<u8> {
+    fn destinations(&self, wired: Option<&ConnectedCables>) -> Vec<u8> {
         let mut bytes = u64::from(wired.is_some()).to_le_bytes().to_vec();
         for peer in 0..self.size() {
             let link = wired.and_then(|wired| wired.links[peer].as_ref());
@@ -264,7 +270,7 @@ impl Joining<'_> {
         bytes
     }
 
-    fn connect(&self, wired: &mut Wired, all: &[u8]) -> Result<(), RdmaError> {
+    fn connect(&self, wired: &mut ConnectedCables, all: &[u8]) -> Result<(), RdmaError> {
         let own = self.destination_bytes();
         for (peer, link) in wired.links.iter_mut().enumerate() {
             let entries = &all[peer * own + 8..(peer + 1) * own];
@@ -280,7 +286,7 @@ impl Joining<'_> {
     }
 
     /// Rounds of hellos until every rank has received every other.
-    fn hellos(&self, wired: &mut Wired, gather: Gather<'_>) -> Result<(), RdmaError> {
+    fn hellos(&self, wired: &mut ConnectedCables, gather: Gather<'_>) -> Result<(), RdmaError> {
         let until = Deadline::at(provider::now() + UNWIRED).min(self.deadline);
         let mut round = ROUND_FIRST;
         loop {
@@ -320,13 +326,13 @@ impl Joining<'_> {
     }
 
     /// Sends hellos, and polls for the length of a round.
-    fn hello(&self, wired: &mut Wired, round: Duration) {
+    fn hello(&self, wired: &mut ConnectedCables, round: Duration) {
         let until = provider::now() + round;
-        let mut links: Vec<&mut Link> = wired.links.iter_mut().flatten().collect();
+        let mut links: Vec<&mut CableLink> = wired.links.iter_mut().flatten().collect();
         links.iter_mut().for_each(|link| link.greet());
         loop {
-            links.iter_mut().for_each(|link| link.look());
-            let heard = |link: &&mut Link| link.cables().iter().all(|cable| cable.heard);
+            links.iter_mut().for_each(|link| link.progress());
+            let heard = |link: &&mut CableLink| link.cables().iter().all(|cable| cable.heard);
             if links.iter().all(heard) || provider::now() >= until {
                 return;
             }
@@ -354,10 +360,10 @@ fn words(words: [u32; 3]) -> Vec<u8> {
 }
 
 /// The first silent cable: peer and number.
-fn silent(wired: &Wired) -> Option<(u32, u32)> {
+fn silent(wired: &ConnectedCables) -> Option<(u32, u32)> {
     let links = (0..).zip(&wired.links);
     let mut cables = links.flat_map(|(peer, link)| {
-        let cables = (0..).zip(link.iter().flat_map(Link::cables));
+        let cables = (0..).zip(link.iter().flat_map(CableLink::cables));
         cables.map(move |(number, cable)| (peer, number, cable.heard))
     });
     let silent = cables.find(|(_, _, heard)| !heard);
@@ -365,19 +371,19 @@ fn silent(wired: &Wired) -> Option<(u32, u32)> {
 }
 
 /// The error of a broken link, if there is one.
-fn broken(wired: &mut Wired) -> Option<RdmaError> {
+fn broken(wired: &mut ConnectedCables) -> Option<RdmaError> {
     let mut links = wired.links.iter_mut().flatten();
-    links.find_map(Link::take_broken)
+    links.find_map(CableLink::take_broken)
 }
 
 /// The gathered facts of all ranks.
-struct Facts<'a> {
+struct JoinFacts<'a> {
     all: &'a [u8],
     /// Bytes of one rank.
     bytes: usize,
 }
 
-impl Facts<'_> {
+impl JoinFacts<'_> {
     fn word(&self, rank: usize, index: usize) -> u64 {
         let word = self.all[rank * self.bytes + 8 * index..].first_chunk();
         word.map_or(0, |word| u64::from_le_bytes(*word))
@@ -422,17 +428,17 @@ pub(super) fn parse(bytes: &[u8]) {
 }
 
 /// The spin policy for ranks at these addresses: as for threads if they share a machine.
-fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> Patience {
+fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> SpinPolicy {
     let own: Vec<IpAddr> = addrs[rank].iter().map(SocketAddr::ip).collect();
     let here = |addrs: &&Vec<SocketAddr>| addrs.iter().any(|addr| own.contains(&addr.ip()));
     local::patience(addrs.iter().filter(here).count())
 }
 
-impl Wired {
+impl ConnectedCables {
     /// The links, with sockets between ranks without a cable.
     pub(super) fn links(
         &mut self,
-        sockets: (Box<dyn Kept>, Vec<Vec<u8>>),
+        sockets: (Box<dyn MonitoredLinks>, Vec<Vec<u8>>),
         addrs: &[Vec<SocketAddr>],
         rank: usize,
         registry: Arc<Registry>,

@@ -83,10 +83,10 @@ mod verbs;
 
 pub use self::cabling::{Cabling, Config, IN_PLACE_BYTES, MESSAGE_BYTES};
 pub use self::error::RdmaError;
-pub use self::group::{Rdma, Wire, join, join_settings};
-pub use self::limits::{Limits, MemoryRegions, QueuePairs, WorkRequests};
+pub use self::group::{Rdma, RdmaProvider, join, join_settings};
+pub use self::limits::{DeviceLimits, MemoryRegions, QueuePairs, WorkRequests};
 pub use self::matrix::{CABLES_MAX, Matrix, MatrixError};
 pub use self::memory::Registration;
-pub use self::settings::{Settings, SettingsError};
-pub use self::side::Side;
+pub use self::settings::{JacclSettings, SettingsError};
+pub use self::side::SideChannel;
 pub use self::verbs::{LIBRARY, Verbs};

@@ -13,13 +13,13 @@ pub struct QueuePairs(pub usize);
 pub struct WorkRequests(pub u32);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct DeviceLimits {
     pub memory_regions: MemoryRegions,
     pub queue_pairs: QueuePairs,
     pub work_requests: WorkRequests,
 }
 
-impl Limits {
+impl DeviceLimits {
     /// RDMA over Thunderbolt on macOS 26. Regions: ml-explore/mlx #3162, "about 100". Pairs: mlx
     /// #4209, the eleventh is refused with EBUSY. Requests: the 64th post failed with ENOMEM, 32
     /// are safe (hellas-ai/thunderbolt-ibverbs #35, #41), and JACCL asks for 32.

@@ -23,18 +23,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
-use paceline_comm::provider::{self, Lane};
+use paceline_comm::provider::{self, VirtualLane};
 
-use self::lane::{Held, Incoming, Outgoing, small};
+use self::lane::{ReceiveWindow, SendWindow, UnreadMessage, small};
 use super::abi::{WC_SUCCESS, Wc};
-use super::bulk::{Bulk, NUMBER_BYTES};
-use super::cable::{Cable, Done, WINDOW};
+use super::bulk::{BulkTransfers, NUMBER_BYTES};
+use super::cable::{MessageCompletion, MessageQueuePair, WINDOW};
 use super::destination::{DESTINATION_BYTES, decode};
 use super::error::RdmaError;
 use super::matrix::CABLES_MAX;
 use super::memory::Registry;
-use super::message::{HEAD_BYTES, Head, Kind, STATE_BYTES, WORDS};
-use super::track::Track;
+use super::message::{HEAD_BYTES, Kind, MessageHead, STATE_BYTES, WORDS};
+use super::track::BulkQueuePair;
 
 /// Delay before the first repetition. A reply takes some 10 us, and a rank without a core may be
 /// away for some ms.
@@ -63,29 +63,29 @@ const AGAIN_AFTER: Duration = Duration::from_micros(300);
 /// Most completions per poll.
 const POLLED: usize = 16;
 
-const LANES: [Lane; 2] = [Lane::Calls, Lane::Messages];
+const LANES: [VirtualLane; 2] = [VirtualLane::Calls, VirtualLane::Messages];
 
 /// Payload bytes of callers that were not copied: sent in place, and received or reduced in place.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Placed {
+pub(super) struct ZeroCopyBytes {
     pub(super) sent: u64,
     pub(super) received: u64,
 }
 
 /// This rank's end of a link.
-pub(super) struct Link {
+pub(super) struct CableLink {
     pub(super) peer: Rank,
     pub(super) session: u64,
     pub(super) slot_bytes: usize,
     /// Shortest body that is offered for a zero-copy transfer.
     pub(super) in_place_bytes: usize,
-    pub(super) cables: Vec<Cable>,
-    outgoing: [Outgoing; 2],
-    incoming: [Incoming; 2],
-    pub(super) bulk: Bulk,
+    pub(super) cables: Vec<MessageQueuePair>,
+    outgoing: [SendWindow; 2],
+    incoming: [ReceiveWindow; 2],
+    pub(super) bulk: BulkTransfers,
     pub(super) registry: Arc<Registry>,
     /// Payload bytes that were not copied.
-    pub(super) placed: Placed,
+    pub(super) placed: ZeroCopyBytes,
     polled: [Wc; POLLED],
     /// A state must be sent now.
     pub(super) urgent: bool,
@@ -112,13 +112,13 @@ pub(super) struct Link {
     lost: Option<Arc<RdmaError>>,
 }
 
-impl Link {
+impl CableLink {
     pub(super) fn new(
         peer: Rank,
         session: u64,
         (slot_bytes, in_place_bytes): (usize, usize),
-        cables: Vec<Cable>,
-        bulk: Bulk,
+        cables: Vec<MessageQueuePair>,
+        bulk: BulkTransfers,
         registry: Arc<Registry>,
     ) -> Self {
         assert!((1..=CABLES_MAX).contains(&cables.len()));
@@ -132,7 +132,7 @@ impl Link {
             incoming: Default::default(),
             bulk,
             registry,
-            placed: Placed::default(),
+            placed: ZeroCopyBytes::default(),
             polled: [Wc::default(); POLLED],
             urgent: false,
             suspect: false,
@@ -150,11 +150,11 @@ impl Link {
         }
     }
 
-    pub(super) fn cables(&self) -> &[Cable] {
+    pub(super) fn cables(&self) -> &[MessageQueuePair] {
         &self.cables
     }
 
-    pub(super) fn tracks(&self) -> &[Track] {
+    pub(super) fn tracks(&self) -> &[BulkQueuePair] {
         &self.bulk.tracks
     }
 
@@ -251,14 +251,14 @@ impl Link {
     }
 
     /// Receives, repeats lost messages, and sends due acknowledgements.
-    pub(super) fn look(&mut self) {
+    pub(super) fn progress(&mut self) {
         if self.broken.is_none() {
             let moved = self.poll().and_then(|moved| {
                 self.pump()?;
                 self.tend(moved)
             });
             self.result(moved);
-            self.mailed &= self.bulk.sends(Lane::Messages) || self.reading > 0;
+            self.mailed &= self.bulk.sends(VirtualLane::Messages) || self.reading > 0;
         }
     }
 
@@ -291,7 +291,9 @@ impl Link {
         let peer = self.peer;
         if wc.status != WC_SUCCESS {
             let is_send = wc.wr_id >> 16 == 1;
-            if is_send && let Done::Sent { in_place } = self.cables[cable].completed(wc) {
+            if is_send
+                && let MessageCompletion::Sent { in_place } = self.cables[cable].completed(wc)
+            {
                 self.reading -= usize::from(in_place);
             }
             let error = RdmaError::Completion {
@@ -307,17 +309,17 @@ impl Link {
             };
         }
         match self.cables[cable].completed(wc) {
-            Done::Sent { in_place } => {
+            MessageCompletion::Sent { in_place } => {
                 self.reading -= usize::from(in_place);
                 Ok(())
             }
-            Done::Received { slot, bytes } => {
+            MessageCompletion::Received { slot, bytes } => {
                 if self.arrived(cable, slot, bytes)? {
                     return Ok(());
                 }
                 self.cables[cable].post_receive(slot)
             }
-            Done::Stray => Err(RdmaError::Stray {
+            MessageCompletion::Stray => Err(RdmaError::Stray {
                 peer,
                 cable,
                 id: wc.wr_id,
@@ -329,19 +331,19 @@ impl Link {
     /// Handles a message; true if its slot is kept.
     fn arrived(&mut self, cable: usize, slot: usize, bytes: usize) -> Result<bool, RdmaError> {
         let message = self.cables[cable].received(slot, 0, bytes);
-        let head = message.first_chunk().and_then(Head::decode);
+        let head = message.first_chunk().and_then(MessageHead::decode);
         // Messages of other sessions are dropped.
         let Some(head) = head.filter(|head| head.session == self.session) else {
             return Ok(false);
         };
-        let garbled = |lane: Lane| RdmaError::Garbled {
+        let garbled = |lane: VirtualLane| RdmaError::Garbled {
             peer: self.peer,
             cable,
             lane: lane as u8,
             sequence: head.sequence,
         };
         if head.bytes as usize != bytes - HEAD_BYTES {
-            return Err(garbled(Lane::Calls));
+            return Err(garbled(VirtualLane::Calls));
         }
         let states = message[HEAD_BYTES..].first_chunk::<STATE_BYTES>().copied();
         for lane in LANES {
@@ -354,7 +356,7 @@ impl Link {
         if head.waits {
             self.hungry = self
                 .hungry
-                .max(Some(head.consumed[Lane::Messages as usize]));
+                .max(Some(head.consumed[VirtualLane::Messages as usize]));
         }
         self.bulk_done(head.done);
         self.urgent |= head.asks;
@@ -372,10 +374,10 @@ impl Link {
     /// Stores a message of a lane, unless it is a duplicate.
     fn data(
         &mut self,
-        lane: Lane,
+        lane: VirtualLane,
         cable: usize,
         slot: usize,
-        head: &Head,
+        head: &MessageHead,
     ) -> Result<bool, RdmaError> {
         let fits = head.sequence
             < self.incoming[lane as usize].consumed
@@ -395,7 +397,7 @@ impl Link {
                 sequence: head.sequence,
             });
         }
-        let held = Held {
+        let held = UnreadMessage {
             kind: head.kind,
             cable,
             slot,
@@ -412,7 +414,7 @@ impl Link {
     }
 
     /// Repeats messages that the peer lacks, although it has later ones.
-    fn states(&mut self, head: &Head, bytes: &[u8; STATE_BYTES]) -> Result<(), RdmaError> {
+    fn states(&mut self, head: &MessageHead, bytes: &[u8; STATE_BYTES]) -> Result<(), RdmaError> {
         let (words, _) = bytes.as_chunks::<8>();
         let mut of_bulk = [0; WORDS];
         for (slot, word) in of_bulk.iter_mut().zip(&words[LANES.len()..]) {
@@ -451,7 +453,7 @@ impl Link {
         if self.urgent || missing || owes {
             return self.tell();
         }
-        let under_way = |outgoing: &Outgoing| !outgoing.flights.is_empty();
+        let under_way = |outgoing: &SendWindow| !outgoing.flights.is_empty();
         let starves = self.starves();
         let quiet = self.owed.is_none() && !self.outgoing.iter().any(under_way);
         if moved || (quiet && !starves) {
@@ -467,14 +469,14 @@ impl Link {
         // A lost credit update is not repeated by itself.
         if starves && now.saturating_duration_since(self.asked) > REPEAT_FIRST {
             self.asked = now;
-            self.ask()?;
+            self.request_state()?;
         }
         (0..LANES.len()).try_for_each(|lane| self.repeat(lane, now))
     }
 
     /// Whether a writer waits for credit.
     fn starves(&self) -> bool {
-        let starves = |lane: Lane| {
+        let starves = |lane: VirtualLane| {
             let outgoing = &self.outgoing[lane as usize];
             let wants = outgoing.starved || self.bulk.copies(lane);
             wants && outgoing.next - outgoing.consumed >= self.window(lane as usize)
@@ -505,14 +507,14 @@ impl Link {
         self.transmit(lane, sequence, now)
     }
 
-    fn head(&mut self, kind: Kind, sequence: u64, bytes: usize) -> Head {
+    fn head(&mut self, kind: Kind, sequence: u64, bytes: usize) -> MessageHead {
         for incoming in &mut self.incoming {
             incoming.told_consumed = incoming.consumed;
             incoming.told_received = incoming.received;
         }
         self.owed = None;
         let [a, b] = &self.incoming;
-        Head {
+        MessageHead {
             kind,
             session: self.session,
             sequence,
@@ -526,7 +528,7 @@ impl Link {
     }
 
     /// Requests a state.
-    pub(super) fn ask(&mut self) -> Result<(), RdmaError> {
+    pub(super) fn request_state(&mut self) -> Result<(), RdmaError> {
         self.say(Kind::Ask)
     }
 
@@ -553,7 +555,7 @@ impl Link {
             return Ok(false);
         };
         let head = self.head(kind, 0, STATE_BYTES).encode();
-        let bits = self.incoming.each_ref().map(Incoming::bits);
+        let bits = self.incoming.each_ref().map(ReceiveWindow::bits);
         let mut of_bulk = self.bulk.words();
         of_bulk[0] |= self.dead() << DEAD_AT;
         let words = bits.into_iter().chain(of_bulk);
@@ -582,7 +584,7 @@ impl Link {
         (flight.last, flight.tries) = (now, flight.tries + 1);
         let (bytes, body, kind, asks) = (flight.bytes, flight.body, flight.kind, flight.asks);
         let payload = bytes - HEAD_BYTES + body.map_or(0, |body| body.bytes);
-        let head = Head {
+        let head = MessageHead {
             asks,
             ..self.head(kind, sequence, payload)
         };
@@ -604,7 +606,7 @@ impl Link {
 
     /// Sends due acknowledgements, before this end closes.
     pub(super) fn settle(&mut self) {
-        self.look();
+        self.progress();
         if self.broken.is_none() && self.owed.is_some() {
             let told = self.tell();
             self.result(told);
@@ -613,11 +615,11 @@ impl Link {
 
     /// Stops using callers' memory: bodies in flight are copied to slots. Waits briefly for the
     /// device to release it, then breaks the link.
-    pub(super) fn let_go(&mut self, lane: Lane) {
+    pub(super) fn release_memory(&mut self, lane: VirtualLane) {
         let until = provider::now() + Duration::from_millis(100);
         let let_go = self.let_tracks_go(lane, until);
         while self.reading > 0 && self.broken.is_none() && provider::now() < until {
-            self.look();
+            self.progress();
         }
         if self.reading > 0 || !let_go {
             let (peer, what) = (self.peer, "send");
@@ -629,7 +631,7 @@ impl Link {
                 vendor: 0,
             });
         }
-        if lane == Lane::Messages {
+        if lane == VirtualLane::Messages {
             self.mailed = false;
             return;
         }

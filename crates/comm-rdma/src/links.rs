@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use paceline_comm::provider::{
-    self, Closed, ComeBack, Controls, GULP_BYTES, Kept, Lane, Lend, Lent, News, Patience,
-    Transport, Want,
+    self, Closed, Controls, FailureNotice, GULP_BYTES, MonitoredLinks, PeerBytes, SpinPolicy,
+    Transport, VirtualLane, WaitInterest, WriteBack, ZeroCopy,
 };
-use paceline_comm::{Pages, Registered};
+use paceline_comm::{MemoryRegistration, Pages};
 
 use super::error::RdmaError;
-use super::link::Link;
+use super::link::CableLink;
 use super::memory::{Registration, Registry};
 use super::verbs::Adapter;
 
@@ -30,11 +30,11 @@ const LINGER: Duration = Duration::from_secs(1);
 
 pub(super) struct Links {
     /// By rank; `None` for the rank itself, and without a cable.
-    links: Vec<Option<Mutex<Link>>>,
-    sockets: Box<dyn Kept>,
+    links: Vec<Option<Mutex<CableLink>>>,
+    sockets: Box<dyn MonitoredLinks>,
     /// By rank: bytes of this group's calls that were read from the sockets during the join.
     early: Vec<Mutex<Vec<u8>>>,
-    patience: Patience,
+    patience: SpinPolicy,
     devices: Devices,
 }
 
@@ -46,20 +46,20 @@ pub(super) struct Devices {
 
 impl Devices {
     /// Registers `pages` with all of them for in-place use.
-    pub(super) fn register(&self, pages: &Arc<Pages>) -> Result<Registered, RdmaError> {
+    pub(super) fn register(&self, pages: &Arc<Pages>) -> Result<MemoryRegistration, RdmaError> {
         let (start, bytes) = (pages.start(), pages.bytes());
         // SAFETY: the result holds the pages, and drops them after the registration.
         let registration =
             unsafe { Registration::new(&self.registry, &self.adapters, start, bytes) };
-        Ok(Registered::new(registration?, pages))
+        Ok(MemoryRegistration::new(registration?, pages))
     }
 }
 
 impl Links {
     pub(super) fn new(
-        links: Vec<Option<Link>>,
-        (sockets, early): (Box<dyn Kept>, Vec<Vec<u8>>),
-        patience: Patience,
+        links: Vec<Option<CableLink>>,
+        (sockets, early): (Box<dyn MonitoredLinks>, Vec<Vec<u8>>),
+        patience: SpinPolicy,
         devices: Devices,
     ) -> Self {
         Self {
@@ -76,8 +76,8 @@ impl Links {
     }
 
     /// Takes bytes that were read before.
-    fn read_early(&self, lane: Lane, peer: usize, into: &mut [u8]) -> usize {
-        if lane == Lane::Messages {
+    fn read_early(&self, lane: VirtualLane, peer: usize, into: &mut [u8]) -> usize {
+        if lane == VirtualLane::Messages {
             return 0;
         }
         let mut early = lock(&self.early[peer]);
@@ -88,12 +88,12 @@ impl Links {
         count
     }
 
-    fn link(&self, peer: usize) -> Option<MutexGuard<'_, Link>> {
+    fn link(&self, peer: usize) -> Option<MutexGuard<'_, CableLink>> {
         let link = self.links[peer].as_ref()?;
         Some(lock(link))
     }
 
-    fn each(&self) -> impl Iterator<Item = MutexGuard<'_, Link>> {
+    fn each(&self) -> impl Iterator<Item = MutexGuard<'_, CableLink>> {
         (0..self.links.len()).filter_map(|peer| self.link(peer))
     }
 
@@ -108,7 +108,7 @@ impl Links {
         link.map_or((0, None), |link| (link.live(), link.lost().cloned()))
     }
 
-    fn is_ready(&self, want: &Want) -> bool {
+    fn is_ready(&self, want: &WaitInterest) -> bool {
         self.link(want.peer).is_some_and(|link| {
             link.is_closed()
                 || (want.read && link.has_bytes(want.lane))
@@ -124,14 +124,20 @@ impl fmt::Debug for Links {
 }
 
 impl Transport for Links {
-    fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+    fn write(
+        &self,
+        lane: VirtualLane,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
         match self.link(peer) {
             Some(mut link) => link.write(lane, head, body),
             None => self.sockets.write(lane, peer, head, body),
         }
     }
 
-    fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
+    fn read(&self, lane: VirtualLane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
         match self.link(peer) {
             Some(mut link) => link.read(lane, into),
             None => match self.read_early(lane, peer, into) {
@@ -141,16 +147,16 @@ impl Transport for Links {
         }
     }
 
-    fn lending(&self) -> Option<&dyn Lend> {
+    fn zero_copy(&self) -> Option<&dyn ZeroCopy> {
         Some(self)
     }
 
-    fn wait(&self, lane: Lane, wants: &[Want], until: Instant) {
-        let on_sockets = |want: &&Want| self.links[want.peer].is_none();
-        let sockets: Vec<Want> = wants.iter().filter(on_sockets).copied().collect();
+    fn wait(&self, lane: VirtualLane, wants: &[WaitInterest], until: Instant) {
+        let on_sockets = |want: &&WaitInterest| self.links[want.peer].is_none();
+        let sockets: Vec<WaitInterest> = wants.iter().filter(on_sockets).copied().collect();
         let mut nap = NAP_FIRST;
         loop {
-            self.each().for_each(|mut link| link.look());
+            self.each().for_each(|mut link| link.progress());
             let now = provider::now();
             if now >= until || wants.iter().any(|want| self.is_ready(want)) {
                 return;
@@ -169,8 +175,8 @@ impl Transport for Links {
         self.sockets.wake();
     }
 
-    fn tell(&self, news: &News) {
-        self.sockets.tell(news);
+    fn notify_failure(&self, news: &FailureNotice) {
+        self.sockets.notify_failure(news);
     }
 
     fn nudge(&self) -> bool {
@@ -181,7 +187,7 @@ impl Transport for Links {
         provider::now()
     }
 
-    fn patience(&self) -> Patience {
+    fn patience(&self) -> SpinPolicy {
         self.patience
     }
 
@@ -190,10 +196,10 @@ impl Transport for Links {
     }
 }
 
-impl Lend for Links {
+impl ZeroCopy for Links {
     fn write_whole(
         &self,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
         head: &[u8],
         body: &[u8],
@@ -210,13 +216,17 @@ impl Lend for Links {
         }
     }
 
-    fn lends(&self, _lane: Lane, peer: usize) -> bool {
+    fn reads_in_place(&self, _lane: VirtualLane, peer: usize) -> bool {
         self.links[peer].is_some()
     }
 
-    fn lend(&self, peer: usize, take: &mut dyn FnMut(Lent<'_>) -> usize) -> Result<usize, Closed> {
+    fn read_in_place(
+        &self,
+        peer: usize,
+        take: &mut dyn FnMut(PeerBytes<'_>) -> usize,
+    ) -> Result<usize, Closed> {
         let link = self.link(peer);
-        link.map_or(Ok(0), |mut link| link.lend(take))
+        link.map_or(Ok(0), |mut link| link.read_in_place(take))
     }
 
     fn placed(&self) -> u64 {
@@ -226,36 +236,36 @@ impl Lend for Links {
         placed.sum()
     }
 
-    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<MemoryRegistration> {
         if self.devices.adapters.is_empty() {
             return None;
         }
         self.devices.register(pages).ok()
     }
 
-    fn holds(&self, lane: Lane, peer: usize) -> bool {
+    fn holds(&self, lane: VirtualLane, peer: usize) -> bool {
         self.link(peer).is_some_and(|link| link.holds(lane))
     }
 
-    fn let_go(&self, lane: Lane) {
+    fn release_memory(&self, lane: VirtualLane) {
         let holding = self.each().filter(|link| link.uses_memory(lane));
-        holding.for_each(|mut link| link.let_go(lane));
+        holding.for_each(|mut link| link.release_memory(lane));
     }
 
-    fn let_go_of(&self, lane: Lane, peer: usize) {
+    fn release_peer_memory(&self, lane: VirtualLane, peer: usize) {
         let link = self.link(peer).filter(|link| link.uses_memory(lane));
         if let Some(mut link) = link {
-            link.let_go(lane);
+            link.release_memory(lane);
         }
     }
 
     /// Results are sent as bodies of their own.
-    fn come_back(&self) -> Option<&dyn ComeBack> {
+    fn write_back(&self) -> Option<&dyn WriteBack> {
         None
     }
 }
 
-impl Kept for Links {
+impl MonitoredLinks for Links {
     fn controls(&self) -> &Arc<Controls> {
         self.sockets.controls()
     }
@@ -278,7 +288,7 @@ impl Kept for Links {
                 break;
             }
             let soon = provider::now() + nap;
-            self.sockets.wait(Lane::Messages, &[], soon);
+            self.sockets.wait(VirtualLane::Messages, &[], soon);
             nap = NAP_LAST.min(2 * nap);
         }
         self.sockets.close();

@@ -9,17 +9,17 @@ use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::error::RdmaError;
-use super::verbs::{Adapter, Region};
+use super::verbs::{Adapter, MemoryRegion};
 
 /// The registered memory of a process, for all senders.
 #[derive(Default)]
-pub(super) struct Registry(RwLock<Vec<Arc<Registered>>>);
+pub(super) struct Registry(RwLock<Vec<Arc<RegisteredRange>>>);
 
 /// A range of memory, registered with every device of a rank.
-struct Registered {
+struct RegisteredRange {
     start: usize,
     bytes: usize,
-    regions: Vec<Region>,
+    regions: Vec<MemoryRegion>,
 }
 
 impl Registry {
@@ -30,7 +30,7 @@ impl Registry {
         let all = known.iter().flat_map(|registered| &registered.regions);
         let mut own = all.filter(|region| Arc::ptr_eq(region.adapter(), adapter));
         own.find(|region| region.holds(start, bytes.len()))
-            .map(Region::key)
+            .map(MemoryRegion::key)
     }
 
     /// # Safety
@@ -40,10 +40,10 @@ impl Registry {
         adapters: &[Arc<Adapter>],
         start: *mut u8,
         bytes: usize,
-    ) -> Result<Arc<Registered>, RdmaError> {
+    ) -> Result<Arc<RegisteredRange>, RdmaError> {
         // SAFETY: the caller's promise.
-        let region = |adapter| unsafe { Region::new(adapter, start, bytes) };
-        let registered = Arc::new(Registered {
+        let region = |adapter| unsafe { MemoryRegion::new(adapter, start, bytes) };
+        let registered = Arc::new(RegisteredRange {
             start: start as usize,
             bytes,
             regions: adapters.iter().map(region).collect::<Result<_, _>>()?,
@@ -53,7 +53,7 @@ impl Registry {
         Ok(registered)
     }
 
-    fn remove(&self, registered: &Arc<Registered>) {
+    fn remove(&self, registered: &Arc<RegisteredRange>) {
         let mut known = self.0.write().unwrap_or_else(PoisonError::into_inner);
         known.retain(|one| !Arc::ptr_eq(one, registered));
     }
@@ -61,7 +61,7 @@ impl Registry {
 
 /// Guard of caller's memory that devices may read.
 pub struct Registration {
-    registered: Arc<Registered>,
+    registered: Arc<RegisteredRange>,
     registry: Arc<Registry>,
 }
 
@@ -86,7 +86,7 @@ impl Registration {
 
 impl fmt::Debug for Registration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Registered { start, bytes, .. } = &*self.registered;
+        let RegisteredRange { start, bytes, .. } = &*self.registered;
         write!(f, "{bytes} registered bytes at {start:#x}")
     }
 }

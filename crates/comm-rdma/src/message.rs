@@ -18,7 +18,7 @@
 //! free. Every message carries both; a *state* carries nothing else. A message of another session
 //! (of an earlier group, or over a cable that leads elsewhere) is dropped.
 
-use paceline_comm::provider::Lane;
+use paceline_comm::provider::VirtualLane;
 
 /// Bytes before the payload.
 pub(super) const HEAD_BYTES: usize = 64;
@@ -33,36 +33,36 @@ pub(super) const STATE_BYTES: usize = 8 * (2 + WORDS);
 /// The purpose of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    Data(Lane),
+    Data(VirtualLane),
     State,
     Hello,
     /// A state that requests one back.
     Ask,
     /// The start of a transfer.
-    Offer(Lane),
+    Offer(VirtualLane),
     /// A repeated chunk.
-    Patch(Lane),
+    Patch(VirtualLane),
     Chunk,
     Drain,
 }
 
 /// By their numbers on the wire.
 const KINDS: [Kind; 11] = [
-    Kind::Data(Lane::Calls),
-    Kind::Data(Lane::Messages),
+    Kind::Data(VirtualLane::Calls),
+    Kind::Data(VirtualLane::Messages),
     Kind::State,
     Kind::Hello,
     Kind::Ask,
-    Kind::Offer(Lane::Calls),
-    Kind::Patch(Lane::Calls),
+    Kind::Offer(VirtualLane::Calls),
+    Kind::Patch(VirtualLane::Calls),
     Kind::Chunk,
     Kind::Drain,
-    Kind::Offer(Lane::Messages),
-    Kind::Patch(Lane::Messages),
+    Kind::Offer(VirtualLane::Messages),
+    Kind::Patch(VirtualLane::Messages),
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Head {
+pub(super) struct MessageHead {
     pub(super) kind: Kind,
     pub(super) session: u64,
     pub(super) sequence: u64,
@@ -76,7 +76,7 @@ pub(super) struct Head {
     pub(super) done: u32,
 }
 
-impl Head {
+impl MessageHead {
     pub(super) fn encode(&self) -> [u8; HEAD_BYTES] {
         let mut bytes = [0; HEAD_BYTES];
         bytes[..4].copy_from_slice(&MAGIC);
@@ -121,8 +121,8 @@ impl Head {
 
 /// For fuzzing: parses `bytes` as the head of a message.
 pub(super) fn parse(bytes: &[u8]) {
-    let head = bytes.first_chunk().and_then(Head::decode);
-    assert!(head.is_none_or(|head| Head::decode(&head.encode()) == Some(head)));
+    let head = bytes.first_chunk().and_then(MessageHead::decode);
+    assert!(head.is_none_or(|head| MessageHead::decode(&head.encode()) == Some(head)));
 }
 
 #[cfg(test)]
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn heads_come_back_and_other_bytes_do_not() {
         for kind in KINDS {
-            let head = Head {
+            let head = MessageHead {
                 kind,
                 session: 0x0123_4567_89ab_cdef,
                 sequence: u64::MAX,
@@ -144,12 +144,12 @@ mod tests {
                 done: 7,
             };
             let mut bytes = head.encode();
-            assert_eq!(Head::decode(&bytes), Some(head));
+            assert_eq!(MessageHead::decode(&bytes), Some(head));
             bytes[4] = 11;
-            assert_eq!(Head::decode(&bytes), None);
+            assert_eq!(MessageHead::decode(&bytes), None);
             bytes[4] = 0;
             bytes[0] = b'X';
-            assert_eq!(Head::decode(&bytes), None);
+            assert_eq!(MessageHead::decode(&bytes), None);
         }
     }
 }

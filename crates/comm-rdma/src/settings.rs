@@ -48,7 +48,7 @@ pub enum SettingsError {
 
 /// The settings of JACCL's environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Settings {
+pub struct JacclSettings {
     /// The own rank.
     pub rank: Rank,
     /// Where rank 0 listens.
@@ -79,7 +79,7 @@ fn first(
     found.ok_or(SettingsError::Missing { names })
 }
 
-impl Settings {
+impl JacclSettings {
     /// Parses the variables; `devices` is the text of the device file.
     ///
     /// # Errors
@@ -120,12 +120,12 @@ mod tests {
 
     const DEVICES_OF_TWO: &str = r#"[[null,"rdma_en5"],["rdma_en4",null]]"#;
 
-    fn parse(variables: &[(&str, &str)]) -> Result<Settings, SettingsError> {
+    fn parse(variables: &[(&str, &str)]) -> Result<JacclSettings, SettingsError> {
         let lookup = |name: &str| {
             let found = variables.iter().find(|(n, _)| *n == name);
             found.map(|(_, value)| value.to_string())
         };
-        Settings::parse(&lookup, DEVICES_OF_TWO)
+        JacclSettings::parse(&lookup, DEVICES_OF_TWO)
     }
 
     #[test]

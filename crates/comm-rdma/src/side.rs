@@ -37,7 +37,7 @@ const CONTAINER_BYTES_MAX: usize = 64 << 10;
 
 /// The connections of one rank: on rank 0 to all others, on others to rank 0.
 #[derive(Debug)]
-pub struct Side {
+pub struct SideChannel {
     rank: usize,
     size: usize,
     /// By rank, without rank 0; on other ranks only that to rank 0.
@@ -45,7 +45,7 @@ pub struct Side {
     here: IpAddr,
 }
 
-impl Side {
+impl SideChannel {
     /// Connects `size` ranks through the first one, which listens at `coordinator`. Collective.
     ///
     /// # Errors
@@ -138,7 +138,7 @@ impl Side {
     ) -> Result<Vec<Vec<u8>>, RdmaError> {
         let length = u32::try_from(own.len()).unwrap_or(u32::MAX);
         let words = self.all_gather(&length.to_le_bytes(), by)?;
-        let announced = Announced::read(&words)?;
+        let announced = ContainerLengths::read(&words)?;
         let mut padded = own.to_vec();
         padded.resize(announced.longest, 0);
         let all = self.all_gather(&padded, by)?;
@@ -155,13 +155,13 @@ impl Side {
 }
 
 /// Announced lengths of containers, by rank.
-struct Announced {
+struct ContainerLengths {
     lengths: Vec<usize>,
     /// Bytes that each rank sends, padding included.
     longest: usize,
 }
 
-impl Announced {
+impl ContainerLengths {
     /// Parses the announced lengths, 4 bytes each.
     fn read(words: &[u8]) -> Result<Self, RdmaError> {
         let words = words.as_chunks().0.iter();
@@ -195,7 +195,7 @@ impl Announced {
 pub(super) fn parse(bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
     let (size, rest) = bytes.split_first()?;
     let (words, rest) = rest.split_at_checked(4 * usize::from(*size))?;
-    let announced = Announced::read(words).ok()?;
+    let announced = ContainerLengths::read(words).ok()?;
     let all = rest.get(..announced.longest * usize::from(*size))?;
     let containers = announced.cut(all);
     let lengths: Vec<usize> = containers.iter().map(Vec::len).collect();
@@ -203,7 +203,7 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
     Some(containers)
 }
 
-type Failure = (Rank, &'static str, io::Error);
+type SideFailure = (Rank, &'static str, io::Error);
 
 /// Time left; an error if there is none.
 fn timed(by: Deadline) -> io::Result<Duration> {
@@ -232,7 +232,7 @@ fn receive(stream: &mut TcpStream, into: &mut [u8], by: Deadline) -> io::Result<
 }
 
 /// Rank 0: accepts one connection for each other rank, in rank order.
-fn accept(at: SocketAddr, size: usize, by: Deadline) -> Result<Vec<TcpStream>, Failure> {
+fn accept(at: SocketAddr, size: usize, by: Deadline) -> Result<Vec<TcpStream>, SideFailure> {
     let listener = TcpListener::bind(at).map_err(|error| (Rank(0), "listen as", error))?;
     let mut streams: Vec<Option<TcpStream>> = (1..size).map(|_| None).collect();
     let failed = |error| (Rank(0), "accept as", error);
@@ -269,7 +269,7 @@ fn introduced(mut stream: TcpStream, by: Deadline) -> io::Result<(u32, TcpStream
     Ok((u32::from_le_bytes(word), stream))
 }
 
-fn dial(to: SocketAddr, own: u32, by: Deadline) -> Result<TcpStream, Failure> {
+fn dial(to: SocketAddr, own: u32, by: Deadline) -> Result<TcpStream, SideFailure> {
     let failed = |error| (Rank(0), "connect to", error);
     loop {
         let left = timed(by).map_err(failed)?;
@@ -304,7 +304,7 @@ mod tests {
         let at = free();
         let ranks = [2_u8, 0, 1].map(|rank| {
             thread::spawn(move || {
-                let mut side = Side::open(at, Rank(rank.into()), 3, soon()).unwrap();
+                let mut side = SideChannel::open(at, Rank(rank.into()), 3, soon()).unwrap();
                 let all = side.all_gather(&[rank; 2], soon()).unwrap();
                 assert_eq!(all, [0, 0, 1, 1, 2, 2]);
                 let own = vec![rank; rank.into()];
@@ -331,7 +331,9 @@ mod tests {
         let most = u32::try_from(CONTAINER_BYTES_MAX).unwrap();
         assert!(sent(&[most], &vec![7; CONTAINER_BYTES_MAX]).is_some());
         for too_long in [most + 1, u32::MAX] {
-            let error = Announced::read(&words(&[1, too_long])).err().unwrap();
+            let error = ContainerLengths::read(&words(&[1, too_long]))
+                .err()
+                .unwrap();
             let text = error.to_string();
             let expected = "side channel: receive a container from rank 1: ";
             assert!(text.starts_with(expected), "{text}");
@@ -343,7 +345,7 @@ mod tests {
     fn a_rank_of_jaccl_is_understood() {
         let at = free();
         let ours = thread::spawn(move || {
-            let mut side = Side::open(at, Rank(0), 2, soon()).unwrap();
+            let mut side = SideChannel::open(at, Rank(0), 2, soon()).unwrap();
             let all = side.all_gather(&[7; 32], soon()).unwrap();
             side.barrier(soon()).unwrap();
             all
@@ -372,14 +374,14 @@ mod tests {
     #[test]
     fn who_is_missing_or_gone_is_named_in_time() {
         let past = Deadline::at(Instant::now() + Duration::from_millis(50));
-        let error = Side::open(free(), Rank(0), 2, past)
+        let error = SideChannel::open(free(), Rank(0), 2, past)
             .unwrap_err()
             .to_string();
         assert!(
             error.starts_with("side channel: wait for rank 1: "),
             "{error}"
         );
-        let error = Side::open(free(), Rank(1), 2, past)
+        let error = SideChannel::open(free(), Rank(1), 2, past)
             .unwrap_err()
             .to_string();
         assert!(
@@ -388,8 +390,8 @@ mod tests {
         );
 
         let at = free();
-        let gone = thread::spawn(move || drop(Side::open(at, Rank(1), 2, soon()).unwrap()));
-        let mut side = Side::open(at, Rank(0), 2, soon()).unwrap();
+        let gone = thread::spawn(move || drop(SideChannel::open(at, Rank(1), 2, soon()).unwrap()));
+        let mut side = SideChannel::open(at, Rank(0), 2, soon()).unwrap();
         gone.join().unwrap();
         let error = side.all_gather(&[0; 4], soon()).unwrap_err().to_string();
         assert!(

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use paceline_comm::provider::Mapping;
 
 use super::error::RdmaError;
-use super::verbs::{Adapter, Region};
+use super::verbs::{Adapter, MemoryRegion};
 
 /// Registered memory of one device, cut into equal parts for its cables.
 pub(super) struct Slab {
     // Dropped in this order: no memory is unmapped while it is registered.
-    region: Region,
+    region: MemoryRegion,
     mapping: Mapping,
 }
 
@@ -28,7 +28,7 @@ impl Slab {
             source,
         })?;
         // SAFETY: the mapping is dropped after the region.
-        let region = unsafe { Region::new(adapter, mapping.start(), mapping.bytes()) }?;
+        let region = unsafe { MemoryRegion::new(adapter, mapping.start(), mapping.bytes()) }?;
         Ok(Self { region, mapping })
     }
 

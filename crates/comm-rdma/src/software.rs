@@ -1,13 +1,13 @@
 //! Opens the software verbs library in-process, without loading a file.
 
-use super::abi::Table;
-use super::limits::Limits;
+use super::abi::VerbsTable;
+use super::limits::DeviceLimits;
 use super::soft;
 use super::verbs::Verbs;
 
 /// The library, with these limits on its users.
-pub(super) fn verbs(limits: Limits) -> Verbs {
-    let table = Table {
+pub(super) fn verbs(limits: DeviceLimits) -> Verbs {
+    let table = VerbsTable {
         get_device_list: soft::get_device_list,
         free_device_list: soft::free_device_list,
         get_device_name: soft::get_device_name,

@@ -16,10 +16,12 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use paceline_comm::tcp::{GroupId, Listener};
-use paceline_comm::{Algorithm, Deadline, Group, Memory, Reduce, testing};
+use paceline_comm::{Algorithm, Deadline, Group, Reduce, RegisteredMemory, testing};
 
 use super::soft::{self, Caps, Fabric, Faults};
-use super::{Cabling, Config, Limits, MESSAGE_BYTES, Matrix, Rdma, RdmaError, join, software};
+use super::{
+    Cabling, Config, DeviceLimits, MESSAGE_BYTES, Matrix, Rdma, RdmaError, join, software,
+};
 
 /// Sizes of the conformance suite here. The cases sleep for some 6 s of each size, and the size
 /// matters little to a transport. `COMM_TEST_SIZES=all` and a long run use all sizes.
@@ -30,12 +32,12 @@ fn soon(seconds: u64) -> Deadline {
 }
 
 /// A fabric, and the cabling of each rank.
-struct Lab {
+struct FabricFixture {
     fabric: Fabric,
     cablings: Vec<Cabling>,
 }
 
-impl Lab {
+impl FabricFixture {
     /// The same, with zero-copy transfers of any length.
     fn in_place(mut self) -> Self {
         let all = self.cablings.iter_mut();
@@ -51,7 +53,7 @@ impl Lab {
     }
 
     fn new(fabric: Fabric, matrix: &Matrix, config: Config) -> Self {
-        let verbs = || software::verbs(Limits::APPLE);
+        let verbs = || software::verbs(DeviceLimits::APPLE);
         let cabling = |_| Cabling::with(verbs(), matrix.clone(), config.clone());
         let cablings = (0..matrix.size()).map(cabling).collect();
         Self { fabric, cablings }
@@ -59,12 +61,12 @@ impl Lab {
 }
 
 /// A device for each rank, all on one switch.
-fn switched(size: u32, faults: Faults) -> Lab {
+fn switched(size: u32, faults: Faults) -> FabricFixture {
     let fabric = Fabric::new(faults, Caps::APPLE);
     let name = |rank| format!("soft{}.{rank}", soft::number());
     let names: Vec<String> = (0..size).map(name).collect();
     names.iter().for_each(|name| fabric.device(name));
-    Lab::new(fabric, &Matrix::switched(&names), Config::default())
+    FabricFixture::new(fabric, &Matrix::switched(&names), Config::default())
 }
 
 /// As [`switched`], for threads that share one cabling.
@@ -74,7 +76,7 @@ fn switched_cabling(size: u32) -> (Fabric, Cabling) {
 }
 
 /// A device for each end of each cable; `cables` is their number between two ranks.
-fn cabled(size: usize, cables: impl Fn(usize, usize) -> usize, faults: Faults) -> Lab {
+fn cabled(size: usize, cables: impl Fn(usize, usize) -> usize, faults: Faults) -> FabricFixture {
     let (fabric, number) = (Fabric::new(faults, Caps::APPLE), soft::number());
     let name = |a: usize, b: usize, cable: usize| format!("soft{number}.{a}.{b}.{cable}");
     let count = |a: usize, b: usize| {
@@ -93,11 +95,11 @@ fn cabled(size: usize, cables: impl Fn(usize, usize) -> usize, faults: Faults) -
     for (a, b) in (0..size).flat_map(|b| (0..b).map(move |a| (a, b))) {
         (0..count(a, b)).for_each(|c| fabric.cable(&name(a, b, c), &name(b, a, c)));
     }
-    Lab::new(fabric, &matrix, Config::default())
+    FabricFixture::new(fabric, &matrix, Config::default())
 }
 
 /// Joins all ranks; returns each result, in rank order.
-fn join_all(lab: &Lab) -> Vec<Result<Rdma, RdmaError>> {
+fn join_all(lab: &FabricFixture) -> Vec<Result<Rdma, RdmaError>> {
     let listen = |_| Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let listeners: Vec<Listener> = lab.cablings.iter().map(listen).collect();
     let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
@@ -114,18 +116,18 @@ fn join_all(lab: &Lab) -> Vec<Result<Rdma, RdmaError>> {
         .collect()
 }
 
-fn groups(lab: &Lab) -> Vec<Rdma> {
+fn groups(lab: &FabricFixture) -> Vec<Rdma> {
     let joined = join_all(lab).into_iter();
     joined.map(|group| group.unwrap()).collect()
 }
 
 /// Groups in the suite's form. Their fabric lives as long as they do: open devices keep it.
-fn boxed(lab: &Lab) -> testing::Ranks {
+fn boxed(lab: &FabricFixture) -> testing::Ranks {
     let boxed = |group| Box::new(group) as Box<dyn Group>;
     groups(lab).into_iter().map(boxed).collect()
 }
 
-fn on_each(lab: &Lab, work: impl Fn(Rdma) + Clone + Send + 'static) {
+fn on_each(lab: &FabricFixture, work: impl Fn(Rdma) + Clone + Send + 'static) {
     let threads = groups(lab).into_iter().map(|group| {
         let work = work.clone();
         thread::spawn(move || work(group))

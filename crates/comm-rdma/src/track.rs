@@ -5,11 +5,11 @@
 //! ([`bulk`](super::bulk)). Between transfers no memory of a caller is posted.
 
 use super::abi::{Sge, Wc};
-use super::cable::{Body, REQUESTS};
+use super::cable::{REQUESTS, RegisteredBody};
 use super::error::RdmaError;
 use super::message::HEAD_BYTES;
 use super::slab::Slab;
-use super::verbs::{Destination, Pair};
+use super::verbs::{Destination, QueuePair};
 
 const SEND: u64 = 1 << 16;
 const RECEIVE: u64 = 2 << 16;
@@ -18,7 +18,7 @@ const RECEIVE: u64 = 2 << 16;
 const PIECES: u32 = 2;
 
 /// The event reported by a completion.
-pub(super) enum Landed {
+pub(super) enum ChunkCompletion {
     /// A send is over.
     Sent { in_place: bool },
     /// The receive posted for `chunk` has completed, with this head.
@@ -31,8 +31,8 @@ pub(super) enum Landed {
     Stray,
 }
 
-pub(super) struct Track {
-    pair: Pair,
+pub(super) struct BulkQueuePair {
+    pair: QueuePair,
     /// First byte of its slots, and the key of their memory.
     start: *mut u8,
     key: u32,
@@ -46,9 +46,9 @@ pub(super) struct Track {
 }
 
 // SAFETY: the slots belong to this pair alone, and `Link` is behind a lock.
-unsafe impl Send for Track {}
+unsafe impl Send for BulkQueuePair {}
 
-impl Track {
+impl BulkQueuePair {
     /// Bytes of all slots.
     pub(super) const BYTES: usize = 2 * REQUESTS * HEAD_BYTES;
 
@@ -56,7 +56,7 @@ impl Track {
     pub(super) fn new(slab: &Slab, at: usize) -> Result<Self, RdmaError> {
         let requests = u32::try_from(REQUESTS).expect("a small number");
         Ok(Self {
-            pair: Pair::new(slab.adapter(), requests, [PIECES; 2])?,
+            pair: QueuePair::new(slab.adapter(), requests, [PIECES; 2])?,
             // SAFETY: the slab has these bytes.
             start: unsafe { slab.start().add(at) },
             key: slab.key(),
@@ -67,7 +67,7 @@ impl Track {
         })
     }
 
-    pub(super) const fn pair(&self) -> &Pair {
+    pub(super) const fn pair(&self) -> &QueuePair {
         &self.pair
     }
 
@@ -86,25 +86,25 @@ impl Track {
     }
 
     /// Handles a completion; `failed` if the request was flushed or failed.
-    pub(super) fn completed(&mut self, wc: &Wc, failed: bool) -> Landed {
+    pub(super) fn completed(&mut self, wc: &Wc, failed: bool) -> ChunkCompletion {
         let slot = (wc.wr_id & 0xffff) as usize;
         let done = match wc.wr_id & !0xffff {
             SEND if slot < REQUESTS => self.sends[slot]
                 .take()
-                .map(|in_place| Landed::Sent { in_place }),
+                .map(|in_place| ChunkCompletion::Sent { in_place }),
             RECEIVE if slot < REQUESTS => self.receives[slot].take().map(|chunk| {
                 let bytes = if failed { 0 } else { wc.byte_len as usize };
                 let head = self.head(slot);
-                Landed::Received { chunk, head, bytes }
+                ChunkCompletion::Received { chunk, head, bytes }
             }),
             _ => None,
         };
         match done {
-            Some(Landed::Sent { .. }) => self.sending -= 1,
-            Some(Landed::Received { .. }) => self.receiving -= 1,
+            Some(ChunkCompletion::Sent { .. }) => self.sending -= 1,
+            Some(ChunkCompletion::Received { .. }) => self.receiving -= 1,
             _ => {}
         }
-        done.unwrap_or(Landed::Stray)
+        done.unwrap_or(ChunkCompletion::Stray)
     }
 
     /// Treats all requests as failed, when polling fails.
@@ -132,7 +132,11 @@ impl Track {
     ///
     /// # Safety
     /// `body` is not used before the receive completes.
-    pub(super) unsafe fn post(&mut self, chunk: u64, body: Body) -> Result<bool, RdmaError> {
+    pub(super) unsafe fn post(
+        &mut self,
+        chunk: u64,
+        body: RegisteredBody,
+    ) -> Result<bool, RdmaError> {
         let Some(slot) = self.receives.iter().position(Option::is_none) else {
             return Ok(false);
         };
@@ -150,7 +154,7 @@ impl Track {
     pub(super) unsafe fn send(
         &mut self,
         head: &[u8; HEAD_BYTES],
-        body: Option<Body>,
+        body: Option<RegisteredBody>,
     ) -> Result<bool, RdmaError> {
         let Some(slot) = self.sends.iter().position(Option::is_none) else {
             return Ok(false);

@@ -13,9 +13,9 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::abi::{self, Gid, Sge, Table, Wc};
+use super::abi::{self, Gid, Sge, VerbsTable, Wc};
 use super::error::RdmaError;
-use super::limits::Limits;
+use super::limits::DeviceLimits;
 
 /// File name of the library that the system looks for.
 pub const LIBRARY: &str = if cfg!(target_os = "macos") {
@@ -40,10 +40,10 @@ const HOPS: u8 = 1;
 /// A verbs library.
 #[derive(Clone)]
 pub struct Verbs {
-    pub(super) table: Table,
+    pub(super) table: VerbsTable,
     pub(super) name: String,
     /// Limits on queue pairs, regions and requests.
-    pub limits: Limits,
+    pub limits: DeviceLimits,
 }
 
 impl fmt::Debug for Verbs {
@@ -78,7 +78,7 @@ impl Verbs {
         Ok(Self {
             table,
             name: name.to_string(),
-            limits: Limits::of_this_system(),
+            limits: DeviceLimits::of_this_system(),
         })
     }
 
@@ -87,15 +87,15 @@ impl Verbs {
     /// # Errors
     /// [`RdmaError::NoList`].
     pub fn devices(&self) -> Result<Vec<String>, RdmaError> {
-        List::get(self).map(|list| list.names())
+        DeviceList::get(self).map(|list| list.names())
     }
 }
 
 /// All functions, by their names without the prefix.
-fn table_of(library: &libloading::Library, name: &str) -> Result<Table, RdmaError> {
+fn table_of(library: &libloading::Library, name: &str) -> Result<VerbsTable, RdmaError> {
     macro_rules! table {
         ($($field:ident: $symbol:literal),* $(,)?) => {
-            Table { $($field: {
+            VerbsTable { $($field: {
                 let missing = |_| RdmaError::Symbol { library: name.to_string(), symbol: $symbol };
                 // SAFETY: a function of this name has this signature in every verbs library; the
                 // library is never closed, so the pointer stays valid.
@@ -124,12 +124,12 @@ fn table_of(library: &libloading::Library, name: &str) -> Result<Table, RdmaErro
 }
 
 /// The list of devices, freed on drop.
-struct List<'a> {
+struct DeviceList<'a> {
     verbs: &'a Verbs,
-    first: NonNull<*mut abi::Device>,
+    first: NonNull<*mut abi::IbvDevice>,
 }
 
-impl<'a> List<'a> {
+impl<'a> DeviceList<'a> {
     fn get(verbs: &'a Verbs) -> Result<Self, RdmaError> {
         // SAFETY: a null count is allowed: the list ends with a null pointer.
         let first = unsafe { (verbs.table.get_device_list)(ptr::null_mut()) };
@@ -140,7 +140,7 @@ impl<'a> List<'a> {
         Ok(Self { verbs, first })
     }
 
-    fn iter(&self) -> impl Iterator<Item = (*mut abi::Device, String)> {
+    fn iter(&self) -> impl Iterator<Item = (*mut abi::IbvDevice, String)> {
         let entry = |index| {
             // SAFETY: the list ends with a null entry, and reading ends there.
             let device = unsafe { *self.first.as_ptr().add(index) };
@@ -165,7 +165,7 @@ impl<'a> List<'a> {
     }
 }
 
-impl Drop for List<'_> {
+impl Drop for DeviceList<'_> {
     fn drop(&mut self) {
         // SAFETY: the list came from this library and is freed once.
         unsafe { (self.verbs.table.free_device_list)(self.first.as_ptr()) };
@@ -174,33 +174,33 @@ impl Drop for List<'_> {
 
 /// An open device and its address.
 pub(crate) struct Adapter {
-    opened: Opened,
-    domain: NonNull<abi::Pd>,
+    opened: OpenContext,
+    domain: NonNull<abi::IbvPd>,
     gid_index: u8,
     gid: Gid,
     lid: u16,
-    limits: Limits,
+    limits: DeviceLimits,
     regions: AtomicUsize,
     pairs: AtomicUsize,
 }
 
 /// A context, closed on drop.
-struct Opened {
-    table: Table,
+struct OpenContext {
+    table: VerbsTable,
     name: String,
-    context: NonNull<abi::Context>,
+    context: NonNull<abi::IbvContext>,
 }
 
 // SAFETY: verbs objects may be used from any thread, and by several at once; the library locks.
-unsafe impl Send for Opened {}
+unsafe impl Send for OpenContext {}
 // SAFETY: as for `Send`.
-unsafe impl Sync for Opened {}
+unsafe impl Sync for OpenContext {}
 // SAFETY: the domain is usable from any thread, like its context.
 unsafe impl Send for Adapter {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Adapter {}
 
-impl Drop for Opened {
+impl Drop for OpenContext {
     fn drop(&mut self) {
         // SAFETY: opened by this library, closed once, after everything made with it. A failure
         // leaks a descriptor; nothing can be done about it.
@@ -224,7 +224,7 @@ impl fmt::Debug for Adapter {
 impl Adapter {
     /// Opens the device of this name and finds its address.
     pub(crate) fn open(verbs: &Verbs, name: &str) -> Result<Arc<Self>, RdmaError> {
-        let opened = Opened::open(verbs, name)?;
+        let opened = OpenContext::open(verbs, name)?;
         let port = opened.port()?;
         let (gid_index, gid) = opened.address(&port)?;
         // SAFETY: the context is open.
@@ -251,7 +251,7 @@ impl Adapter {
         self.gid
     }
 
-    fn table(&self) -> &Table {
+    fn table(&self) -> &VerbsTable {
         &self.opened.table
     }
 
@@ -286,9 +286,9 @@ impl Adapter {
     }
 }
 
-impl Opened {
+impl OpenContext {
     fn open(verbs: &Verbs, name: &str) -> Result<Self, RdmaError> {
-        let list = List::get(verbs)?;
+        let list = DeviceList::get(verbs)?;
         let Some((device, _)) = list.iter().find(|(_, n)| n == name) else {
             let (wanted, there) = (name.to_string(), list.names());
             return Err(RdmaError::NoSuchDevice { wanted, there });
@@ -376,19 +376,19 @@ pub(crate) fn is_ipv4(gid: Gid) -> bool {
 }
 
 /// A registered memory region.
-pub(crate) struct Region {
+pub(crate) struct MemoryRegion {
     adapter: Arc<Adapter>,
-    mr: NonNull<abi::Mr>,
+    mr: NonNull<abi::IbvMr>,
     start: usize,
     bytes: usize,
 }
 
 // SAFETY: as for `Opened`.
-unsafe impl Send for Region {}
+unsafe impl Send for MemoryRegion {}
 // SAFETY: as for `Opened`.
-unsafe impl Sync for Region {}
+unsafe impl Sync for MemoryRegion {}
 
-impl Region {
+impl MemoryRegion {
     /// Registers `bytes` bytes from `start` on.
     ///
     /// # Safety
@@ -437,13 +437,13 @@ impl Region {
     }
 }
 
-impl fmt::Debug for Region {
+impl fmt::Debug for MemoryRegion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes on {:?}", self.bytes, self.adapter)
     }
 }
 
-impl Drop for Region {
+impl Drop for MemoryRegion {
     fn drop(&mut self) {
         // SAFETY: registered with this library, deregistered once.
         let _ = unsafe { (self.adapter.table().dereg_mr)(self.mr.as_ptr()) };
@@ -452,16 +452,16 @@ impl Drop for Region {
 }
 
 /// A completion queue.
-pub(crate) struct Queue {
+pub(crate) struct CompletionQueue {
     adapter: Arc<Adapter>,
-    cq: NonNull<abi::Cq>,
-    poll: unsafe extern "C" fn(*mut abi::Cq, c_int, *mut Wc) -> c_int,
+    cq: NonNull<abi::IbvCq>,
+    poll: unsafe extern "C" fn(*mut abi::IbvCq, c_int, *mut Wc) -> c_int,
 }
 
 // SAFETY: as for `Opened`.
-unsafe impl Send for Queue {}
+unsafe impl Send for CompletionQueue {}
 
-impl Queue {
+impl CompletionQueue {
     /// A queue for this many completions.
     pub(crate) fn new(adapter: &Arc<Adapter>, length: c_int) -> Result<Self, RdmaError> {
         let context = adapter.opened.context.as_ptr();
@@ -495,7 +495,7 @@ impl Queue {
     }
 }
 
-impl Drop for Queue {
+impl Drop for CompletionQueue {
     fn drop(&mut self) {
         // SAFETY: made by this library, destroyed once; its pair was destroyed before.
         let _ = unsafe { (self.adapter.table().destroy_cq)(self.cq.as_ptr()) };
@@ -512,17 +512,19 @@ pub(crate) struct Destination {
 }
 
 /// A queue pair of kind UC, with its completion queue.
-pub(crate) struct Pair {
-    qp: NonNull<abi::Qp>,
-    post_send: unsafe extern "C" fn(*mut abi::Qp, *mut abi::SendWr, *mut *mut abi::SendWr) -> c_int,
-    post_recv: unsafe extern "C" fn(*mut abi::Qp, *mut abi::RecvWr, *mut *mut abi::RecvWr) -> c_int,
-    queue: Queue,
+pub(crate) struct QueuePair {
+    qp: NonNull<abi::IbvQp>,
+    post_send:
+        unsafe extern "C" fn(*mut abi::IbvQp, *mut abi::SendWr, *mut *mut abi::SendWr) -> c_int,
+    post_recv:
+        unsafe extern "C" fn(*mut abi::IbvQp, *mut abi::RecvWr, *mut *mut abi::RecvWr) -> c_int,
+    queue: CompletionQueue,
 }
 
 // SAFETY: as for `Opened`.
-unsafe impl Send for Pair {}
+unsafe impl Send for QueuePair {}
 
-impl Pair {
+impl QueuePair {
     /// A pair with room for `requests` sends and as many receives, of up to `pieces` segments each.
     /// It is unusable before [`connect`](Self::connect).
     pub(crate) fn new(
@@ -540,7 +542,7 @@ impl Pair {
             });
         }
         let length = c_int::try_from(2 * requests).unwrap_or(c_int::MAX);
-        let queue = Queue::new(adapter, length)?;
+        let queue = CompletionQueue::new(adapter, length)?;
         adapter.count(&adapter.pairs, "queue pairs", adapter.limits.queue_pairs.0)?;
         let mut wanted = abi::QpInitAttr {
             qp_context: ptr::null_mut(),
@@ -582,7 +584,7 @@ impl Pair {
         &self.queue.adapter
     }
 
-    pub(crate) const fn queue(&self) -> &Queue {
+    pub(crate) const fn queue(&self) -> &CompletionQueue {
         &self.queue
     }
 
@@ -708,7 +710,7 @@ impl Pair {
     }
 }
 
-impl Drop for Pair {
+impl Drop for QueuePair {
     fn drop(&mut self) {
         // SAFETY: made by this library, destroyed once. Afterwards the device touches no memory on
         // its behalf.

@@ -16,7 +16,7 @@ const BATCHES: usize = 101;
 /// lasts long enough for the clock.
 const BATCH_BYTES: usize = 4 << 20;
 
-type Call = fn(&dyn Group, &mut Buffers, Deadline) -> Result<(), Error>;
+type CollectiveFn = fn(&dyn Group, &mut Buffers, Deadline) -> Result<(), Error>;
 
 struct Buffers {
     input: Vec<f32>,
@@ -24,7 +24,7 @@ struct Buffers {
     counts: Vec<usize>,
 }
 
-const CALLS: [(&str, Call); 4] = [
+const CALLS: [(&str, CollectiveFn); 4] = [
     ("barrier", |group, _, by| group.barrier(by)),
     ("all_gather_v", |group, b, by| {
         group.all_gather_v(&b.input, &mut b.gathered, &b.counts, by)
@@ -59,7 +59,7 @@ fn main() {
 }
 
 /// Sorted microseconds per call, one entry per batch.
-fn measure(size: u32, bytes: usize, call: Call) -> Vec<f64> {
+fn measure(size: u32, bytes: usize, call: CollectiveFn) -> Vec<f64> {
     let deadline = Deadline::at(Instant::now() + Duration::from_secs(120));
     let threads: Vec<_> = local::ranks(size)
         .into_iter()
@@ -76,7 +76,12 @@ fn measure(size: u32, bytes: usize, call: Call) -> Vec<f64> {
     of_rank_0
 }
 
-fn batches(group: &dyn Group, bytes: usize, call: Call, by: Deadline) -> Result<Vec<f64>, Error> {
+fn batches(
+    group: &dyn Group,
+    bytes: usize,
+    call: CollectiveFn,
+    by: Deadline,
+) -> Result<Vec<f64>, Error> {
     let (length, size) = (bytes / 4, group.size() as usize);
     let mut buffers = Buffers {
         input: vec![1.0; length],

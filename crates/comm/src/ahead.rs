@@ -7,7 +7,7 @@ use std::thread;
 use crate::locks::lock;
 use crate::{Error, Group};
 
-type Job = Box<dyn FnOnce(&dyn Group) + Send>;
+type QueuedCall = Box<dyn FnOnce(&dyn Group) + Send>;
 
 /// A group whose calls start now and are waited for later.
 ///
@@ -38,22 +38,22 @@ type Job = Box<dyn FnOnce(&dyn Group) + Send>;
 /// }
 /// ```
 #[derive(Debug)]
-pub struct Ahead {
+pub struct NonblockingCalls {
     group: Arc<dyn Group>,
-    jobs: Mutex<Sender<Job>>,
+    jobs: Mutex<Sender<QueuedCall>>,
 }
 
 /// A call in flight. Dropping the handle detaches the call: it still runs, and its result is lost.
 #[derive(Debug)]
-pub struct Handle<R> {
+pub struct PendingCall<R> {
     result: Receiver<R>,
     early: Option<R>,
 }
 
-impl Ahead {
+impl NonblockingCalls {
     /// Starts the thread for collectives. It ends after all started calls when this is dropped.
     pub fn new(group: Arc<dyn Group>) -> Self {
-        let (jobs, queue) = channel::<Job>();
+        let (jobs, queue) = channel::<QueuedCall>();
         let own = Arc::clone(&group);
         thread::spawn(move || queue.into_iter().for_each(|job| job(&*own)));
         let jobs = Mutex::new(jobs);
@@ -71,9 +71,9 @@ impl Ahead {
     pub fn start<R: Send + 'static>(
         &self,
         work: impl FnOnce(&dyn Group) -> Result<R, Error> + Send + 'static,
-    ) -> Handle<Result<R, Error>> {
+    ) -> PendingCall<Result<R, Error>> {
         let (result, handle) = handle();
-        let job: Job = Box::new(move |group| drop(result.send(work(group))));
+        let job: QueuedCall = Box::new(move |group| drop(result.send(work(group))));
         let jobs = lock(&self.jobs);
         // The thread lives as long as this value, unless a job panicked: then `wait` reports it.
         let _ = jobs.send(job);
@@ -84,7 +84,7 @@ impl Ahead {
     pub fn start_message<R: Send + 'static>(
         &self,
         work: impl FnOnce(&dyn Group) -> Result<R, Error> + Send + 'static,
-    ) -> Handle<Result<R, Error>> {
+    ) -> PendingCall<Result<R, Error>> {
         let (result, handle) = handle();
         let group = Arc::clone(&self.group);
         thread::spawn(move || drop(result.send(work(&*group))));
@@ -92,13 +92,13 @@ impl Ahead {
     }
 }
 
-fn handle<R>() -> (Sender<R>, Handle<R>) {
+fn handle<R>() -> (Sender<R>, PendingCall<R>) {
     let (sender, result) = channel();
     let early = None;
-    (sender, Handle { result, early })
+    (sender, PendingCall { result, early })
 }
 
-impl<R> Handle<R> {
+impl<R> PendingCall<R> {
     /// Whether `wait` would return at once.
     pub fn is_done(&mut self) -> bool {
         if self.early.is_none() {
@@ -135,7 +135,7 @@ mod tests {
         let by = Deadline::at(Instant::now() + Duration::from_secs(60));
         let threads = local::ranks(2).into_iter().map(|group| {
             thread::spawn(move || {
-                let ahead = Ahead::new(Arc::new(group));
+                let ahead = NonblockingCalls::new(Arc::new(group));
                 let peer = Rank(1 - ahead.group().rank().0);
                 let receives = [5, 4, 3].map(|tag| {
                     ahead.start_message(move |group| group.recv_like(&[0_u32; 2], peer, tag, by))

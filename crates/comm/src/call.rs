@@ -4,7 +4,7 @@ use std::fmt;
 
 use paceline_base::Rank;
 
-use crate::{Collective, Counts, Dtype, Error, Reduce, Site};
+use crate::{Collective, Dtype, ElementCounts, Error, Reduce, Site};
 
 /// The operation of a [`Call`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -248,10 +248,10 @@ fn check(collective: &Collective<'_>, call: Call, rank: Rank, size: u32) -> Resu
 }
 
 /// Number of ranks that `counts` has entries for.
-fn entries(counts: &Counts<'_>, size: u32) -> usize {
+fn entries(counts: &ElementCounts<'_>, size: u32) -> usize {
     match counts {
-        Counts::Even(_) => size as usize,
-        Counts::Each(each) => each.len(),
+        ElementCounts::Even(_) => size as usize,
+        ElementCounts::Each(each) => each.len(),
     }
 }
 
@@ -271,7 +271,7 @@ pub(crate) fn judge(calls: &[(Rank, Call)]) -> Error {
 }
 
 /// FNV-1a, 64 bits (offset basis and prime from the authors' page, isthe.com/chongo/tech/comp/fnv).
-fn digest(counts: &Counts<'_>) -> u64 {
+fn digest(counts: &ElementCounts<'_>) -> u64 {
     let step = |hash: u64, count: usize| {
         (count as u64)
             .to_le_bytes()
@@ -281,8 +281,8 @@ fn digest(counts: &Counts<'_>) -> u64 {
             })
     };
     match counts {
-        Counts::Even(count) => step(0, *count),
-        Counts::Each(counts) => counts
+        ElementCounts::Even(count) => step(0, *count),
+        ElementCounts::Each(counts) => counts
             .iter()
             .fold(0xcbf2_9ce4_8422_2325, |hash, count| step(hash, *count)),
     }
@@ -293,7 +293,7 @@ mod tests {
     use super::*;
     use crate::{Data, DataMut};
 
-    fn gather(input: usize, output: usize, counts: Counts<'_>) -> Result<Call, Error> {
+    fn gather(input: usize, output: usize, counts: ElementCounts<'_>) -> Result<Call, Error> {
         let (input, mut output) = (vec![0.0_f32; input], vec![0.0_f32; output]);
         let (input, output) = (Data::new(&input), DataMut::new(&mut output));
         Call::of(
@@ -316,30 +316,30 @@ mod tests {
     fn gathers_are_checked_before_they_start() {
         let end = " in counts #";
         for (input, output, counts, expected) in [
-            (2, 9, Counts::Each(&[3, 2, 4]), "all_gather of 9 f32"),
-            (2, 6, Counts::Even(2), "all_gather of 6 f32"),
+            (2, 9, ElementCounts::Each(&[3, 2, 4]), "all_gather of 9 f32"),
+            (2, 6, ElementCounts::Even(2), "all_gather of 6 f32"),
             (
                 3,
                 9,
-                Counts::Each(&[3, 2, 4]),
+                ElementCounts::Each(&[3, 2, 4]),
                 "length of input on rank 1 is 3, expected 2",
             ),
             (
                 2,
                 8,
-                Counts::Each(&[3, 2, 4]),
+                ElementCounts::Each(&[3, 2, 4]),
                 "length of output on rank 1 is 8, expected 9",
             ),
             (
                 2,
                 5,
-                Counts::Each(&[3, 2]),
+                ElementCounts::Each(&[3, 2]),
                 "length of counts on rank 1 is 2, expected 3",
             ),
             (
                 0,
                 0,
-                Counts::Each(&[]),
+                ElementCounts::Each(&[]),
                 "length of counts on rank 1 is 0, expected 3",
             ),
         ] {
@@ -348,8 +348,8 @@ mod tests {
         }
         let digest = |counts| gather(2, 9, counts).unwrap().digest;
         assert_ne!(
-            digest(Counts::Each(&[3, 2, 4])),
-            digest(Counts::Each(&[4, 2, 3]))
+            digest(ElementCounts::Each(&[3, 2, 4])),
+            digest(ElementCounts::Each(&[4, 2, 3]))
         );
     }
 

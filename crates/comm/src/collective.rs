@@ -2,7 +2,7 @@
 
 use paceline_base::Rank;
 
-use crate::{Counts, Data, DataMut, Reduce};
+use crate::{Data, DataMut, ElementCounts, Reduce};
 
 /// A collective call, as data: its buffers and the place of the result.
 #[derive(Debug)]
@@ -16,7 +16,7 @@ pub enum Collective<'a> {
         /// All parts in rank order, `(sum of counts,)`.
         output: DataMut<'a>,
         /// The length of every part, the same on all ranks.
-        counts: Counts<'a>,
+        counts: ElementCounts<'a>,
     },
     /// See `all_reduce`.
     AllReduce {
@@ -31,7 +31,7 @@ pub enum Collective<'a> {
         /// This rank's part of the result, `(counts[rank],)`.
         output: DataMut<'a>,
         /// The length of every part, the same on all ranks.
-        counts: Counts<'a>,
+        counts: ElementCounts<'a>,
         op: Reduce,
     },
     /// See `all_to_all` and `all_to_all_v`. `input` and `output` have one type.
@@ -41,9 +41,9 @@ pub enum Collective<'a> {
         /// The data that this rank gets from each, in rank order, `(sum of receives,)`.
         output: DataMut<'a>,
         /// Elements for each rank.
-        sends: Counts<'a>,
+        sends: ElementCounts<'a>,
         /// Elements from each rank; must equal that rank's `sends` entry for this one.
-        receives: Counts<'a>,
+        receives: ElementCounts<'a>,
     },
     /// See `broadcast`.
     Broadcast {

@@ -245,14 +245,14 @@ impl fmt::Debug for DataMut<'_> {
 /// Number of elements that each rank contributes to a gather; every rank knows all of them
 /// beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Counts<'a> {
+pub enum ElementCounts<'a> {
     /// Every rank contributes this many.
     Even(usize),
     /// Rank r contributes `counts[r]`, which may be 0.
     Each(&'a [usize]),
 }
 
-impl Counts<'_> {
+impl ElementCounts<'_> {
     /// Elements of `rank`. `Each` must have an entry for it.
     pub fn of(&self, rank: usize) -> usize {
         match self {
@@ -330,11 +330,11 @@ mod tests {
 
     #[test]
     fn counts_add_up() {
-        let uneven = Counts::Each(&[3, 0, 5]);
+        let uneven = ElementCounts::Each(&[3, 0, 5]);
         assert_eq!((uneven.of(2), uneven.total(3), uneven.max()), (5, 8, 5));
-        let even = Counts::Even(4);
+        let even = ElementCounts::Even(4);
         assert_eq!((even.of(2), even.total(3), even.max()), (4, 12, 4));
-        assert_eq!(Counts::Each(&[usize::MAX, 1]).total(2), usize::MAX);
-        assert_eq!(Counts::Each(&[]).max(), 0);
+        assert_eq!(ElementCounts::Each(&[usize::MAX, 1]).total(2), usize::MAX);
+        assert_eq!(ElementCounts::Each(&[]).max(), 0);
     }
 }

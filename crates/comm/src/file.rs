@@ -7,14 +7,14 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 /// A file of zeros of fixed size.
-pub(crate) struct File {
+pub(crate) struct MemoryFile {
     pub(crate) file: OwnedFd,
     /// Name by which a peer opens it, while this value lives.
     pub(crate) name: String,
 }
 
 #[cfg(target_os = "linux")]
-impl File {
+impl MemoryFile {
     /// Creates a file of `bytes` bytes.
     ///
     /// # Errors
@@ -87,7 +87,7 @@ pub(crate) fn is_descriptor(name: &str) -> bool {
 }
 
 #[cfg(not(target_os = "linux"))]
-impl File {
+impl MemoryFile {
     /// Creates a file of `bytes` bytes.
     ///
     /// # Errors
@@ -130,7 +130,7 @@ impl File {
 }
 
 #[cfg(not(target_os = "linux"))]
-impl Drop for File {
+impl Drop for MemoryFile {
     fn drop(&mut self) {
         // The mappings stay valid; a name that is already unlinked is harmless.
         let _ = rustix::shm::unlink(&self.name);

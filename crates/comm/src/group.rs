@@ -6,8 +6,8 @@ use std::sync::Arc;
 use paceline_base::{Bytes, Rank};
 
 use crate::{
-    Collective, Counts, Data, DataMut, Deadline, Element, Error, Pages, Reduce, Registered, Site,
-    Tuning,
+    Collective, Data, DataMut, Deadline, Element, ElementCounts, Error, MemoryRegistration, Pages,
+    Reduce, Site, Tuning,
 };
 
 /// Messages from one rank that may wait at one receiver before [`Group::send_data`] blocks.
@@ -36,7 +36,7 @@ pub struct Traffic {
 /// How the payload bytes of a rank's calls were moved since the group was made. Excludes frames,
 /// and copies within the rank's own memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Copies {
+pub struct CopyStats {
     /// Sent from the caller's memory, written to the destination by a device, or reduced where they
     /// arrived.
     pub in_place: Bytes,
@@ -152,14 +152,14 @@ pub trait Group: fmt::Debug + Send + Sync {
 
     /// The part of this rank's traffic that was copied on the way. The default, for providers that
     /// copy everything, counts nothing.
-    fn copies(&self) -> Copies {
-        Copies::default()
+    fn copies(&self) -> CopyStats {
+        CopyStats::default()
     }
 
     /// Registers `pages` for in-place use by this group and those split off it, while the result
     /// lives. `None` if registration is useless or impossible here. Not collective. Called by
     /// [`Memory::new`](crate::Memory::new).
-    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<MemoryRegistration> {
         let _ = pages;
         None
     }
@@ -206,7 +206,7 @@ impl dyn Group + '_ {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let (input, output) = (Some(Data::new(input)), DataMut::new(output));
-        let counts = Counts::Each(counts);
+        let counts = ElementCounts::Each(counts);
         self.run_at(
             Site::here(),
             Collective::AllGather {
@@ -230,7 +230,7 @@ impl dyn Group + '_ {
         output: &mut [T],
         deadline: Deadline,
     ) -> Result<(), Error> {
-        let counts = Counts::Even(input.len());
+        let counts = ElementCounts::Even(input.len());
         let (input, output) = (Some(Data::new(input)), DataMut::new(output));
         self.run_at(
             Site::here(),
@@ -260,7 +260,7 @@ impl dyn Group + '_ {
             Collective::AllGather {
                 input: None,
                 output: DataMut::new(data),
-                counts: Counts::Each(counts),
+                counts: ElementCounts::Each(counts),
             },
             deadline,
         )
@@ -288,7 +288,7 @@ impl dyn Group + '_ {
             Collective::ReduceScatter {
                 input: Data::new(input),
                 output: DataMut::new(output),
-                counts: Counts::Each(counts),
+                counts: ElementCounts::Each(counts),
                 op,
             },
             deadline,
@@ -308,7 +308,7 @@ impl dyn Group + '_ {
         op: Reduce,
         deadline: Deadline,
     ) -> Result<(), Error> {
-        let counts = Counts::Even(output.len());
+        let counts = ElementCounts::Even(output.len());
         let (input, output) = (Data::new(input), DataMut::new(output));
         self.run_at(
             Site::here(),
@@ -344,8 +344,8 @@ impl dyn Group + '_ {
             Collective::AllToAll {
                 input: Data::new(input),
                 output: DataMut::new(output),
-                sends: Counts::Each(sends),
-                receives: Counts::Each(receives),
+                sends: ElementCounts::Each(sends),
+                receives: ElementCounts::Each(receives),
             },
             deadline,
         )
@@ -363,7 +363,7 @@ impl dyn Group + '_ {
         output: &mut [T],
         deadline: Deadline,
     ) -> Result<(), Error> {
-        let each = Counts::Even(input.len() / self.size() as usize);
+        let each = ElementCounts::Even(input.len() / self.size() as usize);
         let (input, output) = (Data::new(input), DataMut::new(output));
         self.run_at(
             Site::here(),

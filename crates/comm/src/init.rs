@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 
 use paceline_base::Rank;
 
-use crate::join::Origin;
+use crate::join::JoinRecord;
 use crate::provider::Provider;
 use crate::tcp::{self, Addrs, Config, GroupId, JoinError, Listener};
 use crate::{Deadline, Group, local, shm, sockets};
@@ -100,7 +100,7 @@ pub enum Strict {
 
 /// This rank and the addresses of the others: arguments as for [`tcp::join_with`].
 #[derive(Debug)]
-pub struct Seat<'a, A = SocketAddr> {
+pub struct JoinParams<'a, A = SocketAddr> {
     /// The listener at `addrs[rank]`.
     pub listener: Listener,
     pub rank: Rank,
@@ -151,7 +151,7 @@ impl InitError {
 pub fn init<A: Clone + Into<Addrs>>(
     backend: Backend,
     strict: Strict,
-    seat: Seat<'_, A>,
+    seat: JoinParams<'_, A>,
     providers: &[&dyn Provider],
     deadline: Deadline,
 ) -> Result<Box<dyn Group>, InitError> {
@@ -163,11 +163,11 @@ pub fn init<A: Clone + Into<Addrs>>(
 
 fn join<A: Clone + Into<Addrs>>(
     backend: Backend,
-    seat: Seat<'_, A>,
+    seat: JoinParams<'_, A>,
     providers: &[&dyn Provider],
     deadline: Deadline,
 ) -> Result<Box<dyn Group>, InitError> {
-    let Seat {
+    let JoinParams {
         listener,
         rank,
         addrs,
@@ -176,7 +176,7 @@ fn join<A: Clone + Into<Addrs>>(
     } = seat;
     Ok(match backend {
         Backend::Local => alone(),
-        Backend::Any => any(Origin::new(listener, addrs, id, config), rank, deadline)?,
+        Backend::Any => any(JoinRecord::new(listener, addrs, id, config), rank, deadline)?,
         Backend::Shm => Box::new(shm::join_with(listener, rank, addrs, id, config, deadline)?),
         Backend::Tcp => Box::new(tcp::join_with(listener, rank, addrs, id, config, deadline)?),
         Backend::Rdma | Backend::MlxRing | Backend::Mpi | Backend::Nccl => {
@@ -184,7 +184,7 @@ fn join<A: Clone + Into<Addrs>>(
             let found = all.find(|provider| provider.backend() == backend);
             let provider = found.ok_or(InitError::NoProvider { backend })?;
             let addrs: Vec<Addrs> = addrs.iter().map(|own| own.clone().into()).collect();
-            let seat = Seat {
+            let seat = JoinParams {
                 listener,
                 rank,
                 addrs: &addrs,
@@ -197,7 +197,7 @@ fn join<A: Clone + Into<Addrs>>(
 }
 
 /// Shared memory, or TCP over the same connections if a rank cannot use the memory of another.
-fn any(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Box<dyn Group>, JoinError> {
+fn any(origin: JoinRecord, rank: Rank, deadline: Deadline) -> Result<Box<dyn Group>, JoinError> {
     let linked = sockets::connect(&origin, rank, deadline)?;
     match shm::exchange(&linked, deadline) {
         Ok(met) => Ok(Box::new(shm::share(linked, met, origin, deadline)?)),
@@ -234,7 +234,7 @@ mod tests {
             let threads = (0..).zip(listeners).map(|(rank, listener)| {
                 let addrs = &addrs;
                 scope.spawn(move || {
-                    let seat = Seat {
+                    let seat = JoinParams {
                         listener,
                         rank: Rank(rank),
                         addrs,
@@ -282,14 +282,14 @@ mod tests {
 
     /// A provider that no call names.
     #[derive(Debug)]
-    struct Other;
+    struct UnlistedProvider;
 
-    impl Provider for Other {
+    impl Provider for UnlistedProvider {
         fn backend(&self) -> Backend {
             Backend::Local
         }
 
-        fn join(&self, _: Seat<'_, Addrs>, _: Deadline) -> Result<Box<dyn Group>, InitError> {
+        fn join(&self, _: JoinParams<'_, Addrs>, _: Deadline) -> Result<Box<dyn Group>, InitError> {
             Ok(alone())
         }
     }
@@ -297,7 +297,7 @@ mod tests {
     #[test]
     fn a_wire_without_a_provider_is_named() {
         for backend in [Backend::Rdma, Backend::MlxRing, Backend::Mpi, Backend::Nccl] {
-            for refused in three(backend, &[&Other]) {
+            for refused in three(backend, &[&UnlistedProvider]) {
                 let expected = format!("{backend}: no provider of this wire was given");
                 assert_eq!(refused.unwrap_err().to_string(), expected);
             }
@@ -317,7 +317,7 @@ mod tests {
         let other = listener();
         for (strict, alone) in [(Strict::Yes, false), (Strict::No, true)] {
             let listener = listener();
-            let seat = Seat {
+            let seat = JoinParams {
                 rank: Rank(0),
                 addrs: &[listener.addr(), other.addr()],
                 id: GroupId::random(),

@@ -10,13 +10,13 @@ use crate::sync::copy_raw;
 
 /// Peer bytes, read only.
 #[derive(Clone, Copy, Debug)]
-pub struct Lent<'a> {
+pub struct PeerBytes<'a> {
     start: *const u8,
     len: usize,
     memory: PhantomData<&'a ()>,
 }
 
-impl<'a> Lent<'a> {
+impl<'a> PeerBytes<'a> {
     /// The `len` bytes from `start` on.
     ///
     /// # Safety
@@ -80,9 +80,9 @@ impl<'a> Lent<'a> {
 
 /// Peer bytes, readable and writable.
 #[derive(Debug)]
-pub struct LentMut<'a>(Lent<'a>);
+pub struct PeerBytesMut<'a>(PeerBytes<'a>);
 
-impl<'a> LentMut<'a> {
+impl<'a> PeerBytesMut<'a> {
     /// The `len` bytes from `start` on.
     ///
     /// # Safety
@@ -90,11 +90,11 @@ impl<'a> LentMut<'a> {
     /// them meanwhile, and no reference points to them.
     pub const unsafe fn new(start: *mut u8, len: usize) -> Self {
         // SAFETY: by the caller's promise.
-        Self(unsafe { Lent::new(start, len) })
+        Self(unsafe { PeerBytes::new(start, len) })
     }
 
     /// A read-only view.
-    pub const fn read(&self) -> Lent<'_> {
+    pub const fn read(&self) -> PeerBytes<'_> {
         self.0
     }
 
@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn parts_and_elements_are_those_of_the_bytes() {
         let bytes: Vec<u8> = (0..100).collect();
-        let lent = Lent::of(&bytes);
+        let lent = PeerBytes::of(&bytes);
         for (at, count) in [(0, 0), (0, 100), (100, 0), (3, 8), (99, 1)] {
             let part = lent.part(at, count);
             let mut copied = vec![0; count];
@@ -129,7 +129,7 @@ mod tests {
         assert_eq!(unsafe { lent.element::<4>(3) }, [12, 13, 14, 15]);
         let mut into = bytes.clone();
         // SAFETY: the bytes of `into`, which nobody uses until the last write.
-        let mut lent = unsafe { LentMut::new(into.as_mut_ptr(), into.len()) };
+        let mut lent = unsafe { PeerBytesMut::new(into.as_mut_ptr(), into.len()) };
         lent.write(98, &[7, 8]);
         lent.write(100, &[]);
         assert_eq!(lent.read().len(), 100);
@@ -140,7 +140,7 @@ mod tests {
     fn there_is_no_part_beyond_the_end() {
         let bytes = [0; 10];
         for (at, count) in [(0, 11), (10, 1), (11, 0), (1, usize::MAX), (usize::MAX, 1)] {
-            let part = || Lent::of(&bytes).part(at, count).len();
+            let part = || PeerBytes::of(&bytes).part(at, count).len();
             assert!(std::panic::catch_unwind(part).is_err(), "{at} {count}");
         }
     }

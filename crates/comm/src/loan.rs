@@ -28,16 +28,16 @@ use crate::sync::{AtomicU64, Ordering, fence};
 /// The state of transfers from one rank to another, in memory that both share. Zero is a valid
 /// state: no transfer.
 #[repr(C, align(128))]
-pub(crate) struct Slot {
-    offer: Line<Offered>,
-    taken: Line<Taken>,
+pub(crate) struct TransferSlot {
+    offer: CacheAligned<WriterOffer>,
+    taken: CacheAligned<ReaderCounters>,
 }
 
 #[repr(C, align(64))]
-struct Line<T>(T);
+struct CacheAligned<T>(T);
 
 /// Stored by the writer.
-struct Offered {
+struct WriterOffer {
     /// Transfers so far.
     lent: AtomicU64,
     /// Number of the last revoked transfer.
@@ -52,7 +52,7 @@ struct Offered {
 }
 
 /// Stored by the reader.
-struct Taken {
+struct ReaderCounters {
     /// Number of the last completed transfer.
     taken: AtomicU64,
     /// How the reader can access the writer's memory: bits of [`Able`].
@@ -63,7 +63,7 @@ struct Taken {
 
 /// How a reader can access the memory of a writer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Able {
+pub(crate) struct ReadAccess {
     /// All of it, by `process_vm_readv`.
     pub(crate) reads: bool,
     /// The part in files that the writer shares, by mapping them.
@@ -72,7 +72,7 @@ pub(crate) struct Able {
 
 /// Location of a payload in a file that the reader can map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct MappedLocation {
     /// The writer's file descriptor.
     pub(crate) descriptor: u32,
     /// A random word that identifies the file.
@@ -88,20 +88,20 @@ const WRITABLE: u64 = 1 << 32;
 /// A transfer as read by the reader. Its fields are wrong if the writer is broken; they are used
 /// only to read that process's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Loan {
+pub(crate) struct SingleCopyTransfer {
     number: u64,
     /// Position in the stream.
     pub(crate) at: u64,
     pub(crate) address: u64,
     pub(crate) bytes: u64,
-    pub(crate) place: Option<Place>,
+    pub(crate) place: Option<MappedLocation>,
 }
 
-impl Offered {
-    fn place(&self) -> Option<Place> {
+impl WriterOffer {
+    fn place(&self) -> Option<MappedLocation> {
         let word = self.file.load(Ordering::Relaxed);
         let file = (word & !WRITABLE).checked_sub(1)?;
-        Some(Place {
+        Some(MappedLocation {
             descriptor: u32::try_from(file).ok()?,
             writable: word & WRITABLE != 0,
             check: self.check.load(Ordering::Relaxed),
@@ -110,13 +110,13 @@ impl Offered {
     }
 }
 
-impl Slot {
+impl TransferSlot {
     #[cfg(test)]
     #[allow(dead_code, reason = "for the model checker")]
     pub(crate) fn new() -> Self {
         let zero = || AtomicU64::new(0);
         Self {
-            offer: Line(Offered {
+            offer: CacheAligned(WriterOffer {
                 lent: zero(),
                 revoked: zero(),
                 at: zero(),
@@ -126,7 +126,7 @@ impl Slot {
                 check: zero(),
                 offset: zero(),
             }),
-            taken: Line(Taken {
+            taken: CacheAligned(ReaderCounters {
                 taken: zero(),
                 able: zero(),
                 returned: zero(),
@@ -135,28 +135,28 @@ impl Slot {
     }
 
     /// Called by the reader: announces how it can access the writer's memory.
-    pub(crate) fn enable(&self, able: Able) {
+    pub(crate) fn enable(&self, able: ReadAccess) {
         let bits = u64::from(able.reads) | u64::from(able.maps) << 1;
         self.taken.0.able.store(bits, Ordering::Release);
     }
 
     /// The access that the reader announced.
-    pub(crate) fn able(&self) -> Able {
+    pub(crate) fn able(&self) -> ReadAccess {
         let bits = self.taken.0.able.load(Ordering::Acquire);
-        Able {
+        ReadAccess {
             reads: bits & 1 != 0,
             maps: bits & 2 != 0,
         }
     }
 
     /// Called by the writer: starts a transfer. None may be in progress.
-    pub(crate) fn lend(&self, at: u64, address: u64, bytes: u64, place: Option<Place>) {
+    pub(crate) fn offer(&self, at: u64, address: u64, bytes: u64, place: Option<MappedLocation>) {
         let (offer, relaxed) = (&self.offer.0, Ordering::Relaxed);
         debug_assert!(!self.is_out(), "one loan at a time");
         offer.at.store(at, relaxed);
         offer.address.store(address, relaxed);
         offer.bytes.store(bytes, relaxed);
-        let flag = |place: Place| if place.writable { WRITABLE } else { 0 };
+        let flag = |place: MappedLocation| if place.writable { WRITABLE } else { 0 };
         let file = place.map_or(0, |place| (u64::from(place.descriptor) + 1) | flag(place));
         offer.file.store(file, relaxed);
         if let Some(place) = place {
@@ -183,10 +183,10 @@ impl Slot {
     }
 
     /// The transfer that the reader has not completed.
-    pub(crate) fn loan(&self) -> Option<Loan> {
+    pub(crate) fn loan(&self) -> Option<SingleCopyTransfer> {
         let (offer, relaxed) = (&self.offer.0, Ordering::Relaxed);
         let number = offer.lent.load(Ordering::Acquire);
-        (number != self.taken.0.taken.load(relaxed)).then(|| Loan {
+        (number != self.taken.0.taken.load(relaxed)).then(|| SingleCopyTransfer {
             number,
             at: offer.at.load(relaxed),
             address: offer.address.load(relaxed),
@@ -196,14 +196,14 @@ impl Slot {
     }
 
     /// Whether all bytes read so far were valid: the transfer is not revoked.
-    pub(crate) fn stands(&self, loan: &Loan) -> bool {
+    pub(crate) fn is_valid(&self, loan: &SingleCopyTransfer) -> bool {
         fence(Ordering::SeqCst);
         // A later revoked transfer implies that this one is over too.
         self.offer.0.revoked.load(Ordering::Relaxed) < loan.number
     }
 
     /// Called by the reader: completes the transfer. `returned`: the whole result was written back.
-    pub(crate) fn take(&self, loan: &Loan, returned: bool) {
+    pub(crate) fn complete(&self, loan: &SingleCopyTransfer, returned: bool) {
         let taken = &self.taken.0;
         if returned {
             taken.returned.store(loan.number, Ordering::Relaxed);
@@ -212,7 +212,7 @@ impl Slot {
     }
 
     /// Whether the result of the last transfer was written back.
-    pub(crate) fn has_come_back(&self) -> bool {
+    pub(crate) fn is_written_back(&self) -> bool {
         let (lent, taken) = (self.offer.0.lent.load(Ordering::Relaxed), &self.taken.0);
         taken.taken.load(Ordering::Acquire) == lent
             && taken.returned.load(Ordering::Relaxed) == lent

@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex};
 
 use paceline_base::{Bytes, Rank};
 
-use crate::linked::Linked;
+use crate::linked::TransportGroup;
 use crate::locks::lock;
-use crate::shared::{Segment, Shared, Teller};
-use crate::split::{Member, members};
-use crate::status::Status;
-use crate::transport::Patience;
+use crate::shared::{FailureNotifier, Segment, SharedRings};
+use crate::split::{SplitMember, members};
+use crate::status::GroupStatus;
+use crate::transport::SpinPolicy;
 use crate::{Collective, Data, DataMut, Deadline, Error, Group, Site, Traffic, Tuning};
 
 /// Polls of the rings, with a pause instruction between them, before a rank yields its core: some
@@ -53,42 +53,42 @@ pub fn ranks(size: u32) -> Vec<Local> {
 /// # Panics
 /// If the system has no memory.
 pub fn ranks_with(size: u32, tuning: Tuning) -> Vec<Local> {
-    let hall = Arc::new(Hall::new(size as usize, tuning));
+    let hall = Arc::new(ThreadGroup::new(size as usize, tuning));
     (0..size)
         .map(|rank| Local::new(Rank(rank), Arc::clone(&hall)))
         .collect()
 }
 
 /// The spin policy for `here` ranks of one machine.
-pub fn patience(here: usize) -> Patience {
+pub fn patience(here: usize) -> SpinPolicy {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     // With more ranks than cores, a rank that spins keeps the one it waits for from running.
-    Patience {
+    SpinPolicy {
         spins: if here > cores { 0 } else { SPINS },
         yields: YIELDS,
     }
 }
 
 /// State shared by all ranks of a group.
-struct Hall {
+struct ThreadGroup {
     segments: Vec<Arc<Segment>>,
     gone: Arc<[AtomicBool]>,
-    status: Arc<Status>,
+    status: Arc<GroupStatus>,
     tuning: Tuning,
     /// Groups split off this one that some members have not obtained yet.
-    parts: Mutex<Vec<Part>>,
+    parts: Mutex<Vec<PendingSplit>>,
 }
 
 /// A group that is being split off.
-struct Part {
+struct PendingSplit {
     /// Number of the split, and color.
     key: (u64, u32),
-    hall: Arc<Hall>,
+    hall: Arc<ThreadGroup>,
     /// Members that have not obtained it.
     missing: usize,
 }
 
-impl Hall {
+impl ThreadGroup {
     fn new(size: usize, tuning: Tuning) -> Self {
         let segment = |_| Segment::new(size, None).expect("memory for the rings of a group");
         Self {
@@ -106,7 +106,7 @@ impl Hall {
         let known = parts.iter().position(|part| part.key == key);
         let index = known.unwrap_or_else(|| {
             let hall = Arc::new(Self::new(size, self.tuning));
-            parts.push(Part {
+            parts.push(PendingSplit {
                 key,
                 hall,
                 missing: size,
@@ -123,22 +123,22 @@ impl Hall {
 
 /// A rank of a group of threads. Dropping it ends the group for the others.
 pub struct Local {
-    linked: Linked<Shared>,
-    hall: Arc<Hall>,
+    linked: TransportGroup<SharedRings>,
+    hall: Arc<ThreadGroup>,
     splits: AtomicU64,
 }
 
 impl Local {
-    fn new(rank: Rank, hall: Arc<Hall>) -> Self {
-        let shared = Shared::new(
+    fn new(rank: Rank, hall: Arc<ThreadGroup>) -> Self {
+        let shared = SharedRings::new(
             rank.0 as usize,
             hall.segments.clone(),
             Arc::clone(&hall.gone),
-            Teller::Threads(Arc::clone(&hall.status)),
+            FailureNotifier::Threads(Arc::clone(&hall.status)),
             patience(hall.segments.len()),
         );
         let size = u32::try_from(hall.segments.len()).expect("made of a u32");
-        let linked = Linked::with_status(rank, size, shared, Arc::clone(&hall.status));
+        let linked = TransportGroup::with_status(rank, size, shared, Arc::clone(&hall.status));
         linked.agree(hall.tuning);
         Self {
             linked,
@@ -220,7 +220,7 @@ impl Group for Local {
     }
 
     fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
-        let Member { rank, ranks, .. } = members(self, color, key, deadline)?;
+        let SplitMember { rank, ranks, .. } = members(self, color, key, deadline)?;
         let number = self.splits.fetch_add(1, Ordering::Relaxed) + 1;
         let hall = self.hall.part((number, color), ranks.len());
         Ok(Box::new(Self::new(rank, hall)))

@@ -50,13 +50,13 @@ impl fmt::Debug for Pages {
 }
 
 /// Guard that keeps pages registered with a group.
-pub struct Registered {
+pub struct MemoryRegistration {
     // Dropped in this order: no memory is unmapped while it is registered.
     _registration: Box<dyn Send + Sync>,
     pages: Arc<Pages>,
 }
 
-impl Registered {
+impl MemoryRegistration {
     /// Keeps `registration`, which may point to `pages`, until the guard is dropped.
     pub fn new(registration: impl Send + Sync + 'static, pages: &Arc<Pages>) -> Self {
         Self {
@@ -66,21 +66,21 @@ impl Registered {
     }
 }
 
-impl fmt::Debug for Registered {
+impl fmt::Debug for MemoryRegistration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}, registered", self.pages)
     }
 }
 
 /// `(n,)` elements, zeroed at first, on whole pages of their own.
-pub struct Memory<T> {
-    registered: Option<Registered>,
+pub struct RegisteredMemory<T> {
+    registered: Option<MemoryRegistration>,
     pages: Arc<Pages>,
     len: usize,
     element: PhantomData<T>,
 }
 
-impl<T: Element> Memory<T> {
+impl<T: Element> RegisteredMemory<T> {
     /// Allocates `len` elements, registered with `group` and all groups split off it, if the
     /// transport uses that.
     ///
@@ -98,7 +98,10 @@ impl<T: Element> Memory<T> {
     ///
     /// # Panics
     /// If the system has no memory.
-    pub fn with(len: usize, register: impl FnOnce(&Arc<Pages>) -> Option<Registered>) -> Self {
+    pub fn with(
+        len: usize,
+        register: impl FnOnce(&Arc<Pages>) -> Option<MemoryRegistration>,
+    ) -> Self {
         let layout = Layout::array::<T>(len).expect("less than half of the address space");
         let mapping = Mapping::new(layout.size());
         let pages = Arc::new(Pages {
@@ -119,7 +122,7 @@ impl<T: Element> Memory<T> {
     }
 }
 
-impl<T: Element> Deref for Memory<T> {
+impl<T: Element> Deref for RegisteredMemory<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -130,14 +133,14 @@ impl<T: Element> Deref for Memory<T> {
     }
 }
 
-impl<T: Element> DerefMut for Memory<T> {
+impl<T: Element> DerefMut for RegisteredMemory<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above, and pages belong to one `Memory` only.
         unsafe { slice::from_raw_parts_mut(self.pages.start().cast(), self.len) }
     }
 }
 
-impl<T> fmt::Debug for Memory<T> {
+impl<T> fmt::Debug for RegisteredMemory<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let how = match &self.registered {
             Some(_) => "registered",
@@ -154,13 +157,13 @@ mod tests {
 
     #[test]
     fn memory_is_zeroed_and_its_holders() {
-        let mut memory = Memory::<f32>::new(None, 5000);
+        let mut memory = RegisteredMemory::<f32>::new(None, 5000);
         assert!(memory.iter().all(|value| *value == 0.0));
         memory.fill(2.0);
         assert_eq!((memory.len(), memory[4999]), (5000, 2.0));
         assert_eq!(format!("{memory:?}"), "5000 elements, not registered");
-        assert!(Memory::<u8>::new(None, 0).is_empty());
+        assert!(RegisteredMemory::<u8>::new(None, 0).is_empty());
         let groups = local::ranks(1);
-        assert!(!Memory::<f64>::new(Some(&groups[0]), 3).is_registered());
+        assert!(!RegisteredMemory::<f64>::new(Some(&groups[0]), 3).is_registered());
     }
 }

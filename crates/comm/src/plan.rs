@@ -7,9 +7,9 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::reduce::Side;
+use crate::reduce::OperandSide;
 use crate::tuning::choose;
-use crate::{Algorithm, Collective, Counts, Dtype, Reduce, Tuning};
+use crate::{Algorithm, Collective, Dtype, ElementCounts, Reduce, Tuning};
 
 /// Longest part of one rank's buffer that a one-shot reduction moves in one step. Scratch memory is
 /// at most this times the number of ranks.
@@ -17,7 +17,7 @@ pub(crate) const SEGMENT_BYTES: usize = 128 << 10;
 
 /// The buffers of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum PlanBuffer {
     /// The caller's input, never written.
     Input,
     /// The result; for reductions and broadcasts also the input.
@@ -28,13 +28,13 @@ pub(crate) enum Place {
 
 /// Bytes of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Span {
-    pub(crate) place: Place,
+pub(crate) struct BufferSpan {
+    pub(crate) place: PlanBuffer,
     pub(crate) range: Range<usize>,
 }
 
-impl Span {
-    pub(crate) const fn new(place: Place, range: Range<usize>) -> Self {
+impl BufferSpan {
+    pub(crate) const fn new(place: PlanBuffer, range: Range<usize>) -> Self {
         Self { place, range }
     }
 
@@ -45,38 +45,46 @@ impl Span {
 
 /// The use of arriving bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Take {
+pub(crate) enum ReceiveAction {
     /// They are copied to their place.
     Copy,
     /// They are reduced into the bytes there.
-    Fold(Side),
+    Fold(OperandSide),
 }
 
 /// An action of a step. A step has at most one `Send` and one `Receive` for each peer, and no
 /// received span overlaps a sent one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Act {
+pub(crate) enum PlanAction {
     /// Sends these bytes to `peer`.
-    Send { peer: usize, span: Span },
+    Send { peer: usize, span: BufferSpan },
     /// Receives bytes of `peer`.
-    Receive { peer: usize, span: Span, take: Take },
+    Receive {
+        peer: usize,
+        span: BufferSpan,
+        take: ReceiveAction,
+    },
     /// `into = from`. Runs in order after all transfers of the step, like the following variants.
-    Copy { into: Span, from: Span },
+    Copy { into: BufferSpan, from: BufferSpan },
     /// `into = into op from`, or the other way round.
-    Fold { into: Span, from: Span, side: Side },
+    Fold {
+        into: BufferSpan,
+        from: BufferSpan,
+        side: OperandSide,
+    },
     /// `into` = all ranks' parts, reduced in rank order. The own part is in `into`, that of rank r
     /// at `r * into.len()` of the scratch memory.
-    Reduce { into: Span },
+    Reduce { into: BufferSpan },
     /// Converts elements to f32, in the scratch memory.
-    Widen { into: Span, from: Span },
+    Widen { into: BufferSpan, from: BufferSpan },
     /// Converts back, rounded.
-    Narrow { into: Span, from: Span },
+    Narrow { into: BufferSpan, from: BufferSpan },
 }
 
 /// All steps of one rank.
 #[derive(Debug)]
-pub(crate) struct Plan {
-    acts: Vec<Act>,
+pub(crate) struct CollectivePlan {
+    acts: Vec<PlanAction>,
     /// End of each step in `acts`.
     ends: Vec<usize>,
     /// Bytes of scratch memory.
@@ -134,7 +142,7 @@ const BOTH_WAYS_BYTES: usize = 32 << 10;
 
 /// A direction of a ring, and the part of every chunk that moves in it.
 #[derive(Clone, Copy)]
-enum Way {
+enum RingDirection {
     /// Forward, the whole chunk.
     Only,
     /// Forward, the first half.
@@ -143,9 +151,9 @@ enum Way {
     Back,
 }
 
-impl Way {
+impl RingDirection {
     /// The part of a chunk of elements of `width` bytes.
-    fn part(self, chunk: Span, width: usize) -> Span {
+    fn part(self, chunk: BufferSpan, width: usize) -> BufferSpan {
         let Range { start, end } = chunk.range;
         let middle = start + (end - start) / width / 2 * width;
         let range = match self {
@@ -153,43 +161,43 @@ impl Way {
             Self::Forth => start..middle,
             Self::Back => middle..end,
         };
-        Span { range, ..chunk }
+        BufferSpan { range, ..chunk }
     }
 }
 
 /// A vector that is cut into one chunk per rank, its location and element width.
 #[derive(Clone, Copy)]
-struct Vector {
-    place: Place,
+struct ChunkedVector {
+    place: PlanBuffer,
     /// Elements.
     length: usize,
     /// Bytes of one element.
     width: usize,
 }
 
-impl Vector {
+impl ChunkedVector {
     /// Chunk `index` of `count`: the first ones are one longer if it does not divide.
-    fn chunk(&self, index: usize, count: usize) -> Span {
+    fn chunk(&self, index: usize, count: usize) -> BufferSpan {
         let (least, longer) = (self.length / count, self.length % count);
         let start = |index: usize| (index * least + index.min(longer)) * self.width;
-        Span::new(self.place, start(index)..start(index + 1))
+        BufferSpan::new(self.place, start(index)..start(index + 1))
     }
 
     /// Chunks `first..last`.
-    fn chunks(&self, chunks: Range<usize>, count: usize) -> Span {
+    fn chunks(&self, chunks: Range<usize>, count: usize) -> BufferSpan {
         let (first, last) = (
             self.chunk(chunks.start, count),
             self.chunk(chunks.end - 1, count),
         );
-        Span::new(self.place, first.range.start..last.range.end)
+        BufferSpan::new(self.place, first.range.start..last.range.end)
     }
 
-    fn all(&self) -> Span {
+    fn all(&self) -> BufferSpan {
         self.chunk(0, 1)
     }
 }
 
-impl Default for Plan {
+impl Default for CollectivePlan {
     fn default() -> Self {
         Self {
             acts: Vec::new(),
@@ -205,8 +213,8 @@ impl Default for Plan {
     }
 }
 
-impl Plan {
-    pub(crate) fn steps(&self) -> impl Iterator<Item = &[Act]> {
+impl CollectivePlan {
+    pub(crate) fn steps(&self) -> impl Iterator<Item = &[PlanAction]> {
         let starts = std::iter::once(0).chain(self.ends.iter().copied());
         starts
             .zip(&self.ends)
@@ -234,7 +242,7 @@ impl Plan {
                 let part = |peer| part(counts, width, peer);
                 match ring {
                     true => {
-                        let chunk = |peer| Span::new(Place::Work, part(peer));
+                        let chunk = |peer| BufferSpan::new(PlanBuffer::Work, part(peer));
                         self.ring_gather(chunk, width, output.bytes().len());
                     }
                     false => self.one_shot_gather(part),
@@ -277,8 +285,8 @@ impl Plan {
 
     fn all_reduce(&mut self, length: usize, dtype: Dtype, op: Reduce) {
         let width = dtype.bytes();
-        let vector = Vector {
-            place: Place::Work,
+        let vector = ChunkedVector {
+            place: PlanBuffer::Work,
             length,
             width,
         };
@@ -297,19 +305,19 @@ impl Plan {
         }
     }
 
-    fn send(&mut self, peer: usize, span: Span) {
-        self.acts.push(Act::Send { peer, span });
+    fn send(&mut self, peer: usize, span: BufferSpan) {
+        self.acts.push(PlanAction::Send { peer, span });
     }
 
-    fn receive(&mut self, peer: usize, span: Span) {
-        let take = Take::Copy;
-        self.acts.push(Act::Receive { peer, span, take });
+    fn receive(&mut self, peer: usize, span: BufferSpan) {
+        let take = ReceiveAction::Copy;
+        self.acts.push(PlanAction::Receive { peer, span, take });
     }
 
     /// Receives the operand before (`Second`) or after the existing one, in the order of the sum.
-    fn receive_fold(&mut self, peer: usize, span: Span, side: Side) {
-        let take = Take::Fold(side);
-        self.acts.push(Act::Receive { peer, span, take });
+    fn receive_fold(&mut self, peer: usize, span: BufferSpan, side: OperandSide) {
+        let take = ReceiveAction::Fold(side);
+        self.acts.push(PlanAction::Receive { peer, span, take });
     }
 
     fn end_step(&mut self) {
@@ -324,15 +332,15 @@ impl Plan {
 
     fn one_shot_gather(&mut self, part: impl Fn(usize) -> Range<usize>) {
         for peer in self.others() {
-            self.send(peer, Span::new(Place::Work, part(self.rank)));
-            self.receive(peer, Span::new(Place::Work, part(peer)));
+            self.send(peer, BufferSpan::new(PlanBuffer::Work, part(self.rank)));
+            self.receive(peer, BufferSpan::new(PlanBuffer::Work, part(peer)));
         }
         self.end_step();
     }
 
     /// In every step each rank forwards to its successor what it received from its predecessor.
     /// Chunks have elements of `width` bytes, and `bytes` all together.
-    fn ring_gather(&mut self, chunk: impl Fn(usize) -> Span, width: usize, bytes: usize) {
+    fn ring_gather(&mut self, chunk: impl Fn(usize) -> BufferSpan, width: usize, bytes: usize) {
         for step in 0..self.size - 1 {
             for way in self.ways(bytes) {
                 let sent = way.part(chunk(self.behind(*way, step)), width);
@@ -346,19 +354,21 @@ impl Plan {
     }
 
     /// The directions that this many bytes use. With two ranks both lead to the same peer.
-    fn ways(&self, bytes: usize) -> &'static [Way] {
+    fn ways(&self, bytes: usize) -> &'static [RingDirection] {
         match self.route.both && self.size > 2 && bytes > BOTH_WAYS_BYTES {
-            true => &[Way::Forth, Way::Back],
-            false => &[Way::Only],
+            true => &[RingDirection::Forth, RingDirection::Back],
+            false => &[RingDirection::Only],
         }
     }
 
     /// The rank `steps` positions before this one in this direction.
-    fn behind(&self, way: Way, steps: usize) -> usize {
+    fn behind(&self, way: RingDirection, steps: usize) -> usize {
         let (size, steps) = (self.size, steps % self.size);
         match way {
-            Way::Only | Way::Forth => self.route.after(self.rank, size - steps, size),
-            Way::Back => self.route.after(self.rank, steps, size),
+            RingDirection::Only | RingDirection::Forth => {
+                self.route.after(self.rank, size - steps, size)
+            }
+            RingDirection::Back => self.route.after(self.rank, steps, size),
         }
     }
 
@@ -368,7 +378,7 @@ impl Plan {
         let mut start = 0;
         loop {
             let end = bytes.min(start + most);
-            let own = Span::new(Place::Work, start..end);
+            let own = BufferSpan::new(PlanBuffer::Work, start..end);
             for peer in self.others() {
                 self.send(peer, own.clone());
                 self.receive(peer, staged(peer, end - start));
@@ -383,14 +393,14 @@ impl Plan {
     }
 
     /// Reduces the own part, which is in `into`, with all staged ones.
-    fn reduce(&mut self, into: Span) {
+    fn reduce(&mut self, into: BufferSpan) {
         self.scratch = self.scratch.max(self.size * into.len());
-        self.acts.push(Act::Reduce { into });
+        self.acts.push(PlanAction::Reduce { into });
     }
 
     /// Each rank reduces one chunk and broadcasts the result. The same sums as one-shot, in the
     /// same order, hence the same bits.
-    fn two_shot_reduce(&mut self, vector: Vector) {
+    fn two_shot_reduce(&mut self, vector: ChunkedVector) {
         let size = self.size;
         let own = vector.chunk(self.rank, size);
         for peer in self.others() {
@@ -407,13 +417,13 @@ impl Plan {
     }
 
     /// Two-shot for two ranks: the other part is reduced as it arrives.
-    fn pair_reduce(&mut self, vector: Vector) {
+    fn pair_reduce(&mut self, vector: ChunkedVector) {
         let peer = 1 - self.rank;
         let (own, other) = (vector.chunk(self.rank, 2), vector.chunk(peer, 2));
         let side = if self.rank == 0 {
-            Side::First
+            OperandSide::First
         } else {
-            Side::Second
+            OperandSide::Second
         };
         self.comes_back = true;
         self.send(peer, other.clone());
@@ -426,33 +436,33 @@ impl Plan {
 
     /// For algorithms that send partial results: half floats are widened first, so that they are
     /// not rounded at every hop.
-    fn widen(&mut self, vector: Vector, dtype: Dtype, op: Reduce) -> Vector {
+    fn widen(&mut self, vector: ChunkedVector, dtype: Dtype, op: Reduce) -> ChunkedVector {
         let half = matches!(dtype, Dtype::F16 | Dtype::Bf16);
         if !half || matches!(op, Reduce::Max | Reduce::Min) {
             return vector;
         }
-        let wide = Vector {
-            place: Place::Scratch,
+        let wide = ChunkedVector {
+            place: PlanBuffer::Scratch,
             width: 4,
             ..vector
         };
         (self.wide, self.scratch) = (true, wide.all().len());
         let (into, from) = (wide.all(), vector.all());
-        self.acts.push(Act::Widen { into, from });
+        self.acts.push(PlanAction::Widen { into, from });
         self.end_step();
         wide
     }
 
     /// Rounds a wide result into its place.
-    fn narrow(&mut self, into: Span, from: Span) {
+    fn narrow(&mut self, into: BufferSpan, from: BufferSpan) {
         if self.wide {
-            self.acts.push(Act::Narrow { into, from });
+            self.acts.push(PlanAction::Narrow { into, from });
         }
     }
 
     /// Chunk c is added in the order c + 1, c + 2, ..., c around the ring and ends on rank c. With
     /// both directions, that holds for its first half, and c - 1, c - 2, ..., c for the second.
-    fn ring_reduce(&mut self, wide: Vector, vector: Vector) {
+    fn ring_reduce(&mut self, wide: ChunkedVector, vector: ChunkedVector) {
         let (rank, size, bytes) = (self.rank, self.size, vector.all().len());
         self.ring_fold(|peer| wide.chunk(peer, size), wide.width, bytes);
         self.narrow(vector.chunk(rank, size), wide.chunk(rank, size));
@@ -460,62 +470,65 @@ impl Plan {
         self.ring_gather(|peer| vector.chunk(peer, size), vector.width, bytes);
     }
 
-    fn ring_fold(&mut self, chunk: impl Fn(usize) -> Span, width: usize, bytes: usize) {
+    fn ring_fold(&mut self, chunk: impl Fn(usize) -> BufferSpan, width: usize, bytes: usize) {
         for step in 0..self.size - 1 {
             for way in self.ways(bytes) {
                 let sent = way.part(chunk(self.behind(*way, step + 1)), width);
                 let received = way.part(chunk(self.behind(*way, step + 2)), width);
                 let (next, before) = (self.behind(*way, self.size - 1), self.behind(*way, 1));
                 self.send(next, sent);
-                self.receive_fold(before, received, Side::Second);
+                self.receive_fold(before, received, OperandSide::Second);
             }
             self.end_step();
         }
     }
 
     /// The part of a reduce-scatter that this rank keeps, from a copy: the input is not changed.
-    fn ring_scatter(&mut self, counts: &Counts<'_>, dtype: Dtype, op: Reduce) {
+    fn ring_scatter(&mut self, counts: &ElementCounts<'_>, dtype: Dtype, op: Reduce) {
         let (rank, size) = (self.rank, self.size);
         let length = counts.total(size);
-        let vector = Vector {
-            place: Place::Input,
+        let vector = ChunkedVector {
+            place: PlanBuffer::Input,
             length,
             width: dtype.bytes(),
         };
         let wide = self.widen(vector, dtype, op);
         if !self.wide {
             self.scratch = vector.all().len();
-            let (into, from) = (Span::new(Place::Scratch, vector.all().range), vector.all());
-            self.acts.push(Act::Copy { into, from });
+            let (into, from) = (
+                BufferSpan::new(PlanBuffer::Scratch, vector.all().range),
+                vector.all(),
+            );
+            self.acts.push(PlanAction::Copy { into, from });
             self.end_step();
         }
-        let own = |peer| Span::new(Place::Scratch, part(counts, wide.width, peer));
+        let own = |peer| BufferSpan::new(PlanBuffer::Scratch, part(counts, wide.width, peer));
         self.ring_fold(own, wide.width, vector.all().len());
         let (from, bytes) = (own(rank), counts.of(rank) * dtype.bytes());
-        let into = Span::new(Place::Work, 0..bytes);
+        let into = BufferSpan::new(PlanBuffer::Work, 0..bytes);
         match self.wide {
             true => self.narrow(into, from),
-            false => self.acts.push(Act::Copy { into, from }),
+            false => self.acts.push(PlanAction::Copy { into, from }),
         }
         self.end_step();
     }
 
     fn one_shot_scatter(&mut self, part: impl Fn(usize) -> Range<usize>) {
         let own = part(self.rank);
-        let into = Span::new(Place::Work, 0..own.len());
+        let into = BufferSpan::new(PlanBuffer::Work, 0..own.len());
         for peer in self.others() {
-            self.send(peer, Span::new(Place::Input, part(peer)));
+            self.send(peer, BufferSpan::new(PlanBuffer::Input, part(peer)));
             self.receive(peer, staged(peer, own.len()));
         }
-        let from = Span::new(Place::Input, own);
+        let from = BufferSpan::new(PlanBuffer::Input, own);
         let kept = into.clone();
-        self.acts.push(Act::Copy { into: kept, from });
+        self.acts.push(PlanAction::Copy { into: kept, from });
         self.reduce(into);
         self.end_step();
     }
 
     fn one_shot_broadcast(&mut self, bytes: usize, root: usize) {
-        let all = Span::new(Place::Work, 0..bytes);
+        let all = BufferSpan::new(PlanBuffer::Work, 0..bytes);
         if self.rank == root {
             for peer in self.others() {
                 self.send(peer, all.clone());
@@ -528,7 +541,7 @@ impl Plan {
 
     /// In every step each rank that has the data sends it to one that lacks it.
     fn tree_broadcast(&mut self, bytes: usize, root: usize) {
-        let (size, all) = (self.size, Span::new(Place::Work, 0..bytes));
+        let (size, all) = (self.size, BufferSpan::new(PlanBuffer::Work, 0..bytes));
         let place = (self.rank + size - root) % size;
         let rank = |place: usize| (place + root) % size;
         let mut have = 1;
@@ -549,17 +562,17 @@ impl Plan {
         receive: impl Fn(usize) -> Range<usize>,
     ) {
         for peer in self.others() {
-            self.send(peer, Span::new(Place::Input, send(peer)));
-            self.receive(peer, Span::new(Place::Work, receive(peer)));
+            self.send(peer, BufferSpan::new(PlanBuffer::Input, send(peer)));
+            self.receive(peer, BufferSpan::new(PlanBuffer::Work, receive(peer)));
         }
-        let into = Span::new(Place::Work, receive(self.rank));
-        let from = Span::new(Place::Input, send(self.rank));
-        self.acts.push(Act::Copy { into, from });
+        let into = BufferSpan::new(PlanBuffer::Work, receive(self.rank));
+        let from = BufferSpan::new(PlanBuffer::Input, send(self.rank));
+        self.acts.push(PlanAction::Copy { into, from });
         self.end_step();
     }
 
     /// Recursive halving, then recursive doubling.
-    fn halving_reduce(&mut self, wide: Vector, vector: Vector) {
+    fn halving_reduce(&mut self, wide: ChunkedVector, vector: ChunkedVector) {
         let (inner, rank) = self.fold_surplus(wide);
         let mut own = 0..inner;
         if let Some(rank) = rank {
@@ -571,7 +584,11 @@ impl Plan {
                 let lower = rank & distance == 0;
                 let (kept, sent) = if lower { (low, high) } else { (high, low) };
                 self.send(peer, wide.chunks(sent, inner));
-                let side = if lower { Side::First } else { Side::Second };
+                let side = if lower {
+                    OperandSide::First
+                } else {
+                    OperandSide::Second
+                };
                 self.receive_fold(peer, wide.chunks(kept.clone(), inner), side);
                 self.end_step();
                 own = kept;
@@ -600,7 +617,7 @@ impl Plan {
     }
 
     /// Recursive doubling: everything is exchanged with one peer per step.
-    fn doubling_reduce(&mut self, wide: Vector, vector: Vector) {
+    fn doubling_reduce(&mut self, wide: ChunkedVector, vector: ChunkedVector) {
         let (inner, rank) = self.fold_surplus(wide);
         let bytes = wide.all().len();
         let staging = self.scratch;
@@ -609,16 +626,16 @@ impl Plan {
         while distance < inner {
             if let Some(rank) = rank {
                 let peer = self.outer(rank ^ distance, inner);
-                let from = Span::new(Place::Scratch, staging..staging + bytes);
+                let from = BufferSpan::new(PlanBuffer::Scratch, staging..staging + bytes);
                 self.send(peer, wide.all());
                 self.receive(peer, from.clone());
                 let side = if rank & distance == 0 {
-                    Side::First
+                    OperandSide::First
                 } else {
-                    Side::Second
+                    OperandSide::Second
                 };
                 let into = wide.all();
-                self.acts.push(Act::Fold { into, from, side });
+                self.acts.push(PlanAction::Fold { into, from, side });
             }
             self.end_step();
             distance *= 2;
@@ -633,7 +650,7 @@ impl Plan {
     /// Handles ranks beyond the largest power of two: among the first ranks, each odd one sends its
     /// data to its predecessor and waits. Returns that power, and this rank's number among the
     /// others.
-    fn fold_surplus(&mut self, vector: Vector) -> (usize, Option<usize>) {
+    fn fold_surplus(&mut self, vector: ChunkedVector) -> (usize, Option<usize>) {
         let inner = 1 << self.size.ilog2();
         let surplus = self.size - inner;
         if surplus == 0 {
@@ -643,7 +660,7 @@ impl Plan {
         if paired && self.rank % 2 == 1 {
             self.send(self.rank - 1, vector.all());
         } else if paired {
-            self.receive_fold(self.rank + 1, vector.all(), Side::First);
+            self.receive_fold(self.rank + 1, vector.all(), OperandSide::First);
         }
         self.end_step();
         match (paired, self.rank % 2) {
@@ -663,7 +680,7 @@ impl Plan {
         }
     }
 
-    fn hand_to_surplus(&mut self, vector: Vector) {
+    fn hand_to_surplus(&mut self, vector: ChunkedVector) {
         let surplus = self.size - (1 << self.size.ilog2());
         if self.rank < 2 * surplus {
             match self.rank % 2 {
@@ -676,25 +693,27 @@ impl Plan {
 }
 
 /// Scratch location of the part of `peer`.
-fn staged(peer: usize, bytes: usize) -> Span {
-    Span::new(Place::Scratch, peer * bytes..(peer + 1) * bytes)
+fn staged(peer: usize, bytes: usize) -> BufferSpan {
+    BufferSpan::new(PlanBuffer::Scratch, peer * bytes..(peer + 1) * bytes)
 }
 
 /// Byte range of one rank's part among all parts.
-fn part(counts: &Counts<'_>, width: usize, peer: usize) -> Range<usize> {
+fn part(counts: &ElementCounts<'_>, width: usize, peer: usize) -> Range<usize> {
     let start = counts.before(peer) * width;
     start..start + counts.of(peer) * width
 }
 
-impl fmt::Display for Plan {
+impl fmt::Display for CollectivePlan {
     /// A line for each step.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (number, acts) in self.steps().enumerate() {
             write!(f, "step {number}:")?;
             for act in acts {
                 match act {
-                    Act::Send { peer, span } => write!(f, " send {} to {peer};", span.len())?,
-                    Act::Receive { peer, span, .. } => {
+                    PlanAction::Send { peer, span } => {
+                        write!(f, " send {} to {peer};", span.len())?
+                    }
+                    PlanAction::Receive { peer, span, .. } => {
                         write!(f, " receive {} from {peer};", span.len())?;
                     }
                     _ => {}
@@ -709,14 +728,14 @@ impl fmt::Display for Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DataMut, Memory};
+    use crate::{DataMut, RegisteredMemory};
 
     /// JACCL's mesh counts bytes in `int` and ends at 2 GiB for each rank. The memory is mapped and
     /// never touched.
     #[test]
     fn payloads_beyond_2_gib_are_planned_in_whole() {
         const PART: usize = (2 << 30) + 4096;
-        let mut all = Memory::<u8>::new(None, 2 * PART);
+        let mut all = RegisteredMemory::<u8>::new(None, 2 * PART);
         let tuning = Tuning {
             force: Some(Algorithm::Ring),
             ..Tuning::default()
@@ -724,15 +743,15 @@ mod tests {
         let call = Collective::AllGather {
             input: None,
             output: DataMut::new(&mut all),
-            counts: Counts::Even(PART),
+            counts: ElementCounts::Even(PART),
         };
-        let mut plan = Plan::default();
+        let mut plan = CollectivePlan::default();
         plan.make(&call, &tuning, 1, 2);
         let sent: Vec<_> = plan
             .steps()
             .flatten()
             .filter_map(|act| match act {
-                Act::Send { span, .. } => Some(span.range.clone()),
+                PlanAction::Send { span, .. } => Some(span.range.clone()),
                 _ => None,
             })
             .collect();

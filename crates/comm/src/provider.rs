@@ -19,21 +19,22 @@
 use std::fmt;
 
 pub use crate::deadline::now;
-pub use crate::join::{Origin, outcome, poll_until, random};
-pub use crate::keeping::{Controls, Keeping, Kept, gather};
-pub use crate::lent::{Lent, LentMut};
-pub use crate::linked::Linked;
+pub use crate::join::{JoinRecord, outcome, poll_until, random};
+pub use crate::keeping::{Controls, MonitoredGroup, MonitoredLinks, gather};
+pub use crate::lent::{PeerBytes, PeerBytesMut};
+pub use crate::linked::TransportGroup;
 pub use crate::mapping::Mapping;
-pub use crate::reduce::{Side, fold};
+pub use crate::reduce::{OperandSide, fold};
 pub use crate::sockets::{Sockets, connect};
-pub use crate::split::{Member, members};
-pub use crate::status::News;
+pub use crate::split::{SplitMember, members};
+pub use crate::status::FailureNotice;
 pub use crate::transport::{
-    Closed, ComeBack, GULP_BYTES, Lane, Lend, Patience, Pause, Transport, Want,
+    Closed, GULP_BYTES, Pause, SpinPolicy, Transport, VirtualLane, WaitInterest, WriteBack,
+    ZeroCopy,
 };
 
 use crate::tcp::Addrs;
-use crate::{Backend, Deadline, Group, InitError, Plaintext, Seat};
+use crate::{Backend, Deadline, Group, InitError, JoinParams, Plaintext};
 
 /// A backend that joins ranks into a group.
 pub trait Provider: fmt::Debug + Sync {
@@ -44,11 +45,15 @@ pub trait Provider: fmt::Debug + Sync {
     /// # Errors
     /// [`InitError::Plaintext`] if the backend cannot encrypt and plaintext is not allowed;
     /// [`InitError::Join`] if the ranks do not meet by TCP; [`InitError::Wire`] otherwise.
-    fn join(&self, seat: Seat<'_, Addrs>, deadline: Deadline) -> Result<Box<dyn Group>, InitError>;
+    fn join(
+        &self,
+        seat: JoinParams<'_, Addrs>,
+        deadline: Deadline,
+    ) -> Result<Box<dyn Group>, InitError>;
 }
 
 /// A backend whose launcher assigns the ranks, so that no [`Seat`] is needed.
-pub trait Placed: fmt::Debug + Sync {
+pub trait LaunchedProvider: fmt::Debug + Sync {
     /// Joins the ranks that the launcher started with this one. Collective.
     ///
     /// # Errors

@@ -4,7 +4,7 @@ use std::fmt;
 
 use half::{bf16, f16};
 
-use crate::lent::Lent;
+use crate::lent::PeerBytes;
 use crate::{Complex64, Dtype};
 
 /// How the elements of two ranks are combined.
@@ -59,7 +59,7 @@ impl fmt::Display for Reduce {
 }
 
 /// An element type as bytes, and the type its reductions are computed in.
-trait Number {
+trait ReduceElement {
     /// The type of partial results.
     type Wide: Copy + Default;
 
@@ -73,7 +73,7 @@ trait Number {
     ///
     /// # Safety
     /// The array contains the whole element.
-    unsafe fn lent(bytes: Lent<'_>, index: usize) -> Self::Bytes;
+    unsafe fn lent(bytes: PeerBytes<'_>, index: usize) -> Self::Bytes;
     fn load(bytes: Self::Bytes) -> Self::Wide;
     fn store(value: Self::Wide) -> Self::Bytes;
     fn sum(a: Self::Wide, b: Self::Wide) -> Self::Wide;
@@ -93,7 +93,7 @@ macro_rules! bytes_of {
             bytes.as_chunks_mut().0
         }
         #[inline(always)]
-        unsafe fn lent(bytes: Lent<'_>, index: usize) -> Self::Bytes {
+        unsafe fn lent(bytes: PeerBytes<'_>, index: usize) -> Self::Bytes {
             // SAFETY: by the caller's promise.
             unsafe { bytes.element(index) }
         }
@@ -102,7 +102,7 @@ macro_rules! bytes_of {
 
 macro_rules! integer {
     ($($type:ty)*) => {$(
-        impl Number for $type {
+        impl ReduceElement for $type {
             type Wide = Self;
             bytes_of!($type);
 
@@ -134,7 +134,7 @@ integer!(i8 i16 i32 i64 u8 u16 u32 u64);
 // result, so neither is acceptable here.
 macro_rules! float {
     ($($type:ty, $wide:ty, $narrow:expr;)*) => {$(
-        impl Number for $type {
+        impl ReduceElement for $type {
             type Wide = $wide;
             bytes_of!($type);
 
@@ -168,7 +168,7 @@ float! {
     bf16, f32, bf16::from_f32;
 }
 
-impl Number for bool {
+impl ReduceElement for bool {
     type Wide = u8;
     bytes_of!(u8);
 
@@ -192,7 +192,7 @@ impl Number for bool {
     }
 }
 
-impl Number for Complex64 {
+impl ReduceElement for Complex64 {
     type Wide = Self;
     bytes_of!(Self);
 
@@ -268,7 +268,7 @@ macro_rules! typed {
 
 /// Position of the operand that the result replaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
+pub enum OperandSide {
     /// `into = into op from`.
     First,
     /// `into = from op into`.
@@ -279,8 +279,8 @@ pub enum Side {
 ///
 /// # Panics
 /// If they are not equally long.
-pub fn fold(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: &[u8]) {
-    fold_lent(op, dtype, side, into, Lent::of(from));
+pub fn fold(op: Reduce, dtype: Dtype, side: OperandSide, into: &mut [u8], from: &[u8]) {
+    fold_lent(op, dtype, side, into, PeerBytes::of(from));
 }
 
 /// Like [`fold`], with `from` in a peer's memory. If that changes meanwhile, an element of the
@@ -288,7 +288,13 @@ pub fn fold(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: &[u8]) 
 ///
 /// # Panics
 /// If they are not equally long.
-pub(crate) fn fold_lent(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: Lent<'_>) {
+pub(crate) fn fold_lent(
+    op: Reduce,
+    dtype: Dtype,
+    side: OperandSide,
+    into: &mut [u8],
+    from: PeerBytes<'_>,
+) {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") {
         // SAFETY: the processor has what it was compiled for.
@@ -301,17 +307,22 @@ pub(crate) fn fold_lent(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], f
 /// same results.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn fold_avx2(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: Lent<'_>) {
+fn fold_avx2(op: Reduce, dtype: Dtype, side: OperandSide, into: &mut [u8], from: PeerBytes<'_>) {
     fold_any(op, dtype, side, into, from);
 }
 
 #[inline(always)]
-fn fold_any(op: Reduce, dtype: Dtype, side: Side, into: &mut [u8], from: Lent<'_>) {
+fn fold_any(op: Reduce, dtype: Dtype, side: OperandSide, into: &mut [u8], from: PeerBytes<'_>) {
     typed!(dtype, fold_typed(op, side, into, from));
 }
 
 #[inline(always)]
-fn fold_typed<T: Number>(op: Reduce, side: Side, into: &mut [u8], from: Lent<'_>) {
+fn fold_typed<T: ReduceElement>(
+    op: Reduce,
+    side: OperandSide,
+    into: &mut [u8],
+    from: PeerBytes<'_>,
+) {
     match op {
         Reduce::Sum => fold_by::<T>(T::sum, side, into, from),
         Reduce::Max => fold_by::<T>(T::max, side, into, from),
@@ -321,11 +332,11 @@ fn fold_typed<T: Number>(op: Reduce, side: Side, into: &mut [u8], from: Lent<'_>
 }
 
 #[inline(always)]
-fn fold_by<T: Number>(
+fn fold_by<T: ReduceElement>(
     op: impl Fn(T::Wide, T::Wide) -> T::Wide,
-    side: Side,
+    side: OperandSide,
     into: &mut [u8],
-    from: Lent<'_>,
+    from: PeerBytes<'_>,
 ) {
     assert_eq!(into.len(), from.len(), "bytes on both sides of a reduction");
     // SAFETY: for indices of elements of `into`, which is as long.
@@ -333,12 +344,12 @@ fn fold_by<T: Number>(
     // Loops and not `for_each`, whose body would be compiled without the features of `fold_avx2`.
     let elements = T::elements_mut(into).iter_mut().enumerate();
     match side {
-        Side::First => {
+        OperandSide::First => {
             for (index, a) in elements {
                 *a = T::store(op(T::load(*a), b(index)));
             }
         }
-        Side::Second => {
+        OperandSide::Second => {
             for (index, a) in elements {
                 *a = T::store(op(b(index), T::load(*a)));
             }
@@ -363,7 +374,7 @@ pub(crate) fn reduce_parts<'a>(
     typed!(dtype, reduce_typed(op, into, size, part));
 }
 
-fn reduce_typed<'a, T: Number>(
+fn reduce_typed<'a, T: ReduceElement>(
     op: Reduce,
     into: &mut [u8],
     size: usize,
@@ -378,7 +389,7 @@ fn reduce_typed<'a, T: Number>(
 }
 
 #[inline(always)]
-fn reduce_by<'a, T: Number>(
+fn reduce_by<'a, T: ReduceElement>(
     op: impl Fn(T::Wide, T::Wide) -> T::Wide,
     into: &mut [u8],
     size: usize,
@@ -412,7 +423,7 @@ mod tests {
     /// `a op b` by both implementations, longer than a vector register.
     fn both<T: Element + PartialEq + fmt::Debug>(op: Reduce, a: T, b: T) -> T {
         let mut results = Vec::new();
-        for (side, (x, y)) in [(Side::First, (a, b)), (Side::Second, (b, a))] {
+        for (side, (x, y)) in [(OperandSide::First, (a, b)), (OperandSide::Second, (b, a))] {
             let (mut into, from) = ([x; 37], [y; 37]);
             let bytes = Data::new(&from);
             fold(

@@ -23,12 +23,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::mm::ProtFlags;
 
-use crate::file::File;
-use crate::lent::{Lent, LentMut};
-use crate::loan::{LOAN_BYTES, Place};
+use crate::file::MemoryFile;
+use crate::lent::{PeerBytes, PeerBytesMut};
+use crate::loan::{LOAN_BYTES, MappedLocation};
 use crate::locks::lock;
 use crate::mapping::{Mapping, PAGE_BYTES};
-use crate::{Pages, Registered};
+use crate::{MemoryRegistration, Pages};
 
 /// Shortest memory that is shared, and shortest payload that is transferred from it.
 ///
@@ -60,7 +60,7 @@ struct Mapped {
     /// Bytes in use, from the first on.
     used: usize,
     /// The location that a peer needs.
-    place: Place,
+    place: MappedLocation,
 }
 
 /// Mapped files by their first address.
@@ -70,9 +70,9 @@ static REGIONS: Mutex<BTreeMap<usize, Mapped>> = Mutex::new(BTreeMap::new());
 static FILES: AtomicUsize = AtomicUsize::new(0);
 
 /// Guard that counts one file of the process.
-struct Counted(&'static AtomicUsize);
+struct FileCount(&'static AtomicUsize);
 
-impl Counted {
+impl FileCount {
     /// `None` if `files` counts [`MOST`] already. Safe for concurrent callers.
     fn take(files: &'static AtomicUsize) -> Option<Self> {
         let one_more = |count: usize| (count < MOST).then_some(count + 1);
@@ -81,7 +81,7 @@ impl Counted {
     }
 }
 
-impl Drop for Counted {
+impl Drop for FileCount {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -95,8 +95,8 @@ fn regions() -> MutexGuard<'static, BTreeMap<usize, Mapped>> {
 struct Region {
     start: usize,
     tail: Mapping,
-    _file: File,
-    _counted: Counted,
+    _file: MemoryFile,
+    _counted: FileCount,
 }
 
 impl Drop for Region {
@@ -119,13 +119,13 @@ fn tail(mapping: &Mapping, offset: usize) -> &Tail {
 ///
 /// # Panics
 /// If the system runs out of memory in between.
-pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
+pub(crate) fn share(pages: &Arc<Pages>) -> Option<MemoryRegistration> {
     let (start, bytes) = (pages.start() as usize, pages.bytes());
     if bytes < SHARED_BYTES {
         return None;
     }
-    let counted = Counted::take(&FILES)?;
-    let file = File::new((bytes + PAGE_BYTES) as u64).ok()?;
+    let counted = FileCount::take(&FILES)?;
+    let file = MemoryFile::new((bytes + PAGE_BYTES) as u64).ok()?;
     let descriptor = file.descriptor()?;
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let last = Mapping::of(&file.file, (bytes, PAGE_BYTES), access).ok()?;
@@ -135,7 +135,7 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
     let moved = unsafe { pages.mapping().replace(&file.file, 0, access) };
     moved.expect("no memory to map a file where memory was");
     pages.mapping().populate();
-    let place = Place {
+    let place = MappedLocation {
         descriptor,
         check,
         offset: 0,
@@ -149,7 +149,7 @@ pub(crate) fn share(pages: &Arc<Pages>) -> Option<Registered> {
         _file: file,
         _counted: counted,
     };
-    Some(Registered::new(region, pages))
+    Some(MemoryRegistration::new(region, pages))
 }
 
 /// The file that contains all of these bytes, and its start address. The bytes are not read.
@@ -162,9 +162,9 @@ fn region_of(bytes: *const [u8]) -> Option<(usize, Mapped)> {
 }
 
 /// Location of `bytes`, if all of them are in a file of this process.
-pub(crate) fn find(bytes: &[u8]) -> Option<Place> {
+pub(crate) fn find(bytes: &[u8]) -> Option<MappedLocation> {
     let (start, mapped) = region_of(bytes)?;
-    Some(Place {
+    Some(MappedLocation {
         offset: (bytes.as_ptr() as usize - start) as u64,
         ..mapped.place
     })
@@ -172,13 +172,13 @@ pub(crate) fn find(bytes: &[u8]) -> Option<Place> {
 
 /// As [`find`], of a part of `whole` that a peer may write to. The part has its pages to itself, so
 /// that they can be reclaimed.
-pub(crate) fn find_writable(bytes: &[u8], whole: &[u8]) -> Option<Place> {
+pub(crate) fn find_writable(bytes: &[u8], whole: &[u8]) -> Option<MappedLocation> {
     let (start, mapped) = region_of(whole)?;
     let (pages, whole) = (pages_of(start, bytes), whole.as_ptr_range());
     let (first, end) = (whole.start as usize, whole.end as usize);
     let is_alone = pages.start >= first && (pages.end <= end || end == start + mapped.used);
     let place = find(bytes).filter(|_| is_alone)?;
-    Some(Place {
+    Some(MappedLocation {
         writable: true,
         ..place
     })
@@ -212,18 +212,18 @@ pub(crate) unsafe fn take_back(bytes: *const [u8]) {
 }
 
 /// A mapped file of a peer.
-pub(crate) struct View {
+pub(crate) struct MappedView {
     check: u64,
     mapping: Mapping,
     /// Bytes before the tail.
     bytes: usize,
 }
 
-impl View {
+impl MappedView {
     /// Maps the file at `place` of `process`; `None` if that fails, the file can be truncated, or
     /// it is another file.
-    fn open(process: u32, place: &Place) -> Option<Self> {
-        let file = File::open_at(process, place.descriptor)?;
+    fn open(process: u32, place: &MappedLocation) -> Option<Self> {
+        let file = MemoryFile::open_at(process, place.descriptor)?;
         let length = usize::try_from(rustix::fs::fstat(&file).ok()?.st_size).ok()?;
         let bytes = length.checked_sub(PAGE_BYTES)?;
         if !length.is_multiple_of(PAGE_BYTES) {
@@ -248,10 +248,10 @@ impl View {
 
     /// `count` bytes from `offset` on; `None` if the file is shorter. The caller checks afterwards
     /// whether the transfer was revoked.
-    pub(crate) fn bytes(&self, offset: u64, count: usize) -> Option<Lent<'_>> {
+    pub(crate) fn bytes(&self, offset: u64, count: usize) -> Option<PeerBytes<'_>> {
         let start = self.place(offset, count)?;
         // SAFETY: inside of the mapping, whose file keeps its length.
-        Some(unsafe { Lent::new(start, count) })
+        Some(unsafe { PeerBytes::new(start, count) })
     }
 
     /// The same bytes, writable.
@@ -259,10 +259,10 @@ impl View {
     /// # Safety
     /// The owner allows writes in this transfer, and nothing else in this process uses this view of
     /// them.
-    pub(crate) unsafe fn bytes_mut(&self, offset: u64, count: usize) -> Option<LentMut<'_>> {
+    pub(crate) unsafe fn bytes_mut(&self, offset: u64, count: usize) -> Option<PeerBytesMut<'_>> {
         let start = self.place(offset, count)?;
         // SAFETY: as above, and by the caller's promise.
-        Some(unsafe { LentMut::new(start, count) })
+        Some(unsafe { PeerBytesMut::new(start, count) })
     }
 
     fn has_ended(&self) -> bool {
@@ -277,14 +277,14 @@ impl View {
 #[derive(Default)]
 pub(crate) struct Views {
     /// Oldest first.
-    views: Vec<Arc<View>>,
+    views: Vec<Arc<MappedView>>,
     /// The last file that could not be mapped.
     refused: Option<u64>,
 }
 
 impl Views {
     /// The file at `place` of `process`, mapped on demand; `None` if that fails.
-    pub(crate) fn get(&mut self, process: u32, place: &Place) -> Option<Arc<View>> {
+    pub(crate) fn get(&mut self, process: u32, place: &MappedLocation) -> Option<Arc<MappedView>> {
         if let Some(view) = self.views.iter().find(|view| view.check == place.check) {
             return Some(Arc::clone(view));
         }
@@ -292,7 +292,7 @@ impl Views {
             return None;
         }
         self.forget_ended();
-        let Some(view) = View::open(process, place).map(Arc::new) else {
+        let Some(view) = MappedView::open(process, place).map(Arc::new) else {
             self.refused = Some(place.check);
             return None;
         };

@@ -23,14 +23,14 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 
 use crate::join::{
-    GroupId, GroupKey, Hall, LIST_BYTES, Listener, Refusal, Unmet, open_note, parse_list,
-    print_list, random, seal_note, visit,
+    GroupId, GroupKey, LIST_BYTES, Listener, Refusal, RendezvousFailure, RendezvousHost,
+    fetch_members, open_note, parse_list, print_list, random, seal_note,
 };
 use crate::{Deadline, deadline};
 
 /// Where ranks exchange their addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Meeting {
+pub enum RendezvousPoint {
     /// All addresses, by name; [`Wanted`] decides which may be missing.
     List(Vec<SocketAddr>),
     /// A folder, empty at first, that all ranks can write to. With a group key, only files with the
@@ -42,7 +42,7 @@ pub enum Meeting {
 
 /// Number of ranks that completes a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wanted {
+pub enum RequiredRanks {
     /// Exactly this many.
     Exactly(u32),
     /// All ranks that arrived before a pause of `settled` without arrivals; at least `ranks`.
@@ -65,7 +65,7 @@ pub struct Members {
 
 /// Why a rendezvous failed.
 #[derive(Debug, thiserror::Error)]
-pub enum MeetingError {
+pub enum RendezvousError {
     #[error(
         "round {round}: {came} ranks came before the deadline, expected {wanted}{}",
         because(.turned_away)
@@ -115,25 +115,25 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 ///
 /// # Errors
 /// [`MeetingError`]; nothing remains that would disturb the next round.
-pub fn meet(
-    place: &Meeting,
+pub fn rendezvous(
+    place: &RendezvousPoint,
     addr: SocketAddr,
     round: u64,
-    wanted: Wanted,
+    wanted: RequiredRanks,
     key: Option<&GroupKey>,
     deadline: Deadline,
-) -> Result<Members, MeetingError> {
-    let order = Order { round, wanted, key };
+) -> Result<Members, RendezvousError> {
+    let order = RoundSpec { round, wanted, key };
     let mut addrs = match place {
-        Meeting::List(list) => list.clone(),
-        Meeting::Folder(folder) => folder_round(folder, addr, &order, deadline)?,
-        Meeting::Address(at) => address_round(*at, addr, &order, deadline)?,
+        RendezvousPoint::List(list) => list.clone(),
+        RendezvousPoint::Folder(folder) => folder_round(folder, addr, &order, deadline)?,
+        RendezvousPoint::Address(at) => address_round(*at, addr, &order, deadline)?,
     };
     addrs.sort_unstable();
     addrs.dedup();
     let size = addrs.len();
     let own = (0..).zip(&addrs).find(|(_, other)| **other == addr);
-    let (rank, _) = own.ok_or(MeetingError::Unlisted { addr, size })?;
+    let (rank, _) = own.ok_or(RendezvousError::Unlisted { addr, size })?;
     let id = id_of(&addrs, round);
     let rank = Rank(rank);
     Ok(Members { rank, addrs, id })
@@ -153,27 +153,28 @@ fn id_of(addrs: &[SocketAddr], round: u64) -> GroupId {
 }
 
 /// The round to run, and its required ranks.
-struct Order<'a> {
+struct RoundSpec<'a> {
     round: u64,
-    wanted: Wanted,
+    wanted: RequiredRanks,
     key: Option<&'a GroupKey>,
 }
 
-impl Order<'_> {
+impl RoundSpec<'_> {
     /// Whether the `came` ranks are the group; `changed` is when the last of them arrived.
     fn is_settled(&self, came: usize, changed: Instant) -> bool {
         match self.wanted {
-            Wanted::Exactly(ranks) => came == ranks as usize,
-            Wanted::AtLeast { ranks, settled } => {
+            RequiredRanks::Exactly(ranks) => came == ranks as usize,
+            RequiredRanks::AtLeast { ranks, settled } => {
                 let quiet = deadline::now().saturating_duration_since(changed);
                 came >= ranks as usize && quiet >= settled
             }
         }
     }
 
-    fn too_few(&self, came: usize, turned_away: Option<Refusal>) -> MeetingError {
-        let (Wanted::Exactly(wanted) | Wanted::AtLeast { ranks: wanted, .. }) = self.wanted;
-        MeetingError::TooFew {
+    fn too_few(&self, came: usize, turned_away: Option<Refusal>) -> RendezvousError {
+        let (RequiredRanks::Exactly(wanted) | RequiredRanks::AtLeast { ranks: wanted, .. }) =
+            self.wanted;
+        RendezvousError::TooFew {
             round: self.round,
             came: u32::try_from(came).unwrap_or(u32::MAX),
             wanted,
@@ -193,13 +194,13 @@ fn because(turned_away: &Option<Refusal>) -> String {
 fn folder_round(
     folder: &Path,
     addr: SocketAddr,
-    order: &Order<'_>,
+    order: &RoundSpec<'_>,
     deadline: Deadline,
-) -> Result<Vec<SocketAddr>, MeetingError> {
-    let system = |what| move |source| MeetingError::System { what, source };
+) -> Result<Vec<SocketAddr>, RendezvousError> {
+    let system = |what| move |source| RendezvousError::System { what, source };
     let folder = folder.join(format!("round-{}", order.round));
     std::fs::create_dir_all(&folder).map_err(system("make the round's folder"))?;
-    let notes = Notes { folder, order };
+    let notes = FolderRound { folder, order };
     // With a key, file names must not reveal addresses.
     let name = match order.key {
         Some(_) => format!("{:016x}", random()),
@@ -213,7 +214,9 @@ fn folder_round(
         if let Some(members) = notes.list() {
             return Ok(members);
         }
-        let (now, odd) = notes.comers().map_err(system("read the round's folder"))?;
+        let (now, odd) = notes
+            .arrived_members()
+            .map_err(system("read the round's folder"))?;
         if now != came {
             (came, changed) = (now, deadline::now());
         }
@@ -235,12 +238,12 @@ const RANK: &str = "rank";
 const MEMBERS: &str = "members";
 
 /// The files of a round.
-struct Notes<'a> {
+struct FolderRound<'a> {
     folder: PathBuf,
-    order: &'a Order<'a>,
+    order: &'a RoundSpec<'a>,
 }
 
-impl Notes<'_> {
+impl FolderRound<'_> {
     /// The context that a file is encrypted for; it is valid in no other.
     fn context(&self, kind: &str) -> String {
         format!("paceline meeting {} {kind}", self.order.round)
@@ -274,7 +277,7 @@ impl Notes<'_> {
     }
 
     /// The ranks that arrived, in order, and why another process was refused.
-    fn comers(&self) -> io::Result<(Vec<SocketAddr>, Option<Refusal>)> {
+    fn arrived_members(&self) -> io::Result<(Vec<SocketAddr>, Option<Refusal>)> {
         let (mut comers, mut odd) = (Vec::new(), None);
         for entry in std::fs::read_dir(&self.folder)? {
             let path = entry?.path();
@@ -318,23 +321,25 @@ impl Notes<'_> {
 fn address_round(
     at: SocketAddr,
     addr: SocketAddr,
-    order: &Order<'_>,
+    order: &RoundSpec<'_>,
     deadline: Deadline,
-) -> Result<Vec<SocketAddr>, MeetingError> {
+) -> Result<Vec<SocketAddr>, RendezvousError> {
     let round = GroupId(*b"paceline meeting").derive(order.round, 0);
     loop {
         if let Ok(listener) = Listener::bind(at) {
             return host(
-                Hall::new(&listener, round, order.key),
+                RendezvousHost::new(&listener, round, order.key),
                 addr,
                 order,
                 deadline,
             );
         }
-        match visit(at, round, order.key, addr, deadline) {
+        match fetch_members(at, round, order.key, addr, deadline) {
             Ok(members) => return Ok(members),
-            Err(Unmet::Refused(why)) => return Err(MeetingError::Refused { at, why }),
-            Err(Unmet::Gone) => {}
+            Err(RendezvousFailure::Refused(why)) => {
+                return Err(RendezvousError::Refused { at, why });
+            }
+            Err(RendezvousFailure::Gone) => {}
         }
         if deadline.left(deadline::now()).is_zero() {
             return Err(order.too_few(1, None));
@@ -345,22 +350,22 @@ fn address_round(
 
 /// Accepts members until the round is settled, then sends all of them the list.
 fn host(
-    mut hall: Hall<'_>,
+    mut hall: RendezvousHost<'_>,
     addr: SocketAddr,
-    order: &Order<'_>,
+    order: &RoundSpec<'_>,
     deadline: Deadline,
-) -> Result<Vec<SocketAddr>, MeetingError> {
+) -> Result<Vec<SocketAddr>, RendezvousError> {
     let (mut came, mut changed) = (Vec::new(), deadline::now());
     loop {
-        hall.look();
-        let mut now: Vec<SocketAddr> = hall.comers().chain([addr]).collect();
+        hall.poll_members();
+        let mut now: Vec<SocketAddr> = hall.member_addresses().chain([addr]).collect();
         now.sort_unstable();
         now.dedup();
         if now != came {
             (came, changed) = (now, deadline::now());
         }
         if order.is_settled(came.len(), changed) {
-            hall.tell(&came);
+            hall.send_list(&came);
             return Ok(came);
         }
         if deadline.left(deadline::now()).is_zero() {
@@ -391,26 +396,28 @@ mod tests {
     }
 
     /// A folder and an address, twice; each with the guard that keeps it alive.
-    fn places() -> [(Meeting, Option<tempfile::TempDir>); 4] {
+    fn places() -> [(RendezvousPoint, Option<tempfile::TempDir>); 4] {
         let folder = || {
             let folder = tempfile::tempdir().unwrap();
-            (Meeting::Folder(folder.path().into()), Some(folder))
+            (RendezvousPoint::Folder(folder.path().into()), Some(folder))
         };
-        let address = || (Meeting::Address(crate::free::free()), None);
+        let address = || (RendezvousPoint::Address(crate::free::free()), None);
         [folder(), address(), folder(), address()]
     }
 
     /// Runs a round with ranks at these ports and checks that all get the same members.
     fn meet_all(
-        place: &Meeting,
+        place: &RendezvousPoint,
         ports: &[u16],
         round: u64,
-        wanted: Wanted,
+        wanted: RequiredRanks,
         key: Option<&GroupKey>,
     ) -> GroupId {
         let comers = ports.iter().map(|port| {
             let (place, own, key) = (place.clone(), addr(*port), key.cloned());
-            thread::spawn(move || meet(&place, own, round, wanted, key.as_ref(), soon()).unwrap())
+            thread::spawn(move || {
+                rendezvous(&place, own, round, wanted, key.as_ref(), soon()).unwrap()
+            })
         });
         let members: Vec<_> = comers
             .collect::<Vec<_>>()
@@ -436,29 +443,31 @@ mod tests {
         {
             let key = key.as_ref();
             let place = &place.0;
-            let first = meet_all(place, &[7, 3, 5], 0, Wanted::Exactly(3), key);
+            let first = meet_all(place, &[7, 3, 5], 0, RequiredRanks::Exactly(3), key);
             // The rank with the lowest name, which was rank 0, does not return.
-            let wanted = Wanted::AtLeast { ranks: 2, settled };
+            let wanted = RequiredRanks::AtLeast { ranks: 2, settled };
             let second = meet_all(place, &[5, 7], 1, wanted, key);
             assert_ne!(first, second);
-            meet_all(place, &[9, 7, 5, 1], 2, Wanted::Exactly(4), key);
+            meet_all(place, &[9, 7, 5, 1], 2, RequiredRanks::Exactly(4), key);
         }
-        let list = Meeting::List(vec![addr(1), addr(2)]);
-        meet_all(&list, &[2, 1], 0, Wanted::Exactly(2), None);
+        let list = RendezvousPoint::List(vec![addr(1), addr(2)]);
+        meet_all(&list, &[2, 1], 0, RequiredRanks::Exactly(2), None);
     }
 
     #[test]
     fn too_few_and_unlisted_ranks_are_named() {
         let folder = tempfile::tempdir().unwrap();
         let past = Deadline::at(Instant::now());
-        let place = Meeting::Folder(folder.path().into());
-        let error = meet(&place, addr(1), 0, Wanted::Exactly(2), None, past).unwrap_err();
+        let place = RendezvousPoint::Folder(folder.path().into());
+        let error =
+            rendezvous(&place, addr(1), 0, RequiredRanks::Exactly(2), None, past).unwrap_err();
         assert_eq!(
             error.to_string(),
             "round 0: 1 ranks came before the deadline, expected 2"
         );
-        let list = Meeting::List(vec![addr(1)]);
-        let error = meet(&list, addr(2), 0, Wanted::Exactly(1), None, past).unwrap_err();
+        let list = RendezvousPoint::List(vec![addr(1)]);
+        let error =
+            rendezvous(&list, addr(2), 0, RequiredRanks::Exactly(1), None, past).unwrap_err();
         assert!(
             error.to_string().contains("not in the list of 1"),
             "{error}"
@@ -479,15 +488,15 @@ mod tests {
                 let ranks = keys.iter().zip(1..).map(|(byte, port)| {
                     let (place, key) = (place.clone(), byte.map(key));
                     thread::spawn(move || {
-                        let wanted = Wanted::Exactly(2);
-                        meet(&place, addr(port), 0, wanted, key.as_ref(), by).unwrap_err()
+                        let wanted = RequiredRanks::Exactly(2);
+                        rendezvous(&place, addr(port), 0, wanted, key.as_ref(), by).unwrap_err()
                     })
                 });
                 for thread in ranks.collect::<Vec<_>>() {
                     let error = thread.join().unwrap();
                     let why = match &error {
-                        MeetingError::TooFew { turned_away, .. } => *turned_away,
-                        MeetingError::Refused { why, .. } => Some(*why),
+                        RendezvousError::TooFew { turned_away, .. } => *turned_away,
+                        RendezvousError::Refused { why, .. } => Some(*why),
                         _ => None,
                     };
                     // Which of them hosts the address is random; the error takes that rank's view.
@@ -508,7 +517,7 @@ mod tests {
         std::fs::write(round.join("x.rank"), "127.0.0.1:99").unwrap();
         std::fs::write(round.join("y.rank"), [7; 100]).unwrap();
         std::fs::write(round.join(MEMBERS), "127.0.0.1:99\n").unwrap();
-        meet_all(&place, &[7, 5], 0, Wanted::Exactly(2), Some(&key));
+        meet_all(&place, &[7, 5], 0, RequiredRanks::Exactly(2), Some(&key));
         for entry in std::fs::read_dir(&round).unwrap() {
             let path = entry.unwrap().path();
             let (name, bytes) = (path.to_string_lossy(), std::fs::read(&path).unwrap());
@@ -520,7 +529,7 @@ mod tests {
             assert!(!tells(name.as_bytes()), "{name} tells an address");
         }
 
-        let Meeting::Address(at) = address else {
+        let RendezvousPoint::Address(at) = address else {
             unreachable!("the second is one")
         };
         let flood = thread::spawn(move || {
@@ -533,7 +542,13 @@ mod tests {
                 thread::sleep(Duration::from_millis(2));
             }
         });
-        meet_all(&address, &[7, 5, 9], 0, Wanted::Exactly(3), Some(&key));
+        meet_all(
+            &address,
+            &[7, 5, 9],
+            0,
+            RequiredRanks::Exactly(3),
+            Some(&key),
+        );
         flood.join().unwrap();
     }
 }

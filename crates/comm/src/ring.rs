@@ -19,19 +19,19 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering, copy_in, copy_out, fence};
 /// Counters of a ring, in shared memory.
 #[repr(C, align(128))]
 pub(crate) struct Counters {
-    written: Line<AtomicU64>,
-    read: Line<AtomicU64>,
+    written: CachePadded<AtomicU64>,
+    read: CachePadded<AtomicU64>,
 }
 
 #[repr(C, align(128))]
-struct Line<T>(T);
+struct CachePadded<T>(T);
 
 #[cfg(test)]
 impl Counters {
     pub(crate) fn new() -> Self {
         Self {
-            written: Line(AtomicU64::new(0)),
-            read: Line(AtomicU64::new(0)),
+            written: CachePadded(AtomicU64::new(0)),
+            read: CachePadded(AtomicU64::new(0)),
         }
     }
 }

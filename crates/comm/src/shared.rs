@@ -20,17 +20,19 @@ use std::time::Instant;
 use rustix::mm::ProtFlags;
 
 use crate::deadline;
-use crate::lent::{Lent, LentMut};
-use crate::loan::{Able, LOAN_BYTES, Loan, Place, Slot};
+use crate::lent::{PeerBytes, PeerBytesMut};
+use crate::loan::{LOAN_BYTES, MappedLocation, ReadAccess, SingleCopyTransfer, TransferSlot};
 use crate::locks::lock;
 use crate::mapping::Mapping;
 use crate::process;
-use crate::regions::{self, SHARED_BYTES, View, Views};
+use crate::regions::{self, MappedView, SHARED_BYTES, Views};
 use crate::ring::{Bell, Ring};
-use crate::status::{News, Status};
+use crate::status::{FailureNotice, GroupStatus};
 use crate::sync::AtomicU64;
-use crate::transport::{Closed, ComeBack, Lane, Lend, Patience, Transport, Want};
-use crate::{Pages, Registered};
+use crate::transport::{
+    Closed, SpinPolicy, Transport, VirtualLane, WaitInterest, WriteBack, ZeroCopy,
+};
+use crate::{MemoryRegistration, Pages};
 
 /// Size of a ring by lane. All-reduce of 16 MiB between two processes on the two cores of an EPYC
 /// VM, November 2026: 2.68, 2.57, 2.49, 2.47 ms. The call rings had 128, 256, 512, 1024 KiB.
@@ -45,7 +47,7 @@ const GULP_BYTES: usize = 8 << 20;
 
 /// Offset of the rings, in a group of this size.
 const fn rings_at(size: usize) -> usize {
-    SLOTS_AT + size * size_of::<Slot>()
+    SLOTS_AT + size * size_of::<TransferSlot>()
 }
 
 /// Bytes of a segment of a group of this size.
@@ -54,10 +56,10 @@ const fn segment_bytes(size: usize) -> usize {
 }
 
 /// Offset of the ring for `lane` from `peer`.
-const fn ring_at(size: usize, lane: Lane, peer: usize) -> usize {
+const fn ring_at(size: usize, lane: VirtualLane, peer: usize) -> usize {
     match lane {
-        Lane::Calls => rings_at(size) + peer * (Ring::COUNTER_BYTES + RING_BYTES[0]),
-        Lane::Messages => {
+        VirtualLane::Calls => rings_at(size) + peer * (Ring::COUNTER_BYTES + RING_BYTES[0]),
+        VirtualLane::Messages => {
             let before = size * (Ring::COUNTER_BYTES + RING_BYTES[0]);
             rings_at(size) + before + peer * (Ring::COUNTER_BYTES + RING_BYTES[1])
         }
@@ -111,13 +113,18 @@ impl Segment {
     }
 
     /// The slot for transfers from `peer`.
-    fn slot(&self, peer: usize) -> &Slot {
+    fn slot(&self, peer: usize) -> &TransferSlot {
         // SAFETY: as in `bell`; the slots are aligned to 128 and within the mapping for peers of
         // this group.
-        unsafe { &*self.base().add(SLOTS_AT + peer * size_of::<Slot>()).cast() }
+        unsafe {
+            &*self
+                .base()
+                .add(SLOTS_AT + peer * size_of::<TransferSlot>())
+                .cast()
+        }
     }
 
-    fn ring(&self, lane: Lane, peer: usize) -> Ring {
+    fn ring(&self, lane: VirtualLane, peer: usize) -> Ring {
         let at = ring_at(self.size, lane, peer);
         // SAFETY: `segment_bytes` has room for the counters and data at `at`, which is a multiple
         // of 128; the memory was zeroed by the system. Callers keep `self` while they use the ring.
@@ -130,18 +137,18 @@ impl Segment {
 }
 
 /// How failure notices are sent.
-pub(crate) enum Teller {
+pub(crate) enum FailureNotifier {
     /// All ranks share this status.
-    Threads(Arc<Status>),
+    Threads(Arc<GroupStatus>),
     /// Over sockets, by a heartbeat thread.
     Keeper(Arc<crate::keeping::Controls>),
 }
 
 /// This rank's state of transfers from one peer.
 #[derive(Default)]
-struct Borrowing {
+struct TransferSource {
     /// The peer's process, if this rank can read its memory, and how.
-    lender: Option<(u32, Able)>,
+    lender: Option<(u32, ReadAccess)>,
     /// Bytes of the current transfer that were read, and that were written back. Only the thread
     /// that runs calls uses them.
     done: AtomicUsize,
@@ -150,16 +157,16 @@ struct Borrowing {
     views: Mutex<Views>,
 }
 
-impl Borrowing {
+impl TransferSource {
     /// The mapped file of a transfer, if it is or can be mapped.
-    fn view(&self, loan: &Loan) -> Option<Arc<View>> {
+    fn view(&self, loan: &SingleCopyTransfer) -> Option<Arc<MappedView>> {
         let (process, place) = (self.lender?.0, loan.place?);
         let mut views = lock(&self.views);
         views.get(process, &place)
     }
 
     /// The rest of a transfer, at most [`GULP_BYTES`]: its first byte, and the number of bytes.
-    fn next(&self, loan: &Loan) -> (usize, usize) {
+    fn next(&self, loan: &SingleCopyTransfer) -> (usize, usize) {
         let done = self.done.load(Ordering::Relaxed);
         let all = usize::try_from(loan.bytes).unwrap_or(usize::MAX);
         (done, all.saturating_sub(done).min(GULP_BYTES))
@@ -167,50 +174,50 @@ impl Borrowing {
 }
 
 /// Bytes of a caller that a peer may write to.
-struct Returning(*const [u8]);
+struct WritableBytes(*const [u8]);
 
 // SAFETY: the calling thread has them borrowed while this value exists.
-unsafe impl Send for Returning {}
+unsafe impl Send for WritableBytes {}
 
 /// How a payload is sent to a peer.
-enum Carriage {
+enum PayloadTransfer {
     /// Copied to the ring, as far as there is room.
     Ring,
     /// Single copy: the peer reads it from this process.
     Process,
     /// Zero copy: the peer maps the file.
-    File(Place),
+    File(MappedLocation),
 }
 
 /// The links of one rank.
-pub(crate) struct Shared {
+pub(crate) struct SharedRings {
     rank: usize,
     segments: Vec<Arc<Segment>>,
     inbound: [Vec<Ring>; 2],
     outbound: [Vec<Ring>; 2],
     /// By peer.
-    borrowing: Vec<Borrowing>,
+    borrowing: Vec<TransferSource>,
     /// By peer: bytes that the peer may write to.
-    returning: Vec<Mutex<Option<Returning>>>,
+    returning: Vec<Mutex<Option<WritableBytes>>>,
     /// Ranks that will write no more.
     gone: Arc<[AtomicBool]>,
-    teller: Teller,
-    patience: Patience,
+    teller: FailureNotifier,
+    patience: SpinPolicy,
     /// See `Transport::placed`.
     placed: AtomicU64,
 }
 
-impl Shared {
+impl SharedRings {
     /// `segments` are those of all ranks, in rank order.
     pub(crate) fn new(
         rank: usize,
         segments: Vec<Arc<Segment>>,
         gone: Arc<[AtomicBool]>,
-        teller: Teller,
-        patience: Patience,
+        teller: FailureNotifier,
+        patience: SpinPolicy,
     ) -> Self {
         let size = segments.len();
-        let lanes = [Lane::Calls, Lane::Messages];
+        let lanes = [VirtualLane::Calls, VirtualLane::Messages];
         let inbound = lanes.map(|lane| (0..size).map(|p| segments[rank].ring(lane, p)).collect());
         let outbound = lanes.map(|lane| segments.iter().map(|s| s.ring(lane, rank)).collect());
         Self {
@@ -218,7 +225,7 @@ impl Shared {
             segments,
             inbound,
             outbound,
-            borrowing: (0..size).map(|_| Borrowing::default()).collect(),
+            borrowing: (0..size).map(|_| TransferSource::default()).collect(),
             returning: (0..size).map(|_| Mutex::new(None)).collect(),
             gone,
             teller,
@@ -228,14 +235,14 @@ impl Shared {
     }
 
     /// Enables transfers from a peer whose process memory this rank can read.
-    pub(crate) fn borrow_from(&mut self, peer: usize, process: u32, able: Able) {
+    pub(crate) fn borrow_from(&mut self, peer: usize, process: u32, able: ReadAccess) {
         self.borrowing[peer].lender = Some((process, able));
         self.segments[self.rank].slot(peer).enable(able);
     }
 
     /// Unmaps memory that peers have ended.
     pub(crate) fn forget_ended(&self) {
-        for Borrowing { views, .. } in &self.borrowing {
+        for TransferSource { views, .. } in &self.borrowing {
             let mut views = lock(views);
             views.forget_ended();
         }
@@ -261,12 +268,12 @@ impl Shared {
 
     pub(crate) const fn controls(&self) -> Option<&Arc<crate::keeping::Controls>> {
         match &self.teller {
-            Teller::Threads(_) => None,
-            Teller::Keeper(controls) => Some(controls),
+            FailureNotifier::Threads(_) => None,
+            FailureNotifier::Keeper(controls) => Some(controls),
         }
     }
 
-    fn is_ready(&self, want: &Want) -> bool {
+    fn is_ready(&self, want: &WaitInterest) -> bool {
         let (lane, peer) = (want.lane as usize, want.peer);
         let gone = self.gone[peer].load(Ordering::Acquire);
         let readable =
@@ -276,8 +283,8 @@ impl Shared {
     }
 
     /// The transfer of `peer` that comes next in the stream.
-    fn due(&self, lane: Lane, peer: usize) -> Option<Loan> {
-        if lane == Lane::Messages || self.borrowing[peer].lender.is_none() {
+    fn due(&self, lane: VirtualLane, peer: usize) -> Option<SingleCopyTransfer> {
+        if lane == VirtualLane::Messages || self.borrowing[peer].lender.is_none() {
             return None;
         }
         let loan = self.segments[self.rank].slot(peer).loan()?;
@@ -285,14 +292,23 @@ impl Shared {
     }
 
     /// As `due`, if the bytes can be used in place.
-    fn due_in_view(&self, lane: Lane, peer: usize) -> Option<(Loan, Arc<View>)> {
+    fn due_in_view(
+        &self,
+        lane: VirtualLane,
+        peer: usize,
+    ) -> Option<(SingleCopyTransfer, Arc<MappedView>)> {
         let loan = self.due(lane, peer)?;
         let view = self.borrowing[peer].view(&loan)?;
         (!self.gone[peer].load(Ordering::Acquire)).then_some((loan, view))
     }
 
     /// Reads the next bytes of the transfer.
-    fn collect(&self, peer: usize, loan: &Loan, into: &mut [u8]) -> Result<usize, Closed> {
+    fn collect(
+        &self,
+        peer: usize,
+        loan: &SingleCopyTransfer,
+        into: &mut [u8],
+    ) -> Result<usize, Closed> {
         let borrowing = &self.borrowing[peer];
         if let Some(view) = borrowing.view(loan) {
             return self.take(peer, loan, &view, &mut |bytes| {
@@ -312,7 +328,7 @@ impl Shared {
     }
 
     /// The next bytes of a transfer in its view: offset and length.
-    fn piece(&self, peer: usize, loan: &Loan) -> (u64, usize) {
+    fn piece(&self, peer: usize, loan: &SingleCopyTransfer) -> (u64, usize) {
         let (done, left) = self.borrowing[peer].next(loan);
         let offset = loan.place.map_or(0, |place| place.offset);
         (offset.saturating_add(done as u64), left)
@@ -322,9 +338,9 @@ impl Shared {
     fn take(
         &self,
         peer: usize,
-        loan: &Loan,
-        view: &View,
-        take: &mut dyn FnMut(Lent<'_>) -> usize,
+        loan: &SingleCopyTransfer,
+        view: &MappedView,
+        take: &mut dyn FnMut(PeerBytes<'_>) -> usize,
     ) -> Result<usize, Closed> {
         let (offset, count) = self.piece(peer, loan);
         let count = take(view.bytes(offset, count).ok_or(Closed)?);
@@ -333,9 +349,14 @@ impl Shared {
     }
 
     /// Accounts for `count` used bytes of a transfer; completes it with the last.
-    fn has_used(&self, peer: usize, loan: &Loan, count: usize) -> Result<usize, Closed> {
+    fn has_used(
+        &self,
+        peer: usize,
+        loan: &SingleCopyTransfer,
+        count: usize,
+    ) -> Result<usize, Closed> {
         let slot = self.segments[self.rank].slot(peer);
-        if !slot.stands(loan) {
+        if !slot.is_valid(loan) {
             return Err(Closed);
         }
         let done = &self.borrowing[peer].done;
@@ -344,7 +365,7 @@ impl Shared {
         done.store(if is_over { 0 } else { used }, Ordering::Relaxed);
         if is_over {
             let returned = self.borrowing[peer].returned.swap(0, Ordering::Relaxed);
-            slot.take(loan, returned > 0 && returned as u64 == loan.bytes);
+            slot.complete(loan, returned > 0 && returned as u64 == loan.bytes);
             self.segments[peer].bell().ring();
         }
         Ok(count)
@@ -353,27 +374,27 @@ impl Shared {
     /// How to send the payload that begins here; `find` looks for a shared file that contains it.
     fn carriage(
         &self,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
         (head, body): (&[u8], &[u8]),
-        find: impl FnOnce() -> Option<Place>,
-    ) -> Carriage {
-        if lane != Lane::Calls || head.is_empty() || body.len() < SHARED_BYTES {
-            return Carriage::Ring;
+        find: impl FnOnce() -> Option<MappedLocation>,
+    ) -> PayloadTransfer {
+        if lane != VirtualLane::Calls || head.is_empty() || body.len() < SHARED_BYTES {
+            return PayloadTransfer::Ring;
         }
         let able = self.segments[peer].slot(self.rank).able();
         match able.maps.then(find).flatten() {
-            Some(place) => Carriage::File(place),
-            None if able.reads && body.len() >= LOAN_BYTES => Carriage::Process,
-            None => Carriage::Ring,
+            Some(place) => PayloadTransfer::File(place),
+            None if able.reads && body.len() >= LOAN_BYTES => PayloadTransfer::Process,
+            None => PayloadTransfer::Ring,
         }
     }
 
     /// Starts a transfer of `body`, which comes next in the stream of calls.
-    fn lend_body(&self, peer: usize, body: &[u8], place: Option<Place>) -> usize {
-        let at = self.outbound[Lane::Calls as usize][peer].written();
+    fn offer_body(&self, peer: usize, body: &[u8], place: Option<MappedLocation>) -> usize {
+        let at = self.outbound[VirtualLane::Calls as usize][peer].written();
         let slot = self.segments[peer].slot(self.rank);
-        slot.lend(at, body.as_ptr() as u64, body.len() as u64, place);
+        slot.offer(at, body.as_ptr() as u64, body.len() as u64, place);
         if place.is_some() {
             self.placed.fetch_add(body.len() as u64, Ordering::Relaxed);
         }
@@ -383,10 +404,10 @@ impl Shared {
     /// Writes what fits, or starts a transfer of the body; `find` looks for its file.
     fn write_by(
         &self,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
         (head, body): (&[u8], &[u8]),
-        find: impl FnOnce() -> Option<Place>,
+        find: impl FnOnce() -> Option<MappedLocation>,
     ) -> Result<usize, Closed> {
         if self.gone[peer].load(Ordering::Acquire) {
             // A peer may leave once it has completed all transfers.
@@ -395,13 +416,13 @@ impl Shared {
         }
         let ring = &self.outbound[lane as usize][peer];
         let lend = |place| match ring.write(head, &[]) {
-            written if written == head.len() => written + self.lend_body(peer, body, place),
+            written if written == head.len() => written + self.offer_body(peer, body, place),
             written => written,
         };
         let count = match self.carriage(lane, peer, (head, body), find) {
-            Carriage::Ring => ring.write(head, body),
-            Carriage::Process => lend(None),
-            Carriage::File(place) => lend(Some(place)),
+            PayloadTransfer::Ring => ring.write(head, body),
+            PayloadTransfer::Process => lend(None),
+            PayloadTransfer::File(place) => lend(Some(place)),
         };
         if count > 0 {
             self.segments[peer].bell().ring();
@@ -409,26 +430,32 @@ impl Shared {
         Ok(count)
     }
 
-    fn returning(&self, peer: usize) -> MutexGuard<'_, Option<Returning>> {
+    fn returning(&self, peer: usize) -> MutexGuard<'_, Option<WritableBytes>> {
         lock(&self.returning[peer])
     }
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for SharedRings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.teller {
-            Teller::Threads(_) => "local",
-            Teller::Keeper(_) => "shm",
+            FailureNotifier::Threads(_) => "local",
+            FailureNotifier::Keeper(_) => "shm",
         })
     }
 }
 
-impl Transport for Shared {
-    fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+impl Transport for SharedRings {
+    fn write(
+        &self,
+        lane: VirtualLane,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
         self.write_by(lane, peer, (head, body), || regions::find(body))
     }
 
-    fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
+    fn read(&self, lane: VirtualLane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
         let gone = self.gone[peer].load(Ordering::Acquire);
         if let Some(loan) = self.due(lane, peer).filter(|_| !gone) {
             return self.collect(peer, &loan, into);
@@ -442,11 +469,11 @@ impl Transport for Shared {
         Ok(count)
     }
 
-    fn lending(&self) -> Option<&dyn Lend> {
+    fn zero_copy(&self) -> Option<&dyn ZeroCopy> {
         Some(self)
     }
 
-    fn wait(&self, lane: Lane, wants: &[Want], until: Instant) {
+    fn wait(&self, lane: VirtualLane, wants: &[WaitInterest], until: Instant) {
         let bell = self.segments[self.rank].bell();
         bell.sleep(until, || {
             bell.was_called(lane as usize) || wants.iter().any(|want| self.is_ready(want))
@@ -457,20 +484,20 @@ impl Transport for Shared {
         self.segments[self.rank].bell().call();
     }
 
-    fn tell(&self, news: &News) {
+    fn notify_failure(&self, news: &FailureNotice) {
         match &self.teller {
-            Teller::Threads(status) => {
+            FailureNotifier::Threads(status) => {
                 status.poison(*news);
                 self.wake_all();
             }
-            Teller::Keeper(controls) => controls.tell(news),
+            FailureNotifier::Keeper(controls) => controls.send_failure(news),
         }
     }
 
     fn nudge(&self) -> bool {
         match &self.teller {
-            Teller::Threads(_) => false,
-            Teller::Keeper(controls) => {
+            FailureNotifier::Threads(_) => false,
+            FailureNotifier::Keeper(controls) => {
                 controls.wake();
                 true
             }
@@ -481,7 +508,7 @@ impl Transport for Shared {
         deadline::now()
     }
 
-    fn patience(&self) -> Patience {
+    fn patience(&self) -> SpinPolicy {
         self.patience
     }
 
@@ -493,10 +520,10 @@ impl Transport for Shared {
     }
 }
 
-impl Lend for Shared {
+impl ZeroCopy for SharedRings {
     fn write_whole(
         &self,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
         head: &[u8],
         body: &[u8],
@@ -507,12 +534,16 @@ impl Lend for Shared {
     /// No-op: the sender's address is in the transfer.
     fn expect(&self, _peer: usize, _memory: &[u8]) {}
 
-    fn lends(&self, lane: Lane, peer: usize) -> bool {
+    fn reads_in_place(&self, lane: VirtualLane, peer: usize) -> bool {
         self.due_in_view(lane, peer).is_some()
     }
 
-    fn lend(&self, peer: usize, take: &mut dyn FnMut(Lent<'_>) -> usize) -> Result<usize, Closed> {
-        match self.due_in_view(Lane::Calls, peer) {
+    fn read_in_place(
+        &self,
+        peer: usize,
+        take: &mut dyn FnMut(PeerBytes<'_>) -> usize,
+    ) -> Result<usize, Closed> {
+        match self.due_in_view(VirtualLane::Calls, peer) {
             Some((loan, view)) => self.take(peer, &loan, &view, take),
             None => Ok(0),
         }
@@ -523,24 +554,24 @@ impl Lend for Shared {
     }
 
     /// Between threads there is nothing to map.
-    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<MemoryRegistration> {
         match &self.teller {
-            Teller::Threads(_) => None,
-            Teller::Keeper(_) => regions::share(pages),
+            FailureNotifier::Threads(_) => None,
+            FailureNotifier::Keeper(_) => regions::share(pages),
         }
     }
 
-    fn holds(&self, lane: Lane, peer: usize) -> bool {
-        lane == Lane::Calls && self.segments[peer].slot(self.rank).is_out()
+    fn holds(&self, lane: VirtualLane, peer: usize) -> bool {
+        lane == VirtualLane::Calls && self.segments[peer].slot(self.rank).is_out()
     }
 
-    fn let_go(&self, lane: Lane) {
-        if lane == Lane::Messages {
+    fn release_memory(&self, lane: VirtualLane) {
+        if lane == VirtualLane::Messages {
             return;
         }
         for (peer, segment) in self.segments.iter().enumerate() {
             segment.slot(self.rank).revoke();
-            if let Some(Returning(bytes)) = self.returning(peer).take() {
+            if let Some(WritableBytes(bytes)) = self.returning(peer).take() {
                 // SAFETY: found to be writable when the transfer started, and the call that has it
                 // borrowed is this one, which fails.
                 unsafe { regions::take_back(bytes) };
@@ -549,17 +580,17 @@ impl Lend for Shared {
     }
 
     /// Messages are never transferred in place.
-    fn let_go_of(&self, _lane: Lane, _peer: usize) {}
+    fn release_peer_memory(&self, _lane: VirtualLane, _peer: usize) {}
 
-    fn come_back(&self) -> Option<&dyn ComeBack> {
+    fn write_back(&self) -> Option<&dyn WriteBack> {
         Some(self)
     }
 }
 
-impl ComeBack for Shared {
-    fn write_to_come_back(
+impl WriteBack for SharedRings {
+    fn write_reducible(
         &self,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
         (head, body): (&[u8], &[u8]),
         whole: &[u8],
@@ -572,23 +603,23 @@ impl ComeBack for Shared {
         })?;
         // The whole frame was written only if a transfer started, which may already be complete.
         if writable.get() && written == head.len() + body.len() {
-            *self.returning(peer) = Some(Returning(body));
+            *self.returning(peer) = Some(WritableBytes(body));
         }
         Ok(written)
     }
 
-    fn has_come_back(&self, peer: usize) -> bool {
+    fn is_written_back(&self, peer: usize) -> bool {
         let returning = self.returning(peer).take();
-        returning.is_some() && self.segments[peer].slot(self.rank).has_come_back()
+        returning.is_some() && self.segments[peer].slot(self.rank).is_written_back()
     }
 
-    fn lend_to_come_back(
+    fn reduce_in_place(
         &self,
         peer: usize,
-        take: &mut dyn FnMut(LentMut<'_>) -> usize,
+        take: &mut dyn FnMut(PeerBytesMut<'_>) -> usize,
     ) -> Result<Option<usize>, Closed> {
-        let due = self.due_in_view(Lane::Calls, peer);
-        let may_write = |loan: &Loan| loan.place.is_some_and(|place| place.writable);
+        let due = self.due_in_view(VirtualLane::Calls, peer);
+        let may_write = |loan: &SingleCopyTransfer| loan.place.is_some_and(|place| place.writable);
         let Some((loan, view)) = due.filter(|(loan, _)| may_write(loan)) else {
             return Ok(None);
         };

@@ -12,14 +12,14 @@ use std::sync::atomic::AtomicBool;
 
 use paceline_base::Rank;
 
-use crate::file::File;
-use crate::join::{Addrs, Config, GroupId, JoinError, Listener, Origin, Refusal, random};
-use crate::keeping::{Controls, Keeping, Kept, gather, keeping_group};
-use crate::linked::Linked;
-use crate::loan::Able;
-use crate::shared::{Segment, Shared, Teller};
+use crate::file::MemoryFile;
+use crate::join::{Addrs, Config, GroupId, JoinError, JoinRecord, Listener, Refusal, random};
+use crate::keeping::{Controls, MonitoredGroup, MonitoredLinks, gather, keeping_group};
+use crate::linked::TransportGroup;
+use crate::loan::ReadAccess;
+use crate::shared::{FailureNotifier, Segment, SharedRings};
 use crate::sockets::connect;
-use crate::split::{Member, members};
+use crate::split::{SplitMember, members};
 use crate::sync::Ordering;
 use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local, process};
 
@@ -28,7 +28,7 @@ use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, 
 const NAME_BYTES: usize = 64;
 
 /// A rank of a group in shared memory. Dropping it ends the group for the others.
-pub struct Shm(Keeping<Shared>);
+pub struct Shm(MonitoredGroup<SharedRings>);
 
 /// [`join_with`] the default [`Config`].
 ///
@@ -56,20 +56,20 @@ pub fn join_with<A: Clone + Into<Addrs>>(
     config: Config,
     deadline: Deadline,
 ) -> Result<Shm, JoinError> {
-    assemble(Origin::new(listener, addrs, id, config), rank, deadline)
+    assemble(JoinRecord::new(listener, addrs, id, config), rank, deadline)
 }
 
-fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Shm, JoinError> {
+fn assemble(origin: JoinRecord, rank: Rank, deadline: Deadline) -> Result<Shm, JoinError> {
     let linked = connect(&origin, rank, deadline)?;
     let met = exchange(&linked, deadline)?;
     share(linked, met, origin, deadline)
 }
 
 /// Moves a group from sockets to shared memory. The control connections stay.
-pub(crate) fn share<T: Kept>(
-    linked: Linked<T>,
-    met: Met,
-    origin: Origin,
+pub(crate) fn share<T: MonitoredLinks>(
+    linked: TransportGroup<T>,
+    met: PeerSegments,
+    origin: JoinRecord,
     deadline: Deadline,
 ) -> Result<Shm, JoinError> {
     let rank = linked.rank();
@@ -78,31 +78,34 @@ pub(crate) fn share<T: Kept>(
     drop(linked);
     let gone = (0..size).map(|_| AtomicBool::new(false)).collect();
     let patience = local::patience(size as usize);
-    let teller = Teller::Keeper(controls);
-    let mut shared = Shared::new(rank.0 as usize, met.segments, gone, teller, patience);
+    let teller = FailureNotifier::Keeper(controls);
+    let mut shared = SharedRings::new(rank.0 as usize, met.segments, gone, teller, patience);
     for (peer, lender) in (0..).zip(met.lenders) {
         let borrow = |(process, able)| shared.borrow_from(peer, process, able);
         lender.into_iter().for_each(borrow);
     }
-    let linked = Linked::new(rank, size, shared);
-    Keeping::start(linked, origin, deadline).map(Shm)
+    let linked = TransportGroup::new(rank, size, shared);
+    MonitoredGroup::start(linked, origin, deadline).map(Shm)
 }
 
 /// The mapped segments of all ranks, in rank order.
-pub(crate) struct Met {
+pub(crate) struct PeerSegments {
     segments: Vec<Arc<Segment>>,
     /// By rank: the process, and the access to its other memory.
-    lenders: Vec<Option<(u32, Able)>>,
+    lenders: Vec<Option<(u32, ReadAccess)>>,
 }
 
 /// Maps the memory of all ranks. Collective.
-pub(crate) fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Result<Met, JoinError> {
+pub(crate) fn exchange<T: MonitoredLinks>(
+    linked: &TransportGroup<T>,
+    deadline: Deadline,
+) -> Result<PeerSegments, JoinError> {
     let (rank, size) = (linked.rank().0 as usize, linked.size() as usize);
     let system = |source| JoinError::System {
         what: "make shared memory",
         source,
     };
-    let own = File::new(Segment::file_bytes(size)).map_err(system)?;
+    let own = MemoryFile::new(Segment::file_bytes(size)).map_err(system)?;
     let segment = Segment::new(size, Some(&own.file)).map_err(system)?;
     let check = random();
     segment.check().store(check, Ordering::SeqCst);
@@ -142,7 +145,7 @@ pub(crate) fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Resul
             rank: Rank(other),
             code: None,
         }),
-        (None, Ok(segments)) => Ok(Met {
+        (None, Ok(segments)) => Ok(PeerSegments {
             segments,
             lenders: (0..)
                 .zip(all)
@@ -154,12 +157,12 @@ pub(crate) fn exchange<T: Kept>(linked: &Linked<T>, deadline: Deadline) -> Resul
 
 /// The process of this announcement, and the access to its memory. Its files can be opened, as all
 /// ranks have opened the announced one.
-fn lender(said: &[u8; NAME_BYTES]) -> Option<(u32, Able)> {
+fn lender(said: &[u8; NAME_BYTES]) -> Option<(u32, ReadAccess)> {
     let (check, rest) = said.split_first_chunk::<8>()?;
     let (address, process) = (u64::from_le_bytes(*rest.first_chunk()?), process_of(said)?);
     let mut found = [0; 8];
     let reads = process::read(process, address, &mut found) && found == *check;
-    Some((process, Able { reads, maps: true }))
+    Some((process, ReadAccess { reads, maps: true }))
 }
 
 /// The name of its file in an announcement.
@@ -194,7 +197,7 @@ pub(crate) fn parse(bytes: &[u8]) {
 /// The system's error; [`NotFound`](io::ErrorKind::NotFound) if it is other memory.
 fn open(said: &[u8; NAME_BYTES], size: usize) -> io::Result<Segment> {
     let other = || io::Error::from(io::ErrorKind::NotFound);
-    let file = File::open(name_of(said).ok_or_else(other)?)?;
+    let file = MemoryFile::open(name_of(said).ok_or_else(other)?)?;
     let length = rustix::fs::fstat(&file)?.st_size;
     let is_whole = |length| length >= Segment::file_bytes(size);
     if !u64::try_from(length).is_ok_and(is_whole) {
@@ -208,7 +211,7 @@ fn open(said: &[u8; NAME_BYTES], size: usize) -> io::Result<Segment> {
     }
 }
 
-impl Kept for Shared {
+impl MonitoredLinks for SharedRings {
     fn controls(&self) -> &Arc<Controls> {
         Self::controls(self).expect("a group of processes has a keeper")
     }
@@ -231,7 +234,7 @@ impl Kept for Shared {
 impl Shm {
     /// As [`Tcp::turned_away`](crate::tcp::Tcp::turned_away).
     pub fn turned_away(&self) -> Option<Refusal> {
-        Kept::controls(self.0.linked.transport()).turned_away()
+        MonitoredLinks::controls(self.0.linked.transport()).turned_away()
     }
 }
 

@@ -20,11 +20,13 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 
-use crate::linked::Linked;
+use crate::linked::TransportGroup;
 use crate::locks::lock;
-use crate::status::{News, Status};
-use crate::transport::{Closed, GULP_BYTES, Lane, Lend, Patience, Transport, Want};
-use crate::{Collective, Counts, Data, DataMut, Deadline, Error, Reduce, Tuning};
+use crate::status::{FailureNotice, GroupStatus};
+use crate::transport::{
+    Closed, GULP_BYTES, SpinPolicy, Transport, VirtualLane, WaitInterest, ZeroCopy,
+};
+use crate::{Collective, Data, DataMut, Deadline, ElementCounts, Error, Reduce, Tuning};
 
 /// Capacity of a link in bytes.
 const LINK_BYTES: usize = 3000;
@@ -55,7 +57,7 @@ fn mix(state: &mut u64) -> u64 {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fault {
+enum SimulatedFault {
     None,
     /// The link from one rank to another is cut after `at` bytes.
     Cut {
@@ -87,7 +89,7 @@ enum Fault {
     },
 }
 
-impl Fault {
+impl SimulatedFault {
     fn of(seed: u64, size: usize) -> Self {
         let mut state = seed;
         let from = (mix(&mut state) % size as u64) as usize;
@@ -114,23 +116,23 @@ struct Pipe {
     random: u64,
 }
 
-struct Net {
+struct SimulatedNetwork {
     size: usize,
-    fault: Fault,
+    fault: SimulatedFault,
     /// By lane, from, to.
     pipes: Vec<Mutex<Pipe>>,
-    turns: Mutex<Turns>,
+    turns: Mutex<TurnScheduler>,
     turned: Condvar,
     gone: Vec<AtomicBool>,
-    status: Arc<Status>,
+    status: Arc<GroupStatus>,
     unread: AtomicU64,
     start: Instant,
 }
 
 /// The scheduler: which rank may run, and the simulated time.
-struct Turns {
+struct TurnScheduler {
     whose: usize,
-    ranks: Vec<Doing>,
+    ranks: Vec<RankActivity>,
     random: u64,
     clock: Duration,
     /// Bytes and notices moved so far.
@@ -140,7 +142,7 @@ struct Turns {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Doing {
+enum RankActivity {
     Ready,
     /// Until this time, or until more has moved.
     Waiting {
@@ -150,18 +152,20 @@ enum Doing {
     Done,
 }
 
-impl Turns {
+impl TurnScheduler {
     /// Draws the next rank; the clock advances if all wait.
     fn next(&mut self) {
-        let able = |turns: &Self, doing: &Doing| match doing {
-            Doing::Ready => true,
-            Doing::Waiting { until, moved } => *moved != turns.moved || *until <= turns.clock,
-            Doing::Done => false,
+        let able = |turns: &Self, doing: &RankActivity| match doing {
+            RankActivity::Ready => true,
+            RankActivity::Waiting { until, moved } => {
+                *moved != turns.moved || *until <= turns.clock
+            }
+            RankActivity::Done => false,
         };
         if !self.ranks.iter().any(|doing| able(self, doing)) {
             let until = self.ranks.iter().filter_map(|doing| match doing {
-                Doing::Waiting { until, .. } => Some(*until),
-                Doing::Ready | Doing::Done => None,
+                RankActivity::Waiting { until, .. } => Some(*until),
+                RankActivity::Ready | RankActivity::Done => None,
             });
             let Some(until) = until.min() else { return };
             self.clock = self.clock.max(until);
@@ -181,17 +185,17 @@ impl Turns {
     }
 }
 
-impl Net {
-    fn new(size: usize, seed: u64, fault: Fault) -> Arc<Self> {
+impl SimulatedNetwork {
+    fn new(size: usize, seed: u64, fault: SimulatedFault) -> Arc<Self> {
         let pipe = |index: usize| Pipe {
             bytes: VecDeque::new(),
             carried: 0,
             closed: false,
             random: seed ^ (index as u64).wrapping_mul(0xa076_1d64_78bd_642f),
         };
-        let mut turns = Turns {
+        let mut turns = TurnScheduler {
             whose: 0,
-            ranks: vec![Doing::Ready; size],
+            ranks: vec![RankActivity::Ready; size],
             random: seed,
             clock: Duration::ZERO,
             moved: 0,
@@ -211,11 +215,11 @@ impl Net {
         })
     }
 
-    fn pipe(&self, lane: Lane, from: usize, to: usize) -> &Mutex<Pipe> {
+    fn pipe(&self, lane: VirtualLane, from: usize, to: usize) -> &Mutex<Pipe> {
         &self.pipes[(lane as usize * self.size + from) * self.size + to]
     }
 
-    fn turns(&self) -> MutexGuard<'_, Turns> {
+    fn turns(&self) -> MutexGuard<'_, TurnScheduler> {
         lock(&self.turns)
     }
 
@@ -232,17 +236,17 @@ impl Net {
                 .wait(turns)
                 .unwrap_or_else(PoisonError::into_inner);
         }
-        turns.ranks[rank] = Doing::Ready;
+        turns.ranks[rank] = RankActivity::Ready;
     }
 
     /// Yields the turn, and waits for the next one.
-    fn hand_on(&self, rank: usize, doing: Doing) {
+    fn hand_on(&self, rank: usize, doing: RankActivity) {
         let mut turns = self.turns();
         turns.ranks[rank] = doing;
         turns.next();
         self.turned.notify_all();
         drop(turns);
-        if !matches!(doing, Doing::Done) {
+        if !matches!(doing, RankActivity::Done) {
             self.take_turn(rank);
         }
     }
@@ -255,7 +259,7 @@ impl Net {
         let preempt = mix(&mut turns.random).is_multiple_of(PREEMPT);
         drop(turns);
         if preempt {
-            self.hand_on(what[1] as usize, Doing::Ready);
+            self.hand_on(what[1] as usize, RankActivity::Ready);
         }
     }
 }
@@ -263,7 +267,7 @@ impl Net {
 /// A rank's end of the simulated links.
 struct Simulated {
     rank: usize,
-    net: Arc<Net>,
+    net: Arc<SimulatedNetwork>,
 }
 
 impl std::fmt::Debug for Simulated {
@@ -273,7 +277,13 @@ impl std::fmt::Debug for Simulated {
 }
 
 impl Transport for Simulated {
-    fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+    fn write(
+        &self,
+        lane: VirtualLane,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
         let mut pipe = self.net.pipe(lane, self.rank, peer).lock().unwrap();
         if pipe.closed || self.net.gone[peer].load(Ordering::SeqCst) {
             return Err(Closed);
@@ -287,12 +297,14 @@ impl Transport for Simulated {
             pipe.carried += 1;
             let here = |from, to| (from, to) == (self.rank, peer);
             match self.net.fault {
-                Fault::Cut { from, to, at } if here(from, to) && carried >= at => {
+                SimulatedFault::Cut { from, to, at } if here(from, to) && carried >= at => {
                     pipe.closed = true;
                     break;
                 }
-                Fault::Stall { from, to, at } if here(from, to) && carried >= at => continue,
-                Fault::Garble { from, to, at } if here(from, to) && carried >= at => {
+                SimulatedFault::Stall { from, to, at } if here(from, to) && carried >= at => {
+                    continue;
+                }
+                SimulatedFault::Garble { from, to, at } if here(from, to) && carried >= at => {
                     byte = mix(&mut pipe.random).to_le_bytes()[0];
                 }
                 _ => {}
@@ -305,7 +317,7 @@ impl Transport for Simulated {
         Ok(count)
     }
 
-    fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
+    fn read(&self, lane: VirtualLane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
         let gone = self.net.gone[peer].load(Ordering::SeqCst);
         let mut pipe = self.net.pipe(lane, peer, self.rank).lock().unwrap();
         let most = pipe.bytes.len().min(into.len()) as u64;
@@ -323,24 +335,25 @@ impl Transport for Simulated {
         Ok(count)
     }
 
-    fn lending(&self) -> Option<&dyn Lend> {
+    fn zero_copy(&self) -> Option<&dyn ZeroCopy> {
         None
     }
 
-    fn wait(&self, _lane: Lane, _wants: &[Want], until: Instant) {
+    fn wait(&self, _lane: VirtualLane, _wants: &[WaitInterest], until: Instant) {
         let turns = self.net.turns();
         let nap = until.min(self.net.start + turns.clock + NAP);
         let until = nap.saturating_duration_since(self.net.start);
         let moved = turns.moved;
         drop(turns);
-        self.net.hand_on(self.rank, Doing::Waiting { until, moved });
+        self.net
+            .hand_on(self.rank, RankActivity::Waiting { until, moved });
     }
 
     fn wake(&self) {
         self.net.notify();
     }
 
-    fn tell(&self, news: &News) {
+    fn notify_failure(&self, news: &FailureNotice) {
         self.net.status.poison(*news);
         self.net.notify();
     }
@@ -353,8 +366,8 @@ impl Transport for Simulated {
         self.net.start + self.net.turns().clock
     }
 
-    fn patience(&self) -> Patience {
-        Patience {
+    fn patience(&self) -> SpinPolicy {
+        SpinPolicy {
             spins: 0,
             yields: 2,
         }
@@ -369,12 +382,12 @@ impl Drop for Simulated {
     fn drop(&mut self) {
         self.net.unread.fetch_add(1, Ordering::SeqCst);
         // Also if this rank panics, so that the others continue.
-        self.net.hand_on(self.rank, Doing::Done);
+        self.net.hand_on(self.rank, RankActivity::Done);
     }
 }
 
 /// Makes call number `call` of a fixed program and checks its result if it has one.
-fn step(group: &Linked<Simulated>, call: usize) -> Result<(), Error> {
+fn step(group: &TransportGroup<Simulated>, call: usize) -> Result<(), Error> {
     let (rank, size) = (group.rank().0 as usize, group.size() as usize);
     let by = Deadline::at(group.transport().now() + PATIENCE);
     let length = [3, 700, 5000, 0, 64, 2000][call % 6];
@@ -386,7 +399,7 @@ fn step(group: &Linked<Simulated>, call: usize) -> Result<(), Error> {
             let gather = Collective::AllGather {
                 input: Some(Data::new(&own)),
                 output: DataMut::new(&mut all),
-                counts: Counts::Even(length),
+                counts: ElementCounts::Even(length),
             };
             group.run(gather, by)?;
             for (at, got) in all.iter().enumerate() {
@@ -419,14 +432,14 @@ fn step(group: &Linked<Simulated>, call: usize) -> Result<(), Error> {
 }
 
 /// Outcome of a rank: completed calls, and the error that ended it.
-type End = (usize, Option<Error>);
+type RankOutcome = (usize, Option<Error>);
 
-fn live(group: Linked<Simulated>, fault: Fault) -> End {
+fn live(group: TransportGroup<Simulated>, fault: SimulatedFault) -> RankOutcome {
     let rank = group.rank().0 as usize;
     for call in 0..16 {
         let (dies, stops) = match fault {
-            Fault::Die { rank: r, call: c } => ((r, c) == (rank, call), false),
-            Fault::Stop { rank: r, call: c } => (false, (r, c) == (rank, call)),
+            SimulatedFault::Die { rank: r, call: c } => ((r, c) == (rank, call), false),
+            SimulatedFault::Stop { rank: r, call: c } => (false, (r, c) == (rank, call)),
             _ => (false, false),
         };
         if stops {
@@ -434,7 +447,7 @@ fn live(group: Linked<Simulated>, fault: Fault) -> End {
             let links = group.transport();
             let until = links.now() + 3 * PATIENCE;
             while group.status_cause().is_none() && links.now() < until {
-                links.wait(Lane::Calls, &[], until);
+                links.wait(VirtualLane::Calls, &[], until);
             }
         }
         if dies {
@@ -461,14 +474,14 @@ fn live(group: Linked<Simulated>, fault: Fault) -> End {
 /// Whether the fault had an effect, and the trace of the run.
 fn run(seed: u64) -> (bool, u64) {
     let size = 2 + (seed % 4) as usize;
-    let mut fault = Fault::of(seed, size);
-    if let Fault::Garble { from, to, at } = fault {
+    let mut fault = SimulatedFault::of(seed, size);
+    if let SimulatedFault::Garble { from, to, at } = fault {
         // Payload has no checksum of its own (TCP's, or none in memory): only headers are garbled,
         // so that a wrong result cannot pass for a right one.
         let at = if at < 60 { at } else { 0 };
-        fault = Fault::Garble { from, to, at };
+        fault = SimulatedFault::Garble { from, to, at };
     }
-    let net = Net::new(size, seed, fault);
+    let net = SimulatedNetwork::new(size, seed, fault);
     let forced = [
         None,
         Some(crate::Algorithm::Ring),
@@ -483,7 +496,7 @@ fn run(seed: u64) -> (bool, u64) {
             let net = Arc::clone(&net);
             let status = Arc::clone(&net.status);
             let links = Simulated { rank, net };
-            let group = Linked::with_status(Rank(rank as u32), size as u32, links, status);
+            let group = TransportGroup::with_status(Rank(rank as u32), size as u32, links, status);
             group.agree(tuning);
             thread::spawn(move || {
                 group.transport().net.take_turn(rank);
@@ -499,7 +512,7 @@ fn run(seed: u64) -> (bool, u64) {
         );
         thread::sleep(Duration::from_micros(50));
     }
-    let ends: Vec<End> = ranks
+    let ends: Vec<RankOutcome> = ranks
         .into_iter()
         .map(|rank| {
             rank.join()
@@ -521,12 +534,12 @@ fn run(seed: u64) -> (bool, u64) {
     (hit, net.turns().trace)
 }
 
-fn check(seed: u64, fault: Fault, ends: &[End]) {
+fn check(seed: u64, fault: SimulatedFault, ends: &[RankOutcome]) {
     let failed = ends.iter().filter(|(_, error)| error.is_some()).count();
     let text = || format!("seed {seed}, {fault:?}: {ends:?}");
     match fault {
-        Fault::None => assert_eq!(failed, 0, "{}", text()),
-        Fault::Die { rank, call } => {
+        SimulatedFault::None => assert_eq!(failed, 0, "{}", text()),
+        SimulatedFault::Die { rank, call } => {
             for (other, (_, error)) in ends.iter().enumerate().filter(|(r, _)| *r != rank) {
                 let named = Some(Rank(rank as u32));
                 let got = error.map(|error| error.blamed());
@@ -538,10 +551,12 @@ fn check(seed: u64, fault: Fault, ends: &[End]) {
                 );
             }
         }
-        Fault::Stop { .. } => assert_eq!(failed, ends.len(), "{}", text()),
+        SimulatedFault::Stop { .. } => assert_eq!(failed, ends.len(), "{}", text()),
         // A fault behind the last byte of the program has no effect; else all ranks end with an
         // error.
-        Fault::Cut { .. } | Fault::Garble { .. } | Fault::Stall { .. } => {
+        SimulatedFault::Cut { .. }
+        | SimulatedFault::Garble { .. }
+        | SimulatedFault::Stall { .. } => {
             assert!(failed == 0 || failed == ends.len(), "{}", text());
         }
     }

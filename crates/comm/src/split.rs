@@ -2,11 +2,11 @@
 
 use paceline_base::Rank;
 
-use crate::{Call, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind};
+use crate::{Call, Data, DataMut, Deadline, Dtype, ElementCounts, Error, Group, Kind};
 
 /// This rank's place in the group that is split off.
 #[derive(Clone, Debug)]
-pub struct Member {
+pub struct SplitMember {
     /// The call that exchanged colors and keys, for errors.
     pub call: Call,
     /// This rank in the new group.
@@ -24,7 +24,7 @@ pub fn members(
     color: u32,
     key: u32,
     deadline: Deadline,
-) -> Result<Member, Error> {
+) -> Result<SplitMember, Error> {
     let mut input = [0_u8; 8];
     input[..4].copy_from_slice(&color.to_le_bytes());
     input[4..].copy_from_slice(&key.to_le_bytes());
@@ -33,7 +33,7 @@ pub fn members(
         crate::Collective::AllGather {
             input: Some(Data::new(&input)),
             output: DataMut::new(&mut all),
-            counts: Counts::Even(8),
+            counts: ElementCounts::Even(8),
         },
         deadline,
     )?;
@@ -51,7 +51,7 @@ pub fn members(
     let ranks: Vec<Rank> = order.into_iter().map(|(_, rank)| rank).collect();
     let own = (0..).zip(&ranks).find(|(_, rank)| **rank == group.rank());
     let call = Call::plain(0, Kind::AllGather, Dtype::U8, all.len());
-    Ok(Member {
+    Ok(SplitMember {
         call,
         rank: Rank(own.map_or(0, |(new, _)| new)),
         ranks,

@@ -39,7 +39,7 @@ impl Cause {
 
 /// A failure notice: the message by which ranks announce the end of a group.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct News {
+pub struct FailureNotice {
     pub(crate) cause: Cause,
     /// The first collective that the sender has not completed, or `u64::MAX` if unknown.
     ///
@@ -50,12 +50,12 @@ pub struct News {
 
 /// The first cause that this rank received, and the first collective that it ends.
 #[derive(Debug)]
-pub(crate) struct Status {
+pub(crate) struct GroupStatus {
     cause: OnceLock<Cause>,
     at: AtomicU64,
 }
 
-impl Default for Status {
+impl Default for GroupStatus {
     fn default() -> Self {
         Self {
             cause: OnceLock::new(),
@@ -64,7 +64,7 @@ impl Default for Status {
     }
 }
 
-impl Status {
+impl GroupStatus {
     /// Why the group is poisoned, if it is.
     pub(crate) fn cause(&self) -> Option<Cause> {
         self.cause.get().copied()
@@ -76,16 +76,16 @@ impl Status {
     }
 
     /// Records `news`; true if it adds something and should be forwarded.
-    pub(crate) fn poison(&self, news: News) -> bool {
+    pub(crate) fn poison(&self, news: FailureNotice) -> bool {
         let first = self.cause.set(news.cause).is_ok();
         let before = self.at.fetch_min(news.at, Ordering::AcqRel);
         first || news.at < before
     }
 
     /// The message for other ranks.
-    pub(crate) fn news(&self) -> Option<News> {
+    pub(crate) fn news(&self) -> Option<FailureNotice> {
         let cause = self.cause()?;
         let at = self.at.load(Ordering::Acquire);
-        Some(News { cause, at })
+        Some(FailureNotice { cause, at })
     }
 }

@@ -31,18 +31,18 @@ use std::fmt;
 
 use paceline_base::Rank;
 
-use crate::join::Origin;
+use crate::join::JoinRecord;
 pub use crate::join::{
     Addrs, Config, GroupId, GroupKey, JoinError, KEY_BYTES, Listener, Protection, Refusal, SILENCE,
 };
-use crate::keeping::{Keeping, Kept, keeping_group};
-use crate::linked::Linked;
+use crate::keeping::{MonitoredGroup, MonitoredLinks, keeping_group};
+use crate::linked::TransportGroup;
 use crate::sockets::{self, Sockets};
-use crate::split::{Member, members};
+use crate::split::{SplitMember, members};
 use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning};
 
 /// A rank of a group over TCP. Dropping it ends the group for the others.
-pub struct Tcp(Keeping<Sockets>);
+pub struct Tcp(MonitoredGroup<Sockets>);
 
 /// [`join_with`] the default [`Config`].
 ///
@@ -75,21 +75,21 @@ pub fn join_with<A: Clone + Into<Addrs>>(
     config: Config,
     deadline: Deadline,
 ) -> Result<Tcp, JoinError> {
-    assemble(Origin::new(listener, addrs, id, config), rank, deadline)
+    assemble(JoinRecord::new(listener, addrs, id, config), rank, deadline)
 }
 
-fn assemble(origin: Origin, rank: Rank, deadline: Deadline) -> Result<Tcp, JoinError> {
+fn assemble(origin: JoinRecord, rank: Rank, deadline: Deadline) -> Result<Tcp, JoinError> {
     let linked = sockets::connect(&origin, rank, deadline)?;
     start(linked, origin, deadline)
 }
 
 /// Makes a group of connected ranks.
 pub(crate) fn start(
-    linked: Linked<Sockets>,
-    origin: Origin,
+    linked: TransportGroup<Sockets>,
+    origin: JoinRecord,
     deadline: Deadline,
 ) -> Result<Tcp, JoinError> {
-    Keeping::start(linked, origin, deadline).map(Tcp)
+    MonitoredGroup::start(linked, origin, deadline).map(Tcp)
 }
 
 impl Tcp {

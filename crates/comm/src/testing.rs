@@ -25,7 +25,7 @@ use crate::{Deadline, Error, Group};
 pub type Ranks = Vec<Box<dyn Group>>;
 
 /// Makes a new group of this size.
-pub type Make<'a> = &'a (dyn Fn(u32) -> Ranks + Sync);
+pub type GroupFactory<'a> = &'a (dyn Fn(u32) -> Ranks + Sync);
 
 /// Group sizes under test: one, powers of two and their neighbours, two other primes.
 pub const SIZES: [u32; 7] = [1, 2, 3, 4, 5, 7, 8];
@@ -53,13 +53,13 @@ const AT_ONCE: Duration = Duration::from_secs(2);
 const HANG: Duration = Duration::from_secs(90);
 
 /// A case: its name, the smallest group it makes sense for, and its function.
-type Case = (&'static str, u32, fn(&Lab<'_>));
+type Case = (&'static str, u32, fn(&CaseContext<'_>));
 
 /// Runs every case for every size in [`sizes`].
 ///
 /// # Panics
 /// If a case fails, with its name, size and seed.
-pub fn run_all(make: Make<'_>, seed: u64) {
+pub fn run_all(make: GroupFactory<'_>, seed: u64) {
     run_sizes(make, seed, sizes());
 }
 
@@ -67,7 +67,7 @@ pub fn run_all(make: Make<'_>, seed: u64) {
 ///
 /// # Panics
 /// As [`run_all`].
-pub fn run_sizes(make: Make<'_>, seed: u64, sizes: &[u32]) {
+pub fn run_sizes(make: GroupFactory<'_>, seed: u64, sizes: &[u32]) {
     run_results_of(make, seed, sizes);
     run_some(failures::CASES, sizes, FAILURES_AT_ONCE, make, seed);
 }
@@ -76,7 +76,7 @@ pub fn run_sizes(make: Make<'_>, seed: u64, sizes: &[u32]) {
 ///
 /// # Panics
 /// As [`run_all`].
-pub fn run_results(make: Make<'_>, seed: u64) {
+pub fn run_results(make: GroupFactory<'_>, seed: u64) {
     run_results_of(make, seed, sizes());
 }
 
@@ -84,13 +84,13 @@ pub fn run_results(make: Make<'_>, seed: u64) {
 ///
 /// # Panics
 /// As [`run_all`].
-pub fn run_results_of(make: Make<'_>, seed: u64, sizes: &[u32]) {
+pub fn run_results_of(make: GroupFactory<'_>, seed: u64, sizes: &[u32]) {
     run_some(results::CASES, sizes, 1, make, seed);
 }
 
 /// Runs the cases that depend on the algorithm.
 #[cfg(test)]
-pub(crate) fn run_collectives(make: Make<'_>, seed: u64) {
+pub(crate) fn run_collectives(make: GroupFactory<'_>, seed: u64) {
     run_some(results::COLLECTIVES, sizes(), 1, make, seed);
 }
 
@@ -103,9 +103,9 @@ pub(crate) fn run_collectives(make: Make<'_>, seed: u64) {
 /// # Panics
 /// If a call gives a wrong result.
 pub fn run_rank(group: &dyn Group, seed: u64, count: u64) -> Result<(), Error> {
-    let mut random = Random(seed);
+    let mut random = Xorshift(seed);
     (0..count).try_for_each(|salt| {
-        steps::Step::any(&mut random, group.size()).run(group, salt, patient())
+        steps::CollectiveCase::any(&mut random, group.size()).run(group, salt, patient())
     })
 }
 
@@ -113,7 +113,7 @@ pub fn run_rank(group: &dyn Group, seed: u64, count: u64) -> Result<(), Error> {
 const FAILURES_AT_ONCE: usize = 10;
 
 /// Runs `cases` for some sizes, `at_once` of them in parallel.
-fn run_some(cases: &[Case], sizes: &[u32], at_once: usize, make: Make<'_>, seed: u64) {
+fn run_some(cases: &[Case], sizes: &[u32], at_once: usize, make: GroupFactory<'_>, seed: u64) {
     let all = sizes.iter().copied();
     let sizes = |size_min| all.clone().filter(move |size| *size >= size_min);
     let jobs = cases
@@ -123,7 +123,7 @@ fn run_some(cases: &[Case], sizes: &[u32], at_once: usize, make: Make<'_>, seed:
     let next = || lock(&jobs).next();
     let work = || {
         while let Some((name, size, case)) = next() {
-            let lab = Lab { make, size, seed };
+            let lab = CaseContext { make, size, seed };
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| case(&lab))) {
                 let text = message(panic.as_ref());
                 panic!("case `{name}` with {size} ranks and seed {seed:#x}: {text}");
@@ -145,15 +145,15 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// The environment of a case.
-struct Lab<'a> {
-    make: Make<'a>,
+struct CaseContext<'a> {
+    make: GroupFactory<'a>,
     size: u32,
     seed: u64,
 }
 
-impl Lab<'_> {
-    fn random(&self) -> Random {
-        Random(self.seed ^ u64::from(self.size))
+impl CaseContext<'_> {
+    fn random(&self) -> Xorshift {
+        Xorshift(self.seed ^ u64::from(self.size))
     }
 
     /// Makes a group and runs `work` for every rank on its own thread, which owns the handle.
@@ -199,9 +199,9 @@ fn patient() -> Deadline {
 }
 
 /// xorshift64 (Marsaglia, Xorshift RNGs, 2003): the same cases again from the same seed.
-struct Random(u64);
+struct Xorshift(u64);
 
-impl Random {
+impl Xorshift {
     fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;

@@ -8,14 +8,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::lent::{Lent, LentMut};
-use crate::status::News;
-use crate::{Pages, Registered};
+use crate::lent::{PeerBytes, PeerBytesMut};
+use crate::status::FailureNotice;
+use crate::{MemoryRegistration, Pages};
 
 /// Each pair of ranks has two independent byte streams, so that messages and collectives cannot
 /// block each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lane {
+pub enum VirtualLane {
     /// Collectives, in lockstep: it only ever holds frames of the current call and the next.
     Calls,
     /// Messages and credits, read by any thread that polls.
@@ -28,8 +28,8 @@ pub struct Closed;
 
 /// An event that a waiting rank is interested in.
 #[derive(Clone, Copy, Debug)]
-pub struct Want {
-    pub lane: Lane,
+pub struct WaitInterest {
+    pub lane: VirtualLane,
     pub peer: usize,
     /// Wait for bytes to read.
     pub read: bool,
@@ -48,7 +48,13 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`Closed`]
-    fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed>;
+    fn write(
+        &self,
+        lane: VirtualLane,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed>;
 
     /// Reads available bytes; 0 if there are none. If the transport [lends](Lend::lends), it may
     /// write to `into` from then on, until [`Lend::let_go`] or until bytes arrived. Continue a
@@ -56,20 +62,20 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`Closed`]
-    fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed>;
+    fn read(&self, lane: VirtualLane, peer: usize, into: &mut [u8]) -> Result<usize, Closed>;
 
     /// The zero-copy interface of these links, if they have one.
-    fn lending(&self) -> Option<&dyn Lend>;
+    fn zero_copy(&self) -> Option<&dyn ZeroCopy>;
 
     /// Blocks until one of `wants` may make progress, `wake` was called for `lane`, or `until`. May
     /// return early. At most one thread waits per lane.
-    fn wait(&self, lane: Lane, wants: &[Want], until: Instant);
+    fn wait(&self, lane: VirtualLane, wants: &[WaitInterest], until: Instant);
 
     /// Ends the current or next `wait` on both lanes.
     fn wake(&self);
 
     /// Sends a failure notice to all peers, as far as possible without waiting.
-    fn tell(&self, news: &News);
+    fn notify_failure(&self, news: &FailureNotice);
 
     /// Asks the background thread of the links to send pending bytes; false if there is none.
     fn nudge(&self) -> bool;
@@ -78,7 +84,7 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
     fn now(&self) -> Instant;
 
     /// How to poll before blocking.
-    fn patience(&self) -> Patience;
+    fn patience(&self) -> SpinPolicy;
 
     /// Most bytes worth reading at once if they are reduced on arrival. They stay in L2 together
     /// with their target.
@@ -87,7 +93,7 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
 
 /// Zero-copy links. They read a body from its sender's memory, write it to its destination, or let
 /// the receiver use it in place.
-pub trait Lend {
+pub trait ZeroCopy {
     /// As [`Transport::write`], for a body that the peer stores unchanged and does not reduce. The
     /// links may move it to its destination, and then accept all of it at once.
     ///
@@ -95,7 +101,7 @@ pub trait Lend {
     /// [`Closed`]
     fn write_whole(
         &self,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
         head: &[u8],
         body: &[u8],
@@ -107,46 +113,50 @@ pub trait Lend {
 
     /// Whether the next bytes of `peer` can be used in place: see [`lend`](Self::lend). A read then
     /// returns no more than requested.
-    fn lends(&self, lane: Lane, peer: usize) -> bool;
+    fn reads_in_place(&self, lane: VirtualLane, peer: usize) -> bool;
 
     /// Calls `take` with available bytes of [`Lane::Calls`] in place, fragment by fragment, until
     /// it uses less than a fragment. Returns the number of used bytes. Only if it `lends`.
     ///
     /// # Errors
     /// [`Closed`]
-    fn lend(&self, peer: usize, take: &mut dyn FnMut(Lent<'_>) -> usize) -> Result<usize, Closed>;
+    fn read_in_place(
+        &self,
+        peer: usize,
+        take: &mut dyn FnMut(PeerBytes<'_>) -> usize,
+    ) -> Result<usize, Closed>;
 
     /// Payload bytes that were never copied: sent from the caller's memory, written to their
     /// destination, or reduced in place.
     fn placed(&self) -> u64;
 
     /// See [`Group::register_pages`](crate::Group::register_pages).
-    fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered>;
+    fn register_pages(&self, pages: &Arc<Pages>) -> Option<MemoryRegistration>;
 
     /// Whether the links still read bytes that were passed to `write`. They must stay unchanged.
-    fn holds(&self, lane: Lane, peer: usize) -> bool;
+    fn holds(&self, lane: VirtualLane, peer: usize) -> bool;
 
     /// Ends that: the bytes are copied or abandoned. Called when a call fails.
-    fn let_go(&self, lane: Lane);
+    fn release_memory(&self, lane: VirtualLane);
 
     /// The same for the traffic to and from one `peer`.
-    fn let_go_of(&self, lane: Lane, peer: usize);
+    fn release_peer_memory(&self, lane: VirtualLane, peer: usize);
 
     /// The write-back interface of these links, if they have one.
-    fn come_back(&self) -> Option<&dyn ComeBack>;
+    fn write_back(&self) -> Option<&dyn WriteBack>;
 }
 
 /// Links whose receiver may write the reduced result back into the body's memory.
-pub trait ComeBack {
+pub trait WriteBack {
     /// As [`Transport::write`], for a body that the peer reduces. The result belongs in its place,
     /// in `whole`, which the caller may write to: the peer may write it there.
     /// [`has_come_back`](Self::has_come_back) reports whether it has.
     ///
     /// # Errors
     /// [`Closed`]
-    fn write_to_come_back(
+    fn write_reducible(
         &self,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
         frame: (&[u8], &[u8]),
         whole: &[u8],
@@ -154,23 +164,23 @@ pub trait ComeBack {
 
     /// Whether the result of the last released `write_to_come_back` is in place. Reported once for
     /// each write.
-    fn has_come_back(&self, peer: usize) -> bool;
+    fn is_written_back(&self, peer: usize) -> bool;
 
     /// As [`Lend::lend`], for bytes that are replaced by the result: `take` also writes it there.
     /// `None` if the next bytes do not allow that.
     ///
     /// # Errors
     /// [`Closed`]
-    fn lend_to_come_back(
+    fn reduce_in_place(
         &self,
         peer: usize,
-        take: &mut dyn FnMut(LentMut<'_>) -> usize,
+        take: &mut dyn FnMut(PeerBytesMut<'_>) -> usize,
     ) -> Result<Option<usize>, Closed>;
 }
 
 /// How often to poll for progress before blocking.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
+pub struct SpinPolicy {
     /// Polls with a pause instruction between them.
     pub spins: u32,
     /// Further polls, the core yielded between them.
@@ -185,7 +195,7 @@ pub enum Pause {
     Block,
 }
 
-impl Patience {
+impl SpinPolicy {
     /// Pauses after poll number `looks` without progress, or returns [`Pause::Block`].
     pub fn pause(self, looks: u32) -> Pause {
         if looks < self.spins {

@@ -40,9 +40,9 @@ pub struct Ticket(usize);
 
 /// The results of the gets before a fence.
 #[derive(Debug, Default)]
-pub struct Answers(Vec<Vec<u8>>);
+pub struct GetResults(Vec<Vec<u8>>);
 
-impl Answers {
+impl GetResults {
     /// The result of this get.
     ///
     /// # Panics
@@ -175,7 +175,7 @@ impl<'a> Window<'a> {
     /// Any [`Error`]; the exposed buffers are then unspecified. [`Error::Length`] if a rank sends
     /// more than it may.
     #[track_caller]
-    pub fn fence(&mut self, deadline: Deadline) -> Result<Answers, Error> {
+    pub fn fence(&mut self, deadline: Deadline) -> Result<GetResults, Error> {
         let requests: Vec<Vec<u8>> = self.requests.iter_mut().map(std::mem::take).collect();
         let most = vec![self.most(); requests.len()];
         let received = exchange(self.group, &requests, &most, deadline)?;
@@ -201,7 +201,7 @@ impl<'a> Window<'a> {
                 rest = after;
             }
         }
-        Ok(Answers(gets))
+        Ok(GetResults(gets))
     }
 
     /// Bytes that one rank may send to this one at a fence, or read from it.

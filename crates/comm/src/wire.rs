@@ -14,7 +14,7 @@
 
 use paceline_base::Rank;
 
-use crate::status::{Cause, News};
+use crate::status::{Cause, FailureNotice};
 use crate::{Call, Dtype, Error, Kind, Reduce, Site};
 
 /// Bytes of a frame before its payload.
@@ -30,7 +30,7 @@ const BUFFERS: [&str; 6] = ["counts", "input", "output", "data", "sends", "recei
 
 /// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum What {
+pub(crate) enum FrameKind {
     /// Part of a collective.
     Call,
     Message,
@@ -43,7 +43,7 @@ pub(crate) enum What {
 /// The head of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
-    pub(crate) what: What,
+    pub(crate) what: FrameKind,
     /// The algorithm of the collective, see `plan`.
     pub(crate) algorithm: u8,
     /// Step of the plan that this frame belongs to.
@@ -54,9 +54,9 @@ pub(crate) struct Header {
 }
 
 /// Writes consecutive little-endian values.
-struct Writer<'a>(&'a mut [u8]);
+struct FieldWriter<'a>(&'a mut [u8]);
 
-impl Writer<'_> {
+impl FieldWriter<'_> {
     fn put(&mut self, bytes: &[u8]) {
         let (head, tail) = std::mem::take(&mut self.0).split_at_mut(bytes.len());
         head.copy_from_slice(bytes);
@@ -77,9 +77,9 @@ impl Writer<'_> {
 }
 
 /// Reads what [`Writer`] wrote; `None` at the end of the bytes.
-struct Reader<'a>(&'a [u8]);
+struct FieldReader<'a>(&'a [u8]);
 
-impl Reader<'_> {
+impl FieldReader<'_> {
     fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
         let (head, tail) = self.0.split_first_chunk()?;
         self.0 = tail;
@@ -110,13 +110,13 @@ impl Reader<'_> {
 impl Header {
     pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
-        let mut writer = Writer(&mut bytes);
+        let mut writer = FieldWriter(&mut bytes);
         writer.put(&HEADER_MAGIC);
         writer.put_u8(match self.what {
-            What::Call => 1,
-            What::Message => 2,
-            What::Credit => 3,
-            What::Abort => 4,
+            FrameKind::Call => 1,
+            FrameKind::Message => 2,
+            FrameKind::Credit => 3,
+            FrameKind::Abort => 4,
         });
         writer.put_u8(self.algorithm);
         writer.put(&self.step.to_le_bytes());
@@ -127,15 +127,15 @@ impl Header {
 
     /// `None` if the bytes are no header.
     pub(crate) fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
-        let mut reader = Reader(bytes);
+        let mut reader = FieldReader(bytes);
         if reader.take()? != HEADER_MAGIC {
             return None;
         }
         let what = match reader.take_u8()? {
-            1 => What::Call,
-            2 => What::Message,
-            3 => What::Credit,
-            4 => What::Abort,
+            1 => FrameKind::Call,
+            2 => FrameKind::Message,
+            3 => FrameKind::Credit,
+            4 => FrameKind::Abort,
             _ => return None,
         };
         Some(Self {
@@ -148,7 +148,7 @@ impl Header {
     }
 }
 
-fn put_call(writer: &mut Writer<'_>, call: &Call) {
+fn put_call(writer: &mut FieldWriter<'_>, call: &Call) {
     let (kind, reduce, peer, tag) = match call.kind {
         Kind::Barrier => (1, 0, 0, 0),
         Kind::AllGather => (2, 0, 0, 0),
@@ -168,7 +168,7 @@ fn put_call(writer: &mut Writer<'_>, call: &Call) {
     writer.put_u64(call.site.code());
 }
 
-fn take_call(reader: &mut Reader<'_>) -> Option<Call> {
+fn take_call(reader: &mut FieldReader<'_>) -> Option<Call> {
     let [kind, reduce, dtype, _] = reader.take()?;
     let (peer, tag) = (reader.take_rank()?, reader.take_u32()?);
     let kind = match kind {
@@ -198,13 +198,13 @@ pub(crate) enum Control {
     /// A heartbeat.
     Beat,
     /// The group is poisoned.
-    News(News),
+    News(FailureNotice),
 }
 
 impl Control {
     pub(crate) fn encode(&self) -> [u8; CONTROL_BYTES] {
         let mut bytes = [0; CONTROL_BYTES];
-        let mut writer = Writer(&mut bytes);
+        let mut writer = FieldWriter(&mut bytes);
         writer.put(&CONTROL_MAGIC);
         let Self::News(news) = self else {
             writer.put_u8(1);
@@ -228,7 +228,7 @@ impl Control {
 
     /// `None` if the bytes are no control frame.
     pub(crate) fn decode(bytes: &[u8; CONTROL_BYTES]) -> Option<Self> {
-        let mut reader = Reader(bytes);
+        let mut reader = FieldReader(bytes);
         if reader.take()? != CONTROL_MAGIC {
             return None;
         }
@@ -242,12 +242,12 @@ impl Control {
             5 => Cause::Failed(take_error(&mut reader)?),
             _ => return None,
         };
-        Some(Self::News(News { cause, at }))
+        Some(Self::News(FailureNotice { cause, at }))
     }
 }
 
-fn put_error(writer: &mut Writer<'_>, error: &Error) {
-    let head = |writer: &mut Writer<'_>, code, call, rank: Rank| {
+fn put_error(writer: &mut FieldWriter<'_>, error: &Error) {
+    let head = |writer: &mut FieldWriter<'_>, code, call, rank: Rank| {
         writer.put_u8(code);
         put_call(writer, call);
         writer.put_u32(rank.0);
@@ -307,7 +307,7 @@ fn put_error(writer: &mut Writer<'_>, error: &Error) {
     }
 }
 
-fn take_error(reader: &mut Reader<'_>) -> Option<Error> {
+fn take_error(reader: &mut FieldReader<'_>) -> Option<Error> {
     let code = reader.take_u8()?;
     let (call, rank) = (take_call(reader)?, reader.take_rank()?);
     Some(match code {
@@ -382,15 +382,15 @@ mod tests {
     #[test]
     fn headers_come_back() {
         for (what, kind) in [
-            (What::Call, Kind::Barrier),
-            (What::Call, Kind::AllGather),
-            (What::Call, Kind::AllReduce(Reduce::Max)),
-            (What::Call, Kind::Broadcast { root: Rank(9) }),
-            (What::Call, Kind::ReduceScatter(Reduce::Prod)),
-            (What::Call, Kind::AllToAll),
-            (What::Message, CALL.kind),
-            (What::Credit, CALL.kind),
-            (What::Abort, Kind::Barrier),
+            (FrameKind::Call, Kind::Barrier),
+            (FrameKind::Call, Kind::AllGather),
+            (FrameKind::Call, Kind::AllReduce(Reduce::Max)),
+            (FrameKind::Call, Kind::Broadcast { root: Rank(9) }),
+            (FrameKind::Call, Kind::ReduceScatter(Reduce::Prod)),
+            (FrameKind::Call, Kind::AllToAll),
+            (FrameKind::Message, CALL.kind),
+            (FrameKind::Credit, CALL.kind),
+            (FrameKind::Abort, Kind::Barrier),
         ] {
             let header = Header {
                 what,
@@ -439,7 +439,7 @@ mod tests {
             Error::Garbled { call, rank },
         ] {
             let cause = Cause::Failed(error);
-            let control = Control::News(News { cause, at: 12 });
+            let control = Control::News(FailureNotice { cause, at: 12 });
             assert_eq!(Control::decode(&control.encode()), Some(control));
         }
         assert_eq!(

@@ -13,10 +13,10 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use crate::worker::{Harmed, NEVER_SILENT, Worker, now};
+use crate::worker::{FailureClock, NEVER_SILENT, WorkerProcess, now};
 use paceline_base::testing::long;
-use paceline_comm::rendezvous::{Meeting, Wanted, meet};
-use paceline_comm::{Deadline, Group, Memory, Reduce, shm, tcp};
+use paceline_comm::rendezvous::{RendezvousPoint, RequiredRanks, rendezvous};
+use paceline_comm::{Deadline, Group, Reduce, RegisteredMemory, shm, tcp};
 use rustix::process::Signal;
 
 fn soon(seconds: u64) -> Deadline {
@@ -30,7 +30,7 @@ fn worker() {
     let Some(folder) = std::env::var_os("COMM_TEST_FOLDER") else {
         return;
     };
-    let place = Meeting::Folder(folder.into());
+    let place = RendezvousPoint::Folder(folder.into());
     let transport = std::env::var("COMM_TEST_TRANSPORT").unwrap();
     let mut order = std::env::var("COMM_TEST_ORDER").unwrap();
     loop {
@@ -38,7 +38,7 @@ fn worker() {
         let [round, size, silence] = words[..] else {
             panic!("no order: {order:?}");
         };
-        let wanted = Wanted::Exactly(size.parse().unwrap());
+        let wanted = RequiredRanks::Exactly(size.parse().unwrap());
         let config = tcp::Config {
             silence: Duration::from_millis(silence.parse().unwrap()),
             ..tcp::Config::default()
@@ -47,7 +47,7 @@ fn worker() {
         let by = soon(30);
         let members = {
             let round = round.parse().unwrap();
-            meet(&place, listener.addr(), round, wanted, None, by).unwrap()
+            rendezvous(&place, listener.addr(), round, wanted, None, by).unwrap()
         };
         let (rank, addrs, id) = (members.rank, &members.addrs, members.id);
         let group: Box<dyn Group> = match transport.as_str() {
@@ -73,7 +73,10 @@ fn worker() {
 
 fn work(group: &dyn Group) -> paceline_comm::Error {
     // Over shared memory peers map the second buffer, and two ranks write to each other's.
-    let (mut small, mut large) = (vec![1.0_f32; 1000], Memory::new(Some(group), 200_000));
+    let (mut small, mut large) = (
+        vec![1.0_f32; 1000],
+        RegisteredMemory::new(Some(group), 200_000),
+    );
     loop {
         for data in [&mut small[..], &mut large] {
             data.fill(1.0);
@@ -102,12 +105,12 @@ fn open_files() -> usize {
 }
 
 /// Joins `workers` into a group, each as its rank.
-fn joined(workers: &mut Vec<Worker>) {
+fn joined(workers: &mut Vec<WorkerProcess>) {
     let ranks: Vec<usize> = workers
         .iter_mut()
         .map(|w| w.expect("joined").parse().unwrap())
         .collect();
-    let mut order: Vec<(usize, Worker)> = ranks.into_iter().zip(workers.drain(..)).collect();
+    let mut order: Vec<(usize, WorkerProcess)> = ranks.into_iter().zip(workers.drain(..)).collect();
     order.sort_by_key(|(rank, _)| *rank);
     workers.extend(order.into_iter().map(|(_, worker)| worker));
 }
@@ -123,10 +126,10 @@ fn order(round: u64, size: u32, signal: Signal) -> String {
 }
 
 /// Kills or stops `victim` and checks that all others name it in time; returns their open files.
-fn harm(run: u64, workers: &mut Vec<Worker>, victim: usize, signal: Signal) -> Vec<usize> {
+fn harm(run: u64, workers: &mut Vec<WorkerProcess>, victim: usize, signal: Signal) -> Vec<usize> {
     // A moment during the calls, drawn from the run.
     std::thread::sleep(Duration::from_micros(run * 7919 % 30_000));
-    let harmed = Harmed::now();
+    let harmed = FailureClock::now();
     workers[victim].signal(signal);
     let gone = workers.remove(victim);
     let mut files = Vec::new();
@@ -152,12 +155,12 @@ fn run(run: u64) {
             ("COMM_TEST_TRANSPORT", transport.as_ref()),
             ("COMM_TEST_ORDER", order.as_ref()),
         ];
-        Worker::start("faults::worker", &env)
+        WorkerProcess::start("faults::worker", &env)
     };
     let victim = [0, (run % u64::from(size)) as usize][(run / 4 % 2) as usize];
     let signal = [Signal::KILL, Signal::STOP][(run / 3 % 2) as usize];
     let first = order(0, size, signal);
-    let mut workers: Vec<Worker> = (0..size).map(|_| start(&first)).collect();
+    let mut workers: Vec<WorkerProcess> = (0..size).map(|_| start(&first)).collect();
     joined(&mut workers);
     let before = harm(run, &mut workers, victim, signal);
 

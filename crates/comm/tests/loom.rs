@@ -183,14 +183,14 @@ fn calls_are_never_lost() {
 /// A writer starts `loans` transfers; it revokes the last one at some moment and overwrites the
 /// payload. The reader gets the payload or nothing.
 fn lend_and_take_back(loans: u64, looks: bool) {
-    let shared = Arc::new((loan::Slot::new(), AtomicU64::new(0)));
+    let shared = Arc::new((loan::TransferSlot::new(), AtomicU64::new(0)));
     let writer = {
         let shared = Arc::clone(&shared);
         thread::spawn(move || {
             let (slot, bytes) = &*shared;
             for number in 1..=loans {
                 bytes.store(number, Relaxed);
-                slot.lend(number, 0, 8, None);
+                slot.offer(number, 0, 8, None);
                 while number < loans && slot.is_out() {
                     thread::yield_now();
                 }
@@ -209,14 +209,14 @@ fn lend_and_take_back(loans: u64, looks: bool) {
 }
 
 /// Whether there was a transfer; it is completed if valid, or without checking.
-fn take(slot: &loan::Slot, bytes: &AtomicU64, number: u64, looks: bool) -> bool {
+fn take(slot: &loan::TransferSlot, bytes: &AtomicU64, number: u64, looks: bool) -> bool {
     let Some(loan) = slot.loan() else {
         return false;
     };
     assert_eq!(loan.at, number);
     let copy = bytes.load(Relaxed);
-    if !looks || slot.stands(&loan) {
-        slot.take(&loan, false);
+    if !looks || slot.is_valid(&loan) {
+        slot.complete(&loan, false);
         assert_eq!(copy, number);
     }
     true
@@ -230,7 +230,7 @@ fn what_is_taken_was_lent() {
 
 /// The reader writes a result back: the writer sees it, or the transfer completed without.
 fn lend_and_have_back(returned: bool) {
-    let shared = Arc::new((loan::Slot::new(), AtomicU64::new(0)));
+    let shared = Arc::new((loan::TransferSlot::new(), AtomicU64::new(0)));
     let reader = {
         let shared = Arc::clone(&shared);
         thread::spawn(move || {
@@ -245,16 +245,16 @@ fn lend_and_have_back(returned: bool) {
             if returned {
                 bytes.store(5, Relaxed);
             }
-            slot.take(&loan, returned);
+            slot.complete(&loan, returned);
         })
     };
     let (slot, bytes) = &*shared;
     bytes.store(3, Relaxed);
-    slot.lend(0, 0, 8, None);
+    slot.offer(0, 0, 8, None);
     while slot.is_out() {
         thread::yield_now();
     }
-    assert_eq!(slot.has_come_back(), returned);
+    assert_eq!(slot.is_written_back(), returned);
     assert_eq!(bytes.load(Relaxed), if returned { 5 } else { 3 });
     reader.join().unwrap();
 }

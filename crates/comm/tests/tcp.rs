@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::worker::{NEVER_SILENT, Worker, harm, now};
+use crate::worker::{NEVER_SILENT, WorkerProcess, harm, now};
 use paceline_base::Rank;
 use paceline_comm::{Deadline, Error, Group, Reduce, tcp};
 use rustix::process::Signal;
@@ -24,16 +24,16 @@ fn soon(seconds: u64) -> Deadline {
 }
 
 /// Starts `size` ranks that have joined one group.
-fn start(size: u32, role: &str, silence: Duration) -> Vec<Worker> {
+fn start(size: u32, role: &str, silence: Duration) -> Vec<WorkerProcess> {
     let start = |rank: u32| {
         let env = [
             ("COMM_TEST_RANK", &rank.to_string()[..]),
             ("COMM_TEST_ROLE", role),
             ("COMM_TEST_SILENCE", &silence.as_millis().to_string()),
         ];
-        Worker::start("tcp::worker", &env)
+        WorkerProcess::start("tcp::worker", &env)
     };
-    let mut workers: Vec<Worker> = (0..size).map(start).collect();
+    let mut workers: Vec<WorkerProcess> = (0..size).map(start).collect();
     let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
     for worker in &mut workers {
         worker.tell(&addrs.join(" "));
@@ -178,7 +178,7 @@ fn group() {
 /// resume, none is declared lost for the suspended time.
 #[test]
 fn ranks_that_are_suspended_together_accuse_nobody() {
-    let mut all = Worker::start("tcp::group", &[("COMM_TEST_GROUP", "1")]);
+    let mut all = WorkerProcess::start("tcp::group", &[("COMM_TEST_GROUP", "1")]);
     all.expect("up");
     thread::sleep(Duration::from_millis(200));
     for _ in 0..2 {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{Failure, Request, Service, Sink, Status, Ticket};
+use crate::{GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, Ticket};
 
 /// Wraps another service and sets the adapter of each request. Both share one engine, its batches
 /// and its memory.
@@ -25,12 +25,12 @@ impl AdaptedService {
 impl Service for AdaptedService {
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         let adapter = Some(self.adapter.clone());
-        let request = Request { adapter, ..request };
+        let request = GenerationRequest { adapter, ..request };
         self.base.submit_after(request, tokens, sink)
     }
 
@@ -38,7 +38,7 @@ impl Service for AdaptedService {
         self.base.cancel(ticket);
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ServiceStatus {
         self.base.status()
     }
 

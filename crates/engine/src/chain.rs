@@ -47,7 +47,7 @@ pub(crate) struct Pipeline<'a> {
 
 /// Acceptance and cost of a proposer.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Chance {
+pub(crate) struct ProposerStats {
     /// Fraction of right tokens among those with right predecessors.
     pub(crate) acceptance: f64,
     /// Seconds per draft token.
@@ -56,7 +56,7 @@ pub(crate) struct Chance {
 
 /// Windows of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Shape {
+pub(crate) struct WindowShape {
     /// Rows per window. The first window has one draft token less: its first token is not a draft
     /// token.
     pub(crate) rows: usize,
@@ -66,7 +66,7 @@ pub(crate) struct Shape {
     pub(crate) gain: f64,
 }
 
-impl Shape {
+impl WindowShape {
     /// No drafts.
     pub(crate) const PLAIN: Self = Self {
         rows: 1,
@@ -80,16 +80,16 @@ impl Pipeline<'_> {
     /// without drafts, or if those were not measured.
     ///
     /// Cost: some 20 multiplications per pair of rows and windows, typically 81 pairs.
-    pub(crate) fn best(&self, chance: Chance) -> Shape {
+    pub(crate) fn best(&self, chance: ProposerStats) -> WindowShape {
         let Some(plain) = self.rounds.seconds(1).filter(|seconds| *seconds > 0.0) else {
-            return Shape::PLAIN;
+            return WindowShape::PLAIN;
         };
-        let mut best = Shape::PLAIN;
+        let mut best = WindowShape::PLAIN;
         for rows in 2..=self.rows {
             for windows in 1..=self.windows {
                 let gain = plain * self.rate(plain, chance, (rows, windows));
                 if gain > best.gain {
-                    best = Shape {
+                    best = WindowShape {
                         rows,
                         windows,
                         gain,
@@ -108,7 +108,7 @@ impl Pipeline<'_> {
     }
 
     /// Tokens per second.
-    fn rate(&self, plain: f64, chance: Chance, (rows, windows): (usize, usize)) -> f64 {
+    fn rate(&self, plain: f64, chance: ProposerStats, (rows, windows): (usize, usize)) -> f64 {
         let acceptance = chance.acceptance.clamp(0.0, ACCEPTANCE_MAX);
         let computed = plain * self.rounds.relative(1, rows);
         let interval = self.interval(rows, computed);
@@ -134,12 +134,12 @@ mod tests {
     fn costs(seconds: &[(usize, f64)]) -> Costs {
         let mut costs = Costs::default();
         for (rows, seconds) in seconds {
-            costs.took(*rows, Duration::from_secs_f64(*seconds));
+            costs.record(*rows, Duration::from_secs_f64(*seconds));
         }
         costs
     }
 
-    fn best(rounds: &Costs, intervals: &Costs, acceptance: f64, pass: f64) -> Shape {
+    fn best(rounds: &Costs, intervals: &Costs, acceptance: f64, pass: f64) -> WindowShape {
         let pipeline = Pipeline {
             rounds,
             intervals,
@@ -147,7 +147,7 @@ mod tests {
             windows: 9,
             rows: 9,
         };
-        pipeline.best(Chance { acceptance, pass })
+        pipeline.best(ProposerStats { acceptance, pass })
     }
 
     /// Four stages of 2 ms and links of 25 ms.
@@ -178,12 +178,12 @@ mod tests {
     #[test]
     fn what_does_not_pay_is_plain() {
         let (rounds, intervals) = slow();
-        assert_eq!(best(&rounds, &intervals, 0.0, 0.0), Shape::PLAIN);
+        assert_eq!(best(&rounds, &intervals, 0.0, 0.0), WindowShape::PLAIN);
         // A draft model slower than the pipeline.
-        assert_eq!(best(&rounds, &intervals, 0.6, 0.2), Shape::PLAIN);
+        assert_eq!(best(&rounds, &intervals, 0.6, 0.2), WindowShape::PLAIN);
         // Nothing is measured.
         let none = Costs::default();
-        assert_eq!(best(&none, &none, 0.9, 0.0), Shape::PLAIN);
+        assert_eq!(best(&none, &none, 0.9, 0.0), WindowShape::PLAIN);
         // Fast links, and each row takes as long as a step: windows only use idle stages.
         let dear: Vec<(usize, f64)> = (1..=9).map(|n| (n, 0.008 * n as f64)).collect();
         let stage: Vec<(usize, f64)> = (1..=9).map(|n| (n, 0.002 * n as f64)).collect();
@@ -208,7 +208,7 @@ mod tests {
                 windows: 1,
                 rows: 9,
             };
-            let chance = Chance {
+            let chance = ProposerStats {
                 acceptance,
                 pass: 0.001,
             };

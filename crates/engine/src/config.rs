@@ -6,7 +6,7 @@ use paceline_tensor::PAGE;
 use serde::{Deserialize, Serialize};
 
 use crate::draft::DRAFT_ROWS;
-use crate::{Error, Pace};
+use crate::{Error, StepTimeTarget};
 
 /// Sizes of an engine; they determine the memory of its cache and buffers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +27,7 @@ pub struct EngineConfig {
     pub max_rows: usize,
     /// Limit of the step time while prompts are computed. Effective only if the owner reports step
     /// times ([`Engine::took`](crate::Engine::took)).
-    pub pace: Pace,
+    pub pace: StepTimeTarget,
     /// Maximum draft tokens of a sequence per step; 0 disables drafts. They come from repetition in
     /// the text, or from a draft model ([`Engine::guess_with`](crate::Engine::guess_with)), where
     /// they pay. Answers do not depend on them.
@@ -60,7 +60,7 @@ impl EngineConfig {
             max_running: 1,
             max_waiting: 1,
             max_rows: DEFAULT_ROWS,
-            pace: Pace::Auto,
+            pace: StepTimeTarget::Auto,
             drafts: 0,
             strict: false,
         }

@@ -29,7 +29,7 @@ use toktrie::{ApproximateTokEnv, SimpleVob, TokEnv, TokRxInfo, TokTrie};
 
 mod watch;
 
-use watch::Watch;
+use watch::MarkerScanner;
 
 /// Why a constraint is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -151,7 +151,7 @@ impl Grammars {
     pub(crate) fn guide(&self, constraint: Constraint) -> Result<Guide, ConstraintError> {
         check_sizes(&constraint)?;
         let fresh = self.compile(&constraint.grammar)?;
-        let watch = Watch::of(&constraint.start);
+        let watch = MarkerScanner::of(&constraint.start);
         let state = match &watch {
             None => State::Matching(fresh.clone()),
             Some(_) => State::Free,
@@ -274,7 +274,7 @@ pub(crate) struct Guide {
     /// The grammar at its start.
     fresh: Matcher,
     /// Scanner for the grammar's start; `None` with [`Start::Now`].
-    watch: Option<Watch>,
+    watch: Option<MarkerScanner>,
     state: State,
     /// Allowed next tokens, once computed.
     mask: Option<SimpleVob>,

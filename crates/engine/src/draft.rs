@@ -49,7 +49,7 @@ const STEP_WEIGHT: f64 = 0.2;
 
 /// The n-gram index of a sequence, and its acceptance.
 #[derive(Clone, Debug)]
-pub(crate) struct Drafts {
+pub(crate) struct NgramProposer {
     /// Index of the token after the last occurrence of an n-gram.
     behind: HashMap<[u32; N], usize>,
     /// Indexed tokens.
@@ -58,7 +58,7 @@ pub(crate) struct Drafts {
     acceptance: f64,
 }
 
-impl Default for Drafts {
+impl Default for NgramProposer {
     fn default() -> Self {
         Self {
             behind: HashMap::new(),
@@ -68,7 +68,7 @@ impl Default for Drafts {
     }
 }
 
-impl Drafts {
+impl NgramProposer {
     /// Indexes appended tokens, some 30 bytes each.
     fn index(&mut self, tokens: &[u32]) {
         for at in self.indexed..tokens.len() {
@@ -79,7 +79,7 @@ impl Drafts {
     }
 
     /// Up to `most` draft tokens after `tokens` and the in-flight draft tokens `ahead`.
-    pub(crate) fn guess(&mut self, tokens: &[u32], ahead: &[u32], most: usize) -> Vec<u32> {
+    pub(crate) fn propose(&mut self, tokens: &[u32], ahead: &[u32], most: usize) -> Vec<u32> {
         self.index(tokens);
         let len = tokens.len() + ahead.len();
         let token = |at: usize| match at.checked_sub(tokens.len()) {
@@ -104,8 +104,8 @@ impl Drafts {
     }
 
     /// Updates the acceptance with a verified draft token.
-    pub(crate) fn judge(&mut self, is_right: bool) {
-        self.acceptance = judged(self.acceptance, is_right, LAST_WEIGHT);
+    pub(crate) fn record_check(&mut self, is_right: bool) {
+        self.acceptance = updated_acceptance(self.acceptance, is_right, LAST_WEIGHT);
     }
 
     fn expected(&self, guesses: usize) -> f64 {
@@ -125,7 +125,7 @@ pub(crate) fn expected(acceptance: f64, guesses: usize) -> f64 {
 }
 
 /// Moving average after one more draft token.
-pub(crate) fn judged(acceptance: f64, is_right: bool, weight: f64) -> f64 {
+pub(crate) fn updated_acceptance(acceptance: f64, is_right: bool, weight: f64) -> f64 {
     acceptance + weight * (f64::from(u8::from(is_right)) - acceptance)
 }
 
@@ -146,7 +146,7 @@ impl Default for Costs {
 
 impl Costs {
     /// Records the time of a step of `rows` rows, 1 or more.
-    pub(crate) fn took(&mut self, rows: usize, duration: Duration) {
+    pub(crate) fn record(&mut self, rows: usize, duration: Duration) {
         let Some(known) = self.seconds.get_mut(rows - 1) else {
             return;
         };
@@ -191,8 +191,8 @@ impl Costs {
 }
 
 /// A sequence with a possible draft.
-pub(crate) struct Candidate<'a> {
-    pub(crate) drafts: &'a Drafts,
+pub(crate) struct DraftCandidate<'a> {
+    pub(crate) drafts: &'a NgramProposer,
     /// Available draft tokens.
     pub(crate) guesses: usize,
 }
@@ -211,7 +211,7 @@ pub(crate) struct Bounds {
 /// Draft length of each candidate that maximises tokens per second, or 0 for all. The first value
 /// is the expected speed-up, [`LEAST_GAIN`] without drafts.
 pub(crate) fn depths(
-    candidates: &[Candidate<'_>],
+    candidates: &[DraftCandidate<'_>],
     bounds: Bounds,
     costs: &Costs,
 ) -> (f64, Vec<usize>) {
@@ -222,7 +222,7 @@ pub(crate) fn depths(
     } = bounds;
     let of_depth = |depth: usize| -> Vec<usize> {
         let mut left = rows;
-        let one = |candidate: &Candidate<'_>| {
+        let one = |candidate: &DraftCandidate<'_>| {
             let guesses = candidate.guesses.min(depth).min(left);
             left -= guesses;
             guesses
@@ -251,10 +251,10 @@ pub(crate) fn depths(
 mod tests {
     use super::*;
 
-    fn trained(rights: usize, wrongs: usize) -> Drafts {
-        let mut drafts = Drafts::default();
-        (0..rights).for_each(|_| drafts.judge(true));
-        (0..wrongs).for_each(|_| drafts.judge(false));
+    fn trained(rights: usize, wrongs: usize) -> NgramProposer {
+        let mut drafts = NgramProposer::default();
+        (0..rights).for_each(|_| drafts.record_check(true));
+        (0..wrongs).for_each(|_| drafts.record_check(false));
         drafts
     }
 
@@ -270,7 +270,7 @@ mod tests {
     fn costs(seconds: &[(usize, f64)]) -> Costs {
         let mut costs = Costs::default();
         for (rows, seconds) in seconds {
-            costs.took(*rows, Duration::from_secs_f64(*seconds));
+            costs.record(*rows, Duration::from_secs_f64(*seconds));
         }
         costs
     }
@@ -278,8 +278,8 @@ mod tests {
     #[test]
     fn guesses_are_what_followed_last_time() {
         const NONE: [u32; 0] = [];
-        let mut drafts = Drafts::default();
-        let guess = |drafts: &mut Drafts, tokens: &[u32]| drafts.guess(tokens, &[], 4);
+        let mut drafts = NgramProposer::default();
+        let guess = |drafts: &mut NgramProposer, tokens: &[u32]| drafts.propose(tokens, &[], 4);
         assert_eq!(guess(&mut drafts, &[]), NONE);
         assert_eq!(guess(&mut drafts, &[1, 2, 3]), NONE);
         assert_eq!(guess(&mut drafts, &[1, 2, 3, 4, 1, 2]), NONE);
@@ -288,20 +288,23 @@ mod tests {
         let tokens = [1, 2, 3, 4, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3];
         assert_eq!(guess(&mut drafts, &tokens), [5, 6, 7, 8]);
         // After in-flight draft tokens the draft continues, also cyclically.
-        let on = |ahead: &[u32]| Drafts::default().guess(&[1, 2, 3, 4, 1, 2, 3], ahead, 4);
+        let on = |ahead: &[u32]| NgramProposer::default().propose(&[1, 2, 3, 4, 1, 2, 3], ahead, 4);
         assert_eq!(on(&[4, 1]), [2, 3, 4, 1]);
         assert_eq!(on(&[4, 1, 2, 3, 4]), [1, 2, 3, 4]);
         assert_eq!(on(&[4, 4]), NONE);
         // A cycle of one token.
-        assert_eq!(Drafts::default().guess(&[9, 9, 9, 9], &[], 3), [9, 9, 9]);
+        assert_eq!(
+            NgramProposer::default().propose(&[9, 9, 9, 9], &[], 3),
+            [9, 9, 9]
+        );
     }
 
     #[test]
     fn drafts_need_to_pay() {
         let cheap = costs(&[(1, 1.0), (9, 2.5)]);
         let dear = costs(&[(1, 1.0), (2, 2.0), (3, 3.0), (5, 5.0), (9, 9.0)]);
-        let of = |drafts: &Drafts, costs: &Costs| {
-            let candidate = Candidate { drafts, guesses: 8 };
+        let of = |drafts: &NgramProposer, costs: &Costs| {
+            let candidate = DraftCandidate { drafts, guesses: 8 };
             depths(&[candidate], bounds(1, 8), costs).1[0]
         };
         assert_eq!(of(&trained(60, 0), &cheap), 8);
@@ -319,8 +322,8 @@ mod tests {
     #[test]
     fn rows_of_all_drafts_are_bounded() {
         let (drafts, costs) = (trained(60, 0), costs(&[(8, 1.0), (40, 1.1)]));
-        let candidates: Vec<Candidate<'_>> = (0..8)
-            .map(|_| Candidate {
+        let candidates: Vec<DraftCandidate<'_>> = (0..8)
+            .map(|_| DraftCandidate {
                 drafts: &drafts,
                 guesses: 16,
             })

@@ -28,16 +28,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{Batch, BatchSequence, BatchSize, Compute, Logits, Weights, WindowPages};
+use paceline_model::{Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logits, WindowPages};
 use paceline_tensor::PAGE;
 
-use crate::chain::{Chance, Pipeline};
-use crate::draft::{Bounds, Costs, FIRST_GUESS, LAST_WEIGHT, LEAST_GAIN, judged};
-use crate::pages::{Owned, Pages};
-use crate::sampling::{Asked, Sampler, Scratch};
+use crate::chain::{Pipeline, ProposerStats};
+use crate::draft::{Bounds, Costs, FIRST_GUESS, LAST_WEIGHT, LEAST_GAIN, updated_acceptance};
+use crate::pages::{Pages, SequencePages};
+use crate::sampling::{Sampler, SamplingInputs, Scratch};
 use crate::sequence::Sequence;
 use crate::{EngineConfig, Error, SequenceId};
-use outlook::Outlook;
+use outlook::GainEstimate;
 
 /// Initial acceptance of a draft model. Users configure models that fit: published pairs of one
 /// family accept 0.6 to 0.8.
@@ -81,7 +81,7 @@ const PADDING: usize = 128;
 #[derive(Clone, Debug)]
 pub struct Draft {
     /// The whole model, on this rank.
-    pub model: Arc<dyn Weights>,
+    pub model: Arc<dyn LoadedModel>,
     /// Must have the vocabulary of the large model.
     pub tokenizer: Arc<Tokenizer>,
     /// Clock for its passes.
@@ -113,7 +113,7 @@ impl Draft {
 
 /// A sequence that may get draft tokens in a step.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wish<'a> {
+pub(crate) struct DraftRequest<'a> {
     pub(crate) sequence: &'a Sequence,
     /// Maximum draft tokens in its step.
     pub(crate) room: usize,
@@ -121,8 +121,8 @@ pub(crate) struct Wish<'a> {
 
 /// The draft model's state of a sequence.
 #[derive(Debug)]
-struct Held {
-    pages: Owned,
+struct DraftState {
+    pages: SequencePages,
     /// Positions of accepted tokens whose keys are in the draft model's cache.
     computed: usize,
     /// Draft tokens after these; all but the last have keys in the cache too.
@@ -131,7 +131,7 @@ struct Held {
     acceptance: f64,
 }
 
-impl Held {
+impl DraftState {
     /// Processes the verification of the last draft: calls `judge` for each verified token.
     /// In-flight windows verify the tokens in `ahead`; if these are this draft's, it continues
     /// after them.
@@ -149,14 +149,14 @@ impl Held {
         }
         let is_wrong = right < guessed.len() && right < chosen.len();
         for is_right in (0..right).map(|_| true).chain(is_wrong.then_some(false)) {
-            self.acceptance = judged(self.acceptance, is_right, LAST_WEIGHT);
+            self.acceptance = updated_acceptance(self.acceptance, is_right, LAST_WEIGHT);
             judge(is_right);
         }
     }
 }
 
 /// A draft in progress for one sequence.
-struct Guessing {
+struct SequenceDraft {
     /// Index among the requests.
     place: usize,
     id: SequenceId,
@@ -171,14 +171,14 @@ struct Guessing {
 
 /// The draft model of an engine, with its cache and statistics.
 #[derive(Debug)]
-pub(crate) struct Drafter {
-    model: Arc<dyn Weights>,
+pub(crate) struct DraftProposer {
+    model: Arc<dyn LoadedModel>,
     compute: Box<dyn Compute>,
     now: fn() -> Instant,
     pages: Pages,
     /// Maximum positions of a sequence.
     context: usize,
-    held: BTreeMap<SequenceId, Held>,
+    states: BTreeMap<SequenceId, DraftState>,
     /// End-of-generation tokens: a draft ends there.
     ends: Vec<u32>,
     /// `(vocabulary of the model,)`: a row of the draft model's logits.
@@ -196,7 +196,7 @@ pub(crate) struct Drafter {
     spent: Duration,
 }
 
-impl Drafter {
+impl DraftProposer {
     /// Reserves memory for the sequences of an engine with `config` and a model with `vocab`
     /// tokens.
     ///
@@ -224,7 +224,7 @@ impl Drafter {
             compute,
             now: draft.now,
             context,
-            held: BTreeMap::new(),
+            states: BTreeMap::new(),
             ends: tokenizer.end_of_generation().to_vec(),
             logits: vec![0.0; vocab],
             scratch: Scratch::new(vocab),
@@ -238,7 +238,7 @@ impl Drafter {
 
     /// Records the duration of a step without prompts; `is_plain` if it had no drafts. Returns the
     /// time spent in this proposer, which is not time of the model.
-    pub(crate) fn took(&mut self, is_plain: bool, duration: Duration) -> Duration {
+    pub(crate) fn record_step(&mut self, is_plain: bool, duration: Duration) -> Duration {
         let spent = std::mem::take(&mut self.spent);
         if is_plain {
             let seconds = duration.saturating_sub(spent).as_secs_f64();
@@ -256,9 +256,9 @@ impl Drafter {
     ///
     /// # Errors
     /// [`Error::Model`] if a pass fails.
-    pub(crate) fn guess(
+    pub(crate) fn propose(
         &mut self,
-        (running, wishes): (&[SequenceId], &[Wish<'_>]),
+        (running, wishes): (&[SequenceId], &[DraftRequest<'_>]),
         (bounds, costs, pipeline): (Bounds, &Costs, Option<Pipeline<'_>>),
         least: f64,
     ) -> Result<Option<Vec<Vec<u32>>>, Error> {
@@ -268,7 +268,7 @@ impl Drafter {
             return Ok(None); // a step without drafts is measured first
         };
         let pass = self.pass_s(bounds.decoding, plain);
-        let outlook = Outlook {
+        let outlook = GainEstimate {
             plain,
             pass,
             bounds,
@@ -278,7 +278,9 @@ impl Drafter {
         let begun = (self.now)();
         let is_behind = self.catch_up(wishes, &outlook)?;
         let depths = self.depths(wishes, &outlook, least);
-        let guesses = depths.map(|depths| self.ask(wishes, &depths)).transpose()?;
+        let guesses = depths
+            .map(|depths| self.run_passes(wishes, &depths))
+            .transpose()?;
         if is_behind || guesses.is_some() {
             self.spent += (self.now)().saturating_duration_since(begun);
         }
@@ -286,29 +288,29 @@ impl Drafter {
     }
 
     /// Drops ended sequences, adds new ones, and processes the verification of the last drafts.
-    fn settle(&mut self, running: &[SequenceId], wishes: &[Wish<'_>]) {
+    fn settle(&mut self, running: &[SequenceId], wishes: &[DraftRequest<'_>]) {
         let is_gone = |id: &&SequenceId| !running.contains(id);
-        let gone: Vec<SequenceId> = self.held.keys().filter(is_gone).copied().collect();
-        for mut held in gone.iter().filter_map(|id| self.held.remove(id)) {
+        let gone: Vec<SequenceId> = self.states.keys().filter(is_gone).copied().collect();
+        for mut held in gone.iter().filter_map(|id| self.states.remove(id)) {
             self.pages.release(&mut held.pages);
         }
-        for Wish { sequence, .. } in wishes {
+        for DraftRequest { sequence, .. } in wishes {
             let all = &mut self.acceptance;
-            if let Some(held) = self.held.get_mut(&sequence.id) {
+            if let Some(held) = self.states.get_mut(&sequence.id) {
                 held.settle(&sequence.tokens, &sequence.ahead, |is_right| {
-                    *all = judged(*all, is_right, ALL_WEIGHT);
+                    *all = updated_acceptance(*all, is_right, ALL_WEIGHT);
                 });
                 continue;
             }
-            let mut pages = Owned::default();
+            let mut pages = SequencePages::default();
             let computed = self.pages.reuse(&sequence.tokens, &mut pages);
-            let held = Held {
+            let held = DraftState {
                 pages,
                 computed,
                 guessed: Vec::new(),
                 acceptance: *all,
             };
-            self.held.insert(sequence.id, held);
+            self.states.insert(sequence.id, held);
         }
     }
 
@@ -320,13 +322,16 @@ impl Drafter {
 
     /// Tokens of a sequence that the draft model has not read.
     fn behind(&self, sequence: &Sequence) -> usize {
-        let computed = self.held.get(&sequence.id).map_or(0, |held| held.computed);
+        let computed = self
+            .states
+            .get(&sequence.id)
+            .map_or(0, |held| held.computed);
         sequence.tokens.len() - computed
     }
 
     /// Acceptance and maximum draft of a sequence; 0 if the draft model cannot read it.
-    fn chances(&self, wish: &Wish<'_>) -> (f64, usize) {
-        let Some(held) = self.held.get(&wish.sequence.id) else {
+    fn chances(&self, wish: &DraftRequest<'_>) -> (f64, usize) {
+        let Some(held) = self.states.get(&wish.sequence.id) else {
             return (self.acceptance, 0);
         };
         let tokens = &wish.sequence.tokens;
@@ -355,7 +360,11 @@ impl Drafter {
 
     /// Runs one catch-up pass for sequences far behind, where that promises a gain; returns whether
     /// it did.
-    fn catch_up(&mut self, wishes: &[Wish<'_>], outlook: &Outlook<'_>) -> Result<bool, Error> {
+    fn catch_up(
+        &mut self,
+        wishes: &[DraftRequest<'_>],
+        outlook: &GainEstimate<'_>,
+    ) -> Result<bool, Error> {
         let mut left = CATCH_UP_ROWS;
         let mut parts = Vec::new();
         for wish in wishes {
@@ -386,7 +395,12 @@ impl Drafter {
 
     /// Whether drafting the rest of an answer saves more time than reading `behind` tokens costs,
     /// or the trial time covers that cost.
-    fn is_worth(&mut self, wish: &Wish<'_>, behind: usize, outlook: &Outlook<'_>) -> bool {
+    fn is_worth(
+        &mut self,
+        wish: &DraftRequest<'_>,
+        behind: usize,
+        outlook: &GainEstimate<'_>,
+    ) -> bool {
         let (acceptance, room) = self.chances(wish);
         if room == 0 {
             return false;
@@ -409,11 +423,11 @@ impl Drafter {
     /// Draft length of each sequence; `None` without any.
     fn depths(
         &mut self,
-        wishes: &[Wish<'_>],
-        outlook: &Outlook<'_>,
+        wishes: &[DraftRequest<'_>],
+        outlook: &GainEstimate<'_>,
         least: f64,
     ) -> Option<Vec<usize>> {
-        let ready = |wish: &Wish<'_>| {
+        let ready = |wish: &DraftRequest<'_>| {
             let (acceptance, room) = self.chances(wish);
             let is_ready = self.behind(wish.sequence) <= FEW;
             (acceptance, if is_ready { room } else { 0 })
@@ -435,7 +449,11 @@ impl Drafter {
     }
 
     /// Runs the draft passes, one per draft position.
-    fn ask(&mut self, wishes: &[Wish<'_>], depths: &[usize]) -> Result<Vec<Vec<u32>>, Error> {
+    fn run_passes(
+        &mut self,
+        wishes: &[DraftRequest<'_>],
+        depths: &[usize],
+    ) -> Result<Vec<Vec<u32>>, Error> {
         let mut guesses = vec![Vec::new(); wishes.len()];
         let mut all = self.begin(wishes, depths);
         for depth in 1.. {
@@ -460,7 +478,7 @@ impl Drafter {
         for (wish, guessed) in wishes.iter().zip(&guesses) {
             if !guessed.is_empty() {
                 self.keep(wish.sequence, wish.sequence.tokens.len());
-                let held = self.held.get_mut(&wish.sequence.id);
+                let held = self.states.get_mut(&wish.sequence.id);
                 held.into_iter()
                     .for_each(|held| held.guessed.clone_from(guessed));
             }
@@ -470,9 +488,9 @@ impl Drafter {
 
     /// Acceptance of the next draft token of a sequence, and its cost relative to steps of `plain`
     /// seconds.
-    pub(crate) fn chance(&self, id: SequenceId, plain: f64) -> Chance {
-        let held = self.held.get(&id);
-        Chance {
+    pub(crate) fn chance(&self, id: SequenceId, plain: f64) -> ProposerStats {
+        let held = self.states.get(&id);
+        ProposerStats {
             acceptance: held.map_or(self.acceptance, |held| held.acceptance),
             pass: self.pass_s(1, plain),
         }
@@ -485,14 +503,18 @@ impl Drafter {
     ///
     /// # Errors
     /// [`Error::Model`] if a pass fails.
-    pub(crate) fn guess_on(&mut self, sequence: &Sequence, most: usize) -> Result<Vec<u32>, Error> {
+    pub(crate) fn propose_ahead(
+        &mut self,
+        sequence: &Sequence,
+        most: usize,
+    ) -> Result<Vec<u32>, Error> {
         let (id, tokens, ahead) = (sequence.id, &sequence.tokens, &sequence.ahead);
         let all = &mut self.acceptance;
-        let Some(held) = self.held.get_mut(&id) else {
+        let Some(held) = self.states.get_mut(&id) else {
             return Ok(Vec::new());
         };
         held.settle(tokens, ahead, |is_right| {
-            *all = judged(*all, is_right, ALL_WEIGHT);
+            *all = updated_acceptance(*all, is_right, ALL_WEIGHT);
         });
         let known = held.computed + held.guessed.len().saturating_sub(1);
         let is_own = held.guessed == *ahead;
@@ -504,7 +526,7 @@ impl Drafter {
         }
         let mut sampler = sequence.sampler().clone();
         (0..ahead.len()).for_each(|_| sampler.skip());
-        let mut guessing = Guessing {
+        let mut guessing = SequenceDraft {
             place: 0,
             id,
             depth,
@@ -513,9 +535,9 @@ impl Drafter {
             from: known,
             sampler,
         };
-        self.go_on(&mut guessing)?;
+        self.extend_draft(&mut guessing)?;
         let guesses = guessing.history.split_off(len);
-        if let Some(held) = self.held.get_mut(&id) {
+        if let Some(held) = self.states.get_mut(&id) {
             held.guessed.extend_from_slice(&guesses);
             let computed = held.computed;
             self.keep(sequence, computed);
@@ -524,7 +546,7 @@ impl Drafter {
     }
 
     /// Extends the draft of one sequence, up to an end-of-generation token.
-    fn go_on(&mut self, guessing: &mut Guessing) -> Result<(), Error> {
+    fn extend_draft(&mut self, guessing: &mut SequenceDraft) -> Result<(), Error> {
         for _ in 0..guessing.depth {
             let rows = (
                 guessing.id,
@@ -543,7 +565,7 @@ impl Drafter {
     }
 
     /// Starts the drafts of the sequences with a draft length and with free pages.
-    fn begin(&mut self, wishes: &[Wish<'_>], depths: &[usize]) -> Vec<Guessing> {
+    fn begin(&mut self, wishes: &[DraftRequest<'_>], depths: &[usize]) -> Vec<SequenceDraft> {
         let mut all = Vec::new();
         for (place, (wish, &depth)) in wishes.iter().zip(depths).enumerate() {
             let sequence = wish.sequence;
@@ -552,7 +574,7 @@ impl Drafter {
             if depth == 0 || !self.grow(sequence.id, positions) {
                 continue;
             }
-            all.push(Guessing {
+            all.push(SequenceDraft {
                 place,
                 id: sequence.id,
                 depth,
@@ -567,12 +589,12 @@ impl Drafter {
 
     /// Samples a sequence's next draft token from row `row` of the logits. Excludes tokens that one
     /// of the vocabularies lacks.
-    fn draw(&mut self, row: usize, guessing: &mut Guessing) -> u32 {
+    fn draw(&mut self, row: usize, guessing: &mut SequenceDraft) -> u32 {
         let logits = self.compute.logits_mut(row);
         let n = logits.len().min(self.logits.len());
         self.logits[..n].copy_from_slice(&logits[..n]);
         self.logits[n..].fill(f32::NEG_INFINITY);
-        let asked = Asked {
+        let asked = SamplingInputs {
             history: (&guessing.history[..], guessing.prompt_len),
             mask: None,
             logprobs: None,
@@ -588,25 +610,26 @@ impl Drafter {
     /// available.
     fn grow(&mut self, id: SequenceId, positions: usize) -> bool {
         let pages = positions.div_ceil(PAGE);
-        let held = self.held.get_mut(&id);
+        let held = self.states.get_mut(&id);
         held.is_some_and(|held| self.pages.grow(&mut held.pages, pages))
     }
 
     /// Records that the first `computed` tokens of a sequence are in the draft model's cache.
     fn keep(&mut self, sequence: &Sequence, computed: usize) {
-        let Some(held) = self.held.get_mut(&sequence.id) else {
+        let Some(held) = self.states.get_mut(&sequence.id) else {
             return;
         };
         held.computed = computed;
         let tokens = &sequence.tokens[..computed];
-        self.pages.learn(tokens, &mut held.pages);
+        self.pages.register(tokens, &mut held.pages);
         let prompt = sequence.prompt_len();
-        self.pages.leave(&mut held.pages, computed, prompt);
+        self.pages
+            .release_windows(&mut held.pages, computed, prompt);
     }
 
     /// Runs a draft pass over tokens of sequences, each from a position on.
     fn pass(&mut self, parts: &[(SequenceId, &[u32], usize)], logits: Logits) -> Result<(), Error> {
-        let held = parts.iter().map(|(id, ..)| &self.held[id].pages);
+        let held = parts.iter().map(|(id, ..)| &self.states[id].pages);
         let windows: Vec<Vec<WindowPages<'_>>> = held
             .clone()
             .map(|pages| pages.windows().collect())
@@ -634,7 +657,7 @@ impl Drafter {
 
     /// Records the time of a pass.
     fn measure(&mut self, rows: usize, took: Duration) {
-        self.passes.took(rows, took);
+        self.passes.record(rows, took);
         if rows > FEW {
             let row = took.as_secs_f64() / rows as f64;
             self.row_s = Some(
@@ -651,8 +674,8 @@ mod tests {
 
     /// Computed positions and verification results, if `chosen` follows 3 tokens.
     fn settled(guessed: &[u32], chosen: &[u32]) -> (usize, Vec<bool>) {
-        let mut held = Held {
-            pages: Owned::default(),
+        let mut held = DraftState {
+            pages: SequencePages::default(),
             computed: 3,
             guessed: guessed.to_vec(),
             acceptance: FIRST_ACCEPTANCE,
@@ -668,8 +691,8 @@ mod tests {
     #[test]
     fn guesses_under_way_stay_as_long_as_those_before_were_right() {
         let settled = |chosen: &[u32], ahead: &[u32]| {
-            let mut held = Held {
-                pages: Owned::default(),
+            let mut held = DraftState {
+                pages: SequencePages::default(),
                 computed: 3,
                 guessed: vec![7, 8, 9, 10],
                 acceptance: FIRST_ACCEPTANCE,

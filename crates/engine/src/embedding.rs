@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use paceline_model::encoder::Encoder;
 
-use crate::{Failure, Request, Service, Sink, State, Status, Ticket};
+use crate::{GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, State, Ticket};
 
 /// Computes embedding vectors. A vector depends on the model and its own text only.
 pub trait Embedder: Send + Sync + Debug {
@@ -27,7 +27,7 @@ pub trait Embedder: Send + Sync + Debug {
         &self,
         texts: &[Vec<u32>],
         is_over: &dyn Fn() -> bool,
-    ) -> Result<Vec<Vec<f32>>, Failure>;
+    ) -> Result<Vec<Vec<f32>>, RequestFailure>;
 }
 
 /// An encoder as a [`Service`] that computes embeddings and generates nothing.
@@ -40,16 +40,16 @@ pub struct EncoderService {
 }
 
 /// Counts a request until dropped.
-struct Asked<'a>(&'a AtomicUsize);
+struct InFlightGuard<'a>(&'a AtomicUsize);
 
-impl<'a> Asked<'a> {
+impl<'a> InFlightGuard<'a> {
     fn new(count: &'a AtomicUsize) -> Self {
         count.fetch_add(1, Ordering::Relaxed);
         Self(count)
     }
 }
 
-impl Drop for Asked<'_> {
+impl Drop for InFlightGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -70,7 +70,7 @@ impl EncoderService {
 
     /// # Errors
     /// [`Failure::Invalid`]: an empty text, one that is too long, an unknown token.
-    fn check(&self, i: usize, text: &[u32]) -> Result<(), Failure> {
+    fn check(&self, i: usize, text: &[u32]) -> Result<(), RequestFailure> {
         let config = self.encoder.config();
         let (context, vocab) = (config.context, config.vocab);
         let unknown = text.iter().find(|id| **id as usize >= vocab);
@@ -82,7 +82,7 @@ impl EncoderService {
             (_, Some(id)) => format!("token {id} of text {i} is unknown, expected below {vocab}"),
             (_, None) => return Ok(()),
         };
-        Err(Failure::Invalid { reason })
+        Err(RequestFailure::Invalid { reason })
     }
 }
 
@@ -99,8 +99,8 @@ impl Embedder for EncoderService {
         &self,
         texts: &[Vec<u32>],
         is_over: &dyn Fn() -> bool,
-    ) -> Result<Vec<Vec<f32>>, Failure> {
-        let _asked = Asked::new(&self.asked);
+    ) -> Result<Vec<Vec<f32>>, RequestFailure> {
+        let _asked = InFlightGuard::new(&self.asked);
         for (i, text) in texts.iter().enumerate() {
             self.check(i, text)?;
         }
@@ -109,14 +109,14 @@ impl Embedder for EncoderService {
         for step in Encoder::steps(&lengths) {
             let of_step: Vec<&[u32]> = texts[step].iter().map(Vec::as_slice).collect();
             let _turn = self.step.lock().unwrap_or_else(PoisonError::into_inner);
-            let over = || Failure::Unavailable {
+            let over = || RequestFailure::Unavailable {
                 reason: "the request is over".to_owned(),
             };
             if is_over() {
                 return Err(over());
             }
             let computed = self.encoder.embed(&of_step, is_over);
-            let computed = computed.map_err(|error| Failure::Unavailable {
+            let computed = computed.map_err(|error| RequestFailure::Unavailable {
                 reason: error.to_string(),
             })?;
             vectors.extend(computed.ok_or_else(over)?);
@@ -128,19 +128,19 @@ impl Embedder for EncoderService {
 impl Service for EncoderService {
     fn submit_after(
         &self,
-        _request: Request,
+        _request: GenerationRequest,
         _tokens: Vec<u32>,
         _sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         let reason = "the model makes embeddings and generates no text".to_owned();
-        Err(Failure::Invalid { reason })
+        Err(RequestFailure::Invalid { reason })
     }
 
     fn cancel(&self, _ticket: Ticket) {}
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ServiceStatus {
         let asked = self.asked.load(Ordering::Relaxed);
-        Status {
+        ServiceStatus {
             state: State::Ready,
             running: asked.min(1),
             waiting: asked.saturating_sub(1),

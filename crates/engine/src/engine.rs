@@ -12,23 +12,23 @@ use std::time::{Duration, Instant};
 use paceline_formats::grammar::Constraint;
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{Kind, Tracer};
-use paceline_model::{AdapterId, Compute, KeptPage, Weights};
+use paceline_model::{AdapterId, Compute, LoadedModel, PersistedPage};
 use paceline_tensor::PAGE;
 use tracing::warn;
 
 use crate::constraint::{Grammars, Guide};
 use crate::draft::Costs;
-use crate::drafter::Drafter;
-use crate::fair::Leeway;
-use crate::pace::{Composition, Pacer, share};
+use crate::drafter::DraftProposer;
+use crate::fair::RowCostModel;
+use crate::pace::{Composition, PrefillBudget, share};
 use crate::pages::{Pages, follows};
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
-use crate::sequence::{Adapted, Guesser, Sequence};
-use crate::turn::{self, Shares};
+use crate::sequence::{ProposerKind, Sequence, SequenceAdapter};
+use crate::turn::{self, ServedRows};
 use crate::{
-    ConstraintError, EngineConfig, Error, Event, GuessCounts, Request, Resumed, SequenceId,
-    Snapshot,
+    ConstraintError, DraftCounters, EngineConfig, Error, Event, GenerationRequest, ResumeOutcome,
+    SequenceId, Snapshot,
 };
 
 mod flights;
@@ -36,7 +36,7 @@ mod guessing;
 mod kept;
 mod turns;
 
-use flights::{Flight, Measures};
+use flights::{InFlightBatch, StepTiming};
 
 /// Divisor of `max_rows` after a step that the device interrupted. Metal's limit is some 5 s and
 /// depends on the GPU's other load, so half the rows would often be interrupted again.
@@ -51,7 +51,7 @@ const LEAST_ROWS: usize = 8;
 /// Not thread-safe; one owner submits, steps and cancels. A step blocks for one batch.
 #[derive(Debug)]
 pub struct Engine {
-    model: Arc<dyn Weights>,
+    model: Arc<dyn LoadedModel>,
     tokenizer: Arc<Tokenizer>,
     config: EngineConfig,
     /// Model and kernel class, as in snapshots.
@@ -65,17 +65,17 @@ pub struct Engine {
     grammars: OnceLock<Result<Grammars, ConstraintError>>,
     scratch: Scratch,
     pages: Pages,
-    pacer: Pacer,
+    prefill_budget: PrefillBudget,
     costs: Costs,
     /// Times between the ends of consecutive steps of a pipeline.
     intervals: Costs,
     /// Draft-model proposer, if configured.
-    drafter: Option<Drafter>,
+    proposer: Option<DraftProposer>,
     /// Steps with draft tokens since the last one without.
     drafted_steps: usize,
-    guesses: GuessCounts,
-    shares: Shares,
-    leeway: Leeway,
+    draft_counters: DraftCounters,
+    shares: ServedRows,
+    row_costs: RowCostModel,
     /// The last assigned [`Sequence::ticket`].
     tickets: u64,
     /// Total duration of all steps.
@@ -83,17 +83,17 @@ pub struct Engine {
     /// Rows of the last step, by kind.
     composition: Composition,
     /// What the duration of the last step measures.
-    measures: Measures,
+    measures: StepTiming,
     /// Tokens found in the cache when their sequence was admitted.
     reused: u64,
     /// Steps interrupted by the device.
     interruptions: u64,
     /// Pages cached in the current step and not yet in the store.
-    to_keep: Vec<KeptPage>,
+    to_keep: Vec<PersistedPage>,
     /// In order of admission. Only these own pages.
     running: Vec<Sequence>,
     /// In-flight batches: announced to the other ranks, in the order of computation.
-    flights: VecDeque<Flight>,
+    in_flight: VecDeque<InFlightBatch>,
     /// Planning is blocked until in-flight batches complete, because a sequence with in-flight rows
     /// must give up a page or its slot.
     starves: bool,
@@ -110,7 +110,7 @@ impl Engine {
     /// # Errors
     /// [`Error::Config`] for invalid sizes, [`Error::Model`] if the allocation fails.
     pub fn new(
-        model: Arc<dyn Weights>,
+        model: Arc<dyn LoadedModel>,
         tokenizer: Arc<Tokenizer>,
         config: EngineConfig,
     ) -> Result<Self, Error> {
@@ -120,18 +120,18 @@ impl Engine {
             grammars: OnceLock::new(),
             scratch: Scratch::new(model.config().vocab),
             pages: Pages::new(compute.pages(), compute.windows()),
-            pacer: Pacer::new(config.pace),
+            prefill_budget: PrefillBudget::new(config.pace),
             costs: Costs::default(),
             intervals: Costs::default(),
-            drafter: None,
+            proposer: None,
             drafted_steps: 0,
-            guesses: GuessCounts::default(),
-            shares: Shares::default(),
-            leeway: Leeway::default(),
+            draft_counters: DraftCounters::default(),
+            shares: ServedRows::default(),
+            row_costs: RowCostModel::default(),
             tickets: 0,
             elapsed: Duration::ZERO,
             composition: Composition::default(),
-            measures: Measures::default(),
+            measures: StepTiming::default(),
             reused: 0,
             interruptions: 0,
             to_keep: Vec::new(),
@@ -143,7 +143,7 @@ impl Engine {
             config,
             compute,
             running: Vec::new(),
-            flights: VecDeque::new(),
+            in_flight: VecDeque::new(),
             starves: false,
             resuming: VecDeque::new(),
             waiting: VecDeque::new(),
@@ -151,7 +151,7 @@ impl Engine {
         })
     }
 
-    pub fn model(&self) -> &dyn Weights {
+    pub fn model(&self) -> &dyn LoadedModel {
         &*self.model
     }
 
@@ -195,7 +195,7 @@ impl Engine {
     /// # Errors
     /// [`Error::Busy`] returns the request, before any other check. Other errors name an invalid
     /// field.
-    pub fn submit(&mut self, request: Request) -> Result<SequenceId, Error> {
+    pub fn submit(&mut self, request: GenerationRequest) -> Result<SequenceId, Error> {
         let (waiting, most) = (self.waiting.len(), self.config.max_waiting);
         let client = request.order.client;
         let own = self.waiting.iter().filter(|s| s.order.client == client);
@@ -214,7 +214,7 @@ impl Engine {
         Ok(id)
     }
 
-    fn adapter(&self, name: Option<&str>) -> Result<Option<Adapted>, Error> {
+    fn adapter(&self, name: Option<&str>) -> Result<Option<SequenceAdapter>, Error> {
         let Some(name) = name else {
             return Ok(None);
         };
@@ -225,9 +225,9 @@ impl Engine {
         found.map(Some).ok_or_else(none)
     }
 
-    fn find_adapter(&self, is_it: impl Fn(&AdapterId) -> bool) -> Option<Adapted> {
+    fn find_adapter(&self, is_it: impl Fn(&AdapterId) -> bool) -> Option<SequenceAdapter> {
         let found = (1..).zip(self.model.adapters()).find(|(_, id)| is_it(id));
-        found.map(|(place, id)| Adapted {
+        found.map(|(place, id)| SequenceAdapter {
             place,
             digest: id.digest,
         })
@@ -328,7 +328,11 @@ impl Engine {
     /// # Errors
     /// As [`submit`](Self::submit) and [`restore`](Self::restore); [`Error::Token`] for tokens
     /// outside the vocabulary, [`Error::BadSnapshot`] for more tokens than the request allows.
-    pub fn resume(&mut self, request: Request, tokens: &[u32]) -> Result<Resumed, Error> {
+    pub fn resume(
+        &mut self,
+        request: GenerationRequest,
+        tokens: &[u32],
+    ) -> Result<ResumeOutcome, Error> {
         let (vocab, context) = (self.model.config().vocab, self.config.context);
         request.check(vocab, context)?;
         check_tokens(tokens, vocab)?;
@@ -348,10 +352,10 @@ impl Engine {
         let mut sequence = sequence.adapted(adapter);
         if let Some(Event::Finished { text, reason, .. }) = sequence.replay(tokens, &self.tokenizer)
         {
-            return Ok(Resumed::Over { text, reason });
+            return Ok(ResumeOutcome::Finished { text, reason });
         }
         let snapshot = sequence.into_snapshot(self.identity.clone());
-        self.restore(snapshot).map(Resumed::Goes)
+        self.restore(snapshot).map(ResumeOutcome::Running)
     }
 
     /// Removes a sequence from its queue and releases its pages. Pages of in-flight rows are
@@ -359,7 +363,7 @@ impl Engine {
     fn take(&mut self, id: SequenceId) -> Result<Sequence, Error> {
         let is_it = |s: &Sequence| s.id == id && !s.gone;
         if let Some(at) = self.running.iter().position(is_it) {
-            if self.running[at].flights == 0 {
+            if self.running[at].n_in_flight == 0 {
                 return Ok(self.stop_running(at));
             }
             let sequence = &mut self.running[at];
@@ -408,12 +412,12 @@ impl Engine {
     pub fn step(&mut self) -> Result<Vec<Event>, Error> {
         self.tracer.end(self.stepped.take(), Kind::Between, 0);
         let began = self.tracer.begin();
-        let mut events = self.end_late();
+        let mut events = self.finish_expired();
         self.admit();
         self.write_kept()?;
-        self.take_off()?;
-        let flight = self.flights.pop_front().unwrap_or_default();
-        let plan = self.land(flight.parts);
+        self.launch_batches()?;
+        let flight = self.in_flight.pop_front().unwrap_or_default();
+        let plan = self.complete_batch(flight.parts);
         self.composition = flight.composition;
         self.measures = flight.measures;
         self.tracer.end(began, Kind::Schedule, plan.len());
@@ -449,7 +453,7 @@ impl Engine {
         self.config.max_rows = (self.config.max_rows / SMALLER).max(least);
         self.interruptions += 1;
         warn!(%error, rows = self.config.max_rows, "the device interrupted a step: smaller steps");
-        self.measures = Measures::Nothing;
+        self.measures = StepTiming::Nothing;
         self.to_keep.clear();
         self.drop_gone();
         for index in (0..self.running.len()).rev() {
@@ -479,35 +483,35 @@ impl Engine {
 
     /// Reports the duration of the last [`step`](Self::step). The prefill token budget follows from
     /// it ([`EngineConfig::pace`]); without reports there is no limit.
-    pub fn took(&mut self, duration: Duration) {
+    pub fn record_duration(&mut self, duration: Duration) {
         let step = std::mem::take(&mut self.composition);
         self.elapsed += duration;
         let measures = std::mem::take(&mut self.measures);
-        let is_whole = measures == Measures::Step;
+        let is_whole = measures == StepTiming::Step;
         let is_plain = is_whole && step.prompt == 0 && step.drafted == 0 && step.decoding > 0;
-        let drafter = self.drafter.as_mut();
-        let drafting = drafter.map(|drafter| drafter.took(is_plain, duration));
+        let drafter = self.proposer.as_mut();
+        let drafting = drafter.map(|drafter| drafter.record_step(is_plain, duration));
         let times = match measures {
-            Measures::Step => &mut self.costs,
-            Measures::Interval => &mut self.intervals,
-            Measures::Nothing => return,
+            StepTiming::Step => &mut self.costs,
+            StepTiming::Interval => &mut self.intervals,
+            StepTiming::Nothing => return,
         };
         let duration = duration.saturating_sub(drafting.unwrap_or_default());
         if step.prompt == 0 && step.decoding > 0 {
-            times.took(step.decoding + step.drafted, duration);
+            times.record(step.decoding + step.drafted, duration);
         }
         if is_whole {
-            self.pacer.took(step, duration);
-            self.leeway
-                .took(is_plain.then_some(step.decoding), duration);
-            self.pages.set_cost(self.pacer.page_nanos());
+            self.prefill_budget.record(step, duration);
+            self.row_costs
+                .record(is_plain.then_some(step.decoding), duration);
+            self.pages.set_cost(self.prefill_budget.page_nanos());
         }
     }
 
     /// Plans the rows of a step and allocates their pages. Empty if nothing runs, and if every
     /// sequence to decode was preempted.
     fn plan(&mut self) -> Vec<PlannedRows> {
-        (0..self.running.len()).for_each(|index| self.catch_up(index));
+        (0..self.running.len()).for_each(|index| self.adopt_cached_pages(index));
         let mut plan = Vec::with_capacity(self.running.len());
         for (index, rows) in self.wanted_rows().into_iter().enumerate() {
             // Preemption removes from the end, so earlier indices stay valid.
@@ -520,7 +524,7 @@ impl Engine {
     }
 
     /// Adopts pages that another sequence has computed since this one was admitted.
-    fn catch_up(&mut self, index: usize) {
+    fn adopt_cached_pages(&mut self, index: usize) {
         let reads_all = self.reads_all();
         let sequence = &mut self.running[index];
         let at = sequence.computed;
@@ -532,12 +536,12 @@ impl Engine {
         {
             return;
         }
-        self.find_again(index);
+        self.rematch_prefix(index);
     }
 
     /// Replaces a sequence's pages by the longest cached prefix. Its own pages stay cached when
     /// released, so the match includes them.
-    fn find_again(&mut self, index: usize) {
+    fn rematch_prefix(&mut self, index: usize) {
         let sequence = &mut self.running[index];
         let at = sequence.computed;
         self.pages.release(&mut sequence.pages);
@@ -565,7 +569,7 @@ impl Engine {
             let (client, of_older) = (own.order.client, older.order.client);
             is_reading
                 && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
-                && (client == of_older || !self.pressed().contains(&of_older)) // it is held back
+                && (client == of_older || !self.throttled_clients().contains(&of_older)) // it is held back
         };
         is_at_page && self.running[..index].iter().any(goes_before)
     }
@@ -589,7 +593,7 @@ impl Engine {
         let decoding = rows.iter().filter(|rows| **rows > 0).count() - prompts.len();
         let room = self.config.max_rows.saturating_sub(decoding);
         let room = self.grant_forced(&mut rows, room);
-        let (now, budget) = self.read_now(&prompts, (decoding, room));
+        let (now, budget) = self.select_prompts(&prompts, (decoding, room));
         let left: Vec<usize> = now.iter().map(|index| rows[*index]).collect();
         prompts.iter().for_each(|index| rows[*index] = 0);
         for (index, share) in now.into_iter().zip(share(&left, budget)) {
@@ -604,7 +608,7 @@ impl Engine {
     fn deal(&self, rows: &mut [usize], live: usize) {
         let most = live.div_ceil(self.compute.depth());
         let mut wanting: Vec<usize> = (0..rows.len()).filter(|at| rows[*at] > 0).collect();
-        wanting.sort_by_key(|at| self.running[*at].flights); // stable: the oldest first
+        wanting.sort_by_key(|at| self.running[*at].n_in_flight); // stable: the oldest first
         wanting.iter().skip(most).for_each(|at| rows[*at] = 0);
     }
 
@@ -650,11 +654,11 @@ impl Engine {
     fn get_pages(&mut self, index: usize, rows: usize) -> bool {
         while index < self.running.len() {
             let sequence = &mut self.running[index];
-            let pages = (sequence.computed + sequence.flying + rows).div_ceil(PAGE);
+            let pages = (sequence.computed + sequence.rows_in_flight + rows).div_ceil(PAGE);
             if self.pages.grow(&mut sequence.pages, pages) {
                 return true;
             }
-            if self.running.last().is_some_and(|s| s.flights > 0) {
+            if self.running.last().is_some_and(|s| s.n_in_flight > 0) {
                 self.starves = true;
                 return false;
             }
@@ -688,7 +692,7 @@ impl Engine {
             if self.running[part.index].pending().is_empty() {
                 let right = self.choose(part, logits_row, events);
                 let first = usize::from(part.is_behind); // its first row is a right draft token
-                self.guesses.add(part.guessed(), first + right);
+                self.draft_counters.add(part.guessed(), first + right);
             }
             self.keep(part.index);
             let last = events.last();
@@ -718,11 +722,12 @@ impl Engine {
             &sequence.tokens[..sequence.computed],
             sequence.pages.n_known(),
         );
-        self.pages.learn(computed, &mut sequence.pages);
+        self.pages.register(computed, &mut sequence.pages);
         self.note_kept(index, known);
         let sequence = &mut self.running[index];
         let (computed, prompt) = (sequence.computed, sequence.prompt_len());
-        self.pages.leave(&mut sequence.pages, computed, prompt);
+        self.pages
+            .release_windows(&mut sequence.pages, computed, prompt);
     }
 
     /// Samples the next token of a sequence from the logits in `row`, and further tokens from the
@@ -745,7 +750,7 @@ impl Engine {
             }
             if let Some(guess) = part.guesses.get(i).filter(|_| is_own) {
                 is_own = Some(*guess) == chosen;
-                sequence.drafts.judge(is_own);
+                sequence.drafts.record_check(is_own);
             }
             right = i;
             if part.checked.get(i + 1).copied() != chosen || i == part.drafted() {
@@ -773,7 +778,7 @@ fn forbid(logits: &mut [f32], tokens: &[u32]) {
 }
 
 /// The tracer of a model's links, or a new one.
-pub(crate) fn tracer(model: &dyn Weights) -> Tracer {
+pub(crate) fn tracer(model: &dyn LoadedModel) -> Tracer {
     let of_links = model.links().map(|links| links.trace.clone());
     of_links.unwrap_or_default()
 }
@@ -792,7 +797,7 @@ struct PlannedRows {
     guesses: Vec<u32>,
     /// The pending token and the draft tokens that this step checks; empty without a draft.
     checked: Vec<u32>,
-    guesser: Option<Guesser>,
+    guesser: Option<ProposerKind>,
     /// Whether it is a speculation window after in-flight ones: all its tokens are draft tokens.
     is_behind: bool,
     /// The sequence's [course](Sequence::course) when it was planned.

@@ -2,7 +2,7 @@
 
 use paceline_formats::text;
 
-use crate::{ConstraintError, ParamError, Request, SequenceId, Snapshot};
+use crate::{ConstraintError, GenerationRequest, ParamError, SequenceId, Snapshot};
 
 /// Why a request, a snapshot or a configuration is refused.
 #[derive(Debug, thiserror::Error)]
@@ -85,7 +85,7 @@ pub enum Error {
     #[error("{waiting} requests are waiting already")]
     Busy {
         waiting: usize,
-        request: Box<Request>,
+        request: Box<GenerationRequest>,
     },
     /// No such sequence: it has finished, or never existed.
     #[error("sequence {} is not in this engine", .0.0)]

@@ -45,7 +45,7 @@ const CHANGE_MAX: f64 = 2.0;
 
 /// Scheduling state of a running sequence.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wish {
+pub(crate) struct RowDemand {
     pub(crate) client: u64,
     /// Whether it has rows to compute.
     pub(crate) wants: bool,
@@ -57,12 +57,12 @@ pub(crate) struct Wish {
 
 /// Which sequences, oldest first, have rows in the next step or in flight. `beyond` returns the
 /// additional rows for a number of equal rows.
-pub(crate) fn grant(wishes: &[Wish], beyond: impl FnOnce(usize) -> usize) -> Vec<bool> {
+pub(crate) fn grant(wishes: &[RowDemand], beyond: impl FnOnce(usize) -> usize) -> Vec<bool> {
     let is_live = |at: &usize| wishes[*at].wants || wishes[*at].is_under_way;
     let mut order: Vec<usize> = (0..wishes.len()).filter(is_live).collect();
     // Stable: the oldest first among equals. A long prompt with in-flight rows that wants more
     // takes its turn like others.
-    let is_left_alone = |wish: Wish| wish.is_under_way && !wish.wants;
+    let is_left_alone = |wish: RowDemand| wish.is_under_way && !wish.wants;
     order.sort_by_key(|at| (!is_left_alone(wishes[*at]), wishes[*at].ticket));
     let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
     let round_of = |at: usize| {
@@ -87,7 +87,7 @@ pub(crate) fn grant(wishes: &[Wish], beyond: impl FnOnce(usize) -> usize) -> Vec
 
 /// Row cost model: a linear fit of step times over rows, from the last steps without prompts.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Leeway {
+pub(crate) struct RowCostModel {
     /// Reported steps.
     told: usize,
     /// Weighted sums over steps.
@@ -100,9 +100,9 @@ pub(crate) struct Leeway {
     row_s: Option<f64>,
 }
 
-impl Leeway {
+impl RowCostModel {
     /// Records the duration of a step, and its rows if all were decode rows without drafts.
-    pub(crate) fn took(&mut self, rows: Option<usize>, duration: Duration) {
+    pub(crate) fn record(&mut self, rows: Option<usize>, duration: Duration) {
         self.told = self.told.wrapping_add(1);
         let Some(rows) = rows.map(|rows| rows as f64) else {
             return;

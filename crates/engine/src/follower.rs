@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use paceline_model::trace::Tracer;
-use paceline_model::{Compute, Followed, PageStore, Weights};
+use paceline_model::{Compute, FollowOutcome, LoadedModel, PageStore};
 
 use crate::engine::tracer;
 use crate::{EngineConfig, Error};
@@ -23,7 +23,7 @@ impl Follower {
     ///
     /// # Errors
     /// As [`Engine::new`](crate::Engine::new).
-    pub fn new(model: Arc<dyn Weights>, config: &EngineConfig) -> Result<Self, Error> {
+    pub fn new(model: Arc<dyn LoadedModel>, config: &EngineConfig) -> Result<Self, Error> {
         config.check()?;
         let tracer = tracer(&*model);
         let compute = model.reserve(config.batch_size(), config.cache_positions)?;
@@ -42,9 +42,9 @@ impl Follower {
     /// # Errors
     /// [`Error::Model`] if another rank fails or the leader's plan does not fit. This rank is
     /// unusable afterwards.
-    pub fn step(&mut self) -> Result<Followed, Error> {
+    pub fn step(&mut self) -> Result<FollowOutcome, Error> {
         let followed = self.compute.follow()?;
-        if matches!(followed, Followed::Step) {
+        if matches!(followed, FollowOutcome::Step) {
             self.tracer.end_step();
         }
         Ok(followed)

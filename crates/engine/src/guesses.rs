@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// Draft tokens since the engine was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Guesses {
+pub struct DraftCounts {
     /// Verified draft rows.
     pub checked: u64,
     /// Accepted draft tokens; each saved a step.
@@ -17,7 +17,7 @@ pub struct Guesses {
     pub windows: u64,
 }
 
-impl std::iter::Sum for Guesses {
+impl std::iter::Sum for DraftCounts {
     fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
         all.fold(Self::default(), |a, b| Self {
             checked: a.checked + b.checked,
@@ -29,16 +29,16 @@ impl std::iter::Sum for Guesses {
 
 /// Shared counters, readable while the engine runs on another thread. Clones share the counts.
 #[derive(Clone, Debug, Default)]
-pub struct GuessCounts(Arc<Counts>);
+pub struct DraftCounters(Arc<DraftTotals>);
 
 #[derive(Debug, Default)]
-struct Counts {
+struct DraftTotals {
     checked: AtomicU64,
     right: AtomicU64,
     windows: AtomicU64,
 }
 
-impl GuessCounts {
+impl DraftCounters {
     pub(crate) fn add(&self, checked: usize, right: usize) {
         self.0.checked.fetch_add(checked as u64, Ordering::Relaxed);
         self.0.right.fetch_add(right as u64, Ordering::Relaxed);
@@ -50,8 +50,8 @@ impl GuessCounts {
     }
 
     /// Current counts. A step that ends concurrently may be in some of them only.
-    pub fn told(&self) -> Guesses {
-        Guesses {
+    pub fn totals(&self) -> DraftCounts {
+        DraftCounts {
             checked: self.0.checked.load(Ordering::Relaxed),
             right: self.0.right.load(Ordering::Relaxed),
             windows: self.0.windows.load(Ordering::Relaxed),

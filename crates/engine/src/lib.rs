@@ -93,14 +93,14 @@ pub use embedding::{Embedder, EncoderService};
 pub use engine::Engine;
 pub use error::Error;
 pub use follower::Follower;
-pub use guesses::{GuessCounts, Guesses};
-pub use pace::Pace;
+pub use guesses::{DraftCounters, DraftCounts};
+pub use pace::StepTimeTarget;
 pub use request::{
-    Event, Finish, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_SHOWN, Request, Resumed, SequenceId,
-    TokenLogprobs,
+    Event, Finish, GenerationRequest, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_SHOWN, ResumeOutcome,
+    SequenceId, TokenLogprobs,
 };
 pub use runner::{Runner, StepClock};
 pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams};
-pub use service::{Failure, Reply, Service, Sink, State, Status, Ticket};
+pub use service::{Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket};
 pub use snapshot::Snapshot;
-pub use turn::Order;
+pub use turn::SchedulingParams;

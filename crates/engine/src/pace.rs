@@ -28,7 +28,7 @@ use crate::fair::FACTOR;
 
 /// Target step time while prompts are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Pace {
+pub enum StepTimeTarget {
     /// At most [`AUTO_FACTOR`] times the time of a step without prompts.
     #[default]
     Auto,
@@ -67,7 +67,7 @@ const FIRST_GUESS: f64 = 3.0;
 /// Maximum change of the row cost by one step: one delayed step must not stop prompts.
 const CHANGE_MAX: f64 = 2.0;
 
-impl FromStr for Pace {
+impl FromStr for StepTimeTarget {
     type Err = Error;
 
     /// `auto`, `off`, or milliseconds from 1 to 60,000.
@@ -84,7 +84,7 @@ impl FromStr for Pace {
     }
 }
 
-impl fmt::Display for Pace {
+impl fmt::Display for StepTimeTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
@@ -125,8 +125,8 @@ impl Durations {
 
 /// Computes budgets from measured step times.
 #[derive(Clone, Debug)]
-pub(crate) struct Pacer {
-    pace: Pace,
+pub(crate) struct PrefillBudget {
+    pace: StepTimeTarget,
     /// Durations of steps without prompt rows; index `i` is for 2^i to 2^(i+1) - 1 decoding rows.
     decoding: Vec<Durations>,
     /// Seconds per prompt row in a mixed step.
@@ -137,8 +137,8 @@ pub(crate) struct Pacer {
     is_told: bool,
 }
 
-impl Pacer {
-    pub(crate) const fn new(pace: Pace) -> Self {
+impl PrefillBudget {
+    pub(crate) const fn new(pace: StepTimeTarget) -> Self {
         Self {
             pace,
             decoding: Vec::new(),
@@ -155,13 +155,13 @@ impl Pacer {
 
     /// As [`budget`](Self::budget), for prompts of a throttled client: the step takes at most
     /// [`FACTOR`] times as long as one without them.
-    pub(crate) fn scant(&self, decoding: usize, room: usize) -> usize {
+    pub(crate) fn reduced_budget(&self, decoding: usize, room: usize) -> usize {
         self.budget_of(decoding, room, FACTOR)
     }
 
     /// For a step that takes at most `factor` times as long as one without prompts.
     fn budget_of(&self, decoding: usize, room: usize, factor: f64) -> usize {
-        if decoding == 0 || !self.is_told || self.pace == Pace::Off {
+        if decoding == 0 || !self.is_told || self.pace == StepTimeTarget::Off {
             return room;
         }
         let known = self.decoding.get(place(decoding));
@@ -169,8 +169,8 @@ impl Pacer {
             return 0; // a step without prompts is measured first
         };
         let target = match self.pace {
-            Pace::Millis(ms) => f64::from(ms) / 1e3,
-            Pace::Auto | Pace::Off => base * AUTO_FACTOR,
+            StepTimeTarget::Millis(ms) => f64::from(ms) / 1e3,
+            StepTimeTarget::Auto | StepTimeTarget::Off => base * AUTO_FACTOR,
         };
         let target = target.min(base * factor);
         let guess = self.row_alone_s.map(|row| row * FIRST_GUESS);
@@ -193,7 +193,7 @@ impl Pacer {
     }
 
     /// Records the duration of a step.
-    pub(crate) fn took(&mut self, step: Composition, duration: Duration) {
+    pub(crate) fn record(&mut self, step: Composition, duration: Duration) {
         let seconds = duration.as_secs_f64();
         match (step.prompt, step.decoding) {
             (0, 0) => return,

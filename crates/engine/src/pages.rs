@@ -31,16 +31,16 @@ use paceline_tensor::PAGE;
 mod kept;
 mod window;
 
-use window::{Held, Window};
+use window::{SequenceWindow, Window};
 
 /// Key of a cached page: the page before it, or the root of its sequence, and its tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Key {
+struct PageKey {
     before: u64,
     tokens: [u32; PAGE],
 }
 
-impl Key {
+impl PageKey {
     /// Key of the first page of `tokens`, `None` if they do not fill it.
     fn new(before: u64, tokens: &[u32]) -> Option<Self> {
         let tokens = *tokens.first_chunk()?;
@@ -50,10 +50,10 @@ impl Key {
 
 /// Contents of a cached page.
 #[derive(Clone, Debug)]
-struct Known {
+struct CachedContents {
     /// Unique, so that nothing follows an evicted page.
     number: u64,
-    key: Arc<Key>,
+    key: Arc<PageKey>,
     /// Time of its release, if no sequence has it.
     since: u64,
     /// Nanoseconds to compute it again, as measured when it was computed.
@@ -68,15 +68,15 @@ struct Known {
 }
 
 #[derive(Clone, Debug, Default)]
-struct Page {
+struct PageSlot {
     /// Sequences that have it; more than one only if cached.
     users: usize,
-    known: Option<Known>,
+    known: Option<CachedContents>,
 }
 
 /// The pages of a sequence.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Owned {
+pub(crate) struct SequencePages {
     /// In order of position.
     pages: Vec<u32>,
     /// Cached pages among them, from the first; the others have a single user.
@@ -86,10 +86,10 @@ pub(crate) struct Owned {
     /// Root of its first page. Sequences with different roots share no pages.
     root: u64,
     /// Pages of each window.
-    windows: Vec<Held>,
+    windows: Vec<SequenceWindow>,
 }
 
-impl Owned {
+impl SequencePages {
     /// Without pages, for a sequence with adapter `place`, counted from 1; 0 for none.
     pub(crate) fn of_adapter(place: u32) -> Self {
         // Cached pages are numbered from 1 and never reach these numbers.
@@ -108,7 +108,7 @@ impl Owned {
     }
 
     pub(crate) fn windows(&self) -> impl Iterator<Item = WindowPages<'_>> {
-        self.windows.iter().map(Held::pages)
+        self.windows.iter().map(SequenceWindow::pages)
     }
 
     pub(crate) fn pages(&self) -> &[u32] {
@@ -132,7 +132,7 @@ impl Owned {
 
 /// Tokens of the next page. They must fill the page without the last of `tokens`, whose logits must
 /// be computed.
-fn next_page<'a>(tokens: &'a [u32], owned: &Owned) -> Option<&'a [u32]> {
+fn next_page<'a>(tokens: &'a [u32], owned: &SequencePages) -> Option<&'a [u32]> {
     let begin = owned.n_known * PAGE;
     let page = tokens.get(begin..begin + PAGE)?;
     (begin + PAGE < tokens.len()).then_some(page)
@@ -140,7 +140,10 @@ fn next_page<'a>(tokens: &'a [u32], owned: &Owned) -> Option<&'a [u32]> {
 
 /// Whether `older`, a sequence of `tokens`, will compute the next page of the sequence `own`: equal
 /// pages so far, and equal tokens in the next page. All pages of `owned` are cached.
-pub(crate) fn follows((own, owned): (&[u32], &Owned), (tokens, older): (&[u32], &Owned)) -> bool {
+pub(crate) fn follows(
+    (own, owned): (&[u32], &SequencePages),
+    (tokens, older): (&[u32], &SequencePages),
+) -> bool {
     let n = owned.n_known;
     let begins_alike = match n {
         0 => older.root == owned.root,
@@ -155,7 +158,7 @@ pub(crate) fn follows((own, owned): (&[u32], &Owned), (tokens, older): (&[u32], 
 #[derive(Clone, Debug)]
 pub(crate) struct Pages {
     /// By number.
-    pages: Vec<Page>,
+    pages: Vec<PageSlot>,
     /// Pages without owner and contents.
     free: Vec<u32>,
     /// Cached pages without owner, by rank and time of release. A page is released before its
@@ -167,7 +170,7 @@ pub(crate) struct Pages {
     /// Current cost of a page in nanoseconds.
     cost: u64,
     /// Not iterated: its order is arbitrary.
-    known: HashMap<Arc<Key>, u32>,
+    known: HashMap<Arc<PageKey>, u32>,
     /// Counts cached and released pages.
     clock: u64,
     windows: Vec<Window>,
@@ -178,7 +181,7 @@ impl Pages {
     pub(crate) fn new(pages: usize, windows: &[WindowPool]) -> Self {
         let n = u32::try_from(pages).expect("fewer than 2^32 pages");
         Self {
-            pages: vec![Page::default(); pages],
+            pages: vec![PageSlot::default(); pages],
             free: (0..n).rev().collect(),
             unused: BTreeMap::new(),
             level: 0,
@@ -201,17 +204,20 @@ impl Pages {
 
     /// Grows `owned` to `pages` pages, window pages included; `false`, with nothing allocated, if
     /// there are not enough. Evicts the unused page of the lowest rank if none is free.
-    pub(crate) fn grow(&mut self, owned: &mut Owned, pages: usize) -> bool {
+    pub(crate) fn grow(&mut self, owned: &mut SequencePages, pages: usize) -> bool {
         let more = pages.saturating_sub(owned.len());
-        owned.windows.resize_with(self.windows.len(), Held::default);
+        owned
+            .windows
+            .resize_with(self.windows.len(), SequenceWindow::default);
         let windows = || self.windows.iter().zip(&owned.windows);
-        let fits = |(window, held): (&Window, &Held)| held.missing(pages) <= window.available();
+        let fits =
+            |(window, held): (&Window, &SequenceWindow)| held.missing(pages) <= window.available();
         if more > self.available() || !windows().all(fits) {
             return false;
         }
         self.grow_windows(owned, pages);
         for _ in 0..more {
-            let page = self.free.pop().or_else(|| self.forget());
+            let page = self.free.pop().or_else(|| self.evict());
             let page = page.expect("as many as are available");
             self.pages[page as usize].users = 1;
             owned.pages.push(page);
@@ -220,7 +226,7 @@ impl Pages {
     }
 
     /// Allocates window pages; enough must be available.
-    fn grow_windows(&mut self, owned: &mut Owned, pages: usize) {
+    fn grow_windows(&mut self, owned: &mut SequencePages, pages: usize) {
         let windows = self.windows.iter_mut().zip(&mut owned.windows);
         for (i, (window, held)) in windows.enumerate() {
             for _ in 0..held.missing(pages) {
@@ -234,7 +240,7 @@ impl Pages {
 
     /// Evicts the unused page of the lowest rank, with its window pages, which have no owner
     /// either.
-    fn forget(&mut self) -> Option<u32> {
+    fn evict(&mut self) -> Option<u32> {
         let ((rank, _), page) = self.unused.pop_first()?;
         self.level = self.level.max(rank);
         let known = self.pages[page as usize].known.take()?;
@@ -249,7 +255,12 @@ impl Pages {
     /// states are dropped: one in [`WindowPool::every`] stays, and those near the end of the
     /// `prompt` tokens that the sequence began with. The next turn of a chat shares its prompt with
     /// this one, except for some tokens.
-    pub(crate) fn leave(&mut self, owned: &mut Owned, position: usize, prompt: usize) {
+    pub(crate) fn release_windows(
+        &mut self,
+        owned: &mut SequencePages,
+        position: usize,
+        prompt: usize,
+    ) {
         let windows = self.windows.iter_mut().zip(&mut owned.windows);
         for (i, (window, held)) in windows.enumerate() {
             let first = window.first_page(position);
@@ -257,7 +268,7 @@ impl Pages {
                 self.clock += 1;
                 if window.saves(index, prompt) {
                     window.release(page, self.clock);
-                } else if let Some(of) = window.let_go(page, self.clock) {
+                } else if let Some(of) = window.release_unsaved(page, self.clock) {
                     let known = self.pages[of as usize].known.as_mut();
                     known.into_iter().for_each(|known| known.windows[i] = None);
                 }
@@ -266,7 +277,7 @@ impl Pages {
     }
 
     /// Releases all pages. Cached pages stay cached until evicted.
-    pub(crate) fn release(&mut self, owned: &mut Owned) {
+    pub(crate) fn release(&mut self, owned: &mut SequencePages) {
         for (window, held) in self.windows.iter_mut().zip(&mut owned.windows) {
             for page in held.drain() {
                 self.clock += 1;
@@ -290,7 +301,7 @@ impl Pages {
                 behind = known.rank;
             }
         }
-        *owned = Owned::rooted(owned.root);
+        *owned = SequencePages::rooted(owned.root);
     }
 
     /// Gives `owned`, which has no page, the longest cached prefix of `tokens`. Returns its tokens,
@@ -298,12 +309,12 @@ impl Pages {
     ///
     /// Cost: a hash of 64 tokens per matched page, and one more. With windows, also a check of each
     /// window per page that cannot be the last.
-    pub(crate) fn reuse(&mut self, tokens: &[u32], owned: &mut Owned) -> usize {
+    pub(crate) fn reuse(&mut self, tokens: &[u32], owned: &mut SequencePages) -> usize {
         let (_, before_last) = tokens.split_last().expect("a sequence has tokens");
         let mut found = Vec::new();
         let mut before = owned.root;
         for tokens in before_last.chunks(PAGE) {
-            let key = Key::new(before, tokens);
+            let key = PageKey::new(before, tokens);
             let Some(&page) = key.and_then(|key| self.known.get(&key)) else {
                 break;
             };
@@ -324,13 +335,13 @@ impl Pages {
 
     /// Whether the next page of the sequence is cached and reusable. All pages of `owned` are
     /// cached.
-    pub(crate) fn is_next_known(&self, tokens: &[u32], owned: &Owned) -> bool {
+    pub(crate) fn is_next_known(&self, tokens: &[u32], owned: &SequencePages) -> bool {
         let page = next_page(tokens, owned);
-        let key = page.and_then(|page| Key::new(owned.last_known, page));
+        let key = page.and_then(|page| PageKey::new(owned.last_known, page));
         key.is_some_and(|key| self.known.contains_key(&key))
     }
 
-    fn known(&self, page: u32) -> &Known {
+    fn known(&self, page: u32) -> &CachedContents {
         let known = self.pages[page as usize].known.as_ref();
         known.expect("found among the known")
     }
@@ -345,11 +356,11 @@ impl Pages {
     }
 
     /// Gives `owned` the window pages that the row after `found` reads.
-    fn take_windows(&mut self, found: &[u32], owned: &mut Owned) {
+    fn take_windows(&mut self, found: &[u32], owned: &mut SequencePages) {
         owned.windows.clear();
         for i in 0..self.windows.len() {
             let first = self.windows[i].first_page(found.len() * PAGE);
-            let mut held = Held::from(first);
+            let mut held = SequenceWindow::from(first);
             for page in &found[first..] {
                 let page = self.known(*page).windows[i].expect("it can end here");
                 self.windows[i].share(page);
@@ -372,8 +383,8 @@ impl Pages {
 
     /// Caches the full pages of a sequence; `computed` are its tokens with keys and values. A page
     /// that another sequence has already cached is replaced by that one.
-    pub(crate) fn learn(&mut self, computed: &[u32], owned: &mut Owned) {
-        while let Some(key) = Key::new(owned.last_known, &computed[owned.n_known * PAGE..]) {
+    pub(crate) fn register(&mut self, computed: &[u32], owned: &mut SequencePages) {
+        while let Some(key) = PageKey::new(owned.last_known, &computed[owned.n_known * PAGE..]) {
             let own = owned.pages[owned.n_known];
             owned.last_known = match self.known.get(&key) {
                 Some(&page) => {
@@ -391,7 +402,7 @@ impl Pages {
 
     /// Caches the window pages of the page that was just cached: those of the other sequence if
     /// present, else its own.
-    fn learn_windows(&mut self, owned: &mut Owned) {
+    fn learn_windows(&mut self, owned: &mut SequencePages) {
         let (index, page) = (owned.n_known, owned.pages[owned.n_known]);
         let known = self.pages[page as usize].known.as_mut();
         let known = known.expect("it was just learned");
@@ -414,11 +425,11 @@ impl Pages {
         }
     }
 
-    fn add_known(&mut self, page: u32, key: Key) -> u64 {
+    fn add_known(&mut self, page: u32, key: PageKey) -> u64 {
         self.clock += 1;
         let (number, key) = (self.clock, Arc::new(key));
         self.known.insert(Arc::clone(&key), page);
-        self.pages[page as usize].known = Some(Known {
+        self.pages[page as usize].known = Some(CachedContents {
             number,
             key,
             since: 0,

@@ -4,7 +4,7 @@ use paceline_formats::grammar::Constraint;
 use paceline_formats::text::StopMatcher;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Order, SamplingParams};
+use crate::{Error, SamplingParams, SchedulingParams};
 
 /// Id of a sequence; never reused by the same engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -12,7 +12,7 @@ pub struct SequenceId(pub u64);
 
 /// A generation request. The default has no prompt and generates nothing.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Request {
+pub struct GenerationRequest {
     /// At least one token.
     pub prompt: Vec<u32>,
     /// Maximum tokens to generate; 0 only computes the prompt. The context is a bound as well.
@@ -38,13 +38,13 @@ pub struct Request {
     /// (`paceline_formats::tools::Syntax::shown_tokens`).
     pub shown: Vec<u32>,
     #[serde(default)]
-    pub order: Order,
+    pub order: SchedulingParams,
     /// Name of the adapter to use; `None` for the base model.
     #[serde(default)]
     pub adapter: Option<String>,
 }
 
-impl Request {
+impl GenerationRequest {
     /// Checks the request for an engine with `vocab` tokens and `context` positions.
     ///
     /// # Errors
@@ -156,10 +156,10 @@ pub enum Finish {
 
 /// Result of resuming a request after tokens that its caller has.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Resumed {
-    Goes(SequenceId),
+pub enum ResumeOutcome {
+    Running(SequenceId),
     /// The caller's tokens are the whole answer; only its end was not reported.
-    Over {
+    Finished {
         /// Text that was held back and is now certain.
         text: String,
         reason: Finish,

@@ -19,7 +19,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::{Engine, Failure, Request, Service, Sink, Snapshot, Status, Ticket};
+use crate::{
+    Engine, GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, Snapshot, Ticket,
+};
 
 mod core;
 mod driver;
@@ -79,7 +81,7 @@ impl Runner {
     pub fn inspect<T: Send + 'static>(
         &self,
         look: impl FnOnce(&Engine) -> T + Send + 'static,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, RequestFailure> {
         self.driver.inspect(look)
     }
 
@@ -93,7 +95,7 @@ impl Runner {
     ///
     /// # Errors
     /// As [`inspect`](Self::inspect).
-    pub fn take_all(&self) -> Result<Vec<(Ticket, Snapshot)>, Failure> {
+    pub fn take_all(&self) -> Result<Vec<(Ticket, Snapshot)>, RequestFailure> {
         self.driver.take_all()
     }
 
@@ -102,7 +104,7 @@ impl Runner {
     ///
     /// # Errors
     /// [`Failure::Unavailable`] if the engine is gone.
-    pub fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, Failure> {
+    pub fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, RequestFailure> {
         self.driver.resume(snapshot, sink)
     }
 
@@ -114,25 +116,25 @@ impl Runner {
     /// [`Failure::Unavailable`] if the engine is gone.
     pub fn resume_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         self.driver.resume_after(request, tokens, sink)
     }
 }
 
 impl Service for Runner {
-    fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
+    fn submit(&self, request: GenerationRequest, sink: Sink) -> Result<Ticket, RequestFailure> {
         self.driver.submit(request, sink)
     }
 
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         match tokens.is_empty() {
             true => self.driver.submit(request, sink),
             false => self.driver.resume_after(request, tokens, sink),
@@ -143,7 +145,7 @@ impl Service for Runner {
         self.driver.cancel(ticket);
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ServiceStatus {
         self.driver.status()
     }
 }

@@ -209,7 +209,7 @@ fn check(
 
 /// Inputs of sampling besides the logits.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Asked<'a> {
+pub(crate) struct SamplingInputs<'a> {
     pub(crate) history: History<'a>,
     /// Allowed tokens, at least one; `None` for all.
     pub(crate) mask: Option<&'a SimpleVob>,
@@ -260,12 +260,12 @@ impl TryFrom<State> for Sampler {
 
 /// A candidate token of the draw.
 #[derive(Clone, Copy, Debug)]
-struct Candidate {
+struct TokenCandidate {
     token: u32,
     weight: f32,
 }
 
-impl Candidate {
+impl TokenCandidate {
     /// More probable first; the lower id among equals.
     fn order(&self, other: &Self) -> std::cmp::Ordering {
         let by_weight = other.weight.total_cmp(&self.weight);
@@ -281,7 +281,7 @@ pub(crate) struct Scratch {
     /// By token, proportional to the probability: 1 for the most probable token, 0 for excluded
     /// ones.
     weights: Vec<f32>,
-    candidates: Vec<Candidate>,
+    candidates: Vec<TokenCandidate>,
 }
 
 impl Scratch {
@@ -301,7 +301,7 @@ impl Scratch {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Choice {
+pub(crate) struct ChosenToken {
     pub(crate) token: u32,
     pub(crate) logprobs: Option<TokenLogprobs>,
 }
@@ -360,9 +360,9 @@ impl Sampler {
         &mut self,
         kernels: &Kernels,
         logits: &mut [f32],
-        asked: Asked<'_>,
+        asked: SamplingInputs<'_>,
         scratch: &mut Scratch,
-    ) -> Choice {
+    ) -> ChosenToken {
         if asked.logprobs.is_some() {
             // Bias and penalties overwrite the logits.
             scratch.raw.copy_from_slice(logits);
@@ -381,7 +381,7 @@ impl Sampler {
             scratch.raw = raw;
             logprobs
         });
-        Choice { token, logprobs }
+        ChosenToken { token, logprobs }
     }
 
     /// Samples the token that follows `history`. `logits` is `(vocabulary,)` and is overwritten; a
@@ -450,7 +450,7 @@ impl Sampler {
     }
 
     /// Candidates after top-k and then top-p; at least one of them is active.
-    fn find_top(&self, weights: &[f32], candidates: &mut Vec<Candidate>) {
+    fn find_top(&self, weights: &[f32], candidates: &mut Vec<TokenCandidate>) {
         let (top_k, top_p) = (self.params.top_k, f64::from(self.params.top_p));
         candidates.clear();
         let all = if top_k > 0 {
@@ -522,12 +522,12 @@ fn counts(tokens: &[u32]) -> Vec<(u32, usize)> {
 }
 
 /// Tokens with a weight above 0 and at least `least`.
-fn candidates_from(weights: &[f32], least: f32) -> impl Iterator<Item = Candidate> {
+fn candidates_from(weights: &[f32], least: f32) -> impl Iterator<Item = TokenCandidate> {
     let is_candidate = move |weight: f32| weight > 0.0 && weight >= least;
     let tokens = (0..)
         .zip(weights)
         .filter(move |(_, weight)| is_candidate(**weight));
-    tokens.map(|(token, &weight)| Candidate { token, weight })
+    tokens.map(|(token, &weight)| TokenCandidate { token, weight })
 }
 
 /// A value that at least `n` (1 or more) of `values` reach: the n-th largest of the chunk maxima.
@@ -550,7 +550,7 @@ fn total(weights: &[f32]) -> f64 {
 
 /// Keeps the fewest most probable candidates whose weights sum to `wanted`, or all; most probable
 /// first.
-fn keep_most_probable(candidates: &mut Vec<Candidate>, wanted: f64) {
+fn keep_most_probable(candidates: &mut Vec<TokenCandidate>, wanted: f64) {
     let mut cut = FIRST_CUT;
     loop {
         let sorted = sort_first(candidates, cut);
@@ -568,12 +568,12 @@ fn keep_most_probable(candidates: &mut Vec<Candidate>, wanted: f64) {
 }
 
 /// Sorts the `cut` most probable candidates to the front; returns their number.
-fn sort_first(candidates: &mut [Candidate], cut: usize) -> usize {
+fn sort_first(candidates: &mut [TokenCandidate], cut: usize) -> usize {
     if cut < candidates.len() {
-        candidates.select_nth_unstable_by(cut, Candidate::order);
+        candidates.select_nth_unstable_by(cut, TokenCandidate::order);
     }
     let sorted = cut.min(candidates.len());
-    candidates[..sorted].sort_unstable_by(Candidate::order);
+    candidates[..sorted].sort_unstable_by(TokenCandidate::order);
     sorted
 }
 

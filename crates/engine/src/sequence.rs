@@ -6,16 +6,18 @@ use std::time::Duration;
 
 use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{KeptPage, Logits, PageName, PageStore};
+use paceline_model::{Logits, PageName, PageStore, PersistedPage};
 use paceline_tensor::{Kernels, PAGE};
 
 use crate::constraint::{Allowed, Guide};
-use crate::draft::Drafts;
-use crate::pages::Owned;
+use crate::draft::NgramProposer;
+use crate::pages::SequencePages;
 use crate::sampling::logprobs::logprobs;
-use crate::sampling::{Asked, Choice, Sampler, Scratch};
-use crate::turn::Turn;
-use crate::{Error, Event, Finish, Order, Request, SequenceId, Snapshot, TokenLogprobs};
+use crate::sampling::{ChosenToken, Sampler, SamplingInputs, Scratch};
+use crate::turn::QueueKey;
+use crate::{
+    Error, Event, Finish, GenerationRequest, SchedulingParams, SequenceId, Snapshot, TokenLogprobs,
+};
 
 /// Maximum forced tokens per step. Names and punctuation of an object's field are 3 to 10 tokens;
 /// each token costs a mask between two steps, some 20 us.
@@ -23,7 +25,7 @@ pub(crate) const FORCED_MAX: usize = 15;
 
 /// Proposer of draft tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Guesser {
+pub(crate) enum ProposerKind {
     /// N-grams of the sequence's own text.
     Text,
     /// The draft model.
@@ -31,14 +33,14 @@ pub(crate) enum Guesser {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Adapted {
+pub(crate) struct SequenceAdapter {
     /// Number in this engine's model, from 1.
     pub(crate) place: u32,
     /// SHA-256 of the adapter's values.
     pub(crate) digest: [u8; 32],
 }
 
-impl Adapted {
+impl SequenceAdapter {
     /// The name that precedes the first page of its sequences in a store.
     fn root(self, store: &dyn PageStore) -> PageName {
         let (words, _) = self.digest.as_chunks::<4>();
@@ -62,14 +64,14 @@ pub(crate) struct Sequence {
     /// `usize::MAX` before the first, and after a snapshot.
     chosen_at: usize,
     /// Cover at least `computed` positions.
-    pub(crate) pages: Owned,
-    pub(crate) adapter: Option<Adapted>,
+    pub(crate) pages: SequencePages,
+    pub(crate) adapter: Option<SequenceAdapter>,
     /// Names of its first pages, as far as a store needed them: tokens in full pages do not change.
     names: Vec<PageName>,
     /// Whether it waits for pages from a store.
     pub(crate) holds: bool,
     /// [`Request::order`].
-    pub(crate) order: Order,
+    pub(crate) order: SchedulingParams,
     /// End of its deadline, on the engine's clock.
     pub(crate) due: Option<Duration>,
     /// How often others were admitted before it, or got rows while its prompt got none.
@@ -80,17 +82,17 @@ pub(crate) struct Sequence {
     /// The lowest of a client has the next rows.
     pub(crate) ticket: u64,
     /// In-flight batches with rows of it, and those rows.
-    pub(crate) flights: usize,
-    pub(crate) flying: usize,
+    pub(crate) n_in_flight: usize,
+    pub(crate) rows_in_flight: usize,
     /// Draft tokens after its last token in in-flight windows.
     pub(crate) ahead: Vec<u32>,
     /// Incremented when a rejected draft token makes later in-flight rows stale.
     pub(crate) course: u32,
     /// Proposer of its last draft, while all of that may still be right.
-    pub(crate) guesser: Option<Guesser>,
+    pub(crate) guesser: Option<ProposerKind>,
     /// Whether it was removed or has ended, with rows still in flight.
     pub(crate) gone: bool,
-    pub(crate) drafts: Drafts,
+    pub(crate) drafts: NgramProposer,
     /// Tokens that may still be generated.
     tokens_left: usize,
     /// [`Request::min_tokens`].
@@ -112,7 +114,7 @@ impl Sequence {
     /// A new sequence. `context` is the maximum tokens, more than the prompt has.
     pub(crate) fn new(
         id: SequenceId,
-        request: Request,
+        request: GenerationRequest,
         guide: Option<Guide>,
         context: usize,
     ) -> Result<Self, Error> {
@@ -126,7 +128,7 @@ impl Sequence {
             computed: 0,
             reused: 0,
             chosen_at: usize::MAX,
-            pages: Owned::default(),
+            pages: SequencePages::default(),
             adapter: None,
             names: Vec::new(),
             holds: false,
@@ -135,13 +137,13 @@ impl Sequence {
             passed: 0,
             withheld: false,
             ticket: 0,
-            flights: 0,
-            flying: 0,
+            n_in_flight: 0,
+            rows_in_flight: 0,
             ahead: Vec::new(),
             course: 0,
             guesser: None,
             gone: false,
-            drafts: Drafts::default(),
+            drafts: NgramProposer::default(),
             logprobs: request.logprobs,
             scores: request.prompt_logprobs.then(Vec::new),
             shown: request.shown,
@@ -153,11 +155,11 @@ impl Sequence {
     }
 
     /// Sets the adapter, before it has pages.
-    pub(crate) fn adapted(self, adapter: Option<Adapted>) -> Self {
+    pub(crate) fn adapted(self, adapter: Option<SequenceAdapter>) -> Self {
         let place = adapter.map_or(0, |adapter| adapter.place);
         Self {
             adapter,
-            pages: Owned::of_adapter(place),
+            pages: SequencePages::of_adapter(place),
             ..self
         }
     }
@@ -202,11 +204,11 @@ impl Sequence {
     /// Rows for the next step. Rows that score need logits: each sequence has one, further ones are
     /// taken from `spare`.
     pub(crate) fn next_rows(&self, spare: &mut usize) -> usize {
-        let pending = self.pending().len() - self.flying;
+        let pending = self.pending().len() - self.rows_in_flight;
         if !self.is_scoring() {
             return pending;
         }
-        if self.flights > 0 {
+        if self.n_in_flight > 0 {
             return 0; // the next token to score depends on the in-flight rows
         }
         if !self.is_scored_next() {
@@ -219,7 +221,7 @@ impl Sequence {
 
     /// Tokens that the prefix cache may match, and its pages. Rows that score tokens must be
     /// computed.
-    pub(crate) fn reusable(&mut self) -> (&[u32], &mut Owned) {
+    pub(crate) fn reusable(&mut self) -> (&[u32], &mut SequencePages) {
         let len = match self.is_scoring() {
             true => self.scored() + 1,
             false => self.tokens.len(),
@@ -237,8 +239,8 @@ impl Sequence {
     }
 
     /// Its scheduling key, if `served` rows were computed for its client.
-    pub(crate) const fn turn(&self, served: u64) -> Turn {
-        Turn {
+    pub(crate) const fn turn(&self, served: u64) -> QueueKey {
+        QueueKey {
             passed: self.passed,
             priority: self.order.priority,
             places: 0,
@@ -282,8 +284,8 @@ impl Sequence {
     }
 
     /// The page at `index` of a pool, named before, for a store.
-    pub(crate) fn kept_page(&self, (pool, index): (u32, usize)) -> KeptPage {
-        KeptPage {
+    pub(crate) fn kept_page(&self, (pool, index): (u32, usize)) -> PersistedPage {
+        PersistedPage {
             name: self.names[index],
             index: index as u32,
             pool,
@@ -305,7 +307,7 @@ impl Sequence {
 
     /// Whether a speculation window may follow the in-flight ones.
     pub(crate) fn may_go_on(&self) -> bool {
-        let is_followed = self.guesser.is_some() && self.flying == 1 && !self.gone;
+        let is_followed = self.guesser.is_some() && self.rows_in_flight == 1 && !self.gone;
         is_followed && self.guide.is_none() && self.pending().len() == 1
     }
 
@@ -316,7 +318,7 @@ impl Sequence {
         let follows = self.ahead.get(drafted);
         if right == drafted && follows.is_some() && follows == self.tokens.last() {
             self.ahead.drain(..=drafted);
-            self.flying = 1;
+            self.rows_in_flight = 1;
             return;
         }
         if self.ahead.len() > drafted {
@@ -352,7 +354,7 @@ impl Sequence {
         kernels: &Kernels,
         logits: &mut [f32],
         scratch: &mut Scratch,
-    ) -> Result<Choice, Finish> {
+    ) -> Result<ChosenToken, Finish> {
         if self.tokens_left == 0 {
             return Err(Finish::Length);
         }
@@ -363,7 +365,7 @@ impl Sequence {
             Some(Allowed::Complete) => return Err(Finish::EndOfText),
             Some(Allowed::Broken) => return Err(Finish::Constraint),
         };
-        let asked = Asked {
+        let asked = SamplingInputs {
             history: (&*self.tokens, self.prompt_len),
             mask,
             logprobs: self.logprobs,
@@ -375,7 +377,7 @@ impl Sequence {
     /// [`Event::Finished`] if the sequence has ended.
     pub(crate) fn accept(
         &mut self,
-        choice: Result<Choice, Finish>,
+        choice: Result<ChosenToken, Finish>,
         tokenizer: &Tokenizer,
         events: &mut Vec<Event>,
     ) {
@@ -388,7 +390,7 @@ impl Sequence {
                 logprobs,
             });
         }
-        let Choice { token, logprobs } = match choice {
+        let ChosenToken { token, logprobs } = match choice {
             Ok(choice) => choice,
             Err(reason) => return events.push(self.finish(reason)),
         };
@@ -439,7 +441,7 @@ impl Sequence {
             // The random number that sampling would have used.
             self.sampler.skip();
             let logprobs = None;
-            self.accept(Ok(Choice { token, logprobs }), tokenizer, events);
+            self.accept(Ok(ChosenToken { token, logprobs }), tokenizer, events);
             if let Some(Event::Finished { .. }) = events.last() {
                 return;
             }
@@ -462,7 +464,7 @@ impl Sequence {
             events.clear();
             self.sampler.skip();
             let logprobs = None;
-            self.accept(Ok(Choice { token, logprobs }), tokenizer, &mut events);
+            self.accept(Ok(ChosenToken { token, logprobs }), tokenizer, &mut events);
         }
         let last = events.pop();
         last.filter(|event| matches!(event, Event::Finished { .. }))
@@ -511,7 +513,7 @@ impl Sequence {
             computed: 0,
             reused: 0,
             chosen_at: usize::MAX,
-            pages: Owned::default(),
+            pages: SequencePages::default(),
             adapter: None,
             names: Vec::new(),
             holds: false,
@@ -520,13 +522,13 @@ impl Sequence {
             passed: 0,
             withheld: false,
             ticket: 0,
-            flights: 0,
-            flying: 0,
+            n_in_flight: 0,
+            rows_in_flight: 0,
             ahead: Vec::new(),
             course: 0,
             guesser: None,
             gone: false,
-            drafts: Drafts::default(),
+            drafts: NgramProposer::default(),
             tokens_left: snapshot.tokens_left,
             min_tokens: snapshot.min_tokens,
             logprobs: snapshot.logprobs,

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Embedder, Error, Finish, Request, TokenLogprobs};
+use crate::{Embedder, Error, Finish, GenerationRequest, TokenLogprobs};
 
 /// Id of a request in a [`Service`]; never reused by the same service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -23,7 +23,7 @@ pub trait Service: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// Immediate refusals; later ones arrive as [`Reply::Failed`]. On an error `sink` is dropped.
-    fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
+    fn submit(&self, request: GenerationRequest, sink: Sink) -> Result<Ticket, RequestFailure> {
         self.submit_after(request, Vec::new(), sink)
     }
 
@@ -34,15 +34,15 @@ pub trait Service: Send + Sync + std::fmt::Debug {
     /// As [`submit`](Self::submit).
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure>;
+    ) -> Result<Ticket, RequestFailure>;
 
     /// Cancels a request; no effect if it has ended. Replies that are in progress may still arrive.
     fn cancel(&self, ticket: Ticket);
 
-    fn status(&self) -> Status;
+    fn status(&self) -> ServiceStatus;
 
     /// The model's split in one word, for metrics: `none` if one rank has all of it. Takes
     /// microseconds.
@@ -84,12 +84,12 @@ pub enum Reply {
         reason: Finish,
     },
     /// The answer will not be completed.
-    Failed(Failure),
+    Failed(RequestFailure),
 }
 
 /// Why a request is not answered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-pub enum Failure {
+pub enum RequestFailure {
     /// The queue is full: try again later.
     #[error("{waiting} requests are waiting already, which is the most that are held")]
     Busy {
@@ -116,7 +116,7 @@ pub enum Failure {
     Unavailable { reason: String },
 }
 
-impl From<Error> for Failure {
+impl From<Error> for RequestFailure {
     /// Converts the engine's error about a request for its caller.
     fn from(error: Error) -> Self {
         match error {
@@ -130,7 +130,7 @@ impl From<Error> for Failure {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Status {
+pub struct ServiceStatus {
     /// Whether it takes requests.
     pub state: State,
     /// Running sequences.

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::request::{check_logprobs, check_prompt_logprobs, check_shown, check_tokens};
 use crate::sampling::Sampler;
-use crate::{Error, Order};
+use crate::{Error, SchedulingParams};
 
 /// Everything that determines how a sequence continues: tokens, sampling state with its random
 /// numbers, partial characters and stop strings. Keys and values are not included: an engine of the
@@ -40,7 +40,7 @@ pub struct Snapshot {
     pub(crate) constraint: Option<Constraint>,
     /// [`Request::order`](crate::Request::order); the deadline starts again.
     #[serde(default)]
-    pub(crate) order: Order,
+    pub(crate) order: SchedulingParams,
     /// SHA-256 of its adapter's values, if it has one: names may differ between engines.
     #[serde(default)]
     pub(crate) adapter: Option<[u8; 32]>,

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 
 /// Scheduling parameters of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Order {
+pub struct SchedulingParams {
     /// Requests of a higher priority are admitted first.
     pub priority: i32,
     /// Milliseconds until the answer ends with its tokens so far, on the clock of the engine's
@@ -42,7 +42,7 @@ pub(crate) const PASSED_MAX: u32 = 64;
 
 /// Scheduling key of a queued request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Turn {
+pub(crate) struct QueueKey {
     /// How often others preceded it.
     pub(crate) passed: u32,
     pub(crate) priority: i32,
@@ -56,7 +56,7 @@ pub(crate) struct Turn {
     pub(crate) due: Option<Duration>,
 }
 
-impl Turn {
+impl QueueKey {
     /// The lowest key is first; among equals the oldest.
     fn key(self) -> (Reverse<bool>, Reverse<i32>, usize, bool, u64, Duration) {
         let due = self.due.unwrap_or(Duration::MAX);
@@ -72,14 +72,14 @@ impl Turn {
 }
 
 /// Index of the next one among the queued, oldest first.
-pub(crate) fn next(turns: impl Iterator<Item = Turn>) -> Option<usize> {
+pub(crate) fn next(turns: impl Iterator<Item = QueueKey>) -> Option<usize> {
     let first = turns.enumerate().min_by_key(|(_, turn)| turn.key());
     first.map(|(place, _)| place)
 }
 
 /// Indices of the queued, oldest first, in scheduling order.
-pub(crate) fn in_order(turns: impl Iterator<Item = Turn>) -> Vec<usize> {
-    let mut keys: Vec<_> = turns.map(Turn::key).enumerate().collect();
+pub(crate) fn in_order(turns: impl Iterator<Item = QueueKey>) -> Vec<usize> {
+    let mut keys: Vec<_> = turns.map(QueueKey::key).enumerate().collect();
     keys.sort_by_key(|(_, key)| *key); // stable: the oldest first among equals
     keys.into_iter().map(|(place, _)| place).collect()
 }
@@ -87,10 +87,14 @@ pub(crate) fn in_order(turns: impl Iterator<Item = Turn>) -> Vec<usize> {
 /// Index of the `running` sequence, oldest first, to preempt for the `next` one: the youngest of
 /// the client with the most slots, of no higher priority. `None` if that would not be fairer. The
 /// preempted sequence queues after `next`.
-pub(crate) fn gives_way(running: &[Order], next: Order) -> Option<usize> {
+pub(crate) fn preemption_victim(
+    running: &[SchedulingParams],
+    next: SchedulingParams,
+) -> Option<usize> {
     let places = |client: u64| running.iter().filter(|of| of.client == client).count();
     let most = running.iter().map(|of| places(of.client)).max()?;
-    let is_of_most = |of: &Order| of.priority <= next.priority && places(of.client) == most;
+    let is_of_most =
+        |of: &SchedulingParams| of.priority <= next.priority && places(of.client) == most;
     let is_fairer = most >= places(next.client) + 2;
     is_fairer.then(|| running.iter().rposition(is_of_most))?
 }
@@ -98,17 +102,21 @@ pub(crate) fn gives_way(running: &[Order], next: Order) -> Option<usize> {
 /// Whether admitting `next` counts as passing the `older` request. It does not if the older one's
 /// client has more slots: that client waits for one of its own slots. `places` are a client's slots
 /// without the one of `next`.
-pub(crate) fn passes(next: Order, older: Order, places: impl Fn(u64) -> usize) -> bool {
+pub(crate) fn passes(
+    next: SchedulingParams,
+    older: SchedulingParams,
+    places: impl Fn(u64) -> usize,
+) -> bool {
     next.priority > older.priority || places(next.client) >= places(older.client)
 }
 
 /// Computed rows of each client with requests.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Shares {
+pub(crate) struct ServedRows {
     served: BTreeMap<u64, u64>,
 }
 
-impl Shares {
+impl ServedRows {
     pub(crate) fn of(&self, client: u64) -> u64 {
         self.served.get(&client).copied().unwrap_or(0)
     }

@@ -63,13 +63,13 @@ pub enum Start {
         /// Texts, or names of control tokens. Of several the longest that fits counts.
         markers: Vec<String>,
         /// Spans without markers: markup inside reasoning is no call.
-        except: Option<Span>,
+        except: Option<DelimitedSpan>,
     },
 }
 
 /// A part of an answer between two texts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Span {
+pub struct DelimitedSpan {
     /// Begins it, such as `<think>`.
     pub open: String,
     /// Ends it.

@@ -21,7 +21,7 @@ use std::path::{Component, Path, PathBuf};
 use paceline_base::Bytes;
 use serde_json::Value;
 
-use crate::mlx::{self, Part, Quantised, Scheme};
+use crate::mlx::{self, Quantised, Scheme, UncheckedTensor};
 use crate::name_index::NameIndex;
 use crate::safetensors::{self, Safetensors};
 use crate::tensor::{MappedBytes, Tensor};
@@ -29,7 +29,7 @@ use crate::tensor::{MappedBytes, Tensor};
 mod stacked;
 mod weight_map;
 
-pub use stacked::Wanted;
+pub use stacked::StackSlice;
 
 use weight_map::WeightMap;
 
@@ -153,18 +153,18 @@ pub struct HfFolder {
     generation_config: Option<Value>,
     chat_template: Option<String>,
     shards: Vec<Safetensors>,
-    places: Vec<Place>,
+    places: Vec<TensorLocation>,
     index: NameIndex,
 }
 
 /// A tensor and the shard that holds it.
 #[derive(Debug)]
-struct Place {
+struct TensorLocation {
     tensor: String,
     shard: usize,
 }
 
-fn tensor_of(place: &Place) -> &str {
+fn tensor_of(place: &TensorLocation) -> &str {
     &place.tensor
 }
 
@@ -255,7 +255,7 @@ impl HfFolder {
         self.place(name).is_some()
     }
 
-    fn place(&self, name: &str) -> Option<&Place> {
+    fn place(&self, name: &str) -> Option<&TensorLocation> {
         self.index.find(&self.places, tensor_of, name)
     }
 
@@ -296,7 +296,7 @@ impl HfFolder {
     fn quantised_by(
         &self,
         module: &str,
-        part: impl Fn(&str) -> Result<Option<Part>, Error>,
+        part: impl Fn(&str) -> Result<Option<UncheckedTensor>, Error>,
     ) -> Result<Option<Quantised>, Error> {
         let part = |suffix: &str| part(&format!("{module}.{suffix}"));
         let Some(scales) = part("scales")? else {
@@ -312,10 +312,10 @@ impl HfFolder {
     }
 
     /// A tensor of any dtype.
-    fn part(&self, name: &str) -> Option<Part> {
+    fn part(&self, name: &str) -> Option<UncheckedTensor> {
         let shard = &self.shards[self.place(name)?.shard];
         let info = shard.info(name)?;
-        Some(Part {
+        Some(UncheckedTensor {
             dtype: info.dtype().to_owned(),
             shape: info.shape().to_vec(),
             bytes: shard.bytes_of(info),
@@ -422,12 +422,14 @@ fn default_template(list: &[Value]) -> Option<String> {
 }
 
 /// Maps the weights and says which file holds which tensor.
-fn open_weights(dir: &Path) -> Result<(Vec<Safetensors>, Vec<Place>), Error> {
+fn open_weights(dir: &Path) -> Result<(Vec<Safetensors>, Vec<TensorLocation>), Error> {
     let single = dir.join("model.safetensors");
     if single.exists() {
         let file = Safetensors::open(&single)?;
         let tensors = file.tensors().map(|t| t.name().to_owned());
-        let places = tensors.map(|tensor| Place { tensor, shard: 0 }).collect();
+        let places = tensors
+            .map(|tensor| TensorLocation { tensor, shard: 0 })
+            .collect();
         return Ok((vec![file], places));
     }
     let path = dir.join("model.safetensors.index.json");
@@ -448,7 +450,7 @@ fn open_shards(
     dir: &Path,
     index: &Path,
     map: WeightMap,
-) -> Result<(Vec<Safetensors>, Vec<Place>), Error> {
+) -> Result<(Vec<Safetensors>, Vec<TensorLocation>), Error> {
     let mut files: Vec<&str> = map.entries.iter().map(|(_, file)| file.as_str()).collect();
     files.sort_unstable();
     files.dedup();
@@ -472,7 +474,7 @@ fn open_shards(
             .binary_search(&file.as_str())
             .expect("every file was listed");
         shards[shard].require(tensor)?;
-        places.push(Place {
+        places.push(TensorLocation {
             tensor: tensor.clone(),
             shard,
         });

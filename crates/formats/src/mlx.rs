@@ -88,7 +88,7 @@ pub struct Misfit {
 
 /// A tensor of a quantised matrix, before it is checked.
 #[derive(Clone, Debug)]
-pub(crate) struct Part {
+pub(crate) struct UncheckedTensor {
     pub(crate) dtype: String,
     pub(crate) shape: Vec<usize>,
     pub(crate) bytes: MappedBytes,
@@ -180,12 +180,12 @@ fn shortened(value: &Value) -> String {
 struct Checks<'a> {
     name: &'a str,
     scheme: Scheme,
-    scales: &'a Part,
+    scales: &'a UncheckedTensor,
     path: &'a dyn Fn() -> PathBuf,
 }
 
 impl Checks<'_> {
-    fn dtype(&self, part: &Part, suffix: &str, expected: &'static str) -> Error {
+    fn dtype(&self, part: &UncheckedTensor, suffix: &str, expected: &'static str) -> Error {
         Error::QuantisedDtype {
             path: (self.path)(),
             tensor: format!("{}.{suffix}", self.name),
@@ -206,7 +206,7 @@ impl Checks<'_> {
     }
 
     /// The type of a joined block.
-    fn block_type(&self, weight: &Part) -> Result<BlockType, Error> {
+    fn block_type(&self, weight: &UncheckedTensor) -> Result<BlockType, Error> {
         if weight.dtype != "U32" {
             return Err(self.dtype(weight, "weight", "U32"));
         }
@@ -222,7 +222,7 @@ impl Checks<'_> {
     }
 
     /// Rows and columns.
-    fn sizes(&self, weight: &Part) -> Result<[usize; 2], Error> {
+    fn sizes(&self, weight: &UncheckedTensor) -> Result<[usize; 2], Error> {
         let shape = &self.scales.shape;
         let [rows, groups] = shape[..] else {
             return Err(self.misfit("scales", shape));
@@ -238,7 +238,7 @@ impl Checks<'_> {
         Ok([rows, cols])
     }
 
-    fn biases(&self, biases: Option<Part>) -> Result<Option<MappedBytes>, Error> {
+    fn biases(&self, biases: Option<UncheckedTensor>) -> Result<Option<MappedBytes>, Error> {
         if self.scheme.mode == Mode::Mxfp4 {
             return Ok(None);
         }
@@ -281,8 +281,8 @@ impl Quantised {
     pub(crate) fn new(
         name: &str,
         scheme: Scheme,
-        [weight, scales]: [Part; 2],
-        biases: Option<Part>,
+        [weight, scales]: [UncheckedTensor; 2],
+        biases: Option<UncheckedTensor>,
         path: impl Fn() -> PathBuf,
     ) -> Result<Self, Error> {
         let checks = Checks {

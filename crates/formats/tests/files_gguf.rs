@@ -6,12 +6,12 @@
 use std::path::Path;
 
 use paceline_base::{BlockType, Bytes};
-use paceline_formats::gguf::testing::Writer;
-use paceline_formats::gguf::{Array, Error, Gguf, Header, Value};
+use paceline_formats::gguf::testing::GgufWriter;
+use paceline_formats::gguf::{Array, Error, Gguf, Header, MetadataValue};
 use proptest::prelude::*;
 
-fn sample() -> Writer {
-    Writer::new()
+fn sample() -> GgufWriter {
+    GgufWriter::new()
         .meta("general.architecture", "llama")
         .meta("llama.block_count", 2_u32)
         .meta("tokenizer.ggml.tokens", ["a", "", "é"])
@@ -112,7 +112,7 @@ fn unsupported_tensors_are_refused_when_asked_for() {
 fn every_supported_type_has_its_size() {
     for t in BlockType::GGUF {
         let bytes: Vec<u8> = (0..3 * t.bytes()).map(|i| i as u8).collect();
-        let file = Writer::new()
+        let file = GgufWriter::new()
             .tensor("t", t, &[3, t.len()], bytes.clone())
             .to_bytes();
         let header = Header::parse(&file).unwrap();
@@ -129,7 +129,7 @@ fn every_supported_type_has_its_size() {
 #[test]
 fn alignment_is_that_of_the_file() {
     for alignment in [1_u32, 8, 32, 64, 4096] {
-        let file = Writer::new()
+        let file = GgufWriter::new()
             .alignment(alignment)
             .f32s("a", &[1], &[1.0])
             .f32s("b", &[1], &[2.0])
@@ -194,7 +194,7 @@ fn other_formats_are_named() {
 
 #[test]
 fn contradictions_are_named() {
-    let f32s = |name| Writer::new().f32s(name, &[1], &[1.0]);
+    let f32s = |name| GgufWriter::new().f32s(name, &[1], &[1.0]);
     let mut unaligned = f32s("a").to_bytes();
     let offset_at = f32s("a").header_bytes().len() - 8;
     unaligned[offset_at] = 4;
@@ -207,23 +207,26 @@ fn contradictions_are_named() {
             "tensor t occurs twice",
         ),
         (
-            Writer::new().meta("k", 1_u32).meta("k", 2_u32).to_bytes(),
+            GgufWriter::new()
+                .meta("k", 1_u32)
+                .meta("k", 2_u32)
+                .to_bytes(),
             "metadata key k occurs twice",
         ),
         (
-            Writer::new()
+            GgufWriter::new()
                 .tensor("t", BlockType::Q4_K, &[2, 64], vec![0; 144])
                 .to_bytes(),
             "tensor t: rows of shape [2, 64] are not whole blocks of 256 values (Q4_K)",
         ),
         (
-            Writer::new()
+            GgufWriter::new()
                 .tensor("t", BlockType::F32, &[0, 4], vec![])
                 .to_bytes(),
             "tensor t: shape [0, 4] is empty or too large",
         ),
         (
-            Writer::new()
+            GgufWriter::new()
                 .tensor("t", BlockType::F32, &[1; 5], vec![0; 4])
                 .to_bytes(),
             "tensor t has 5 dimensions, at most 4 are allowed",
@@ -234,11 +237,11 @@ fn contradictions_are_named() {
         ),
         (overlapping, "tensors a and b overlap"),
         (
-            Writer::new().meta("general.alignment", "32").to_bytes(),
+            GgufWriter::new().meta("general.alignment", "32").to_bytes(),
             "metadata key general.alignment: expected non-negative integer, got string",
         ),
         (
-            Writer::new().meta("", 1_u32).to_bytes(),
+            GgufWriter::new().meta("", 1_u32).to_bytes(),
             "metadata key at byte 24 has 0 bytes, expected 1 to 65535",
         ),
     ] {
@@ -248,7 +251,7 @@ fn contradictions_are_named() {
 
 #[test]
 fn a_cut_file_says_what_was_expected() {
-    let file = Writer::new().f32s("w", &[64], &[0.5; 64]).to_bytes();
+    let file = GgufWriter::new().f32s("w", &[64], &[0.5; 64]).to_bytes();
     let cut = file.len() - 100;
     assert_eq!(
         error_of(&file[..cut]),
@@ -275,8 +278,8 @@ fn paths_that_are_no_files_are_refused() {
 }
 
 /// Part `no` (from 1) of `count`, with one tensor `t<no>`; `total` tensors are announced.
-fn part(no: u16, count: u16, total: i32) -> Writer {
-    Writer::new()
+fn part(no: u16, count: u16, total: i32) -> GgufWriter {
+    GgufWriter::new()
         .meta("split.no", u32::from(no - 1))
         .meta("split.count", u32::from(count))
         .meta("split.tensors.count", total)
@@ -338,7 +341,7 @@ fn broken_split_models_are_refused() {
             "tensor t1 occurs twice",
         ),
         (
-            |dir| Writer::new().write(part_path(dir, 2, 3)),
+            |dir| GgufWriter::new().write(part_path(dir, 2, 3)),
             "metadata key split.count is missing",
         ),
         (
@@ -391,33 +394,33 @@ fn array() -> impl Strategy<Value = Array> {
     leaf.prop_recursive(3, 30, 4, |inner| vec(inner, 0..4).prop_map(Array::Array))
 }
 
-fn value() -> impl Strategy<Value = Value> {
+fn value() -> impl Strategy<Value = MetadataValue> {
     prop_oneof![
-        any::<u8>().prop_map(Value::U8),
-        any::<i8>().prop_map(Value::I8),
-        any::<u16>().prop_map(Value::U16),
-        any::<i16>().prop_map(Value::I16),
-        any::<u32>().prop_map(Value::U32),
-        any::<i32>().prop_map(Value::I32),
-        any::<f32>().prop_map(Value::F32),
-        any::<bool>().prop_map(Value::Bool),
-        ".*".prop_map(Value::String),
-        array().prop_map(Value::Array),
-        any::<u64>().prop_map(Value::U64),
-        any::<i64>().prop_map(Value::I64),
-        any::<f64>().prop_map(Value::F64),
+        any::<u8>().prop_map(MetadataValue::U8),
+        any::<i8>().prop_map(MetadataValue::I8),
+        any::<u16>().prop_map(MetadataValue::U16),
+        any::<i16>().prop_map(MetadataValue::I16),
+        any::<u32>().prop_map(MetadataValue::U32),
+        any::<i32>().prop_map(MetadataValue::I32),
+        any::<f32>().prop_map(MetadataValue::F32),
+        any::<bool>().prop_map(MetadataValue::Bool),
+        ".*".prop_map(MetadataValue::String),
+        array().prop_map(MetadataValue::Array),
+        any::<u64>().prop_map(MetadataValue::U64),
+        any::<i64>().prop_map(MetadataValue::I64),
+        any::<f64>().prop_map(MetadataValue::F64),
     ]
 }
 
 proptest! {
     #[test]
     fn metadata_of_every_type_read_back(values in proptest::collection::vec(value(), 0..12)) {
-        let mut writer = Writer::new();
+        let mut writer = GgufWriter::new();
         for (i, value) in values.iter().enumerate() {
             writer = writer.meta(&format!("key.{i}"), value.clone());
         }
         let header = Header::parse(&writer.to_bytes()).unwrap();
-        let read: Vec<Value> = header.metadata().iter().map(|(_, v)| v.clone()).collect();
+        let read: Vec<MetadataValue> = header.metadata().iter().map(|(_, v)| v.clone()).collect();
         prop_assert_eq!(read, values);
     }
 

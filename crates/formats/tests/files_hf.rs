@@ -11,28 +11,28 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use tempfile::TempDir;
 
-type Spec<'a> = (&'a str, Dtype, &'a [usize], &'a [u8]);
+type TensorData<'a> = (&'a str, Dtype, &'a [usize], &'a [u8]);
 
-fn write_weights(path: &Path, tensors: &[Spec<'_>]) {
+fn write_weights(path: &Path, tensors: &[TensorData<'_>]) {
     let views = tensors.iter().map(|&(name, dtype, shape, data)| {
         (name, TensorView::new(dtype, shape.to_vec(), data).unwrap())
     });
     std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-const A: Spec<'_> = ("a", Dtype::F32, &[2], &[0, 0, 128, 63, 0, 0, 0, 64]);
-const B: Spec<'_> = (
+const A: TensorData<'_> = ("a", Dtype::F32, &[2], &[0, 0, 128, 63, 0, 0, 0, 64]);
+const B: TensorData<'_> = (
     "b",
     Dtype::BF16,
     &[3, 2],
     &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12],
 );
-const IDS: Spec<'_> = ("ids", Dtype::I64, &[1], &[7; 8]);
-const EMPTY: Spec<'_> = ("empty", Dtype::F16, &[4, 0], &[]);
-const SCALAR: Spec<'_> = ("scalar", Dtype::F16, &[], &[0, 0x3c]);
+const IDS: TensorData<'_> = ("ids", Dtype::I64, &[1], &[7; 8]);
+const EMPTY: TensorData<'_> = ("empty", Dtype::F16, &[4, 0], &[]);
+const SCALAR: TensorData<'_> = ("scalar", Dtype::F16, &[], &[0, 0x3c]);
 
 /// A folder with a config and one file of weights.
-fn folder(tensors: &[Spec<'_>]) -> TempDir {
+fn folder(tensors: &[TensorData<'_>]) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     put(
         dir.path(),

@@ -6,7 +6,7 @@
 
 use crate::counting::peak_bytes;
 use paceline_base::BlockType;
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 use paceline_formats::gguf::{Array, Header};
 use paceline_formats::safetensors;
 
@@ -43,8 +43,8 @@ fn safetensors_outcome(file: &[u8]) -> Result<(), String> {
     result
 }
 
-fn small_gguf() -> Writer {
-    Writer::new()
+fn small_gguf() -> GgufWriter {
+    GgufWriter::new()
         .meta("general.architecture", "llama")
         .meta("general.alignment", 32_u32)
         .meta("flag", true)
@@ -316,14 +316,14 @@ fn tensors_of_gguf_headers_that_lie_are_refused() {
 /// Many things of the least size: what costs the reader most memory per byte of file.
 #[test]
 fn dense_headers_stay_in_proportion() {
-    let strings = Writer::new().meta("k", Array::String(vec![String::new(); 10_000]));
+    let strings = GgufWriter::new().meta("k", Array::String(vec![String::new(); 10_000]));
     gguf_outcome(&strings.to_bytes()).unwrap();
-    let arrays = Writer::new().meta("k", Array::Array(vec![Array::U8(vec![0]); 10_000]));
+    let arrays = GgufWriter::new().meta("k", Array::Array(vec![Array::U8(vec![0]); 10_000]));
     gguf_outcome(&arrays.to_bytes()).unwrap();
     let name = |i: usize| char::from_u32(0x100 + i as u32).unwrap().to_string();
-    let entries = (0..5_000).fold(Writer::new(), |w, i| w.meta(&name(i), 0_u8));
+    let entries = (0..5_000).fold(GgufWriter::new(), |w, i| w.meta(&name(i), 0_u8));
     gguf_outcome(&entries.to_bytes()).unwrap();
-    let tensors = (0..5_000).fold(Writer::new().alignment(1), |w, i| {
+    let tensors = (0..5_000).fold(GgufWriter::new().alignment(1), |w, i| {
         w.raw_tensor(&name(i), 99, &[], [])
     });
     gguf_outcome(&tensors.to_bytes()).unwrap();

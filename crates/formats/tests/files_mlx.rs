@@ -13,12 +13,12 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// Name, type and shape of a tensor; its bytes count up.
-type Spec<'a> = (&'a str, Dtype, &'a [usize]);
+type TensorSpec<'a> = (&'a str, Dtype, &'a [usize]);
 
 /// Two rows of 128 columns, 4 bits, groups of 64.
-const WEIGHT: Spec<'_> = ("m.weight", Dtype::U32, &[2, 16]);
-const SCALES: Spec<'_> = ("m.scales", Dtype::BF16, &[2, 2]);
-const BIASES: Spec<'_> = ("m.biases", Dtype::BF16, &[2, 2]);
+const WEIGHT: TensorSpec<'_> = ("m.weight", Dtype::U32, &[2, 16]);
+const SCALES: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[2, 2]);
+const BIASES: TensorSpec<'_> = ("m.biases", Dtype::BF16, &[2, 2]);
 
 fn bits4() -> Value {
     json!({"quantization": {"bits": 4, "group_size": 64}})
@@ -28,7 +28,7 @@ fn counting(n: usize, from: usize) -> Vec<u8> {
     (from..from + n).map(|i| i as u8).collect()
 }
 
-fn write(dir: &Path, config: &Value, tensors: &[Spec<'_>]) {
+fn write(dir: &Path, config: &Value, tensors: &[TensorSpec<'_>]) {
     std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
     let bytes: Vec<Vec<u8>> = tensors
         .iter()
@@ -48,7 +48,7 @@ fn write(dir: &Path, config: &Value, tensors: &[Spec<'_>]) {
     std::fs::write(dir.join("model.safetensors"), file).unwrap();
 }
 
-fn folder(config: &Value, tensors: &[Spec<'_>]) -> (TempDir, HfFolder) {
+fn folder(config: &Value, tensors: &[TensorSpec<'_>]) -> (TempDir, HfFolder) {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), config, tensors);
     let folder = HfFolder::open(dir.path()).unwrap();
@@ -56,7 +56,7 @@ fn folder(config: &Value, tensors: &[Spec<'_>]) -> (TempDir, HfFolder) {
 }
 
 /// The error of reading `m.weight`.
-fn refusal(config: &Value, tensors: &[Spec<'_>]) -> String {
+fn refusal(config: &Value, tensors: &[TensorSpec<'_>]) -> String {
     let (dir, folder) = folder(config, tensors);
     let error = folder
         .tensor("m.weight")
@@ -223,17 +223,17 @@ fn schemes_that_are_not_read_are_refused_by_name() {
 
 #[test]
 fn parts_that_do_not_fit_are_refused() {
-    const F32: Spec<'_> = ("m.scales", Dtype::F32, &[2, 2]);
-    const FLAT: Spec<'_> = ("m.scales", Dtype::BF16, &[4]);
-    const THREE: Spec<'_> = ("m.scales", Dtype::BF16, &[2, 2, 1]);
-    const MORE: Spec<'_> = ("m.scales", Dtype::BF16, &[2, 3]);
-    const ROWS: Spec<'_> = ("m.scales", Dtype::BF16, &[3, 2]);
-    const NONE: Spec<'_> = ("m.scales", Dtype::BF16, &[0, 2]);
-    const EMPTY: Spec<'_> = ("m.scales", Dtype::BF16, &[2, 0]);
-    const SIGNED: Spec<'_> = ("m.weight", Dtype::I32, &[2, 16]);
-    const NARROW: Spec<'_> = ("m.weight", Dtype::U32, &[2, 15]);
-    const OTHER: Spec<'_> = ("m.biases", Dtype::F16, &[2, 2]);
-    const SHORT: Spec<'_> = ("m.biases", Dtype::BF16, &[2, 1]);
+    const F32: TensorSpec<'_> = ("m.scales", Dtype::F32, &[2, 2]);
+    const FLAT: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[4]);
+    const THREE: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[2, 2, 1]);
+    const MORE: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[2, 3]);
+    const ROWS: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[3, 2]);
+    const NONE: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[0, 2]);
+    const EMPTY: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[2, 0]);
+    const SIGNED: TensorSpec<'_> = ("m.weight", Dtype::I32, &[2, 16]);
+    const NARROW: TensorSpec<'_> = ("m.weight", Dtype::U32, &[2, 15]);
+    const OTHER: TensorSpec<'_> = ("m.biases", Dtype::F16, &[2, 2]);
+    const SHORT: TensorSpec<'_> = ("m.biases", Dtype::BF16, &[2, 1]);
     let fit = |part, got, scales| {
         format!(
             "DIR: tensor m.{part}: shape {got} does not fit scales {scales} at 4 bits in groups of 64"

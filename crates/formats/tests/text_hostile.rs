@@ -6,7 +6,7 @@
 
 use crate::counting::peak_bytes;
 use crate::text_support::metadata;
-use paceline_formats::gguf::{Array, Value};
+use paceline_formats::gguf::{Array, MetadataValue};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use serde_json::{Value as Json, json};
 use std::cell::Cell;
@@ -225,27 +225,32 @@ fn a_vocabulary_of_control_tokens_still_spells_text() {
     assert_eq!(ids(Specials::AsText), [0, 1, 2]);
 }
 
-fn strings(list: &[&str]) -> Value {
-    Value::Array(Array::String(
+fn strings(list: &[&str]) -> MetadataValue {
+    MetadataValue::Array(Array::String(
         list.iter().map(|s| (*s).to_owned()).collect(),
     ))
 }
 
 #[test]
 fn metadata_that_contradicts_itself_is_an_error() {
-    let model = |name: &str| ("tokenizer.ggml.model", Value::String(name.to_owned()));
-    let pre = |name: &str| ("tokenizer.ggml.pre", Value::String(name.to_owned()));
+    let model = |name: &str| {
+        (
+            "tokenizer.ggml.model",
+            MetadataValue::String(name.to_owned()),
+        )
+    };
+    let pre = |name: &str| ("tokenizer.ggml.pre", MetadataValue::String(name.to_owned()));
     let tokens = ("tokenizer.ggml.tokens", strings(&["a", "b", "ab"]));
     let kinds = |n| {
         (
             "tokenizer.ggml.token_type",
-            Value::Array(Array::I32(vec![1; n])),
+            MetadataValue::Array(Array::I32(vec![1; n])),
         )
     };
     let scores = |n| {
         (
             "tokenizer.ggml.scores",
-            Value::Array(Array::F32(vec![0.0; n])),
+            MetadataValue::Array(Array::F32(vec![0.0; n])),
         )
     };
     let merges = |list: &[&str]| ("tokenizer.ggml.merges", strings(list));
@@ -300,18 +305,18 @@ fn metadata_that_contradicts_itself_is_an_error() {
 #[test]
 fn ids_outside_the_vocabulary_are_none() {
     for id in [
-        Value::I32(-1),
-        Value::U32(u32::MAX),
-        Value::U64(1 << 40),
-        Value::U32(3),
+        MetadataValue::I32(-1),
+        MetadataValue::U32(u32::MAX),
+        MetadataValue::U64(1 << 40),
+        MetadataValue::U32(3),
     ] {
         let tokenizer = Tokenizer::from_gguf(&metadata(vec![
-            ("tokenizer.ggml.model", Value::String("gpt2".into())),
+            ("tokenizer.ggml.model", MetadataValue::String("gpt2".into())),
             ("tokenizer.ggml.tokens", strings(&["a", "b", "ab"])),
             ("tokenizer.ggml.merges", strings(&["a b"])),
             ("tokenizer.ggml.bos_token_id", id.clone()),
             ("tokenizer.ggml.eos_token_id", id),
-            ("tokenizer.ggml.add_bos_token", Value::Bool(true)),
+            ("tokenizer.ggml.add_bos_token", MetadataValue::Bool(true)),
         ]));
         let tokenizer = tokenizer.unwrap();
         assert_eq!(

@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "tests, and functions of tests")]
 
 use crate::text_support::golden;
-use paceline_formats::gguf::testing::Writer;
-use paceline_formats::gguf::{Gguf, Value};
+use paceline_formats::gguf::testing::GgufWriter;
+use paceline_formats::gguf::{Gguf, MetadataValue};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 
 /// Recording of `scripts/golden/pretokenizers.py`: settings, a vocabulary, and hashes under the
@@ -13,9 +13,9 @@ use paceline_formats::tokenizer::{Specials, Tokenizer};
 type Recorded = serde_json::Value;
 
 /// SplitMix64 (Steele, Lea and Flood 2014).
-struct Random(u64);
+struct TextRng(u64);
 
-impl Random {
+impl TextRng {
     fn below(&mut self, n: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -27,7 +27,7 @@ impl Random {
 fn texts(recorded: &Recorded) -> Vec<String> {
     let alphabet = recorded["alphabet"].as_array().unwrap();
     let alphabet: Vec<&str> = alphabet.iter().map(|part| part.as_str().unwrap()).collect();
-    let mut random = Random(recorded["seed"].as_u64().unwrap());
+    let mut random = TextRng(recorded["seed"].as_u64().unwrap());
     let text = |_| {
         let parts = random.below(24);
         (0..parts)
@@ -40,14 +40,14 @@ fn texts(recorded: &Recorded) -> Vec<String> {
 }
 
 fn tokenizer(recorded: &Recorded, name: &str) -> Tokenizer {
-    let list = |key: &str, between: char| -> Value {
+    let list = |key: &str, between: char| -> MetadataValue {
         let text = recorded[key].as_str().unwrap();
         let list: Vec<String> = text.split(between).map(str::to_owned).collect();
         list.into()
     };
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vocabulary.gguf");
-    Writer::new()
+    GgufWriter::new()
         .meta("tokenizer.ggml.model", "gpt2")
         .meta("tokenizer.ggml.pre", name)
         .meta("tokenizer.ggml.tokens", list("tokens", ' '))

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use crate::text_support::{chat_templates, golden, tiny_tokenizer};
-use paceline_formats::chat::{ChatOptions, ChatTemplate, Error, Failure, Message};
+use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate, Error, TemplateError};
 use paceline_formats::tokenizer::Tokenizer;
 use serde::Deserialize;
 use serde_json::{Map, Value as Json, json};
@@ -23,7 +23,7 @@ struct Golden {
 #[derive(Deserialize)]
 struct Case {
     name: String,
-    messages: Vec<Message>,
+    messages: Vec<ChatMessage>,
     #[serde(default)]
     tools: Vec<Json>,
     #[serde(default)]
@@ -62,7 +62,7 @@ fn outcome(template: &ChatTemplate, tokenizer: &Tokenizer, case: &Case) -> Json 
     };
     match template.render(tokenizer, &case.messages, &options) {
         Ok(text) => text.into(),
-        Err(Error::Template(Failure::Raised { message })) => json!({"error": message}),
+        Err(Error::Template(TemplateError::Raised { message })) => json!({"error": message}),
         Err(error) => json!({"failed": error.to_string()}),
     }
 }

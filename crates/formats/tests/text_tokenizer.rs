@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "tests, and functions of tests")]
 
 use crate::text_support::{byte_level_metadata, golden, model, npm_tokenizer, strings};
-use paceline_formats::gguf::{Array, Metadata, Value};
+use paceline_formats::gguf::{Array, Metadata, MetadataValue};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use serde::Deserialize;
 
@@ -153,14 +153,14 @@ struct Gemma4 {
 fn gemma4() -> Tokenizer {
     let vocab: Gemma4 = golden("gemma4-tiny.json");
     let entries = [
-        ("model", Value::from("gemma4")),
-        ("tokens", Value::from(vocab.tokens)),
-        ("token_type", Value::Array(Array::I32(vocab.kinds))),
-        ("merges", Value::from(vocab.merges)),
-        ("bos_token_id", Value::U32(2)),
-        ("eos_token_id", Value::U32(1)),
-        ("unknown_token_id", Value::U32(3)),
-        ("add_bos_token", Value::Bool(false)),
+        ("model", MetadataValue::from("gemma4")),
+        ("tokens", MetadataValue::from(vocab.tokens)),
+        ("token_type", MetadataValue::Array(Array::I32(vocab.kinds))),
+        ("merges", MetadataValue::from(vocab.merges)),
+        ("bos_token_id", MetadataValue::U32(2)),
+        ("eos_token_id", MetadataValue::U32(1)),
+        ("unknown_token_id", MetadataValue::U32(3)),
+        ("add_bos_token", MetadataValue::Bool(false)),
     ];
     let entries = entries.map(|(key, value)| (format!("tokenizer.ggml.{key}"), value));
     let metadata = Metadata::from_entries(entries.to_vec()).unwrap();

@@ -63,7 +63,7 @@ pub struct Gpu {
 }
 
 /// A kernel dispatch.
-pub(crate) struct Step<'a> {
+pub(crate) struct KernelDispatch<'a> {
     pub(crate) pipeline: &'a ComputePipeline,
     /// Bindings and their buffers.
     pub(crate) buffers: &'a [(u32, &'a Buffer)],
@@ -249,7 +249,7 @@ impl Gpu {
     /// [`Error::Lost`], [`Error::Late`]: no result is valid.
     pub(crate) fn execute(
         &self,
-        steps: &[Step<'_>],
+        steps: &[KernelDispatch<'_>],
         done: &Buffer,
         result: &Buffer,
     ) -> Result<Vec<u8>, Error> {
@@ -282,7 +282,7 @@ impl Gpu {
         Ok(bytes)
     }
 
-    fn encode(&self, encoder: &mut CommandEncoder, step: &Step<'_>) {
+    fn encode(&self, encoder: &mut CommandEncoder, step: &KernelDispatch<'_>) {
         let entries: Vec<BindGroupEntry<'_>> = step
             .buffers
             .iter()

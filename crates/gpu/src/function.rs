@@ -43,7 +43,7 @@ pub enum Scalar {
 
 /// A checked function of one to four numbers that returns a number.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Function {
+pub struct ScalarFunction {
     arguments: Vec<Scalar>,
     result: Scalar,
     text: String,
@@ -60,7 +60,7 @@ impl Scalar {
     }
 }
 
-impl Function {
+impl ScalarFunction {
     /// Checks a text: exactly one function of one to four arguments. Arguments and result are of
     /// type `f32`, `i32` or `u32`. Globals, entry points, overrides, arrays, loops and features of
     /// a device are refused. Values are numbers and vectors.
@@ -157,7 +157,7 @@ fn bounded(text: &str) -> Result<(), String> {
     }
 }
 
-fn check(text: &str) -> Result<Function, String> {
+fn check(text: &str) -> Result<ScalarFunction, String> {
     let mut module = parse_str(text).map_err(|error| one_line(&error.emit_to_string(text)))?;
     let (arguments, result) = signature(&module)?;
     for (_, of) in module.types.iter() {
@@ -187,7 +187,7 @@ fn check(text: &str) -> Result<Function, String> {
     if !text.contains(&format!("fn {NAME}(")) {
         return Err("its name cannot be changed".to_owned());
     }
-    Ok(Function {
+    Ok(ScalarFunction {
         arguments,
         result,
         text,

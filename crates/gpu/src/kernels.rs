@@ -4,8 +4,8 @@ use paceline_base::exact::ExactSum;
 use wgpu::Buffer;
 
 use crate::Error;
-use crate::device::{Gpu, Kernel, Step};
-use crate::function::Function;
+use crate::device::{Gpu, Kernel, KernelDispatch};
+use crate::function::ScalarFunction;
 
 pub(crate) const FLOAT: &str = include_str!("wgsl/float.wgsl");
 const PHILOX: &str = include_str!("wgsl/philox.wgsl");
@@ -49,7 +49,7 @@ pub enum Column<'a> {
 
 /// The input rows of a kernel.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows<'a> {
+pub struct RowRange<'a> {
     /// Number of rows, from 1 to [`Gpu::rows_max`].
     pub count: u64,
     /// Number of the first row.
@@ -72,7 +72,7 @@ pub struct Extremes {
 }
 
 /// A run of a kernel: its parameters, workgroups and size of result.
-struct Job<'a> {
+struct KernelRun<'a> {
     kernel: Kernel<'a>,
     params: &'a [u32],
     groups: u64,
@@ -84,7 +84,7 @@ impl Gpu {
     ///
     /// # Errors
     /// As of all calls: [`Error::Lost`], [`Error::Late`], [`Error::Bytes`], [`Error::Kernel`].
-    pub fn values(&self, rows: &Rows<'_>) -> Result<Vec<f64>, Error> {
+    pub fn values(&self, rows: &RowRange<'_>) -> Result<Vec<f64>, Error> {
         let _turn = self.turn();
         let (bytes, _) = self.mapped(rows, true)?;
         Ok(floats(&bytes))
@@ -94,11 +94,11 @@ impl Gpu {
     ///
     /// # Errors
     /// As of [`values`](Self::values).
-    pub fn sum(&self, rows: &Rows<'_>) -> Result<ExactSum, Error> {
+    pub fn sum(&self, rows: &RowRange<'_>) -> Result<ExactSum, Error> {
         let _turn = self.turn();
         let values = self.column(rows)?;
         let groups = rows.count.div_ceil(ROWS_REDUCED);
-        let job = Job {
+        let job = KernelRun {
             kernel: Kernel {
                 entry: "sum",
                 text: &[FLOAT, BINS],
@@ -115,7 +115,7 @@ impl Gpu {
     ///
     /// # Errors
     /// As of [`values`](Self::values).
-    pub fn products(&self, rows: &Rows<'_>) -> Result<ExactSum, Error> {
+    pub fn products(&self, rows: &RowRange<'_>) -> Result<ExactSum, Error> {
         let _turn = self.turn();
         let left = self.column(rows)?;
         let right = match rows.columns {
@@ -125,7 +125,7 @@ impl Gpu {
             _ => left.clone(),
         };
         let groups = rows.count.div_ceil(ROWS_REDUCED);
-        let job = Job {
+        let job = KernelRun {
             kernel: Kernel {
                 entry: "dot",
                 text: &[FLOAT, PRODUCTS],
@@ -141,11 +141,11 @@ impl Gpu {
     ///
     /// # Errors
     /// As of [`values`](Self::values).
-    pub fn extremes(&self, rows: &Rows<'_>) -> Result<Extremes, Error> {
+    pub fn extremes(&self, rows: &RowRange<'_>) -> Result<Extremes, Error> {
         let _turn = self.turn();
         let values = self.column(rows)?;
         let groups = rows.count.div_ceil(ROWS_REDUCED);
-        let job = Job {
+        let job = KernelRun {
             kernel: Kernel {
                 entry: "extremes",
                 text: &[FLOAT, EXTREMES],
@@ -177,14 +177,14 @@ impl Gpu {
     ///
     /// # Panics
     /// With fewer than two edges.
-    pub fn hist(&self, rows: &Rows<'_>, edges: &[f64]) -> Result<Vec<u32>, Error> {
+    pub fn hist(&self, rows: &RowRange<'_>, edges: &[f64]) -> Result<Vec<u32>, Error> {
         assert!(edges.len() > 1, "{} edges", edges.len());
         let _turn = self.turn();
         let values = self.column(rows)?;
         let keys: Vec<u8> = edges.iter().flat_map(|e| key(*e).to_le_bytes()).collect();
         let keys = self.filled(&keys)?;
         let bins = edges.len() as u64 - 1;
-        let job = Job {
+        let job = KernelRun {
             kernel: Kernel {
                 entry: "hist",
                 text: &[FLOAT, HIST],
@@ -210,7 +210,7 @@ impl Gpu {
         );
         let _turn = self.turn();
         let count = values.len() as u64 / 4;
-        let job = Job {
+        let job = KernelRun {
             kernel: Kernel {
                 entry: "hist_raw",
                 text: &[HIST_RAW],
@@ -243,7 +243,7 @@ impl Gpu {
         let mut all = Vec::with_capacity(values.len() / columns);
         for some in values.chunks(at_once * columns) {
             let rows = some.len() as u64 / columns as u64;
-            let job = Job {
+            let job = KernelRun {
                 kernel: Kernel {
                     entry: "nearest",
                     text: &[FLOAT, NEAREST],
@@ -267,12 +267,16 @@ impl Gpu {
     ///
     /// # Panics
     /// With another number of columns.
-    pub fn function(&self, function: &Function, columns: &[Vec<u32>]) -> Result<Vec<u32>, Error> {
+    pub fn function(
+        &self,
+        function: &ScalarFunction,
+        columns: &[Vec<u32>],
+    ) -> Result<Vec<u32>, Error> {
         assert_eq!(columns.len(), function.arguments().len(), "columns");
         let _turn = self.turn();
         let rows = columns.first().map_or(0, Vec::len) as u64;
         let kernel = function.kernel();
-        let job = Job {
+        let job = KernelRun {
             kernel: Kernel {
                 entry: "function_of_user",
                 text: &[&kernel],
@@ -290,7 +294,7 @@ impl Gpu {
     }
 
     /// The rows' values as a buffer on the device.
-    fn column(&self, rows: &Rows<'_>) -> Result<Buffer, Error> {
+    fn column(&self, rows: &RowRange<'_>) -> Result<Buffer, Error> {
         match (rows.map, rows.columns) {
             (None, [Column::Values(values), ..]) => self.filled(&bytes_of(values)),
             _ => Ok(self.mapped(rows, false)?.1),
@@ -298,7 +302,7 @@ impl Gpu {
     }
 
     /// Computes the expression of each row; `read` copies the values to the host.
-    fn mapped(&self, rows: &Rows<'_>, read: bool) -> Result<(Vec<u8>, Buffer), Error> {
+    fn mapped(&self, rows: &RowRange<'_>, read: bool) -> Result<(Vec<u8>, Buffer), Error> {
         let kernel = map_kernel(rows);
         let pipeline = self.pipeline(Kernel {
             entry: "map",
@@ -315,7 +319,7 @@ impl Gpu {
         }
         let mut buffers = vec![(0, &params), (1, &done), (2, &values)];
         buffers.extend(inputs.iter().map(|(binding, buffer)| (*binding, buffer)));
-        let step = Step {
+        let step = KernelDispatch {
             pipeline: &pipeline,
             buffers: &buffers,
             groups: rows.count.div_ceil(ROWS_EACH) as u32,
@@ -327,13 +331,13 @@ impl Gpu {
     }
 
     /// Runs a kernel over inputs on the device.
-    fn job(&self, job: &Job<'_>, inputs: &[&Buffer]) -> Result<Vec<u8>, Error> {
+    fn job(&self, job: &KernelRun<'_>, inputs: &[&Buffer]) -> Result<Vec<u8>, Error> {
         let pipeline = self.pipeline(job.kernel)?;
         let params = self.filled(&bytes_of_words(job.params))?;
         let (done, result) = (self.room(4)?, self.room(job.result_bytes)?);
         let mut buffers = vec![(0, &params), (1, &done), (2, &result)];
         buffers.extend((3..).zip(inputs.iter().copied()));
-        let step = Step {
+        let step = KernelDispatch {
             pipeline: &pipeline,
             buffers: &buffers,
             groups: job.groups as u32,
@@ -343,7 +347,7 @@ impl Gpu {
 }
 
 /// The text of a kernel that computes an expression of each row.
-fn map_kernel(rows: &Rows<'_>) -> String {
+fn map_kernel(rows: &RowRange<'_>) -> String {
     let (mut bindings, mut columns) = (String::new(), String::new());
     let names = ["x", "y", "z", "w"].iter().zip(rows.columns);
     for (binding, (name, column)) in (3..).zip(names) {

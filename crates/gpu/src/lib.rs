@@ -32,8 +32,8 @@ pub use device::{Gpu, Software};
 #[cfg(feature = "wgpu")]
 pub use error::Error;
 #[cfg(feature = "wgpu")]
-pub use function::{Function, Scalar};
+pub use function::{Scalar, ScalarFunction};
 #[cfg(feature = "wgpu")]
-pub use kernels::{Column, Extremes, Rows};
+pub use kernels::{Column, Extremes, RowRange};
 #[cfg(feature = "wgpu")]
-pub use sort::Words;
+pub use sort::KeyWidth;

@@ -3,7 +3,7 @@
 use wgpu::Buffer;
 
 use crate::Error;
-use crate::device::{Gpu, Kernel, Step};
+use crate::device::{Gpu, Kernel, KernelDispatch};
 use crate::kernels::bytes_of_words;
 
 const SORT: &str = include_str!("wgsl/sort.wgsl");
@@ -16,14 +16,14 @@ const DIGIT_BITS: u32 = 4;
 
 /// Width of a key in 32-bit words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Words {
+pub enum KeyWidth {
     /// Keys are u32.
     One,
     /// Keys are u64, little-endian.
     Two,
 }
 
-impl Words {
+impl KeyWidth {
     const fn count(self) -> u32 {
         match self {
             Self::One => 1,
@@ -51,7 +51,7 @@ impl Gpu {
     ///
     /// # Errors
     /// As of [`Gpu::values`]; the keys are then unchanged.
-    pub fn sort(&self, keys: &mut [u8], words: Words) -> Result<(), Error> {
+    pub fn sort(&self, keys: &mut [u8], words: KeyWidth) -> Result<(), Error> {
         let _turn = self.turn();
         let pipelines = ["count", "scan", "scatter"].map(|entry| {
             self.pipeline(Kernel {
@@ -88,7 +88,7 @@ impl Gpu {
                 (1, &all[..3], 1),
                 (2, &all[..], tiles),
             ];
-            steps.extend(used.map(|(which, buffers, groups)| Step {
+            steps.extend(used.map(|(which, buffers, groups)| KernelDispatch {
                 pipeline: &pipelines[which],
                 buffers,
                 groups: groups as u32,

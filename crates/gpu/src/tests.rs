@@ -4,7 +4,7 @@
 use paceline_base::SplitMix64;
 use paceline_base::exact::ExactSum;
 
-use crate::{Column, Error, Function, Gpu, Rows, Scalar, Software, Words};
+use crate::{Column, Error, Gpu, KeyWidth, RowRange, Scalar, ScalarFunction, Software};
 
 /// The device of this machine, printed with its label; prints a skipped test if there is none.
 fn device(test: &str) -> Option<Gpu> {
@@ -55,8 +55,8 @@ fn finite(n: usize, seed: u64) -> Vec<f64> {
     all.filter(|x| x.is_finite()).take(n).collect()
 }
 
-fn rows<'a>(columns: &'a [Column<'a>], count: usize, map: Option<&'a str>) -> Rows<'a> {
-    Rows {
+fn rows<'a>(columns: &'a [Column<'a>], count: usize, map: Option<&'a str>) -> RowRange<'a> {
+    RowRange {
         count: count as u64,
         first: 5,
         columns,
@@ -76,7 +76,7 @@ fn assert_same(got: &[f64], expected: impl Iterator<Item = f64>, what: &str) {
 }
 
 /// An operation of two numbers.
-type OfTwo<'a> = &'a dyn Fn(f64, f64) -> f64;
+type BinaryOp<'a> = &'a dyn Fn(f64, f64) -> f64;
 
 #[test]
 fn operations_have_the_bits_of_the_cpu() {
@@ -86,7 +86,7 @@ fn operations_have_the_bits_of_the_cpu() {
     let n = 40_000;
     let (a, b) = (numbers(n, 1), numbers(n, 2));
     let truth = |value: bool| f64::from(u8::from(value));
-    let cases: [(&str, OfTwo<'_>); 16] = [
+    let cases: [(&str, BinaryOp<'_>); 16] = [
         ("f_add(x, y)", &|x, y| x + y),
         ("f_sub(x, y)", &|x, y| x - y),
         ("f_mul(x, y)", &|x, y| x * y),
@@ -229,8 +229,8 @@ fn keys_of_one_and_two_words_are_sorted() {
             .iter()
             .flat_map(|k| (*k as u32).to_le_bytes())
             .collect();
-        gpu.sort(&mut long, Words::Two).unwrap();
-        gpu.sort(&mut short, Words::One).unwrap();
+        gpu.sort(&mut long, KeyWidth::Two).unwrap();
+        gpu.sort(&mut short, KeyWidth::One).unwrap();
         let mut sorted = keys.clone();
         sorted.sort_unstable();
         let long = long
@@ -264,7 +264,7 @@ fn a_lost_device_gives_no_answer() {
         let refused = gpu.sum(&all).unwrap_err();
         assert!(matches!(refused, Error::Lost { .. }), "{refused}");
     }
-    assert!(gpu.sort(&mut [0; 8], Words::Two).is_err());
+    assert!(gpu.sort(&mut [0; 8], KeyWidth::Two).is_err());
 }
 
 #[test]
@@ -274,7 +274,7 @@ fn more_than_the_adapter_takes_is_refused() {
     };
     let bytes = gpu.bytes_max() as usize + 8;
     assert!(!gpu.sorts(bytes as u64) && gpu.sorts(gpu.bytes_max()));
-    let refused = gpu.sort(&mut vec![0; bytes], Words::Two).unwrap_err();
+    let refused = gpu.sort(&mut vec![0; bytes], KeyWidth::Two).unwrap_err();
     assert!(matches!(refused, Error::Bytes { .. }), "{refused}");
     assert!(gpu.lost().is_none(), "{:?}", gpu.lost());
 }
@@ -285,7 +285,7 @@ fn functions_of_users_are_computed() {
         var s = i32(a % 7u); let v = vec2<i32>(b, 3);
         if s > 3 { s = -s; } switch b { case 1: { s += 10; } default: { s += v.y; } }
         return s * v.x; }";
-    let function = Function::parse(text).unwrap();
+    let function = ScalarFunction::parse(text).unwrap();
     assert_eq!(function.arguments(), [Scalar::U32, Scalar::I32]);
     assert_eq!(function.result(), Scalar::I32);
     let Some(gpu) = device("functions_of_users_are_computed") else {
@@ -300,7 +300,7 @@ fn functions_of_users_are_computed() {
         (s + if *b == 1 { 10 } else { 3 }) * *b as i32
     });
     assert!(got.iter().map(|word| *word as i32).eq(expected));
-    let floats = Function::parse("fn f(x: f32) -> f32 { return x * 0.5 + 1.0; }").unwrap();
+    let floats = ScalarFunction::parse("fn f(x: f32) -> f32 { return x * 0.5 + 1.0; }").unwrap();
     let x: Vec<u32> = (0..100).map(|i| (i as f32).to_bits()).collect();
     let got = gpu.function(&floats, &[x]).unwrap();
     let expected = (0..100).map(|i| (i as f32).mul_add(0.5, 1.0).to_bits());
@@ -379,7 +379,7 @@ fn hostile_functions_are_refused_by_name() {
         (&huge, "bytes, expected at most 16384"),
     ] {
         let start: String = text.chars().take(60).collect();
-        match Function::parse(text) {
+        match ScalarFunction::parse(text) {
             Err(Error::Function { reason }) => {
                 assert!(reason.contains(said), "{start}: {reason}");
             }
@@ -387,7 +387,7 @@ fn hostile_functions_are_refused_by_name() {
         }
     }
     // A constant outside the function is folded into it.
-    let folded = Function::parse("const c = 2.0; fn f(x: f32) -> f32 { return x * c; }");
+    let folded = ScalarFunction::parse("const c = 2.0; fn f(x: f32) -> f32 { return x * c; }");
     assert!(folded.is_ok() && !format!("{folded:?}").contains("const"));
 }
 
@@ -437,13 +437,13 @@ fn a_thousand_hostile_functions_are_refused_or_checked() {
             text += PIECES[random.below(PIECES.len())];
             text += " ";
         }
-        checked += u32::from(Function::parse(&text).is_ok());
+        checked += u32::from(ScalarFunction::parse(&text).is_ok());
         let closed = format!(
             "{} {} return x; }}",
             PIECES[0],
             text.trim_start_matches(PIECES[0])
         );
-        checked += u32::from(Function::parse(&closed).is_ok());
+        checked += u32::from(ScalarFunction::parse(&closed).is_ok());
     }
     assert!(checked > 5, "only {checked} were functions");
 }

@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::ask::{AnswerTerms, Fit, best};
 use crate::entry::{Assumption, BUILT_IN, Check, Finding, GRADES, QuickAnswer, Topic, slug};
-use crate::error::{Error, Fault, Problem};
+use crate::error::{EntryError, Error, KeyError};
 use crate::file::{Document, UserFile};
 use crate::nearest::nearest;
-use crate::search::{Found, Index, hit};
+use crate::search::{Index, SearchResult, hit};
 
 /// Collected findings on distributed GPU computing; its head says how it was collected.
 const FINDINGS: &str = include_str!("../data/findings.toml");
@@ -282,13 +282,13 @@ impl KnowledgeBase {
     /// The findings with words of `query`, best first, at most `limit`.
     ///
     /// Cost: linear in the words of the findings found; about a millisecond for the built-in ones.
-    pub fn search(&self, query: &str, limit: usize) -> Found {
+    pub fn search(&self, query: &str, limit: usize) -> SearchResult {
         let query = self.index.parse(query);
         let ranked = self.index.rank(&query.terms);
         let terms = &query.terms;
         let hits = ranked.iter().take(limit);
         let hits = hits.map(|(id, score)| hit(&self.findings[id], *score, terms, &self.index));
-        Found {
+        SearchResult {
             hits: hits.collect(),
             n_found: ranked.len(),
             unknown: query.unknown,
@@ -421,26 +421,30 @@ impl KnowledgeBase {
                 None if new.insert(*id) => continue,
                 None => "another finding of this file".to_owned(),
             };
-            problems.push(document.problem(("finding", n), "id", Fault::IdTaken { id: *id, by }));
+            problems.push(document.problem(
+                ("finding", n),
+                "id",
+                KeyError::IdTaken { id: *id, by },
+            ));
         }
         for (n, finding) in document.findings.iter().enumerate() {
             let id = finding.id;
             if finding.conflicts.contains(&id) {
-                let fault = Fault::ConflictsWithItself { id };
+                let fault = KeyError::ConflictsWithItself { id };
                 problems.push(document.problem(("finding", n), "conflicts", fault));
             }
         }
         for (place, key, ids) in references(document) {
             let exists = |id: &u32| new.contains(id) || self.findings.contains_key(id);
             for &id in ids.iter().filter(|id| !exists(id)) {
-                problems.push(document.problem(place, key, Fault::NoSuchFinding { id }));
+                problems.push(document.problem(place, key, KeyError::NoSuchFinding { id }));
             }
         }
         Error::of(problems)
     }
 
     /// Topics are declared once; a finding may name a new one, unless it looks like a slip.
-    fn topic_problems(&self, document: &Document) -> Vec<Problem> {
+    fn topic_problems(&self, document: &Document) -> Vec<EntryError> {
         let mut problems = Vec::new();
         for (n, topic) in document.topics.iter().enumerate() {
             let same = |other: &&Topic| other.slug() == topic.slug();
@@ -450,7 +454,11 @@ impl KnowledgeBase {
                 None => continue,
             };
             let name = topic.name.clone();
-            problems.push(document.problem(("topic", n), "name", Fault::TopicTaken { name, by }));
+            problems.push(document.problem(
+                ("topic", n),
+                "name",
+                KeyError::TopicTaken { name, by },
+            ));
         }
         let topics = self.topics.iter().chain(&document.topics);
         let names: Vec<&str> = topics.map(|topic| topic.name.as_str()).collect();
@@ -460,7 +468,7 @@ impl KnowledgeBase {
             }
             for near in nearest(topic, names.iter().copied(), 1) {
                 let (name, nearest) = (topic.clone(), near.to_owned());
-                let fault = Fault::NearTopic { name, nearest };
+                let fault = KeyError::NearTopic { name, nearest };
                 problems.push(document.problem(("finding", n), "topic", fault));
             }
         }

@@ -23,24 +23,27 @@ pub enum Error {
     },
     /// The first [`PROBLEMS_MAX`] problems by line, and the number of further ones.
     #[error("{}", list(problems, *more))]
-    Invalid { problems: Vec<Problem>, more: usize },
+    Invalid {
+        problems: Vec<EntryError>,
+        more: usize,
+    },
 }
 
 /// A fault and its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Problem {
+pub struct EntryError {
     /// From 1; the line of the entry's header when a key is missing.
     pub line: usize,
     /// The entry, such as `[[finding]] 3 (id 901)`; empty at the top of the file.
     pub entry: String,
     /// The key; empty when the entry as a whole is meant.
     pub key: String,
-    pub fault: Fault,
+    pub fault: KeyError,
 }
 
 /// A fault of a key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Fault {
+pub enum KeyError {
     #[error("missing")]
     Missing,
     #[error("empty")]
@@ -72,7 +75,7 @@ pub enum Fault {
     NothingThere,
 }
 
-impl fmt::Display for Problem {
+impl fmt::Display for EntryError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let separator = if self.entry.is_empty() { "" } else { ", " };
         let (line, entry, key) = (self.line, &self.entry, in_key(&self.key));
@@ -82,7 +85,7 @@ impl fmt::Display for Problem {
 
 impl Error {
     /// `Ok` without problems, else the first of them by line.
-    pub(crate) fn of(mut problems: Vec<Problem>) -> Result<(), Self> {
+    pub(crate) fn of(mut problems: Vec<EntryError>) -> Result<(), Self> {
         if problems.is_empty() {
             return Ok(());
         }
@@ -108,7 +111,7 @@ fn meant(nearest: &str) -> String {
     }
 }
 
-fn list(problems: &[Problem], more: usize) -> String {
+fn list(problems: &[EntryError], more: usize) -> String {
     let mut lines: Vec<String> = problems.iter().map(ToString::to_string).collect();
     if more > 0 {
         lines.push(format!("and {more} more"));

@@ -11,7 +11,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use crate::entry::{Finding, GRADES, QuickAnswer, Topic};
-use crate::error::{Error, Fault, Problem};
+use crate::error::{EntryError, Error, KeyError};
 use crate::nearest::nearest;
 
 /// Most bytes of one file. The 52 built-in findings take 50 KB, so this is room for a thousand.
@@ -108,8 +108,8 @@ struct Place {
 }
 
 impl Place {
-    fn problem(&self, key: &str, fault: Fault) -> Problem {
-        Problem {
+    fn problem(&self, key: &str, fault: KeyError) -> EntryError {
+        EntryError {
             line: self.keys.get(key).copied().unwrap_or(self.header),
             entry: self.entry.clone(),
             key: key.to_owned(),
@@ -139,8 +139,8 @@ impl Document {
         &self,
         (kind, number): (&'static str, usize),
         key: &str,
-        fault: Fault,
-    ) -> Problem {
+        fault: KeyError,
+    ) -> EntryError {
         self.places[&(kind, number)].problem(key, fault)
     }
 
@@ -213,7 +213,7 @@ fn key_near(text: &str, line_start: usize) -> String {
 struct Checker<'t> {
     text: &'t str,
     line_starts: Vec<usize>,
-    problems: Vec<Problem>,
+    problems: Vec<EntryError>,
     places: Places,
 }
 
@@ -236,7 +236,7 @@ impl<'t> Checker<'t> {
             matches!(items, Some(DeValue::Array(items)) if !items.is_empty())
         };
         if self.problems.is_empty() && !filled("finding") && !filled("answer") {
-            self.problems.push(top.problem("", Fault::NothingThere));
+            self.problems.push(top.problem("", KeyError::NothingThere));
         }
         Error::of(self.problems).map(|()| self.places)
     }
@@ -261,7 +261,7 @@ impl<'t> Checker<'t> {
         for key in table.keys().map(|key| key.get_ref().as_ref()) {
             if !names.contains(&key) {
                 let near = nearest(key, names.iter().copied(), 1);
-                let fault = Fault::UnknownKey {
+                let fault = KeyError::UnknownKey {
                     nearest: near.concat(),
                     known: names.join(", "),
                 };
@@ -272,7 +272,7 @@ impl<'t> Checker<'t> {
             match table.get(key) {
                 Some(value) => self.value(place, key, kind, value),
                 None if matches!(kind, Kind::Id | Kind::Required) => {
-                    self.problems.push(place.problem(key, Fault::Missing));
+                    self.problems.push(place.problem(key, KeyError::Missing));
                 }
                 None => {}
             }
@@ -312,27 +312,27 @@ impl<'t> Checker<'t> {
             (Kind::Tables(_), _) => "a list of tables ([[...]])",
         };
         let got = value.get_ref().type_str();
-        self.problem(place, at, key, Fault::WrongType { expected, got });
+        self.problem(place, at, key, KeyError::WrongType { expected, got });
     }
 
-    fn not_an_id(&self, value: &Spanned<DeValue<'_>>) -> Fault {
+    fn not_an_id(&self, value: &Spanned<DeValue<'_>>) -> KeyError {
         let text = self.text.get(value.span()).unwrap_or_default();
         let got = text.chars().take(40).collect();
-        Fault::NotAnId { got }
+        KeyError::NotAnId { got }
     }
 
     fn text(&mut self, place: &Place, at: usize, key: &str, kind: Kind, text: &str) {
         let harmful = |c: &char| c.is_control() && !matches!(c, '\n' | '\t' | '\r');
         if let Some(code) = text.chars().find(harmful).map(u32::from) {
-            self.problem(place, at, key, Fault::ControlCharacter { code });
+            self.problem(place, at, key, KeyError::ControlCharacter { code });
         }
         match kind {
             Kind::Required if text.trim().is_empty() => {
-                self.problem(place, at, key, Fault::Empty);
+                self.problem(place, at, key, KeyError::Empty);
             }
             Kind::Grade if !GRADES.contains(&text) => {
                 let got = text.to_owned();
-                self.problem(place, at, key, Fault::NotAConfidence { got });
+                self.problem(place, at, key, KeyError::NotAConfidence { got });
             }
             _ => {}
         }
@@ -349,7 +349,7 @@ impl<'t> Checker<'t> {
             let at = item.span().start;
             let DeValue::Table(table) = item.get_ref() else {
                 let (expected, got) = ("a table ([[...]])", item.get_ref().type_str());
-                self.problem(file, at, kind, Fault::WrongType { expected, got });
+                self.problem(file, at, kind, KeyError::WrongType { expected, got });
                 continue;
             };
             let mut entry = format!("[[{kind}]] {}", number + 1);
@@ -362,9 +362,9 @@ impl<'t> Checker<'t> {
         }
     }
 
-    fn problem(&mut self, place: &Place, at: usize, key: &str, fault: Fault) {
+    fn problem(&mut self, place: &Place, at: usize, key: &str, fault: KeyError) {
         let line = self.line(at);
-        self.problems.push(Problem {
+        self.problems.push(EntryError {
             line,
             ..place.problem(key, fault)
         });

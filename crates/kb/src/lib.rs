@@ -36,6 +36,6 @@ mod words;
 pub use ask::Fit;
 pub use base::{Area, Contents, KnowledgeBase, Skill, Stats};
 pub use entry::{Assumption, BUILT_IN, Check, Finding, GRADES, QuickAnswer, Topic};
-pub use error::{Error, Fault, PROBLEMS_MAX, Problem};
+pub use error::{EntryError, Error, KeyError, PROBLEMS_MAX};
 pub use file::{FILE_BYTES_MAX, UserFile};
-pub use search::{Found, Hit, Snippet, Unknown};
+pub use search::{Hit, SearchResult, Snippet, Unknown};

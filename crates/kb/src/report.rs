@@ -8,12 +8,12 @@ pub mod show;
 
 use std::path::PathBuf;
 
-pub use page::Page;
+pub use page::TextPage;
 
 use crate::Contents;
 
 /// Whether the program has a command with the options of a line such as `paceline plan MODEL`.
-pub type Known = fn(&str) -> bool;
+pub type CommandLookup = fn(&str) -> bool;
 
 /// A user file that was added.
 #[derive(Debug)]

@@ -59,7 +59,7 @@ pub struct Unknown {
 
 /// The result of a search.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Found {
+pub struct SearchResult {
     /// Best first.
     pub hits: Vec<Hit>,
     /// Findings with any of the words.

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use paceline_kb::report::{Known, Page, json, show};
+use paceline_kb::report::{CommandLookup, TextPage, json, show};
 use paceline_kb::{Area, BUILT_IN, Error, FILE_BYTES_MAX, KnowledgeBase, PROBLEMS_MAX, UserFile};
 use serde::Deserialize;
 
@@ -284,8 +284,8 @@ fn an_answer_comes_with_what_its_findings_disagree_about() {
 fn links_to_absent_commands_are_marked() {
     let kb = KnowledgeBase::built_in();
     let finding = kb.finding(415).unwrap();
-    for (known, marked) in [((|_| true) as Known, false), (|_| false, true)] {
-        let mut page = Page::new(100, false);
+    for (known, marked) in [((|_| true) as CommandLookup, false), (|_| false, true)] {
+        let mut page = TextPage::new(100, false);
         show::detail(&kb, finding, known, &mut page);
         let text = page.into_text();
         assert_eq!(text.contains("(not in this version yet)"), marked, "{text}");

@@ -42,7 +42,7 @@ use paceline_base::Rank;
 use paceline_process::processes::Ending;
 
 pub use error::Error;
-pub use patient::Patient;
+pub use patient::BlockingStream;
 pub use plan::{Backend, Options, PlanError, RankPlan, plan};
 pub use scratch::folder;
 pub use session::run;
@@ -55,22 +55,22 @@ pub struct Launch {
     /// The program and its arguments, the same for all ranks.
     pub command: Vec<String>,
     /// The folder to start in.
-    pub place: Place,
+    pub place: WorkingDirectory,
     /// The ranks that get standard input.
     pub stdin: StdinTo,
     /// How lines are assigned to ranks.
     pub tags: Tags,
     /// How long things may take.
-    pub limits: Limits,
+    pub limits: LaunchLimits,
 }
 
 /// The folder that programs start in.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum WorkingDirectory {
     /// This one; a rank fails where it does not exist.
-    Wanted(String),
+    Required(String),
     /// This one where it exists, else where the login shell starts.
-    IfThere(String),
+    IfPresent(String),
 }
 
 /// The ranks that get standard input.
@@ -104,7 +104,7 @@ pub enum Tags {
 
 /// Time limits of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct LaunchLimits {
     /// Until all ranks can start. Default 30 s: connections have 10, slow logins the rest.
     pub start: Duration,
     /// From SIGTERM to SIGKILL. Default 5 s, to write a last checkpoint of a small model.
@@ -114,7 +114,7 @@ pub struct Limits {
     pub linger: Option<Duration>,
 }
 
-impl Default for Limits {
+impl Default for LaunchLimits {
     fn default() -> Self {
         Self {
             start: Duration::from_secs(30),

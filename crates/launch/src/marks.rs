@@ -18,7 +18,7 @@ pub(crate) fn token() -> String {
 
 /// A part of a stream.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Piece<'a> {
+pub(crate) enum StreamPart<'a> {
     /// Output of some program.
     Text(&'a [u8]),
     /// A mark's words.
@@ -41,7 +41,7 @@ impl Marks {
     }
 
     /// Processes the next bytes. Holds back only a possible beginning of a mark.
-    pub(crate) fn feed(&mut self, bytes: &[u8], mut each: impl FnMut(Piece<'_>)) {
+    pub(crate) fn feed(&mut self, bytes: &[u8], mut each: impl FnMut(StreamPart<'_>)) {
         self.held.extend_from_slice(bytes);
         let mut from = 0;
         while let Some(at) = find(&self.held[from..], &self.start).map(|at| from + at) {
@@ -51,7 +51,7 @@ impl Marks {
             let Some(length) = self.held[words..].iter().position(|byte| *byte == b'\n') else {
                 break;
             };
-            each(Piece::Mark(&String::from_utf8_lossy(
+            each(StreamPart::Mark(&String::from_utf8_lossy(
                 &self.held[words..words + length],
             )));
             from = words + length + 1;
@@ -68,14 +68,14 @@ impl Marks {
     }
 
     /// Returns the bytes held back, at the end of the stream.
-    pub(crate) fn finish(&mut self, mut each: impl FnMut(Piece<'_>)) {
+    pub(crate) fn finish(&mut self, mut each: impl FnMut(StreamPart<'_>)) {
         give(&std::mem::take(&mut self.held), &mut each);
     }
 }
 
-fn give(text: &[u8], each: &mut impl FnMut(Piece<'_>)) {
+fn give(text: &[u8], each: &mut impl FnMut(StreamPart<'_>)) {
     if !text.is_empty() {
-        each(Piece::Text(text));
+        each(StreamPart::Text(text));
     }
 }
 
@@ -99,9 +99,9 @@ mod tests {
     fn pieces(parts: &[&[u8]]) -> (Vec<u8>, Vec<String>) {
         let (mut text, mut marks) = (Vec::new(), Vec::new());
         let mut stream = Marks::new("tok");
-        let mut note = |piece: Piece<'_>| match piece {
-            Piece::Text(bytes) => text.extend_from_slice(bytes),
-            Piece::Mark(words) => marks.push(words.to_owned()),
+        let mut note = |piece: StreamPart<'_>| match piece {
+            StreamPart::Text(bytes) => text.extend_from_slice(bytes),
+            StreamPart::Mark(words) => marks.push(words.to_owned()),
         };
         parts.iter().for_each(|part| stream.feed(part, &mut note));
         stream.finish(note);
@@ -138,12 +138,12 @@ mod tests {
         let mut stream = Marks::new("tok");
         let mut seen = Vec::new();
         stream.feed(b"name? \x1e", |piece| seen.push(format!("{piece:?}")));
-        assert_eq!(seen, [format!("{:?}", Piece::Text(b"name? "))]);
+        assert_eq!(seen, [format!("{:?}", StreamPart::Text(b"name? "))]);
         let endless = [b"\x1etok ".as_slice(), &[b'x'; 2 * WORDS_BYTES_MAX]].concat();
         let mut length = 0;
         stream.feed(&endless, |piece| match piece {
-            Piece::Text(bytes) => length += bytes.len(),
-            Piece::Mark(words) => panic!("{words}"),
+            StreamPart::Text(bytes) => length += bytes.len(),
+            StreamPart::Mark(words) => panic!("{words}"),
         });
         assert_eq!(length, endless.len() + 1);
     }

@@ -40,7 +40,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// Starts shells on hosts, over `ssh` or here.
 #[derive(Clone, Debug)]
-pub struct Reach {
+pub struct SshClient {
     ssh: PathBuf,
     sockets: Option<PathBuf>,
 }
@@ -58,7 +58,7 @@ pub enum Sharing {
 
 /// The output of a script, and how it ended.
 #[derive(Debug)]
-pub struct Answer {
+pub struct ScriptOutput {
     /// Standard output, at most 8 MiB of it.
     pub stdout: Vec<u8>,
     /// Standard error, likewise.
@@ -85,7 +85,7 @@ pub enum Error {
     },
 }
 
-impl Reach {
+impl SshClient {
     /// Uses the program `ssh`, a path or a name on the search path. `sockets` is a folder that only
     /// the user can enter. If its name is too long for a socket, connections are not shared.
     pub fn new(ssh: impl Into<PathBuf>, sockets: Option<&Path>) -> Self {
@@ -141,7 +141,12 @@ impl Reach {
     /// # Errors
     /// [`Error::Start`]; [`Error::Late`] after `limit`: the script is then killed, a remote one by
     /// closing its connection.
-    pub fn ask(&self, host: &str, script: &str, limit: Duration) -> Result<Answer, Error> {
+    pub fn run_script(
+        &self,
+        host: &str,
+        script: &str,
+        limit: Duration,
+    ) -> Result<ScriptOutput, Error> {
         let mut command = self.shell(host, Sharing::Alone);
         let (mut process, stdin) = start(&mut command)?;
         let stdout = gather(process.take_stdout());
@@ -159,7 +164,7 @@ impl Reach {
         let ending = process.reap();
         // Streams still held open by other processes are abandoned.
         let last = Duration::from_secs(1);
-        Ok(Answer {
+        Ok(ScriptOutput {
             stdout: stdout.recv_timeout(last).unwrap_or_default(),
             stderr: stderr.recv_timeout(last).unwrap_or_default(),
             ending,
@@ -220,7 +225,7 @@ mod tests {
 
     #[test]
     fn sessions_share_a_connection() {
-        let reach = Reach::new("ssh", Some(Path::new("/tmp/50%x")));
+        let reach = SshClient::new("ssh", Some(Path::new("/tmp/50%x")));
         let leads = words(&reach.shell("studio", Sharing::Leads(3)));
         let joins = words(&reach.shell("studio", Sharing::Joins(3)));
         for (words, role) in [(&leads, "ControlMaster=yes"), (&joins, "ControlMaster=no")] {
@@ -232,24 +237,24 @@ mod tests {
         let alone = words(&reach.shell("studio", Sharing::Alone));
         assert!(alone.contains(&"ControlPath=none".to_owned()), "{alone:?}");
         let long = "/x".repeat(60);
-        let unshared = Reach::new("ssh", Some(Path::new(&long)));
+        let unshared = SshClient::new("ssh", Some(Path::new(&long)));
         let words = words(&unshared.shell("studio", Sharing::Leads(0)));
         assert!(words.contains(&"ControlPath=none".to_owned()), "{words:?}");
     }
 
     #[test]
     fn scripts_run_here_without_ssh() {
-        let reach = Reach::new("/nonexistent/ssh", None);
+        let reach = SshClient::new("/nonexistent/ssh", None);
         let limit = Duration::from_secs(20);
         let script = format!(
             "printf %s {}; echo oops >&2; exit 3",
             quote("it's $HOME\n\\n")
         );
-        let answer = reach.ask("127.0.0.1", &script, limit).unwrap();
+        let answer = reach.run_script("127.0.0.1", &script, limit).unwrap();
         assert_eq!(answer.stdout, b"it's $HOME\n\\n");
         assert_eq!(answer.stderr, b"oops\n");
         assert_eq!(answer.ending, Ending::Code(3));
-        let error = reach.ask("elsewhere", "", limit).unwrap_err();
+        let error = reach.run_script("elsewhere", "", limit).unwrap_err();
         assert!(
             error
                 .to_string()
@@ -262,8 +267,8 @@ mod tests {
     fn a_script_that_takes_too_long_is_ended() {
         let start = Instant::now();
         let limit = Duration::from_millis(100);
-        let error = Reach::new("ssh", None)
-            .ask("localhost", "sleep 60; :", limit)
+        let error = SshClient::new("ssh", None)
+            .run_script("localhost", "sleep 60; :", limit)
             .unwrap_err();
         assert!(matches!(error, Error::Late { .. }), "{error}");
         assert!(

@@ -1,7 +1,7 @@
 //! Parsers of the bytes that other machines send, for fuzzing.
 
 use crate::hostfile::Hostfile;
-use crate::marks::{Marks, Piece};
+use crate::marks::{Marks, StreamPart};
 
 /// Length limit below which no words can be too long for a mark.
 const SHORT: usize = 4096;
@@ -23,9 +23,9 @@ pub fn parse_hosts(bytes: &[u8]) {
 /// The program output and the number of marks.
 fn unmarked((first, second): (&[u8], &[u8])) -> (Vec<u8>, usize) {
     let (mut text, mut marks) = (Vec::new(), 0);
-    let mut each = |piece: Piece<'_>| match piece {
-        Piece::Text(bytes) => text.extend_from_slice(bytes),
-        Piece::Mark(_) => marks += 1,
+    let mut each = |piece: StreamPart<'_>| match piece {
+        StreamPart::Text(bytes) => text.extend_from_slice(bytes),
+        StreamPart::Mark(_) => marks += 1,
     };
     let mut reader = Marks::new("token");
     reader.feed(first, &mut each);

@@ -24,11 +24,11 @@ mod rings;
 pub mod setup;
 mod thunderbolt;
 
-pub use address::{Addresses, Network};
-pub use choice::{Choice, choose, ethernet};
+pub use address::{Addresses, InterfaceNetwork};
+pub use choice::{TopologyChoice, choose, ethernet};
 pub use error::Error;
-pub use graph::{Cable, End, Graph};
-pub use probe::{Machine, Sorted, Wanted, probe, sorted};
+pub use graph::{Cable, CableEnd, Graph};
+pub use probe::{ProbeResults, ProbeScope, ProbedMachine, probe, sorted};
 pub use rings::{HOSTS_EXACT, Ring, best_ring, missing_for_ring};
 pub use thunderbolt::{Port, ports};
 

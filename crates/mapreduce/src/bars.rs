@@ -9,7 +9,7 @@ use std::time::Duration;
 use paceline_base::exact::ExactSum;
 use paceline_base::testing::{Stopwatch, long};
 
-use crate::hist::{Bins, Counts};
+use crate::hist::{BinCounts, Bins};
 use crate::kmeans::{Assigned, Centroids};
 use crate::philox::Philox;
 use crate::{Values, sort, sum};
@@ -91,7 +91,7 @@ fn columns_beside_plain_loops() {
     let word = |i| (random.word(i, 2) as u32).to_le_bytes();
     let words: Vec<[u8; 4]> = (0..2 * COLUMN as u64).map(word).collect();
     let bins = Bins::new(0.0, (1u64 << 32) as f64, 256).unwrap();
-    let mut counts = Counts::new(&bins);
+    let mut counts = BinCounts::new(&bins);
     let hist = share("histogram of u32", &words, plain_read, |piece| {
         counts.take_raw(piece.as_flattened());
     });

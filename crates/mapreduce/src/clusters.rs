@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::kmeans::{Assigned, CELLS_MAX, Centroids};
 use crate::philox::Philox;
-use crate::{Decoded, Dtype, Error, Input, Kind, Partial, Source as _, Task, npy};
+use crate::{Decoded, Dtype, Error, InputFile, JobSpec, Kind, PartialResult, RowSource as _, npy};
 
 /// Bytes that are read at once where rows are looked through, if a row is not larger.
 const BLOCK_BYTES: u64 = 1 << 20;
@@ -37,14 +37,19 @@ pub struct Clusters {
 /// # Errors
 /// [`Error::Cells`], [`Error::Init`], [`Error::Drawn`], [`Error::Distinct`]; [`Error::NoDistance`]
 /// of `init`; a file that cannot be read.
-pub fn first(input: &Input, k: u32, seed: u64, init: Option<&Path>) -> Result<Centroids, Error> {
+pub fn first(
+    input: &InputFile,
+    k: u32,
+    seed: u64,
+    init: Option<&Path>,
+) -> Result<Centroids, Error> {
     let columns = input.columns;
     let cells = columns.saturating_mul(k.into());
     if !(1..=CELLS_MAX).contains(&cells) {
         return Err(Error::Cells { k, columns });
     }
     match init {
-        Some(path) => given(path, input, k),
+        Some(path) => read_centroids(path, input, k),
         None => drawn(input, k, seed),
     }
 }
@@ -55,16 +60,16 @@ pub fn first(input: &Input, k: u32, seed: u64, init: Option<&Path>) -> Result<Ce
 /// # Errors
 /// The first error of `run`; [`Error::NoDistance`].
 pub fn iterate<E: From<Error>>(
-    input: &Input,
+    input: &InputFile,
     mut centroids: Centroids,
     iterations: u32,
-    mut run: impl FnMut(&Task) -> Result<Partial, E>,
+    mut run: impl FnMut(&JobSpec) -> Result<PartialResult, E>,
 ) -> Result<(Clusters, Centroids), E> {
     let mut done = 0;
     let (assigned, settled) = loop {
         let kind = Kind::KMeans(centroids.clone());
-        let task = Task::of_files(vec![input.clone()], kind);
-        let Partial::KMeans(assigned) = run(&task)? else {
+        let task = JobSpec::of_files(vec![input.clone()], kind);
+        let PartialResult::KMeans(assigned) = run(&task)? else {
             unreachable!("rows are assigned");
         };
         if assigned.skipped() > 0 {
@@ -110,8 +115,8 @@ fn clusters(
     }
 }
 
-fn given(path: &Path, input: &Input, k: u32) -> Result<Centroids, Error> {
-    let init = Input::npy(path)?;
+fn read_centroids(path: &Path, input: &InputFile, k: u32) -> Result<Centroids, Error> {
+    let init = InputFile::npy(path)?;
     if (init.rows, init.columns) != (u64::from(k), input.columns) {
         return Err(Error::Init {
             path: path.to_owned(),
@@ -133,7 +138,7 @@ fn given(path: &Path, input: &Input, k: u32) -> Result<Centroids, Error> {
 
 /// `k` rows with different values, by random numbers. Rows are drawn by their numbers first. A row
 /// that equals one before it then gives way to a row that was not drawn.
-fn drawn(input: &Input, k: u32, seed: u64) -> Result<Centroids, Error> {
+fn drawn(input: &InputFile, k: u32, seed: u64) -> Result<Centroids, Error> {
     if u64::from(k) > input.rows {
         return Err(Error::Drawn {
             k,
@@ -175,7 +180,7 @@ fn drawn(input: &Input, k: u32, seed: u64) -> Result<Centroids, Error> {
 /// Adds rows with values that are not `known` until there are `k`: the next ones from row `from`
 /// on, then those before it. At most one pass.
 fn replace(
-    input: &Input,
+    input: &InputFile,
     k: u32,
     from: u64,
     (known, rows): (&mut HashSet<Vec<u64>>, &mut BTreeSet<u64>),
@@ -202,7 +207,7 @@ fn key(values: &[f64]) -> Vec<u64> {
 }
 
 /// The error about `rows` rows that have no distance to a centroid. Reads up to the first of them.
-fn without_distance(input: &Input, centroids: &Centroids, rows: u64) -> Error {
+fn without_distance(input: &InputFile, centroids: &Centroids, rows: u64) -> Error {
     let mut found = None;
     let read = each_block(input, 0..input.rows, |start, values| {
         let mut nearest = Assigned::find(values, centroids).into_iter();
@@ -223,7 +228,7 @@ fn without_distance(input: &Input, centroids: &Centroids, rows: u64) -> Error {
     }
 }
 
-fn no_distance(input: &Input, row: u64, values: &[f64], rows: u64) -> Error {
+fn no_distance(input: &InputFile, row: u64, values: &[f64], rows: u64) -> Error {
     let has = |is: fn(f64) -> bool| values.iter().any(|value| is(*value));
     Error::NoDistance {
         path: input.path.clone(),
@@ -240,7 +245,7 @@ fn no_distance(input: &Input, row: u64, values: &[f64], rows: u64) -> Error {
 /// Reads blocks of rows in their order until `visit` ends it, which gets a block's first row and
 /// values.
 fn each_block(
-    input: &Input,
+    input: &InputFile,
     rows: std::ops::Range<u64>,
     mut visit: impl FnMut(u64, &[f64]) -> ControlFlow<()>,
 ) -> Result<(), Error> {
@@ -261,7 +266,7 @@ fn each_block(
     Ok(())
 }
 
-fn rows_of(input: &Input, rows: impl IntoIterator<Item = u64>) -> Result<Centroids, Error> {
+fn rows_of(input: &InputFile, rows: impl IntoIterator<Item = u64>) -> Result<Centroids, Error> {
     let source = input.open()?;
     let mut bytes = vec![0; input.row_bytes() as usize];
     let (mut decoded, mut room) = (Decoded::default(), Vec::new());
@@ -302,19 +307,19 @@ pub fn write(path: &Path, centroids: &Centroids) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Crew;
+    use crate::JobWorkers;
 
-    fn file(folder: &Path, name: &str, rows: &[[f64; 2]]) -> Input {
+    fn file(folder: &Path, name: &str, rows: &[[f64; 2]]) -> InputFile {
         let path = folder.join(name);
         let mut bytes = npy::write(Dtype::F64, &[rows.len() as u64, 2]);
         bytes.extend(rows.as_flattened().iter().flat_map(|x| x.to_le_bytes()));
         std::fs::write(&path, bytes).unwrap();
-        Input::npy(&path).unwrap()
+        InputFile::npy(&path).unwrap()
     }
 
-    fn run(input: &Input, first: Centroids) -> Result<Clusters, Error> {
-        let mut crew = Crew::here(2);
-        let job = |task: &Task| crew.run(task, None, &mut |_| {});
+    fn run(input: &InputFile, first: Centroids) -> Result<Clusters, Error> {
+        let mut crew = JobWorkers::here(2);
+        let job = |task: &JobSpec| crew.run(task, None, &mut |_| {});
         iterate(input, first, 20, job).map(|(clusters, _)| clusters)
     }
 

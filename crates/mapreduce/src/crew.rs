@@ -21,14 +21,17 @@ use std::time::Duration;
 
 use paceline_base::{Rank, lock};
 use paceline_cluster::Error as ClusterError;
-use paceline_cluster::workers::{Event, Limits, Spec, Workers};
+use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
 
 use crate::journal::Journal;
 use crate::line::PIECE_BYTES;
-use crate::messages::{FromWorker, Packed, ToWorker};
-use crate::sort::{Gather, Store};
+use crate::messages::{FromWorker, PackedPartial, ToWorker};
+use crate::sort::{Gather, SpillStore};
 use crate::worker::cores_for;
-use crate::{Choice, Device, Error, Kind, Leases, Part, Partial, Prepared, Scratch, Sink, Task};
+use crate::{
+    ComputeDevice, DeviceChoice, Error, JobSpec, Kind, Leases, PartComputer, PartialResult,
+    RowPartition, Scratch, Sink,
+};
 use pieces::Pieces;
 
 /// Longest silence of a worker before its parts go to others. Its signs of life do not depend on
@@ -56,18 +59,18 @@ const THREADS_MAX: usize = 1024;
 
 /// The team that computes: threads or worker processes, one job after the other.
 #[derive(Debug)]
-pub struct Crew {
+pub struct JobWorkers {
     threads: usize,
-    choice: Choice,
-    device: Option<Arc<dyn Device>>,
+    choice: DeviceChoice,
+    device: Option<Arc<dyn ComputeDevice>>,
     /// Parts with at least one block computed by a device.
     device_parts: u64,
-    team: Option<Team>,
+    team: Option<ProcessPool>,
 }
 
 /// Worker processes that are to be started.
 #[derive(Debug)]
-pub struct Processes {
+pub struct ProcessOptions {
     /// A program that is [`worker::run`](crate::worker::run).
     pub program: PathBuf,
     /// The arguments of each.
@@ -80,12 +83,12 @@ pub struct Processes {
     /// Threads of each; 0 for as many as its machine has cores.
     pub threads: usize,
     /// The devices that compute besides.
-    pub device: Choice,
+    pub device: DeviceChoice,
 }
 
 /// Progress of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Progress {
+pub enum JobProgress {
     /// Rows done so far.
     Rows {
         /// Rows of parts that are done.
@@ -102,12 +105,12 @@ pub enum Progress {
     },
 }
 
-impl Crew {
+impl JobWorkers {
     /// Threads of this process, at least one.
     pub fn here(threads: usize) -> Self {
         Self {
             threads: threads.max(1),
-            choice: Choice::Cpu,
+            choice: DeviceChoice::Cpu,
             device: None,
             device_parts: 0,
             team: None,
@@ -115,7 +118,11 @@ impl Crew {
     }
 
     /// The same threads, and a device that computes besides or instead.
-    pub fn with_device(mut self, device: Option<Arc<dyn Device>>, choice: Choice) -> Self {
+    pub fn with_device(
+        mut self,
+        device: Option<Arc<dyn ComputeDevice>>,
+        choice: DeviceChoice,
+    ) -> Self {
         (self.device, self.choice) = (device, choice);
         self
     }
@@ -125,15 +132,15 @@ impl Crew {
     ///
     /// # Errors
     /// [`Error::Cluster`].
-    pub fn start(processes: Processes) -> Result<Self, Error> {
+    pub fn start(processes: ProcessOptions) -> Result<Self, Error> {
         let count = processes.args.len();
-        let mut spec = Spec::new(processes.program, processes.args);
+        let mut spec = WorkerSpec::new(processes.program, processes.args);
         (spec.env, spec.env_alone) = (processes.env, true);
-        spec.limits = Limits {
+        spec.limits = WorkerLimits {
             silence: SILENCE,
             write: SILENCE,
             start: match processes.hosts[..] {
-                [] => Limits::default().start,
+                [] => WorkerLimits::default().start,
                 _ => REMOTE_START,
             },
         };
@@ -142,7 +149,7 @@ impl Crew {
         let is_here = |rank: usize| processes.hosts.get(rank).is_none_or(String::is_empty);
         let said = (0..count).map(|rank| is_here(rank).then_some(threads));
         let said = said.collect();
-        let mut team = Team {
+        let mut team = ProcessPool {
             workers: Workers::spawn(spec)?,
             alive: vec![true; count],
             hosts: processes.hosts,
@@ -155,7 +162,7 @@ impl Crew {
             job: 0,
             inputs: 0,
             sink: None,
-            store: Arc::new(Store::new(None)),
+            store: Arc::new(SpillStore::new(None)),
             device_parts: 0,
             pieces: Pieces::default(),
             keys: BTreeMap::new(),
@@ -224,10 +231,10 @@ impl Crew {
     /// for a worker's error that would recur on another.
     pub fn run(
         &mut self,
-        task: &Task,
+        task: &JobSpec,
         journal: Option<&mut Journal>,
-        watch: &mut dyn FnMut(Progress),
-    ) -> Result<Partial, Error> {
+        watch: &mut dyn FnMut(JobProgress),
+    ) -> Result<PartialResult, Error> {
         self.run_prepared(task, task.prepare()?, journal, watch)
     }
 
@@ -237,27 +244,27 @@ impl Crew {
     /// Those of [`run`](Self::run).
     pub(crate) fn run_stored(
         &mut self,
-        task: &Task,
-        store: &Arc<Store>,
+        task: &JobSpec,
+        store: &Arc<SpillStore>,
         journal: Option<&mut Journal>,
-        watch: &mut dyn FnMut(Progress),
-    ) -> Result<Partial, Error> {
+        watch: &mut dyn FnMut(JobProgress),
+    ) -> Result<PartialResult, Error> {
         let prepared = task.prepare()?.with_store(Arc::clone(store));
         self.run_prepared(task, prepared, journal, watch)
     }
 
     fn run_prepared(
         &mut self,
-        task: &Task,
-        prepared: Prepared,
+        task: &JobSpec,
+        prepared: PartComputer,
         journal: Option<&mut Journal>,
-        watch: &mut dyn FnMut(Progress),
-    ) -> Result<Partial, Error> {
+        watch: &mut dyn FnMut(JobProgress),
+    ) -> Result<PartialResult, Error> {
         let part_rows = match &journal {
             Some(journal) => journal.part_rows(),
             None => task.part_rows(self.threads()),
         };
-        let mut run = Run {
+        let mut run = RunningJob {
             leases: Leases::of(task.rows(), part_rows),
             partial: task.empty(),
             task,
@@ -273,7 +280,7 @@ impl Crew {
             Some(team) => {
                 // The workers open the inputs again.
                 (team.sink, team.store) = prepared.into_ends();
-                team.inputs = task.looks()?;
+                team.inputs = task.fingerprint()?;
                 team.run(&mut run)?;
             }
         }
@@ -282,15 +289,15 @@ impl Crew {
 }
 
 /// A job under way.
-struct Run<'a> {
-    task: &'a Task,
+struct RunningJob<'a> {
+    task: &'a JobSpec,
     leases: Leases,
-    partial: Partial,
+    partial: PartialResult,
     journal: Option<&'a mut Journal>,
-    watch: &'a mut dyn FnMut(Progress),
+    watch: &'a mut dyn FnMut(JobProgress),
 }
 
-impl Run<'_> {
+impl RunningJob<'_> {
     /// Adds the results in the journal.
     fn take_journal(&mut self) {
         let Some(journal) = &mut self.journal else {
@@ -309,8 +316,8 @@ impl Run<'_> {
         &mut self,
         part: u64,
         holder: u32,
-        pieces: Vec<Partial>,
-        mut rest: Partial,
+        pieces: Vec<PartialResult>,
+        mut rest: PartialResult,
     ) -> Result<(), Error> {
         if !self.leases.finish(part, holder) {
             return Ok(());
@@ -319,7 +326,7 @@ impl Run<'_> {
             let mut whole = self.task.empty();
             pieces.into_iter().for_each(|piece| whole.merge(piece));
             whole.merge(rest);
-            journal.note(part, &whole)?;
+            journal.record_part(part, &whole)?;
             rest = whole;
         } else {
             pieces
@@ -328,7 +335,7 @@ impl Run<'_> {
         }
         self.partial.merge(rest);
         let (done, of) = (self.leases.rows_done(), self.leases.rows());
-        (self.watch)(Progress::Rows { done, of });
+        (self.watch)(JobProgress::Rows { done, of });
         Ok(())
     }
 }
@@ -336,15 +343,15 @@ impl Run<'_> {
 /// Computes on threads, each with its device. Returns the number of parts with a block computed by
 /// a device.
 fn run_here(
-    run: &mut Run<'_>,
-    prepared: &Prepared,
-    threads: Vec<Option<Arc<dyn Device>>>,
-    choice: Choice,
+    run: &mut RunningJob<'_>,
+    prepared: &PartComputer,
+    threads: Vec<Option<Arc<dyn ComputeDevice>>>,
+    choice: DeviceChoice,
 ) -> Result<u64, Error> {
     let first = std::iter::from_fn(|| run.leases.lease(0)).collect::<Vec<_>>();
     let parts = Mutex::new(first.into_iter());
     let (sender, results) = channel();
-    let compute = |sender: &Sender<_>, device: Option<Arc<dyn Device>>| {
+    let compute = |sender: &Sender<_>, device: Option<Arc<dyn ComputeDevice>>| {
         let mut scratch = Scratch::on(device, choice);
         loop {
             let Some(part) = lock(&parts).next() else {
@@ -376,7 +383,7 @@ fn run_here(
 
 /// Worker processes.
 #[derive(Debug)]
-struct Team {
+struct ProcessPool {
     workers: Workers<ToWorker, FromWorker>,
     alive: Vec<bool>,
     /// Names of their machines for people; empty for this one, none where all are on this one.
@@ -399,7 +406,7 @@ struct Team {
     /// Destination of rows that workers on other machines send.
     sink: Option<Arc<dyn Sink>>,
     /// Destination of sort parts that they send.
-    store: Arc<Store>,
+    store: Arc<SpillStore>,
     /// Parts with at least one block computed by a device.
     device_parts: u64,
     /// Partial results received for parts in progress.
@@ -407,13 +414,13 @@ struct Team {
     /// Keys received for sort parts in progress.
     keys: BTreeMap<(u32, u64), Vec<u8>>,
     /// Buckets of workers on other machines that were not sent yet.
-    buckets: BTreeMap<u32, VecDeque<Part>>,
+    buckets: BTreeMap<u32, VecDeque<RowPartition>>,
     /// The rest of a bucket for such a worker: keys, and the lease behind them.
     outbox: BTreeMap<u32, VecDeque<ToWorker>>,
 }
 
-impl Team {
-    fn run(&mut self, run: &mut Run<'_>) -> Result<(), Error> {
+impl ProcessPool {
+    fn run(&mut self, run: &mut RunningJob<'_>) -> Result<(), Error> {
         self.job += 1;
         self.pieces.clear();
         self.keys.clear();
@@ -442,7 +449,7 @@ impl Team {
 
     /// Sends some keys, and handles the events since: other workers do not wait until one has all
     /// keys of its buckets. A connection that blocks for five seconds ends.
-    fn turn(&mut self, run: &mut Run<'_>) -> Result<(), Error> {
+    fn turn(&mut self, run: &mut RunningJob<'_>) -> Result<(), Error> {
         let mut wait = match self.send_keys(run.task)? {
             true => Duration::ZERO,
             false => LOOK_EVERY,
@@ -460,10 +467,10 @@ impl Team {
         Ok(())
     }
 
-    fn take(&mut self, event: Event<FromWorker>, run: &mut Run<'_>) -> Result<(), Error> {
+    fn take(&mut self, event: Event<FromWorker>, run: &mut RunningJob<'_>) -> Result<(), Error> {
         let text = event.to_string();
         match event {
-            Event::Message { rank, message } => self.hear(rank, message, run),
+            Event::Message { rank, message } => self.handle_message(rank, message, run),
             Event::Exited { rank, .. }
             | Event::Silent { rank, .. }
             | Event::Garbled { rank, .. }
@@ -474,7 +481,12 @@ impl Team {
         }
     }
 
-    fn hear(&mut self, from: Rank, message: FromWorker, run: &mut Run<'_>) -> Result<(), Error> {
+    fn handle_message(
+        &mut self,
+        from: Rank,
+        message: FromWorker,
+        run: &mut RunningJob<'_>,
+    ) -> Result<(), Error> {
         if !self.alive[from.0 as usize] {
             return Ok(()); // others have its parts
         }
@@ -516,7 +528,7 @@ impl Team {
                 values,
             } if job == self.job => self.write(from, first_row, &values.0, run)?,
             FromWorker::Keys { job, part, keys } if job == self.job => {
-                self.keep(from, part, keys.0, run);
+                self.retain_keys(from, part, keys.0, run);
             }
             // Messages about a finished job.
             FromWorker::Ready { .. }
@@ -555,8 +567,8 @@ impl Team {
         &mut self,
         from: Rank,
         part: u64,
-        partial: Partial,
-        run: &mut Run<'_>,
+        partial: PartialResult,
+        run: &mut RunningJob<'_>,
     ) -> Result<(), Error> {
         let is_right = partial.is_of(&run.task.kind) && self.store(from, part, &partial, run)?;
         let held = run.leases.held(part, from.0).filter(|_| is_right);
@@ -579,11 +591,11 @@ impl Team {
         from: Rank,
         first_row: u64,
         values: &[u8],
-        run: &Run<'_>,
+        run: &RunningJob<'_>,
     ) -> Result<(), Error> {
         let width = run.task.dtype_written().bytes();
         let end = first_row.saturating_add((values.len() / width) as u64);
-        let has = |part: Part| {
+        let has = |part: RowPartition| {
             let rows = run.task.rows_written_by(part);
             rows.start <= first_row && end <= rows.end
         };
@@ -597,7 +609,7 @@ impl Team {
     }
 
     /// Keeps keys of a part that a worker of another machine has.
-    fn keep(&mut self, from: Rank, part: u64, keys: Vec<u8>, run: &Run<'_>) {
+    fn retain_keys(&mut self, from: Rank, part: u64, keys: Vec<u8>, run: &RunningJob<'_>) {
         let kept = self.keys.entry((from.0, part)).or_default();
         kept.extend(keys);
         let most = match &run.task.kind {
@@ -616,14 +628,15 @@ impl Team {
         &mut self,
         from: Rank,
         part: u64,
-        partial: &Partial,
-        run: &Run<'_>,
+        partial: &PartialResult,
+        run: &RunningJob<'_>,
     ) -> Result<bool, Error> {
-        let (Partial::Scattered(counts), Kind::Scatter(scatter)) = (partial, &run.task.kind) else {
+        let (PartialResult::Scattered(counts), Kind::Scatter(scatter)) = (partial, &run.task.kind)
+        else {
             return Ok(true);
         };
         let held = run.leases.held(part, from.0);
-        let Some(Part { rows, .. }) = held.filter(|_| self.is_apart(from)) else {
+        let Some(RowPartition { rows, .. }) = held.filter(|_| self.is_apart(from)) else {
             return Ok(true);
         };
         let keys = self.keys.remove(&(from.0, part)).unwrap_or_default();
@@ -643,7 +656,7 @@ impl Team {
 
     /// Parts that a worker of `threads` threads gets at first. Parts of a sort take memory, which
     /// is planned for all threads; over a connection they also take memory in the queued messages.
-    fn ahead(&self, rank: Rank, threads: usize, task: &Task) -> usize {
+    fn ahead(&self, rank: Rank, threads: usize, task: &JobSpec) -> usize {
         let sorts = matches!(task.kind, Kind::Scatter(_) | Kind::Gather(_));
         match sorts {
             true if threads > self.threads || self.is_apart(rank) => threads.min(self.threads),
@@ -659,7 +672,7 @@ impl Team {
         }
     }
 
-    fn lease(&mut self, to: Rank, parts: usize, run: &mut Run<'_>) {
+    fn lease(&mut self, to: Rank, parts: usize, run: &mut RunningJob<'_>) {
         // A worker that does not share the store gets the keys first.
         let has_keys = matches!(run.task.kind, Kind::Gather(_)) && self.is_apart(to);
         for _ in 0..parts {
@@ -679,7 +692,7 @@ impl Team {
 
     /// Sends each worker that does not share the store one more piece of its buckets; whether more
     /// are left.
-    fn send_keys(&mut self, task: &Task) -> Result<bool, Error> {
+    fn send_keys(&mut self, task: &JobSpec) -> Result<bool, Error> {
         let Kind::Gather(gather) = &task.kind else {
             return Ok(false);
         };
@@ -708,7 +721,7 @@ impl Team {
     }
 
     /// The keys of a part's buckets, and its lease.
-    fn messages(&self, gather: &Gather, part: Part) -> Result<VecDeque<ToWorker>, Error> {
+    fn messages(&self, gather: &Gather, part: RowPartition) -> Result<VecDeque<ToWorker>, Error> {
         let mut messages = VecDeque::new();
         for bucket in part.start..part.start + part.rows {
             let keys = gather.keys(bucket, &self.store)?;
@@ -716,7 +729,7 @@ impl Team {
             messages.extend(pieces.map(|piece| ToWorker::Keys {
                 job: self.job,
                 bucket,
-                keys: Packed(piece.to_vec()),
+                keys: PackedPartial(piece.to_vec()),
             }));
         }
         messages.push_back(ToWorker::Lease(part));
@@ -748,7 +761,7 @@ impl Team {
 
     /// Gives the parts of lost workers to the others, which may all be idle by now. A worker that
     /// is not ready gets some when it is.
-    fn return_leases(&mut self, run: &mut Run<'_>) {
+    fn return_leases(&mut self, run: &mut RunningJob<'_>) {
         for rank in 0..self.workers.count() {
             if self.alive[rank as usize] {
                 continue;
@@ -759,7 +772,7 @@ impl Team {
                 continue;
             }
             let why = why.unwrap_or_else(|| self.last.clone());
-            (run.watch)(Progress::Lost { why, parts });
+            (run.watch)(JobProgress::Lost { why, parts });
             let takes = |other: &u32| self.alive[*other as usize] && self.ready[*other as usize];
             let others: Vec<u32> = (0..self.workers.count()).filter(takes).collect();
             for (_, other) in (0..parts).zip(others.iter().cycle()) {
@@ -769,14 +782,14 @@ impl Team {
     }
 }
 
-impl Drop for Team {
+impl Drop for ProcessPool {
     fn drop(&mut self) {
         self.workers.stop(GRACE);
     }
 }
 
 /// An error with its causes, as one line.
-pub(crate) fn said(error: &dyn std::error::Error) -> String {
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::npy::Problem;
+use crate::npy::NpyError;
 
 /// Why a job cannot be done.
 #[derive(Debug, thiserror::Error)]
@@ -17,7 +17,7 @@ pub enum Error {
     },
     /// The file is no array that can be read.
     #[error("{}: {problem}", path.display())]
-    Npy { path: PathBuf, problem: Problem },
+    Npy { path: PathBuf, problem: NpyError },
     /// The file became shorter while the job ran.
     #[error("{} changed while it was used", path.display())]
     Changed { path: PathBuf },

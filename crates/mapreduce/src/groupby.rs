@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::order::{order, ordered, whole_order};
 use crate::reduce::Op;
 use crate::value::{sum_of, text_of};
-use crate::{Dtype, Value, Values};
+use crate::{Dtype, ResultValue, Values};
 
 /// Slices of a window.
 const WINDOW: usize = 5;
@@ -32,7 +32,7 @@ const CAPACITY_MIN: usize = 64;
 
 /// A group: 88 bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Group {
+struct GroupSums {
     key: i64,
     rows: u64,
     /// Number of the window's first slice, or [`UNSET`].
@@ -48,10 +48,10 @@ const UNSET: i32 = i32::MIN;
 
 /// Groups by key.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "Wire", into = "Wire")]
-pub struct Groups {
+#[serde(try_from = "GroupMessage", into = "GroupMessage")]
+pub struct GroupTable {
     grouping: Grouping,
-    groups: Vec<Group>,
+    groups: Vec<GroupSums>,
     /// Numbers of groups by hash, open addressing; 0 is free, else one more than the number.
     table: Vec<u32>,
     side: BTreeMap<u32, ExactSum>,
@@ -78,7 +78,7 @@ impl Grouping {
 
 /// Groups in messages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Wire {
+struct GroupMessage {
     grouping: Grouping,
     /// Group after group: key and rows; of sums base, additions and window; else the extreme and
     /// whether there is a NaN.
@@ -102,7 +102,7 @@ const fn is_base(base: i32) -> bool {
     base == UNSET || -1 <= base && base <= 63
 }
 
-impl Group {
+impl GroupSums {
     fn append_to(&self, numbers: &mut Vec<i64>, sums: bool) {
         numbers.extend([self.key, self.rows as i64]);
         if sums {
@@ -128,8 +128,8 @@ impl Group {
     }
 }
 
-impl From<Groups> for Wire {
-    fn from(of: Groups) -> Self {
+impl From<GroupTable> for GroupMessage {
+    fn from(of: GroupTable) -> Self {
         let sums = of.grouping.sums();
         let mut numbers = Vec::with_capacity(of.groups.len() * of.grouping.numbers());
         for group in &of.groups {
@@ -147,10 +147,10 @@ impl From<Groups> for Wire {
     }
 }
 
-impl TryFrom<Wire> for Groups {
+impl TryFrom<GroupMessage> for GroupTable {
     type Error = String;
 
-    fn try_from(wire: Wire) -> Result<Self, String> {
+    fn try_from(wire: GroupMessage) -> Result<Self, String> {
         let mut all = Self::new(wire.grouping);
         let (groups, op) = (
             wire.numbers.chunks(wire.grouping.numbers()),
@@ -158,7 +158,7 @@ impl TryFrom<Wire> for Groups {
         );
         for numbers in groups {
             let whole = numbers.len() == wire.grouping.numbers();
-            let group = whole.then(|| Group::of(numbers, op)).flatten();
+            let group = whole.then(|| GroupSums::of(numbers, op)).flatten();
             let group = group.ok_or_else(|| format!("no group is {numbers:?}"))?;
             let number = all.number(group.key);
             all.groups[number as usize] = group;
@@ -173,7 +173,7 @@ impl TryFrom<Wire> for Groups {
     }
 }
 
-impl Groups {
+impl GroupTable {
     pub fn new(grouping: Grouping) -> Self {
         Self {
             grouping,
@@ -282,7 +282,7 @@ impl Groups {
                 _ => at = (at + 1) & mask,
             }
         }
-        self.groups.push(Group::new(key, self.grouping.op));
+        self.groups.push(GroupSums::new(key, self.grouping.op));
         let number = self.groups.len() as u32;
         self.table[at] = number;
         if 2 * self.groups.len() > self.table.len() {
@@ -350,15 +350,15 @@ impl Groups {
     }
 
     /// Keys in ascending order, and the values of their groups; of integers they are integers.
-    pub fn values(&self) -> Vec<(i128, Value)> {
+    pub fn values(&self) -> Vec<(i128, ResultValue)> {
         let Grouping { op, keys, values } = self.grouping;
         let value = |number: u32| {
             let group = &self.groups[number as usize];
             match op {
                 Op::Sum | Op::Mean => self.sum_value(number, group.rows),
-                Op::Min | Op::Max if group.has_nan => Value::Float(f64::NAN),
+                Op::Min | Op::Max if group.has_nan => ResultValue::Float(f64::NAN),
                 Op::Min | Op::Max => ordered(values, group.extreme),
-                _ => Value::Int(group.rows.into()),
+                _ => ResultValue::Int(group.rows.into()),
             }
         };
         let key = |key: i64| match keys {
@@ -373,16 +373,16 @@ impl Groups {
         rows
     }
 
-    fn sum_value(&self, number: u32, rows: u64) -> Value {
+    fn sum_value(&self, number: u32, rows: u64) -> ResultValue {
         let sum = self.sum(number);
         match sum.special() {
-            Some(special) => Value::Float(special),
+            Some(special) => ResultValue::Float(special),
             None if self.grouping.op == Op::Mean => {
-                Value::Float(Ratio::of(&sum).over(rows).value())
+                ResultValue::Float(Ratio::of(&sum).over(rows).value())
             }
             None => match sum.to_i128() {
-                Some(whole) if self.grouping.values.is_integer() => Value::Int(whole),
-                _ => Value::Float(sum.value()),
+                Some(whole) if self.grouping.values.is_integer() => ResultValue::Int(whole),
+                _ => ResultValue::Float(sum.value()),
             },
         }
     }
@@ -403,7 +403,7 @@ const fn hash(key: i64) -> usize {
     (mixed ^ mixed >> 32) as usize
 }
 
-impl Group {
+impl GroupSums {
     const fn new(key: i64, op: Op) -> Self {
         Self {
             key,
@@ -525,13 +525,13 @@ mod tests {
             (Op::Count, 777, true),
         ] {
             let grouping = Grouping { op, ..SUM };
-            let mut all = Groups::new(grouping);
+            let mut all = GroupTable::new(grouping);
             let mut parts: Vec<_> = keys.chunks(cut).zip(values.chunks(cut)).collect();
             if reversed {
                 parts.reverse();
             }
             for (keys, values) in parts {
-                let mut part = Groups::new(grouping);
+                let mut part = GroupTable::new(grouping);
                 part.take(&Values::Floats(keys), &Values::Floats(values));
                 let text = serde_json::to_string(&part).unwrap();
                 all.merge(serde_json::from_str(&text).unwrap());
@@ -563,11 +563,11 @@ mod tests {
         let keys: Vec<f64> = (0..n).map(|i| (i % (n - 3)) as f64).collect();
         let values: Vec<f64> = (0..n).map(|i| 1e300 / (i as f64).exp2().max(1.0)).collect();
         for op in [Op::Sum, Op::Min] {
-            let mut whole = Groups::new(Grouping { op, ..SUM });
+            let mut whole = GroupTable::new(Grouping { op, ..SUM });
             whole.take(&Values::Floats(&keys), &Values::Floats(&values));
             let (pieces, rest) = whole.clone().into_pieces();
             assert_eq!(pieces.len(), 3);
-            let mut merged = Groups::new(Grouping { op, ..SUM });
+            let mut merged = GroupTable::new(Grouping { op, ..SUM });
             for piece in pieces.into_iter().chain([rest]) {
                 let text = serde_json::to_string(&piece).unwrap();
                 assert!(text.len() < 8 << 20);
@@ -575,20 +575,23 @@ mod tests {
             }
             assert_eq!(merged.values(), whole.values());
         }
-        let mut one = Groups::new(SUM);
+        let mut one = GroupTable::new(SUM);
         one.take(&Values::Floats(&[1.0]), &Values::Floats(&[2.0]));
         let text = serde_json::to_string(&one).unwrap();
-        assert!(serde_json::from_str::<Groups>(&text).is_ok());
+        assert!(serde_json::from_str::<GroupTable>(&text).is_ok());
         for (right, wrong) in [
             ("[1,1,", "[1,"),
             ("[1,1,", "[1,-1,"),
             ("[1,1,", "[1,1,9e9,"),
         ] {
             let text = text.replace(right, wrong);
-            assert!(serde_json::from_str::<Groups>(&text).is_err(), "{text}");
+            assert!(serde_json::from_str::<GroupTable>(&text).is_err(), "{text}");
         }
         for base in [-2, 64, i64::MAX] {
-            assert_eq!(Group::of(&[1, 1, base, 1, 0, 0, 0, 0, 0], Op::Sum), None);
+            assert_eq!(
+                GroupSums::of(&[1, 1, base, 1, 0, 0, 0, 0, 0], Op::Sum),
+                None
+            );
         }
     }
 
@@ -601,7 +604,7 @@ mod tests {
             (Op::Max, [i64::MAX.into(), i64::MAX.into()]),
             (Op::Sum, [5 + i128::from(i64::MAX), -1]),
         ] {
-            let mut groups = Groups::new(Grouping {
+            let mut groups = GroupTable::new(Grouping {
                 op,
                 keys: Dtype::U64,
                 values: Dtype::I64,
@@ -610,10 +613,10 @@ mod tests {
             let expected = [(0, expected[0]), (u64::MAX.into(), expected[1])];
             assert_eq!(
                 groups.values(),
-                expected.map(|(key, value)| (key, Value::Int(value)))
+                expected.map(|(key, value)| (key, ResultValue::Int(value)))
             );
         }
-        let mut groups = Groups::new(Grouping { op: Op::Max, ..SUM });
+        let mut groups = GroupTable::new(Grouping { op: Op::Max, ..SUM });
         let (keys, values) = ([1.0, 1.0, 2.0], [f64::NAN, 7.0, -0.0]);
         groups.take(&Values::Floats(&keys), &Values::Floats(&values));
         let got = groups.values();

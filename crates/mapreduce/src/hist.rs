@@ -58,7 +58,7 @@ impl Bins {
 
 /// Values in each bin, and those in none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Counts {
+pub struct BinCounts {
     bins: Bins,
     counts: Vec<u64>,
     below: u64,
@@ -66,7 +66,7 @@ pub struct Counts {
     nan: u64,
 }
 
-impl Counts {
+impl BinCounts {
     pub fn new(bins: &Bins) -> Self {
         Self {
             bins: *bins,
@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn edges_belong_to_the_bin_on_their_right() {
         let bins = Bins::new(0.0, 1.0, 10).unwrap();
-        let mut counts = Counts::new(&bins);
+        let mut counts = BinCounts::new(&bins);
         counts.take(&Values::Floats(&bins.edges()));
         assert_eq!(counts.counts(), [1, 1, 1, 1, 1, 1, 1, 1, 1, 2]);
         counts.take(&Values::Floats(&[-0.1, 1.1, f64::NAN, f64::INFINITY, -0.0]));
@@ -205,7 +205,7 @@ mod tests {
         let floats: Vec<f64> = values.iter().map(|value| f64::from(*value)).collect();
         for count in [2, 256, 4096] {
             let bins = Bins::new(0.0, (1u64 << 32) as f64, count).unwrap();
-            let (mut raw, mut plain) = (Counts::new(&bins), Counts::new(&bins));
+            let (mut raw, mut plain) = (BinCounts::new(&bins), BinCounts::new(&bins));
             assert!(raw.counts_raw());
             raw.take_raw(&bytes);
             plain.take(&Values::Floats(&floats));

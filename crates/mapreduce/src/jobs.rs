@@ -22,11 +22,11 @@ use crate::reduce::Op;
 use crate::sort::{Sort, Sorted};
 use crate::topk::Pick;
 use crate::{
-    Choice, Crew, Dtype, Error, FileSink, Input, Journal, Kind, Origin, Partial, Progress, Task,
-    Value,
+    DeviceChoice, Dtype, Error, FileSink, InputFile, InputSource, JobProgress, JobSpec, JobWorkers,
+    Journal, Kind, PartialResult, ResultValue,
 };
 
-pub use results::{Best, Estimate, Grouped, Histogram, Number};
+pub use results::{Best, Estimate, Grouped, Histogram, ReductionResult};
 
 /// Most bytes of a file with a WGSL function that are read: more are refused by their number.
 const FUNCTION_BYTES_MAX: u64 = 1 << 20;
@@ -34,10 +34,10 @@ const FUNCTION_BYTES_MAX: u64 = 1 << 20;
 /// Receives the progress of jobs, one job after the other.
 pub trait Watcher {
     /// A job begins.
-    fn begin(&mut self, task: &Task);
+    fn begin(&mut self, task: &JobSpec);
 
     /// Progress of the latest job.
-    fn hear(&mut self, progress: Progress);
+    fn on_progress(&mut self, progress: JobProgress);
 
     /// The job that began last is over, well or not.
     fn end(&mut self);
@@ -47,7 +47,7 @@ pub trait Watcher {
 #[derive(Clone, Debug, Default)]
 pub struct Columns {
     /// Files of the same length.
-    pub inputs: Vec<Input>,
+    pub inputs: Vec<InputFile>,
     /// An expression of each row.
     pub map: Option<String>,
     /// A WGSL function of each row.
@@ -56,8 +56,8 @@ pub struct Columns {
 
 impl Columns {
     /// A task over them.
-    pub fn task(&self, kind: Kind) -> Task {
-        let mut task = Task::of_files(self.inputs.clone(), kind);
+    pub fn task(&self, kind: Kind) -> JobSpec {
+        let mut task = JobSpec::of_files(self.inputs.clone(), kind);
         task.map.clone_from(&self.map);
         task.wgsl.clone_from(&self.wgsl);
         task
@@ -82,7 +82,7 @@ impl Columns {
     }
 
     /// The task that finds the best of them, which `k` and `smallest` choose.
-    pub fn best(&self, k: u32, smallest: bool) -> Task {
+    pub fn best(&self, k: u32, smallest: bool) -> JobSpec {
         let mut task = self.task(Kind::Reduce(Op::Count));
         task.kind = Kind::TopK(Pick {
             k,
@@ -94,19 +94,19 @@ impl Columns {
 }
 
 /// The task that reduces `inputs`, keys and values, by `op` for each key.
-pub fn grouped(inputs: [Input; 2], op: Op) -> Task {
+pub fn grouped(inputs: [InputFile; 2], op: Op) -> JobSpec {
     let grouping = Grouping {
         op,
         keys: inputs[0].dtype,
         values: inputs[1].dtype,
     };
-    Task::of_files(inputs.into(), Kind::GroupBy(grouping))
+    JobSpec::of_files(inputs.into(), Kind::GroupBy(grouping))
 }
 
 /// The task that estimates the mean of an expression over `samples` random points of `seed`.
-pub fn random(expr: String, seed: u64, samples: u64) -> Task {
-    Task {
-        origin: Origin::Random {
+pub fn random(expr: String, seed: u64, samples: u64) -> JobSpec {
+    JobSpec {
+        origin: InputSource::Random {
             seed,
             samples,
             columns: COLUMNS.len() as u32,
@@ -127,7 +127,7 @@ fn part_of(out: &Path) -> PathBuf {
 /// A file of an expression's results that is to be written.
 #[derive(Clone, Debug)]
 pub struct Writing {
-    task: Task,
+    task: JobSpec,
     part: PathBuf,
     out: PathBuf,
     rows: u64,
@@ -168,8 +168,8 @@ impl Writing {
     reason = "what hears how jobs go says nothing"
 )]
 pub struct Runs<'a> {
-    crew: Crew,
-    device: Choice,
+    crew: JobWorkers,
+    device: DeviceChoice,
     journal: Option<PathBuf>,
     watcher: &'a mut dyn Watcher,
     start: Instant,
@@ -180,8 +180,8 @@ impl<'a> Runs<'a> {
     /// Jobs on `crew`, which started at `start` with this choice of device. `journal` is the file
     /// for finished parts of a job.
     pub fn new(
-        (crew, start): (Crew, Instant),
-        device: Choice,
+        (crew, start): (JobWorkers, Instant),
+        device: DeviceChoice,
         journal: Option<&Path>,
         watcher: &'a mut dyn Watcher,
     ) -> Self {
@@ -208,7 +208,7 @@ impl<'a> Runs<'a> {
                 half = Some(is_second);
                 watcher.begin(task);
             }
-            watcher.hear(progress);
+            watcher.on_progress(progress);
         });
         self.watcher.end();
         sorted
@@ -218,7 +218,7 @@ impl<'a> Runs<'a> {
     ///
     /// # Errors
     /// Those of [`Crew::run`] and [`Journal`].
-    pub fn run(&mut self, task: &Task) -> Result<Partial, Error> {
+    pub fn run(&mut self, task: &JobSpec) -> Result<PartialResult, Error> {
         self.watcher.begin(task);
         self.bytes += task.bytes();
         let ran = self.run_watched(task);
@@ -226,9 +226,9 @@ impl<'a> Runs<'a> {
         ran
     }
 
-    fn run_watched(&mut self, task: &Task) -> Result<Partial, Error> {
+    fn run_watched(&mut self, task: &JobSpec) -> Result<PartialResult, Error> {
         let watcher = &mut *self.watcher;
-        let mut hear = |progress| watcher.hear(progress);
+        let mut hear = |progress| watcher.on_progress(progress);
         let Some(path) = &self.journal else {
             return self.crew.run(task, None, &mut hear);
         };
@@ -247,9 +247,9 @@ impl<'a> Runs<'a> {
     ///
     /// # Panics
     /// If the task is no reduction.
-    pub fn number(&mut self, task: &Task) -> Result<Value, Error> {
+    pub fn number(&mut self, task: &JobSpec) -> Result<ResultValue, Error> {
         match self.run(task)? {
-            Partial::Reduce(state) => state.value(task.dtype()),
+            PartialResult::Reduce(state) => state.value(task.dtype()),
             other => unreachable!("a reduction gives {other:?}"),
         }
     }
@@ -278,9 +278,9 @@ impl<'a> Runs<'a> {
     ///
     /// # Panics
     /// If the task is none of `bins`.
-    pub fn histogram(&mut self, task: &Task, bins: &Bins) -> Result<Histogram, Error> {
+    pub fn histogram(&mut self, task: &JobSpec, bins: &Bins) -> Result<Histogram, Error> {
         match self.run(task)? {
-            Partial::Hist(counts) => Ok(Histogram::new(&counts, bins)),
+            PartialResult::Hist(counts) => Ok(Histogram::new(&counts, bins)),
             other => unreachable!("a histogram gives {other:?}"),
         }
     }
@@ -292,9 +292,9 @@ impl<'a> Runs<'a> {
     ///
     /// # Panics
     /// If the task is another.
-    pub fn best(&mut self, task: &Task) -> Result<Best, Error> {
+    pub fn best(&mut self, task: &JobSpec) -> Result<Best, Error> {
         match self.run(task)? {
-            Partial::TopK(top) => Ok(Best::new(top)),
+            PartialResult::TopK(top) => Ok(Best::new(top)),
             other => unreachable!("the best values are {other:?}"),
         }
     }
@@ -306,9 +306,9 @@ impl<'a> Runs<'a> {
     ///
     /// # Panics
     /// If the task is another.
-    pub fn grouped(&mut self, task: &Task, op: Op) -> Result<Grouped, Error> {
+    pub fn grouped(&mut self, task: &JobSpec, op: Op) -> Result<Grouped, Error> {
         match self.run(task)? {
-            Partial::GroupBy(groups) => Ok(Grouped::new(&groups, op)),
+            PartialResult::GroupBy(groups) => Ok(Grouped::new(&groups, op)),
             other => unreachable!("groups are {other:?}"),
         }
     }
@@ -320,8 +320,8 @@ impl<'a> Runs<'a> {
     ///
     /// # Panics
     /// If the task is another.
-    pub fn estimate(&mut self, task: &Task, seed: u64, samples: u64) -> Result<Estimate, Error> {
-        let Partial::Reduce(state) = self.run(task)? else {
+    pub fn estimate(&mut self, task: &JobSpec, seed: u64, samples: u64) -> Result<Estimate, Error> {
+        let PartialResult::Reduce(state) = self.run(task)? else {
             unreachable!("a reduction");
         };
         Ok(Estimate {
@@ -338,7 +338,7 @@ impl<'a> Runs<'a> {
     /// Those of [`run`](Self::run).
     pub fn clusters(
         &mut self,
-        input: &Input,
+        input: &InputFile,
         first: Centroids,
         iterations: u32,
     ) -> Result<(Clusters, Centroids), Error> {
@@ -474,8 +474,8 @@ mod tests {
     struct Silent;
 
     impl Watcher for Silent {
-        fn begin(&mut self, _: &Task) {}
-        fn hear(&mut self, _: Progress) {}
+        fn begin(&mut self, _: &JobSpec) {}
+        fn on_progress(&mut self, _: JobProgress) {}
         fn end(&mut self) {}
     }
 
@@ -488,12 +488,12 @@ mod tests {
         bytes.extend(values.iter().flat_map(|x| x.to_le_bytes()));
         std::fs::write(&path, bytes).unwrap();
         let columns = Columns {
-            inputs: vec![Input::npy(&path).unwrap().flat()],
+            inputs: vec![InputFile::npy(&path).unwrap().flat()],
             ..Columns::default()
         };
         let mut watcher = Silent;
-        let crew = (Crew::here(2), Instant::now());
-        let mut runs = Runs::new(crew, Choice::Cpu, None, &mut watcher);
+        let crew = (JobWorkers::here(2), Instant::now());
+        let mut runs = Runs::new(crew, DeviceChoice::Cpu, None, &mut watcher);
 
         let bins = Bins::new(0.0, 4.0, 2).unwrap();
         let task = columns.task(Kind::Hist(bins));

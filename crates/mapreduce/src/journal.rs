@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Partial, Task};
+use crate::{Error, JobSpec, PartialResult};
 
 /// The first line.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Head {
-    task: Task,
+struct JournalHeader {
+    task: JobSpec,
     part_rows: u64,
     /// Modification time of each input, in ns since 1970, where the system has it.
     written_ns: Vec<Option<u128>>,
@@ -23,9 +23,9 @@ struct Head {
 
 /// The other lines.
 #[derive(Debug, Serialize, Deserialize)]
-struct Line {
+struct JournalRecord {
     part: u64,
-    partial: Partial,
+    partial: PartialResult,
 }
 
 /// The file of a job, and what it had when it was opened.
@@ -35,7 +35,7 @@ pub struct Journal {
     file: File,
     part_rows: u64,
     /// Parts that were done, and their results.
-    pub(crate) done: Vec<(u64, Partial)>,
+    pub(crate) done: Vec<(u64, PartialResult)>,
 }
 
 impl Journal {
@@ -44,7 +44,7 @@ impl Journal {
     ///
     /// # Errors
     /// [`Error::OtherJob`] when it is that of another; [`Error::File`].
-    pub fn open(path: &Path, task: &Task, part_rows: u64) -> Result<Self, Error> {
+    pub fn open(path: &Path, task: &JobSpec, part_rows: u64) -> Result<Self, Error> {
         let wrong = |source| Error::file("use", path, source);
         let open = OpenOptions::new()
             .read(true)
@@ -52,7 +52,7 @@ impl Journal {
             .create(true)
             .open(path);
         let mut file = open.map_err(wrong)?;
-        let head = Head {
+        let head = JournalHeader {
             task: task.clone(),
             part_rows,
             written_ns: written(task),
@@ -75,16 +75,16 @@ impl Journal {
     }
 
     /// The job that a file is of; `None` when there is no file, or one of something else.
-    pub(crate) fn task_of(path: &Path) -> Option<Task> {
+    pub(crate) fn task_of(path: &Path) -> Option<JobSpec> {
         let mut line = Vec::new();
         let file = File::open(path).ok()?;
         BufReader::new(file).read_until(b'\n', &mut line).ok()?;
-        let head: Head = serde_json::from_slice(&line).ok()?;
+        let head: JournalHeader = serde_json::from_slice(&line).ok()?;
         Some(head.task)
     }
 
     /// Reads what is done; how many bytes that is.
-    fn read(&mut self, expected: &Head) -> Result<u64, Error> {
+    fn read(&mut self, expected: &JournalHeader) -> Result<u64, Error> {
         let other = || Error::OtherJob {
             path: self.path.clone(),
         };
@@ -100,13 +100,13 @@ impl Journal {
                 break;
             }
             if part_rows.is_none() {
-                let head: Head = serde_json::from_slice(&line).map_err(|_| other())?;
+                let head: JournalHeader = serde_json::from_slice(&line).map_err(|_| other())?;
                 if head.task != expected.task || head.written_ns != expected.written_ns {
                     return Err(other());
                 }
                 part_rows = Some(head.part_rows);
             } else {
-                let line: Line = serde_json::from_slice(&line).map_err(|_| other())?;
+                let line: JournalRecord = serde_json::from_slice(&line).map_err(|_| other())?;
                 if !line.partial.is_of(&expected.task.kind) {
                     return Err(other());
                 }
@@ -127,8 +127,8 @@ impl Journal {
     ///
     /// # Errors
     /// [`Error::File`].
-    pub(crate) fn note(&mut self, part: u64, partial: &Partial) -> Result<(), Error> {
-        self.append(&Line {
+    pub(crate) fn record_part(&mut self, part: u64, partial: &PartialResult) -> Result<(), Error> {
+        self.append(&JournalRecord {
             part,
             partial: partial.clone(),
         })
@@ -152,7 +152,7 @@ impl Journal {
     }
 }
 
-fn written(task: &Task) -> Vec<Option<u128>> {
+fn written(task: &JobSpec) -> Vec<Option<u128>> {
     let when = |path: &Path| {
         let modified = std::fs::metadata(path).ok()?.modified().ok()?;
         let since = modified.duration_since(std::time::UNIX_EPOCH).ok()?;

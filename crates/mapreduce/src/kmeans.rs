@@ -126,7 +126,7 @@ impl Assigned {
 
     /// Adds a block of whole rows, given the nearest centroids and their squared distances that a
     /// device computed.
-    pub(crate) fn take_found(&mut self, values: &[f64], found: &[(u32, f64)]) {
+    pub(crate) fn add_nearest(&mut self, values: &[f64], found: &[(u32, f64)]) {
         let found = found
             .iter()
             .map(|(which, distance)| (*which as usize, *distance));

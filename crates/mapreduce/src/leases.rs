@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 /// A range of rows, computed as one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
+pub struct RowPartition {
     /// Its number, from 0.
     pub id: u64,
     /// First row.
@@ -31,9 +31,9 @@ pub struct Leases {
     /// Parts from here on were never leased.
     next: u64,
     /// Parts whose holder was lost.
-    returned: VecDeque<Part>,
+    returned: VecDeque<RowPartition>,
     /// Leased parts and their holders.
-    held: BTreeMap<u64, (Part, u32)>,
+    held: BTreeMap<u64, (RowPartition, u32)>,
     /// Parts that were done before the job began.
     before: BTreeSet<u64>,
     /// Rows of parts that are done.
@@ -66,13 +66,13 @@ impl Leases {
     }
 
     /// The next part for `holder`; `None` when all are leased or done.
-    pub fn lease(&mut self, holder: u32) -> Option<Part> {
+    pub fn lease(&mut self, holder: u32) -> Option<RowPartition> {
         let part = self.returned.pop_front().or_else(|| self.fresh())?;
         self.held.insert(part.id, (part, holder));
         Some(part)
     }
 
-    fn fresh(&mut self) -> Option<Part> {
+    fn fresh(&mut self) -> Option<RowPartition> {
         loop {
             let part = self.part(self.next)?;
             self.next += 1;
@@ -82,10 +82,10 @@ impl Leases {
         }
     }
 
-    fn part(&self, id: u64) -> Option<Part> {
+    fn part(&self, id: u64) -> Option<RowPartition> {
         let start = id.checked_mul(self.part_rows)?;
         let rows = self.rows.checked_sub(start).filter(|rows| *rows > 0)?;
-        Some(Part {
+        Some(RowPartition {
             id,
             start,
             rows: rows.min(self.part_rows),
@@ -117,20 +117,20 @@ impl Leases {
     }
 
     /// The part of this number, if `holder` has it now.
-    pub fn held(&self, id: u64, holder: u32) -> Option<Part> {
+    pub fn held(&self, id: u64, holder: u32) -> Option<RowPartition> {
         let (part, of) = self.held.get(&id)?;
         (*of == holder).then_some(*part)
     }
 
     /// The parts that `holder` has now. Cost: all parts that are leased.
-    pub fn held_by(&self, holder: u32) -> impl Iterator<Item = Part> {
+    pub fn held_by(&self, holder: u32) -> impl Iterator<Item = RowPartition> {
         let held = self.held.values();
         held.filter_map(move |(part, of)| (*of == holder).then_some(*part))
     }
 
     /// Frees the parts of a lost holder; returns their number.
     pub fn lose(&mut self, holder: u32) -> usize {
-        let of_it = |_: &u64, held: &mut (Part, u32)| held.1 == holder;
+        let of_it = |_: &u64, held: &mut (RowPartition, u32)| held.1 == holder;
         let before = self.returned.len();
         let lost = self.held.extract_if(.., of_it).map(|(_, (part, _))| part);
         self.returned.extend(lost);

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex};
 use paceline_base::lock;
 use paceline_cluster::Control;
 
-use crate::messages::{FromWorker, Packed, ToWorker};
+use crate::messages::{FromWorker, PackedPartial, ToWorker};
 use crate::{Dtype, Error, Sink};
 
 /// The worker's end of its control channel.
-pub(crate) type Channel = Arc<Control<ToWorker, FromWorker>>;
+pub(crate) type ParentChannel = Arc<Control<ToWorker, FromWorker>>;
 
 /// Bytes of values in a message: 1.4 MB as text. A connection of 2 Mbit/s moves that within the 10
 /// s that a parent waits for a message to be read. A whole number of values of any type.
@@ -21,8 +21,8 @@ pub(crate) const PIECE_BYTES: usize = 1 << 20;
 
 /// A job's exchange with the worker's parent: receives keys, sends results.
 #[derive(Debug)]
-pub struct Line {
-    channel: Channel,
+pub struct ParentConnection {
+    channel: ParentChannel,
     job: u64,
     /// Type of the values that are written.
     dtype: Dtype,
@@ -30,8 +30,8 @@ pub struct Line {
     waiting: Mutex<BTreeMap<u64, Vec<u8>>>,
 }
 
-impl Line {
-    pub(crate) const fn new(channel: Channel, job: u64, dtype: Dtype) -> Self {
+impl ParentConnection {
+    pub(crate) const fn new(channel: ParentChannel, job: u64, dtype: Dtype) -> Self {
         Self {
             channel,
             job,
@@ -49,24 +49,24 @@ impl Line {
             self.channel.send(&FromWorker::Keys {
                 job: self.job,
                 part,
-                keys: Packed(piece.to_vec()),
+                keys: PackedPartial(piece.to_vec()),
             })?;
         }
         Ok(())
     }
 
     /// Appends keys to those of a bucket.
-    pub(crate) fn keep(&self, bucket: u64, keys: Vec<u8>) {
+    pub(crate) fn store(&self, bucket: u64, keys: Vec<u8>) {
         lock(&self.waiting).entry(bucket).or_default().extend(keys);
     }
 
     /// Removes the keys of a bucket.
-    pub(crate) fn take(&self, bucket: u64) -> Vec<u8> {
+    pub(crate) fn remove(&self, bucket: u64) -> Vec<u8> {
         lock(&self.waiting).remove(&bucket).unwrap_or_default()
     }
 }
 
-impl Sink for Line {
+impl Sink for ParentConnection {
     fn dtype(&self) -> Dtype {
         self.dtype
     }
@@ -77,7 +77,7 @@ impl Sink for Line {
             self.channel.send(&FromWorker::Rows {
                 job: self.job,
                 first_row,
-                values: Packed(piece.to_vec()),
+                values: PackedPartial(piece.to_vec()),
             })?;
         }
         Ok(())

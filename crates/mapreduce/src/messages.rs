@@ -5,19 +5,19 @@ use base64::engine::general_purpose::STANDARD;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::{Choice, Part, Partial, Task};
+use crate::{DeviceChoice, JobSpec, PartialResult, RowPartition};
 
 /// Bytes, which are base64 in a message.
 #[derive(Debug)]
-pub(crate) struct Packed(pub(crate) Vec<u8>);
+pub(crate) struct PackedPartial(pub(crate) Vec<u8>);
 
-impl Serialize for Packed {
+impl Serialize for PackedPartial {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(&STANDARD.encode(&self.0))
     }
 }
 
-impl<'de> Deserialize<'de> for Packed {
+impl<'de> Deserialize<'de> for PackedPartial {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         STANDARD.decode(text).map(Self).map_err(D::Error::custom)
@@ -32,14 +32,14 @@ pub(crate) enum ToWorker {
         /// Threads to compute with; 0 for as many as the worker's machine has cores.
         threads: usize,
         /// The devices that compute besides.
-        device: Choice,
+        device: DeviceChoice,
     },
     /// The job to which the next leases belong.
     Job {
         /// Its number.
         job: u64,
         /// The task to compute.
-        task: Box<Task>,
+        task: Box<JobSpec>,
     },
     /// Keys of a bucket that will be leased next, for a worker that does not share the parent's
     /// folder. They are appended to the previous ones.
@@ -47,10 +47,10 @@ pub(crate) enum ToWorker {
         job: u64,
         bucket: u64,
         /// Some of its keys.
-        keys: Packed,
+        keys: PackedPartial,
     },
     /// A part to compute.
-    Lease(Part),
+    Lease(RowPartition),
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -68,7 +68,7 @@ pub(crate) enum FromWorker {
         job: u64,
         part: u64,
         /// The partial that is merged into the rest.
-        partial: Partial,
+        partial: PartialResult,
     },
     /// Rows for the parent to write, of a worker that does not share its folder.
     Rows {
@@ -76,7 +76,7 @@ pub(crate) enum FromWorker {
         /// Number of the first row.
         first_row: u64,
         /// Their values, little-endian.
-        values: Packed,
+        values: PackedPartial,
     },
     /// Keys of a sort's part, of a worker that does not share the parent's folder. They count once
     /// the part is done.
@@ -84,14 +84,14 @@ pub(crate) enum FromWorker {
         job: u64,
         part: u64,
         /// Some of its keys, in the order of buckets.
-        keys: Packed,
+        keys: PackedPartial,
     },
     /// A part is computed.
     Done {
         job: u64,
         part: u64,
         /// Its result, or what is left of it.
-        partial: Partial,
+        partial: PartialResult,
         /// Whether a device has computed some of it.
         on_device: bool,
     },

@@ -28,7 +28,7 @@ pub struct Header {
 
 /// Why a file is no array that can be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Problem {
+pub enum NpyError {
     #[error("no .npy file: it does not begin with \\x93NUMPY")]
     Magic,
     #[error("version {0}, expected 1, 2 or 3")]
@@ -68,17 +68,17 @@ pub enum Problem {
 ///
 /// # Errors
 /// The problem of the file, also when it is longer or shorter than its shape requires.
-pub fn parse(head: &[u8], file_bytes: u64) -> Result<Header, Problem> {
-    let rest = head.strip_prefix(MAGIC).ok_or(Problem::Magic)?;
+pub fn parse(head: &[u8], file_bytes: u64) -> Result<Header, NpyError> {
+    let rest = head.strip_prefix(MAGIC).ok_or(NpyError::Magic)?;
     let (bytes, start) = match rest {
         [1, _, a, b, ..] => (u64::from(u16::from_le_bytes([*a, *b])), 10),
         [2 | 3, _, a, b, c, d, ..] => (u64::from(u32::from_le_bytes([*a, *b, *c, *d])), 12),
-        [version, ..] if !(1..=3).contains(version) => return Err(Problem::Version(*version)),
-        _ => return Err(Problem::Magic),
+        [version, ..] if !(1..=3).contains(version) => return Err(NpyError::Version(*version)),
+        _ => return Err(NpyError::Magic),
     };
     let max = (head.len() - start).min(HEADER_BYTES_MAX) as u64;
     if bytes > max {
-        return Err(Problem::Long { bytes, max });
+        return Err(NpyError::Long { bytes, max });
     }
     let text = &head[start..start + bytes as usize];
     let mut header = Literal { text, at: 0 }.header()?;
@@ -90,10 +90,10 @@ pub fn parse(head: &[u8], file_bytes: u64) -> Result<Header, Problem> {
     let expected = count.and_then(|n| n.checked_mul(header.dtype.bytes() as u64));
     let expected = expected
         .filter(|n| *n <= i64::MAX as u64)
-        .ok_or(Problem::Shape)?;
+        .ok_or(NpyError::Shape)?;
     match file_bytes.saturating_sub(header.data_at) {
         got if got == expected => Ok(header),
-        got => Err(Problem::Length { got, expected }),
+        got => Err(NpyError::Length { got, expected }),
     }
 }
 
@@ -123,7 +123,7 @@ struct Literal<'a> {
 }
 
 impl<'a> Literal<'a> {
-    fn header(mut self) -> Result<Header, Problem> {
+    fn header(mut self) -> Result<Header, NpyError> {
         let (mut dtype, mut fortran, mut shape) = (None, None, None);
         self.take(b"{", "{")?;
         while self.take(b"}", "}").is_err() {
@@ -133,7 +133,7 @@ impl<'a> Literal<'a> {
                 "descr" => {
                     let descr = self.string()?;
                     let known = Dtype::from_descr(descr);
-                    dtype = Some(known.ok_or_else(|| Problem::Type(descr.to_owned()))?);
+                    dtype = Some(known.ok_or_else(|| NpyError::Type(descr.to_owned()))?);
                 }
                 "fortran_order" => fortran = Some(self.boolean()?),
                 "shape" => shape = Some(self.axes()?),
@@ -152,7 +152,7 @@ impl<'a> Literal<'a> {
             return Err(self.malformed("descr, fortran_order and shape"));
         };
         if fortran && shape.len() > 1 {
-            return Err(Problem::Fortran);
+            return Err(NpyError::Fortran);
         }
         let data_at = 0;
         Ok(Header {
@@ -162,9 +162,9 @@ impl<'a> Literal<'a> {
         })
     }
 
-    const fn malformed(&self, expected: &'static str) -> Problem {
+    const fn malformed(&self, expected: &'static str) -> NpyError {
         let at = self.at;
-        Problem::Malformed { at, expected }
+        NpyError::Malformed { at, expected }
     }
 
     fn spaces(&mut self) {
@@ -172,7 +172,7 @@ impl<'a> Literal<'a> {
         self.at += rest.iter().take_while(|c| c.is_ascii_whitespace()).count();
     }
 
-    fn take(&mut self, token: &[u8], expected: &'static str) -> Result<(), Problem> {
+    fn take(&mut self, token: &[u8], expected: &'static str) -> Result<(), NpyError> {
         self.spaces();
         if !self.text[self.at..].starts_with(token) {
             return Err(self.malformed(expected));
@@ -182,7 +182,7 @@ impl<'a> Literal<'a> {
     }
 
     /// A quoted string without escapes.
-    fn string(&mut self) -> Result<&'a str, Problem> {
+    fn string(&mut self) -> Result<&'a str, NpyError> {
         self.spaces();
         let text = self.text;
         let quote = match text.get(self.at) {
@@ -199,19 +199,19 @@ impl<'a> Literal<'a> {
         Ok(std::str::from_utf8(string).expect("it is ASCII"))
     }
 
-    fn boolean(&mut self) -> Result<bool, Problem> {
+    fn boolean(&mut self) -> Result<bool, NpyError> {
         if self.take(b"True", "").is_ok() {
             return Ok(true);
         }
         self.take(b"False", "True or False").map(|()| false)
     }
 
-    fn axes(&mut self) -> Result<Vec<u64>, Problem> {
+    fn axes(&mut self) -> Result<Vec<u64>, NpyError> {
         self.take(b"(", "(")?;
         let mut axes = Vec::new();
         while self.take(b")", ")").is_err() {
             if axes.len() == AXES_MAX {
-                return Err(Problem::Shape);
+                return Err(NpyError::Shape);
             }
             axes.push(self.number()?);
             if self.take(b",", ",").is_err() {
@@ -222,7 +222,7 @@ impl<'a> Literal<'a> {
         Ok(axes)
     }
 
-    fn number(&mut self) -> Result<u64, Problem> {
+    fn number(&mut self) -> Result<u64, NpyError> {
         self.spaces();
         let rest = &self.text[self.at..];
         let digits = rest.iter().take_while(|c| c.is_ascii_digit()).count();
@@ -230,7 +230,7 @@ impl<'a> Literal<'a> {
             return Err(self.malformed("a length"));
         }
         let text = std::str::from_utf8(&rest[..digits]).expect("digits are ASCII");
-        let number = text.parse().map_err(|_| Problem::Shape)?;
+        let number = text.parse().map_err(|_| NpyError::Shape)?;
         self.at += digits;
         Ok(number)
     }
@@ -247,7 +247,7 @@ mod tests {
         bytes
     }
 
-    fn read(bytes: &[u8]) -> Result<Header, Problem> {
+    fn read(bytes: &[u8]) -> Result<Header, NpyError> {
         parse(bytes, bytes.len() as u64)
     }
 
@@ -323,11 +323,11 @@ mod tests {
             let got = read(&file(&header, 24)).unwrap_err().to_string();
             assert!(got.contains(said), "{header}: {got}");
         }
-        assert_eq!(read(b"PK\x03\x04"), Err(Problem::Magic));
-        assert_eq!(read(b"\x93NUMPY\x01"), Err(Problem::Magic));
-        assert_eq!(read(b"\x93NUMPY\x09\0\0\0\0\0"), Err(Problem::Version(9)));
+        assert_eq!(read(b"PK\x03\x04"), Err(NpyError::Magic));
+        assert_eq!(read(b"\x93NUMPY\x01"), Err(NpyError::Magic));
+        assert_eq!(read(b"\x93NUMPY\x09\0\0\0\0\0"), Err(NpyError::Version(9)));
         let long = b"\x93NUMPY\x02\0\xff\xff\xff\xff{";
-        assert!(matches!(read(long), Err(Problem::Long { .. })));
+        assert!(matches!(read(long), Err(NpyError::Long { .. })));
     }
 
     #[test]

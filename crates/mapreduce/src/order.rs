@@ -1,6 +1,6 @@
 //! Numbers that order values of any type as an i64.
 
-use crate::{Dtype, Value};
+use crate::{Dtype, ResultValue};
 
 /// A key that orders floats as integers: -0 before 0, and by magnitude beyond the infinities NaN.
 pub(crate) const fn key(value: f64) -> i64 {
@@ -30,11 +30,11 @@ pub(crate) const fn whole_order(dtype: Dtype, value: i128) -> i64 {
 }
 
 /// The value at a place.
-pub(crate) const fn ordered(dtype: Dtype, order: i64) -> Value {
+pub(crate) const fn ordered(dtype: Dtype, order: i64) -> ResultValue {
     match dtype {
-        Dtype::F64 | Dtype::F32 => Value::Float(float(order)),
-        Dtype::U64 => Value::Int((order as u64 ^ 1 << 63) as i128),
-        _ => Value::Int(order as i128),
+        Dtype::F64 | Dtype::F32 => ResultValue::Float(float(order)),
+        Dtype::U64 => ResultValue::Int((order as u64 ^ 1 << 63) as i128),
+        _ => ResultValue::Int(order as i128),
     }
 }
 
@@ -61,13 +61,16 @@ mod tests {
         ] {
             assert!(whole_order(dtype, low) < whole_order(dtype, high));
             for value in [low, 1, high] {
-                assert_eq!(ordered(dtype, whole_order(dtype, value)), Value::Int(value));
+                assert_eq!(
+                    ordered(dtype, whole_order(dtype, value)),
+                    ResultValue::Int(value)
+                );
             }
         }
         for value in floats {
             assert_eq!(
                 ordered(Dtype::F64, order(Dtype::F64, value)),
-                Value::Float(value)
+                ResultValue::Float(value)
             );
         }
     }

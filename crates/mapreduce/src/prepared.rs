@@ -7,14 +7,14 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::device::{self, Choice, Column, Device, Lost, Rows};
-use crate::expr::{Program, Registers};
-use crate::line::Line;
+use crate::device::{self, BlockRows, Column, ComputeDevice, DeviceChoice, Lost};
+use crate::expr::{ExprProgram, Registers};
+use crate::line::ParentConnection;
 use crate::philox::Philox;
 use crate::sink::{FileSink, Sink};
-use crate::sort::{self, Store};
-use crate::task::{Kind, Origin, Partial, Task};
-use crate::{Decoded, Dtype, Error, FileSource, Input, Part, Source, Values};
+use crate::sort::{self, SpillStore};
+use crate::task::{InputSource, JobSpec, Kind, PartialResult};
+use crate::{Decoded, Dtype, Error, FileSource, InputFile, RowPartition, RowSource, Values};
 
 /// Bytes that a thread reads at a time: with their decoded copy within a second-level cache.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -22,13 +22,13 @@ const BLOCK_BYTES: u64 = 256 << 10;
 /// Most inputs that are taken row by row.
 const INPUTS_MAX: usize = crate::expr::COLUMNS.len();
 
-impl Task {
+impl JobSpec {
     /// Opens the inputs.
     ///
     /// # Errors
     /// [`Error::File`], [`Error::Changed`]; [`Error::Inputs`] and [`Error::Shapes`] when they do
     /// not fit the task; [`Error::Expression`].
-    pub fn prepare(&self) -> Result<Prepared, Error> {
+    pub fn prepare(&self) -> Result<PartComputer, Error> {
         let program = self.check()?;
         let (sink, folder): (Option<Arc<dyn Sink>>, Option<&Path>) = match &self.kind {
             Kind::Write(path) => (Some(Arc::new(FileSink::open(path)?)), None),
@@ -39,27 +39,27 @@ impl Task {
             Kind::Scatter(scatter) => (None, scatter.folder.as_deref()),
             _ => (None, None),
         };
-        self.open(program, sink, Store::new(folder))
+        self.open(program, sink, SpillStore::new(folder))
     }
 
     /// Opens the inputs, but no file that is written: that is done at the other end of `line`.
     ///
     /// # Errors
     /// Those of [`prepare`](Self::prepare).
-    pub(crate) fn prepare_over(&self, line: &Arc<Line>) -> Result<Prepared, Error> {
+    pub(crate) fn prepare_over(&self, line: &Arc<ParentConnection>) -> Result<PartComputer, Error> {
         let program = self.check()?;
-        let sink: Arc<dyn Sink> = Arc::<Line>::clone(line);
-        self.open(program, Some(sink), Store::Parent(Arc::clone(line)))
+        let sink: Arc<dyn Sink> = Arc::<ParentConnection>::clone(line);
+        self.open(program, Some(sink), SpillStore::Parent(Arc::clone(line)))
     }
 
     fn open(
         &self,
-        program: Option<Program>,
+        program: Option<ExprProgram>,
         sink: Option<Arc<dyn Sink>>,
-        store: Store,
-    ) -> Result<Prepared, Error> {
-        let sources = self.inputs().iter().map(Input::open);
-        Ok(Prepared {
+        store: SpillStore,
+    ) -> Result<PartComputer, Error> {
+        let sources = self.inputs().iter().map(InputFile::open);
+        Ok(PartComputer {
             task: self.clone(),
             sources: sources.collect::<Result<_, _>>()?,
             program,
@@ -69,13 +69,16 @@ impl Task {
     }
 
     /// Whether the inputs fit the task; the program of its expression.
-    fn check(&self) -> Result<Option<Program>, Error> {
+    fn check(&self) -> Result<Option<ExprProgram>, Error> {
         let given = match &self.origin {
-            Origin::Files(inputs) => inputs.len(),
-            Origin::Random { columns, .. } => *columns as usize,
+            InputSource::Files(inputs) => inputs.len(),
+            InputSource::Random { columns, .. } => *columns as usize,
         };
         self.check_mapped()?;
-        let program = self.map.as_deref().map(|text| Program::parse(text, given));
+        let program = self
+            .map
+            .as_deref()
+            .map(|text| ExprProgram::parse(text, given));
         let expected = match self.is_mapped() {
             // The expression is one column, from any number of inputs.
             true => given.clamp(1, INPUTS_MAX),
@@ -109,7 +112,7 @@ impl Task {
         if self.is_mapped() && (self.kind.columns() != 1 || self.sorts()) {
             return Err(Error::Mapped { task });
         }
-        let is_random = matches!(self.origin, Origin::Random { .. });
+        let is_random = matches!(self.origin, InputSource::Random { .. });
         match &self.wgsl {
             Some(_) if self.map.is_some() || is_random => Err(Error::Function { task }),
             _ => Ok(()),
@@ -124,7 +127,8 @@ impl Task {
         let [first, others @ ..] = self.inputs() else {
             return Ok(());
         };
-        let differs = |input: &&Input| (input.rows, input.columns) != (first.rows, first.columns);
+        let differs =
+            |input: &&InputFile| (input.rows, input.columns) != (first.rows, first.columns);
         match others.iter().find(differs) {
             None => Ok(()),
             Some(other) => Err(Error::Shapes {
@@ -138,19 +142,19 @@ impl Task {
 
 /// A task whose inputs are open. Threads share it.
 #[derive(Debug)]
-pub struct Prepared {
-    task: Task,
+pub struct PartComputer {
+    task: JobSpec,
     sources: Vec<FileSource>,
-    program: Option<Program>,
+    program: Option<ExprProgram>,
     sink: Option<Arc<dyn Sink>>,
-    store: Arc<Store>,
+    store: Arc<SpillStore>,
 }
 
 /// Scratch of a thread: a device, and buffers that it uses again for each block.
 #[derive(Debug, Default)]
 pub struct Scratch {
-    device: Option<Arc<dyn Device>>,
-    choice: Choice,
+    device: Option<Arc<dyn ComputeDevice>>,
+    choice: DeviceChoice,
     /// Whether the device has computed a block of the last part.
     on_device: bool,
     bytes: Vec<u8>,
@@ -163,7 +167,7 @@ pub struct Scratch {
 
 impl Scratch {
     /// Scratch of a thread with an optional device.
-    pub fn on(device: Option<Arc<dyn Device>>, choice: Choice) -> Self {
+    pub fn on(device: Option<Arc<dyn ComputeDevice>>, choice: DeviceChoice) -> Self {
         Self {
             device,
             choice,
@@ -177,15 +181,15 @@ impl Scratch {
     }
 }
 
-impl Prepared {
+impl PartComputer {
     /// Keeps the parts of a sort in `store`, which both halves have.
-    pub fn with_store(mut self, store: Arc<Store>) -> Self {
+    pub fn with_store(mut self, store: Arc<SpillStore>) -> Self {
         self.store = store;
         self
     }
 
     /// Destinations of rows and of sort parts.
-    pub(crate) fn into_ends(self) -> (Option<Arc<dyn Sink>>, Arc<Store>) {
+    pub(crate) fn into_ends(self) -> (Option<Arc<dyn Sink>>, Arc<SpillStore>) {
         (self.sink, self.store)
     }
 
@@ -193,18 +197,22 @@ impl Prepared {
     ///
     /// # Errors
     /// [`Error::File`] when it cannot be read or written.
-    pub fn compute(&self, part: Part, scratch: &mut Scratch) -> Result<Partial, Error> {
+    pub fn compute(
+        &self,
+        part: RowPartition,
+        scratch: &mut Scratch,
+    ) -> Result<PartialResult, Error> {
         scratch.on_device = false;
         if let Kind::Scatter(scatter) = &self.task.kind {
             let counts = sort::scatter(scatter, &self.sources[0], part, &self.store)?;
-            return Ok(Partial::Scattered(counts));
+            return Ok(PartialResult::Scattered(counts));
         }
         if let (Kind::Gather(gather), Some(sink)) = (&self.task.kind, &self.sink) {
             let buckets = part.start..part.start + part.rows;
             let (sink, device) = (sink.as_ref(), scratch.device.as_deref());
             let rows =
                 buckets.map(|bucket| sort::gather(gather, bucket, &self.store, sink, device));
-            return Ok(Partial::Written(rows.sum::<Result<u64, Error>>()?));
+            return Ok(PartialResult::Written(rows.sum::<Result<u64, Error>>()?));
         }
         let mut partial = self.task.empty();
         let mut start = part.start;
@@ -225,29 +233,29 @@ impl Prepared {
     }
 
     /// The thread's device, if it computes this task.
-    fn device_of(&self, scratch: &Scratch) -> Option<Arc<dyn Device>> {
+    fn device_of(&self, scratch: &Scratch) -> Option<Arc<dyn ComputeDevice>> {
         let device = scratch.device.as_ref()?;
         let program = self.program.as_ref();
-        let computes = scratch.choice.gives(&self.task, program)
+        let computes = scratch.choice.uses_device(&self.task, program)
             && program.is_none_or(|program| device.maps(program));
         computes.then(|| Arc::clone(device))
     }
 
-    fn block_rows(&self, device: Option<&dyn Device>) -> u64 {
+    fn block_rows(&self, device: Option<&dyn ComputeDevice>) -> u64 {
         if let Some(device) = device {
             let columns = self.task.inputs().iter().map(|input| input.columns).max();
             return device.rows_max(8 * columns.unwrap_or(1));
         }
-        let widest = self.task.inputs().iter().map(Input::row_bytes).max();
+        let widest = self.task.inputs().iter().map(InputFile::row_bytes).max();
         (BLOCK_BYTES / widest.unwrap_or(8).max(1)).max(1)
     }
 
     fn block(
         &self,
         rows: std::ops::Range<u64>,
-        device: Option<&dyn Device>,
+        device: Option<&dyn ComputeDevice>,
         scratch: &mut Scratch,
-        partial: &mut Partial,
+        partial: &mut PartialResult,
     ) -> Result<(), Error> {
         if let Some(device) = device
             && self.block_on(device, &rows, scratch, partial)?
@@ -277,7 +285,7 @@ impl Prepared {
             read(source, &rows, bytes)?;
             values.push(decoded.decode(source.dtype(), bytes));
         }
-        if let Origin::Random { seed, columns, .. } = self.task.origin {
+        if let InputSource::Random { seed, columns, .. } = self.task.origin {
             let all = Philox::new(seed);
             for (column, numbers) in (0..columns).zip(random) {
                 numbers.clear();
@@ -292,7 +300,7 @@ impl Prepared {
                 .map(|(v, n)| v.nearest(n))
                 .collect();
             mapped.clear();
-            let columns_of_row = self.sources.first().map_or(1, Source::columns).max(1);
+            let columns_of_row = self.sources.first().map_or(1, RowSource::columns).max(1);
             program.run(&columns, rows.start * columns_of_row, registers, mapped);
             values = vec![Values::Floats(mapped)];
         }
@@ -303,13 +311,13 @@ impl Prepared {
     /// this thread computes the block.
     fn block_on(
         &self,
-        device: &dyn Device,
+        device: &dyn ComputeDevice,
         rows: &std::ops::Range<u64>,
         scratch: &mut Scratch,
-        partial: &mut Partial,
+        partial: &mut PartialResult,
     ) -> Result<bool, Error> {
         let Scratch { bytes, decoded, .. } = scratch;
-        if let (Partial::Hist(counts), [source]) = (&mut *partial, &self.sources[..])
+        if let (PartialResult::Hist(counts), [source]) = (&mut *partial, &self.sources[..])
             && !self.task.is_mapped()
             && source.dtype() == Dtype::U32
             && counts.counts_raw()
@@ -326,7 +334,7 @@ impl Prepared {
                 Values::Wide(_) => return Ok(false),
             }
         }
-        if let Origin::Random {
+        if let InputSource::Random {
             seed, columns: n, ..
         } = self.task.origin
         {
@@ -338,11 +346,11 @@ impl Prepared {
             return Ok(true);
         }
         let is_wide = self.sources.iter().any(|source| source.columns() != 1);
-        let takes_rows = matches!(partial, Partial::KMeans(_)) && self.program.is_none();
+        let takes_rows = matches!(partial, PartialResult::KMeans(_)) && self.program.is_none();
         if is_wide && !takes_rows {
             return Ok(false);
         }
-        let block = Rows {
+        let block = BlockRows {
             count: rows.end - rows.start,
             first: rows.start,
             columns: &columns,
@@ -361,21 +369,26 @@ impl Prepared {
     }
 
     /// Adds the values of a block to `partial`; `first` is the number of its first row.
-    fn take(&self, values: &[Values<'_>], first: u64, partial: &mut Partial) -> Result<(), Error> {
+    fn take(
+        &self,
+        values: &[Values<'_>],
+        first: u64,
+        partial: &mut PartialResult,
+    ) -> Result<(), Error> {
         match partial {
-            Partial::Reduce(state) => state.take(values, self.task.dtype()),
-            Partial::Hist(counts) => counts.take(&values[0]),
-            Partial::TopK(top) => top.take(&values[0], first),
-            Partial::GroupBy(groups) => groups.take(&values[0], &values[1]),
-            Partial::KMeans(assigned) => match &self.task.kind {
+            PartialResult::Reduce(state) => state.take(values, self.task.dtype()),
+            PartialResult::Hist(counts) => counts.take(&values[0]),
+            PartialResult::TopK(top) => top.take(&values[0], first),
+            PartialResult::GroupBy(groups) => groups.take(&values[0], &values[1]),
+            PartialResult::KMeans(assigned) => match &self.task.kind {
                 Kind::KMeans(centroids) => assigned.take(&values[0], centroids),
                 _ => unreachable!("a partial is made by its task"),
             },
-            Partial::Written(count) => {
+            PartialResult::Written(count) => {
                 let sink = self.sink.as_ref().expect("it is open");
                 *count += sink.write(first, &values[0])?;
             }
-            Partial::Scattered(_) => unreachable!("parts of a sort have no blocks"),
+            PartialResult::Scattered(_) => unreachable!("parts of a sort have no blocks"),
         }
         Ok(())
     }
@@ -385,9 +398,10 @@ impl Prepared {
         &self,
         rows: &std::ops::Range<u64>,
         bytes: &mut Vec<u8>,
-        partial: &mut Partial,
+        partial: &mut PartialResult,
     ) -> Result<bool, Error> {
-        let (Partial::Hist(counts), None, [source]) = (partial, &self.program, &self.sources[..])
+        let (PartialResult::Hist(counts), None, [source]) =
+            (partial, &self.program, &self.sources[..])
         else {
             return Ok(false);
         };
@@ -401,7 +415,11 @@ impl Prepared {
 }
 
 /// A user's function of columns, which nothing but the device computes.
-fn function(device: &dyn Device, text: &str, columns: &[Column<'_>]) -> Result<Vec<f64>, Error> {
+fn function(
+    device: &dyn ComputeDevice,
+    text: &str,
+    columns: &[Column<'_>],
+) -> Result<Vec<f64>, Error> {
     let values = columns.iter().filter_map(|column| match column {
         Column::Values(values) => Some(*values),
         Column::Random { .. } => None,

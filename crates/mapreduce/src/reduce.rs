@@ -8,7 +8,7 @@ use paceline_base::exact::{ExactSum, Ratio};
 use serde::{Deserialize, Serialize};
 
 use crate::order::{float, key};
-use crate::value::{Value, digits, exact};
+use crate::value::{ResultValue, digits, exact};
 use crate::{Dtype, Error, Values, sum};
 
 /// The reduction of a column.
@@ -217,26 +217,26 @@ impl State {
     ///
     /// # Errors
     /// [`Error::Empty`] for what no values have: only `sum`, `dot` and `count` are 0 then.
-    pub fn value(&self, dtype: Dtype) -> Result<Value, Error> {
+    pub fn value(&self, dtype: Dtype) -> Result<ResultValue, Error> {
         if self.rows == 0 && !matches!(self.op, Op::Sum | Op::Dot | Op::Count) {
             return Err(Error::Empty(self.op.name()));
         }
         let extreme = |pick: fn(&Extremes) -> i128| match &self.extremes {
-            _ if self.has_nan => Value::Float(f64::NAN),
-            Some(both) if dtype.is_integer() => Value::Int(pick(both)),
-            Some(both) => Value::Float(float(pick(both) as i64)),
-            None => Value::Float(f64::NAN),
+            _ if self.has_nan => ResultValue::Float(f64::NAN),
+            Some(both) if dtype.is_integer() => ResultValue::Int(pick(both)),
+            Some(both) => ResultValue::Float(float(pick(both) as i64)),
+            None => ResultValue::Float(f64::NAN),
         };
         Ok(match self.op {
-            Op::Count => Value::Int(self.rows.into()),
+            Op::Count => ResultValue::Int(self.rows.into()),
             Op::Min => extreme(|both| both.min),
             Op::Max => extreme(|both| both.max),
-            Op::Mean => Value::Float(self.mean()),
-            Op::Var => Value::Float(self.var()),
-            Op::Std => Value::Float(self.var().sqrt()),
+            Op::Mean => ResultValue::Float(self.mean()),
+            Op::Var => ResultValue::Float(self.var()),
+            Op::Std => ResultValue::Float(self.var().sqrt()),
             Op::Sum | Op::Dot => match self.sum.to_i128() {
-                Some(whole) if dtype.is_integer() => Value::Int(whole),
-                _ => Value::Float(self.sum.value()),
+                Some(whole) if dtype.is_integer() => ResultValue::Int(whole),
+                _ => ResultValue::Float(self.sum.value()),
             },
         })
     }
@@ -364,5 +364,5 @@ pub fn exact_dot(a: &[f64], b: &[f64]) -> f64 {
 fn column(op: Op, values: &[f64]) -> Option<f64> {
     let mut state = State::new(op);
     state.take(&[Values::Floats(values)], Dtype::F64);
-    state.value(Dtype::F64).ok().map(Value::as_f64)
+    state.value(Dtype::F64).ok().map(ResultValue::as_f64)
 }

@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::npy::{self, HEADER_BYTES_MAX, Problem};
+use crate::npy::{self, HEADER_BYTES_MAX, NpyError};
 use crate::{Dtype, Error};
 
 /// Rows of values of one type, which can be read in any order, by many threads.
-pub trait Source: Send + Sync {
+pub trait RowSource: Send + Sync {
     /// Type of the values.
     fn dtype(&self) -> Dtype;
 
@@ -30,7 +30,7 @@ pub trait Source: Send + Sync {
 
 /// A file of values, described: what a worker needs to open it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Input {
+pub struct InputFile {
     pub path: PathBuf,
     /// Type of its values.
     pub dtype: Dtype,
@@ -41,7 +41,7 @@ pub struct Input {
     pub columns: u64,
 }
 
-impl Input {
+impl InputFile {
     /// Describes a `.npy` file. Its first axis is the rows; an array without axes is one row.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl Input {
         if row.is_none_or(|row| bytes % row != 0) {
             return Err(Error::Npy {
                 path: path.to_owned(),
-                problem: Problem::Length {
+                problem: NpyError::Length {
                     got: bytes,
                     expected: rows.saturating_mul(row.unwrap_or(0)),
                 },
@@ -114,7 +114,7 @@ impl Input {
     ///
     /// # Errors
     /// [`Error::File`], [`Error::Changed`].
-    pub fn looks(&self) -> Result<u64, Error> {
+    pub fn fingerprint(&self) -> Result<u64, Error> {
         const PIECES: u64 = 16;
         const PIECE_BYTES: u64 = 4096;
         let source = self.open()?;
@@ -176,11 +176,11 @@ fn open(path: &Path) -> Result<(File, u64), Error> {
 /// error, not a signal, and memory does not grow with the file.
 #[derive(Debug)]
 pub struct FileSource {
-    input: Input,
+    input: InputFile,
     file: File,
 }
 
-impl Source for FileSource {
+impl RowSource for FileSource {
     fn dtype(&self) -> Dtype {
         self.input.dtype
     }
@@ -204,7 +204,7 @@ impl Source for FileSource {
 #[derive(Debug)]
 pub struct MemorySource<'a>(pub &'a [f64]);
 
-impl Source for MemorySource<'_> {
+impl RowSource for MemorySource<'_> {
     fn dtype(&self) -> Dtype {
         Dtype::F64
     }

@@ -7,19 +7,19 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::groupby::{Grouping, Groups};
-use crate::hist::{Bins, Counts};
+use crate::groupby::{GroupTable, Grouping};
+use crate::hist::{BinCounts, Bins};
 use crate::kmeans::{Assigned, Centroids};
 use crate::reduce::{Op, State};
 use crate::sort::{Gather, Scatter};
 use crate::topk::{Pick, Top};
-use crate::{Dtype, Error, Input, Leases, Part};
+use crate::{Dtype, Error, InputFile, Leases, RowPartition};
 
 /// A job, as its workers get it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Task {
+pub struct JobSpec {
     /// The origin of the values.
-    pub origin: Origin,
+    pub origin: InputSource,
     /// An expression that is computed of each row first ([`expr`](crate::expr)).
     pub map: Option<String>,
     /// A WGSL function that is computed of each row instead, by a graphics processor
@@ -32,9 +32,9 @@ pub struct Task {
 
 /// Source of values.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Origin {
+pub enum InputSource {
     /// Files, which are taken row by row.
-    Files(Vec<Input>),
+    Files(Vec<InputFile>),
     /// Random numbers from 0 to 1: any of them can be computed by itself.
     Random {
         /// Seed of the numbers.
@@ -69,19 +69,19 @@ pub enum Kind {
 
 /// The result of a part. Merging two has no rounding and no order.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Partial {
+pub enum PartialResult {
     Reduce(Box<State>),
-    Hist(Counts),
+    Hist(BinCounts),
     TopK(Top),
     KMeans(Box<Assigned>),
-    GroupBy(Groups),
+    GroupBy(GroupTable),
     /// Values written by [`Kind::Write`] and [`Kind::Gather`].
     Written(u64),
     /// Rows of each bucket, from [`Kind::Scatter`].
     Scattered(Vec<u64>),
 }
 
-impl Partial {
+impl PartialResult {
     /// Adds another part's result.
     ///
     /// # Panics
@@ -155,11 +155,11 @@ impl Kind {
     }
 }
 
-impl Task {
+impl JobSpec {
     /// A job over files, without an expression.
-    pub const fn of_files(inputs: Vec<Input>, kind: Kind) -> Self {
+    pub const fn of_files(inputs: Vec<InputFile>, kind: Kind) -> Self {
         Self {
-            origin: Origin::Files(inputs),
+            origin: InputSource::Files(inputs),
             map: None,
             wgsl: None,
             kind,
@@ -167,10 +167,10 @@ impl Task {
     }
 
     /// The inputs; none for random numbers.
-    pub fn inputs(&self) -> &[Input] {
+    pub fn inputs(&self) -> &[InputFile] {
         match &self.origin {
-            Origin::Files(inputs) => inputs,
-            Origin::Random { .. } => &[],
+            InputSource::Files(inputs) => inputs,
+            InputSource::Random { .. } => &[],
         }
     }
 
@@ -188,8 +188,8 @@ impl Task {
             return gather.scatter.buckets() as u64;
         }
         match &self.origin {
-            Origin::Files(inputs) => inputs.first().map_or(0, |input| input.rows),
-            Origin::Random { samples, .. } => *samples,
+            InputSource::Files(inputs) => inputs.first().map_or(0, |input| input.rows),
+            InputSource::Random { samples, .. } => *samples,
         }
     }
 
@@ -197,14 +197,14 @@ impl Task {
     ///
     /// # Errors
     /// [`Error::File`].
-    pub fn looks(&self) -> Result<u64, Error> {
-        let all = self.inputs().iter().map(Input::looks);
+    pub fn fingerprint(&self) -> Result<u64, Error> {
+        let all = self.inputs().iter().map(InputFile::fingerprint);
         all.reduce(|a, b| Ok(a?.rotate_left(7) ^ b?))
             .unwrap_or(Ok(0))
     }
 
     /// Rows of its file that a part writes; none when it writes no file.
-    pub(crate) fn rows_written_by(&self, part: Part) -> std::ops::Range<u64> {
+    pub(crate) fn rows_written_by(&self, part: RowPartition) -> std::ops::Range<u64> {
         let end = part.start + part.rows;
         match &self.kind {
             Kind::Write(_) => part.start..end,
@@ -236,19 +236,19 @@ impl Task {
         if let Kind::Gather(gather) = &self.kind {
             return gather.bytes();
         }
-        self.inputs().iter().map(Input::bytes).sum()
+        self.inputs().iter().map(InputFile::bytes).sum()
     }
 
     /// The result of no rows.
-    pub fn empty(&self) -> Partial {
+    pub fn empty(&self) -> PartialResult {
         match &self.kind {
-            Kind::Reduce(op) => Partial::Reduce(Box::new(State::new(*op))),
-            Kind::Hist(bins) => Partial::Hist(Counts::new(bins)),
-            Kind::TopK(pick) => Partial::TopK(Top::new(*pick)),
-            Kind::KMeans(centroids) => Partial::KMeans(Box::new(Assigned::new(centroids))),
-            Kind::GroupBy(grouping) => Partial::GroupBy(Groups::new(*grouping)),
-            Kind::Write(_) | Kind::Gather(_) => Partial::Written(0),
-            Kind::Scatter(scatter) => Partial::Scattered(vec![0; scatter.buckets()]),
+            Kind::Reduce(op) => PartialResult::Reduce(Box::new(State::new(*op))),
+            Kind::Hist(bins) => PartialResult::Hist(BinCounts::new(bins)),
+            Kind::TopK(pick) => PartialResult::TopK(Top::new(*pick)),
+            Kind::KMeans(centroids) => PartialResult::KMeans(Box::new(Assigned::new(centroids))),
+            Kind::GroupBy(grouping) => PartialResult::GroupBy(GroupTable::new(*grouping)),
+            Kind::Write(_) | Kind::Gather(_) => PartialResult::Written(0),
+            Kind::Scatter(scatter) => PartialResult::Scattered(vec![0; scatter.buckets()]),
         }
     }
 

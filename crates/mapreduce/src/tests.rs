@@ -13,8 +13,8 @@ use crate::reduce::{Op, exact_avg, exact_dot, exact_sum, exact_var};
 use crate::sort::Sort;
 use crate::topk::Pick;
 use crate::{
-    Crew, Decoded, Dtype, Error, Input, Journal, Kind, Leases, Origin, Partial, Scratch,
-    Source as _, Task, Value,
+    Decoded, Dtype, Error, InputFile, InputSource, JobSpec, JobWorkers, Journal, Kind, Leases,
+    PartialResult, ResultValue, RowSource as _, Scratch,
 };
 
 #[derive(Deserialize)]
@@ -54,17 +54,19 @@ fn golden() -> (PathBuf, Index) {
     (folder, serde_json::from_str(&index).unwrap())
 }
 
-fn reduction(path: &Path, op: Op) -> Task {
-    let input = Input::npy(path).unwrap().flat();
-    Task::of_files(vec![input; op.inputs()], Kind::Reduce(op))
+fn reduction(path: &Path, op: Op) -> JobSpec {
+    let input = InputFile::npy(path).unwrap().flat();
+    JobSpec::of_files(vec![input; op.inputs()], Kind::Reduce(op))
 }
 
-fn run(task: &Task, threads: usize) -> Partial {
-    Crew::here(threads).run(task, None, &mut |_| {}).unwrap()
+fn run(task: &JobSpec, threads: usize) -> PartialResult {
+    JobWorkers::here(threads)
+        .run(task, None, &mut |_| {})
+        .unwrap()
 }
 
-fn value(task: &Task, partial: &Partial) -> Value {
-    let Partial::Reduce(state) = partial else {
+fn value(task: &JobSpec, partial: &PartialResult) -> ResultValue {
+    let PartialResult::Reduce(state) = partial else {
         panic!("no reduction: {partial:?}");
     };
     state.value(task.dtype()).unwrap()
@@ -79,8 +81,8 @@ fn reductions_are_those_of_python() {
             let got = value(&task, &run(&task, 2));
             let expected = &answers[op.name()];
             let same = match got {
-                Value::Int(got) => expected.parse() == Ok(got),
-                Value::Float(got) => expected.parse() == Ok(got),
+                ResultValue::Int(got) => expected.parse() == Ok(got),
+                ResultValue::Float(got) => expected.parse() == Ok(got),
             };
             assert!(same, "{op} of {name}: {got}, expected {expected}");
         }
@@ -133,8 +135,8 @@ fn specials_come_through() {
             .collect();
         std::fs::write(&path, bytes).unwrap();
         for (op, expected) in [(Op::Sum, sum), (Op::Min, min)] {
-            let input = Input::raw(&path, Dtype::F64, 1).unwrap();
-            let task = Task::of_files(vec![input], Kind::Reduce(op));
+            let input = InputFile::raw(&path, Dtype::F64, 1).unwrap();
+            let task = JobSpec::of_files(vec![input], Kind::Reduce(op));
             let got = value(&task, &run(&task, 1)).as_f64();
             let same = got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
             assert!(same, "{op} of {values:?}: {got}");
@@ -148,9 +150,9 @@ fn nothing_has_a_sum_but_no_mean() {
     let path = folder.path().join("x.raw");
     std::fs::write(&path, []).unwrap();
     for op in Op::ALL {
-        let input = Input::raw(&path, Dtype::F32, 1).unwrap();
-        let task = Task::of_files(vec![input; op.inputs()], Kind::Reduce(op));
-        let Partial::Reduce(state) = run(&task, 3) else {
+        let input = InputFile::raw(&path, Dtype::F32, 1).unwrap();
+        let task = JobSpec::of_files(vec![input; op.inputs()], Kind::Reduce(op));
+        let PartialResult::Reduce(state) = run(&task, 3) else {
             panic!("no reduction");
         };
         let has_one = matches!(op, Op::Sum | Op::Dot | Op::Count);
@@ -175,12 +177,12 @@ fn columns_in_memory() {
 fn expressions_are_computed_before_reductions() {
     let (folder, index) = golden();
     let input = |name: &str| {
-        Input::npy(&folder.join(format!("{name}.npy")))
+        InputFile::npy(&folder.join(format!("{name}.npy")))
             .unwrap()
             .flat()
     };
     let sum = |inputs, map: &str| {
-        let mut task = Task::of_files(inputs, Kind::Reduce(Op::Sum));
+        let mut task = JobSpec::of_files(inputs, Kind::Reduce(Op::Sum));
         task.map = Some(map.to_owned());
         value(&task, &run(&task, 2)).as_f64()
     };
@@ -191,9 +193,11 @@ fn expressions_are_computed_before_reductions() {
     assert_eq!(sum(vec![uniform()], "i"), (2999 * 1500) as f64);
     let both = vec![uniform(), input("normal")];
     assert_eq!(sum(both, "select(x < 2, y, 0)"), float("normal", "sum"));
-    let mut task = Task::of_files(vec![uniform()], Kind::Reduce(Op::Sum));
+    let mut task = JobSpec::of_files(vec![uniform()], Kind::Reduce(Op::Sum));
     task.map = Some("x + z".to_owned());
-    let refused = Crew::here(1).run(&task, None, &mut |_| {}).unwrap_err();
+    let refused = JobWorkers::here(1)
+        .run(&task, None, &mut |_| {})
+        .unwrap_err();
     assert!(
         refused
             .to_string()
@@ -204,8 +208,8 @@ fn expressions_are_computed_before_reductions() {
 
 #[test]
 fn samples_are_those_of_their_number() {
-    let task = Task {
-        origin: Origin::Random {
+    let task = JobSpec {
+        origin: InputSource::Random {
             seed: 1,
             samples: 200_000,
             columns: 2,
@@ -216,7 +220,7 @@ fn samples_are_those_of_their_number() {
     };
     let pi = value(&task, &run(&task, 3)).as_f64();
     assert!((pi - std::f64::consts::PI).abs() < 0.02, "{pi}");
-    assert_eq!(value(&task, &run(&task, 1)), Value::Float(pi));
+    assert_eq!(value(&task, &run(&task, 1)), ResultValue::Float(pi));
 }
 
 #[test]
@@ -229,7 +233,7 @@ fn a_job_goes_on_from_its_journal() {
     let mut whole = Journal::open(&path, &task, 100).unwrap();
     let crew = |journal: &mut Journal| {
         let mut parts = 0;
-        let partial = Crew::here(2)
+        let partial = JobWorkers::here(2)
             .run(&task, Some(journal), &mut |_| parts += 1)
             .unwrap();
         (partial, parts)
@@ -265,25 +269,25 @@ fn written_columns_are_read_again() {
     let (folder, index) = golden();
     let home = tempfile::tempdir().unwrap();
     let path = home.path().join("out.npy");
-    let input = Input::npy(&folder.join("normal.npy")).unwrap();
+    let input = InputFile::npy(&folder.join("normal.npy")).unwrap();
     crate::FileSink::create(&path, Dtype::F64, input.rows).unwrap();
-    let mut task = Task::of_files(vec![input], Kind::Write(path.clone()));
+    let mut task = JobSpec::of_files(vec![input], Kind::Write(path.clone()));
     task.map = Some("2 * x".to_owned());
-    assert_eq!(run(&task, 2), Partial::Written(3000));
+    assert_eq!(run(&task, 2), PartialResult::Written(3000));
     let sum = reduction(&path, Op::Sum);
     let expected = 2.0 * index.arrays["normal"]["sum"].parse::<f64>().unwrap();
-    assert_eq!(value(&sum, &run(&sum, 1)), Value::Float(expected));
+    assert_eq!(value(&sum, &run(&sum, 1)), ResultValue::Float(expected));
 }
 
 #[test]
 fn other_jobs_are_those_of_numpy() {
     let (folder, Index { jobs, .. }) = golden();
     let path = |name: &str| folder.join(format!("{name}.npy"));
-    let flat = |name: &str| Input::npy(&path(name)).unwrap().flat();
+    let flat = |name: &str| InputFile::npy(&path(name)).unwrap().flat();
 
     let bins = Bins::new(-2.5, 2.5, 16).unwrap();
-    let hist = Task::of_files(vec![flat("normal")], Kind::Hist(bins));
-    let Partial::Hist(counts) = run(&hist, 2) else {
+    let hist = JobSpec::of_files(vec![flat("normal")], Kind::Hist(bins));
+    let PartialResult::Hist(counts) = run(&hist, 2) else {
         panic!("no counts");
     };
     assert_eq!(counts.counts(), jobs.hist);
@@ -293,11 +297,11 @@ fn other_jobs_are_those_of_numpy() {
         largest: true,
         dtype: Dtype::I64,
     };
-    let top = Task::of_files(vec![flat("int64")], Kind::TopK(pick));
-    let Partial::TopK(top) = run(&top, 2) else {
+    let top = JobSpec::of_files(vec![flat("int64")], Kind::TopK(pick));
+    let PartialResult::TopK(top) = run(&top, 2) else {
         panic!("no values");
     };
-    let expected = jobs.topk.values.into_iter().map(Value::Int);
+    let expected = jobs.topk.values.into_iter().map(ResultValue::Int);
     let expected: Vec<_> = expected.zip(jobs.topk.indices).collect();
     assert_eq!(top.values(), expected);
 
@@ -307,28 +311,28 @@ fn other_jobs_are_those_of_numpy() {
         values: Dtype::F64,
     };
     let inputs = vec![flat("uint8"), flat("mixed")];
-    let groups = Task::of_files(inputs, Kind::GroupBy(grouping));
-    let Partial::GroupBy(groups) = run(&groups, 2) else {
+    let groups = JobSpec::of_files(inputs, Kind::GroupBy(grouping));
+    let PartialResult::GroupBy(groups) = run(&groups, 2) else {
         panic!("no groups");
     };
-    let text = |(key, value): (i128, Value)| (key, Value::Float(value.as_f64()));
+    let text = |(key, value): (i128, ResultValue)| (key, ResultValue::Float(value.as_f64()));
     let expected = jobs.groupby.iter();
     let expected =
-        expected.map(|(key, sum)| (i128::from(*key), Value::Float(sum.parse().unwrap())));
+        expected.map(|(key, sum)| (i128::from(*key), ResultValue::Float(sum.parse().unwrap())));
     assert!(groups.values().into_iter().map(text).eq(expected));
 
-    let mut map = Task::of_files(vec![flat("uniform"), flat("normal")], Kind::Reduce(Op::Sum));
+    let mut map = JobSpec::of_files(vec![flat("uniform"), flat("normal")], Kind::Reduce(Op::Sum));
     map.map = Some("x * x - 3 * y".to_owned());
     assert_eq!(
         value(&map, &run(&map, 2)),
-        Value::Float(jobs.map.parse().unwrap())
+        ResultValue::Float(jobs.map.parse().unwrap())
     );
 }
 
 #[test]
 fn clusters_are_those_of_numpy() {
     let (folder, Index { jobs, .. }) = golden();
-    let input = Input::npy(&folder.join("float32.npy")).unwrap();
+    let input = InputFile::npy(&folder.join("float32.npy")).unwrap();
     let mut bytes = vec![0; 4 * input.row_bytes() as usize];
     input.open().unwrap().read(0..4, &mut bytes).unwrap();
     let (mut decoded, mut room) = (Decoded::default(), Vec::new());
@@ -340,8 +344,8 @@ fn clusters_are_those_of_numpy() {
     };
     for iteration in 1..=5 {
         let kind = Kind::KMeans(centroids.clone());
-        let task = Task::of_files(vec![input.clone()], kind);
-        let Partial::KMeans(assigned) = run(&task, 2) else {
+        let task = JobSpec::of_files(vec![input.clone()], kind);
+        let PartialResult::KMeans(assigned) = run(&task, 2) else {
             panic!("no clusters");
         };
         centroids = assigned.means(&centroids);
@@ -358,14 +362,22 @@ fn clusters_are_those_of_numpy() {
 /// Memory that is too little for columns of 400,000 f64.
 const LITTLE: u64 = 4 << 20;
 
-fn sorted(input: &Input, out: &Path, threads: usize, memory: u64, journal: Option<&Path>) -> Sort {
+fn sorted(
+    input: &InputFile,
+    out: &Path,
+    threads: usize,
+    memory: u64,
+    journal: Option<&Path>,
+) -> Sort {
     let sort = Sort {
         input: input.clone(),
         out: out.to_owned(),
         memory,
         journal: journal.map(Path::to_owned),
     };
-    let sorted = sort.run(&mut Crew::here(threads), &mut |_, _| {}).unwrap();
+    let sorted = sort
+        .run(&mut JobWorkers::here(threads), &mut |_, _| {})
+        .unwrap();
     assert_eq!(sorted.rows, input.rows);
     assert_eq!(sorted.in_memory, memory > LITTLE && journal.is_none());
     sort
@@ -373,7 +385,7 @@ fn sorted(input: &Input, out: &Path, threads: usize, memory: u64, journal: Optio
 
 /// The values of a `.npy` file with one axis.
 fn values_of(path: &Path) -> (Dtype, Vec<u8>) {
-    let input = Input::npy(path).unwrap();
+    let input = InputFile::npy(path).unwrap();
     let mut bytes = vec![0; input.bytes() as usize];
     input
         .open()
@@ -395,7 +407,7 @@ fn sorted_columns_are_those_of_numpy() {
     let home = tempfile::tempdir().unwrap();
     let [out, journal] = ["out.npy", "journal"].map(|name| home.path().join(name));
     for (name, expected) in jobs.sort {
-        let input = Input::npy(&folder.join(format!("{name}.npy")))
+        let input = InputFile::npy(&folder.join(format!("{name}.npy")))
             .unwrap()
             .flat();
         for (threads, journal) in [(1, None), (3, Some(&journal))] {
@@ -442,7 +454,7 @@ fn sorts_larger_than_memory_have_the_same_bits() {
         std::fs::write(&path, bytes(&values)).unwrap();
         let mut expected = values;
         expected.sort_unstable_by(f64::total_cmp);
-        let input = Input::raw(&path, Dtype::F64, 1).unwrap();
+        let input = InputFile::raw(&path, Dtype::F64, 1).unwrap();
         for (threads, memory, journal) in [
             (1, 1 << 30, None),
             (2, 1 << 30, None),
@@ -466,7 +478,7 @@ fn a_sort_goes_on_from_its_journals() {
         .flat_map(|i| random.word(i, 0).to_le_bytes())
         .collect();
     std::fs::write(&path, bytes).unwrap();
-    let input = Input::raw(&path, Dtype::U64, 1).unwrap();
+    let input = InputFile::raw(&path, Dtype::U64, 1).unwrap();
     sorted(&input, &out, 1, 1 << 30, None);
     let expected = values_of(&out);
     let sort = Sort {
@@ -479,22 +491,26 @@ fn a_sort_goes_on_from_its_journals() {
     for stop_after in [3, 8] {
         let mut parts = 0;
         let stopped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            sort.run(&mut Crew::here(1), &mut |_, _| {
+            sort.run(&mut JobWorkers::here(1), &mut |_, _| {
                 parts += 1;
                 assert!(parts < stop_after, "killed");
             })
         }));
         assert!(stopped.is_err() && journal.exists());
         let mut more = 0;
-        sort.run(&mut Crew::here(2), &mut |_, _| more += 1).unwrap();
+        sort.run(&mut JobWorkers::here(2), &mut |_, _| more += 1)
+            .unwrap();
         assert!(more > 0 && values_of(&out) == expected);
         let mut all = 0;
-        sort.run(&mut Crew::here(1), &mut |_, _| all += 1).unwrap();
+        sort.run(&mut JobWorkers::here(1), &mut |_, _| all += 1)
+            .unwrap();
         assert_eq!(more + stop_after, all, "parts were computed twice");
     }
     // Without the second half's partial output the sort cannot be resumed.
     let gather = home.path().join("journal.gather0");
     std::fs::write(&gather, "").unwrap();
-    let gone = sort.run(&mut Crew::here(1), &mut |_, _| {}).unwrap_err();
+    let gone = sort
+        .run(&mut JobWorkers::here(1), &mut |_, _| {})
+        .unwrap_err();
     assert!(matches!(gone, Error::Gone { .. }), "{gone}");
 }

@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::order::{order, ordered, whole_order};
-use crate::{Dtype, Value, Values};
+use crate::{Dtype, ResultValue, Values};
 
 /// Largest k.
 pub const K_MAX: u32 = 1 << 20;
@@ -106,7 +106,7 @@ impl Top {
     }
 
     /// The best values and their rows, best first.
-    pub fn values(mut self) -> Vec<(Value, u64)> {
+    pub fn values(mut self) -> Vec<(ResultValue, u64)> {
         self.settle();
         let value = |score: i64| ordered(self.pick.dtype, self.score(score));
         self.found
@@ -173,8 +173,8 @@ mod tests {
             top.take(&Values::Wide(&values), 0);
             let mut sorted = values;
             sorted.sort_by(|a, b| b.cmp(a));
-            let got: Vec<Value> = top.values().into_iter().map(|(value, _)| value).collect();
-            assert_eq!(got, sorted.map(Value::Int));
+            let got: Vec<ResultValue> = top.values().into_iter().map(|(value, _)| value).collect();
+            assert_eq!(got, sorted.map(ResultValue::Int));
         }
     }
 }

@@ -8,14 +8,14 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// A result: a float, or an integer without rounding.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Value {
+pub enum ResultValue {
     /// Printed as the shortest text that gives the f64 back.
     Float(f64),
     /// Printed with all digits.
     Int(i128),
 }
 
-impl Value {
+impl ResultValue {
     /// The nearest f64.
     pub const fn as_f64(self) -> f64 {
         match self {
@@ -25,7 +25,7 @@ impl Value {
     }
 }
 
-impl fmt::Display for Value {
+impl fmt::Display for ResultValue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Float(value) => write!(f, "{value:?}"),
@@ -34,7 +34,7 @@ impl fmt::Display for Value {
     }
 }
 
-impl Serialize for Value {
+impl Serialize for ResultValue {
     /// A JSON number; NaN and infinities, which JSON lacks, as `"NaN"`, `"inf"` and `"-inf"`, which
     /// Python's `float()` accepts.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {

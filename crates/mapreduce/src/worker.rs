@@ -12,13 +12,15 @@ use std::time::Duration;
 use paceline_base::lock;
 use paceline_cluster::Control;
 
-use crate::crew::said;
-use crate::line::{Channel, Line};
+use crate::crew::error_chain;
+use crate::line::{ParentChannel, ParentConnection};
 use crate::messages::{FromWorker, ToWorker};
-use crate::{Choice, Device, Error, Origin, Part, Prepared, Scratch, Task};
+use crate::{
+    ComputeDevice, DeviceChoice, Error, InputSource, JobSpec, PartComputer, RowPartition, Scratch,
+};
 
 /// A part of a job.
-type Work = (u64, Arc<Prepared>, Part);
+type WorkItem = (u64, Arc<PartComputer>, RowPartition);
 
 /// First line from a worker on another machine. Its version is in it: messages have no other.
 pub const GREETING: &str = concat!("paceline-mapreduce-worker ", env!("CARGO_PKG_VERSION"));
@@ -34,7 +36,7 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// Files named by the parent that a worker may open.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Files {
+pub enum FileAccess {
     /// All, to read and to write: the parent is on the same machine.
     Shared,
     /// Inputs. What is to be written goes to the parent.
@@ -50,7 +52,7 @@ pub enum Files {
 /// # Errors
 /// Errors of the work; [`Error::Cluster`] when there is no parent.
 pub fn run() -> Result<Infallible, Error> {
-    run_on(Control::from_stdin()?, &Files::Shared)
+    run_on(Control::from_stdin()?, &FileAccess::Shared)
 }
 
 /// Like [`run`], on standard input and output: for a worker on another machine, at the other end of
@@ -58,22 +60,22 @@ pub fn run() -> Result<Infallible, Error> {
 ///
 /// # Errors
 /// Those of [`run`].
-pub fn run_over_stdio(files: &Files) -> Result<Infallible, Error> {
+pub fn run_over_stdio(files: &FileAccess) -> Result<Infallible, Error> {
     run_on(Control::from_stdio(GREETING)?, files)
 }
 
-fn run_on(channel: Control<ToWorker, FromWorker>, files: &Files) -> Result<Infallible, Error> {
-    let channel: Channel = Arc::new(channel);
+fn run_on(channel: Control<ToWorker, FromWorker>, files: &FileAccess) -> Result<Infallible, Error> {
+    let channel: ParentChannel = Arc::new(channel);
     let error = match work(&channel, files) {
         Ok(never) => match never {},
         Err(error) => error,
     };
-    tell(&channel, &error);
+    report_failure(&channel, &error);
     Err(error)
 }
 
-fn tell(channel: &Channel, error: &dyn std::error::Error) {
-    let reason = said(error);
+fn report_failure(channel: &ParentChannel, error: &dyn std::error::Error) {
+    let reason = error_chain(error);
     if channel.send(&FromWorker::Failed { reason }).is_ok() {
         std::thread::sleep(LAST_WORDS);
     }
@@ -82,21 +84,26 @@ fn tell(channel: &Channel, error: &dyn std::error::Error) {
 /// A job that the next leases belong to.
 struct Current {
     job: u64,
-    prepared: Arc<Prepared>,
+    prepared: Arc<PartComputer>,
     /// For a worker that does not share its parent's folder.
-    line: Option<Arc<Line>>,
+    line: Option<Arc<ParentConnection>>,
     /// A digest of the inputs.
     inputs: u64,
 }
 
 impl Current {
-    fn open(job: u64, task: Task, files: &Files, channel: &Channel) -> Result<Self, Error> {
+    fn open(
+        job: u64,
+        task: JobSpec,
+        files: &FileAccess,
+        channel: &ParentChannel,
+    ) -> Result<Self, Error> {
         let dtype = task.dtype_written();
-        let line = || Arc::new(Line::new(Arc::clone(channel), job, dtype));
+        let line = || Arc::new(ParentConnection::new(Arc::clone(channel), job, dtype));
         let (line, task) = match files {
-            Files::Shared => (None, task),
-            Files::Inputs => (Some(line()), task),
-            Files::Lent(folders) => (Some(line()), lent(task, folders)?),
+            FileAccess::Shared => (None, task),
+            FileAccess::Inputs => (Some(line()), task),
+            FileAccess::Lent(folders) => (Some(line()), lent(task, folders)?),
         };
         let prepared = match &line {
             None => task.prepare()?,
@@ -106,14 +113,14 @@ impl Current {
             job,
             prepared: Arc::new(prepared),
             line,
-            inputs: task.looks()?,
+            inputs: task.fingerprint()?,
         })
     }
 }
 
 /// A task with the canonical paths of its inputs, which must all lie below `folders`.
-fn lent(mut task: Task, folders: &[PathBuf]) -> Result<Task, Error> {
-    if let Origin::Files(inputs) = &mut task.origin {
+fn lent(mut task: JobSpec, folders: &[PathBuf]) -> Result<JobSpec, Error> {
+    if let InputSource::Files(inputs) = &mut task.origin {
         for input in inputs {
             input.path = below(folders, &input.path)?;
         }
@@ -131,13 +138,13 @@ fn below(folders: &[PathBuf], path: &Path) -> Result<PathBuf, Error> {
     })
 }
 
-fn work(channel: &Channel, files: &Files) -> Result<Infallible, Error> {
+fn work(channel: &ParentChannel, files: &FileAccess) -> Result<Infallible, Error> {
     let (threads, choice) = match channel.recv(START_LIMIT)? {
         Some(ToWorker::Start { threads, device }) => (threads, device),
         other => return Err(unexpected(other.as_ref(), "Start")),
     };
     let device = choice.open()?;
-    let (sender, waiting) = sync_channel::<Work>(WAITING_MAX);
+    let (sender, waiting) = sync_channel::<WorkItem>(WAITING_MAX);
     let waiting = Arc::new(Mutex::new(waiting));
     let devices = choice.threads(cores_for(threads), device.as_ref());
     let threads = devices.len();
@@ -163,7 +170,7 @@ fn work(channel: &Channel, files: &Files) -> Result<Infallible, Error> {
             }
             (Some(ToWorker::Keys { job, bucket, keys }), Some(current)) if job == current.job => {
                 if let Some(line) = &current.line {
-                    line.keep(bucket, keys.0);
+                    line.store(bucket, keys.0);
                 }
             }
             (Some(ToWorker::Lease(part)), Some(current)) => {
@@ -186,10 +193,10 @@ pub(crate) fn cores_for(threads: usize) -> usize {
 }
 
 fn compute(
-    channel: &Channel,
-    waiting: &Mutex<Receiver<Work>>,
-    device: Option<Arc<dyn Device>>,
-    choice: Choice,
+    channel: &ParentChannel,
+    waiting: &Mutex<Receiver<WorkItem>>,
+    device: Option<Arc<dyn ComputeDevice>>,
+    choice: DeviceChoice,
 ) {
     let mut scratch = Scratch::on(device, choice);
     loop {
@@ -215,7 +222,7 @@ fn compute(
             Ok(channel.send(&done)?)
         });
         if let Err(error) = sent {
-            tell(channel, &error);
+            report_failure(channel, &error);
             return;
         }
     }

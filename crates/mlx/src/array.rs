@@ -5,13 +5,13 @@ use std::ffi::{c_int, c_void};
 use std::fmt;
 
 use crate::library::{done, failed};
-use crate::table::Handle;
+use crate::table::ObjectHandle;
 use crate::{Dtype, Error, Library, Stream};
 
 /// An array of MLX: values, or how to compute them. Clones are the same array.
 pub struct Array {
     library: Library,
-    pub(crate) handle: Handle,
+    pub(crate) handle: ObjectHandle,
 }
 
 impl fmt::Debug for Array {
@@ -58,14 +58,14 @@ impl Array {
     pub(crate) fn made_by(
         library: &Library,
         name: &'static str,
-        call: impl FnOnce(*mut Handle) -> c_int,
+        call: impl FnOnce(*mut ObjectHandle) -> c_int,
     ) -> Result<Self, Error> {
         let mut array = Self::empty(library);
         done(name, call(&raw mut array.handle))?;
         Ok(array)
     }
 
-    fn of(library: &Library, name: &'static str, handle: Handle) -> Result<Self, Error> {
+    fn of(library: &Library, name: &'static str, handle: ObjectHandle) -> Result<Self, Error> {
         if handle.0.is_null() {
             return Err(failed(name));
         }

@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
 
 use crate::library::{done, failed};
-use crate::table::Handle;
+use crate::table::ObjectHandle;
 use crate::{Array, Error, Library, Stream};
 
 /// Inputs of a function and its results.
@@ -22,19 +22,19 @@ type Arrays = Vec<Array>;
 pub type Differentiable<'a> = dyn Fn(&[Array]) -> Result<Vec<Array>, Error> + 'a;
 
 /// A function that is noted on a stream.
-type Function = dyn Fn(&Stream, &[Array]) -> Result<Arrays, Error>;
+type StreamFunction = dyn Fn(&Stream, &[Array]) -> Result<Arrays, Error>;
 
 /// A vector of arrays, given back at the end.
-struct Vector<'a>(Handle, &'a Library);
+struct ArrayVector<'a>(ObjectHandle, &'a Library);
 
-impl<'a> Vector<'a> {
+impl<'a> ArrayVector<'a> {
     /// A handle of nothing, for a call to write to.
     const fn empty(library: &'a Library) -> Self {
-        Self(Handle::NONE, library)
+        Self(ObjectHandle::NONE, library)
     }
 
     fn new(library: &'a Library, arrays: &[&Array]) -> Self {
-        let handles: Vec<Handle> = arrays.iter().map(|array| array.handle).collect();
+        let handles: Vec<ObjectHandle> = arrays.iter().map(|array| array.handle).collect();
         // SAFETY: live handles, which the vector copies.
         let handle =
             unsafe { (library.table().vector_array_new_data)(handles.as_ptr(), handles.len()) };
@@ -46,7 +46,7 @@ impl<'a> Vector<'a> {
     }
 }
 
-impl Drop for Vector<'_> {
+impl Drop for ArrayVector<'_> {
     fn drop(&mut self) {
         // SAFETY: a live handle or one of nothing, used nowhere else.
         unsafe { (self.1.table().vector_array_free)(self.0) };
@@ -54,7 +54,7 @@ impl Drop for Vector<'_> {
 }
 
 /// The arrays of a vector that stays another's.
-fn arrays(library: &Library, vector: Handle) -> Result<Arrays, Error> {
+fn arrays(library: &Library, vector: ObjectHandle) -> Result<Arrays, Error> {
     if vector.0.is_null() {
         return Err(failed("mlx_vector_array_new_data"));
     }
@@ -71,7 +71,7 @@ fn arrays(library: &Library, vector: Handle) -> Result<Arrays, Error> {
 }
 
 /// A function's handle, given back at the end.
-struct Closure<'a>(Handle, &'a Library);
+struct Closure<'a>(ObjectHandle, &'a Library);
 
 impl Drop for Closure<'_> {
     fn drop(&mut self) {
@@ -81,7 +81,7 @@ impl Drop for Closure<'_> {
 }
 
 /// Failure of a function inside of MLX.
-enum Failure {
+enum ClosureFailure {
     Error(Error),
     Panic(Box<dyn Any + Send>),
 }
@@ -89,7 +89,7 @@ enum Failure {
 /// A function and the failure of its last call.
 struct Payload<F> {
     library: Library,
-    failure: RefCell<Option<Failure>>,
+    failure: RefCell<Option<ClosureFailure>>,
     function: F,
 }
 
@@ -97,13 +97,13 @@ impl<F> Payload<F> {
     /// Answers a call from MLX; `call` has the inputs. 0 when it went well.
     fn answer(
         &self,
-        (out, input): (*mut Handle, Handle),
+        (out, input): (*mut ObjectHandle, ObjectHandle),
         call: impl FnOnce(&F, &[Array]) -> Result<Arrays, Error>,
     ) -> c_int {
         let run = || {
             let inputs = arrays(&self.library, input)?;
             let results = call(&self.function, &inputs)?;
-            let handles: Vec<Handle> = results.iter().map(|array| array.handle).collect();
+            let handles: Vec<ObjectHandle> = results.iter().map(|array| array.handle).collect();
             // SAFETY: live handles, which the vector copies; `out` is MLX's to be written to.
             done("mlx_vector_array_set_data", unsafe {
                 (self.library.table().vector_array_set_data)(out, handles.as_ptr(), handles.len())
@@ -111,8 +111,8 @@ impl<F> Payload<F> {
         };
         let failure = match catch_unwind(AssertUnwindSafe(run)) {
             Ok(Ok(())) => return 0,
-            Ok(Err(error)) => Failure::Error(error),
-            Err(panic) => Failure::Panic(panic),
+            Ok(Err(error)) => ClosureFailure::Error(error),
+            Err(panic) => ClosureFailure::Panic(panic),
         };
         *self.failure.borrow_mut() = Some(failure);
         1
@@ -122,18 +122,22 @@ impl<F> Payload<F> {
     fn outcome(&self, call: &'static str, code: c_int) -> Result<(), Error> {
         let told = done(call, code);
         match self.failure.take() {
-            Some(Failure::Panic(panic)) => resume_unwind(panic),
-            Some(Failure::Error(error)) => Err(error),
+            Some(ClosureFailure::Panic(panic)) => resume_unwind(panic),
+            Some(ClosureFailure::Error(error)) => Err(error),
             None => told,
         }
     }
 }
 
-type Borrowed<'a> = Payload<&'a dyn Fn(&[Array]) -> Result<Arrays, Error>>;
+type BorrowedPayload<'a> = Payload<&'a dyn Fn(&[Array]) -> Result<Arrays, Error>>;
 
-extern "C" fn call_borrowed(out: *mut Handle, input: Handle, payload: *mut c_void) -> c_int {
+extern "C" fn call_borrowed(
+    out: *mut ObjectHandle,
+    input: ObjectHandle,
+    payload: *mut c_void,
+) -> c_int {
     // SAFETY: `Stream::vjp` made it, and it lives until MLX's call is over.
-    let payload = unsafe { &*payload.cast::<Borrowed<'_>>() };
+    let payload = unsafe { &*payload.cast::<BorrowedPayload<'_>>() };
     payload.answer((out, input), |function, inputs| function(inputs))
 }
 
@@ -153,7 +157,7 @@ impl Stream {
         cotangents: &[&Array],
     ) -> Result<(Vec<Array>, Vec<Array>), Error> {
         let (library, table) = (&self.library, self.library.table());
-        let payload: Borrowed<'_> = Payload {
+        let payload: BorrowedPayload<'_> = Payload {
             library: library.clone(),
             failure: RefCell::new(None),
             function,
@@ -163,10 +167,11 @@ impl Stream {
         let handle = unsafe { (table.closure_new_func_payload)(call_borrowed, pointer, None) };
         let closure = Closure(handle, library);
         let (at, back) = (
-            Vector::new(library, primals),
-            Vector::new(library, cotangents),
+            ArrayVector::new(library, primals),
+            ArrayVector::new(library, cotangents),
         );
-        let (mut values, mut gradients) = (Vector::empty(library), Vector::empty(library));
+        let (mut values, mut gradients) =
+            (ArrayVector::empty(library), ArrayVector::empty(library));
         // SAFETY: live handles; results are written to handles of nothing.
         let code = unsafe {
             let (values, gradients) = (&raw mut values.0, &raw mut gradients.0);
@@ -188,10 +193,10 @@ impl Stream {
         F: Fn(&Stream, &[Array]) -> Result<Vec<Array>, Error> + 'static,
     {
         let (library, table) = (&self.library, self.library.table());
-        let function: Owned = Rc::new(Payload {
+        let function: OwnedPayload = Rc::new(Payload {
             library: library.clone(),
             failure: RefCell::new(None),
-            function: Noted {
+            function: RecordedFunction {
                 stream: Cell::new(std::ptr::null()),
                 function: Box::new(function),
             },
@@ -201,7 +206,7 @@ impl Stream {
         let handle =
             unsafe { (table.closure_new_func_payload)(call_owned, pointer, Some(drop_owned)) };
         let plain = Closure(handle, library);
-        let mut compiled = Handle::NONE;
+        let mut compiled = ObjectHandle::NONE;
         // SAFETY: a live handle; the result is written to a handle of nothing.
         let code = unsafe { (table.compile)(&raw mut compiled, plain.0, true) };
         done("mlx_compile", code)?;
@@ -214,17 +219,21 @@ impl Stream {
 }
 
 /// A function that is noted on the stream of the call under way.
-struct Noted {
+struct RecordedFunction {
     /// Null between calls.
     stream: Cell<*const Stream>,
-    function: Box<Function>,
+    function: Box<StreamFunction>,
 }
 
-type Owned = Rc<Payload<Noted>>;
+type OwnedPayload = Rc<Payload<RecordedFunction>>;
 
-extern "C" fn call_owned(out: *mut Handle, input: Handle, payload: *mut c_void) -> c_int {
+extern "C" fn call_owned(
+    out: *mut ObjectHandle,
+    input: ObjectHandle,
+    payload: *mut c_void,
+) -> c_int {
     // SAFETY: `Stream::compile` made it, and MLX drops it behind its last call.
-    let payload = unsafe { &*payload.cast_const().cast::<Payload<Noted>>() };
+    let payload = unsafe { &*payload.cast_const().cast::<Payload<RecordedFunction>>() };
     payload.answer((out, input), |noted, inputs| {
         // SAFETY: null, or the stream that `Compiled::apply` holds during this call.
         match unsafe { noted.stream.get().as_ref() } {
@@ -237,14 +246,14 @@ extern "C" fn call_owned(out: *mut Handle, input: Handle, payload: *mut c_void) 
 extern "C" fn drop_owned(payload: *mut c_void) {
     // SAFETY: `Stream::compile` made it of such a count, and MLX calls this once, on the thread of
     // the arrays, to which all calls belong.
-    drop(unsafe { Rc::from_raw(payload.cast_const().cast::<Payload<Noted>>()) });
+    drop(unsafe { Rc::from_raw(payload.cast_const().cast::<Payload<RecordedFunction>>()) });
 }
 
 /// A compiled function of arrays: see [`Stream::compile`].
 pub struct Compiled {
-    handle: Handle,
+    handle: ObjectHandle,
     library: Library,
-    function: Owned,
+    function: OwnedPayload,
 }
 
 impl fmt::Debug for Compiled {
@@ -260,7 +269,10 @@ impl Compiled {
     /// Errors of the function; [`Error::Call`].
     pub fn apply(&self, stream: &Stream, inputs: &[&Array]) -> Result<Vec<Array>, Error> {
         let (library, table) = (&self.library, self.library.table());
-        let (inputs, mut results) = (Vector::new(library, inputs), Vector::empty(library));
+        let (inputs, mut results) = (
+            ArrayVector::new(library, inputs),
+            ArrayVector::empty(library),
+        );
         self.function.function.stream.set(stream);
         // SAFETY: live handles; results are written to a handle of nothing.
         let code = unsafe { (table.closure_apply)(&raw mut results.0, self.handle, inputs.0) };

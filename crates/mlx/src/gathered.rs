@@ -1,7 +1,7 @@
 //! Orders, choices and products with chosen matrices of a stack: what mixtures of experts need.
 
 use crate::ops::{handle, int};
-use crate::table::Handle;
+use crate::table::ObjectHandle;
 use crate::{Array, Error, Quantised, Stream};
 
 // SAFETY of the blocks in this file: as in `ops.rs`.
@@ -52,7 +52,7 @@ impl Stream {
                 out,
                 x.handle,
                 stack.handle,
-                Handle::NONE,
+                ObjectHandle::NONE,
                 indices.handle,
                 sorted,
                 self.handle,
@@ -80,7 +80,7 @@ impl Stream {
                 stack.packed.handle,
                 stack.scales.handle,
                 handle(stack.biases.as_ref()),
-                Handle::NONE,
+                ObjectHandle::NONE,
                 indices.handle,
                 true,
                 int(stack.group),

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::places::LIBRARY_NAME;
-use crate::table::{Handle, Table, VERSION};
-use crate::{Device, Error, Places, Stream, end, whole};
+use crate::table::{ObjectHandle, Table, VERSION};
+use crate::{DeviceKind, Error, LibraryPaths, Stream, end, whole};
 
 /// Names of MLX itself, which `libmlxc` loads: where it lies beside, it is checked too.
 const BESIDE: [&str; 2] = ["libmlx.so", "libmlx.dylib"];
@@ -54,7 +54,7 @@ impl Library {
     /// - [`Error::NotFound`] with all places, where none has a library;
     /// - what [`load`](Self::load) says of the only library there is;
     /// - [`Error::NoneFits`] with what it says of each of several.
-    pub fn open(places: &Places) -> Result<Self, Error> {
+    pub fn open(places: &LibraryPaths) -> Result<Self, Error> {
         let mut refused = Vec::new();
         for path in places.found() {
             match Self::load(&path) {
@@ -126,16 +126,20 @@ impl Library {
     ///
     /// # Errors
     /// [`Error::Call`].
-    pub fn best_device(&self) -> Result<Device, Error> {
-        let gpu = self.has(Device::Gpu)?;
-        Ok(if gpu { Device::Gpu } else { Device::Cpu })
+    pub fn best_device(&self) -> Result<DeviceKind, Error> {
+        let gpu = self.has(DeviceKind::Gpu)?;
+        Ok(if gpu {
+            DeviceKind::Gpu
+        } else {
+            DeviceKind::Cpu
+        })
     }
 
     /// Whether there is a device of this kind.
     ///
     /// # Errors
     /// [`Error::Call`].
-    pub fn has(&self, device: Device) -> Result<bool, Error> {
+    pub fn has(&self, device: DeviceKind) -> Result<bool, Error> {
         let mut count = 0;
         // SAFETY: the number is written.
         let code = unsafe { (self.table.device_count)(&raw mut count, device.number()) };
@@ -147,8 +151,8 @@ impl Library {
     ///
     /// # Errors
     /// [`Error::Call`].
-    pub fn backend(&self, device: Device) -> Result<&'static str, Error> {
-        if device == Device::Cpu {
+    pub fn backend(&self, device: DeviceKind) -> Result<&'static str, Error> {
+        if device == DeviceKind::Cpu {
             return Ok("cpu");
         }
         let mut metal = false;
@@ -162,7 +166,7 @@ impl Library {
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::Call`].
-    pub fn stream(&self, device: Device) -> Result<Stream, Error> {
+    pub fn stream(&self, device: DeviceKind) -> Result<Stream, Error> {
         Stream::new(self, device)
     }
 }
@@ -181,11 +185,12 @@ fn version(library: &libloading::Library, path: &Path) -> Result<String, Error> 
             symbol,
         })
     }
-    let new: unsafe extern "C" fn() -> Handle = get(library, path, "mlx_string_new")?;
-    let data: unsafe extern "C" fn(Handle) -> *const c_char =
+    let new: unsafe extern "C" fn() -> ObjectHandle = get(library, path, "mlx_string_new")?;
+    let data: unsafe extern "C" fn(ObjectHandle) -> *const c_char =
         get(library, path, "mlx_string_data")?;
-    let free: unsafe extern "C" fn(Handle) -> c_int = get(library, path, "mlx_string_free")?;
-    let version: unsafe extern "C" fn(*mut Handle) -> c_int = get(library, path, "mlx_version")?;
+    let free: unsafe extern "C" fn(ObjectHandle) -> c_int = get(library, path, "mlx_string_free")?;
+    let version: unsafe extern "C" fn(*mut ObjectHandle) -> c_int =
+        get(library, path, "mlx_version")?;
     // SAFETY: the string is made, written, read and given back.
     unsafe {
         let mut string = new();

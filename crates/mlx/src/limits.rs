@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::{Array, Device, Dtype, Error, Library, Stream};
+use crate::{Array, DeviceKind, Dtype, Error, Library, Stream};
 
 /// Loops that are timed after one that is not. The best counts: whatever else happens on a machine
 /// only takes time.
@@ -13,7 +13,7 @@ const ROUNDS: usize = 3;
 ///
 /// # Errors
 /// [`Error::NoDevice`], [`Error::Call`], [`Error::Thread`].
-pub fn read_rate(library: &Library, device: Device, bytes: usize) -> Result<f64, Error> {
+pub fn read_rate(library: &Library, device: DeviceKind, bytes: usize) -> Result<f64, Error> {
     // Streams belong to the thread that made them, and this is no thread's own stream.
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("mlx-limit".to_owned());

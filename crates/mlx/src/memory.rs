@@ -5,11 +5,11 @@ use std::ffi::c_int;
 use paceline_base::Bytes;
 
 use crate::library::done;
-use crate::{Device, Error, Library, Stream};
+use crate::{DeviceKind, Error, Library, Stream};
 
 /// Limits on MLX's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct MemoryLimits {
     /// All arrays together; MLX frees what it keeps, then waits, before it takes more.
     pub memory: Bytes,
     /// Memory that is kept for reuse after arrays were freed.
@@ -46,8 +46,8 @@ impl Stream {
     /// [`Error::Call`].
     pub fn available(&self) -> Result<Bytes, Error> {
         let known = match self.device() {
-            Device::Gpu => self.fact(&KEYS),
-            Device::Cpu => None,
+            DeviceKind::Gpu => self.fact(&KEYS),
+            DeviceKind::Cpu => None,
         };
         match known {
             Some(bytes) => Ok(Bytes(bytes)),
@@ -86,7 +86,7 @@ impl Library {
     ///
     /// # Errors
     /// [`Error::Call`], when more is to be wired than Metal allows.
-    pub fn limit(&self, limits: Limits) -> Result<(), Error> {
+    pub fn limit(&self, limits: MemoryLimits) -> Result<(), Error> {
         let (table, mut before) = (self.table(), 0);
         let size = |bytes: Bytes| usize::try_from(bytes.0).unwrap_or(usize::MAX);
         // SAFETY: the number before is written.

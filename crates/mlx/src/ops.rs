@@ -4,7 +4,7 @@
 use std::ffi::{CStr, c_int};
 
 use crate::library::failed;
-use crate::table::{Handle, OptionalDtype, OptionalFloat, OptionalInt};
+use crate::table::{ObjectHandle, OptionalDtype, OptionalFloat, OptionalInt};
 use crate::{Array, Dtype, Error, Stream};
 
 /// How quantised weights are stored.
@@ -73,8 +73,8 @@ pub(crate) const fn int(value: i32) -> OptionalInt {
     }
 }
 
-pub(crate) fn handle(array: Option<&Array>) -> Handle {
-    array.map_or(Handle::NONE, |array| array.handle)
+pub(crate) fn handle(array: Option<&Array>) -> ObjectHandle {
+    array.map_or(ObjectHandle::NONE, |array| array.handle)
 }
 
 // SAFETY of the blocks in this file: handles are live for as long as the arrays, lists are as
@@ -83,7 +83,7 @@ impl Stream {
     pub(crate) fn op(
         &self,
         name: &'static str,
-        call: impl FnOnce(*mut Handle) -> c_int,
+        call: impl FnOnce(*mut ObjectHandle) -> c_int,
     ) -> Result<Array, Error> {
         Array::made_by(&self.library, name, call)
     }
@@ -179,7 +179,7 @@ impl Stream {
     /// As [`add`](Self::add).
     pub fn concatenate(&self, arrays: &[&Array], axis: i32) -> Result<Array, Error> {
         let table = self.library.table();
-        let handles: Vec<Handle> = arrays.iter().map(|array| array.handle).collect();
+        let handles: Vec<ObjectHandle> = arrays.iter().map(|array| array.handle).collect();
         // SAFETY: see above; the vector copies the handles.
         self.op("mlx_concatenate_axis", |out| unsafe {
             let vector = (table.vector_array_new_data)(handles.as_ptr(), handles.len());
@@ -264,7 +264,7 @@ impl Stream {
                 int(w.group),
                 int(w.bits),
                 w.mode.name().as_ptr(),
-                Handle::NONE,
+                ObjectHandle::NONE,
                 wanted,
                 self.handle,
             )
@@ -469,9 +469,9 @@ impl Stream {
     #[doc(hidden)]
     pub fn refused(&self) -> Error {
         let f = self.library.table().sigmoid;
-        let mut out = Handle::NONE;
+        let mut out = ObjectHandle::NONE;
         // SAFETY: a null handle is what MLX checks for.
-        let code = unsafe { f(&raw mut out, Handle::NONE, self.handle) };
+        let code = unsafe { f(&raw mut out, ObjectHandle::NONE, self.handle) };
         assert_ne!(code, 0, "mlx takes a handle of nothing");
         failed("mlx_sigmoid")
     }

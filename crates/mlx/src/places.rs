@@ -19,7 +19,7 @@ const HOMEBREW: [&str; 3] = [
 /// Places to look in, in this order: [`explicit`](Self::explicit) and then no other, beside the
 /// program, the installed one, Homebrew's.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Places {
+pub struct LibraryPaths {
     /// The library itself, or the folder it is in.
     pub explicit: Option<PathBuf>,
     /// The folder of the program.
@@ -28,7 +28,7 @@ pub struct Places {
     pub installed: Option<PathBuf>,
 }
 
-impl Places {
+impl LibraryPaths {
     /// Files to look for, best first.
     pub fn candidates(&self) -> Vec<PathBuf> {
         if let Some(path) = &self.explicit {
@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn an_explicit_path_is_the_only_one() {
-        let places = Places {
+        let places = LibraryPaths {
             explicit: Some("/some/where/libmlxc.so".into()),
             beside: Some("/bin".into()),
             installed: Some("/home".into()),
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn beside_comes_before_installed_before_homebrew() {
-        let places = Places {
+        let places = LibraryPaths {
             explicit: None,
             beside: Some("/opt/paceline".into()),
             installed: Some("/home/mlx/libmlxc".into()),
@@ -96,9 +96,9 @@ mod tests {
     #[test]
     fn an_explicit_folder_holds_the_library() {
         let folder = tempfile::tempdir().unwrap();
-        let places = Places {
+        let places = LibraryPaths {
             explicit: Some(folder.path().into()),
-            ..Places::default()
+            ..LibraryPaths::default()
         };
         assert_eq!(places.candidates(), [folder.path().join(LIBRARY_NAME)]);
         assert!(places.found().is_empty());

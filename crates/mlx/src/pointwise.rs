@@ -3,14 +3,15 @@
 
 use std::ffi::c_int;
 
-use crate::table::{Handle, OptionalDtype};
+use crate::table::{ObjectHandle, OptionalDtype};
 use crate::{Array, Error, Stream};
 
 /// A function of one array.
-type Unary = unsafe extern "C" fn(*mut Handle, Handle, Handle) -> c_int;
+type Unary = unsafe extern "C" fn(*mut ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
 
 /// A function of two arrays.
-type Binary = unsafe extern "C" fn(*mut Handle, Handle, Handle, Handle) -> c_int;
+type Binary =
+    unsafe extern "C" fn(*mut ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
 
 // SAFETY of the blocks in this file: as in `ops.rs`.
 impl Stream {

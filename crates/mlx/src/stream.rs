@@ -4,18 +4,18 @@ use std::ffi::{CString, c_int};
 use std::fmt;
 
 use crate::library::{done, failed};
-use crate::table::Handle;
+use crate::table::ObjectHandle;
 use crate::{Array, Error, Library};
 
 /// Where MLX computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Device {
+pub enum DeviceKind {
     Cpu,
     /// The GPU: Metal or CUDA.
     Gpu,
 }
 
-impl Device {
+impl DeviceKind {
     /// `mlx_device_type`
     pub(crate) const fn number(self) -> c_int {
         match self {
@@ -32,7 +32,7 @@ impl Device {
     }
 }
 
-impl fmt::Display for Device {
+impl fmt::Display for DeviceKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -42,8 +42,8 @@ impl fmt::Display for Device {
 /// they only note what is to be computed, until [`eval`](Self::eval).
 pub struct Stream {
     pub(crate) library: Library,
-    pub(crate) handle: Handle,
-    device: Device,
+    pub(crate) handle: ObjectHandle,
+    device: DeviceKind,
 }
 
 impl fmt::Debug for Stream {
@@ -53,10 +53,10 @@ impl fmt::Debug for Stream {
 }
 
 /// A device's handle, given back at the end.
-struct DeviceHandle<'a>(Handle, &'a Library);
+struct DeviceHandle<'a>(ObjectHandle, &'a Library);
 
 impl<'a> DeviceHandle<'a> {
-    fn new(library: &'a Library, device: Device) -> Self {
+    fn new(library: &'a Library, device: DeviceKind) -> Self {
         // SAFETY: any number of device is taken.
         let handle = unsafe { (library.table().device_new_type)(device.number(), 0) };
         Self(handle, library)
@@ -71,7 +71,7 @@ impl Drop for DeviceHandle<'_> {
 }
 
 impl Stream {
-    pub(crate) fn new(library: &Library, device: Device) -> Result<Self, Error> {
+    pub(crate) fn new(library: &Library, device: DeviceKind) -> Result<Self, Error> {
         if !library.has(device)? {
             let device = device.name();
             return Err(Error::NoDevice { device });
@@ -99,7 +99,7 @@ impl Stream {
         &self.library
     }
 
-    pub const fn device(&self) -> Device {
+    pub const fn device(&self) -> DeviceKind {
         self.device
     }
 
@@ -168,7 +168,7 @@ impl Stream {
     /// # Errors
     /// [`Error::Call`], for what MLX finds out only now, such as memory that cannot be had.
     pub fn eval<'a>(&self, arrays: impl IntoIterator<Item = &'a Array>) -> Result<(), Error> {
-        let handles: Vec<Handle> = arrays.into_iter().map(|array| array.handle).collect();
+        let handles: Vec<ObjectHandle> = arrays.into_iter().map(|array| array.handle).collect();
         let table = self.library.table();
         // SAFETY: live handles; the vector copies them.
         let code = unsafe {

@@ -19,9 +19,9 @@ pub const VERSION: &str = "0.32";
 /// `mlx_closure`, `mlx_device_info` alike. Null is a handle of nothing.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Handle(pub(crate) *mut c_void);
+pub(crate) struct ObjectHandle(pub(crate) *mut c_void);
 
-impl Handle {
+impl ObjectHandle {
     pub(crate) const NONE: Self = Self(std::ptr::null_mut());
 }
 
@@ -56,9 +56,10 @@ pub(crate) type ErrorHandler = extern "C" fn(*const c_char, *mut c_void);
 pub(crate) type Destructor = extern "C" fn(*mut c_void);
 
 /// A function of arrays, for MLX to call: its results, its inputs, its payload.
-pub(crate) type Function = extern "C" fn(*mut Handle, Handle, *mut c_void) -> c_int;
+pub(crate) type ClosureFunction =
+    extern "C" fn(*mut ObjectHandle, ObjectHandle, *mut c_void) -> c_int;
 
-type Out = *mut Handle;
+type Out = *mut ObjectHandle;
 type Ints = *const c_int;
 
 /// Declares the table: every function with its types, all looked up by `look_up`.
@@ -96,24 +97,24 @@ table! {
     set_error_handler: fn(ErrorHandler, *mut c_void, Option<Destructor>);
 
     // device.h, metal.h
-    device_new_type: fn(c_int, c_int) -> Handle;
-    device_free: fn(Handle) -> c_int;
-    set_default_device: fn(Handle) -> c_int;
+    device_new_type: fn(c_int, c_int) -> ObjectHandle;
+    device_free: fn(ObjectHandle) -> c_int;
+    set_default_device: fn(ObjectHandle) -> c_int;
     device_count: fn(*mut c_int, c_int) -> c_int;
-    device_info_new: fn() -> Handle;
-    device_info_get: fn(Out, Handle) -> c_int;
-    device_info_free: fn(Handle) -> c_int;
-    device_info_has_key: fn(*mut bool, Handle, *const c_char) -> c_int;
-    device_info_is_string: fn(*mut bool, Handle, *const c_char) -> c_int;
-    device_info_get_string: fn(*mut *const c_char, Handle, *const c_char) -> c_int;
-    device_info_get_size: fn(*mut usize, Handle, *const c_char) -> c_int;
+    device_info_new: fn() -> ObjectHandle;
+    device_info_get: fn(Out, ObjectHandle) -> c_int;
+    device_info_free: fn(ObjectHandle) -> c_int;
+    device_info_has_key: fn(*mut bool, ObjectHandle, *const c_char) -> c_int;
+    device_info_is_string: fn(*mut bool, ObjectHandle, *const c_char) -> c_int;
+    device_info_get_string: fn(*mut *const c_char, ObjectHandle, *const c_char) -> c_int;
+    device_info_get_size: fn(*mut usize, ObjectHandle, *const c_char) -> c_int;
     metal_is_available: fn(*mut bool) -> c_int;
 
     // stream.h
-    stream_new_device: fn(Handle) -> Handle;
-    stream_free: fn(Handle) -> c_int;
-    set_default_stream: fn(Handle) -> c_int;
-    synchronize: fn(Handle) -> c_int;
+    stream_new_device: fn(ObjectHandle) -> ObjectHandle;
+    stream_free: fn(ObjectHandle) -> c_int;
+    set_default_stream: fn(ObjectHandle) -> c_int;
+    synchronize: fn(ObjectHandle) -> c_int;
 
     // memory.h
     clear_cache: fn() -> c_int;
@@ -126,83 +127,83 @@ table! {
     set_wired_limit: fn(*mut usize, usize) -> c_int;
 
     // array.h, vector.h, transforms.h
-    array_new: fn() -> Handle;
-    array_free: fn(Handle) -> c_int;
-    array_set: fn(Out, Handle) -> c_int;
-    array_new_float32: fn(f32) -> Handle;
-    array_new_data: fn(*const c_void, Ints, c_int, c_int) -> Handle;
+    array_new: fn() -> ObjectHandle;
+    array_free: fn(ObjectHandle) -> c_int;
+    array_set: fn(Out, ObjectHandle) -> c_int;
+    array_new_float32: fn(f32) -> ObjectHandle;
+    array_new_data: fn(*const c_void, Ints, c_int, c_int) -> ObjectHandle;
     array_new_data_managed_payload:
-        fn(*mut c_void, Ints, c_int, c_int, *mut c_void, Destructor) -> Handle;
-    array_ndim: fn(Handle) -> usize;
-    array_shape: fn(Handle) -> Ints;
-    array_strides: fn(Handle) -> *const usize;
-    array_dtype: fn(Handle) -> c_int;
-    array_nbytes: fn(Handle) -> usize;
-    array_data_uint8: fn(Handle) -> *const u8;
-    vector_array_new_data: fn(*const Handle, usize) -> Handle;
-    vector_array_free: fn(Handle) -> c_int;
-    vector_array_get: fn(Out, Handle, usize) -> c_int;
-    vector_array_set_data: fn(Out, *const Handle, usize) -> c_int;
-    vector_array_size: fn(Handle) -> usize;
-    eval: fn(Handle) -> c_int;
-    vjp: fn(Out, Out, Handle, Handle, Handle) -> c_int;
+        fn(*mut c_void, Ints, c_int, c_int, *mut c_void, Destructor) -> ObjectHandle;
+    array_ndim: fn(ObjectHandle) -> usize;
+    array_shape: fn(ObjectHandle) -> Ints;
+    array_strides: fn(ObjectHandle) -> *const usize;
+    array_dtype: fn(ObjectHandle) -> c_int;
+    array_nbytes: fn(ObjectHandle) -> usize;
+    array_data_uint8: fn(ObjectHandle) -> *const u8;
+    vector_array_new_data: fn(*const ObjectHandle, usize) -> ObjectHandle;
+    vector_array_free: fn(ObjectHandle) -> c_int;
+    vector_array_get: fn(Out, ObjectHandle, usize) -> c_int;
+    vector_array_set_data: fn(Out, *const ObjectHandle, usize) -> c_int;
+    vector_array_size: fn(ObjectHandle) -> usize;
+    eval: fn(ObjectHandle) -> c_int;
+    vjp: fn(Out, Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
 
     // closure.h, compile.h
-    closure_apply: fn(Out, Handle, Handle) -> c_int;
-    closure_free: fn(Handle) -> c_int;
-    closure_new_func_payload: fn(Function, *mut c_void, Option<Destructor>) -> Handle;
-    compile: fn(Out, Handle, bool) -> c_int;
+    closure_apply: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
+    closure_free: fn(ObjectHandle) -> c_int;
+    closure_new_func_payload: fn(ClosureFunction, *mut c_void, Option<Destructor>) -> ObjectHandle;
+    compile: fn(Out, ObjectHandle, bool) -> c_int;
 
     // ops.h
-    add: fn(Out, Handle, Handle, Handle) -> c_int;
-    argsort_axis: fn(Out, Handle, c_int, Handle) -> c_int;
-    astype: fn(Out, Handle, c_int, Handle) -> c_int;
-    concatenate_axis: fn(Out, Handle, c_int, Handle) -> c_int;
-    contiguous: fn(Out, Handle, bool, Handle) -> c_int;
-    cumsum_axis: fn(Out, Handle, c_int, bool, bool, OptionalDtype, Handle) -> c_int;
+    add: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    argsort_axis: fn(Out, ObjectHandle, c_int, ObjectHandle) -> c_int;
+    astype: fn(Out, ObjectHandle, c_int, ObjectHandle) -> c_int;
+    concatenate_axis: fn(Out, ObjectHandle, c_int, ObjectHandle) -> c_int;
+    contiguous: fn(Out, ObjectHandle, bool, ObjectHandle) -> c_int;
+    cumsum_axis: fn(Out, ObjectHandle, c_int, bool, bool, OptionalDtype, ObjectHandle) -> c_int;
     dequantize: fn(
-        Out, Handle, Handle, Handle, OptionalInt, OptionalInt, *const c_char, Handle,
-        OptionalDtype, Handle
+        Out, ObjectHandle, ObjectHandle, ObjectHandle, OptionalInt, OptionalInt, *const c_char, ObjectHandle,
+        OptionalDtype, ObjectHandle
     ) -> c_int;
-    divide: fn(Out, Handle, Handle, Handle) -> c_int;
-    exp: fn(Out, Handle, Handle) -> c_int;
-    gather_mm: fn(Out, Handle, Handle, Handle, Handle, bool, Handle) -> c_int;
+    divide: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    exp: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
+    gather_mm: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, ObjectHandle) -> c_int;
     gather_qmm: fn(
-        Out, Handle, Handle, Handle, Handle, Handle, Handle, bool, OptionalInt, OptionalInt,
-        *const c_char, bool, Handle
+        Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, OptionalInt, OptionalInt,
+        *const c_char, bool, ObjectHandle
     ) -> c_int;
-    less: fn(Out, Handle, Handle, Handle) -> c_int;
-    logaddexp: fn(Out, Handle, Handle, Handle) -> c_int;
-    logsumexp_axis: fn(Out, Handle, c_int, bool, Handle) -> c_int;
-    matmul: fn(Out, Handle, Handle, Handle) -> c_int;
-    maximum: fn(Out, Handle, Handle, Handle) -> c_int;
-    minimum: fn(Out, Handle, Handle, Handle) -> c_int;
-    multiply: fn(Out, Handle, Handle, Handle) -> c_int;
-    power: fn(Out, Handle, Handle, Handle) -> c_int;
+    less: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    logaddexp: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    logsumexp_axis: fn(Out, ObjectHandle, c_int, bool, ObjectHandle) -> c_int;
+    matmul: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    maximum: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    minimum: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    multiply: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    power: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     quantized_matmul: fn(
-        Out, Handle, Handle, Handle, Handle, bool, OptionalInt, OptionalInt, *const c_char, Handle
+        Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, OptionalInt, OptionalInt, *const c_char, ObjectHandle
     ) -> c_int;
-    reshape: fn(Out, Handle, Ints, usize, Handle) -> c_int;
-    rsqrt: fn(Out, Handle, Handle) -> c_int;
-    sigmoid: fn(Out, Handle, Handle) -> c_int;
-    slice: fn(Out, Handle, Ints, usize, Ints, usize, Ints, usize, Handle) -> c_int;
+    reshape: fn(Out, ObjectHandle, Ints, usize, ObjectHandle) -> c_int;
+    rsqrt: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
+    sigmoid: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
+    slice: fn(Out, ObjectHandle, Ints, usize, Ints, usize, Ints, usize, ObjectHandle) -> c_int;
     slice_update:
-        fn(Out, Handle, Handle, Ints, usize, Ints, usize, Ints, usize, Handle) -> c_int;
-    softmax_axis: fn(Out, Handle, c_int, bool, Handle) -> c_int;
-    subtract: fn(Out, Handle, Handle, Handle) -> c_int;
-    sum: fn(Out, Handle, bool, Handle) -> c_int;
-    sum_axis: fn(Out, Handle, c_int, bool, Handle) -> c_int;
-    take_along_axis: fn(Out, Handle, Handle, c_int, Handle) -> c_int;
-    take_axis: fn(Out, Handle, Handle, c_int, Handle) -> c_int;
-    tanh: fn(Out, Handle, Handle) -> c_int;
-    transpose_axes: fn(Out, Handle, Ints, usize, Handle) -> c_int;
-    zeros: fn(Out, Ints, usize, c_int, Handle) -> c_int;
+        fn(Out, ObjectHandle, ObjectHandle, Ints, usize, Ints, usize, Ints, usize, ObjectHandle) -> c_int;
+    softmax_axis: fn(Out, ObjectHandle, c_int, bool, ObjectHandle) -> c_int;
+    subtract: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    sum: fn(Out, ObjectHandle, bool, ObjectHandle) -> c_int;
+    sum_axis: fn(Out, ObjectHandle, c_int, bool, ObjectHandle) -> c_int;
+    take_along_axis: fn(Out, ObjectHandle, ObjectHandle, c_int, ObjectHandle) -> c_int;
+    take_axis: fn(Out, ObjectHandle, ObjectHandle, c_int, ObjectHandle) -> c_int;
+    tanh: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
+    transpose_axes: fn(Out, ObjectHandle, Ints, usize, ObjectHandle) -> c_int;
+    zeros: fn(Out, Ints, usize, c_int, ObjectHandle) -> c_int;
 
     // fast.h
-    fast_rms_norm: fn(Out, Handle, Handle, f32, Handle) -> c_int;
+    fast_rms_norm: fn(Out, ObjectHandle, ObjectHandle, f32, ObjectHandle) -> c_int;
     fast_rope:
-        fn(Out, Handle, c_int, bool, OptionalFloat, f32, c_int, Handle, Handle) -> c_int;
+        fn(Out, ObjectHandle, c_int, bool, OptionalFloat, f32, c_int, ObjectHandle, ObjectHandle) -> c_int;
     fast_scaled_dot_product_attention: fn(
-        Out, Handle, Handle, Handle, f32, *const c_char, Handle, Handle, bool, Handle
+        Out, ObjectHandle, ObjectHandle, ObjectHandle, f32, *const c_char, ObjectHandle, ObjectHandle, bool, ObjectHandle
     ) -> c_int;
 }

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Sender, channel};
 
 use paceline_mlx::{
-    Array, Device, Dtype, Error, LIBRARY_NAME, Library, Mask, Places, Quantised, QuantisedMode,
-    Stream,
+    Array, DeviceKind, Dtype, Error, LIBRARY_NAME, Library, LibraryPaths, Mask, Quantised,
+    QuantisedMode, Stream,
 };
 
 /// A stream of the library that `PACELINE_MLXC` names, or a line that says why a test is
@@ -26,7 +26,7 @@ fn path(test: &str) -> Option<PathBuf> {
 
 fn stream(test: &str) -> Option<Stream> {
     let library = Library::load(&path(test)?).unwrap();
-    Some(library.stream(Device::Cpu).unwrap())
+    Some(library.stream(DeviceKind::Cpu).unwrap())
 }
 
 fn values(stream: &Stream, array: &Array) -> Vec<f32> {
@@ -38,9 +38,9 @@ fn values(stream: &Stream, array: &Array) -> Vec<f32> {
 #[test]
 fn a_library_that_is_nowhere_is_named_with_all_places() {
     let folder = tempfile::tempdir().unwrap();
-    let places = Places {
+    let places = LibraryPaths {
         explicit: Some(folder.path().join("none.so")),
-        ..Places::default()
+        ..LibraryPaths::default()
     };
     let error = Library::open(&places).unwrap_err();
     assert!(matches!(&error, Error::NotFound { looked, .. } if looked.len() == 1));
@@ -127,7 +127,7 @@ fn a_library_that_does_not_fit_is_passed_over() {
         return eprintln!("SKIPPED mlx that does not fit is passed over: no rustc");
     };
     let hollow = fake(installed.path(), "right_version").unwrap();
-    let mut places = Places {
+    let mut places = LibraryPaths {
         explicit: None,
         beside: Some(beside.path().into()),
         installed: Some(hollow.clone()),
@@ -247,15 +247,15 @@ fn errors_are_returned_and_do_not_end_the_process() {
 }
 
 /// A part of some bytes, and a channel that hears when it is dropped.
-struct Owner(Vec<u8>, Range<usize>, Sender<()>);
+struct TrackedBytes(Vec<u8>, Range<usize>, Sender<()>);
 
-impl AsRef<[u8]> for Owner {
+impl AsRef<[u8]> for TrackedBytes {
     fn as_ref(&self) -> &[u8] {
         &self.0[self.1.clone()]
     }
 }
 
-impl Drop for Owner {
+impl Drop for TrackedBytes {
     fn drop(&mut self) {
         self.2.send(()).unwrap();
     }
@@ -282,7 +282,7 @@ fn memory_is_given_to_a_device_by_whole_pages_alone() {
     };
     let stream = Library::load(&library)
         .unwrap()
-        .stream(Device::Cpu)
+        .stream(DeviceKind::Cpu)
         .unwrap();
     const PAGES: usize = 64 << 10; // whole ones of every system
     for (start, n, taken) in [(0, PAGES, true), (64, PAGES, false), (0, PAGES - 1, false)] {
@@ -290,7 +290,7 @@ fn memory_is_given_to_a_device_by_whole_pages_alone() {
         let start = bytes.as_ptr().align_offset(PAGES) + start;
         let expected = bytes[start..start + n].to_vec();
         let (sender, receiver) = channel();
-        let owner = Owner(bytes, start..start + n, sender);
+        let owner = TrackedBytes(bytes, start..start + n, sender);
         let x = stream.array_owned(owner, &[n as i32], Dtype::U8).unwrap();
         assert_eq!(x.as_bytes().unwrap(), expected);
         drop(x);
@@ -309,7 +309,7 @@ fn memory_that_was_given_is_dropped_once() {
         .flat_map(|x| x.to_le_bytes())
         .collect();
     let x = stream
-        .array_owned(Owner(bytes, 0..8, sender), &[2], Dtype::F32)
+        .array_owned(TrackedBytes(bytes, 0..8, sender), &[2], Dtype::F32)
         .unwrap();
     let copy = x.clone();
     assert_eq!(values(&stream, &copy), [1.5, -2.0]);
@@ -439,7 +439,7 @@ fn memory_of_any_type_is_the_arrays_own() {
     let sum = stream.sum(&x).unwrap();
     assert_eq!(values(&stream, &sum), [4.0]);
     assert!(stream.shares_memory().unwrap());
-    let rate = paceline_mlx::read_rate(stream.library(), Device::Cpu, 1 << 20).unwrap();
+    let rate = paceline_mlx::read_rate(stream.library(), DeviceKind::Cpu, 1 << 20).unwrap();
     assert!(rate.is_finite() && rate > 0.0, "{rate}");
 }
 

@@ -22,9 +22,9 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, median};
 use paceline_comm::tcp::{Config as Tcp, GroupId, GroupKey, KEY_BYTES, Listener, Protection};
-use paceline_comm::{Deadline, Group, Seat, Strict, init};
+use paceline_comm::{Deadline, Group, JoinParams, Strict, init};
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Config, Links, LoadOptions, Logits, Model, Source, Split,
+    Batch, BatchSequence, BatchSize, Config, Links, LoadOptions, Logits, Model, ModelSource, Split,
     Workspace,
 };
 use paceline_tensor::{Kernels, PAGE};
@@ -35,9 +35,9 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// Rows of the warm-up step.
 const WARM_ROWS: usize = 64;
 
-type Outcome<T> = Result<T, Box<dyn Error>>;
+type BenchResult<T> = Result<T, Box<dyn Error>>;
 
-fn main() -> Outcome<()> {
+fn main() -> BenchResult<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     // Cargo adds an argument of its own.
@@ -80,7 +80,7 @@ fn soon() -> Deadline {
 }
 
 /// Joins the other ranks. The key and the group's name are public constants.
-fn meet(addrs: &str, backend: &str, protection: &str, rank: u32) -> Outcome<Box<dyn Group>> {
+fn meet(addrs: &str, backend: &str, protection: &str, rank: u32) -> BenchResult<Box<dyn Group>> {
     let addrs = addrs.split(',').map(str::parse);
     let addrs = addrs.collect::<Result<Vec<SocketAddr>, _>>()?;
     let config = Tcp {
@@ -90,7 +90,7 @@ fn meet(addrs: &str, backend: &str, protection: &str, rank: u32) -> Outcome<Box<
         },
         ..Tcp::default()
     };
-    let seat = Seat {
+    let seat = JoinParams {
         listener: Listener::bind(addrs[rank as usize])?,
         rank: Rank(rank),
         addrs: &addrs,
@@ -101,7 +101,7 @@ fn meet(addrs: &str, backend: &str, protection: &str, rank: u32) -> Outcome<Box<
 }
 
 /// New groups for each measurement, so that no link is warm from an earlier one.
-fn links(world: &dyn Group, model: &Model) -> Outcome<Links> {
+fn links(world: &dyn Group, model: &Model) -> BenchResult<Links> {
     let own = |stage| world.split(stage, world.rank().0, soon());
     Ok(Links::new(
         own(0)?,
@@ -110,8 +110,8 @@ fn links(world: &dyn Group, model: &Model) -> Outcome<Links> {
     ))
 }
 
-fn load(path: &Path, split: &str, world: &dyn Group) -> Outcome<Model> {
-    let source = Source::open(path)?;
+fn load(path: &Path, split: &str, world: &dyn Group) -> BenchResult<Model> {
+    let source = ModelSource::open(path)?;
     let config = Config::read(&source)?;
     let split = Split::plan(&config, split.parse()?, world.size(), &[])?;
     let (kernels, options) = (Arc::new(Kernels::new(1)?), LoadOptions::default());
@@ -120,13 +120,13 @@ fn load(path: &Path, split: &str, world: &dyn Group) -> Outcome<Model> {
 }
 
 /// Tokens per second of a prompt of `rows`, in one step.
-fn speed(model: &Model, rows: usize) -> Outcome<f64> {
+fn speed(model: &Model, rows: usize) -> BenchResult<f64> {
     let positions = rows.next_multiple_of(PAGE);
     let mut ws = Workspace::new(model, BatchSize::single(rows, positions));
     let mut cache = model.whole_cache(positions)?;
     let pages: Vec<u32> = (0..).take(positions / PAGE).collect();
     let tokens: Vec<u32> = (0..).take(rows).map(|t| 3 + 7 * t % 1000).collect();
-    let mut step = |rows| -> Outcome<f64> {
+    let mut step = |rows| -> BenchResult<f64> {
         let start = Instant::now();
         if model.shard().leads() {
             let sequences = &[BatchSequence {

@@ -23,17 +23,17 @@ use paceline_base::Bytes;
 use paceline_tensor::RopePairs;
 
 use crate::split::Shard;
-use crate::{Config, Error, LayerCache, LayerShape, Part, Source};
+use crate::{Config, Error, LayerCache, LayerRole, LayerShape, ModelSource};
 
 /// Matrices of a layer that an adapter may change.
-const PARTS: [Part; 7] = [
-    Part::Query,
-    Part::Key,
-    Part::Value,
-    Part::AttentionOutput,
-    Part::Gate,
-    Part::Up,
-    Part::Down,
+const PARTS: [LayerRole; 7] = [
+    LayerRole::Query,
+    LayerRole::Key,
+    LayerRole::Value,
+    LayerRole::AttentionOutput,
+    LayerRole::Gate,
+    LayerRole::Up,
+    LayerRole::Down,
 ];
 
 /// Maximum adapters of a model. A plan has one word for the adapter of each sequence, and every
@@ -67,7 +67,7 @@ pub struct AdapterPair {
     /// Layer of the matrix.
     pub layer: usize,
     /// Which matrix of the layer.
-    pub part: Part,
+    pub part: LayerRole,
     /// Inner dimension.
     pub rank: usize,
     /// `(rank, in)`
@@ -78,7 +78,7 @@ pub struct AdapterPair {
 
 /// A rank's part of a pair, transposed so that kernels read consecutive lanes.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct AdapterShard {
     pub(crate) rank: usize,
     pub(crate) scale: f32,
     /// `(in, rank)`: this rank's inputs.
@@ -87,7 +87,7 @@ pub(crate) struct Held {
     pub(crate) b: Vec<f32>,
 }
 
-impl Held {
+impl AdapterShard {
     /// Length of this rank's part of the output.
     pub(crate) const fn outputs(&self) -> usize {
         self.b.len() / self.rank
@@ -95,7 +95,7 @@ impl Held {
 }
 
 /// A rank's adapter parts for one layer, in the order of [`PARTS`].
-type OfLayer = [Option<Held>; PARTS.len()];
+type LayerAdapters = [Option<AdapterShard>; PARTS.len()];
 
 /// A rank's parts of all adapters.
 #[derive(Debug, Default)]
@@ -103,7 +103,7 @@ pub(crate) struct Adapters {
     ids: Vec<AdapterId>,
     first_layer: usize,
     /// By adapter, then by layer of this rank.
-    each: Vec<Vec<OfLayer>>,
+    each: Vec<Vec<LayerAdapters>>,
 }
 
 impl Adapters {
@@ -112,7 +112,7 @@ impl Adapters {
     /// # Errors
     /// [`Error::Adapter`] for one that does not fit the model, [`Error::Adapters`] for too many.
     pub(crate) fn new(
-        source: &Source,
+        source: &ModelSource,
         config: &Config,
         shard: &Shard,
         adapters: &[Adapter],
@@ -122,11 +122,14 @@ impl Adapters {
             return Err(Error::Adapters { got, most });
         }
         // GGUF files store the rows of heads in rotation order.
-        let turned = matches!(source, Source::Gguf(_));
+        let turned = matches!(source, ModelSource::Gguf(_));
         let of = |adapter: &Adapter| {
             adapter.check(config)?;
-            let mut layers: Vec<OfLayer> =
-                shard.layers.clone().map(|_| OfLayer::default()).collect();
+            let mut layers: Vec<LayerAdapters> = shard
+                .layers
+                .clone()
+                .map(|_| LayerAdapters::default())
+                .collect();
             let own = |pair: &&AdapterPair| shard.layers.contains(&pair.layer);
             for pair in adapter.pairs.iter().filter(own) {
                 let held = pair.held(adapter.scale, (config, shard), turned);
@@ -147,13 +150,17 @@ impl Adapters {
     }
 
     /// This rank's part of the pair for one matrix; `adapter` counts from 0.
-    pub(crate) fn held(&self, adapter: usize, (layer, part): (usize, Part)) -> Option<&Held> {
+    pub(crate) fn held(
+        &self,
+        adapter: usize,
+        (layer, part): (usize, LayerRole),
+    ) -> Option<&AdapterShard> {
         self.each[adapter][layer - self.first_layer][slot(part)].as_ref()
     }
 
     /// Largest rank of the pairs whose inputs are split over ranks; 0 without any.
     pub(crate) fn summed_rank_max(&self) -> usize {
-        let summed = [Part::AttentionOutput, Part::Down].map(slot);
+        let summed = [LayerRole::AttentionOutput, LayerRole::Down].map(slot);
         let layers = self.each.iter().flatten();
         let pairs = layers.flat_map(|layer| summed.map(|slot| layer[slot].as_ref()));
         pairs.flatten().map(|held| held.rank).max().unwrap_or(0)
@@ -206,24 +213,24 @@ impl Adapter {
 
 impl AdapterPair {
     /// This rank's part of the pair. The pair must have passed [`Adapter::check`].
-    fn held(&self, scale: f32, (config, shard): (&Config, &Shard), turned: bool) -> Held {
+    fn held(&self, scale: f32, (config, shard): (&Config, &Shard), turned: bool) -> AdapterShard {
         let (r, shape) = (self.rank, &config.layers[self.layer]);
         let cut = shard.layer(self.layer);
         let inputs = self.a.len() / r;
         let of_heads = |heads: &Range<usize>, dim: usize| heads.start * dim..heads.end * dim;
         let (rows, cols) = match self.part {
-            Part::Query => (of_heads(&cut.heads, shape.head_dim), 0..inputs),
-            Part::Key => (of_heads(&cut.kv_heads, shape.head_dim), 0..inputs),
-            Part::Value => (of_heads(&cut.kv_heads, shape.value_dim), 0..inputs),
-            Part::AttentionOutput => (0..config.width, cut.attention.columns()),
-            Part::Down => (0..config.width, cut.dense().columns()),
+            LayerRole::Query => (of_heads(&cut.heads, shape.head_dim), 0..inputs),
+            LayerRole::Key => (of_heads(&cut.kv_heads, shape.head_dim), 0..inputs),
+            LayerRole::Value => (of_heads(&cut.kv_heads, shape.value_dim), 0..inputs),
+            LayerRole::AttentionOutput => (0..config.width, cut.attention.columns()),
+            LayerRole::Down => (0..config.width, cut.dense().columns()),
             _ => (cut.dense().columns(), 0..inputs),
         };
-        let is_rotated = matches!(self.part, Part::Query | Part::Key);
+        let is_rotated = matches!(self.part, LayerRole::Query | LayerRole::Key);
         let adjacent = config.ropes[shape.rope].pairs == RopePairs::Adjacent;
         let head_dim = (turned && is_rotated && adjacent).then_some(shape.head_dim);
         let row = |row: usize| adapter_row(row, head_dim) * r;
-        Held {
+        AdapterShard {
             rank: r,
             scale,
             a: cols
@@ -253,25 +260,25 @@ const fn adapter_row(row: usize, head_dim: Option<usize>) -> usize {
 ///
 /// # Panics
 /// For parts without a pair, which [`Adapter::check`] refuses.
-fn slot(part: Part) -> usize {
+fn slot(part: LayerRole) -> usize {
     let found = PARTS.iter().position(|known| *known == part);
     found.expect("a part with a pair")
 }
 
 /// Outputs and inputs of a matrix of a layer. `None` where the layer has no such matrix, or
 /// computes it by a path without adapters.
-fn sizes(width: usize, shape: &LayerShape, part: Part) -> Option<[usize; 2]> {
+fn sizes(width: usize, shape: &LayerShape, part: LayerRole) -> Option<[usize; 2]> {
     let is_plain =
         shape.latent.is_none() && !shape.gated && !matches!(shape.cache, LayerCache::Delta(_));
     let of = |there: bool, out: usize, inputs: usize| there.then_some([out, inputs]);
     let (heads, kv) = (shape.heads, shape.kv_heads);
     match part {
-        Part::Query => of(is_plain, heads * shape.head_dim, width),
-        Part::Key => of(is_plain && shape.has_keys(), kv * shape.head_dim, width),
-        Part::Value => of(is_plain && shape.has_values(), kv * shape.value_dim, width),
-        Part::AttentionOutput => of(is_plain, width, heads * shape.output_dim()),
-        Part::Gate | Part::Up => of(shape.has_dense(), shape.ffn, width),
-        Part::Down => of(shape.has_dense(), width, shape.ffn),
+        LayerRole::Query => of(is_plain, heads * shape.head_dim, width),
+        LayerRole::Key => of(is_plain && shape.has_keys(), kv * shape.head_dim, width),
+        LayerRole::Value => of(is_plain && shape.has_values(), kv * shape.value_dim, width),
+        LayerRole::AttentionOutput => of(is_plain, width, heads * shape.output_dim()),
+        LayerRole::Gate | LayerRole::Up => of(shape.has_dense(), shape.ffn, width),
+        LayerRole::Down => of(shape.has_dense(), width, shape.ffn),
         _ => None,
     }
 }

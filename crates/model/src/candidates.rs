@@ -30,14 +30,14 @@ const CHUNK: usize = 64;
 
 /// Logits of a row that the leader needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Extent {
+pub(crate) enum LogitExtent {
     Whole,
     /// Only the largest, the first among equals.
     Best,
     Top(TopLogits),
 }
 
-impl Extent {
+impl LogitExtent {
     /// Words of a row of `n` logits in a message.
     fn words(self, n: usize) -> usize {
         let words = match self {
@@ -62,7 +62,7 @@ fn room(top: TopLogits) -> usize {
 
 /// A rank's message with the candidate logits of its rows.
 #[derive(Debug, Default)]
-pub(crate) struct Message {
+pub(crate) struct CandidateMessage {
     /// The first message, of [`packed_len`] words.
     pub(crate) words: Vec<f32>,
     /// The second message: rows that do not fit into the first; empty if all fit.
@@ -70,29 +70,29 @@ pub(crate) struct Message {
 }
 
 /// Words of the first message with rows of `n` logits.
-pub(crate) fn packed_len(n: usize, extents: &[Extent]) -> usize {
+pub(crate) fn packed_len(n: usize, extents: &[LogitExtent]) -> usize {
     extents.iter().map(|extent| extent.words(n)).sum()
 }
 
 /// Packs `logits`, `(rows, n)`; `None` if the message is `logits` itself.
-pub(crate) fn pack(logits: &[f32], extents: &[Extent]) -> Option<Message> {
+pub(crate) fn pack(logits: &[f32], extents: &[LogitExtent]) -> Option<CandidateMessage> {
     let n = logits.len() / extents.len().max(1);
     if n == 0 || !extents.iter().any(|extent| extent.is_short(n)) {
         return None;
     }
-    let mut message = Message::default();
+    let mut message = CandidateMessage::default();
     message.words.reserve(packed_len(n, extents));
     for (row, extent) in logits.chunks_exact(n).zip(extents) {
         match extent {
             _ if !extent.is_short(n) => message.words.extend(row),
-            Extent::Top(top) => message.add_top(row, *top),
-            Extent::Best | Extent::Whole => message.add_place(row, first_largest(row)),
+            LogitExtent::Top(top) => message.add_top(row, *top),
+            LogitExtent::Best | LogitExtent::Whole => message.add_place(row, first_largest(row)),
         }
     }
     Some(message)
 }
 
-impl Message {
+impl CandidateMessage {
     fn add_place(&mut self, row: &[f32], place: usize) {
         self.words
             .extend([f32::from_bits(place as u32), row[place]]);
@@ -118,7 +118,7 @@ impl Message {
 /// rank with another model sends.
 pub(crate) fn unpack(
     message: &[f32],
-    extents: &[Extent],
+    extents: &[LogitExtent],
     columns: &Range<usize>,
     all: &mut [f32],
 ) -> Vec<usize> {
@@ -134,11 +134,11 @@ pub(crate) fn unpack(
             continue;
         }
         let pairs = match extent {
-            Extent::Top(_) => counted(part).unwrap_or_else(|| {
+            LogitExtent::Top(_) => counted(part).unwrap_or_else(|| {
                 owed.push(i);
                 &[]
             }),
-            Extent::Best | Extent::Whole => part,
+            LogitExtent::Best | LogitExtent::Whole => part,
         };
         place_pairs(pairs, own);
     }
@@ -219,11 +219,15 @@ fn last_of(values: &mut [f32], n: usize) -> f32 {
 
 /// The leader's copy of a `row` whose consecutive `parts` lie on the ranks. The first part is
 /// whole; of the others it has the columns in `extent`.
-pub(crate) fn gathered(row: &[f32], parts: &[Range<usize>], extent: Extent) -> Vec<f32> {
+pub(crate) fn gathered(row: &[f32], parts: &[Range<usize>], extent: LogitExtent) -> Vec<f32> {
     let (mut all, vocab) = (vec![0.0; row.len()], row.len());
     for (rank, columns) in parts.iter().enumerate() {
         let mine = &row[columns.clone()];
-        let extents = [if rank == 0 { Extent::Whole } else { extent }];
+        let extents = [if rank == 0 {
+            LogitExtent::Whole
+        } else {
+            extent
+        }];
         let packed = pack(mine, &extents);
         let words = packed
             .as_ref()
@@ -256,7 +260,13 @@ mod tests {
     fn the_largest_of_all_ranks_is_found_in_what_is_sent() {
         for (seed, n) in (0..40).flat_map(|seed| [(seed, 9), (seed, 12), (seed, 30)]) {
             let ranks = [0..n / 3, n / 3..n / 3 + 2, n / 3 + 2..n];
-            let extent = |is_best| if is_best { Extent::Best } else { Extent::Whole };
+            let extent = |is_best| {
+                if is_best {
+                    LogitExtent::Best
+                } else {
+                    LogitExtent::Whole
+                }
+            };
             let extents = [seed % 2 == 0, true, seed % 3 == 0].map(extent);
             let rows: Vec<Vec<f32>> = (0..3).map(|i| row(seed + i, n)).collect();
             let mut all = vec![7.0; 3 * n];
@@ -275,7 +285,7 @@ mod tests {
             for ((got, row), extent) in all.chunks(n).zip(&rows).zip(extents) {
                 assert_eq!(first_largest(got), first_largest(row), "{row:?}");
                 assert!(
-                    extent == Extent::Best || bits(got) == bits(row),
+                    extent == LogitExtent::Best || bits(got) == bits(row),
                     "{got:?} {row:?}"
                 );
             }
@@ -287,7 +297,7 @@ mod tests {
         let mut all = vec![1.0; 8];
         unpack(
             &[f32::from_bits(4), 9.0],
-            &[Extent::Best],
+            &[LogitExtent::Best],
             &(4..8),
             &mut all,
         );
@@ -308,7 +318,7 @@ mod tests {
                     .collect(),
                 _ => vec![f32::NEG_INFINITY; 200],
             };
-            let got = gathered(&row, &[0..50, 50..130, 130..200], Extent::Top(top));
+            let got = gathered(&row, &[0..50, 50..130, 130..200], LogitExtent::Top(top));
             assert_eq!(bits(&got[..50]), bits(&row[..50]), "the leader's own");
             for columns in [50..130, 130..200] {
                 let (mine, got) = (&row[columns.clone()], &got[columns]);
@@ -324,7 +334,7 @@ mod tests {
     /// The second message has the rows that overflow the first; otherwise it is empty.
     #[test]
     fn rows_of_many_equal_logits_follow_whole() {
-        let extents = [Extent::Top(TopLogits { n: 1, within: -2 }); 2];
+        let extents = [LogitExtent::Top(TopLogits { n: 1, within: -2 }); 2];
         let steep = (0..100).map(|i| i as f32);
         let rows: Vec<f32> = std::iter::repeat_n(2.0, 100).chain(steep).collect();
         let message = pack(&rows, &extents).unwrap();

@@ -14,17 +14,17 @@ use std::sync::Arc;
 use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::{Kernels, KvCache};
 
-use crate::kept::Kept;
+use crate::kept::PersistentCache;
 use crate::links::STEPS_MAX;
 use crate::step::{Batch, BatchSize, Workspace};
 use crate::{
-    AdapterId, Config, Error, ExpertUses, Followed, KeptPage, Links, Model, PageStore, Shard,
-    WindowPool,
+    AdapterId, Config, Error, ExpertUses, FollowOutcome, Links, Model, PageStore, PersistedPage,
+    Shard, WindowPool,
 };
 
 /// Bytes of activations that an MLX rank exchanged with other ranks, by how they were copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Exchanged {
+pub struct ExchangeBytes {
     /// Read and written in place, in the memory of MLX arrays.
     pub in_place: Bytes,
     /// Converted to or from f32, because the other rank may use another backend.
@@ -34,7 +34,7 @@ pub struct Exchanged {
 }
 
 /// A loaded model, or one rank's shard of it.
-pub trait Weights: fmt::Debug + Send + Sync {
+pub trait LoadedModel: fmt::Debug + Send + Sync {
     fn config(&self) -> &Config;
 
     /// Layers and parts of this rank.
@@ -63,7 +63,7 @@ pub trait Weights: fmt::Debug + Send + Sync {
 
     /// The same weights without their groups. `None` if another reference exists, or if this
     /// backend has to load them again.
-    fn unlinked(self: Arc<Self>) -> Option<Arc<dyn Weights>> {
+    fn unlinked(self: Arc<Self>) -> Option<Arc<dyn LoadedModel>> {
         None
     }
 
@@ -71,14 +71,14 @@ pub trait Weights: fmt::Debug + Send + Sync {
     ///
     /// # Panics
     /// If the groups are not those of its rank and stage.
-    fn linked(self: Arc<Self>, links: Links) -> Option<Arc<dyn Weights>> {
+    fn linked(self: Arc<Self>, links: Links) -> Option<Arc<dyn LoadedModel>> {
         drop(links);
         None
     }
 
     /// Activation bytes exchanged with other ranks through MLX arrays.
-    fn exchanged(&self) -> Exchanged {
-        Exchanged::default()
+    fn exchanged(&self) -> ExchangeBytes {
+        ExchangeBytes::default()
     }
 
     /// Loaded adapters, in the order of their numbers.
@@ -169,7 +169,7 @@ pub trait Compute: fmt::Debug + Send {
     ///
     /// # Panics
     /// If the model is not linked.
-    fn follow(&mut self) -> Result<Followed, Error>;
+    fn follow(&mut self) -> Result<FollowOutcome, Error>;
 
     /// Persists KV pages in `store` from now on, see [`keep`](Self::keep). A backend with its own
     /// arrays has no pages to persist and drops the store.
@@ -187,7 +187,7 @@ pub trait Compute: fmt::Debug + Send {
     ///
     /// # Errors
     /// [`Error::Comm`] if a rank is gone.
-    fn keep(&mut self, pages: &[KeptPage]) -> Result<(), Error> {
+    fn persist_pages(&mut self, pages: &[PersistedPage]) -> Result<(), Error> {
         let _ = pages;
         Ok(())
     }
@@ -198,13 +198,13 @@ pub trait Compute: fmt::Debug + Send {
     ///
     /// # Errors
     /// As [`keep`](Self::keep).
-    fn recall(&mut self, pages: &[KeptPage]) -> Result<usize, Error> {
+    fn restore_pages(&mut self, pages: &[PersistedPage]) -> Result<usize, Error> {
         let _ = pages;
         Ok(0)
     }
 }
 
-impl Weights for Model {
+impl LoadedModel for Model {
     fn config(&self) -> &Config {
         self.config()
     }
@@ -245,11 +245,11 @@ impl Weights for Model {
         self.expert_uses()
     }
 
-    fn unlinked(self: Arc<Self>) -> Option<Arc<dyn Weights>> {
+    fn unlinked(self: Arc<Self>) -> Option<Arc<dyn LoadedModel>> {
         Some(Arc::new(Arc::into_inner(self)?.unlink()))
     }
 
-    fn linked(self: Arc<Self>, links: Links) -> Option<Arc<dyn Weights>> {
+    fn linked(self: Arc<Self>, links: Links) -> Option<Arc<dyn LoadedModel>> {
         Some(Arc::new(Arc::into_inner(self)?.link(links)))
     }
 
@@ -260,11 +260,11 @@ impl Weights for Model {
     ) -> Result<Box<dyn Compute>, Error> {
         self.config().check_context(size.context)?;
         let cache = self.new_cache(size, positions)?;
-        Ok(Box::new(OnCpu {
+        Ok(Box::new(CpuCompute {
             windows: self.kinds().windows(cache.pool_pages()),
             cache,
             workspace: Workspace::new(&self, size),
-            kept: Kept::default(),
+            kept: PersistentCache::default(),
             announced: 0,
             model: self,
         }))
@@ -273,17 +273,17 @@ impl Weights for Model {
 
 /// The CPU backend.
 #[derive(Debug)]
-struct OnCpu {
+struct CpuCompute {
     model: Arc<Model>,
     cache: KvCache,
     windows: Vec<WindowPool>,
     workspace: Workspace,
-    kept: Kept,
+    kept: PersistentCache,
     /// Announced steps that are not computed yet.
     announced: usize,
 }
 
-impl Compute for OnCpu {
+impl Compute for CpuCompute {
     fn pages(&self) -> usize {
         self.cache.pages()
     }
@@ -329,24 +329,24 @@ impl Compute for OnCpu {
         self.model.idle()
     }
 
-    fn follow(&mut self) -> Result<Followed, Error> {
+    fn follow(&mut self) -> Result<FollowOutcome, Error> {
         let (workspace, kept) = (&mut self.workspace, &mut self.kept);
         self.model.follow_with(workspace, &mut self.cache, kept)
     }
 
     fn attach(&mut self, store: Box<dyn PageStore>) {
-        self.kept = Kept::in_store(store);
+        self.kept = PersistentCache::in_store(store);
     }
 
     fn store(&self) -> Option<&dyn PageStore> {
         self.kept.store()
     }
 
-    fn keep(&mut self, pages: &[KeptPage]) -> Result<(), Error> {
+    fn persist_pages(&mut self, pages: &[PersistedPage]) -> Result<(), Error> {
         self.kept.keep(&self.model, &self.cache, pages)
     }
 
-    fn recall(&mut self, pages: &[KeptPage]) -> Result<usize, Error> {
+    fn restore_pages(&mut self, pages: &[PersistedPage]) -> Result<usize, Error> {
         self.kept.recall(&self.model, &mut self.cache, pages)
     }
 }

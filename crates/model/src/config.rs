@@ -7,9 +7,9 @@ use std::borrow::Cow;
 
 use paceline_tensor::{DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, StateShape};
 
-use crate::families::{Family, Fields};
+use crate::families::{ConfigFields, ModelFamily};
 use crate::rope::Rope;
-use crate::{Error, Part, Role, Source};
+use crate::{Error, LayerRole, ModelSource, Role};
 
 /// Activation function of the feed-forward's gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,14 +114,14 @@ pub struct Experts {
     /// Clamp of gpt-oss's gate, in place of the model's activation.
     pub clamp: Option<f32>,
     /// Group-limited routing: the router first chooses among these groups; `None` without.
-    pub groups: Option<Groups>,
+    pub groups: Option<ExpertGroups>,
     /// Whether the router has its own norm, and each expert a weight factor (Gemma 4).
     pub scaled: bool,
 }
 
 /// Equally large groups of consecutive experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Groups {
+pub struct ExpertGroups {
     /// Number of groups; divides the experts.
     pub count: usize,
     /// Groups the router chooses for a row; the row's experts come from these.
@@ -149,19 +149,19 @@ pub struct Latent {
     /// Added to the mean square in the norms of compressed queries and of latent numbers.
     pub norm_eps: f32,
     /// Growth of queries with their position (Mistral); `None` without.
-    pub growth: Option<Growth>,
+    pub growth: Option<PositionScaling>,
 }
 
 /// Queries at position p are multiplied by `1 + rate * ln(1 + floor(p / length))`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Growth {
+pub struct PositionScaling {
     /// Factor of the logarithm.
     pub rate: f64,
     /// Positions per step; at least 1.
     pub length: f64,
 }
 
-impl Growth {
+impl PositionScaling {
     /// The factor at `position`, computed in f64 and rounded once.
     pub(crate) fn at(self, position: usize) -> f32 {
         let periods = libm::floor(position as f64 / self.length);
@@ -181,7 +181,7 @@ impl Latent {
     }
 }
 
-impl Groups {
+impl ExpertGroups {
     /// Whether the groups divide `experts` evenly and hold enough for a row.
     fn fit(self, experts: Experts) -> bool {
         let Self {
@@ -348,7 +348,7 @@ impl LayerShape {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Family: selects the layer code.
-    pub family: Family,
+    pub family: ModelFamily,
     /// Length of the residual stream (C).
     pub width: usize,
     /// Query heads of a layer, unless its [`LayerShape`] says otherwise.
@@ -411,8 +411,8 @@ impl Config {
     /// # Errors
     /// [`Error::Architecture`] for a family that is not supported. Other variants name the field
     /// that is missing, of another type, or out of range.
-    pub fn read(source: &Source) -> Result<Self, Error> {
-        let fields = Fields::of(source)?;
+    pub fn read(source: &ModelSource) -> Result<Self, Error> {
+        let fields = ConfigFields::of(source)?;
         let family = fields.family()?;
         let mut config = family.config(&fields)?;
         fields.check_unread(&config)?;
@@ -432,7 +432,7 @@ impl Config {
     }
 
     /// Fields shared by all families; the caller fills `layers` and `ropes`.
-    pub(crate) fn base(family: Family, fields: &Fields<'_>) -> Result<Self, Error> {
+    pub(crate) fn base(family: ModelFamily, fields: &ConfigFields<'_>) -> Result<Self, Error> {
         if !family.has_experts() {
             fields.refuse_experts()?;
         }
@@ -483,7 +483,7 @@ impl Config {
 
     /// KV heads of each layer and the head size, for attention without latent keys.
     fn kv_heads(
-        fields: &Fields<'_>,
+        fields: &ConfigFields<'_>,
         n_layers: usize,
         heads: usize,
         width: usize,
@@ -496,11 +496,11 @@ impl Config {
     }
 
     /// Sets whether routers have choice biases, by whether the file has the tensors.
-    fn find_corrections(&mut self, source: &Source) -> Result<(), Error> {
+    fn find_corrections(&mut self, source: &ModelSource) -> Result<(), Error> {
         let family = self.family;
         for (i, layer) in self.layers.iter_mut().enumerate() {
             if let Some(experts) = &mut layer.experts {
-                let role = Role::Layer(i, Part::RouterChoice);
+                let role = Role::Layer(i, LayerRole::RouterChoice);
                 experts.corrected = source.opt_weight(family, role)?.is_some();
             }
         }
@@ -509,12 +509,12 @@ impl Config {
 
     /// MLX folders of delta nets store norm weights as they are, not as offsets from 1. The shape
     /// of the convolution identifies these folders: the taps precede the dimension 1.
-    fn find_norm_form(&mut self, source: &Source) -> Result<(), Error> {
+    fn find_norm_form(&mut self, source: &ModelSource) -> Result<(), Error> {
         let is_net = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
         let Some(layer) = self.layers.iter().position(is_net) else {
             return Ok(());
         };
-        let conv = source.opt_weight(self.family, Role::Layer(layer, Part::DeltaConv))?;
+        let conv = source.opt_weight(self.family, Role::Layer(layer, LayerRole::DeltaConv))?;
         let turned = |shape: &[usize]| matches!(shape, [_, taps, 1] if *taps > 1);
         if conv.is_some_and(|conv| turned(&conv.shape)) {
             self.norm_offset = 0.0;
@@ -543,7 +543,7 @@ impl Config {
         }
     }
 
-    fn check_heads(&self, fields: &Fields<'_>) -> Result<(), Error> {
+    fn check_heads(&self, fields: &ConfigFields<'_>) -> Result<(), Error> {
         let value = |field, got: usize, expected| {
             Err(Error::Value {
                 field,
@@ -743,8 +743,8 @@ pub(crate) fn store(
 
 /// Tied embeddings by the `tie_word_embeddings` next to a folder's text part. `None` for a source
 /// without such a part or field.
-fn outer_tied(source: &Source) -> Option<bool> {
-    let Source::Hf(folder) = source else {
+fn outer_tied(source: &ModelSource) -> Option<bool> {
+    let ModelSource::Hf(folder) = source else {
         return None;
     };
     folder.config().get("text_config")?;
@@ -762,9 +762,9 @@ const fn ffn_leaf(ffn: usize, block_len: usize) -> usize {
 
 /// Weights in the longest block of the down projections. A missing weight is reported when it is
 /// loaded.
-fn longest_down_block(source: &Source, config: &Config) -> usize {
+fn longest_down_block(source: &ModelSource, config: &Config) -> usize {
     let len = |layer| {
-        let down = source.block_len(config.family, Role::Layer(layer, Part::Down));
+        let down = source.block_len(config.family, Role::Layer(layer, LayerRole::Down));
         down.unwrap_or(1)
     };
     (0..config.layers.len()).map(len).max().unwrap_or(1)

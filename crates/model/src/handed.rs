@@ -25,7 +25,7 @@ use crate::{Config, Error, Kinds, Split};
 
 /// Bytes that are contiguous in the source page and in the destination page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct CopyRange {
     /// Offset in the source page.
     pub from: usize,
     /// Offset in the destination page.
@@ -36,14 +36,14 @@ pub struct Run {
 
 /// The bytes of each page that one rank sends another.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Handed {
+pub struct KvTransferPlan {
     /// Per page pool, in order of the destination's bytes.
-    pub runs: Vec<Vec<Run>>,
+    pub runs: Vec<Vec<CopyRange>>,
     /// Bytes of a destination page, per pool.
     pub page_bytes: Vec<usize>,
 }
 
-impl Handed {
+impl KvTransferPlan {
     /// Bytes sent per page of `pool`.
     ///
     /// # Panics
@@ -80,7 +80,7 @@ impl Handed {
 }
 
 /// A rank's part of one layer within the pages of a pool.
-struct Piece {
+struct PageSlice {
     layer: usize,
     pool: usize,
     start: usize,
@@ -92,7 +92,11 @@ struct Piece {
 }
 
 /// A rank's slices of a page, and the page size of each pool.
-fn pieces(config: &Config, kv: KvType, (split, rank): (&Split, Rank)) -> (Vec<Piece>, Vec<usize>) {
+fn pieces(
+    config: &Config,
+    kv: KvType,
+    (split, rank): (&Split, Rank),
+) -> (Vec<PageSlice>, Vec<usize>) {
     let (shard, kinds) = (split.shard(config, rank), Kinds::new(config));
     let mut page_bytes = vec![0; kinds.len()];
     let mut pieces = Vec::new();
@@ -108,7 +112,7 @@ fn pieces(config: &Config, kv: KvType, (split, rank): (&Split, Rank)) -> (Vec<Pi
             LayerStore::Delta(_) => (0..1, Some((cut.heads.clone(), cut.kv_heads.clone()))),
             _ => (cut.kv_heads.clone(), None),
         };
-        pieces.push(Piece {
+        pieces.push(PageSlice {
             layer,
             pool,
             start,
@@ -125,20 +129,20 @@ fn pieces(config: &Config, kv: KvType, (split, rank): (&Split, Rank)) -> (Vec<Pi
 ///
 /// # Errors
 /// [`Error::NotHanded`] for a layer of the destination that no source rank has with the same heads.
-pub fn handed(
+pub fn kv_transfer_plan(
     config: &Config,
     kv: KvType,
     (givers, from): (&Split, Rank),
     to: (&Split, Rank),
-) -> Result<Handed, Error> {
-    let all: Vec<Vec<Piece>> = (0..givers.ranks())
+) -> Result<KvTransferPlan, Error> {
+    let all: Vec<Vec<PageSlice>> = (0..givers.ranks())
         .map(|rank| pieces(config, kv, (givers, Rank(rank))).0)
         .collect();
     let (own, page_bytes) = pieces(config, kv, to);
     let mut runs = vec![Vec::new(); page_bytes.len()];
     for piece in &own {
         for head in piece.heads.clone() {
-            let holds = |other: &&Piece| {
+            let holds = |other: &&PageSlice| {
                 let is_it = other.layer == piece.layer && other.whole == piece.whole;
                 is_it && other.heads.contains(&head)
             };
@@ -149,10 +153,10 @@ pub fn handed(
                 .next()
                 .ok_or(Error::NotHanded { layer: piece.layer })?;
             if rank == from.0 as usize {
-                let place = |of: &Piece| of.start + (head - of.heads.start) * of.head_bytes;
+                let place = |of: &PageSlice| of.start + (head - of.heads.start) * of.head_bytes;
                 push(
                     &mut runs[piece.pool],
-                    Run {
+                    CopyRange {
                         from: place(theirs),
                         to: place(piece),
                         len: piece.head_bytes,
@@ -161,11 +165,11 @@ pub fn handed(
             }
         }
     }
-    Ok(Handed { runs, page_bytes })
+    Ok(KvTransferPlan { runs, page_bytes })
 }
 
 /// Appends a range, merged into the last one if contiguous in both pages.
-fn push(runs: &mut Vec<Run>, run: Run) {
+fn push(runs: &mut Vec<CopyRange>, run: CopyRange) {
     match runs.last_mut() {
         Some(last) if (last.from + last.len, last.to + last.len) == (run.from, run.to) => {
             last.len += run.len;
@@ -221,7 +225,9 @@ mod tests {
                 let expected = page(&config, (takers, to));
                 let (mut got, mut bytes) = (vec![0; expected.len()], 0);
                 for from in (0..givers.ranks()).map(Rank) {
-                    let given = handed(&config, KvType::F16, (givers, from), (takers, to)).unwrap();
+                    let given =
+                        kv_transfer_plan(&config, KvType::F16, (givers, from), (takers, to))
+                            .unwrap();
                     let parcel = given.gather(0, &page(&config, (givers, from)));
                     given.scatter(0, &parcel, &mut got);
                     bytes += parcel.len();

@@ -41,7 +41,7 @@ pub struct PageName(pub [u32; 8]);
 
 /// A cache page with its content name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KeptPage {
+pub struct PersistedPage {
     pub name: PageName,
     /// Index among the pages of its sequence.
     pub index: u32,
@@ -59,18 +59,18 @@ pub trait PageStore: fmt::Debug + Send {
     fn name(&self, before: &PageName, tokens: &[u32]) -> PageName;
 
     /// Whether the page is stored, from memory. Called often, so it must do no I/O.
-    fn has(&self, page: &KeptPage) -> bool;
+    fn has(&self, page: &PersistedPage) -> bool;
 
     /// Stores the bytes of a page and replaces earlier ones. Returns soon, and may decline.
-    fn put(&mut self, page: &KeptPage, bytes: &[u8]);
+    fn put(&mut self, page: &PersistedPage, bytes: &[u8]);
 
     /// Fills `into` with the stored and verified bytes. `false` if they are gone; `into` is then
     /// undefined.
-    fn get(&mut self, page: &KeptPage, into: &mut [u8]) -> bool;
+    fn get(&mut self, page: &PersistedPage, into: &mut [u8]) -> bool;
 
     /// Removes a page that this rank or another cannot read, or that needs lost pages before it.
     /// The engine stores it again after computing it.
-    fn forget(&mut self, page: &KeptPage);
+    fn forget(&mut self, page: &PersistedPage);
 
     /// Whether the engine also stores pages that a prompt found in the cache. Set by stores that
     /// send pages to other nodes. Only for engines that run one sequence at a time.
@@ -81,9 +81,9 @@ pub trait PageStore: fmt::Debug + Send {
 
 /// A rank's page store, if attached.
 #[derive(Debug, Default)]
-pub(crate) struct Kept(Option<Box<dyn PageStore>>);
+pub(crate) struct PersistentCache(Option<Box<dyn PageStore>>);
 
-impl Kept {
+impl PersistentCache {
     pub(crate) const fn in_store(store: Box<dyn PageStore>) -> Self {
         Self(Some(store))
     }
@@ -97,9 +97,9 @@ impl Kept {
         &mut self,
         model: &Model,
         cache: &KvCache,
-        pages: &[KeptPage],
+        pages: &[PersistedPage],
     ) -> Result<(), Error> {
-        tell(model, KEEP, pages)?;
+        announce_pages(model, KEEP, pages)?;
         self.put(cache, pages);
         Ok(())
     }
@@ -109,9 +109,9 @@ impl Kept {
         &mut self,
         model: &Model,
         cache: &mut KvCache,
-        pages: &[KeptPage],
+        pages: &[PersistedPage],
     ) -> Result<usize, Error> {
-        tell(model, RECALL, pages)?;
+        announce_pages(model, RECALL, pages)?;
         let own = self.get(cache, pages);
         let all = match model.links() {
             Some(links) => links.fewest_recalled(own)?,
@@ -124,7 +124,7 @@ impl Kept {
     }
 
     /// Handles a message of the leader; `false` if `words` are no such message.
-    pub(crate) fn obey(
+    pub(crate) fn handle_message(
         &mut self,
         (links, leader): (&Links, Rank),
         words: &[u32],
@@ -142,7 +142,7 @@ impl Kept {
         Ok(true)
     }
 
-    fn put(&mut self, cache: &KvCache, pages: &[KeptPage]) {
+    fn put(&mut self, cache: &KvCache, pages: &[PersistedPage]) {
         let Some(store) = &mut self.0 else {
             return;
         };
@@ -152,11 +152,11 @@ impl Kept {
     }
 
     /// How many pages, from the first, were read.
-    fn get(&mut self, cache: &mut KvCache, pages: &[KeptPage]) -> usize {
+    fn get(&mut self, cache: &mut KvCache, pages: &[PersistedPage]) -> usize {
         let Some(store) = &mut self.0 else {
             return 0;
         };
-        let mut get = |page: &KeptPage| {
+        let mut get = |page: &PersistedPage| {
             let into = cache.page_data_mut(page.pool as usize, page.page);
             store.get(page, into)
         };
@@ -180,14 +180,14 @@ pub(crate) const fn is_message(words: &[u32]) -> bool {
 }
 
 /// Sends the page list to the other ranks of a split model.
-fn tell(model: &Model, kind: u32, pages: &[KeptPage]) -> Result<(), Error> {
+fn announce_pages(model: &Model, kind: u32, pages: &[PersistedPage]) -> Result<(), Error> {
     match model.links() {
         Some(links) => links.announce_ahead(&write(kind, pages)),
         None => Ok(()),
     }
 }
 
-fn write(kind: u32, pages: &[KeptPage]) -> Vec<u32> {
+fn write(kind: u32, pages: &[PersistedPage]) -> Vec<u32> {
     let mut words = vec![0, kind, pages.len() as u32, 0];
     for page in pages {
         words.extend(page.name.0);
@@ -200,14 +200,14 @@ fn write(kind: u32, pages: &[KeptPage]) -> Vec<u32> {
 }
 
 /// Parses and checks a page list. `pools` has the pages of each pool.
-fn read(words: &[u32], pools: &[usize]) -> Result<Vec<KeptPage>, Error> {
+fn read(words: &[u32], pools: &[usize]) -> Result<Vec<PersistedPage>, Error> {
     let n = below("kept pages", words[2], KEPT_MAX + 1)?;
     below("words in use", (FIRST + n * EACH) as u32, words.len() + 1)?;
     let page = |words: &[u32]| {
         let (name, rest) = words.split_at(8);
         let pool = below("pool of a kept page", rest[1], pools.len())?;
         below("kept page", rest[2], pools[pool])?;
-        Ok(KeptPage {
+        Ok(PersistedPage {
             name: PageName(name.try_into().expect("eight words")),
             index: rest[0],
             pool: rest[1],
@@ -233,8 +233,8 @@ const fn below(what: &'static str, got: u32, end: usize) -> Result<usize, Error>
 mod tests {
     use super::*;
 
-    fn page(i: u32) -> KeptPage {
-        KeptPage {
+    fn page(i: u32) -> PersistedPage {
+        PersistedPage {
             name: PageName([i; 8]),
             index: i,
             pool: i % 2,
@@ -245,7 +245,7 @@ mod tests {
     #[test]
     fn messages_say_what_was_written() {
         for n in [0, 1, 22, 23, 100] {
-            let pages: Vec<KeptPage> = (0..n).map(page).collect();
+            let pages: Vec<PersistedPage> = (0..n).map(page).collect();
             let words = write(RECALL, &pages);
             assert_eq!((words[0] as usize, words[1]), (words.len(), RECALL));
             assert_eq!(read(&words, &[5, 5]).unwrap(), pages);

@@ -47,27 +47,27 @@ mod uses;
 mod weights;
 
 pub use adapter::{ADAPTERS_MAX, Adapter, AdapterId, AdapterPair};
-pub use compute::{Compute, Exchanged, Weights};
+pub use compute::{Compute, ExchangeBytes, LoadedModel};
 pub use config::{
-    Activation, Config, DeltaNet, Experts, Gating, Groups, Growth, HeadOrder, Latent, LayerCache,
-    LayerShape,
+    Activation, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Latent, LayerCache,
+    LayerShape, PositionScaling,
 };
 pub use error::Error;
-pub use families::Family;
-pub use handed::{Handed, Run, handed};
-pub use kept::{KEPT_MAX, KeptPage, PageName, PageStore};
+pub use families::ModelFamily;
+pub use handed::{CopyRange, KvTransferPlan, kv_transfer_plan};
+pub use kept::{KEPT_MAX, PageName, PageStore, PersistedPage};
 pub use kinds::{Kinds, WindowPool};
 pub use links::Links;
 pub use mlx::{
     Host as MlxHost, MlxForm, MlxMatrix, MlxModel, MlxOptions, Patience as MlxPatience,
     Watch as MlxWatch, mlx_dtype,
 };
-pub use model::{Followed, LoadOptions, Model, Sample};
-pub use paceline_mlx::{Places as MlxPlaces, exit};
-pub use progress::{Busy, Doing, Place, Progress};
-pub use role::{Nth, Part, Role};
+pub use model::{FollowOutcome, LoadOptions, Model, ModelSample};
+pub use paceline_mlx::{LibraryPaths as MlxPlaces, exit};
+pub use progress::{ComputeTime, ProgressSnapshot, StepActivity, StepProgress};
+pub use role::{LayerRole, Nth, Role};
 pub use rope::Rope;
-pub use source::Source;
+pub use source::ModelSource;
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};
 pub use step::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages, Workspace};
 pub use uses::ExpertUses;

@@ -21,11 +21,11 @@ use std::time::{Duration, Instant};
 use paceline_base::{Bytes, Rank, tree};
 use paceline_comm::{Deadline, Group, MESSAGES_HELD};
 
-use crate::candidates::Extent;
-use crate::plan::{HEADER_WORDS, Plan};
-use crate::progress::Progress;
+use crate::candidates::LogitExtent;
+use crate::plan::{HEADER_WORDS, StepPlan};
+use crate::progress::StepProgress;
 use crate::split::{LeafCut, Shard};
-use crate::step::halves::Turn;
+use crate::step::halves::HalfTurn;
 use crate::trace::{Kind, Tracer};
 use crate::{Error, candidates, kept};
 
@@ -60,7 +60,7 @@ pub struct Links {
     /// Records exchange times while a trace runs.
     pub trace: Tracer,
     /// This rank's progress within a step. Steps on MLX are not counted.
-    pub progress: Progress,
+    pub progress: StepProgress,
 }
 
 impl LeafCut {
@@ -99,7 +99,7 @@ impl Links {
             patience,
             overlap,
             trace: Tracer::default(),
-            progress: Progress::default(),
+            progress: StepProgress::default(),
         }
     }
 
@@ -153,7 +153,7 @@ impl Links {
     /// Sends every other rank a keepalive without work.
     pub(crate) fn announce_idle(&self) -> Result<(), Error> {
         let mut words = Vec::new();
-        Plan::write_idle(&mut words);
+        StepPlan::write_idle(&mut words);
         self.announce(&words)
     }
 
@@ -229,7 +229,7 @@ impl Links {
         words.clear();
         let began = self.trace.begin();
         self.receive_words(leader, HEADER_WORDS, words)?;
-        let len = Plan::len_of(words)?;
+        let len = StepPlan::len_of(words)?;
         if len > HEADER_WORDS {
             self.receive_words(leader, len - HEADER_WORDS, words)?;
         }
@@ -270,7 +270,7 @@ impl Links {
     /// Runs an exchange of layer `index` while the other half of the step computes.
     pub(crate) fn in_turn(
         &self,
-        turn: &mut Turn<'_>,
+        turn: &mut HalfTurn<'_>,
         index: usize,
         exchange: impl FnOnce() -> Result<(), Error>,
     ) -> Result<(), Error> {
@@ -345,7 +345,7 @@ impl Links {
     pub(crate) fn gather_logits(
         &self,
         shard: &Shard,
-        extents: &[Extent],
+        extents: &[LogitExtent],
         mine: &[f32],
         all: &mut [f32],
         scratch: &mut [f32],
@@ -373,7 +373,7 @@ impl Links {
     /// Sends `packed`, or `mine` if nothing is packed.
     fn send_logits(
         &self,
-        packed: Option<candidates::Message>,
+        packed: Option<candidates::CandidateMessage>,
         mine: &[f32],
         leader: Rank,
     ) -> Result<(), Error> {
@@ -392,7 +392,7 @@ impl Links {
     fn take_logits(
         &self,
         (rank, columns): (Rank, &Range<usize>),
-        extents: &[Extent],
+        extents: &[LogitExtent],
         all: &mut [f32],
         scratch: &mut [f32],
     ) -> Result<(), Error> {

@@ -16,18 +16,20 @@ use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision};
 
 use crate::adapter::{Adapter, AdapterId, Adapters};
 use crate::config;
-use crate::kept::Kept;
+use crate::kept::PersistentCache;
 use crate::links::Links;
-use crate::plan::Plan;
+use crate::plan::StepPlan;
 use crate::split::{Shard, Split};
-use crate::step::halves::{self, HALVES_FROM, Turn, Turns};
-use crate::step::{Batch, BatchSequence, BatchSize, Limits, Step, Workspace};
+use crate::step::halves::{self, HALVES_FROM, HalfSchedule, HalfTurn};
+use crate::step::{Batch, BatchSequence, BatchSize, ForwardStep, PlanLimits, Workspace};
 use crate::trace::{Kind, SECOND_HALF, Tracer};
 use crate::uses::{ExpertUses, LayerUses};
-use crate::weights::{self, AsStored, Layer, Linear, Loader, Names, PerLayerInputs};
-use crate::{Config, Error, Kinds, Source, WindowPages};
+use crate::weights::{
+    self, LayerShard, Linear, PerLayerInputs, ShardLoader, StoredTensor, WeightReader,
+};
+use crate::{Config, Error, Kinds, ModelSource, WindowPages};
 
-pub use sample::Sample;
+pub use sample::ModelSample;
 
 /// Options of loading a model.
 #[derive(Clone, Copy, Debug, Default)]
@@ -48,10 +50,10 @@ pub struct Model {
     kernels: Arc<Kernels>,
     kinds: Kinds,
     /// In the first stage, and in all stages of models with per-layer embeddings.
-    embedding: Option<AsStored>,
+    embedding: Option<StoredTensor>,
     /// Per-layer embeddings, if the model has them.
     per_layer: Option<PerLayerInputs>,
-    layers: Vec<Layer>,
+    layers: Vec<LayerShard>,
     uses: Vec<LayerUses>,
     /// Norm and output head, in the last stage.
     head: Option<(Vec<f32>, Linear)>,
@@ -61,7 +63,7 @@ pub struct Model {
 
 /// Result of [`Model::follow`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Followed {
+pub enum FollowOutcome {
     Step,
     /// The leader had no step, or persisted or restored pages.
     Idle,
@@ -74,7 +76,7 @@ impl Model {
     /// # Errors
     /// Names the field or tensor that is missing, or has another shape or type.
     pub fn load(
-        source: &Source,
+        source: &ModelSource,
         options: LoadOptions,
         kernels: Arc<Kernels>,
         progress: impl FnMut(usize, usize),
@@ -93,7 +95,7 @@ impl Model {
     /// # Panics
     /// If there is no such rank, or the split is of another model.
     pub fn load_shard(
-        source: &Source,
+        source: &ModelSource,
         split: &Split,
         rank: Rank,
         options: LoadOptions,
@@ -113,7 +115,7 @@ impl Model {
     /// # Panics
     /// As [`load_shard`](Self::load_shard).
     pub fn load_config(
-        source: &Source,
+        source: &ModelSource,
         mut config: Config,
         split: &Split,
         rank: Rank,
@@ -130,8 +132,8 @@ impl Model {
         }
         config.check_layers()?;
         let shard = split.shard(&config, rank);
-        let loader = Loader {
-            names: Names {
+        let loader = ShardLoader {
+            names: WeightReader {
                 source,
                 config: &config,
             },
@@ -179,7 +181,11 @@ impl Model {
     ///
     /// # Errors
     /// [`Error::Adapter`] for one that does not fit the model, [`Error::Adapters`] for too many.
-    pub fn with_adapters(mut self, source: &Source, adapters: &[Adapter]) -> Result<Self, Error> {
+    pub fn with_adapters(
+        mut self,
+        source: &ModelSource,
+        adapters: &[Adapter],
+    ) -> Result<Self, Error> {
         self.adapters = Adapters::new(source, &self.config, &self.shard, adapters)?;
         Ok(self)
     }
@@ -271,7 +277,7 @@ impl Model {
 
     /// # Panics
     /// Outside the first stage, unless the model has per-layer embeddings.
-    pub(crate) const fn embedding(&self) -> &AsStored {
+    pub(crate) const fn embedding(&self) -> &StoredTensor {
         self.embedding.as_ref().expect("the first stage embeds")
     }
 
@@ -295,11 +301,11 @@ impl Model {
     pub fn expert_uses(&self) -> Vec<ExpertUses> {
         let layers = self.shard.layers.clone().zip(&self.uses);
         layers
-            .filter_map(|(layer, uses)| uses.told(layer))
+            .filter_map(|(layer, uses)| uses.counts(layer))
             .collect()
     }
 
-    pub(crate) fn layers(&self) -> &[Layer] {
+    pub(crate) fn layers(&self) -> &[LayerShard] {
         &self.layers
     }
 
@@ -362,7 +368,7 @@ impl Model {
         assert!(self.shard.leads(), "{} does not lead", self.shard.rank);
         if let Some(links) = &self.links {
             let words = ws.words_mut();
-            Plan::write(batch, words);
+            StepPlan::write(batch, words);
             links.announce(words)?;
         }
         self.step(batch, ws, cache)
@@ -400,7 +406,7 @@ impl Model {
             return Ok(());
         };
         let words = ws.words_mut();
-        Plan::write(batch, words);
+        StepPlan::write(batch, words);
         links.announce_step(words, announced as u64 + 1)
     }
 
@@ -439,8 +445,8 @@ impl Model {
     ///
     /// # Panics
     /// If it is not linked.
-    pub fn follow(&self, ws: &mut Workspace, cache: &mut KvCache) -> Result<Followed, Error> {
-        self.follow_with(ws, cache, &mut Kept::default())
+    pub fn follow(&self, ws: &mut Workspace, cache: &mut KvCache) -> Result<FollowOutcome, Error> {
+        self.follow_with(ws, cache, &mut PersistentCache::default())
     }
 
     /// As [`follow`](Self::follow), with this rank's store of persisted pages.
@@ -448,8 +454,8 @@ impl Model {
         &self,
         ws: &mut Workspace,
         cache: &mut KvCache,
-        kept: &mut Kept,
-    ) -> Result<Followed, Error> {
+        kept: &mut PersistentCache,
+    ) -> Result<FollowOutcome, Error> {
         let links = self.links.as_ref().expect("a follower is linked");
         let mut words = std::mem::take(ws.words_mut());
         let followed = self.follow_plan(links, &mut words, (&mut *ws, cache), kept);
@@ -462,25 +468,25 @@ impl Model {
         links: &Links,
         words: &mut Vec<u32>,
         (ws, cache): (&mut Workspace, &mut KvCache),
-        kept: &mut Kept,
-    ) -> Result<Followed, Error> {
+        kept: &mut PersistentCache,
+    ) -> Result<FollowOutcome, Error> {
         links.next_plan(self.leader, words)?;
-        if kept.obey((links, self.leader), words, cache)? {
-            return Ok(Followed::Idle);
+        if kept.handle_message((links, self.leader), words, cache)? {
+            return Ok(FollowOutcome::Idle);
         }
         let windows = self.kinds.windows(cache.pool_pages());
         let pages = (cache.pages(), &*windows);
         let numbers = (self.config.vocab, self.adapters.ids().len());
-        let limits = Limits::new(ws.size(), pages, numbers);
-        let Some(plan) = Plan::read(words, &limits)? else {
-            return Ok(Followed::Idle);
+        let limits = PlanLimits::new(ws.size(), pages, numbers);
+        let Some(plan) = StepPlan::read(words, &limits)? else {
+            return Ok(FollowOutcome::Idle);
         };
         let windows: Vec<WindowPages<'_>> = plan.windows(words).collect();
         let sequences: Vec<BatchSequence<'_>> = plan.batch(words, &windows).collect();
         let batch = Batch {
             sequences: &sequences,
         };
-        self.step(&batch, ws, cache).map(|_| Followed::Step)
+        self.step(&batch, ws, cache).map(|_| FollowOutcome::Step)
     }
 
     fn step(
@@ -512,13 +518,13 @@ impl Model {
         batch: &Batch<'_>,
         ws: &mut Workspace,
         cache: &Mutex<&'m mut KvCache>,
-        (turn, behind): (Option<Turn<'_>>, &mut dyn FnMut()),
+        (turn, behind): (Option<HalfTurn<'_>>, &mut dyn FnMut()),
     ) -> Result<usize, Error> {
-        turn.iter().try_for_each(Turn::begin)?;
+        turn.iter().try_for_each(HalfTurn::begin)?;
         let _half = self.links.as_ref().map(|links| links.progress.half());
         let tracer = self.links.as_ref().map(|links| &links.trace);
         let began = tracer.filter(|_| turn.is_some()).and_then(Tracer::begin);
-        let mut step = Step::new(self, batch, ws, cache, turn)?;
+        let mut step = ForwardStep::new(self, batch, ws, cache, turn)?;
         for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
             step.enter(index);
             if let Some(links) = &self.links {
@@ -547,7 +553,7 @@ impl Model {
             .links
             .as_ref()
             .map_or(Duration::MAX, |links| links.patience.saturating_mul(2));
-        let (halves, turns) = (halves::cut(batch), Turns::new(limit));
+        let (halves, turns) = (halves::cut(batch), HalfSchedule::new(limit));
         let [first, second] = halves.each_ref().map(|sequences| Batch { sequences });
         let [turn, second_turn] = turns.both();
         let (first, second) = thread::scope(|scope| {

@@ -17,7 +17,7 @@ use paceline_tensor::PAGE;
 use crate::WindowPages;
 
 use crate::Error;
-use crate::step::{Batch, BatchSequence, Limits, Logits};
+use crate::step::{Batch, BatchSequence, Logits, PlanLimits};
 
 /// Words of the first message of every plan. A decode step of one sequence of 8192 positions, or of
 /// 30 short ones, fits into it.
@@ -35,15 +35,15 @@ const IDLE: u32 = 2;
 
 /// A received and checked plan.
 #[derive(Debug, Default)]
-pub(crate) struct Plan {
-    sequences: Vec<Part>,
+pub(crate) struct StepPlan {
+    sequences: Vec<SequencePlan>,
     /// First page and pages of each window, sequence by sequence.
     windows: Vec<(usize, Range<usize>)>,
 }
 
 /// A sequence of a plan, as ranges of its words.
 #[derive(Debug)]
-struct Part {
+struct SequencePlan {
     tokens: Range<usize>,
     pages: Range<usize>,
     position: usize,
@@ -63,7 +63,7 @@ const fn at_most(what: &'static str, got: usize, limit: usize) -> Result<usize, 
     }
 }
 
-impl Plan {
+impl StepPlan {
     /// Writes the plan of a step.
     pub(crate) fn write(batch: &Batch<'_>, words: &mut Vec<u32>) {
         words.clear();
@@ -102,7 +102,7 @@ impl Plan {
     }
 
     /// Reads and checks the plan in `words`; `None` for a keepalive.
-    pub(crate) fn read(words: &[u32], limits: &Limits<'_>) -> Result<Option<Self>, Error> {
+    pub(crate) fn read(words: &[u32], limits: &PlanLimits<'_>) -> Result<Option<Self>, Error> {
         match words[1] {
             IDLE => return Ok(None),
             STEP => {}
@@ -122,7 +122,7 @@ impl Plan {
         for i in 0..n {
             let field = |field| words[4 + fields * i + field] as usize;
             let [tokens, position, logits, adapter, pages] = [0, 1, 2, 3, 4].map(field);
-            sequences.push(Part {
+            sequences.push(SequencePlan {
                 tokens: take(at_most("rows", tokens, limits.rows)?)?,
                 pages: take(at_most("pages", pages, limits.pages)?)?,
                 position: at_most("position", position, limits.context)?,
@@ -139,7 +139,7 @@ impl Plan {
         plan.check(words, limits).map(|()| Some(plan))
     }
 
-    fn check(&self, words: &[u32], limits: &Limits<'_>) -> Result<(), Error> {
+    fn check(&self, words: &[u32], limits: &PlanLimits<'_>) -> Result<(), Error> {
         let windows: Vec<WindowPages<'_>> = self.windows(words).collect();
         let batch: Vec<BatchSequence<'_>> = self.batch(words, &windows).collect();
         let batch = Batch { sequences: &batch };
@@ -193,7 +193,7 @@ impl Plan {
     }
 }
 
-impl Limits<'_> {
+impl PlanLimits<'_> {
     /// Pages of the smallest pool, for sequences that use the same pages in every kind of layers.
     fn pages_in_all(&self, sequence: &BatchSequence<'_>) -> usize {
         let windows = self.windows.iter().filter(|_| sequence.windows.is_empty());
@@ -233,7 +233,7 @@ pub(crate) fn parse(words: &[u32]) {
     if words.len() < HEADER_WORDS {
         return;
     }
-    let limits = Limits {
+    let limits = PlanLimits {
         rows: 300,
         logit_rows: 8,
         sequences: 4,
@@ -247,8 +247,8 @@ pub(crate) fn parse(words: &[u32]) {
         vocab: 1000,
         adapters: 2,
     };
-    let _ = Plan::len_of(words);
-    if let Ok(Some(plan)) = Plan::read(words, &limits) {
+    let _ = StepPlan::len_of(words);
+    if let Ok(Some(plan)) = StepPlan::read(words, &limits) {
         let windows: Vec<_> = plan.windows(words).collect();
         let rows: usize = plan.batch(words, &windows).map(|s| s.tokens.len()).sum();
         assert!(rows <= limits.rows, "{rows} rows");

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Doing {
+pub enum StepActivity {
     Nothing,
     Computing,
     /// It waits for other ranks.
@@ -23,10 +23,10 @@ pub enum Doing {
 
 /// A rank's counters at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct ProgressSnapshot {
     /// Layers and exchanges so far.
     pub count: u64,
-    pub doing: Doing,
+    pub activity: StepActivity,
     /// Layer of the model, counted from 0.
     pub layer: u32,
     /// Rows of the step.
@@ -35,7 +35,7 @@ pub struct Place {
 
 /// Counts layers and exchanges. Cost: some nanoseconds each.
 #[derive(Debug, Default)]
-pub struct Progress {
+pub struct StepProgress {
     /// All counts share one word, so that one load sees one moment. From the lowest bits: open
     /// exchanges, running halves and steps (0 or 1), of [`FIELD_BITS`] each, then the count.
     word: AtomicU64,
@@ -55,7 +55,7 @@ pub struct Progress {
 
 /// Time that steps of a few rows, which decode, computed for since the rank was linked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Busy {
+pub struct ComputeTime {
     /// Nanoseconds without exchanges.
     pub ns: u64,
     pub steps: u64,
@@ -76,16 +76,16 @@ const HALF: u64 = 1 << FIELD_BITS;
 const STEP: u64 = 1 << (2 * FIELD_BITS);
 const COUNT: u64 = 1 << (3 * FIELD_BITS);
 
-impl Progress {
+impl StepProgress {
     /// Reads the counters.
-    pub fn look(&self) -> Place {
+    pub fn snapshot(&self) -> ProgressSnapshot {
         let (word, place) = (
             self.word.load(Ordering::Relaxed),
             self.place.load(Ordering::Relaxed),
         );
-        Place {
+        ProgressSnapshot {
             count: word / COUNT,
-            doing: doing(word),
+            activity: doing(word),
             layer: (place >> 32) as u32,
             rows: place as u32,
         }
@@ -100,8 +100,8 @@ impl Progress {
     }
 
     /// Compute time so far.
-    pub fn busy(&self) -> Busy {
-        Busy {
+    pub fn busy(&self) -> ComputeTime {
+        ComputeTime {
             ns: self.busy_ns.load(Ordering::Relaxed),
             steps: self.busy_steps.load(Ordering::Relaxed),
         }
@@ -114,9 +114,9 @@ impl Progress {
     }
 
     /// Counts one event and opens a `field`.
-    fn open(&self, field: u64) -> Open<'_> {
+    fn open(&self, field: u64) -> ProgressGuard<'_> {
         self.word.fetch_add(COUNT + field, Ordering::Relaxed);
-        Open {
+        ProgressGuard {
             progress: self,
             field,
             begun: None,
@@ -124,9 +124,9 @@ impl Progress {
     }
 
     /// Starts a step of `rows` rows through `layers` layers, until the guard is dropped.
-    pub(crate) fn step(&self, rows: usize, layers: usize) -> Stepping<'_> {
+    pub(crate) fn step(&self, rows: usize, layers: usize) -> StepGuard<'_> {
         self.place.store(rows as u64, Ordering::Relaxed);
-        Stepping {
+        StepGuard {
             open: self.open(STEP),
             begun: Instant::now(),
             parts: (rows * layers).max(1) as u64,
@@ -136,7 +136,7 @@ impl Progress {
 
     /// Starts a half of the step, or a step that is not divided, until the guard is dropped. A half
     /// that waits for its first turn does not run yet.
-    pub(crate) fn half(&self) -> Open<'_> {
+    pub(crate) fn half(&self) -> ProgressGuard<'_> {
         self.open(HALF)
     }
 
@@ -153,7 +153,7 @@ impl Progress {
 
     /// Starts an exchange of this half, or its wait for a turn, until the guard is dropped. A half
     /// has at most one open: a second would count as the other half's.
-    pub(crate) fn exchange(&self) -> Open<'_> {
+    pub(crate) fn exchange(&self) -> ProgressGuard<'_> {
         let mut open = self.open(EXCHANGE);
         open.begun = Some(Instant::now());
         open
@@ -161,29 +161,29 @@ impl Progress {
 }
 
 /// The activity that a word encodes.
-const fn doing(word: u64) -> Doing {
+const fn doing(word: u64) -> StepActivity {
     let exchanges = word & FIELD;
     let halves = (word / HALF) & FIELD;
     let steps = (word / STEP) & FIELD;
     if exchanges > 0 && exchanges >= halves {
-        Doing::Exchanging
+        StepActivity::Exchanging
     } else if steps > 0 {
-        Doing::Computing
+        StepActivity::Computing
     } else {
-        Doing::Nothing
+        StepActivity::Nothing
     }
 }
 
 /// Guard of an open step, half or exchange.
 #[derive(Debug)]
-pub(crate) struct Open<'p> {
-    progress: &'p Progress,
+pub(crate) struct ProgressGuard<'p> {
+    progress: &'p StepProgress,
     field: u64,
     /// Start of an exchange.
     begun: Option<Instant>,
 }
 
-impl Drop for Open<'_> {
+impl Drop for ProgressGuard<'_> {
     fn drop(&mut self) {
         let change = COUNT - self.field;
         self.progress.word.fetch_add(change, Ordering::Relaxed);
@@ -196,8 +196,8 @@ impl Drop for Open<'_> {
 
 /// Guard of a running step.
 #[derive(Debug)]
-pub(crate) struct Stepping<'p> {
-    open: Open<'p>,
+pub(crate) struct StepGuard<'p> {
+    open: ProgressGuard<'p>,
     begun: Instant,
     /// Layers times rows.
     parts: u64,
@@ -205,7 +205,7 @@ pub(crate) struct Stepping<'p> {
     waited_ns: Option<u64>,
 }
 
-impl Drop for Stepping<'_> {
+impl Drop for StepGuard<'_> {
     fn drop(&mut self) {
         let progress = self.open.progress;
         let row_ns = &progress.row_ns;
@@ -230,31 +230,35 @@ mod tests {
 
     #[test]
     fn layers_and_exchanges_are_counted_and_a_step_has_an_end() {
-        let progress = Progress::default();
-        let seen = |progress: &Progress| {
-            let place = progress.look();
-            (place.count, place.doing, place.layer)
+        let progress = StepProgress::default();
+        let seen = |progress: &StepProgress| {
+            let place = progress.snapshot();
+            (place.count, place.activity, place.layer)
         };
-        assert_eq!(seen(&progress), (0, Doing::Nothing, 0));
+        assert_eq!(seen(&progress), (0, StepActivity::Nothing, 0));
         drop(progress.exchange());
-        assert_eq!(seen(&progress), (2, Doing::Nothing, 0), "between steps");
+        assert_eq!(
+            seen(&progress),
+            (2, StepActivity::Nothing, 0),
+            "between steps"
+        );
         assert_eq!(progress.row_time(), None);
         let step = progress.step(7, 2);
         progress.enter(3);
-        assert_eq!(seen(&progress), (4, Doing::Computing, 3));
-        assert_eq!(progress.look().rows, 7);
+        assert_eq!(seen(&progress), (4, StepActivity::Computing, 3));
+        assert_eq!(progress.snapshot().rows, 7);
         let exchange = progress.exchange();
-        assert_eq!(seen(&progress), (5, Doing::Exchanging, 3));
+        assert_eq!(seen(&progress), (5, StepActivity::Exchanging, 3));
         drop(exchange);
-        assert_eq!(seen(&progress), (6, Doing::Computing, 3));
+        assert_eq!(seen(&progress), (6, StepActivity::Computing, 3));
         drop(step);
-        assert_eq!(seen(&progress), (7, Doing::Nothing, 3));
+        assert_eq!(seen(&progress), (7, StepActivity::Nothing, 3));
         assert!(progress.row_time().is_some());
     }
 
     #[test]
     fn exchanges_are_no_time_of_computing() {
-        let progress = Progress::default();
+        let progress = StepProgress::default();
         let begun = Instant::now();
         let step = progress.step(1, 2);
         let exchange = progress.exchange();
@@ -277,26 +281,30 @@ mod tests {
 
     #[test]
     fn two_halves_compute_while_one_of_them_does() {
-        let progress = Progress::default();
-        let doing = || progress.look().doing;
+        let progress = StepProgress::default();
+        let doing = || progress.snapshot().activity;
         let step = progress.step(7, 2);
         let first = progress.half();
         let first_exchanges = progress.exchange();
-        assert_eq!(doing(), Doing::Exchanging, "the second waits for a turn");
+        assert_eq!(
+            doing(),
+            StepActivity::Exchanging,
+            "the second waits for a turn"
+        );
         let second = progress.half();
-        let before = progress.look().count;
+        let before = progress.snapshot().count;
         progress.enter(3);
-        assert_eq!(doing(), Doing::Computing, "the second, in its layer");
-        assert_eq!(progress.look().count, before + 1);
+        assert_eq!(doing(), StepActivity::Computing, "the second, in its layer");
+        assert_eq!(progress.snapshot().count, before + 1);
         let second_waits = progress.exchange();
-        assert_eq!(doing(), Doing::Exchanging, "nobody computes");
+        assert_eq!(doing(), StepActivity::Exchanging, "nobody computes");
         drop(first_exchanges);
-        assert_eq!(doing(), Doing::Computing, "the first goes on");
+        assert_eq!(doing(), StepActivity::Computing, "the first goes on");
         drop(first);
-        assert_eq!(doing(), Doing::Exchanging, "one half is left");
+        assert_eq!(doing(), StepActivity::Exchanging, "one half is left");
         drop((second_waits, second));
-        assert_eq!(doing(), Doing::Computing, "the step has not ended");
+        assert_eq!(doing(), StepActivity::Computing, "the step has not ended");
         drop(step);
-        assert_eq!(doing(), Doing::Nothing);
+        assert_eq!(doing(), StepActivity::Nothing);
     }
 }

@@ -19,7 +19,7 @@ pub enum Role {
     PerLayerProjection,
     /// `(P,)`: norm of each layer's part of the projection.
     PerLayerNorm,
-    Layer(usize, Part),
+    Layer(usize, LayerRole),
 }
 
 /// Index of an expert or a head, and how many the layer has.
@@ -32,7 +32,7 @@ pub struct Nth {
 /// A weight of a layer, by role. C is the width, H heads, K KV heads, D head size, F feed-forward
 /// width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum LayerRole {
     /// `(C,)`, before attention.
     AttentionNorm,
     /// `(H D, C)`

@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 
 use paceline_formats::gguf::{self, Gguf};
 use paceline_formats::hf::{self, HfFolder};
-use paceline_plan::{Attention, Bits, Caches, ModelShape, Moe, Sliding};
+use paceline_plan::{AttentionKind, Bits, Caches, ModelShape, Moe, Sliding};
 use serde_json::Value;
 
-use crate::{Config, LayerCache, LayerShape, Role, Source};
+use crate::{Config, LayerCache, LayerShape, ModelSource, Role};
 
 /// Maximum size of a `config.json`; those of the largest families have some 100 KB.
 const CONFIG_BYTES_MAX: u64 = 8 << 20;
@@ -104,23 +104,23 @@ fn name_of(path: &Path) -> String {
 }
 
 /// Field lookup by the names of both formats.
-struct Fields<'a> {
+struct ShapeFields<'a> {
     number: &'a dyn Fn(&str, &str) -> Option<u64>,
     /// Family name in the file's format.
     family: &'a str,
     /// Cache kind of each layer, if the file lists its layers.
-    kinds: Option<Vec<Keeps>>,
+    kinds: Option<Vec<LayerCacheKind>>,
 }
 
 /// Cache of a layer: all positions before, a sliding window of them, or a recurrent state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Keeps {
+enum LayerCacheKind {
     All,
     Window,
     State,
 }
 
-impl Fields<'_> {
+impl ShapeFields<'_> {
     fn get(&self, gguf: &str, hf: &str) -> Option<u32> {
         (self.number)(gguf, hf).and_then(|value| u32::try_from(value).ok())
     }
@@ -165,7 +165,7 @@ impl Fields<'_> {
             _ => None,
         };
         let every = every.filter(|&n| n > 1).or(family);
-        let listed = self.listed(Keeps::Window);
+        let listed = self.listed(LayerCacheKind::Window);
         let count = listed.or(every.map(|every| layers - layers / every))?;
         let window = window.filter(|&positions| positions > 0 && count > 0)?;
         Some(Sliding {
@@ -175,7 +175,7 @@ impl Fields<'_> {
     }
 
     /// Number of listed layers with this cache kind.
-    fn listed(&self, keeps: Keeps) -> Option<u32> {
+    fn listed(&self, keeps: LayerCacheKind) -> Option<u32> {
         let kinds = self.kinds.as_ref()?.iter();
         u32::try_from(kinds.filter(|kind| **kind == keeps).count()).ok()
     }
@@ -190,7 +190,7 @@ impl Fields<'_> {
             Some(every) => layers - layers / every,
             None if state_bytes > 0.0 => {
                 let usual = layers - layers / 4; // the default in all models without the field
-                self.listed(Keeps::State).unwrap_or(usual)
+                self.listed(LayerCacheKind::State).unwrap_or(usual)
             }
             None => 0,
         };
@@ -214,7 +214,7 @@ impl Fields<'_> {
             return own.saturating_sub(2); // one of each kind, as in all models with shared caches
         };
         let (own_kinds, others) = kinds.split_at((own as usize).min(kinds.len()));
-        let keeper = |kind: &Keeps| own_kinds.iter().rposition(|own| own == kind);
+        let keeper = |kind: &LayerCacheKind| own_kinds.iter().rposition(|own| own == kind);
         let first = others.iter().filter_map(keeper).min();
         first
             .and_then(|first| u32::try_from(first).ok())
@@ -249,7 +249,7 @@ impl Fields<'_> {
         Some(width * (2.0 * key_heads * key + heads * (3.0 * value + 2.0)))
     }
 
-    fn attention(&self, heads: u32, width: u32) -> Attention {
+    fn attention(&self, heads: u32, width: u32) -> AttentionKind {
         let rank = self
             .get("attention.kv_lora_rank", "kv_lora_rank")
             .unwrap_or(0);
@@ -257,7 +257,7 @@ impl Fields<'_> {
         let head_dim = head_dim.unwrap_or_else(|| width / heads.max(1));
         if rank == 0 {
             let kv = self.get("attention.head_count_kv", "num_key_value_heads");
-            return Attention::Gqa {
+            return AttentionKind::Gqa {
                 heads,
                 kv_heads: kv.unwrap_or(heads),
                 head_dim,
@@ -272,7 +272,7 @@ impl Fields<'_> {
         let value = self
             .get("attention.value_length_mla", "v_head_dim")
             .unwrap_or(128);
-        Attention::Mla {
+        AttentionKind::Mla {
             heads,
             q_rank: self
                 .get("attention.q_lora_rank", "q_lora_rank")
@@ -345,7 +345,7 @@ impl Fields<'_> {
 }
 
 /// The planner's shape of a computable model; `source` has the bytes.
-pub fn of(source: &Source, config: &Config) -> ModelShape {
+pub fn of(source: &ModelSource, config: &Config) -> ModelShape {
     let mut shape = ModelShape {
         name: "local".to_owned(),
         layers: number(config.layers.len()),
@@ -363,7 +363,7 @@ pub fn of(source: &Source, config: &Config) -> ModelShape {
     };
     let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
     shape.bits = match source {
-        Source::Gguf(file) if shape.moe.is_some() => stored_bits(file),
+        ModelSource::Gguf(file) if shape.moe.is_some() => stored_bits(file),
         _ => Bits::uniform(bits),
     };
     for bits in [&mut shape.bits.rest, &mut shape.bits.experts] {
@@ -376,14 +376,14 @@ fn number(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
-fn attention_of(config: &Config) -> Attention {
+fn attention_of(config: &Config) -> AttentionKind {
     match config.latent {
-        None => Attention::Gqa {
+        None => AttentionKind::Gqa {
             heads: number(config.heads),
             kv_heads: number(config.kv_heads),
             head_dim: number(config.head_dim),
         },
-        Some(latent) => Attention::Mla {
+        Some(latent) => AttentionKind::Mla {
             heads: number(config.heads),
             q_rank: number(latent.query_rank.unwrap_or(0)),
             kv_rank: number(latent.rank),
@@ -463,19 +463,19 @@ fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
     let number = |gguf: &str, _: &str| {
         let key = format!("{arch}.{gguf}");
         match meta.get(&key)? {
-            paceline_formats::gguf::Value::Array(list) => list.to_u64s()?.into_iter().max(),
+            paceline_formats::gguf::MetadataValue::Array(list) => list.to_u64s()?.into_iter().max(),
             value => value.as_u64(),
         }
     };
     let windows = meta.opt_bools(&format!("{arch}.attention.sliding_window_pattern"));
     let keeps = |is_windowed: &bool| {
         if *is_windowed {
-            Keeps::Window
+            LayerCacheKind::Window
         } else {
-            Keeps::All
+            LayerCacheKind::All
         }
     };
-    let fields = Fields {
+    let fields = ShapeFields {
         number: &number,
         family: &arch,
         // A scalar is a period, which `sliding` reads.
@@ -547,11 +547,11 @@ fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
     };
     let kinds = text.get("layer_types").and_then(Value::as_array);
     let keeps = |kind: &Value| match kind.as_str() {
-        Some("sliding_attention") => Keeps::Window,
-        Some("linear_attention") => Keeps::State,
-        _ => Keeps::All,
+        Some("sliding_attention") => LayerCacheKind::Window,
+        Some("linear_attention") => LayerCacheKind::State,
+        _ => LayerCacheKind::All,
     };
-    let fields = Fields {
+    let fields = ShapeFields {
         number: &number,
         family: family.unwrap_or_default(),
         kinds: kinds.map(|kinds| kinds.iter().map(keeps).collect()),

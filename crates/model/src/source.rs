@@ -8,26 +8,26 @@ use std::path::Path;
 
 use paceline_base::Bytes;
 use paceline_formats::gguf::Gguf;
-use paceline_formats::hf::{HfFolder, Wanted};
+use paceline_formats::hf::{HfFolder, StackSlice};
 use paceline_formats::mlx::Quantised;
 use paceline_formats::tensor::Tensor;
 use serde_json::Value;
 
 use crate::Error;
-use crate::families::{Family, FileNames, Stacks, dbrx_stem};
-use crate::role::{Nth, Part, Role};
+use crate::families::{ExpertLayout, FileNames, ModelFamily, dbrx_stem};
+use crate::role::{LayerRole, Nth, Role};
 
 /// An opened model: a GGUF file with all its parts, or a Hugging Face folder.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant, reason = "one value per loaded model")]
-pub enum Source {
+pub enum ModelSource {
     /// A single file, or all parts of a divided one.
     Gguf(Gguf),
     /// A folder with `config.json` and safetensors.
     Hf(HfFolder),
 }
 
-impl Source {
+impl ModelSource {
     /// Opens `path`: a folder is read in the Hugging Face layout, anything else as GGUF.
     ///
     /// # Errors
@@ -48,7 +48,7 @@ impl Source {
     }
 
     /// Tensor name of a weight, without `.weight` or `.bias`.
-    fn stem(&self, family: Family, role: Role) -> String {
+    fn stem(&self, family: ModelFamily, role: Role) -> String {
         match self {
             Self::Gguf(_) => gguf_stem(family, role),
             Self::Hf(folder) if family.joins_qkv() => {
@@ -67,15 +67,15 @@ impl Source {
     }
 
     /// Tensor name of a weight. Some vectors end in another word than `.weight`, or in none.
-    fn name(&self, family: Family, role: Role) -> String {
+    fn name(&self, family: ModelFamily, role: Role) -> String {
         let stem = self.stem(family, role);
         match (self, role) {
-            (Self::Gguf(_), Role::Layer(_, Part::RouterChoice)) => format!("{stem}.bias"),
-            (Self::Gguf(_), Role::Layer(_, Part::RouterScale | Part::ExpertScales)) => {
+            (Self::Gguf(_), Role::Layer(_, LayerRole::RouterChoice)) => format!("{stem}.bias"),
+            (Self::Gguf(_), Role::Layer(_, LayerRole::RouterScale | LayerRole::ExpertScales)) => {
                 format!("{stem}.scale")
             }
-            (Self::Gguf(_), Role::Layer(_, Part::DeltaBias)) => format!("{stem}.bias"),
-            (Self::Gguf(_), Role::Layer(_, Part::DeltaScale)) => stem,
+            (Self::Gguf(_), Role::Layer(_, LayerRole::DeltaBias)) => format!("{stem}.bias"),
+            (Self::Gguf(_), Role::Layer(_, LayerRole::DeltaScale)) => stem,
             (Self::Hf(_), Role::Layer(_, part)) if part.is_bare_in_hf() => stem,
             _ => format!("{stem}.weight"),
         }
@@ -85,7 +85,7 @@ impl Source {
     ///
     /// # Errors
     /// If the file lacks it, or stores it in an unsupported type.
-    pub fn weight(&self, family: Family, role: Role) -> Result<Tensor, Error> {
+    pub fn weight(&self, family: ModelFamily, role: Role) -> Result<Tensor, Error> {
         if let Some((folder, module, nth)) = self.mlx_stack(family, role) {
             return match folder.quantised_expert(&module, nth.index, nth.of)? {
                 Some(quantised) => Ok(quantised.joined()?),
@@ -114,7 +114,7 @@ impl Source {
         };
         match part.expert() {
             Some(nth) => of_expert(tensor, nth),
-            None if part == Part::SharedRouter => Ok(Tensor {
+            None if part == LayerRole::SharedRouter => Ok(Tensor {
                 shape: [&[1], &*tensor.shape].concat(),
                 ..tensor
             }),
@@ -126,12 +126,12 @@ impl Source {
     ///
     /// # Errors
     /// As [`weight`](Self::weight).
-    pub fn opt_weight(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
+    pub fn opt_weight(&self, family: ModelFamily, role: Role) -> Result<Option<Tensor>, Error> {
         self.opt_tensor(&self.name(family, role))
     }
 
     /// Whether the file has the weight of `role` under its default name, in any format.
-    pub(crate) fn has_any(&self, family: Family, role: Role) -> bool {
+    pub(crate) fn has_any(&self, family: ModelFamily, role: Role) -> bool {
         let name = self.name(family, role);
         match self {
             Self::Gguf(file) => file.has(&name),
@@ -141,7 +141,7 @@ impl Source {
 
     /// DBRX: a weight within a joined matrix of queries, keys and values, or of a layer's experts
     /// in folders not written by MLX. `None` for other weights.
-    fn joined(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
+    fn joined(&self, family: ModelFamily, role: Role) -> Result<Option<Tensor>, Error> {
         if let Some((parts, own)) = self.joined_parts(family, role)? {
             let name = match (self, role) {
                 (Self::Gguf(_), Role::Layer(layer, _)) => format!("blk.{layer}.attn_qkv.weight"),
@@ -156,10 +156,10 @@ impl Source {
         let Some(nth) = part.expert().filter(|_| stack.contains(".mlp.")) else {
             return Ok(None);
         };
-        if let Part::ExpertDown(_) = part {
+        if let LayerRole::ExpertDown(_) = part {
             let Nth { index, of } = nth;
             let (first, step) = (0, 1);
-            let wanted = Wanted {
+            let wanted = StackSlice {
                 index,
                 of,
                 first,
@@ -175,13 +175,13 @@ impl Source {
     /// for other weights and families.
     fn joined_parts(
         &self,
-        family: Family,
+        family: ModelFamily,
         role: Role,
     ) -> Result<Option<(usize, Range<usize>)>, Error> {
         let place = match role {
-            Role::Layer(_, Part::Query) => 0,
-            Role::Layer(_, Part::Key) => 1,
-            Role::Layer(_, Part::Value) => 2,
+            Role::Layer(_, LayerRole::Query) => 0,
+            Role::Layer(_, LayerRole::Key) => 1,
+            Role::Layer(_, LayerRole::Value) => 2,
             _ => return Ok(None),
         };
         if !family.joins_qkv() {
@@ -195,7 +195,7 @@ impl Source {
     }
 
     /// Query and KV heads of a family with joined projections, from the file.
-    fn joined_heads(&self, family: Family) -> Result<[usize; 2], Error> {
+    fn joined_heads(&self, family: ModelFamily) -> Result<[usize; 2], Error> {
         let [heads, kv_heads] = match self {
             Self::Gguf(file) => {
                 let number = |key: &str| {
@@ -216,16 +216,16 @@ impl Source {
     }
 
     /// The stacked tensor of a gpt-oss folder that has an expert's matrix, and its place there.
-    fn stacked(&self, family: Family, role: Role) -> Option<(&HfFolder, String, Wanted)> {
+    fn stacked(&self, family: ModelFamily, role: Role) -> Option<(&HfFolder, String, StackSlice)> {
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return None;
         };
-        if family.file_names().stacks != Stacks::Alternate {
+        if family.file_names().stacks != ExpertLayout::Alternate {
             return None;
         }
         let (name, first, step) = match part {
-            Part::ExpertGate(_) => ("gate_up_proj", 0, 2),
-            Part::ExpertUp(_) => ("gate_up_proj", 1, 2),
+            LayerRole::ExpertGate(_) => ("gate_up_proj", 0, 2),
+            LayerRole::ExpertUp(_) => ("gate_up_proj", 1, 2),
             _ => ("down_proj", 0, 1),
         };
         let Nth { index, of } = part.expert()?;
@@ -233,7 +233,7 @@ impl Source {
         Some((
             folder,
             stack,
-            Wanted {
+            StackSlice {
                 index,
                 of,
                 first,
@@ -245,17 +245,17 @@ impl Source {
     /// An expert's matrix from a folder that stacks all experts in one tensor, where the rows of
     /// `up` follow those of `gate`. Gemma 4 folders always have this layout; other families may, as
     /// written by transformers 5. `None` for other folders and weights.
-    fn behind(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
+    fn behind(&self, family: ModelFamily, role: Role) -> Result<Option<Tensor>, Error> {
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return Ok(None);
         };
         let (name, half) = match part {
-            Part::ExpertGate(_) => ("gate_up_proj", Some(0)),
-            Part::ExpertUp(_) => ("gate_up_proj", Some(1)),
-            Part::ExpertDown(_) => ("down_proj", None),
+            LayerRole::ExpertGate(_) => ("gate_up_proj", Some(0)),
+            LayerRole::ExpertUp(_) => ("gate_up_proj", Some(1)),
+            LayerRole::ExpertDown(_) => ("down_proj", None),
             _ => return Ok(None),
         };
-        let always = family.file_names().stacks == Stacks::Behind;
+        let always = family.file_names().stacks == ExpertLayout::Behind;
         let block = if always { "experts" } else { "mlp.experts" };
         let stack = format!("{}.layers.{layer}.{block}.{name}", prefix(folder));
         if !always && !folder.has(&stack) {
@@ -276,7 +276,7 @@ impl Source {
     /// As [`weight`](Self::weight).
     pub fn expert_biases(
         &self,
-        family: Family,
+        family: ModelFamily,
         role: Role,
     ) -> Result<Option<(Tensor, usize, usize)>, Error> {
         let (name, first, step) = match self.mlx_stack(family, role) {
@@ -294,7 +294,7 @@ impl Source {
     ///
     /// # Errors
     /// If the parts do not fit each other or the configuration.
-    pub fn quantised(&self, family: Family, role: Role) -> Result<Option<Quantised>, Error> {
+    pub fn quantised(&self, family: ModelFamily, role: Role) -> Result<Option<Quantised>, Error> {
         if let Some((folder, module, nth)) = self.mlx_stack(family, role) {
             return Ok(folder.quantised_expert(&module, nth.index, nth.of)?);
         }
@@ -313,20 +313,20 @@ impl Source {
     }
 
     /// Module of an MLX folder with all experts or heads of a layer, and the index of `role` there.
-    fn mlx_stack(&self, family: Family, role: Role) -> Option<(&HfFolder, String, Nth)> {
+    fn mlx_stack(&self, family: ModelFamily, role: Role) -> Option<(&HfFolder, String, Nth)> {
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return None;
         };
         let nth = part.expert()?;
         let name = match part {
-            Part::ExpertGate(_) => "gate_proj",
-            Part::ExpertUp(_) => "up_proj",
-            Part::KeyUp(_) => "embed_q",
-            Part::ValueUp(_) => "unembed_out",
+            LayerRole::ExpertGate(_) => "gate_proj",
+            LayerRole::ExpertUp(_) => "up_proj",
+            LayerRole::KeyUp(_) => "embed_q",
+            LayerRole::ValueUp(_) => "unembed_out",
             _ => "down_proj",
         };
         let stack = match part {
-            Part::KeyUp(_) | Part::ValueUp(_) => "self_attn",
+            LayerRole::KeyUp(_) | LayerRole::ValueUp(_) => "self_attn",
             _ => family.file_names().mlx_experts,
         };
         let module = format!("{}.layers.{layer}.{stack}.{name}", prefix(folder));
@@ -338,7 +338,7 @@ impl Source {
     ///
     /// # Errors
     /// As [`weight`](Self::weight).
-    pub fn block_len(&self, family: Family, role: Role) -> Result<usize, Error> {
+    pub fn block_len(&self, family: ModelFamily, role: Role) -> Result<usize, Error> {
         match self.quantised(family, role)? {
             Some(matrix) => Ok(matrix.scheme.group_size),
             None => Ok(self.weight(family, role)?.block_type.len()),
@@ -349,7 +349,7 @@ impl Source {
     ///
     /// # Errors
     /// As [`weight`](Self::weight).
-    pub fn bias(&self, family: Family, role: Role) -> Result<Tensor, Error> {
+    pub fn bias(&self, family: ModelFamily, role: Role) -> Result<Tensor, Error> {
         self.tensor(&format!("{}.bias", self.stem(family, role)))
     }
 
@@ -357,7 +357,7 @@ impl Source {
     ///
     /// # Errors
     /// As [`weight`](Self::weight).
-    pub fn opt_bias(&self, family: Family, role: Role) -> Result<Option<Tensor>, Error> {
+    pub fn opt_bias(&self, family: ModelFamily, role: Role) -> Result<Option<Tensor>, Error> {
         self.opt_tensor(&format!("{}.bias", self.stem(family, role)))
     }
 
@@ -385,7 +385,7 @@ fn bare<'a>(folder: &HfFolder, name: &'a str) -> &'a str {
 }
 
 /// Tensor names in GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
-fn gguf_stem(family: Family, role: Role) -> String {
+fn gguf_stem(family: ModelFamily, role: Role) -> String {
     let (layer, part) = match role {
         Role::TokenEmbedding => return "token_embd".to_owned(),
         Role::OutputNorm => return "output_norm".to_owned(),
@@ -397,55 +397,55 @@ fn gguf_stem(family: Family, role: Role) -> String {
         Role::Layer(layer, part) => (layer, part),
     };
     let name = match part {
-        Part::AttentionNorm => "attn_norm",
-        Part::Query => "attn_q",
-        Part::Key => "attn_k",
-        Part::Value => "attn_v",
-        Part::AttentionOutput => "attn_output",
-        Part::QueryNorm => "attn_q_norm",
-        Part::KeyNorm => "attn_k_norm",
-        Part::Sinks => "attn_sinks",
-        Part::PostAttentionNorm => "post_attention_norm",
-        Part::FfnNorm => family.file_names().gguf_ffn_norm,
-        Part::Gate => "ffn_gate",
-        Part::Up => "ffn_up",
-        Part::Down => "ffn_down",
-        Part::PostFfnNorm => "post_ffw_norm",
-        Part::Router | Part::RouterScale => "ffn_gate_inp",
-        Part::RouterChoice => "exp_probs_b",
-        Part::ExpertGate(_) => "ffn_gate_exps",
-        Part::ExpertUp(_) => "ffn_up_exps",
-        Part::ExpertDown(_) | Part::ExpertScales => "ffn_down_exps",
-        Part::SharedRouter => "ffn_gate_inp_shexp",
-        Part::SharedGate => "ffn_gate_shexp",
-        Part::SharedUp => "ffn_up_shexp",
-        Part::SharedDown => "ffn_down_shexp",
-        Part::QueryDown => "attn_q_a",
-        Part::QueryDownNorm => "attn_q_a_norm",
-        Part::QueryUp => "attn_q_b",
-        Part::LatentDown => "attn_kv_a_mqa",
-        Part::LatentNorm => "attn_kv_a_norm",
-        Part::LatentUp => "attn_kv_b",
-        Part::KeyUp(_) => "attn_k_b",
-        Part::ValueUp(_) => "attn_v_b",
-        Part::DenseNorm => "post_ffw_norm_1",
-        Part::BesideNorm => "pre_ffw_norm_2",
-        Part::PostBesideNorm => "post_ffw_norm_2",
-        Part::PerLayerGate => "inp_gate",
-        Part::PerLayerOutput => "proj",
-        Part::PostPerLayerNorm => "post_norm",
-        Part::OutputScale => "layer_output_scale",
-        Part::DeltaQkv => "attn_qkv",
-        Part::DeltaGate => "attn_gate",
-        Part::DeltaQkvGate => "ssm_in",
-        Part::DeltaStep => "ssm_beta",
-        Part::DeltaDecay => "ssm_alpha",
-        Part::DeltaStepDecay => "ssm_ba",
-        Part::DeltaConv => "ssm_conv1d",
-        Part::DeltaBias => "ssm_dt",
-        Part::DeltaScale => "ssm_a",
-        Part::DeltaNorm => "ssm_norm",
-        Part::DeltaOutput => "ssm_out",
+        LayerRole::AttentionNorm => "attn_norm",
+        LayerRole::Query => "attn_q",
+        LayerRole::Key => "attn_k",
+        LayerRole::Value => "attn_v",
+        LayerRole::AttentionOutput => "attn_output",
+        LayerRole::QueryNorm => "attn_q_norm",
+        LayerRole::KeyNorm => "attn_k_norm",
+        LayerRole::Sinks => "attn_sinks",
+        LayerRole::PostAttentionNorm => "post_attention_norm",
+        LayerRole::FfnNorm => family.file_names().gguf_ffn_norm,
+        LayerRole::Gate => "ffn_gate",
+        LayerRole::Up => "ffn_up",
+        LayerRole::Down => "ffn_down",
+        LayerRole::PostFfnNorm => "post_ffw_norm",
+        LayerRole::Router | LayerRole::RouterScale => "ffn_gate_inp",
+        LayerRole::RouterChoice => "exp_probs_b",
+        LayerRole::ExpertGate(_) => "ffn_gate_exps",
+        LayerRole::ExpertUp(_) => "ffn_up_exps",
+        LayerRole::ExpertDown(_) | LayerRole::ExpertScales => "ffn_down_exps",
+        LayerRole::SharedRouter => "ffn_gate_inp_shexp",
+        LayerRole::SharedGate => "ffn_gate_shexp",
+        LayerRole::SharedUp => "ffn_up_shexp",
+        LayerRole::SharedDown => "ffn_down_shexp",
+        LayerRole::QueryDown => "attn_q_a",
+        LayerRole::QueryDownNorm => "attn_q_a_norm",
+        LayerRole::QueryUp => "attn_q_b",
+        LayerRole::LatentDown => "attn_kv_a_mqa",
+        LayerRole::LatentNorm => "attn_kv_a_norm",
+        LayerRole::LatentUp => "attn_kv_b",
+        LayerRole::KeyUp(_) => "attn_k_b",
+        LayerRole::ValueUp(_) => "attn_v_b",
+        LayerRole::DenseNorm => "post_ffw_norm_1",
+        LayerRole::BesideNorm => "pre_ffw_norm_2",
+        LayerRole::PostBesideNorm => "post_ffw_norm_2",
+        LayerRole::PerLayerGate => "inp_gate",
+        LayerRole::PerLayerOutput => "proj",
+        LayerRole::PostPerLayerNorm => "post_norm",
+        LayerRole::OutputScale => "layer_output_scale",
+        LayerRole::DeltaQkv => "attn_qkv",
+        LayerRole::DeltaGate => "attn_gate",
+        LayerRole::DeltaQkvGate => "ssm_in",
+        LayerRole::DeltaStep => "ssm_beta",
+        LayerRole::DeltaDecay => "ssm_alpha",
+        LayerRole::DeltaStepDecay => "ssm_ba",
+        LayerRole::DeltaConv => "ssm_conv1d",
+        LayerRole::DeltaBias => "ssm_dt",
+        LayerRole::DeltaScale => "ssm_a",
+        LayerRole::DeltaNorm => "ssm_norm",
+        LayerRole::DeltaOutput => "ssm_out",
     };
     format!("blk.{layer}.{name}")
 }
@@ -478,72 +478,72 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
         return format!("{model}.layers.{layer}.{name}");
     }
     let name = match part {
-        Part::AttentionNorm => "input_layernorm",
-        Part::Query => "self_attn.q_proj",
-        Part::Key => "self_attn.k_proj",
-        Part::Value => "self_attn.v_proj",
-        Part::AttentionOutput => "self_attn.o_proj",
-        Part::QueryNorm => "self_attn.q_norm",
-        Part::KeyNorm => "self_attn.k_norm",
-        Part::Sinks => "self_attn.sinks",
-        Part::FfnNorm => names.hf_ffn_norm,
-        Part::PostAttentionNorm => "post_attention_layernorm",
-        Part::Gate => "mlp.gate_proj",
-        Part::Up => "mlp.up_proj",
-        Part::Down => "mlp.down_proj",
-        Part::PostFfnNorm => "post_feedforward_layernorm",
-        Part::QueryDown => "self_attn.q_a_proj",
-        Part::QueryDownNorm => "self_attn.q_a_layernorm",
-        Part::QueryUp => "self_attn.q_b_proj",
-        Part::LatentDown => "self_attn.kv_a_proj_with_mqa",
-        Part::LatentNorm => "self_attn.kv_a_layernorm",
-        Part::LatentUp => "self_attn.kv_b_proj",
-        Part::KeyUp(_) => "self_attn.embed_q",
-        Part::ValueUp(_) => "self_attn.unembed_out",
-        Part::RouterScale => "router.scale",
-        Part::ExpertScales => "router.per_expert_scale",
-        Part::DenseNorm => "post_feedforward_layernorm_1",
-        Part::BesideNorm => "pre_feedforward_layernorm_2",
-        Part::PostBesideNorm => "post_feedforward_layernorm_2",
-        Part::PerLayerGate => "per_layer_input_gate",
-        Part::PerLayerOutput => "per_layer_projection",
-        Part::PostPerLayerNorm => "post_per_layer_input_norm",
-        Part::OutputScale => "layer_scalar",
-        Part::DeltaQkv => "linear_attn.in_proj_qkv",
-        Part::DeltaGate => "linear_attn.in_proj_z",
-        Part::DeltaQkvGate => "linear_attn.in_proj_qkvz",
-        Part::DeltaStep => "linear_attn.in_proj_b",
-        Part::DeltaDecay => "linear_attn.in_proj_a",
-        Part::DeltaStepDecay => "linear_attn.in_proj_ba",
-        Part::DeltaConv => "linear_attn.conv1d",
-        Part::DeltaBias => "linear_attn.dt_bias",
-        Part::DeltaScale => "linear_attn.A_log",
-        Part::DeltaNorm => "linear_attn.norm",
-        Part::DeltaOutput => "linear_attn.out_proj",
+        LayerRole::AttentionNorm => "input_layernorm",
+        LayerRole::Query => "self_attn.q_proj",
+        LayerRole::Key => "self_attn.k_proj",
+        LayerRole::Value => "self_attn.v_proj",
+        LayerRole::AttentionOutput => "self_attn.o_proj",
+        LayerRole::QueryNorm => "self_attn.q_norm",
+        LayerRole::KeyNorm => "self_attn.k_norm",
+        LayerRole::Sinks => "self_attn.sinks",
+        LayerRole::FfnNorm => names.hf_ffn_norm,
+        LayerRole::PostAttentionNorm => "post_attention_layernorm",
+        LayerRole::Gate => "mlp.gate_proj",
+        LayerRole::Up => "mlp.up_proj",
+        LayerRole::Down => "mlp.down_proj",
+        LayerRole::PostFfnNorm => "post_feedforward_layernorm",
+        LayerRole::QueryDown => "self_attn.q_a_proj",
+        LayerRole::QueryDownNorm => "self_attn.q_a_layernorm",
+        LayerRole::QueryUp => "self_attn.q_b_proj",
+        LayerRole::LatentDown => "self_attn.kv_a_proj_with_mqa",
+        LayerRole::LatentNorm => "self_attn.kv_a_layernorm",
+        LayerRole::LatentUp => "self_attn.kv_b_proj",
+        LayerRole::KeyUp(_) => "self_attn.embed_q",
+        LayerRole::ValueUp(_) => "self_attn.unembed_out",
+        LayerRole::RouterScale => "router.scale",
+        LayerRole::ExpertScales => "router.per_expert_scale",
+        LayerRole::DenseNorm => "post_feedforward_layernorm_1",
+        LayerRole::BesideNorm => "pre_feedforward_layernorm_2",
+        LayerRole::PostBesideNorm => "post_feedforward_layernorm_2",
+        LayerRole::PerLayerGate => "per_layer_input_gate",
+        LayerRole::PerLayerOutput => "per_layer_projection",
+        LayerRole::PostPerLayerNorm => "post_per_layer_input_norm",
+        LayerRole::OutputScale => "layer_scalar",
+        LayerRole::DeltaQkv => "linear_attn.in_proj_qkv",
+        LayerRole::DeltaGate => "linear_attn.in_proj_z",
+        LayerRole::DeltaQkvGate => "linear_attn.in_proj_qkvz",
+        LayerRole::DeltaStep => "linear_attn.in_proj_b",
+        LayerRole::DeltaDecay => "linear_attn.in_proj_a",
+        LayerRole::DeltaStepDecay => "linear_attn.in_proj_ba",
+        LayerRole::DeltaConv => "linear_attn.conv1d",
+        LayerRole::DeltaBias => "linear_attn.dt_bias",
+        LayerRole::DeltaScale => "linear_attn.A_log",
+        LayerRole::DeltaNorm => "linear_attn.norm",
+        LayerRole::DeltaOutput => "linear_attn.out_proj",
         other => unreachable!("{other:?} is a part of experts"),
     };
     format!("{model}.layers.{layer}.{name}")
 }
 
 /// Names of unstacked experts in the Hugging Face layout.
-fn hf_expert(names: &FileNames, part: Part) -> Option<String> {
+fn hf_expert(names: &FileNames, part: LayerRole) -> Option<String> {
     let FileNames { block, shared, .. } = names;
     let expert = |e: usize, name: usize| format!("{block}.experts.{e}.{}", names.expert[name]);
     Some(match part {
-        Part::Router => names.router.to_owned(),
-        Part::RouterChoice => names.choice.to_owned(),
-        Part::ExpertGate(e) => expert(e.index, 0),
-        Part::ExpertUp(e) => expert(e.index, 1),
-        Part::ExpertDown(e) => expert(e.index, 2),
-        Part::SharedRouter => format!("{block}.shared_expert_gate"),
-        Part::SharedGate => format!("{shared}.gate_proj"),
-        Part::SharedUp => format!("{shared}.up_proj"),
-        Part::SharedDown => format!("{shared}.down_proj"),
+        LayerRole::Router => names.router.to_owned(),
+        LayerRole::RouterChoice => names.choice.to_owned(),
+        LayerRole::ExpertGate(e) => expert(e.index, 0),
+        LayerRole::ExpertUp(e) => expert(e.index, 1),
+        LayerRole::ExpertDown(e) => expert(e.index, 2),
+        LayerRole::SharedRouter => format!("{block}.shared_expert_gate"),
+        LayerRole::SharedGate => format!("{shared}.gate_proj"),
+        LayerRole::SharedUp => format!("{shared}.up_proj"),
+        LayerRole::SharedDown => format!("{shared}.down_proj"),
         _ => return None,
     })
 }
 
-impl Part {
+impl LayerRole {
     /// Index of the expert or head whose matrices a GGUF file stacks.
     const fn expert(self) -> Option<Nth> {
         match self {
@@ -570,11 +570,11 @@ impl Part {
 
 /// An expert's matrix in a GGUF file with an unusual layout: one tensor per expert, as in early
 /// files of Mixtral, or gate and up joined in one tensor.
-fn other_expert(file: &Gguf, layer: usize, part: Part) -> Result<Option<Tensor>, Error> {
+fn other_expert(file: &Gguf, layer: usize, part: LayerRole) -> Result<Option<Tensor>, Error> {
     let (name, half) = match part {
-        Part::ExpertGate(_) => ("gate", Some(0)),
-        Part::ExpertUp(_) => ("up", Some(1)),
-        Part::ExpertDown(_) => ("down", None),
+        LayerRole::ExpertGate(_) => ("gate", Some(0)),
+        LayerRole::ExpertUp(_) => ("up", Some(1)),
+        LayerRole::ExpertDown(_) => ("down", None),
         _ => return Ok(None),
     };
     if file.has(&format!("blk.{layer}.ffn_{name}_exps.weight")) {

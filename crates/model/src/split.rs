@@ -40,7 +40,7 @@ use std::ops::Range;
 use std::str::FromStr;
 
 use paceline_base::Rank;
-use paceline_base::tree::{self, Node};
+use paceline_base::tree::{self, TreeNode};
 
 use serde::{Deserialize, Serialize};
 
@@ -129,12 +129,12 @@ impl FromStr for SplitKind {
 /// places. A received split must pass [`check`](Self::check).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Split {
-    stages: Vec<Stage>,
+    stages: Vec<SplitStage>,
 }
 
 /// Consecutive layers and the ranks that share them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Stage {
+struct SplitStage {
     first_rank: u32,
     layers: Range<usize>,
     #[serde(default)]
@@ -144,12 +144,12 @@ struct Stage {
     /// Leaves of each rank, for every leaf count of the stage's layers. A split without them is
     /// refused.
     #[serde(default)]
-    dealt: Vec<Dealt>,
+    dealt: Vec<LeafAssignment>,
 }
 
 /// Assignment of a sum's leaves to the ranks of a stage, in order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Dealt {
+struct LeafAssignment {
     leaves: usize,
     /// End of each rank's leaves.
     ends: Vec<usize>,
@@ -159,7 +159,7 @@ impl Split {
     /// All of `config` on one rank.
     pub fn whole(config: &Config) -> Self {
         Self {
-            stages: vec![Stage::new(config, 0, 0..config.layers.len(), vec![1])],
+            stages: vec![SplitStage::new(config, 0, 0..config.layers.len(), vec![1])],
         }
     }
 
@@ -213,9 +213,9 @@ impl Split {
     ) -> Result<Self, Error> {
         let mut first_rank: u32 = 0;
         let stages = stages.into_iter().map(|(kind, layers, shares)| {
-            let stage = Stage::new(config, first_rank, layers, shares);
+            let stage = SplitStage::new(config, first_rank, layers, shares);
             first_rank = first_rank.saturating_add(stage.shares.len() as u32);
-            Stage { kind, ..stage }
+            SplitStage { kind, ..stage }
         });
         let split = Self {
             stages: stages.collect(),
@@ -343,7 +343,7 @@ impl Split {
     /// # Panics
     /// If there is no such rank, or the split does not [fit](Self::check) `config`.
     pub fn shard(&self, config: &Config, rank: Rank) -> Shard {
-        let of = |s: &Stage| s.ranks().contains(&rank.0);
+        let of = |s: &SplitStage| s.ranks().contains(&rank.0);
         let stage = self
             .stages
             .iter()
@@ -391,10 +391,10 @@ impl fmt::Display for Split {
     }
 }
 
-impl Stage {
+impl SplitStage {
     /// Rounds shares to leaves. [`Split::check`] reports layers that the model does not have.
     fn new(config: &Config, first_rank: u32, layers: Range<usize>, shares: Vec<u32>) -> Self {
-        let deal = |leaves| Dealt {
+        let deal = |leaves| LeafAssignment {
             leaves,
             ends: cut(leaves, &shares).iter().map(|own| own.end).collect(),
         };
@@ -459,13 +459,13 @@ impl Stage {
 
 /// Shape of a sum that is divided over ranks.
 #[derive(Clone, Copy, Debug)]
-struct Sum {
+struct SumShape {
     cols: usize,
     /// Columns of a leaf; the last may have fewer.
     leaf_cols: usize,
 }
 
-impl Sum {
+impl SumShape {
     const fn leaves(self) -> usize {
         self.cols.div_ceil(self.leaf_cols)
     }
@@ -501,9 +501,12 @@ fn leaf_counts(config: &Config, layers: &Range<usize>) -> BTreeSet<usize> {
     let own = config.layers.get(layers.clone()).unwrap_or_default();
     let usual = config.usual_layer();
     let sums = |layer: &LayerShape| {
-        let beside = layer.dense_beside.then(|| Sum::dense(config, layer));
-        let all = [Sum::attention(layer), Sum::feed_forward(config, layer)];
-        all.into_iter().chain(beside).map(Sum::leaves)
+        let beside = layer.dense_beside.then(|| SumShape::dense(config, layer));
+        let all = [
+            SumShape::attention(layer),
+            SumShape::feed_forward(config, layer),
+        ];
+        all.into_iter().chain(beside).map(SumShape::leaves)
     };
     let sums = own.iter().chain([&usual]).flat_map(sums);
     let rows = [config.vocab, config.width].map(|rows| rows.div_ceil(ROW_BLOCK));
@@ -537,7 +540,7 @@ fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Err
 }
 
 /// Assigns each stage its layers, at least one.
-fn stages(config: &Config, shares: &[&[u32]]) -> Result<Vec<Stage>, Error> {
+fn stages(config: &Config, shares: &[&[u32]]) -> Result<Vec<SplitStage>, Error> {
     let layers = (0..config.layers.len())
         .filter(|layer| config.can_cut(*layer))
         .count();
@@ -550,7 +553,7 @@ fn stages(config: &Config, shares: &[&[u32]]) -> Result<Vec<Stage>, Error> {
     let ends = layer_ends(config, &weights);
     let (mut first_rank, mut first_layer) = (0, 0);
     let stage = |(shares, end): (&&[u32], usize)| {
-        let stage = Stage::new(config, first_rank, first_layer..end, shares.to_vec());
+        let stage = SplitStage::new(config, first_rank, first_layer..end, shares.to_vec());
         (first_rank, first_layer) = (first_rank + shares.len() as u32, end);
         stage
     };
@@ -621,14 +624,14 @@ fn cut(n: usize, shares: &[u32]) -> Vec<Range<usize>> {
 
 /// A rank's heads of a layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct HeadsHeld {
+pub(crate) struct HeadRanges {
     /// Query heads.
     pub(crate) heads: Range<usize>,
     /// KV heads of these; other ranks may also have the first and the last.
     pub(crate) kv_heads: Range<usize>,
 }
 
-impl HeadsHeld {
+impl HeadRanges {
     /// The heads of a rank that owns `columns` of the attention output.
     fn new(layer: &LayerShape, columns: &Range<usize>) -> Self {
         let dim = layer.output_dim();
@@ -669,27 +672,27 @@ pub struct LeafCut {
     ranges: Vec<Range<usize>>,
     index: usize,
     /// Roots of all ranks, in rank order.
-    pub(crate) nodes: Vec<Node>,
+    pub(crate) nodes: Vec<TreeNode>,
     /// Roots of each rank.
     pub(crate) roots: Vec<usize>,
 }
 
 impl LeafCut {
-    fn new(sum: Sum, stage: &Stage, index: usize) -> Self {
+    fn new(sum: SumShape, stage: &SplitStage, index: usize) -> Self {
         Self::over(sum, stage.leaves(sum.leaves()), index)
     }
 
     /// A sum that every rank has whole.
-    fn whole(sum: Sum) -> Self {
+    fn whole(sum: SumShape) -> Self {
         Self::over(sum, std::iter::once(0..sum.leaves()).collect(), 0)
     }
 
-    fn over(sum: Sum, ranges: Vec<Range<usize>>, index: usize) -> Self {
-        let (leaves, Sum { cols, leaf_cols }) = (sum.leaves(), sum);
+    fn over(sum: SumShape, ranges: Vec<Range<usize>>, index: usize) -> Self {
+        let (leaves, SumShape { cols, leaf_cols }) = (sum.leaves(), sum);
         let roots = ranges
             .iter()
             .map(|range| tree::roots(range.clone(), leaves));
-        let roots: Vec<Vec<Node>> = roots.collect();
+        let roots: Vec<Vec<TreeNode>> = roots.collect();
         Self {
             leaves,
             leaf_cols,
@@ -739,7 +742,7 @@ impl LeafCut {
     }
 
     /// This rank's roots.
-    pub(crate) fn own_roots(&self) -> impl Iterator<Item = Node> {
+    pub(crate) fn own_roots(&self) -> impl Iterator<Item = TreeNode> {
         tree::each_root(self.mine(), self.leaves)
     }
 
@@ -760,7 +763,7 @@ pub struct LayerCut {
     /// KV heads of these.
     pub kv_heads: Range<usize>,
     /// Heads of each rank of the stage; only this rank's if every rank has all heads.
-    pub(crate) heads_by_rank: Vec<HeadsHeld>,
+    pub(crate) heads_by_rank: Vec<HeadRanges>,
     /// The sum of the attention's output projection; not divided if every rank has all heads.
     pub attention: LeafCut,
     /// The sum of the down projection; in a layer with experts the sum over them, one leaf each.
@@ -770,22 +773,22 @@ pub struct LayerCut {
 }
 
 impl LayerCut {
-    fn new(config: &Config, layer: &LayerShape, stage: &Stage, index: usize) -> Self {
+    fn new(config: &Config, layer: &LayerShape, stage: &SplitStage, index: usize) -> Self {
         let attention = match stage.kind {
-            StageKind::Tensor => LeafCut::new(Sum::attention(layer), stage, index),
-            StageKind::Experts => LeafCut::whole(Sum::attention(layer)),
+            StageKind::Tensor => LeafCut::new(SumShape::attention(layer), stage, index),
+            StageKind::Experts => LeafCut::whole(SumShape::attention(layer)),
         };
         let held = attention
             .columns_by_rank()
-            .map(|columns| HeadsHeld::new(layer, &columns));
-        let heads_by_rank: Vec<HeadsHeld> = held.collect();
-        let dense = || LeafCut::new(Sum::dense(config, layer), stage, index);
+            .map(|columns| HeadRanges::new(layer, &columns));
+        let heads_by_rank: Vec<HeadRanges> = held.collect();
+        let dense = || LeafCut::new(SumShape::dense(config, layer), stage, index);
         Self {
             kv_heads: heads_by_rank[attention.index].kv_heads.clone(),
             heads: heads_by_rank[attention.index].heads.clone(),
             heads_by_rank,
             attention,
-            feed_forward: LeafCut::new(Sum::feed_forward(config, layer), stage, index),
+            feed_forward: LeafCut::new(SumShape::feed_forward(config, layer), stage, index),
             beside: layer.dense_beside.then(dense),
         }
     }

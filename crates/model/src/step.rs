@@ -8,19 +8,19 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use paceline_base::lock;
-use paceline_comm::Memory;
+use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
-    Activations, Attention, AttentionRows, AttentionScratch, DeltaStep, KvCache, Packed, Product,
-    Recurrence, Recurrent, vector,
+    Activations, AttentionRows, AttentionScratch, AttentionStep, DeltaStep, KvCache, PackedMatrix,
+    Product, Recurrence, Recurrent, vector,
 };
 
 use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
 use crate::split::LeafCut;
-use crate::weights::{self, Layer, Linear, Summed};
-use crate::{Error, LayerCache, LayerCut, LayerShape, Links, Part};
+use crate::weights::{self, LayerShard, Linear, Summed};
+use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Links};
 
 mod adapted;
 mod batch;
@@ -34,15 +34,15 @@ mod projections;
 mod softcap;
 mod sums;
 
-pub(crate) use batch::Limits;
+pub(crate) use batch::PlanLimits;
 pub use batch::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages};
 
-use adapted::{Beside, Run};
+use adapted::{AdapterProducts, AdapterRows};
 use delta_net::Mixer;
-use experts::Routed;
-use halves::Turn;
+use experts::ExpertBuffers;
+use halves::HalfTurn;
 use inputs::Inputs;
-use latent::{Latents, Place};
+use latent::{LatentBuffers, LatentInputs};
 use per_layer::PerLayerRows;
 use projections::{Projected, Projections};
 use sums::Sums;
@@ -55,33 +55,33 @@ use sums::Sums;
 pub struct Workspace {
     size: BatchSize,
     /// `(T, C)`; sent to and received from other stages.
-    residual: Memory<f32>,
+    residual: RegisteredMemory<f32>,
     sums: Sums,
     /// `(T, C)`, quantised
     x: Activations,
     /// `(T, H D)`
-    q: Memory<f32>,
+    q: RegisteredMemory<f32>,
     /// `(T, K D)`
-    k: Memory<f32>,
+    k: RegisteredMemory<f32>,
     /// `(T, K E)`
-    v: Memory<f32>,
+    v: RegisteredMemory<f32>,
     /// `(T, H E)`: attention output, then quantised
     attended: Inputs,
     /// `(T, F)` each
-    gate: Memory<f32>,
-    up: Memory<f32>,
+    gate: RegisteredMemory<f32>,
+    up: RegisteredMemory<f32>,
     /// `(T, F)`, quantised
     hidden: Inputs,
     /// For norms over all heads.
     projections: Option<Projections>,
     /// For latent attention.
-    latents: Option<Latents>,
+    latents: Option<LatentBuffers>,
     /// For gated heads and gated delta nets.
     mixer: Option<Mixer>,
     /// For layers with experts.
-    experts: Option<Routed>,
+    experts: Option<ExpertBuffers>,
     /// `(T, C)`: output of the dense feed-forward in layers with parallel experts; otherwise empty.
-    aside: Memory<f32>,
+    aside: RegisteredMemory<f32>,
     /// For per-layer embeddings.
     per_layer: Option<PerLayerRows>,
     /// `(rope, T, pairs)`
@@ -89,11 +89,11 @@ pub struct Workspace {
     /// `(R, C)`, quantised: the rows that need logits
     head_x: Activations,
     /// `(R, V)`; empty when this rank has all of the vocabulary.
-    own_logits: Memory<f32>,
+    own_logits: RegisteredMemory<f32>,
     /// `(R, vocabulary)`; at the leader.
     logits: Vec<f32>,
     /// Logits of one rank; at the leader.
-    received: Memory<f32>,
+    received: RegisteredMemory<f32>,
     wanted: Vec<usize>,
     /// Whether rows are normed only, without logits.
     is_headless: bool,
@@ -159,7 +159,7 @@ impl Workspace {
         };
         let vocab = shard.vocab().len();
         let layers = model.layers();
-        let of = |sum: fn(&Layer) -> Option<&Summed>, cut: fn(&LayerCut) -> &LeafCut| {
+        let of = |sum: fn(&LayerShard) -> Option<&Summed>, cut: fn(&LayerCut) -> &LeafCut| {
             let sums = layers.iter().map(sum);
             Inputs::new(model, size.rows, sums.zip(shard.each_layer().map(cut)))
         };
@@ -171,7 +171,7 @@ impl Workspace {
         let inputs = model.per_layer().map(|inputs| &inputs.projection);
         let has_beside = c.layers.iter().any(|layer| layer.dense_beside);
         // Products store whole cache lines, so their outputs begin at cache lines.
-        let rows = |n: usize| Memory::new(None, size.rows * n);
+        let rows = |n: usize| RegisteredMemory::new(None, size.rows * n);
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
         Self {
             size,
@@ -181,7 +181,7 @@ impl Workspace {
                 model,
                 size.rows,
                 c.width,
-                layers.iter().flat_map(Layer::of_normed).chain(inputs),
+                layers.iter().flat_map(LayerShard::of_normed).chain(inputs),
             ),
             q: rows(of_layers(|shape, cut| match shape.cache {
                 LayerCache::Delta(_) => cut.kv_heads.len() * shape.head_dim,
@@ -198,11 +198,11 @@ impl Workspace {
             up: rows(of_layers(dense_ffn)),
             hidden: of(|layer| layer.feed_forward.down(), LayerCut::dense),
             projections: Projections::new(model, size.rows),
-            latents: Latents::new(model, size.rows),
+            latents: LatentBuffers::new(model, size.rows),
             mixer: Mixer::new(model, size.rows),
             experts: c
                 .experts()
-                .map(|experts| Routed::new(model, experts, size.rows)),
+                .map(|experts| ExpertBuffers::new(model, experts, size.rows)),
             aside: rows(if has_beside { c.width } else { 0 }),
             per_layer: PerLayerRows::new(model, size.rows),
             angles: angle_buffers(model, size.rows),
@@ -253,7 +253,7 @@ fn activations<'a>(
     model: &Model,
     max_rows: usize,
     cols: usize,
-    matrices: impl IntoIterator<Item = &'a Packed>,
+    matrices: impl IntoIterator<Item = &'a PackedMatrix>,
 ) -> Activations {
     let kernels = model.kernels();
     kernels.activations(max_rows, cols, model.precision(), matrices)
@@ -261,8 +261,8 @@ fn activations<'a>(
 
 /// Memory for `len` values that ranks exchange. It is registered with their groups, so that RDMA
 /// devices transfer it without a copy.
-fn exchanged(model: &Model, len: usize) -> Memory<f32> {
-    Memory::new(model.links().map(|links| &*links.world), len)
+fn exchanged(model: &Model, len: usize) -> RegisteredMemory<f32> {
+    RegisteredMemory::new(model.links().map(|links| &*links.world), len)
 }
 
 fn angle_buffers(model: &Model, max_rows: usize) -> Vec<Vec<(f32, f32)>> {
@@ -303,7 +303,7 @@ fn without_rows<'b>(mut rows: Vec<AttentionRows<'_>>) -> Vec<AttentionRows<'b>> 
 
 /// A running step: the state that a family's layer code operates on.
 #[derive(Debug)]
-pub(crate) struct Step<'m, 'b> {
+pub(crate) struct ForwardStep<'m, 'b> {
     model: &'m Model,
     batch: &'b Batch<'b>,
     ws: &'b mut Workspace,
@@ -313,14 +313,14 @@ pub(crate) struct Step<'m, 'b> {
     sequences: Vec<AttentionRows<'b>>,
     rows: usize,
     /// Rows with adapters.
-    adapted: Vec<Run>,
+    adapted: Vec<AdapterRows>,
     /// Turn of this half, if the step has halves.
-    turn: Option<Turn<'b>>,
+    turn: Option<HalfTurn<'b>>,
     /// Current layer of the model.
     index: usize,
 }
 
-impl<'m, 'b> Step<'m, 'b> {
+impl<'m, 'b> ForwardStep<'m, 'b> {
     /// Starts a step: embeds the tokens or receives the residual of the previous stage, and
     /// computes the rotation angles.
     pub(crate) fn new(
@@ -328,7 +328,7 @@ impl<'m, 'b> Step<'m, 'b> {
         batch: &'b Batch<'b>,
         ws: &'b mut Workspace,
         cache: &'b Mutex<&'m mut KvCache>,
-        turn: Option<Turn<'b>>,
+        turn: Option<HalfTurn<'b>>,
     ) -> Result<Self, Error> {
         let (rows, size) = (batch.rows(), ws.size);
         let adapters = model.adapters().ids().len();
@@ -523,14 +523,14 @@ impl<'m, 'b> Step<'m, 'b> {
     }
 }
 
-impl<'b> LayerStep for Step<'_, 'b> {
-    type Layer = Layer;
+impl<'b> LayerStep for ForwardStep<'_, 'b> {
+    type Layer = LayerShard;
 
-    fn norm(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
+    fn norm(&mut self, w: &LayerShard, half: Half) -> Result<(), Error> {
         let weight = match half {
             Half::Attention => &w.attention_norm,
             Half::FeedForward => &w.ffn_norm,
-            Half::Beside => &beside(w).before,
+            Half::ParallelExperts => &beside(w).before,
         };
         let model = self.model;
         let (width, residual) = (weight.len(), &self.ws.residual);
@@ -540,7 +540,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn project_qkv(&mut self, w: &Layer) -> Result<(), Error> {
+    fn project_qkv(&mut self, w: &LayerShard) -> Result<(), Error> {
         let (rows, shape) = (self.rows, self.layer().0);
         let ws = &mut *self.ws;
         let gates = ws.mixer.as_mut().filter(|_| shape.gated);
@@ -552,11 +552,12 @@ impl<'b> LayerStep for Step<'_, 'b> {
         let outs = [&mut *q, &mut ws.k, &mut ws.v].into_iter().zip(linears);
         let products = outs.filter_map(|(out, linear)| Some(product(out, linear?, rows)));
         self.model.kernels().products(&ws.x, products);
-        let parts = [Part::Query, Part::Key, Part::Value];
+        let parts = [LayerRole::Query, LayerRole::Key, LayerRole::Value];
         let outs = [q, &mut ws.k, &mut ws.v].into_iter().zip(linears);
         for ((out, linear), part) in outs.zip(parts) {
             add_bias(out, linear.and_then(|linear| linear.bias.as_deref()), rows);
-            if let Some(beside) = Beside::of(self.model, (self.index, part), &self.adapted) {
+            if let Some(beside) = AdapterProducts::of(self.model, (self.index, part), &self.adapted)
+            {
                 beside.add(&ws.x, out);
             }
         }
@@ -593,7 +594,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn norm_heads(&mut self, w: &Layer) -> Result<(), Error> {
+    fn norm_heads(&mut self, w: &LayerShard) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         let dim = shape.head_dim;
         let pairs = [
@@ -608,7 +609,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn norm_values(&mut self, w: &Layer) -> Result<(), Error> {
+    fn norm_values(&mut self, w: &LayerShard) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if let Some(weight) = w.value_norm.as_deref().filter(|_| shape.has_kv()) {
             let n = self.rows * cut.kv_heads.len() * shape.value_dim;
@@ -617,11 +618,11 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn norms_heads(&self, w: &Layer) -> bool {
+    fn norms_heads(&self, w: &LayerShard) -> bool {
         w.query_norm.is_some()
     }
 
-    fn norm_projections(&mut self, w: &Layer) -> Result<(), Error> {
+    fn norm_projections(&mut self, w: &LayerShard) -> Result<(), Error> {
         let ws = &mut *self.ws;
         let projections = ws.projections.as_mut().expect("made for this family");
         let parts = [(&mut ws.q, &w.query_norm), (&mut ws.k, &w.key_norm)];
@@ -659,7 +660,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn attend(&mut self, w: &Layer, layer: usize) -> Result<(), Error> {
+    fn attend(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
             return Ok(());
@@ -681,7 +682,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
             kernels.write_kv(&mut cache, held, sequences, k, v);
         }
         let group = shape.heads / shape.kv_heads;
-        let step = Attention {
+        let step = AttentionStep {
             cache: &cache,
             layer: keeper,
             heads: cut.heads.len(),
@@ -697,7 +698,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn project_latent(&mut self, w: &Layer) -> Result<(), Error> {
+    fn project_latent(&mut self, w: &LayerShard) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
             return Ok(());
@@ -705,7 +706,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         let config = self.model.config();
         let rope = &config.ropes[shape.rope];
         let ws = &mut *self.ws;
-        let place = Place {
+        let place = LatentInputs {
             kernels: self.model.kernels(),
             shape,
             rope,
@@ -717,7 +718,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn attend_latent(&mut self, w: &Layer, layer: usize) -> Result<(), Error> {
+    fn attend_latent(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
             return Ok(());
@@ -730,7 +731,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         {
             let mut cache = lock(self.cache);
             kernels.write_kv(&mut cache, held, sequences, &ws.k, &[]);
-            let step = Attention {
+            let step = AttentionStep {
                 cache: &cache,
                 layer: held,
                 heads: cut.heads.len(),
@@ -747,7 +748,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn gate_attention(&mut self, _: &Layer) -> Result<(), Error> {
+    fn gate_attention(&mut self, _: &LayerShard) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
             return Ok(());
@@ -759,11 +760,11 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn is_delta_net(&self, w: &Layer) -> bool {
+    fn is_delta_net(&self, w: &LayerShard) -> bool {
         w.delta_net.is_some()
     }
 
-    fn project_delta_net(&mut self, w: &Layer) -> Result<(), Error> {
+    fn project_delta_net(&mut self, w: &LayerShard) -> Result<(), Error> {
         let (rows, ws) = (self.rows, &mut *self.ws);
         let net = w.delta_net.as_ref().expect("the family asked");
         let mixer = ws.mixer.as_mut().expect("made for delta nets");
@@ -780,7 +781,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn delta_net(&mut self, w: &Layer, layer: usize) -> Result<(), Error> {
+    fn delta_net(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
             return Ok(());
@@ -813,22 +814,22 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
+    fn project_attention(&mut self, w: &LayerShard) -> Result<(), Error> {
         let (held, cut) = (self.held(self.index), &self.layer().1.attention);
         let ws = &mut *self.ws;
         let attended = ws.attended.of(held);
         self.model.kernels().quantise(attended);
         let place = (self.model, self.index, &*self.adapted);
-        let weights = (&w.attention_output, Part::AttentionOutput);
+        let weights = (&w.attention_output, LayerRole::AttentionOutput);
         ws.sums
             .compute(place, weights, cut, attended, self.turn.as_mut())
     }
 
-    fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
+    fn norm_delta(&mut self, w: &LayerShard, half: Half) -> Result<(), Error> {
         let weight = match half {
             Half::Attention => w.post_attention_norm.as_deref(),
             Half::FeedForward => w.post_ffn_norm.as_deref(),
-            Half::Beside => Some(&*beside(w).after),
+            Half::ParallelExperts => Some(&*beside(w).after),
         };
         let weight = weight.expect("loaded for this family");
         let delta = &mut self.ws.sums.delta[..self.rows * weight.len()];
@@ -848,7 +849,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn project_gate_up(&mut self, w: &Layer) -> Result<(), Error> {
+    fn project_gate_up(&mut self, w: &LayerShard) -> Result<(), Error> {
         let w = w.feed_forward.dense();
         let (ws, rows) = (&mut *self.ws, self.rows);
         let outs = [
@@ -857,22 +858,23 @@ impl<'b> LayerStep for Step<'_, 'b> {
         ];
         self.model.kernels().products(&ws.x, outs);
         for (out, linear, part) in [
-            (&mut ws.gate, &w.gate, Part::Gate),
-            (&mut ws.up, &w.up, Part::Up),
+            (&mut ws.gate, &w.gate, LayerRole::Gate),
+            (&mut ws.up, &w.up, LayerRole::Up),
         ] {
             add_bias(out, linear.bias.as_deref(), rows);
-            if let Some(beside) = Beside::of(self.model, (self.index, part), &self.adapted) {
+            if let Some(beside) = AdapterProducts::of(self.model, (self.index, part), &self.adapted)
+            {
                 beside.add(&ws.x, out);
             }
         }
         Ok(())
     }
 
-    fn has_experts(&self, w: &Layer) -> bool {
+    fn has_experts(&self, w: &LayerShard) -> bool {
         w.feed_forward.experts().is_some()
     }
 
-    fn experts(&mut self, w: &Layer) -> Result<(), Error> {
+    fn experts(&mut self, w: &LayerShard) -> Result<(), Error> {
         let weights = w.feed_forward.experts().expect("the family asked");
         let cut = &self.layer().1.feed_forward;
         let (rows, ws) = (self.rows, &mut *self.ws);
@@ -904,17 +906,17 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
+    fn project_down(&mut self, w: &LayerShard) -> Result<(), Error> {
         let down = &w.feed_forward.dense().down;
         let (held, cut) = (self.held(self.index), self.layer().1.dense());
         let place = (self.model, self.index, &*self.adapted);
-        let (weights, turn) = ((down, Part::Down), self.turn.as_mut());
+        let (weights, turn) = ((down, LayerRole::Down), self.turn.as_mut());
         let ws = &mut *self.ws;
         ws.sums
             .compute(place, weights, cut, ws.hidden.of(held), turn)
     }
 
-    fn set_aside(&mut self, w: &Layer) -> Result<(), Error> {
+    fn set_aside(&mut self, w: &LayerShard) -> Result<(), Error> {
         let weight = &beside(w).dense;
         let n = self.rows * weight.len();
         let ws = &mut *self.ws;
@@ -930,7 +932,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         Ok(())
     }
 
-    fn add_per_layer(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
+    fn add_per_layer(&mut self, w: &LayerShard, index: usize) -> Result<(), Error> {
         let Some(weights) = &w.per_layer else {
             return Ok(());
         };
@@ -951,7 +953,7 @@ impl<'b> LayerStep for Step<'_, 'b> {
         self.add_delta()
     }
 
-    fn scale_residual(&mut self, w: &Layer) -> Result<(), Error> {
+    fn scale_residual(&mut self, w: &LayerShard) -> Result<(), Error> {
         if let Some(scale) = w.output_scale {
             let n = self.rows * self.model.config().width;
             let residual = self.ws.residual[..n].iter_mut();
@@ -963,12 +965,12 @@ impl<'b> LayerStep for Step<'_, 'b> {
 
 /// # Panics
 /// If the layer has no parallel experts.
-const fn beside(w: &Layer) -> &weights::Beside {
+const fn beside(w: &LayerShard) -> &weights::ParallelExpertNorms {
     w.beside.as_ref().expect("loaded for this family")
 }
 
 fn product<'a>(out: &'a mut [f32], linear: &'a Linear, rows: usize) -> Product<'a> {
-    let weights: &Packed = &linear.matrix;
+    let weights: &PackedMatrix = &linear.matrix;
     Product {
         weights,
         first_col: 0,

@@ -4,11 +4,11 @@
 use std::ops::Range;
 
 use paceline_base::BlockType;
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 use paceline_tensor::stored::random::random_row;
 
 use crate::TopLogits;
-use crate::candidates::{self, Extent};
+use crate::candidates::{self, LogitExtent};
 
 /// Parses `words` as a plan of the leader; must never panic. An accepted plan has at most this
 /// rank's maximum of rows.
@@ -23,7 +23,7 @@ pub fn parse_plan(words: &[u32]) {
 /// # Panics
 /// If the parts are not within the row.
 pub fn gathered(row: &[f32], parts: &[Range<usize>], top: TopLogits) -> Vec<f32> {
-    candidates::gathered(row, parts, Extent::Top(top))
+    candidates::gathered(row, parts, LogitExtent::Top(top))
 }
 
 /// Sizes of [`tiny_llama`].
@@ -38,7 +38,7 @@ pub const LAYERS: usize = 2;
 ///
 /// Logits have a standard deviation near 3: some of the `vocab` tokens are likely, many possible.
 /// The weights follow from the tensors' names.
-pub fn tiny_llama(vocabulary: Writer, vocab: usize, context: usize) -> Writer {
+pub fn tiny_llama(vocabulary: GgufWriter, vocab: usize, context: usize) -> GgufWriter {
     let file = vocabulary.meta("llama.attention.layer_norm_rms_epsilon", 1e-6f32);
     let sizes = [
         ("vocab_size", vocab),
@@ -50,23 +50,23 @@ pub fn tiny_llama(vocabulary: Writer, vocab: usize, context: usize) -> Writer {
         ("attention.head_count_kv", KV_HEADS),
         ("attention.key_length", HEAD_DIM),
     ];
-    let add = |file: Writer, (key, value)| file.meta(&format!("llama.{key}"), value as u32);
+    let add = |file: GgufWriter, (key, value)| file.meta(&format!("llama.{key}"), value as u32);
     let file = sizes.into_iter().fold(file, add);
     (0..LAYERS).fold(ends(file, vocab), layer)
 }
 
 /// Adds the embedding, the last norm and the output.
-pub fn ends(file: Writer, vocab: usize) -> Writer {
+pub fn ends(file: GgufWriter, vocab: usize) -> GgufWriter {
     let file = matrix(file, "token_embd", vocab, WIDTH);
     let file = file.f32s("output_norm.weight", &[WIDTH], &[18.0; WIDTH]);
     matrix(file, "output", vocab, WIDTH)
 }
 
-fn layer(file: Writer, i: usize) -> Writer {
+fn layer(file: GgufWriter, i: usize) -> GgufWriter {
     let (q, kv) = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM);
     let name = |part: &str| format!("blk.{i}.{part}");
     // Scores spread, so that attention is not a plain mean.
-    let norm = |file: Writer, part| file.f32s(&name(part), &[WIDTH], &[8.0; WIDTH]);
+    let norm = |file: GgufWriter, part| file.f32s(&name(part), &[WIDTH], &[8.0; WIDTH]);
     let file = ["attn_norm.weight", "ffn_norm.weight"]
         .into_iter()
         .fold(file, norm);
@@ -84,7 +84,7 @@ fn layer(file: Writer, i: usize) -> Writer {
 }
 
 /// Adds a random matrix `(rows, cols)` whose values follow from its name.
-pub fn matrix(file: Writer, name: &str, rows: usize, cols: usize) -> Writer {
+pub fn matrix(file: GgufWriter, name: &str, rows: usize, cols: usize) -> GgufWriter {
     let add = |seed: u64, byte: u8| seed.wrapping_mul(31).wrapping_add(u64::from(byte));
     let seed = name.bytes().fold(0, add);
     let row = |i| {

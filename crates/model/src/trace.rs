@@ -64,8 +64,8 @@ impl Kind {
 
 /// A traced interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Row", into = "Row")]
-pub struct Span {
+#[serde(from = "SpanRow", into = "SpanRow")]
+pub struct TraceSpan {
     pub kind: Kind,
     /// 1 on the thread of a step's second half, else 0.
     pub lane: u8,
@@ -80,10 +80,10 @@ pub struct Span {
 }
 
 /// Serialised form of a [`Span`]: without field names, since a trace has thousands.
-type Row = (Kind, u8, u64, u32, u64, u64);
+type SpanRow = (Kind, u8, u64, u32, u64, u64);
 
-impl From<Row> for Span {
-    fn from((kind, lane, step, n, begin_ns, end_ns): Row) -> Self {
+impl From<SpanRow> for TraceSpan {
+    fn from((kind, lane, step, n, begin_ns, end_ns): SpanRow) -> Self {
         Self {
             kind,
             lane,
@@ -95,9 +95,9 @@ impl From<Row> for Span {
     }
 }
 
-impl From<Span> for Row {
-    fn from(span: Span) -> Self {
-        let Span {
+impl From<TraceSpan> for SpanRow {
+    fn from(span: TraceSpan) -> Self {
+        let TraceSpan {
             kind,
             lane,
             step,
@@ -115,7 +115,7 @@ pub struct RankTrace {
     /// Start by the machine's clock, in nanoseconds since 1970.
     pub start_unix_ns: u64,
     /// Ordered by their ends.
-    pub spans: Vec<Span>,
+    pub spans: Vec<TraceSpan>,
     /// Spans beyond [`SPANS_MAX`].
     pub dropped: u64,
 }
@@ -129,11 +129,11 @@ struct Inner {
     is_on: AtomicBool,
     /// Announced plans so far.
     step: AtomicU64,
-    book: Mutex<Book>,
+    book: Mutex<SpanLog>,
 }
 
 #[derive(Debug, Default)]
-struct Book {
+struct SpanLog {
     start: Option<Instant>,
     /// When this follower received its plan.
     planned: Option<Instant>,
@@ -212,7 +212,7 @@ impl Tracer {
         }
         let since = |at: Instant| at.saturating_duration_since(start).as_nanos() as u64;
         let is_second = std::thread::current().name() == Some(SECOND_HALF);
-        book.trace.spans.push(Span {
+        book.trace.spans.push(TraceSpan {
             kind,
             lane: is_second.into(),
             step: self.0.step.load(Ordering::Relaxed) + ahead,
@@ -282,7 +282,7 @@ mod tests {
 
     #[test]
     fn spans_travel_as_rows() {
-        let span = Span {
+        let span = TraceSpan {
             kind: Kind::Logits,
             lane: 1,
             step: 7,
@@ -292,6 +292,6 @@ mod tests {
         };
         let json = serde_json::to_string(&span).unwrap();
         assert_eq!(json, r#"["Logits",1,7,0,5,9]"#);
-        assert_eq!(serde_json::from_str::<Span>(&json).unwrap(), span);
+        assert_eq!(serde_json::from_str::<TraceSpan>(&json).unwrap(), span);
     }
 }

@@ -40,7 +40,7 @@ impl LayerUses {
     }
 
     /// Current counts of `layer`; `None` without experts.
-    pub(crate) fn told(&self, layer: usize) -> Option<ExpertUses> {
+    pub(crate) fn counts(&self, layer: usize) -> Option<ExpertUses> {
         let rows = self.0.iter().map(|counter| counter.load(Ordering::Relaxed));
         (!self.0.is_empty()).then(|| ExpertUses {
             layer,

@@ -12,23 +12,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use paceline_base::{BlockType, Bytes, KernelClass, lock};
 use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_formats::tensor::{MappedBytes, Tensor};
-use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, UNIT, stored};
+use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, UNIT, stored};
 
 use crate::rope::MIN_DIVISOR;
 use crate::split::{LeafCut, Shard};
-use crate::{Config, Error, Family, LayerCache, Nth, Part, Role, Source, config};
+use crate::{Config, Error, LayerCache, LayerRole, ModelFamily, ModelSource, Nth, Role, config};
 
 mod delta_net;
 mod few;
 
-pub(crate) use delta_net::{DeltaNet, PartRows, Places};
+pub(crate) use delta_net::{DeltaNet, DeltaRowLayout, MatrixRows};
 
 pub(crate) use latent::Latent;
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
 #[derive(Debug)]
 pub(crate) struct Linear {
-    pub(crate) matrix: Packed,
+    pub(crate) matrix: PackedMatrix,
     pub(crate) bias: Option<Vec<f32>>,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Linear {
 #[derive(Debug)]
 pub(crate) struct Summed {
     /// One matrix for each root of this rank's leaves, with its first column in this rank's input.
-    pub(crate) roots: Vec<(usize, Packed)>,
+    pub(crate) roots: Vec<(usize, PackedMatrix)>,
     /// `(C,)`: added to the sum over all ranks.
     pub(crate) bias: Option<Vec<f32>>,
 }
@@ -46,14 +46,14 @@ impl Summed {
         self.matrices().map(|matrix| matrix.bytes().0).sum()
     }
 
-    pub(crate) fn matrices(&self) -> impl Iterator<Item = &Packed> {
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = &PackedMatrix> {
         self.roots.iter().map(|(_, matrix)| matrix)
     }
 }
 
 /// A rank's weights of one layer; [`Part`] has the whole shapes.
 #[derive(Debug)]
-pub(crate) struct Layer {
+pub(crate) struct LayerShard {
     pub(crate) attention_norm: Vec<f32>,
     /// From the compressed query, if the layer compresses.
     pub(crate) query: Linear,
@@ -76,7 +76,7 @@ pub(crate) struct Layer {
     /// `(E,)`: ones, for values with a norm.
     pub(crate) value_norm: Option<Vec<f32>>,
     /// For a dense feed-forward with parallel experts.
-    pub(crate) beside: Option<Beside>,
+    pub(crate) beside: Option<ParallelExpertNorms>,
     /// For per-layer embeddings.
     pub(crate) per_layer: Option<PerLayer>,
     /// Factor of the residual after the layer.
@@ -85,7 +85,7 @@ pub(crate) struct Layer {
 
 /// Norms of a dense feed-forward and of its parallel experts, `(C,)` each.
 #[derive(Debug)]
-pub(crate) struct Beside {
+pub(crate) struct ParallelExpertNorms {
     /// After the feed-forward.
     pub(crate) dense: Vec<f32>,
     /// Before the experts.
@@ -98,9 +98,9 @@ pub(crate) struct Beside {
 #[derive(Debug)]
 pub(crate) struct PerLayer {
     /// `(P, C)`
-    pub(crate) gate: Packed,
+    pub(crate) gate: PackedMatrix,
     /// `(C, P)`
-    pub(crate) output: Packed,
+    pub(crate) output: PackedMatrix,
     /// `(C,)`: norm of the output.
     pub(crate) norm: Vec<f32>,
 }
@@ -109,9 +109,9 @@ pub(crate) struct PerLayer {
 #[derive(Debug)]
 pub(crate) struct PerLayerInputs {
     /// `(vocabulary, layers * P)`
-    pub(crate) embedding: AsStored,
+    pub(crate) embedding: StoredTensor,
     /// `(this rank's layers * P, C)`
-    pub(crate) projection: Packed,
+    pub(crate) projection: PackedMatrix,
     /// `(P,)`
     pub(crate) norm: Vec<f32>,
 }
@@ -145,7 +145,7 @@ pub(crate) struct Experts {
     /// `(experts,)`: factors of the experts' weights.
     pub(crate) scales: Option<Vec<f32>>,
     /// `(1, C)`, in f32: gate of the shared expert, if this rank has both.
-    pub(crate) shared_router: Option<Packed>,
+    pub(crate) shared_router: Option<PackedMatrix>,
     /// Index of this rank's first expert.
     pub(crate) first: usize,
     /// This rank's experts, the shared one last.
@@ -162,7 +162,7 @@ pub(crate) struct Expert {
 
 impl Experts {
     /// Matrices whose input is a normed row.
-    fn of_normed(&self) -> impl Iterator<Item = &Packed> {
+    fn of_normed(&self) -> impl Iterator<Item = &PackedMatrix> {
         let experts = self.experts.iter();
         let experts = experts.flat_map(|expert| [&expert.gate.matrix, &expert.up.matrix]);
         let routers = [Some(&self.router.matrix), self.shared_router.as_ref()];
@@ -172,7 +172,7 @@ impl Experts {
 
 impl FeedForward {
     /// Matrices whose input is a normed row.
-    fn of_normed(&self) -> Vec<&Packed> {
+    fn of_normed(&self) -> Vec<&PackedMatrix> {
         let dense = self.opt_dense().into_iter();
         let dense = dense.flat_map(|dense| [&dense.gate.matrix, &dense.up.matrix]);
         let experts = self.experts().into_iter().flat_map(Experts::of_normed);
@@ -215,14 +215,14 @@ impl FeedForward {
 
 /// A matrix in the mapped files. Embeddings are read from it row by row.
 #[derive(Debug)]
-pub(crate) enum AsStored {
+pub(crate) enum StoredTensor {
     /// One tensor of rows.
     Whole(Tensor),
     /// Separate integers, scales and biases, in MLX's layout.
     Mlx(Quantised),
 }
 
-impl AsStored {
+impl StoredTensor {
     /// The name in the file.
     fn name(&self) -> &str {
         match self {
@@ -272,36 +272,36 @@ impl AsStored {
 
 /// Reads a model's weights by role, checked against its configuration.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Names<'a> {
-    pub(crate) source: &'a Source,
+pub(crate) struct WeightReader<'a> {
+    pub(crate) source: &'a ModelSource,
     pub(crate) config: &'a Config,
 }
 
-impl Names<'_> {
-    fn family(&self) -> Family {
+impl WeightReader<'_> {
+    fn family(&self) -> ModelFamily {
         self.config.family
     }
 
     /// A matrix `(out, in)` without a copy. Waits until all of it is downloaded, so that later
     /// reads do not block.
-    pub(crate) fn as_stored(&self, role: Role, shape: [usize; 2]) -> Result<AsStored, Error> {
+    pub(crate) fn as_stored(&self, role: Role, shape: [usize; 2]) -> Result<StoredTensor, Error> {
         Ok(match self.located(role, shape)? {
-            AsStored::Whole(tensor) => AsStored::Whole(Tensor {
+            StoredTensor::Whole(tensor) => StoredTensor::Whole(Tensor {
                 bytes: tensor.bytes.arrived()?,
                 ..tensor
             }),
-            mlx @ AsStored::Mlx(_) => mlx,
+            mlx @ StoredTensor::Mlx(_) => mlx,
         })
     }
 
     /// As [`as_stored`](Self::as_stored), without waiting for a download.
-    pub(crate) fn located(&self, role: Role, shape: [usize; 2]) -> Result<AsStored, Error> {
+    pub(crate) fn located(&self, role: Role, shape: [usize; 2]) -> Result<StoredTensor, Error> {
         if let Some(matrix) = self.source.quantised(self.family(), role)? {
             let got = [matrix.rows, matrix.cols];
             check_sizes(&matrix.name, &got, &shape)?;
-            return Ok(AsStored::Mlx(matrix));
+            return Ok(StoredTensor::Mlx(matrix));
         }
-        self.matrix(role, shape).map(AsStored::Whole)
+        self.matrix(role, shape).map(StoredTensor::Whole)
     }
 
     /// A matrix `(out, in)` as one tensor; MLX's parts are joined in memory.
@@ -315,8 +315,10 @@ impl Names<'_> {
     /// gpt-oss; optional in other files.
     pub(crate) fn bias(&self, role: Role, n: usize) -> Result<Option<Vec<f32>>, Error> {
         let needed = match role {
-            Role::Layer(_, Part::Query | Part::Key | Part::Value) => self.family().has_qkv_biases(),
-            Role::Layer(_, Part::AttentionOutput | Part::Router) => {
+            Role::Layer(_, LayerRole::Query | LayerRole::Key | LayerRole::Value) => {
+                self.family().has_qkv_biases()
+            }
+            Role::Layer(_, LayerRole::AttentionOutput | LayerRole::Router) => {
                 self.family().has_sinks_and_biases()
             }
             _ => false,
@@ -390,7 +392,7 @@ impl Names<'_> {
         match self.config.head_norms {
             Some(norms) => Ok(norms),
             None => {
-                let role = Role::Layer(layer, Part::QueryNorm);
+                let role = Role::Layer(layer, LayerRole::QueryNorm);
                 Ok(self.source.opt_weight(self.family(), role)?.is_some())
             }
         }
@@ -411,14 +413,14 @@ impl Names<'_> {
     /// Weights of the router's own norm, with its divisor.
     pub(crate) fn router_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
         let width = self.config.width;
-        let scale = self.finite(Role::Layer(layer, Part::RouterScale), width)?;
+        let scale = self.finite(Role::Layer(layer, LayerRole::RouterScale), width)?;
         let root = 1.0 / (width as f32).sqrt();
         Ok(scale.into_iter().map(|x| x * root).collect())
     }
 
     /// Factor of a layer's residual, if the file has one.
     pub(crate) fn output_scale(&self, layer: usize) -> Result<Option<f32>, Error> {
-        let role = Role::Layer(layer, Part::OutputScale);
+        let role = Role::Layer(layer, LayerRole::OutputScale);
         match self.source.opt_weight(self.family(), role)? {
             None => Ok(None),
             Some(_) => Ok(self.finite(role, 1)?.first().copied()),
@@ -464,8 +466,8 @@ const ROWS_JOINED: usize = 64;
 
 /// Loads and packs one rank's weights.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Loader<'a> {
-    pub(crate) names: Names<'a>,
+pub(crate) struct ShardLoader<'a> {
+    pub(crate) names: WeightReader<'a>,
     pub(crate) config: &'a Config,
     pub(crate) shard: &'a Shard,
     pub(crate) class: KernelClass,
@@ -475,8 +477,8 @@ pub(crate) struct Loader<'a> {
     pub(crate) few_experts: bool,
 }
 
-impl Loader<'_> {
-    pub(crate) fn embedding(&self) -> Result<AsStored, Error> {
+impl ShardLoader<'_> {
+    pub(crate) fn embedding(&self) -> Result<StoredTensor, Error> {
         let shape = [self.config.vocab, self.config.width];
         self.names.as_stored(Role::TokenEmbedding, shape)
     }
@@ -508,22 +510,22 @@ impl Loader<'_> {
         }
         let role = |part| Role::Layer(layer, part);
         Ok(Some(PerLayer {
-            gate: self.whole(role(Part::PerLayerGate), [p, width], false)?,
-            output: self.whole(role(Part::PerLayerOutput), [width, p], false)?,
-            norm: self.names.norm(role(Part::PostPerLayerNorm), width)?,
+            gate: self.whole(role(LayerRole::PerLayerGate), [p, width], false)?,
+            output: self.whole(role(LayerRole::PerLayerOutput), [width, p], false)?,
+            norm: self.names.norm(role(LayerRole::PostPerLayerNorm), width)?,
         }))
     }
 
     /// Norms of a dense feed-forward with parallel experts.
-    fn beside(&self, layer: usize) -> Result<Option<Beside>, Error> {
+    fn beside(&self, layer: usize) -> Result<Option<ParallelExpertNorms>, Error> {
         if !self.config.layers[layer].dense_beside {
             return Ok(None);
         }
         let norm = |part| self.names.norm(Role::Layer(layer, part), self.config.width);
-        Ok(Some(Beside {
-            dense: norm(Part::DenseNorm)?,
-            before: norm(Part::BesideNorm)?,
-            after: norm(Part::PostBesideNorm)?,
+        Ok(Some(ParallelExpertNorms {
+            dense: norm(LayerRole::DenseNorm)?,
+            before: norm(LayerRole::BesideNorm)?,
+            after: norm(LayerRole::PostBesideNorm)?,
         }))
     }
 
@@ -546,9 +548,9 @@ impl Loader<'_> {
         let role = |part| Role::Layer(layer, part);
         let rows = |part| self.rows(role(part), [ffn, width], cut.columns());
         Ok(Dense {
-            gate: rows(Part::Gate)?,
-            up: rows(Part::Up)?,
-            down: self.summed(role(Part::Down), ffn, cut)?,
+            gate: rows(LayerRole::Gate)?,
+            up: rows(LayerRole::Up)?,
+            down: self.summed(role(LayerRole::Down), ffn, cut)?,
         })
     }
 
@@ -571,7 +573,7 @@ impl Loader<'_> {
         self.names.norm(Role::OutputNorm, self.config.width)
     }
 
-    pub(crate) fn layer(&self, i: usize) -> Result<Layer, Error> {
+    pub(crate) fn layer(&self, i: usize) -> Result<LayerShard, Error> {
         let (c, shape, cut) = (self.config, &self.config.layers[i], self.shard.layer(i));
         let k = shape.kv_heads * shape.head_dim;
         let (out, v) = (
@@ -596,26 +598,26 @@ impl Loader<'_> {
                 (
                     [Some(q), Some(k), Some(v)],
                     Some(Box::new(net)),
-                    Part::DeltaOutput,
+                    LayerRole::DeltaOutput,
                 )
             }
             (_, Some(latent)) => {
                 let query = self.latent_query(i, latent)?;
-                ([Some(query), None, None], None, Part::AttentionOutput)
+                ([Some(query), None, None], None, LayerRole::AttentionOutput)
             }
             _ => {
                 let each = (1 + usize::from(shape.gated)) * shape.head_dim;
                 let all = shape.heads * each;
                 let of = [
-                    Some(rows(Part::Query, all, of_heads(&cut.heads, each))?),
-                    of_kv(shape.has_keys(), Part::Key, k, shape.head_dim)?,
-                    of_kv(shape.has_values(), Part::Value, v, shape.value_dim)?,
+                    Some(rows(LayerRole::Query, all, of_heads(&cut.heads, each))?),
+                    of_kv(shape.has_keys(), LayerRole::Key, k, shape.head_dim)?,
+                    of_kv(shape.has_values(), LayerRole::Value, v, shape.value_dim)?,
                 ];
-                (of, None, Part::AttentionOutput)
+                (of, None, LayerRole::AttentionOutput)
             }
         };
-        Ok(Layer {
-            attention_norm: norm(Part::AttentionNorm, c.width)?,
+        Ok(LayerShard {
+            attention_norm: norm(LayerRole::AttentionNorm, c.width)?,
             query: query.expect("every layer has queries"),
             key,
             value,
@@ -625,10 +627,10 @@ impl Loader<'_> {
             query_norm,
             key_norm,
             sinks: self.sinks(i)?,
-            post_attention_norm: opt_norm(norms, Part::PostAttentionNorm, c.width)?,
-            ffn_norm: norm(Part::FfnNorm, c.width)?,
+            post_attention_norm: opt_norm(norms, LayerRole::PostAttentionNorm, c.width)?,
+            ffn_norm: norm(LayerRole::FfnNorm, c.width)?,
             feed_forward: self.feed_forward(i)?,
-            post_ffn_norm: opt_norm(norms, Part::PostFfnNorm, c.width)?,
+            post_ffn_norm: opt_norm(norms, LayerRole::PostFfnNorm, c.width)?,
             value_norm: shape.value_norm.then(|| vec![1.0; shape.value_dim]),
             beside: self.beside(i)?,
             per_layer: self.per_layer(i)?,
@@ -651,8 +653,8 @@ impl Loader<'_> {
                 Ok::<_, Error>(Some(whole[mine.start * dim..mine.end * dim].to_vec()))
             };
             return Ok([
-                of(Part::QueryNorm, shape.heads, &cut.heads)?,
-                of(Part::KeyNorm, shape.kv_heads, &cut.kv_heads)?,
+                of(LayerRole::QueryNorm, shape.heads, &cut.heads)?,
+                of(LayerRole::KeyNorm, shape.kv_heads, &cut.kv_heads)?,
             ]);
         }
         if matches!(shape.cache, LayerCache::Delta(_)) {
@@ -661,8 +663,8 @@ impl Loader<'_> {
         let there = self.names.norms_heads(layer)?;
         let of = |there: bool, part| there.then(|| norm(part, dim)).transpose();
         Ok([
-            of(there, Part::QueryNorm)?,
-            of(there && shape.has_kv(), Part::KeyNorm)?,
+            of(there, LayerRole::QueryNorm)?,
+            of(there && shape.has_kv(), LayerRole::KeyNorm)?,
         ])
     }
 
@@ -672,7 +674,7 @@ impl Loader<'_> {
             return Ok(None);
         }
         let heads = self.shard.layer(layer).heads.clone();
-        let role = Role::Layer(layer, Part::Sinks);
+        let role = Role::Layer(layer, LayerRole::Sinks);
         let all = self.names.finite(role, self.config.layers[layer].heads)?;
         Ok(Some(all[heads].to_vec()))
     }
@@ -696,11 +698,20 @@ impl Loader<'_> {
         };
         let ([gate, up, down], ffn) = match routed {
             Some(nth) => (
-                [Part::ExpertGate, Part::ExpertUp, Part::ExpertDown].map(|part| part(nth)),
+                [
+                    LayerRole::ExpertGate,
+                    LayerRole::ExpertUp,
+                    LayerRole::ExpertDown,
+                ]
+                .map(|part| part(nth)),
                 of.width,
             ),
             None => (
-                [Part::SharedGate, Part::SharedUp, Part::SharedDown],
+                [
+                    LayerRole::SharedGate,
+                    LayerRole::SharedUp,
+                    LayerRole::SharedDown,
+                ],
                 of.shared,
             ),
         };
@@ -730,15 +741,15 @@ impl Loader<'_> {
         let has_gate = gated && mine.end == of.leaves() && !mine.is_empty();
         Ok(Experts {
             router: Linear {
-                matrix: router(Part::Router, of.count)?,
+                matrix: router(LayerRole::Router, of.count)?,
                 bias: match self.few_experts {
-                    false => self.names.bias(role(Part::Router), of.count)?,
+                    false => self.names.bias(role(LayerRole::Router), of.count)?,
                     true => Some(few::preferring(of)),
                 },
             },
             // It could outweigh the bias that selects the packed few.
             choice: (of.corrected && !self.few_experts)
-                .then(|| self.names.finite(role(Part::RouterChoice), of.count))
+                .then(|| self.names.finite(role(LayerRole::RouterChoice), of.count))
                 .transpose()?,
             router_norm: of
                 .scaled
@@ -746,10 +757,10 @@ impl Loader<'_> {
                 .transpose()?,
             scales: of
                 .scaled
-                .then(|| self.names.finite(role(Part::ExpertScales), of.count))
+                .then(|| self.names.finite(role(LayerRole::ExpertScales), of.count))
                 .transpose()?,
             shared_router: has_gate
-                .then(|| router(Part::SharedRouter, 1))
+                .then(|| router(LayerRole::SharedRouter, 1))
                 .transpose()?,
             first: mine.start,
             experts: match self.few_experts {
@@ -775,11 +786,11 @@ impl Loader<'_> {
     }
 
     /// Packs a whole matrix; `as_f32` overrides the class.
-    fn whole(&self, role: Role, shape: [usize; 2], as_f32: bool) -> Result<Packed, Error> {
+    fn whole(&self, role: Role, shape: [usize; 2], as_f32: bool) -> Result<PackedMatrix, Error> {
         let part = (0..shape[0], 0..shape[1]);
         self.packed(role, shape, part, |stored, mut options| {
             options.as_f32 |= as_f32;
-            Packed::new(stored, options, self.pool)
+            PackedMatrix::new(stored, options, self.pool)
         })
     }
 
@@ -789,7 +800,7 @@ impl Loader<'_> {
         let bias = bias.map(|bias| bias[mine.clone()].to_vec());
         let part = (mine, 0..shape[1]);
         let matrix = self.packed(role, shape, part, |stored, options| {
-            Packed::new(stored, options, self.pool)
+            PackedMatrix::new(stored, options, self.pool)
         })?;
         Ok(Linear { matrix, bias })
     }
@@ -810,7 +821,7 @@ impl Loader<'_> {
             let root = |columns: Range<usize>| {
                 let first_col = columns.start - mine.start;
                 let columns = columns.start - before..columns.end - before;
-                let packed = Packed::of_columns(stored, columns, options, self.pool)?;
+                let packed = PackedMatrix::of_columns(stored, columns, options, self.pool)?;
                 Ok((first_col, packed))
             };
             cut.root_columns().into_iter().map(root).collect()
@@ -832,7 +843,7 @@ impl Loader<'_> {
             as_f32: self.class == KernelClass::CpuF32,
         };
         match self.names.located(role, shape)? {
-            AsStored::Whole(tensor) => {
+            StoredTensor::Whole(tensor) => {
                 // While the file downloads, only these rows must have arrived.
                 let row = tensor.bytes.len().checked_div(shape[0]).unwrap_or(0);
                 let mine = tensor.bytes.slice(rows.start * row..rows.end * row);
@@ -847,7 +858,7 @@ impl Loader<'_> {
                 tensor.bytes.discard();
                 packed.map_err(|source| pack_error(&tensor.name, source))
             }
-            AsStored::Mlx(matrix) => {
+            StoredTensor::Mlx(matrix) => {
                 let joined = self.joined(&matrix, rows.clone(), &cols)?;
                 let part = StoredMatrix {
                     block_type: matrix.block_type,
@@ -899,7 +910,10 @@ fn pack_error(name: &str, source: paceline_tensor::Error) -> Error {
 }
 
 /// Factors of `rope_freqs`, if the file has them.
-pub(crate) fn rope_factors(source: &Source, config: &Config) -> Result<Option<Vec<f32>>, Error> {
+pub(crate) fn rope_factors(
+    source: &ModelSource,
+    config: &Config,
+) -> Result<Option<Vec<f32>>, Error> {
     let Some(tensor) = source.opt_weight(config.family, Role::RopeFactors)? else {
         return Ok(None);
     };
@@ -939,7 +953,7 @@ fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
     Ok(out)
 }
 
-impl Layer {
+impl LayerShard {
     pub(crate) fn bytes(&self) -> Bytes {
         let rows = self.of_normed().into_iter().map(|matrix| matrix.bytes().0);
         let latent = self.latent.iter().flat_map(|latent| {
@@ -957,7 +971,7 @@ impl Layer {
     }
 
     /// Matrices whose input is as wide as the residual.
-    pub(crate) fn of_normed(&self) -> Vec<&Packed> {
+    pub(crate) fn of_normed(&self) -> Vec<&PackedMatrix> {
         let Self {
             query,
             key,

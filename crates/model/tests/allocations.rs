@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use common::load;
 use common::tiny::Tiny;
 use paceline_base::{BlockType, KernelClass};
-use paceline_model::{Batch, BatchSequence, BatchSize, Family, Logits, Model, Workspace};
+use paceline_model::{Batch, BatchSequence, BatchSize, Logits, Model, ModelFamily, Workspace};
 use paceline_tensor::{Kernels, KvCache, PAGE, ThreadPool};
 
 /// The system's allocator, counted.
@@ -96,17 +96,17 @@ fn allocations(path: &std::path::Path, threads: usize) -> usize {
 fn a_decode_step_allocates_nothing() {
     let dir = tempfile::tempdir().unwrap();
     for family in [
-        Family::Llama,
-        Family::Qwen2,
-        Family::Qwen3,
-        Family::Gemma3,
-        Family::GptOss,
-        Family::Glm4Moe,
-        Family::MiniMaxM2,
-        Family::Dbrx,
-        Family::DeepSeek,
-        Family::Qwen35,
-        Family::Qwen35Moe,
+        ModelFamily::Llama,
+        ModelFamily::Qwen2,
+        ModelFamily::Qwen3,
+        ModelFamily::Gemma3,
+        ModelFamily::GptOss,
+        ModelFamily::Glm4Moe,
+        ModelFamily::MiniMaxM2,
+        ModelFamily::Dbrx,
+        ModelFamily::DeepSeek,
+        ModelFamily::Qwen35,
+        ModelFamily::Qwen35Moe,
     ] {
         let path = dir.path().join("model.gguf");
         Tiny::new(family, BlockType::Q4_K).write(&path);

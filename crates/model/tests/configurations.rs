@@ -9,13 +9,13 @@ use crate::common::runner::Runner;
 use crate::common::tiny::{Tiny, TinyTensor};
 use crate::common::{golden, kernels, load};
 use paceline_base::{BlockType, KernelClass};
-use paceline_formats::gguf::Value as Entry;
-use paceline_model::{BatchSize, Config, Family, Source, Weights};
+use paceline_formats::gguf::MetadataValue as Entry;
+use paceline_model::{BatchSize, Config, LoadedModel, ModelFamily, ModelSource};
 use paceline_tensor::{KvType, RopePairs};
 use serde_json::{Value, json};
 
 /// The configuration of a GGUF file of `family` with these entries changed.
-fn gguf(family: Family, entries: &[(&str, Entry)]) -> Config {
+fn gguf(family: ModelFamily, entries: &[(&str, Entry)]) -> Config {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
     let mut file = Tiny::new(family, BlockType::F16).file();
@@ -24,13 +24,13 @@ fn gguf(family: Family, entries: &[(&str, Entry)]) -> Config {
         file.set(&format!("{}.{key}", family.name()), Some(value.clone()));
     }
     file.write(&path);
-    Config::read(&Source::open(&path).unwrap()).unwrap()
+    Config::read(&ModelSource::open(&path).unwrap()).unwrap()
 }
 
 /// The configuration of a golden Hugging Face folder with these fields changed; null takes away.
 fn hf(name: &str, changes: &Value) -> Config {
     let dir = folder(name, changes);
-    Config::read(&Source::open(dir.path()).unwrap()).unwrap()
+    Config::read(&ModelSource::open(dir.path()).unwrap()).unwrap()
 }
 
 fn folder(name: &str, changes: &Value) -> tempfile::TempDir {
@@ -68,12 +68,15 @@ fn assert_turns(got: (f64, f64), first: f64, second: f64) {
 
 #[test]
 fn ropes_of_gguf_files() {
-    let llama = gguf(Family::Llama, &[]);
+    let llama = gguf(ModelFamily::Llama, &[]);
     assert_eq!(llama.ropes[0].pairs, RopePairs::Adjacent);
     assert_turns(turns(&llama, 0), 1.0, second(1e4, 32.0));
 
     // A part of the head turns, in two halves of that part.
-    let partial = gguf(Family::Qwen3, &[("rope.dimension_count", 16u32.into())]);
+    let partial = gguf(
+        ModelFamily::Qwen3,
+        &[("rope.dimension_count", 16u32.into())],
+    );
     assert_eq!(partial.ropes[0].pairs, RopePairs::Halves);
     assert_eq!(partial.ropes[0].frequencies.len(), 8);
     assert_turns(turns(&partial, 0), 1.0, second(1e4, 16.0));
@@ -84,12 +87,15 @@ fn ropes_of_gguf_files() {
     for kind in [None, Some("linear"), Some("none")] {
         let mut entries = vec![factor.clone(), base.clone()];
         entries.extend(kind.map(|kind| ("rope.scaling.type", Entry::from(kind))));
-        let gemma = gguf(Family::Gemma3, &entries);
+        let gemma = gguf(ModelFamily::Gemma3, &entries);
         let scale = if kind == Some("none") { 1.0 } else { 1.0 / 8.0 };
         assert_turns(turns(&gemma, 0), scale, scale * second(1e6, 128.0));
         assert_turns(turns(&gemma, 1), 1.0, second(1e4, 128.0));
     }
-    let local = gguf(Family::Gemma3, &[("rope.freq_base_swa", 5e4f32.into())]);
+    let local = gguf(
+        ModelFamily::Gemma3,
+        &[("rope.freq_base_swa", 5e4f32.into())],
+    );
     assert_turns(turns(&local, 1), 1.0, second(5e4, 128.0));
 }
 
@@ -123,10 +129,10 @@ fn windows(config: &Config) -> Vec<Option<usize>> {
 #[test]
 fn windows_of_layers() {
     let (full, near) = (None, Some(70));
-    let gemma = gguf(Family::Gemma3, &[]);
+    let gemma = gguf(ModelFamily::Gemma3, &[]);
     assert_eq!(windows(&gemma), [near, near, near, near, near, full]);
     let pattern = ("attention.sliding_window_pattern", 2u32.into());
-    let gemma = gguf(Family::Gemma3, &[pattern]);
+    let gemma = gguf(ModelFamily::Gemma3, &[pattern]);
     assert_eq!(windows(&gemma), [near, full, near, full, near, full]);
     assert_eq!(
         gemma.layers.iter().map(|l| l.rope).collect::<Vec<_>>(),
@@ -146,22 +152,29 @@ fn windows_of_layers() {
 #[test]
 fn scales_of_gemma() {
     let root = |x: f32| 1.0 / x.sqrt();
-    let plain = gguf(Family::Gemma3, &[]);
+    let plain = gguf(ModelFamily::Gemma3, &[]);
     assert_eq!(
         (plain.layers[0].query_scale, plain.embedding_scale),
         (root(128.0), 16.0)
     );
-    let scalar = gguf(Family::Gemma3, &[("attention.query_scalar", 24f32.into())]);
+    let scalar = gguf(
+        ModelFamily::Gemma3,
+        &[("attention.query_scalar", 24f32.into())],
+    );
     assert_eq!(scalar.layers[0].query_scale, root(24.0));
     // The 27B model: 62 layers, scores by the width per head.
-    let large = gguf(Family::Gemma3, &[("block_count", 62u32.into())]);
+    let large = gguf(ModelFamily::Gemma3, &[("block_count", 62u32.into())]);
     assert_eq!(large.layers[0].query_scale, root(256.0 / 4.0));
 }
 
 /// Keys that only some programs read change nothing where they ask for what is computed.
 #[test]
 fn keys_that_say_what_is_computed_pass() {
-    for family in [Family::Llama, Family::Gemma3, Family::Qwen3Moe] {
+    for family in [
+        ModelFamily::Llama,
+        ModelFamily::Gemma3,
+        ModelFamily::Qwen3Moe,
+    ] {
         let plain = gguf(family, &[]);
         let numbers = [
             ("attention.scale", plain.layers[0].query_scale),
@@ -181,9 +194,9 @@ fn keys_that_say_what_is_computed_pass() {
         ]);
         assert_eq!(gguf(family, &entries), plain, "{family:?}");
     }
-    let plain = gguf(Family::Llama, &[]);
+    let plain = gguf(ModelFamily::Llama, &[]);
     let window = ("attention.sliding_window", (plain.context as u32).into());
-    assert_eq!(gguf(Family::Llama, &[window]), plain);
+    assert_eq!(gguf(ModelFamily::Llama, &[window]), plain);
 
     let plain = hf("llama-tied", &json!({}));
     let same = json!({
@@ -199,7 +212,7 @@ fn keys_that_say_what_is_computed_pass() {
 #[test]
 fn windows_keep_a_third_of_the_cache_at_32768_positions() {
     let gemma = gguf(
-        Family::Gemma3,
+        ModelFamily::Gemma3,
         &[
             ("block_count", 18u32.into()),
             ("attention.sliding_window", 512u32.into()),
@@ -235,7 +248,7 @@ fn the_word_of_the_folder_decides_whether_the_head_is_tied() {
 fn experts_in_other_tensors_are_the_same() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
-    let whole = Tiny::new(Family::Mixtral, BlockType::Q4_0).file();
+    let whole = Tiny::new(ModelFamily::Mixtral, BlockType::Q4_0).file();
     let mut apart = whole.clone();
     let mut joined = whole.clone();
     let stacks = ["gate", "up", "down"].map(|part| format!(".ffn_{part}_exps."));
@@ -285,7 +298,7 @@ fn experts_in_other_tensors_are_the_same() {
 #[test]
 fn rope_factors_divide() {
     let dir = tempfile::tempdir().unwrap();
-    let tiny = Tiny::new(Family::Llama, BlockType::F16);
+    let tiny = Tiny::new(ModelFamily::Llama, BlockType::F16);
     let tokens = tiny.tokens(20, 1);
     let logits = |name: &str, linear: Option<f32>, factors: Option<f32>| {
         let path = dir.path().join(name);
@@ -339,7 +352,7 @@ fn latent_attention_and_groups() {
     );
     assert_eq!(
         (kimi.family, kimi.layers[1].experts.unwrap().groups),
-        (Family::DeepSeek, None)
+        (ModelFamily::DeepSeek, None)
     );
     let growth = hf("mistral4-bf16", &json!({}))
         .latent
@@ -349,7 +362,7 @@ fn latent_attention_and_groups() {
     assert_eq!((growth.rate, growth.length), (0.1, 16.0));
 
     let file = gguf(
-        Family::DeepSeek,
+        ModelFamily::DeepSeek,
         &[("attention.temperature_scale", 0.5f32.into())],
     );
     let latent = file.latent.unwrap();
@@ -383,13 +396,13 @@ fn uses_of_experts_are_counted() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
     for (family, layers, experts) in [
-        (Family::DeepSeek, 1..3, 8),
-        (Family::Qwen2Moe, 0..2, 7),
-        (Family::Llama, 0..0, 0),
+        (ModelFamily::DeepSeek, 1..3, 8),
+        (ModelFamily::Qwen2Moe, 0..2, 7),
+        (ModelFamily::Llama, 0..0, 0),
     ] {
         let tiny = Tiny::new(family, BlockType::Q8_0);
         tiny.write(&path);
-        let model: Arc<dyn Weights> = Arc::new(load(&path, KernelClass::Cpu, &kernels()));
+        let model: Arc<dyn LoadedModel> = Arc::new(load(&path, KernelClass::Cpu, &kernels()));
         let mut runner = Runner::of(Arc::clone(&model), 70);
         runner.all(&tiny.tokens(70, 1));
         let uses = model.expert_uses();

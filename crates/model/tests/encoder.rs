@@ -6,11 +6,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 use paceline_formats::hf::HfFolder;
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::encoder::{Encoder, EncoderConfig, Pooling};
-use paceline_model::{Error, Source};
+use paceline_model::{Error, ModelSource};
 use paceline_tensor::{InstructionSet, Kernels};
 use serde_json::{Value, json};
 
@@ -23,7 +23,7 @@ fn folder(name: &str) -> PathBuf {
 }
 
 fn load(folder: &Path, kernels: Kernels) -> Encoder {
-    Encoder::load(&Source::open(folder).unwrap(), Arc::new(kernels)).unwrap()
+    Encoder::load(&ModelSource::open(folder).unwrap(), Arc::new(kernels)).unwrap()
 }
 
 /// Texts of a golden file with their ids and vectors.
@@ -122,12 +122,12 @@ fn folders_say_how_rows_are_pooled_and_how_long_texts_are() {
         ("roberta-first", Pooling::First, 64),
         ("qwen3-last", Pooling::Last, 2048),
     ] {
-        let source = Source::open(&folder(name)).unwrap();
+        let source = ModelSource::open(&folder(name)).unwrap();
         assert!(EncoderConfig::is_encoder(&source));
         let config = EncoderConfig::read(&source).unwrap();
         assert_eq!((config.pooling, config.context), (pooling, context));
     }
-    let decoder = Source::open(&golden("hf/llama-tied")).unwrap();
+    let decoder = ModelSource::open(&golden("hf/llama-tied")).unwrap();
     assert!(!EncoderConfig::is_encoder(&decoder));
 }
 
@@ -194,7 +194,7 @@ fn converted(folder: &Path, out: &Path) {
     let mut kinds = vec![1; tokens.len()];
     kinds[..5].fill(3);
     let number = |field: &str| config[field].as_u64().unwrap() as u32;
-    let mut file = Writer::new()
+    let mut file = GgufWriter::new()
         .meta("general.architecture", "bert")
         .meta("bert.context_length", number("max_position_embeddings"))
         .meta("bert.embedding_length", number("hidden_size"))
@@ -228,9 +228,9 @@ fn a_gguf_file_of_bert_makes_the_vectors_of_its_folder() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("bert.gguf");
     converted(&folder("bert-mean"), &path);
-    let source = Source::open(&path).unwrap();
+    let source = ModelSource::open(&path).unwrap();
     assert!(EncoderConfig::is_encoder(&source));
-    let Source::Gguf(file) = &source else {
+    let ModelSource::Gguf(file) = &source else {
         panic!("a file");
     };
     let tokenizer = Tokenizer::from_gguf(file.metadata()).unwrap();
@@ -257,7 +257,7 @@ fn changed(file: &str, field: &str, value: Value) -> Result<Encoder, Error> {
     config[field] = value;
     std::fs::write(&path, config.to_string()).unwrap();
     Encoder::load(
-        &Source::open(copy.path()).unwrap(),
+        &ModelSource::open(copy.path()).unwrap(),
         Arc::new(Kernels::new(1).unwrap()),
     )
 }

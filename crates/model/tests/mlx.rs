@@ -29,10 +29,10 @@ use paceline_base::testing::long;
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::Deadline;
 use paceline_formats::safetensors::Safetensors;
-use paceline_mlx::Places;
+use paceline_mlx::LibraryPaths;
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Compute, Config, Error, Exchanged, Family, Followed,
-    LoadOptions, Logits, MlxModel, MlxOptions, Model, Source, Split, Weights,
+    Batch, BatchSequence, BatchSize, Compute, Config, Error, ExchangeBytes, FollowOutcome,
+    LoadOptions, LoadedModel, Logits, MlxModel, MlxOptions, Model, ModelFamily, ModelSource, Split,
 };
 use paceline_tensor::PAGE;
 
@@ -72,9 +72,9 @@ fn apart(test: &str) -> bool {
 
 fn options(library: &Path, class: KernelClass) -> MlxOptions {
     MlxOptions {
-        places: Places {
+        places: LibraryPaths {
             explicit: Some(library.to_path_buf()),
-            ..Places::default()
+            ..LibraryPaths::default()
         },
         class,
         positions: 256,
@@ -86,12 +86,12 @@ fn options(library: &Path, class: KernelClass) -> MlxOptions {
 }
 
 fn try_mlx(path: &Path, options: MlxOptions) -> Result<MlxModel, Error> {
-    let source = Arc::new(Source::open(path).unwrap());
+    let source = Arc::new(ModelSource::open(path).unwrap());
     let split = Split::whole(&Config::read(&source).unwrap());
     MlxModel::load(source, &split, Rank(0), options, kernels(), |_, _| {})
 }
 
-fn mlx(library: &Path, path: &Path, class: KernelClass) -> Arc<dyn Weights> {
+fn mlx(library: &Path, path: &Path, class: KernelClass) -> Arc<dyn LoadedModel> {
     let model = try_mlx(path, options(library, class));
     Arc::new(model.unwrap_or_else(|error| panic!("{}: {error}", path.display())))
 }
@@ -266,27 +266,27 @@ fn blocks_of_gguf_files_give_the_logits_of_naive() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for (family, block_type, tolerance) in [
-        (Family::Llama, BlockType::F32, 1e-5),
-        (Family::Llama, BlockType::Q4_0, 1e-5),
-        (Family::Qwen2, BlockType::Q4_1, 1e-5),
-        (Family::Qwen3, BlockType::Q8_0, 1e-5),
-        (Family::Gemma3, BlockType::Q8_0, 1e-5),
-        (Family::Llama, BlockType::F16, 1e-5),
-        (Family::Qwen3, BlockType::Q4_K, 0.02),
-        (Family::Gemma3, BlockType::Q6_K, 0.2),
-        (Family::Mixtral, BlockType::Q5_1, 1e-4),
-        (Family::Qwen2Moe, BlockType::Q4_1, 1e-4),
-        (Family::Qwen3Moe, BlockType::Q4_0, 1e-4),
-        (Family::GptOss, BlockType::MXFP4_SPLIT, 1e-4),
-        (Family::Glm4Moe, BlockType::Q5_0, 1e-4),
-        (Family::MiniMaxM2, BlockType::Q8_0, 1e-4),
-        (Family::Dbrx, BlockType::Q8_0, 1e-4),
-        (Family::DeepSeek, BlockType::Q8_0, 1e-4),
-        (Family::DeepSeek, BlockType::Q5_1, 1e-4), // keys and values expanded by one matrix
-        (Family::Qwen3Next, BlockType::F32, 1e-4),
-        (Family::Qwen35, BlockType::Q8_0, 1e-4),
-        (Family::Qwen35Moe, BlockType::Q4_0, 1e-4),
-        (Family::Gemma4, BlockType::Q8_0, 1e-4),
+        (ModelFamily::Llama, BlockType::F32, 1e-5),
+        (ModelFamily::Llama, BlockType::Q4_0, 1e-5),
+        (ModelFamily::Qwen2, BlockType::Q4_1, 1e-5),
+        (ModelFamily::Qwen3, BlockType::Q8_0, 1e-5),
+        (ModelFamily::Gemma3, BlockType::Q8_0, 1e-5),
+        (ModelFamily::Llama, BlockType::F16, 1e-5),
+        (ModelFamily::Qwen3, BlockType::Q4_K, 0.02),
+        (ModelFamily::Gemma3, BlockType::Q6_K, 0.2),
+        (ModelFamily::Mixtral, BlockType::Q5_1, 1e-4),
+        (ModelFamily::Qwen2Moe, BlockType::Q4_1, 1e-4),
+        (ModelFamily::Qwen3Moe, BlockType::Q4_0, 1e-4),
+        (ModelFamily::GptOss, BlockType::MXFP4_SPLIT, 1e-4),
+        (ModelFamily::Glm4Moe, BlockType::Q5_0, 1e-4),
+        (ModelFamily::MiniMaxM2, BlockType::Q8_0, 1e-4),
+        (ModelFamily::Dbrx, BlockType::Q8_0, 1e-4),
+        (ModelFamily::DeepSeek, BlockType::Q8_0, 1e-4),
+        (ModelFamily::DeepSeek, BlockType::Q5_1, 1e-4), // keys and values expanded by one matrix
+        (ModelFamily::Qwen3Next, BlockType::F32, 1e-4),
+        (ModelFamily::Qwen35, BlockType::Q8_0, 1e-4),
+        (ModelFamily::Qwen35Moe, BlockType::Q4_0, 1e-4),
+        (ModelFamily::Gemma4, BlockType::Q8_0, 1e-4),
     ] {
         let tiny = Tiny::new(family, block_type);
         tiny.write(&path);
@@ -312,7 +312,7 @@ fn blocks_of_gguf_files_give_the_logits_of_naive() {
 /// A gemma, whose windows end inside of pages, in float weights, and its tokens.
 fn gemma(dir: &Path) -> (PathBuf, Vec<u32>) {
     let path = dir.join("gemma.gguf");
-    let tiny = Tiny::new(Family::Gemma3, BlockType::Q8_0);
+    let tiny = Tiny::new(ModelFamily::Gemma3, BlockType::Q8_0);
     tiny.write(&path);
     (path, tiny.tokens(150, 5))
 }
@@ -421,9 +421,9 @@ fn sequences_share_pages_and_steps() {
 }
 
 /// A rank on the CPU or on MLX, as its place says.
-fn rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Arc<dyn Weights> {
+fn rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Arc<dyn LoadedModel> {
     let Place { split, rank, links } = place;
-    let (links, source) = (links.unwrap(), Source::open(path).unwrap());
+    let (links, source) = (links.unwrap(), ModelSource::open(path).unwrap());
     if class.is_mlx() {
         let (source, options) = (Arc::new(source), options(library, class));
         let model = MlxModel::load(source, &split, rank, options, kernels(), |_, _| {});
@@ -447,8 +447,8 @@ fn ranks(
     kind: &str,
     classes: &[KernelClass],
     library: &Path,
-) -> Vec<(Option<Vec<Vec<f32>>>, Exchanged)> {
-    let config = Config::read(&Source::open(path).unwrap()).unwrap();
+) -> Vec<(Option<Vec<Vec<f32>>>, ExchangeBytes)> {
+    let config = Config::read(&ModelSource::open(path).unwrap()).unwrap();
     let kind = kind.parse().unwrap();
     let cut = Split::plan(&config, kind, classes.len() as u32, &[]).unwrap();
     let tokens: Vec<u32> = (0..68).map(|i| i * 37 % config.vocab as u32).collect();
@@ -491,8 +491,8 @@ fn ranks(
                     compute.idle().unwrap();
                     Some(lead(&mut *compute))
                 } else {
-                    assert_eq!(compute.follow().unwrap(), Followed::Idle);
-                    (0..4).for_each(|_| assert_eq!(compute.follow().unwrap(), Followed::Step));
+                    assert_eq!(compute.follow().unwrap(), FollowOutcome::Idle);
+                    (0..4).for_each(|_| assert_eq!(compute.follow().unwrap(), FollowOutcome::Step));
                     None
                 };
                 let deadline = Deadline::at(Instant::now() + PATIENCE);
@@ -522,11 +522,11 @@ fn splits_agree_with_one_rank() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    for family in Family::DENSE {
+    for family in ModelFamily::DENSE {
         let path = dir.path().join(family.name());
         Tiny::new(family, BlockType::Q8_0).write(&path);
         let run = |kind: &str, classes: &[KernelClass]| split(&path, kind, classes, &library);
-        let both = family == Family::Llama || long();
+        let both = family == ModelFamily::Llama || long();
         for class in [Mlx, MlxF32].into_iter().take(if both { 2 } else { 1 }) {
             let alone = run("pipeline", &[class]);
             let stages = run("pipeline", &[class; 2]);
@@ -535,7 +535,7 @@ fn splits_agree_with_one_rank() {
             // but for gemma.
             let tolerance = if class == Mlx { 3e-2 } else { 1e-4 };
             let all = [("tensor", 2), ("tensor", 3), ("2x2", 4)];
-            let some = if family == Family::Llama { 3 } else { 1 };
+            let some = if family == ModelFamily::Llama { 3 } else { 1 };
             for (kind, ranks) in all.into_iter().take(some) {
                 let far = furthest(&run(kind, &vec![class; ranks]), &alone);
                 println!("{} {class} {kind} of {ranks}: {far:.1e}", family.name());
@@ -570,12 +570,12 @@ fn splits_of_every_kind_of_layer_agree_with_one_rank() {
     }
     let dir = tempfile::tempdir().unwrap();
     for family in [
-        Family::Qwen3Moe,
-        Family::GptOss,
-        Family::MiniMaxM2,
-        Family::DeepSeek,
-        Family::Qwen35Moe,
-        Family::Gemma4,
+        ModelFamily::Qwen3Moe,
+        ModelFamily::GptOss,
+        ModelFamily::MiniMaxM2,
+        ModelFamily::DeepSeek,
+        ModelFamily::Qwen35Moe,
+        ModelFamily::Gemma4,
     ] {
         let (path, name) = (dir.path().join(family.name()), family.name());
         Tiny::new(family, BlockType::Q8_0).write(&path);
@@ -604,7 +604,7 @@ fn rows_of_a_delta_net_can_be_taken_back() {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qwen35.gguf");
-    let tiny = Tiny::new(Family::Qwen35, BlockType::F32);
+    let tiny = Tiny::new(ModelFamily::Qwen35, BlockType::F32);
     tiny.write(&path);
     let tokens = tiny.tokens(150, 5);
     let model = mlx(&library, &path, KernelClass::MlxF32);
@@ -639,7 +639,7 @@ fn what_the_owner_should_know_is_told() {
             Some("mlx has no form for Q6_K: 16 matrices are held as 8 bits in groups of 32"),
         ),
     ] {
-        Tiny::new(Family::Llama, block_type).write(&path);
+        Tiny::new(ModelFamily::Llama, block_type).write(&path);
         let model = try_mlx(&path, options(&library, KernelClass::Mlx)).unwrap();
         let on_cpu = model.device().contains(" cpu");
         let bed = model.notes().iter().any(|note| note.contains("test bed"));
@@ -656,8 +656,8 @@ fn what_the_owner_should_know_is_told() {
 fn ranks_that_share_experts_alone_are_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    Tiny::new(Family::Qwen3Moe, BlockType::Q8_0).write(&path);
-    let source = Arc::new(Source::open(&path).unwrap());
+    Tiny::new(ModelFamily::Qwen3Moe, BlockType::Q8_0).write(&path);
+    let source = Arc::new(ModelSource::open(&path).unwrap());
     let config = Config::read(&source).unwrap();
     let split = Split::plan(&config, "experts".parse().unwrap(), 2, &[]).unwrap();
     for class in [KernelClass::Mlx, KernelClass::MlxF32] {
@@ -673,8 +673,8 @@ fn ranks_that_share_experts_alone_are_refused_by_name() {
 fn class_mlx_exact_is_refused_by_name_where_layers_differ() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    for family in Family::ALL {
-        if Family::DENSE.contains(&family) {
+    for family in ModelFamily::ALL {
+        if ModelFamily::DENSE.contains(&family) {
             continue;
         }
         Tiny::new(family, BlockType::Q8_0).write(&path);
@@ -703,9 +703,9 @@ fn class_mlx_exact_gives_the_same_bits_over_batches_and_splits() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for (family, block_type) in [
-        (Family::Llama, BlockType::Q8_0),
-        (Family::Qwen2, BlockType::F32),
-        (Family::Gemma3, BlockType::Q4_0),
+        (ModelFamily::Llama, BlockType::Q8_0),
+        (ModelFamily::Qwen2, BlockType::F32),
+        (ModelFamily::Gemma3, BlockType::Q4_0),
     ] {
         let name = format!("{} {block_type}", family.name());
         let tiny = Tiny::new(family, block_type);
@@ -743,8 +743,8 @@ fn exchanges_read_and_write_the_arrays_own_memory() {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    Tiny::new(Family::Llama, BlockType::Q8_0).write(&path);
-    let config = Config::read(&Source::open(&path).unwrap()).unwrap();
+    Tiny::new(ModelFamily::Llama, BlockType::Q8_0).write(&path);
+    let config = Config::read(&ModelSource::open(&path).unwrap()).unwrap();
     // 68 rows, sent and received, of each half of a layer; halves in class mlx.
     let halves = (68 * config.width * 2 * 2 * 2 * config.layers.len()) as u64;
     let exchanged = |kind, class| {

@@ -3,7 +3,7 @@
 
 use paceline_base::BlockType;
 use paceline_mlx::{Dtype, Library};
-use paceline_model::{Config, Family, MlxForm, MlxMatrix, Part, Role, Source};
+use paceline_model::{Config, LayerRole, MlxForm, MlxMatrix, ModelFamily, ModelSource, Role};
 
 use crate::common::tiny::Tiny;
 
@@ -23,14 +23,14 @@ fn a_matrix_has_its_rows_in_the_order_that_is_asked_for() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for block_type in [BlockType::F16, BlockType::Q4_1, BlockType::Q8_0] {
-        Tiny::new(Family::Llama, block_type).write(&path);
-        let source = Source::open(&path).unwrap();
+        Tiny::new(ModelFamily::Llama, block_type).write(&path);
+        let source = ModelSource::open(&path).unwrap();
         let config = Config::read(&source).unwrap();
         let (n, cols) = (
             config.layers[0].heads * config.layers[0].head_dim,
             config.width,
         );
-        let at = (Role::Layer(0, Part::Query), [n, cols]);
+        let at = (Role::Layer(0, LayerRole::Query), [n, cols]);
         let one = |i: usize| if i.is_multiple_of(cols + 1) { 1.0 } else { 0.0 };
         let ones: Vec<f32> = (0..cols * cols).map(one).collect();
         let ones = stream
@@ -69,11 +69,11 @@ fn a_matrix_has_its_rows_in_the_order_that_is_asked_for() {
 fn a_type_without_a_form_is_refused_by_name_unless_it_is_unpacked() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    Tiny::new(Family::Llama, BlockType::Q6_K).write(&path);
-    let source = Source::open(&path).unwrap();
+    Tiny::new(ModelFamily::Llama, BlockType::Q6_K).write(&path);
+    let source = ModelSource::open(&path).unwrap();
     let config = Config::read(&source).unwrap();
     let shape = [config.width, config.layers[0].ffn];
-    let at = (Role::Layer(0, Part::Down), shape);
+    let at = (Role::Layer(0, LayerRole::Down), shape);
     let error = MlxMatrix::planned((&source, &config), at, FORM).unwrap_err();
     let told = error.to_string();
     assert!(told.starts_with("mlx has no form for Q6_K"), "{told}");

@@ -18,10 +18,10 @@ use std::time::Duration;
 use crate::common::kernels;
 use crate::common::tiny::Tiny;
 use paceline_base::{BlockType, KernelClass, Rank};
-use paceline_mlx::Places;
+use paceline_mlx::LibraryPaths;
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Config, Error, Family, Logits, MlxModel, MlxOptions, Source,
-    Split, Weights,
+    Batch, BatchSequence, BatchSize, Config, Error, LoadedModel, Logits, MlxModel, MlxOptions,
+    ModelFamily, ModelSource, Split,
 };
 
 /// Longest wait for the process, which takes a second.
@@ -40,12 +40,12 @@ fn variable(name: &str) -> Option<PathBuf> {
 
 /// Loads the model and runs one step, on which the device hangs.
 fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
-    let source = Arc::new(Source::open(model)?);
+    let source = Arc::new(ModelSource::open(model)?);
     let split = Split::whole(&Config::read(&source)?);
     let options = MlxOptions {
-        places: Places {
+        places: LibraryPaths {
             explicit: Some(library),
-            ..Places::default()
+            ..LibraryPaths::default()
         },
         class: KernelClass::Mlx,
         positions: 64,
@@ -55,7 +55,7 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
         last_words: Duration::from_millis(500),
     };
     let model = MlxModel::load(source, &split, Rank(0), options, kernels(), |_, _| {})?;
-    let model: Arc<dyn Weights> = Arc::new(model);
+    let model: Arc<dyn LoadedModel> = Arc::new(model);
     let mut compute = model.reserve(BatchSize::single(8, 64), 64)?;
     std::fs::write(variable(FILE).unwrap(), "").unwrap();
     let sequence = BatchSequence {
@@ -91,7 +91,7 @@ fn a_process_whose_device_hangs_is_ended() {
     };
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("tiny.gguf");
-    Tiny::new(Family::Llama, BlockType::Q8_0).write(&model);
+    Tiny::new(ModelFamily::Llama, BlockType::Q8_0).write(&model);
     let place = mlx.parent().unwrap().display();
     let link = [
         format!("-Lnative={place}"),

@@ -15,10 +15,10 @@ use crate::common::kernels;
 use crate::common::tiny::Tiny;
 use crate::mlx_hang::build;
 use paceline_base::{BlockType, KernelClass, Rank};
-use paceline_mlx::Places;
+use paceline_mlx::LibraryPaths;
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Compute, Config, Error, Family, Logits, MlxModel, MlxOptions,
-    Source, Split, Weights,
+    Batch, BatchSequence, BatchSize, Compute, Config, Error, LoadedModel, Logits, MlxModel,
+    MlxOptions, ModelFamily, ModelSource, Split,
 };
 
 /// Where the process finds the model; set for it alone.
@@ -49,12 +49,12 @@ fn read(compute: &mut dyn Compute) -> Result<Vec<f32>, Error> {
 }
 
 fn load(model: &Path, library: PathBuf) -> Result<Box<dyn Compute>, Error> {
-    let source = Arc::new(Source::open(model)?);
+    let source = Arc::new(ModelSource::open(model)?);
     let split = Split::whole(&Config::read(&source)?);
     let options = MlxOptions {
-        places: Places {
+        places: LibraryPaths {
             explicit: Some(library),
-            ..Places::default()
+            ..LibraryPaths::default()
         },
         class: KernelClass::Mlx,
         positions: 64,
@@ -89,7 +89,7 @@ fn an_interrupted_step_can_be_computed_again() {
     };
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("tiny.gguf");
-    Tiny::new(Family::Llama, BlockType::Q8_0).write(&model);
+    Tiny::new(ModelFamily::Llama, BlockType::Q8_0).write(&model);
     let place = mlx.parent().unwrap().display();
     let link = [
         format!("-Lnative={place}"),

@@ -16,7 +16,7 @@ use crate::common::tiny::Tiny;
 use crate::common::{load, test_model, write_toy};
 use paceline_base::testing::long;
 use paceline_base::{BlockType, KernelClass, SplitMix64};
-use paceline_model::{Family, Model};
+use paceline_model::{Model, ModelFamily};
 use paceline_tensor::{InstructionSet, Kernels};
 
 /// A model file, a class, and sequences with the bits that must follow each of their tokens.
@@ -99,18 +99,18 @@ fn random_sequences(vocab: usize, lens: &[usize], seed: u64) -> Vec<Vec<u32>> {
     lens.iter().map(&mut sequence).collect()
 }
 
-const FAMILIES: [(Family, BlockType); 4] = [
-    (Family::Llama, BlockType::Q4_1),
-    (Family::Qwen2, BlockType::Q8_0),
-    (Family::Qwen3, BlockType::BF16),
-    (Family::Gemma3, BlockType::Q6_K),
+const FAMILIES: [(ModelFamily, BlockType); 4] = [
+    (ModelFamily::Llama, BlockType::Q4_1),
+    (ModelFamily::Qwen2, BlockType::Q8_0),
+    (ModelFamily::Qwen3, BlockType::BF16),
+    (ModelFamily::Gemma3, BlockType::Q6_K),
 ];
 
 /// Families with gated delta nets: both orders of heads.
-const DELTA_NETS: [(Family, BlockType, KernelClass); 3] = [
-    (Family::Qwen35, BlockType::Q4_K, KernelClass::Cpu),
-    (Family::Qwen3Next, BlockType::BF16, KernelClass::CpuF32),
-    (Family::Qwen35Moe, BlockType::Q8_0, KernelClass::CpuQ8),
+const DELTA_NETS: [(ModelFamily, BlockType, KernelClass); 3] = [
+    (ModelFamily::Qwen35, BlockType::Q4_K, KernelClass::Cpu),
+    (ModelFamily::Qwen3Next, BlockType::BF16, KernelClass::CpuF32),
+    (ModelFamily::Qwen35Moe, BlockType::Q8_0, KernelClass::CpuQ8),
 ];
 
 /// Which rows an expert has in common changes nothing.
@@ -118,16 +118,16 @@ const DELTA_NETS: [(Family, BlockType, KernelClass); 3] = [
 fn experts_follow_the_rule() {
     let dir = tempfile::tempdir().unwrap();
     for (family, block_type) in [
-        (Family::Mixtral, BlockType::Q4_K),
-        (Family::Qwen2Moe, BlockType::Q5_0),
-        (Family::Qwen3Moe, BlockType::BF16),
-        (Family::GptOss, BlockType::MXFP4_SPLIT),
-        (Family::Glm4Moe, BlockType::Q8_0),
-        (Family::MiniMaxM2, BlockType::Q4_0),
-        (Family::Dbrx, BlockType::Q5_0),
-        (Family::DeepSeek, BlockType::Q4_1),
-        (Family::DeepSeek, BlockType::BF16),
-        (Family::Gemma4, BlockType::Q5_K),
+        (ModelFamily::Mixtral, BlockType::Q4_K),
+        (ModelFamily::Qwen2Moe, BlockType::Q5_0),
+        (ModelFamily::Qwen3Moe, BlockType::BF16),
+        (ModelFamily::GptOss, BlockType::MXFP4_SPLIT),
+        (ModelFamily::Glm4Moe, BlockType::Q8_0),
+        (ModelFamily::MiniMaxM2, BlockType::Q4_0),
+        (ModelFamily::Dbrx, BlockType::Q5_0),
+        (ModelFamily::DeepSeek, BlockType::Q4_1),
+        (ModelFamily::DeepSeek, BlockType::BF16),
+        (ModelFamily::Gemma4, BlockType::Q5_K),
     ] {
         let path = dir.path().join("experts.gguf");
         Tiny::new(family, block_type).write(&path);
@@ -269,7 +269,7 @@ fn every_storage_type_obeys() {
     let path = dir.path().join("tiny.gguf");
     let mut turns = configurations().into_iter().cycle();
     for (i, block_type) in BlockType::GGUF.into_iter().enumerate() {
-        let tiny = Tiny::new(Family::DENSE[i % 4], block_type);
+        let tiny = Tiny::new(ModelFamily::DENSE[i % 4], block_type);
         tiny.write(&path);
         let classes = [KernelClass::Cpu, KernelClass::CpuQ8, KernelClass::CpuF32];
         let turn = if long() { 0..3 } else { i % 3..i % 3 + 1 };

@@ -11,7 +11,7 @@ use crate::common::runner::Runner;
 use crate::common::tiny::Tiny;
 use crate::common::{golden_json, ids, kernels, load, number, numbers, test_model};
 use paceline_base::{BlockType, KernelClass};
-use paceline_model::Family;
+use paceline_model::ModelFamily;
 use serde_json::Value;
 
 /// How far a class may be from `cpu-f32` on a [`Tiny`] model for each of its layers. The distance
@@ -40,7 +40,7 @@ fn classes_agree_with_f32_for_every_storage_type() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for block_type in BlockType::GGUF {
-        for family in Family::DENSE {
+        for family in ModelFamily::DENSE {
             let tiny = Tiny::new(family, block_type);
             tiny.write(&path);
             let tokens = tiny.tokens(40, 1);

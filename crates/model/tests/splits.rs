@@ -17,9 +17,9 @@ use paceline_base::testing::long;
 use paceline_base::{BlockType, KernelClass, Rank, SplitMix64};
 use paceline_comm::Deadline;
 use paceline_model::{
-    Adapter, AdapterId, AdapterPair, Batch, BatchSequence, BatchSize, Config, Error, Family,
-    Followed, Links, LoadOptions, Logits, Model, Part, Source, Split, StageKind, TopLogits,
-    Workspace, split,
+    Adapter, AdapterId, AdapterPair, Batch, BatchSequence, BatchSize, Config, Error, FollowOutcome,
+    LayerRole, Links, LoadOptions, Logits, Model, ModelFamily, ModelSource, Split, StageKind,
+    TopLogits, Workspace, split,
 };
 use paceline_tensor::{Kernels, KvType, PAGE};
 
@@ -67,7 +67,7 @@ struct File {
 }
 
 impl File {
-    fn new(family: Family, block_type: BlockType) -> Self {
+    fn new(family: ModelFamily, block_type: BlockType) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tiny.gguf");
         let tiny = Tiny::new(family, block_type);
@@ -81,7 +81,7 @@ impl File {
     }
 
     fn llama() -> Self {
-        Self::new(Family::Llama, BlockType::Q8_0)
+        Self::new(ModelFamily::Llama, BlockType::Q8_0)
     }
 
     fn case(&self) -> Case<'_> {
@@ -89,7 +89,7 @@ impl File {
     }
 
     fn config(&self) -> Config {
-        Config::read(&Source::open(&self.path).unwrap()).unwrap()
+        Config::read(&ModelSource::open(&self.path).unwrap()).unwrap()
     }
 
     fn split(&self, kind: &str, ranks: u32) -> Split {
@@ -118,7 +118,7 @@ impl Case<'_> {
     }
 
     fn load(&self, place: Place) -> Model {
-        let source = Source::open(self.path).unwrap();
+        let source = ModelSource::open(self.path).unwrap();
         let kernels = Arc::new(Kernels::new(1).unwrap());
         let options = LoadOptions { class: self.class };
         let Place { split, rank, links } = place;
@@ -186,13 +186,13 @@ impl Case<'_> {
         let mut cache = model.whole_cache(16 * PAGE).unwrap();
         let mut steps = 0;
         while steps < self.steps.len() {
-            steps += usize::from(model.follow(&mut ws, &mut cache)? == Followed::Step);
+            steps += usize::from(model.follow(&mut ws, &mut cache)? == FollowOutcome::Step);
         }
         Ok(())
     }
 
     fn alone(&self) -> (Vec<Vec<u32>>, u64) {
-        let config = config_of(&Source::open(self.path).unwrap()).unwrap();
+        let config = config_of(&ModelSource::open(self.path).unwrap()).unwrap();
         let model = self.load(Place {
             split: Split::whole(&config),
             rank: Rank(0),
@@ -206,7 +206,7 @@ impl Case<'_> {
     }
 
     fn split_for(&self, split: &Split, wanted: [Logits; 2]) -> Ran {
-        let config = config_of(&Source::open(self.path).unwrap()).unwrap();
+        let config = config_of(&ModelSource::open(self.path).unwrap()).unwrap();
         std::thread::scope(|scope| {
             let rank = |place| {
                 scope.spawn(move || {
@@ -237,7 +237,7 @@ impl Case<'_> {
     }
 
     fn check(&self, kinds: &[(&str, u32, &[u32])]) {
-        let config = config_of(&Source::open(self.path).unwrap()).unwrap();
+        let config = config_of(&ModelSource::open(self.path).unwrap()).unwrap();
         let (expected, whole) = self.alone();
         for (kind, ranks, shares) in kinds {
             let what = format!("{} {kind} over {ranks} by {shares:?}", self.path.display());
@@ -289,13 +289,13 @@ fn in_turns(at: usize) -> Vec<(&'static str, u32, &'static [u32])> {
 #[test]
 fn every_family_gives_the_bits_of_one_rank() {
     for (at, (family, block_type, class)) in [
-        (Family::Llama, BlockType::Q4_1, KernelClass::Cpu),
-        (Family::Llama, BlockType::Q4_K, KernelClass::CpuQ8),
-        (Family::Qwen2, BlockType::Q6_K, KernelClass::Cpu),
-        (Family::Qwen3, BlockType::BF16, KernelClass::Cpu),
-        (Family::Llama, BlockType::BF16, KernelClass::CpuQ8),
-        (Family::Gemma3, BlockType::Q5_K, KernelClass::Cpu),
-        (Family::Gemma3, BlockType::Q8_0, KernelClass::CpuF32),
+        (ModelFamily::Llama, BlockType::Q4_1, KernelClass::Cpu),
+        (ModelFamily::Llama, BlockType::Q4_K, KernelClass::CpuQ8),
+        (ModelFamily::Qwen2, BlockType::Q6_K, KernelClass::Cpu),
+        (ModelFamily::Qwen3, BlockType::BF16, KernelClass::Cpu),
+        (ModelFamily::Llama, BlockType::BF16, KernelClass::CpuQ8),
+        (ModelFamily::Gemma3, BlockType::Q5_K, KernelClass::Cpu),
+        (ModelFamily::Gemma3, BlockType::Q8_0, KernelClass::CpuF32),
     ]
     .into_iter()
     .enumerate()
@@ -350,13 +350,13 @@ fn adapter(tiny: &Tiny, rank: usize, all: bool) -> Adapter {
     let (width, ffn) = (tiny.width, tiny.ffn);
     let [q, kv] = [tiny.heads, tiny.kv_heads].map(|heads| heads * tiny.head_dim);
     let matrices = [
-        (Part::AttentionOutput, width, q),
-        (Part::Down, width, ffn),
-        (Part::Query, q, width),
-        (Part::Key, kv, width),
-        (Part::Value, kv, width),
-        (Part::Gate, ffn, width),
-        (Part::Up, ffn, width),
+        (LayerRole::AttentionOutput, width, q),
+        (LayerRole::Down, width, ffn),
+        (LayerRole::Query, q, width),
+        (LayerRole::Key, kv, width),
+        (LayerRole::Value, kv, width),
+        (LayerRole::Gate, ffn, width),
+        (LayerRole::Up, ffn, width),
     ];
     let mut values = |n: usize| -> Vec<f32> {
         let unit = |bits: u64| (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
@@ -388,9 +388,9 @@ fn adapter(tiny: &Tiny, rank: usize, all: bool) -> Adapter {
 #[test]
 fn adapters_give_the_bits_of_one_rank() {
     for (at, (family, block_type, class)) in [
-        (Family::Llama, BlockType::Q4_1, KernelClass::Cpu),
-        (Family::Qwen3, BlockType::BF16, KernelClass::CpuQ8),
-        (Family::Gemma3, BlockType::Q8_0, KernelClass::CpuF32),
+        (ModelFamily::Llama, BlockType::Q4_1, KernelClass::Cpu),
+        (ModelFamily::Qwen3, BlockType::BF16, KernelClass::CpuQ8),
+        (ModelFamily::Gemma3, BlockType::Q8_0, KernelClass::CpuF32),
     ]
     .into_iter()
     .enumerate()
@@ -447,9 +447,9 @@ fn adapters_of_another_shape_are_refused_by_name() {
         assert!(error.contains(said), "{error}");
     };
     refused(|pair| pair.layer = 2, "has no such matrix");
-    refused(|pair| pair.part = Part::FfnNorm, "has no such matrix");
+    refused(|pair| pair.part = LayerRole::FfnNorm, "has no such matrix");
     refused(|pair| pair.rank = 0, "of rank 0");
-    refused(|pair| pair.part = Part::Down, "matrix is [256, 512]");
+    refused(|pair| pair.part = LayerRole::Down, "matrix is [256, 512]");
     refused(|pair| pair.b[7] = f32::NAN, "infinite or NaN");
 }
 
@@ -470,20 +470,24 @@ fn left_out(got: &[u32], whole: &[u32], n: usize) -> Option<usize> {
 fn experts_give_the_bits_of_one_rank() {
     let mut families = BTreeSet::new();
     for (at, (family, block_type, class)) in [
-        (Family::Mixtral, BlockType::Q4_K, KernelClass::Cpu),
-        (Family::Qwen2Moe, BlockType::Q8_0, KernelClass::CpuQ8),
-        (Family::Qwen3Moe, BlockType::Q6_K, KernelClass::Cpu),
-        (Family::Qwen3Moe, BlockType::F16, KernelClass::CpuF32),
-        (Family::GptOss, BlockType::MXFP4_SPLIT, KernelClass::Cpu),
-        (Family::Dbrx, BlockType::Q4_1, KernelClass::Cpu),
-        (Family::Glm4Moe, BlockType::Q5_K, KernelClass::CpuQ8),
-        (Family::MiniMaxM2, BlockType::Q4_K, KernelClass::Cpu),
-        (Family::MiniMaxM2, BlockType::F32, KernelClass::CpuF32),
-        (Family::DeepSeek, BlockType::Q8_0, KernelClass::Cpu),
-        (Family::DeepSeek, BlockType::Q5_1, KernelClass::CpuQ8),
-        (Family::DeepSeek, BlockType::F16, KernelClass::CpuF32),
-        (Family::Gemma4, BlockType::Q4_K, KernelClass::Cpu),
-        (Family::Gemma4, BlockType::BF16, KernelClass::CpuF32),
+        (ModelFamily::Mixtral, BlockType::Q4_K, KernelClass::Cpu),
+        (ModelFamily::Qwen2Moe, BlockType::Q8_0, KernelClass::CpuQ8),
+        (ModelFamily::Qwen3Moe, BlockType::Q6_K, KernelClass::Cpu),
+        (ModelFamily::Qwen3Moe, BlockType::F16, KernelClass::CpuF32),
+        (
+            ModelFamily::GptOss,
+            BlockType::MXFP4_SPLIT,
+            KernelClass::Cpu,
+        ),
+        (ModelFamily::Dbrx, BlockType::Q4_1, KernelClass::Cpu),
+        (ModelFamily::Glm4Moe, BlockType::Q5_K, KernelClass::CpuQ8),
+        (ModelFamily::MiniMaxM2, BlockType::Q4_K, KernelClass::Cpu),
+        (ModelFamily::MiniMaxM2, BlockType::F32, KernelClass::CpuF32),
+        (ModelFamily::DeepSeek, BlockType::Q8_0, KernelClass::Cpu),
+        (ModelFamily::DeepSeek, BlockType::Q5_1, KernelClass::CpuQ8),
+        (ModelFamily::DeepSeek, BlockType::F16, KernelClass::CpuF32),
+        (ModelFamily::Gemma4, BlockType::Q4_K, KernelClass::Cpu),
+        (ModelFamily::Gemma4, BlockType::BF16, KernelClass::CpuF32),
     ]
     .into_iter()
     .enumerate()
@@ -511,7 +515,7 @@ fn experts_give_the_bits_of_one_rank() {
 /// Where ranks share the experts alone, nothing is exchanged for the attention.
 #[test]
 fn ranks_that_share_experts_exchange_once_a_layer() {
-    let file = File::new(Family::Qwen3Moe, BlockType::Q8_0);
+    let file = File::new(ModelFamily::Qwen3Moe, BlockType::Q8_0);
     let config = file.config();
     let (rows, steps) = (70, [[70, 0]]);
     let case = Case {
@@ -536,11 +540,26 @@ fn ranks_that_share_experts_exchange_once_a_layer() {
 #[test]
 fn delta_nets_give_the_bits_of_one_rank() {
     for (at, (family, block_type, class, overlap)) in [
-        (Family::Qwen35, BlockType::Q4_K, KernelClass::Cpu, false),
-        (Family::Qwen35, BlockType::Q8_0, KernelClass::CpuF32, true),
-        (Family::Qwen3Next, BlockType::Q6_K, KernelClass::Cpu, true),
         (
-            Family::Qwen35Moe,
+            ModelFamily::Qwen35,
+            BlockType::Q4_K,
+            KernelClass::Cpu,
+            false,
+        ),
+        (
+            ModelFamily::Qwen35,
+            BlockType::Q8_0,
+            KernelClass::CpuF32,
+            true,
+        ),
+        (
+            ModelFamily::Qwen3Next,
+            BlockType::Q6_K,
+            KernelClass::Cpu,
+            true,
+        ),
+        (
+            ModelFamily::Qwen35Moe,
             BlockType::BF16,
             KernelClass::CpuQ8,
             false,
@@ -558,7 +577,7 @@ fn delta_nets_give_the_bits_of_one_rank() {
         };
         case.check(&in_turns(at));
         case.check(&[("tensor", 8, &[]), ("tensor", 3, &[5, 1, 2])]);
-        if family != Family::Qwen35 {
+        if family != ModelFamily::Qwen35 {
             case.check(&EXPERT_SPLITS);
         }
     }
@@ -596,7 +615,7 @@ fn layers_that_share_a_cache_are_not_cut() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("toy.gguf");
     write_toy(&path);
-    let config = config_of(&Source::open(&path).unwrap()).unwrap();
+    let config = config_of(&ModelSource::open(&path).unwrap()).unwrap();
     let error = Split::plan(&config, "pipeline".parse().unwrap(), 4, &[]).unwrap_err();
     assert_eq!(
         error,
@@ -616,9 +635,9 @@ fn layers_that_share_a_cache_are_not_cut() {
 #[test]
 fn long_prompts_give_the_bits_of_one_rank_with_overlap_and_without() {
     let cases = [
-        (Family::Llama, false),
-        (Family::Llama, true),
-        (Family::Gemma3, true),
+        (ModelFamily::Llama, false),
+        (ModelFamily::Llama, true),
+        (ModelFamily::Gemma3, true),
     ];
     for (at, (family, overlap)) in cases.into_iter().enumerate() {
         let file = File::new(family, BlockType::Q5_1);
@@ -681,7 +700,7 @@ fn a_rank_that_leaves_during_an_overlapped_step_is_named() {
 #[test]
 fn every_storage_type_can_be_cut() {
     for block_type in BlockType::GGUF {
-        let file = File::new(Family::Llama, block_type);
+        let file = File::new(ModelFamily::Llama, block_type);
         let case = Case {
             steps: &STEPS[..3],
             ..file.case()
@@ -733,7 +752,7 @@ fn smollm2_gives_the_bits_of_one_rank() {
 
 #[test]
 fn keys_and_values_of_bytes_give_the_bits_of_one_rank() {
-    for family in [Family::Llama, Family::Gemma3] {
+    for family in [ModelFamily::Llama, ModelFamily::Gemma3] {
         let file = File::new(family, BlockType::Q8_0);
         let case = Case {
             kv: Some(KvType::Q8_0),

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 use paceline_engine::Ticket;
-use paceline_plan::apart::Readers;
+use paceline_plan::apart::PrefillOffload;
 
 /// Prompts that the prefill ranks compute or transfer at once: one is computed, and the next is
 /// ready when it is done.
@@ -70,13 +70,13 @@ pub enum Event {
         took: Duration,
     },
     /// The decode ranks are ready in a new epoch; their number.
-    HereReady(u32),
+    DecodeReady(u32),
     /// The decode ranks are no longer ready.
-    HereLost,
+    DecodeLost,
     /// The prefill ranks are ready in a new epoch; their number.
-    ThereReady(u32),
+    PrefillReady(u32),
     /// The prefill ranks are not ready; the reason.
-    ThereLost(String),
+    PrefillLost(String),
     /// A decode rank listens.
     Receives {
         rank: Rank,
@@ -99,7 +99,7 @@ pub enum Event {
 
 /// Something to do, in order.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Action {
+pub enum PrefillAction {
     /// Submit a request to the decode ranks.
     Go(Ticket),
     /// Have the prefill ranks compute a prompt, and the decode ranks report when they have its
@@ -118,12 +118,12 @@ pub enum Action {
         addrs: Vec<Vec<SocketAddr>>,
     },
     /// Notify the observer.
-    Tell(News),
+    Tell(PrefillUpdate),
 }
 
 /// A change of disaggregated prefill, for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum News {
+pub enum PrefillUpdate {
     /// Prefill runs on the prefill ranks from now on.
     Up,
     /// The prefill ranks are lost; the decode ranks compute the prompts that were under way.
@@ -136,7 +136,7 @@ pub enum News {
     Late { reason: String },
 }
 
-impl News {
+impl PrefillUpdate {
     /// A line for people.
     pub fn line(&self) -> String {
         match self {
@@ -153,7 +153,7 @@ impl News {
 }
 
 #[derive(Clone, Debug)]
-enum Link {
+enum PrefillLink {
     Down {
         again: Duration,
     },
@@ -171,14 +171,14 @@ enum Link {
 }
 
 #[derive(Clone, Debug)]
-struct Prompt {
+struct OffloadedPrompt {
     ticket: Ticket,
     tokens: u32,
-    way: Way,
+    way: PrefillProgress,
 }
 
 #[derive(Clone, Debug)]
-enum Way {
+enum PrefillProgress {
     Waiting,
     Under {
         since: Duration,
@@ -190,7 +190,7 @@ enum Way {
 
 /// Counters for status and metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct PrefillCounts {
     /// Prompts computed by the prefill ranks and transferred.
     pub handed: u64,
     /// Prompts meant for the prefill ranks that the decode ranks computed.
@@ -198,36 +198,36 @@ pub struct Counts {
 }
 
 #[derive(Debug)]
-pub struct Apart {
-    readers: Readers,
+pub struct PrefillScheduler {
+    readers: PrefillOffload,
     /// Ready decode ranks; `None` while that group is not ready.
     here: Option<u32>,
     there: Option<u32>,
-    link: Link,
+    link: PrefillLink,
     round: u64,
     wait: Duration,
     /// Whether [`News::Up`] was the last update sent.
     told_up: bool,
-    prompts: VecDeque<Prompt>,
-    counts: Counts,
-    out: Vec<Action>,
+    prompts: VecDeque<OffloadedPrompt>,
+    counts: PrefillCounts,
+    out: Vec<PrefillAction>,
 }
 
-impl Apart {
+impl PrefillScheduler {
     /// `readers` holds the measured prefill speed of both groups.
-    pub const fn new(readers: Readers) -> Self {
+    pub const fn new(readers: PrefillOffload) -> Self {
         Self {
             readers,
             here: None,
             there: None,
-            link: Link::Down {
+            link: PrefillLink::Down {
                 again: Duration::ZERO,
             },
             round: 0,
             wait: FIRST_WAIT,
             told_up: false,
             prompts: VecDeque::new(),
-            counts: Counts {
+            counts: PrefillCounts {
                 handed: 0,
                 fell_back: 0,
             },
@@ -237,7 +237,7 @@ impl Apart {
 
     /// Whether both groups are connected, so that prompts can be offloaded.
     pub const fn is_up(&self) -> bool {
-        matches!(self.link, Link::Up)
+        matches!(self.link, PrefillLink::Up)
     }
 
     /// Prompts that wait or are under way.
@@ -246,12 +246,12 @@ impl Apart {
     }
 
     /// Outcomes of offloaded prompts so far.
-    pub const fn counts(&self) -> Counts {
+    pub const fn counts(&self) -> PrefillCounts {
         self.counts
     }
 
     /// Prefill speed of both groups.
-    pub const fn readers(&self) -> &Readers {
+    pub const fn readers(&self) -> &PrefillOffload {
         &self.readers
     }
 
@@ -263,19 +263,23 @@ impl Apart {
     /// When [`Event::Tick`] is due, if nothing else happens before.
     pub fn due(&self) -> Option<Duration> {
         let link = match &self.link {
-            Link::Down { again } if self.here.is_some() && self.there.is_some() => Some(*again),
-            Link::Listening { until, .. } | Link::Joining { until, .. } => Some(*until),
-            Link::Down { .. } | Link::Up => None,
+            PrefillLink::Down { again } if self.here.is_some() && self.there.is_some() => {
+                Some(*again)
+            }
+            PrefillLink::Listening { until, .. } | PrefillLink::Joining { until, .. } => {
+                Some(*until)
+            }
+            PrefillLink::Down { .. } | PrefillLink::Up => None,
         };
         let prompts = self.prompts.iter().filter_map(|prompt| match prompt.way {
-            Way::Under { until, .. } => Some(until),
-            Way::Waiting => None,
+            PrefillProgress::Under { until, .. } => Some(until),
+            PrefillProgress::Waiting => None,
         });
         prompts.chain(link).min()
     }
 
     /// Takes in an event; returns the actions.
-    pub fn step(&mut self, now: Duration, event: Event) -> Vec<Action> {
+    pub fn step(&mut self, now: Duration, event: Event) -> Vec<PrefillAction> {
         match event {
             Event::Submit { ticket, tokens } => self.submit(ticket, tokens),
             Event::Cancel(ticket) => self.cancel(ticket),
@@ -284,19 +288,19 @@ impl Apart {
             Event::ReadHere { tokens, took } => {
                 self.readers.read_here(tokens, took.as_secs_f64());
             }
-            Event::HereReady(ranks) => {
+            Event::DecodeReady(ranks) => {
                 self.here = Some(ranks);
                 self.renew(now);
             }
-            Event::ThereReady(ranks) => {
+            Event::PrefillReady(ranks) => {
                 self.there = Some(ranks);
                 self.renew(now);
             }
-            Event::HereLost => {
+            Event::DecodeLost => {
                 self.here = None;
                 self.down(now, "the nodes that decode start again");
             }
-            Event::ThereLost(reason) => {
+            Event::PrefillLost(reason) => {
                 self.there = None;
                 self.down(now, &reason);
             }
@@ -318,50 +322,52 @@ impl Apart {
         let waiting = self.prompts.len().saturating_sub(UNDER_WAY_MAX);
         let ahead = self.prompts.iter().map(|prompt| prompt.tokens);
         let ahead = ahead.fold(0, u32::saturating_add);
-        let goes = self.is_up() && waiting < WAITING_MAX && self.readers.goes_there(tokens, ahead);
+        let goes =
+            self.is_up() && waiting < WAITING_MAX && self.readers.is_offloaded(tokens, ahead);
         if !goes {
-            self.out.push(Action::Go(ticket));
+            self.out.push(PrefillAction::Go(ticket));
             return;
         }
-        self.prompts.push_back(Prompt {
+        self.prompts.push_back(OffloadedPrompt {
             ticket,
             tokens,
-            way: Way::Waiting,
+            way: PrefillProgress::Waiting,
         });
     }
 
-    fn take(&mut self, ticket: Ticket) -> Option<Prompt> {
+    fn take(&mut self, ticket: Ticket) -> Option<OffloadedPrompt> {
         let at = self.prompts.iter().position(|p| p.ticket == ticket)?;
         self.prompts.remove(at)
     }
 
     fn cancel(&mut self, ticket: Ticket) {
         if let Some(prompt) = self.take(ticket) {
-            if matches!(prompt.way, Way::Under { .. }) {
-                self.out.push(Action::Stop(ticket));
+            if matches!(prompt.way, PrefillProgress::Under { .. }) {
+                self.out.push(PrefillAction::Stop(ticket));
             }
-            self.out.push(Action::Forget(ticket));
+            self.out.push(PrefillAction::Forget(ticket));
         }
     }
 
     /// Sends a prompt to the decode ranks.
-    fn fall_back(&mut self, prompt: &Prompt) {
-        if matches!(prompt.way, Way::Under { .. }) {
-            self.out.push(Action::Stop(prompt.ticket));
+    fn fall_back(&mut self, prompt: &OffloadedPrompt) {
+        if matches!(prompt.way, PrefillProgress::Under { .. }) {
+            self.out.push(PrefillAction::Stop(prompt.ticket));
         }
         self.counts.fell_back += 1;
-        self.out.push(Action::Go(prompt.ticket));
+        self.out.push(PrefillAction::Go(prompt.ticket));
     }
 
-    fn late(&mut self, prompt: &Prompt, reason: String) {
+    fn late(&mut self, prompt: &OffloadedPrompt, reason: String) {
         self.fall_back(prompt);
-        self.out.push(Action::Tell(News::Late { reason }));
+        self.out
+            .push(PrefillAction::Tell(PrefillUpdate::Late { reason }));
     }
 
     /// Takes the elapsed time of a late prompt as a lower bound of its cost, so that later prompts
     /// wait less.
-    fn learn_late(&mut self, now: Duration, prompt: &Prompt) {
-        if let Way::Under { since, .. } = prompt.way {
+    fn learn_late(&mut self, now: Duration, prompt: &OffloadedPrompt) {
+        if let PrefillProgress::Under { since, .. } = prompt.way {
             let took = now.saturating_sub(since);
             self.readers.read_there(prompt.tokens, took.as_secs_f64());
         }
@@ -376,7 +382,7 @@ impl Apart {
         }
         let mut all = self.prompts.iter_mut();
         if let Some(prompt) = all.find(|prompt| prompt.ticket == ticket)
-            && let Way::Under { until, .. } = &mut prompt.way
+            && let PrefillProgress::Under { until, .. } = &mut prompt.way
         {
             *until = now + HAND_LIMIT;
         }
@@ -387,7 +393,7 @@ impl Apart {
         let Some(prompt) = all.find(|prompt| prompt.ticket == ticket) else {
             return;
         };
-        let Way::Under { since, arrived, .. } = &mut prompt.way else {
+        let PrefillProgress::Under { since, arrived, .. } = &mut prompt.way else {
             return;
         };
         if let Some(has) = arrived.get_mut(rank.0 as usize) {
@@ -398,8 +404,8 @@ impl Apart {
         }
         let (tokens, took) = (prompt.tokens, now.saturating_sub(*since));
         self.take(ticket);
-        if let Some(Prompt {
-            way: Way::Under { since, .. },
+        if let Some(OffloadedPrompt {
+            way: PrefillProgress::Under { since, .. },
             ..
         }) = self.prompts.front_mut()
         {
@@ -408,29 +414,29 @@ impl Apart {
         self.readers.read_there(tokens, took.as_secs_f64());
         self.counts.handed += 1;
         self.wait = FIRST_WAIT;
-        self.out.push(Action::Go(ticket));
+        self.out.push(PrefillAction::Go(ticket));
     }
 
     /// A group began a new epoch: the connections of the previous epoch are gone.
     fn renew(&mut self, now: Duration) {
-        if !matches!(self.link, Link::Down { .. }) {
+        if !matches!(self.link, PrefillLink::Down { .. }) {
             self.down(now, "a group of nodes started again");
         }
-        self.link = Link::Down { again: now };
+        self.link = PrefillLink::Down { again: now };
     }
 
     /// The decode ranks compute all prompts until the groups are connected again.
     fn down(&mut self, now: Duration, reason: &str) {
         self.round += 1; // messages of the previous round are ignored
         let again = now + self.wait;
-        if !matches!(self.link, Link::Down { .. }) {
+        if !matches!(self.link, PrefillLink::Down { .. }) {
             self.wait = LONGEST_WAIT.min(self.wait * 2);
         }
-        self.link = Link::Down { again };
+        self.link = PrefillLink::Down { again };
         let prompts = std::mem::take(&mut self.prompts);
         prompts.iter().for_each(|prompt| self.fall_back(prompt));
         if std::mem::take(&mut self.told_up) {
-            self.out.push(Action::Tell(News::Down {
+            self.out.push(PrefillAction::Tell(PrefillUpdate::Down {
                 reason: reason.to_owned(),
                 under_way: prompts.len(),
             }));
@@ -438,7 +444,8 @@ impl Apart {
     }
 
     fn receives(&mut self, now: Duration, rank: Rank, of_rank: Vec<SocketAddr>) {
-        let (Link::Listening { addrs, .. }, Some(there)) = (&mut self.link, self.there) else {
+        let (PrefillLink::Listening { addrs, .. }, Some(there)) = (&mut self.link, self.there)
+        else {
             return;
         };
         let Some(place) = addrs.get_mut(rank.0 as usize) else {
@@ -453,18 +460,18 @@ impl Apart {
             return;
         };
         let for_giver = |giver: usize| all.iter().map(|of_rank| of_rank[giver]).collect();
-        self.out.push(Action::Connect {
+        self.out.push(PrefillAction::Connect {
             round: self.round,
             addrs: (0..there as usize).map(for_giver).collect(),
         });
-        self.link = Link::Joining {
+        self.link = PrefillLink::Joining {
             until: now + LINK_LIMIT,
             joined: vec![false; there as usize],
         };
     }
 
     fn joined(&mut self, rank: Rank) {
-        let Link::Joining { joined, .. } = &mut self.link else {
+        let PrefillLink::Joining { joined, .. } = &mut self.link else {
             return;
         };
         if let Some(has) = joined.get_mut(rank.0 as usize) {
@@ -473,23 +480,25 @@ impl Apart {
         if joined.contains(&false) {
             return;
         }
-        self.link = Link::Up;
+        self.link = PrefillLink::Up;
         self.told_up = true;
-        self.out.push(Action::Tell(News::Up));
+        self.out.push(PrefillAction::Tell(PrefillUpdate::Up));
     }
 
     /// Handles expired deadlines, then starts queued prompts.
     fn tick(&mut self, now: Duration) {
         match &self.link {
-            Link::Down { again } if *again <= now => self.listen(now),
-            Link::Listening { until, .. } | Link::Joining { until, .. } if *until <= now => {
+            PrefillLink::Down { again } if *again <= now => self.listen(now),
+            PrefillLink::Listening { until, .. } | PrefillLink::Joining { until, .. }
+                if *until <= now =>
+            {
                 self.down(now, "not all nodes connect");
             }
             _ => {}
         }
-        let is_late = |prompt: &Prompt| match prompt.way {
-            Way::Under { until, .. } => until <= now,
-            Way::Waiting => false,
+        let is_late = |prompt: &OffloadedPrompt| match prompt.way {
+            PrefillProgress::Under { until, .. } => until <= now,
+            PrefillProgress::Waiting => false,
         };
         while let Some(at) = self.prompts.iter().position(is_late) {
             if let Some(prompt) = self.prompts.remove(at) {
@@ -505,8 +514,8 @@ impl Apart {
             return;
         };
         self.round += 1;
-        self.out.push(Action::Listen(self.round));
-        self.link = Link::Listening {
+        self.out.push(PrefillAction::Listen(self.round));
+        self.link = PrefillLink::Listening {
             until: now + LINK_LIMIT,
             addrs: vec![None; here as usize],
         };
@@ -520,7 +529,7 @@ impl Apart {
         let mut ahead: u32 = 0;
         for prompt in self.prompts.iter_mut().take(UNDER_WAY_MAX) {
             ahead = ahead.saturating_add(prompt.tokens);
-            if matches!(prompt.way, Way::Under { .. }) {
+            if matches!(prompt.way, PrefillProgress::Under { .. }) {
                 continue;
             }
             let seconds = self.readers.there_tok_s().map(|s| f64::from(ahead) / s);
@@ -529,12 +538,12 @@ impl Apart {
                 Some(Ok(limit)) => READ_LIMIT.min(limit + READ_SPARE),
                 _ => READ_LIMIT,
             };
-            prompt.way = Way::Under {
+            prompt.way = PrefillProgress::Under {
                 since: now,
                 until: now + limit,
                 arrived: vec![false; here as usize],
             };
-            self.out.push(Action::Read(prompt.ticket));
+            self.out.push(PrefillAction::Read(prompt.ticket));
         }
     }
 }

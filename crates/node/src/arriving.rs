@@ -20,12 +20,12 @@ use std::time::{Duration, Instant, SystemTime};
 
 use paceline_formats::gguf::Gguf;
 use paceline_formats::tensor::{Absent, Arrivals};
-use paceline_model::{Shard, Source};
+use paceline_model::{ModelSource, Shard};
 
 use crate::Error;
 use crate::fleet::damage::wrong_groups;
 use crate::fleet::partial::{FILE, HAVE, TREE};
-use crate::fleet::tree::{Groups, Tree};
+use crate::fleet::tree::{HashGroups, Tree};
 
 /// Poll interval for new bytes; a group takes half a millisecond at 1 Gbit/s.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
@@ -37,19 +37,19 @@ const COMPARE_EVERY: Duration = Duration::from_millis(10);
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// A byte range of the file: first byte and end.
-pub(crate) type Part = (u64, u64);
+pub(crate) type ByteRange = (u64, u64);
 
 /// A worker's request to its host about byte ranges of the model file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Wish {
+pub(crate) enum RangeRequest {
     /// Fetch these missing ranges.
-    Fetch(Vec<Part>),
+    Fetch(Vec<ByteRange>),
     /// Fetch these damaged ranges again.
-    Repair(Vec<Part>),
+    Repair(Vec<ByteRange>),
 }
 
 /// Sends a request to the host; must not block for long.
-pub(crate) type Ask = dyn Fn(Wish) + Send + Sync;
+pub(crate) type RangeRequester = dyn Fn(RangeRequest) + Send + Sync;
 
 /// Whether the file at `path` may be incomplete, by its extension.
 pub(crate) fn is_partial(path: &Path) -> bool {
@@ -61,22 +61,24 @@ pub(crate) fn is_partial(path: &Path) -> bool {
 ///
 /// # Errors
 /// As [`Source::open`], and what the system says.
-pub(crate) fn open(path: &Path, ask: Arc<Ask>) -> Result<Source, Error> {
-    let arriving = Arriving::new(path, ask).map_err(|source| Error::System {
+pub(crate) fn open(path: &Path, ask: Arc<RangeRequester>) -> Result<ModelSource, Error> {
+    let arriving = PartialSource::new(path, ask).map_err(|source| Error::System {
         what: "look which parts of the model are here",
         source,
     })?;
     let Some(arriving) = arriving else {
-        return Ok(Source::open(path)?);
+        return Ok(ModelSource::open(path)?);
     };
     let file = Gguf::open_arriving(path, Arc::new(arriving));
-    Ok(Source::Gguf(file.map_err(paceline_model::Error::from)?))
+    Ok(ModelSource::Gguf(
+        file.map_err(paceline_model::Error::from)?,
+    ))
 }
 
 /// Ranges that only this rank reads, in its read order, so that the host can prefetch them. Empty
 /// where ranks share layers: each then reads rows of most matrices.
-pub(crate) fn ahead(source: &Source, shard: &Shard) -> Vec<Part> {
-    let Source::Gguf(file) = source else {
+pub(crate) fn ahead(source: &ModelSource, shard: &Shard) -> Vec<ByteRange> {
+    let ModelSource::Gguf(file) = source else {
         return Vec::new();
     };
     if shard.stage_ranks().len() != 1 {
@@ -99,11 +101,11 @@ pub(crate) fn ahead(source: &Source, shard: &Shard) -> Vec<Part> {
 }
 
 /// Merges adjacent ranges.
-fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Part> {
+fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<ByteRange> {
     // Tensors begin at multiples of the file's alignment (32 by default); a gap up to this size is
     // padding.
     const PADDING: u64 = 4096;
-    let mut parts: Vec<Part> = Vec::new();
+    let mut parts: Vec<ByteRange> = Vec::new();
     for range in ranges {
         let (start, end) = (range.start as u64, range.end as u64);
         match parts.last_mut() {
@@ -115,9 +117,9 @@ fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Part> {
 }
 
 /// The state of a copy.
-struct Arriving {
+struct PartialSource {
     file: String,
-    groups: Groups,
+    groups: HashGroups,
     /// `None` for a complete copy.
     have: Option<File>,
     /// The file and its hash tree, if there is one.
@@ -126,17 +128,17 @@ struct Arriving {
     there: Vec<AtomicBool>,
     /// By group: whether it was present before the load and needs verification.
     is_old: Vec<bool>,
-    ask: Arc<Ask>,
+    ask: Arc<RangeRequester>,
 }
 
-impl Arriving {
+impl PartialSource {
     /// The state of the file at `path`; `None` for a complete file without a hash tree.
-    fn new(path: &Path, ask: Arc<Ask>) -> io::Result<Option<Self>> {
+    fn new(path: &Path, ask: Arc<RangeRequester>) -> io::Result<Option<Self>> {
         let (have, tree) = (is_partial(path), tree_of(path)?);
         if !have && tree.is_none() {
             return Ok(None);
         }
-        let groups = Groups::of(std::fs::metadata(path)?.len());
+        let groups = HashGroups::of(std::fs::metadata(path)?.len());
         let have = have.then(|| File::open(path.with_extension(HAVE)));
         let have = have.transpose()?;
         let mut is_old = vec![1; groups.count() as usize];
@@ -179,7 +181,7 @@ impl Arriving {
         if !left.is_empty() {
             let spans = left.iter().map(|run| self.groups.span(run));
             let parts = spans.map(|span| (span.start, span.end)).collect();
-            (self.ask)(Wish::Repair(parts));
+            (self.ask)(RangeRequest::Repair(parts));
         }
         let mut since = Instant::now();
         while !left.is_empty() {
@@ -222,14 +224,14 @@ impl Arriving {
         facts.and_then(|facts| facts.modified()).ok()
     }
 
-    fn wait_for(&self, groups: &Range<u64>, bytes: Part) -> Result<(), String> {
+    fn wait_for(&self, groups: &Range<u64>, bytes: ByteRange) -> Result<(), String> {
         self.compare(groups)?;
         let look = || self.look(groups).map_err(|error| error.to_string());
         look()?;
         if self.is_here(groups) {
             return Ok(());
         }
-        (self.ask)(Wish::Fetch(vec![bytes]));
+        (self.ask)(RangeRequest::Fetch(vec![bytes]));
         let (mut last, mut since) = (self.changed(), Instant::now());
         while !self.is_here(groups) {
             if since.elapsed() > SILENCE {
@@ -257,7 +259,7 @@ fn tree_of(path: &Path) -> io::Result<Option<(File, Tree)>> {
     Ok(tree.map(|tree| (file, tree)))
 }
 
-impl Arrivals for Arriving {
+impl Arrivals for PartialSource {
     fn wait(&self, range: Range<usize>) -> Result<(), Absent> {
         let bytes = (range.start as u64, range.end as u64);
         let groups = self.groups.around(&(bytes.0..bytes.1));
@@ -272,7 +274,7 @@ impl Arrivals for Arriving {
     }
 }
 
-impl std::fmt::Debug for Arriving {
+impl std::fmt::Debug for PartialSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} as it arrives", self.file)
     }
@@ -291,20 +293,20 @@ mod tests {
     fn parts_are_asked_for_once_and_waited_for() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m.shard");
-        let each = Groups::of(0).each as usize;
+        let each = HashGroups::of(0).each as usize;
         std::fs::write(&path, vec![0; 3 * each]).unwrap();
         let have = path.with_extension(HAVE);
         std::fs::write(&have, [1, 0, 0]).unwrap();
-        let asked: Arc<Mutex<Vec<Part>>> = Arc::default();
+        let asked: Arc<Mutex<Vec<ByteRange>>> = Arc::default();
         let (own, told) = (Arc::clone(&asked), have.clone());
-        let ask = move |wish: Wish| {
-            let Wish::Fetch(parts) = wish else {
+        let ask = move |wish: RangeRequest| {
+            let RangeRequest::Fetch(parts) = wish else {
                 panic!("{wish:?}");
             };
             lock(&own).extend(parts);
             std::fs::write(&told, [1, 1, 0]).unwrap(); // the machine has fetched it
         };
-        let arriving = Arriving::new(&path, Arc::new(ask)).unwrap().unwrap();
+        let arriving = PartialSource::new(&path, Arc::new(ask)).unwrap().unwrap();
         arriving.wait(0..each).unwrap();
         assert!(lock(&asked).is_empty(), "it is here");
         arriving.wait(each - 1..each + 1).unwrap();
@@ -322,7 +324,7 @@ mod tests {
     }
     /// A whole copy of four groups and its hash tree; its bytes.
     fn copy(dir: &Path) -> (PathBuf, Vec<u8>) {
-        let (path, each) = (dir.join("m.gguf"), Groups::of(0).each as usize);
+        let (path, each) = (dir.join("m.gguf"), HashGroups::of(0).each as usize);
         let bytes: Vec<u8> = (0..3 * each + 9).map(|i| (i / 7) as u8).collect();
         let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
         std::fs::write(&path, &bytes).unwrap();
@@ -342,24 +344,27 @@ mod tests {
     fn a_damaged_group_is_repaired_before_it_is_read() {
         let dir = tempfile::tempdir().unwrap();
         let (path, bytes) = copy(dir.path());
-        let each = Groups::of(0).each as usize;
+        let each = HashGroups::of(0).each as usize;
         flip(&path, &bytes, each + 7);
         flip(&path, &bytes, 3 * each);
-        let wishes: Arc<Mutex<Vec<Wish>>> = Arc::default();
+        let wishes: Arc<Mutex<Vec<RangeRequest>>> = Arc::default();
         let (heard, right, place) = (Arc::clone(&wishes), bytes.clone(), path.clone());
-        let ask = move |wish: Wish| {
+        let ask = move |wish: RangeRequest| {
             lock(&heard).push(wish);
             let file = File::options().write(true).open(&place).unwrap();
             file.write_all_at(&right[each..2 * each], each as u64)
                 .unwrap();
         };
-        let arriving = Arriving::new(&path, Arc::new(ask)).unwrap().unwrap();
+        let arriving = PartialSource::new(&path, Arc::new(ask)).unwrap().unwrap();
         arriving.wait(0..each).unwrap();
         arriving.wait(2 * each..3 * each).unwrap();
         assert!(lock(&wishes).is_empty(), "others' parts are not compared");
         arriving.wait(0..3 * each).unwrap();
         let each = each as u64;
-        assert_eq!(*lock(&wishes), [Wish::Repair(vec![(each, 2 * each)])]);
+        assert_eq!(
+            *lock(&wishes),
+            [RangeRequest::Repair(vec![(each, 2 * each)])]
+        );
     }
 
     #[test]
@@ -368,25 +373,25 @@ mod tests {
         let (whole, bytes) = copy(dir.path());
         let path = whole.with_extension(FILE);
         std::fs::rename(&whole, &path).unwrap();
-        let each = Groups::of(0).each as usize;
+        let each = HashGroups::of(0).each as usize;
         let have = path.with_extension(HAVE);
         std::fs::write(&have, [1, 1, 0, 0]).unwrap();
         flip(&path, &bytes, each);
-        let wishes: Arc<Mutex<Vec<Wish>>> = Arc::default();
+        let wishes: Arc<Mutex<Vec<RangeRequest>>> = Arc::default();
         let (heard, right, place) = (Arc::clone(&wishes), bytes, path.clone());
-        let ask = move |wish: Wish| {
+        let ask = move |wish: RangeRequest| {
             match &wish {
-                Wish::Repair(_) => std::fs::write(&place, &right).unwrap(),
-                Wish::Fetch(_) => std::fs::write(&have, [1; 4]).unwrap(),
+                RangeRequest::Repair(_) => std::fs::write(&place, &right).unwrap(),
+                RangeRequest::Fetch(_) => std::fs::write(&have, [1; 4]).unwrap(),
             }
             lock(&heard).push(wish);
         };
-        let arriving = Arriving::new(&path, Arc::new(ask)).unwrap().unwrap();
+        let arriving = PartialSource::new(&path, Arc::new(ask)).unwrap().unwrap();
         arriving.wait(0..3 * each).unwrap();
         let each = each as u64;
         let expected = [
-            Wish::Repair(vec![(each, 2 * each)]),
-            Wish::Fetch(vec![(0, 3 * each)]),
+            RangeRequest::Repair(vec![(each, 2 * each)]),
+            RangeRequest::Fetch(vec![(0, 3 * each)]),
         ];
         assert_eq!(*lock(&wishes), expected);
     }
@@ -396,6 +401,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (path, _) = copy(dir.path());
         std::fs::remove_file(path.with_extension(TREE)).unwrap();
-        assert!(Arriving::new(&path, Arc::new(|_| ())).unwrap().is_none());
+        assert!(
+            PartialSource::new(&path, Arc::new(|_| ()))
+                .unwrap()
+                .is_none()
+        );
     }
 }

@@ -14,7 +14,7 @@ use crate::messages::FromWorker;
 
 /// A report that a worker failed, from its process, its connection or itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Sign {
+pub(crate) enum FailureReport {
     /// A process ended.
     Exited {
         rank: Rank,
@@ -35,7 +35,7 @@ pub(crate) enum Sign {
     },
 }
 
-impl Sign {
+impl FailureReport {
     /// The failure report in an event, else the worker's message.
     pub(crate) fn of(event: Event<FromWorker>) -> Result<Self, (Rank, FromWorker)> {
         Ok(match event {
@@ -58,7 +58,7 @@ impl Sign {
     }
 
     /// The rank that sent the report.
-    pub(crate) const fn teller(&self) -> Rank {
+    pub(crate) const fn reporter(&self) -> Rank {
         match self {
             Self::Exited { rank, .. }
             | Self::Silent { rank, .. }
@@ -101,7 +101,7 @@ impl Sign {
     }
 }
 
-impl fmt::Display for Sign {
+impl fmt::Display for FailureReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Exited { rank, ending, tail } => {
@@ -132,16 +132,16 @@ impl fmt::Display for Sign {
 }
 
 /// The most certain of `signs`, the first among equals. `signs` is not empty.
-pub(crate) fn cause(signs: &[Sign]) -> &Sign {
+pub(crate) fn cause(signs: &[FailureReport]) -> &FailureReport {
     let said_why = |of: Rank| {
-        let says = |sign: &Sign| matches!(sign, Sign::Failed { rank, .. } if *rank == of);
+        let says = |sign: &FailureReport| matches!(sign, FailureReport::Failed { rank, .. } if *rank == of);
         signs.iter().any(says)
     };
-    let doubt = |sign: &&Sign| match sign {
+    let doubt = |sign: &&FailureReport| match sign {
         // The process ended without an order or a reason, which is as certain as its own report.
-        Sign::Exited { rank, .. } if !said_why(*rank) => sign.doubt().min(1),
+        FailureReport::Exited { rank, .. } if !said_why(*rank) => sign.doubt().min(1),
         // It failed because of another rank.
-        Sign::Failed {
+        FailureReport::Failed {
             blamed: Some(rank), ..
         } if said_why(*rank) => sign.doubt() + 1,
         _ => sign.doubt(),
@@ -156,16 +156,16 @@ pub(crate) fn cause(signs: &[Sign]) -> &Sign {
 mod tests {
     use super::*;
 
-    fn failed(rank: u32, blamed: Option<u32>) -> Sign {
-        Sign::Failed {
+    fn failed(rank: u32, blamed: Option<u32>) -> FailureReport {
+        FailureReport::Failed {
             rank: Rank(rank),
             reason: "it broke".to_owned(),
             blamed: blamed.map(Rank),
         }
     }
 
-    fn exited(rank: u32, ending: Ending) -> Sign {
-        Sign::Exited {
+    fn exited(rank: u32, ending: Ending) -> FailureReport {
+        FailureReport::Exited {
             rank: Rank(rank),
             ending,
             tail: Vec::new(),
@@ -181,13 +181,13 @@ mod tests {
         ];
         let tail = tail.map(str::to_owned).to_vec();
         let (rank, ending) = (Rank(1), Ending::Signal(6));
-        let text = Sign::Exited { rank, ending, tail }.to_string();
+        let text = FailureReport::Exited { rank, ending, tail }.to_string();
         assert!(text.ends_with("its last words: memory allocation of 1048576 bytes failed"));
     }
 
     #[test]
     fn the_one_that_died_is_named_whatever_came_first() {
-        let silent = Sign::Silent {
+        let silent = FailureReport::Silent {
             rank: Rank(2),
             silence: Duration::from_millis(1600),
         };
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn last_words_are_passed_on() {
-        let sign = Sign::Exited {
+        let sign = FailureReport::Exited {
             rank: Rank(1),
             ending: Ending::Code(101),
             tail: vec!["thread panicked".to_owned(), "out of range".to_owned()],

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use paceline_base::{Rank, lock};
 use paceline_cluster::sandbox::Sandbox;
-use paceline_cluster::workers::{Event, LineSink, Spec, Workers};
+use paceline_cluster::workers::{Event, LineSink, WorkerSpec, Workers};
 
 use crate::Error;
 use crate::messages::{FromWorker, ToWorker};
@@ -29,7 +29,7 @@ pub use environment::for_workers;
 
 /// What only the worker's own machine knows: addresses, local paths and cores.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Post {
+pub struct WorkerSite {
     /// Listen address for the other ranks; port 0 takes a free one.
     pub listen: SocketAddr,
     /// The model's files there.
@@ -45,7 +45,7 @@ pub struct Post {
 }
 
 /// Workers, one for each rank. All methods may be called from any thread; one thread receives.
-pub trait Crew: Send + Sync + fmt::Debug {
+pub trait InstanceWorkers: Send + Sync + fmt::Debug {
     /// Starts a rank's worker and replaces an earlier one, whose events are dropped. Returns when
     /// the process runs.
     ///
@@ -84,7 +84,7 @@ pub trait Crew: Send + Sync + fmt::Debug {
         &self,
         rank: Rank,
         tag: u64,
-        message: &dyn Fn(Post) -> ToWorker,
+        message: &dyn Fn(WorkerSite) -> ToWorker,
     ) -> Result<bool, Error> {
         let (_, _, _) = (rank, tag, message);
         Ok(false)
@@ -98,10 +98,10 @@ pub trait Crew: Send + Sync + fmt::Debug {
     }
 
     /// A rank's site, as reported by its machine.
-    fn post(&self, rank: Rank) -> Post;
+    fn post(&self, rank: Rank) -> WorkerSite;
 
     /// Listen address of a rank for the ranks of another instance; port 0 takes a free one.
-    fn door(&self, rank: Rank) -> SocketAddr {
+    fn transfer_addr(&self, rank: Rank) -> SocketAddr {
         self.post(rank).listen
     }
 
@@ -163,7 +163,7 @@ pub(crate) fn parse(bytes: &[u8]) {
 }
 
 /// Child processes of this machine, over pipes.
-pub struct LocalCrew {
+pub struct LocalInstanceWorkers {
     model: PathBuf,
     draft: Option<PathBuf>,
     adapters: Vec<PathBuf>,
@@ -174,14 +174,14 @@ pub struct LocalCrew {
     _awake: Awake,
 }
 
-impl LocalCrew {
+impl LocalInstanceWorkers {
     /// Starts one worker process for each rank.
     ///
     /// # Errors
     /// The process that did not start, and the reason; all others are ended then.
     pub fn spawn(spec: LocalSpec) -> Result<Self, Error> {
         let args = vec![spec.args; spec.ranks as usize];
-        let mut workers = Spec::new(&spec.program, args);
+        let mut workers = WorkerSpec::new(&spec.program, args);
         workers.env = spec.env;
         workers.env_alone = true;
         workers.on_line = spec.on_line;
@@ -199,7 +199,7 @@ impl LocalCrew {
     }
 }
 
-impl Crew for LocalCrew {
+impl InstanceWorkers for LocalInstanceWorkers {
     fn start(&self, rank: Rank) -> Result<(), Error> {
         let fresh = lock(&self.unasked)
             .get_mut(rank.0 as usize)
@@ -230,8 +230,8 @@ impl Crew for LocalCrew {
         self.workers.stop(grace);
     }
 
-    fn post(&self, rank: Rank) -> Post {
-        Post {
+    fn post(&self, rank: Rank) -> WorkerSite {
+        WorkerSite {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
             model: self.model.clone(),
             draft: self.draft.clone(),
@@ -246,7 +246,7 @@ impl Crew for LocalCrew {
     }
 }
 
-impl fmt::Debug for LocalCrew {
+impl fmt::Debug for LocalInstanceWorkers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("LocalCrew").field(&self.workers).finish()
     }

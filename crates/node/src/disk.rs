@@ -24,7 +24,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, SystemTime};
 
 use paceline_base::{Bytes, hex};
-use paceline_model::{KeptPage, PageName, PageStore, Weights};
+use paceline_model::{LoadedModel, PageName, PageStore, PersistedPage};
 use sha2::{Digest, Sha256};
 use tracing::{debug, warn};
 
@@ -90,14 +90,14 @@ pub(crate) struct Disk {
     here: HashSet<(PageName, u32)>,
     /// Bytes of the largest page seen.
     largest: u64,
-    queue: SyncSender<Waiting>,
+    queue: SyncSender<PendingWrite>,
     /// Bytes in the queue.
     queued: Arc<AtomicU64>,
 }
 
 /// A page to be written.
 #[derive(Debug)]
-struct Waiting {
+struct PendingWrite {
     path: PathBuf,
     age: Duration,
     head: [u8; HEAD],
@@ -112,7 +112,7 @@ impl Disk {
     pub(crate) fn open(
         cache: &DiskCache,
         identity: &str,
-        weights: &dyn Weights,
+        weights: &dyn LoadedModel,
     ) -> io::Result<Self> {
         let (numbers, shard) = (weights.numbers(), weights.shard());
         Self::in_space(cache, &format!("{identity}/{numbers}/{shard:?}"))
@@ -127,7 +127,7 @@ impl Disk {
         debug!(folder = %folder.display(), pages = here.len(), "prefix cache");
         let (queue, waiting) = sync_channel(QUEUE_PAGES);
         let queued = Arc::new(AtomicU64::new(0));
-        let writer = Writer {
+        let writer = PageWriter {
             root: cache.folder.clone(),
             limit: cache.limit.0,
             written: 0,
@@ -146,12 +146,12 @@ impl Disk {
         })
     }
 
-    fn path(&self, page: &KeptPage) -> PathBuf {
+    fn path(&self, page: &PersistedPage) -> PathBuf {
         let name: Vec<u8> = bytes_of(&page.name).collect();
         self.folder.join(format!("{}-{}", hex(&name), page.pool))
     }
 
-    fn head(&self, page: &KeptPage, len: usize) -> [u8; HEAD] {
+    fn head(&self, page: &PersistedPage, len: usize) -> [u8; HEAD] {
         head(&self.space, (&page.name, page.pool), len)
     }
 }
@@ -207,17 +207,17 @@ impl PageStore for Disk {
         name(before, tokens)
     }
 
-    fn has(&self, page: &KeptPage) -> bool {
+    fn has(&self, page: &PersistedPage) -> bool {
         self.here.contains(&(page.name, page.pool))
     }
 
-    fn put(&mut self, page: &KeptPage, bytes: &[u8]) {
+    fn put(&mut self, page: &PersistedPage, bytes: &[u8]) {
         let (len, queued) = (bytes.len() as u64, self.queued.load(Ordering::Relaxed));
         let has_room = queued == 0 || queued + len <= QUEUE_BYTES;
         if !has_room || len > self.largest {
             return;
         }
-        let waiting = Waiting {
+        let waiting = PendingWrite {
             path: self.path(page),
             age: AGE * page.index,
             head: self.head(page, bytes.len()),
@@ -231,7 +231,7 @@ impl PageStore for Disk {
         }
     }
 
-    fn get(&mut self, page: &KeptPage, into: &mut [u8]) -> bool {
+    fn get(&mut self, page: &PersistedPage, into: &mut [u8]) -> bool {
         let (path, head) = (self.path(page), self.head(page, into.len()));
         let Err(error) = read(&path, &head, into, AGE * page.index) else {
             return true;
@@ -245,7 +245,7 @@ impl PageStore for Disk {
         false
     }
 
-    fn forget(&mut self, page: &KeptPage) {
+    fn forget(&mut self, page: &PersistedPage) {
         self.here.remove(&(page.name, page.pool));
     }
 }
@@ -279,7 +279,7 @@ pub(crate) fn summed(head: &[u8; HEAD], bytes: &[u8]) -> [u8; SUM] {
 }
 
 /// Writer thread: writes pages and enforces the size limit.
-struct Writer {
+struct PageWriter {
     root: PathBuf,
     limit: u64,
     /// Bytes written since the last sweep.
@@ -288,9 +288,9 @@ struct Writer {
     has_failed: bool,
 }
 
-impl Writer {
+impl PageWriter {
     /// Runs until the queue is closed.
-    fn run(mut self, queue: &Receiver<Waiting>) {
+    fn run(mut self, queue: &Receiver<PendingWrite>) {
         self.sweep();
         while let Ok(page) = queue.recv() {
             let written = self.write(&page);
@@ -304,7 +304,7 @@ impl Writer {
         }
     }
 
-    fn write(&mut self, page: &Waiting) -> io::Result<()> {
+    fn write(&mut self, page: &PendingWrite) -> io::Result<()> {
         let len = (HEAD + page.bytes.len() + SUM) as u64;
         if self.written + len > self.limit / 16 {
             self.sweep();
@@ -338,7 +338,7 @@ impl Writer {
     }
 }
 
-fn write_whole(path: &Path, page: &Waiting) -> io::Result<()> {
+fn write_whole(path: &Path, page: &PendingWrite) -> io::Result<()> {
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(true).mode(0o600);
     let mut file = options.open(path)?;

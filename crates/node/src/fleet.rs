@@ -73,33 +73,33 @@ use paceline_base::lock;
 use paceline_cluster::nodes::agent::{Agent, Kind};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
-    self, AdapterFile, Duty, NODES_MAX, Report, State, Wanted, Weights,
+    self, AdapterFile, Duty, InstanceSpec, NODES_MAX, Report, State, WeightDistribution,
 };
-use paceline_cluster::nodes::{InstanceId, Key, NodeId};
+use paceline_cluster::nodes::{InstanceId, NodeId, RegisterKey};
 use paceline_engine::{AdaptedService, EncoderService, EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
 use paceline_tensor::Kernels;
 use serde::Serialize;
 
 use crate::crew::host::{HostSpec, ModelName, host};
-use crate::crew::line::{Line, say};
-use crate::moved::Exchanged;
+use crate::crew::line::{MessageConnection, send_message};
+use crate::moved::CollectiveTraffic;
 use crate::trace::{Recording, Stages};
-use crate::{Instance, Portrait};
-use answers::Remote;
-use copies::Copies;
-pub use copies::Mended;
-pub use hub::{Came, FromHub, Origin, Take};
-use journals::{Copier, Deaths, Shelf};
+use crate::{Instance, InstanceSummary};
+use answers::IngressService;
+use copies::ModelCopies;
+pub use copies::RepairReport;
+pub use hub::{ByteSink, FetchProgress, HubOrigin, ModelHub};
+use journals::{Deaths, JournalCopier, JournalStore};
 use naming::Name;
 pub use naming::Replica;
-use opening::Opening;
-use owner::Owned;
-use places::Wire;
+use opening::ServiceStarts;
+use owner::OwnedInstance;
+use places::NodeConnection;
 pub use preview::{Preview, Proposal};
 use replicas::{Preferred, Replicas};
-pub use stores::{Holding, Outcome, OwnStore, Store};
-pub use traced::TraceAsk;
+pub use stores::{CopyOutcome, Holding, NodeStore, OwnStore};
+pub use traced::TraceRequest;
 
 /// Names of a node's services, as peers open them.
 const CREW: &str = "crew";
@@ -129,7 +129,7 @@ const OWNER_LIMIT: Duration = Duration::from_secs(3);
 const REPLICAS_MAX: u16 = NODES_MAX as u16;
 
 /// Receives the models that this node can answer with. The HTTP server implements it.
-pub trait Doors: Send + Sync {
+pub trait ModelRegistrar: Send + Sync {
     /// Registers a model over all of its replicas, or one of its adapters. `key` identifies the
     /// registration. `path` is the model's file on this node; `model` is the spec of one replica,
     /// and the adapter.
@@ -139,7 +139,7 @@ pub trait Doors: Send + Sync {
     fn open(
         &self,
         key: &str,
-        model: (&Wanted, Option<&AdapterFile>),
+        model: (&InstanceSpec, Option<&AdapterFile>),
         path: &Path,
         service: Arc<dyn Service>,
     ) -> Result<(), String>;
@@ -153,10 +153,10 @@ pub trait Doors: Send + Sync {
 }
 
 /// Engine sizes for the model at a path, by its spec.
-pub type Sizes = dyn Fn(&Path, &Config, &Wanted) -> EngineConfig + Send + Sync;
+pub type Sizes = dyn Fn(&Path, &Config, &InstanceSpec) -> EngineConfig + Send + Sync;
 
 /// The file of a model by the user's name for it, or why there is none.
-pub type Find = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
+pub type FileLookup = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
 
 /// Makes kernels for a number of threads.
 pub type MakeKernels = dyn Fn(usize) -> std::io::Result<Arc<Kernels>> + Send + Sync;
@@ -170,13 +170,13 @@ pub struct FleetSpec {
     /// Folders below which workers may write.
     pub worker_folders: Vec<PathBuf>,
     /// The file of a model of this machine, by the user's name for it.
-    pub find: Box<Find>,
+    pub find: Box<FileLookup>,
     /// Where copies of models are kept.
     pub copies: PathBuf,
     /// The user's models on this machine, and the disk budget.
     pub store: Arc<OwnStore>,
     /// The hub, for bytes of models that no node has.
-    pub hub: Arc<dyn FromHub>,
+    pub hub: Arc<dyn ModelHub>,
     /// Paceline's home folder, with the measurements for forecasts.
     pub home: PathBuf,
     /// Makes kernels for a number of threads.
@@ -188,7 +188,7 @@ pub struct FleetSpec {
     /// Default threads of a worker.
     pub threads: usize,
     /// Receives the models that this node answers with.
-    pub doors: Box<dyn Doors>,
+    pub doors: Box<dyn ModelRegistrar>,
     /// Receives log lines for people; must not block.
     pub tell: Arc<dyn Fn(&str) + Send + Sync>,
 }
@@ -201,7 +201,7 @@ impl fmt::Debug for FleetSpec {
 
 /// A user's request to load a model.
 #[derive(Clone, Debug)]
-pub struct Ask {
+pub struct LoadRequest {
     /// The user's name for the model.
     pub model: String,
     /// Names or ids of nodes.
@@ -232,14 +232,14 @@ pub struct Ask {
     /// Whether load adds and removes replicas.
     pub grows: bool,
     /// Distribution of the model file over the nodes.
-    pub weights: Weights,
+    pub weights: WeightDistribution,
     /// Names or ids of nodes for prefill only.
     pub prompts: Vec<String>,
 }
 
 /// An instance, as any node sees it.
 #[derive(Clone, Debug, Serialize)]
-pub struct View {
+pub struct InstanceView {
     pub id: String,
     /// The model's name, as its user gave it.
     pub model: String,
@@ -268,9 +268,9 @@ pub struct View {
 
 /// An instance to which this node can send requests.
 #[derive(Clone, Debug, Serialize)]
-pub struct Using {
+pub struct UsableInstance {
     #[serde(flatten)]
-    pub view: View,
+    pub view: InstanceView,
     /// The model's file on this node.
     pub path: PathBuf,
 }
@@ -284,12 +284,12 @@ pub struct Fleet {
 struct Inner {
     agent: Agent,
     spec: FleetSpec,
-    copies: Arc<Copies>,
+    copies: Arc<ModelCopies>,
     host: Arc<HostSpec>,
-    speed: speed::Known,
-    owned: Mutex<BTreeMap<InstanceId, Running>>,
-    open: Mutex<BTreeMap<Name, Door>>,
-    opening: Mutex<Opening>,
+    speed: speed::SpeedCache,
+    owned: Mutex<BTreeMap<InstanceId, RunningInstance>>,
+    open: Mutex<BTreeMap<Name, RoutedModel>>,
+    opening: Mutex<ServiceStarts>,
     /// Instances that were ready at the last update of this node's services; it answers with them
     /// if it can.
     seen: Mutex<BTreeSet<InstanceId>>,
@@ -303,14 +303,14 @@ struct Inner {
     left: Mutex<Option<Instant>>,
     /// Whether the battery is low, so that this node takes no work.
     rests: AtomicBool,
-    copier: Copier,
-    shelf: Shelf,
+    copier: JournalCopier,
+    shelf: JournalStore,
     deaths: Deaths,
 }
 
 /// The service that answers requests for a model name on this node.
 #[derive(Clone)]
-enum Door {
+enum RoutedModel {
     /// Replicas on the cluster's nodes.
     Replicas(Arc<Replicas>),
     /// An encoder in this process.
@@ -318,24 +318,24 @@ enum Door {
 }
 
 /// An instance of this node, by the epoch of its record.
-struct Running {
-    owned: Owned,
+struct RunningInstance {
+    owned: OwnedInstance,
     /// Set once it answers.
-    answers: Option<Answers>,
+    answers: Option<OwnerService>,
     /// Service of the previous record, which answers until this one does.
-    former: Option<Answers>,
+    former: Option<OwnerService>,
 }
 
 /// The service of an instance on its owner.
 #[derive(Clone)]
-enum Answers {
+enum OwnerService {
     /// Workers.
     Instance(Arc<Instance>),
     /// An encoder in this process.
     Encoder(Arc<EncoderService>),
 }
 
-impl Answers {
+impl OwnerService {
     fn instance(&self) -> Option<&Arc<Instance>> {
         match self {
             Self::Instance(instance) => Some(instance),
@@ -344,7 +344,7 @@ impl Answers {
     }
 }
 
-fn name_of(wanted: &Wanted) -> ModelName {
+fn name_of(wanted: &InstanceSpec) -> ModelName {
     ModelName {
         name: wanted.model.clone(),
         sha256: wanted.sha256.clone(),
@@ -360,7 +360,7 @@ impl Fleet {
         let find = std::mem::replace(&mut spec.find, Box::new(|_| Err(String::new())));
         let may_have = stores::limit(&spec.store, &spec.copies, &agent);
         let found = (find, spec.copies.clone());
-        let copies = Copies::new(found, may_have, Arc::clone(&spec.tell));
+        let copies = ModelCopies::new(found, may_have, Arc::clone(&spec.tell));
         let copies = Arc::new(copies.with_hub(Arc::clone(&spec.hub)));
         let (own, tell) = (Arc::clone(&copies), Arc::clone(&spec.tell));
         let (brings, repairs) = (Arc::clone(&copies), Arc::clone(&copies));
@@ -382,12 +382,12 @@ impl Fleet {
                 interface: spec.interface.clone(),
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),
             }),
-            copier: Copier::start(agent.clone())?,
-            shelf: Shelf::default(),
+            copier: JournalCopier::start(agent.clone())?,
+            shelf: JournalStore::default(),
             deaths: Deaths::default(),
             agent,
             spec,
-            speed: speed::Known::default(),
+            speed: speed::SpeedCache::default(),
             owned: Mutex::default(),
             open: Mutex::default(),
             opening: Mutex::default(),
@@ -412,7 +412,7 @@ impl Fleet {
     /// # Errors
     /// The model is not on this machine, a node does not exist, or the replicas do not fit in
     /// memory. Nothing is loaded then.
-    pub fn load(&self, ask: &Ask) -> Result<Vec<InstanceId>, String> {
+    pub fn load(&self, ask: &LoadRequest) -> Result<Vec<InstanceId>, String> {
         let loaded = self.inner.load(ask);
         self.inner.agent.save();
         loaded
@@ -423,7 +423,7 @@ impl Fleet {
     ///
     /// # Errors
     /// The model is not on this machine, or a node does not exist.
-    pub fn preview(&self, ask: &Ask) -> Result<Preview, String> {
+    pub fn preview(&self, ask: &LoadRequest) -> Result<Preview, String> {
         self.inner.preview(ask)
     }
 
@@ -443,7 +443,7 @@ impl Fleet {
     ///
     /// # Errors
     /// No such instance, or it does not answer.
-    pub fn trace(&self, ask: &TraceAsk) -> Result<Recording, String> {
+    pub fn trace(&self, ask: &TraceRequest) -> Result<Recording, String> {
         traced::trace(&self.inner, ask)
     }
 
@@ -465,33 +465,34 @@ impl Fleet {
     }
 
     /// All instances in the shared map.
-    pub fn list(&self) -> Vec<View> {
+    pub fn list(&self) -> Vec<InstanceView> {
         self.inner.list()
     }
 
     /// Replicates a segment of a journal to another node; `done` receives the result. Does not
     /// block.
-    pub fn keep(&self, piece: journals::Piece, done: journals::Done) {
+    pub fn keep(&self, piece: journals::ReplicatedSegment, done: journals::JournalCallback) {
         self.inner.copier.put(piece, done);
     }
 
     /// The longest copy of a journal on any node, for the holder of the API key with this id. May
     /// block for some seconds.
-    pub fn find_journal(&self, id: &str, key: Option<&str>) -> journals::Found {
+    pub fn find_journal(&self, id: &str, key: Option<&str>) -> journals::JournalSearch {
         journals::find(&self.inner, id, key)
     }
 
     /// The least loaded ready instance of a name or id, if this node has its tokenizer. That needs
     /// the beginning of the model file, which the node fetches once it sees the instance.
-    pub fn using(&self, model: &str) -> Option<Using> {
-        let is_it = |it: &View| it.state == "ready" && (it.model == model || it.id == model);
+    pub fn using(&self, model: &str) -> Option<UsableInstance> {
+        let is_it =
+            |it: &InstanceView| it.state == "ready" && (it.model == model || it.id == model);
         let all = self.list().into_iter().filter(is_it);
         let view = all.min_by_key(|it| (it.load, it.asked))?;
         let id: InstanceId = view.id.parse().ok()?;
         let map = self.inner.agent.map();
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
         let path = owner::part_of(&self.inner, &wanted).ok()?;
-        Some(Using { view, path })
+        Some(UsableInstance { view, path })
     }
 
     /// An instance of the cluster, on any node, as a local service. Other replicas of its model
@@ -507,23 +508,24 @@ impl Fleet {
         if let Some(all) = self.inner.replicas_with(id) {
             return Ok(Arc::new(Preferred { all, first: id }));
         }
-        let service = Remote::start(&self.inner, id, None).map_err(|error| error.to_string())?;
+        let service =
+            IngressService::start(&self.inner, id, None).map_err(|error| error.to_string())?;
         Ok(Arc::new(service))
     }
 
     /// Summaries of the ready instances that this node owns, by id.
-    pub fn portraits(&self) -> BTreeMap<String, Portrait> {
+    pub fn portraits(&self) -> BTreeMap<String, InstanceSummary> {
         let told = self.ready().into_iter().map(|(id, it)| (id, it.portrait()));
         told.collect()
     }
 
     /// Bytes sent between the ranks of this node's own instances. Waits up to `limit` for each
     /// instance and leaves out late ones.
-    pub fn exchanged(&self, limit: Duration) -> Vec<Exchanged> {
+    pub fn exchanged(&self, limit: Duration) -> Vec<CollectiveTraffic> {
         let views = self.list();
         let told = self.ready().into_iter().filter_map(|(id, it)| {
             let view = views.iter().find(|view| view.id == id)?;
-            Some(Exchanged {
+            Some(CollectiveTraffic {
                 epoch: it.epoch(),
                 nodes: view.nodes.clone(),
                 sent: it.sent_between(limit)?,
@@ -572,7 +574,7 @@ impl Inner {
     /// Starts the services for other nodes.
     fn serve(self: &Arc<Self>) {
         let weak = Arc::downgrade(self);
-        let with = move |run: fn(&Arc<Self>, paceline_cluster::nodes::agent::Channel)| {
+        let with = move |run: fn(&Arc<Self>, paceline_cluster::nodes::agent::ServiceChannel)| {
             let weak = weak.clone();
             move |channel| {
                 if let Some(inner) = weak.upgrade() {
@@ -584,7 +586,7 @@ impl Inner {
             CREW,
             with(|inner, channel| {
                 // The owner sees how it ended at its end of the connection.
-                let _: Result<(), _> = host(&Wire(channel), &inner.host);
+                let _: Result<(), _> = host(&NodeConnection(channel), &inner.host);
             }),
         );
         self.agent.serve(
@@ -603,47 +605,47 @@ impl Inner {
         );
         self.agent.serve(
             STORES,
-            with(|inner, channel| stores::answer(inner, &Wire(channel))),
+            with(|inner, channel| stores::answer(inner, &NodeConnection(channel))),
         );
         self.agent.serve(
             SPEED,
             with(|inner, channel| {
                 // Optional: the planning node estimates the speed without an answer.
-                let _: Result<(), _> = say(&Wire(channel), &inner.own_speed());
+                let _: Result<(), _> = send_message(&NodeConnection(channel), &inner.own_speed());
             }),
         );
         self.agent.serve(
             ANSWERS,
             with(|inner, channel| {
-                let line: Arc<dyn Line> = Arc::new(Wire(channel));
+                let line: Arc<dyn MessageConnection> = Arc::new(NodeConnection(channel));
                 answers::answer(inner, &line);
             }),
         );
         self.agent.serve(
             TRACE,
-            with(|inner, channel| traced::answer(inner, &Wire(channel))),
+            with(|inner, channel| traced::answer(inner, &NodeConnection(channel))),
         );
         self.agent.serve(
             STAGES,
-            with(|inner, channel| traced::answer_stages(inner, &Wire(channel))),
+            with(|inner, channel| traced::answer_stages(inner, &NodeConnection(channel))),
         );
         self.agent.serve(
             journals::KEEP,
-            with(|inner, channel| journals::answer_keep(inner, &Wire(channel))),
+            with(|inner, channel| journals::answer_keep(inner, &NodeConnection(channel))),
         );
         self.agent.serve(
             journals::JOURNAL,
-            with(|inner, channel| journals::answer_journal(inner, &Wire(channel))),
+            with(|inner, channel| journals::answer_journal(inner, &NodeConnection(channel))),
         );
     }
 
     fn run(self: &Arc<Self>) {
         let mut watch = self.agent.watch();
-        let mut lost = lent::Lost::new(Instant::now());
-        let mut growth = growth::Growth::default();
-        let mut widening = widen::Widening::default();
+        let mut lost = lent::LostLenders::new(Instant::now());
+        let mut growth = growth::Autoscaler::default();
+        let mut widening = widen::NodeExpansion::default();
         let mut battery = battery::Battery::default();
-        let mut stale = stale::Stale::default();
+        let mut stale = stale::RecordCollector::default();
         while !self.over.load(Ordering::SeqCst) {
             self.reclaim(&mut lost);
             self.place_cramped();
@@ -651,7 +653,7 @@ impl Inner {
             self.grow(&mut growth, Instant::now());
             self.widen(&mut widening, Instant::now());
             self.rest(&mut battery, Instant::now());
-            self.tend_doors();
+            self.update_services();
             self.take_back();
             let _ = self.has_lost_some(); // records each death at its start
             self.stay();
@@ -680,7 +682,7 @@ impl Inner {
                     own.push((id, epoch));
                     let told = report(&map, id).filter(|it| it.epoch == epoch);
                     let is_restart = told.is_some_and(|it| it.state != State::Failed);
-                    self.begin(Owned {
+                    self.begin(OwnedInstance {
                         id,
                         epoch,
                         wanted,
@@ -697,9 +699,9 @@ impl Inner {
                 }
             }
         }
-        let ended: Vec<Running> = {
+        let ended: Vec<RunningInstance> = {
             let mut owned = lock(&self.owned);
-            let is_old = |id: &InstanceId, it: &mut Running| {
+            let is_old = |id: &InstanceId, it: &mut RunningInstance| {
                 !own.contains(&(*id, it.owned.epoch)) && !self.bridges(&map, *id)
             };
             owned.extract_if(.., is_old).map(|(_, it)| it).collect()
@@ -708,14 +710,14 @@ impl Inner {
     }
 
     /// Starts an instance on its own thread, once for each record.
-    fn begin(self: &Arc<Self>, mut owned: Owned) {
+    fn begin(self: &Arc<Self>, mut owned: OwnedInstance) {
         let mut all = lock(&self.owned);
         let epoch = owned.epoch;
-        let is_same = |it: &Running| it.owned.epoch == epoch;
+        let is_same = |it: &RunningInstance| it.owned.epoch == epoch;
         if all.get(&owned.id).is_some_and(is_same) {
             return;
         }
-        let running = Running {
+        let running = RunningInstance {
             owned: owned.clone(),
             answers: None,
             former: None,
@@ -765,7 +767,7 @@ impl Inner {
     }
 
     /// Registers each model with a ready replica and removes the registrations of unloaded models.
-    fn tend_doors(self: &Arc<Self>) {
+    fn update_services(self: &Arc<Self>) {
         let map = self.agent.map();
         let mut named: BTreeMap<Name, BTreeSet<InstanceId>> = BTreeMap::new();
         let mut ready = Vec::new();
@@ -780,7 +782,7 @@ impl Inner {
         lock(&self.opening).retain(|name| named.contains_key(name));
         lock(&self.tried).retain(|id, _| ready.iter().any(|(_, of)| of == id));
         self.see(ready);
-        let gone = |name: &Name, _: &mut Door| !named.contains_key(name);
+        let gone = |name: &Name, _: &mut RoutedModel| !named.contains_key(name);
         let gone: Vec<_> = lock(&self.open).extract_if(.., gone).collect();
         for (name, _) in gone {
             std::iter::once(name.key())
@@ -788,18 +790,18 @@ impl Inner {
                 .for_each(|key| self.spec.doors.close(&key));
         }
         for (name, door) in lock(&self.open).iter() {
-            if let (Door::Replicas(all), Some(ids)) = (door, named.get(name)) {
+            if let (RoutedModel::Replicas(all), Some(ids)) = (door, named.get(name)) {
                 all.retain(ids);
             }
         }
     }
 
     /// Adds a ready replica to the service of its model.
-    fn admit(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) {
+    fn admit(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &InstanceSpec) {
         let door = lock(&self.open).get(name).cloned();
         match door {
-            Some(Door::Replicas(all)) => all.admit(self, id, wanted),
-            Some(Door::Encoder) => {}
+            Some(RoutedModel::Replicas(all)) => all.admit(self, id, wanted),
+            Some(RoutedModel::Encoder) => {}
             None => self.open_door(name, id, wanted),
         }
     }
@@ -808,8 +810,8 @@ impl Inner {
     fn replicas_with(&self, id: InstanceId) -> Option<Arc<Replicas>> {
         let open = lock(&self.open);
         let mut all = open.values().filter_map(|door| match door {
-            Door::Replicas(all) => Some(all),
-            Door::Encoder => None,
+            RoutedModel::Replicas(all) => Some(all),
+            RoutedModel::Encoder => None,
         });
         all.find(|all| all.has(id)).cloned()
     }
@@ -826,7 +828,7 @@ impl Inner {
 
     /// Registers a model on its own thread, unless one is running. Present parts of the file are
     /// hashed first, and reconciliation must not wait for that.
-    fn open_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) {
+    fn open_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &InstanceSpec) {
         if !lock(&self.opening).begin(name, Instant::now()) {
             return;
         }
@@ -846,7 +848,7 @@ impl Inner {
     }
 
     /// Registers a model; false if this node has too little of its file.
-    fn try_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &Wanted) -> bool {
+    fn try_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &InstanceSpec) -> bool {
         // A node without a shard of it may lack the file.
         let Ok(path) = owner::part_of(self, wanted) else {
             self.get_part(id, wanted);
@@ -855,7 +857,7 @@ impl Inner {
         if encoders::is_encoder(&path) {
             // An encoder computes here, with all weights.
             let model = (&self.agent, &name_of(wanted));
-            let Ok(path) = self.copies.find_right(model, copies::Extent::All) else {
+            let Ok(path) = self.copies.find_right(model, copies::CheckRange::All) else {
                 return false;
             };
             self.open_encoder(name.clone(), id, wanted.clone(), path);
@@ -866,12 +868,12 @@ impl Inner {
             all.admit(self, id, &wanted);
         }
         self.answer_with(name, wanted, &path, Arc::clone(&all) as Arc<dyn Service>);
-        lock(&self.open).insert(name.clone(), Door::Replicas(all));
+        lock(&self.open).insert(name.clone(), RoutedModel::Replicas(all));
         true
     }
 
     /// The instances of a name that are ready.
-    fn ready_of(&self, name: &Name) -> Vec<(InstanceId, Wanted)> {
+    fn ready_of(&self, name: &Name) -> Vec<(InstanceId, InstanceSpec)> {
         let map = self.agent.map();
         let of_name = placement::wanted(&map).filter(|(.., wanted)| Name::of(wanted) == *name);
         let is_ready = |id: InstanceId| report(&map, id).is_some_and(|it| it.state == State::Ready);
@@ -882,7 +884,7 @@ impl Inner {
     /// Fetches the beginning of a model file on its own thread: it holds the tokenizer, which this
     /// node needs to answer with another node's instance. A later reconciliation registers the
     /// model.
-    fn get_part(self: &Arc<Self>, id: InstanceId, wanted: &Wanted) {
+    fn get_part(self: &Arc<Self>, id: InstanceId, wanted: &InstanceSpec) {
         let (now, last) = (Instant::now(), lock(&self.tried).get(&id).copied());
         if last.is_some_and(|(at, _)| now.saturating_duration_since(at) < PART_EVERY) {
             return;
@@ -904,7 +906,7 @@ impl Inner {
         }
     }
 
-    fn answer_with(&self, name: &Name, wanted: &Wanted, path: &Path, with: Arc<dyn Service>) {
+    fn answer_with(&self, name: &Name, wanted: &InstanceSpec, path: &Path, with: Arc<dyn Service>) {
         let open = |key: &str, adapter: Option<&AdapterFile>, with: Arc<dyn Service>| {
             let called = match adapter {
                 Some(adapter) => wanted.adapted(&adapter.name),
@@ -923,13 +925,19 @@ impl Inner {
     }
 
     /// Registers this node's own copy of an encoder, which a thread loads.
-    fn open_encoder(self: &Arc<Self>, name: Name, id: InstanceId, wanted: Wanted, path: PathBuf) {
-        lock(&self.open).insert(name.clone(), Door::Encoder);
+    fn open_encoder(
+        self: &Arc<Self>,
+        name: Name,
+        id: InstanceId,
+        wanted: InstanceSpec,
+        path: PathBuf,
+    ) {
+        lock(&self.open).insert(name.clone(), RoutedModel::Encoder);
         let own = lock(&self.owned).get(&id).and_then(|it| it.answers.clone());
         let inner = Arc::clone(self);
         let run = move || {
             let loaded = match own {
-                Some(Answers::Encoder(service)) => Ok(service),
+                Some(OwnerService::Encoder(service)) => Ok(service),
                 _ => encoders::load(&path, &wanted),
             };
             match loaded {
@@ -970,7 +978,7 @@ impl Inner {
     }
 
     /// Opens a connection to the owner of an instance, which may be this node.
-    fn reach_owner(self: &Arc<Self>, id: InstanceId) -> Option<Arc<dyn Line>> {
+    fn reach_owner(self: &Arc<Self>, id: InstanceId) -> Option<Arc<dyn MessageConnection>> {
         let map = self.agent.map();
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
         let owner = wanted.nodes[0];
@@ -983,7 +991,7 @@ impl Inner {
             return None;
         }
         let channel = self.agent.open(owner, ANSWERS, OWNER_LIMIT).ok()?;
-        Some(Arc::new(Wire(channel)))
+        Some(Arc::new(NodeConnection(channel)))
     }
 
     /// The kind of the node that owns an instance.
@@ -1000,13 +1008,18 @@ impl Inner {
         known.map_or_else(|| id.to_string(), |node| node.facts.name)
     }
 
-    fn want(&self, id: InstanceId, epoch: u64, wanted: Option<&Wanted>) -> Result<(), String> {
+    fn want(
+        &self,
+        id: InstanceId,
+        epoch: u64,
+        wanted: Option<&InstanceSpec>,
+    ) -> Result<(), String> {
         let text = wanted.map(|it| serde_json::to_string(it).expect("a record is JSON"));
-        let written = self.agent.write(Key::Instance(id), epoch, text);
+        let written = self.agent.write(RegisterKey::Instance(id), epoch, text);
         written.map_err(|error| error.to_string())
     }
 
-    fn list(&self) -> Vec<View> {
+    fn list(&self) -> Vec<InstanceView> {
         let map = self.agent.map();
         let all: Vec<_> = placement::wanted(&map).collect();
         let numbers = naming::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
@@ -1014,7 +1027,7 @@ impl Inner {
         let nodes = self.agent.nodes().into_iter();
         let names: BTreeMap<NodeId, String> = nodes.map(|n| (n.id, n.facts.name)).collect();
         let name = |id: &NodeId| names.get(id).cloned().unwrap_or_else(|| id.to_string());
-        let view = |(id, epoch, wanted): (InstanceId, u64, Wanted)| {
+        let view = |(id, epoch, wanted): (InstanceId, u64, InstanceSpec)| {
             let report = report(&map, id).filter(|report| report.epoch == epoch);
             let (state, progress, reason) = match self.told(&wanted, report, &name) {
                 // A request now would be answered with `no such model`.
@@ -1023,7 +1036,7 @@ impl Inner {
             };
             let usage = self.replicas_with(id).map(|all| all.usage(id));
             let usage = usage.unwrap_or_default();
-            View {
+            InstanceView {
                 id: id.to_string(),
                 model: wanted.model,
                 state: state.to_owned(),
@@ -1044,7 +1057,7 @@ impl Inner {
     /// State, progress and reason of an instance. The last report of a dead owner is ignored.
     fn told(
         &self,
-        wanted: &Wanted,
+        wanted: &InstanceSpec,
         report: Option<Report>,
         name: &dyn Fn(&NodeId) -> String,
     ) -> (&'static str, Option<(u64, u64)>, Option<String>) {
@@ -1073,7 +1086,7 @@ pub(crate) fn parse(bytes: &[u8]) {
     copies::parse(bytes);
     stores::parse(bytes);
     journals::parse(bytes);
-    let _ = serde_json::from_slice::<TraceAsk>(bytes);
+    let _ = serde_json::from_slice::<TraceRequest>(bytes);
     let _ = serde_json::from_slice::<Option<speed::Speed>>(bytes);
 }
 
@@ -1085,5 +1098,5 @@ fn new_id() -> Result<InstanceId, String> {
 
 /// An owner's report of its instance.
 fn report(map: &paceline_cluster::nodes::Registers, id: InstanceId) -> Option<Report> {
-    serde_json::from_str(map.get(&Key::State(id))?).ok()
+    serde_json::from_str(map.get(&RegisterKey::State(id))?).ok()
 }

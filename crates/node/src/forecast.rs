@@ -24,22 +24,22 @@ use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
-use paceline_model::{Config, Experts, Shard, Source, Split, SplitKind, StageKind, shape};
+use paceline_model::{Config, Experts, ModelSource, Shard, Split, SplitKind, StageKind, shape};
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::cost::moe::touched;
 use paceline_plan::steer::KEYS;
 use paceline_plan::{
-    Backend as Engine, Calibration, Cluster, Costs, Link, Member, ModelShape, Node, Pipeline,
-    Placement, Rates, STEPS_MAX, Stage, Transport, Workload, predict,
+    Backend as Engine, Calibration, Cluster, ClusterNode, Costs, LinkTransport, ModelShape,
+    NodeLink, Pipeline, PipelineStage, Placement, Rates, STEPS_MAX, StageMember, Workload, predict,
 };
 use paceline_tensor::Kernels;
 
-use facts::Facts;
-use probe::{Measured, Probe};
-use ranks::{Splits, Team, Together, Wire};
+use facts::FactsStore;
+use probe::{Probe, StepMeasurements};
+use ranks::{GroupCost, LinkCost, Splits, Team};
 
 use crate::placing::asked;
-use crate::{Cut, Error};
+use crate::{Error, PlannedSplit};
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -47,7 +47,7 @@ type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Copy, Debug)]
 pub struct Setting<'a> {
     /// The model's files.
-    pub source: &'a Source,
+    pub source: &'a ModelSource,
     pub config: &'a Config,
     /// How numbers are computed.
     pub class: KernelClass,
@@ -63,7 +63,7 @@ const MANY_KEYS: u32 = 2048;
 
 /// Seconds of a mean layer's matrix products for one row of a batch.
 #[derive(Clone, Copy, Debug)]
-struct Row {
+struct RowCost {
     /// Without experts.
     common: f64,
     experts: f64,
@@ -122,7 +122,7 @@ impl<'a> Probes<'a> {
             .transpose()?;
         let measured = self.alone.decode()?;
         Ok(Forecast::of(
-            Facts::nowhere(),
+            FactsStore::nowhere(),
             self.setting,
             measured,
             together,
@@ -134,12 +134,12 @@ impl<'a> Probes<'a> {
 /// Measurements of a model on this machine, and the predictions from them.
 #[derive(Clone, Debug)]
 pub struct Forecast {
-    facts: Facts,
+    facts: FactsStore,
     key: String,
-    measured: Measured,
-    wire: Option<Wire>,
+    measured: StepMeasurements,
+    wire: Option<LinkCost>,
     /// By number of ranks that compute at the same time.
-    together: BTreeMap<u32, Together>,
+    together: BTreeMap<u32, GroupCost>,
     shape: ModelShape,
     threads: usize,
 }
@@ -156,11 +156,11 @@ impl Forecast {
         nodes: u32,
         kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>,
     ) -> Result<Self> {
-        Self::with(Facts::load(home), setting, nodes, kernels)
+        Self::with(FactsStore::load(home), setting, nodes, kernels)
     }
 
     fn with(
-        mut facts: Facts,
+        mut facts: FactsStore,
         setting: Setting<'_>,
         nodes: u32,
         kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>,
@@ -192,11 +192,11 @@ impl Forecast {
     }
 
     fn of(
-        facts: Facts,
+        facts: FactsStore,
         setting: Setting<'_>,
-        measured: Measured,
-        together: BTreeMap<u32, Together>,
-        wire: Option<Wire>,
+        measured: StepMeasurements,
+        together: BTreeMap<u32, GroupCost>,
+        wire: Option<LinkCost>,
     ) -> Self {
         Self {
             facts,
@@ -296,7 +296,7 @@ impl Forecast {
 
     /// The splits of a model over `nodes`, each once, with corrected decode tokens a second; tensor
     /// first.
-    pub fn ways(&self, config: &Config, nodes: u32, shares: &[u32]) -> Vec<Cut> {
+    pub fn ways(&self, config: &Config, nodes: u32, shares: &[u32]) -> Vec<PlannedSplit> {
         let grids = (2..nodes).filter(|tensor| nodes.is_multiple_of(*tensor));
         let grids = grids.flat_map(|tensor| {
             let pipeline = nodes / tensor;
@@ -306,11 +306,11 @@ impl Forecast {
         let kinds = [SplitKind::Tensor, SplitKind::Pipeline, SplitKind::Experts].into_iter();
         let way = |kind| {
             let placement = asked(config, kind, nodes, shares).ok()?;
-            let way = Cut::new(config, placement, None).ok()?;
+            let way = PlannedSplit::new(config, placement, None).ok()?;
             let tok_s = Some(self.predict(config, &way.split).ok()?);
-            Some(Cut { tok_s, ..way })
+            Some(PlannedSplit { tok_s, ..way })
         };
-        let mut ways: Vec<Cut> = Vec::new();
+        let mut ways: Vec<PlannedSplit> = Vec::new();
         for way in kinds.chain(grids).filter_map(way) {
             // Without experts, an expert-parallel grid equals a plain one.
             if ways.iter().all(|known| known.split != way.split) {
@@ -395,20 +395,20 @@ impl Forecast {
     }
 
     /// Seconds of products for a row of a prompt.
-    fn prompt_row(&self) -> Row {
-        Row {
+    fn prompt_row(&self) -> RowCost {
+        RowCost {
             common: self.measured.prompt_row,
             experts: self.measured.prompt_expert,
         }
     }
 
     /// Seconds of products per row of a batch of `rows`; an expert gets its average number of them.
-    fn row_of(&self, rows: f64) -> Row {
+    fn row_of(&self, rows: f64) -> RowCost {
         let of_expert = self.shape.moe.map_or(rows, |moe| {
             let (all, active) = (f64::from(moe.experts), f64::from(moe.active));
             rows * active / touched(all, active, rows)
         });
-        Row {
+        RowCost {
             common: self.measured.row_of(rows),
             experts: self.measured.experts_of(of_expert.max(1.0)),
         }
@@ -416,14 +416,19 @@ impl Forecast {
 
     /// This machine as the planner's nodes; `at_once` of them compute at the same time. Each has
     /// the time of a row of a layer's products and the slowdown by the others.
-    fn cluster(&self, split: &Split, at_once: usize, row: Row) -> Result<(Cluster, Calibration)> {
+    fn cluster(
+        &self,
+        split: &Split,
+        at_once: usize,
+        row: RowCost,
+    ) -> Result<(Cluster, Calibration)> {
         // Ranks with more threads than cores share the cores in turns.
         let crowd = ((at_once * self.threads) as f64 / cores() as f64).max(1.0);
         let mut calibration = Calibration::builtin()?;
         let op = self.op() * crowd;
         calibration.set("op.paceline-cpu", op.max(1e-9));
         let known = known_for(&self.together, split.tensor_ranks() as u32);
-        calibration.set("handover.own.tcp", known.map_or(1e-7, Together::exchange));
+        calibration.set("handover.own.tcp", known.map_or(1e-7, GroupCost::exchange));
         let sharing = self.sharing(split, (at_once, crowd));
         let cluster = Cluster {
             name: "this machine".to_owned(),
@@ -437,7 +442,7 @@ impl Forecast {
 
     /// Measurements of ranks that compute one after the other, for stages of one rank. Each rank
     /// sleeps until the previous one is done.
-    fn in_turn(&self, split: &Split) -> Option<&Together> {
+    fn pipeline_cost(&self, split: &Split) -> Option<&GroupCost> {
         known_for(&self.together, split.ranks()).filter(|_| split.tensor_ranks() == 1)
     }
 
@@ -450,10 +455,10 @@ impl Forecast {
     /// none.
     fn sharing(&self, split: &Split, (at_once, crowd): (usize, f64)) -> f64 {
         let (layers, alone) = (f64::from(self.shape.layers), self.alone());
-        if let Some(turns) = self.in_turn(split).filter(|_| at_once == 1) {
+        if let Some(turns) = self.pipeline_cost(split).filter(|_| at_once == 1) {
             return (layers * turns.turns + self.measured.head) / alone;
         }
-        let part = |t: &Together| (layers * t.free + t.head) / alone;
+        let part = |t: &GroupCost| (layers * t.free + t.head) / alone;
         let measured = sharing(&self.together, at_once as u32, part);
         measured.unwrap_or(crowd).max(1.0)
     }
@@ -468,7 +473,7 @@ impl Forecast {
     /// A rank as the planner's node. `crowd` is threads per core. The rank's products take
     /// `sharing` times as long as alone. `row` is the time of a row of a layer's products without a
     /// memory limit.
-    fn node(&self, rank: u32, (crowd, sharing): (f64, f64), row: Row) -> Node {
+    fn node(&self, rank: u32, (crowd, sharing): (f64, f64), row: RowCost) -> ClusterNode {
         let layers = || 0..self.shape.layers;
         let read: f64 = layers().map(|layer| self.shape.read_bytes(layer)).sum();
         let bytes = read + self.shape.head_bytes();
@@ -485,7 +490,7 @@ impl Forecast {
             matmul
         };
         let attention = self.shape.attention.decode_pair_flops() / self.measured.key.max(1e-12);
-        Node {
+        ClusterNode {
             name: format!("rank {rank}"),
             kind: "this machine".to_owned(),
             memory: Bytes(1 << 44), // memory is not checked here
@@ -507,12 +512,14 @@ impl Forecast {
     }
 
     /// The links between every two ranks of `split`.
-    fn links(&self, split: &Split) -> Vec<Link> {
+    fn links(&self, split: &Split) -> Vec<NodeLink> {
         let (ranks, n) = (split.tensor_ranks(), split.ranks() as usize);
         let Some(mut wire) = self.wire else {
             return Vec::new();
         };
-        wire.wake = self.in_turn(split).map_or(wire.wake, |turns| turns.hop);
+        wire.wake = self
+            .pipeline_cost(split)
+            .map_or(wire.wake, |turns| turns.hop);
         let of = |a| (a + 1..n).map(move |b| loopback(a, b, ranks, wire));
         (0..n).flat_map(of).collect()
     }
@@ -520,12 +527,12 @@ impl Forecast {
 
 /// Measures [`Forecast::together`] for all numbers of ranks up to `nodes`.
 fn together(
-    memory: &mut Facts,
+    memory: &mut FactsStore,
     key: &str,
     setting: Setting<'_>,
     nodes: u32,
     kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>,
-) -> Result<BTreeMap<u32, Together>> {
+) -> Result<BTreeMap<u32, GroupCost>> {
     let mut all = BTreeMap::new();
     for splits in Splits::up_to(nodes, setting.config) {
         let ranks = splits.ranks();
@@ -549,15 +556,15 @@ fn together(
 /// rank's part next to the others, as a fraction of the whole. Beyond the largest measured number,
 /// more ranks add no throughput.
 fn sharing(
-    together: &BTreeMap<u32, Together>,
+    together: &BTreeMap<u32, GroupCost>,
     ranks: u32,
-    part: impl Fn(&Together) -> f64,
+    part: impl Fn(&GroupCost) -> f64,
 ) -> Option<f64> {
     Some(f64::from(ranks) * part(known_for(together, ranks)?))
 }
 
 /// Measurements for `ranks` ranks, or for the largest smaller number; `None` for one.
-fn known_for(together: &BTreeMap<u32, Together>, ranks: u32) -> Option<&Together> {
+fn known_for(together: &BTreeMap<u32, GroupCost>, ranks: u32) -> Option<&GroupCost> {
     let known = together.range(..=ranks).next_back();
     known.filter(|_| ranks > 1).map(|(_, known)| known)
 }
@@ -575,12 +582,12 @@ fn cores() -> usize {
 
 /// The link between two ranks in stages of `ranks`. Exchanges inside a stage are measured as a
 /// whole, apart from their bytes; a stage waits for the previous one.
-fn loopback(a: usize, b: usize, ranks: usize, wire: Wire) -> Link {
-    Link {
+fn loopback(a: usize, b: usize, ranks: usize, wire: LinkCost) -> NodeLink {
+    NodeLink {
         a,
         b,
         kind: "this machine".to_owned(),
-        transport: Transport::Tcp,
+        transport: LinkTransport::Tcp,
         alpha: if a / ranks == b / ranks {
             0.0
         } else {
@@ -594,18 +601,18 @@ fn loopback(a: usize, b: usize, ranks: usize, wire: Wire) -> Link {
 /// The split in the planner's form.
 fn pipeline(config: &Config, split: &Split) -> Pipeline {
     let kinds: Vec<StageKind> = split.kinds().collect();
-    let mut stages: Vec<Stage> = Vec::new();
+    let mut stages: Vec<PipelineStage> = Vec::new();
     for rank in 0..split.ranks() {
         let shard = split.shard(config, Rank(rank));
         let share = share_of(config, &shard);
-        let member = Member {
+        let member = StageMember {
             node: rank as usize,
             share,
             streamed: 0,
         };
         match stages.get_mut(shard.stage) {
             Some(stage) => stage.members.push(member),
-            None => stages.push(Stage {
+            None => stages.push(PipelineStage {
                 layers: shard.layers.start as u32..shard.layers.end as u32,
                 split: match kinds[shard.stage] {
                     StageKind::Tensor => paceline_plan::Split::Tensor,
@@ -643,7 +650,7 @@ mod tests {
 
     #[test]
     fn rows_together_cost_what_was_measured() {
-        let measured = Measured {
+        let measured = StepMeasurements {
             products: 8.0,
             other: 0.0,
             key: 0.0,
@@ -658,7 +665,7 @@ mod tests {
         let rows = [1.0, 4.5, 8.0, 64.0, 640.0].map(|n| measured.row_of(n));
         assert_eq!(rows, [8.0, 12.0 / 4.5, 2.0, 1.0, 1.0]);
         // Three of its eight seconds belong to experts.
-        let mixed = Measured {
+        let mixed = StepMeasurements {
             experts: 3.0,
             few_row: 1.0,
             few_expert: 1.0,
@@ -672,7 +679,7 @@ mod tests {
 
     #[test]
     fn ranks_that_were_not_measured_share_what_fewer_have() {
-        let two = Together {
+        let two = GroupCost {
             free: 0.75,
             synced: 0.8,
             head: 0.0,

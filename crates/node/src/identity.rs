@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use paceline_base::hex;
-use paceline_model::Source;
+use paceline_model::ModelSource;
 use sha2::{Digest, Sha256};
 
 /// Hashed pages of weights, evenly spread over a file. A cold disk reads them in about 10 ms.
@@ -47,11 +47,11 @@ const SMALL_FILE_BYTES: u64 = 256 << 20;
 ///
 /// # Errors
 /// A small file of a folder exists and cannot be read.
-pub fn identity(source: &Source) -> io::Result<String> {
+pub fn identity(source: &ModelSource) -> io::Result<String> {
     let mut hash = Sha256::new();
     match source {
-        Source::Gguf(file) => file.contents().for_each(|file| weigh(&mut hash, file)),
-        Source::Hf(folder) => {
+        ModelSource::Gguf(file) => file.contents().for_each(|file| weigh(&mut hash, file)),
+        ModelSource::Hf(folder) => {
             folder.contents().for_each(|file| weigh(&mut hash, file));
             for name in SMALL_FILES {
                 add_small(&mut hash, &folder.path().join(name))?;

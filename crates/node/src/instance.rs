@@ -27,28 +27,32 @@ use paceline_cluster::Error as ClusterError;
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_comm::Backend;
 use paceline_engine::{
-    EngineConfig, Failure, Reply, Request, Service, Sink, State, Status, Ticket,
+    EngineConfig, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State,
+    Ticket,
 };
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split};
 use paceline_plan::Placement;
-use paceline_plan::apart::Readers;
-use paceline_plan::follow::Move;
+use paceline_plan::apart::PrefillOffload;
+use paceline_plan::follow::ShareMove;
 use paceline_plan::steer::KEYS;
 use paceline_tensor::KvType;
 use tracing::{debug, info, warn};
 
-use crate::apart::Counts;
-use crate::crew::Crew;
+use crate::apart::PrefillCounts;
+use crate::crew::InstanceWorkers;
 use crate::forecast::Forecast;
-use crate::messages::{DraftJob, EpochKey, FromWorker, Hands, Job, RankFacts, ToWorker};
-use crate::supervisor::{
-    Action, Change, Event, HELD_ALONE_LIMIT, HELD_LIMIT, Notice, Policy, Stand, Supervisor, Way,
+use crate::messages::{
+    DraftJob, EpochKey, FromWorker, PrefillRole, RankAssignment, RankFacts, ToWorker,
 };
-use crate::{AdapterOf, Cut, Error, Moved, adapters};
-use apart::{Heard, Hears, Prompts, Side};
+use crate::supervisor::{
+    Action, ChangeRecord, Event, HELD_ALONE_LIMIT, HELD_LIMIT, Health, Notice, Policy,
+    SplitCandidate, Supervisor,
+};
+use crate::{AdapterOf, Error, InstanceTraffic, PlannedSplit, adapters};
+use apart::{GroupEventReceiver, GroupEventSender, GroupRole, PrefillGroup};
 use follow::Follower;
-use measures::Measured;
+use measures::RankMeasurements;
 use spares::Keeper;
 
 /// Interval at which [`Instance::ready_while`] asks its callback.
@@ -69,10 +73,10 @@ pub type SharedForecast = Arc<Mutex<Forecast>>;
 
 /// Receives an instance's notices and its possible splits, on the instance's thread: must not
 /// block.
-pub type Observer = Box<dyn FnMut(&Notice, &[Cut]) + Send>;
+pub type Observer = Box<dyn FnMut(&Notice, &[PlannedSplit]) + Send>;
 
 /// Specification of an instance: its model, ranks and engine.
-pub struct InstanceSpec {
+pub struct InstanceConfig {
     /// Shape of the model.
     pub config: Config,
     /// Kernel class by rank: the same within a stage.
@@ -86,7 +90,7 @@ pub struct InstanceSpec {
     /// Sizes of the engine.
     pub engine: EngineConfig,
     /// The possible splits, all over the same ranks; at least one.
-    pub cuts: Vec<Cut>,
+    pub cuts: Vec<PlannedSplit>,
     /// Index of the first split to use.
     pub first: usize,
     /// Forecast to correct by measured answers.
@@ -107,10 +111,10 @@ pub struct InstanceSpec {
     /// Whether the instance was started before, by another owner: see [`Policy::goes_on`].
     pub goes_on: bool,
     /// Receives its events, with disaggregated prefill.
-    pub(crate) hears: Option<Hears>,
+    pub(crate) hears: Option<GroupEventSender>,
 }
 
-impl fmt::Debug for InstanceSpec {
+impl fmt::Debug for InstanceConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { cuts, first, .. } = self;
         write!(
@@ -122,7 +126,7 @@ impl fmt::Debug for InstanceSpec {
     }
 }
 
-impl InstanceSpec {
+impl InstanceConfig {
     fn ranks(&self) -> u32 {
         self.cuts[self.first].split.ranks()
     }
@@ -131,22 +135,22 @@ impl InstanceSpec {
     fn together(&self) -> Vec<Vec<(u32, f64)>> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let most = u32::try_from(self.engine.max_running).unwrap_or(u32::MAX);
-        let expected = |cut: &Cut| match &forecast {
+        let expected = |cut: &PlannedSplit| match &forecast {
             Some(forecast) => forecast.predict_many(&self.config, &cut.split, most),
             None => Vec::new(),
         };
         self.cuts.iter().map(expected).collect()
     }
 
-    fn supervisor(&self, crew: &dyn Crew) -> Result<Supervisor, Error> {
+    fn supervisor(&self, crew: &dyn InstanceWorkers) -> Result<Supervisor, Error> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
-        let way = |cut: &Cut| {
+        let way = |cut: &PlannedSplit| {
             let known = forecast.as_ref().and_then(|all| all.load_s(&cut.split));
             let tok_s = cut.tok_s.filter(|v| v.is_finite() && *v > 0.0);
             let key_s = forecast
                 .as_ref()
                 .map(|all| all.key_s(&self.config, &cut.split));
-            Way {
+            SplitCandidate {
                 name: match self.follows {
                     true => follow::name(&cut.split),
                     false => cut.split.to_string(),
@@ -179,14 +183,14 @@ impl InstanceSpec {
 
     fn job(
         &self,
-        crew: &dyn Crew,
+        crew: &dyn InstanceWorkers,
         rank: Rank,
         (epoch, way): (u64, usize),
-        meeting: &Meeting,
-    ) -> Job {
+        meeting: &GroupCredentials,
+    ) -> RankAssignment {
         let post = crew.post(rank);
         let (is_here, plain) = (crew.is_one_machine(), crew.is_trusted());
-        Job {
+        RankAssignment {
             epoch,
             rank: rank.0,
             split: self.cuts[way].split.clone(),
@@ -206,8 +210,8 @@ impl InstanceSpec {
             listen: post.listen,
             patience_s: PATIENCE_S,
             hands: self.hears.as_ref().map(|hears| match hears.side() {
-                Side::Here => Hands::Take,
-                Side::There => Hands::Give,
+                GroupRole::Decode => PrefillRole::Take,
+                GroupRole::Prefill => PrefillRole::Give,
             }),
         }
     }
@@ -215,22 +219,22 @@ impl InstanceSpec {
 
 /// A model that workers compute together. Dropping it ends them.
 pub struct Instance {
-    shared: Arc<Shared>,
-    cuts: Vec<Cut>,
+    shared: Arc<InstanceShared>,
+    cuts: Vec<PlannedSplit>,
     /// By split: concurrent answers, and their predicted tokens a second together.
     together: Vec<Vec<(u32, f64)>>,
     /// Receives the result of the first start, once.
     started: Mutex<Option<Receiver<Result<(), Error>>>>,
     /// The prefill ranks; they end before the decode ranks.
-    prompts: Option<Prompts>,
+    prompts: Option<PrefillGroup>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// State shared by callers and the thread.
-struct Shared {
-    crew: Box<dyn Crew>,
+struct InstanceShared {
+    crew: Box<dyn InstanceWorkers>,
     commands: Mutex<VecDeque<Command>>,
-    view: Mutex<View>,
+    view: Mutex<InstanceStatus>,
     /// Locked while ranks are measured; `traces` while they are traced.
     measures: Mutex<()>,
     traces: Mutex<()>,
@@ -238,9 +242,9 @@ struct Shared {
 }
 
 enum Command {
-    Submit(Ticket, Box<Request>, Vec<u32>, Sink),
+    Submit(Ticket, Box<GenerationRequest>, Vec<u32>, Sink),
     Cancel(Ticket),
-    Measure(Sender<(Rank, Measured)>),
+    Measure(Sender<(Rank, RankMeasurements)>),
     Trace,
     Traced(Sender<(Rank, RankTrace)>),
     Tell(Notice),
@@ -248,9 +252,9 @@ enum Command {
 }
 
 /// Status of the instance after the last event.
-struct View {
-    stand: Stand,
-    door: Result<(), Failure>,
+struct InstanceStatus {
+    health: Health,
+    door: Result<(), RequestFailure>,
     load: (usize, usize),
     epoch: u64,
     way: usize,
@@ -259,9 +263,9 @@ struct View {
     measured: Option<f64>,
     n_changes: u32,
     facts: Vec<RankFacts>,
-    changes: Vec<Change>,
+    changes: Vec<ChangeRecord>,
     /// Bytes moved by workers in epochs that they have left.
-    moved: Moved,
+    moved: InstanceTraffic,
 }
 
 impl Instance {
@@ -271,13 +275,13 @@ impl Instance {
     /// # Errors
     /// What the system refuses; no worker is left then.
     pub fn begin(
-        spec: InstanceSpec,
-        crew: Box<dyn Crew>,
+        spec: InstanceConfig,
+        crew: Box<dyn InstanceWorkers>,
         observer: Observer,
     ) -> Result<Self, Error> {
         let supervisor = spec.supervisor(&*crew)?;
-        let view = View {
-            stand: supervisor.stand(),
+        let view = InstanceStatus {
+            health: supervisor.health(),
             door: supervisor.check(),
             load: (0, 0),
             epoch: 0,
@@ -288,9 +292,9 @@ impl Instance {
             n_changes: 0,
             facts: Vec::new(),
             changes: Vec::new(),
-            moved: Moved::default(),
+            moved: InstanceTraffic::default(),
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(InstanceShared {
             crew,
             commands: Mutex::default(),
             view: Mutex::new(view),
@@ -309,7 +313,7 @@ impl Instance {
             observer,
             begun: Instant::now(),
             sinks: HashMap::new(),
-            meeting: Meeting::default(),
+            meeting: GroupCredentials::default(),
             measuring: Vec::new(),
             tracing: Vec::new(),
             first: Some(first),
@@ -341,11 +345,11 @@ impl Instance {
     pub(crate) fn with_prompts(
         mut self,
         prompts: Self,
-        heard: Heard,
-        (readers, awaited): (Readers, bool),
+        heard: GroupEventReceiver,
+        (readers, awaited): (PrefillOffload, bool),
     ) -> Result<Self, Error> {
         let here = Arc::clone(&self.shared);
-        let prompts = Prompts::begin(prompts, here, heard, (readers, awaited))?;
+        let prompts = PrefillGroup::begin(prompts, here, heard, (readers, awaited))?;
         self.prompts = Some(prompts);
         Ok(self)
     }
@@ -362,7 +366,7 @@ impl Instance {
         started.recv().map_err(|_| Error::Ended {
             what: "the thread of an instance",
         })??;
-        self.prompts.as_ref().map_or(Ok(()), Prompts::ready)
+        self.prompts.as_ref().map_or(Ok(()), PrefillGroup::ready)
     }
 
     /// As [`ready`](Self::ready), but only while `goes_on` returns true; it is called five times a
@@ -392,7 +396,7 @@ impl Instance {
     }
 
     /// The possible splits.
-    pub fn cuts(&self) -> &[Cut] {
+    pub fn cuts(&self) -> &[PlannedSplit] {
         &self.cuts
     }
 
@@ -410,7 +414,7 @@ impl Instance {
 
     /// The prefill instance, if there is one: whether both are connected, the outcomes of prompts,
     /// and the prefill speed of both.
-    pub(crate) fn prompts(&self) -> Option<(&Self, (bool, Counts, Readers))> {
+    pub(crate) fn prompts(&self) -> Option<(&Self, (bool, PrefillCounts, PrefillOffload))> {
         let prompts = self.prompts.as_ref()?;
         Some((&*prompts.instance, prompts.figures()))
     }
@@ -437,7 +441,7 @@ impl Instance {
     }
 
     /// All changes of the split so far, refused ones included.
-    pub fn changes(&self) -> Vec<Change> {
+    pub fn changes(&self) -> Vec<ChangeRecord> {
         lock(&self.shared.view).changes.clone()
     }
 
@@ -471,10 +475,10 @@ impl Instance {
 impl Service for Instance {
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         lock(&self.shared.view).door.clone()?;
         let ticket = Ticket(self.shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let request = Box::new(request);
@@ -501,19 +505,19 @@ impl Service for Instance {
         self.split().to_string()
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ServiceStatus {
         let view = lock(&self.shared.view);
         let (running, waiting) = view.load;
         let is_open = view.door.is_ok();
-        let state = match &view.stand {
-            Stand::Ready => State::Ready,
-            Stand::Loading if is_open => State::Recovering(String::from("workers start again")),
-            Stand::Loading => State::Loading,
-            Stand::Failed { reason, .. } if is_open => State::Recovering(reason.clone()),
-            Stand::Failed { reason, .. } => State::Failed(reason.clone()),
+        let state = match &view.health {
+            Health::Ready => State::Ready,
+            Health::Loading if is_open => State::Recovering(String::from("workers start again")),
+            Health::Loading => State::Loading,
+            Health::Failed { reason, .. } if is_open => State::Recovering(reason.clone()),
+            Health::Failed { reason, .. } => State::Failed(reason.clone()),
         };
-        let held = self.prompts.as_ref().map_or(0, Prompts::held);
-        Status {
+        let held = self.prompts.as_ref().map_or(0, PrefillGroup::held);
+        ServiceStatus {
             state,
             running,
             waiting: waiting + held,
@@ -538,7 +542,7 @@ impl fmt::Debug for Instance {
     }
 }
 
-impl Shared {
+impl InstanceShared {
     fn command(&self, command: Command) {
         lock(&self.commands).push_back(command);
         self.crew.wake();
@@ -547,13 +551,13 @@ impl Shared {
 
 /// Group name and secret by which the ranks of an epoch authenticate each other.
 #[derive(Default)]
-struct Meeting {
+struct GroupCredentials {
     /// Names the group.
     group: [u8; 16],
     key: EpochKey,
 }
 
-impl Meeting {
+impl GroupCredentials {
     /// Draws new random values.
     fn renew(&mut self) -> Result<(), Error> {
         let drawn =
@@ -567,14 +571,14 @@ impl Meeting {
 
 /// The thread's side.
 struct Shell {
-    shared: Arc<Shared>,
-    spec: InstanceSpec,
+    shared: Arc<InstanceShared>,
+    spec: InstanceConfig,
     supervisor: Supervisor,
     observer: Observer,
     begun: Instant,
     sinks: HashMap<Ticket, Sink>,
-    meeting: Meeting,
-    measuring: Vec<Sender<(Rank, Measured)>>,
+    meeting: GroupCredentials,
+    measuring: Vec<Sender<(Rank, RankMeasurements)>>,
     tracing: Vec<Sender<(Rank, RankTrace)>>,
     /// Sends the result of the first start, once.
     first: Option<Sender<Result<(), Error>>>,
@@ -592,11 +596,11 @@ impl Shell {
             let wait = due.map_or(RECEIVE_LIMIT, |due| due.saturating_sub(now));
             let event = self.shared.crew.receive(wait.min(RECEIVE_LIMIT));
             match event {
-                Some(event) => self.heard(event),
+                Some(event) => self.handle_event(event),
                 None => self.step(Event::Tick),
             }
             self.ask();
-            self.obey();
+            self.run_commands();
         }
         self.sinks.clear();
     }
@@ -607,11 +611,11 @@ impl Shell {
         let now = self.begun.elapsed();
         let follower = self.follower.as_mut().filter(|_| is_computing);
         if follower.is_some_and(|follower| follower.is_due(now)) {
-            self.tell_all(&ToWorker::Look);
+            self.broadcast(&ToWorker::Look);
         }
     }
 
-    fn heard(&mut self, event: CrewEvent<FromWorker>) {
+    fn handle_event(&mut self, event: CrewEvent<FromWorker>) {
         let event = match event {
             CrewEvent::Message {
                 rank,
@@ -631,7 +635,7 @@ impl Shell {
                     sent_to,
                     guesses,
                 } => {
-                    let measured = Measured {
+                    let measured = RankMeasurements {
                         moved: (*moved).into(),
                         uses: uses.clone(),
                         sent_to: sent_to.clone(),
@@ -643,8 +647,8 @@ impl Shell {
                 }
                 FromWorker::Busy { epoch, busy } => {
                     let follower = self.follower.as_mut();
-                    let better = follower.and_then(|it| it.hear(*rank, *epoch, *busy));
-                    let Some(Move { to, gain }) = better else {
+                    let better = follower.and_then(|it| it.record_busy(*rank, *epoch, *busy));
+                    let Some(ShareMove { to, gain }) = better else {
                         return;
                     };
                     match &mut self.follower {
@@ -660,12 +664,12 @@ impl Shell {
                 _ => {}
             }
         }
-        self.hear_of_pages(event);
+        self.handle_page_event(event);
     }
 
     /// Routes a worker's messages about KV transfer to the prefill thread; handles all others as
     /// events.
-    fn hear_of_pages(&mut self, event: CrewEvent<FromWorker>) {
+    fn handle_page_event(&mut self, event: CrewEvent<FromWorker>) {
         let event = match (event, &self.spec.hears) {
             (CrewEvent::Message { rank, message }, Some(hears)) => {
                 let Some(message) = hears.worker(rank, message) else {
@@ -675,11 +679,11 @@ impl Shell {
             }
             (event, _) => event,
         };
-        self.step(Event::Crew(event));
+        self.step(Event::Worker(event));
     }
 
     /// Executes the callers' commands.
-    fn obey(&mut self) {
+    fn run_commands(&mut self) {
         loop {
             let command = lock(&self.shared.commands).pop_front();
             match command {
@@ -695,21 +699,21 @@ impl Shell {
                 Some(Command::Cancel(ticket)) => self.step(Event::Cancel(ticket)),
                 Some(Command::Measure(asker)) => {
                     self.measuring.push(asker);
-                    self.tell_all(&ToWorker::Measure);
+                    self.broadcast(&ToWorker::Measure);
                 }
-                Some(Command::Trace) => self.tell_all(&ToWorker::Trace { on: true }),
+                Some(Command::Trace) => self.broadcast(&ToWorker::Trace { on: true }),
                 Some(Command::Traced(asker)) => {
                     self.tracing.push(asker);
-                    self.tell_all(&ToWorker::Trace { on: false });
+                    self.broadcast(&ToWorker::Trace { on: false });
                 }
-                Some(Command::Tell(notice)) => self.tell(&notice),
+                Some(Command::Tell(notice)) => self.notify(&notice),
                 Some(Command::End) => self.step(Event::End),
             }
         }
     }
 
     /// Sends a message to every rank; a lost rank is detected elsewhere.
-    fn tell_all(&self, message: &ToWorker) {
+    fn broadcast(&self, message: &ToWorker) {
         let ranks = (0..self.spec.ranks()).map(Rank);
         ranks.for_each(|rank| drop(self.shared.crew.send(rank, message)));
     }
@@ -730,7 +734,7 @@ impl Shell {
     fn publish(&self) {
         let supervisor = &self.supervisor;
         let mut view = lock(&self.shared.view);
-        view.stand = supervisor.stand();
+        view.health = supervisor.health();
         view.door = supervisor.check();
         view.load = supervisor.load();
         view.epoch = supervisor.epoch();
@@ -784,7 +788,7 @@ impl Shell {
                     lock(forecast).loaded(split, took.as_secs_f64());
                 }
             }
-            Action::Tell(notice) => self.tell(&notice),
+            Action::Tell(notice) => self.notify(&notice),
             Action::End => {
                 self.over = true;
                 self.keeper.end();
@@ -803,7 +807,7 @@ impl Shell {
         &self,
         rank: Rank,
         ticket: Ticket,
-        request: Box<Request>,
+        request: Box<GenerationRequest>,
         tokens: Vec<u32>,
     ) -> Option<Event> {
         let message = ToWorker::Submit {
@@ -867,7 +871,7 @@ impl Shell {
         }
     }
 
-    fn tell(&mut self, notice: &Notice) {
+    fn notify(&mut self, notice: &Notice) {
         match notice {
             Notice::Ready {
                 facts, way, epoch, ..

@@ -30,8 +30,8 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
 use paceline_cluster::Error::{TooLong, Unencodable};
-use paceline_cluster::workers::{Event, Limits, Spec, Workers};
-use paceline_formats::chat::{Failure, Interpreter, Job};
+use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
+use paceline_formats::chat::{Interpreter, RenderInput, TemplateError};
 use paceline_process::processes::{Ending, Signal};
 use serde::{Deserialize, Serialize};
 
@@ -49,18 +49,18 @@ const END_LIMIT: Duration = Duration::from_secs(1);
 
 /// A request to the child.
 #[derive(Debug, Serialize, Deserialize)]
-enum Ask {
+enum ChildRequest {
     /// Compile this template; the answer is empty.
     Load(String),
-    Render(Job),
+    Render(RenderInput),
 }
 
 /// The child's response: the rendered text, empty after [`Ask::Load`].
-type Answer = Result<String, Failure>;
+type ChildResponse = Result<String, TemplateError>;
 
 /// The program that runs [`child::run`].
 #[derive(Clone, Debug)]
-pub struct Program {
+pub struct ChildProgram {
     pub path: PathBuf,
     pub args: Vec<OsString>,
     /// Its complete environment: nothing of this process's is inherited.
@@ -68,28 +68,28 @@ pub struct Program {
 }
 
 /// A template in a child process.
-pub struct Apart {
-    program: Program,
+pub struct SandboxedTemplate {
+    program: ChildProgram,
     source: String,
-    seat: Seat,
+    seat: ChildQueue,
 }
 
-impl Apart {
+impl SandboxedTemplate {
     /// Starts a child that compiles `source`.
     ///
     /// # Errors
     /// [`Failure::Ended`] if no child can be started, or it ends early; another [`Failure`] if the
     /// template does not compile within the limits.
-    pub fn start(program: Program, source: &str) -> Result<Self, Failure> {
+    pub fn start(program: ChildProgram, source: &str) -> Result<Self, TemplateError> {
         let child = Child::start(&program, source)?;
-        let room = Room {
+        let room = ChildQueueState {
             child: Some(child),
-            ..Room::default()
+            ..ChildQueueState::default()
         };
         Ok(Self {
             program,
             source: source.to_owned(),
-            seat: Seat {
+            seat: ChildQueue {
                 room: Mutex::new(room),
                 changed: Condvar::new(),
             },
@@ -103,7 +103,7 @@ impl Apart {
     }
 }
 
-impl fmt::Debug for Apart {
+impl fmt::Debug for SandboxedTemplate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Apart")
             .field("program", &self.program)
@@ -111,10 +111,10 @@ impl fmt::Debug for Apart {
     }
 }
 
-impl Interpreter for Apart {
-    fn render(&self, job: Job) -> Result<String, Failure> {
-        let mut turn = self.seat.take(WAIT).ok_or(Failure::Busy)?;
-        let ask = Ask::Render(job);
+impl Interpreter for SandboxedTemplate {
+    fn render(&self, job: RenderInput) -> Result<String, TemplateError> {
+        let mut turn = self.seat.take(WAIT).ok_or(TemplateError::Busy)?;
+        let ask = ChildRequest::Render(job);
         let answer = self.ask(&mut turn, &ask);
         if answer == Err(killed()) {
             return self.ask(&mut turn, &ask);
@@ -123,8 +123,8 @@ impl Interpreter for Apart {
     }
 }
 
-impl Apart {
-    fn ask(&self, turn: &mut Turn<'_>, ask: &Ask) -> Answer {
+impl SandboxedTemplate {
+    fn ask(&self, turn: &mut RenderTurn<'_>, ask: &ChildRequest) -> ChildResponse {
         let child = match turn.child.take().filter(Child::lives) {
             Some(child) => child,
             None => Child::start(&self.program, &self.source)?,
@@ -137,13 +137,13 @@ impl Apart {
 }
 
 /// A queue for the child: one rendering at a time, in order of arrival.
-struct Seat {
-    room: Mutex<Room>,
+struct ChildQueue {
+    room: Mutex<ChildQueueState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Room {
+struct ChildQueueState {
     child: Option<Child>,
     is_taken: bool,
     /// Tickets of waiting renderings; bounded by the rendering threads.
@@ -152,12 +152,12 @@ struct Room {
 }
 
 /// Exclusive use of the child. Dropping it passes the child to the next in the queue.
-struct Turn<'a> {
-    seat: &'a Seat,
+struct RenderTurn<'a> {
+    seat: &'a ChildQueue,
     child: Option<Child>,
 }
 
-impl Drop for Turn<'_> {
+impl Drop for RenderTurn<'_> {
     fn drop(&mut self) {
         let mut room = lock(&self.seat.room);
         room.child = self.child.take();
@@ -166,14 +166,15 @@ impl Drop for Turn<'_> {
     }
 }
 
-impl Seat {
+impl ChildQueue {
     /// Waits for a turn; `None` after `limit`.
-    fn take(&self, limit: Duration) -> Option<Turn<'_>> {
+    fn take(&self, limit: Duration) -> Option<RenderTurn<'_>> {
         let mut room = lock(&self.room);
         let ticket = room.tickets;
         room.tickets += 1;
         room.queue.push_back(ticket);
-        let is_later = |room: &mut Room| room.is_taken || room.queue.front() != Some(&ticket);
+        let is_later =
+            |room: &mut ChildQueueState| room.is_taken || room.queue.front() != Some(&ticket);
         let waited = self.changed.wait_timeout_while(room, limit, is_later);
         let (mut room, result) = waited.unwrap_or_else(PoisonError::into_inner);
         room.queue.retain(|other| *other != ticket);
@@ -183,33 +184,33 @@ impl Seat {
         }
         room.is_taken = true;
         let child = room.child.take();
-        Some(Turn { seat: self, child })
+        Some(RenderTurn { seat: self, child })
     }
 }
 
 /// A process that has compiled the template.
 struct Child {
-    workers: Workers<Ask, Answer>,
+    workers: Workers<ChildRequest, ChildResponse>,
 }
 
 impl Child {
-    fn start(program: &Program, source: &str) -> Result<Self, Failure> {
-        let spec = Spec {
+    fn start(program: &ChildProgram, source: &str) -> Result<Self, TemplateError> {
+        let spec = WorkerSpec {
             env: program.env.clone(),
             env_alone: true,
-            limits: Limits {
+            limits: WorkerLimits {
                 start: DEADLINE,
                 // Not used: a rendering has a deadline.
                 silence: Duration::from_secs(3600),
                 write: DEADLINE,
             },
-            ..Spec::new(&program.path, vec![program.args.clone()])
+            ..WorkerSpec::new(&program.path, vec![program.args.clone()])
         };
-        let workers = Workers::spawn(spec).map_err(|error| Failure::Ended {
+        let workers = Workers::spawn(spec).map_err(|error| TemplateError::Ended {
             reason: format!("cannot be started: {error}"),
         })?;
         let child = Self { workers };
-        child.ask(&Ask::Load(source.to_owned()))??;
+        child.ask(&ChildRequest::Load(source.to_owned()))??;
         Ok(child)
     }
 
@@ -222,10 +223,10 @@ impl Child {
     }
 
     /// The failure of a child that accepts no message; `reason` if its end is already known.
-    fn ended(&self, reason: &str) -> Failure {
+    fn ended(&self, reason: &str) -> TemplateError {
         match self.workers.recv(END_LIMIT) {
             Some(Event::Exited { ending, tail, .. }) => cause(ending, &tail),
-            _ => Failure::Ended {
+            _ => TemplateError::Ended {
                 reason: format!("is gone: {reason}"),
             },
         }
@@ -235,12 +236,12 @@ impl Child {
     ///
     /// # Errors
     /// How the child broke.
-    fn ask(&self, ask: &Ask) -> Result<Answer, Failure> {
+    fn ask(&self, ask: &ChildRequest) -> Result<ChildResponse, TemplateError> {
         let start = Instant::now();
         match self.workers.send(Rank(0), ask) {
             Err(error @ (TooLong { .. } | Unencodable { .. })) => {
                 let reason = format!("takes no such conversation: {error}");
-                return Ok(Err(Failure::Ended { reason }));
+                return Ok(Err(TemplateError::Ended { reason }));
             }
             Err(error) => return Err(self.ended(&error.to_string())),
             Ok(()) => {}
@@ -253,7 +254,7 @@ impl Child {
                 Some(Event::Exited { ending, tail, .. }) => return Err(cause(ending, &tail)),
                 Some(other) => {
                     let reason = other.to_string();
-                    return Err(Failure::Ended { reason });
+                    return Err(TemplateError::Ended { reason });
                 }
                 None if left.is_zero() => return Err(slow(DEADLINE)),
                 None => {}
@@ -262,30 +263,30 @@ impl Child {
     }
 }
 
-fn slow(limit: Duration) -> Failure {
+fn slow(limit: Duration) -> TemplateError {
     let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
-    Failure::TooSlow { limit_ms }
+    TemplateError::TooSlow { limit_ms }
 }
 
 /// The failure of a child killed from outside: by a person, or by the kernel when memory is short.
 /// No template can cause it, since the limits end a child by other signals.
-fn killed() -> Failure {
+fn killed() -> TemplateError {
     cause(Ending::Signal(Signal::KILL.as_raw()), &[])
 }
 
 /// The limit that ended the child, from the messages of the kernel or of Rust's runtime.
-fn cause(ending: Ending, tail: &[String]) -> Failure {
+fn cause(ending: Ending, tail: &[String]) -> TemplateError {
     let says = |words: &str| tail.iter().any(|line| line.contains(words));
     if ending == Ending::Signal(Signal::XCPU.as_raw()) {
         return slow(limits::COMPUTING);
     }
     if says("memory allocation of") || says("out of memory") {
         let limit = limits::MEMORY_BYTES;
-        return Failure::TooLarge { limit };
+        return TemplateError::TooLarge { limit };
     }
     if says("has overflowed its stack") {
         let reason = "overflowed its stack".to_owned();
-        return Failure::Ended { reason };
+        return TemplateError::Ended { reason };
     }
     // Rust's runtime prints a hint about backtraces after a panic.
     let is_note = |line: &&String| line.starts_with("note: ");
@@ -293,7 +294,7 @@ fn cause(ending: Ending, tail: &[String]) -> Failure {
         Some(line) => format!("{ending}: {line}"),
         None => ending.to_string(),
     };
-    Failure::Ended { reason }
+    TemplateError::Ended { reason }
 }
 
 #[cfg(test)]

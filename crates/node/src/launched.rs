@@ -14,18 +14,19 @@ use std::net::SocketAddr;
 use std::{io, num};
 
 use paceline_base::Rank;
-use paceline_comm::provider::{Placed, Provider};
+use paceline_comm::provider::{LaunchedProvider, Provider};
 use paceline_comm::{Backend, Deadline, Group, Plaintext, Strict};
 use paceline_comm_interop::nccl::{self, Libraries};
 use paceline_comm_interop::{MlxBackend, MlxError, MlxPlace, init_mlx, mlx_ring, mpi};
 use paceline_comm_rdma::settings::Lookup;
 use paceline_comm_rdma::{
-    self as rdma, Cabling, Matrix, MatrixError, RdmaError, Settings, SettingsError, Verbs, settings,
+    self as rdma, Cabling, JacclSettings, Matrix, MatrixError, RdmaError, SettingsError, Verbs,
+    settings,
 };
 
 /// Why the environment names no transport, or its ranks do not connect.
 #[derive(Debug, thiserror::Error)]
-pub enum WireError {
+pub enum LauncherError {
     #[error("{0}")]
     Settings(#[from] SettingsError),
     #[error("{0}")]
@@ -63,18 +64,18 @@ pub fn of(
     backend: Backend,
     plaintext: Plaintext,
     lookup: Lookup<'_>,
-) -> Result<Option<Box<dyn Provider>>, WireError> {
+) -> Result<Option<Box<dyn Provider>>, LauncherError> {
     let wire: Box<dyn Provider> = match backend {
         Backend::Any | Backend::Local | Backend::Shm | Backend::Tcp => return Ok(None),
         Backend::Rdma => {
             let cabling = Cabling::new(Verbs::load()?, Matrix::parse(&devices(lookup)?)?);
-            Box::new(rdma::Wire { cabling, plaintext })
+            Box::new(rdma::RdmaProvider { cabling, plaintext })
         }
-        Backend::MlxRing => Box::new(mlx_ring::Wire { plaintext }),
-        Backend::Mpi => Box::new(mpi::Wire { plaintext }),
+        Backend::MlxRing => Box::new(mlx_ring::MlxRingProvider { plaintext }),
+        Backend::Mpi => Box::new(mpi::MpiProvider { plaintext }),
         Backend::Nccl => {
             let libraries = Libraries::default();
-            Box::new(nccl::Wire {
+            Box::new(nccl::NcclProvider {
                 libraries,
                 plaintext,
             })
@@ -103,11 +104,11 @@ pub fn join(
     plaintext: Plaintext,
     lookup: Lookup<'_>,
     deadline: Deadline,
-) -> Result<Box<dyn Group>, WireError> {
+) -> Result<Box<dyn Group>, LauncherError> {
     let (mut hosts, mut jaccl) = (None, None);
     let named = match backend {
         Backend::Rdma => {
-            jaccl = Some(Settings::parse(lookup, &devices(lookup)?)?);
+            jaccl = Some(JacclSettings::parse(lookup, &devices(lookup)?)?);
             MlxBackend::Jaccl
         }
         Backend::Nccl => MlxBackend::Nccl,
@@ -121,7 +122,9 @@ pub fn join(
         rank: number("MLX_RANK", lookup)?.map(Rank),
         hosts: hosts.as_deref(),
         nccl: nccl_place(lookup)?,
-        jaccl: jaccl.as_ref().map(|settings| settings as &dyn Placed),
+        jaccl: jaccl
+            .as_ref()
+            .map(|settings| settings as &dyn LaunchedProvider),
         libraries: &Libraries::default(),
         plaintext,
     };
@@ -129,16 +132,16 @@ pub fn join(
 }
 
 /// The text of the device file.
-fn devices(lookup: Lookup<'_>) -> Result<String, WireError> {
+fn devices(lookup: Lookup<'_>) -> Result<String, LauncherError> {
     let path = settings::device_file(lookup)?;
-    std::fs::read_to_string(&path).map_err(|source| WireError::DeviceFile { path, source })
+    std::fs::read_to_string(&path).map_err(|source| LauncherError::DeviceFile { path, source })
 }
 
-fn hostfile(lookup: Lookup<'_>) -> Result<Option<Vec<Vec<SocketAddr>>>, WireError> {
+fn hostfile(lookup: Lookup<'_>) -> Result<Option<Vec<Vec<SocketAddr>>>, LauncherError> {
     let Some(path) = lookup("MLX_HOSTFILE") else {
         return Ok(None);
     };
-    let wrong = |source: io::Error| WireError::Hostfile {
+    let wrong = |source: io::Error| LauncherError::Hostfile {
         path: path.clone(),
         source,
     };
@@ -154,10 +157,10 @@ fn hostfile(lookup: Lookup<'_>) -> Result<Option<Vec<Vec<SocketAddr>>>, WireErro
     let hosts = hosts
         .iter()
         .map(|own| own.iter().map(|a| resolve(a)).collect());
-    hosts.collect::<Result<_, WireError>>().map(Some)
+    hosts.collect::<Result<_, LauncherError>>().map(Some)
 }
 
-fn nccl_place(lookup: Lookup<'_>) -> Result<Option<(u32, SocketAddr)>, WireError> {
+fn nccl_place(lookup: Lookup<'_>) -> Result<Option<(u32, SocketAddr)>, LauncherError> {
     let size = number("MLX_WORLD_SIZE", lookup)?;
     Ok(match (size, lookup("NCCL_HOST_IP"), lookup("NCCL_PORT")) {
         (Some(size), Some(ip), Some(port)) => Some((size, resolve(&format!("{ip}:{port}"))?)),
@@ -165,17 +168,17 @@ fn nccl_place(lookup: Lookup<'_>) -> Result<Option<(u32, SocketAddr)>, WireError
     })
 }
 
-fn resolve(text: &str) -> Result<SocketAddr, WireError> {
-    paceline_comm::resolve(text).map_err(|source| WireError::Address {
+fn resolve(text: &str) -> Result<SocketAddr, LauncherError> {
+    paceline_comm::resolve(text).map_err(|source| LauncherError::Address {
         text: text.to_owned(),
         source,
     })
 }
 
-fn number(name: &'static str, lookup: Lookup<'_>) -> Result<Option<u32>, WireError> {
+fn number(name: &'static str, lookup: Lookup<'_>) -> Result<Option<u32>, LauncherError> {
     let parse = |value: String| {
         let parsed = value.trim().parse::<u32>();
-        parsed.map_err(|source| WireError::Number {
+        parsed.map_err(|source| LauncherError::Number {
             name,
             value: value.clone(),
             source,

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use paceline_base::{KernelClass, Rank};
 use paceline_engine::EngineConfig;
 use paceline_model::{
-    Adapter, Config, Error, Links, LoadOptions, MlxModel, MlxOptions, MlxPlaces, Model, Source,
-    Split, Weights,
+    Adapter, Config, Error, Links, LoadOptions, LoadedModel, MlxModel, MlxOptions, MlxPlaces,
+    Model, ModelSource, Split,
 };
 use paceline_tensor::{Kernels, KvType};
 use tracing::warn;
 
 /// Specification of the shard to load.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted<'a> {
-    pub(crate) source: &'a Arc<Source>,
+pub(crate) struct ShardSpec<'a> {
+    pub(crate) source: &'a Arc<ModelSource>,
     pub(crate) split: &'a Split,
     pub(crate) rank: Rank,
     pub(crate) class: KernelClass,
@@ -28,14 +28,14 @@ pub(crate) struct Wanted<'a> {
     pub(crate) adapters: &'a [Adapter],
 }
 
-impl Wanted<'_> {
+impl ShardSpec<'_> {
     /// Loads it and connects it with the other ranks, if there are some.
     pub(crate) fn load(
         self,
         links: Option<Links>,
         kernels: Arc<Kernels>,
         progress: impl FnMut(usize, usize),
-    ) -> Result<Arc<dyn Weights>, Error> {
+    ) -> Result<Arc<dyn LoadedModel>, Error> {
         let (split, rank, class) = (self.split, self.rank, self.class);
         if class.is_mlx() {
             if !self.adapters.is_empty() {
@@ -80,15 +80,15 @@ impl Wanted<'_> {
 /// # Errors
 /// The model cannot be loaded, or MLX is not available for its class.
 pub fn load_whole(
-    source: &Arc<Source>,
+    source: &Arc<ModelSource>,
     (class, kv): (KernelClass, Option<KvType>),
     engine: &EngineConfig,
     mlx: &MlxPlaces,
     kernels: Arc<Kernels>,
     progress: impl FnMut(usize, usize),
-) -> Result<Arc<dyn Weights>, Error> {
+) -> Result<Arc<dyn LoadedModel>, Error> {
     let split = Split::whole(&Config::read(source)?);
-    let wanted = Wanted {
+    let wanted = ShardSpec {
         source,
         split: &split,
         rank: Rank(0),

@@ -13,29 +13,29 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use paceline_comm::tcp::KEY_BYTES;
-use paceline_engine::{EngineConfig, Guesses, Reply, Request, Ticket};
+use paceline_engine::{DraftCounts, EngineConfig, GenerationRequest, Reply, Ticket};
 use paceline_model::trace::RankTrace;
-use paceline_model::{Busy, ExpertUses, Split};
+use paceline_model::{ComputeTime, ExpertUses, Split};
 use serde::{Deserialize, Serialize};
 
 use crate::adapters::AdapterOf;
-use crate::moved::RankMoved;
+use crate::moved::RankTraffic;
 
 /// From an instance to a worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToWorker {
     /// An assignment in an epoch; the first message, and the first after [`FromWorker::Left`] or
     /// [`FromWorker::Failed`].
-    Assign(Box<Job>),
+    Assign(Box<RankAssignment>),
     /// Pack the weights of an assignment, and wait as standby.
-    Prepare(Box<Job>),
+    Prepare(Box<RankAssignment>),
     /// The addresses of all ranks, in rank order; the second message of an epoch.
     Join { addrs: Vec<SocketAddr> },
     /// A request, to the leader.
     Submit {
         ticket: Ticket,
         /// The request to compute.
-        request: Box<Request>,
+        request: Box<GenerationRequest>,
         /// Tokens of the answer that the caller already has.
         tokens: Vec<u32>,
     },
@@ -53,9 +53,9 @@ pub enum ToWorker {
     /// Leave the epoch after the current step, and wait for another assignment.
     Leave,
     /// Listen for the prefill ranks, which send their KV pages to this rank.
-    Receive(Box<Receive>),
+    Receive(Box<ReceivePages>),
     /// Send the KV pages of prompts to these decode ranks from now on.
-    HandTo(Box<HandTo>),
+    HandTo(Box<SendPages>),
     /// Report when a page and all before it have arrived from the prefill ranks.
     Expect {
         number: u64,
@@ -85,7 +85,7 @@ impl ToWorker {
 
 /// A rank's assignment in an epoch.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Job {
+pub struct RankAssignment {
     pub(crate) epoch: u64,
     pub(crate) rank: u32,
     /// The shards of all ranks, decided by the instance's owner: a worker checks them and derives
@@ -123,12 +123,12 @@ pub struct Job {
     pub(crate) patience_s: u64,
     /// The role in KV transfer, with disaggregated prefill.
     #[serde(default)]
-    pub(crate) hands: Option<Hands>,
+    pub(crate) hands: Option<PrefillRole>,
 }
 
 /// A rank's role in disaggregated prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Hands {
+pub(crate) enum PrefillRole {
     /// It decodes, and receives the KV pages of prompts.
     Take,
     /// It computes prompts, and sends their KV pages.
@@ -137,7 +137,7 @@ pub(crate) enum Hands {
 
 /// Credentials of one round of connections between the prefill and decode ranks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Round {
+pub(crate) struct TransferRound {
     /// Its number: messages of an earlier round are ignored.
     pub(crate) number: u64,
     /// Id of the groups of two ranks.
@@ -148,8 +148,8 @@ pub(crate) struct Round {
 
 /// Order to a decode rank: receive KV pages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Receive {
-    pub(crate) round: Round,
+pub struct ReceivePages {
+    pub(crate) round: TransferRound,
     /// The split of the prefill ranks.
     pub(crate) from: Split,
     /// Listen address for them.
@@ -158,8 +158,8 @@ pub struct Receive {
 
 /// Order to a prefill rank: send KV pages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct HandTo {
-    pub(crate) round: Round,
+pub struct SendPages {
+    pub(crate) round: TransferRound,
     /// The split of the decode ranks.
     pub(crate) to: Split,
     /// Address of each of them for this rank.
@@ -238,7 +238,7 @@ pub enum FromWorker {
     /// The answer to `Measure`.
     Measured {
         /// Bytes that the rank has moved in its epoch so far.
-        moved: RankMoved,
+        moved: RankTraffic,
         /// How often its layers' experts were chosen since their weights were loaded.
         uses: Vec<ExpertUses>,
         /// Bytes sent to each rank in its epoch so far, by rank. Empty if its groups do not count
@@ -247,13 +247,13 @@ pub enum FromWorker {
         sent_to: Vec<u64>,
         /// Of a leader: draft tokens verified in the epoch so far.
         #[serde(default)]
-        guesses: Guesses,
+        guesses: DraftCounts,
     },
     /// The answer to `Look`.
     Busy {
         epoch: u64,
         /// Steps of the rank in it, and their computing time.
-        busy: Busy,
+        busy: ComputeTime,
     },
     /// The answer to `Trace` that ends one.
     Traced(Box<RankTrace>),
@@ -261,7 +261,7 @@ pub enum FromWorker {
     Left {
         epoch: u64,
         /// Bytes that it had moved in it.
-        moved: RankMoved,
+        moved: RankTraffic,
     },
     /// The answer to `Receive`.
     Receives {

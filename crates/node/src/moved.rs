@@ -1,13 +1,13 @@
 //! Traffic of an instance's ranks in bytes.
 
 use paceline_base::Bytes;
-use paceline_model::Weights;
+use paceline_model::LoadedModel;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 /// Bytes that ranks have moved since they started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Moved {
+pub struct InstanceTraffic {
     /// Sent to other ranks.
     pub sent: Bytes,
     /// Activations on MLX, sent and received directly from and into its arrays.
@@ -18,7 +18,7 @@ pub struct Moved {
     pub staged: Bytes,
 }
 
-impl Moved {
+impl InstanceTraffic {
     fn with(self, other: Self, f: impl Fn(u64, u64) -> u64) -> Self {
         let f = |of: fn(&Self) -> Bytes| Bytes(f(of(&self).0, of(&other).0));
         Self {
@@ -69,7 +69,7 @@ impl Moved {
     }
 }
 
-impl std::iter::Sum for Moved {
+impl std::iter::Sum for InstanceTraffic {
     fn sum<I: Iterator<Item = Self>>(ranks: I) -> Self {
         ranks.fold(Self::default(), |a, b| a.with(b, |a, b| a + b))
     }
@@ -77,7 +77,7 @@ impl std::iter::Sum for Moved {
 
 /// Bytes between the ranks of an instance in its epoch so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Exchanged {
+pub struct CollectiveTraffic {
     pub id: String,
     /// Number of the epoch; each epoch counts from 0.
     pub epoch: u64,
@@ -89,15 +89,15 @@ pub struct Exchanged {
 
 /// [`Moved`] on the control channel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RankMoved {
+pub struct RankTraffic {
     sent: u64,
     in_place: u64,
     converted: u64,
     staged: u64,
 }
 
-impl RankMoved {
-    pub(crate) fn of(model: &dyn Weights) -> Self {
+impl RankTraffic {
+    pub(crate) fn of(model: &dyn LoadedModel) -> Self {
         let arrays = model.exchanged();
         Self {
             sent: model.links().map_or(0, |links| links.sent().0),
@@ -108,8 +108,8 @@ impl RankMoved {
     }
 }
 
-impl From<RankMoved> for Moved {
-    fn from(rank: RankMoved) -> Self {
+impl From<RankTraffic> for InstanceTraffic {
+    fn from(rank: RankTraffic) -> Self {
         Self {
             sent: Bytes(rank.sent),
             in_place: Bytes(rank.in_place),
@@ -123,18 +123,18 @@ impl From<RankMoved> for Moved {
 mod tests {
     use super::*;
 
-    fn moved(sent: u64, in_place: u64) -> Moved {
+    fn moved(sent: u64, in_place: u64) -> InstanceTraffic {
         let (sent, in_place) = (Bytes(sent), Bytes(in_place));
-        Moved {
+        InstanceTraffic {
             sent,
             in_place,
-            ..Moved::default()
+            ..InstanceTraffic::default()
         }
     }
 
     #[test]
     fn ranks_add_up_and_shares_are_of_what_came_after() {
-        let all: Moved = [moved(10, 4), moved(20, 6)].into_iter().sum();
+        let all: InstanceTraffic = [moved(10, 4), moved(20, 6)].into_iter().sum();
         assert_eq!(all, moved(30, 10));
         assert_eq!(all.since(moved(10, 0)).per(2), moved(10, 5));
         assert_eq!(all.per(0), moved(0, 0));

@@ -11,7 +11,7 @@
 use std::ops::Range;
 
 use paceline_model::{Config, Split, SplitKind, StageKind, split};
-use paceline_plan::{Member, Pipeline, Placement, Split as Sharing, Stage};
+use paceline_plan::{Pipeline, PipelineStage, Placement, Split as Sharing, StageMember};
 
 use crate::Error;
 
@@ -24,7 +24,7 @@ const PARTS: f64 = (1 << 20) as f64;
 
 /// A placement, its split of the model, and its predicted speed.
 #[derive(Clone, Debug)]
-pub struct Cut {
+pub struct PlannedSplit {
     pub placement: Placement,
     /// Split of the model by the placement.
     pub split: Split,
@@ -32,7 +32,7 @@ pub struct Cut {
     pub tok_s: Option<f64>,
 }
 
-impl Cut {
+impl PlannedSplit {
     /// Rounds the shares of `placement` to whole leaves. Rank i is on its i-th node.
     ///
     /// # Errors
@@ -105,14 +105,14 @@ pub fn ways(config: &Config, most: u32) -> Vec<(SplitKind, Split)> {
 }
 
 /// A stage on nodes from `first` on.
-fn stage(kind: StageKind, layers: &Range<usize>, shares: &[u32], first: usize) -> Stage {
+fn stage(kind: StageKind, layers: &Range<usize>, shares: &[u32], first: usize) -> PipelineStage {
     let all: f64 = shares.iter().copied().map(f64::from).sum();
-    let member = |(node, share): (usize, &u32)| Member {
+    let member = |(node, share): (usize, &u32)| StageMember {
         node,
         share: f64::from(*share) / all,
         streamed: 0,
     };
-    Stage {
+    PipelineStage {
         layers: layers.start as u32..layers.end as u32,
         split: match (shares.len(), kind) {
             (1, _) => Sharing::Whole,
@@ -140,7 +140,7 @@ fn executed(placement: &Placement) -> Result<&Pipeline, Error> {
 }
 
 /// The shares of a stage as whole numbers: the smallest exact ones, if they are small enough.
-fn weights(members: &[Member]) -> Vec<u32> {
+fn weights(members: &[StageMember]) -> Vec<u32> {
     let parts = |all: f64| members.iter().map(move |member| member.share * all);
     let is_whole = |part: f64| part.round() >= 1.0 && (part - part.round()).abs() < 1e-6;
     let known = (1..=PARTS_MAX).find(|all| parts(f64::from(*all)).all(is_whole));
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn shares_of_a_planner_are_rounded_finely() {
         let share = [0.377_123_4, 0.622_876_6];
-        let members = share.map(|share| Member {
+        let members = share.map(|share| StageMember {
             node: 0,
             share,
             streamed: 0,

@@ -9,7 +9,7 @@ const CHANGES_TOLD: usize = 8;
 
 /// Current state of an instance's computation.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Portrait {
+pub struct InstanceSummary {
     /// The current split.
     pub split: String,
     /// Predicted decode tokens a second of this split.
@@ -76,10 +76,10 @@ pub struct Shard {
 
 impl Instance {
     /// The summary of this instance. Does not wait for the workers.
-    pub fn portrait(&self) -> Portrait {
+    pub fn portrait(&self) -> InstanceSummary {
         let changes = self.changes();
         let last = changes.len().saturating_sub(CHANGES_TOLD);
-        Portrait {
+        InstanceSummary {
             split: self.split().to_string(),
             predicted_tok_s: self.predicted(),
             measured_tok_s: self.measured(),

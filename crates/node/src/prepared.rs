@@ -15,27 +15,29 @@ use std::time::{Duration, Instant};
 use paceline_base::{Bytes, KernelClass, Rank, lock};
 use paceline_comm::Backend;
 use paceline_engine::{
-    Draft, Engine, EngineConfig, Failure, GuessCounts, Guesses, Reply, Request, Runner, Service,
-    Ticket,
+    Draft, DraftCounters, DraftCounts, Engine, EngineConfig, GenerationRequest, Reply,
+    RequestFailure, Runner, Service, Ticket,
 };
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{RankTrace, Tracer};
 use paceline_model::{
-    ADAPTERS_MAX, Config, ExpertUses, MlxPlaces, Source, Split, SplitKind, handed,
+    ADAPTERS_MAX, Config, ExpertUses, MlxPlaces, ModelSource, Split, SplitKind, kv_transfer_plan,
 };
-use paceline_plan::apart::Readers;
+use paceline_plan::apart::PrefillOffload;
 use paceline_tensor::{Kernels, KvType};
 
 use crate::adapters::{AdapterOf, read_all};
 use crate::apart::UNDER_WAY_MAX;
-use crate::crew::Crew;
+use crate::crew::InstanceWorkers;
 use crate::forecast::{Forecast, Setting};
-use crate::instance::apart::{Hears, hears};
+use crate::instance::apart::{GroupEventSender, group_events};
 use crate::instance::follow::lighter;
-use crate::load::Wanted;
+use crate::load::ShardSpec;
 use crate::placing::asked;
-use crate::supervisor::Change;
-use crate::{Cut, Error, Instance, InstanceSpec, Moved, Observer, SharedForecast};
+use crate::supervisor::ChangeRecord;
+use crate::{
+    Error, Instance, InstanceConfig, InstanceTraffic, Observer, PlannedSplit, SharedForecast,
+};
 use crate::{identity, load_whole, texts};
 
 /// Default maximum of draft tokens verified in a step. More than eight are rarely all right (a rate
@@ -89,14 +91,14 @@ impl Options {
 
 /// A model that was opened and split without errors, and is not loaded yet.
 #[derive(Debug)]
-pub struct Prepared {
-    source: Arc<Source>,
+pub struct PreparedModel {
+    source: Arc<ModelSource>,
     identity: OnceLock<String>,
     config: Config,
     options: Options,
     engine: EngineConfig,
     /// The initial split.
-    cut: Cut,
+    cut: PlannedSplit,
     /// Nodes that own its instance after this one, in order.
     successors: Vec<usize>,
     forecast: Option<SharedForecast>,
@@ -118,24 +120,24 @@ pub struct Prepared {
 /// The draft model of another one.
 #[derive(Debug)]
 struct DraftModel {
-    source: Arc<Source>,
+    source: Arc<ModelSource>,
     identity: String,
     tokenizer: Arc<Tokenizer>,
 }
 
-impl Prepared {
+impl PreparedModel {
     /// Reads the shape and splits the model; `sizes` returns the engine's sizes for that shape.
     ///
     /// # Errors
     /// The model is invalid, or cannot be split like that.
     pub fn new(
-        source: Arc<Source>,
+        source: Arc<ModelSource>,
         options: Options,
         sizes: impl FnOnce(&Config) -> EngineConfig,
     ) -> Result<Self, Error> {
         let config = Config::read(&source)?;
         let placement = asked(&config, options.kind, options.nodes, &options.shares)?;
-        let cut = Cut::new(&config, placement, None)?;
+        let cut = PlannedSplit::new(&config, placement, None)?;
         Ok(Self {
             engine: sizes(&config),
             source,
@@ -207,7 +209,7 @@ impl Prepared {
             ..self.options.clone()
         };
         let placement = asked(&self.config, options.kind, nodes, &options.shares)?;
-        let cut = Cut::new(&self.config, placement, None)?;
+        let cut = PlannedSplit::new(&self.config, placement, None)?;
         self.check_handed(&cut.split)?;
         self.identity()?;
         self.prompts_from = from;
@@ -245,7 +247,7 @@ impl Prepared {
         for cut in self.cuts() {
             let takers = &cut.split;
             for to in (0..takers.ranks()).map(Rank) {
-                handed(&self.config, kv, (givers, Rank(0)), (takers, to))?;
+                kv_transfer_plan(&self.config, kv, (givers, Rank(0)), (takers, to))?;
             }
         }
         Ok(())
@@ -263,7 +265,7 @@ impl Prepared {
     /// # Errors
     /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] on MLX, and errors of the
     /// draft's files.
-    pub fn guess_with(&mut self, source: Arc<Source>) -> Result<(), Error> {
+    pub fn guess_with(&mut self, source: Arc<ModelSource>) -> Result<(), Error> {
         if !self.options.on_cpu() {
             return Err(Error::DraftOnMlx);
         }
@@ -286,7 +288,7 @@ impl Prepared {
     }
 
     /// The model's files.
-    pub const fn source(&self) -> &Arc<Source> {
+    pub const fn source(&self) -> &Arc<ModelSource> {
         &self.source
     }
 
@@ -388,7 +390,7 @@ impl Prepared {
 
     /// The possible splits: all if the split is steered, or variants with less for one rank if
     /// shares are rebalanced.
-    fn cuts(&self) -> Vec<Cut> {
+    fn cuts(&self) -> Vec<PlannedSplit> {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let mut cuts = Vec::new();
         if let (true, Some(forecast)) = (self.steers, &forecast) {
@@ -398,7 +400,7 @@ impl Prepared {
         }
         if cuts.is_empty() {
             let known = |all: &Forecast| all.predict(&self.config, &self.cut.split).ok();
-            let first = Cut {
+            let first = PlannedSplit {
                 tok_s: forecast.as_deref().and_then(known),
                 ..self.cut.clone()
             };
@@ -420,7 +422,7 @@ impl Prepared {
     /// [`Error::MixedStage`]; what the system refuses.
     pub fn over(
         &self,
-        crew: Box<dyn Crew>,
+        crew: Box<dyn InstanceWorkers>,
         restart: bool,
         observer: Observer,
     ) -> Result<Instance, Error> {
@@ -434,15 +436,15 @@ impl Prepared {
     /// As there.
     pub fn over_apart(
         &self,
-        crew: Box<dyn Crew>,
-        prompts: Box<dyn Crew>,
+        crew: Box<dyn InstanceWorkers>,
+        prompts: Box<dyn InstanceWorkers>,
         restart: bool,
         observer: Observer,
     ) -> Result<Instance, Error> {
         let Some(of_prompts) = &self.prompts else {
             return self.over(crew, restart, observer);
         };
-        let (here, there, heard) = hears();
+        let (here, there, heard) = group_events();
         // The decode instance reports their state.
         let quiet: Observer = Box::new(|_, _| {});
         let prompts = of_prompts.begin(prompts, true, quiet, Some(there))?;
@@ -454,28 +456,29 @@ impl Prepared {
 
     /// The predicted prefill speeds of the decode and prefill ranks, until prompts are measured.
     /// They hold for nodes of one machine, which are measured.
-    fn readers(&self, of_prompts: &Self) -> Readers {
+    fn readers(&self, of_prompts: &Self) -> PrefillOffload {
         let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
         let tok_s = |split: &Split| {
             let seconds = forecast.as_ref()?;
             let seconds = seconds.predict_prompt(&self.config, split, PREDICTED_PROMPT);
             Some(f64::from(PREDICTED_PROMPT) / seconds.ok()?)
         };
-        let predicted = Readers::predicted(tok_s(&self.cut.split), tok_s(&of_prompts.cut.split));
+        let predicted =
+            PrefillOffload::predicted(tok_s(&self.cut.split), tok_s(&of_prompts.cut.split));
         predicted.with_least(self.prompts_from)
     }
 
     fn begin(
         &self,
-        crew: Box<dyn Crew>,
+        crew: Box<dyn InstanceWorkers>,
         restart: bool,
         observer: Observer,
-        hears: Option<Hears>,
+        hears: Option<GroupEventSender>,
     ) -> Result<Instance, Error> {
         let cuts = self.cuts();
         let first = best(&cuts);
         self.options.check(&self.config, &cuts[first].split)?;
-        let spec = InstanceSpec {
+        let spec = InstanceConfig {
             identity: self.identity()?.to_owned(),
             config: self.config.clone(),
             classes: self.options.classes.clone(),
@@ -498,8 +501,8 @@ impl Prepared {
     }
 
     /// Wraps an instance of this model, ready to answer.
-    pub fn loaded(self, instance: Instance) -> Loaded {
-        Loaded {
+    pub fn loaded(self, instance: Instance) -> ServingModel {
+        ServingModel {
             computing: Computing::Crew(instance),
             forecast: self.forecast,
             config: self.config,
@@ -508,8 +511,8 @@ impl Prepared {
     }
 
     /// Wraps a service on another machine or process as this model; `device` is its device.
-    pub fn elsewhere(self, service: Arc<dyn Service>, device: String) -> Loaded {
-        Loaded {
+    pub fn elsewhere(self, service: Arc<dyn Service>, device: String) -> ServingModel {
+        ServingModel {
             computing: Computing::Elsewhere { service, device },
             forecast: None,
             config: self.config,
@@ -527,9 +530,9 @@ impl Prepared {
         mlx: &MlxPlaces,
         kernels: Arc<Kernels>,
         progress: impl FnMut(usize, usize),
-    ) -> Result<Loaded, Error> {
+    ) -> Result<ServingModel, Error> {
         let split = Split::whole(&self.config);
-        let wanted = Wanted {
+        let wanted = ShardSpec {
             source: &self.source,
             split: &split,
             rank: Rank(0),
@@ -549,16 +552,16 @@ impl Prepared {
         {
             let numbers = (self.options.classes[0], None);
             let model = load_whole(&source, numbers, &config, mlx, kernels, |_, _| {})?;
-            engine.guess_with(Draft {
+            engine.set_draft_model(Draft {
                 model,
                 tokenizer,
                 now: Instant::now,
             })?;
         }
-        Ok(Loaded {
+        Ok(ServingModel {
             computing: Computing::Here {
                 tracer: engine.tracer().clone(),
-                guesses: engine.guesses().clone(),
+                guesses: engine.draft_counters().clone(),
                 runner: Runner::start(engine, Instant::now),
                 weights,
                 device,
@@ -572,14 +575,14 @@ impl Prepared {
 
 /// Index of the split with the best prediction, the first among equals; the first if nothing is
 /// predicted.
-fn best(cuts: &[Cut]) -> usize {
+fn best(cuts: &[PlannedSplit]) -> usize {
     let speed = |i: usize| cuts[i].tok_s.unwrap_or(0.0);
     (0..cuts.len()).fold(0, |best, i| if speed(i) > speed(best) { i } else { best })
 }
 
 /// A model that is ready to answer.
 #[derive(Debug)]
-pub struct Loaded {
+pub struct ServingModel {
     computing: Computing,
     forecast: Option<SharedForecast>,
     config: Config,
@@ -591,7 +594,7 @@ pub struct Loaded {
 enum Computing {
     Here {
         tracer: Tracer,
-        guesses: GuessCounts,
+        guesses: DraftCounters,
         runner: Runner,
         weights: Bytes,
         device: String,
@@ -604,7 +607,7 @@ enum Computing {
     },
 }
 
-impl Loaded {
+impl ServingModel {
     /// The service that answers.
     pub fn service(&self) -> &dyn Service {
         match &self.computing {
@@ -683,7 +686,7 @@ impl Loaded {
     }
 
     /// Changes of the split so far.
-    pub fn changes(&self) -> Vec<Change> {
+    pub fn changes(&self) -> Vec<ChangeRecord> {
         match &self.computing {
             Computing::Here { .. } | Computing::Elsewhere { .. } => Vec::new(),
             Computing::Crew(instance) => instance.changes(),
@@ -691,7 +694,7 @@ impl Loaded {
     }
 
     /// Bytes moved by the nodes so far; `None` for one node, or if one does not answer.
-    pub fn moved(&self) -> Option<Moved> {
+    pub fn moved(&self) -> Option<InstanceTraffic> {
         match &self.computing {
             Computing::Here { .. } | Computing::Elsewhere { .. } => None,
             Computing::Crew(instance) => instance.moved(),
@@ -720,11 +723,11 @@ impl Loaded {
     }
 
     /// Draft tokens verified so far; zero if a node does not answer.
-    pub fn guesses(&self) -> Guesses {
+    pub fn guesses(&self) -> DraftCounts {
         match &self.computing {
-            Computing::Here { guesses, .. } => guesses.told(),
+            Computing::Here { guesses, .. } => guesses.totals(),
             Computing::Crew(instance) => instance.guesses(),
-            Computing::Elsewhere { .. } => Guesses::default(),
+            Computing::Elsewhere { .. } => DraftCounts::default(),
         }
     }
 
@@ -745,14 +748,14 @@ impl Loaded {
     ///
     /// # Errors
     /// Refusals before computation starts.
-    pub fn submit(&self, request: Request) -> Result<Answer<'_>, Failure> {
+    pub fn submit(&self, request: GenerationRequest) -> Result<ReplyStream<'_>, RequestFailure> {
         let (sender, replies) = channel();
         let sink = Box::new(move |reply| {
             let _ = sender.send((Instant::now(), reply)); // the receiver may be gone
         });
         let service = self.service();
         let ticket = service.submit(request, sink)?;
-        Ok(Answer {
+        Ok(ReplyStream {
             service,
             ticket,
             replies,
@@ -762,18 +765,18 @@ impl Loaded {
 
 /// An answer that is being computed. Dropping it stops it.
 #[derive(Debug)]
-pub struct Answer<'a> {
+pub struct ReplyStream<'a> {
     service: &'a dyn Service,
     ticket: Ticket,
     replies: Receiver<(Instant, Reply)>,
 }
 
-impl Answer<'_> {
+impl ReplyStream<'_> {
     /// Waits for the next reply; returns its arrival time.
     ///
     /// # Errors
     /// [`Failure`] if the answer will not be completed.
-    pub fn next(&self) -> Result<(Instant, Reply), Failure> {
+    pub fn next(&self) -> Result<(Instant, Reply), RequestFailure> {
         Self::reply(self.replies.recv().ok())
     }
 
@@ -781,25 +784,25 @@ impl Answer<'_> {
     ///
     /// # Errors
     /// As of [`next`](Self::next).
-    pub fn next_within(&self, limit: Duration) -> Result<Option<(Instant, Reply)>, Failure> {
+    pub fn next_within(&self, limit: Duration) -> Result<Option<(Instant, Reply)>, RequestFailure> {
         match self.replies.recv_timeout(limit) {
             Err(RecvTimeoutError::Timeout) => Ok(None),
             other => Self::reply(other.ok()).map(Some),
         }
     }
 
-    fn reply(reply: Option<(Instant, Reply)>) -> Result<(Instant, Reply), Failure> {
+    fn reply(reply: Option<(Instant, Reply)>) -> Result<(Instant, Reply), RequestFailure> {
         match reply {
             Some((_, Reply::Failed(failure))) => Err(failure),
             Some(reply) => Ok(reply),
-            None => Err(Failure::Lost {
+            None => Err(RequestFailure::Lost {
                 reason: "what computed it ended".to_owned(),
             }),
         }
     }
 }
 
-impl Drop for Answer<'_> {
+impl Drop for ReplyStream<'_> {
     fn drop(&mut self) {
         self.service.cancel(self.ticket); // does nothing for one that is complete
     }

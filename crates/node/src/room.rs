@@ -26,14 +26,14 @@ const STEP: usize = 1024;
 
 /// The positions of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct ContextBudget {
     /// Positions of one sequence.
     pub context: usize,
     /// Positions of all sequences together.
     pub all: usize,
 }
 
-impl Room {
+impl ContextBudget {
     /// For the model at `path` with `parallel` concurrent sequences. `kv` is the KV type in main
     /// memory, `None` if another memory holds it; `memory` is the available main memory, if known.
     /// `asked` positions per sequence are used unchanged.
@@ -132,8 +132,12 @@ mod tests {
             (131_072, None, 2, 8192, 16_384),
             (512, gib(0), 2, 512, 1024),
         ] {
-            let room = Room::within(trained, PAGE_BYTES, left, parallel);
-            assert_eq!(room, Room { context, all }, "{trained} {left:?} {parallel}");
+            let room = ContextBudget::within(trained, PAGE_BYTES, left, parallel);
+            assert_eq!(
+                room,
+                ContextBudget { context, all },
+                "{trained} {left:?} {parallel}"
+            );
         }
     }
 }

@@ -30,14 +30,14 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 use paceline_cluster::workers::Event as CrewEvent;
-use paceline_engine::{Failure, Reply, Request, Ticket};
-use paceline_plan::steer::{self, KEYS, Order, Steering};
+use paceline_engine::{GenerationRequest, Reply, RequestFailure, Ticket};
+use paceline_plan::steer::{self, KEYS, SplitChange, SplitSelector};
 
-pub use change::Change;
+pub use change::ChangeRecord;
 use requests::Requests;
 
-use crate::apart::News;
-use crate::cause::{Sign, cause};
+use crate::apart::PrefillUpdate;
+use crate::cause::{FailureReport, cause};
 use crate::messages::{FromWorker, RankFacts};
 
 /// How long failure reports are collected after the first, to find the root cause. With the 1.5 s
@@ -82,7 +82,7 @@ const LEARN_EVERY: Duration = Duration::from_secs(60);
 
 /// A possible split of the model and its costs.
 #[derive(Clone, Debug)]
-pub struct Way {
+pub struct SplitCandidate {
     /// Name of the split, for people.
     pub name: String,
     /// The rank that receives requests.
@@ -138,14 +138,14 @@ pub enum Event {
     Submit {
         /// A new, unique ticket.
         ticket: Ticket,
-        request: Box<Request>,
+        request: Box<GenerationRequest>,
         /// Tokens of the answer that the caller has, from another owner of the instance.
         tokens: Vec<u32>,
     },
     /// The caller cancelled it.
     Cancel(Ticket),
     /// An event of a worker.
-    Crew(CrewEvent<FromWorker>),
+    Worker(CrewEvent<FromWorker>),
     /// A worker did not start or is unreachable.
     Unreachable {
         rank: Rank,
@@ -198,7 +198,7 @@ pub enum Action {
     Submit {
         rank: Rank,
         ticket: Ticket,
-        request: Box<Request>,
+        request: Box<GenerationRequest>,
         /// Tokens of the answer that the caller has.
         tokens: Vec<u32>,
     },
@@ -249,7 +249,7 @@ pub enum Notice {
         again: bool,
     },
     /// The split was changed, or the change failed.
-    Changed(Change),
+    Changed(ChangeRecord),
     /// An epoch failed.
     Failed {
         /// The rank that caused it.
@@ -260,7 +260,7 @@ pub enum Notice {
         again_in: Option<Duration>,
     },
     /// Disaggregated prefill started or stopped. Sent by the instance, not by its supervisor.
-    Prompts(News),
+    Prompts(PrefillUpdate),
     /// Answers continue in this epoch from the tokens that they have. Their numbers are near and not
     /// the same to the bit.
     Continued { answers: usize },
@@ -268,7 +268,7 @@ pub enum Notice {
 
 /// Whether an instance takes requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Stand {
+pub enum Health {
     /// The first epoch is starting.
     Loading,
     /// It takes requests; they are held during a change of the split.
@@ -283,7 +283,7 @@ pub enum Stand {
 
 /// State of a rank's worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Seat {
+enum WorkerState {
     /// There is none, or one that must be replaced.
     Empty,
     /// Alive, outside of any epoch.
@@ -294,7 +294,7 @@ enum Seat {
 
 /// Why an epoch starts.
 #[derive(Clone, Debug)]
-enum Why {
+enum EpochReason {
     First,
     /// After a failure.
     Again,
@@ -307,7 +307,7 @@ enum Why {
 /// A change of the split in progress.
 #[derive(Clone, Copy, Debug)]
 struct Pending {
-    order: Order,
+    order: SplitChange,
     begun: Duration,
     /// Whether the target split was in use before.
     back: bool,
@@ -315,8 +315,8 @@ struct Pending {
 
 /// The action once all ranks have left.
 #[derive(Clone, Debug)]
-enum Then {
-    Begin(usize, Why),
+enum LeaveAction {
+    Begin(usize, EpochReason),
     /// Wait until this time, with the reason.
     Wait(Duration, String),
 }
@@ -324,7 +324,7 @@ enum Then {
 #[derive(Clone, Debug)]
 struct Starting {
     way: usize,
-    why: Why,
+    why: EpochReason,
     since: Duration,
     /// Deadline until all listen; loading has none.
     until: Option<Duration>,
@@ -339,12 +339,12 @@ enum Phase {
     Ready,
     /// Failure reports are collected; `start` is the failed start, if it was one.
     Failing {
-        signs: Vec<Sign>,
+        signs: Vec<FailureReport>,
         until: Duration,
-        start: Option<(usize, Why)>,
+        start: Option<(usize, EpochReason)>,
     },
     Leaving {
-        then: Then,
+        then: LeaveAction,
         until: Duration,
     },
     Waiting {
@@ -359,13 +359,13 @@ enum Phase {
 /// The state machine of an instance: see the module.
 #[derive(Debug)]
 pub struct Supervisor {
-    ways: Vec<Way>,
+    candidates: Vec<SplitCandidate>,
     policy: Policy,
-    steering: Steering,
+    steering: SplitSelector,
     /// Index of the split in use, or of the last epoch.
     way: usize,
     epoch: u64,
-    seats: Vec<Seat>,
+    workers: Vec<WorkerState>,
     phase: Phase,
     requests: Requests,
     was_ready: bool,
@@ -389,18 +389,18 @@ impl Supervisor {
     /// # Panics
     /// If there is no split `first`.
     pub fn new(
-        ways: Vec<Way>,
+        ways: Vec<SplitCandidate>,
         first: usize,
         ranks: u32,
         policy: Policy,
     ) -> Result<Self, paceline_plan::Error> {
         Ok(Self {
             steering: steering(&ways, first, Duration::ZERO, policy.holds)?,
-            ways,
+            candidates: ways,
             policy,
             way: first,
             epoch: 0,
-            seats: vec![Seat::Empty; ranks as usize],
+            workers: vec![WorkerState::Empty; ranks as usize],
             phase: Phase::New,
             requests: Requests::default(),
             was_ready: policy.goes_on,
@@ -455,27 +455,27 @@ impl Supervisor {
     }
 
     /// Whether requests are taken.
-    pub fn stand(&self) -> Stand {
-        let failed = |reason: &str, again| Stand::Failed {
+    pub fn health(&self) -> Health {
+        let failed = |reason: &str, again| Health::Failed {
             reason: reason.to_owned(),
             again,
         };
         match &self.phase {
-            Phase::Ready => Stand::Ready,
-            Phase::New => Stand::Loading,
-            Phase::Starting(Starting { why, .. }) => why.stand(),
+            Phase::Ready => Health::Ready,
+            Phase::New => Health::Loading,
+            Phase::Starting(Starting { why, .. }) => why.health(),
             Phase::Leaving {
-                then: Then::Begin(_, why),
+                then: LeaveAction::Begin(_, why),
                 ..
-            } => why.stand(),
-            Phase::Failing { start: None, .. } => Stand::Ready, // until the cause is known
+            } => why.health(),
+            Phase::Failing { start: None, .. } => Health::Ready, // until the cause is known
             Phase::Failing {
                 start: Some((_, why)),
                 ..
-            } => why.stand(),
+            } => why.health(),
             Phase::Waiting { reason, .. }
             | Phase::Leaving {
-                then: Then::Wait(_, reason),
+                then: LeaveAction::Wait(_, reason),
                 ..
             } => failed(reason, true),
             Phase::Ended { reason } => failed(reason, false),
@@ -503,14 +503,14 @@ impl Supervisor {
                 tokens,
             } => self.submit(now, ticket, request, tokens),
             Event::Cancel(ticket) => self.cancel(now, ticket),
-            Event::Crew(event) => self.crew(now, event),
+            Event::Worker(event) => self.crew(now, event),
             Event::Unreachable { .. } if matches!(self.phase, Phase::Ended { .. }) => {}
             Event::Unreachable { rank, reason } => {
                 self.replace_later(rank);
                 let blamed = None;
-                self.sign(
+                self.record_failure(
                     now,
-                    Sign::Failed {
+                    FailureReport::Failed {
                         rank,
                         reason,
                         blamed,
@@ -518,27 +518,31 @@ impl Supervisor {
                 );
             }
             Event::Unsendable { ticket, reason } => {
-                self.finish(now, ticket, Reply::Failed(Failure::Invalid { reason }));
+                self.finish(
+                    now,
+                    ticket,
+                    Reply::Failed(RequestFailure::Invalid { reason }),
+                );
             }
             Event::Move { to, gain } => self.move_to(now, to, gain),
             Event::Tick => {}
             Event::End => self.end(now, "the instance was ended"),
         }
-        self.look(now);
+        self.poll(now);
         self.out.drain(..).collect()
     }
 
     fn first(&mut self, now: Duration) {
         if matches!(self.phase, Phase::New) {
-            self.begin(now, self.way, Why::First);
+            self.begin(now, self.way, EpochReason::First);
         }
     }
 
     /// Starts an epoch: starts missing workers, and assigns all ranks.
-    fn begin(&mut self, now: Duration, way: usize, why: Why) {
+    fn begin(&mut self, now: Duration, way: usize, why: EpochReason) {
         self.epoch += 1;
         self.rest(now);
-        let ranks = self.seats.len();
+        let ranks = self.workers.len();
         self.phase = Phase::Starting(Starting {
             way,
             why,
@@ -547,11 +551,11 @@ impl Supervisor {
             addrs: vec![None; ranks],
             ready: vec![None; ranks],
         });
-        for (rank, seat) in (0..).map(Rank).zip(&mut self.seats) {
-            if *seat == Seat::Empty {
+        for (rank, seat) in (0..).map(Rank).zip(&mut self.workers) {
+            if *seat == WorkerState::Empty {
                 self.out.push_back(Action::Start(rank));
             }
-            *seat = Seat::Busy;
+            *seat = WorkerState::Busy;
         }
         let epoch = self.epoch;
         let assign = |rank| Action::Assign { rank, epoch, way };
@@ -569,34 +573,34 @@ impl Supervisor {
         if old || matches!(self.phase, Phase::Ended { .. }) {
             return;
         }
-        match Sign::of(event) {
-            Ok(sign) => self.heard_sign(now, sign),
+        match FailureReport::of(event) {
+            Ok(sign) => self.handle_failure(now, sign),
             Err((rank, message)) => self.message(now, rank, message),
         }
     }
 
-    fn heard_sign(&mut self, now: Duration, sign: Sign) {
-        let rank = sign.teller();
+    fn handle_failure(&mut self, now: Duration, sign: FailureReport) {
+        let rank = sign.reporter();
         match &sign {
-            Sign::Exited { .. } => self.seats[rank.0 as usize] = Seat::Empty,
+            FailureReport::Exited { .. } => self.workers[rank.0 as usize] = WorkerState::Empty,
             // It is alive and unharmed; it leaves the epoch on order.
-            Sign::Failed {
+            FailureReport::Failed {
                 blamed: Some(_), ..
             } => {}
-            Sign::Failed { blamed: None, .. }
-            | Sign::Silent { .. }
-            | Sign::Garbled { .. }
-            | Sign::Gone { .. } => {
+            FailureReport::Failed { blamed: None, .. }
+            | FailureReport::Silent { .. }
+            | FailureReport::Garbled { .. }
+            | FailureReport::Gone { .. } => {
                 self.replace_later(rank);
             }
         }
-        self.sign(now, sign);
+        self.record_failure(now, sign);
     }
 
     /// Ends a rank's worker; the next epoch starts another.
     fn replace_later(&mut self, rank: Rank) {
-        let seat = &mut self.seats[rank.0 as usize];
-        if std::mem::replace(seat, Seat::Empty) != Seat::Empty {
+        let seat = &mut self.workers[rank.0 as usize];
+        if std::mem::replace(seat, WorkerState::Empty) != WorkerState::Empty {
             self.out.push_back(Action::Stop(rank));
         }
     }
@@ -606,7 +610,7 @@ impl Supervisor {
         match (message, &mut self.phase) {
             (FromWorker::Listening { addr }, Phase::Starting(starting)) => {
                 starting.addrs[place] = Some(addr);
-                self.meet();
+                self.join_ranks();
             }
             (FromWorker::Loading { done, of }, Phase::Starting(_)) => {
                 let notice = Notice::Loading { rank, done, of };
@@ -625,16 +629,16 @@ impl Supervisor {
                 _,
             ) => self.reply(now, ticket, reply, at_us.map(Duration::from_micros)),
             (FromWorker::Left { epoch, .. }, Phase::Leaving { .. })
-                if epoch == self.epoch && self.seats[place] == Seat::Busy =>
+                if epoch == self.epoch && self.workers[place] == WorkerState::Busy =>
             {
-                self.seats[place] = Seat::Idle;
+                self.workers[place] = WorkerState::Idle;
             }
             _ => {}
         }
     }
 
     /// Once all ranks listen, sends each the addresses.
-    fn meet(&mut self) {
+    fn join_ranks(&mut self) {
         let Phase::Starting(starting) = &mut self.phase else {
             return;
         };
@@ -659,14 +663,15 @@ impl Supervisor {
         };
         let (way, why, took) = (starting.way, starting.why.clone(), now - starting.since);
         self.phase = Phase::Ready;
-        if let (Why::First, Ok(steering)) =
-            (&why, steering(&self.ways, way, took, self.policy.holds))
-        {
+        if let (EpochReason::First, Ok(steering)) = (
+            &why,
+            steering(&self.candidates, way, took, self.policy.holds),
+        ) {
             self.steering = steering; // the time of a load is known now
         }
         (self.way, self.was_ready) = (way, true);
         self.out.push_back(Action::Loaded { way, took });
-        let again = matches!(why, Why::Again);
+        let again = matches!(why, EpochReason::Again);
         self.out.push_back(Action::Tell(Notice::Ready {
             epoch: self.epoch,
             way,
@@ -679,7 +684,7 @@ impl Supervisor {
     }
 
     /// Records a failure report.
-    fn sign(&mut self, now: Duration, sign: Sign) {
+    fn record_failure(&mut self, now: Duration, sign: FailureReport) {
         let until = now + SIGNS_WITHIN;
         let start = match &mut self.phase {
             Phase::Ready => None,
@@ -701,16 +706,16 @@ impl Supervisor {
     }
 
     /// Handles expired deadlines and completed phases.
-    fn look(&mut self, now: Duration) {
+    fn poll(&mut self, now: Duration) {
         match &self.phase {
             Phase::Starting(starting) if starting.until.is_some_and(|until| now >= until) => {
                 let missing = starting.addrs.iter().position(Option::is_none);
                 let rank = Rank(missing.unwrap_or(0) as u32);
                 self.replace_later(rank);
                 let limit = LISTEN_LIMIT.as_secs();
-                self.sign(
+                self.record_failure(
                     now,
-                    Sign::Failed {
+                    FailureReport::Failed {
                         rank,
                         reason: format!("did not listen within {limit} s"),
                         blamed: None,
@@ -718,28 +723,28 @@ impl Supervisor {
                 );
             }
             Phase::Failing { signs, until, .. }
-                if now >= *until || signs.len() > self.seats.len() * 2 =>
+                if now >= *until || signs.len() > self.workers.len() * 2 =>
             {
-                self.settle(now);
+                self.resolve_failure(now);
             }
             Phase::Leaving { until, .. } => {
                 if now >= *until {
                     self.replace_late();
                 }
-                if !self.seats.contains(&Seat::Busy) {
+                if !self.workers.contains(&WorkerState::Busy) {
                     self.all_left(now);
                 }
             }
             Phase::Waiting { until, .. } if now >= *until => {
                 self.restarts += 1;
-                self.begin(now, self.way, Why::Again);
+                self.begin(now, self.way, EpochReason::Again);
             }
             _ => {}
         }
     }
 
     /// All reports are in: finds the root cause and decides what follows.
-    fn settle(&mut self, now: Duration) {
+    fn resolve_failure(&mut self, now: Duration) {
         let Phase::Failing { signs, start, .. } = std::mem::replace(&mut self.phase, Phase::New)
         else {
             return;
@@ -747,16 +752,19 @@ impl Supervisor {
         let sign = cause(&signs);
         let (rank, reason) = (sign.rank(), sign.to_string());
         match start {
-            Some((_, Why::Change(pending))) => {
+            Some((_, EpochReason::Change(pending))) => {
                 let to = pending.order.from;
-                self.leave(now, Then::Begin(to, Why::Back(pending, reason)));
+                self.leave(
+                    now,
+                    LeaveAction::Begin(to, EpochReason::Back(pending, reason)),
+                );
             }
-            Some((_, Why::Back(pending, refused))) => {
+            Some((_, EpochReason::Back(pending, refused))) => {
                 self.refuse(now, pending, refused);
                 self.fail(now, rank, &cannot_start(&reason));
             }
-            Some((_, Why::Again)) => self.fail(now, rank, &cannot_start(&reason)),
-            Some((_, Why::First)) | None => self.fail(now, rank, &reason),
+            Some((_, EpochReason::Again)) => self.fail(now, rank, &cannot_start(&reason)),
+            Some((_, EpochReason::First)) | None => self.fail(now, rank, &reason),
         }
     }
 
@@ -767,17 +775,17 @@ impl Supervisor {
             self.lose(now, reason);
         }
         if !again {
-            self.tell_failed(rank, reason, None);
+            self.report_failure(rank, reason, None);
             return self.over(reason);
         }
         self.give_up(now, reason);
         let wait = self.wait;
         self.wait = (wait * 2).clamp(FIRST_WAIT, LONGEST_WAIT);
-        self.tell_failed(rank, reason, Some(wait));
-        self.leave(now, Then::Wait(now + wait, reason.to_owned()));
+        self.report_failure(rank, reason, Some(wait));
+        self.leave(now, LeaveAction::Wait(now + wait, reason.to_owned()));
     }
 
-    fn tell_failed(&mut self, rank: Rank, reason: &str, again_in: Option<Duration>) {
+    fn report_failure(&mut self, rank: Rank, reason: &str, again_in: Option<Duration>) {
         self.out.push_back(Action::Tell(Notice::Failed {
             rank,
             reason: reason.to_owned(),
@@ -786,9 +794,9 @@ impl Supervisor {
     }
 
     /// Makes all ranks leave the epoch.
-    fn leave(&mut self, now: Duration, then: Then) {
-        let busy = (0..).map(Rank).zip(&self.seats);
-        let busy = busy.filter(|(_, seat)| **seat == Seat::Busy);
+    fn leave(&mut self, now: Duration, then: LeaveAction) {
+        let busy = (0..).map(Rank).zip(&self.workers);
+        let busy = busy.filter(|(_, seat)| **seat == WorkerState::Busy);
         self.out.extend(busy.map(|(rank, _)| Action::Leave(rank)));
         let until = now + LEAVE_LIMIT;
         self.phase = Phase::Leaving { then, until };
@@ -796,8 +804,8 @@ impl Supervisor {
 
     /// Ends the ranks that have not left in time.
     fn replace_late(&mut self) {
-        for rank in 0..self.seats.len() as u32 {
-            if self.seats[rank as usize] == Seat::Busy {
+        for rank in 0..self.workers.len() as u32 {
+            if self.workers[rank as usize] == WorkerState::Busy {
                 self.replace_later(Rank(rank));
             }
         }
@@ -806,11 +814,11 @@ impl Supervisor {
     fn all_left(&mut self, now: Duration) {
         match std::mem::replace(&mut self.phase, Phase::New) {
             Phase::Leaving {
-                then: Then::Begin(way, why),
+                then: LeaveAction::Begin(way, why),
                 ..
             } => self.begin(now, way, why),
             Phase::Leaving {
-                then: Then::Wait(until, reason),
+                then: LeaveAction::Wait(until, reason),
                 ..
             } => self.phase = Phase::Waiting { until, reason },
             other => self.phase = other,
@@ -850,12 +858,12 @@ impl Supervisor {
     }
 }
 
-impl Why {
-    fn stand(&self) -> Stand {
+impl EpochReason {
+    fn health(&self) -> Health {
         match self {
-            Self::First => Stand::Loading,
-            Self::Change(_) | Self::Back(..) => Stand::Ready,
-            Self::Again => Stand::Loading,
+            Self::First => Health::Loading,
+            Self::Change(_) | Self::Back(..) => Health::Ready,
+            Self::Again => Health::Loading,
         }
     }
 }
@@ -863,18 +871,18 @@ impl Why {
 /// Steering that starts with split `first`; `unknown` is the assumed change time of splits never
 /// loaded. If it `holds`, it orders no change by itself.
 fn steering(
-    ways: &[Way],
+    ways: &[SplitCandidate],
     first: usize,
     unknown: Duration,
     holds: bool,
-) -> Result<Steering, paceline_plan::Error> {
-    let way = |way: &Way| steer::Way {
+) -> Result<SplitSelector, paceline_plan::Error> {
+    let way = |way: &SplitCandidate| steer::SplitEstimate {
         tok_s: way.tok_s,
         key_s: way.key_s,
         change: way.change.unwrap_or(unknown),
     };
-    let ways: Vec<steer::Way> = ways.iter().map(way).collect();
-    let steering = Steering::new(&ways, first)?;
+    let ways: Vec<steer::SplitEstimate> = ways.iter().map(way).collect();
+    let steering = SplitSelector::new(&ways, first)?;
     Ok(if holds { steering.holding() } else { steering })
 }
 

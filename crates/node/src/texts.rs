@@ -3,18 +3,18 @@
 use paceline_formats::chat::{self, ChatTemplate, Error as ChatError, Interpreter};
 use paceline_formats::tokenizer::{Error, Tokenizer};
 use paceline_formats::tools::ResponseTemplate;
-use paceline_model::Source;
+use paceline_model::ModelSource;
 
-use crate::interpreter::{Apart, Program};
+use crate::interpreter::{ChildProgram, SandboxedTemplate};
 
 /// The tokenizer of a model.
 ///
 /// # Errors
 /// It is invalid or missing.
-pub fn tokenizer(source: &Source) -> Result<Tokenizer, Error> {
+pub fn tokenizer(source: &ModelSource) -> Result<Tokenizer, Error> {
     match source {
-        Source::Gguf(file) => Tokenizer::from_gguf(file.metadata()),
-        Source::Hf(folder) => Tokenizer::from_hf_dir(folder.path()),
+        ModelSource::Gguf(file) => Tokenizer::from_gguf(file.metadata()),
+        ModelSource::Hf(folder) => Tokenizer::from_hf_dir(folder.path()),
     }
 }
 
@@ -22,13 +22,16 @@ pub fn tokenizer(source: &Source) -> Result<Tokenizer, Error> {
 /// Errors of a template matter only to callers that use it.
 ///
 /// Cost: the start of a process.
-pub fn template(source: &Source, program: &Program) -> Option<Result<ChatTemplate, ChatError>> {
+pub fn template(
+    source: &ModelSource,
+    program: &ChildProgram,
+) -> Option<Result<ChatTemplate, ChatError>> {
     let text = match source {
-        Source::Gguf(file) => chat::source_in_gguf(file.metadata()).map(str::to_owned),
-        Source::Hf(folder) => chat::source_in_dir(folder.path()),
+        ModelSource::Gguf(file) => chat::source_in_gguf(file.metadata()).map(str::to_owned),
+        ModelSource::Hf(folder) => chat::source_in_dir(folder.path()),
     };
     let start = |text: &str| {
-        let apart = Apart::start(program.clone(), text)?;
+        let apart = SandboxedTemplate::start(program.clone(), text)?;
         Ok(Box::new(apart) as Box<dyn Interpreter>)
     };
     match text.and_then(|text| ChatTemplate::with(&text, start)) {
@@ -39,8 +42,8 @@ pub fn template(source: &Source, program: &Program) -> Option<Result<ChatTemplat
 
 /// The model's response template. An invalid one is ignored with a warning: the chat template shows
 /// the form of calls, too.
-fn response(source: &Source) -> Option<ResponseTemplate> {
-    let Source::Hf(folder) = source else {
+fn response(source: &ModelSource) -> Option<ResponseTemplate> {
+    let ModelSource::Hf(folder) = source else {
         return None;
     };
     let described = folder.tokenizer_config()?.get("response_template")?;

@@ -33,16 +33,16 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use paceline_model::trace::{Kind, RankTrace, Span};
+use paceline_model::trace::{Kind, RankTrace, TraceSpan};
 use serde::{Deserialize, Serialize};
 
 use intervals::{Interval, Moments};
-pub use recording::{Record, Recording};
+pub use recording::{RankRecording, Recording};
 pub use stages::{StageTime, Stages};
 
 /// Start and end of an answer, by the caller's clock, in nanoseconds since 1970.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Times {
+pub struct AnswerTimes {
     /// The request was submitted.
     pub asked_unix_ns: u64,
     /// Prefill ended.
@@ -53,9 +53,9 @@ pub struct Times {
 
 /// Converts times of the monotonic clock to the machine's wall clock.
 #[derive(Clone, Copy, Debug)]
-pub struct Clock(Instant, u64);
+pub struct UnixClock(Instant, u64);
 
-impl Clock {
+impl UnixClock {
     /// Reads both clocks.
     pub fn now() -> Self {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -70,7 +70,7 @@ impl Clock {
 
 /// Breakdown of a rank's time, in nanoseconds; all parts but `hidden_ns` add up to the whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Parts {
+pub struct TimeBreakdown {
     pub compute_ns: i64,
     /// Exchanging values with ranks that were ready.
     pub exchange_ns: i64,
@@ -155,7 +155,7 @@ impl Timeline {
         let moved = align(&mut spans, leader);
         meet(&mut spans, &stages, leader);
         let lines = spans.into_iter().zip(&recording.ranks).enumerate();
-        let line = |(rank, (spans, record)): (usize, (Vec<Aligned>, &Record))| {
+        let line = |(rank, (spans, record)): (usize, (Vec<Aligned>, &RankRecording))| {
             let (first, end) = (record.layers.start, record.layers.end);
             RankLine {
                 name: format!("layers {first}-{}", end.saturating_sub(1)),
@@ -180,16 +180,16 @@ impl Timeline {
     }
 
     /// Parts of each rank's time over the whole answer, in rank order.
-    pub fn parts(&self) -> Vec<Parts> {
+    pub fn parts(&self) -> Vec<TimeBreakdown> {
         self.parts_of((0, self.whole))
     }
 
     /// The same for prefill (from the request on), and for the rest.
-    pub fn phases(&self) -> [Vec<Parts>; 2] {
+    pub fn phases(&self) -> [Vec<TimeBreakdown>; 2] {
         [(0, self.first), (self.first, self.whole)].map(|phase| self.parts_of(phase))
     }
 
-    fn parts_of(&self, phase: Interval) -> Vec<Parts> {
+    fn parts_of(&self, phase: Interval) -> Vec<TimeBreakdown> {
         let within = Moments::new([phase]);
         let of = |rank: &RankLine| rank.shares.within(&within, phase.1 - phase.0);
         self.ranks.iter().map(of).collect()
@@ -208,9 +208,9 @@ fn count(spans: &[Aligned], of: impl Fn(Kind) -> bool) -> usize {
 
 impl Shares {
     /// Parts of the rank's time within a phase of `whole` nanoseconds.
-    fn within(&self, phase: &Moments, whole: i64) -> Parts {
+    fn within(&self, phase: &Moments, whole: i64) -> TimeBreakdown {
         let total = |of: &Moments| of.and(phase).total();
-        let mut parts = Parts {
+        let mut parts = TimeBreakdown {
             compute_ns: total(&self.compute),
             exchange_ns: total(&self.exchange),
             wait_ns: total(&self.wait),
@@ -225,7 +225,7 @@ impl Shares {
     }
 }
 
-impl Parts {
+impl TimeBreakdown {
     /// Sum of all parts but the rest.
     pub const fn recorded_ns(&self) -> i64 {
         self.compute_ns
@@ -239,7 +239,7 @@ impl Parts {
 
 /// The spans of a trace that starts `start` after the request, in order of their start.
 fn aligned(trace: &RankTrace, start: i64) -> Vec<Aligned> {
-    let of = |span: &Span| Aligned {
+    let of = |span: &TraceSpan| Aligned {
         kind: span.kind,
         lane: span.lane,
         step: span.step,

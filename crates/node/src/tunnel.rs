@@ -14,8 +14,8 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use paceline_cluster::nodes::NodeId;
-use paceline_cluster::nodes::agent::local::{self, Progress};
-use paceline_cluster::nodes::agent::{Agent, Channel};
+use paceline_cluster::nodes::agent::local::{self, CommandProgress};
+use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
 use serde_json::{Value, json};
 
 /// The service that starts a training worker.
@@ -61,7 +61,7 @@ pub fn serve(
 }
 
 /// Forwards bytes between a channel and a program until either ends, then ends the program.
-fn join(channel: &Channel, mut child: Child) {
+fn join(channel: &ServiceChannel, mut child: Child) {
     let (input, output) = (child.stdin.take(), child.stdout.take());
     std::thread::scope(|scope| {
         if let Some(output) = output {
@@ -97,7 +97,7 @@ pub fn lead(
     agent: &Agent,
     service: &str,
     arguments: &Value,
-    progress: &mut Progress<'_>,
+    progress: &mut CommandProgress<'_>,
 ) -> Result<Value, String> {
     let text = |name: &str| arguments[name].as_str().unwrap_or_default();
     let node: NodeId = text("node").parse().map_err(|_| "no id of a node")?;
@@ -150,7 +150,7 @@ pub fn line(home: &Path, id: &str, service: &'static str) -> io::Result<UnixStre
 }
 
 /// Copies from a stream into a channel, until either ends.
-fn send(channel: &Channel, mut from: impl Read) {
+fn send(channel: &ServiceChannel, mut from: impl Read) {
     let mut buffer = vec![0; MESSAGE_BYTES];
     while let Ok(n @ 1..) = from.read(&mut buffer) {
         if channel.send(&buffer[..n]).is_err() {
@@ -162,7 +162,7 @@ fn send(channel: &Channel, mut from: impl Read) {
 
 /// Copies from a channel into a stream, until either ends or `goes_on` returns false; it is called
 /// regularly.
-fn receive(channel: &Channel, mut to: impl Write, goes_on: &mut dyn FnMut() -> bool) {
+fn receive(channel: &ServiceChannel, mut to: impl Write, goes_on: &mut dyn FnMut() -> bool) {
     let mut asked = Instant::now();
     while let Ok(message) = channel.recv(MESSAGE_BYTES, LOOK_EVERY) {
         if let Some(bytes) = message

@@ -23,31 +23,31 @@ use paceline_base::{KernelClass, Rank};
 use paceline_cluster::{Control, EXIT_CODE_PARENT_GONE};
 use paceline_comm::provider::Provider;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
-use paceline_comm::{Backend, Deadline, Seat, Strict, init};
+use paceline_comm::{Backend, Deadline, JoinParams, Strict, init};
 use paceline_engine::Draft;
-use paceline_model::{Config, Links, MlxPlaces, PageStore, Shard, Source, Weights};
+use paceline_model::{Config, Links, LoadedModel, MlxPlaces, ModelSource, PageStore, Shard};
 use paceline_tensor::{Kernels, Pinning};
 use tracing::{debug, info, warn};
 
 use crate::adapters::read_all;
-use crate::arriving::Wish;
+use crate::arriving::RangeRequest;
 use crate::disk::Disk;
-use crate::load::Wanted;
-use crate::messages::{FromWorker, Hands, Job, RankFacts, ToWorker};
-use crate::moved::RankMoved;
+use crate::load::ShardSpec;
+use crate::messages::{FromWorker, PrefillRole, RankAssignment, RankFacts, ToWorker};
+use crate::moved::RankTraffic;
 use crate::{AdapterOf, DiskCache, Error, arriving};
-use drafting::Drafting;
-use epoch::{Epoch, Part};
-use handing::Handing;
+use drafting::DraftCache;
+use epoch::{Epoch, EpochRole};
+use handing::KvTransfer;
 use watchdog::Watchdog;
 
-type Channel = Arc<Control<ToWorker, FromWorker>>;
+type ControlChannel = Arc<Control<ToWorker, FromWorker>>;
 
 /// Makes the kernels for a number of threads and their pinning.
 type MakeKernels<'a> = dyn Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>> + 'a;
 
 /// Finds the transport provider of a backend; `None` for memory and sockets.
-type FindWire<'a> = dyn Fn(Backend) -> std::io::Result<Option<Box<dyn Provider>>> + 'a;
+type ProviderLookup<'a> = dyn Fn(Backend) -> std::io::Result<Option<Box<dyn Provider>>> + 'a;
 
 /// Longest wait for the other ranks' addresses, and for all ranks to join.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -57,7 +57,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Settings of a worker that its machine decides.
 #[derive(Debug)]
-pub struct Settings {
+pub struct WorkerSettings {
     /// Search paths of MLX's library.
     pub mlx: MlxPlaces,
     /// Allowed listen ports for ranks of other machines; `None` for any.
@@ -79,9 +79,9 @@ pub struct Settings {
 pub fn run(
     kernels: impl Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
     wire: impl Fn(Backend) -> std::io::Result<Option<Box<dyn Provider>>>,
-    settings: Settings,
+    settings: WorkerSettings,
 ) -> Result<std::convert::Infallible, Error> {
-    let Settings {
+    let WorkerSettings {
         mlx,
         ports,
         disk,
@@ -90,7 +90,7 @@ pub fn run(
     let channel = Control::from_stdin()?;
     // The instance closes the channel once it has this rank's last message.
     channel.on_end(|| paceline_model::exit(EXIT_CODE_PARENT_GONE));
-    let mut worker = Worker {
+    let mut worker = RankWorker {
         channel: Arc::new(channel),
         make_kernels: &kernels,
         find_wire: &wire,
@@ -102,7 +102,7 @@ pub fn run(
         packings: 0,
         kernels: None,
         kept: None,
-        drafting: Drafting::default(),
+        drafting: DraftCache::default(),
         epoch: None,
     };
     loop {
@@ -111,12 +111,12 @@ pub fn run(
 }
 
 /// Kernels, with the thread count and pinning they were made for.
-type Made = (usize, Pinning, Arc<Kernels>);
+type KernelSet = (usize, Pinning, Arc<Kernels>);
 
 /// Packed weights kept between epochs, and their identity.
-struct Kept {
+struct RetainedWeights {
     of: Identity,
-    weights: Arc<dyn Weights>,
+    weights: Arc<dyn LoadedModel>,
     /// Time of a row of a layer in the last epoch, if there was one.
     row_time: Option<Duration>,
 }
@@ -126,7 +126,7 @@ struct Kept {
 struct Identity {
     model: PathBuf,
     /// Stamp of the file, which may have been replaced.
-    stamp: Stamp,
+    stamp: WeightsStamp,
     class: String,
     kv: Option<String>,
     threads: usize,
@@ -137,9 +137,9 @@ struct Identity {
 
 /// Length, modification time and inode number of a file or folder.
 #[derive(Clone, Debug, PartialEq)]
-struct Stamp(u64, SystemTime, u64);
+struct WeightsStamp(u64, SystemTime, u64);
 
-impl Stamp {
+impl WeightsStamp {
     fn of(path: &Path) -> Result<Self, Error> {
         let read = |path: &Path| {
             let facts = std::fs::metadata(path)?;
@@ -152,10 +152,10 @@ impl Stamp {
     }
 }
 
-struct Worker<'a> {
-    channel: Channel,
+struct RankWorker<'a> {
+    channel: ControlChannel,
     make_kernels: &'a MakeKernels<'a>,
-    find_wire: &'a FindWire<'a>,
+    find_wire: &'a ProviderLookup<'a>,
     mlx: MlxPlaces,
     /// Allowed listen ports for ranks of other machines; `None` for any.
     ports: Option<RangeInclusive<u16>>,
@@ -167,13 +167,13 @@ struct Worker<'a> {
     number: u64,
     /// How often it packed weights.
     packings: u64,
-    kernels: Option<Made>,
-    kept: Option<Kept>,
-    drafting: Drafting,
+    kernels: Option<KernelSet>,
+    kept: Option<RetainedWeights>,
+    drafting: DraftCache,
     epoch: Option<Epoch>,
 }
 
-impl Worker<'_> {
+impl RankWorker<'_> {
     /// Handles one message, or checks the epoch's health.
     fn turn(&mut self) -> Result<(), Error> {
         let computes = self.epoch.is_some();
@@ -193,8 +193,8 @@ impl Worker<'_> {
                 let epoch = self.number;
                 self.send(&FromWorker::Left { epoch, moved })
             }
-            Some(message) => self.obey(message),
-            None => self.look(),
+            Some(message) => self.handle_message(message),
+            None => self.poll(),
         }
     }
 
@@ -203,7 +203,7 @@ impl Worker<'_> {
     }
 
     /// Starts an epoch, or reports why it cannot.
-    fn begin(&mut self, job: &Job) -> Result<(), Error> {
+    fn begin(&mut self, job: &RankAssignment) -> Result<(), Error> {
         debug!(
             rank = job.rank,
             epoch = job.epoch,
@@ -223,31 +223,31 @@ impl Worker<'_> {
                 self.send(&FromWorker::Ready(ready))
             }
             Ok(None) => {
-                let (epoch, moved) = (self.number, RankMoved::default());
+                let (epoch, moved) = (self.number, RankTraffic::default());
                 self.send(&FromWorker::Left { epoch, moved })
             }
-            Err(error) => self.tell(&error),
+            Err(error) => self.report_error(&error),
         }
     }
 
-    fn tell(&self, error: &Error) -> Result<(), Error> {
+    fn report_error(&self, error: &Error) -> Result<(), Error> {
         warn!(epoch = self.number, %error, "cannot go on");
         self.send(&failed(self.number, error))
     }
 
     /// Packs the weights of a possible later assignment, without a group, and reports `Prepared`.
-    fn prepare(&mut self, job: &Job) -> Result<(), Error> {
+    fn prepare(&mut self, job: &RankAssignment) -> Result<(), Error> {
         match self.pack(job) {
             Ok(kept) => {
                 self.kept = Some(kept);
                 self.send(&FromWorker::Prepared)
             }
             // A standby that fails here is not used.
-            Err(error) => self.tell(&error),
+            Err(error) => self.report_error(&error),
         }
     }
 
-    fn pack(&mut self, job: &Job) -> Result<Kept, Error> {
+    fn pack(&mut self, job: &RankAssignment) -> Result<RetainedWeights, Error> {
         let (source, of) = self.part(job)?;
         let class = parse(&job.class, "kernel class")?;
         let kernels = self.kernels(job, class)?;
@@ -255,7 +255,7 @@ impl Worker<'_> {
             return Ok(kept);
         }
         let weights = self.load(job, (class, &source), kernels, None)?;
-        Ok(Kept {
+        Ok(RetainedWeights {
             of,
             weights,
             row_time: None,
@@ -263,7 +263,7 @@ impl Worker<'_> {
     }
 
     /// The model of an assignment, and the identity of its weights.
-    fn part(&self, job: &Job) -> Result<(Arc<Source>, Identity), Error> {
+    fn part(&self, job: &RankAssignment) -> Result<(Arc<ModelSource>, Identity), Error> {
         let source = Arc::new(arriving::open(&job.model, self.asks())?);
         check_identity(job, &source)?;
         let config = Config::read(&source)?;
@@ -276,7 +276,7 @@ impl Worker<'_> {
         }
         let of = Identity {
             model: job.model.clone(),
-            stamp: Stamp::of(&job.model)?,
+            stamp: WeightsStamp::of(&job.model)?,
             class: job.class.clone(),
             kv: job.kv.clone(),
             threads: job.threads,
@@ -288,12 +288,12 @@ impl Worker<'_> {
     }
 
     /// Sends range requests to this worker's host.
-    fn asks(&self) -> Arc<arriving::Ask> {
+    fn asks(&self) -> Arc<arriving::RangeRequester> {
         let channel = Arc::clone(&self.channel);
         Arc::new(move |wish| {
             let message = match wish {
-                Wish::Fetch(parts) => FromWorker::Wants { parts },
-                Wish::Repair(parts) => FromWorker::Damaged { parts },
+                RangeRequest::Fetch(parts) => FromWorker::Wants { parts },
+                RangeRequest::Repair(parts) => FromWorker::Damaged { parts },
             };
             // If the instance is lost, the reader of the channel ends this process.
             let _ = channel.send(&message);
@@ -302,7 +302,7 @@ impl Worker<'_> {
 
     /// Announces the ranges that this rank will read of an incomplete file, so that the host
     /// prefetches them.
-    fn announce(&self, job: &Job, source: &Source) -> Result<(), Error> {
+    fn announce(&self, job: &RankAssignment, source: &ModelSource) -> Result<(), Error> {
         if !arriving::is_partial(&job.model) {
             return Ok(());
         }
@@ -316,7 +316,7 @@ impl Worker<'_> {
     }
 
     /// Joins the other ranks, loads and starts to compute; `None` if ordered to leave meanwhile.
-    fn enter(&mut self, job: &Job) -> Result<Option<Epoch>, Error> {
+    fn enter(&mut self, job: &RankAssignment) -> Result<Option<Epoch>, Error> {
         let class: KernelClass = parse(&job.class, "kernel class")?;
         let kernels = self.kernels(job, class)?;
         let (source, of) = self.part(job)?;
@@ -338,10 +338,10 @@ impl Worker<'_> {
             false => None,
         };
         let disk = match job.hands {
-            Some(Hands::Give) => None, // it sends all its pages away
-            Some(Hands::Take) | None => self.store(job, &*weights),
+            Some(PrefillRole::Give) => None, // it sends all its pages away
+            Some(PrefillRole::Take) | None => self.store(job, &*weights),
         };
-        let (handing, store) = Handing::new(job, &*weights, disk)?;
+        let (handing, store) = KvTransfer::new(job, &*weights, disk)?;
         let epoch = Epoch::start(
             &self.channel,
             job,
@@ -354,7 +354,11 @@ impl Worker<'_> {
 
     /// The draft of an assignment. Epochs after the first continue without a draft that no longer
     /// loads, so that no answer is lost.
-    fn draft(&mut self, job: &Job, kernels: &Arc<Kernels>) -> Result<Option<Draft>, Error> {
+    fn draft(
+        &mut self,
+        job: &RankAssignment,
+        kernels: &Arc<Kernels>,
+    ) -> Result<Option<Draft>, Error> {
         match self.drafting.of(job, kernels, &self.mlx) {
             Err(error) if job.epoch > 1 => {
                 warn!(rank = job.rank, %error, "go on without the draft model");
@@ -365,12 +369,12 @@ impl Worker<'_> {
     }
 
     /// The store of this rank's KV pages beyond the epoch, if there is one.
-    fn store(&self, job: &Job, weights: &dyn Weights) -> Option<Box<dyn PageStore>> {
+    fn store(&self, job: &RankAssignment, weights: &dyn LoadedModel) -> Option<Box<dyn PageStore>> {
         // MLX has its cache in its own arrays.
         let disk = self.disk.as_ref().filter(|_| !weights.class().is_mlx())?;
         // The identity only samples the weights, so another file may match: the stamp is compared
         // too.
-        let stamp = Stamp::of(&job.model).ok()?;
+        let stamp = WeightsStamp::of(&job.model).ok()?;
         match Disk::open(disk, &format!("{}/{stamp:?}", job.identity), weights) {
             Ok(disk) => Some(Box::new(disk)),
             Err(error) => {
@@ -381,7 +385,7 @@ impl Worker<'_> {
     }
 
     /// The kernels for an assignment; reuses the current ones if possible.
-    fn kernels(&mut self, job: &Job, class: KernelClass) -> Result<Arc<Kernels>, Error> {
+    fn kernels(&mut self, job: &RankAssignment, class: KernelClass) -> Result<Arc<Kernels>, Error> {
         // With MLX, kernels only sample tokens.
         let threads = if class.is_mlx() { 1 } else { job.threads };
         let first = job.first_core;
@@ -392,7 +396,7 @@ impl Worker<'_> {
             return Ok(Arc::clone(kernels));
         }
         self.kept = None; // packed for other kernels
-        self.drafting = Drafting::default();
+        self.drafting = DraftCache::default();
         let made = (self.make_kernels)(threads, pinning).map_err(|source| Error::System {
             what: "start threads",
             source,
@@ -403,17 +407,17 @@ impl Worker<'_> {
 
     fn load(
         &mut self,
-        job: &Job,
-        (class, source): (KernelClass, &Arc<Source>),
+        job: &RankAssignment,
+        (class, source): (KernelClass, &Arc<ModelSource>),
         kernels: Arc<Kernels>,
         links: Option<Links>,
-    ) -> Result<Arc<dyn Weights>, Error> {
+    ) -> Result<Arc<dyn LoadedModel>, Error> {
         self.announce(job, source)?;
         let progress = |done, of| {
             // If the instance is lost, the reader of the channel ends this process.
             let _ = self.channel.send(&FromWorker::Loading { done, of });
         };
-        let wanted = Wanted {
+        let wanted = ShardSpec {
             source,
             split: &job.split,
             rank: Rank(job.rank),
@@ -430,11 +434,11 @@ impl Worker<'_> {
 
     /// Connects to the other ranks: listens, reports its address, receives theirs. `None` if
     /// ordered to leave instead.
-    fn join(&self, job: &Job, shard: &Shard) -> Result<Option<Links>, Error> {
+    fn join(&self, job: &RankAssignment, shard: &Shard) -> Result<Option<Links>, Error> {
         let listener = listen(job.listen, self.ports.clone())?;
         let addr = listener.addr();
         self.send(&FromWorker::Listening { addr })?;
-        let addrs = match self.hear_join()? {
+        let addrs = match self.receive_join()? {
             Some(ToWorker::Join { mut addrs }) => {
                 addrs
                     .iter_mut()
@@ -445,7 +449,7 @@ impl Worker<'_> {
             other => return Err(unexpected(other.as_ref(), "Join")),
         };
         let deadline = Deadline::at(Instant::now() + START_LIMIT);
-        let seat = Seat {
+        let seat = JoinParams {
             listener,
             rank: Rank(job.rank),
             addrs: &addrs,
@@ -469,7 +473,7 @@ impl Worker<'_> {
 
     /// The next message that is not a query to an epoch. The instance may query every rank at any
     /// time, and a rank without an epoch has no answer. `None` after a timeout.
-    fn hear_join(&self) -> Result<Option<ToWorker>, Error> {
+    fn receive_join(&self) -> Result<Option<ToWorker>, Error> {
         let until = Instant::now() + START_LIMIT;
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -488,7 +492,7 @@ impl Worker<'_> {
     }
 
     /// Handles a message of an epoch. Ignores it between epochs, when it is late.
-    fn obey(&mut self, message: ToWorker) -> Result<(), Error> {
+    fn handle_message(&mut self, message: ToWorker) -> Result<(), Error> {
         let Some(epoch) = &self.epoch else {
             return Ok(());
         };
@@ -510,42 +514,42 @@ impl Worker<'_> {
                     request,
                     tokens,
                 },
-                Part::Leads(leader),
+                EpochRole::Leads(leader),
             ) => leader.submit(&self.channel, ticket, *request, tokens)?,
-            (ToWorker::Cancel { ticket }, Part::Leads(leader)) => leader.cancel(ticket),
+            (ToWorker::Cancel { ticket }, EpochRole::Leads(leader)) => leader.cancel(ticket),
             (other, _) => {
-                self.tell(&unexpected(Some(&other), "Submit, Measure, Trace or Leave"))?
+                self.report_error(&unexpected(Some(&other), "Submit, Measure, Trace or Leave"))?
             }
         }
-        self.look()
+        self.poll()
     }
 
     /// Leaves a failed epoch, so that other ranks detect it; a leader reports why. Reports a hang,
     /// after which its instance ends this process.
-    fn look(&mut self) -> Result<(), Error> {
+    fn poll(&mut self) -> Result<(), Error> {
         if self.halted.load(Ordering::Relaxed) {
             self.epoch.iter().for_each(Epoch::halt);
         }
         let hang = self.epoch.as_mut().and_then(Epoch::hang);
         if let Some(error) = hang {
-            return self.tell(&error);
+            return self.report_error(&error);
         }
         match self.epoch.as_ref().and_then(Epoch::failure) {
             None => Ok(()),
             Some(failure) => {
                 self.leave();
-                failure.map_or(Ok(()), |error| self.tell(&error))
+                failure.map_or(Ok(()), |error| self.report_error(&error))
             }
         }
     }
 
     /// Leaves the epoch, if there is one, after the current step; keeps the weights. Returns the
     /// bytes that this rank moved in it.
-    fn leave(&mut self) -> RankMoved {
+    fn leave(&mut self) -> RankTraffic {
         let Some(epoch) = self.epoch.take() else {
-            return RankMoved::default();
+            return RankTraffic::default();
         };
-        let moved = RankMoved::of(&*epoch.weights);
+        let moved = RankTraffic::of(&*epoch.weights);
         self.kept = epoch.leave();
         moved
     }
@@ -555,7 +559,7 @@ impl Worker<'_> {
 ///
 /// # Errors
 /// [`Error::OtherModel`]; [`Error::System`].
-fn check_identity(job: &Job, source: &Source) -> Result<(), Error> {
+fn check_identity(job: &RankAssignment, source: &ModelSource) -> Result<(), Error> {
     check_file((&job.model, &job.identity), source)
 }
 
@@ -563,7 +567,7 @@ fn check_identity(job: &Job, source: &Source) -> Result<(), Error> {
 ///
 /// # Errors
 /// As [`check_identity`].
-fn check_file((path, expected): (&Path, &str), source: &Source) -> Result<(), Error> {
+fn check_file((path, expected): (&Path, &str), source: &ModelSource) -> Result<(), Error> {
     let got = crate::identity(source).map_err(|source| Error::System {
         what: "read the model's files",
         source,
@@ -602,7 +606,7 @@ fn listen(addr: SocketAddr, ports: Option<RangeInclusive<u16>>) -> Result<tcp::L
     })
 }
 
-fn protection(job: &Job) -> Protection {
+fn protection(job: &RankAssignment) -> Protection {
     match &job.key {
         Some(key) => Protection::Key(GroupKey::new(key.0)),
         None if job.plain => Protection::Plaintext,
@@ -644,7 +648,7 @@ fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error {
     }
 }
 
-fn ready(weights: &dyn Weights, packings: u64) -> RankFacts {
+fn ready(weights: &dyn LoadedModel, packings: u64) -> RankFacts {
     RankFacts {
         pid: std::process::id(),
         weight_bytes: weights.weight_bytes().0,

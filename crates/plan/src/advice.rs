@@ -4,10 +4,10 @@ use paceline_base::Bytes;
 
 use crate::cost::Costs;
 use crate::cost::memory::{Ends, usage};
-use crate::error::{Change, Infeasible};
-use crate::placement::Stage;
-use crate::solver::{Options, Outcome, holds, holds_all, solve, stream_from_disk};
-use crate::{Calibration, Cluster, Error, Link, ModelShape, Node, Workload};
+use crate::error::{Infeasible, PlanChange};
+use crate::placement::PipelineStage;
+use crate::solver::{Options, SearchOutcome, holds, holds_all, solve, stream_from_disk};
+use crate::{Calibration, Cluster, ClusterNode, Error, ModelShape, NodeLink, Workload};
 
 /// The question again, with other facts: whether it has an answer.
 fn fits(costs: &Costs<'_>, cluster: &Cluster, model: &ModelShape, workload: Workload) -> bool {
@@ -28,7 +28,8 @@ pub(crate) fn feasible(costs: &Costs<'_>) -> bool {
     let mut start = 0;
     for node in order {
         let mut end = start;
-        while end < costs.model.layers && holds(costs, &Stage::whole(start..end + 1, node)) {
+        while end < costs.model.layers && holds(costs, &PipelineStage::whole(start..end + 1, node))
+        {
             end += 1;
         }
         while end > start && end < costs.model.layers && !costs.model.can_cut(end) {
@@ -42,8 +43,8 @@ pub(crate) fn feasible(costs: &Costs<'_>) -> bool {
 /// The shortfall of memory, and every single change that is enough.
 pub(crate) fn infeasible(costs: &Costs<'_>, options: &Options) -> Infeasible {
     let nodes = &costs.cluster.nodes;
-    let have: f64 = nodes.iter().map(Node::budget).sum();
-    let whole = Stage::whole(0..costs.model.layers, 0);
+    let have: f64 = nodes.iter().map(ClusterNode::budget).sum();
+    let whole = PipelineStage::whole(0..costs.model.layers, 0);
     let both = Ends {
         first: true,
         last: true,
@@ -97,14 +98,14 @@ fn largest(low: u32, high: u32, passes: impl Fn(u32) -> bool) -> Option<u32> {
 }
 
 /// Down to what prompt and answer need.
-fn context(costs: &Costs<'_>) -> Option<Change> {
+fn context(costs: &Costs<'_>) -> Option<PlanChange> {
     let w = costs.workload;
     let with = |context| fits(costs, costs.cluster, costs.model, Workload { context, ..w });
     let tokens = largest(w.prompt.saturating_add(w.output), w.context, with)?;
-    Some(Change::Context { tokens })
+    Some(PlanChange::Context { tokens })
 }
 
-fn concurrency(costs: &Costs<'_>) -> Option<Change> {
+fn concurrency(costs: &Costs<'_>) -> Option<PlanChange> {
     let w = costs.workload;
     let with = |concurrency| {
         fits(
@@ -115,11 +116,11 @@ fn concurrency(costs: &Costs<'_>) -> Option<Change> {
         )
     };
     let requests = largest(1, w.concurrency, with)?;
-    Some(Change::Concurrency { requests })
+    Some(PlanChange::Concurrency { requests })
 }
 
 /// Bits in steps of a quarter, down to 2.
-fn bits(costs: &Costs<'_>) -> Option<Change> {
+fn bits(costs: &Costs<'_>) -> Option<PlanChange> {
     let total = costs.model.weight_bytes() * 8.0 / costs.model.params();
     let with = |quarters: u32| {
         let mut model = costs.model.clone();
@@ -128,13 +129,13 @@ fn bits(costs: &Costs<'_>) -> Option<Change> {
         fits(costs, costs.cluster, &model, costs.workload)
     };
     let quarters = largest(8, (total * 4.0).ceil() as u32, with)?;
-    Some(Change::Bits {
+    Some(PlanChange::Bits {
         bits: f64::from(quarters) / 4.0,
     })
 }
 
 /// Nodes like the last one.
-fn more_nodes(costs: &Costs<'_>) -> Option<Change> {
+fn more_nodes(costs: &Costs<'_>) -> Option<PlanChange> {
     let last = costs.cluster.nodes.last()?;
     let most = 64;
     let with = |count: u32| {
@@ -146,7 +147,7 @@ fn more_nodes(costs: &Costs<'_>) -> Option<Change> {
         )
     };
     let count = (1..=most).find(|&count| with(count))?;
-    Some(Change::Nodes {
+    Some(PlanChange::Nodes {
         count,
         kind: last.kind.clone(),
     })
@@ -161,7 +162,7 @@ pub fn grown(cluster: &Cluster, count: u32) -> Cluster {
         let mut node = grown.nodes[last].clone();
         node.name = format!("{}+{new}", grown.nodes[0].kind);
         grown.nodes.push(node);
-        let links: Vec<Link> = grown
+        let links: Vec<NodeLink> = grown
             .links
             .iter()
             .filter(|l| l.a == last || l.b == last)
@@ -174,7 +175,7 @@ pub fn grown(cluster: &Cluster, count: u32) -> Cluster {
         }
         // The twin's link to the twin is like one that it has.
         if let Some(like) = links.first() {
-            grown.links.push(Link {
+            grown.links.push(NodeLink {
                 a: last,
                 b: new,
                 ..like.clone()
@@ -185,7 +186,7 @@ pub fn grown(cluster: &Cluster, count: u32) -> Cluster {
 }
 
 /// Memory on the node that has most, in steps of a sixty-fourth of what is missing at most.
-fn memory(costs: &Costs<'_>) -> Option<Change> {
+fn memory(costs: &Costs<'_>) -> Option<PlanChange> {
     let nodes = &costs.cluster.nodes;
     let largest_node = (0..nodes.len()).max_by(|&a, &b| {
         nodes[a]
@@ -202,14 +203,14 @@ fn memory(costs: &Costs<'_>) -> Option<Change> {
         fits(costs, &cluster, costs.model, costs.workload)
     };
     let steps = (1..=128).find(|&steps| with(steps))?;
-    Some(Change::Memory {
+    Some(PlanChange::Memory {
         bytes: Bytes((unit * f64::from(steps)) as u64),
     })
 }
 
-fn disk(costs: &Costs<'_>, _: &Options) -> Option<Change> {
+fn disk(costs: &Costs<'_>, _: &Options) -> Option<PlanChange> {
     let (_, said) = stream_from_disk(costs).ok()?;
-    Some(Change::Disk {
+    Some(PlanChange::Disk {
         tok_s: said.decode_tok_s,
     })
 }
@@ -235,7 +236,7 @@ pub fn sensitivity(
     costs: &Costs<'_>,
     calibration: &Calibration,
     options: &Options,
-    now: &Outcome,
+    now: &SearchOutcome,
     links: &[crate::catalogue::LinkKind],
 ) -> Result<Vec<Sensitivity>, Error> {
     let mut trials: Vec<(String, Cluster)> = Vec::new();
@@ -276,7 +277,7 @@ pub fn sensitivity(
 }
 
 fn faster(cluster: &Cluster) -> Vec<(String, Cluster)> {
-    let with = |change: &dyn Fn(&mut Node)| {
+    let with = |change: &dyn Fn(&mut ClusterNode)| {
         let mut other = cluster.clone();
         other.nodes.iter_mut().for_each(change);
         other

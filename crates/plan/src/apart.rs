@@ -55,7 +55,7 @@ impl Speed {
 
 /// Speeds, as far as known, of the two ways to read a prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Readers {
+pub struct PrefillOffload {
     here: Speed,
     there: Speed,
     /// Prompts read here since the last offloaded one.
@@ -64,7 +64,7 @@ pub struct Readers {
     from: Option<u32>,
 }
 
-impl Readers {
+impl PrefillOffload {
     /// Tokens a second of prompts here and there, as predicted; `None` where nothing is known.
     pub const fn predicted(here: Option<f64>, there: Option<f64>) -> Self {
         Self {
@@ -111,7 +111,7 @@ impl Readers {
 
     /// Whether to offload a prompt of `tokens` uncached tokens, with `ahead` tokens of others
     /// queued at the prefill ranks.
-    pub fn goes_there(&mut self, tokens: u32, ahead: u32) -> bool {
+    pub fn is_offloaded(&mut self, tokens: u32, ahead: u32) -> bool {
         if let Some(from) = self.from {
             return tokens >= from;
         }
@@ -131,31 +131,31 @@ mod tests {
 
     #[test]
     fn long_prompts_go_where_they_are_read_sooner() {
-        let mut readers = Readers::predicted(Some(100.0), Some(200.0));
-        assert!(!readers.goes_there(LEAST - 1, 0));
-        assert!(readers.goes_there(LEAST, 0));
+        let mut readers = PrefillOffload::predicted(Some(100.0), Some(200.0));
+        assert!(!readers.is_offloaded(LEAST - 1, 0));
+        assert!(readers.is_offloaded(LEAST, 0));
         assert_eq!(readers.ratio(1000, 0), Some(0.5));
-        assert!(readers.goes_there(1000, 1000), "as soon as here");
+        assert!(readers.is_offloaded(1000, 1000), "as soon as here");
         assert!(
-            !readers.goes_there(1000, 1001),
+            !readers.is_offloaded(1000, 1001),
             "it would wait for too long"
         );
-        let mut slow = Readers::predicted(Some(100.0), Some(50.0));
-        assert!(!slow.goes_there(1000, 0));
+        let mut slow = PrefillOffload::predicted(Some(100.0), Some(50.0));
+        assert!(!slow.is_offloaded(1000, 0));
         assert!(
-            Readers::default().goes_there(1000, 0),
+            PrefillOffload::default().is_offloaded(1000, 0),
             "the user named them"
         );
         let mut all = slow.with_least(Some(64));
-        assert!(all.goes_there(64, 9000) && !all.goes_there(63, 0));
+        assert!(all.is_offloaded(64, 9000) && !all.is_offloaded(63, 0));
     }
 
     #[test]
     fn what_prompts_took_counts_more_than_predictions() {
-        let mut readers = Readers::predicted(Some(100.0), Some(200.0));
+        let mut readers = PrefillOffload::predicted(Some(100.0), Some(200.0));
         readers.read_there(1000, 20.0);
         assert_eq!(readers.there_tok_s(), Some(50.0));
-        assert!(!readers.goes_there(1000, 0));
+        assert!(!readers.is_offloaded(1000, 0));
         readers.read_there(1000, 5.0);
         let tok_s = readers.there_tok_s().unwrap();
         assert!((tok_s - 95.0).abs() < 1e-9, "{tok_s}");
@@ -166,11 +166,11 @@ mod tests {
 
     #[test]
     fn a_slow_group_is_tried_again_now_and_then() {
-        let mut slow = Readers::predicted(Some(100.0), Some(50.0));
-        let went = (0..64).filter(|_| slow.goes_there(1000, 0)).count();
+        let mut slow = PrefillOffload::predicted(Some(100.0), Some(50.0));
+        let went = (0..64).filter(|_| slow.is_offloaded(1000, 0)).count();
         assert_eq!(went, 4);
         assert!(
-            (0..64).all(|_| !slow.goes_there(1000, 1)),
+            (0..64).all(|_| !slow.is_offloaded(1000, 1)),
             "nobody waits for a try"
         );
     }

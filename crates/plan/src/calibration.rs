@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use crate::catalogue::parse;
-use crate::{Backend, Error, Node, Rates, Transport};
+use crate::{Backend, ClusterNode, Error, LinkTransport, Rates};
 
 /// The constants in the tree.
 const BUILTIN: &str = include_str!("../data/calibration.toml");
@@ -34,7 +34,7 @@ pub struct Parameter {
 /// Facts about an engine that are read in its source, not fitted.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
-pub struct Engine {
+pub struct EngineProfile {
     /// The name that nodes use.
     pub name: String,
     /// Parts of published names of frameworks, lower case, that mean this engine.
@@ -71,16 +71,16 @@ fn one() -> f64 {
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct File {
+struct CalibrationFile {
     parameter: Vec<Parameter>,
-    engine: Vec<Engine>,
+    engine: Vec<EngineProfile>,
 }
 
 /// All constants.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Calibration {
     parameters: BTreeMap<String, Parameter>,
-    engines: Vec<Engine>,
+    engines: Vec<EngineProfile>,
 }
 
 /// A node's rates as programs reach them, and the fixed cost of an operation.
@@ -108,7 +108,7 @@ impl Calibration {
     /// # Errors
     /// [`Error::Toml`] with line and column; [`Error::Value`] for a constant that is not positive.
     pub fn from_toml(text: &str, what: &str) -> Result<Self, Error> {
-        let file: File = parse(text, what)?;
+        let file: CalibrationFile = parse(text, what)?;
         for p in &file.parameter {
             for (field, value) in [("prior", p.prior), ("spread", p.spread), ("value", p.value)] {
                 let (low, range) = (f64::MIN_POSITIVE, "more than 0 and finite");
@@ -144,21 +144,21 @@ impl Calibration {
     }
 
     /// The engine of this name; the generic one when there is none.
-    pub fn engine(&self, name: &str) -> &Engine {
+    pub fn engine(&self, name: &str) -> &EngineProfile {
         let found = self.engines.iter().find(|engine| engine.name == name);
         found.unwrap_or(&self.engines[0])
     }
 
     /// All engines; the first is the generic one.
-    pub fn engines(&self) -> &[Engine] {
+    pub fn engines(&self) -> &[EngineProfile] {
         &self.engines
     }
 
     /// The engine that a published name of a framework means: the first in file order with a match
     /// for a part of the name. `cpu` machines get the engine's CPU form where there is one.
-    pub fn engine_of(&self, framework: &str, cpu: bool) -> &Engine {
+    pub fn engine_of(&self, framework: &str, cpu: bool) -> &EngineProfile {
         let text = framework.to_lowercase();
-        let hit = |engine: &&Engine| engine.matches.iter().any(|part| text.contains(part));
+        let hit = |engine: &&EngineProfile| engine.matches.iter().any(|part| text.contains(part));
         let engine = self.engines.iter().find(hit).unwrap_or(&self.engines[0]);
         let on_cpu = format!("{}-cpu", engine.name);
         let twin = self.engines.iter().find(|e| cpu && e.name == on_cpu);
@@ -166,7 +166,7 @@ impl Calibration {
     }
 
     /// Rates of a node as the kernels reach them, from its quoted or measured rates.
-    pub fn speed(&self, node: &Node) -> Speed {
+    pub fn speed(&self, node: &ClusterNode) -> Speed {
         let engine = self.engine(&node.engine);
         let op = self.value(&format!("op.{}", engine.op), 6e-6);
         if node.measured {
@@ -198,7 +198,7 @@ impl Calibration {
         }
     }
 
-    fn rate_share(&self, node: &Node) -> f64 {
+    fn rate_share(&self, node: &ClusterNode) -> f64 {
         let class = if node.backend == Backend::Cpu {
             "compute.cpu"
         } else {
@@ -209,24 +209,24 @@ impl Calibration {
     }
 
     /// Seconds that handing data to a transport and back costs an engine, per exchange.
-    pub fn handover(&self, engine: &Engine, transport: Transport) -> f64 {
+    pub fn handover(&self, engine: &EngineProfile, transport: LinkTransport) -> f64 {
         let kind = match transport {
-            Transport::Fabric => "fabric",
-            Transport::Rdma => "rdma",
-            Transport::Tcp => "tcp",
-            Transport::Shm => "shm",
+            LinkTransport::Fabric => "fabric",
+            LinkTransport::Rdma => "rdma",
+            LinkTransport::Tcp => "tcp",
+            LinkTransport::Shm => "shm",
         };
         self.value(&format!("handover.{}.{kind}", engine.handover), 1e-5)
     }
 
     /// Seconds that a stage boundary costs besides its messages.
-    pub fn boundary(&self, engine: &Engine) -> Option<f64> {
+    pub fn boundary(&self, engine: &EngineProfile) -> Option<f64> {
         let name = engine.boundary.as_ref()?;
         Some(self.value(&format!("boundary.{name}"), 0.0))
     }
 
     /// Seconds that each layer on another node than the first costs besides.
-    pub fn remote_layer(&self, engine: &Engine) -> f64 {
+    pub fn remote_layer(&self, engine: &EngineProfile) -> f64 {
         let name = engine.remote.as_deref().unwrap_or("none");
         self.value(&format!("remote.{name}"), 0.0)
     }

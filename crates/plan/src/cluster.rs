@@ -52,7 +52,7 @@ impl Rates {
 
 /// A machine, or a GPU where one machine has several.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Node {
+pub struct ClusterNode {
     /// Unique in the cluster.
     pub name: String,
     /// The catalogue's name for machines like it.
@@ -83,7 +83,7 @@ pub struct Node {
 
 /// A measured connection between two nodes.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Link {
+pub struct NodeLink {
     /// An end of the link, index of a node.
     pub a: usize,
     /// The other end.
@@ -91,7 +91,7 @@ pub struct Link {
     /// The catalogue's name, `tb5-rdma`.
     pub kind: String,
     /// Transport, which decides the cost of handing bytes over.
-    pub transport: Transport,
+    pub transport: LinkTransport,
     /// Seconds for a small message, one way.
     pub alpha: f64,
     /// Bytes a second, one way.
@@ -102,7 +102,7 @@ pub struct Link {
 
 /// Transport of bytes between two nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Transport {
+pub enum LinkTransport {
     /// GPU to GPU inside a machine (NVLink).
     Fabric,
     /// Remote direct memory access.
@@ -119,12 +119,12 @@ pub struct Cluster {
     /// For reports.
     pub name: String,
     /// Machines.
-    pub nodes: Vec<Node>,
+    pub nodes: Vec<ClusterNode>,
     /// Several may join the same pair; the better one for a message is used.
-    pub links: Vec<Link>,
+    pub links: Vec<NodeLink>,
 }
 
-impl Node {
+impl ClusterNode {
     /// Bytes that a model may use.
     pub fn budget(&self) -> f64 {
         self.memory.0 as f64 * self.usable
@@ -171,13 +171,13 @@ impl Node {
     }
 }
 
-impl Link {
+impl NodeLink {
     /// Seconds to move `bytes` one way.
     pub fn seconds(&self, bytes: f64) -> f64 {
         self.alpha + bytes / self.beta
     }
 
-    fn check(&self, nodes: &[Node]) -> Result<(), Error> {
+    fn check(&self, nodes: &[ClusterNode]) -> Result<(), Error> {
         for end in [self.a, self.b] {
             if end >= nodes.len() {
                 return Err(Error::LinkEnd {

@@ -25,9 +25,9 @@ mod net;
 
 use std::fmt::Write;
 
-pub use bars::{Bar, Bars};
-pub use lines::{Axis, Lines, Scale, Series};
-pub use net::{Edge, Net};
+pub use bars::{Bar, BarChart};
+pub use lines::{Axis, LineChart, Scale, Series};
+pub use net::{Edge, NetworkDiagram};
 
 /// Colours of series, in order; more series begin again. Okabe and Ito, without black and yellow.
 const COLOURS: [&str; 6] = [
@@ -187,7 +187,7 @@ mod tests {
     fn text_cannot_leave_its_place() {
         let evil = "a<script>\"&'\u{0}\u{1b}";
         assert_eq!(escaped(evil), "a&lt;script&gt;&quot;&amp;'\u{fffd}\u{fffd}");
-        let bars = Bars {
+        let bars = BarChart {
             title: evil.to_owned(),
             series: vec![evil.to_owned(); 2],
             rows: vec![Bar {

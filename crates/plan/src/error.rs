@@ -97,12 +97,12 @@ pub struct Infeasible {
     /// Facts that the totals leave out, starting with a comma; empty when there are none.
     pub detail: String,
     /// Changes that are each enough alone, smallest first.
-    pub changes: Vec<Change>,
+    pub changes: Vec<PlanChange>,
 }
 
 /// A single change that makes a plan possible.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Change {
+pub enum PlanChange {
     /// A shorter context per request.
     Context { tokens: u32 },
     /// Fewer requests at a time.

@@ -10,12 +10,12 @@
 //! The method is Levenberg-Marquardt on the logarithms, with derivatives by differences. There is
 //! no randomness, so the same rows give the same constants.
 
-use crate::published::{Published, Row};
+use crate::published::{Published, PublishedRow};
 use crate::{Calibration, Catalogue, Error};
 
 /// Relative noise of published numbers by confidence: what repeated sets of one benchmark differ
 /// by (0.04 on idle machines, 0.08 where an input was inferred).
-fn noise(row: &Row) -> f64 {
+fn noise(row: &PublishedRow) -> f64 {
     match row.confidence.as_str() {
         "high" => 0.04,
         "medium" => 0.08,
@@ -32,12 +32,12 @@ const SHARE_NOISE: f64 = 0.05;
 /// Faults of the catalogue.
 pub fn fit(published: &Published, start: &Calibration) -> Result<Calibration, Error> {
     let catalogue = published.catalogue()?;
-    let rows: Vec<&Row> = published
+    let rows: Vec<&PublishedRow> = published
         .rows
         .iter()
         .filter(|row| row.complete && row.split == "fit")
         .collect();
-    let problem = Problem {
+    let problem = FitProblem {
         rows,
         catalogue,
         names: start.parameters().map(|p| p.name.clone()).collect(),
@@ -51,15 +51,15 @@ pub fn fit(published: &Published, start: &Calibration) -> Result<Calibration, Er
     Ok(problem.constants(&best))
 }
 
-struct Problem<'a> {
-    rows: Vec<&'a Row>,
+struct FitProblem<'a> {
+    rows: Vec<&'a PublishedRow>,
     catalogue: Catalogue,
     names: Vec<String>,
     priors: Vec<(f64, f64)>,
     start: Calibration,
 }
 
-impl Problem<'_> {
+impl FitProblem<'_> {
     fn constants(&self, logs: &[f64]) -> Calibration {
         let mut constants = self.start.clone();
         for (name, log) in self.names.iter().zip(logs) {

@@ -35,11 +35,11 @@ const LOOK_WEIGHT: f64 = 0.6;
 const NO_WORSE: f64 = 0.98;
 
 /// A way to cut a model: the part of it that each rank has, all together 1.
-pub type Shares = Vec<f64>;
+pub type RankShares = Vec<f64>;
 
 /// A way that is better now.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Move {
+pub struct ShareMove {
     /// Its place among the ways.
     pub to: usize,
     /// Steps a second there, as a multiple of those now.
@@ -48,8 +48,8 @@ pub struct Move {
 
 /// Follows what ranks take.
 #[derive(Clone, Debug)]
-pub struct Follow {
-    ways: Vec<Shares>,
+pub struct ShareRebalancer {
+    ways: Vec<RankShares>,
     /// Ranks of each stage, the same at all ways.
     stages: Vec<Range<usize>>,
     /// Split candidates that are unavailable.
@@ -62,12 +62,12 @@ pub struct Follow {
     better: Option<(usize, u32)>,
 }
 
-impl Follow {
+impl ShareRebalancer {
     /// Begins at way `at`. `stages` has the ranks of each stage.
     ///
     /// # Panics
     /// When there is no way `at`, or a way has a share that is not above 0.
-    pub fn new(ways: Vec<Shares>, stages: Vec<Range<usize>>, at: usize) -> Self {
+    pub fn new(ways: Vec<RankShares>, stages: Vec<Range<usize>>, at: usize) -> Self {
         assert!(at < ways.len(), "way {at} of {}", ways.len());
         let is_share = |share: &f64| share.is_finite() && *share > 0.0;
         assert!(ways.iter().flatten().all(is_share), "shares {ways:?}");
@@ -100,13 +100,13 @@ impl Follow {
 
     /// Records each rank's compute seconds since the last update. Returns a better split candidate
     /// that is worth `change`, the time that a change takes.
-    pub fn look(&mut self, busy: &[f64], change: Duration) -> Option<Move> {
+    pub fn update(&mut self, busy: &[f64], change: Duration) -> Option<ShareMove> {
         let shares = &self.ways[self.at];
         for ((takes, busy), share) in self.takes.iter_mut().zip(busy).zip(shares) {
             let now = busy / share;
             *takes = Some(takes.map_or(now, |known| known + LOOK_WEIGHT * (now - known)));
         }
-        let Some(Move { to, gain }) = self.better_now(change) else {
+        let Some(ShareMove { to, gain }) = self.better_now(change) else {
             self.better = None;
             return None;
         };
@@ -115,11 +115,11 @@ impl Follow {
             _ => 1,
         };
         self.better = Some((to, looks));
-        (looks >= LOOKS).then_some(Move { to, gain })
+        (looks >= LOOKS).then_some(ShareMove { to, gain })
     }
 
     /// A way that is better by what is known now.
-    fn better_now(&self, change: Duration) -> Option<Move> {
+    fn better_now(&self, change: Duration) -> Option<ShareMove> {
         let now = self.step(self.at)?;
         let others = (0..self.ways.len()).filter(|way| *way != self.at && !self.closed[*way]);
         let steps = others.filter_map(|way| Some((way, self.step(way)?)));
@@ -127,12 +127,12 @@ impl Follow {
         let gain = now / step;
         let saved = HORIZON.as_secs_f64() * (1.0 - 1.0 / gain);
         if gain > 1.0 + NOISE && saved > change.as_secs_f64() {
-            return Some(Move { to, gain });
+            return Some(ShareMove { to, gain });
         }
         let (to, gain) = (self.first, now / self.step(self.first)?);
         let is_back =
             self.at != to && !self.closed[to] && gain >= NO_WORSE && change < HORIZON / 10;
-        is_back.then_some(Move { to, gain })
+        is_back.then_some(ShareMove { to, gain })
     }
 
     /// Seconds of a step at a way; `None` before the first look.
@@ -154,7 +154,7 @@ mod tests {
     const CHANGE: Duration = Duration::from_millis(500);
 
     /// Equal shares, and those with a quarter, half and three quarters of it for one of two.
-    fn ways() -> Vec<Shares> {
+    fn ways() -> Vec<RankShares> {
         let all = [(1, 1), (1, 4), (1, 2), (3, 4), (4, 1), (2, 1), (4, 3)];
         let part = |(a, b): (i32, i32)| {
             let all = f64::from(a + b);
@@ -163,12 +163,12 @@ mod tests {
         all.into_iter().map(part).collect()
     }
 
-    fn tensor(at: usize) -> Follow {
-        Follow::new(ways(), std::iter::once(0..2).collect(), at)
+    fn tensor(at: usize) -> ShareRebalancer {
+        ShareRebalancer::new(ways(), std::iter::once(0..2).collect(), at)
     }
 
     /// Seconds that the ranks of a way compute a step for, where they would take `takes` for all.
-    fn busy(follow: &Follow, takes: [f64; 2]) -> Vec<f64> {
+    fn busy(follow: &ShareRebalancer, takes: [f64; 2]) -> Vec<f64> {
         let shares = &follow.ways[follow.at];
         shares
             .iter()
@@ -178,10 +178,10 @@ mod tests {
     }
 
     /// The split candidates that it moves to within `looks` updates.
-    fn moves(follow: &mut Follow, takes: [f64; 2], looks: usize) -> Vec<usize> {
+    fn moves(follow: &mut ShareRebalancer, takes: [f64; 2], looks: usize) -> Vec<usize> {
         let mut all = Vec::new();
         for _ in 0..looks {
-            if let Some(Move { to, gain }) = follow.look(&busy(follow, takes), CHANGE) {
+            if let Some(ShareMove { to, gain }) = follow.update(&busy(follow, takes), CHANGE) {
                 assert!(gain > 1.0 + NOISE || to == 0);
                 follow.moved(to);
                 all.push(to);
@@ -226,17 +226,25 @@ mod tests {
         let mut follow = tensor(0);
         let long = Duration::from_secs(20);
         for _ in 0..10 {
-            assert_eq!(follow.look(&busy(&follow, [0.04, 0.02]), long), None);
+            assert_eq!(follow.update(&busy(&follow, [0.04, 0.02]), long), None);
         }
-        assert!(follow.look(&busy(&follow, [0.04, 0.02]), CHANGE).is_none());
-        assert!(follow.look(&busy(&follow, [0.04, 0.02]), CHANGE).is_some());
+        assert!(
+            follow
+                .update(&busy(&follow, [0.04, 0.02]), CHANGE)
+                .is_none()
+        );
+        assert!(
+            follow
+                .update(&busy(&follow, [0.04, 0.02]), CHANGE)
+                .is_some()
+        );
     }
 
     /// Stages take turns: a slow one is left as little as may be.
     #[test]
     fn stages_of_a_pipeline_add_up() {
         let stages = vec![0..1, 1..2];
-        let mut follow = Follow::new(ways(), stages, 0);
+        let mut follow = ShareRebalancer::new(ways(), stages, 0);
         assert!(moves(&mut follow, [0.02, 0.02], 5).is_empty());
         assert_eq!(moves(&mut follow, [0.04, 0.02], 10).last(), Some(&1));
         assert_eq!(moves(&mut follow, [0.02, 0.02], 20), [0], "it is no worse");

@@ -59,11 +59,11 @@ mod workload;
 
 pub use calibration::Calibration;
 pub use catalogue::Catalogue;
-pub use cluster::{Backend, Cluster, Link, Node, Rates, Transport};
+pub use cluster::{Backend, Cluster, ClusterNode, LinkTransport, NodeLink, Rates};
 pub use cost::Costs;
-pub use error::{Change, Error, Infeasible};
-pub use model::{Attention, Bits, Caches, ModelShape, Moe, Sliding};
-pub use network::Network;
-pub use placement::{Member, Pipeline, Placement, Split, Stage};
+pub use error::{Error, Infeasible, PlanChange};
+pub use model::{AttentionKind, Bits, Caches, ModelShape, Moe, Sliding};
+pub use network::LinkTable;
+pub use placement::{Pipeline, PipelineStage, Placement, Split, StageMember};
 pub use predict::{Prediction, STEPS_MAX, predict};
 pub use workload::{CHUNK, Objective, Workload};

@@ -17,7 +17,7 @@ const MAX_EXPERTS: u32 = 1 << 14;
 
 /// Kind of attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Attention {
+pub enum AttentionKind {
     /// Grouped queries; `heads == kv_heads` is plain multi-head attention.
     Gqa {
         /// H
@@ -124,7 +124,7 @@ pub struct ModelShape {
     /// Whether the output head is the embedding, so that it is stored once.
     pub tied: bool,
     /// Attention of every layer.
-    pub attention: Attention,
+    pub attention: AttentionKind,
     /// Layers with a window, if there are any; the others look at everything.
     pub sliding: Option<Sliding>,
     /// Layers that keep something else than keys and values of their own.
@@ -137,7 +137,7 @@ pub struct ModelShape {
     pub bits: Bits,
 }
 
-impl Attention {
+impl AttentionKind {
     /// H
     pub const fn heads(&self) -> u32 {
         match *self {
@@ -477,7 +477,7 @@ impl ModelShape {
     fn check_attention(&self) -> Result<(), Error> {
         let name = self.name.as_str();
         match self.attention {
-            Attention::Gqa {
+            AttentionKind::Gqa {
                 heads,
                 kv_heads,
                 head_dim,
@@ -486,7 +486,7 @@ impl ModelShape {
                 whole_in(name, "KV heads", kv_heads, 1, heads)?;
                 whole_in(name, "head size", head_dim, 1, MAX_WIDTH)
             }
-            Attention::Mla {
+            AttentionKind::Mla {
                 heads,
                 q_rank,
                 kv_rank,

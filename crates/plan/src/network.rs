@@ -1,17 +1,17 @@
 //! Links by pair of nodes.
 
-use crate::{Cluster, Link};
+use crate::{Cluster, NodeLink};
 
 /// The links of a cluster, looked up by pair.
 #[derive(Clone, Debug)]
-pub struct Network {
+pub struct LinkTable {
     n_nodes: usize,
-    links: Vec<Link>,
+    links: Vec<NodeLink>,
     /// For pair `(a, b)` with `a < b`, at `a * n_nodes + b`: indices into `links`.
     by_pair: Vec<Vec<u32>>,
 }
 
-impl Network {
+impl LinkTable {
     /// Indexes the links of a checked cluster. Costs memory for every pair of nodes.
     pub fn new(cluster: &Cluster) -> Self {
         let n_nodes = cluster.nodes.len();
@@ -35,7 +35,7 @@ impl Network {
 
     /// The link that moves `bytes` between two nodes soonest, `None` where none joins them.
     /// Equal times go to the link named first.
-    pub fn best(&self, a: usize, b: usize, bytes: f64) -> Option<&Link> {
+    pub fn best(&self, a: usize, b: usize, bytes: f64) -> Option<&NodeLink> {
         self.of(a, b)
             .iter()
             .map(|&index| &self.links[index as usize])
@@ -50,8 +50,8 @@ impl Network {
 
     /// The slowest of the best links among `nodes`: it sets the pace of a collective. `None` when
     /// some pair has no link. The link of equal times is that of the first pair.
-    pub fn slowest(&self, nodes: &[usize], bytes: f64) -> Option<&Link> {
-        let mut worst: Option<&Link> = None;
+    pub fn slowest(&self, nodes: &[usize], bytes: f64) -> Option<&NodeLink> {
+        let mut worst: Option<&NodeLink> = None;
         for (i, &a) in nodes.iter().enumerate() {
             for &b in &nodes[i + 1..] {
                 let link = self.best(a, b, bytes)?;
@@ -64,7 +64,7 @@ impl Network {
     }
 
     /// The best link from any node of one group to any of another.
-    pub fn between(&self, from: &[usize], to: &[usize], bytes: f64) -> Option<&Link> {
+    pub fn between(&self, from: &[usize], to: &[usize], bytes: f64) -> Option<&NodeLink> {
         let pairs = from.iter().flat_map(|&a| to.iter().map(move |&b| (a, b)));
         pairs
             .filter_map(|(a, b)| self.best(a, b, bytes))

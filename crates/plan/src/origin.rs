@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use crate::calibration::family;
-use crate::published::{BUILTIN, Published, Row};
+use crate::published::{BUILTIN, Published, PublishedRow};
 use crate::validate::{Scored, validate};
 use crate::{Backend, Calibration, Catalogue, Cluster, Error, Placement};
 
@@ -16,7 +16,7 @@ const RUNS_MIN: usize = 5;
 
 /// The origin of the decode speed that is predicted for a placement.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Origin {
+pub struct PredictionBasis {
     /// Engines whose constants apply, in order of names.
     pub engines: Vec<String>,
     /// Complete published runs of these engines, of one request each.
@@ -28,7 +28,7 @@ pub struct Origin {
     pub high: f64,
 }
 
-impl Origin {
+impl PredictionBasis {
     /// The basis of a prediction for `placement`. `None` where its engines have too few published
     /// runs, such as engines that were measured here.
     ///
@@ -75,7 +75,7 @@ impl Origin {
     }
 
     /// The runs, for people.
-    pub fn told(&self) -> String {
+    pub fn summary(&self) -> String {
         let machines = match self.same_machine {
             true => "",
             false => ", none on such machines",
@@ -95,7 +95,7 @@ fn reached(scored: &Scored) -> Option<f64> {
 }
 
 /// Whether a run's machines are processors, for which engines have constants of their own.
-fn is_of_processors(row: &Row, catalogue: &Catalogue) -> bool {
+fn is_of_processors(row: &PublishedRow, catalogue: &Catalogue) -> bool {
     let first = row.hardware.first();
     let entry = first.and_then(|machines| catalogue.machine(&machines.kind).ok());
     entry.is_some_and(|entry| entry.backend() == Ok(Backend::Cpu))
@@ -107,10 +107,10 @@ mod tests {
     use crate::Pipeline;
     use crate::catalogue::short_cluster;
 
-    fn origin(cluster: &str) -> Option<Origin> {
+    fn origin(cluster: &str) -> Option<PredictionBasis> {
         let cluster = short_cluster(cluster, &Catalogue::builtin().unwrap()).unwrap();
         let placement = Placement::single(Pipeline::even(4, &[0]));
-        Origin::of(&cluster, &placement, &Calibration::builtin().unwrap()).unwrap()
+        PredictionBasis::of(&cluster, &placement, &Calibration::builtin().unwrap()).unwrap()
     }
 
     #[test]
@@ -119,14 +119,14 @@ mod tests {
         assert_eq!(known.engines, ["exo-1"]);
         assert!(known.same_machine && known.runs >= RUNS_MIN, "{known:?}");
         assert!(known.low < 1.0 && known.high > 1.0, "{known:?}");
-        assert!(!known.told().contains("none"), "{}", known.told());
+        assert!(!known.summary().contains("none"), "{}", known.summary());
         let new = origin("1 x mac-studio-m5-ultra-256").unwrap();
         let same = (new.low, new.high, new.runs);
         assert_eq!(same, (known.low, known.high, known.runs));
         assert!(
-            new.told().ends_with("none on such machines"),
+            new.summary().ends_with("none on such machines"),
             "{}",
-            new.told()
+            new.summary()
         );
     }
 

@@ -25,7 +25,7 @@ pub enum Split {
 
 /// A node's part of a stage.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Member {
+pub struct StageMember {
     /// Index of the node.
     pub node: usize,
     /// Share of each layer's split weights, above 0; shares of a stage add up to 1.
@@ -37,18 +37,18 @@ pub struct Member {
 
 /// Consecutive layers and the nodes that have them.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Stage {
+pub struct PipelineStage {
     pub layers: Range<u32>,
     pub split: Split,
     /// Members; the first sends and receives for the group.
-    pub members: Vec<Member>,
+    pub members: Vec<StageMember>,
 }
 
 /// A pipeline that answers requests by itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pipeline {
     /// In order of layers.
-    pub stages: Vec<Stage>,
+    pub stages: Vec<PipelineStage>,
 }
 
 /// Everything that is decided.
@@ -66,9 +66,9 @@ pub struct Placement {
     pub successors: Vec<usize>,
 }
 
-impl Stage {
+impl PipelineStage {
     pub fn whole(layers: Range<u32>, node: usize) -> Self {
-        let member = Member {
+        let member = StageMember {
             node,
             share: 1.0,
             streamed: 0,
@@ -83,7 +83,7 @@ impl Stage {
     /// A stage shared evenly.
     pub fn even(layers: Range<u32>, split: Split, nodes: &[usize]) -> Self {
         let share = 1.0 / nodes.len() as f64;
-        let members = nodes.iter().map(|&node| Member {
+        let members = nodes.iter().map(|&node| StageMember {
             node,
             share,
             streamed: 0,
@@ -117,7 +117,7 @@ impl Pipeline {
         let mut start = 0;
         let stages = nodes.iter().zip(0..n).map(|(&node, i)| {
             let end = start + n_layers / n + u32::from(i < n_layers % n);
-            let stage = Stage::whole(start..end, node);
+            let stage = PipelineStage::whole(start..end, node);
             start = end;
             stage
         });
@@ -128,13 +128,13 @@ impl Pipeline {
 
     pub fn group(n_layers: u32, split: Split, nodes: &[usize]) -> Self {
         Self {
-            stages: vec![Stage::even(0..n_layers, split, nodes)],
+            stages: vec![PipelineStage::even(0..n_layers, split, nodes)],
         }
     }
 
     /// The nodes, stage by stage.
     pub fn nodes(&self) -> Vec<usize> {
-        self.stages.iter().flat_map(Stage::nodes).collect()
+        self.stages.iter().flat_map(PipelineStage::nodes).collect()
     }
 }
 
@@ -214,7 +214,7 @@ impl Placement {
     }
 }
 
-impl Stage {
+impl PipelineStage {
     fn check(&self, used: &mut [bool]) -> Result<(), Error> {
         let fault = |problem: String| Err(Error::Placement { problem });
         let mut total = 0.0;

@@ -3,8 +3,8 @@
 
 use crate::cost::memory::{Usage, usage};
 use crate::cost::{Costs, PipelineTime};
-use crate::placement::{Pipeline, Placement, Stage};
-use crate::{Error, Link, Transport};
+use crate::placement::{Pipeline, PipelineStage, Placement};
+use crate::{Error, LinkTransport, NodeLink};
 
 /// Most steps of a pipeline under way at once, as our engine has them. More residuals than these
 /// have no room with the ranks that wait for them (`STEPS_MAX` of `model/src/links.rs`).
@@ -31,7 +31,7 @@ pub struct LinkUse {
     /// Stage indices that it joins; equal inside a stage.
     pub stages: (usize, usize),
     pub kind: String,
-    pub transport: Transport,
+    pub transport: LinkTransport,
 }
 
 /// Predicted figures of a placement under the workload.
@@ -136,7 +136,7 @@ fn first_token(costs: &Costs<'_>, placement: &Placement) -> Result<Option<f64>, 
 
 /// A replica with all requests that fall to it.
 #[derive(Debug)]
-struct Load {
+struct ReplicaLoad {
     tok_s: f64,
     /// Seconds of a round in which every sequence gets one token.
     round: f64,
@@ -149,10 +149,14 @@ struct Load {
 /// time, but each reads its weights once per micro-batch. The best number is taken, of at most
 /// [`STEPS_MAX`]. By Little's law a round takes the longer of one micro-batch's way and all of them
 /// at the slowest stage.
-fn full_load(costs: &Costs<'_>, placement: &Placement, replica: &Pipeline) -> Result<Load, Error> {
+fn full_load(
+    costs: &Costs<'_>,
+    placement: &Placement,
+    replica: &Pipeline,
+) -> Result<ReplicaLoad, Error> {
     let replicas = placement.replicas.len() as f64;
     let batch = (f64::from(costs.workload.concurrency) / replicas).max(1.0);
-    let mut best: Option<Load> = None;
+    let mut best: Option<ReplicaLoad> = None;
     for parts in 1..=replica.stages.len().min(STEPS_MAX) {
         let parts = parts as f64;
         if parts > batch {
@@ -162,7 +166,7 @@ fn full_load(costs: &Costs<'_>, placement: &Placement, replica: &Pipeline) -> Re
         let round = time.total().max(parts * time.slowest());
         let tok_s = batch / round;
         if best.as_ref().is_none_or(|b| tok_s > b.tok_s) {
-            best = Some(Load {
+            best = Some(ReplicaLoad {
                 tok_s,
                 round,
                 parts,
@@ -175,7 +179,7 @@ fn full_load(costs: &Costs<'_>, placement: &Placement, replica: &Pipeline) -> Re
     })
 }
 
-fn node_uses(costs: &Costs<'_>, placement: &Placement, loads: &[Load]) -> Vec<NodeUse> {
+fn node_uses(costs: &Costs<'_>, placement: &Placement, loads: &[ReplicaLoad]) -> Vec<NodeUse> {
     let mut uses = Vec::new();
     for (replica, load) in placement.replicas.iter().zip(loads) {
         for (stage, time) in replica.stages.iter().zip(&load.time.stages) {
@@ -191,7 +195,7 @@ fn node_uses(costs: &Costs<'_>, placement: &Placement, loads: &[Load]) -> Vec<No
     uses
 }
 
-fn push_uses(costs: &Costs<'_>, stage: &Stage, busy: f64, uses: &mut Vec<NodeUse>) {
+fn push_uses(costs: &Costs<'_>, stage: &PipelineStage, busy: f64, uses: &mut Vec<NodeUse>) {
     for member in &stage.members {
         let node = &costs.cluster.nodes[member.node];
         let watts = node.load_w.zip(node.idle_w);
@@ -212,7 +216,7 @@ fn push_uses(costs: &Costs<'_>, stage: &Stage, busy: f64, uses: &mut Vec<NodeUse
 }
 
 fn links(costs: &Costs<'_>, pipeline: &Pipeline) -> Vec<LinkUse> {
-    let used = |a: usize, b: usize, link: &Link| LinkUse {
+    let used = |a: usize, b: usize, link: &NodeLink| LinkUse {
         stages: (a, b),
         kind: link.kind.clone(),
         transport: link.transport,

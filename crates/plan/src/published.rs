@@ -8,10 +8,11 @@ use serde::{Deserialize, Deserializer};
 use crate::calibration::family;
 use crate::catalogue::{Catalogue, HardwareEntry, LinkKind, ModelEntry, parse};
 use crate::cost::Costs;
-use crate::placement::{Pipeline, Placement, Split, Stage};
+use crate::placement::{Pipeline, PipelineStage, Placement, Split};
 use crate::predict::{Prediction, predict};
 use crate::{
-    Backend, CHUNK, Calibration, Cluster, Error, Link, ModelShape, Node, Transport, Workload,
+    Backend, CHUNK, Calibration, Cluster, ClusterNode, Error, LinkTransport, ModelShape, NodeLink,
+    Workload,
 };
 
 /// The rows in the tree.
@@ -29,7 +30,7 @@ pub struct Machines {
 
 /// A published number.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
-pub struct Row {
+pub struct PublishedRow {
     /// Unique.
     pub id: String,
     /// The catalogue's name of the model.
@@ -115,7 +116,7 @@ fn number_or_word<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error
 #[derive(Clone, Debug, Deserialize)]
 pub struct Published {
     #[serde(rename = "measurement", default)]
-    pub rows: Vec<Row>,
+    pub rows: Vec<PublishedRow>,
     #[serde(default)]
     hardware: Vec<HardwareEntry>,
     #[serde(default)]
@@ -126,7 +127,7 @@ pub struct Published {
 
 /// Figures that the model predicts for a row.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Said {
+pub struct RowPrediction {
     /// In the row's metric.
     pub value: f64,
     /// Share of communication in a token.
@@ -224,7 +225,7 @@ impl Machines {
     }
 }
 
-impl Row {
+impl PublishedRow {
     /// The model's prediction of the published number. `bits` is used where the row states none.
     ///
     /// # Errors
@@ -234,7 +235,7 @@ impl Row {
         catalogue: &Catalogue,
         calibration: &Calibration,
         bits: Option<f64>,
-    ) -> Result<Said, Skip> {
+    ) -> Result<RowPrediction, Skip> {
         let case = self.case(catalogue, calibration, bits)?;
         let said = case.predict(calibration).map_err(Skip::Refused)?;
         let none = || Skip::Metric(self.metric.clone());
@@ -246,7 +247,7 @@ impl Row {
             "speedup" => case.speedup(&said, calibration).map_err(Skip::Refused)?,
             _ => return Err(none()),
         };
-        Ok(Said {
+        Ok(RowPrediction {
             value,
             comm_share: said.comm_share,
             watts: said.watts,
@@ -287,7 +288,11 @@ impl Row {
         })
     }
 
-    fn nodes(&self, catalogue: &Catalogue, calibration: &Calibration) -> Result<Vec<Node>, Skip> {
+    fn nodes(
+        &self,
+        catalogue: &Catalogue,
+        calibration: &Calibration,
+    ) -> Result<Vec<ClusterNode>, Skip> {
         let mut nodes = Vec::new();
         for machines in &self.hardware {
             let entry = machines.entry(catalogue).ok_or(Skip::Machines)?;
@@ -315,12 +320,12 @@ impl Row {
 
     /// A mesh. A link that is not named costs nothing here. Its cost is in the engine's boundary
     /// constant, which was fitted on rows whose link is not named either.
-    fn links(&self, catalogue: &Catalogue, n_nodes: usize) -> Vec<Link> {
-        let free = Link {
+    fn links(&self, catalogue: &Catalogue, n_nodes: usize) -> Vec<NodeLink> {
+        let free = NodeLink {
             a: 0,
             b: 0,
             kind: "unknown".to_owned(),
-            transport: Transport::Tcp,
+            transport: LinkTransport::Tcp,
             alpha: 0.0,
             beta: 1e9,
             shared: false,
@@ -330,7 +335,7 @@ impl Row {
         let pairs = (0..n_nodes).flat_map(|a| (a + 1..n_nodes).map(move |b| (a, b)));
         let join = |(a, b)| match known {
             Some(link) => link.between(a, b),
-            None => Link {
+            None => NodeLink {
                 a,
                 b,
                 ..free.clone()
@@ -339,7 +344,7 @@ impl Row {
         pairs.map(join).collect()
     }
 
-    fn placement(&self, model: &ModelShape, nodes: &[Node]) -> Result<Placement, Skip> {
+    fn placement(&self, model: &ModelShape, nodes: &[ClusterNode]) -> Result<Placement, Skip> {
         let all: Vec<usize> = (0..nodes.len()).collect();
         let single = Placement::single;
         Ok(match self.strategy.as_str() {
@@ -348,7 +353,7 @@ impl Row {
             "tensor" => single(Pipeline::group(model.layers, Split::Tensor, &all)),
             "expert" => single(Pipeline::group(model.layers, Split::Expert, &all)),
             "disaggregated" if nodes.len() == 2 => {
-                let rate = |node: &Node| node.rates.map_or(0.0, |r| r.matmul);
+                let rate = |node: &ClusterNode| node.rates.map_or(0.0, |r| r.matmul);
                 let prompts = usize::from(rate(&nodes[1]) > rate(&nodes[0]));
                 let on = |node| Pipeline::group(model.layers, Split::Whole, &[node]);
                 Placement::new(vec![on(1 - prompts)], Some(on(prompts)))
@@ -383,8 +388,8 @@ fn nodes_memory(cluster: &Cluster, node: usize) -> f64 {
 }
 
 /// Layers in proportion to memory, by largest remainder: what exo and llama.cpp do.
-pub fn by_memory(n_layers: u32, nodes: &[Node]) -> Pipeline {
-    let weights: Vec<f64> = nodes.iter().map(Node::budget).collect();
+pub fn by_memory(n_layers: u32, nodes: &[ClusterNode]) -> Pipeline {
+    let weights: Vec<f64> = nodes.iter().map(ClusterNode::budget).collect();
     let counts = crate::solver::shares(n_layers, &weights);
     let mut start = 0;
     let mut stages = Vec::new();
@@ -393,7 +398,7 @@ pub fn by_memory(n_layers: u32, nodes: &[Node]) -> Pipeline {
         .enumerate()
         .filter(|(_, count)| *count > 0)
     {
-        stages.push(Stage::whole(start..start + count, node));
+        stages.push(PipelineStage::whole(start..start + count, node));
         start += count;
     }
     Pipeline { stages }

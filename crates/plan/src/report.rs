@@ -32,8 +32,10 @@ use serde_json::Value;
 
 use crate::advice::{Sensitivity, sensitivity as changes_of};
 use crate::catalogue::LinkKind;
-use crate::origin::Origin;
-use crate::solver::{Candidate, Family, Options, Outcome, solve, stream_from_disk};
+use crate::origin::PredictionBasis;
+use crate::solver::{
+    Options, PlacementCandidate, PlacementFamily, SearchOutcome, solve, stream_from_disk,
+};
 use crate::{Calibration, Catalogue, Cluster, Costs, Error, ModelShape, Objective, Workload};
 use crate::{Placement, Prediction, predict};
 
@@ -43,7 +45,7 @@ pub use validate::{scores, scores_json};
 
 /// A question with everything looked up.
 #[derive(Debug)]
-pub struct Question {
+pub struct PlanRequest {
     /// Machines and links that changes are tried with.
     pub catalogue: Catalogue,
     /// Constants of the engines.
@@ -59,16 +61,16 @@ pub struct Question {
 
 /// The best placement, others, and what would change it.
 #[derive(Debug)]
-pub struct Answer {
+pub struct PlanReport {
     /// Result of the solver.
-    pub outcome: Outcome,
+    pub outcome: SearchOutcome,
     /// Changes of the cluster, each with its gain.
     pub changes: Vec<Sensitivity>,
     /// The published runs that its speed rests on, where it was not measured here.
-    pub origin: Option<Origin>,
+    pub origin: Option<PredictionBasis>,
 }
 
-impl Question {
+impl PlanRequest {
     /// Costs of the model on one of the clusters.
     ///
     /// # Errors
@@ -82,7 +84,7 @@ impl Question {
     ///
     /// # Errors
     /// [`Error::Infeasible`] with changes that each suffice.
-    pub fn answer(&self, costs: &Costs<'_>, disk: bool) -> Result<Answer, Error> {
+    pub fn answer(&self, costs: &Costs<'_>, disk: bool) -> Result<PlanReport, Error> {
         let outcome = match (solve(costs, &self.options), disk) {
             (Err(Error::Infeasible(_)), true) => streamed(costs)?,
             (outcome, _) => outcome?,
@@ -90,8 +92,8 @@ impl Question {
         let links = self.other_links()?;
         let changes = changes_of(costs, &self.calibration, &self.options, &outcome, &links)?;
         let placement = &outcome.best.placement;
-        let origin = Origin::of(costs.cluster, placement, &self.calibration)?;
-        Ok(Answer {
+        let origin = PredictionBasis::of(costs.cluster, placement, &self.calibration)?;
+        Ok(PlanReport {
             outcome,
             changes,
             origin,
@@ -107,11 +109,11 @@ impl Question {
 }
 
 /// The plan with layers from disk, as an outcome of its own.
-fn streamed(costs: &Costs<'_>) -> Result<Outcome, Error> {
+fn streamed(costs: &Costs<'_>) -> Result<SearchOutcome, Error> {
     let (placement, prediction) = stream_from_disk(costs)?;
-    Ok(Outcome {
-        best: Candidate {
-            family: Family::Pipeline,
+    Ok(SearchOutcome {
+        best: PlacementCandidate {
+            family: PlacementFamily::Pipeline,
             score: prediction.request_s,
             placement,
             prediction,
@@ -122,9 +124,9 @@ fn streamed(costs: &Costs<'_>) -> Result<Outcome, Error> {
     })
 }
 
-impl Answer {
+impl PlanReport {
     /// The whole report, for people.
-    pub fn text(&self, question: &Question, costs: &Costs<'_>) -> String {
+    pub fn text(&self, question: &PlanRequest, costs: &Costs<'_>) -> String {
         plan(question, costs, self)
     }
 
@@ -134,7 +136,7 @@ impl Answer {
     }
 }
 
-fn plan(question: &Question, costs: &Costs<'_>, answer: &Answer) -> String {
+fn plan(question: &PlanRequest, costs: &Costs<'_>, answer: &PlanReport) -> String {
     let mut text = heading(question, costs);
     let (outcome, changes) = (&answer.outcome, &answer.changes);
     let best = &outcome.best;
@@ -159,7 +161,7 @@ fn plan(question: &Question, costs: &Costs<'_>, answer: &Answer) -> String {
     text
 }
 
-fn heading(question: &Question, costs: &Costs<'_>) -> String {
+fn heading(question: &PlanRequest, costs: &Costs<'_>) -> String {
     let model = costs.model;
     let workload = costs.workload;
     let bits = if (model.bits.experts - model.bits.rest).abs() > 0.05 {
@@ -211,7 +213,7 @@ fn or_dash(value: Option<f64>, digits: usize) -> String {
 }
 
 /// Gain of separate nodes for prompts, compared with the same nodes for answers without them.
-fn apart(costs: &Costs<'_>, best: &Candidate) -> String {
+fn apart(costs: &Costs<'_>, best: &PlacementCandidate) -> String {
     let Some(alone) = without_prefill(costs, &best.placement) else {
         return String::new();
     };
@@ -236,7 +238,7 @@ fn without_prefill(costs: &Costs<'_>, placement: &Placement) -> Option<Predictio
     predict(costs, &alone).ok()
 }
 
-fn figures(best: &Candidate, origin: Option<&Origin>) -> String {
+fn figures(best: &PlacementCandidate, origin: Option<&PredictionBasis>) -> String {
     let said = &best.prediction;
     let mut rows = vec![
         (
@@ -274,13 +276,13 @@ fn figures(best: &Candidate, origin: Option<&Origin>) -> String {
     if let Some(origin) = origin {
         let [low, high] = origin.range(said.decode_tok_s);
         let range = format!("{low:.1} to {high:.1} tok/s");
-        rows.splice(1..1, [("  range", range), ("  rests on", origin.told())]);
+        rows.splice(1..1, [("  range", range), ("  rests on", origin.summary())]);
     }
     let line = |(name, value): &(&str, String)| format!("  {name:<21} {value}\n");
     rows.iter().map(line).collect()
 }
 
-fn alternatives(outcome: &Outcome, objective: Objective) -> String {
+fn alternatives(outcome: &SearchOutcome, objective: Objective) -> String {
     if outcome.alternatives.is_empty() {
         return String::new();
     }
@@ -303,7 +305,7 @@ fn alternatives(outcome: &Outcome, objective: Objective) -> String {
 }
 
 /// Why `other` lost against `best`.
-fn lost(best: &Candidate, other: &Candidate, objective: Objective) -> String {
+fn lost(best: &PlacementCandidate, other: &PlacementCandidate, objective: Objective) -> String {
     let (mine, theirs) = (&best.prediction, &other.prediction);
     let worse = (other.score / best.score - 1.0) * 100.0;
     let amount = match objective {
@@ -330,7 +332,7 @@ fn lost(best: &Candidate, other: &Candidate, objective: Objective) -> String {
     format!("{amount}: {because}")
 }
 
-fn because(best: &Candidate, other: &Candidate) -> String {
+fn because(best: &PlacementCandidate, other: &PlacementCandidate) -> String {
     let (mine, theirs) = (&best.prediction, &other.prediction);
     let prompts = theirs
         .ttft_s
@@ -347,14 +349,14 @@ fn because(best: &Candidate, other: &Candidate) -> String {
         );
     }
     match other.family {
-        Family::OneNode => "one memory reads all weights".to_owned(),
-        Family::Pipeline => "stages take turns, one memory reads at a time".to_owned(),
-        Family::Expert => {
+        PlacementFamily::OneNode => "one memory reads all weights".to_owned(),
+        PlacementFamily::Pipeline => "stages take turns, one memory reads at a time".to_owned(),
+        PlacementFamily::Expert => {
             "attention is whole on every node, and the busiest has most experts".to_owned()
         }
-        Family::Replicas => "each request has only its copy's nodes".to_owned(),
-        Family::PrefillApart => "the prompt's nodes wait while answers run".to_owned(),
-        Family::Tensor | Family::TensorPipeline => {
+        PlacementFamily::Replicas => "each request has only its copy's nodes".to_owned(),
+        PlacementFamily::PrefillApart => "the prompt's nodes wait while answers run".to_owned(),
+        PlacementFamily::Tensor | PlacementFamily::TensorPipeline => {
             if theirs.nodes.len() < mine.nodes.len() {
                 "fewer memories read at a time".to_owned()
             } else {
@@ -394,7 +396,7 @@ fn gain(gain: f64) -> String {
     }
 }
 
-fn engines(costs: &Costs<'_>, best: &Candidate) -> String {
+fn engines(costs: &Costs<'_>, best: &PlacementCandidate) -> String {
     let mut names: Vec<&str> = best
         .placement
         .nodes()

@@ -41,7 +41,7 @@ pub const MOST: u32 = 6;
 
 /// A way to compute a model, as it is known before.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Way {
+pub struct SplitEstimate {
     /// Decode tokens a second with [`KEYS`] in the cache, as predicted and corrected by earlier
     /// runs.
     pub tok_s: f64,
@@ -51,7 +51,7 @@ pub struct Way {
     pub change: Duration,
 }
 
-impl Way {
+impl SplitEstimate {
     /// Time of a token with [`KEYS`] over that with `further` ones.
     fn of_short(&self, further: u32) -> f64 {
         1.0 / (1.0 + f64::from(further) * self.key_s * self.tok_s)
@@ -82,7 +82,7 @@ pub enum Event {
 
 /// A change to make, and why.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Order {
+pub struct SplitChange {
     /// Place of the way in use.
     pub from: usize,
     /// Place of the way to change to.
@@ -94,14 +94,14 @@ pub struct Order {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Known {
-    way: Way,
+struct SplitRecord {
+    way: SplitEstimate,
     /// Last measured speed; `None` before [`LEAST`] tokens.
     measured: Option<f64>,
     refused: bool,
 }
 
-impl Known {
+impl SplitRecord {
     /// Tokens a second, as far as is known.
     fn believed(&self) -> f64 {
         self.measured.unwrap_or(self.way.tok_s)
@@ -110,7 +110,7 @@ impl Known {
 
 /// A step of an answer alone.
 #[derive(Clone, Copy, Debug)]
-struct Step {
+struct DecodeStep {
     /// When it ended.
     at: Duration,
     /// Time since the end of the step before; `None` of the first.
@@ -123,8 +123,8 @@ struct Step {
 /// Follows answers and orders changes. [`step`](Self::step) is given everything that happens, in
 /// order.
 #[derive(Clone, Debug)]
-pub struct Steering {
-    ways: Vec<Known>,
+pub struct SplitSelector {
+    ways: Vec<SplitRecord>,
     at: usize,
     /// The change that is being made.
     ordered: Option<usize>,
@@ -136,7 +136,7 @@ pub struct Steering {
     /// When the way in use began.
     since: Duration,
     /// The last step of an answer alone, which may give more tokens.
-    last: Option<Step>,
+    last: Option<DecodeStep>,
     cold: usize,
     /// Seconds of each token, as many as [`WINDOW`], as a ring.
     gaps: Vec<f64>,
@@ -144,7 +144,7 @@ pub struct Steering {
     n: usize,
 }
 
-impl Steering {
+impl SplitSelector {
     /// Begins with the way `at`.
     ///
     /// # Errors
@@ -152,7 +152,7 @@ impl Steering {
     ///
     /// # Panics
     /// When there is no way `at`.
-    pub fn new(ways: &[Way], at: usize) -> Result<Self, Error> {
+    pub fn new(ways: &[SplitEstimate], at: usize) -> Result<Self, Error> {
         assert!(at < ways.len(), "way {at} of {}", ways.len());
         for (i, way) in ways.iter().enumerate() {
             if !(way.tok_s.is_finite() && way.tok_s > 0.0) {
@@ -164,7 +164,7 @@ impl Steering {
                 });
             }
         }
-        let known = |way: &Way| Known {
+        let known = |way: &SplitEstimate| SplitRecord {
             way: *way,
             measured: None,
             refused: false,
@@ -194,14 +194,14 @@ impl Steering {
     /// Orders a change to way `to`, where `gain` times the tokens a second of the one in use are
     /// expected. Nothing is ordered while another change is made, or where `to` is in use or could
     /// not be started before.
-    pub fn order(&mut self, to: usize, gain: f64) -> Option<Order> {
+    pub fn order(&mut self, to: usize, gain: f64) -> Option<SplitChange> {
         let way = self.ways.get(to)?;
         if self.ordered.is_some() || to == self.at || way.refused {
             return None;
         }
         let measured = self.ways[self.at].believed();
         self.ordered = Some(to);
-        Some(Order {
+        Some(SplitChange {
             from: self.at,
             to,
             measured,
@@ -232,7 +232,7 @@ impl Steering {
 
     /// Handles an event at `now`, counted from any moment. Returns a change once; the caller
     /// reports its outcome by [`Event::Changed`] or [`Event::Refused`].
-    pub fn step(&mut self, now: Duration, event: Event) -> Option<Order> {
+    pub fn step(&mut self, now: Duration, event: Event) -> Option<SplitChange> {
         match event {
             Event::Opened => self.interrupt(self.open + 1),
             Event::Closed => self.interrupt(self.open.saturating_sub(1)),
@@ -268,7 +268,7 @@ impl Steering {
         (self.n, self.since, self.last, self.cold) = (0, now, None, COLD);
     }
 
-    fn token(&mut self, now: Duration, further: u32, at: Duration) -> Option<Order> {
+    fn token(&mut self, now: Duration, further: u32, at: Duration) -> Option<SplitChange> {
         // Tokens of the previous candidate may be reported late.
         if self.open != 1 || self.ordered.is_some() || now < self.since {
             return None;
@@ -278,7 +278,7 @@ impl Steering {
             return None;
         }
         let took = self.last.and_then(|before| at.checked_sub(before.at));
-        let step = Step {
+        let step = DecodeStep {
             at,
             took,
             tokens: 1,
@@ -290,7 +290,7 @@ impl Steering {
     }
 
     /// Counts a step that took so long.
-    fn count(&mut self, step: Step, took: Duration) -> Option<Order> {
+    fn count(&mut self, step: DecodeStep, took: Duration) -> Option<SplitChange> {
         if self.cold > 0 {
             self.cold -= 1;
             return None;
@@ -307,7 +307,7 @@ impl Steering {
         self.decide()
     }
 
-    fn decide(&mut self) -> Option<Order> {
+    fn decide(&mut self) -> Option<SplitChange> {
         if self.n < LEAST {
             return None;
         }
@@ -325,7 +325,7 @@ impl Steering {
             return None;
         }
         self.ordered = Some(to);
-        Some(Order {
+        Some(SplitChange {
             from: self.at,
             to,
             measured,

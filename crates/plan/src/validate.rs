@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 
 use paceline_base::median;
 
-use crate::published::{Published, Row, Said, Skip};
+use crate::published::{Published, PublishedRow, RowPrediction, Skip};
 use crate::{Calibration, Error};
 
 /// A row with what the model says.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Scored {
-    pub row: Row,
+    pub row: PublishedRow,
     /// The model's number, or why there is none.
-    pub said: Result<Said, Skip>,
+    pub said: Result<RowPrediction, Skip>,
 }
 
 /// Errors of one set of rows.
@@ -122,7 +122,7 @@ fn set(name: String, rows: &[&Scored]) -> Set {
 }
 
 fn orderings(rows: &[Scored]) -> Vec<Ordering> {
-    let comparable = |a: &Row, b: &Row| {
+    let comparable = |a: &PublishedRow, b: &PublishedRow| {
         a.model == b.model
             && a.metric == b.metric
             && a.concurrency == b.concurrency

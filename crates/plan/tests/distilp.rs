@@ -8,11 +8,11 @@ use std::time::Instant;
 
 use paceline_plan::catalogue::parse;
 use paceline_plan::solver::PROGRAMS;
-use paceline_plan::solver::halda::{Device, Model, padded_layer, solve, solve_k};
+use paceline_plan::solver::halda::{HaldaDevice, HaldaModel, padded_layer, solve, solve_k};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
-struct File {
+struct ProfileFile {
     profile: Vec<Profile>,
 }
 
@@ -28,11 +28,11 @@ struct Profile {
     head_flops: f64,
     cached: f64,
     tokens: f64,
-    device: Vec<Entry>,
+    device: Vec<DeviceProfile>,
 }
 
 #[derive(Deserialize)]
-struct Entry {
+struct DeviceProfile {
     cpu_flops: f64,
     gpu_flops: f64,
     cpu_bytes: f64,
@@ -45,14 +45,14 @@ struct Entry {
     head: bool,
 }
 
-fn profile(name: &str) -> (Model, Vec<Device>) {
-    let file: File = parse(include_str!("distilp.toml"), "distilp.toml").expect("reads");
+fn profile(name: &str) -> (HaldaModel, Vec<HaldaDevice>) {
+    let file: ProfileFile = parse(include_str!("distilp.toml"), "distilp.toml").expect("reads");
     let p = file
         .profile
         .into_iter()
         .find(|p| p.name == name)
         .expect("is there");
-    let device = |d: Entry| Device {
+    let device = |d: DeviceProfile| HaldaDevice {
         cpu_flops: d.cpu_flops,
         gpu_flops: d.gpu_flops,
         cpu_bytes: d.cpu_bytes,
@@ -64,7 +64,7 @@ fn profile(name: &str) -> (Model, Vec<Device>) {
         memory: d.memory,
         head: d.head,
     };
-    let model = Model {
+    let model = HaldaModel {
         layers: p.layers,
         layer_bytes: p.layer_bytes,
         in_bytes: p.in_bytes,

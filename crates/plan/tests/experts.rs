@@ -3,9 +3,10 @@
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 use crate::small::{WORK, mesh, model, node};
-use paceline_plan::solver::{Family, Options, solve};
+use paceline_plan::solver::{Options, PlacementFamily, solve};
 use paceline_plan::{
-    Caches, Calibration, Cluster, Costs, ModelShape, Moe, Node, Pipeline, Placement, Split, predict,
+    Caches, Calibration, Cluster, ClusterNode, Costs, ModelShape, Moe, Pipeline, Placement, Split,
+    predict,
 };
 
 const LAYERS: u32 = 8;
@@ -41,7 +42,7 @@ fn mixture() -> ModelShape {
 }
 
 fn two_nodes(alpha: f64) -> Cluster {
-    let one = |index| Node {
+    let one = |index| ClusterNode {
         rates: None, // memory alone counts
         ..node(index, 60.0, BANDWIDTH)
     };
@@ -106,9 +107,9 @@ fn dense_layers_and_shared_experts_are_dealt_as_the_engine_deals_them() {
 fn the_solver_takes_experts_where_exchanges_cost_more_than_whole_attention() {
     let (model, calibration) = (mixture(), free());
     for (alpha, expected) in [
-        (1e-6, Family::Tensor),
-        (1.9e-3, Family::Expert),
-        (1e-1, Family::OneNode),
+        (1e-6, PlacementFamily::Tensor),
+        (1.9e-3, PlacementFamily::Expert),
+        (1e-1, PlacementFamily::OneNode),
     ] {
         let cluster = two_nodes(alpha);
         let costs = Costs::new(&cluster, &model, WORK, &calibration).unwrap();

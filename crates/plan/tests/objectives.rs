@@ -2,9 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 use crate::small::{WORK, mesh, model, node};
-use paceline_plan::solver::{Candidate, Family, Options, solve};
+use paceline_plan::solver::{Options, PlacementCandidate, PlacementFamily, solve};
 use paceline_plan::{
-    Calibration, Change, Cluster, Costs, Error, Node, Objective, Prediction, Workload,
+    Calibration, Cluster, ClusterNode, Costs, Error, Objective, PlanChange, Prediction, Workload,
 };
 
 const ALL: [Objective; 4] = [
@@ -16,12 +16,12 @@ const ALL: [Objective; 4] = [
 
 /// A fast node that burns, and four slow ones that do not; each holds the model.
 fn hot_and_cool() -> Cluster {
-    let hot = Node {
+    let hot = ClusterNode {
         load_w: Some(900.0),
         idle_w: Some(90.0),
         ..node(0, 40.0, 8e10)
     };
-    let cool = |index| Node {
+    let cool = |index| ClusterNode {
         load_w: Some(15.0),
         idle_w: Some(1.0),
         ..node(index, 40.0, 4e10)
@@ -30,7 +30,7 @@ fn hot_and_cool() -> Cluster {
     mesh(nodes, |_, _| (1e-6, 1e9)) // one activation is nothing to it, those of many requests are not
 }
 
-fn best(objective: Objective, cluster: &Cluster, workload: Workload) -> Candidate {
+fn best(objective: Objective, cluster: &Cluster, workload: Workload) -> PlacementCandidate {
     let (model, calibration) = (model(16), Calibration::builtin().unwrap());
     let costs = Costs::new(cluster, &model, workload, &calibration).unwrap();
     let options = Options {
@@ -71,8 +71,8 @@ fn each_objective_picks_its_own_placement_and_no_other_pick_beats_it() {
         }
     }
     let [latency, throughput, energy, nodes] = &picks;
-    assert_eq!(latency.family, Family::Tensor);
-    assert_eq!(throughput.family, Family::Replicas);
+    assert_eq!(latency.family, PlacementFamily::Tensor);
+    assert_eq!(throughput.family, PlacementFamily::Replicas);
     assert!(!energy.placement.nodes().contains(&0), "the hot node");
     assert_eq!(nodes.placement.nodes(), [0], "the fastest that is enough");
 }
@@ -101,7 +101,7 @@ fn unequal_stages_get_uneven_layers() {
     let stages = &found.placement.replicas[0].stages;
     let layers = |node| {
         let mut own = stages.iter().filter(|s| s.nodes() == [node]);
-        own.next().map(paceline_plan::Stage::n_layers)
+        own.next().map(paceline_plan::PipelineStage::n_layers)
     };
     assert_eq!((layers(0), layers(1)), (Some(10), Some(2)), "{stages:?}");
 }
@@ -130,11 +130,11 @@ fn the_changes_that_make_it_fit_are_the_smallest_of_their_kind() {
     let mut kinds = Vec::new();
     for change in &why.changes {
         let (kind, enough, less) = match *change {
-            Change::Context { tokens } => {
+            PlanChange::Context { tokens } => {
                 let with = |context| solves(&cluster, 8.0, Workload { context, ..work });
                 ("context", with(tokens), with(tokens + 1))
             }
-            Change::Concurrency { requests } => {
+            PlanChange::Concurrency { requests } => {
                 let with = |concurrency| {
                     solves(
                         &cluster,
@@ -147,15 +147,15 @@ fn the_changes_that_make_it_fit_are_the_smallest_of_their_kind() {
                 };
                 ("requests", with(requests), with(requests + 1))
             }
-            Change::Bits { bits } => {
+            PlanChange::Bits { bits } => {
                 let with = |bits| solves(&cluster, bits, work);
                 ("bits", with(bits), with(bits + 0.25))
             }
-            Change::Nodes { count, .. } => {
+            PlanChange::Nodes { count, .. } => {
                 let with = |n| solves(&paceline_plan::advice::grown(&cluster, n), 8.0, work);
                 ("nodes", with(count), with(count - 1))
             }
-            Change::Memory { .. } | Change::Disk { .. } => continue,
+            PlanChange::Memory { .. } | PlanChange::Disk { .. } => continue,
         };
         assert!(enough.is_ok(), "{change:?}: {enough:?}");
         assert!(

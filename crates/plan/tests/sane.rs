@@ -6,19 +6,20 @@
 
 use crate::small::{mesh, node};
 use paceline_plan::{
-    Attention, Bits, Caches, Calibration, Cluster, Costs, ModelShape, Moe, Node, Pipeline,
-    Placement, Prediction, Sliding, Split, Workload, predict,
+    AttentionKind, Bits, Caches, Calibration, Cluster, ClusterNode, Costs, ModelShape, Moe,
+    Pipeline, Placement, Prediction, Sliding, Split, Workload, predict,
 };
 use proptest::prelude::*;
 
-fn attention() -> impl Strategy<Value = Attention> {
-    let grouped =
-        (0u32..4, prop::sample::select(vec![64, 128])).prop_map(|(kv, head_dim)| Attention::Gqa {
+fn attention() -> impl Strategy<Value = AttentionKind> {
+    let grouped = (0u32..4, prop::sample::select(vec![64, 128])).prop_map(|(kv, head_dim)| {
+        AttentionKind::Gqa {
             heads: 16,
             kv_heads: 2 << kv,
             head_dim,
-        });
-    let low_rank = (0u32..2).prop_map(|queries| Attention::Mla {
+        }
+    });
+    let low_rank = (0u32..2).prop_map(|queries| AttentionKind::Mla {
         heads: 16,
         q_rank: 768 * queries,
         kv_rank: 512,
@@ -61,7 +62,7 @@ fn shape() -> impl Strategy<Value = ModelShape> {
 
 /// Placement of a model on two to four nodes that a row of published numbers may have.
 #[derive(Clone, Copy, Debug)]
-enum Way {
+enum PlacementMode {
     Alone,
     Pipeline,
     Tensor,
@@ -72,7 +73,7 @@ enum Way {
 struct Case {
     model: ModelShape,
     nodes: usize,
-    way: Way,
+    way: PlacementMode,
     engine: &'static str,
     bandwidth: f64,
     /// Operations per byte of memory bandwidth.
@@ -83,7 +84,12 @@ struct Case {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let way = prop::sample::select(vec![Way::Alone, Way::Pipeline, Way::Tensor, Way::Experts]);
+    let way = prop::sample::select(vec![
+        PlacementMode::Alone,
+        PlacementMode::Pipeline,
+        PlacementMode::Tensor,
+        PlacementMode::Experts,
+    ]);
     let engine = prop::sample::select(vec![
         "generic",
         "exo-0",
@@ -126,7 +132,7 @@ fn case() -> impl Strategy<Value = Case> {
 
 impl Case {
     fn cluster(&self) -> Cluster {
-        let one = |index| Node {
+        let one = |index| ClusterNode {
             engine: self.engine.into(),
             rates: Some(paceline_plan::Rates::uniform(self.bandwidth * self.balance)),
             ..node(index, 1.0, self.bandwidth)
@@ -139,11 +145,13 @@ impl Case {
     fn placement(&self) -> Placement {
         let (n, nodes) = (self.model.layers, (0..self.nodes).collect::<Vec<_>>());
         Placement::single(match self.way {
-            Way::Alone => Pipeline::group(n, Split::Whole, &[0]),
-            Way::Pipeline => Pipeline::even(n, &nodes[..nodes.len().min(n as usize)]),
-            Way::Tensor => Pipeline::group(n, Split::Tensor, &nodes),
-            Way::Experts if self.model.moe.is_some() => Pipeline::group(n, Split::Expert, &nodes),
-            Way::Experts => Pipeline::group(n, Split::Tensor, &nodes),
+            PlacementMode::Alone => Pipeline::group(n, Split::Whole, &[0]),
+            PlacementMode::Pipeline => Pipeline::even(n, &nodes[..nodes.len().min(n as usize)]),
+            PlacementMode::Tensor => Pipeline::group(n, Split::Tensor, &nodes),
+            PlacementMode::Experts if self.model.moe.is_some() => {
+                Pipeline::group(n, Split::Expert, &nodes)
+            }
+            PlacementMode::Experts => Pipeline::group(n, Split::Tensor, &nodes),
         })
     }
 
@@ -271,15 +279,15 @@ proptest! {
     /// A latent cache is one vector for all heads: less to keep and to read than keys and values.
     #[test]
     fn low_ranks_keep_less_than_heads(case in case(), prompt in 1000u32..8000) {
-        let heads = Attention::Gqa { heads: 16, kv_heads: 16, head_dim: 128 };
-        let ranks = Attention::Mla {
+        let heads = AttentionKind::Gqa { heads: 16, kv_heads: 16, head_dim: 128 };
+        let ranks = AttentionKind::Mla {
             heads: 16, q_rank: 0, kv_rank: 512, nope_dim: 128, rope_dim: 64, value_dim: 128,
         };
         let with = |attention, prompt| case.changed(|c| {
             // Behind a window neither grows.
             (c.model.attention, c.model.sliding) = (attention, None);
             (c.work.prompt, c.work.context) = (prompt, prompt + c.work.output);
-            c.way = Way::Alone;
+            c.way = PlacementMode::Alone;
         });
         let cache = |said: &Prediction| said.nodes.iter().map(|n| n.usage.cache).sum::<f64>();
         let grown = |attention| {
@@ -306,7 +314,7 @@ fn a_pipeline_is_as_full_as_steps_are_under_way() {
             width: 4096,
             vocab: 256,
             tied: false,
-            attention: Attention::Gqa {
+            attention: AttentionKind::Gqa {
                 heads: 32,
                 kv_heads: 4,
                 head_dim: 128,
@@ -318,7 +326,7 @@ fn a_pipeline_is_as_full_as_steps_are_under_way() {
             bits: Bits::uniform(2.5),
         },
         nodes,
-        way: Way::Pipeline,
+        way: PlacementMode::Pipeline,
         engine: "paceline-cpu",
         bandwidth: 1e10,
         balance: 5.0, // one row computes for longer than its weights are read

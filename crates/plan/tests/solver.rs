@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::small::{WORK, mesh, model, node};
 use paceline_plan::solver::{Options, PROGRAMS, solve};
 use paceline_plan::{
-    Bits, Calibration, Cluster, Costs, Error, Objective, Pipeline, Placement, Split, Stage,
+    Bits, Calibration, Cluster, Costs, Error, Objective, Pipeline, PipelineStage, Placement, Split,
     Workload, predict,
 };
 use proptest::prelude::*;
@@ -20,7 +20,7 @@ fn brute_force(costs: &Costs<'_>) -> Option<f64> {
 
 fn extend(
     costs: &Costs<'_>,
-    stages: &mut Vec<Stage>,
+    stages: &mut Vec<PipelineStage>,
     used: u32,
     next: u32,
     best: &mut Option<f64>,
@@ -47,7 +47,7 @@ fn extend(
             continue;
         }
         for end in next + 1..=costs.model.layers {
-            stages.push(Stage::even(next..end, Split::Tensor, &nodes));
+            stages.push(PipelineStage::even(next..end, Split::Tensor, &nodes));
             extend(costs, stages, used | set, end, best);
             stages.pop();
         }
@@ -204,20 +204,20 @@ fn what_does_not_fit_is_refused_with_changes_that_help() {
     let mut kinds = Vec::new();
     for change in &why.changes {
         match change {
-            paceline_plan::Change::Bits { bits } => {
+            paceline_plan::PlanChange::Bits { bits } => {
                 let mut smaller = model.clone();
                 smaller.bits = Bits::uniform(*bits);
                 let costs = Costs::new(&cluster, &smaller, WORK, &calibration).unwrap();
                 solve(&costs, &strict()).expect("fits with fewer bits");
                 kinds.push("bits");
             }
-            paceline_plan::Change::Nodes { count, .. } => {
+            paceline_plan::PlanChange::Nodes { count, .. } => {
                 let grown = paceline_plan::advice::grown(&cluster, *count);
                 let costs = Costs::new(&grown, &model, WORK, &calibration).unwrap();
                 solve(&costs, &strict()).expect("fits with more nodes");
                 kinds.push("nodes");
             }
-            paceline_plan::Change::Memory { .. } => kinds.push("memory"),
+            paceline_plan::PlanChange::Memory { .. } => kinds.push("memory"),
             _ => {}
         }
     }

@@ -10,7 +10,7 @@ mod ending;
 mod lines;
 mod process;
 
-pub use ending::{Ending, Endings};
-pub use lines::{LINE_TEXT_BYTES_MAX, Lines, Prefixed, Tail};
+pub use ending::{Ending, ExitLog};
+pub use lines::{LINE_TEXT_BYTES_MAX, LineBuffer, LineTail, PrefixedWriter};
 pub use process::Process;
 pub use rustix::process::Signal;

@@ -20,9 +20,9 @@ pub(crate) fn dtype(index: usize) -> PyResult<Dtype> {
 ///
 /// The bytes are read and written without the GIL. The caller promises, as for every extension
 /// that computes on arrays, that no other thread changes the object meanwhile.
-pub(crate) struct Memory(Box<ffi::Py_buffer>);
+pub(crate) struct BufferView(Box<ffi::Py_buffer>);
 
-impl Memory {
+impl BufferView {
     /// The memory of `object`, as elements of `dtype`.
     ///
     /// # Errors
@@ -77,7 +77,7 @@ impl Memory {
     ///
     /// # Errors
     /// `ValueError` if it shares memory with one of `others`.
-    pub(crate) fn bytes_mut<'a>(&'a mut self, others: &[&Memory]) -> PyResult<&'a mut [u8]> {
+    pub(crate) fn bytes_mut<'a>(&'a mut self, others: &[&BufferView]) -> PyResult<&'a mut [u8]> {
         if others.iter().any(|other| self.overlaps(other)) {
             return Err(PyValueError::new_err("input and output share memory"));
         }
@@ -100,7 +100,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for BufferView {
     fn drop(&mut self) {
         // SAFETY: `get` has filled it. It holds raw pointers, so it is not `Send` and cannot have
         // moved to a thread without the GIL.

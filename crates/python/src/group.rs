@@ -7,11 +7,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
-use paceline_comm::{Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Reduce};
+use paceline_comm::{
+    Collective, Data, DataMut, Deadline, Dtype, ElementCounts, Error, Group, Reduce,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::buffer::{Memory, dtype};
+use crate::buffer::{BufferView, dtype};
 use crate::error::of_call;
 
 /// Longest deadline: a caller that passes more than a year means "for ever". Sums of times stay far
@@ -91,13 +93,13 @@ impl PyGroup {
         seconds: f64,
     ) -> PyResult<()> {
         let (dtype, op) = (dtype(kind.0)?, reduce(kind.1)?);
-        let mut into = Memory::writable(output, dtype)?;
+        let mut into = BufferView::writable(output, dtype)?;
         let from = match input.is(output) {
             true => None,
-            false => Some(Memory::of(input, dtype)?),
+            false => Some(BufferView::of(input, dtype)?),
         };
-        let own = from.as_ref().map(Memory::bytes);
-        let others: Vec<&Memory> = from.iter().collect();
+        let own = from.as_ref().map(BufferView::bytes);
+        let others: Vec<&BufferView> = from.iter().collect();
         let data = into.bytes_mut(&others)?;
         let len = own.map_or(data.len(), <[u8]>::len);
         same(len, data.len())?;
@@ -119,7 +121,7 @@ impl PyGroup {
     ) -> PyResult<()> {
         self.pair(py, (input, output), kind, seconds, |input, output| {
             Collective::AllGather {
-                counts: Counts::Even(input.len()),
+                counts: ElementCounts::Even(input.len()),
                 input: Some(input),
                 output,
             }
@@ -138,7 +140,7 @@ impl PyGroup {
         let op = reduce(kind.1)?;
         self.pair(py, (input, output), kind.0, seconds, |input, output| {
             Collective::ReduceScatter {
-                counts: Counts::Even(output.len()),
+                counts: ElementCounts::Even(output.len()),
                 input,
                 output,
                 op,
@@ -159,18 +161,18 @@ impl PyGroup {
         splits: Option<(Vec<usize>, Vec<usize>)>,
     ) -> PyResult<()> {
         let dtype = dtype(kind)?;
-        let from = Memory::of(input, dtype)?;
-        let mut into = Memory::writable(output, dtype)?;
+        let from = BufferView::of(input, dtype)?;
+        let mut into = BufferView::writable(output, dtype)?;
         let output = into.bytes_mut(&[&from])?;
         let input = Data::of_bytes(dtype, from.bytes());
         self.call(py, seconds, |group, by| {
-            let each = Counts::Even(input.len() / group.size() as usize);
+            let each = ElementCounts::Even(input.len() / group.size() as usize);
             let given = splits.as_ref();
             let call = Collective::AllToAll {
                 input,
                 output: DataMut::of_bytes(dtype, output),
-                sends: given.map_or(each, |(sends, _)| Counts::Each(sends)),
-                receives: given.map_or(each, |(_, receives)| Counts::Each(receives)),
+                sends: given.map_or(each, |(sends, _)| ElementCounts::Each(sends)),
+                receives: given.map_or(each, |(_, receives)| ElementCounts::Each(receives)),
             };
             group.run(call, by)
         })
@@ -186,7 +188,7 @@ impl PyGroup {
         seconds: f64,
     ) -> PyResult<()> {
         let dtype = dtype(kind)?;
-        let mut memory = Memory::writable(data, dtype)?;
+        let mut memory = BufferView::writable(data, dtype)?;
         let bytes = memory.bytes_mut(&[])?;
         self.call(py, seconds, move |group, by| {
             let data = DataMut::of_bytes(dtype, bytes);
@@ -204,7 +206,7 @@ impl PyGroup {
         seconds: f64,
     ) -> PyResult<()> {
         let dtype = dtype(kind)?;
-        let memory = Memory::of(data, dtype)?;
+        let memory = BufferView::of(data, dtype)?;
         let bytes = memory.bytes();
         self.call(py, seconds, move |group, by| {
             let (to, tag) = place;
@@ -221,7 +223,7 @@ impl PyGroup {
         seconds: f64,
     ) -> PyResult<()> {
         let dtype = dtype(kind)?;
-        let mut memory = Memory::writable(data, dtype)?;
+        let mut memory = BufferView::writable(data, dtype)?;
         let bytes = memory.bytes_mut(&[])?;
         self.call(py, seconds, move |group, by| {
             let (from, tag) = place;
@@ -247,8 +249,8 @@ impl PyGroup {
         make: impl for<'a> FnOnce(Data<'a>, DataMut<'a>) -> Collective<'a> + Send,
     ) -> PyResult<()> {
         let dtype: Dtype = dtype(kind)?;
-        let from = Memory::of(buffers.0, dtype)?;
-        let mut into = Memory::writable(buffers.1, dtype)?;
+        let from = BufferView::of(buffers.0, dtype)?;
+        let mut into = BufferView::writable(buffers.1, dtype)?;
         let output = into.bytes_mut(&[&from])?;
         let input = from.bytes();
         self.call(py, seconds, move |group, by| {

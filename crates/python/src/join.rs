@@ -5,12 +5,12 @@ use std::net::SocketAddr;
 use std::sync::{Mutex, PoisonError};
 
 use paceline_base::Rank;
-use paceline_comm::provider::Placed;
+use paceline_comm::provider::LaunchedProvider;
 use paceline_comm::tcp::{Config, GroupId, GroupKey, KEY_BYTES, Listener, Protection};
-use paceline_comm::{Backend, Group, Plaintext, Seat, Strict, init, local};
+use paceline_comm::{Backend, Group, JoinParams, Plaintext, Strict, init, local};
 use paceline_comm_interop::nccl::Libraries;
 use paceline_comm_interop::{MlxBackend, MlxPlace, init_mlx};
-use paceline_comm_rdma::Settings;
+use paceline_comm_rdma::JacclSettings;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 
@@ -53,7 +53,7 @@ pub(crate) fn alone() -> PyGroup {
 
 /// Settings shared by all ranks of a group.
 #[derive(FromPyObject)]
-pub(crate) struct Terms {
+pub(crate) struct GroupSettings {
     /// Addresses by rank, each `host:port`.
     #[pyo3(item)]
     addrs: Vec<Vec<String>>,
@@ -68,7 +68,7 @@ pub(crate) struct Terms {
     plaintext: bool,
 }
 
-impl Terms {
+impl GroupSettings {
     fn protection(&self) -> Protection {
         match (self.key, self.plaintext) {
             (Some(key), _) => Protection::Key(GroupKey::new(key)),
@@ -85,7 +85,7 @@ pub(crate) fn join(
     backend: &str,
     listener: &PyListener,
     rank: u32,
-    terms: Terms,
+    terms: GroupSettings,
     seconds: f64,
 ) -> PyResult<PyGroup> {
     let backend: Backend = backend
@@ -104,7 +104,7 @@ pub(crate) fn join(
         ..Config::default()
     };
     let addrs = hosts(&terms.addrs)?;
-    let seat = Seat {
+    let seat = JoinParams {
         listener,
         rank: Rank(rank),
         addrs: &addrs,
@@ -117,7 +117,7 @@ pub(crate) fn join(
 
 /// Settings of a launcher, as MLX's backends read them.
 #[derive(FromPyObject)]
-pub(crate) struct Launched {
+pub(crate) struct LauncherSettings {
     /// Variables of the environment.
     #[pyo3(item)]
     env: HashMap<String, String>,
@@ -137,7 +137,7 @@ pub(crate) struct Launched {
 pub(crate) fn join_launched(
     py: Python<'_>,
     backend: &str,
-    launched: Launched,
+    launched: LauncherSettings,
     seconds: f64,
 ) -> PyResult<PyGroup> {
     let by = deadline(seconds)?;
@@ -146,7 +146,7 @@ pub(crate) fn join_launched(
     Ok(PyGroup::new(made))
 }
 
-impl Launched {
+impl LauncherSettings {
     fn join(
         &self,
         backend: &str,
@@ -155,7 +155,7 @@ impl Launched {
         let backend: MlxBackend = backend.parse()?;
         let lookup = |name: &str| self.env.get(name).cloned();
         let jaccl = match &self.devices {
-            Some(devices) => Some(Settings::parse(&lookup, devices)?),
+            Some(devices) => Some(JacclSettings::parse(&lookup, devices)?),
             None => None,
         };
         let rank = lookup("MLX_RANK").map(|text| text.trim().parse::<u32>());
@@ -164,7 +164,9 @@ impl Launched {
             rank: rank.transpose()?.map(Rank),
             hosts: hosts.as_deref(),
             nccl: None,
-            jaccl: jaccl.as_ref().map(|settings| settings as &dyn Placed),
+            jaccl: jaccl
+                .as_ref()
+                .map(|settings| settings as &dyn LaunchedProvider),
             libraries: &Libraries::default(),
             plaintext: match self.plaintext {
                 true => Plaintext::Allowed,

@@ -14,7 +14,7 @@ use axum::http::{HeaderMap, Request, Version};
 use serde::{Deserialize, Serialize};
 
 use crate::field::clip;
-use crate::keys::Watched;
+use crate::keys::WatchedKeys;
 use crate::rejection::Rejection;
 
 /// Clients and web pages that may send requests. Loopback names and addresses, and the address that
@@ -35,15 +35,15 @@ pub struct Access {
 
 /// The address that a connection came to.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Local(pub(crate) SocketAddr);
+pub(crate) struct LocalAddress(pub(crate) SocketAddr);
 
 /// The connection's scheme: `http` or `https`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Scheme(pub(crate) &'static str);
+pub(crate) struct UrlScheme(pub(crate) &'static str);
 
 /// The client that a request comes from.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub(crate) enum Client {
+pub(crate) enum ClientIdentity {
     /// A program of this machine, when there are no keys.
     Anybody,
     /// Another machine, when there are no keys.
@@ -52,7 +52,7 @@ pub(crate) enum Client {
     Key(String),
 }
 
-impl Client {
+impl ClientIdentity {
     /// Identifies the client to the engine, which shares its slots fairly between clients; 0 for
     /// programs of this machine. Two clients with equal numbers would share one quota.
     pub(crate) fn number(&self) -> u64 {
@@ -86,7 +86,7 @@ pub(crate) fn check_origin<B>(
     request: &Request<B>,
     access: &Access,
 ) -> Result<Option<AllowedOrigin>, Rejection> {
-    let local = request.extensions().get::<Local>();
+    let local = request.extensions().get::<LocalAddress>();
     let local = local.map(|local| local.0.ip());
     let host = host(request)?;
     // A target in absolute form names a host as well.
@@ -111,7 +111,7 @@ pub(crate) fn check_origin<B>(
     if origins.next().is_some() {
         return Err(refused());
     }
-    let scheme = request.extensions().get::<Scheme>();
+    let scheme = request.extensions().get::<UrlScheme>();
     let scheme = scheme.map_or("http", |scheme| scheme.0);
     let own = host.map(|host| format!("{scheme}://{host}"));
     if own.is_some_and(|own| text.eq_ignore_ascii_case(&own)) {
@@ -180,7 +180,7 @@ fn without_port(host: &str) -> Option<&str> {
 ///
 /// # Errors
 /// [`Rejection::NoKey`], [`Rejection::WrongKey`].
-pub(crate) fn check_key(headers: &HeaderMap, keys: &Watched) -> Result<String, Rejection> {
+pub(crate) fn check_key(headers: &HeaderMap, keys: &WatchedKeys) -> Result<String, Rejection> {
     let known = |key: &str| keys.id_of(key.trim()).ok_or(Rejection::WrongKey);
     let text = |header: &HeaderValue| {
         let text = header.to_str().map(str::to_owned);
@@ -261,7 +261,7 @@ mod tests {
                 let request = Request::builder()
                     .header(HOST, "localhost:1")
                     .header(ORIGIN, format!("{scheme}://localhost:1"))
-                    .extension(Scheme(own));
+                    .extension(UrlScheme(own));
                 check_origin(&request.body(()).unwrap(), &Access::default())
             };
             assert_eq!(check(own).unwrap(), None, "{own}");

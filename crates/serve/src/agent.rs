@@ -10,14 +10,14 @@ const NO_KEY: &str = "paceline";
 
 /// Supported coding agents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Program {
+pub enum AgentProgram {
     /// Claude Code.
     Claude,
     Codex,
     Opencode,
 }
 
-impl Program {
+impl AgentProgram {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Claude => "claude",
@@ -47,7 +47,7 @@ impl Program {
 
 /// A server and the model that it serves.
 #[derive(Clone)]
-pub struct Served {
+pub struct AgentServer {
     /// Base URL, without a trailing slash.
     pub url: String,
     /// API key, if the server requires one.
@@ -61,7 +61,7 @@ pub struct Served {
 }
 
 /// Without the key.
-impl fmt::Debug for Served {
+impl fmt::Debug for AgentServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} at {}", self.model, self.url)
     }
@@ -69,24 +69,24 @@ impl fmt::Debug for Served {
 
 /// Arguments and environment that an agent is started with.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Start {
+pub struct AgentLaunch {
     /// Variables.
     pub environment: Vec<(&'static str, String)>,
     /// Arguments, before the user's own.
     pub args: Vec<String>,
 }
 
-impl Served {
+impl AgentServer {
     fn key(&self) -> String {
         self.key.clone().unwrap_or_else(|| NO_KEY.to_owned())
     }
 
     /// Arguments and environment that point `program` at this server.
-    pub fn start(&self, program: Program) -> Start {
+    pub fn start(&self, program: AgentProgram) -> AgentLaunch {
         let mut start = match program {
-            Program::Claude => self.claude(),
-            Program::Codex => self.codex(),
-            Program::Opencode => self.opencode(),
+            AgentProgram::Claude => self.claude(),
+            AgentProgram::Codex => self.codex(),
+            AgentProgram::Opencode => self.opencode(),
         };
         let trusted = self.trusted.iter();
         let trusted = trusted.map(|path| (program.trust(), path.display().to_string()));
@@ -96,7 +96,7 @@ impl Served {
 
     /// The names are what Claude Code 2.1 reads. Its countdown of tokens and its header would
     /// change the prompt's beginning from turn to turn.
-    fn claude(&self) -> Start {
+    fn claude(&self) -> AgentLaunch {
         let (model, context) = (&self.model, self.context.to_string());
         let mut environment = vec![
             ("ANTHROPIC_BASE_URL", self.url.clone()),
@@ -119,10 +119,10 @@ impl Served {
             environment.push((name, model.clone()));
         }
         let args = Vec::new();
-        Start { environment, args }
+        AgentLaunch { environment, args }
     }
 
-    fn codex(&self) -> Start {
+    fn codex(&self) -> AgentLaunch {
         // Values are TOML; a JSON string is one of its strings.
         let text = |text: &str| Value::from(text).to_string();
         let provider = "model_providers.paceline";
@@ -139,13 +139,13 @@ impl Served {
             (format!("{provider}.env_key"), text("PACELINE_API_KEY")),
         ];
         let words = |(name, value): (String, String)| ["-c".to_owned(), format!("{name}={value}")];
-        Start {
+        AgentLaunch {
             environment: vec![("PACELINE_API_KEY", self.key())],
             args: settings.into_iter().flat_map(words).collect(),
         }
     }
 
-    fn opencode(&self) -> Start {
+    fn opencode(&self) -> AgentLaunch {
         // A quarter for the answer, as its own catalogue has it for small models.
         let limit = json!({"context": self.context, "output": self.context / 4});
         let mut models = serde_json::Map::new();
@@ -165,7 +165,7 @@ impl Served {
             "model": name,
             "small_model": name,
         });
-        Start {
+        AgentLaunch {
             environment: vec![
                 ("OPENCODE_CONFIG_CONTENT", config.to_string()),
                 ("OPENCODE_DISABLE_AUTOUPDATE", "1".into()),
@@ -179,8 +179,8 @@ impl Served {
 mod tests {
     use super::*;
 
-    fn served() -> Served {
-        Served {
+    fn served() -> AgentServer {
+        AgentServer {
             url: "http://127.0.0.1:1".into(),
             key: None,
             model: "tiny \"1\"".into(),
@@ -192,7 +192,11 @@ mod tests {
     #[test]
     fn each_agent_trusts_the_certificate_beside_its_own() {
         let mut served = served();
-        let starts = [Program::Claude, Program::Codex, Program::Opencode];
+        let starts = [
+            AgentProgram::Claude,
+            AgentProgram::Codex,
+            AgentProgram::Opencode,
+        ];
         let names = ["NODE_EXTRA_CA_CERTS", "CODEX_CA_CERTIFICATE"];
         for program in starts {
             let environment = served.start(program).environment;
@@ -208,7 +212,7 @@ mod tests {
     #[test]
     fn each_agent_gets_url_model_and_context() {
         let served = served();
-        let claude = served.start(Program::Claude).environment;
+        let claude = served.start(AgentProgram::Claude).environment;
         for (name, value) in [
             ("ANTHROPIC_BASE_URL", "http://127.0.0.1:1"),
             ("ANTHROPIC_AUTH_TOKEN", "paceline"),
@@ -217,7 +221,7 @@ mod tests {
         ] {
             assert!(claude.contains(&(name, value.to_owned())), "{name}");
         }
-        let codex = served.start(Program::Codex).args;
+        let codex = served.start(AgentProgram::Codex).args;
         for word in [
             "model=\"tiny \\\"1\\\"\"",
             "model_context_window=4096",
@@ -225,7 +229,7 @@ mod tests {
         ] {
             assert!(codex.contains(&word.to_owned()), "{codex:?}");
         }
-        let opencode = served.start(Program::Opencode).environment;
+        let opencode = served.start(AgentProgram::Opencode).environment;
         let config: Value = serde_json::from_str(&opencode[0].1).unwrap();
         let provider = &config["provider"]["paceline"];
         assert_eq!(provider["options"]["baseURL"], "http://127.0.0.1:1/v1");

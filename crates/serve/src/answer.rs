@@ -16,13 +16,13 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use paceline_engine::{Failure, Reply, Request, Service, Sink, Ticket};
+use paceline_engine::{GenerationRequest, Reply, RequestFailure, Service, Sink, Ticket};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Sleep;
 
-use crate::keys::{Held, revoked};
+use crate::keys::{ClientKey, revoked};
 use crate::metrics::Metrics;
-use crate::phase::{Phase, reach};
+use crate::phase::{ServerPhase, reach};
 use crate::rejection::Rejection;
 
 /// Replies per choice that carry no token: the prompt's, the last, and one for a dropped sink.
@@ -30,18 +30,18 @@ const BESIDE_TOKENS: usize = 3;
 
 /// Limits, API key and clock of one request.
 #[derive(Debug)]
-pub(crate) struct Terms {
+pub(crate) struct RequestContext {
     /// When the response must be complete.
     pub(crate) deadline: Pin<Box<Sleep>>,
     /// The deadline in seconds, for its message.
     pub(crate) deadline_s: u64,
-    pub(crate) phase: watch::Receiver<Phase>,
+    pub(crate) phase: watch::Receiver<ServerPhase>,
     /// Maximum positions of a sequence.
     pub(crate) context: usize,
     /// Maximum unread replies per choice.
     pub(crate) unread_replies: usize,
     /// API key of the request.
-    pub(crate) key: Option<Held>,
+    pub(crate) key: Option<ClientKey>,
     /// Arrival time of the request.
     pub(crate) asked: Instant,
     pub(crate) now: fn() -> Instant,
@@ -49,9 +49,9 @@ pub(crate) struct Terms {
 
 /// A response in progress. Dropping it cancels the choices that are still computed.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct ResponseStream {
     replies: mpsc::Receiver<(usize, Reply)>,
-    running: Arc<Running>,
+    running: Arc<SubmittedChoices>,
     ended: oneshot::Receiver<Rejection>,
     /// Dropped with the response, which ends the watch task.
     _alive: oneshot::Sender<()>,
@@ -60,10 +60,10 @@ pub(crate) struct Answer {
     metrics: Arc<Metrics>,
     outcome: &'static str,
     /// A failure read behind earlier replies; reported by the next call.
-    failed: Option<Failure>,
+    failed: Option<RequestFailure>,
 }
 
-impl Answer {
+impl ResponseStream {
     /// Submits a request per choice, with the tokens that the choice already has; `None` for
     /// finished choices.
     ///
@@ -72,10 +72,10 @@ impl Answer {
     pub(crate) fn start(
         service: &Arc<dyn Service>,
         metrics: &Arc<Metrics>,
-        requests: Vec<Option<(Request, Vec<u32>)>>,
-        terms: Terms,
+        requests: Vec<Option<(GenerationRequest, Vec<u32>)>>,
+        terms: RequestContext,
     ) -> Result<Self, Rejection> {
-        let room = |(request, _): &(Request, Vec<u32>)| {
+        let room = |(request, _): &(GenerationRequest, Vec<u32>)| {
             let left = terms.context.saturating_sub(request.prompt.len());
             let replies = request.max_tokens.min(left).saturating_add(BESIDE_TOKENS);
             replies.min(terms.unread_replies)
@@ -85,7 +85,7 @@ impl Answer {
         let (alive, gone) = oneshot::channel();
         let (tell, ended) = oneshot::channel();
         let overflow = Arc::new(Notify::new());
-        let running = Arc::new(Running::new(Arc::clone(service), requests.len()));
+        let running = Arc::new(SubmittedChoices::new(Arc::clone(service), requests.len()));
         let mut answer = Self {
             replies,
             running: Arc::clone(&running),
@@ -99,7 +99,7 @@ impl Answer {
         let open = requests.into_iter().enumerate();
         let open = open.filter_map(|(choice, asked)| Some((choice, asked?)));
         for (choice, (request, tokens)) in open {
-            let outlet = Outlet {
+            let outlet = ReplySender {
                 choice,
                 sender: sender.clone(),
                 overflow: Arc::clone(&overflow),
@@ -115,7 +115,7 @@ impl Answer {
         } else {
             "client_left"
         };
-        tokio::spawn(watch(terms, overflow, running, gone, tell));
+        tokio::spawn(end_early(terms, overflow, running, gone, tell));
         Ok(answer)
     }
 
@@ -197,7 +197,7 @@ impl Answer {
     }
 }
 
-impl Drop for Answer {
+impl Drop for ResponseStream {
     fn drop(&mut self) {
         self.running.cancel();
         self.metrics.answered(self.outcome);
@@ -206,13 +206,13 @@ impl Drop for Answer {
 
 /// The choices that the engine computes for a request.
 #[derive(Debug)]
-struct Running {
+struct SubmittedChoices {
     service: Arc<dyn Service>,
     /// By choice; `None` before submission and after the last reply.
     tickets: Mutex<Vec<Option<Ticket>>>,
 }
 
-impl Running {
+impl SubmittedChoices {
     fn new(service: Arc<dyn Service>, choices: usize) -> Self {
         let tickets = Mutex::new(vec![None; choices]);
         Self { service, tickets }
@@ -237,10 +237,10 @@ impl Running {
 
 /// Cancels the response on deadline, overflow, shutdown or a revoked key. A task of its own,
 /// because nothing polls the response body while the client reads nothing.
-async fn watch(
-    mut terms: Terms,
+async fn end_early(
+    mut terms: RequestContext,
     overflow: Arc<Notify>,
-    running: Arc<Running>,
+    running: Arc<SubmittedChoices>,
     gone: oneshot::Receiver<()>,
     tell: oneshot::Sender<Rejection>,
 ) {
@@ -248,7 +248,7 @@ async fn watch(
         _ = gone => return,
         () = terms.deadline => Rejection::Deadline { limit_s: terms.deadline_s },
         () = overflow.notified() => Rejection::SlowReader { limit: terms.unread_replies },
-        () = reach(&mut terms.phase, Phase::Ending) => Rejection::ShuttingDown,
+        () = reach(&mut terms.phase, ServerPhase::Ending) => Rejection::ShuttingDown,
         () = revoked(terms.key.as_ref()) => Rejection::Revoked,
     };
     // Sent before the cancellation: the engine's reaction to it is not the cause. The send fails if
@@ -258,17 +258,17 @@ async fn watch(
 }
 
 /// The engine's end of one choice's channel.
-struct Outlet {
+struct ReplySender {
     choice: usize,
     sender: mpsc::Sender<(usize, Reply)>,
     overflow: Arc<Notify>,
     /// The last reply was sent, or the receiver is gone.
     is_over: bool,
-    meter: crate::metrics::Meter,
+    meter: crate::metrics::ReplyMeter,
     now: fn() -> Instant,
 }
 
-impl Outlet {
+impl ReplySender {
     fn into_sink(mut self) -> Sink {
         Box::new(move |reply| self.put(reply))
     }
@@ -294,7 +294,7 @@ impl Outlet {
     }
 }
 
-impl Drop for Outlet {
+impl Drop for ReplySender {
     /// Reports a sink that the service drops before its last reply; the client would else wait.
     fn drop(&mut self) {
         if self.is_over {
@@ -302,6 +302,6 @@ impl Drop for Outlet {
         }
         // Not counted by the meter: a cancelled choice ends this way and did not fail.
         let reason = "its replies ended early".to_owned();
-        self.send(Reply::Failed(Failure::Lost { reason }));
+        self.send(Reply::Failed(RequestFailure::Lost { reason }));
     }
 }

@@ -33,18 +33,18 @@ use paceline_engine::Service;
 use serde_json::Value;
 use tokio::sync::{Semaphore, watch};
 
-use crate::access::{AllowedOrigin, Client, Remote, check_key, check_origin};
-use crate::calling::Calling;
+use crate::access::{AllowedOrigin, ClientIdentity, Remote, check_key, check_origin};
+use crate::calling::ToolSupport;
 use crate::config::Config;
-use crate::connection::Known;
+use crate::connection::ConnectionHandle;
 use crate::endpoint::{ENDPOINTS, Endpoint};
-use crate::keys::Watched;
+use crate::keys::WatchedKeys;
 use crate::metrics::Metrics;
-use crate::model::Model;
-use crate::phase::Phase;
-use crate::places::Places;
-use crate::rejection::{Rejection, Style};
-use crate::store::Store;
+use crate::model::ServedModel;
+use crate::phase::ServerPhase;
+use crate::places::ConcurrencyLimit;
+use crate::rejection::{ErrorStyle, Rejection};
+use crate::store::ResponseStore;
 use crate::{Error, openapi};
 
 /// Longest path and query. Eight times what common servers allow.
@@ -54,21 +54,21 @@ const MAX_TARGET_BYTES: usize = 32 << 10;
 #[derive(Debug)]
 pub(crate) struct App {
     config: Config,
-    model: Model,
+    model: ServedModel,
     /// Parses and constrains the model's output.
-    calling: Calling,
+    calling: ToolSupport,
     service: Arc<dyn Service>,
-    keys: Option<Arc<Watched>>,
+    keys: Option<Arc<WatchedKeys>>,
     metrics: Arc<Metrics>,
     /// Bounds concurrent requests to the model.
-    places: Arc<Places>,
+    places: Arc<ConcurrencyLimit>,
     /// Bounds bodies parsed at the same time.
     parsing: Arc<Semaphore>,
     /// Stored responses, for `previous_response_id`.
-    store: Arc<Store>,
+    store: Arc<ResponseStore>,
     /// Bytes of the model's longest token.
     longest_token: usize,
-    phase: watch::Receiver<Phase>,
+    phase: watch::Receiver<ServerPhase>,
     openapi: String,
 }
 
@@ -77,24 +77,30 @@ impl App {
     /// A key file that cannot be read.
     pub(crate) fn new(
         config: Config,
-        model: Model,
+        model: ServedModel,
         service: Arc<dyn Service>,
-        phase: watch::Receiver<Phase>,
+        phase: watch::Receiver<ServerPhase>,
     ) -> Result<Self, Error> {
         let keys = config
             .access
             .keys
             .as_deref()
-            .map(Watched::open)
+            .map(WatchedKeys::open)
             .transpose()?;
         let limits = &config.limits;
         Ok(Self {
             metrics: Arc::new(Metrics::new(&model, config.live.clone())),
-            places: Arc::new(Places::new(limits.requests, limits.requests_of_one)),
+            places: Arc::new(ConcurrencyLimit::new(
+                limits.requests,
+                limits.requests_of_one,
+            )),
             parsing: Arc::new(Semaphore::new(limits.parsing)),
-            store: Arc::new(Store::new(limits.stored_responses, limits.stored_bytes)),
+            store: Arc::new(ResponseStore::new(
+                limits.stored_responses,
+                limits.stored_bytes,
+            )),
             longest_token: model.longest_token(),
-            calling: Calling::new(&model),
+            calling: ToolSupport::new(&model),
             openapi: openapi::document(&config, &model, service.embedder().is_some()).to_string(),
             config,
             model,
@@ -150,7 +156,7 @@ fn asks(endpoint: Endpoint) -> MethodRouter<Arc<App>> {
 async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let endpoint = request.extensions().get::<MatchedPath>();
     let endpoint = endpoint.map_or("other", MatchedPath::as_str).to_owned();
-    let style = Style::of(request.uri().path());
+    let style = ErrorStyle::of(request.uri().path());
     let client = address(&request);
     let (response, origin) = match check_origin(&request, &app.config.access) {
         Err(rejection) => (rejection.into_response(), None),
@@ -159,7 +165,7 @@ async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
     };
     app.config.tally.answered(client, &response);
     let response = match style {
-        Style::OpenAi => response,
+        ErrorStyle::OpenAi => response,
         style => Rejection::restyled(response, style),
     };
     let response = finish_headers(response, origin);
@@ -174,7 +180,7 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
         let limit = MAX_TARGET_BYTES;
         return Rejection::LongTarget { got, limit }.into_response();
     }
-    let known = request.extensions().get::<Known>().cloned();
+    let known = request.extensions().get::<ConnectionHandle>().cloned();
     let client = match app.client(&request) {
         Ok(client) => client,
         // Monitors poll the health without keys.
@@ -189,10 +195,10 @@ async fn admit(app: &App, mut request: Request, next: Next) -> Response {
         }
         Err(rejection) => return rejection.into_response(),
     };
-    if let (Client::Key(_), Some(known)) = (&client, known) {
+    if let (ClientIdentity::Key(_), Some(known)) = (&client, known) {
         known.trust();
     }
-    if let Client::Key(key) = &client {
+    if let ClientIdentity::Key(key) = &client {
         app.config.tally.key_used(address(&request), key);
     }
     request.extensions_mut().insert(client);
@@ -212,14 +218,14 @@ impl App {
     ///
     /// # Errors
     /// [`Rejection::NoKey`], [`Rejection::WrongKey`].
-    fn client(&self, request: &Request) -> Result<Client, Rejection> {
+    fn client(&self, request: &Request) -> Result<ClientIdentity, Rejection> {
         if let Some(keys) = &self.keys {
-            return check_key(request.headers(), keys).map(Client::Key);
+            return check_key(request.headers(), keys).map(ClientIdentity::Key);
         }
         let remote = request.extensions().get::<Remote>();
         let remote = remote.map(|remote| remote.0.ip().to_canonical());
         let other = remote.filter(|ip| !ip.is_loopback());
-        Ok(other.map_or(Client::Anybody, Client::Address))
+        Ok(other.map_or(ClientIdentity::Anybody, ClientIdentity::Address))
     }
 
     /// Whether this model stores the response `id`, or a journal of it.
@@ -231,11 +237,11 @@ impl App {
     }
 
     /// Whether other clients have a right to permits as well.
-    fn has_several_clients(&self, client: &Client) -> bool {
+    fn has_several_clients(&self, client: &ClientIdentity) -> bool {
         match client {
-            Client::Anybody => false,
-            Client::Address(_) => true,
-            Client::Key(_) => self.keys.as_ref().is_some_and(|keys| keys.count() > 1),
+            ClientIdentity::Anybody => false,
+            ClientIdentity::Address(_) => true,
+            ClientIdentity::Key(_) => self.keys.as_ref().is_some_and(|keys| keys.count() > 1),
         }
     }
 }

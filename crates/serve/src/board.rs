@@ -37,10 +37,10 @@ use crate::Error;
 use crate::access::{Remote, check_key, check_origin};
 use crate::api::address;
 use crate::api::asking::body_in_time;
-use crate::config::{Config, Manage};
-use crate::events::{Event, Events};
-use crate::keys::{Held, Watched, revoked};
-use crate::phase::{Phase, reach};
+use crate::config::{CommandHandler, Config};
+use crate::events::{Event, EventLog};
+use crate::keys::{ClientKey, WatchedKeys, revoked};
+use crate::phase::{ServerPhase, reach};
 use crate::rejection::Rejection;
 
 const PAGE: &str = include_str!("../assets/index.html");
@@ -81,10 +81,10 @@ const COMMANDS: [&str; 12] = [
 ];
 
 /// State shared by the dashboard's requests.
-struct Shared {
+struct DashboardState {
     config: Config,
-    keys: Option<Arc<Watched>>,
-    phase: watch::Receiver<Phase>,
+    keys: Option<Arc<WatchedKeys>>,
+    phase: watch::Receiver<ServerPhase>,
     streams: Arc<Semaphore>,
     watches: Arc<Semaphore>,
     /// The wrapped API.
@@ -98,11 +98,11 @@ struct Shared {
 pub(crate) fn over(
     api: Router,
     config: Config,
-    phase: watch::Receiver<Phase>,
+    phase: watch::Receiver<ServerPhase>,
 ) -> Result<Router, Error> {
     let keys = config.access.keys.as_deref();
-    let shared = Shared {
-        keys: keys.map(Watched::open).transpose()?.map(Arc::new),
+    let shared = DashboardState {
+        keys: keys.map(WatchedKeys::open).transpose()?.map(Arc::new),
         config,
         phase,
         streams: Arc::new(Semaphore::new(STREAMS_MAX)),
@@ -113,7 +113,7 @@ pub(crate) fn over(
 }
 
 /// Handles the dashboard's requests; passes others on.
-async fn answer(State(shared): State<Arc<Shared>>, request: Request) -> Response {
+async fn answer(State(shared): State<Arc<DashboardState>>, request: Request) -> Response {
     let reads = matches!(*request.method(), Method::GET | Method::HEAD);
     let client = address(&request);
     let path = request.uri().path().to_owned();
@@ -154,7 +154,7 @@ fn wants_html(headers: &HeaderMap) -> bool {
     accept.is_some_and(|accept| accept.contains("text/html"))
 }
 
-impl Shared {
+impl DashboardState {
     fn page(&self, request: &Request) -> Result<Response, Rejection> {
         let mut response = self.asset(request, "text/html", PAGE)?;
         let headers = response.headers_mut();
@@ -250,7 +250,11 @@ impl Shared {
     ///
     /// # Errors
     /// [`Rejection::NoManaging`], [`Rejection::NoAdmin`].
-    fn may_manage(&self, request: &Request, key: Option<&str>) -> Result<Arc<Manage>, Rejection> {
+    fn may_manage(
+        &self,
+        request: &Request,
+        key: Option<&str>,
+    ) -> Result<Arc<CommandHandler>, Rejection> {
         let manage = self.config.board.manage.clone();
         let manage = manage.ok_or(Rejection::NoManaging)?;
         if let (Some(keys), Some(id)) = (&self.keys, key) {
@@ -283,7 +287,7 @@ impl Shared {
 
     fn events(&self, request: &Request) -> Result<Response, Rejection> {
         let id = self.admit(request)?;
-        let held = |(keys, id): (&Arc<Watched>, String)| Held {
+        let held = |(keys, id): (&Arc<WatchedKeys>, String)| ClientKey {
             keys: Arc::clone(keys),
             id,
         };
@@ -299,7 +303,7 @@ impl Shared {
         })?;
         let permit = Arc::clone(&self.streams).try_acquire_owned();
         let permit = permit.map_err(|_| Rejection::TooManyRequests { limit: STREAMS_MAX })?;
-        let feed = Feed {
+        let feed = EventFeed {
             seen: after,
             newest: self.config.live.events().subscribe(),
             events: self.config.live.events().clone(),
@@ -323,28 +327,28 @@ impl Shared {
 }
 
 /// A stream of events to one client.
-struct Feed {
-    events: Events,
+struct EventFeed {
+    events: EventLog,
     /// Number of the last event that was sent.
     seen: u64,
     newest: watch::Receiver<u64>,
-    phase: watch::Receiver<Phase>,
+    phase: watch::Receiver<ServerPhase>,
     keep_alive: Duration,
     /// API key of the client.
-    key: Option<Held>,
+    key: Option<ClientKey>,
     has_begun: bool,
     /// The last event was sent.
     is_over: bool,
     _permit: OwnedSemaphorePermit,
 }
 
-impl Feed {
+impl EventFeed {
     /// The next events, or a comment as keep-alive. A revoked key gives an error as the last event.
     /// `None` after it, and at shutdown.
     async fn next(&mut self) -> Option<Bytes> {
         while !self.is_over {
             // Checked before each chunk too: a busy stream never reaches the wait below.
-            if self.key.as_ref().is_some_and(Held::is_revoked) {
+            if self.key.as_ref().is_some_and(ClientKey::is_revoked) {
                 self.is_over = true;
                 return Some(last_word(&Rejection::Revoked));
             }
@@ -360,7 +364,7 @@ impl Feed {
                 return Some(Bytes::from_static(b": begun\n\n"));
             }
             tokio::select! {
-                () = reach(&mut self.phase, Phase::Draining) => return None,
+                () = reach(&mut self.phase, ServerPhase::Draining) => return None,
                 changed = self.newest.changed() => changed.ok()?,
                 () = revoked(self.key.as_ref()) => {}
                 () = tokio::time::sleep(self.keep_alive) => {

@@ -11,17 +11,17 @@ use paceline_formats::chat::ChatTemplate;
 use paceline_formats::grammar::{Constraint, Grammar, strict};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_formats::tools::{
-    CallGrammar, CallRules, Reader, ReaderOptions, ResponseTemplate, Syntax,
+    CallGrammar, CallRules, ReaderOptions, ResponseTemplate, Syntax, ToolCallParser,
 };
 use serde_json::{Value, json};
 
-use crate::conversation::{Conversation, Format, Tool, ToolChoice};
-use crate::field::Notes;
-use crate::model::Model;
+use crate::conversation::{AnswerFormat, Conversation, Tool, ToolChoice};
+use crate::field::FieldWarnings;
+use crate::model::ServedModel;
 use crate::rejection::Rejection;
 
 /// Parses and constrains one model's output.
-pub(crate) struct Calling {
+pub(crate) struct ToolSupport {
     /// `None` for a model without a chat template.
     syntax: Option<Syntax>,
     /// The model's own description of its output; parsers prefer it.
@@ -35,7 +35,7 @@ pub(crate) struct Calling {
     grammars: OnceLock<Result<Grammars, ConstraintError>>,
 }
 
-impl std::fmt::Debug for Calling {
+impl std::fmt::Debug for ToolSupport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut out = f.debug_struct("Calling");
         out.field("syntax", &self.syntax).finish_non_exhaustive()
@@ -44,7 +44,7 @@ impl std::fmt::Debug for Calling {
 
 /// The constraint on a response, and the tools for its parser.
 #[derive(Debug)]
-pub(crate) struct Terms {
+pub(crate) struct ToolConstraint {
     pub(crate) constraint: Option<Constraint>,
     /// The tools, for the parser; empty where calls are plain text.
     tools: Vec<Value>,
@@ -52,9 +52,9 @@ pub(crate) struct Terms {
     is_safe: bool,
 }
 
-impl Calling {
+impl ToolSupport {
     /// Cost: O(vocabulary).
-    pub(crate) fn new(model: &Model) -> Self {
+    pub(crate) fn new(model: &ServedModel) -> Self {
         let syntax = model.template.as_deref().map(Syntax::of);
         let response = model.template.as_deref().and_then(ChatTemplate::response);
         let tokenizer = &model.tokenizer;
@@ -75,7 +75,7 @@ impl Calling {
     }
 
     /// Control tokens to keep in the response's text; empty where no parser runs.
-    pub(crate) fn shown(&self, terms: &Terms) -> &[u32] {
+    pub(crate) fn shown(&self, terms: &ToolConstraint) -> &[u32] {
         let is_read = !terms.tools.is_empty() || self.reasons();
         if is_read { &self.shown } else { &[] }
     }
@@ -101,8 +101,8 @@ impl Calling {
         &self,
         conversation: &Conversation,
         prompt: &[u32],
-        notes: &Notes,
-    ) -> Result<Terms, Rejection> {
+        notes: &FieldWarnings,
+    ) -> Result<ToolConstraint, Rejection> {
         let tools = conversation.shown_tools();
         if !tools.is_empty() && !self.has_calls() {
             return Err(Rejection::Unsupported {
@@ -112,7 +112,7 @@ impl Calling {
             });
         }
         let schema = schema_of(conversation)?;
-        let mut terms = Terms {
+        let mut terms = ToolConstraint {
             constraint: None,
             tools: tools.iter().map(Tool::for_rules).collect(),
             is_safe: false,
@@ -131,14 +131,18 @@ impl Calling {
     ///
     /// # Errors
     /// Why the engine cannot enforce it.
-    pub(crate) fn whole(&self, format: &Format, at: &str) -> Result<Option<Constraint>, Rejection> {
+    pub(crate) fn whole(
+        &self,
+        format: &AnswerFormat,
+        at: &str,
+    ) -> Result<Option<Constraint>, Rejection> {
         let constraint = match format {
-            Format::Text => return Ok(None),
-            Format::JsonObject => Constraint::whole(Grammar::JsonObject),
-            Format::JsonSchema(schema) => {
+            AnswerFormat::Text => return Ok(None),
+            AnswerFormat::JsonObject => Constraint::whole(Grammar::JsonObject),
+            AnswerFormat::JsonSchema(schema) => {
                 Constraint::whole(Grammar::JsonSchema(held(schema, at)?.to_string()))
             }
-            Format::Grammar(grammar) => Constraint::whole(grammar.clone()),
+            AnswerFormat::Grammar(grammar) => Constraint::whole(grammar.clone()),
         };
         self.checked(constraint, at).map(Some)
     }
@@ -146,11 +150,11 @@ impl Calling {
     /// The parser of a response; `None` where all of it is text.
     pub(crate) fn reader(
         &self,
-        terms: &Terms,
+        terms: &ToolConstraint,
         prompt: &[u32],
         is_stream: bool,
         id_seed: u64,
-    ) -> Option<Reader> {
+    ) -> Option<ToolCallParser> {
         let syntax = self.syntax?;
         let has_tools = !terms.tools.is_empty();
         if !has_tools && !self.reasons() {
@@ -183,7 +187,7 @@ impl Calling {
         };
         let constraint = match (schema, &conversation.format) {
             (Some(schema), _) => syntax.bound_json(&self.tokenizer, prompt, schema),
-            (None, Format::Grammar(grammar)) => {
+            (None, AnswerFormat::Grammar(grammar)) => {
                 syntax.bound(&self.tokenizer, prompt, grammar.clone())
             }
             (None, _) => return Ok(None),
@@ -196,7 +200,7 @@ impl Calling {
         conversation: &Conversation,
         prompt: &[u32],
         schema: Option<&Value>,
-        notes: &Notes,
+        notes: &FieldWarnings,
     ) -> Result<Option<Constraint>, Rejection> {
         check_strict(conversation)?;
         let is_called = |tool: &&Tool| match &conversation.choice {
@@ -266,11 +270,11 @@ impl Calling {
 /// The schema that a text response must match, if any.
 fn schema_of(conversation: &Conversation) -> Result<Option<Value>, Rejection> {
     match &conversation.format {
-        Format::Text => Ok(None),
-        Format::JsonObject => Ok(Some(json!({"type": "object"}))),
-        Format::JsonSchema(schema) => held(schema, conversation.format_at).map(Some),
-        Format::Grammar(_) if conversation.shown_tools().is_empty() => Ok(None),
-        Format::Grammar(_) => {
+        AnswerFormat::Text => Ok(None),
+        AnswerFormat::JsonObject => Ok(Some(json!({"type": "object"}))),
+        AnswerFormat::JsonSchema(schema) => held(schema, conversation.format_at).map(Some),
+        AnswerFormat::Grammar(_) if conversation.shown_tools().is_empty() => Ok(None),
+        AnswerFormat::Grammar(_) => {
             let (param, condition) = (conversation.format_at, "together with tools");
             Err(Rejection::Conflict { param, condition })
         }
@@ -299,7 +303,7 @@ fn check_strict(conversation: &Conversation) -> Result<(), Rejection> {
 }
 
 /// Accepts or rejects a request whose calls no grammar can constrain.
-fn unbound(conversation: &Conversation, notes: &Notes) -> Result<(), Rejection> {
+fn unbound(conversation: &Conversation, notes: &FieldWarnings) -> Result<(), Rejection> {
     let why = "calls in this model's form are not bound to a grammar";
     let refused = |param: &str| {
         let (param, got) = (param.to_owned(), "given".to_owned());
@@ -308,7 +312,7 @@ fn unbound(conversation: &Conversation, notes: &Notes) -> Result<(), Rejection> 
     if conversation.needs_call() {
         return refused("tool_choice");
     }
-    if conversation.format != Format::Text {
+    if conversation.format != AnswerFormat::Text {
         return refused(conversation.format_at);
     }
     if conversation.tools.iter().any(|tool| tool.is_strict) {

@@ -8,11 +8,11 @@ use std::time::Instant;
 
 use paceline_engine::{Finish, Reply, TokenLogprobs};
 
-use paceline_formats::tools::{Event, Reader};
+use paceline_formats::tools::{Event, ToolCallParser};
 
 /// A part of a choice's output. Indices of calls count from 0 in each choice.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Piece {
+pub(crate) enum ResponsePart {
     Text(String),
     Reasoning(String),
     /// A call begins.
@@ -34,7 +34,7 @@ pub(crate) enum Piece {
 
 /// Why a choice ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ending {
+pub(crate) enum FinishReason {
     /// The model ended its output.
     Said,
     /// A stop text matched: its index in the request.
@@ -45,7 +45,7 @@ pub(crate) enum Ending {
     Calls,
 }
 
-impl Ending {
+impl FinishReason {
     /// OpenAI's `finish_reason`.
     pub(crate) const fn openai(self) -> &'static str {
         match self {
@@ -61,23 +61,23 @@ impl Ending {
 pub(crate) struct Delta {
     /// Log-probabilities of the prompt's tokens from the second on, if requested.
     pub(crate) prompt: Option<Vec<TokenLogprobs>>,
-    pub(crate) pieces: Vec<Piece>,
+    pub(crate) pieces: Vec<ResponsePart>,
     /// The text's tokens, if log-probabilities are requested.
-    pub(crate) entries: Vec<Entry>,
+    pub(crate) entries: Vec<ScoredToken>,
     /// Set on the last delta.
-    pub(crate) ending: Option<Ending>,
+    pub(crate) ending: Option<FinishReason>,
 }
 
 /// A token and its log-probabilities.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Entry {
+pub(crate) struct ScoredToken {
     pub(crate) token: u32,
     pub(crate) logprobs: TokenLogprobs,
 }
 
 /// Parser state of one choice.
 #[derive(Debug)]
-pub(crate) struct Choice {
+pub(crate) struct ChoiceState {
     /// Generated tokens, with the one that ended the text.
     pub(crate) tokens: usize,
     /// Generated tokens while the model was thinking.
@@ -86,16 +86,16 @@ pub(crate) struct Choice {
     pub(crate) reused: usize,
     /// When the prefill ended.
     pub(crate) read_at: Option<Instant>,
-    held: Vec<Entry>,
+    held: Vec<ScoredToken>,
     /// Separates text, reasoning and calls; `None` where everything is text.
-    reader: Option<Box<Reader>>,
+    reader: Option<Box<ToolCallParser>>,
     /// Whether calls after the first are dropped.
     is_single: bool,
     has_calls: bool,
 }
 
-impl Choice {
-    pub(crate) fn new(reader: Option<Reader>, is_single: bool) -> Self {
+impl ChoiceState {
+    pub(crate) fn new(reader: Option<ToolCallParser>, is_single: bool) -> Self {
         Self {
             tokens: 0,
             reasoning_tokens: 0,
@@ -114,10 +114,10 @@ impl Choice {
         reader.map_or((0, 0), |r| (r.complete_calls(), r.failed_calls()))
     }
 
-    fn read(&mut self, text: &str) -> Vec<Piece> {
+    fn read(&mut self, text: &str) -> Vec<ResponsePart> {
         match &mut self.reader {
             None if text.is_empty() => Vec::new(),
-            None => vec![Piece::Text(text.to_owned())],
+            None => vec![ResponsePart::Text(text.to_owned())],
             Some(reader) => {
                 let events = reader.push(text);
                 self.pieces(events, false)
@@ -125,19 +125,19 @@ impl Choice {
         }
     }
 
-    fn pieces(&self, events: Vec<Event>, is_over: bool) -> Vec<Piece> {
-        let is_told = |piece: &Piece| match piece {
-            Piece::Call { index, .. }
-            | Piece::Arguments { index, .. }
-            | Piece::CallEnd { index } => !self.is_single || *index == 0,
-            Piece::Text(_) | Piece::Reasoning(_) => true,
+    fn pieces(&self, events: Vec<Event>, is_over: bool) -> Vec<ResponsePart> {
+        let is_told = |piece: &ResponsePart| match piece {
+            ResponsePart::Call { index, .. }
+            | ResponsePart::Arguments { index, .. }
+            | ResponsePart::CallEnd { index } => !self.is_single || *index == 0,
+            ResponsePart::Text(_) | ResponsePart::Reasoning(_) => true,
         };
         let pieces = events.into_iter().filter_map(|event| piece(event, is_over));
         pieces.filter(is_told).collect()
     }
 
     /// Applies `reply`, received at `now`; `None` if it adds nothing.
-    pub(crate) fn take(&mut self, reply: Reply, now: Instant) -> Option<Delta> {
+    pub(crate) fn apply_reply(&mut self, reply: Reply, now: Instant) -> Option<Delta> {
         match reply {
             Reply::Failed(_) | Reply::Continued => None,
             Reply::PromptRead { reused, logprobs } => {
@@ -154,13 +154,13 @@ impl Choice {
                 logprobs,
             } => {
                 self.tokens += 1;
-                let entry = |logprobs| Entry { token, logprobs };
+                let entry = |logprobs| ScoredToken { token, logprobs };
                 self.held.extend(logprobs.map(entry));
                 if text.is_empty() {
                     return None;
                 }
                 let pieces = self.read(&text);
-                let is_reasoning = matches!(pieces.last(), Some(Piece::Reasoning(_)));
+                let is_reasoning = matches!(pieces.last(), Some(ResponsePart::Reasoning(_)));
                 self.reasoning_tokens += usize::from(is_reasoning);
                 self.delta(pieces, None)
             }
@@ -182,15 +182,15 @@ impl Choice {
         }
         let has_calls = self.has_calls || pieces.iter().any(is_call);
         let ending = match reason {
-            Finish::Length | Finish::Constraint | Finish::Deadline => Ending::Length,
-            _ if has_calls => Ending::Calls,
-            Finish::EndOfText => Ending::Said,
-            Finish::Stop(i) => Ending::StopText(i),
+            Finish::Length | Finish::Constraint | Finish::Deadline => FinishReason::Length,
+            _ if has_calls => FinishReason::Calls,
+            Finish::EndOfText => FinishReason::Said,
+            Finish::Stop(i) => FinishReason::StopText(i),
         };
         self.delta(pieces, Some(ending))
     }
 
-    fn delta(&mut self, pieces: Vec<Piece>, ending: Option<Ending>) -> Option<Delta> {
+    fn delta(&mut self, pieces: Vec<ResponsePart>, ending: Option<FinishReason>) -> Option<Delta> {
         self.has_calls |= pieces.iter().any(is_call);
         if pieces.is_empty() && ending.is_none() {
             return None;
@@ -205,44 +205,44 @@ impl Choice {
 }
 
 /// Only complete calls count: output may end inside one.
-const fn is_call(piece: &Piece) -> bool {
-    matches!(piece, Piece::CallEnd { .. })
+const fn is_call(piece: &ResponsePart) -> bool {
+    matches!(piece, ResponsePart::CallEnd { .. })
 }
 
 /// The part that clients get for an event; `is_over` when the output ended with it.
-fn piece(event: Event, is_over: bool) -> Option<Piece> {
+fn piece(event: Event, is_over: bool) -> Option<ResponsePart> {
     Some(match event {
-        Event::Text(text) => Piece::Text(text),
-        Event::Reasoning(text) => Piece::Reasoning(text),
-        Event::CallStart { index, id, name } => Piece::Call { index, id, name },
-        Event::Arguments { index, piece: text } => Piece::Arguments { index, text },
-        Event::CallEnd { index } => Piece::CallEnd { index },
+        Event::Text(text) => ResponsePart::Text(text),
+        Event::Reasoning(text) => ResponsePart::Reasoning(text),
+        Event::CallStart { index, id, name } => ResponsePart::Call { index, id, name },
+        Event::Arguments { index, piece: text } => ResponsePart::Arguments { index, text },
+        Event::CallEnd { index } => ResponsePart::CallEnd { index },
         // Clients have its beginning: the call is truncated with the output, as at OpenAI.
         Event::CallFailed { .. } if is_over => return None,
-        Event::CallFailed { text, .. } => Piece::Text(text),
+        Event::CallFailed { text, .. } => ResponsePart::Text(text),
     })
 }
 
 /// The whole output of one choice.
 #[derive(Debug, Default, PartialEq)]
-pub(crate) struct Said {
+pub(crate) struct ChoiceOutput {
     pub(crate) prompt: Option<Vec<TokenLogprobs>>,
     pub(crate) text: String,
     pub(crate) reasoning: String,
-    pub(crate) calls: Vec<SaidCall>,
-    pub(crate) entries: Vec<Entry>,
-    pub(crate) ending: Option<Ending>,
+    pub(crate) calls: Vec<CompletedCall>,
+    pub(crate) entries: Vec<ScoredToken>,
+    pub(crate) ending: Option<FinishReason>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SaidCall {
+pub(crate) struct CompletedCall {
     pub(crate) id: String,
     pub(crate) name: String,
     /// JSON.
     pub(crate) arguments: String,
 }
 
-impl Said {
+impl ChoiceOutput {
     /// Appends a delta.
     pub(crate) fn add(&mut self, delta: Delta) {
         for piece in delta.pieces {
@@ -253,30 +253,30 @@ impl Said {
         self.ending = delta.ending.or(self.ending);
     }
 
-    fn add_piece(&mut self, piece: Piece) {
+    fn add_piece(&mut self, piece: ResponsePart) {
         match piece {
-            Piece::Text(text) => self.text.push_str(&text),
-            Piece::Reasoning(text) => self.reasoning.push_str(&text),
-            Piece::Call { id, name, .. } => {
+            ResponsePart::Text(text) => self.text.push_str(&text),
+            ResponsePart::Reasoning(text) => self.reasoning.push_str(&text),
+            ResponsePart::Call { id, name, .. } => {
                 let arguments = String::new();
-                self.calls.push(SaidCall {
+                self.calls.push(CompletedCall {
                     id,
                     name,
                     arguments,
                 });
             }
-            Piece::Arguments { index, text } => {
+            ResponsePart::Arguments { index, text } => {
                 if let Some(call) = self.calls.get_mut(index) {
                     call.arguments.push_str(&text);
                 }
             }
-            Piece::CallEnd { .. } => {}
+            ResponsePart::CallEnd { .. } => {}
         }
     }
 
     /// OpenAI's `finish_reason`.
     pub(crate) fn finish_reason(&self) -> Option<&'static str> {
-        self.ending.map(Ending::openai)
+        self.ending.map(FinishReason::openai)
     }
 }
 
@@ -300,15 +300,15 @@ mod tests {
     }
 
     /// Texts, tokens and the end of what the replies give.
-    fn shown(replies: Vec<Reply>) -> Vec<(String, Vec<u32>, Option<Ending>)> {
-        let (mut choice, now) = (Choice::new(None, false), Instant::now());
+    fn shown(replies: Vec<Reply>) -> Vec<(String, Vec<u32>, Option<FinishReason>)> {
+        let (mut choice, now) = (ChoiceState::new(None, false), Instant::now());
         let deltas = replies
             .into_iter()
-            .filter_map(|reply| choice.take(reply, now));
+            .filter_map(|reply| choice.apply_reply(reply, now));
         let tokens = |delta: &Delta| delta.entries.iter().map(|e| e.token).collect();
         let text = |delta: &Delta| {
             let texts = delta.pieces.iter().map(|piece| match piece {
-                Piece::Text(text) => text.as_str(),
+                ResponsePart::Text(text) => text.as_str(),
                 other => panic!("{other:?}"),
             });
             texts.collect::<String>()
@@ -337,7 +337,7 @@ mod tests {
             [
                 some("a", &[1], None),
                 some("bc", &[2, 3], None),
-                some("d", &[4], Some(Ending::Length))
+                some("d", &[4], Some(FinishReason::Length))
             ]
         );
         let stopped = vec![
@@ -350,11 +350,11 @@ mod tests {
             shown(stopped),
             [
                 some("a", &[1], None),
-                some("", &[], Some(Ending::StopText(0)))
+                some("", &[], Some(FinishReason::StopText(0)))
             ]
         );
         let ended = vec![token(1, ""), token(2, ""), finished("é", Finish::EndOfText)];
-        assert_eq!(shown(ended), [some("é", &[1], Some(Ending::Said))]);
+        assert_eq!(shown(ended), [some("é", &[1], Some(FinishReason::Said))]);
         let nothing = vec![
             Reply::PromptRead {
                 reused: 0,
@@ -362,6 +362,6 @@ mod tests {
             },
             finished("", Finish::Length),
         ];
-        assert_eq!(shown(nothing), [some("", &[], Some(Ending::Length))]);
+        assert_eq!(shown(nothing), [some("", &[], Some(FinishReason::Length))]);
     }
 }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 /// The time source; the crate reads no clock of its own.
 #[derive(Clone, Copy, Debug)]
-pub struct Clock {
+pub struct TimeSource {
     /// For intervals.
     pub now: fn() -> Instant,
     /// Seconds since 1970, UTC.

@@ -10,14 +10,14 @@ use tokio::sync::Semaphore;
 
 use crate::Error;
 use crate::access::Access;
-use crate::clock::Clock;
-use crate::events::Events;
-use crate::facts::Facts;
-use crate::journal::{Bounds, Journals};
-use crate::limits::Limits;
-use crate::live::Live;
-use crate::tally::Tally;
-use crate::tls::Wire;
+use crate::clock::TimeSource;
+use crate::events::EventLog;
+use crate::facts::ProcessMetrics;
+use crate::journal::{JournalBounds, Journals};
+use crate::limits::ApiLimits;
+use crate::live::LiveRequests;
+use crate::tally::EventTally;
+use crate::tls::ServerProtocol;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;
@@ -32,24 +32,24 @@ pub struct Config {
     /// Addresses to listen on; at least one. Port 0 takes a free one.
     pub bind: Vec<SocketAddr>,
     /// Whether TLS is spoken there.
-    pub wire: Wire,
+    pub wire: ServerProtocol,
     /// Clients and pages that may ask.
     pub access: Access,
     /// Limits on load.
-    pub limits: Limits,
+    pub limits: ApiLimits,
     /// Timeouts.
-    pub times: Times,
+    pub times: Timeouts,
     /// The source of time.
-    pub clock: Clock,
+    pub clock: TimeSource,
     /// Read at every scrape of `/metrics`.
-    pub facts: Facts,
+    pub facts: ProcessMetrics,
     /// Whether fields that no specification has are passed over, with a `warning` header, instead
     /// of refused.
     pub is_lenient: bool,
     /// Requests as they run, with the events of this node.
-    pub live: Live,
+    pub live: LiveRequests,
     /// Contents and actions of the dashboard.
-    pub board: Board,
+    pub board: DashboardConfig,
     /// Lets clients remove models; without it such requests are rejected.
     pub remover: Option<Remover>,
     /// Lets clients fetch models; without it only served models count as present.
@@ -58,27 +58,27 @@ pub struct Config {
     pub journals: Journals,
     /// Rate-limits events about keys and refusals; shared by all APIs of the server, so that each
     /// is reported once.
-    pub(crate) tally: Arc<Tally>,
+    pub(crate) tally: Arc<EventTally>,
     /// Permits for pulls, shared by the APIs of all models.
     pub(crate) pulls: Arc<Semaphore>,
 }
 
 impl Config {
     /// On `127.0.0.1`, with the defaults.
-    pub fn new(port: u16, clock: Clock) -> Self {
-        let live = Live::new(Events::new(clock));
+    pub fn new(port: u16, clock: TimeSource) -> Self {
+        let live = LiveRequests::new(EventLog::new(clock));
         Self {
             bind: vec![SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port)],
-            wire: Wire::Plain,
+            wire: ServerProtocol::Plain,
             access: Access::default(),
-            limits: Limits::default(),
-            times: Times::default(),
+            limits: ApiLimits::default(),
+            times: Timeouts::default(),
             clock,
-            facts: Facts::default(),
+            facts: ProcessMetrics::default(),
             is_lenient: false,
-            tally: Arc::new(Tally::new(live.events().clone())),
+            tally: Arc::new(EventTally::new(live.events().clone())),
             live,
-            board: Board::default(),
+            board: DashboardConfig::default(),
             remover: None,
             puller: None,
             journals: Journals::default(),
@@ -87,8 +87,8 @@ impl Config {
     }
 
     /// Bounds of the journals.
-    pub(crate) const fn bounds(&self) -> Bounds {
-        Bounds {
+    pub(crate) const fn bounds(&self) -> JournalBounds {
+        JournalBounds {
             count: self.limits.journals,
             bytes: self.limits.journal_bytes,
             stay: self.times.reconnect,
@@ -114,7 +114,7 @@ impl Config {
 
 /// Timeouts of a server.
 #[derive(Clone, Debug)]
-pub struct Times {
+pub struct Timeouts {
     /// From a request's headers to the end of its response.
     pub request: Duration,
     /// To receive a request's headers, from their first byte; for the first request of a
@@ -136,7 +136,7 @@ pub struct Times {
     pub grace: Duration,
 }
 
-impl Default for Times {
+impl Default for Timeouts {
     fn default() -> Self {
         Self {
             request: Duration::from_secs(600), // the SDKs' own default
@@ -157,10 +157,10 @@ impl Default for Times {
 /// served models. The file of a served model stays, under any of its names. An error is a reason
 /// for the client.
 #[derive(Clone)]
-pub struct Remover(pub Arc<Remove>);
+pub struct Remover(pub Arc<RemoveCallback>);
 
 /// See [`Remover`].
-type Remove = dyn Fn(&str, &[String]) -> Result<Removal, String> + Send + Sync;
+type RemoveCallback = dyn Fn(&str, &[String]) -> Result<Removal, String> + Send + Sync;
 
 /// Result of a removal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,10 +195,10 @@ pub struct PullStep {
 /// then as well, for phases without steps, such as a wait for another process. The pull should end
 /// soon after either. Returns false for an unknown name; an error is a reason for the client.
 #[derive(Clone)]
-pub struct Puller(pub Arc<Pull>);
+pub struct Puller(pub Arc<PullCallback>);
 
 /// See [`Puller`].
-type Pull = dyn Fn(&str, &mut dyn FnMut(PullStep) -> bool, &Arc<AtomicBool>) -> Result<bool, String>
+type PullCallback = dyn Fn(&str, &mut dyn FnMut(PullStep) -> bool, &Arc<AtomicBool>) -> Result<bool, String>
     + Send
     + Sync;
 
@@ -210,36 +210,36 @@ impl fmt::Debug for Puller {
 
 /// The node's report on itself and its cluster, called for every request.
 #[derive(Clone)]
-pub struct Status(pub Arc<dyn Fn() -> serde_json::Value + Send + Sync>);
+pub struct StatusSource(pub Arc<dyn Fn() -> serde_json::Value + Send + Sync>);
 
-impl fmt::Debug for Status {
+impl fmt::Debug for StatusSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Status(..)")
     }
 }
 
 /// Runs a dashboard command with its arguments; an error is a reason for people.
-pub type Manage =
+pub type CommandHandler =
     dyn Fn(&str, &serde_json::Value) -> Result<serde_json::Value, String> + Send + Sync;
 
 /// Measures where an instance's ranks spend their time, by its id. Takes some seconds; an error is
 /// a reason for people.
-pub type Stages = dyn Fn(&str) -> Result<serde_json::Value, String> + Send + Sync;
+pub type StageProbe = dyn Fn(&str) -> Result<serde_json::Value, String> + Send + Sync;
 
 /// Data and commands of a node's dashboard. All are called on blocking threads.
 #[derive(Clone)]
-pub struct Board {
+pub struct DashboardConfig {
     /// Nodes, instances and requests; called for every refresh.
-    pub status: Status,
+    pub status: StatusSource,
     /// Called while a client views an instance's stages; `None` without instances.
-    pub stages: Option<Arc<Stages>>,
+    pub stages: Option<Arc<StageProbe>>,
     /// `load`, `unload`, `models` and `invite`; `None` where nothing can be managed.
-    pub manage: Option<Arc<Manage>>,
+    pub manage: Option<Arc<CommandHandler>>,
 }
 
-impl Default for Board {
+impl Default for DashboardConfig {
     fn default() -> Self {
-        let status = Status(Arc::new(|| serde_json::json!({})));
+        let status = StatusSource(Arc::new(|| serde_json::json!({})));
         Self {
             status,
             stages: None,
@@ -248,7 +248,7 @@ impl Default for Board {
     }
 }
 
-impl fmt::Debug for Board {
+impl fmt::Debug for DashboardConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Board(manages: {})", self.manage.is_some())
     }
@@ -260,6 +260,6 @@ mod tests {
 
     #[test]
     fn connections_are_kept_for_as_long_as_common_clients_keep_them() {
-        assert!(Times::default().idle >= Duration::from_secs(60));
+        assert!(Timeouts::default().idle >= Duration::from_secs(60));
     }
 }

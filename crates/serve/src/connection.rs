@@ -34,11 +34,11 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
-use crate::access::{Local, Remote, Scheme};
-use crate::config::Times;
-use crate::phase::{Phase, reach};
-use crate::stream::Beat;
-use crate::tls::{Stream, Wire};
+use crate::access::{LocalAddress, Remote, UrlScheme};
+use crate::config::Timeouts;
+use crate::phase::{ServerPhase, reach};
+use crate::stream::KeepAliveRequest;
+use crate::tls::{ClientStream, ServerProtocol};
 
 /// Maximum bytes of a request line with headers. Eight times the limit of common servers; keys and
 /// cookies of other programs on `localhost` are included.
@@ -69,7 +69,7 @@ const STILL_THERE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// The state of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+enum ConnectionStage {
     /// No bytes received yet.
     Fresh,
     /// Part of a request's head was received.
@@ -81,8 +81,8 @@ enum Stage {
 }
 
 #[derive(Debug)]
-struct Facts {
-    stage: Stage,
+struct ConnectionState {
+    stage: ConnectionStage,
     since: Instant,
     is_trusted: bool,
     requests: usize,
@@ -91,28 +91,28 @@ struct Facts {
     /// The client supports interim responses, which HTTP/1.0 lacks.
     knows_interim: bool,
     /// Requests a keep-alive from the response in progress, if it is a stream.
-    beat: Option<Beat>,
+    beat: Option<KeepAliveRequest>,
 }
 
 /// Shared handle of a connection: its state, and a signal to close it.
 #[derive(Clone, Debug)]
-pub(crate) struct Known {
-    facts: Arc<Mutex<Facts>>,
+pub(crate) struct ConnectionHandle {
+    facts: Arc<Mutex<ConnectionState>>,
     close: Arc<Notify>,
-    now: Now,
+    now: ClockFn,
 }
 
 /// The source of time.
-type Now = fn() -> std::time::Instant;
+type ClockFn = fn() -> std::time::Instant;
 
-fn read(now: Now) -> Instant {
+fn read(now: ClockFn) -> Instant {
     Instant::from_std(now())
 }
 
-impl Known {
-    fn new(now: Now) -> Self {
-        let facts = Facts {
-            stage: Stage::Fresh,
+impl ConnectionHandle {
+    fn new(now: ClockFn) -> Self {
+        let facts = ConnectionState {
+            stage: ConnectionStage::Fresh,
             since: read(now),
             is_trusted: false,
             requests: 0,
@@ -127,11 +127,11 @@ impl Known {
         }
     }
 
-    fn facts(&self) -> MutexGuard<'_, Facts> {
+    fn facts(&self) -> MutexGuard<'_, ConnectionState> {
         self.facts.lock().expect("nothing panics with the lock")
     }
 
-    fn go(&self, stage: Stage) {
+    fn go(&self, stage: ConnectionStage) {
         let mut facts = self.facts();
         facts.stage = stage;
         facts.since = read(self.now);
@@ -139,7 +139,7 @@ impl Known {
 
     /// Records a new request.
     fn begin(&self, request: &Request<Incoming>) {
-        self.go(Stage::Busy);
+        self.go(ConnectionStage::Busy);
         let mut facts = self.facts();
         facts.requests += 1;
         facts.is_whole = request.body().is_end_stream();
@@ -161,23 +161,23 @@ impl Known {
 
 /// All open connections.
 #[derive(Debug, Default)]
-pub(crate) struct Open {
-    all: Mutex<All>,
+pub(crate) struct ConnectionTable {
+    all: Mutex<OpenConnections>,
 }
 
 #[derive(Debug, Default)]
-struct All {
+struct OpenConnections {
     /// Number of the newest connection.
     last: u64,
-    by_id: HashMap<u64, (IpAddr, Known)>,
+    by_id: HashMap<u64, (IpAddr, ConnectionHandle)>,
 }
 
-impl Open {
-    fn all(&self) -> MutexGuard<'_, All> {
+impl ConnectionTable {
+    fn all(&self) -> MutexGuard<'_, OpenConnections> {
         self.all.lock().expect("nothing panics with the lock")
     }
 
-    fn add(&self, ip: IpAddr, known: &Known) -> u64 {
+    fn add(&self, ip: IpAddr, known: &ConnectionHandle) -> u64 {
         let mut all = self.all();
         all.last += 1;
         let id = all.last;
@@ -200,13 +200,13 @@ impl Open {
         let all = self.all();
         let waiting = all.by_id.values().filter_map(|(_, known)| {
             let facts = known.facts();
-            let is_waiting = facts.stage != Stage::Busy;
+            let is_waiting = facts.stage != ConnectionStage::Busy;
             is_waiting.then(|| (facts.is_trusted, facts.since, known.clone()))
         });
         let least = waiting.min_by_key(|(is_trusted, since, _)| (*is_trusted, *since));
         if let Some((_, _, known)) = least {
             // Excludes it from the next choice while it closes.
-            known.go(Stage::Busy);
+            known.go(ConnectionStage::Busy);
             known.close.notify_one();
         }
     }
@@ -216,22 +216,22 @@ impl Open {
 #[derive(Clone, Debug)]
 pub(crate) struct Acceptor {
     pub(crate) router: Router,
-    pub(crate) wire: Wire,
-    pub(crate) times: Times,
+    pub(crate) wire: ServerProtocol,
+    pub(crate) times: Timeouts,
     /// A permit per connection.
     pub(crate) connections: Arc<Semaphore>,
     /// Maximum connections of one other machine.
     pub(crate) of_one: usize,
-    pub(crate) open: Arc<Open>,
-    pub(crate) now: Now,
-    pub(crate) phase: watch::Receiver<Phase>,
+    pub(crate) open: Arc<ConnectionTable>,
+    pub(crate) now: ClockFn,
+    pub(crate) phase: watch::Receiver<ServerPhase>,
 }
 
 impl Acceptor {
     /// Accepts connections until shutdown. At the limit, further ones wait in the listener's queue.
     pub(crate) async fn run(self, listener: TcpListener) {
         let mut phase = self.phase.clone();
-        let mut stop = pin!(reach(&mut phase, Phase::Draining));
+        let mut stop = pin!(reach(&mut phase, ServerPhase::Draining));
         loop {
             let (stream, remote) = tokio::select! {
                 () = &mut stop => return,
@@ -264,12 +264,12 @@ impl Acceptor {
     }
 
     async fn serve(self, stream: TcpStream, remote: SocketAddr, permit: OwnedSemaphorePermit) {
-        let known = Known::new(self.now);
+        let known = ConnectionHandle::new(self.now);
         let id = self.open.add(remote.ip().to_canonical(), &known);
         if let Ok(local) = stream.local_addr()
             && let Some(stream) = self.greet(stream, &known).await
         {
-            self.answer(stream, (Local(local), Remote(remote)), known)
+            self.answer(stream, (LocalAddress(local), Remote(remote)), known)
                 .await;
         }
         self.open.remove(id);
@@ -277,7 +277,7 @@ impl Acceptor {
     }
 
     /// Detects the protocol and performs the handshake; `None` if the connection ends before.
-    async fn greet(&self, stream: TcpStream, known: &Known) -> Option<Stream> {
+    async fn greet(&self, stream: TcpStream, known: &ConnectionHandle) -> Option<ClientStream> {
         // Tokens are small packets that clients wait for. A failure only costs speed.
         let _ = stream.set_nodelay(true);
         // A failure only delays the detection of a client that does not read.
@@ -287,18 +287,23 @@ impl Acceptor {
         tokio::select! {
             biased;
             // The client sees handshake errors itself.
-            greeted = self.wire.greet(stream, self.times.stalled_write) => greeted.ok(),
+            greeted = self.wire.accept(stream, self.times.stalled_write) => greeted.ok(),
             () = known.close.notified() => None,
-            () = reach(&mut phase, Phase::Draining) => None,
+            () = reach(&mut phase, ServerPhase::Draining) => None,
             () = sleep_until(deadline) => None,
         }
     }
 
     /// Serves requests until the client leaves or the connection must close.
-    async fn answer(&self, stream: Stream, ends: (Local, Remote), known: Known) {
+    async fn answer(
+        &self,
+        stream: ClientStream,
+        ends: (LocalAddress, Remote),
+        known: ConnectionHandle,
+    ) {
         let close = Arc::clone(&known.close);
-        let scheme = Scheme(stream.scheme());
-        let io = TokioIo::new(Impatient::new(stream, &self.times, known.clone()));
+        let scheme = UrlScheme(stream.scheme());
+        let io = TokioIo::new(TimeoutStream::new(stream, &self.times, known.clone()));
         let inner = TowerToHyperService::new(self.router.clone());
         let service = service_fn(move |mut request: Request<Incoming>| {
             let known = known.clone();
@@ -307,7 +312,7 @@ impl Acceptor {
             request.extensions_mut().insert(ends.1);
             request.extensions_mut().insert(scheme);
             request.extensions_mut().insert(known.clone());
-            let heard = |body| Heard {
+            let heard = |body| RequestBody {
                 body,
                 known: known.clone(),
             };
@@ -315,7 +320,7 @@ impl Acceptor {
             async move {
                 let mut response: Response<Body> = answer.await?;
                 known.facts().beat = response.extensions_mut().remove();
-                let body = |body| Body::new(Noted { body, known });
+                let body = |body| Body::new(TrackedBody { body, known });
                 Ok::<_, std::convert::Infallible>(response.map(body))
             }
         });
@@ -331,7 +336,7 @@ impl Acceptor {
             // As above.
             _ = connection.as_mut() => {}
             () = close.notified() => {}
-            () = reach(&mut phase, Phase::Draining) => {
+            () = reach(&mut phase, ServerPhase::Draining) => {
                 connection.as_mut().graceful_shutdown();
                 let _ = connection.await;
             }
@@ -350,12 +355,12 @@ async fn accept(listener: &TcpListener) -> (TcpStream, SocketAddr) {
 }
 
 /// A request body that records its end in the connection's state.
-struct Heard {
+struct RequestBody {
     body: Incoming,
-    known: Known,
+    known: ConnectionHandle,
 }
 
-impl hyper::body::Body for Heard {
+impl hyper::body::Body for RequestBody {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -380,12 +385,12 @@ impl hyper::body::Body for Heard {
 }
 
 /// A response body that records its end in the connection's state.
-struct Noted {
+struct TrackedBody {
     body: Body,
-    known: Known,
+    known: ConnectionHandle,
 }
 
-impl hyper::body::Body for Noted {
+impl hyper::body::Body for TrackedBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -405,18 +410,18 @@ impl hyper::body::Body for Noted {
     }
 }
 
-impl Drop for Noted {
+impl Drop for TrackedBody {
     fn drop(&mut self) {
-        self.known.go(Stage::Idle);
+        self.known.go(ConnectionStage::Idle);
     }
 }
 
 /// A stream that fails when the client sends nothing where a request is expected.
-struct Impatient {
-    stream: Stream,
+struct TimeoutStream {
+    stream: ClientStream,
     headers: Duration,
     idle: Duration,
-    known: Known,
+    known: ConnectionHandle,
     /// Read timeout of the current stage; `None` while nothing is expected.
     silent: Option<Pin<Box<Sleep>>>,
     /// Bytes were written since the last request, if only a probe.
@@ -427,8 +432,8 @@ struct Impatient {
     lingering: Option<(usize, Pin<Box<Sleep>>)>,
 }
 
-impl Impatient {
-    const fn new(stream: Stream, times: &Times, known: Known) -> Self {
+impl TimeoutStream {
+    const fn new(stream: ClientStream, times: &Timeouts, known: ConnectionHandle) -> Self {
         Self {
             stream,
             headers: times.headers,
@@ -445,9 +450,9 @@ impl Impatient {
     fn deadline(&self) -> Option<Instant> {
         let facts = self.known.facts();
         match facts.stage {
-            Stage::Busy => None,
-            Stage::Fresh | Stage::Head => Some(facts.since + self.headers),
-            Stage::Idle => Some(facts.since + self.idle),
+            ConnectionStage::Busy => None,
+            ConnectionStage::Fresh | ConnectionStage::Head => Some(facts.since + self.headers),
+            ConnectionStage::Idle => Some(facts.since + self.idle),
         }
     }
 
@@ -467,10 +472,10 @@ impl Impatient {
     }
 
     /// Records received bytes.
-    fn heard(&mut self) {
+    fn note_bytes(&mut self) {
         let stage = self.known.facts().stage;
-        if matches!(stage, Stage::Fresh | Stage::Idle) {
-            self.known.go(Stage::Head);
+        if matches!(stage, ConnectionStage::Fresh | ConnectionStage::Idle) {
+            self.known.go(ConnectionStage::Head);
             self.has_written = false;
         }
     }
@@ -481,7 +486,7 @@ impl Impatient {
     /// incomplete request has ended.
     fn poll_half_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
-            if self.known.facts().stage != Stage::Busy {
+            if self.known.facts().stage != ConnectionStage::Busy {
                 return Poll::Ready(Ok(()));
             }
             let look = self
@@ -528,7 +533,7 @@ impl Impatient {
     }
 }
 
-impl AsyncRead for Impatient {
+impl AsyncRead for TimeoutStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -540,7 +545,7 @@ impl AsyncRead for Impatient {
         let before = buf.filled().len();
         match Pin::new(&mut self.stream).poll_read(cx, buf) {
             Poll::Ready(Ok(())) if buf.filled().len() > before => {
-                self.heard();
+                self.note_bytes();
                 Poll::Ready(Ok(()))
             }
             Poll::Ready(Ok(())) => self.poll_half_closed(cx),
@@ -550,7 +555,7 @@ impl AsyncRead for Impatient {
     }
 }
 
-impl AsyncWrite for Impatient {
+impl AsyncWrite for TimeoutStream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -7,7 +7,9 @@
 //! Ollama chat -------------+
 //! ```
 
-use paceline_formats::chat::{self, Bounds, ChatOptions, ChatTemplate, Failure, Message, ToolCall};
+use paceline_formats::chat::{
+    self, Bounds, ChatMessage, ChatOptions, ChatTemplate, TemplateError, ToolCall,
+};
 use paceline_formats::grammar::Grammar;
 use paceline_formats::tokenizer::Tokenizer;
 use serde::{Deserialize, Serialize};
@@ -15,14 +17,14 @@ use serde_json::{Map, Value, json};
 
 /// The speaker of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Role {
+pub(crate) enum TurnRole {
     System,
     User,
     Assistant,
     Tool,
 }
 
-impl Role {
+impl TurnRole {
     const fn name(self) -> &'static str {
         match self {
             Self::System => "system",
@@ -35,21 +37,21 @@ impl Role {
 
 /// A turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Turn {
-    pub(crate) role: Role,
+pub(crate) struct ConversationTurn {
+    pub(crate) role: TurnRole,
     pub(crate) text: String,
     /// The speaker's name, or the tool's for a result.
     pub(crate) name: Option<String>,
     /// The assistant's thinking.
     pub(crate) reasoning: Option<String>,
     /// Tool calls of an assistant turn.
-    pub(crate) calls: Vec<Call>,
+    pub(crate) calls: Vec<TurnToolCall>,
     /// For a tool result, the call's id.
     pub(crate) answers: Option<String>,
 }
 
-impl Turn {
-    pub(crate) fn new(role: Role, text: impl Into<String>) -> Self {
+impl ConversationTurn {
+    pub(crate) fn new(role: TurnRole, text: impl Into<String>) -> Self {
         Self {
             role,
             text: text.into(),
@@ -64,26 +66,26 @@ impl Turn {
     pub(crate) fn result(id: impl Into<String>, text: impl Into<String>) -> Self {
         Self {
             answers: Some(id.into()),
-            ..Self::new(Role::Tool, text)
+            ..Self::new(TurnRole::Tool, text)
         }
     }
 
-    fn message(&self) -> Message {
-        Message {
+    fn message(&self) -> ChatMessage {
+        ChatMessage {
             role: self.role.name().to_owned(),
             content: self.text.clone(),
             reasoning: self.reasoning.clone(),
-            tool_calls: self.calls.iter().map(Call::for_template).collect(),
+            tool_calls: self.calls.iter().map(TurnToolCall::for_template).collect(),
             tool_call_id: self.answers.clone(),
             name: self.name.clone(),
-            ..Message::default()
+            ..ChatMessage::default()
         }
     }
 }
 
 /// A tool call in a conversation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Call {
+pub(crate) struct TurnToolCall {
     pub(crate) id: String,
     pub(crate) name: String,
     /// Parsed, because templates print or iterate over them; a string if the client's were not
@@ -91,7 +93,7 @@ pub(crate) struct Call {
     pub(crate) arguments: Value,
 }
 
-impl Call {
+impl TurnToolCall {
     fn for_template(&self) -> ToolCall {
         ToolCall {
             id: self.id.clone(),
@@ -154,7 +156,7 @@ pub(crate) enum ToolChoice {
 
 /// `response_format`: the required form of the response text.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) enum Format {
+pub(crate) enum AnswerFormat {
     #[default]
     Text,
     /// Any JSON object.
@@ -175,12 +177,12 @@ pub(crate) struct Thinking {
 /// The conversation to continue, with tools and format.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Conversation {
-    pub(crate) turns: Vec<Turn>,
+    pub(crate) turns: Vec<ConversationTurn>,
     pub(crate) tools: Vec<Tool>,
     pub(crate) choice: ToolChoice,
     /// Whether one turn may have several calls.
     pub(crate) is_parallel: bool,
-    pub(crate) format: Format,
+    pub(crate) format: AnswerFormat,
     /// Name of the field that set `format`, for errors.
     pub(crate) format_at: &'static str,
     pub(crate) thinking: Thinking,
@@ -218,7 +220,8 @@ impl Conversation {
         let names: Vec<(String, String)> = calls
             .map(|call| (call.id.clone(), call.name.clone()))
             .collect();
-        let unnamed = |turn: &&mut Turn| turn.role == Role::Tool && turn.name.is_none();
+        let unnamed =
+            |turn: &&mut ConversationTurn| turn.role == TurnRole::Tool && turn.name.is_none();
         for turn in self.turns.iter_mut().filter(unnamed) {
             let id = turn.answers.as_deref().unwrap_or_default();
             let named = names.iter().rev().find(|(known, _)| known == id);
@@ -228,7 +231,9 @@ impl Conversation {
 
     /// Lower bound of the prompt's bytes.
     pub(crate) fn text_bytes(&self) -> usize {
-        let bytes = |turn: &Turn| turn.text.len() + turn.reasoning.as_ref().map_or(0, String::len);
+        let bytes = |turn: &ConversationTurn| {
+            turn.text.len() + turn.reasoning.as_ref().map_or(0, String::len)
+        };
         self.turns.iter().map(bytes).sum()
     }
 
@@ -271,7 +276,9 @@ impl Conversation {
         (unix_s, bounds): (u64, Bounds),
     ) -> Result<Vec<u32>, chat::Error> {
         let options = self.options((unix_s, bounds));
-        let try_with = |turns: &[Turn]| template.encode_chat(tokenizer, &messages(turns), &options);
+        let try_with = |turns: &[ConversationTurn]| {
+            template.encode_chat(tokenizer, &messages(turns), &options)
+        };
         self.first_taken(try_with)
     }
 
@@ -291,10 +298,10 @@ impl Conversation {
 
     fn first_taken<T>(
         &self,
-        try_with: impl Fn(&[Turn]) -> Result<T, chat::Error>,
+        try_with: impl Fn(&[ConversationTurn]) -> Result<T, chat::Error>,
     ) -> Result<T, chat::Error> {
         let refused = match try_with(&self.turns) {
-            Err(error @ chat::Error::Template(Failure::Raised { .. })) => error,
+            Err(error @ chat::Error::Template(TemplateError::Raised { .. })) => error,
             other => return other,
         };
         for changed in [systems_first(&self.turns), joined(&self.turns)] {
@@ -302,7 +309,7 @@ impl Conversation {
                 continue;
             }
             match try_with(&changed) {
-                Err(chat::Error::Template(Failure::Raised { .. })) => {}
+                Err(chat::Error::Template(TemplateError::Raised { .. })) => {}
                 other => return other,
             }
         }
@@ -310,17 +317,17 @@ impl Conversation {
     }
 }
 
-fn messages(turns: &[Turn]) -> Vec<Message> {
-    turns.iter().map(Turn::message).collect()
+fn messages(turns: &[ConversationTurn]) -> Vec<ChatMessage> {
+    turns.iter().map(ConversationTurn::message).collect()
 }
 
 /// Later system turns as user turns, in place.
-fn systems_first(turns: &[Turn]) -> Vec<Turn> {
+fn systems_first(turns: &[ConversationTurn]) -> Vec<ConversationTurn> {
     let is_later = |i: usize| i > 0;
-    let change = |(i, turn): (usize, &Turn)| {
+    let change = |(i, turn): (usize, &ConversationTurn)| {
         let mut turn = turn.clone();
-        if turn.role == Role::System && is_later(i) {
-            turn.role = Role::User;
+        if turn.role == TurnRole::System && is_later(i) {
+            turn.role = TurnRole::User;
         }
         turn
     };
@@ -328,11 +335,11 @@ fn systems_first(turns: &[Turn]) -> Vec<Turn> {
 }
 
 /// As [`systems_first`], with neighbouring user turns joined.
-fn joined(turns: &[Turn]) -> Vec<Turn> {
-    let mut all: Vec<Turn> = Vec::with_capacity(turns.len());
+fn joined(turns: &[ConversationTurn]) -> Vec<ConversationTurn> {
+    let mut all: Vec<ConversationTurn> = Vec::with_capacity(turns.len());
     for turn in systems_first(turns) {
         match all.last_mut() {
-            Some(last) if last.role == Role::User && turn.role == Role::User => {
+            Some(last) if last.role == TurnRole::User && turn.role == TurnRole::User => {
                 last.text.push_str("\n\n");
                 last.text.push_str(&turn.text);
             }
@@ -348,14 +355,18 @@ mod tests {
 
     #[test]
     fn results_get_the_names_of_their_calls() {
-        let mut asked = Turn::new(Role::Assistant, "");
-        asked.calls.push(Call {
+        let mut asked = ConversationTurn::new(TurnRole::Assistant, "");
+        asked.calls.push(TurnToolCall {
             id: "c1".into(),
             name: "add".into(),
             arguments: json!({"a": 1}),
         });
         let mut conversation = Conversation {
-            turns: vec![asked, Turn::result("c1", "3"), Turn::result("c2", "4")],
+            turns: vec![
+                asked,
+                ConversationTurn::result("c1", "3"),
+                ConversationTurn::result("c2", "4"),
+            ],
             ..Conversation::default()
         };
         conversation.name_results();
@@ -366,19 +377,28 @@ mod tests {
     #[test]
     fn later_systems_become_users_and_neighbours_are_joined() {
         let turns = [
-            Turn::new(Role::System, "a"),
-            Turn::new(Role::User, "b"),
-            Turn::new(Role::System, "c"),
-            Turn::new(Role::Assistant, "d"),
+            ConversationTurn::new(TurnRole::System, "a"),
+            ConversationTurn::new(TurnRole::User, "b"),
+            ConversationTurn::new(TurnRole::System, "c"),
+            ConversationTurn::new(TurnRole::Assistant, "d"),
         ];
-        let roles = |turns: &[Turn]| turns.iter().map(|turn| turn.role).collect::<Vec<_>>();
+        let roles =
+            |turns: &[ConversationTurn]| turns.iter().map(|turn| turn.role).collect::<Vec<_>>();
         let first = systems_first(&turns);
         assert_eq!(
             roles(&first),
-            [Role::System, Role::User, Role::User, Role::Assistant]
+            [
+                TurnRole::System,
+                TurnRole::User,
+                TurnRole::User,
+                TurnRole::Assistant
+            ]
         );
         let joined = joined(&turns);
-        assert_eq!(roles(&joined), [Role::System, Role::User, Role::Assistant]);
+        assert_eq!(
+            roles(&joined),
+            [TurnRole::System, TurnRole::User, TurnRole::Assistant]
+        );
         assert_eq!(joined[1].text, "b\n\nc");
     }
 

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use tokio::sync::watch;
 
-use crate::clock::Clock;
+use crate::clock::TimeSource;
 
 /// Events that a node keeps. At 300 bytes each they take 1.2 MB at most.
 pub const EVENTS_MAX: usize = 4096;
@@ -49,10 +49,10 @@ pub enum Kind {
         to: String,
         /// Before the change; absent where no path worked.
         #[serde(skip_serializing_if = "Option::is_none")]
-        before: Option<Link>,
+        before: Option<LinkReport>,
         /// After the change; absent while no path works.
         #[serde(skip_serializing_if = "Option::is_none")]
-        now: Option<Link>,
+        now: Option<LinkReport>,
     },
     /// An instance changed its state.
     Instance {
@@ -136,7 +136,7 @@ pub enum Kind {
 
 /// The measured network path between two nodes.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Link {
+pub struct LinkReport {
     /// Name or address of the outgoing interface.
     pub interface: String,
     /// Round-trip time in seconds.
@@ -160,9 +160,9 @@ pub struct Event {
 /// The event log of a node. Clones share one ring; all methods are thread-safe and take
 /// microseconds.
 #[derive(Clone)]
-pub struct Events(Arc<Shared>);
+pub struct EventLog(Arc<EventRing>);
 
-struct Shared {
+struct EventRing {
     now: fn() -> Instant,
     begun: (Instant, Duration),
     ring: Mutex<VecDeque<Event>>,
@@ -170,11 +170,11 @@ struct Shared {
     newest: watch::Sender<u64>,
 }
 
-impl Events {
+impl EventLog {
     /// An empty ring.
-    pub fn new(clock: Clock) -> Self {
+    pub fn new(clock: TimeSource) -> Self {
         let unix = Duration::from_secs((clock.unix_s)());
-        Self(Arc::new(Shared {
+        Self(Arc::new(EventRing {
             now: clock.now,
             begun: ((clock.now)(), unix),
             ring: Mutex::default(),
@@ -222,14 +222,14 @@ impl Events {
     }
 }
 
-impl fmt::Debug for Events {
+impl fmt::Debug for EventLog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Events(newest {})", self.newest())
     }
 }
 
 /// For people: `eth1, 0.12 ms, 940 MB/s`.
-impl fmt::Display for Link {
+impl fmt::Display for LinkReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, {:.2} ms", self.interface, self.latency_s * 1e3)?;
         match self.bytes_per_s {
@@ -321,8 +321,8 @@ fn cut(text: &mut String) {
 mod tests {
     use super::*;
 
-    fn events() -> Events {
-        Events::new(Clock {
+    fn events() -> EventLog {
+        EventLog::new(TimeSource {
             now: Instant::now,
             unix_s: || 1_790_000_000,
         })
@@ -364,7 +364,7 @@ mod tests {
     #[test]
     fn a_changed_link_tells_both_states() {
         let events = events();
-        let now = Link {
+        let now = LinkReport {
             interface: "e".repeat(400),
             latency_s: 0.0009,
             bytes_per_s: None,

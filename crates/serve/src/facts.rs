@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 /// Supplies the process's own metrics, such as memory and bytes sent; called at every scrape.
 #[derive(Clone)]
-pub struct Facts(pub Arc<dyn Fn() -> Vec<Fact> + Send + Sync>);
+pub struct ProcessMetrics(pub Arc<dyn Fn() -> Vec<MetricSample> + Send + Sync>);
 
-impl Default for Facts {
+impl Default for ProcessMetrics {
     fn default() -> Self {
         Self(Arc::new(Vec::new))
     }
 }
 
-impl fmt::Debug for Facts {
+impl fmt::Debug for ProcessMetrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Facts(..)")
     }
@@ -21,7 +21,7 @@ impl fmt::Debug for Facts {
 
 /// A gauge `paceline_<name>` of `/metrics`. Both texts are printed unchanged.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Fact {
+pub struct MetricSample {
     /// Lower-case letters, digits and `_`, the unit last.
     pub name: &'static str,
     /// Help text: one line without a full stop.

@@ -47,7 +47,7 @@ pub(crate) enum Kind {
 
 /// Strictness of the parser, and collected warnings for the client.
 #[derive(Debug, Default)]
-pub(crate) struct Notes {
+pub(crate) struct FieldWarnings {
     /// Whether unknown fields are ignored with a warning.
     pub(crate) is_lenient: bool,
     warnings: RefCell<Vec<String>>,
@@ -57,7 +57,7 @@ pub(crate) struct Notes {
 const MAX_WARNINGS: usize = 8;
 const MAX_WARNING: usize = 200;
 
-impl Notes {
+impl FieldWarnings {
     pub(crate) fn new(is_lenient: bool) -> Self {
         let warnings = RefCell::default();
         Self {
@@ -280,11 +280,11 @@ pub(crate) fn integer(value: &Value) -> Option<i128> {
 
 /// An object whose fields passed the table's checks.
 #[derive(Debug)]
-pub(crate) struct Fields {
+pub(crate) struct FieldValues {
     values: Map<String, Value>,
 }
 
-impl Fields {
+impl FieldValues {
     /// Checks `object` at `place`, its path in the body: empty, or with a dot at the end.
     ///
     /// # Errors
@@ -294,7 +294,7 @@ impl Fields {
         object: Map<String, Value>,
         table: &[Field],
         place: &str,
-        notes: &Notes,
+        notes: &FieldWarnings,
     ) -> Result<Self, Rejection> {
         let mut values = Map::new();
         for (name, value) in object {
@@ -466,7 +466,8 @@ mod tests {
             (r#"{"text":"a","flag":null,"number":null}"#, "ok"),
         ] {
             let object: Map<String, Value> = serde_json::from_str(object).unwrap();
-            let got = match Fields::new(object.clone(), &TABLE, "", &Notes::default()) {
+            let got = match FieldValues::new(object.clone(), &TABLE, "", &FieldWarnings::default())
+            {
                 Ok(_) => "ok".to_owned(),
                 Err(error) => error.to_string(),
             };
@@ -478,7 +479,7 @@ mod tests {
     fn values_come_out_as_they_went_in() {
         let object = r#"{"text":"a","number":1,"integer":3.0,"flag":true}"#;
         let object = serde_json::from_str(object).unwrap();
-        let fields = Fields::new(object, &TABLE, "x.", &Notes::default()).unwrap();
+        let fields = FieldValues::new(object, &TABLE, "x.", &FieldWarnings::default()).unwrap();
         assert_eq!(fields.text("text"), Some("a"));
         assert_eq!(fields.number("number"), Some(1.0));
         assert_eq!(fields.count("integer"), Some(3));
@@ -488,9 +489,9 @@ mod tests {
     #[test]
     fn unknown_fields_pass_with_a_warning_where_they_may() {
         let object = r#"{"text":"a","other\r\n\"":1,"more":2}"#;
-        let notes = Notes::new(true);
+        let notes = FieldWarnings::new(true);
         let object: Map<String, Value> = serde_json::from_str(object).unwrap();
-        let fields = Fields::new(object, &TABLE, "m.", &notes).unwrap();
+        let fields = FieldValues::new(object, &TABLE, "m.", &notes).unwrap();
         assert!(!fields.has("more"));
         assert_eq!(
             notes.into_warnings(),
@@ -504,7 +505,7 @@ mod tests {
     #[test]
     fn names_of_clients_are_clipped() {
         let object = Map::from_iter([("y".repeat(1000), Value::from(1))]);
-        let error = Fields::new(object, &TABLE, "m[0].", &Notes::default())
+        let error = FieldValues::new(object, &TABLE, "m[0].", &FieldWarnings::default())
             .unwrap_err()
             .to_string();
         assert!(

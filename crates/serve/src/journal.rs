@@ -21,9 +21,9 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::{oneshot, watch};
 use tokio::time::timeout;
 
-use crate::access::Client;
+use crate::access::ClientIdentity;
 use crate::endpoint::Endpoint;
-use crate::store::Stored;
+use crate::store::StoredResponse;
 
 /// Timeout of mirroring: as long as the silence after which a node counts as dead.
 pub const MIRROR_LIMIT: Duration = Duration::from_secs(2);
@@ -37,7 +37,7 @@ const SHARE_OF_ONE: usize = 4;
 
 /// A part of a journal to mirror. The mirroring node does not parse the bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct JournalPart {
     /// The journal's id, which cannot be guessed.
     pub id: String,
     /// Offset in the journal; 0 starts it anew.
@@ -48,7 +48,7 @@ pub struct Piece {
 
 /// Result of mirroring a part.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Kept {
+pub enum MirrorOutcome {
     /// Another node stored it.
     Yes,
     /// The other node lacks the bytes before it.
@@ -59,7 +59,7 @@ pub enum Kept {
 
 /// Result of looking up a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum JournalMatch {
     /// The longest copy received in time.
     Copy(Vec<u8>),
     /// All live nodes answered; none has it.
@@ -69,19 +69,19 @@ pub enum Found {
 }
 
 /// Called with the result; not called if it stays unknown.
-pub type Done = Box<dyn FnOnce(Kept) + Send>;
+pub type MirrorCallback = Box<dyn FnOnce(MirrorOutcome) + Send>;
 
 /// Access to other nodes, which keep copies of journals for
 /// [`Times::reconnect`](crate::Times::reconnect) after the last part. Ids that begin with `resp_`
 /// name stored responses.
 pub trait Mirror: Send + Sync {
     /// Sends a part to another node. Must not block.
-    fn put(&self, piece: Piece, done: Done);
+    fn put(&self, piece: JournalPart, done: MirrorCallback);
 
     /// Looks up the longest copy of a journal, for the key with this id. The node that produces
     /// this journal stops. For a response, asks each node's
     /// [`Doors::response`](crate::Doors::response). Blocks for at most [`MIRROR_LIMIT`].
-    fn find(&self, id: &str, key: Option<&str>) -> Found;
+    fn find(&self, id: &str, key: Option<&str>) -> JournalMatch;
 
     /// As [`find`](Self::find), but only copies of more than `than` bytes. Waits for slow nodes if
     /// faster ones have shorter copies.
@@ -90,7 +90,7 @@ pub trait Mirror: Send + Sync {
     }
 }
 
-impl Found {
+impl JournalMatch {
     /// The copy, if there is one.
     pub fn copy(self) -> Option<Vec<u8>> {
         match self {
@@ -102,7 +102,7 @@ impl Found {
 
 /// Why a journal was not found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Absent {
+pub(crate) enum JournalAbsence {
     /// No node has it.
     Nowhere,
     /// A node that may have it did not answer.
@@ -111,7 +111,7 @@ pub(crate) enum Absent {
 
 /// First line of a journal: the request and all that is needed to parse it again.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Head {
+pub(crate) struct JournalHead {
     /// Id of the journal and the response: 128 random bits.
     pub(crate) id: String,
     pub(crate) endpoint: Endpoint,
@@ -123,16 +123,16 @@ pub(crate) struct Head {
     /// Id of the request's API key.
     pub(crate) key: Option<String>,
     /// The previous response that the body names.
-    pub(crate) earlier: Option<Stored>,
+    pub(crate) earlier: Option<StoredResponse>,
 }
 
 /// A reply with its choice's index.
-pub(crate) type Line = (usize, Reply);
+pub(crate) type ChoiceReply = (usize, Reply);
 
 /// The request and the replies of one streamed response.
 #[derive(Debug)]
 pub(crate) struct Journal {
-    pub(crate) head: Head,
+    pub(crate) head: JournalHead,
     state: Mutex<State>,
     /// Number of the current reader.
     life: watch::Sender<u64>,
@@ -167,13 +167,13 @@ pub(crate) struct Superseded;
 impl Journal {
     /// # Errors
     /// Only by a bug: the head is valid JSON.
-    fn new(head: Head, now: Instant) -> Result<Self, serde_json::Error> {
+    fn new(head: JournalHead, now: Instant) -> Result<Self, serde_json::Error> {
         let mut text = serde_json::to_vec(&head)?;
         text.push(b'\n');
         Ok(Self::of(head, text, Vec::new(), now))
     }
 
-    fn of(head: Head, text: Vec<u8>, read: Vec<usize>, now: Instant) -> Self {
+    fn of(head: JournalHead, text: Vec<u8>, read: Vec<usize>, now: Instant) -> Self {
         let state = State {
             text,
             counted: 0,
@@ -215,7 +215,7 @@ impl Journal {
         let end = text.iter().rposition(|byte| *byte == b'\n')? + 1;
         text.truncate(end);
         let mut lines = text.split(|byte| *byte == b'\n');
-        let head: Head = serde_json::from_slice(lines.next()?).ok()?;
+        let head: JournalHead = serde_json::from_slice(lines.next()?).ok()?;
         let lines = parsed(lines).ok()?;
         let read = lines.iter().filter(|(_, reply)| is_read(reply));
         let read = read.map(|(choice, _)| *choice).collect();
@@ -235,14 +235,14 @@ impl Journal {
     ///
     /// # Errors
     /// Invalid lines, by a bug here or at the mirroring node.
-    pub(crate) fn take_over(&self) -> Result<(Reader, Vec<Line>), serde_json::Error> {
+    pub(crate) fn take_over(&self) -> Result<(JournalReader, Vec<ChoiceReply>), serde_json::Error> {
         let mut state = self.state();
         (state.left, state.is_sure) = (None, false);
         let life = *self.life.borrow() + 1;
         self.life.send_replace(life);
         let superseded = self.life.subscribe();
         let lines = parsed(state.text.split(|byte| *byte == b'\n').skip(1))?;
-        Ok((Reader { life, superseded }, lines))
+        Ok((JournalReader { life, superseded }, lines))
     }
 
     /// Appends replies. Repeated prefill replies are removed from `lines` too.
@@ -252,7 +252,7 @@ impl Journal {
     pub(crate) fn append(
         &self,
         life: u64,
-        lines: &mut Vec<Line>,
+        lines: &mut Vec<ChoiceReply>,
         bytes_max: usize,
     ) -> Result<(), Superseded> {
         let mut state = self.state();
@@ -294,17 +294,17 @@ impl Journal {
             mirror.put(piece, Box::new(done));
             let kept = match timeout(MIRROR_LIMIT, told).await {
                 Ok(Ok(kept)) => kept,
-                _ => Kept::No(format!("no node has answered within {MIRROR_LIMIT:?}")),
+                _ => MirrorOutcome::No(format!("no node has answered within {MIRROR_LIMIT:?}")),
             };
             match kept {
-                Kept::Yes => {
+                MirrorOutcome::Yes => {
                     let mut state = self.state();
                     (state.mirrored, state.is_sure) = (end, true);
                     state.alone_until = None;
                     return None;
                 }
-                Kept::Gap => self.state().mirrored = 0,
-                Kept::No(reason) => return self.alone(reason, now()),
+                MirrorOutcome::Gap => self.state().mirrored = 0,
+                MirrorOutcome::No(reason) => return self.alone(reason, now()),
             }
         }
         self.alone("the other node forgets it".to_owned(), now())
@@ -317,7 +317,7 @@ impl Journal {
     }
 
     /// The bytes to mirror; `None` if there are none, or mirroring is paused.
-    fn next_piece(&self, now: Instant) -> Option<Piece> {
+    fn next_piece(&self, now: Instant) -> Option<JournalPart> {
         let state = self.state();
         let waits = state.alone_until.is_some_and(|until| now < until);
         let lacks_nothing = state.is_sure && state.mirrored == state.text.len();
@@ -326,7 +326,7 @@ impl Journal {
         }
         // Shorter after the journal was released to another node.
         let bytes = state.text.get(state.mirrored..)?.to_vec();
-        Some(Piece {
+        Some(JournalPart {
             id: self.head.id.clone(),
             at: state.mirrored as u64,
             bytes,
@@ -338,7 +338,7 @@ impl Journal {
         let at = self.state().mirrored as u64;
         if at > 0 {
             let (id, bytes) = (self.head.id.clone(), Vec::new());
-            mirror.put(Piece { id, at, bytes }, Box::new(|_| {}));
+            mirror.put(JournalPart { id, at, bytes }, Box::new(|_| {}));
         }
     }
 
@@ -360,7 +360,7 @@ impl Drop for Journal {
 
 /// A registered reader of a journal.
 #[derive(Debug)]
-pub(crate) struct Reader {
+pub(crate) struct JournalReader {
     /// Number of the reader.
     pub(crate) life: u64,
     /// Changes when another reader replaces it.
@@ -371,7 +371,9 @@ const fn is_read(reply: &Reply) -> bool {
     matches!(reply, Reply::PromptRead { .. })
 }
 
-fn parsed<'a>(lines: impl Iterator<Item = &'a [u8]>) -> Result<Vec<Line>, serde_json::Error> {
+fn parsed<'a>(
+    lines: impl Iterator<Item = &'a [u8]>,
+) -> Result<Vec<ChoiceReply>, serde_json::Error> {
     let lines = lines.filter(|line| !line.is_empty());
     lines.map(serde_json::from_slice).collect()
 }
@@ -382,14 +384,14 @@ pub(crate) fn parse(bytes: &[u8], now: Instant) {
     if let Some(journal) = Journal::parse(bytes.to_vec(), now) {
         assert!(journal.take_over().is_ok(), "its lines were read before");
     }
-    let _ = serde_json::from_slice::<Stored>(bytes);
+    let _ = serde_json::from_slice::<StoredResponse>(bytes);
 }
 
 /// The journals of a node. Clones share them.
 #[derive(Clone)]
-pub struct Journals(Arc<Shared>);
+pub struct Journals(Arc<JournalsState>);
 
-struct Shared {
+struct JournalsState {
     all: Mutex<VecDeque<Arc<Journal>>>,
     /// Bytes of all journals, with released ones that a stream still writes.
     total: Arc<AtomicUsize>,
@@ -398,14 +400,14 @@ struct Shared {
 
 /// Limits on count, bytes and age of journals.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bounds {
+pub(crate) struct JournalBounds {
     pub(crate) count: usize,
     pub(crate) bytes: usize,
     /// How long a journal stays without a reader.
     pub(crate) stay: Duration,
 }
 
-impl Bounds {
+impl JournalBounds {
     /// Maximum bytes of one journal.
     pub(crate) const fn bytes_of_one(&self) -> usize {
         self.bytes / SHARE_OF_ONE
@@ -416,7 +418,7 @@ impl Default for Journals {
     fn default() -> Self {
         let (all, mirror) = (Mutex::default(), Mutex::default());
         let total = Arc::default();
-        Self(Arc::new(Shared { all, total, mirror }))
+        Self(Arc::new(JournalsState { all, total, mirror }))
     }
 }
 
@@ -435,7 +437,7 @@ impl Journals {
 
     /// Releases a journal to the node that the client reconnected to; this node stops the response.
     /// `None` if the key with this id has no such journal.
-    pub fn give(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
+    pub fn release(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
         let journal = self.get(id, key)?;
         self.all().retain(|other| !Arc::ptr_eq(other, &journal));
         let mut state = journal.state();
@@ -466,7 +468,12 @@ impl Journals {
     }
 
     /// Starts a journal; `None` if the limits leave no room.
-    pub(crate) fn begin(&self, head: Head, bounds: Bounds, now: Instant) -> Option<Arc<Journal>> {
+    pub(crate) fn begin(
+        &self,
+        head: JournalHead,
+        bounds: JournalBounds,
+        now: Instant,
+    ) -> Option<Arc<Journal>> {
         let journal = Journal::new(head, now).ok()?;
         self.add(journal, bounds, now)
     }
@@ -478,25 +485,25 @@ impl Journals {
     pub(crate) async fn find(
         &self,
         id: &str,
-        client: &Client,
-        bounds: Bounds,
+        client: &ClientIdentity,
+        bounds: JournalBounds,
         now: fn() -> Instant,
-    ) -> Result<Arc<Journal>, Absent> {
+    ) -> Result<Arc<Journal>, JournalAbsence> {
         let key = key_of(client);
         self.forget_old(bounds, now());
         if let Some(own) = self.get(id, key.as_deref()) {
             return Ok(own);
         }
-        let mirror = self.mirror().ok_or(Absent::Nowhere)?;
+        let mirror = self.mirror().ok_or(JournalAbsence::Nowhere)?;
         let (name, asked) = (id.to_owned(), key.clone());
         let find = tokio::task::spawn_blocking(move || mirror.find(&name, asked.as_deref()));
         match find.await {
-            Ok(Found::Copy(copy)) => {
-                let here = self.take_in(copy, (id, key.as_deref()), (bounds, now()));
-                here.ok_or(Absent::Nowhere)
+            Ok(JournalMatch::Copy(copy)) => {
+                let here = self.store_copy(copy, (id, key.as_deref()), (bounds, now()));
+                here.ok_or(JournalAbsence::Nowhere)
             }
-            Ok(Found::Nowhere) => Err(Absent::Nowhere),
-            Ok(Found::Unsure) | Err(_) => Err(Absent::Unsure),
+            Ok(JournalMatch::Nowhere) => Err(JournalAbsence::Nowhere),
+            Ok(JournalMatch::Unsure) | Err(_) => Err(JournalAbsence::Unsure),
         }
     }
 
@@ -504,23 +511,23 @@ impl Journals {
     pub(crate) async fn find_longer(
         &self,
         short: &Journal,
-        bounds: Bounds,
+        bounds: JournalBounds,
         now: fn() -> Instant,
     ) -> Option<Arc<Journal>> {
-        let Head { id, key, .. } = &short.head;
+        let JournalHead { id, key, .. } = &short.head;
         let (mirror, name, asked) = (self.mirror()?, id.clone(), key.clone());
         let than = short.state().text.len();
         let find = move || mirror.find_longer(&name, asked.as_deref(), than);
         let copy = tokio::task::spawn_blocking(find).await.ok()??;
-        self.take_in(copy, (id, key.as_deref()), (bounds, now()))
+        self.store_copy(copy, (id, key.as_deref()), (bounds, now()))
     }
 
     /// Stores a mirrored copy here, if it matches and the limits allow.
-    fn take_in(
+    fn store_copy(
         &self,
         copy: Vec<u8>,
         (id, key): (&str, Option<&str>),
-        (bounds, now): (Bounds, Instant),
+        (bounds, now): (JournalBounds, Instant),
     ) -> Option<Arc<Journal>> {
         let journal = Journal::parse(copy, now)?;
         let is_right = journal.head.id == id && journal.is_of(key);
@@ -529,7 +536,7 @@ impl Journals {
 
     /// Enforces the byte limit after `grown` became longer. Removes journals without readers,
     /// oldest first; if that is not enough, discards `grown`.
-    pub(crate) fn settle(&self, grown: &Journal, bounds: Bounds) {
+    pub(crate) fn settle(&self, grown: &Journal, bounds: JournalBounds) {
         if self.bytes() <= bounds.bytes {
             return;
         }
@@ -551,7 +558,12 @@ impl Journals {
         self.0.total.load(Relaxed)
     }
 
-    fn add(&self, mut journal: Journal, bounds: Bounds, now: Instant) -> Option<Arc<Journal>> {
+    fn add(
+        &self,
+        mut journal: Journal,
+        bounds: JournalBounds,
+        now: Instant,
+    ) -> Option<Arc<Journal>> {
         self.forget_old(bounds, now);
         let size = |journal: &Journal| journal.state().text.len();
         let own = size(&journal);
@@ -573,7 +585,7 @@ impl Journals {
         Some(journal)
     }
 
-    fn forget_old(&self, bounds: Bounds, now: Instant) {
+    fn forget_old(&self, bounds: JournalBounds, now: Instant) {
         let is_old = |journal: &Arc<Journal>| {
             let left = journal.state().left;
             left.is_some_and(|left| now.saturating_duration_since(left) > bounds.stay)
@@ -589,10 +601,10 @@ impl fmt::Debug for Journals {
 }
 
 /// The id of a client's key.
-pub(crate) fn key_of(client: &Client) -> Option<String> {
+pub(crate) fn key_of(client: &ClientIdentity) -> Option<String> {
     match client {
-        Client::Key(id) => Some(id.clone()),
-        Client::Anybody | Client::Address(_) => None,
+        ClientIdentity::Key(id) => Some(id.clone()),
+        ClientIdentity::Anybody | ClientIdentity::Address(_) => None,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::limits::Limits;
+use crate::limits::ApiLimits;
 use crate::rejection::Rejection;
 
 /// Parses `body` as an object.
@@ -13,7 +13,7 @@ use crate::rejection::Rejection;
 /// # Errors
 /// [`Rejection::TooDeep`], [`Rejection::TooManyValues`], [`Rejection::NotJson`],
 /// [`Rejection::NotObject`].
-pub(crate) fn parse(body: &[u8], limits: &Limits) -> Result<Map<String, Value>, Rejection> {
+pub(crate) fn parse(body: &[u8], limits: &ApiLimits) -> Result<Map<String, Value>, Rejection> {
     check_size(body, limits)?;
     let value: Value = serde_json::from_slice(body).map_err(|error| Rejection::NotJson {
         reason: error.to_string(),
@@ -24,7 +24,7 @@ pub(crate) fn parse(body: &[u8], limits: &Limits) -> Result<Map<String, Value>, 
     }
 }
 
-fn check_size(body: &[u8], limits: &Limits) -> Result<(), Rejection> {
+fn check_size(body: &[u8], limits: &ApiLimits) -> Result<(), Rejection> {
     let (mut depth, mut values, mut in_string, mut is_escaped) = (0usize, 1usize, false, false);
     for byte in body {
         if in_string {
@@ -80,10 +80,10 @@ mod tests {
 
     #[test]
     fn bodies_are_bounded_before_they_are_parsed() {
-        let limits = Limits {
+        let limits = ApiLimits {
             json_depth: 3,
             json_values: 10,
-            ..Limits::default()
+            ..ApiLimits::default()
         };
         for (body, expected) in [
             ("{}", "ok"),

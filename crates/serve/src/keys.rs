@@ -77,7 +77,7 @@ pub enum Error {
 /// Rights of a key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Role {
+pub enum KeyRole {
     /// Use models, and view the node.
     #[default]
     User,
@@ -85,7 +85,7 @@ pub enum Role {
     Admin,
 }
 
-impl Role {
+impl KeyRole {
     /// Whether it is the default role, which the file omits; keys from before roles have it.
     fn is_user(&self) -> bool {
         *self == Self::User
@@ -102,12 +102,12 @@ pub struct KeyInfo {
     /// Seconds since 1970.
     pub created_unix_s: u64,
     /// Rights of its holder.
-    #[serde(default, skip_serializing_if = "Role::is_user")]
-    pub role: Role,
+    #[serde(default, skip_serializing_if = "KeyRole::is_user")]
+    pub role: KeyRole,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Stored {
+struct KeyRecord {
     #[serde(flatten)]
     info: KeyInfo,
     salt: String,
@@ -117,14 +117,14 @@ struct Stored {
 #[derive(Debug, Serialize, Deserialize)]
 struct Contents {
     version: u32,
-    keys: Vec<Stored>,
+    keys: Vec<KeyRecord>,
 }
 
 /// The keys of a file.
 #[derive(Debug)]
 pub struct Keys {
     path: PathBuf,
-    keys: Vec<Stored>,
+    keys: Vec<KeyRecord>,
 }
 
 impl Keys {
@@ -173,7 +173,7 @@ impl Keys {
     pub fn make(
         &mut self,
         name: &str,
-        role: Role,
+        role: KeyRole,
         now_unix_s: u64,
     ) -> Result<(String, KeyInfo), Error> {
         let chars = name.chars().count();
@@ -193,7 +193,7 @@ impl Keys {
             created_unix_s: now_unix_s,
             role,
         };
-        let stored = Stored {
+        let stored = KeyRecord {
             info: info.clone(),
             sha256: hex(&digest(&salt, &key)),
             salt,
@@ -227,7 +227,7 @@ impl Keys {
 
     /// All stored keys by id, as JSON with a hash each, for sharing with other machines.
     pub fn entries(&self) -> BTreeMap<String, String> {
-        let entry = |stored: &Stored| {
+        let entry = |stored: &KeyRecord| {
             let text = serde_json::to_string(stored).expect("a key is JSON");
             (stored.info.id.clone(), text)
         };
@@ -244,7 +244,7 @@ impl Keys {
             reason,
         };
         let keys = entries.values().map(|text| serde_json::from_str(text));
-        let keys: Result<Vec<Stored>, _> = keys.collect();
+        let keys: Result<Vec<KeyRecord>, _> = keys.collect();
         let keys = keys.map_err(|error| malformed(error.to_string()))?;
         let version = VERSION;
         let mut keys = checked(Contents { version, keys }).map_err(malformed)?;
@@ -259,7 +259,7 @@ impl Keys {
 
     /// The id of `key`, if valid; in constant time too.
     fn id_of(&self, key: &str) -> Option<&str> {
-        let is_equal = |stored: &Stored| {
+        let is_equal = |stored: &KeyRecord| {
             let digest = hex(&digest(&stored.salt, key));
             digest.as_bytes().ct_eq(stored.sha256.as_bytes())
         };
@@ -280,7 +280,7 @@ impl Keys {
         }
     }
 
-    fn replace(&mut self, keys: Vec<Stored>) -> Result<(), Error> {
+    fn replace(&mut self, keys: Vec<KeyRecord>) -> Result<(), Error> {
         let version = VERSION;
         let contents = Contents { version, keys };
         write(&self.path, &contents).map_err(|source| Error::Write {
@@ -292,7 +292,7 @@ impl Keys {
     }
 }
 
-fn checked(contents: Contents) -> Result<Vec<Stored>, String> {
+fn checked(contents: Contents) -> Result<Vec<KeyRecord>, String> {
     let Contents { version, keys } = contents;
     if version != VERSION {
         return Err(format!("version {version}, expected {VERSION}"));
@@ -301,7 +301,7 @@ fn checked(contents: Contents) -> Result<Vec<Stored>, String> {
         return Err(format!("{} keys, expected at most {MAX_KEYS}", keys.len()));
     }
     let is_hex = |text: &str, len| text.len() == len && text.bytes().all(|b| b.is_ascii_hexdigit());
-    for Stored { info, salt, sha256 } in &keys {
+    for KeyRecord { info, salt, sha256 } in &keys {
         if !is_hex(salt, 32) || !is_hex(sha256, 64) {
             let id = &info.id;
             return Err(format!(
@@ -339,20 +339,20 @@ fn random_hex<const N: usize>() -> Result<String, Error> {
 }
 
 /// Detects a replaced file: inode, length, and modification time (seconds, nanoseconds).
-type Stamp = Option<(u64, u64, i64, i64)>;
+type KeyFileStamp = Option<(u64, u64, i64, i64)>;
 
-fn stamp(path: &Path) -> Stamp {
+fn stamp(path: &Path) -> KeyFileStamp {
     let m = fs::metadata(path).ok()?;
     Some((m.ino(), m.len(), m.mtime(), m.mtime_nsec()))
 }
 
 /// The keys of a file, read again when it changes.
 #[derive(Debug)]
-pub(crate) struct Watched {
-    current: Mutex<(Stamp, Keys)>,
+pub(crate) struct WatchedKeys {
+    current: Mutex<(KeyFileStamp, Keys)>,
 }
 
-impl Watched {
+impl WatchedKeys {
     /// # Errors
     /// Those of [`Keys::open`].
     pub(crate) fn open(path: &Path) -> Result<Self, Error> {
@@ -373,7 +373,7 @@ impl Watched {
 
     /// Whether the key with this id is an admin's. Cost: a stat of the file.
     pub(crate) fn is_admin(&self, id: &str) -> bool {
-        let is_it = |info: &KeyInfo| info.id == id && info.role == Role::Admin;
+        let is_it = |info: &KeyInfo| info.id == id && info.role == KeyRole::Admin;
         self.with_current(|keys| keys.list().any(is_it))
     }
 
@@ -397,12 +397,12 @@ impl Watched {
 
 /// The key of a request; its response ends when the key is revoked.
 #[derive(Clone, Debug)]
-pub(crate) struct Held {
-    pub(crate) keys: Arc<Watched>,
+pub(crate) struct ClientKey {
+    pub(crate) keys: Arc<WatchedKeys>,
     pub(crate) id: String,
 }
 
-impl Held {
+impl ClientKey {
     /// Whether the key was revoked.
     pub(crate) fn is_revoked(&self) -> bool {
         !self.keys.has(&self.id)
@@ -414,7 +414,7 @@ impl Held {
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Waits until the key is revoked; for ever without a key.
-pub(crate) async fn revoked(key: Option<&Held>) {
+pub(crate) async fn revoked(key: Option<&ClientKey>) {
     let Some(key) = key else {
         return std::future::pending().await;
     };
@@ -433,8 +433,8 @@ mod tests {
         let path = dir.path().join("keys.json");
         let mut keys = Keys::open(&path).unwrap();
         assert_eq!(keys.list().count(), 0);
-        let (first, a) = keys.make("laptop", Role::User, 1).unwrap();
-        let (second, b) = keys.make("büro", Role::User, 2).unwrap();
+        let (first, a) = keys.make("laptop", KeyRole::User, 1).unwrap();
+        let (second, b) = keys.make("büro", KeyRole::User, 2).unwrap();
         assert!(first.starts_with(PREFIX) && first.len() == 67 && first != second);
         let mut again = Keys::open(&path).unwrap();
         assert_eq!(again.list().collect::<Vec<_>>(), [&a, &b]);
@@ -460,8 +460,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut one = Keys::open(&dir.path().join("one.json")).unwrap();
         let mut two = Keys::open(&dir.path().join("two.json")).unwrap();
-        let (key, info) = one.make("laptop", Role::User, 1).unwrap();
-        two.make("old", Role::User, 2).unwrap();
+        let (key, info) = one.make("laptop", KeyRole::User, 1).unwrap();
+        two.make("old", KeyRole::User, 2).unwrap();
         two.replace_entries(&one.entries()).unwrap();
         let two = Keys::open(&dir.path().join("two.json")).unwrap();
         assert!(two.contains(&key));
@@ -478,7 +478,10 @@ mod tests {
     fn the_file_has_no_key_and_is_private() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("keys.json");
-        let (key, _) = Keys::open(&path).unwrap().make("a", Role::User, 1).unwrap();
+        let (key, _) = Keys::open(&path)
+            .unwrap()
+            .make("a", KeyRole::User, 1)
+            .unwrap();
         let text = fs::read_to_string(&path).unwrap();
         assert!(!text.contains(&key[3..20]), "{text}");
         assert_eq!(
@@ -514,7 +517,7 @@ mod tests {
         for name in ["", "a\nb", &"x".repeat(65)] {
             let mut keys = Keys::open(&dir.path().join("none")).unwrap();
             assert!(matches!(
-                keys.make(name, Role::User, 1),
+                keys.make(name, KeyRole::User, 1),
                 Err(Error::Name { .. })
             ));
         }
@@ -524,13 +527,13 @@ mod tests {
     fn a_watched_file_is_read_again() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("keys.json");
-        let watched = Watched::open(&path).unwrap();
+        let watched = WatchedKeys::open(&path).unwrap();
         let mut keys = Keys::open(&path).unwrap();
-        let (key, info) = keys.make("a", Role::User, 1).unwrap();
+        let (key, info) = keys.make("a", KeyRole::User, 1).unwrap();
         assert!(watched.id_of(&key).is_some());
         keys.revoke(&info.id).unwrap();
         assert!(watched.id_of(&key).is_none());
-        let (key, _) = keys.make("b", Role::User, 1).unwrap();
+        let (key, _) = keys.make("b", KeyRole::User, 1).unwrap();
         assert!(watched.id_of(&key).is_some());
         fs::remove_file(&path).unwrap();
         assert!(watched.id_of(&key).is_none());

@@ -84,17 +84,20 @@ pub mod testing;
 pub mod tls;
 
 pub use access::Access;
-pub use api::doors::Doors;
-pub use clock::Clock;
+pub use api::doors::ModelRegistry;
+pub use clock::TimeSource;
 pub use config::{
-    Board, Config, DEFAULT_PORT, Manage, PullStep, Puller, Removal, Remover, Stages, Status, Times,
+    CommandHandler, Config, DEFAULT_PORT, DashboardConfig, PullStep, Puller, Removal, Remover,
+    StageProbe, StatusSource, Timeouts,
 };
 pub use error::Error;
-pub use facts::{Fact, Facts};
-pub use journal::{Done, Found, Journals, Kept, MIRROR_LIMIT, Mirror, Piece};
-pub use limits::Limits;
-pub use live::{Live, Running};
+pub use facts::{MetricSample, ProcessMetrics};
+pub use journal::{
+    JournalMatch, JournalPart, Journals, MIRROR_LIMIT, Mirror, MirrorCallback, MirrorOutcome,
+};
+pub use limits::ApiLimits;
+pub use live::{LiveRequests, RunningChoice};
 pub use log::PROMPTS;
 pub use metrics::METRIC_NAMES;
-pub use model::{About, Model, default_sampling, recommended_sampling};
-pub use server::{Handle, Server};
+pub use model::{ModelDetails, ServedModel, default_sampling, recommended_sampling};
+pub use server::{HttpServer, ServerHandle};

@@ -4,7 +4,7 @@ use crate::Error;
 
 /// Limits of a server; the error of a rejected request names the limit.
 #[derive(Clone, Debug)]
-pub struct Limits {
+pub struct ApiLimits {
     /// Maximum open connections; further ones wait unaccepted. Each costs some 20 KB.
     pub connections: usize,
     /// Maximum concurrent requests to the model, from headers to the end of the response; further
@@ -44,7 +44,7 @@ pub struct Limits {
     pub unread_replies: usize,
 }
 
-impl Default for Limits {
+impl Default for ApiLimits {
     fn default() -> Self {
         Self {
             connections: 512,
@@ -67,7 +67,7 @@ impl Default for Limits {
     }
 }
 
-impl Limits {
+impl ApiLimits {
     /// Checks that the limits are usable.
     ///
     /// # Errors

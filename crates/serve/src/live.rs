@@ -9,27 +9,27 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::events::{Events, Kind};
+use crate::events::{EventLog, Kind};
 
 /// Maximum rows returned; by default the server allows far fewer requests.
 const TOLD_MAX: usize = 256;
 
 /// The running choices of a node, with their events. Clones share them.
 #[derive(Clone, Debug)]
-pub struct Live {
-    events: Events,
-    rows: Arc<Rows>,
+pub struct LiveRequests {
+    events: EventLog,
+    rows: Arc<ChoiceTable>,
 }
 
 #[derive(Debug, Default)]
-struct Rows {
+struct ChoiceTable {
     last: AtomicU64,
-    running: Mutex<Vec<Arc<Row>>>,
+    running: Mutex<Vec<Arc<ChoiceProgress>>>,
 }
 
 /// A running choice.
 #[derive(Debug)]
-struct Row {
+struct ChoiceProgress {
     request: u64,
     model: String,
     prompt_tokens: u64,
@@ -42,7 +42,7 @@ struct Row {
 
 /// A snapshot of a running choice.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Running {
+pub struct RunningChoice {
     /// Number of the choice, from 1.
     pub request: u64,
     /// The name of its model.
@@ -60,20 +60,20 @@ pub struct Running {
     pub tok_s: Option<f64>,
 }
 
-impl Live {
+impl LiveRequests {
     /// Without requests.
-    pub fn new(events: Events) -> Self {
+    pub fn new(events: EventLog) -> Self {
         let rows = Arc::default();
         Self { events, rows }
     }
 
     /// The event log of the requests.
-    pub fn events(&self) -> &Events {
+    pub fn events(&self) -> &EventLog {
         &self.events
     }
 
     /// Running choices at `now`, oldest first, at most 256.
-    pub fn running(&self, now: Instant) -> Vec<Running> {
+    pub fn running(&self, now: Instant) -> Vec<RunningChoice> {
         let running = self.rows.running.lock();
         let running = running.unwrap_or_else(PoisonError::into_inner);
         let told = running.iter().take(TOLD_MAX);
@@ -81,8 +81,8 @@ impl Live {
     }
 
     /// Registers a choice submitted to the engine.
-    pub(crate) fn begin(&self, model: &str, asked: Instant, prompt_tokens: u64) -> Watched {
-        let row = Arc::new(Row {
+    pub(crate) fn begin(&self, model: &str, asked: Instant, prompt_tokens: u64) -> ProgressUpdater {
+        let row = Arc::new(ChoiceProgress {
             request: self.rows.last.fetch_add(1, Relaxed) + 1,
             model: model.to_owned(),
             prompt_tokens,
@@ -99,23 +99,23 @@ impl Live {
             model: row.model.clone(),
             prompt_tokens,
         });
-        Watched {
+        ProgressUpdater {
             live: self.clone(),
             row,
             outcome: "stopped",
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Row>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Arc<ChoiceProgress>>> {
         let running = self.rows.running.lock();
         running.unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Row {
-    fn told(&self, now: Instant) -> Running {
+impl ChoiceProgress {
+    fn told(&self, now: Instant) -> RunningChoice {
         let (tokens, first) = (self.tokens.load(Relaxed), self.first_us.load(Relaxed));
-        Running {
+        RunningChoice {
             request: self.request,
             model: self.model.clone(),
             prompt_tokens: self.prompt_tokens,
@@ -135,13 +135,13 @@ impl Row {
 
 /// Updates a row; dropping it removes the row.
 #[derive(Debug)]
-pub(crate) struct Watched {
-    live: Live,
-    row: Arc<Row>,
+pub(crate) struct ProgressUpdater {
+    live: LiveRequests,
+    row: Arc<ChoiceProgress>,
     outcome: &'static str,
 }
 
-impl Watched {
+impl ProgressUpdater {
     /// Records a token at `now`.
     pub(crate) fn token(&self, now: Instant) {
         let row = &self.row;
@@ -163,7 +163,7 @@ impl Watched {
     }
 }
 
-impl Drop for Watched {
+impl Drop for ProgressUpdater {
     fn drop(&mut self) {
         let row = &self.row;
         self.live
@@ -183,15 +183,15 @@ impl Drop for Watched {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clock::Clock;
+    use crate::clock::TimeSource;
 
     #[test]
     fn a_request_is_told_while_it_runs_and_its_events_stay() {
-        let clock = Clock {
+        let clock = TimeSource {
             now: Instant::now,
             unix_s: || 0,
         };
-        let live = Live::new(Events::new(clock));
+        let live = LiveRequests::new(EventLog::new(clock));
         let asked = Instant::now();
         let at = |ms| asked + Duration::from_millis(ms);
         let mut watched = live.begin("tiny", asked, 7);

@@ -1,10 +1,10 @@
 //! Logging of the API: its events, and prompts if the log filter names their target.
 
-use paceline_engine::Request;
+use paceline_engine::GenerationRequest;
 use paceline_formats::tokenizer::Tokenizer;
 use tracing::{Level, debug, enabled, info, trace, warn};
 
-use crate::events::{Kind, Link};
+use crate::events::{Kind, LinkReport};
 
 /// The only log target with prompt text. Level `trace` of all modules does not include it; a log
 /// filter must name it.
@@ -14,7 +14,7 @@ pub const PROMPTS: &str = "prompts";
 const PROMPT_CHARS_MAX: usize = 4000;
 
 /// Logs the tokenised prompts, if enabled.
-pub(crate) fn prompts(tokenizer: &Tokenizer, requests: &[Request]) {
+pub(crate) fn prompts(tokenizer: &Tokenizer, requests: &[GenerationRequest]) {
     if !enabled!(target: PROMPTS, Level::TRACE) {
         return;
     }
@@ -40,7 +40,7 @@ impl Kind {
                 before,
                 now,
             } => {
-                let text = |link: &Option<Link>| link.as_ref().map(Link::to_string);
+                let text = |link: &Option<LinkReport>| link.as_ref().map(LinkReport::to_string);
                 let (before, now) = (text(before), text(now));
                 let (before, now) = (before.as_deref(), now.as_deref());
                 let (before, now) = (before.unwrap_or("none"), now.unwrap_or("none"));

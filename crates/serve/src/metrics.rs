@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use paceline_engine::{Reply, Status};
+use paceline_engine::{Reply, ServiceStatus};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -15,9 +15,9 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
-use crate::facts::{Fact, Facts};
-use crate::live::{Live, Watched};
-use crate::model::Model;
+use crate::facts::{MetricSample, ProcessMetrics};
+use crate::live::{LiveRequests, ProgressUpdater};
+use crate::model::ServedModel;
 
 /// The media type of `/metrics`.
 pub(crate) const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -47,7 +47,7 @@ struct RequestLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Outcome {
+struct OutcomeLabels {
     outcome: &'static str,
 }
 
@@ -72,8 +72,8 @@ struct TokenKind {
 pub(crate) struct Metrics {
     registry: Registry,
     requests: Family<RequestLabels, Counter>,
-    answers: Family<Outcome, Counter>,
-    calls: Family<Outcome, Counter>,
+    answers: Family<OutcomeLabels, Counter>,
+    calls: Family<OutcomeLabels, Counter>,
     prompt_tokens: Counter,
     generated_tokens: Counter,
     first_token_s: Family<CutLabels, Histogram, Buckets>,
@@ -82,12 +82,12 @@ pub(crate) struct Metrics {
     in_flight: Gauge,
     running: Gauge,
     waiting: Gauge,
-    live: Live,
+    live: LiveRequests,
     model: String,
 }
 
 impl Metrics {
-    pub(crate) fn new(model: &Model, live: Live) -> Self {
+    pub(crate) fn new(model: &ServedModel, live: LiveRequests) -> Self {
         let tokens = Family::<TokenKind, Counter>::default();
         let of_kind = |kind| tokens.get_or_create(&TokenKind { kind }).clone();
         let mut metrics = Self {
@@ -117,7 +117,7 @@ impl Metrics {
         metrics
     }
 
-    fn register(&mut self, model: &Model, tokens: Family<TokenKind, Counter>) {
+    fn register(&mut self, model: &ServedModel, tokens: Family<TokenKind, Counter>) {
         let registry = &mut self.registry;
         let build = Info::new(vec![
             ("version", env!("CARGO_PKG_VERSION").to_owned()),
@@ -159,7 +159,7 @@ impl Metrics {
 
     /// Counts a finished response.
     pub(crate) fn answered(&self, outcome: &'static str) {
-        self.answers.get_or_create(&Outcome { outcome }).inc();
+        self.answers.get_or_create(&OutcomeLabels { outcome }).inc();
     }
 
     /// Counts embedded tokens.
@@ -170,7 +170,7 @@ impl Metrics {
     /// Counts a choice's tool calls: parsed, and unparseable.
     pub(crate) fn calls(&self, (read, unreadable): (usize, usize)) {
         for (outcome, n) in [("read", read), ("unreadable", unreadable)] {
-            let calls = self.calls.get_or_create(&Outcome { outcome });
+            let calls = self.calls.get_or_create(&OutcomeLabels { outcome });
             calls.inc_by(n as u64);
         }
     }
@@ -181,9 +181,9 @@ impl Metrics {
         asked: Instant,
         prompt_tokens: usize,
         split: String,
-    ) -> Meter {
+    ) -> ReplyMeter {
         let model = self.model.clone();
-        Meter {
+        ReplyMeter {
             labels: CutLabels { model, split },
             metrics: Arc::clone(self),
             asked,
@@ -196,7 +196,12 @@ impl Metrics {
     }
 
     /// The text of `/metrics`.
-    pub(crate) fn text(&self, status: &Status, in_flight: usize, facts: &Facts) -> String {
+    pub(crate) fn text(
+        &self,
+        status: &ServiceStatus,
+        in_flight: usize,
+        facts: &ProcessMetrics,
+    ) -> String {
         self.in_flight.set(in_flight as i64);
         self.running.set(status.running as i64);
         self.waiting.set(status.waiting as i64);
@@ -258,10 +263,10 @@ fn labelled(line: &str, model: &str) -> String {
 }
 
 /// The caller's metrics as gauges. Waits for those of workers, which blocks no other request.
-pub(crate) fn facts_text(facts: &Facts) -> String {
+pub(crate) fn facts_text(facts: &ProcessMetrics) -> String {
     let (mut text, mut last) = (String::new(), "");
     for fact in tokio::task::block_in_place(|| (facts.0)()) {
-        let Fact {
+        let MetricSample {
             name,
             help,
             labels,
@@ -282,7 +287,7 @@ pub(crate) fn facts_text(facts: &Facts) -> String {
 
 /// Measures the replies of one choice.
 #[derive(Debug)]
-pub(crate) struct Meter {
+pub(crate) struct ReplyMeter {
     metrics: Arc<Metrics>,
     labels: CutLabels,
     asked: Instant,
@@ -291,10 +296,10 @@ pub(crate) struct Meter {
     first: Option<Instant>,
     last: Instant,
     tokens: u64,
-    watched: Watched,
+    watched: ProgressUpdater,
 }
 
-impl Meter {
+impl ReplyMeter {
     pub(crate) fn reply(&mut self, reply: &Reply, now: Instant) {
         match reply {
             Reply::PromptRead { .. } => drop(self.metrics.prompt_tokens.inc_by(self.prompt_tokens)),

@@ -15,7 +15,7 @@ use crate::Error;
 /// A model as clients see it. The [`Service`](paceline_engine::Service) computes; this has the text
 /// side.
 #[derive(Clone, Debug)]
-pub struct Model {
+pub struct ServedModel {
     /// Name in requests.
     pub id: String,
     /// Other accepted names.
@@ -35,12 +35,12 @@ pub struct Model {
     /// are not used.
     pub sampling: SamplingParams,
     /// Details for `/api/show` and similar endpoints.
-    pub about: About,
+    pub about: ModelDetails,
 }
 
 /// Details of a model for clients.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct About {
+pub struct ModelDetails {
     /// Such as `llama`.
     pub architecture: String,
     /// Bytes of its files; 0 if unknown.
@@ -91,7 +91,7 @@ pub fn recommended_sampling(config: &Value) -> SamplingParams {
     }
 }
 
-impl Model {
+impl ServedModel {
     /// Whether `name` is one of its names; Ollama's clients append a tag.
     pub(crate) fn is_called(&self, name: &str) -> bool {
         let is_known = |name: &str| self.names().any(|known| known == name);

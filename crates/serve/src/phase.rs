@@ -4,7 +4,7 @@ use tokio::sync::watch;
 
 /// A server from its start to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Phase {
+pub(crate) enum ServerPhase {
     /// Accepting requests.
     Running,
     /// Completing responses in progress.
@@ -14,7 +14,7 @@ pub(crate) enum Phase {
 }
 
 /// Waits until the server reaches `phase`, or is gone.
-pub(crate) async fn reach(seen: &mut watch::Receiver<Phase>, phase: Phase) {
+pub(crate) async fn reach(seen: &mut watch::Receiver<ServerPhase>, phase: ServerPhase) {
     // Drops the borrowed value, which holds a lock.
     drop(seen.wait_for(|now| *now >= phase).await);
 }

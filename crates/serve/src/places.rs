@@ -3,37 +3,37 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use crate::access::Client;
+use crate::access::ClientIdentity;
 use crate::rejection::Rejection;
 
 #[derive(Debug)]
-pub(crate) struct Places {
+pub(crate) struct ConcurrencyLimit {
     all: usize,
     of_one: usize,
-    taken: Mutex<Taken>,
+    taken: Mutex<PermitCounts>,
 }
 
 #[derive(Debug, Default)]
-struct Taken {
+struct PermitCounts {
     all: usize,
     /// Entries are above 0, so there are at most as many as permits.
-    by_client: HashMap<Client, usize>,
+    by_client: HashMap<ClientIdentity, usize>,
 }
 
 /// A permit; dropping it frees the slot.
 #[derive(Debug)]
-pub(crate) struct Place {
-    places: Arc<Places>,
-    client: Client,
+pub(crate) struct ConcurrencyPermit {
+    places: Arc<ConcurrencyLimit>,
+    client: ClientIdentity,
 }
 
-impl Places {
+impl ConcurrencyLimit {
     pub(crate) fn new(all: usize, of_one: usize) -> Self {
         let taken = Mutex::default();
         Self { all, of_one, taken }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Taken> {
+    fn lock(&self) -> MutexGuard<'_, PermitCounts> {
         self.taken.lock().expect("nothing panics with the lock")
     }
 
@@ -47,9 +47,9 @@ impl Places {
     /// [`Rejection::TooManyOfOne`], [`Rejection::TooManyRequests`].
     pub(crate) fn take(
         self: &Arc<Self>,
-        client: &Client,
+        client: &ClientIdentity,
         shares: bool,
-    ) -> Result<Place, Rejection> {
+    ) -> Result<ConcurrencyPermit, Rejection> {
         let mut taken = self.lock();
         let own = taken.by_client.get(client).copied().unwrap_or(0);
         if shares && own >= self.of_one {
@@ -62,14 +62,14 @@ impl Places {
         }
         taken.all += 1;
         taken.by_client.insert(client.clone(), own + 1);
-        Ok(Place {
+        Ok(ConcurrencyPermit {
             places: Arc::clone(self),
             client: client.clone(),
         })
     }
 }
 
-impl Drop for Place {
+impl Drop for ConcurrencyPermit {
     fn drop(&mut self) {
         let mut taken = self.places.lock();
         taken.all -= 1;
@@ -88,8 +88,8 @@ mod tests {
 
     #[test]
     fn one_client_leaves_places_to_others() {
-        let places = Arc::new(Places::new(3, 2));
-        let key = |id: &str| Client::Key(id.to_owned());
+        let places = Arc::new(ConcurrencyLimit::new(3, 2));
+        let key = |id: &str| ClientIdentity::Key(id.to_owned());
         let held = [key("a"), key("a")].map(|client| places.take(&client, true).unwrap());
         let refused = places.take(&key("a"), true);
         assert!(matches!(refused, Err(Rejection::TooManyOfOne { limit: 2 })));

@@ -11,7 +11,7 @@ use axum::http::header::{ALLOW, CONNECTION, CONTENT_TYPE, HeaderValue, RETRY_AFT
 use axum::http::header::{HeaderName, WWW_AUTHENTICATE};
 use axum::http::{Response, StatusCode};
 use axum::response::IntoResponse;
-use paceline_engine::Failure;
+use paceline_engine::RequestFailure;
 use paceline_formats::chat;
 use paceline_formats::tokenizer;
 use serde_json::json;
@@ -235,13 +235,13 @@ pub(crate) enum Rejection {
 
 /// API dialect of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Style {
+pub(crate) enum ErrorStyle {
     OpenAi,
     Anthropic,
     Ollama,
 }
 
-impl Style {
+impl ErrorStyle {
     /// The dialect of the clients that use `path`.
     pub(crate) fn of(path: &str) -> Self {
         if path.starts_with("/v1/messages") {
@@ -255,20 +255,20 @@ impl Style {
 }
 
 /// HTTP status, and OpenAI's `type` and `code`.
-struct Class {
+struct ErrorClass {
     status: StatusCode,
     kind: &'static str,
     code: Option<&'static str>,
 }
 
-const fn class(status: StatusCode, kind: &'static str, code: &'static str) -> Class {
+const fn class(status: StatusCode, kind: &'static str, code: &'static str) -> ErrorClass {
     let code = Some(code);
-    Class { status, kind, code }
+    ErrorClass { status, kind, code }
 }
 
 impl Rejection {
     #[expect(clippy::too_many_lines, reason = "one line for each kind of rejection")]
-    fn class(&self) -> Class {
+    fn class(&self) -> ErrorClass {
         use StatusCode as S;
         let invalid = |code| class(S::BAD_REQUEST, "invalid_request_error", code);
         let request = |status, code| class(status, "invalid_request_error", code);
@@ -296,12 +296,12 @@ impl Rejection {
             Self::Template(chat::Error::Template(failure)) if failure.is_of_model() => {
                 server(S::INTERNAL_SERVER_ERROR, "template_failed")
             }
-            Self::Template(chat::Error::Template(chat::Failure::Busy)) => {
+            Self::Template(chat::Error::Template(chat::TemplateError::Busy)) => {
                 server(S::SERVICE_UNAVAILABLE, "template_busy")
             }
-            Self::Template(chat::Error::Template(chat::Failure::OutputTooLong { .. })) => {
-                invalid("context_length_exceeded")
-            }
+            Self::Template(chat::Error::Template(chat::TemplateError::OutputTooLong {
+                ..
+            })) => invalid("context_length_exceeded"),
             Self::Template(_) => invalid("invalid_messages"),
             Self::Tokenizer(_) | Self::Invalid { .. } => invalid("invalid_value"),
             Self::HostCount { .. } => invalid("invalid_host"),
@@ -381,23 +381,23 @@ impl Rejection {
 
     /// The code of a rejection that the audit log records.
     pub(crate) fn audited(&self) -> Option<&'static str> {
-        let Class { status, code, .. } = self.class();
+        let ErrorClass { status, code, .. } = self.class();
         code.filter(|_| matches!(status.as_u16(), 401 | 403 | 429))
     }
 
     /// `{"error": {...}}`.
     pub(crate) fn body(&self) -> serde_json::Value {
-        let Class { kind, code, .. } = self.class();
+        let ErrorClass { kind, code, .. } = self.class();
         let (message, param) = (self.to_string(), self.param());
         json!({"error": {"message": message, "type": kind, "param": param, "code": code}})
     }
 
     /// The body in the form of a dialect.
-    pub(crate) fn body_as(&self, style: Style) -> serde_json::Value {
+    pub(crate) fn body_as(&self, style: ErrorStyle) -> serde_json::Value {
         match style {
-            Style::OpenAi => self.body(),
-            Style::Ollama => json!({"error": self.to_string()}),
-            Style::Anthropic => {
+            ErrorStyle::OpenAi => self.body(),
+            ErrorStyle::Ollama => json!({"error": self.to_string()}),
+            ErrorStyle::Anthropic => {
                 let message = match self {
                     // Claude Code looks for these words before it compacts a conversation.
                     Self::ContextLength {
@@ -429,7 +429,7 @@ impl Rejection {
     }
 
     /// The response in the form of a dialect.
-    pub(crate) fn restyled(response: Response<Body>, style: Style) -> Response<Body> {
+    pub(crate) fn restyled(response: Response<Body>, style: ErrorStyle) -> Response<Body> {
         let refusal = response.extensions().get::<Arc<Self>>();
         let Some(body) = refusal.map(|refusal| refusal.body_as(style).to_string()) else {
             return response;
@@ -476,18 +476,18 @@ impl IntoResponse for Rejection {
     }
 }
 
-impl From<Failure> for Rejection {
-    fn from(failure: Failure) -> Self {
+impl From<RequestFailure> for Rejection {
+    fn from(failure: RequestFailure) -> Self {
         match failure {
-            Failure::Busy { waiting } => Self::Busy { waiting },
-            Failure::PromptTooLong { tokens, context } => Self::ContextLength {
+            RequestFailure::Busy { waiting } => Self::Busy { waiting },
+            RequestFailure::PromptTooLong { tokens, context } => Self::ContextLength {
                 tokens,
                 context,
                 param: "prompt",
             },
-            Failure::Invalid { reason } => Self::Invalid { reason },
-            Failure::Lost { reason } => Self::Lost { reason },
-            Failure::Unavailable { reason } => Self::Unavailable { reason },
+            RequestFailure::Invalid { reason } => Self::Invalid { reason },
+            RequestFailure::Lost { reason } => Self::Lost { reason },
+            RequestFailure::Unavailable { reason } => Self::Unavailable { reason },
         }
     }
 }

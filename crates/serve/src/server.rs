@@ -12,12 +12,12 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
 
 use crate::api::App;
-use crate::api::doors::Doors;
-use crate::config::{Config, Status, Times};
+use crate::api::doors::ModelRegistry;
+use crate::config::{Config, StatusSource, Timeouts};
 use crate::connection::Acceptor;
-use crate::phase::{Phase, reach};
-use crate::tls::Wire;
-use crate::{Error, Model, api, board};
+use crate::phase::{ServerPhase, reach};
+use crate::tls::ServerProtocol;
+use crate::{Error, ServedModel, api, board};
 
 /// Threads for HTTP. Parsing and templates have threads of their own; the cores are for the model.
 const THREADS: usize = 2;
@@ -27,14 +27,14 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// A bound server that does not accept requests yet.
 #[derive(Debug)]
-pub struct Server {
+pub struct HttpServer {
     runtime: Runtime,
     listeners: Vec<tokio::net::TcpListener>,
     addresses: Vec<SocketAddr>,
-    wire: Wire,
+    wire: ServerProtocol,
     router: Router,
-    phase: watch::Sender<Phase>,
-    times: Times,
+    phase: watch::Sender<ServerPhase>,
+    times: Timeouts,
     connections: usize,
     connections_of_one: usize,
     now: fn() -> Instant,
@@ -42,32 +42,36 @@ pub struct Server {
 
 /// Stops a [`Server`], from any thread.
 #[derive(Clone, Debug)]
-pub struct Handle {
-    phase: watch::Sender<Phase>,
+pub struct ServerHandle {
+    phase: watch::Sender<ServerPhase>,
 }
 
-impl Handle {
+impl ServerHandle {
     /// Starts the shutdown: the server accepts nothing more, responses in progress get their grace
     /// time, and [`Server::run`] returns. Does not wait.
     pub fn shutdown(&self) {
         self.phase.send_if_modified(|phase| {
-            let is_running = *phase == Phase::Running;
+            let is_running = *phase == ServerPhase::Running;
             if is_running {
-                *phase = Phase::Draining;
+                *phase = ServerPhase::Draining;
             }
             is_running
         });
     }
 }
 
-impl Server {
+impl HttpServer {
     /// Binds the addresses. `service` need not be ready; until then requests get an error that says
     /// so.
     ///
     /// # Errors
     /// An unusable configuration, one that is open to everybody, an address in use, an unreadable
     /// key file.
-    pub fn bind(config: Config, model: Model, service: Arc<dyn Service>) -> Result<Self, Error> {
+    pub fn bind(
+        config: Config,
+        model: ServedModel,
+        service: Arc<dyn Service>,
+    ) -> Result<Self, Error> {
         model.check()?;
         Self::listen(config, |config, seen| {
             let app = Arc::new(App::new(config, model, service, seen)?);
@@ -79,12 +83,15 @@ impl Server {
     ///
     /// # Errors
     /// As [`bind`](Self::bind).
-    pub fn bind_all(config: Config, models: Vec<(Model, Arc<dyn Service>)>) -> Result<Self, Error> {
+    pub fn bind_all(
+        config: Config,
+        models: Vec<(ServedModel, Arc<dyn Service>)>,
+    ) -> Result<Self, Error> {
         Self::listen(config, |config, seen| {
-            let nodes = Status(Arc::new(|| serde_json::Value::Null));
-            let doors = Doors::new(config, nodes, seen)?;
+            let nodes = StatusSource(Arc::new(|| serde_json::Value::Null));
+            let doors = ModelRegistry::new(config, nodes, seen)?;
             for (i, (model, service)) in models.into_iter().enumerate() {
-                doors.open(&i.to_string(), model, service)?;
+                doors.register(&i.to_string(), model, service)?;
             }
             Ok(doors.router())
         })
@@ -95,10 +102,10 @@ impl Server {
     ///
     /// # Errors
     /// As [`bind`](Self::bind).
-    pub fn bind_node(config: Config, nodes: Status) -> Result<(Self, Doors), Error> {
+    pub fn bind_node(config: Config, nodes: StatusSource) -> Result<(Self, ModelRegistry), Error> {
         let mut doors = None;
         let server = Self::listen(config, |config, seen| {
-            let made = Doors::new(config, nodes, seen)?;
+            let made = ModelRegistry::new(config, nodes, seen)?;
             Ok(doors.insert(made).router())
         })?;
         Ok((server, doors.expect("listening made them")))
@@ -106,7 +113,7 @@ impl Server {
 
     fn listen(
         config: Config,
-        route: impl FnOnce(Config, watch::Receiver<Phase>) -> Result<Router, Error>,
+        route: impl FnOnce(Config, watch::Receiver<ServerPhase>) -> Result<Router, Error>,
     ) -> Result<Self, Error> {
         config.check()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -119,7 +126,7 @@ impl Server {
         let listeners: Result<Vec<_>, Error> = config.bind.iter().map(|a| listen(*a)).collect();
         let listeners = listeners?;
         let addresses: Result<Vec<_>, _> = listeners.iter().map(|l| l.local_addr()).collect();
-        let (phase, seen) = watch::channel(Phase::Running);
+        let (phase, seen) = watch::channel(ServerPhase::Running);
         let (times, connections) = (config.times.clone(), config.limits.connections);
         let connections_of_one = config.limits.connections_of_one;
         let (now, wire) = (config.clock.now, config.wire.clone());
@@ -152,9 +159,9 @@ impl Server {
     }
 
     /// A handle for shutdown.
-    pub fn handle(&self) -> Handle {
+    pub fn handle(&self) -> ServerHandle {
         let phase = self.phase.clone();
-        Handle { phase }
+        ServerHandle { phase }
     }
 
     /// Serves requests until [`Handle::shutdown`]; blocks. Then responses have [`Times::grace`] to
@@ -177,13 +184,13 @@ impl Server {
                 tokio::spawn(acceptor.clone().run(listener));
             }
             let mut phase = self.phase.subscribe();
-            reach(&mut phase, Phase::Draining).await;
+            reach(&mut phase, ServerPhase::Draining).await;
             // All permits are free once all connections are closed.
             if timeout(self.times.grace, connections.acquire_many(all))
                 .await
                 .is_err()
             {
-                self.phase.send_replace(Phase::Ending);
+                self.phase.send_replace(ServerPhase::Ending);
                 let _ = timeout(LAST_WORDS, connections.acquire_many(all)).await;
             }
         });

@@ -11,34 +11,34 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::access::Client;
-use crate::conversation::Turn;
+use crate::access::ClientIdentity;
+use crate::conversation::ConversationTurn;
 use crate::journal::key_of;
 
 /// A stored response.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Stored {
+pub(crate) struct StoredResponse {
     /// `resp_...`.
     pub(crate) id: String,
     /// The client that created it.
-    pub(crate) client: Client,
+    pub(crate) client: ClientIdentity,
     /// The conversation with its output, without instructions.
-    pub(crate) turns: Vec<Turn>,
+    pub(crate) turns: Vec<ConversationTurn>,
     /// The response as sent.
     pub(crate) response: Value,
 }
 
-impl Stored {
+impl StoredResponse {
     /// Approximate memory, in bytes.
     fn bytes(&self) -> usize {
         const BESIDE: usize = 256;
-        let call_bytes = |turn: &Turn| {
+        let call_bytes = |turn: &ConversationTurn| {
             let calls = turn.calls.iter();
             calls
                 .map(|call| BESIDE + 4 * call.arguments.to_string().len())
                 .sum::<usize>()
         };
-        let turn = |turn: &Turn| {
+        let turn = |turn: &ConversationTurn| {
             let reasoning = turn.reasoning.as_ref().map_or(0, String::len);
             BESIDE + turn.text.len() + reasoning + call_bytes(turn)
         };
@@ -49,14 +49,14 @@ impl Stored {
 
 /// The stored responses of one model.
 #[derive(Debug)]
-pub(crate) struct Store {
+pub(crate) struct ResponseStore {
     /// Oldest first, with their sizes.
-    kept: Mutex<VecDeque<(usize, Arc<Stored>)>>,
+    kept: Mutex<VecDeque<(usize, Arc<StoredResponse>)>>,
     count_max: usize,
     bytes_max: usize,
 }
 
-impl Store {
+impl ResponseStore {
     pub(crate) fn new(count_max: usize, bytes_max: usize) -> Self {
         Self {
             kept: Mutex::default(),
@@ -65,12 +65,12 @@ impl Store {
         }
     }
 
-    fn kept(&self) -> MutexGuard<'_, VecDeque<(usize, Arc<Stored>)>> {
+    fn kept(&self) -> MutexGuard<'_, VecDeque<(usize, Arc<StoredResponse>)>> {
         self.kept.lock().expect("nothing panics with the lock")
     }
 
     /// Stores a response, unless it alone exceeds the limit.
-    pub(crate) fn put(&self, stored: Stored) {
+    pub(crate) fn put(&self, stored: StoredResponse) {
         let bytes = stored.bytes();
         if bytes > self.bytes_max {
             return;
@@ -87,7 +87,7 @@ impl Store {
     }
 
     /// The response `id` of `client`.
-    pub(crate) fn get(&self, id: &str, client: &Client) -> Option<Arc<Stored>> {
+    pub(crate) fn get(&self, id: &str, client: &ClientIdentity) -> Option<Arc<StoredResponse>> {
         let kept = self.kept();
         let mut all = kept.iter().map(|(_, stored)| stored);
         let found = all.find(|stored| stored.id == id && stored.client == *client);
@@ -96,7 +96,7 @@ impl Store {
 
     /// The response `id` of the key with this id. Without keys, knowing the response's id is
     /// enough: the same program has another address at another node.
-    pub(crate) fn of_key(&self, id: &str, key: Option<&str>) -> Option<Arc<Stored>> {
+    pub(crate) fn of_key(&self, id: &str, key: Option<&str>) -> Option<Arc<StoredResponse>> {
         let kept = self.kept();
         let mut all = kept.iter().map(|(_, stored)| stored);
         let found = all.find(|it| it.id == id && key_of(&it.client).as_deref() == key);
@@ -109,7 +109,7 @@ impl Store {
     }
 
     /// Removes the response; whether it existed.
-    pub(crate) fn remove(&self, id: &str, client: &Client) -> bool {
+    pub(crate) fn remove(&self, id: &str, client: &ClientIdentity) -> bool {
         let mut kept = self.kept();
         let before = kept.len();
         kept.retain(|(_, stored)| stored.id != id || stored.client != *client);
@@ -120,21 +120,21 @@ impl Store {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conversation::Role;
+    use crate::conversation::TurnRole;
 
-    fn stored(id: &str, bytes: usize) -> Stored {
-        Stored {
+    fn stored(id: &str, bytes: usize) -> StoredResponse {
+        StoredResponse {
             id: id.to_owned(),
-            client: Client::Anybody,
-            turns: vec![Turn::new(Role::User, "x".repeat(bytes))],
+            client: ClientIdentity::Anybody,
+            turns: vec![ConversationTurn::new(TurnRole::User, "x".repeat(bytes))],
             response: Value::Null,
         }
     }
 
     #[test]
     fn the_oldest_go_first() {
-        let store = Store::new(2, 10_000);
-        let who = Client::Anybody;
+        let store = ResponseStore::new(2, 10_000);
+        let who = ClientIdentity::Anybody;
         ["a", "b", "c"]
             .iter()
             .for_each(|id| store.put(stored(id, 1)));
@@ -143,7 +143,7 @@ mod tests {
         assert!(store.get("b", &who).is_none() && store.get("d", &who).is_some());
         store.put(stored("e", 20_000));
         assert!(store.get("e", &who).is_none() && store.get("d", &who).is_some());
-        assert!(store.get("d", &Client::Key("k".into())).is_none());
+        assert!(store.get("d", &ClientIdentity::Key("k".into())).is_none());
         assert!(store.remove("d", &who) && !store.remove("d", &who));
     }
 }

@@ -13,12 +13,14 @@ use serde_json::Value;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-use crate::answer::Answer;
+use crate::answer::ResponseStream;
 use crate::events;
-use crate::journal::{Bounds, Journal, Journals, Line, Mirror, Reader, Superseded};
-use crate::places::Place;
+use crate::journal::{
+    ChoiceReply, Journal, JournalBounds, JournalReader, Journals, Mirror, Superseded,
+};
+use crate::places::ConcurrencyPermit;
 use crate::rejection::Rejection;
-use crate::render::{Framing, Telling};
+use crate::render::{ResponseBuilder, StreamFraming};
 
 /// Maximum replies rendered per chunk. More would delay a client that could read.
 const AT_ONCE: usize = 64;
@@ -27,9 +29,9 @@ const AT_ONCE: usize = 64;
 /// connection takes it out of the response, and uses it after the client's half-close. A client
 /// that has left answers the next byte by a reset.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Beat(Arc<Notify>);
+pub(crate) struct KeepAliveRequest(Arc<Notify>);
 
-impl Beat {
+impl KeepAliveRequest {
     /// Never blocks.
     pub(crate) fn ask(&self) {
         self.0.notify_one();
@@ -38,31 +40,31 @@ impl Beat {
 
 /// A streamed response whose status is decided.
 #[derive(Debug)]
-pub(crate) struct Events {
-    pub(crate) answer: Answer,
-    pub(crate) telling: Telling,
+pub(crate) struct SseStream {
+    pub(crate) answer: ResponseStream,
+    pub(crate) builder: ResponseBuilder,
     pub(crate) keep_alive: Duration,
     /// A reply received before the status was decided.
-    pub(crate) early: Option<Line>,
+    pub(crate) early: Option<ChoiceReply>,
     /// Events rendered from a journal; `None` for a new stream.
     pub(crate) past: Option<Vec<Value>>,
     pub(crate) recorder: Option<Recorder>,
-    pub(crate) beat: Beat,
+    pub(crate) beat: KeepAliveRequest,
     /// The request's concurrency permit.
-    pub(crate) _place: Place,
+    pub(crate) _place: ConcurrencyPermit,
 }
 
 /// Writes a stream's journal and numbers its events. Dropping it releases the journal to a later
 /// reader.
 pub(crate) struct Recorder {
     pub(crate) journal: Arc<Journal>,
-    pub(crate) reader: Reader,
+    pub(crate) reader: JournalReader,
     pub(crate) mirror: Option<Arc<dyn Mirror>>,
     /// The node's journals, and their limits.
     pub(crate) journals: Journals,
-    pub(crate) bounds: Bounds,
+    pub(crate) bounds: JournalBounds,
     /// Event log, for streams without a mirrored copy.
-    pub(crate) events: events::Events,
+    pub(crate) events: events::EventLog,
     pub(crate) now: fn() -> Instant,
     /// Number of the next event.
     pub(crate) next: u64,
@@ -72,20 +74,20 @@ pub(crate) struct Recorder {
 
 /// State of a stream.
 enum State {
-    Start(Box<Events>),
-    Under(Box<Events>),
+    Start(Box<SseStream>),
+    Under(Box<SseStream>),
     Over,
 }
 
 /// Result of a wait for replies.
-enum Next {
-    Lines(Vec<Line>),
+enum StreamStep {
+    Lines(Vec<ChoiceReply>),
     Failed(Rejection),
     Silence,
     Superseded,
 }
 
-impl Events {
+impl SseStream {
     /// The response body. Dropping it, as when the client leaves, cancels the request.
     pub(crate) fn into_body(self) -> Body {
         let state = State::Start(Box::new(self));
@@ -101,42 +103,42 @@ impl Events {
 
     async fn start(mut self: Box<Self>) -> (Bytes, State) {
         let mut out = Vec::new();
-        let mut early: Vec<Line> = self.early.take().into_iter().collect();
+        let mut early: Vec<ChoiceReply> = self.early.take().into_iter().collect();
         if self.record(&mut early).await.is_err() {
             return (Bytes::new(), State::Over);
         }
         let past = self.past.take();
-        let values = past.unwrap_or_else(|| self.telling.start(early.pop()));
+        let values = past.unwrap_or_else(|| self.builder.start(early.pop()));
         self.put(&mut out, values);
         if out.is_empty() {
-            self.telling.framing().comment(&mut out);
+            self.builder.framing().comment(&mut out);
         }
         (out.into(), State::Under(self))
     }
 
     /// The next values, at least a keep-alive.
     async fn more(mut self: Box<Self>) -> (Bytes, State) {
-        let framing = self.telling.framing();
+        let framing = self.builder.framing();
         let mut out = Vec::new();
         while out.is_empty() {
             if self.answer.is_complete() {
                 return (self.finish(), State::Over);
             }
             match self.wait().await {
-                Next::Lines(mut lines) => {
+                StreamStep::Lines(mut lines) => {
                     if self.record(&mut lines).await.is_err() {
                         return (Bytes::new(), State::Over);
                     }
                     for (choice, reply) in lines {
-                        let values = self.telling.more(choice, reply);
+                        let values = self.builder.more(choice, reply);
                         self.put(&mut out, values);
                     }
                 }
-                Next::Failed(rejection) => return (self.error(&rejection), State::Over),
-                Next::Superseded => return (Bytes::new(), State::Over),
-                Next::Silence => {
+                StreamStep::Failed(rejection) => return (self.error(&rejection), State::Over),
+                StreamStep::Superseded => return (Bytes::new(), State::Over),
+                StreamStep::Silence => {
                     self.recorder.iter().for_each(Recorder::touch);
-                    match self.telling.beat() {
+                    match self.builder.beat() {
                         Some(value) => framing.put(&mut out, &value),
                         None => framing.comment(&mut out),
                     }
@@ -147,7 +149,7 @@ impl Events {
     }
 
     /// All available replies, or another reason to wake.
-    async fn wait(&mut self) -> Next {
+    async fn wait(&mut self) -> StreamStep {
         let (recorder, answer) = (&mut self.recorder, &mut self.answer);
         let superseded = async {
             match recorder {
@@ -157,22 +159,22 @@ impl Events {
         };
         let next = tokio::select! {
             biased;
-            () = superseded => return Next::Superseded,
-            () = self.beat.0.notified() => return Next::Silence,
+            () = superseded => return StreamStep::Superseded,
+            () = self.beat.0.notified() => return StreamStep::Silence,
             next = timeout(self.keep_alive, answer.next()) => next,
         };
         match next {
             Ok(Ok(line)) => {
                 let mut lines = vec![line];
                 lines.extend(self.answer.ready(AT_ONCE));
-                Next::Lines(lines)
+                StreamStep::Lines(lines)
             }
-            Ok(Err(rejection)) => Next::Failed(rejection),
-            Err(_) => Next::Silence,
+            Ok(Err(rejection)) => StreamStep::Failed(rejection),
+            Err(_) => StreamStep::Silence,
         }
     }
 
-    async fn record(&mut self, lines: &mut Vec<Line>) -> Result<(), Superseded> {
+    async fn record(&mut self, lines: &mut Vec<ChoiceReply>) -> Result<(), Superseded> {
         match &mut self.recorder {
             Some(recorder) => recorder.record(lines).await,
             None => Ok(()),
@@ -181,7 +183,7 @@ impl Events {
 
     /// Writes values, without those that the client has.
     fn put(&mut self, out: &mut Vec<u8>, values: Vec<Value>) {
-        let framing = self.telling.framing();
+        let framing = self.builder.framing();
         for value in values {
             match &mut self.recorder {
                 Some(recorder) => recorder.put(framing, out, &value),
@@ -192,17 +194,17 @@ impl Events {
 
     fn finish(&mut self) -> Bytes {
         let mut out = Vec::new();
-        let values = self.telling.end();
+        let values = self.builder.end();
         self.put(&mut out, values);
-        self.telling.framing().last_word(&mut out);
+        self.builder.framing().last_word(&mut out);
         out.into()
     }
 
     /// Without an id, so that a reconnecting client retries the response.
     fn error(&mut self, rejection: &Rejection) -> Bytes {
         let mut out = Vec::new();
-        let value = self.telling.failed(rejection);
-        self.telling.framing().put(&mut out, &value);
+        let value = self.builder.failed(rejection);
+        self.builder.framing().put(&mut out, &value);
         out.into()
     }
 }
@@ -210,7 +212,7 @@ impl Events {
 impl Recorder {
     /// Records replies here and at the mirror; drops repeated ones. Without replies it mirrors the
     /// request, since the client learns its id now.
-    async fn record(&mut self, lines: &mut Vec<Line>) -> Result<(), Superseded> {
+    async fn record(&mut self, lines: &mut Vec<ChoiceReply>) -> Result<(), Superseded> {
         self.append(lines)?;
         if let Some(mirror) = &self.mirror
             && let Some(reason) = self.journal.protect(&**mirror, self.now).await
@@ -222,7 +224,7 @@ impl Recorder {
 
     /// Appends replies to the journal. A journal at its byte limit is discarded, with an event: the
     /// response continues and cannot be resumed.
-    fn append(&self, lines: &mut Vec<Line>) -> Result<(), Superseded> {
+    fn append(&self, lines: &mut Vec<ChoiceReply>) -> Result<(), Superseded> {
         let was_whole = self.journal.is_whole();
         let bytes_max = self.bounds.bytes_of_one();
         self.journal.append(self.reader.life, lines, bytes_max)?;
@@ -238,7 +240,7 @@ impl Recorder {
         Ok(())
     }
 
-    fn put(&mut self, framing: Framing, out: &mut Vec<u8>, value: &Value) {
+    fn put(&mut self, framing: StreamFraming, out: &mut Vec<u8>, value: &Value) {
         let number = self.next;
         self.next += 1;
         if self.after.is_some_and(|after| number <= after) {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use axum::body::Body;
 use axum::http::Response;
 
-use crate::events::{Events, Kind};
+use crate::events::{EventLog, Kind};
 use crate::rejection::Rejection;
 
 /// Minimum time between reports of the same use or rejection, in milliseconds.
@@ -21,13 +21,13 @@ const OTHERS: &str = "others";
 
 /// A client, and its key use or rejection.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Row {
+struct TallyKey {
     client: String,
-    what: What,
+    what: ClientEvent,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-enum What {
+enum ClientEvent {
     /// Used the key with this id.
     Key(String),
     /// Was rejected with this code.
@@ -36,20 +36,20 @@ enum What {
 
 /// Time of the last report, and the count since.
 #[derive(Debug)]
-struct Told {
+struct TallyCount {
     at_ms: u64,
     since: u64,
 }
 
 /// Rate limiter of these events.
 #[derive(Debug)]
-pub(crate) struct Tally {
-    events: Events,
-    rows: Mutex<HashMap<Row, Told>>,
+pub(crate) struct EventTally {
+    events: EventLog,
+    rows: Mutex<HashMap<TallyKey, TallyCount>>,
 }
 
-impl Tally {
-    pub(crate) fn new(events: Events) -> Self {
+impl EventTally {
+    pub(crate) fn new(events: EventLog) -> Self {
         Self {
             events,
             rows: Mutex::default(),
@@ -57,13 +57,13 @@ impl Tally {
     }
 
     pub(crate) fn key_used(&self, client: String, key: &str) {
-        let what = What::Key(key.to_owned());
-        self.note(Row { client, what }, self.events.unix_ms());
+        let what = ClientEvent::Key(key.to_owned());
+        self.note(TallyKey { client, what }, self.events.unix_ms());
     }
 
     fn refused(&self, client: String, code: &'static str) {
-        let what = What::Refusal(code);
-        self.note(Row { client, what }, self.events.unix_ms());
+        let what = ClientEvent::Refusal(code);
+        self.note(TallyKey { client, what }, self.events.unix_ms());
     }
 
     /// Records a response that rejects a client for lack of rights or permits.
@@ -74,9 +74,9 @@ impl Tally {
         }
     }
 
-    fn note(&self, mut row: Row, now_ms: u64) {
+    fn note(&self, mut row: TallyKey, now_ms: u64) {
         let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_old = |told: &Told| now_ms.saturating_sub(told.at_ms) >= EVERY_MS;
+        let is_old = |told: &TallyCount| now_ms.saturating_sub(told.at_ms) >= EVERY_MS;
         if !rows.contains_key(&row) && rows.len() >= ROWS_MAX {
             // Evicts expired rows, after reporting their counts.
             for (row, told) in rows.extract_if(|_, told| is_old(told)) {
@@ -97,7 +97,7 @@ impl Tally {
             Some(told) => told.since + 1,
             None => 1,
         };
-        let told = Told {
+        let told = TallyCount {
             at_ms: now_ms,
             since: 0,
         };
@@ -107,12 +107,12 @@ impl Tally {
     }
 }
 
-impl Row {
+impl TallyKey {
     fn kind(self, times: u64) -> Kind {
         let client = self.client;
         match self.what {
-            What::Key(key) => Kind::KeyUsed { key, client, times },
-            What::Refusal(code) => Kind::Refused {
+            ClientEvent::Key(key) => Kind::KeyUsed { key, client, times },
+            ClientEvent::Refusal(code) => Kind::Refused {
                 code,
                 client,
                 times,
@@ -126,16 +126,16 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::clock::Clock;
+    use crate::clock::TimeSource;
 
-    fn tally() -> Tally {
-        Tally::new(Events::new(Clock {
+    fn tally() -> EventTally {
+        EventTally::new(EventLog::new(TimeSource {
             now: Instant::now,
             unix_s: || 0,
         }))
     }
 
-    fn told(tally: &Tally) -> Vec<(String, u64)> {
+    fn told(tally: &EventTally) -> Vec<(String, u64)> {
         let events = tally.events.after(0, usize::MAX);
         let pair = |kind: &Kind| match kind {
             Kind::KeyUsed { key, times, .. } => (key.clone(), *times),
@@ -145,10 +145,10 @@ mod tests {
         events.iter().map(|event| pair(&event.kind)).collect()
     }
 
-    fn row(client: &str) -> Row {
-        Row {
+    fn row(client: &str) -> TallyKey {
+        TallyKey {
             client: client.to_owned(),
-            what: What::Refusal("invalid_api_key"),
+            what: ClientEvent::Refusal("invalid_api_key"),
         }
     }
 

@@ -32,8 +32,8 @@ use tokio_rustls::rustls::{Error as TlsError, ServerConfig};
 
 use crate::Error;
 
-pub use own::{Made, Names, Own};
-pub(crate) use stream::{Socket, Stream};
+pub use own::{CertificateNames, OwnCertificate, RenewalReason};
+pub(crate) use stream::{ClientStream, StallGuard};
 
 /// First byte of a TLS connection: the type of a record with a handshake (RFC 8446, section 5.1).
 /// No method of HTTP begins with it.
@@ -52,17 +52,17 @@ const LINGER_BYTES: u64 = 16 << 20;
 
 /// A server's protocol.
 #[derive(Clone, Debug, Default)]
-pub enum Wire {
+pub enum ServerProtocol {
     /// Plain HTTP on all addresses.
     #[default]
     Plain,
     /// TLS. Loopback connections may use plain HTTP too, which never leaves the machine.
-    TlsOffLoopback(Identity),
+    TlsOffLoopback(TlsIdentity),
     /// TLS on all addresses.
-    Tls(Identity),
+    Tls(TlsIdentity),
 }
 
-impl Wire {
+impl ServerProtocol {
     /// The URL scheme for clients of the address `bound`.
     pub(crate) fn scheme(&self, bound: SocketAddr) -> &'static str {
         match self {
@@ -77,9 +77,13 @@ impl Wire {
     ///
     /// # Errors
     /// The client left, has no common TLS parameters, or was rejected for plain HTTP.
-    pub(crate) async fn greet(&self, stream: TcpStream, patience: Duration) -> io::Result<Stream> {
+    pub(crate) async fn accept(
+        &self,
+        stream: TcpStream,
+        patience: Duration,
+    ) -> io::Result<ClientStream> {
         let (identity, may_be_plain) = match self {
-            Self::Plain => return Ok(Stream::Plain(Socket::new(stream, patience))),
+            Self::Plain => return Ok(ClientStream::Plain(StallGuard::new(stream, patience))),
             Self::TlsOffLoopback(identity) => (identity, is_loopback(stream.local_addr()?)),
             Self::Tls(identity) => (identity, false),
         };
@@ -88,12 +92,12 @@ impl Wire {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         if first[0] == HANDSHAKE {
-            let socket = Socket::new(stream, patience);
+            let socket = StallGuard::new(stream, patience);
             let stream = identity.acceptor().accept(socket).await?;
-            return Ok(Stream::Tls(Box::new(stream)));
+            return Ok(ClientStream::Tls(Box::new(stream)));
         }
         if may_be_plain {
-            return Ok(Stream::Plain(Socket::new(stream, patience)));
+            return Ok(ClientStream::Plain(StallGuard::new(stream, patience)));
         }
         refuse(stream).await?;
         Err(io::ErrorKind::InvalidData.into())
@@ -131,18 +135,18 @@ fn refusal() -> String {
 
 /// A certificate chain and the key of its first certificate. Clones share one.
 #[derive(Clone)]
-pub struct Identity {
+pub struct TlsIdentity {
     config: Arc<ServerConfig>,
     leaf: CertificateDer<'static>,
 }
 
-impl fmt::Debug for Identity {
+impl fmt::Debug for TlsIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Identity({})", self.fingerprint())
     }
 }
 
-impl Identity {
+impl TlsIdentity {
     /// Reads a chain, the server's own certificate first, and the certificate's key (PKCS #8,
     /// PKCS #1 or SEC 1), both in PEM form.
     ///
@@ -234,10 +238,11 @@ mod tests {
     #[test]
     fn urls_name_what_is_spoken() {
         let dir = tempfile::tempdir().unwrap();
-        let own = Own::open(dir.path(), &Names::default(), 1_800_000_000).unwrap();
+        let own =
+            OwnCertificate::open(dir.path(), &CertificateNames::default(), 1_800_000_000).unwrap();
         let (mixed, all) = (
-            Wire::TlsOffLoopback(own.identity.clone()),
-            Wire::Tls(own.identity),
+            ServerProtocol::TlsOffLoopback(own.identity.clone()),
+            ServerProtocol::Tls(own.identity),
         );
         for (bound, by_mixed) in [
             ("127.0.0.1:1", "http"),
@@ -247,7 +252,7 @@ mod tests {
             ("[::]:1", "https"),
             ("192.168.1.5:1", "https"),
         ] {
-            assert_eq!(Wire::Plain.scheme(addr(bound)), "http", "{bound}");
+            assert_eq!(ServerProtocol::Plain.scheme(addr(bound)), "http", "{bound}");
             assert_eq!(mixed.scheme(addr(bound)), by_mixed, "{bound}");
             assert_eq!(all.scheme(addr(bound)), "https", "{bound}");
         }
@@ -256,14 +261,14 @@ mod tests {
     #[test]
     fn bad_files_are_named() {
         let dir = tempfile::tempdir().unwrap();
-        let names = Names::default();
+        let names = CertificateNames::default();
         let [one, two] = ["one", "two"].map(|name| dir.path().join(name));
         for folder in [&one, &two] {
-            Own::open(folder, &names, 1_800_000_000).unwrap();
+            OwnCertificate::open(folder, &names, 1_800_000_000).unwrap();
         }
         let (certificate, key) = (one.join("cert.pem"), two.join("key.pem"));
         let error = |certificate: &Path, key: &Path| {
-            let error = Identity::from_files(certificate, key).unwrap_err();
+            let error = TlsIdentity::from_files(certificate, key).unwrap_err();
             (error.to_string(), error)
         };
         let (text, pair) = error(&certificate, &key);

@@ -10,12 +10,12 @@
 //! `serving` has the safety checks of answers.
 
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::{InstanceId, Key};
+use paceline_cluster::nodes::{InstanceId, RegisterKey};
 
-use crate::world::{Node, World};
+use crate::world::{SimNode, SimWorld};
 
 /// Whether all nodes live, see all others alive, and have equal maps with all nodes' facts.
-pub(crate) fn is_settled(world: &World) -> bool {
+pub(crate) fn is_settled(world: &SimWorld) -> bool {
     let mut roots = world
         .nodes
         .iter()
@@ -28,16 +28,16 @@ pub(crate) fn is_settled(world: &World) -> bool {
             .iter()
             .filter_map(|node| node.member.as_ref())
             .all(|member| {
-                let alive = |node: &Node| {
+                let alive = |node: &SimNode| {
                     member.life(node.id) == Life::Alive
-                        && member.map().get(&Key::Node(node.id)).is_some()
+                        && member.map().get(&RegisterKey::Node(node.id)).is_some()
                 };
                 world.nodes.iter().all(alive)
             })
 }
 
 /// Checks the world after its last event.
-pub(crate) fn in_the_end(world: &mut World) {
+pub(crate) fn in_the_end(world: &mut SimWorld) {
     let mut found = lives(world);
     found.extend(maps(world));
     found.extend(instances(world));
@@ -45,7 +45,7 @@ pub(crate) fn in_the_end(world: &mut World) {
     world.violations.append(&mut found);
 }
 
-fn lives(world: &World) -> Vec<String> {
+fn lives(world: &SimWorld) -> Vec<String> {
     let mut found = Vec::new();
     for (number, node) in world.nodes.iter().enumerate() {
         let Some(member) = &node.member else { continue };
@@ -62,9 +62,9 @@ fn lives(world: &World) -> Vec<String> {
     found
 }
 
-fn maps(world: &World) -> Vec<String> {
+fn maps(world: &SimWorld) -> Vec<String> {
     let mut living = world.nodes.iter().enumerate();
-    let of = |node: &Node| node.member.as_ref().map(|member| member.map().root());
+    let of = |node: &SimNode| node.member.as_ref().map(|member| member.map().root());
     let Some((first, root)) = living.find_map(|(number, node)| Some((number, of(node)?))) else {
         return vec!["no node lives".to_owned()];
     };
@@ -74,10 +74,10 @@ fn maps(world: &World) -> Vec<String> {
         .collect()
 }
 
-fn instances(world: &World) -> Vec<String> {
+fn instances(world: &SimWorld) -> Vec<String> {
     let mut found = Vec::new();
     for id in &world.wanted {
-        let runs = |(_, node): &(usize, &Node)| node.runs.contains_key(id);
+        let runs = |(_, node): &(usize, &SimNode)| node.runs.contains_key(id);
         let owners = world.nodes.iter().enumerate().filter(runs);
         let owners: Vec<usize> = owners.map(|(number, _)| number).collect();
         let Some(expected) = expected(world, id) else {
@@ -92,7 +92,7 @@ fn instances(world: &World) -> Vec<String> {
 }
 
 /// Violations that clients and supervisors see.
-fn answers(world: &World) -> Vec<String> {
+fn answers(world: &SimWorld) -> Vec<String> {
     let has_to_run = |id: &&InstanceId| expected(world, id) == Some(1);
     let wanted = world.wanted.iter().filter(has_to_run).copied().collect();
     let serving = world.serving.as_ref();
@@ -103,9 +103,9 @@ fn answers(world: &World) -> Vec<String> {
 
 /// On how many nodes an instance must run. `None` if the only node that received the request is
 /// dead and sent it to no other: it is on that node's disk.
-fn expected(world: &World, id: &InstanceId) -> Option<usize> {
+fn expected(world: &SimWorld, id: &InstanceId) -> Option<usize> {
     let members = world.nodes.iter().filter_map(|node| node.member.as_ref());
-    let mut known = members.filter_map(|member| member.map().register(&Key::Instance(*id)));
+    let mut known = members.filter_map(|member| member.map().register(&RegisterKey::Instance(*id)));
     let is_wanted = known.next()?.value.is_some();
     let told = known.all(|register| register.value.is_some() == is_wanted);
     match (is_wanted && told, world.unwanted.contains(id)) {

@@ -25,4 +25,4 @@ mod serving;
 mod world;
 
 pub use scenario::{Fault, Happening, Scenario};
-pub use world::{Outcome, run};
+pub use world::{SimOutcome, run};

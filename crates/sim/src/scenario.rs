@@ -4,9 +4,9 @@ use std::time::Duration;
 
 /// SplitMix64 (Steele and others, OOPSLA 2014).
 #[derive(Clone, Debug)]
-pub(crate) struct Random(u64);
+pub(crate) struct SimRandom(u64);
 
-impl Random {
+impl SimRandom {
     pub(crate) const fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -80,7 +80,7 @@ pub struct Scenario {
 impl Scenario {
     /// The scenario of this seed: 3 to 12 nodes, 60 s.
     pub fn of(seed: u64) -> Self {
-        let mut random = Random::new(seed);
+        let mut random = SimRandom::new(seed);
         let nodes = 3 + random.below(10) as usize;
         let length = Duration::from_secs(60);
         let slowest = [2, 20, 80][random.below(3) as usize];
@@ -113,7 +113,7 @@ impl Scenario {
     }
 
     /// Up to a dozen faults in the first two thirds; then the network heals and all nodes live.
-    fn draw(&mut self, random: &mut Random) {
+    fn draw(&mut self, random: &mut SimRandom) {
         let calm = self.length * 2 / 3;
         let nodes = self.nodes as u64;
         let mut add = |at_ms: u64, fault| {

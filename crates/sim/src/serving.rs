@@ -23,18 +23,18 @@ use std::time::Duration;
 use paceline_base::Rank;
 use paceline_cluster::nodes::InstanceId;
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, Wanted};
+use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use paceline_cluster::workers::Event as CrewEvent;
-use paceline_engine::{Failure, Finish, Reply, Request, Ticket};
-use paceline_node::RankMoved;
+use paceline_engine::{Finish, GenerationRequest, Reply, RequestFailure, Ticket};
+use paceline_node::RankTraffic;
 use paceline_node::messages::{FromWorker, RankFacts};
 use paceline_node::supervisor::{
-    Action, Event, HELD_LIMIT, Notice, Policy, Stand, Supervisor, Way,
+    Action, Event, HELD_LIMIT, Health, Notice, Policy, SplitCandidate, Supervisor,
 };
 use paceline_process::processes::Ending;
 
-use crate::scenario::{Random, Scenario};
-use crate::world::Node;
+use crate::scenario::{Scenario, SimRandom};
+use crate::world::SimNode;
 
 /// Silence after which a connection between two nodes is cut, as in `cluster::workers`.
 const SILENCE: Duration = Duration::from_millis(1500);
@@ -65,7 +65,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
 /// A planned event.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Due {
+pub(crate) enum ServingEvent {
     /// A client sends a request.
     Ask,
     /// A worker is killed; its node lives.
@@ -91,23 +91,23 @@ pub(crate) enum Due {
 }
 
 /// Events with their delays.
-pub(crate) type Later = Vec<(Duration, Due)>;
+pub(crate) type Later = Vec<(Duration, ServingEvent)>;
 
 /// The nodes and the state of the network, at one time.
-pub(crate) struct Net<'a> {
-    pub(crate) nodes: &'a [Node],
+pub(crate) struct NetworkView<'a> {
+    pub(crate) nodes: &'a [SimNode],
     pub(crate) split: u64,
     pub(crate) deaf: &'a BTreeSet<(usize, usize)>,
     pub(crate) now: Duration,
 }
 
-impl Net<'_> {
+impl NetworkView<'_> {
     fn lives(&self, node: usize) -> bool {
         self.nodes[node].member.is_some()
     }
 
     /// The record of an instance in a node's map.
-    fn record(&self, node: usize, id: InstanceId) -> Option<Wanted> {
+    fn record(&self, node: usize, id: InstanceId) -> Option<InstanceSpec> {
         let member = self.nodes[node].member.as_ref()?;
         let mut all = placement::wanted(member.map());
         all.find(|(other, ..)| *other == id)
@@ -128,7 +128,7 @@ impl Net<'_> {
 
 /// An order of a supervisor that waits for the connection to its worker.
 #[derive(Clone, Debug)]
-enum Order {
+enum PendingOrder {
     Assign(u64),
     Join,
     Leave,
@@ -138,7 +138,7 @@ enum Order {
 
 /// The worker of a rank.
 #[derive(Debug, Default)]
-struct Seat {
+struct SimWorker {
     at: usize,
     process: u64,
     alive: bool,
@@ -154,7 +154,7 @@ struct Seat {
     stalled: Option<Duration>,
     /// Since when owner and worker receive no heartbeats of each other.
     silent: Option<Duration>,
-    orders: VecDeque<Order>,
+    orders: VecDeque<PendingOrder>,
     held: VecDeque<FromWorker>,
 }
 
@@ -163,7 +163,7 @@ struct Seat {
 /// As in `node::fleet`, the previous record's instance answers until that of the next record does:
 /// on the same node, and on a draining node.
 #[derive(Debug)]
-struct Owner {
+struct SimOwner {
     node: usize,
     id: InstanceId,
     epoch: u64,
@@ -174,7 +174,7 @@ struct Owner {
     supervisor: Supervisor,
     begun: Duration,
     tick: Option<Duration>,
-    seats: Vec<Seat>,
+    seats: Vec<SimWorker>,
     /// The requests by their tickets here.
     tickets: BTreeMap<Ticket, usize>,
     last_ticket: u64,
@@ -183,7 +183,7 @@ struct Owner {
 
 /// The connection of an ingress to an owner.
 #[derive(Debug)]
-struct Line {
+struct SimConnection {
     life: u64,
     ticket: Ticket,
     replies: VecDeque<Reply>,
@@ -192,10 +192,10 @@ struct Line {
 
 /// The node that took a request.
 #[derive(Debug)]
-struct Entry {
+struct SimIngress {
     node: usize,
     tokens: usize,
-    line: Option<Line>,
+    line: Option<SimConnection>,
     /// When the owner returned the request, and whether it refused it.
     given_back: Option<(Duration, bool)>,
     again: u8,
@@ -205,23 +205,23 @@ struct Entry {
 
 /// A client's request.
 #[derive(Debug)]
-struct Asked {
+struct SimRequest {
     id: InstanceId,
     length: usize,
     since: Duration,
     /// `None` while the client looks for a node.
-    entry: Option<Entry>,
+    entry: Option<SimIngress>,
     /// Counts ingress nodes: messages of an earlier one do not arrive.
     entries: u64,
     /// Tokens that the client has.
     have: usize,
     /// Tokens that other nodes have copies of.
     copies: BTreeMap<usize, usize>,
-    outcome: Option<Outcome>,
+    outcome: Option<RequestResult>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Outcome {
+enum RequestResult {
     Whole,
     /// The instance was unloaded.
     Unloaded,
@@ -233,15 +233,15 @@ enum Outcome {
 /// All instances and clients of a run.
 #[derive(Debug)]
 pub(crate) struct Serving {
-    random: Random,
-    owners: BTreeMap<u64, Owner>,
+    random: SimRandom,
+    owners: BTreeMap<u64, SimOwner>,
     last_life: u64,
     /// Records whose instance was ready once: a node without any of them answers no client.
     answered: BTreeSet<(InstanceId, u64)>,
     /// Records that a node has started, by its reports in the shared map, without those that failed
     /// to load.
     begun: BTreeSet<(usize, InstanceId, u64)>,
-    asked: Vec<Asked>,
+    asked: Vec<SimRequest>,
     /// Time of each node to read a model.
     disks: Vec<Duration>,
     pub(crate) violations: Vec<String>,
@@ -259,18 +259,18 @@ fn token(asked: usize, i: usize) -> u32 {
 impl Serving {
     /// The serving state of this scenario, and its first events.
     pub(crate) fn new(scenario: &Scenario) -> (Self, Later) {
-        let mut random = Random::new(scenario.seed ^ 0xa45_e4ed);
+        let mut random = SimRandom::new(scenario.seed ^ 0xa45_e4ed);
         let disk = |_| Duration::from_millis([50, 300, 2500][random.below(3) as usize]);
         let disks = (0..scenario.nodes).map(disk).collect();
         let length = scenario.length.as_millis() as u64;
         let mut later = Later::new();
         for _ in 0..1 + random.below(5) {
             let at = Duration::from_millis(5000 + random.below(length * 2 / 3));
-            later.push((at, Due::Ask));
+            later.push((at, ServingEvent::Ask));
         }
         for _ in 0..random.below(4) {
             let at = Duration::from_millis(5000 + random.below(length / 2));
-            later.push((at, Due::Kill));
+            later.push((at, ServingEvent::Kill));
         }
         let serving = Self {
             random,
@@ -291,34 +291,36 @@ impl Serving {
         Duration::from_micros(100 + self.random.below(2000))
     }
 
-    pub(crate) fn play(&mut self, due: Due, net: &Net<'_>, later: &mut Later) {
+    pub(crate) fn play(&mut self, due: ServingEvent, net: &NetworkView<'_>, later: &mut Later) {
         match due {
-            Due::Ask => self.ask(net, later),
-            Due::Kill => self.kill(net, later),
-            Due::Exit(life, rank, process) => self.exit(life, rank, process, net, later),
-            Due::Beat(life) => self.beat(life, net, later),
-            Due::Tick(life) => {
+            ServingEvent::Ask => self.ask(net, later),
+            ServingEvent::Kill => self.kill(net, later),
+            ServingEvent::Exit(life, rank, process) => self.exit(life, rank, process, net, later),
+            ServingEvent::Beat(life) => self.beat(life, net, later),
+            ServingEvent::Tick(life) => {
                 if let Some(owner) = self.owners.get_mut(&life) {
                     owner.tick = None;
                     self.step(life, Event::Tick, net, later);
                 }
             }
-            Due::Say(life, rank, process, message) => {
+            ServingEvent::Say(life, rank, process, message) => {
                 let Some(seat) = self.seat(life, rank, process) else {
                     return;
                 };
                 seat.held.push_back(message);
                 self.hear(life, rank, net, later);
             }
-            Due::Loaded(life, rank, process, epoch) => {
+            ServingEvent::Loaded(life, rank, process, epoch) => {
                 self.loaded((life, rank, process), epoch, net, later);
             }
-            Due::Token(life, rank, process, ticket) => {
+            ServingEvent::Token(life, rank, process, ticket) => {
                 self.token((life, rank, process), ticket, net, later);
             }
-            Due::Look(number) => self.look(number, net, later),
-            Due::Drain(number) => self.drain(number, net, later),
-            Due::Told(number, entry, count, ends) => self.told(number, entry, (count, ends)),
+            ServingEvent::Look(number) => self.look(number, net, later),
+            ServingEvent::Drain(number) => self.drain(number, net, later),
+            ServingEvent::Told(number, entry, count, ends) => {
+                self.told(number, entry, (count, ends))
+            }
         }
     }
 
@@ -327,8 +329,8 @@ impl Serving {
     pub(crate) fn owns(
         &mut self,
         node: usize,
-        runs: &BTreeMap<InstanceId, (u64, Wanted)>,
-        net: &Net<'_>,
+        runs: &BTreeMap<InstanceId, (u64, InstanceSpec)>,
+        net: &NetworkView<'_>,
         later: &mut Later,
     ) {
         let leaves = net.nodes[node].leaves;
@@ -339,7 +341,8 @@ impl Serving {
             owner.node != node || is_current || is_former
         });
         for (id, (epoch, wanted)) in runs {
-            let is_it = |owner: &Owner| (owner.node, owner.id, owner.epoch) == (node, *id, *epoch);
+            let is_it =
+                |owner: &SimOwner| (owner.node, owner.id, owner.epoch) == (node, *id, *epoch);
             if !self.owners.values().any(is_it) {
                 self.begin(node, (*id, *epoch, wanted), net, later);
             }
@@ -349,8 +352,8 @@ impl Serving {
     fn begin(
         &mut self,
         node: usize,
-        (id, epoch, wanted): (InstanceId, u64, &Wanted),
-        net: &Net<'_>,
+        (id, epoch, wanted): (InstanceId, u64, &InstanceSpec),
+        net: &NetworkView<'_>,
         later: &mut Later,
     ) {
         let nodes: Vec<usize> = wanted
@@ -358,7 +361,7 @@ impl Serving {
             .iter()
             .map(|id| usize::from(id.0[15]))
             .collect();
-        let way = Way {
+        let way = SplitCandidate {
             name: "tensor".to_owned(),
             leader: Rank(0),
             tok_s: 1.0,
@@ -366,7 +369,7 @@ impl Serving {
             change: None,
         };
         let is_restart = !self.begun.insert((node, id, epoch));
-        let is_former = |owner: &Owner| (owner.node, owner.id) == (node, id);
+        let is_former = |owner: &SimOwner| (owner.node, owner.id) == (node, id);
         let goes_on = (epoch > 1 || is_restart) && !self.owners.values().any(is_former);
         let policy = Policy {
             restart: true,
@@ -381,12 +384,12 @@ impl Serving {
         let supervisor = Supervisor::new(vec![way], 0, ranks, policy).expect("a finite speed");
         self.last_life += 1;
         let life = self.last_life;
-        let owner = Owner {
+        let owner = SimOwner {
             node,
             id,
             epoch,
             goes_on,
-            seats: nodes.iter().map(|_| Seat::default()).collect(),
+            seats: nodes.iter().map(|_| SimWorker::default()).collect(),
             nodes,
             supervisor,
             begun: net.now,
@@ -396,7 +399,7 @@ impl Serving {
             was_ready: false,
         };
         self.owners.insert(life, owner);
-        later.push((BEAT, Due::Beat(life)));
+        later.push((BEAT, ServingEvent::Beat(life)));
         self.step(life, Event::Begin, net, later);
     }
 
@@ -419,7 +422,7 @@ impl Serving {
     }
 
     /// Passes an event to a supervisor and executes its actions.
-    fn step(&mut self, life: u64, event: Event, net: &Net<'_>, later: &mut Later) {
+    fn step(&mut self, life: u64, event: Event, net: &NetworkView<'_>, later: &mut Later) {
         let Some(owner) = self.owners.get_mut(&life) else {
             return;
         };
@@ -429,14 +432,14 @@ impl Serving {
         if due.is_some() && due != owner.tick {
             owner.tick = due;
             let wait = due.unwrap_or_default().saturating_sub(now);
-            later.push((wait, Due::Tick(life)));
+            later.push((wait, ServingEvent::Tick(life)));
         }
         for action in actions {
             self.act(life, action, net, later);
         }
     }
 
-    fn act(&mut self, life: u64, action: Action, net: &Net<'_>, later: &mut Later) {
+    fn act(&mut self, life: u64, action: Action, net: &NetworkView<'_>, later: &mut Later) {
         let Some(owner) = self.owners.get_mut(&life) else {
             return;
         };
@@ -455,9 +458,9 @@ impl Serving {
                 self.begun.remove(&(owner.node, owner.id, owner.epoch));
                 return;
             }
-            Action::Assign { rank, epoch, .. } => (rank, Order::Assign(epoch)),
-            Action::Join { rank, .. } => (rank, Order::Join),
-            Action::Leave(rank) => (rank, Order::Leave),
+            Action::Assign { rank, epoch, .. } => (rank, PendingOrder::Assign(epoch)),
+            Action::Join { rank, .. } => (rank, PendingOrder::Join),
+            Action::Leave(rank) => (rank, PendingOrder::Leave),
             Action::Submit {
                 rank,
                 ticket,
@@ -471,9 +474,9 @@ impl Serving {
                     self.violations.push(said);
                     return;
                 }
-                (rank, Order::Submit(ticket, number, tokens.len()))
+                (rank, PendingOrder::Submit(ticket, number, tokens.len()))
             }
-            Action::Cancel { rank, ticket } => (rank, Order::Cancel(ticket)),
+            Action::Cancel { rank, ticket } => (rank, PendingOrder::Cancel(ticket)),
             Action::Forget(_)
             | Action::Tell(_)
             | Action::Learn { .. }
@@ -491,27 +494,27 @@ impl Serving {
         };
         let (node, id, epoch) = (owner.node, owner.id, owner.epoch);
         self.answered.insert((id, epoch));
-        let is_former = |it: &Owner| (it.node, it.id) == (node, id) && it.epoch < epoch;
+        let is_former = |it: &SimOwner| (it.node, it.id) == (node, id) && it.epoch < epoch;
         self.owners.retain(|_, it| !is_former(it));
     }
 
     /// Whether an owner without a duty is kept: its node drains, and the next owner does not answer
     /// yet.
-    fn bridges(&self, owner: &Owner, net: &Net<'_>) -> bool {
-        let is_next = |it: &Owner| it.id == owner.id && it.epoch > owner.epoch && it.was_ready;
+    fn bridges(&self, owner: &SimOwner, net: &NetworkView<'_>) -> bool {
+        let is_next = |it: &SimOwner| it.id == owner.id && it.epoch > owner.epoch && it.was_ready;
         let node = &net.nodes[owner.node];
         let is_wanted = net.record(owner.node, owner.id).is_some();
         node.leaves && is_wanted && !self.owners.values().any(is_next)
     }
 
-    fn seat(&mut self, life: u64, rank: Rank, process: u64) -> Option<&mut Seat> {
+    fn seat(&mut self, life: u64, rank: Rank, process: u64) -> Option<&mut SimWorker> {
         let owner = self.owners.get_mut(&life)?;
         let seat = owner.seats.get_mut(rank.0 as usize)?;
         (seat.process == process).then_some(seat)
     }
 
     /// Whether the owner and a rank's live worker reach each other.
-    fn hears(&self, life: u64, rank: Rank, net: &Net<'_>) -> bool {
+    fn hears(&self, life: u64, rank: Rank, net: &NetworkView<'_>) -> bool {
         let Some(owner) = self.owners.get(&life) else {
             return false;
         };
@@ -520,7 +523,7 @@ impl Serving {
     }
 
     /// A worker executes its pending orders, if its connection works.
-    fn obey(&mut self, life: u64, rank: Rank, net: &Net<'_>, later: &mut Later) {
+    fn obey(&mut self, life: u64, rank: Rank, net: &NetworkView<'_>, later: &mut Later) {
         while self.hears(life, rank, net) {
             let Some(owner) = self.owners.get_mut(&life) else {
                 return;
@@ -531,35 +534,38 @@ impl Serving {
             };
             let process = seat.process;
             match order {
-                Order::Assign(epoch) => {
+                PendingOrder::Assign(epoch) => {
                     (seat.epoch, seat.ready, seat.stalled) = (Some(epoch), false, None);
                     seat.answers.clear();
                     let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
                     self.say(life, rank, FromWorker::Listening { addr }, later);
                 }
-                Order::Join => {
+                PendingOrder::Join => {
                     let Some(epoch) = seat.epoch else { continue };
                     let load = match seat.packed {
                         true => Duration::from_millis(10),
                         false => self.disks[seat.at],
                     };
-                    later.push((load, Due::Loaded(life, rank, process, epoch)));
+                    later.push((load, ServingEvent::Loaded(life, rank, process, epoch)));
                 }
-                Order::Leave => {
+                PendingOrder::Leave => {
                     let Some(epoch) = seat.epoch.take() else {
                         continue;
                     };
                     seat.ready = false;
                     seat.answers.clear();
-                    let moved = RankMoved::default();
+                    let moved = RankTraffic::default();
                     self.say(life, rank, FromWorker::Left { epoch, moved }, later);
                 }
-                Order::Submit(ticket, number, tokens) if seat.ready => {
+                PendingOrder::Submit(ticket, number, tokens) if seat.ready => {
                     seat.answers.insert(ticket, (number, tokens));
-                    later.push((TOKEN_EVERY, Due::Token(life, rank, process, ticket)));
+                    later.push((
+                        TOKEN_EVERY,
+                        ServingEvent::Token(life, rank, process, ticket),
+                    ));
                 }
-                Order::Submit(..) => {} // it has failed meanwhile, as its owner will learn
-                Order::Cancel(ticket) => drop(seat.answers.remove(&ticket)),
+                PendingOrder::Submit(..) => {} // it has failed meanwhile, as its owner will learn
+                PendingOrder::Cancel(ticket) => drop(seat.answers.remove(&ticket)),
             }
         }
     }
@@ -568,12 +574,12 @@ impl Serving {
     fn say(&self, life: u64, rank: Rank, message: FromWorker, later: &mut Later) {
         if let Some(owner) = self.owners.get(&life) {
             let process = owner.seats[rank.0 as usize].process;
-            later.push((WORD, Due::Say(life, rank, process, message)));
+            later.push((WORD, ServingEvent::Say(life, rank, process, message)));
         }
     }
 
     /// An owner receives what has arrived from a worker, if their connection works.
-    fn hear(&mut self, life: u64, rank: Rank, net: &Net<'_>, later: &mut Later) {
+    fn hear(&mut self, life: u64, rank: Rank, net: &NetworkView<'_>, later: &mut Later) {
         loop {
             let Some(owner) = self.owners.get_mut(&life) else {
                 return;
@@ -586,7 +592,7 @@ impl Serving {
             let Some(message) = seat.held.pop_front() else {
                 return;
             };
-            let event = Event::Crew(CrewEvent::Message { rank, message });
+            let event = Event::Worker(CrewEvent::Message { rank, message });
             self.step(life, event, net, later);
         }
     }
@@ -595,7 +601,7 @@ impl Serving {
         &mut self,
         (life, rank, process): (u64, Rank, u64),
         epoch: u64,
-        net: &Net<'_>,
+        net: &NetworkView<'_>,
         later: &mut Later,
     ) {
         let bad = self.absent_mate(life, rank, net);
@@ -621,7 +627,7 @@ impl Serving {
     }
 
     /// The first rank that another one does not reach.
-    fn absent_mate(&self, life: u64, rank: Rank, net: &Net<'_>) -> Option<u32> {
+    fn absent_mate(&self, life: u64, rank: Rank, net: &NetworkView<'_>) -> Option<u32> {
         let owner = self.owners.get(&life)?;
         let at = owner.seats[rank.0 as usize].at;
         let mates = (0..).zip(&owner.seats);
@@ -646,7 +652,7 @@ impl Serving {
         &mut self,
         (life, rank, process): (u64, Rank, u64),
         ticket: Ticket,
-        net: &Net<'_>,
+        net: &NetworkView<'_>,
         later: &mut Later,
     ) {
         let bad = self.absent_mate(life, rank, net);
@@ -663,7 +669,10 @@ impl Serving {
         if let Some(bad) = bad {
             let since = *seat.stalled.get_or_insert(net.now);
             if net.now - since < SILENCE {
-                later.push((TOKEN_EVERY * 3, Due::Token(life, rank, process, ticket)));
+                later.push((
+                    TOKEN_EVERY * 3,
+                    ServingEvent::Token(life, rank, process, ticket),
+                ));
                 return;
             }
             seat.ready = false;
@@ -685,7 +694,10 @@ impl Serving {
         *count += 1;
         match reply {
             Reply::Finished { .. } => drop(seat.answers.remove(&ticket)),
-            _ => later.push((TOKEN_EVERY, Due::Token(life, rank, process, ticket))),
+            _ => later.push((
+                TOKEN_EVERY,
+                ServingEvent::Token(life, rank, process, ticket),
+            )),
         }
         let word = FromWorker::Reply {
             ticket,
@@ -695,8 +707,8 @@ impl Serving {
         self.say(life, rank, word, later);
     }
 
-    fn kill(&mut self, net: &Net<'_>, later: &mut Later) {
-        let alive = |owner: &Owner| {
+    fn kill(&mut self, net: &NetworkView<'_>, later: &mut Later) {
+        let alive = |owner: &SimOwner| {
             let seats = (0..).map(Rank).zip(&owner.seats);
             let alive = seats.filter(|(_, seat)| seat.alive && net.reach(owner.node, seat.at));
             alive.map(|(rank, _)| rank).collect::<Vec<Rank>>()
@@ -712,18 +724,25 @@ impl Serving {
         if let Some(owner) = self.owners.get_mut(&life) {
             let seat = &mut owner.seats[rank.0 as usize];
             seat.alive = false;
-            let exit = Due::Exit(life, rank, seat.process);
+            let exit = ServingEvent::Exit(life, rank, seat.process);
             later.push((Duration::from_millis(20), exit));
         }
     }
 
-    fn exit(&mut self, life: u64, rank: Rank, process: u64, net: &Net<'_>, later: &mut Later) {
+    fn exit(
+        &mut self,
+        life: u64,
+        rank: Rank,
+        process: u64,
+        net: &NetworkView<'_>,
+        later: &mut Later,
+    ) {
         let Some(seat) = self.seat(life, rank, process) else {
             return;
         };
         seat.lost = true;
         let at = seat.at;
-        let is_told = |owner: &Owner| net.reach(owner.node, at);
+        let is_told = |owner: &SimOwner| net.reach(owner.node, at);
         if !self.owners.get(&life).is_some_and(is_told) {
             return; // the next heartbeat reports it
         }
@@ -735,11 +754,11 @@ impl Serving {
             ending: Ending::Signal(9),
             tail: Vec::new(),
         };
-        self.step(life, Event::Crew(exited), net, later);
+        self.step(life, Event::Worker(exited), net, later);
     }
 
     /// An owner and its workers check each other's heartbeats.
-    fn beat(&mut self, life: u64, net: &Net<'_>, later: &mut Later) {
+    fn beat(&mut self, life: u64, net: &NetworkView<'_>, later: &mut Later) {
         let Some(owner) = self.owners.get(&life) else {
             return;
         };
@@ -748,11 +767,11 @@ impl Serving {
             self.owners.remove(&life);
             return;
         }
-        later.push((BEAT, Due::Beat(life)));
+        later.push((BEAT, ServingEvent::Beat(life)));
         for rank in (0..owner.seats.len() as u32).map(Rank) {
             if self.has_lost(life, rank, net) {
                 let reason = "its machine is out of reach".to_owned();
-                let gone = Event::Crew(CrewEvent::Gone { rank, reason });
+                let gone = Event::Worker(CrewEvent::Gone { rank, reason });
                 self.step(life, gone, net, later);
             } else {
                 self.hear(life, rank, net, later);
@@ -762,7 +781,7 @@ impl Serving {
     }
 
     /// Whether a rank's worker is declared lost now; its machine ends it at the same time.
-    fn has_lost(&mut self, life: u64, rank: Rank, net: &Net<'_>) -> bool {
+    fn has_lost(&mut self, life: u64, rank: Rank, net: &NetworkView<'_>) -> bool {
         let hears = self.hears(life, rank, net);
         let Some(owner) = self.owners.get_mut(&life) else {
             return false;
@@ -787,7 +806,7 @@ impl Serving {
 
     /// A client sends a request to a live node for an instance in the node's map that was ready
     /// once. Before that no node answers for its model.
-    fn ask(&mut self, net: &Net<'_>, later: &mut Later) {
+    fn ask(&mut self, net: &NetworkView<'_>, later: &mut Later) {
         let alive: Vec<usize> = (0..net.nodes.len())
             .filter(|node| net.lives(*node))
             .collect();
@@ -799,16 +818,16 @@ impl Serving {
             all.find_map(|(id, epoch, _)| answered(id, epoch).map(|_| id))
         });
         let (Some(node), Some(id)) = (node, known) else {
-            later.push((Duration::from_secs(2), Due::Ask));
+            later.push((Duration::from_secs(2), ServingEvent::Ask));
             return;
         };
         let number = self.asked.len();
         let length = [0, 5, 40, 90][self.random.below(4) as usize];
-        self.asked.push(Asked {
+        self.asked.push(SimRequest {
             id,
             length,
             since: net.now,
-            entry: Some(Entry::new(*node, 0)),
+            entry: Some(SimIngress::new(*node, 0)),
             entries: 0,
             have: 0,
             copies: BTreeMap::new(),
@@ -831,12 +850,12 @@ impl Serving {
         let line = entry.and_then(|entry| entry.line.as_mut());
         if let Some(line) = line.filter(|line| (line.life, line.ticket) == (life, ticket)) {
             line.replies.push_back(reply);
-            later.push((way, Due::Drain(number)));
+            later.push((way, ServingEvent::Drain(number)));
         }
     }
 
     /// An ingress receives what its owner has sent.
-    fn drain(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
+    fn drain(&mut self, number: usize, net: &NetworkView<'_>, later: &mut Later) {
         loop {
             let asked = &mut self.asked[number];
             let Some(entry) = &mut asked.entry else {
@@ -869,16 +888,16 @@ impl Serving {
                     (entry.line, entry.ended) = (None, true);
                     self.copy(number, true, net, later);
                 }
-                Reply::Failed(Failure::Lost { .. }) => {
+                Reply::Failed(RequestFailure::Lost { .. }) => {
                     entry.given_back = Some((net.now, false));
                 }
-                Reply::Failed(Failure::Unavailable { .. }) => {
+                Reply::Failed(RequestFailure::Unavailable { .. }) => {
                     entry.given_back = Some((net.now, true));
                 }
                 Reply::Failed(failure) => {
                     let said = format!("answer {number} is refused: {failure}");
                     self.violations.push(said);
-                    asked.outcome = Some(Outcome::Lost);
+                    asked.outcome = Some(RequestResult::Lost);
                     return;
                 }
             }
@@ -886,7 +905,7 @@ impl Serving {
     }
 
     /// Another node gets a copy of an ingress's tokens, then the client gets them.
-    fn copy(&mut self, number: usize, ends: bool, net: &Net<'_>, later: &mut Later) {
+    fn copy(&mut self, number: usize, ends: bool, net: &NetworkView<'_>, later: &mut Later) {
         let way = self.way();
         let asked = &mut self.asked[number];
         let Some(entry) = &asked.entry else { return };
@@ -899,7 +918,10 @@ impl Serving {
             }
             None => COPY_LIMIT,
         };
-        later.push((wait, Due::Told(number, asked.entries, entry.tokens, ends)));
+        later.push((
+            wait,
+            ServingEvent::Told(number, asked.entries, entry.tokens, ends),
+        ));
     }
 
     /// A client receives tokens from its ingress.
@@ -911,7 +933,7 @@ impl Serving {
         // A copy that took 2 s may arrive after a later, faster one.
         asked.have = asked.have.max(count);
         if ends {
-            asked.outcome = Some(Outcome::Whole);
+            asked.outcome = Some(RequestResult::Whole);
             self.whole += 1;
             if asked.have != asked.length {
                 let said = format!("a client has {} tokens of answer {number}", asked.have);
@@ -921,11 +943,11 @@ impl Serving {
     }
 
     /// An ingress, or a client without one, checks a request.
-    fn look(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
+    fn look(&mut self, number: usize, net: &NetworkView<'_>, later: &mut Later) {
         if self.asked[number].outcome.is_some() {
             return;
         }
-        later.push((LOOK_EVERY, Due::Look(number)));
+        later.push((LOOK_EVERY, ServingEvent::Look(number)));
         if self.asked[number].entry.is_none() {
             return self.come_back(number, net, later);
         }
@@ -940,7 +962,7 @@ impl Serving {
     }
 
     /// A client that lost its ingress resumes at a node that finds a copy of its tokens.
-    fn come_back(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
+    fn come_back(&mut self, number: usize, net: &NetworkView<'_>, later: &mut Later) {
         let node = self.random.below(net.nodes.len() as u64) as usize;
         let way = self.way();
         let asked = &mut self.asked[number];
@@ -950,7 +972,7 @@ impl Serving {
         }
         let has = asked.copies.values().copied().max();
         if has.is_none_or(|has| has < asked.have) && asked.have > 0 {
-            asked.outcome = Some(Outcome::Gone); // all that had it were lost
+            asked.outcome = Some(RequestResult::Gone); // all that had it were lost
             return;
         }
         let found = asked.copies.iter().filter(|(at, _)| net.reach(node, **at));
@@ -960,13 +982,13 @@ impl Serving {
             None if asked.have == 0 => 0, // it sends a new request
             _ => return,
         };
-        asked.entry = Some(Entry::new(node, count));
+        asked.entry = Some(SimIngress::new(node, count));
         self.resumed += 1;
-        later.push((way, Due::Told(number, asked.entries, count, false)));
+        later.push((way, ServingEvent::Told(number, asked.entries, count, false)));
     }
 
     /// Closes a connection that is cut or whose owner is lost, and settles returned requests.
-    fn check_line(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
+    fn check_line(&mut self, number: usize, net: &NetworkView<'_>, later: &mut Later) {
         let Some(entry) = &mut self.asked[number].entry else {
             return;
         };
@@ -986,7 +1008,7 @@ impl Serving {
         let Some((at, refused)) = entry.given_back else {
             return;
         };
-        if owner.supervisor.stand() != Stand::Ready || net.now - at < SETTLED_AFTER {
+        if owner.supervisor.health() != Health::Ready || net.now - at < SETTLED_AFTER {
             return;
         }
         if refused && entry.again < AGAIN_MAX {
@@ -994,11 +1016,11 @@ impl Serving {
             entry.again += 1;
             return;
         }
-        self.asked[number].outcome = Some(Outcome::Lost);
+        self.asked[number].outcome = Some(RequestResult::Lost);
     }
 
     /// Connects to the owner of the instance, by the map of the ingress.
-    fn connect(&mut self, number: usize, net: &Net<'_>, later: &mut Later) {
+    fn connect(&mut self, number: usize, net: &NetworkView<'_>, later: &mut Later) {
         let asked = &mut self.asked[number];
         let Some(entry) = &mut asked.entry else {
             return;
@@ -1007,7 +1029,7 @@ impl Serving {
             return;
         };
         let Some(wanted) = net.record(entry.node, asked.id) else {
-            asked.outcome = Some(Outcome::Unloaded);
+            asked.outcome = Some(RequestResult::Unloaded);
             return;
         };
         let id = wanted.nodes[0];
@@ -1016,7 +1038,8 @@ impl Serving {
         if !lives || !net.reach(entry.node, node) {
             return;
         }
-        let is_it = |owner: &Owner| owner.node == node && owner.id == asked.id && owner.was_ready;
+        let is_it =
+            |owner: &SimOwner| owner.node == node && owner.id == asked.id && owner.was_ready;
         let found = self.owners.iter_mut().find(|(_, owner)| is_it(owner));
         let Some((life, owner)) = found else { return };
         owner.last_ticket += 1;
@@ -1024,16 +1047,16 @@ impl Serving {
         owner.tickets.insert(ticket, number);
         let tokens: Vec<u32> = (0..entry.tokens).map(|i| token(number, i)).collect();
         self.resumed += u64::from(!tokens.is_empty());
-        entry.line = Some(Line {
+        entry.line = Some(SimConnection {
             life,
             ticket,
             replies: VecDeque::new(),
             cut: None,
         });
-        let request = Box::new(Request {
+        let request = Box::new(GenerationRequest {
             prompt: vec![number as u32],
             max_tokens: asked.length,
-            ..Request::default()
+            ..GenerationRequest::default()
         });
         let submit = Event::Submit {
             ticket,
@@ -1055,21 +1078,26 @@ impl Serving {
         let mut found = self.violations.clone();
         for id in wanted {
             let owners = self.owners.values().filter(|owner| owner.id == *id);
-            let told = |owner: &Owner| (owner.node, owner.epoch, owner.supervisor.stand());
+            let told = |owner: &SimOwner| (owner.node, owner.epoch, owner.supervisor.health());
             let told: Vec<_> = owners.map(told).collect();
-            let is_refused = |owner: &Owner| {
-                let is_over =
-                    matches!(owner.supervisor.stand(), Stand::Failed { again: false, .. });
+            let is_refused = |owner: &SimOwner| {
+                let is_over = matches!(
+                    owner.supervisor.health(),
+                    Health::Failed { again: false, .. }
+                );
                 owner.id == *id && is_over && owner.epoch == 1 && !owner.goes_on
             };
             let is_refused = self.owners.values().any(is_refused);
-            if !is_refused && !told.iter().any(|(.., stand)| *stand == Stand::Ready) {
+            if !is_refused && !told.iter().any(|(.., stand)| *stand == Health::Ready) {
                 found.push(format!("instance {id} is not ready again: {told:?}"));
             }
         }
         for (number, asked) in self.asked.iter().enumerate() {
             let is_due = asked.since + ANSWER_LIMIT <= length && wanted.contains(&asked.id);
-            let is_whole = matches!(asked.outcome, Some(Outcome::Whole | Outcome::Gone));
+            let is_whole = matches!(
+                asked.outcome,
+                Some(RequestResult::Whole | RequestResult::Gone)
+            );
             if is_due && !is_whole {
                 found.push(format!("answer {number} is not whole: {asked:?}"));
             }
@@ -1078,10 +1106,10 @@ impl Serving {
     }
 }
 
-impl Owner {
+impl SimOwner {
     /// Starts a worker on the first reachable node of the record, from the rank's own on. Draining
     /// nodes come last.
-    fn start(&mut self, rank: Rank, net: &Net<'_>) {
+    fn start(&mut self, rank: Rank, net: &NetworkView<'_>) {
         let (first, count) = (rank.0 as usize, self.nodes.len());
         let places = (0..count).map(|i| self.nodes[(first + i) % count]);
         let reached = places.filter(|node| net.reach(self.node, *node));
@@ -1095,15 +1123,15 @@ impl Owner {
     /// Ends a worker; its messages no longer arrive.
     fn stop(&mut self, rank: Rank) {
         let seat = &mut self.seats[rank.0 as usize];
-        *seat = Seat {
+        *seat = SimWorker {
             at: seat.at,
             process: seat.process + 1,
-            ..Seat::default()
+            ..SimWorker::default()
         };
     }
 }
 
-impl Entry {
+impl SimIngress {
     const fn new(node: usize, tokens: usize) -> Self {
         Self {
             node,

@@ -10,14 +10,14 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::member::{Action, Event, Message, Pace, Target};
-use paceline_cluster::nodes::placement::{self, Duty, EPOCH_UNWANTED, Wanted};
-use paceline_cluster::nodes::{InstanceId, Key, Member, NodeId, Now, Registers};
+use paceline_cluster::nodes::member::{Action, DialTarget, Event, GossipMessage, Pace};
+use paceline_cluster::nodes::placement::{self, Duty, EPOCH_UNWANTED, InstanceSpec};
+use paceline_cluster::nodes::{InstanceId, Membership, NodeId, Now, RegisterKey, Registers};
 use serde_json::{Value, json};
 
 use crate::check;
-use crate::scenario::{Fault, Random, Scenario};
-use crate::serving::{self, Later, Net, Serving};
+use crate::scenario::{Fault, Scenario, SimRandom};
+use crate::serving::{self, Later, NetworkView, Serving};
 
 /// Start time of all clocks, before their skew; arbitrary.
 const WALL_MS: u64 = 1_800_000_000_000;
@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The outcome of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct SimOutcome {
     /// Violations, in order of detection; empty for a correct run.
     pub violations: Vec<String>,
     /// Number of simulated events.
@@ -59,7 +59,7 @@ enum Due {
         from: usize,
         to: usize,
         link: u64,
-        message: Box<Message>,
+        message: Box<GossipMessage>,
     },
     /// An attempt to connect arrives, from this life of the dialler.
     Knock {
@@ -78,12 +78,12 @@ enum Due {
         other: usize,
         life: u64,
     },
-    Serve(serving::Due),
+    Serve(serving::ServingEvent),
 }
 
-pub(crate) struct Node {
+pub(crate) struct SimNode {
     pub(crate) id: NodeId,
-    pub(crate) member: Option<Member>,
+    pub(crate) member: Option<Membership>,
     /// The registers on its disk.
     saved: Registers,
     /// Counts its processes.
@@ -95,13 +95,13 @@ pub(crate) struct Node {
     tick: Option<Duration>,
     skew_ms: u64,
     /// Instances that it runs: epoch and record.
-    pub(crate) runs: BTreeMap<InstanceId, (u64, Wanted)>,
+    pub(crate) runs: BTreeMap<InstanceId, (u64, InstanceSpec)>,
     /// Highest epoch that it ever ran, by instance.
     highest: BTreeMap<InstanceId, u64>,
 }
 
-pub(crate) struct World {
-    pub(crate) nodes: Vec<Node>,
+pub(crate) struct SimWorld {
+    pub(crate) nodes: Vec<SimNode>,
     pub(crate) wanted: BTreeSet<InstanceId>,
     pub(crate) unwanted: BTreeSet<InstanceId>,
     pub(crate) violations: Vec<String>,
@@ -109,7 +109,7 @@ pub(crate) struct World {
     due: BTreeMap<u64, Due>,
     now: Duration,
     count: u64,
-    random: Random,
+    random: SimRandom,
     scenario: Scenario,
     /// The session of each two nodes, lower number first, as each end knows it.
     links: BTreeMap<(usize, usize), u64>,
@@ -123,8 +123,8 @@ pub(crate) struct World {
 }
 
 /// Runs a scenario to its end.
-pub fn run(scenario: &Scenario) -> Outcome {
-    let mut world = World::new(scenario.clone());
+pub fn run(scenario: &Scenario) -> SimOutcome {
+    let mut world = SimWorld::new(scenario.clone());
     let (mut events, mut settled) = (0, None);
     while let Some(Reverse((at, number))) = world.queue.pop() {
         if at > scenario.length {
@@ -143,7 +143,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
     }
     check::in_the_end(&mut world);
     let serving = world.serving.as_ref();
-    Outcome {
+    SimOutcome {
         answers: serving.map_or(0, |serving| serving.whole),
         resumed: serving.map_or(0, |serving| serving.resumed),
         violations: world.violations,
@@ -155,14 +155,14 @@ pub fn run(scenario: &Scenario) -> Outcome {
     }
 }
 
-impl World {
+impl SimWorld {
     fn new(scenario: Scenario) -> Self {
-        let mut random = Random::new(scenario.seed ^ 0x5eed);
+        let mut random = SimRandom::new(scenario.seed ^ 0x5eed);
         let node = |number: usize| {
             let mut bytes = [0; 16];
             bytes[..8].copy_from_slice(&random.next().to_be_bytes());
             bytes[15] = number as u8;
-            Node {
+            SimNode {
                 id: NodeId(bytes),
                 member: None,
                 saved: Registers::default(),
@@ -237,7 +237,7 @@ impl World {
         own.life += 1;
         (own.started, own.tick, own.leaves) = (self.now, None, false);
         let (id, saved, life) = (own.id, own.saved.clone(), own.life);
-        own.member = Some(Member::new(id, saved, Pace::default(), seed, now));
+        own.member = Some(Membership::new(id, saved, Pace::default(), seed, now));
         self.write_facts(node);
         self.add(self.now + PATIENCE, Due::Look(node, life));
         for other in (0..self.nodes.len()).filter(|other| *other != node) {
@@ -254,7 +254,7 @@ impl World {
         let own = &self.nodes[node];
         let facts = json!({"boot": own.life, "leaving": own.leaves});
         let facts = Event::Write {
-            key: Key::Node(own.id),
+            key: RegisterKey::Node(own.id),
             epoch: 0,
             value: Some(facts.to_string()),
         };
@@ -320,7 +320,7 @@ impl World {
             Due::Look(..) => {}
             Due::Fault(number) => self.fault(number),
             Due::Find { at, other, life } if life == self.nodes[at].life => {
-                let found = Event::Found(Target::Node(self.nodes[other].id));
+                let found = Event::Found(DialTarget::Node(self.nodes[other].id));
                 self.step(at, found);
             }
             Due::Find { .. } => {}
@@ -348,12 +348,12 @@ impl World {
     }
 
     /// Runs a step of the serving state.
-    fn serve(&mut self, run: impl FnOnce(&mut Serving, &Net<'_>, &mut Later)) {
+    fn serve(&mut self, run: impl FnOnce(&mut Serving, &NetworkView<'_>, &mut Later)) {
         let Some(mut serving) = self.serving.take() else {
             return;
         };
         let mut later = Later::new();
-        let net = Net {
+        let net = NetworkView {
             nodes: &self.nodes,
             split: self.split,
             deaf: &self.deaf,
@@ -397,14 +397,14 @@ impl World {
         let others = order[1..].iter().filter(|id| heirs.contains(id));
         let nodes = order[..1].iter().chain(others).take(wide).copied();
         let id = InstanceId(self.random.next());
-        let wanted = Wanted {
+        let wanted = InstanceSpec {
             model: "model".into(),
             successors: order[1..].to_vec(),
             nodes: nodes.collect(),
             split: placement::SPLIT_ANY.into(),
             threads: 1,
             parallel: 1,
-            ..Wanted::default()
+            ..InstanceSpec::default()
         };
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));
@@ -447,16 +447,22 @@ impl World {
             let next = placement::without(wanted, own, &heirs, life)?;
             Some((id, epoch + 1, next))
         };
-        let records: Vec<(InstanceId, u64, Wanted)> = parts.filter_map(next).collect();
+        let records: Vec<(InstanceId, u64, InstanceSpec)> = parts.filter_map(next).collect();
         for (id, epoch, wanted) in records {
             self.moves += 1;
             self.write_record(node, id, epoch, Some(&wanted));
         }
     }
 
-    fn write_record(&mut self, node: usize, id: InstanceId, epoch: u64, wanted: Option<&Wanted>) {
+    fn write_record(
+        &mut self,
+        node: usize,
+        id: InstanceId,
+        epoch: u64,
+        wanted: Option<&InstanceSpec>,
+    ) {
         let value = wanted.map(|wanted| serde_json::to_string(wanted).expect("JSON"));
-        let key = Key::Instance(id);
+        let key = RegisterKey::Instance(id);
         self.step(node, Event::Write { key, epoch, value });
     }
 
@@ -472,7 +478,7 @@ impl World {
         self.links.insert(pair(from, to), self.count);
         for (at, other) in [(to, from), (from, to)] {
             let id = self.nodes[other].id;
-            let target = (at == from).then_some(Target::Node(id));
+            let target = (at == from).then_some(DialTarget::Node(id));
             self.step(at, Event::Linked { id, target });
         }
     }
@@ -489,8 +495,8 @@ impl World {
             self.note(node, &action);
             match action {
                 Action::Send { to, message } => self.send(node, to, message),
-                Action::Dial(Target::Node(id)) => self.dial(node, id),
-                Action::Dial(Target::Peer(_)) => {}
+                Action::Dial(DialTarget::Node(id)) => self.dial(node, id),
+                Action::Dial(DialTarget::Peer(_)) => {}
                 Action::Unlink(id) => self.unlink(node, id),
                 Action::Changed(_) | Action::Life(..) => changed = true,
             }
@@ -518,7 +524,7 @@ impl World {
             Action::Life(_, life) => 5 + *life as u64,
         };
         let now = self.now.as_nanos() as u64;
-        let mut random = Random::new(self.trace ^ now ^ (kind << 8 | node as u64));
+        let mut random = SimRandom::new(self.trace ^ now ^ (kind << 8 | node as u64));
         self.trace = random.next();
     }
 
@@ -526,7 +532,7 @@ impl World {
         usize::from(id.0[15])
     }
 
-    fn send(&mut self, from: usize, to: NodeId, message: Message) {
+    fn send(&mut self, from: usize, to: NodeId, message: GossipMessage) {
         let to = self.index(to);
         let Some(link) = self.links.get(&pair(from, to)).copied() else {
             return;
@@ -616,9 +622,9 @@ impl World {
 }
 
 /// Other live nodes that stay, as a node sees them.
-fn heirs(member: &Member) -> Vec<NodeId> {
+fn heirs(member: &Membership) -> Vec<NodeId> {
     let leaves = |id: &NodeId| {
-        let facts = member.map().get(&Key::Node(*id));
+        let facts = member.map().get(&RegisterKey::Node(*id));
         let facts = facts.and_then(|text| serde_json::from_str::<Value>(text).ok());
         facts.is_some_and(|facts| facts["leaving"] == true)
     };

@@ -6,7 +6,7 @@ use paceline_base::Bytes;
 ///
 /// All sources deliver the same bytes, verified by `sha256`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Model {
+pub struct CatalogueModel {
     /// Short name: lower-case letters, digits, `.` and `-`, without `--`.
     pub alias: &'static str,
     /// Other names in lower case: those of other programs and of the planner.
@@ -61,21 +61,21 @@ pub struct Wheel {
 
 /// A list of models by alias.
 #[derive(Clone, Copy, Debug)]
-pub struct Catalogue(pub &'static [Model]);
+pub struct Catalogue(pub &'static [CatalogueModel]);
 
 impl Catalogue {
     /// Paceline's own catalogue.
     pub const BUILTIN: Self = Self(&[SMOLLM2, GEMMA3_270M]);
 
     /// Finds a model by alias or other name, ignoring case.
-    pub fn find(self, name: &str) -> Option<&'static Model> {
+    pub fn find(self, name: &str) -> Option<&'static CatalogueModel> {
         let is_also = |also: &&str| also.eq_ignore_ascii_case(name);
         let mut models = self.0.iter();
         models.find(|model| model.alias == name || model.also.iter().any(is_also))
     }
 
     /// All models, in the order of the list.
-    pub fn iter(self) -> impl Iterator<Item = &'static Model> {
+    pub fn iter(self) -> impl Iterator<Item = &'static CatalogueModel> {
         self.0.iter()
     }
 }
@@ -83,7 +83,7 @@ impl Catalogue {
 // Sizes and hashes were taken from the wheels on 2026-11-21. The hub locations are those in the
 // wheels' own metadata.
 
-const SMOLLM2: Model = Model {
+const SMOLLM2: CatalogueModel = CatalogueModel {
     alias: "smollm2",
     also: &["smollm2:latest", "smollm2:135m", "smollm2-135m"],
     shape: Some("SmolLM2-135M"),
@@ -108,7 +108,7 @@ const SMOLLM2: Model = Model {
     }],
 };
 
-const GEMMA3_270M: Model = Model {
+const GEMMA3_270M: CatalogueModel = CatalogueModel {
     alias: "gemma3-270m",
     also: &["gemma-3-270m"],
     shape: Some("Gemma-3-270M"),
@@ -161,13 +161,13 @@ mod tests {
     use super::*;
     use crate::hash::is_sha256;
     use crate::name::{EntryName, HubId, check_file_path};
-    use crate::{Found, Kind};
+    use crate::{Kind, ResolvedModel};
 
     #[test]
     fn the_repository_of_a_models_weights_is_known() {
         let weights = |name: Option<EntryName>, kind| {
             let path = "model".into();
-            let found = Found { path, kind, name };
+            let found = ResolvedModel { path, kind, name };
             found.weights().map(str::to_owned)
         };
         let smollm2 = Some("HuggingFaceTB/SmolLM2-135M-Instruct".to_owned());

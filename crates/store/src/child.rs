@@ -23,9 +23,9 @@ const LOG_LINES: usize = 4;
 
 /// A child that is killed when dropped.
 #[derive(Debug)]
-pub(crate) struct Running(Child);
+pub(crate) struct ToolProcess(Child);
 
-impl Running {
+impl ToolProcess {
     /// Starts `command` in a process group of its own.
     pub(crate) fn start(mut command: Command) -> std::io::Result<Self> {
         command.process_group(0).spawn().map(Self)
@@ -37,7 +37,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for ToolProcess {
     fn drop(&mut self) {
         if !matches!(self.0.try_wait(), Ok(None)) {
             return;
@@ -74,7 +74,7 @@ pub(crate) fn run(
         .stdin(Stdio::null())
         .stdout(create(out)?)
         .stderr(create(log)?);
-    let mut child = Running::start(command).map_err(|error| match error.kind() {
+    let mut child = ToolProcess::start(command).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::ToolMissing {
             program: program.clone(),
         },
@@ -92,7 +92,7 @@ pub(crate) fn run(
 }
 
 fn wait(
-    child: &mut Running,
+    child: &mut ToolProcess,
     program: &str,
     limit: Duration,
     cancel: &Cancel,

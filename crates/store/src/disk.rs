@@ -40,13 +40,13 @@ pub(crate) fn check_space(
 
 /// A file in writing, with the remaining bytes for the error of a full disk.
 #[derive(Debug)]
-pub(crate) struct Sink<'a> {
+pub(crate) struct ModelFileSink<'a> {
     pub(crate) file: File,
     pub(crate) path: &'a Path,
     pub(crate) free_space: fn(&Path) -> io::Result<u64>,
 }
 
-impl Sink<'_> {
+impl ModelFileSink<'_> {
     /// Appends `bytes`; `to_come` is the total still needed, for the error.
     pub(crate) fn write(&mut self, bytes: &[u8], to_come: u64) -> Result<(), Error> {
         self.file
@@ -171,7 +171,7 @@ mod tests {
             .write(true)
             .open("/dev/full")
             .unwrap();
-        let mut sink = Sink {
+        let mut sink = ModelFileSink {
             file,
             path: Path::new("/dev/full"),
             free_space: |_| Ok(7),

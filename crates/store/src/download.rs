@@ -15,10 +15,10 @@ use paceline_base::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::hash::{Hasher, expect_sha256, hash_file};
-use crate::http::{Client, Response};
+use crate::http::{HttpClient, HubResponse};
 use crate::index::{FileRecord, PARTIAL_SUFFIX};
 use crate::options::PullOptions;
-use crate::progress::{Cancel, Progress};
+use crate::progress::{Cancel, PullProgress};
 use crate::{Error, disk};
 
 /// Progress that resets the count of consecutive failures: [`RetryPolicy`](crate::RetryPolicy)
@@ -31,15 +31,15 @@ const NOTE_BYTES_MAX: u64 = 16 << 10;
 const UNKNOWN_SIZE_MAX: u64 = 64 << 20;
 
 /// Options, cancellation and progress of a pull.
-pub(crate) struct Context<'a> {
+pub(crate) struct PullContext<'a> {
     pub(crate) options: &'a PullOptions,
     pub(crate) cancel: &'a Cancel,
-    pub(crate) progress: &'a mut dyn Progress,
+    pub(crate) progress: &'a mut dyn PullProgress,
 }
 
 /// A file to download.
 #[derive(Clone, Debug)]
-pub(crate) struct Wanted {
+pub(crate) struct DownloadSpec {
     /// Address on the hub, before redirects.
     pub(crate) url: String,
     /// The model's folder.
@@ -53,14 +53,14 @@ pub(crate) struct Wanted {
 
 /// Source of a partial file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Note {
+struct PartialNote {
     url: String,
     etag: String,
 }
 
 /// Present bytes of a partial file, with their running hash.
 #[derive(Debug, Default)]
-struct Present {
+struct PartialBytes {
     bytes: u64,
     hasher: Hasher,
     etag: Option<String>,
@@ -68,7 +68,7 @@ struct Present {
 
 /// A failed attempt.
 #[derive(Debug)]
-struct Failure {
+struct AttemptFailure {
     error: Error,
     /// Bytes gained by the attempt.
     gained: u64,
@@ -76,7 +76,7 @@ struct Failure {
     start_over: bool,
 }
 
-impl From<Error> for Failure {
+impl From<Error> for AttemptFailure {
     fn from(error: Error) -> Self {
         Self {
             error,
@@ -91,9 +91,9 @@ impl From<Error> for Failure {
 /// # Errors
 /// The last error of network, hub or disk. The partial file stays unless its bytes were wrong.
 pub(crate) fn fetch(
-    client: &mut Client,
-    wanted: &Wanted,
-    ctx: &mut Context<'_>,
+    client: &mut HttpClient,
+    wanted: &DownloadSpec,
+    ctx: &mut PullContext<'_>,
 ) -> Result<FileRecord, Error> {
     if let Some(record) = already_there(wanted, ctx)? {
         return Ok(record);
@@ -128,7 +128,10 @@ pub(crate) fn fetch(
 }
 
 /// Checks for a complete file from an interrupted multi-file pull.
-fn already_there(wanted: &Wanted, ctx: &mut Context<'_>) -> Result<Option<FileRecord>, Error> {
+fn already_there(
+    wanted: &DownloadSpec,
+    ctx: &mut PullContext<'_>,
+) -> Result<Option<FileRecord>, Error> {
     let path = wanted.dir.join(&wanted.file);
     let (Some(bytes), Some(sha256)) = (wanted.bytes, &wanted.sha256) else {
         return Ok(None);
@@ -151,11 +154,11 @@ fn already_there(wanted: &Wanted, ctx: &mut Context<'_>) -> Result<Option<FileRe
 }
 
 fn attempt(
-    client: &mut Client,
-    wanted: &Wanted,
-    ctx: &mut Context<'_>,
-) -> Result<FileRecord, Failure> {
-    let partial = Partial::new(wanted);
+    client: &mut HttpClient,
+    wanted: &DownloadSpec,
+    ctx: &mut PullContext<'_>,
+) -> Result<FileRecord, AttemptFailure> {
+    let partial = PartialDownload::new(wanted);
     if let Some(dir) = partial.path.parent() {
         disk::create_dir(dir)?;
     }
@@ -171,7 +174,7 @@ fn attempt(
     if received.is_err() && present.bytes == 0 {
         let _ = partial.remove(); // what says nothing is not left on a disk that is full, say
     }
-    received.map_err(|error| Failure {
+    received.map_err(|error| AttemptFailure {
         gained: present.bytes - started_at,
         start_over: false,
         error,
@@ -180,19 +183,19 @@ fn attempt(
     accepted.map_err(if started_at > 0 {
         after_resume
     } else {
-        Failure::from
+        AttemptFailure::from
     })
 }
 
 /// Requests the rest of the file, or all of it; returns the response with the total size. Empties
 /// `present` when the server sends the file from its start.
 fn ask(
-    client: &mut Client,
-    wanted: &Wanted,
-    partial: &Partial,
-    present: &mut Present,
-    ctx: &mut Context<'_>,
-) -> Result<(Response, Option<u64>), Failure> {
+    client: &mut HttpClient,
+    wanted: &DownloadSpec,
+    partial: &PartialDownload,
+    present: &mut PartialBytes,
+    ctx: &mut PullContext<'_>,
+) -> Result<(HubResponse, Option<u64>), AttemptFailure> {
     let resumed = present.bytes;
     let mut headers = Vec::new();
     if let Some(etag) = present.etag.as_ref().filter(|_| resumed > 0) {
@@ -209,7 +212,7 @@ fn ask(
             url: wanted.url.clone(),
             status: response.status,
         };
-        return Err(Failure {
+        return Err(AttemptFailure {
             error,
             gained: 0,
             start_over: true,
@@ -223,18 +226,18 @@ fn ask(
             ctx.progress
                 .message("the server cannot go on where this file ends; starting over");
         }
-        *present = Present::default();
+        *present = PartialBytes::default();
     }
     Ok((response, total))
 }
 
 /// A wrong resumed file may have been wrong before: worth a fresh start.
-fn after_resume(error: Error) -> Failure {
+fn after_resume(error: Error) -> AttemptFailure {
     let wrong = matches!(
         error,
         Error::HashMismatch { .. } | Error::SizeMismatch { .. }
     );
-    Failure {
+    AttemptFailure {
         error,
         gained: 0,
         start_over: wrong,
@@ -243,20 +246,20 @@ fn after_resume(error: Error) -> Failure {
 
 /// Writes the body. On return `present` is up to date, also after errors.
 fn receive(
-    response: &Response,
-    wanted: &Wanted,
-    partial: &Partial,
-    present: &mut Present,
+    response: &HubResponse,
+    wanted: &DownloadSpec,
+    partial: &PartialDownload,
+    present: &mut PartialBytes,
     total: Option<u64>,
-    ctx: &mut Context<'_>,
+    ctx: &mut PullContext<'_>,
 ) -> Result<(), Error> {
     let total = total.or(wanted.bytes);
     let limit = total.unwrap_or(UNKNOWN_SIZE_MAX);
-    let to_come = |present: &Present| total.unwrap_or(0).saturating_sub(present.bytes);
+    let to_come = |present: &PartialBytes| total.unwrap_or(0).saturating_sub(present.bytes);
     let free_space = ctx.options.free_space;
     disk::check_space(free_space, &wanted.dir, to_come(present))?;
     let file = partial.begin(wanted, response, present)?;
-    let mut sink = disk::Sink {
+    let mut sink = disk::ModelFileSink {
         file,
         path: &partial.path,
         free_space,
@@ -286,8 +289,8 @@ fn receive(
 
 /// Rejects another file by the announced hash and size, before the body is read.
 fn refuse_other_file(
-    wanted: &Wanted,
-    response: &Response,
+    wanted: &DownloadSpec,
+    response: &HubResponse,
     total: Option<u64>,
 ) -> Result<(), Error> {
     if let (Some(expected), Some(got)) = (&wanted.sha256, &response.announced.sha256) {
@@ -303,7 +306,7 @@ fn refuse_other_file(
     }
 }
 
-fn size_mismatch(wanted: &Wanted, expected: u64, got: u64) -> Error {
+fn size_mismatch(wanted: &DownloadSpec, expected: u64, got: u64) -> Error {
     Error::SizeMismatch {
         what: wanted.url.clone(),
         expected: Bytes(expected),
@@ -312,7 +315,7 @@ fn size_mismatch(wanted: &Wanted, expected: u64, got: u64) -> Error {
 }
 
 /// Total size, from `Content-Range` or `Content-Length`.
-fn announced_total(response: &Response) -> Option<u64> {
+fn announced_total(response: &HubResponse) -> Option<u64> {
     if response.status == 206 {
         return content_range(response.header("content-range")?).map(|(_, total)| total);
     }
@@ -324,7 +327,7 @@ pub(crate) fn parse(bytes: &[u8]) {
     if let Some((start, total)) = std::str::from_utf8(bytes).ok().and_then(content_range) {
         assert!(start < total, "{start} of {total}");
     }
-    let _ = serde_json::from_slice::<Note>(bytes);
+    let _ = serde_json::from_slice::<PartialNote>(bytes);
 }
 
 /// Start and total of `bytes START-END/TOTAL`.
@@ -340,7 +343,7 @@ pub(crate) fn content_range(text: &str) -> Option<(u64, u64)> {
 }
 
 /// Whether a 206 response starts exactly at the end of the partial file.
-fn continues(response: &Response, present: &Present) -> bool {
+fn continues(response: &HubResponse, present: &PartialBytes) -> bool {
     let start = response
         .header("content-range")
         .and_then(content_range)
@@ -354,13 +357,13 @@ fn continues(response: &Response, present: &Present) -> bool {
 
 /// The partial file and its note.
 #[derive(Debug)]
-struct Partial {
+struct PartialDownload {
     path: PathBuf,
     note: PathBuf,
 }
 
-impl Partial {
-    fn new(wanted: &Wanted) -> Self {
+impl PartialDownload {
+    fn new(wanted: &DownloadSpec) -> Self {
         let path = wanted.dir.join(format!("{}{PARTIAL_SUFFIX}", wanted.file));
         let note = wanted
             .dir
@@ -369,19 +372,23 @@ impl Partial {
     }
 
     /// Hashes the resumable bytes; none without a usable note.
-    fn open(&self, wanted: &Wanted, ctx: &mut Context<'_>) -> Result<Present, Error> {
+    fn open(
+        &self,
+        wanted: &DownloadSpec,
+        ctx: &mut PullContext<'_>,
+    ) -> Result<PartialBytes, Error> {
         let note = read_note(&self.note).filter(|note| note.url == wanted.url);
         let length = fs::symlink_metadata(&self.path)
             .map_or(0, |meta| if meta.is_file() { meta.len() } else { 0 });
         let Some(note) = note.filter(|_| length > 0) else {
-            return Ok(Present::default());
+            return Ok(PartialBytes::default());
         };
         ctx.progress
             .start(&format!("checking {}", wanted.file), Some(length), 0);
         let hashed = hash_file(&self.path, ctx.cancel, |n| ctx.progress.advance(n));
         ctx.progress.finish();
         let (bytes, hasher) = hashed?;
-        Ok(Present {
+        Ok(PartialBytes {
             bytes,
             hasher,
             etag: Some(note.etag),
@@ -392,15 +399,15 @@ impl Partial {
     /// Without a strong ETag it cannot be resumed, so there is no note.
     fn begin(
         &self,
-        wanted: &Wanted,
-        response: &Response,
-        present: &mut Present,
+        wanted: &DownloadSpec,
+        response: &HubResponse,
+        present: &mut PartialBytes,
     ) -> Result<File, Error> {
         if present.bytes == 0 {
             disk::remove_file(&self.note)?;
             let strong = |etag: &&str| etag.starts_with('"') && etag.len() > 2;
             if let Some(etag) = response.header("etag").filter(strong) {
-                let note = Note {
+                let note = PartialNote {
                     url: wanted.url.clone(),
                     etag: etag.to_owned(),
                 };
@@ -423,8 +430,8 @@ impl Partial {
     /// Verifies size and hash and renames the file. Wrong bytes are removed.
     fn accept(
         &self,
-        wanted: &Wanted,
-        present: Present,
+        wanted: &DownloadSpec,
+        present: PartialBytes,
         announced: Option<String>,
     ) -> Result<FileRecord, Error> {
         let length = present.bytes;
@@ -456,14 +463,14 @@ impl Partial {
     }
 }
 
-fn read_note(path: &Path) -> Option<Note> {
+fn read_note(path: &Path) -> Option<PartialNote> {
     let mut text = Vec::new();
     File::open(path)
         .ok()?
         .take(NOTE_BYTES_MAX)
         .read_to_end(&mut text)
         .ok()?;
-    let note: Note = serde_json::from_slice(&text).ok()?;
+    let note: PartialNote = serde_json::from_slice(&text).ok()?;
     // It goes into a request header.
     let legal = note.etag.bytes().all(|b| (0x20..0x7f).contains(&b));
     (legal && note.etag.starts_with('"')).then_some(note)

@@ -23,11 +23,11 @@ use std::path::{Path, PathBuf};
 use paceline_base::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::download::Context;
+use crate::download::PullContext;
 use crate::hash::{hash_file, is_sha256};
 use crate::lock::Lock;
 use crate::options::{PullOptions, Toolchain};
-use crate::progress::{Cancel, Progress};
+use crate::progress::{Cancel, PullProgress};
 use crate::{Error, disk, pip};
 use pins::Pin;
 
@@ -87,7 +87,7 @@ impl MlxBuild {
 
 /// An installed MLX.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mlx {
+pub struct MlxInstallation {
     /// The build.
     pub build: MlxBuild,
     pub version: String,
@@ -100,7 +100,7 @@ pub struct Mlx {
 
 /// Contents of [`RECORD`].
 #[derive(Debug, Serialize, Deserialize)]
-struct Record {
+struct MlxRecord {
     build: MlxBuild,
     mlx: String,
     mlx_c: String,
@@ -119,15 +119,15 @@ pub const MLX_LAYER: &str = if cfg!(target_os = "macos") {
 };
 
 /// The installed MLX below `root`, if it has this program's version.
-pub fn find_mlx(root: &Path) -> Option<Mlx> {
+pub fn find_mlx(root: &Path) -> Option<MlxInstallation> {
     let folder = root.join(MLX_VERSION);
     let path = folder.join(RECORD);
     if fs::metadata(&path).ok()?.len() > RECORD_BYTES_MAX {
         return None;
     }
-    let record: Record = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
+    let record: MlxRecord = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
     let library = layer_path(&folder);
-    library.is_file().then_some(Mlx {
+    library.is_file().then_some(MlxInstallation {
         build: record.build,
         version: record.mlx,
         layer: record.mlx_c,
@@ -153,8 +153,8 @@ pub fn install_mlx(
     tools: &Toolchain,
     options: &PullOptions,
     cancel: &Cancel,
-    progress: &mut dyn Progress,
-) -> Result<Mlx, Error> {
+    progress: &mut dyn PullProgress,
+) -> Result<MlxInstallation, Error> {
     let lock = root.join(".lock");
     let _lock = Lock::acquire(&lock, cancel, || {
         progress.message("waiting for another process that installs MLX");
@@ -163,7 +163,7 @@ pub fn install_mlx(
         return Ok(present);
     }
     layer::check_tools(tools, root, cancel)?;
-    let mut ctx = Context {
+    let mut ctx = PullContext {
         options,
         cancel,
         progress,
@@ -181,7 +181,7 @@ pub fn install_mlx(
     let link = fresh.join("lib");
     std::os::unix::fs::symlink("mlx/lib", &link)
         .map_err(|error| Error::io("create the link", &link, error))?;
-    let record = Record {
+    let record = MlxRecord {
         build,
         mlx: MLX_VERSION.into(),
         mlx_c: pins::MLX_C_VERSION.into(),
@@ -193,7 +193,7 @@ pub fn install_mlx(
 }
 
 /// Renames a complete folder; the previous one is removed with `work`.
-fn put_in_place(fresh: &Path, root: &Path, work: &Path) -> Result<Mlx, Error> {
+fn put_in_place(fresh: &Path, root: &Path, work: &Path) -> Result<MlxInstallation, Error> {
     let target = root.join(MLX_VERSION);
     if target.exists() {
         disk::rename(&target, &work.join("old"))?;
@@ -210,10 +210,10 @@ fn add_wheel(
     pin: &Pin,
     folder: &Path,
     work: &Path,
-    ctx: &mut Context<'_>,
+    ctx: &mut PullContext<'_>,
 ) -> Result<(String, String), Error> {
     let here = disk::temp_dir(work)?;
-    let request = pip::Request {
+    let request = pip::WheelRequest {
         requirement: pin.requirement,
         bytes: None,
     };
@@ -233,7 +233,7 @@ fn add_wheel(
 }
 
 /// Disk usage of `mlx`.
-pub fn mlx_bytes(mlx: &Mlx) -> Bytes {
+pub fn mlx_bytes(mlx: &MlxInstallation) -> Bytes {
     // The deepest path in a wheel is a header of cutlass, 9 folders down.
     Bytes(disk::tree_bytes(&mlx.folder, 16))
 }

@@ -20,7 +20,7 @@ use ureq::{Agent, Proxy};
 
 use crate::Error;
 use crate::hash::is_sha256;
-use crate::options::{Deadlines, Hub, ProxySetting};
+use crate::options::{Hub, HubDeadlines, ProxySetting};
 use crate::progress::Cancel;
 
 /// Interval of cancel checks of a waiting caller.
@@ -34,21 +34,21 @@ const REDIRECTS_MAX: usize = 6;
 
 /// A client for one hub.
 #[derive(Debug)]
-pub(crate) struct Client {
+pub(crate) struct HttpClient {
     agent: Agent,
     hub: Hub,
     endpoint: Uri,
-    deadlines: Deadlines,
+    deadlines: HubDeadlines,
     reached: bool,
 }
 
 /// The head of a response, and its body as a stream.
 #[derive(Debug)]
-pub(crate) struct Response {
+pub(crate) struct HubResponse {
     pub(crate) status: u16,
     pub(crate) headers: HeaderMap,
     /// SHA-256 and size of the file, as announced by the hub.
-    pub(crate) announced: Announced,
+    pub(crate) announced: AnnouncedFile,
     body: Receiver<Event>,
     url: String,
     stall: Duration,
@@ -57,7 +57,7 @@ pub(crate) struct Response {
 /// Facts about a file in the hub's large-file storage (headers `x-linked-etag` and `x-linked-size`
 /// of the hub's own response).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Announced {
+pub(crate) struct AnnouncedFile {
     pub(crate) sha256: Option<String>,
     pub(crate) bytes: Option<u64>,
 }
@@ -70,8 +70,8 @@ enum Event {
     Failed(String),
 }
 
-impl Client {
-    pub(crate) fn new(hub: &Hub, deadlines: &Deadlines) -> Result<Self, Error> {
+impl HttpClient {
+    pub(crate) fn new(hub: &Hub, deadlines: &HubDeadlines) -> Result<Self, Error> {
         let endpoint = parse_endpoint(&hub.endpoint)?;
         let mut config = Agent::config_builder()
             .http_status_as_error(false)
@@ -117,9 +117,9 @@ impl Client {
         url: &str,
         headers: &[(&'static str, String)],
         cancel: &Cancel,
-    ) -> Result<Response, Error> {
+    ) -> Result<HubResponse, Error> {
         let mut uri = parse_uri(url)?;
-        let mut announced = Announced::default();
+        let mut announced = AnnouncedFile::default();
         for _ in 0..=REDIRECTS_MAX {
             let mut response = self.hop(&uri, headers, cancel)?;
             if same_origin(&uri, &self.endpoint) {
@@ -142,7 +142,7 @@ impl Client {
         uri: &Uri,
         headers: &[(&'static str, String)],
         cancel: &Cancel,
-    ) -> Result<Response, Error> {
+    ) -> Result<HubResponse, Error> {
         let wait = if self.reached {
             self.deadlines.answer
         } else {
@@ -174,9 +174,9 @@ impl Client {
             Some(Event::Head { status, headers }) => {
                 self.reached = true;
                 let url = shown(uri);
-                let announced = Announced::default();
+                let announced = AnnouncedFile::default();
                 let stall = self.deadlines.stall;
-                Ok(Response {
+                Ok(HubResponse {
                     status,
                     headers,
                     announced,
@@ -209,7 +209,7 @@ impl Client {
     }
 
     /// Converts unsuccessful statuses into errors.
-    pub(crate) fn check_status(&self, response: &Response, url: &str) -> Result<(), Error> {
+    pub(crate) fn check_status(&self, response: &HubResponse, url: &str) -> Result<(), Error> {
         let url = parse_uri(url).map_or_else(|_| url.to_owned(), |uri| shown(&uri));
         let token_sent = self.sends_token();
         match response.status {
@@ -222,7 +222,7 @@ impl Client {
     }
 }
 
-impl Response {
+impl HubResponse {
     /// The next chunk of the body; `None` at its end.
     ///
     /// # Errors
@@ -267,7 +267,7 @@ impl Response {
     }
 }
 
-impl Announced {
+impl AnnouncedFile {
     fn or(self, earlier: Self) -> Self {
         Self {
             sha256: self.sha256.or(earlier.sha256),
@@ -337,10 +337,10 @@ fn wait_for(
     }
 }
 
-fn read_announced(headers: &HeaderMap) -> Announced {
+fn read_announced(headers: &HeaderMap) -> AnnouncedFile {
     let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
     let sha256 = text("x-linked-etag").map(|etag| etag.trim_matches('"').to_ascii_lowercase());
-    Announced {
+    AnnouncedFile {
         sha256: sha256.filter(|etag| is_sha256(etag)),
         bytes: text("x-linked-size").and_then(|size| size.parse().ok()),
     }
@@ -554,13 +554,13 @@ mod tests {
             ("http://[::1]:80", true),
             ("http://localhost", true),
         ] {
-            let token = Some(crate::Token::new("x"));
+            let token = Some(crate::HubToken::new("x"));
             let hub = Hub {
                 endpoint: endpoint.into(),
                 token,
                 ..Hub::default()
             };
-            let client = Client::new(&hub, &Deadlines::default()).unwrap();
+            let client = HttpClient::new(&hub, &HubDeadlines::default()).unwrap();
             assert_eq!(client.sends_token(), sent, "{endpoint}");
         }
     }
@@ -574,7 +574,7 @@ mod tests {
                 endpoint: bad.into(),
                 ..Hub::default()
             };
-            let refused = Client::new(&hub, &Deadlines::default());
+            let refused = HttpClient::new(&hub, &HubDeadlines::default());
             assert!(matches!(refused, Err(Error::BadSetting { .. })), "{bad:?}");
         }
     }

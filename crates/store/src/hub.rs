@@ -3,16 +3,16 @@
 use paceline_base::Bytes;
 use serde::Deserialize;
 
-use crate::catalogue::{HubFile, Model};
-use crate::download::{Context, Wanted, fetch, sleep};
+use crate::catalogue::{CatalogueModel, HubFile};
+use crate::download::{DownloadSpec, PullContext, fetch, sleep};
 use crate::hash::is_sha256;
-use crate::http::Client;
+use crate::http::HttpClient;
 use crate::index::{FileRecord, Kind};
 use crate::name::{EntryName, HubId, check_file_path, escape_path};
 use crate::options::PullOptions;
-use crate::progress::{Cancel, Quiet};
-use crate::select::{Choice, choose};
-use crate::usual::OnHub;
+use crate::progress::{Cancel, SilentProgress};
+use crate::select::{ModelFileSet, choose};
+use crate::usual::HubFiles;
 use crate::{Error, Home, disk};
 
 /// Maximum file list. The hub's lists have some 200 bytes per file.
@@ -20,7 +20,7 @@ const LISTING_BYTES_MAX: usize = 16 << 20;
 
 /// A repository's files at one commit.
 #[derive(Debug)]
-pub(crate) struct Listing {
+pub(crate) struct RepoListing {
     id: HubId,
     revision: String,
     files: Vec<ListedFile>,
@@ -35,7 +35,7 @@ struct ListedFile {
 
 /// Selected files of a listing, which form a model of the store.
 #[derive(Debug)]
-pub(crate) struct Selection {
+pub(crate) struct FileSelection {
     pub(crate) name: EntryName,
     pub(crate) kind: Kind,
     pub(crate) source: String,
@@ -66,11 +66,11 @@ struct LfsJson {
 
 /// Fetches a catalogue model's file into its folder.
 pub(crate) fn fetch_catalogue_file(
-    client: &mut Client,
+    client: &mut HttpClient,
     home: &Home,
-    model: &Model,
+    model: &CatalogueModel,
     hub: &HubFile,
-    ctx: &mut Context<'_>,
+    ctx: &mut PullContext<'_>,
 ) -> Result<FileRecord, Error> {
     let path = format!(
         "{}/resolve/{}/{}",
@@ -78,7 +78,7 @@ pub(crate) fn fetch_catalogue_file(
         hub.revision,
         escape_path(hub.file)
     );
-    let wanted = Wanted {
+    let wanted = DownloadSpec {
         url: client.url(&path),
         dir: home.entry_dir(&EntryName::alias(model.alias)),
         file: model.file.to_owned(),
@@ -90,10 +90,10 @@ pub(crate) fn fetch_catalogue_file(
 
 /// Lists the files of a repository.
 pub(crate) fn list_files(
-    client: &mut Client,
+    client: &mut HttpClient,
     id: &HubId,
-    ctx: &mut Context<'_>,
-) -> Result<Listing, Error> {
+    ctx: &mut PullContext<'_>,
+) -> Result<RepoListing, Error> {
     let url = client.url(&format!("api/models/{id}?blobs=true"));
     let policy = &ctx.options.retry;
     for failures in 1.. {
@@ -115,33 +115,33 @@ pub(crate) fn list_files(
 ///
 /// # Errors
 /// As of [`pull`](crate::pull()).
-pub fn look_up(hub_id: &str, options: &PullOptions) -> Result<OnHub, Error> {
+pub fn look_up(hub_id: &str, options: &PullOptions) -> Result<HubFiles, Error> {
     let (repo, selector) = match hub_id.split_once(':') {
         Some((repo, selector)) => (repo, Some(selector)),
         None => (hub_id, None),
     };
-    let mut client = Client::new(&options.hub, &options.deadlines)?;
-    let mut ctx = Context {
+    let mut client = HttpClient::new(&options.hub, &options.deadlines)?;
+    let mut ctx = PullContext {
         options,
         cancel: &Cancel::default(),
-        progress: &mut Quiet,
+        progress: &mut SilentProgress,
     };
     let listing = list_files(&mut client, &HubId::parse(repo)?, &mut ctx)?;
     Ok(listing.select(selector)?.on_hub())
 }
 
 fn list_once(
-    client: &mut Client,
+    client: &mut HttpClient,
     id: &HubId,
     url: &str,
-    ctx: &mut Context<'_>,
-) -> Result<Listing, Error> {
+    ctx: &mut PullContext<'_>,
+) -> Result<RepoListing, Error> {
     let response = client.get(url, &[], ctx.cancel)?;
     client.check_status(&response, url)?;
     parse_listing(id, &response.read_all(LISTING_BYTES_MAX, ctx.cancel)?)
 }
 
-fn parse_listing(id: &HubId, text: &[u8]) -> Result<Listing, Error> {
+fn parse_listing(id: &HubId, text: &[u8]) -> Result<RepoListing, Error> {
     let bad = |reason: String| Error::BadListing {
         repo: id.to_string(),
         reason,
@@ -157,7 +157,7 @@ fn parse_listing(id: &HubId, text: &[u8]) -> Result<Listing, Error> {
             .and_then(|lfs| lfs.sha256)
             .filter(|sha256| is_sha256(sha256)),
     };
-    Ok(Listing {
+    Ok(RepoListing {
         id: id.clone(),
         revision,
         files: json.siblings.into_iter().map(file).collect(),
@@ -178,13 +178,13 @@ pub(crate) fn parse(bytes: &[u8]) {
     }
 }
 
-impl Listing {
+impl RepoListing {
     /// Selects the files for `selector`.
-    pub(crate) fn select(self, selector: Option<&str>) -> Result<Selection, Error> {
+    pub(crate) fn select(self, selector: Option<&str>) -> Result<FileSelection, Error> {
         let paths: Vec<String> = self.files.iter().map(|file| file.path.clone()).collect();
         let (kind, chosen) = match choose(&self.id, selector, &paths)? {
-            Choice::Gguf(files) => (Kind::Gguf, files),
-            Choice::Folder(files) => (Kind::Safetensors, files),
+            ModelFileSet::Gguf(files) => (Kind::Gguf, files),
+            ModelFileSet::Folder(files) => (Kind::Safetensors, files),
         };
         let name = match kind {
             Kind::Gguf => EntryName::gguf(&self.id, &chosen[0])?,
@@ -198,7 +198,7 @@ impl Listing {
         files.sort_by(|a, b| a.path.cmp(&b.path));
         files.dedup_by(|a, b| a.path == b.path);
         let source = format!("hub {} at {}", self.id, self.revision);
-        Ok(Selection {
+        Ok(FileSelection {
             name,
             kind,
             source,
@@ -209,10 +209,10 @@ impl Listing {
     }
 }
 
-impl Selection {
+impl FileSelection {
     /// The selected files as the hub has them.
-    pub(crate) fn on_hub(self) -> OnHub {
-        OnHub {
+    pub(crate) fn on_hub(self) -> HubFiles {
+        HubFiles {
             commit: self.revision,
             bytes: self.files.iter().filter_map(|file| file.bytes).sum(),
             files: self.files.into_iter().map(|file| file.path).collect(),
@@ -222,9 +222,9 @@ impl Selection {
     /// Downloads all files into the model's folder. The first record is the model file for GGUF.
     pub(crate) fn fetch(
         &self,
-        client: &mut Client,
+        client: &mut HttpClient,
         home: &Home,
-        ctx: &mut Context<'_>,
+        ctx: &mut PullContext<'_>,
     ) -> Result<Vec<FileRecord>, Error> {
         let dir = home.entry_dir(&self.name);
         disk::create_dir(&dir)?;
@@ -245,9 +245,9 @@ impl Selection {
     fn fetch_one(
         &self,
         file: &ListedFile,
-        client: &mut Client,
+        client: &mut HttpClient,
         home: &Home,
-        ctx: &mut Context<'_>,
+        ctx: &mut PullContext<'_>,
     ) -> Result<FileRecord, Error> {
         // `choose` returns only valid paths; checked again at this border.
         check_file_path(&file.path).map_err(|rule| Error::BadListing {
@@ -260,7 +260,7 @@ impl Selection {
             self.revision,
             escape_path(&file.path)
         );
-        let wanted = Wanted {
+        let wanted = DownloadSpec {
             url: client.url(&path),
             dir: home.entry_dir(&self.name),
             file: file.path.clone(),

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::hash::{expect_sha256, hash_file, is_sha256};
 use crate::lock::Lock;
 use crate::name::{EntryName, HubId, check_file_path};
-use crate::progress::{Cancel, Progress};
+use crate::progress::{Cancel, PullProgress};
 use crate::select;
 use crate::usual::usual_name;
 use crate::{Catalogue, Error, Home, disk};
@@ -44,7 +44,7 @@ pub enum Kind {
 
 /// A model on this machine, ready for use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct ResolvedModel {
     /// The GGUF file (the first of a split one), or the folder.
     pub path: PathBuf,
     /// The kind of `path`.
@@ -53,7 +53,7 @@ pub struct Found {
     pub name: Option<EntryName>,
 }
 
-impl Found {
+impl ResolvedModel {
     /// The hub repository with its safetensors, if known.
     pub fn weights(&self) -> Option<&str> {
         let name = self.name.as_ref()?.as_str();
@@ -75,19 +75,19 @@ pub struct FileRecord {
     pub sha256: String,
     /// File identity when its hash was last compared; `None` in records of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub stamp: Option<Stamp>,
+    pub stamp: Option<FileIdentity>,
 }
 
 /// Marks of a file that change when it is written or replaced, besides its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stamp {
+pub struct FileIdentity {
     /// Modification time, nanoseconds since 1970.
     pub modified_ns: i64,
     /// Inode number.
     pub inode: u64,
 }
 
-impl Stamp {
+impl FileIdentity {
     /// `None` if the file is inaccessible.
     fn of(path: &Path) -> Option<Self> {
         let meta = fs::symlink_metadata(path).ok()?;
@@ -102,7 +102,7 @@ impl Stamp {
 /// The record of a complete model on disk. Times are seconds since 1970.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Record {
+pub(crate) struct ModelRecord {
     pub(crate) version: u32,
     pub(crate) name: String,
     pub(crate) kind: Kind,
@@ -139,7 +139,7 @@ pub enum State {
 
 /// A model in the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct StoreEntry {
     pub name: EntryName,
     /// The GGUF file or the folder.
     pub path: PathBuf,
@@ -149,18 +149,18 @@ pub struct Entry {
     pub state: State,
 }
 
-impl Entry {
+impl StoreEntry {
     /// The model for use.
     ///
     /// # Errors
     /// [`Error::Damaged`], also for partial ones.
-    pub fn found(&self) -> Result<Found, Error> {
+    pub fn found(&self) -> Result<ResolvedModel, Error> {
         let damaged = |reason: &str| Error::Damaged {
             name: self.name.to_string(),
             reason: reason.into(),
         };
         match &self.state {
-            State::Complete { kind, .. } => Ok(Found {
+            State::Complete { kind, .. } => Ok(ResolvedModel {
                 path: self.path.clone(),
                 kind: *kind,
                 name: Some(self.name.clone()),
@@ -188,14 +188,14 @@ impl Entry {
 ///
 /// # Errors
 /// The models folder exists but cannot be read.
-pub fn list(home: &Home) -> Result<Vec<Entry>, Error> {
+pub fn list(home: &Home) -> Result<Vec<StoreEntry>, Error> {
     let dir = home.models_dir();
     let entries = match fs::read_dir(&dir) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(Error::io("list", &dir, error)),
     };
-    let mut found: Vec<Entry> = entries
+    let mut found: Vec<StoreEntry> = entries
         .flatten()
         .filter_map(|item| EntryName::from_dir_name(item.file_name().to_str()?))
         .filter_map(|name| entry(home, &name))
@@ -205,7 +205,7 @@ pub fn list(home: &Home) -> Result<Vec<Entry>, Error> {
 }
 
 /// The entry `name`; `None` if its folder is missing, empty, or not a folder.
-pub(crate) fn entry(home: &Home, name: &EntryName) -> Option<Entry> {
+pub(crate) fn entry(home: &Home, name: &EntryName) -> Option<StoreEntry> {
     let dir = home.entry_dir(name);
     if !fs::symlink_metadata(&dir).is_ok_and(|meta| meta.is_dir()) {
         return None;
@@ -217,7 +217,7 @@ pub(crate) fn entry(home: &Home, name: &EntryName) -> Option<Entry> {
         Ok(None) => (dir, State::Partial),
         Err(reason) => (dir, State::Damaged { reason }),
     };
-    Some(Entry {
+    Some(StoreEntry {
         name: name.clone(),
         path,
         bytes,
@@ -225,14 +225,14 @@ pub(crate) fn entry(home: &Home, name: &EntryName) -> Option<Entry> {
     })
 }
 
-fn model_path(dir: &Path, record: &Record) -> PathBuf {
+fn model_path(dir: &Path, record: &ModelRecord) -> PathBuf {
     match record.kind {
         Kind::Gguf => dir.join(&record.files[0].path),
         Kind::Safetensors => dir.to_path_buf(),
     }
 }
 
-impl Record {
+impl ModelRecord {
     fn into_state(self) -> State {
         State::Complete {
             kind: self.kind,
@@ -280,7 +280,7 @@ fn check_file(file: &FileRecord, dir: &Path) -> Result<(), String> {
 }
 
 /// Reads and checks a record; `None` if missing. The error describes the damage.
-pub(crate) fn read_record(home: &Home, name: &EntryName) -> Result<Option<Record>, String> {
+pub(crate) fn read_record(home: &Home, name: &EntryName) -> Result<Option<ModelRecord>, String> {
     let dir = home.entry_dir(name);
     let file = match fs::File::open(dir.join(RECORD_FILE)) {
         Ok(file) => file,
@@ -291,7 +291,7 @@ pub(crate) fn read_record(home: &Home, name: &EntryName) -> Result<Option<Record
     file.take(RECORD_BYTES_MAX)
         .read_to_end(&mut text)
         .map_err(|error| error.to_string())?;
-    let record: Record = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+    let record: ModelRecord = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
     record.check(name, &dir)?;
     Ok(Some(record))
 }
@@ -306,7 +306,7 @@ pub(crate) fn write_new_record(
     now: SystemTime,
 ) -> Result<(), Error> {
     let files = stamped(home, name, files);
-    let record = Record {
+    let record = ModelRecord {
         version: RECORD_VERSION,
         name: name.to_string(),
         kind,
@@ -322,12 +322,12 @@ pub(crate) fn write_new_record(
 fn stamped(home: &Home, name: &EntryName, mut files: Vec<FileRecord>) -> Vec<FileRecord> {
     let dir = home.entry_dir(name);
     for file in &mut files {
-        file.stamp = Stamp::of(&dir.join(&file.path));
+        file.stamp = FileIdentity::of(&dir.join(&file.path));
     }
     files
 }
 
-fn write_record(home: &Home, name: &EntryName, record: &Record) -> Result<(), Error> {
+fn write_record(home: &Home, name: &EntryName, record: &ModelRecord) -> Result<(), Error> {
     let mut text = serde_json::to_vec_pretty(record).expect("plain fields always serialise");
     text.push(b'\n');
     disk::write_atomic(&home.entry_dir(name).join(RECORD_FILE), &text)
@@ -345,13 +345,13 @@ pub fn check_used(
     name: &EntryName,
     now: SystemTime,
     cancel: &Cancel,
-    progress: &mut dyn Progress,
+    progress: &mut dyn PullProgress,
 ) -> Result<(), Error> {
     let mut record = sound_record(home, name)?;
     let dir = home.entry_dir(name);
     for file in &mut record.files {
         let path = dir.join(&file.path);
-        let stamp = Stamp::of(&path);
+        let stamp = FileIdentity::of(&path);
         // Records of earlier versions have none, and are accepted once.
         if file.stamp.is_some() && file.stamp != stamp {
             check_hash(&path, file, cancel, progress)?;
@@ -362,7 +362,7 @@ pub fn check_used(
     write_record(home, name, &record)
 }
 
-fn sound_record(home: &Home, name: &EntryName) -> Result<Record, Error> {
+fn sound_record(home: &Home, name: &EntryName) -> Result<ModelRecord, Error> {
     let damaged = |reason| Error::Damaged {
         name: name.to_string(),
         reason,
@@ -375,7 +375,7 @@ fn check_hash(
     path: &Path,
     file: &FileRecord,
     cancel: &Cancel,
-    progress: &mut dyn Progress,
+    progress: &mut dyn PullProgress,
 ) -> Result<(), Error> {
     progress.start(&format!("checking {}", file.path), Some(file.bytes), 0);
     let hashed = hash_file(path, cancel, |n| progress.advance(n));
@@ -392,7 +392,7 @@ pub fn verify(
     home: &Home,
     name: &EntryName,
     cancel: &Cancel,
-    progress: &mut dyn Progress,
+    progress: &mut dyn PullProgress,
 ) -> Result<(), Error> {
     let mut record = sound_record(home, name)?;
     for file in &record.files {
@@ -407,7 +407,7 @@ pub fn verify(
 
 /// The result of [`remove`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Removed {
+pub struct RemovedModel {
     pub name: EntryName,
     /// Bytes freed.
     pub bytes: Bytes,
@@ -420,7 +420,7 @@ pub struct Removed {
 /// # Errors
 /// [`Error::NotInStore`], [`Error::AmbiguousEntry`], [`Error::OutsideStore`] and [`Error::Busy`]
 /// leave everything as it was.
-pub fn remove(home: &Home, spec: &str) -> Result<Removed, Error> {
+pub fn remove(home: &Home, spec: &str) -> Result<RemovedModel, Error> {
     let name = find_for_removal(home, spec)?;
     let dir = home.entry_dir(&name);
     let _lock = Lock::try_acquire(&home.lock_path(&name))?.ok_or_else(|| Error::Busy {
@@ -432,7 +432,7 @@ pub fn remove(home: &Home, spec: &str) -> Result<Removed, Error> {
     // Removed first: an interrupted removal leaves a partial model.
     disk::remove_file(&dir.join(RECORD_FILE))?;
     fs::remove_dir_all(&dir).map_err(|error| Error::io("remove", &dir, error))?;
-    Ok(Removed {
+    Ok(RemovedModel {
         name,
         bytes: entry.bytes,
     })
@@ -448,7 +448,7 @@ pub fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
     if let Some(entry) = entries.iter().find(|entry| entry.name.as_str() == spec) {
         return Ok(entry.name.clone());
     }
-    let mut fits: Vec<&Entry> = entries
+    let mut fits: Vec<&StoreEntry> = entries
         .iter()
         .filter(|e| select::entry_fits(e, spec))
         .collect();
@@ -499,8 +499,8 @@ pub(crate) fn not_in_store(home: &Home, spec: &str) -> Error {
 }
 
 /// Complete models of a repository on this machine.
-pub(crate) fn complete_of_repo(home: &Home, id: &HubId) -> Result<Vec<Entry>, Error> {
-    let of_repo = |entry: &Entry| {
+pub(crate) fn complete_of_repo(home: &Home, id: &HubId) -> Result<Vec<StoreEntry>, Error> {
+    let of_repo = |entry: &StoreEntry| {
         entry.is_complete()
             && entry
                 .name

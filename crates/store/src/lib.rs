@@ -71,24 +71,28 @@ mod usual;
 mod wheel;
 
 pub use audit::Audit;
-pub use catalogue::{Catalogue, HubFile, Model, Wheel};
+pub use catalogue::{Catalogue, CatalogueModel, HubFile, Wheel};
 pub use disk::free_space;
-pub use engine::{MLX_LAYER, MLX_VERSION, Mlx, MlxBuild, find_mlx, install_mlx, mlx_bytes};
+pub use engine::{
+    MLX_LAYER, MLX_VERSION, MlxBuild, MlxInstallation, find_mlx, install_mlx, mlx_bytes,
+};
 pub use error::Error;
 pub use home::Home;
 pub use hub::look_up;
 pub use index::{
-    Entry, FileRecord, Found, Kind, Removed, Stamp, State, check_used, find_for_removal, list,
-    remove, verify,
+    FileIdentity, FileRecord, Kind, RemovedModel, ResolvedModel, State, StoreEntry, check_used,
+    find_for_removal, list, remove, verify,
 };
-pub use lines::Lines;
-pub use listing::Listing;
+pub use lines::PlainProgress;
+pub use listing::StoreListing;
 pub use name::{EntryName, HubId};
-pub use options::{Deadlines, Hub, Pip, ProxySetting, PullOptions, RetryPolicy, Token, Toolchain};
-pub use pinned::{Pinned, fetch_pinned, origin, read_pinned};
-pub use progress::{Cancel, Progress, Quiet};
-pub use pull::{Pulled, pull};
+pub use options::{
+    Hub, HubDeadlines, HubToken, Pip, ProxySetting, PullOptions, RetryPolicy, Toolchain,
+};
+pub use pinned::{PinnedFile, fetch_pinned, origin, read_pinned};
+pub use progress::{Cancel, PullProgress, SilentProgress};
+pub use pull::{PulledModel, pull};
 pub use select::quant_of_name;
-pub use spec::{Plan, Resolved, resolve, resolve_in};
-pub use usual::{OnHub, USUAL_NAMES, UsualName, parse as parse_usual_names};
+pub use spec::{DownloadPlan, Resolution, resolve, resolve_in};
+pub use usual::{HubFiles, USUAL_NAMES, UsualName, parse as parse_usual_names};
 pub use usual::{usual_name, usual_names};

@@ -4,19 +4,19 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
 
-use crate::Progress;
+use crate::PullProgress;
 
 /// Interval of lines: the log of a long download stays readable.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// Reports start, end, and a line every few seconds between: for logs without a terminal.
 #[derive(Debug)]
-pub struct Lines<T> {
+pub struct PlainProgress<T> {
     tell: T,
-    part: Option<Part>,
+    part: Option<ProgressPart>,
 }
 
-impl<T: Fn(&str)> Lines<T> {
+impl<T: Fn(&str)> PlainProgress<T> {
     /// Passes lines to `tell`.
     pub const fn new(tell: T) -> Self {
         Self { tell, part: None }
@@ -24,7 +24,7 @@ impl<T: Fn(&str)> Lines<T> {
 }
 
 #[derive(Debug)]
-struct Part {
+struct ProgressPart {
     label: String,
     total: Option<u64>,
     done: u64,
@@ -33,7 +33,7 @@ struct Part {
     told: Instant,
 }
 
-impl Part {
+impl ProgressPart {
     fn line(&self) -> String {
         let speed =
             Bytes((self.fresh as f64 / self.started.elapsed().as_secs_f64().max(1e-3)) as u64);
@@ -51,7 +51,7 @@ impl Part {
     }
 }
 
-impl<T: Fn(&str)> Progress for Lines<T> {
+impl<T: Fn(&str)> PullProgress for PlainProgress<T> {
     fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
         let size = total.map_or(String::new(), |total| format!(", {}", Bytes(total)));
         let resumed = if done > 0 {
@@ -62,7 +62,7 @@ impl<T: Fn(&str)> Progress for Lines<T> {
         (self.tell)(&format!("{label}{size}{resumed}"));
         let now = Instant::now();
         let label = label.to_owned();
-        self.part = Some(Part {
+        self.part = Some(ProgressPart {
             label,
             total,
             done,
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn lines_show_share_and_speed() {
         let started = Instant::now();
-        let part = |total, done| Part {
+        let part = |total, done| ProgressPart {
             label: "x".into(),
             total,
             done,

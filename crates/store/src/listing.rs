@@ -4,23 +4,23 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-use crate::catalogue::{Catalogue, Model};
+use crate::catalogue::{Catalogue, CatalogueModel};
 use crate::home::Home;
-use crate::index::{Entry, Kind, State};
+use crate::index::{Kind, State, StoreEntry};
 use crate::select::quant_of_name;
 use crate::usual::{UsualName, usual_names};
 
 /// Models of the store, and optionally those available by short names.
 #[derive(Debug)]
-pub struct Listing {
-    stored: Vec<Entry>,
+pub struct StoreListing {
+    stored: Vec<StoreEntry>,
     /// Missing models of the catalogue, and usual names.
-    available: Option<(Vec<&'static Model>, &'static [UsualName])>,
+    available: Option<(Vec<&'static CatalogueModel>, &'static [UsualName])>,
 }
 
-impl Listing {
+impl StoreListing {
     /// Only the store's models.
-    pub const fn of(stored: Vec<Entry>) -> Self {
+    pub const fn of(stored: Vec<StoreEntry>) -> Self {
         Self {
             stored,
             available: None,
@@ -28,14 +28,15 @@ impl Listing {
     }
 
     /// With all models that have a short name.
-    pub fn with_catalogue(stored: Vec<Entry>) -> Self {
-        let is_here = |model: &&Model| stored.iter().any(|e| e.name.as_str() == model.alias);
+    pub fn with_catalogue(stored: Vec<StoreEntry>) -> Self {
+        let is_here =
+            |model: &&CatalogueModel| stored.iter().any(|e| e.name.as_str() == model.alias);
         let missing = Catalogue::BUILTIN.iter().filter(|model| !is_here(model));
         let available = Some((missing.collect(), usual_names()));
         Self { stored, available }
     }
 
-    fn missing(&self) -> &[&'static Model] {
+    fn missing(&self) -> &[&'static CatalogueModel] {
         let available = self.available.as_ref();
         available.map_or(&[], |(missing, _)| missing.as_slice())
     }
@@ -70,7 +71,7 @@ impl Listing {
     }
 }
 
-fn entry_row(entry: &Entry, now: SystemTime) -> [String; 5] {
+fn entry_row(entry: &StoreEntry, now: SystemTime) -> [String; 5] {
     let (kind, used) = match &entry.state {
         State::Complete {
             kind,
@@ -94,7 +95,7 @@ fn entry_row(entry: &Entry, now: SystemTime) -> [String; 5] {
     ]
 }
 
-fn model_row(model: &Model) -> [String; 5] {
+fn model_row(model: &CatalogueModel) -> [String; 5] {
     let kind = type_name(Kind::Gguf, model.file);
     [
         model.alias.to_owned(),
@@ -169,7 +170,7 @@ fn ago(time: SystemTime, now: SystemTime) -> String {
     }
 }
 
-fn entry_json(entry: &Entry) -> Value {
+fn entry_json(entry: &StoreEntry) -> Value {
     let mut object = json!({
         "name": entry.name.as_str(),
         "path": entry.path.to_string_lossy(),
@@ -200,7 +201,7 @@ fn entry_json(entry: &Entry) -> Value {
     object
 }
 
-fn model_json(model: &Model) -> Value {
+fn model_json(model: &CatalogueModel) -> Value {
     json!({
         "name": model.alias,
         "about": model.about,

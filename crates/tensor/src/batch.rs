@@ -39,22 +39,22 @@ use std::mem::MaybeUninit;
 
 use paceline_base::BlockType;
 
-use crate::batch::rows::{Form, PanelView, PanelWriter};
+use crate::batch::rows::{PanelView, PanelWriter, RowFormat};
 use crate::formats::{self, Kind};
 use crate::isa::{Isa, LANES};
 use crate::matmul::{GroupArgs, LEVELS, store_lanes};
 use crate::quantised::{CHUNK, Precision};
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use tiles::Waiting;
+pub(crate) use tiles::PendingProducts;
 
 /// Products that are not in their sums yet: only tiles have any.
 #[cfg(not(target_arch = "x86_64"))]
 #[derive(Debug)]
-pub(crate) struct Waiting;
+pub(crate) struct PendingProducts;
 
 #[cfg(not(target_arch = "x86_64"))]
-impl Waiting {
+impl PendingProducts {
     const fn new() -> Self {
         Self
     }
@@ -89,9 +89,9 @@ pub(crate) struct Batch {
     /// Rows from which this pays.
     pub(crate) from: usize,
     /// Form of activations for each [`Precision`]; `None` where there are no panels.
-    pub(crate) forms: [Option<Form>; 2],
+    pub(crate) forms: [Option<RowFormat>; 2],
     /// The functions that make rows, by [`Form`]; `None` for forms that are not read.
-    pub(crate) make_row: [Option<MakeRow>; Form::ALL.len()],
+    pub(crate) make_row: [Option<MakeRow>; RowFormat::ALL.len()],
     pub(crate) unpack: [unsafe fn(Unpack); BlockType::COMPUTED],
     /// By [`Precision`].
     pub(crate) multiply: [Multiply; 2],
@@ -109,19 +109,19 @@ pub(crate) struct Batch {
 struct Panel(MaybeUninit<[[u8; CHUNK_BYTES]; MOST_PLACES * PANEL_CHUNKS]>);
 
 /// A task's buffers: taken once, as each page of the stack is touched for them.
-struct Room {
+struct TaskBuffers {
     panel: Panel,
     sums: SumsBuffer,
-    waiting: Waiting,
+    waiting: PendingProducts,
 }
 
-impl Room {
+impl TaskBuffers {
     #[inline(always)]
     const fn new() -> Self {
         Self {
             panel: Panel(MaybeUninit::uninit()),
             sums: SumsBuffer(MaybeUninit::uninit()),
-            waiting: Waiting::new(),
+            waiting: PendingProducts::new(),
         }
     }
 }
@@ -165,7 +165,7 @@ impl Unpack {
 /// Prefetches chunk `c` of the next panel while this one is multiplied. A group's last chunks
 /// prefetch those of its neighbour, and a matrix's last nothing.
 #[inline(always)]
-unsafe fn ask_for<S: Isa>(args: &Unpack, layout: formats::Layout, c: usize) {
+unsafe fn prefetch_chunk<S: Isa>(args: &Unpack, layout: formats::Layout, c: usize) {
     let place = layout.place(args.first + args.chunks + c);
     let line = |at: usize| {
         // SAFETY: a hint; any address may be given.
@@ -230,7 +230,7 @@ pub(crate) struct Segment<'a> {
         not(target_arch = "x86_64"),
         allow(dead_code, reason = "other panels leave none")
     )]
-    pub(crate) waiting: *mut Waiting,
+    pub(crate) waiting: *mut PendingProducts,
 }
 
 impl Segment<'_> {
@@ -422,7 +422,7 @@ impl Batch {
         block_type: BlockType,
         precision: Precision,
         count: usize,
-    ) -> Option<Form> {
+    ) -> Option<RowFormat> {
         let pays = count >= self.from;
         self.forms[index(precision)].filter(|_| pays && !block_type.is_float())
     }
@@ -458,7 +458,7 @@ impl Functions {
         x: PanelView<'_>,
         group_bytes: usize,
     ) {
-        let mut room = Room::new();
+        let mut room = TaskBuffers::new();
         let [begin, end] = self.batch.around;
         // SAFETY: passed on.
         unsafe {
@@ -476,7 +476,7 @@ impl Functions {
         x: PanelView<'_>,
         groups: usize,
         group_bytes: usize,
-        room: &mut Room,
+        room: &mut TaskBuffers,
     ) {
         let panel: *mut u8 = room.panel.0.as_mut_ptr().cast();
         let rows = args.end - args.first;

@@ -73,7 +73,7 @@ pub struct Sizes {
 
 /// Output of a product: `(m, n)` with rows `stride` apart.
 #[derive(Debug)]
-pub struct Target<'a> {
+pub struct ProductOutput<'a> {
     /// The elements, from the first of the first row on.
     pub values: &'a mut [f32],
     /// Distance of two rows, at least `n`.
@@ -82,7 +82,7 @@ pub struct Target<'a> {
     pub goes_on: bool,
 }
 
-impl<'a> Target<'a> {
+impl<'a> ProductOutput<'a> {
     /// Rows of `cols` elements, whose chains begin at 0.
     pub const fn rows(values: &'a mut [f32], cols: usize) -> Self {
         Self {
@@ -107,7 +107,7 @@ impl<'a> Target<'a> {
 ///
 /// # Panics
 /// If an operand or the target is too short.
-pub fn naive(sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: Target<'_>) {
+pub fn naive(sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: ProductOutput<'_>) {
     check(sizes, a, b, &c);
     for i in 0..sizes.m {
         for j in 0..sizes.n {
@@ -126,7 +126,7 @@ impl Kernels {
     ///
     /// # Panics
     /// If an operand or the target is too short.
-    pub fn chains(&self, sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: Target<'_>) {
+    pub fn chains(&self, sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: ProductOutput<'_>) {
         self.product(sizes, (a, b), c, true);
     }
 
@@ -134,7 +134,7 @@ impl Kernels {
     ///
     /// # Panics
     /// Those of [`chains`](Self::chains).
-    pub fn chains_here(&self, sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: Target<'_>) {
+    pub fn chains_here(&self, sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: ProductOutput<'_>) {
         self.product(sizes, (a, b), c, false);
     }
 
@@ -142,7 +142,7 @@ impl Kernels {
         &self,
         sizes: Sizes,
         (a, b): (Strided<'_>, Strided<'_>),
-        c: Target<'_>,
+        c: ProductOutput<'_>,
         on_all: bool,
     ) {
         check(sizes, a, b, &c);
@@ -152,7 +152,7 @@ impl Kernels {
         }
         let kernel = Kernel::of(self.instruction_set());
         let packed = pack(a, m, k, kernel.rows);
-        let job = Job {
+        let job = ChainProduct {
             sizes,
             a: &packed,
             b,
@@ -173,7 +173,7 @@ impl Kernels {
     }
 }
 
-fn check(sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: &Target<'_>) {
+fn check(sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: &ProductOutput<'_>) {
     let Sizes { m, n, k } = sizes;
     assert!(a.holds(m, k), "A is shorter than {m} x {k}");
     assert!(b.holds(k, n), "B is shorter than {k} x {n}");
@@ -198,7 +198,7 @@ fn pack(a: Strided<'_>, m: usize, k: usize, rows: usize) -> Vec<f32> {
 }
 
 /// A product under way.
-struct Job<'a> {
+struct ChainProduct<'a> {
     sizes: Sizes,
     a: &'a [f32],
     b: Strided<'a>,
@@ -209,14 +209,14 @@ struct Job<'a> {
 }
 
 // SAFETY: tasks write disjoint columns of `c`.
-unsafe impl Sync for Job<'_> {}
+unsafe impl Sync for ChainProduct<'_> {}
 
 /// The tile of an instruction set, and what computes a panel of columns.
 #[derive(Clone, Copy)]
 struct Kernel {
     rows: usize,
     cols: usize,
-    panel: unsafe fn(&Job<'_>, usize),
+    panel: unsafe fn(&ChainProduct<'_>, usize),
 }
 
 impl Kernel {
@@ -254,7 +254,7 @@ macro_rules! entry {
         /// # Safety
         /// The CPU has the features; see [`panel`].
         $(#[target_feature(enable = $feature)])?
-        unsafe fn $name(job: &Job<'_>, first: usize) {
+        unsafe fn $name(job: &ChainProduct<'_>, first: usize) {
             // SAFETY: passed on.
             unsafe { panel::<$isa, $rows, $lanes>(job, first) }
         }
@@ -280,7 +280,10 @@ entry!(neon, ["neon,dotprod"], Neon, 6, 1);
 /// # Safety
 /// `job.c` has room for the product, and no other task writes these columns; features of `S`.
 #[inline(always)]
-unsafe fn panel<S: Isa, const ROWS: usize, const REGS: usize>(job: &Job<'_>, first: usize) {
+unsafe fn panel<S: Isa, const ROWS: usize, const REGS: usize>(
+    job: &ChainProduct<'_>,
+    first: usize,
+) {
     let Sizes { m, n, k } = job.sizes;
     let width = REGS * LANES;
     let cols = (n - first).min(width);
@@ -477,7 +480,7 @@ mod tests {
                         for goes_on in [false, true] {
                             let (mut c, mut d) = (values(m * n, 3), values(m * n, 3));
                             let sizes = Sizes { m, n, k };
-                            let at = |values| Target {
+                            let at = |values| ProductOutput {
                                 values,
                                 stride: n,
                                 goes_on,
@@ -501,7 +504,7 @@ mod tests {
         let (a, b) = (values(6, 1), values(6, 2));
         let mut c = [9.0; 10];
         let sizes = Sizes { m: 2, n: 2, k: 3 };
-        let at = Target {
+        let at = ProductOutput {
             values: &mut c[1..],
             stride: 5,
             goes_on: false,

@@ -8,13 +8,13 @@
 use half::{bf16, f16};
 use paceline_base::BlockType;
 
-use crate::activations::{Precision, Writer};
+use crate::activations::{ActivationWriter, Precision};
 use crate::attention::{self, PageView, Query};
 #[cfg(target_arch = "x86_64")]
 use crate::batch::amx::{AmxState, state as amx_state};
 #[cfg(target_arch = "aarch64")]
 use crate::batch::bytes;
-use crate::batch::rows::{Form, PanelWriter};
+use crate::batch::rows::{PanelWriter, RowFormat};
 #[cfg(target_arch = "x86_64")]
 use crate::batch::tiles;
 use crate::batch::{Batch, Segment, Sums, Unpack, no_panel, nothing, words};
@@ -91,7 +91,7 @@ impl InstructionSet {
     }
 
     /// The kernels, if this machine can run them.
-    pub(crate) fn table(self) -> Option<&'static Table> {
+    pub(crate) fn table(self) -> Option<&'static KernelTable> {
         match self {
             Self::Scalar => Some(&scalar::TABLE),
             #[cfg(target_arch = "x86_64")]
@@ -145,13 +145,13 @@ type Rotate = unsafe fn(&mut [f32], usize, &[(f32, f32)], RopePairs);
 /// Kernels of one instruction set. Calling one is safe only under its contract and on a machine
 /// that has the features; tables are handed out after detection only.
 #[derive(Debug)]
-pub(crate) struct Table {
+pub(crate) struct KernelTable {
     pub(crate) set: InstructionSet,
     /// By weight type, for [`Precision::Eight`] and for [`Precision::Fifteen`].
     groups: [[unsafe fn(GroupArgs<'_>); BlockType::COMPUTED]; 2],
     /// For BF16 weights and activations rounded to bf16.
     pairs: unsafe fn(GroupArgs<'_>),
-    pub(crate) quantise_row: unsafe fn(&Writer<'_>, usize),
+    pub(crate) quantise_row: unsafe fn(&ActivationWriter<'_>, usize),
     pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
     pub(crate) square_sum: unsafe fn(&[f32]) -> f32,
     pub(crate) silu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
@@ -171,7 +171,7 @@ pub(crate) struct Table {
     pub(crate) batch: Option<&'static Batch>,
 }
 
-impl Table {
+impl KernelTable {
     /// The product kernel of a weight type; `precision` is that of the activations, and does not
     /// matter for float weights.
     pub(crate) fn group(
@@ -319,7 +319,7 @@ macro_rules! words_batch {
                 words::multiply::<$isa, $rows, false, false, true>,
                 words::multiply::<$isa, $rows, false, true, true>
             );
-            batch!($feature $isa, words, words::FROM, [None, Some(Form::Words)],
+            batch!($feature $isa, words, words::FROM, [None, Some(RowFormat::Words)],
                 [by_words::ALL; 2], [None, Some(make_row), None, None],
                 1, [nothing; 2], Some(fold));
         }
@@ -380,7 +380,7 @@ macro_rules! tiles_batch {
             kernel!($feature one_wide(segment: &Segment<'_>)
                 = tiles::multiply::<$isa, $registers, 1, true>);
             batch!($feature $isa, tiles, tiles::FROM,
-                [Some(Form::SmallTiles), Some(Form::Tiles)],
+                [Some(RowFormat::SmallTiles), Some(RowFormat::Tiles)],
                 [
                     [one, one, one, one, one_wide, one_wide],
                     [two, two, two, two, two_wide, two_wide],
@@ -420,8 +420,8 @@ macro_rules! kernels {
                 integer_groups!([$($feature)?] $isa, 2);
             }
 
-            kernel!([$($feature)?] quantise_row(writer: &Writer<'_>, t: usize)
-                = Writer::quantise_row::<$isa>);
+            kernel!([$($feature)?] quantise_row(writer: &ActivationWriter<'_>, t: usize)
+                = ActivationWriter::quantise_row::<$isa>);
             kernel!([$($feature)?] rms_norm(x: *const f32, w: &[f32], eps: f32, out: *mut f32)
                 = vector::rms_norm::<$isa>);
             kernel!([$($feature)?] square_sum(x: &[f32]) -> f32 = vector::square_sum::<$isa>);
@@ -451,7 +451,7 @@ macro_rules! kernels {
 
             kernels!(@batch [$($feature)?] $isa, $($batch)*);
 
-            pub(super) static TABLE: Table = Table {
+            pub(super) static TABLE: KernelTable = KernelTable {
                 set: $set,
                 groups: [eight::GROUPS, fifteen::GROUPS],
                 pairs,
@@ -509,7 +509,7 @@ macro_rules! batch_kernels {
 
             kernels!(@batch [$($feature)?] $isa, $($batch)*);
 
-            pub(super) static TABLE: Table = Table {
+            pub(super) static TABLE: KernelTable = KernelTable {
                 set: $set,
                 dots,
                 batch: BATCH_TABLE,
@@ -563,7 +563,7 @@ batch_kernels!(
 
 /// AMX's kernels over emulated tiles.
 #[cfg(all(test, target_arch = "x86_64"))]
-pub(crate) static EMULATED: &Table = &emulated::TABLE;
+pub(crate) static EMULATED: &KernelTable = &emulated::TABLE;
 
 kernels!(
     #[cfg(target_arch = "aarch64")]

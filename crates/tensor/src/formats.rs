@@ -96,7 +96,7 @@ pub(crate) struct Layout {
 
 /// Offsets of a chunk's parts from the first block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct ChunkOffsets {
     pub(crate) scales: usize,
     pub(crate) planes: usize,
 }
@@ -123,9 +123,9 @@ impl Layout {
 
     /// Offsets of chunk `c` of a group.
     #[inline(always)]
-    pub(crate) const fn place(self, c: usize) -> Place {
+    pub(crate) const fn place(self, c: usize) -> ChunkOffsets {
         let (block, within) = (c / self.per_block * self.stride(), c % self.per_block);
-        Place {
+        ChunkOffsets {
             scales: block + within * self.scales,
             planes: block + self.front() + within * self.planes,
         }

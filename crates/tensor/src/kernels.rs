@@ -8,14 +8,14 @@ use std::ops::Range;
 
 use paceline_base::BlockType;
 
-use crate::activations::{Activations, CHUNK, Precision, Reads};
-use crate::batch::rows::{Form, PanelView};
+use crate::activations::{Activations, CHUNK, OperandForms, Precision};
+use crate::batch::rows::{PanelView, RowFormat};
 use crate::batch::{self, Batch, TOGETHER};
-use crate::dispatch::{InstructionSet, Table};
+use crate::dispatch::{InstructionSet, KernelTable};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
 use crate::meter::Meter;
-use crate::packed::{Packed, span};
+use crate::packed::{PackedMatrix, span};
 use crate::pool::{Pinning, ThreadPool};
 use crate::vector::RopePairs;
 
@@ -25,7 +25,7 @@ mod recurrent;
 #[cfg(target_arch = "x86_64")]
 mod self_test;
 
-pub use attention::{Attention, AttentionRows, AttentionScratch};
+pub use attention::{AttentionRows, AttentionScratch, AttentionStep};
 pub use delta::DeltaStep;
 pub use recurrent::{HeadRows, Recurrence, Recurrent};
 #[cfg(target_arch = "x86_64")]
@@ -67,7 +67,7 @@ fn names(sets: &[InstructionSet]) -> String {
 /// Every method gives the same bits for every instruction set and number of threads.
 #[derive(Debug)]
 pub struct Kernels {
-    pub(crate) table: &'static Table,
+    pub(crate) table: &'static KernelTable,
     pool: ThreadPool,
     meter: Meter,
 }
@@ -75,7 +75,7 @@ pub struct Kernels {
 /// A product to compute: `out = x W^T`, `(x.rows(), weights.rows())`.
 #[derive(Debug)]
 pub struct Product<'a> {
-    pub weights: &'a Packed,
+    pub weights: &'a PackedMatrix,
     /// Column of `x` that meets column 0 of the matrix, a multiple of 32.
     pub first_col: usize,
     /// `(rows, weights.rows())`, row-major.
@@ -157,10 +157,10 @@ impl Kernels {
         max_rows: usize,
         cols: usize,
         precision: Precision,
-        matrices: impl IntoIterator<Item = &'a Packed>,
+        matrices: impl IntoIterator<Item = &'a PackedMatrix>,
     ) -> Activations {
         let fifteen = precision == Precision::Fifteen;
-        let mut reads = Reads {
+        let mut reads = OperandForms {
             integers: None,
             span: span(0, precision),
             panels: Default::default(),
@@ -199,7 +199,7 @@ impl Kernels {
         let mut count = 0;
         for product in products {
             check_product(x, &product);
-            jobs[count] = Some(Job::new(x, product, self.table));
+            jobs[count] = Some(MatmulJob::new(x, product, self.table));
             count += 1;
         }
         let jobs = || jobs[..count].iter().flatten();
@@ -208,7 +208,7 @@ impl Kernels {
         if jobs().any(|job| job.batch.is_some()) {
             per_task = per_task.next_multiple_of(TOGETHER);
         }
-        let of_block = |job: &Job<'_>| job.groups.div_ceil(per_task);
+        let of_block = |job: &MatmulJob<'_>| job.groups.div_ceil(per_task);
         let tasks = jobs().map(|job| job.blocks * of_block(job)).sum();
         self.pool.run(tasks, &|mut task| {
             for job in jobs() {
@@ -231,15 +231,15 @@ impl Kernels {
         let rows = x.rows();
         let many = self.table.batch.filter(|many| rows >= many.from);
         let make_row = many.map(|many| many.make_row).unwrap_or_default();
-        let copied =
-            Form::ALL.map(|form| x.panel_rows(form).wanted() && make_row[form as usize].is_some());
+        let copied = RowFormat::ALL
+            .map(|form| x.panel_rows(form).has_buffers() && make_row[form as usize].is_some());
         let (writer, copies) = x.writers(copied);
         self.for_rows(rows, |t| {
             // SAFETY: each row is visited once; the table was detected.
             unsafe {
                 fill(t, writer.row(t));
                 (self.table.quantise_row)(&writer, t);
-                for form in Form::ALL.map(|form| form as usize) {
+                for form in RowFormat::ALL.map(|form| form as usize) {
                     if let Some(make_row) = make_row[form].filter(|_| copied[form]) {
                         make_row(&copies[form], t);
                     }
@@ -342,7 +342,7 @@ fn check_product(x: &Activations, product: &Product<'_>) {
 }
 
 /// A product as tasks see it.
-struct Job<'a> {
+struct MatmulJob<'a> {
     kernel: unsafe fn(GroupArgs<'_>),
     /// For many rows.
     batch: Option<(batch::Functions, PanelView<'a>)>,
@@ -358,10 +358,10 @@ struct Job<'a> {
 }
 
 // SAFETY: tasks read the weights and activations and write disjoint outputs.
-unsafe impl Sync for Job<'_> {}
+unsafe impl Sync for MatmulJob<'_> {}
 
-impl<'a> Job<'a> {
-    fn new(x: &'a Activations, product: Product<'a>, table: &'static Table) -> Self {
+impl<'a> MatmulJob<'a> {
+    fn new(x: &'a Activations, product: Product<'a>, table: &'static KernelTable) -> Self {
         let w = product.weights;
         let leaf_cols = if w.leaf_cols == 0 {
             w.cols

@@ -250,7 +250,7 @@ impl LayerStore {
 
 /// A layer's place in the cache.
 #[derive(Clone, Copy, Debug)]
-struct Layer {
+struct CacheLayer {
     pool: usize,
     store: LayerStore,
     /// Byte offset in a page of its pool.
@@ -279,7 +279,7 @@ impl Pool {
 /// Pages of all layers.
 #[derive(Debug)]
 pub struct KvCache {
-    layers: Vec<Layer>,
+    layers: Vec<CacheLayer>,
     pools: Vec<Pool>,
 }
 
@@ -303,7 +303,7 @@ impl KvCache {
             }
             let start = page_bytes[pool];
             page_bytes[pool] += store.page_bytes();
-            Layer {
+            CacheLayer {
                 pool,
                 store,
                 start,
@@ -466,9 +466,9 @@ impl KvCache {
     }
 
     /// For writing disjoint positions of a layer from several threads.
-    pub(crate) fn writer(&mut self, layer: usize) -> Writer<'_> {
+    pub(crate) fn writer(&mut self, layer: usize) -> KvWriter<'_> {
         let data: *mut u8 = self.pools[self.layers[layer].pool].data.as_mut_ptr();
-        Writer {
+        KvWriter {
             cache: self,
             layer,
             data,
@@ -485,7 +485,7 @@ impl KvCache {
 
 /// Writes positions; see [`KvCache::writer`].
 #[derive(Debug)]
-pub(crate) struct Writer<'a> {
+pub(crate) struct KvWriter<'a> {
     cache: &'a KvCache,
     layer: usize,
     /// Memory of the layer's pool.
@@ -494,9 +494,9 @@ pub(crate) struct Writer<'a> {
 
 // SAFETY: the contracts of `write` and `state` give each position, or head of a page, to one thread
 // at a time, and no other thread reads it.
-unsafe impl Sync for Writer<'_> {}
+unsafe impl Sync for KvWriter<'_> {}
 
-impl Writer<'_> {
+impl KvWriter<'_> {
     /// See [`KvCache::write`].
     ///
     /// # Safety

@@ -65,12 +65,12 @@ pub use batch::amx::AmxState;
 pub use dispatch::InstructionSet;
 pub use error::Error;
 pub use kernels::{
-    Attention, AttentionRows, AttentionScratch, BLOCK, DeltaStep, HeadRows, Kernels, MAX_PRODUCTS,
-    Product, Recurrence, Recurrent, Unavailable,
+    AttentionRows, AttentionScratch, AttentionStep, BLOCK, DeltaStep, HeadRows, Kernels,
+    MAX_PRODUCTS, Product, Recurrence, Recurrent, Unavailable,
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
 pub use meter::{Meter, Metered};
-pub use packed::{PackOptions, Packed, StoredMatrix};
+pub use packed::{PackOptions, PackedMatrix, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
 pub use stored::units::UNIT;
 pub use vector::RopePairs;

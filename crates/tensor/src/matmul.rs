@@ -34,7 +34,7 @@ use half::{bf16, f16};
 
 use crate::formats::{Format, LINE, Layout, Planes, Scales};
 use crate::isa::{Isa, LANES};
-use crate::quantised::{CHUNK, Meta, View, joined};
+use crate::quantised::{CHUNK, Meta, QuantisedView, joined};
 
 pub(crate) mod pairs;
 
@@ -62,7 +62,7 @@ pub(crate) struct GroupArgs<'a> {
     /// Columns of a leaf, at least 1.
     pub(crate) leaf_cols: usize,
     /// `(rows, cols)`.
-    pub(crate) x: View<'a>,
+    pub(crate) x: QuantisedView<'a>,
     /// First activation row.
     pub(crate) first: usize,
     /// End of the activation rows.
@@ -231,29 +231,33 @@ impl<F, const TERMS: usize> Copy for Quantised<F, TERMS> {}
 /// Prefetch distance in bytes into L1 (NEAR) and L2 (FAR), for products of few rows. `paceline
 /// bench kernels` on an Intel Xeon with AMX, relative to plain reads: Q4_0 0.57 -> 0.92, Q8_0 0.60
 /// -> 0.94, Q4_K 0.52 -> 0.90. Zen 4's own prefetcher does as well.
-const NEAR: usize = 512;
-const FAR: usize = 4096;
+const PREFETCH_L1_BYTES: usize = 512;
+const PREFETCH_L2_BYTES: usize = 4096;
 
 /// Weights of the next products, prefetched a line at a time between the steps of this one. All at
 /// once would fill the core's line fill buffers and stall the loads behind them. (There, one row:
 /// Q4_K 0.87, Q6_K 0.92 of the speed; four rows without prefetch: 0.6 to 0.75.)
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ahead {
+pub(crate) struct Prefetch {
     /// Address of the current weights.
     pub(crate) at: *const u8,
     /// Bytes that it reads in these steps.
     pub(crate) bytes: usize,
 }
 
-impl Ahead {
+impl Prefetch {
     /// Prefetches at distances [`NEAR`] and [`FAR`] for step `step` of `steps`; may exceed the end.
     #[inline(always)]
-    pub(crate) unsafe fn ask<S: Isa>(self, step: usize, steps: usize) {
+    pub(crate) unsafe fn prefetch<S: Isa>(self, step: usize, steps: usize) {
         let lines = self.bytes.div_ceil(LINE);
         let mut line = lines * step / steps;
         while line < lines * (step + 1) / steps {
             // SAFETY: a hint; any address may be given.
-            unsafe { S::prefetch_ahead::<NEAR, FAR>(self.at.wrapping_add(LINE * line)) };
+            unsafe {
+                S::prefetch_ahead::<PREFETCH_L1_BYTES, PREFETCH_L2_BYTES>(
+                    self.at.wrapping_add(LINE * line),
+                )
+            };
             line += 1;
         }
     }
@@ -276,7 +280,7 @@ impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
                 let layout: Layout = F::LAYOUT;
                 let bytes = layout.headers(args.lacks + args.first_chunk + args.cols / CHUNK);
                 let at = args.weights.wrapping_sub(bytes);
-                Ahead { at, bytes }.ask::<S>(0, 1);
+                Prefetch { at, bytes }.prefetch::<S>(0, 1);
             }
             let mut sums = [S::splat(0.0); N];
             while c < end {
@@ -328,7 +332,7 @@ unsafe fn span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
             let place = layout.place(args.first_chunk + c);
             let bytes = layout.chunk_bytes();
             let at = args.weights.wrapping_add((args.first_chunk + c) * bytes);
-            let ahead = Ahead { at, bytes };
+            let ahead = Prefetch { at, bytes };
             let weights = ChunkWeights::<S>::load::<F>(
                 multipliers,
                 args.weights.add(place.planes),
@@ -363,7 +367,7 @@ unsafe fn paired_span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
             let place = layout.place(args.first_chunk + c);
             let bytes = layout.chunk_bytes();
             let at = args.weights.wrapping_add((args.first_chunk + c) * bytes);
-            let ahead = Ahead { at, bytes };
+            let ahead = Prefetch { at, bytes };
             let quads = F::P::quads::<S>(args.weights.add(place.planes));
             let factors = F::S::factors::<S>(multipliers, args.weights.add(place.scales));
             let mut i = 0;
@@ -378,15 +382,15 @@ unsafe fn paired_span<S: Isa, F: Format, const TERMS: usize, const N: usize>(
 }
 
 /// Scales of both halves of a chunk, and its minimum.
-type Factors<S> = ([<S as Isa>::I; 2], <S as Isa>::I);
+type PairedFactors<S> = ([<S as Isa>::I; 2], <S as Isa>::I);
 
 /// Adds the products of a chunk with 32 activations to `totals`, and prefetches `ahead`.
 #[inline(always)]
 unsafe fn add_paired<S: Isa, F: Format, const TERMS: usize>(
-    (quads, factors): (&[S::W; 8], Factors<S>),
+    (quads, factors): (&[S::W; 8], PairedFactors<S>),
     (q, meta): ([*const i8; TERMS], Meta),
     totals: &mut [S::I; 2],
-    ahead: Ahead,
+    ahead: Prefetch,
 ) {
     let (scales, min) = factors;
     let most = (F::P::OFFSET + F::P::LARGEST, F::S::HALVES);
@@ -394,9 +398,9 @@ unsafe fn add_paired<S: Isa, F: Format, const TERMS: usize>(
     while term < TERMS {
         // SAFETY: register arithmetic and 32 bytes of each term.
         unsafe {
-            ahead.ask::<S>(2 * term, 2 * TERMS);
+            ahead.prefetch::<S>(2 * term, 2 * TERMS);
             let mut total = S::dot_scaled(totals[term], quads, q[term], most, scales);
-            ahead.ask::<S>(2 * term + 1, 2 * TERMS);
+            ahead.prefetch::<S>(2 * term + 1, 2 * TERMS);
             if F::S::HAS_MIN {
                 total = S::mul_add_small(total, min, S::splat_i(meta.small[term]));
             } else {
@@ -444,7 +448,7 @@ impl<S: Isa> ChunkWeights<S> {
         q: [*const i8; TERMS],
         meta: Meta,
         totals: &mut [S::I; 2],
-        ahead: Ahead,
+        ahead: Prefetch,
     ) {
         // SAFETY: register arithmetic and 32 bytes for each term.
         unsafe {
@@ -489,7 +493,7 @@ impl<S: Isa> ChunkWeights<S> {
         half: usize,
         q: [*const i8; TERMS],
         less: [S::I; 2],
-        ahead: Ahead,
+        ahead: Prefetch,
     ) -> [S::I; TERMS] {
         // SAFETY: register arithmetic and 16 bytes at `16 * half` of each term.
         unsafe {
@@ -499,7 +503,7 @@ impl<S: Isa> ChunkWeights<S> {
                 let quads = &*self.quads.as_ptr().add(4 * half).cast();
                 let mut term = 0;
                 while term < TERMS {
-                    ahead.ask::<S>(half * TERMS + term, 2 * TERMS);
+                    ahead.prefetch::<S>(half * TERMS + term, 2 * TERMS);
                     let x = q[term].add(16 * half);
                     let most = F::P::OFFSET + F::P::LARGEST;
                     acc[term] = S::dot_fours(acc[term], quads, x, most);
@@ -509,7 +513,7 @@ impl<S: Isa> ChunkWeights<S> {
             }
             let mut g = 4 * half;
             while g < 4 * half + 4 {
-                ahead.ask::<S>(g, 8);
+                ahead.prefetch::<S>(g, 8);
                 let mut term = 0;
                 while term < TERMS {
                     let x = q[term].add(4 * g);
@@ -714,13 +718,13 @@ impl<S: Isa, T: FloatWeight> Leaf<S> for Floats<T> {
                 let steps = (cols.end - k).min(4);
                 let bytes = LANES * T::SIZE;
                 let at = args.weights.add(k * bytes);
-                let ahead = Ahead {
+                let ahead = Prefetch {
                     at,
                     bytes: 4 * bytes,
                 };
                 let mut j = 0;
                 while j < steps {
-                    ahead.ask::<S>(j, 4);
+                    ahead.prefetch::<S>(j, 4);
                     let w = T::load::<S>(args.weights.add((k + j) * LANES * T::SIZE));
                     let mut i = 0;
                     while i < N {

@@ -53,13 +53,13 @@ struct Region {
 }
 
 /// The region that small memory is taken from, and how much of it is given out.
-struct Shared {
+struct SharedRegion {
     region: Arc<Region>,
     used: usize,
 }
 
 /// The process's shared region: memory packed one after another lies side by side.
-static SHARED: Mutex<Option<Shared>> = Mutex::new(None);
+static SHARED: Mutex<Option<SharedRegion>> = Mutex::new(None);
 
 /// Size of a shared region. On average half a huge page is lost at its end: 1.6 %.
 const SHARED_BYTES: usize = 64 << 20;
@@ -98,12 +98,12 @@ impl HugeMap {
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         let next = match shared.take().filter(|old| len <= SHARED_BYTES - old.used) {
             Some(old) => old,
-            None => Shared {
+            None => SharedRegion {
                 region: Arc::new(Region::new(SHARED_BYTES)?),
                 used: 0,
             },
         };
-        let Shared { region, used } = shared.insert(next);
+        let SharedRegion { region, used } = shared.insert(next);
         let start = region.start + *used;
         *used = (*used + len).next_multiple_of(SMALL_PAGE);
         Ok(Self {
@@ -180,14 +180,14 @@ unsafe impl Zeroed for f32 {}
 /// - At cache lines: 0.96 to 1.01.
 ///
 /// (Q5_0 0.82 to 0.90, Q6_K 0.57 to 0.66; the machine code is the same.)
-pub(crate) struct Placed<T> {
+pub(crate) struct OffsetBuffer<T> {
     bytes: Vec<u8>,
     start: usize,
     len: usize,
     values: PhantomData<T>,
 }
 
-impl<T: Zeroed> Placed<T> {
+impl<T: Zeroed> OffsetBuffer<T> {
     /// `len` values, the first at an address that is `place` modulo the size of a page; a multiple
     /// of 64.
     pub(crate) fn new(len: usize, place: usize) -> Self {
@@ -205,7 +205,7 @@ impl<T: Zeroed> Placed<T> {
     }
 }
 
-impl<T> Deref for Placed<T> {
+impl<T> Deref for OffsetBuffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -215,7 +215,7 @@ impl<T> Deref for Placed<T> {
     }
 }
 
-impl<T> DerefMut for Placed<T> {
+impl<T> DerefMut for OffsetBuffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         let first = self.bytes.as_mut_ptr();
         // SAFETY: as `deref`.
@@ -223,7 +223,7 @@ impl<T> DerefMut for Placed<T> {
     }
 }
 
-impl<T> fmt::Debug for Placed<T> {
+impl<T> fmt::Debug for OffsetBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Placed({} values)", self.len)
     }
@@ -277,7 +277,7 @@ mod tests {
     #[test]
     fn values_lie_where_asked() {
         for (len, place) in [(0, 0), (1, 64), (5000, 2048), (100_000, 4096 + 128)] {
-            let mut values = Placed::<i8>::new(len, place);
+            let mut values = OffsetBuffer::<i8>::new(len, place);
             values
                 .iter_mut()
                 .zip(1..)

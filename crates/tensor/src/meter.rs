@@ -26,12 +26,12 @@ pub struct Metered {
 impl Meter {
     /// Begins to count, from 0, or ends it.
     pub fn turn(&self, is_on: bool) {
-        self.take();
+        self.drain();
         self.is_on.store(is_on, Ordering::Relaxed);
     }
 
     /// The times since the last call; resets them.
-    pub fn take(&self) -> Metered {
+    pub fn drain(&self) -> Metered {
         let seconds = |ns: &AtomicU64| ns.swap(0, Ordering::Relaxed) as f64 * 1e-9;
         Metered {
             common: seconds(&self.common_ns),
@@ -84,13 +84,13 @@ mod tests {
             meter.end(began.map(|began| began - Duration::from_secs(1)));
         };
         product();
-        assert_eq!(meter.take(), Metered::default());
+        assert_eq!(meter.drain(), Metered::default());
         meter.turn(true);
         meter.experts(product);
-        let of_experts = meter.take();
+        let of_experts = meter.drain();
         assert!(of_experts.common == 0.0 && of_experts.experts > 0.0);
         product();
-        let common = meter.take();
+        let common = meter.drain();
         assert!(common.common >= 1.0 && common.experts == 0.0);
     }
 }

@@ -156,7 +156,7 @@ pub fn attention(
     sink: Option<f32>,
 ) -> Vec<f32> {
     let start = keys.len().saturating_sub(window);
-    let mut merged: Option<Partial> = None;
+    let mut merged: Option<PagePartial> = None;
     for page in start / PAGE..keys.len().div_ceil(PAGE) {
         let visible = start.max(page * PAGE)..keys.len().min((page + 1) * PAGE);
         let next = attend_page(query, keys, values, visible);
@@ -169,7 +169,7 @@ pub fn attention(
     if let Some(score) = sink {
         merged = merged.sink(score);
     }
-    let Partial { l, o, .. } = merged;
+    let PagePartial { l, o, .. } = merged;
     o.iter().map(|o| o / l).collect()
 }
 
@@ -188,13 +188,13 @@ pub fn q8_0(head: &[f32]) -> Vec<f32> {
 }
 
 /// The contribution of one page.
-struct Partial {
+struct PagePartial {
     m: f32,
     l: f32,
     o: Vec<f32>,
 }
 
-impl Partial {
+impl PagePartial {
     fn sink(&self, score: f32) -> Self {
         let m = self.m.max(score);
         let (a, b) = (exp(self.m - m), exp(score - m));
@@ -226,7 +226,7 @@ fn attend_page(
     keys: &[&[f32]],
     values: &[&[f32]],
     visible: std::ops::Range<usize>,
-) -> Partial {
+) -> PagePartial {
     let score = |i: usize| {
         query
             .iter()
@@ -249,7 +249,7 @@ fn attend_page(
             lanes[i] += lanes[i + width];
         }
     }
-    Partial { m, l: lanes[0], o }
+    PagePartial { m, l: lanes[0], o }
 }
 
 /// The exponential of the kernels for one number.

@@ -59,7 +59,7 @@ pub struct PackOptions {
 
 /// A weight matrix in kernel layout. Padded with zero rows to a multiple of 16.
 #[derive(Debug)]
-pub struct Packed {
+pub struct PackedMatrix {
     pub(crate) block_type: BlockType,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
@@ -77,7 +77,7 @@ pub struct Packed {
     pub(crate) data: HugeMap,
 }
 
-impl Packed {
+impl PackedMatrix {
     /// Packs `matrix`. Cost: one pass over it on all threads of `pool`.
     ///
     /// # Errors
@@ -128,7 +128,7 @@ impl Packed {
         } else {
             matrix.block_type.computed()
         };
-        let cut = Cut::new(matrix, &columns);
+        let cut = ColumnUnits::new(matrix, &columns);
         let (headers, blocks) = match formats::layout(block_type) {
             Some(layout) => (layout.headers(cut.chunks()), layout.blocks(cut.kept.len())),
             None => (0, columns.len() * LANES * block_type.bytes()),
@@ -188,7 +188,7 @@ impl Packed {
         self.rows.div_ceil(LANES)
     }
 
-    fn fill(&mut self, matrix: StoredMatrix<'_>, cut: &Cut, pool: &ThreadPool) {
+    fn fill(&mut self, matrix: StoredMatrix<'_>, cut: &ColumnUnits, pool: &ThreadPool) {
         let (group_bytes, block_type, cols) = (self.group_bytes, self.block_type, self.cols);
         if group_bytes == 0 {
             return;
@@ -249,7 +249,7 @@ fn has_tiny(row: &[u8]) -> bool {
 
 /// The units of a row that hold a range of its columns, or for floats the columns.
 #[derive(Debug)]
-struct Cut {
+struct ColumnUnits {
     /// Their bytes within the row.
     bytes: Range<usize>,
     /// Columns that they hold.
@@ -260,7 +260,7 @@ struct Cut {
     kept: Range<usize>,
 }
 
-impl Cut {
+impl ColumnUnits {
     fn new(matrix: StoredMatrix<'_>, columns: &Range<usize>) -> Self {
         let block = matrix.block_type;
         let unit = if block.is_float() { 1 } else { UNIT };
@@ -333,7 +333,7 @@ fn pack_row(
     layout: Layout,
     row: &[u8],
     lane: usize,
-    cut: &Cut,
+    cut: &ColumnUnits,
     out: &mut [u8],
 ) {
     let chunks = cut.chunks();
@@ -373,7 +373,7 @@ fn pack_header(block_type: BlockType, unit: &Unit, lane: usize, out: &mut [u8]) 
 fn pack_scales(
     block_type: BlockType,
     raw: stored::RawScales,
-    units::Factors { scale, min }: units::Factors,
+    units::HalfFactors { scale, min }: units::HalfFactors,
     lane: usize,
     out: &mut [u8],
 ) {

@@ -23,7 +23,7 @@ use std::thread::JoinHandle;
 /// is short enough not to burn a core while a user types.
 const SPINS: u32 = 4_000;
 
-type Task<'a> = &'a (dyn Fn(usize) + Sync);
+type PoolTask<'a> = &'a (dyn Fn(usize) + Sync);
 
 /// A job's number and a count, in one word: 44 bits and 20. Jobs are numbered from 1 on, and at
 /// 100,000 a second for five years.
@@ -146,7 +146,7 @@ fn stay(core: Option<usize>) {
 
 /// State that the threads have in common. A job is published by its pointer and then `job`.
 #[derive(Debug)]
-struct Shared {
+struct PoolState {
     /// The current job's [`Word`], with all of its tasks.
     job: AtomicU64,
     /// Its closure: a pointer to a `Task` on the stack of the caller of `run`.
@@ -164,7 +164,7 @@ struct Shared {
 
 /// A fixed set of threads that run numbered tasks.
 pub struct ThreadPool {
-    shared: Arc<Shared>,
+    shared: Arc<PoolState>,
     workers: Vec<JoinHandle<()>>,
     /// Core of the caller of `run`.
     core: Option<usize>,
@@ -200,7 +200,7 @@ impl ThreadPool {
             Pinning::Cores { first } => (cores(), first),
         };
         let core_of = |i: usize| cores.get((first + i) % cores.len().max(1)).copied();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PoolState {
             job: AtomicU64::new(0),
             task: AtomicPtr::new(std::ptr::null_mut()),
             shares: (0..threads.max(1))
@@ -245,7 +245,7 @@ impl ThreadPool {
     ///
     /// # Panics
     /// If a task panicked, after all have ended; if there are 2^20 tasks or more.
-    pub fn run(&self, tasks: usize, task: Task<'_>) {
+    pub fn run(&self, tasks: usize, task: PoolTask<'_>) {
         stay(self.core);
         if self.workers.is_empty() || tasks <= 1 {
             (0..tasks).for_each(task);
@@ -256,7 +256,7 @@ impl ThreadPool {
         *job += 1;
         let word = Word::new(*job, tasks);
         self.shared.publish(word, &task);
-        self.shared.take_part(word, 0);
+        self.shared.claim_tasks(word, 0);
         self.shared.wait_for_all(tasks);
         let panicked = self.shared.panicked.swap(false, Ordering::Relaxed);
         drop(job);
@@ -275,10 +275,10 @@ impl Drop for ThreadPool {
     }
 }
 
-impl Shared {
+impl PoolState {
     /// Makes a job visible to the workers. `task` outlives it: `run` returns only when every
     /// claimed task has ended, and nothing is claimed after the last.
-    fn publish(&self, job: Word, task: &Task<'_>) {
+    fn publish(&self, job: Word, task: &PoolTask<'_>) {
         // All tasks of the previous job were claimed and have ended, so no thread reads these now;
         // a worker reads them only after it has claimed a task of this job.
         self.ended.store(0, Ordering::Relaxed);
@@ -295,7 +295,7 @@ impl Shared {
 
     /// Claims and runs tasks of `job` until there are none: those of share `own`, then of the
     /// others.
-    fn take_part(&self, job: Word, own: usize) {
+    fn claim_tasks(&self, job: Word, own: usize) {
         let (shares, tasks) = (self.shares.len(), job.count());
         let mut done = 0;
         for of in (own..shares).chain(0..own) {
@@ -311,7 +311,7 @@ impl Shared {
     }
 
     fn run_task(&self, index: usize) {
-        let task = self.task.load(Ordering::Relaxed).cast::<Task<'_>>();
+        let task = self.task.load(Ordering::Relaxed).cast::<PoolTask<'_>>();
         // SAFETY: a task of this job is claimed and not counted as ended, so `run` is still
         // waiting and the closure is alive.
         let task = unsafe { *task };
@@ -339,7 +339,7 @@ impl Shared {
         let mut seen = 0;
         while let Some(job) = self.next_job(seen) {
             seen = job.job();
-            self.take_part(job, own);
+            self.claim_tasks(job, own);
         }
     }
 

@@ -70,7 +70,7 @@ unsafe impl Zeroed for Meta {}
 
 /// Read access for kernels, with raw pointers to keep bounds checks out of inner loops.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct View<'a> {
+pub(crate) struct QuantisedView<'a> {
     pub(crate) cols: usize,
     /// f32; bits of bf16 in a [`rounded_view`](crate::Activations::rounded_view). (With a pointer
     /// for each a small product takes 0.5 % more instructions.)
@@ -82,9 +82,9 @@ pub(crate) struct View<'a> {
 }
 
 // SAFETY: a view only reads, and borrows the activations for its lifetime.
-unsafe impl Sync for View<'_> {}
+unsafe impl Sync for QuantisedView<'_> {}
 
-impl View<'_> {
+impl QuantisedView<'_> {
     /// The integers of chunk `c` of row `t`: `[high]` or `[high, low]`, and its scale and sums.
     ///
     /// # Safety

@@ -13,9 +13,9 @@ mod line;
 mod near;
 mod ssh;
 
-pub use far::{FarSpec, far};
+pub use far::{FarSpec, run_worker};
 pub use line::Ends;
-pub use near::near;
+pub use near::forward_to_worker;
 pub use ssh::{GREETING, by_ssh};
 
 pub(crate) use line::parse;

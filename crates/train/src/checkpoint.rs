@@ -32,7 +32,7 @@ pub(crate) struct State {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-struct About {
+struct CheckpointInfo {
     version: u32,
     step: u64,
     digest: String,
@@ -70,7 +70,7 @@ impl State {
             ];
             tensors::write(&temporary.join("optimiser.safetensors"), &moments)?;
         }
-        let about = About {
+        let about = CheckpointInfo {
             version: VERSION,
             step: self.step,
             digest: self.digest(),
@@ -103,7 +103,7 @@ impl State {
     fn load(path: &Path, layout: &Layout, fresh: Optimiser) -> Result<Self, Error> {
         let about_path = path.join("state.json");
         let about = std::fs::read(&about_path).map_err(Error::file("read", &about_path))?;
-        let about: About =
+        let about: CheckpointInfo =
             serde_json::from_slice(&about).map_err(|e| Error::malformed(&about_path, e))?;
         if about.version != VERSION {
             let reason = format!("version {}, expected {VERSION}", about.version);
@@ -156,7 +156,7 @@ pub(crate) fn named<'a>(
     params: &'a [f32],
 ) -> Vec<(String, &'a [usize], &'a [f32])> {
     let slots = layout.slots().iter();
-    let of = |slot: &'a crate::params::Slot| {
+    let of = |slot: &'a crate::params::ParameterSlot| {
         let values = &params[slot.range.clone()];
         (slot.name.clone(), slot.shape.as_slice(), values)
     };

@@ -9,18 +9,18 @@ use paceline_model::{Activation, Config};
 use paceline_tensor::Kernels;
 
 use crate::dropout::Dropout;
-use crate::engine::{Engine, Rows};
+use crate::engine::{LayerEngine, LeafRows};
 use crate::error::Error;
 use crate::ops::{self, Gate, Norm};
 use crate::pool;
-use crate::weights::{Layer, Vector, Weights};
-use attention::Attention;
+use crate::weights::{LayerWeights, StageWeights, VectorParameter};
+use attention::LeafAttention;
 
 /// Computes layers on this machine's threads.
 pub(crate) struct Cpu<'a> {
     pub(crate) kernels: &'a Kernels,
     pub(crate) config: &'a Config,
-    pub(crate) weights: &'a Weights,
+    pub(crate) weights: &'a StageWeights,
     /// Factor of the pairs' products.
     pub(crate) scale: f32,
     /// Dropout of adapters' inputs.
@@ -59,14 +59,14 @@ const GATE: usize = 4;
 const UP: usize = 5;
 const DOWN: usize = 6;
 
-impl Engine for Cpu<'_> {
+impl LayerEngine for Cpu<'_> {
     type Kept = Activations;
 
     fn forward(
         &self,
         params: &[f32],
         layer: usize,
-        rows: &Rows,
+        rows: &LeafRows,
         x: &[f32],
     ) -> Result<(Vec<f32>, Activations), Error> {
         let w = self.weights.layer(layer);
@@ -121,7 +121,7 @@ impl Engine for Cpu<'_> {
     fn backward(
         &self,
         params: &[f32],
-        (layer, rows, x): (usize, &Rows, &[f32]),
+        (layer, rows, x): (usize, &LeafRows, &[f32]),
         kept: Option<Activations>,
         dy: &[f32],
         grads: &mut [f32],
@@ -170,7 +170,7 @@ impl Cpu<'_> {
     fn backward_ffn(
         &self,
         params: &[f32],
-        w: &Layer,
+        w: &LayerWeights,
         mut kept: Activations,
         dy: &[f32],
         grads: &mut [f32],
@@ -207,8 +207,8 @@ impl Cpu<'_> {
         (kept, d_middle)
     }
 
-    fn attention<'a>(&'a self, layer: usize, rows: &'a Rows) -> Attention<'a> {
-        Attention {
+    fn attention<'a>(&'a self, layer: usize, rows: &'a LeafRows) -> LeafAttention<'a> {
+        LeafAttention {
             kernels: self.kernels,
             shape: self.config.layers[layer],
             rows,
@@ -222,7 +222,7 @@ impl Cpu<'_> {
         }
     }
 
-    pub(crate) fn norm_of<'a>(&self, weight: &'a Vector, params: &'a [f32]) -> Norm<'a> {
+    pub(crate) fn norm_of<'a>(&self, weight: &'a VectorParameter, params: &'a [f32]) -> Norm<'a> {
         Norm {
             weight: weight.get(params),
             offset: self.config.norm_offset,
@@ -231,7 +231,7 @@ impl Cpu<'_> {
     }
 
     /// Norms every run of as many elements as there are weights.
-    pub(crate) fn norm(&self, weight: &Vector, params: &[f32], x: &[f32]) -> Vec<f32> {
+    pub(crate) fn norm(&self, weight: &VectorParameter, params: &[f32], x: &[f32]) -> Vec<f32> {
         let norm = self.norm_of(weight, params);
         let n = norm.weight.len();
         let mut out = vec![0.0; x.len()];
@@ -244,7 +244,7 @@ impl Cpu<'_> {
     /// Adds to `dx` the gradient of a norm at `x`.
     pub(crate) fn norm_back(
         &self,
-        weight: &Vector,
+        weight: &VectorParameter,
         params: &[f32],
         (x, dy): (&[f32], &[f32]),
         dx: &mut [f32],
@@ -270,7 +270,7 @@ impl Cpu<'_> {
     /// A half's result through the norm after it, if there is one, and what it was before.
     fn after(
         &self,
-        norm: Option<&Vector>,
+        norm: Option<&VectorParameter>,
         params: &[f32],
         delta: Vec<f32>,
     ) -> (Vec<f32>, Option<Vec<f32>>) {
@@ -283,7 +283,7 @@ impl Cpu<'_> {
     /// The gradient before the norm after a half.
     fn before(
         &self,
-        norm: Option<&Vector>,
+        norm: Option<&VectorParameter>,
         params: &[f32],
         delta: Option<&[f32]>,
         dy: &[f32],
@@ -317,7 +317,7 @@ impl Cpu<'_> {
 
     /// Adds what the embedding gets, token by token.
     pub(crate) fn embed_back(&self, tokens: &[u32], dx: &[f32], grads: &mut [f32]) {
-        let crate::weights::Kept::Trained(range) = &self.weights.table().kept else {
+        let crate::weights::MatrixStorage::Trained(range) = &self.weights.table().kept else {
             return;
         };
         let c = self.config.width;

@@ -18,15 +18,15 @@ use std::time::Duration;
 use paceline_base::tree::Stack;
 use paceline_base::{Rank, hex};
 use paceline_cluster::sandbox::Sandbox;
-use paceline_cluster::workers::{Event, Limits, Spec, Workers};
+use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
 use paceline_model::adapter::files::tensors;
 use sha2::{Digest, Sha256};
 
 use crate::error::Error;
-use crate::messages::{FromWorker, Task, ToWorker};
+use crate::messages::{FromWorker, LeafTask, ToWorker};
 use crate::net::{KEPT_BYTES, Pass};
-use crate::run::{Job, Progress, Run};
-use crate::stage::Stage;
+use crate::run::{TrainingJob, TrainingProgress, TrainingRun};
+use crate::stage::ModelStage;
 use deadline::{Deadlines, Overdue};
 
 /// Longest silence of a worker before its leaves go to others. Its signs of life do not depend on
@@ -44,13 +44,13 @@ const FRUITLESS_MAX: u32 = 8;
 
 /// The processes that compute leaves.
 #[derive(Debug)]
-pub struct Crew {
-    team: Option<Team>,
+pub struct TrainingWorkers {
+    team: Option<WorkerSet>,
 }
 
 /// Worker processes that are to be started.
 #[derive(Debug)]
-pub struct Processes {
+pub struct WorkerOptions {
     /// A program that is [`worker::run`](crate::worker::run), or
     /// [`bridge::near`](crate::bridge::near()) to one.
     pub program: PathBuf,
@@ -75,7 +75,7 @@ pub struct Post {
     pub place: String,
 }
 
-impl Crew {
+impl TrainingWorkers {
     /// This process.
     pub const fn here() -> Self {
         Self { team: None }
@@ -85,7 +85,7 @@ impl Crew {
     ///
     /// # Errors
     /// [`Error::Option`] for fewer workers than stages; [`Error::Cluster`], [`Error::Files`].
-    pub fn start(processes: Processes, run: &Run) -> Result<Self, Error> {
+    pub fn start(processes: WorkerOptions, run: &TrainingRun) -> Result<Self, Error> {
         let (count, stages) = (processes.posts.len(), processes.stages.max(1));
         if count < stages {
             return Err(Error::Option {
@@ -98,21 +98,21 @@ impl Crew {
         let _ = std::fs::remove_dir_all(&exchange); // of a run that was killed
         std::fs::create_dir_all(&exchange).map_err(Error::file("make", &exchange))?;
         let args = processes.posts.iter().map(|post| post.args.clone());
-        let mut spec = Spec::new(processes.program, args.collect());
+        let mut spec = WorkerSpec::new(processes.program, args.collect());
         (spec.env, spec.env_alone) = (processes.env, true);
         // A process that forwards to another machine starts `ssh`, which writes below the home.
         if processes.posts.iter().all(|post| post.place.is_empty()) {
             spec.sandbox = Some(Sandbox::Worker);
             spec.writable = vec![exchange.clone()];
         }
-        spec.limits = Limits {
+        spec.limits = WorkerLimits {
             silence: SILENCE,
             write: SILENCE,
-            ..Limits::default()
+            ..WorkerLimits::default()
         };
-        let mut team = Team {
+        let mut team = WorkerSet {
             workers: Workers::spawn(spec)?,
-            members: (0..count).map(|_| Member::default()).collect(),
+            members: (0..count).map(|_| TrainingWorker::default()).collect(),
             deadlines: Deadlines::new(count),
             stages,
             lost: 0,
@@ -142,7 +142,7 @@ impl Crew {
 
     /// Workers that can compute now.
     pub fn nodes(&self) -> u32 {
-        let ready = |team: &Team| team.members.iter().filter(|m| m.is_ready).count() as u32;
+        let ready = |team: &WorkerSet| team.members.iter().filter(|m| m.is_ready).count() as u32;
         self.team.as_ref().map_or(1, ready)
     }
 
@@ -157,11 +157,11 @@ impl Crew {
     /// The loss and the gradient of a step.
     pub(crate) fn step(
         &mut self,
-        run: &Run,
+        run: &TrainingRun,
         params: &[f32],
         step: u64,
         clock: &dyn Fn() -> f64,
-        watch: &mut dyn FnMut(Progress),
+        watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<(f64, Vec<f32>), Error> {
         let at = At { step, clock };
         match &mut self.team {
@@ -174,11 +174,11 @@ impl Crew {
     /// The loss of each row of what is held out, with the values before a step.
     pub(crate) fn judge(
         &mut self,
-        run: &Run,
+        run: &TrainingRun,
         params: &[f32],
         step: u64,
         clock: &dyn Fn() -> f64,
-        watch: &mut dyn FnMut(Progress),
+        watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<Vec<f64>, Error> {
         let at = At { step, clock };
         match &mut self.team {
@@ -189,7 +189,7 @@ impl Crew {
 }
 
 /// A step in this process.
-fn alone(run: &Run, params: &[f32], step: u64) -> Result<(f64, Vec<f32>), Error> {
+fn alone(run: &TrainingRun, params: &[f32], step: u64) -> Result<(f64, Vec<f32>), Error> {
     let mut grads = vec![0.0; params.len()];
     let parts = run.net.parts();
     let losses = compute(
@@ -206,17 +206,17 @@ fn alone(run: &Run, params: &[f32], step: u64) -> Result<(f64, Vec<f32>), Error>
 }
 
 /// Receives the number of a trained part and the values of its roots.
-pub(crate) type Done<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Error> + 'a;
+pub(crate) type PartSink<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Error> + 'a;
 
 /// Losses of leaves. `done` receives the number of each trained part and the values of the roots of
 /// the leaves' range, as soon as they are computed. The last layer's arrive while the one before is
 /// computed.
 pub(crate) fn compute(
-    run: &Run,
+    run: &TrainingRun,
     params: &[f32],
     step: u64,
     leaves: Range<usize>,
-    done: &mut Done<'_>,
+    done: &mut PartSink<'_>,
 ) -> Result<Vec<f64>, Error> {
     let mut sums = Sums::new(run, params.len(), leaves.start);
     let mut losses = Vec::with_capacity(leaves.len());
@@ -237,19 +237,19 @@ pub(crate) fn compute(
             sums.push(last);
             passes.push(pass);
         }
-        sums.tell(last, is_last, done)?;
+        sums.report_part(last, is_last, done)?;
         for part in (1..last).rev() {
             for pass in &mut passes {
                 run.net.down(params, pass, &mut sums.grads)?;
                 sums.push(part);
             }
-            sums.tell(part, is_last, done)?;
+            sums.report_part(part, is_last, done)?;
         }
         for pass in &passes {
             run.net.bottom(pass, &mut sums.grads);
             sums.push(0);
         }
-        sums.tell(0, is_last, done)?;
+        sums.report_part(0, is_last, done)?;
     }
     Ok(losses)
 }
@@ -263,7 +263,7 @@ struct Sums<'a> {
 }
 
 impl<'a> Sums<'a> {
-    fn new(run: &'a Run, n: usize, first_leaf: usize) -> Self {
+    fn new(run: &'a TrainingRun, n: usize, first_leaf: usize) -> Self {
         let parts = run.net.parts();
         let stack = |part: &Range<usize>| {
             let mut stack = Stack::new(run.order.leaves(), part.len());
@@ -287,7 +287,12 @@ impl<'a> Sums<'a> {
     }
 
     /// Hands out the roots of a part, and forgets them, if no leaf follows.
-    fn tell(&mut self, part: usize, is_last: bool, done: &mut Done<'_>) -> Result<(), Error> {
+    fn report_part(
+        &mut self,
+        part: usize,
+        is_last: bool,
+        done: &mut PartSink<'_>,
+    ) -> Result<(), Error> {
         if is_last && !self.parts[part].is_empty() {
             let stack = std::mem::replace(&mut self.stacks[part], Stack::new(1, 0));
             done(part, stack.values())?;
@@ -298,11 +303,11 @@ impl<'a> Sums<'a> {
 
 /// A worker, as far as the parent knows.
 #[derive(Debug, Default)]
-struct Member {
+struct TrainingWorker {
     is_ready: bool,
     /// Has a process.
     is_there: bool,
-    has: Has,
+    has: AssignedLeaves,
     /// When it got that.
     since: f64,
     /// Leaves a second, 0 before it has computed any.
@@ -311,9 +316,9 @@ struct Member {
 
 /// Work that a worker has.
 #[derive(Debug, Default)]
-struct Has {
+struct AssignedLeaves {
     leaves: Vec<Range<usize>>,
-    task: Option<Task>,
+    task: Option<LeafTask>,
 }
 
 /// The number of a step, and the clock.
@@ -323,16 +328,16 @@ struct At<'a> {
 }
 
 /// The outcome of an event.
-enum News {
+enum WorkerEvent {
     Nothing,
-    Lost(Has),
+    Lost(AssignedLeaves),
     Said(u32, FromWorker),
 }
 
 #[derive(Debug)]
-struct Team {
+struct WorkerSet {
     workers: Workers<ToWorker, FromWorker>,
-    members: Vec<Member>,
+    members: Vec<TrainingWorker>,
     deadlines: Deadlines,
     stages: usize,
     lost: u32,
@@ -340,38 +345,40 @@ struct Team {
     /// Reason for the last loss of a worker.
     last: String,
     /// Progress not yet reported to the caller.
-    untold: Vec<Progress>,
+    untold: Vec<TrainingProgress>,
     /// Class and device of all workers, once one is ready.
     engine: Option<String>,
     /// Notes about the engine so far.
     notes: Vec<String>,
-    job: Job,
+    job: TrainingJob,
     posts: Vec<Post>,
     /// Fingerprints of the model and the data.
     expected: (String, String),
     exchange: PathBuf,
 }
 
-impl Team {
+impl WorkerSet {
     /// The stage of a worker.
-    fn stage(&self, rank: usize) -> Stage {
-        Stage {
+    fn stage(&self, rank: usize) -> ModelStage {
+        ModelStage {
             index: rank % self.stages,
             of: self.stages,
         }
     }
 
     /// Handles an event; returns only what concerns leaves.
-    fn take(&mut self, event: Event<FromWorker>) -> Result<News, Error> {
+    fn take(&mut self, event: Event<FromWorker>) -> Result<WorkerEvent, Error> {
         let (text, rank) = (event.to_string(), event.rank().0);
         match event {
-            Event::Message { message, .. } => self.hear(rank, message),
-            _ if self.members[rank as usize].is_there => Ok(News::Lost(self.lose(rank, text))),
-            _ => Ok(News::Nothing),
+            Event::Message { message, .. } => self.handle_message(rank, message),
+            _ if self.members[rank as usize].is_there => {
+                Ok(WorkerEvent::Lost(self.lose(rank, text)))
+            }
+            _ => Ok(WorkerEvent::Nothing),
         }
     }
 
-    fn hear(&mut self, rank: u32, message: FromWorker) -> Result<News, Error> {
+    fn handle_message(&mut self, rank: u32, message: FromWorker) -> Result<WorkerEvent, Error> {
         let place = self.posts[rank as usize].place.clone();
         let failed = |reason| Error::Worker {
             rank,
@@ -401,14 +408,15 @@ impl Team {
                 }
                 for note in notes {
                     if !self.notes.contains(&note) {
-                        self.untold.push(Progress::Note { line: note.clone() });
+                        self.untold
+                            .push(TrainingProgress::Note { line: note.clone() });
                         self.notes.push(note);
                     }
                 }
                 self.members[rank as usize].is_ready = true;
-                Ok(News::Nothing)
+                Ok(WorkerEvent::Nothing)
             }
-            other => Ok(News::Said(rank, other)),
+            other => Ok(WorkerEvent::Said(rank, other)),
         }
     }
 
@@ -427,7 +435,7 @@ impl Team {
     }
 
     /// Drops a worker, starts another in its place, and returns the leaves that it had.
-    fn lose(&mut self, rank: u32, why: String) -> Has {
+    fn lose(&mut self, rank: u32, why: String) -> AssignedLeaves {
         let gone = std::mem::take(&mut self.members[rank as usize]);
         self.deadlines.begin(rank as usize, 0);
         self.lost += 1;
@@ -437,7 +445,8 @@ impl Team {
             "" => why,
             place => format!("{place}: {why}"),
         };
-        self.untold.push(Progress::Lost { why: why.clone() });
+        self.untold
+            .push(TrainingProgress::Lost { why: why.clone() });
         self.last = why;
         if self.fruitless > FRUITLESS_MAX {
             self.workers.kill(Rank(rank));
@@ -449,7 +458,7 @@ impl Team {
 
     /// Drops workers whose leaves are overdue: they hang even if their heartbeats arrive. Returns
     /// the leaves that they had.
-    fn lose_hung(&mut self, at: &At<'_>) -> Vec<Has> {
+    fn lose_hung(&mut self, at: &At<'_>) -> Vec<AssignedLeaves> {
         let over = self.deadlines.overdue((at.clock)()).into_iter();
         let lose = |Overdue { rank, limit_s }: Overdue| {
             let why = format!(
@@ -475,7 +484,7 @@ impl Team {
     }
 
     /// Reports lost workers, and new workers' notes about their engine.
-    fn tell(&mut self, watch: &mut dyn FnMut(Progress)) {
+    fn report_progress(&mut self, watch: &mut dyn FnMut(TrainingProgress)) {
         self.untold.drain(..).for_each(watch);
     }
 
@@ -486,7 +495,7 @@ impl Team {
     }
 }
 
-impl Drop for Team {
+impl Drop for WorkerSet {
     fn drop(&mut self) {
         self.workers.stop(GRACE);
         let _ = std::fs::remove_dir_all(&self.exchange); // nothing of it is needed

@@ -8,9 +8,9 @@
 use std::path::{Path, PathBuf};
 
 use paceline_base::hex;
-use paceline_formats::chat::{ChatOptions, ChatTemplate, Error as ChatError, Message};
+use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::{Specials, Tokenizer};
-use paceline_model::Source;
+use paceline_model::ModelSource;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -55,7 +55,7 @@ pub struct Examples {
 
 /// A model's way from text to tokens.
 #[derive(Debug)]
-pub struct Reader {
+pub struct ExampleReader {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     train_on: TrainOn,
@@ -65,7 +65,7 @@ pub struct Reader {
     pack: bool,
 }
 
-impl Reader {
+impl ExampleReader {
     /// The reader of the model at `model`.
     ///
     /// # Errors
@@ -75,13 +75,13 @@ impl Reader {
         train_on: TrainOn,
         (tokens_max, pack): (usize, bool),
     ) -> Result<Self, Error> {
-        let source = Source::open(model)?;
+        let source = ModelSource::open(model)?;
         let (tokenizer, template) = match &source {
-            Source::Gguf(file) => (
+            ModelSource::Gguf(file) => (
                 Tokenizer::from_gguf(file.metadata())?,
                 ChatTemplate::from_gguf(file.metadata()),
             ),
-            Source::Hf(folder) => (
+            ModelSource::Hf(folder) => (
                 Tokenizer::from_hf_dir(folder.path())?,
                 ChatTemplate::from_hf_dir(folder.path()),
             ),
@@ -198,8 +198,8 @@ impl Reader {
             return self.plain(task, answer, self.train_on == TrainOn::All);
         }
         let turns = vec![
-            Message::new("user", task),
-            Message::new("assistant", answer),
+            ChatMessage::new("user", task),
+            ChatMessage::new("assistant", answer),
         ];
         self.chat(turns, value)
     }
@@ -230,7 +230,7 @@ impl Reader {
         Ok(ids.iter().any(|id| self.tokenizer.is_control(*id)))
     }
 
-    fn chat(&self, turns: Vec<Message>, value: &Value) -> Result<Example, String> {
+    fn chat(&self, turns: Vec<ChatMessage>, value: &Value) -> Result<Example, String> {
         let template = self.template.as_ref();
         let template = template.ok_or("the model has no chat template for a conversation")?;
         let tools = value
@@ -238,7 +238,7 @@ impl Reader {
             .and_then(Value::as_array)
             .cloned()
             .unwrap_or_default();
-        let encode = |turns: &[Message], add_generation_prompt| {
+        let encode = |turns: &[ChatMessage], add_generation_prompt| {
             let options = ChatOptions {
                 add_generation_prompt,
                 tools: tools.clone(),
@@ -380,7 +380,7 @@ const fn kind(value: &Value) -> &'static str {
 }
 
 /// Turns whose speaker and words are under these keys.
-fn messages(turns: &Value, [role, words]: [&str; 2]) -> Result<Vec<Message>, String> {
+fn messages(turns: &Value, [role, words]: [&str; 2]) -> Result<Vec<ChatMessage>, String> {
     let wrong = || format!("the conversation is {}, expected an array", kind(turns));
     let turns = turns.as_array().ok_or_else(wrong)?;
     let turn = |(i, turn): (usize, &Value)| {
@@ -394,9 +394,9 @@ fn messages(turns: &Value, [role, words]: [&str; 2]) -> Result<Vec<Message>, Str
             "gpt" | "chatgpt" | "bot" => "assistant",
             other => other,
         };
-        Ok(Message::new(role, of(words)?))
+        Ok(ChatMessage::new(role, of(words)?))
     };
-    let turns: Vec<Message> = turns
+    let turns: Vec<ChatMessage> = turns
         .iter()
         .enumerate()
         .map(turn)

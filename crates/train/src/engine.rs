@@ -10,14 +10,14 @@ use crate::error::Error;
 
 /// The tokens of a leaf by their sequences: what attention may see, and their angles.
 #[derive(Clone, Debug)]
-pub struct Rows {
+pub struct LeafRows {
     /// Length of each sequence; they lie one after the other, and never see one another.
     pub lengths: Vec<usize>,
     /// For each of the model's rotations: `(cos, sin)` of each pair, by position in a sequence.
     pub(crate) angles: Vec<Vec<(f32, f32)>>,
 }
 
-impl Rows {
+impl LeafRows {
     /// Sequences of these lengths, turned by `ropes`.
     pub(crate) fn new(lengths: Vec<usize>, ropes: &[Rope]) -> Self {
         let longest = lengths.iter().copied().max().unwrap_or(0);
@@ -47,7 +47,7 @@ impl Rows {
 }
 
 /// Layers and their gradients. T tokens, C the model's width.
-pub trait Engine {
+pub trait LayerEngine {
     /// Values that a forward pass may keep for the backward one.
     type Kept;
 
@@ -59,7 +59,7 @@ pub trait Engine {
         &self,
         params: &[f32],
         layer: usize,
-        rows: &Rows,
+        rows: &LeafRows,
         x: &[f32],
     ) -> Result<(Vec<f32>, Self::Kept), Error>;
 
@@ -71,7 +71,7 @@ pub trait Engine {
     fn backward(
         &self,
         params: &[f32],
-        at: (usize, &Rows, &[f32]),
+        at: (usize, &LeafRows, &[f32]),
         kept: Option<Self::Kept>,
         dy: &[f32],
         grads: &mut [f32],

@@ -22,11 +22,11 @@ const FIXED_32: u64 = 5;
 
 /// A file that TensorBoard reads while it grows.
 #[derive(Debug)]
-pub(crate) struct Events {
+pub(crate) struct EventFile {
     path: PathBuf,
 }
 
-impl Events {
+impl EventFile {
     /// Begins a file of its own in `folder`, which is made. TensorBoard forgets what earlier files
     /// have of steps after `step`: they were not saved.
     pub(crate) fn start(folder: &Path, step: u64, now_s: f64) -> Result<Self, Error> {
@@ -152,7 +152,7 @@ mod tests {
     #[test]
     fn a_run_that_goes_on_has_steps_after_its_checkpoint_forgotten() {
         let folder = tempfile::tempdir().unwrap();
-        let events = Events::start(folder.path(), 7, 1.75e9).unwrap();
+        let events = EventFile::start(folder.path(), 7, 1.75e9).unwrap();
         let measured = serde_json::json!({
             "step": 8, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "judged": 3, "tokens": 4,
             "val_loss": 2.0, "val_ppl": 7.4, "step_s": 1.0, "tok_s": 4.0, "nodes": 2

@@ -1,7 +1,7 @@
 //! Fingerprint of a model from samples of its tensors.
 
 use paceline_base::hex;
-use paceline_model::Source;
+use paceline_model::ModelSource;
 use sha2::{Digest, Sha256};
 
 use crate::error::Error;
@@ -15,7 +15,7 @@ const SAMPLE_BYTES: usize = 256;
 ///
 /// # Errors
 /// Errors of the files.
-pub(crate) fn fingerprint(source: &Source) -> Result<String, Error> {
+pub(crate) fn fingerprint(source: &ModelSource) -> Result<String, Error> {
     let mut hash = Sha256::new();
     let mut add = |name: &str, about: &str, bytes: &[u8]| {
         hash.update(format!("{name}\0{about}\0{}\0", bytes.len()));
@@ -25,7 +25,7 @@ pub(crate) fn fingerprint(source: &Source) -> Result<String, Error> {
         }
     };
     match source {
-        Source::Gguf(file) => {
+        ModelSource::Gguf(file) => {
             let mut names: Vec<&str> = file.tensors().map(|info| info.name()).collect();
             names.sort_unstable();
             for name in names {
@@ -35,7 +35,7 @@ pub(crate) fn fingerprint(source: &Source) -> Result<String, Error> {
                 add(name, &about, &tensor.bytes);
             }
         }
-        Source::Hf(folder) => {
+        ModelSource::Hf(folder) => {
             let mut names: Vec<&str> = folder.names().collect();
             names.sort_unstable();
             for name in names {

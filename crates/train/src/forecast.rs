@@ -6,15 +6,15 @@
 use paceline_model::Config;
 use paceline_model::adapter::files::TARGETS;
 use paceline_tensor::Kernels;
-use paceline_tensor::chain::{Sizes, Strided, Target};
+use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 
-use crate::net::{KEPT_BYTES, Net, layer_bytes};
+use crate::net::{KEPT_BYTES, TrainableModel, layer_bytes};
 use crate::params::Lora;
 use crate::weights::{Method, sizes};
 
 /// The training to forecast.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan<'a> {
+pub struct TrainingSpec<'a> {
     /// The method of training.
     pub method: Method,
     /// The size of adapters.
@@ -37,7 +37,7 @@ pub struct Plan<'a> {
 
 /// A machine with some of the processes.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Machine {
+pub struct TrainingMachine {
     /// The name for people.
     pub name: String,
     /// Bytes that programs may have.
@@ -74,7 +74,7 @@ pub struct Forecast {
 
 /// A change of a plan that makes it fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum FitChange {
     /// The base stays as it is stored.
     Qlora,
     /// Rows of this many tokens.
@@ -102,14 +102,14 @@ fn weights(config: &Config) -> (u64, u64) {
 }
 
 /// Operations of a step that its result needs: nothing that is computed again counts.
-pub(crate) fn step_flop(net: &Net, method: Method, tokens: u64) -> f64 {
+pub(crate) fn step_flop(net: &TrainableModel, method: Method, tokens: u64) -> f64 {
     let (inner, table) = weights(net.config());
     let passes = if method == Method::Full { 3.0 } else { 2.0 };
     passes * 2.0 * (inner + table) as f64 * tokens as f64
 }
 
 /// Bytes of each process, and operations and bytes of a step.
-fn counts(config: &Config, plan: &Plan<'_>) -> (u64, u64, f64, u64) {
+fn counts(config: &Config, plan: &TrainingSpec<'_>) -> (u64, u64, f64, u64) {
     let (inner, table) = weights(config);
     let stages = plan.stages.max(1);
     let mut pairs = 0;
@@ -163,8 +163,8 @@ fn counts(config: &Config, plan: &Plan<'_>) -> (u64, u64, f64, u64) {
 /// one machine). `usd_per_kwh`: the price of energy.
 pub fn forecast(
     config: &Config,
-    plan: &Plan<'_>,
-    machines: &[Machine],
+    plan: &TrainingSpec<'_>,
+    machines: &[TrainingMachine],
     (link, usd_per_kwh): (Option<f64>, Option<f64>),
 ) -> Forecast {
     let (numbers, memory_bytes, step_flop, exchange_bytes) = counts(config, plan);
@@ -196,8 +196,8 @@ pub fn forecast(
 /// it has.
 pub fn too_small(
     config: &Config,
-    plan: &Plan<'_>,
-    machines: &[Machine],
+    plan: &TrainingSpec<'_>,
+    machines: &[TrainingMachine],
 ) -> Option<(usize, u64, u64)> {
     let each = counts(config, plan).1;
     let lacking = machines.iter().enumerate().filter_map(|(i, machine)| {
@@ -208,13 +208,19 @@ pub fn too_small(
 }
 
 /// Changes that each make a plan fit that does not.
-pub fn changes(config: &Config, plan: &Plan<'_>, machines: &[Machine]) -> Vec<Change> {
-    let fits = |plan: Plan<'_>, machines: &[Machine]| too_small(config, &plan, machines).is_none();
+pub fn changes(
+    config: &Config,
+    plan: &TrainingSpec<'_>,
+    machines: &[TrainingMachine],
+) -> Vec<FitChange> {
+    let fits = |plan: TrainingSpec<'_>, machines: &[TrainingMachine]| {
+        too_small(config, &plan, machines).is_none()
+    };
     let mut found = Vec::new();
     if plan.method == Method::Lora {
         let method = Method::Qlora;
-        if fits(Plan { method, ..*plan }, machines) {
-            found.push(Change::Qlora);
+        if fits(TrainingSpec { method, ..*plan }, machines) {
+            found.push(FitChange::Qlora);
         }
     }
     let halves = |from: usize, least: usize| {
@@ -222,42 +228,42 @@ pub fn changes(config: &Config, plan: &Plan<'_>, machines: &[Machine]) -> Vec<Ch
     };
     let row = |tokens: &usize| {
         let tokens = *tokens;
-        fits(Plan { tokens, ..*plan }, machines)
+        fits(TrainingSpec { tokens, ..*plan }, machines)
     };
-    found.extend(halves(plan.tokens, ROW_MIN).find(row).map(Change::Row));
+    found.extend(halves(plan.tokens, ROW_MIN).find(row).map(FitChange::Row));
     let rank = |rank: &usize| {
         let lora = Lora {
             rank: *rank,
             ..plan.lora
         };
-        fits(Plan { lora, ..*plan }, machines)
+        fits(TrainingSpec { lora, ..*plan }, machines)
     };
     if plan.method != Method::Full {
-        found.extend(halves(plan.lora.rank, 1).find(rank).map(Change::Rank));
+        found.extend(halves(plan.lora.rank, 1).find(rank).map(FitChange::Rank));
     }
-    let alone: Vec<Machine> = machines.iter().cloned().map(one_process).collect();
+    let alone: Vec<TrainingMachine> = machines.iter().cloned().map(one_process).collect();
     if machines.iter().any(|machine| machine.processes > 1) && fits(*plan, &alone) {
-        found.push(Change::OneProcess);
+        found.push(FitChange::OneProcess);
     }
     let largest = alone.iter().max_by_key(|machine| machine.memory_bytes);
     if let Some(largest) = largest.filter(|_| plan.method != Method::Full || !plan.tied) {
         let mut more = plan.stages + 1..=config.layers.len();
         let enough = |stages: &usize| {
             let (nodes, stages) = (*stages, *stages);
-            let plan = Plan {
+            let plan = TrainingSpec {
                 nodes,
                 stages,
                 ..*plan
             };
             fits(plan, std::slice::from_ref(largest))
         };
-        found.extend(more.find(enough).map(Change::Stages));
+        found.extend(more.find(enough).map(FitChange::Stages));
     }
     found
 }
 
-fn one_process(machine: Machine) -> Machine {
-    Machine {
+fn one_process(machine: TrainingMachine) -> TrainingMachine {
+    TrainingMachine {
         processes: 1,
         ..machine
     }
@@ -283,7 +289,7 @@ pub fn measured_flops(kernels: &Kernels, clock: &dyn Fn() -> f64) -> f64 {
     let rounds = (0..ROUNDS).map(|_| {
         let (start, mut times) = (clock(), 0);
         loop {
-            let at = Target::rows(&mut c, sizes.n);
+            let at = ProductOutput::rows(&mut c, sizes.n);
             let (a, b) = (Strided::rows(&a, sizes.k), Strided::rows(&b, sizes.k));
             kernels.chains(sizes, a, b.t(), at);
             times += 1;
@@ -308,7 +314,7 @@ pub(crate) fn flop_share(flop: f64, flops: f64, step_s: f64) -> Option<f64> {
 mod tests {
     use std::path::Path;
 
-    use paceline_model::Source;
+    use paceline_model::ModelSource;
 
     use super::*;
 
@@ -338,11 +344,11 @@ mod tests {
     fn config() -> Config {
         let golden = "../../tests-data/golden/hf/llama-tied";
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(golden);
-        Config::read(&Source::open(&folder).unwrap()).unwrap()
+        Config::read(&ModelSource::open(&folder).unwrap()).unwrap()
     }
 
-    fn plan(targets: &[String]) -> Plan<'_> {
-        Plan {
+    fn plan(targets: &[String]) -> TrainingSpec<'_> {
+        TrainingSpec {
             method: Method::Lora,
             lora: Lora {
                 rank: 8,
@@ -358,8 +364,8 @@ mod tests {
         }
     }
 
-    fn machine(memory_bytes: u64) -> Machine {
-        Machine {
+    fn machine(memory_bytes: u64) -> TrainingMachine {
+        TrainingMachine {
             name: "a".to_owned(),
             memory_bytes,
             flops: 1e9,
@@ -377,12 +383,12 @@ mod tests {
         assert!((one.joules.unwrap() - 20.0 * one.step_s).abs() < 1e-12);
         let per_token = one.joules.unwrap() / 2048.0 / 3.6e6 * 0.5;
         assert!((one.usd_per_million.unwrap() / (per_token * 1e6) - 1.0).abs() < 1e-12);
-        let two = Plan { nodes: 2, ..plan };
+        let two = TrainingSpec { nodes: 2, ..plan };
         let machines = [machine(1 << 40), machine(1 << 40)];
         let both = forecast(&config, &two, &machines, (Some(1e6), None));
         assert!((both.step_s - both.exchange_s - one.step_s / 2.0).abs() < 1e-12);
         assert!((both.exchange_s - both.exchange_bytes as f64 / 2.0 / 1e6).abs() < 1e-12);
-        let unknown = Machine {
+        let unknown = TrainingMachine {
             watts: None,
             ..machine(1)
         };
@@ -403,14 +409,14 @@ mod tests {
         );
         let found = changes(&config, &plan, &small);
         assert!(
-            found.contains(&Change::Row(256)) && found.contains(&Change::Rank(4)),
+            found.contains(&FitChange::Row(256)) && found.contains(&FitChange::Rank(4)),
             "{found:?}"
         );
-        let crowded = [Machine {
+        let crowded = [TrainingMachine {
             processes: 2,
             ..machine(needs)
         }];
-        assert!(changes(&config, &plan, &crowded).contains(&Change::OneProcess));
+        assert!(changes(&config, &plan, &crowded).contains(&FitChange::OneProcess));
         assert_eq!(changes(&config, &plan, &[machine(0)]), []);
     }
 }

@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use paceline_base::BlockType;
-use paceline_formats::gguf::{Gguf, testing::Writer};
+use paceline_formats::gguf::{Gguf, testing::GgufWriter};
 use paceline_formats::hf::HfFolder;
 use paceline_model::adapter::files::{Adapter, PairOf, file_row, role_of, tensors};
-use paceline_model::{Config, Part, Role, Source};
-use paceline_tensor::chain::{Sizes, Strided, Target};
+use paceline_model::{Config, LayerRole, ModelSource, Role};
+use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 use paceline_tensor::{Kernels, RopePairs, stored};
 use serde_json::{Map, json};
 
@@ -34,7 +34,7 @@ pub fn fuse(
     output: &Path,
     kernels: &Kernels,
 ) -> Result<PathBuf, Error> {
-    let source = Source::open(model)?;
+    let source = ModelSource::open(model)?;
     let config = Config::read(&source)?;
     if config.family.joins_qkv() {
         let reason = "the model has queries, keys and values in one matrix";
@@ -59,22 +59,22 @@ pub fn fuse(
         stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
         let shape = config.layers[layer];
         let turned = config.ropes[shape.rope].pairs == RopePairs::Adjacent
-            && matches!(part, Part::Query | Part::Key);
+            && matches!(part, LayerRole::Query | LayerRole::Key);
         let heads = turned.then_some(shape.head_dim);
         add(&pair, adapter.scale(), heads, kernels, &mut values);
         let name = match &source {
-            Source::Hf(_) => format!("{}.weight", pair.matrix),
-            Source::Gguf(_) => tensor.name.clone(),
+            ModelSource::Hf(_) => format!("{}.weight", pair.matrix),
+            ModelSource::Gguf(_) => tensor.name.clone(),
         };
         changed.insert(name, (tensor.shape.clone(), values));
     }
     match &source {
-        Source::Hf(folder) => {
+        ModelSource::Hf(folder) => {
             std::fs::create_dir_all(output).map_err(Error::file("make", output))?;
-            take_over(folder.path(), output)?;
+            copy_other_files(folder.path(), output)?;
             write_folder(folder, &changed, &output.join("model.safetensors"))?;
         }
-        Source::Gguf(file) => write_gguf(file, &changed, output)?,
+        ModelSource::Gguf(file) => write_gguf(file, &changed, output)?,
     }
     Ok(output.to_owned())
 }
@@ -85,7 +85,7 @@ pub(crate) fn write_model(
     output: &Path,
     found: &[(String, &[usize], &[f32])],
 ) -> Result<Vec<PathBuf>, Error> {
-    take_over(model, output)?;
+    copy_other_files(model, output)?;
     let path = output.join("model.safetensors");
     let borrowed = found
         .iter()
@@ -99,7 +99,7 @@ fn add(pair: &PairOf<'_>, scale: f32, heads: Option<usize>, kernels: &Kernels, v
     let (m, n, k) = (pair.rows, pair.cols, pair.a.len() / pair.cols);
     let mut delta = vec![0.0; m * n];
     let (a, b) = (Strided::rows(pair.a, n), Strided::rows(pair.b, k));
-    kernels.chains(Sizes { m, n, k }, b, a, Target::rows(&mut delta, n));
+    kernels.chains(Sizes { m, n, k }, b, a, ProductOutput::rows(&mut delta, n));
     for (row, delta) in delta.chunks(n).enumerate() {
         let at = file_row(row, heads) * n;
         values[at..at + n]
@@ -110,7 +110,7 @@ fn add(pair: &PairOf<'_>, scale: f32, heads: Option<usize>, kernels: &Kernels, v
 }
 
 /// Copies a model folder's files other than weights: JSON, templates, tokenizers, texts.
-fn take_over(from: &Path, to: &Path) -> Result<(), Error> {
+fn copy_other_files(from: &Path, to: &Path) -> Result<(), Error> {
     const ENDINGS: [&str; 4] = ["json", "jinja", "model", "txt"];
     for entry in std::fs::read_dir(from).map_err(Error::file("list", from))? {
         let path = entry.map_err(Error::file("list", from))?.path();
@@ -185,7 +185,7 @@ fn write_folder(folder: &HfFolder, changed: &Changed, path: &Path) -> Result<(),
 /// Writes a GGUF file. It is made in memory, so it takes as much of that as of the disk.
 fn write_gguf(file: &Gguf, changed: &Changed, path: &Path) -> Result<(), Error> {
     let in_model = |error| Error::Model(paceline_model::Error::Gguf(error));
-    let mut writer = Writer::new();
+    let mut writer = GgufWriter::new();
     for (key, value) in file
         .metadata()
         .iter()

@@ -61,18 +61,21 @@ mod weights;
 pub mod worker;
 
 pub use class::{Class, Means};
-pub use crew::{Crew, Post, Processes};
+pub use crew::{Post, TrainingWorkers, WorkerOptions};
 pub use curve::svg;
-pub use data::{Examples, Reader, TrainOn};
-pub use engine::{Engine, Rows};
+pub use data::{ExampleReader, Examples, TrainOn};
+pub use engine::{LayerEngine, LeafRows};
 pub use error::Error;
-pub use forecast::{Change, Forecast, Machine, Plan, changes, forecast, measured_flops, too_small};
+pub use forecast::{
+    FitChange, Forecast, TrainingMachine, TrainingSpec, changes, forecast, measured_flops,
+    too_small,
+};
 pub use metrics::{Measured, read_metrics};
-pub use net::{Leaf, Net, Trained};
+pub use net::{Leaf, TrainableModel, Trained};
 pub use optimiser::{Optimiser, OptimiserOptions, Rule, Schedule};
-pub use order::Order;
-pub use params::{Layout, Lora, Slot};
-pub use run::{About, Job, Progress, Report, Run, RunOptions};
-pub use stage::Stage;
-pub use watch::Watch;
+pub use order::ExampleOrder;
+pub use params::{Layout, Lora, ParameterSlot};
+pub use run::{Report, RunInfo, RunOptions, TrainingJob, TrainingProgress, TrainingRun};
+pub use stage::ModelStage;
+pub use watch::StepReporter;
 pub use weights::{Method, targets};

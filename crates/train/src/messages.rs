@@ -5,30 +5,30 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::run::Job;
-use crate::stage::Stage;
+use crate::run::TrainingJob;
+use crate::stage::ModelStage;
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum ToWorker {
     /// The job of the run. Sent once, first.
     Start {
-        job: Box<Job>,
+        job: Box<TrainingJob>,
         /// 0 for as many as there are cores.
         threads: usize,
         /// Folder of exchanged files.
         exchange: PathBuf,
         /// The part of the model that the worker has.
-        stage: Stage,
+        stage: ModelStage,
     },
     /// Leaves `start..end` of a step are to be computed, by one that has the whole model.
     Compute { step: u64, start: usize, end: usize },
     /// A leaf is to go through a stage.
-    Pass(Task),
+    Pass(LeafTask),
 }
 
 /// A leaf and a stage of a pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Task {
+pub(crate) struct LeafTask {
     /// The step whose initial values are used.
     pub(crate) step: u64,
     pub(crate) set: Set,
@@ -75,7 +75,7 @@ pub(crate) enum FromWorker {
     },
     /// A leaf went through a stage.
     Passed {
-        task: Task,
+        task: LeafTask,
         /// Loss as bits, in the last stage.
         loss: Option<u64>,
         /// SHA-256 of the file of gradients, of a leaf that went back.
@@ -95,7 +95,7 @@ pub(crate) fn roots_file(step: u64, start: usize, end: usize, part: usize) -> St
     format!("{step}/roots-{start}-{end}-{part}")
 }
 
-impl Task {
+impl LeafTask {
     /// The file of the leaf's values at the beginning of a stage.
     pub(crate) fn inputs_file(&self, stage: usize) -> String {
         let set = if self.set == Set::Train { "t" } else { "v" };
@@ -112,7 +112,7 @@ impl Task {
     }
 
     /// Files that nothing reads any more when the leaf has gone through the stage.
-    pub(crate) fn spent(&self, stage: Stage) -> Vec<String> {
+    pub(crate) fn spent(&self, stage: ModelStage) -> Vec<String> {
         let mut files = Vec::new();
         if self.back {
             files.push(self.roots_file(stage.index));
@@ -129,7 +129,7 @@ impl Task {
 
 impl ToWorker {
     /// Files that a worker of a stage reads for it.
-    pub(crate) fn needs(&self, stage: Stage) -> Vec<String> {
+    pub(crate) fn needs(&self, stage: ModelStage) -> Vec<String> {
         match self {
             Self::Start { .. } => Vec::new(),
             Self::Compute { step, .. } => vec![params_file(*step, stage.index)],
@@ -149,7 +149,7 @@ impl ToWorker {
 
 impl FromWorker {
     /// Files that a worker of a stage wrote before it said so.
-    pub(crate) fn gives(&self, stage: Stage) -> Vec<String> {
+    pub(crate) fn output_files(&self, stage: ModelStage) -> Vec<String> {
         match self {
             Self::Part {
                 step,

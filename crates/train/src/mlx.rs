@@ -21,25 +21,25 @@ mod tests;
 use std::ops::Range;
 use std::sync::Arc;
 
-use paceline_model::{Config, MlxHost, MlxOptions, MlxPatience, MlxPlaces, Source};
+use paceline_model::{Config, MlxHost, MlxOptions, MlxPatience, MlxPlaces, ModelSource};
 
 use crate::class::Class;
 use crate::cpu::HEAD_ROWS;
 use crate::dropout::Dropout;
-use crate::engine::{Engine, Rows};
+use crate::engine::{LayerEngine, LeafRows};
 use crate::error::Error;
-use crate::weights::{Matrix, Method, Vector, Weights};
-use device::{Device, HeadJob, LayerJob};
+use crate::weights::{Matrix, Method, StageWeights, VectorParameter};
+use device::{HeadJob, LayerJob, MlxThread};
 use graph::slots;
 
 /// A stage of a model, and how it is computed.
 #[derive(Clone, Debug)]
-pub(crate) struct Spec {
+pub(crate) struct StageSpec {
     pub(crate) places: MlxPlaces,
     pub(crate) class: Class,
-    pub(crate) source: Arc<Source>,
+    pub(crate) source: Arc<ModelSource>,
     pub(crate) config: Config,
-    pub(crate) weights: Arc<Weights>,
+    pub(crate) weights: Arc<StageWeights>,
     pub(crate) method: Method,
     /// Factor of pairs.
     pub(crate) scale: f32,
@@ -52,8 +52,8 @@ pub(crate) struct Spec {
 /// MLX with a stage's fixed matrices loaded.
 #[derive(Debug)]
 pub(crate) struct Mlx {
-    host: MlxHost<Device>,
-    weights: Arc<Weights>,
+    host: MlxHost<MlxThread>,
+    weights: Arc<StageWeights>,
     width: usize,
     /// The device, for people: `mlx 0.32.2 metal Apple M4 Max`.
     pub(crate) device: String,
@@ -66,13 +66,13 @@ impl Mlx {
     ///
     /// # Errors
     /// [`Error::Model`]: MLX cannot be used, lacks the memory, or has no form for a matrix.
-    pub(crate) fn open(spec: Spec) -> Result<Self, Error> {
+    pub(crate) fn open(spec: StageSpec) -> Result<Self, Error> {
         let patience = MlxPatience {
             limit: MlxOptions::PATIENCE,
             last_words: Some(MlxOptions::LAST_WORDS),
         };
         let places = spec.places.clone();
-        let host = MlxHost::start(patience, move |watch| Device::open(&places, watch))?;
+        let host = MlxHost::start(patience, move |watch| MlxThread::open(&places, watch))?;
         let (weights, width) = (Arc::clone(&spec.weights), spec.config.width);
         let facts = host.call(move |device| device.load(spec), || ())??;
         Ok(Self {
@@ -126,7 +126,7 @@ impl Mlx {
     }
 }
 
-fn of_head(norm: &Vector, matrix: &Matrix) -> Vec<Range<usize>> {
+fn of_head(norm: &VectorParameter, matrix: &Matrix) -> Vec<Range<usize>> {
     let slots = slots::of_head(norm, matrix).into_iter();
     slots.map(|slot| slot.range).collect()
 }
@@ -158,7 +158,7 @@ impl OnMlx<'_> {
         &self,
         params: &[f32],
         layer: usize,
-        rows: &Rows,
+        rows: &LeafRows,
         x: &[f32],
     ) -> (LayerJob, Vec<Range<usize>>) {
         let slots = slots::of_layer(self.mlx.weights.layer(layer)).into_iter();
@@ -174,14 +174,14 @@ impl OnMlx<'_> {
     }
 }
 
-impl Engine for OnMlx<'_> {
+impl LayerEngine for OnMlx<'_> {
     type Kept = ();
 
     fn forward(
         &self,
         params: &[f32],
         layer: usize,
-        rows: &Rows,
+        rows: &LeafRows,
         x: &[f32],
     ) -> Result<(Vec<f32>, ()), Error> {
         let (job, _) = self.job(params, layer, rows, x);
@@ -195,14 +195,14 @@ impl Engine for OnMlx<'_> {
     fn backward(
         &self,
         params: &[f32],
-        (layer, rows, x): (usize, &Rows, &[f32]),
+        (layer, rows, x): (usize, &LeafRows, &[f32]),
         _: Option<()>,
         dy: &[f32],
         grads: &mut [f32],
     ) -> Result<Vec<f32>, Error> {
         let (job, ranges) = self.job(params, layer, rows, x);
         let dy = dy.to_vec();
-        let back = move |device: &mut Device| device.backward(&job, &dy);
+        let back = move |device: &mut MlxThread| device.backward(&job, &dy);
         let (dx, gradients) = self.mlx.host.call(back, || ())??;
         add(&ranges, &gradients, grads);
         Ok(dx)

@@ -8,7 +8,7 @@ mod yaml;
 
 use std::fmt;
 
-use yaml::{Entry, Node, Value};
+use yaml::{YamlEntry, YamlNode, YamlValue};
 
 /// Entries that become options, and those that must have one value.
 const KNOWN: [&str; 19] = [
@@ -187,8 +187,8 @@ impl Config {
         self.push("--train-on", if last { "last" } else { "all" });
         match entries.get("num_layers").map(|node| (node, &node.value)) {
             None => self.push("--layers", 16),
-            Some((_, Value::Integer(-1))) => {}
-            Some((_, Value::Integer(layers @ 1..))) => self.push("--layers", layers),
+            Some((_, YamlValue::Integer(-1))) => {}
+            Some((_, YamlValue::Integer(layers @ 1..))) => self.push("--layers", layers),
             Some((node, _)) => return Err(entries.wrong("num_layers", node, "-1, or 1 or more")),
         }
         Ok(())
@@ -251,12 +251,12 @@ impl Config {
         let Some(node) = lora.get("keys") else {
             return Ok(());
         };
-        let wrong = |node: &Node| lora.wrong("keys", node, "a list of texts");
-        let Value::List(keys) = &node.value else {
+        let wrong = |node: &YamlNode| lora.wrong("keys", node, "a list of texts");
+        let YamlValue::List(keys) = &node.value else {
             return Err(wrong(node));
         };
-        let short = |key: &Node| match &key.value {
-            Value::Text(key) => Ok(key.rsplit('.').next().unwrap_or(key).to_owned()),
+        let short = |key: &YamlNode| match &key.value {
+            YamlValue::Text(key) => Ok(key.rsplit('.').next().unwrap_or(key).to_owned()),
             _ => Err(wrong(key)),
         };
         let names: Vec<String> = keys.iter().map(short).collect::<Result<_, _>>()?;
@@ -266,44 +266,44 @@ impl Config {
 }
 
 /// Entries that change nothing here: mlx-lm's default, and the reason.
-fn without_effect() -> [(&'static str, Value, &'static str); 9] {
+fn without_effect() -> [(&'static str, YamlValue, &'static str); 9] {
     let no_test = "no test set is read; held-out data is --valid";
     [
         (
             "clear_cache_threshold",
-            Value::Integer(0),
+            YamlValue::Integer(0),
             "MLX's cache is kept",
         ),
         (
             "grad_checkpoint",
-            Value::Bool(false),
+            YamlValue::Bool(false),
             "activations beyond 512 MiB are computed again",
         ),
         (
             "project_name",
-            Value::Null,
+            YamlValue::Null,
             "curves are written for TensorBoard",
         ),
         (
             "report_to",
-            Value::Null,
+            YamlValue::Null,
             "curves are written for TensorBoard",
         ),
         (
             "steps_per_report",
-            Value::Integer(10),
+            YamlValue::Integer(10),
             "every step is in metrics.jsonl",
         ),
-        ("test", Value::Bool(false), no_test),
-        ("test_batches", Value::Integer(500), no_test),
+        ("test", YamlValue::Bool(false), no_test),
+        ("test_batches", YamlValue::Integer(500), no_test),
         (
             "trust_remote_code",
-            Value::Bool(false),
+            YamlValue::Bool(false),
             "no code of a model is run",
         ),
         (
             "val_batches",
-            Value::Integer(25),
+            YamlValue::Integer(25),
             "all held-out rows are evaluated",
         ),
     ]
@@ -346,11 +346,11 @@ fn decay(entries: &Entries<'_>) -> Result<f64, Error> {
 struct Entries<'a> {
     path: String,
     line: usize,
-    entries: &'a [Entry],
+    entries: &'a [YamlEntry],
 }
 
 impl<'a> Entries<'a> {
-    const fn new(path: String, line: usize, entries: &'a [Entry]) -> Self {
+    const fn new(path: String, line: usize, entries: &'a [YamlEntry]) -> Self {
         Self {
             path,
             line,
@@ -358,26 +358,26 @@ impl<'a> Entries<'a> {
         }
     }
 
-    fn entry(&self, name: &str) -> Option<&'a Entry> {
+    fn entry(&self, name: &str) -> Option<&'a YamlEntry> {
         self.entries.iter().find(|entry| entry.name == name)
     }
 
     /// The value of an entry, unless it is null.
-    fn get(&self, name: &str) -> Option<&'a Node> {
+    fn get(&self, name: &str) -> Option<&'a YamlNode> {
         let node = self.entry(name).map(|entry| &entry.node);
-        node.filter(|node| node.value != Value::Null)
+        node.filter(|node| node.value != YamlValue::Null)
     }
 
     /// The value of an entry; null in the map's line if it is absent.
-    fn node(&self, name: &str) -> Node {
-        let absent = Node {
+    fn node(&self, name: &str) -> YamlNode {
+        let absent = YamlNode {
             line: self.line,
-            value: Value::Null,
+            value: YamlValue::Null,
         };
         self.entry(name).map_or(absent, |entry| entry.node.clone())
     }
 
-    fn wrong(&self, name: &str, node: &Node, expected: &str) -> Error {
+    fn wrong(&self, name: &str, node: &YamlNode, expected: &str) -> Error {
         Error::Value {
             line: node.line,
             name: format!("{}{name}", self.path),
@@ -401,7 +401,7 @@ impl<'a> Entries<'a> {
     fn map(&self, name: &str) -> Result<Option<Self>, Error> {
         match self.get(name).map(|node| (node, &node.value)) {
             None => Ok(None),
-            Some((node, Value::Map(entries))) => {
+            Some((node, YamlValue::Map(entries))) => {
                 let path = format!("{}{name}.", self.path);
                 Ok(Some(Self::new(path, node.line, entries)))
             }
@@ -412,7 +412,7 @@ impl<'a> Entries<'a> {
     fn text(&self, name: &str) -> Result<Option<&'a str>, Error> {
         match self.get(name).map(|node| (node, &node.value)) {
             None => Ok(None),
-            Some((_, Value::Text(text))) => Ok(Some(text)),
+            Some((_, YamlValue::Text(text))) => Ok(Some(text)),
             Some((node, _)) => Err(self.wrong(name, node, "a text")),
         }
     }
@@ -420,7 +420,7 @@ impl<'a> Entries<'a> {
     fn flag(&self, name: &str, usual: bool) -> Result<bool, Error> {
         match self.get(name).map(|node| (node, &node.value)) {
             None => Ok(usual),
-            Some((_, Value::Bool(flag))) => Ok(*flag),
+            Some((_, YamlValue::Bool(flag))) => Ok(*flag),
             Some((node, _)) => Err(self.wrong(name, node, "true or false")),
         }
     }
@@ -431,7 +431,7 @@ impl<'a> Entries<'a> {
             return Ok(usual);
         };
         let whole = match node.value {
-            Value::Integer(n) => u64::try_from(n).ok(),
+            YamlValue::Integer(n) => u64::try_from(n).ok(),
             _ => None,
         };
         whole.ok_or_else(|| self.wrong(name, node, "a whole number"))
@@ -453,7 +453,7 @@ impl<'a> Entries<'a> {
             "2 or 3 numbers"
         };
         let wrong = || self.wrong(name, &node, expected);
-        let Value::List(items) = &node.value else {
+        let YamlValue::List(items) = &node.value else {
             return Err(wrong());
         };
         if !(least..=3).contains(&items.len()) {
@@ -471,7 +471,7 @@ impl<'a> Entries<'a> {
     ) -> Result<&'b str, Error> {
         let word = match self.get(name).map(|node| &node.value) {
             None => usual,
-            Some(Value::Text(word)) => word,
+            Some(YamlValue::Text(word)) => word,
             Some(_) => "",
         };
         let found = known.iter().find(|(theirs, _)| *theirs == word);
@@ -486,10 +486,10 @@ impl<'a> Entries<'a> {
     }
 }
 
-fn finite(node: &Node) -> Option<f64> {
+fn finite(node: &YamlNode) -> Option<f64> {
     match node.value {
-        Value::Integer(n) => Some(n as f64),
-        Value::Float(x) if x.is_finite() => Some(x),
+        YamlValue::Integer(n) => Some(n as f64),
+        YamlValue::Float(x) if x.is_finite() => Some(x),
         _ => None,
     }
 }

@@ -10,20 +10,20 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use paceline_model::adapter::files::TARGETS;
-use paceline_model::{Config, Family, LayerCache, LayerShape, Role, Source};
+use paceline_model::{Config, LayerCache, LayerShape, ModelFamily, ModelSource, Role};
 use paceline_tensor::{Kernels, RopePairs};
 use serde::{Deserialize, Serialize};
 
 use crate::class::{Class, Means};
 use crate::cpu::{Activations, Cpu};
 use crate::dropout::Dropout;
-use crate::engine::{Engine, Rows};
+use crate::engine::{LayerEngine, LeafRows};
 use crate::error::Error;
 use crate::fingerprint::fingerprint;
-use crate::mlx::{Mlx, OnMlx, Spec};
+use crate::mlx::{Mlx, OnMlx, StageSpec};
 use crate::params::{Layout, Lora, first_values};
-use crate::stage::Stage;
-use crate::weights::{Loader, Method, Weights, numbers};
+use crate::stage::ModelStage;
+use crate::weights::{Method, StageWeights, WeightLoader, numbers};
 
 /// The model of a training, and its trained part.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -69,22 +69,22 @@ pub(crate) const KEPT_BYTES: usize = 512 << 20;
 
 /// A model that can be trained, or a stage of one.
 #[derive(Debug)]
-pub struct Net {
+pub struct TrainableModel {
     config: Config,
-    stage: Stage,
-    weights: Arc<Weights>,
+    stage: ModelStage,
+    weights: Arc<StageWeights>,
     kernels: Kernels,
     lora: Lora,
     method: Method,
     is_tied: bool,
     fingerprint: String,
     /// For classes on MLX; opened for the first layer, since a run's process may compute none.
-    mlx: Option<(Spec, OnceLock<Mlx>)>,
+    mlx: Option<(StageSpec, OnceLock<Mlx>)>,
 }
 
 /// A leaf whose forward pass is done, and whose backward pass is under way.
 pub(crate) struct Pass {
-    rows: Rows,
+    rows: LeafRows,
     tokens: Vec<u32>,
     chance: Option<Dropout>,
     /// (T, C) at the beginning of each layer whose backward pass is pending.
@@ -94,14 +94,14 @@ pub(crate) struct Pass {
     x: Vec<f32>,
 }
 
-impl Net {
+impl TrainableModel {
     /// Loads what `trained` names.
     ///
     /// # Errors
     /// Errors of the model; [`Error::Family`]; [`Error::Option`] for an unknown target or an
     /// impossible rank.
     pub fn load(trained: &Trained, means: impl Into<Means>) -> Result<Self, Error> {
-        Self::load_stage(trained, means, Stage::WHOLE)
+        Self::load_stage(trained, means, ModelStage::WHOLE)
     }
 
     /// Loads a stage of what `trained` names.
@@ -111,11 +111,11 @@ impl Net {
     pub fn load_stage(
         trained: &Trained,
         means: impl Into<Means>,
-        stage: Stage,
+        stage: ModelStage,
     ) -> Result<Self, Error> {
         let Means { kernels, mlx } = means.into();
         trained.check()?;
-        let source = Source::open(&trained.model)?;
+        let source = ModelSource::open(&trained.model)?;
         let mut config = Config::read(&source)?;
         check_family(&config)?;
         let layers = config.layers.len();
@@ -136,7 +136,7 @@ impl Net {
             let factors = numbers(&factors, rope.frequencies.len())?;
             *rope = rope.clone().with_factors(&factors);
         }
-        let loader = Loader {
+        let loader = WeightLoader {
             source: &source,
             config: &config,
             kernels: &kernels,
@@ -155,7 +155,7 @@ impl Net {
             rope.pairs = RopePairs::Halves;
         }
         let fingerprint = fingerprint(&source)?;
-        let spec = (trained.class != Class::Cpu).then(|| Spec {
+        let spec = (trained.class != Class::Cpu).then(|| StageSpec {
             places: mlx,
             class: trained.class,
             source: Arc::new(source),
@@ -227,7 +227,7 @@ impl Net {
     }
 
     /// The part of the model that this is.
-    pub(crate) const fn stage(&self) -> Stage {
+    pub(crate) const fn stage(&self) -> ModelStage {
         self.stage
     }
 
@@ -284,7 +284,7 @@ impl Net {
     fn layer(
         &self,
         params: &[f32],
-        (layer, rows, x): (usize, &Rows, &[f32]),
+        (layer, rows, x): (usize, &LeafRows, &[f32]),
         chance: Option<Dropout>,
     ) -> Result<(Vec<f32>, Option<Activations>), Error> {
         if let Some(mlx) = self.mlx()? {
@@ -320,7 +320,7 @@ impl Net {
         x: Option<Vec<f32>>,
         chance: Option<Dropout>,
     ) -> Result<Vec<f32>, Error> {
-        let rows = Rows::new(leaf.lengths.clone(), &self.config.ropes);
+        let rows = LeafRows::new(leaf.lengths.clone(), &self.config.ropes);
         let mut x = self.enter(params, leaf, x);
         for layer in self.weights.numbers() {
             x = self.layer(params, (layer, &rows, &x), chance)?.0;
@@ -357,7 +357,7 @@ impl Net {
         (x, chance): (Option<Vec<f32>>, Option<Dropout>),
         keep_bytes: usize,
     ) -> Result<Pass, Error> {
-        let rows = Rows::new(leaf.lengths.clone(), &self.config.ropes);
+        let rows = LeafRows::new(leaf.lengths.clone(), &self.config.ropes);
         let numbers = self.weights.numbers();
         let keep = keep_bytes / layer_bytes(&self.config, rows.tokens()).max(1);
         let mut inputs = Vec::with_capacity(numbers.len());
@@ -523,7 +523,12 @@ fn check_family(config: &Config) -> Result<(), Error> {
     if config.layers.iter().any(|layer| layer.experts.is_some()) {
         return refused("it has experts, whose gradients are to come");
     }
-    let known = [Family::Llama, Family::Qwen2, Family::Qwen3, Family::Gemma3];
+    let known = [
+        ModelFamily::Llama,
+        ModelFamily::Qwen2,
+        ModelFamily::Qwen3,
+        ModelFamily::Gemma3,
+    ];
     if !known.contains(&config.family) {
         return refused("its gradients are to come; llama, qwen2, qwen3 and gemma3 have them");
     }

@@ -133,7 +133,7 @@ impl Optimiser {
 
 /// The length of a gradient: trees over tensors and over their blocks.
 fn norm(layout: &Layout, grads: &[f32]) -> f64 {
-    let of = |slot: &crate::params::Slot| {
+    let of = |slot: &crate::params::ParameterSlot| {
         let blocks = grads[slot.range.clone()]
             .chunks(BLOCK)
             .map(|block| [dot(block, block)]);

@@ -6,7 +6,7 @@ use crate::random;
 
 /// The order of a run's examples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Order {
+pub struct ExampleOrder {
     /// Chooses the order.
     pub seed: u64,
     /// Examples that there are, at least one.
@@ -17,7 +17,7 @@ pub struct Order {
     pub leaf: usize,
 }
 
-impl Order {
+impl ExampleOrder {
     /// Leaves of a step.
     pub const fn leaves(&self) -> usize {
         self.batch.div_ceil(self.leaf)
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn an_epoch_sees_each_example_once_and_steps_go_on_over_its_end() {
-        let order = Order {
+        let order = ExampleOrder {
             seed: 3,
             examples: 10,
             batch: 4,

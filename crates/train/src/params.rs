@@ -8,7 +8,7 @@ use crate::random;
 
 /// A trained tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Slot {
+pub struct ParameterSlot {
     /// Its name in files: PEFT's for adapters, Hugging Face's for whole models.
     pub name: String,
     /// Sizes, outermost first.
@@ -20,7 +20,7 @@ pub struct Slot {
 /// Layout of trained tensors in one vector, in order of layers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    slots: Vec<Slot>,
+    slots: Vec<ParameterSlot>,
     len: usize,
 }
 
@@ -29,7 +29,7 @@ impl Layout {
     pub(crate) fn add(&mut self, name: String, shape: Vec<usize>) -> Range<usize> {
         let range = self.len..self.len + shape.iter().product::<usize>();
         self.len = range.end;
-        let slot = Slot {
+        let slot = ParameterSlot {
             name,
             shape,
             range: range.clone(),
@@ -39,7 +39,7 @@ impl Layout {
     }
 
     /// The tensors, without gaps.
-    pub fn slots(&self) -> &[Slot] {
+    pub fn slots(&self) -> &[ParameterSlot] {
         &self.slots
     }
 

@@ -14,23 +14,23 @@ use serde_json::{Value, json};
 
 use crate::checkpoint::{State, named};
 use crate::class::{Class, Means};
-use crate::crew::Crew;
-use crate::data::{Examples, Reader, TrainOn};
+use crate::crew::TrainingWorkers;
+use crate::data::{ExampleReader, Examples, TrainOn};
 use crate::dropout::Dropout;
 use crate::error::Error;
-use crate::events::Events;
-use crate::messages::{Set, Task};
+use crate::events::EventFile;
+use crate::messages::{LeafTask, Set};
 use crate::metrics::{Measured, Metrics};
-use crate::net::{Leaf, Net, Trained};
+use crate::net::{Leaf, TrainableModel, Trained};
 use crate::optimiser::{Optimiser, OptimiserOptions};
-use crate::order::Order;
-use crate::stage::Stage;
+use crate::order::ExampleOrder;
+use crate::stage::ModelStage;
 use crate::weights::Method;
 use crate::{forecast, fuse};
 
 /// All that the bits of a result depend on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Job {
+pub struct TrainingJob {
     /// The model, and its trained part.
     pub trained: Trained,
     /// A file of examples, or a folder with `train.jsonl`.
@@ -84,7 +84,7 @@ pub struct RunOptions<'a> {
 
 /// Events of a run.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Progress {
+pub enum TrainingProgress {
     /// Everything is read, and the next step is this, from 0.
     Begun {
         /// Steps that were done before.
@@ -140,7 +140,7 @@ pub struct Report {
 
 /// Execution of a run, and its output.
 #[derive(Clone, Copy, Debug)]
-pub struct About<'a> {
+pub struct RunInfo<'a> {
     /// Folder of the result.
     pub output: &'a Path,
     /// Arithmetic.
@@ -155,7 +155,7 @@ pub struct About<'a> {
 
 impl Report {
     /// The report as one object.
-    pub fn json(&self, about: &About<'_>) -> serde_json::Value {
+    pub fn json(&self, about: &RunInfo<'_>) -> serde_json::Value {
         json!({
             "output": about.output,
             "class": about.class.name(),
@@ -177,19 +177,19 @@ impl Report {
 
 /// A job that was read: its model, its data and its order.
 #[derive(Debug)]
-pub struct Run {
-    pub(crate) job: Job,
-    pub(crate) net: Net,
+pub struct TrainingRun {
+    pub(crate) job: TrainingJob,
+    pub(crate) net: TrainableModel,
     pub(crate) examples: Examples,
     valid: Option<Examples>,
-    pub(crate) order: Order,
+    pub(crate) order: ExampleOrder,
     base: Option<String>,
 }
 
 /// Largest step that is accepted: a day's worth of a small model's tokens.
 const BATCH_MAX: usize = 1 << 16;
 
-impl Job {
+impl TrainingJob {
     fn check(&self) -> Result<(), Error> {
         let option = |option, got: String, expected: &str| {
             let expected = expected.to_owned();
@@ -247,18 +247,18 @@ impl Job {
     }
 }
 
-impl Run {
+impl TrainingRun {
     /// Reads a job. `computes`: whether leaves are computed in this process.
     ///
     /// # Errors
     /// Errors of its model, its data or its options.
-    pub fn open(job: &Job, means: impl Into<Means>, computes: bool) -> Result<Self, Error> {
+    pub fn open(job: &TrainingJob, means: impl Into<Means>, computes: bool) -> Result<Self, Error> {
         let trained = if computes {
             job.trained.clone()
         } else {
             job.without_copies()
         };
-        let run = Self::read(job, || Net::load(&trained, means))?;
+        let run = Self::read(job, || TrainableModel::load(&trained, means))?;
         if computes {
             run.net.ready()?;
         }
@@ -270,17 +270,22 @@ impl Run {
     /// # Errors
     /// Those of [`open`](Self::open).
     pub(crate) fn open_stage(
-        job: &Job,
+        job: &TrainingJob,
         means: impl Into<Means>,
-        stage: Stage,
+        stage: ModelStage,
     ) -> Result<Self, Error> {
-        Self::read(job, || Net::load_stage(&job.trained, means, stage))
+        Self::read(job, || {
+            TrainableModel::load_stage(&job.trained, means, stage)
+        })
     }
 
-    fn read(job: &Job, net: impl FnOnce() -> Result<Net, Error>) -> Result<Self, Error> {
+    fn read(
+        job: &TrainingJob,
+        net: impl FnOnce() -> Result<TrainableModel, Error>,
+    ) -> Result<Self, Error> {
         job.check()?;
         let rows = (job.tokens_max, job.pack);
-        let reader = Reader::new(&job.trained.model, job.train_on, rows)?;
+        let reader = ExampleReader::new(&job.trained.model, job.train_on, rows)?;
         let examples = reader.read(&job.data, "train")?;
         let beside = job.data.join("valid.jsonl");
         let valid = match &job.valid {
@@ -297,7 +302,7 @@ impl Run {
                 return Err(Error::malformed(&job.trained.model, reason));
             }
         }
-        let order = Order {
+        let order = ExampleOrder {
             seed: job.seed,
             examples: examples.count(),
             batch: job.batch,
@@ -332,7 +337,7 @@ impl Run {
     }
 
     /// The model.
-    pub fn net(&self) -> &Net {
+    pub fn net(&self) -> &TrainableModel {
         &self.net
     }
 
@@ -346,7 +351,7 @@ impl Run {
         )
     }
 
-    pub(crate) fn leaf_of(&self, task: &Task) -> (Leaf, Option<Dropout>) {
+    pub(crate) fn leaf_of(&self, task: &LeafTask) -> (Leaf, Option<Dropout>) {
         match (task.set, &self.valid) {
             (Set::Valid, Some(valid)) => (valid.leaf(&[task.leaf]), None),
             _ => self.leaf(task.step, task.leaf),
@@ -376,7 +381,7 @@ impl Run {
     pub(crate) fn stages(&self, of: usize) -> Result<Vec<std::ops::Range<usize>>, Error> {
         let parts = self.net.parts();
         let range = |index: usize| {
-            let stage = Stage { index, of };
+            let stage = ModelStage { index, of };
             let layers = stage.layers(self.net.config())?;
             let start = match stage.is_first() {
                 true => 0,
@@ -398,9 +403,9 @@ impl Run {
     /// worker is left; [`Error::Stopped`] after a request to stop; [`Error::Files`].
     pub fn train(
         &self,
-        crew: &mut Crew,
+        crew: &mut TrainingWorkers,
         options: RunOptions<'_>,
-        watch: &mut dyn FnMut(Progress),
+        watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<Report, Error> {
         let output = options.output;
         std::fs::create_dir_all(output).map_err(Error::file("make", output))?;
@@ -415,17 +420,17 @@ impl Run {
         });
         let mut metrics = Metrics::open(&output.join("metrics.jsonl"), state.step)?;
         let now = || options.epoch_s + (options.clock)();
-        let events = Events::start(&output.join("tensorboard"), state.step, now())?;
+        let events = EventFile::start(&output.join("tensorboard"), state.step, now())?;
         for line in self.net.notes() {
-            watch(Progress::Note { line: line.clone() });
+            watch(TrainingProgress::Note { line: line.clone() });
         }
         watch(self.begun(state.step));
         let mut val_loss_before = match state.step {
-            0 => self.look(&state, crew, &options, watch)?,
+            0 => self.validation_loss(&state, crew, &options, watch)?,
             _ => None, // it is in the metrics
         };
         if let Some(loss) = val_loss_before {
-            watch(Progress::HeldOut { loss });
+            watch(TrainingProgress::HeldOut { loss });
         }
         let steps = self.job.optimiser.steps;
         let mut saved = state.step;
@@ -441,7 +446,7 @@ impl Run {
             measured.val_loss_before = val_loss_before.take();
             metrics.add(&measured)?;
             events.add(&measured, now())?;
-            watch(Progress::Step(measured));
+            watch(TrainingProgress::Step(measured));
             if state.step.is_multiple_of(options.save_every.max(1)) && state.step < steps {
                 state.save(output, layout)?;
                 saved = state.step;
@@ -462,8 +467,8 @@ impl Run {
     }
 
     /// The event that everything is read, before a step.
-    fn begun(&self, step: u64) -> Progress {
-        Progress::Begun {
+    fn begun(&self, step: u64) -> TrainingProgress {
+        TrainingProgress::Begun {
             step,
             steps: self.job.optimiser.steps,
             examples: self.examples.examples(),
@@ -477,9 +482,9 @@ impl Run {
     fn step(
         &self,
         state: &mut State,
-        crew: &mut Crew,
+        crew: &mut TrainingWorkers,
         options: &RunOptions<'_>,
-        watch: &mut dyn FnMut(Progress),
+        watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<Measured, Error> {
         let start = (options.clock)();
         let step = state.step;
@@ -502,7 +507,7 @@ impl Run {
             || state.step == self.job.optimiser.steps;
         let val_loss = match looks {
             false => None,
-            true => self.look(state, crew, options, watch)?,
+            true => self.validation_loss(state, crew, options, watch)?,
         };
         let flop = forecast::step_flop(&self.net, self.job.trained.method, tokens);
         Ok(Measured {
@@ -524,12 +529,12 @@ impl Run {
     }
 
     /// Negative log likelihood of a held-out token, if any is held out.
-    fn look(
+    fn validation_loss(
         &self,
         state: &State,
-        crew: &mut Crew,
+        crew: &mut TrainingWorkers,
         options: &RunOptions<'_>,
-        watch: &mut dyn FnMut(Progress),
+        watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<Option<f64>, Error> {
         let Some(valid) = &self.valid else {
             return Ok(None);

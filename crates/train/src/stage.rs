@@ -10,14 +10,14 @@ use crate::weights::sizes;
 
 /// A part of a model: stage `index` of `of`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stage {
+pub struct ModelStage {
     /// From 0.
     pub index: usize,
     /// Number of stages, at least one.
     pub of: usize,
 }
 
-impl Stage {
+impl ModelStage {
     /// All of a model.
     pub const WHOLE: Self = Self { index: 0, of: 1 };
 

@@ -2,14 +2,14 @@
 
 use paceline_base::{Bytes, counted};
 
-use crate::Progress;
+use crate::TrainingProgress;
 
 /// Least seconds between two lines about steps, so that a short step's do not flood.
 const LINE_EVERY_S: f64 = 2.0;
 
 /// Reports steps at intervals. Times are seconds of any clock.
 #[derive(Clone, Debug)]
-pub struct Watch {
+pub struct StepReporter {
     steps: u64,
     nodes: usize,
     /// Threads of each node; `None` where unknown, as on other machines.
@@ -20,7 +20,7 @@ pub struct Watch {
     waiting: Option<String>,
 }
 
-impl Watch {
+impl StepReporter {
     /// For a run on `nodes` nodes, with `threads` threads each where that is known.
     pub const fn new(nodes: usize, threads: Option<usize>) -> Self {
         Self {
@@ -35,9 +35,9 @@ impl Watch {
 
     /// The lines for `progress` at `now_s` seconds.
     #[expect(clippy::too_many_lines, reason = "a line for each event")]
-    pub fn hear(&mut self, progress: Progress, now_s: f64) -> Vec<String> {
+    pub fn lines_for(&mut self, progress: TrainingProgress, now_s: f64) -> Vec<String> {
         match progress {
-            Progress::Begun {
+            TrainingProgress::Begun {
                 step,
                 steps,
                 examples,
@@ -74,17 +74,17 @@ impl Watch {
                 }
                 lines
             }
-            Progress::Note { line } => vec![line],
-            Progress::Lost { why } => {
+            TrainingProgress::Note { line } => vec![line],
+            TrainingProgress::Lost { why } => {
                 vec![format!(
                     "a worker was lost ({why}): others compute its leaves"
                 )]
             }
-            Progress::HeldOut { loss } => vec![format!(
+            TrainingProgress::HeldOut { loss } => vec![format!(
                 "held out before the first step: {loss:.4} (perplexity {:.2})",
                 loss.exp()
             )],
-            Progress::Step(m) => {
+            TrainingProgress::Step(m) => {
                 let gone = now_s - self.since.1;
                 let each = gone / m.step.saturating_sub(self.since.0).max(1) as f64;
                 let left = each * self.steps.saturating_sub(m.step) as f64;

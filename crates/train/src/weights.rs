@@ -7,13 +7,13 @@ use std::ops::Range;
 
 use paceline_formats::tensor::Tensor;
 use paceline_model::adapter::files::{TARGETS, file_row};
-use paceline_model::{Config, LayerShape, Part, Role, Source};
+use paceline_model::{Config, LayerRole, LayerShape, ModelSource, Role};
 use paceline_tensor::{Kernels, RopePairs, stored};
 
 use crate::error::Error;
 use crate::params::{Layout, Lora};
 use crate::pool;
-use crate::stage::Stage;
+use crate::stage::ModelStage;
 
 /// Floats of a tile of a matrix in its stored form: 4 MiB.
 const TILE_FLOATS: usize = 1 << 20;
@@ -27,7 +27,7 @@ const TILE_ROWS: usize = 2048;
 const ELSEWHERE: &str = "values that are on a device";
 
 /// The function that is called for each tile.
-type Tile<'a> = &'a mut dyn FnMut(Range<usize>, &[f32]);
+type TileSink<'a> = &'a mut dyn FnMut(Range<usize>, &[f32]);
 
 /// Training method: the trained part, and the storage of the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -77,12 +77,12 @@ pub(crate) fn sizes(width: usize, shape: &LayerShape) -> [[usize; 2]; 7] {
 
 /// Numbers of a norm or a bias.
 #[derive(Debug)]
-pub(crate) enum Vector {
+pub(crate) enum VectorParameter {
     Fixed(Vec<f32>),
     Trained(Range<usize>),
 }
 
-impl Vector {
+impl VectorParameter {
     pub(crate) fn get<'a>(&'a self, params: &'a [f32]) -> &'a [f32] {
         match self {
             Self::Fixed(values) => values,
@@ -100,7 +100,7 @@ impl Vector {
 
 /// Storage of a matrix.
 #[derive(Debug)]
-pub(crate) enum Kept {
+pub(crate) enum MatrixStorage {
     Fixed(Vec<f32>),
     /// Rows are unpacked when they are used; with a size of heads, rows of a head are turned from
     /// neighbours to halves.
@@ -112,7 +112,7 @@ pub(crate) enum Kept {
 
 /// The two factors of an adapter: `(rank, cols)` and `(rows, rank)`.
 #[derive(Clone, Debug)]
-pub(crate) struct Pair {
+pub(crate) struct AdapterFactors {
     /// Index of its matrix in the whole model.
     pub(crate) number: u64,
     pub(crate) a: Range<usize>,
@@ -122,11 +122,11 @@ pub(crate) struct Pair {
 /// A matrix `(rows, cols)`: outputs, inputs.
 #[derive(Debug)]
 pub(crate) struct Matrix {
-    pub(crate) kept: Kept,
+    pub(crate) kept: MatrixStorage,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
-    pub(crate) bias: Option<Vector>,
-    pub(crate) pair: Option<Pair>,
+    pub(crate) bias: Option<VectorParameter>,
+    pub(crate) pair: Option<AdapterFactors>,
 }
 
 impl Matrix {
@@ -137,17 +137,17 @@ impl Matrix {
         kernels: &Kernels,
         mut with: impl FnMut(Range<usize>, &[f32]),
     ) {
-        let plain = |values: &[f32], with: Tile<'_>| {
+        let plain = |values: &[f32], with: TileSink<'_>| {
             for (i, tile) in values.chunks(TILE_ROWS * self.cols).enumerate() {
                 let first = i * TILE_ROWS;
                 with(first..first + tile.len() / self.cols, tile);
             }
         };
         let (tensor, heads) = match &self.kept {
-            Kept::Fixed(values) => return plain(values, &mut with),
-            Kept::Trained(range) => return plain(&params[range.clone()], &mut with),
-            Kept::Stored(tensor, heads) => (tensor, *heads),
-            Kept::Elsewhere(_) => unreachable!("{ELSEWHERE}"),
+            MatrixStorage::Fixed(values) => return plain(values, &mut with),
+            MatrixStorage::Trained(range) => return plain(&params[range.clone()], &mut with),
+            MatrixStorage::Stored(tensor, heads) => (tensor, *heads),
+            MatrixStorage::Elsewhere(_) => unreachable!("{ELSEWHERE}"),
         };
         let tile = (TILE_FLOATS / self.cols).clamp(1, self.rows);
         let mut values = vec![0.0; tile * self.cols];
@@ -165,10 +165,10 @@ impl Matrix {
     pub(crate) fn row(&self, params: &[f32], row: usize, out: &mut [f32]) {
         let at = row * self.cols..(row + 1) * self.cols;
         match &self.kept {
-            Kept::Fixed(values) => out.copy_from_slice(&values[at]),
-            Kept::Trained(range) => out.copy_from_slice(&params[range.clone()][at]),
-            Kept::Stored(tensor, heads) => unpack(tensor, file_row(row, *heads), out),
-            Kept::Elsewhere(_) => unreachable!("{ELSEWHERE}"),
+            MatrixStorage::Fixed(values) => out.copy_from_slice(&values[at]),
+            MatrixStorage::Trained(range) => out.copy_from_slice(&params[range.clone()][at]),
+            MatrixStorage::Stored(tensor, heads) => unpack(tensor, file_row(row, *heads), out),
+            MatrixStorage::Elsewhere(_) => unreachable!("{ELSEWHERE}"),
         }
     }
 }
@@ -181,27 +181,27 @@ fn unpack(tensor: &Tensor, row: usize, out: &mut [f32]) {
 
 /// The weights of a layer.
 #[derive(Debug)]
-pub(crate) struct Layer {
-    pub(crate) attention_norm: Vector,
-    pub(crate) query_norm: Option<Vector>,
-    pub(crate) key_norm: Option<Vector>,
-    pub(crate) post_attention_norm: Option<Vector>,
-    pub(crate) ffn_norm: Vector,
-    pub(crate) post_ffn_norm: Option<Vector>,
+pub(crate) struct LayerWeights {
+    pub(crate) attention_norm: VectorParameter,
+    pub(crate) query_norm: Option<VectorParameter>,
+    pub(crate) key_norm: Option<VectorParameter>,
+    pub(crate) post_attention_norm: Option<VectorParameter>,
+    pub(crate) ffn_norm: VectorParameter,
+    pub(crate) post_ffn_norm: Option<VectorParameter>,
     /// In the order of [`TARGETS`].
     pub(crate) matrices: [Matrix; 7],
 }
 
 /// The weights of a stage, and where what is trained lies.
 #[derive(Debug)]
-pub(crate) struct Weights {
+pub(crate) struct StageWeights {
     /// None where a stage neither begins with tokens nor ends with them.
     pub(crate) embedding: Option<Matrix>,
     /// The number of the first of `layers`.
     pub(crate) first_layer: usize,
-    pub(crate) layers: Vec<Layer>,
+    pub(crate) layers: Vec<LayerWeights>,
     /// None but in the last stage.
-    pub(crate) output_norm: Option<Vector>,
+    pub(crate) output_norm: Option<VectorParameter>,
     /// None where it is the embedding, and but in the last stage.
     pub(crate) output: Option<Matrix>,
     pub(crate) layout: Layout,
@@ -211,9 +211,9 @@ pub(crate) struct Weights {
     pub(crate) first: Vec<f32>,
 }
 
-impl Weights {
+impl StageWeights {
     /// The layer with this number in the whole model.
-    pub(crate) fn layer(&self, number: usize) -> &Layer {
+    pub(crate) fn layer(&self, number: usize) -> &LayerWeights {
         &self.layers[number - self.first_layer]
     }
 
@@ -229,7 +229,7 @@ impl Weights {
     }
 
     /// The output head's matrix and the norm before it.
-    pub(crate) fn head(&self) -> (&Vector, &Matrix) {
+    pub(crate) fn head(&self) -> (&VectorParameter, &Matrix) {
         let norm = self.output_norm.as_ref();
         let norm = norm.expect("the last stage has the last norm");
         (norm, self.output.as_ref().unwrap_or_else(|| self.table()))
@@ -237,8 +237,8 @@ impl Weights {
 }
 
 /// Reads weights.
-pub(crate) struct Loader<'a> {
-    pub(crate) source: &'a Source,
+pub(crate) struct WeightLoader<'a> {
+    pub(crate) source: &'a ModelSource,
     pub(crate) config: &'a Config,
     pub(crate) kernels: &'a Kernels,
     pub(crate) method: Method,
@@ -247,15 +247,15 @@ pub(crate) struct Loader<'a> {
     pub(crate) targets: &'a [String],
     /// The first layer with adapters.
     pub(crate) adapted_from: usize,
-    pub(crate) stage: Stage,
+    pub(crate) stage: ModelStage,
     /// Whether fixed matrices are read by the engine's device, and not here.
     pub(crate) elsewhere: bool,
     pub(crate) layout: Layout,
     pub(crate) first: Vec<f32>,
 }
 
-impl Loader<'_> {
-    pub(crate) fn load(mut self) -> Result<Weights, Error> {
+impl WeightLoader<'_> {
+    pub(crate) fn load(mut self) -> Result<StageWeights, Error> {
         let c = self.config;
         let (stage, table) = (self.stage, [c.vocab, c.width]);
         let (numbers, tied) = (stage.layers(c)?, self.is_tied()?);
@@ -277,7 +277,7 @@ impl Loader<'_> {
         let output = has_head.then(|| self.matrix(Role::Output, table, "lm_head", None));
         let output = output.transpose()?;
         ends.push(self.layout.len());
-        Ok(Weights {
+        Ok(StageWeights {
             embedding,
             first_layer: numbers.start,
             layers,
@@ -289,7 +289,7 @@ impl Loader<'_> {
         })
     }
 
-    fn layer(&mut self, i: usize) -> Result<Layer, Error> {
+    fn layer(&mut self, i: usize) -> Result<LayerWeights, Error> {
         let (c, shape) = (self.config, self.config.layers[i]);
         let sizes = sizes(c.width, &shape);
         let norm_name = |name: &str| format!("model.layers.{i}.{name}.weight");
@@ -300,7 +300,7 @@ impl Loader<'_> {
         };
         let role = |part| Role::Layer(i, part);
         let head_norms = c.family.norms_heads();
-        let norm = role(Part::AttentionNorm);
+        let norm = role(LayerRole::AttentionNorm);
         let attention_norm = self.vector(norm, c.width, &norm_name("input_layernorm"))?;
         let [query, key, value, out, gate, up, down] = sizes;
         let nth = |this: &mut Self, n: usize, size: [usize; 2]| {
@@ -324,31 +324,31 @@ impl Loader<'_> {
                 .transpose()
         };
         let dim = shape.head_dim;
-        Ok(Layer {
-            query_norm: opt(head_norms, Part::QueryNorm, dim, "self_attn.q_norm")?,
-            key_norm: opt(head_norms, Part::KeyNorm, dim, "self_attn.k_norm")?,
+        Ok(LayerWeights {
+            query_norm: opt(head_norms, LayerRole::QueryNorm, dim, "self_attn.q_norm")?,
+            key_norm: opt(head_norms, LayerRole::KeyNorm, dim, "self_attn.k_norm")?,
             post_attention_norm: opt(
                 sandwich,
-                Part::PostAttentionNorm,
+                LayerRole::PostAttentionNorm,
                 c.width,
                 "post_attention_layernorm",
             )?,
             post_ffn_norm: opt(
                 sandwich,
-                Part::PostFfnNorm,
+                LayerRole::PostFfnNorm,
                 c.width,
                 "post_feedforward_layernorm",
             )?,
-            ffn_norm: self.vector(role(Part::FfnNorm), c.width, &norm_name(before_ffn))?,
+            ffn_norm: self.vector(role(LayerRole::FfnNorm), c.width, &norm_name(before_ffn))?,
             attention_norm,
             matrices,
         })
     }
 
     /// Whether a file's rows lie by neighbours and ours by halves.
-    fn turned(&self, layer: usize, part: Part) -> bool {
+    fn turned(&self, layer: usize, part: LayerRole) -> bool {
         let pairs = self.config.ropes[self.config.layers[layer].rope].pairs;
-        pairs == RopePairs::Adjacent && matches!(part, Part::Query | Part::Key)
+        pairs == RopePairs::Adjacent && matches!(part, LayerRole::Query | LayerRole::Key)
     }
 
     fn matrix(
@@ -361,11 +361,11 @@ impl Loader<'_> {
         // Tokens' rows are read here by every engine.
         let is_read = role == Role::TokenEmbedding || self.method == Method::Full;
         let kept = if self.elsewhere && !is_read {
-            Kept::Elsewhere(heads)
+            MatrixStorage::Elsewhere(heads)
         } else {
             let tensor = self.source.weight(self.config.family, role)?;
             check(&tensor, &[rows, cols])?;
-            Kept::Stored(tensor, heads)
+            MatrixStorage::Stored(tensor, heads)
         };
         let mut matrix = Matrix {
             kept,
@@ -379,18 +379,21 @@ impl Loader<'_> {
             Method::Lora if self.elsewhere => {}
             // Few rows of a table that is no head are used, and those by their number.
             Method::Lora if role == Role::TokenEmbedding && !self.is_head()? => {}
-            Method::Lora => matrix.kept = Kept::Fixed(self.unpacked(&matrix)),
+            Method::Lora => matrix.kept = MatrixStorage::Fixed(self.unpacked(&matrix)),
             Method::Full => {
                 let values = self.unpacked(&matrix);
-                matrix.kept =
-                    Kept::Trained(self.add(format!("{name}.weight"), &[rows, cols], &values));
+                matrix.kept = MatrixStorage::Trained(self.add(
+                    format!("{name}.weight"),
+                    &[rows, cols],
+                    &values,
+                ));
             }
         }
         if let Some(number) = self.adapted(role) {
             let of = |part| format!("base_model.model.{name}.{part}.weight");
             let a = self.layout.add(of("lora_A"), vec![self.lora.rank, cols]);
             let b = self.layout.add(of("lora_B"), vec![rows, self.lora.rank]);
-            matrix.pair = Some(Pair { number, a, b });
+            matrix.pair = Some(AdapterFactors { number, a, b });
         }
         Ok(matrix)
     }
@@ -424,7 +427,7 @@ impl Loader<'_> {
     fn unpacked(&self, matrix: &Matrix) -> Vec<f32> {
         let mut values = Vec::with_capacity(matrix.rows * matrix.cols);
         matrix.tiles(&[], self.kernels, |_, tile| values.extend_from_slice(tile));
-        if let Kept::Stored(tensor, _) = &matrix.kept {
+        if let MatrixStorage::Stored(tensor, _) = &matrix.kept {
             tensor.bytes.discard();
         }
         values
@@ -436,10 +439,13 @@ impl Loader<'_> {
         n: usize,
         name: &str,
         heads: Option<usize>,
-    ) -> Result<Option<Vector>, Error> {
+    ) -> Result<Option<VectorParameter>, Error> {
         let family = self.config.family;
         let needed = family.has_qkv_biases()
-            && matches!(role, Role::Layer(_, Part::Query | Part::Key | Part::Value));
+            && matches!(
+                role,
+                Role::Layer(_, LayerRole::Query | LayerRole::Key | LayerRole::Value)
+            );
         let bias = match needed {
             true => Some(self.source.bias(family, role)?),
             false => self.source.opt_bias(family, role)?,
@@ -450,16 +456,16 @@ impl Loader<'_> {
         Ok(Some(self.trained(values, format!("{name}.bias"))))
     }
 
-    fn vector(&mut self, role: Role, n: usize, name: &str) -> Result<Vector, Error> {
+    fn vector(&mut self, role: Role, n: usize, name: &str) -> Result<VectorParameter, Error> {
         let tensor = self.source.weight(self.config.family, role)?;
         let values = numbers(&tensor, n)?;
         Ok(self.trained(values, name.to_owned()))
     }
 
-    fn trained(&mut self, values: Vec<f32>, name: String) -> Vector {
+    fn trained(&mut self, values: Vec<f32>, name: String) -> VectorParameter {
         match self.method {
-            Method::Full => Vector::Trained(self.add(name, &[values.len()], &values)),
-            Method::Lora | Method::Qlora => Vector::Fixed(values),
+            Method::Full => VectorParameter::Trained(self.add(name, &[values.len()], &values)),
+            Method::Lora | Method::Qlora => VectorParameter::Fixed(values),
         }
     }
 

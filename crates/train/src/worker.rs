@@ -14,8 +14,8 @@ use paceline_model::adapter::files::tensors;
 use crate::class::Means;
 use crate::crew::{compute, publish, read_values};
 use crate::error::Error;
-use crate::messages::{FromWorker, Task, ToWorker, params_file, roots_file};
-use crate::run::Run;
+use crate::messages::{FromWorker, LeafTask, ToWorker, params_file, roots_file};
+use crate::run::TrainingRun;
 
 /// Longest wait for the first message.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -23,7 +23,7 @@ const START_LIMIT: Duration = Duration::from_secs(30);
 /// Time that a failed worker waits to be ended, so that the parent reads the reason first.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
-type Channel = Control<ToWorker, FromWorker>;
+type RunChannel = Control<ToWorker, FromWorker>;
 
 /// Runs a worker on the control channel that is this process's standard input, until the parent
 /// ends it or is gone. Returns only with an error, which the parent has received.
@@ -33,7 +33,7 @@ type Channel = Control<ToWorker, FromWorker>;
 pub fn run<M: Into<Means>>(
     means: impl FnOnce(usize) -> std::io::Result<M>,
 ) -> Result<Infallible, Error> {
-    let channel = Channel::from_stdin()?;
+    let channel = RunChannel::from_stdin()?;
     let mut is_ready = false;
     let error = match work(&channel, means, &mut is_ready) {
         Ok(never) => match never {},
@@ -43,7 +43,7 @@ pub fn run<M: Into<Means>>(
         // A device failed or hangs: this worker ends, and others get its leaves.
         return Err(error);
     }
-    let reason = said(&error);
+    let reason = error_chain(&error);
     if channel.send(&FromWorker::Failed { reason }).is_ok() {
         std::thread::sleep(LAST_WORDS);
     }
@@ -51,7 +51,7 @@ pub fn run<M: Into<Means>>(
 }
 
 fn work<M: Into<Means>>(
-    channel: &Channel,
+    channel: &RunChannel,
     means: impl FnOnce(usize) -> std::io::Result<M>,
     is_ready: &mut bool,
 ) -> Result<Infallible, Error> {
@@ -67,7 +67,7 @@ fn work<M: Into<Means>>(
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if threads == 0 { cores } else { threads };
     let means = means(threads).map_err(|source| Error::Threads { threads, source })?;
-    let run = Run::open_stage(&job, means, stage)?;
+    let run = TrainingRun::open_stage(&job, means, stage)?;
     let engine = run.net.ready()?;
     channel.send(&FromWorker::Ready {
         model: run.net.fingerprint().to_owned(),
@@ -76,7 +76,7 @@ fn work<M: Into<Means>>(
         notes: run.net.notes().to_vec(),
     })?;
     *is_ready = true;
-    let mut worker = Worker {
+    let mut worker = StageWorker {
         channel,
         run,
         exchange,
@@ -93,18 +93,18 @@ fn work<M: Into<Means>>(
 }
 
 /// A worker that has loaded its part of the model.
-struct Worker<'a> {
-    channel: &'a Channel,
-    run: Run,
+struct StageWorker<'a> {
+    channel: &'a RunChannel,
+    run: TrainingRun,
     exchange: PathBuf,
     /// A step, and the values before it.
     values: (Option<u64>, Vec<f32>),
 }
 
-impl Worker<'_> {
+impl StageWorker<'_> {
     /// Reads the values before a step. False when the step is over: its leaves were others' before
     /// this process read the message about them.
-    fn know(&mut self, step: u64) -> Result<bool, Error> {
+    fn load_parameters(&mut self, step: u64) -> Result<bool, Error> {
         if self.values.0 == Some(step) {
             return Ok(true);
         }
@@ -122,7 +122,7 @@ impl Worker<'_> {
 
     /// Leaves of the whole model, part by part.
     fn compute(&mut self, step: u64, leaves: Range<usize>) -> Result<(), Error> {
-        if !self.know(step)? {
+        if !self.load_parameters(step)? {
             return Ok(());
         }
         let (start, end) = (leaves.start, leaves.end);
@@ -149,8 +149,8 @@ impl Worker<'_> {
     }
 
     /// A leaf through a stage.
-    fn pass(&mut self, task: &Task) -> Result<(), Error> {
-        if !self.know(task.step)? {
+    fn pass(&mut self, task: &LeafTask) -> Result<(), Error> {
+        if !self.load_parameters(task.step)? {
             return Ok(());
         }
         let (net, stage) = (&self.run.net, self.run.net.stage());
@@ -211,7 +211,7 @@ const fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error
 }
 
 /// An error with its causes, as one line.
-fn said(error: &dyn std::error::Error) -> String {
+fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

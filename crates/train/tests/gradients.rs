@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use paceline_base::upper_median;
 use paceline_formats::safetensors::Safetensors;
 use paceline_model::adapter::files::{Adapter, Base, Form, TARGETS};
-use paceline_model::{Config, MlxPlaces, Source};
+use paceline_model::{Config, MlxPlaces, ModelSource};
 use paceline_tensor::{InstructionSet, Kernels, stored};
-use paceline_train::{Class, Leaf, Lora, Means, Method, Net, Trained};
+use paceline_train::{Class, Leaf, Lora, Means, Method, TrainableModel, Trained};
 use serde_json::Value;
 
 /// Sizes of `scripts/golden/train_gradients.py`.
@@ -87,12 +87,12 @@ pub(crate) fn with_mlx(test: &str) -> Option<Means> {
     })
 }
 
-fn net(model: &str, method: Method, kernels: Kernels) -> Net {
-    Net::load(&trained(model, method), kernels).unwrap()
+fn net(model: &str, method: Method, kernels: Kernels) -> TrainableModel {
+    TrainableModel::load(&trained(model, method), kernels).unwrap()
 }
 
 /// The formula's values for adapters, the model's own for all weights.
-fn values(net: &Net, method: Method) -> Vec<f32> {
+fn values(net: &TrainableModel, method: Method) -> Vec<f32> {
     match method {
         Method::Full => net.first_values(0),
         _ => (0..net.layout().len()).map(number).collect(),
@@ -282,9 +282,9 @@ fn gradients_on_mlx_are_the_cpu_engines() {
         let Some(means) = with_mlx(test) else { return };
         let mut of = trained("llama-tied", method);
         of.model = model;
-        let cpu = Net::load(&of, Kernels::new(1).unwrap()).unwrap();
+        let cpu = TrainableModel::load(&of, Kernels::new(1).unwrap()).unwrap();
         of.class = Class::MlxF32;
-        let mlx = Net::load(&of, means).unwrap();
+        let mlx = TrainableModel::load(&of, means).unwrap();
         assert_eq!(mlx.layout(), cpu.layout());
         let (leaf, at) = (both(), values(&cpu, method));
         let (loss, exact) = cpu.gradient(&at, &leaf, leaf.judged()).unwrap();
@@ -315,7 +315,7 @@ fn gradients_on_mlx_are_the_cpu_engines() {
 fn class_mlx_computes_in_the_models_type() {
     let mut of = trained("qwen3-bf16", Method::Lora);
     let loss = |of: &Trained| {
-        let net = Net::load(of, with_mlx("class mlx in bf16")?).unwrap();
+        let net = TrainableModel::load(of, with_mlx("class mlx in bf16")?).unwrap();
         let at = values(&net, Method::Lora);
         Some(net.loss(&at, &both()).unwrap())
     };
@@ -332,12 +332,13 @@ fn class_mlx_computes_in_the_models_type() {
 #[test]
 fn families_without_gradients_are_refused_by_name() {
     for (model, family) in [("mixtral", "mixtral"), ("qwen3moe-bf16", "qwen3moe")] {
-        let error = Net::load(&trained(model, Method::Lora), Kernels::new(1).unwrap()).unwrap_err();
+        let error = TrainableModel::load(&trained(model, Method::Lora), Kernels::new(1).unwrap())
+            .unwrap_err();
         assert!(error.to_string().contains(family), "{error}");
     }
     let mut bad = trained("llama-tied", Method::Lora);
     bad.targets.push("lm_head".to_owned());
-    let error = Net::load(&bad, Kernels::new(1).unwrap())
+    let error = TrainableModel::load(&bad, Kernels::new(1).unwrap())
         .unwrap_err()
         .to_string();
     assert!(
@@ -351,7 +352,7 @@ fn families_without_gradients_are_refused_by_name() {
 fn adapters_of_the_last_layers_alone() {
     let mut of = trained("qwen3-bf16", Method::Lora);
     of.layers = Some(1);
-    let net = Net::load(&of, Kernels::new(1).unwrap()).unwrap();
+    let net = TrainableModel::load(&of, Kernels::new(1).unwrap()).unwrap();
     let last = net.config().layers.len() - 1;
     let prefix = format!("base_model.model.model.layers.{last}.");
     assert_eq!(net.layout().slots().len(), 14);
@@ -362,11 +363,11 @@ fn adapters_of_the_last_layers_alone() {
             .all(|slot| slot.name.starts_with(&prefix))
     );
     of.layers = Some(99);
-    let error = Net::load(&of, Kernels::new(1).unwrap()).unwrap_err();
+    let error = TrainableModel::load(&of, Kernels::new(1).unwrap()).unwrap_err();
     assert!(error.to_string().contains("--layers is 99"), "{error}");
     of.layers = None;
     of.dropout = 1.0;
-    let error = Net::load(&of, Kernels::new(1).unwrap()).unwrap_err();
+    let error = TrainableModel::load(&of, Kernels::new(1).unwrap()).unwrap_err();
     assert!(error.to_string().contains("--dropout is 1"), "{error}");
 }
 
@@ -383,7 +384,7 @@ fn adapters_keep_their_bytes_through_all_forms() {
         .unwrap();
     let (back, form) = Adapter::read(&folder.path().join("mlx/adapters.safetensors")).unwrap();
     assert_eq!(form, Form::Mlx);
-    let source = Source::open(&golden().join("hf/llama-tied")).unwrap();
+    let source = ModelSource::open(&golden().join("hf/llama-tied")).unwrap();
     let base = Base::of(&Config::read(&source).unwrap());
     back.write_gguf(&folder.path().join("gguf"), base).unwrap();
     let (back, form) = Adapter::read(&folder.path().join("gguf")).unwrap();

@@ -7,16 +7,17 @@ use std::sync::Arc;
 
 use paceline_base::{KernelClass, testing};
 use paceline_formats::safetensors::Safetensors;
-use paceline_mlx::{Device, Library};
+use paceline_mlx::{DeviceKind, Library};
 use paceline_model::adapter::files::{Adapter, Form};
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, LoadOptions, Logits, MlxPlaces, Model, Source, Workspace,
+    Batch, BatchSequence, BatchSize, LoadOptions, Logits, MlxPlaces, Model, ModelSource, Workspace,
 };
 use paceline_tensor::{Kernels, PAGE, stored};
-use paceline_train::bridge::{Ends, FarSpec, far, near};
+use paceline_train::bridge::{Ends, FarSpec, forward_to_worker, run_worker};
 use paceline_train::{
-    Class, Crew, Error, Job, Leaf, Means, Method, Net, OptimiserOptions, Post, Processes, Progress,
-    Report, Rule, Run, RunOptions, Schedule, TrainOn, Watch, fuse, read_metrics, svg, worker,
+    Class, Error, Leaf, Means, Method, OptimiserOptions, Post, Report, Rule, RunOptions, Schedule,
+    StepReporter, TrainOn, TrainableModel, TrainingJob, TrainingProgress, TrainingRun,
+    TrainingWorkers, WorkerOptions, fuse, read_metrics, svg, worker,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
@@ -51,7 +52,7 @@ fn as_near() {
             to: Box::new(to),
         })
     };
-    assert!(near(connect, "no such name").is_err());
+    assert!(forward_to_worker(connect, "no such name").is_err());
 }
 
 /// Not a test but where `as_near` starts it: the other side, which has no model.
@@ -75,7 +76,7 @@ fn as_far() {
         from: Box::new(std::io::stdin()),
         to: Box::new(to),
     };
-    assert!(far(ends, spec).is_err());
+    assert!(run_worker(ends, spec).is_err());
 }
 
 const MARK: &[u8] = b"\nthe line begins here\n";
@@ -123,8 +124,8 @@ fn data(folder: &Path) -> PathBuf {
     path
 }
 
-fn job(data: &Path, steps: u64) -> Job {
-    Job {
+fn job(data: &Path, steps: u64) -> TrainingJob {
+    TrainingJob {
         trained: trained("llama-tied", Method::Lora),
         data: data.to_owned(),
         valid: Some(data.to_owned()),
@@ -171,9 +172,9 @@ const fn nodes(nodes: usize) -> Where {
     }
 }
 
-fn crew(run: &Run, at: Where, output: &Path) -> Result<Crew, Error> {
+fn crew(run: &TrainingRun, at: Where, output: &Path) -> Result<TrainingWorkers, Error> {
     if at.nodes == 1 && !at.far {
-        return Ok(Crew::here());
+        return Ok(TrainingWorkers::here());
     }
     let name = if at.far {
         "runs::as_near"
@@ -187,25 +188,25 @@ fn crew(run: &Run, at: Where, output: &Path) -> Result<Crew, Error> {
         threads: 1,
         place: if at.far { "there" } else { "" }.to_owned(),
     };
-    let processes = Processes {
+    let processes = WorkerOptions {
         program: std::env::current_exe().unwrap(),
         posts: vec![post; at.nodes],
         env: std::env::vars_os().collect(),
         stages: at.stages,
         exchange: output.join(".exchange"),
     };
-    Crew::start(processes, run)
+    TrainingWorkers::start(processes, run)
 }
 
 /// Trains, and collects every progress event together with the workers' ids at the start.
 fn train(
-    job: &Job,
+    job: &TrainingJob,
     at: Where,
     output: &Path,
     (resume, stop): (bool, &dyn Fn() -> bool),
-    mut hear: impl FnMut(&Progress, &[u32]),
+    mut hear: impl FnMut(&TrainingProgress, &[u32]),
 ) -> Result<Report, Error> {
-    let run = Run::open(job, Kernels::new(1).unwrap(), at.nodes == 1 && !at.far)?;
+    let run = TrainingRun::open(job, Kernels::new(1).unwrap(), at.nodes == 1 && !at.far)?;
     let mut crew = crew(&run, at, output)?;
     let ids = crew.ids();
     let start = std::time::Instant::now();
@@ -280,13 +281,13 @@ fn lost_workers_do_not_show() {
         &rough,
         (false, &|| false),
         |progress, ids| match progress {
-            Progress::Step(m) if m.step == 3 => send(ids, 0, Signal::KILL),
-            Progress::Step(m) if m.step == 8 => {
+            TrainingProgress::Step(m) if m.step == 3 => send(ids, 0, Signal::KILL),
+            TrainingProgress::Step(m) if m.step == 8 => {
                 send(ids, 1, Signal::KILL);
                 send(ids, 2, Signal::KILL);
             }
-            Progress::Step(m) if m.step == 15 => send(ids, 3, Signal::STOP),
-            Progress::Lost { .. } => lost += 1,
+            TrainingProgress::Step(m) if m.step == 15 => send(ids, 3, Signal::STOP),
+            TrainingProgress::Lost { .. } => lost += 1,
             _ => {}
         },
     );
@@ -314,8 +315,8 @@ fn stages_give_the_bytes_of_one_process() {
             far: false,
             marked: false,
         };
-        let hear = |progress: &Progress, ids: &[u32]| {
-            if let (Progress::Step(m), Some(rank)) = (progress, killed)
+        let hear = |progress: &TrainingProgress, ids: &[u32]| {
+            if let (TrainingProgress::Step(m), Some(rank)) = (progress, killed)
                 && m.step == 2
             {
                 let id = i32::try_from(ids[rank]).unwrap();
@@ -389,12 +390,12 @@ fn ten_minutes_of_kills_cost_a_quarter_at_most() {
     let data = data(folder.path());
     let mut job = job(&data, 200);
     job.valid = None;
-    let timed = |job: &Job, output: &str, kills: bool| {
+    let timed = |job: &TrainingJob, output: &str, kills: bool| {
         let (output, start) = (folder.path().join(output), std::time::Instant::now());
         let (mut killed, mut turn) = (0.0, 0);
-        let hear = |progress: &Progress, _: &[u32]| {
+        let hear = |progress: &TrainingProgress, _: &[u32]| {
             let now = start.elapsed().as_secs_f64();
-            if kills && matches!(progress, Progress::Step(_)) && now - killed >= EVERY {
+            if kills && matches!(progress, TrainingProgress::Step(_)) && now - killed >= EVERY {
                 let workers = marked_children();
                 if let Some(id) = workers.get(turn % workers.len().max(1)) {
                     // Fails where it has just ended by itself.
@@ -493,8 +494,10 @@ fn rendered_text_is_counted_and_told() {
     std::fs::write(&path, lines.concat()).unwrap();
     let mut job = job(&path, 1);
     (job.batch, job.leaf) = (2, 1);
-    let (mut watch, mut told) = (Watch::new(1, Some(1)), Vec::new());
-    let hear = |progress: &Progress, _: &[u32]| told.extend(watch.hear(progress.clone(), 0.0));
+    let (mut watch, mut told) = (StepReporter::new(1, Some(1)), Vec::new());
+    let hear = |progress: &TrainingProgress, _: &[u32]| {
+        told.extend(watch.lines_for(progress.clone(), 0.0))
+    };
     let report = train(&job, nodes(1), &output, (false, &|| false), hear).unwrap();
     assert_eq!(report.rendered, 4, "two rows, which are held out too");
     let said = "4 examples of text with names of control tokens";
@@ -535,7 +538,7 @@ fn a_file_that_lies_is_named_with_line_and_reason() {
     ];
     let open = |text: &str| {
         std::fs::write(&path, text).unwrap();
-        Run::open(&job(&path, 1), Kernels::new(1).unwrap(), true).map(|_| ())
+        TrainingRun::open(&job(&path, 1), Kernels::new(1).unwrap(), true).map(|_| ())
     };
     for (line, reason) in cases {
         let error = open(&format!("{good}{line}\n")).unwrap_err().to_string();
@@ -576,7 +579,7 @@ fn a_fused_adapter_gives_the_logits_of_peft() {
     fuse::fuse(&model, (&adapter, &from), &output, &kernels).unwrap();
     let mut of = trained("llama-tied", Method::Lora);
     of.model = output;
-    let net = Net::load(&of, Kernels::new(1).unwrap()).unwrap();
+    let net = TrainableModel::load(&of, Kernels::new(1).unwrap()).unwrap();
     let zeros = vec![0.0; net.layout().len()];
     let logits = Safetensors::open(golden().join("train/adapter.logits.safetensors")).unwrap();
     let logits = logits.tensor("logits").unwrap();
@@ -612,7 +615,7 @@ fn a_fused_adapter_gives_the_logits_of_peft() {
 fn an_adapter_beside_its_base_gives_the_logits_of_peft() {
     let from = golden().join("train/adapter");
     let (adapter, _) = Adapter::read(&from).unwrap();
-    let source = Source::open(&golden().join("hf/llama-tied")).unwrap();
+    let source = ModelSource::open(&golden().join("hf/llama-tied")).unwrap();
     let (class, kernels) = (KernelClass::CpuF32, Arc::new(Kernels::new(2).unwrap()));
     let model = Model::load(&source, LoadOptions { class }, kernels, |_, _| {}).unwrap();
     let base = model.weight_bytes();
@@ -716,9 +719,9 @@ fn chance_is_the_same_on_mlx() {
         let mut job = job(&data, 3);
         (job.batch, job.leaf, job.valid) = (4, 2, None);
         (job.trained.class, job.trained.dropout) = (class, dropout);
-        let run = Run::open(&job, with_mlx("chance on mlx")?, true).unwrap();
+        let run = TrainingRun::open(&job, with_mlx("chance on mlx")?, true).unwrap();
         let output = folder.path().join(format!("{class}-{dropout}"));
-        let report = run.train(&mut Crew::here(), plain(&output), &mut |_| ());
+        let report = run.train(&mut TrainingWorkers::here(), plain(&output), &mut |_| ());
         Some(report.unwrap().loss[1])
     };
     let Some(mlx) = loss(Class::MlxF32, 0.5) else {
@@ -747,25 +750,30 @@ fn a_stored_base_learns_on_mlx() {
     (job.batch, job.leaf, job.valid) = (4, 4, None);
     let output = folder.path().join("out");
     let options = plain(&output);
-    let is_bed = !Library::open(&means.mlx).unwrap().has(Device::Gpu).unwrap();
-    let run = Run::open(&job, means, true).unwrap();
+    let is_bed = !Library::open(&means.mlx)
+        .unwrap()
+        .has(DeviceKind::Gpu)
+        .unwrap();
+    let run = TrainingRun::open(&job, means, true).unwrap();
     let mut notes = Vec::new();
-    let mut hear = |progress: Progress| {
-        if let Progress::Note { line } = progress {
+    let mut hear = |progress: TrainingProgress| {
+        if let TrainingProgress::Note { line } = progress {
             notes.push(line);
         }
     };
-    let report = run.train(&mut Crew::here(), options, &mut hear).unwrap();
+    let report = run
+        .train(&mut TrainingWorkers::here(), options, &mut hear)
+        .unwrap();
     assert!(report.loss[1] < 2.6, "{:?}", report.loss);
     let told = notes.iter().any(|note| note.contains("test bed"));
     assert_eq!(told, is_bed, "{notes:?}");
     job.trained.class = Class::Cpu;
-    let other = Run::open(&job, Kernels::new(1).unwrap(), true).unwrap();
+    let other = TrainingRun::open(&job, Kernels::new(1).unwrap(), true).unwrap();
     let again = RunOptions {
         resume: true,
         ..options
     };
-    let error = other.train(&mut Crew::here(), again, &mut |_| ());
+    let error = other.train(&mut TrainingWorkers::here(), again, &mut |_| ());
     let error = error.unwrap_err().to_string();
     let told = "trained.class \"mlx-f32\", this one has \"cpu\"";
     assert!(error.contains(told), "{error}");
@@ -783,6 +791,8 @@ fn a_class_without_its_library_is_refused_by_name() {
             ..MlxPlaces::default()
         },
     };
-    let error = Run::open(&job, nowhere, true).unwrap_err().to_string();
+    let error = TrainingRun::open(&job, nowhere, true)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("none.so"), "{error}");
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::server::Server;
-use crate::tally::Tally;
+use super::server::TestServer;
+use crate::tally::TestTally;
 use crate::{process, repo, venv};
 
 /// The package is 10 MB; a registry that is slower than this is taken for absent.
@@ -64,7 +64,7 @@ const LIBRARIES: [(&str, &str, &str); 4] = [
 
 /// A program that tests the server it is given.
 #[derive(Debug)]
-pub(super) struct Client {
+pub(super) struct SdkClient {
     /// For its cases and its log.
     pub(super) name: &'static str,
     /// The program that runs the script.
@@ -79,9 +79,9 @@ pub(super) struct Client {
     packages: Option<PathBuf>,
 }
 
-impl Client {
+impl SdkClient {
     /// The command that runs it against `server`.
-    pub(super) fn command(&self, server: &Server) -> Command {
+    pub(super) fn command(&self, server: &TestServer) -> Command {
         let mut command = Command::new(&self.program);
         command.arg(repo::root().join("scripts/sdk").join(self.script));
         command.arg(&server.url);
@@ -99,11 +99,11 @@ impl Client {
 
 /// All available clients, and skips for the others. Packages go into a folder next to `models` and
 /// stay there.
-pub(super) fn install(models: &Path) -> (Vec<Client>, Tally) {
+pub(super) fn install(models: &Path) -> (Vec<SdkClient>, TestTally) {
     let folder = models.with_file_name("test-clients");
-    let (mut clients, mut tally) = (Vec::new(), Tally::default());
+    let (mut clients, mut tally) = (Vec::new(), TestTally::default());
     match venv::python_in(&folder.join("venv"), "sdk/requirements.txt") {
-        Ok(python) => clients.extend(PYTHON.map(|(name, script)| Client {
+        Ok(python) => clients.extend(PYTHON.map(|(name, script)| SdkClient {
             name,
             program: python.clone(),
             script,
@@ -113,12 +113,12 @@ pub(super) fn install(models: &Path) -> (Vec<Client>, Tally) {
         })),
         Err(error) => {
             for (name, _) in PYTHON {
-                tally.add(Tally::skip(name, &format!("{error:#}")));
+                tally.add(TestTally::skip(name, &format!("{error:#}")));
             }
         }
     }
     match npm_packages(&folder.join("npm")) {
-        Ok(packages) => clients.extend(JAVASCRIPT.map(|(name, script)| Client {
+        Ok(packages) => clients.extend(JAVASCRIPT.map(|(name, script)| SdkClient {
             name,
             program: "node".into(),
             script,
@@ -128,24 +128,27 @@ pub(super) fn install(models: &Path) -> (Vec<Client>, Tally) {
         })),
         Err(error) => {
             for (name, _) in JAVASCRIPT {
-                tally.add(Tally::skip(name, &format!("{error:#}")));
+                tally.add(TestTally::skip(name, &format!("{error:#}")));
             }
         }
     }
     if !Path::new(CHROMIUM).exists() && clients.iter().any(|client| client.name == DASHBOARD) {
         clients.retain(|client| client.name != DASHBOARD);
-        tally.add(Tally::skip(DASHBOARD, &format!("{CHROMIUM} is not here")));
+        tally.add(TestTally::skip(
+            DASHBOARD,
+            &format!("{CHROMIUM} is not here"),
+        ));
     }
     (clients, tally)
 }
 
 /// The available libraries of the long run, and skips by name for the others.
-pub(super) fn install_libraries(models: &Path) -> (Vec<Client>, Tally) {
+pub(super) fn install_libraries(models: &Path) -> (Vec<SdkClient>, TestTally) {
     let folder = models.with_file_name("test-clients");
-    let (mut clients, mut tally) = (Vec::new(), Tally::default());
+    let (mut clients, mut tally) = (Vec::new(), TestTally::default());
     for (name, script, requirements) in LIBRARIES {
         match venv::python_in(&folder.join(name), requirements) {
-            Ok(program) => clients.push(Client {
+            Ok(program) => clients.push(SdkClient {
                 name,
                 program,
                 script,
@@ -153,7 +156,7 @@ pub(super) fn install_libraries(models: &Path) -> (Vec<Client>, Tally) {
                 wants_tools: true,
                 packages: None,
             }),
-            Err(error) => tally.add(Tally::skip(name, &format!("{error:#}"))),
+            Err(error) => tally.add(TestTally::skip(name, &format!("{error:#}"))),
         }
     }
     (clients, tally)

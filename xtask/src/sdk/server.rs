@@ -34,7 +34,7 @@ exit "$status"
 
 /// A server that answers. Dropping it ends it.
 #[derive(Debug)]
-pub(super) struct Server {
+pub(super) struct TestServer {
     /// `http://127.0.0.1:PORT`.
     pub(super) url: String,
     /// The model's name in the API.
@@ -47,12 +47,12 @@ pub(super) struct Server {
     shell: Child,
 }
 
-impl Server {
+impl TestServer {
     /// Starts `binary` with `model`, in a home of its own.
     ///
     /// # Errors
     /// When it ends early or does not listen in time; the message has its last words.
-    pub(super) fn start(binary: &Path, model: &Path) -> Result<Server> {
+    pub(super) fn start(binary: &Path, model: &Path) -> Result<TestServer> {
         let home = repo::root().join("target/xtask/sdk-home");
         // Left from an earlier run, if at all.
         let _ = fs::remove_dir_all(&home);
@@ -77,7 +77,7 @@ impl Server {
             .stderr(Stdio::piped())
             .spawn()
             .context("start a shell")?;
-        let mut server = Server {
+        let mut server = TestServer {
             url: String::new(),
             model: name.to_string_lossy().into_owned(),
             key,
@@ -92,7 +92,7 @@ impl Server {
     ///
     /// # Errors
     /// When it ends early or does not listen in time; the message has its last words.
-    pub(super) fn scripted(program: &Path) -> Result<Server> {
+    pub(super) fn scripted(program: &Path) -> Result<TestServer> {
         let mut command = Command::new(program);
         let shell = command
             .stdin(Stdio::piped())
@@ -100,7 +100,7 @@ impl Server {
             .stderr(Stdio::piped())
             .spawn()
             .with_context(|| format!("start {}", program.display()))?;
-        let mut server = Server {
+        let mut server = TestServer {
             url: String::new(),
             model: "tiny".to_owned(),
             key: String::new(),
@@ -155,7 +155,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for TestServer {
     fn drop(&mut self) {
         // After `end` there is nothing left to wait for, and elsewhere an error is on its way.
         let _ = self.close();

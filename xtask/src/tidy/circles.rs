@@ -134,7 +134,7 @@ impl Module {
 }
 
 /// The definition that a path leads to.
-enum Target {
+enum PathTarget {
     /// The module of this file: no edge until something in it is named, or all of it (`*`).
     Module { file: String },
     /// An item of the module of this file; `seen` when its definition was read.
@@ -195,9 +195,9 @@ impl Modules {
             return None;
         }
         let file = match self.resolve(place, path, &[])? {
-            Target::Module { file } if all => file,
-            Target::Module { .. } => return None,
-            Target::Item { file, .. } => file,
+            PathTarget::Module { file } if all => file,
+            PathTarget::Module { .. } => return None,
+            PathTarget::Item { file, .. } => file,
         };
         (file != module.file).then_some(file)
     }
@@ -208,7 +208,7 @@ impl Modules {
         place: &[String],
         path: &[String],
         trail: &[(Segments, String)],
-    ) -> Option<Target> {
+    ) -> Option<PathTarget> {
         let ups = path.iter().take_while(|part| *part == "super").count();
         let from_root = match path[0].as_str() {
             "crate" => path[1..].to_vec(),
@@ -234,7 +234,7 @@ impl Modules {
         bound: &[String],
         rest: &[String],
         trail: &[(Segments, String)],
-    ) -> Option<Target> {
+    ) -> Option<PathTarget> {
         let step = (place.to_vec(), rest[0].clone());
         if trail.contains(&step) {
             return None;
@@ -244,14 +244,14 @@ impl Modules {
     }
 
     /// Walks down from the crate's root, through re-exports where a module has the name from one.
-    fn walk(&self, path: &[String], trail: &[(Segments, String)]) -> Option<Target> {
+    fn walk(&self, path: &[String], trail: &[(Segments, String)]) -> Option<PathTarget> {
         let below = |depth: &usize| self.0.contains_key(&path[..*depth]);
         let depth = (1..=path.len()).take_while(below).count();
         let (place, rest) = path.split_at(depth);
         let module = self.0.get(place)?;
         let Some(name) = rest.first() else {
             let file = module.file.clone();
-            return Some(Target::Module { file });
+            return Some(PathTarget::Module { file });
         };
         let seen = module.defined.contains(name);
         if !seen && let Some(bound) = module.bound.get(name) {
@@ -264,13 +264,13 @@ impl Modules {
             for glob in globs {
                 let inside = [glob.path.as_slice(), rest].concat();
                 match self.resolve(place, &inside, &trail) {
-                    None | Some(Target::Item { seen: false, .. }) => {}
+                    None | Some(PathTarget::Item { seen: false, .. }) => {}
                     found => return found,
                 }
             }
         }
         let file = module.file.clone();
-        Some(Target::Item { file, seen })
+        Some(PathTarget::Item { file, seen })
     }
 }
 

@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use super::Finding;
 
 /// The layer of each crate, `0` to `6` or `dev`.
-pub(crate) type Table = BTreeMap<String, String>;
+pub(crate) type LayerTable = BTreeMap<String, String>;
 
 /// Findings where a copy differs from `table`; the texts are those of the two pages.
-pub(crate) fn check(table: &Table, architecture: &str, readme: &str) -> Vec<Finding> {
+pub(crate) fn check(table: &LayerTable, architecture: &str, readme: &str) -> Vec<Finding> {
     let mut crates = table.clone();
     crates.remove("xtask");
     let (map, folders) = ("ARCHITECTURE.md", "crates/README.md");
@@ -23,13 +23,13 @@ pub(crate) fn check(table: &Table, architecture: &str, readme: &str) -> Vec<Find
 }
 
 /// A finding for each crate that `copy` lacks, has too many or has in another layer.
-fn compare(page: &str, part: &str, table: &Table, copy: &Table) -> Vec<Finding> {
+fn compare(page: &str, part: &str, table: &LayerTable, copy: &LayerTable) -> Vec<Finding> {
     let names = table
         .keys()
         .chain(copy.keys().filter(|name| !table.contains_key(*name)));
     let differs = |name: &&String| table.get(*name) != copy.get(*name);
     let say = |name: &String| {
-        let layer = |table: &Table| {
+        let layer = |table: &LayerTable| {
             table
                 .get(name)
                 .map_or("no layer".into(), |l| format!("layer {l}"))
@@ -45,8 +45,8 @@ fn compare(page: &str, part: &str, table: &Table, copy: &Table) -> Vec<Finding> 
 }
 
 /// Crates in the picture: lines such as `L1  [tensor]  [mlx]`, and `dev [sim]`.
-fn picture(text: &str) -> Table {
-    let mut found = Table::new();
+fn picture(text: &str) -> LayerTable {
+    let mut found = LayerTable::new();
     for line in text.lines().filter(|line| line.contains('[')) {
         let mut words = line.split_whitespace();
         let Some(layer) = words.next().and_then(layer_of) else {
@@ -67,7 +67,7 @@ fn layer_of(word: &str) -> Option<String> {
 }
 
 /// Crates in a table whose first cell names the crate and whose second says its layer.
-fn rows(text: &str) -> Table {
+fn rows(text: &str) -> LayerTable {
     let row = |line: &str| {
         let mut cells = line.trim().strip_prefix('|')?.split('|').map(str::trim);
         let (name, layer) = (cells.next()?, cells.next()?);
@@ -102,7 +102,7 @@ mod tests {
                           | [`comm`](comm/src/lib.rs) | 1 | Groups. |\n\
                           | [`sim`](sim/src/lib.rs) | development | Clusters. |\n";
 
-    fn table() -> Table {
+    fn table() -> LayerTable {
         let layers = [
             ("base", "0"),
             ("tensor", "1"),

@@ -9,7 +9,7 @@ const LONG_LINES: usize = 70;
 
 /// A function with a body. Lines count from 1, both ends included.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Function {
+pub(crate) struct FunctionSpan {
     pub(crate) name: String,
     /// Line of the keyword `fn`.
     pub(crate) line: usize,
@@ -17,7 +17,7 @@ pub(crate) struct Function {
     last_line: usize,
 }
 
-impl Function {
+impl FunctionSpan {
     /// Lines from `fn` to the closing brace.
     pub(crate) fn lines(&self) -> usize {
         self.last_line - self.line + 1
@@ -25,7 +25,7 @@ impl Function {
 }
 
 /// Every function of the file that has a body, nested ones too, in source order.
-pub(crate) fn functions(file: &RustFile) -> Vec<Function> {
+pub(crate) fn functions(file: &RustFile) -> Vec<FunctionSpan> {
     let mut collector = Collector::default();
     collector.visit_file(&file.syntax);
     collector.functions
@@ -65,12 +65,12 @@ pub(crate) fn report(files: &[RustFile]) -> String {
 
 #[derive(Default)]
 struct Collector {
-    functions: Vec<Function>,
+    functions: Vec<FunctionSpan>,
 }
 
 impl Collector {
     fn add(&mut self, signature: &syn::Signature, block: &syn::Block) {
-        self.functions.push(Function {
+        self.functions.push(FunctionSpan {
             name: signature.ident.to_string(),
             line: signature.fn_token.span.start().line,
             last_line: block.brace_token.span.close().end().line,

@@ -9,22 +9,22 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 use super::Finding;
-use super::copies::Table;
+use super::copies::LayerTable;
 use crate::repo;
 
 /// Layer of a crate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Layer {
+enum CrateLayer {
     /// L0 to L6; may use crates of lower levels.
     Level(u8),
     /// Outside the product: may use everything, nothing may use it.
     Dev,
 }
 
-use Layer::{Dev, Level};
+use CrateLayer::{Dev, Level};
 
 /// Every crate there may be, by folder name. A new crate is entered here and in ARCHITECTURE.md.
-const LAYERS: [(&str, Layer); 28] = [
+const LAYERS: [(&str, CrateLayer); 28] = [
     ("base", Level(0)),
     ("tensor", Level(1)),
     ("formats", Level(1)),
@@ -85,12 +85,12 @@ struct Package {
     name: String,
     manifest_path: String,
     dependencies: Vec<Dependency>,
-    targets: Vec<Target>,
+    targets: Vec<CargoTarget>,
 }
 
 /// An artifact that cargo builds of a package.
 #[derive(Debug, Deserialize)]
-struct Target {
+struct CargoTarget {
     kind: Vec<String>,
     src_path: String,
 }
@@ -195,8 +195,8 @@ pub(crate) fn check(metadata: &Metadata, root: &Path) -> Vec<Finding> {
 }
 
 /// The table, for comparing its copies.
-pub(crate) fn table() -> Table {
-    let text = |layer: Layer| match layer {
+pub(crate) fn table() -> LayerTable {
+    let text = |layer: CrateLayer| match layer {
         Level(level) => level.to_string(),
         Dev => "dev".to_string(),
     };
@@ -205,7 +205,7 @@ pub(crate) fn table() -> Table {
         .collect()
 }
 
-fn layer_of(name: &str) -> Option<Layer> {
+fn layer_of(name: &str) -> Option<CrateLayer> {
     LAYERS
         .iter()
         .find(|(known, _)| *known == name)
@@ -213,7 +213,12 @@ fn layer_of(name: &str) -> Option<Layer> {
 }
 
 /// Why the edge from crate `name` is not allowed, if it is an edge inside the workspace.
-fn refuse_edge(root: &Path, name: &str, layer: Layer, dependency: &Dependency) -> Option<String> {
+fn refuse_edge(
+    root: &Path,
+    name: &str,
+    layer: CrateLayer,
+    dependency: &Dependency,
+) -> Option<String> {
     let target = relative(root, dependency.path.as_deref()?);
     let target = repo::crate_of(&target);
     let kind = dependency.kind.as_deref();

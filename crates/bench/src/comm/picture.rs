@@ -1,7 +1,7 @@
 //! Draws latencies.
 
 use paceline_base::Bytes;
-use paceline_plan::draw::{Axis, Lines, Scale, Series, short};
+use paceline_plan::draw::{Axis, LineChart, Scale, Series, short};
 
 use super::Report;
 
@@ -40,7 +40,7 @@ pub(super) fn svg(report: &Report) -> String {
         series.push(line(&format!("all_reduce, {peer}"), points, true));
     }
     series.retain(|series| !series.points.is_empty());
-    let lines = Lines {
+    let lines = LineChart {
         title: format!(
             "{} ranks over {}: median latency",
             report.ranks, report.transport

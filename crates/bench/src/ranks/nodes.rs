@@ -30,7 +30,7 @@ use paceline_node::tunnel;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{Cores, Force, Lines, PATIENCE, Report, Settings, take_part};
+use super::{Cores, Force, PATIENCE, RankSettings, RankStreams, Report, take_part};
 
 /// Time limit of a node's reply.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
@@ -59,7 +59,7 @@ struct Setup {
 
 /// A machine that has a rank.
 #[derive(Debug)]
-struct Machine {
+struct RankMachine {
     id: String,
     name: String,
     is_own: bool,
@@ -68,7 +68,7 @@ struct Machine {
 }
 
 /// A rank's process, which ends when this is dropped.
-struct Seat {
+struct RankProcess {
     to: Option<Box<dyn Write>>,
     from: BufReader<Box<dyn Read>>,
     child: Option<Child>,
@@ -76,7 +76,7 @@ struct Seat {
 
 /// This machine's node, through which the nodes of other machines start ranks too.
 #[derive(Clone, Copy, Debug)]
-pub struct Here<'a> {
+pub struct LocalNode<'a> {
     /// The folder of this machine's node.
     pub home: &'a Path,
     /// Arguments of a rank on this machine: its listening address.
@@ -84,8 +84,8 @@ pub struct Here<'a> {
     pub env: &'a [(OsString, OsString)],
 }
 
-impl Here<'_> {
-    fn ask(&self, command: &str) -> Result<Value> {
+impl LocalNode<'_> {
+    fn request(&self, command: &str) -> Result<Value> {
         Ok(local::ask(
             self.home,
             command,
@@ -126,16 +126,16 @@ pub struct Listen<'a> {
 /// # Errors
 /// The step that failed.
 pub fn rank(
-    args: &Settings,
+    args: &RankSettings,
     at: Listen<'_>,
     lookup: Lookup<'_>,
-    lines: &mut Lines<'_>,
+    lines: &mut RankStreams<'_>,
 ) -> Result<()> {
     let mut line = String::new();
     Read::take(&mut *lines.input, LINE_BYTES_MAX).read_line(&mut line)?;
     let setup: Setup = serde_json::from_str(&line).context("no setup of a rank")?;
     let listener = listen(at)?;
-    let own = Settings {
+    let own = RankSettings {
         backend: Backend::Tcp,
         algorithm: setup.algorithm,
         max_bytes: setup.max_bytes,
@@ -171,11 +171,11 @@ fn listen(at: Listen<'_>) -> Result<tcp::Listener> {
 ///
 /// # Errors
 /// A machine that is missing, unreachable from another one, or fails.
-pub fn measure(args: &Settings, names: &Names, here: Here<'_>) -> Result<Report> {
+pub fn measure(args: &RankSettings, names: &NodeSelection, here: LocalNode<'_>) -> Result<Report> {
     let machines = machines(names, here)?;
     let mut seats = Vec::new();
     for (rank, machine) in (0..).zip(&machines) {
-        let mut seat = Seat::of(machine, &args.program, here)?;
+        let mut seat = RankProcess::of(machine, &args.program, here)?;
         let setup = Setup {
             rank,
             max_bytes: args.max_bytes,
@@ -183,12 +183,12 @@ pub fn measure(args: &Settings, names: &Names, here: Here<'_>) -> Result<Report>
             algorithm: args.algorithm,
             explain: args.explain,
         };
-        seat.tell(&serde_json::to_string(&setup)?)?;
+        seat.send_line(&serde_json::to_string(&setup)?)?;
         seats.push(seat);
     }
     let mut places = Vec::new();
     for (seat, machine) in seats.iter_mut().zip(&machines) {
-        let said = seat.hear().with_context(|| machine.name.clone())?;
+        let said = seat.receive_line().with_context(|| machine.name.clone())?;
         places.push(said.trim().parse::<SocketAddr>()?);
     }
     let id = hex(&tcp::GroupId::random().0);
@@ -196,25 +196,27 @@ pub fn measure(args: &Settings, names: &Names, here: Here<'_>) -> Result<Report>
     for (rank, seat) in seats.iter_mut().enumerate() {
         let seen = seen_by(rank, &machines, &places)?;
         let seen: Vec<String> = seen.iter().map(SocketAddr::to_string).collect();
-        seat.tell(&format!("{id} {key} {}", seen.join(" ")))?;
+        seat.send_line(&format!("{id} {key} {}", seen.join(" ")))?;
     }
-    let line = seats[0].hear().context("rank 0 reported no figures")?;
+    let line = seats[0]
+        .receive_line()
+        .context("rank 0 reported no figures")?;
     let mut report: Report = serde_json::from_str(&line)?;
     report.nodes = machines.into_iter().map(|machine| machine.name).collect();
-    seats.iter_mut().for_each(Seat::close); // all before the first is waited for
+    seats.iter_mut().for_each(RankProcess::close); // all before the first is waited for
     Ok(report)
 }
 
 /// Selection of machines: by name, or a number of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Names {
+pub enum NodeSelection {
     /// This many machines.
     Count(usize),
     /// The machines with these names.
     These(Vec<String>),
 }
 
-impl Names {
+impl NodeSelection {
     /// Parses a number, or names separated by commas.
     pub fn parse(text: &str) -> Self {
         match text.parse() {
@@ -227,8 +229,8 @@ impl Names {
     ///
     /// # Errors
     /// A node that does not run, or has no such instance.
-    pub fn of_instance(model: &str, here: Here<'_>) -> Result<Self> {
-        let all = here.ask("ps")?;
+    pub fn of_instance(model: &str, here: LocalNode<'_>) -> Result<Self> {
+        let all = here.request("ps")?;
         let all = all.as_array().map_or(&[][..], Vec::as_slice);
         let found = all.iter().find(|it| it["model"] == model);
         let found = found.with_context(|| format!("{model} is not loaded over the cluster"))?;
@@ -245,10 +247,10 @@ impl Names {
 }
 
 /// The machines, once the paths between all of them are measured.
-fn machines(names: &Names, here: Here<'_>) -> Result<Vec<Machine>> {
+fn machines(names: &NodeSelection, here: LocalNode<'_>) -> Result<Vec<RankMachine>> {
     let begun = Instant::now();
     loop {
-        let machines = choose(&here.ask("nodes")?["nodes"], names)?;
+        let machines = choose(&here.request("nodes")?["nodes"], names)?;
         let lacking = lacking(&machines);
         match lacking {
             None => return Ok(machines),
@@ -262,16 +264,16 @@ fn machines(names: &Names, here: Here<'_>) -> Result<Vec<Machine>> {
 }
 
 /// Living machines of this version: this one and the next by name, or the named ones.
-fn choose(nodes: &Value, names: &Names) -> Result<Vec<Machine>> {
+fn choose(nodes: &Value, names: &NodeSelection) -> Result<Vec<RankMachine>> {
     let nodes = nodes.as_array().map_or(&[][..], Vec::as_slice);
     let own = nodes.iter().find(|node| node["found_by"] == "self");
     let build = own.map_or(&Value::Null, |own| &own["build"]);
     let able = nodes.iter();
     let able = able.filter(|node| node["state"] == "alive" && node["build"] == *build);
-    let mut able: Vec<Machine> = able.map(Machine::of).collect();
+    let mut able: Vec<RankMachine> = able.map(RankMachine::of).collect();
     able.sort_by(|one, two| (!one.is_own, &one.name).cmp(&(!two.is_own, &two.name)));
     let chosen = match names {
-        Names::Count(count) => {
+        NodeSelection::Count(count) => {
             let there = able.len();
             ensure!(
                 *count <= there,
@@ -280,7 +282,7 @@ fn choose(nodes: &Value, names: &Names) -> Result<Vec<Machine>> {
             able.truncate(*count);
             able
         }
-        Names::These(names) => {
+        NodeSelection::These(names) => {
             let mut chosen = Vec::new();
             for name in names {
                 let at = able.iter().position(|machine| machine.name == *name);
@@ -302,7 +304,7 @@ fn choose(nodes: &Value, names: &Names) -> Result<Vec<Machine>> {
     Ok(chosen)
 }
 
-impl Machine {
+impl RankMachine {
     fn of(node: &Value) -> Self {
         let text = |key: &str| node[key].as_str().unwrap_or_default().to_owned();
         Self {
@@ -323,9 +325,9 @@ impl Machine {
 }
 
 /// The first two machines without a measured path.
-fn lacking(machines: &[Machine]) -> Option<(&str, &str)> {
+fn lacking(machines: &[RankMachine]) -> Option<(&str, &str)> {
     for from in machines {
-        let is_lacking = |to: &&Machine| from.id != to.id && from.route(to).is_none();
+        let is_lacking = |to: &&RankMachine| from.id != to.id && from.route(to).is_none();
         if let Some(to) = machines.iter().find(is_lacking) {
             return Some((from.name.as_str(), to.name.as_str()));
         }
@@ -335,7 +337,11 @@ fn lacking(machines: &[Machine]) -> Option<(&str, &str)> {
 
 /// Addresses of all ranks as reached by rank `from`. A rank that listens at one address is reached
 /// there.
-fn seen_by(from: usize, machines: &[Machine], places: &[SocketAddr]) -> Result<Vec<SocketAddr>> {
+fn seen_by(
+    from: usize,
+    machines: &[RankMachine],
+    places: &[SocketAddr],
+) -> Result<Vec<SocketAddr>> {
     let seen = |(to, place): (usize, &SocketAddr)| {
         if to == from || !place.ip().is_unspecified() {
             return Ok(*place);
@@ -348,9 +354,9 @@ fn seen_by(from: usize, machines: &[Machine], places: &[SocketAddr]) -> Result<V
     places.iter().enumerate().map(seen).collect()
 }
 
-impl Seat {
+impl RankProcess {
     /// Starts the rank of `machine`.
-    fn of(machine: &Machine, program: &Path, here: Here<'_>) -> Result<Self> {
+    fn of(machine: &RankMachine, program: &Path, here: LocalNode<'_>) -> Result<Self> {
         if machine.is_own {
             let child = start_rank(program, here.listen, here.env);
             let mut child = child.context("cannot start a rank")?;
@@ -372,13 +378,13 @@ impl Seat {
         })
     }
 
-    fn tell(&mut self, text: &str) -> Result<()> {
+    fn send_line(&mut self, text: &str) -> Result<()> {
         let to = self.to.as_mut().context("the rank was ended")?;
         writeln!(to, "{text}")?;
         Ok(to.flush()?)
     }
 
-    fn hear(&mut self) -> Result<String> {
+    fn receive_line(&mut self) -> Result<String> {
         let mut line = String::new();
         Read::take(&mut self.from, LINE_BYTES_MAX).read_line(&mut line)?;
         ensure!(!line.is_empty(), "a rank ended too early");
@@ -391,7 +397,7 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for RankProcess {
     fn drop(&mut self) {
         self.close();
         if let Some(child) = &mut self.child {
@@ -414,7 +420,7 @@ mod tests {
                "found_by": found_by, "paths": ways.collect::<Vec<_>>()})
     }
 
-    fn chosen(names: &Names) -> Result<Vec<String>, String> {
+    fn chosen(names: &NodeSelection) -> Result<Vec<String>, String> {
         let nodes = json!([
             node("a", "alive", &[]),
             node("b", "alive", &[]),
@@ -427,15 +433,16 @@ mod tests {
 
     #[test]
     fn the_own_machine_comes_first_and_the_dead_do_not_come() {
-        let these = |names: &[&str]| Names::These(names.iter().map(|it| (*it).into()).collect());
-        assert_eq!(chosen(&Names::Count(2)).unwrap(), ["b", "a"]);
+        let these =
+            |names: &[&str]| NodeSelection::These(names.iter().map(|it| (*it).into()).collect());
+        assert_eq!(chosen(&NodeSelection::Count(2)).unwrap(), ["b", "a"]);
         assert_eq!(chosen(&these(&["d", "b"])).unwrap(), ["d", "b"]);
-        let said = chosen(&Names::Count(4)).unwrap_err();
+        let said = chosen(&NodeSelection::Count(4)).unwrap_err();
         assert!(said.contains("3 of this version"), "{said}");
         let said = chosen(&these(&["b", "c"])).unwrap_err();
         assert!(said.contains("\"c\""), "{said}");
         assert!(chosen(&these(&["b", "b"])).is_err(), "one rank each");
-        assert!(chosen(&Names::Count(0)).is_err());
+        assert!(chosen(&NodeSelection::Count(0)).is_err());
     }
 
     #[test]
@@ -444,7 +451,7 @@ mod tests {
             node("a", "alive", &[("b", "10.0.0.2:52416")]),
             node("b", "alive", &[("a", "[fd00::1]:52416")]),
         ];
-        let machines: Vec<Machine> = nodes.iter().map(Machine::of).collect();
+        let machines: Vec<RankMachine> = nodes.iter().map(RankMachine::of).collect();
         assert_eq!(lacking(&machines), None);
         let places = ["[::]:7", "10.9.9.9:8"].map(|it| it.parse::<SocketAddr>().unwrap());
         let seen = |rank| seen_by(rank, &machines, &places).unwrap();
@@ -457,8 +464,8 @@ mod tests {
         assert_eq!(text(0), ["[::]:7", "10.9.9.9:8"], "it listens there alone");
         assert_eq!(text(1), ["[fd00::1]:7", "10.9.9.9:8"]);
         let cut = [
-            Machine::of(&nodes[0]),
-            Machine::of(&node("b", "alive", &[])),
+            RankMachine::of(&nodes[0]),
+            RankMachine::of(&node("b", "alive", &[])),
         ];
         assert_eq!(lacking(&cut), Some(("b", "a")));
     }

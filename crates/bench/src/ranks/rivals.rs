@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{Children, Peer, Ranks, Settings};
+use super::{Children, RankSettings, Ranks, RivalLibrary};
 use crate::comm::{Rival, SIZES, calls};
 use crate::quantile;
 
@@ -22,17 +22,17 @@ const TURNS: usize = 5;
 const START: Duration = Duration::from_secs(60);
 
 /// A group that computes sums on request.
-pub(super) trait Turns {
+pub(super) trait SumRunner {
     /// Median time of `calls` sums of `bytes`, in microseconds.
     fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64>;
 }
 
 /// Measures `ours` and `theirs` in turns, at every size up to the largest requested.
 pub(super) fn compare(
-    args: &Settings,
+    args: &RankSettings,
     name: &str,
     ours: &mut Ranks,
-    theirs: &mut dyn Turns,
+    theirs: &mut dyn SumRunner,
 ) -> Result<Vec<Rival>> {
     let sizes = SIZES.into_iter().filter(|bytes| *bytes <= args.max_bytes);
     let row = |bytes: usize| {
@@ -58,20 +58,20 @@ pub(super) fn compare(
 }
 
 /// Ranks of another library.
-pub(super) struct Others {
+pub(super) struct RivalRanks {
     _children: Children,
     /// By rank.
     streams: Vec<BufReader<TcpStream>>,
 }
 
-impl Others {
+impl RivalRanks {
     /// Starts the ranks and waits until all have connected.
-    pub(super) fn start(args: &Settings, peer: Peer) -> Result<Self> {
+    pub(super) fn start(args: &RankSettings, peer: RivalLibrary) -> Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0))?;
         let port = listener.local_addr()?.port().to_string();
         let mut children = match peer {
-            Peer::Mlx => mlx(args, &port)?,
-            Peer::Mpi => Children(vec![mpi(args, &port)?]),
+            RivalLibrary::Mlx => mlx(args, &port)?,
+            RivalLibrary::Mpi => Children(vec![mpi(args, &port)?]),
         };
         let mut streams = Vec::new();
         listener.set_nonblocking(true)?;
@@ -114,7 +114,7 @@ fn greeted(stream: TcpStream) -> Result<(u32, BufReader<TcpStream>)> {
     Ok((rank, stream))
 }
 
-impl Turns for Others {
+impl SumRunner for RivalRanks {
     fn turn(&mut self, bytes: usize, calls: usize) -> Result<f64> {
         for stream in &mut self.streams {
             writeln!(stream.get_mut(), "[{bytes}, {calls}]")?;
@@ -127,7 +127,7 @@ impl Turns for Others {
     }
 }
 
-fn mlx(args: &Settings, port: &str) -> Result<Children> {
+fn mlx(args: &RankSettings, port: &str) -> Result<Children> {
     let addrs = (0..args.ranks).map(|_| {
         let free = TcpListener::bind(("127.0.0.1", 0))?;
         Ok(vec![free.local_addr()?.to_string()])
@@ -151,7 +151,7 @@ fn mlx(args: &Settings, port: &str) -> Result<Children> {
     Ok(children)
 }
 
-fn mpi(args: &Settings, port: &str) -> Result<Child> {
+fn mpi(args: &RankSettings, port: &str) -> Result<Child> {
     let options = [
         "--allow-run-as-root",
         "--oversubscribe",

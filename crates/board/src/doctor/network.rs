@@ -3,12 +3,12 @@
 use std::net::{Ipv4Addr, TcpListener};
 use std::time::{Duration, SystemTime};
 
-use paceline_cluster::network::{self, Clock, Firewall, Guard, Interface, SOCKETFILTERFW};
+use paceline_cluster::network::{self, ClockSync, Firewall, Guard, Interface, SOCKETFILTERFW};
 use paceline_cluster::nodes::agent::DEFAULT_PORT as CONTROL_PORT;
 use paceline_cluster::nodes::discovery::{BEACON_PORT, Probe};
 use paceline_serve::DEFAULT_PORT as API_PORT;
 
-use super::Check;
+use super::HealthCheck;
 
 /// Ethernet's standard MTU.
 const MTU_USUAL: u32 = 1500;
@@ -20,7 +20,7 @@ const HEAR: Duration = Duration::from_millis(1200);
 const NOT_ALLOWED: i32 = 65;
 
 /// All checks of networks; takes about a second.
-pub(super) fn checks(is_up: bool) -> Vec<Check> {
+pub(super) fn checks(is_up: bool) -> Vec<HealthCheck> {
     let interfaces = network::interfaces();
     vec![
         ports(&taken(), is_up),
@@ -44,11 +44,11 @@ fn taken() -> Vec<u16> {
         .collect()
 }
 
-fn ports(taken: &[u16], is_up: bool) -> Check {
+fn ports(taken: &[u16], is_up: bool) -> HealthCheck {
     let all = format!("{API_PORT} (API), {CONTROL_PORT} (control), {BEACON_PORT} (beacons, UDP)");
     match taken {
-        [] => Check::ok("ports", format!("{all} are free")),
-        _ if is_up => Check::ok(
+        [] => HealthCheck::ok("ports", format!("{all} are free")),
+        _ if is_up => HealthCheck::ok(
             "ports",
             format!("this machine's node runs; by default it has {all}"),
         ),
@@ -58,7 +58,7 @@ fn ports(taken: &[u16], is_up: bool) -> Check {
             } else {
                 "--control-port"
             };
-            Check::doubtful(
+            HealthCheck::doubtful(
                 "ports",
                 format!("another program has port {port}"),
                 format!(
@@ -70,9 +70,9 @@ fn ports(taken: &[u16], is_up: bool) -> Check {
     }
 }
 
-fn firewall(guard: Option<&Guard>) -> Check {
+fn firewall(guard: Option<&Guard>) -> HealthCheck {
     let Some(guard) = guard else {
-        return Check::ok("firewall", "none is seen to be on");
+        return HealthCheck::ok("firewall", "none is seen to be on");
     };
     let name = match guard.firewall {
         Firewall::Ufw => "ufw",
@@ -85,11 +85,13 @@ fn firewall(guard: Option<&Guard>) -> Check {
         _ => guard.names_port(CONTROL_PORT),
     };
     let found = match is_named {
-        Some(true) => return Check::ok("firewall", format!("{name} is on and lets paceline in")),
+        Some(true) => {
+            return HealthCheck::ok("firewall", format!("{name} is on and lets paceline in"));
+        }
         Some(false) => format!("{name} is on, and no rule lets other machines in"),
         None => format!("{name} is on; only root sees whether it lets other machines in"),
     };
-    Check::doubtful("firewall", found, let_in(guard.firewall))
+    HealthCheck::doubtful("firewall", found, let_in(guard.firewall))
 }
 
 /// The command that opens a firewall to other machines.
@@ -132,34 +134,36 @@ fn hears_itself() -> std::io::Result<Vec<String>> {
     Ok(heard)
 }
 
-fn multicast(heard: std::io::Result<Vec<String>>) -> Check {
+fn multicast(heard: std::io::Result<Vec<String>>) -> HealthCheck {
     let by_name = "paceline up --peer HOST, which needs no multicast";
     match heard {
-        Ok(heard) if heard.is_empty() => Check::doubtful(
+        Ok(heard) if heard.is_empty() => HealthCheck::doubtful(
             "multicast",
             "this machine does not hear its own: it is blocked, or there is no network",
             format!("sudo ufw allow {BEACON_PORT}/udp; or {by_name}"),
         ),
-        Ok(heard) => Check::ok("multicast", format!("passes over {}", heard.join(", "))),
+        Ok(heard) => HealthCheck::ok("multicast", format!("passes over {}", heard.join(", "))),
         Err(error) if cfg!(target_os = "macos") && error.raw_os_error() == Some(NOT_ALLOWED) => {
-            Check::doubtful(
+            HealthCheck::doubtful(
                 "multicast",
                 "macOS keeps this program from the local network",
                 "System Settings, Privacy & Security, Local Network: allow the terminal, or \
                  paceline where it runs by itself; then start it again",
             )
         }
-        Err(error) => Check::doubtful("multicast", format!("cannot be sent: {error}"), by_name),
+        Err(error) => {
+            HealthCheck::doubtful("multicast", format!("cannot be sent: {error}"), by_name)
+        }
     }
 }
 
-fn tunnels(all: &[Interface]) -> Check {
+fn tunnels(all: &[Interface]) -> HealthCheck {
     let tunnels: Vec<&str> = all.iter().filter(|one| one.is_tunnel).map(name).collect();
     let other = all.iter().find(|one| !one.is_tunnel).map(name);
     if tunnels.is_empty() {
-        return Check::ok("vpn", "no tunnel is up");
+        return HealthCheck::ok("vpn", "no tunnel is up");
     }
-    Check::doubtful(
+    HealthCheck::doubtful(
         "vpn",
         format!(
             "{}: other machines may be reached through it, slowly",
@@ -172,7 +176,7 @@ fn tunnels(all: &[Interface]) -> Check {
     )
 }
 
-fn mtu(all: &[Interface]) -> Check {
+fn mtu(all: &[Interface]) -> HealthCheck {
     let usual = all.iter().filter(|one| !one.is_tunnel);
     let mut small =
         usual.filter_map(|one| Some((name(one), one.mtu.filter(|mtu| *mtu < MTU_USUAL)?)));
@@ -182,33 +186,33 @@ fn mtu(all: &[Interface]) -> Check {
             true => format!("sudo ifconfig {name} mtu {MTU_USUAL}"),
             false => format!("sudo ip link set {name} mtu {MTU_USUAL}"),
         };
-        return Check::doubtful("packet size", found, mend);
+        return HealthCheck::doubtful("packet size", found, mend);
     }
     let told = all
         .iter()
         .filter_map(|one| Some(format!("{} {}", one.name, one.mtu?)));
     let told: Vec<String> = told.collect();
     match told.is_empty() {
-        true => Check::absent("packet size", "the system does not say"),
-        false => Check::ok("packet size", told.join(", ")),
+        true => HealthCheck::absent("packet size", "the system does not say"),
+        false => HealthCheck::ok("packet size", told.join(", ")),
     }
 }
 
-fn clock(clock: Option<Clock>) -> Check {
+fn clock(clock: Option<ClockSync>) -> HealthCheck {
     let mend = match cfg!(target_os = "macos") {
         true => "sudo sntp -sS time.apple.com",
         false => "sudo timedatectl set-ntp true",
     };
     match clock {
-        None => Check::absent("clock", "the system does not say who keeps it"),
-        Some(Clock::Kept) => Check::ok("clock", "kept by time servers"),
-        Some(Clock::Free) => Check::doubtful(
+        None => HealthCheck::absent("clock", "the system does not say who keeps it"),
+        Some(ClockSync::Kept) => HealthCheck::ok("clock", "kept by time servers"),
+        Some(ClockSync::Free) => HealthCheck::doubtful(
             "clock",
             "kept by no time server: machines whose clocks are over 60 s apart refuse each other",
             mend,
         ),
-        Some(Clock::Off(ms)) => {
-            Check::doubtful("clock", format!("{:.1} s off", ms as f64 / 1e3), mend)
+        Some(ClockSync::Off(ms)) => {
+            HealthCheck::doubtful("clock", format!("{:.1} s off", ms as f64 / 1e3), mend)
         }
     }
 }
@@ -230,7 +234,7 @@ mod tests {
         }
     }
 
-    fn mend(check: Check) -> String {
+    fn mend(check: HealthCheck) -> String {
         assert_eq!(check.state, State::Doubtful, "{check:?}");
         check.mend.unwrap()
     }
@@ -251,9 +255,9 @@ mod tests {
         assert_eq!(mtu(&both).state, State::Ok, "tunnels are smaller");
         assert!(mend(mtu(&[interface("eth0", 1280, false)])).contains("eth0 mtu 1500"));
         assert_eq!(mtu(&[]).state, State::Absent);
-        assert_eq!(clock(Some(Clock::Kept)).state, State::Ok);
+        assert_eq!(clock(Some(ClockSync::Kept)).state, State::Ok);
         assert_eq!(clock(None).state, State::Absent);
-        for off in [Clock::Free, Clock::Off(7500)] {
+        for off in [ClockSync::Free, ClockSync::Off(7500)] {
             assert!(mend(clock(Some(off))).starts_with("sudo "));
         }
         assert_eq!(multicast(Ok(vec!["IPv4".to_owned()])).state, State::Ok);

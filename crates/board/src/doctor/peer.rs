@@ -3,11 +3,11 @@
 use paceline_base::printable;
 use paceline_cluster::nodes::agent::{Finding, Test};
 
-use super::{Check, State};
+use super::{HealthCheck, State};
 
 /// Converts a finding about `host` into a check.
-pub fn check(finding: &Finding, host: &str) -> Check {
-    Check {
+pub fn check(finding: &Finding, host: &str) -> HealthCheck {
+    HealthCheck {
         name: name(finding.test),
         state: match finding.ok {
             true => State::Ok,

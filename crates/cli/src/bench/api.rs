@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use paceline_serve::DEFAULT_PORT;
 use paceline_serve::load::{
-    self, Arrivals, Goals, IN_FLIGHT_MAX, Lengths, Load, Server, Span, object, table,
+    self, Arrivals, GoodputLimits, IN_FLIGHT_MAX, LoadProfile, RequestLengths, TargetServer,
+    TokenRange, object, table,
 };
 
 use crate::home;
@@ -49,10 +50,10 @@ pub(crate) struct Args {
     rate: Option<f64>,
     /// Words of a prompt: N, or A..B for a uniform distribution
     #[arg(long, value_name = "LENGTH", default_value = "128")]
-    prompt: Span,
+    prompt: TokenRange,
     /// Tokens of an answer, at most: N, or A..B
     #[arg(long, value_name = "LENGTH", default_value = "64")]
-    output: Span,
+    output: TokenRange,
     /// File of lengths instead, used in turn: lines of PROMPT OUTPUT
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "output"])]
     lengths: Option<PathBuf>,
@@ -108,9 +109,9 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 }
 
 impl Args {
-    fn load(&self) -> anyhow::Result<Load> {
+    fn load(&self) -> anyhow::Result<LoadProfile> {
         let millis = |ms: u32| Duration::from_millis(ms.into());
-        Ok(Load {
+        Ok(LoadProfile {
             arrivals: match self.rate {
                 Some(per_s) => Arrivals::Poisson { per_s },
                 None => Arrivals::Closed {
@@ -123,7 +124,7 @@ impl Args {
             shared_prefix: self.shared_prefix,
             ignore_eos: self.ignore_eos,
             seed: self.seed,
-            goals: Goals {
+            goals: GoodputLimits {
                 ttft: self.ttft_limit.map(millis),
                 gap: self.gap_limit.map(millis),
             },
@@ -131,24 +132,24 @@ impl Args {
         })
     }
 
-    fn lengths(&self) -> anyhow::Result<Lengths> {
+    fn lengths(&self) -> anyhow::Result<RequestLengths> {
         let Some(file) = &self.lengths else {
-            return Ok(Lengths::Drawn {
+            return Ok(RequestLengths::Drawn {
                 prompt: self.prompt,
                 output: self.output,
             });
         };
         let shown = file.display();
         let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {shown}"))?;
-        Lengths::parse(&text).with_context(|| format!("in {shown}"))
+        RequestLengths::parse(&text).with_context(|| format!("in {shown}"))
     }
 
-    fn server(&self) -> anyhow::Result<Server> {
+    fn server(&self) -> anyhow::Result<TargetServer> {
         let default = format!("http://127.0.0.1:{DEFAULT_PORT}");
         let url = self.url.as_ref().unwrap_or(&default);
         let key = env::var("PACELINE_API_KEY").ok();
         let key = key.filter(|key| !key.is_empty());
-        let mut server = Server::new(url, key, self.model.as_deref().unwrap_or_default());
+        let mut server = TargetServer::new(url, key, self.model.as_deref().unwrap_or_default());
         if let Some(certificates) = home::certificates_for(url)? {
             server = server.trusting(certificates);
         }

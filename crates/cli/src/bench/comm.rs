@@ -13,19 +13,19 @@ use anyhow::ensure;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use paceline_base::Rank;
 use paceline_bench::comm::{Report, measure};
-use paceline_bench::ranks::nodes::{self, Here, Listen, Names};
-use paceline_bench::ranks::{self, Force, Lines, Settings, deadline};
+use paceline_bench::ranks::nodes::{self, Listen, LocalNode, NodeSelection};
+use paceline_bench::ranks::{self, Force, RankSettings, RankStreams, deadline};
 use paceline_comm::Backend;
 use paceline_node::launched;
 
-use crate::member::{self, Ports};
+use crate::member::{self, PortRange};
 use crate::process::{own_program, worker_env};
 use crate::wires::variable;
 use crate::{home, output, wires};
 
 /// How ranks reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Transport {
+enum BenchTransport {
     /// Threads of one process
     Local,
     /// Processes that share memory
@@ -42,7 +42,7 @@ enum Transport {
     Nccl,
 }
 
-impl Transport {
+impl BenchTransport {
     const fn backend(self) -> Backend {
         match self {
             Self::Local => Backend::Local,
@@ -58,7 +58,7 @@ impl Transport {
 
 /// Whom to compare with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Peer {
+enum PeerLibrary {
     /// MLX's ring (pip install 'mlx[cpu]')
     Mlx,
     /// Open MPI (Debian: openmpi-bin)
@@ -82,7 +82,7 @@ pub(crate) struct Args {
     instance: Option<String>,
     /// How ranks reach each other
     #[arg(long, value_enum, default_value = "tcp")]
-    transport: Transport,
+    transport: BenchTransport,
     /// Use this algorithm wherever an operation has it
     #[arg(long, value_parser = force())]
     algorithm: Option<Force>,
@@ -103,7 +103,7 @@ pub(crate) struct Args {
     explain: bool,
     /// Also measure another library on the same ranks and sizes, in turns
     #[arg(long, value_enum)]
-    against: Option<Peer>,
+    against: Option<PeerLibrary>,
     /// Python that has the other library
     #[arg(long, default_value = "python3")]
     python: PathBuf,
@@ -122,7 +122,7 @@ pub(crate) struct Args {
     /// Ports that this machine's rank listens at for --nodes and --instance, as `up --data-ports`,
     /// which a firewall must let in [default: any]
     #[arg(long, value_name = "A-B", value_parser = member::ports)]
-    data_ports: Option<Ports>,
+    data_ports: Option<PortRange>,
     /// Only interface that this machine's rank listens at for --nodes and --instance
     #[arg(long, value_name = "IF")]
     data_interface: Option<String>,
@@ -149,7 +149,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         };
     }
     let report = match args.transport {
-        Transport::Local => {
+        BenchTransport::Local => {
             let alone = args.against.is_none() && !args.encrypt && args.streams.get() == 1;
             ensure!(
                 alone,
@@ -165,9 +165,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 impl Args {
     /// # Errors
     /// An unencrypted transport without `--plaintext`.
-    fn settings(&self) -> anyhow::Result<Settings> {
+    fn settings(&self) -> anyhow::Result<RankSettings> {
         let backend = self.transport.backend();
-        Ok(Settings {
+        Ok(RankSettings {
             program: own_program()?,
             ranks: self.ranks,
             backend,
@@ -178,8 +178,8 @@ impl Args {
             streams: self.streams,
             explain: self.explain,
             against: self.against.map(|peer| match peer {
-                Peer::Mlx => ranks::Peer::Mlx,
-                Peer::Mpi => ranks::Peer::Mpi,
+                PeerLibrary::Mlx => ranks::RivalLibrary::Mlx,
+                PeerLibrary::Mpi => ranks::RivalLibrary::Mpi,
             }),
             python: self.python.clone(),
         })
@@ -194,8 +194,8 @@ fn force() -> impl TypedValueParser<Value = Force> {
 }
 
 /// Runs a rank: a child of the benchmark, here or on another machine.
-fn rank(args: &Args, settings: &Settings) -> anyhow::Result<()> {
-    let mut lines = Lines {
+fn rank(args: &Args, settings: &RankSettings) -> anyhow::Result<()> {
+    let mut lines = RankStreams {
         input: &mut std::io::stdin().lock(),
         output: &mut std::io::stdout(),
     };
@@ -204,7 +204,7 @@ fn rank(args: &Args, settings: &Settings) -> anyhow::Result<()> {
         None => {
             let at = Listen {
                 interface: args.data_interface.as_deref(),
-                ports: args.data_ports.as_ref().map(|Ports(ports)| ports),
+                ports: args.data_ports.as_ref().map(|PortRange(ports)| ports),
             };
             nodes::rank(settings, at, &variable, &mut lines)
         }
@@ -213,15 +213,15 @@ fn rank(args: &Args, settings: &Settings) -> anyhow::Result<()> {
 }
 
 /// Runs ranks on machines of the cluster.
-fn over_cluster(args: &Args, settings: &Settings) -> anyhow::Result<Report> {
-    let here = Here {
+fn over_cluster(args: &Args, settings: &RankSettings) -> anyhow::Result<Report> {
+    let here = LocalNode {
         home: &home::folder()?,
         listen: &member::listen_args(args.data_ports.as_ref(), args.data_interface.as_deref()),
         env: &worker_env(),
     };
     let names = match &args.instance {
-        Some(model) => Names::of_instance(model, here)?,
-        None => Names::parse(args.nodes.as_deref().unwrap_or_default()),
+        Some(model) => NodeSelection::of_instance(model, here)?,
+        None => NodeSelection::parse(args.nodes.as_deref().unwrap_or_default()),
     };
     Ok(nodes::measure(settings, &names, here)?)
 }

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use paceline_base::BlockType;
-use paceline_bench::kernels::{Spec, measure};
+use paceline_bench::kernels::{KernelSpec, measure};
 
 use crate::compute::ComputeArgs;
 use crate::load;
@@ -69,8 +69,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Args {
-    fn spec(&self) -> Spec {
-        Spec {
+    fn spec(&self) -> KernelSpec {
+        KernelSpec {
             class: self.compute.class.unwrap_or_default(),
             types: match self.types.as_slice() {
                 [] => BlockType::GGUF.to_vec(),

@@ -5,17 +5,17 @@ use std::sync::Arc;
 
 use paceline_bench::Error;
 use paceline_bench::limits::Limit;
-use paceline_bench::model::{Report, Run, Spec, measure};
-use paceline_bench::peer::{Served, Task};
+use paceline_bench::model::{Report, SpeedRun, SpeedSpec, measure};
+use paceline_bench::peer::{PeerProcess, PeerRun};
 use paceline_engine::EngineConfig;
 use paceline_model::Config;
 use paceline_tensor::PAGE;
 
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
-use crate::loaded::{Loaded, Opened, SplitArgs, subject};
+use crate::loaded::{LocalModel, ReadyModel, SplitArgs, subject};
 use crate::output::{draw, print};
-use crate::shared::{self, Instance};
+use crate::shared::{self, NodeInstance};
 use crate::{home, load, pull};
 
 /// Arguments of `paceline bench model`.
@@ -81,7 +81,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     };
     let open = |compute: ComputeArgs, split: &SplitArgs| {
         let sizes = |_: &Config| args.sizes();
-        let mut opened = Opened::new(&path, (compute, args.engine), split, sizes)?;
+        let mut opened = LocalModel::new(&path, (compute, args.engine), split, sizes)?;
         opened.forecast();
         opened.prepared_mut().stay(); // all runs are of one split
         opened.load()
@@ -107,7 +107,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         spec: &spec,
         subject: subject(&loaded),
         limit: limit.name(),
-        peer: peer.as_ref().map_or("", Peer::name),
+        peer: peer.as_ref().map_or("", BenchBaseline::name),
         ours,
         theirs,
     };
@@ -124,27 +124,27 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 fn peer(
     args: &Args,
     path: &Path,
-    loaded: &Loaded,
-    open: &dyn Fn(ComputeArgs, &SplitArgs) -> anyhow::Result<Loaded>,
-) -> anyhow::Result<Option<Peer>> {
+    loaded: &ReadyModel,
+    open: &dyn Fn(ComputeArgs, &SplitArgs) -> anyhow::Result<ReadyModel>,
+) -> anyhow::Result<Option<BenchBaseline>> {
     Ok(match &args.against {
         Some(given) => {
-            let task = Task {
+            let task = PeerRun {
                 threads: loaded.threads,
                 prompt: args.prompt as usize,
                 generate: args.r#gen as usize,
                 depth: args.depth(),
             };
-            Some(Peer::Other(if given == Path::new("mlx-lm") {
+            Some(BenchBaseline::Other(if given == Path::new("mlx-lm") {
                 let python = std::env::var_os("PACELINE_MLX_PYTHON");
-                Served::mlx_lm(python.filter(|value| !value.is_empty()), path, task)?
+                PeerProcess::mlx_lm(python.filter(|value| !value.is_empty()), path, task)?
             } else {
-                Served::llama_cpp(given, path, task)?
+                PeerProcess::llama_cpp(given, path, task)?
             }))
         }
         None if args.against_local => {
             let local = open(args.compute, &args.split)?;
-            Some(Peer::Local(Box::new((limit(&local)?, local))))
+            Some(BenchBaseline::Local(Box::new((limit(&local)?, local))))
         }
         None if args.against_one || args.against_process => {
             let nodes = if args.against_one {
@@ -155,14 +155,14 @@ fn peer(
             let mut compute = args.compute;
             compute.threads = Some(u16::try_from(loaded.threads * nodes)?);
             let one = open(compute, &SplitArgs::one_node())?;
-            Some(Peer::OneNode(Box::new((limit(&one)?, one))))
+            Some(BenchBaseline::OneNode(Box::new((limit(&one)?, one))))
         }
         None => None,
     })
 }
 
 /// The hardware limit of a model's device; of the processor if some nodes use it.
-fn limit(loaded: &Loaded) -> anyhow::Result<Limit> {
+fn limit(loaded: &ReadyModel) -> anyhow::Result<Limit> {
     if loaded.classes.each().iter().all(|class| class.is_mlx()) {
         return Ok(Limit::of_mlx(&home::mlx_places()?)?);
     }
@@ -171,7 +171,12 @@ fn limit(loaded: &Loaded) -> anyhow::Result<Limit> {
 }
 
 /// Measures a run of a loaded model.
-fn measured(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::Result<Run> {
+fn measured(
+    loaded: &ReadyModel,
+    limit: &Limit,
+    args: &Args,
+    round: u32,
+) -> anyhow::Result<SpeedRun> {
     measure(subject(loaded), limit, &args.spec(), round).map_err(|error| match error {
         // Passed on unchanged, for advice.
         Error::Mlx(error) => error.into(),
@@ -181,13 +186,13 @@ fn measured(loaded: &Loaded, limit: &Limit, args: &Args, round: u32) -> anyhow::
 }
 
 /// The baseline that alternates with the model.
-enum Peer {
-    Other(Served),
-    OneNode(Box<(Limit, Loaded)>),
-    Local(Box<(Limit, Loaded)>),
+enum BenchBaseline {
+    Other(PeerProcess),
+    OneNode(Box<(Limit, ReadyModel)>),
+    Local(Box<(Limit, ReadyModel)>),
 }
 
-impl Peer {
+impl BenchBaseline {
     const fn name(&self) -> &'static str {
         match self {
             Self::Other(peer) => peer.name(),
@@ -196,12 +201,12 @@ impl Peer {
         }
     }
 
-    fn run(&mut self, args: &Args, round: u32) -> anyhow::Result<Run> {
+    fn run(&mut self, args: &Args, round: u32) -> anyhow::Result<SpeedRun> {
         let (prefill, decode) = match self {
             Self::Other(peer) => peer.run()?,
             Self::OneNode(one) | Self::Local(one) => return measured(&one.1, &one.0, args, round),
         };
-        Ok(Run {
+        Ok(SpeedRun {
             prefill,
             decode,
             moved: None,
@@ -215,8 +220,8 @@ impl Args {
         self.depth.unwrap_or(self.prompt) as usize
     }
 
-    fn spec(&self) -> Spec {
-        Spec {
+    fn spec(&self) -> SpeedSpec {
+        SpeedSpec {
             model: self.model.clone(),
             prompt: self.prompt,
             generate: self.r#gen,
@@ -230,15 +235,15 @@ impl Args {
     }
 
     /// Uses a loaded instance as the model.
-    fn at(&self, instance: &Instance) -> anyhow::Result<Loaded> {
+    fn at(&self, instance: &NodeInstance) -> anyhow::Result<ReadyModel> {
         let split = SplitArgs {
             nodes: instance.nodes,
             split: instance.split,
             ..SplitArgs::one_node()
         };
         let sizes = |_: &Config| self.sizes();
-        let opened = Opened::new(&instance.path, (self.compute, self.engine), &split, sizes)?;
-        Ok(opened.elsewhere(Arc::clone(&instance.service), instance.on.clone()))
+        let opened = LocalModel::new(&instance.path, (self.compute, self.engine), &split, sizes)?;
+        Ok(opened.with_service(Arc::clone(&instance.service), instance.on.clone()))
     }
 
     /// The engine's sizes: room for a prompt and the tokens before `--depth`, whose pages stay

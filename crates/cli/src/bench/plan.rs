@@ -1,7 +1,7 @@
 //! `paceline bench plan`: the planner's predictions for local nodes, compared with measurements.
 
 use paceline_bench::model::{generate, tokens};
-use paceline_bench::plan::{Runs, bars, rows, table};
+use paceline_bench::plan::{SplitRuns, bars, rows, table};
 use paceline_engine::EngineConfig;
 use paceline_model::{Config, Split, SplitKind};
 use paceline_node::forecast::Probes;
@@ -10,7 +10,7 @@ use paceline_node::placing::ways;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
 use crate::load;
-use crate::loaded::{Loaded, Opened, SplitArgs, Transport, kernels, subject};
+use crate::loaded::{LocalModel, NodeTransport, ReadyModel, SplitArgs, kernels, subject};
 use crate::output::print;
 use crate::pull;
 
@@ -29,9 +29,9 @@ pub(crate) struct Args {
           value_parser = clap::value_parser!(u32).range(1..=4))]
     nodes: u32,
     /// How nodes reach each other: any (shared memory where it can be had, else TCP), shm, tcp
-    #[arg(long, value_enum, value_name = "HOW", default_value_t = Transport::Any,
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = NodeTransport::Any,
           hide_possible_values = true)]
-    transport: Transport,
+    transport: NodeTransport,
     /// Allow a transport that cannot encrypt
     #[arg(long)]
     plaintext: bool,
@@ -48,9 +48,9 @@ pub(crate) struct Args {
     json: bool,
 }
 
-struct Way {
+struct MeasuredSplit {
     split: Split,
-    loaded: Loaded,
+    loaded: ReadyModel,
     /// By round.
     predicted: Vec<f64>,
     runs: Vec<f64>,
@@ -74,12 +74,12 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         let mut compute = args.compute;
         let threads = load::threads(compute, args.nodes);
         compute.threads = Some(u16::try_from(threads)?);
-        Opened::new(&found.path, (compute, EngineArgs::default()), &cut, sizes)
+        LocalModel::new(&found.path, (compute, EngineArgs::default()), &cut, sizes)
     };
     let first = open(1, SplitKind::Auto)?;
     let mut all = Vec::new();
     for (kind, split) in ways(first.config(), args.nodes) {
-        all.push(Way {
+        all.push(MeasuredSplit {
             loaded: open(split.ranks(), kind)?.load()?,
             split,
             predicted: Vec::new(),
@@ -104,7 +104,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
             way.runs.push(speed);
         }
     }
-    let runs: Vec<Runs> = all.into_iter().map(Way::runs).collect();
+    let runs: Vec<SplitRuns> = all.into_iter().map(MeasuredSplit::runs).collect();
     let rows = rows(&runs);
     print(&if args.json {
         serde_json::json!({ "model": args.model, "rows": rows, "bars": bars(&rows) }).to_string()
@@ -115,9 +115,9 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
-impl Way {
-    fn runs(self) -> Runs {
-        Runs {
+impl MeasuredSplit {
+    fn runs(self) -> SplitRuns {
+        SplitRuns {
             nodes: self.loaded.nodes(),
             split: self.loaded.split().to_string(),
             predicted: self.predicted,

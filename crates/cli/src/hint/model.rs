@@ -193,9 +193,9 @@ fn of_tokenizer(error: &tokenizer::Error) -> Option<&'static str> {
 }
 
 fn of_template(error: &chat::Error) -> Option<&'static str> {
-    use chat::{Error, Failure};
+    use chat::{Error, TemplateError};
     match error {
-        Error::Template(Failure::Raised { .. }) => {
+        Error::Template(TemplateError::Raised { .. }) => {
             Some("some templates refuse a system message: leave out --system")
         }
         Error::Tokenizer(error) => of_tokenizer(error),
@@ -271,7 +271,7 @@ mod tests {
                 "--context",
             ),
             (
-                Box::new(chat::Error::Template(chat::Failure::Raised {
+                Box::new(chat::Error::Template(chat::TemplateError::Raised {
                     message: "no".into(),
                 })),
                 "--system",

@@ -12,14 +12,14 @@ use std::env;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 
-use paceline_board::findings::{self, Taken};
+use paceline_board::findings::{self, ConflictPolicy};
 use paceline_kb::KnowledgeBase;
-use paceline_kb::report::{Page, json, show};
+use paceline_kb::report::{TextPage, json, show};
 
 pub(crate) use error::hint;
 
 use crate::home;
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 use command::exists;
 
 /// Arguments of `paceline kb`.
@@ -89,7 +89,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Command::Skill { topic } => findings::area(&load(), &topic.join(" "), exists, &mut page)?,
         Command::Search { query, limit } => {
             let (object, notes) = findings::search(&load(), &query.join(" "), *limit, &mut page)?;
-            notes.iter().filter(|_| !args.json).for_each(tell);
+            notes.iter().filter(|_| !args.json).for_each(print_err);
             object
         }
         Command::Detail { id } => {
@@ -106,11 +106,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         Command::Ask { question } => findings::ask(&load(), &question.join(" "), &mut page)?,
         Command::Add { file, replace } => {
             let taken = match replace {
-                true => Taken::Replace,
-                false => Taken::Refuse,
+                true => ConflictPolicy::Replace,
+                false => ConflictPolicy::Refuse,
             };
             let home = home::home()?;
-            let added = findings::add(home.root(), file, taken, &|line| tell(line))?;
+            let added = findings::add(home.root(), file, taken, &|line| print_err(line))?;
             show::added(&added, &mut page);
             json::added(&added)
         }
@@ -127,14 +127,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// Loads the built-in findings and the user's.
 fn load() -> KnowledgeBase {
     let home = home::home().ok();
-    findings::load(home.as_ref().map(|home| home.root()), &|line| tell(line))
+    findings::load(home.as_ref().map(|home| home.root()), &|line| {
+        print_err(line)
+    })
 }
 
 /// Width without a terminal.
 const WIDTH_DEFAULT: usize = 80;
 
 /// A page for stdout. `COLUMNS` applies without a terminal, `NO_COLOR` and `TERM=dumb` with one.
-fn page_for_stdout() -> Page {
+fn page_for_stdout() -> TextPage {
     let stdout = std::io::stdout();
     let terminal = stdout.is_terminal();
     let width = if terminal {
@@ -148,7 +150,7 @@ fn page_for_stdout() -> Page {
     let asked_not_to = env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let dumb = env::var_os("TERM").is_none_or(|term| term == "dumb");
     let width = width.filter(|width| *width > 0).unwrap_or(WIDTH_DEFAULT);
-    Page::new(width, terminal && !asked_not_to && !dumb)
+    TextPage::new(width, terminal && !asked_not_to && !dumb)
 }
 
 #[cfg(test)]

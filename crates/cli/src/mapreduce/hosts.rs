@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use anyhow::{Context, bail, ensure};
 use paceline_cluster::bridge;
 use paceline_launch::hostfile::Hostfile;
-use paceline_launch::remote::{Reach, Sharing, quote};
+use paceline_launch::remote::{Sharing, SshClient, quote};
 use paceline_mapreduce::worker::GREETING;
 use paceline_node::tunnel;
 use paceline_process::processes::Ending;
@@ -39,7 +39,7 @@ pub(super) fn bridge(host: &str) -> anyhow::Result<()> {
         "program={program}; [ -x \"$program\" ] || program=paceline\n\
          exec \"$program\" mapreduce worker --stdio\n"
     );
-    let mut shell = Reach::new("ssh", None).shell(host, Sharing::Alone);
+    let mut shell = SshClient::new("ssh", None).shell(host, Sharing::Alone);
     let ending = bridge::run(&mut shell, host, &script, GREETING)?;
     match ending {
         Ending::Code(0) => Ok(()),

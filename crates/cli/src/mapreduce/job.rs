@@ -7,12 +7,12 @@ use std::time::Instant;
 use anyhow::Context;
 use paceline_bench::limits::{COMPARED_BYTES, compared_gb_s};
 use paceline_mapreduce::jobs::{Columns, Figures, Runs};
-use paceline_mapreduce::{Choice, Crew, Dtype, Input, Processes};
+use paceline_mapreduce::{DeviceChoice, Dtype, InputFile, JobWorkers, ProcessOptions};
 use serde::Serialize;
 
-use super::watch::Watches;
+use super::watch::JobWatcher;
 use super::{ColumnArgs, hosts};
-use crate::output::{print, tell};
+use crate::output::{print, print_err};
 use crate::process::{own_program, ssh_env, worker_env};
 use crate::{load, machines};
 
@@ -21,7 +21,7 @@ const NODES_MAX: i64 = 64;
 
 /// Arguments of every job.
 #[derive(Clone, Debug, clap::Args)]
-pub(crate) struct JobArgs {
+pub(crate) struct ArrayJobArgs {
     /// Compute with N workers: machines of the cluster where this machine's node runs and has as
     /// many, else processes here; the result has the same bits for any N. Another machine needs the
     /// inputs at the same paths, in a folder that it lends: `paceline up --arrays DIR` there
@@ -46,7 +46,7 @@ pub(crate) struct JobArgs {
     /// CPU, and a graphics processor beside it where that is worth it). The result has the same
     /// bits
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
-    device: Choice,
+    device: DeviceChoice,
     /// Keep finished parts in this file, and go on from it if it is there; removed at the end
     #[arg(long, value_name = "FILE")]
     resume: Option<PathBuf>,
@@ -68,7 +68,7 @@ pub(super) fn show<T: Serialize>(
     if json {
         return print(&figures.json(result)?);
     }
-    tell(figures.line());
+    print_err(figures.line());
     print(&text(result))
 }
 
@@ -87,16 +87,16 @@ pub(super) fn end(runs: Runs<'_>, rows: u64) -> anyhow::Result<Figures> {
     })
 }
 
-impl JobArgs {
+impl ArrayJobArgs {
     /// Opens an input's description.
     ///
     /// # Errors
     /// An invalid file.
-    pub(super) fn input(&self, path: &Path) -> Result<Input, paceline_mapreduce::Error> {
+    pub(super) fn input(&self, path: &Path) -> Result<InputFile, paceline_mapreduce::Error> {
         let path = Self::place(path);
         match self.raw {
-            Some(dtype) => Input::raw(&path, dtype, 1),
-            None => Input::npy(&path),
+            Some(dtype) => InputFile::raw(&path, dtype, 1),
+            None => InputFile::npy(&path),
         }
     }
 
@@ -112,7 +112,7 @@ impl JobArgs {
     /// An invalid file.
     pub(super) fn columns(&self, args: &ColumnArgs) -> Result<Columns, paceline_mapreduce::Error> {
         let inputs = args.inputs.iter().map(|path| self.input(path));
-        let inputs: Result<Vec<_>, _> = inputs.map(|input| input.map(Input::flat)).collect();
+        let inputs: Result<Vec<_>, _> = inputs.map(|input| input.map(InputFile::flat)).collect();
         Ok(Columns {
             inputs: inputs?,
             map: args.map.clone(),
@@ -141,13 +141,13 @@ impl JobArgs {
     ///
     /// # Errors
     /// Workers cannot start, or a requested device is missing.
-    pub(super) fn start<'a>(&self, watch: &'a mut Watches) -> anyhow::Result<Runs<'a>> {
+    pub(super) fn start<'a>(&self, watch: &'a mut JobWatcher) -> anyhow::Result<Runs<'a>> {
         let start = Instant::now();
         let crew = match (&self.hosts, self.nodes) {
             (Some(hosts), _) => self.on_hosts(hosts)?,
             (None, 1) => {
                 let device = self.device.open()?;
-                Crew::here(self.threads()).with_device(device, self.device)
+                JobWorkers::here(self.threads()).with_device(device, self.device)
             }
             (None, nodes) => self.on_nodes(nodes as usize)?,
         };
@@ -155,14 +155,14 @@ impl JobArgs {
     }
 
     /// Starts a worker on each of these hosts.
-    fn on_hosts(&self, hosts: &str) -> anyhow::Result<Crew> {
+    fn on_hosts(&self, hosts: &str) -> anyhow::Result<JobWorkers> {
         let names = hosts::names(hosts).map_err(anyhow::Error::msg)?;
         let args = names.iter().map(|host| worker_args(&["--on", host]));
         self.workers(args.collect(), names.clone(), self.threads_elsewhere())
     }
 
     /// Starts workers on machines of the cluster, or else as local processes.
-    fn on_nodes(&self, nodes: usize) -> anyhow::Result<Crew> {
+    fn on_nodes(&self, nodes: usize) -> anyhow::Result<JobWorkers> {
         let machines = if self.local {
             None
         } else {
@@ -194,8 +194,8 @@ impl JobArgs {
         args: Vec<Vec<OsString>>,
         hosts: Vec<String>,
         threads: usize,
-    ) -> anyhow::Result<Crew> {
-        Ok(Crew::start(Processes {
+    ) -> anyhow::Result<JobWorkers> {
+        Ok(JobWorkers::start(ProcessOptions {
             program: own_program().context("cannot find this program's own file")?,
             args,
             // Local workers and relays to nodes need only this.
@@ -220,8 +220,8 @@ fn worker_args(more: &[&str]) -> Vec<OsString> {
 }
 
 /// Parses a device choice.
-fn device(name: &str) -> Result<Choice, String> {
-    let mut all = [Choice::Auto, Choice::Cpu, Choice::Gpu].into_iter();
+fn device(name: &str) -> Result<DeviceChoice, String> {
+    let mut all = [DeviceChoice::Auto, DeviceChoice::Cpu, DeviceChoice::Gpu].into_iter();
     let named = all.find(|choice| choice.name() == name);
     named.ok_or_else(|| "expected auto, cpu or gpu".to_owned())
 }

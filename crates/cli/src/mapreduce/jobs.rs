@@ -6,24 +6,24 @@ use anyhow::{Context, bail, ensure};
 use paceline_mapreduce::clusters::{self, Clusters};
 use paceline_mapreduce::hist::Bins;
 use paceline_mapreduce::jobs::{
-    Best, Columns, Estimate, Grouped, Histogram, Number, Runs, Writing, grouped, random,
+    Best, Columns, Estimate, Grouped, Histogram, ReductionResult, Runs, Writing, grouped, random,
 };
-use paceline_mapreduce::{Input, Kind};
+use paceline_mapreduce::{InputFile, Kind};
 use serde::Serialize;
 
 use super::job::{end, show};
-use super::watch::Watches;
+use super::watch::JobWatcher;
 use super::{
-    GroupbyArgs, HistArgs, JobArgs, KmeansArgs, MapArgs, MontecarloArgs, ReduceArgs, TopkArgs,
+    ArrayJobArgs, GroupbyArgs, HistArgs, KmeansArgs, MapArgs, MontecarloArgs, ReduceArgs, TopkArgs,
 };
-use crate::output::tell;
+use crate::output::print_err;
 
 /// `paceline mapreduce reduce`.
 pub(super) fn reduce(args: &ReduceArgs) -> anyhow::Result<()> {
     let task = args.job.columns(&args.columns)?.task(Kind::Reduce(args.op));
-    let mut watch = Watches::default();
+    let mut watch = JobWatcher::default();
     let mut runs = args.job.start(&mut watch)?;
-    let reduced = Number {
+    let reduced = ReductionResult {
         op: args.op.name(),
         value: runs.number(&task)?,
         dtype: task.dtype(),
@@ -37,7 +37,7 @@ pub(super) fn reduce(args: &ReduceArgs) -> anyhow::Result<()> {
 /// `paceline mapreduce hist`.
 pub(super) fn hist(args: &HistArgs) -> anyhow::Result<()> {
     let columns = args.job.columns(&args.columns)?;
-    let mut watch = Watches::default();
+    let mut watch = JobWatcher::default();
     let mut runs = args.job.start(&mut watch)?;
     let (low, high) = match args.range[..] {
         [low, high] => (low, high),
@@ -49,7 +49,7 @@ pub(super) fn hist(args: &HistArgs) -> anyhow::Result<()> {
     let histogram = runs.histogram(&task, &bins)?;
     let figures = end(runs, task.rows())?;
     if !args.job.json {
-        histogram.left_out().iter().for_each(tell);
+        histogram.left_out().iter().for_each(print_err);
     }
     show(&figures, args.job.json, &histogram, Histogram::text)
 }
@@ -68,21 +68,21 @@ fn range(args: &HistArgs, columns: &Columns, runs: &mut Runs<'_>) -> anyhow::Res
 /// `paceline mapreduce topk`.
 pub(super) fn topk(args: &TopkArgs) -> anyhow::Result<()> {
     let task = args.job.columns(&args.columns)?.best(args.k, args.smallest);
-    let mut watch = Watches::default();
+    let mut watch = JobWatcher::default();
     let mut runs = args.job.start(&mut watch)?;
     let best = runs.best(&task)?;
     let figures = end(runs, task.rows())?;
     if !args.job.json {
-        best.left_out().iter().for_each(tell);
+        best.left_out().iter().for_each(print_err);
     }
     show(&figures, args.job.json, &best, Best::text)
 }
 
 /// `paceline mapreduce groupby`.
 pub(super) fn groupby(args: &GroupbyArgs) -> anyhow::Result<()> {
-    let input = |path: &Path| args.job.input(path).map(Input::flat);
+    let input = |path: &Path| args.job.input(path).map(InputFile::flat);
     let task = grouped([input(&args.keys)?, input(&args.values)?], args.op);
-    let mut watch = Watches::default();
+    let mut watch = JobWatcher::default();
     let mut runs = args.job.start(&mut watch)?;
     let groups = runs.grouped(&task, args.op)?;
     let figures = end(runs, task.rows())?;
@@ -94,7 +94,7 @@ pub(super) fn kmeans(args: &KmeansArgs) -> anyhow::Result<()> {
     ensure!(!args.job.resumes(), "--resume is for jobs of one pass");
     let input = args.job.input(&args.input)?;
     let first = clusters::first(&input, args.k, args.seed, args.init.as_deref())?;
-    let mut watch = Watches::default();
+    let mut watch = JobWatcher::default();
     let mut runs = args.job.start(&mut watch)?;
     let (clusters, centroids) = runs.clusters(&input, first, args.iterations)?;
     if let Some(out) = &args.out {
@@ -107,7 +107,7 @@ pub(super) fn kmeans(args: &KmeansArgs) -> anyhow::Result<()> {
 /// `paceline mapreduce montecarlo`.
 pub(super) fn montecarlo(args: &MontecarloArgs) -> anyhow::Result<()> {
     let task = random(args.expr.clone(), args.seed, args.samples);
-    let mut watch = Watches::default();
+    let mut watch = JobWatcher::default();
     let mut runs = args.job.start(&mut watch)?;
     let estimate = runs.estimate(&task, args.seed, args.samples)?;
     let figures = end(runs, args.samples)?;
@@ -117,16 +117,16 @@ pub(super) fn montecarlo(args: &MontecarloArgs) -> anyhow::Result<()> {
 /// `paceline mapreduce map`.
 pub(super) fn map(args: &MapArgs) -> anyhow::Result<()> {
     #[derive(Serialize)]
-    struct Written<'a> {
+    struct MapReport<'a> {
         out: &'a Path,
     }
     let (job, columns) = (&args.job, args.job.columns(&args.columns)?);
-    let writing = Writing::new(&columns, JobArgs::place(&args.out), job.journal())?;
-    let mut watch = Watches::default();
+    let writing = Writing::new(&columns, ArrayJobArgs::place(&args.out), job.journal())?;
+    let mut watch = JobWatcher::default();
     let mut runs = job.start(&mut watch)?;
     runs.write(&writing)?;
     let figures = end(runs, writing.rows())?;
-    let written = Written { out: &args.out };
+    let written = MapReport { out: &args.out };
     show(&figures, job.json, &written, |written| {
         written.out.display().to_string()
     })

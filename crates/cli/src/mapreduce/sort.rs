@@ -8,15 +8,15 @@ use paceline_mapreduce::sort::Sort;
 use serde::Serialize;
 
 use super::job::{end, show};
-use super::watch::Watches;
-use super::{JobArgs, SortArgs};
+use super::watch::JobWatcher;
+use super::{ArrayJobArgs, SortArgs};
 
 /// Memory limit if the available memory is unknown.
 const MEMORY: u64 = 1 << 30;
 
 /// The object that `sort --json` prints.
 #[derive(Serialize)]
-struct Shown<'a> {
+struct SortReport<'a> {
     out: &'a Path,
     dtype: Dtype,
     /// Number of sorted buckets.
@@ -37,14 +37,14 @@ pub(super) fn sort(args: &SortArgs) -> anyhow::Result<()> {
     let half = available.map_or(MEMORY, |available| available.0 / 2);
     let sort = Sort {
         input,
-        out: JobArgs::place(&args.out),
+        out: ArrayJobArgs::place(&args.out),
         memory: args.memory.unwrap_or(half),
         journal: args.job.journal().map(Path::to_owned),
     };
-    let mut watch = Watches::default();
+    let mut watch = JobWatcher::default();
     let mut runs = args.job.start(&mut watch)?;
     let sorted = runs.sort(&sort)?;
-    let shown = Shown {
+    let shown = SortReport {
         out: &args.out,
         dtype: sort.input.dtype,
         buckets: sorted.buckets,

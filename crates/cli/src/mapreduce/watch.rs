@@ -1,9 +1,9 @@
 //! A job's progress on stderr.
 
 use paceline_mapreduce::jobs::Watcher;
-use paceline_mapreduce::{Progress, Task};
+use paceline_mapreduce::{JobProgress, JobSpec};
 
-use crate::output::tell;
+use crate::output::print_err;
 use crate::progress;
 
 /// Minimum bytes of a job for a bar; smaller ones are too fast.
@@ -11,14 +11,14 @@ const BAR_BYTES: u64 = 1 << 30;
 
 /// Shows the progress of jobs, and reports lost workers.
 #[derive(Default)]
-pub(super) struct Watches(Option<Watch>);
+pub(super) struct JobWatcher(Option<JobBar>);
 
-impl Watcher for Watches {
-    fn begin(&mut self, task: &Task) {
-        self.0 = Some(Watch::new(task));
+impl Watcher for JobWatcher {
+    fn begin(&mut self, task: &JobSpec) {
+        self.0 = Some(JobBar::new(task));
     }
 
-    fn hear(&mut self, progress: Progress) {
+    fn on_progress(&mut self, progress: JobProgress) {
         if let Some(watch) = &mut self.0 {
             watch.hear(progress);
         }
@@ -29,14 +29,14 @@ impl Watcher for Watches {
     }
 }
 
-struct Watch {
-    bar: Option<Box<dyn paceline_store::Progress>>,
+struct JobBar {
+    bar: Option<Box<dyn paceline_store::PullProgress>>,
     row_bytes: u64,
     done: u64,
 }
 
-impl Watch {
-    fn new(task: &Task) -> Self {
+impl JobBar {
+    fn new(task: &JobSpec) -> Self {
         let bytes = task.bytes();
         let bar = (bytes >= BAR_BYTES).then(|| {
             let mut bar = progress::on_stderr();
@@ -50,29 +50,29 @@ impl Watch {
         }
     }
 
-    fn hear(&mut self, progress: Progress) {
+    fn hear(&mut self, progress: JobProgress) {
         match progress {
-            Progress::Rows { done, .. } => {
+            JobProgress::Rows { done, .. } => {
                 if let Some(bar) = &mut self.bar {
                     bar.advance((done - self.done) * self.row_bytes);
                 }
                 self.done = done;
             }
-            Progress::Lost { why, parts } => {
+            JobProgress::Lost { why, parts } => {
                 let text = match parts {
                     0 => format!("{why}; the others go on without it"),
                     _ => format!("{why}; the others compute its {parts} parts"),
                 };
                 match &mut self.bar {
                     Some(bar) => bar.message(&text),
-                    None => tell(text),
+                    None => print_err(text),
                 }
             }
         }
     }
 }
 
-impl Drop for Watch {
+impl Drop for JobBar {
     fn drop(&mut self) {
         if let Some(bar) = &mut self.bar {
             bar.finish();

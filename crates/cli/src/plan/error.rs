@@ -2,7 +2,7 @@
 
 use paceline_base::Bytes;
 use paceline_model::shape::Error as ShapeError;
-use paceline_plan::{Change, Infeasible};
+use paceline_plan::{Infeasible, PlanChange};
 
 /// Errors of the command itself.
 #[derive(Debug, thiserror::Error)]
@@ -85,20 +85,20 @@ fn changes(why: &Infeasible) -> Vec<String> {
     why.changes.iter().map(change).collect()
 }
 
-fn change(change: &Change) -> String {
+fn change(change: &PlanChange) -> String {
     match change {
-        Change::Context { tokens } => format!("it fits with --context {tokens}"),
-        Change::Concurrency { requests } => format!("it fits with --concurrency {requests}"),
-        Change::Bits { bits } => format!("it fits with {bits} bits per weight (--bits {bits})"),
-        Change::Memory { bytes } => {
+        PlanChange::Context { tokens } => format!("it fits with --context {tokens}"),
+        PlanChange::Concurrency { requests } => format!("it fits with --concurrency {requests}"),
+        PlanChange::Bits { bits } => format!("it fits with {bits} bits per weight (--bits {bits})"),
+        PlanChange::Memory { bytes } => {
             format!(
                 "it fits with {} more memory for the model",
                 gigabytes(*bytes)
             )
         }
-        Change::Nodes { count: 1, kind } => format!("it fits with one more {kind}"),
-        Change::Nodes { count, kind } => format!("it fits with {count} more {kind}"),
-        Change::Disk { tok_s } => {
+        PlanChange::Nodes { count: 1, kind } => format!("it fits with one more {kind}"),
+        PlanChange::Nodes { count, kind } => format!("it fits with {count} more {kind}"),
+        PlanChange::Disk { tok_s } => {
             format!("--disk reads layers from disk for every token: {tok_s:.2} tok/s")
         }
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 use paceline_base::KernelClass;
 use paceline_board::foreseen::{MOST, json, rows, table};
 use paceline_comm::Backend;
-use paceline_model::{Config, Source};
+use paceline_model::{Config, ModelSource};
 use paceline_node::forecast::{Forecast, Setting};
 
 use super::{Error, local_path};
@@ -20,7 +20,7 @@ pub(super) fn run(
 ) -> anyhow::Result<()> {
     let path = local_path(model);
     let path = path.ok_or_else(|| Error::NotHere(model.to_owned()))?;
-    let source = Source::open(Path::new(&path))?;
+    let source = ModelSource::open(Path::new(&path))?;
     let config = Config::read(&source)?;
     let setting = Setting {
         source: &source,

@@ -5,9 +5,9 @@ use std::path::Path;
 use paceline_base::Bytes;
 use paceline_board::trainings::{json, of_cluster, report, this_machine, told};
 use paceline_model::adapter::files::TARGETS;
-use paceline_model::{Config, Role, Source};
+use paceline_model::{Config, ModelSource, Role};
 use paceline_plan::Catalogue;
-use paceline_train::{Lora, Method, Plan, changes, forecast, too_small};
+use paceline_train::{Lora, Method, TrainingSpec, changes, forecast, too_small};
 
 use super::{Error, local_path};
 use crate::load;
@@ -85,10 +85,10 @@ pub(super) fn run(
     };
     let nodes: usize = machines.iter().map(|machine| machine.processes).sum();
     let stages = args.stages.clamp(1, nodes);
-    let source = Source::open(Path::new(&path))?;
+    let source = ModelSource::open(Path::new(&path))?;
     let config = Config::read(&source)?;
     let targets = TARGETS.map(|(_, _, name)| name.to_owned());
-    let plan = Plan {
+    let plan = TrainingSpec {
         method: args.method,
         lora: Lora {
             rank: args.rank,
@@ -121,7 +121,7 @@ pub(super) fn run(
     print(&report(&said, args.batch * args.row, args.steps, nodes))
 }
 
-fn is_tied(source: &Source, config: &Config) -> anyhow::Result<bool> {
+fn is_tied(source: &ModelSource, config: &Config) -> anyhow::Result<bool> {
     Ok(match config.tied {
         Some(tied) => tied,
         None => source.opt_weight(config.family, Role::Output)?.is_none(),

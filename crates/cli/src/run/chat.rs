@@ -1,22 +1,22 @@
 //! A conversation on a terminal.
 
-use paceline_engine::Failure;
-use paceline_formats::chat::Message;
+use paceline_engine::RequestFailure;
+use paceline_formats::chat::ChatMessage;
 
-use super::lines::{Lines, Typed};
-use super::session::Session;
+use super::lines::{ChatLine, LineReader};
+use super::session::RunSession;
 use super::{Args, end_answer, shown, start_of_chat};
 use crate::error::Error;
 use crate::hint;
 use crate::interrupt::Signals;
-use crate::output::tell;
+use crate::output::print_err;
 
 const HELP: &str = "Ctrl-C stops an answer, /clear forgets the conversation, \
                     /exit or Ctrl-D ends the chat.";
 
 /// A parsed line of a chat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Input<'a> {
+enum ChatInput<'a> {
     Nothing,
     Help,
     Clear,
@@ -24,7 +24,7 @@ enum Input<'a> {
     Say(&'a str),
 }
 
-impl<'a> Input<'a> {
+impl<'a> ChatInput<'a> {
     fn of(line: &'a str) -> Self {
         match line.trim() {
             "" => Self::Nothing,
@@ -41,37 +41,37 @@ impl<'a> Input<'a> {
 /// # Errors
 /// [`Error::CannotChat`], failed input or output, or a lost node. Errors of one question are
 /// printed, and the chat continues.
-pub(super) fn chat(args: &Args, session: &mut Session, signals: &Signals) -> anyhow::Result<()> {
+pub(super) fn chat(args: &Args, session: &mut RunSession, signals: &Signals) -> anyhow::Result<()> {
     if !session.has_template() {
         let model = args.model.clone();
         return Err(Error::CannotChat { model }.into());
     }
-    tell(format_args!("Chat with {}. {HELP}", args.model));
-    let (mut messages, mut lines) = (start_of_chat(args), Lines::new());
+    print_err(format_args!("Chat with {}. {HELP}", args.model));
+    let (mut messages, mut lines) = (start_of_chat(args), LineReader::new());
     let mut dropped = false;
     loop {
         let line = match lines.next()? {
-            Typed::Line(line) => line,
-            Typed::NoText => {
-                tell("the line was dropped: it is not UTF-8 text");
+            ChatLine::Line(line) => line,
+            ChatLine::NoText => {
+                print_err("the line was dropped: it is not UTF-8 text");
                 continue;
             }
-            Typed::Dropped if dropped => break,
-            Typed::Dropped => {
-                tell("another Ctrl-C, Ctrl-D or /exit ends the chat");
+            ChatLine::Dropped if dropped => break,
+            ChatLine::Dropped => {
+                print_err("another Ctrl-C, Ctrl-D or /exit ends the chat");
                 dropped = true;
                 continue;
             }
-            Typed::End => break,
+            ChatLine::End => break,
         };
         dropped = false;
-        match Input::of(&line) {
-            Input::Nothing => {}
-            Input::Help => tell(HELP),
-            Input::Clear => messages = start_of_chat(args),
-            Input::Exit => break,
-            Input::Say(text) => {
-                messages.push(Message::new("user", text));
+        match ChatInput::of(&line) {
+            ChatInput::Nothing => {}
+            ChatInput::Help => print_err(HELP),
+            ChatInput::Clear => messages = start_of_chat(args),
+            ChatInput::Exit => break,
+            ChatInput::Say(text) => {
+                messages.push(ChatMessage::new("user", text));
                 answer(session, &mut messages, signals)?;
             }
         }
@@ -82,8 +82,8 @@ pub(super) fn chat(args: &Args, session: &mut Session, signals: &Signals) -> any
 /// Answers the last of `messages` and appends the answer; removes a question that cannot be
 /// answered, so that another can follow.
 fn answer(
-    session: &mut Session,
-    messages: &mut Vec<Message>,
+    session: &mut RunSession,
+    messages: &mut Vec<ChatMessage>,
     signals: &Signals,
 ) -> anyhow::Result<()> {
     let tokens = session.encode_chat(messages).map_err(anyhow::Error::new);
@@ -96,7 +96,7 @@ fn answer(
         }
         Ok(figures) => {
             end_answer(&figures)?;
-            messages.push(Message::new("assistant", figures.text));
+            messages.push(ChatMessage::new("assistant", figures.text));
         }
         Err(error) if is_last(&error) => return Err(error),
         Err(error) => {
@@ -113,7 +113,7 @@ fn is_last(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(Error::ReaderGone))
         || matches!(
             failure,
-            Some(Failure::Lost { .. } | Failure::Unavailable { .. })
+            Some(RequestFailure::Lost { .. } | RequestFailure::Unavailable { .. })
         )
 }
 
@@ -124,18 +124,18 @@ mod tests {
     #[test]
     fn only_known_words_are_commands() {
         for (line, input) in [
-            ("\n", Input::Nothing),
-            (" \t\n", Input::Nothing),
-            ("/clear\n", Input::Clear),
-            (" /exit ", Input::Exit),
-            ("/?\n", Input::Help),
+            ("\n", ChatInput::Nothing),
+            (" \t\n", ChatInput::Nothing),
+            ("/clear\n", ChatInput::Clear),
+            (" /exit ", ChatInput::Exit),
+            ("/?\n", ChatInput::Help),
             (
                 "/etc/passwd holds what?\n",
-                Input::Say("/etc/passwd holds what?"),
+                ChatInput::Say("/etc/passwd holds what?"),
             ),
-            ("exit\n", Input::Say("exit")),
+            ("exit\n", ChatInput::Say("exit")),
         ] {
-            assert_eq!(Input::of(line), input, "{line:?}");
+            assert_eq!(ChatInput::of(line), input, "{line:?}");
         }
     }
 }

@@ -10,7 +10,7 @@ use rustyline::error::ReadlineError;
 use rustyline::history::MemHistory;
 use rustyline::{Config, Editor};
 
-use crate::output::tell;
+use crate::output::print_err;
 use crate::terminal;
 
 /// The prompt.
@@ -21,7 +21,7 @@ const HISTORY: usize = 1000;
 
 /// The result of reading a line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Typed {
+pub(super) enum ChatLine {
     /// A line, or a pasted text.
     Line(String),
     /// Ctrl-C: the line is dropped.
@@ -33,9 +33,9 @@ pub(super) enum Typed {
 }
 
 /// Source of lines: the editor, or plain standard input.
-pub(super) struct Lines(Option<Editor<(), MemHistory>>);
+pub(super) struct LineReader(Option<Editor<(), MemHistory>>);
 
-impl Lines {
+impl LineReader {
     /// Standard input, with an editor where standard output is a terminal too.
     pub(super) fn new() -> Self {
         let edited = std::io::stdout().is_terminal();
@@ -46,7 +46,7 @@ impl Lines {
     ///
     /// # Errors
     /// The system's error.
-    pub(super) fn next(&mut self) -> anyhow::Result<Typed> {
+    pub(super) fn next(&mut self) -> anyhow::Result<ChatLine> {
         match &mut self.0 {
             Some(editor) => edited(editor.readline(PROMPT)),
             None => plain(),
@@ -66,18 +66,18 @@ fn editor() -> Option<Editor<(), MemHistory>> {
     Editor::with_history(config, history).ok()
 }
 
-fn edited(line: rustyline::Result<String>) -> anyhow::Result<Typed> {
+fn edited(line: rustyline::Result<String>) -> anyhow::Result<ChatLine> {
     Ok(match line {
-        Ok(line) => Typed::Line(line),
-        Err(ReadlineError::Interrupted) => Typed::Dropped,
-        Err(ReadlineError::Eof) => Typed::End,
-        Err(ReadlineError::Io(error)) if error.kind() == ErrorKind::InvalidData => Typed::NoText,
+        Ok(line) => ChatLine::Line(line),
+        Err(ReadlineError::Interrupted) => ChatLine::Dropped,
+        Err(ReadlineError::Eof) => ChatLine::End,
+        Err(ReadlineError::Io(error)) if error.kind() == ErrorKind::InvalidData => ChatLine::NoText,
         Err(error) => return Err(error).context("cannot read your input"),
     })
 }
 
 /// A line of standard input. Invalid bytes are replaced: a slip should not end a chat.
-fn plain() -> anyhow::Result<Typed> {
+fn plain() -> anyhow::Result<ChatLine> {
     let mut prompt = std::io::stderr().lock();
     // A failure only hides the prompt.
     let _ = prompt
@@ -87,8 +87,8 @@ fn plain() -> anyhow::Result<Typed> {
     let mut line = Vec::new();
     let read = std::io::stdin().lock().read_until(b'\n', &mut line);
     if read.context("cannot read your input")? == 0 {
-        tell("");
-        return Ok(Typed::End);
+        print_err("");
+        return Ok(ChatLine::End);
     }
-    Ok(Typed::Line(String::from_utf8_lossy(&line).into_owned()))
+    Ok(ChatLine::Line(String::from_utf8_lossy(&line).into_owned()))
 }

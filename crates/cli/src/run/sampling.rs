@@ -106,14 +106,17 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Line {
+    struct SamplingCommand {
         #[command(flatten)]
         sampling: SamplingArgs,
     }
 
     #[test]
     fn the_api_chooses_as_run_does() {
-        let run = Line::parse_from(["run"]).sampling.params().unwrap();
+        let run = SamplingCommand::parse_from(["run"])
+            .sampling
+            .params()
+            .unwrap();
         let api = SamplingParams {
             seed: run.seed,
             ..paceline_serve::default_sampling()

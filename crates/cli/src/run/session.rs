@@ -6,40 +6,40 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
-use paceline_board::answer::Figures;
-use paceline_board::session::{self, Manner};
+use paceline_board::answer::AnswerStats;
+use paceline_board::session::{self, SessionOptions};
 use paceline_cluster::machine;
-use paceline_engine::{EngineConfig, Failure, SamplingParams};
+use paceline_engine::{EngineConfig, RequestFailure, SamplingParams};
 use paceline_model::Config;
-use paceline_node::room::Room;
+use paceline_node::room::ContextBudget;
 use paceline_node::trace::Timeline;
 use paceline_store::Cancel;
 
 use super::Args;
 use crate::adapter;
 use crate::error::Error;
-use crate::loaded::{Loaded, Opened, SplitArgs};
-use crate::output::{printable, show, tell};
-use crate::shared::Instance;
+use crate::loaded::{LocalModel, ReadyModel, SplitArgs};
+use crate::output::{print_err, printable, show};
+use crate::shared::NodeInstance;
 
 /// A session with one model.
-pub(super) struct Session(session::Session);
+pub(super) struct RunSession(session::ModelSession);
 
-impl Deref for Session {
-    type Target = session::Session;
+impl Deref for RunSession {
+    type Target = session::ModelSession;
 
     fn deref(&self) -> &Self::Target {
         &self.0
     }
 }
 
-impl DerefMut for Session {
+impl DerefMut for RunSession {
     fn deref_mut(&mut self) -> &mut Self::Target {
         &mut self.0
     }
 }
 
-impl Session {
+impl RunSession {
     /// Loads the model at `path` with an optional draft model and adapter, and prints its split.
     /// `stays` keeps the first split.
     pub(super) fn open(
@@ -49,10 +49,10 @@ impl Session {
         stays: bool,
     ) -> anyhow::Result<Self> {
         let mut opened = open(args, path, &args.split)?;
-        draft.map_or(Ok(()), |draft| opened.guess_with(draft))?;
+        draft.map_or(Ok(()), |draft| opened.set_draft(draft))?;
         let name = adapter.map(adapter::name_of);
         if let (Some(name), Some(adapter)) = (&name, adapter) {
-            opened.adapt(name, adapter)?;
+            opened.add_adapter(name, adapter)?;
         }
         opened.forecast();
         if stays {
@@ -60,7 +60,7 @@ impl Session {
         }
         let loaded = opened.load()?;
         if loaded.nodes() > 1 && !args.json {
-            loaded.split_lines().iter().for_each(tell);
+            loaded.split_lines().iter().for_each(print_err);
         }
         Self::of(args, path, loaded, (sampling, name))
     }
@@ -68,7 +68,7 @@ impl Session {
     /// A session on an instance of this machine's node.
     pub(super) fn at(
         args: &Args,
-        instance: &Instance,
+        instance: &NodeInstance,
         sampling: SamplingParams,
     ) -> anyhow::Result<Self> {
         let split = SplitArgs {
@@ -77,17 +77,17 @@ impl Session {
             ..SplitArgs::one_node()
         };
         let opened = open(args, &instance.path, &split)?;
-        let loaded = opened.elsewhere(Arc::clone(&instance.service), instance.on.clone());
+        let loaded = opened.with_service(Arc::clone(&instance.service), instance.on.clone());
         Self::of(args, &instance.path, loaded, (sampling, None))
     }
 
     fn of(
         args: &Args,
         path: &Path,
-        loaded: Loaded,
+        loaded: ReadyModel,
         (sampling, adapter): (SamplingParams, Option<String>),
     ) -> anyhow::Result<Self> {
-        let manner = Manner {
+        let manner = SessionOptions {
             sampling,
             max_tokens: args.max_tokens.unwrap_or(usize::MAX),
             stop: args.stop.clone(),
@@ -96,7 +96,7 @@ impl Session {
         };
         let bad = || format!("{}: cannot use its chat template", path.display());
         Ok(Self(
-            session::Session::new(loaded, manner).with_context(bad)?,
+            session::ModelSession::new(loaded, manner).with_context(bad)?,
         ))
     }
 
@@ -104,7 +104,7 @@ impl Session {
     ///
     /// # Errors
     /// As [`generate`](Self::generate); or a node without a timeline.
-    pub(super) fn trace(&self, prompt: Vec<u32>) -> anyhow::Result<(Figures, Timeline)> {
+    pub(super) fn trace(&self, prompt: Vec<u32>) -> anyhow::Result<(AnswerStats, Timeline)> {
         let traced = self.0.trace(prompt);
         traced.map_err(|error| self.explain(error, false))
     }
@@ -119,7 +119,7 @@ impl Session {
         prompt: Vec<u32>,
         chat: Option<&Cancel>,
         show: impl FnMut(&str) -> anyhow::Result<()>,
-    ) -> anyhow::Result<Figures> {
+    ) -> anyhow::Result<AnswerStats> {
         let is_stopped = chat.map(|chat| move || chat.is_cancelled());
         let is_stopped = is_stopped.as_ref().map(|it| it as &dyn Fn() -> bool);
         let figures = self.0.generate(prompt, is_stopped, show);
@@ -129,7 +129,7 @@ impl Session {
     /// Adds the hint for a prompt that is too long.
     fn explain(&self, error: anyhow::Error, in_chat: bool) -> anyhow::Error {
         match error.downcast_ref() {
-            Some(Failure::PromptTooLong { tokens, context }) => Error::PromptTooLong {
+            Some(RequestFailure::PromptTooLong { tokens, context }) => Error::PromptTooLong {
                 tokens: *tokens,
                 context: *context,
                 trained: self.loaded().config().context,
@@ -142,18 +142,18 @@ impl Session {
 }
 
 /// Opens the model at `path` with the split `split`.
-fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<Opened> {
+fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<LocalModel> {
     let sizes = |config: &Config| {
         warn_of_context(args.context, config);
         let kv = args.compute.in_memory(args.engine);
         let memory = (kv, machine::available());
-        let room = Room::of((path, config), memory, args.context, 1);
+        let room = ContextBudget::of((path, config), memory, args.context, 1);
         EngineConfig {
             strict: args.engine.strict,
             ..room.engine(&args.model)
         }
     };
-    Opened::new(path, (args.compute, args.engine), split, sizes)
+    LocalModel::new(path, (args.compute, args.engine), split, sizes)
 }
 
 /// Prints a part of the answer, unbuffered.
@@ -169,7 +169,7 @@ pub(super) fn show_answer(text: &str) -> anyhow::Result<()> {
 fn warn_of_context(asked: Option<u32>, config: &Config) {
     let trained = config.context;
     if let Some(context) = asked.filter(|context| *context as usize > trained) {
-        tell(format_args!(
+        print_err(format_args!(
             "warning: --context is {context}, but the model was trained for {trained} positions: \
              answers get worse beyond them"
         ));

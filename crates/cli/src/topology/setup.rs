@@ -3,38 +3,38 @@
 use std::io::{self, BufRead, IsTerminal};
 use std::time::Duration;
 
-use paceline_board::cables::Setup;
-use paceline_launch::remote::Reach;
+use paceline_board::cables::CablingSetup;
+use paceline_launch::remote::SshClient;
 use paceline_launch::topology::setup::script;
 
 use super::Error;
-use crate::output::tell;
+use crate::output::print_err;
 
 /// Timeout of a host's dozen quick commands.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Shows the commands; with `auto`, asks and runs them on all hosts.
 pub(super) fn carry_out(
-    setup: &Setup<'_>,
-    reach: &Reach,
+    setup: &CablingSetup<'_>,
+    reach: &SshClient,
     (auto, yes): (bool, bool),
 ) -> anyhow::Result<()> {
     let commands = setup.commands();
     for (host, commands) in setup.graph.hosts.iter().zip(&commands) {
         let title = format!("Setup for {host}");
-        tell(format_args!("{title}\n{}", "=".repeat(title.len())));
-        tell(format_args!("{}\n", commands.join("\n")));
+        print_err(format_args!("{title}\n{}", "=".repeat(title.len())));
+        print_err(format_args!("{}\n", commands.join("\n")));
     }
     if !auto || !may_run(setup, yes)? {
         return Ok(());
     }
     for (host, commands) in setup.graph.hosts.iter().zip(&commands) {
-        tell(format_args!("Running the setup for {host}"));
-        let answer = reach.ask(host, &script(commands), LIMIT)?;
+        print_err(format_args!("Running the setup for {host}"));
+        let answer = reach.run_script(host, &script(commands), LIMIT)?;
         let said = [answer.stdout, answer.stderr].concat();
         String::from_utf8_lossy(&said)
             .lines()
-            .for_each(|line| tell(format_args!("  {line}")));
+            .for_each(|line| print_err(format_args!("  {line}")));
         if !answer.ending.is_success() {
             let (host, ending) = (host.clone(), answer.ending);
             return Err(Error::Setup { host, ending }.into());
@@ -44,7 +44,7 @@ pub(super) fn carry_out(
 }
 
 /// Whether the commands can run and the user agrees.
-fn may_run(setup: &Setup<'_>, yes: bool) -> Result<bool, Error> {
+fn may_run(setup: &CablingSetup<'_>, yes: bool) -> Result<bool, Error> {
     let hosts = setup.without_sudo();
     if !hosts.is_empty() {
         return Err(Error::NoSudo { hosts });
@@ -55,12 +55,12 @@ fn may_run(setup: &Setup<'_>, yes: bool) -> Result<bool, Error> {
     if !io::stdin().is_terminal() {
         return Err(Error::NobodyToAsk);
     }
-    tell("Run these commands on all hosts? [y/N]");
+    print_err("Run these commands on all hosts? [y/N]");
     let mut answer = String::new();
     let _ = io::stdin().lock().read_line(&mut answer);
     let agreed = matches!(answer.trim(), "y" | "Y" | "yes");
     if !agreed {
-        tell("nothing was changed");
+        print_err("nothing was changed");
     }
     Ok(agreed)
 }

@@ -10,12 +10,12 @@ use paceline_train::mlx_lm;
 use super::Args;
 use crate::error::Error;
 use crate::log::LogArgs;
-use crate::output::tell;
+use crate::output::print_err;
 
 /// The command line once more, behind the options of a configuration: the last word counts.
 #[derive(Debug, Parser)]
 #[command(no_binary_name = true, args_override_self = true)]
-struct Again {
+struct ReparsedArgs {
     #[command(flatten)]
     args: Args,
     #[command(flatten)]
@@ -39,7 +39,7 @@ pub(super) fn merged(args: &Args, path: &Path) -> anyhow::Result<Args> {
     let text = std::fs::read_to_string(path).with_context(named)?;
     let config = mlx_lm::Config::read(&text).with_context(named)?;
     for ignored in &config.ignored {
-        tell(format_args!("{}: {ignored}", path.display()));
+        print_err(format_args!("{}: {ignored}", path.display()));
     }
     let mut words: Vec<OsString> = Vec::new();
     for (option, value) in config.options {
@@ -56,6 +56,6 @@ pub(super) fn merged(args: &Args, path: &Path) -> anyhow::Result<Args> {
         .skip(1);
     words.extend(given);
     let again =
-        Again::try_parse_from(words).map_err(|error| anyhow!("{error}").context(named()))?;
+        ReparsedArgs::try_parse_from(words).map_err(|error| anyhow!("{error}").context(named()))?;
     Ok(again.args)
 }

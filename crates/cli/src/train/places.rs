@@ -13,8 +13,8 @@ use paceline_train::{Means, Post, worker};
 
 use super::Args;
 use crate::error::Error;
-use crate::machines::{self, Machine};
-use crate::output::{print, tell};
+use crate::machines::{self, ClusterMachine};
+use crate::output::{print, print_err};
 use crate::{home, load, process};
 
 /// Delay before an unreachable worker is retried.
@@ -22,7 +22,7 @@ const AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// One process of a training.
 #[derive(Debug, clap::Args)]
-pub(crate) struct WorkerArgs {
+pub(crate) struct TrainWorkerArgs {
     /// Stand between the run and a worker on this host
     #[arg(long, value_name = "HOST", conflicts_with = "node")]
     host: Option<String>,
@@ -36,7 +36,7 @@ pub(crate) struct WorkerArgs {
 
 /// The other machine's part of a training.
 #[derive(Debug, clap::Args)]
-pub(crate) struct FarArgs {
+pub(crate) struct TrainHostArgs {
     /// Take the model from the store, or have it sent: open no path that the other machine names
     #[arg(long)]
     store_only: bool,
@@ -76,7 +76,7 @@ pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
     let Some(machines) = machines else {
         return Ok(vec![here(count); count]);
     };
-    let post = |machine: &Machine| match machine.is_own {
+    let post = |machine: &ClusterMachine| match machine.is_own {
         true => here(1),
         false => elsewhere("--node", &machine.id, &machine.name),
     };
@@ -88,7 +88,7 @@ pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
 ///
 /// # Errors
 /// What failed.
-pub(crate) fn work(args: &WorkerArgs) -> anyhow::Result<()> {
+pub(crate) fn work(args: &TrainWorkerArgs) -> anyhow::Result<()> {
     let means = |threads| {
         Ok::<_, io::Error>(Means {
             kernels: load::free_kernels(threads).map_err(io::Error::other)?,
@@ -97,8 +97,8 @@ pub(crate) fn work(args: &WorkerArgs) -> anyhow::Result<()> {
         })
     };
     let ended = match (&args.host, &args.node) {
-        (Some(host), _) => bridge::near(|| by_ssh(host), &args.named),
-        (None, Some(id)) => bridge::near(|| by_node(id), &args.named),
+        (Some(host), _) => bridge::forward_to_worker(|| by_ssh(host), &args.named),
+        (None, Some(id)) => bridge::forward_to_worker(|| by_node(id), &args.named),
         (None, None) => worker::run(means),
     };
     let error = match ended {
@@ -109,7 +109,7 @@ pub(crate) fn work(args: &WorkerArgs) -> anyhow::Result<()> {
         return Err(Error::WorkerByHand.into());
     }
     if args.host.is_some() || args.node.is_some() {
-        tell(&error); // the run shows a worker's last line
+        print_err(&error); // the run shows a worker's last line
         std::thread::sleep(AGAIN_AFTER);
     }
     Err(error.into())
@@ -119,7 +119,7 @@ pub(crate) fn work(args: &WorkerArgs) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// What failed.
-pub(crate) fn far(args: &FarArgs) -> anyhow::Result<()> {
+pub(crate) fn far(args: &TrainHostArgs) -> anyhow::Result<()> {
     let scratch = tempfile::tempdir().context("cannot make a temporary folder")?;
     let find = |name: &str, path: &Path| -> Option<PathBuf> {
         if !args.store_only && path.exists() {
@@ -127,7 +127,7 @@ pub(crate) fn far(args: &FarArgs) -> anyhow::Result<()> {
         }
         let found = paceline_store::resolve(&home::home().ok()?, name).ok()?;
         match found {
-            paceline_store::Resolved::Path(found) if found.name.is_some() => Some(found.path),
+            paceline_store::Resolution::Path(found) if found.name.is_some() => Some(found.path),
             _ => None,
         }
     };
@@ -145,7 +145,7 @@ pub(crate) fn far(args: &FarArgs) -> anyhow::Result<()> {
         scratch: scratch.path(),
         find: &find,
     };
-    match bridge::far(ends, spec) {
+    match bridge::run_worker(ends, spec) {
         Ok(never) => match never {},
         Err(error) => Err(error.into()),
     }

@@ -6,7 +6,7 @@ use paceline_node::AdapterOf;
 use super::Args;
 use crate::adapter;
 use crate::error::Error;
-use crate::loaded::Opened;
+use crate::loaded::LocalModel;
 
 impl Args {
     /// Whether adapters are fused into a copy of the model, as MLX requires.
@@ -25,7 +25,7 @@ impl Args {
     ///
     /// # Errors
     /// [`Error::SameName`], also for the model's own name; an unusable adapter.
-    pub(super) fn adapt(&self, opened: &mut Opened) -> anyhow::Result<()> {
+    pub(super) fn adapt(&self, opened: &mut LocalModel) -> anyhow::Result<()> {
         let model = self.named(self.model().unwrap_or_default());
         for tuned in &self.adapter {
             let name = tuned.id();
@@ -36,7 +36,7 @@ impl Args {
             if is_model || opened.adapters().iter().any(is_known) {
                 return Err(Error::SameName { name }.into());
             }
-            opened.adapt(&name, &tuned.path)?;
+            opened.add_adapter(&name, &tuned.path)?;
         }
         Ok(())
     }

@@ -6,16 +6,16 @@ use std::sync::Arc;
 use anyhow::Context;
 use paceline_board::served;
 use paceline_engine::EncoderService;
-use paceline_model::Source;
+use paceline_model::ModelSource;
 use paceline_model::encoder::{Encoder, EncoderConfig};
 
-use super::{Args, Named, Serving};
+use super::{Args, HostedModel, ModelNames};
 use crate::load;
-use crate::output::tell;
+use crate::output::print_err;
 
 /// The encoder at `path`, if it is one. Errors of other models are not reported here.
-pub(super) fn source(path: &Path) -> Option<Source> {
-    let source = Source::open(path).ok();
+pub(super) fn source(path: &Path) -> Option<ModelSource> {
+    let source = ModelSource::open(path).ok();
     source.filter(EncoderConfig::is_encoder)
 }
 
@@ -26,13 +26,13 @@ pub(super) fn source(path: &Path) -> Option<Source> {
 pub(super) fn load(
     args: &Args,
     path: &Path,
-    source: &Source,
-    named: Named,
-) -> anyhow::Result<Serving> {
+    source: &ModelSource,
+    named: ModelNames,
+) -> anyhow::Result<HostedModel> {
     let kernels = load::kernels_at(load::threads(args.compute, 1), args.compute.pinning())?;
     let encoder = Encoder::load(source, kernels).map_err(|error| load::in_model(path, error))?;
     let config = encoder.config();
-    tell(format_args!(
+    print_err(format_args!(
         "{}: embeddings of {} numbers, texts of at most {} tokens, {}",
         named.id,
         config.width,

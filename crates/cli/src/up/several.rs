@@ -4,19 +4,19 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use paceline_board::Local;
+use paceline_board::LocalInstances;
 use paceline_engine::Service;
 use paceline_model::Config;
 use paceline_node::Instance;
-use paceline_serve::{Doors, Facts, Server, Status};
+use paceline_serve::{HttpServer, ModelRegistry, ProcessMetrics, StatusSource};
 use paceline_store::{Cancel, Error as StoreError};
 use serde_json::Value;
 
-use super::{Args, Serving, encoder, ended, join_in, observer, tell_urls, wait};
+use super::{Args, HostedModel, encoder, ended, join_in, observer, tell_urls, wait};
 use crate::error::Error;
 use crate::interrupt::Signals;
-use crate::loaded::Opened;
-use crate::output::tell;
+use crate::loaded::LocalModel;
+use crate::output::print_err;
 use crate::{adapter, member, pull};
 
 /// Serves the models of `each` until a signal.
@@ -53,21 +53,21 @@ fn check_names(each: &[Args]) -> Result<(), Error> {
 fn serve(
     args: &Args,
     models: &[(&Args, PathBuf)],
-    beside: Option<Serving>,
+    beside: Option<HostedModel>,
     cancel: &Cancel,
 ) -> anyhow::Result<()> {
     let node = join_in(args);
     let agent = node.as_ref().map(|node| node.0.clone());
     let tell_cluster = move || agent.as_ref().map_or(Value::Null, member::cluster);
-    let status = Status(Arc::new(tell_cluster));
-    let (config, board) = args.set_up(Facts::default(), false)?;
-    let (server, doors) = Server::bind_node(config, status)?;
+    let status = StatusSource(Arc::new(tell_cluster));
+    let (config, board) = args.set_up(ProcessMetrics::default(), false)?;
+    let (server, doors) = HttpServer::bind_node(config, status)?;
     let urls = server.urls();
     if let Some(node) = &node {
         node.0.set_api(server.addresses().to_vec());
         board.set_agent(&node.0);
     }
-    let shown = Local::on(&board);
+    let shown = LocalInstances::on(&board);
     let _watching = board.watch(args.watch()?)?;
     let handle = server.handle();
     std::thread::scope(|scope| {
@@ -92,7 +92,7 @@ fn serve(
 /// Loads the models in turn, so that each sees the memory that remains.
 fn load_all(
     models: &[(&Args, PathBuf)],
-    (doors, shown): (&Doors, &Local),
+    (doors, shown): (&ModelRegistry, &LocalInstances),
     cancel: &Cancel,
 ) -> anyhow::Result<Vec<Arc<Instance>>> {
     let mut instances = Vec::new();
@@ -106,7 +106,7 @@ fn load_all(
             continue;
         }
         let sizes = |config: &Config| one.engine(path, config);
-        let mut opened = Opened::new(path, (one.compute, one.engine), &one.split, sizes)?;
+        let mut opened = LocalModel::new(path, (one.compute, one.engine), &one.split, sizes)?;
         if one.follow {
             opened.prepared_mut().follow_use();
         }
@@ -116,7 +116,7 @@ fn load_all(
         let instance = Arc::new(opened.start(workers, true, observer(&opened))?);
         shown.add(&model.id, &instance, opened.nodes());
         opened.ready(&instance)?;
-        tell(format_args!("{} is ready", model.id));
+        print_err(format_args!("{} is ready", model.id));
         let service = Arc::clone(&instance) as Arc<dyn Service>;
         open(doors, (model, service))?;
         instances.push(instance);
@@ -125,7 +125,7 @@ fn load_all(
 }
 
 /// Registers a model at the HTTP API under its own name.
-fn open(doors: &Doors, (model, service): Serving) -> anyhow::Result<()> {
-    doors.open(&model.id.clone(), model, service)?;
+fn open(doors: &ModelRegistry, (model, service): HostedModel) -> anyhow::Result<()> {
+    doors.register(&model.id.clone(), model, service)?;
     Ok(())
 }

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use serde_json::json;
 
 use super::shared::{MODEL, up};
-use super::{Machine, until};
+use super::{TestMachine, until};
 use crate::nodes::adapted::write_adapter;
 use crate::nodes::http;
 use crate::nodes::tiny::FAMILIES;
 
 /// Files of other machines that a machine has.
-fn copies(machine: &Machine) -> Vec<PathBuf> {
+fn copies(machine: &TestMachine) -> Vec<PathBuf> {
     let folder = std::fs::read_dir(machine.home.path().join("copies"));
     let files = folder
         .into_iter()

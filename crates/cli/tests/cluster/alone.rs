@@ -3,13 +3,13 @@
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 
-use super::{Machine, said, until};
+use super::{TestMachine, said, until};
 use crate::nodes::embeddings::{check_as, encoder};
 use crate::nodes::http;
 
 #[test]
 fn a_node_runs_alone_and_once() {
-    let mut machine = Machine::new("solo", None);
+    let mut machine = TestMachine::new("solo", None);
     let output = machine.run(&["nodes"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(
@@ -48,7 +48,7 @@ fn a_node_runs_alone_and_once() {
 /// An encoder has no workers: the node itself makes its vectors.
 #[test]
 fn an_encoder_is_loaded_and_unloaded() {
-    let mut machine = Machine::new("solo", None);
+    let mut machine = TestMachine::new("solo", None);
     machine.up(&["--control-port", "0"]);
     let address = || machine.nodes()[0]["api"][0].as_str().map(str::to_owned);
     until("the API listens", || address().is_some());
@@ -76,7 +76,7 @@ fn an_encoder_is_loaded_and_unloaded() {
 /// The API of a node without a model tells how it is, and why it answers nothing.
 #[test]
 fn a_node_without_a_model_has_an_api() {
-    let mut machine = Machine::new("solo", None);
+    let mut machine = TestMachine::new("solo", None);
     machine.up(&["--control-port", "0"]);
     let address = || machine.nodes()[0]["api"][0].as_str().map(str::to_owned);
     until("the API listens", || address().is_some());
@@ -108,8 +108,8 @@ fn a_node_without_a_model_has_an_api() {
 /// The token moves a machine at rest, and then a machine that is up.
 #[test]
 fn machines_join_by_token_at_rest_and_up() {
-    let mut one = Machine::new("one", None);
-    let mut two = Machine::new("two", None);
+    let mut one = TestMachine::new("one", None);
+    let mut two = TestMachine::new("two", None);
     let token = one.told(&["key", "cluster", "show"]);
     let file = two.home.path().join("token");
     std::fs::write(&file, &token).unwrap();

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::shared::{MODEL, up};
-use super::{Machine, said, until};
+use super::{TestMachine, said, until};
 use crate::nodes::http;
 
 /// The text, and the tokens of the prompt that the machine that decodes did not compute, of how
@@ -27,7 +27,7 @@ fn answer(port: u16, word: &str) -> (String, u64, u64) {
     )
 }
 
-fn ps(host: &Machine) -> Vec<Value> {
+fn ps(host: &TestMachine) -> Vec<Value> {
     let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
     all.as_array().unwrap().clone()
 }

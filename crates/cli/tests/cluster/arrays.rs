@@ -6,7 +6,7 @@ use std::process::{Child, Output};
 
 use serde_json::Value;
 
-use super::{Machine, said, shared, until};
+use super::{TestMachine, said, shared, until};
 use crate::common::{collect, text};
 use crate::mapreduce::children;
 
@@ -19,7 +19,7 @@ const SAMPLES: &str = "60000000";
 /// Processor time that a worker in the middle of a job has used, in units of 10 ms.
 const TICKS: u64 = 10;
 
-fn start(machine: &Machine, args: &[&str]) -> Child {
+fn start(machine: &TestMachine, args: &[&str]) -> Child {
     let all = [&["mapreduce"], args, &["--json", "--threads", "1"]].concat();
     machine.command(&all).spawn().unwrap()
 }
@@ -31,12 +31,12 @@ fn object(output: &Output) -> Value {
 }
 
 /// The result of a job on two machines, and its messages.
-fn on_both(machine: &Machine, args: &[&str]) -> (Value, String) {
+fn on_both(machine: &TestMachine, args: &[&str]) -> (Value, String) {
     let output = collect(start(machine, &[args, &["--nodes", "2"]].concat()));
     (object(&output), said(&output))
 }
 
-fn alone(machine: &Machine, args: &[&str]) -> Value {
+fn alone(machine: &TestMachine, args: &[&str]) -> Value {
     object(&collect(start(machine, &[args, &["--local"]].concat())))
 }
 
@@ -78,7 +78,7 @@ fn machines_of_the_cluster_compute_with_the_bits_of_one() {
 }
 
 /// The other machine lends another folder.
-fn what_is_not_lent_is_computed_here(one: &Machine) {
+fn what_is_not_lent_is_computed_here(one: &TestMachine) {
     let bytes: Vec<u8> = (0..20_000_000).map(|i: u32| (i % 251) as u8).collect();
     fs::write(one.home.path().join("own.raw"), bytes).unwrap();
     let map = "sin(x) * sin(i) + cos(x + i)";
@@ -90,7 +90,7 @@ fn what_is_not_lent_is_computed_here(one: &Machine) {
     assert!(named, "{line}");
 }
 
-fn a_machine_is_lost_in_the_middle(one: &Machine, two: &mut Machine) {
+fn a_machine_is_lost_in_the_middle(one: &TestMachine, two: &mut TestMachine) {
     let job = ["montecarlo", "sin(x) * y", "--samples", SAMPLES];
     let expected = alone(one, &job);
     let mut both = start(one, &[&job[..], &["--nodes", "2"]].concat());

@@ -6,7 +6,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use super::shared::{MODEL, up};
-use super::{Machine, until};
+use super::{TestMachine, until};
 use crate::nodes::processes::{children, signal};
 
 /// Far longer than a side may be silent: 1.5 s.
@@ -16,7 +16,7 @@ const SLEEP: Duration = Duration::from_secs(4);
 const AWAKE: Duration = Duration::from_secs(3);
 
 /// A node with its workers.
-fn processes(machine: &Machine) -> Vec<u32> {
+fn processes(machine: &TestMachine) -> Vec<u32> {
     let node = machine.node.as_ref().unwrap().id();
     let mut all = children(node);
     assert!(!all.is_empty(), "{} has a worker", machine.name);

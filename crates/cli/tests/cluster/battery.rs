@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::{Machine, live::join_by_token, machines, said, until};
-use crate::common::namespaces::Network;
+use super::{TestMachine, live::join_by_token, machines, said, until};
+use crate::common::namespaces::NamespaceNetwork;
 use crate::nodes::tiny::FAMILIES;
 
 const MODEL: &str = "llama.gguf";
@@ -16,11 +16,11 @@ const MODEL: &str = "llama.gguf";
 const SEES: &str = "mount --bind \"$0\" /sys/class/power_supply && exec \"$@\"";
 
 /// A battery as Linux shows it, in a machine's home.
-struct Battery {
+struct FakeBattery {
     supplies: PathBuf,
 }
 
-impl Battery {
+impl FakeBattery {
     fn new(home: &Path) -> Self {
         let supplies = home.join("supplies");
         fs::create_dir_all(supplies.join("BAT0")).unwrap();
@@ -43,7 +43,7 @@ impl Battery {
     }
 
     /// Why a program of this machine cannot see it.
-    fn hidden(&self, machine: &Machine) -> Option<String> {
+    fn hidden(&self, machine: &TestMachine) -> Option<String> {
         let supplies = self.supplies.to_str().unwrap();
         let args = [
             "-c",
@@ -57,7 +57,7 @@ impl Battery {
     }
 
     /// Starts the machine's node, which sees it.
-    fn up(&self, machine: &mut Machine) {
+    fn up(&self, machine: &mut TestMachine) {
         let log = fs::File::create(machine.home.path().join("log")).unwrap();
         let program = env!("CARGO_BIN_EXE_paceline");
         let sees = ["-c", SEES, self.supplies.to_str().unwrap(), program];
@@ -69,7 +69,7 @@ impl Battery {
 }
 
 /// Whether the only model is ready on this node alone.
-fn is_at(host: &Machine, name: &str) -> bool {
+fn is_at(host: &TestMachine, name: &str) -> bool {
     let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
     all[0]["state"] == "ready" && all[0]["nodes"] == Value::from(vec![name])
 }
@@ -78,13 +78,13 @@ fn is_at(host: &Machine, name: &str) -> bool {
 fn a_laptop_gives_its_work_away_before_its_battery_is_empty() {
     let test = "a battery in a namespace";
     let name = format!("pb{}x", std::process::id());
-    let Some(network) = Network::new(&name, 2, test) else {
+    let Some(network) = NamespaceNetwork::new(&name, 2, test) else {
         return;
     };
     let Some(mut hosts) = machines(&network, test) else {
         return;
     };
-    let battery = Battery::new(hosts[0].home.path());
+    let battery = FakeBattery::new(hosts[0].home.path());
     if let Some(why) = battery.hidden(&hosts[0]) {
         eprintln!("SKIPPED {test}: {why}");
         return;

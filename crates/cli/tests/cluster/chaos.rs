@@ -8,7 +8,7 @@ use paceline_base::testing::long;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::{Machine, said, until};
+use super::{TestMachine, said, until};
 use crate::common::text;
 use crate::nodes::processes::{children, lives, signal};
 use crate::nodes::tiny::FAMILIES;
@@ -16,7 +16,7 @@ use crate::nodes::tiny::FAMILIES;
 /// A parent that is killed closes its end of the node's standard input.
 #[test]
 fn a_node_of_chaos_ends_with_it() {
-    let machine = Machine::new("n0", None);
+    let machine = TestMachine::new("n0", None);
     let up = ["up", "--port", "0", "--control-port", "0", "--no-beacons"];
     let mut command = machine.command(&[&up[..], &["--with-parent"]].concat());
     command.stdin(Stdio::piped());
@@ -31,7 +31,7 @@ fn a_node_of_chaos_ends_with_it() {
 /// The second Ctrl-C leaves no time to put anything in order.
 #[test]
 fn a_killed_chaos_leaves_no_node() {
-    let host = Machine::new("n0", None);
+    let host = TestMachine::new("n0", None);
     let model = host.home.path().join("tiny.gguf");
     FAMILIES[0].write(&model);
     let asked = ["chaos", model.to_str().unwrap(), "--nodes", "2"];
@@ -57,7 +57,7 @@ const TOOLS: &str = "{% if tools %}<turn>system\n{{ tools | tojson }} Answer by 
 
 #[test]
 fn faults_neither_lose_nor_alter_answers() {
-    let host = Machine::new("n0", None);
+    let host = TestMachine::new("n0", None);
     let model = host.home.path().join("tiny.gguf");
     FAMILIES[0].write_with(&model, (TOOLS, 7));
     let model = model.to_str().unwrap();
@@ -105,7 +105,7 @@ fn faults_neither_lose_nor_alter_answers() {
 /// run.
 #[test]
 fn a_spare_takes_the_place_of_a_killed_worker() {
-    let host = Machine::new("n0", None);
+    let host = TestMachine::new("n0", None);
     let model = host.home.path().join("tiny.gguf");
     FAMILIES[0].write(&model);
     let model = model.to_str().unwrap();
@@ -133,7 +133,7 @@ fn a_spare_takes_the_place_of_a_killed_worker() {
 
 #[test]
 fn a_node_without_network_disk_or_memory_neither_loses_nor_alters_answers() {
-    let host = Machine::new("n0", None);
+    let host = TestMachine::new("n0", None);
     let model = host.home.path().join("tiny.gguf");
     FAMILIES[0].write(&model);
     let model = model.to_str().unwrap();

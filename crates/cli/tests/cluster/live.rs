@@ -3,8 +3,8 @@
 use std::io::Write as _;
 use std::process::Stdio;
 
-use super::{Machine, machines, said, until};
-use crate::common::namespaces::Network;
+use super::{TestMachine, machines, said, until};
+use crate::common::namespaces::NamespaceNetwork;
 use crate::common::{collect, text};
 
 /// README's steps, then a crash, a return and a revocation, all while a stranger is there.
@@ -12,7 +12,7 @@ use crate::common::{collect, text};
 fn machines_join_and_see_each_other_die() {
     let name = format!("pc{}x", std::process::id());
     let test = "a cluster of namespaces";
-    let Some(network) = Network::new(&name, 4, test) else {
+    let Some(network) = NamespaceNetwork::new(&name, 4, test) else {
         return;
     };
     let Some(mut hosts) = machines(&network, test) else {
@@ -49,7 +49,7 @@ fn machines_join_and_see_each_other_die() {
 }
 
 /// Two machines join, by code and by token; all see all.
-fn form(hosts: &[Machine]) {
+fn form(hosts: &[TestMachine]) {
     let code = hosts[0].told(&["nodes", "invite"]);
     hosts[1].told(&["join", &code]);
     let token = hosts[0].told(&["key", "cluster", "show"]);
@@ -83,7 +83,7 @@ fn form(hosts: &[Machine]) {
 }
 
 /// A crash is seen, a return too, and a dead machine can be forgotten.
-fn crash(hosts: &mut [Machine]) {
+fn crash(hosts: &mut [TestMachine]) {
     hosts[2].kill();
     for host in &hosts[..2] {
         until("the crash is seen", || host.sees("dead") == ["n2"]);
@@ -99,7 +99,7 @@ fn crash(hosts: &mut [Machine]) {
 }
 
 /// A machine is revoked: the token changes, and the old one lets nobody in that is not known.
-fn cut_off(hosts: &mut [Machine]) {
+fn cut_off(hosts: &mut [TestMachine]) {
     let old = hosts[0].told(&["key", "cluster", "show"]);
     hosts[0].told(&["nodes", "revoke", "n1"]);
     let token = hosts[0].told(&["key", "cluster", "show"]);
@@ -118,7 +118,7 @@ fn cut_off(hosts: &mut [Machine]) {
 }
 
 /// `paceline join --token-file -`.
-pub(super) fn join_by_token(host: &Machine, token: &str) {
+pub(super) fn join_by_token(host: &TestMachine, token: &str) {
     let mut command = host.command(&["join", "--token-file", "-"]);
     let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();

@@ -26,18 +26,18 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::common::namespaces::Network;
+use crate::common::namespaces::NamespaceNetwork;
 use crate::common::{finish, text};
 
 /// A home, and the namespace of its host where it has one.
-struct Machine {
+struct TestMachine {
     name: String,
     namespace: Option<String>,
     home: TempDir,
     node: Option<Child>,
 }
 
-impl Machine {
+impl TestMachine {
     fn new(name: &str, namespace: Option<&str>) -> Self {
         Self {
             name: name.to_owned(),
@@ -148,7 +148,7 @@ impl Machine {
     }
 }
 
-impl Drop for Machine {
+impl Drop for TestMachine {
     fn drop(&mut self) {
         if self.node.is_some() {
             if std::thread::panicking() {
@@ -162,12 +162,12 @@ impl Drop for Machine {
 }
 
 /// A machine n0, n1 ... for each host; `None` with a line where the system does not let us.
-fn machines(network: &Network, test: &str) -> Option<Vec<Machine>> {
-    let hosts: Vec<Machine> = network
+fn machines(network: &NamespaceNetwork, test: &str) -> Option<Vec<TestMachine>> {
+    let hosts: Vec<TestMachine> = network
         .hosts()
         .iter()
         .enumerate()
-        .map(|(number, namespace)| Machine::new(&format!("n{number}"), Some(namespace)))
+        .map(|(number, namespace)| TestMachine::new(&format!("n{number}"), Some(namespace)))
         .collect();
     let probe = hosts[0].run(&["--version"]);
     if probe.status.success() {
@@ -180,8 +180,8 @@ fn machines(network: &Network, test: &str) -> Option<Vec<Machine>> {
 
 /// Waits until `host` lists the instances that `loader` has loaded, all of them ready. `load`
 /// returns when its own node knows that, and the others hear of it a moment later.
-fn until_ready(loader: &Machine, host: &Machine) {
-    let listed = |machine: &Machine| -> Vec<(Value, bool)> {
+fn until_ready(loader: &TestMachine, host: &TestMachine) {
+    let listed = |machine: &TestMachine| -> Vec<(Value, bool)> {
         let all: Value = serde_json::from_str(&machine.told(&["ps", "--json"])).unwrap();
         let all = all.as_array().unwrap().iter();
         all.map(|it| (it["id"].clone(), it["state"] == "ready"))

@@ -5,8 +5,8 @@ use std::io::{BufRead as _, BufReader};
 
 use serde_json::Value;
 
-use super::{Machine, until, until_ready};
-use crate::common::namespaces::Network;
+use super::{TestMachine, until, until_ready};
+use crate::common::namespaces::NamespaceNetwork;
 use crate::common::text;
 use crate::nodes::tiny::FAMILIES;
 
@@ -17,7 +17,7 @@ const MODEL: &str = "llama.gguf";
 const LONG: &str = "1500";
 
 /// Asks this machine's API; `after` is called at the tenth piece of the answer.
-fn ask(host: &Machine, tokens: &str, temperature: &str, after: impl FnOnce()) -> Value {
+fn ask(host: &TestMachine, tokens: &str, temperature: &str, after: impl FnOnce()) -> Value {
     let client = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cluster/client.py");
     let python = std::process::Command::new("python3")
         .args(["-c", "import sys; print(sys.executable)"])
@@ -53,30 +53,33 @@ fn ask(host: &Machine, tokens: &str, temperature: &str, after: impl FnOnce()) ->
 }
 
 /// `paceline ps --json`: state, nodes, epoch of the only instance.
-fn only(host: &Machine) -> Value {
+fn only(host: &TestMachine) -> Value {
     let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
     assert_eq!(all.as_array().unwrap().len(), 1, "{all}");
     all[0].clone()
 }
 
-fn is(host: &Machine, state: &str, nodes: &[String]) -> bool {
+fn is(host: &TestMachine, state: &str, nodes: &[String]) -> bool {
     let it = only(host);
     it["state"] == state && it["nodes"] == Value::from(nodes)
 }
 
 /// The nodes of the only model, in the order of its record.
-fn nodes(host: &Machine) -> Vec<String> {
+fn nodes(host: &TestMachine) -> Vec<String> {
     serde_json::from_value(only(host)["nodes"].clone()).unwrap()
 }
 
 /// Three machines of a cluster, all started with `more`. The first one has the model's file.
 /// `None` where this system has no namespaces.
-fn three(test: &str, more: impl Fn(u64) -> Vec<String>) -> Option<(Network, Vec<Machine>)> {
+fn three(
+    test: &str,
+    more: impl Fn(u64) -> Vec<String>,
+) -> Option<(NamespaceNetwork, Vec<TestMachine>)> {
     let name = format!("p{}{}", &test[..1], std::process::id());
-    let network = Network::new(&name, 3, test)?;
-    let mut hosts: Vec<Machine> = (0..3)
+    let network = NamespaceNetwork::new(&name, 3, test)?;
+    let mut hosts: Vec<TestMachine> = (0..3)
         .zip(network.hosts())
-        .map(|(number, namespace)| Machine::new(&format!("n{number}"), Some(namespace)))
+        .map(|(number, namespace)| TestMachine::new(&format!("n{number}"), Some(namespace)))
         .collect();
     let probe = hosts[0].run(&["--version"]);
     if !probe.status.success() {
@@ -109,7 +112,7 @@ fn a_model_goes_where_it_fits() {
     else {
         return;
     };
-    let load = |host: &Machine, nodes: &str| {
+    let load = |host: &TestMachine, nodes: &str| {
         let few = ["--threads", "1", "--context", "4096"];
         host.told(&[&["load", MODEL, "--nodes", nodes], &few[..]].concat())
     };
@@ -118,7 +121,7 @@ fn a_model_goes_where_it_fits() {
         until_ready(&hosts[0], host);
     }
     assert_eq!(nodes(&hosts[1]), ["n0"]);
-    let says = |host: &Machine, words: &str| {
+    let says = |host: &TestMachine, words: &str| {
         let log = host.home.path().join("log");
         std::fs::read_to_string(log).unwrap().contains(words)
     };

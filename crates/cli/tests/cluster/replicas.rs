@@ -6,26 +6,26 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use super::shared::{MODEL, up};
-use super::{Machine, until};
+use super::{TestMachine, until};
 use crate::nodes::http;
 
 /// Tokens of an answer during which a machine dies: some seconds of this model.
 const LONG: u32 = 1500;
 
 /// `paceline ps --json`.
-fn ps(host: &Machine) -> Vec<Value> {
+fn ps(host: &TestMachine) -> Vec<Value> {
     let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
     all.as_array().unwrap().clone()
 }
 
 /// The replica on the machine of this name, as `host` tells.
-fn on(host: &Machine, name: &str) -> Value {
+fn on(host: &TestMachine, name: &str) -> Value {
     let mut all = ps(host).into_iter();
     all.find(|it| it["nodes"] == json!([name])).unwrap()
 }
 
 /// Requests that `host` has given to the replica on each machine.
-fn asked(host: &Machine) -> BTreeMap<String, u64> {
+fn asked(host: &TestMachine) -> BTreeMap<String, u64> {
     let name = |it: &Value| it["nodes"][0].as_str().unwrap().to_owned();
     let all = ps(host).into_iter();
     all.map(|it| (name(&it), it["asked"].as_u64().unwrap()))
@@ -53,7 +53,7 @@ fn answer(port: u16, prompt: &str, tokens: u32) -> String {
 }
 
 /// The machine whose replica answers a prompt.
-fn home(host: &Machine, port: u16, prompt: &str) -> String {
+fn home(host: &TestMachine, port: u16, prompt: &str) -> String {
     let before = asked(host);
     answer(port, prompt, 2);
     let after = asked(host).into_iter();
@@ -138,7 +138,7 @@ fn replicas_keep_prefixes_and_outlive_each_other() {
 }
 
 /// The dead replica is reported as dead and unloaded; then the other.
-fn only_one_is_left(one: &Machine, port: u16, prompt: &str) {
+fn only_one_is_left(one: &TestMachine, port: u16, prompt: &str) {
     until("its owner is dead", || {
         on(one, "two")["state"] == "recovering"
     });

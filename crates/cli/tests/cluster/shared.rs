@@ -6,19 +6,19 @@ use std::net::TcpStream;
 
 use serde_json::Value;
 
-use super::{Machine, until};
+use super::{TestMachine, until};
 use crate::nodes::tiny::FAMILIES;
 
 pub(super) const MODEL: &str = "llama.gguf";
 
 /// A node named `name` with the tiny model in its home, which is in `first`'s cluster.
-pub(super) fn up(name: &str, first: Option<&Machine>) -> Machine {
+pub(super) fn up(name: &str, first: Option<&TestMachine>) -> TestMachine {
     up_with(name, first, &[])
 }
 
 /// As [`up`], with more options.
-pub(super) fn up_with(name: &str, first: Option<&Machine>, more: &[&str]) -> Machine {
-    let mut machine = Machine::new(name, None);
+pub(super) fn up_with(name: &str, first: Option<&TestMachine>, more: &[&str]) -> TestMachine {
+    let mut machine = TestMachine::new(name, None);
     FAMILIES[0].write(&machine.home.path().join(MODEL));
     let Some(first) = first else {
         machine.up(&[&["--control-port", "0"], more].concat());
@@ -35,7 +35,7 @@ pub(super) fn up_with(name: &str, first: Option<&Machine>, more: &[&str]) -> Mac
 }
 
 /// An answer of 24 tokens, and its messages.
-fn answer(machine: &Machine, more: &[&str]) -> (Value, String) {
+fn answer(machine: &TestMachine, more: &[&str]) -> (Value, String) {
     machine.answer(MODEL, more)
 }
 
@@ -112,7 +112,7 @@ fn post(address: &str, key: Option<&str>, path: &str, body: &Value) -> (u16, Val
 /// models, may do neither.
 #[test]
 fn placements_are_previewed_and_one_is_loaded_over_http() {
-    let mut one = Machine::new("one", None);
+    let mut one = TestMachine::new("one", None);
     FAMILIES[0].write(&one.home.path().join(MODEL));
     let user = one.told(&["key", "api", "new", "laptop"]);
     let admin = one.told(&["key", "api", "new", "owner", "--admin"]);
@@ -173,8 +173,8 @@ fn placements_are_previewed_and_one_is_loaded_over_http() {
 
 /// Loads the placement `apart` by HTTP: the user's key may not, the admin's may.
 fn commit_is_what_was_previewed(
-    one: &Machine,
-    two: &Machine,
+    one: &TestMachine,
+    two: &TestMachine,
     api: &str,
     (user, admin): (&str, &str),
     apart: &Value,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::{Machine, said, until};
+use super::{TestMachine, said, until};
 use crate::nodes::http;
 use crate::nodes::tiny::FAMILIES;
 
@@ -19,8 +19,8 @@ const BUSY_LIMIT: Duration = Duration::from_secs(30);
 /// of a node whose log is JSON has nothing else, and no text of the prompt.
 #[test]
 fn an_answer_of_a_loaded_model_is_traced_from_any_node() {
-    let mut one = Machine::new("one", None);
-    let mut two = Machine::new("two", None);
+    let mut one = TestMachine::new("one", None);
+    let mut two = TestMachine::new("two", None);
     let json = [
         "--control-port",
         "0",
@@ -102,7 +102,7 @@ fn largest_rest(told: &str) -> f64 {
 }
 
 /// `bench model` over the instance, and no local processes in its place.
-fn is_measured(machine: &Machine) {
+fn is_measured(machine: &TestMachine) {
     let how = ["--prompt", "16", "--gen", "8", "--runs", "1", "--json"];
     let bench = ["bench", "model", MODEL, "--instance"];
     let report = machine.told(&[&bench[..], &how].concat());
@@ -117,8 +117,8 @@ fn is_measured(machine: &Machine) {
 
 /// A node that does not own the instance is asked for its stages while it answers, and tells what
 /// both machines send each other meanwhile.
-fn stages_are_looked_at(owner: &Machine, other: &Machine) {
-    let port = |machine: &Machine| {
+fn stages_are_looked_at(owner: &TestMachine, other: &TestMachine) {
+    let port = |machine: &TestMachine| {
         let api = machine.nodes()[0]["api"][0].as_str().unwrap().to_owned();
         let (_, port) = api.rsplit_once(':').unwrap();
         port.parse::<u16>().unwrap()

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{Machine, said, shared};
+use super::{TestMachine, said, shared};
 use crate::common::text;
 
 /// The model.
@@ -12,7 +12,7 @@ pub(super) const GOLDEN: &str = concat!(
 );
 
 /// A training of the tiny model of `machine`'s user: its report, and its messages.
-pub(super) fn train(machine: &Machine, output: &str, more: &[&str]) -> (Value, String) {
+pub(super) fn train(machine: &TestMachine, output: &str, more: &[&str]) -> (Value, String) {
     let fixed = "--data data.jsonl --method lora --rank 4 --batch 6 --steps 5 --seed 3 --threads 1";
     let mut args = vec!["train", GOLDEN, "--output", output, "--json"];
     args.extend(fixed.split(' '));
@@ -48,7 +48,7 @@ fn machines_of_the_cluster_train_with_the_bytes_of_one() {
 }
 
 /// Collectives between the two, by TCP and never in memory that they share.
-fn measure(one: &Machine) {
+fn measure(one: &TestMachine) {
     let args = [
         "bench",
         "comm",

@@ -10,23 +10,23 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Machine, live::join_by_token, machines, said, train, until, until_ready};
-use crate::common::namespaces::{Network, ip};
+use super::{TestMachine, live::join_by_token, machines, said, train, until, until_ready};
+use crate::common::namespaces::{NamespaceNetwork, ip};
 use crate::common::text;
 use crate::nodes::tiny::FAMILIES;
 
 const MODEL: &str = "llama.gguf";
 
 /// Two machines with `cables` between them; `None` with a line where the system refuses.
-fn pair(prefix: &str, cables: usize, test: &str) -> Option<(Network, Vec<Machine>)> {
+fn pair(prefix: &str, cables: usize, test: &str) -> Option<(NamespaceNetwork, Vec<TestMachine>)> {
     let name = format!("{prefix}{}x", std::process::id());
-    let network = Network::with_cables(&name, 2, cables, test)?;
+    let network = NamespaceNetwork::with_cables(&name, 2, cables, test)?;
     let hosts = machines(&network, test)?;
     Some((network, hosts))
 }
 
 /// Starts both and makes them one cluster.
-fn form(hosts: &mut [Machine], args: &[&str]) {
+fn form(hosts: &mut [TestMachine], args: &[&str]) {
     for host in hosts.iter_mut() {
         host.up_at("52415", args);
     }
@@ -40,7 +40,7 @@ fn form(hosts: &mut [Machine], args: &[&str]) {
 }
 
 /// The ways of a machine to the others: interface, whether it is up, whether it is used.
-fn ways(host: &Machine) -> Vec<(String, bool, bool)> {
+fn ways(host: &TestMachine) -> Vec<(String, bool, bool)> {
     let nodes = host.nodes();
     let paths = nodes[0]["paths"].as_array().cloned().unwrap_or_default();
     let of = |path: &Value| {
@@ -50,13 +50,13 @@ fn ways(host: &Machine) -> Vec<(String, bool, bool)> {
     paths.iter().map(of).collect()
 }
 
-fn used(host: &Machine) -> Option<String> {
+fn used(host: &TestMachine) -> Option<String> {
     let ways = ways(host).into_iter();
     ways.filter(|(_, _, used)| *used).map(|it| it.0).next()
 }
 
 /// Tokens of a greedy answer of the instance, asked on `host`.
-fn asked(host: &Machine) -> Value {
+fn asked(host: &TestMachine) -> Value {
     let (answer, said) = host.answer(MODEL, &[]);
     assert!(said.contains("asking the instance"), "{said}");
     answer["tokens"].clone()
@@ -130,7 +130,7 @@ fn the_best_cable_is_used_left_and_taken_again() {
 
 /// Waits until `hosts[0]` has the other machine by an address, and by none of an earlier network;
 /// then both have the instance's answer.
-fn found_again(hosts: &[Machine], id: &Value, address: (&str, &str), answer: &Value) {
+fn found_again(hosts: &[TestMachine], id: &Value, address: (&str, &str), answer: &Value) {
     let (now, before) = address;
     until(&format!("it is found at {now}"), || {
         let nodes = hosts[0].nodes();
@@ -187,7 +187,7 @@ fn a_machine_is_found_again_at_another_address_and_on_another_network() {
 }
 
 /// Trains over both machines with lines that are easy to find.
-fn train_with_wizards(host: &Machine) {
+fn train_with_wizards(host: &TestMachine) {
     let line = |i: usize| format!("{{\"text\": \"line {i}: wizards quickly jinxed a gnu\"}}\n");
     let lines: String = (0..14).map(line).collect();
     std::fs::write(host.home.path().join("data.jsonl"), lines).unwrap();
@@ -260,7 +260,7 @@ fn nothing_crosses_the_network_in_the_clear() {
 }
 
 /// `doctor --peer` as the names of what it found wrong.
-fn wrong(host: &Machine, peer: &str) -> Vec<String> {
+fn wrong(host: &TestMachine, peer: &str) -> Vec<String> {
     let told = host.told(&["doctor", "--peer", peer, "--json"]);
     let told: Value = serde_json::from_str(&told).unwrap();
     let checks = told["checks"].as_array().unwrap();

@@ -9,24 +9,24 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 use serde_json::{Value, json};
 
-use super::{Machine, live::join_by_token, machines, said, until, until_ready};
-use crate::common::namespaces::Network;
-use crate::nodes::tiny::{FAMILIES, Tiny};
+use super::{TestMachine, live::join_by_token, machines, said, until, until_ready};
+use crate::common::namespaces::NamespaceNetwork;
+use crate::nodes::tiny::{FAMILIES, TinyModelSpec};
 
 const MODEL: &str = "deep.gguf";
 
 /// Some 28 MB, so that a third of it is far more than what tells a file from others.
-const DEEP: Tiny = Tiny {
+const DEEP: TinyModelSpec = TinyModelSpec {
     layers: 4,
     ffn: 8192, // matrices of many pieces
     ..FAMILIES[0]
 };
 
 /// Share of the model's bytes that each machine has, as `host` tells; those without it have none.
-fn shares(host: &Machine) -> Vec<(String, f64)> {
+fn shares(host: &TestMachine) -> Vec<(String, f64)> {
     let told: Value = serde_json::from_str(&host.told(&["models", "--nodes", "--json"])).unwrap();
     let nodes = told["nodes"].as_array().unwrap().iter();
     let share = |node: &Value| {
@@ -45,7 +45,7 @@ fn shares(host: &Machine) -> Vec<(String, f64)> {
 fn each_machine_gets_what_it_computes_with() {
     let test = "weights between namespaces";
     let name = format!("pg{}x", std::process::id());
-    let Some(network) = Network::new(&name, 3, test) else {
+    let Some(network) = NamespaceNetwork::new(&name, 3, test) else {
         return;
     };
     let Some(mut hosts) = machines(&network, test) else {
@@ -96,9 +96,9 @@ fn each_machine_gets_what_it_computes_with() {
 }
 
 /// Parts of a split file reach no other machine.
-fn a_split_file_is_refused(hosts: &[Machine]) {
+fn a_split_file_is_refused(hosts: &[TestMachine]) {
     const PART: &str = "m-00001-of-00003.gguf";
-    let part = Writer::new().meta("split.no", 0_u32);
+    let part = GgufWriter::new().meta("split.no", 0_u32);
     let part = part.meta("split.count", 3_u32);
     part.write(hosts[0].home.path().join(PART));
     for command in [["load", PART, "--nodes", "2"], ["pull", PART, "--to", "n1"]] {
@@ -114,7 +114,7 @@ fn a_split_file_is_refused(hosts: &[Machine]) {
 }
 
 /// The whole copies of a machine.
-fn whole_copies(host: &Machine) -> Vec<PathBuf> {
+fn whole_copies(host: &TestMachine) -> Vec<PathBuf> {
     let files = fs::read_dir(host.home.path().join("copies"));
     let files = files.into_iter().flatten().flatten();
     let files = files.map(|file| file.path());
@@ -131,7 +131,7 @@ fn damage(copy: &Path, bytes: &[u8], at: u64) {
 }
 
 /// A damaged copy of `n1` gives the right answer once it is loaded, and `pull` completes a cut one.
-fn mended(hosts: &[Machine], alone: &Value) {
+fn mended(hosts: &[TestMachine], alone: &Value) {
     let copies = whole_copies(&hosts[1]);
     let [copy] = copies.as_slice() else {
         panic!("{copies:?}");
@@ -159,7 +159,7 @@ fn mended(hosts: &[Machine], alone: &Value) {
 }
 
 /// The model is sent to the machine that has room for it, and refused by the other one.
-fn sent(hosts: &[Machine], alone: &Value) {
+fn sent(hosts: &[TestMachine], alone: &Value) {
     let sent = hosts[0].run(&["pull", MODEL, "--to", "n1,n2"]);
     assert!(!sent.status.success(), "n2 has no room for it");
     let said = said(&sent);
@@ -189,13 +189,13 @@ fn sent(hosts: &[Machine], alone: &Value) {
 }
 
 /// A hub that has one file, `own/repo:m.gguf`.
-struct Hub {
+struct TestHub {
     address: String,
     /// How often the file is still given; the hub breaks off what comes then.
     left: Arc<AtomicUsize>,
 }
 
-impl Hub {
+impl TestHub {
     fn start(file: Vec<u8>, times: usize) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
@@ -210,14 +210,14 @@ impl Hub {
     }
 
     /// A program of a machine that reaches this hub.
-    fn beside(&self, host: &Machine, args: &[&str]) -> std::process::Command {
+    fn beside(&self, host: &TestMachine, args: &[&str]) -> std::process::Command {
         let hub = format!("HF_ENDPOINT={}", self.address);
         let own = [hub.as_str(), env!("CARGO_BIN_EXE_paceline")];
         host.program("/usr/bin/env", &[&own[..], args].concat())
     }
 
     /// Starts the machine's node without a file of the model.
-    fn up_anew(&self, host: &mut Machine) {
+    fn up_anew(&self, host: &mut TestMachine) {
         if host.node.is_some() {
             host.kill();
         }
@@ -228,7 +228,7 @@ impl Hub {
     }
 
     /// Starts the machine's node.
-    fn up(&self, host: &mut Machine) {
+    fn up(&self, host: &mut TestMachine) {
         let log = fs::File::create(host.home.path().join("log")).unwrap();
         let up = ["up", "--port", "0", "--control-port", "0", "--no-beacons"];
         let mut command = self.beside(host, &[&up[..], &["--name", "alone"]].concat());
@@ -266,7 +266,7 @@ fn give(mut stream: &TcpStream, file: &[u8], left: &AtomicUsize) {
 }
 
 /// A file of the store with wrong bytes is fetched again by `pull`.
-fn mended_by_pull(hub: &Hub, host: &Machine, right: &[u8]) {
+fn mended_by_pull(hub: &TestHub, host: &TestMachine, right: &[u8]) {
     let stored = host.home.path().join("models/own--repo--m.gguf/m.gguf");
     damage(&stored, b"wrong", right.len() as u64 / 2);
     let again = hub.beside(host, &["pull", "own/repo"]).output().unwrap();
@@ -283,7 +283,7 @@ fn mended_by_pull(hub: &Hub, host: &Machine, right: &[u8]) {
 }
 
 /// `paceline ps --json` of the only instance.
-fn only(host: &Machine) -> Value {
+fn only(host: &TestMachine) -> Value {
     let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
     all[0].clone()
 }
@@ -291,11 +291,11 @@ fn only(host: &Machine) -> Value {
 #[test]
 fn a_model_that_no_machine_has_comes_from_the_hub_it_came_from() {
     const HUB_MODEL: &str = "own/repo";
-    let mut alone = Machine::new("alone", None);
+    let mut alone = TestMachine::new("alone", None);
     let file = alone.home.path().join("file");
     FAMILIES[0].write(&file);
     let right = fs::read(&file).unwrap();
-    let hub = Hub::start(right.clone(), 3);
+    let hub = TestHub::start(right.clone(), 3);
     hub.up_anew(&mut alone);
     let pulled = hub.beside(&alone, &["pull", HUB_MODEL]).output().unwrap();
     assert!(pulled.status.success(), "{}", said(&pulled));
@@ -338,7 +338,7 @@ fn a_model_that_no_machine_has_comes_from_the_hub_it_came_from() {
 
 /// Waits until the only instance cannot answer, for a reason with these parts. Whether it will be
 /// tried again depends on what its node had written before it was killed.
-fn until_refused(host: &Machine, parts: &[&str]) {
+fn until_refused(host: &TestMachine, parts: &[&str]) {
     let is_refused = || {
         let instance = only(host);
         let told = instance["reason"].as_str().unwrap_or_default();

@@ -11,11 +11,11 @@ use super::{finish, text};
 
 /// A world of its own for one paceline: an empty home, an empty folder for temporary files, and a
 /// folder for models.
-pub(crate) struct World {
+pub(crate) struct TestHome {
     dir: tempfile::TempDir,
 }
 
-impl World {
+impl TestHome {
     pub(crate) fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         for name in ["home", "tmp", "models"] {

@@ -13,11 +13,11 @@ use super::collect;
 
 /// A world of its own: temporary files, a folder to be in, and a stand-in for `ssh`. A further
 /// folder holds one for each host, `a` and `b`.
-pub(crate) struct World {
+pub(crate) struct SshHosts {
     dir: tempfile::TempDir,
 }
 
-impl World {
+impl SshHosts {
     pub(crate) fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let world = Self { dir };
@@ -83,7 +83,7 @@ pub(crate) fn write_program(path: &Path, text: &str) {
 
 /// How a command ended.
 #[derive(Debug)]
-pub(crate) struct Ended {
+pub(crate) struct LaunchOutput {
     pub(crate) code: Option<i32>,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
@@ -93,12 +93,12 @@ pub(crate) struct Ended {
 }
 
 /// Waits for the end of a command.
-pub(crate) fn finish(child: Child) -> Ended {
+pub(crate) fn finish(child: Child) -> LaunchOutput {
     let watch = Stopwatch::start();
     let start = Instant::now();
     let output = collect(child);
     let took = start.elapsed();
-    Ended {
+    LaunchOutput {
         code: output.status.code(),
         stdout: String::from_utf8(output.stdout).unwrap(),
         stderr: String::from_utf8(output.stderr).unwrap(),
@@ -107,7 +107,7 @@ pub(crate) fn finish(child: Child) -> Ended {
     }
 }
 
-impl Ended {
+impl LaunchOutput {
     /// Lines of standard output, sorted: ranks run side by side.
     pub(crate) fn lines(&self) -> Vec<&str> {
         let mut lines: Vec<&str> = self.stdout.lines().collect();

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 /// Namespaces on one bridge or several; deleted at the end.
-pub(crate) struct Network {
+pub(crate) struct NamespaceNetwork {
     names: Vec<String>,
 }
 
@@ -22,7 +22,7 @@ with open(sys.argv[1], 'wb', buffering=0) as out:
         out.write(raw.recv(65535))
 ";
 
-impl Network {
+impl NamespaceNetwork {
     /// `count` namespaces `NAME0` and on, with addresses 10.77.0.1 and on on `eth0`; `None` with a
     /// line when the system does not let us.
     pub(crate) fn new(name: &str, count: usize, test: &str) -> Option<Self> {
@@ -116,7 +116,7 @@ impl Network {
     }
 }
 
-impl Drop for Network {
+impl Drop for NamespaceNetwork {
     fn drop(&mut self) {
         for name in &self.names {
             let _ = ip(&["netns", "del", name]);

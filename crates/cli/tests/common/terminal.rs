@@ -27,7 +27,7 @@ pub(crate) struct Terminal {
     /// The same with them.
     raw: Vec<u8>,
     /// Where in a control sequence the screen is.
-    sequence: Sequence,
+    sequence: EscapeSequence,
     /// How much of it was waited for.
     seen: usize,
     pub(crate) child: Child,
@@ -70,7 +70,7 @@ impl Terminal {
             shown,
             screen: Vec::new(),
             raw: Vec::new(),
-            sequence: Sequence::Outside,
+            sequence: EscapeSequence::Outside,
             seen: 0,
             child,
         }
@@ -110,7 +110,8 @@ impl Terminal {
         self.raw.extend(bytes);
         for byte in bytes {
             let next = self.sequence.next(*byte);
-            let outside = (self.sequence, next) == (Sequence::Outside, Sequence::Outside);
+            let outside =
+                (self.sequence, next) == (EscapeSequence::Outside, EscapeSequence::Outside);
             if outside && *byte != b'\r' {
                 self.screen.push(*byte);
             }
@@ -146,13 +147,13 @@ impl Terminal {
 
 /// Where a byte is in a control sequence: ESC, `[`, parameters, a letter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Sequence {
+enum EscapeSequence {
     Outside,
     Escape,
     Parameters,
 }
 
-impl Sequence {
+impl EscapeSequence {
     const fn next(self, byte: u8) -> Self {
         match (self, byte) {
             (Self::Outside, 0x1b) => Self::Escape,

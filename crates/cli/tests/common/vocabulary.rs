@@ -1,13 +1,13 @@
 //! The vocabulary of models that tests write: three tokens of their own, then one for each byte.
 
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 
 /// Tokens before those of the 256 bytes: unknown, start and end of a message.
 pub(crate) const FIRST_BYTE: usize = 3;
 pub(crate) const VOCAB: usize = FIRST_BYTE + 256;
 
 /// Adds it to a file, where start and end of a message are spelt like this.
-pub(crate) fn write(file: Writer, start: &str, end: &str) -> Writer {
+pub(crate) fn write(file: GgufWriter, start: &str, end: &str) -> GgufWriter {
     let mut tokens = ["<unk>", start, end].map(String::from).to_vec();
     tokens.extend((0..=255).map(byte_name));
     let mut kinds = vec![1; VOCAB]; // ordinary

@@ -3,12 +3,12 @@
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::{Extent, Origin, Row, check, sha256};
-use crate::common::home::World;
+use super::{GoldenRow, RowOrigin, RowSelection, check, sha256};
+use crate::common::home::TestHome;
 use crate::nodes::adapted::write_adapter;
 use crate::nodes::http;
 use crate::nodes::processes::signal;
-use crate::nodes::server::{Server, chat};
+use crate::nodes::server::{NodeServer, chat};
 use crate::nodes::tiny::FAMILIES;
 
 /// Splits of a server, `NODES ARGUMENTS`.
@@ -21,19 +21,19 @@ const CUTS: [&str; 5] = [
 ];
 
 /// A server over a split; its adapter answers as `poet`.
-fn serve(world: &World, model: &str, cut: &str, more: &[&str]) -> Server {
+fn serve(world: &TestHome, model: &str, cut: &str, more: &[&str]) -> NodeServer {
     let args = format!("--context 1024 --parallel 8 --threads 1 --nodes {cut}");
     let args: Vec<&str> = args.split(' ').chain(more.iter().copied()).collect();
-    Server::start(world, model, &args)
+    NodeServer::start(world, model, &args)
 }
 
 /// Stops a server over `cut`.
-fn stop(server: Server, cut: &str) {
+fn stop(server: NodeServer, cut: &str) {
     server.stop(cut[..1].parse().unwrap());
 }
 
 /// A request of every kind, and the columns that differ.
-fn requests(adapters: &[&str], tokens: u32) -> Vec<(Origin, Value)> {
+fn requests(adapters: &[&str], tokens: u32) -> Vec<(RowOrigin, Value)> {
     let schema = json!({
         "type": "object",
         "properties": {"place": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}},
@@ -73,11 +73,11 @@ fn requests(adapters: &[&str], tokens: u32) -> Vec<(Origin, Value)> {
         ),
     ];
     let row = |adapter: &str, (seed, grammar, fields): &(&str, &str, Value)| {
-        let origin = Origin {
+        let origin = RowOrigin {
             seed: (*seed).into(),
             adapter: adapter.into(),
             grammar: (*grammar).into(),
-            ..Origin::default()
+            ..RowOrigin::default()
         };
         let mut fields = fields.clone();
         fields["max_tokens"] = tokens.into();
@@ -106,7 +106,11 @@ fn hash(choice: &Value) -> String {
 }
 
 /// Sends all `requests` together and gives the rows of `model` over `cut`.
-fn asked(server: &Server, (model, cut): (&str, &str), requests: Vec<(Origin, Value)>) -> Vec<Row> {
+fn asked(
+    server: &NodeServer,
+    (model, cut): (&str, &str),
+    requests: Vec<(RowOrigin, Value)>,
+) -> Vec<GoldenRow> {
     let port = server.port;
     std::thread::scope(|scope| {
         let asked: Vec<_> = requests
@@ -133,8 +137,8 @@ fn asked(server: &Server, (model, cut): (&str, &str), requests: Vec<(Origin, Val
 }
 
 /// `origin` with its model and split.
-fn of(origin: Origin, model: &str, cut: &str) -> Origin {
-    Origin {
+fn of(origin: RowOrigin, model: &str, cut: &str) -> RowOrigin {
+    RowOrigin {
         model: model.into(),
         split: cut.into(),
         ..origin
@@ -144,8 +148,8 @@ fn of(origin: Origin, model: &str, cut: &str) -> Origin {
 /// Random models of four families, over every split; in the gate each over one.
 #[test]
 fn tiny() {
-    let extent = Extent::of_this_run();
-    let world = World::new();
+    let extent = RowSelection::of_this_run();
+    let world = TestHome::new();
     let mut rows = Vec::new();
     for (number, tiny) in FAMILIES.into_iter().enumerate() {
         let path = world.write_model(tiny);
@@ -165,8 +169,8 @@ fn tiny() {
 /// Answers whose server loses a worker, each rank in turn; in the gate one model loses one.
 #[test]
 fn faults() {
-    let extent = Extent::of_this_run();
-    let world = World::new();
+    let extent = RowSelection::of_this_run();
+    let world = TestHome::new();
     let mut rows = Vec::new();
     for (number, tiny) in FAMILIES.into_iter().enumerate() {
         let path = world.write_model(tiny);
@@ -180,10 +184,10 @@ fn faults() {
                 ("-", json!({"temperature": 0})),
                 ("7", json!({"temperature": 1, "seed": 7})),
             ] {
-                let origin = Origin {
+                let origin = RowOrigin {
                     seed: seed.into(),
                     fault: format!("rank {victim} killed"),
-                    ..Origin::default()
+                    ..RowOrigin::default()
                 };
                 let workers = server.running.workers(cut[..1].parse().unwrap());
                 let lose = || signal(workers[victim], Signal::KILL);
@@ -197,7 +201,7 @@ fn faults() {
 }
 
 /// The hash of a streamed answer of 400 tokens; `fault` happens after the twentieth.
-fn streamed(server: &Server, model: &str, mut fields: Value, fault: impl FnOnce()) -> String {
+fn streamed(server: &NodeServer, model: &str, mut fields: Value, fault: impl FnOnce()) -> String {
     fields["max_tokens"] = 400.into();
     fields["stream"] = true.into();
     fields["logprobs"] = true.into();
@@ -223,11 +227,11 @@ fn streamed(server: &Server, model: &str, mut fields: Value, fault: impl FnOnce(
 /// SmolLM2 over three splits; in the gate over one.
 #[test]
 fn smollm2() {
-    let extent = Extent::of_this_run();
+    let extent = RowSelection::of_this_run();
     let Some(path) = crate::common::smollm2("golden::answers::smollm2") else {
         return;
     };
-    let world = World::new();
+    let world = TestHome::new();
     let mut rows = Vec::new();
     for cut in &CUTS[..3] {
         if extent.is_part() && *cut != CUTS[1] {
@@ -245,8 +249,8 @@ fn smollm2() {
 /// Folders of every family by `paceline run`; in the gate every fifth over one split.
 #[test]
 fn families() {
-    let extent = Extent::of_this_run();
-    let world = World::new();
+    let extent = RowSelection::of_this_run();
+    let world = TestHome::new();
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests-data/golden/hf");
     let entries = std::fs::read_dir(folder)
         .unwrap()
@@ -265,9 +269,9 @@ fn families() {
                 let args = format!("--raw --max-tokens 24 --threads 1 {sampling} --nodes {cut}");
                 let args: Vec<&str> = ["the sky is"].into_iter().chain(args.split(' ')).collect();
                 let answer = world.json(model.to_str().unwrap(), &args);
-                let origin = Origin {
+                let origin = RowOrigin {
                     seed: seed.into(),
-                    ..Origin::default()
+                    ..RowOrigin::default()
                 };
                 let tokens = answer["tokens"].to_string();
                 rows.push((of(origin, name, cut), sha256(tokens.as_bytes())));

@@ -2,18 +2,18 @@
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Extent, Origin, Row, check, sha256};
-use crate::common::home::{World, object};
+use super::{GoldenRow, RowOrigin, RowSelection, check, sha256};
+use crate::common::home::{TestHome, object};
 use crate::common::{finish, until};
 use crate::{mapreduce, train};
 
-fn row(model: &str, split: &str, fault: &str, bytes: &[u8]) -> Row {
-    let origin = Origin {
+fn row(model: &str, split: &str, fault: &str, bytes: &[u8]) -> GoldenRow {
+    let origin = RowOrigin {
         model: model.into(),
         split: split.into(),
         seed: "3".into(),
         fault: fault.into(),
-        ..Origin::default()
+        ..RowOrigin::default()
     };
     (origin, sha256(bytes))
 }
@@ -21,8 +21,8 @@ fn row(model: &str, split: &str, fault: &str, bytes: &[u8]) -> Row {
 /// Adapters of two methods and two batches over processes; in the gate one.
 #[test]
 fn training() {
-    let extent = Extent::of_this_run();
-    let world = World::new();
+    let extent = RowSelection::of_this_run();
+    let world = TestHome::new();
     let data = train::data(&world);
     let mut rows = Vec::new();
     for (number, more) in [
@@ -65,7 +65,7 @@ fn training() {
 }
 
 /// The tensors that a run wrote: its adapter, or its model.
-fn trained(world: &World, output: &str) -> Vec<u8> {
+fn trained(world: &TestHome, output: &str) -> Vec<u8> {
     let folder = world.path("models").join(output);
     ["adapter_model.safetensors", "model.safetensors"]
         .iter()
@@ -74,7 +74,7 @@ fn trained(world: &World, output: &str) -> Vec<u8> {
 }
 
 /// The adapter of a run that is killed after a checkpoint, and resumed.
-fn killed(world: &World, data: &str) -> Vec<u8> {
+fn killed(world: &TestHome, data: &str) -> Vec<u8> {
     let more = ["--steps", "12", "--save-every", "2", "--nodes", "2"];
     let mut run = world
         .paceline(train::args(data, "killed", &more))
@@ -96,7 +96,7 @@ fn killed(world: &World, data: &str) -> Vec<u8> {
 /// Array jobs over one and three processes; in the gate some over two.
 #[test]
 fn arrays() {
-    let extent = Extent::of_this_run();
+    let extent = RowSelection::of_this_run();
     let world = mapreduce::stocked();
     let mut rows = Vec::new();
     for (number, job) in [

@@ -21,7 +21,7 @@ use sha2::{Digest, Sha256};
 
 /// Where a row comes from: the columns of a table before the hash.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Origin {
+struct RowOrigin {
     model: String,
     split: String,
     seed: String,
@@ -31,11 +31,11 @@ struct Origin {
 }
 
 /// A row: where the result comes from, and its hash.
-type Row = (Origin, String);
+type GoldenRow = (RowOrigin, String);
 
 /// How many rows are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Extent {
+enum RowSelection {
     /// The gate's part.
     Part,
     /// All rows, which a long run compares.
@@ -44,7 +44,7 @@ enum Extent {
     Write,
 }
 
-impl Extent {
+impl RowSelection {
     fn of_this_run() -> Self {
         match std::env::var("PACELINE_GOLDEN").as_deref() {
             Ok("write") => Self::Write,
@@ -59,7 +59,7 @@ impl Extent {
     }
 }
 
-impl Origin {
+impl RowOrigin {
     /// The row's columns but the last; an empty one is a dash.
     fn columns(&self) -> String {
         let columns = [
@@ -88,14 +88,14 @@ fn sha256(bytes: &[u8]) -> String {
 ///
 /// # Panics
 /// When a row is not in the table, has another hash, or (where all were computed) is missing.
-fn check(name: &str, extent: Extent, rows: &[Row]) {
+fn check(name: &str, extent: RowSelection, rows: &[GoldenRow]) {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests-data/golden/bits");
     let path = PathBuf::from(folder).join(name).with_extension("tsv");
     let lines = rows
         .iter()
         .map(|(origin, hash)| format!("{}\t{hash}", origin.columns()));
     let lines: Vec<String> = lines.collect();
-    if extent == Extent::Write {
+    if extent == RowSelection::Write {
         std::fs::write(&path, lines.join("\n") + "\n").unwrap();
         return;
     }
@@ -112,7 +112,7 @@ fn check(name: &str, extent: Extent, rows: &[Row]) {
         lines.len(),
         path.display()
     );
-    if extent == Extent::All {
+    if extent == RowSelection::All {
         assert_eq!(lines.len(), table.len(), "{name}: rows of the table");
     }
     assert!(lines.len() > 1, "{name}: nothing was compared");

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{World, assert_gone, finish, until};
+use super::{SshHosts, assert_gone, finish, until};
 
 /// The limit for events that should come at once, less what the machine withheld.
 const SOON: Duration = Duration::from_secs(10);
@@ -15,7 +15,7 @@ const SOON: Duration = Duration::from_secs(10);
 const SLEEP: &str = "cd $D; sleep 1000 & echo $! >child.$MLX_RANK; echo $$ >id.$MLX_RANK.part; \
                      mv id.$MLX_RANK.part id.$MLX_RANK; wait";
 
-fn ids(world: &World, ranks: &[usize]) -> Vec<PathBuf> {
+fn ids(world: &SshHosts, ranks: &[usize]) -> Vec<PathBuf> {
     let names = ranks
         .iter()
         .flat_map(|r| [format!("here/id.{r}"), format!("here/child.{r}")]);
@@ -23,7 +23,7 @@ fn ids(world: &World, ranks: &[usize]) -> Vec<PathBuf> {
 }
 
 /// The two kinds of hosts, `ranks` ranks.
-fn kinds(world: &World, ranks: usize) -> [Vec<String>; 2] {
+fn kinds(world: &SshHosts, ranks: usize) -> [Vec<String>; 2] {
     let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
     [
         words(&["-n", &ranks.to_string()]),
@@ -32,7 +32,12 @@ fn kinds(world: &World, ranks: usize) -> [Vec<String>; 2] {
 }
 
 /// Arguments that run `script` in the tests' folder.
-fn args<'a>(world: &World, hosts: &'a [String], own: &[&'a str], script: &'a str) -> Vec<String> {
+fn args<'a>(
+    world: &SshHosts,
+    hosts: &'a [String],
+    own: &[&'a str],
+    script: &'a str,
+) -> Vec<String> {
     let folder = format!("D={}", world.path("here").display());
     let mut all = hosts.to_vec();
     all.extend(["--env".to_owned(), folder]);
@@ -41,12 +46,12 @@ fn args<'a>(world: &World, hosts: &'a [String], own: &[&'a str], script: &'a str
     all
 }
 
-fn start(world: &World, args: &[String]) -> Child {
+fn start(world: &SshHosts, args: &[String]) -> Child {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     world.launch(&args).spawn().unwrap()
 }
 
-fn wait_for_ranks(world: &World, ranks: &[usize]) {
+fn wait_for_ranks(world: &SshHosts, ranks: &[usize]) {
     until("all ranks run", || {
         ids(world, ranks).iter().all(|file| file.exists())
     });
@@ -54,7 +59,7 @@ fn wait_for_ranks(world: &World, ranks: &[usize]) {
 
 #[test]
 fn the_first_failure_ends_all_with_its_code() {
-    let world = World::new();
+    let world = SshHosts::new();
     let script = format!(
         "if [ $MLX_RANK = 1 ]; then while ! [ -e $D/id.0 ] || ! [ -e $D/id.2 ]; \
                           do sleep 0.02; done; exit 7; fi; {SLEEP}"
@@ -76,7 +81,7 @@ fn the_first_failure_ends_all_with_its_code() {
 
 #[test]
 fn codes_and_signals_are_passed_on() {
-    let world = World::new();
+    let world = SshHosts::new();
     for (script, code, words) in [
         ("exit 0", 0, ""),
         ("exit 255", 255, "exited with code 255"),
@@ -111,7 +116,7 @@ fn codes_and_signals_are_passed_on() {
 /// MLX sends SIGTERM and waits for ever.
 #[test]
 fn a_rank_that_will_not_end_is_killed() {
-    let world = World::new();
+    let world = SshHosts::new();
     let script = format!(
         "if [ $MLX_RANK = 0 ]; then while ! [ -e $D/id.1 ]; do sleep 0.02; done; exit 3; fi; \
          trap '' TERM INT; {SLEEP}"
@@ -136,7 +141,7 @@ fn a_rank_that_will_not_end_is_killed() {
 
 #[test]
 fn ctrl_c_reaches_the_programs() {
-    let world = World::new();
+    let world = SshHosts::new();
     let script = format!("trap 'echo caught; exit 0' INT; {SLEEP}");
     for hosts in kinds(&world, 2) {
         let child = start(&world, &args(&world, &hosts, &[], &script));
@@ -156,7 +161,7 @@ fn ctrl_c_reaches_the_programs() {
 
 #[test]
 fn a_launcher_that_is_killed_takes_all_with_it() {
-    let world = World::new();
+    let world = SshHosts::new();
     let script = format!("trap '' HUP; {SLEEP}");
     for hosts in kinds(&world, 3) {
         let child = start(&world, &args(&world, &hosts, &[], &script));
@@ -188,7 +193,7 @@ fn a_connection_that_breaks_ends_all() {
             "error: the session of rank 1 on b is lost: it was ended by SIGKILL\n",
         ),
     ] {
-        let world = World::new();
+        let world = SshHosts::new();
         let hosts = &kinds(&world, 2)[1];
         let child = start(&world, &args(&world, hosts, &[], SLEEP));
         wait_for_ranks(&world, &[0, 1]);
@@ -223,7 +228,7 @@ fn has_word(id: i32, word: &str) -> bool {
 /// MLX raises in a thread, and the other ranks continue.
 #[test]
 fn a_host_that_cannot_be_reached_starts_nothing() {
-    let world = World::new();
+    let world = SshHosts::new();
     let path = world.path("hosts.json");
     let text = r#"[{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "gone", "ips": ["10.0.0.2"]}]"#;
     std::fs::write(&path, text).unwrap();
@@ -242,7 +247,7 @@ fn a_host_that_cannot_be_reached_starts_nothing() {
 /// A process that a program leaves behind is ended with it, and does not hold up the launch.
 #[test]
 fn what_a_program_leaves_behind_ends_with_it() {
-    let world = World::new();
+    let world = SshHosts::new();
     let script = "cd $D; sleep 1000 & echo $! >child.$MLX_RANK; echo done";
     for hosts in kinds(&world, 2) {
         let ended = finish(start(&world, &args(&world, &hosts, &[], script))).ok();
@@ -255,7 +260,7 @@ fn what_a_program_leaves_behind_ends_with_it() {
 /// A daemon has left the group on purpose; it lives on, but does not hold up the launch.
 #[test]
 fn a_daemon_does_not_hold_up_the_launch() {
-    let world = World::new();
+    let world = SshHosts::new();
     let script = "cd $D; setsid sh -c 'echo $$ >daemon; exec sleep 1000' & \
                   while ! [ -s daemon ]; do sleep 0.02; done; echo done";
     let hosts = &kinds(&world, 1)[0];

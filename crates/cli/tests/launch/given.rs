@@ -2,14 +2,14 @@
 
 use std::fs;
 
-use super::{World, finish};
+use super::{SshHosts, finish};
 
 /// Prints what MLX reads.
 const SHOW: &str = r#"echo "$MLX_RANK $(cat "$MLX_HOSTFILE" 2>/dev/null) $V" "$@""#;
 
 #[test]
 fn local_ranks_are_a_ring() {
-    let world = World::new();
+    let world = SshHosts::new();
     let ended = world
         .run_launch(&["-n", "2", "--env", "V=x y", "--", "sh", "-c", SHOW])
         .ok();
@@ -23,7 +23,7 @@ fn local_ranks_are_a_ring() {
 
 #[test]
 fn other_machines_are_reached_by_ssh() {
-    let world = World::new();
+    let world = SshHosts::new();
     let hostfile = world.hostfile(3);
     let args = [
         "--hostfile",
@@ -46,7 +46,7 @@ fn other_machines_are_reached_by_ssh() {
 /// A host has one connection: the keeper's session makes it, those of the ranks join it.
 #[test]
 fn sessions_of_a_host_share_a_connection() {
-    let world = World::new();
+    let world = SshHosts::new();
     let hostfile = world.hostfile(4);
     world.run_launch(&["--hostfile", &hostfile, "true"]).ok();
     let calls = world.calls();
@@ -81,7 +81,7 @@ fn sessions_of_a_host_share_a_connection() {
 /// the arguments of a process.
 #[test]
 fn values_are_not_in_sight() {
-    let world = World::new();
+    let world = SshHosts::new();
     let hostfile = world.hostfile(1);
     let args = [
         "--hostfile",
@@ -103,7 +103,7 @@ fn values_are_not_in_sight() {
 
 #[test]
 fn words_arrive_as_they_are() {
-    let world = World::new();
+    let world = SshHosts::new();
     let hostfile = world.hostfile(1);
     let words = [
         "",
@@ -143,7 +143,7 @@ fn words_arrive_as_they_are() {
 /// A secret is not to be read in the arguments of a process that everybody can list.
 #[test]
 fn a_variable_without_a_value_has_that_of_the_launcher() {
-    let world = World::new();
+    let world = SshHosts::new();
     let run = |args: &[&str]| {
         let mut command = world.paceline(&[&["launch"], args].concat());
         crate::common::hosts::finish(command.env("SECRET", "s3 = x").spawn().unwrap())
@@ -164,7 +164,7 @@ fn a_variable_without_a_value_has_that_of_the_launcher() {
 /// MLX takes flags of the program for its own unless `--` comes first.
 #[test]
 fn the_programs_flags_are_its_own() {
-    let world = World::new();
+    let world = SshHosts::new();
     let ended = world
         .run_launch(&["-n", "1", "echo", "--verbose", "-n", "7", "--", "--hosts"])
         .ok();
@@ -173,7 +173,7 @@ fn the_programs_flags_are_its_own() {
 
 #[test]
 fn the_folder_is_the_launchers_where_it_exists() {
-    let world = World::new();
+    let world = SshHosts::new();
     let here = world.path("here").canonicalize().unwrap();
     let ended = world.run_launch(&["pwd"]).ok();
     assert_eq!(ended.stdout, format!("[0] {}\n", here.display()));
@@ -207,7 +207,7 @@ fn the_folder_is_the_launchers_where_it_exists() {
 /// A value that is not on the command line is in no list of processes, here or there.
 #[test]
 fn a_variable_without_a_value_is_passed_on_unseen() {
-    let world = World::new();
+    let world = SshHosts::new();
     let hostfile = world.hostfile(1);
     // The pattern does not match itself.
     let show = r#"echo "$KEPT"; cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' |
@@ -226,7 +226,7 @@ fn a_variable_without_a_value_is_passed_on_unseen() {
 
 #[test]
 fn the_hostfile_brings_backend_and_environment() {
-    let world = World::new();
+    let world = SshHosts::new();
     let path = world.path("jaccl.json");
     let text = r#"{"backend": "jaccl", "envs": ["V=file", "W=file"], "hosts": [
         {"ssh": "a", "ips": ["10.0.0.1"], "rdma": [null, ["rdma_en5", "rdma_en6"]]},
@@ -268,7 +268,7 @@ fn the_hostfile_brings_backend_and_environment() {
 
 #[test]
 fn python_runs_what_follows() {
-    let world = World::new();
+    let world = SshHosts::new();
     fs::write(world.path("here/p.py"), "print('hi')").unwrap();
     let ended = world.run_launch(&["--python", "cat", "p.py"]).ok();
     assert_eq!(ended.stdout, "[0] print('hi')\n");
@@ -281,7 +281,7 @@ fn python_runs_what_follows() {
 /// A greeting of a login shell is no output of the program.
 #[test]
 fn greetings_are_not_output() {
-    let world = World::new();
+    let world = SshHosts::new();
     fs::create_dir(world.path("hosts/a/bin")).unwrap();
     let hostfile = world.hostfile(1);
     let fake = fs::read_to_string(world.path("bin/ssh")).unwrap();

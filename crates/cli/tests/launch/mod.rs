@@ -21,17 +21,17 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Child, Command};
 
-use crate::common::hosts::{Ended, World, finish};
+use crate::common::hosts::{LaunchOutput, SshHosts, finish};
 use crate::common::until;
 
-impl World {
+impl SshHosts {
     /// `paceline launch` with `args`, its streams piped.
     fn launch(&self, args: &[&str]) -> Command {
         self.paceline(&[&["launch"], args].concat())
     }
 
     /// Runs it to its end.
-    fn run_launch(&self, args: &[&str]) -> Ended {
+    fn run_launch(&self, args: &[&str]) -> LaunchOutput {
         finish(self.launch(args).spawn().unwrap())
     }
 

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::wires::report;
-use super::{Ended, World, assert_gone, feed, finish, until};
+use super::{LaunchOutput, SshHosts, assert_gone, feed, finish, until};
 
 /// `mpirun` refuses root and more ranks than cores unless told otherwise, and any other MPI has
 /// other options.
@@ -22,7 +22,7 @@ fn can(test: &str) -> bool {
     is_there
 }
 
-fn launch(world: &World, args: &[&str]) -> Command {
+fn launch(world: &SshHosts, args: &[&str]) -> Command {
     let mut command = world.launch(&[&LET, args].concat());
     command
         .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
@@ -32,7 +32,7 @@ fn launch(world: &World, args: &[&str]) -> Command {
     command
 }
 
-fn run(world: &World, args: &[&str], input: &[u8]) -> Ended {
+fn run(world: &SshHosts, args: &[&str], input: &[u8]) -> LaunchOutput {
     let mut command = launch(world, args);
     let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
     feed(&mut child, input);
@@ -44,7 +44,7 @@ fn mpirun_starts_ranks_with_environment_and_input() {
     if !can("launch --backend mpi") {
         return;
     }
-    let world = World::new();
+    let world = SshHosts::new();
     let wanted = world.path("tmp").canonicalize().unwrap();
     let script = "printf \"$OMPI_COMM_WORLD_RANK/$OMPI_COMM_WORLD_SIZE \"; sleep 0.1; echo $V; \
                   pwd; cat; echo err >&2";
@@ -88,7 +88,7 @@ fn mpiruns_code_is_that_of_the_first_rank_that_fails() {
     if !can("launch --backend mpi, failing") {
         return;
     }
-    let world = World::new();
+    let world = SshHosts::new();
     let script = "echo $$ >id.$OMPI_COMM_WORLD_RANK; [ $OMPI_COMM_WORLD_RANK = 1 ] || sleep 1000; \
                   while ! [ -s id.0 ]; do sleep 0.02; done; exit 7";
     let ended = run(&world, &["-n", "2", "sh", "-c", script], b"");
@@ -107,7 +107,7 @@ fn the_librarys_name_is_passed_on() {
     if !can("launch --backend mpi, MLX_MPI_LIBNAME") {
         return;
     }
-    let world = World::new();
+    let world = SshHosts::new();
     let ended = run(
         &world,
         &["-n", "1", "sh", "-c", "echo $MLX_MPI_LIBNAME"],
@@ -123,7 +123,7 @@ fn mpiruns_ranks_end_with_the_launcher() {
         return;
     }
     for signal in [Signal::INT, Signal::KILL] {
-        let world = World::new();
+        let world = SshHosts::new();
         let ids = [0, 1].map(|rank| world.path(&format!("here/id.{rank}")));
         let script = "echo $$ >id.$OMPI_COMM_WORLD_RANK; exec sleep 1000";
         let mut command = launch(&world, &["-n", "2", "sh", "-c", script]);
@@ -151,7 +151,7 @@ fn bench_comm_runs_under_mpirun() {
     if !can(TEST) {
         return;
     }
-    let world = World::new();
+    let world = SshHosts::new();
     let program = [
         env!("CARGO_BIN_EXE_paceline"),
         "bench",

@@ -9,26 +9,26 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Ended, World, assert_gone, finish, until};
+use super::{LaunchOutput, SshHosts, assert_gone, finish, until};
 
 const SERVER: &str = "/usr/sbin/sshd";
 
 /// A server for this world, with a key of its own and no others.
-struct Server {
+struct SshServer {
     child: Child,
 }
 
-impl Drop for Server {
+impl Drop for SshServer {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-impl Server {
+impl SshServer {
     /// Starts it, and has the world's `ssh` go there for hosts `one` and `two`; `None` with a line
     /// when that is not wanted or cannot be.
-    fn start(world: &World, test: &str) -> Option<Self> {
+    fn start(world: &SshHosts, test: &str) -> Option<Self> {
         if std::env::var_os("PACELINE_TEST_SSHD").is_none() {
             eprintln!("SKIPPED {test}: PACELINE_TEST_SSHD is not set");
             return None;
@@ -81,7 +81,7 @@ impl Server {
     }
 }
 
-fn hostfile(world: &World) -> String {
+fn hostfile(world: &SshHosts) -> String {
     let path = world.path("real.json");
     let text = r#"[{"ssh": "one", "ips": ["127.0.0.1"]}, {"ssh": "two", "ips": ["127.0.0.1"]},
                    {"ssh": "one", "ips": ["127.0.0.1"]}]"#;
@@ -89,7 +89,7 @@ fn hostfile(world: &World) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-fn connections(world: &World) -> usize {
+fn connections(world: &SshHosts) -> usize {
     let log = fs::read_to_string(world.path("sshd/log")).unwrap();
     log.lines()
         .filter(|line| line.starts_with("Accepted publickey"))
@@ -98,13 +98,13 @@ fn connections(world: &World) -> usize {
 
 #[test]
 fn real_sessions_run_and_end() {
-    let world = World::new();
-    let Some(_server) = Server::start(&world, "launch over a real sshd") else {
+    let world = SshHosts::new();
+    let Some(_server) = SshServer::start(&world, "launch over a real sshd") else {
         return;
     };
     let hostfile = hostfile(&world);
     let folder = format!("D={}", world.path("here").display());
-    let run = |script: &str| -> Ended {
+    let run = |script: &str| -> LaunchOutput {
         let args = [
             "--hostfile",
             &hostfile,

@@ -6,13 +6,13 @@ use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 use std::thread;
 
-use super::{World, feed, finish};
+use super::{SshHosts, feed, finish};
 use crate::common::complaints;
 
 /// MLX loses what is in the pipe when a process ends.
 #[test]
 fn the_last_output_is_not_lost() {
-    let world = World::new();
+    let world = SshHosts::new();
     let hostfile = world.hostfile(2);
     let script =
         "i=0; while [ $i -lt 5000 ]; do i=$((i+1)); echo line $i; done; echo bye >&2; exit 0";
@@ -31,7 +31,7 @@ fn the_last_output_is_not_lost() {
 
 #[test]
 fn input_goes_where_it_should() {
-    let world = World::new();
+    let world = SshHosts::new();
     let bytes: Vec<u8> = (0..300_000_u32)
         .flat_map(|i| (i as u16).to_le_bytes())
         .collect();
@@ -74,7 +74,7 @@ fn input_goes_where_it_should() {
 /// With MLX a rank that does not read breaks the launcher's pipe, or is fed for ever.
 #[test]
 fn ranks_need_not_read_their_input() {
-    let world = World::new();
+    let world = SshHosts::new();
     let input = vec![b'x'; 1 << 20];
     for script in ["exit 0", "head -c 1 >one.$MLX_RANK"] {
         let args = ["-n", "2", "--stdin", "all", "sh", "-c", script];
@@ -92,7 +92,7 @@ fn ranks_need_not_read_their_input() {
 /// Bytes come unchanged, the control characters of terminals included.
 #[test]
 fn input_is_not_touched() {
-    let world = World::new();
+    let world = SshHosts::new();
     let hostfile = world.hostfile(1);
     let mut command = world.launch(&["--hostfile", &hostfile, "od", "-An", "-tx1", "-v"]);
     let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
@@ -103,7 +103,7 @@ fn input_is_not_touched() {
 
 #[test]
 fn a_reader_that_leaves_ends_all() {
-    let world = World::new();
+    let world = SshHosts::new();
     // Both ranks run, and have said which process they are, before the first byte of output.
     let script = "echo $$ >id.$MLX_RANK; \
                   while ! [ -s id.0 ] || ! [ -s id.1 ]; do sleep 0.02; done; \
@@ -132,7 +132,7 @@ fn hasty() -> (OwnedFd, UnixStream) {
 /// switched, a pipe of a program that shares it.
 #[test]
 fn streams_that_do_not_wait_are_waited_for() {
-    let world = World::new();
+    let world = SshHosts::new();
     let ((stdin, mut keys), (stdout, mut shown)) = (hasty(), hasty());
     let script = "cat; i=0; while [ $i -lt 5000 ]; do i=$((i+1)); echo a line of some length; done";
     let mut command = world.launch(&["-n", "2", "--stdin", "all", "sh", "-c", script]);

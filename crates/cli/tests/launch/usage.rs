@@ -2,11 +2,11 @@
 
 use std::fs;
 
-use super::World;
+use super::SshHosts;
 use crate::common::{assert_parts, rows};
 
 /// Arguments, and what is said to them, in this order.
-type Wrong = (&'static [&'static str], &'static [&'static str]);
+type LaunchUsageCase = (&'static [&'static str], &'static [&'static str]);
 
 /// Wrong without any hostfile.
 const ARGUMENTS: &str = "\
@@ -25,7 +25,7 @@ const ARGUMENTS: &str = "\
 const NO_IPS: &str = r#"[{"ssh": "a"}, {"ssh": "b"}]"#;
 
 /// Hostfiles, what stands behind them on the command line, and what is said to that.
-const HOSTFILES: [(&str, Wrong); 6] = [
+const HOSTFILES: [(&str, LaunchUsageCase); 6] = [
     (NO_IPS, (&["-n", "2", "true"], &["cannot be used with"])),
     (NO_IPS, (&["true"], &["host a has no address"])),
     (
@@ -51,7 +51,7 @@ const HOSTFILES: [(&str, Wrong); 6] = [
 ];
 
 /// These arguments are refused with those words before anybody is called.
-fn assert_refused(world: &World, args: &[&str], says: &[impl AsRef<str>]) {
+fn assert_refused(world: &SshHosts, args: &[&str], says: &[impl AsRef<str>]) {
     let ended = world.run_launch(args);
     assert_eq!(ended.code, Some(2), "{args:?}: {ended:?}");
     assert_eq!(ended.stdout, "", "{args:?}");
@@ -61,7 +61,7 @@ fn assert_refused(world: &World, args: &[&str], says: &[impl AsRef<str>]) {
 
 #[test]
 fn arguments_that_cannot_be_are_said_with_advice() {
-    let world = World::new();
+    let world = SshHosts::new();
     for (args, says) in rows(ARGUMENTS) {
         assert_refused(&world, &args, &says);
     }
@@ -70,7 +70,7 @@ fn arguments_that_cannot_be_are_said_with_advice() {
 
 #[test]
 fn hostfiles_that_cannot_be_are_said_with_advice() {
-    let world = World::new();
+    let world = SshHosts::new();
     let path = world.path("hosts.json");
     let hostfile = ["--hostfile", path.to_str().unwrap()];
     for (hosts, (args, says)) in HOSTFILES {
@@ -82,7 +82,7 @@ fn hostfiles_that_cannot_be_are_said_with_advice() {
 
 #[test]
 fn programs_that_are_missing_are_named() {
-    let world = World::new();
+    let world = SshHosts::new();
     let hostfile = world.hostfile(2);
     let mut command = world.launch(&["--hostfile", &hostfile, "true"]);
     let ended = super::finish(command.env("PATH", world.path("here")).spawn().unwrap());

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use super::{Ended, World};
+use super::{LaunchOutput, SshHosts};
 use crate::library;
 
 /// The binary under test, as a rank's program.
@@ -21,7 +21,7 @@ fn free_port() -> String {
 }
 
 /// The report of rank 0: nobody else prints.
-pub(crate) fn report(ended: Ended) -> Value {
+pub(crate) fn report(ended: LaunchOutput) -> Value {
     let ended = ended.ok();
     let [line] = ended.lines()[..] else {
         panic!("more than a report: {ended:?}");
@@ -38,7 +38,7 @@ fn operations(report: &Value) -> Vec<&str> {
 }
 
 /// A hostfile of this machine, twice, with a device from each rank to the other.
-fn devices(world: &World) -> String {
+fn devices(world: &SshHosts) -> String {
     let host =
         |rdma: &str| format!(r#"{{"ssh": "127.0.0.1", "ips": ["127.0.0.1"], "rdma": {rdma}}}"#);
     let hosts = [host(r#"[null, "soft0"]"#), host(r#"["soft1", null]"#)].join(",");
@@ -54,7 +54,7 @@ fn devices(world: &World) -> String {
 /// Processes, a library that the system's loader finds by its name, and JACCL's environment.
 #[test]
 fn ranks_over_rdma_are_found_by_jaccls_environment() {
-    let world = World::new();
+    let world = SshHosts::new();
     let folder = world.path("here");
     if library::build(&folder).is_none() {
         eprintln!("SKIPPED ranks_over_rdma_are_found_by_jaccls_environment: no rustc");
@@ -101,7 +101,7 @@ fn ranks_over_rdma_are_found_by_jaccls_environment() {
 
 #[test]
 fn ranks_of_mlxs_ring_are_found_by_its_hostfile() {
-    let world = World::new();
+    let world = SshHosts::new();
     let port = free_port();
     let args = ["-n", "2", "-p", &port, "--", PROGRAM];
     let more = ["--transport", "mlx-ring", "--plaintext", "--json"];
@@ -119,7 +119,7 @@ fn ranks_of_mlxs_ring_are_found_by_its_hostfile() {
 
 #[test]
 fn ranks_of_another_wire_can_be_started_without_a_launcher() {
-    let world = World::new();
+    let world = SshHosts::new();
     let args = [&SHORT[..], &["--transport", "mlx-ring", "--plaintext"]].concat();
     let mut command = Command::new(PROGRAM);
     let output = command.args(args).env_remove("MLX_RANK").output().unwrap();

@@ -5,9 +5,9 @@ use std::path::Path;
 use paceline_base::SplitMix64;
 use serde_json::{Map, Value, json};
 
-use super::server::{Server, chat};
-use super::tiny::{FAMILIES, Tiny};
-use super::{World, alone, finish, http, text};
+use super::server::{NodeServer, chat};
+use super::tiny::{FAMILIES, TinyModelSpec};
+use super::{TestHome, alone, finish, http, text};
 use crate::common::home::object;
 
 /// Inner dimension of the adapters.
@@ -17,7 +17,7 @@ const RANK: usize = 2;
 const SIZES: [usize; 2] = [256, 512];
 
 /// Writes an adapter of the queries, the attention's output and down, in PEFT's form.
-pub(crate) fn write_adapter(tiny: Tiny, folder: &Path, seed: u64) {
+pub(crate) fn write_adapter(tiny: TinyModelSpec, folder: &Path, seed: u64) {
     let [width, ffn] = SIZES;
     let heads = tiny.heads * tiny.head_dim;
     let mut random = SplitMix64::new(seed);
@@ -53,7 +53,7 @@ pub(crate) fn write_adapter(tiny: Tiny, folder: &Path, seed: u64) {
 }
 
 /// The answer of a server as a model.
-fn answer(server: &Server, model: &str) -> String {
+fn answer(server: &NodeServer, model: &str) -> String {
     let body = chat(model, "hi", &json!({"max_tokens": 16}));
     let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));
     assert_eq!(answer.status, 200, "{}", answer.body);
@@ -64,7 +64,7 @@ fn answer(server: &Server, model: &str) -> String {
 #[test]
 fn one_copy_of_the_weights_answers_with_each_adapter_over_any_split() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     write_adapter(FAMILIES[0], &world.path("models/poet"), 1);
     write_adapter(FAMILIES[0], &world.path("models/cook"), 2);
@@ -72,7 +72,7 @@ fn one_copy_of_the_weights_answers_with_each_adapter_over_any_split() {
     let told = |nodes: &str| {
         let args = "--adapter poet=poet --adapter cook=cook --threads 1 --nodes";
         let args: Vec<&str> = args.split(' ').chain([nodes]).collect();
-        let server = Server::start(&world, &model, &args);
+        let server = NodeServer::start(&world, &model, &args);
         let list = http::ask(server.port, "/v1/models", None).body;
         let list = list["data"].as_array().unwrap().iter();
         let ids: Vec<&str> = list.map(|model| model["id"].as_str().unwrap()).collect();
@@ -88,7 +88,7 @@ fn one_copy_of_the_weights_answers_with_each_adapter_over_any_split() {
     assert_eq!(told("3"), one);
 
     // Without a name it answers in place of the model, and `run` says the same.
-    let server = Server::start(&world, &model, &["--adapter", "poet", "--threads", "1"]);
+    let server = NodeServer::start(&world, &model, &["--adapter", "poet", "--threads", "1"]);
     assert_eq!(answer(&server, "llama"), *poet);
     server.stop(1);
     let run = ["run", &model, "hi", "--adapter", "poet", "--json"];
@@ -100,7 +100,7 @@ fn one_copy_of_the_weights_answers_with_each_adapter_over_any_split() {
 
 #[test]
 fn adapters_that_do_not_fit_are_refused_before_anything_is_loaded() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     write_adapter(FAMILIES[0], &world.path("models/poet"), 1);
     let refused = |args: &[&str]| {
@@ -113,7 +113,7 @@ fn adapters_that_do_not_fit_are_refused_before_anything_is_loaded() {
     assert!(refused(&same).contains("hint: give an adapter a name of its own"));
     let missing = refused(&["--adapter", "poet=missing"]);
     assert!(missing.contains("missing"), "{missing}");
-    let tiny = Tiny {
+    let tiny = TinyModelSpec {
         layers: 5,
         ..FAMILIES[0]
     };

@@ -6,9 +6,9 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::processes::signal;
-use super::server::Server;
+use super::server::NodeServer;
 use super::tiny::FAMILIES;
-use super::{World, alone, finish, http, until};
+use super::{TestHome, alone, finish, http, until};
 
 /// Tokens of an answer.
 const TOKENS: u32 = 24;
@@ -41,7 +41,7 @@ fn answer(port: u16, request: &Value) -> (Value, u64) {
 }
 
 /// How often the server has said that nodes of their own read prompts.
-fn times_up(server: &Server) -> usize {
+fn times_up(server: &NodeServer) -> usize {
     let said = server.running.said();
     said.matches("prompts are read by nodes of their own")
         .count()
@@ -52,7 +52,7 @@ const OWN: [&str; 4] = ["--context", "1024", "--prefix-cache", "off"];
 #[test]
 fn prompts_read_apart_give_the_same_answers() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     // Grouped heads, and layers with windows.
     let splits: [(usize, &[&str]); 2] = [
         (
@@ -80,7 +80,7 @@ fn prompts_read_apart_give_the_same_answers() {
         ];
         let served = |nodes: usize, args: &[&str]| {
             let args = [&OWN[..], &["--threads", "1"], args].concat();
-            let server = Server::start(&world, &model, &args);
+            let server = NodeServer::start(&world, &model, &args);
             let answers = requests.each_ref().map(|it| answer(server.port, it));
             server.stop(nodes);
             answers
@@ -100,11 +100,11 @@ fn prompts_read_apart_give_the_same_answers() {
 #[test]
 fn a_lost_reader_of_prompts_costs_no_answer() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let args = [&OWN[..], &["--threads", "1"]].concat();
     let asked = [1, 2].map(|seed| request(&model, &letters(900, seed), None));
-    let server = Server::start(&world, &model, &args);
+    let server = NodeServer::start(&world, &model, &args);
     let expected = asked.each_ref().map(|it| answer(server.port, it).0);
     server.stop(1);
     let args = [
@@ -112,7 +112,7 @@ fn a_lost_reader_of_prompts_costs_no_answer() {
         &["--prefill-nodes", "1", "--prefill-from", "256"],
     ]
     .concat();
-    let server = Server::start(&world, &model, &args);
+    let server = NodeServer::start(&world, &model, &args);
     until("both groups are connected", || times_up(&server) == 1);
     let reader = server.running.workers(2)[1];
     // It has the prompt and does not get on.
@@ -139,7 +139,7 @@ fn a_lost_reader_of_prompts_costs_no_answer() {
 
 #[test]
 fn what_hands_no_pages_over_is_refused_by_name() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let args = [
         "run",

@@ -11,9 +11,9 @@ use rustix::process::{Resource, Rlimit, getrlimit, setpriority_process, setrlimi
 use serde_json::{Value, json};
 
 use super::hostile::{memory_bytes, peak_bytes};
-use super::server::{Server, chat};
+use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
-use super::{World, alone, http, until};
+use super::{TestHome, alone, http, until};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -80,9 +80,9 @@ fn connections_and_long_prompts_of_one_slow_nobody_down() {
     let limit = getrlimit(Resource::Nofile);
     let current = limit.maximum;
     setrlimit(Resource::Nofile, Rlimit { current, ..limit }).unwrap();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let server = Server::start(&world, &model, &[]);
+    let server = NodeServer::start(&world, &model, &[]);
     let (port, id) = (server.port, server.running.id());
     let body = chat(&model, "hi", &json!({"max_tokens": 32}));
     let prompt = "All work and no play. ".repeat(380_000);

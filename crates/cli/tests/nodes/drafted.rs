@@ -4,23 +4,23 @@ use std::process::Stdio;
 
 use serde_json::json;
 
-use super::server::{Server, chat};
+use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
-use super::{World, alone, http, text};
+use super::{TestHome, alone, http, text};
 
 /// Over slow links drafts always pay; here the model is too small for that to be sure, so that only
 /// what is checked is counted.
 #[test]
 fn a_server_guesses_by_its_draft_and_counts_it() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let copy = world.path("models/copy.gguf");
     std::fs::copy(&model, &copy).unwrap();
     let more = json!({"max_tokens": 200, "temperature": 1.2, "seed": 4, "logprobs": true});
     let request = chat(&model, "hi", &more);
     let answered = |nodes: usize, more: &[&str]| {
-        let server = Server::start(&world, &model, &[&["--threads", "1"], more].concat());
+        let server = NodeServer::start(&world, &model, &[&["--threads", "1"], more].concat());
         let answer = http::ask(server.port, "/v1/chat/completions", Some(&request));
         assert_eq!(answer.status, 200, "{}", answer.body);
         let metrics = http::ask(server.port, "/metrics", None).body;
@@ -59,7 +59,7 @@ fn respelt(mut file: Vec<u8>) -> Vec<u8> {
 
 #[test]
 fn drafts_that_cannot_guess_are_refused() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let other = world.path("models/other.gguf");
     let bytes = std::fs::read(&model).unwrap();

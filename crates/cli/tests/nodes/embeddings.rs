@@ -6,9 +6,9 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::http;
-use super::server::{Server, chat};
+use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
-use super::{World, finish, text};
+use super::{TestHome, finish, text};
 
 /// A folder of `tests-data/golden/encoder`.
 pub(crate) fn encoder(name: &str) -> String {
@@ -57,9 +57,9 @@ fn ids(list: &Value, key: &str) -> Vec<String> {
 
 #[test]
 fn a_chat_model_and_an_encoder_share_a_port() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let server = Server::start(&world, &model, &["--embed", &encoder("bert-mean")]);
+    let server = NodeServer::start(&world, &model, &["--embed", &encoder("bert-mean")]);
     check(server.port, "bert-mean");
     let body = chat(&model, "hi", &json!({"max_tokens": 2}));
     let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));
@@ -82,13 +82,13 @@ fn a_chat_model_and_an_encoder_share_a_port() {
 
 #[test]
 fn an_encoder_is_served_alone() {
-    let world = World::new();
+    let world = TestHome::new();
     let folder = encoder("qwen3-last");
-    let server = Server::start(&world, &folder, &["--threads", "1"]);
+    let server = NodeServer::start(&world, &folder, &["--threads", "1"]);
     check(server.port, "qwen3-last");
     server.stop(0);
     let folder = encoder("roberta-first");
-    let server = Server::start(&world, &folder, &["--threads", "1"]);
+    let server = NodeServer::start(&world, &folder, &["--threads", "1"]);
     check(server.port, "roberta-first");
     let running = http::ask(server.port, "/api/ps", None).body;
     assert_eq!(running["models"][0]["details"]["family"], "roberta");
@@ -101,7 +101,7 @@ fn an_encoder_is_served_alone() {
 
 #[test]
 fn options_without_effect_on_encoders_are_refused() {
-    let world = World::new();
+    let world = TestHome::new();
     let (folder, model) = (encoder("bert-mean"), world.write_model(FAMILIES[0]));
     for (args, expected) in [
         (

@@ -7,9 +7,9 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::processes::{assert_gone, signal, templates};
-use super::server::{Server, chat};
+use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
-use super::{World, alone, http, until};
+use super::{TestHome, alone, http, until};
 
 /// Doubles a text forty times when a message asks for it.
 const DOUBLING: &str = "{% for m in messages %}{% if m.content == 'attack' %}\
@@ -29,11 +29,11 @@ pub(super) fn peak_bytes(id: u32) -> u64 {
 /// others.
 #[test]
 fn a_template_that_takes_all_memory_ends_its_own_process() {
-    let world = World::new();
+    let world = TestHome::new();
     let path = world.path("models/doubling.gguf");
     FAMILIES[0].write_with(&path, (DOUBLING, 7));
     let model = path.to_str().unwrap();
-    let server = Server::start(&world, model, &[]);
+    let server = NodeServer::start(&world, model, &[]);
     let ask = |prompt: &str| {
         let body = chat("doubling", prompt, &json!({"max_tokens": 3}));
         http::ask(server.port, "/v1/chat/completions", Some(&body))
@@ -71,9 +71,9 @@ pub(super) fn memory_bytes(id: u32) -> u64 {
 #[test]
 fn memory_of_long_prompts_is_given_back() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let server = Server::start(&world, &model, &[]);
+    let server = NodeServer::start(&world, &model, &[]);
     let hello = chat(&model, "hi", &json!({"max_tokens": 3}));
     let ask = |body: &Value| http::ask(server.port, "/v1/chat/completions", Some(body)).status;
     assert_eq!(ask(&hello), 200);
@@ -100,9 +100,9 @@ fn memory_of_long_prompts_is_given_back() {
 #[test]
 fn a_file_that_was_replaced_is_refused_by_name() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let server = Server::start(&world, &model, &["--nodes", "2"]);
+    let server = NodeServer::start(&world, &model, &["--nodes", "2"]);
     let body = chat(&model, "hi", &json!({"max_tokens": 3}));
     let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));
     let fingerprint = answer.body["system_fingerprint"]
@@ -121,7 +121,7 @@ fn a_file_that_was_replaced_is_refused_by_name() {
     let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));
     assert_ne!(answer.status, 200, "{answer:?}");
     drop(server);
-    let again = Server::start(&world, &model, &["--nodes", "2"]);
+    let again = NodeServer::start(&world, &model, &["--nodes", "2"]);
     let answer = http::ask(again.port, "/v1/chat/completions", Some(&body));
     assert_ne!(answer.body["system_fingerprint"], Value::from(fingerprint));
     again.stop(2);
@@ -131,9 +131,9 @@ fn a_file_that_was_replaced_is_refused_by_name() {
 #[test]
 fn workers_in_a_sandbox_share_memory() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let server = Server::start(&world, &model, &["--nodes", "2"]);
+    let server = NodeServer::start(&world, &model, &["--nodes", "2"]);
     let body = chat(&model, "hi", &json!({"max_tokens": 3}));
     http::ask(server.port, "/v1/chat/completions", Some(&body));
     for worker in server.running.workers(2) {
@@ -149,7 +149,7 @@ fn workers_in_a_sandbox_share_memory() {
 #[test]
 fn workers_get_no_secrets_of_the_environment() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let args = [
         "up",
@@ -165,7 +165,7 @@ fn workers_get_no_secrets_of_the_environment() {
     for name in ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PACELINE_API_KEY"] {
         command.env(name, "a-secret");
     }
-    let server = Server::of(&mut command);
+    let server = NodeServer::of(&mut command);
     let templates = templates(server.running.id());
     for id in server.running.workers(2).into_iter().chain(templates) {
         let variables = fs::read_to_string(format!("/proc/{id}/environ")).unwrap();
@@ -181,11 +181,11 @@ fn workers_get_no_secrets_of_the_environment() {
 /// The node's audit log records loads, keys and refusals, and no prompts.
 #[test]
 fn the_audit_log_has_keys_and_refusals_and_no_prompts() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let made = crate::common::finish(&mut world.paceline(["key", "api", "new", "tester"]));
     assert!(made.status.success(), "{made:?}");
-    let server = Server::start(&world, &model, &[]);
+    let server = NodeServer::start(&world, &model, &[]);
     let body = chat(&model, "a secret prompt", &json!({"max_tokens": 3}));
     let refused = http::ask(server.port, "/v1/chat/completions", Some(&body));
     assert_eq!(refused.status, 401);
@@ -198,7 +198,7 @@ fn the_audit_log_has_keys_and_refusals_and_no_prompts() {
 }
 
 /// The audit log once it has all that is waited for.
-fn audited(world: &World, is_all: impl Fn(&str) -> bool) -> String {
+fn audited(world: &TestHome, is_all: impl Fn(&str) -> bool) -> String {
     let log = world.path("home/audit.jsonl");
     let start = Instant::now();
     let mut text = String::new();
@@ -215,7 +215,7 @@ fn audited(world: &World, is_all: impl Fn(&str) -> bool) -> String {
 fn every_way_to_start_a_server_keeps_the_audit_log() {
     let _alone = alone();
     for models in [0, 2] {
-        let world = World::new();
+        let world = TestHome::new();
         let made = crate::common::finish(&mut world.paceline(["key", "api", "new", "tester"]));
         assert!(made.status.success(), "{made:?}");
         let models: Vec<String> = (0..models)
@@ -232,7 +232,7 @@ fn every_way_to_start_a_server_keeps_the_audit_log() {
             "256",
         ];
         let args = args.into_iter().chain(models.iter().map(String::as_str));
-        let server = Server::of(&mut world.paceline(args));
+        let server = NodeServer::of(&mut world.paceline(args));
         assert_eq!(http::ask(server.port, "/v1/models", None).status, 401);
         audited(&world, |text| {
             let ready = text.matches("\"ready\"").count();

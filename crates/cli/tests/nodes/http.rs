@@ -8,34 +8,34 @@ use serde_json::Value;
 
 /// An answer.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct HttpResponse {
     pub(crate) status: u16,
     pub(crate) body: Value,
 }
 
 /// An answer as it comes.
-pub(crate) struct Stream {
+pub(crate) struct StreamedResponse {
     lines: BufReader<TcpStream>,
 }
 
 /// Sends a request and waits for its answer; `None` for `body` asks with GET.
-pub(crate) fn ask(port: u16, path: &str, body: Option<&Value>) -> Answer {
+pub(crate) fn ask(port: u16, path: &str, body: Option<&Value>) -> HttpResponse {
     let mut stream = send(port, path, body);
     let status = stream.head();
     let mut text = String::new();
     stream.lines.read_to_string(&mut text).unwrap();
     let body = serde_json::from_str(&text).unwrap_or(Value::String(text));
-    Answer { status, body }
+    HttpResponse { status, body }
 }
 
 /// Sends a request whose answer is events.
-pub(crate) fn stream(port: u16, path: &str, body: &Value) -> Stream {
+pub(crate) fn stream(port: u16, path: &str, body: &Value) -> StreamedResponse {
     let mut stream = send(port, path, Some(body));
     assert_eq!(stream.head(), 200);
     stream
 }
 
-fn send(port: u16, path: &str, body: Option<&Value>) -> Stream {
+fn send(port: u16, path: &str, body: Option<&Value>) -> StreamedResponse {
     let mut socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
     socket.set_read_timeout(Some(super::PATIENCE)).unwrap();
     let (method, body) = match body {
@@ -48,12 +48,12 @@ fn send(port: u16, path: &str, body: Option<&Value>) -> Stream {
          Content-Length: {length}\r\n\r\n{body}"
     );
     socket.write_all(request.as_bytes()).unwrap();
-    Stream {
+    StreamedResponse {
         lines: BufReader::new(socket),
     }
 }
 
-impl Stream {
+impl StreamedResponse {
     fn line(&mut self) -> Option<String> {
         let mut line = String::new();
         let read = self.lines.read_line(&mut line).unwrap();

@@ -9,9 +9,9 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use super::processes::{signal, wait_gone};
-use super::server::Server;
+use super::server::NodeServer;
 use super::tiny::FAMILIES;
-use super::{World, http, until};
+use super::{TestHome, http, until};
 
 /// Tokens of a greedy answer.
 const TOKENS: u32 = 6;
@@ -27,7 +27,7 @@ fn answer(port: u16, model: &str, prompt: &str) -> (String, u64) {
 }
 
 /// Files of whole pages on disk.
-fn pages(world: &World) -> usize {
+fn pages(world: &TestHome) -> usize {
     let spaces = fs::read_dir(world.path("home/prefixes"));
     let files = spaces.into_iter().flatten().flatten();
     let files = files.filter_map(|space| fs::read_dir(space.path()).ok());
@@ -53,18 +53,18 @@ fn prompts_are_known_after_a_restart() {
         (FAMILIES[0], &["--nodes", "2", "--split", "tensor"][..]),
     ] {
         let nodes = split[1].parse().unwrap();
-        let world = World::new();
+        let world = TestHome::new();
         let model = world.write_model(tiny);
         let args = [&["--context", "1024"][..], split].concat();
         let prompt = letters(400, 1);
-        let server = Server::start(&world, &model, &args);
+        let server = NodeServer::start(&world, &model, &args);
         let first = answer(server.port, &model, &prompt);
         assert_eq!(first.1, 0);
         // Six pages of each kind of layers that a rank has, which gemma3 has two of.
         let kinds = if tiny.family == "gemma3" { 2 } else { 1 };
         until("pages are on disk", || pages(&world) == 6 * kinds * nodes);
         server.stop(nodes);
-        let server = Server::start(&world, &model, &args);
+        let server = NodeServer::start(&world, &model, &args);
         let again = answer(server.port, &model, &prompt);
         assert_eq!(again.0, first.0, "{split:?}");
         assert_eq!(again.1, 6 * 64, "{split:?}");
@@ -75,7 +75,7 @@ fn prompts_are_known_after_a_restart() {
         for file in fs::read_dir(space).unwrap().flatten() {
             fs::write(file.path(), b"no page").unwrap();
         }
-        let server = Server::start(&world, &model, &args);
+        let server = NodeServer::start(&world, &model, &args);
         let third = answer(server.port, &model, &prompt);
         assert_eq!(third, (first.0, 0), "{split:?}");
         server.stop(nodes);
@@ -84,10 +84,10 @@ fn prompts_are_known_after_a_restart() {
 
 #[test]
 fn nothing_is_written_when_it_is_off() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let args = ["--context", "1024", "--prefix-cache", "off"];
-    let server = Server::start(&world, &model, &args);
+    let server = NodeServer::start(&world, &model, &args);
     answer(server.port, &model, &letters(200, 1));
     server.stop(1);
     assert!(!world.path("home/prefixes").exists());
@@ -98,20 +98,20 @@ fn nothing_is_written_when_it_is_off() {
 #[test]
 fn no_kill_gives_a_wrong_token() {
     let rounds: u32 = if long() { 300 } else { 20 };
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let args = ["--context", "1024", "--parallel", "2"];
     let base = letters(600, 1);
     let prompts = (0..8).map(|i| format!("{}{}", &base[..70 * i], letters(150, 100 + i as u64)));
     let prompts: Vec<String> = prompts.collect();
     let off = [&args[..], &["--prefix-cache", "off"]].concat();
-    let server = Server::start(&world, &model, &off);
+    let server = NodeServer::start(&world, &model, &off);
     let expected = prompts.iter().map(|p| answer(server.port, &model, p).0);
     let expected: Vec<String> = expected.collect();
     server.stop(1);
     let (mut random, mut known) = (SplitMix64::new(5), 0);
     for round in 0..rounds {
-        let server = Server::start(&world, &model, &args);
+        let server = NodeServer::start(&world, &model, &args);
         for _ in 0..=random.below(3) {
             let which = random.below(8);
             let (text, cached) = answer(server.port, &model, &prompts[which]);

@@ -4,11 +4,11 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use super::server::Server;
+use super::server::NodeServer;
 use super::tiny::FAMILIES;
-use super::{World, finish, text};
+use super::{TestHome, finish, text};
 
-fn bench(world: &World, args: &[&str]) -> std::process::Output {
+fn bench(world: &TestHome, args: &[&str]) -> std::process::Output {
     let args = ["bench", "api"].iter().chain(args).copied();
     let mut command = world.paceline(args);
     finish(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
@@ -16,9 +16,9 @@ fn bench(world: &World, args: &[&str]) -> std::process::Output {
 
 #[test]
 fn a_server_is_measured() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let server = Server::start(&world, &model, &["--context", "512", "--pace", "50"]);
+    let server = NodeServer::start(&world, &model, &["--context", "512", "--pace", "50"]);
     let url = format!("http://127.0.0.1:{}/v1", server.port);
     let own = [
         "--requests",
@@ -76,7 +76,7 @@ fn a_server_is_measured() {
 
 #[test]
 fn loads_that_cannot_be_are_refused() {
-    let world = World::new();
+    let world = TestHome::new();
     for (args, expected) in [
         (["--rate", "0"], "expected 0.001 to 10000 requests a second"),
         (

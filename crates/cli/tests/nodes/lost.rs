@@ -10,10 +10,12 @@ use paceline_base::testing::{Stopwatch, long};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::processes::{Running, assert_gone, children, lives, signal, signal_if_there, wait_gone};
-use super::server::{Server, chat};
+use super::processes::{
+    RunningCommand, assert_gone, children, lives, signal, signal_if_there, wait_gone,
+};
+use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
-use super::{REPORTED, World, alone, http, smollm2, until};
+use super::{REPORTED, TestHome, alone, http, smollm2, until};
 
 /// Ways to fail, and what the error says of each.
 const KINDS: [(Signal, &str); 5] = [
@@ -48,9 +50,9 @@ fn endless<'a>(model: &'a str, split: &'a str, nodes: &'a str) -> [&'a str; 13] 
 
 /// Times from a signal to the end, told at the end of a test.
 #[derive(Default)]
-struct Times(Vec<(String, Duration)>);
+struct ShutdownTimes(Vec<(String, Duration)>);
 
-impl Times {
+impl ShutdownTimes {
     fn add(&mut self, kind: &str, time: Duration) {
         assert!(time < REPORTED, "{kind}: {time:?}");
         self.0.push((kind.to_owned(), time));
@@ -123,9 +125,9 @@ fn check_error(said: &str, rank: usize, how: &str) {
 #[test]
 fn an_answer_ends_when_a_rank_fails() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let mut times = Times::default();
+    let mut times = ShutdownTimes::default();
     for (split, nodes) in SPLITS {
         let all = long() || split == SPLITS[0].0;
         let kinds = &KINDS[..if all { KINDS.len() } else { 1 }];
@@ -136,7 +138,7 @@ fn an_answer_ends_when_a_rank_fails() {
             for victim in victims {
                 let count = nodes.to_string();
                 let args = endless(&model, split, &count);
-                let mut running = Running::start(&mut world.paceline(args));
+                let mut running = RunningCommand::start(&mut world.paceline(args));
                 running.wait_for_answer(50);
                 let workers = running.workers(nodes);
                 fail(workers[victim], kind);
@@ -157,10 +159,10 @@ fn an_answer_ends_when_a_rank_fails() {
 /// Nothing half is printed as JSON.
 #[test]
 fn an_object_is_whole_or_not_there() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let args = endless(&model, "2x1", "2");
-    let mut running = Running::start(&mut world.paceline(args.iter().chain(&["--json"])));
+    let mut running = RunningCommand::start(&mut world.paceline(args.iter().chain(&["--json"])));
     let workers = running.workers(2);
     std::thread::sleep(Duration::from_millis(800));
     signal(workers[1], Signal::KILL);
@@ -177,9 +179,9 @@ fn an_object_is_whole_or_not_there() {
 #[test]
 fn a_short_pause_is_no_failure() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let start = || Running::start(&mut world.paceline(endless(&model, "3x1", "3")));
+    let start = || RunningCommand::start(&mut world.paceline(endless(&model, "3x1", "3")));
     let (mut running, mut rank) = (start(), 0);
     for _ in 0..20 {
         running.wait_for_answer(50);
@@ -207,9 +209,9 @@ fn a_short_pause_is_no_failure() {
 #[test]
 fn workers_end_with_their_parent() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let mut times = Times::default();
+    let mut times = ShutdownTimes::default();
     for kind in [
         Signal::KILL,
         Signal::SEGV,
@@ -219,7 +221,8 @@ fn workers_end_with_their_parent() {
     ] {
         let both = long() || [Signal::KILL, Signal::TERM].contains(&kind);
         for stopped in &[None, Some(1)][..if both { 2 } else { 1 }] {
-            let mut running = Running::start(&mut world.paceline(endless(&model, "3x1", "3")));
+            let mut running =
+                RunningCommand::start(&mut world.paceline(endless(&model, "3x1", "3")));
             running.wait_for_answer(50);
             let workers = running.workers(3);
             if let Some(rank) = stopped {
@@ -247,18 +250,18 @@ fn workers_end_with_their_parent() {
 #[test]
 fn any_moment_will_do() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let tiny = world.write_model(FAMILIES[0]);
     let real = smollm2("any_moment_will_do");
     let mut random = SplitMix64::new(20);
-    let mut times = Times::default();
+    let mut times = ShutdownTimes::default();
     for round in 0..if long() { 20 } else { 4 } {
         let model = real.as_ref().filter(|_| round % 2 == 0).unwrap_or(&tiny);
         let (kind, _) = KINDS[random.below(5)];
         let victim = random.below(3);
         let moment = Duration::from_millis(random.below(900) as u64);
         let args = endless(model, ["3x1", "1x3"][round / 2 % 2], "3");
-        let running = Running::start(&mut world.paceline(args));
+        let running = RunningCommand::start(&mut world.paceline(args));
         let workers = running.workers(3);
         std::thread::sleep(moment);
         let kind_name = name(kind);
@@ -289,9 +292,9 @@ const LONG_ANSWER: u32 = 2000;
 #[test]
 fn answers_of_a_server_go_on() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let mut times = Times::default();
+    let mut times = ShutdownTimes::default();
     let args = [
         "--nodes",
         "4",
@@ -314,7 +317,7 @@ fn answers_of_a_server_go_on() {
             &victims[one..=one]
         } {
             let victim = *victim;
-            let server = Server::start(&world, &model, &args);
+            let server = NodeServer::start(&world, &model, &args);
             times.add(&name(kind), lose(&server, &model, victim, kind));
             let ended = server.stop(4);
             check_error(&ended.stderr, victim, how);
@@ -331,7 +334,7 @@ fn answers_of_a_server_go_on() {
 }
 
 /// Loses a worker of a server with two answers under way; how long the stream stood still.
-fn lose(server: &Server, model: &str, victim: usize, kind: Signal) -> Duration {
+fn lose(server: &NodeServer, model: &str, victim: usize, kind: Signal) -> Duration {
     let (port, path) = (server.port, "/v1/chat/completions");
     let before = server.running.workers(4);
     assert_eq!(packings(server), [1; 4], "{kind:?}: before it");
@@ -389,7 +392,7 @@ fn lose(server: &Server, model: &str, victim: usize, kind: Signal) -> Duration {
 }
 
 /// How often each rank's process has packed weights.
-fn packings(server: &Server) -> Vec<u64> {
+fn packings(server: &NodeServer) -> Vec<u64> {
     let told = http::ask(server.port, "/v1/paceline/status", None).body;
     let shards = &told["instances"][0]["portrait"]["shards"];
     let shards = shards.as_array().unwrap_or_else(|| panic!("{told}"));
@@ -398,7 +401,7 @@ fn packings(server: &Server) -> Vec<u64> {
 }
 
 /// The texts of a stream, each shown to `look`; fails for one that does not end well.
-fn pieces(mut stream: http::Stream, mut look: impl FnMut(&str)) -> Vec<String> {
+fn pieces(mut stream: http::StreamedResponse, mut look: impl FnMut(&str)) -> Vec<String> {
     let mut texts = Vec::new();
     while let Some(event) = stream.event() {
         assert!(event.get("error").is_none(), "{event}");
@@ -418,10 +421,10 @@ fn pieces(mut stream: http::Stream, mut look: impl FnMut(&str)) -> Vec<String> {
 #[test]
 fn a_server_waits_for_its_model() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let whole = fs::read(&model).unwrap();
-    let server = Server::start(&world, &model, &["--nodes", "2", "--context", "512"]);
+    let server = NodeServer::start(&world, &model, &["--nodes", "2", "--context", "512"]);
     for (content, says) in [
         (None, "No such file"),
         (Some(&whole[..whole.len() / 2]), ""),
@@ -461,7 +464,7 @@ fn a_server_waits_for_its_model() {
 #[test]
 fn a_program_that_was_replaced_still_starts_workers() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let program = world.path("models/paceline");
     // Another process writes it: a child that another test starts would hold it open for writing.
@@ -477,7 +480,7 @@ fn a_program_that_was_replaced_still_starts_workers() {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let server = Server::of(&mut command);
+    let server = NodeServer::of(&mut command);
     let update = world.path("models/update");
     fs::write(&update, "#!/bin/sh\nexit 7\n").unwrap();
     fs::rename(&update, &program).unwrap();

@@ -10,9 +10,9 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use super::processes::signal;
-use super::server::{Server, chat};
+use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
-use super::{World, alone, fake, finish, http, text};
+use super::{TestHome, alone, fake, finish, http, text};
 
 /// Where MLX is, or a line that says why a test is skipped.
 fn library(test: &str) -> Option<PathBuf> {
@@ -23,7 +23,7 @@ fn library(test: &str) -> Option<PathBuf> {
     found
 }
 
-fn run(world: &World, library: &Path, model: &str, more: &[&str]) -> Output {
+fn run(world: &TestHome, library: &Path, model: &str, more: &[&str]) -> Output {
     let own = ["run", model, "Once upon a time", "--max-tokens", "12"];
     let own = own.into_iter().chain(["--temperature", "0", "--json"]);
     let mut command = world.paceline(own.chain(more.iter().copied()));
@@ -31,7 +31,7 @@ fn run(world: &World, library: &Path, model: &str, more: &[&str]) -> Output {
     finish(command.env("PACELINE_MLXC", library))
 }
 
-fn answer(world: &World, library: &Path, model: &str, more: &[&str]) -> Value {
+fn answer(world: &TestHome, library: &Path, model: &str, more: &[&str]) -> Value {
     let output = run(world, library, model, more);
     let said = text(&output.stderr);
     assert!(output.status.success(), "{more:?}: {said}");
@@ -46,7 +46,7 @@ fn nodes_on_mlx_say_the_same() {
         return;
     };
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let answer = |more: &[&str]| answer(&world, &library, &model, more);
     let ours = answer(&[]);
@@ -79,7 +79,7 @@ fn the_exact_class_reaches_every_node() {
         return;
     };
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[2]);
     let answer = |more: &[&str]| answer(&world, &library, &model, more);
     let one = answer(&["--class", "mlx-exact"]);
@@ -89,15 +89,15 @@ fn the_exact_class_reaches_every_node() {
 }
 
 /// A server on two workers whose answers are near.
-fn near(world: &World, library: &Path, model: &str, more: &[&str]) -> Server {
+fn near(world: &TestHome, library: &Path, model: &str, more: &[&str]) -> NodeServer {
     let up = ["up", "--no-beacons", "--model", model, "--port", "0"];
     let nodes = ["--nodes", "2", "--class", "mlx-f32", "--context", "4096"];
     let args = up.iter().chain(&nodes).chain(more).copied();
-    Server::of(world.paceline(args).env("PACELINE_MLXC", library))
+    NodeServer::of(world.paceline(args).env("PACELINE_MLXC", library))
 }
 
 /// Kills a worker within a streamed answer of `tokens`; the events of the stream.
-fn killed(server: &Server, model: &str, (victim, tokens): (usize, usize)) -> Vec<Value> {
+fn killed(server: &NodeServer, model: &str, (victim, tokens): (usize, usize)) -> Vec<Value> {
     let fields = json!({"max_tokens": tokens, "ignore_eos": true, "stream": true});
     let asked = chat(model, "go", &fields);
     let mut stream = http::stream(server.port, "/v1/chat/completions", &asked);
@@ -123,7 +123,7 @@ fn near_answers_continue_after_a_failure_and_are_marked() {
         return;
     };
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let server = near(&world, &library, &model, &[]);
     for (victim, times) in [(0, 1), (1, 2)] {
@@ -150,7 +150,7 @@ fn a_near_answer_ends_where_that_is_asked_for() {
         return;
     };
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let server = near(&world, &library, &model, &["--strict"]);
     let events = killed(&server, &model, (1, 600));
@@ -169,7 +169,7 @@ fn a_library_that_aborts_at_exit_spoils_no_answer() {
         return;
     };
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let place = library.parent().unwrap().display();
     let link = [
@@ -205,7 +205,7 @@ fn a_library_that_aborts_at_exit_spoils_no_answer() {
 #[test]
 fn libraries_that_cannot_be_used_are_told_by_name() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let refused = |library: &Path, message: &str| {
         for nodes in ["1", "2"] {

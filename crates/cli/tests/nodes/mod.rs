@@ -35,10 +35,10 @@ mod usage;
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
-use crate::common::home::World;
+use crate::common::home::TestHome;
 use crate::common::{PATIENCE, finish, smollm2, text, until};
 use paceline_base::lock;
-use tiny::Tiny;
+use tiny::TinyModelSpec;
 
 /// A failure is reported within 2 s. This is what a machine that runs other tests too may add to
 /// that, on top of what a [`Stopwatch`](paceline_base::testing::Stopwatch) sees of it.
@@ -53,9 +53,9 @@ fn alone() -> MutexGuard<'static, ()> {
     lock(&ALONE)
 }
 
-impl World {
+impl TestHome {
     /// Writes a model; the answer is the MODEL of the command line.
-    pub(crate) fn write_model(&self, tiny: Tiny) -> String {
+    pub(crate) fn write_model(&self, tiny: TinyModelSpec) -> String {
         let path = self.path(&format!("models/{}.gguf", tiny.family));
         tiny.write(&path);
         path.to_str().unwrap().to_owned()

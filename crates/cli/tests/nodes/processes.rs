@@ -12,19 +12,19 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::{ENDED, text, until};
 
 /// A command under way, its output gathered as it comes.
-pub(crate) struct Running {
+pub(crate) struct RunningCommand {
     pub(crate) child: Child,
-    stdout: Gathered,
-    stderr: Gathered,
+    stdout: GatheredOutput,
+    stderr: GatheredOutput,
 }
 
 /// The bytes that came over a pipe, and the thread that reads it.
-struct Gathered {
+struct GatheredOutput {
     bytes: Arc<Mutex<Vec<u8>>>,
     reader: Option<std::thread::JoinHandle<()>>,
 }
 
-impl Gathered {
+impl GatheredOutput {
     fn start(mut pipe: impl Read + Send + 'static) -> Self {
         let bytes = Arc::new(Mutex::new(Vec::new()));
         let own = Arc::clone(&bytes);
@@ -52,17 +52,17 @@ impl Gathered {
 
 /// How a command ended.
 #[derive(Debug)]
-pub(crate) struct Ended {
+pub(crate) struct CommandOutput {
     pub(crate) status: ExitStatus,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
 }
 
-impl Running {
+impl RunningCommand {
     pub(crate) fn start(command: &mut Command) -> Self {
         let mut child = command.spawn().unwrap();
-        let stdout = Gathered::start(child.stdout.take().unwrap());
-        let stderr = Gathered::start(child.stderr.take().unwrap());
+        let stdout = GatheredOutput::start(child.stdout.take().unwrap());
+        let stderr = GatheredOutput::start(child.stderr.take().unwrap());
         Self {
             child,
             stdout,
@@ -115,9 +115,9 @@ impl Running {
     }
 
     /// Waits for the end, and for all that was printed.
-    pub(crate) fn end(mut self) -> Ended {
+    pub(crate) fn end(mut self) -> CommandOutput {
         self.wait();
-        Ended {
+        CommandOutput {
             status: self.child.wait().unwrap(),
             stdout: self.stdout.all(),
             stderr: self.stderr.all(),
@@ -125,7 +125,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningCommand {
     fn drop(&mut self) {
         // A test that failed leaves nothing behind; its workers end with it.
         let _ = self.child.kill();

@@ -6,22 +6,22 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use super::server::{Server, chat};
+use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
-use super::{World, alone, http};
+use super::{TestHome, alone, http};
 use crate::library;
 
 #[test]
 fn a_kernel_class_reaches_every_node() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let fields = json!({"max_tokens": 48, "logprobs": true, "top_logprobs": 3});
     let request = chat(&model, "hi", &fields);
     let served = |nodes: usize, args: &[&str]| {
         let count = nodes.to_string();
         let own = ["--context", "512", "--threads", "1", "--nodes", &count];
-        let server = Server::start(&world, &model, &[&own[..], args].concat());
+        let server = NodeServer::start(&world, &model, &[&own[..], args].concat());
         let answer = http::ask(server.port, "/v1/chat/completions", Some(&request));
         server.stop(nodes);
         answer.body["choices"].clone()
@@ -35,7 +35,7 @@ fn a_kernel_class_reaches_every_node() {
 #[test]
 fn nodes_over_rdma_say_the_same() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let folder = world.path("home");
     if library::build(&folder).is_none() {
         eprintln!("SKIPPED nodes_over_rdma_say_the_same: no rustc");

@@ -5,17 +5,17 @@ use std::process::Command;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use super::processes::{Ended, Running, assert_gone};
-use super::{World, until};
+use super::processes::{CommandOutput, RunningCommand, assert_gone};
+use super::{TestHome, until};
 
 /// A server, ready for requests.
-pub(crate) struct Server {
-    pub(crate) running: Running,
+pub(crate) struct NodeServer {
+    pub(crate) running: RunningCommand,
     pub(crate) port: u16,
 }
 
-impl Server {
-    pub(crate) fn start(world: &World, model: &str, args: &[&str]) -> Self {
+impl NodeServer {
+    pub(crate) fn start(world: &TestHome, model: &str, args: &[&str]) -> Self {
         let up = ["up", "--no-beacons", "--model", model, "--port", "0"];
         let args = up.iter().chain(args).copied();
         Self::of(&mut world.paceline(args))
@@ -23,7 +23,7 @@ impl Server {
 
     /// The server that `command` starts.
     pub(crate) fn of(command: &mut Command) -> Self {
-        let running = Running::start(command);
+        let running = RunningCommand::start(command);
         let mut port = None;
         until("the server listens", || {
             let said = running.said();
@@ -38,7 +38,7 @@ impl Server {
     }
 
     /// Ends it as Ctrl-C does; fails unless it ends well and leaves no process.
-    pub(crate) fn stop(self, nodes: usize) -> Ended {
+    pub(crate) fn stop(self, nodes: usize) -> CommandOutput {
         let workers = self.running.workers(nodes);
         self.running.signal(Signal::INT);
         let ended = self.running.end();

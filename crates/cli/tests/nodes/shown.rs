@@ -2,13 +2,13 @@
 
 use serde_json::Value;
 
-use super::processes::Running;
+use super::processes::RunningCommand;
 use super::tiny::FAMILIES;
-use super::{World, alone, finish, smollm2, text};
+use super::{TestHome, alone, finish, smollm2, text};
 
 #[test]
 fn every_node_has_a_line_and_the_wire_a_figure() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let nodes = ["hi", "--nodes", "4", "--split", "2x2"];
     let short = ["--max-tokens", "8", "--temperature", "0"];
@@ -38,7 +38,7 @@ fn every_node_has_a_line_and_the_wire_a_figure() {
 
 #[test]
 fn one_node_says_nothing_of_wires() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let said = text(&world.run(&model, &["hi", "--max-tokens", "4"]).stderr);
     assert!(!said.contains("wire") && !said.contains("rank"), "{said}");
@@ -49,7 +49,7 @@ fn one_node_says_nothing_of_wires() {
 
 #[test]
 fn programs_are_told_the_split() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let args = [
         "hi",
@@ -76,11 +76,11 @@ fn a_rank_reads_its_part_only() {
         return;
     };
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let memory = |args: &[&str], workers: usize| -> Vec<u64> {
         let start = ["run", &model, "Tell me a long story."];
         let all = start.iter().chain(args).copied();
-        let mut running = Running::start(&mut world.paceline(all));
+        let mut running = RunningCommand::start(&mut world.paceline(all));
         running.wait_for_answer(1);
         let ids = match workers {
             0 => vec![running.id()],
@@ -106,7 +106,7 @@ fn resident(id: u32) -> u64 {
 
 #[test]
 fn predictions_stand_beside_runs_of_every_split() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let args = [
         "bench",
@@ -150,7 +150,7 @@ fn predictions_stand_beside_runs_of_every_split() {
 /// Numbers do not depend on how bytes travel; what runs over several machines is TCP.
 #[test]
 fn nodes_reach_each_other_as_told() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let answer = |how: &[&str]| {
         let args = ["hi", "--max-tokens", "12", "--temperature", "0"];

@@ -12,14 +12,14 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::processes::children;
-use super::server::{Server, chat};
+use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
-use super::{World, alone, http, until};
+use super::{TestHome, alone, http, until};
 
 const PROMPT: &str = "Once upon a time, and a very good time it was.";
 
 /// Measured over predicted, by split.
-type Lies<'a> = &'a [(&'a str, f64)];
+type LieTable<'a> = &'a [(&'a str, f64)];
 
 /// Sampled, so that random numbers move along with what is computed. Long, so that it is still
 /// being made when the thread that changes splits gets its turn. 200 tokens take a hundredth of a
@@ -35,13 +35,13 @@ const ANSWER: [&str; 8] = [
     "2048",
 ];
 
-impl World {
+impl TestHome {
     fn facts(&self) -> PathBuf {
         self.path("home").join("measured.json")
     }
 
     /// Has the facts say that measured over predicted is this for these splits.
-    fn lie(&self, model: &str, nodes: &str, ratios: Lies<'_>) {
+    fn lie(&self, model: &str, nodes: &str, ratios: LieTable<'_>) {
         self.json(
             model,
             &[
@@ -69,7 +69,7 @@ impl World {
 
 #[test]
 fn a_split_that_was_asked_for_is_kept() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     world.lie(&model, "2", &[("tensor", 1e8), ("pipeline", 1e5)]);
     let args = [
@@ -89,18 +89,18 @@ fn a_split_that_was_asked_for_is_kept() {
 /// A server of a tiny model over two nodes, and what one node answers. Its first split is believed
 /// to be far faster than it is.
 struct Lied {
-    _world: World,
+    _world: TestHome,
     model: String,
-    server: Server,
+    server: NodeServer,
     expected: Value,
 }
 
 impl Lied {
     fn start() -> Self {
-        let world = World::new();
+        let world = TestHome::new();
         let model = world.write_model(FAMILIES[0]);
         let own = ["--context", "2048", "--threads", "1"];
-        let one = Server::start(&world, &model, &own);
+        let one = NodeServer::start(&world, &model, &own);
         let expected = question(one.port, &model);
         one.stop(1);
         world.lie(&model, "2", &[("tensor", 1e8), ("pipeline", 1e5)]);
@@ -114,7 +114,7 @@ impl Lied {
             "--nodes",
             "2",
         ];
-        let server = Server::of(&mut world.paceline([&up, &own[..]].concat()));
+        let server = NodeServer::of(&mut world.paceline([&up, &own[..]].concat()));
         Self {
             _world: world,
             model,

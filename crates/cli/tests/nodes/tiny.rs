@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use paceline_base::SplitMix64;
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 
 use crate::common::vocabulary::{self, FIRST_BYTE, VOCAB};
 
@@ -19,7 +19,7 @@ const SCALE: [u8; 2] = 0x1000u16.to_le_bytes();
 
 /// Which model to write.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Tiny {
+pub(crate) struct TinyModelSpec {
     pub(crate) family: &'static str,
     pub(crate) heads: usize,
     pub(crate) kv_heads: usize,
@@ -30,14 +30,14 @@ pub(crate) struct Tiny {
 }
 
 /// A model of each family: grouped heads, heads that make up more than the width, windowed layers.
-pub(crate) const FAMILIES: [Tiny; 4] = [
-    Tiny::new("llama", 8, 2, 32, 4),
-    Tiny::new("qwen2", 4, 4, 64, 4),
-    Tiny::new("qwen3", 8, 4, 64, 4),
-    Tiny::new("gemma3", 4, 1, 128, 6),
+pub(crate) const FAMILIES: [TinyModelSpec; 4] = [
+    TinyModelSpec::new("llama", 8, 2, 32, 4),
+    TinyModelSpec::new("qwen2", 4, 4, 64, 4),
+    TinyModelSpec::new("qwen3", 8, 4, 64, 4),
+    TinyModelSpec::new("gemma3", 4, 1, 128, 6),
 ];
 
-impl Tiny {
+impl TinyModelSpec {
     const fn new(
         family: &'static str,
         heads: usize,
@@ -62,7 +62,7 @@ impl Tiny {
 
     /// The same with another chat template, and weights of another seed.
     pub(crate) fn write_with(&self, path: &Path, (template, seed): (&str, u64)) {
-        let mut file = File {
+        let mut file = ModelFileWriter {
             writer: self.metadata(template),
             random: SplitMix64::new(seed),
         };
@@ -74,7 +74,7 @@ impl Tiny {
         file.writer.write(path);
     }
 
-    fn layer(&self, file: &mut File, i: usize) {
+    fn layer(&self, file: &mut ModelFileWriter, i: usize) {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let name = |part: &str| format!("blk.{i}.{part}");
         file.vector(&name("attn_norm.weight"), WIDTH, 4.0); // scores spread
@@ -113,9 +113,9 @@ impl Tiny {
         }
     }
 
-    fn metadata(&self, template: &str) -> Writer {
+    fn metadata(&self, template: &str) -> GgufWriter {
         let name = self.family;
-        let mut file = Writer::new().meta("general.architecture", name);
+        let mut file = GgufWriter::new().meta("general.architecture", name);
         for (key, value) in [
             ("block_count", self.layers),
             ("embedding_length", WIDTH),
@@ -142,12 +142,12 @@ impl Tiny {
 const TEMPLATE: &str = "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] }}\
                         </turn>\n{% endfor %}<turn>assistant\n";
 
-struct File {
-    writer: Writer,
+struct ModelFileWriter {
+    writer: GgufWriter,
     random: SplitMix64,
 }
 
-impl File {
+impl ModelFileWriter {
     /// Random rows; those that `is_set` does not want are zero.
     fn matrix(&mut self, stem: &str, rows: usize, cols: usize, is_set: impl Fn(usize) -> bool) {
         let mut bytes = Vec::with_capacity(rows * cols / 32 * 34);
@@ -170,7 +170,7 @@ impl File {
         self.with(|writer| writer.f32s(name, &[n], &values));
     }
 
-    fn with(&mut self, add: impl FnOnce(Writer) -> Writer) {
+    fn with(&mut self, add: impl FnOnce(GgufWriter) -> GgufWriter) {
         self.writer = add(std::mem::take(&mut self.writer));
     }
 }

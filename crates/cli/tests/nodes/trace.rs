@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::tiny::FAMILIES;
-use super::{World, finish, text};
+use super::{TestHome, finish, text};
 
 /// Most of an answer that may be told as nothing: the bar.
 const REST_MAX: f64 = 0.02;
@@ -18,7 +18,7 @@ const COLUMNS: [&str; 7] = [
     "rest_ms",
 ];
 
-fn traced(world: &World, model: &str, args: &[&str]) -> Value {
+fn traced(world: &TestHome, model: &str, args: &[&str]) -> Value {
     let all = [
         &[
             "trace",
@@ -72,7 +72,7 @@ fn check(trace: &Value, ranks: usize, split: &str) -> f64 {
 
 #[test]
 fn parts_add_up_to_the_whole_for_every_split() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     for (nodes, split) in [("1", "auto"), ("4", "2x2")] {
         let args = ["--nodes", nodes, "--split", split, "--max-tokens", "32"];
@@ -93,7 +93,7 @@ fn parts_add_up_to_the_whole_for_every_split() {
 /// A file that Perfetto reads: complete events, nested by their times, a process for each rank.
 #[test]
 fn a_timeline_is_written_for_perfetto() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let file = world.path("trace.json");
     let out = file.to_str().unwrap();

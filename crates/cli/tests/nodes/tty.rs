@@ -8,23 +8,23 @@ use rustix::process::Signal;
 
 use super::processes::{assert_gone, children, signal, wait_gone};
 use super::tiny::FAMILIES;
-use super::{REPORTED, World, alone, until};
+use super::{REPORTED, TestHome, alone, until};
 use crate::common::terminal::Terminal;
 
 /// A shell with job control on a terminal of its own, and the ids of a paceline it runs.
-struct Shell {
+struct ShellSession {
     terminal: Terminal,
-    world: World,
+    world: TestHome,
 }
 
-impl Shell {
+impl ShellSession {
     /// A shell; `None` with a line when this machine has no `setsid` to give it a terminal.
     fn start(test: &str) -> Option<Self> {
         if Command::new("setsid").arg("--version").output().is_err() {
             eprintln!("SKIPPED {test}: there is no setsid");
             return None;
         }
-        let world = World::new();
+        let world = TestHome::new();
         let model = world.write_model(FAMILIES[0]);
         let mut command = Command::new("setsid");
         command
@@ -99,7 +99,7 @@ impl Shell {
 #[test]
 fn ctrl_c_ends_an_answer_and_its_workers() {
     let _alone = alone();
-    let Some(mut shell) = Shell::start("ctrl_c_ends_an_answer_and_its_workers") else {
+    let Some(mut shell) = ShellSession::start("ctrl_c_ends_an_answer_and_its_workers") else {
         return;
     };
     let (_, workers) = shell.answer("go");
@@ -121,7 +121,7 @@ fn ctrl_c_ends_an_answer_and_its_workers() {
 #[test]
 fn an_answer_goes_on_after_ctrl_z_and_fg() {
     let _alone = alone();
-    let Some(mut shell) = Shell::start("an_answer_goes_on_after_ctrl_z_and_fg") else {
+    let Some(mut shell) = ShellSession::start("an_answer_goes_on_after_ctrl_z_and_fg") else {
         return;
     };
     let (_, workers) = shell.answer("go");
@@ -141,7 +141,7 @@ fn an_answer_goes_on_after_ctrl_z_and_fg() {
 #[test]
 fn a_lost_rank_leaves_the_terminal_usable() {
     let _alone = alone();
-    let Some(mut shell) = Shell::start("a_lost_rank_leaves_the_terminal_usable") else {
+    let Some(mut shell) = ShellSession::start("a_lost_rank_leaves_the_terminal_usable") else {
         return;
     };
     // `lost` has every signal; here one ends an answer and one a chat.

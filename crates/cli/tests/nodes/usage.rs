@@ -3,9 +3,9 @@
 use std::process::Stdio;
 
 use super::processes::assert_gone;
-use super::server::{Server, chat};
+use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
-use super::{World, finish, text};
+use super::{TestHome, finish, text};
 use super::{alone, http, until};
 use crate::common::terminal::Terminal;
 use crate::common::{assert_parts, rows};
@@ -32,7 +32,7 @@ const SPLITS: &str = "\
 
 /// Every command that computes over nodes says so, ends with this code, and leaves nothing.
 fn assert_refused(wrong: &str, code: i32) {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let commands: [&[&str]; 3] = [
         &["run", &model, "hi"],
@@ -65,7 +65,7 @@ fn what_a_model_cannot_be_split_into_is_said_with_advice() {
 /// Options that are wrong for every model are refused before a model is fetched.
 #[test]
 fn nothing_is_fetched_for_a_split_that_cannot_be() {
-    let world = World::new();
+    let world = TestHome::new();
     for args in [
         ["--nodes=3", "--split=2x2"],
         ["--nodes=2", "--shares=1,2,3"],
@@ -79,7 +79,7 @@ fn nothing_is_fetched_for_a_split_that_cannot_be() {
 /// The worker that cannot reserve memory says so.
 #[test]
 fn workers_that_cannot_have_memory_say_so() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let mut command = world.paceline([""; 0]);
     let paceline = command.get_program().to_owned();
@@ -115,7 +115,7 @@ fn workers_that_cannot_have_memory_say_so() {
 /// that a rank left. How many those are depends on what the system opens for a program.
 #[test]
 fn files_that_cannot_be_opened_are_named() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let mut refused = 0;
     for (files, nodes) in [(22, "2"), (24, "2"), (30, "4"), (32, "4")] {
@@ -143,7 +143,7 @@ fn files_that_cannot_be_opened_are_named() {
 
 #[test]
 fn a_worker_started_by_hand_says_what_it_is() {
-    let world = World::new();
+    let world = TestHome::new();
     let fits = |said: &str| {
         said.contains("error: `paceline worker` is a part of a model")
             && said.contains("hint: `paceline run MODEL --nodes 2`")
@@ -169,7 +169,7 @@ fn a_worker_started_by_hand_says_what_it_is() {
 /// A pipe that closes early is no failure of a split either, and leaves no worker.
 #[test]
 fn a_reader_that_leaves_ends_all() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let args = ["run", &model, "go", "--context", "60000", "--nodes", "2"];
     let mut child = world.paceline(args).spawn().unwrap();
@@ -193,7 +193,7 @@ fn a_reader_that_leaves_ends_all() {
 /// Addresses that cannot be listened on, with what helps.
 #[test]
 fn an_address_that_cannot_be_had_comes_with_advice() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap().port().to_string();
@@ -235,7 +235,7 @@ fn an_address_that_cannot_be_had_comes_with_advice() {
 
 #[test]
 fn a_certificate_that_cannot_be_used_is_named() {
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     for (file, parts) in [
         ("/nonexistent/c", &["error: reading /nonexistent/c"][..]),
@@ -256,7 +256,7 @@ fn a_certificate_that_cannot_be_used_is_named() {
 #[test]
 fn clients_may_use_other_names_and_ports() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let names = ["--alias", "gpt-4o", "--alias", "claude"];
     let ports = ["--port", "0", "--port", "0", "--lenient"];
@@ -264,7 +264,7 @@ fn clients_may_use_other_names_and_ports() {
         .into_iter()
         .chain(names)
         .chain(ports);
-    let server = Server::of(&mut world.paceline(args));
+    let server = NodeServer::of(&mut world.paceline(args));
     let mut listening = Vec::new();
     until("both ports", || {
         let said = server.running.said();
@@ -297,11 +297,11 @@ fn clients_may_use_other_names_and_ports() {
 #[test]
 fn several_models_stand_behind_one_server() {
     let _alone = alone();
-    let world = World::new();
+    let world = TestHome::new();
     let models = [FAMILIES[0], FAMILIES[1]].map(|family| world.write_model(family));
     let args = ["up", "--no-beacons", "--port", "0", "--context", "256"];
     let args = args.into_iter().chain(models.iter().map(String::as_str));
-    let server = Server::of(&mut world.paceline(args));
+    let server = NodeServer::of(&mut world.paceline(args));
     let list = http::ask(server.port, "/v1/models", None);
     let listed: Vec<&str> = list.body["data"]
         .as_array()

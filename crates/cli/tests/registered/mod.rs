@@ -20,11 +20,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_base::{BlockType, KernelClass, Rank};
-use paceline_comm::{Copies, Deadline, Group, tcp};
+use paceline_comm::{CopyStats, Deadline, Group, tcp};
 use paceline_comm_rdma::{self as rdma, Cabling, Matrix, Verbs};
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Config, Family, Followed, Links, LoadOptions, Logits, Model,
-    Source, Split, Workspace,
+    Batch, BatchSequence, BatchSize, Config, FollowOutcome, Links, LoadOptions, Logits, Model,
+    ModelFamily, ModelSource, Split, Workspace,
 };
 use paceline_tensor::{Kernels, PAGE};
 use tiny::Tiny;
@@ -77,7 +77,7 @@ fn run(model: &Model, tokens: &[u32]) -> (Vec<Vec<u32>>, Vec<(u64, u64)>) {
     let copies = || {
         model
             .links()
-            .map_or(Copies::default(), |l| l.stage.copies())
+            .map_or(CopyStats::default(), |l| l.stage.copies())
     };
     let (mut all, mut copied, mut done) = (Vec::new(), Vec::new(), 0);
     for rows in STEPS {
@@ -98,9 +98,12 @@ fn run(model: &Model, tokens: &[u32]) -> (Vec<Vec<u32>>, Vec<(u64, u64)>) {
             let logits = ws.logits_mut(0, model.config().vocab);
             all.push(logits.iter().map(|logit| logit.to_bits()).collect());
         } else {
-            assert_eq!(model.follow(&mut ws, &mut cache).unwrap(), Followed::Step);
+            assert_eq!(
+                model.follow(&mut ws, &mut cache).unwrap(),
+                FollowOutcome::Step
+            );
         }
-        let Copies { in_place, staged } = copies();
+        let CopyStats { in_place, staged } = copies();
         copied.push((in_place.0 - before.in_place.0, staged.0 - before.staged.0));
         done += rows;
     }
@@ -112,7 +115,7 @@ fn load(path: &Path, split: &Split, rank: Rank, links: Option<Links>) -> Model {
         class: KernelClass::Cpu,
     };
     let kernels = Arc::new(Kernels::new(1).unwrap());
-    let source = Source::open(path).unwrap();
+    let source = ModelSource::open(path).unwrap();
     let model = Model::load_shard(&source, split, rank, options, kernels, |_, _| {}).unwrap();
     match links {
         Some(links) => model.link(links),
@@ -127,7 +130,7 @@ fn copied(
     verbs: &Verbs,
     config: &rdma::Config,
 ) -> Vec<Vec<(u64, u64)>> {
-    let shape = Config::read(&Source::open(path).unwrap()).unwrap();
+    let shape = Config::read(&ModelSource::open(path).unwrap()).unwrap();
     let split = Split::plan(&shape, "tensor".parse().unwrap(), 2, &[]).unwrap();
     let (alone, _) = run(&load(path, &Split::whole(&shape), Rank(0), None), tokens);
     let ranks = links(verbs, config);
@@ -159,7 +162,7 @@ fn steps_of_a_split_model_copy_nothing_that_is_exchanged() {
     let verbs = Verbs::load_from(library.to_str().unwrap()).unwrap();
     let (path, tiny) = (
         folder.path().join("tiny.gguf"),
-        Tiny::new(Family::Llama, BlockType::Q4_1),
+        Tiny::new(ModelFamily::Llama, BlockType::Q4_1),
     );
     tiny.write(&path);
     let tokens = tiny.tokens(STEPS.iter().sum(), 1);

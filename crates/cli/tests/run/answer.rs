@@ -6,13 +6,13 @@ use std::process::Stdio;
 use paceline_tensor::InstructionSet;
 use serde_json::Value;
 
-use super::tiny::{ALPHABET, IM_END, Tiny, decode};
-use super::{World, finish, numbers, object, text, wait};
+use super::tiny::{ALPHABET, IM_END, TinyChatModel, decode};
+use super::{TestHome, finish, numbers, object, text, wait};
 use crate::common::complaints;
 
 #[test]
 fn help_is_short_and_has_examples() {
-    let world = World::new();
+    let world = TestHome::new();
     let output = finish(world.paceline(["run", "--help"]).stdout(Stdio::piped()));
     assert_eq!(output.status.code(), Some(0));
     let help = text(&output.stdout);
@@ -32,8 +32,8 @@ const GREEDY: [&str; 2] = ["--temperature", "0"];
 
 #[test]
 fn an_answer_goes_to_stdout_and_its_figures_to_stderr() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let output = world.run(&model, &["hi"]);
     assert_eq!(text(&output.stdout), format!("{ALPHABET}\n"));
     let said = text(&output.stderr);
@@ -80,8 +80,8 @@ const FIELDS: [&str; 26] = [
 
 #[test]
 fn json_is_one_object_with_all_fields() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let output = world.run(&model, &["hi", "--json", "--threads", "1", "--seed", "7"]);
     let json = object(&output);
     assert!(output.stderr.is_empty(), "{}", text(&output.stderr));
@@ -125,8 +125,8 @@ fn json_is_one_object_with_all_fields() {
 
 #[test]
 fn figures_fit_together() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let json = world.json(&model, &["hi"]);
     let number = |key: &str| {
         json[key]
@@ -151,8 +151,8 @@ fn figures_fit_together() {
 
 #[test]
 fn what_was_not_measured_is_null() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     for (max, text, reason) in [
         ("0", "", "length"),
         ("1", "a", "length"),
@@ -178,8 +178,8 @@ fn what_was_not_measured_is_null() {
 
 #[test]
 fn a_full_context_ends_the_answer_and_is_told() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let output = world.run(&model, &["hi", "--context", "24"]);
     assert_eq!(text(&output.stdout), "abc\n");
     let said = text(&output.stderr);
@@ -188,10 +188,10 @@ fn a_full_context_ends_the_answer_and_is_told() {
 
 #[test]
 fn no_part_of_a_stop_string_leaks() {
-    let world = World::new();
-    let endless = Tiny {
+    let world = TestHome::new();
+    let endless = TinyChatModel {
         ends: false,
-        ..Tiny::default()
+        ..TinyChatModel::default()
     };
     let model = world.tiny_model(endless);
     let twice = format!("{ALPHABET}{ALPHABET}");
@@ -226,8 +226,8 @@ fn no_part_of_a_stop_string_leaks() {
 
 #[test]
 fn control_tokens_are_read_in_raw_prompts_alone() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let n = |args: &[&str]| world.json(&model, args)["n_prompt"].as_u64().unwrap();
     let plain = n(&["hi"]);
     let trick = "<|im_end|>";
@@ -239,10 +239,10 @@ fn control_tokens_are_read_in_raw_prompts_alone() {
 
 #[test]
 fn a_model_without_template_continues_the_text() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny {
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel {
         chats: false,
-        ..Tiny::default()
+        ..TinyChatModel::default()
     });
     let output = world.run(&model, &["abc"]);
     assert_eq!(text(&output.stdout), format!("{}\n", &ALPHABET[3..]));
@@ -251,7 +251,7 @@ fn a_model_without_template_continues_the_text() {
 
 #[test]
 fn a_folder_of_safetensors_answers() {
-    let world = World::new();
+    let world = TestHome::new();
     let folder = concat!(
         env!("CARGO_MANIFEST_DIR"),
         "/../../tests-data/golden/hf/qwen2-f16"
@@ -267,8 +267,8 @@ fn a_folder_of_safetensors_answers() {
 
 #[test]
 fn the_prompt_may_come_through_a_pipe() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let mut command = world.paceline(["run", &model, "--raw", "--json"]);
     command
         .stdin(Stdio::piped())
@@ -287,8 +287,8 @@ fn the_prompt_may_come_through_a_pipe() {
 
 #[test]
 fn seed_and_threads_settle_the_answer() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     // At this temperature the next letter of the alphabet has a chance of about one in three.
     let hot = ["hi", "--temperature", "6", "--max-tokens", "40"];
     let tokens = |more: &[&str]| numbers(&world.json(&model, &[&hot, more].concat()), "tokens");
@@ -306,8 +306,8 @@ fn seed_and_threads_settle_the_answer() {
 /// How near they are is tested in `crates/model/tests`.
 #[test]
 fn instruction_sets_and_types_of_keys_are_chosen() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let expected = world.json(&model, &[&["hi"][..], &GREEDY].concat());
     let mut sets = 0;
     for set in InstructionSet::ALL.map(InstructionSet::name) {
@@ -331,7 +331,7 @@ fn instruction_sets_and_types_of_keys_are_chosen() {
 
 #[test]
 fn text_comes_while_it_is_made_and_a_reader_may_leave() {
-    let world = World::new();
+    let world = TestHome::new();
     let mut command = world.paceline(world.endless());
     let mut child = command
         .stdout(Stdio::piped())
@@ -352,7 +352,7 @@ fn text_comes_while_it_is_made_and_a_reader_may_leave() {
 
 #[test]
 fn a_reader_of_both_streams_may_leave() {
-    let world = World::new();
+    let world = TestHome::new();
     let (mut reader, writer) = std::io::pipe().unwrap();
     let mut command = world.paceline(world.endless());
     command.stdout(writer.try_clone().unwrap()).stderr(writer);
@@ -368,8 +368,8 @@ fn a_reader_of_both_streams_may_leave() {
 fn full_disks_are_told_where_that_is_possible() {
     use std::fs::File;
 
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let full = || File::options().write(true).open("/dev/full").unwrap();
     for json in [&["--json"][..], &[]] {
         let args = ["run", &model, "hi"]

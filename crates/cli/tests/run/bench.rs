@@ -4,13 +4,13 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use super::tiny::Tiny;
-use super::{World, finish, object, text};
+use super::tiny::TinyChatModel;
+use super::{TestHome, finish, object, text};
 
 #[test]
 fn bench_model_reports_speeds() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let small = [
         "--prompt",
         "40",
@@ -80,7 +80,7 @@ fn bench_model_reports_speeds() {
 
 #[test]
 fn bench_kernels_stands_beside_the_limits() {
-    let world = World::new();
+    let world = TestHome::new();
     let run = |more: &[&str]| {
         let args = ["bench", "kernels", "--types", "q8_0,F16", "--mib", "4"];
         let small = ["--prompt", "8", "--runs", "2", "--threads", "1"];
@@ -106,8 +106,8 @@ fn bench_kernels_stands_beside_the_limits() {
 /// settings are the least that a bench takes.
 #[test]
 fn pictures_of_benches_name_their_series() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let cases: [(&[&str], &[&str]); 3] = [
         (
             &["comm", "--transport", "local", "--max-bytes", "64"],

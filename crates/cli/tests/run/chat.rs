@@ -4,18 +4,18 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Signal, kill_process};
 
-use super::tiny::{ALPHABET, Tiny};
-use super::{World, finish, pid, text, wait};
+use super::tiny::{ALPHABET, TinyChatModel};
+use super::{TestHome, finish, pid, text, wait};
 use crate::common::terminal::Terminal;
 
-fn chat(world: &World, model: &str, args: &[&str]) -> Terminal {
+fn chat(world: &TestHome, model: &str, args: &[&str]) -> Terminal {
     let mut terminal = Terminal::start(&mut command(world, model, args));
     terminal.expect("Chat with ");
     terminal.expect("/exit or Ctrl-D ends the chat.\n> ");
     terminal
 }
 
-fn command(world: &World, model: &str, args: &[&str]) -> Command {
+fn command(world: &TestHome, model: &str, args: &[&str]) -> Command {
     let all = ["run", model].into_iter().chain(args.iter().copied());
     world.paceline(all)
 }
@@ -36,8 +36,8 @@ const TURN: usize = FIRST + ALPHABET.len() + "\n".len() + 1;
 
 #[test]
 fn the_model_is_told_the_whole_conversation() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let mut terminal = chat(&world, &model, &[]);
     assert_eq!(ask(&mut terminal, "hi"), FIRST + 2);
     assert_eq!(ask(&mut terminal, "more"), FIRST + 2 + TURN + 4);
@@ -56,8 +56,8 @@ fn the_model_is_told_the_whole_conversation() {
 
 #[test]
 fn ctrl_d_ends_a_chat_and_a_system_message_outlives_clear() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let mut terminal = chat(&world, &model, &["--system", "be brief"]);
     let n = ask(&mut terminal, "hi");
     terminal.type_keys("/clear\n");
@@ -78,8 +78,8 @@ fn ctrl_d_ends_a_chat_and_a_system_message_outlives_clear() {
 
 #[test]
 fn a_chat_survives_a_question_that_does_not_fit() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let mut terminal = chat(&world, &model, &["--context", "60"]);
     assert_eq!(ask(&mut terminal, "hi"), FIRST + 2);
     terminal.type_keys("again\n");
@@ -99,8 +99,8 @@ fn a_chat_survives_a_question_that_does_not_fit() {
 
 #[test]
 fn bytes_that_are_no_text_do_not_end_a_chat() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let mut terminal = chat(&world, &model, &[]);
     // A key of a terminal that speaks Latin-1.
     terminal.type_bytes(b"caf\xe9\n");
@@ -120,8 +120,8 @@ fn answered(terminal: &mut Terminal) -> usize {
 
 #[test]
 fn arrow_up_brings_the_line_before_back() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let mut terminal = chat(&world, &model, &[]);
     assert_eq!(ask(&mut terminal, "one"), FIRST + 3);
     terminal.type_keys("/clear\n");
@@ -139,8 +139,8 @@ fn arrow_up_brings_the_line_before_back() {
 
 #[test]
 fn a_pasted_text_is_one_question() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let mut terminal = chat(&world, &model, &[]);
     terminal.type_keys("\x1b[200~one\rtwo\x1b[201~");
     terminal.expect("two");
@@ -152,7 +152,7 @@ fn a_pasted_text_is_one_question() {
 
 #[test]
 fn ctrl_c_ends_an_answer_and_not_the_chat() {
-    let world = World::new();
+    let world = TestHome::new();
     let mut args = world.endless();
     args.remove(2); // the prompt
     let mut terminal = Terminal::start(&mut world.paceline(&args));
@@ -174,12 +174,12 @@ fn ctrl_c_ends_an_answer_and_not_the_chat() {
 
 #[test]
 fn what_needs_a_prompt_says_so_on_a_terminal() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     let base = world.path("models/base.gguf");
-    let without_template = Tiny {
+    let without_template = TinyChatModel {
         chats: false,
-        ..Tiny::default()
+        ..TinyChatModel::default()
     };
     without_template.write(&base);
     let base = base.to_str().unwrap();
@@ -207,12 +207,12 @@ fn what_needs_a_prompt_says_so_on_a_terminal() {
 
 #[test]
 fn a_terminal_gets_no_control_characters_of_the_model() {
-    let world = World::new();
+    let world = TestHome::new();
     // A model that says Ctrl-G and so on after every letter: its alphabet is shifted.
     let path = world.path("models/bell.gguf");
-    Tiny {
+    TinyChatModel {
         shift: 0x60,
-        ..Tiny::default()
+        ..TinyChatModel::default()
     }
     .write(&path);
     let path = path.to_str().unwrap();

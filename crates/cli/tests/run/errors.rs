@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 
-use super::tiny::Tiny;
-use super::{World, finish, text};
+use super::tiny::TinyChatModel;
+use super::{TestHome, finish, text};
 use crate::common::{assert_parts, rows};
 
 /// A command line, its environment and input, and how it ends.
@@ -20,7 +20,7 @@ struct Case<'a> {
 
 impl Case<'_> {
     /// Runs it, with and without RUST_BACKTRACE.
-    fn check(&self, world: &World) {
+    fn check(&self, world: &TestHome) {
         let [said, again] = ["0", "1"].map(|backtrace| self.stderr(world, backtrace));
         assert_eq!(
             said, again,
@@ -31,7 +31,7 @@ impl Case<'_> {
         assert!(!said.contains("panicked"), "{said}");
     }
 
-    fn stderr(&self, world: &World, backtrace: &str) -> String {
+    fn stderr(&self, world: &TestHome, backtrace: &str) -> String {
         let input = world.path("input");
         fs::write(&input, self.stdin).unwrap();
         let mut command = world.paceline(self.args);
@@ -84,8 +84,8 @@ const WRONG_OPTIONS: [(&str, &str); 15] = [
 
 #[test]
 fn wrong_options_exit_with_2() {
-    let world = World::new();
-    world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    world.tiny_model(TinyChatModel::default());
     for (options, says) in WRONG_OPTIONS {
         let options = options.split(' ');
         let args: Vec<&str> = ["run", "tiny.gguf", "hi"]
@@ -114,8 +114,8 @@ fn wrong_options_exit_with_2() {
 
 #[test]
 fn missing_arguments_exit_with_2() {
-    let world = World::new();
-    world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    world.tiny_model(TinyChatModel::default());
     let none = "error: the prompt is empty\nhint: ";
     for (args, stdin, says) in [
         (&["run"][..], "", "MODEL"),
@@ -145,11 +145,11 @@ fn missing_arguments_exit_with_2() {
 
 #[test]
 fn prompts_that_cannot_be_answered() {
-    let world = World::new();
-    world.tiny_model(Tiny::default());
-    let base = Tiny {
+    let world = TestHome::new();
+    world.tiny_model(TinyChatModel::default());
+    let base = TinyChatModel {
         chats: false,
-        ..Tiny::default()
+        ..TinyChatModel::default()
     };
     base.write(&world.path("models/base.gguf"));
     let long = "x".repeat(600);
@@ -203,9 +203,9 @@ fn prompts_that_cannot_be_answered() {
 }
 
 /// Writes files that cannot be used to the folder of `world`'s models.
-fn write_bad_models(world: &World) {
+fn write_bad_models(world: &TestHome) {
     let models = world.path("models");
-    let tiny = Tiny::default();
+    let tiny = TinyChatModel::default();
     let whole = tiny.writer().to_bytes();
     for (name, bytes) in [
         ("text.gguf", &b"once upon a time"[..]),
@@ -218,13 +218,13 @@ fn write_bad_models(world: &World) {
         fs::write(models.join(name), bytes).unwrap();
     }
     let architecture = "mamba";
-    Tiny {
+    TinyChatModel {
         architecture,
         ..tiny
     }
     .write(&models.join("mamba.gguf"));
     let architecture = "qwen2";
-    let dense = Tiny {
+    let dense = TinyChatModel {
         architecture,
         ..tiny
     };
@@ -252,7 +252,7 @@ folder | folder is not a model: the folder has neither a .gguf file nor a config
 
 #[test]
 fn files_that_are_no_usable_model() {
-    let world = World::new();
+    let world = TestHome::new();
     write_bad_models(&world);
     for (model, says) in rows(BAD_MODELS) {
         let args = ["run", model[0], "hi"];
@@ -271,11 +271,11 @@ fn files_that_are_no_usable_model() {
 
 #[test]
 fn parts_of_a_model_that_cannot_be_used() {
-    let world = World::new();
+    let world = TestHome::new();
     let write = |name: &str, key: &str, value: &str| {
-        let base = Tiny {
+        let base = TinyChatModel {
             chats: false,
-            ..Tiny::default()
+            ..TinyChatModel::default()
         };
         let path = world.path("models").join(name);
         base.writer().meta(key, value).write(path);
@@ -326,8 +326,8 @@ fn parts_of_a_model_that_cannot_be_used() {
 
 #[test]
 fn machine_settings_that_do_not_work() {
-    let world = World::new();
-    world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    world.tiny_model(TinyChatModel::default());
     // No machine has both of these.
     let other = if cfg!(target_arch = "x86_64") {
         "neon-dotprod"
@@ -389,8 +389,8 @@ fn machine_settings_that_do_not_work() {
 
 #[test]
 fn a_file_that_may_not_be_read() {
-    let world = World::new();
-    let model = world.tiny_model(Tiny::default());
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
     fs::set_permissions(&model, fs::Permissions::from_mode(0o000)).unwrap();
     if fs::File::open(&model).is_ok() {
         eprintln!("SKIPPED a_file_that_may_not_be_read: this user may read everything");

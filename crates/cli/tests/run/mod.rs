@@ -17,13 +17,13 @@ use std::process::{Child, ExitStatus};
 
 use serde_json::Value;
 
-use crate::common::home::{World, object};
+use crate::common::home::{TestHome, object};
 use crate::common::{finish, test_model, text, until};
-use tiny::Tiny;
+use tiny::TinyChatModel;
 
-impl World {
+impl TestHome {
     /// Writes a model; the answer is the MODEL of the command line.
-    fn tiny_model(&self, tiny: Tiny) -> String {
+    fn tiny_model(&self, tiny: TinyChatModel) -> String {
         let path = self.path("models/tiny.gguf");
         tiny.write(&path);
         path.to_str().unwrap().to_owned()
@@ -31,10 +31,10 @@ impl World {
 
     /// The arguments of an answer that would take hours.
     fn endless(&self) -> Vec<String> {
-        let model = self.tiny_model(Tiny {
+        let model = self.tiny_model(TinyChatModel {
             ends: false,
             context: 1 << 24,
-            ..Tiny::default()
+            ..TinyChatModel::default()
         });
         let args = ["run", &model, "go", "--context", "16000000"];
         args.map(str::to_owned).to_vec()

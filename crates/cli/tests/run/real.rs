@@ -1,6 +1,6 @@
 //! Behaviour that only a real model shows.
 
-use super::{World, test_model};
+use super::{TestHome, test_model};
 
 /// Peak resident memory stays within file, keys and values, 15 % of the file and 128 MiB (256 MiB
 /// for a vocabulary of 262k). It is never less than the proportional share.
@@ -18,7 +18,7 @@ fn memory_stays_near_the_file() {
         };
         let prompt = "one two three four five six seven ".repeat(24);
         let args = ["--raw", &prompt, "--max-tokens", "8", "--context", "1024"];
-        let json = World::new().json(&model, &args);
+        let json = TestHome::new().json(&model, &args);
         let peak = json["peak_memory_bytes"].as_u64().unwrap();
         let bytes = std::fs::metadata(&model).unwrap().len();
         let cache = 1024 * position_bytes;

@@ -9,7 +9,7 @@ use paceline_base::testing::Stopwatch;
 use rustix::process::{Signal, kill_process, test_kill_process_group};
 
 use super::tiny::ALPHABET;
-use super::{World, pid, text, until, wait};
+use super::{TestHome, pid, text, until, wait};
 use crate::common::complaints;
 use crate::common::terminal::Terminal;
 
@@ -32,7 +32,7 @@ fn interrupt(child: &mut Child, signal: Signal) -> Duration {
 /// Starts `command` in a process group of its own, until `ready`, and interrupts it. It must end at
 /// once and leave neither process nor file, nor a word on stderr.
 fn interrupt_when(
-    world: &World,
+    world: &TestHome,
     command: &mut Command,
     signal: Signal,
     ready: impl Fn(&mut Child) -> bool,
@@ -59,7 +59,7 @@ fn interrupt_when(
 
 #[test]
 fn signals_end_an_answer_at_once() {
-    let world = World::new();
+    let world = TestHome::new();
     for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
         let mut command = world.paceline(world.endless());
         interrupt_when(&world, command.stdout(Stdio::piped()), signal, |child| {
@@ -82,7 +82,7 @@ mod linux {
 
     use super::*;
     use crate::common::smollm2;
-    use crate::run::tiny::Tiny;
+    use crate::run::tiny::TinyChatModel;
 
     fn status(child: &Child, field: &str) -> Option<String> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).ok()?;
@@ -98,8 +98,8 @@ mod linux {
 
     #[test]
     fn signals_end_the_wait_for_a_piped_prompt() {
-        let world = World::new();
-        let model = world.tiny_model(Tiny::default());
+        let world = TestHome::new();
+        let model = world.tiny_model(TinyChatModel::default());
         let mut command = world.paceline(["run", &model]);
         command.stdin(Stdio::piped()).stdout(Stdio::null());
         interrupt_when(&world, &mut command, Signal::INT, |child| {
@@ -113,7 +113,7 @@ mod linux {
         let Some(model) = smollm2("signals_end_loading") else {
             return;
         };
-        let world = World::new();
+        let world = TestHome::new();
         let mut command = world.paceline(["run", &model, "Tell me a long story."]);
         command.stdout(Stdio::null());
         for signal in [Signal::INT, Signal::TERM] {
@@ -126,8 +126,8 @@ mod linux {
 
     #[test]
     fn nohup_is_respected() {
-        let world = World::new();
-        let model = world.tiny_model(Tiny::default());
+        let world = TestHome::new();
+        let model = world.tiny_model(TinyChatModel::default());
         let mut command = Command::new("/bin/sh");
         command
             .env_clear()
@@ -149,7 +149,7 @@ mod linux {
 
 #[test]
 fn signals_end_a_chat_and_the_terminal_stays_usable() {
-    let world = World::new();
+    let world = TestHome::new();
     let mut args = world.endless();
     args.remove(2); // the prompt
     for typed in ["go\n", ""] {

@@ -7,7 +7,7 @@
 
 use std::path::Path;
 
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 
 use crate::common::vocabulary::{self, FIRST_BYTE, VOCAB};
 
@@ -23,7 +23,7 @@ pub(crate) const ALPHABET: &str = "abcdefghijklm\u{e9}nopqrstuvwxyz";
 
 /// Which model to write.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Tiny {
+pub(crate) struct TinyChatModel {
     pub(crate) architecture: &'static str,
     /// Whether it has a chat template.
     pub(crate) chats: bool,
@@ -35,7 +35,7 @@ pub(crate) struct Tiny {
     pub(crate) context: u32,
 }
 
-impl Default for Tiny {
+impl Default for TinyChatModel {
     fn default() -> Self {
         Self {
             architecture: "llama",
@@ -47,7 +47,7 @@ impl Default for Tiny {
     }
 }
 
-impl Tiny {
+impl TinyChatModel {
     /// The token after `token`.
     fn next(self, token: u32) -> u32 {
         let said: Vec<u32> = ALPHABET.bytes().map(|b| id(b - self.shift)).collect();
@@ -64,7 +64,7 @@ impl Tiny {
     }
 
     /// The file, to be changed before it is written.
-    pub(crate) fn writer(self) -> Writer {
+    pub(crate) fn writer(self) -> GgufWriter {
         let mut output = vec![0.0; VOCAB * WIDTH];
         for token in 0..VOCAB {
             output[self.next(token as u32) as usize * WIDTH + token] = 1.0;
@@ -93,9 +93,9 @@ impl Tiny {
         file
     }
 
-    fn metadata(self) -> Writer {
+    fn metadata(self) -> GgufWriter {
         let name = self.architecture;
-        let mut file = Writer::new().meta("general.architecture", name);
+        let mut file = GgufWriter::new().meta("general.architecture", name);
         for (key, value) in [
             ("block_count", 1),
             ("embedding_length", WIDTH as u32),

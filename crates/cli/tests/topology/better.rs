@@ -4,14 +4,14 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use super::{World, macs, write_program};
+use super::{SshHosts, macs, write_program};
 use crate::common::complaints;
 
 /// The setup goes to standard error, so that standard output is a hostfile and nothing else. Nobody
 /// is asked, so that it ends unattended, even with a standard input that never ends.
 #[test]
 fn output_is_a_hostfile_and_nobody_is_asked() {
-    let world = World::with(&macs(2, &[(0, 1)]));
+    let world = SshHosts::with(&macs(2, &[(0, 1)]));
     let ended = world.run_topology(&["--hosts", "h0,h1", "--backend", "ring"]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let file: Value = serde_json::from_str(&ended.stdout).unwrap();
@@ -26,7 +26,7 @@ fn output_is_a_hostfile_and_nobody_is_asked() {
 /// MLX gives such a host two addresses, the one that it was named by and that of en0.
 #[test]
 fn a_literal_address_is_the_only_one() {
-    let world = World::new();
+    let world = SshHosts::new();
     for (number, name) in ["192.0.2.1", "192.0.2.2"].into_iter().enumerate() {
         world.add_host(name, &macs(2, &[(0, 1)])[format!("h{number}")]);
     }
@@ -46,7 +46,7 @@ fn a_literal_address_is_the_only_one() {
 /// Nothing in MLX undoes a setup.
 #[test]
 fn a_setup_can_be_undone() {
-    let world = World::with(&macs(2, &[(0, 1)]));
+    let world = SshHosts::with(&macs(2, &[(0, 1)]));
     let ended = world.run_topology(&["--hosts", "h0,h1", "--undo"]);
     assert_eq!(
         (ended.code, ended.stdout.as_str()),
@@ -70,7 +70,7 @@ fn a_setup_can_be_undone() {
 /// MLX does not look at how the commands end.
 #[test]
 fn a_setup_that_cannot_be_done_is_told() {
-    let world = World::with(&macs(3, &[(0, 1), (1, 2), (2, 0)]));
+    let world = SshHosts::with(&macs(3, &[(0, 1), (1, 2), (2, 0)]));
     let run = || world.run_topology(&["--hosts", "h0,h1,h2", "--auto-setup", "--yes"]);
     let sudo = |script: &str| write_program(&world.path("hosts/h1/bin/sudo"), script);
     sudo("#!/bin/sh\necho sudo: a password is required >&2; exit 1\n");
@@ -97,7 +97,7 @@ fn a_setup_that_cannot_be_done_is_told() {
 /// A terminal is asked, and may say no.
 #[test]
 fn setup_runs_only_after_a_yes() {
-    let world = World::with(&macs(2, &[(0, 1)]));
+    let world = SshHosts::with(&macs(2, &[(0, 1)]));
     let ended = world.run_topology(&["--hosts", "h0,h1", "--auto-setup"]);
     assert_eq!(ended.code, Some(2), "{ended:?}");
     assert!(ended.stderr.contains("hint: add --yes"), "{ended:?}");
@@ -119,7 +119,7 @@ fn setup_runs_only_after_a_yes() {
 }
 
 /// Runs the setup at a terminal, where `answer` is typed.
-fn answer_at_terminal(world: &World, answer: &str) {
+fn answer_at_terminal(world: &SshHosts, answer: &str) {
     use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
     let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&terminal).unwrap();

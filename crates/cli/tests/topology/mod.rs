@@ -18,7 +18,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::common::hosts::{Ended, World, finish, tests_data, write_program};
+use crate::common::hosts::{LaunchOutput, SshHosts, finish, tests_data, write_program};
 
 /// Commands of a Mac: they print files of the host's folder.
 const COMMANDS: [(&str, &str); 7] = [
@@ -36,7 +36,7 @@ const COMMANDS: [(&str, &str); 7] = [
     ),
 ];
 
-impl World {
+impl SshHosts {
     /// With hosts as they are recorded: files by name, by host.
     fn with(hosts: &Value) -> Self {
         let world = Self::new();
@@ -63,7 +63,7 @@ impl World {
         self.paceline(&[&["topology"], args].concat())
     }
 
-    fn run_topology(&self, args: &[&str]) -> Ended {
+    fn run_topology(&self, args: &[&str]) -> LaunchOutput {
         finish(self.topology(args).spawn().unwrap())
     }
 

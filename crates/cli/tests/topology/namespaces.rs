@@ -4,17 +4,17 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::{World, finish};
-use crate::common::namespaces::Network;
+use super::{SshHosts, finish};
+use crate::common::namespaces::NamespaceNetwork;
 
 /// The addresses are found, and ranks that are launched with them reach each other.
 #[test]
 fn an_ethernet_between_namespaces_carries_a_launch() {
     let name = format!("pt{}x", std::process::id());
-    let Some(network) = Network::new(&name, 3, "topology --over ethernet, live") else {
+    let Some(network) = NamespaceNetwork::new(&name, 3, "topology --over ethernet, live") else {
         return;
     };
-    let world = World::new();
+    let world = SshHosts::new();
     for (number, namespace) in network.hosts().iter().enumerate() {
         fs::create_dir(world.path(&format!("hosts/n{number}"))).unwrap();
         fs::write(world.path(&format!("hosts/n{number}/netns")), namespace).unwrap();
@@ -73,7 +73,7 @@ out.sendall(bytes([rank])); print('from', left.recv(1)[0], 'at', address[0])";
     assert_eq!(lines, expected);
 }
 
-fn launch(world: &World, args: &[&str]) -> String {
+fn launch(world: &SshHosts, args: &[&str]) -> String {
     let mut command = world.paceline(&[&["launch"], args].concat());
     finish(command.spawn().unwrap()).ok().stdout
 }

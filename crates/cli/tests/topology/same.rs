@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{World, tests_data};
+use super::{SshHosts, tests_data};
 
 /// Hostfiles and graphs byte for byte, commands line by line, and whether there is a result.
 #[test]
@@ -11,7 +11,7 @@ fn results_are_those_that_mlx_has() {
     let recorded: Value = serde_json::from_str(&text).unwrap();
     let mut compared = 0;
     for case in recorded["cases"].as_array().unwrap() {
-        let world = World::with(&case["hosts"]);
+        let world = SshHosts::with(&case["hosts"]);
         let names: Vec<&str> = case["hosts"]
             .as_object()
             .unwrap()
@@ -26,7 +26,7 @@ fn results_are_those_that_mlx_has() {
     assert!(compared >= 50, "{compared} runs are recorded");
 }
 
-fn compare(world: &World, names: &[&str], run: &Value, case: &str) {
+fn compare(world: &SshHosts, names: &[&str], run: &Value, case: &str) {
     let own: Vec<&str> = run["args"]
         .as_array()
         .unwrap()

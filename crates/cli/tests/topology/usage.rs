@@ -2,12 +2,12 @@
 
 use serde_json::{Value, json};
 
-use super::{World, macs};
+use super::{SshHosts, macs};
 use crate::common::{assert_parts, rows};
 
 #[test]
 fn everything_found_is_one_object() {
-    let world = World::with(&macs(3, &[(0, 1), (1, 2)]));
+    let world = SshHosts::with(&macs(3, &[(0, 1), (1, 2)]));
     let ended = world.run_topology(&["--hosts", "h0,h1", "--json"]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let found: Value = serde_json::from_str(&ended.stdout).unwrap();
@@ -35,7 +35,7 @@ fn everything_found_is_one_object() {
 
 #[test]
 fn hosts_that_are_silent_are_named_or_left_out() {
-    let world = World::with(&macs(3, &[(0, 1), (1, 2), (2, 0)]));
+    let world = SshHosts::with(&macs(3, &[(0, 1), (1, 2), (2, 0)]));
     let hosts = ["--hosts", "h0,gone,h1,away"];
     let ended = world.run_topology(&hosts);
     assert_eq!(
@@ -60,7 +60,7 @@ fn hosts_that_are_silent_are_named_or_left_out() {
 
 #[test]
 fn a_hostfile_names_hosts_too() {
-    let world = World::with(&macs(2, &[(0, 1)]));
+    let world = SshHosts::with(&macs(2, &[(0, 1)]));
     let text = r#"[{"ssh": "h1"}, {"ssh": "h0"}]"#;
     std::fs::write(world.path("here/hosts.json"), text).unwrap();
     let file = world.printed_hostfile(&[
@@ -92,7 +92,7 @@ const WRONG: &str = "\
 
 #[test]
 fn what_cannot_be_is_said_with_advice() {
-    let world = World::with(&macs(2, &[(0, 1)]));
+    let world = SshHosts::with(&macs(2, &[(0, 1)]));
     let mut silent = macs(1, &[])["h0"].clone();
     silent["profiler.json"] = "".into();
     world.add_host("linux", &silent);

@@ -17,7 +17,7 @@ pub const SKEW_MAX: Duration = Duration::from_secs(60);
 
 /// A timestamp of one node's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Stamp {
+pub struct HybridTimestamp {
     /// Milliseconds since 1970.
     pub ms: u64,
     /// Counts timestamps within the millisecond.
@@ -37,13 +37,13 @@ pub struct Now {
 
 /// A node's clock.
 #[derive(Clone, Debug)]
-pub(crate) struct Clock {
+pub(crate) struct HybridClock {
     node: NodeId,
     ms: u64,
     count: u32,
 }
 
-impl Clock {
+impl HybridClock {
     pub(crate) const fn new(node: NodeId) -> Self {
         Self {
             node,
@@ -53,7 +53,7 @@ impl Clock {
     }
 
     /// Returns a timestamp later than all returned or observed ones.
-    pub(crate) const fn stamp(&mut self, wall_ms: u64) -> Stamp {
+    pub(crate) const fn stamp(&mut self, wall_ms: u64) -> HybridTimestamp {
         if wall_ms > self.ms {
             (self.ms, self.count) = (wall_ms, 0);
         } else if self.count == u32::MAX {
@@ -61,7 +61,7 @@ impl Clock {
         } else {
             self.count += 1;
         }
-        Stamp {
+        HybridTimestamp {
             ms: self.ms,
             count: self.count,
             node: self.node,
@@ -69,7 +69,7 @@ impl Clock {
     }
 
     /// Observes another node's timestamp; false if it is too far ahead of this machine's clock.
-    pub(crate) fn observe(&mut self, stamp: Stamp, wall_ms: u64) -> bool {
+    pub(crate) fn observe(&mut self, stamp: HybridTimestamp, wall_ms: u64) -> bool {
         let latest = wall_ms.saturating_add(SKEW_MAX.as_millis() as u64);
         if stamp.ms > latest {
             return false;
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn stamps_grow_whatever_the_wall_clock_does() {
-        let mut clock = Clock::new(NodeId([1; 16]));
+        let mut clock = HybridClock::new(NodeId([1; 16]));
         let mut last = clock.stamp(5);
         for wall_ms in [5, 5, 4, 0, 6, 6, 100, 3] {
             let next = clock.stamp(wall_ms);
@@ -98,8 +98,8 @@ mod tests {
 
     #[test]
     fn what_was_seen_is_earlier() {
-        let mut clock = Clock::new(NodeId([1; 16]));
-        let other = |ms, count| Stamp {
+        let mut clock = HybridClock::new(NodeId([1; 16]));
+        let other = |ms, count| HybridTimestamp {
             ms,
             count,
             node: NodeId([9; 16]),

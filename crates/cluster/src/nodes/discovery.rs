@@ -66,7 +66,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// How a node was discovered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum How {
+pub enum DiscoveryMethod {
     /// By a beacon over IPv6.
     Beacon6,
     /// By a beacon over IPv4.
@@ -83,12 +83,12 @@ pub enum How {
 
 /// A discovered node of this cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Heard {
+pub struct DiscoveredNode {
     pub id: NodeId,
     /// Address of its control port.
     pub addr: SocketAddr,
     /// How it was discovered.
-    pub how: How,
+    pub how: DiscoveryMethod,
     /// Whether it requests an answer.
     pub asks: bool,
 }
@@ -140,7 +140,7 @@ pub fn read_beacon(key: &ClusterKey, bytes: &[u8]) -> Option<(NodeId, u16, bool)
 
 /// An interface on which beacons are sent.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Way {
+enum BeaconInterface {
     V4(Ipv4Addr),
     V6(u32),
 }
@@ -153,7 +153,7 @@ pub struct Beacons {
     v4: Option<UdpSocket>,
     v6: Option<UdpSocket>,
     /// Interfaces, each with the error that blocks it.
-    ways: BTreeMap<Way, Option<String>>,
+    ways: BTreeMap<BeaconInterface, Option<String>>,
     looked: Option<Instant>,
     /// When the interfaces last changed; `sent` counts the beacons since.
     changed: Instant,
@@ -187,7 +187,7 @@ impl Beacons {
     }
 
     /// Sends due beacons, then waits up to `wait` for a beacon of this cluster.
-    pub fn turn(&mut self, key: &ClusterKey, wait: Duration) -> Option<Heard> {
+    pub fn poll(&mut self, key: &ClusterKey, wait: Duration) -> Option<DiscoveredNode> {
         self.look();
         let due = FIRST.get(self.sent).copied().unwrap_or_else(|| {
             FIRST[FIRST.len() - 1] + EVERY * (self.sent + 1 - FIRST.len()) as u32
@@ -231,20 +231,25 @@ impl Beacons {
 
     /// Errors that block beacons, by interface.
     pub fn blocked(&self) -> Vec<String> {
-        let of = |(way, blocked): (&Way, &Option<String>)| {
+        let of = |(way, blocked): (&BeaconInterface, &Option<String>)| {
             let blocked = blocked.as_ref()?;
             Some(match way {
-                Way::V4(addr) => format!("beacons from {addr}: {blocked}"),
-                Way::V6(index) => format!("IPv6 beacons on interface {index}: {blocked}"),
+                BeaconInterface::V4(addr) => format!("beacons from {addr}: {blocked}"),
+                BeaconInterface::V6(index) => {
+                    format!("IPv6 beacons on interface {index}: {blocked}")
+                }
             })
         };
         self.ways.iter().filter_map(of).collect()
     }
 
-    fn hear(&self, key: &ClusterKey, wait: Duration) -> Option<Heard> {
+    fn hear(&self, key: &ClusterKey, wait: Duration) -> Option<DiscoveredNode> {
         let deadline = Instant::now() + wait;
         loop {
-            for (socket, how) in [(&self.v6, How::Beacon6), (&self.v4, How::Beacon4)] {
+            for (socket, how) in [
+                (&self.v6, DiscoveryMethod::Beacon6),
+                (&self.v4, DiscoveryMethod::Beacon4),
+            ] {
                 if let Some(heard) = socket.as_ref().and_then(|s| self.receive(s, key, how)) {
                     return Some(heard);
                 }
@@ -257,7 +262,12 @@ impl Beacons {
         }
     }
 
-    fn receive(&self, socket: &UdpSocket, key: &ClusterKey, how: How) -> Option<Heard> {
+    fn receive(
+        &self,
+        socket: &UdpSocket,
+        key: &ClusterKey,
+        how: DiscoveryMethod,
+    ) -> Option<DiscoveredNode> {
         let mut bytes = [0; BEACON_BYTES + 1];
         // Skips foreign beacons, up to a limit.
         for _ in 0..FOREIGN_MAX {
@@ -267,7 +277,7 @@ impl Beacons {
             };
             if id != self.id {
                 addr.set_port(port);
-                return Some(Heard {
+                return Some(DiscoveredNode {
                     id,
                     addr,
                     how,
@@ -289,10 +299,10 @@ impl Beacons {
             match (&interface.addr, interface.index) {
                 _ if interface.is_loopback() => {}
                 (if_addrs::IfAddr::V4(addr), _) => {
-                    ways.insert(Way::V4(addr.ip), None);
+                    ways.insert(BeaconInterface::V4(addr.ip), None);
                 }
                 (if_addrs::IfAddr::V6(addr), Some(index)) if addr.is_link_local() => {
-                    ways.insert(Way::V6(index), None);
+                    ways.insert(BeaconInterface::V6(index), None);
                 }
                 _ => {}
             }
@@ -303,8 +313,12 @@ impl Beacons {
         for way in ways.keys().filter(|way| !self.ways.contains_key(way)) {
             // Errors are ignored: a group joined before stays joined.
             let _ = match (way, &self.v4, &self.v6) {
-                (Way::V4(addr), Some(socket), _) => socket.join_multicast_v4(&GROUP_V4, addr),
-                (Way::V6(index), _, Some(socket)) => socket.join_multicast_v6(&GROUP_V6, *index),
+                (BeaconInterface::V4(addr), Some(socket), _) => {
+                    socket.join_multicast_v4(&GROUP_V4, addr)
+                }
+                (BeaconInterface::V6(index), _, Some(socket)) => {
+                    socket.join_multicast_v6(&GROUP_V6, *index)
+                }
                 _ => Ok(()),
             };
         }
@@ -459,17 +473,17 @@ pub fn listen_address(interface: Option<&str>) -> io::Result<SocketAddr> {
 
 /// Sends to the multicast group on the network of `way`.
 fn send(
-    way: &Way,
+    way: &BeaconInterface,
     (v4, v6): (Option<&UdpSocket>, Option<&UdpSocket>),
     bytes: &[u8],
 ) -> io::Result<()> {
     match (way, v4, v6) {
-        (Way::V4(addr), Some(socket), _) => {
+        (BeaconInterface::V4(addr), Some(socket), _) => {
             socket2::SockRef::from(socket).set_multicast_if_v4(addr)?;
             let to = SocketAddrV4::new(GROUP_V4, BEACON_PORT);
             socket.send_to(bytes, to).map(drop)
         }
-        (Way::V6(index), _, Some(socket)) => {
+        (BeaconInterface::V6(index), _, Some(socket)) => {
             socket2::SockRef::from(socket).set_multicast_if_v6(*index)?;
             let to = SocketAddrV6::new(GROUP_V6, BEACON_PORT, 0, *index);
             socket.send_to(bytes, to).map(drop)
@@ -541,7 +555,7 @@ mod tests {
         for line in text.lines() {
             let fields: Vec<&str> = line.split_whitespace().collect();
             let index = u32::from_str_radix(fields[1], 16).unwrap();
-            let has_way = beacons.ways.contains_key(&Way::V6(index));
+            let has_way = beacons.ways.contains_key(&BeaconInterface::V6(index));
             assert!(has_way || fields[3] != "20", "{line}");
         }
     }

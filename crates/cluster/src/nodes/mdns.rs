@@ -11,7 +11,7 @@ use std::net::{IpAddr, SocketAddr};
 use mdns_sd::{Receiver, ServiceDaemon, ServiceEvent, ServiceInfo};
 use paceline_base::{hex, unhex};
 
-use super::discovery::{Heard, How, beacon, read_beacon};
+use super::discovery::{DiscoveredNode, DiscoveryMethod, beacon, read_beacon};
 use super::paths::is_link_local;
 use super::{ClusterKey, NodeId};
 
@@ -66,7 +66,7 @@ impl Mdns {
     }
 
     /// Nodes of the cluster of `key` discovered since the last call. Does not wait.
-    pub fn heard(&self, key: &ClusterKey) -> Vec<Heard> {
+    pub fn heard(&self, key: &ClusterKey) -> Vec<DiscoveredNode> {
         let events = self.events.try_iter().take(EVENTS_MAX);
         let resolved = events.filter_map(|event| match event {
             ServiceEvent::ServiceResolved(service) => Some(service),
@@ -87,10 +87,10 @@ impl Mdns {
                     .collect();
                 addresses.into_iter().filter_map(move |ip| {
                     let (id, port, asks) = found?;
-                    Some(Heard {
+                    Some(DiscoveredNode {
                         id,
                         addr: SocketAddr::new(ip, port),
-                        how: How::Mdns,
+                        how: DiscoveryMethod::Mdns,
                         asks,
                     })
                 })

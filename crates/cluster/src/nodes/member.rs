@@ -27,12 +27,12 @@ use std::time::Duration;
 
 use paceline_base::SplitMix64;
 
-use super::clock::{Clock, Now, SKEW_MAX};
+use super::clock::{HybridClock, Now, SKEW_MAX};
 use super::registers::TOMBSTONE_MS;
-use super::{Key, NodeId, Register, Registers, revocation};
+use super::{NodeId, Register, RegisterKey, Registers, revocation};
+pub use dials::DialTarget;
 use dials::Dials;
-pub use dials::Target;
-pub use messages::{ENTRIES_MAX, Message, RUMOURS_MAX, Rumour};
+pub use messages::{ENTRIES_MAX, GossipMessage, RUMOURS_MAX, Rumour};
 use peers::Peers;
 pub use peers::{Life, PEERS_MAX, PeerView};
 
@@ -82,20 +82,23 @@ pub enum Event {
     /// It is time.
     Tick,
     /// Discovery or the user found an address of a node.
-    Found(Target),
+    Found(DialTarget),
     /// A session with a node began; with the dialled target, if this node dialled.
     Linked {
         id: NodeId,
         /// The target that was dialled.
-        target: Option<Target>,
+        target: Option<DialTarget>,
     },
     /// The session with a node ended.
     Unlinked(NodeId),
     /// A message arrived over the session with `from`.
-    Received { from: NodeId, message: Message },
+    Received {
+        from: NodeId,
+        message: GossipMessage,
+    },
     /// This node writes to the map.
     Write {
-        key: Key,
+        key: RegisterKey,
         /// As of [`Register`].
         epoch: u64,
         /// JSON, or `None` to delete.
@@ -109,23 +112,23 @@ pub enum Event {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// Try to make a session.
-    Dial(Target),
+    Dial(DialTarget),
     /// Send over the session with `to`; drop it if there is none.
-    Send { to: NodeId, message: Message },
+    Send { to: NodeId, message: GossipMessage },
     /// End the session with a dead or removed node.
     Unlink(NodeId),
     /// These entries of the map have other contents now.
-    Changed(Vec<Key>),
+    Changed(Vec<RegisterKey>),
     /// A node's life changed.
     Life(NodeId, Life),
 }
 
 /// Membership state of a node.
 #[derive(Clone, Debug)]
-pub struct Member {
+pub struct Membership {
     own: NodeId,
     pace: Pace,
-    clock: Clock,
+    clock: HybridClock,
     map: Registers,
     peers: Peers,
     dials: Dials,
@@ -158,13 +161,13 @@ const FORGET_EVERY: Duration = Duration::from_secs(600);
 /// Number of nodes that ping an unresponsive node on request, and that receive a change first.
 const HELPERS: usize = 3;
 
-impl Member {
+impl Membership {
     /// A node with the initial map `map`, such as a saved one; `seed` is any random number.
     pub fn new(own: NodeId, map: Registers, pace: Pace, seed: u64, now: Now) -> Self {
         let mut member = Self {
             own,
             pace,
-            clock: Clock::new(own),
+            clock: HybridClock::new(own),
             map,
             peers: Peers::default(),
             dials: Dials::default(),
@@ -177,7 +180,7 @@ impl Member {
             next_seq: 0,
             compared: BTreeMap::new(),
         };
-        let known: Vec<Key> = member.map.iter().map(|(key, _)| key.clone()).collect();
+        let known: Vec<RegisterKey> = member.map.iter().map(|(key, _)| key.clone()).collect();
         for (_, register) in member.map.iter() {
             member.clock.observe(register.stamp, now.wall_ms);
         }
@@ -231,14 +234,14 @@ impl Member {
         actions
     }
 
-    fn found(&mut self, target: Target, now: Now) {
+    fn found(&mut self, target: DialTarget, now: Now) {
         match target {
-            Target::Node(id) if id == self.own || self.is_revoked(id) => {}
-            Target::Node(id) => {
+            DialTarget::Node(id) if id == self.own || self.is_revoked(id) => {}
+            DialTarget::Node(id) => {
                 self.know(id, now);
                 self.dials.hurry(id, now.since_start);
             }
-            Target::Peer(addr) => self.dials.add(Target::Peer(addr), now.since_start),
+            DialTarget::Peer(addr) => self.dials.add(DialTarget::Peer(addr), now.since_start),
         }
     }
 
@@ -251,11 +254,17 @@ impl Member {
             } else {
                 self.pace.period * 2
             };
-            self.dials.add(Target::Node(id), now.since_start + wait);
+            self.dials.add(DialTarget::Node(id), now.since_start + wait);
         }
     }
 
-    fn linked(&mut self, id: NodeId, target: Option<Target>, now: Now, actions: &mut Vec<Action>) {
+    fn linked(
+        &mut self,
+        id: NodeId,
+        target: Option<DialTarget>,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
         if self.is_revoked(id) {
             actions.push(Action::Unlink(id));
             return;
@@ -276,7 +285,7 @@ impl Member {
     }
 
     fn is_revoked(&self, id: NodeId) -> bool {
-        self.map.get(&Key::Revoked(id)).is_some()
+        self.map.get(&RegisterKey::Revoked(id)).is_some()
     }
 
     fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
@@ -315,7 +324,7 @@ impl Member {
                 continue;
             }
             let known = self.peers.incarnation(id);
-            self.hear(
+            self.apply_rumour(
                 Rumour {
                     id,
                     incarnation: known,
@@ -327,7 +336,7 @@ impl Member {
         }
         for id in self.peers.silent(now.since_start, self.pace.suspicion) {
             let known = self.peers.incarnation(id);
-            self.hear(
+            self.apply_rumour(
                 Rumour {
                     id,
                     incarnation: known,
@@ -348,13 +357,13 @@ impl Member {
             return;
         }
         let (root, rumours) = (self.map.root(), self.rumours_for(id));
-        let message = Message::Ping { seq, root, rumours };
+        let message = GossipMessage::Ping { seq, root, rumours };
         actions.push(Action::Send { to: id, message });
     }
 
     fn ask_others(&mut self, id: NodeId, actions: &mut Vec<Action>) {
         for helper in self.peers.some_linked(HELPERS, Some(id), &mut self.random) {
-            let message = Message::PingFor { id };
+            let message = GossipMessage::PingFor { id };
             actions.push(Action::Send {
                 to: helper,
                 message,
@@ -386,16 +395,22 @@ impl Member {
         rumours
     }
 
-    fn receive(&mut self, from: NodeId, message: Message, now: Now, actions: &mut Vec<Action>) {
+    fn receive(
+        &mut self,
+        from: NodeId,
+        message: GossipMessage,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
         if self.left || !self.peers.is_linked(from) {
             return; // the session ended meanwhile
         }
         self.peers.heard(from);
         match message {
-            Message::Ping { seq, root, rumours } => {
-                self.hear_all(from, rumours, now, actions);
+            GossipMessage::Ping { seq, root, rumours } => {
+                self.apply_rumours(from, rumours, now, actions);
                 let (own, rumours) = (self.map.root(), self.rumours_for(from));
-                let message = Message::Ack {
+                let message = GossipMessage::Ack {
                     seq,
                     root: own,
                     rumours,
@@ -403,40 +418,42 @@ impl Member {
                 actions.push(Action::Send { to: from, message });
                 self.compare(from, root, now, actions);
             }
-            Message::Ack { seq, root, rumours } => {
+            GossipMessage::Ack { seq, root, rumours } => {
                 let late = self.pace.late();
                 self.peers.answered(from, seq, now.since_start, late);
-                self.hear_all(from, rumours, now, actions);
+                self.apply_rumours(from, rumours, now, actions);
                 self.compare(from, root, now, actions);
             }
-            Message::PingFor { id } => self.ping_for(from, id, actions),
-            Message::PingFrom { asker } => {
-                let message = Message::Lives {
+            GossipMessage::PingFor { id } => self.ping_for(from, id, actions),
+            GossipMessage::PingFrom { asker } => {
+                let message = GossipMessage::Lives {
                     id: self.own,
                     asker,
                 };
                 actions.push(Action::Send { to: from, message });
             }
-            Message::Lives { id, asker } if asker == self.own => self.peers.heard(id),
-            Message::Lives { id, asker } => {
-                let message = Message::Lives { id, asker };
+            GossipMessage::Lives { id, asker } if asker == self.own => self.peers.heard(id),
+            GossipMessage::Lives { id, asker } => {
+                let message = GossipMessage::Lives { id, asker };
                 actions.push(Action::Send { to: asker, message });
             }
-            Message::Gossip { rumours } => self.hear_all(from, rumours, now, actions),
-            Message::Marks { marks, answer } => self.answer_marks(from, &marks, answer, actions),
-            Message::Entries { entries } => self.take(entries, now, actions),
+            GossipMessage::Gossip { rumours } => self.apply_rumours(from, rumours, now, actions),
+            GossipMessage::Marks { marks, answer } => {
+                self.answer_marks(from, &marks, answer, actions)
+            }
+            GossipMessage::Entries { entries } => self.merge_entries(entries, now, actions),
         }
     }
 
     /// Pings `id` on behalf of `asker`.
     fn ping_for(&self, asker: NodeId, id: NodeId, actions: &mut Vec<Action>) {
         if self.peers.is_linked(id) && id != asker {
-            let message = Message::PingFrom { asker };
+            let message = GossipMessage::PingFrom { asker };
             actions.push(Action::Send { to: id, message });
         }
     }
 
-    fn hear_all(
+    fn apply_rumours(
         &mut self,
         from: NodeId,
         rumours: Vec<Rumour>,
@@ -445,7 +462,7 @@ impl Member {
     ) {
         for rumour in rumours.into_iter().take(RUMOURS_MAX) {
             if rumour.incarnation <= self.latest_incarnation(from, rumour.id, now) {
-                self.hear(rumour, now, actions);
+                self.apply_rumour(rumour, now, actions);
             }
         }
     }
@@ -462,7 +479,7 @@ impl Member {
         }
     }
 
-    fn hear(&mut self, rumour: Rumour, now: Now, actions: &mut Vec<Action>) {
+    fn apply_rumour(&mut self, rumour: Rumour, now: Now, actions: &mut Vec<Action>) {
         if rumour.id == self.own {
             return self.object(rumour, actions);
         }
@@ -497,7 +514,7 @@ impl Member {
                 incarnation,
                 life,
             }];
-            self.tell_all(&Message::Gossip { rumours }, actions);
+            self.broadcast(&GossipMessage::Gossip { rumours }, actions);
         }
     }
 
@@ -505,12 +522,12 @@ impl Member {
     fn spread(&mut self, rumour: Rumour, actions: &mut Vec<Action>) {
         for to in self.peers.some_linked(HELPERS, None, &mut self.random) {
             let rumours = vec![rumour];
-            let message = Message::Gossip { rumours };
+            let message = GossipMessage::Gossip { rumours };
             actions.push(Action::Send { to, message });
         }
     }
 
-    fn tell_all(&self, message: &Message, actions: &mut Vec<Action>) {
+    fn broadcast(&self, message: &GossipMessage, actions: &mut Vec<Action>) {
         for to in self.peers.linked() {
             let message = message.clone();
             actions.push(Action::Send { to, message });
@@ -528,7 +545,7 @@ impl Member {
         }
         self.compared.insert(with, now.since_start);
         let marks = self.map.marks();
-        let message = Message::Marks {
+        let message = GossipMessage::Marks {
             marks,
             answer: true,
         };
@@ -541,12 +558,12 @@ impl Member {
             let entries = entries.to_vec();
             actions.push(Action::Send {
                 to,
-                message: Message::Entries { entries },
+                message: GossipMessage::Entries { entries },
             });
         }
         if answer && missing > 0 {
             let marks = self.map.marks();
-            let message = Message::Marks {
+            let message = GossipMessage::Marks {
                 marks,
                 answer: false,
             };
@@ -555,7 +572,12 @@ impl Member {
     }
 
     /// Merges another node's entries.
-    fn take(&mut self, entries: Vec<(Key, Register)>, now: Now, actions: &mut Vec<Action>) {
+    fn merge_entries(
+        &mut self,
+        entries: Vec<(RegisterKey, Register)>,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
         let mut changed = Vec::new();
         let oldest = now.wall_ms.saturating_sub(TOMBSTONE_MS);
         for (key, register) in entries.into_iter().take(ENTRIES_MAX) {
@@ -575,17 +597,17 @@ impl Member {
     }
 
     /// Whether an entry from another node has its required signature.
-    fn is_proven(&self, key: &Key, register: &Register) -> bool {
+    fn is_proven(&self, key: &RegisterKey, register: &Register) -> bool {
         match (key, &register.value) {
-            (Key::Revoked(id), Some(entry)) => revocation::is_signed(&self.map, *id, entry),
+            (RegisterKey::Revoked(id), Some(entry)) => revocation::is_signed(&self.map, *id, entry),
             _ => true,
         }
     }
 
     /// Adds nodes that the map has, removes those that it no longer has.
-    fn follow_map(&mut self, changed: &[Key], now: Now) {
+    fn follow_map(&mut self, changed: &[RegisterKey], now: Now) {
         for key in changed {
-            let Key::Node(id) = key else { continue };
+            let RegisterKey::Node(id) = key else { continue };
             if *id == self.own {
                 continue;
             }
@@ -603,10 +625,10 @@ impl Member {
 
     /// Ends sessions with revoked nodes. Writes this node's facts again if another node deleted
     /// them as those of a dead node.
-    fn enforce(&mut self, changed: &[Key], now: Now, actions: &mut Vec<Action>) {
+    fn enforce(&mut self, changed: &[RegisterKey], now: Now, actions: &mut Vec<Action>) {
         for key in changed {
             match key {
-                Key::Revoked(id) if self.map.get(key).is_some() => {
+                RegisterKey::Revoked(id) if self.map.get(key).is_some() => {
                     let life = self.peers.life(*id);
                     self.dials.remove(*id);
                     self.peers.remove(*id);
@@ -615,7 +637,7 @@ impl Member {
                         actions.push(Action::Life(*id, Life::Dead));
                     }
                 }
-                Key::Node(id) if *id == self.own && !self.left => {
+                RegisterKey::Node(id) if *id == self.own && !self.left => {
                     actions.push(Action::Life(*id, Life::Alive));
                     self.next_ping = now.since_start;
                 }
@@ -626,7 +648,7 @@ impl Member {
 
     fn write(
         &mut self,
-        key: Key,
+        key: RegisterKey,
         epoch: u64,
         value: Option<String>,
         now: Now,
@@ -643,17 +665,17 @@ impl Member {
         }
         let changed = vec![key.clone()];
         self.follow_map(&changed, now);
-        if !matches!(key, Key::Node(id) if id == self.own) {
+        if !matches!(key, RegisterKey::Node(id) if id == self.own) {
             self.enforce(&changed, now, actions);
         }
         let entries = vec![(key, register)];
-        self.tell_all(&Message::Entries { entries }, actions);
+        self.broadcast(&GossipMessage::Entries { entries }, actions);
         actions.push(Action::Changed(changed));
     }
 
     /// Deletes this node's facts and notifies the others.
     fn leave(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.write(Key::Node(self.own), 0, None, now, actions);
+        self.write(RegisterKey::Node(self.own), 0, None, now, actions);
         self.left = true;
         let (id, incarnation) = (self.own, self.incarnation + 1);
         let life = Life::Left;
@@ -662,7 +684,7 @@ impl Member {
             incarnation,
             life,
         }];
-        self.tell_all(&Message::Gossip { rumours }, actions);
+        self.broadcast(&GossipMessage::Gossip { rumours }, actions);
         actions.extend(self.peers.linked().map(Action::Unlink));
     }
 

@@ -45,25 +45,25 @@ use std::str::FromStr;
 use paceline_base::unhex;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-pub use clock::{Now, Stamp};
+pub use clock::{HybridTimestamp, Now};
 pub use identity::Identity;
 pub use key::ClusterKey;
-pub use member::Member;
-pub use registers::{Key, Register, Registers};
+pub use member::Membership;
+pub use registers::{Register, RegisterKey, Registers};
 pub use signature::Signature;
 
 /// Parses `bytes` as every kind of message of another machine, for fuzzing. Returns for any input.
 pub fn parse_all(bytes: &[u8]) {
     let key = ClusterKey::new([7; 32]);
     let _ = discovery::read_beacon(&key, bytes);
-    let _ = serde_json::from_slice::<member::Message>(bytes);
+    let _ = serde_json::from_slice::<member::GossipMessage>(bytes);
     session::parse(bytes);
     agent::parse(bytes);
     let _ = serde_json::from_slice::<Signature>(bytes);
-    let _ = serde_json::from_slice::<placement::Wanted>(bytes);
+    let _ = serde_json::from_slice::<placement::InstanceSpec>(bytes);
     let _ = serde_json::from_slice::<placement::Report>(bytes);
     let _ = serde_json::from_slice::<Vec<paths::Path>>(bytes);
-    if let Ok(entries) = serde_json::from_slice::<Vec<(Key, Register)>>(bytes) {
+    if let Ok(entries) = serde_json::from_slice::<Vec<(RegisterKey, Register)>>(bytes) {
         let _ = Registers::from_entries(entries);
     }
     if let Ok(text) = std::str::from_utf8(bytes) {
@@ -161,7 +161,7 @@ mod tests {
     fn no_bytes_of_another_machine_panic() {
         let id = NodeId([9; 16]);
         let beacon = discovery::beacon(&ClusterKey::new([7; 32]), 1, id, 1, true);
-        let ping = member::Message::PingFor { id };
+        let ping = member::GossipMessage::PingFor { id };
         let ping = serde_json::to_vec(&ping).unwrap();
         let token = ClusterKey::new([7; 32]).token().as_bytes().to_vec();
         let mut random = paceline_base::SplitMix64::new(7);

@@ -109,7 +109,7 @@ pub(crate) fn is_link_local(ip: IpAddr) -> bool {
 
 /// Result of one measurement of a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sample {
+pub struct PathSample {
     /// Local address.
     pub local: IpAddr,
     /// Outgoing interface.
@@ -132,7 +132,7 @@ pub struct Due {
 
 /// What to measure of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wanted {
+pub enum PathProbe {
     /// Reachability and latency.
     Latency,
     /// Bandwidth, too.
@@ -141,7 +141,7 @@ pub enum Wanted {
 
 /// A change of the preferred path, for the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum News {
+pub enum PathChange {
     /// The preferred path does not answer: another one is used.
     Fell {
         /// The path in use now.
@@ -154,7 +154,7 @@ pub enum News {
 }
 
 #[derive(Clone, Debug)]
-struct Entry {
+struct PathEntry {
     path: Path,
     round_trips: Vec<u64>,
     misses: u32,
@@ -165,7 +165,7 @@ struct Entry {
     count: u64,
 }
 
-impl Entry {
+impl PathEntry {
     fn new(to: NodeId, remote: SocketAddr, now: Duration) -> Self {
         let unspecified = IpAddr::from([0, 0, 0, 0]);
         let path = Path {
@@ -189,7 +189,7 @@ impl Entry {
         }
     }
 
-    fn answered(&mut self, sample: &Sample, now: Duration) {
+    fn answered(&mut self, sample: &PathSample, now: Duration) {
         let micros = u64::try_from(sample.latency.as_micros()).unwrap_or(u64::MAX);
         self.round_trips.truncate(KEPT - 1);
         self.round_trips.insert(0, micros.max(1));
@@ -218,15 +218,15 @@ impl Entry {
 
 /// The paths of one node.
 #[derive(Clone, Debug, Default)]
-pub struct Table {
-    entries: BTreeMap<(NodeId, SocketAddr), Entry>,
+pub struct PathTable {
+    entries: BTreeMap<(NodeId, SocketAddr), PathEntry>,
     /// The path in use, by node.
     preferred: BTreeMap<NodeId, SocketAddr>,
     /// The interface of the preferred path before its loss.
     lost: BTreeMap<NodeId, String>,
 }
 
-impl Table {
+impl PathTable {
     /// Sets the addresses of a node. Drops paths at other addresses.
     pub fn set_places(&mut self, to: NodeId, places: &[SocketAddr], now: Duration) {
         let places = &places[..places.len().min(ADDRESSES_MAX)];
@@ -237,7 +237,7 @@ impl Table {
         }
         for remote in places {
             let key = (to, *remote);
-            let new = || Entry::new(to, *remote, now);
+            let new = || PathEntry::new(to, *remote, now);
             self.entries.entry(key).or_insert_with(new);
         }
     }
@@ -250,11 +250,11 @@ impl Table {
     }
 
     /// Schedules measurements of a node's paths now, except those that never answered.
-    pub fn hurry(&mut self, to: NodeId, wanted: Wanted, now: Duration) {
-        let may_answer = |entry: &&mut Entry| entry.was_up || entry.misses < MISSES;
+    pub fn hurry(&mut self, to: NodeId, wanted: PathProbe, now: Duration) {
+        let may_answer = |entry: &&mut PathEntry| entry.was_up || entry.misses < MISSES;
         for entry in self.of_mut(to).filter(may_answer) {
             entry.next = now;
-            entry.wants_bandwidth |= wanted == Wanted::Bandwidth;
+            entry.wants_bandwidth |= wanted == PathProbe::Bandwidth;
         }
     }
 
@@ -275,7 +275,7 @@ impl Table {
 
     /// The next due measurement of a node of `living`, the longest overdue first.
     pub fn due(&self, living: &[NodeId], now: Duration) -> Option<Due> {
-        let lives = |entry: &&Entry| living.contains(&entry.path.to);
+        let lives = |entry: &&PathEntry| living.contains(&entry.path.to);
         let due = self.entries.values().filter(|entry| entry.next <= now);
         let due = due.filter(lives);
         let first = due.min_by_key(|entry| entry.next)?;
@@ -314,9 +314,9 @@ impl Table {
     pub fn measured(
         &mut self,
         (to, remote): (NodeId, SocketAddr),
-        sample: Option<&Sample>,
+        sample: Option<&PathSample>,
         now: Duration,
-    ) -> Option<News> {
+    ) -> Option<PathChange> {
         let entry = self.entries.get_mut(&(to, remote))?;
         entry.count += 1;
         match sample {
@@ -327,7 +327,7 @@ impl Table {
     }
 
     /// Chooses the preferred path of a node again.
-    fn choose(&mut self, to: NodeId) -> Option<News> {
+    fn choose(&mut self, to: NodeId) -> Option<PathChange> {
         let usable = self.usable(to);
         let best = usable
             .iter()
@@ -364,17 +364,17 @@ impl Table {
                     let interface = before.interface.clone();
                     self.lost.entry(to).or_insert(interface);
                 }
-                Some(News::Fell { now: best, before })
+                Some(PathChange::Fell { now: best, before })
             }
             Some(_) if is_lost => {
                 self.lost.remove(&to);
-                Some(News::Returned(best))
+                Some(PathChange::Returned(best))
             }
             _ => None,
         }
     }
 
-    fn of_mut(&mut self, to: NodeId) -> impl Iterator<Item = &mut Entry> {
+    fn of_mut(&mut self, to: NodeId) -> impl Iterator<Item = &mut PathEntry> {
         let own = self
             .entries
             .iter_mut()
@@ -481,8 +481,8 @@ mod tests {
         SocketAddr::from(([10, network, 0, 2], 52416))
     }
 
-    fn sample(network: u8, micros: u64, megabytes: u64) -> Sample {
-        Sample {
+    fn sample(network: u8, micros: u64, megabytes: u64) -> PathSample {
+        PathSample {
             local: IpAddr::from([10, network, 0, 1]),
             interface: format!("eth{network}"),
             latency: Duration::from_micros(micros),
@@ -491,8 +491,8 @@ mod tests {
     }
 
     /// A fast path on eth0 and a slow one on eth1, both measured.
-    fn two() -> Table {
-        let mut table = Table::default();
+    fn two() -> PathTable {
+        let mut table = PathTable::default();
         table.set_places(NODE, &[place(0), place(1)], Duration::ZERO);
         assert!(
             table
@@ -516,7 +516,7 @@ mod tests {
         let due = table.due(&[NODE], 2 * SECOND).unwrap();
         assert_eq!((due.remote, due.bandwidth), (place(0), false), "at once");
         let news = table.measured((NODE, place(0)), None, 3 * SECOND);
-        let Some(News::Fell { now, before }) = news else {
+        let Some(PathChange::Fell { now, before }) = news else {
             panic!("{news:?}")
         };
         assert_eq!(
@@ -534,7 +534,7 @@ mod tests {
             "soon"
         );
         let news = table.measured((NODE, place(0)), Some(&sample(0, 100, 1000)), 8 * SECOND);
-        assert!(matches!(news, Some(News::Returned(path)) if path.interface == "eth0"));
+        assert!(matches!(news, Some(PathChange::Returned(path)) if path.interface == "eth0"));
         assert_eq!(table.measured((NODE, place(0)), None, 9 * SECOND), None);
     }
 
@@ -549,7 +549,7 @@ mod tests {
         assert_eq!(table.preferred(NODE).unwrap().interface, "eth0");
         assert_eq!(table.due(&[NODE], 60 * SECOND), None);
         assert_eq!(table.due(&[NODE], 61 * SECOND).unwrap().remote, place(0));
-        table.hurry(NODE, Wanted::Bandwidth, 5 * SECOND);
+        table.hurry(NODE, PathProbe::Bandwidth, 5 * SECOND);
         assert!(table.due(&[NODE], 5 * SECOND).unwrap().bandwidth);
     }
 
@@ -561,7 +561,7 @@ mod tests {
         let mut local = sample(0, 300, 500);
         local.local = "fe80::1".parse().unwrap();
         table.measured((NODE, far), Some(&local), SECOND);
-        let names = |table: &Table| -> Vec<String> {
+        let names = |table: &PathTable| -> Vec<String> {
             table
                 .paths()
                 .into_iter()
@@ -580,12 +580,12 @@ mod tests {
 
     #[test]
     fn an_address_that_leads_nowhere_is_rarely_tried() {
-        let mut table = Table::default();
+        let mut table = PathTable::default();
         table.set_places(NODE, &[place(9)], Duration::ZERO);
         for _ in 0..MISSES {
             table.measured((NODE, place(9)), None, SECOND);
         }
-        table.hurry(NODE, Wanted::Latency, 2 * SECOND);
+        table.hurry(NODE, PathProbe::Latency, 2 * SECOND);
         assert_eq!(table.due(&[NODE], 300 * SECOND), None);
         assert!(table.due(&[NODE], 301 * SECOND).is_some());
         assert_eq!(table.paths(), [], "it never answered");
@@ -597,12 +597,12 @@ mod tests {
         table.died(NODE);
         assert!(table.preferred(NODE).is_none() && table.paths().iter().all(|path| !path.up));
         assert_eq!(table.due(&[], 99 * SECOND), None, "the dead are left alone");
-        table.hurry(NODE, Wanted::Latency, 3 * SECOND);
+        table.hurry(NODE, PathProbe::Latency, 3 * SECOND);
         assert!(table.due(&[NODE], 3 * SECOND).is_some());
         table.measured((NODE, place(1)), Some(&sample(1, 100, 1000)), 3 * SECOND);
         assert_eq!(table.preferred(NODE).unwrap().interface, "eth1");
         let news = table.measured((NODE, place(0)), Some(&sample(0, 100, 1000)), 4 * SECOND);
-        assert!(matches!(news, Some(News::Returned(path)) if path.interface == "eth0"));
+        assert!(matches!(news, Some(PathChange::Returned(path)) if path.interface == "eth0"));
     }
 
     #[test]

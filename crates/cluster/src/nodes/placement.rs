@@ -14,7 +14,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::member::Life;
-use super::{InstanceId, Key, NodeId, Registers};
+use super::{InstanceId, NodeId, RegisterKey, Registers};
 
 /// The epoch of the record of an unloaded instance.
 pub const EPOCH_UNWANTED: u64 = u64::MAX;
@@ -31,7 +31,7 @@ pub const NODES_MAX: usize = 64;
 /// Specification of an instance, as recorded in the shared map. A node of a build without one of
 /// the fields with a default drops it when it writes the next record.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wanted {
+pub struct InstanceSpec {
     /// The model's name, as its user gave it.
     pub model: String,
     /// SHA-256 of the model's file, in hexadecimal digits.
@@ -88,8 +88,8 @@ pub struct Wanted {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub added: bool,
     /// Distribution of the model file over the nodes.
-    #[serde(default, skip_serializing_if = "Weights::is_auto")]
-    pub weights: Weights,
+    #[serde(default, skip_serializing_if = "WeightDistribution::is_auto")]
+    pub weights: WeightDistribution,
     /// Prefill nodes; none of `nodes` or of the successors.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub prompts: Vec<NodeId>,
@@ -98,7 +98,7 @@ pub struct Wanted {
 /// How a model file is distributed over the nodes of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Weights {
+pub enum WeightDistribution {
     /// All of a small file; of a large file, the part that each node computes with. Once the
     /// instance answers, the first successor gets the rest, so that the loss of the owner loses no
     /// weights.
@@ -114,7 +114,7 @@ pub enum Weights {
 /// Gbit/s.
 pub const SMALL_BYTES: u64 = 256 << 20;
 
-impl Weights {
+impl WeightDistribution {
     /// Whether it is the default.
     #[allow(
         clippy::trivially_copy_pass_by_ref,
@@ -139,7 +139,7 @@ impl Weights {
 #[error("expected auto, shard or whole")]
 pub struct NotWeights;
 
-impl std::str::FromStr for Weights {
+impl std::str::FromStr for WeightDistribution {
     type Err = NotWeights;
 
     fn from_str(text: &str) -> Result<Self, NotWeights> {
@@ -176,7 +176,7 @@ pub struct AdapterFile {
     pub bytes: u64,
 }
 
-impl Wanted {
+impl InstanceSpec {
     /// The name of an adapter of this model.
     pub fn adapted(&self, adapter: &str) -> String {
         format!("{}:{adapter}", self.model)
@@ -190,7 +190,7 @@ impl Wanted {
             bytes: adapter.bytes,
             draft: None,
             adapters: Vec::new(),
-            weights: Weights::Whole,
+            weights: WeightDistribution::Whole,
             prompts: Vec::new(), // prefill uses the model only
             ..self.clone()
         })
@@ -217,7 +217,7 @@ impl Wanted {
             bytes,
             draft: None,
             adapters: Vec::new(),
-            weights: Weights::Whole,
+            weights: WeightDistribution::Whole,
             prompts: Vec::new(), // prefill uses the model only
             ..self.clone()
         })
@@ -260,7 +260,7 @@ pub enum Duty {
         id: InstanceId,
         /// Epoch of the record.
         epoch: u64,
-        wanted: Wanted,
+        wanted: InstanceSpec,
     },
     /// Write this record: its owner is dead and this node is next.
     TakeOver {
@@ -268,15 +268,17 @@ pub enum Duty {
         /// The next epoch.
         epoch: u64,
         /// The next record.
-        wanted: Wanted,
+        wanted: InstanceSpec,
     },
 }
 
 /// The instances in the map: id, epoch and spec.
-pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, Wanted)> + '_ {
+pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, InstanceSpec)> + '_ {
     map.iter().filter_map(|(key, register)| {
-        let Key::Instance(id) = key else { return None };
-        let wanted: Wanted = serde_json::from_str(register.value.as_deref()?).ok()?;
+        let RegisterKey::Instance(id) = key else {
+            return None;
+        };
+        let wanted: InstanceSpec = serde_json::from_str(register.value.as_deref()?).ok()?;
         let is_sane = (1..=NODES_MAX).contains(&wanted.nodes.len())
             && wanted.successors.len() <= NODES_MAX
             && wanted.prompts.len() <= NODES_MAX;
@@ -315,12 +317,12 @@ pub fn abandoned(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) ->
 }
 
 /// The owner, or the first live successor of a dead one.
-fn acting(wanted: &Wanted, lives: impl Fn(&NodeId) -> bool) -> Option<NodeId> {
+fn acting(wanted: &InstanceSpec, lives: impl Fn(&NodeId) -> bool) -> Option<NodeId> {
     let mut order = wanted.nodes[..1].iter().chain(&wanted.successors);
     order.find(|id| lives(id)).copied()
 }
 
-fn has_lost_lender(wanted: &Wanted, lives: impl Fn(&NodeId) -> bool) -> bool {
+fn has_lost_lender(wanted: &InstanceSpec, lives: impl Fn(&NodeId) -> bool) -> bool {
     wanted.lender.is_some_and(|lender| !lives(&lender))
 }
 
@@ -333,7 +335,11 @@ pub fn split_of_fewer(split: String) -> String {
 }
 
 /// The spec after its owner died: on the live nodes, `own` first.
-fn succeed(mut wanted: Wanted, own: NodeId, lives: &impl Fn(&NodeId) -> bool) -> Wanted {
+fn succeed(
+    mut wanted: InstanceSpec,
+    own: NodeId,
+    lives: &impl Fn(&NodeId) -> bool,
+) -> InstanceSpec {
     let former = wanted.nodes[0];
     wanted.split = split_of_fewer(wanted.split);
     let others = wanted.nodes.iter().filter(|id| **id != own && lives(id));
@@ -349,11 +355,11 @@ fn succeed(mut wanted: Wanted, own: NodeId, lives: &impl Fn(&NodeId) -> bool) ->
 /// The spec without `leaver`, on the live nodes that stay. The owner stays; a leaving owner is
 /// replaced by the first live successor, or the first of `others`. `None` if no node is left.
 pub fn without(
-    mut wanted: Wanted,
+    mut wanted: InstanceSpec,
     leaver: NodeId,
     others: &[NodeId],
     life: impl Fn(NodeId) -> Life,
-) -> Option<Wanted> {
+) -> Option<InstanceSpec> {
     let stays = |id: &NodeId| *id != leaver && life(*id) == Life::Alive;
     let owner = wanted.nodes.first().copied().filter(stays);
     let after = wanted.successors.iter().chain(others).copied();
@@ -374,7 +380,7 @@ pub fn without(
 #[cfg(test)]
 mod tests {
     use super::super::registers::Register;
-    use super::super::{NodeId, Stamp};
+    use super::super::{HybridTimestamp, NodeId};
     use super::*;
 
     fn node(number: u8) -> NodeId {
@@ -386,7 +392,7 @@ mod tests {
     }
 
     fn lent_map(epoch: u64, nodes: &[u8], successors: &[u8], lender: Option<u8>) -> Registers {
-        let wanted = Wanted {
+        let wanted = InstanceSpec {
             model: "smollm2".into(),
             nodes: nodes.iter().map(|number| node(*number)).collect(),
             successors: successors.iter().map(|number| node(*number)).collect(),
@@ -394,17 +400,17 @@ mod tests {
             threads: 1,
             parallel: 1,
             lender: lender.map(node),
-            ..Wanted::default()
+            ..InstanceSpec::default()
         };
         let mut map = Registers::default();
-        let stamp = Stamp {
+        let stamp = HybridTimestamp {
             ms: 1,
             count: 0,
             node: node(1),
         };
         let value = Some(serde_json::to_string(&wanted).unwrap());
         map.merge(
-            Key::Instance(InstanceId(5)),
+            RegisterKey::Instance(InstanceId(5)),
             Register {
                 epoch,
                 stamp,
@@ -485,13 +491,13 @@ mod tests {
         let (_, _, before) = wanted(&map(3, &[1], &[2])).next().unwrap();
         let text = serde_json::to_string(&before).unwrap();
         assert!(!text.contains("lender"), "{text}");
-        assert_eq!(serde_json::from_str::<Wanted>(&text).unwrap(), before);
-        let lent = Wanted {
+        assert_eq!(serde_json::from_str::<InstanceSpec>(&text).unwrap(), before);
+        let lent = InstanceSpec {
             lender: Some(node(4)),
             ..before
         };
         let text = serde_json::to_string(&lent).unwrap();
-        assert_eq!(serde_json::from_str::<Wanted>(&text).unwrap(), lent);
+        assert_eq!(serde_json::from_str::<InstanceSpec>(&text).unwrap(), lent);
     }
 
     #[test]
@@ -508,7 +514,7 @@ mod tests {
             sha256: "00".into(),
             bytes: 7,
         };
-        let guessed = Wanted {
+        let guessed = InstanceSpec {
             draft: Some(draft),
             adapters: vec![AdapterFile {
                 name: "poet".into(),
@@ -519,15 +525,18 @@ mod tests {
             follow: true,
             grows: true,
             added: true,
-            weights: Weights::Shard,
+            weights: WeightDistribution::Shard,
             ..plain.clone()
         };
         let text = serde_json::to_string(&guessed).unwrap();
-        assert_eq!(serde_json::from_str::<Wanted>(&text).unwrap(), guessed);
+        assert_eq!(
+            serde_json::from_str::<InstanceSpec>(&text).unwrap(),
+            guessed
+        );
         let of_draft = guessed.of_draft().unwrap();
         assert_eq!((of_draft.model.as_str(), of_draft.bytes), ("small", 7));
         assert_eq!(of_draft.nodes, plain.nodes);
-        let told = |file: Wanted| (file.sha256.clone(), file.adapters.len(), file.bytes);
+        let told = |file: InstanceSpec| (file.sha256.clone(), file.adapters.len(), file.bytes);
         let files: Vec<_> = guessed.clone().files().map(told).collect();
         let own = (guessed.sha256.clone(), 1, guessed.bytes);
         assert_eq!(files, [own, ("00".into(), 0, 7), ("11".into(), 0, 5)]);
@@ -537,7 +546,10 @@ mod tests {
 
     #[test]
     fn large_files_are_had_in_parts() {
-        let parts = |text: &str, bytes| text.parse::<Weights>().map(|it| it.in_parts(bytes));
+        let parts = |text: &str, bytes| {
+            text.parse::<WeightDistribution>()
+                .map(|it| it.in_parts(bytes))
+        };
         assert_eq!(parts("auto", SMALL_BYTES), Ok(false));
         assert_eq!(parts("auto", SMALL_BYTES + 1), Ok(true));
         assert_eq!(parts("shard", 1), Ok(true));
@@ -552,7 +564,7 @@ mod tests {
             without(before, node(1), &[node(9)], lives(living))
         };
         let nodes =
-            |wanted: &Wanted| -> Vec<u8> { wanted.nodes.iter().map(|id| id.0[0]).collect() };
+            |wanted: &InstanceSpec| -> Vec<u8> { wanted.nodes.iter().map(|id| id.0[0]).collect() };
         let owner = of(&[1, 2, 3], &[2, 3], &[1, 2, 3]).unwrap();
         assert_eq!(nodes(&owner), [2, 3]);
         assert_eq!(owner.successors, [node(3), node(1)]);
@@ -572,21 +584,24 @@ mod tests {
         for later in ["named", "spare", "replica", "source"] {
             assert!(fields.remove(later).is_some(), "{later}");
         }
-        assert_eq!(serde_json::from_value::<Wanted>(value).unwrap(), record);
+        assert_eq!(
+            serde_json::from_value::<InstanceSpec>(value).unwrap(),
+            record
+        );
     }
 
     #[test]
     fn records_that_are_none_are_nobodys() {
         for value in ["", "null", "{}", r#"{"model":"x","nodes":[]}"#] {
             let mut bad = map(3, &[1], &[]);
-            let stamp = Stamp {
+            let stamp = HybridTimestamp {
                 ms: 2,
                 count: 0,
                 node: node(1),
             };
             let value = Some(value.to_owned());
             bad.merge(
-                Key::Instance(InstanceId(5)),
+                RegisterKey::Instance(InstanceId(5)),
                 Register {
                     epoch: 3,
                     stamp,

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::clock::Stamp;
+use super::clock::HybridTimestamp;
 use super::{InstanceId, NodeId};
 
 /// Most entries, tombstones included: some forty for each of a hundred nodes.
@@ -28,7 +28,7 @@ pub const TOMBSTONE_MS: u64 = 7 * 24 * 3_600_000;
 
 /// The subject of a register.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Key {
+pub enum RegisterKey {
     /// Facts of a node, written by itself.
     Node(NodeId),
     /// The spec of an instance, written by the node of the user's request, and by its successors.
@@ -43,7 +43,7 @@ pub enum Key {
     Named(String),
 }
 
-impl Key {
+impl RegisterKey {
     /// Names of API keys are eight hexadecimal digits; most others have a fixed length.
     fn is_sane(&self) -> bool {
         match self {
@@ -60,27 +60,27 @@ pub struct Register {
     /// Counts changes of responsibility; 0 where there are none.
     pub epoch: u64,
     /// When it was written.
-    pub stamp: Stamp,
+    pub stamp: HybridTimestamp,
     /// JSON, or `None` once deleted.
     pub value: Option<String>,
 }
 
 impl Register {
     /// The order by which one of two writes wins.
-    fn rank(&self) -> (u64, Stamp) {
+    fn rank(&self) -> (u64, HybridTimestamp) {
         (self.epoch, self.stamp)
     }
 
     /// A 64-bit hash of this write of `key`. Not cryptographic: only members write.
-    fn mark(&self, key: &Key) -> u64 {
+    fn mark(&self, key: &RegisterKey) -> u64 {
         let node = |id: &NodeId| id.0;
         let (tag, bytes) = match key {
-            Key::Node(id) => (1, fold(&node(id))),
-            Key::Instance(id) => (2, id.0),
-            Key::State(id) => (3, id.0),
-            Key::Revoked(id) => (4, fold(&node(id))),
-            Key::ApiKey(id) => (5, fold(id.as_bytes())),
-            Key::Named(name) => (6, fold(name.as_bytes())),
+            RegisterKey::Node(id) => (1, fold(&node(id))),
+            RegisterKey::Instance(id) => (2, id.0),
+            RegisterKey::State(id) => (3, id.0),
+            RegisterKey::Revoked(id) => (4, fold(&node(id))),
+            RegisterKey::ApiKey(id) => (5, fold(id.as_bytes())),
+            RegisterKey::Named(name) => (6, fold(name.as_bytes())),
         };
         let stamp = self.stamp.ms ^ u64::from(self.stamp.count).rotate_left(40);
         let parts = [tag, bytes, self.epoch, stamp, fold(&self.stamp.node.0)];
@@ -108,20 +108,20 @@ fn fold(bytes: &[u8]) -> u64 {
 /// A node's copy of the map.
 #[derive(Clone, Debug, Default)]
 pub struct Registers {
-    entries: BTreeMap<Key, Register>,
+    entries: BTreeMap<RegisterKey, Register>,
     root: u64,
 }
 
 impl Registers {
     /// Merges a write; true if it changed something.
-    pub(crate) fn merge(&mut self, key: Key, register: Register) -> bool {
+    pub(crate) fn merge(&mut self, key: RegisterKey, register: Register) -> bool {
         let is_long = register
             .value
             .as_ref()
             .is_some_and(|v| v.len() > VALUE_BYTES_MAX);
         // Not even by a later write: a revoked node could undo its revocation at a node that was
         // offline.
-        let is_undone = matches!(key, Key::Revoked(_)) && register.value.is_none();
+        let is_undone = matches!(key, RegisterKey::Revoked(_)) && register.value.is_none();
         if is_long || is_undone || !key.is_sane() {
             return false;
         }
@@ -150,7 +150,7 @@ impl Registers {
     }
 
     /// The map of these entries, such as saved ones. Skips entries that exceed a bound.
-    pub fn from_entries(entries: impl IntoIterator<Item = (Key, Register)>) -> Self {
+    pub fn from_entries(entries: impl IntoIterator<Item = (RegisterKey, Register)>) -> Self {
         let mut map = Self::default();
         for (key, register) in entries {
             map.merge(key, register);
@@ -159,17 +159,17 @@ impl Registers {
     }
 
     /// The JSON of a live entry.
-    pub fn get(&self, key: &Key) -> Option<&str> {
+    pub fn get(&self, key: &RegisterKey) -> Option<&str> {
         self.entries.get(key)?.value.as_deref()
     }
 
     /// An entry or tombstone.
-    pub fn register(&self, key: &Key) -> Option<&Register> {
+    pub fn register(&self, key: &RegisterKey) -> Option<&Register> {
         self.entries.get(key)
     }
 
     /// All entries and tombstones, in order of their keys.
-    pub fn iter(&self) -> impl Iterator<Item = (&Key, &Register)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&RegisterKey, &Register)> {
         self.entries.iter()
     }
 
@@ -187,7 +187,7 @@ impl Registers {
     }
 
     /// Entries whose marks are not among `known`, and how many marks there name no entry here.
-    pub(crate) fn beyond(&self, known: &[u64]) -> (Vec<(Key, Register)>, usize) {
+    pub(crate) fn beyond(&self, known: &[u64]) -> (Vec<(RegisterKey, Register)>, usize) {
         let mut theirs: Vec<u64> = known.to_vec();
         theirs.sort_unstable();
         theirs.dedup();
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     fn write(node: u8, epoch: u64, ms: u64, value: Option<&str>) -> Register {
-        let stamp = Stamp {
+        let stamp = HybridTimestamp {
             ms,
             count: 0,
             node: NodeId([node; 16]),
@@ -223,14 +223,14 @@ mod tests {
         }
     }
 
-    fn contents(map: &Registers) -> Vec<(Key, Register)> {
+    fn contents(map: &Registers) -> Vec<(RegisterKey, Register)> {
         map.iter().map(|(k, r)| (k.clone(), r.clone())).collect()
     }
 
     #[test]
     fn the_later_write_wins_and_an_epoch_over_both() {
         let mut map = Registers::default();
-        let key = Key::Instance(InstanceId(7));
+        let key = RegisterKey::Instance(InstanceId(7));
         assert!(map.merge(key.clone(), write(1, 0, 10, Some("a"))));
         assert!(!map.merge(key.clone(), write(2, 0, 9, Some("b"))));
         assert!(
@@ -251,7 +251,7 @@ mod tests {
     #[test]
     fn a_revocation_is_not_taken_back() {
         let mut map = Registers::default();
-        let key = Key::Revoked(NodeId([3; 16]));
+        let key = RegisterKey::Revoked(NodeId([3; 16]));
         assert!(!map.merge(key.clone(), write(3, u64::MAX, 1, None)));
         assert!(map.merge(key.clone(), write(1, 0, 2, Some("{}"))));
         assert!(!map.merge(key.clone(), write(3, 1, 3, None)));
@@ -262,20 +262,26 @@ mod tests {
     fn bounds_hold() {
         let mut map = Registers::default();
         let long = "x".repeat(VALUE_BYTES_MAX + 1);
-        assert!(!map.merge(Key::State(InstanceId(1)), write(1, 0, 1, Some(&long))));
-        assert!(!map.merge(Key::ApiKey("x".repeat(65)), write(1, 0, 1, Some("1"))));
+        assert!(!map.merge(
+            RegisterKey::State(InstanceId(1)),
+            write(1, 0, 1, Some(&long))
+        ));
+        assert!(!map.merge(
+            RegisterKey::ApiKey("x".repeat(65)),
+            write(1, 0, 1, Some("1"))
+        ));
         for id in 0..=REGISTERS_MAX as u64 {
-            let took = map.merge(Key::State(InstanceId(id)), write(1, 0, 1, None));
+            let took = map.merge(RegisterKey::State(InstanceId(id)), write(1, 0, 1, None));
             assert_eq!(took, id < REGISTERS_MAX as u64);
         }
         assert!(
-            map.merge(Key::State(InstanceId(0)), write(1, 0, 2, Some("1"))),
+            map.merge(RegisterKey::State(InstanceId(0)), write(1, 0, 2, Some("1"))),
             "known keys"
         );
         map.forget(TOMBSTONE_MS + 2);
         assert_eq!(contents(&map).len(), 1);
         let mut other = Registers::default();
-        other.merge(Key::State(InstanceId(0)), write(1, 0, 2, Some("1")));
+        other.merge(RegisterKey::State(InstanceId(0)), write(1, 0, 2, Some("1")));
         assert_eq!(
             map.root(),
             other.root(),
@@ -287,15 +293,18 @@ mod tests {
     fn differences_are_found_by_marks() {
         let (mut one, mut two) = (Registers::default(), Registers::default());
         for id in 0..5 {
-            one.merge(Key::State(InstanceId(id)), write(1, 0, id, Some("1")));
+            one.merge(
+                RegisterKey::State(InstanceId(id)),
+                write(1, 0, id, Some("1")),
+            );
             two.merge(
-                Key::State(InstanceId(id + 2)),
+                RegisterKey::State(InstanceId(id + 2)),
                 write(1, 0, id + 2, Some("1")),
             );
         }
         let (beyond, missing) = one.beyond(&two.marks());
-        let keys: Vec<Key> = beyond.into_iter().map(|(key, _)| key).collect();
-        assert_eq!(keys, [0, 1].map(|id| Key::State(InstanceId(id))));
+        let keys: Vec<RegisterKey> = beyond.into_iter().map(|(key, _)| key).collect();
+        assert_eq!(keys, [0, 1].map(|id| RegisterKey::State(InstanceId(id))));
         assert_eq!(missing, 2);
         assert_eq!(one.beyond(&one.marks()), (Vec::new(), 0));
     }
@@ -309,7 +318,7 @@ mod tests {
             // A node never uses a timestamp twice, so the value is a function of it.
             let each = writes.iter().map(|&(id, node, epoch, ms)| {
                 let value = ((id + ms + epoch) % 3 != 0).then_some("v");
-                (Key::State(InstanceId(id)), write(node, epoch, ms, value))
+                (RegisterKey::State(InstanceId(id)), write(node, epoch, ms, value))
             });
             let (mut one, mut two) = (Registers::default(), Registers::default());
             for (key, register) in each.clone() {

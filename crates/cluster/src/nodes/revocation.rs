@@ -13,7 +13,7 @@
 //! revocations of earlier versions, which are valid on a node's own disk.
 
 use super::identity::{Error, Identity};
-use super::{Key, NodeId, Registers, Signature};
+use super::{NodeId, RegisterKey, Registers, Signature};
 
 fn message(id: NodeId) -> Vec<u8> {
     format!("paceline revocation 1\n{id}\n").into_bytes()
@@ -38,8 +38,8 @@ pub(super) fn is_signed(map: &Registers, id: NodeId, entry: &str) -> bool {
 
 /// Revoked nodes whose entries have no signer in the map, and the entries' epochs.
 pub(super) fn unsigned(map: &Registers) -> Vec<(NodeId, u64)> {
-    let of = |(key, register): (&Key, &super::Register)| match (key, &register.value) {
-        (Key::Revoked(id), Some(entry)) if signed(map, entry).is_none() => {
+    let of = |(key, register): (&RegisterKey, &super::Register)| match (key, &register.value) {
+        (RegisterKey::Revoked(id), Some(entry)) if signed(map, entry).is_none() => {
             Some((*id, register.epoch))
         }
         _ => None,
@@ -52,13 +52,13 @@ pub(super) fn unsigned(map: &Registers) -> Vec<(NodeId, u64)> {
 fn signed(map: &Registers, entry: &str) -> Option<(NodeId, Signature)> {
     let signature: Signature = serde_json::from_str(entry).ok()?;
     let by = signature.claimed()?;
-    map.register(&Key::Node(by))?;
+    map.register(&RegisterKey::Node(by))?;
     Some((by, signature))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Register, Stamp};
+    use super::super::{HybridTimestamp, Register};
     use super::*;
 
     #[test]
@@ -66,7 +66,7 @@ mod tests {
         let [one, two] = [(); 2].map(|()| Identity::random().unwrap());
         let facts = |node: NodeId| Register {
             epoch: 0,
-            stamp: Stamp {
+            stamp: HybridTimestamp {
                 ms: 1,
                 count: 0,
                 node,
@@ -74,7 +74,7 @@ mod tests {
             value: Some("{}".to_owned()),
         };
         let id = NodeId([3; 16]);
-        let known = (Key::Node(one.id()), facts(one.id()));
+        let known = (RegisterKey::Node(one.id()), facts(one.id()));
         let map = Registers::from_entries([known]);
         let by_one = entry(&one, id).unwrap();
         assert!(is_signed(&map, id, &by_one));
@@ -93,10 +93,10 @@ mod tests {
             (NodeId([4; 16]), entry(&two, id).unwrap()),
             (NodeId([5; 16]), "{}".to_owned()),
         ];
-        let entries = entries.map(|(id, value)| (Key::Revoked(id), revoked(value)));
+        let entries = entries.map(|(id, value)| (RegisterKey::Revoked(id), revoked(value)));
         let all = entries
             .into_iter()
-            .chain([(Key::Node(one.id()), facts(id))]);
+            .chain([(RegisterKey::Node(one.id()), facts(id))]);
         let map = Registers::from_entries(all);
         assert_eq!(unsigned(&map), [4, 5].map(|id| (NodeId([id; 16]), 2)));
     }

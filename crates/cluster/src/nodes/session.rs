@@ -141,7 +141,7 @@ impl From<io::Error> for Error {
 }
 
 /// Checks a peer; returns the reason of a refusal, if it is refused.
-pub type Judge<'a> = &'a dyn Fn(NodeId, &Hello) -> Option<String>;
+pub type PeerCheck<'a> = &'a dyn Fn(NodeId, &Hello) -> Option<String>;
 
 /// The identity, key and rules of this side.
 #[derive(Clone, Copy)]
@@ -152,7 +152,7 @@ pub struct Own<'a> {
     /// Its description of itself.
     pub hello: &'a Hello,
     /// The check that admits or refuses peers.
-    pub judge: Judge<'a>,
+    pub judge: PeerCheck<'a>,
 }
 
 impl std::fmt::Debug for Own<'_> {
@@ -163,25 +163,25 @@ impl std::fmt::Debug for Own<'_> {
 
 /// Messages to and from one other node. All methods may be called from any thread; one message
 /// is written and one read at a time.
-pub struct Session {
+pub struct NodeSession {
     stream: TcpStream,
     ciphers: StatelessTransportState,
-    sending: Mutex<Sending>,
-    receiving: Mutex<Receiving>,
+    sending: Mutex<SendState>,
+    receiving: Mutex<ReceiveState>,
     peer: NodeId,
     hello: Hello,
     purpose: Purpose,
 }
 
 #[derive(Default)]
-struct Sending {
+struct SendState {
     nonce: u64,
     buffer: Vec<u8>,
     broken: bool,
 }
 
 #[derive(Default)]
-struct Receiving {
+struct ReceiveState {
     nonce: u64,
     /// Bytes of an incomplete record.
     wire: Vec<u8>,
@@ -216,11 +216,11 @@ pub fn dial(
     addr: SocketAddr,
     purpose: Purpose,
     limit: Duration,
-) -> Result<Session, Error> {
+) -> Result<NodeSession, Error> {
     let deadline = Instant::now() + limit;
     let stream = TcpStream::connect_timeout(&addr, limit)
         .map_err(|source| Error::Connect { addr, source })?;
-    let mut wire = Wire::new(stream, deadline, limit)?;
+    let mut wire = HandshakeStream::new(stream, deadline, limit)?;
     let preface = preface(purpose);
     wire.stream.write_all(&preface)?;
     let shaking = builder(own.identity, own.key, &preface)
@@ -233,8 +233,8 @@ pub fn dial(
 ///
 /// # Errors
 /// As [`dial`]. A stranger got no information.
-pub fn accept(own: Own<'_>, stream: TcpStream, limit: Duration) -> Result<Session, Error> {
-    let mut wire = Wire::new(stream, Instant::now() + limit, limit)?;
+pub fn accept(own: Own<'_>, stream: TcpStream, limit: Duration) -> Result<NodeSession, Error> {
+    let mut wire = HandshakeStream::new(stream, Instant::now() + limit, limit)?;
     let mut preface = [0; 8];
     wire.read_exact(&mut preface)?;
     let purpose = preface
@@ -279,13 +279,13 @@ fn end_with_its_way(stream: &TcpStream) -> io::Result<()> {
 }
 
 /// A connection during its handshake.
-struct Wire {
+struct HandshakeStream {
     stream: TcpStream,
     deadline: Instant,
     limit: Duration,
 }
 
-impl Wire {
+impl HandshakeStream {
     fn new(stream: TcpStream, deadline: Instant, limit: Duration) -> Result<Self, Error> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
@@ -303,7 +303,7 @@ impl Wire {
         mut state: HandshakeState,
         own: Own<'_>,
         purpose: Purpose,
-    ) -> Result<Session, Error> {
+    ) -> Result<NodeSession, Error> {
         self.send(&mut state, &[])?;
         let hello = self.receive(&mut state)?;
         let hello = read_hello(&hello)?;
@@ -316,7 +316,7 @@ impl Wire {
         mut state: HandshakeState,
         own: Own<'_>,
         purpose: Purpose,
-    ) -> Result<Session, Error> {
+    ) -> Result<NodeSession, Error> {
         self.receive(&mut state)?;
         self.send(&mut state, &say_hello(own.hello))?;
         let hello = self.receive(&mut state)?;
@@ -331,12 +331,12 @@ impl Wire {
         hello: Hello,
         own: Own<'_>,
         purpose: Purpose,
-    ) -> Result<Session, Error> {
+    ) -> Result<NodeSession, Error> {
         let peer = id_of(state.get_remote_static().ok_or(Error::Stranger)?);
         let ciphers = state
             .into_stateless_transport_mode()
             .map_err(|_| Error::Stranger)?;
-        let session = Session {
+        let session = NodeSession {
             stream: self.stream,
             ciphers,
             sending: Mutex::default(),
@@ -425,7 +425,7 @@ fn read_hello(bytes: &[u8]) -> Result<Hello, Error> {
     serde_json::from_slice(bytes).map_err(|_| Error::Protocol)
 }
 
-impl Session {
+impl NodeSession {
     /// Sends this side's verdict; returns the other side's.
     fn exchange(
         &self,
@@ -490,7 +490,7 @@ impl Session {
         outcome
     }
 
-    fn seal_and_write(&self, sending: &mut Sending, message: &[u8]) -> Result<(), Error> {
+    fn seal_and_write(&self, sending: &mut SendState, message: &[u8]) -> Result<(), Error> {
         let length = u32::try_from(message.len()).map_err(|_| Error::TooLong {
             bytes: message.len(),
             bytes_max: u32::MAX as usize,
@@ -505,7 +505,7 @@ impl Session {
         Ok(())
     }
 
-    fn write_record(&self, sending: &mut Sending, part: &[u8]) -> Result<(), Error> {
+    fn write_record(&self, sending: &mut SendState, part: &[u8]) -> Result<(), Error> {
         let length = part.len() + TAG_BYTES;
         sending.buffer.resize(2 + length, 0);
         sending.buffer[..2].copy_from_slice(&(length as u16).to_le_bytes());
@@ -549,7 +549,7 @@ impl Session {
     /// Decrypts the complete records; returns a message once it is complete.
     fn complete(
         &self,
-        receiving: &mut Receiving,
+        receiving: &mut ReceiveState,
         bytes_max: usize,
     ) -> Result<Option<Vec<u8>>, Error> {
         let mut used = 0;
@@ -614,13 +614,13 @@ fn whole(bytes: &mut Vec<u8>, bytes_max: usize) -> Result<Option<Vec<u8>>, Error
     }
 }
 
-impl Drop for Session {
+impl Drop for NodeSession {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-impl std::fmt::Debug for Session {
+impl std::fmt::Debug for NodeSession {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "session with {} ({})", self.hello.name, self.peer)
     }

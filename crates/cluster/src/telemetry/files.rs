@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::{Gpu, Sample};
+use super::{Gpu, TelemetrySample};
 
 /// Longest file read: `/proc/stat` of 1,024 cores takes about 100 KB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -14,9 +14,9 @@ const ENTRIES_MAX: usize = 1024;
 
 /// The root of a machine's files.
 #[derive(Debug)]
-pub(super) struct Files(pub(super) PathBuf);
+pub(super) struct SystemFiles(pub(super) PathBuf);
 
-impl Files {
+impl SystemFiles {
     /// The text of a file, `None` when it cannot be read.
     pub(super) fn text(&self, path: &str) -> Option<String> {
         read(&self.0.join(path))
@@ -27,7 +27,7 @@ impl Files {
         folders(&self.0.join(path), prefix)
     }
 
-    pub(super) fn memory(&self, sample: &mut Sample) {
+    pub(super) fn memory(&self, sample: &mut TelemetrySample) {
         let text = self.text("proc/meminfo").unwrap_or_default();
         let bytes = |name: &str| {
             let line = text.lines().find_map(|line| line.strip_prefix(name))?;
@@ -52,7 +52,7 @@ impl Files {
         Some(percent.parse::<f64>().ok()? / 100.0)
     }
 
-    pub(super) fn sensors(&self, sample: &mut Sample) {
+    pub(super) fn sensors(&self, sample: &mut TelemetrySample) {
         let cores = self.folders("sys/devices/system/cpu", "cpu");
         let khz = cores
             .iter()
@@ -71,7 +71,7 @@ impl Files {
         sample.gpus = cards.iter().filter_map(|card| gpu(card)).collect();
     }
 
-    pub(super) fn battery(&self, sample: &mut Sample) {
+    pub(super) fn battery(&self, sample: &mut TelemetrySample) {
         let supplies = self.folders("sys/class/power_supply", "");
         let is_battery = |path: &&PathBuf| {
             let scope = read(&path.join("scope")).unwrap_or_default();

@@ -1,8 +1,8 @@
 //! Macs: cores, power and heat by IOReport and SMC, as `macmon` reads them, without root.
 
-use super::Sample;
+use super::TelemetrySample;
 #[cfg(target_os = "macos")]
-use super::{Gpu, files::Files};
+use super::{Gpu, files::SystemFiles};
 
 /// Milliseconds of a reading on a Mac: IOReport's counters are means over them.
 #[cfg(target_os = "macos")]
@@ -31,7 +31,7 @@ impl Mac {
     }
 
     /// Fills in the sensors' values. Blocks for a tenth of a second.
-    pub(super) fn fill(&mut self, sample: &mut Sample) {
+    pub(super) fn fill(&mut self, sample: &mut TelemetrySample) {
         let metrics = self
             .sampler
             .as_mut()
@@ -76,11 +76,11 @@ pub(super) fn battery(text: &str) -> Option<(bool, f64)> {
 /// Other systems report in files.
 #[cfg(not(target_os = "macos"))]
 impl Mac {
-    pub(super) const fn open(_files: &super::files::Files) -> Self {
+    pub(super) const fn open(_files: &super::files::SystemFiles) -> Self {
         Self {}
     }
 
-    pub(super) const fn fill(&mut self, _sample: &mut Sample) {}
+    pub(super) const fn fill(&mut self, _sample: &mut TelemetrySample) {}
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use crate::machine;
 
 pub use energy::Energy;
-use files::Files;
+use files::SystemFiles;
 use mac::Mac;
 use nvml::Nvml;
 use rates::Counters;
@@ -31,7 +31,7 @@ use rates::Counters;
 /// Load of a machine, as far as its system reports it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Sample {
+pub struct TelemetrySample {
     /// Share of time that all cores together were busy, 0 to 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_busy: Option<f64>,
@@ -70,7 +70,7 @@ pub struct Sample {
     pub disk_write_bytes_s: Option<f64>,
     /// Networks, without loopback.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub networks: Vec<Network>,
+    pub networks: Vec<InterfaceTraffic>,
     /// The hottest sensor in degrees Celsius.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub temperature_c: Option<f64>,
@@ -96,7 +96,7 @@ pub struct Sample {
 
 /// Traffic of a network interface.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Network {
+pub struct InterfaceTraffic {
     pub name: String,
     /// Bytes a second received.
     pub received_bytes_s: f64,
@@ -129,7 +129,7 @@ pub struct Gpu {
     pub throttled: Option<bool>,
 }
 
-impl Sample {
+impl TelemetrySample {
     /// Watts of processor packages and graphics processors, as far as they report it. On battery it
     /// is the battery's power, which is that of the whole machine.
     pub fn watts(&self) -> Option<f64> {
@@ -147,15 +147,15 @@ pub fn battery(root: impl Into<PathBuf>) -> Option<(bool, f64)> {
     if cfg!(target_os = "macos") {
         return mac::battery(&machine::ask("pmset", &["-g", "batt"])?);
     }
-    let mut sample = Sample::default();
-    Files(root.into()).battery(&mut sample);
+    let mut sample = TelemetrySample::default();
+    SystemFiles(root.into()).battery(&mut sample);
     Some((sample.on_battery?, sample.battery?))
 }
 
 /// Samples one machine.
 #[derive(Debug)]
 pub struct Sampler {
-    files: Files,
+    files: SystemFiles,
     nvml: Nvml,
     mac: Mac,
     before: Option<(Duration, Counters)>,
@@ -164,7 +164,7 @@ pub struct Sampler {
 impl Sampler {
     /// Reads below `root`, which is `/` on a real machine.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        let files = Files(root.into());
+        let files = SystemFiles(root.into());
         Self {
             nvml: Nvml::open(&files),
             mac: Mac::open(&files),
@@ -174,9 +174,9 @@ impl Sampler {
     }
 
     /// Reads everything; `now` is any clock that does not go back.
-    pub fn sample(&mut self, now: Duration) -> Sample {
+    pub fn sample(&mut self, now: Duration) -> TelemetrySample {
         let files = &self.files;
-        let mut sample = Sample::default();
+        let mut sample = TelemetrySample::default();
         files.memory(&mut sample);
         files.sensors(&mut sample);
         sample.gpus.extend(self.nvml.gpus());

@@ -1,7 +1,7 @@
 //! NVIDIA's graphics processors, by NVML, which is opened at run time if the driver has it.
 
 use super::Gpu;
-use super::files::Files;
+use super::files::SystemFiles;
 
 /// NVML of this machine; absent without a driver, and for recorded machines.
 #[derive(Debug)]
@@ -13,7 +13,7 @@ pub(super) struct Nvml {
 #[cfg(target_os = "linux")]
 impl Nvml {
     /// Opens it, if the files are this machine's. Takes some tens of milliseconds.
-    pub(super) fn open(files: &Files) -> Self {
+    pub(super) fn open(files: &SystemFiles) -> Self {
         let is_real = files.0.as_os_str() == "/";
         // Debian's driver package has only the numbered name.
         let open = || {
@@ -66,7 +66,7 @@ fn gpu(device: &nvml_wrapper::Device<'_>) -> Option<Gpu> {
 /// Other systems have no NVML.
 #[cfg(not(target_os = "linux"))]
 impl Nvml {
-    pub(super) const fn open(_files: &Files) -> Self {
+    pub(super) const fn open(_files: &SystemFiles) -> Self {
         Self {}
     }
 

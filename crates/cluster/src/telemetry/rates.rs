@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::files::{Files, number};
-use super::{Network, Sample};
+use super::files::{SystemFiles, number};
+use super::{InterfaceTraffic, TelemetrySample};
 
 /// Bytes of a sector in `/proc/diskstats`, on every device.
 const SECTOR_BYTES: u64 = 512;
@@ -25,7 +25,7 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    pub(super) fn read(files: &Files) -> Self {
+    pub(super) fn read(files: &SystemFiles) -> Self {
         let text = |path| files.text(path).unwrap_or_default();
         Self {
             cores: text("proc/stat").lines().map_while(core).collect(),
@@ -40,7 +40,7 @@ impl Counters {
     }
 
     /// Fills in the rates since `before`, `took` ago.
-    pub(super) fn rates(&self, before: &Self, took: Duration, sample: &mut Sample) {
+    pub(super) fn rates(&self, before: &Self, took: Duration, sample: &mut TelemetrySample) {
         let seconds = took.as_secs_f64();
         if seconds <= 0.0 {
             return;
@@ -57,7 +57,7 @@ impl Counters {
         }
         let networks = self.networks.iter().filter_map(|(name, now)| {
             let [received, sent] = rate(now, before.networks.get(name)?, seconds);
-            Some(Network {
+            Some(InterfaceTraffic {
                 name: name.clone(),
                 received_bytes_s: received,
                 sent_bytes_s: sent,
@@ -98,7 +98,7 @@ fn busy((now, before): (&(u64, u64), &(u64, u64))) -> Option<f64> {
 }
 
 /// Name and bytes of a whole disk; partitions and stacked devices would count twice.
-fn disk(files: &Files, line: &str) -> Option<(String, [u64; 2])> {
+fn disk(files: &SystemFiles, line: &str) -> Option<(String, [u64; 2])> {
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
     let name = *words.get(2)?;
     let is_real = !["loop", "ram", "zram", "dm-", "md", "sr"]
@@ -127,7 +127,7 @@ fn network(line: &str) -> Option<(String, [u64; 2])> {
 }
 
 /// Energy of each processor package: `intel-rapl:0`, also AMD's; not the parts `intel-rapl:0:1`.
-fn packages(files: &Files) -> BTreeMap<String, (u64, u64)> {
+fn packages(files: &SystemFiles) -> BTreeMap<String, (u64, u64)> {
     let zones = files.folders("sys/class/powercap", "intel-rapl:");
     let energy = zones.iter().filter_map(|zone| {
         let name = zone.file_name()?.to_string_lossy().into_owned();
@@ -140,7 +140,7 @@ fn packages(files: &Files) -> BTreeMap<String, (u64, u64)> {
 }
 
 /// Equal for all cores of a package, so one core of each would suffice.
-fn throttled_ms(files: &Files) -> Option<u64> {
+fn throttled_ms(files: &SystemFiles) -> Option<u64> {
     let cores = files.folders("sys/devices/system/cpu", "cpu");
     let file = "thermal_throttle/package_throttle_total_time_ms";
     let times = cores.iter().filter_map(|core| number(&core.join(file)));

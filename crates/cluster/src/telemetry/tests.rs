@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::{Network, Sample, Sampler};
+use super::{InterfaceTraffic, Sampler, TelemetrySample};
 
 /// Files of a laptop at two times, two seconds apart.
 const THEN: &[(&str, &str)] = &[
@@ -140,7 +140,7 @@ fn a_laptop_is_read() {
     assert_eq!((second.cpu_pressure, second.io_pressure), (None, None));
     assert_eq!(second.disk_read_bytes_s, Some(512_000.0));
     assert_eq!(second.disk_write_bytes_s, Some(102_400.0));
-    let wlan = Network {
+    let wlan = InterfaceTraffic {
         name: "wlan0".into(),
         received_bytes_s: 1000.0,
         sent_bytes_s: 250.0,
@@ -160,7 +160,7 @@ fn a_laptop_is_read() {
     assert_eq!(second.throttled, Some(0.25));
     assert_eq!(second.battery_watts, Some(18.0));
     assert_eq!(second.watts(), Some(18.0), "on battery it gives all");
-    let plugged_in = Sample {
+    let plugged_in = TelemetrySample {
         on_battery: Some(false),
         ..second
     };

@@ -7,13 +7,13 @@ use std::time::Duration;
 /// Silence is the time in which the monitor was awake ([`Awake`](paceline_base::Awake)) and
 /// received nothing.
 #[derive(Debug)]
-pub(super) struct Clock {
+pub(super) struct SilenceClock {
     limit: Duration,
     silence: Duration,
     accused: bool,
 }
 
-impl Clock {
+impl SilenceClock {
     /// Nothing was received yet; allowed for `limit`.
     pub(super) fn new(limit: Duration) -> Self {
         Self {
@@ -52,7 +52,7 @@ impl Clock {
 
 /// The stage of stopping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Stage {
+pub(super) enum StopStage {
     /// The channels are closed.
     Asked,
     /// SIGTERM was sent.
@@ -61,7 +61,7 @@ pub(super) enum Stage {
     Killed,
 }
 
-impl Stage {
+impl StopStage {
     /// The stage that is due some time after the order to stop.
     pub(super) fn due(elapsed: Duration, grace: Duration) -> Self {
         if elapsed >= grace {
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn silence_is_reported_once() {
-        let mut clock = Clock::new(ms(100));
+        let mut clock = SilenceClock::new(ms(100));
         assert_eq!(clock.pass(ms(99)), None);
         assert_eq!(clock.pass(ms(1)), Some(ms(100)));
         assert_eq!(clock.pass(ms(1000)), None);
@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn a_clock_that_has_run_out_reports_the_silence_so_far() {
-        let mut clock = Clock::new(ms(10_000));
+        let mut clock = SilenceClock::new(ms(10_000));
         assert_eq!(clock.pass(ms(1500)), None);
         clock.run_out();
         assert_eq!(clock.pass(ms(50)), Some(ms(1550)));
@@ -109,20 +109,20 @@ mod tests {
     #[test]
     fn stopping_gets_harder() {
         for (elapsed, grace, stage) in [
-            (0, 0, Stage::Killed),
-            (0, 10, Stage::Asked),
-            (4, 10, Stage::Asked),
-            (5, 10, Stage::Terminated),
-            (9, 10, Stage::Terminated),
-            (10, 10, Stage::Killed),
+            (0, 0, StopStage::Killed),
+            (0, 10, StopStage::Asked),
+            (4, 10, StopStage::Asked),
+            (5, 10, StopStage::Terminated),
+            (9, 10, StopStage::Terminated),
+            (10, 10, StopStage::Killed),
         ] {
             assert_eq!(
-                Stage::due(ms(elapsed), ms(grace)),
+                StopStage::due(ms(elapsed), ms(grace)),
                 stage,
                 "{elapsed} {grace}"
             );
         }
-        let order = [Stage::Asked, Stage::Terminated, Stage::Killed];
+        let order = [StopStage::Asked, StopStage::Terminated, StopStage::Killed];
         assert!(order.is_sorted());
     }
 }

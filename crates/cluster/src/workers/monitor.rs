@@ -5,15 +5,15 @@ use std::process::{ChildStderr, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paceline_base::{Awake, Rank, lock};
-use paceline_process::processes::{Lines, Process, Tail};
+use paceline_base::{AwakeTime, Rank, lock};
+use paceline_process::processes::{LineBuffer, LineTail, Process};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal;
 
-use super::clock::{Clock, Stage};
+use super::clock::{SilenceClock, StopStage};
 use super::sink::{FLUSH_LIMIT, Forward};
-use super::{Change, Orders, Report, Spec};
-use crate::channel::{Channel, read_now, wait_for};
+use super::{ChildChange, Orders, Report, WorkerSpec};
+use crate::channel::{WorkerSocket, read_now, wait_for};
 use crate::queue::Queue;
 use crate::wire::Assembler;
 use crate::{Error, Garbage};
@@ -45,32 +45,32 @@ const READS_PER_TURN: usize = 16;
 const READS_AT_END: usize = 256;
 
 pub(super) struct Monitor {
-    workers: Vec<Worker>,
+    workers: Vec<MonitoredChild>,
     queue: Arc<Queue<Report>>,
     orders: Arc<Orders>,
     wake: UnixStream,
     /// The specification; its sink was moved out.
-    spec: Spec,
+    spec: WorkerSpec,
     forward: Forward,
     /// When stopping began, and its stage.
-    stopping: Option<(Instant, Stage)>,
+    stopping: Option<(Instant, StopStage)>,
     buffer: Vec<u8>,
 }
 
 /// The monitor's state of a child.
-struct Worker {
+struct MonitoredChild {
     rank: Rank,
     process: Process,
     ended: bool,
-    channel: Arc<Channel>,
+    channel: Arc<WorkerSocket>,
     hearing: Hearing,
     lines: Assembler,
-    clock: Clock,
+    clock: SilenceClock,
     /// Until its first byte: how long it was in the stopped state.
     unborn: Option<Duration>,
     stderr: Option<ChildStderr>,
-    text: Lines,
-    tail: Tail,
+    text: LineBuffer,
+    tail: LineTail,
 }
 
 /// Read state of a child's channel.
@@ -86,7 +86,7 @@ enum Hearing {
 impl Monitor {
     /// Starts all children; kills those that were started when one cannot be.
     pub(super) fn start(
-        mut spec: Spec,
+        mut spec: WorkerSpec,
         queue: Arc<Queue<Report>>,
         orders: Arc<Orders>,
         wake: UnixStream,
@@ -101,7 +101,7 @@ impl Monitor {
             sandbox.enter_with(&spec.writable);
         }
         let ranks = (0..).map(Rank).take(spec.args.len());
-        let workers = ranks.map(|rank| Worker::start(&spec, rank));
+        let workers = ranks.map(|rank| MonitoredChild::start(&spec, rank));
         Ok(Self {
             workers: workers.collect::<Result<_, Error>>()?,
             queue,
@@ -115,26 +115,26 @@ impl Monitor {
     }
 
     /// Channels and process ids, by rank.
-    pub(super) fn children(&self) -> Vec<(Arc<Channel>, u32)> {
-        let child = |worker: &Worker| (Arc::clone(&worker.channel), worker.process.id());
+    pub(super) fn children(&self) -> Vec<(Arc<WorkerSocket>, u32)> {
+        let child = |worker: &MonitoredChild| (Arc::clone(&worker.channel), worker.process.id());
         self.workers.iter().map(child).collect()
     }
 
     /// Runs until an order to stop, and then until no child is left.
     pub(super) fn run(&mut self) {
         let mut now = Instant::now();
-        let mut awake = Awake::new(now, AWAKE_MAX);
+        let mut awake = AwakeTime::new(now, AWAKE_MAX);
         while !self.is_over(now) {
             self.wait();
             now = Instant::now();
-            let passed = awake.look(now);
+            let passed = awake.tick(now);
             self.hear();
             for worker in &mut self.workers {
                 worker.reap(&self.queue, &mut self.forward, &mut self.buffer);
                 worker.judge(passed, self.spec.limits.silence, &self.queue);
             }
             self.change();
-            self.obey(now);
+            self.run_orders(now);
         }
     }
 
@@ -150,8 +150,8 @@ impl Monitor {
         self.workers[index].kill();
         self.queue.reset(index);
         let done = match order.change {
-            Change::Kill => Ok(None),
-            Change::Replace => Worker::start(&self.spec, order.rank).map(|worker| {
+            ChildChange::Kill => Ok(None),
+            ChildChange::Replace => MonitoredChild::start(&self.spec, order.rank).map(|worker| {
                 let child = (Arc::clone(&worker.channel), worker.process.id());
                 self.workers[index] = worker;
                 Some(child)
@@ -169,7 +169,7 @@ impl Monitor {
                     .stop()
                     .unwrap_or_default()
                     .saturating_add(KILLED_LIMIT);
-                let given_up = stage == Stage::Killed && now - since > patience;
+                let given_up = stage == StopStage::Killed && now - since > patience;
                 given_up || self.workers.iter().all(|worker| worker.ended)
             }
         }
@@ -192,7 +192,7 @@ impl Monitor {
             .peekable();
         let pause = if running.peek().is_none() && self.stopping.is_none() {
             None
-        } else if self.stopping.is_some() || running.any(Worker::is_ending) {
+        } else if self.stopping.is_some() || running.any(MonitoredChild::is_ending) {
             Some(PAUSE_ENDING)
         } else {
             Some(PAUSE)
@@ -221,7 +221,7 @@ impl Monitor {
     }
 
     /// Executes the due stage of stopping.
-    fn obey(&mut self, now: Instant) {
+    fn run_orders(&mut self, now: Instant) {
         let Some(grace) = self.orders.stop() else {
             return;
         };
@@ -229,7 +229,7 @@ impl Monitor {
             Some((since, done)) => (since, Some(done)),
             None => (now, None),
         };
-        let due = Stage::due(now - since, grace);
+        let due = StopStage::due(now - since, grace);
         if done != Some(due) {
             for worker in self.workers.iter().filter(|worker| !worker.ended) {
                 worker.end(due);
@@ -239,10 +239,10 @@ impl Monitor {
     }
 }
 
-impl Worker {
-    fn start(spec: &Spec, rank: Rank) -> Result<Self, Error> {
+impl MonitoredChild {
+    fn start(spec: &WorkerSpec, rank: Rank) -> Result<Self, Error> {
         let resource = |what| move |source| Error::Resource { what, source };
-        let (channel, theirs) = Channel::pair(rank).map_err(resource("a control channel"))?;
+        let (channel, theirs) = WorkerSocket::pair(rank).map_err(resource("a control channel"))?;
         let mut command = Command::new(&spec.program);
         if spec.env_alone {
             command.env_clear();
@@ -270,11 +270,11 @@ impl Worker {
             channel: Arc::new(channel),
             hearing: Hearing::Open,
             lines: Assembler::new(),
-            clock: Clock::new(spec.limits.start),
+            clock: SilenceClock::new(spec.limits.start),
             unborn: Some(Duration::ZERO),
             stderr,
-            text: Lines::default(),
-            tail: Tail::default(),
+            text: LineBuffer::default(),
+            tail: LineTail::default(),
         })
     }
 
@@ -412,13 +412,13 @@ impl Worker {
     }
 
     /// Executes a stage of stopping on it.
-    fn end(&self, stage: Stage) {
+    fn end(&self, stage: StopStage) {
         match stage {
             // A child without heartbeats will not react.
             _ if self.clock.is_accused() => self.process.signal(Signal::KILL),
-            Stage::Asked => self.channel.close(),
-            Stage::Terminated => self.process.signal(Signal::TERM),
-            Stage::Killed => self.process.signal(Signal::KILL),
+            StopStage::Asked => self.channel.close(),
+            StopStage::Terminated => self.process.signal(Signal::TERM),
+            StopStage::Killed => self.process.signal(Signal::KILL),
         }
     }
 }

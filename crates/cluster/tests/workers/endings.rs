@@ -7,21 +7,21 @@ use paceline_cluster::EXIT_CODE_PARENT_GONE;
 fn endings_come_with_code_and_last_lines() {
     let workers = spawn(3);
     assert_eq!(
-        ask(&workers, 1, &Order::Say("first\nsecond".into())),
-        Answer::Done
+        ask(&workers, 1, &RoleCommand::Say("first\nsecond".into())),
+        RoleReply::Done
     );
-    workers.send(Rank(1), &Order::Exit(7)).unwrap();
+    workers.send(Rank(1), &RoleCommand::Exit(7)).unwrap();
     let lines = vec!["first".to_owned(), "second".to_owned()];
     assert_eq!(exit(&workers), (Rank(1), Ending::Code(7), lines));
-    workers.send(Rank(0), &Order::Abort).unwrap();
+    workers.send(Rank(0), &RoleCommand::Abort).unwrap();
     let (rank, ending, _) = exit(&workers);
     assert_eq!(
         (rank, ending.to_string().as_str()),
         (Rank(0), "was ended by SIGABRT")
     );
-    workers.send(Rank(2), &Order::Exit(0)).unwrap();
+    workers.send(Rank(2), &RoleCommand::Exit(0)).unwrap();
     assert_eq!(exit(&workers), (Rank(2), Ending::Code(0), vec![]));
-    assert!(workers.send(Rank(0), &Order::Look).is_err());
+    assert!(workers.send(Rank(0), &RoleCommand::Look).is_err());
     assert_eq!(workers.recv(Duration::ZERO), None);
 }
 
@@ -29,9 +29,11 @@ fn endings_come_with_code_and_last_lines() {
 fn what_was_sent_before_an_ending_arrives_before_it() {
     for _ in 0..50 {
         let workers = spawn(1);
-        workers.send(Rank(0), &Order::CountAndExit(100, 5)).unwrap();
+        workers
+            .send(Rank(0), &RoleCommand::CountAndExit(100, 5))
+            .unwrap();
         for i in 0..100 {
-            assert_eq!(answer(&workers), (Rank(0), Answer::Number(i)));
+            assert_eq!(answer(&workers), (Rank(0), RoleReply::Number(i)));
         }
         assert_eq!(exit(&workers), (Rank(0), Ending::Code(5), vec![]));
     }
@@ -44,7 +46,7 @@ fn a_killed_child_is_reported_within_a_tenth_of_a_second() {
         let workers = spawn(2);
         let rank = Rank(i % 2);
         if i % 3 == 0 {
-            assert_eq!(ask(&workers, rank.0, &Order::Busy), Answer::Done);
+            assert_eq!(ask(&workers, rank.0, &RoleCommand::Busy), RoleReply::Done);
         }
         let start = Stopwatch::start();
         kill(workers.ids()[rank.0 as usize], Signal::KILL);
@@ -62,8 +64,8 @@ fn a_killed_child_is_reported_within_a_tenth_of_a_second() {
 fn a_stopped_child_is_reported_within_two_seconds_and_ended() {
     let workers = spawn(2);
     assert_eq!(
-        ask(&workers, 1, &Order::Echo(String::new())),
-        Answer::Echo(String::new())
+        ask(&workers, 1, &RoleCommand::Echo(String::new())),
+        RoleReply::Echo(String::new())
     );
     kill(workers.ids()[1], Signal::STOP);
     let start = Stopwatch::start();
@@ -73,7 +75,7 @@ fn a_stopped_child_is_reported_within_two_seconds_and_ended() {
     let took = start.elapsed();
     assert!(took < Duration::from_secs(2), "{took:?}");
     assert_eq!(rank, Rank(1));
-    check_silence(silence, Limits::default().silence);
+    check_silence(silence, WorkerLimits::default().silence);
     let start = Stopwatch::start();
     workers.stop(GRACE);
     assert!(
@@ -111,16 +113,16 @@ fn a_child_that_is_stopped_before_its_first_word_is_reported_within_two_seconds(
 fn a_child_that_is_continued_is_heard_again() {
     let workers = spawn(1);
     assert_eq!(
-        ask(&workers, 0, &Order::Echo(String::new())),
-        Answer::Echo(String::new())
+        ask(&workers, 0, &RoleCommand::Echo(String::new())),
+        RoleReply::Echo(String::new())
     );
     for _ in 0..2 {
         kill(workers.ids()[0], Signal::STOP);
         assert!(matches!(next(&workers), Event::Silent { .. }));
         kill(workers.ids()[0], Signal::CONT);
         assert_eq!(
-            ask(&workers, 0, &Order::Echo("a".into())),
-            Answer::Echo("a".into())
+            ask(&workers, 0, &RoleCommand::Echo("a".into())),
+            RoleReply::Echo("a".into())
         );
     }
 }
@@ -131,7 +133,7 @@ fn asking_is_enough_even_for_one_that_computes_or_does_not_listen() {
     // A slow reader must not count as stuck.
     spec.limits.write = Duration::from_secs(2);
     let workers: Ours = Workers::spawn(spec).unwrap();
-    assert_eq!(ask(&workers, 0, &Order::Busy), Answer::Done);
+    assert_eq!(ask(&workers, 0, &RoleCommand::Busy), RoleReply::Done);
     roles::deafen(&workers, 1);
     let start = Stopwatch::start();
     workers.stop(GRACE);
@@ -199,7 +201,10 @@ fn what_a_child_started_ends_with_it() {
 fn a_hook_runs_and_cannot_hold_up_the_end() {
     for hangs in [false, true] {
         let workers = spawn(1);
-        assert_eq!(ask(&workers, 0, &Order::Hook { hangs }), Answer::Done);
+        assert_eq!(
+            ask(&workers, 0, &RoleCommand::Hook { hangs }),
+            RoleReply::Done
+        );
         let start = Stopwatch::start();
         workers.stop(GRACE);
         assert!(start.elapsed() < PATIENCE / 4, "{:?}", start.elapsed());

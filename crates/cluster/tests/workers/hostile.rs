@@ -32,10 +32,10 @@ fn garbage_is_the_last_word_of_a_channel() {
         let script =
             format!(r#"printf '\n\n"Done"\n' >&0; printf '{line}\n"Done"\n' >&0; read x; exit 4"#);
         let workers = run(&script);
-        assert_eq!(answer(&workers), (Rank(0), Answer::Done));
+        assert_eq!(answer(&workers), (Rank(0), RoleReply::Done));
         let text = garbage(&workers).to_string();
         assert!(text.len() < 500, "{text}");
-        workers.send(Rank(0), &Order::Look).unwrap();
+        workers.send(Rank(0), &RoleCommand::Look).unwrap();
         assert_eq!(exit(&workers).1, Ending::Code(4), "{text}");
     }
 }
@@ -55,7 +55,7 @@ fn a_line_without_end_is_garbage() {
 #[test]
 fn half_a_message_at_the_end_is_nothing() {
     let workers = run(r#"printf '"Done"\n"Do' >&0; exit 3"#);
-    assert_eq!(answer(&workers), (Rank(0), Answer::Done));
+    assert_eq!(answer(&workers), (Rank(0), RoleReply::Done));
     assert_eq!(exit(&workers).1, Ending::Code(3));
 }
 
@@ -74,13 +74,13 @@ fn a_child_that_does_not_read_holds_nobody_up() {
     spec.limits.write = Duration::from_millis(300);
     let workers: Ours = Workers::spawn(spec).unwrap();
     assert_eq!(
-        ask(&workers, 1, &Order::Echo(String::new())),
-        Answer::Echo(String::new())
+        ask(&workers, 1, &RoleCommand::Echo(String::new())),
+        RoleReply::Echo(String::new())
     );
     kill(workers.ids()[1], Signal::STOP);
     let (start, watch) = (Instant::now(), Stopwatch::start());
     let error = workers
-        .send(Rank(1), &Order::Echo("x".repeat(10 << 20)))
+        .send(Rank(1), &RoleCommand::Echo("x".repeat(10 << 20)))
         .unwrap_err();
     let took = start.elapsed();
     assert!(
@@ -91,14 +91,14 @@ fn a_child_that_does_not_read_holds_nobody_up() {
         took >= Duration::from_millis(300) && watch.without_withheld(took) < Duration::from_secs(1),
         "{took:?}"
     );
-    let error = workers.send(Rank(1), &Order::Look).unwrap_err();
+    let error = workers.send(Rank(1), &RoleCommand::Look).unwrap_err();
     assert!(
         matches!(error, Error::Stuck { rank: Rank(1), .. }),
         "half a line is out: {error}"
     );
     assert_eq!(
-        ask(&workers, 0, &Order::Echo("a".into())),
-        Answer::Echo("a".into())
+        ask(&workers, 0, &RoleCommand::Echo("a".into())),
+        RoleReply::Echo("a".into())
     );
 }
 
@@ -119,7 +119,7 @@ fn a_child_that_never_says_anything_is_silent_after_its_start() {
 
 #[test]
 fn a_program_that_is_not_there_is_named() {
-    let spec = Spec::new("/no/such/program", vec![Vec::new(); 3]);
+    let spec = WorkerSpec::new("/no/such/program", vec![Vec::new(); 3]);
     let error = Ours::spawn(spec).unwrap_err();
     let expected = "cannot start /no/such/program for rank 0: ";
     assert!(error.to_string().starts_with(expected), "{error}");

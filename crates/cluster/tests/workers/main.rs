@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_base::testing::Stopwatch;
 use paceline_cluster::sandbox::Sandbox;
-use paceline_cluster::workers::{Event, Limits, Spec, Workers};
+use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
 use paceline_process::processes::{Ending, Signal};
 use rustix::process::{Pid, kill_process, test_kill_process};
 
-use roles::{Answer, Order, ROLE};
+use roles::{ROLE, RoleCommand, RoleReply};
 
-type Ours = Workers<Order, Answer>;
+type Ours = Workers<RoleCommand, RoleReply>;
 
 /// How long a test waits for an immediate event, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const GRACE: Duration = Duration::from_secs(100);
 
 /// Children that obey orders.
-fn spec(ranks: usize) -> Spec {
+fn spec(ranks: usize) -> WorkerSpec {
     roles::spec("worker", ranks)
 }
 
@@ -40,31 +40,31 @@ fn spawn(ranks: usize) -> Ours {
 }
 
 /// Foreign children: each runs its script.
-fn scripts(scripts: &[&str]) -> Spec {
+fn scripts(scripts: &[&str]) -> WorkerSpec {
     let args = scripts.iter().map(|s| vec!["-c".into(), s.into()]);
-    Spec::new("sh", args.collect())
+    WorkerSpec::new("sh", args.collect())
 }
 
 /// A limit that no test waits for.
-fn unlimited() -> Limits {
-    Limits {
+fn unlimited() -> WorkerLimits {
+    WorkerLimits {
         start: PATIENCE * 10,
-        ..Limits::default()
+        ..WorkerLimits::default()
     }
 }
 
-fn next(workers: &Ours) -> Event<Answer> {
+fn next(workers: &Ours) -> Event<RoleReply> {
     workers.recv(PATIENCE).expect("an event in time")
 }
 
-fn answer(workers: &Ours) -> (Rank, Answer) {
+fn answer(workers: &Ours) -> (Rank, RoleReply) {
     match next(workers) {
         Event::Message { rank, message } => (rank, message),
         event => panic!("{event}"),
     }
 }
 
-fn ask(workers: &Ours, rank: u32, order: &Order) -> Answer {
+fn ask(workers: &Ours, rank: u32, order: &RoleCommand) -> RoleReply {
     workers.send(Rank(rank), order).unwrap();
     let (from, answer) = answer(workers);
     assert_eq!(from, Rank(rank));
@@ -136,10 +136,10 @@ fn can_read(sandbox: Option<Sandbox>) -> bool {
     let workers: Ours = Workers::spawn(spec).unwrap();
     // Its answer shows that it runs: before, the check could hit its start.
     assert_eq!(
-        ask(&workers, 1, &Order::Echo("x".into())),
-        Answer::Echo("x".into())
+        ask(&workers, 1, &RoleCommand::Echo("x".into())),
+        RoleReply::Echo("x".into())
     );
-    ask(&workers, 0, &Order::Read(workers.ids()[1])) == Answer::Read(true)
+    ask(&workers, 0, &RoleCommand::Read(workers.ids()[1])) == RoleReply::Read(true)
 }
 
 /// Separate domains would prevent single-copy transfers between ranks.

@@ -10,7 +10,7 @@ fn messages_go_both_ways_in_order() {
     for i in 0..100 {
         for rank in 0..3 {
             let text = format!("{i} to {rank}\n\u{1f600}");
-            workers.send(Rank(rank), &Order::Echo(text)).unwrap();
+            workers.send(Rank(rank), &RoleCommand::Echo(text)).unwrap();
         }
     }
     let mut seen = [0; 3];
@@ -19,7 +19,7 @@ fn messages_go_both_ways_in_order() {
         let i = &mut seen[rank.0 as usize];
         assert_eq!(
             answer,
-            Answer::Echo(format!("{i} to {}\n\u{1f600}", rank.0))
+            RoleReply::Echo(format!("{i} to {}\n\u{1f600}", rank.0))
         );
         *i += 1;
     }
@@ -30,19 +30,19 @@ fn messages_go_both_ways_in_order() {
 fn a_long_message_goes_both_ways() {
     let workers = spawn(1);
     let text = "x".repeat(10 << 20);
-    let answer = ask(&workers, 0, &Order::Echo(text.clone()));
-    assert!(answer == Answer::Echo(text), "10 MiB came back changed");
+    let answer = ask(&workers, 0, &RoleCommand::Echo(text.clone()));
+    assert!(answer == RoleReply::Echo(text), "10 MiB came back changed");
 }
 
 #[test]
 fn a_child_that_is_not_listened_to_waits_and_is_not_silent() {
     let workers = spawn(2);
     let count = 20_000;
-    workers.send(Rank(0), &Order::Count(count)).unwrap();
+    workers.send(Rank(0), &RoleCommand::Count(count)).unwrap();
     // Longer than the silence that is allowed.
     std::thread::sleep(Duration::from_millis(2500));
     for i in 0..count {
-        assert_eq!(answer(&workers), (Rank(0), Answer::Number(i)));
+        assert_eq!(answer(&workers), (Rank(0), RoleReply::Number(i)));
     }
     assert_eq!(workers.recv(Duration::from_secs(2)), None);
 }
@@ -58,7 +58,10 @@ fn lines_of_standard_error_are_whole_and_named() {
     let workers: Ours = Workers::spawn(spec).unwrap();
     for text in ["ha", "lf\nsecond\n", "no end"] {
         for rank in 0..2 {
-            assert_eq!(ask(&workers, rank, &Order::Say(text.into())), Answer::Done);
+            assert_eq!(
+                ask(&workers, rank, &RoleCommand::Say(text.into())),
+                RoleReply::Done
+            );
         }
     }
     workers.stop(PATIENCE);
@@ -76,11 +79,11 @@ fn lines_of_standard_error_are_whole_and_named() {
 fn children_have_their_own_group_and_no_strange_socket() {
     let workers = spawn(3);
     for rank in 0..3 {
-        let Answer::Look {
+        let RoleReply::Look {
             group,
             sockets,
             stdin,
-        } = ask(&workers, rank, &Order::Look)
+        } = ask(&workers, rank, &RoleCommand::Look)
         else {
             panic!("no look");
         };
@@ -95,9 +98,9 @@ fn children_have_their_own_group_and_no_strange_socket() {
 #[test]
 fn a_rank_that_is_not_there_is_refused() {
     let workers = spawn(1);
-    let error = workers.send(Rank(1), &Order::Look).unwrap_err();
+    let error = workers.send(Rank(1), &RoleCommand::Look).unwrap_err();
     assert_eq!(error.to_string(), "rank 1 is not one of 1 workers");
-    let nobody: Ours = Workers::spawn(Spec::new("sh", Vec::new())).unwrap();
+    let nobody: Ours = Workers::spawn(WorkerSpec::new("sh", Vec::new())).unwrap();
     assert_eq!(nobody.count(), 0);
     assert_eq!(nobody.recv(Duration::ZERO), None);
     nobody.stop(PATIENCE);

@@ -6,13 +6,13 @@ use std::process::{Child, ChildStderr};
 use super::*;
 
 /// A parent in its own process, and its children's ids.
-struct Family {
+struct ParentProcess {
     parent: Child,
     said: BufReader<ChildStderr>,
     ids: Vec<u32>,
 }
 
-impl Family {
+impl ParentProcess {
     fn start(role: &str) -> Self {
         let mut parent = roles::command(role).spawn().unwrap();
         let mut said = BufReader::new(parent.stderr.take().unwrap());
@@ -30,7 +30,7 @@ impl Family {
     }
 }
 
-impl Drop for Family {
+impl Drop for ParentProcess {
     fn drop(&mut self) {
         let _ = self.parent.kill();
         let _ = self.parent.wait();
@@ -38,8 +38,8 @@ impl Drop for Family {
 }
 
 /// Kills a parent and gives the time until its children are gone.
-fn orphan(role: &str, prepare: impl Fn(&Family)) -> Duration {
-    let mut family = Family::start(role);
+fn orphan(role: &str, prepare: impl Fn(&ParentProcess)) -> Duration {
+    let mut family = ParentProcess::start(role);
     prepare(&family);
     kill(family.parent.id(), Signal::KILL);
     family.parent.wait().unwrap();
@@ -80,7 +80,7 @@ fn a_stopped_child_does_not_outlive_its_parent() {
 
 #[test]
 fn a_suspended_parent_accuses_nobody_when_it_comes_back() {
-    let mut family = Family::start("parent");
+    let mut family = ParentProcess::start("parent");
     kill(family.parent.id(), Signal::STOP);
     // Longer than the silence that is allowed.
     std::thread::sleep(Duration::from_millis(2500));

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
-use paceline_cluster::workers::{Limits, Spec, Workers};
+use paceline_cluster::workers::{WorkerLimits, WorkerSpec, Workers};
 use paceline_cluster::{Control, Error};
 use rustix::process::{WaitId, WaitIdOptions, getpgid, waitid};
 use serde::{Deserialize, Serialize};
@@ -18,7 +18,7 @@ pub(crate) const ROLE: &str = "PACELINE_CLUSTER_TEST_ROLE";
 
 /// To a worker.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum Order {
+pub(crate) enum RoleCommand {
     Echo(String),
     /// Send this many numbers.
     Count(u64),
@@ -43,7 +43,7 @@ pub(crate) enum Order {
 
 /// From a worker.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) enum Answer {
+pub(crate) enum RoleReply {
     Echo(String),
     Number(u64),
     Done,
@@ -56,10 +56,10 @@ pub(crate) enum Answer {
     },
 }
 
-pub(crate) fn spec(role: &str, ranks: usize) -> Spec {
+pub(crate) fn spec(role: &str, ranks: usize) -> WorkerSpec {
     let args = ["role", "--exact", "--nocapture", "--test-threads=1"];
     let args = vec![args.map(Into::into).to_vec(); ranks];
-    let mut spec = Spec::new(std::env::current_exe().unwrap(), args);
+    let mut spec = WorkerSpec::new(std::env::current_exe().unwrap(), args);
     spec.env.push((ROLE.into(), role.into()));
     spec
 }
@@ -89,16 +89,16 @@ pub(crate) fn play(role: &str) {
         "parent" => parent(|_| {}),
         "parent of busy" => parent(|workers| {
             for rank in 0..workers.count() {
-                assert_eq!(ask(workers, rank, &Order::Busy), Answer::Done);
+                assert_eq!(ask(workers, rank, &RoleCommand::Busy), RoleReply::Done);
             }
         }),
         "parent of deaf" => parent(|workers| {
             for rank in 0..workers.count() {
-                assert_eq!(ask(workers, rank, &Order::Deaf), Answer::Done);
+                assert_eq!(ask(workers, rank, &RoleCommand::Deaf), RoleReply::Done);
                 let text = "x".repeat(1000);
                 for _ in 0..5000 {
                     if workers
-                        .send(Rank(rank), &Order::Echo(text.clone()))
+                        .send(Rank(rank), &RoleCommand::Echo(text.clone()))
                         .is_err()
                     {
                         break;
@@ -114,8 +114,8 @@ pub(crate) fn play(role: &str) {
 
 /// Makes a worker stop reading, and sends until it and its channel are full.
 pub(crate) fn deafen(workers: &Ours, rank: u32) {
-    assert_eq!(ask(workers, rank, &Order::Deaf), Answer::Done);
-    let order = Order::Echo("x".repeat(1000));
+    assert_eq!(ask(workers, rank, &RoleCommand::Deaf), RoleReply::Done);
+    let order = RoleCommand::Echo("x".repeat(1000));
     let mut sent = 0;
     while workers.send(Rank(rank), &order).is_ok() {
         sent += 1;
@@ -125,66 +125,66 @@ pub(crate) fn deafen(workers: &Ours, rank: u32) {
 
 /// Obeys.
 fn worker() {
-    let control: Control<Order, Answer> = Control::from_stdin().unwrap();
+    let control: Control<RoleCommand, RoleReply> = Control::from_stdin().unwrap();
     while let Some(order) = control.recv(Duration::MAX).unwrap() {
         obey(&control, order);
     }
 }
 
-fn obey(control: &Control<Order, Answer>, order: Order) {
+fn obey(control: &Control<RoleCommand, RoleReply>, order: RoleCommand) {
     let send = |answer| control.send(&answer).unwrap();
-    let count = |count| (0..count).for_each(|i| send(Answer::Number(i)));
+    let count = |count| (0..count).for_each(|i| send(RoleReply::Number(i)));
     match order {
-        Order::Echo(text) => send(Answer::Echo(text)),
-        Order::Count(numbers) => count(numbers),
-        Order::CountAndExit(numbers, code) => {
+        RoleCommand::Echo(text) => send(RoleReply::Echo(text)),
+        RoleCommand::Count(numbers) => count(numbers),
+        RoleCommand::CountAndExit(numbers, code) => {
             count(numbers);
             std::process::exit(code);
         }
-        Order::Exit(code) => std::process::exit(code),
-        Order::Abort => std::process::abort(),
-        Order::Say(text) => {
+        RoleCommand::Exit(code) => std::process::exit(code),
+        RoleCommand::Abort => std::process::abort(),
+        RoleCommand::Say(text) => {
             std::io::stderr().write_all(text.as_bytes()).unwrap();
-            send(Answer::Done);
+            send(RoleReply::Done);
         }
-        Order::Busy => {
-            send(Answer::Done);
+        RoleCommand::Busy => {
+            send(RoleReply::Done);
             let mut i = 0_u64;
             loop {
                 i = std::hint::black_box(i.wrapping_add(1));
             }
         }
-        Order::Deaf => {
-            send(Answer::Done);
+        RoleCommand::Deaf => {
+            send(RoleReply::Done);
             loop {
                 std::thread::park();
             }
         }
-        Order::Look => send(look()),
-        Order::Read(id) => {
+        RoleCommand::Look => send(look()),
+        RoleCommand::Read(id) => {
             // The kernel checks ptrace access here, as it does for `process_vm_readv`.
             let memory = std::fs::File::open(format!("/proc/{id}/mem"));
-            send(Answer::Read(memory.is_ok()));
+            send(RoleReply::Read(memory.is_ok()));
         }
-        Order::Hook { hangs } => {
+        RoleCommand::Hook { hangs } => {
             control.on_end(move || {
                 eprintln!("hook");
                 if hangs {
                     std::thread::sleep(Duration::MAX);
                 }
             });
-            send(Answer::Done);
+            send(RoleReply::Done);
         }
     }
 }
 
-fn look() -> Answer {
+fn look() -> RoleReply {
     let mut stdin = Vec::new();
     std::io::Read::read_to_end(&mut std::io::stdin(), &mut stdin).unwrap();
     let files = std::fs::read_dir("/proc/self/fd").into_iter().flatten();
     let targets = files.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok());
     let is_socket = |target: &std::path::PathBuf| target.to_string_lossy().starts_with("socket");
-    Answer::Look {
+    RoleReply::Look {
         group: getpgid(None).unwrap().as_raw_nonzero().get(),
         sockets: targets.filter(is_socket).count(),
         stdin,
@@ -194,15 +194,15 @@ fn look() -> Answer {
 /// Starts three workers, says their ids, and reports every event until it is killed.
 fn parent(prepare: impl Fn(&Ours)) {
     let mut spec = spec("worker", 3);
-    spec.limits = Limits {
+    spec.limits = WorkerLimits {
         write: Duration::from_millis(200),
-        ..Limits::default()
+        ..WorkerLimits::default()
     };
     let workers: Ours = Workers::spawn(spec).unwrap();
     for rank in 0..3 {
         assert_eq!(
-            ask(&workers, rank, &Order::Echo("up".into())),
-            Answer::Echo("up".into())
+            ask(&workers, rank, &RoleCommand::Echo("up".into())),
+            RoleReply::Echo("up".into())
         );
     }
     prepare(&workers);
@@ -217,14 +217,14 @@ fn parent(prepare: impl Fn(&Ours)) {
 
 /// Started by a person.
 fn by_hand() {
-    let error = Control::<Order, Answer>::from_stdin().unwrap_err();
+    let error = Control::<RoleCommand, RoleReply>::from_stdin().unwrap_err();
     assert!(matches!(error, Error::NoControl { .. }), "{error}");
     let (socket, other) = std::os::unix::net::UnixStream::pair().unwrap();
     // Open for the life of the process, which ends when this is closed.
     std::mem::forget(other);
     rustix::stdio::dup2_stdin(&socket).unwrap();
-    let _control = Control::<Order, Answer>::from_stdin().unwrap();
-    let error = Control::<Order, Answer>::from_stdin().unwrap_err();
+    let _control = Control::<RoleCommand, RoleReply>::from_stdin().unwrap();
+    let error = Control::<RoleCommand, RoleReply>::from_stdin().unwrap_err();
     assert!(matches!(error, Error::NoControl { .. }), "{error}");
 }
 
@@ -239,7 +239,7 @@ fn tidy() {
             1 => crate::spawn(2).stop(PATIENCE),
             2 => {
                 let workers = crate::spawn(2);
-                workers.send(Rank(1), &Order::Exit(i)).unwrap();
+                workers.send(Rank(1), &RoleCommand::Exit(i)).unwrap();
                 assert_eq!(exit(&workers).0, Rank(1));
             }
             3 => {
@@ -251,7 +251,9 @@ fn tidy() {
                     "{error}"
                 );
             }
-            _ => assert!(Ours::spawn(Spec::new("/no/such/program", vec![vec![]; 2])).is_err()),
+            _ => {
+                assert!(Ours::spawn(WorkerSpec::new("/no/such/program", vec![vec![]; 2])).is_err())
+            }
         }
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         let left = waitid(WaitId::All, options);

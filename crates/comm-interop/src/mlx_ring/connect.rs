@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 
-use super::door::Door;
-use super::run::{Sides, is_closed};
+use super::door::NeighbourListener;
+use super::run::{NeighbourSockets, is_closed};
 use paceline_comm::Deadline;
 use paceline_comm::provider::now;
 
@@ -80,7 +80,7 @@ pub enum JoinError {
 }
 
 /// Addresses and sockets of this rank and its neighbours.
-pub(super) struct Places<'a> {
+pub(super) struct RingEndpoints<'a> {
     /// By address of this rank.
     pub(super) listeners: &'a [TcpListener],
     pub(super) own: &'a [SocketAddr],
@@ -90,19 +90,19 @@ pub(super) struct Places<'a> {
     pub(super) theirs: &'a [SocketAddr],
 }
 
-impl Places<'_> {
+impl RingEndpoints<'_> {
     /// Connects with both neighbours.
-    pub(super) fn connect(&self, deadline: Deadline) -> Result<Sides, JoinError> {
+    pub(super) fn connect(&self, deadline: Deadline) -> Result<NeighbourSockets, JoinError> {
         let mut doors = self.doors()?;
         let mut right: Vec<Option<TcpStream>> = self.theirs.iter().map(|_| None).collect();
         loop {
             for (place, addr) in right.iter_mut().zip(self.theirs) {
                 fill(place, || attempt(*addr, deadline));
             }
-            doors.iter_mut().for_each(Door::look);
-            if doors.iter().all(Door::is_filled) && right.iter().all(Option::is_some) {
+            doors.iter_mut().for_each(NeighbourListener::accept);
+            if doors.iter().all(NeighbourListener::is_filled) && right.iter().all(Option::is_some) {
                 let left = doors.into_iter().map(|door| door.into_caller(self.left));
-                return Ok(Sides {
+                return Ok(NeighbourSockets {
                     left: left.collect::<Result<_, _>>()?,
                     right: right.into_iter().flatten().collect(),
                 });
@@ -115,14 +115,14 @@ impl Places<'_> {
         }
     }
 
-    fn doors(&self) -> Result<Vec<Door<'_>>, JoinError> {
+    fn doors(&self) -> Result<Vec<NeighbourListener<'_>>, JoinError> {
         let each = self.listeners.iter().zip(self.own);
-        each.map(|(listener, addr)| Door::open(listener, *addr))
+        each.map(|(listener, addr)| NeighbourListener::open(listener, *addr))
             .collect()
     }
 
     /// The error that names the missing neighbour.
-    fn missing(&self, doors: &[Door<'_>], right: &[Option<TcpStream>]) -> JoinError {
+    fn missing(&self, doors: &[NeighbourListener<'_>], right: &[Option<TcpStream>]) -> JoinError {
         if let Some(i) = right.iter().position(Option::is_none) {
             return JoinError::Missing {
                 rank: self.right,

@@ -24,7 +24,7 @@ const ANOTHER: Duration = Duration::from_secs(1);
 /// Most pending connections; further ones wait in the system's queue.
 const CALLERS_MAX: usize = 16;
 
-pub(super) struct Door<'a> {
+pub(super) struct NeighbourListener<'a> {
     listener: &'a TcpListener,
     pub(super) addr: SocketAddr,
     callers: Vec<TcpStream>,
@@ -32,7 +32,7 @@ pub(super) struct Door<'a> {
     gone_since: Option<Instant>,
 }
 
-impl<'a> Door<'a> {
+impl<'a> NeighbourListener<'a> {
     pub(super) fn open(listener: &'a TcpListener, addr: SocketAddr) -> Result<Self, JoinError> {
         let set = listener.set_nonblocking(true);
         set.map_err(system("listen at", addr))?;
@@ -45,7 +45,7 @@ impl<'a> Door<'a> {
     }
 
     /// Accepts new connections and drops those that do not count.
-    pub(super) fn look(&mut self) {
+    pub(super) fn accept(&mut self) {
         while self.callers.len() < CALLERS_MAX
             && let Ok((stream, _)) = self.listener.accept()
         {

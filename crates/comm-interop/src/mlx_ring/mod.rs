@@ -72,16 +72,16 @@ use std::time::Duration;
 use paceline_base::{Bytes, Rank};
 
 pub use self::connect::JoinError;
-use self::connect::{Places, system};
-use self::plan::{Course, PADDED_BYTES_MAX, Seat};
-use self::run::{Folding, Neighbour, Sides, Stop};
-use self::turn::Turns;
+use self::connect::{RingEndpoints, system};
+use self::plan::{PADDED_BYTES_MAX, RingPosition, RingStream};
+use self::run::{Neighbour, NeighbourSockets, StreamFailure, StreamReduction};
+use self::turn::SocketLock;
 use paceline_comm::local::{self, Local};
 use paceline_comm::provider::Provider;
 use paceline_comm::tcp::Addrs;
 use paceline_comm::{
-    Algorithm, Backend, Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group,
-    InitError, Kind, Plaintext, Reduce, Traffic, Tuning,
+    Algorithm, Backend, Call, Collective, Data, DataMut, Deadline, Dtype, ElementCounts, Error,
+    Group, InitError, Kind, Plaintext, Reduce, Traffic, Tuning,
 };
 
 /// The backend's name in errors.
@@ -90,19 +90,19 @@ pub const NAME: &str = Backend::MlxRing.name();
 /// MLX's ring as a provider of [`init`](paceline_comm::init), with one connection between
 /// neighbours for each address of a rank. Its errors are [`JoinError`]s.
 #[derive(Clone, Copy, Debug)]
-pub struct Wire {
+pub struct MlxRingProvider {
     /// Whether bytes may leave this machine unencrypted; loopback needs no permission.
     pub plaintext: Plaintext,
 }
 
-impl Provider for Wire {
+impl Provider for MlxRingProvider {
     fn backend(&self) -> Backend {
         Backend::MlxRing
     }
 
     fn join(
         &self,
-        seat: paceline_comm::Seat<'_, Addrs>,
+        seat: paceline_comm::JoinParams<'_, Addrs>,
         deadline: Deadline,
     ) -> Result<Box<dyn Group>, InitError> {
         let addrs = seat.addrs.iter().cloned();
@@ -119,11 +119,11 @@ const HEAD_START: Duration = Duration::from_millis(100);
 
 /// A rank of a ring that MLX's ranks can join. Dropping it ends the ring for the others.
 pub struct MlxRing {
-    seat: Seat,
+    seat: RingPosition,
     /// `None` in a ring of one.
-    sides: Option<Sides>,
+    sides: Option<NeighbourSockets>,
     alone: Local,
-    turns: Turns,
+    turns: SocketLock,
     cause: OnceLock<Error>,
     collectives: AtomicU64,
     messages: AtomicU64,
@@ -168,13 +168,13 @@ pub fn join_with(
     deadline: Deadline,
 ) -> Result<MlxRing, JoinError> {
     let connections = check(rank, hosts, plaintext)?;
-    let seat = Seat {
+    let seat = RingPosition {
         rank: rank.0 as usize,
         size: hosts.len(),
         connections,
     };
     let as_rank = |index: usize| Rank(u32::try_from(index).unwrap_or(u32::MAX));
-    let places = Places {
+    let places = RingEndpoints {
         listeners: &listeners,
         own: &hosts[seat.rank],
         left: as_rank(seat.left()),
@@ -214,12 +214,12 @@ fn check(rank: Rank, hosts: &[Vec<SocketAddr>], plaintext: Plaintext) -> Result<
 }
 
 impl MlxRing {
-    fn new(seat: Seat, sides: Option<Sides>) -> Self {
+    fn new(seat: RingPosition, sides: Option<NeighbourSockets>) -> Self {
         Self {
             seat,
             sides,
             alone: local::ranks(1).remove(0),
-            turns: Turns::default(),
+            turns: SocketLock::default(),
             cause: OnceLock::new(),
             collectives: AtomicU64::new(0),
             messages: AtomicU64::new(0),
@@ -251,14 +251,14 @@ impl MlxRing {
     /// Runs `courses` under the socket lock.
     fn go(
         &self,
-        sides: &Sides,
+        sides: &NeighbourSockets,
         call: Call,
-        courses: &[Course],
+        courses: &[RingStream],
         data: &mut [u8],
-        folding: Folding,
+        folding: StreamReduction,
         deadline: Deadline,
     ) -> Result<(), Error> {
-        let turn = self.turns.take(deadline);
+        let turn = self.turns.lock(deadline);
         // Checked under the lock: the previous call may have failed.
         if let Some(cause) = self.cause.get() {
             return Err(*cause);
@@ -277,15 +277,15 @@ impl MlxRing {
         }
     }
 
-    fn count(&self, courses: &[Course]) {
-        let takes = |course: &Course| course.takes.iter().map(|t| t.range.len()).sum::<usize>();
-        let sent: usize = courses.iter().map(Course::sends).sum();
+    fn count(&self, courses: &[RingStream]) {
+        let takes = |course: &RingStream| course.takes.iter().map(|t| t.range.len()).sum::<usize>();
+        let sent: usize = courses.iter().map(RingStream::sends).sum();
         let received: usize = courses.iter().map(takes).sum();
         self.sent.fetch_add(sent as u64, Ordering::Relaxed);
         self.received.fetch_add(received as u64, Ordering::Relaxed);
     }
 
-    fn stopped(&self, sides: &Sides, call: Call, stop: Stop) -> Error {
+    fn stopped(&self, sides: &NeighbourSockets, call: Call, stop: StreamFailure) -> Error {
         let rank = |neighbour| {
             let index = match neighbour {
                 Neighbour::Right => self.seat.right(),
@@ -294,11 +294,11 @@ impl MlxRing {
             Rank(u32::try_from(index).unwrap_or(u32::MAX))
         };
         match stop {
-            Stop::Gone(neighbour) => Error::PeerLost {
+            StreamFailure::Gone(neighbour) => Error::PeerLost {
                 call,
                 rank: rank(sides.first_gone(neighbour)),
             },
-            Stop::Late(neighbour) => Error::Timeout {
+            StreamFailure::Late(neighbour) => Error::Timeout {
                 call,
                 rank: rank(neighbour),
             },
@@ -307,7 +307,7 @@ impl MlxRing {
 
     fn collective(
         &self,
-        sides: &Sides,
+        sides: &NeighbourSockets,
         call: Call,
         collective: Collective<'_>,
         deadline: Deadline,
@@ -342,7 +342,7 @@ impl MlxRing {
 
     fn all_reduce(
         &self,
-        sides: &Sides,
+        sides: &NeighbourSockets,
         call: Call,
         data: &mut [u8],
         op: Reduce,
@@ -350,7 +350,7 @@ impl MlxRing {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let (len, size) = (data.len() / dtype.bytes(), self.seat.size);
-        let folding = Folding { op, dtype };
+        let folding = StreamReduction { op, dtype };
         if len >= size {
             let courses = self.seat.all_reduce(len, dtype);
             return self.go(sides, call, &courses, data, folding, deadline);
@@ -377,21 +377,21 @@ impl MlxRing {
 }
 
 /// For streams that reduce nothing.
-const COPYING: Folding = Folding {
+const COPYING: StreamReduction = StreamReduction {
     op: Reduce::Sum,
     dtype: Dtype::U8,
 };
 
-fn is_even(counts: Counts<'_>) -> bool {
+fn is_even(counts: ElementCounts<'_>) -> bool {
     match counts {
-        Counts::Even(_) => true,
-        Counts::Each(each) => each.iter().all(|count| *count == each[0]),
+        ElementCounts::Even(_) => true,
+        ElementCounts::Each(each) => each.iter().all(|count| *count == each[0]),
     }
 }
 
 impl fmt::Debug for MlxRing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Seat {
+        let RingPosition {
             rank,
             size,
             connections,

@@ -29,14 +29,14 @@ const PIECE_BYTES_MIN: usize = 1024;
 
 /// The neighbour that a stream sends to; it receives from the other one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum SendDirection {
     /// Sends to the next rank, receives from the previous one: MLX's direction -1.
     Right,
     /// Sends to the previous rank, receives from the next one: MLX's direction 1.
     Left,
 }
 
-impl Way {
+impl SendDirection {
     /// MLX alternates between streams, beginning with its direction 1.
     const fn of(course: usize) -> Self {
         if course.is_multiple_of(2) {
@@ -57,7 +57,7 @@ impl Way {
 
 /// A received range, and its use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Take {
+pub(super) struct ReceiveRange {
     /// Its place in the buffer.
     pub(super) range: Range<usize>,
     /// Whether it is reduced into the buffer, or overwrites it.
@@ -66,18 +66,18 @@ pub(super) struct Take {
 
 /// A stream of bytes out and one in, over the same numbered socket of the two sides.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Course {
+pub(super) struct RingStream {
     /// Index of the connection, on either side.
     pub(super) connection: usize,
     /// The direction.
-    pub(super) way: Way,
+    pub(super) way: SendDirection,
     /// The bytes that are sent first.
     pub(super) own: Range<usize>,
     /// The received ranges. All but the last are forwarded once received.
-    pub(super) takes: Vec<Take>,
+    pub(super) takes: Vec<ReceiveRange>,
 }
 
-impl Course {
+impl RingStream {
     /// Bytes sent in total.
     pub(super) fn sends(&self) -> usize {
         let onward = self.takes.len().saturating_sub(1);
@@ -101,13 +101,13 @@ impl Course {
 
 /// A rank's position in the ring, and its number of connections to either neighbour.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Seat {
+pub(super) struct RingPosition {
     pub(super) rank: usize,
     pub(super) size: usize,
     pub(super) connections: usize,
 }
 
-impl Seat {
+impl RingPosition {
     pub(super) const fn right(self) -> usize {
         (self.rank + 1) % self.size
     }
@@ -122,22 +122,28 @@ impl Seat {
     }
 
     /// An all_reduce of `len >= size` elements.
-    pub(super) fn all_reduce(self, len: usize, dtype: Dtype) -> Vec<Course> {
+    pub(super) fn all_reduce(self, len: usize, dtype: Dtype) -> Vec<RingStream> {
         let courses = self.courses(len * dtype.bytes(), self.size * COURSE_BYTES_MIN);
         let step = len.div_ceil(courses);
         let part = |i: usize| (i * step).min(len)..((i + 1) * step).min(len);
         (0..courses)
-            .map(|i| self.reduce(i / 2, Way::of(i), part(i), dtype))
+            .map(|i| self.reduce(i / 2, SendDirection::of(i), part(i), dtype))
             .collect()
     }
 
     /// An all_reduce of fewer elements than ranks, padded to `size` elements.
-    pub(super) fn all_reduce_padded(self, dtype: Dtype) -> Vec<Course> {
-        vec![self.reduce(0, Way::Right, 0..self.size, dtype)]
+    pub(super) fn all_reduce_padded(self, dtype: Dtype) -> Vec<RingStream> {
+        vec![self.reduce(0, SendDirection::Right, 0..self.size, dtype)]
     }
 
     /// Two rounds of the ring: reducing, then overwriting.
-    fn reduce(self, connection: usize, way: Way, part: Range<usize>, dtype: Dtype) -> Course {
+    fn reduce(
+        self,
+        connection: usize,
+        way: SendDirection,
+        part: Range<usize>,
+        dtype: Dtype,
+    ) -> RingStream {
         let segment_len = part.len().div_ceil(self.size);
         let segment = |i: usize| {
             let bound = |i: usize| (part.start + i * segment_len).min(part.end) * dtype.bytes();
@@ -149,9 +155,9 @@ impl Seat {
         let takes = order.map(|reduces| {
             at = way.next(at, self.size);
             let range = segment(at);
-            Take { range, reduces }
+            ReceiveRange { range, reduces }
         });
-        Course {
+        RingStream {
             connection,
             way,
             own: segment(self.rank),
@@ -160,27 +166,33 @@ impl Seat {
     }
 
     /// An all_gather of `bytes` from each rank, into one buffer of all blocks.
-    pub(super) fn all_gather(self, bytes: usize) -> Vec<Course> {
+    pub(super) fn all_gather(self, bytes: usize) -> Vec<RingStream> {
         let courses = self.courses(bytes, COURSE_BYTES_MIN);
         let step = bytes.div_ceil(courses);
         let part = |i: usize| (i * step).min(bytes)..((i + 1) * step).min(bytes);
         (0..courses)
-            .map(|i| self.gather(i / 2, Way::of(i), part(i), bytes))
+            .map(|i| self.gather(i / 2, SendDirection::of(i), part(i), bytes))
             .collect()
     }
 
-    fn gather(self, connection: usize, way: Way, part: Range<usize>, bytes: usize) -> Course {
+    fn gather(
+        self,
+        connection: usize,
+        way: SendDirection,
+        part: Range<usize>,
+        bytes: usize,
+    ) -> RingStream {
         let block = |rank: usize| rank * bytes + part.start..rank * bytes + part.end;
         let mut at = self.rank;
         let takes = (1..self.size).map(|_| {
             at = way.next(at, self.size);
             let range = block(at);
-            Take {
+            ReceiveRange {
                 range,
                 reduces: false,
             }
         });
-        Course {
+        RingStream {
             connection,
             way,
             own: block(self.rank),
@@ -190,26 +202,26 @@ impl Seat {
 
     /// The direction to `peer`, if it is a neighbour. With two ranks each is both neighbours of the
     /// other: bytes sent to the right then arrive from the left.
-    pub(super) fn way_to(self, peer: usize) -> Option<Way> {
+    pub(super) fn way_to(self, peer: usize) -> Option<SendDirection> {
         match peer {
-            peer if peer == self.right() => Some(Way::Right),
-            peer if peer == self.left() => Some(Way::Left),
+            peer if peer == self.right() => Some(SendDirection::Right),
+            peer if peer == self.left() => Some(SendDirection::Left),
             _ => None,
         }
     }
 
     /// The direction of bytes from `peer`, if it is a neighbour.
-    pub(super) fn way_from(self, peer: usize) -> Option<Way> {
+    pub(super) fn way_from(self, peer: usize) -> Option<SendDirection> {
         match peer {
-            peer if peer == self.left() => Some(Way::Right),
-            peer if peer == self.right() => Some(Way::Left),
+            peer if peer == self.left() => Some(SendDirection::Right),
+            peer if peer == self.right() => Some(SendDirection::Left),
             _ => None,
         }
     }
 
     /// A message of `bytes`, to be sent.
-    pub(super) fn send(self, way: Way, bytes: usize) -> Vec<Course> {
-        let course = |(connection, own)| Course {
+    pub(super) fn send(self, way: SendDirection, bytes: usize) -> Vec<RingStream> {
+        let course = |(connection, own)| RingStream {
             connection,
             way,
             own,
@@ -219,14 +231,14 @@ impl Seat {
     }
 
     /// A message of `bytes`, to be received.
-    pub(super) fn recv(self, way: Way, bytes: usize) -> Vec<Course> {
+    pub(super) fn recv(self, way: SendDirection, bytes: usize) -> Vec<RingStream> {
         let course = |(connection, range)| {
             let reduces = false;
-            Course {
+            RingStream {
                 connection,
                 way,
                 own: 0..0,
-                takes: vec![Take { range, reduces }],
+                takes: vec![ReceiveRange { range, reduces }],
             }
         };
         self.pieces(bytes).map(course).collect()
@@ -246,8 +258,8 @@ impl Seat {
 mod tests {
     use super::*;
 
-    fn seat(rank: usize, size: usize, connections: usize) -> Seat {
-        Seat {
+    fn seat(rank: usize, size: usize, connections: usize) -> RingPosition {
+        RingPosition {
             rank,
             size,
             connections,
@@ -257,10 +269,10 @@ mod tests {
     #[test]
     fn the_worked_example_is_true() {
         let courses = seat(1, 3, 1).all_reduce(7, Dtype::U8);
-        let take = |range, reduces| Take { range, reduces };
-        let expected = Course {
+        let take = |range, reduces| ReceiveRange { range, reduces };
+        let expected = RingStream {
             connection: 0,
-            way: Way::Left,
+            way: SendDirection::Left,
             own: 3..6,
             takes: vec![
                 take(6..7, true),
@@ -288,7 +300,7 @@ mod tests {
             .flat_map(|size| (1..4).map(move |c| (size, c)))
             .flat_map(|(size, c)| lens.iter().map(move |len| (size, c, *len)))
         {
-            let plans = |make: &dyn Fn(Seat) -> Vec<Course>| -> Vec<Vec<Course>> {
+            let plans = |make: &dyn Fn(RingPosition) -> Vec<RingStream>| -> Vec<Vec<RingStream>> {
                 (0..size)
                     .map(|r| make(seat(r, size, connections)))
                     .collect()
@@ -303,8 +315,8 @@ mod tests {
                     for (i, course) in courses.iter().enumerate() {
                         let place = seat(rank, size, connections);
                         let to = match course.way {
-                            Way::Right => place.right(),
-                            Way::Left => place.left(),
+                            SendDirection::Right => place.right(),
+                            SendDirection::Left => place.left(),
                         };
                         let theirs = &plan[to][i];
                         assert_eq!(
@@ -354,7 +366,7 @@ mod tests {
             (5001, 1, &[(0, 5001)]),
             (2500, 3, &[(0, 1024), (1024, 2048), (2048, 2500)]),
         ] {
-            let courses = seat(0, 2, connections).send(Way::Right, bytes);
+            let courses = seat(0, 2, connections).send(SendDirection::Right, bytes);
             let ranges = courses
                 .iter()
                 .map(|course| (course.own.start, course.own.end));
@@ -370,8 +382,8 @@ mod tests {
     fn only_neighbours_have_a_way() {
         assert_eq!(seat(1, 4, 1).way_to(3), None);
         assert_eq!(seat(1, 4, 1).way_from(3), None);
-        assert_eq!(seat(1, 4, 1).way_to(2), Some(Way::Right));
-        assert_eq!(seat(1, 4, 1).way_from(2), Some(Way::Left));
+        assert_eq!(seat(1, 4, 1).way_to(2), Some(SendDirection::Right));
+        assert_eq!(seat(1, 4, 1).way_from(2), Some(SendDirection::Left));
         // With two ranks, bytes sent to the right arrive from the left.
         let (zero, one) = (seat(0, 2, 1), seat(1, 2, 1));
         assert_eq!(zero.way_to(1), one.way_from(0));

@@ -9,15 +9,17 @@ use std::os::fd::AsFd;
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::plan::{Course, Way};
-use paceline_comm::provider::{Closed, Patience, Pause, Side, fold, now, outcome, poll_until};
+use super::plan::{RingStream, SendDirection};
+use paceline_comm::provider::{
+    Closed, OperandSide, Pause, SpinPolicy, fold, now, outcome, poll_until,
+};
 use paceline_comm::{Deadline, Dtype, Reduce};
 
 /// Bytes of one read or write, so that the streams of a call take turns. Half of an L2 of 512 KiB.
 const TURN_BYTES: usize = 256 << 10;
 
 /// As for `tcp`, with less yielding: MLX's ranks spin, and need the core.
-const PATIENCE: Patience = Patience {
+const PATIENCE: SpinPolicy = SpinPolicy {
     spins: 4,
     yields: 50,
 };
@@ -30,7 +32,7 @@ const HANGUP: PollFlags = PollFlags::HUP;
 
 /// The sockets to both neighbours, by connection.
 #[derive(Debug)]
-pub(super) struct Sides {
+pub(super) struct NeighbourSockets {
     pub(super) right: Vec<TcpStream>,
     pub(super) left: Vec<TcpStream>,
 }
@@ -44,14 +46,14 @@ pub(super) enum Neighbour {
 
 /// Why a call stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stop {
+pub(super) enum StreamFailure {
     /// This neighbour has ended and owes bytes, or cannot receive those it needs.
     Gone(Neighbour),
     /// The deadline passed while waiting for this neighbour.
     Late(Neighbour),
 }
 
-impl Way {
+impl SendDirection {
     const fn to(self) -> Neighbour {
         match self {
             Self::Right => Neighbour::Right,
@@ -67,7 +69,7 @@ impl Way {
     }
 }
 
-impl Sides {
+impl NeighbourSockets {
     fn socket(&self, neighbour: Neighbour, connection: usize) -> &TcpStream {
         match neighbour {
             Neighbour::Right => &self.right[connection],
@@ -130,8 +132,8 @@ pub(super) fn has_ended(socket: &TcpStream) -> bool {
 }
 
 /// Progress of a stream.
-struct Running<'a> {
-    course: &'a Course,
+struct StreamProgress<'a> {
+    course: &'a RingStream,
     /// Bytes to send in total, and sent.
     sends: usize,
     sent: usize,
@@ -147,13 +149,13 @@ struct Running<'a> {
 
 /// How received bytes are reduced.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Folding {
+pub(super) struct StreamReduction {
     pub(super) op: Reduce,
     pub(super) dtype: Dtype,
 }
 
-impl<'a> Running<'a> {
-    fn new(course: &'a Course) -> Self {
+impl<'a> StreamProgress<'a> {
+    fn new(course: &'a RingStream) -> Self {
         let mut new = Self {
             course,
             sends: course.sends(),
@@ -193,7 +195,7 @@ impl<'a> Running<'a> {
     }
 
     /// Sends at most [`TURN_BYTES`]; whether bytes moved.
-    fn push(&mut self, sides: &Sides, data: &[u8]) -> Result<bool, Stop> {
+    fn push(&mut self, sides: &NeighbourSockets, data: &[u8]) -> Result<bool, StreamFailure> {
         let sendable = self.sendable().min(TURN_BYTES);
         if sendable == 0 {
             return Ok(false);
@@ -203,7 +205,7 @@ impl<'a> Running<'a> {
         let to = self.course.way.to();
         let mut socket = sides.socket(to, self.course.connection);
         let count = outcome(socket.write(&data[range.start..end]));
-        let count = count.map_err(|Closed| Stop::Gone(to))?;
+        let count = count.map_err(|Closed| StreamFailure::Gone(to))?;
         self.sent += count;
         Ok(count > 0)
     }
@@ -211,11 +213,11 @@ impl<'a> Running<'a> {
     /// Receives at most [`TURN_BYTES`]; whether bytes moved.
     fn pull(
         &mut self,
-        sides: &Sides,
+        sides: &NeighbourSockets,
         data: &mut [u8],
         scratch: &mut [u8],
-        folding: Folding,
-    ) -> Result<bool, Stop> {
+        folding: StreamReduction,
+    ) -> Result<bool, StreamFailure> {
         let Some(take) = self.course.takes.get(self.take) else {
             return Ok(false);
         };
@@ -229,7 +231,7 @@ impl<'a> Running<'a> {
                 self.taken += count;
             }),
         };
-        let count = count.map_err(|Closed| Stop::Gone(from))?;
+        let count = count.map_err(|Closed| StreamFailure::Gone(from))?;
         self.skip_done();
         Ok(count > 0)
     }
@@ -240,7 +242,7 @@ impl<'a> Running<'a> {
         mut socket: &TcpStream,
         into: &mut [u8],
         scratch: &mut [u8],
-        folding: Folding,
+        folding: StreamReduction,
     ) -> Result<usize, Closed> {
         let room = scratch.len().min(into.len());
         let scratch = &mut scratch[..room];
@@ -248,11 +250,11 @@ impl<'a> Running<'a> {
         let count = outcome(socket.read(&mut scratch[self.carried..]))?;
         let have = self.carried + count;
         let whole = have - have % folding.dtype.bytes();
-        let Folding { op, dtype } = folding;
+        let StreamReduction { op, dtype } = folding;
         fold(
             op,
             dtype,
-            Side::First,
+            OperandSide::First,
             &mut into[..whole],
             &scratch[..whole],
         );
@@ -276,14 +278,14 @@ impl<'a> Running<'a> {
 ///
 /// `scratch` has [`scratch_bytes`]; `folding` applies to the streams that reduce.
 pub(super) fn run(
-    sides: &Sides,
-    courses: &[Course],
+    sides: &NeighbourSockets,
+    courses: &[RingStream],
     data: &mut [u8],
     scratch: &mut [u8],
-    folding: Folding,
+    folding: StreamReduction,
     deadline: Deadline,
-) -> Result<(), Stop> {
-    let mut all: Vec<Running<'_>> = courses.iter().map(Running::new).collect();
+) -> Result<(), StreamFailure> {
+    let mut all: Vec<StreamProgress<'_>> = courses.iter().map(StreamProgress::new).collect();
     let mut looks = 0;
     loop {
         let mut moved = false;
@@ -296,7 +298,7 @@ pub(super) fn run(
         };
         let left = deadline.left(now());
         if left.is_zero() && !moved {
-            return Err(Stop::Late(waiting.waits_for()));
+            return Err(StreamFailure::Late(waiting.waits_for()));
         }
         looks = if moved { 0 } else { looks + 1 };
         if !moved && PATIENCE.pause(looks) == Pause::Block {
@@ -311,7 +313,11 @@ pub(super) const fn scratch_bytes() -> usize {
 }
 
 /// Blocks until one of the streams may make progress, or the deadline.
-fn wait(sides: &Sides, all: &[Running<'_>], deadline: Deadline) -> Result<(), Stop> {
+fn wait(
+    sides: &NeighbourSockets,
+    all: &[StreamProgress<'_>],
+    deadline: Deadline,
+) -> Result<(), StreamFailure> {
     let mut fds = Vec::with_capacity(2 * all.len());
     let mut watched = Vec::with_capacity(2 * all.len());
     for course in all {
@@ -337,7 +343,7 @@ fn wait(sides: &Sides, all: &[Running<'_>], deadline: Deadline) -> Result<(), St
     poll_until(&mut fds, deadline.instant());
     for (fd, (neighbour, flags)) in fds.iter().zip(watched) {
         if flags.contains(HANGUP) && fd.revents().contains(HANGUP) {
-            return Err(Stop::Gone(neighbour));
+            return Err(StreamFailure::Gone(neighbour));
         }
     }
     Ok(())

@@ -8,7 +8,7 @@ use paceline_comm::provider::now;
 
 /// The lock of the sockets, with scratch memory for a call.
 #[derive(Debug, Default)]
-pub(super) struct Turns {
+pub(super) struct SocketLock {
     state: Mutex<State>,
     free: Condvar,
 }
@@ -20,18 +20,18 @@ struct State {
 }
 
 /// Exclusive use of the sockets, until dropped.
-pub(super) struct Turn<'a> {
-    turns: &'a Turns,
+pub(super) struct SocketGuard<'a> {
+    turns: &'a SocketLock,
     scratch: Vec<u8>,
 }
 
-impl Turns {
+impl SocketLock {
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
 
     /// Takes the lock; `None` if another call holds it until the deadline.
-    pub(super) fn take(&self, deadline: Deadline) -> Option<Turn<'_>> {
+    pub(super) fn lock(&self, deadline: Deadline) -> Option<SocketGuard<'_>> {
         let left = deadline.left(now());
         let waited = self
             .free
@@ -43,14 +43,14 @@ impl Turns {
         state.taken = true;
         let scratch = std::mem::take(&mut state.scratch);
         drop(state);
-        Some(Turn {
+        Some(SocketGuard {
             turns: self,
             scratch,
         })
     }
 }
 
-impl Turn<'_> {
+impl SocketGuard<'_> {
     /// Memory of `bytes` bytes with arbitrary contents.
     pub(super) fn scratch(&mut self, bytes: usize) -> &mut [u8] {
         self.scratch.resize(bytes, 0);
@@ -58,7 +58,7 @@ impl Turn<'_> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for SocketGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.turns.state();
         state.taken = false;

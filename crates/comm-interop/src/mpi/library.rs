@@ -14,10 +14,10 @@ use paceline_base::{Bytes, Rank, lock};
 
 use super::ops::{Ops, datatype};
 use super::{NAME, StartError};
-use paceline_comm::provider::{Patience, Pause, members, now};
+use paceline_comm::provider::{Pause, SpinPolicy, members, now};
 use paceline_comm::{
-    Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group, Kind, MESSAGES_HELD,
-    Traffic, Tuning, local,
+    Call, Collective, Data, DataMut, Deadline, Dtype, ElementCounts, Error, Group, Kind,
+    MESSAGES_HELD, Traffic, Tuning, local,
 };
 
 /// Address of the data of an empty buffer. Rust's empty slices have small addresses, and 1 is Open
@@ -42,7 +42,7 @@ fn start_mut(bytes: &mut [u8]) -> *mut c_void {
 const NAP: Duration = Duration::from_micros(50);
 
 /// A started MPI. It ends when its last group is dropped, which waits for all processes.
-pub struct Session {
+pub struct MpiSession {
     ops: Ops,
     /// Last, so that it is dropped last.
     _universe: Universe,
@@ -50,17 +50,17 @@ pub struct Session {
 
 // SAFETY: handles of operations are values that MPI looks up. Any thread may use them, as `start`
 // has requested; nothing else is in it.
-unsafe impl Send for Session {}
+unsafe impl Send for MpiSession {}
 // SAFETY: as for `Send`.
-unsafe impl Sync for Session {}
+unsafe impl Sync for MpiSession {}
 
-impl fmt::Debug for Session {
+impl fmt::Debug for MpiSession {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(NAME)
     }
 }
 
-impl Session {
+impl MpiSession {
     /// Starts MPI. Once in a process.
     ///
     /// # Errors
@@ -89,11 +89,14 @@ impl Session {
     pub fn world(self: &Arc<Self>) -> Box<dyn Group> {
         // SAFETY: MPI has started; this is its constant for all ranks.
         let world = unsafe { ffi::RSMPI_COMM_WORLD };
-        Box::new(Mpi::new(Arc::clone(self), Handle(world, Owner::Library)))
+        Box::new(Mpi::new(
+            Arc::clone(self),
+            Communicator(world, CommunicatorOwner::Library),
+        ))
     }
 }
 
-impl Drop for Session {
+impl Drop for MpiSession {
     /// Ending MPI waits for all processes, but others do not wait for a process that panics.
     fn drop(&mut self) {
         if std::thread::panicking() {
@@ -104,21 +107,21 @@ impl Drop for Session {
 }
 
 /// Which side frees a communicator.
-enum Owner {
+enum CommunicatorOwner {
     Library,
     Group,
 }
 
 /// An MPI communicator.
-struct Handle(MPI_Comm, Owner);
+struct Communicator(MPI_Comm, CommunicatorOwner);
 
 // SAFETY: a communicator may be used by any thread: `Session::start` has requested that.
-unsafe impl Send for Handle {}
+unsafe impl Send for Communicator {}
 // SAFETY: as for `Send`.
-unsafe impl Sync for Handle {}
+unsafe impl Sync for Communicator {}
 
 /// A message that MPI reads from until its request completes.
-struct Sending {
+struct PendingSend {
     to: Rank,
     request: MPI_Request,
     /// Not touched until the request completes.
@@ -126,19 +129,19 @@ struct Sending {
 }
 
 // SAFETY: as for `Handle`.
-unsafe impl Send for Sending {}
+unsafe impl Send for PendingSend {}
 
 /// A rank of a group over MPI.
 struct Mpi {
-    handle: Handle,
-    session: Arc<Session>,
+    handle: Communicator,
+    session: Arc<MpiSession>,
     rank: Rank,
     size: u32,
     /// How to poll for a message before the first nap.
-    patience: Patience,
+    patience: SpinPolicy,
     /// Serialises collectives.
     turn: Mutex<()>,
-    sending: Mutex<Vec<Sending>>,
+    sending: Mutex<Vec<PendingSend>>,
     cause: OnceLock<Error>,
     collectives: AtomicU64,
     messages: AtomicU64,
@@ -147,7 +150,7 @@ struct Mpi {
 }
 
 impl Mpi {
-    fn new(session: Arc<Session>, handle: Handle) -> Self {
+    fn new(session: Arc<MpiSession>, handle: Communicator) -> Self {
         let (mut rank, mut size) = (0, 0);
         // SAFETY: a live communicator; both numbers are written.
         unsafe {
@@ -214,7 +217,7 @@ impl Mpi {
     }
 
     /// Counts and displacements of all ranks.
-    fn counts(&self, call: Call, counts: &Counts<'_>) -> Result<[Vec<c_int>; 2], Error> {
+    fn counts(&self, call: Call, counts: &ElementCounts<'_>) -> Result<[Vec<c_int>; 2], Error> {
         let ranks = || 0..self.size as usize;
         let lengths = ranks().map(|rank| self.count(call, counts.of(rank)));
         let starts = ranks().map(|rank| self.count(call, counts.before(rank)));
@@ -290,7 +293,7 @@ impl Mpi {
         call: Call,
         input: Option<Data<'_>>,
         mut output: DataMut<'_>,
-        counts: &Counts<'_>,
+        counts: &ElementCounts<'_>,
     ) -> Result<(), Error> {
         let [lengths, starts] = self.counts(call, counts)?;
         let (own, of) = (self.rank.0 as usize, datatype(output.dtype()));
@@ -326,8 +329,8 @@ impl Mpi {
         call: Call,
         input: Data<'_>,
         mut output: DataMut<'_>,
-        sends: &Counts<'_>,
-        receives: &Counts<'_>,
+        sends: &ElementCounts<'_>,
+        receives: &ElementCounts<'_>,
     ) -> Result<(), Error> {
         let [send_counts, send_starts] = self.counts(call, sends)?;
         let [receive_counts, receive_starts] = self.counts(call, receives)?;
@@ -391,14 +394,14 @@ impl Drop for Mpi {
     fn drop(&mut self) {
         self.held(self.rank);
         for message in lock(&self.sending).drain(..) {
-            let Sending {
+            let PendingSend {
                 mut request, bytes, ..
             } = message;
             std::mem::forget(bytes);
             // SAFETY: an incomplete request; MPI frees it on completion.
             unsafe { ffi::MPI_Request_free(&raw mut request) };
         }
-        if matches!(self.handle.1, Owner::Group) {
+        if matches!(self.handle.1, CommunicatorOwner::Group) {
             // SAFETY: made by `split` and used nowhere else; `session` is dropped after this.
             unsafe { ffi::MPI_Comm_free(&raw mut self.handle.0) };
         }
@@ -503,7 +506,7 @@ impl Group for Mpi {
             self.done(call, code)?;
             (code, request.assume_init())
         };
-        lock(&self.sending).push(Sending { to, request, bytes });
+        lock(&self.sending).push(PendingSend { to, request, bytes });
         self.sent
             .fetch_add(message.bytes().len() as u64, Ordering::Relaxed);
         self.done(call, code)
@@ -582,7 +585,7 @@ impl Group for Mpi {
         };
         Ok(Box::new(Self::new(
             Arc::clone(&self.session),
-            Handle(part, Owner::Group),
+            Communicator(part, CommunicatorOwner::Group),
         )))
     }
 }

@@ -23,9 +23,9 @@ mod ops;
 use paceline_base::Rank;
 use paceline_comm::provider::{Provider, allowed};
 use paceline_comm::tcp::Addrs;
-use paceline_comm::{Backend, Deadline, Group, InitError, Plaintext, Seat};
+use paceline_comm::{Backend, Deadline, Group, InitError, JoinParams, Plaintext};
 
-pub use self::library::Session;
+pub use self::library::MpiSession;
 
 /// The backend's name in errors.
 pub const NAME: &str = Backend::Mpi.name();
@@ -33,22 +33,22 @@ pub const NAME: &str = Backend::Mpi.name();
 /// MPI as a provider of [`init`](paceline_comm::init): the ranks that `mpirun` started. Its errors
 /// are [`StartError`]s.
 #[derive(Clone, Copy, Debug)]
-pub struct Wire {
+pub struct MpiProvider {
     /// Whether bytes may leave this machine unencrypted.
     pub plaintext: Plaintext,
 }
 
-impl Provider for Wire {
+impl Provider for MpiProvider {
     fn backend(&self) -> Backend {
         Backend::Mpi
     }
 
     /// Joins all ranks that `mpirun` started; this process must be the seat's rank. Listener and
     /// addresses are not used.
-    fn join(&self, seat: Seat<'_, Addrs>, _: Deadline) -> Result<Box<dyn Group>, InitError> {
+    fn join(&self, seat: JoinParams<'_, Addrs>, _: Deadline) -> Result<Box<dyn Group>, InitError> {
         allowed(self.backend(), self.plaintext)?;
         let (rank, size) = (seat.rank, seat.addrs.len());
-        let world = Session::start().map_err(InitError::wire)?.world();
+        let world = MpiSession::start().map_err(InitError::wire)?.world();
         let (got, got_size) = (world.rank(), world.size());
         match got == rank && got_size as usize == size {
             true => Ok(world),

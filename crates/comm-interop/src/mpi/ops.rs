@@ -14,7 +14,7 @@ use std::slice;
 
 use mpi::ffi::{self, MPI_Datatype, MPI_Op, MPI_User_function};
 
-use paceline_comm::provider::{Side, fold};
+use paceline_comm::provider::{OperandSide, fold};
 use paceline_comm::{Dtype, Reduce};
 
 /// The MPI type of elements of `dtype`: of their size, and their own if MPI reduces it.
@@ -154,5 +154,5 @@ unsafe extern "C" fn reduce<const DTYPE: u8, const OP: u8>(
             slice::from_raw_parts(input.cast::<u8>(), bytes),
         )
     };
-    fold(op, dtype, Side::Second, inout, input);
+    fold(op, dtype, OperandSide::Second, inout, input);
 }

@@ -7,9 +7,9 @@ use paceline_comm::Group;
 
 /// A started MPI; uninhabited in this build.
 #[derive(Debug)]
-pub enum Session {}
+pub enum MpiSession {}
 
-impl Session {
+impl MpiSession {
     /// Always fails: this build has no MPI.
     ///
     /// # Errors

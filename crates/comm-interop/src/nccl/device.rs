@@ -13,18 +13,18 @@ const NOT_READY: c_int = 600;
 const NON_BLOCKING: u32 = 1;
 
 /// A GPU with NCCL.
-pub(super) struct Device {
+pub(super) struct CudaDevice {
     pub(super) nccl: Nccl,
     cuda: Cuda,
     context: Opaque,
 }
 
 // SAFETY: handles are values that the libraries look up, from any thread.
-unsafe impl Send for Device {}
+unsafe impl Send for CudaDevice {}
 // SAFETY: as for `Send`.
-unsafe impl Sync for Device {}
+unsafe impl Sync for CudaDevice {}
 
-impl Device {
+impl CudaDevice {
     /// Opens the libraries and selects GPU `rank` modulo the number of GPUs, as MLX does.
     pub(super) fn open(libraries: &Libraries, rank: u32) -> Result<Self, OpenError> {
         let (nccl, cuda) = open_all(libraries)?;
@@ -88,7 +88,7 @@ impl Device {
     }
 
     /// Whether all work on `stream` has completed.
-    pub(super) fn is_over(&self, stream: &Stream) -> Result<bool, OpenError> {
+    pub(super) fn is_over(&self, stream: &CudaStream) -> Result<bool, OpenError> {
         // SAFETY: a live stream.
         match unsafe { (self.cuda.stream_query)(stream.handle) } {
             NOT_READY => Ok(false),
@@ -98,16 +98,16 @@ impl Device {
 }
 
 /// A CUDA stream: an ordered queue of work.
-pub(super) struct Stream {
+pub(super) struct CudaStream {
     pub(super) handle: Opaque,
-    device: Arc<Device>,
+    device: Arc<CudaDevice>,
 }
 
 // SAFETY: as for `Device`.
-unsafe impl Send for Stream {}
+unsafe impl Send for CudaStream {}
 
-impl Stream {
-    pub(super) fn new(device: &Arc<Device>) -> Result<Self, OpenError> {
+impl CudaStream {
+    pub(super) fn new(device: &Arc<CudaDevice>) -> Result<Self, OpenError> {
         let mut handle = ptr::null_mut();
         // SAFETY: the handle is written.
         let code = unsafe { (device.cuda.stream_create)(&raw mut handle, NON_BLOCKING) };
@@ -117,7 +117,7 @@ impl Stream {
     }
 }
 
-impl Drop for Stream {
+impl Drop for CudaStream {
     fn drop(&mut self) {
         let _ = self.device.enter();
         // SAFETY: a live stream, used nowhere else.
@@ -129,11 +129,11 @@ impl Drop for Stream {
 pub(super) struct Buffer {
     pub(super) start: DevicePtr,
     bytes: usize,
-    device: Arc<Device>,
+    device: Arc<CudaDevice>,
 }
 
 impl Buffer {
-    pub(super) fn new(device: &Arc<Device>) -> Self {
+    pub(super) fn new(device: &Arc<CudaDevice>) -> Self {
         Self {
             start: 0,
             bytes: 0,

@@ -26,7 +26,7 @@ fn left(by: Deadline) -> Result<Duration, JoinError> {
 }
 
 /// Sends `id` to `others` connections at `addr`.
-pub(super) fn tell(
+pub(super) fn serve_id(
     addr: SocketAddr,
     others: u32,
     id: &[u8; 128],
@@ -54,7 +54,7 @@ pub(super) fn tell(
 }
 
 /// Fetches the id from rank 0 at `addr`.
-pub(super) fn hear(addr: SocketAddr, by: Deadline) -> Result<[u8; 128], JoinError> {
+pub(super) fn fetch_id(addr: SocketAddr, by: Deadline) -> Result<[u8; 128], JoinError> {
     let mut id = [0; 128];
     loop {
         let heard = TcpStream::connect_timeout(&addr, left(by)?).and_then(|mut stream| {

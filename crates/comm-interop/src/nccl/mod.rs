@@ -28,14 +28,14 @@ use std::time::Duration;
 
 use paceline_base::{Bytes, Rank, lock};
 
-use self::device::{Buffer, Device, Stream};
+use self::device::{Buffer, CudaDevice, CudaStream};
 pub use self::table::{Libraries, OpenError};
 use self::table::{Opaque, UniqueId, done};
 use paceline_comm::provider::{Provider, allowed, members, now};
 use paceline_comm::tcp::{self, Addrs};
 use paceline_comm::{
-    Backend, Call, Collective, Counts, Data, DataMut, Deadline, Dtype, Error, Group, InitError,
-    Kind, Plaintext, Reduce, Traffic, Tuning,
+    Backend, Call, Collective, Data, DataMut, Deadline, Dtype, ElementCounts, Error, Group,
+    InitError, Kind, Plaintext, Reduce, Traffic, Tuning,
 };
 
 /// The backend's name in errors.
@@ -75,7 +75,7 @@ pub enum JoinError {
 
 /// A rank that exchanges the id as MLX's ranks do.
 #[derive(Clone, Copy, Debug)]
-pub struct Seat {
+pub struct NcclRank {
     pub rank: Rank,
     /// Number of ranks: MLX's `MLX_WORLD_SIZE`.
     pub size: u32,
@@ -86,25 +86,25 @@ pub struct Seat {
 /// NCCL as a provider of [`init`](paceline_comm::init), whose ranks meet by TCP. Its errors are
 /// [`JoinError`]s.
 #[derive(Clone, Debug)]
-pub struct Wire {
+pub struct NcclProvider {
     /// Paths of NCCL and CUDA.
     pub libraries: Libraries,
     /// Whether bytes may leave this machine unencrypted.
     pub plaintext: Plaintext,
 }
 
-impl Provider for Wire {
+impl Provider for NcclProvider {
     fn backend(&self) -> Backend {
         Backend::Nccl
     }
 
     fn join(
         &self,
-        seat: paceline_comm::Seat<'_, Addrs>,
+        seat: paceline_comm::JoinParams<'_, Addrs>,
         deadline: Deadline,
     ) -> Result<Box<dyn Group>, InitError> {
         allowed(self.backend(), self.plaintext)?;
-        let paceline_comm::Seat {
+        let paceline_comm::JoinParams {
             listener,
             rank,
             addrs,
@@ -121,7 +121,7 @@ impl Provider for Wire {
 pub struct Nccl {
     rank: Rank,
     size: u32,
-    device: Arc<Device>,
+    device: Arc<CudaDevice>,
     state: Mutex<State>,
     cause: OnceLock<Error>,
     calls: AtomicU64,
@@ -135,7 +135,7 @@ struct State {
     comm: Option<Comm>,
     input: Buffer,
     output: Buffer,
-    stream: Stream,
+    stream: CudaStream,
 }
 
 /// `ncclComm_t`.
@@ -166,7 +166,9 @@ pub fn join(
 ) -> Result<Nccl, JoinError> {
     let opened = match plaintext {
         Plaintext::Refused => Err(JoinError::Plaintext),
-        Plaintext::Allowed => Device::open(libraries, meeting.rank().0).map_err(JoinError::Open),
+        Plaintext::Allowed => {
+            CudaDevice::open(libraries, meeting.rank().0).map_err(JoinError::Open)
+        }
     };
     // A rank that cannot join must report it: NCCL's own start waits for all.
     let mut comes = [u8::from(opened.is_ok())];
@@ -194,7 +196,7 @@ pub fn join(
 /// # Errors
 /// Any [`JoinError`] but [`JoinError::Meeting`] and [`JoinError::Others`].
 pub fn join_mlx(
-    seat: Seat,
+    seat: NcclRank,
     libraries: &Libraries,
     plaintext: Plaintext,
     deadline: Deadline,
@@ -202,20 +204,20 @@ pub fn join_mlx(
     if plaintext == Plaintext::Refused {
         return Err(JoinError::Plaintext);
     }
-    let Seat { rank, size, addr } = seat;
-    let device = Arc::new(Device::open(libraries, rank.0)?);
+    let NcclRank { rank, size, addr } = seat;
+    let device = Arc::new(CudaDevice::open(libraries, rank.0)?);
     let id = match rank {
         Rank(0) => {
             let id = unique_id(&device)?;
-            meet::tell(addr, size.saturating_sub(1), &id.0, deadline)?;
+            meet::serve_id(addr, size.saturating_sub(1), &id.0, deadline)?;
             id
         }
-        _ => UniqueId(meet::hear(addr, deadline)?),
+        _ => UniqueId(meet::fetch_id(addr, deadline)?),
     };
     Nccl::start(device, rank, size, id, deadline)
 }
 
-fn unique_id(device: &Device) -> Result<UniqueId, OpenError> {
+fn unique_id(device: &CudaDevice) -> Result<UniqueId, OpenError> {
     let mut id = UniqueId([0; 128]);
     device.enter()?;
     // SAFETY: the id is written.
@@ -228,7 +230,7 @@ fn unique_id(device: &Device) -> Result<UniqueId, OpenError> {
 impl Nccl {
     /// Starts NCCL on its own thread, since it waits for the others without limit.
     fn start(
-        device: Arc<Device>,
+        device: Arc<CudaDevice>,
         rank: Rank,
         size: u32,
         id: UniqueId,
@@ -247,7 +249,7 @@ impl Nccl {
             comm: Some(comm),
             input: Buffer::new(&device),
             output: Buffer::new(&device),
-            stream: Stream::new(&device)?,
+            stream: CudaStream::new(&device)?,
         };
         Ok(Self {
             rank,
@@ -290,7 +292,7 @@ impl Nccl {
         call: Call,
         input: &[u8],
         output: (&mut [u8], usize, usize),
-        work: impl FnOnce(&Work<'_>) -> Result<(), OpenError>,
+        work: impl FnOnce(&NcclCall<'_>) -> Result<(), OpenError>,
         deadline: Deadline,
     ) -> Result<(), Error> {
         let mut state = self.state();
@@ -327,7 +329,7 @@ impl Nccl {
         state: &mut State,
         input: &[u8],
         (output, output_bytes, offset): (&mut [u8], usize, usize),
-        work: impl FnOnce(&Work<'_>) -> Result<(), OpenError>,
+        work: impl FnOnce(&NcclCall<'_>) -> Result<(), OpenError>,
         deadline: Deadline,
     ) -> Result<bool, OpenError> {
         self.device.enter()?;
@@ -335,7 +337,7 @@ impl Nccl {
         state.output.hold(output_bytes.max(1))?;
         self.device.upload(&state.input, input)?;
         let comm = state.comm.expect("there is one until the first error");
-        work(&Work {
+        work(&NcclCall {
             nccl: &self.device.nccl,
             comm: comm.0,
             stream: state.stream.handle,
@@ -353,7 +355,7 @@ impl Nccl {
     }
 
     /// Whether the stream completed before the deadline.
-    fn wait(&self, comm: Comm, stream: &Stream, deadline: Deadline) -> Result<bool, OpenError> {
+    fn wait(&self, comm: Comm, stream: &CudaStream, deadline: Deadline) -> Result<bool, OpenError> {
         let mut looks = 0;
         while !self.device.is_over(stream)? {
             let mut code = 0;
@@ -421,7 +423,7 @@ impl Nccl {
             } => {
                 let (bytes, size) = (output.bytes().len(), self.size as usize);
                 let each = input.dtype().bytes();
-                let work = |on: &Work<'_>| {
+                let work = |on: &NcclCall<'_>| {
                     on.exchange(
                         size,
                         |to| place(sends, to, each),
@@ -439,7 +441,7 @@ impl Nccl {
         call: Call,
         input: Data<'_>,
         mut output: DataMut<'_>,
-        counts: Counts<'_>,
+        counts: ElementCounts<'_>,
         op: Reduce,
         by: Deadline,
     ) -> Result<(), Error> {
@@ -447,11 +449,11 @@ impl Nccl {
         let (len, bytes) = (input.len(), input.bytes().len());
         let (offset, own) = place(counts, self.rank.0 as usize, input.dtype().bytes());
         output.write(|output| match counts {
-            Counts::Even(part) => {
+            ElementCounts::Even(part) => {
                 let to = (output, own, 0);
                 self.go(call, input.bytes(), to, |on| on.scatter(part, kind), by)
             }
-            Counts::Each(_) => {
+            ElementCounts::Each(_) => {
                 let to = (output, bytes, offset);
                 self.go(call, input.bytes(), to, |on| on.reduce(len, kind), by)
             }
@@ -464,7 +466,7 @@ impl Nccl {
         call: Call,
         input: Option<Data<'_>>,
         mut output: DataMut<'_>,
-        counts: Counts<'_>,
+        counts: ElementCounts<'_>,
         by: Deadline,
     ) -> Result<(), Error> {
         let (size, each) = (self.size as usize, output.dtype().bytes());
@@ -473,9 +475,11 @@ impl Nccl {
             Some(input) => input.bytes().to_vec(),
             None => output.bytes()[start..start + own].to_vec(),
         };
-        let work = |on: &Work<'_>| match counts {
-            Counts::Even(count) => on.gather(count * each),
-            Counts::Each(_) => on.exchange(size, |_| (0, own), |from| place(counts, from, each)),
+        let work = |on: &NcclCall<'_>| match counts {
+            ElementCounts::Even(count) => on.gather(count * each),
+            ElementCounts::Each(_) => {
+                on.exchange(size, |_| (0, own), |from| place(counts, from, each))
+            }
         };
         let bytes = output.bytes().len();
         output.write(|to| self.go(call, &input, (to, bytes, 0), work, by))
@@ -517,11 +521,11 @@ impl Nccl {
 }
 
 /// Offset and length of the part of `rank`, in bytes.
-fn place(counts: Counts<'_>, rank: usize, each: usize) -> (usize, usize) {
+fn place(counts: ElementCounts<'_>, rank: usize, each: usize) -> (usize, usize) {
     (counts.before(rank) * each, counts.of(rank) * each)
 }
 
-fn start_comm(device: &Device, rank: Rank, size: u32, id: UniqueId) -> Result<Comm, OpenError> {
+fn start_comm(device: &CudaDevice, rank: Rank, size: u32, id: UniqueId) -> Result<Comm, OpenError> {
     device.enter()?;
     let mut comm = std::ptr::null_mut();
     let (rank, size) = (rank.0.cast_signed(), size.cast_signed());
@@ -534,7 +538,7 @@ fn start_comm(device: &Device, rank: Rank, size: u32, id: UniqueId) -> Result<Co
 const BYTES: c_int = 1;
 
 /// Enqueues NCCL calls on the stream.
-struct Work<'a> {
+struct NcclCall<'a> {
     nccl: &'a table::Nccl,
     comm: Opaque,
     stream: Opaque,
@@ -543,7 +547,7 @@ struct Work<'a> {
 }
 
 // `go` has made both buffers as long as these calls read and write, so that they are sound.
-impl Work<'_> {
+impl NcclCall<'_> {
     fn reduce(&self, len: usize, (dtype, op): (c_int, c_int)) -> Result<(), OpenError> {
         let (from, to, comm, stream) = (self.input, self.output, self.comm, self.stream);
         // SAFETY: both buffers have `len` elements.

@@ -12,7 +12,7 @@ use paceline_comm_interop::mlx_ring;
 use super::python::{Hosts, one_ring, patient, python};
 
 /// A call, its type and its elements, as `mixed.py` reads them.
-type Step = (&'static str, &'static str, usize);
+type MixedCall = (&'static str, &'static str, usize);
 
 const CALLS: [&str; 5] = ["sum", "max", "min", "gather", "message"];
 
@@ -23,7 +23,7 @@ const LENS: [usize; 6] = [1, 2, 7, 10, 1024, 100_003];
 const LONG: [usize; 2] = [1 << 20, (4 << 20) + 5];
 
 /// The steps of every ring: all calls on `dtypes` for all lengths.
-fn plan(dtypes: &[&'static str], lens: &[usize]) -> Vec<Step> {
+fn plan(dtypes: &[&'static str], lens: &[usize]) -> Vec<MixedCall> {
     let pairs = dtypes
         .iter()
         .flat_map(|dtype| lens.iter().map(move |len| (*dtype, *len)));
@@ -37,13 +37,13 @@ fn whole(rank: usize, i: usize) -> u8 {
 }
 
 /// A type in which whole numbers below 50 are exact.
-trait Whole: Element + PartialEq + Debug {
+trait SmallInteger: Element + PartialEq + Debug {
     fn of(value: u8) -> Self;
 }
 
 macro_rules! whole {
     ($($type:ty, $of:expr;)*) => {$(
-        impl Whole for $type {
+        impl SmallInteger for $type {
             fn of(value: u8) -> Self {
                 let of: fn(u8) -> $type = $of;
                 of(value)
@@ -69,7 +69,7 @@ whole! {
     Complex64, |x| Complex64 { re: f32::from(x), im: 0.0 };
 }
 
-fn run(group: &dyn Group, step: Step) {
+fn run(group: &dyn Group, step: MixedCall) {
     match step.1 {
         "bool" => run_typed::<bool>(group, step),
         "i8" => run_typed::<i8>(group, step),
@@ -89,11 +89,11 @@ fn run(group: &dyn Group, step: Step) {
     }
 }
 
-fn part<T: Whole>(rank: usize, len: usize) -> Vec<T> {
+fn part<T: SmallInteger>(rank: usize, len: usize) -> Vec<T> {
     (0..len).map(|i| T::of(whole(rank, i))).collect()
 }
 
-fn run_typed<T: Whole>(group: &dyn Group, step: Step) {
+fn run_typed<T: SmallInteger>(group: &dyn Group, step: MixedCall) {
     let (call, _, len) = step;
     let (rank, size) = (group.rank().0 as usize, group.size() as usize);
     let own = part::<T>(rank, len);
@@ -125,7 +125,7 @@ fn run_typed<T: Whole>(group: &dyn Group, step: Step) {
 }
 
 /// To the right, then to the left; rank 0 receives first, so that the ring cannot deadlock.
-fn message<T: Whole>(group: &dyn Group, own: &[T], step: Step) {
+fn message<T: SmallInteger>(group: &dyn Group, own: &[T], step: MixedCall) {
     let (rank, size) = (group.rank().0, group.size());
     for away in [1, size - 1] {
         let (to, from) = (
@@ -163,11 +163,11 @@ fn rough(group: &dyn Group, len: usize) {
 }
 
 /// Runs `steps` in a ring whose ranks are `r` (Rust) and `p` (Python) in this order.
-fn mixed(test: &str, ranks: &str, connections: usize, steps: &[Step]) {
+fn mixed(test: &str, ranks: &str, connections: usize, steps: &[MixedCall]) {
     let Some(python) = python(test) else { return };
     let _alone = one_ring();
     let mut hosts = Hosts::new(ranks.len(), connections);
-    let json = |(call, dtype, len): &Step| format!("[\"{call}\", \"{dtype}\", {len}]");
+    let json = |(call, dtype, len): &MixedCall| format!("[\"{call}\", \"{dtype}\", {len}]");
     let json: Vec<String> = steps.iter().map(json).collect();
     let plan = hosts.folder.path().join("plan.json");
     std::fs::write(&plan, format!("[{}]", json.join(", "))).unwrap();

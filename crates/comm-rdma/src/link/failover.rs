@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use paceline_comm::provider;
 
-use super::{LANES, Link};
-use crate::cable::Cable;
+use super::{CableLink, LANES};
+use crate::cable::MessageQueuePair;
 use crate::error::RdmaError;
 use crate::message::HEAD_BYTES;
 
@@ -17,7 +17,7 @@ use crate::message::HEAD_BYTES;
 /// core may cause some losses; this many take 50 ms.
 const LOST_MOST: u32 = 16;
 
-impl Link {
+impl CableLink {
     /// Gives a cable up, if there is another: its messages in flight move there.
     pub(super) fn lose(&mut self, cable: usize, error: RdmaError) -> Result<(), RdmaError> {
         if self.cables[cable].dead {
@@ -58,7 +58,7 @@ impl Link {
 
     /// The dead cables, a bit each.
     pub(super) fn dead(&self) -> u64 {
-        let bit = |(index, cable): (usize, &Cable)| u64::from(cable.dead) << index;
+        let bit = |(index, cable): (usize, &MessageQueuePair)| u64::from(cable.dead) << index;
         self.cables.iter().enumerate().map(bit).sum()
     }
 

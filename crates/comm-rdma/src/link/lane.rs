@@ -4,14 +4,14 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use paceline_comm::provider::Lane;
+use paceline_comm::provider::VirtualLane;
 
-use crate::cable::{Body, Cable};
-use crate::message::{Head, Kind};
+use crate::cable::{MessageQueuePair, RegisteredBody};
+use crate::message::{Kind, MessageHead};
 
 /// The sending side of a lane.
 #[derive(Default)]
-pub(super) struct Outgoing {
+pub(super) struct SendWindow {
     /// Number of the next message.
     pub(super) next: u64,
     /// All below are received.
@@ -19,7 +19,7 @@ pub(super) struct Outgoing {
     /// All below are read.
     pub(super) consumed: u64,
     /// `received..next`
-    pub(super) flights: VecDeque<Flight>,
+    pub(super) flights: VecDeque<UnackedMessage>,
     /// Number of those whose body is in place.
     pub(super) in_place: usize,
     /// A write found no room.
@@ -27,7 +27,7 @@ pub(super) struct Outgoing {
 }
 
 /// A sent message without an acknowledgement.
-pub(crate) struct Flight {
+pub(crate) struct UnackedMessage {
     pub(super) kind: Kind,
     /// The sender waits for the release of its memory.
     pub(super) asks: bool,
@@ -37,7 +37,7 @@ pub(crate) struct Flight {
     pub(super) first_cable: usize,
     /// Bytes in the slot.
     pub(super) bytes: usize,
-    pub(super) body: Option<Body>,
+    pub(super) body: Option<RegisteredBody>,
     pub(super) first: Instant,
     pub(super) last: Instant,
     pub(super) tries: u32,
@@ -47,13 +47,13 @@ pub(crate) struct Flight {
 
 /// The receiving side of a lane.
 #[derive(Default)]
-pub(super) struct Incoming {
+pub(super) struct ReceiveWindow {
     /// All below are read.
     pub(super) consumed: u64,
     /// All below are received.
     pub(super) received: u64,
     /// `consumed..`
-    pub(super) held: VecDeque<Option<Held>>,
+    pub(super) held: VecDeque<Option<UnreadMessage>>,
     /// Bytes of the first message that have been read.
     pub(super) at: usize,
     pub(super) told_consumed: u64,
@@ -62,15 +62,20 @@ pub(super) struct Incoming {
 
 /// A received message that was not read yet.
 #[derive(Clone, Copy)]
-pub(crate) struct Held {
+pub(crate) struct UnreadMessage {
     pub(super) kind: Kind,
     pub(crate) cable: usize,
     pub(crate) slot: usize,
     pub(crate) bytes: usize,
 }
 
-impl Flight {
-    pub(crate) const fn new(kind: Kind, bytes: usize, body: Option<Body>, now: Instant) -> Self {
+impl UnackedMessage {
+    pub(crate) const fn new(
+        kind: Kind,
+        bytes: usize,
+        body: Option<RegisteredBody>,
+        now: Instant,
+    ) -> Self {
         Self {
             kind,
             asks: false,
@@ -87,9 +92,14 @@ impl Flight {
     }
 }
 
-impl Outgoing {
+impl SendWindow {
     /// Handles the peer's acknowledgement; false if it is impossible.
-    pub(super) fn acknowledged(&mut self, lane: Lane, head: &Head, cables: &mut [Cable]) -> bool {
+    pub(super) fn acknowledged(
+        &mut self,
+        lane: VirtualLane,
+        head: &MessageHead,
+        cables: &mut [MessageQueuePair],
+    ) -> bool {
         let (received, consumed) = (head.received[lane as usize], head.consumed[lane as usize]);
         if received > self.next || consumed > received {
             return false;
@@ -110,9 +120,9 @@ impl Outgoing {
     }
 }
 
-impl Incoming {
+impl ReceiveWindow {
     /// Stores a message; false if it is a duplicate.
-    pub(super) fn keep(&mut self, sequence: u64, held: Held) -> bool {
+    pub(super) fn keep(&mut self, sequence: u64, held: UnreadMessage) -> bool {
         if sequence < self.received {
             return false;
         }
@@ -140,7 +150,8 @@ impl Incoming {
     pub(super) fn bits(&self) -> u64 {
         let first = small(self.received - self.consumed) + 1;
         let later = self.held.iter().skip(first).take(64);
-        let bit = |(index, held): (usize, &Option<Held>)| u64::from(held.is_some()) << index;
+        let bit =
+            |(index, held): (usize, &Option<UnreadMessage>)| u64::from(held.is_some()) << index;
         later.enumerate().map(bit).fold(0, |bits, bit| bits | bit)
     }
 }

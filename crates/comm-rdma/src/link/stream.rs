@@ -1,11 +1,11 @@
 //! The byte stream interface of a link, for the transport: reads and writes of a lane.
 
-use paceline_comm::provider::{self, Closed, Lane, Lent};
+use paceline_comm::provider::{self, Closed, PeerBytes, VirtualLane};
 
-use super::Link;
-use super::lane::{Flight, Held, small};
+use super::CableLink;
+use super::lane::{UnackedMessage, UnreadMessage, small};
 use crate::bulk::NUMBER_BYTES;
-use crate::cable::Body;
+use crate::cable::RegisteredBody;
 use crate::error::RdmaError;
 use crate::message::{HEAD_BYTES, Kind};
 
@@ -26,21 +26,21 @@ const fn whole_elements(bytes: usize, room: usize) -> usize {
     }
 }
 
-impl Link {
+impl CableLink {
     /// Whether a new message of this lane may be sent: none may overtake an offered body.
-    pub(crate) fn has_room(&self, lane: Lane) -> bool {
+    pub(crate) fn has_room(&self, lane: VirtualLane) -> bool {
         !self.bulk.sends(lane) && self.has_slot(lane)
     }
 
     /// Whether there is a slot for a message of this lane.
-    pub(crate) fn has_slot(&self, lane: Lane) -> bool {
+    pub(crate) fn has_slot(&self, lane: VirtualLane) -> bool {
         let outgoing = &self.outgoing[lane as usize];
         outgoing.next - outgoing.consumed < self.window(lane as usize)
             && self.place(lane as usize, 0).is_some()
     }
 
     /// Whether bytes are available.
-    pub(crate) fn has_bytes(&self, lane: Lane) -> bool {
+    pub(crate) fn has_bytes(&self, lane: VirtualLane) -> bool {
         matches!(self.incoming[lane as usize].held.front(), Some(Some(_)))
             || self.bulk.has_news(lane)
     }
@@ -52,7 +52,7 @@ impl Link {
 
     /// Whether a writer of this lane can make progress: there is room again, or all memory sent in
     /// place is released.
-    pub(crate) fn is_writable(&self, lane: Lane) -> bool {
+    pub(crate) fn is_writable(&self, lane: VirtualLane) -> bool {
         match self.outgoing[lane as usize].starved {
             true => self.has_room(lane),
             false => !self.holds(lane),
@@ -60,21 +60,26 @@ impl Link {
     }
 
     /// Whether memory that was sent in place must stay unchanged.
-    pub(crate) fn holds(&self, lane: Lane) -> bool {
+    pub(crate) fn holds(&self, lane: VirtualLane) -> bool {
         let of_calls = self.reading > 0 || self.outgoing[0].in_place > 0;
         match lane {
-            Lane::Calls => of_calls || self.bulk.sends(lane),
-            Lane::Messages => self.mailed,
+            VirtualLane::Calls => of_calls || self.bulk.sends(lane),
+            VirtualLane::Messages => self.mailed,
         }
     }
 
     /// Whether a device may read or write callers' memory.
-    pub(crate) fn uses_memory(&self, lane: Lane) -> bool {
+    pub(crate) fn uses_memory(&self, lane: VirtualLane) -> bool {
         self.holds(lane) || self.bulk.receives(lane)
     }
 
     /// Sends as much of `head` followed by `body` as fits; returns that number of bytes.
-    pub(crate) fn write(&mut self, lane: Lane, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+    pub(crate) fn write(
+        &mut self,
+        lane: VirtualLane,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
         let (mut head, mut body) = (head, body);
         let total = head.len() + body.len();
         let mut looked = false;
@@ -83,7 +88,7 @@ impl Link {
                 if std::mem::replace(&mut looked, true) {
                     break;
                 }
-                self.look();
+                self.progress();
                 continue;
             }
             let room = self.slot_bytes - HEAD_BYTES;
@@ -106,14 +111,14 @@ impl Link {
     /// transfer is possible. A message needs a peer that waits for it.
     pub(crate) fn write_whole(
         &mut self,
-        lane: Lane,
+        lane: VirtualLane,
         head: &[u8],
         body: &[u8],
     ) -> Result<usize, Closed> {
         let is_empty = head.is_empty() && body.is_empty();
         if is_empty || !self.has_room(lane) {
             // The caller waits for the release of its memory, or for room.
-            self.look();
+            self.progress();
         }
         if !is_empty && !self.is_closed() && !self.has_room(lane) {
             // A body is never offered in parts.
@@ -121,11 +126,11 @@ impl Link {
             return Ok(0);
         }
         let next = self.outgoing[lane as usize].next;
-        let awaited = lane == Lane::Calls || self.hungry == Some(next);
+        let awaited = lane == VirtualLane::Calls || self.hungry == Some(next);
         let is_free = awaited && self.has_room(lane) && !self.is_closed();
         if is_free && self.offer(lane, head, body) {
             self.outgoing[lane as usize].starved = false;
-            self.mailed |= lane == Lane::Messages;
+            self.mailed |= lane == VirtualLane::Messages;
             return Ok(head.len() + body.len());
         }
         self.write(lane, head, body)
@@ -140,24 +145,25 @@ impl Link {
     }
 
     /// Sends a new message; `last`: it ends the body.
-    pub(crate) fn put(&mut self, lane: Lane, head: &[u8], body: &[u8], last: bool) {
+    pub(crate) fn put(&mut self, lane: VirtualLane, head: &[u8], body: &[u8], last: bool) {
         let now = provider::now();
         let Some((cable, slot)) = self.next_place(lane) else {
             return;
         };
-        let key = (lane == Lane::Calls && body.len() >= self.in_place_bytes.min(GATHER_BYTES))
-            .then(|| self.registry.key(self.cables[cable].pair().adapter(), body))
-            .flatten();
+        let key = (lane == VirtualLane::Calls
+            && body.len() >= self.in_place_bytes.min(GATHER_BYTES))
+        .then(|| self.registry.key(self.cables[cable].pair().adapter(), body))
+        .flatten();
         let copied = if key.is_some() { &[] } else { body };
-        let body = key.map(|key| Body {
+        let body = key.map(|key| RegisteredBody {
             start: body.as_ptr(),
             bytes: body.len(),
             key,
         });
         let bytes = HEAD_BYTES + head.len() + copied.len();
-        let flight = Flight {
+        let flight = UnackedMessage {
             asks: last && (body.is_some() || self.outgoing[lane as usize].in_place > 0),
-            ..Flight::new(Kind::Data(lane), bytes, body, now)
+            ..UnackedMessage::new(Kind::Data(lane), bytes, body, now)
         };
         self.placed.sent += body.map_or(0, |body| body.bytes as u64);
         let sent = self.fly(lane, (cable, slot), &[head, copied], flight);
@@ -167,10 +173,10 @@ impl Link {
     /// Sends a new message with copied `parts`.
     pub(crate) fn fly(
         &mut self,
-        lane: Lane,
+        lane: VirtualLane,
         (cable, slot): (usize, usize),
         parts: &[&[u8]],
-        flight: Flight,
+        flight: UnackedMessage,
     ) -> Result<(), RdmaError> {
         let (index, now) = (lane as usize, flight.first);
         let sequence = self.outgoing[index].next;
@@ -179,7 +185,7 @@ impl Link {
         let outgoing = &mut self.outgoing[index];
         outgoing.next += 1;
         outgoing.in_place += usize::from(flight.body.is_some());
-        outgoing.flights.push_back(Flight {
+        outgoing.flights.push_back(UnackedMessage {
             cable,
             slot,
             first_cable: cable,
@@ -189,15 +195,15 @@ impl Link {
     }
 
     /// Cable and slot of the next message of a lane: cables are used in turn.
-    pub(crate) fn next_place(&self, lane: Lane) -> Option<(usize, usize)> {
+    pub(crate) fn next_place(&self, lane: VirtualLane) -> Option<(usize, usize)> {
         let next = self.outgoing[lane as usize].next;
         self.place(lane as usize, small(next % self.cables.len() as u64))
     }
 
     /// Reads available bytes of a lane.
-    pub(crate) fn read(&mut self, lane: Lane, into: &mut [u8]) -> Result<usize, Closed> {
+    pub(crate) fn read(&mut self, lane: VirtualLane, into: &mut [u8]) -> Result<usize, Closed> {
         // Also if bytes are available: messages sent before a peer notified others must be seen.
-        self.look();
+        self.progress();
         let mut count = 0;
         while count < into.len() {
             if self.in_transfer(lane) {
@@ -213,25 +219,25 @@ impl Link {
             return Err(Closed);
         }
         // Bytes have arrived, so a waiting receive must be announced again.
-        self.waiting &= lane == Lane::Calls || count == 0;
+        self.waiting &= lane == VirtualLane::Calls || count == 0;
         self.look_after_reading(lane);
         Ok(count)
     }
 
     /// Calls `take` with available bytes of the call lane in place, up to the end of a message at a
     /// time. `take` returns how many it used. Returns the number of used bytes.
-    pub(crate) fn lend(
+    pub(crate) fn read_in_place(
         &mut self,
-        take: &mut dyn FnMut(Lent<'_>) -> usize,
+        take: &mut dyn FnMut(PeerBytes<'_>) -> usize,
     ) -> Result<usize, Closed> {
-        if !self.has_bytes(Lane::Calls) {
-            self.look();
+        if !self.has_bytes(VirtualLane::Calls) {
+            self.progress();
         }
         // A body that is reduced cannot be transferred to a destination.
-        self.answer(Lane::Calls, &mut []);
+        self.answer(VirtualLane::Calls, &mut []);
         let mut count = 0;
         while let Some(Some(held)) = self.incoming[0].held.front().copied()
-            && !self.in_transfer(Lane::Calls)
+            && !self.in_transfer(VirtualLane::Calls)
         {
             let at = self.incoming[0].at;
             let message = self.cables[held.cable].received(
@@ -239,8 +245,11 @@ impl Link {
                 HEAD_BYTES + at,
                 HEAD_BYTES + held.bytes,
             );
-            let (there, taken) = (message.len(), take(Lent::of(message)).min(message.len()));
-            self.taken(Lane::Calls, held, at + taken);
+            let (there, taken) = (
+                message.len(),
+                take(PeerBytes::of(message)).min(message.len()),
+            );
+            self.taken(VirtualLane::Calls, held, at + taken);
             count += taken;
             if taken < there {
                 break;
@@ -250,18 +259,18 @@ impl Link {
             return Err(Closed);
         }
         self.placed.received += count as u64;
-        self.look_after_reading(Lane::Calls);
+        self.look_after_reading(VirtualLane::Calls);
         Ok(count)
     }
 
     /// Whether the next message belongs to a transfer.
-    fn in_transfer(&self, lane: Lane) -> bool {
+    fn in_transfer(&self, lane: VirtualLane) -> bool {
         let offered = self.bulk.offer.is_some_and(|(offered, _)| offered == lane);
         offered || self.bulk.receives(lane)
     }
 
     /// Continues a transfer into `into`, if none of it was `read`; returns its bytes.
-    fn read_transfer(&mut self, lane: Lane, read: usize, into: &mut [u8]) -> usize {
+    fn read_transfer(&mut self, lane: VirtualLane, read: usize, into: &mut [u8]) -> usize {
         if read == 0 && self.broken.is_none() {
             self.answer(lane, into);
         }
@@ -278,7 +287,7 @@ impl Link {
     }
 
     /// Reads from the first message of a lane.
-    fn read_held(&mut self, lane: Lane, held: Held, into: &mut [u8]) -> usize {
+    fn read_held(&mut self, lane: VirtualLane, held: UnreadMessage, into: &mut [u8]) -> usize {
         let at = match (held.kind, self.incoming[lane as usize].at) {
             (Kind::Offer(_), 0) => NUMBER_BYTES,
             (_, at) => at,
@@ -292,7 +301,7 @@ impl Link {
     }
 
     /// Records that the first message of a lane has been read up to byte `at`.
-    fn taken(&mut self, lane: Lane, held: Held, at: usize) {
+    fn taken(&mut self, lane: VirtualLane, held: UnreadMessage, at: usize) {
         self.incoming[lane as usize].at = at;
         if at == held.bytes {
             if held.kind == Kind::Offer(lane) {
@@ -306,7 +315,7 @@ impl Link {
     }
 
     /// Releases the slot of the first message of a lane.
-    fn release(&mut self, lane: Lane, held: Held) {
+    fn release(&mut self, lane: VirtualLane, held: UnreadMessage) {
         let incoming = &mut self.incoming[lane as usize];
         incoming.held.pop_front();
         (incoming.consumed, incoming.at) = (incoming.consumed + 1, 0);
@@ -317,7 +326,7 @@ impl Link {
     }
 
     /// Returns credit once much has been read.
-    fn look_after_reading(&mut self, lane: Lane) {
+    fn look_after_reading(&mut self, lane: VirtualLane) {
         if (self.urgent || self.owes_credit(lane)) && !self.is_closed() {
             let told = self.tell();
             self.result(told);
@@ -325,7 +334,7 @@ impl Link {
     }
 
     /// Whether a quarter of the window was read since the last acknowledgement.
-    pub(super) fn owes_credit(&self, lane: Lane) -> bool {
+    pub(super) fn owes_credit(&self, lane: VirtualLane) -> bool {
         let incoming = &self.incoming[lane as usize];
         let unsaid = incoming.consumed - incoming.told_consumed;
         unsaid * 4 >= self.window(lane as usize)

@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::abi::{self, Gid, Sge, Wc};
 use super::fabric::{
-    DeviceCore, EBUSY, EINVAL, EIO, ENOMEM, EOPNOTSUPP, PairCore, Piece, QueueCore, devices, lock,
-    number,
+    DeviceCore, EBUSY, EINVAL, EIO, ENOMEM, EOPNOTSUPP, GatherSegment, PairCore, QueueCore,
+    devices, lock, number,
 };
 
 unsafe extern "C" {
@@ -32,33 +32,33 @@ fn null<T>(code: c_int) -> *mut T {
 }
 
 #[repr(C)]
-struct Context {
-    shown: abi::Context,
+struct SoftContext {
+    shown: abi::IbvContext,
     device: Arc<DeviceCore>,
 }
 
 #[repr(C)]
-struct Pd {
-    shown: abi::Pd,
+struct SoftPd {
+    shown: abi::IbvPd,
     device: Arc<DeviceCore>,
 }
 
 #[repr(C)]
-struct Mr {
-    shown: abi::Mr,
+struct SoftMr {
+    shown: abi::IbvMr,
     device: Arc<DeviceCore>,
 }
 
 #[repr(C)]
-struct Cq {
-    shown: abi::Cq,
+struct SoftCq {
+    shown: abi::IbvCq,
     core: Arc<QueueCore>,
     device: Arc<DeviceCore>,
 }
 
 #[repr(C)]
-struct Qp {
-    shown: abi::Qp,
+struct SoftQp {
+    shown: abi::IbvQp,
     core: Arc<PairCore>,
 }
 
@@ -109,7 +109,7 @@ unsafe fn object<'a, T>(shown: *mut impl Sized) -> &'a T {
     unsafe { &*shown.cast::<T>() }
 }
 
-pub(crate) unsafe extern "C" fn get_device_list(count: *mut c_int) -> *mut *mut abi::Device {
+pub(crate) unsafe extern "C" fn get_device_list(count: *mut c_int) -> *mut *mut abi::IbvDevice {
     let devices = devices();
     if NO_LIST.get() {
         return null(ENOSYS);
@@ -125,11 +125,11 @@ pub(crate) unsafe extern "C" fn get_device_list(count: *mut c_int) -> *mut *mut 
     first.cast()
 }
 
-pub(crate) unsafe extern "C" fn free_device_list(list: *mut *mut abi::Device) {
+pub(crate) unsafe extern "C" fn free_device_list(list: *mut *mut abi::IbvDevice) {
     lock(&LISTS).remove(&(list as usize));
 }
 
-pub(crate) unsafe extern "C" fn get_device_name(device: *mut abi::Device) -> *const c_char {
+pub(crate) unsafe extern "C" fn get_device_name(device: *mut abi::IbvDevice) -> *const c_char {
     // SAFETY: the devices of a list are the cores, which the list keeps.
     let device = unsafe { &*device.cast::<DeviceCore>() };
     match device.fabric.is_refused("ibv_get_device_name") {
@@ -138,7 +138,7 @@ pub(crate) unsafe extern "C" fn get_device_name(device: *mut abi::Device) -> *co
     }
 }
 
-pub(crate) unsafe extern "C" fn open_device(device: *mut abi::Device) -> *mut abi::Context {
+pub(crate) unsafe extern "C" fn open_device(device: *mut abi::IbvDevice) -> *mut abi::IbvContext {
     let core = devices()
         .into_iter()
         .find(|core| std::ptr::eq(Arc::as_ptr(core), device.cast()));
@@ -161,30 +161,30 @@ pub(crate) unsafe extern "C" fn open_device(device: *mut abi::Device) -> *mut ab
         post_recv: Some(post_recv),
         after_post: [None; 5],
     };
-    let shown = abi::Context { device, ops };
-    let context = Context {
+    let shown = abi::IbvContext { device, ops };
+    let context = SoftContext {
         shown,
         device: Arc::clone(&core),
     };
     hand_out(&core, context).cast()
 }
 
-pub(crate) unsafe extern "C" fn close_device(context: *mut abi::Context) -> c_int {
+pub(crate) unsafe extern "C" fn close_device(context: *mut abi::IbvContext) -> c_int {
     // SAFETY: the rules of verbs, as in all that follow.
-    let device = unsafe { object::<Context>(context) }.device.clone();
+    let device = unsafe { object::<SoftContext>(context) }.device.clone();
     device.contexts.fetch_sub(1, Ordering::AcqRel);
     // SAFETY: likewise.
-    unsafe { take_back(&device, context.cast::<Context>()) };
+    unsafe { take_back(&device, context.cast::<SoftContext>()) };
     given_back(&device, "ibv_close_device")
 }
 
 pub(crate) unsafe extern "C" fn query_port(
-    context: *mut abi::Context,
+    context: *mut abi::IbvContext,
     port: u8,
     into: *mut abi::PortAttr,
 ) -> c_int {
     // SAFETY: the rules of verbs.
-    let device = &unsafe { object::<Context>(context) }.device;
+    let device = &unsafe { object::<SoftContext>(context) }.device;
     if port != 1 || device.fabric.refuses("ibv_query_port") {
         return EINVAL;
     }
@@ -197,13 +197,13 @@ pub(crate) unsafe extern "C" fn query_port(
 }
 
 pub(crate) unsafe extern "C" fn query_gid(
-    context: *mut abi::Context,
+    context: *mut abi::IbvContext,
     port: u8,
     index: c_int,
     into: *mut Gid,
 ) -> c_int {
     // SAFETY: the rules of verbs.
-    let device = &unsafe { object::<Context>(context) }.device;
+    let device = &unsafe { object::<SoftContext>(context) }.device;
     let gid = usize::try_from(index)
         .ok()
         .and_then(|index| device.gids.get(index));
@@ -220,39 +220,39 @@ pub(crate) unsafe extern "C" fn query_gid(
     }
 }
 
-pub(crate) unsafe extern "C" fn alloc_pd(context: *mut abi::Context) -> *mut abi::Pd {
+pub(crate) unsafe extern "C" fn alloc_pd(context: *mut abi::IbvContext) -> *mut abi::IbvPd {
     // SAFETY: the rules of verbs.
-    let device = unsafe { object::<Context>(context) }.device.clone();
+    let device = unsafe { object::<SoftContext>(context) }.device.clone();
     if device.fabric.refuses("ibv_alloc_pd") {
         return null(ENOMEM);
     }
-    let shown = abi::Pd {
+    let shown = abi::IbvPd {
         context,
         handle: number(),
     };
-    let pd = Pd {
+    let pd = SoftPd {
         shown,
         device: device.clone(),
     };
     hand_out(&device, pd).cast()
 }
 
-pub(crate) unsafe extern "C" fn dealloc_pd(pd: *mut abi::Pd) -> c_int {
+pub(crate) unsafe extern "C" fn dealloc_pd(pd: *mut abi::IbvPd) -> c_int {
     // SAFETY: the rules of verbs.
-    let device = unsafe { object::<Pd>(pd) }.device.clone();
+    let device = unsafe { object::<SoftPd>(pd) }.device.clone();
     // SAFETY: likewise.
-    unsafe { take_back(&device, pd.cast::<Pd>()) };
+    unsafe { take_back(&device, pd.cast::<SoftPd>()) };
     given_back(&device, "ibv_dealloc_pd")
 }
 
 pub(crate) unsafe extern "C" fn reg_mr(
-    pd: *mut abi::Pd,
+    pd: *mut abi::IbvPd,
     start: *mut c_void,
     bytes: usize,
     access: c_int,
-) -> *mut abi::Mr {
+) -> *mut abi::IbvMr {
     // SAFETY: the rules of verbs.
-    let (device, context) = unsafe { (object::<Pd>(pd).device.clone(), (*pd).context) };
+    let (device, context) = unsafe { (object::<SoftPd>(pd).device.clone(), (*pd).context) };
     let mut regions = device
         .regions
         .write()
@@ -268,7 +268,7 @@ pub(crate) unsafe extern "C" fn reg_mr(
     let key = number();
     regions.insert(key, (start as u64, bytes as u64));
     drop(regions);
-    let shown = abi::Mr {
+    let shown = abi::IbvMr {
         context,
         pd,
         addr: start,
@@ -277,16 +277,16 @@ pub(crate) unsafe extern "C" fn reg_mr(
         lkey: key,
         rkey: key,
     };
-    let mr = Mr {
+    let mr = SoftMr {
         shown,
         device: device.clone(),
     };
     hand_out(&device, mr).cast()
 }
 
-pub(crate) unsafe extern "C" fn dereg_mr(mr: *mut abi::Mr) -> c_int {
+pub(crate) unsafe extern "C" fn dereg_mr(mr: *mut abi::IbvMr) -> c_int {
     // SAFETY: the rules of verbs.
-    let (device, key) = unsafe { (object::<Mr>(mr).device.clone(), (*mr).lkey) };
+    let (device, key) = unsafe { (object::<SoftMr>(mr).device.clone(), (*mr).lkey) };
     let mut regions = device
         .regions
         .write()
@@ -294,24 +294,24 @@ pub(crate) unsafe extern "C" fn dereg_mr(mr: *mut abi::Mr) -> c_int {
     regions.remove(&key);
     drop(regions);
     // SAFETY: the rules of verbs.
-    unsafe { take_back(&device, mr.cast::<Mr>()) };
+    unsafe { take_back(&device, mr.cast::<SoftMr>()) };
     given_back(&device, "ibv_dereg_mr")
 }
 
 pub(crate) unsafe extern "C" fn create_cq(
-    context: *mut abi::Context,
+    context: *mut abi::IbvContext,
     length: c_int,
     cq_context: *mut c_void,
     channel: *mut c_void,
     _vector: c_int,
-) -> *mut abi::Cq {
+) -> *mut abi::IbvCq {
     // SAFETY: the rules of verbs.
-    let device = unsafe { object::<Context>(context) }.device.clone();
+    let device = unsafe { object::<SoftContext>(context) }.device.clone();
     let room = usize::try_from(length).unwrap_or(0);
     if device.fabric.refuses("ibv_create_cq") || room == 0 || !channel.is_null() {
         return null(EINVAL);
     }
-    let shown = abi::Cq {
+    let shown = abi::IbvCq {
         context,
         channel,
         cq_context,
@@ -319,7 +319,7 @@ pub(crate) unsafe extern "C" fn create_cq(
         cqe: length,
     };
     let core = Arc::new(QueueCore::new(room));
-    let cq = Cq {
+    let cq = SoftCq {
         shown,
         core,
         device: device.clone(),
@@ -327,17 +327,17 @@ pub(crate) unsafe extern "C" fn create_cq(
     hand_out(&device, cq).cast()
 }
 
-pub(crate) unsafe extern "C" fn destroy_cq(cq: *mut abi::Cq) -> c_int {
+pub(crate) unsafe extern "C" fn destroy_cq(cq: *mut abi::IbvCq) -> c_int {
     // SAFETY: the rules of verbs.
-    let device = unsafe { object::<Cq>(cq) }.device.clone();
+    let device = unsafe { object::<SoftCq>(cq) }.device.clone();
     // SAFETY: likewise.
-    unsafe { take_back(&device, cq.cast::<Cq>()) };
+    unsafe { take_back(&device, cq.cast::<SoftCq>()) };
     given_back(&device, "ibv_destroy_cq")
 }
 
-unsafe extern "C" fn poll_cq(cq: *mut abi::Cq, count: c_int, into: *mut Wc) -> c_int {
+unsafe extern "C" fn poll_cq(cq: *mut abi::IbvCq, count: c_int, into: *mut Wc) -> c_int {
     // SAFETY: the rules of verbs.
-    let cq = unsafe { object::<Cq>(cq) };
+    let cq = unsafe { object::<SoftCq>(cq) };
     let core = &cq.core;
     if cq.device.fabric.is_refused("ibv_poll_cq") {
         return -1;
@@ -350,11 +350,11 @@ unsafe extern "C" fn poll_cq(cq: *mut abi::Cq, count: c_int, into: *mut Wc) -> c
 }
 
 pub(crate) unsafe extern "C" fn create_qp(
-    pd: *mut abi::Pd,
+    pd: *mut abi::IbvPd,
     wanted: *mut abi::QpInitAttr,
-) -> *mut abi::Qp {
+) -> *mut abi::IbvQp {
     // SAFETY: the rules of verbs; the structure is the caller's.
-    let (device, wanted) = unsafe { (object::<Pd>(pd).device.clone(), &mut *wanted) };
+    let (device, wanted) = unsafe { (object::<SoftPd>(pd).device.clone(), &mut *wanted) };
     let (caps, cap) = (device.fabric.caps, wanted.cap);
     if device.fabric.refuses("ibv_create_qp") {
         return null(ENOMEM);
@@ -371,13 +371,13 @@ pub(crate) unsafe extern "C" fn create_qp(
     }
     // SAFETY: the rules of verbs.
     let queues =
-        [wanted.send_cq, wanted.recv_cq].map(|cq| unsafe { object::<Cq>(cq) }.core.clone());
+        [wanted.send_cq, wanted.recv_cq].map(|cq| unsafe { object::<SoftCq>(cq) }.core.clone());
     let [send_queue, recv_queue] = queues;
     let requests = [cap.max_send_wr, cap.max_recv_wr];
     let core = Arc::new(PairCore::new(&device, send_queue, recv_queue, requests));
     device.pairs.fetch_add(1, Ordering::AcqRel);
     device.fabric.add(&core);
-    let shown = abi::Qp {
+    let shown = abi::IbvQp {
         // SAFETY: the domain lives.
         context: unsafe { (*pd).context },
         qp_context: wanted.qp_context,
@@ -390,27 +390,27 @@ pub(crate) unsafe extern "C" fn create_qp(
         state: 0,
         qp_type: wanted.qp_type,
     };
-    hand_out(&device, Qp { shown, core }).cast()
+    hand_out(&device, SoftQp { shown, core }).cast()
 }
 
-pub(crate) unsafe extern "C" fn destroy_qp(qp: *mut abi::Qp) -> c_int {
+pub(crate) unsafe extern "C" fn destroy_qp(qp: *mut abi::IbvQp) -> c_int {
     // SAFETY: the rules of verbs.
-    let core = unsafe { object::<Qp>(qp) }.core.clone();
+    let core = unsafe { object::<SoftQp>(qp) }.core.clone();
     core.device.fabric.remove(core.number);
     core.device.pairs.fetch_sub(1, Ordering::AcqRel);
     core.end();
     // SAFETY: the rules of verbs.
-    unsafe { take_back(&core.device, qp.cast::<Qp>()) };
+    unsafe { take_back(&core.device, qp.cast::<SoftQp>()) };
     given_back(&core.device, "ibv_destroy_qp")
 }
 
 pub(crate) unsafe extern "C" fn modify_qp(
-    qp: *mut abi::Qp,
+    qp: *mut abi::IbvQp,
     to: *mut abi::QpAttr,
     mask: c_int,
 ) -> c_int {
     // SAFETY: the rules of verbs; the structure is the caller's.
-    let (core, to) = unsafe { (&object::<Qp>(qp).core, &*to) };
+    let (core, to) = unsafe { (&object::<SoftQp>(qp).core, &*to) };
     if core.device.fabric.refuses("ibv_modify_qp") || mask & abi::QP_STATE == 0 {
         return EINVAL;
     }
@@ -448,7 +448,7 @@ pub(crate) unsafe extern "C" fn modify_qp(
 }
 
 /// The memory of a segment, if it is registered.
-fn registered(device: &DeviceCore, piece: &Sge) -> Option<Piece> {
+fn registered(device: &DeviceCore, piece: &Sge) -> Option<GatherSegment> {
     let regions = device
         .regions
         .read()
@@ -456,7 +456,7 @@ fn registered(device: &DeviceCore, piece: &Sge) -> Option<Piece> {
     let (start, bytes) = *regions.get(&piece.lkey)?;
     let end = piece.addr.checked_add(piece.length.into())?;
     let within = piece.addr >= start && end <= start + bytes;
-    within.then(|| Piece {
+    within.then(|| GatherSegment {
         start: ptr::with_exposed_provenance(usize::try_from(piece.addr).unwrap_or(0)),
         bytes: piece.length as usize,
     })
@@ -473,15 +473,15 @@ unsafe fn pieces<'a>(first: *mut Sge, count: c_int) -> &'a [Sge] {
 }
 
 unsafe extern "C" fn post_send(
-    qp: *mut abi::Qp,
+    qp: *mut abi::IbvQp,
     request: *mut abi::SendWr,
     bad: *mut *mut abi::SendWr,
 ) -> c_int {
     // SAFETY: the rules of verbs; the request is the caller's.
-    let (core, wr) = unsafe { (&object::<Qp>(qp).core, &*request) };
+    let (core, wr) = unsafe { (&object::<SoftQp>(qp).core, &*request) };
     // SAFETY: the rules of verbs.
     let list = unsafe { pieces(wr.sg_list, wr.num_sge) };
-    let mut memory = [Piece {
+    let mut memory = [GatherSegment {
         start: ptr::null(),
         bytes: 0,
     }; 2];
@@ -513,12 +513,12 @@ unsafe extern "C" fn post_send(
 }
 
 unsafe extern "C" fn post_recv(
-    qp: *mut abi::Qp,
+    qp: *mut abi::IbvQp,
     request: *mut abi::RecvWr,
     bad: *mut *mut abi::RecvWr,
 ) -> c_int {
     // SAFETY: the rules of verbs; the request is the caller's.
-    let (core, wr) = unsafe { (&object::<Qp>(qp).core, &*request) };
+    let (core, wr) = unsafe { (&object::<SoftQp>(qp).core, &*request) };
     // SAFETY: the rules of verbs.
     let list = unsafe { pieces(wr.sg_list, wr.num_sge) };
     let refused = core.device.fabric.is_refused("ibv_post_recv");

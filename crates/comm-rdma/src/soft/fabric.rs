@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use super::super::abi::{self, Gid, Wc};
-use super::outside::{Inbox, Outside};
+use super::outside::{Inbox, ProcessFabric};
 
 /// Denominator of probabilities.
 pub(crate) const OUT_OF: u64 = 1000;
@@ -27,12 +27,12 @@ pub(crate) struct Faults {
     /// Probability that a message arrives behind later ones, of [`OUT_OF`].
     pub(crate) delay: u64,
     /// A permanent failure of a queue pair.
-    pub(crate) failure: Option<Failure>,
+    pub(crate) failure: Option<DeviceFailure>,
 }
 
 /// A failure: its symptom, the device of the fabric, and the number of its message.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Failure {
+pub(crate) struct DeviceFailure {
     pub(crate) device: usize,
     pub(crate) after: u64,
     pub(crate) what: Break,
@@ -96,7 +96,7 @@ pub(crate) struct Core {
     /// Gathered messages that were also received into more than one segment.
     pub(crate) scattered: AtomicU64,
     /// Queue pairs of other processes.
-    outside: Option<Outside>,
+    outside: Option<ProcessFabric>,
     /// Whether the failure may occur.
     armed: AtomicBool,
 }
@@ -148,7 +148,7 @@ impl Fabric {
     }
 
     /// A fabric that extends to other processes.
-    pub(crate) fn with(faults: Faults, caps: Caps, outside: Option<Outside>) -> Self {
+    pub(crate) fn with(faults: Faults, caps: Caps, outside: Option<ProcessFabric>) -> Self {
         let core = Core {
             faults,
             caps,
@@ -318,13 +318,13 @@ pub(crate) fn mix(state: &mut u64) -> u64 {
 pub(crate) struct QueueCore {
     room: usize,
     waiting: AtomicUsize,
-    entries: Mutex<VecDeque<Entry>>,
+    entries: Mutex<VecDeque<QueuedCompletion>>,
     broken: AtomicBool,
     /// Queue pairs that receive from other processes.
     outside: Mutex<Vec<Weak<PairCore>>>,
 }
 
-struct Entry {
+struct QueuedCompletion {
     wc: Wc,
     /// The pair's count of posted requests of this kind.
     open: Arc<AtomicU32>,
@@ -349,7 +349,7 @@ impl QueueCore {
             return;
         }
         let open = Arc::clone(open);
-        entries.push_back(Entry { wc, open });
+        entries.push_back(QueuedCompletion { wc, open });
         self.waiting.store(entries.len(), Ordering::Release);
     }
 
@@ -384,14 +384,14 @@ pub(crate) struct PairCore {
     pub(crate) recv_queue: Arc<QueueCore>,
     pub(crate) requests: [u32; 2],
     /// Locked to post a send; taken before `receiving` of the other end, never after.
-    sending: Mutex<Sending>,
+    sending: Mutex<SendSide>,
     receiving: Mutex<VecDeque<Receive>>,
     open: [Arc<AtomicU32>; 2],
     inbox: Option<Inbox>,
 }
 
 #[derive(Default)]
-struct Sending {
+struct SendSide {
     random: u64,
     /// Destination of messages.
     to: Gid,
@@ -403,7 +403,7 @@ struct Sending {
 /// A posted receive.
 struct Receive {
     id: u64,
-    pieces: Vec<Piece>,
+    pieces: Vec<GatherSegment>,
 }
 
 // SAFETY: by the rules of verbs the device owns the memory until the request completes.
@@ -411,19 +411,19 @@ unsafe impl Send for Receive {}
 
 /// A segment of a message.
 #[derive(Clone, Copy)]
-pub(crate) struct Piece {
+pub(crate) struct GatherSegment {
     pub(crate) start: *const u8,
     pub(crate) bytes: usize,
 }
 
-impl Default for Piece {
+impl Default for GatherSegment {
     fn default() -> Self {
         let (start, bytes) = (std::ptr::null(), 0);
         Self { start, bytes }
     }
 }
 
-impl Piece {
+impl GatherSegment {
     fn after(self, count: usize) -> Self {
         Self {
             start: self.start.wrapping_add(count),
@@ -447,9 +447,9 @@ impl PairCore {
         // Randomness must not depend on the number of pairs that other tests have made.
         let seed = device.fabric.faults.seed ^ (device.index as u64) << 32;
         let nth = device.pairs.load(Ordering::Relaxed) as u64;
-        let sending = Sending {
+        let sending = SendSide {
             random: seed ^ nth.wrapping_mul(0xa076_1d64_78bd_642f),
-            ..Sending::default()
+            ..SendSide::default()
         };
         Self {
             number,
@@ -470,7 +470,7 @@ impl PairCore {
         let mut bytes = lock(&HEARD);
         bytes.resize(MESSAGE_BYTES_MAX, 0);
         while let Some(count) = self.inbox.as_ref().and_then(|inbox| inbox.next(&mut bytes)) {
-            let piece = Piece {
+            let piece = GatherSegment {
                 start: bytes.as_ptr(),
                 bytes: count,
             };
@@ -499,7 +499,7 @@ impl PairCore {
     }
 
     /// Posts a receive.
-    pub(crate) fn post_receive(&self, id: u64, pieces: Vec<Piece>) -> Result<(), i32> {
+    pub(crate) fn post_receive(&self, id: u64, pieces: Vec<GatherSegment>) -> Result<(), i32> {
         if self.state() == 0 {
             return Err(EINVAL);
         }
@@ -517,7 +517,7 @@ impl PairCore {
     }
 
     /// Sends a message, or applies a fault to it.
-    pub(crate) fn post_send(&self, id: u64, pieces: &[Piece]) -> Result<(), i32> {
+    pub(crate) fn post_send(&self, id: u64, pieces: &[GatherSegment]) -> Result<(), i32> {
         let flushed = self.state() == abi::QPS_ERR;
         if !flushed && self.state() != abi::QPS_RTS {
             return Err(EINVAL);
@@ -543,7 +543,7 @@ impl PairCore {
         Ok(())
     }
 
-    fn transmit(&self, pieces: &[Piece]) -> c_uint {
+    fn transmit(&self, pieces: &[GatherSegment]) -> c_uint {
         let faults = &self.device.fabric.faults;
         let count = self.device.sent.fetch_add(1, Ordering::Relaxed);
         let hit = |what| {
@@ -587,7 +587,7 @@ impl PairCore {
         }
         while let Some(due) = sending.late.iter().position(|(behind, _)| *behind == 0) {
             let (_, bytes) = sending.late.swap_remove(due);
-            let piece = Piece {
+            let piece = GatherSegment {
                 start: bytes.as_ptr(),
                 bytes: bytes.len(),
             };
@@ -597,7 +597,7 @@ impl PairCore {
     }
 
     /// The other end, if a cable leads there.
-    fn peer(&self, sending: &mut Sending) -> Option<Arc<Self>> {
+    fn peer(&self, sending: &mut SendSide) -> Option<Arc<Self>> {
         let known = sending.peer.upgrade();
         let peer = known.or_else(|| self.device.fabric.pair(sending.pair))?;
         sending.peer = Arc::downgrade(&peer);
@@ -608,7 +608,7 @@ impl PairCore {
     }
 
     /// Delivers a message to a posted receive of `peer`.
-    fn deliver(&self, peer: &Self, pieces: &[Piece]) {
+    fn deliver(&self, peer: &Self, pieces: &[GatherSegment]) {
         let bytes: usize = pieces.iter().map(|piece| piece.bytes).sum();
         let mut receiving = lock(&peer.receiving);
         // RTR or RTS: a pair in error has no receives left.
@@ -673,7 +673,7 @@ static HEARD: Mutex<Vec<u8>> = Mutex::new(Vec::new());
 const MESSAGE_BYTES_MAX: usize = 128 << 10;
 
 /// A number for a pair that no other process uses.
-fn named(outside: Option<&Outside>) -> (u32, Option<Inbox>) {
+fn named(outside: Option<&ProcessFabric>) -> (u32, Option<Inbox>) {
     let Some(outside) = outside else {
         return (number(), None);
     };
@@ -684,8 +684,8 @@ fn named(outside: Option<&Outside>) -> (u32, Option<Inbox>) {
 }
 
 /// Copies `from` to `to`, segment by segment.
-fn scatter(from: &[Piece], to: &[Piece]) {
-    let (mut to, mut at) = (to.iter(), Piece::default());
+fn scatter(from: &[GatherSegment], to: &[GatherSegment]) {
+    let (mut to, mut at) = (to.iter(), GatherSegment::default());
     for piece in from {
         let mut rest = *piece;
         while rest.bytes > 0 {
@@ -705,7 +705,7 @@ fn scatter(from: &[Piece], to: &[Piece]) {
     }
 }
 
-fn gather(pieces: &[Piece]) -> Vec<u8> {
+fn gather(pieces: &[GatherSegment]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for piece in pieces {
         // SAFETY: the sender's memory is readable until its request completes.

@@ -28,7 +28,7 @@ pub(crate) use self::calls::{
     query_port, reg_mr,
 };
 #[cfg(test)]
-pub(crate) use self::fabric::{Break, Failure, devices, mix, number};
+pub(crate) use self::fabric::{Break, DeviceFailure, devices, mix, number};
 pub(crate) use self::fabric::{Caps, Fabric, Faults};
 #[allow(unused_imports, reason = "the library's")]
-pub(crate) use self::outside::Outside;
+pub(crate) use self::outside::ProcessFabric;

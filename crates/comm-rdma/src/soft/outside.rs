@@ -12,9 +12,9 @@ const ROOM: Duration = Duration::from_millis(2);
 
 /// The folder of the sockets.
 #[derive(Clone, Debug)]
-pub(crate) struct Outside(pub(crate) PathBuf);
+pub(crate) struct ProcessFabric(pub(crate) PathBuf);
 
-impl Outside {
+impl ProcessFabric {
     /// The socket of pair `number`; fails if another process has a pair of this number.
     pub(crate) fn inbox(&self, number: u32) -> io::Result<Inbox> {
         let path = self.path(number);

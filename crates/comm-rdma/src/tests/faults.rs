@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use paceline_base::testing::{Stopwatch, long};
 use paceline_comm::Error;
 
-use super::super::soft::{Break, Failure, mix};
+use super::super::soft::{Break, DeviceFailure, mix};
 use super::*;
 
 /// Number of seeds by default, and in a long run.
@@ -44,7 +44,7 @@ const fn blamed(error: &Error) -> Option<Rank> {
 
 /// A run drawn from a seed.
 #[derive(Clone, Copy, Debug)]
-struct Run {
+struct SeededRun {
     size: usize,
     cables: usize,
     ring: bool,
@@ -53,7 +53,7 @@ struct Run {
     dies: Option<(usize, usize)>,
 }
 
-impl Run {
+impl SeededRun {
     fn of(seed: u64) -> Self {
         let mut state = seed;
         let mut below = |bound: u64| mix(&mut state) % bound;
@@ -82,7 +82,7 @@ impl Run {
                     0
                 };
                 let after = after / (1 + late.min(1)) + late;
-                faults.failure = Some(Failure {
+                faults.failure = Some(DeviceFailure {
                     device,
                     after,
                     what,
@@ -100,7 +100,7 @@ impl Run {
         }
     }
 
-    fn lab(&self) -> Lab {
+    fn lab(&self) -> FabricFixture {
         let &Self {
             size, cables, ring, ..
         } = self;
@@ -170,7 +170,7 @@ fn step(group: &Rdma, own: &mut [u8], call: usize, patience: Duration) -> Result
 
 /// Outcome of a rank.
 #[derive(Debug)]
-enum End {
+enum RankResult {
     /// It did not join.
     Outside(RdmaError),
     /// All calls succeeded, or those before it died; with the number of cables lost.
@@ -179,10 +179,10 @@ enum End {
     Failed(usize, Error, Option<Arc<RdmaError>>),
 }
 
-fn live(joined: Result<Rdma, RdmaError>, run: Run) -> End {
+fn live(joined: Result<Rdma, RdmaError>, run: SeededRun) -> RankResult {
     let group = match joined {
         Ok(group) => group,
-        Err(error) => return End::Outside(error),
+        Err(error) => return RankResult::Outside(error),
     };
     let rank = group.rank().0 as usize;
     let patience = match run.faults.failure {
@@ -192,7 +192,7 @@ fn live(joined: Result<Rdma, RdmaError>, run: Run) -> End {
     let mut own = group.allocate(OWN * group.size() as usize).unwrap();
     for call in 0..CALLS {
         if run.dies == Some((rank, call)) {
-            return End::Well(0);
+            return RankResult::Well(0);
         }
         let started = Stopwatch::start();
         if let Err(error) = step(&group, &mut own, call, patience) {
@@ -204,17 +204,17 @@ fn live(joined: Result<Rdma, RdmaError>, run: Run) -> End {
             let again = step(&group, &mut own, 3, patience);
             assert!(again.is_err(), "a poisoned group works again");
             let broken = (0..group.size()).find_map(|peer| group.broken(Rank(peer)));
-            return End::Failed(call, error, broken);
+            return RankResult::Failed(call, error, broken);
         }
     }
     let peers = (0..group.size()).map(Rank);
     let lost = peers.filter(|peer| group.cables(*peer).1.is_some());
-    End::Well(lost.count())
+    RankResult::Well(lost.count())
 }
 
 /// Whether the fault had an effect.
 fn run(seed: u64) -> bool {
-    let run = Run::of(seed);
+    let run = SeededRun::of(seed);
     let lab = run.lab();
     let started = Stopwatch::start();
     let threads = join_all(&lab)
@@ -228,30 +228,30 @@ fn run(seed: u64) -> bool {
         );
         thread::sleep(Duration::from_micros(500));
     }
-    let end = |thread: thread::JoinHandle<End>| {
+    let end = |thread: thread::JoinHandle<RankResult>| {
         thread
             .join()
             .unwrap_or_else(|_| panic!("seed {seed}, {run:?}"))
     };
-    let ends: Vec<End> = threads.into_iter().map(end).collect();
+    let ends: Vec<RankResult> = threads.into_iter().map(end).collect();
     check(&run, &ends, &format!("seed {seed}, {run:?}: {ends:?}"));
     assert_eq!(
         lab.fabric.live(),
         0,
         "seed {seed}: something was not given back"
     );
-    ends.iter().any(|end| !matches!(end, End::Well(0)))
+    ends.iter().any(|end| !matches!(end, RankResult::Well(0)))
 }
 
-fn check(run: &Run, ends: &[End], text: &str) {
+fn check(run: &SeededRun, ends: &[RankResult], text: &str) {
     let outside = ends
         .iter()
-        .filter(|end| matches!(end, End::Outside(_)))
+        .filter(|end| matches!(end, RankResult::Outside(_)))
         .count();
     let failed: Vec<usize> = ends
         .iter()
         .filter_map(|end| match end {
-            End::Failed(call, ..) => Some(*call),
+            RankResult::Failed(call, ..) => Some(*call),
             _ => None,
         })
         .collect();
@@ -260,7 +260,7 @@ fn check(run: &Run, ends: &[End], text: &str) {
         (None, Some((rank, call))) => {
             let others = ends.iter().enumerate().filter(|(other, _)| *other != rank);
             for (_, end) in others {
-                let End::Failed(at, error, _) = end else {
+                let RankResult::Failed(at, error, _) = end else {
                     panic!("{text}")
                 };
                 // A message may be refused one call early: its receiver has ended by then.
@@ -281,9 +281,9 @@ fn check(run: &Run, ends: &[End], text: &str) {
             );
             let mute = failure.what == Break::Mute;
             let named = ends.iter().any(|end| match end {
-                End::Failed(_, _, broken) => broken.is_some(),
-                End::Outside(error) => !matches!(error, RdmaError::Elsewhere { .. }),
-                End::Well(_) => false,
+                RankResult::Failed(_, _, broken) => broken.is_some(),
+                RankResult::Outside(error) => !matches!(error, RdmaError::Elsewhere { .. }),
+                RankResult::Well(_) => false,
             });
             assert!(mute || failed.is_empty() || named, "{text}");
         }
@@ -336,12 +336,12 @@ fn over_the_others(seed: u64) -> usize {
     let mut below = |bound: u64| mix(&mut state) % bound;
     let cables = 2 + below(3) as usize;
     let what = [Break::Send, Break::Receive, Break::Poll, Break::Mute][seed as usize % 4];
-    let failure = Failure {
+    let failure = DeviceFailure {
         device: below(2 * cables as u64) as usize,
         after: below(20) / cables as u64,
         what,
     };
-    let run = Run {
+    let run = SeededRun {
         size: 2,
         cables,
         ring: false,
@@ -354,7 +354,7 @@ fn over_the_others(seed: u64) -> usize {
         dies: None,
     };
     let lab = run.lab();
-    let patient = Run {
+    let patient = SeededRun {
         faults: Faults {
             failure: None,
             ..run.faults
@@ -366,13 +366,13 @@ fn over_the_others(seed: u64) -> usize {
     let joined = join_all(&lab).into_iter();
     lab.fabric.arm(true);
     let threads = joined.map(|joined| thread::spawn(move || live(joined, patient)));
-    let ends: Vec<End> = threads
+    let ends: Vec<RankResult> = threads
         .collect::<Vec<_>>()
         .into_iter()
         .map(|t| t.join().unwrap())
         .collect();
     let lost = ends.iter().map(|end| match end {
-        End::Well(lost) => *lost,
+        RankResult::Well(lost) => *lost,
         end => panic!("seed {seed}, {run:?}: {end:?}"),
     });
     lost.sum()

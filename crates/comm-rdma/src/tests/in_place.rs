@@ -2,25 +2,25 @@
 
 use std::sync::Mutex;
 
-use paceline_comm::{Copies, Element};
+use paceline_comm::{CopyStats, Element};
 
 use super::*;
 use crate::IN_PLACE_BYTES;
 
 /// Copy counts of a call, by rank: bytes in place and bytes staged.
 fn copies<T: Element>(
-    lab: &Lab,
+    lab: &FabricFixture,
     length: usize,
-    call: impl Fn(&dyn Group, &mut Memory<T>) + Copy + Send + 'static,
+    call: impl Fn(&dyn Group, &mut RegisteredMemory<T>) + Copy + Send + 'static,
 ) -> Vec<(u64, u64)> {
     let threads = groups(lab).into_iter().map(|group| {
         thread::spawn(move || {
-            let mut memory = Memory::new(Some(&group), length);
+            let mut memory = RegisteredMemory::new(Some(&group), length);
             assert!(memory.is_registered());
             (&group as &dyn Group).barrier(soon(60)).unwrap();
             let before = group.copies();
             call(&group, &mut memory);
-            let Copies { in_place, staged } = group.copies();
+            let CopyStats { in_place, staged } = group.copies();
             (&group as &dyn Group).barrier(soon(60)).unwrap();
             (in_place.0 - before.in_place.0, staged.0 - before.staged.0)
         })
@@ -35,7 +35,7 @@ fn value(rank: usize, i: usize) -> u8 {
 }
 
 /// Gathers `part` bytes of each rank and checks them.
-fn gather(group: &dyn Group, memory: &mut Memory<u8>, part: usize) {
+fn gather(group: &dyn Group, memory: &mut RegisteredMemory<u8>, part: usize) {
     let (rank, size) = (group.rank().0 as usize, group.size() as usize);
     let own = &mut memory[rank * part..(rank + 1) * part];
     own.iter_mut()
@@ -89,12 +89,21 @@ fn short_parts_are_copied_at_the_receiver_unless_told_otherwise() {
 /// Reductions run in place on received messages, in fragments of whole elements of any width.
 #[test]
 fn reductions_copy_nothing() {
-    fn sum<T: Element + PartialEq + std::fmt::Debug>(lab: &Lab, length: usize, one: T, all: T) {
-        let each = copies(lab, length, move |group, memory: &mut Memory<T>| {
-            memory.fill(one);
-            group.all_reduce(memory, Reduce::Sum, soon(60)).unwrap();
-            assert!(memory.iter().all(|sum| *sum == all));
-        });
+    fn sum<T: Element + PartialEq + std::fmt::Debug>(
+        lab: &FabricFixture,
+        length: usize,
+        one: T,
+        all: T,
+    ) {
+        let each = copies(
+            lab,
+            length,
+            move |group, memory: &mut RegisteredMemory<T>| {
+                memory.fill(one);
+                group.all_reduce(memory, Reduce::Sum, soon(60)).unwrap();
+                assert!(memory.iter().all(|sum| *sum == all));
+            },
+        );
         for (rank, (in_place, staged)) in each.iter().enumerate() {
             let length = length * size_of::<T>();
             assert_eq!(*staged, 0, "{length} bytes, rank {rank}");
@@ -187,8 +196,8 @@ fn messages_of_changing_shape_arrive_as_they_were() {
     on_each(&cabled(2, |_, _| 2, faults).in_place(), move |group| {
         let (own, other) = (group.rank().0 as usize, 1 - group.rank().0);
         let group_ref: &dyn Group = &group;
-        let mut from = Memory::<u8>::new(Some(&group), 400_001);
-        let mut into = Memory::<u8>::new(Some(&group), 400_001);
+        let mut from = RegisteredMemory::<u8>::new(Some(&group), 400_001);
+        let mut into = RegisteredMemory::<u8>::new(Some(&group), 400_001);
         for (round, length) in lengths.into_iter().cycle().take(30).enumerate() {
             let bytes = from[..length].iter_mut().enumerate();
             bytes.for_each(|(i, byte)| *byte = value(own + round, i));
@@ -221,7 +230,7 @@ fn messages_of_changing_shape_arrive_as_they_were() {
 fn memory_serves_groups_that_are_split_off() {
     let part = 200_000;
     on_each(&switched(2, Faults::default()), move |group| {
-        let mut memory = Memory::<u8>::new(Some(&group), 2 * part);
+        let mut memory = RegisteredMemory::<u8>::new(Some(&group), 2 * part);
         let stage = (&group as &dyn Group)
             .split(0, group.rank().0, soon(60))
             .unwrap();
@@ -244,7 +253,7 @@ fn messages_go_straight_to_who_waits() {
     let lab = switched(2, Faults::default());
     let threads = groups(&lab).into_iter().map(|group| {
         thread::spawn(move || {
-            let mut memory = Memory::<u8>::new(Some(&group), BYTES);
+            let mut memory = RegisteredMemory::<u8>::new(Some(&group), BYTES);
             (&group as &dyn Group).barrier(soon(60)).unwrap();
             let before = group.copies();
             for round in 0..ROUNDS {
@@ -269,7 +278,7 @@ fn messages_go_straight_to_who_waits() {
                     assert_eq!(wrong, None, "round {round}");
                 }
             }
-            let Copies { in_place, staged } = group.copies();
+            let CopyStats { in_place, staged } = group.copies();
             (&group as &dyn Group).barrier(soon(60)).unwrap();
             (in_place.0 - before.in_place.0, staged.0 - before.staged.0)
         })
@@ -286,8 +295,8 @@ fn messages_go_straight_to_who_waits() {
 fn both_may_send_before_they_receive() {
     on_each(&switched(2, Faults::default()).in_place(), |group| {
         let other = Rank(1 - group.rank().0);
-        let mut from = Memory::<u8>::new(Some(&group), 2_000_000);
-        let mut into = Memory::<u8>::new(Some(&group), 2_000_000);
+        let mut from = RegisteredMemory::<u8>::new(Some(&group), 2_000_000);
+        let mut into = RegisteredMemory::<u8>::new(Some(&group), 2_000_000);
         let group: &dyn Group = &group;
         for round in 1..20_u8 {
             from.fill(round);
@@ -304,7 +313,7 @@ fn both_may_send_before_they_receive() {
 fn a_receive_that_is_late_gives_its_memory_back() {
     on_each(&switched(2, Faults::default()).in_place(), |group| {
         let own: &dyn Group = &group;
-        let mut memory = Memory::<u8>::new(Some(own), 500_000);
+        let mut memory = RegisteredMemory::<u8>::new(Some(own), 500_000);
         own.barrier(soon(60)).unwrap();
         if group.rank() == Rank(1) {
             let by = Deadline::at(Instant::now() + Duration::from_millis(20));

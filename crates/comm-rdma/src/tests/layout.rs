@@ -16,12 +16,12 @@ fn layouts() -> Vec<(&'static str, usize)> {
         };
     }
     let mut all = offsets! {
-        Context "ibv_context" { device, ops },
+        IbvContext "ibv_context" { device, ops },
         ContextOps "ibv_context_ops" { poll_cq, post_send, post_recv },
-        Pd "ibv_pd" { context, handle },
-        Mr "ibv_mr" { context, pd, addr, length, handle, lkey, rkey },
-        Cq "ibv_cq" { context, channel, cq_context, handle, cqe },
-        Qp "ibv_qp" {
+        IbvPd "ibv_pd" { context, handle },
+        IbvMr "ibv_mr" { context, pd, addr, length, handle, lkey, rkey },
+        IbvCq "ibv_cq" { context, channel, cq_context, handle, cqe },
+        IbvQp "ibv_qp" {
             context, qp_context, pd, send_cq, recv_cq, srq, handle, qp_num, state, qp_type
         },
         QpCap "ibv_qp_cap" {

@@ -20,7 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
-use paceline_comm::{Deadline, Group, Memory, Reduce, tcp, testing};
+use paceline_comm::{Deadline, Group, Reduce, RegisteredMemory, tcp, testing};
 
 use super::library;
 use crate::{Cabling, Matrix, Rdma, RdmaError, Verbs, join};
@@ -78,7 +78,7 @@ fn in_place(group: &dyn Group) {
     const PART: usize = 300_001;
     let (rank, size) = (group.rank().0 as usize, group.size() as usize);
     let value = |rank: usize, i: usize| (i * 7 + rank * 31) as u8;
-    let mut memory = Memory::<u8>::new(Some(group), size * PART);
+    let mut memory = RegisteredMemory::<u8>::new(Some(group), size * PART);
     let counts = vec![PART; size];
     let next = Rank(((rank + 1) % size) as u32);
     let before = Rank(((rank + size - 1) % size) as u32);

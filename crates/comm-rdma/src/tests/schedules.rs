@@ -17,13 +17,13 @@ fn frames(size: usize) -> u64 {
 
 /// The bytes that a call of every rank sent, by rank.
 fn sent(
-    lab: &Lab,
-    call: impl Fn(&dyn Group, &mut Memory<u32>) + Copy + Send + 'static,
+    lab: &FabricFixture,
+    call: impl Fn(&dyn Group, &mut RegisteredMemory<u32>) + Copy + Send + 'static,
     length: usize,
 ) -> Vec<u64> {
     let threads = groups(lab).into_iter().map(|group| {
         thread::spawn(move || {
-            let mut memory = Memory::<u32>::new(Some(&group), length);
+            let mut memory = RegisteredMemory::<u32>::new(Some(&group), length);
             memory.fill(group.rank().0 + 1);
             (&group as &dyn Group).barrier(soon(20)).unwrap();
             let Traffic { sent: before, .. } = group.traffic();

@@ -1,9 +1,9 @@
 //! Joins of groups, and their failures.
 
 use super::*;
-use crate::{Settings, Verbs, join_settings};
+use crate::{JacclSettings, Verbs, join_settings};
 
-fn errors(lab: &Lab) -> Vec<String> {
+fn errors(lab: &FabricFixture) -> Vec<String> {
     let joined = join_all(lab).into_iter();
     joined
         .map(|joined| joined.unwrap_err().to_string())
@@ -139,7 +139,7 @@ fn a_function_that_fails_later_ends_the_call() {
         let threads = joined.into_iter().map(|group| {
             thread::spawn(move || {
                 // Memory that cannot be registered is still used.
-                let mut memory = Memory::<u32>::new(Some(&group), 100_000);
+                let mut memory = RegisteredMemory::<u32>::new(Some(&group), 100_000);
                 let registered = memory.is_registered();
                 memory.fill(1);
                 let by = soon(60);
@@ -186,7 +186,7 @@ fn an_address_is_used_wherever_it_is_in_the_table() {
         for (name, (rank, at)) in names.iter().zip((1..).zip([a, b])) {
             fabric.device_with(name, [10, 1, 0, rank], at);
         }
-        let lab = Lab::new(fabric, &Matrix::switched(&names), Config::default());
+        let lab = FabricFixture::new(fabric, &Matrix::switched(&names), Config::default());
         on_each(&lab, |group| {
             let mut sum = [1_u64; 5000];
             (&group as &dyn Group)
@@ -210,24 +210,27 @@ fn only_whole_pages_are_registered() {
     drop(lab);
     let fabric = Fabric::new(Faults::default(), caps);
     (0..2).for_each(|rank| fabric.device(matrix.of(rank)[0]));
-    on_each(&Lab::new(fabric, &matrix, Config::default()), |group| {
-        assert!(Memory::<f32>::new(Some(&group), 1001).is_registered());
-        assert!(group.allocate(3).is_ok());
-        let mut plain = vec![0_u8; 1000];
-        // SAFETY: `plain` lives longer.
-        let error = unsafe { group.register(plain.as_mut_ptr(), 999) }.unwrap_err();
-        assert!(
-            error.to_string().contains("ibv_reg_mr(999 bytes at "),
-            "{error}"
-        );
-        (&group as &dyn Group).barrier(soon(60)).unwrap();
-    });
+    on_each(
+        &FabricFixture::new(fabric, &matrix, Config::default()),
+        |group| {
+            assert!(RegisteredMemory::<f32>::new(Some(&group), 1001).is_registered());
+            assert!(group.allocate(3).is_ok());
+            let mut plain = vec![0_u8; 1000];
+            // SAFETY: `plain` lives longer.
+            let error = unsafe { group.register(plain.as_mut_ptr(), 999) }.unwrap_err();
+            assert!(
+                error.to_string().contains("ibv_reg_mr(999 bytes at "),
+                "{error}"
+            );
+            (&group as &dyn Group).barrier(soon(60)).unwrap();
+        },
+    );
 }
 
 #[test]
 fn a_machine_without_rdma_says_so() {
     soft::NO_LIST.set(true);
-    let error = software::verbs(Limits::APPLE)
+    let error = software::verbs(DeviceLimits::APPLE)
         .devices()
         .unwrap_err()
         .to_string();
@@ -235,7 +238,7 @@ fn a_machine_without_rdma_says_so() {
     assert!(error.starts_with("list RDMA devices: "), "{error}");
     let lab = switched(2, Faults::default());
     let matrix = Matrix::switched(&["nowhere".to_string(), "neither".to_string()]);
-    let lab = Lab::new(lab.fabric, &matrix, Config::default());
+    let lab = FabricFixture::new(lab.fabric, &matrix, Config::default());
     let errors = errors(&lab);
     assert!(
         errors[0].starts_with("no RDMA device nowhere; there are: "),
@@ -287,13 +290,13 @@ fn the_device_has_the_last_word() {
     let fabric = Fabric::new(Faults::default(), caps);
     drop(lab);
     (0..3).for_each(|rank| fabric.device(matrix.of(rank)[0]));
-    let errors = errors(&Lab::new(fabric, &matrix, Config::default()));
+    let errors = errors(&FabricFixture::new(fabric, &matrix, Config::default()));
     let busy = |error: &String| error.contains("ibv_create_qp(UC, 32 requests of 2 pieces): ");
     assert!(errors.iter().all(busy), "{errors:?}");
 }
 
 /// Two cables between two ranks, listed in another order on the two ends.
-fn crossed(networks: bool) -> Lab {
+fn crossed(networks: bool) -> FabricFixture {
     let (fabric, number) = (Fabric::new(Faults::default(), Caps::APPLE), soft::number());
     let name = |rank: usize, cable: usize| format!("soft{number}.{rank}.{cable}");
     let places = [[(0, 0), (0, 1)], [(1, 0), (1, 1)]];
@@ -311,7 +314,7 @@ fn crossed(networks: bool) -> Lab {
     fabric.cable(&name(0, 1), &name(1, 0));
     let entry = |rank: usize| (0..2).map(|cable| name(rank, cable)).collect();
     let rows = vec![vec![vec![], entry(0)], vec![entry(1), vec![]]];
-    Lab::new(fabric, &Matrix::new(rows).unwrap(), Config::default())
+    FabricFixture::new(fabric, &Matrix::new(rows).unwrap(), Config::default())
 }
 
 #[test]
@@ -357,14 +360,14 @@ fn jaccls_environment_makes_a_group() {
     let lab = switched(3, Faults::default());
     let matrix = (*lab.cablings[0].matrix).clone();
     let threads = (0..3).map(|rank| {
-        let settings = Settings {
+        let settings = JacclSettings {
             rank: Rank(rank),
             coordinator,
             matrix: matrix.clone(),
             ring: true,
         };
         thread::spawn(move || {
-            let verbs = software::verbs(Limits::APPLE);
+            let verbs = software::verbs(DeviceLimits::APPLE);
             let group = join_settings(verbs, &settings, Config::default(), soon(60)).unwrap();
             assert_eq!(group.tuning().force, Some(Algorithm::Ring));
             assert!(group.tuning().wire, "a cable");

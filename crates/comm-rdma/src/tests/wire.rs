@@ -1,18 +1,18 @@
 //! RDMA as a provider of `paceline_comm::init`.
 
 use paceline_comm::provider::Provider;
-use paceline_comm::{Backend, InitError, Plaintext, Seat, Strict, init, tcp};
+use paceline_comm::{Backend, InitError, JoinParams, Plaintext, Strict, init, tcp};
 
 use super::*;
-use crate::Wire;
+use crate::RdmaProvider;
 
 /// Result of joining one rank.
-type Joined = Result<Box<dyn Group>, InitError>;
+type JoinResult = Result<Box<dyn Group>, InitError>;
 
 /// Joins three ranks; returns the results and the fabric, which they need.
-fn three(plaintext: Plaintext) -> (Fabric, Vec<Joined>) {
+fn three(plaintext: Plaintext) -> (Fabric, Vec<JoinResult>) {
     let (fabric, cabling) = switched_cabling(3);
-    let wire = Wire { cabling, plaintext };
+    let wire = RdmaProvider { cabling, plaintext };
     assert_eq!(wire.backend(), Backend::Rdma);
     let listen = |_| Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let listeners: Vec<Listener> = (0..3).map(listen).collect();
@@ -22,7 +22,7 @@ fn three(plaintext: Plaintext) -> (Fabric, Vec<Joined>) {
         let threads = (0..).zip(listeners).map(|(rank, listener)| {
             let (addrs, wire) = (&addrs, &wire);
             scope.spawn(move || {
-                let seat = Seat {
+                let seat = JoinParams {
                     listener,
                     rank: Rank(rank),
                     addrs,

@@ -22,13 +22,13 @@ use paceline_base::Rank;
 use rustix::event::{PollFd, PollFlags};
 
 use super::door::Roster;
-use super::greeting::{self, Answer, Pending, STRANGER_WAIT, STRANGERS, refuse};
+use super::greeting::{self, HandshakeReply, IncompleteGreeting, STRANGER_WAIT, STRANGERS, refuse};
 use super::hello::{Hello, REPLY_BYTES, Reply, VERSION};
-use super::origin::Origin;
+use super::origin::JoinRecord;
 use super::poll::poll_until;
 use super::refusal::{JoinError, Refusal};
-use super::seal::Shaking;
-use super::stream::Stream;
+use super::seal::NoiseHandshake;
+use super::stream::PeerConnection;
 use crate::transport::Closed;
 use crate::wire::{CONTROL_BYTES, Control};
 use crate::{Deadline, deadline};
@@ -64,13 +64,13 @@ const PROOF: [u8; 1] = [1];
 
 /// A rejected dialler that claimed a rank that is still missing.
 #[derive(Clone, Copy)]
-struct Stray {
+struct RejectedDialler {
     why: Refusal,
     from: IpAddr,
     since: Instant,
 }
 
-impl Stray {
+impl RejectedDialler {
     fn new(why: Refusal, from: IpAddr) -> Self {
         let since = deadline::now();
         Self { why, from, since }
@@ -85,17 +85,17 @@ impl Stray {
 }
 
 /// Connections by rank; `None` for the rank itself.
-pub(crate) type Streams = Vec<Option<Stream>>;
+pub(crate) type Streams = Vec<Option<PeerConnection>>;
 
 /// An accepted connection that is not a member's yet.
-enum Stranger {
+enum PendingConnection {
     /// Its hello is incomplete.
-    Greeting(Pending),
+    Greeting(IncompleteGreeting),
     /// It was welcomed, and must prove the group key by an encrypted byte.
-    Proving(Box<Stream>, Hello, Instant),
+    Proving(Box<PeerConnection>, Hello, Instant),
 }
 
-impl Stranger {
+impl PendingConnection {
     fn poll_fd(&self) -> PollFd<'_> {
         match self {
             Self::Greeting(pending) => PollFd::new(&pending.stream, PollFlags::IN),
@@ -106,33 +106,33 @@ impl Stranger {
 
 /// An outgoing connection of this rank. One connection goes to the rank itself, to check that its
 /// address leads to it.
-struct Dial {
+struct OutboundConnection {
     peer: usize,
     slot: usize,
     /// Index among the peer's addresses.
     address: usize,
-    pending: Option<(Pending, Option<Shaking>)>,
+    pending: Option<(IncompleteGreeting, Option<NoiseHandshake>)>,
     not_before: Instant,
     /// Start of the time in which this address failed although the peer is reachable.
     failing: Option<Instant>,
 }
 
-struct Joining<'a> {
-    origin: &'a Origin,
+struct GroupJoin<'a> {
+    origin: &'a JoinRecord,
     rank: usize,
     roster: Roster,
     /// By slot.
     links: Vec<Streams>,
-    strangers: VecDeque<Stranger>,
-    dials: Vec<Dial>,
+    strangers: VecDeque<PendingConnection>,
+    dials: Vec<OutboundConnection>,
     turned_away: Option<Refusal>,
     /// By the rank that each claimed, the first.
-    strays: Vec<Option<Stray>>,
+    strays: Vec<Option<RejectedDialler>>,
 }
 
 /// All connections of `rank`, by slot, and the roster of processes at their other ends.
 pub(crate) fn connect(
-    origin: &Origin,
+    origin: &JoinRecord,
     rank: Rank,
     deadline: Deadline,
 ) -> Result<(Vec<Streams>, Roster), JoinError> {
@@ -149,7 +149,7 @@ pub(crate) fn connect(
     if let Some(addr) = origin.config.protection.bars(addrs) {
         return Err(JoinError::Unprotected { addr });
     }
-    let mut joining = Joining::new(origin, rank.0 as usize);
+    let mut joining = GroupJoin::new(origin, rank.0 as usize);
     let result = joining
         .links(deadline)
         .and_then(|()| joining.ready(deadline));
@@ -166,12 +166,12 @@ pub(crate) fn connect(
     }
 }
 
-impl<'a> Joining<'a> {
-    fn new(origin: &'a Origin, rank: usize) -> Self {
+impl<'a> GroupJoin<'a> {
+    fn new(origin: &'a JoinRecord, rank: usize) -> Self {
         let (now, size) = (deadline::now(), origin.addrs.len());
         let slots = origin.config.slots();
         let streams = usize::from(origin.config.streams.get());
-        let dial = |(peer, slot): (usize, usize)| Dial {
+        let dial = |(peer, slot): (usize, usize)| OutboundConnection {
             peer,
             slot,
             address: slot % streams % origin.addrs[peer].len(),
@@ -205,13 +205,13 @@ impl<'a> Joining<'a> {
     fn links(&mut self, deadline: Deadline) -> Result<(), JoinError> {
         loop {
             self.accept();
-            self.hear_strangers()?;
+            self.poll_pending()?;
             self.dial(deadline)?;
             let Some(missing) = self.missing() else {
                 return Ok(());
             };
-            self.look_at_members()?;
-            self.look_at_strays()?;
+            self.poll_connected()?;
+            self.check_rejected()?;
             if deadline.left(deadline::now()).is_zero() {
                 return Err(JoinError::Missing {
                     rank: missing,
@@ -237,24 +237,25 @@ impl<'a> Joining<'a> {
 
     /// Accepts new connections.
     fn accept(&mut self) {
-        let come = self.origin.listener.lobby().take();
-        self.strangers.extend(come.map(Stranger::Greeting));
+        let come = self.origin.listener.pending_connections().take();
+        self.strangers.extend(come.map(PendingConnection::Greeting));
         let surplus = self.strangers.len().saturating_sub(STRANGERS);
         self.strangers.drain(..surplus);
     }
 
-    fn hear_strangers(&mut self) -> Result<(), JoinError> {
+    fn poll_pending(&mut self) -> Result<(), JoinError> {
         for _ in 0..self.strangers.len() {
             match self.strangers.pop_front() {
-                Some(Stranger::Greeting(mut pending)) => match pending.hello() {
+                Some(PendingConnection::Greeting(mut pending)) => match pending.hello() {
                     Ok(Some(hello)) => self.admit(pending, &hello)?,
                     Ok(None) if pending.plausible() => {
-                        self.strangers.push_back(Stranger::Greeting(pending));
+                        self.strangers
+                            .push_back(PendingConnection::Greeting(pending));
                     }
                     Ok(None) | Err(Closed) => {}
                 },
-                Some(Stranger::Proving(stream, hello, since)) => {
-                    self.hear_proof(stream, hello, since)?;
+                Some(PendingConnection::Proving(stream, hello, since)) => {
+                    self.receive_proof(stream, hello, since)?;
                 }
                 None => break,
             }
@@ -263,14 +264,15 @@ impl<'a> Joining<'a> {
     }
 
     /// Checks a hello, replies, and keeps the connection of a member.
-    fn admit(&mut self, pending: Pending, hello: &Hello) -> Result<(), JoinError> {
+    fn admit(&mut self, pending: IncompleteGreeting, hello: &Hello) -> Result<(), JoinError> {
         let from = pending.stream.peer_addr().ok().map(|addr| addr.ip());
         match self.welcome(&pending, hello) {
             Ok(answer) => {
                 let sealed = answer.is_some();
                 match greeting::welcome(pending, answer) {
                     Ok(stream) if sealed => {
-                        let stranger = Stranger::Proving(Box::new(stream), *hello, deadline::now());
+                        let stranger =
+                            PendingConnection::Proving(Box::new(stream), *hello, deadline::now());
                         self.strangers.push_back(stranger);
                     }
                     Ok(stream) => self.take(stream, hello),
@@ -286,16 +288,16 @@ impl<'a> Joining<'a> {
     }
 
     /// Links a pending connection whose handshake is complete.
-    fn hear_proof(
+    fn receive_proof(
         &mut self,
-        stream: Box<Stream>,
+        stream: Box<PeerConnection>,
         hello: Hello,
         since: Instant,
     ) -> Result<(), JoinError> {
         let mut proof = [0; PROOF.len()];
         match stream.read(&mut proof) {
             Ok(0) if since.elapsed() < STRANGER_WAIT => {
-                let stranger = Stranger::Proving(stream, hello, since);
+                let stranger = PendingConnection::Proving(stream, hello, since);
                 self.strangers.push_back(stranger);
             }
             // Checked only now that the key is proven: a replayed hello must not take the rank.
@@ -311,7 +313,7 @@ impl<'a> Joining<'a> {
         Ok(())
     }
 
-    fn take(&mut self, stream: Stream, hello: &Hello) {
+    fn take(&mut self, stream: PeerConnection, hello: &Hello) {
         let peer = hello.rank as usize;
         if peer != self.rank {
             self.roster.instances[peer] = Some(hello.instance);
@@ -320,7 +322,11 @@ impl<'a> Joining<'a> {
     }
 
     /// Checks `hello`; returns a session if there is a group key.
-    fn welcome(&self, pending: &Pending, hello: &Hello) -> Result<Option<Answer>, Refusal> {
+    fn welcome(
+        &self,
+        pending: &IncompleteGreeting,
+        hello: &Hello,
+    ) -> Result<Option<HandshakeReply>, Refusal> {
         let origin = self.origin;
         let key = origin.config.protection.key();
         let session = greeting::check(pending, hello, origin.id, key)?;
@@ -353,7 +359,7 @@ impl<'a> Joining<'a> {
             let (rank, to) = (hello.rank as usize, hello.to as usize);
             let meant = (hello.size, to) == (self.size(), self.rank);
             if let (true, Some(from), Some(stray)) = (meant, listed, self.strays.get_mut(rank)) {
-                stray.get_or_insert(Stray::new(Refusal::Group, from));
+                stray.get_or_insert(RejectedDialler::new(Refusal::Group, from));
             }
             return Ok(());
         }
@@ -362,19 +368,19 @@ impl<'a> Joining<'a> {
             return Err(JoinError::Unfit { why, from });
         }
         if let (Some(from), Some(stray)) = (listed, self.strays.get_mut(hello.rank as usize)) {
-            stray.get_or_insert(Stray::new(why, from));
+            stray.get_or_insert(RejectedDialler::new(why, from));
         }
         Ok(())
     }
 
     /// Fails if a rank dialled with another group id, or without a proof of the key, and did not
     /// return as a member.
-    fn look_at_strays(&self) -> Result<(), JoinError> {
+    fn check_rejected(&self) -> Result<(), JoinError> {
         for (rank, stray) in self.strays.iter().enumerate() {
-            if let Some(Stray { why, from, since }) = *stray
+            if let Some(RejectedDialler { why, from, since }) = *stray
                 && rank != self.rank // which is here
                 && !self.is_linked(rank)
-                && since.elapsed() > Stray::patience(why)
+                && since.elapsed() > RejectedDialler::patience(why)
             {
                 return Err(JoinError::Unfit { why, from });
             }
@@ -398,7 +404,11 @@ impl<'a> Joining<'a> {
     }
 
     /// True when the connection is established.
-    fn dial_one(&mut self, dial: &mut Dial, deadline: Deadline) -> Result<bool, JoinError> {
+    fn dial_one(
+        &mut self,
+        dial: &mut OutboundConnection,
+        deadline: Deadline,
+    ) -> Result<bool, JoinError> {
         let now = deadline::now();
         let Some((pending, shaking)) = &mut dial.pending else {
             if now >= dial.not_before {
@@ -427,7 +437,7 @@ impl<'a> Joining<'a> {
     }
 
     /// Dials and sends the hello.
-    fn call(&self, dial: &mut Dial, deadline: Deadline) {
+    fn call(&self, dial: &mut OutboundConnection, deadline: Deadline) {
         let addrs = &self.origin.addrs[dial.peer];
         let wait = deadline.left(deadline::now()).min(DIAL_WAIT);
         let wait = wait.max(Duration::from_millis(1));
@@ -451,14 +461,19 @@ impl<'a> Joining<'a> {
     }
 
     /// Keeps a connection whose acceptor welcomes this rank; false if it must be dialled again.
-    fn linked(&mut self, dial: &mut Dial, pending: Pending, shaking: Option<Shaking>) -> bool {
+    fn linked(
+        &mut self,
+        dial: &mut OutboundConnection,
+        pending: IncompleteGreeting,
+        shaking: Option<NoiseHandshake>,
+    ) -> bool {
         let session = shaking.map(|shaking| shaking.end(pending.shake(REPLY_BYTES)));
         let Ok(session) = session.transpose() else {
             dial.not_before = deadline::now() + DIAL_AGAIN;
             return false;
         };
         let sealed = session.is_some();
-        let stream = Stream::new(pending.stream, session);
+        let stream = PeerConnection::new(pending.stream, session);
         if sealed && stream.write(&PROOF, &[]) != Ok(PROOF.len()) {
             dial.not_before = deadline::now() + DIAL_AGAIN;
             return false;
@@ -467,7 +482,11 @@ impl<'a> Joining<'a> {
         true
     }
 
-    fn greet(&self, dial: &Dial, stream: TcpStream) -> std::io::Result<(Pending, Option<Shaking>)> {
+    fn greet(
+        &self,
+        dial: &OutboundConnection,
+        stream: TcpStream,
+    ) -> std::io::Result<(IncompleteGreeting, Option<NoiseHandshake>)> {
         let key = self.origin.config.protection.key();
         let hello = Hello {
             version: VERSION,
@@ -484,7 +503,7 @@ impl<'a> Joining<'a> {
     }
 
     /// Whether a member has given up meanwhile, or rejected this rank later.
-    fn look_at_members(&self) -> Result<(), JoinError> {
+    fn poll_connected(&self) -> Result<(), JoinError> {
         let mut lost = None;
         for (rank, stream) in self
             .links
@@ -560,19 +579,20 @@ impl<'a> Joining<'a> {
     }
 
     /// Rejects a late connection.
-    fn turn_away(&mut self, stranger: Stranger, reply: Reply) {
+    fn turn_away(&mut self, stranger: PendingConnection, reply: Reply) {
         match stranger {
-            Stranger::Greeting(mut pending) => match pending.hello() {
+            PendingConnection::Greeting(mut pending) => match pending.hello() {
                 Ok(Some(hello)) => {
                     let own = self.welcome(&pending, &hello).err();
                     refuse(&pending.stream, own.map_or(reply, Reply::Refused));
                 }
                 Ok(None) if pending.plausible() => {
-                    self.strangers.push_back(Stranger::Greeting(pending));
+                    self.strangers
+                        .push_back(PendingConnection::Greeting(pending));
                 }
                 Ok(None) | Err(Closed) => {}
             },
-            Stranger::Proving(stream, hello, _) => {
+            PendingConnection::Proving(stream, hello, _) => {
                 let own = self.roster.judge(&hello).map_or(reply, Reply::Refused);
                 let _ = stream.write(&farewell(own), &[]);
             }
@@ -599,7 +619,7 @@ impl<'a> Joining<'a> {
             let Some(first) = missing.first() else {
                 return Ok(());
             };
-            self.look_at_members()?;
+            self.poll_connected()?;
             if let Some(rank) = lost {
                 let rank = number(rank);
                 return Err(JoinError::Lost { rank });
@@ -611,7 +631,7 @@ impl<'a> Joining<'a> {
                 });
             }
             self.accept();
-            self.hear_strangers()?;
+            self.poll_pending()?;
             self.dial(deadline)?;
             self.wait(deadline);
         }
@@ -638,7 +658,12 @@ impl<'a> Joining<'a> {
             .collect();
         let dials = self.dials.iter().filter_map(|dial| dial.pending.as_ref());
         let dials = dials.map(|(pending, _)| PollFd::new(&pending.stream, PollFlags::IN));
-        fds.extend(self.strangers.iter().map(Stranger::poll_fd).chain(dials));
+        fds.extend(
+            self.strangers
+                .iter()
+                .map(PendingConnection::poll_fd)
+                .chain(dials),
+        );
         let until = deadline::now() + LOOK_EVERY;
         poll_until(&mut fds, until.min(deadline.instant()));
     }

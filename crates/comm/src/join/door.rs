@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use paceline_base::Rank;
 
 use super::config::{Config, GroupId, random};
-use super::greeting::{Pending, check, refuse};
+use super::greeting::{IncompleteGreeting, check, refuse};
 use super::hello::{Hello, Reply};
 use super::listener::Listener;
-use super::origin::Origin;
+use super::origin::JoinRecord;
 use super::refusal::Refusal;
 use crate::locks::lock;
 
@@ -69,7 +69,7 @@ impl Roster {
 }
 
 /// Handles connections to a complete group.
-pub(crate) struct Door {
+pub(crate) struct LateConnections {
     listener: Arc<Listener>,
     config: Config,
     id: GroupId,
@@ -77,8 +77,8 @@ pub(crate) struct Door {
     turned_away: Mutex<Option<Refusal>>,
 }
 
-impl Door {
-    pub(crate) fn new(origin: &Origin, roster: Roster) -> Self {
+impl LateConnections {
+    pub(crate) fn new(origin: &JoinRecord, roster: Roster) -> Self {
         Self {
             listener: Arc::clone(&origin.listener),
             config: origin.config.clone(),
@@ -89,8 +89,8 @@ impl Door {
     }
 
     /// Replies to late connections that name this group.
-    pub(crate) fn answer(&self) {
-        self.listener.lobby().sort(|pending, hello| {
+    pub(crate) fn refuse_late(&self) {
+        self.listener.pending_connections().sort(|pending, hello| {
             let meant = hello.group == self.id;
             if meant {
                 self.turn_away(pending, hello);
@@ -99,7 +99,7 @@ impl Door {
         });
     }
 
-    fn turn_away(&self, pending: &Pending, hello: &Hello) {
+    fn turn_away(&self, pending: &IncompleteGreeting, hello: &Hello) {
         let key = self.config.protection.key();
         let why = match check(pending, hello, self.id, key) {
             Ok(_) => self.roster.judge(hello),

@@ -11,8 +11,8 @@ use super::hello::{
 use super::key::GroupKey;
 use super::poll::outcome;
 use super::refusal::Refusal;
-use super::seal::{self, SHAKE_BYTES, Session, Shaking, WrongKey};
-use super::stream::Stream;
+use super::seal::{self, NoiseHandshake, NoiseSession, SHAKE_BYTES, WrongKey};
+use super::stream::PeerConnection;
 use crate::deadline;
 use crate::transport::Closed;
 
@@ -24,14 +24,14 @@ pub(super) const STRANGER_WAIT: Duration = Duration::from_secs(2);
 
 /// A connection whose first bytes are incomplete.
 #[derive(Debug)]
-pub(super) struct Pending {
+pub(super) struct IncompleteGreeting {
     pub(super) stream: TcpStream,
     bytes: [u8; GREETING_BYTES],
     filled: usize,
     since: Instant,
 }
 
-impl Pending {
+impl IncompleteGreeting {
     pub(super) fn new(stream: TcpStream) -> Self {
         Self {
             stream,
@@ -98,7 +98,7 @@ pub(super) fn greet(
     mut stream: TcpStream,
     hello: &Hello,
     key: Option<&GroupKey>,
-) -> std::io::Result<(Pending, Option<Shaking>)> {
+) -> std::io::Result<(IncompleteGreeting, Option<NoiseHandshake>)> {
     let hello = hello.encode();
     let (shaking, message) = match key.map(|key| seal::begin(key, &hello)).transpose()? {
         Some((shaking, message)) => (Some(shaking), message.to_vec()),
@@ -107,31 +107,34 @@ pub(super) fn greet(
     stream.set_nodelay(true)?;
     stream.write_all(&[&hello[..], &message].concat())?;
     stream.set_nonblocking(true)?;
-    Ok((Pending::new(stream), shaking))
+    Ok((IncompleteGreeting::new(stream), shaking))
 }
 
 /// Welcomes a connection that passed [`check`] with this reply.
-pub(super) fn welcome(pending: Pending, answer: Option<Answer>) -> std::io::Result<Stream> {
+pub(super) fn welcome(
+    pending: IncompleteGreeting,
+    answer: Option<HandshakeReply>,
+) -> std::io::Result<PeerConnection> {
     let mut reply = Reply::Welcome.encode().to_vec();
     let session = answer.map(|(session, shake)| {
         reply.extend(shake);
         session
     });
     (&pending.stream).write_all(&reply)?;
-    Ok(Stream::new(pending.stream, session))
+    Ok(PeerConnection::new(pending.stream, session))
 }
 
 /// A session, and the acceptor's message that completes it at the dialler.
-pub(super) type Answer = (Session, [u8; SHAKE_BYTES]);
+pub(super) type HandshakeReply = (NoiseSession, [u8; SHAKE_BYTES]);
 
 /// Checks version, group and key of `hello`; returns a session if there is a key. The hello may be
 /// a replay until a byte has arrived over that session.
 pub(super) fn check(
-    pending: &Pending,
+    pending: &IncompleteGreeting,
     hello: &Hello,
     group: GroupId,
     key: Option<&GroupKey>,
-) -> Result<Option<Answer>, Refusal> {
+) -> Result<Option<HandshakeReply>, Refusal> {
     if hello.version != VERSION {
         let (ours, theirs) = (VERSION, hello.version);
         return Err(Refusal::Version { ours, theirs });
@@ -145,7 +148,7 @@ pub(super) fn check(
         (None, true) => Err(Refusal::UnknownKey),
         (Some(key), true) => {
             let prologue = &pending.bytes[..HELLO_BYTES];
-            let answer = seal::answer(key, prologue, pending.shake(HELLO_BYTES));
+            let answer = seal::accept_handshake(key, prologue, pending.shake(HELLO_BYTES));
             answer.map(Some).map_err(|WrongKey| Refusal::Key)
         }
     }

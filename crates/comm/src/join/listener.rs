@@ -5,7 +5,7 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Mutex, MutexGuard};
 
-use super::greeting::{Pending, STRANGERS};
+use super::greeting::{IncompleteGreeting, STRANGERS};
 use super::hello::Hello;
 use crate::locks::lock;
 
@@ -15,7 +15,7 @@ pub struct Listener {
     sockets: Vec<TcpListener>,
     addrs: Vec<SocketAddr>,
     /// Accepted connections without a reply.
-    waiting: Mutex<VecDeque<Pending>>,
+    waiting: Mutex<VecDeque<IncompleteGreeting>>,
 }
 
 impl Listener {
@@ -69,19 +69,22 @@ impl Listener {
         &self.sockets
     }
 
-    pub(super) fn lobby(&self) -> Lobby<'_> {
-        Lobby::new(&self.sockets, &self.waiting)
+    pub(super) fn pending_connections(&self) -> PendingConnections<'_> {
+        PendingConnections::new(&self.sockets, &self.waiting)
     }
 }
 
 /// Connections of a listener that no group has claimed; a new one evicts the oldest.
-pub(super) struct Lobby<'a> {
+pub(super) struct PendingConnections<'a> {
     sockets: &'a [TcpListener],
-    waiting: MutexGuard<'a, VecDeque<Pending>>,
+    waiting: MutexGuard<'a, VecDeque<IncompleteGreeting>>,
 }
 
-impl<'a> Lobby<'a> {
-    pub(super) fn new(sockets: &'a [TcpListener], waiting: &'a Mutex<VecDeque<Pending>>) -> Self {
+impl<'a> PendingConnections<'a> {
+    pub(super) fn new(
+        sockets: &'a [TcpListener],
+        waiting: &'a Mutex<VecDeque<IncompleteGreeting>>,
+    ) -> Self {
         let waiting = lock(waiting);
         Self { sockets, waiting }
     }
@@ -97,7 +100,7 @@ impl<'a> Lobby<'a> {
                     .set_nonblocking(true)
                     .and_then(|()| stream.set_nodelay(true));
                 if ready.is_ok() {
-                    self.waiting.push_back(Pending::new(stream));
+                    self.waiting.push_back(IncompleteGreeting::new(stream));
                 }
                 if self.waiting.len() > STRANGERS {
                     self.waiting.pop_front();
@@ -107,14 +110,14 @@ impl<'a> Lobby<'a> {
     }
 
     /// All pending connections.
-    pub(super) fn take(mut self) -> impl Iterator<Item = Pending> + use<> {
+    pub(super) fn take(mut self) -> impl Iterator<Item = IncompleteGreeting> + use<> {
         self.fill();
         std::mem::take(&mut *self.waiting).into_iter()
     }
 
     /// Offers each connection with a complete hello to `answer`, which returns false to leave it
     /// pending.
-    pub(super) fn sort(mut self, answer: impl Fn(&Pending, &Hello) -> bool) {
+    pub(super) fn sort(mut self, answer: impl Fn(&IncompleteGreeting, &Hello) -> bool) {
         self.fill();
         for _ in 0..self.waiting.len() {
             let Some(mut pending) = self.waiting.pop_front() else {

@@ -13,12 +13,12 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use super::config::GroupId;
-use super::greeting::{self, Pending, STRANGER_WAIT, STRANGERS, refuse};
+use super::greeting::{self, IncompleteGreeting, STRANGER_WAIT, STRANGERS, refuse};
 use super::hello::{Hello, REPLY_BYTES, Reply, VERSION};
 use super::key::GroupKey;
 use super::listener::Listener;
 use super::refusal::Refusal;
-use super::stream::Stream;
+use super::stream::PeerConnection;
 use crate::transport::Closed;
 use crate::{Deadline, deadline};
 
@@ -38,27 +38,27 @@ const WAIT: Duration = Duration::from_millis(500);
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 #[derive(Debug)]
-pub(crate) enum Unmet {
+pub(crate) enum RendezvousFailure {
     /// The host has ended, is no rank, or is of another round.
     Gone,
     /// The host refuses this rank.
     Refused(Refusal),
 }
 
-impl From<Closed> for Unmet {
+impl From<Closed> for RendezvousFailure {
     fn from(Closed: Closed) -> Self {
         Self::Gone
     }
 }
 
 /// Connects to the host `at`, registers this rank, and waits for the list.
-pub(crate) fn visit(
+pub(crate) fn fetch_members(
     at: SocketAddr,
     round: GroupId,
     key: Option<&GroupKey>,
     own: SocketAddr,
     deadline: Deadline,
-) -> Result<Vec<SocketAddr>, Unmet> {
+) -> Result<Vec<SocketAddr>, RendezvousFailure> {
     let hello = Hello {
         version: VERSION,
         slot: 0,
@@ -72,19 +72,21 @@ pub(crate) fn visit(
     };
     let stream = TcpStream::connect_timeout(&at, WAIT);
     let greeted = stream.and_then(|stream| greeting::greet(stream, &hello, key));
-    let (mut pending, shaking) = greeted.map_err(|_| Unmet::Gone)?;
+    let (mut pending, shaking) = greeted.map_err(|_| RendezvousFailure::Gone)?;
     let soon = Deadline::at(deadline::now() + STRANGER_WAIT).min(deadline);
     match look_until(soon, || pending.reply(shaking.is_some()))? {
         Some(Reply::Welcome) => {}
-        Some(Reply::Refused(why) | Reply::GaveUp(why)) => return Err(Unmet::Refused(why)),
-        None => return Err(Unmet::Gone),
+        Some(Reply::Refused(why) | Reply::GaveUp(why)) => {
+            return Err(RendezvousFailure::Refused(why));
+        }
+        None => return Err(RendezvousFailure::Gone),
     }
     let session = shaking.map(|shaking| shaking.end(pending.shake(REPLY_BYTES)));
-    let session = session.transpose().map_err(|_| Unmet::Gone)?;
-    let stream = Stream::new(pending.stream, session);
+    let session = session.transpose().map_err(|_| RendezvousFailure::Gone)?;
+    let stream = PeerConnection::new(pending.stream, session);
     write_all(&stream, &name(own), soon)?;
     let mut list = Vec::new();
-    look_until(deadline, || read_list(&stream, &mut list))?.ok_or(Unmet::Gone)
+    look_until(deadline, || read_list(&stream, &mut list))?.ok_or(RendezvousFailure::Gone)
 }
 
 /// Calls `look` until it returns a value or the deadline has passed.
@@ -101,7 +103,7 @@ fn look_until<T>(
     }
 }
 
-fn write_all(stream: &Stream, mut bytes: &[u8], deadline: Deadline) -> Result<(), Closed> {
+fn write_all(stream: &PeerConnection, mut bytes: &[u8], deadline: Deadline) -> Result<(), Closed> {
     look_until(deadline, || {
         bytes = &bytes[stream.write(&[], bytes)?..];
         Ok(bytes.is_empty().then_some(()))
@@ -110,7 +112,7 @@ fn write_all(stream: &Stream, mut bytes: &[u8], deadline: Deadline) -> Result<()
 
 /// The list, once complete; the inner `None` if it is malformed.
 fn read_list(
-    stream: &Stream,
+    stream: &PeerConnection,
     list: &mut Vec<u8>,
 ) -> Result<Option<Option<Vec<SocketAddr>>>, Closed> {
     let mut part = [0; 4096];
@@ -152,30 +154,30 @@ fn parse_name(bytes: &[u8; NAME_BYTES]) -> Option<SocketAddr> {
 }
 
 /// A pending connection at the host.
-enum Guest {
-    Greeting(Pending),
+enum PendingMember {
+    Greeting(IncompleteGreeting),
     /// It was welcomed and must send its address. With a key, this also proves that its hello was
     /// no replay.
-    Naming(Box<Stream>, Name),
+    Naming(Box<PeerConnection>, PartialAddress),
 }
 
-struct Name {
+struct PartialAddress {
     bytes: [u8; NAME_BYTES],
     filled: usize,
     since: Instant,
 }
 
 /// The host's side of a round. Pending connections have the same bounds as in a join.
-pub(crate) struct Hall<'a> {
+pub(crate) struct RendezvousHost<'a> {
     listener: &'a Listener,
     round: GroupId,
     key: Option<&'a GroupKey>,
-    guests: VecDeque<Guest>,
-    comers: Vec<(SocketAddr, Stream)>,
+    guests: VecDeque<PendingMember>,
+    comers: Vec<(SocketAddr, PeerConnection)>,
     turned_away: Option<Refusal>,
 }
 
-impl<'a> Hall<'a> {
+impl<'a> RendezvousHost<'a> {
     pub(crate) const fn new(
         listener: &'a Listener,
         round: GroupId,
@@ -192,18 +194,18 @@ impl<'a> Hall<'a> {
     }
 
     /// Accepts new connections, drops closed ones.
-    pub(crate) fn look(&mut self) {
-        let come = self.listener.lobby().take();
-        self.guests.extend(come.map(Guest::Greeting));
+    pub(crate) fn poll_members(&mut self) {
+        let come = self.listener.pending_connections().take();
+        self.guests.extend(come.map(PendingMember::Greeting));
         let surplus = self.guests.len().saturating_sub(STRANGERS);
         let guests = std::mem::take(&mut self.guests).into_iter().skip(surplus);
-        self.guests = guests.filter_map(|guest| self.hear(guest)).collect();
+        self.guests = guests.filter_map(|guest| self.poll_member(guest)).collect();
         self.comers
             .retain(|(_, stream)| stream.peek(&mut [0]).is_ok());
     }
 
     /// Addresses of the connected members; a member that connected twice appears twice.
-    pub(crate) fn comers(&self) -> impl Iterator<Item = SocketAddr> {
+    pub(crate) fn member_addresses(&self) -> impl Iterator<Item = SocketAddr> {
         self.comers.iter().map(|(addr, _)| *addr)
     }
 
@@ -213,7 +215,7 @@ impl<'a> Hall<'a> {
     }
 
     /// Sends the list to all members. A member that misses it has ended, or connects again.
-    pub(crate) fn tell(self, list: &[SocketAddr]) {
+    pub(crate) fn send_list(self, list: &[SocketAddr]) {
         let list = print_list(list) + "\n";
         let soon = Deadline::at(deadline::now() + WAIT);
         for (_, stream) in self.comers {
@@ -223,18 +225,18 @@ impl<'a> Hall<'a> {
         }
     }
 
-    fn hear(&mut self, guest: Guest) -> Option<Guest> {
+    fn poll_member(&mut self, guest: PendingMember) -> Option<PendingMember> {
         match guest {
-            Guest::Greeting(mut pending) => match pending.hello() {
+            PendingMember::Greeting(mut pending) => match pending.hello() {
                 Ok(Some(hello)) => self.admit(pending, &hello),
-                Ok(None) if pending.plausible() => Some(Guest::Greeting(pending)),
+                Ok(None) if pending.plausible() => Some(PendingMember::Greeting(pending)),
                 Ok(None) | Err(Closed) => None,
             },
-            Guest::Naming(stream, mut name) => {
+            PendingMember::Naming(stream, mut name) => {
                 name.filled += stream.read(&mut name.bytes[name.filled..]).ok()?;
                 if name.filled < NAME_BYTES {
                     let waits = name.since.elapsed() < STRANGER_WAIT;
-                    return waits.then_some(Guest::Naming(stream, name));
+                    return waits.then_some(PendingMember::Naming(stream, name));
                 }
                 let addr = parse_name(&name.bytes).filter(|_| self.comers.len() < COMERS);
                 self.comers.extend(addr.map(|addr| (addr, *stream)));
@@ -243,16 +245,16 @@ impl<'a> Hall<'a> {
         }
     }
 
-    fn admit(&mut self, pending: Pending, hello: &Hello) -> Option<Guest> {
+    fn admit(&mut self, pending: IncompleteGreeting, hello: &Hello) -> Option<PendingMember> {
         match greeting::check(&pending, hello, self.round, self.key) {
             Ok(answer) => {
                 let stream = greeting::welcome(pending, answer).ok()?;
-                let name = Name {
+                let name = PartialAddress {
                     bytes: [0; NAME_BYTES],
                     filled: 0,
                     since: deadline::now(),
                 };
-                Some(Guest::Naming(Box::new(stream), name))
+                Some(PendingMember::Naming(Box::new(stream), name))
             }
             // Of another round: it may be early, or will find out that it is late.
             Err(Refusal::Group) => None,

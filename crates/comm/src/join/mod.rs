@@ -24,16 +24,18 @@ mod stream;
 
 pub use self::config::{Addrs, Config, GroupId, SILENCE, random, resolve};
 pub(crate) use self::connect::{Streams, connect};
-pub(crate) use self::door::Door;
+pub(crate) use self::door::LateConnections;
 pub(crate) use self::hello::parse as parse_hello;
 pub use self::key::{GroupKey, KEY_BYTES, Protection};
 pub use self::listener::Listener;
 pub(crate) use self::meeting::parse as parse_meeting;
-pub(crate) use self::meeting::{Hall, LIST_BYTES, Unmet, parse_list, print_list, visit};
-pub use self::origin::Origin;
+pub(crate) use self::meeting::{
+    LIST_BYTES, RendezvousFailure, RendezvousHost, fetch_members, parse_list, print_list,
+};
+pub use self::origin::JoinRecord;
 pub(crate) use self::poll::Waker;
 pub use self::poll::{outcome, poll_until};
 pub use self::refusal::{JoinError, Refusal};
 pub(crate) use self::seal::parse as parse_sealed;
 pub(crate) use self::seal::{open_note, rest, seal_note};
-pub(crate) use self::stream::Stream;
+pub(crate) use self::stream::PeerConnection;

@@ -8,7 +8,7 @@ use super::listener::Listener;
 
 /// How a rank joined its group: listener, addresses, id and settings.
 #[derive(Clone, Debug)]
-pub struct Origin {
+pub struct JoinRecord {
     pub(crate) listener: Arc<Listener>,
     /// By rank; at least one address each.
     pub addrs: Vec<Vec<SocketAddr>>,
@@ -16,7 +16,7 @@ pub struct Origin {
     pub config: Config,
 }
 
-impl Origin {
+impl JoinRecord {
     /// The record of the rank with `listener` among `addrs`; arguments as for `tcp::join_with`.
     pub fn new<A: Clone + Into<Addrs>>(
         listener: Listener,

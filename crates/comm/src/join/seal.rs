@@ -53,7 +53,7 @@ const BATCH: usize = 2;
 pub(super) struct WrongKey;
 
 /// A handshake whose first message was sent.
-pub(super) struct Shaking(HandshakeState);
+pub(super) struct NoiseHandshake(HandshakeState);
 
 fn builder<'a>(key: &'a GroupKey, prologue: &'a [u8]) -> Builder<'a> {
     let resolver = FallbackResolver::new(Box::new(RingResolver), Box::new(DefaultResolver));
@@ -65,7 +65,10 @@ fn builder<'a>(key: &'a GroupKey, prologue: &'a [u8]) -> Builder<'a> {
 }
 
 /// The dialler's first message.
-pub(super) fn begin(key: &GroupKey, prologue: &[u8]) -> io::Result<(Shaking, [u8; SHAKE_BYTES])> {
+pub(super) fn begin(
+    key: &GroupKey,
+    prologue: &[u8],
+) -> io::Result<(NoiseHandshake, [u8; SHAKE_BYTES])> {
     let mut message = [0; SHAKE_BYTES];
     let mut state = builder(key, prologue)
         .build_initiator()
@@ -73,28 +76,28 @@ pub(super) fn begin(key: &GroupKey, prologue: &[u8]) -> io::Result<(Shaking, [u8
     state
         .write_message(&[], &mut message)
         .map_err(io::Error::other)?;
-    Ok((Shaking(state), message))
+    Ok((NoiseHandshake(state), message))
 }
 
 /// The acceptor's reply to a first message, and the session.
-pub(super) fn answer(
+pub(super) fn accept_handshake(
     key: &GroupKey,
     prologue: &[u8],
     message: &[u8; SHAKE_BYTES],
-) -> Result<(Session, [u8; SHAKE_BYTES]), WrongKey> {
+) -> Result<(NoiseSession, [u8; SHAKE_BYTES]), WrongKey> {
     let state = builder(key, prologue).build_responder();
     let mut state = state.map_err(|_| WrongKey)?;
     let mut reply = [0; SHAKE_BYTES];
     state.read_message(message, &mut []).map_err(|_| WrongKey)?;
     state.write_message(&[], &mut reply).map_err(|_| WrongKey)?;
-    Session::new(state).map(|session| (session, reply))
+    NoiseSession::new(state).map(|session| (session, reply))
 }
 
-impl Shaking {
+impl NoiseHandshake {
     /// The session, from the acceptor's reply.
-    pub(super) fn end(mut self, reply: &[u8; SHAKE_BYTES]) -> Result<Session, WrongKey> {
+    pub(super) fn end(mut self, reply: &[u8; SHAKE_BYTES]) -> Result<NoiseSession, WrongKey> {
         self.0.read_message(reply, &mut []).map_err(|_| WrongKey)?;
-        Session::new(self.0)
+        NoiseSession::new(self.0)
     }
 }
 
@@ -121,14 +124,14 @@ pub(crate) fn open_note(key: &GroupKey, context: &[u8], note: &[u8]) -> Option<V
 }
 
 /// The keys and buffers of one connection.
-pub(super) struct Session {
+pub(super) struct NoiseSession {
     ciphers: StatelessTransportState,
-    outgoing: Mutex<Outgoing>,
-    incoming: Mutex<Incoming>,
+    outgoing: Mutex<SealedRecords>,
+    incoming: Mutex<OpenedRecords>,
 }
 
 /// Sealed records that the system has not accepted yet.
-struct Outgoing {
+struct SealedRecords {
     nonce: u64,
     bytes: Vec<u8>,
     end: usize,
@@ -140,7 +143,7 @@ struct Outgoing {
 }
 
 /// Bytes that were received and not consumed yet.
-struct Incoming {
+struct OpenedRecords {
     nonce: u64,
     bytes: Vec<u8>,
     start: usize,
@@ -151,15 +154,15 @@ struct Incoming {
     garbled: bool,
 }
 
-impl Session {
+impl NoiseSession {
     fn new(state: HandshakeState) -> Result<Self, WrongKey> {
         let ciphers = state
             .into_stateless_transport_mode()
             .map_err(|_| WrongKey)?;
         Ok(Self {
             ciphers,
-            outgoing: Mutex::new(Outgoing::new()),
-            incoming: Mutex::new(Incoming::new()),
+            outgoing: Mutex::new(SealedRecords::new()),
+            incoming: Mutex::new(OpenedRecords::new()),
         })
     }
 
@@ -221,7 +224,7 @@ pub(crate) fn rest<'a>(head: &'a [u8], body: &'a [u8], taken: usize) -> (&'a [u8
     (&head[taken.min(head.len())..], &body[of_body..])
 }
 
-impl Outgoing {
+impl SealedRecords {
     const fn new() -> Self {
         Self {
             nonce: 0,
@@ -288,7 +291,7 @@ impl Outgoing {
 /// Bytes that are no valid record.
 struct Garbled;
 
-impl Incoming {
+impl OpenedRecords {
     const fn new() -> Self {
         Self {
             nonce: 0,
@@ -416,10 +419,10 @@ impl Incoming {
 }
 
 /// Makes both ends of a session with a public key.
-pub(crate) fn pair(prologue: &[u8]) -> (Session, Session) {
+pub(crate) fn pair(prologue: &[u8]) -> (NoiseSession, NoiseSession) {
     let key = GroupKey::new([7; super::key::KEY_BYTES]);
     let (shaking, message) = begin(&key, prologue).expect("the system has random numbers");
-    let (acceptor, reply) = answer(&key, prologue, &message).expect("the same key");
+    let (acceptor, reply) = accept_handshake(&key, prologue, &message).expect("the same key");
     let dialler = shaking.end(&reply).expect("the same key");
     (dialler, acceptor)
 }
@@ -430,7 +433,7 @@ pub(crate) fn parse(bytes: &[u8]) {
     let key = GroupKey::new([7; super::key::KEY_BYTES]);
     if let Some(message) = bytes.first_chunk() {
         assert!(
-            answer(&key, b"", message).is_err(),
+            accept_handshake(&key, b"", message).is_err(),
             "a forged first message"
         );
         let begun = begin(&key, b"").expect("the system has random numbers");

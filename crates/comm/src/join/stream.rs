@@ -5,17 +5,17 @@ use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 
 use super::poll::outcome;
-use super::seal::Session;
+use super::seal::NoiseSession;
 use crate::transport::Closed;
 
 /// A nonblocking connection.
-pub(crate) struct Stream {
+pub(crate) struct PeerConnection {
     socket: TcpStream,
-    session: Option<Session>,
+    session: Option<NoiseSession>,
 }
 
-impl Stream {
-    pub(super) const fn new(socket: TcpStream, session: Option<Session>) -> Self {
+impl PeerConnection {
+    pub(super) const fn new(socket: TcpStream, session: Option<NoiseSession>) -> Self {
         Self { socket, session }
     }
 
@@ -53,12 +53,12 @@ impl Stream {
 
     /// Whether a read would return bytes that are already decrypted.
     pub(crate) fn is_filled(&self) -> bool {
-        self.session.as_ref().is_some_and(Session::is_filled)
+        self.session.as_ref().is_some_and(NoiseSession::is_filled)
     }
 
     /// Whether the peer sent an invalid record.
     pub(crate) fn is_garbled(&self) -> bool {
-        self.session.as_ref().is_some_and(Session::is_garbled)
+        self.session.as_ref().is_some_and(NoiseSession::is_garbled)
     }
 
     /// Half-closes the connection and drains the receive buffer, so that closing the socket does
@@ -70,7 +70,7 @@ impl Stream {
     }
 }
 
-impl Stream {
+impl PeerConnection {
     pub(crate) fn peer(&self) -> Option<IpAddr> {
         self.socket.peer_addr().ok().map(|addr| addr.ip())
     }
@@ -89,7 +89,7 @@ fn leaves(own: IpAddr, peer: IpAddr) -> bool {
     own != peer && !peer.is_loopback()
 }
 
-impl AsFd for Stream {
+impl AsFd for PeerConnection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Awake, Rank};
+use paceline_base::{AwakeTime, Rank};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::deadline;
-use crate::join::{Door, Refusal, Stream, Waker, poll_until};
-use crate::linked::Linked;
+use crate::join::{LateConnections, PeerConnection, Refusal, Waker, poll_until};
+use crate::linked::TransportGroup;
 use crate::locks::lock;
-use crate::status::{Cause, News};
+use crate::status::{Cause, FailureNotice};
 use crate::transport::{Closed, Transport};
 use crate::wire::{CONTROL_BYTES, Control};
 
@@ -31,7 +31,7 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 const AWAKE_MAX: Duration = Duration::from_millis(300);
 
 /// Links that a heartbeat thread monitors.
-pub trait Kept: Transport {
+pub trait MonitoredLinks: Transport {
     /// The control connections of this rank.
     fn controls(&self) -> &Arc<Controls>;
 
@@ -60,14 +60,14 @@ const PUSH_WAIT: Duration = Duration::from_millis(5);
 /// The control connections of one rank.
 pub struct Controls {
     /// By rank; `None` for the rank itself.
-    streams: Vec<Option<Stream>>,
+    streams: Vec<Option<PeerConnection>>,
     /// Bytes that the system has not accepted yet, by rank.
     unsent: Mutex<Vec<Vec<u8>>>,
     /// By rank: the peer sent invalid records on another lane.
     suspects: Vec<AtomicBool>,
     waker: Waker,
     stop: AtomicBool,
-    door: Door,
+    door: LateConnections,
 }
 
 impl fmt::Debug for Controls {
@@ -81,7 +81,10 @@ impl fmt::Debug for Controls {
 const UNSENT_BYTES: usize = 16 * CONTROL_BYTES;
 
 impl Controls {
-    pub(crate) fn new(streams: Vec<Option<Stream>>, door: Door) -> std::io::Result<Self> {
+    pub(crate) fn new(
+        streams: Vec<Option<PeerConnection>>,
+        door: LateConnections,
+    ) -> std::io::Result<Self> {
         Ok(Self {
             unsent: Mutex::new(vec![Vec::new(); streams.len()]),
             suspects: streams.iter().map(|_| AtomicBool::new(false)).collect(),
@@ -94,7 +97,7 @@ impl Controls {
 
     /// Sends `news` to all peers. A peer that cannot be reached has ended or will be declared
     /// silent: these connections are nearly empty.
-    pub(crate) fn tell(&self, news: &News) {
+    pub(crate) fn send_failure(&self, news: &FailureNotice) {
         self.write(&Control::News(*news));
     }
 
@@ -136,7 +139,7 @@ impl Controls {
 }
 
 /// The heartbeat thread's state of a peer.
-struct Watch {
+struct PeerLiveness {
     bytes: [u8; CONTROL_BYTES],
     filled: usize,
     /// Time of the last heartbeat, counted by [`Awake`].
@@ -145,13 +148,17 @@ struct Watch {
 }
 
 /// Runs until [`Controls::stop`]: sends heartbeats, reads them, and detects silent peers.
-pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
+pub(super) fn run_heartbeats<T: MonitoredLinks>(group: &TransportGroup<T>, silence: Duration) {
     let controls = group.transport().controls();
     let beat = silence / BEATS_PER_SILENCE;
     let start = deadline::now();
-    let mut watches: Vec<Watch> = controls.streams.iter().map(|_| Watch::new()).collect();
+    let mut watches: Vec<PeerLiveness> = controls
+        .streams
+        .iter()
+        .map(|_| PeerLiveness::new())
+        .collect();
     let (mut next_beat, mut next_look) = (start, start);
-    let mut awake = Awake::new(start, AWAKE_MAX);
+    let mut awake = AwakeTime::new(start, AWAKE_MAX);
     while !controls.stop.load(Ordering::Acquire) {
         let until = match group.push(PUSH_WAIT) {
             true => deadline::now(),
@@ -159,7 +166,7 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
         };
         wait(controls, &watches, until);
         let now = deadline::now();
-        awake.look(now);
+        awake.tick(now);
         let time = awake.total();
         for (peer, watch) in watches.iter_mut().enumerate() {
             if let Some(stream) = &controls.streams[peer] {
@@ -183,18 +190,18 @@ pub(super) fn keep<T: Kept>(group: &Linked<T>, silence: Duration) {
             group.transport().tidy();
             if let Some(peer) = group.transport().cut() {
                 let (cause, at) = (Cause::Left(rank(peer)), 0);
-                group.poison(News { cause, at });
+                group.poison(FailureNotice { cause, at });
             }
             // A failed group ignores late connections: most likely they are for its successor.
             if group.status_cause().is_none() {
-                controls.door.answer();
+                controls.door.refuse_late();
             }
             next_look = now + TEND_EVERY;
         }
     }
 }
 
-fn wait(controls: &Controls, watches: &[Watch], until: Instant) {
+fn wait(controls: &Controls, watches: &[PeerLiveness], until: Instant) {
     let streams = controls.streams.iter().zip(watches);
     let open = streams.filter_map(|(stream, watch)| stream.as_ref().filter(|_| !watch.done));
     let mut fds = vec![controls.waker.poll_fd()];
@@ -203,7 +210,7 @@ fn wait(controls: &Controls, watches: &[Watch], until: Instant) {
     controls.waker.clear();
 }
 
-impl Watch {
+impl PeerLiveness {
     fn new() -> Self {
         Self {
             bytes: [0; CONTROL_BYTES],
@@ -214,7 +221,13 @@ impl Watch {
     }
 
     /// Reads all available bytes at `time`.
-    fn listen<T: Kept>(&mut self, group: &Linked<T>, peer: usize, stream: &Stream, time: Duration) {
+    fn listen<T: MonitoredLinks>(
+        &mut self,
+        group: &TransportGroup<T>,
+        peer: usize,
+        stream: &PeerConnection,
+        time: Duration,
+    ) {
         while !self.done {
             match stream.read(&mut self.bytes[self.filled..]) {
                 Ok(0) => return,
@@ -223,7 +236,7 @@ impl Watch {
                 Err(Closed) => {
                     group.transport().lost(peer);
                     let (cause, at) = (Cause::Left(rank(peer)), u64::MAX);
-                    self.end(group, News { cause, at });
+                    self.end(group, FailureNotice { cause, at });
                 }
             }
             if self.filled == CONTROL_BYTES {
@@ -238,23 +251,23 @@ impl Watch {
         }
     }
 
-    fn garbled<T: Kept>(&mut self, group: &Linked<T>, peer: usize) {
+    fn garbled<T: MonitoredLinks>(&mut self, group: &TransportGroup<T>, peer: usize) {
         if !self.done {
             let (cause, at) = (Cause::Garbled(rank(peer)), 0);
-            self.end(group, News { cause, at });
+            self.end(group, FailureNotice { cause, at });
         }
     }
 
-    fn end<T: Kept>(&mut self, group: &Linked<T>, news: News) {
+    fn end<T: MonitoredLinks>(&mut self, group: &TransportGroup<T>, news: FailureNotice) {
         self.done = true;
         group.poison(news);
     }
 
     /// Declares a peer lost that was silent for too long. All bytes that had arrived at `time` are
     /// read.
-    fn judge<T: Kept>(
+    fn judge<T: MonitoredLinks>(
         &mut self,
-        group: &Linked<T>,
+        group: &TransportGroup<T>,
         peer: usize,
         time: Duration,
         silence: Duration,
@@ -264,7 +277,7 @@ impl Watch {
             let millis = u32::try_from(quiet.as_millis()).unwrap_or(u32::MAX);
             let rank = rank(peer);
             let (cause, at) = (Cause::Silent { rank, millis }, 0);
-            self.end(group, News { cause, at });
+            self.end(group, FailureNotice { cause, at });
         }
     }
 }

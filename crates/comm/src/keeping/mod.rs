@@ -10,12 +10,14 @@ use std::thread::JoinHandle;
 
 use paceline_base::Rank;
 
-use self::control::keep;
-pub use self::control::{Controls, Kept};
-use crate::join::{JoinError, Origin};
-use crate::linked::Linked;
+use self::control::run_heartbeats;
+pub use self::control::{Controls, MonitoredLinks};
+use crate::join::{JoinError, JoinRecord};
+use crate::linked::TransportGroup;
 use crate::locks::lock;
-use crate::{Algorithm, Collective, Counts, Data, DataMut, Deadline, Error, Tuning, deadline};
+use crate::{
+    Algorithm, Collective, Data, DataMut, Deadline, ElementCounts, Error, Tuning, deadline,
+};
 
 /// Calls of each size that measure the links; the median counts.
 const SMALL_CALLS: usize = 11;
@@ -26,24 +28,28 @@ const LARGE_CALLS: usize = 3;
 const LARGE_BYTES: usize = 128 << 10;
 
 /// A rank of a group of processes: its links, and its heartbeat thread.
-pub struct Keeping<T: Kept> {
-    pub(crate) linked: Arc<Linked<T>>,
+pub struct MonitoredGroup<T: MonitoredLinks> {
+    pub(crate) linked: Arc<TransportGroup<T>>,
     keeper: Mutex<Option<JoinHandle<()>>>,
-    pub(crate) origin: Origin,
+    pub(crate) origin: JoinRecord,
     pub(crate) splits: AtomicU64,
 }
 
-impl<T: Kept> Keeping<T> {
+impl<T: MonitoredLinks> MonitoredGroup<T> {
     /// Starts the heartbeat thread and measures the links for the choice of algorithms. Collective.
     ///
     /// # Errors
     /// [`JoinError::System`] without a thread; errors of the first calls of the group.
-    pub fn start(linked: Linked<T>, origin: Origin, deadline: Deadline) -> Result<Self, JoinError> {
+    pub fn start(
+        linked: TransportGroup<T>,
+        origin: JoinRecord,
+        deadline: Deadline,
+    ) -> Result<Self, JoinError> {
         let linked = Arc::new(linked);
         let (kept, silence) = (Arc::clone(&linked), origin.config.silence);
         let keeper = std::thread::Builder::new()
             .name(format!("keeper of {}", linked.rank()))
-            .spawn(move || keep(&kept, silence))
+            .spawn(move || run_heartbeats(&kept, silence))
             .map_err(|source| JoinError::System {
                 what: "start a thread",
                 source,
@@ -61,18 +67,18 @@ impl<T: Kept> Keeping<T> {
         Ok(keeping)
     }
 
-    pub fn linked(&self) -> &Linked<T> {
+    pub fn linked(&self) -> &TransportGroup<T> {
         &self.linked
     }
 }
 
-impl<T: Kept> fmt::Debug for Keeping<T> {
+impl<T: MonitoredLinks> fmt::Debug for MonitoredGroup<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}", self.linked)
     }
 }
 
-impl<T: Kept> Drop for Keeping<T> {
+impl<T: MonitoredLinks> Drop for MonitoredGroup<T> {
     fn drop(&mut self) {
         self.linked.leave();
         self.linked.transport().controls().stop();
@@ -87,8 +93,8 @@ impl<T: Kept> Drop for Keeping<T> {
 
 /// α and β of the slowest rank, rank 0's forced algorithm, and whether any rank has a link off its
 /// machine. The same on all ranks.
-fn measure<T: Kept>(
-    linked: &Linked<T>,
+fn measure<T: MonitoredLinks>(
+    linked: &TransportGroup<T>,
     force: Option<Algorithm>,
     deadline: Deadline,
 ) -> Result<Tuning, Error> {
@@ -121,8 +127,8 @@ fn measure<T: Kept>(
 }
 
 /// Median time in seconds of `calls` gathers of `bytes` from each rank.
-fn typical<T: Kept>(
-    linked: &Linked<T>,
+fn typical<T: MonitoredLinks>(
+    linked: &TransportGroup<T>,
     bytes: usize,
     calls: usize,
     deadline: Deadline,
@@ -145,13 +151,13 @@ fn typical<T: Kept>(
 ///
 /// # Errors
 /// Any [`Error`], for [`JoinError::of_call`].
-pub fn gather<T: Kept, E: crate::Element>(
-    linked: &Linked<T>,
+pub fn gather<T: MonitoredLinks, E: crate::Element>(
+    linked: &TransportGroup<T>,
     input: &[E],
     output: &mut [E],
     deadline: Deadline,
 ) -> Result<(), Error> {
-    let counts = Counts::Even(input.len());
+    let counts = ElementCounts::Even(input.len());
     linked.rehearse(
         Collective::AllGather {
             input: Some(Data::new(input)),
@@ -219,14 +225,14 @@ macro_rules! keeping_group {
                 self.0.linked.sent_to()
             }
 
-            fn copies(&self) -> $crate::Copies {
+            fn copies(&self) -> $crate::CopyStats {
                 self.0.linked.copies()
             }
 
             fn register_pages(
                 &self,
                 pages: &std::sync::Arc<$crate::Pages>,
-            ) -> Option<$crate::Registered> {
+            ) -> Option<$crate::MemoryRegistration> {
                 self.0.linked.register_pages(pages)
             }
 
@@ -240,7 +246,7 @@ macro_rules! keeping_group {
                 key: u32,
                 deadline: Deadline,
             ) -> Result<Box<dyn Group>, Error> {
-                let Member { call, rank, ranks } = members(self, color, key, deadline)?;
+                let SplitMember { call, rank, ranks } = members(self, color, key, deadline)?;
                 let origin = self.0.part(color, &ranks);
                 match $join(origin, rank, deadline) {
                     Ok(group) => Ok(Box::new(group)),
@@ -258,13 +264,13 @@ macro_rules! keeping_group {
 }
 pub(crate) use keeping_group;
 
-impl<T: Kept> Keeping<T> {
+impl<T: MonitoredLinks> MonitoredGroup<T> {
     /// The join record of a group of `ranks` that is split off this one.
-    pub fn part(&self, color: u32, ranks: &[Rank]) -> Origin {
+    pub fn part(&self, color: u32, ranks: &[Rank]) -> JoinRecord {
         use std::sync::atomic::Ordering;
         let number = self.splits.fetch_add(1, Ordering::Relaxed) + 1;
         let addr = |rank: &Rank| self.origin.addrs[rank.0 as usize].clone();
-        Origin {
+        JoinRecord {
             addrs: ranks.iter().map(addr).collect(),
             id: self.origin.id.derive(number, color),
             ..self.origin.clone()

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use crate::lent::{Lent, LentMut};
-use crate::plan::{Act, Place, Plan, Span};
-use crate::reduce::{Side, fold, fold_lent, reduce_parts};
+use crate::lent::{PeerBytes, PeerBytesMut};
+use crate::plan::{BufferSpan, CollectivePlan, PlanAction, PlanBuffer};
+use crate::reduce::{OperandSide, fold, fold_lent, reduce_parts};
 use crate::sync::copy;
 use crate::{Collective, Dtype, Reduce};
 
@@ -31,7 +31,7 @@ impl<'a> Buffers<'a> {
     /// output.
     pub(super) fn new(
         collective: &'a mut Collective<'_>,
-        plan: &Plan,
+        plan: &CollectivePlan,
         scratch: &'a mut [u8],
         (rank, size): (usize, usize),
     ) -> Self {
@@ -81,22 +81,22 @@ impl<'a> Buffers<'a> {
         }
     }
 
-    pub(super) fn get(&self, span: &Span) -> &[u8] {
+    pub(super) fn get(&self, span: &BufferSpan) -> &[u8] {
         let range = span.range.clone();
         match span.place {
-            Place::Input => &self.input[range],
-            Place::Work => &self.work[range],
-            Place::Scratch => &self.scratch[range],
+            PlanBuffer::Input => &self.input[range],
+            PlanBuffer::Work => &self.work[range],
+            PlanBuffer::Scratch => &self.scratch[range],
         }
     }
 
     /// Plans never write to the input.
-    pub(super) fn get_mut(&mut self, span: &Span) -> &mut [u8] {
+    pub(super) fn get_mut(&mut self, span: &BufferSpan) -> &mut [u8] {
         let range = span.range.clone();
         match span.place {
-            Place::Input => unreachable!("a plan writes to the input"),
-            Place::Work => &mut self.work[range],
-            Place::Scratch => &mut self.scratch[range],
+            PlanBuffer::Input => unreachable!("a plan writes to the input"),
+            PlanBuffer::Work => &mut self.work[range],
+            PlanBuffer::Scratch => &mut self.scratch[range],
         }
     }
 
@@ -106,7 +106,13 @@ impl<'a> Buffers<'a> {
     }
 
     /// Reduces bytes that arrived into `span`, at offset `at`.
-    pub(super) fn fold(&mut self, span: &Span, at: usize, side: Side, bytes: Lent<'_>) {
+    pub(super) fn fold(
+        &mut self,
+        span: &BufferSpan,
+        at: usize,
+        side: OperandSide,
+        bytes: PeerBytes<'_>,
+    ) {
         let (op, dtype) = (self.op, self.folds);
         let into = &mut self.get_mut(span)[at..at + bytes.len()];
         fold_lent(op, dtype, side, into, bytes);
@@ -116,10 +122,10 @@ impl<'a> Buffers<'a> {
     /// to both.
     pub(super) fn fold_both(
         &mut self,
-        span: &Span,
+        span: &BufferSpan,
         range: Range<usize>,
-        side: Side,
-        bytes: &mut LentMut<'_>,
+        side: OperandSide,
+        bytes: &mut PeerBytesMut<'_>,
     ) {
         let (op, dtype) = (self.op, self.folds);
         let into = &mut self.get_mut(span)[range];
@@ -131,35 +137,35 @@ impl<'a> Buffers<'a> {
         }
     }
 
-    pub(super) fn all(&self, place: Place) -> &[u8] {
+    pub(super) fn all(&self, place: PlanBuffer) -> &[u8] {
         match place {
-            Place::Input => self.input,
-            Place::Work => self.work,
-            Place::Scratch => self.scratch,
+            PlanBuffer::Input => self.input,
+            PlanBuffer::Work => self.work,
+            PlanBuffer::Scratch => self.scratch,
         }
     }
 
     /// Runs the local actions of a step, after its transfers.
-    pub(super) fn finish(&mut self, acts: &[Act]) {
+    pub(super) fn finish(&mut self, acts: &[PlanAction]) {
         for act in acts {
             match act {
-                Act::Send { .. } | Act::Receive { .. } => {}
-                Act::Copy { into, from } => {
+                PlanAction::Send { .. } | PlanAction::Receive { .. } => {}
+                PlanAction::Copy { into, from } => {
                     let (into, from) = self.pair(into, from);
                     copy(into, from);
                 }
-                Act::Fold { into, from, side } => {
+                PlanAction::Fold { into, from, side } => {
                     let (dtype, op) = (self.folds, self.op);
                     let (into, from) = self.pair(into, from);
                     fold(op, dtype, *side, into, from);
                 }
-                Act::Reduce { into } => self.reduce(into),
-                Act::Widen { into, from } => {
+                PlanAction::Reduce { into } => self.reduce(into),
+                PlanAction::Widen { into, from } => {
                     let dtype = self.dtype;
                     let (into, from) = self.pair(into, from);
                     widen(dtype, into, from);
                 }
-                Act::Narrow { into, from } => {
+                PlanAction::Narrow { into, from } => {
                     let dtype = self.dtype;
                     let (into, from) = self.pair(into, from);
                     narrow(dtype, into, from);
@@ -168,7 +174,7 @@ impl<'a> Buffers<'a> {
         }
     }
 
-    fn reduce(&mut self, into: &Span) {
+    fn reduce(&mut self, into: &BufferSpan) {
         let (rank, bytes, scratch) = (self.rank, into.len(), &*self.scratch);
         let part = |r: usize| (r != rank).then(|| &scratch[r * bytes..(r + 1) * bytes]);
         let into = &mut self.work[into.range.clone()];
@@ -176,16 +182,16 @@ impl<'a> Buffers<'a> {
     }
 
     /// Two different spans, the first writable.
-    fn pair(&mut self, into: &Span, from: &Span) -> (&mut [u8], &[u8]) {
+    fn pair(&mut self, into: &BufferSpan, from: &BufferSpan) -> (&mut [u8], &[u8]) {
         let (a, b) = (into.range.clone(), from.range.clone());
         match (into.place, from.place) {
-            (Place::Work, Place::Scratch) => (&mut self.work[a], &self.scratch[b]),
-            (Place::Scratch, Place::Work) => (&mut self.scratch[a], &self.work[b]),
-            (Place::Work, Place::Input) => (&mut self.work[a], &self.input[b]),
-            (Place::Scratch, Place::Input) => (&mut self.scratch[a], &self.input[b]),
-            (Place::Work, Place::Work) => disjoint(self.work, a, b),
-            (Place::Scratch, Place::Scratch) => disjoint(self.scratch, a, b),
-            (Place::Input, _) => unreachable!("a plan writes to the input"),
+            (PlanBuffer::Work, PlanBuffer::Scratch) => (&mut self.work[a], &self.scratch[b]),
+            (PlanBuffer::Scratch, PlanBuffer::Work) => (&mut self.scratch[a], &self.work[b]),
+            (PlanBuffer::Work, PlanBuffer::Input) => (&mut self.work[a], &self.input[b]),
+            (PlanBuffer::Scratch, PlanBuffer::Input) => (&mut self.scratch[a], &self.input[b]),
+            (PlanBuffer::Work, PlanBuffer::Work) => disjoint(self.work, a, b),
+            (PlanBuffer::Scratch, PlanBuffer::Scratch) => disjoint(self.scratch, a, b),
+            (PlanBuffer::Input, _) => unreachable!("a plan writes to the input"),
         }
     }
 }

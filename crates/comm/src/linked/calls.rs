@@ -11,16 +11,18 @@ use std::time::Duration;
 use super::buffers::Buffers;
 use super::inbuf::{DIRECT_BYTES, Inbuf};
 use super::lending;
-use super::{Linked, number};
+use super::{TransportGroup, number};
 use crate::call::judge;
-use crate::lent::Lent;
+use crate::lent::PeerBytes;
 use crate::locks::lock;
-use crate::plan::{Act, Place, Plan, Route, SEGMENT_BYTES, Span, Take};
-use crate::reduce::Side;
-use crate::status::{Cause, News};
-use crate::transport::{Closed, Lane, Pause, Transport, Want};
-use crate::wire::{HEADER_BYTES, Header, What};
-use crate::{Call, Collective, Deadline, Error, Kind, Memory, Site};
+use crate::plan::{
+    BufferSpan, CollectivePlan, PlanAction, PlanBuffer, ReceiveAction, Route, SEGMENT_BYTES,
+};
+use crate::reduce::OperandSide;
+use crate::status::{Cause, FailureNotice};
+use crate::transport::{Closed, Pause, Transport, VirtualLane, WaitInterest};
+use crate::wire::{FrameKind, HEADER_BYTES, Header};
+use crate::{Call, Collective, Deadline, Error, Kind, RegisteredMemory, Site};
 
 /// How long ranks that disagree wait for the calls of the others, to find the odd rank.
 const VOTE_WAIT: Duration = Duration::from_secs(1);
@@ -34,14 +36,14 @@ const REGISTERED_BYTES: usize = 2 * SEGMENT_BYTES;
 /// State that collectives reuse.
 pub(super) struct Calls {
     sequence: u64,
-    plan: Plan,
-    scratch: Memory<u8>,
+    plan: CollectivePlan,
+    scratch: RegisteredMemory<u8>,
     /// By rank; the own entry is unused.
-    peers: Vec<Peer>,
+    peers: Vec<PeerProgress>,
 }
 
 #[derive(Default)]
-struct Peer {
+struct PeerProgress {
     inbuf: Inbuf,
     /// The call that the peer announced, once received.
     said: Option<Call>,
@@ -49,49 +51,49 @@ struct Peer {
     left: u64,
     /// The peer wrote the reduced result back into the data sent to it in this call.
     came_back: bool,
-    sending: Option<Sending>,
-    receiving: Option<Receiving>,
+    sending: Option<SendProgress>,
+    receiving: Option<ReceiveProgress>,
 }
 
-struct Sending {
+struct SendProgress {
     head: [u8; HEADER_BYTES],
-    span: Span,
+    span: BufferSpan,
     /// Bytes of head and span already sent.
     done: usize,
-    fate: Fate,
+    fate: PayloadUse,
 }
 
 /// How the peer uses the data sent to it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Fate {
+enum PayloadUse {
     /// It may be reduced.
     Any,
     /// Most likely it is stored unchanged.
     Kept,
     /// It is reduced, and the result is written back.
-    ComesBack,
+    WrittenBack,
 }
 
-struct Receiving {
+struct ReceiveProgress {
     step: u16,
-    span: Span,
-    take: Take,
+    span: BufferSpan,
+    take: ReceiveAction,
     done: usize,
 }
 
 /// Whether arriving bytes are reduced.
-const fn is_reduced(act: &Act) -> bool {
+const fn is_reduced(act: &PlanAction) -> bool {
     matches!(
         act,
-        Act::Receive {
-            take: Take::Fold(_),
+        PlanAction::Receive {
+            take: ReceiveAction::Fold(_),
             ..
         }
     )
 }
 
 /// Why a call stops.
-enum Stop {
+enum CallFailure {
     Lost(usize),
     Garbled(usize),
     Disagree,
@@ -109,14 +111,14 @@ impl Calls {
     pub(super) fn new(size: usize) -> Self {
         Self {
             sequence: 0,
-            plan: Plan::default(),
-            scratch: Memory::with(0, |_| None),
-            peers: (0..size).map(|_| Peer::default()).collect(),
+            plan: CollectivePlan::default(),
+            scratch: RegisteredMemory::with(0, |_| None),
+            peers: (0..size).map(|_| PeerProgress::default()).collect(),
         }
     }
 
     pub(super) fn unused(&self) -> Vec<Vec<u8>> {
-        let unused = |peer: &Peer| peer.inbuf.bytes().to_vec();
+        let unused = |peer: &PeerProgress| peer.inbuf.bytes().to_vec();
         self.peers.iter().map(unused).collect()
     }
 
@@ -125,7 +127,7 @@ impl Calls {
     }
 }
 
-impl<T: Transport> Linked<T> {
+impl<T: Transport> TransportGroup<T> {
     /// See [`Group::run`](crate::Group::run).
     ///
     /// # Errors
@@ -193,7 +195,7 @@ impl<T: Transport> Linked<T> {
         if scratch.len() < plan.scratch {
             *scratch = self.scratch(plan.scratch);
         }
-        let mut run = Run {
+        let mut run = RunningCall {
             group: self,
             call,
             deadline,
@@ -204,27 +206,27 @@ impl<T: Transport> Linked<T> {
         };
         run.steps(plan, peers).map_err(|stop| {
             let error = run.fail(stop, peers);
-            lending::let_go(&self.transport, Lane::Calls);
+            lending::release_memory(&self.transport, VirtualLane::Calls);
             error
         })
     }
 }
 
-impl<T: Transport> Linked<T> {
+impl<T: Transport> TransportGroup<T> {
     /// Scratch memory of the group for at least `bytes` bytes. Long scratch is registered, where a
     /// transport receives in place.
-    fn scratch(&self, bytes: usize) -> Memory<u8> {
+    fn scratch(&self, bytes: usize) -> RegisteredMemory<u8> {
         let register = |pages: &_| match bytes >= REGISTERED_BYTES {
             true => self.register_pages(pages),
             false => None,
         };
-        Memory::with(bytes.next_power_of_two(), register)
+        RegisteredMemory::with(bytes.next_power_of_two(), register)
     }
 }
 
 /// A call in progress.
-struct Run<'a, T> {
-    group: &'a Linked<T>,
+struct RunningCall<'a, T> {
+    group: &'a TransportGroup<T>,
     call: Call,
     deadline: Deadline,
     algorithm: u8,
@@ -235,8 +237,12 @@ struct Run<'a, T> {
     gave_back: usize,
 }
 
-impl<T: Transport> Run<'_, T> {
-    fn steps(&mut self, plan: &Plan, peers: &mut [Peer]) -> Result<(), Stop> {
+impl<T: Transport> RunningCall<'_, T> {
+    fn steps(
+        &mut self,
+        plan: &CollectivePlan,
+        peers: &mut [PeerProgress],
+    ) -> Result<(), CallFailure> {
         for peer in &mut *peers {
             (peer.said, peer.sending, peer.receiving) = (None, None, None);
             peer.came_back = false;
@@ -253,31 +259,31 @@ impl<T: Transport> Run<'_, T> {
         if !greeted {
             self.greet(peers);
         }
-        self.hear_all(peers)
+        self.receive_headers(peers)
     }
 
     /// Enters the transfers of a step into the peers' states.
-    fn begin(&self, step: u16, acts: &[Act], peers: &mut [Peer]) {
+    fn begin(&self, step: u16, acts: &[PlanAction], peers: &mut [PeerProgress]) {
         // In one step all ranks do the same to each other, except in trees.
         let fate = match acts.iter().any(is_reduced) {
-            false => Fate::Kept,
-            true if self.comes_back => Fate::ComesBack,
-            true => Fate::Any,
+            false => PayloadUse::Kept,
+            true if self.comes_back => PayloadUse::WrittenBack,
+            true => PayloadUse::Any,
         };
         let is_there = self.comes_back && step == 1;
         for act in acts {
             match act {
-                Act::Send { span, .. } if is_there && self.gave_back == span.len() => {}
-                Act::Receive { peer, .. } if is_there && peers[*peer].came_back => {}
-                Act::Send { peer, span } if span.len() > 0 => {
+                PlanAction::Send { span, .. } if is_there && self.gave_back == span.len() => {}
+                PlanAction::Receive { peer, .. } if is_there && peers[*peer].came_back => {}
+                PlanAction::Send { peer, span } if span.len() > 0 => {
                     self.group.carries(span.len());
                     let sending = self.sending(step, span.clone());
-                    peers[*peer].sending = Some(Sending { fate, ..sending });
+                    peers[*peer].sending = Some(SendProgress { fate, ..sending });
                 }
-                Act::Receive { peer, span, take } if span.len() > 0 => {
+                PlanAction::Receive { peer, span, take } if span.len() > 0 => {
                     self.group.carries(span.len());
                     let (span, take) = (span.clone(), *take);
-                    peers[*peer].receiving = Some(Receiving {
+                    peers[*peer].receiving = Some(ReceiveProgress {
                         step,
                         span,
                         take,
@@ -289,59 +295,59 @@ impl<T: Transport> Run<'_, T> {
         }
     }
 
-    fn sending(&self, step: u16, span: Span) -> Sending {
+    fn sending(&self, step: u16, span: BufferSpan) -> SendProgress {
         let header = Header {
-            what: What::Call,
+            what: FrameKind::Call,
             algorithm: self.algorithm,
             step,
             call: self.call,
             payload: span.len() as u64,
         };
         let head = header.encode();
-        Sending {
+        SendProgress {
             head,
             span,
             done: 0,
-            fate: Fate::Any,
+            fate: PayloadUse::Any,
         }
     }
 
     /// Announces the call to peers to which the first step sends nothing.
-    fn greet(&self, peers: &mut [Peer]) {
+    fn greet(&self, peers: &mut [PeerProgress]) {
         for (rank, peer) in peers.iter_mut().enumerate() {
             if rank != self.group.rank && peer.sending.is_none() {
-                peer.sending = Some(self.sending(0, Span::new(Place::Work, 0..0)));
+                peer.sending = Some(self.sending(0, BufferSpan::new(PlanBuffer::Work, 0..0)));
             }
         }
     }
 
     /// Completes the call: every rank has made it, and none abandoned it later.
-    fn hear_all(&mut self, peers: &mut [Peer]) -> Result<(), Stop> {
+    fn receive_headers(&mut self, peers: &mut [PeerProgress]) -> Result<(), CallFailure> {
         for (rank, peer) in peers.iter_mut().enumerate() {
             if rank != self.group.rank && peer.said.is_none() {
-                peer.receiving = Some(Receiving {
+                peer.receiving = Some(ReceiveProgress {
                     step: 0,
-                    span: Span::new(Place::Work, 0..0),
-                    take: Take::Copy,
+                    span: BufferSpan::new(PlanBuffer::Work, 0..0),
+                    take: ReceiveAction::Copy,
                     done: 0,
                 });
             }
         }
         self.progress(peers)?;
         let sequence = self.call.sequence;
-        let aborts = |peer: &Peer| {
+        let aborts = |peer: &PeerProgress| {
             let head = peer.inbuf.bytes().first_chunk();
             head.and_then(Header::decode)
-                .is_some_and(|h| h.what == What::Abort && h.call.sequence <= sequence)
+                .is_some_and(|h| h.what == FrameKind::Abort && h.call.sequence <= sequence)
         };
         match peers.iter().position(aborts) {
-            Some(peer) => Err(Stop::Poisoned(peer)),
+            Some(peer) => Err(CallFailure::Poisoned(peer)),
             None => Ok(()),
         }
     }
 
     /// Moves bytes until all transfers of the step are done.
-    fn progress(&mut self, peers: &mut [Peer]) -> Result<(), Stop> {
+    fn progress(&mut self, peers: &mut [PeerProgress]) -> Result<(), CallFailure> {
         let patience = self.group.transport.patience();
         let mut looks = 0;
         loop {
@@ -358,12 +364,12 @@ impl<T: Transport> Run<'_, T> {
                 continue;
             }
             if self.group.status.stops(self.call.sequence) {
-                return Err(Stop::Poisoned(open));
+                return Err(CallFailure::Poisoned(open));
             }
             looks += 1;
             if patience.pause(looks) == Pause::Block {
                 if self.deadline.left(self.group.transport.now()).is_zero() {
-                    return Err(Stop::Late(open));
+                    return Err(CallFailure::Late(open));
                 }
                 self.park(peers);
             }
@@ -371,51 +377,51 @@ impl<T: Transport> Run<'_, T> {
     }
 
     /// Blocks until a link may be ready; receives messages meanwhile.
-    fn park(&self, peers: &[Peer]) {
-        let wants = peers.iter().enumerate().map(|(peer, state)| Want {
-            lane: Lane::Calls,
+    fn park(&self, peers: &[PeerProgress]) {
+        let wants = peers.iter().enumerate().map(|(peer, state)| WaitInterest {
+            lane: VirtualLane::Calls,
             peer,
             read: state.receiving.is_some(),
             write: state.sending.is_some(),
         });
-        let mut wants: Vec<Want> = wants.filter(|want| want.read || want.write).collect();
+        let mut wants: Vec<WaitInterest> = wants.filter(|want| want.read || want.write).collect();
         self.group.mail_wants(&mut wants);
         self.group
             .transport
-            .wait(Lane::Calls, &wants, self.deadline.instant());
+            .wait(VirtualLane::Calls, &wants, self.deadline.instant());
         self.group.tend();
     }
 
     /// Sends what the link accepts.
-    fn push(&self, rank: usize, peer: &mut Peer) -> Result<bool, Stop> {
+    fn push(&self, rank: usize, peer: &mut PeerProgress) -> Result<bool, CallFailure> {
         let Some(sending) = &mut peer.sending else {
             return Ok(false);
         };
         let head = &sending.head[sending.done.min(HEADER_BYTES)..];
         let body = self.buffers.get(&sending.span);
         let body = &body[sending.done.saturating_sub(HEADER_BYTES)..];
-        let (group, lane) = (self.group, Lane::Calls);
+        let (group, lane) = (self.group, VirtualLane::Calls);
         let count = match sending.fate {
-            Fate::Kept => group.write_whole(lane, rank, head, body),
-            Fate::Any => group.write(lane, rank, head, body),
-            Fate::ComesBack => {
+            PayloadUse::Kept => group.write_whole(lane, rank, head, body),
+            PayloadUse::Any => group.write(lane, rank, head, body),
+            PayloadUse::WrittenBack => {
                 let whole = self.buffers.all(sending.span.place);
-                group.write_to_come_back(lane, rank, (head, body), whole)
+                group.write_reducible(lane, rank, (head, body), whole)
             }
         };
-        let count = count.map_err(|Closed| Stop::Lost(rank))?;
+        let count = count.map_err(|Closed| CallFailure::Lost(rank))?;
         sending.done += count;
         let gone = sending.done == HEADER_BYTES + sending.span.len();
-        if gone && !lending::holds(&self.group.transport, Lane::Calls, rank) {
-            let comes_back = sending.fate == Fate::ComesBack;
-            peer.came_back = comes_back && lending::has_come_back(&self.group.transport, rank);
+        if gone && !lending::holds(&self.group.transport, VirtualLane::Calls, rank) {
+            let comes_back = sending.fate == PayloadUse::WrittenBack;
+            peer.came_back = comes_back && lending::is_written_back(&self.group.transport, rank);
             peer.sending = None;
         }
         Ok(count > 0)
     }
 
     /// Receives available bytes.
-    fn pull(&mut self, rank: usize, peer: &mut Peer) -> Result<bool, Stop> {
+    fn pull(&mut self, rank: usize, peer: &mut PeerProgress) -> Result<bool, CallFailure> {
         let mut moved = false;
         while let Some(receiving) = &mut peer.receiving {
             let missing = receiving.span.len() - receiving.done;
@@ -437,23 +443,23 @@ impl<T: Transport> Run<'_, T> {
     }
 
     /// Reads the header of the next frame; false if it is incomplete.
-    fn frame(&self, rank: usize, peer: &mut Peer) -> Result<bool, Stop> {
+    fn frame(&self, rank: usize, peer: &mut PeerProgress) -> Result<bool, CallFailure> {
         let head = peer
             .inbuf
-            .head::<HEADER_BYTES, T>(&self.group.transport, Lane::Calls, rank)
-            .map_err(|Closed| Stop::Lost(rank))?;
+            .head::<HEADER_BYTES, T>(&self.group.transport, VirtualLane::Calls, rank)
+            .map_err(|Closed| CallFailure::Lost(rank))?;
         let Some(head) = head else { return Ok(false) };
-        let header = Header::decode(&head).ok_or(Stop::Garbled(rank))?;
+        let header = Header::decode(&head).ok_or(CallFailure::Garbled(rank))?;
         match header.what {
-            What::Call => {}
-            What::Abort => return Err(Stop::Poisoned(rank)),
-            What::Message | What::Credit => return Err(Stop::Garbled(rank)),
+            FrameKind::Call => {}
+            FrameKind::Abort => return Err(CallFailure::Poisoned(rank)),
+            FrameKind::Message | FrameKind::Credit => return Err(CallFailure::Garbled(rank)),
         }
         peer.inbuf.consume(HEADER_BYTES);
         self.count(HEADER_BYTES);
         peer.said = Some(header.call);
         if header.call != self.call {
-            return Err(Stop::Disagree);
+            return Err(CallFailure::Disagree);
         }
         self.expect(rank, peer.receiving.as_ref(), &header)?;
         peer.left = header.payload;
@@ -461,22 +467,27 @@ impl<T: Transport> Run<'_, T> {
     }
 
     /// Whether a frame of this call is the expected one.
-    fn expect(&self, peer: usize, due: Option<&Receiving>, header: &Header) -> Result<(), Stop> {
+    fn expect(
+        &self,
+        peer: usize,
+        due: Option<&ReceiveProgress>,
+        header: &Header,
+    ) -> Result<(), CallFailure> {
         let missing = due.map_or(0, |due| due.span.len() - due.done) as u64;
         let step = due.map_or(0, |due| due.step);
         if header.algorithm != self.algorithm {
-            Err(Stop::Garbled(peer))
+            Err(CallFailure::Garbled(peer))
         } else if header.payload == missing && header.step == step {
             Ok(())
         } else if self.call.kind == Kind::AllToAll {
             // Only in this call does a rank not know the lengths of the others.
             let width = self.call.dtype.bytes() as u64;
             let (expected, got) = (header.payload / width, missing / width);
-            Err(Stop::Uneven { expected, got })
+            Err(CallFailure::Uneven { expected, got })
         } else if header.payload == 0 {
             Ok(())
         } else {
-            Err(Stop::Garbled(peer))
+            Err(CallFailure::Garbled(peer))
         }
     }
 
@@ -485,9 +496,9 @@ impl<T: Transport> Run<'_, T> {
         &mut self,
         rank: usize,
         inbuf: &mut Inbuf,
-        into: &Receiving,
+        into: &ReceiveProgress,
         left: u64,
-    ) -> Result<usize, Stop> {
+    ) -> Result<usize, CallFailure> {
         debug_assert_eq!(
             (into.span.len() - into.done) as u64,
             left,
@@ -506,21 +517,21 @@ impl<T: Transport> Run<'_, T> {
         &mut self,
         rank: usize,
         inbuf: &Inbuf,
-        into: &Receiving,
-    ) -> Result<Option<usize>, Stop> {
+        into: &ReceiveProgress,
+    ) -> Result<Option<usize>, CallFailure> {
         if !inbuf.bytes().is_empty() {
             return Ok(None);
         }
         let transport = &self.group.transport;
-        let lends = lending::lends(transport, Lane::Calls, rank);
+        let lends = lending::reads_in_place(transport, VirtualLane::Calls, rank);
         match into.take {
-            Take::Copy if lends || into.span.len() - into.done >= DIRECT_BYTES => {
+            ReceiveAction::Copy if lends || into.span.len() - into.done >= DIRECT_BYTES => {
                 let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
-                let read = transport.read(Lane::Calls, rank, rest);
-                read.map(Some).map_err(|Closed| Stop::Lost(rank))
+                let read = transport.read(VirtualLane::Calls, rank, rest);
+                read.map(Some).map_err(|Closed| CallFailure::Lost(rank))
             }
-            Take::Fold(side) if lends => self.fold_lent(rank, into, side),
-            Take::Copy | Take::Fold(_) => Ok(None),
+            ReceiveAction::Fold(side) if lends => self.fold_lent(rank, into, side),
+            ReceiveAction::Copy | ReceiveAction::Fold(_) => Ok(None),
         }
     }
 
@@ -529,15 +540,15 @@ impl<T: Transport> Run<'_, T> {
         &mut self,
         rank: usize,
         inbuf: &mut Inbuf,
-        into: &Receiving,
-    ) -> Result<usize, Stop> {
+        into: &ReceiveProgress,
+    ) -> Result<usize, CallFailure> {
         let width = match into.take {
-            Take::Copy => 1,
-            Take::Fold(_) => self.buffers.fold_width(),
+            ReceiveAction::Copy => 1,
+            ReceiveAction::Fold(_) => self.buffers.fold_width(),
         };
         if inbuf.bytes().len() < width {
-            let filled = inbuf.fill(&self.group.transport, Lane::Calls, rank, width);
-            filled.map_err(|Closed| Stop::Lost(rank))?;
+            let filled = inbuf.fill(&self.group.transport, VirtualLane::Calls, rank, width);
+            filled.map_err(|Closed| CallFailure::Lost(rank))?;
         }
         Ok(self.use_up(inbuf, into, width))
     }
@@ -547,29 +558,29 @@ impl<T: Transport> Run<'_, T> {
     fn fold_lent(
         &mut self,
         rank: usize,
-        into: &Receiving,
-        side: Side,
-    ) -> Result<Option<usize>, Stop> {
+        into: &ReceiveProgress,
+        side: OperandSide,
+    ) -> Result<Option<usize>, CallFailure> {
         let (transport, buffers) = (&self.group.transport, &mut self.buffers);
         let width = buffers.fold_width();
         let (mut done, end) = (into.done, into.span.len());
         let mut is_cut = false;
         let whole = |there: usize| there - there % width;
         let given = self.comes_back.then(|| {
-            lending::lend_to_come_back(transport, rank, &mut |mut bytes| {
+            lending::reduce_in_place(transport, rank, &mut |mut bytes| {
                 let count = whole(bytes.read().len().min(end - done));
                 buffers.fold_both(&into.span, done..done + count, side, &mut bytes);
                 is_cut = count == 0;
                 count
             })
         });
-        let lost = |Closed| Stop::Lost(rank);
+        let lost = |Closed| CallFailure::Lost(rank);
         let given = given.transpose().map_err(lost)?.flatten();
         if let Some(count) = given {
             self.gave_back += count;
             return Ok((!is_cut).then_some(count));
         }
-        let lent = lending::lend(transport, rank, &mut |bytes| {
+        let lent = lending::read_in_place(transport, rank, &mut |bytes| {
             let count = whole(bytes.len().min(end - done));
             buffers.fold(&into.span, done, side, bytes.part(0, count));
             done += count;
@@ -581,17 +592,17 @@ impl<T: Transport> Run<'_, T> {
     }
 
     /// Consumes whole elements of `inbuf`.
-    fn use_up(&mut self, inbuf: &mut Inbuf, into: &Receiving, width: usize) -> usize {
+    fn use_up(&mut self, inbuf: &mut Inbuf, into: &ReceiveProgress, width: usize) -> usize {
         let there = (into.span.len() - into.done).min(inbuf.bytes().len());
         let count = there - there % width;
         let bytes = &inbuf.bytes()[..count];
         match into.take {
-            Take::Copy => {
+            ReceiveAction::Copy => {
                 let rest = &mut self.buffers.get_mut(&into.span)[into.done..];
                 rest[..count].copy_from_slice(bytes);
             }
-            Take::Fold(side) => {
-                let bytes = Lent::of(bytes);
+            ReceiveAction::Fold(side) => {
+                let bytes = PeerBytes::of(bytes);
                 self.buffers.fold(&into.span, into.done, side, bytes);
             }
         }
@@ -605,17 +616,19 @@ impl<T: Transport> Run<'_, T> {
     }
 
     /// The error of a stopped call; poisons the group.
-    fn fail(&mut self, stop: Stop, peers: &mut [Peer]) -> Error {
+    fn fail(&mut self, stop: CallFailure, peers: &mut [PeerProgress]) -> Error {
         let (call, at) = (self.call, self.call.sequence);
         let error = match stop {
-            Stop::Lost(peer) | Stop::Poisoned(peer) => self.group.lost(call, peer, at),
-            Stop::Garbled(peer) => {
+            CallFailure::Lost(peer) | CallFailure::Poisoned(peer) => {
+                self.group.lost(call, peer, at)
+            }
+            CallFailure::Garbled(peer) => {
                 let cause = Cause::Garbled(number(peer));
-                self.group.poison(News { cause, at });
+                self.group.poison(FailureNotice { cause, at });
                 let error = cause.error(call);
                 self.group.cause_of(call).unwrap_or(error)
             }
-            Stop::Uneven { expected, got } => {
+            CallFailure::Uneven { expected, got } => {
                 let (rank, buffer) = (number(self.group.rank), "receives");
                 let error = Error::Length {
                     call,
@@ -626,21 +639,22 @@ impl<T: Transport> Run<'_, T> {
                 };
                 self.group.fail(call, error, at)
             }
-            Stop::Late(open) => {
+            CallFailure::Late(open) => {
                 // Some calls may have arrived without being read.
-                self.heard(peers);
-                let late =
-                    |(rank, peer): &(usize, &Peer)| *rank != self.group.rank && peer.said.is_none();
+                self.receive_header(peers);
+                let late = |(rank, peer): &(usize, &PeerProgress)| {
+                    *rank != self.group.rank && peer.said.is_none()
+                };
                 let silent = peers.iter().enumerate().find(late);
                 let rank = number(silent.map_or(open, |(rank, _)| rank));
                 self.group.fail(call, Error::Timeout { call, rank }, at)
             }
             // The peer may be ahead only because it abandoned this call.
-            Stop::Disagree if self.group.awaits_news(DISAGREE_WAIT) => {
+            CallFailure::Disagree if self.group.awaits_news(DISAGREE_WAIT) => {
                 let error = self.group.cause_of(call);
                 error.expect("news have a cause")
             }
-            Stop::Disagree => {
+            CallFailure::Disagree => {
                 let error = self.vote(peers);
                 self.group.fail(call, error, at)
             }
@@ -650,12 +664,14 @@ impl<T: Transport> Run<'_, T> {
     }
 
     /// Receives the others' calls, within bounds, and names the odd rank.
-    fn vote(&mut self, peers: &mut [Peer]) -> Error {
+    fn vote(&mut self, peers: &mut [PeerProgress]) -> Error {
         let until = self.group.transport.now() + VOTE_WAIT;
         let until = until.min(self.deadline.instant());
-        while !self.heard(peers) && self.group.transport.now() < until {
+        while !self.receive_header(peers) && self.group.transport.now() < until {
             let soon = self.group.transport.now() + Duration::from_millis(1);
-            self.group.transport.wait(Lane::Calls, &[], soon.min(until));
+            self.group
+                .transport
+                .wait(VirtualLane::Calls, &[], soon.min(until));
         }
         let calls = peers.iter().enumerate().filter_map(|(rank, peer)| {
             let own = (rank == self.group.rank).then_some(self.call);
@@ -666,13 +682,13 @@ impl<T: Transport> Run<'_, T> {
 
     /// Reads calls that have not arrived yet, and sends this rank's call to peers without it. True
     /// when all are done.
-    fn heard(&mut self, peers: &mut [Peer]) -> bool {
+    fn receive_header(&mut self, peers: &mut [PeerProgress]) -> bool {
         let mut all = true;
         for (rank, peer) in peers.iter_mut().enumerate() {
             if rank == self.group.rank {
                 continue;
             }
-            let begun = |sending: &Sending| sending.done >= HEADER_BYTES;
+            let begun = |sending: &SendProgress| sending.done >= HEADER_BYTES;
             if !peer.sending.as_ref().is_none_or(begun) {
                 all &= self.push(rank, peer).is_ok_and(|moved| moved);
             }
@@ -687,7 +703,7 @@ impl<T: Transport> Run<'_, T> {
 
     /// Notifies peers that already have all they need for this call that it failed, in case they
     /// are late. The notice follows the last frame, where the link has room.
-    fn abort(&self, peers: &mut [Peer]) {
+    fn abort(&self, peers: &mut [PeerProgress]) {
         for (rank, peer) in peers.iter_mut().enumerate() {
             let whole = peer
                 .sending
@@ -695,14 +711,16 @@ impl<T: Transport> Run<'_, T> {
                 .is_none_or(|sending| sending.done == 0);
             if rank != self.group.rank && whole {
                 let header = Header {
-                    what: What::Abort,
+                    what: FrameKind::Abort,
                     algorithm: 0,
                     step: 0,
                     call: self.call,
                     payload: 0,
                 };
                 // A peer that cannot be reached here learns it from its control connection.
-                let _ = self.group.write(Lane::Calls, rank, &header.encode(), &[]);
+                let _ = self
+                    .group
+                    .write(VirtualLane::Calls, rank, &header.encode(), &[]);
             }
         }
     }

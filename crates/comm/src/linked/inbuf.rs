@@ -1,7 +1,7 @@
 //! Received bytes of a link that are not consumed yet.
 
 use super::lending;
-use crate::transport::{Closed, Lane, Transport};
+use crate::transport::{Closed, Transport, VirtualLane};
 
 /// Buffer size; untouched pages cost nothing. [`Transport::gulp`] bounds a single read.
 const INBUF_BYTES: usize = 1 << 20;
@@ -43,7 +43,7 @@ impl Inbuf {
     pub(super) fn head<const N: usize, T: Transport>(
         &mut self,
         transport: &T,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
     ) -> Result<Option<[u8; N]>, Closed> {
         loop {
@@ -60,7 +60,7 @@ impl Inbuf {
     pub(super) fn fill<T: Transport>(
         &mut self,
         transport: &T,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
         wanted: usize,
     ) -> Result<usize, Closed> {
@@ -71,7 +71,7 @@ impl Inbuf {
             self.bytes.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
-        let end = match lending::lends(transport, lane, peer) {
+        let end = match lending::reads_in_place(transport, lane, peer) {
             true => most.min(self.start + wanted),
             false => most,
         };

@@ -2,85 +2,83 @@
 
 use std::sync::Arc;
 
-use crate::lent::{Lent, LentMut};
-use crate::transport::{Closed, ComeBack, Lane, Transport};
-use crate::{Pages, Registered};
+use crate::lent::{PeerBytes, PeerBytesMut};
+use crate::transport::{Closed, Transport, VirtualLane, WriteBack};
+use crate::{MemoryRegistration, Pages};
 
 /// The transport, if it supports writing results back.
-fn come_back<T: Transport>(transport: &T) -> Option<&dyn ComeBack> {
-    transport.lending()?.come_back()
+fn write_back<T: Transport>(transport: &T) -> Option<&dyn WriteBack> {
+    transport.zero_copy()?.write_back()
 }
 
 /// See [`Lend::write_whole`](crate::transport::Lend::write_whole).
 pub(super) fn write_whole<T: Transport>(
     transport: &T,
-    lane: Lane,
+    lane: VirtualLane,
     peer: usize,
     (head, body): (&[u8], &[u8]),
 ) -> Result<usize, Closed> {
-    match transport.lending() {
+    match transport.zero_copy() {
         Some(lending) => lending.write_whole(lane, peer, head, body),
         None => transport.write(lane, peer, head, body),
     }
 }
 
 /// See [`ComeBack::write_to_come_back`].
-pub(super) fn write_to_come_back<T: Transport>(
+pub(super) fn write_reducible<T: Transport>(
     transport: &T,
-    lane: Lane,
+    lane: VirtualLane,
     peer: usize,
     (head, body): (&[u8], &[u8]),
     whole: &[u8],
 ) -> Result<usize, Closed> {
-    match come_back(transport) {
-        Some(returning) => returning.write_to_come_back(lane, peer, (head, body), whole),
+    match write_back(transport) {
+        Some(returning) => returning.write_reducible(lane, peer, (head, body), whole),
         None => transport.write(lane, peer, head, body),
     }
 }
 
 /// See [`ComeBack::has_come_back`].
-pub(super) fn has_come_back<T: Transport>(transport: &T, peer: usize) -> bool {
-    come_back(transport).is_some_and(|returning| returning.has_come_back(peer))
+pub(super) fn is_written_back<T: Transport>(transport: &T, peer: usize) -> bool {
+    write_back(transport).is_some_and(|returning| returning.is_written_back(peer))
 }
 
 /// See [`Lend::expect`](crate::transport::Lend::expect).
 pub(super) fn expect<T: Transport>(transport: &T, peer: usize, memory: &[u8]) {
-    if let Some(lending) = transport.lending() {
+    if let Some(lending) = transport.zero_copy() {
         lending.expect(peer, memory);
     }
 }
 
 /// See [`Lend::lends`](crate::transport::Lend::lends).
-pub(super) fn lends<T: Transport>(transport: &T, lane: Lane, peer: usize) -> bool {
-    let lending = transport.lending();
-    lending.is_some_and(|lending| lending.lends(lane, peer))
+pub(super) fn reads_in_place<T: Transport>(transport: &T, lane: VirtualLane, peer: usize) -> bool {
+    let lending = transport.zero_copy();
+    lending.is_some_and(|lending| lending.reads_in_place(lane, peer))
 }
 
 /// See [`Lend::lend`](crate::transport::Lend::lend).
-pub(super) fn lend<T: Transport>(
+pub(super) fn read_in_place<T: Transport>(
     transport: &T,
     peer: usize,
-    take: &mut dyn FnMut(Lent<'_>) -> usize,
+    take: &mut dyn FnMut(PeerBytes<'_>) -> usize,
 ) -> Result<usize, Closed> {
-    let lending = transport.lending();
-    lending.map_or(Ok(0), |lending| lending.lend(peer, take))
+    let lending = transport.zero_copy();
+    lending.map_or(Ok(0), |lending| lending.read_in_place(peer, take))
 }
 
 /// See [`ComeBack::lend_to_come_back`].
-pub(super) fn lend_to_come_back<T: Transport>(
+pub(super) fn reduce_in_place<T: Transport>(
     transport: &T,
     peer: usize,
-    take: &mut dyn FnMut(LentMut<'_>) -> usize,
+    take: &mut dyn FnMut(PeerBytesMut<'_>) -> usize,
 ) -> Result<Option<usize>, Closed> {
-    let returning = come_back(transport);
-    returning.map_or(Ok(None), |returning| {
-        returning.lend_to_come_back(peer, take)
-    })
+    let returning = write_back(transport);
+    returning.map_or(Ok(None), |returning| returning.reduce_in_place(peer, take))
 }
 
 /// See [`Lend::placed`](crate::transport::Lend::placed).
 pub(super) fn placed<T: Transport>(transport: &T) -> u64 {
-    let lending = transport.lending();
+    let lending = transport.zero_copy();
     lending.map_or(0, |lending| lending.placed())
 }
 
@@ -88,26 +86,26 @@ pub(super) fn placed<T: Transport>(transport: &T) -> u64 {
 pub(super) fn register_pages<T: Transport>(
     transport: &T,
     pages: &Arc<Pages>,
-) -> Option<Registered> {
-    transport.lending()?.register_pages(pages)
+) -> Option<MemoryRegistration> {
+    transport.zero_copy()?.register_pages(pages)
 }
 
 /// See [`Lend::holds`](crate::transport::Lend::holds).
-pub(super) fn holds<T: Transport>(transport: &T, lane: Lane, peer: usize) -> bool {
-    let lending = transport.lending();
+pub(super) fn holds<T: Transport>(transport: &T, lane: VirtualLane, peer: usize) -> bool {
+    let lending = transport.zero_copy();
     lending.is_some_and(|lending| lending.holds(lane, peer))
 }
 
 /// See [`Lend::let_go`](crate::transport::Lend::let_go).
-pub(super) fn let_go<T: Transport>(transport: &T, lane: Lane) {
-    if let Some(lending) = transport.lending() {
-        lending.let_go(lane);
+pub(super) fn release_memory<T: Transport>(transport: &T, lane: VirtualLane) {
+    if let Some(lending) = transport.zero_copy() {
+        lending.release_memory(lane);
     }
 }
 
 /// See [`Lend::let_go_of`](crate::transport::Lend::let_go_of).
-pub(super) fn let_go_of<T: Transport>(transport: &T, lane: Lane, peer: usize) {
-    if let Some(lending) = transport.lending() {
-        lending.let_go_of(lane, peer);
+pub(super) fn release_peer_memory<T: Transport>(transport: &T, lane: VirtualLane, peer: usize) {
+    if let Some(lending) = transport.zero_copy() {
+        lending.release_peer_memory(lane, peer);
     }
 }

@@ -19,13 +19,13 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 
-use super::Linked;
+use super::TransportGroup;
 use super::inbuf::{DIRECT_BYTES, Inbuf};
 use super::lending;
 use crate::locks::lock;
 use crate::status::Cause;
-use crate::transport::{Closed, Lane, Pause, Transport, Want};
-use crate::wire::{HEADER_BYTES, Header, What};
+use crate::transport::{Closed, Pause, Transport, VirtualLane, WaitInterest};
+use crate::wire::{FrameKind, HEADER_BYTES, Header};
 use crate::{Call, Data, DataMut, Deadline, Dtype, Error, Kind, MESSAGES_HELD};
 
 /// A receiver returns credits at once when it owes this many, else when it next waits. This is half
@@ -39,22 +39,22 @@ const AHEAD_BYTES: usize = 1 << 20;
 const FOLLOWER_WAIT: Duration = Duration::from_millis(20);
 
 /// All mailboxes of a rank.
-pub(super) struct Mail {
+pub(super) struct Mailboxes {
     /// By rank; the own entry is unused.
-    posts: Vec<Post>,
+    posts: Vec<PeerMailbox>,
     /// Buffers to reuse, at most `MESSAGES_HELD`.
     spare: Vec<Vec<u8>>,
     /// A thread polls the links.
     polling: bool,
 }
 
-struct Post {
-    inbox: VecDeque<Message>,
+struct PeerMailbox {
+    inbox: VecDeque<BufferedMessage>,
     inbuf: Inbuf,
     /// A partly received message.
-    partial: Option<Partial>,
+    partial: Option<PartialMessage>,
     /// The receive that waits for a message.
-    waiter: Option<Waiter>,
+    waiter: Option<WaitingReceive>,
     /// A message is being read from its sender's memory.
     lent: bool,
     outbox: Vec<u8>,
@@ -66,21 +66,21 @@ struct Post {
     garbled: bool,
 }
 
-struct Message {
+struct BufferedMessage {
     call: Call,
     bytes: Vec<u8>,
 }
 
 /// A partly received message.
-enum Partial {
+enum PartialMessage {
     /// For the inbox, with its total length.
-    Kept(Message, usize),
+    Kept(BufferedMessage, usize),
     /// For the waiting receive; the number of bytes received.
     Placed(usize),
 }
 
 /// A waiting receive and its memory, which belongs to the caller again once the entry is removed.
-struct Waiter {
+struct WaitingReceive {
     call: Call,
     tag: u32,
     memory: *mut [u8],
@@ -90,22 +90,22 @@ struct Waiter {
 
 // SAFETY: the memory is touched only under the mailbox lock, while the call that borrows it waits.
 // [`Waiting`] removes the entry before that call ends, also when it panics.
-unsafe impl Send for Waiter {}
+unsafe impl Send for WaitingReceive {}
 
 /// Guard of a call that may have a [`Waiter`]. Its drop removes the entry.
-struct Waiting<'a, T: Transport> {
-    linked: &'a Linked<T>,
+struct ReceiveGuard<'a, T: Transport> {
+    linked: &'a TransportGroup<T>,
     call: Call,
     peer: usize,
 }
 
-impl<T: Transport> Drop for Waiting<'_, T> {
+impl<T: Transport> Drop for ReceiveGuard<'_, T> {
     fn drop(&mut self) {
         self.linked.wait_no_more(self.call, self.peer);
     }
 }
 
-impl Waiter {
+impl WaitingReceive {
     /// The memory behind the first `done` bytes.
     fn rest(&mut self, done: usize) -> &mut [u8] {
         // SAFETY: the caller of `recv` has it mutably borrowed until this entry is removed.
@@ -121,16 +121,16 @@ impl Waiter {
 }
 
 /// Result of a receive.
-enum Found {
+enum Delivery {
     /// A buffered message.
-    Kept(Message),
+    Kept(BufferedMessage),
     /// The message was written to the receiver's memory.
     Placed,
 }
 
-impl Mail {
+impl Mailboxes {
     pub(super) fn new(size: usize) -> Self {
-        let post = || Post {
+        let post = || PeerMailbox {
             inbox: VecDeque::new(),
             inbuf: Inbuf::default(),
             partial: None,
@@ -150,12 +150,12 @@ impl Mail {
         }
     }
 
-    fn wants(&self, own: usize, wants: &mut Vec<Want>) {
+    fn wants(&self, own: usize, wants: &mut Vec<WaitInterest>) {
         for (peer, post) in self.posts.iter().enumerate() {
             if peer != own && !post.closed {
                 let write = post.gone < post.outbox.len() || post.lent;
-                wants.push(Want {
-                    lane: Lane::Messages,
+                wants.push(WaitInterest {
+                    lane: VirtualLane::Messages,
                     peer,
                     read: true,
                     write,
@@ -165,22 +165,28 @@ impl Mail {
     }
 }
 
-impl Post {
+impl PeerMailbox {
     /// The oldest message with this tag.
-    fn pop(&mut self, tag: u32) -> Option<Message> {
+    fn pop(&mut self, tag: u32) -> Option<BufferedMessage> {
         let oldest = self.inbox.iter().position(|m| is_tagged(&m.call, tag))?;
         self.inbox.remove(oldest)
     }
 
     /// Writes a frame, or the part that the link accepts; the rest goes to the outbox.
-    fn put<T: Transport>(&mut self, group: &Linked<T>, peer: usize, head: &[u8], body: &[u8]) {
+    fn put<T: Transport>(
+        &mut self,
+        group: &TransportGroup<T>,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) {
         let mut gone = 0;
         if self.outbox.is_empty() && !self.closed {
-            match group.write_whole(Lane::Messages, peer, head, body) {
+            match group.write_whole(VirtualLane::Messages, peer, head, body) {
                 Ok(count) => gone = count,
                 Err(Closed) => self.closed = true,
             }
-            self.lent |= lending::holds(&group.transport, Lane::Messages, peer);
+            self.lent |= lending::holds(&group.transport, VirtualLane::Messages, peer);
         }
         self.outbox.extend_from_slice(&head[gone.min(head.len())..]);
         self.outbox
@@ -188,11 +194,11 @@ impl Post {
     }
 
     /// Sends from the outbox; true if bytes were sent.
-    fn flush<T: Transport>(&mut self, group: &Linked<T>, peer: usize) -> bool {
+    fn flush<T: Transport>(&mut self, group: &TransportGroup<T>, peer: usize) -> bool {
         if self.outbox.is_empty() || self.closed {
             return false;
         }
-        let count = group.write(Lane::Messages, peer, &self.outbox[self.gone..], &[]);
+        let count = group.write(VirtualLane::Messages, peer, &self.outbox[self.gone..], &[]);
         let Ok(count) = count else {
             self.closed = true;
             return true;
@@ -206,17 +212,22 @@ impl Post {
     }
 
     /// Returns owed credits.
-    fn pay<T: Transport>(&mut self, group: &Linked<T>, peer: usize) {
+    fn pay<T: Transport>(&mut self, group: &TransportGroup<T>, peer: usize) {
         if self.owed > 0 {
             let owed = std::mem::take(&mut self.owed);
             let call = Call::plain(0, Kind::Barrier, Dtype::U8, owed);
-            let header = header(What::Credit, call, 0);
+            let header = header(FrameKind::Credit, call, 0);
             self.put(group, peer, &header, &[]);
         }
     }
 
     /// Reads all available bytes; true if there were any.
-    fn read<T: Transport>(&mut self, group: &Linked<T>, peer: usize, spare: &mut Spare) -> bool {
+    fn read<T: Transport>(
+        &mut self,
+        group: &TransportGroup<T>,
+        peer: usize,
+        spare: &mut Spare,
+    ) -> bool {
         let mut moved = false;
         while !self.closed {
             match self.read_part(group, peer, spare) {
@@ -234,7 +245,7 @@ impl Post {
     /// Reads a header or part of a message.
     fn read_part<T: Transport>(
         &mut self,
-        group: &Linked<T>,
+        group: &TransportGroup<T>,
         peer: usize,
         spare: &mut Spare,
     ) -> Result<bool, Closed> {
@@ -246,7 +257,9 @@ impl Post {
             }
             return Ok(whole || count > 0);
         }
-        let head = self.inbuf.head(&group.transport, Lane::Messages, peer)?;
+        let head = self
+            .inbuf
+            .head(&group.transport, VirtualLane::Messages, peer)?;
         let Some(head) = head else { return Ok(false) };
         self.inbuf.consume(HEADER_BYTES);
         group
@@ -255,7 +268,7 @@ impl Post {
         self.frame(
             Header::decode(&head),
             spare,
-            lending::lends(&group.transport, Lane::Messages, peer),
+            lending::reads_in_place(&group.transport, VirtualLane::Messages, peer),
         );
         if self.garbled { Err(Closed) } else { Ok(true) }
     }
@@ -268,15 +281,15 @@ impl Post {
         peer: usize,
     ) -> Result<(usize, bool), Closed> {
         match (&mut self.partial, &mut self.waiter) {
-            (Some(Partial::Kept(message, length)), _) => {
+            (Some(PartialMessage::Kept(message, length)), _) => {
                 let count = fill(message, *length, &mut self.inbuf, transport, peer)?;
                 Ok((count, message.bytes.len() == *length))
             }
-            (Some(Partial::Placed(done)), Some(waiter)) => {
+            (Some(PartialMessage::Placed(done)), Some(waiter)) => {
                 let rest = waiter.rest(*done);
                 let count = match rest {
                     [] => 0,
-                    rest => transport.read(Lane::Messages, peer, rest)?,
+                    rest => transport.read(VirtualLane::Messages, peer, rest)?,
                 };
                 *done += count;
                 Ok((count, *done == waiter.memory.len()))
@@ -288,11 +301,11 @@ impl Post {
     /// Completes a message; returns its bytes.
     fn complete(&mut self) -> usize {
         match self.partial.take() {
-            Some(Partial::Kept(message, length)) => {
+            Some(PartialMessage::Kept(message, length)) => {
                 self.inbox.push_back(message);
                 length
             }
-            Some(Partial::Placed(done)) => {
+            Some(PartialMessage::Placed(done)) => {
                 self.waiter.iter_mut().for_each(|waiter| waiter.done = true);
                 done
             }
@@ -304,7 +317,7 @@ impl Post {
         let held = self.inbox.len();
         match header {
             Some(Header {
-                what: What::Credit,
+                what: FrameKind::Credit,
                 call,
                 payload: 0,
                 ..
@@ -313,7 +326,7 @@ impl Post {
                 self.credits = self.credits.saturating_add(paid).min(MESSAGES_HELD);
             }
             Some(Header {
-                what: What::Message,
+                what: FrameKind::Message,
                 call,
                 payload,
                 ..
@@ -324,12 +337,12 @@ impl Post {
                     .is_some_and(|waiter| waiter.awaits(&call));
                 let is_next = self.inbox.iter().all(|m| m.call.kind != call.kind);
                 self.partial = Some(match lends && awaited && is_next {
-                    true => Partial::Placed(0),
+                    true => PartialMessage::Placed(0),
                     false => {
                         let mut bytes = spare.pop().unwrap_or_default();
                         bytes.clear();
                         let length = usize::try_from(payload).unwrap_or(usize::MAX);
-                        Partial::Kept(Message { call, bytes }, length)
+                        PartialMessage::Kept(BufferedMessage { call, bytes }, length)
                     }
                 });
             }
@@ -352,7 +365,7 @@ fn fits(call: &Call, payload: u64) -> bool {
 
 /// Appends available bytes of a message of `length` bytes.
 fn fill<T: Transport>(
-    message: &mut Message,
+    message: &mut BufferedMessage,
     length: usize,
     inbuf: &mut Inbuf,
     transport: &T,
@@ -360,16 +373,16 @@ fn fill<T: Transport>(
 ) -> Result<usize, Closed> {
     let have = message.bytes.len();
     let missing = length - have;
-    let direct =
-        missing >= DIRECT_BYTES || (missing > 0 && lending::lends(transport, Lane::Messages, peer));
+    let direct = missing >= DIRECT_BYTES
+        || (missing > 0 && lending::reads_in_place(transport, VirtualLane::Messages, peer));
     if inbuf.bytes().is_empty() && direct {
         message.bytes.resize(have + missing.min(AHEAD_BYTES), 0);
-        let count = transport.read(Lane::Messages, peer, &mut message.bytes[have..]);
+        let count = transport.read(VirtualLane::Messages, peer, &mut message.bytes[have..]);
         message.bytes.truncate(have + count.unwrap_or(0));
         return count;
     }
     if inbuf.bytes().is_empty() && missing > 0 {
-        inbuf.fill(transport, Lane::Messages, peer, missing)?;
+        inbuf.fill(transport, VirtualLane::Messages, peer, missing)?;
     }
     let count = missing.min(inbuf.bytes().len());
     message.bytes.extend_from_slice(&inbuf.bytes()[..count]);
@@ -377,7 +390,7 @@ fn fill<T: Transport>(
     Ok(count)
 }
 
-fn header(what: What, call: Call, payload: usize) -> [u8; HEADER_BYTES] {
+fn header(what: FrameKind, call: Call, payload: usize) -> [u8; HEADER_BYTES] {
     Header {
         what,
         algorithm: 0,
@@ -389,12 +402,12 @@ fn header(what: What, call: Call, payload: usize) -> [u8; HEADER_BYTES] {
 }
 
 /// Next step of a waiting thread after it polled the mailboxes.
-enum Look<R> {
+enum PollResult<R> {
     Done(R),
     Wait,
 }
 
-impl<T: Transport> Linked<T> {
+impl<T: Transport> TransportGroup<T> {
     /// The next message call of this rank, with checked arguments.
     fn message(&self, kind: Kind, dtype: Dtype, length: usize) -> Result<Call, Error> {
         let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
@@ -421,23 +434,23 @@ impl<T: Transport> Linked<T> {
     ) -> Result<(), Error> {
         let call = self.message(Kind::Send { to, tag }, message.dtype(), message.len())?;
         let peer = to.0 as usize;
-        let head = header(What::Message, call, message.bytes().len());
-        let sent = self.look(peer, deadline, |mail| {
+        let head = header(FrameKind::Message, call, message.bytes().len());
+        let sent = self.poll_mail(peer, deadline, |mail| {
             if let Some(error) = self.cause_of(call) {
-                return Look::Done(Err(error));
+                return PollResult::Done(Err(error));
             }
             let post = &mut mail.posts[peer];
             if post.closed || post.credits == 0 {
                 return if post.closed {
-                    Look::Done(Ok(false))
+                    PollResult::Done(Ok(false))
                 } else {
-                    Look::Wait
+                    PollResult::Wait
                 };
             }
             post.credits -= 1;
             self.carries(message.bytes().len());
             post.put(self, peer, &head, message.bytes());
-            Look::Done(Ok(!post.closed))
+            PollResult::Done(Ok(!post.closed))
         });
         match sent {
             None => Err(self.fail(call, Error::Timeout { call, rank: to }, self.next_call())),
@@ -449,7 +462,7 @@ impl<T: Transport> Linked<T> {
 
     /// Waits until the outbox is sent and memory that the link reads in place is released.
     fn see_off(&self, call: Call, peer: usize, deadline: Deadline) -> Result<(), Error> {
-        let waits = |post: &Post| post.lent || !post.outbox.is_empty();
+        let waits = |post: &PeerMailbox| post.lent || !post.outbox.is_empty();
         let (open, lent) = {
             let post = &lock(&self.mail).posts[peer];
             (waits(post), post.lent)
@@ -457,22 +470,22 @@ impl<T: Transport> Linked<T> {
         if !open || (!lent && self.transport.nudge()) {
             return Ok(());
         }
-        let gone = self.look(peer, deadline, |mail| {
+        let gone = self.poll_mail(peer, deadline, |mail| {
             let post = &mut mail.posts[peer];
-            post.lent &= lending::holds(&self.transport, Lane::Messages, peer);
+            post.lent &= lending::holds(&self.transport, VirtualLane::Messages, peer);
             // A sender that only waits for its memory regains it, though the peer has closed by
             // now.
             if !waits(post) {
-                Look::Done(Ok(()))
+                PollResult::Done(Ok(()))
             } else if post.closed {
-                Look::Done(Err(None))
+                PollResult::Done(Err(None))
             } else {
                 self.cause_of(call)
-                    .map_or(Look::Wait, |error| Look::Done(Err(Some(error))))
+                    .map_or(PollResult::Wait, |error| PollResult::Done(Err(Some(error))))
             }
         });
         if !matches!(gone, Some(Ok(()))) {
-            lending::let_go_of(&self.transport, Lane::Messages, peer);
+            lending::release_peer_memory(&self.transport, VirtualLane::Messages, peer);
         }
         let rank = super::number(peer);
         match gone {
@@ -496,13 +509,13 @@ impl<T: Transport> Linked<T> {
     ) -> Result<(), Error> {
         let call = self.message(Kind::Recv { from, tag }, into.dtype(), into.len())?;
         let peer = from.0 as usize;
-        let lends = lending::lends(&self.transport, Lane::Messages, peer);
+        let lends = lending::reads_in_place(&self.transport, VirtualLane::Messages, peer);
         let memory: *mut [u8] = into.bytes_mut();
         let linked = self;
-        let waiting = lends.then_some(Waiting { linked, call, peer });
-        let found = self.look(peer, deadline, |mail| {
+        let waiting = lends.then_some(ReceiveGuard { linked, call, peer });
+        let found = self.poll_mail(peer, deadline, |mail| {
             let found = self.find(mail, peer, tag, call);
-            if lends && matches!(found, Look::Wait) {
+            if lends && matches!(found, PollResult::Wait) {
                 self.wait_in(&mut mail.posts[peer], peer, (call, tag), memory);
             }
             found
@@ -515,11 +528,11 @@ impl<T: Transport> Linked<T> {
             }
             Some(Err(error)) => return Err(error),
             Some(Ok(None)) => return Err(self.closed(call, peer)),
-            Some(Ok(Some(Found::Placed))) => {
+            Some(Ok(Some(Delivery::Placed))) => {
                 self.taken(&mut lock(&self.mail), peer);
                 return Ok(());
             }
-            Some(Ok(Some(Found::Kept(message)))) => message,
+            Some(Ok(Some(Delivery::Kept(message)))) => message,
         };
         let got = message.call;
         if (got.dtype, got.length) != (call.dtype, call.length) {
@@ -540,7 +553,7 @@ impl<T: Transport> Linked<T> {
     }
 
     /// Accounts for a received message of `peer`.
-    fn taken(&self, mail: &mut Mail, peer: usize) {
+    fn taken(&self, mail: &mut Mailboxes, peer: usize) {
         let post = &mut mail.posts[peer];
         post.owed += 1;
         if post.owed >= CREDITS_OWED {
@@ -549,8 +562,14 @@ impl<T: Transport> Linked<T> {
     }
 
     /// Registers `memory` for the message of `call`, unless another receive waits.
-    fn wait_in(&self, post: &mut Post, peer: usize, (call, tag): (Call, u32), memory: *mut [u8]) {
-        let waiter = post.waiter.get_or_insert(Waiter {
+    fn wait_in(
+        &self,
+        post: &mut PeerMailbox,
+        peer: usize,
+        (call, tag): (Call, u32),
+        memory: *mut [u8],
+    ) {
+        let waiter = post.waiter.get_or_insert(WaitingReceive {
             call,
             tag,
             memory,
@@ -566,9 +585,11 @@ impl<T: Transport> Linked<T> {
     fn wait_no_more(&self, call: Call, peer: usize) {
         let mut mail = lock(&self.mail);
         let post = &mut mail.posts[peer];
-        let own = |waiter: &mut Waiter| waiter.call.sequence == call.sequence;
-        if post.waiter.take_if(own).is_some() && matches!(post.partial, Some(Partial::Placed(_))) {
-            lending::let_go_of(&self.transport, Lane::Messages, peer);
+        let own = |waiter: &mut WaitingReceive| waiter.call.sequence == call.sequence;
+        if post.waiter.take_if(own).is_some()
+            && matches!(post.partial, Some(PartialMessage::Placed(_)))
+        {
+            lending::release_peer_memory(&self.transport, VirtualLane::Messages, peer);
             (post.partial, post.closed) = (None, true);
         }
     }
@@ -576,31 +597,31 @@ impl<T: Transport> Linked<T> {
     /// A message, or why there will be none: an error, or `None` if the link is closed.
     fn find(
         &self,
-        mail: &mut Mail,
+        mail: &mut Mailboxes,
         peer: usize,
         tag: u32,
         call: Call,
-    ) -> Look<Result<Option<Found>, Error>> {
+    ) -> PollResult<Result<Option<Delivery>, Error>> {
         let cause = self.status.cause();
         if let Some(cause @ Cause::Failed(_)) = cause {
-            return Look::Done(Err(cause.error(call)));
+            return PollResult::Done(Err(cause.error(call)));
         }
         let post = &mut mail.posts[peer];
-        let own = |waiter: &Waiter| waiter.done && waiter.call.sequence == call.sequence;
+        let own = |waiter: &WaitingReceive| waiter.done && waiter.call.sequence == call.sequence;
         if post.waiter.as_ref().is_some_and(own) {
-            return Look::Done(Ok(Some(Found::Placed)));
+            return PollResult::Done(Ok(Some(Delivery::Placed)));
         }
         if let Some(message) = post.pop(tag) {
-            return Look::Done(Ok(Some(Found::Kept(message))));
+            return PollResult::Done(Ok(Some(Delivery::Kept(message))));
         }
         if post.closed {
-            return Look::Done(Ok(None));
+            return PollResult::Done(Ok(None));
         }
         match cause {
             // Messages sent before the peer left may still be in flight; then the link closes.
-            None => Look::Wait,
-            Some(Cause::Left(rank)) if rank.0 as usize == peer => Look::Wait,
-            Some(cause) => Look::Done(Err(cause.error(call))),
+            None => PollResult::Wait,
+            Some(Cause::Left(rank)) if rank.0 as usize == peer => PollResult::Wait,
+            Some(cause) => PollResult::Done(Err(cause.error(call))),
         }
     }
 
@@ -609,7 +630,7 @@ impl<T: Transport> Linked<T> {
         if lock(&self.mail).posts[peer].garbled {
             let rank = super::number(peer);
             let at = self.next_call();
-            self.poison(crate::status::News {
+            self.poison(crate::status::FailureNotice {
                 cause: Cause::Garbled(rank),
                 at,
             });
@@ -620,17 +641,17 @@ impl<T: Transport> Linked<T> {
 
     /// Polls the mailboxes until `ready` has a result; `None` at the deadline. `peer` is the one to
     /// poll most often.
-    fn look<R>(
+    fn poll_mail<R>(
         &self,
         peer: usize,
         deadline: Deadline,
-        mut ready: impl FnMut(&mut Mail) -> Look<R>,
+        mut ready: impl FnMut(&mut Mailboxes) -> PollResult<R>,
     ) -> Option<R> {
         let patience = self.transport.patience();
         let mut mail = lock(&self.mail);
         let mut looks = 0;
         loop {
-            if let Look::Done(result) = ready(&mut mail) {
+            if let PollResult::Done(result) = ready(&mut mail) {
                 return Some(result);
             }
             let focus = (looks % 16 != 0).then_some(peer);
@@ -659,7 +680,7 @@ impl<T: Transport> Linked<T> {
                 if self.pump(&mut mail, None) {
                     continue;
                 }
-                if let Look::Done(result) = ready(&mut mail) {
+                if let PollResult::Done(result) = ready(&mut mail) {
                     return Some(result);
                 }
                 if deadline.left(self.transport.now()).is_zero() {
@@ -670,7 +691,7 @@ impl<T: Transport> Linked<T> {
                 mail.polling = true;
                 drop(mail);
                 self.transport
-                    .wait(Lane::Messages, &wants, deadline.instant());
+                    .wait(VirtualLane::Messages, &wants, deadline.instant());
                 mail = lock(&self.mail);
                 mail.polling = false;
                 self.mail_changed.notify_all();
@@ -679,7 +700,7 @@ impl<T: Transport> Linked<T> {
     }
 
     /// Receives and sends what is possible; true if bytes moved.
-    fn pump(&self, mail: &mut Mail, focus: Option<usize>) -> bool {
+    fn pump(&self, mail: &mut Mailboxes, focus: Option<usize>) -> bool {
         let mut moved = false;
         for (peer, post) in mail.posts.iter_mut().enumerate() {
             if peer != self.rank && focus.is_none_or(|focus| focus == peer) {
@@ -690,14 +711,14 @@ impl<T: Transport> Linked<T> {
         moved
     }
 
-    fn pay_all(&self, mail: &mut Mail) {
+    fn pay_all(&self, mail: &mut Mailboxes) {
         for (peer, post) in mail.posts.iter_mut().enumerate() {
             post.pay(self, peer);
         }
     }
 
     /// Adds the links that a thread which waits for another event should watch for messages.
-    pub(super) fn mail_wants(&self, wants: &mut Vec<Want>) {
+    pub(super) fn mail_wants(&self, wants: &mut Vec<WaitInterest>) {
         if let Ok(mail) = self.mail.try_lock()
             && !mail.polling
         {
@@ -725,8 +746,8 @@ impl<T: Transport> Linked<T> {
         let Ok(mut mail) = self.mail.try_lock() else {
             return false;
         };
-        let waits = |mail: &Mail| {
-            let waits = |post: &Post| !post.closed && !post.outbox.is_empty();
+        let waits = |mail: &Mailboxes| {
+            let waits = |post: &PeerMailbox| !post.closed && !post.outbox.is_empty();
             mail.posts.iter().any(waits)
         };
         if mail.polling || !waits(&mail) {
@@ -737,7 +758,7 @@ impl<T: Transport> Linked<T> {
         mail.polling = true;
         drop(mail);
         let until = self.transport.now() + wait;
-        self.transport.wait(Lane::Messages, &wants, until);
+        self.transport.wait(VirtualLane::Messages, &wants, until);
         mail = lock(&self.mail);
         mail.polling = false;
         self.pump(&mut mail, None);
@@ -749,7 +770,7 @@ impl<T: Transport> Linked<T> {
     pub(super) fn flush(&self) -> bool {
         let mut mail = lock(&self.mail);
         self.pump(&mut mail, None);
-        let waits = |post: &Post| !post.closed && !post.outbox.is_empty();
+        let waits = |post: &PeerMailbox| !post.closed && !post.outbox.is_empty();
         mail.posts.iter().any(waits)
     }
 }

@@ -23,12 +23,12 @@ use std::time::Duration;
 use paceline_base::{Bytes, Rank};
 
 use self::calls::Calls;
-use self::mail::Mail;
+use self::mail::Mailboxes;
 use crate::locks::lock;
 use crate::plan::Route;
-use crate::status::{Cause, News, Status};
-use crate::transport::{Closed, Lane, Transport};
-use crate::{Call, Copies, Error, Pages, Registered, Traffic, Tuning};
+use crate::status::{Cause, FailureNotice, GroupStatus};
+use crate::transport::{Closed, Transport, VirtualLane};
+use crate::{Call, CopyStats, Error, MemoryRegistration, Pages, Traffic, Tuning};
 
 /// How long a rank that finds a link closed waits for the failure notice. A peer sends it before it
 /// closes the link, so this ends at once unless the peer was killed.
@@ -38,18 +38,18 @@ const NEWS_WAIT: Duration = Duration::from_millis(300);
 const LINGER: Duration = Duration::from_secs(1);
 
 /// A rank of a group: its end of all links.
-pub struct Linked<T> {
+pub struct TransportGroup<T> {
     rank: usize,
     size: usize,
     transport: T,
-    status: Arc<Status>,
+    status: Arc<GroupStatus>,
     tuning: OnceLock<Tuning>,
     calls: Mutex<Calls>,
     /// See `Group::mark`.
     mark: AtomicU64,
     /// Collectives that this rank has completed.
     completed: AtomicU64,
-    mail: Mutex<Mail>,
+    mail: Mutex<Mailboxes>,
     /// Signals that inboxes changed, or that the reading thread has stopped.
     mail_changed: Condvar,
     messages: AtomicU64,
@@ -62,14 +62,19 @@ pub struct Linked<T> {
     placed_before: AtomicU64,
 }
 
-impl<T: Transport> Linked<T> {
+impl<T: Transport> TransportGroup<T> {
     /// The end of `rank` in a group of `size`, with no failure known.
     pub fn new(rank: Rank, size: u32, transport: T) -> Self {
         Self::with_status(rank, size, transport, Arc::default())
     }
 
     /// As [`new`](Self::new), for a group whose ranks share one status.
-    pub(crate) fn with_status(rank: Rank, size: u32, transport: T, status: Arc<Status>) -> Self {
+    pub(crate) fn with_status(
+        rank: Rank,
+        size: u32,
+        transport: T,
+        status: Arc<GroupStatus>,
+    ) -> Self {
         let (rank, size) = (rank.0 as usize, size as usize);
         Self {
             rank,
@@ -80,7 +85,7 @@ impl<T: Transport> Linked<T> {
             calls: Mutex::new(Calls::new(size)),
             mark: AtomicU64::new(0),
             completed: AtomicU64::new(0),
-            mail: Mutex::new(Mail::new(size)),
+            mail: Mutex::new(Mailboxes::new(size)),
             mail_changed: Condvar::new(),
             messages: AtomicU64::new(0),
             sent: (0..size).map(|_| AtomicU64::new(0)).collect(),
@@ -133,11 +138,11 @@ impl<T: Transport> Linked<T> {
     }
 
     /// See [`Group::copies`](crate::Group::copies).
-    pub fn copies(&self) -> Copies {
+    pub fn copies(&self) -> CopyStats {
         let payload = self.payload.load(Ordering::Relaxed);
         let before = self.placed_before.load(Ordering::Relaxed);
         let in_place = lending::placed(&self.transport).saturating_sub(before);
-        Copies {
+        CopyStats {
             in_place: Bytes(in_place),
             staged: Bytes(payload.saturating_sub(in_place)),
         }
@@ -154,7 +159,7 @@ impl<T: Transport> Linked<T> {
     }
 
     /// See [`Group::register_pages`](crate::Group::register_pages).
-    pub fn register_pages(&self, pages: &Arc<Pages>) -> Option<Registered> {
+    pub fn register_pages(&self, pages: &Arc<Pages>) -> Option<MemoryRegistration> {
         lending::register_pages(&self.transport, pages)
     }
 
@@ -185,10 +190,10 @@ impl<T: Transport> Linked<T> {
     }
 
     /// Poisons the group and notifies all peers. The caller holds no lock.
-    pub(crate) fn poison(&self, news: News) {
+    pub(crate) fn poison(&self, news: FailureNotice) {
         if self.status.poison(news) {
             if let Some(news) = self.status.news() {
-                self.transport.tell(&news);
+                self.transport.notify_failure(&news);
             }
             self.transport.wake();
             drop(lock(&self.mail));
@@ -199,7 +204,7 @@ impl<T: Transport> Linked<T> {
     /// Poisons the group because `call` failed; returns the first cause, which may be another.
     fn fail(&self, call: Call, error: Error, at: u64) -> Error {
         let cause = Cause::Failed(error);
-        self.poison(News { cause, at });
+        self.poison(FailureNotice { cause, at });
         self.cause_of(call).unwrap_or(error)
     }
 
@@ -213,7 +218,7 @@ impl<T: Transport> Linked<T> {
     fn lost(&self, call: Call, peer: usize, at: u64) -> Error {
         self.awaits_news(NEWS_WAIT);
         let cause = self.status.cause().unwrap_or(Cause::Left(number(peer)));
-        self.poison(News { cause, at });
+        self.poison(FailureNotice { cause, at });
         cause.error(call)
     }
 
@@ -222,7 +227,8 @@ impl<T: Transport> Linked<T> {
         let until = self.transport.now() + wait;
         while self.status.cause().is_none() && self.transport.now() < until {
             let soon = self.transport.now() + Duration::from_millis(1);
-            self.transport.wait(Lane::Calls, &[], soon.min(until));
+            self.transport
+                .wait(VirtualLane::Calls, &[], soon.min(until));
         }
         self.status.cause().is_some()
     }
@@ -232,17 +238,17 @@ impl<T: Transport> Linked<T> {
         let until = self.transport.now() + LINGER;
         while self.flush() && self.transport.now() < until {
             let soon = self.transport.now() + Duration::from_millis(1);
-            self.transport.wait(Lane::Messages, &[], soon);
+            self.transport.wait(VirtualLane::Messages, &[], soon);
         }
         let at = self.completed.load(Ordering::Acquire) + 1;
         let cause = Cause::Left(self.rank());
-        self.transport.tell(&News { cause, at });
+        self.transport.notify_failure(&FailureNotice { cause, at });
     }
 
     /// Like `write`, for a body that the peer does not reduce.
     fn write_whole(
         &self,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
         head: &[u8],
         body: &[u8],
@@ -253,26 +259,32 @@ impl<T: Transport> Linked<T> {
     }
 
     /// Like `write`, for a part of `whole` whose result may be written back.
-    fn write_to_come_back(
+    fn write_reducible(
         &self,
-        lane: Lane,
+        lane: VirtualLane,
         peer: usize,
         frame: (&[u8], &[u8]),
         whole: &[u8],
     ) -> Result<usize, Closed> {
-        let count = lending::write_to_come_back(&self.transport, lane, peer, frame, whole)?;
+        let count = lending::write_reducible(&self.transport, lane, peer, frame, whole)?;
         self.sent[peer].fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
     }
 
-    fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+    fn write(
+        &self,
+        lane: VirtualLane,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
         let count = self.transport.write(lane, peer, head, body)?;
         self.sent[peer].fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
     }
 }
 
-impl<T: Transport> fmt::Debug for Linked<T> {
+impl<T: Transport> fmt::Debug for TransportGroup<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,

@@ -6,11 +6,11 @@ use std::sync::atomic::AtomicBool;
 use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::*;
-use crate::reduce::{Side, fold_lent};
-use crate::{Dtype, Memory, Reduce};
+use crate::reduce::{OperandSide, fold_lent};
+use crate::{Dtype, Reduce, RegisteredMemory};
 
-fn shared(bytes: usize) -> Memory<u8> {
-    let memory = Memory::with(bytes, share);
+fn shared(bytes: usize) -> RegisteredMemory<u8> {
+    let memory = RegisteredMemory::with(bytes, share);
     assert!(memory.is_registered());
     memory
 }
@@ -20,7 +20,7 @@ fn own() -> u32 {
 }
 
 /// The first bytes of a view.
-fn copied(view: &View, bytes: usize) -> Vec<u8> {
+fn copied(view: &MappedView, bytes: usize) -> Vec<u8> {
     let mut copy = vec![0; bytes];
     view.bytes(0, bytes).expect("all of it").copy_to(&mut copy);
     copy
@@ -43,7 +43,10 @@ fn bytes_are_found_where_they_are() {
     let other = shared(PAGE_BYTES);
     assert_ne!(find(&other).unwrap().check, first.check);
     assert_eq!(find(&[0; 100]), None);
-    assert_eq!(find(&Memory::with(PAGE_BYTES, |_| None)), None::<Place>);
+    assert_eq!(
+        find(&RegisteredMemory::with(PAGE_BYTES, |_| None)),
+        None::<MappedLocation>
+    );
     drop(memory);
     let known = |mapped: &Mapped| mapped.place.check == first.check;
     assert!(!regions().values().any(known));
@@ -59,7 +62,7 @@ fn a_view_has_what_the_owner_wrote_and_ends_where_that_does() {
             *byte = at.to_le_bytes()[0] ^ at.to_le_bytes()[1];
         }
         let place = find(&memory).unwrap();
-        let view = View::open(own(), &place).unwrap();
+        let view = MappedView::open(own(), &place).unwrap();
         assert_eq!(copied(&view, bytes), &memory[..]);
         let all = bytes.next_multiple_of(PAGE_BYTES) as u64;
         for (offset, count, there) in [
@@ -112,7 +115,7 @@ fn what_was_taken_back_is_out_of_reach_and_as_it_was() {
         let mut memory = shared(bytes);
         memory.fill(7);
         let place = find(&memory).unwrap();
-        let view = View::open(own(), &place).unwrap();
+        let view = MappedView::open(own(), &place).unwrap();
         let part = PAGE_BYTES + 9..bytes;
         let writable = find_writable(&memory[part.clone()], &memory);
         assert!(writable.is_some());
@@ -141,7 +144,7 @@ fn lent_bytes_may_change_while_they_are_used() {
     const BYTES: usize = 4 * PAGE_BYTES + 3;
     let memory = shared(BYTES);
     let place = find(&memory).unwrap();
-    let views = [(); 2].map(|()| View::open(own(), &place).unwrap());
+    let views = [(); 2].map(|()| MappedView::open(own(), &place).unwrap());
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -156,7 +159,7 @@ fn lent_bytes_may_change_while_they_are_used() {
         });
         for _ in 0..200 {
             let (mut sums, lent) = (vec![6; BYTES], views[1].bytes(0, BYTES).unwrap());
-            fold_lent(Reduce::Sum, Dtype::U8, Side::First, &mut sums, lent);
+            fold_lent(Reduce::Sum, Dtype::U8, OperandSide::First, &mut sums, lent);
             assert!(sums.iter().all(|sum| matches!(sum, 6 | 7)));
         }
         is_over.store(true, Ordering::Relaxed);
@@ -164,8 +167,8 @@ fn lent_bytes_may_change_while_they_are_used() {
 }
 
 /// A location in `file`, which belongs to this process.
-fn place(file: &OwnedFd, check: u64) -> Place {
-    Place {
+fn place(file: &OwnedFd, check: u64) -> MappedLocation {
+    MappedLocation {
         descriptor: u32::try_from(file.as_raw_fd()).expect("it is open"),
         check,
         offset: 0,
@@ -179,37 +182,43 @@ fn what_can_be_cut_short_or_is_another_file_is_not_mapped() {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let loose = memfd_create("loose", flags).unwrap();
     ftruncate(&loose, length).unwrap();
-    assert!(View::open(own(), &place(&loose, 0)).is_none(), "not sealed");
+    assert!(
+        MappedView::open(own(), &place(&loose, 0)).is_none(),
+        "not sealed"
+    );
     let seals = rustix::fs::SealFlags::GROW | rustix::fs::SealFlags::SEAL;
     fcntl_add_seals(&loose, seals).unwrap();
     assert!(
-        View::open(own(), &place(&loose, 0)).is_none(),
+        MappedView::open(own(), &place(&loose, 0)).is_none(),
         "it can shrink"
     );
 
-    let sealed = File::new(length).unwrap();
+    let sealed = MemoryFile::new(length).unwrap();
     assert!(ftruncate(&sealed.file, 0).is_err());
-    assert!(View::open(own(), &place(&sealed.file, 0)).is_some());
+    assert!(MappedView::open(own(), &place(&sealed.file, 0)).is_some());
     assert!(
-        View::open(own(), &place(&sealed.file, 1)).is_none(),
+        MappedView::open(own(), &place(&sealed.file, 1)).is_none(),
         "another"
     );
     for bytes in [0, PAGE_BYTES as u64 - 1, length + 1] {
-        let odd = File::new(bytes).unwrap();
-        assert!(View::open(own(), &place(&odd.file, 0)).is_none(), "{bytes}");
+        let odd = MemoryFile::new(bytes).unwrap();
+        assert!(
+            MappedView::open(own(), &place(&odd.file, 0)).is_none(),
+            "{bytes}"
+        );
     }
     let on_disk: OwnedFd = tempfile::tempfile().unwrap().into();
     ftruncate(&on_disk, length).unwrap();
     assert!(
-        View::open(own(), &place(&on_disk, 0)).is_none(),
+        MappedView::open(own(), &place(&on_disk, 0)).is_none(),
         "a file on disk"
     );
-    let nobody = Place {
+    let nobody = MappedLocation {
         descriptor: u32::MAX,
         ..place(&on_disk, 0)
     };
-    assert!(View::open(own(), &nobody).is_none());
-    assert!(View::open(u32::MAX, &place(&sealed.file, 0)).is_none());
+    assert!(MappedView::open(own(), &nobody).is_none());
+    assert!(MappedView::open(u32::MAX, &place(&sealed.file, 0)).is_none());
 }
 
 #[test]
@@ -230,8 +239,8 @@ fn views_are_bounded_and_end_with_the_memory() {
     assert!(views.get(own(), &places[0]).is_some());
 
     // More than any process of this crate has: files not made by `share`.
-    let files: Vec<File> = (0..MOST + 3)
-        .map(|_| File::new(2 * PAGE_BYTES as u64).unwrap())
+    let files: Vec<MemoryFile> = (0..MOST + 3)
+        .map(|_| MemoryFile::new(2 * PAGE_BYTES as u64).unwrap())
         .collect();
     for (file, check) in files.iter().zip(1..) {
         let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -249,10 +258,10 @@ fn no_file_more_than_a_process_may_have_is_counted() {
     const THREADS: usize = 4;
     let start = std::sync::Barrier::new(THREADS);
     for _ in 0..100 {
-        let taken: Vec<Vec<Counted>> = std::thread::scope(|scope| {
+        let taken: Vec<Vec<FileCount>> = std::thread::scope(|scope| {
             let take = || {
                 start.wait();
-                (0..MOST).filter_map(|_| Counted::take(&FILES)).collect()
+                (0..MOST).filter_map(|_| FileCount::take(&FILES)).collect()
             };
             let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(take)).collect();
             let threads = threads.into_iter();
@@ -268,15 +277,15 @@ fn no_file_more_than_a_process_may_have_is_counted() {
 /// A writer that started another transfer has revoked the first one.
 #[test]
 fn a_loan_before_one_that_was_revoked_stands_no_more() {
-    let slot = crate::loan::Slot::new();
-    slot.lend(0, 1, 2, None);
+    let slot = crate::loan::TransferSlot::new();
+    slot.offer(0, 1, 2, None);
     let first = slot.loan().unwrap();
-    assert!(slot.stands(&first));
+    assert!(slot.is_valid(&first));
     slot.revoke();
-    assert!(!slot.stands(&first));
-    slot.lend(0, 3, 4, None);
+    assert!(!slot.is_valid(&first));
+    slot.offer(0, 3, 4, None);
     let second = slot.loan().unwrap();
-    assert!(!slot.stands(&first) && slot.stands(&second));
+    assert!(!slot.is_valid(&first) && slot.is_valid(&second));
     slot.revoke();
-    assert!(!slot.stands(&first) && !slot.stands(&second));
+    assert!(!slot.is_valid(&first) && !slot.is_valid(&second));
 }

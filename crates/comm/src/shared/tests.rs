@@ -8,7 +8,7 @@ use paceline_base::Rank;
 use proptest::prelude::*;
 
 use super::*;
-use crate::linked::Linked;
+use crate::linked::TransportGroup;
 use crate::sync::{AtomicU64, copy_in};
 use crate::{Collective, DataMut, Deadline, Error, Reduce};
 
@@ -19,19 +19,19 @@ const COUNTER_WORDS: usize = Ring::COUNTER_BYTES / 8;
 
 #[repr(C, align(128))]
 #[derive(Clone, Copy)]
-struct Line([u64; 16]);
+struct AlignedWords([u64; 16]);
 
 /// A ring in memory that a test can inspect and corrupt: counters, margin, data, margin.
-struct Spoiled {
-    memory: Vec<Line>,
+struct CorruptibleRing {
+    memory: Vec<AlignedWords>,
     size: usize,
 }
 
-impl Spoiled {
+impl CorruptibleRing {
     fn new(size: usize) -> Self {
         let words = COUNTER_WORDS + 2 * MARGIN + size.div_ceil(8);
         let mut new = Self {
-            memory: vec![Line([UNTOUCHED; 16]); words.div_ceil(16)],
+            memory: vec![AlignedWords([UNTOUCHED; 16]); words.div_ceil(16)],
             size,
         };
         new.put_counters([0, 0]);
@@ -81,7 +81,7 @@ proptest! {
     #[test]
     fn a_ring_is_a_queue(bits in 0..14_u32, start in any::<u64>(), traffic in traffic()) {
         let size = 1 << bits;
-        let mut memory = Spoiled::new(size);
+        let mut memory = CorruptibleRing::new(size);
         memory.put_counters([start, start]);
         let (ring, mut queue, mut next) = (memory.ring(), VecDeque::new(), 0_u8);
         for (head, body, read) in traffic {
@@ -109,7 +109,7 @@ proptest! {
         traffic in traffic(),
     ) {
         let size = 1 << bits;
-        let mut memory = Spoiled::new(size);
+        let mut memory = CorruptibleRing::new(size);
         let ring = memory.ring();
         for (lie, (head, body, read)) in lies.iter().cycle().zip(traffic) {
             memory.put_counters(*lie);
@@ -134,24 +134,24 @@ proptest! {
 }
 
 /// Two ranks on threads, and their memory.
-fn pair() -> ([Linked<Shared>; 2], Vec<Arc<Segment>>) {
+fn pair() -> ([TransportGroup<SharedRings>; 2], Vec<Arc<Segment>>) {
     let segments: Vec<_> = (0..2)
         .map(|_| Arc::new(Segment::new(2, None).unwrap()))
         .collect();
     let gone: Arc<[AtomicBool]> = (0..2).map(|_| AtomicBool::new(false)).collect();
     let ranks = [0, 1].map(|rank| {
         // Separate statuses: neither is notified, as if the other were another process.
-        let status = Arc::new(Status::default());
-        let teller = Teller::Threads(Arc::clone(&status));
+        let status = Arc::new(GroupStatus::default());
+        let teller = FailureNotifier::Threads(Arc::clone(&status));
         let (gone, patience) = (Arc::clone(&gone), crate::local::patience(2));
-        let shared = Shared::new(rank, segments.clone(), gone, teller, patience);
+        let shared = SharedRings::new(rank, segments.clone(), gone, teller, patience);
         let rank = Rank(u32::try_from(rank).unwrap());
-        Linked::with_status(rank, 2, shared, status)
+        TransportGroup::with_status(rank, 2, shared, status)
     });
     (ranks, segments)
 }
 
-fn reduce(rank: &Linked<Shared>, length: usize, wait: Duration) -> Result<(), Error> {
+fn reduce(rank: &TransportGroup<SharedRings>, length: usize, wait: Duration) -> Result<(), Error> {
     let mut data = vec![1.0_f32; length];
     let (data, op) = (DataMut::new(&mut data), Reduce::Sum);
     let deadline = Deadline::at(deadline::now() + wait);
@@ -161,7 +161,9 @@ fn reduce(rank: &Linked<Shared>, length: usize, wait: Duration) -> Result<(), Er
 #[test]
 fn bytes_that_are_no_frame_are_garbled() {
     let ([rank, _], segments) = pair();
-    segments[0].ring(Lane::Calls, 1).write(&[0x5a; 4096], &[]);
+    segments[0]
+        .ring(VirtualLane::Calls, 1)
+        .write(&[0x5a; 4096], &[]);
     let error = reduce(&rank, 10, Duration::from_secs(10)).unwrap_err();
     assert!(
         matches!(error, Error::Garbled { rank: Rank(1), .. }),
@@ -201,7 +203,11 @@ fn spoil(segment: &Segment, seed: u64, stop: &AtomicBool) {
         for shift in [12, 25, 27] {
             random ^= random.rotate_left(shift).wrapping_mul(3);
             let [value, choice, ..] = random.to_le_bytes();
-            let near = [0, ring_at(2, Lane::Calls, 1), ring_at(2, Lane::Messages, 1)];
+            let near = [
+                0,
+                ring_at(2, VirtualLane::Calls, 1),
+                ring_at(2, VirtualLane::Messages, 1),
+            ];
             let any = usize::try_from(random >> 20).unwrap();
             let at = match choice % 8 {
                 0 => any % segment_bytes(2),
@@ -219,29 +225,33 @@ fn spoil(segment: &Segment, seed: u64, stop: &AtomicBool) {
 fn rings_are_apart_and_fit() {
     for size in [1, 2, 3, 8] {
         let mut end = rings_at(size);
-        for lane in [Lane::Calls, Lane::Messages] {
+        for lane in [VirtualLane::Calls, VirtualLane::Messages] {
             for peer in 0..size {
                 let at = ring_at(size, lane, peer);
-                assert_eq!((at, at % align_of::<Line>()), (end, 0), "{lane:?} {peer}");
+                assert_eq!(
+                    (at, at % align_of::<AlignedWords>()),
+                    (end, 0),
+                    "{lane:?} {peer}"
+                );
                 end = at + Ring::COUNTER_BYTES + RING_BYTES[lane as usize];
             }
         }
         assert_eq!(end, segment_bytes(size));
     }
     assert!(size_of::<Bell>() <= CHECK_AT && CHECK_AT + size_of::<AtomicU64>() <= SLOTS_AT);
-    assert_eq!(SLOTS_AT % align_of::<Slot>(), 0);
+    assert_eq!(SLOTS_AT % align_of::<TransferSlot>(), 0);
 }
 
 /// Two ranks of this process; the second reads transfers of the first, with access `able`.
 #[cfg(target_os = "linux")]
-fn lender_and_borrower(able: Able) -> [Shared; 2] {
+fn lender_and_borrower(able: ReadAccess) -> [SharedRings; 2] {
     let segments: Vec<_> = (0..2)
         .map(|_| Arc::new(Segment::new(2, None).unwrap()))
         .collect();
     let mut ranks = [0, 1].map(|rank| {
         let gone: Arc<[AtomicBool]> = (0..2).map(|_| AtomicBool::new(false)).collect();
-        let teller = Teller::Threads(Arc::default());
-        Shared::new(
+        let teller = FailureNotifier::Threads(Arc::default());
+        SharedRings::new(
             rank,
             segments.clone(),
             gone,
@@ -255,8 +265,8 @@ fn lender_and_borrower(able: Able) -> [Shared; 2] {
 
 /// Memory that peers map, and the head of a frame.
 #[cfg(target_os = "linux")]
-fn lendable(bytes: usize) -> (crate::Memory<u8>, [u8; 4]) {
-    let mut memory = crate::Memory::<u8>::with(bytes, regions::share);
+fn lendable(bytes: usize) -> (crate::RegisteredMemory<u8>, [u8; 4]) {
+    let mut memory = crate::RegisteredMemory::<u8>::with(bytes, regions::share);
     memory.fill(7);
     (memory, [1, 2, 3, 4])
 }
@@ -274,17 +284,21 @@ fn memory_is_lent_by_the_way_that_its_reader_has() {
         (true, false, &plain[..], false, false),
         (false, false, &memory[..], false, false),
     ] {
-        let [lender, borrower] = lender_and_borrower(Able { reads, maps });
-        let count = lender.write(Lane::Calls, 1, &head, body).unwrap();
+        let [lender, borrower] = lender_and_borrower(ReadAccess { reads, maps });
+        let count = lender.write(VirtualLane::Calls, 1, &head, body).unwrap();
         assert_eq!(count, 10_004);
         let text = format!("{maps} {reads} {in_view}");
-        assert_eq!(lender.holds(Lane::Calls, 1), lent, "{text}");
+        assert_eq!(lender.holds(VirtualLane::Calls, 1), lent, "{text}");
         let mut into = [0; 10_004];
-        assert_eq!(borrower.read(Lane::Calls, 0, &mut into[..4]), Ok(4));
-        assert_eq!(borrower.lends(Lane::Calls, 0), in_view, "{text}");
-        let rest = borrower.read(Lane::Calls, 0, &mut into[4..]);
+        assert_eq!(borrower.read(VirtualLane::Calls, 0, &mut into[..4]), Ok(4));
+        assert_eq!(
+            borrower.reads_in_place(VirtualLane::Calls, 0),
+            in_view,
+            "{text}"
+        );
+        let rest = borrower.read(VirtualLane::Calls, 0, &mut into[4..]);
         assert_eq!((rest, &into[4..]), (Ok(10_000), body), "{text}");
-        assert!(!lender.holds(Lane::Calls, 1), "{text}");
+        assert!(!lender.holds(VirtualLane::Calls, 1), "{text}");
         let placed = if in_view { 10_000 } else { 0 };
         assert_eq!(
             (lender.placed(), borrower.placed()),
@@ -303,16 +317,16 @@ fn a_loan_of_a_liar_is_refused_or_read_the_other_way() {
     let honest = regions::find(&memory).unwrap();
     let loose = rustix::fs::memfd_create("loose", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let loose = u32::try_from(std::os::fd::AsRawFd::as_raw_fd(&loose)).unwrap();
-    let outside = |offset| (Place { offset, ..honest }, false);
-    let other = Place {
+    let outside = |offset| (MappedLocation { offset, ..honest }, false);
+    let other = MappedLocation {
         check: !honest.check,
         ..honest
     };
-    let unsealed = Place {
+    let unsealed = MappedLocation {
         descriptor: loose,
         ..honest
     };
-    let nowhere = Place {
+    let nowhere = MappedLocation {
         descriptor: u32::MAX,
         ..honest
     };
@@ -325,14 +339,14 @@ fn a_loan_of_a_liar_is_refused_or_read_the_other_way() {
         (nowhere, true),
     ] {
         for reads in [false, true] {
-            let able = Able { reads, maps: true };
+            let able = ReadAccess { reads, maps: true };
             let [lender, borrower] = lender_and_borrower(able);
             let address = memory.as_ptr() as u64;
             lender.segments[1]
                 .slot(0)
-                .lend(0, address, 9_000, Some(place));
+                .offer(0, address, 9_000, Some(place));
             let mut into = [0; 9_000];
-            let read = borrower.read(Lane::Calls, 0, &mut into);
+            let read = borrower.read(VirtualLane::Calls, 0, &mut into);
             let expected = match is_another && reads {
                 true => Ok(9_000),
                 false => Err(Closed),
@@ -352,20 +366,23 @@ fn a_loan_of_a_liar_is_refused_or_read_the_other_way() {
 #[test]
 fn what_is_used_of_a_loan_that_is_taken_back_is_lost() {
     let (memory, head) = lendable(10_000);
-    let [lender, borrower] = lender_and_borrower(Able {
+    let [lender, borrower] = lender_and_borrower(ReadAccess {
         reads: false,
         maps: true,
     });
-    lender.write(Lane::Calls, 1, &head, &memory).unwrap();
-    borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
-    let half = borrower.lend(0, &mut |bytes| bytes.len() / 2);
+    lender.write(VirtualLane::Calls, 1, &head, &memory).unwrap();
+    borrower.read(VirtualLane::Calls, 0, &mut [0; 4]).unwrap();
+    let half = borrower.read_in_place(0, &mut |bytes| bytes.len() / 2);
     assert_eq!(half, Ok(5_000));
-    let mut take_back = |bytes: Lent<'_>| {
-        lender.let_go(Lane::Calls);
+    let mut take_back = |bytes: PeerBytes<'_>| {
+        lender.release_memory(VirtualLane::Calls);
         bytes.len()
     };
-    assert_eq!(borrower.lend(0, &mut take_back), Err(Closed));
-    assert_eq!(borrower.read(Lane::Calls, 0, &mut [0; 10]), Err(Closed));
+    assert_eq!(borrower.read_in_place(0, &mut take_back), Err(Closed));
+    assert_eq!(
+        borrower.read(VirtualLane::Calls, 0, &mut [0; 10]),
+        Err(Closed)
+    );
 }
 
 /// The whole result is written back, or nothing; a failed call reclaims the memory.
@@ -379,16 +396,16 @@ fn what_is_lent_to_come_back_does_so_whole_or_not_at_all() {
         (BYTES / 2, BYTES / 4, false),
     ] {
         let (mut memory, head) = lendable(BYTES);
-        let [lender, borrower] = lender_and_borrower(Able {
+        let [lender, borrower] = lender_and_borrower(ReadAccess {
             reads: false,
             maps: true,
         });
         let frame = (&head[..], &memory[..]);
-        let written = lender.write_to_come_back(Lane::Calls, 1, frame, &memory);
+        let written = lender.write_reducible(VirtualLane::Calls, 1, frame, &memory);
         assert_eq!(written, Ok(BYTES + 4));
-        borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
+        borrower.read(VirtualLane::Calls, 0, &mut [0; 4]).unwrap();
         for count in [first, second].into_iter().filter(|count| *count > 0) {
-            let taken = borrower.lend_to_come_back(0, &mut |mut bytes| {
+            let taken = borrower.reduce_in_place(0, &mut |mut bytes| {
                 bytes.write(0, &vec![9; count]);
                 count
             });
@@ -396,25 +413,28 @@ fn what_is_lent_to_come_back_does_so_whole_or_not_at_all() {
         }
         let left = BYTES - first - second;
         if left > 0 {
-            assert!(lender.holds(Lane::Calls, 1));
-            assert_eq!(borrower.read(Lane::Calls, 0, &mut vec![0; left]), Ok(left));
+            assert!(lender.holds(VirtualLane::Calls, 1));
+            assert_eq!(
+                borrower.read(VirtualLane::Calls, 0, &mut vec![0; left]),
+                Ok(left)
+            );
         }
-        assert!(!lender.holds(Lane::Calls, 1));
-        assert_eq!(lender.has_come_back(1), comes_back);
-        assert!(!lender.has_come_back(1), "it is said once");
+        assert!(!lender.holds(VirtualLane::Calls, 1));
+        assert_eq!(lender.is_written_back(1), comes_back);
+        assert!(!lender.is_written_back(1), "it is said once");
         assert!(memory[..first + second].iter().all(|byte| *byte == 9));
-        lender.let_go(Lane::Calls);
+        lender.release_memory(VirtualLane::Calls);
         assert!(regions::find(&memory).is_some(), "nothing was under way");
 
         memory.fill(7);
         let frame = (&head[..], &memory[..]);
         lender
-            .write_to_come_back(Lane::Calls, 1, frame, &memory)
+            .write_reducible(VirtualLane::Calls, 1, frame, &memory)
             .unwrap();
-        lender.let_go(Lane::Calls);
+        lender.release_memory(VirtualLane::Calls);
         assert_eq!(regions::find(&memory), None);
-        borrower.read(Lane::Calls, 0, &mut [0; 4]).unwrap();
-        let late = borrower.lend_to_come_back(0, &mut |mut bytes| {
+        borrower.read(VirtualLane::Calls, 0, &mut [0; 4]).unwrap();
+        let late = borrower.reduce_in_place(0, &mut |mut bytes| {
             let count = bytes.read().len();
             bytes.write(0, &vec![1; count]);
             count

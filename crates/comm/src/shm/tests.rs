@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 
 use super::*;
-use crate::{Memory, Reduce, tcp, testing};
-use worker::{NEVER_SILENT, Worker, harm, now};
+use crate::{Reduce, RegisteredMemory, tcp, testing};
+use worker::{NEVER_SILENT, WorkerProcess, harm, now};
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
@@ -98,7 +98,7 @@ fn memory_of_a_group_is_reduced_where_it_lies() {
         assert!(data.iter().all(|value| *value == sum));
     }
     let in_memory = |group: &dyn Group| {
-        let mut memory = Memory::new(Some(group), LENGTH);
+        let mut memory = RegisteredMemory::new(Some(group), LENGTH);
         reduce(group, &mut memory);
         // An unaligned part of it works as well.
         reduce(group, &mut memory[12_345..]);
@@ -111,16 +111,16 @@ fn memory_of_a_group_is_reduced_where_it_lies() {
     // Each of two ranks also writes its half of the sum back to the other's memory, if that has its
     // pages to itself: nothing else is exchanged.
     let half = (2 * LENGTH) as u64;
-    let whole = |group: &dyn Group| reduce(group, &mut Memory::new(Some(group), LENGTH));
+    let whole = |group: &dyn Group| reduce(group, &mut RegisteredMemory::new(Some(group), LENGTH));
     assert_eq!(copies_of(2, whole), [(2 * half, 0); 2]);
     let part = |group: &dyn Group| {
-        let mut memory = Memory::<f32>::new(Some(group), LENGTH + 2);
+        let mut memory = RegisteredMemory::<f32>::new(Some(group), LENGTH + 2);
         reduce(group, &mut memory[1..=LENGTH]);
     };
     assert_eq!(copies_of(2, part), [(4 * half, 0); 2]);
     // One rank has memory of the group, the other has not.
     let mixed = |group: &dyn Group| match group.rank() {
-        Rank(0) => reduce(group, &mut Memory::new(Some(group), LENGTH)),
+        Rank(0) => reduce(group, &mut RegisteredMemory::new(Some(group), LENGTH)),
         _ => reduce(group, &mut vec![0.0; LENGTH]),
     };
     assert_eq!(copies_of(2, mixed), [(2 * half, half); 2]);
@@ -136,7 +136,7 @@ fn memory_that_a_peer_may_still_write_to_is_taken_back_when_a_sum_fails() {
     use crate::regions::find;
     let mut ranks = make_two_shot(2).into_iter();
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
-    let mut memory = Memory::<u8>::new(Some(&*first), 100_000);
+    let mut memory = RegisteredMemory::<u8>::new(Some(&*first), 100_000);
     memory.fill(7);
     let place = find(&memory).unwrap();
     let soon_over = Deadline::at(Instant::now() + Duration::from_millis(200));
@@ -149,7 +149,7 @@ fn memory_that_a_peer_may_still_write_to_is_taken_back_when_a_sum_fails() {
     );
     assert_eq!(find(&memory), None, "known at {place:?} before");
     assert!(memory.iter().all(|byte| *byte == 7));
-    let mut late = Memory::<u8>::new(Some(&*second), 100_000);
+    let mut late = RegisteredMemory::<u8>::new(Some(&*second), 100_000);
     assert!(second.all_reduce(&mut late, Reduce::Sum, soon(5)).is_err());
     assert!(memory.iter().all(|byte| *byte == 7));
 }
@@ -160,7 +160,7 @@ fn memory_that_a_peer_may_still_write_to_is_taken_back_when_a_sum_fails() {
 fn parts_of_a_group_map_its_memory_too() {
     for (in_place, staged) in copies_of(3, |group| {
         let part = group.split(group.rank().0 / 2, 0, soon(60)).unwrap();
-        let mut memory = Memory::<u8>::new(Some(group), 50_000);
+        let mut memory = RegisteredMemory::<u8>::new(Some(group), 50_000);
         memory.fill(1);
         part.all_reduce(&mut memory, Reduce::Sum, soon(60)).unwrap();
         assert!(memory.iter().all(|sum| u32::from(*sum) == part.size()));
@@ -180,7 +180,7 @@ fn parts_of_a_group_map_its_memory_too() {
 fn memory_of_others_is_opened_only_if_it_cannot_be_cut_short() {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
     use std::os::fd::AsRawFd;
-    let own = File::new(Segment::file_bytes(2)).unwrap();
+    let own = MemoryFile::new(Segment::file_bytes(2)).unwrap();
     assert!(ftruncate(&own.file, 0).is_err(), "it is sealed");
     let told = |name: &str, check: u64| {
         let mut said = [0; NAME_BYTES];
@@ -311,7 +311,7 @@ fn a_rank_that_leaves_when_it_has_all_is_not_missed() {
 }
 
 /// Sends all addresses to all ranks and waits until they are a group.
-fn introduce(workers: &mut [Worker]) {
+fn introduce(workers: &mut [WorkerProcess]) {
     let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
     for (rank, worker) in workers.iter_mut().enumerate() {
         worker.tell(&format!("{rank} {}", addrs.join(" ")));
@@ -322,16 +322,16 @@ fn introduce(workers: &mut [Worker]) {
 }
 
 /// Starts `size` ranks that have joined one group.
-fn start(size: u32, role: &str, silence: Duration) -> Vec<Worker> {
+fn start(size: u32, role: &str, silence: Duration) -> Vec<WorkerProcess> {
     let start = |rank: u32| {
         let env = [
             ("COMM_SHM_RANK", &rank.to_string()[..]),
             ("COMM_SHM_ROLE", role),
             ("COMM_SHM_SILENCE", &silence.as_millis().to_string()),
         ];
-        Worker::start("shm::tests::worker", &env)
+        WorkerProcess::start("shm::tests::worker", &env)
     };
-    let mut workers: Vec<Worker> = (0..size).map(start).collect();
+    let mut workers: Vec<WorkerProcess> = (0..size).map(start).collect();
     introduce(&mut workers);
     workers
 }
@@ -362,7 +362,7 @@ fn worker() {
     let Ok(role) = std::env::var("COMM_SHM_ROLE") else {
         return;
     };
-    let held = Held::count();
+    let held = ProcessResources::count();
     let group = join_told();
     let error = match role.as_str() {
         "steps" => {
@@ -370,7 +370,7 @@ fn worker() {
             map_and_forget(&group);
             (&group as &dyn Group).barrier(soon(60)).unwrap();
             drop(group);
-            println!("@left {}", Held::count() == held);
+            println!("@left {}", ProcessResources::count() == held);
             return;
         }
         "reduce" | "rejoin" => reduce_forever(&group),
@@ -394,7 +394,7 @@ fn worker() {
         testing::run_rank(&group, 0x5eed_0006, 20).unwrap();
         (&group as &dyn Group).barrier(soon(60)).unwrap();
         drop(group);
-        println!("@left {}", Held::count() == held);
+        println!("@left {}", ProcessResources::count() == held);
     }
 }
 
@@ -405,7 +405,7 @@ fn reduce_forever(group: &dyn Group) -> Error {
 
 /// The same in memory of the group, which peers map.
 fn reduce_memory_forever(group: &dyn Group) -> Error {
-    let mut memory = [1000, 300_000].map(|length| Memory::new(Some(group), length));
+    let mut memory = [1000, 300_000].map(|length| RegisteredMemory::new(Some(group), length));
     let lends = cfg!(target_os = "linux");
     assert_eq!(memory[1].is_registered(), lends);
     let [small, large] = &mut memory;
@@ -426,12 +426,12 @@ fn reduce_each_forever(group: &dyn Group, mut each: [&mut [f32]; 2]) -> Error {
 
 /// System resources of a process.
 #[derive(Debug, PartialEq, Eq)]
-struct Held {
+struct ProcessResources {
     descriptors: usize,
     segments: usize,
 }
 
-impl Held {
+impl ProcessResources {
     fn count() -> Self {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
         Self {
@@ -443,8 +443,8 @@ impl Held {
 
 /// Sums in memory that peers map; when it is dropped, they unmap it too.
 fn map_and_forget(group: &dyn Group) {
-    let before = Held::count();
-    let mut memory = Memory::<f32>::new(Some(group), 100_000);
+    let before = ProcessResources::count();
+    let mut memory = RegisteredMemory::<f32>::new(Some(group), 100_000);
     memory.fill(1.0);
     group
         .all_reduce(&mut memory, Reduce::Sum, soon(60))
@@ -453,8 +453,12 @@ fn map_and_forget(group: &dyn Group) {
     drop(memory);
     group.barrier(soon(60)).unwrap();
     let until = Instant::now() + Duration::from_secs(60);
-    while Held::count() != before {
-        assert!(Instant::now() < until, "{:?}, {before:?}", Held::count());
+    while ProcessResources::count() != before {
+        assert!(
+            Instant::now() < until,
+            "{:?}, {before:?}",
+            ProcessResources::count()
+        );
         thread::sleep(Duration::from_millis(5));
     }
 }

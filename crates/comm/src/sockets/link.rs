@@ -7,7 +7,7 @@
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::join::{Stream, rest};
+use crate::join::{PeerConnection, rest};
 use crate::transport::Closed;
 
 /// Bytes of a stripe on one connection. At most a default socket buffer on Linux (208 KiB), so that
@@ -15,17 +15,17 @@ use crate::transport::Closed;
 const STRIPE_BYTES: u64 = 128 << 10;
 
 /// A lane to a peer.
-pub(crate) struct Link {
-    streams: Box<[Stream]>,
+pub(crate) struct StripedLink {
+    streams: Box<[PeerConnection]>,
     /// Bytes written and read so far; each by one thread at a time.
     written: AtomicU64,
     read: AtomicU64,
 }
 
-impl Link {
+impl StripedLink {
     /// # Errors
     /// If `streams` is empty.
-    pub(super) fn new(streams: Vec<Stream>) -> io::Result<Self> {
+    pub(super) fn new(streams: Vec<PeerConnection>) -> io::Result<Self> {
         if streams.is_empty() {
             return Err(io::ErrorKind::NotConnected.into());
         }
@@ -41,18 +41,18 @@ impl Link {
         clippy::cast_possible_truncation,
         reason = "less than the streams, than a stripe"
     )]
-    fn turn(&self, at: u64) -> (&Stream, usize) {
+    fn turn(&self, at: u64) -> (&PeerConnection, usize) {
         let number = at / STRIPE_BYTES % self.streams.len() as u64;
         let left = STRIPE_BYTES - at % STRIPE_BYTES;
         (&self.streams[number as usize], left as usize)
     }
 
     /// The connections that the next read and the next write use.
-    pub(super) fn next(&self) -> [&Stream; 2] {
+    pub(super) fn next(&self) -> [&PeerConnection; 2] {
         [&self.read, &self.written].map(|at| self.turn(at.load(Ordering::Relaxed)).0)
     }
 
-    pub(super) fn streams(&self) -> &[Stream] {
+    pub(super) fn streams(&self) -> &[PeerConnection] {
         &self.streams
     }
 

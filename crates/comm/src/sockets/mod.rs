@@ -11,12 +11,16 @@ use std::time::Instant;
 use paceline_base::Rank;
 use rustix::event::{PollFd, PollFlags};
 
-use self::link::Link;
-use crate::join::{Door, JoinError, Origin, Stream, Streams, Waker, poll_until};
-use crate::keeping::{Controls, Kept};
-use crate::linked::Linked;
-use crate::status::News;
-use crate::transport::{Closed, GULP_BYTES, Lane, Lend, Patience, Transport, Want};
+use self::link::StripedLink;
+use crate::join::{
+    JoinError, JoinRecord, LateConnections, PeerConnection, Streams, Waker, poll_until,
+};
+use crate::keeping::{Controls, MonitoredLinks};
+use crate::linked::TransportGroup;
+use crate::status::FailureNotice;
+use crate::transport::{
+    Closed, GULP_BYTES, SpinPolicy, Transport, VirtualLane, WaitInterest, ZeroCopy,
+};
 use crate::{Deadline, deadline, join};
 
 /// Polls of the sockets before a rank yields its core. A poll is a system call of about 0.4 µs and
@@ -31,17 +35,17 @@ const YIELDS: u32 = 300;
 /// The links of one rank.
 pub struct Sockets {
     /// By lane and rank; `None` for the rank itself.
-    lanes: [Vec<Option<Link>>; 2],
+    lanes: [Vec<Option<StripedLink>>; 2],
     wakers: [Waker; 2],
     controls: Arc<Controls>,
-    patience: Patience,
+    patience: SpinPolicy,
 }
 
 impl Sockets {
     fn new(
-        lanes: [Vec<Option<Link>>; 2],
+        lanes: [Vec<Option<StripedLink>>; 2],
         controls: Arc<Controls>,
-        patience: Patience,
+        patience: SpinPolicy,
     ) -> io::Result<Self> {
         let wakers = [Waker::new()?, Waker::new()?];
         Ok(Self {
@@ -52,23 +56,25 @@ impl Sockets {
         })
     }
 
-    fn link(&self, lane: Lane, peer: usize) -> Result<&Link, Closed> {
+    fn link(&self, lane: VirtualLane, peer: usize) -> Result<&StripedLink, Closed> {
         self.lanes[lane as usize][peer].as_ref().ok_or(Closed)
     }
 
     /// The connections of both lanes to `peer`.
     #[cfg(test)]
-    pub(crate) fn streams(&self, peer: usize) -> [&[Stream]; 2] {
+    pub(crate) fn streams(&self, peer: usize) -> [&[PeerConnection]; 2] {
         [0, 1].map(|lane| {
             self.lanes[lane][peer]
                 .as_ref()
-                .map_or(&[][..], Link::streams)
+                .map_or(&[][..], StripedLink::streams)
         })
     }
 
     fn shut_down(&self) {
         let links = self.lanes.iter().flatten().flatten();
-        links.flat_map(Link::streams).for_each(Stream::shut_down);
+        links
+            .flat_map(StripedLink::streams)
+            .for_each(PeerConnection::shut_down);
     }
 }
 
@@ -77,25 +83,26 @@ impl Sockets {
 /// # Errors
 /// Any [`JoinError`].
 pub fn connect(
-    origin: &Origin,
+    origin: &JoinRecord,
     rank: Rank,
     deadline: Deadline,
-) -> Result<Linked<Sockets>, JoinError> {
+) -> Result<TransportGroup<Sockets>, JoinError> {
     let (slots, roster) = join::connect(origin, rank, deadline)?;
     let system = |source| JoinError::System {
         what: "set up the group",
         source,
     };
     let (lanes, control) = sort(slots, origin.addrs.len()).map_err(system)?;
-    let controls = Arc::new(Controls::new(control, Door::new(origin, roster)).map_err(system)?);
+    let controls =
+        Arc::new(Controls::new(control, LateConnections::new(origin, roster)).map_err(system)?);
     let patience = patience(&origin.addrs, rank.0 as usize);
     let sockets = Sockets::new(lanes, controls, patience).map_err(system)?;
     let size = u32::try_from(origin.addrs.len()).expect("join has checked the size");
-    Ok(Linked::new(rank, size, sockets))
+    Ok(TransportGroup::new(rank, size, sockets))
 }
 
 /// The links of both lanes, by rank.
-type Lanes = [Vec<Option<Link>>; 2];
+type Lanes = [Vec<Option<StripedLink>>; 2];
 
 /// Builds links from the connections of every slot.
 fn sort(mut slots: Vec<Streams>, size: usize) -> io::Result<(Lanes, Streams)> {
@@ -107,7 +114,7 @@ fn sort(mut slots: Vec<Streams>, size: usize) -> io::Result<(Lanes, Streams)> {
                 .iter_mut()
                 .filter_map(|slot| slot[rank].take())
                 .collect();
-            let link = (!streams.is_empty()).then(|| Link::new(streams));
+            let link = (!streams.is_empty()).then(|| StripedLink::new(streams));
             link.transpose()
         };
         (0..size).map(link).collect::<io::Result<Vec<_>>>()
@@ -116,12 +123,12 @@ fn sort(mut slots: Vec<Streams>, size: usize) -> io::Result<(Lanes, Streams)> {
 }
 
 /// With more ranks than cores on this machine, a spinning rank keeps its peer from running.
-fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> Patience {
+fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> SpinPolicy {
     let ip = |addrs: &Vec<SocketAddr>| addrs.first().map(SocketAddr::ip);
     let here = addrs.iter().filter(|other| ip(other) == ip(&addrs[rank]));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spins = if here.count() > cores { 0 } else { SPINS };
-    Patience {
+    SpinPolicy {
         spins,
         yields: YIELDS,
     }
@@ -133,7 +140,7 @@ impl std::fmt::Debug for Sockets {
     }
 }
 
-impl Kept for Sockets {
+impl MonitoredLinks for Sockets {
     fn controls(&self) -> &Arc<Controls> {
         &self.controls
     }
@@ -146,29 +153,37 @@ impl Kept for Sockets {
 
     fn has_wire(&self) -> bool {
         let links = self.lanes.iter().flatten().flatten();
-        links.flat_map(Link::streams).any(Stream::is_wire)
+        links
+            .flat_map(StripedLink::streams)
+            .any(PeerConnection::is_wire)
     }
 }
 
 impl Transport for Sockets {
-    fn write(&self, lane: Lane, peer: usize, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
+    fn write(
+        &self,
+        lane: VirtualLane,
+        peer: usize,
+        head: &[u8],
+        body: &[u8],
+    ) -> Result<usize, Closed> {
         self.link(lane, peer)?.write(head, body)
     }
 
-    fn read(&self, lane: Lane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
+    fn read(&self, lane: VirtualLane, peer: usize, into: &mut [u8]) -> Result<usize, Closed> {
         let link = self.link(lane, peer)?;
         let count = link.read(into);
-        if count.is_err() && link.streams().iter().any(Stream::is_garbled) {
+        if count.is_err() && link.streams().iter().any(PeerConnection::is_garbled) {
             self.controls.suspect(peer);
         }
         count
     }
 
-    fn lending(&self) -> Option<&dyn Lend> {
+    fn zero_copy(&self) -> Option<&dyn ZeroCopy> {
         None
     }
 
-    fn wait(&self, lane: Lane, wants: &[Want], until: Instant) {
+    fn wait(&self, lane: VirtualLane, wants: &[WaitInterest], until: Instant) {
         let waker = &self.wakers[lane as usize];
         let mut fds = Vec::with_capacity(2 * wants.len() + 1);
         fds.push(waker.poll_fd());
@@ -204,8 +219,8 @@ impl Transport for Sockets {
         self.wakers.iter().for_each(Waker::wake);
     }
 
-    fn tell(&self, news: &News) {
-        self.controls.tell(news);
+    fn notify_failure(&self, news: &FailureNotice) {
+        self.controls.send_failure(news);
     }
 
     fn nudge(&self) -> bool {
@@ -217,7 +232,7 @@ impl Transport for Sockets {
         deadline::now()
     }
 
-    fn patience(&self) -> Patience {
+    fn patience(&self) -> SpinPolicy {
         self.patience
     }
 

@@ -54,7 +54,7 @@ fn conforms() {
 }
 
 /// The parameters that a rank joins with.
-struct Told {
+struct GroupFacts {
     addrs: Vec<SocketAddr>,
     id: GroupId,
     config: Config,
@@ -63,7 +63,7 @@ struct Told {
 /// Joins ranks with these settings; returns each outcome and when it came.
 fn join_each(
     size: u32,
-    change: impl Fn(u32, &mut Told),
+    change: impl Fn(u32, &mut GroupFacts),
 ) -> Vec<(Result<Tcp, JoinError>, Duration)> {
     join_late(size, |_| Duration::ZERO, change)
 }
@@ -72,7 +72,7 @@ fn join_each(
 fn join_late(
     size: u32,
     late: impl Fn(u32) -> Duration,
-    change: impl Fn(u32, &mut Told),
+    change: impl Fn(u32, &mut GroupFacts),
 ) -> Vec<(Result<Tcp, JoinError>, Duration)> {
     let (listeners, addrs) = listeners(size);
     let id = GroupId::random();
@@ -81,12 +81,12 @@ fn join_late(
         .zip(listeners)
         .map(|(rank, listener)| {
             let (addrs, config) = (addrs.clone(), Config::default());
-            let mut told = Told { addrs, id, config };
+            let mut told = GroupFacts { addrs, id, config };
             change(rank, &mut told);
             let late = late(rank);
             thread::spawn(move || {
                 thread::sleep(late);
-                let Told { addrs, id, config } = told;
+                let GroupFacts { addrs, id, config } = told;
                 let result = join_with(listener, Rank(rank), &addrs, id, config, soon(20));
                 (result, start.elapsed())
             })
@@ -100,7 +100,7 @@ fn key(byte: u8) -> Protection {
 }
 
 /// A rank differs from the others in `change`: rank 0 and that rank learn the reason at once.
-fn check_misfit(odd: u32, change: fn(&mut Told), expected: Refusal) {
+fn check_misfit(odd: u32, change: fn(&mut GroupFacts), expected: Refusal) {
     for size in [2, 3] {
         let results = join_each(size, |rank, told| {
             if rank == odd % size {
@@ -152,14 +152,14 @@ fn ranks_that_do_not_fit_and_their_peers_are_told_why_at_once() {
     }
     check_misfit(1, |told| told.id.0[3] ^= 1, Refusal::Group);
     let streams = Refusal::Streams { ours: 1, theirs: 2 };
-    let two: fn(&mut Told) = |told| told.config.streams = NonZeroU8::new(2).unwrap();
+    let two: fn(&mut GroupFacts) = |told| told.config.streams = NonZeroU8::new(2).unwrap();
     check_misfit(1, two, streams);
 }
 
 #[test]
 fn a_wrong_or_missing_key_is_named_on_all_sides_at_once() {
     let all = |own: fn(u32) -> Protection| {
-        move |rank: u32, told: &mut Told| told.config.protection = own(rank)
+        move |rank: u32, told: &mut GroupFacts| told.config.protection = own(rank)
     };
     type Case = (fn(u32) -> Protection, Refusal);
     let cases: [Case; 4] = [
@@ -613,13 +613,13 @@ fn wait_for<T>(look: impl Fn() -> Option<T>) -> T {
 /// that turn it away; the group continues.
 #[test]
 fn who_comes_too_late_is_told_why_and_the_group_goes_on() {
-    let (same, none): (fn(&mut Told), _) = (
+    let (same, none): (fn(&mut GroupFacts), _) = (
         |_| (),
-        |told: &mut Told| {
+        |told: &mut GroupFacts| {
             told.config.protection = Protection::Loopback;
         },
     );
-    let stranger: fn(&mut Told) = |told| told.config.protection = key(9);
+    let stranger: fn(&mut GroupFacts) = |told| told.config.protection = key(9);
     let cases = [
         (Protection::Loopback, 1, same, Refusal::Duplicate(Rank(1))),
         // No rank dials rank 0: it dials itself.
@@ -647,9 +647,9 @@ fn who_comes_too_late_is_told_why_and_the_group_goes_on() {
             .collect();
         assert_eq!(ranks[0].turned_away(), None);
 
-        let mut told = Told { addrs, id, config };
+        let mut told = GroupFacts { addrs, id, config };
         change(&mut told);
-        let Told { addrs, id, config } = told;
+        let GroupFacts { addrs, id, config } = told;
         let twin = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let error = join_with(twin, Rank(late), &addrs, id, config, soon(FAR)).unwrap_err();
         assert!(

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_base::testing::Stopwatch;
 
-use super::steps::{LONG, Step};
-use super::{AT_ONCE, Case, Lab, patient};
+use super::steps::{CollectiveCase, LONG};
+use super::{AT_ONCE, Case, CaseContext, patient};
 use crate::{Call, Deadline, Error, Group, Kind, MESSAGES_HELD, Reduce, Window};
 
 pub(super) const CASES: &[Case] = &[
@@ -32,7 +32,7 @@ pub(super) const CASES: &[Case] = &[
     ("ranks that do not exist", 1, bad_ranks),
 ];
 
-type Work = fn(&dyn Group, Deadline) -> Result<(), Error>;
+type GroupCall = fn(&dyn Group, Deadline) -> Result<(), Error>;
 
 /// Short enough to wait for in tests. Longer than one of eight ranks waits for one of two cores
 /// that other tests use too. A rank that is late itself would be blamed.
@@ -43,9 +43,9 @@ fn soon() -> Deadline {
 /// A late rank makes the call that the others made and abandoned. It has received all of their
 /// data, and may succeed if that arrives before their failure notice. Any other call must fail, and
 /// so must the next.
-fn come_late(group: &dyn Group, step: &Step) {
+fn come_late(group: &dyn Group, step: &CollectiveCase) {
     let barrier = at_once(|by| group.barrier(by));
-    let same = matches!(step, Step::Barrier);
+    let same = matches!(step, CollectiveCase::Barrier);
     assert!(same || barrier.is_err(), "a barrier met {step:?}");
 }
 
@@ -60,7 +60,7 @@ fn at_once<R>(work: impl FnOnce(Deadline) -> R) -> R {
 
 /// Checks that every kind of call fails at once with an error that `expected` accepts.
 fn check_poisoned(group: &dyn Group, expected: impl Fn(Error) -> bool) {
-    for step in Step::each(group.size()) {
+    for step in CollectiveCase::each(group.size()) {
         let error = at_once(|by| step.run(group, 0, by)).expect_err("the group is poisoned");
         assert!(expected(error), "{step:?} on a poisoned group: {error}");
     }
@@ -83,8 +83,8 @@ fn all_equal<T: PartialEq + Debug>(values: &[T]) -> &T {
 }
 
 /// `victim` makes `calls` calls and then runs `die` with its handle; the others must notice.
-fn check_death(lab: &Lab<'_>, victim: Rank, calls: usize, die: fn(Box<dyn Group>)) {
-    let steps = Step::each(lab.size);
+fn check_death(lab: &CaseContext<'_>, victim: Rank, calls: usize, die: fn(Box<dyn Group>)) {
+    let steps = CollectiveCase::each(lab.size);
     lab.on_each(move |group| {
         if group.rank() == victim {
             for step in &steps[..calls] {
@@ -112,18 +112,18 @@ fn check_death(lab: &Lab<'_>, victim: Rank, calls: usize, die: fn(Box<dyn Group>
     });
 }
 
-fn rank_leaves(lab: &Lab<'_>) {
+fn rank_leaves(lab: &CaseContext<'_>) {
     let mut random = lab.random();
-    for calls in 0..Step::each(lab.size).len() {
+    for calls in 0..CollectiveCase::each(lab.size).len() {
         for victim in [Rank(0), random.rank(lab.size)] {
             check_death(lab, victim, calls, drop);
         }
     }
 }
 
-fn rank_panics(lab: &Lab<'_>) {
+fn rank_panics(lab: &CaseContext<'_>) {
     let mut random = lab.random();
-    for calls in 0..Step::each(lab.size).len() {
+    for calls in 0..CollectiveCase::each(lab.size).len() {
         check_death(lab, random.rank(lab.size), calls, |group| {
             let unwound = catch_unwind(AssertUnwindSafe(|| {
                 let _group = group;
@@ -137,7 +137,7 @@ fn rank_panics(lab: &Lab<'_>) {
 
 /// Rank 0 waits for a message that never arrives, or for credits that never return, while the last
 /// rank leaves.
-fn rank_leaves_messages(lab: &Lab<'_>) {
+fn rank_leaves_messages(lab: &CaseContext<'_>) {
     let last = Rank(lab.size - 1);
     let receive: fn(&dyn Group, Rank, Deadline) -> Result<(), Error> =
         |group, last, by| group.recv(&mut [0_u8], last, 2, by);
@@ -172,7 +172,7 @@ fn rank_leaves_messages(lab: &Lab<'_>) {
 }
 
 /// Calls that one rank may mistake for each other: the call of most ranks, the call of one.
-const MISTAKES: &[(Work, Work)] = &[
+const MISTAKES: &[(GroupCall, GroupCall)] = &[
     (
         |g, by| g.barrier(by),
         |g, by| g.all_reduce(&mut [1.0_f32], Reduce::Sum, by),
@@ -219,7 +219,7 @@ fn staircase(group: &dyn Group, down: bool, by: Deadline) -> Result<(), Error> {
     group.all_gather_v(&input, &mut vec![0.0; counts.iter().sum()], &counts, by)
 }
 
-fn another_call(lab: &Lab<'_>) {
+fn another_call(lab: &CaseContext<'_>) {
     let mut random = lab.random();
     for (usual, odd) in MISTAKES {
         let odd_one = random.rank(lab.size);
@@ -250,7 +250,7 @@ fn check_mismatch(error: Error, odd_one: Rank, size: u32) {
     assert_eq!((expected.sequence, got.sequence), (2, 2), "{error}");
 }
 
-fn swapped_calls(lab: &Lab<'_>) {
+fn swapped_calls(lab: &CaseContext<'_>) {
     let odd_one = lab.random().rank(lab.size);
     let errors = lab.on_each(move |group| {
         let reduce = || group.all_reduce(&mut [1.0_f32; 3], Reduce::Sum, patient());
@@ -268,7 +268,7 @@ fn swapped_calls(lab: &Lab<'_>) {
 }
 
 /// A rank omits a call that is followed by one of the same kind, type and length.
-fn skipped_call(lab: &Lab<'_>) {
+fn skipped_call(lab: &CaseContext<'_>) {
     type Skip = fn(&dyn Group, bool) -> Result<(), Error>;
     let skips: [Skip; 3] = [
         |group, skips| {
@@ -310,7 +310,7 @@ fn gather_here(group: &dyn Group) -> Result<(), Error> {
 
 /// A rank omits an iteration of a loop. It is named in that iteration if iterations are marked,
 /// else at the first call that differs.
-fn skipped_turn(lab: &Lab<'_>) {
+fn skipped_turn(lab: &CaseContext<'_>) {
     for marks in [false, true] {
         let odd_one = lab.random().rank(lab.size);
         let errors = lab.on_each(move |group| {
@@ -335,8 +335,8 @@ fn skipped_turn(lab: &Lab<'_>) {
     }
 }
 
-fn another_message(lab: &Lab<'_>) {
-    let receives: [Work; 2] = [
+fn another_message(lab: &CaseContext<'_>) {
+    let receives: [GroupCall; 2] = [
         |g, by| g.recv(&mut [0.0_f32; 3], Rank(0), 4, by),
         |g, by| g.recv(&mut [0_u8; 2], Rank(0), 4, by),
     ];
@@ -381,9 +381,9 @@ fn another_message(lab: &Lab<'_>) {
     }
 }
 
-fn one_rank_is_silent(lab: &Lab<'_>) {
+fn one_rank_is_silent(lab: &CaseContext<'_>) {
     let mut random = lab.random();
-    for step in Step::each(lab.size) {
+    for step in CollectiveCase::each(lab.size) {
         let (silent, meet) = (random.rank(lab.size), Barrier::new(lab.size as usize));
         let errors = lab.on_each(move |group| {
             let named = |e| matches!(e, Error::Timeout { rank, .. } if rank == silent);
@@ -406,11 +406,11 @@ fn one_rank_is_silent(lab: &Lab<'_>) {
     }
 }
 
-fn message_deadlines(lab: &Lab<'_>) {
-    let full: Work =
+fn message_deadlines(lab: &CaseContext<'_>) {
+    let full: GroupCall =
         |group, by| (0..=MESSAGES_HELD).try_for_each(|_| group.send(&[1_u8], Rank(1), 0, by));
-    let empty: Work = |group, by| group.recv(&mut [1_u8], Rank(1), 0, by);
-    let other_tag: Work = |group, by| group.recv(&mut [1_u8], Rank(1), 1, by);
+    let empty: GroupCall = |group, by| group.recv(&mut [1_u8], Rank(1), 0, by);
+    let other_tag: GroupCall = |group, by| group.recv(&mut [1_u8], Rank(1), 1, by);
     for wait in [full, empty, other_tag] {
         let meet = Barrier::new(lab.size as usize);
         lab.on_each(move |group| {
@@ -438,8 +438,8 @@ fn is_message(call: Call) -> bool {
     matches!(call.kind, Kind::Send { .. } | Kind::Recv { .. })
 }
 
-fn bad_lengths(lab: &Lab<'_>) {
-    let bad: [Work; 3] = [
+fn bad_lengths(lab: &CaseContext<'_>) {
+    let bad: [GroupCall; 3] = [
         |g, by| g.all_gather_v(&[0.0_f32], &mut [], &vec![0; g.size() as usize], by),
         |g, by| g.all_gather_v(&[], &mut [0.0_f32], &vec![0; g.size() as usize], by),
         |g, by| g.all_gather_v::<f32>(&[], &mut [], &vec![0; g.size() as usize + 1], by),
@@ -452,8 +452,8 @@ fn bad_lengths(lab: &Lab<'_>) {
     }
 }
 
-fn bad_ranks(lab: &Lab<'_>) {
-    let bad: [Work; 4] = [
+fn bad_ranks(lab: &CaseContext<'_>) {
+    let bad: [GroupCall; 4] = [
         |g, by| g.broadcast(&mut [0.0_f32], Rank(g.size()), by),
         |g, by| g.send(&[0.0_f32], Rank(g.size()), 0, by),
         |g, by| g.send(&[0.0_f32], g.rank(), 0, by),
@@ -468,7 +468,7 @@ fn bad_ranks(lab: &Lab<'_>) {
 }
 
 /// A rank makes a call with bad arguments; all ranks learn which rank that was.
-fn check_argument(lab: &Lab<'_>, work: Work, blamed: fn(Error) -> Option<Rank>) {
+fn check_argument(lab: &CaseContext<'_>, work: GroupCall, blamed: fn(Error) -> Option<Rank>) {
     let odd_one = lab.random().rank(lab.size);
     let errors = lab.on_each(move |group| {
         let own = group.rank() == odd_one;

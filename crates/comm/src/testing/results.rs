@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use paceline_base::Rank;
 
-use super::steps::{Step, each_length};
-use super::{Case, Lab, on_threads, patient};
-use crate::{Ahead, Dtype, Error, Group, MESSAGES_HELD, Reduce, Window};
+use super::steps::{CollectiveCase, each_length};
+use super::{Case, CaseContext, on_threads, patient};
+use crate::{Dtype, Error, Group, MESSAGES_HELD, NonblockingCalls, Reduce, Window};
 
 pub(super) const CASES: &[Case] = &[
     ("ranks are numbered", 1, ranks_are_numbered),
@@ -62,7 +62,7 @@ pub(super) const COLLECTIVES: &[Case] = &[
     ("random programs", 1, random_programs),
 ];
 
-fn run_steps(lab: &Lab<'_>, steps: Vec<Step>) {
+fn run_steps(lab: &CaseContext<'_>, steps: Vec<CollectiveCase>) {
     lab.on_each(move |group| {
         for (salt, step) in (0..).zip(&steps) {
             step.run(&*group, salt, patient())
@@ -74,13 +74,13 @@ fn run_steps(lab: &Lab<'_>, steps: Vec<Step>) {
     });
 }
 
-fn ranks_are_numbered(lab: &Lab<'_>) {
+fn ranks_are_numbered(lab: &CaseContext<'_>) {
     let seen = lab.on_each(|group| (group.rank(), group.size()));
     let expected: Vec<_> = (0..lab.size).map(|rank| (Rank(rank), lab.size)).collect();
     assert_eq!(seen, expected);
 }
 
-fn barrier_waits_for_all(lab: &Lab<'_>) {
+fn barrier_waits_for_all(lab: &CaseContext<'_>) {
     let (arrived, size) = (Arc::new(AtomicU32::new(0)), lab.size);
     lab.on_each(move |group| {
         for round in 1..=50 {
@@ -102,7 +102,7 @@ const fn dtypes(length: usize, few: &[Dtype]) -> &[Dtype] {
     }
 }
 
-fn gathers_of_any_counts(lab: &Lab<'_>) {
+fn gathers_of_any_counts(lab: &CaseContext<'_>) {
     let mut random = lab.random();
     let ranks = 0..lab.size as usize;
     let mut steps = Vec::new();
@@ -118,52 +118,56 @@ fn gathers_of_any_counts(lab: &Lab<'_>) {
             ranks.clone().map(|_| random.below(length + 1)).collect(),
         ];
         for dtype in dtypes(length, &[Dtype::U8, Dtype::F32]) {
-            steps.push(Step::GatherEven(*dtype, length));
+            steps.push(CollectiveCase::GatherEven(*dtype, length));
             steps.extend(
                 patterns
                     .iter()
-                    .map(|counts| Step::Gather(*dtype, counts.clone())),
+                    .map(|counts| CollectiveCase::Gather(*dtype, counts.clone())),
             );
         }
     }
     run_steps(lab, steps);
 }
 
-fn reductions_and_broadcasts(lab: &Lab<'_>) {
+fn reductions_and_broadcasts(lab: &CaseContext<'_>) {
     let mut steps = Vec::new();
     for length in each_length(lab.size) {
         for dtype in dtypes(length, &[Dtype::U8, Dtype::Bf16]) {
             for op in Reduce::ALL {
-                steps.push(Step::Reduce(*dtype, length, op));
-                steps.push(Step::ScatterEven(*dtype, length / lab.size as usize, op));
+                steps.push(CollectiveCase::Reduce(*dtype, length, op));
+                steps.push(CollectiveCase::ScatterEven(
+                    *dtype,
+                    length / lab.size as usize,
+                    op,
+                ));
             }
             let root = Rank(u32::from(dtype.code()) % lab.size);
-            steps.push(Step::Broadcast(*dtype, length, root));
+            steps.push(CollectiveCase::Broadcast(*dtype, length, root));
         }
     }
     run_steps(lab, steps);
 }
 
-fn scatters_and_exchanges_of_any_counts(lab: &Lab<'_>) {
+fn scatters_and_exchanges_of_any_counts(lab: &CaseContext<'_>) {
     let mut random = lab.random();
     let mut steps = Vec::new();
     for length in each_length(lab.size) {
         let length = length.min(20_000);
         let counts: Vec<usize> = (0..lab.size).map(|_| random.below(length + 1)).collect();
         for dtype in dtypes(length, &[Dtype::F32, Dtype::F16]) {
-            steps.push(Step::GatherInPlace(*dtype, counts.clone()));
-            steps.push(Step::Scatter(*dtype, counts.clone(), Reduce::Sum));
-            steps.push(Step::Exchange(*dtype, length + 1));
-            steps.push(Step::ExchangeEven(*dtype, length));
+            steps.push(CollectiveCase::GatherInPlace(*dtype, counts.clone()));
+            steps.push(CollectiveCase::Scatter(*dtype, counts.clone(), Reduce::Sum));
+            steps.push(CollectiveCase::Exchange(*dtype, length + 1));
+            steps.push(CollectiveCase::ExchangeEven(*dtype, length));
         }
     }
     run_steps(lab, steps);
 }
 
-fn rough_sums_have_the_same_bits(lab: &Lab<'_>) {
+fn rough_sums_have_the_same_bits(lab: &CaseContext<'_>) {
     let seed = lab.random().next();
     let sums = lab.on_each(move |group| {
-        let mut random = super::Random(seed ^ u64::from(group.rank().0));
+        let mut random = super::Xorshift(seed ^ u64::from(group.rank().0));
         let exponents = [1e-6, 1e-3, 1.0, 1e3, 1e6];
         let rough = |_| f32::from(random.next().to_le_bytes()[0]) * exponents[random.below(5)];
         let input: Vec<f32> = (0..40_000).map(rough).collect();
@@ -182,7 +186,7 @@ fn rough_sums_have_the_same_bits(lab: &Lab<'_>) {
     }
 }
 
-fn nan_is_kept(lab: &Lab<'_>) {
+fn nan_is_kept(lab: &CaseContext<'_>) {
     lab.on_each(|group| {
         for op in [Reduce::Max, Reduce::Min] {
             for sick in 0..group.size() {
@@ -206,7 +210,7 @@ fn nan_is_kept(lab: &Lab<'_>) {
     });
 }
 
-fn messages_between_all_pairs(lab: &Lab<'_>) {
+fn messages_between_all_pairs(lab: &CaseContext<'_>) {
     lab.on_each(|group| {
         for length in each_length(group.size()) {
             for (from, to) in (0..group.size()).flat_map(|a| (0..group.size()).map(move |b| (a, b)))
@@ -244,7 +248,7 @@ fn pass(group: &dyn Group, from: u32, to: u32, length: usize) {
     }
 }
 
-fn tags_are_streams(lab: &Lab<'_>) {
+fn tags_are_streams(lab: &CaseContext<'_>) {
     lab.on_each(|group| {
         let sent = [(7, 1.0_f32), (7, 2.0), (9, 3.0), (7, 4.0), (9, 5.0)];
         let received = [(9, 3.0), (7, 1.0), (9, 5.0), (7, 2.0), (7, 4.0_f32)];
@@ -269,7 +273,7 @@ fn tags_are_streams(lab: &Lab<'_>) {
     });
 }
 
-fn all_ranks_may_send_first(lab: &Lab<'_>) {
+fn all_ranks_may_send_first(lab: &CaseContext<'_>) {
     lab.on_each(|group| {
         let own = group.rank().0;
         let others = || (0..group.size()).filter(|peer| *peer != own);
@@ -296,7 +300,7 @@ fn all_ranks_may_send_first(lab: &Lab<'_>) {
     });
 }
 
-fn sent_before_leaving(lab: &Lab<'_>) {
+fn sent_before_leaving(lab: &CaseContext<'_>) {
     let left = std::sync::Barrier::new(2);
     lab.on_each(move |group| match group.rank() {
         Rank(0) => {
@@ -328,15 +332,17 @@ fn sent_before_leaving(lab: &Lab<'_>) {
     });
 }
 
-fn random_programs(lab: &Lab<'_>) {
+fn random_programs(lab: &CaseContext<'_>) {
     let mut random = lab.random();
     run_steps(
         lab,
-        (0..60).map(|_| Step::any(&mut random, lab.size)).collect(),
+        (0..60)
+            .map(|_| CollectiveCase::any(&mut random, lab.size))
+            .collect(),
     );
 }
 
-fn splits_by_color_and_key(lab: &Lab<'_>) {
+fn splits_by_color_and_key(lab: &CaseContext<'_>) {
     let mut random = lab.random();
     let size = lab.size as usize;
     let choices: Vec<(u32, u32)> = (0..size)
@@ -367,7 +373,7 @@ fn splits_by_color_and_key(lab: &Lab<'_>) {
     });
 }
 
-fn traffic_is_counted(lab: &Lab<'_>) {
+fn traffic_is_counted(lab: &CaseContext<'_>) {
     let traffics = lab.on_each(|group| {
         assert_eq!(group.traffic(), crate::Traffic::default());
         let mut output = vec![0_u8; 1000 * group.size() as usize];
@@ -400,7 +406,7 @@ fn traffic_is_counted(lab: &Lab<'_>) {
 }
 
 /// In each epoch every rank puts its number into all ranks' memory and gets all values.
-fn windows_move_bytes(lab: &Lab<'_>) {
+fn windows_move_bytes(lab: &CaseContext<'_>) {
     let size = u8::try_from(lab.size).expect("sizes that are tested are small");
     lab.on_each(move |group| {
         let own = u8::try_from(group.rank().0).expect("less than the size");
@@ -428,12 +434,12 @@ fn windows_move_bytes(lab: &Lab<'_>) {
 }
 
 /// All sums start before any is waited for; receives start before the messages they wait for.
-fn several_in_flight(lab: &Lab<'_>) {
+fn several_in_flight(lab: &CaseContext<'_>) {
     let size = lab.size;
     lab.on_each(move |group| {
         let rank = group.rank().0;
         let (next, before) = (Rank((rank + 1) % size), Rank((rank + size - 1) % size));
-        let ahead = Ahead::new(Arc::from(group));
+        let ahead = NonblockingCalls::new(Arc::from(group));
         let receive = |tag: u32| {
             ahead.start_message(move |g| g.recv_like(&[0_u32; 3], before, tag, patient()))
         };
@@ -466,10 +472,10 @@ fn several_in_flight(lab: &Lab<'_>) {
     });
 }
 
-fn two_groups_in_turn(lab: &Lab<'_>) {
+fn two_groups_in_turn(lab: &CaseContext<'_>) {
     let mut random = lab.random();
     let steps: Vec<_> = (0..60)
-        .map(|_| (random.below(2), Step::any(&mut random, lab.size)))
+        .map(|_| (random.below(2), CollectiveCase::any(&mut random, lab.size)))
         .collect();
     let (first, second) = ((lab.make)(lab.size), (lab.make)(lab.size));
     let seats: Vec<_> = first.into_iter().zip(second).map(|(a, b)| [a, b]).collect();
@@ -484,10 +490,13 @@ fn two_groups_in_turn(lab: &Lab<'_>) {
     });
 }
 
-fn two_groups_at_once(lab: &Lab<'_>) {
+fn two_groups_at_once(lab: &CaseContext<'_>) {
     let mut random = lab.random();
-    let steps: [Vec<_>; 2] =
-        std::array::from_fn(|_| (0..40).map(|_| Step::any(&mut random, lab.size)).collect());
+    let steps: [Vec<_>; 2] = std::array::from_fn(|_| {
+        (0..40)
+            .map(|_| CollectiveCase::any(&mut random, lab.size))
+            .collect()
+    });
     let seats = (0..2).flat_map(|which| (lab.make)(lab.size).into_iter().map(move |g| (which, g)));
     on_threads(
         seats.collect(),

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use half::{bf16, f16};
 use paceline_base::Rank;
 
-use super::Random;
+use super::Xorshift;
 use crate::{Complex64, Deadline, Dtype, Element, Error, Group, Reduce};
 
 /// Elements of a long buffer: 400,172 bytes of f32, several rounds of any sensible segment and an
@@ -14,7 +14,7 @@ pub(super) const LONG: usize = 100_043;
 
 /// A call that all ranks make.
 #[derive(Clone, Debug)]
-pub(super) enum Step {
+pub(super) enum CollectiveCase {
     Barrier,
     Gather(Dtype, Vec<usize>),
     GatherInPlace(Dtype, Vec<usize>),
@@ -30,7 +30,7 @@ pub(super) enum Step {
     Shift(Dtype, usize, u32),
 }
 
-impl Step {
+impl CollectiveCase {
     /// A call of each kind, short, and a long one, for a group of `size`.
     pub(super) fn each(size: u32) -> Vec<Self> {
         let counts = (0..size as usize).map(|rank| rank % 3).collect();
@@ -48,15 +48,15 @@ impl Step {
     }
 
     /// Any step, of any length that `each_length` knows.
-    pub(super) fn any(random: &mut Random, size: u32) -> Self {
+    pub(super) fn any(random: &mut Xorshift, size: u32) -> Self {
         let lengths = each_length(size);
         // For calls with a part for each rank: moderate lengths.
         let moderate = |length: usize| if length == LONG { LONG / 8 } else { length };
-        let part = |random: &mut Random| moderate(lengths[random.below(lengths.len())]);
-        let length = |random: &mut Random| lengths[random.below(lengths.len())];
+        let part = |random: &mut Xorshift| moderate(lengths[random.below(lengths.len())]);
+        let length = |random: &mut Xorshift| lengths[random.below(lengths.len())];
         let dtype = Dtype::ALL[random.below(Dtype::ALL.len())];
         let op = Reduce::ALL[random.below(Reduce::ALL.len())];
-        let counts = |random: &mut Random| (0..size).map(|_| part(random)).collect();
+        let counts = |random: &mut Xorshift| (0..size).map(|_| part(random)).collect();
         match random.below(11) {
             0 => Self::Barrier,
             1 => Self::Gather(dtype, counts(random)),
@@ -105,7 +105,12 @@ impl Step {
         }
     }
 
-    fn run_typed<T: Value>(&self, group: &dyn Group, salt: u64, by: Deadline) -> Result<(), Error> {
+    fn run_typed<T: ExactElement>(
+        &self,
+        group: &dyn Group,
+        salt: u64,
+        by: Deadline,
+    ) -> Result<(), Error> {
         let (got, expected) = match self {
             Self::Barrier => return Ok(()),
             Self::Gather(_, counts) | Self::GatherInPlace(_, counts) => {
@@ -160,13 +165,13 @@ impl Step {
         Ok(())
     }
 
-    fn gather<T: Value>(
+    fn gather<T: ExactElement>(
         &self,
         group: &dyn Group,
         counts: &[usize],
         salt: u64,
         by: Deadline,
-    ) -> Result<Both<T>, Error> {
+    ) -> Result<ActualExpected<T>, Error> {
         let parts: Vec<Vec<T>> = parts(group, salt, |rank| counts[rank]);
         let mut output = vec![T::default(); counts.iter().sum()];
         let part = &parts[own(group)];
@@ -182,19 +187,19 @@ impl Step {
 }
 
 /// The actual and the expected result of a call.
-type Both<T> = (Vec<T>, Vec<T>);
+type ActualExpected<T> = (Vec<T>, Vec<T>);
 
 fn own(group: &dyn Group) -> usize {
     group.rank().0 as usize
 }
 
-fn scatter<T: Value>(
+fn scatter<T: ExactElement>(
     group: &dyn Group,
     counts: &[usize],
     op: Reduce,
     salt: u64,
     by: Deadline,
-) -> Result<Both<T>, Error> {
+) -> Result<ActualExpected<T>, Error> {
     let parts = parts(group, salt, |_| counts.iter().sum());
     let mut output = vec![T::default(); counts[own(group)]];
     group.reduce_scatter_v(&parts[own(group)], &mut output, counts, op, by)?;
@@ -204,12 +209,12 @@ fn scatter<T: Value>(
     Ok((output, expected))
 }
 
-fn exchange<T: Value>(
+fn exchange<T: ExactElement>(
     group: &dyn Group,
     modulus: usize,
     salt: u64,
     by: Deadline,
-) -> Result<Both<T>, Error> {
+) -> Result<ActualExpected<T>, Error> {
     let size = group.size() as usize;
     let count = |from: usize, to: usize| (from + 2 * to) % modulus;
     let sends = |from: usize| (0..size).map(|to| count(from, to)).collect::<Vec<_>>();
@@ -230,13 +235,13 @@ fn exchange<T: Value>(
     Ok((output, (0..size).flat_map(mine).collect()))
 }
 
-fn shift<T: Value>(
+fn shift<T: ExactElement>(
     group: &dyn Group,
     length: usize,
     tag: u32,
     salt: u64,
     by: Deadline,
-) -> Result<Both<T>, Error> {
+) -> Result<ActualExpected<T>, Error> {
     let (rank, size) = (group.rank().0, group.size());
     let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
     if size == 1 {
@@ -255,7 +260,7 @@ pub(super) fn each_length(size: u32) -> Vec<usize> {
 }
 
 /// Element types with values whose sums and products are exact in any order.
-trait Value: Element + PartialEq + Debug + Default {
+trait ExactElement: Element + PartialEq + Debug + Default {
     /// A value out of few small ones.
     fn from_byte(byte: u8) -> Self;
 
@@ -265,7 +270,7 @@ trait Value: Element + PartialEq + Debug + Default {
 
 macro_rules! integer_values {
     ($($type:ty)*) => {$(
-        impl Value for $type {
+        impl ExactElement for $type {
             fn from_byte(byte: u8) -> Self {
                 Self::from_le_bytes([byte; size_of::<Self>()])
             }
@@ -291,7 +296,7 @@ fn small(byte: u8) -> f32 {
 
 macro_rules! float_values {
     ($($type:ty)*) => {$(
-        impl Value for $type {
+        impl ExactElement for $type {
             fn from_byte(byte: u8) -> Self {
                 <$type>::from(<half::bf16>::from_f32(small(byte)).to_f32())
             }
@@ -312,7 +317,7 @@ float_values!(f32 f64);
 
 macro_rules! half_values {
     ($($type:ty)*) => {$(
-        impl Value for $type {
+        impl ExactElement for $type {
             fn from_byte(byte: u8) -> Self {
                 Self::from_f32(small(byte))
             }
@@ -326,7 +331,7 @@ macro_rules! half_values {
 
 half_values!(f16 bf16);
 
-impl Value for bool {
+impl ExactElement for bool {
     fn from_byte(byte: u8) -> Self {
         byte.is_multiple_of(3)
     }
@@ -339,7 +344,7 @@ impl Value for bool {
     }
 }
 
-impl Value for Complex64 {
+impl ExactElement for Complex64 {
     fn from_byte(byte: u8) -> Self {
         let re = small(byte);
         // No products of complex numbers with both parts: those of eight numbers are exact only in
@@ -366,23 +371,27 @@ impl Value for Complex64 {
 }
 
 /// Each rank's elements, in rank order.
-fn parts<T: Value>(group: &dyn Group, salt: u64, length: impl Fn(usize) -> usize) -> Vec<Vec<T>> {
+fn parts<T: ExactElement>(
+    group: &dyn Group,
+    salt: u64,
+    length: impl Fn(usize) -> usize,
+) -> Vec<Vec<T>> {
     let length = |rank: u32| length(rank as usize);
     (0..group.size())
         .map(|rank| values(salt, rank, length(rank)))
         .collect()
 }
 
-fn values<T: Value>(salt: u64, rank: u32, length: usize) -> Vec<T> {
+fn values<T: ExactElement>(salt: u64, rank: u32, length: usize) -> Vec<T> {
     // A seed of 0 would stay 0; the factor (2^64 / golden ratio) spreads small salts and ranks.
     let spread = (salt * 64 + u64::from(rank) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut random = Random(spread);
+    let mut random = Xorshift(spread);
     (0..length)
         .map(|_| T::from_byte(random.next().to_le_bytes()[3]))
         .collect()
 }
 
-fn reduced<T: Value>(op: Reduce, parts: &[Vec<T>]) -> Vec<T> {
+fn reduced<T: ExactElement>(op: Reduce, parts: &[Vec<T>]) -> Vec<T> {
     let mut result = parts[0].clone();
     for part in &parts[1..] {
         for (a, b) in result.iter_mut().zip(part) {

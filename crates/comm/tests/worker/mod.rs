@@ -12,12 +12,12 @@ use paceline_base::testing::Stopwatch;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Killed when dropped.
-pub(crate) struct Worker {
+pub(crate) struct WorkerProcess {
     child: Child,
     lines: BufReader<ChildStdout>,
 }
 
-impl Worker {
+impl WorkerProcess {
     /// Starts a process that runs the test called `test`.
     pub(crate) fn start<S: AsRef<OsStr>>(test: &str, env: &[(&str, S)]) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
@@ -55,7 +55,7 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl Drop for WorkerProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -76,12 +76,12 @@ pub(crate) fn now() -> f64 {
 }
 
 /// The time at which a rank was killed or stopped.
-pub(crate) struct Harmed {
+pub(crate) struct FailureClock {
     at: f64,
     watch: Stopwatch,
 }
 
-impl Harmed {
+impl FailureClock {
     pub(crate) fn now() -> Self {
         let watch = Stopwatch::start();
         Self { at: now(), watch }
@@ -97,10 +97,10 @@ impl Harmed {
 
 /// Sends `signal` to one rank; all others must report an error that begins with `variant` and names
 /// it in time.
-pub(crate) fn harm(workers: &mut [Worker], victim: usize, signal: Signal, variant: &str) {
+pub(crate) fn harm(workers: &mut [WorkerProcess], victim: usize, signal: Signal, variant: &str) {
     // Some calls into the run.
     std::thread::sleep(Duration::from_millis(50));
-    let harmed = Harmed::now();
+    let harmed = FailureClock::now();
     workers[victim].signal(signal);
     for (rank, worker) in workers.iter_mut().enumerate() {
         if rank == victim {

@@ -1,6 +1,6 @@
 //! Masks of grammars, tested without a model.
 
-use paceline_formats::grammar::Span;
+use paceline_formats::grammar::DelimitedSpan;
 use paceline_formats::tokenizer::Specials;
 
 use super::*;
@@ -227,7 +227,7 @@ fn grammars_begin_where_they_should() {
         grammar: digits(),
         start: Start::Lazily {
             markers: vec!["<call>".into(), "CALL".into()],
-            except: Some(Span {
+            except: Some(DelimitedSpan {
                 open: "<think>".into(),
                 close: "</think>".into(),
                 is_open: false,

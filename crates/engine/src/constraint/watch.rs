@@ -4,7 +4,7 @@ use paceline_formats::grammar::Start;
 
 /// Searches for markers in streamed text.
 #[derive(Clone, Debug)]
-pub(super) struct Watch {
+pub(super) struct MarkerScanner {
     markers: Vec<Vec<u8>>,
     /// Markers between these two do not count.
     except: Option<(Vec<u8>, Vec<u8>)>,
@@ -13,7 +13,7 @@ pub(super) struct Watch {
     tail: Vec<u8>,
 }
 
-impl Watch {
+impl MarkerScanner {
     /// `None` if the grammar starts with the answer.
     pub(super) fn of(start: &Start) -> Option<Self> {
         let bytes = |text: &String| text.clone().into_bytes();
@@ -80,10 +80,10 @@ impl Watch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use paceline_formats::grammar::Span;
+    use paceline_formats::grammar::DelimitedSpan;
 
     fn rests(start: &Start, pieces: &[&str]) -> Vec<(usize, String)> {
-        let mut watch = Watch::of(start).unwrap();
+        let mut watch = MarkerScanner::of(start).unwrap();
         let push = |(i, piece): (usize, &&str)| {
             let rest = watch.push(piece.as_bytes())?;
             Some((i, String::from_utf8(rest).unwrap()))
@@ -111,7 +111,7 @@ mod tests {
     fn markers_inside_a_span_do_not_count() {
         let lazily = |is_open| Start::Lazily {
             markers: vec!["<call>".into(), "<f=".into()],
-            except: Some(Span {
+            except: Some(DelimitedSpan {
                 open: "<think>".into(),
                 close: "</think>".into(),
                 is_open,

@@ -1,11 +1,11 @@
 //! Estimates the gain of a draft length from measured times. Pure.
 
-use crate::chain::{Chance, Pipeline};
+use crate::chain::{Pipeline, ProposerStats};
 use crate::draft::{Bounds, Costs, expected};
 
 /// Measured times of a step.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Outlook<'a> {
+pub(super) struct GainEstimate<'a> {
     /// Seconds of a step without drafts, above 0.
     pub(super) plain: f64,
     /// Seconds of a draft pass, which proposes one token for each sequence.
@@ -17,7 +17,7 @@ pub(super) struct Outlook<'a> {
     pub(super) pipeline: Option<Pipeline<'a>>,
 }
 
-impl Outlook<'_> {
+impl GainEstimate<'_> {
     /// The largest speed-up and its draft length; 1 and 0 if no length gains. `each` has the
     /// acceptance and the maximum draft of every sequence.
     pub(super) fn best(&self, each: &[(f64, usize)]) -> (f64, usize) {
@@ -31,7 +31,7 @@ impl Outlook<'_> {
         match (each, self.pipeline) {
             (&[(acceptance, room)], Some(pipeline)) if room > 0 => {
                 let pass = self.pass;
-                let shape = pipeline.best(Chance { acceptance, pass });
+                let shape = pipeline.best(ProposerStats { acceptance, pass });
                 let is_better = shape.windows > 1 && shape.gain > best.0;
                 if is_better {
                     best = (shape.gain, shape.rows - 1);
@@ -84,7 +84,7 @@ mod tests {
     fn costs(seconds: &[(usize, f64)]) -> Costs {
         let mut costs = Costs::default();
         for (rows, seconds) in seconds {
-            costs.took(*rows, Duration::from_secs_f64(*seconds));
+            costs.record(*rows, Duration::from_secs_f64(*seconds));
         }
         costs
     }
@@ -96,7 +96,7 @@ mod tests {
             rows: 32,
         };
         let plain = costs.seconds(1).unwrap();
-        let outlook = Outlook {
+        let outlook = GainEstimate {
             plain,
             pass,
             bounds,

@@ -26,7 +26,7 @@ use crate::{Error, SequenceId};
 
 /// What the duration of a step measures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Measures {
+pub(super) enum StepTiming {
     /// A step without overlapping windows. In a pipeline without other work this is the time from
     /// plan to logits.
     #[default]
@@ -39,19 +39,19 @@ pub(super) enum Measures {
 
 /// An in-flight batch.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Flight {
+pub(super) struct InFlightBatch {
     /// Sequences and their planned rows, in order of admission.
     pub(super) parts: Vec<(SequenceId, PlannedRows)>,
-    pub(super) rows: Vec<Rows>,
+    pub(super) rows: Vec<SequenceRows>,
     pub(super) composition: Composition,
-    pub(super) measures: Measures,
+    pub(super) measures: StepTiming,
     /// Whether it is a speculation window after in-flight ones of the same sequence.
     pub(super) is_behind: bool,
 }
 
 /// Rows of one sequence, as input of the model.
 #[derive(Clone, Debug)]
-pub(super) struct Rows {
+pub(super) struct SequenceRows {
     tokens: Vec<u32>,
     position: usize,
     pages: Vec<u32>,
@@ -62,7 +62,7 @@ pub(super) struct Rows {
     logits: Logits,
 }
 
-impl Rows {
+impl SequenceRows {
     fn windows(&self) -> Vec<WindowPages<'_>> {
         let windows = self.windows.iter();
         windows
@@ -90,8 +90,8 @@ impl Rows {
 }
 
 /// Runs `run` with the rows as a batch.
-fn as_batch<T>(rows: &[Rows], run: impl FnOnce(&Batch<'_>) -> T) -> T {
-    let windows: Vec<Vec<WindowPages<'_>>> = rows.iter().map(Rows::windows).collect();
+fn as_batch<T>(rows: &[SequenceRows], run: impl FnOnce(&Batch<'_>) -> T) -> T {
+    let windows: Vec<Vec<WindowPages<'_>>> = rows.iter().map(SequenceRows::windows).collect();
     let sequences = rows.iter().zip(&windows);
     let sequences: Vec<BatchSequence<'_>> = sequences.map(|(r, w)| r.of_batch(w)).collect();
     run(&Batch {
@@ -101,8 +101,8 @@ fn as_batch<T>(rows: &[Rows], run: impl FnOnce(&Batch<'_>) -> T) -> T {
 
 impl Engine {
     /// Plans and announces batches until enough are in flight to keep all stages busy.
-    pub(super) fn take_off(&mut self) -> Result<(), Error> {
-        if self.flights.is_empty() {
+    pub(super) fn launch_batches(&mut self) -> Result<(), Error> {
+        if self.in_flight.is_empty() {
             self.starves = false;
             self.recall()?;
         } else if self.starves || self.is_to_measure() || self.wants_recall() {
@@ -110,18 +110,20 @@ impl Engine {
         }
         let mut is_first = true;
         while let Some((plan, is_behind)) = self.next_plan()? {
-            let mut flight = self.flight(plan);
+            let mut flight = self.in_flight_batch(plan);
             flight.is_behind = is_behind;
             flight.measures = match is_behind {
-                true if is_first => Measures::Nothing,
-                true => Measures::Interval,
-                false if self.flights.iter().any(|flight| flight.is_behind) => Measures::Nothing,
-                false => Measures::Step,
+                true if is_first => StepTiming::Nothing,
+                true => StepTiming::Interval,
+                false if self.in_flight.iter().any(|flight| flight.is_behind) => {
+                    StepTiming::Nothing
+                }
+                false => StepTiming::Step,
             };
             if self.compute.depth() > 1 {
                 as_batch(&flight.rows, |batch| self.compute.announce(batch))?;
             }
-            self.flights.push_back(flight);
+            self.in_flight.push_back(flight);
             is_first = false;
         }
         Ok(())
@@ -130,10 +132,10 @@ impl Engine {
     /// Rows of the next batch, if there is room for one, and whether it is a speculation window.
     /// Batches of ordinary rows have precedence.
     fn next_plan(&mut self) -> Result<Option<(Vec<PlannedRows>, bool)>, Error> {
-        if self.starves || self.flights.len() >= self.compute.steps_max() {
+        if self.starves || self.in_flight.len() >= self.compute.steps_max() {
             return Ok(None);
         }
-        let ahead = self.flights.iter().filter(|flight| !flight.is_behind);
+        let ahead = self.in_flight.iter().filter(|flight| !flight.is_behind);
         if ahead.count() < self.compute.depth() {
             let mut plan = self.plan();
             if !plan.is_empty() {
@@ -149,7 +151,7 @@ impl Engine {
     }
 
     /// Makes a plan an in-flight batch, with a copy of all inputs of the model.
-    fn flight(&mut self, mut plan: Vec<PlannedRows>) -> Flight {
+    fn in_flight_batch(&mut self, mut plan: Vec<PlannedRows>) -> InFlightBatch {
         let composition = self.composition_of(&plan);
         self.note_rows(&plan);
         let (mut rows, mut logits_row) = (Vec::with_capacity(plan.len()), 0);
@@ -161,31 +163,31 @@ impl Engine {
         }
         let take_off = |mut part: PlannedRows| {
             let sequence = &mut self.running[part.index];
-            sequence.flights += 1;
+            sequence.n_in_flight += 1;
             part.course = sequence.course;
             if part.is_behind {
                 sequence.ahead.extend_from_slice(&part.checked);
             } else {
-                sequence.flying += part.rows;
+                sequence.rows_in_flight += part.rows;
                 sequence.ahead = part.checked.get(1..).unwrap_or_default().to_vec();
                 sequence.guesser = part.guesser;
             }
             (sequence.id, part)
         };
-        Flight {
+        InFlightBatch {
             parts: plan.into_iter().map(take_off).collect(),
             rows,
             composition,
-            measures: Measures::Step,
+            measures: StepTiming::Step,
             is_behind: false,
         }
     }
 
-    fn rows(&self, part: &PlannedRows) -> Rows {
+    fn rows(&self, part: &PlannedRows) -> SequenceRows {
         let s = &self.running[part.index];
         let position = match part.is_behind {
             true => s.tokens.len() + s.ahead.len(),
-            false => s.computed + s.flying,
+            false => s.computed + s.rows_in_flight,
         };
         let end = position + part.rows;
         let own = s.tokens.get(position..end).unwrap_or_default();
@@ -202,7 +204,7 @@ impl Engine {
             false => (own, Logits::None),
         };
         let windows = s.pages.windows();
-        Rows {
+        SequenceRows {
             tokens: tokens.to_vec(),
             position,
             pages: s.pages.pages().to_vec(),
@@ -214,7 +216,10 @@ impl Engine {
 
     /// Completes an in-flight batch: returns the parts that sequences still need, with their
     /// current indices.
-    pub(super) fn land(&mut self, parts: Vec<(SequenceId, PlannedRows)>) -> Vec<PlannedRows> {
+    pub(super) fn complete_batch(
+        &mut self,
+        parts: Vec<(SequenceId, PlannedRows)>,
+    ) -> Vec<PlannedRows> {
         let mut landed = Vec::with_capacity(parts.len());
         let mut index = 0;
         for (id, part) in parts {
@@ -223,12 +228,12 @@ impl Engine {
                 index += 1;
             }
             let sequence = &mut self.running[index];
-            sequence.flights -= 1;
+            sequence.n_in_flight -= 1;
             if sequence.gone || part.course != sequence.course {
-                self.guesses.add(part.guessed(), 0);
+                self.draft_counters.add(part.guessed(), 0);
                 continue;
             }
-            sequence.flying -= part.rows;
+            sequence.rows_in_flight -= part.rows;
             landed.push(PlannedRows { index, ..part });
         }
         landed
@@ -238,7 +243,7 @@ impl Engine {
     pub(super) fn drop_gone(&mut self) {
         for index in (0..self.running.len()).rev() {
             let sequence = &self.running[index];
-            if sequence.gone && sequence.flights == 0 {
+            if sequence.gone && sequence.n_in_flight == 0 {
                 self.stop_running(index);
             }
         }
@@ -247,13 +252,17 @@ impl Engine {
     /// Whether all in-flight rows are stale and the next step is to be one without drafts. A step
     /// time is only valid if the step has the pipeline to itself.
     fn is_to_measure(&self) -> bool {
-        let live = self.running.iter().any(|s| s.flying > 0 && !s.gone);
+        let live = self.running.iter().any(|s| s.rows_in_flight > 0 && !s.gone);
         self.wants_plain_step() && !live
     }
 
     /// Runs the forward pass. In parallel, computes grammar masks that depend only on tokens
     /// already known.
-    pub(super) fn forward(&mut self, plan: &[PlannedRows], rows: &[Rows]) -> Result<(), Error> {
+    pub(super) fn forward(
+        &mut self,
+        plan: &[PlannedRows],
+        rows: &[SequenceRows],
+    ) -> Result<(), Error> {
         let mut due = self.take_due(plan);
         if self.model.links().is_none() {
             self.tracer.next_step(); // else the links count it
@@ -264,7 +273,7 @@ impl Engine {
         let outcome = match rows.is_empty() {
             true => Ok(()),
             false => as_batch(rows, |batch| {
-                beside(&mut due, || compute.forward(batch)).map(drop)
+                with_guides(&mut due, || compute.forward(batch)).map(drop)
             }),
         };
         self.tracer.end(began, Kind::Step, n);
@@ -277,7 +286,7 @@ impl Engine {
 
 /// Runs `compute`, and prepares `guides`, if any, on another thread. Starting a thread takes some
 /// 20 us, a mask up to milliseconds.
-fn beside<T>(guides: &mut [(usize, Box<Guide>)], compute: impl FnOnce() -> T) -> T {
+fn with_guides<T>(guides: &mut [(usize, Box<Guide>)], compute: impl FnOnce() -> T) -> T {
     if guides.is_empty() {
         return compute();
     }

@@ -9,11 +9,11 @@
 use paceline_tensor::PAGE;
 
 use super::{Engine, PlannedRows};
-use crate::chain::{Chance, Pipeline, Shape};
-use crate::draft::{Bounds, Candidate, DRAFT_ROWS, LEAST_GAIN, depths};
-use crate::drafter::{Draft, Drafter, Wish};
-use crate::sequence::{Guesser, Sequence};
-use crate::{Error, GuessCounts, SequenceId};
+use crate::chain::{Pipeline, ProposerStats, WindowShape};
+use crate::draft::{Bounds, DRAFT_ROWS, DraftCandidate, LEAST_GAIN, depths};
+use crate::drafter::{Draft, DraftProposer, DraftRequest};
+use crate::sequence::{ProposerKind, Sequence};
+use crate::{DraftCounters, Error, SequenceId};
 
 /// Steps with drafts between two without. Step times change with the length of the text and with
 /// other load, and a gain can only be judged against recent times. One step in 65 costs 1 % where
@@ -28,16 +28,16 @@ impl Engine {
     /// # Errors
     /// [`Error::DraftVocabulary`] for a model with another vocabulary, [`Error::Model`] if the
     /// allocation fails.
-    pub fn guess_with(&mut self, draft: Draft) -> Result<(), Error> {
+    pub fn set_draft_model(&mut self, draft: Draft) -> Result<(), Error> {
         let vocab = self.model.config().vocab;
-        let drafter = Drafter::new(draft, &self.tokenizer, &self.config, vocab)?;
-        self.drafter = Some(drafter);
+        let drafter = DraftProposer::new(draft, &self.tokenizer, &self.config, vocab)?;
+        self.proposer = Some(drafter);
         Ok(())
     }
 
     /// Counters of verified draft tokens, readable while steps run.
-    pub const fn guesses(&self) -> &GuessCounts {
-        &self.guesses
+    pub const fn draft_counters(&self) -> &DraftCounters {
+        &self.draft_counters
     }
 
     /// Whether a step may verify drafts: all sequences decode, and no measuring step without drafts
@@ -72,8 +72,8 @@ impl Engine {
     pub(super) fn speculate(&mut self, plan: &mut [PlannedRows]) -> Result<(), Error> {
         let mut is_drafted = false;
         if self.drafts() {
-            let (gain, depths) = self.look_up(plan);
-            is_drafted = self.ask_draft(plan, gain)?;
+            let (gain, depths) = self.propose_from_text(plan);
+            is_drafted = self.propose_with_model(plan, gain)?;
             if !is_drafted {
                 is_drafted = depths.iter().any(|depth| *depth > 0);
                 self.check(plan, &depths);
@@ -89,7 +89,7 @@ impl Engine {
 
     /// Positions of a sequence's last page that no draft token may occupy. Recurrent states change
     /// with the last row of a page and cannot be rolled back.
-    fn kept(&self) -> usize {
+    fn reserved_positions(&self) -> usize {
         usize::from(!self.compute.windows().is_empty())
     }
 
@@ -104,8 +104,12 @@ impl Engine {
 
     /// Lets the draft model propose, if it promises more than `least` times the tokens of a step
     /// without drafts. Returns whether it did.
-    fn ask_draft(&mut self, plan: &mut [PlannedRows], least: f64) -> Result<bool, Error> {
-        let (kept, bounds, pressed) = (self.kept(), self.bounds(plan), self.pressed());
+    fn propose_with_model(&mut self, plan: &mut [PlannedRows], least: f64) -> Result<bool, Error> {
+        let (kept, bounds, pressed) = (
+            self.reserved_positions(),
+            self.bounds(plan),
+            self.throttled_clients(),
+        );
         let running: Vec<SequenceId> = self.running.iter().map(|s| s.id).collect();
         let (windows, rows) = (self.windows_max(), self.window_rows());
         let pipeline = self.may_be_followed(plan).then_some(Pipeline {
@@ -115,7 +119,7 @@ impl Engine {
             windows,
             rows,
         });
-        let Some(drafter) = &mut self.drafter else {
+        let Some(drafter) = &mut self.proposer else {
             return Ok(false);
         };
         let wish = |part: &PlannedRows| {
@@ -127,18 +131,18 @@ impl Engine {
                 true => 0,
                 false => sequence.draft_room().saturating_sub(kept),
             };
-            Wish { sequence, room }
+            DraftRequest { sequence, room }
         };
-        let wishes: Vec<Wish<'_>> = plan.iter().map(wish).collect();
+        let wishes: Vec<DraftRequest<'_>> = plan.iter().map(wish).collect();
         let times = (bounds, &self.costs, pipeline);
-        let Some(guesses) = drafter.guess((&running, &wishes), times, least)? else {
+        let Some(guesses) = drafter.propose((&running, &wishes), times, least)? else {
             return Ok(false);
         };
         for (part, guesses) in plan.iter_mut().zip(guesses) {
             if !guesses.is_empty() {
                 let pending = self.running[part.index].pending().iter().copied();
                 part.checked = pending.chain(guesses).collect();
-                part.guesser = Some(Guesser::Model);
+                part.guesser = Some(ProposerKind::Model);
             }
         }
         Ok(true)
@@ -146,8 +150,12 @@ impl Engine {
 
     /// Proposes from the sequences' own texts. Returns the expected gain over a step without
     /// drafts, and the draft length of each sequence.
-    fn look_up(&mut self, plan: &mut [PlannedRows]) -> (f64, Vec<usize>) {
-        let (kept, bounds, pressed) = (self.kept(), self.bounds(plan), self.pressed());
+    fn propose_from_text(&mut self, plan: &mut [PlannedRows]) -> (f64, Vec<usize>) {
+        let (kept, bounds, pressed) = (
+            self.reserved_positions(),
+            self.bounds(plan),
+            self.throttled_clients(),
+        );
         for part in &mut *plan {
             let sequence = &mut self.running[part.index];
             if sequence.pending().len() > 1 || pressed.contains(&sequence.order.client) {
@@ -155,18 +163,18 @@ impl Engine {
             }
             part.guesses = match &mut sequence.guide {
                 Some(guide) if !guide.is_free() => guide.guesses(bounds.most),
-                _ => sequence.drafts.guess(&sequence.tokens, &[], bounds.most),
+                _ => sequence.drafts.propose(&sequence.tokens, &[], bounds.most),
             };
         }
         let candidate = |part: &PlannedRows| {
             let sequence = &self.running[part.index];
             let room = sequence.draft_room().saturating_sub(kept);
-            Candidate {
+            DraftCandidate {
                 drafts: &sequence.drafts,
                 guesses: part.guesses.len().min(room),
             }
         };
-        let candidates: Vec<Candidate<'_>> = plan.iter().map(candidate).collect();
+        let candidates: Vec<DraftCandidate<'_>> = plan.iter().map(candidate).collect();
         let best = depths(&candidates, bounds, &self.costs);
         match &candidates[..] {
             [only] if only.guesses > 0 && self.may_be_followed(plan) => {
@@ -188,7 +196,7 @@ impl Engine {
             part.checked = pending
                 .chain(part.guesses[..*depth].iter().copied())
                 .collect();
-            part.guesser = Some(Guesser::Text);
+            part.guesser = Some(ProposerKind::Text);
         }
     }
 
@@ -205,7 +213,7 @@ impl Engine {
     }
 
     /// The best windows for draft tokens of this acceptance and cost.
-    fn shape(&self, chance: Chance) -> Shape {
+    fn shape(&self, chance: ProposerStats) -> WindowShape {
         let pipeline = Pipeline {
             rounds: &self.costs,
             intervals: &self.intervals,
@@ -216,9 +224,9 @@ impl Engine {
         pipeline.best(chance)
     }
 
-    fn shape_of_text(&self, acceptance: f64) -> Shape {
+    fn shape_of_text(&self, acceptance: f64) -> WindowShape {
         let pass = 0.0; // a table lookup
-        self.shape(Chance { acceptance, pass })
+        self.shape(ProposerStats { acceptance, pass })
     }
 
     /// Plans a speculation window after the in-flight ones of a sequence, as if all their draft
@@ -251,18 +259,18 @@ impl Engine {
         let guesser = sequence.guesser.filter(|_| sequence.may_go_on())?;
         let last = sequence.ahead.last();
         let ends = last.is_some_and(|token| self.tokenizer.is_end_of_generation(*token));
-        let is_pressed = || self.pressed().contains(&sequence.order.client);
+        let is_pressed = || self.throttled_clients().contains(&sequence.order.client);
         if ends || sequence.is_to_end(self.elapsed) || is_pressed() {
             return None;
         }
         let shape = match guesser {
-            Guesser::Text => self.shape_of_text(sequence.drafts.acceptance()),
-            Guesser::Model => {
+            ProposerKind::Text => self.shape_of_text(sequence.drafts.acceptance()),
+            ProposerKind::Model => {
                 let plain = self.costs.seconds(1)?;
-                self.shape(self.drafter.as_ref()?.chance(sequence.id, plain))
+                self.shape(self.proposer.as_ref()?.chance(sequence.id, plain))
             }
         };
-        let parts = self.flights.iter().flat_map(|flight| &flight.parts);
+        let parts = self.in_flight.iter().flat_map(|flight| &flight.parts);
         let live = parts.filter(|(id, part)| *id == sequence.id && part.course == sequence.course);
         let live = live.count();
         let pays = shape.gain > LEAST_GAIN && live < shape.windows;
@@ -273,7 +281,7 @@ impl Engine {
     /// since the answer needs it soon. Windows end before the last row of a page if recurrent
     /// states change there and cannot be rolled back.
     fn window_room(&mut self, index: usize, rows: usize) -> usize {
-        let kept = self.kept();
+        let kept = self.reserved_positions();
         let sequence = &mut self.running[index];
         let ahead = sequence.ahead.len();
         if kept == 0 {
@@ -292,10 +300,10 @@ impl Engine {
         }
         let sequence = &mut self.running[index];
         let (tokens, ahead) = (&sequence.tokens, &sequence.ahead);
-        let own = sequence.drafts.guess(tokens, ahead, room + 1);
+        let own = sequence.drafts.propose(tokens, ahead, room + 1);
         let sequence = &self.running[index];
-        let checked = match (sequence.guesser, &mut self.drafter) {
-            (Some(Guesser::Model), Some(drafter)) => drafter.guess_on(sequence, room)?,
+        let checked = match (sequence.guesser, &mut self.proposer) {
+            (Some(ProposerKind::Model), Some(drafter)) => drafter.propose_ahead(sequence, room)?,
             _ => own.iter().take(room).copied().collect(),
         };
         if checked.is_empty() {
@@ -304,7 +312,7 @@ impl Engine {
         // The text's prediction for the tokens after the first row, if its first token is the same.
         let is_alike = own.first() == checked.first();
         let guesses = own.into_iter().skip(1).filter(|_| is_alike).collect();
-        self.guesses.add_window();
+        self.draft_counters.add_window();
         Ok(Some(PlannedRows {
             guesses,
             checked,

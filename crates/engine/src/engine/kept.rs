@@ -8,7 +8,7 @@
 //! A prompt computes no rows while the store has its next page, so that nothing is computed twice.
 //! Few pages are restored before each step, so that other sequences are not stalled.
 
-use paceline_model::{KEPT_MAX, KeptPage, PageStore};
+use paceline_model::{KEPT_MAX, PageStore, PersistedPage};
 use paceline_tensor::PAGE;
 
 use super::Engine;
@@ -70,7 +70,7 @@ impl Engine {
     pub(super) fn write_kept(&mut self) -> Result<(), Error> {
         let pages = std::mem::take(&mut self.to_keep);
         for pages in pages.chunks(KEPT_MAX) {
-            self.compute.keep(pages)?;
+            self.compute.persist_pages(pages)?;
         }
         Ok(())
     }
@@ -83,7 +83,7 @@ impl Engine {
         }
         let mut left = RECALLED_PAGES;
         for index in 0..self.running.len() {
-            self.catch_up(index);
+            self.adopt_cached_pages(index);
             let pages = self.recallable(index);
             self.running[index].holds = pages > left;
             if (1..=left).contains(&pages) {
@@ -136,12 +136,12 @@ impl Engine {
         let parts = self.pages.missing_parts(&sequence.pages, known + more);
         let parts: Vec<(u32, usize)> = parts.collect();
         if !self.pages.make_room(&mut sequence.pages, known + more) {
-            self.find_again(index);
+            self.rematch_prefix(index);
             return Ok(());
         }
         let pages = parts.iter().map(|part| sequence.kept_page(*part));
-        let pages: Vec<KeptPage> = pages.collect();
-        let n = self.compute.recall(&pages)?;
+        let pages: Vec<PersistedPage> = pages.collect();
+        let n = self.compute.restore_pages(&pages)?;
         let whole = match self.compute.windows().is_empty() {
             true => n,
             false if n == pages.len() => more,
@@ -150,10 +150,10 @@ impl Engine {
         let sequence = &mut self.running[index];
         sequence.computed = (known + whole) * PAGE;
         let computed = &sequence.tokens[..sequence.computed];
-        self.pages.learn(computed, &mut sequence.pages);
+        self.pages.register(computed, &mut sequence.pages);
         self.count_reused(index, whole * PAGE);
         if whole < more {
-            self.find_again(index);
+            self.rematch_prefix(index);
         }
         Ok(())
     }

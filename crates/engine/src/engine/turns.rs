@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::{Engine, PlannedRows};
-use crate::fair::{self, Wish};
+use crate::fair::{self, RowDemand};
 use crate::sequence::Sequence;
-use crate::turn::{self, PASSED_MAX, Turn};
-use crate::{Event, Finish, Order};
+use crate::turn::{self, PASSED_MAX, QueueKey};
+use crate::{Event, Finish, SchedulingParams};
 
 impl Engine {
     /// Registers a new sequence and starts its deadline.
@@ -27,7 +27,7 @@ impl Engine {
     /// with few.
     pub(crate) fn admit(&mut self) {
         self.fill();
-        while self.make_way() {
+        while self.preempt_for_fairness() {
             self.fill();
         }
     }
@@ -36,7 +36,7 @@ impl Engine {
     fn fill(&mut self) {
         let reads_all = self.reads_all();
         while self.running.len() < self.config.max_running {
-            let Some(place) = self.next_in_line() else {
+            let Some(place) = self.next_queued() else {
                 return;
             };
             let (queue, at) = match place.checked_sub(self.resuming.len()) {
@@ -66,7 +66,7 @@ impl Engine {
     }
 
     /// Counts which of the first `n` queued sequences were passed by the one just admitted.
-    fn pass(&mut self, next: Order, n: usize) {
+    fn pass(&mut self, next: SchedulingParams, n: usize) {
         let places = |client: u64| {
             let own = self.running.iter().filter(|s| s.order.client == client);
             own.count() - usize::from(client == next.client)
@@ -79,11 +79,11 @@ impl Engine {
     }
 
     /// Index of the next sequence to admit, over the resuming and the waiting queue.
-    fn next_in_line(&self) -> Option<usize> {
+    fn next_queued(&self) -> Option<usize> {
         let turn_of = |(sequence, resumes): (&Sequence, bool)| {
             let client = sequence.order.client;
             let own = self.running.iter().filter(|s| s.order.client == client);
-            Turn {
+            QueueKey {
                 places: own.count(),
                 resumes,
                 ..sequence.turn(self.shares.of(client))
@@ -98,21 +98,21 @@ impl Engine {
     /// sequence. The client's youngest sequence returns to the queue; if it has in-flight rows,
     /// these complete first. Returns whether a slot is free now. Each preemption evens out the
     /// slots, so it terminates.
-    fn make_way(&mut self) -> bool {
+    fn preempt_for_fairness(&mut self) -> bool {
         let is_full = self.running.len() >= self.config.max_running;
         if !is_full || self.running.iter().any(|s| s.gone) {
             return false;
         }
-        let Some(place) = self.next_in_line() else {
+        let Some(place) = self.next_queued() else {
             return false;
         };
         let mut queued = self.resuming.iter().chain(&self.waiting);
         let next = queued.nth(place).map(|s| s.order);
-        let running: Vec<Order> = self.running.iter().map(|s| s.order).collect();
-        let Some(at) = next.and_then(|next| turn::gives_way(&running, next)) else {
+        let running: Vec<SchedulingParams> = self.running.iter().map(|s| s.order).collect();
+        let Some(at) = next.and_then(|next| turn::preemption_victim(&running, next)) else {
             return false;
         };
-        if self.running[at].flights > 0 {
+        if self.running[at].n_in_flight > 0 {
             self.starves = true;
             return false;
         }
@@ -123,7 +123,7 @@ impl Engine {
     }
 
     /// Clients with sequences whose rows are withheld in favour of others.
-    pub(super) fn pressed(&self) -> BTreeSet<u64> {
+    pub(super) fn throttled_clients(&self) -> BTreeSet<u64> {
         let withheld = self.running.iter().filter(|s| s.withheld);
         withheld.map(|s| s.order.client).collect()
     }
@@ -131,7 +131,7 @@ impl Engine {
     /// Defers prompts that [`read_now`](Self::read_now) would not select, so that they do not count
     /// against the decoding rows of their client.
     pub(super) fn defer_prompts(&self, rows: &mut [usize]) {
-        let pressed = self.pressed();
+        let pressed = self.throttled_clients();
         let is_pressed = |s: &Sequence| pressed.contains(&s.order.client);
         let reads = |(s, rows): (&Sequence, &usize)| *rows > 0 && !s.is_decoding();
         let mut others = self.running.iter().zip(&*rows);
@@ -150,16 +150,16 @@ impl Engine {
     /// sequences with rows in this step or in flight. A client with withheld sequences gets no
     /// forced-token rows.
     pub(super) fn withhold(&mut self, rows: &mut [usize]) -> usize {
-        let wish = |(sequence, rows): (&Sequence, &usize)| Wish {
+        let wish = |(sequence, rows): (&Sequence, &usize)| RowDemand {
             client: sequence.order.client,
             wants: *rows > 0,
-            is_under_way: sequence.flights > 0 && !sequence.gone,
+            is_under_way: sequence.n_in_flight > 0 && !sequence.gone,
             ticket: sequence.ticket,
         };
-        let wishes: Vec<Wish> = self.running.iter().zip(&*rows).map(wish).collect();
+        let wishes: Vec<RowDemand> = self.running.iter().zip(&*rows).map(wish).collect();
         let depth = self.compute.depth(); // a batch of a pipeline has its share of the rows
         let beyond = |equal: usize| {
-            let of_batch = self.leeway.beyond(equal.div_ceil(depth));
+            let of_batch = self.row_costs.beyond(equal.div_ceil(depth));
             of_batch.saturating_mul(depth)
         };
         let granted = fair::grant(&wishes, beyond);
@@ -169,7 +169,7 @@ impl Engine {
                 sequence.withheld = true;
             }
         }
-        let pressed = self.pressed();
+        let pressed = self.throttled_clients();
         let is_bound = |s: &Sequence| s.is_decoding() && pressed.contains(&s.order.client);
         for (sequence, rows) in self.running.iter().zip(rows) {
             if is_bound(sequence) {
@@ -193,30 +193,33 @@ impl Engine {
     /// Selects the `prompts` to compute in the next step, in scheduling order, and their row budget
     /// out of `room` after `decoding` rows. Prompts of throttled clients come after those of
     /// others, with a reduced budget.
-    pub(super) fn read_now(
+    pub(super) fn select_prompts(
         &self,
         prompts: &[usize],
         (decoding, room): (usize, usize),
     ) -> (Vec<usize>, usize) {
-        let pressed = self.pressed();
+        let pressed = self.throttled_clients();
         let is_free = |index: &usize| {
             let sequence = &self.running[*index];
             sequence.passed >= PASSED_MAX || !pressed.contains(&sequence.order.client)
         };
         let free: Vec<usize> = prompts.iter().copied().filter(is_free).collect();
         match free.is_empty() {
-            true => (prompts.to_vec(), self.pacer.scant(decoding, room)),
-            false => (free, self.pacer.budget(decoding, room)),
+            true => (
+                prompts.to_vec(),
+                self.prefill_budget.reduced_budget(decoding, room),
+            ),
+            false => (free, self.prefill_budget.budget(decoding, room)),
         }
     }
 
     /// Finishes the sequences whose deadline has passed, with the tokens they have.
-    pub(super) fn end_late(&mut self) -> Vec<Event> {
+    pub(super) fn finish_expired(&mut self) -> Vec<Event> {
         let now = self.elapsed;
         let mut events = Vec::new();
         for index in (0..self.running.len()).rev() {
             let sequence = &self.running[index];
-            if sequence.is_late(now) && sequence.flights == 0 {
+            if sequence.is_late(now) && sequence.n_in_flight == 0 {
                 let mut sequence = self.stop_running(index);
                 events.push(sequence.finish(Finish::Deadline));
             }

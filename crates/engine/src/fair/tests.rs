@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use super::*;
 
 /// Sequences of these clients that all want rows and had none.
-fn wishes(clients: &[u64]) -> Vec<Wish> {
-    let wish = |client: &u64| Wish {
+fn wishes(clients: &[u64]) -> Vec<RowDemand> {
+    let wish = |client: &u64| RowDemand {
         client: *client,
         wants: true,
         is_under_way: false,
@@ -16,7 +16,7 @@ fn wishes(clients: &[u64]) -> Vec<Wish> {
 }
 
 /// Indices of the granted sequences.
-fn granted(wishes: &[Wish], beyond: usize) -> Vec<usize> {
+fn granted(wishes: &[RowDemand], beyond: usize) -> Vec<usize> {
     let granted = grant(wishes, |_| beyond);
     (0..wishes.len()).filter(|at| granted[*at]).collect()
 }
@@ -74,7 +74,7 @@ proptest! {
         step_ms in 1.0..100.0f64, row in 0.02..0.3f64, equal in 2..8usize, streams in 20..60usize,
     ) {
         let seconds = |rows: usize| step_ms / 1e3 * (1.0 + row * rows as f64);
-        let mut leeway = Leeway::default();
+        let mut leeway = RowCostModel::default();
         let mut most = 0;
         for step in 0..100 {
             let rows = streams.min(equal + leeway.beyond(equal));
@@ -83,7 +83,7 @@ proptest! {
                 let factor = seconds(rows) / seconds(equal);
                 prop_assert!(factor < FACTOR + 1e-3, "{rows} rows take {factor} times as long");
             }
-            leeway.took(Some(rows), Duration::from_secs_f64(seconds(rows)));
+            leeway.record(Some(rows), Duration::from_secs_f64(seconds(rows)));
         }
         let next = seconds(most + 1) / seconds(equal);
         prop_assert!(most == streams || next > FACTOR - 1e-3, "{most} rows of {streams}: {next}");
@@ -92,10 +92,10 @@ proptest! {
 
 #[test]
 fn rows_that_cost_nothing_are_not_bounded() {
-    let mut leeway = Leeway::default();
+    let mut leeway = RowCostModel::default();
     assert_eq!(leeway.beyond(3), 3, "nothing is known: twice as many");
     for rows in [3, 6, 3, 6, 28] {
-        leeway.took(Some(rows), Duration::from_millis(10));
+        leeway.record(Some(rows), Duration::from_millis(10));
     }
     assert!(leeway.beyond(3) > 1000, "{leeway:?}");
 }
@@ -103,16 +103,16 @@ fn rows_that_cost_nothing_are_not_bounded() {
 /// One delayed step, and one whose rows carry no information.
 #[test]
 fn one_step_changes_little() {
-    let mut leeway = Leeway::default();
+    let mut leeway = RowCostModel::default();
     let time = |rows: usize| Duration::from_micros(20_000 + 1000 * rows as u64);
     for step in 0..100 {
         let rows = if step % 10 == 0 { 5 } else { 11 };
-        leeway.took(Some(rows), time(rows));
+        leeway.record(Some(rows), time(rows));
     }
     let before = leeway.beyond(5);
     assert_eq!(before, 6);
-    leeway.took(Some(11), Duration::from_secs(5));
-    leeway.took(None, Duration::from_secs(5));
+    leeway.record(Some(11), Duration::from_secs(5));
+    leeway.record(None, Duration::from_secs(5));
     let after = leeway.beyond(5);
     assert!((3..=9).contains(&after), "{after}");
 }

@@ -15,14 +15,14 @@ fn rows(decoding: usize, prompt: usize) -> Composition {
 /// A machine whose steps take `step_s + decoding x answer_s`, and with prompt rows `mix_s` and
 /// `row_s` a row more.
 #[derive(Clone, Copy, Debug)]
-struct Machine {
+struct StepTimeModel {
     step_s: f64,
     answer_s: f64,
     mix_s: f64,
     row_s: f64,
 }
 
-impl Machine {
+impl StepTimeModel {
     fn time(self, step: Composition) -> f64 {
         let rows = step.prompt as f64;
         let mix = if step.prompt > 0 { self.mix_s } else { 0.0 };
@@ -30,7 +30,7 @@ impl Machine {
     }
 }
 
-fn machines() -> impl Strategy<Value = Machine> {
+fn machines() -> impl Strategy<Value = StepTimeModel> {
     let part = |range: std::ops::Range<f64>| range;
     (
         part(1.0..100.0),
@@ -38,7 +38,7 @@ fn machines() -> impl Strategy<Value = Machine> {
         part(0.0..0.5),
         part(0.01..0.2),
     )
-        .prop_map(|(ms, answer, mix, row)| Machine {
+        .prop_map(|(ms, answer, mix, row)| StepTimeModel {
             step_s: ms / 1e3,
             answer_s: ms * answer / 1e3,
             mix_s: ms * mix / 1e3,
@@ -47,22 +47,27 @@ fn machines() -> impl Strategy<Value = Machine> {
 }
 
 /// Steps with `decoding` rows during an endless prompt; the rows and duration of each.
-fn steps(pacer: &mut Pacer, machine: Machine, decoding: usize, n: usize) -> Vec<(usize, f64)> {
+fn steps(
+    pacer: &mut PrefillBudget,
+    machine: StepTimeModel,
+    decoding: usize,
+    n: usize,
+) -> Vec<(usize, f64)> {
     let step = |_| {
         let prompt = pacer.budget(decoding, 512);
         let step = rows(decoding, prompt);
         let seconds = machine.time(step);
-        pacer.took(step, Duration::from_secs_f64(seconds));
+        pacer.record(step, Duration::from_secs_f64(seconds));
         (prompt, seconds)
     };
     (0..n).map(step).collect()
 }
 
 /// A budget after one step of prompts only, as before an engine's first answer.
-fn begun(pace: Pace, machine: Machine) -> Pacer {
-    let mut pacer = Pacer::new(pace);
+fn begun(pace: StepTimeTarget, machine: StepTimeModel) -> PrefillBudget {
+    let mut pacer = PrefillBudget::new(pace);
     let first = rows(0, 100);
-    pacer.took(first, Duration::from_secs_f64(machine.time(first)));
+    pacer.record(first, Duration::from_secs_f64(machine.time(first)));
     pacer
 }
 
@@ -70,7 +75,7 @@ proptest! {
     /// The target holds from the first mixed step on, within 10 %, and its time is used.
     #[test]
     fn answers_keep_their_pace(machine in machines(), decoding in 1..32usize) {
-        let mut pacer = begun(Pace::Auto, machine);
+        let mut pacer = begun(StepTimeTarget::Auto, machine);
         let base = machine.time(rows(decoding, 0));
         let steps = steps(&mut pacer, machine, decoding, 60);
         prop_assert!(steps[..PROBES].iter().all(|(rows, _)| *rows == 0));
@@ -87,7 +92,7 @@ proptest! {
     /// Prompts get rows even if a step without prompts takes longer than the target.
     #[test]
     fn no_prompt_starves(machine in machines(), decoding in 1..32usize) {
-        let mut pacer = begun(Pace::Millis(1), machine);
+        let mut pacer = begun(StepTimeTarget::Millis(1), machine);
         let steps = steps(&mut pacer, machine, decoding, 20);
         prop_assert!(steps[PROBES..].iter().all(|(rows, _)| *rows >= LEAST_ROWS));
     }
@@ -117,13 +122,13 @@ fn a_short_prompt_does_not_wait_for_a_long_one() {
 
 #[test]
 fn milliseconds_are_kept() {
-    let machine = Machine {
+    let machine = StepTimeModel {
         step_s: 0.02,
         answer_s: 0.001,
         mix_s: 0.004,
         row_s: 0.0005,
     };
-    let mut pacer = begun(Pace::Millis(100), machine);
+    let mut pacer = begun(StepTimeTarget::Millis(100), machine);
     let steps = steps(&mut pacer, machine, 4, 40);
     let (rows, seconds) = steps[39];
     // 24 ms without prompts, 4 ms more with some: 144 rows would fill the remaining 72 ms. One tile
@@ -134,16 +139,16 @@ fn milliseconds_are_kept() {
 /// A step delayed by seconds costs at most some steps of small budgets.
 #[test]
 fn one_delayed_step_changes_little() {
-    let machine = Machine {
+    let machine = StepTimeModel {
         step_s: 0.02,
         answer_s: 0.001,
         mix_s: 0.004,
         row_s: 0.0005,
     };
-    let mut pacer = begun(Pace::Auto, machine);
+    let mut pacer = begun(StepTimeTarget::Auto, machine);
     let usual = steps(&mut pacer, machine, 4, 40)[39].0;
     let step = rows(4, usual);
-    pacer.took(step, Duration::from_secs(5));
+    pacer.record(step, Duration::from_secs(5));
     let after = steps(&mut pacer, machine, 4, 10);
     assert!(after[0].0 >= usual / 2, "{after:?} after {usual}");
     assert_eq!(after[9].0, usual);
@@ -152,15 +157,15 @@ fn one_delayed_step_changes_little() {
 #[test]
 fn without_times_or_a_pace_prompts_get_all_room() {
     let told = |pace| {
-        let mut pacer = Pacer::new(pace);
-        pacer.took(rows(1, 0), Duration::from_millis(10));
+        let mut pacer = PrefillBudget::new(pace);
+        pacer.record(rows(1, 0), Duration::from_millis(10));
         pacer
     };
-    assert_eq!(Pacer::new(Pace::Auto).budget(3, 509), 509);
-    assert_eq!(told(Pace::Off).budget(3, 509), 509);
-    assert_eq!(told(Pace::Auto).budget(0, 512), 512);
+    assert_eq!(PrefillBudget::new(StepTimeTarget::Auto).budget(3, 509), 509);
+    assert_eq!(told(StepTimeTarget::Off).budget(3, 509), 509);
+    assert_eq!(told(StepTimeTarget::Auto).budget(0, 512), 512);
     assert_eq!(
-        told(Pace::Auto).budget(3, 509),
+        told(StepTimeTarget::Auto).budget(3, 509),
         0,
         "steps of three are measured first"
     );
@@ -169,7 +174,7 @@ fn without_times_or_a_pace_prompts_get_all_room() {
 #[test]
 fn paces_are_read_and_shown() {
     for text in ["auto", "off", "1", "60000"] {
-        assert_eq!(text.parse::<Pace>().unwrap().to_string(), text);
+        assert_eq!(text.parse::<StepTimeTarget>().unwrap().to_string(), text);
     }
     for text in [
         "",
@@ -180,7 +185,7 @@ fn paces_are_read_and_shown() {
         "1.5",
         "99999999999999999999",
     ] {
-        let error = text.parse::<Pace>().unwrap_err().to_string();
+        let error = text.parse::<StepTimeTarget>().unwrap_err().to_string();
         let expected = "expected `auto`, `off` or milliseconds from 1 to 60000";
         assert_eq!(error, format!("pace is {text:?}, {expected}"));
     }

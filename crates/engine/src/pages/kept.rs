@@ -2,8 +2,8 @@
 
 use paceline_tensor::PAGE;
 
-use super::window::Held;
-use super::{Owned, Pages};
+use super::window::SequenceWindow;
+use super::{Pages, SequencePages};
 
 impl Pages {
     /// Parts of cached page `index` of a sequence to persist, as pools and page numbers. Window
@@ -11,7 +11,7 @@ impl Pages {
     /// sequence began with `prompt` tokens.
     pub(crate) fn parts(
         &self,
-        owned: &Owned,
+        owned: &SequencePages,
         index: usize,
         prompt: usize,
     ) -> impl Iterator<Item = (u32, u32)> {
@@ -28,7 +28,7 @@ impl Pages {
     /// page indices, full-attention pages first.
     pub(crate) fn missing_parts(
         &self,
-        owned: &Owned,
+        owned: &SequencePages,
         end: usize,
     ) -> impl Iterator<Item = (u32, usize)> {
         let known = owned.n_known;
@@ -45,8 +45,10 @@ impl Pages {
 
     /// Allocates the pages that a sequence with only cached pages needs to continue after page
     /// `end`. `false` if there are not enough; the sequence has lost window pages then.
-    pub(crate) fn make_room(&mut self, owned: &mut Owned, end: usize) -> bool {
-        owned.windows.resize_with(self.windows.len(), Held::default);
+    pub(crate) fn make_room(&mut self, owned: &mut SequencePages, end: usize) -> bool {
+        owned
+            .windows
+            .resize_with(self.windows.len(), SequenceWindow::default);
         for (window, held) in self.windows.iter_mut().zip(&mut owned.windows) {
             let first = window.first_page(end * PAGE);
             while let Some((_, page)) = held.leave(first) {
@@ -59,7 +61,7 @@ impl Pages {
     }
 }
 
-impl Owned {
+impl SequencePages {
     /// Its page at `index` of a pool, if present.
     pub(crate) fn part(&self, (pool, index): (u32, usize)) -> Option<u32> {
         match pool.checked_sub(1) {

@@ -6,7 +6,7 @@ use super::*;
 
 impl Pages {
     /// Checks all invariants between calls; `owners` are all sequences with pages.
-    pub(crate) fn check<'a>(&self, owners: impl Iterator<Item = (&'a Owned, &'a [u32])>) {
+    pub(crate) fn check<'a>(&self, owners: impl Iterator<Item = (&'a SequencePages, &'a [u32])>) {
         let mut users = vec![0; self.pages.len()];
         for (owned, computed) in owners {
             assert!(owned.n_known <= owned.len() && owned.n_known * PAGE <= computed.len());
@@ -37,7 +37,7 @@ impl Pages {
 
     /// A sequence has the window pages that its next row reads. Each is cached with its
     /// full-attention page.
-    fn check_held(&self, owned: &Owned, computed: usize) {
+    fn check_held(&self, owned: &SequencePages, computed: usize) {
         for (i, held) in owned.windows().enumerate() {
             let window = &self.windows[i];
             assert_eq!(held.first_page + held.pages.len(), owned.len());
@@ -81,7 +81,7 @@ impl Pages {
     }
 
     /// The cached pages of a sequence match its tokens.
-    fn check_tokens(&self, owned: &Owned, computed: &[u32]) {
+    fn check_tokens(&self, owned: &SequencePages, computed: &[u32]) {
         let mut before = owned.root;
         for (page, tokens) in owned.pages.iter().zip(computed.chunks(PAGE)) {
             let Some(known) = &self.pages[*page as usize].known else {
@@ -94,9 +94,9 @@ impl Pages {
     }
 
     /// The predecessor of a cached page is cached, has no fewer users, and is evicted later.
-    fn check_before(&self, page: &Page, known: &Known) {
+    fn check_before(&self, page: &PageSlot, known: &CachedContents) {
         let number = known.key.before;
-        let is_before = |p: &&Page| p.known.as_ref().is_some_and(|k| k.number == number);
+        let is_before = |p: &&PageSlot| p.known.as_ref().is_some_and(|k| k.number == number);
         if number == 0 || number > self.clock {
             return; // the root of sequences, without an adapter or with one
         }
@@ -118,11 +118,11 @@ fn tokens(n: usize, seed: u32) -> Vec<u32> {
 }
 
 /// A sequence with all of `tokens` computed.
-fn computed(pages: &mut Pages, tokens: &[u32]) -> (Owned, usize) {
-    let mut owned = Owned::default();
+fn computed(pages: &mut Pages, tokens: &[u32]) -> (SequencePages, usize) {
+    let mut owned = SequencePages::default();
     let reused = pages.reuse(tokens, &mut owned);
     assert!(pages.grow(&mut owned, tokens.len().div_ceil(PAGE)));
-    pages.learn(tokens, &mut owned);
+    pages.register(tokens, &mut owned);
     pages.check([(&owned, tokens)].into_iter());
     (owned, reused)
 }
@@ -130,7 +130,7 @@ fn computed(pages: &mut Pages, tokens: &[u32]) -> (Owned, usize) {
 #[test]
 fn a_free_page_has_one_owner() {
     let mut pages = Pages::new(5, &[]);
-    let (mut a, mut b) = (Owned::default(), Owned::default());
+    let (mut a, mut b) = (SequencePages::default(), SequencePages::default());
     assert!(pages.grow(&mut a, 2) && pages.grow(&mut b, 3));
     assert_eq!((a.pages(), b.pages()), (&[0, 1][..], &[2, 3, 4][..]));
     assert!(!pages.grow(&mut a, 3), "none left");
@@ -208,13 +208,13 @@ fn a_page_is_known_with_what_is_before_it_only() {
 fn sequences_that_compute_the_same_share_it_afterwards() {
     let mut pages = Pages::new(6, &[]);
     let all = tokens(2 * PAGE + 3, 1);
-    let (mut a, mut b) = (Owned::default(), Owned::default());
+    let (mut a, mut b) = (SequencePages::default(), SequencePages::default());
     assert!(pages.grow(&mut a, 3) && pages.grow(&mut b, 3));
     assert_eq!(pages.available(), 0);
-    pages.learn(&all, &mut a);
-    pages.learn(&all[..PAGE + 1], &mut b);
+    pages.register(&all, &mut a);
+    pages.register(&all[..PAGE + 1], &mut b);
     assert_eq!(pages.available(), 1, "one page is shared");
-    pages.learn(&all, &mut b);
+    pages.register(&all, &mut b);
     assert_eq!(
         (a.pages()[..2] == b.pages()[..2], pages.available()),
         (true, 2)
@@ -238,8 +238,13 @@ fn what_was_unused_longest_is_forgotten_first_and_ends_before_beginnings() {
     // `new` is the older one now. Its last page is evicted first.
     for (needed, of_old, of_new) in [(1, 3, 2), (2, 3, 1), (3, 3, 0), (4, 2, 0), (6, 0, 0)] {
         let mut pages = pages.clone();
-        assert!(pages.grow(&mut Owned::default(), needed));
-        let known = |all: &[u32]| pages.clone().reuse(&longer(all), &mut Owned::default()) / PAGE;
+        assert!(pages.grow(&mut SequencePages::default(), needed));
+        let known = |all: &[u32]| {
+            pages
+                .clone()
+                .reuse(&longer(all), &mut SequencePages::default())
+                / PAGE
+        };
         assert_eq!((known(&old), known(&new)), (of_old, of_new), "{needed}");
     }
 }
@@ -254,11 +259,11 @@ fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
     };
     let mut pages = Pages::new(20, &[window]);
     let all = tokens(8 * PAGE, 1);
-    let mut owned = Owned::default();
+    let mut owned = SequencePages::default();
     for i in 1..=8 {
         assert!(pages.grow(&mut owned, i), "two of four pages at a time");
-        pages.learn(&all[..i * PAGE], &mut owned);
-        pages.leave(&mut owned, i * PAGE, 0);
+        pages.register(&all[..i * PAGE], &mut owned);
+        pages.release_windows(&mut owned, i * PAGE, 0);
         pages.check([(&owned, &all[..i * PAGE])].into_iter());
         assert_eq!(
             owned
@@ -276,7 +281,9 @@ fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
         (5 * PAGE, 0),
         (4 * PAGE + 1, 0),
     ] {
-        let reused = pages.clone().reuse(&all[..n], &mut Owned::default());
+        let reused = pages
+            .clone()
+            .reuse(&all[..n], &mut SequencePages::default());
         assert_eq!(reused, expected * PAGE, "{n} tokens");
     }
 }
@@ -293,16 +300,18 @@ fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
     let mut pages = Pages::new(60, &[window]);
     let all = tokens(25 * PAGE, 1);
     let prompt = 20 * PAGE + 10;
-    let mut owned = Owned::default();
+    let mut owned = SequencePages::default();
     let reuse = |pages: &Pages, n: usize| {
-        let found = pages.clone().reuse(&all[..n], &mut Owned::default());
+        let found = pages
+            .clone()
+            .reuse(&all[..n], &mut SequencePages::default());
         found / PAGE
     };
-    let read = |pages: &mut Pages, owned: &mut Owned, from: usize, end: usize| {
+    let read = |pages: &mut Pages, owned: &mut SequencePages, from: usize, end: usize| {
         for i in from + 1..=end {
             assert!(pages.grow(owned, i));
-            pages.learn(&all[..i * PAGE], owned);
-            pages.leave(owned, i * PAGE, prompt);
+            pages.register(&all[..i * PAGE], owned);
+            pages.release_windows(owned, i * PAGE, prompt);
             pages.check([(&*owned, &all[..i * PAGE])].into_iter());
         }
     };
@@ -310,7 +319,7 @@ fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
     pages.release(&mut owned);
     let known = [24, 23, 22, 21, 20, 19, 18, 12, 8, 7].map(|i| reuse(&pages, i * PAGE + 1));
     assert_eq!(known, [23, 23, 20, 20, 20, 19, 16, 8, 8, 0]);
-    let mut again = Owned::default();
+    let mut again = SequencePages::default();
     assert_eq!(pages.reuse(&all[..19 * PAGE + 1], &mut again), 19 * PAGE);
     read(&mut pages, &mut again, 19, 22);
     pages.release(&mut again);
@@ -319,7 +328,7 @@ fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
 
 /// Sequences start, grow and end. There are few kinds of tokens, so that prefixes are often equal.
 #[derive(Clone, Copy, Debug)]
-enum Call {
+enum PageCall {
     Begin {
         kind: u32,
         branch: usize,
@@ -334,12 +343,12 @@ enum Call {
     },
 }
 
-fn calls() -> impl Strategy<Value = Vec<Call>> {
+fn calls() -> impl Strategy<Value = Vec<PageCall>> {
     let begin = (0..3u32, 0..4usize, 1..5 * PAGE);
     let call = prop_oneof![
-        3 => begin.prop_map(|(kind, branch, len)| Call::Begin { kind, branch, len }),
-        3 => (0..9usize, 1..2 * PAGE).prop_map(|(sequence, by)| Call::Grow { sequence, by }),
-        3 => (0..9usize).prop_map(|sequence| Call::End { sequence }),
+        3 => begin.prop_map(|(kind, branch, len)| PageCall::Begin { kind, branch, len }),
+        3 => (0..9usize, 1..2 * PAGE).prop_map(|(sequence, by)| PageCall::Grow { sequence, by }),
+        3 => (0..9usize).prop_map(|sequence| PageCall::End { sequence }),
     ];
     prop::collection::vec(call, 1..80)
 }
@@ -359,16 +368,16 @@ proptest! {
         let windows = [window(100, few.min(n), 1), window(2, n, 1), window(PAGE + 1, n, 3)];
         let mut pages = Pages::new(n, &windows);
         // Computed tokens and all tokens.
-        let mut running: Vec<(Owned, usize, Vec<u32>)> = Vec::new();
+        let mut running: Vec<(SequencePages, usize, Vec<u32>)> = Vec::new();
         for call in calls {
             match call {
-                Call::Begin { kind, branch, len } => {
-                    let (mut owned, all) = (Owned::default(), branching(kind, branch, len));
+                PageCall::Begin { kind, branch, len } => {
+                    let (mut owned, all) = (SequencePages::default(), branching(kind, branch, len));
                     let reused = pages.reuse(&all, &mut owned);
                     prop_assert!(reused < len && reused == owned.len() * PAGE);
                     running.push((owned, reused, all));
                 }
-                Call::Grow { sequence, by } if !running.is_empty() => {
+                PageCall::Grow { sequence, by } if !running.is_empty() => {
                     let at = sequence % running.len();
                     let (owned, computed, all) = &mut running[at];
                     let wanted = (*computed + by).min(all.len());
@@ -380,16 +389,16 @@ proptest! {
                     if grows {
                         *computed = wanted;
                         pages.set_cost(by as u64 % 4 * 1000);
-                        pages.learn(&all[..wanted], owned);
-                        pages.leave(owned, wanted, all.len() / 2);
+                        pages.register(&all[..wanted], owned);
+                        pages.release_windows(owned, wanted, all.len() / 2);
                     }
                 }
-                Call::End { sequence } if !running.is_empty() => {
+                PageCall::End { sequence } if !running.is_empty() => {
                     let n = running.len();
                     let (mut owned, ..) = running.remove(sequence % n);
                     pages.release(&mut owned);
                 }
-                Call::Grow { .. } | Call::End { .. } => {}
+                PageCall::Grow { .. } | PageCall::End { .. } => {}
             }
             pages.check(running.iter().map(|(owned, computed, all)| (owned, &all[..*computed])));
         }

@@ -13,7 +13,7 @@ use paceline_tensor::PAGE;
 
 /// A page of a window.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Slot {
+pub(super) struct WindowSlot {
     /// Sequences that have it.
     pub(super) users: usize,
     /// The full-attention page that it is cached with.
@@ -28,7 +28,7 @@ pub(super) struct Slot {
 #[derive(Clone, Debug)]
 pub(super) struct Window {
     pool: WindowPool,
-    pub(super) slots: Vec<Slot>,
+    pub(super) slots: Vec<WindowSlot>,
     /// Without owner and contents.
     pub(super) free: Vec<u32>,
     /// Cached ones without owner, by time of release.
@@ -40,7 +40,7 @@ impl Window {
         let n = u32::try_from(pool.pages).expect("fewer than 2^32 pages");
         Self {
             pool,
-            slots: vec![Slot::default(); pool.pages],
+            slots: vec![WindowSlot::default(); pool.pages],
             free: (0..n).rev().collect(),
             unused: BTreeMap::new(),
         }
@@ -98,7 +98,7 @@ impl Window {
 
     /// Releases a page that need not stay cached. Frees it if this was the last user and no
     /// sequence saved it; returns the page that it was cached with then.
-    pub(super) fn let_go(&mut self, page: u32, now: u64) -> Option<u32> {
+    pub(super) fn release_unsaved(&mut self, page: u32, now: u64) -> Option<u32> {
         let slot = &mut self.slots[page as usize];
         if slot.saved || slot.users > 1 || slot.of.is_none() {
             self.release(page, now);
@@ -135,14 +135,14 @@ impl Window {
 
 /// A sequence's pages of one window.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Held {
+pub(super) struct SequenceWindow {
     /// Released pages.
     first: usize,
     /// Remaining pages, in order of position.
     pages: Vec<u32>,
 }
 
-impl Held {
+impl SequenceWindow {
     /// Empty; the next page is number `first` of the sequence.
     pub(super) fn from(first: usize) -> Self {
         let pages = Vec::new();

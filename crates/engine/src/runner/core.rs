@@ -2,31 +2,35 @@
 
 use std::time::Duration;
 
-use crate::{Engine, Error, Event, Request, Resumed, SequenceId, Snapshot};
+use crate::{Engine, Error, Event, GenerationRequest, ResumeOutcome, SequenceId, Snapshot};
 
 /// An engine. Between calls it is idle or has a step to run.
 pub(super) trait Core: Send + 'static {
     /// Constant.
-    fn limits(&self) -> Limits;
-    fn submit(&mut self, request: Request) -> Result<SequenceId, Error>;
+    fn limits(&self) -> RequestLimits;
+    fn submit(&mut self, request: GenerationRequest) -> Result<SequenceId, Error>;
     /// No effect if the sequence has ended.
     fn cancel(&mut self, id: SequenceId);
     fn take_snapshot(&mut self, id: SequenceId) -> Result<Snapshot, Error>;
     fn restore(&mut self, snapshot: Snapshot) -> Result<SequenceId, Error>;
-    fn resume(&mut self, request: Request, tokens: &[u32]) -> Result<Resumed, Error>;
+    fn resume(
+        &mut self,
+        request: GenerationRequest,
+        tokens: &[u32],
+    ) -> Result<ResumeOutcome, Error>;
     /// Runs the part of a step that changes [`load`](Self::load).
     fn admit(&mut self);
     fn step(&mut self) -> Result<Vec<Event>, Error>;
     /// Reports the duration of the last step.
-    fn took(&mut self, duration: Duration);
+    fn record_duration(&mut self, duration: Duration);
     fn idle(&mut self) -> Result<(), Error>;
     fn is_idle(&self) -> bool;
-    fn load(&self) -> Load;
+    fn load(&self) -> EngineLoad;
 }
 
 /// Limits for checking a request.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
+pub(super) struct RequestLimits {
     /// Vocabulary size.
     pub(super) vocab: usize,
     /// Maximum positions of a sequence.
@@ -37,22 +41,22 @@ pub(super) struct Limits {
 
 /// Sequences in an engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Load {
+pub(super) struct EngineLoad {
     pub(super) running: usize,
     pub(super) resuming: usize,
     pub(super) waiting: usize,
 }
 
 impl Core for Engine {
-    fn limits(&self) -> Limits {
-        Limits {
+    fn limits(&self) -> RequestLimits {
+        RequestLimits {
             vocab: self.model().config().vocab,
             context: self.config().context,
             max_waiting: self.config().max_waiting,
         }
     }
 
-    fn submit(&mut self, request: Request) -> Result<SequenceId, Error> {
+    fn submit(&mut self, request: GenerationRequest) -> Result<SequenceId, Error> {
         self.submit(request)
     }
 
@@ -69,7 +73,11 @@ impl Core for Engine {
         self.restore(snapshot)
     }
 
-    fn resume(&mut self, request: Request, tokens: &[u32]) -> Result<Resumed, Error> {
+    fn resume(
+        &mut self,
+        request: GenerationRequest,
+        tokens: &[u32],
+    ) -> Result<ResumeOutcome, Error> {
         self.resume(request, tokens)
     }
 
@@ -81,8 +89,8 @@ impl Core for Engine {
         self.step()
     }
 
-    fn took(&mut self, duration: Duration) {
-        self.took(duration);
+    fn record_duration(&mut self, duration: Duration) {
+        self.record_duration(duration);
     }
 
     fn idle(&mut self) -> Result<(), Error> {
@@ -93,8 +101,8 @@ impl Core for Engine {
         self.is_idle()
     }
 
-    fn load(&self) -> Load {
-        Load {
+    fn load(&self) -> EngineLoad {
+        EngineLoad {
             running: self.n_running(),
             resuming: self.n_resuming(),
             waiting: self.n_waiting(),

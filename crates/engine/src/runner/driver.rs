@@ -7,31 +7,31 @@ use std::time::Duration;
 
 use paceline_base::lock;
 
-use super::core::{Core, Limits, Load};
-use super::worker::Worker;
+use super::core::{Core, EngineLoad, RequestLimits};
+use super::worker::EngineWorker;
 use super::{Now, StepClock};
-use crate::{Failure, Request, Sink, Snapshot, State, Status, Ticket};
+use crate::{GenerationRequest, RequestFailure, ServiceStatus, Sink, Snapshot, State, Ticket};
 
 /// A sequence to start in the engine.
 pub(super) struct Submission {
     pub(super) ticket: Ticket,
-    pub(super) work: Work,
+    pub(super) work: SubmissionKind,
     pub(super) sink: Sink,
 }
 
 /// How a submission starts.
-pub(super) enum Work {
-    Begin(Request),
-    GoOn(Box<Snapshot>),
+pub(super) enum SubmissionKind {
+    Begin(GenerationRequest),
+    Restore(Box<Snapshot>),
     /// With tokens that the caller has.
-    Resume(Request, Vec<u32>),
+    Resume(GenerationRequest, Vec<u32>),
 }
 
 /// Reply channel of a caller that takes all sequences out of the engine.
-pub(super) type Taker = mpsc::SyncSender<Vec<(Ticket, Snapshot)>>;
+pub(super) type SnapshotSender = mpsc::SyncSender<Vec<(Ticket, Snapshot)>>;
 
 /// A function to run with the engine. Its caller blocks, so there is at most one per thread.
-pub(super) type Question<C> = Box<dyn FnOnce(&C) + Send>;
+pub(super) type EngineQuery<C> = Box<dyn FnOnce(&C) + Send>;
 
 /// State shared by callers and the engine's thread, under one lock that is held briefly.
 pub(super) struct Inbox<C> {
@@ -41,25 +41,25 @@ pub(super) struct Inbox<C> {
     pub(super) submissions: VecDeque<Submission>,
     /// Requests to cancel, each at most once.
     pub(super) cancels: Vec<Ticket>,
-    pub(super) questions: Vec<Question<C>>,
-    pub(super) takers: Vec<Taker>,
+    pub(super) questions: Vec<EngineQuery<C>>,
+    pub(super) takers: Vec<SnapshotSender>,
     /// Requests that are neither finished nor cancelled.
     pub(super) open: BTreeSet<Ticket>,
     /// Load of the engine, including what it has taken out of the inbox.
-    pub(super) load: Load,
+    pub(super) load: EngineLoad,
     last_ticket: u64,
 }
 
 /// The inbox, and the condition that wakes the engine's thread.
-pub(super) struct Shared<C> {
+pub(super) struct SharedInbox<C> {
     inbox: Mutex<Inbox<C>>,
     pub(super) wake: Condvar,
     pub(super) clock: StepClock,
-    limits: Limits,
+    limits: RequestLimits,
 }
 
-impl<C> Shared<C> {
-    fn new(limits: Limits) -> Self {
+impl<C> SharedInbox<C> {
+    fn new(limits: RequestLimits) -> Self {
         let inbox = Inbox {
             state: State::Ready,
             stop: false,
@@ -68,7 +68,7 @@ impl<C> Shared<C> {
             questions: Vec::new(),
             takers: Vec::new(),
             open: BTreeSet::new(),
-            load: Load::default(),
+            load: EngineLoad::default(),
             last_ticket: 0,
         };
         Self {
@@ -88,7 +88,7 @@ impl<C> Shared<C> {
 impl<C> Inbox<C> {
     /// # Errors
     /// [`Failure::Unavailable`] with the reason.
-    fn check_ready(&self) -> Result<(), Failure> {
+    fn check_ready(&self) -> Result<(), RequestFailure> {
         match &self.state {
             State::Failed(reason) => Err(unavailable(reason)),
             State::Ready | State::Loading | State::Recovering(_) => Ok(()),
@@ -96,22 +96,22 @@ impl<C> Inbox<C> {
     }
 }
 
-fn unavailable(reason: &str) -> Failure {
-    Failure::Unavailable {
+fn unavailable(reason: &str) -> RequestFailure {
+    RequestFailure::Unavailable {
         reason: reason.to_owned(),
     }
 }
 
 /// A [`Core`] on its thread.
 pub(super) struct Driver<C: Core> {
-    shared: Arc<Shared<C>>,
+    shared: Arc<SharedInbox<C>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl<C: Core> Driver<C> {
     pub(super) fn start(core: C, now: Now, idle_interval: Duration) -> Self {
-        let shared = Arc::new(Shared::new(core.limits()));
-        let worker = Worker::new(core, Arc::clone(&shared), now, idle_interval);
+        let shared = Arc::new(SharedInbox::new(core.limits()));
+        let worker = EngineWorker::new(core, Arc::clone(&shared), now, idle_interval);
         let builder = thread::Builder::new().name("engine".to_owned());
         let thread = builder.spawn(move || worker.run());
         if let Err(error) = &thread {
@@ -122,38 +122,47 @@ impl<C: Core> Driver<C> {
         Self { shared, thread }
     }
 
-    pub(super) fn submit(&self, request: Request, sink: Sink) -> Result<Ticket, Failure> {
+    pub(super) fn submit(
+        &self,
+        request: GenerationRequest,
+        sink: Sink,
+    ) -> Result<Ticket, RequestFailure> {
         let limits = self.shared.limits;
         request.check(limits.vocab, limits.context)?;
         let inbox = self.shared.lock();
         inbox.check_ready()?;
         let waiting = inbox.load.waiting + inbox.submissions.len();
         if waiting >= limits.max_waiting {
-            return Err(Failure::Busy { waiting });
+            return Err(RequestFailure::Busy { waiting });
         }
-        Ok(self.enqueue(inbox, Work::Begin(request), sink))
+        Ok(self.enqueue(inbox, SubmissionKind::Begin(request), sink))
     }
 
     /// The bound of waiting requests does not apply: the engine has a separate one.
-    pub(super) fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, Failure> {
+    pub(super) fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, RequestFailure> {
         let inbox = self.shared.lock();
         inbox.check_ready()?;
-        Ok(self.enqueue(inbox, Work::GoOn(Box::new(snapshot)), sink))
+        Ok(self.enqueue(inbox, SubmissionKind::Restore(Box::new(snapshot)), sink))
     }
 
     /// As [`resume`](Self::resume).
     pub(super) fn resume_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         let inbox = self.shared.lock();
         inbox.check_ready()?;
-        Ok(self.enqueue(inbox, Work::Resume(request, tokens), sink))
+        Ok(self.enqueue(inbox, SubmissionKind::Resume(request, tokens), sink))
     }
 
-    fn enqueue(&self, mut inbox: MutexGuard<'_, Inbox<C>>, work: Work, sink: Sink) -> Ticket {
+    fn enqueue(
+        &self,
+        mut inbox: MutexGuard<'_, Inbox<C>>,
+        work: SubmissionKind,
+        sink: Sink,
+    ) -> Ticket {
         inbox.last_ticket += 1;
         let ticket = Ticket(inbox.last_ticket);
         inbox.open.insert(ticket);
@@ -165,7 +174,7 @@ impl<C: Core> Driver<C> {
         ticket
     }
 
-    pub(super) fn take_all(&self) -> Result<Vec<(Ticket, Snapshot)>, Failure> {
+    pub(super) fn take_all(&self) -> Result<Vec<(Ticket, Snapshot)>, RequestFailure> {
         if self.is_own_thread() {
             return Err(unavailable("asked from the engine's own thread"));
         }
@@ -197,10 +206,10 @@ impl<C: Core> Driver<C> {
         self.shared.wake.notify_one();
     }
 
-    pub(super) fn status(&self) -> Status {
+    pub(super) fn status(&self) -> ServiceStatus {
         let inbox = self.shared.lock();
         let load = inbox.load;
-        Status {
+        ServiceStatus {
             state: inbox.state.clone(),
             running: load.running,
             waiting: load.resuming + load.waiting + inbox.submissions.len(),
@@ -210,12 +219,12 @@ impl<C: Core> Driver<C> {
     pub(super) fn inspect<T: Send + 'static>(
         &self,
         look: impl FnOnce(&C) -> T + Send + 'static,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, RequestFailure> {
         if self.is_own_thread() {
             return Err(unavailable("asked from the engine's own thread"));
         }
         let (sender, receiver) = mpsc::sync_channel(1);
-        let question: Question<C> = Box::new(move |core| {
+        let question: EngineQuery<C> = Box::new(move |core| {
             // The caller waits for this.
             let _ = sender.send(look(core));
         });

@@ -6,19 +6,19 @@ mod real;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-use crate::{Finish, Reply, Request, SamplingParams, Sink};
+use crate::{Finish, GenerationRequest, Reply, SamplingParams, Sink};
 
 /// Generous for any machine; only a failing test waits this long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
-    Request {
+fn request(prompt: Vec<u32>, max_tokens: usize) -> GenerationRequest {
+    GenerationRequest {
         prompt,
         max_tokens,
         sampling: SamplingParams::default(),
         stop: Vec::new(),
         logprobs: None,
-        ..Request::default()
+        ..GenerationRequest::default()
     }
 }
 

@@ -7,36 +7,43 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::Now;
-use super::core::{Core, Load};
-use super::driver::{Question, Shared, Submission, Taker, Work};
-use crate::{Error, Event, Failure, Reply, Resumed, SequenceId, Sink, Snapshot, State, Ticket};
+use super::core::{Core, EngineLoad};
+use super::driver::{EngineQuery, SharedInbox, SnapshotSender, Submission, SubmissionKind};
+use crate::{
+    Error, Event, Reply, RequestFailure, ResumeOutcome, SequenceId, Sink, Snapshot, State, Ticket,
+};
 
 /// Contents of the inbox since the last step.
-struct Mail<C> {
+struct InboxBatch<C> {
     submissions: Vec<Submission>,
     cancels: Vec<Ticket>,
-    questions: Vec<Question<C>>,
-    takers: Vec<Taker>,
+    questions: Vec<EngineQuery<C>>,
+    takers: Vec<SnapshotSender>,
 }
 
 /// A request in the engine.
-struct Open {
+struct OpenRequest {
     ticket: Ticket,
     sink: Sink,
 }
 
 /// Owns the engine and the sinks of its requests.
-pub(super) struct Worker<C: Core> {
+pub(super) struct EngineWorker<C: Core> {
     core: C,
-    shared: Arc<Shared<C>>,
+    shared: Arc<SharedInbox<C>>,
     now: Now,
     idle_interval: Duration,
     begun: Instant,
-    open: BTreeMap<SequenceId, Open>,
+    open: BTreeMap<SequenceId, OpenRequest>,
 }
 
-impl<C: Core> Worker<C> {
-    pub(super) fn new(core: C, shared: Arc<Shared<C>>, now: Now, idle_interval: Duration) -> Self {
+impl<C: Core> EngineWorker<C> {
+    pub(super) fn new(
+        core: C,
+        shared: Arc<SharedInbox<C>>,
+        now: Now,
+        idle_interval: Duration,
+    ) -> Self {
         Self {
             core,
             shared,
@@ -62,7 +69,7 @@ impl<C: Core> Worker<C> {
 
     fn serve(&mut self) -> Result<(), Error> {
         while let Some(mail) = self.receive() {
-            self.take_in(mail);
+            self.handle_mail(mail);
             // A step with prompts takes long: its requests count as running, not waiting,
             // meanwhile.
             self.core.admit();
@@ -74,17 +81,19 @@ impl<C: Core> Worker<C> {
             let began = (self.now)();
             let events = self.core.step()?;
             let ended = (self.now)();
-            self.core.took(ended.duration_since(began));
+            self.core.record_duration(ended.duration_since(began));
             self.shared.clock.set(ended.duration_since(self.begun));
             // Before the replies: a caller that receives the end finds the slot free.
             self.publish(&events);
-            events.into_iter().for_each(|event| self.pass_on(event));
+            events
+                .into_iter()
+                .for_each(|event| self.deliver_event(event));
         }
         Ok(())
     }
 
     /// Takes the inbox. Without work it waits for contents or the idle interval. `None` at the end.
-    fn receive(&self) -> Option<Mail<C>> {
+    fn receive(&self) -> Option<InboxBatch<C>> {
         let mut inbox = self.shared.lock();
         let has_mail = !inbox.submissions.is_empty()
             || !inbox.cancels.is_empty()
@@ -98,7 +107,7 @@ impl<C: Core> Worker<C> {
             return None;
         }
         inbox.load.waiting += inbox.submissions.len();
-        Some(Mail {
+        Some(InboxBatch {
             submissions: inbox.submissions.drain(..).collect(),
             cancels: inbox.cancels.drain(..).collect(),
             questions: inbox.questions.drain(..).collect(),
@@ -106,12 +115,13 @@ impl<C: Core> Worker<C> {
         })
     }
 
-    fn take_in(&mut self, mail: Mail<C>) {
+    fn handle_mail(&mut self, mail: InboxBatch<C>) {
         for submission in mail.submissions {
             self.submit(submission);
         }
         for ticket in mail.cancels {
-            let of_it = |(id, open): (&SequenceId, &Open)| (open.ticket == ticket).then_some(*id);
+            let of_it =
+                |(id, open): (&SequenceId, &OpenRequest)| (open.ticket == ticket).then_some(*id);
             if let Some(id) = self.open.iter().find_map(of_it) {
                 self.forget(id);
             }
@@ -146,17 +156,21 @@ impl<C: Core> Worker<C> {
             mut sink,
         } = submission;
         let taken = match work {
-            Work::Begin(request) => self.core.submit(request).map(Resumed::Goes),
-            Work::GoOn(snapshot) => self.core.restore(*snapshot).map(Resumed::Goes),
-            Work::Resume(request, tokens) => self.core.resume(request, &tokens),
+            SubmissionKind::Begin(request) => self.core.submit(request).map(ResumeOutcome::Running),
+            SubmissionKind::Restore(snapshot) => {
+                self.core.restore(*snapshot).map(ResumeOutcome::Running)
+            }
+            SubmissionKind::Resume(request, tokens) => self.core.resume(request, &tokens),
         };
         let last = match taken {
-            Ok(Resumed::Goes(id)) => return drop(self.open.insert(id, Open { ticket, sink })),
-            Ok(Resumed::Over { text, reason }) => Reply::Finished { text, reason },
+            Ok(ResumeOutcome::Running(id)) => {
+                return drop(self.open.insert(id, OpenRequest { ticket, sink }));
+            }
+            Ok(ResumeOutcome::Finished { text, reason }) => Reply::Finished { text, reason },
             Err(error) => Reply::Failed(error.into()),
         };
         self.shared.lock().open.remove(&ticket);
-        tell(&mut sink, last);
+        call_sink(&mut sink, last);
         discard(sink);
     }
 
@@ -181,13 +195,13 @@ impl<C: Core> Worker<C> {
         }
     }
 
-    fn pass_on(&mut self, event: Event) {
+    fn deliver_event(&mut self, event: Event) {
         let (id, reply) = reply(event);
         let Some(open) = self.open.get_mut(&id) else {
             return;
         };
         let is_last = matches!(reply, Reply::Finished { .. });
-        if tell(&mut open.sink, reply) && !is_last {
+        if call_sink(&mut open.sink, reply) && !is_last {
             return;
         }
         // Finished, or the sink failed.
@@ -200,7 +214,7 @@ impl<C: Core> Worker<C> {
     fn fail(&mut self, reason: &str) {
         let mut inbox = self.shared.lock();
         inbox.state = State::Failed(reason.to_owned());
-        inbox.load = Load::default();
+        inbox.load = EngineLoad::default();
         inbox.cancels.clear();
         let still_open = std::mem::take(&mut inbox.open);
         let questions = std::mem::take(&mut inbox.questions);
@@ -212,7 +226,7 @@ impl<C: Core> Worker<C> {
         for (ticket, mut sink) in taken.map(|open| (open.ticket, open.sink)).chain(waiting) {
             let reason = reason.to_owned();
             if still_open.contains(&ticket) {
-                tell(&mut sink, Reply::Failed(Failure::Lost { reason }));
+                call_sink(&mut sink, Reply::Failed(RequestFailure::Lost { reason }));
             }
             discard(sink);
         }
@@ -246,7 +260,7 @@ fn reply(event: Event) -> (SequenceId, Reply) {
 }
 
 /// Calls a sink; `false` if it panicked, which only affects its own request.
-fn tell(sink: &mut Sink, reply: Reply) -> bool {
+fn call_sink(sink: &mut Sink, reply: Reply) -> bool {
     catch_unwind(AssertUnwindSafe(|| sink(reply))).is_ok()
 }
 

@@ -13,7 +13,7 @@
 
 use paceline_tensor::Kernels;
 
-use super::{Candidate, Scratch, largest, reached_by, sort_first, total};
+use super::{Scratch, TokenCandidate, largest, reached_by, sort_first, total};
 use crate::TokenLogprobs;
 
 /// Lowest reported log-probability, also for a NaN logit. The OpenAI API uses this value for very
@@ -73,7 +73,7 @@ impl Scale {
 }
 
 /// The tokens with the `n` largest logits, largest first, the lower id first among equals.
-fn find_top(logits: &[f32], n: usize, top: &mut Vec<Candidate>) {
+fn find_top(logits: &[f32], n: usize, top: &mut Vec<TokenCandidate>) {
     top.clear();
     if n == 0 {
         return;
@@ -81,7 +81,7 @@ fn find_top(logits: &[f32], n: usize, top: &mut Vec<Candidate>) {
     let least = reached_by(logits, n).unwrap_or(f32::NEG_INFINITY);
     let tokens = (0..).zip(logits).filter(|(_, logit)| **logit >= least);
     // Adding 0 converts -0 to 0, which the ordering would distinguish.
-    top.extend(tokens.map(|(token, logit)| Candidate {
+    top.extend(tokens.map(|(token, logit)| TokenCandidate {
         token,
         weight: logit + 0.0,
     }));

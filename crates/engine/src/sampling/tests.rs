@@ -5,12 +5,12 @@ use paceline_tensor::InstructionSet;
 use super::*;
 
 /// Inputs of the sampler besides its own state.
-struct Bench {
+struct SamplerFixture {
     kernels: Kernels,
     scratch: Scratch,
 }
 
-impl Bench {
+impl SamplerFixture {
     fn new(vocab: usize) -> Self {
         Self::with_set(*InstructionSet::available().last().unwrap(), vocab)
     }
@@ -148,7 +148,7 @@ fn what_may_be_drawn_equals_the_reference() {
     for (vocab, seed) in [(1, 1), (2, 2), (5, 3), (63, 4), (64, 5), (65, 6), (700, 7)] {
         let logits = random_logits(vocab, seed);
         let history: Vec<u32> = (0..12).map(|i| i * i % vocab as u32).collect();
-        let mut bench = Bench::new(vocab);
+        let mut bench = SamplerFixture::new(vocab);
         for mut params in all_params() {
             params
                 .logit_bias
@@ -223,7 +223,7 @@ fn draws_are_distributed_as_the_reference() {
             ..PLAIN
         },
     ];
-    let mut bench = Bench::new(logits.len());
+    let mut bench = SamplerFixture::new(logits.len());
     for params in cases {
         let expected = reference(&params, &logits, history);
         let mut sampler = Sampler::new(params.clone()).unwrap();
@@ -275,7 +275,7 @@ fn greedy_takes_the_first_of_the_largest_and_never_nan() {
                 ..PLAIN
             };
             let mut sampler = Sampler::new(params).unwrap();
-            let mut bench = Bench::new(logits.len());
+            let mut bench = SamplerFixture::new(logits.len());
             let got = bench.sample(&mut sampler, logits, NO_HISTORY);
             assert_eq!(got, expected, "{logits:?} at {temperature}");
             assert_eq!(sampler.draws, 0, "no random number is taken");
@@ -306,7 +306,7 @@ fn logits_that_are_no_numbers_are_drawn_only_for_want_of_others() {
             },
         ] {
             let mut sampler = Sampler::new(params.clone()).unwrap();
-            let mut bench = Bench::new(logits.len());
+            let mut bench = SamplerFixture::new(logits.len());
             let mut draw = |_| bench.sample(&mut sampler, logits, NO_HISTORY);
             let mut seen: Vec<u32> = (0..100).map(&mut draw).collect();
             seen.sort_unstable();
@@ -417,7 +417,7 @@ fn a_bias_decides_before_anything_else() {
             ..SamplingParams::default()
         };
         let mut sampler = Sampler::new(params).unwrap();
-        Bench::new(4).sample(&mut sampler, &logits, history)
+        SamplerFixture::new(4).sample(&mut sampler, &logits, history)
     };
     assert_eq!(greedy(&[], 1.0), 1);
     assert_eq!(greedy(&[(1, -100.0)], 1.0), 3);
@@ -432,7 +432,7 @@ fn a_bias_decides_before_anything_else() {
 }
 
 /// `n` tokens drawn one after the other.
-fn draw(bench: &mut Bench, sampler: &mut Sampler, logits: &[f32], n: usize) -> Vec<u32> {
+fn draw(bench: &mut SamplerFixture, sampler: &mut Sampler, logits: &[f32], n: usize) -> Vec<u32> {
     (0..n)
         .map(|_| bench.sample(sampler, logits, NO_HISTORY))
         .collect()
@@ -448,7 +448,7 @@ fn a_seed_gives_the_same_tokens_for_ever() {
         (u64::MAX, [36, 78, 93, 70, 84, 99, 57, 29, 84, 9, 9, 87]),
     ];
     let logits: Vec<f32> = (0..100).map(|i| (i % 10) as f32 * 0.25).collect();
-    let mut bench = Bench::new(logits.len());
+    let mut bench = SamplerFixture::new(logits.len());
     for (seed, expected) in recorded {
         let mut sampler = Sampler::new(SamplingParams { seed, ..PLAIN }).unwrap();
         assert_eq!(
@@ -462,7 +462,7 @@ fn a_seed_gives_the_same_tokens_for_ever() {
 #[test]
 fn a_sampler_goes_on_where_it_was_serialised() {
     let logits = random_logits(50, 9);
-    let mut bench = Bench::new(logits.len());
+    let mut bench = SamplerFixture::new(logits.len());
     let params = SamplingParams {
         top_p: 0.9,
         seed: 7,
@@ -491,13 +491,13 @@ fn a_serialised_sampler_is_checked() {
     value["params"]["min_p"] = 0.0.into();
     value["draws"] = u64::MAX.into();
     let mut forged: Sampler = serde_json::from_value(value).unwrap();
-    draw(&mut Bench::new(3), &mut forged, &[0.0; 3], 3);
+    draw(&mut SamplerFixture::new(3), &mut forged, &[0.0; 3], 3);
 }
 
 #[test]
 fn top_p_of_a_flat_distribution_takes_the_share_it_says() {
     let n = 50_000;
-    let mut bench = Bench::new(n);
+    let mut bench = SamplerFixture::new(n);
     for (top_p, kept) in [
         (0.5, 25_000),
         (0.25, 12_500),
@@ -553,14 +553,14 @@ fn top_p_of_a_flat_distribution_takes_the_share_it_says() {
 fn log_probabilities_are_of_the_logits_as_they_came() {
     let logits = random_logits(300, 3);
     let history: History<'_> = (&[5, 9, 5, 7], 1);
-    let asked = |logprobs| Asked {
+    let asked = |logprobs| SamplingInputs {
         history,
         mask: None,
         logprobs,
     };
-    let mut bench = Bench::new(logits.len());
+    let mut bench = SamplerFixture::new(logits.len());
     let plain = {
-        let Bench { kernels, scratch } = &mut bench;
+        let SamplerFixture { kernels, scratch } = &mut bench;
         logprobs::logprobs(kernels, &logits, 9, 3, scratch)
     };
     for params in all_params() {
@@ -572,10 +572,10 @@ fn log_probabilities_are_of_the_logits_as_they_came() {
         let mut sampler = Sampler::new(params.clone()).unwrap();
         let token = bench.sample(&mut sampler.clone(), &logits, history);
         assert_eq!(token, 9);
-        let Bench { kernels, scratch } = &mut bench;
+        let SamplerFixture { kernels, scratch } = &mut bench;
         let mut copy = logits.clone();
         let choice = sampler.choose(kernels, &mut copy, asked(Some(3)), scratch);
-        let expected = Choice {
+        let expected = ChosenToken {
             token,
             logprobs: Some(plain.clone()),
         };
@@ -590,7 +590,7 @@ fn a_mask_is_never_left() {
     let vocab = 300;
     for params in all_params() {
         let mut sampler = Sampler::new(params).unwrap();
-        let mut bench = Bench::new(vocab);
+        let mut bench = SamplerFixture::new(vocab);
         for seed in 0..40 {
             let mut logits = random_logits(vocab, seed);
             let allowed: Vec<u32> = (0..1 + seed % 5)
@@ -602,12 +602,12 @@ fn a_mask_is_never_left() {
                 let impossible = allowed.iter().map(|token| *token as usize);
                 impossible.for_each(|token| logits[token] = f32::NEG_INFINITY);
             }
-            let asked = Asked {
+            let asked = SamplingInputs {
                 history: (&[5, 9, 5, 7], 1),
                 mask: Some(&mask),
                 logprobs: None,
             };
-            let Bench { kernels, scratch } = &mut bench;
+            let SamplerFixture { kernels, scratch } = &mut bench;
             let choice = sampler.choose(kernels, &mut logits, asked, scratch);
             assert!(allowed.contains(&choice.token), "{choice:?} of {allowed:?}");
         }
@@ -635,7 +635,7 @@ fn instruction_sets_change_nothing() {
     ];
     for params in cases {
         let run = |set| {
-            let mut bench = Bench::with_set(set, logits.len());
+            let mut bench = SamplerFixture::with_set(set, logits.len());
             let mut sampler = Sampler::new(params.clone()).unwrap();
             let mut sample = |_| bench.sample(&mut sampler, &logits, (&history, 50));
             let tokens: Vec<u32> = (0..50).map(&mut sample).collect();
@@ -735,7 +735,7 @@ fn the_largest_logits_of_ranks_give_the_tokens_of_all_logits() {
         let parts = starts.zip(ends).map(|(start, end)| start..*end);
         parts.collect::<Vec<_>>()
     };
-    let (mut fewer, mut bench) = (0, Bench::new(N));
+    let (mut fewer, mut bench) = (0, SamplerFixture::new(N));
     for seed in 0..6 {
         for kind in 0..5 {
             let logits = awkward_logits(kind, N, seed);

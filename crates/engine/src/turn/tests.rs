@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-const fn turn(priority: i32, served: u64, due_ms: Option<u64>) -> Turn {
-    Turn {
+const fn turn(priority: i32, served: u64, due_ms: Option<u64>) -> QueueKey {
+    QueueKey {
         passed: 0,
         priority,
         places: 0,
@@ -20,15 +20,15 @@ const fn turn(priority: i32, served: u64, due_ms: Option<u64>) -> Turn {
 
 #[test]
 fn turns_go_by_priority_service_deadline_and_age() {
-    let of = |places, served| Turn {
+    let of = |places, served| QueueKey {
         places,
         ..turn(0, served, None)
     };
-    let resumed = |places, served| Turn {
+    let resumed = |places, served| QueueKey {
         resumes: true,
         ..of(places, served)
     };
-    let cases: [(&[Turn], usize); 11] = [
+    let cases: [(&[QueueKey], usize); 11] = [
         (&[turn(0, 0, None), turn(0, 0, None)], 0),
         (&[turn(0, 0, None), turn(1, 9, None)], 1),
         (&[of(3, 0), of(3, 0), of(1, 9), of(0, 9), of(0, 9)], 3),
@@ -45,7 +45,7 @@ fn turns_go_by_priority_service_deadline_and_age() {
         (
             &[
                 turn(9, 0, None),
-                Turn {
+                QueueKey {
                     passed: PASSED_MAX,
                     ..turn(-9, 9, None)
                 },
@@ -61,43 +61,46 @@ fn turns_go_by_priority_service_deadline_and_age() {
 }
 
 /// Scheduling parameters of sequences with these clients and priorities.
-fn orders<const N: usize>(all: [(u64, i32); N]) -> [Order; N] {
-    all.map(|(client, priority)| Order {
+fn orders<const N: usize>(all: [(u64, i32); N]) -> [SchedulingParams; N] {
+    all.map(|(client, priority)| SchedulingParams {
         client,
         priority,
-        ..Order::default()
+        ..SchedulingParams::default()
     })
 }
 
 /// Scheduling parameters of sequences with these clients.
-fn clients<const N: usize>(all: [u64; N]) -> [Order; N] {
+fn clients<const N: usize>(all: [u64; N]) -> [SchedulingParams; N] {
     orders(all.map(|client| (client, 0)))
 }
 
 #[test]
 fn a_client_alone_keeps_its_places() {
     let [seven] = clients([7]);
-    assert_eq!(gives_way(&clients([7, 7, 7, 7]), seven), None);
-    assert_eq!(gives_way(&[], seven), None);
+    assert_eq!(preemption_victim(&clients([7, 7, 7, 7]), seven), None);
+    assert_eq!(preemption_victim(&[], seven), None);
 }
 
 #[test]
 fn the_client_with_the_most_places_gives_way() {
     let [_, _, two, three, four] = clients([0, 1, 2, 3, 4]);
-    assert_eq!(gives_way(&clients([1, 1, 2, 1]), two), Some(3));
-    assert_eq!(gives_way(&clients([1, 1, 2, 2]), three), Some(3));
-    assert_eq!(gives_way(&clients([1, 1, 2]), two), None);
-    assert_eq!(gives_way(&clients([1, 2, 3]), four), None);
+    assert_eq!(preemption_victim(&clients([1, 1, 2, 1]), two), Some(3));
+    assert_eq!(preemption_victim(&clients([1, 1, 2, 2]), three), Some(3));
+    assert_eq!(preemption_victim(&clients([1, 1, 2]), two), None);
+    assert_eq!(preemption_victim(&clients([1, 2, 3]), four), None);
 }
 
 /// Otherwise it would get its slot back at once.
 #[test]
 fn nothing_gives_way_to_a_lower_priority() {
     let [low, same, high] = orders([(2, -1), (2, 0), (2, 1)]);
-    assert_eq!(gives_way(&clients([1, 1, 1]), low), None);
-    assert_eq!(gives_way(&clients([1, 1, 1]), same), Some(2));
-    assert_eq!(gives_way(&clients([1, 1, 1]), high), Some(2));
-    assert_eq!(gives_way(&orders([(1, 5), (1, 0), (1, 5)]), same), Some(1));
+    assert_eq!(preemption_victim(&clients([1, 1, 1]), low), None);
+    assert_eq!(preemption_victim(&clients([1, 1, 1]), same), Some(2));
+    assert_eq!(preemption_victim(&clients([1, 1, 1]), high), Some(2));
+    assert_eq!(
+        preemption_victim(&orders([(1, 5), (1, 0), (1, 5)]), same),
+        Some(1)
+    );
 }
 
 /// Otherwise a client with many requests would soon have some that precede all others, and take
@@ -115,7 +118,7 @@ fn fair_turns_pass_nobody() {
 
 #[test]
 fn a_client_saves_nothing_up() {
-    let mut shares = Shares::default();
+    let mut shares = ServedRows::default();
     shares.enter(1, std::iter::empty());
     shares.charge(1, 1000);
     shares.enter(2, [1].into_iter());
@@ -129,8 +132,8 @@ fn a_client_saves_nothing_up() {
 
 /// A request of the simulation.
 #[derive(Clone, Copy, Debug)]
-struct Job {
-    order: Order,
+struct SimulatedRequest {
+    order: SchedulingParams,
     rows: usize,
     passed: u32,
     came: usize,
@@ -138,22 +141,22 @@ struct Job {
 
 /// An engine that computes a row per slot in each step.
 #[derive(Debug, Default)]
-struct Simulated {
-    shares: Shares,
-    waiting: Vec<Job>,
-    running: Vec<Job>,
+struct QueueSimulation {
+    shares: ServedRows,
+    waiting: Vec<SimulatedRequest>,
+    running: Vec<SimulatedRequest>,
     /// Waiting time of each request, with its priority and client.
-    waits: Vec<(usize, Order)>,
+    waits: Vec<(usize, SchedulingParams)>,
     served: BTreeMap<u64, usize>,
     step: usize,
 }
 
-impl Simulated {
-    fn come(&mut self, order: Order, rows: usize) {
+impl QueueSimulation {
+    fn come(&mut self, order: SchedulingParams, rows: usize) {
         let open = self.waiting.iter().chain(&self.running);
         let clients: Vec<u64> = open.map(|job| job.order.client).collect();
         self.shares.enter(order.client, clients.into_iter());
-        self.waiting.push(Job {
+        self.waiting.push(SimulatedRequest {
             order,
             rows,
             passed: 0,
@@ -167,7 +170,7 @@ impl Simulated {
                 let running = self.running.iter();
                 running.filter(|job| job.order.client == client).count()
             };
-            let turns = self.waiting.iter().map(|job| Turn {
+            let turns = self.waiting.iter().map(|job| QueueKey {
                 passed: job.passed,
                 priority: job.order.priority,
                 places: places(job.order.client),
@@ -197,8 +200,8 @@ proptest! {
     /// Every request gets a slot, despite any number of requests of higher priority.
     #[test]
     fn nothing_starves(rows in 1..30usize, places in 1..5usize, low in 1..20usize) {
-        let mut simulated = Simulated::default();
-        let order = |priority| Order { priority, ..Order::default() };
+        let mut simulated = QueueSimulation::default();
+        let order = |priority| SchedulingParams { priority, ..SchedulingParams::default() };
         (0..low).for_each(|_| simulated.come(order(-5), rows));
         for _ in 0..(PASSED_MAX as usize + low + 2) * rows * 2 {
             while simulated.waiting.len() < low + 4 {
@@ -213,8 +216,8 @@ proptest! {
     /// A client with many requests and one with just enough for all slots get equally many rows.
     #[test]
     fn clients_are_served_alike(rows in 1..20usize, places in 1..5usize, many in 0..30usize) {
-        let mut simulated = Simulated::default();
-        let order = |client| Order { client, ..Order::default() };
+        let mut simulated = QueueSimulation::default();
+        let order = |client| SchedulingParams { client, ..SchedulingParams::default() };
         for _ in 0..400 {
             while simulated.waiting.iter().filter(|j| j.order.client == 1).count() < places + many {
                 simulated.come(order(1), rows);

@@ -8,7 +8,7 @@
 use minijinja::machinery::{Token, tokenize};
 use minijinja::syntax::SyntaxConfig;
 
-use super::Failure;
+use super::TemplateError;
 
 /// Most tokens between `{{` and `}}` or `{%` and `%}`. The longest tag of the templates in
 /// `tests-data/golden` has 91. A thread with 2 MiB of stack bears this many levels (a test).
@@ -23,7 +23,7 @@ pub(super) const ELIFS_MAX: usize = 250;
 ///
 /// # Errors
 /// [`Failure::TooDeep`].
-pub(super) fn check(source: &str, syntax: SyntaxConfig) -> Result<(), Failure> {
+pub(super) fn check(source: &str, syntax: SyntaxConfig) -> Result<(), TemplateError> {
     let (mut in_tag, mut elifs) = (0, 0);
     let mut begins_block = false;
     for token in tokenize(source, false, syntax) {
@@ -41,7 +41,7 @@ pub(super) fn check(source: &str, syntax: SyntaxConfig) -> Result<(), Failure> {
         ] {
             if count > limit {
                 let what = what.to_owned();
-                return Err(Failure::TooDeep { line, what, limit });
+                return Err(TemplateError::TooDeep { line, what, limit });
             }
         }
     }

@@ -48,14 +48,14 @@ fn can_become(c: char, ends: &BTreeSet<char>) -> bool {
 
 /// Degree of the change to messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Guise {
+pub(super) enum GuardMode {
     Marked,
     Disguised,
 }
 
 /// Kind of a text in the conversation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum TextKind {
     /// The content of a message.
     Content,
     /// Any other text, which a template is more likely to compare with a word of its own
@@ -131,10 +131,10 @@ impl<'a> Guard<'a> {
     }
 
     /// `text` as the template is to see it.
-    pub(super) fn change(&self, text: &str, guise: Guise, place: Place) -> String {
+    pub(super) fn change(&self, text: &str, guise: GuardMode, place: TextKind) -> String {
         let inside = match guise {
-            Guise::Marked => self.mark_names(text),
-            Guise::Disguised => {
+            GuardMode::Marked => self.mark_names(text),
+            GuardMode::Disguised => {
                 let change = |c| self.stand_ins.get(&c).copied().unwrap_or(c);
                 text.chars().map(change).collect()
             }
@@ -143,8 +143,8 @@ impl<'a> Guard<'a> {
     }
 
     /// `json` with all its texts changed, keys too.
-    pub(super) fn change_json(&self, json: &Json, guise: Guise) -> Json {
-        let change = |text: &str| self.change(text, guise, Place::Other);
+    pub(super) fn change_json(&self, json: &Json, guise: GuardMode) -> Json {
+        let change = |text: &str| self.change(text, guise, TextKind::Other);
         match json {
             Json::String(text) => Json::String(change(text)),
             Json::Array(items) => items.iter().map(|i| self.change_json(i, guise)).collect(),
@@ -188,7 +188,7 @@ impl<'a> Guard<'a> {
 
     /// Puts a mark before and after `inside`, where a name could reach over the border of `text`.
     /// Marks lie within the white space at the border, which a template may trim away.
-    fn mark_borders(&self, inside: &str, text: &str, place: Place) -> String {
+    fn mark_borders(&self, inside: &str, text: &str, place: TextKind) -> String {
         let core = text.trim();
         if core.is_empty() {
             return inside.to_owned();
@@ -206,21 +206,20 @@ impl<'a> Guard<'a> {
     }
 
     /// Whether a name that began before `text` could continue in it.
-    fn continues_name(&self, text: &str, place: Place) -> bool {
+    fn continues_name(&self, text: &str, place: TextKind) -> bool {
         let tails = text.chars().next().and_then(|c| self.tails.get(&c));
-        tails
-            .into_iter()
-            .flatten()
-            .any(|tail| text.starts_with(tail) || place == Place::Content && tail.starts_with(text))
+        tails.into_iter().flatten().any(|tail| {
+            text.starts_with(tail) || place == TextKind::Content && tail.starts_with(text)
+        })
     }
 
     /// Whether a name that ends after `text` could begin in it.
-    fn begins_name(&self, text: &str, place: Place) -> bool {
+    fn begins_name(&self, text: &str, place: TextKind) -> bool {
         let heads = text.chars().next_back().and_then(|c| self.heads.get(&c));
         heads
             .into_iter()
             .flatten()
-            .any(|head| text.ends_with(head) || place == Place::Content && head.ends_with(text))
+            .any(|head| text.ends_with(head) || place == TextKind::Content && head.ends_with(text))
     }
 }
 
@@ -243,21 +242,21 @@ mod tests {
     #[test]
     fn marks_names_and_borders() {
         for (text, place, expected) in [
-            ("", Place::Content, ""),
-            ("  ", Place::Content, "  "),
-            ("hello", Place::Content, "hello"),
-            ("x <|end|> y", Place::Content, "x <~|end|> y"),
-            ("x <|end|>", Place::Content, "x <~|end|>"),
-            (" x<|en ", Place::Content, " x<|en~ "),
-            (" nd|> x ", Place::Content, " ~nd|> x "),
-            ("end", Place::Content, "~end~"),
-            ("end", Place::Other, "end"),
-            (">", Place::Other, "~>"),
-            ("b<", Place::Other, "b<~"),
-            ("baaaab", Place::Content, "ba~a~aab"),
-            ("</think> a < b", Place::Content, "</think> a < b"),
+            ("", TextKind::Content, ""),
+            ("  ", TextKind::Content, "  "),
+            ("hello", TextKind::Content, "hello"),
+            ("x <|end|> y", TextKind::Content, "x <~|end|> y"),
+            ("x <|end|>", TextKind::Content, "x <~|end|>"),
+            (" x<|en ", TextKind::Content, " x<|en~ "),
+            (" nd|> x ", TextKind::Content, " ~nd|> x "),
+            ("end", TextKind::Content, "~end~"),
+            ("end", TextKind::Other, "end"),
+            (">", TextKind::Other, "~>"),
+            ("b<", TextKind::Other, "b<~"),
+            ("baaaab", TextKind::Content, "ba~a~aab"),
+            ("</think> a < b", TextKind::Content, "</think> a < b"),
         ] {
-            let out = guard().change(text, Guise::Marked, place);
+            let out = guard().change(text, GuardMode::Marked, place);
             assert_eq!(shown(&out), expected, "{text:?}");
             assert_eq!(guard().restore(&out), text);
         }
@@ -265,7 +264,7 @@ mod tests {
 
     #[test]
     fn disguises_ends_of_names() {
-        let out = guard().change("<|end|> [X]", Guise::Disguised, Place::Content);
+        let out = guard().change("<|end|> [X]", GuardMode::Disguised, TextKind::Content);
         assert!(!out.contains(['<', '>', '[', ']']));
         assert_eq!(guard().restore(&out), "<|end|> [X]");
         assert!(guard().needs_disguise("1 < 2") && !guard().needs_disguise("12"));
@@ -276,7 +275,7 @@ mod tests {
         // The Kelvin sign and the dotless i.
         let text = "K\u{212a}k \u{131}";
         let guard = Guard::new(["k1k", "I2I"].into_iter(), [text].into_iter()).unwrap();
-        let out = guard.change(text, Guise::Disguised, Place::Other);
+        let out = guard.change(text, GuardMode::Disguised, TextKind::Other);
         assert!(!out.contains(['k', 'K', '\u{212a}', '\u{131}']), "{out}");
         assert_eq!(guard.restore(&out), text);
     }
@@ -284,7 +283,7 @@ mod tests {
     #[test]
     fn keys_and_values_of_json_are_changed() {
         let json = serde_json::json!({"<|end|>": ["[X]", 1, null], "type": "function"});
-        let out = guard().change_json(&json, Guise::Marked).to_string();
+        let out = guard().change_json(&json, GuardMode::Marked).to_string();
         assert_eq!(
             shown(&out),
             r#"{"<~|end|>":["[~X]",1,null],"type":"function"}"#

@@ -21,12 +21,12 @@ pub trait Interpreter: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// The template's failure, or the limit that it reached. The next job can be rendered after it.
-    fn render(&self, job: Job) -> Result<String, Failure>;
+    fn render(&self, job: RenderInput) -> Result<String, TemplateError>;
 }
 
 /// Input of a rendering: the template's variables, its clock and its output limit.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Job {
+pub struct RenderInput {
     pub variables: serde_json::Map<String, Json>,
     /// Seconds since 1970 (UTC) for `strftime_now`; the function is not there without it.
     pub now_unix_s: Option<i64>,
@@ -36,7 +36,7 @@ pub struct Job {
 
 /// Why a template cannot be used, or did not render.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
-pub enum Failure {
+pub enum TemplateError {
     /// The template is longer than any real one.
     #[error("chat template has {size} bytes, expected at most {limit}")]
     TooLong {
@@ -107,7 +107,7 @@ pub enum Failure {
     Busy,
 }
 
-impl Failure {
+impl TemplateError {
     /// Whether the template used up its limits, or broke its interpreter or process. No
     /// conversation should do that, so it is the model's fault and not the client's.
     pub const fn is_of_model(&self) -> bool {
@@ -133,14 +133,14 @@ impl Here {
     ///
     /// # Errors
     /// [`Failure::TooLong`], [`Failure::TooDeep`], [`Failure::Syntax`].
-    pub fn compile(source: &str) -> Result<Self, Failure> {
+    pub fn compile(source: &str) -> Result<Self, TemplateError> {
         let env = template::compile(source)?;
         Ok(Self { env })
     }
 }
 
 impl Interpreter for Here {
-    fn render(&self, job: Job) -> Result<String, Failure> {
+    fn render(&self, job: RenderInput) -> Result<String, TemplateError> {
         let given = job.variables.iter();
         let mut context: BTreeMap<&str, Value> = given
             .map(|(name, value)| (name.as_str(), Value::from(Serde(value))))

@@ -10,7 +10,7 @@ use serde_json::{Map, Value as Json, json};
 
 /// A turn of a conversation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
+pub struct ChatMessage {
     /// The speaker, one of [`ROLES`](super::ROLES).
     pub role: String,
     /// Text of the turn; empty when it only calls tools.
@@ -33,7 +33,7 @@ pub struct Message {
     pub extra: Map<String, Json>,
 }
 
-impl Message {
+impl ChatMessage {
     /// A turn without extras.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         Self {
@@ -64,7 +64,7 @@ pub struct ToolCall {
 
 /// The message format that a template expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Shape {
+pub(super) struct MessageFormat {
     /// Arguments of calls as JSON text instead of an object.
     has_text_arguments: bool,
     /// Empty content of a turn that calls tools as null instead of an empty text.
@@ -78,7 +78,7 @@ pub(super) struct Shape {
 /// Keys of messages that hold reasoning, by model family.
 const REASONING_KEYS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
 
-impl Shape {
+impl MessageFormat {
     /// The form that `transformers` documents.
     fn documented(source: &str) -> Self {
         let key = |name: &'static str| source.contains(name).then_some(name);
@@ -94,7 +94,7 @@ impl Shape {
     /// when the template fails or refuses them.
     pub(super) fn of(source: &str, render: impl Fn(&[Json]) -> Option<String>) -> Self {
         let documented = Self::documented(source);
-        let user = || Message::new("user", "PROBE");
+        let user = || ChatMessage::new("user", "PROBE");
         let says = |shape: Self| render(&[shape.dress(&user())]);
         let with_parts = Self {
             has_parts: true,
@@ -122,7 +122,7 @@ impl Shape {
     }
 
     /// A message as the dictionary that a template sees.
-    pub(super) fn dress(&self, message: &Message) -> Json {
+    pub(super) fn dress(&self, message: &ChatMessage) -> Json {
         let mut out = Map::new();
         out.insert("role".into(), message.role.as_str().into());
         out.insert("content".into(), self.content(message));
@@ -144,7 +144,7 @@ impl Shape {
         out.into()
     }
 
-    fn content(&self, message: &Message) -> Json {
+    fn content(&self, message: &ChatMessage) -> Json {
         if message.content.is_empty() && !message.tool_calls.is_empty() && self.has_null_content {
             return Json::Null;
         }
@@ -170,14 +170,14 @@ impl Shape {
 
 /// A call whose rendering shows how a template treats arguments. The id is of the only form that
 /// every family takes (Mistral wants nine letters or digits).
-fn probe_call() -> Message {
-    Message {
+fn probe_call() -> ChatMessage {
+    ChatMessage {
         tool_calls: vec![ToolCall {
             id: "abcdef123".into(),
             name: "PROBE_TOOL".into(),
             arguments: json!({"PROBE_KEY": "PROBE_VALUE"}),
         }],
-        ..Message::new("assistant", "")
+        ..ChatMessage::new("assistant", "")
     }
 }
 

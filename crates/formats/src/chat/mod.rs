@@ -37,10 +37,10 @@ use crate::bounded;
 use crate::gguf::Metadata;
 use crate::tokenizer::{self, Fragment, Tokenizer};
 use crate::tools::ResponseTemplate;
-use guard::{Guard, Guise, Place};
-pub use interpreter::{Failure, Here, Interpreter, Job};
-use message::Shape;
-pub use message::{Message, ToolCall};
+use guard::{Guard, GuardMode, TextKind};
+pub use interpreter::{Here, Interpreter, RenderInput, TemplateError};
+use message::MessageFormat;
+pub use message::{ChatMessage, ToolCall};
 
 /// Why a conversation could not be made a prompt.
 #[derive(Debug, thiserror::Error)]
@@ -71,7 +71,7 @@ pub enum Error {
     },
     /// The template cannot be used, failed, or refuses the conversation.
     #[error(transparent)]
-    Template(#[from] Failure),
+    Template(#[from] TemplateError),
     /// A role that is no known word: templates make names of control tokens of roles.
     #[error("role {role:?} is not one of {}", ROLES.join(", "))]
     UnknownRole { role: String },
@@ -153,7 +153,7 @@ const DISGUISE_BYTES: usize = 4;
 pub struct ChatTemplate {
     interpreter: Box<dyn Interpreter>,
     source: String,
-    shape: Shape,
+    shape: MessageFormat,
     response: Option<Arc<ResponseTemplate>>,
 }
 
@@ -179,13 +179,13 @@ impl ChatTemplate {
     /// The failure of `start`, as [`Error::Template`].
     pub fn with(
         source: &str,
-        start: impl FnOnce(&str) -> Result<Box<dyn Interpreter>, Failure>,
+        start: impl FnOnce(&str) -> Result<Box<dyn Interpreter>, TemplateError>,
     ) -> Result<Self, Error> {
         let interpreter = start(source)?;
         let render = |messages: &[Json]| {
             let mut variables = defaults();
             variables.insert("messages".into(), messages.into());
-            let job = Job {
+            let job = RenderInput {
                 variables,
                 now_unix_s: None,
                 output_bytes_max: template::MAX_OUTPUT_BYTES,
@@ -193,7 +193,7 @@ impl ChatTemplate {
             interpreter.render(job).ok()
         };
         Ok(Self {
-            shape: Shape::of(source, render),
+            shape: MessageFormat::of(source, render),
             interpreter,
             source: source.to_owned(),
             response: None,
@@ -241,12 +241,12 @@ impl ChatTemplate {
     pub fn render(
         &self,
         tokenizer: &Tokenizer,
-        messages: &[Message],
+        messages: &[ChatMessage],
         options: &ChatOptions,
     ) -> Result<String, Error> {
-        let names = Names::of(tokenizer);
+        let names = BosEosNames::of(tokenizer);
         let messages: Vec<Json> = messages.iter().map(|m| self.shape.dress(m)).collect();
-        self.render_with(&names, messages, options.given(), options)
+        self.render_with(&names, messages, options.template_variables(), options)
     }
 
     /// The ids of the prompt. Only the template's control tokens become control tokens: the same
@@ -262,7 +262,7 @@ impl ChatTemplate {
     pub fn encode_chat(
         &self,
         tokenizer: &Tokenizer,
-        messages: &[Message],
+        messages: &[ChatMessage],
         options: &ChatOptions,
     ) -> Result<Vec<u32>, Error> {
         if let Some(bad) = messages.iter().find(|m| !ROLES.contains(&m.role.as_str())) {
@@ -270,15 +270,16 @@ impl ChatTemplate {
                 role: bad.role.clone(),
             });
         }
-        let texts = texts_of(messages, &options.given());
+        let texts = texts_of(messages, &options.template_variables());
         let all = texts
             .iter()
             .map(String::as_str)
             .chain([self.source.as_str()]);
         let guard = Guard::new(tokenizer.control_texts(), all)?;
-        let marked = self.render_guarded(tokenizer, &guard, Guise::Marked, messages, options)?;
+        let marked =
+            self.render_guarded(tokenizer, &guard, GuardMode::Marked, messages, options)?;
         if texts.iter().any(|text| guard.needs_disguise(text)) {
-            let guise = Guise::Disguised;
+            let guise = GuardMode::Disguised;
             let disguised = self.render_guarded(tokenizer, &guard, guise, messages, options)?;
             if control_ids(tokenizer, &marked) != control_ids(tokenizer, &disguised) {
                 return encode_guarded(tokenizer, &guard, &disguised, options.bounds.tokens);
@@ -291,19 +292,20 @@ impl ChatTemplate {
         &self,
         tokenizer: &Tokenizer,
         guard: &Guard<'_>,
-        guise: Guise,
-        messages: &[Message],
+        guise: GuardMode,
+        messages: &[ChatMessage],
         options: &ChatOptions,
     ) -> Result<String, Error> {
-        let change = |message: &Message| self.shape.dress(&change_message(message, guard, guise));
+        let change =
+            |message: &ChatMessage| self.shape.dress(&change_message(message, guard, guise));
         let messages: Vec<Json> = messages.iter().map(change).collect();
-        let variables = change_values(&options.given(), guard, guise);
-        self.render_with(&Names::of(tokenizer), messages, variables, options)
+        let variables = change_values(&options.template_variables(), guard, guise);
+        self.render_with(&BosEosNames::of(tokenizer), messages, variables, options)
     }
 
     fn render_with(
         &self,
-        names: &Names<'_>,
+        names: &BosEosNames<'_>,
         messages: Vec<Json>,
         variables: Map<String, Json>,
         options: &ChatOptions,
@@ -317,7 +319,7 @@ impl ChatTemplate {
         );
         all.insert("bos_token".into(), names.bos.into());
         all.insert("eos_token".into(), names.eos.into());
-        let job = Job {
+        let job = RenderInput {
             variables: all,
             now_unix_s: options.now_unix_s,
             output_bytes_max: options.bounds.text_bytes,
@@ -328,7 +330,7 @@ impl ChatTemplate {
 
 impl ChatOptions {
     /// All that the caller gives to the template besides the messages.
-    fn given(&self) -> Map<String, Json> {
+    fn template_variables(&self) -> Map<String, Json> {
         let mut given = self.variables.clone();
         if !self.tools.is_empty() {
             given.insert("tools".into(), self.tools.clone().into());
@@ -344,12 +346,12 @@ fn defaults() -> Map<String, Json> {
 }
 
 /// Names by which the template calls BOS and EOS; empty if the model has none.
-struct Names<'a> {
+struct BosEosNames<'a> {
     bos: &'a str,
     eos: &'a str,
 }
 
-impl<'a> Names<'a> {
+impl<'a> BosEosNames<'a> {
     fn of(tokenizer: &'a Tokenizer) -> Self {
         let name = |id: Option<u32>| id.and_then(|id| tokenizer.token_text(id));
         Self {
@@ -360,18 +362,18 @@ impl<'a> Names<'a> {
 }
 
 /// The texts of a message changed, but not its role.
-fn change_message(message: &Message, guard: &Guard<'_>, guise: Guise) -> Message {
-    let other = |text: &String| guard.change(text, guise, Place::Other);
+fn change_message(message: &ChatMessage, guard: &Guard<'_>, guise: GuardMode) -> ChatMessage {
+    let other = |text: &String| guard.change(text, guise, TextKind::Other);
     let call = |call: &ToolCall| ToolCall {
         id: other(&call.id),
         name: other(&call.name),
         arguments: guard.change_json(&call.arguments, guise),
     };
-    Message {
+    ChatMessage {
         role: message.role.clone(),
-        content: guard.change(&message.content, guise, Place::Content),
+        content: guard.change(&message.content, guise, TextKind::Content),
         reasoning: (message.reasoning.as_deref())
-            .map(|text| guard.change(text, guise, Place::Content)),
+            .map(|text| guard.change(text, guise, TextKind::Content)),
         tool_calls: message.tool_calls.iter().map(call).collect(),
         tool_call_id: message.tool_call_id.as_ref().map(other),
         name: message.name.as_ref().map(other),
@@ -380,20 +382,24 @@ fn change_message(message: &Message, guard: &Guard<'_>, guise: Guise) -> Message
 }
 
 /// Keys are words of the template and not changed at this level.
-fn change_values(map: &Map<String, Json>, guard: &Guard<'_>, guise: Guise) -> Map<String, Json> {
+fn change_values(
+    map: &Map<String, Json>,
+    guard: &Guard<'_>,
+    guise: GuardMode,
+) -> Map<String, Json> {
     let change = |(key, value): (&String, &Json)| (key.clone(), guard.change_json(value, guise));
     map.iter().map(change).collect()
 }
 
 /// Everything that the caller put into a conversation, as text.
-fn texts_of(messages: &[Message], variables: &Map<String, Json>) -> Vec<String> {
+fn texts_of(messages: &[ChatMessage], variables: &Map<String, Json>) -> Vec<String> {
     let json = |map: &Map<String, Json>| {
         (!map.is_empty()).then(|| serde_json::to_string(map).unwrap_or_default())
     };
-    let calls = |m: &Message| {
+    let calls = |m: &ChatMessage| {
         (!m.tool_calls.is_empty()).then(|| serde_json::to_string(&m.tool_calls).unwrap_or_default())
     };
-    let message = |m: &Message| {
+    let message = |m: &ChatMessage| {
         let plain = [
             Some(&m.content),
             m.reasoning.as_ref(),

@@ -8,7 +8,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Rest;
 use minijinja::{Environment, ErrorKind, Value};
 
-use super::{Failure, depth, json};
+use super::{TemplateError, depth, json};
 use crate::panics;
 
 /// Longest template: the longest known (with tools, dates and thinking) have 20 KB.
@@ -40,9 +40,9 @@ struct Raised(String);
 ///   nothing.
 ///
 /// There is no loader: a template sees no file.
-pub(super) fn compile(source: &str) -> Result<Environment<'static>, Failure> {
+pub(super) fn compile(source: &str) -> Result<Environment<'static>, TemplateError> {
     if source.len() > MAX_TEMPLATE_BYTES {
-        return Err(Failure::TooLong {
+        return Err(TemplateError::TooLong {
             size: source.len(),
             limit: MAX_TEMPLATE_BYTES,
         });
@@ -104,15 +104,15 @@ fn without_generation(source: &str) -> String {
     out + rest
 }
 
-fn syntax_error(error: minijinja::Error) -> Failure {
-    Failure::Syntax {
+fn syntax_error(error: minijinja::Error) -> TemplateError {
+    TemplateError::Syntax {
         line: error.line().unwrap_or(0),
         reason: reason_of(&error),
     }
 }
 
-const fn panicked(message: String) -> Failure {
-    Failure::Panicked { message }
+const fn panicked(message: String) -> TemplateError {
+    TemplateError::Panicked { message }
 }
 
 fn reason_of(error: &minijinja::Error) -> String {
@@ -126,31 +126,31 @@ pub(super) fn render(
     env: &Environment<'_>,
     context: Value,
     limit: usize,
-) -> Result<String, Failure> {
+) -> Result<String, TemplateError> {
     let template = env.get_template(NAME).map_err(syntax_error)?;
     let mut out = Limited::new(limit.min(MAX_OUTPUT_BYTES));
     let ended = panics::catch(|| template.render_captured_to(context, &mut out));
     match ended.map_err(panicked)? {
         Ok(_) => Ok(String::from_utf8(out.bytes).expect("templates write text")),
-        Err(_) if out.is_full => Err(Failure::OutputTooLong { limit: out.limit }),
+        Err(_) if out.is_full => Err(TemplateError::OutputTooLong { limit: out.limit }),
         Err(error) => Err(render_error(&error)),
     }
 }
 
-fn render_error(error: &minijinja::Error) -> Failure {
+fn render_error(error: &minijinja::Error) -> TemplateError {
     if error.kind() == ErrorKind::OutOfFuel {
-        return Failure::TooManySteps { limit: MAX_FUEL };
+        return TemplateError::TooManySteps { limit: MAX_FUEL };
     }
     let mut source = error.source();
     while let Some(cause) = source {
         if let Some(Raised(message)) = cause.downcast_ref() {
-            return Failure::Raised {
+            return TemplateError::Raised {
                 message: message.clone(),
             };
         }
         source = cause.source();
     }
-    Failure::Render {
+    TemplateError::Render {
         line: error.line().unwrap_or(0),
         reason: reason_of(error),
     }

@@ -1,6 +1,6 @@
 //! Reads the pieces of a GGUF header from a slice, checking each against the bytes that are left.
 
-use super::{Array, Error, Value, ValueType};
+use super::{Array, Error, MetadataValue, ValueType};
 
 /// Longest key or tensor name: `docs/gguf.md` allows keys of 2^16 - 1 bytes; llama.cpp's limit for
 /// tensor names is 64, some forks have more.
@@ -140,22 +140,22 @@ impl<'a> Cursor<'a> {
     }
 
     /// The type and the value of the metadata entry `key`.
-    pub(super) fn value(&mut self, key: &str) -> Result<Value, Error> {
+    pub(super) fn value(&mut self, key: &str) -> Result<MetadataValue, Error> {
         const WHAT: &str = "metadata value";
         Ok(match self.value_type(key)? {
-            ValueType::U8 => Value::U8(u8::from_le_bytes(self.array(WHAT)?)),
-            ValueType::I8 => Value::I8(i8::from_le_bytes(self.array(WHAT)?)),
-            ValueType::U16 => Value::U16(u16::from_le_bytes(self.array(WHAT)?)),
-            ValueType::I16 => Value::I16(i16::from_le_bytes(self.array(WHAT)?)),
-            ValueType::U32 => Value::U32(self.u32(WHAT)?),
-            ValueType::I32 => Value::I32(i32::from_le_bytes(self.array(WHAT)?)),
-            ValueType::F32 => Value::F32(f32::from_le_bytes(self.array(WHAT)?)),
-            ValueType::Bool => Value::Bool(self.bool()?),
-            ValueType::String => Value::String(self.string(WHAT)?.to_owned()),
-            ValueType::Array => Value::Array(self.array_value(key, 1)?),
-            ValueType::U64 => Value::U64(self.u64(WHAT)?),
-            ValueType::I64 => Value::I64(i64::from_le_bytes(self.array(WHAT)?)),
-            ValueType::F64 => Value::F64(f64::from_le_bytes(self.array(WHAT)?)),
+            ValueType::U8 => MetadataValue::U8(u8::from_le_bytes(self.array(WHAT)?)),
+            ValueType::I8 => MetadataValue::I8(i8::from_le_bytes(self.array(WHAT)?)),
+            ValueType::U16 => MetadataValue::U16(u16::from_le_bytes(self.array(WHAT)?)),
+            ValueType::I16 => MetadataValue::I16(i16::from_le_bytes(self.array(WHAT)?)),
+            ValueType::U32 => MetadataValue::U32(self.u32(WHAT)?),
+            ValueType::I32 => MetadataValue::I32(i32::from_le_bytes(self.array(WHAT)?)),
+            ValueType::F32 => MetadataValue::F32(f32::from_le_bytes(self.array(WHAT)?)),
+            ValueType::Bool => MetadataValue::Bool(self.bool()?),
+            ValueType::String => MetadataValue::String(self.string(WHAT)?.to_owned()),
+            ValueType::Array => MetadataValue::Array(self.array_value(key, 1)?),
+            ValueType::U64 => MetadataValue::U64(self.u64(WHAT)?),
+            ValueType::I64 => MetadataValue::I64(i64::from_le_bytes(self.array(WHAT)?)),
+            ValueType::F64 => MetadataValue::F64(f64::from_le_bytes(self.array(WHAT)?)),
         })
     }
 

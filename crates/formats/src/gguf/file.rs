@@ -17,7 +17,7 @@ use crate::tensor::{Arrivals, MappedBytes, Tensor};
 /// demands of the files. Cheap to share by reference between threads.
 #[derive(Debug)]
 pub struct Gguf {
-    parts: Vec<Part>,
+    parts: Vec<SplitFile>,
     metadata: Metadata,
     tensors: Vec<TensorInfo>,
     index: NameIndex,
@@ -25,7 +25,7 @@ pub struct Gguf {
 
 /// A file of the model: the only one, or a part.
 #[derive(Debug)]
-struct Part {
+struct SplitFile {
     path: PathBuf,
     bytes: MappedBytes,
 }
@@ -63,10 +63,10 @@ impl Gguf {
         arrivals: Arc<dyn Arrivals>,
     ) -> Result<Self, Error> {
         let path = path.as_ref();
-        let (Part { path, bytes }, header) = open_part(path)?;
+        let (SplitFile { path, bytes }, header) = open_part(path)?;
         let bytes = bytes.arriving(arrivals);
         let shown = path.clone();
-        let whole = Self::assemble(vec![(Part { path, bytes }, header)]);
+        let whole = Self::assemble(vec![(SplitFile { path, bytes }, header)]);
         whole.map_err(|e| e.in_file(&shown))
     }
 
@@ -88,7 +88,7 @@ impl Gguf {
     }
 
     /// Joins the tensor tables of all parts.
-    fn assemble(opened: Vec<(Part, Header)>) -> Result<Self, Error> {
+    fn assemble(opened: Vec<(SplitFile, Header)>) -> Result<Self, Error> {
         let (mut parts, mut metadata, mut tensors) = (Vec::new(), None, Vec::new());
         for (no, (part, header)) in opened.into_iter().enumerate() {
             let (own_metadata, mut own_tensors) = header.into_parts();
@@ -186,12 +186,12 @@ impl Gguf {
 const TENSORS_KEY: &str = "split.tensors.count";
 
 /// Maps one file and reads its header.
-fn open_part(path: &Path) -> Result<(Part, Header), Error> {
+fn open_part(path: &Path) -> Result<(SplitFile, Header), Error> {
     let open = || {
         let bytes = MappedBytes::open(path)?;
         let header = Header::parse(&bytes)?;
         Ok((
-            Part {
+            SplitFile {
                 path: path.to_owned(),
                 bytes,
             },

@@ -1,6 +1,6 @@
 //! The key-value half of a GGUF header.
 
-use super::{Array, Error, Value};
+use super::{Array, Error, MetadataValue};
 use crate::name_index::NameIndex;
 
 /// Metadata of a model, in file order; keys are unique.
@@ -11,11 +11,11 @@ use crate::name_index::NameIndex;
 /// accepted where it fits.
 #[derive(Clone, Debug, Default)]
 pub struct Metadata {
-    entries: Vec<(String, Value)>,
+    entries: Vec<(String, MetadataValue)>,
     index: NameIndex,
 }
 
-fn key_of(entry: &(String, Value)) -> &str {
+fn key_of(entry: &(String, MetadataValue)) -> &str {
     &entry.0
 }
 
@@ -24,7 +24,7 @@ impl Metadata {
     ///
     /// # Errors
     /// [`Error::DuplicateKey`].
-    pub fn from_entries(entries: Vec<(String, Value)>) -> Result<Self, Error> {
+    pub fn from_entries(entries: Vec<(String, MetadataValue)>) -> Result<Self, Error> {
         match NameIndex::new(&entries, key_of) {
             Ok(index) => Ok(Self { entries, index }),
             Err(at) => Err(Error::DuplicateKey {
@@ -44,14 +44,14 @@ impl Metadata {
     }
 
     /// All entries in file order.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &Value)> {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &MetadataValue)> {
         self.entries
             .iter()
             .map(|(key, value)| (key.as_str(), value))
     }
 
     /// The value of `key`, of any type.
-    pub fn get(&self, key: &str) -> Option<&Value> {
+    pub fn get(&self, key: &str) -> Option<&MetadataValue> {
         self.index
             .find(&self.entries, key_of, key)
             .map(|(_, value)| value)
@@ -62,7 +62,7 @@ impl Metadata {
         &'a self,
         key: &str,
         expected: &'static str,
-        convert: impl FnOnce(&'a Value) -> Option<T>,
+        convert: impl FnOnce(&'a MetadataValue) -> Option<T>,
     ) -> Result<Option<T>, Error> {
         let Some(value) = self.get(key) else {
             return Ok(None);
@@ -105,30 +105,30 @@ macro_rules! getters {
 
 getters! {
     "string", opt_str, str -> &str, "string",
-        |v| if let Value::String(s) = v { Some(s.as_str()) } else { None };
+        |v| if let MetadataValue::String(s) = v { Some(s.as_str()) } else { None };
     "truth value", opt_bool, bool -> bool, "bool",
-        |v| if let Value::Bool(b) = v { Some(*b) } else { None };
-    "integer of any type", opt_u64, u64 -> u64, "non-negative integer", Value::as_u64;
+        |v| if let MetadataValue::Bool(b) = v { Some(*b) } else { None };
+    "integer of any type", opt_u64, u64 -> u64, "non-negative integer", MetadataValue::as_u64;
     "integer of any type that fits 32 bits", opt_u32, u32 -> u32,
         "non-negative integer below 2^32", |v| v.as_u64()?.try_into().ok();
     "float (`f64` is rounded)", opt_f32, f32 -> f32, "f32 or f64", |v| match *v {
-            Value::F32(x) => Some(x),
-            Value::F64(x) => Some(x as f32),
+            MetadataValue::F32(x) => Some(x),
+            MetadataValue::F64(x) => Some(x as f32),
             _ => None,
         };
     "array", opt_array, array -> &Array, "array",
-        |v| if let Value::Array(a) = v { Some(a) } else { None };
+        |v| if let MetadataValue::Array(a) = v { Some(a) } else { None };
     "array of strings", opt_strs, strs -> &[String], "array of string",
-        |v| if let Value::Array(Array::String(a)) = v { Some(a.as_slice()) } else { None };
+        |v| if let MetadataValue::Array(Array::String(a)) = v { Some(a.as_slice()) } else { None };
     "array of `f32`", opt_f32s, f32s -> &[f32], "array of f32",
-        |v| if let Value::Array(Array::F32(a)) = v { Some(a.as_slice()) } else { None };
+        |v| if let MetadataValue::Array(Array::F32(a)) = v { Some(a.as_slice()) } else { None };
     "array of `i32`", opt_i32s, i32s -> &[i32], "array of i32",
-        |v| if let Value::Array(Array::I32(a)) = v { Some(a.as_slice()) } else { None };
+        |v| if let MetadataValue::Array(Array::I32(a)) = v { Some(a.as_slice()) } else { None };
     "array of truth values", opt_bools, bools -> &[bool], "array of bool",
-        |v| if let Value::Array(Array::Bool(a)) = v { Some(a.as_slice()) } else { None };
+        |v| if let MetadataValue::Array(Array::Bool(a)) = v { Some(a.as_slice()) } else { None };
     "array of integers of any type (a copy)", opt_u64s, u64s -> Vec<u64>,
         "array of non-negative integers",
-        |v| if let Value::Array(a) = v { a.to_u64s() } else { None };
+        |v| if let MetadataValue::Array(a) = v { a.to_u64s() } else { None };
 }
 
 #[cfg(test)]
@@ -138,15 +138,18 @@ mod tests {
     fn sample() -> Metadata {
         let entry = |key: &str, value| (key.to_owned(), value);
         Metadata::from_entries(vec![
-            entry("name", Value::String("tiny".into())),
-            entry("layers", Value::I32(30)),
-            entry("minus", Value::I8(-1)),
-            entry("big", Value::U64(1 << 32)),
-            entry("eps", Value::F64(1e-5)),
-            entry("flag", Value::Bool(true)),
-            entry("tokens", Value::Array(Array::String(vec!["a".into()]))),
-            entry("scores", Value::Array(Array::F32(vec![0.5]))),
-            entry("heads", Value::Array(Array::U16(vec![9, 3]))),
+            entry("name", MetadataValue::String("tiny".into())),
+            entry("layers", MetadataValue::I32(30)),
+            entry("minus", MetadataValue::I8(-1)),
+            entry("big", MetadataValue::U64(1 << 32)),
+            entry("eps", MetadataValue::F64(1e-5)),
+            entry("flag", MetadataValue::Bool(true)),
+            entry(
+                "tokens",
+                MetadataValue::Array(Array::String(vec!["a".into()])),
+            ),
+            entry("scores", MetadataValue::Array(Array::F32(vec![0.5]))),
+            entry("heads", MetadataValue::Array(Array::U16(vec![9, 3]))),
         ])
         .unwrap()
     }
@@ -200,8 +203,8 @@ mod tests {
     #[test]
     fn duplicate_keys_are_refused() {
         let twice = vec![
-            ("k".to_owned(), Value::U8(0)),
-            ("k".to_owned(), Value::U8(0)),
+            ("k".to_owned(), MetadataValue::U8(0)),
+            ("k".to_owned(), MetadataValue::U8(0)),
         ];
         let error = Metadata::from_entries(twice).unwrap_err();
         assert_eq!(error.to_string(), "metadata key k occurs twice");

@@ -39,4 +39,4 @@ pub use file::Gguf;
 pub use header::Header;
 pub use metadata::Metadata;
 pub use tensor_info::TensorInfo;
-pub use value::{Array, Value, ValueType};
+pub use value::{Array, MetadataValue, ValueType};

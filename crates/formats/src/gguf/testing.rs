@@ -7,14 +7,14 @@ use std::path::Path;
 
 use paceline_base::BlockType;
 
-use super::{Array, Value};
+use super::{Array, MetadataValue};
 
 /// A GGUF file in the making; builder methods take and give the value.
 #[derive(Clone, Debug)]
-pub struct Writer {
+pub struct GgufWriter {
     version: u32,
     alignment: u64,
-    entries: Vec<(String, Value)>,
+    entries: Vec<(String, MetadataValue)>,
     tensors: Vec<RawTensor>,
 }
 
@@ -27,13 +27,13 @@ struct RawTensor {
     bytes: Vec<u8>,
 }
 
-impl Default for Writer {
+impl Default for GgufWriter {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Writer {
+impl GgufWriter {
     /// An empty file of version 3 with the default alignment of 32.
     pub fn new() -> Self {
         Self {
@@ -60,7 +60,7 @@ impl Writer {
 
     /// Adds a metadata entry.
     #[must_use]
-    pub fn meta(mut self, key: &str, value: impl Into<Value>) -> Self {
+    pub fn meta(mut self, key: &str, value: impl Into<MetadataValue>) -> Self {
         self.entries.push((key.to_owned(), value.into()));
         self
     }
@@ -157,21 +157,21 @@ fn put_string(out: &mut Vec<u8>, text: &str) {
     out.extend(text.as_bytes());
 }
 
-fn put_value(out: &mut Vec<u8>, value: &Value) {
+fn put_value(out: &mut Vec<u8>, value: &MetadataValue) {
     match value {
-        Value::U8(v) => out.push(*v),
-        Value::I8(v) => out.extend(v.to_le_bytes()),
-        Value::U16(v) => out.extend(v.to_le_bytes()),
-        Value::I16(v) => out.extend(v.to_le_bytes()),
-        Value::U32(v) => out.extend(v.to_le_bytes()),
-        Value::I32(v) => out.extend(v.to_le_bytes()),
-        Value::F32(v) => out.extend(v.to_le_bytes()),
-        Value::Bool(v) => out.push((*v).into()),
-        Value::String(v) => put_string(out, v),
-        Value::Array(v) => put_array(out, v),
-        Value::U64(v) => out.extend(v.to_le_bytes()),
-        Value::I64(v) => out.extend(v.to_le_bytes()),
-        Value::F64(v) => out.extend(v.to_le_bytes()),
+        MetadataValue::U8(v) => out.push(*v),
+        MetadataValue::I8(v) => out.extend(v.to_le_bytes()),
+        MetadataValue::U16(v) => out.extend(v.to_le_bytes()),
+        MetadataValue::I16(v) => out.extend(v.to_le_bytes()),
+        MetadataValue::U32(v) => out.extend(v.to_le_bytes()),
+        MetadataValue::I32(v) => out.extend(v.to_le_bytes()),
+        MetadataValue::F32(v) => out.extend(v.to_le_bytes()),
+        MetadataValue::Bool(v) => out.push((*v).into()),
+        MetadataValue::String(v) => put_string(out, v),
+        MetadataValue::Array(v) => put_array(out, v),
+        MetadataValue::U64(v) => out.extend(v.to_le_bytes()),
+        MetadataValue::I64(v) => out.extend(v.to_le_bytes()),
+        MetadataValue::F64(v) => out.extend(v.to_le_bytes()),
     }
 }
 
@@ -198,7 +198,7 @@ fn put_array(out: &mut Vec<u8>, array: &Array) {
 /// Conversions from Rust types, so that tests need not name the variants.
 macro_rules! from {
     ($($t:ty => $make:expr;)*) => {
-        $(impl From<$t> for Value {
+        $(impl From<$t> for MetadataValue {
             fn from(value: $t) -> Self {
                 $make(value)
             }
@@ -226,7 +226,7 @@ from! {
     Vec<bool> => |v| Self::Array(Array::Bool(v));
 }
 
-impl<const N: usize> From<[&str; N]> for Value {
+impl<const N: usize> From<[&str; N]> for MetadataValue {
     fn from(value: [&str; N]) -> Self {
         Self::Array(Array::String(value.map(str::to_owned).into()))
     }

@@ -85,7 +85,7 @@ impl fmt::Display for ValueType {
 /// A metadata value.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs, reason = "the names are the format's own")]
-pub enum Value {
+pub enum MetadataValue {
     U8(u8),
     I8(i8),
     U16(u16),
@@ -101,7 +101,7 @@ pub enum Value {
     F64(f64),
 }
 
-impl Value {
+impl MetadataValue {
     pub fn value_type(&self) -> ValueType {
         match self {
             Self::U8(_) => ValueType::U8,

@@ -17,7 +17,7 @@
 use paceline_base::BlockType;
 
 use super::{Error, HfFolder};
-use crate::mlx::{Part, Quantised};
+use crate::mlx::{Quantised, UncheckedTensor};
 use crate::tensor::{MappedBytes, Tensor};
 
 /// Bytes of the values of a block.
@@ -25,7 +25,7 @@ const VALUES: usize = 16;
 
 /// Selects a part of a stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wanted {
+pub struct StackSlice {
     pub index: usize,
     /// Experts in the stack.
     pub of: usize,
@@ -41,7 +41,7 @@ impl HfFolder {
     /// # Errors
     /// [`Error::MissingTensor`], [`Error::QuantisedDtype`], [`Error::Stack`], [`Error::Memory`];
     /// [`Error::Weights`] for floats of a type that paceline does not read.
-    pub fn stacked(&self, name: &str, wanted: Wanted) -> Result<Tensor, Error> {
+    pub fn stacked(&self, name: &str, wanted: StackSlice) -> Result<Tensor, Error> {
         match self.part(&format!("{name}_blocks")) {
             Some(blocks) => self.stacked_mxfp4(name, &blocks, wanted),
             None => self.stacked_floats(name, wanted),
@@ -53,7 +53,7 @@ impl HfFolder {
     ///
     /// # Errors
     /// Those of [`stacked`](Self::stacked).
-    pub fn stacked_rows(&self, name: &str, wanted: Wanted) -> Result<Tensor, Error> {
+    pub fn stacked_rows(&self, name: &str, wanted: StackSlice) -> Result<Tensor, Error> {
         let stack = self.tensor(name)?;
         let shape = match stack.shape[..] {
             [rows, outputs] if wanted.of > 0 && rows.is_multiple_of(wanted.of) => {
@@ -94,7 +94,12 @@ impl HfFolder {
         })
     }
 
-    fn stacked_mxfp4(&self, name: &str, blocks: &Part, wanted: Wanted) -> Result<Tensor, Error> {
+    fn stacked_mxfp4(
+        &self,
+        name: &str,
+        blocks: &UncheckedTensor,
+        wanted: StackSlice,
+    ) -> Result<Tensor, Error> {
         let scales_name = format!("{name}_scales");
         let scales = self
             .part(&scales_name)
@@ -137,7 +142,7 @@ impl HfFolder {
         self.filled(name, BlockType::MXFP4, shape, rows * groups * size, fill)
     }
 
-    fn stacked_floats(&self, name: &str, wanted: Wanted) -> Result<Tensor, Error> {
+    fn stacked_floats(&self, name: &str, wanted: StackSlice) -> Result<Tensor, Error> {
         let stack = self.tensor(name)?;
         let [experts, inputs, outputs] = stack.shape[..] else {
             return Err(self.stack(name.to_owned(), &stack.shape, "three sizes"));
@@ -150,7 +155,7 @@ impl HfFolder {
         &self,
         stack: &Tensor,
         [experts, inputs, outputs]: [usize; 3],
-        wanted: Wanted,
+        wanted: StackSlice,
     ) -> Result<Tensor, Error> {
         let rows = self.rows_of(&stack.name, &stack.shape, [experts, outputs], wanted)?;
         let size = stack.block_type.bytes();
@@ -178,7 +183,7 @@ impl HfFolder {
         name: &str,
         shape: &[usize],
         [experts, outputs]: [usize; 2],
-        wanted: Wanted,
+        wanted: StackSlice,
     ) -> Result<usize, Error> {
         if experts != wanted.of || wanted.index >= experts {
             return Err(self.stack(

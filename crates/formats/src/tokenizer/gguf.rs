@@ -8,8 +8,8 @@ use super::json;
 use super::pretokenize::Scheme;
 use super::spm::Spm;
 use super::vocab::{Kind, Spelling, Vocab};
-use super::{Algorithm, Error, Parts, Tokenizer};
-use crate::gguf::{Metadata, Value};
+use super::{Algorithm, Error, Tokenizer, TokenizerParts};
+use crate::gguf::{Metadata, MetadataValue};
 
 const MODEL: &str = "tokenizer.ggml.model";
 const PRE: &str = "tokenizer.ggml.pre";
@@ -187,7 +187,7 @@ fn finish(
         .map(|(id, text, kind)| (kind, Special::plain(id, text)));
     let is_cut = |kind| matches!(kind, Kind::Control | Kind::Unknown | Kind::UserDefined);
     let specials = specials.filter(|(kind, _)| is_cut(*kind)).collect();
-    Tokenizer::assemble(Parts {
+    Tokenizer::assemble(TokenizerParts {
         vocab,
         algorithm,
         specials,
@@ -202,7 +202,12 @@ fn finish(
 
 /// The id under `key`. Writers put a negative id or one outside the vocabulary for "none".
 fn special_id(metadata: &Metadata, key: &str, vocab: &Vocab) -> Result<Option<u32>, Error> {
-    if let Some(Value::I8(_) | Value::I16(_) | Value::I32(_) | Value::I64(_)) = metadata.get(key)
+    if let Some(
+        MetadataValue::I8(_)
+        | MetadataValue::I16(_)
+        | MetadataValue::I32(_)
+        | MetadataValue::I64(_),
+    ) = metadata.get(key)
         && metadata.opt_u64(key).is_err()
     {
         return Ok(None);

@@ -23,7 +23,7 @@ use tokenizers::{Encoding, ModelWrapper, NormalizedString, Token};
 
 use super::fragments::{Cutter, Fragment, Special};
 use super::vocab::{Kind, Spelling, Vocab, byte_token};
-use super::{Algorithm, Error, Parts, Tokenizer, ends};
+use super::{Algorithm, Error, Tokenizer, TokenizerParts, ends};
 use crate::{bounded, panics};
 
 /// Largest `tokenizer.json` that is read: seven times Gemma's (33 MB), the largest known.
@@ -110,7 +110,7 @@ fn build(inner: tokenizers::Tokenizer, config: &Config) -> Result<Tokenizer, Err
     let named = config.end_ids.iter().copied().chain(eos).filter(known);
     let ends = ends::find(vocab.iter(), named);
     let space_prefix = strips_space(&decoder);
-    Tokenizer::assemble(Parts {
+    Tokenizer::assemble(TokenizerParts {
         algorithm: Algorithm::Json(Box::new(Pipeline {
             inner,
             space_prefix,

@@ -200,7 +200,7 @@ enum Algorithm {
 }
 
 /// Parts of a tokenizer that a reader has found.
-struct Parts {
+struct TokenizerParts {
     vocab: Vocab,
     algorithm: Algorithm,
     specials: Vec<(Kind, Special)>,
@@ -248,7 +248,7 @@ impl Tokenizer {
         json::read_bytes(bytes)
     }
 
-    fn assemble(parts: Parts) -> Result<Self, Error> {
+    fn assemble(parts: TokenizerParts) -> Result<Self, Error> {
         let pick = |wanted: &dyn Fn(Kind) -> bool| {
             let specials = parts.specials.iter().filter(|(kind, _)| wanted(*kind));
             Cutter::new(specials.map(|(_, special)| special.clone()).collect())

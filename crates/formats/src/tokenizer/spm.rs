@@ -47,7 +47,7 @@ const NONE: u32 = u32::MAX;
 
 /// Two neighbours that could be joined; the greatest goes first.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Pair {
+struct MergeCandidate {
     order: i32,
     left: Reverse<u32>,
     right: u32,
@@ -149,7 +149,7 @@ struct Merge<'a> {
     vocab: &'a Vocab,
     text: &'a str,
     symbols: Vec<Symbol>,
-    queue: BinaryHeap<Pair>,
+    queue: BinaryHeap<MergeCandidate>,
 }
 
 impl<'a> Merge<'a> {
@@ -209,7 +209,7 @@ impl<'a> Merge<'a> {
         let (l, r) = (self.symbols[left as usize], self.symbols[right as usize]);
         let len = l.len + r.len;
         if let Some(id) = self.spm.index.find(self.vocab, self.slice(l.start, len)) {
-            self.queue.push(Pair {
+            self.queue.push(MergeCandidate {
                 order: self.spm.order[id as usize],
                 left: Reverse(left),
                 right,

@@ -3,7 +3,7 @@
 use serde_json::Value as Json;
 
 use super::tail::tail_of;
-use super::{Family, Syntax, calls};
+use super::{Syntax, ToolCallFormat, calls};
 use crate::grammar::{Constraint, Grammar, Start};
 use crate::tokenizer::Tokenizer;
 
@@ -18,7 +18,7 @@ impl Syntax {
             marker: marker.to_owned(),
         };
         let start = match self.reasoning_end() {
-            _ if self.family() == Some(Family::Harmony) => after(HARMONY_FINAL),
+            _ if self.family() == Some(ToolCallFormat::Harmony) => after(HARMONY_FINAL),
             Some(close) if self.opens_reasoning(&tail_of(tokenizer, prompt)) => after(close),
             _ => Start::Now,
         };

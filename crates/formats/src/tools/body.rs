@@ -1,24 +1,28 @@
 //! The body of a call, in any family's syntax.
 
-use super::elements::Elements;
-use super::gemma::Gemma;
-use super::input::Input;
-use super::named::Named;
-use super::object::Object;
-use super::piece::{Piece, Status};
+use super::elements::ElementCallParser;
+use super::gemma::GemmaCallParser;
+use super::input::UnreadText;
+use super::named::NamedCallParser;
+use super::object::ObjectCallParser;
+use super::piece::{BodyStatus, CallFragment};
 
 /// A call that is being read.
 #[derive(Clone, Debug)]
-pub(super) enum Body {
-    Object(Object),
-    Named(Named),
-    Elements(Elements),
-    Gemma(Gemma),
+pub(super) enum CallBody {
+    Object(ObjectCallParser),
+    Named(NamedCallParser),
+    Elements(ElementCallParser),
+    Gemma(GemmaCallParser),
 }
 
-impl Body {
+impl CallBody {
     /// Reads the available text.
-    pub(super) fn read(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Status {
+    pub(super) fn read(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> BodyStatus {
         let status = match self {
             Self::Object(body) => body.read(input, out),
             Self::Named(body) => body.read(input, out),
@@ -26,7 +30,7 @@ impl Body {
             Self::Gemma(body) => body.read(input, out),
         };
         match status {
-            Status::More if input.is_ended => Status::Bad,
+            BodyStatus::More if input.is_ended => BodyStatus::Bad,
             status => status,
         }
     }

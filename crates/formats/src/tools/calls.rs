@@ -8,8 +8,10 @@ use serde_json::{Value as Json, json};
 
 use super::detect::Syntax;
 use super::form::{Calls, Item};
-use super::{Family, answer, elements, harmony};
-use crate::grammar::{Constraint, Grammar, Span, Start, Unsupported, compilable, relaxed, strict};
+use super::{ToolCallFormat, answer, elements, harmony};
+use crate::grammar::{
+    Constraint, DelimitedSpan, Grammar, Start, Unsupported, compilable, relaxed, strict,
+};
 use crate::tokenizer::{Fragment, Tokenizer};
 
 /// Calls that a request allows.
@@ -69,7 +71,7 @@ impl Syntax {
             return Ok(None);
         };
         // A text that ends before a control token may contain the token's own beginning.
-        let ends_in_control = |form: &elements::Form| {
+        let ends_in_control = |form: &elements::ElementSyntax| {
             let fragments = tokenizer.cut_control(form.value_ends[0]);
             !matches!(fragments.as_slice(), [Fragment::Text(_)])
         };
@@ -80,17 +82,17 @@ impl Syntax {
         if is_free {
             return Ok(None);
         }
-        let is_bare = family == Family::Llama3;
+        let is_bare = family == ToolCallFormat::Llama3;
         let is_whole = rules.is_required || rules.answer.is_some();
         if rules.tools.is_empty() || is_bare && !is_whole {
             return Ok(None);
         }
         // gpt-oss writes a response without calls in a channel of its own.
-        if family == Family::Harmony && rules.answer.is_some() && !rules.is_required {
+        if family == ToolCallFormat::Harmony && rules.answer.is_some() && !rules.is_required {
             return Ok(None);
         }
         // Gemma's grammar holds names and form of calls, and their arguments to no schema yet.
-        let is_formal = family == Family::Gemma4;
+        let is_formal = family == ToolCallFormat::Gemma4;
         if is_formal && rules.tools.iter().any(is_strict) {
             return Ok(None);
         }
@@ -104,7 +106,7 @@ impl Syntax {
         if is_formal {
             relaxed = tools.iter().map(unheld).collect();
         }
-        let writer = Writer {
+        let writer = CallGrammarWriter {
             tokenizer,
             tools: &tools,
             rules,
@@ -164,18 +166,18 @@ fn read(
     }))
 }
 
-struct Writer<'a> {
+struct CallGrammarWriter<'a> {
     tokenizer: &'a Tokenizer,
     tools: &'a [Tool],
     rules: &'a CallRules<'a>,
 }
 
-impl Writer<'_> {
+impl CallGrammarWriter<'_> {
     fn tagged(&self, calls: &Calls, syntax: &Syntax, tail: &str) -> Constraint {
         let body = self.body(calls);
         let lark = |start: &str| format!("start: {start}\n{SPACE}{body}");
         let open = calls.opens[0];
-        let span = syntax.reasoning().map(|(open, close)| Span {
+        let span = syntax.reasoning().map(|(open, close)| DelimitedSpan {
             open: open.to_owned(),
             close: close.to_owned(),
             is_open: syntax.opens_reasoning(tail),
@@ -304,12 +306,12 @@ impl Writer<'_> {
         let begin = self.literal(calls.begin);
         let l = |text: &str| self.literal(text);
         let call = |tool: &Tool, i: usize| match calls.family {
-            Family::KimiK2 => {
+            ToolCallFormat::KimiK2 => {
                 let name = quote(&format!("functions.{}:", tool.name));
                 let (mark, end) = (l("<|tool_call_argument_begin|>"), l("<|tool_call_end|>"));
                 format!("{name} /[0-9]{{1,4}}/ {mark} args{i} {end}")
             }
-            Family::DeepSeekV3 => {
+            ToolCallFormat::DeepSeekV3 => {
                 let (sep, end) = (l("<｜tool▁sep｜>"), l("<｜tool▁call▁end｜>"));
                 let name = quote(&format!("{}\n```json\n", tool.name));
                 format!(
@@ -327,7 +329,7 @@ impl Writer<'_> {
         format!("calls: {many} {close}\ncall: {begin} ({alternatives})\n{arguments}")
     }
 
-    fn elements(&self, calls: &Calls, form: &elements::Form) -> String {
+    fn elements(&self, calls: &Calls, form: &elements::ElementSyntax) -> String {
         let mut rules = String::new();
         let mut names = Vec::new();
         for (i, tool) in self.tools.iter().enumerate() {
@@ -346,7 +348,7 @@ impl Writer<'_> {
 
     /// `paramsI`: the parameters of a tool. A strict tool's are in the order of its schema, others'
     /// in any order.
-    fn parameters(&self, form: &elements::Form, tool: &Tool, i: usize) -> String {
+    fn parameters(&self, form: &elements::ElementSyntax, tool: &Tool, i: usize) -> String {
         let none = serde_json::Map::new();
         let properties = tool.schema["properties"].as_object().unwrap_or(&none);
         let is_required = |name: &str| {
@@ -379,7 +381,7 @@ impl Writer<'_> {
 
     fn parameter(
         &self,
-        form: &elements::Form,
+        form: &elements::ElementSyntax,
         tool: &Tool,
         rule: &str,
         (name, schema): (&str, &Json),
@@ -426,7 +428,7 @@ impl Writer<'_> {
         format!("{rule}: {open} {rule}v WS? {close} WS?\n{value}")
     }
 
-    fn any_parameter(&self, form: &elements::Form, rule: &str) -> String {
+    fn any_parameter(&self, form: &elements::ElementSyntax, rule: &str) -> String {
         let open = self.literal(form.key_open);
         let string = if form.has_attributes {
             quote(" string=\"true\"")
@@ -481,7 +483,7 @@ impl Writer<'_> {
                 start: Start::Lazily {
                     markers: vec!["to=functions.".to_owned()],
                     // Thought text may quote a recipient.
-                    except: Some(Span {
+                    except: Some(DelimitedSpan {
                         open: harmony::MESSAGE.to_owned(),
                         close: harmony::CHANNEL.to_owned(),
                         is_open: false,

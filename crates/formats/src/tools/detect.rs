@@ -6,17 +6,17 @@ use super::elements;
 use super::form::{CALLS, Calls, Item, TAGS, Tags};
 use super::harmony::{self, Harmony};
 use super::named::{self, Header};
-use super::reader::{Reader, ReaderOptions};
+use super::reader::{ReaderOptions, ToolCallParser};
 use super::schema::Parameters;
 use super::tail::tail_of;
-use super::{Family, gemma};
+use super::{ToolCallFormat, gemma};
 use crate::chat::ChatTemplate;
 use crate::tokenizer::Tokenizer;
 
 /// A model's syntax of calls and reasoning.
 #[derive(Clone, Copy, Debug)]
 pub struct Syntax {
-    family: Option<Family>,
+    family: Option<ToolCallFormat>,
     calls: Option<&'static Calls>,
     tags: Option<&'static Tags>,
 }
@@ -42,19 +42,19 @@ impl Syntax {
         Self {
             family,
             calls,
-            tags: tags.filter(|_| family != Some(Family::Harmony)),
+            tags: tags.filter(|_| family != Some(ToolCallFormat::Harmony)),
         }
     }
 
     /// The form of the calls; `None` when the model was not trained to call tools, or in a form
     /// that is not known.
-    pub const fn family(&self) -> Option<Family> {
+    pub const fn family(&self) -> Option<ToolCallFormat> {
         self.family
     }
 
     /// Whether the model may think before it answers.
     pub fn reasons(&self) -> bool {
-        self.tags.is_some() || self.family == Some(Family::Harmony)
+        self.tags.is_some() || self.family == Some(ToolCallFormat::Harmony)
     }
 
     /// Texts around reasoning, where it is in tags.
@@ -104,7 +104,7 @@ impl Syntax {
                 Item::Object | Item::Bare => {}
             }
         }
-        if self.family == Some(Family::Harmony) {
+        if self.family == Some(ToolCallFormat::Harmony) {
             markers.extend([
                 harmony::START,
                 harmony::CHANNEL,
@@ -127,7 +127,7 @@ impl Syntax {
         prompt: &[u32],
         tools: &[Json],
         options: ReaderOptions,
-    ) -> Reader {
+    ) -> ToolCallParser {
         self.reader_after(&tail_of(tokenizer, prompt), tools, options)
     }
 
@@ -137,16 +137,16 @@ impl Syntax {
         prompt: &str,
         tools: &[Json],
         options: ReaderOptions,
-    ) -> Reader {
-        if self.family == Some(Family::Harmony) {
+    ) -> ToolCallParser {
+        if self.family == Some(ToolCallFormat::Harmony) {
             let opened = prompt.rsplit_once(harmony::START).map(|(_, rest)| rest);
             let is_open = |rest: &&str| !rest.contains("<|end|>");
             let machine = Harmony::new(opened.filter(is_open), !tools.is_empty());
-            return Reader::harmony(machine, options);
+            return ToolCallParser::harmony(machine, options);
         }
         let calls = self.calls.filter(|_| !tools.is_empty());
         let is_reasoning = self.opens_reasoning(prompt);
-        Reader::tagged(
+        ToolCallParser::tagged(
             self.tags,
             calls,
             Parameters::of(tools),
@@ -165,7 +165,7 @@ impl Syntax {
     }
 }
 
-fn named_markers(form: &'static named::Form) -> Vec<&'static str> {
+fn named_markers(form: &'static named::NamedCallSyntax) -> Vec<&'static str> {
     let mut markers = vec![form.separator, form.fence];
     // DeepSeek writes the kind of tool before its name.
     markers.extend((form.header == Header::DeepSeek).then_some("<｜tool▁sep｜>"));
@@ -173,7 +173,7 @@ fn named_markers(form: &'static named::Form) -> Vec<&'static str> {
     markers
 }
 
-fn element_markers(form: &'static elements::Form) -> Vec<&'static str> {
+fn element_markers(form: &'static elements::ElementSyntax) -> Vec<&'static str> {
     let mut markers = vec![form.key_open, form.key_end, form.value_open, form.end];
     markers.extend(form.name_ends.iter().chain(form.value_ends));
     // Tokenizers have the mark itself as a token.
@@ -181,21 +181,21 @@ fn element_markers(form: &'static elements::Form) -> Vec<&'static str> {
     markers
 }
 
-fn family_of(source: &str) -> Option<Family> {
+fn family_of(source: &str) -> Option<ToolCallFormat> {
     let has = |marker: &str| source.contains(marker);
     Some(match () {
-        () if has("<|tool_calls_section_begin|>") => Family::KimiK2,
-        () if has("<minimax:tool_call>") => Family::MiniMax,
-        () if has("｜DSML｜") || has("dsml_token") => Family::Dsml,
-        () if has("tool▁calls▁begin") && has("```json") => Family::DeepSeekV3,
-        () if has("tool▁calls▁begin") => Family::DeepSeekV31,
-        () if has(harmony::CHANNEL) && has(harmony::START) => Family::Harmony,
-        () if has("<|tool_call>") => Family::Gemma4,
-        () if has("<arg_key>") => Family::Glm,
-        () if has("<function=") && has("<parameter=") => Family::QwenXml,
-        () if has("[TOOL_CALLS]") => Family::Mistral,
-        () if has("<tool_call>") => Family::JsonTags,
-        () if has("<|python_tag|>") || has("{\"name\": function name") => Family::Llama3,
+        () if has("<|tool_calls_section_begin|>") => ToolCallFormat::KimiK2,
+        () if has("<minimax:tool_call>") => ToolCallFormat::MiniMax,
+        () if has("｜DSML｜") || has("dsml_token") => ToolCallFormat::Dsml,
+        () if has("tool▁calls▁begin") && has("```json") => ToolCallFormat::DeepSeekV3,
+        () if has("tool▁calls▁begin") => ToolCallFormat::DeepSeekV31,
+        () if has(harmony::CHANNEL) && has(harmony::START) => ToolCallFormat::Harmony,
+        () if has("<|tool_call>") => ToolCallFormat::Gemma4,
+        () if has("<arg_key>") => ToolCallFormat::Glm,
+        () if has("<function=") && has("<parameter=") => ToolCallFormat::QwenXml,
+        () if has("[TOOL_CALLS]") => ToolCallFormat::Mistral,
+        () if has("<tool_call>") => ToolCallFormat::JsonTags,
+        () if has("<|python_tag|>") || has("{\"name\": function name") => ToolCallFormat::Llama3,
         () => return None,
     })
 }

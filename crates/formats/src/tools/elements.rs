@@ -8,13 +8,13 @@
 
 use serde_json::Value as Json;
 
-use super::input::{Found, Input};
-use super::piece::{MAX_NAME_BYTES, Piece, Status, name_of};
+use super::input::{MarkerMatch, UnreadText};
+use super::piece::{BodyStatus, CallFragment, MAX_NAME_BYTES, name_of};
 use super::schema::{Parameters, Types};
 
 /// The form of such calls.
 #[derive(Debug)]
-pub(super) struct Form {
+pub(super) struct ElementSyntax {
     /// Texts that end the name of the tool.
     pub(super) name_ends: &'static [&'static str],
     /// Whether that text belongs to what follows.
@@ -49,8 +49,8 @@ enum State {
 
 /// Reads such a call.
 #[derive(Clone, Debug)]
-pub(super) struct Elements {
-    form: &'static Form,
+pub(super) struct ElementCallParser {
+    form: &'static ElementSyntax,
     parameters: Parameters,
     state: State,
     tool: String,
@@ -63,8 +63,8 @@ pub(super) struct Elements {
     n_parameters: usize,
 }
 
-impl Elements {
-    pub(super) fn new(form: &'static Form, parameters: &Parameters) -> Self {
+impl ElementCallParser {
+    pub(super) fn new(form: &'static ElementSyntax, parameters: &Parameters) -> Self {
         Self {
             form,
             parameters: parameters.clone(),
@@ -78,7 +78,11 @@ impl Elements {
         }
     }
 
-    pub(super) fn read(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Status {
+    pub(super) fn read(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> BodyStatus {
         loop {
             let status = match self.state {
                 State::Name(_) => self.read_name(input, out),
@@ -94,27 +98,35 @@ impl Elements {
         }
     }
 
-    fn read_name(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+    fn read_name(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> Option<BodyStatus> {
         let (State::Name(text), form) = (&mut self.state, self.form) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         let which = match read_until(input, form.name_ends, text) {
             Ok(which) => which,
             Err(status) => return Some(status),
         };
         let Some(name) = name_of(text) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         if !form.keeps_name_end {
             input.skip(form.name_ends[which].len());
         }
         self.tool.clone_from(&name);
-        out.push(Piece::Name { name, id: None });
+        out.push(CallFragment::Name { name, id: None });
         self.state = State::Between;
         None
     }
 
-    fn read_between(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+    fn read_between(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> Option<BodyStatus> {
         input.skip_space();
         let form = self.form;
         match (
@@ -131,24 +143,24 @@ impl Elements {
                     input.skip(form.end.len());
                 }
                 let end = if self.n_parameters == 0 { "{}" } else { "}" };
-                out.push(Piece::Arguments(end.to_owned()));
-                Some(Status::Done)
+                out.push(CallFragment::Arguments(end.to_owned()));
+                Some(BodyStatus::Done)
             }
-            (None, _) | (_, None) => Some(Status::More),
-            _ => Some(Status::Bad),
+            (None, _) | (_, None) => Some(BodyStatus::More),
+            _ => Some(BodyStatus::Bad),
         }
     }
 
-    fn read_key(&mut self, input: &mut Input) -> Option<Status> {
+    fn read_key(&mut self, input: &mut UnreadText) -> Option<BodyStatus> {
         let (State::Key(text), form) = (&mut self.state, self.form) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         if let Err(status) = read_until(input, &[form.key_end], text) {
             return Some(status);
         }
         input.skip(form.key_end.len());
         let Some(key) = name_of(text) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         self.types = self.parameters.types(&self.tool, &key);
         self.key = key;
@@ -160,9 +172,9 @@ impl Elements {
         None
     }
 
-    fn read_attributes(&mut self, input: &mut Input) -> Option<Status> {
+    fn read_attributes(&mut self, input: &mut UnreadText) -> Option<BodyStatus> {
         let (State::Attributes(text), form) = (&mut self.state, self.form) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         if let Err(status) = read_until(input, &[form.value_open], text) {
             return Some(status);
@@ -171,7 +183,7 @@ impl Elements {
         if form.has_attributes {
             self.told = Some(!text.contains("string=\"false\""));
         } else if !text.trim().is_empty() {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         }
         self.state = State::ValueStart;
         None
@@ -182,9 +194,13 @@ impl Elements {
         self.told.unwrap_or_else(|| self.types.is_text())
     }
 
-    fn begin_value(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+    fn begin_value(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> Option<BodyStatus> {
         if input.is_empty() {
-            return Some(Status::More);
+            return Some(BodyStatus::More);
         }
         if self.form.trims_line_end && input.rest().starts_with('\n') {
             input.skip(1);
@@ -192,55 +208,63 @@ impl Elements {
         let open = if self.n_parameters == 0 { "{" } else { ", " };
         let quote = if self.is_text() { "\"" } else { "" };
         let key = Json::from(self.key.as_str());
-        out.push(Piece::Arguments(format!("{open}{key}: {quote}")));
+        out.push(CallFragment::Arguments(format!("{open}{key}: {quote}")));
         self.n_parameters += 1;
         self.value.clear();
         self.state = State::Value;
         None
     }
 
-    fn read_value(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+    fn read_value(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> Option<BodyStatus> {
         let (n, end) = match input.find(self.form.value_ends) {
-            Found::Marker { before, which } => (before, Some(which)),
-            Found::None { clear } => (clear, None),
+            MarkerMatch::Marker { before, which } => (before, Some(which)),
+            MarkerMatch::None { clear } => (clear, None),
         };
         let text = input.take(n);
         if self.is_text() {
             let escaped = Json::from(text).to_string();
             let inner = &escaped[1..escaped.len() - 1];
-            out.extend((!inner.is_empty()).then(|| Piece::Arguments(inner.to_owned())));
+            out.extend((!inner.is_empty()).then(|| CallFragment::Arguments(inner.to_owned())));
         } else {
             self.value.push_str(&text);
         }
         let Some(which) = end else {
-            return Some(Status::More);
+            return Some(BodyStatus::More);
         };
         input.skip(self.form.value_ends[which].len());
         let last = match self.told {
             _ if self.is_text() => "\"".to_owned(),
-            Some(_) => told_json(&self.value),
+            Some(_) => json_or_string(&self.value),
             None => self.types.value(&self.value).to_string(),
         };
-        out.push(Piece::Arguments(last));
+        out.push(CallFragment::Arguments(last));
         self.state = State::Between;
         None
     }
 }
 
 /// A value that the model marks as JSON; text if it does not parse.
-fn told_json(text: &str) -> String {
+fn json_or_string(text: &str) -> String {
     let json: Option<Json> = serde_json::from_str(text.trim()).ok();
     json.unwrap_or_else(|| Json::from(text)).to_string()
 }
 
 /// Moves the text before one of `ends` to `text`; which of them follows.
-fn read_until(input: &mut Input, ends: &[&str], text: &mut String) -> Result<usize, Status> {
+fn read_until(
+    input: &mut UnreadText,
+    ends: &[&str],
+    text: &mut String,
+) -> Result<usize, BodyStatus> {
     let (n, end) = match input.find(ends) {
-        Found::Marker { before, which } => (before, Ok(which)),
-        Found::None { clear } => (clear, Err(Status::More)),
+        MarkerMatch::Marker { before, which } => (before, Ok(which)),
+        MarkerMatch::None { clear } => (clear, Err(BodyStatus::More)),
     };
     if text.len() + n > MAX_NAME_BYTES {
-        return Err(Status::Bad);
+        return Err(BodyStatus::Bad);
     }
     text.push_str(&input.take(n));
     end

@@ -1,7 +1,7 @@
 //! The families' syntax of calls and of reasoning, as tables.
 
 use super::named::{self, Header};
-use super::{Family, elements};
+use super::{ToolCallFormat, elements};
 
 /// Tags around reasoning.
 #[derive(Debug)]
@@ -43,8 +43,8 @@ pub(super) enum Item {
     Bare,
     /// A list of objects, or a name with arguments.
     Mistral,
-    Named(&'static named::Form),
-    Elements(&'static elements::Form),
+    Named(&'static named::NamedCallSyntax),
+    Elements(&'static elements::ElementSyntax),
     Gemma,
 }
 
@@ -57,7 +57,7 @@ impl PartialEq for Item {
 /// The form of a family's calls.
 #[derive(Debug)]
 pub(super) struct Calls {
-    pub(super) family: Family,
+    pub(super) family: ToolCallFormat,
     /// Markers that end text and open calls.
     pub(super) opens: &'static [&'static str],
     /// Begins each call; may be empty.
@@ -66,10 +66,10 @@ pub(super) struct Calls {
     pub(super) close: &'static str,
     pub(super) item: Item,
     /// Another form of the same family.
-    pub(super) second: Option<&'static named::Form>,
+    pub(super) second: Option<&'static named::NamedCallSyntax>,
 }
 
-static QWEN: elements::Form = elements::Form {
+static QWEN: elements::ElementSyntax = elements::ElementSyntax {
     name_ends: &[">"],
     keeps_name_end: false,
     key_open: "<parameter=",
@@ -82,7 +82,7 @@ static QWEN: elements::Form = elements::Form {
     keeps_end: false,
 };
 
-static GLM: elements::Form = elements::Form {
+static GLM: elements::ElementSyntax = elements::ElementSyntax {
     name_ends: &["\n", "<arg_key>", "</tool_call>"],
     keeps_name_end: true,
     key_open: "<arg_key>",
@@ -95,7 +95,7 @@ static GLM: elements::Form = elements::Form {
     keeps_end: true,
 };
 
-static MINIMAX: elements::Form = elements::Form {
+static MINIMAX: elements::ElementSyntax = elements::ElementSyntax {
     name_ends: &["\">"],
     keeps_name_end: false,
     key_open: "<parameter name=\"",
@@ -108,7 +108,7 @@ static MINIMAX: elements::Form = elements::Form {
     keeps_end: false,
 };
 
-static DSML: elements::Form = elements::Form {
+static DSML: elements::ElementSyntax = elements::ElementSyntax {
     name_ends: &["\">"],
     keeps_name_end: false,
     key_open: "<｜DSML｜parameter name=\"",
@@ -121,28 +121,28 @@ static DSML: elements::Form = elements::Form {
     keeps_end: false,
 };
 
-static KIMI: named::Form = named::Form {
+static KIMI: named::NamedCallSyntax = named::NamedCallSyntax {
     header: Header::Kimi,
     separator: "<|tool_call_argument_begin|>",
     fence: "",
     ends: &["<|tool_call_end|>"],
 };
 
-static DEEPSEEK_V3: named::Form = named::Form {
+static DEEPSEEK_V3: named::NamedCallSyntax = named::NamedCallSyntax {
     header: Header::DeepSeek,
     separator: "```json",
     fence: "```",
     ends: &["<｜tool▁call▁end｜>"],
 };
 
-static DEEPSEEK_V31: named::Form = named::Form {
+static DEEPSEEK_V31: named::NamedCallSyntax = named::NamedCallSyntax {
     header: Header::DeepSeek,
     separator: "<｜tool▁sep｜>",
     fence: "",
     ends: &["<｜tool▁call▁end｜>"],
 };
 
-pub(super) static MISTRAL: named::Form = named::Form {
+pub(super) static MISTRAL: named::NamedCallSyntax = named::NamedCallSyntax {
     header: Header::Mistral,
     separator: "[ARGS]",
     fence: "",
@@ -163,7 +163,7 @@ impl Calls {
 
 /// A family without a second form.
 const fn calls(
-    family: Family,
+    family: ToolCallFormat,
     opens: &'static [&'static str],
     (begin, close): (&'static str, &'static str),
     item: Item,
@@ -182,61 +182,61 @@ const fn calls(
 /// All families but harmony.
 pub(super) static CALLS: [Calls; 13] = [
     calls(
-        Family::JsonTags,
+        ToolCallFormat::JsonTags,
         &["<tool_call>"],
         ("{", "</tool_call>"),
         Item::Object,
     ),
     calls(
-        Family::QwenXml,
+        ToolCallFormat::QwenXml,
         &["<tool_call>", "<function="],
         ("<function=", "</tool_call>"),
         Item::Elements(&QWEN),
     ),
     calls(
-        Family::Glm,
+        ToolCallFormat::Glm,
         &["<tool_call>"],
         ("", "</tool_call>"),
         Item::Elements(&GLM),
     ),
     calls(
-        Family::KimiK2,
+        ToolCallFormat::KimiK2,
         &["<|tool_calls_section_begin|>"],
         ("<|tool_call_begin|>", "<|tool_calls_section_end|>"),
         Item::Named(&KIMI),
     ),
     calls(
-        Family::Gemma4,
+        ToolCallFormat::Gemma4,
         &["<|tool_call>"],
         ("call:", "<tool_call|>"),
         Item::Gemma,
     ),
     calls(
-        Family::MiniMax,
+        ToolCallFormat::MiniMax,
         &["<minimax:tool_call>"],
         ("<invoke name=\"", "</minimax:tool_call>"),
         Item::Elements(&MINIMAX),
     ),
     calls(
-        Family::DeepSeekV3,
+        ToolCallFormat::DeepSeekV3,
         &["<｜tool▁calls▁begin｜>"],
         ("<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"),
         Item::Named(&DEEPSEEK_V3),
     ),
     calls(
-        Family::DeepSeekV31,
+        ToolCallFormat::DeepSeekV31,
         &["<｜tool▁calls▁begin｜>"],
         ("<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"),
         Item::Named(&DEEPSEEK_V31),
     ),
     calls(
-        Family::Dsml,
+        ToolCallFormat::Dsml,
         &["<｜DSML｜function_calls>"],
         ("<｜DSML｜invoke name=\"", "</｜DSML｜function_calls>"),
         Item::Elements(&DSML),
     ),
     calls(
-        Family::Dsml,
+        ToolCallFormat::Dsml,
         &["<｜DSML｜tool_calls>"],
         ("<｜DSML｜invoke name=\"", "</｜DSML｜tool_calls>"),
         Item::Elements(&DSML),
@@ -245,12 +245,22 @@ pub(super) static CALLS: [Calls; 13] = [
     Calls {
         second: Some(&MISTRAL),
         ..calls(
-            Family::Mistral,
+            ToolCallFormat::Mistral,
             &["[TOOL_CALLS]"],
             ("[ARGS]", ""),
             Item::Mistral,
         )
     },
-    calls(Family::Mistral, &["[TOOL_CALLS]"], ("", ""), Item::Mistral),
-    calls(Family::Llama3, &["<|python_tag|>"], ("{", ""), Item::Bare),
+    calls(
+        ToolCallFormat::Mistral,
+        &["[TOOL_CALLS]"],
+        ("", ""),
+        Item::Mistral,
+    ),
+    calls(
+        ToolCallFormat::Llama3,
+        &["<|python_tag|>"],
+        ("{", ""),
+        Item::Bare,
+    ),
 ];

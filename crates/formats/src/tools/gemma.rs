@@ -4,9 +4,9 @@
 
 use serde_json::Value as Json;
 
-use super::input::{Found, Input};
-use super::json::{Scanner, Step};
-use super::piece::{MAX_NAME_BYTES, Piece, Status, name_of};
+use super::input::{MarkerMatch, UnreadText};
+use super::json::{JsonScanStatus, Scanner};
+use super::piece::{BodyStatus, CallFragment, MAX_NAME_BYTES, name_of};
 
 const PREFIX: &str = "call:";
 /// Begins and ends a text.
@@ -24,12 +24,12 @@ enum State {
 
 /// Reads such a call.
 #[derive(Clone, Debug)]
-pub(super) struct Gemma {
+pub(super) struct GemmaCallParser {
     state: State,
     scanner: Scanner,
 }
 
-impl Gemma {
+impl GemmaCallParser {
     pub(super) fn new() -> Self {
         Self {
             state: State::Prefix,
@@ -37,7 +37,11 @@ impl Gemma {
         }
     }
 
-    pub(super) fn read(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Status {
+    pub(super) fn read(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> BodyStatus {
         let mut arguments = String::new();
         let status = loop {
             let status = match self.state {
@@ -51,41 +55,45 @@ impl Gemma {
                 break status;
             }
         };
-        out.extend((!arguments.is_empty()).then_some(Piece::Arguments(arguments)));
+        out.extend((!arguments.is_empty()).then_some(CallFragment::Arguments(arguments)));
         status
     }
 
-    fn read_prefix(&mut self, input: &mut Input) -> Option<Status> {
+    fn read_prefix(&mut self, input: &mut UnreadText) -> Option<BodyStatus> {
         match input.starts_with(PREFIX) {
-            None => return Some(Status::More),
-            Some(false) => return Some(Status::Bad),
+            None => return Some(BodyStatus::More),
+            Some(false) => return Some(BodyStatus::Bad),
             Some(true) => input.skip(PREFIX.len()),
         }
         self.state = State::Name(String::new());
         None
     }
 
-    fn read_name(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+    fn read_name(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> Option<BodyStatus> {
         let State::Name(text) = &mut self.state else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         if let Err(status) = read_until(input, '{', text) {
             return Some(status);
         }
         let Some(name) = name_of(text) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
-        out.push(Piece::Name { name, id: None });
+        out.push(CallFragment::Name { name, id: None });
         self.state = State::Outside;
         None
     }
 
-    fn read_outside(&mut self, input: &mut Input, out: &mut String) -> Option<Status> {
+    fn read_outside(&mut self, input: &mut UnreadText, out: &mut String) -> Option<BodyStatus> {
         let Some(next) = input.rest().chars().next() else {
-            return Some(Status::More);
+            return Some(BodyStatus::More);
         };
         match input.starts_with(QUOTE) {
-            None => return Some(Status::More),
+            None => return Some(BodyStatus::More),
             Some(true) => {
                 input.skip(QUOTE.len());
                 self.state = State::Text;
@@ -102,9 +110,9 @@ impl Gemma {
         self.feed(next.encode_utf8(&mut [0; 4]), out)
     }
 
-    fn read_key(&mut self, input: &mut Input, out: &mut String) -> Option<Status> {
+    fn read_key(&mut self, input: &mut UnreadText, out: &mut String) -> Option<BodyStatus> {
         let State::Key(text) = &mut self.state else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         if let Err(status) = read_until(input, ':', text) {
             return Some(status);
@@ -114,17 +122,17 @@ impl Gemma {
         self.feed(&key, out)
     }
 
-    fn read_text(&mut self, input: &mut Input, out: &mut String) -> Option<Status> {
+    fn read_text(&mut self, input: &mut UnreadText, out: &mut String) -> Option<BodyStatus> {
         let (n, is_whole) = match input.find(&[QUOTE]) {
-            Found::Marker { before, .. } => (before, true),
-            Found::None { clear } => (clear, false),
+            MarkerMatch::Marker { before, .. } => (before, true),
+            MarkerMatch::None { clear } => (clear, false),
         };
         let escaped = Json::from(input.take(n)).to_string();
         if let Some(status) = self.feed(&escaped[1..escaped.len() - 1], out) {
             return Some(status);
         }
         if !is_whole {
-            return Some(Status::More);
+            return Some(BodyStatus::More);
         }
         input.skip(QUOTE.len());
         self.state = State::Outside;
@@ -132,12 +140,12 @@ impl Gemma {
     }
 
     /// Adds JSON; the verdict when it ends the arguments.
-    fn feed(&mut self, json: &str, out: &mut String) -> Option<Status> {
+    fn feed(&mut self, json: &str, out: &mut String) -> Option<BodyStatus> {
         for c in json.chars() {
             match self.scanner.push(c, out) {
-                Step::More => {}
-                Step::Done => return Some(Status::Done),
-                Step::DoneBefore | Step::Bad => return Some(Status::Bad),
+                JsonScanStatus::More => {}
+                JsonScanStatus::Done => return Some(BodyStatus::Done),
+                JsonScanStatus::DoneBefore | JsonScanStatus::Bad => return Some(BodyStatus::Bad),
             }
         }
         None
@@ -145,12 +153,12 @@ impl Gemma {
 }
 
 /// Moves the text before `end` to `text`, and leaves `end`.
-fn read_until(input: &mut Input, end: char, text: &mut String) -> Result<(), Status> {
+fn read_until(input: &mut UnreadText, end: char, text: &mut String) -> Result<(), BodyStatus> {
     let found = input.rest().find(end);
     let n = found.unwrap_or(input.rest().len());
     if text.len() + n > MAX_NAME_BYTES {
-        return Err(Status::Bad);
+        return Err(BodyStatus::Bad);
     }
     text.push_str(&input.take(n));
-    found.map(drop).ok_or(Status::More)
+    found.map(drop).ok_or(BodyStatus::More)
 }

@@ -7,10 +7,10 @@
 //!
 //! Source: the harmony response format as OpenAI publishes it with the models.
 
-use super::body::Body;
-use super::input::{Found, Input};
-use super::named::{Form, Header, Named};
-use super::piece::{MAX_NAME_BYTES, Piece, Status, name_of};
+use super::body::CallBody;
+use super::input::{MarkerMatch, UnreadText};
+use super::named::{Header, NamedCallParser, NamedCallSyntax};
+use super::piece::{BodyStatus, CallFragment, MAX_NAME_BYTES, name_of};
 use super::reader::Emitter;
 
 pub(super) const START: &str = "<|start|>";
@@ -19,7 +19,7 @@ pub(super) const MESSAGE: &str = "<|message|>";
 pub(super) const CONSTRAIN: &str = "<|constrain|>";
 const ENDS: [&str; 3] = ["<|end|>", "<|call|>", "<|return|>"];
 
-static CALL: Form = Form {
+static CALL: NamedCallSyntax = NamedCallSyntax {
     header: Header::DeepSeek,
     separator: MESSAGE,
     fence: "",
@@ -33,7 +33,7 @@ enum State {
     Header,
     Reasoning,
     Text,
-    Call(Box<Body>),
+    Call(Box<CallBody>),
     /// A call that could not be read, until its end.
     Broken {
         text: String,
@@ -63,7 +63,7 @@ impl Harmony {
     }
 
     /// Reads on; `false` when more text is needed.
-    pub(super) fn step(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    pub(super) fn step(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         match self.state {
             State::Start => self.read_start(input),
             State::Header => self.read_header(input, emitter),
@@ -73,7 +73,7 @@ impl Harmony {
         }
     }
 
-    fn read_start(&mut self, input: &mut Input) -> bool {
+    fn read_start(&mut self, input: &mut UnreadText) -> bool {
         if input.is_empty() {
             return false;
         }
@@ -87,18 +87,18 @@ impl Harmony {
         true
     }
 
-    fn read_header(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn read_header(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         let marks = [MESSAGE, ENDS[0], ENDS[1], ENDS[2], START];
         let (n, is_whole) = match input.find(&marks) {
-            Found::Marker { before, which: 0 } => (before, true),
-            Found::Marker { before, which } => {
+            MarkerMatch::Marker { before, which: 0 } => (before, true),
+            MarkerMatch::Marker { before, which } => {
                 // No header: text that a model puts between messages.
                 emitter.text(&input.take(before));
                 input.skip(if which < 4 { marks[which].len() } else { 0 });
                 self.state = State::Start;
                 return true;
             }
-            Found::None { clear } => (clear, false),
+            MarkerMatch::None { clear } => (clear, false),
         };
         let is_header = n <= MAX_NAME_BYTES;
         if is_header && !is_whole && !input.is_ended {
@@ -116,7 +116,7 @@ impl Harmony {
         true
     }
 
-    fn open(&mut self, header: &str, input: &mut Input, emitter: &mut Emitter) {
+    fn open(&mut self, header: &str, input: &mut UnreadText, emitter: &mut Emitter) {
         let after = |mark: &str| header.split_once(mark).map(|(_, rest)| rest);
         let word = |text: &str| {
             let end = text.find(|c: char| c.is_whitespace() || c == '<');
@@ -142,16 +142,16 @@ impl Harmony {
             self.state = State::Broken { text, is_started };
             return;
         };
-        emitter.pieces(vec![Piece::Name { name, id: None }]);
-        let body = Body::Named(Named::with_name(&CALL));
+        emitter.pieces(vec![CallFragment::Name { name, id: None }]);
+        let body = CallBody::Named(NamedCallParser::with_name(&CALL));
         self.state = State::Call(Box::new(body));
     }
 
-    fn read_message(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn read_message(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         let marks = [ENDS[0], ENDS[1], ENDS[2], START];
         let (n, mark) = match input.find(&marks) {
-            Found::Marker { before, which } => (before, Some(which)),
-            Found::None { clear } => (clear, None),
+            MarkerMatch::Marker { before, which } => (before, Some(which)),
+            MarkerMatch::None { clear } => (clear, None),
         };
         let text = input.take(n);
         if matches!(self.state, State::Reasoning) {
@@ -170,7 +170,7 @@ impl Harmony {
         true
     }
 
-    fn read_call(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn read_call(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         let State::Call(body) = &mut self.state else {
             return false;
         };
@@ -178,13 +178,13 @@ impl Harmony {
         let status = body.read(input, &mut pieces);
         emitter.pieces(pieces);
         match status {
-            Status::More => return false,
-            Status::Done => {
+            BodyStatus::More => return false,
+            BodyStatus::Done => {
                 emitter.end_call();
                 input.recall();
                 self.state = State::Start;
             }
-            Status::Bad => {
+            BodyStatus::Bad => {
                 let (text, is_started) = (input.recall(), emitter.is_started());
                 self.state = State::Broken { text, is_started };
             }
@@ -192,13 +192,13 @@ impl Harmony {
         true
     }
 
-    fn read_broken(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn read_broken(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         let State::Broken { text, is_started } = &mut self.state else {
             return false;
         };
         let (n, is_over) = match input.find(&ENDS) {
-            Found::Marker { before, which } => (before + ENDS[which].len(), true),
-            Found::None { clear } => (clear, input.is_ended),
+            MarkerMatch::Marker { before, which } => (before + ENDS[which].len(), true),
+            MarkerMatch::None { clear } => (clear, input.is_ended),
         };
         if text.is_empty() {
             text.push_str(&input.recall());

@@ -2,7 +2,7 @@
 
 /// The unread end of a text that arrives in pieces.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Input {
+pub(super) struct UnreadText {
     text: String,
     at: usize,
     /// Nothing will follow.
@@ -13,14 +13,14 @@ pub(super) struct Input {
 
 /// Result of a search for markers at the front of the unread text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(super) enum MarkerMatch {
     /// The marker with index `which`, behind `before` bytes.
     Marker { before: usize, which: usize },
     /// The first `clear` bytes belong to no marker; one may have begun behind them.
     None { clear: usize },
 }
 
-impl Input {
+impl UnreadText {
     pub(super) fn push(&mut self, piece: &str) {
         self.text.drain(..self.at);
         self.at = 0;
@@ -78,7 +78,7 @@ impl Input {
     }
 
     /// The first of `markers` in the unread text; of two that begin at one place the longer.
-    pub(super) fn find(&self, markers: &[&str]) -> Found {
+    pub(super) fn find(&self, markers: &[&str]) -> MarkerMatch {
         let rest = self.rest();
         for (at, _) in rest.char_indices() {
             let tail = &rest[at..];
@@ -88,13 +88,13 @@ impl Input {
             let length = longest.map_or(0, |(_, marker)| marker.len());
             let may_grow = |marker: &&str| marker.len() > tail.len() && marker.starts_with(tail);
             if !self.is_ended && markers.iter().any(|m| m.len() > length && may_grow(m)) {
-                return Found::None { clear: at };
+                return MarkerMatch::None { clear: at };
             }
             if let Some((which, _)) = longest {
-                return Found::Marker { before: at, which };
+                return MarkerMatch::Marker { before: at, which };
             }
         }
-        Found::None { clear: rest.len() }
+        MarkerMatch::None { clear: rest.len() }
     }
 }
 
@@ -102,8 +102,8 @@ impl Input {
 mod tests {
     use super::*;
 
-    fn input(text: &str, is_ended: bool) -> Input {
-        let mut input = Input::default();
+    fn input(text: &str, is_ended: bool) -> UnreadText {
+        let mut input = UnreadText::default();
         input.push(text);
         input.is_ended = is_ended;
         input
@@ -111,8 +111,8 @@ mod tests {
 
     #[test]
     fn markers_are_held_back_until_they_are_certain() {
-        let none = |clear| Found::None { clear };
-        let marker = |before, which| Found::Marker { before, which };
+        let none = |clear| MarkerMatch::None { clear };
+        let marker = |before, which| MarkerMatch::Marker { before, which };
         for (text, is_ended, expected) in [
             ("", false, none(0)),
             ("abc", false, none(3)),

@@ -6,7 +6,7 @@ const MAX_DEPTH: usize = 128;
 
 /// Effect of a character.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum JsonScanStatus {
     /// The value is incomplete.
     More,
     /// The value is complete with this character.
@@ -63,13 +63,13 @@ impl Default for Scanner {
 impl Scanner {
     /// Reads `c` and appends its form in JSON to `out`. That is the character itself, or an escape
     /// for a control character in a string, which JSON forbids and models write.
-    pub(super) fn push(&mut self, c: char, out: &mut String) -> Step {
+    pub(super) fn push(&mut self, c: char, out: &mut String) -> JsonScanStatus {
         if self.expect == Expect::Scalar && !is_scalar(c) {
             if !is_value(&self.scalar) {
-                return Step::Bad;
+                return JsonScanStatus::Bad;
             }
             if self.open.is_empty() {
-                return Step::DoneBefore;
+                return JsonScanStatus::DoneBefore;
             }
             self.expect = Expect::CommaOrEnd;
         }
@@ -77,7 +77,7 @@ impl Scanner {
             return self.push_control(c, out);
         }
         let step = self.step(c);
-        if step != Step::Bad {
+        if step != JsonScanStatus::Bad {
             out.push(c);
         }
         step
@@ -93,25 +93,25 @@ impl Scanner {
         matches!(self.expect, Expect::Key | Expect::KeyOrEnd)
     }
 
-    fn push_control(&mut self, c: char, out: &mut String) -> Step {
+    fn push_control(&mut self, c: char, out: &mut String) -> JsonScanStatus {
         out.push_str(
             serde_json::Value::from(c.to_string())
                 .to_string()
                 .trim_matches('"'),
         );
-        Step::More
+        JsonScanStatus::More
     }
 
-    fn step(&mut self, c: char) -> Step {
+    fn step(&mut self, c: char) -> JsonScanStatus {
         match self.expect {
             Expect::Text { is_key } => self.in_text(c, is_key),
             Expect::Escape { is_key } => {
                 self.expect = match c {
                     'u' => Expect::Hex { is_key, left: 4 },
                     '"' | '\\' | '/' | 'b' | 'f' | 'n' | 'r' | 't' => Expect::Text { is_key },
-                    _ => return Step::Bad,
+                    _ => return JsonScanStatus::Bad,
                 };
-                Step::More
+                JsonScanStatus::More
             }
             Expect::Hex { is_key, left } if c.is_ascii_hexdigit() => {
                 self.expect = match left {
@@ -121,33 +121,33 @@ impl Scanner {
                         left: left - 1,
                     },
                 };
-                Step::More
+                JsonScanStatus::More
             }
-            Expect::Hex { .. } => Step::Bad,
+            Expect::Hex { .. } => JsonScanStatus::Bad,
             Expect::Scalar if is_scalar(c) => {
                 self.scalar.push(c);
                 if self.scalar.len() > MAX_DEPTH {
-                    Step::Bad
+                    JsonScanStatus::Bad
                 } else {
-                    Step::More
+                    JsonScanStatus::More
                 }
             }
-            _ if matches!(c, ' ' | '\t' | '\n' | '\r') => Step::More,
+            _ if matches!(c, ' ' | '\t' | '\n' | '\r') => JsonScanStatus::More,
             expect => self.structure(expect, c),
         }
     }
 
-    const fn in_text(&mut self, c: char, is_key: bool) -> Step {
+    const fn in_text(&mut self, c: char, is_key: bool) -> JsonScanStatus {
         match c {
             '\\' => self.expect = Expect::Escape { is_key },
             '"' if is_key => self.expect = Expect::Colon,
             '"' => return self.complete(),
             _ => {}
         }
-        Step::More
+        JsonScanStatus::More
     }
 
-    fn structure(&mut self, expect: Expect, c: char) -> Step {
+    fn structure(&mut self, expect: Expect, c: char) -> JsonScanStatus {
         use Expect::{Colon, CommaOrEnd, Key, KeyOrEnd, Value, ValueOrEnd};
         match (expect, c) {
             (Value | ValueOrEnd, '{') => self.begin('{', KeyOrEnd),
@@ -164,32 +164,32 @@ impl Scanner {
             (CommaOrEnd, ',') => self.goto(Value),
             (KeyOrEnd | CommaOrEnd, '}') if self.open.last() == Some(&'{') => self.end(),
             (ValueOrEnd | CommaOrEnd, ']') if self.open.last() == Some(&'[') => self.end(),
-            _ => Step::Bad,
+            _ => JsonScanStatus::Bad,
         }
     }
 
-    const fn goto(&mut self, expect: Expect) -> Step {
+    const fn goto(&mut self, expect: Expect) -> JsonScanStatus {
         self.expect = expect;
-        Step::More
+        JsonScanStatus::More
     }
 
-    fn begin(&mut self, bracket: char, expect: Expect) -> Step {
+    fn begin(&mut self, bracket: char, expect: Expect) -> JsonScanStatus {
         if self.open.len() >= MAX_DEPTH {
-            return Step::Bad;
+            return JsonScanStatus::Bad;
         }
         self.open.push(bracket);
         self.goto(expect)
     }
 
-    fn end(&mut self) -> Step {
+    fn end(&mut self) -> JsonScanStatus {
         self.open.pop();
         self.complete()
     }
 
     /// A value inside the whole, or the whole, is complete.
-    const fn complete(&mut self) -> Step {
+    const fn complete(&mut self) -> JsonScanStatus {
         if self.open.is_empty() {
-            return Step::Done;
+            return JsonScanStatus::Done;
         }
         self.goto(Expect::CommaOrEnd)
     }
@@ -208,16 +208,16 @@ fn is_value(text: &str) -> bool {
 /// the value is complete; `None` when it is not JSON.
 pub(super) fn read_value(
     scanner: &mut Scanner,
-    input: &mut super::input::Input,
+    input: &mut super::input::UnreadText,
 ) -> Option<(String, bool)> {
     let (mut out, mut at, mut is_done) = (String::new(), 0, false);
     let rest = input.rest();
     for (start, c) in rest.char_indices() {
         match scanner.push(c, &mut out) {
-            Step::More => at = start + c.len_utf8(),
-            Step::Done => (at, is_done) = (start + c.len_utf8(), true),
-            Step::DoneBefore => is_done = true,
-            Step::Bad => return None,
+            JsonScanStatus::More => at = start + c.len_utf8(),
+            JsonScanStatus::Done => (at, is_done) = (start + c.len_utf8(), true),
+            JsonScanStatus::DoneBefore => is_done = true,
+            JsonScanStatus::Bad => return None,
         }
         if is_done {
             break;
@@ -235,7 +235,7 @@ mod tests {
 
     /// The part of `text` that is read, and whether it was complete; `None` if it is no JSON.
     fn read(text: &str) -> Option<(String, bool)> {
-        let mut input = super::super::input::Input::default();
+        let mut input = super::super::input::UnreadText::default();
         input.push(text);
         input.is_ended = true;
         read_value(&mut Scanner::default(), &mut input)

@@ -38,7 +38,7 @@ mod tail;
 
 pub use calls::{CallGrammar, CallRules};
 pub use detect::Syntax;
-pub use reader::{Reader, ReaderOptions};
+pub use reader::{ReaderOptions, ToolCallParser};
 pub use response::{ResponseError, ResponseTemplate};
 
 /// Meaning of a piece of generated text.
@@ -81,7 +81,7 @@ pub enum Event {
 
 /// The families' forms of calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Family {
+pub enum ToolCallFormat {
     /// `<tool_call>{"name": ..., "arguments": ...}</tool_call>`: Hermes, Qwen 2.5, Qwen 3.
     JsonTags,
     /// `<function=NAME><parameter=KEY>`: Qwen3-Coder, Qwen 3.5 and later, Nemotron 3.

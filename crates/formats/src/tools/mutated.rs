@@ -19,9 +19,9 @@ const MARKS: [&str; 12] = [
 ];
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
-struct Random(u64);
+struct MutationRng(u64);
 
-impl Random {
+impl MutationRng {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -85,19 +85,19 @@ impl Random {
 
 /// Everything that was read of an answer.
 #[derive(Debug, Default, PartialEq)]
-struct Outcome {
+struct ParsedResponse {
     text: String,
     reasoning: String,
     calls: Vec<(String, Map<String, Json>)>,
     failed: usize,
 }
 
-fn outcome(mut reader: Reader, pieces: &[&str]) -> Outcome {
+fn outcome(mut reader: ToolCallParser, pieces: &[&str]) -> ParsedResponse {
     let mut events: Vec<Event> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
     events.extend(reader.finish());
-    let mut out = Outcome {
+    let mut out = ParsedResponse {
         failed: reader.failed_calls(),
-        ..Outcome::default()
+        ..ParsedResponse::default()
     };
     let (mut begun, mut open) = (0, None);
     for event in events {
@@ -127,7 +127,7 @@ fn outcome(mut reader: Reader, pieces: &[&str]) -> Outcome {
 }
 
 /// Makes a reader of one form.
-type Make<'a> = Box<dyn Fn(ReaderOptions) -> Reader + 'a>;
+type Make<'a> = Box<dyn Fn(ReaderOptions) -> ToolCallParser + 'a>;
 
 /// Parsers of every family, and of every response template.
 fn readers(recorded: &Recorded) -> Vec<Make<'_>> {
@@ -156,7 +156,7 @@ fn changed_answers_do_not_depend_on_their_pieces() {
     assert_eq!(readers.len(), 18);
     let seeds = if long() { LONG_SEEDS } else { SEEDS };
     for seed in 0..seeds {
-        let mut random = Random(seed);
+        let mut random = MutationRng(seed);
         let mut text = random.pick(&answers).to_owned();
         for _ in 0..=random.below(4) {
             text = random.changed(&text, &answers);

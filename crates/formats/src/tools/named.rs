@@ -1,8 +1,8 @@
 //! A call as a name, a separator and JSON: Kimi K2, DeepSeek V3, Mistral.
 
-use super::input::{Found, Input};
+use super::input::{MarkerMatch, UnreadText};
 use super::json::{Scanner, read_value};
-use super::piece::{MAX_NAME_BYTES, Piece, Status, name_of};
+use super::piece::{BodyStatus, CallFragment, MAX_NAME_BYTES, name_of};
 
 /// Form of the text before the arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub(super) enum Header {
 
 /// The form of such calls.
 #[derive(Debug)]
-pub(super) struct Form {
+pub(super) struct NamedCallSyntax {
     pub(super) header: Header,
     /// Ends the header.
     pub(super) separator: &'static str,
@@ -37,14 +37,14 @@ enum State {
 
 /// Reads such a call.
 #[derive(Clone, Debug)]
-pub(super) struct Named {
-    form: &'static Form,
+pub(super) struct NamedCallParser {
+    form: &'static NamedCallSyntax,
     state: State,
     is_started: bool,
 }
 
-impl Named {
-    pub(super) const fn new(form: &'static Form) -> Self {
+impl NamedCallParser {
+    pub(super) const fn new(form: &'static NamedCallSyntax) -> Self {
         Self {
             form,
             state: State::Header(String::new()),
@@ -53,14 +53,18 @@ impl Named {
     }
 
     /// A call whose name is known already.
-    pub(super) fn with_name(form: &'static Form) -> Self {
+    pub(super) fn with_name(form: &'static NamedCallSyntax) -> Self {
         Self {
             state: State::Arguments(Scanner::default()),
             ..Self::new(form)
         }
     }
 
-    pub(super) fn read(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Status {
+    pub(super) fn read(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> BodyStatus {
         loop {
             let status = match &mut self.state {
                 State::Header(_) => self.read_header(input, out),
@@ -74,63 +78,71 @@ impl Named {
         }
     }
 
-    fn read_header(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+    fn read_header(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> Option<BodyStatus> {
         let State::Header(header) = &mut self.state else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         let (n, is_whole) = match input.find(&[self.form.separator]) {
-            Found::Marker { before, .. } => (before, true),
-            Found::None { clear } => (clear, false),
+            MarkerMatch::Marker { before, .. } => (before, true),
+            MarkerMatch::None { clear } => (clear, false),
         };
         // Cut at the bound, so that the verdict does not depend on the fragments.
         if header.len() + n > MAX_NAME_BYTES {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         }
         header.push_str(&input.take(n));
         if !is_whole {
-            return Some(Status::More);
+            return Some(BodyStatus::More);
         }
         input.skip(self.form.separator.len());
         let Some(name) = self.form.header.parse(header) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         out.push(name);
         self.state = State::Arguments(Scanner::default());
         None
     }
 
-    fn read_arguments(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+    fn read_arguments(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> Option<BodyStatus> {
         let State::Arguments(scanner) = &mut self.state else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         if !self.is_started {
             input.skip_space();
             let Some(next) = input.rest().chars().next() else {
-                return Some(Status::More);
+                return Some(BodyStatus::More);
             };
             if next != '{' {
-                return Some(Status::Bad);
+                return Some(BodyStatus::Bad);
             }
             self.is_started = true;
         }
         let Some((piece, is_done)) = read_value(scanner, input) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
-        out.extend((!piece.is_empty()).then_some(Piece::Arguments(piece)));
+        out.extend((!piece.is_empty()).then_some(CallFragment::Arguments(piece)));
         if !is_done {
-            return Some(Status::More);
+            return Some(BodyStatus::More);
         }
         self.state = State::Fence;
         None
     }
 
-    fn read_fence(&mut self, input: &mut Input) -> Option<Status> {
+    fn read_fence(&mut self, input: &mut UnreadText) -> Option<BodyStatus> {
         if self.form.ends.is_empty() {
-            return Some(Status::Done);
+            return Some(BodyStatus::Done);
         }
         input.skip_space();
         match input.starts_with(self.form.fence) {
-            None => return Some(Status::More),
+            None => return Some(BodyStatus::More),
             Some(true) => input.skip(self.form.fence.len()),
             Some(false) => {}
         }
@@ -139,7 +151,7 @@ impl Named {
     }
 
     /// The end may be missing where the answer ends: it is a token that ends generation.
-    fn read_end(&self, input: &mut Input) -> Status {
+    fn read_end(&self, input: &mut UnreadText) -> BodyStatus {
         input.skip_space();
         let found = self
             .form
@@ -149,18 +161,22 @@ impl Named {
         let found: Vec<(&&str, Option<bool>)> = found.collect();
         if let Some((end, _)) = found.iter().find(|(_, is_here)| *is_here == Some(true)) {
             input.skip(end.len());
-            return Status::Done;
+            return BodyStatus::Done;
         }
         if input.is_ended && input.is_empty() {
-            return Status::Done;
+            return BodyStatus::Done;
         }
         let may_come = found.iter().any(|(_, is_here)| is_here.is_none());
-        if may_come { Status::More } else { Status::Bad }
+        if may_come {
+            BodyStatus::More
+        } else {
+            BodyStatus::Bad
+        }
     }
 }
 
 impl Header {
-    fn parse(self, header: &str) -> Option<Piece> {
+    fn parse(self, header: &str) -> Option<CallFragment> {
         let header = header.trim();
         match self {
             Self::Kimi => {
@@ -170,14 +186,14 @@ impl Header {
                     _ => name,
                 };
                 let id = Some(header.to_owned());
-                Some(Piece::Name {
+                Some(CallFragment::Name {
                     name: name_of(name)?,
                     id,
                 })
             }
             Self::DeepSeek => {
                 let name = header.rsplit('>').next().unwrap_or(header);
-                Some(Piece::Name {
+                Some(CallFragment::Name {
                     name: name_of(name)?,
                     id: None,
                 })
@@ -187,7 +203,7 @@ impl Header {
                     Some((name, id)) => (name, Some(id.trim().to_owned())),
                     None => (header, None),
                 };
-                Some(Piece::Name {
+                Some(CallFragment::Name {
                     name: name_of(name)?,
                     id,
                 })

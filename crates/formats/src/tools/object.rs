@@ -2,9 +2,9 @@
 
 use serde_json::Value as Json;
 
-use super::input::Input;
+use super::input::UnreadText;
 use super::json::{Scanner, read_value};
-use super::piece::{Piece, Status, name_of};
+use super::piece::{BodyStatus, CallFragment, name_of};
 
 /// Keys that hold the arguments, by family.
 const ARGUMENTS: [&str; 2] = ["arguments", "parameters"];
@@ -24,7 +24,7 @@ enum State {
 
 /// Reads a call that is a JSON object.
 #[derive(Clone, Debug)]
-pub(super) struct Object {
+pub(super) struct ObjectCallParser {
     state: State,
     /// State of the current key or value.
     scanner: Scanner,
@@ -41,7 +41,7 @@ pub(super) struct Object {
     is_strict: bool,
 }
 
-impl Object {
+impl ObjectCallParser {
     /// A call that begins with the next character. `is_strict` for models whose plain responses may
     /// be JSON too.
     pub(super) fn new(is_strict: bool) -> Self {
@@ -58,13 +58,17 @@ impl Object {
         }
     }
 
-    pub(super) fn read(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Status {
+    pub(super) fn read(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> BodyStatus {
         loop {
             if !matches!(self.state, State::Key | State::Value) {
                 input.skip_space();
             }
             let Some(next) = input.rest().chars().next() else {
-                return Status::More;
+                return BodyStatus::More;
             };
             let status = match self.state {
                 State::Key => self.read_key(input),
@@ -80,9 +84,9 @@ impl Object {
     fn punctuation(
         &mut self,
         next: char,
-        input: &mut Input,
-        out: &mut Vec<Piece>,
-    ) -> Option<Status> {
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> Option<BodyStatus> {
         self.state = match (&self.state, next) {
             (State::Open, '{') => State::KeyOrEnd,
             // The key's quote is read with the key.
@@ -103,7 +107,7 @@ impl Object {
                 input.skip(1);
                 return Some(self.end(out));
             }
-            _ => return Some(Status::Bad),
+            _ => return Some(BodyStatus::Bad),
         };
         input.skip(1);
         None
@@ -115,24 +119,28 @@ impl Object {
         self.streams = false;
     }
 
-    fn read_key(&mut self, input: &mut Input) -> Option<Status> {
+    fn read_key(&mut self, input: &mut UnreadText) -> Option<BodyStatus> {
         let Some((piece, is_done)) = read_value(&mut self.scanner, input) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         self.text.push_str(&piece);
         if !is_done {
-            return Some(Status::More);
+            return Some(BodyStatus::More);
         }
         self.key = serde_json::from_str(&self.text).unwrap_or_default();
         let is_known = KNOWN.contains(&self.key.as_str()) || is_arguments(&self.key);
         if self.is_strict && !is_known {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         }
         self.state = State::Colon;
         None
     }
 
-    fn read_part(&mut self, input: &mut Input, out: &mut Vec<Piece>) -> Option<Status> {
+    fn read_part(
+        &mut self,
+        input: &mut UnreadText,
+        out: &mut Vec<CallFragment>,
+    ) -> Option<BodyStatus> {
         let is_start = self.text.is_empty() && !self.streams;
         if is_start && input.rest().starts_with(char::is_whitespace) {
             input.skip_space();
@@ -142,36 +150,36 @@ impl Object {
             self.streams = true;
         }
         let Some((piece, is_done)) = read_value(&mut self.scanner, input) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         if self.streams {
-            out.extend((!piece.is_empty()).then_some(Piece::Arguments(piece)));
+            out.extend((!piece.is_empty()).then_some(CallFragment::Arguments(piece)));
         } else {
             self.text.push_str(&piece);
         }
         if !is_done {
-            return Some(Status::More);
+            return Some(BodyStatus::More);
         }
         self.state = State::CommaOrEnd;
         self.take_value(out)
     }
 
     /// Does what the value that ended is for.
-    fn take_value(&mut self, out: &mut Vec<Piece>) -> Option<Status> {
+    fn take_value(&mut self, out: &mut Vec<CallFragment>) -> Option<BodyStatus> {
         if self.key == "name" {
             if self.has_name {
-                return Some(Status::Bad);
+                return Some(BodyStatus::Bad);
             }
             let name = serde_json::from_str::<String>(&self.text).ok();
             let Some(name) = name.and_then(|name| name_of(&name)) else {
-                return Some(Status::Bad);
+                return Some(BodyStatus::Bad);
             };
-            out.push(Piece::Name { name, id: None });
+            out.push(CallFragment::Name { name, id: None });
             self.has_name = true;
-            out.extend(self.early.take().map(Piece::Arguments));
+            out.extend(self.early.take().map(CallFragment::Arguments));
         } else if is_arguments(&self.key) {
             if self.has_arguments {
-                return Some(Status::Bad);
+                return Some(BodyStatus::Bad);
             }
             self.has_arguments = true;
             if !self.streams {
@@ -182,26 +190,26 @@ impl Object {
     }
 
     /// Emits arguments that were not streamed.
-    fn take_arguments(&mut self, out: &mut Vec<Piece>) -> Option<Status> {
+    fn take_arguments(&mut self, out: &mut Vec<CallFragment>) -> Option<BodyStatus> {
         let Some(arguments) = object_text(&self.text) else {
-            return Some(Status::Bad);
+            return Some(BodyStatus::Bad);
         };
         if self.has_name {
-            out.push(Piece::Arguments(arguments));
+            out.push(CallFragment::Arguments(arguments));
         } else {
             self.early = Some(arguments);
         }
         None
     }
 
-    fn end(&self, out: &mut Vec<Piece>) -> Status {
+    fn end(&self, out: &mut Vec<CallFragment>) -> BodyStatus {
         if !self.has_name {
-            return Status::Bad;
+            return BodyStatus::Bad;
         }
         if !self.has_arguments {
-            out.push(Piece::Arguments("{}".to_owned()));
+            out.push(CallFragment::Arguments("{}".to_owned()));
         }
-        Status::Done
+        BodyStatus::Done
     }
 }
 

@@ -5,7 +5,7 @@ pub(super) const MAX_NAME_BYTES: usize = 512;
 
 /// A parsed fragment of a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Piece {
+pub(super) enum CallFragment {
     /// Comes once, first.
     Name {
         name: String,
@@ -18,7 +18,7 @@ pub(super) enum Piece {
 
 /// Parse status of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Status {
+pub(super) enum BodyStatus {
     /// More text is needed.
     More,
     /// The call is complete.

@@ -5,18 +5,18 @@
 //! trims white space and returns text that turned out to be no call. A caller has one reader per
 //! response. Schemas only give values their types here; arguments are not validated.
 
-use super::body::Body;
-use super::elements::Elements;
+use super::body::CallBody;
+use super::elements::ElementCallParser;
 use super::form::{Calls, Item, MISTRAL, Tags};
-use super::gemma::Gemma;
+use super::gemma::GemmaCallParser;
 use super::harmony::Harmony;
-use super::input::{Found, Input};
-use super::named::Named;
-use super::object::Object;
-use super::piece::{Piece, Status};
+use super::input::{MarkerMatch, UnreadText};
+use super::named::NamedCallParser;
+use super::object::ObjectCallParser;
+use super::piece::{BodyStatus, CallFragment};
 use super::response::Regions;
 use super::schema::Parameters;
-use super::{Event, Family};
+use super::{Event, ToolCallFormat};
 
 /// Options of parsing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,21 +33,21 @@ pub struct ReaderOptions {
 /// Bounded by the answer: it holds the text of the call that is being read, else the beginning of
 /// a marker and white space.
 #[derive(Clone, Debug)]
-pub struct Reader {
-    input: Input,
+pub struct ToolCallParser {
+    input: UnreadText,
     emitter: Emitter,
-    machine: Machine,
+    machine: ResponseParser,
 }
 
 #[derive(Clone, Debug)]
 #[expect(clippy::large_enum_variant, reason = "one for each answer")]
-enum Machine {
+enum ResponseParser {
     Tagged(Tagged),
     Harmony(Harmony),
     Regions(Box<Regions>),
 }
 
-impl Reader {
+impl ToolCallParser {
     pub(super) fn tagged(
         tags: Option<&'static Tags>,
         calls: Option<&'static Calls>,
@@ -62,9 +62,9 @@ impl Reader {
             State::Text
         };
         Self {
-            input: Input::default(),
+            input: UnreadText::default(),
             emitter: Emitter::new(options, family),
-            machine: Machine::Tagged(Tagged {
+            machine: ResponseParser::Tagged(Tagged {
                 tags,
                 calls,
                 parameters,
@@ -75,20 +75,20 @@ impl Reader {
 
     pub(super) fn harmony(machine: Harmony, options: ReaderOptions) -> Self {
         Self {
-            input: Input::default(),
-            emitter: Emitter::new(options, Some(Family::Harmony)),
-            machine: Machine::Harmony(machine),
+            input: UnreadText::default(),
+            emitter: Emitter::new(options, Some(ToolCallFormat::Harmony)),
+            machine: ResponseParser::Harmony(machine),
         }
     }
 
     /// `input` is the end of the prompt that belongs to the answer.
-    pub(super) fn regions(machine: Regions, input: Input, options: ReaderOptions) -> Self {
+    pub(super) fn regions(machine: Regions, input: UnreadText, options: ReaderOptions) -> Self {
         let mut emitter = Emitter::new(options, None);
         emitter.trims_start = machine.strips();
         Self {
             input,
             emitter,
-            machine: Machine::Regions(Box::new(machine)),
+            machine: ResponseParser::Regions(Box::new(machine)),
         }
     }
 
@@ -120,9 +120,9 @@ impl Reader {
     fn run(&mut self) {
         let (input, emitter) = (&mut self.input, &mut self.emitter);
         match &mut self.machine {
-            Machine::Tagged(machine) => while machine.step(input, emitter) {},
-            Machine::Harmony(machine) => while machine.step(input, emitter) {},
-            Machine::Regions(machine) => while machine.step(input, emitter) {},
+            ResponseParser::Tagged(machine) => while machine.step(input, emitter) {},
+            ResponseParser::Harmony(machine) => while machine.step(input, emitter) {},
+            ResponseParser::Regions(machine) => while machine.step(input, emitter) {},
         }
     }
 }
@@ -152,7 +152,7 @@ enum State {
 /// Calls behind one opening marker.
 #[derive(Clone, Debug)]
 struct Section {
-    body: Option<Body>,
+    body: Option<CallBody>,
     /// Whether a name was read of the body.
     has_name: bool,
     calls: usize,
@@ -168,7 +168,7 @@ struct Section {
 
 impl Tagged {
     /// Reads on; `false` when more text is needed.
-    fn step(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn step(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         match &mut self.state {
             State::Reasoning => self.read_reasoning(input, emitter),
             State::Text => self.read_text(input, emitter),
@@ -177,24 +177,24 @@ impl Tagged {
         }
     }
 
-    fn read_reasoning(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn read_reasoning(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         let close = self.tags.map_or("", |tags| tags.close);
         match input.find(&[close]) {
-            Found::Marker { before, .. } => {
+            MarkerMatch::Marker { before, .. } => {
                 emitter.reasoning(&input.take(before));
                 emitter.end_reasoning();
                 input.skip(close.len());
                 self.state = State::Text;
                 true
             }
-            Found::None { clear } => {
+            MarkerMatch::None { clear } => {
                 emitter.reasoning(&input.take(clear));
                 false
             }
         }
     }
 
-    fn read_text(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn read_text(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         if let Some(is_bare) = self.bare_call(input, emitter) {
             return is_bare;
         }
@@ -207,21 +207,21 @@ impl Tagged {
                 .map(|tags| tags.open),
         );
         match input.find(&markers) {
-            Found::None { clear } => {
+            MarkerMatch::None { clear } => {
                 emitter.text(&input.take(clear));
                 false
             }
-            Found::Marker { before, .. } if before > 0 => {
+            MarkerMatch::Marker { before, .. } if before > 0 => {
                 emitter.text(&input.take(before));
                 true
             }
-            Found::Marker { which, .. } if which == opens.len() => {
+            MarkerMatch::Marker { which, .. } if which == opens.len() => {
                 emitter.begin_reasoning();
                 input.skip(markers[which].len());
                 self.state = State::Reasoning;
                 true
             }
-            Found::Marker { which, .. } => {
+            MarkerMatch::Marker { which, .. } => {
                 input.remember();
                 self.open(which, input);
                 true
@@ -231,7 +231,7 @@ impl Tagged {
 
     /// Looks for a call that is a bare object at the beginning of the answer. `None` when the
     /// text is to be read as usual.
-    fn bare_call(&mut self, input: &mut Input, emitter: &Emitter) -> Option<bool> {
+    fn bare_call(&mut self, input: &mut UnreadText, emitter: &Emitter) -> Option<bool> {
         self.calls.filter(|calls| calls.item == Item::Bare)?;
         if emitter.has_text || input.rest().trim_start().is_empty() {
             return None;
@@ -252,7 +252,7 @@ impl Tagged {
         Some(true)
     }
 
-    fn open(&mut self, which: usize, input: &mut Input) {
+    fn open(&mut self, which: usize, input: &mut UnreadText) {
         let Some(calls) = self.calls else { return };
         // An opening marker that is the beginning of a call replaces the section's own.
         let open = calls.opens[which];
@@ -271,7 +271,7 @@ impl Tagged {
         });
     }
 
-    fn read_calls(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn read_calls(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         let (State::Calls(section), Some(calls)) = (&mut self.state, self.calls) else {
             return false;
         };
@@ -281,22 +281,22 @@ impl Tagged {
         let mut pieces = Vec::new();
         let mut status = body.read(input, &mut pieces);
         section.has_name |= !pieces.is_empty();
-        let unknown = |piece: &Piece| match piece {
-            Piece::Name { name, .. } => !self.parameters.has_tool(name),
-            Piece::Arguments(_) => false,
+        let unknown = |piece: &CallFragment| match piece {
+            CallFragment::Name { name, .. } => !self.parameters.has_tool(name),
+            CallFragment::Arguments(_) => false,
         };
         if calls.item == Item::Bare && pieces.iter().any(unknown) {
-            status = Status::Bad;
+            status = BodyStatus::Bad;
         } else {
             emitter.pieces(pieces);
         }
         match status {
-            Status::More => false,
-            Status::Bad => {
+            BodyStatus::More => false,
+            BodyStatus::Bad => {
                 self.fail(input, emitter);
                 true
             }
-            Status::Done => {
+            BodyStatus::Done => {
                 emitter.end_call();
                 section.body = None;
                 section.calls += 1;
@@ -307,7 +307,7 @@ impl Tagged {
     }
 
     /// Begins the next call, or leaves the section.
-    fn between_calls(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn between_calls(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         let (State::Calls(section), Some(calls)) = (&mut self.state, self.calls) else {
             return false;
         };
@@ -339,7 +339,7 @@ impl Tagged {
         }
     }
 
-    fn leave(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn leave(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         input.recall();
         emitter.trims_start = true;
         self.state = State::Text;
@@ -347,7 +347,7 @@ impl Tagged {
     }
 
     /// Gives up the call that is being read.
-    fn fail(&mut self, input: &mut Input, emitter: &mut Emitter) {
+    fn fail(&mut self, input: &mut UnreadText, emitter: &mut Emitter) {
         let State::Calls(section) = &self.state else {
             return;
         };
@@ -366,7 +366,7 @@ impl Tagged {
         }
     }
 
-    fn read_broken(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    fn read_broken(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         let State::Broken {
             text,
             is_started,
@@ -376,8 +376,8 @@ impl Tagged {
             return false;
         };
         let (n, is_over) = match input.find(&[*close]) {
-            Found::Marker { before, .. } => (before + close.len(), true),
-            Found::None { clear } => (clear, input.is_ended),
+            MarkerMatch::Marker { before, .. } => (before + close.len(), true),
+            MarkerMatch::None { clear } => (clear, input.is_ended),
         };
         text.push_str(&input.take(n));
         if is_over {
@@ -391,7 +391,12 @@ impl Tagged {
 
 impl Section {
     /// Begins a call if the text continues with one; `None` until that is certain.
-    fn begin(&mut self, calls: &Calls, parameters: &Parameters, input: &mut Input) -> Option<bool> {
+    fn begin(
+        &mut self,
+        calls: &Calls,
+        parameters: &Parameters,
+        input: &mut UnreadText,
+    ) -> Option<bool> {
         if self.calls > 0 && (self.is_list || calls.item == Item::Bare) {
             let separator = input.rest().starts_with([',', ';']);
             input.skip(usize::from(separator));
@@ -411,31 +416,31 @@ impl Section {
             input.skip(calls.begin.len());
         }
         self.body = Some(match &calls.item {
-            Item::Object | Item::Mistral => Body::Object(Object::new(false)),
-            Item::Bare => Body::Object(Object::new(true)),
-            Item::Named(form) => Body::Named(Named::new(form)),
-            Item::Elements(form) => Body::Elements(Elements::new(form, parameters)),
-            Item::Gemma => Body::Gemma(Gemma::new()),
+            Item::Object | Item::Mistral => CallBody::Object(ObjectCallParser::new(false)),
+            Item::Bare => CallBody::Object(ObjectCallParser::new(true)),
+            Item::Named(form) => CallBody::Named(NamedCallParser::new(form)),
+            Item::Elements(form) => CallBody::Elements(ElementCallParser::new(form, parameters)),
+            Item::Gemma => CallBody::Gemma(GemmaCallParser::new()),
         });
         Some(true)
     }
 
     /// `[{...}, {...}]`, `{...}`, or `NAME[ARGS]{...}`.
-    fn begin_mistral(&mut self, calls: &Calls, input: &mut Input) -> bool {
+    fn begin_mistral(&mut self, calls: &Calls, input: &mut UnreadText) -> bool {
         if self.calls == 0 && input.rest().starts_with('[') {
             input.skip(1);
             input.skip_space();
             (self.is_list, self.close, self.needs_close) = (true, "]", true);
         }
         if self.is_list || input.rest().starts_with('{') {
-            self.body = Some(Body::Object(Object::new(false)));
+            self.body = Some(CallBody::Object(ObjectCallParser::new(false)));
             return true;
         }
         if self.calls > 0 {
             return false;
         }
         let form = calls.second.unwrap_or(&MISTRAL);
-        self.body = Some(Body::Named(Named::new(form)));
+        self.body = Some(CallBody::Named(NamedCallParser::new(form)));
         true
     }
 }
@@ -445,7 +450,7 @@ impl Section {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Emitter {
     options: ReaderOptions,
-    family: Option<Family>,
+    family: Option<ToolCallFormat>,
     events: Vec<Event>,
     /// White space that counts only if something of its kind follows.
     space: String,
@@ -464,7 +469,7 @@ pub(super) struct Emitter {
 }
 
 impl Emitter {
-    fn new(options: ReaderOptions, family: Option<Family>) -> Self {
+    fn new(options: ReaderOptions, family: Option<ToolCallFormat>) -> Self {
         Self {
             options,
             family,
@@ -533,18 +538,18 @@ impl Emitter {
         self.call.is_some()
     }
 
-    pub(super) fn pieces(&mut self, pieces: Vec<Piece>) {
+    pub(super) fn pieces(&mut self, pieces: Vec<CallFragment>) {
         let index = self.index;
         for piece in pieces {
             let event = match piece {
-                Piece::Name { name, id } => {
+                CallFragment::Name { name, id } => {
                     self.call = Some(Vec::new());
                     let id = id
                         .filter(|id| !id.is_empty())
                         .unwrap_or_else(|| self.new_id());
                     Event::CallStart { index, id, name }
                 }
-                Piece::Arguments(piece) => Event::Arguments { index, piece },
+                CallFragment::Arguments(piece) => Event::Arguments { index, piece },
             };
             match &mut self.call {
                 Some(held) if self.options.holds_calls => held.push(event),
@@ -564,7 +569,7 @@ impl Emitter {
     fn new_id(&self) -> String {
         let seed = self.options.id_seed.wrapping_add(self.index as u64);
         match self.family {
-            Some(Family::Mistral) => letters(seed, 9),
+            Some(ToolCallFormat::Mistral) => letters(seed, 9),
             _ => format!("call_{}", letters(seed, 24)),
         }
     }

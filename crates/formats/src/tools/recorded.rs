@@ -41,7 +41,7 @@ pub(super) fn recorded() -> Recorded {
 }
 
 /// The text and the calls of a response that arrives in `pieces`.
-fn read(mut reader: Reader, pieces: &[&str]) -> (String, Vec<(String, Json)>) {
+fn read(mut reader: ToolCallParser, pieces: &[&str]) -> (String, Vec<(String, Json)>) {
     let mut events: Vec<Event> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
     events.extend(reader.finish());
     let (mut text, mut calls) = (String::new(), Vec::new());
@@ -63,7 +63,7 @@ fn read(mut reader: Reader, pieces: &[&str]) -> (String, Vec<(String, Json)>) {
 }
 
 /// `make` gives a new reader.
-fn check(case: &Case, make: impl Fn() -> Reader) {
+fn check(case: &Case, make: impl Fn() -> ToolCallParser) {
     let expected = (case.text.clone(), case.calls.clone());
     let place = format!("{}, {}: {}", case.family, case.name, case.answer);
     assert_eq!(read(make(), &[&case.answer]), expected, "{place}");

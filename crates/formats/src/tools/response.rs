@@ -30,7 +30,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value as Json};
 
-use super::reader::{Reader, ReaderOptions};
+use super::reader::{ReaderOptions, ToolCallParser};
 use super::schema::Parameters;
 use super::tail::text_of;
 use crate::tokenizer::Tokenizer;
@@ -154,7 +154,7 @@ struct Field {
 
 /// A call as a region has it.
 #[derive(Clone, Debug, PartialEq)]
-struct Call {
+struct RegionCall {
     name: String,
     id: Option<String>,
     arguments: Map<String, Json>,
@@ -229,7 +229,7 @@ impl ResponseTemplate {
         prompt: &[u32],
         tools: &[Json],
         options: ReaderOptions,
-    ) -> Reader {
+    ) -> ToolCallParser {
         let prompt = text_of(tokenizer, prompt, ANCHOR_TOKENS);
         self.reader_after(&prompt, tools, options)
     }
@@ -240,10 +240,10 @@ impl ResponseTemplate {
         prompt: &str,
         tools: &[Json],
         options: ReaderOptions,
-    ) -> Reader {
+    ) -> ToolCallParser {
         let (parameters, has_tools) = (Parameters::of(tools), !tools.is_empty());
         let (machine, input) = Regions::new(Arc::clone(self), prompt, parameters, has_tools);
-        Reader::regions(machine, input, options)
+        ToolCallParser::regions(machine, input, options)
     }
 
     /// The part of `prompt` that belongs to the answer: all behind the last anchor, if any.
@@ -278,7 +278,7 @@ impl Field {
         text: &str,
         captures: &BTreeMap<String, String>,
         parameters: &Parameters,
-    ) -> Option<Vec<Call>> {
+    ) -> Option<Vec<RegionCall>> {
         let value = self.content.value(text)?;
         let transformed = match &self.transform {
             None => value,
@@ -292,7 +292,7 @@ impl Field {
             }
             Some(transform) => Placeholders::of_content(captures, value).fill(transform)?,
         };
-        let calls: Option<Vec<Call>> = match &transformed {
+        let calls: Option<Vec<RegionCall>> = match &transformed {
             Json::Array(items) => items.iter().map(|item| call(item, parameters)).collect(),
             item => call(item, parameters).map(|call| vec![call]),
         };
@@ -302,7 +302,7 @@ impl Field {
 
 /// A call of `{"type": "function", "function": {"name": ..., "arguments": ...}}`, or of the inner
 /// object alone. Arguments that are text become what the tool's schema says.
-fn call(value: &Json, parameters: &Parameters) -> Option<Call> {
+fn call(value: &Json, parameters: &Parameters) -> Option<RegionCall> {
     let function = value.get("function").unwrap_or(value);
     let name = super::piece::name_of(function.get("name")?.as_str()?)?;
     let mut arguments = match function.get("arguments") {
@@ -319,7 +319,7 @@ fn call(value: &Json, parameters: &Parameters) -> Option<Call> {
     }
     let id = value.get("id").or_else(|| function.get("id"));
     let id = id.and_then(Json::as_str).map(str::to_owned);
-    Some(Call {
+    Some(RegionCall {
         name,
         id,
         arguments,

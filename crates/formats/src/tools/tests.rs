@@ -7,7 +7,7 @@ use super::*;
 
 /// Everything that was read of an answer.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Answer {
+struct ParsedCalls {
     text: String,
     reasoning: String,
     calls: Vec<(String, Json)>,
@@ -33,7 +33,7 @@ fn tools() -> Vec<Json> {
 
 /// Reads `pieces` as the answer to a prompt that ends with `prompt`; checks that a call's events
 /// are in order and its arguments JSON.
-fn read(template: &str, prompt: &str, pieces: &[&str], holds_calls: bool) -> Answer {
+fn read(template: &str, prompt: &str, pieces: &[&str], holds_calls: bool) -> ParsedCalls {
     let options = ReaderOptions {
         holds_calls,
         id_seed: 7,
@@ -42,7 +42,7 @@ fn read(template: &str, prompt: &str, pieces: &[&str], holds_calls: bool) -> Ans
     let mut reader = syntax.reader_after(prompt, &tools(), options);
     let mut events: Vec<Event> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
     events.extend(reader.finish());
-    let mut answer = Answer::default();
+    let mut answer = ParsedCalls::default();
     let mut open: Option<(usize, String, String)> = None;
     let mut begun = 0;
     for event in events {

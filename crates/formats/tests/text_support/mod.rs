@@ -9,7 +9,7 @@
 
 use std::path::{Path, PathBuf};
 
-use paceline_formats::gguf::{Array, Gguf, Metadata, Value};
+use paceline_formats::gguf::{Array, Gguf, Metadata, MetadataValue};
 use serde::de::DeserializeOwned;
 
 /// A file under `tests/golden/text`.
@@ -106,16 +106,25 @@ pub(crate) fn byte_level_metadata(dir: &Path, pre: &str) -> Metadata {
         .map(merge)
         .collect();
     metadata(vec![
-        ("tokenizer.ggml.model", Value::String("gpt2".into())),
-        ("tokenizer.ggml.pre", Value::String(pre.into())),
-        ("tokenizer.ggml.tokens", Value::Array(Array::String(tokens))),
-        ("tokenizer.ggml.token_type", Value::Array(Array::I32(kinds))),
-        ("tokenizer.ggml.merges", Value::Array(Array::String(merges))),
+        ("tokenizer.ggml.model", MetadataValue::String("gpt2".into())),
+        ("tokenizer.ggml.pre", MetadataValue::String(pre.into())),
+        (
+            "tokenizer.ggml.tokens",
+            MetadataValue::Array(Array::String(tokens)),
+        ),
+        (
+            "tokenizer.ggml.token_type",
+            MetadataValue::Array(Array::I32(kinds)),
+        ),
+        (
+            "tokenizer.ggml.merges",
+            MetadataValue::Array(Array::String(merges)),
+        ),
     ])
 }
 
 /// Metadata of these entries.
-pub(crate) fn metadata(entries: Vec<(&str, Value)>) -> Metadata {
+pub(crate) fn metadata(entries: Vec<(&str, MetadataValue)>) -> Metadata {
     let entries = entries
         .into_iter()
         .map(|(k, v)| (k.to_owned(), v))
@@ -135,16 +144,22 @@ pub(crate) fn tiny_tokenizer(special: &[&str]) -> paceline_formats::tokenizer::T
     tokens.extend(special.iter().map(|s| (*s).to_owned()));
     kinds.extend(special.iter().map(|_| 3));
     let metadata = metadata(vec![
-        ("tokenizer.ggml.model", Value::String("gpt2".into())),
-        ("tokenizer.ggml.pre", Value::String("gpt-2".into())),
-        ("tokenizer.ggml.tokens", Value::Array(Array::String(tokens))),
-        ("tokenizer.ggml.token_type", Value::Array(Array::I32(kinds))),
+        ("tokenizer.ggml.model", MetadataValue::String("gpt2".into())),
+        ("tokenizer.ggml.pre", MetadataValue::String("gpt-2".into())),
+        (
+            "tokenizer.ggml.tokens",
+            MetadataValue::Array(Array::String(tokens)),
+        ),
+        (
+            "tokenizer.ggml.token_type",
+            MetadataValue::Array(Array::I32(kinds)),
+        ),
         (
             "tokenizer.ggml.merges",
-            Value::Array(Array::String(Vec::new())),
+            MetadataValue::Array(Array::String(Vec::new())),
         ),
-        ("tokenizer.ggml.bos_token_id", Value::U32(256)),
-        ("tokenizer.ggml.eos_token_id", Value::U32(257)),
+        ("tokenizer.ggml.bos_token_id", MetadataValue::U32(256)),
+        ("tokenizer.ggml.eos_token_id", MetadataValue::U32(257)),
     ]);
     paceline_formats::tokenizer::Tokenizer::from_gguf(&metadata).unwrap()
 }

@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use super::{Added, Known};
-use crate::{Finding, Fit, Found, Hit, KnowledgeBase, Skill, Topic};
+use super::{Added, CommandLookup};
+use crate::{Finding, Fit, Hit, KnowledgeBase, SearchResult, Skill, Topic};
 
 /// All skills with their topics.
 pub fn areas(kb: &KnowledgeBase) -> Value {
@@ -31,7 +31,7 @@ pub fn skill(kb: &KnowledgeBase, skill: &Skill) -> Value {
 }
 
 /// A topic with all of its findings.
-pub fn topic(kb: &KnowledgeBase, topic: &Topic, known: Known) -> Value {
+pub fn topic(kb: &KnowledgeBase, topic: &Topic, known: CommandLookup) -> Value {
     let findings = kb.findings_of(topic);
     let mut object = topic_head(topic);
     object["topic"] = topic.name.clone().into();
@@ -50,7 +50,7 @@ fn topic_head(topic: &Topic) -> Value {
 }
 
 /// A finding with everything that is known about it.
-pub fn detail(kb: &KnowledgeBase, finding: &Finding, known: Known) -> Value {
+pub fn detail(kb: &KnowledgeBase, finding: &Finding, known: CommandLookup) -> Value {
     let id = finding.id;
     let conflicts = finding.conflicts.iter();
     let conflicts = conflicts.map(|&other| conflict(kb, (id.min(other), id.max(other))));
@@ -92,7 +92,7 @@ fn conflict(kb: &KnowledgeBase, pair: (u32, u32)) -> Value {
 }
 
 /// The result of a search.
-pub fn search(kb: &KnowledgeBase, query: &str, found: &Found) -> Value {
+pub fn search(kb: &KnowledgeBase, query: &str, found: &SearchResult) -> Value {
     json!({
         "query": query,
         "n_found": found.n_found,
@@ -115,7 +115,7 @@ fn hits(kb: &KnowledgeBase, hits: &[Hit]) -> Value {
 }
 
 /// The answer to a question, or `null`, and findings near to it.
-pub fn ask(kb: &KnowledgeBase, question: &str, fit: Option<Fit<'_>>, near: &Found) -> Value {
+pub fn ask(kb: &KnowledgeBase, question: &str, fit: Option<Fit<'_>>, near: &SearchResult) -> Value {
     let answer = fit.map(|fit| {
         let mut object = json!(fit.answer);
         object["assumptions"] = json!(kb.assumptions_for(fit.answer));

@@ -15,13 +15,13 @@ const PLAIN: &str = "\x1b[0m";
 
 /// Text that grows line by line.
 #[derive(Debug)]
-pub struct Page {
+pub struct TextPage {
     text: String,
     width: usize,
     colour: bool,
 }
 
-impl Page {
+impl TextPage {
     /// A page of `width` columns, clamped to readable widths. `colour` is for terminals that show
     /// bold.
     pub fn new(width: usize, colour: bool) -> Self {
@@ -116,8 +116,8 @@ impl Page {
 mod tests {
     use super::*;
 
-    fn page(colour: bool, fill: impl Fn(&mut Page)) -> String {
-        let mut page = Page::new(30, colour);
+    fn page(colour: bool, fill: impl Fn(&mut TextPage)) -> String {
+        let mut page = TextPage::new(30, colour);
         fill(&mut page);
         page.into_text()
     }
@@ -151,7 +151,7 @@ mod tests {
             );
         }
         for (width, used) in [(0, WIDTH_MIN), (72, 72), (500, WIDTH_MAX)] {
-            assert_eq!(Page::new(width, false).width, used);
+            assert_eq!(TextPage::new(width, false).width, used);
         }
     }
 

@@ -1,13 +1,13 @@
 //! Text reports of the knowledge base for a terminal.
 
-use super::page::Page;
-use super::{Added, Known};
-use crate::{Assumption, BUILT_IN, Finding, Fit, Found, KnowledgeBase, Skill, Topic};
+use super::page::TextPage;
+use super::{Added, CommandLookup};
+use crate::{Assumption, BUILT_IN, Finding, Fit, KnowledgeBase, SearchResult, Skill, Topic};
 
 const DISAGREEMENTS: &str = "Where findings disagree, and what the planner assumes";
 
 /// All skills with their topics.
-pub fn areas(kb: &KnowledgeBase, page: &mut Page) {
+pub fn areas(kb: &KnowledgeBase, page: &mut TextPage) {
     for skill in kb.skills() {
         let n = kb.findings().filter(|f| f.skill == skill.name).count();
         page.heading(&format!("{}  {n} findings", skill.name));
@@ -23,7 +23,7 @@ pub fn areas(kb: &KnowledgeBase, page: &mut Page) {
 }
 
 /// A skill: its topics with all findings in short, quick answers, and where findings disagree.
-pub fn skill(kb: &KnowledgeBase, skill: &Skill, page: &mut Page) {
+pub fn skill(kb: &KnowledgeBase, skill: &Skill, page: &mut TextPage) {
     page.heading(&skill.name);
     page.paragraph("", &skill.description);
     for topic in kb.topics_of_skill(skill) {
@@ -48,7 +48,7 @@ pub fn skill(kb: &KnowledgeBase, skill: &Skill, page: &mut Page) {
 }
 
 /// A topic with its findings.
-pub fn topic(kb: &KnowledgeBase, topic: &Topic, page: &mut Page) {
+pub fn topic(kb: &KnowledgeBase, topic: &Topic, page: &mut TextPage) {
     page.heading(&topic.name);
     page.paragraph("", &topic.description);
     for finding in kb.findings_of(topic) {
@@ -63,7 +63,7 @@ pub fn topic(kb: &KnowledgeBase, topic: &Topic, page: &mut Page) {
 }
 
 /// A finding with everything that is known about it.
-pub fn detail(kb: &KnowledgeBase, finding: &Finding, known: Known, page: &mut Page) {
+pub fn detail(kb: &KnowledgeBase, finding: &Finding, known: CommandLookup, page: &mut TextPage) {
     page.bold(&lead(finding.id), &finding.statement);
     page.gap();
     let topics = kb.topics_of(finding.id).into_iter();
@@ -99,7 +99,7 @@ pub fn detail(kb: &KnowledgeBase, finding: &Finding, known: Known, page: &mut Pa
     list("Questions that it helps to answer", questions, page);
 }
 
-fn disagreements(kb: &KnowledgeBase, finding: &Finding, page: &mut Page) {
+fn disagreements(kb: &KnowledgeBase, finding: &Finding, page: &mut TextPage) {
     let id = finding.id;
     let with = || {
         finding
@@ -126,7 +126,7 @@ fn disagreements(kb: &KnowledgeBase, finding: &Finding, page: &mut Page) {
 }
 
 /// The result of a search.
-pub fn search(kb: &KnowledgeBase, found: &Found, page: &mut Page) {
+pub fn search(kb: &KnowledgeBase, found: &SearchResult, page: &mut TextPage) {
     for hit in &found.hits {
         let Some(finding) = kb.finding(hit.id) else {
             continue;
@@ -153,7 +153,7 @@ pub fn search(kb: &KnowledgeBase, found: &Found, page: &mut Page) {
 }
 
 /// The answer to a question, and findings near to it.
-pub fn ask(kb: &KnowledgeBase, fit: Option<Fit<'_>>, near: &Found, page: &mut Page) {
+pub fn ask(kb: &KnowledgeBase, fit: Option<Fit<'_>>, near: &SearchResult, page: &mut TextPage) {
     match fit.map(|fit| fit.answer) {
         Some(answer) => {
             page.bold("", &answer.question);
@@ -182,7 +182,7 @@ pub fn ask(kb: &KnowledgeBase, fit: Option<Fit<'_>>, near: &Found, page: &mut Pa
 }
 
 /// Counts of everything.
-pub fn stats(kb: &KnowledgeBase, page: &mut Page) {
+pub fn stats(kb: &KnowledgeBase, page: &mut TextPage) {
     let stats = kb.stats();
     let name = |grade: &str| grade.replace("none", "not graded");
     let grades = stats.by_confidence.iter();
@@ -221,7 +221,7 @@ pub fn stats(kb: &KnowledgeBase, page: &mut Page) {
 }
 
 /// The result of adding a file.
-pub fn added(added: &Added, page: &mut Page) {
+pub fn added(added: &Added, page: &mut TextPage) {
     let contents = &added.contents;
     let path = added.path.display();
     if !added.changed {
@@ -241,7 +241,7 @@ pub fn added(added: &Added, page: &mut Page) {
 }
 
 /// A heading with paragraphs of lead and text; nothing without paragraphs.
-fn list<L, T>(heading: &str, paragraphs: impl Iterator<Item = (L, T)>, page: &mut Page)
+fn list<L, T>(heading: &str, paragraphs: impl Iterator<Item = (L, T)>, page: &mut TextPage)
 where
     L: AsRef<str>,
     T: AsRef<str>,
@@ -254,7 +254,7 @@ where
     }
 }
 
-fn planner(heading: &str, assumptions: &[&Assumption], page: &mut Page) {
+fn planner(heading: &str, assumptions: &[&Assumption], page: &mut TextPage) {
     let paragraphs = assumptions.iter().flat_map(|assumption| {
         [
             ("  ", subject(assumption)),
@@ -265,7 +265,7 @@ fn planner(heading: &str, assumptions: &[&Assumption], page: &mut Page) {
     list(heading, paragraphs, page);
 }
 
-fn footer(text: &str, page: &mut Page) {
+fn footer(text: &str, page: &mut TextPage) {
     page.gap();
     page.aside("", text);
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_process::processes::{Ending, Signal};
 
-use super::{Error, Limits, Notice};
+use super::{Error, LaunchLimits, Notice};
 
 /// How long a rank's session may stay after its program has ended: a process that left the
 /// program's group may hold its output open.
@@ -44,7 +44,7 @@ pub(super) enum Event {
 
 /// An action on the sessions.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Order {
+pub(super) enum SessionAction {
     /// Start the sessions of this host's ranks.
     Start(usize),
     /// Register the rank's process group with its host agent.
@@ -60,7 +60,7 @@ pub(super) enum Order {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+enum RankStage {
     Waiting,
     Ready,
     Guarded,
@@ -72,7 +72,7 @@ enum Stage {
 #[derive(Debug)]
 struct RankState {
     host: usize,
-    stage: Stage,
+    stage: RankStage,
     killed: bool,
 }
 
@@ -88,21 +88,26 @@ enum Phase {
 
 /// The state machine of a launch.
 #[derive(Debug)]
-pub(super) struct Course {
+pub(super) struct LaunchMachine {
     hosts: Vec<String>,
     ranks: Vec<RankState>,
-    limits: Limits,
+    limits: LaunchLimits,
     phase: Phase,
     cause: Option<Error>,
     notices: Vec<Notice>,
 }
 
-impl Course {
+impl LaunchMachine {
     /// `host_of` has an index into `hosts` for each rank.
-    pub(super) fn new(hosts: Vec<String>, host_of: &[usize], limits: Limits, now: Instant) -> Self {
+    pub(super) fn new(
+        hosts: Vec<String>,
+        host_of: &[usize],
+        limits: LaunchLimits,
+        now: Instant,
+    ) -> Self {
         let rank = |host: &usize| RankState {
             host: *host,
-            stage: Stage::Waiting,
+            stage: RankStage::Waiting,
             killed: false,
         };
         Self {
@@ -119,8 +124,8 @@ impl Course {
     pub(super) fn is_over(&self) -> bool {
         let unborn = self.cause.is_some();
         let gone = |rank: &RankState| match rank.stage {
-            Stage::Gone => true,
-            Stage::Waiting => unborn,
+            RankStage::Gone => true,
+            RankStage::Waiting => unborn,
             _ => false,
         };
         self.ranks.iter().all(gone)
@@ -137,16 +142,16 @@ impl Course {
     }
 
     /// Handles an event.
-    pub(super) fn step(&mut self, now: Instant, event: Event) -> Vec<Order> {
+    pub(super) fn step(&mut self, now: Instant, event: Event) -> Vec<SessionAction> {
         match event {
-            Event::HostReady(host) if self.cause.is_none() => vec![Order::Start(host)],
+            Event::HostReady(host) if self.cause.is_none() => vec![SessionAction::Start(host)],
             Event::HostReady(_) => Vec::new(),
             Event::HostLost(host, why) => self.lost(now, host, why),
             Event::Ready(rank) if self.cause.is_none() => {
-                self.ranks[rank].stage = Stage::Ready;
-                vec![Order::Guard(rank)]
+                self.ranks[rank].stage = RankStage::Ready;
+                vec![SessionAction::Guard(rank)]
             }
-            Event::Ready(rank) => vec![Order::Abandon(rank)],
+            Event::Ready(rank) => vec![SessionAction::Abandon(rank)],
             Event::Guarded(rank) => self.guarded(rank),
             Event::Shared(rank) => {
                 let host = self.host(rank);
@@ -160,12 +165,12 @@ impl Course {
     }
 
     /// Handles expired timers.
-    pub(super) fn tick(&mut self, now: Instant) -> Vec<Order> {
+    pub(super) fn tick(&mut self, now: Instant) -> Vec<SessionAction> {
         let mut orders = Vec::new();
         for (rank, state) in self.ranks.iter_mut().enumerate() {
-            if matches!(state.stage, Stage::Exited(at) if now >= at + CLOSE_LIMIT) {
-                state.stage = Stage::Exited(now); // again, should it not help
-                orders.push(Order::Abandon(rank));
+            if matches!(state.stage, RankStage::Exited(at) if now >= at + CLOSE_LIMIT) {
+                state.stage = RankStage::Exited(now); // again, should it not help
+                orders.push(SessionAction::Abandon(rank));
             }
         }
         orders.extend(match &self.phase {
@@ -181,24 +186,28 @@ impl Course {
         self.hosts[self.ranks[rank].host].clone()
     }
 
-    fn guarded(&mut self, rank: usize) -> Vec<Order> {
-        if self.cause.is_some() || self.ranks[rank].stage != Stage::Ready {
+    fn guarded(&mut self, rank: usize) -> Vec<SessionAction> {
+        if self.cause.is_some() || self.ranks[rank].stage != RankStage::Ready {
             return Vec::new();
         }
-        self.ranks[rank].stage = Stage::Guarded;
-        if self.ranks.iter().any(|rank| rank.stage != Stage::Guarded) {
+        self.ranks[rank].stage = RankStage::Guarded;
+        if self
+            .ranks
+            .iter()
+            .any(|rank| rank.stage != RankStage::Guarded)
+        {
             return Vec::new();
         }
         self.phase = Phase::Running;
         self.ranks
             .iter_mut()
-            .for_each(|rank| rank.stage = Stage::Running);
-        (0..self.ranks.len()).map(Order::Go).collect()
+            .for_each(|rank| rank.stage = RankStage::Running);
+        (0..self.ranks.len()).map(SessionAction::Go).collect()
     }
 
-    fn exited(&mut self, now: Instant, rank: usize, code: i32) -> Vec<Order> {
-        self.ranks[rank].stage = Stage::Exited(now);
-        let mut orders = vec![Order::Release(rank)];
+    fn exited(&mut self, now: Instant, rank: usize, code: i32) -> Vec<SessionAction> {
+        self.ranks[rank].stage = RankStage::Exited(now);
+        let mut orders = vec![SessionAction::Release(rank)];
         // A shell reports a child's signal in no other way.
         let ending = match code {
             129..=192 => Ending::Signal(code - 128),
@@ -214,16 +223,16 @@ impl Course {
         orders
     }
 
-    fn closed(&mut self, now: Instant, rank: usize, ending: Ending) -> Vec<Order> {
-        let stage = std::mem::replace(&mut self.ranks[rank].stage, Stage::Gone);
-        if matches!(stage, Stage::Exited(_) | Stage::Gone) {
+    fn closed(&mut self, now: Instant, rank: usize, ending: Ending) -> Vec<SessionAction> {
+        let stage = std::mem::replace(&mut self.ranks[rank].stage, RankStage::Gone);
+        if matches!(stage, RankStage::Exited(_) | RankStage::Gone) {
             return Vec::new();
         }
         if self.ranks[rank].killed {
             self.notices.push(Notice::Killed(name(rank)));
-            return vec![Order::Release(rank)];
+            return vec![SessionAction::Release(rank)];
         }
-        let (host, started) = (self.host(rank), stage == Stage::Running);
+        let (host, started) = (self.host(rank), stage == RankStage::Running);
         let rank = name(rank);
         let error = if started {
             Error::SessionLost { rank, host, ending }
@@ -233,7 +242,7 @@ impl Course {
         self.end(now, error, Signal::TERM)
     }
 
-    fn lost(&mut self, now: Instant, host: usize, why: String) -> Vec<Order> {
+    fn lost(&mut self, now: Instant, host: usize, why: String) -> Vec<SessionAction> {
         let host = self.hosts[host].clone();
         let error = match self.phase {
             Phase::Starting(_) => Error::HostUnreachable { host, why },
@@ -258,8 +267,8 @@ impl Course {
         host == lost && by_keeper.contains(ending)
     }
 
-    fn late(&mut self, now: Instant) -> Vec<Order> {
-        let waits = |rank: &&RankState| rank.stage != Stage::Guarded;
+    fn late(&mut self, now: Instant) -> Vec<SessionAction> {
+        let waits = |rank: &&RankState| rank.stage != RankStage::Guarded;
         let late = self.ranks.iter().filter(waits).map(|rank| rank.host);
         let mut late: Vec<usize> = late.collect();
         late.sort_unstable();
@@ -273,8 +282,8 @@ impl Course {
     }
 
     /// The rank that ended well may have left the others waiting for it.
-    fn lingered(&mut self, now: Instant, since: Instant, ended: usize) -> Vec<Order> {
-        let runs = |(_, rank): &(usize, &RankState)| rank.stage == Stage::Running;
+    fn lingered(&mut self, now: Instant, since: Instant, ended: usize) -> Vec<SessionAction> {
+        let runs = |(_, rank): &(usize, &RankState)| rank.stage == RankStage::Running;
         let running: Vec<Rank> = self
             .ranks
             .iter()
@@ -297,7 +306,7 @@ impl Course {
     }
 
     /// Starts to end everything, unless that has started.
-    fn end(&mut self, now: Instant, cause: Error, first: Signal) -> Vec<Order> {
+    fn end(&mut self, now: Instant, cause: Error, first: Signal) -> Vec<SessionAction> {
         if self.cause.is_some() {
             return Vec::new();
         }
@@ -313,28 +322,32 @@ impl Course {
         steps.push((now, Some(first)));
         self.phase = Phase::Ending(steps);
         let unstarted = |(_, rank): &(usize, &RankState)| {
-            matches!(rank.stage, Stage::Waiting | Stage::Ready | Stage::Guarded)
+            matches!(
+                rank.stage,
+                RankStage::Waiting | RankStage::Ready | RankStage::Guarded
+            )
         };
         let all = self.ranks.iter().enumerate().filter(unstarted);
-        let mut orders: Vec<Order> = all.map(|(rank, _)| Order::Abandon(rank)).collect();
+        let mut orders: Vec<SessionAction> =
+            all.map(|(rank, _)| SessionAction::Abandon(rank)).collect();
         orders.extend(self.escalate(now));
         orders
     }
 
-    fn escalate(&mut self, now: Instant) -> Vec<Order> {
+    fn escalate(&mut self, now: Instant) -> Vec<SessionAction> {
         let mut orders = Vec::new();
         let Phase::Ending(steps) = &mut self.phase else {
             return orders;
         };
         while let Some((_, signal)) = steps.pop_if(|(at, _)| now >= *at) {
             for (rank, state) in self.ranks.iter_mut().enumerate() {
-                let is_gone = state.stage == Stage::Gone;
+                let is_gone = state.stage == RankStage::Gone;
                 match signal {
-                    Some(signal) if state.stage == Stage::Running => {
+                    Some(signal) if state.stage == RankStage::Running => {
                         state.killed |= signal == Signal::KILL;
-                        orders.push(Order::Signal(rank, signal));
+                        orders.push(SessionAction::Signal(rank, signal));
                     }
-                    None if !is_gone => orders.push(Order::Abandon(rank)),
+                    None if !is_gone => orders.push(SessionAction::Abandon(rank)),
                     _ => {}
                 }
             }

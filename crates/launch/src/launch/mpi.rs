@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use super::plan::RankPlan;
-use super::{Launch, Limits, Place, StdinTo, Tags};
+use super::{Launch, LaunchLimits, StdinTo, Tags, WorkingDirectory};
 
 /// Parameters of an `mpirun`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,9 +44,9 @@ pub fn launch(
     mpirun: &Mpirun,
     ranks: &[RankPlan],
     command: Vec<String>,
-    place: Place,
+    place: WorkingDirectory,
     stdin: StdinTo,
-    limits: Limits,
+    limits: LaunchLimits,
 ) -> Launch {
     let mut words = vec![mpirun.program.clone()];
     let mut add = |more: &[&str]| words.extend(more.iter().map(|word| (*word).to_owned()));
@@ -69,7 +69,7 @@ pub fn launch(
             StdinTo::None => "none",
         },
     ]);
-    if let Place::Wanted(folder) = &place {
+    if let WorkingDirectory::Required(folder) = &place {
         add(&["--wdir", folder]);
     }
     for (name, value) in library(mpirun).iter().chain(&ranks[0].env) {
@@ -139,7 +139,7 @@ mod tests {
                 command,
                 place,
                 StdinTo::All,
-                Limits::default(),
+                LaunchLimits::default(),
             );
             assert_eq!(
                 (all.ranks.len(), all.stdin, all.tags),
@@ -148,14 +148,14 @@ mod tests {
             all.command.join(" ")
         };
         assert_eq!(
-            words(&mpirun, Place::Wanted("/d".to_owned())),
+            words(&mpirun, WorkingDirectory::Required("/d".to_owned())),
             "/opt/bin/mpirun --tag-output --hostfile /tmp/h --np 4 --stdin all --wdir /d \
              -x DYLD_LIBRARY_PATH=/opt/lib -x MLX_MPI_LIBNAME=libmpi.so.40 -x A=b c \
              --oversubscribe prog -x"
         );
         (mpirun.major, mpirun.library) = (5, None);
         assert_eq!(
-            words(&mpirun, Place::IfThere("/d".to_owned())),
+            words(&mpirun, WorkingDirectory::IfPresent("/d".to_owned())),
             "/opt/bin/mpirun --output tag --hostfile /tmp/h --np 4 --stdin all -x A=b c \
              --oversubscribe prog -x"
         );

@@ -8,7 +8,7 @@ use std::{env, fs, io};
 
 use super::mpi::{Mpirun, hostfile};
 use super::plan::RankPlan;
-use crate::remote::{Answer, Error as RemoteError, Reach};
+use crate::remote::{Error as RemoteError, ScriptOutput, SshClient};
 
 /// Why no `mpirun` can be used.
 #[derive(Debug, thiserror::Error)]
@@ -74,7 +74,8 @@ fn is_executable(file: &Path) -> bool {
 /// The output of a program, with a time limit.
 fn said(program: &str, arg: &str) -> Result<String, RemoteError> {
     let words = format!("'{}' '{arg}' </dev/null", program.replace('\'', "'\\''"));
-    let Answer { stdout, .. } = Reach::new("ssh", None).ask("127.0.0.1", &words, LIMIT)?;
+    let ScriptOutput { stdout, .. } =
+        SshClient::new("ssh", None).run_script("127.0.0.1", &words, LIMIT)?;
     Ok(String::from_utf8_lossy(&stdout).into_owned())
 }
 

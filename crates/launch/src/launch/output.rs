@@ -4,35 +4,40 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use paceline_base::Rank;
-use paceline_process::processes::{Lines, Prefixed};
+use paceline_process::processes::{LineBuffer, PrefixedWriter};
 
 use super::Tags;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stream {
+pub(super) enum OutputStream {
     Out,
     Errors,
 }
 
 /// The launcher's standard output and error.
 pub(super) struct Output {
-    out: Prefixed<Box<dyn Write + Send>>,
-    errors: Prefixed<Box<dyn Write + Send>>,
+    out: PrefixedWriter<Box<dyn Write + Send>>,
+    errors: PrefixedWriter<Box<dyn Write + Send>>,
 }
 
 impl Output {
     pub(super) fn new(out: Box<dyn Write + Send>, errors: Box<dyn Write + Send>) -> Self {
         Self {
-            out: Prefixed::new(out),
-            errors: Prefixed::new(errors),
+            out: PrefixedWriter::new(out),
+            errors: PrefixedWriter::new(errors),
         }
     }
 
     /// Writes a line; without a rank it is `mpirun`'s own.
-    pub(super) fn line(&self, stream: Stream, rank: Option<Rank>, line: &str) -> io::Result<()> {
+    pub(super) fn line(
+        &self,
+        stream: OutputStream,
+        rank: Option<Rank>,
+        line: &str,
+    ) -> io::Result<()> {
         let output = match stream {
-            Stream::Out => &self.out,
-            Stream::Errors => &self.errors,
+            OutputStream::Out => &self.out,
+            OutputStream::Errors => &self.errors,
         };
         match rank {
             Some(rank) => output.line(rank, line),
@@ -43,17 +48,17 @@ impl Output {
 
 /// Assigns the lines of one stream of one session to ranks.
 #[derive(Debug)]
-pub(super) enum Sorter {
-    Session(Rank, Lines),
+pub(super) enum LineRouter {
+    Session(Rank, LineBuffer),
     /// Lines carry `mpirun`'s tags.
-    Mpirun(Lines, Tagged),
+    Mpirun(LineBuffer, TagParser),
 }
 
-impl Sorter {
+impl LineRouter {
     pub(super) fn new(tags: Tags, rank: Rank) -> Self {
         match tags {
-            Tags::Session => Self::Session(rank, Lines::default()),
-            Tags::Mpirun => Self::Mpirun(Lines::default(), Tagged::default()),
+            Tags::Session => Self::Session(rank, LineBuffer::default()),
+            Tags::Mpirun => Self::Mpirun(LineBuffer::default(), TagParser::default()),
         }
     }
 
@@ -84,12 +89,12 @@ impl Sorter {
 /// follows at once, of any rank. So `[1,0]<stdout>:a[1,1]<stdout>:b\n[1,0]<stdout>:c\n` is `ac` of
 /// rank 0 and `b` of rank 1. Seen with Open MPI 4.1.4.
 #[derive(Debug, Default)]
-pub(super) struct Tagged {
+pub(super) struct TagParser {
     /// Unfinished lines.
     partial: BTreeMap<Rank, String>,
 }
 
-impl Tagged {
+impl TagParser {
     fn line(&mut self, line: &str, complete: bool, each: &mut impl FnMut(Option<Rank>, &str)) {
         let Some(first) = Tag::find(line) else {
             return each(None, line);
@@ -161,7 +166,7 @@ mod tests {
     use super::*;
 
     fn sorted(tags: Tags, text: &str) -> Vec<String> {
-        let mut sorter = Sorter::new(tags, Rank(7));
+        let mut sorter = LineRouter::new(tags, Rank(7));
         let mut found = Vec::new();
         let mut note = |rank: Option<Rank>, line: &str| {
             found.push(format!(

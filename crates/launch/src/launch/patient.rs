@@ -11,9 +11,9 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 /// A stream that waits instead of returning `WouldBlock`.
 #[derive(Debug)]
-pub struct Patient<S>(pub S);
+pub struct BlockingStream<S>(pub S);
 
-impl<S: AsFd> Patient<S> {
+impl<S: AsFd> BlockingStream<S> {
     fn until(&self, ready: PollFlags) -> io::Result<()> {
         match poll(&mut [PollFd::new(&self.0, ready)], None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
@@ -22,7 +22,7 @@ impl<S: AsFd> Patient<S> {
     }
 }
 
-impl<S: Read + AsFd> Read for Patient<S> {
+impl<S: Read + AsFd> Read for BlockingStream<S> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.0.read(buffer) {
@@ -33,7 +33,7 @@ impl<S: Read + AsFd> Read for Patient<S> {
     }
 }
 
-impl<S: Write + AsFd> Write for Patient<S> {
+impl<S: Write + AsFd> Write for BlockingStream<S> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         loop {
             match self.0.write(bytes) {

@@ -15,7 +15,7 @@
 //! and prints `exit CODE`. Then it kills the rest of the program's group, itself included.
 
 use super::plan::RankPlan;
-use super::{Launch, Place};
+use super::{Launch, WorkingDirectory};
 use crate::remote::quote;
 
 /// Seconds of silence after which a host agent declares the launcher lost. Long, because a
@@ -27,7 +27,7 @@ pub(super) const SILENCE_S: u32 = 120;
 pub(super) const CODE_NO_START: i32 = 125;
 
 /// The script of a host agent.
-pub(super) fn keeper(token: &str) -> String {
+pub(super) fn host_agent(token: &str) -> String {
     format!(
         r#"{{
 trap : HUP INT QUIT TERM
@@ -79,16 +79,16 @@ pub(super) fn rank(launch: &Launch, rank: usize, token: &str, folder: &str) -> S
     text
 }
 
-fn working_folder(place: &Place) -> String {
+fn working_folder(place: &WorkingDirectory) -> String {
     match place {
-        Place::Wanted(folder) => {
+        WorkingDirectory::Required(folder) => {
             let folder = quote(folder);
             format!(
                 "cd -- {folder} 2>/dev/null || {{ printf 'cannot change to %s\\n' {folder} >&2; \
                  exit {CODE_NO_START}; }}\n"
             )
         }
-        Place::IfThere(folder) => format!("cd -- {} 2>/dev/null\n", quote(folder)),
+        WorkingDirectory::IfPresent(folder) => format!("cd -- {} 2>/dev/null\n", quote(folder)),
     }
 }
 

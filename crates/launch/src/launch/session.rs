@@ -10,13 +10,13 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_process::processes::{Ending, Lines, Process, Signal, Tail};
+use paceline_process::processes::{Ending, LineBuffer, LineTail, Process, Signal};
 
-use super::course::{Course, Event, Order};
-use super::output::{Output, Sorter, Stream};
+use super::course::{Event, LaunchMachine, SessionAction};
+use super::output::{LineRouter, Output, OutputStream};
 use super::{Error, Launch, Notice, Streams, script};
-use crate::marks::{Marks, Piece, token};
-use crate::remote::{Reach, Sharing, start};
+use crate::marks::{Marks, StreamPart, token};
+use crate::remote::{Sharing, SshClient, start};
 
 /// Polling interval for ended processes and time limits.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -43,15 +43,15 @@ const EVENTS_MAX: usize = 256;
 /// by themselves.
 pub fn run(
     launch: &Launch,
-    reach: &Reach,
+    reach: &SshClient,
     streams: Streams,
     cancelled: &dyn Fn() -> bool,
     notice: &mut dyn FnMut(Notice),
 ) -> Result<(), Error> {
     let mut sessions = Sessions::new(launch, reach, streams);
     let hosts = sessions.hosts.clone();
-    let mut course = Course::new(hosts, &sessions.host_of, launch.limits, Instant::now());
-    sessions.start_keepers()?;
+    let mut course = LaunchMachine::new(hosts, &sessions.host_of, launch.limits, Instant::now());
+    sessions.start_agents()?;
     let mut is_told = false;
     while !course.is_over() {
         let mut events = sessions.wait();
@@ -61,10 +61,10 @@ pub fn run(
         }
         for event in events {
             let orders = course.step(Instant::now(), event);
-            sessions.obey(orders)?;
+            sessions.apply(orders)?;
         }
         let orders = course.tick(Instant::now());
-        sessions.obey(orders)?;
+        sessions.apply(orders)?;
         course.take_notices().into_iter().for_each(&mut *notice);
     }
     sessions.finish();
@@ -72,11 +72,11 @@ pub fn run(
 }
 
 /// A host agent.
-struct Keeper {
+struct HostAgent {
     process: Process,
     /// `None` once it has ended or was released.
     lifeline: Option<ChildStdin>,
-    said: Arc<Mutex<Tail>>,
+    said: Arc<Mutex<LineTail>>,
     /// Reads its standard error into `said`.
     reader: JoinHandle<()>,
     folder: Arc<Mutex<String>>,
@@ -85,7 +85,7 @@ struct Keeper {
 }
 
 /// A rank's session.
-struct Session {
+struct RankSession {
     process: Process,
     stdin: Option<ChildStdin>,
     readers: [JoinHandle<()>; 2],
@@ -96,12 +96,12 @@ struct Session {
 
 struct Sessions<'a> {
     launch: &'a Launch,
-    reach: &'a Reach,
+    reach: &'a SshClient,
     token: String,
     hosts: Vec<String>,
     host_of: Vec<usize>,
-    keepers: Vec<Keeper>,
-    ranks: Vec<Option<Session>>,
+    keepers: Vec<HostAgent>,
+    ranks: Vec<Option<RankSession>>,
     output: Arc<Output>,
     output_gone: Arc<AtomicBool>,
     input: Option<Box<dyn Read + Send>>,
@@ -111,7 +111,7 @@ struct Sessions<'a> {
 }
 
 impl<'a> Sessions<'a> {
-    fn new(launch: &'a Launch, reach: &'a Reach, streams: Streams) -> Self {
+    fn new(launch: &'a Launch, reach: &'a SshClient, streams: Streams) -> Self {
         let mut hosts: Vec<String> = Vec::new();
         let index = |rank: &super::RankPlan| {
             let known = hosts.iter().position(|host| *host == rank.host);
@@ -139,7 +139,7 @@ impl<'a> Sessions<'a> {
         }
     }
 
-    fn start_keepers(&mut self) -> Result<(), Error> {
+    fn start_agents(&mut self) -> Result<(), Error> {
         for (number, host) in self.hosts.iter().enumerate() {
             let mut command = self.reach.shell(host, Sharing::Leads(number));
             let (mut process, mut lifeline) = start(&mut command)?;
@@ -148,8 +148,8 @@ impl<'a> Sessions<'a> {
             let folder = Arc::default();
             self.read_keeper(number, &mut process, &folder);
             // A failed write means that the agent has ended, which `wait` reports.
-            let _ = lifeline.write_all(script::keeper(&self.token).as_bytes());
-            self.keepers.push(Keeper {
+            let _ = lifeline.write_all(script::host_agent(&self.token).as_bytes());
+            self.keepers.push(HostAgent {
                 process,
                 lifeline: Some(lifeline),
                 said,
@@ -164,9 +164,9 @@ impl<'a> Sessions<'a> {
 
     fn read_keeper(&self, number: usize, process: &mut Process, folder: &Arc<Mutex<String>>) {
         let (sender, folder) = (self.sender.clone(), Arc::clone(folder));
-        let each = move |piece: Piece<'_>| {
+        let each = move |piece: StreamPart<'_>| {
             let event = match piece {
-                Piece::Mark(words) => match words.split_once(' ') {
+                StreamPart::Mark(words) => match words.split_once(' ') {
                     Some(("ready", path)) => {
                         path.clone_into(&mut lock(&folder));
                         Some(Event::HostReady(number))
@@ -175,7 +175,7 @@ impl<'a> Sessions<'a> {
                     _ => None,
                 },
                 // A login shell's greeting.
-                Piece::Text(_) => None,
+                StreamPart::Text(_) => None,
             };
             event.map(|event| sender.send(event));
         };
@@ -183,35 +183,37 @@ impl<'a> Sessions<'a> {
         read_pieces(stdout, Marks::new(&self.token), each);
     }
 
-    fn obey(&mut self, orders: Vec<Order>) -> Result<(), Error> {
-        let starts_all = orders.iter().any(|order| matches!(order, Order::Go(_)));
+    fn apply(&mut self, orders: Vec<SessionAction>) -> Result<(), Error> {
+        let starts_all = orders
+            .iter()
+            .any(|order| matches!(order, SessionAction::Go(_)));
         for order in orders {
             match order {
-                Order::Start(host) => self.start_ranks(host)?,
-                Order::Guard(rank) => {
+                SessionAction::Start(host) => self.start_ranks(host)?,
+                SessionAction::Guard(rank) => {
                     let group = self.group(rank);
-                    self.tell_keeper(rank, &format!("add {group} {rank}"));
+                    self.send_to_agent(rank, &format!("add {group} {rank}"));
                 }
-                Order::Go(rank) => {
+                SessionAction::Go(rank) => {
                     if let Some(stdin) = self.stdin(rank) {
                         // A failed write means that the shell has ended, which `wait` reports.
                         let _ = stdin.write_all(b"go\n");
                     }
                 }
-                Order::Release(rank) => {
+                SessionAction::Release(rank) => {
                     let group = self.group(rank);
-                    self.tell_keeper(rank, &format!("del {group}"));
+                    self.send_to_agent(rank, &format!("del {group}"));
                 }
-                Order::Signal(rank, signal) => {
+                SessionAction::Signal(rank, signal) => {
                     let group = self.group(rank);
                     let name = match signal {
                         Signal::INT => "INT",
                         Signal::KILL => "KILL",
                         _ => "TERM",
                     };
-                    self.tell_keeper(rank, &format!("{name} {group}"));
+                    self.send_to_agent(rank, &format!("{name} {group}"));
                 }
-                Order::Abandon(rank) => {
+                SessionAction::Abandon(rank) => {
                     if let Some(session) = &mut self.ranks[rank] {
                         session.stdin = None;
                         session.process.signal(Signal::KILL);
@@ -234,8 +236,8 @@ impl<'a> Sessions<'a> {
         self.ranks[rank].as_mut()?.stdin.as_mut()
     }
 
-    fn tell_keeper(&mut self, rank: usize, words: &str) {
-        self.keepers[self.host_of[rank]].tell(words);
+    fn send_to_agent(&mut self, rank: usize, words: &str) {
+        self.keepers[self.host_of[rank]].send_words(words);
     }
 
     fn start_ranks(&mut self, host: usize) -> Result<(), Error> {
@@ -251,7 +253,7 @@ impl<'a> Sessions<'a> {
             ];
             let script = script::rank(self.launch, rank, &self.token, &folder);
             let _ = stdin.write_all(script.as_bytes());
-            self.ranks[rank] = Some(Session {
+            self.ranks[rank] = Some(RankSession {
                 process,
                 stdin: Some(stdin),
                 readers,
@@ -270,19 +272,19 @@ impl<'a> Sessions<'a> {
         group: &Arc<Mutex<String>>,
     ) -> JoinHandle<()> {
         let (sender, group) = (self.sender.clone(), Arc::clone(group));
-        let mut printer = self.printer(Stream::Out, rank);
+        let mut printer = self.printer(OutputStream::Out, rank);
         let mut is_ready = false;
-        let each = move |piece: Piece<'_>| {
+        let each = move |piece: StreamPart<'_>| {
             let event = match piece {
                 // Output of a login shell before the mark is not the program's.
-                Piece::Text(bytes) => {
+                StreamPart::Text(bytes) => {
                     if is_ready {
                         printer.feed(bytes);
                     }
                     None
                 }
-                Piece::Mark("shared") => Some(Event::Shared(rank)),
-                Piece::Mark(words) => match words.split_once(' ') {
+                StreamPart::Mark("shared") => Some(Event::Shared(rank)),
+                StreamPart::Mark(words) => match words.split_once(' ') {
                     Some(("ready", number)) => {
                         is_ready = true;
                         number.clone_into(&mut lock(&group));
@@ -299,15 +301,15 @@ impl<'a> Sessions<'a> {
     }
 
     fn read_errors(&self, rank: usize, process: &mut Process) -> JoinHandle<()> {
-        let mut printer = self.printer(Stream::Errors, rank);
+        let mut printer = self.printer(OutputStream::Errors, rank);
         let stderr = process.take_stderr().expect("standard error was piped");
         thread::spawn(move || read(stderr, |bytes| printer.feed(bytes)))
     }
 
-    fn printer(&self, stream: Stream, rank: usize) -> Printer {
+    fn printer(&self, stream: OutputStream, rank: usize) -> Printer {
         let rank = Rank(u32::try_from(rank).expect("hostfiles have at most 4096 hosts"));
         Printer {
-            sorter: Sorter::new(self.launch.tags, rank),
+            sorter: LineRouter::new(self.launch.tags, rank),
             stream,
             output: Arc::clone(&self.output),
             gone: Arc::clone(&self.output_gone),
@@ -350,7 +352,7 @@ impl<'a> Sessions<'a> {
             self.beaten = Instant::now();
             self.keepers
                 .iter_mut()
-                .for_each(|keeper| keeper.tell("beat"));
+                .for_each(|keeper| keeper.send_words("beat"));
         }
         // In this order: a session counts as closed only when all of its output was read, and its
         // last events are then handled next.
@@ -363,7 +365,7 @@ impl<'a> Sessions<'a> {
             if self.keepers[self.host_of[rank]].is_ending() {
                 continue;
             }
-            let ending = session.as_mut().and_then(Session::closed);
+            let ending = session.as_mut().and_then(RankSession::closed);
             closed.extend(ending.map(|ending| Event::Closed(rank, ending)));
         }
         events.extend(self.events.try_iter());
@@ -383,15 +385,15 @@ impl<'a> Sessions<'a> {
         self.keepers
             .retain(|keeper| !lock(&keeper.folder).is_empty());
         let start = Instant::now();
-        let ended = |keeper: &mut Keeper| keeper.process.has_ended();
+        let ended = |keeper: &mut HostAgent| keeper.process.has_ended();
         while !self.keepers.iter_mut().all(ended) && start.elapsed() < KEEPER_LIMIT {
             thread::sleep(Duration::from_millis(2));
         }
     }
 }
 
-impl Keeper {
-    fn tell(&mut self, words: &str) {
+impl HostAgent {
+    fn send_words(&mut self, words: &str) {
         if let Some(lifeline) = &mut self.lifeline {
             // A failed write means that the agent has ended, which `wait` reports.
             let _ = lifeline.write_all(format!("{words}\n").as_bytes());
@@ -421,7 +423,7 @@ impl Keeper {
     }
 }
 
-impl Session {
+impl RankSession {
     /// How it ended, reported once, after its output was read.
     fn closed(&mut self) -> Option<Ending> {
         if self.is_closed || !self.process.has_ended() {
@@ -439,8 +441,8 @@ impl Session {
 
 /// Prints the lines of a stream.
 struct Printer {
-    sorter: Sorter,
-    stream: Stream,
+    sorter: LineRouter,
+    stream: OutputStream,
     output: Arc<Output>,
     gone: Arc<AtomicBool>,
 }
@@ -467,8 +469,8 @@ impl Drop for Printer {
 }
 
 /// A closed standard error is no failure.
-fn note_gone(written: std::io::Result<()>, stream: Stream, gone: &AtomicBool) {
-    if written.is_err() && stream == Stream::Out {
+fn note_gone(written: std::io::Result<()>, stream: OutputStream, gone: &AtomicBool) {
+    if written.is_err() && stream == OutputStream::Out {
         gone.store(true, Ordering::Relaxed);
     }
 }
@@ -488,7 +490,7 @@ fn read(mut stream: impl Read, mut each: impl FnMut(&[u8])) {
 fn read_pieces(
     stream: impl Read + Send + 'static,
     mut marks: Marks,
-    mut each: impl FnMut(Piece<'_>) + Send + 'static,
+    mut each: impl FnMut(StreamPart<'_>) + Send + 'static,
 ) -> JoinHandle<()> {
     thread::spawn(move || {
         read(stream, |bytes| marks.feed(bytes, &mut each));
@@ -497,10 +499,10 @@ fn read_pieces(
 }
 
 /// Keeps the last lines of a process's standard error, in a thread that ends with it.
-fn note_errors(process: &mut Process, said: &Arc<Mutex<Tail>>) -> JoinHandle<()> {
+fn note_errors(process: &mut Process, said: &Arc<Mutex<LineTail>>) -> JoinHandle<()> {
     let stderr = process.take_stderr().expect("standard error was piped");
     let said = Arc::clone(said);
-    let mut lines = Lines::default();
+    let mut lines = LineBuffer::default();
     thread::spawn(move || {
         read(stderr, |bytes| {
             lines.feed(bytes, |line| lock(&said).push(line))

@@ -2,7 +2,7 @@
 
 use std::net::Ipv4Addr;
 
-use super::{Cable, End, Error, Graph, Machine};
+use super::{Cable, CableEnd, Error, Graph, ProbedMachine};
 
 /// Address range of the cables: 192.168.0.0/16, as in MLX.
 const FIRST: u32 = u32::from_be_bytes([192, 168, 0, 0]);
@@ -12,14 +12,14 @@ const BLOCKS: u32 = 1 << 14;
 
 /// An interface's address and subnet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Network {
+pub struct InterfaceNetwork {
     pub interface: String,
     pub address: Ipv4Addr,
     /// Prefix length, 0 to 32.
     pub prefix: u8,
 }
 
-impl Network {
+impl InterfaceNetwork {
     fn contains(&self, address: u32) -> bool {
         let mask = u32::MAX
             .checked_shl(32 - u32::from(self.prefix))
@@ -99,13 +99,13 @@ impl Addresses {
     ///
     /// # Errors
     /// [`Error::NoNetworks`].
-    pub fn assign(graph: &Graph, machines: &[Machine]) -> Result<Self, Error> {
+    pub fn assign(graph: &Graph, machines: &[ProbedMachine]) -> Result<Self, Error> {
         let ends = graph.cables.iter().flat_map(|cable| [cable.from, cable.to]);
         let ours: Vec<(usize, &str)> = ends.map(|end| (end.host, graph.interface(end))).collect();
-        let mut used: Vec<&Network> = Vec::new();
+        let mut used: Vec<&InterfaceNetwork> = Vec::new();
         for (host, machine) in machines.iter().enumerate() {
             // The bridge over all Thunderbolt ports is removed.
-            let stays = |network: &&Network| {
+            let stays = |network: &&InterfaceNetwork| {
                 network.interface != "bridge0" && !ours.contains(&(host, &network.interface))
             };
             used.extend(machine.networks.iter().filter(stays));
@@ -124,7 +124,7 @@ impl Addresses {
     }
 
     /// Ends at `host` of its cables to `peer`, with their addresses and the other end's.
-    pub fn between(&self, host: usize, peer: usize) -> Vec<(End, Ipv4Addr, Ipv4Addr)> {
+    pub fn between(&self, host: usize, peer: usize) -> Vec<(CableEnd, Ipv4Addr, Ipv4Addr)> {
         let facing = |(cable, from, to): &(Cable, Ipv4Addr, Ipv4Addr)| {
             if (cable.from.host, cable.to.host) == (host, peer) {
                 Some((cable.from, *from, *to))
@@ -143,23 +143,23 @@ mod tests {
     use super::super::graph::tests::graph;
     use super::*;
 
-    fn network(interface: &str, address: [u8; 4], prefix: u8) -> Network {
-        Network {
+    fn network(interface: &str, address: [u8; 4], prefix: u8) -> InterfaceNetwork {
+        InterfaceNetwork {
             interface: interface.to_owned(),
             address: address.into(),
             prefix,
         }
     }
 
-    fn machines(networks: &[&[Network]]) -> Vec<Machine> {
-        let machine = |networks: &&[Network]| Machine {
+    fn machines(networks: &[&[InterfaceNetwork]]) -> Vec<ProbedMachine> {
+        let machine = |networks: &&[InterfaceNetwork]| ProbedMachine {
             networks: networks.to_vec(),
-            ..Machine::default()
+            ..ProbedMachine::default()
         };
         networks.iter().map(machine).collect()
     }
 
-    fn first_addresses(cables: usize, networks: &[&[Network]]) -> Vec<String> {
+    fn first_addresses(cables: usize, networks: &[&[InterfaceNetwork]]) -> Vec<String> {
         let graph = graph(2, &vec![(0, 1); cables]);
         let given = Addresses::assign(&graph, &machines(networks)).unwrap();
         given
@@ -209,7 +209,7 @@ mod tests {
                    \tinet 10.0.0.7 netmask 0xffffff00 broadcast 10.0.0.255\n\
                    utun4: flags=8051<UP>\n\tinet 100.64.0.1 --> 100.64.0.1 netmask 0xffffffff\n";
         assert_eq!(
-            Network::of_ifconfig(mac),
+            InterfaceNetwork::of_ifconfig(mac),
             [
                 network("lo0", [127, 0, 0, 1], 8),
                 network("en0", [10, 0, 0, 7], 24),
@@ -219,7 +219,7 @@ mod tests {
         let linux = "1: lo    inet 127.0.0.1/8 scope host lo\\       valid_lft forever\n\
                      2: eth0    inet 10.0.0.7/24 brd 10.0.0.255 scope global eth0\nnonsense\n";
         assert_eq!(
-            Network::of_ip(linux),
+            InterfaceNetwork::of_ip(linux),
             [
                 network("lo", [127, 0, 0, 1], 8),
                 network("eth0", [10, 0, 0, 7], 24),

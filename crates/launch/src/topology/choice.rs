@@ -1,12 +1,12 @@
 //! Chooses a backend for the cables, and makes its hostfile.
 
-use super::{Addresses, Error, Graph, Machine, Ring, best_ring, missing_for_ring};
+use super::{Addresses, Error, Graph, ProbedMachine, Ring, best_ring, missing_for_ring};
 use crate::hostfile::{Devices, Host, Hostfile};
 use crate::launch::Backend;
 
 /// The best backend for the cables.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct TopologyChoice {
     pub backend: Backend,
     /// The hostfile for `launch`.
     pub hostfile: Hostfile,
@@ -25,14 +25,14 @@ pub fn choose(
     wish: Option<Backend>,
     graph: &Graph,
     addresses: &Addresses,
-    machines: &[Machine],
+    machines: &[ProbedMachine],
     hosts: &[Host],
     envs: &[String],
-) -> Result<Choice, Error> {
+) -> Result<TopologyChoice, Error> {
     if hosts.len() < 2 {
         return Err(Error::OneHost);
     }
-    let plan = Plan {
+    let plan = TopologySolver {
         graph,
         addresses,
         machines,
@@ -44,7 +44,7 @@ pub fn choose(
         Some(_) => (Backend::Ring, plan.ring()?),
         None => plan.best()?,
     };
-    Ok(Choice {
+    Ok(TopologyChoice {
         backend,
         hostfile: Hostfile {
             backend: backend.to_string(),
@@ -55,8 +55,8 @@ pub fn choose(
 }
 
 /// The hostfile for hosts on an ordinary network; the backend is unspecified.
-pub fn ethernet(machines: &[Machine], hosts: &[Host], envs: &[String]) -> Hostfile {
-    let host = |(host, machine): (&Host, &Machine)| Host {
+pub fn ethernet(machines: &[ProbedMachine], hosts: &[Host], envs: &[String]) -> Hostfile {
+    let host = |(host, machine): (&Host, &ProbedMachine)| Host {
         ssh: host.ssh.clone(),
         ips: with_address(host, machine),
         ..Host::default()
@@ -70,7 +70,7 @@ pub fn ethernet(machines: &[Machine], hosts: &[Host], envs: &[String]) -> Hostfi
 
 /// The addresses that the user gave, else the machine's own. MLX appends the second to the first,
 /// so that a host named by its address has it twice, or two of different networks.
-fn with_address(host: &Host, machine: &Machine) -> Vec<String> {
+fn with_address(host: &Host, machine: &ProbedMachine) -> Vec<String> {
     if host.ips.is_empty() {
         machine.address.clone().into_iter().collect()
     } else {
@@ -78,14 +78,14 @@ fn with_address(host: &Host, machine: &Machine) -> Vec<String> {
     }
 }
 
-struct Plan<'a> {
+struct TopologySolver<'a> {
     graph: &'a Graph,
     addresses: &'a Addresses,
-    machines: &'a [Machine],
+    machines: &'a [ProbedMachine],
     hosts: &'a [Host],
 }
 
-impl Plan<'_> {
+impl TopologySolver<'_> {
     fn best(&self) -> Result<(Backend, Vec<Host>), Error> {
         let has_rdma = self.check_rdma().is_ok();
         if has_rdma && self.graph.missing_for_mesh().is_empty() {
@@ -205,12 +205,12 @@ mod tests {
         hosts: usize,
         cables: &[(usize, usize)],
         has_rdma: bool,
-    ) -> Result<Choice, String> {
+    ) -> Result<TopologyChoice, String> {
         let graph = graph(hosts, cables);
-        let machine = |host| Machine {
+        let machine = |host| ProbedMachine {
             has_rdma,
             address: Some(format!("10.0.0.{host}")),
-            ..Machine::default()
+            ..ProbedMachine::default()
         };
         let machines: Vec<_> = (0..hosts).map(machine).collect();
         let names = graph.hosts.join(",");
@@ -283,9 +283,9 @@ mod tests {
 
     #[test]
     fn an_address_is_not_repeated() {
-        let machine = Machine {
+        let machine = ProbedMachine {
             address: Some("10.0.0.9".to_owned()),
-            ..Machine::default()
+            ..ProbedMachine::default()
         };
         let machines = [machine.clone(), machine];
         let hosts = Hostfile::from_names("192.0.2.1,studio", 1).unwrap().hosts;

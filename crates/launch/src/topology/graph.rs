@@ -7,7 +7,7 @@ use super::{Error, Port};
 
 /// An end of a cable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct End {
+pub struct CableEnd {
     /// Index of the host.
     pub host: usize,
     /// Index of the port among the host's.
@@ -18,9 +18,9 @@ pub struct End {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cable {
     /// The end listed first.
-    pub from: End,
+    pub from: CableEnd,
     /// The other end.
-    pub to: End,
+    pub to: CableEnd,
 }
 
 /// Hosts, their ports, and the cables between them.
@@ -43,10 +43,10 @@ impl Graph {
     /// # Errors
     /// [`Error::SameMachine`].
     pub fn new(hosts: Vec<String>, ports: Vec<Vec<Port>>) -> Result<Self, Error> {
-        let mut ends: BTreeMap<&str, End> = BTreeMap::new();
+        let mut ends: BTreeMap<&str, CableEnd> = BTreeMap::new();
         for (host, list) in ports.iter().enumerate() {
             for (port, described) in list.iter().enumerate() {
-                let known = ends.insert(&described.uuid, End { host, port });
+                let known = ends.insert(&described.uuid, CableEnd { host, port });
                 if let Some(known) = known.filter(|known| known.host != host) {
                     let (first, second) = (hosts[known.host].clone(), hosts[host].clone());
                     return Err(Error::SameMachine { first, second });
@@ -56,7 +56,7 @@ impl Graph {
         let (mut cables, mut loops, mut taken) = (Vec::new(), Vec::new(), Vec::new());
         for (host, list) in ports.iter().enumerate() {
             for (port, described) in list.iter().enumerate() {
-                let from = End { host, port };
+                let from = CableEnd { host, port };
                 let to = described.peer.as_deref().and_then(|peer| ends.get(peer));
                 let Some(to) = to.copied().filter(|_| !taken.contains(&from)) else {
                     continue;
@@ -89,7 +89,7 @@ impl Graph {
     }
 
     /// The network interface at an end.
-    pub fn interface(&self, end: End) -> &str {
+    pub fn interface(&self, end: CableEnd) -> &str {
         &self.ports[end.host][end.port].interface
     }
 

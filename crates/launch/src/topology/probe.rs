@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::thread;
 use std::time::Duration;
 
-use super::{Error, Network, Port, ports};
+use super::{Error, InterfaceNetwork, Port, ports};
 use crate::hostfile::Host;
-use crate::marks::{Marks, Piece, token};
-use crate::remote::{Error as RemoteError, Reach};
+use crate::marks::{Marks, StreamPart, token};
+use crate::remote::{Error as RemoteError, SshClient};
 
 /// Interfaces of containers and virtual machines: their networks are the same on every host, and
 /// lead nowhere.
@@ -15,7 +15,7 @@ const VIRTUAL: [&str; 7] = ["lo", "docker", "br-", "veth", "virbr", "cni", "flan
 
 /// The facts to probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wanted {
+pub enum ProbeScope {
     /// Addresses only.
     Ethernet,
     /// Ports, devices and addresses.
@@ -24,7 +24,7 @@ pub enum Wanted {
 
 /// The facts of a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Machine {
+pub struct ProbedMachine {
     /// Its Thunderbolt ports.
     pub ports: Vec<Port>,
     /// Whether it lists RDMA devices.
@@ -32,7 +32,7 @@ pub struct Machine {
     /// Its address on the ordinary network: of `en0`, else `en1`; on Linux of the network that all
     /// hosts share, else of the default route.
     pub address: Option<String>,
-    pub networks: Vec<Network>,
+    pub networks: Vec<InterfaceNetwork>,
     /// Whether `sudo` runs without a password.
     pub can_sudo: bool,
     /// On Linux the interface of the default route.
@@ -41,11 +41,11 @@ pub struct Machine {
 
 /// Probes all `hosts`; results are in their order. Takes at most `limit`.
 pub fn probe(
-    reach: &Reach,
+    reach: &SshClient,
     hosts: &[String],
-    wanted: Wanted,
+    wanted: ProbeScope,
     limit: Duration,
-) -> Vec<Result<Machine, Error>> {
+) -> Vec<Result<ProbedMachine, Error>> {
     let mut answers = thread::scope(|scope| {
         let each = hosts.iter();
         let asked: Vec<_> = each
@@ -57,7 +57,7 @@ pub fn probe(
         });
         answers.collect::<Vec<_>>()
     });
-    let mut linux: Vec<&mut Machine> = answers
+    let mut linux: Vec<&mut ProbedMachine> = answers
         .iter_mut()
         .flatten()
         .filter(|machine| machine.address.is_none())
@@ -67,10 +67,14 @@ pub fn probe(
 }
 
 /// Probed hosts; errors of hosts that are left out; errors that count.
-pub type Sorted = (Vec<(Host, Machine)>, Vec<Error>, Vec<Error>);
+pub type ProbeResults = (Vec<(Host, ProbedMachine)>, Vec<Error>, Vec<Error>);
 
 /// Sorts `answers` of `hosts`. With `ignores`, hosts without an answer are left out.
-pub fn sorted(hosts: Vec<Host>, answers: Vec<Result<Machine, Error>>, ignores: bool) -> Sorted {
+pub fn sorted(
+    hosts: Vec<Host>,
+    answers: Vec<Result<ProbedMachine, Error>>,
+    ignores: bool,
+) -> ProbeResults {
     let (mut both, mut left_out, mut failed) = (Vec::new(), Vec::new(), Vec::new());
     for (host, answer) in hosts.into_iter().zip(answers) {
         match answer {
@@ -84,10 +88,15 @@ pub fn sorted(hosts: Vec<Host>, answers: Vec<Result<Machine, Error>>, ignores: b
     (both, left_out, failed)
 }
 
-fn one(reach: &Reach, host: &str, wanted: Wanted, limit: Duration) -> Result<Machine, Error> {
+fn one(
+    reach: &SshClient,
+    host: &str,
+    wanted: ProbeScope,
+    limit: Duration,
+) -> Result<ProbedMachine, Error> {
     let name = || host.to_owned();
     let token = token();
-    let answer = reach.ask(host, &script(&token, wanted), limit);
+    let answer = reach.run_script(host, &script(&token, wanted), limit);
     let answer = answer.map_err(|error| match error {
         RemoteError::Late { limit } => Error::Late {
             host: name(),
@@ -112,13 +121,13 @@ fn one(reach: &Reach, host: &str, wanted: Wanted, limit: Duration) -> Result<Mac
 }
 
 /// A script that prints each fact between marks; `end` comes last.
-fn script(token: &str, wanted: Wanted) -> String {
+fn script(token: &str, wanted: ProbeScope) -> String {
     let mut text = format!(
         "{{\nask() {{ n=$1; shift; printf '\\036{token} %s\\n' \"$n\"; \
          \"$@\" 2>/dev/null </dev/null; }}\n"
     );
     let mut ask = |name: &str, command: &str| text += &format!("ask {name} {command}\n");
-    if wanted == Wanted::Thunderbolt {
+    if wanted == ProbeScope::Thunderbolt {
         ask("profiler", "system_profiler SPThunderboltDataType -json");
         ask("hardware", "networksetup -listallhardwareports");
         ask("devices", "ibv_devices");
@@ -136,12 +145,12 @@ fn script(token: &str, wanted: Wanted) -> String {
 fn sections(token: &str, stdout: &[u8]) -> BTreeMap<String, String> {
     let mut found: BTreeMap<String, Vec<u8>> = BTreeMap::new();
     let mut current = None;
-    let mut note = |piece: Piece<'_>| match piece {
-        Piece::Mark(name) => {
+    let mut note = |piece: StreamPart<'_>| match piece {
+        StreamPart::Mark(name) => {
             found.entry(name.to_owned()).or_default();
             current = Some(name.to_owned());
         }
-        Piece::Text(bytes) => {
+        StreamPart::Text(bytes) => {
             let entry = current.as_ref().and_then(|name| found.get_mut(name));
             entry
                 .into_iter()
@@ -155,22 +164,26 @@ fn sections(token: &str, stdout: &[u8]) -> BTreeMap<String, String> {
     found.into_iter().map(text).collect()
 }
 
-fn machine(host: &str, wanted: Wanted, said: &BTreeMap<String, String>) -> Result<Machine, Error> {
+fn machine(
+    host: &str,
+    wanted: ProbeScope,
+    said: &BTreeMap<String, String>,
+) -> Result<ProbedMachine, Error> {
     let text = |name: &str| said.get(name).map_or("", String::as_str);
     let first = |name: &str| {
         let text = text(name).trim();
         (!text.is_empty()).then(|| text.to_owned())
     };
-    let mut networks = Network::of_ifconfig(text("ifconfig"));
-    networks.extend(Network::of_ip(text("ip")));
-    let mut machine = Machine {
+    let mut networks = InterfaceNetwork::of_ifconfig(text("ifconfig"));
+    networks.extend(InterfaceNetwork::of_ip(text("ip")));
+    let mut machine = ProbedMachine {
         address: first("en0").or_else(|| first("en1")),
         networks,
         can_sudo: text("sudo").trim() == "yes",
         route: after(text("route"), "dev"),
-        ..Machine::default()
+        ..ProbedMachine::default()
     };
-    if wanted == Wanted::Thunderbolt {
+    if wanted == ProbeScope::Thunderbolt {
         machine.ports = ports(host, text("profiler"), text("hardware"))?;
         let mut devices = text("devices").split_whitespace();
         machine.has_rdma = devices.any(|word| word.starts_with("rdma_"));
@@ -181,9 +194,9 @@ fn machine(host: &str, wanted: Wanted, said: &BTreeMap<String, String>) -> Resul
 /// For fuzzing: parses `bytes` as a machine's output.
 pub(super) fn parse(bytes: &[u8]) {
     let said = sections("token", bytes);
-    let asked =
-        [Wanted::Ethernet, Wanted::Thunderbolt].map(|wanted| machine("host", wanted, &said));
-    let mut machines: Vec<Machine> = asked.into_iter().flatten().collect();
+    let asked = [ProbeScope::Ethernet, ProbeScope::Thunderbolt]
+        .map(|wanted| machine("host", wanted, &said));
+    let mut machines: Vec<ProbedMachine> = asked.into_iter().flatten().collect();
     choose_addresses(&mut machines.iter_mut().collect::<Vec<_>>());
 }
 
@@ -193,20 +206,21 @@ fn after(text: &str, word: &str) -> Option<String> {
 }
 
 /// Chooses addresses of machines without `ipconfig`.
-fn choose_addresses(machines: &mut [&mut Machine]) {
-    let candidates = |machine: &Machine| -> Vec<Network> {
-        let real = |network: &&Network| {
+fn choose_addresses(machines: &mut [&mut ProbedMachine]) {
+    let candidates = |machine: &ProbedMachine| -> Vec<InterfaceNetwork> {
+        let real = |network: &&InterfaceNetwork| {
             let name = &network.interface;
             !VIRTUAL.iter().any(|prefix| name.starts_with(prefix)) && !network.address.is_loopback()
         };
         machine.networks.iter().filter(real).cloned().collect()
     };
-    let all: Vec<Vec<Network>> = machines.iter().map(|machine| candidates(machine)).collect();
+    let all: Vec<Vec<InterfaceNetwork>> =
+        machines.iter().map(|machine| candidates(machine)).collect();
     let Some(first) = all.first() else {
         return;
     };
-    let in_same = |of: &Network, list: &[Network]| {
-        let same = |other: &&Network| other.prefix == of.prefix && of.shares(other);
+    let in_same = |of: &InterfaceNetwork, list: &[InterfaceNetwork]| {
+        let same = |other: &&InterfaceNetwork| other.prefix == of.prefix && of.shares(other);
         list.iter().find(same).map(|network| network.address)
     };
     let shared = first
@@ -235,18 +249,18 @@ mod tests {
         entries.collect()
     }
 
-    fn linux(ip: &str, route: &str) -> Machine {
+    fn linux(ip: &str, route: &str) -> ProbedMachine {
         machine(
             "h",
-            Wanted::Ethernet,
+            ProbeScope::Ethernet,
             &said(&[("ip", ip), ("route", route)]),
         )
         .unwrap()
     }
 
-    fn addresses(machines: Vec<Machine>) -> Vec<Option<String>> {
+    fn addresses(machines: Vec<ProbedMachine>) -> Vec<Option<String>> {
         let mut machines = machines;
-        let mut all: Vec<&mut Machine> = machines.iter_mut().collect();
+        let mut all: Vec<&mut ProbedMachine> = machines.iter_mut().collect();
         choose_addresses(&mut all);
         machines
             .into_iter()
@@ -257,7 +271,7 @@ mod tests {
     #[test]
     fn macs_have_the_address_of_en0_or_en1() {
         let address = |entries| {
-            machine("h", Wanted::Ethernet, &said(entries))
+            machine("h", ProbeScope::Ethernet, &said(entries))
                 .unwrap()
                 .address
         };
@@ -307,9 +321,9 @@ mod tests {
     #[test]
     fn a_host_that_is_no_mac_is_named() {
         let limit = Duration::from_secs(20);
-        let reach = Reach::new("/nonexistent/ssh", None);
+        let reach = SshClient::new("/nonexistent/ssh", None);
         let hosts = ["127.0.0.1".to_owned(), "elsewhere".to_owned()];
-        let found = probe(&reach, &hosts, Wanted::Thunderbolt, limit);
+        let found = probe(&reach, &hosts, ProbeScope::Thunderbolt, limit);
         if !cfg!(target_os = "macos") {
             let error = found[0].as_ref().unwrap_err().to_string();
             assert!(

@@ -6,16 +6,16 @@
 
 use std::collections::BTreeMap;
 
-use crate::{Kind, Part, Partial, Task};
+use crate::{JobSpec, Kind, PartialResult, RowPartition};
 
 /// Received partial results, by worker and part.
 #[derive(Debug, Default)]
-pub(super) struct Pieces(BTreeMap<(u32, u64), Came>);
+pub(super) struct Pieces(BTreeMap<(u32, u64), PartialPart>);
 
 /// Pieces of one part.
 #[derive(Debug, Default)]
-struct Came {
-    pieces: Vec<Partial>,
+struct PartialPart {
+    pieces: Vec<PartialResult>,
     /// Values that they count.
     values: u64,
 }
@@ -23,10 +23,16 @@ struct Came {
 impl Pieces {
     /// Keeps a piece of a part that `worker` holds. False if it cannot be one: it is empty, or it
     /// has with those before more values than the part.
-    pub(super) fn keep(&mut self, worker: u32, part: Part, piece: Partial, task: &Task) -> bool {
+    pub(super) fn keep(
+        &mut self,
+        worker: u32,
+        part: RowPartition,
+        piece: PartialResult,
+        task: &JobSpec,
+    ) -> bool {
         let came = self.0.entry((worker, part.id)).or_default();
         let values = match (&piece, &task.kind) {
-            (Partial::GroupBy(groups), Kind::GroupBy(grouping)) => groups.values_of(grouping),
+            (PartialResult::GroupBy(groups), Kind::GroupBy(grouping)) => groups.values_of(grouping),
             _ => None,
         };
         let values = values.filter(|more| *more > 0);
@@ -44,12 +50,12 @@ impl Pieces {
     pub(super) fn take(
         &mut self,
         worker: u32,
-        part: Part,
-        rest: &Partial,
-        task: &Task,
-    ) -> Option<Vec<Partial>> {
+        part: RowPartition,
+        rest: &PartialResult,
+        task: &JobSpec,
+    ) -> Option<Vec<PartialResult>> {
         let came = self.0.remove(&(worker, part.id)).unwrap_or_default();
-        if let (Partial::GroupBy(groups), Kind::GroupBy(grouping)) = (rest, &task.kind) {
+        if let (PartialResult::GroupBy(groups), Kind::GroupBy(grouping)) = (rest, &task.kind) {
             let values = groups.values_of(grouping)?.checked_add(came.values)?;
             if values != values_of(part, task) {
                 return None;
@@ -69,7 +75,7 @@ impl Pieces {
     }
 }
 
-fn values_of(part: Part, task: &Task) -> u64 {
+fn values_of(part: RowPartition, task: &JobSpec) -> u64 {
     let columns = task.inputs().first().map_or(1, |input| input.columns);
     part.rows.saturating_mul(columns)
 }

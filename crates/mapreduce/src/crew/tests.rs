@@ -4,9 +4,9 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use super::*;
-use crate::groupby::{Grouping, Groups};
+use crate::groupby::{GroupTable, Grouping};
 use crate::reduce::{Op, State};
-use crate::{Dtype, FileSink, Input, Origin, Values};
+use crate::{Dtype, FileSink, InputFile, InputSource, Values};
 
 /// The first messages that a script waits for: a start and a job.
 const BEGUN: &str = "read a; read a";
@@ -17,20 +17,20 @@ fn says(message: &FromWorker) -> String {
 }
 
 /// Workers that are scripts and end when their parent does, on machines of these names.
-fn crew(scripts: &[(&str, &[String])]) -> Crew {
+fn crew(scripts: &[(&str, &[String])]) -> JobWorkers {
     let args = scripts.iter().map(|(_, lines)| {
         let script = format!("{BEGUN}; {}; while read a; do :; done", lines.join("; "));
         vec![OsString::from("-c"), OsString::from(script)]
     });
-    let processes = Processes {
+    let processes = ProcessOptions {
         program: PathBuf::from("/bin/sh"),
         args: args.collect(),
         env: Vec::new(),
         hosts: scripts.iter().map(|(host, _)| (*host).to_owned()).collect(),
         threads: 1,
-        device: Choice::Cpu,
+        device: DeviceChoice::Cpu,
     };
-    Crew::start(processes).unwrap()
+    JobWorkers::start(processes).unwrap()
 }
 
 fn ready(inputs: u64) -> String {
@@ -41,19 +41,19 @@ fn ready(inputs: u64) -> String {
     })
 }
 
-fn sum() -> Task {
+fn sum() -> JobSpec {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/mapreduce");
-    let input = Input::npy(&folder.join("normal.npy")).unwrap().flat();
-    Task::of_files(vec![input], Kind::Reduce(Op::Sum))
+    let input = InputFile::npy(&folder.join("normal.npy")).unwrap().flat();
+    JobSpec::of_files(vec![input], Kind::Reduce(Op::Sum))
 }
 
 #[test]
 fn a_machine_with_other_inputs_is_left_out_by_name() {
     let task = sum();
-    let expected = Crew::here(1).run(&task, None, &mut |_| {}).unwrap();
+    let expected = JobWorkers::here(1).run(&task, None, &mut |_| {}).unwrap();
     let home = tempfile::tempdir().unwrap();
     let flag = home.path().join("said");
-    let inputs = task.looks().unwrap();
+    let inputs = task.fingerprint().unwrap();
     let done = says(&FromWorker::Done {
         job: 1,
         part: 0,
@@ -75,7 +75,7 @@ fn a_machine_with_other_inputs_is_left_out_by_name() {
     assert_eq!(got, expected);
     assert_eq!(crew.lost(), 1);
     assert_eq!(crew.node_threads(), [None, Some(1)]);
-    let left_out = Progress::Lost {
+    let left_out = JobProgress::Lost {
         why: "two: it has other inputs of the same names".to_owned(),
         parts: 0,
     };
@@ -103,19 +103,19 @@ fn a_machine_writes_no_rows_but_those_of_its_task() {
     FileSink::create(&out, Dtype::F64, sum.rows()).unwrap();
     let bytes = || std::fs::read(&out).unwrap();
     let before = bytes();
-    let write = Task {
+    let write = JobSpec {
         kind: Kind::Write(out.clone()),
         ..sum.clone()
     };
     let rows = |first_row, bytes: usize| FromWorker::Rows {
         job: 1,
         first_row,
-        values: Packed(vec![1; bytes]),
+        values: PackedPartial(vec![1; bytes]),
     };
     let keys = FromWorker::Keys {
         job: 1,
         part: 0,
-        keys: Packed(vec![1; 8]),
+        keys: PackedPartial(vec![1; 8]),
     };
     for (task, message) in [
         (&sum, rows(0, 8)),
@@ -124,7 +124,7 @@ fn a_machine_writes_no_rows_but_those_of_its_task() {
         (&write, rows(u64::MAX, 8)),
         (&write, keys),
     ] {
-        let lines = [ready(task.looks().unwrap()), says(&message)];
+        let lines = [ready(task.fingerprint().unwrap()), says(&message)];
         let mut crew = crew(&[("two", &lines)]);
         let lost = crew.run(task, None, &mut |_| {}).unwrap_err().to_string();
         assert!(lost.contains("that are not of its"), "{lost}");
@@ -137,8 +137,8 @@ fn a_machine_writes_no_rows_but_those_of_its_parts() {
     const PART: u64 = 1 << 16;
     let home = tempfile::tempdir().unwrap();
     let out = home.path().join("out.npy");
-    let task = Task {
-        origin: Origin::Random {
+    let task = JobSpec {
+        origin: InputSource::Random {
             seed: 1,
             samples: 3 * PART,
             columns: 1,
@@ -151,7 +151,7 @@ fn a_machine_writes_no_rows_but_those_of_its_parts() {
         says(&FromWorker::Rows {
             job: 1,
             first_row,
-            values: Packed(vec![1; 8 * count]),
+            values: PackedPartial(vec![1; 8 * count]),
         })
     };
     // A worker of one thread gets two parts of three.
@@ -176,7 +176,7 @@ fn groups_of_a_machine_are_those_of_as_many_values_as_its_part_has() {
     let input = |name: &str, dtype| {
         let path = home.path().join(name);
         FileSink::create(&path, dtype, 8).unwrap();
-        Input::npy(&path).unwrap()
+        InputFile::npy(&path).unwrap()
     };
     let grouping = Grouping {
         op: Op::Sum,
@@ -184,13 +184,13 @@ fn groups_of_a_machine_are_those_of_as_many_values_as_its_part_has() {
         values: Dtype::F64,
     };
     let inputs = vec![input("keys", Dtype::I32), input("values", Dtype::F64)];
-    let task = Task::of_files(inputs, Kind::GroupBy(grouping));
-    let inputs = task.looks().unwrap();
+    let task = JobSpec::of_files(inputs, Kind::GroupBy(grouping));
+    let inputs = task.fingerprint().unwrap();
     let groups = |op, values: usize| {
-        let mut groups = Groups::new(Grouping { op, ..grouping });
+        let mut groups = GroupTable::new(Grouping { op, ..grouping });
         let zeros = vec![0.0; values];
         groups.take(&Values::Floats(&zeros), &Values::Floats(&zeros));
-        Partial::GroupBy(groups)
+        PartialResult::GroupBy(groups)
     };
     let piece = |part, partial| {
         says(&FromWorker::Piece {
@@ -211,10 +211,10 @@ fn groups_of_a_machine_are_those_of_as_many_values_as_its_part_has() {
         lines.insert(0, ready(inputs));
         crew(&[("two", &lines[..])]).run(&task, None, &mut |_| {})
     };
-    let expected = Crew::here(1).run(&task, None, &mut |_| {}).unwrap();
+    let expected = JobWorkers::here(1).run(&task, None, &mut |_| {}).unwrap();
     let whole = [piece(0, groups(Op::Sum, 3)), done(0, groups(Op::Sum, 5))];
     assert_eq!(run(whole.to_vec()).unwrap(), expected);
-    let sum = Partial::Reduce(Box::new(State::new(Op::Sum)));
+    let sum = PartialResult::Reduce(Box::new(State::new(Op::Sum)));
     for lies in [
         vec![piece(0, groups(Op::Sum, 9))],
         vec![piece(0, groups(Op::Sum, 0))],

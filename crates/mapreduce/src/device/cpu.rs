@@ -2,9 +2,9 @@
 
 use paceline_base::exact::ExactSum;
 
-use super::{Column, Device, Lost, Rows};
-use crate::expr::{Program, Registers};
-use crate::hist::{Bins, Counts};
+use super::{BlockRows, Column, ComputeDevice, Lost};
+use crate::expr::{ExprProgram, Registers};
+use crate::hist::{BinCounts, Bins};
 use crate::kmeans::{Assigned, Centroids};
 use crate::philox::Philox;
 use crate::{Values, reduce, sort, sum};
@@ -13,7 +13,7 @@ use crate::{Values, reduce, sort, sum};
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cpu;
 
-fn columns(rows: &Rows<'_>) -> Vec<Vec<f64>> {
+fn columns(rows: &BlockRows<'_>) -> Vec<Vec<f64>> {
     let column = |column: &Column<'_>| match column {
         Column::Values(values) => values.to_vec(),
         Column::Random { seed, dimension } => {
@@ -25,7 +25,7 @@ fn columns(rows: &Rows<'_>) -> Vec<Vec<f64>> {
     rows.columns.iter().map(column).collect()
 }
 
-fn mapped(rows: &Rows<'_>) -> Vec<f64> {
+fn mapped(rows: &BlockRows<'_>) -> Vec<f64> {
     let mut columns = columns(rows);
     let Some(program) = rows.program else {
         return columns.swap_remove(0);
@@ -42,7 +42,7 @@ fn sorted<const N: usize>(bytes: &mut [u8]) {
     bytes.copy_from_slice(keys.as_flattened());
 }
 
-impl Device for Cpu {
+impl ComputeDevice for Cpu {
     fn label(&self) -> &str {
         "cpu"
     }
@@ -51,7 +51,7 @@ impl Device for Cpu {
         1 << 20
     }
 
-    fn maps(&self, _program: &Program) -> bool {
+    fn maps(&self, _program: &ExprProgram) -> bool {
         true
     }
 
@@ -59,17 +59,17 @@ impl Device for Cpu {
         matches!(width, 4 | 8)
     }
 
-    fn values(&self, rows: &Rows<'_>) -> Result<Vec<f64>, Lost> {
+    fn values(&self, rows: &BlockRows<'_>) -> Result<Vec<f64>, Lost> {
         Ok(mapped(rows))
     }
 
-    fn sum(&self, rows: &Rows<'_>) -> Result<ExactSum, Lost> {
+    fn sum(&self, rows: &BlockRows<'_>) -> Result<ExactSum, Lost> {
         let mut total = ExactSum::new();
         sum::add(&mut total, &mapped(rows));
         Ok(total)
     }
 
-    fn products(&self, rows: &Rows<'_>) -> Result<ExactSum, Lost> {
+    fn products(&self, rows: &BlockRows<'_>) -> Result<ExactSum, Lost> {
         let left = mapped(rows);
         let right = match rows.columns {
             [_, Column::Values(right), ..] if rows.program.is_none() => right.to_vec(),
@@ -80,12 +80,12 @@ impl Device for Cpu {
         Ok(total)
     }
 
-    fn extremes(&self, rows: &Rows<'_>) -> Result<(i64, i64, bool), Lost> {
+    fn extremes(&self, rows: &BlockRows<'_>) -> Result<(i64, i64, bool), Lost> {
         Ok(reduce::extremes(&mapped(rows)))
     }
 
-    fn hist(&self, rows: &Rows<'_>, bins: &Bins) -> Result<Vec<u32>, Lost> {
-        let mut counts = Counts::new(bins);
+    fn hist(&self, rows: &BlockRows<'_>, bins: &Bins) -> Result<Vec<u32>, Lost> {
+        let mut counts = BinCounts::new(bins);
         counts.take(&Values::Floats(&mapped(rows)));
         let all = counts.counts().iter().copied().chain(counts.outside());
         Ok(all.map(|count| count as u32).collect())

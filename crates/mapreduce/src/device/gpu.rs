@@ -4,11 +4,11 @@ use std::sync::Mutex;
 
 use paceline_base::exact::ExactSum;
 use paceline_base::lock;
-use paceline_gpu::{Function, Gpu, Scalar, Software, Words};
+use paceline_gpu::{Gpu, KeyWidth, Scalar, ScalarFunction, Software};
 
-use super::{Column, Device, Lost, Rows};
+use super::{BlockRows, Column, ComputeDevice, Lost};
 use crate::Error;
-use crate::expr::{Program, wgsl};
+use crate::expr::{ExprProgram, wgsl};
 use crate::hist::Bins;
 use crate::kmeans::Centroids;
 
@@ -17,7 +17,7 @@ use crate::kmeans::Centroids;
 pub(super) struct Graphics {
     gpu: Gpu,
     /// The function that was checked last, and its text.
-    function: Mutex<Option<(String, Function)>>,
+    function: Mutex<Option<(String, ScalarFunction)>>,
 }
 
 impl Graphics {
@@ -40,8 +40,8 @@ impl Graphics {
     }
 
     fn with<T>(
-        rows: &Rows<'_>,
-        call: impl FnOnce(&paceline_gpu::Rows<'_>) -> Result<T, paceline_gpu::Error>,
+        rows: &BlockRows<'_>,
+        call: impl FnOnce(&paceline_gpu::RowRange<'_>) -> Result<T, paceline_gpu::Error>,
     ) -> Result<T, Lost> {
         let columns: Vec<paceline_gpu::Column<'_>> = rows.columns.iter().map(column).collect();
         let map = rows.program.map(wgsl::text);
@@ -50,7 +50,7 @@ impl Graphics {
             Some(text) => text,
             None => None,
         };
-        let rows = paceline_gpu::Rows {
+        let rows = paceline_gpu::RowRange {
             count: rows.count,
             first: rows.first,
             columns: &columns,
@@ -59,7 +59,7 @@ impl Graphics {
         call(&rows).map_err(lost)
     }
 
-    fn checked(&self, text: &str, columns: usize) -> Result<Function, Lost> {
+    fn checked(&self, text: &str, columns: usize) -> Result<ScalarFunction, Lost> {
         let mut last = lock(&self.function);
         if let Some((known, function)) = &*last
             && known == text
@@ -73,8 +73,8 @@ impl Graphics {
 }
 
 /// Parses and checks a user's function of `columns` columns.
-pub(super) fn function(text: &str, columns: usize) -> Result<Function, Error> {
-    let function = Function::parse(text).map_err(device)?;
+pub(super) fn function(text: &str, columns: usize) -> Result<ScalarFunction, Error> {
+    let function = ScalarFunction::parse(text).map_err(device)?;
     let got = function.arguments().len();
     match got == columns {
         true => Ok(function),
@@ -119,7 +119,7 @@ fn number(word: u32, of: Scalar) -> f64 {
     }
 }
 
-impl Device for Graphics {
+impl ComputeDevice for Graphics {
     fn label(&self) -> &str {
         self.gpu.label()
     }
@@ -128,7 +128,7 @@ impl Device for Graphics {
         self.gpu.rows_max(row_bytes)
     }
 
-    fn maps(&self, program: &Program) -> bool {
+    fn maps(&self, program: &ExprProgram) -> bool {
         wgsl::text(program).is_some()
     }
 
@@ -136,19 +136,19 @@ impl Device for Graphics {
         matches!(width, 4 | 8) && self.gpu.sorts(bytes)
     }
 
-    fn values(&self, rows: &Rows<'_>) -> Result<Vec<f64>, Lost> {
+    fn values(&self, rows: &BlockRows<'_>) -> Result<Vec<f64>, Lost> {
         Self::with(rows, |rows| self.gpu.values(rows))
     }
 
-    fn sum(&self, rows: &Rows<'_>) -> Result<ExactSum, Lost> {
+    fn sum(&self, rows: &BlockRows<'_>) -> Result<ExactSum, Lost> {
         Self::with(rows, |rows| self.gpu.sum(rows))
     }
 
-    fn products(&self, rows: &Rows<'_>) -> Result<ExactSum, Lost> {
+    fn products(&self, rows: &BlockRows<'_>) -> Result<ExactSum, Lost> {
         Self::with(rows, |rows| self.gpu.products(rows))
     }
 
-    fn extremes(&self, rows: &Rows<'_>) -> Result<(i64, i64, bool), Lost> {
+    fn extremes(&self, rows: &BlockRows<'_>) -> Result<(i64, i64, bool), Lost> {
         let extremes = Self::with(rows, |rows| self.gpu.extremes(rows))?;
         let signed = |key: u64| (key ^ 1 << 63) as i64;
         Ok((
@@ -158,7 +158,7 @@ impl Device for Graphics {
         ))
     }
 
-    fn hist(&self, rows: &Rows<'_>, bins: &Bins) -> Result<Vec<u32>, Lost> {
+    fn hist(&self, rows: &BlockRows<'_>, bins: &Bins) -> Result<Vec<u32>, Lost> {
         let edges = bins.edges();
         Self::with(rows, |rows| self.gpu.hist(rows, &edges))
     }
@@ -176,8 +176,8 @@ impl Device for Graphics {
 
     fn sort(&self, keys: &mut [u8], width: usize) -> Result<(), Lost> {
         let words = match width {
-            4 => Words::One,
-            _ => Words::Two,
+            4 => KeyWidth::One,
+            _ => KeyWidth::Two,
         };
         self.gpu.sort(keys, words).map_err(lost)
     }

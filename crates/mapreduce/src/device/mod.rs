@@ -21,11 +21,11 @@ use serde::{Deserialize, Serialize};
 
 pub use cpu::Cpu;
 
-use crate::expr::Program;
+use crate::expr::ExprProgram;
 use crate::hist::Bins;
 use crate::kmeans::Centroids;
 use crate::reduce::{Op, Reduced};
-use crate::{Error, Kind, Origin, Partial, Task};
+use crate::{Error, InputSource, JobSpec, Kind, PartialResult};
 
 /// Operations of an expression from which on a block is worth sending to a device: below, reading
 /// the rows takes the CPU longer than computing. A guess that real cards have to confirm.
@@ -33,7 +33,7 @@ const STEPS_WORTH: usize = 8;
 
 /// The processors that are to compute a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Choice {
+pub enum DeviceChoice {
     /// The CPU's threads, and a graphics processor in addition where the work is worth it.
     #[default]
     Auto,
@@ -43,7 +43,7 @@ pub enum Choice {
     Gpu,
 }
 
-impl Choice {
+impl DeviceChoice {
     /// The name used in options.
     pub const fn name(self) -> &'static str {
         match self {
@@ -57,7 +57,7 @@ impl Choice {
     ///
     /// # Errors
     /// [`Error::Device`] when [`Choice::Gpu`] has none.
-    pub fn open(self) -> Result<Option<Arc<dyn Device>>, Error> {
+    pub fn open(self) -> Result<Option<Arc<dyn ComputeDevice>>, Error> {
         match self {
             Self::Cpu => Ok(None),
             Self::Auto => Ok(open(false).ok()),
@@ -71,8 +71,8 @@ impl Choice {
     pub(crate) fn threads(
         self,
         cpu: usize,
-        device: Option<&Arc<dyn Device>>,
-    ) -> Vec<Option<Arc<dyn Device>>> {
+        device: Option<&Arc<dyn ComputeDevice>>,
+    ) -> Vec<Option<Arc<dyn ComputeDevice>>> {
         let of_device = |count| std::iter::repeat_n(device.cloned(), count);
         let of_cpu = std::iter::repeat_n(None, cpu.max(1));
         match (self, device) {
@@ -83,9 +83,9 @@ impl Choice {
     }
 
     /// Whether a device gets blocks of a task.
-    pub(crate) fn gives(self, task: &Task, program: Option<&Program>) -> bool {
+    pub(crate) fn uses_device(self, task: &JobSpec, program: Option<&ExprProgram>) -> bool {
         let is_heavy = matches!(task.kind, Kind::KMeans(_))
-            || matches!(task.origin, Origin::Random { .. })
+            || matches!(task.origin, InputSource::Random { .. })
             || program.is_some_and(|program| program.steps().len() >= STEPS_WORTH);
         match self {
             Self::Cpu => false,
@@ -97,12 +97,12 @@ impl Choice {
 }
 
 #[cfg(feature = "gpu")]
-fn open(software: bool) -> Result<Arc<dyn Device>, Error> {
+fn open(software: bool) -> Result<Arc<dyn ComputeDevice>, Error> {
     Ok(Arc::new(gpu::Graphics::open(software)?))
 }
 
 #[cfg(not(feature = "gpu"))]
-fn open(_software: bool) -> Result<Arc<dyn Device>, Error> {
+fn open(_software: bool) -> Result<Arc<dyn ComputeDevice>, Error> {
     Err(without())
 }
 
@@ -151,7 +151,7 @@ pub enum Column<'a> {
 
 /// Rows of a block.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows<'a> {
+pub struct BlockRows<'a> {
     /// Number of rows, at least one and at most [`Device::rows_max`].
     pub count: u64,
     /// Number of the first.
@@ -159,13 +159,13 @@ pub struct Rows<'a> {
     /// The columns, one to four.
     pub columns: &'a [Column<'a>],
     /// The program that computes each row first.
-    pub program: Option<&'a Program>,
+    pub program: Option<&'a ExprProgram>,
 }
 
 /// A processor that computes blocks. *Values* are those of the expression, or the first column.
 /// Every call gives the bits of [`Cpu`], or [`Lost`], after which the caller computes the block
 /// itself. Calls block; threads may call at the same time.
-pub trait Device: Send + Sync + fmt::Debug {
+pub trait ComputeDevice: Send + Sync + fmt::Debug {
     /// The name for people.
     fn label(&self) -> &str;
 
@@ -173,7 +173,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn rows_max(&self, row_bytes: u64) -> u64;
 
     /// Whether it computes this expression. Asked before any call with it.
-    fn maps(&self, program: &Program) -> bool;
+    fn maps(&self, program: &ExprProgram) -> bool;
 
     /// Whether it sorts `bytes` bytes of keys of `width` bytes each. Called before
     /// [`sort`](Self::sort).
@@ -183,33 +183,33 @@ pub trait Device: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Lost`].
-    fn values(&self, rows: &Rows<'_>) -> Result<Vec<f64>, Lost>;
+    fn values(&self, rows: &BlockRows<'_>) -> Result<Vec<f64>, Lost>;
 
     /// The exact sum of the values.
     ///
     /// # Errors
     /// [`Lost`].
-    fn sum(&self, rows: &Rows<'_>) -> Result<ExactSum, Lost>;
+    fn sum(&self, rows: &BlockRows<'_>) -> Result<ExactSum, Lost>;
 
     /// The exact sum of the products of two columns without an expression, else of the squares of
     /// the values.
     ///
     /// # Errors
     /// [`Lost`].
-    fn products(&self, rows: &Rows<'_>) -> Result<ExactSum, Lost>;
+    fn products(&self, rows: &BlockRows<'_>) -> Result<ExactSum, Lost>;
 
     /// The least and the greatest key of all values but NaN, and whether there is a NaN. Without
     /// any such value the least key is greater than the greatest.
     ///
     /// # Errors
     /// [`Lost`].
-    fn extremes(&self, rows: &Rows<'_>) -> Result<(i64, i64, bool), Lost>;
+    fn extremes(&self, rows: &BlockRows<'_>) -> Result<(i64, i64, bool), Lost>;
 
     /// Values in each bin, then those below, above and NaN.
     ///
     /// # Errors
     /// [`Lost`].
-    fn hist(&self, rows: &Rows<'_>, bins: &Bins) -> Result<Vec<u32>, Lost>;
+    fn hist(&self, rows: &BlockRows<'_>, bins: &Bins) -> Result<Vec<u32>, Lost>;
 
     /// Counts values of u32, little-endian, in `bins` bins over their whole range: a power of two
     /// from 2 to 4096.
@@ -240,36 +240,36 @@ pub trait Device: Send + Sync + fmt::Debug {
 
 /// Adds a block by a device; returns whether it supports such blocks. An error adds nothing.
 pub(crate) fn take(
-    device: &dyn Device,
-    rows: &Rows<'_>,
-    task: &Task,
-    partial: &mut Partial,
+    device: &dyn ComputeDevice,
+    rows: &BlockRows<'_>,
+    task: &JobSpec,
+    partial: &mut PartialResult,
 ) -> Result<bool, Lost> {
     match (partial, &task.kind) {
         // A second column that is random has no products on a device.
-        (Partial::Reduce(_), Kind::Reduce(Op::Dot))
+        (PartialResult::Reduce(_), Kind::Reduce(Op::Dot))
             if matches!(rows.columns, [_, Column::Random { .. }, ..]) =>
         {
             return Ok(false);
         }
-        (Partial::Reduce(state), Kind::Reduce(op)) if *op != Op::Count => {
+        (PartialResult::Reduce(state), Kind::Reduce(op)) if *op != Op::Count => {
             state.take_reduced(&reduced(device, rows, *op)?, task.dtype());
         }
-        (Partial::Hist(counts), Kind::Hist(bins)) => {
+        (PartialResult::Hist(counts), Kind::Hist(bins)) => {
             counts.take_counted(&device.hist(rows, bins)?);
         }
-        (Partial::KMeans(assigned), Kind::KMeans(centroids)) if rows.program.is_none() => {
+        (PartialResult::KMeans(assigned), Kind::KMeans(centroids)) if rows.program.is_none() => {
             let [Column::Values(values)] = rows.columns else {
                 return Ok(false);
             };
-            assigned.take_found(values, &device.nearest(values, centroids)?);
+            assigned.add_nearest(values, &device.nearest(values, centroids)?);
         }
         _ => return Ok(false),
     }
     Ok(true)
 }
 
-fn reduced(device: &dyn Device, rows: &Rows<'_>, op: Op) -> Result<Reduced, Lost> {
+fn reduced(device: &dyn ComputeDevice, rows: &BlockRows<'_>, op: Op) -> Result<Reduced, Lost> {
     let mut reduced = Reduced {
         rows: rows.count,
         ..Reduced::default()

@@ -6,8 +6,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Choice, Column, Cpu, Device, Lost, Rows};
-use crate::expr::Program;
+use super::{BlockRows, Column, ComputeDevice, Cpu, DeviceChoice, Lost};
+use crate::expr::ExprProgram;
 use crate::groupby::Grouping;
 use crate::hist::Bins;
 use crate::kmeans::Centroids;
@@ -15,7 +15,7 @@ use crate::philox::Philox;
 use crate::reduce::Op;
 use crate::sort::Sort;
 use crate::topk::Pick;
-use crate::{Crew, Dtype, Input, Kind, Leases, Origin, Scratch, Task};
+use crate::{Dtype, InputFile, InputSource, JobSpec, JobWorkers, Kind, Leases, Scratch};
 
 /// Expressions that devices compute, and some that they may leave to the CPU.
 const EXPRESSIONS: [&str; 8] = [
@@ -44,7 +44,7 @@ fn bits(values: &[f64]) -> Vec<u64> {
 }
 
 /// Calls of a device against the definition.
-fn blocks_conform(device: &dyn Device) {
+fn blocks_conform(device: &dyn ComputeDevice) {
     for n in [1, 300, 20_000] {
         let data: Vec<Vec<f64>> = (0..4).map(|i| random(i, n, 80.0)).collect();
         let mut all: Vec<Column<'_>> = data.iter().map(|column| Column::Values(column)).collect();
@@ -60,8 +60,12 @@ fn blocks_conform(device: &dyn Device) {
     nearest_conform(device);
 }
 
-fn rows<'a>(columns: &'a [Column<'a>], count: u64, program: Option<&'a Program>) -> Rows<'a> {
-    Rows {
+fn rows<'a>(
+    columns: &'a [Column<'a>],
+    count: u64,
+    program: Option<&'a ExprProgram>,
+) -> BlockRows<'a> {
+    BlockRows {
         count,
         first: 3 << 32,
         columns,
@@ -69,9 +73,9 @@ fn rows<'a>(columns: &'a [Column<'a>], count: u64, program: Option<&'a Program>)
     }
 }
 
-fn expressions_conform(device: &dyn Device, columns: &[Column<'_>], n: u64) {
+fn expressions_conform(device: &dyn ComputeDevice, columns: &[Column<'_>], n: u64) {
     for text in EXPRESSIONS {
-        let program = Program::parse(text, columns.len()).unwrap();
+        let program = ExprProgram::parse(text, columns.len()).unwrap();
         if !device.maps(&program) {
             assert!(text.contains("sin"), "{text} has a form on every device");
             continue;
@@ -84,7 +88,7 @@ fn expressions_conform(device: &dyn Device, columns: &[Column<'_>], n: u64) {
     }
 }
 
-fn reductions_conform(device: &dyn Device, columns: &[Column<'_>], n: u64) {
+fn reductions_conform(device: &dyn ComputeDevice, columns: &[Column<'_>], n: u64) {
     let bins = Bins::new(-2.0, 2.0, 37).unwrap();
     let many = Bins::new(-100.0, 0.5, 9000).unwrap();
     for columns in [&columns[..1], &columns[..2]] {
@@ -110,7 +114,7 @@ fn reductions_conform(device: &dyn Device, columns: &[Column<'_>], n: u64) {
     }
 }
 
-fn sorts_conform(device: &dyn Device, data: &[f64]) {
+fn sorts_conform(device: &dyn ComputeDevice, data: &[f64]) {
     for width in [4, 8] {
         let bytes: Vec<u8> = data.iter().flat_map(|value| value.to_le_bytes()).collect();
         assert!(device.sorts(bytes.len() as u64, width));
@@ -127,7 +131,7 @@ fn sorts_conform(device: &dyn Device, data: &[f64]) {
     }
 }
 
-fn nearest_conform(device: &dyn Device) {
+fn nearest_conform(device: &dyn ComputeDevice) {
     for (k, columns) in [(1u32, 1u32), (17, 16), (64, 3)] {
         let values = random(9, 500 * columns as usize, 4.0);
         let centroids = Centroids {
@@ -147,12 +151,12 @@ fn nearest_conform(device: &dyn Device) {
 }
 
 /// Jobs of every kind with a device against those without.
-fn jobs_conform(device: &Arc<dyn Device>) {
+fn jobs_conform(device: &Arc<dyn ComputeDevice>) {
     let home = tempfile::tempdir().unwrap();
     for task in tasks(home.path()) {
         let [got, expected] = [Some(device), None].map(|device| {
             let prepared = task.prepare().unwrap();
-            let mut scratch = Scratch::on(device.map(Arc::clone), Choice::Gpu);
+            let mut scratch = Scratch::on(device.map(Arc::clone), DeviceChoice::Gpu);
             let mut leases = Leases::of(task.rows(), 7001);
             let mut all = task.empty();
             while let Some(part) = leases.lease(0) {
@@ -165,13 +169,13 @@ fn jobs_conform(device: &Arc<dyn Device>) {
     sorted_files_conform(device, home.path());
 }
 
-fn column(path: &Path, dtype: Dtype, bytes: Vec<u8>) -> Input {
+fn column(path: &Path, dtype: Dtype, bytes: Vec<u8>) -> InputFile {
     std::fs::write(path, bytes).unwrap();
-    Input::raw(path, dtype, 1).unwrap()
+    InputFile::raw(path, dtype, 1).unwrap()
 }
 
 #[expect(clippy::too_many_lines, reason = "a task of each kind")]
-fn tasks(home: &Path) -> Vec<Task> {
+fn tasks(home: &Path) -> Vec<JobSpec> {
     let floats = |seed, n| {
         random(seed, n, 60.0)
             .into_iter()
@@ -197,10 +201,10 @@ fn tasks(home: &Path) -> Vec<Task> {
     );
     let mut points = x.clone();
     (points.rows, points.columns) = (5000, 4);
-    let mut tasks: Vec<Task> = Vec::new();
+    let mut tasks: Vec<JobSpec> = Vec::new();
     for op in Op::ALL {
         for input in [&x, &u, &wide] {
-            tasks.push(Task::of_files(
+            tasks.push(JobSpec::of_files(
                 vec![input.clone(); op.inputs()],
                 Kind::Reduce(op),
             ));
@@ -226,10 +230,13 @@ fn tasks(home: &Path) -> Vec<Task> {
         largest: true,
         dtype: Dtype::F64,
     };
-    tasks.push(Task::of_files(vec![x.clone()], Kind::Hist(bins)));
-    tasks.push(Task::of_files(vec![u.clone()], Kind::Hist(raw)));
-    tasks.push(Task::of_files(vec![points], Kind::KMeans(centroids)));
-    tasks.push(Task::of_files(vec![u, x.clone()], Kind::GroupBy(grouping)));
+    tasks.push(JobSpec::of_files(vec![x.clone()], Kind::Hist(bins)));
+    tasks.push(JobSpec::of_files(vec![u.clone()], Kind::Hist(raw)));
+    tasks.push(JobSpec::of_files(vec![points], Kind::KMeans(centroids)));
+    tasks.push(JobSpec::of_files(
+        vec![u, x.clone()],
+        Kind::GroupBy(grouping),
+    ));
     for kind in [
         Kind::TopK(pick),
         Kind::Reduce(Op::Std),
@@ -237,13 +244,13 @@ fn tasks(home: &Path) -> Vec<Task> {
         Kind::Reduce(Op::Count),
     ] {
         for map in EXPRESSIONS.map(|text| text.replace('z', "x").replace('w', "y")) {
-            let mut task = Task::of_files(vec![x.clone(), y.clone()], kind.clone());
+            let mut task = JobSpec::of_files(vec![x.clone(), y.clone()], kind.clone());
             task.map = Some(map);
             tasks.push(task);
         }
     }
-    tasks.push(Task {
-        origin: Origin::Random {
+    tasks.push(JobSpec {
+        origin: InputSource::Random {
             seed: 36,
             samples: 30_000,
             columns: 4,
@@ -255,9 +262,9 @@ fn tasks(home: &Path) -> Vec<Task> {
     tasks
 }
 
-fn sorted_files_conform(device: &Arc<dyn Device>, home: &Path) {
+fn sorted_files_conform(device: &Arc<dyn ComputeDevice>, home: &Path) {
     for dtype in [Dtype::F64, Dtype::I32, Dtype::U16] {
-        let mut input = Input::raw(&home.join("x"), dtype, 1).unwrap();
+        let mut input = InputFile::raw(&home.join("x"), dtype, 1).unwrap();
         input.rows -= 1;
         let sorted = [Some(device), None].map(|device| {
             let sort = Sort {
@@ -266,7 +273,8 @@ fn sorted_files_conform(device: &Arc<dyn Device>, home: &Path) {
                 memory: 64 << 20,
                 journal: None,
             };
-            let mut crew = Crew::here(1).with_device(device.map(Arc::clone), Choice::Gpu);
+            let mut crew =
+                JobWorkers::here(1).with_device(device.map(Arc::clone), DeviceChoice::Gpu);
             sort.run(&mut crew, &mut |_, _| {}).unwrap();
             std::fs::read(&sort.out).unwrap()
         });
@@ -277,7 +285,7 @@ fn sorted_files_conform(device: &Arc<dyn Device>, home: &Path) {
 #[test]
 fn the_cpu_conforms() {
     blocks_conform(&Cpu);
-    let device: Arc<dyn Device> = Arc::new(Cpu);
+    let device: Arc<dyn ComputeDevice> = Arc::new(Cpu);
     jobs_conform(&device);
 }
 
@@ -289,32 +297,32 @@ fn broken<T>() -> Result<T, Lost> {
     Err(Lost("pulled out".to_owned()))
 }
 
-impl Device for Broken {
+impl ComputeDevice for Broken {
     fn label(&self) -> &str {
         "broken"
     }
     fn rows_max(&self, _row_bytes: u64) -> u64 {
         1000
     }
-    fn maps(&self, _program: &Program) -> bool {
+    fn maps(&self, _program: &ExprProgram) -> bool {
         true
     }
     fn sorts(&self, _bytes: u64, _width: usize) -> bool {
         true
     }
-    fn values(&self, _rows: &Rows<'_>) -> Result<Vec<f64>, Lost> {
+    fn values(&self, _rows: &BlockRows<'_>) -> Result<Vec<f64>, Lost> {
         broken()
     }
-    fn sum(&self, _rows: &Rows<'_>) -> Result<paceline_base::exact::ExactSum, Lost> {
+    fn sum(&self, _rows: &BlockRows<'_>) -> Result<paceline_base::exact::ExactSum, Lost> {
         broken()
     }
-    fn products(&self, _rows: &Rows<'_>) -> Result<paceline_base::exact::ExactSum, Lost> {
+    fn products(&self, _rows: &BlockRows<'_>) -> Result<paceline_base::exact::ExactSum, Lost> {
         broken()
     }
-    fn extremes(&self, _rows: &Rows<'_>) -> Result<(i64, i64, bool), Lost> {
+    fn extremes(&self, _rows: &BlockRows<'_>) -> Result<(i64, i64, bool), Lost> {
         broken()
     }
-    fn hist(&self, _rows: &Rows<'_>, _bins: &Bins) -> Result<Vec<u32>, Lost> {
+    fn hist(&self, _rows: &BlockRows<'_>, _bins: &Bins) -> Result<Vec<u32>, Lost> {
         broken()
     }
     fn hist_raw(&self, _words: &[u8], _bins: u32) -> Result<Vec<u32>, Lost> {
@@ -333,16 +341,16 @@ impl Device for Broken {
 
 #[test]
 fn parts_of_a_lost_device_are_computed_elsewhere() {
-    let device: Arc<dyn Device> = Arc::new(Broken);
+    let device: Arc<dyn ComputeDevice> = Arc::new(Broken);
     jobs_conform(&device);
     let home = tempfile::tempdir().unwrap();
     let task = tasks(home.path()).swap_remove(0);
-    let mut crew = Crew::here(2).with_device(Some(device), Choice::Gpu);
+    let mut crew = JobWorkers::here(2).with_device(Some(device), DeviceChoice::Gpu);
     let partial = crew.run(&task, None, &mut |_| {}).unwrap();
     assert_eq!(crew.device_parts(), 0);
     assert_eq!(
         partial,
-        Crew::here(1).run(&task, None, &mut |_| {}).unwrap()
+        JobWorkers::here(1).run(&task, None, &mut |_| {}).unwrap()
     );
 }
 
@@ -350,7 +358,7 @@ fn parts_of_a_lost_device_are_computed_elsewhere() {
 fn two_columns_and_an_expression_are_refused() {
     let home = tempfile::tempdir().unwrap();
     let x = column(&home.path().join("x"), Dtype::F64, vec![0; 800]);
-    let mut task = Task::of_files(vec![x; 2], Kind::Reduce(Op::Dot));
+    let mut task = JobSpec::of_files(vec![x; 2], Kind::Reduce(Op::Dot));
     task.map = Some("x".to_owned());
     let refused = task.prepare().unwrap_err().to_string();
     assert!(
@@ -366,9 +374,9 @@ fn two_columns_and_an_expression_are_refused() {
 #[cfg(not(feature = "gpu"))]
 #[test]
 fn without_graphics_processors_they_are_refused_by_name() {
-    let refused = Choice::Gpu.open().unwrap_err().to_string();
+    let refused = DeviceChoice::Gpu.open().unwrap_err().to_string();
     assert!(refused.contains("cargo feature gpu"), "{refused}");
-    assert!(Choice::Auto.open().unwrap().is_none());
+    assert!(DeviceChoice::Auto.open().unwrap().is_none());
 }
 
 /// This machine's graphics processor; `None` with a line where there is none.
@@ -393,7 +401,7 @@ fn a_graphics_processor_conforms() {
         return;
     };
     blocks_conform(&device);
-    let device: Arc<dyn Device> = Arc::new(device);
+    let device: Arc<dyn ComputeDevice> = Arc::new(device);
     jobs_conform(&device);
 }
 
@@ -405,10 +413,12 @@ fn a_graphics_processor_that_is_lost_changes_no_bit() {
     };
     let home = tempfile::tempdir().unwrap();
     let task = tasks(home.path()).swap_remove(0);
-    let alone = Crew::here(1).run(&task, None, &mut |_| {}).unwrap();
+    let alone = JobWorkers::here(1).run(&task, None, &mut |_| {}).unwrap();
     let device = Arc::new(device);
-    let mut crew =
-        Crew::here(1).with_device(Some(Arc::clone(&device) as Arc<dyn Device>), Choice::Gpu);
+    let mut crew = JobWorkers::here(1).with_device(
+        Some(Arc::clone(&device) as Arc<dyn ComputeDevice>),
+        DeviceChoice::Gpu,
+    );
     assert_eq!(crew.run(&task, None, &mut |_| {}).unwrap(), alone);
     assert!(crew.device_parts() > 0);
     device.lose();
@@ -430,17 +440,19 @@ fn functions_of_users_are_computed_or_not_answered() {
     let home = tempfile::tempdir().unwrap();
     let words = (0..5000u32).flat_map(u32::to_le_bytes).collect();
     let input = column(&home.path().join("u"), Dtype::U32, words);
-    let mut task = Task::of_files(vec![input], Kind::Reduce(Op::Sum));
+    let mut task = JobSpec::of_files(vec![input], Kind::Reduce(Op::Sum));
     task.wgsl = Some("fn odd(x: u32) -> u32 { return x % 2u; }".to_owned());
-    let refused = Crew::here(1)
+    let refused = JobWorkers::here(1)
         .run(&task, None, &mut |_| {})
         .unwrap_err()
         .to_string();
     assert!(refused.contains("needs a graphics processor"), "{refused}");
     let device = Arc::new(device);
-    let mut crew =
-        Crew::here(1).with_device(Some(Arc::clone(&device) as Arc<dyn Device>), Choice::Gpu);
-    let crate::Partial::Reduce(state) = crew.run(&task, None, &mut |_| {}).unwrap() else {
+    let mut crew = JobWorkers::here(1).with_device(
+        Some(Arc::clone(&device) as Arc<dyn ComputeDevice>),
+        DeviceChoice::Gpu,
+    );
+    let crate::PartialResult::Reduce(state) = crew.run(&task, None, &mut |_| {}).unwrap() else {
         panic!("a reduction");
     };
     assert_eq!(state.value(Dtype::F64).unwrap().as_f64(), 2500.0);

@@ -110,7 +110,7 @@ pub enum Binary {
 
 /// A step of a program; operands are numbers of earlier steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Step {
+pub enum ExprStep {
     /// A constant; a truth value is 0 or 1.
     Constant(f64),
     /// An input, by number.
@@ -127,8 +127,8 @@ pub enum Step {
 
 /// A program: steps in order, the last one is the result, a number.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Program {
-    steps: Vec<Step>,
+pub struct ExprProgram {
+    steps: Vec<ExprStep>,
 }
 
 /// Why a text is no expression.
@@ -138,12 +138,12 @@ pub struct ExprError {
     /// Place in the text, from 1.
     pub at: usize,
     /// The problem there.
-    pub problem: Problem,
+    pub problem: ExprErrorKind,
 }
 
 /// A problem of a text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Problem {
+pub enum ExprErrorKind {
     #[error("expected {0}")]
     Expected(&'static str),
     #[error("no column or function is called {0:?}")]
@@ -173,7 +173,7 @@ pub enum Problem {
     Bound { what: &'static str, max: usize },
 }
 
-impl Program {
+impl ExprProgram {
     /// Reads an expression over `inputs` columns. Its result is a number; a truth value becomes
     /// 0 or 1.
     ///
@@ -184,7 +184,7 @@ impl Program {
     }
 
     /// The steps, in order.
-    pub fn steps(&self) -> &[Step] {
+    pub fn steps(&self) -> &[ExprStep] {
         &self.steps
     }
 }

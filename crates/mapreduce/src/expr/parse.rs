@@ -1,7 +1,8 @@
 //! From text to steps: recursive descent, bounded in depth, checking types on the way.
 
 use super::{
-    Binary, COLUMNS, DEPTH_MAX, ExprError, Problem, STEPS_MAX, Step, TEXT_BYTES_MAX, Type, Unary,
+    Binary, COLUMNS, DEPTH_MAX, ExprError, ExprErrorKind, ExprStep, STEPS_MAX, TEXT_BYTES_MAX,
+    Type, Unary,
 };
 
 /// Functions of one number.
@@ -73,10 +74,10 @@ struct Parser<'a> {
     at: usize,
     inputs: usize,
     depth: usize,
-    steps: Vec<Step>,
+    steps: Vec<ExprStep>,
 }
 
-pub(super) fn parse(text: &str, inputs: usize) -> Result<Vec<Step>, ExprError> {
+pub(super) fn parse(text: &str, inputs: usize) -> Result<Vec<ExprStep>, ExprError> {
     let mut parser = Parser {
         text,
         at: 0,
@@ -90,7 +91,7 @@ pub(super) fn parse(text: &str, inputs: usize) -> Result<Vec<Step>, ExprError> {
     let result = parser.level(0)?;
     parser.spaces();
     if parser.at < text.len() {
-        return Err(parser.wrong(Problem::Expected("an operator or the end")));
+        return Err(parser.wrong(ExprErrorKind::Expected("an operator or the end")));
     }
     // A step may be used by name only once, so the last one is the result.
     debug_assert_eq!(result.step + 1, parser.steps.len());
@@ -98,17 +99,17 @@ pub(super) fn parse(text: &str, inputs: usize) -> Result<Vec<Step>, ExprError> {
 }
 
 impl Parser<'_> {
-    fn wrong(&self, problem: Problem) -> ExprError {
+    fn wrong(&self, problem: ExprErrorKind) -> ExprError {
         self.wrong_at(self.at, problem)
     }
 
-    fn wrong_at(&self, at: usize, problem: Problem) -> ExprError {
+    fn wrong_at(&self, at: usize, problem: ExprErrorKind) -> ExprError {
         let at = self.text[..at].chars().count() + 1;
         ExprError { at, problem }
     }
 
     fn bound(&self, what: &'static str, max: usize) -> ExprError {
-        self.wrong(Problem::Bound { what, max })
+        self.wrong(ExprErrorKind::Bound { what, max })
     }
 
     fn rest(&self) -> &str {
@@ -130,11 +131,11 @@ impl Parser<'_> {
     fn need(&mut self, token: &'static str) -> Result<(), ExprError> {
         match self.take(token) {
             true => Ok(()),
-            false => Err(self.wrong(Problem::Expected(token))),
+            false => Err(self.wrong(ExprErrorKind::Expected(token))),
         }
     }
 
-    fn push(&mut self, step: Step, of: Type, at: usize) -> Result<Operand, ExprError> {
+    fn push(&mut self, step: ExprStep, of: Type, at: usize) -> Result<Operand, ExprError> {
         if self.steps.len() == STEPS_MAX {
             return Err(self.bound("operations", STEPS_MAX));
         }
@@ -147,7 +148,7 @@ impl Parser<'_> {
         let got = operand.of;
         match got == expected {
             true => Ok(operand.step),
-            false => Err(self.wrong_at(operand.at, Problem::Type { expected, got })),
+            false => Err(self.wrong_at(operand.at, ExprErrorKind::Type { expected, got })),
         }
     }
 
@@ -159,7 +160,7 @@ impl Parser<'_> {
             _ => (Type::Number, Type::Number),
         };
         let (left, right) = (self.expect(a, takes)?, self.expect(b, takes)?);
-        self.push(Step::Binary(op, left, right), gives, a.at)
+        self.push(ExprStep::Binary(op, left, right), gives, a.at)
     }
 
     fn level(&mut self, level: usize) -> Result<Operand, ExprError> {
@@ -199,13 +200,13 @@ impl Parser<'_> {
         let result = if self.take("-") {
             let of = self.prefix()?;
             let step = self.expect(of, Type::Number)?;
-            self.push(Step::Unary(Unary::Negate, step), Type::Number, at)
+            self.push(ExprStep::Unary(Unary::Negate, step), Type::Number, at)
         } else if self.take("+") {
             self.prefix()
         } else if self.take("!") {
             let of = self.prefix()?;
             let step = self.expect(of, Type::Truth)?;
-            self.push(Step::Unary(Unary::Not, step), Type::Truth, at)
+            self.push(ExprStep::Unary(Unary::Not, step), Type::Truth, at)
         } else {
             self.power()
         };
@@ -234,7 +235,7 @@ impl Parser<'_> {
         match self.rest().chars().next() {
             Some(c) if c.is_ascii_digit() || c == '.' => self.number(),
             Some(c) if c.is_ascii_alphabetic() || c == '_' => self.name(),
-            _ => Err(self.wrong(Problem::Expected("a number, a name or ("))),
+            _ => Err(self.wrong(ExprErrorKind::Expected("a number, a name or ("))),
         }
     }
 
@@ -253,15 +254,15 @@ impl Parser<'_> {
             end = digits(end + 1 + sign);
         }
         let value = self.rest()[..end].parse();
-        let value = value.map_err(|_| self.wrong(Problem::Expected("a number")))?;
+        let value = value.map_err(|_| self.wrong(ExprErrorKind::Expected("a number")))?;
         self.at += end;
         if self
             .rest()
             .starts_with(|c: char| c.is_alphanumeric() || c == '_' || c == '.')
         {
-            return Err(self.wrong(Problem::Expected("an operator")));
+            return Err(self.wrong(ExprErrorKind::Expected("an operator")));
         }
-        self.push(Step::Constant(value), Type::Number, at)
+        self.push(ExprStep::Constant(value), Type::Number, at)
     }
 
     fn name(&mut self) -> Result<Operand, ExprError> {
@@ -273,20 +274,20 @@ impl Parser<'_> {
         if let Some(number) = COLUMNS.iter().position(|column| *column == name) {
             if number >= inputs {
                 let (name, number) = (COLUMNS[number], number + 1);
-                let problem = Problem::Input {
+                let problem = ExprErrorKind::Input {
                     name,
                     number,
                     inputs,
                 };
                 return Err(self.wrong_at(at, problem));
             }
-            return self.push(Step::Column(number), Type::Number, at);
+            return self.push(ExprStep::Column(number), Type::Number, at);
         }
         if name == "i" {
-            return self.push(Step::Row, Type::Number, at);
+            return self.push(ExprStep::Row, Type::Number, at);
         }
         if let Some((_, value, of)) = CONSTANTS.iter().find(|constant| constant.0 == name) {
-            return self.push(Step::Constant(*value), *of, at);
+            return self.push(ExprStep::Constant(*value), *of, at);
         }
         self.call(&name, at)
     }
@@ -298,7 +299,7 @@ impl Parser<'_> {
             (Some(_), _) => 1,
             (_, Some(_)) => 2,
             _ if name == "select" => 3,
-            _ => return Err(self.wrong_at(at, Problem::Name(name.to_owned()))),
+            _ => return Err(self.wrong_at(at, ExprErrorKind::Name(name.to_owned()))),
         };
         self.need("(")?;
         let mut arguments = vec![self.level(0)?];
@@ -309,17 +310,17 @@ impl Parser<'_> {
         match (arguments[..].as_ref(), unary, binary) {
             ([a], Some((_, op)), _) => {
                 let step = self.expect(*a, Type::Number)?;
-                self.push(Step::Unary(*op, step), Type::Number, at)
+                self.push(ExprStep::Unary(*op, step), Type::Number, at)
             }
             ([a, b], _, Some((_, op))) => self.binary(*op, *a, *b),
             ([condition, then, other], None, None) => {
                 let condition = self.expect(*condition, Type::Truth)?;
                 let (a, b) = (then.step, self.expect(*other, then.of)?);
-                self.push(Step::Select(condition, a, b), then.of, at)
+                self.push(ExprStep::Select(condition, a, b), then.of, at)
             }
             _ => {
                 let (name, got) = (name.to_owned(), arguments.len());
-                let problem = Problem::Arguments {
+                let problem = ExprErrorKind::Arguments {
                     name,
                     expected,
                     got,

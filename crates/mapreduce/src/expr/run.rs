@@ -1,6 +1,6 @@
 //! Programs over columns: each step is a loop over a run of rows that stay in the cache.
 
-use super::{Binary, Program, Step, Unary};
+use super::{Binary, ExprProgram, ExprStep, Unary};
 use crate::sum::for_each_cpu;
 
 /// Rows of a run: a register is 4 KiB, so a dozen of them fit a first-level cache.
@@ -10,7 +10,7 @@ const RUN: usize = 512;
 #[derive(Debug, Default)]
 pub struct Registers(Vec<[f64; RUN]>);
 
-impl Program {
+impl ExprProgram {
     /// Computes the rows of `columns`, as many columns as the program was made for, each `(n,)`;
     /// `first_row` is the number of the first. Appends `n` values to `out`. Every row is computed
     /// by itself: results do not depend on how rows are cut into calls.
@@ -36,10 +36,10 @@ impl Program {
                 let (done, rest) = registers.0.split_at_mut(i);
                 let into = &mut rest[0];
                 match self.steps[i] {
-                    Step::Column(number) => {
+                    ExprStep::Column(number) => {
                         into[..n].copy_from_slice(&columns[number][start..start + n]);
                     }
-                    Step::Row => {
+                    ExprStep::Row => {
                         let first = first_row + start as u64;
                         let numbers = into.iter_mut().zip(first..);
                         numbers.for_each(|(value, row)| *value = row as f64);
@@ -63,13 +63,13 @@ const fn truth(value: bool) -> f64 {
 }
 
 #[inline(always)]
-fn compute_run(step: Step, done: &[[f64; RUN]], into: &mut [f64; RUN]) {
+fn compute_run(step: ExprStep, done: &[[f64; RUN]], into: &mut [f64; RUN]) {
     match step {
-        Step::Constant(value) => into.fill(value),
-        Step::Column(_) | Step::Row => {}
-        Step::Unary(op, a) => unary(op, &done[a], into),
-        Step::Binary(op, a, b) => binary(op, &done[a], &done[b], into),
-        Step::Select(condition, a, b) => {
+        ExprStep::Constant(value) => into.fill(value),
+        ExprStep::Column(_) | ExprStep::Row => {}
+        ExprStep::Unary(op, a) => unary(op, &done[a], into),
+        ExprStep::Binary(op, a, b) => binary(op, &done[a], &done[b], into),
+        ExprStep::Select(condition, a, b) => {
             let (condition, a, b) = (&done[condition], &done[a], &done[b]);
             for i in 0..RUN {
                 into[i] = if condition[i] != 0.0 { a[i] } else { b[i] };
@@ -145,7 +145,7 @@ fn binary(op: Binary, a: &[f64; RUN], b: &[f64; RUN], into: &mut [f64; RUN]) {
 }
 
 for_each_cpu!(
-    compute(step: Step, done: &[[f64; RUN]], into: &mut [f64; RUN]) -> (),
+    compute(step: ExprStep, done: &[[f64; RUN]], into: &mut [f64; RUN]) -> (),
     compute_run(step, done, into),
     compute_run(step, done, into)
 );

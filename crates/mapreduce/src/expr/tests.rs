@@ -1,10 +1,10 @@
 //! Expressions: what they mean, and what is refused.
 
-use super::{Program, Registers};
+use super::{ExprProgram, Registers};
 use crate::philox::Philox;
 
 fn value(text: &str, columns: &[f64]) -> Result<f64, String> {
-    let program = Program::parse(text, columns.len()).map_err(|error| error.to_string())?;
+    let program = ExprProgram::parse(text, columns.len()).map_err(|error| error.to_string())?;
     let columns: Vec<&[f64]> = columns.iter().map(std::slice::from_ref).collect();
     let mut out = Vec::new();
     program.run(&columns, 7, &mut Registers::default(), &mut out);
@@ -138,7 +138,7 @@ fn a_thousand_hostile_texts_are_refused_or_computed() {
 fn any_cut_gives_the_same_rows() {
     let random = Philox::new(4);
     let x: Vec<f64> = (0..5000).map(|i| random.uniform(i, 0)).collect();
-    let program = Program::parse("sin(x) * i + select(x > 0.5, x ^ 3, 1 / x)", 1).unwrap();
+    let program = ExprProgram::parse("sin(x) * i + select(x > 0.5, x ^ 3, 1 / x)", 1).unwrap();
     let run = |cut: usize| {
         let mut out = Vec::new();
         let mut registers = Registers::default();

@@ -5,22 +5,22 @@
 
 use std::fmt::Write as _;
 
-use super::{Binary, COLUMNS, Program, Step, Unary};
+use super::{Binary, COLUMNS, ExprProgram, ExprStep, Unary};
 
 /// Statements that compute `value` of `x`, `y`, `z`, `w` and `i`; `None` for a program that has
 /// no form with the CPU's bits.
-pub(crate) fn text(program: &Program) -> Option<String> {
+pub(crate) fn text(program: &ExprProgram) -> Option<String> {
     let mut text = String::new();
     let steps = program.steps();
     for (number, step) in steps.iter().enumerate() {
         let value = match *step {
-            Step::Constant(value) => constant(value),
-            Step::Column(column) => COLUMNS[column].to_owned(),
-            Step::Row => "i".to_owned(),
-            Step::Unary(op, a) => format!("{}(v{a})", unary(op)?),
-            Step::Binary(Binary::Power, a, b) => power(a, steps[b])?,
-            Step::Binary(op, a, b) => format!("{}(v{a}, v{b})", binary(op)?),
-            Step::Select(condition, a, b) => format!("f_select(v{condition}, v{a}, v{b})"),
+            ExprStep::Constant(value) => constant(value),
+            ExprStep::Column(column) => COLUMNS[column].to_owned(),
+            ExprStep::Row => "i".to_owned(),
+            ExprStep::Unary(op, a) => format!("{}(v{a})", unary(op)?),
+            ExprStep::Binary(Binary::Power, a, b) => power(a, steps[b])?,
+            ExprStep::Binary(op, a, b) => format!("{}(v{a}, v{b})", binary(op)?),
+            ExprStep::Select(condition, a, b) => format!("f_select(v{condition}, v{a}, v{b})"),
         };
         // Writing to a string never fails.
         let _ = writeln!(text, "let v{number} = {value};");
@@ -36,10 +36,10 @@ fn constant(value: f64) -> String {
 }
 
 /// Powers that `libm` computes by one operation.
-fn power(base: usize, exponent: Step) -> Option<String> {
+fn power(base: usize, exponent: ExprStep) -> Option<String> {
     match exponent {
-        Step::Constant(2.0) => Some(format!("f_mul(v{base}, v{base})")),
-        Step::Constant(1.0) => Some(format!("v{base}")),
+        ExprStep::Constant(2.0) => Some(format!("f_mul(v{base}, v{base})")),
+        ExprStep::Constant(1.0) => Some(format!("v{base}")),
         _ => None,
     }
 }

@@ -4,18 +4,18 @@ use std::fmt::Display;
 
 use serde::Serialize;
 
-use crate::groupby::Groups;
-use crate::hist::{Bins, Counts};
+use crate::groupby::GroupTable;
+use crate::hist::{BinCounts, Bins};
 use crate::reduce::Op;
 use crate::topk::Top;
-use crate::{Dtype, Value};
+use crate::{Dtype, ResultValue};
 
 /// A reduction's result.
 #[derive(Clone, Debug, Serialize)]
-pub struct Number {
+pub struct ReductionResult {
     /// Name of the reduction.
     pub op: &'static str,
-    pub value: Value,
+    pub value: ResultValue,
     /// Type of the values that were reduced.
     pub dtype: Dtype,
 }
@@ -36,7 +36,7 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    pub(super) fn new(counts: &Counts, bins: &Bins) -> Self {
+    pub(super) fn new(counts: &BinCounts, bins: &Bins) -> Self {
         let [below, above, nan] = counts.outside();
         Self {
             counts: counts.counts().to_vec(),
@@ -66,7 +66,7 @@ impl Histogram {
 #[derive(Clone, Debug, Serialize)]
 pub struct Best {
     /// The values, the best first.
-    pub values: Vec<Value>,
+    pub values: Vec<ResultValue>,
     /// The row of each.
     pub indices: Vec<u64>,
     /// Values that are no number, which are left out; no field of the object where there are none.
@@ -109,12 +109,12 @@ pub struct Grouped {
     /// The keys, ascending.
     pub keys: Vec<i128>,
     /// The reduction of each.
-    pub values: Vec<Value>,
+    pub values: Vec<ResultValue>,
 }
 
 impl Grouped {
-    pub(super) fn new(groups: &Groups, op: Op) -> Self {
-        let (keys, values): (Vec<i128>, Vec<Value>) = groups.values().into_iter().unzip();
+    pub(super) fn new(groups: &GroupTable, op: Op) -> Self {
+        let (keys, values): (Vec<i128>, Vec<ResultValue>) = groups.values().into_iter().unzip();
         Self {
             op: op.name(),
             groups: keys.len(),

@@ -8,8 +8,10 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Gather, Plan, Scatter, Store};
-use crate::{Crew, Error, FileSink, Input, Journal, Kind, Partial, Progress, Task};
+use super::{Gather, Scatter, SortPlan, SpillStore};
+use crate::{
+    Error, FileSink, InputFile, JobProgress, JobSpec, JobWorkers, Journal, Kind, PartialResult,
+};
 
 /// Attempts to draw splitters before a bucket counts as too large.
 const ATTEMPTS: u32 = 4;
@@ -18,7 +20,7 @@ const ATTEMPTS: u32 = 4;
 #[derive(Clone, Debug)]
 pub struct Sort {
     /// Its values, rows of one.
-    pub input: Input,
+    pub input: InputFile,
     /// The `.npy` file to write. `OUT.part` and `OUT.sort` lie next to it while the sort runs.
     pub out: PathBuf,
     /// Bytes of memory for all threads together.
@@ -45,18 +47,18 @@ impl Sort {
     /// [`Error::Memory`], [`Error::Bucket`], [`Error::Gone`], and those of [`Crew::run`].
     pub fn run(
         &self,
-        crew: &mut Crew,
-        watch: &mut dyn FnMut(&Task, Progress),
+        crew: &mut JobWorkers,
+        watch: &mut dyn FnMut(&JobSpec, JobProgress),
     ) -> Result<Sorted, Error> {
         let (input, width) = (&self.input, self.input.dtype.bytes() as u64);
         let shared = crew.is_processes() || self.journal.is_some();
-        let plan = Plan::new(input.bytes(), width, crew.threads(), self.memory, shared)?;
+        let plan = SortPlan::new(input.bytes(), width, crew.threads(), self.memory, shared)?;
         let folder = (!plan.in_memory).then(|| with_end(&self.out, "sort"));
         if let Some(folder) = &folder {
             let made = std::fs::create_dir_all(folder);
             made.map_err(|source| Error::file("make", folder, source))?;
         }
-        let store = Arc::new(Store::new(folder.as_deref()));
+        let store = Arc::new(SpillStore::new(folder.as_deref()));
         let mut overfull = 0;
         for attempt in 0..ATTEMPTS {
             let scatter = match self.recorded(attempt) {
@@ -132,7 +134,7 @@ impl Sort {
 
 struct Halves<'a> {
     sort: &'a Sort,
-    store: &'a Arc<Store>,
+    store: &'a Arc<SpillStore>,
     attempt: u32,
 }
 
@@ -141,13 +143,13 @@ impl Halves<'_> {
     fn scatter(
         &mut self,
         scatter: &Scatter,
-        crew: &mut Crew,
-        watch: &mut dyn FnMut(&Task, Progress),
+        crew: &mut JobWorkers,
+        watch: &mut dyn FnMut(&JobSpec, JobProgress),
     ) -> Result<Vec<u64>, Error> {
         let kind = Kind::Scatter(scatter.clone());
-        let task = Task::of_files(vec![self.sort.input.clone()], kind);
+        let task = JobSpec::of_files(vec![self.sort.input.clone()], kind);
         match self.half("scatter", &task, crew, watch)? {
-            Partial::Scattered(counts) => Ok(counts),
+            PartialResult::Scattered(counts) => Ok(counts),
             other => unreachable!("parts give counts, not {other:?}"),
         }
     }
@@ -157,8 +159,8 @@ impl Halves<'_> {
         &mut self,
         scatter: Scatter,
         counts: &[u64],
-        crew: &mut Crew,
-        watch: &mut dyn FnMut(&Task, Progress),
+        crew: &mut JobWorkers,
+        watch: &mut dyn FnMut(&JobSpec, JobProgress),
     ) -> Result<u64, Error> {
         let (out, input) = (&self.sort.out, &self.sort.input);
         let part = with_end(out, "part");
@@ -166,8 +168,8 @@ impl Halves<'_> {
         create_part(&part, journal.as_deref(), input)?;
         let parts = input.rows.div_ceil(scatter.part_rows);
         let gather = Gather::new(scatter, parts, counts, part.clone());
-        let task = Task::of_files(Vec::new(), Kind::Gather(gather));
-        let Partial::Written(rows) = self.half("gather", &task, crew, watch)? else {
+        let task = JobSpec::of_files(Vec::new(), Kind::Gather(gather));
+        let PartialResult::Written(rows) = self.half("gather", &task, crew, watch)? else {
             unreachable!("buckets are written");
         };
         // Without its journal, a half that is killed here is done again, not taken as gone.
@@ -182,10 +184,10 @@ impl Halves<'_> {
     fn half(
         &self,
         half: &'static str,
-        task: &Task,
-        crew: &mut Crew,
-        watch: &mut dyn FnMut(&Task, Progress),
-    ) -> Result<Partial, Error> {
+        task: &JobSpec,
+        crew: &mut JobWorkers,
+        watch: &mut dyn FnMut(&JobSpec, JobProgress),
+    ) -> Result<PartialResult, Error> {
         let path = self.sort.journal(half, self.attempt);
         let part_rows = task.part_rows(crew.threads());
         let journal = path.map(|path| Journal::open(&path, task, part_rows));
@@ -196,7 +198,7 @@ impl Halves<'_> {
 }
 
 /// Makes the file of a result, unless a journal says that some of it is there.
-fn create_part(part: &Path, journal: Option<&Path>, input: &Input) -> Result<(), Error> {
+fn create_part(part: &Path, journal: Option<&Path>, input: &InputFile) -> Result<(), Error> {
     match journal {
         Some(journal) if journal.exists() && part.exists() => Ok(()),
         Some(journal) if journal.exists() => Err(Error::Gone {

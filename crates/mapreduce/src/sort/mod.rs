@@ -25,13 +25,13 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub use job::{Sort, Sorted};
-pub use plan::{MEMORY_MIN, Plan};
+pub use plan::{MEMORY_MIN, SortPlan};
 pub(crate) use radix::sort as radix_sort;
 pub(crate) use split::Splitters;
-pub use store::Store;
-use store::Wanted;
+use store::BucketSpec;
+pub use store::SpillStore;
 
-use crate::{Device, Dtype, Error, FileSource, Part, Sink, Source as _};
+use crate::{ComputeDevice, Dtype, Error, FileSource, RowPartition, RowSource as _, Sink};
 
 /// Most splitters: a bucket's number fits 16 bits.
 pub const SPLITTERS_MAX: usize = 1023;
@@ -101,19 +101,19 @@ impl Gather {
     ///
     /// # Errors
     /// Those of [`gather`].
-    pub(crate) fn keys(&self, bucket: u64, store: &Store) -> Result<Vec<u8>, Error> {
+    pub(crate) fn keys(&self, bucket: u64, store: &SpillStore) -> Result<Vec<u8>, Error> {
         let bucket = bucket as usize;
         if bucket % 2 == 1 {
             return Ok(Vec::new());
         }
         let rows = self.starts[bucket + 1] - self.starts[bucket];
         let mut keys = vec![0; rows as usize * self.scatter.dtype.bytes()];
-        store.collect(&self.wanted(bucket), &mut keys)?;
+        store.collect(&self.bucket_spec(bucket), &mut keys)?;
         Ok(keys)
     }
 
-    fn wanted(&self, bucket: usize) -> Wanted {
-        Wanted {
+    fn bucket_spec(&self, bucket: usize) -> BucketSpec {
+        BucketSpec {
             parts: self.parts,
             buckets: self.scatter.buckets(),
             bucket,
@@ -124,13 +124,13 @@ impl Gather {
 
 /// Encoding of a type's bits as keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Order {
+enum KeyEncoding {
     Unsigned,
     Signed,
     Float,
 }
 
-impl Order {
+impl KeyEncoding {
     const fn of(dtype: Dtype) -> Self {
         match dtype {
             Dtype::F64 | Dtype::F32 => Self::Float,
@@ -199,8 +199,8 @@ use of_width;
 pub(crate) fn scatter(
     scatter: &Scatter,
     source: &FileSource,
-    part: Part,
-    store: &Store,
+    part: RowPartition,
+    store: &SpillStore,
 ) -> Result<Vec<u64>, Error> {
     of_width!(scatter.dtype, scatter_keys(scatter, source, part, store))
 }
@@ -208,10 +208,10 @@ pub(crate) fn scatter(
 fn scatter_keys<const N: usize>(
     scatter: &Scatter,
     source: &FileSource,
-    part: Part,
-    store: &Store,
+    part: RowPartition,
+    store: &SpillStore,
 ) -> Result<Vec<u64>, Error> {
-    let order = Order::of(scatter.dtype);
+    let order = KeyEncoding::of(scatter.dtype);
     let mut keys = vec![[0; N]; part.rows as usize];
     let mut first = part.start;
     for block in keys.chunks_mut(BLOCK_BYTES / N) {
@@ -235,9 +235,9 @@ fn scatter_keys<const N: usize>(
 pub(crate) fn gather(
     gather: &Gather,
     bucket: u64,
-    store: &Store,
+    store: &SpillStore,
     sink: &dyn Sink,
-    device: Option<&dyn Device>,
+    device: Option<&dyn ComputeDevice>,
 ) -> Result<u64, Error> {
     of_width!(
         gather.scatter.dtype,
@@ -248,19 +248,19 @@ pub(crate) fn gather(
 fn gather_bucket<const N: usize>(
     gather: &Gather,
     bucket: usize,
-    store: &Store,
+    store: &SpillStore,
     sink: &dyn Sink,
-    device: Option<&dyn Device>,
+    device: Option<&dyn ComputeDevice>,
 ) -> Result<u64, Error> {
     let (start, end) = (gather.starts[bucket], gather.starts[bucket + 1]);
-    let order = Order::of(gather.scatter.dtype);
+    let order = KeyEncoding::of(gather.scatter.dtype);
     if bucket % 2 == 1 {
         let value = order.value::<N>(gather.scatter.splitters[bucket / 2]);
         fill(value, start..end, sink)?;
         return Ok(end - start);
     }
     let mut keys = vec![[0; N]; (end - start) as usize];
-    store.collect(&gather.wanted(bucket), keys.as_flattened_mut())?;
+    store.collect(&gather.bucket_spec(bucket), keys.as_flattened_mut())?;
     sort_keys(&mut keys, device);
     let mut first = start;
     for block in keys.chunks_mut(BLOCK_BYTES / N) {
@@ -274,7 +274,7 @@ fn gather_bucket<const N: usize>(
 }
 
 /// Sorts keys. The CPU and every device give the same order.
-fn sort_keys<const N: usize>(keys: &mut Vec<[u8; N]>, device: Option<&dyn Device>) {
+fn sort_keys<const N: usize>(keys: &mut Vec<[u8; N]>, device: Option<&dyn ComputeDevice>) {
     let bytes = size_of_val(&keys[..]) as u64;
     let device = device.filter(|device| device.sorts(bytes, N));
     let sorted = device.is_some_and(|device| device.sort(keys.as_flattened_mut(), N).is_ok());
@@ -318,22 +318,22 @@ mod tests {
             f64::NAN,
         ];
         assert!(floats.is_sorted_by(|a, b| a.total_cmp(b).is_lt()));
-        let keys = floats.map(|value| Order::Float.key(value.to_le_bytes()));
+        let keys = floats.map(|value| KeyEncoding::Float.key(value.to_le_bytes()));
         assert!(keys.is_sorted_by(|a, b| a < b));
         for (value, key) in floats.iter().zip(keys) {
-            assert_eq!(Order::Float.value(key), value.to_le_bytes());
+            assert_eq!(KeyEncoding::Float.value(key), value.to_le_bytes());
         }
         let singles = [-f32::NAN, -2.5, -0.0, 0.0, 1e-40, f32::INFINITY];
-        let keys = singles.map(|value| Order::Float.key(value.to_le_bytes()));
+        let keys = singles.map(|value| KeyEncoding::Float.key(value.to_le_bytes()));
         assert!(keys.is_sorted_by(|a, b| a < b) && keys.iter().all(|key| *key >> 32 == 0));
         for (value, key) in singles.iter().zip(keys) {
-            assert_eq!(Order::Float.value(key), value.to_le_bytes());
+            assert_eq!(KeyEncoding::Float.value(key), value.to_le_bytes());
         }
         let bytes = [i8::MIN, -1, 0, 1, i8::MAX];
-        let keys = bytes.map(|value| Order::Signed.key(value.to_le_bytes()));
+        let keys = bytes.map(|value| KeyEncoding::Signed.key(value.to_le_bytes()));
         assert!(keys.is_sorted_by(|a, b| a < b));
         for (value, key) in bytes.iter().zip(keys) {
-            assert_eq!(Order::Signed.value(key), value.to_le_bytes());
+            assert_eq!(KeyEncoding::Signed.value(key), value.to_le_bytes());
         }
     }
 }

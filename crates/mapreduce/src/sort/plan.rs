@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::{Order, SPLITTERS_MAX, Scatter, of_width};
+use super::{KeyEncoding, SPLITTERS_MAX, Scatter, of_width};
 use crate::philox::Philox;
-use crate::{Error, FileSource, Input, Source as _};
+use crate::{Error, FileSource, InputFile, RowSource as _};
 
 /// Values drawn for each splitter. With 64 the largest of 1,000 buckets has less than twice the
 /// rows of the average.
@@ -27,7 +27,7 @@ pub const MEMORY_MIN: u64 = 4 << 20;
 
 /// Partition of a sort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct SortPlan {
     pub part_rows: u64,
     /// Intended number of buckets; equal values can make them fewer.
     pub buckets: u64,
@@ -37,7 +37,7 @@ pub struct Plan {
     pub in_memory: bool,
 }
 
-impl Plan {
+impl SortPlan {
     /// For `bytes` bytes of values of `width` bytes, `threads` threads in all with `memory` bytes.
     /// `shared` processes have no memory in common. A thread has three times the bytes of a part,
     /// or twice those of a bucket. A sort in memory takes four times the bytes of all values.
@@ -87,7 +87,7 @@ impl Plan {
     /// [`Error::File`].
     pub fn scatter(
         &self,
-        input: &Input,
+        input: &InputFile,
         attempt: u32,
         folder: Option<PathBuf>,
     ) -> Result<Scatter, Error> {
@@ -120,7 +120,7 @@ impl Plan {
 /// Keys of rows drawn at random.
 fn draw<const N: usize>(source: &FileSource, count: u64, attempt: u32) -> Result<Vec<u64>, Error> {
     let random = Philox::new(SEED + u64::from(attempt));
-    let order = Order::of(source.dtype());
+    let order = KeyEncoding::of(source.dtype());
     let rows = source.rows();
     let key = |i| {
         let row = ((u128::from(random.word(i, 0)) * u128::from(rows)) >> 64) as u64;
@@ -140,7 +140,7 @@ mod tests {
         for bytes in [0, 1, 1000, 200 << 20, 8 << 30, 1 << 40] {
             for memory in [16 << 20, 1 << 30, 32 << 30] {
                 for threads in [1, 2, 8, 128] {
-                    let Ok(plan) = Plan::new(bytes, 4, threads, memory, true) else {
+                    let Ok(plan) = SortPlan::new(bytes, 4, threads, memory, true) else {
                         assert!(
                             bytes / memory > 1023 / 5 / threads.min(200),
                             "{bytes} {memory}"
@@ -156,10 +156,10 @@ mod tests {
             }
         }
         let buckets = |threads| {
-            let plan = Plan::new(200 << 20, 4, threads, 1 << 30, false).unwrap();
+            let plan = SortPlan::new(200 << 20, 4, threads, 1 << 30, false).unwrap();
             plan.in_memory.then_some(plan.buckets)
         };
         assert_eq!([1, 2].map(buckets), [Some(1), Some(8)]);
-        assert!(Plan::new(1, 4, 1, 1 << 20, false).is_err());
+        assert!(SortPlan::new(1, 4, 1, 1 << 20, false).is_err());
     }
 }

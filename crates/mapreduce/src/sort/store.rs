@@ -15,22 +15,22 @@ use std::sync::{Arc, Mutex};
 use paceline_base::lock;
 
 use crate::Error;
-use crate::line::Line;
+use crate::line::ParentConnection;
 
 /// Parts that are cut into buckets.
 #[derive(Debug)]
-pub enum Store {
+pub enum SpillStore {
     /// Files in a folder, which processes share.
     Folder(PathBuf),
     /// Parts in the memory of this process, by number.
-    Memory(Mutex<BTreeMap<u64, Arc<Stored>>>),
+    Memory(Mutex<BTreeMap<u64, Arc<BucketedPart>>>),
     /// Files of the parent, over the control channel.
-    Parent(Arc<Line>),
+    Parent(Arc<ParentConnection>),
 }
 
 /// A part in memory.
 #[derive(Debug)]
-pub struct Stored {
+pub struct BucketedPart {
     starts: Vec<u64>,
     keys: Vec<u8>,
 }
@@ -46,7 +46,7 @@ fn starts(counts: &[u64]) -> Vec<u64> {
     starts
 }
 
-impl Store {
+impl SpillStore {
     /// Files in `folder`, or memory.
     pub(crate) fn new(folder: Option<&Path>) -> Self {
         match folder {
@@ -64,7 +64,7 @@ impl Store {
         match self {
             Self::Parent(line) => line.put(part, &keys),
             Self::Memory(parts) => {
-                lock(parts).insert(part, Arc::new(Stored { starts, keys }));
+                lock(parts).insert(part, Arc::new(BucketedPart { starts, keys }));
                 Ok(())
             }
             Self::Folder(folder) => {
@@ -84,9 +84,9 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Changed`] when the parts have fewer or more; [`Error::File`].
-    pub(super) fn collect(&self, wanted: &Wanted, into: &mut [u8]) -> Result<(), Error> {
+    pub(super) fn collect(&self, wanted: &BucketSpec, into: &mut [u8]) -> Result<(), Error> {
         if let Self::Parent(line) = self {
-            let keys = line.take(wanted.bucket as u64);
+            let keys = line.remove(wanted.bucket as u64);
             if keys.len() != into.len() {
                 return Err(self.changed(wanted.parts));
             }
@@ -122,7 +122,7 @@ impl Store {
 
 /// A bucket of all parts.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Wanted {
+pub(super) struct BucketSpec {
     pub(super) parts: u64,
     pub(super) buckets: usize,
     /// Index of the bucket.
@@ -131,9 +131,9 @@ pub(super) struct Wanted {
     pub(super) width: usize,
 }
 
-impl Stored {
+impl BucketedPart {
     /// Copies a bucket's keys; what is left of `into`, `None` if they do not fit.
-    fn copy<'a>(&self, wanted: &Wanted, into: &'a mut [u8]) -> Option<&'a mut [u8]> {
+    fn copy<'a>(&self, wanted: &BucketSpec, into: &'a mut [u8]) -> Option<&'a mut [u8]> {
         let at = |bucket: usize| Some(*self.starts.get(bucket)? as usize * wanted.width);
         let some = self.keys.get(at(wanted.bucket)?..at(wanted.bucket + 1)?)?;
         let (to, rest) = into.split_at_mut_checked(some.len())?;
@@ -149,7 +149,7 @@ fn file_of(folder: &Path, part: u64) -> PathBuf {
 /// Reads a bucket's keys of a part; what is left of `into`, `None` if they do not fit.
 fn copy_file<'a>(
     path: &Path,
-    wanted: &Wanted,
+    wanted: &BucketSpec,
     into: &'a mut [u8],
 ) -> Result<Option<&'a mut [u8]>, Error> {
     let wrong = |source| Error::file("read", path, source);
@@ -178,11 +178,11 @@ mod tests {
     fn buckets_come_back_from_files_and_memory() {
         let folder = tempfile::tempdir().unwrap();
         let counts = [2, 9, 0, 4, 1];
-        for store in [Store::new(None), Store::new(Some(folder.path()))] {
+        for store in [SpillStore::new(None), SpillStore::new(Some(folder.path()))] {
             for part in 0..3 {
                 store.put(part, &counts, vec![part as u8; 6]).unwrap();
             }
-            let wanted = |bucket| Wanted {
+            let wanted = |bucket| BucketSpec {
                 parts: 3,
                 buckets: 5,
                 bucket,
@@ -201,13 +201,13 @@ mod tests {
         }
         // A file that another program wrote.
         std::fs::write(folder.path().join("1.part"), [255; 60]).unwrap();
-        let wanted = Wanted {
+        let wanted = BucketSpec {
             parts: 3,
             buckets: 5,
             bucket: 0,
             width: 2,
         };
-        let store = Store::new(Some(folder.path()));
+        let store = SpillStore::new(Some(folder.path()));
         assert!(store.collect(&wanted, &mut [0; 12]).is_err());
     }
 }

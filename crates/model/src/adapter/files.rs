@@ -21,21 +21,21 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use self::tensors::Named;
-use crate::{AdapterId, AdapterPair, Part};
+use crate::{AdapterId, AdapterPair, LayerRole};
 
 pub use base::base_name;
 pub use error::Error;
 pub use gguf::Base;
 
 /// Matrices of a layer that may have an adapter: their part and their name in PEFT's files.
-pub const TARGETS: [(Part, &str, &str); 7] = [
-    (Part::Query, "self_attn", "q_proj"),
-    (Part::Key, "self_attn", "k_proj"),
-    (Part::Value, "self_attn", "v_proj"),
-    (Part::AttentionOutput, "self_attn", "o_proj"),
-    (Part::Gate, "mlp", "gate_proj"),
-    (Part::Up, "mlp", "up_proj"),
-    (Part::Down, "mlp", "down_proj"),
+pub const TARGETS: [(LayerRole, &str, &str); 7] = [
+    (LayerRole::Query, "self_attn", "q_proj"),
+    (LayerRole::Key, "self_attn", "k_proj"),
+    (LayerRole::Value, "self_attn", "v_proj"),
+    (LayerRole::AttentionOutput, "self_attn", "o_proj"),
+    (LayerRole::Gate, "mlp", "gate_proj"),
+    (LayerRole::Up, "mlp", "up_proj"),
+    (LayerRole::Down, "mlp", "down_proj"),
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -502,7 +502,7 @@ pub fn weights_file(folder: &Path, form: Form) -> PathBuf {
 }
 
 /// The layer and the part of a matrix with a name of Hugging Face's.
-pub fn role_of(matrix: &str) -> Option<(usize, Part)> {
+pub fn role_of(matrix: &str) -> Option<(usize, LayerRole)> {
     let (layer, rest) = matrix.strip_prefix("model.layers.")?.split_once('.')?;
     let (block, name) = rest.split_once('.')?;
     let found = TARGETS.iter().find(|(_, b, n)| *b == block && *n == name);

@@ -7,7 +7,7 @@ use paceline_formats::hf::HfFolder;
 use serde_json::Value;
 
 use super::decoder;
-use crate::{Error, Family, Source};
+use crate::{Error, ModelFamily, ModelSource};
 
 /// Largest accepted sizes: several times those of published encoders.
 const MAX_WIDTH: u64 = 1 << 14;
@@ -26,7 +26,7 @@ pub enum EncoderFamily {
     /// BERT's layers; positions count from the padding token's id + 1 (Liu et al. 2019).
     Roberta,
     /// A decoder trained for embeddings (Qwen3 Embedding).
-    Decoder(Family),
+    Decoder(ModelFamily),
 }
 
 /// How a text's rows become one vector.
@@ -42,7 +42,7 @@ pub enum Pooling {
 
 /// Activation of the feed-forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Bend {
+pub(super) enum EncoderActivation {
     /// `x Phi(x)` with the error function.
     Gelu,
     /// Its approximation with tanh.
@@ -82,7 +82,7 @@ pub(super) struct Bert {
     /// Rows of the token type table.
     pub(super) types: usize,
     pub(super) eps: f64,
-    pub(super) bend: Bend,
+    pub(super) bend: EncoderActivation,
 }
 
 impl EncoderFamily {
@@ -108,13 +108,13 @@ impl EncoderFamily {
 impl EncoderConfig {
     /// Whether `source` is an encoder: by a known `model_type` or architecture, or a decoder with
     /// last-token pooling.
-    pub fn is_encoder(source: &Source) -> bool {
+    pub fn is_encoder(source: &ModelSource) -> bool {
         let is_bert = match source {
-            Source::Hf(folder) => {
+            ModelSource::Hf(folder) => {
                 let model_type = folder.config()["model_type"].as_str();
                 model_type.is_some_and(|name| EncoderFamily::of(name).is_some())
             }
-            Source::Gguf(file) => file
+            ModelSource::Gguf(file) => file
                 .metadata()
                 .str(ARCHITECTURE)
                 .is_ok_and(|name| name == BERT),
@@ -125,7 +125,7 @@ impl EncoderConfig {
     /// # Errors
     /// [`Error::Architecture`] for other models; otherwise the first field that is missing or not
     /// supported, by name.
-    pub fn read(source: &Source) -> Result<Self, Error> {
+    pub fn read(source: &ModelSource) -> Result<Self, Error> {
         if decoder::is_embedder(source) {
             return decoder::read(source);
         }
@@ -142,10 +142,10 @@ impl Bert {
     ///
     /// # Errors
     /// As [`EncoderConfig::read`].
-    pub(super) fn read(source: &Source) -> Result<(EncoderConfig, Self), Error> {
+    pub(super) fn read(source: &ModelSource) -> Result<(EncoderConfig, Self), Error> {
         match source {
-            Source::Hf(folder) => Self::of_folder(folder),
-            Source::Gguf(file) => Self::of_file(file),
+            ModelSource::Hf(folder) => Self::of_folder(folder),
+            ModelSource::Gguf(file) => Self::of_file(file),
         }
     }
 
@@ -195,7 +195,7 @@ impl Bert {
             types: rows("token_types.weight").clamp(1, 1 << 10),
             first_position: 0,
             eps: check_eps("bert.attention.layer_norm_epsilon", eps)?,
-            bend: Bend::Gelu,
+            bend: EncoderActivation::Gelu,
         };
         let family = EncoderFamily::Bert;
         Ok((bert.config(family, positions), bert))
@@ -285,12 +285,12 @@ fn check_heads(field: &'static str, width: usize, heads: usize) -> Result<(), Er
     Ok(())
 }
 
-fn bend(config: &Value) -> Result<Bend, Error> {
+fn bend(config: &Value) -> Result<EncoderActivation, Error> {
     const FIELD: &str = "hidden_act";
     match text(config, FIELD)?.ok_or(missing(FIELD))? {
-        "gelu" => Ok(Bend::Gelu),
-        "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" => Ok(Bend::GeluTanh),
-        "relu" => Ok(Bend::Relu),
+        "gelu" => Ok(EncoderActivation::Gelu),
+        "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" => Ok(EncoderActivation::GeluTanh),
+        "relu" => Ok(EncoderActivation::Relu),
         other => Err(wrong(FIELD, other, "gelu, gelu_new or relu")),
     }
 }

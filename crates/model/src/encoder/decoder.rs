@@ -12,7 +12,8 @@ use super::ROWS;
 use super::config::{ARCHITECTURE, EncoderConfig, EncoderFamily, Pooling, longest, pooling_modes};
 use super::forward::unit;
 use crate::{
-    Batch, BatchSequence, BatchSize, Config, Error, LoadOptions, Logits, Model, Source, Workspace,
+    Batch, BatchSequence, BatchSize, Config, Error, LoadOptions, Logits, Model, ModelSource,
+    Workspace,
 };
 
 /// Maximum tokens of a text, even for models trained on longer ones. The keys of a longer text
@@ -27,13 +28,13 @@ const LAST: u64 = 3;
 pub(super) struct Decoder(Model);
 
 /// Whether the files of a decoder specify last-token pooling.
-pub(super) fn is_embedder(source: &Source) -> bool {
+pub(super) fn is_embedder(source: &ModelSource) -> bool {
     match source {
-        Source::Hf(folder) => {
+        ModelSource::Hf(folder) => {
             let modes = pooling_modes(folder).ok().flatten();
             modes.is_some_and(|modes| modes == ["pooling_mode_lasttoken"])
         }
-        Source::Gguf(file) => {
+        ModelSource::Gguf(file) => {
             let metadata = file.metadata();
             let pooling = metadata
                 .str(ARCHITECTURE)
@@ -46,11 +47,11 @@ pub(super) fn is_embedder(source: &Source) -> bool {
 
 /// # Errors
 /// As [`Config::read`].
-pub(super) fn read(source: &Source) -> Result<EncoderConfig, Error> {
+pub(super) fn read(source: &ModelSource) -> Result<EncoderConfig, Error> {
     let config = Config::read(source)?;
     let told = match source {
-        Source::Hf(folder) => longest(folder)?,
-        Source::Gguf(_) => None,
+        ModelSource::Hf(folder) => longest(folder)?,
+        ModelSource::Gguf(_) => None,
     };
     let context = told.unwrap_or(CONTEXT_MAX).min(CONTEXT_MAX);
     Ok(EncoderConfig {
@@ -65,7 +66,7 @@ pub(super) fn read(source: &Source) -> Result<EncoderConfig, Error> {
 impl Decoder {
     /// # Errors
     /// As [`Model::load`].
-    pub(super) fn load(source: &Source, kernels: Arc<Kernels>) -> Result<Self, Error> {
+    pub(super) fn load(source: &ModelSource, kernels: Arc<Kernels>) -> Result<Self, Error> {
         let class = KernelClass::CpuF32;
         Model::load(source, LoadOptions { class }, kernels, |_, _| {}).map(Self)
     }

@@ -6,15 +6,15 @@
 
 use std::ops::Range;
 
-use paceline_tensor::{Activations, Kernels, Packed, Precision, Product};
+use paceline_tensor::{Activations, Kernels, PackedMatrix, Precision, Product};
 
-use super::config::{Bend, Bert, Pooling};
-use super::weights::{Layer, Linear, Norm, Weights};
+use super::config::{Bert, EncoderActivation, Pooling};
+use super::weights::{EncoderLayer, EncoderWeights, Linear, Norm};
 
 /// A step with its buffers.
-pub(super) struct Step<'a> {
+pub(super) struct EncoderPass<'a> {
     config: &'a Bert,
-    weights: &'a Weights,
+    weights: &'a EncoderWeights,
     kernels: &'a Kernels,
     /// Rows of each text.
     texts: Vec<Range<usize>>,
@@ -36,18 +36,18 @@ pub(super) struct Step<'a> {
     out: Vec<f32>,
 }
 
-impl<'a> Step<'a> {
+impl<'a> EncoderPass<'a> {
     /// Starts with the embeddings of `texts`, which the caller has checked.
     pub(super) fn new(
         config: &'a Bert,
-        weights: &'a Weights,
+        weights: &'a EncoderWeights,
         kernels: &'a Kernels,
         texts: &[&[u32]],
     ) -> Self {
         let rows = texts.iter().map(|text| text.len()).sum();
         let (c, f) = (config.width, config.ffn);
         let layers = &weights.layers;
-        let of = |cols, pick: fn(&Layer) -> Vec<&Packed>| {
+        let of = |cols, pick: fn(&EncoderLayer) -> Vec<&PackedMatrix>| {
             let read = layers.iter().flat_map(pick);
             kernels.activations(rows, cols, Precision::Fifteen, read)
         };
@@ -95,7 +95,7 @@ impl<'a> Step<'a> {
     }
 
     /// `x = norm(x + attention(x))`
-    fn attention(&mut self, layer: &Layer) {
+    fn attention(&mut self, layer: &EncoderLayer) {
         let kernels = self.kernels;
         let products = [
             (&layer.query, &mut self.queries),
@@ -119,7 +119,7 @@ impl<'a> Step<'a> {
             let keys = &mut self.keys[text.start * c..text.end * c];
             transpose(keys, c, &mut turned);
         }
-        let look = Look {
+        let look = RowAttention {
             head: self.config.head(),
             kernels,
             queries: &self.queries,
@@ -144,7 +144,7 @@ impl<'a> Step<'a> {
     }
 
     /// `x = norm(x + down(bend(up(x))))`
-    fn feed_forward(&mut self, layer: &Layer) {
+    fn feed_forward(&mut self, layer: &EncoderLayer) {
         let (kernels, config) = (self.kernels, self.config);
         let rows = self.text_of.len();
         let (up, f) = (&mut self.out[..rows * config.ffn], config.ffn);
@@ -202,7 +202,7 @@ pub(super) fn unit(row: impl Iterator<Item = f64> + Clone) -> Vec<f32> {
 }
 
 /// Matrices that read the residual stream.
-fn read_of_stream(layer: &Layer) -> Vec<&Packed> {
+fn read_of_stream(layer: &EncoderLayer) -> Vec<&PackedMatrix> {
     let all = [&layer.query, &layer.key, &layer.value, &layer.up];
     all.map(|linear| &linear.matrix).to_vec()
 }
@@ -263,7 +263,7 @@ fn transpose(rows: &mut [f32], c: usize, room: &mut Vec<f32>) {
 }
 
 /// Attention of single rows over all rows of their text.
-struct Look<'a> {
+struct RowAttention<'a> {
     /// D
     head: usize,
     kernels: &'a Kernels,
@@ -275,7 +275,7 @@ struct Look<'a> {
     values: &'a [f32],
 }
 
-impl Look<'_> {
+impl RowAttention<'_> {
     /// Fills `out`, `(C,)`, for row `t` of the text at `rows`.
     fn at(&self, t: usize, rows: Range<usize>, out: &mut [f32]) {
         let (c, n, d) = (out.len(), rows.len(), self.head);
@@ -325,7 +325,7 @@ impl Norm {
     }
 }
 
-impl Bend {
+impl EncoderActivation {
     /// Uses `libm` for equal bits on every platform.
     fn of(self, x: f32) -> f32 {
         const ROOT_2_OVER_PI: f32 = 0.797_884_6;

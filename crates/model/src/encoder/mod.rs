@@ -32,11 +32,11 @@ use paceline_tensor::Kernels;
 
 pub use config::{EncoderConfig, EncoderFamily, Pooling};
 
-use crate::{Error, Source};
+use crate::{Error, ModelSource};
 use config::Bert;
 use decoder::Decoder;
-use forward::Step;
-use weights::Weights;
+use forward::EncoderPass;
+use weights::EncoderWeights;
 
 /// Maximum rows of a step. A longer text has a step of its own; decoders process it in chunks of
 /// this size.
@@ -55,7 +55,7 @@ pub struct Encoder {
 enum Layers {
     Bert {
         shape: Bert,
-        weights: Weights,
+        weights: EncoderWeights,
         kernels: Arc<Kernels>,
     },
     Decoder(Decoder),
@@ -66,14 +66,14 @@ impl Encoder {
     ///
     /// # Errors
     /// Names a weight or field that is missing or not supported.
-    pub fn load(source: &Source, kernels: Arc<Kernels>) -> Result<Self, Error> {
+    pub fn load(source: &ModelSource, kernels: Arc<Kernels>) -> Result<Self, Error> {
         if decoder::is_embedder(source) {
             let layers = Layers::Decoder(Decoder::load(source, kernels)?);
             let config = decoder::read(source)?;
             return Ok(Self { config, layers });
         }
         let (config, shape) = Bert::read(source)?;
-        let weights = Weights::load(source, &shape, kernels.pool())?;
+        let weights = EncoderWeights::load(source, &shape, kernels.pool())?;
         let layers = Layers::Bert {
             shape,
             weights,
@@ -143,7 +143,7 @@ impl Encoder {
                 shape,
                 weights,
                 kernels,
-            } => Ok(Some(Step::new(shape, weights, kernels, texts).run())),
+            } => Ok(Some(EncoderPass::new(shape, weights, kernels, texts).run())),
             Layers::Decoder(decoder) => decoder.embed(texts, is_over),
         }
     }

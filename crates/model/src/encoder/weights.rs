@@ -3,17 +3,17 @@
 use paceline_base::Bytes;
 use paceline_formats::hf::HfFolder;
 use paceline_formats::tensor::Tensor;
-use paceline_tensor::{PackOptions, Packed, StoredMatrix, ThreadPool, stored};
+use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, stored};
 
 use super::config::Bert;
-use crate::{Error, Source};
+use crate::{Error, ModelSource};
 
 /// Prefixes of tensor names; a bare model has none.
 const PREFIXES: [&str; 3] = ["", "bert.", "roberta."];
 
 /// All weights. C width, F feed-forward width.
 #[derive(Debug)]
-pub(super) struct Weights {
+pub(super) struct EncoderWeights {
     /// `(vocabulary, C)`, as stored.
     words: Tensor,
     /// `(positions, C)`, as stored.
@@ -21,11 +21,11 @@ pub(super) struct Weights {
     /// `(C,)`: embedding of token type 0, the only one that texts have.
     kind: Vec<f32>,
     pub(super) norm: Norm,
-    pub(super) layers: Vec<Layer>,
+    pub(super) layers: Vec<EncoderLayer>,
 }
 
 #[derive(Debug)]
-pub(super) struct Layer {
+pub(super) struct EncoderLayer {
     /// `(C, C)`
     pub(super) query: Linear,
     /// `(C, C)`
@@ -45,7 +45,7 @@ pub(super) struct Layer {
 /// A matrix `(outputs, inputs)` with a bias `(outputs,)`.
 #[derive(Debug)]
 pub(super) struct Linear {
-    pub(super) matrix: Packed,
+    pub(super) matrix: PackedMatrix,
     pub(super) bias: Vec<f32>,
 }
 
@@ -57,34 +57,38 @@ pub(super) struct Norm {
 }
 
 /// Tensor lookup in a folder or file.
-struct Loader<'a> {
-    source: &'a Source,
+struct EncoderLoader<'a> {
+    source: &'a ModelSource,
     pool: &'a ThreadPool,
     /// Prefix of tensor names in a folder.
     prefix: &'static str,
 }
 
 /// Name of a weight in a folder and in a GGUF file, without `.weight` or `.bias`.
-type Names<'a> = [&'a str; 2];
+type WeightNames<'a> = [&'a str; 2];
 
-impl Weights {
+impl EncoderWeights {
     /// # Errors
     /// A weight that is missing, or whose shape differs from `config`.
-    pub(super) fn load(source: &Source, config: &Bert, pool: &ThreadPool) -> Result<Self, Error> {
+    pub(super) fn load(
+        source: &ModelSource,
+        config: &Bert,
+        pool: &ThreadPool,
+    ) -> Result<Self, Error> {
         let is_there = |folder: &HfFolder, prefix: &str| {
             folder.has(&format!("{prefix}embeddings.word_embeddings.weight"))
         };
         let found = match source {
-            Source::Hf(folder) => PREFIXES.into_iter().find(|p| is_there(folder, p)),
-            Source::Gguf(_) => None,
+            ModelSource::Hf(folder) => PREFIXES.into_iter().find(|p| is_there(folder, p)),
+            ModelSource::Gguf(_) => None,
         };
-        let loader = Loader {
+        let loader = EncoderLoader {
             source,
             pool,
             prefix: found.unwrap_or_default(),
         };
         let c = config.width;
-        let table = |names: Names<'_>, rows| loader.tensor(names, "weight", &[rows, c]);
+        let table = |names: WeightNames<'_>, rows| loader.tensor(names, "weight", &[rows, c]);
         let types = ["embeddings.token_type_embeddings", "token_types"];
         let types = table(types, config.types)?;
         let mut kind = floats(&types);
@@ -104,7 +108,7 @@ impl Weights {
 
     pub(super) fn bytes(&self) -> Bytes {
         let tables = self.words.bytes.len() + self.positions.bytes.len();
-        let matrices = self.layers.iter().flat_map(Layer::matrices);
+        let matrices = self.layers.iter().flat_map(EncoderLayer::matrices);
         Bytes(tables as u64 + matrices.map(|matrix| matrix.bytes().0).sum::<u64>())
     }
 
@@ -120,8 +124,8 @@ impl Weights {
     }
 }
 
-impl Layer {
-    fn matrices(&self) -> impl Iterator<Item = &Packed> {
+impl EncoderLayer {
+    fn matrices(&self) -> impl Iterator<Item = &PackedMatrix> {
         let all = [
             &self.query,
             &self.key,
@@ -134,18 +138,19 @@ impl Layer {
     }
 }
 
-impl Loader<'_> {
-    fn layer(&self, i: usize, config: &Bert) -> Result<Layer, Error> {
+impl EncoderLoader<'_> {
+    fn layer(&self, i: usize, config: &Bert) -> Result<EncoderLayer, Error> {
         let (c, f) = (config.width, config.ffn);
-        let names = |[folder, file]: Names<'_>| {
+        let names = |[folder, file]: WeightNames<'_>| {
             [
                 format!("encoder.layer.{i}.{folder}"),
                 format!("blk.{i}.{file}"),
             ]
         };
-        let linear = |of: Names<'_>, shape| self.linear(names(of).each_ref().map(|n| &**n), shape);
-        let norm = |of: Names<'_>| self.norm(names(of).each_ref().map(|n| &**n), c);
-        Ok(Layer {
+        let linear =
+            |of: WeightNames<'_>, shape| self.linear(names(of).each_ref().map(|n| &**n), shape);
+        let norm = |of: WeightNames<'_>| self.norm(names(of).each_ref().map(|n| &**n), c);
+        Ok(EncoderLayer {
             query: linear(["attention.self.query", "attn_q"], [c, c])?,
             key: linear(["attention.self.key", "attn_k"], [c, c])?,
             value: linear(["attention.self.value", "attn_v"], [c, c])?,
@@ -158,11 +163,18 @@ impl Loader<'_> {
     }
 
     /// The tensor with the suffix `kind`.
-    fn tensor(&self, names: Names<'_>, kind: &str, expected: &[usize]) -> Result<Tensor, Error> {
+    fn tensor(
+        &self,
+        names: WeightNames<'_>,
+        kind: &str,
+        expected: &[usize],
+    ) -> Result<Tensor, Error> {
         let [in_folder, in_file] = names;
         let tensor = match self.source {
-            Source::Hf(folder) => folder.tensor(&format!("{}{in_folder}.{kind}", self.prefix))?,
-            Source::Gguf(file) => file.tensor(&format!("{in_file}.{kind}"))?,
+            ModelSource::Hf(folder) => {
+                folder.tensor(&format!("{}{in_folder}.{kind}", self.prefix))?
+            }
+            ModelSource::Gguf(file) => file.tensor(&format!("{in_file}.{kind}"))?,
         };
         if tensor.shape != expected {
             return Err(Error::Shape {
@@ -174,11 +186,11 @@ impl Loader<'_> {
         Ok(tensor)
     }
 
-    fn vector(&self, names: Names<'_>, kind: &str, n: usize) -> Result<Vec<f32>, Error> {
+    fn vector(&self, names: WeightNames<'_>, kind: &str, n: usize) -> Result<Vec<f32>, Error> {
         Ok(floats(&self.tensor(names, kind, &[n])?))
     }
 
-    fn linear(&self, names: Names<'_>, shape: [usize; 2]) -> Result<Linear, Error> {
+    fn linear(&self, names: WeightNames<'_>, shape: [usize; 2]) -> Result<Linear, Error> {
         let tensor = self.tensor(names, "weight", &shape)?;
         let [rows, cols] = shape;
         let values = floats(&tensor);
@@ -192,7 +204,7 @@ impl Loader<'_> {
             cols,
             bytes: &bytes,
         };
-        let packed = Packed::new(stored, PackOptions::default(), self.pool);
+        let packed = PackedMatrix::new(stored, PackOptions::default(), self.pool);
         let matrix = packed.map_err(|source| Error::Pack {
             name: tensor.name,
             source,
@@ -201,7 +213,7 @@ impl Loader<'_> {
         Ok(Linear { matrix, bias })
     }
 
-    fn norm(&self, names: Names<'_>, n: usize) -> Result<Norm, Error> {
+    fn norm(&self, names: WeightNames<'_>, n: usize) -> Result<Norm, Error> {
         Ok(Norm {
             weight: self.vector(names, "weight", n)?,
             bias: self.vector(names, "bias", n)?,

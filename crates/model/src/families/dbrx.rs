@@ -4,7 +4,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, feed_forward};
+use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
@@ -14,8 +14,8 @@ pub(super) const NAMES: FileNames = FileNames {
     ..FileNames::USUAL
 };
 
-pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
-    let mut config = Config::base(Family::Dbrx, fields)?;
+pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(ModelFamily::Dbrx, fields)?;
     config.ropes = vec![fields.rope(&config, ROPE)?];
     config.clamp_qkv = fields.clamp_qkv()?;
     let normalised = fields.dbrx_normalises()?;

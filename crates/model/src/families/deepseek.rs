@@ -9,7 +9,7 @@
 //! Source: DeepSeek-AI 2024 (DeepSeek-V2, V3); `src/models/deepseek2.cpp` of llama.cpp;
 //! `modeling_deepseek_v3.py`, `modeling_deepseek_v2.py`, `modeling_mistral4.py` of transformers.
 
-use super::{Family, Fields, FileNames, Half, LayerStep, feed_forward};
+use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, feed_forward};
 use crate::{Config, Error};
 
 pub(super) const NAMES: FileNames = FileNames {
@@ -17,8 +17,8 @@ pub(super) const NAMES: FileNames = FileNames {
     ..FileNames::USUAL
 };
 
-pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
-    let mut config = Config::base(Family::DeepSeek, fields)?;
+pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(ModelFamily::DeepSeek, fields)?;
     let latent = config.latent.expect("read for this family");
     config
         .layers

@@ -6,7 +6,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, feed_forward};
+use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind {
@@ -19,7 +19,7 @@ pub(super) const NAMES: FileNames = FileNames {
     ..FileNames::USUAL
 };
 
-pub(super) fn config(family: Family, fields: &Fields<'_>) -> Result<Config, Error> {
+pub(super) fn config(family: ModelFamily, fields: &ConfigFields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(family, fields)?;
     config
         .layers
@@ -28,8 +28,8 @@ pub(super) fn config(family: Family, fields: &Fields<'_>) -> Result<Config, Erro
     config.ropes = vec![fields.rope(&config, ROPE)?];
     fields.set_delta_nets(&mut config)?;
     match family {
-        Family::Qwen35 => {}
-        Family::Qwen3Next => {
+        ModelFamily::Qwen35 => {}
+        ModelFamily::Qwen3Next => {
             let normalised = fields.normalises_experts_or(true)?;
             let mut experts = fields.experts("num_experts", config.ffn, normalised)?;
             experts.shared = fields.shared_expert()?;

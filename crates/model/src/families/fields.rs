@@ -19,14 +19,14 @@ use paceline_formats::gguf::{self, Array, Gguf, Metadata};
 use paceline_tensor::RopePairs;
 use serde_json::Value;
 
-use super::Family;
+use super::ModelFamily;
 use crate::config::{Activation, MAX_WIDTH};
-use crate::{Config, Error, Source};
+use crate::{Config, Error, ModelSource};
 use experts::MAX_EXPERTS;
 
 /// The configuration of an opened model in either layout.
 #[derive(Debug)]
-pub(crate) enum Fields<'a> {
+pub(crate) enum ConfigFields<'a> {
     /// Keys have the architecture as prefix.
     Gguf {
         file: &'a Gguf,
@@ -49,10 +49,10 @@ fn text_part(config: &Value) -> &Value {
     }
 }
 
-impl<'a> Fields<'a> {
-    pub(crate) fn of(source: &'a Source) -> Result<Self, Error> {
+impl<'a> ConfigFields<'a> {
+    pub(crate) fn of(source: &'a ModelSource) -> Result<Self, Error> {
         Ok(match source {
-            Source::Gguf(file) => {
+            ModelSource::Gguf(file) => {
                 let metadata = file.metadata();
                 Self::Gguf {
                     file,
@@ -60,35 +60,35 @@ impl<'a> Fields<'a> {
                     architecture: metadata.str("general.architecture")?,
                 }
             }
-            Source::Hf(folder) => Self::Hf(text_part(folder.config())),
+            ModelSource::Hf(folder) => Self::Hf(text_part(folder.config())),
         })
     }
 
-    pub(crate) fn family(&self) -> Result<Family, Error> {
-        let (name, names): (&str, fn(Family) -> &'static str) = match self {
-            Self::Gguf { architecture, .. } => (architecture, Family::name),
-            Self::Hf(_) => (self.model_type()?, Family::hf_name),
+    pub(crate) fn family(&self) -> Result<ModelFamily, Error> {
+        let (name, names): (&str, fn(ModelFamily) -> &'static str) = match self {
+            Self::Gguf { architecture, .. } => (architecture, ModelFamily::name),
+            Self::Hf(_) => (self.model_type()?, ModelFamily::hf_name),
         };
         let mixtral = |family| match self.experts_in_file() {
-            Ok(true) if family == Family::Llama => Family::Mixtral,
+            Ok(true) if family == ModelFamily::Llama => ModelFamily::Mixtral,
             _ => family,
         };
-        Family::ALL
+        ModelFamily::ALL
             .into_iter()
             .find(|f| names(*f) == name || f.other_names().contains(&name))
             .map(mixtral)
             .ok_or_else(|| Error::Architecture {
                 architecture: shortened(name),
-                supported: Family::ALL.map(names).join(", "),
+                supported: ModelFamily::ALL.map(names).join(", "),
             })
     }
 
     /// Feed-forward width of each layer; in models with experts only, the width of an expert.
-    pub(crate) fn ffns(&self, family: Family, layers: usize) -> Result<Vec<usize>, Error> {
+    pub(crate) fn ffns(&self, family: ModelFamily, layers: usize) -> Result<Vec<usize>, Error> {
         let of = |gguf, hf| self.opt_sizes((gguf, hf), layers, (1, MAX_WIDTH));
         let usual = of("feed_forward_length", "intermediate_size")?;
         let experts = match family {
-            Family::Qwen35Moe if usual.is_none() => {
+            ModelFamily::Qwen35Moe if usual.is_none() => {
                 of("expert_feed_forward_length", "moe_intermediate_size")?
             }
             _ => None,
@@ -164,7 +164,7 @@ impl<'a> Fields<'a> {
             return Ok(one.map(|one| vec![one; layers]));
         };
         let key = self.key(gguf);
-        let Some(gguf::Value::Array(_)) = metadata.get(&key) else {
+        let Some(gguf::MetadataValue::Array(_)) = metadata.get(&key) else {
             let one = self.opt_size(gguf, hf, low, high)?;
             return Ok(one.map(|one| vec![one; layers]));
         };
@@ -227,10 +227,12 @@ impl<'a> Fields<'a> {
     }
 
     /// Epsilon of norms.
-    pub(crate) fn norm_eps(&self, family: Family) -> Result<f32, Error> {
+    pub(crate) fn norm_eps(&self, family: ModelFamily) -> Result<f32, Error> {
         match (self, family) {
-            (Self::Hf(_), Family::Dbrx) => Ok(1e-5), // default of torch's LayerNorm
-            (Self::Gguf { .. }, Family::Dbrx) => self.float("attention.layer_norm_epsilon", ""),
+            (Self::Hf(_), ModelFamily::Dbrx) => Ok(1e-5), // default of torch's LayerNorm
+            (Self::Gguf { .. }, ModelFamily::Dbrx) => {
+                self.float("attention.layer_norm_epsilon", "")
+            }
             _ => self.float("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
         }
     }
@@ -274,7 +276,7 @@ impl<'a> Fields<'a> {
 
     /// Whether the output head is the embedding. `None` if that depends on the file having an
     /// output tensor, as in GGUF files. Gemma's `config.json` states it only if untied.
-    pub(crate) fn tied(&self, family: Family) -> Result<Option<bool>, Error> {
+    pub(crate) fn tied(&self, family: ModelFamily) -> Result<Option<bool>, Error> {
         let said = self.hf("tie_word_embeddings", "true or false", Value::as_bool)?;
         Ok(match self {
             Self::Gguf { .. } => None,
@@ -345,7 +347,7 @@ impl<'a> Fields<'a> {
         }
         const GGUF: &str = "attention.sliding_window_pattern";
         if let Self::Gguf { metadata, .. } = self
-            && let Some(gguf::Value::Array(list)) = metadata.get(&self.key(GGUF))
+            && let Some(gguf::MetadataValue::Array(list)) = metadata.get(&self.key(GGUF))
         {
             check_layers(GGUF, list.len(), layers)?;
             return match list {

@@ -5,7 +5,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind};
+use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
 /// Every sixth layer attends to all positions.
@@ -23,8 +23,8 @@ pub(super) const NAMES: FileNames = FileNames {
     ..FileNames::USUAL
 };
 
-pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
-    let mut config = Config::base(Family::Gemma3, fields)?;
+pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(ModelFamily::Gemma3, fields)?;
     config.embedding_scale = (config.width as f32).sqrt();
     config.norm_offset = fields.gemma_norm_offset();
     let query_scale = 1.0 / fields.gemma_query_scalar(&config)?.sqrt();

@@ -10,7 +10,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, Stacks};
+use super::{ConfigFields, ExpertLayout, FileNames, Half, LayerStep, ModelFamily, RopeKind};
 use crate::{Config, Error, LayerCache, LayerShape};
 
 /// Every sixth layer attends to all positions.
@@ -29,13 +29,13 @@ pub(super) const NAMES: FileNames = FileNames {
     hf_ffn_norm: "pre_feedforward_layernorm",
     router: "router.proj",
     mlx_experts: "experts.switch_glu",
-    stacks: Stacks::Behind,
+    stacks: ExpertLayout::Behind,
     ..FileNames::USUAL
 };
 
-pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     fields.check_gemma4()?;
-    let mut config = Config::base(Family::Gemma4, fields)?;
+    let mut config = Config::base(ModelFamily::Gemma4, fields)?;
     config.embedding_scale = (config.width as f32).sqrt();
     config.softcap = fields.final_softcap()?;
     config.per_layer = fields.per_layer_width()?;
@@ -71,7 +71,11 @@ pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
 }
 
 /// Gives the last layers the cache of the last earlier layer of their kind.
-fn share_caches(config: &mut Config, fields: &Fields<'_>, windowed: &[bool]) -> Result<(), Error> {
+fn share_caches(
+    config: &mut Config,
+    fields: &ConfigFields<'_>,
+    windowed: &[bool],
+) -> Result<(), Error> {
     let shared = fields.shared_caches(config.layers.len())?;
     let own = config.layers.len() - shared.count;
     for i in own..config.layers.len() {
@@ -103,9 +107,9 @@ pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> R
     step.project_down(w)?; //                  hidden (T, F) -> delta (T, C)
     if step.has_experts(w) {
         step.set_aside(w)?; //                 norm(delta) -> aside (T, C)
-        step.norm(w, Half::Beside)?; //        residual (T, C) -> x (T, C)
+        step.norm(w, Half::ParallelExperts)?; //        residual (T, C) -> x (T, C)
         step.experts(w)?; //                   x, residual for the router -> delta (T, C)
-        step.norm_delta(w, Half::Beside)?; //  delta (T, C) in place
+        step.norm_delta(w, Half::ParallelExperts)?; //  delta (T, C) in place
         step.add_aside()?; //                  delta += aside
     }
     step.norm_delta(w, Half::FeedForward)?; // delta (T, C) in place

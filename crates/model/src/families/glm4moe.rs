@@ -5,7 +5,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, feed_forward};
+use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind {
@@ -20,8 +20,8 @@ pub(super) const NAMES: FileNames = FileNames {
     ..FileNames::USUAL
 };
 
-pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
-    let mut config = Config::base(Family::Glm4Moe, fields)?;
+pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(ModelFamily::Glm4Moe, fields)?;
     config
         .layers
         .truncate(fields.decoder_layers(config.layers.len())?);

@@ -5,7 +5,9 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, FileNames, Half, LayerStep, RopeKind, Stacks, feed_forward};
+use super::{
+    ConfigFields, ExpertLayout, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward,
+};
 use crate::config::Gating;
 use crate::{Config, Error};
 
@@ -18,12 +20,12 @@ pub(super) const NAMES: FileNames = FileNames {
     gguf_ffn_norm: "post_attention_norm", // despite its name, before the feed-forward
     router: "mlp.router",
     mlx_experts: "mlp.experts",
-    stacks: Stacks::Alternate,
+    stacks: ExpertLayout::Alternate,
     ..FileNames::USUAL
 };
 
-pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
-    let mut config = Config::base(Family::GptOss, fields)?;
+pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(ModelFamily::GptOss, fields)?;
     config.ropes = vec![fields.rope(&config, ROPE)?];
     let mut experts = fields.experts("num_local_experts", config.ffn, false)?;
     experts.gating = Gating::OfChosen;

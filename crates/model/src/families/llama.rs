@@ -1,13 +1,13 @@
 //! Llama: grouped-query attention with rotary positions, SwiGLU feed-forward, RMS norms before
 //! each half. Source: Touvron et al. 2023; `src/models/llama.cpp` of llama.cpp.
 
-use super::{Family, Fields, Half, LayerStep, RopeKind};
+use super::{ConfigFields, Half, LayerStep, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
 /// GGUF files hold query and key rows permuted for rotation of adjacent pairs; the Hugging Face
 /// layout rotates the two halves of a head.
-pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
-    let mut config = Config::base(Family::Llama, fields)?;
+pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(ModelFamily::Llama, fields)?;
     let rope = RopeKind::plain(fields.permuted_pairs(), 10_000.0);
     config.ropes = vec![fields.rope(&config, rope)?];
     Ok(config)

@@ -4,7 +4,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, Half, LayerStep, RopeKind, feed_forward};
+use super::{ConfigFields, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind {
@@ -13,9 +13,9 @@ const ROPE: RopeKind = RopeKind {
     ..RopeKind::plain(RopePairs::Halves, 5_000_000.0)
 };
 
-pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
+pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     fields.check_minimax()?;
-    let mut config = Config::base(Family::MiniMaxM2, fields)?;
+    let mut config = Config::base(ModelFamily::MiniMaxM2, fields)?;
     config
         .layers
         .truncate(fields.decoder_layers(config.layers.len())?);

@@ -23,8 +23,8 @@ mod qwen2moe;
 mod qwen3;
 mod qwen3moe;
 
-pub(crate) use fields::{Fields, RopeKind};
-pub(crate) use names::{FileNames, Stacks, dbrx_stem};
+pub(crate) use fields::{ConfigFields, RopeKind};
+pub(crate) use names::{ExpertLayout, FileNames, dbrx_stem};
 
 use crate::config::Activation;
 use crate::{Config, Error};
@@ -37,7 +37,7 @@ pub(crate) enum Half {
     /// Gate, up and down.
     FeedForward,
     /// Experts in parallel to the dense feed-forward, with their own norms.
-    Beside,
+    ParallelExperts,
 }
 
 /// Operations of a layer, implemented by each backend. The implementor is a running step with this
@@ -149,7 +149,7 @@ fn feed_forward<S: LayerStep>(step: &mut S, w: &S::Layer) -> Result<(), Error> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Family {
+pub enum ModelFamily {
     /// Llama 2 and 3, SmolLM2 and other models stored as `llama`.
     Llama,
     /// Qwen 2 and 2.5.
@@ -182,7 +182,7 @@ pub enum Family {
     Qwen35Moe,
 }
 
-impl Family {
+impl ModelFamily {
     pub const ALL: [Self; 16] = [
         Self::Llama,
         Self::Qwen2,
@@ -364,7 +364,7 @@ impl Family {
         }
     }
 
-    pub(crate) fn config(self, fields: &Fields<'_>) -> Result<Config, Error> {
+    pub(crate) fn config(self, fields: &ConfigFields<'_>) -> Result<Config, Error> {
         match self {
             Self::Llama => llama::config(fields),
             Self::Qwen2 => qwen2::config(fields),

@@ -1,6 +1,6 @@
 //! Parts of tensor names that differ between families.
 
-use crate::role::{Part, Role};
+use crate::role::{LayerRole, Role};
 
 /// A family's words in tensor names. A family lists its differences from [`USUAL`](Self::USUAL).
 #[derive(Clone, Copy, Debug)]
@@ -21,12 +21,12 @@ pub(crate) struct FileNames {
     pub(crate) choice: &'static str,
     /// Module of a layer with the stacked experts, in MLX folders.
     pub(crate) mlx_experts: &'static str,
-    pub(crate) stacks: Stacks,
+    pub(crate) stacks: ExpertLayout,
 }
 
 /// Storage of expert matrices in Hugging Face folders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stacks {
+pub(crate) enum ExpertLayout {
     /// One tensor per matrix and expert.
     None,
     /// One tensor for all experts, gate and up in alternating rows, possibly in MXFP4 (gpt-oss).
@@ -47,7 +47,7 @@ impl FileNames {
         router: "mlp.gate",
         choice: "mlp.gate.e_score_correction_bias",
         mlx_experts: "mlp.switch_mlp",
-        stacks: Stacks::None,
+        stacks: ExpertLayout::None,
     };
 
     /// Mixtral's names: `modeling_mixtral.py`.
@@ -71,14 +71,14 @@ pub(crate) fn dbrx_stem(role: Role) -> String {
         other => return format!("transformer.{other:?}"),
     };
     let name = match part {
-        Part::AttentionNorm => "norm_attn_norm.norm_1",
-        Part::Query | Part::Key | Part::Value => "norm_attn_norm.attn.Wqkv",
-        Part::AttentionOutput => "norm_attn_norm.attn.out_proj",
-        Part::FfnNorm => "norm_attn_norm.norm_2",
-        Part::Router => "ffn.router.layer",
-        Part::ExpertGate(_) => "ffn.experts.mlp.w1",
-        Part::ExpertUp(_) => "ffn.experts.mlp.v1",
-        Part::ExpertDown(_) => "ffn.experts.mlp.w2",
+        LayerRole::AttentionNorm => "norm_attn_norm.norm_1",
+        LayerRole::Query | LayerRole::Key | LayerRole::Value => "norm_attn_norm.attn.Wqkv",
+        LayerRole::AttentionOutput => "norm_attn_norm.attn.out_proj",
+        LayerRole::FfnNorm => "norm_attn_norm.norm_2",
+        LayerRole::Router => "ffn.router.layer",
+        LayerRole::ExpertGate(_) => "ffn.experts.mlp.w1",
+        LayerRole::ExpertUp(_) => "ffn.experts.mlp.v1",
+        LayerRole::ExpertDown(_) => "ffn.experts.mlp.w2",
         other => return format!("transformer.blocks.{layer}.{other:?}"),
     };
     format!("transformer.blocks.{layer}.{name}")

@@ -3,13 +3,13 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, Half, LayerStep, RopeKind};
+use super::{ConfigFields, Half, LayerStep, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
 
-pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
-    let mut config = Config::base(Family::Qwen2, fields)?;
+pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(ModelFamily::Qwen2, fields)?;
     config.ropes = vec![fields.rope(&config, ROPE)?];
     fields.set_qwen_windows(&mut config)?;
     Ok(config)

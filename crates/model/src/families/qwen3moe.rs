@@ -4,13 +4,13 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{Family, Fields, Half, LayerStep, RopeKind, feed_forward};
+use super::{ConfigFields, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
 
-pub(super) fn config(fields: &Fields<'_>) -> Result<Config, Error> {
-    let mut config = Config::base(Family::Qwen3Moe, fields)?;
+pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
+    let mut config = Config::base(ModelFamily::Qwen3Moe, fields)?;
     config.ropes = vec![fields.rope(&config, ROPE)?];
     fields.set_qwen_windows(&mut config)?;
     let experts = fields.experts("num_experts", config.ffn, fields.normalises_experts(true)?)?;

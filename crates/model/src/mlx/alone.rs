@@ -9,8 +9,8 @@ use paceline_mlx::{Array, Dtype, Stream};
 use super::matrix::Matrix;
 use super::stored::{Stored, float, nearest};
 use super::weights::activations;
-use crate::weights::{AsStored, Names};
-use crate::{Config, Error, Role, Source};
+use crate::weights::{StoredTensor, WeightReader};
+use crate::{Config, Error, ModelSource, Role};
 
 /// How a matrix is held.
 #[derive(Clone, Copy, Debug)]
@@ -33,11 +33,11 @@ impl MlxMatrix {
     /// # Errors
     /// As of [`load`](Self::load).
     pub fn planned(
-        (source, config): (&Source, &Config),
+        (source, config): (&ModelSource, &Config),
         (role, shape): (Role, [usize; 2]),
         form: MlxForm<'_>,
     ) -> Result<u64, Error> {
-        let matrix = Names { source, config }.located(role, shape)?;
+        let matrix = WeightReader { source, config }.located(role, shape)?;
         let values = (shape[0] * shape[1]) as u64;
         Ok(match form.unpacked {
             true => values * form.dtype.bytes() as u64,
@@ -53,11 +53,11 @@ impl MlxMatrix {
     /// - [`Error::Mlx`].
     pub fn load(
         stream: &Stream,
-        (source, config): (&Source, &Config),
+        (source, config): (&ModelSource, &Config),
         (role, shape): (Role, [usize; 2]),
         form: MlxForm<'_>,
     ) -> Result<Self, Error> {
-        let stored = Names { source, config }.as_stored(role, shape)?;
+        let stored = WeightReader { source, config }.as_stored(role, shape)?;
         // MLX may write results to the memory of arrays that nobody else has, and that is the
         // file's: they are kept until all is computed.
         let kept = RefCell::new(Vec::new());
@@ -96,21 +96,25 @@ impl MlxMatrix {
 ///
 /// # Errors
 /// When the file lacks its first matrix.
-pub fn mlx_dtype(source: &Source, config: &Config) -> Result<Dtype, Error> {
-    activations(&Names { source, config }, config.family, KernelClass::Mlx)
+pub fn mlx_dtype(source: &ModelSource, config: &Config) -> Result<Dtype, Error> {
+    activations(
+        &WeightReader { source, config },
+        config.family,
+        KernelClass::Mlx,
+    )
 }
 
-const fn is_float(matrix: &AsStored) -> bool {
+const fn is_float(matrix: &StoredTensor) -> bool {
     match matrix {
-        AsStored::Whole(tensor) => float(tensor.block_type).is_some(),
-        AsStored::Mlx(_) => false,
+        StoredTensor::Whole(tensor) => float(tensor.block_type).is_some(),
+        StoredTensor::Mlx(_) => false,
     }
 }
 
 /// Refuses what MLX would hold with other values.
-fn check(matrix: &AsStored, role: Role) -> Result<&AsStored, Error> {
+fn check(matrix: &StoredTensor, role: Role) -> Result<&StoredTensor, Error> {
     match matrix {
-        AsStored::Whole(tensor) if nearest(tensor.block_type).is_some() => Err(Error::NoForm {
+        StoredTensor::Whole(tensor) if nearest(tensor.block_type).is_some() => Err(Error::NoForm {
             role,
             block_type: tensor.block_type.name(),
             engine: "mlx",
@@ -122,7 +126,7 @@ fn check(matrix: &AsStored, role: Role) -> Result<&AsStored, Error> {
 /// All values, across: (in, out).
 fn unpacked(
     stream: &Stream,
-    stored: &AsStored,
+    stored: &StoredTensor,
     [rows, cols]: [usize; 2],
     dtype: Dtype,
 ) -> Result<Array, Error> {

@@ -464,7 +464,7 @@ mod tests {
             return eprintln!("SKIPPED rows of an mlx cache: PACELINE_MLXC names no libmlxc");
         };
         let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
-        let stream = library.stream(paceline_mlx::Device::Cpu).unwrap();
+        let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
         let shape = Shape {
             layers: vec![
                 LayerSizes::Rows {

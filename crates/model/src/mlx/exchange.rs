@@ -15,7 +15,7 @@ use paceline_base::Bytes;
 use paceline_mlx::{Array, Dtype, Stream};
 
 use super::step::Step;
-use crate::compute::Exchanged;
+use crate::compute::ExchangeBytes;
 use crate::{Error, Links};
 
 /// Arrays that are kept to receive in. They are inputs and outputs of both halves of a layer, or a
@@ -85,10 +85,10 @@ impl Tally {
         self.0[way as usize].fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    pub(super) fn now(&self) -> Exchanged {
+    pub(super) fn now(&self) -> ExchangeBytes {
         let [in_place, converted, staged] =
             [0, 1, 2].map(|way| Bytes(self.0[way].load(Ordering::Relaxed)));
-        Exchanged {
+        ExchangeBytes {
             in_place,
             converted,
             staged,

@@ -11,7 +11,7 @@
 
 use std::time::{Duration, Instant};
 
-use paceline_mlx::{Array, Compiled, Device, Dtype, Stream};
+use paceline_mlx::{Array, Compiled, DeviceKind, Dtype, Stream};
 
 use crate::config::{Activation, CLAMP_SLOPE};
 use crate::{Config, Error};
@@ -203,7 +203,7 @@ impl Gates {
         let width = dense.unwrap_or(0).max(experts.map_or(1, |of| of.width));
         let mut notes = Vec::new();
         let mut form = |function| {
-            if stream.device() == Device::Cpu {
+            if stream.device() == DeviceKind::Cpu {
                 let compiled = None;
                 return Gate { function, compiled };
             }
@@ -316,7 +316,7 @@ mod tests {
             return eprintln!("SKIPPED mlx compiles gates: PACELINE_MLXC names no libmlxc");
         };
         let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
-        let stream = library.stream(Device::Cpu).unwrap();
+        let stream = library.stream(DeviceKind::Cpu).unwrap();
         for dtype in [Dtype::F32, Dtype::BF16] {
             let functions = [
                 Function::Silu,

@@ -312,7 +312,7 @@ impl Linear {
 
 #[cfg(test)]
 mod tests {
-    use paceline_mlx::{Device, Library, Places};
+    use paceline_mlx::{DeviceKind, Library, LibraryPaths};
 
     use super::*;
 
@@ -322,12 +322,12 @@ mod tests {
         let Some(library) = std::env::var_os("PACELINE_MLXC") else {
             return eprintln!("SKIPPED a stack is held once: PACELINE_MLXC names no libmlxc");
         };
-        let places = Places {
+        let places = LibraryPaths {
             explicit: Some(library.into()),
-            ..Places::default()
+            ..LibraryPaths::default()
         };
         let library = Library::open(&places).unwrap();
-        let stream = library.stream(Device::Cpu).unwrap();
+        let stream = library.stream(DeviceKind::Cpu).unwrap();
         const EACH: i32 = 1 << 18; // values: a MiB
         let make = |place: usize| {
             let value = stream.scalar(place as f32, Dtype::F32)?;

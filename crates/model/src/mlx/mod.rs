@@ -45,16 +45,16 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
-use paceline_mlx::{Array, Dtype, Library, Limits as MemoryLimits, Places, Stream};
+use paceline_mlx::{Array, Dtype, Library, LibraryPaths, MemoryLimits, Stream};
 use paceline_tensor::{Kernels, PAGE};
 
-use crate::compute::{Compute, Exchanged, Weights as Loaded};
-use crate::plan::Plan;
-use crate::step::{Batch, BatchSequence, BatchSize, Limits};
-use crate::weights::Names;
+use crate::compute::{Compute, ExchangeBytes, LoadedModel as Loaded};
+use crate::plan::StepPlan;
+use crate::step::{Batch, BatchSequence, BatchSize, PlanLimits};
+use crate::weights::WeightReader;
 use crate::{
-    Config, Error, Experts, Followed, Kinds, LayerCache, LayerCut, LayerShape, Links, Shard,
-    Source, Split, WindowPages, WindowPool, kept,
+    Config, Error, Experts, FollowOutcome, Kinds, LayerCache, LayerCut, LayerShape, Links,
+    ModelSource, Shard, Split, WindowPages, WindowPool, kept,
 };
 use cache::{Cache, DeltaSizes, LayerSizes};
 use exchange::{Receive, Tally};
@@ -73,7 +73,7 @@ const CACHE_MIN: u64 = 64 << 20;
 #[derive(Clone, Debug)]
 pub struct MlxOptions {
     /// Where the library is.
-    pub places: Places,
+    pub places: LibraryPaths,
     pub class: KernelClass,
     /// Positions of the caches that will be reserved, to know before loading whether all fits.
     pub positions: usize,
@@ -213,7 +213,7 @@ impl MlxModel {
     /// # Panics
     /// If there is no such rank, or the split is of another model.
     pub fn load(
-        source: Arc<Source>,
+        source: Arc<ModelSource>,
         split: &Split,
         rank: Rank,
         options: MlxOptions,
@@ -318,7 +318,7 @@ struct Facts {
 }
 
 impl Device {
-    fn open(places: &Places, watch: Watch) -> Result<Self, Error> {
+    fn open(places: &LibraryPaths, watch: Watch) -> Result<Self, Error> {
         let library = Library::open(places)?;
         let stream = library.stream(library.best_device()?)?;
         Ok(Self {
@@ -331,13 +331,13 @@ impl Device {
 
     fn load(
         &mut self,
-        source: &Source,
+        source: &ModelSource,
         config: &Config,
         shard: &Shard,
         options: &MlxOptions,
         progress: impl FnMut(usize, usize),
     ) -> Result<Facts, Error> {
-        let names = Names { source, config };
+        let names = WeightReader { source, config };
         let tied = names.is_tied()?;
         let dtype = weights::activations(&names, config.family, options.class)?;
         self.admit(&names, shard, options, (tied, dtype))?;
@@ -370,7 +370,7 @@ impl Device {
     /// Refuses what does not fit, and sets MLX's limits by what does.
     fn admit(
         &self,
-        names: &Names<'_>,
+        names: &WeightReader<'_>,
         shard: &Shard,
         options: &MlxOptions,
         (tied, dtype): (bool, Dtype),
@@ -415,8 +415,8 @@ impl Device {
         let reserved = self.caches.get_mut(&cache).ok_or(Error::Gone)?;
         let (weights, constants) = self.loaded.as_ref().ok_or(Error::Gone)?;
         let pages = (reserved.pages, &*reserved.windows);
-        let limits = Limits::new(reserved.size, pages, (model.config.vocab, 0));
-        let Some(plan) = Plan::read(words, &limits)? else {
+        let limits = PlanLimits::new(reserved.size, pages, (model.config.vocab, 0));
+        let Some(plan) = StepPlan::read(words, &limits)? else {
             return Ok(None);
         };
         let windows: Vec<WindowPages<'_>> = plan.windows(words).collect();
@@ -569,7 +569,7 @@ impl Loaded for MlxModel {
         Some(Arc::new(Arc::into_inner(self)?.link(links)))
     }
 
-    fn exchanged(&self) -> Exchanged {
+    fn exchanged(&self) -> ExchangeBytes {
         self.exchanged.now()
     }
 
@@ -654,7 +654,7 @@ impl Compute for OnMlx {
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {
         let shard = &self.model.shard;
         assert!(shard.leads(), "{} does not lead", shard.rank);
-        Plan::write(batch, &mut self.words);
+        StepPlan::write(batch, &mut self.words);
         if let Some(links) = &self.model.links {
             links.announce(&self.words)?;
         }
@@ -673,15 +673,15 @@ impl Compute for OnMlx {
         }
     }
 
-    fn follow(&mut self) -> Result<Followed, Error> {
+    fn follow(&mut self) -> Result<FollowOutcome, Error> {
         let links = self.model.links.as_ref().expect("a follower is linked");
         links.next_plan(self.model.leader, &mut self.words)?;
         if kept::decline(links, self.model.leader, &self.words)? {
-            return Ok(Followed::Idle);
+            return Ok(FollowOutcome::Idle);
         }
         Ok(match self.step()? {
-            Some(_) => Followed::Step,
-            None => Followed::Idle,
+            Some(_) => FollowOutcome::Step,
+            None => FollowOutcome::Idle,
         })
     }
 }

@@ -499,7 +499,7 @@ impl LayerStep for Step<'_> {
         let weight = match half {
             Half::Attention => &w.attention_norm,
             Half::FeedForward => &w.ffn_norm,
-            Half::Beside => &beside(w).before,
+            Half::ParallelExperts => &beside(w).before,
         };
         self.x = self.normed(&self.residual, weight)?;
         Ok(())
@@ -661,7 +661,7 @@ impl LayerStep for Step<'_> {
         let weight = match half {
             Half::Attention => w.post_attention_norm.as_ref(),
             Half::FeedForward => w.post_ffn_norm.as_ref(),
-            Half::Beside => Some(&beside(w).after),
+            Half::ParallelExperts => Some(&beside(w).after),
         };
         let weight = weight.expect("loaded for this family");
         let eps = self.parts.model.config.norm_eps;

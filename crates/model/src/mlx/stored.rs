@@ -25,7 +25,7 @@ use paceline_mlx::{Array, Dtype, QuantisedMode, Stream};
 use paceline_tensor::stored::{self, Chunk};
 
 use crate::Error;
-use crate::weights::AsStored;
+use crate::weights::StoredTensor;
 
 /// Values of a group of blocks that were packed here.
 const GROUP: usize = 32;
@@ -107,10 +107,10 @@ pub(super) enum Stored {
 
 /// The type of a matrix's floats, or of its scales where it has them. `None` for GGUF's blocks and
 /// for scales that are powers of two.
-pub(super) const fn floats(matrix: &AsStored) -> Option<Dtype> {
+pub(super) const fn floats(matrix: &StoredTensor) -> Option<Dtype> {
     match matrix {
-        AsStored::Whole(tensor) => float(tensor.block_type),
-        AsStored::Mlx(matrix) => match scales(matrix.block_type) {
+        StoredTensor::Whole(tensor) => float(tensor.block_type),
+        StoredTensor::Mlx(matrix) => match scales(matrix.block_type) {
             Dtype::U8 => None,
             dtype => Some(dtype),
         },
@@ -143,10 +143,10 @@ pub(super) const fn float(block_type: BlockType) -> Option<Dtype> {
 
 impl Stored {
     /// The rows `rows` of a matrix, and which of the result they are: those packed here start at 0.
-    pub(super) fn new(matrix: &AsStored, rows: Range<usize>) -> (Self, Range<usize>) {
+    pub(super) fn new(matrix: &StoredTensor, rows: Range<usize>) -> (Self, Range<usize>) {
         match matrix {
-            AsStored::Whole(tensor) => Self::of_tensor(tensor, rows),
-            AsStored::Mlx(matrix) => (Self::of_mlx(matrix), rows),
+            StoredTensor::Whole(tensor) => Self::of_tensor(tensor, rows),
+            StoredTensor::Mlx(matrix) => (Self::of_mlx(matrix), rows),
         }
     }
 
@@ -211,15 +211,15 @@ impl Stored {
     }
 
     /// Bytes that `values` values of a matrix take when activations are of type `floats`.
-    pub(super) fn bytes_of(matrix: &AsStored, values: u64, floats: Dtype) -> u64 {
+    pub(super) fn bytes_of(matrix: &StoredTensor, values: u64, floats: Dtype) -> u64 {
         let groups = |group: usize, bits: u64, factors: usize| {
             let factors = factors * floats.bytes();
             values / group as u64 * (group as u64 * bits / 8 + factors as u64)
         };
         match matrix {
-            AsStored::Mlx(m) if m.scheme.mode == mlx::Mode::Mxfp4 => values / 32 * 17,
-            AsStored::Mlx(m) => groups(m.scheme.group_size, m.scheme.bits.into(), 2),
-            AsStored::Whole(tensor) => match tensor.block_type {
+            StoredTensor::Mlx(m) if m.scheme.mode == mlx::Mode::Mxfp4 => values / 32 * 17,
+            StoredTensor::Mlx(m) => groups(m.scheme.group_size, m.scheme.bits.into(), 2),
+            StoredTensor::Whole(tensor) => match tensor.block_type {
                 BlockType::F32 | BlockType::F16 | BlockType::BF16 => floats.bytes() as u64 * values,
                 other => match Form::of(other) {
                     Form::Powers => values / 32 * 17,

@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use paceline_base::{Bytes, KernelClass};
-use paceline_mlx::{Array, Device, Dtype, Stream};
+use paceline_mlx::{Array, DeviceKind, Dtype, Stream};
 
 use super::matrix::{Linear, Matrix};
 use super::stored::{Stored, float, floats, nearest};
 use crate::split::{LeafCut, Shard};
-use crate::weights::{AsStored, Names};
-use crate::{Config, Error, Family, LayerCache, LayerShape, Part, Role, Source};
+use crate::weights::{StoredTensor, WeightReader};
+use crate::{Config, Error, LayerCache, LayerRole, LayerShape, ModelFamily, ModelSource, Role};
 
 mod delta_net;
 mod experts;
@@ -194,8 +194,8 @@ impl Weights {
 /// are; else of the norms of a folder. GGUF's blocks have halves, which are too narrow for the
 /// activations of gemma.
 pub(super) fn activations(
-    names: &Names<'_>,
-    family: Family,
+    names: &WeightReader<'_>,
+    family: ModelFamily,
     class: KernelClass,
 ) -> Result<Dtype, Error> {
     if class == KernelClass::MlxF32 {
@@ -208,11 +208,11 @@ pub(super) fn activations(
         None => {
             let norm = names.source.weight(family, Role::OutputNorm)?;
             float(norm.block_type)
-                .filter(|_| matches!(names.source, Source::Hf(_)))
+                .filter(|_| matches!(names.source, ModelSource::Hf(_)))
                 .unwrap_or(Dtype::F16)
         }
     };
-    let narrow = dtype == Dtype::F16 && matches!(names.source, Source::Gguf(_));
+    let narrow = dtype == Dtype::F16 && matches!(names.source, ModelSource::Gguf(_));
     Ok(if narrow && family.needs_wide_activations() {
         Dtype::F32
     } else {
@@ -226,10 +226,10 @@ fn first_matrix(c: &Config) -> (Role, [usize; 2]) {
     let (part, shape) = match (shape.cache, shape.latent) {
         (LayerCache::Delta(_), _) => {
             let shape = [c.width, shape.heads * shape.value_dim];
-            (Part::DeltaOutput, shape)
+            (LayerRole::DeltaOutput, shape)
         }
-        (_, Some(latent)) => (Part::LatentDown, [latent.key_dim(), c.width]),
-        _ => (Part::Query, [query_rows(shape, shape.heads), c.width]),
+        (_, Some(latent)) => (LayerRole::LatentDown, [latent.key_dim(), c.width]),
+        _ => (LayerRole::Query, [query_rows(shape, shape.heads), c.width]),
     };
     (Role::Layer(0, part), shape)
 }
@@ -243,7 +243,7 @@ const fn query_rows(shape: &LayerShape, heads: usize) -> usize {
 /// Loads weights of one model.
 pub(super) struct Loader<'a> {
     pub(super) stream: &'a Stream,
-    pub(super) names: Names<'a>,
+    pub(super) names: WeightReader<'a>,
     pub(super) config: &'a Config,
     pub(super) shard: &'a Shard,
     /// Of activations.
@@ -273,7 +273,10 @@ impl Loader<'_> {
         Ok(converted)
     }
 
-    pub(super) fn eval<'a>(&self, arrays: impl IntoIterator<Item = &'a Array>) -> Result<(), Error> {
+    pub(super) fn eval<'a>(
+        &self,
+        arrays: impl IntoIterator<Item = &'a Array>,
+    ) -> Result<(), Error> {
         self.stream.eval(arrays)?;
         self.kept.borrow_mut().clear();
         Ok(())
@@ -340,29 +343,29 @@ impl Loader<'_> {
         let opt = |there: bool, part| there.then(|| norm(part)).transpose();
         let sandwich = c.family.norms_after_halves();
         let output = match shape.cache {
-            LayerCache::Delta(_) => Part::DeltaOutput,
-            _ => Part::AttentionOutput,
+            LayerCache::Delta(_) => LayerRole::DeltaOutput,
+            _ => LayerRole::AttentionOutput,
         };
         let outputs = shape.heads * shape.output_dim();
         let experts = shape.experts.map(|of| self.experts(i, of));
         let beside = || {
             Ok::<_, Error>(Beside {
-                dense: norm(Part::DenseNorm)?,
-                before: norm(Part::BesideNorm)?,
-                after: norm(Part::PostBesideNorm)?,
+                dense: norm(LayerRole::DenseNorm)?,
+                before: norm(LayerRole::BesideNorm)?,
+                after: norm(LayerRole::PostBesideNorm)?,
             })
         };
         let scale = self.names.output_scale(i)?;
         let scale = scale.map(|scale| self.stream.scalar(scale, self.dtype));
         Ok(Layer {
-            attention_norm: norm(Part::AttentionNorm)?,
+            attention_norm: norm(LayerRole::AttentionNorm)?,
             mixer: self.mixer(i)?,
             attention_output: self.summed(role(output), outputs, &cut.attention)?,
-            post_attention_norm: opt(sandwich, Part::PostAttentionNorm)?,
-            ffn_norm: norm(Part::FfnNorm)?,
+            post_attention_norm: opt(sandwich, LayerRole::PostAttentionNorm)?,
+            ffn_norm: norm(LayerRole::FfnNorm)?,
             dense: shape.has_dense().then(|| self.dense(i)).transpose()?,
             experts: experts.transpose()?.map(Box::new),
-            post_ffn_norm: opt(sandwich, Part::PostFfnNorm)?,
+            post_ffn_norm: opt(sandwich, LayerRole::PostFfnNorm)?,
             beside: shape.dense_beside.then(beside).transpose()?,
             per_layer: self.per_layer(i)?,
             output_scale: scale.transpose()?,
@@ -393,9 +396,9 @@ impl Loader<'_> {
         let [query_norm, key_norm] = self.query_key_norms(i)?;
         let ones = || self.floats(&vec![1.0; shape.value_dim]);
         Ok(Attention {
-            query: rows(Part::Query, query_rows(shape, shape.heads), queries)?,
-            key: of_kv(shape.has_keys(), Part::Key, shape.head_dim)?,
-            value: of_kv(shape.has_values(), Part::Value, shape.value_dim)?,
+            query: rows(LayerRole::Query, query_rows(shape, shape.heads), queries)?,
+            key: of_kv(shape.has_keys(), LayerRole::Key, shape.head_dim)?,
+            value: of_kv(shape.has_values(), LayerRole::Value, shape.value_dim)?,
             query_norm,
             key_norm,
             value_norm: shape.value_norm.then(ones).transpose()?,
@@ -413,15 +416,15 @@ impl Loader<'_> {
                 self.floats(&whole[mine.start * dim..mine.end * dim])
             };
             return Ok([
-                Some(of(Part::QueryNorm, shape.heads, &cut.heads)?),
-                Some(of(Part::KeyNorm, shape.kv_heads, &cut.kv_heads)?),
+                Some(of(LayerRole::QueryNorm, shape.heads, &cut.heads)?),
+                Some(of(LayerRole::KeyNorm, shape.kv_heads, &cut.kv_heads)?),
             ]);
         }
         let there = self.names.norms_heads(i)?;
         let of = |there: bool, part| there.then(|| self.norm(role(part), dim)).transpose();
         Ok([
-            of(there, Part::QueryNorm)?,
-            of(there && shape.has_kv(), Part::KeyNorm)?,
+            of(there, LayerRole::QueryNorm)?,
+            of(there && shape.has_kv(), LayerRole::KeyNorm)?,
         ])
     }
 
@@ -431,7 +434,7 @@ impl Loader<'_> {
             return Ok(None);
         }
         let heads = self.shard.layer(i).heads.clone();
-        let role = Role::Layer(i, Part::Sinks);
+        let role = Role::Layer(i, LayerRole::Sinks);
         let all = self.names.finite(role, self.config.layers[i].heads)?;
         self.floats(&all[heads]).map(Some)
     }
@@ -441,17 +444,17 @@ impl Loader<'_> {
         let (width, ffn) = (self.config.width, self.config.layers[i].ffn);
         let cut = self.shard.layer(i).dense();
         let rows = |part| self.rows(Role::Layer(i, part), [ffn, width], cut.columns());
-        let gate_up = || Ok::<_, Error>([rows(Part::Gate)?, rows(Part::Up)?]);
+        let gate_up = || Ok::<_, Error>([rows(LayerRole::Gate)?, rows(LayerRole::Up)?]);
         let mine = !cut.columns().is_empty();
         Ok(Dense {
             gate_up: mine.then(gate_up).transpose()?,
-            down: self.summed(Role::Layer(i, Part::Down), ffn, cut)?,
+            down: self.summed(Role::Layer(i, LayerRole::Down), ffn, cut)?,
         })
     }
 
     /// Notes a matrix of a type that MLX has no form for.
-    fn note(&self, matrix: &AsStored) {
-        let AsStored::Whole(tensor) = matrix else {
+    fn note(&self, matrix: &StoredTensor) {
+        let StoredTensor::Whole(tensor) = matrix else {
             return;
         };
         if let Some(form) = nearest(tensor.block_type) {
@@ -467,7 +470,7 @@ impl Loader<'_> {
         let lines = nearest.iter().map(|(name, Nearest { form, matrices })| {
             format!("mlx has no form for {name}: {matrices} matrices are held as {form}")
         });
-        let cpu = matches!(self.stream.device(), Device::Cpu).then(|| {
+        let cpu = matches!(self.stream.device(), DeviceKind::Cpu).then(|| {
             "mlx computes on the CPU here: a test bed, far slower than engine cpu".to_owned()
         });
         cpu.into_iter().chain(lines).collect()

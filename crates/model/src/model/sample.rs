@@ -13,19 +13,19 @@ use super::{LoadOptions, Model};
 use crate::adapter::Adapters;
 use crate::split::Split;
 use crate::uses::LayerUses;
-use crate::weights::{self, Layer, Loader, Names};
-use crate::{Config, Error, Kinds, LayerCache, Source};
+use crate::weights::{self, LayerShard, ShardLoader, WeightReader};
+use crate::{Config, Error, Kinds, LayerCache, ModelSource};
 
 /// Selection of a model's layers and head rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sample {
+pub struct ModelSample {
     /// Ascending. A layer that uses another's cache must come after it.
     pub layers: Vec<usize>,
     /// Rows of the output head, from the first; at least 1.
     pub head_rows: usize,
 }
 
-impl Sample {
+impl ModelSample {
     /// The shape of the sampled model, without per-layer embeddings.
     fn of(&self, config: &Config) -> Config {
         let place = |of| self.layers.iter().position(|layer| *layer == of);
@@ -56,9 +56,9 @@ impl Model {
     /// # Panics
     /// If the model has fewer layers or rows than the sample.
     pub fn sample(
-        source: &Source,
+        source: &ModelSource,
         config: &Config,
-        sample: &Sample,
+        sample: &ModelSample,
         options: LoadOptions,
         kernels: Arc<Kernels>,
     ) -> Result<Self, Error> {
@@ -77,8 +77,8 @@ impl Model {
         let own = sample.of(&config);
         own.check_layers()?;
         let whole = Split::whole(&config).shard(&config, Rank(0));
-        let loader = Loader {
-            names: Names {
+        let loader = ShardLoader {
+            names: WeightReader {
                 source,
                 config: &config,
             },
@@ -90,7 +90,7 @@ impl Model {
         };
         let embedding = Some(loader.embedding()?);
         let layers = sample.layers.iter().map(|index| loader.layer(*index));
-        let layers = layers.collect::<Result<Vec<Layer>, Error>>()?;
+        let layers = layers.collect::<Result<Vec<LayerShard>, Error>>()?;
         let tied = loader.names.is_tied()?;
         let rows: Range<usize> = 0..sample.head_rows;
         let head = Some((loader.output_norm()?, loader.output_rows(tied, rows)?));

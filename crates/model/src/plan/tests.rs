@@ -3,7 +3,7 @@
 use super::*;
 use crate::{TopLogits, WindowPool};
 
-const LIMITS: Limits<'_> = Limits {
+const LIMITS: PlanLimits<'_> = PlanLimits {
     rows: 300,
     logit_rows: 8,
     sequences: 4,
@@ -38,7 +38,7 @@ fn top_logits() -> Logits {
 
 fn written(sequences: &[BatchSequence<'_>]) -> Vec<u32> {
     let mut words = vec![9; 5];
-    Plan::write(&Batch { sequences }, &mut words);
+    StepPlan::write(&Batch { sequences }, &mut words);
     words
 }
 
@@ -63,8 +63,8 @@ fn a_plan_says_what_was_written() {
     for (case, header_only) in cases.into_iter().zip([true, true, false, true]) {
         let words = written(case);
         assert_eq!(words.len() == HEADER_WORDS, header_only);
-        assert_eq!(Plan::len_of(&words).unwrap(), words.len());
-        let plan = Plan::read(&words, &LIMITS).unwrap().unwrap();
+        assert_eq!(StepPlan::len_of(&words).unwrap(), words.len());
+        let plan = StepPlan::read(&words, &LIMITS).unwrap().unwrap();
         let read: Vec<_> = plan.batch(&words, &[]).collect();
         assert_eq!(format!("{read:?}"), format!("{case:?}"));
     }
@@ -73,15 +73,15 @@ fn a_plan_says_what_was_written() {
 #[test]
 fn pages_behind_the_last_position_are_not_sent() {
     let words = written(&[sequence(&[1, 2], 62, &[3, 9, 9, 9])]);
-    let plan = Plan::read(&words, &LIMITS).unwrap().unwrap();
+    let plan = StepPlan::read(&words, &LIMITS).unwrap().unwrap();
     assert_eq!(plan.batch(&words, &[]).next().unwrap().pages, [3]);
 }
 
 #[test]
 fn a_sign_of_life_computes_nothing() {
     let mut words = Vec::new();
-    Plan::write_idle(&mut words);
-    assert!(Plan::read(&words, &LIMITS).unwrap().is_none());
+    StepPlan::write_idle(&mut words);
+    assert!(StepPlan::read(&words, &LIMITS).unwrap().is_none());
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn plans_that_do_not_fit_name_what_does_not() {
     ] {
         let mut words = good();
         words[at] = value;
-        let error = Plan::len_of(&words).and_then(|_| Plan::read(&words, &LIMITS));
+        let error = StepPlan::len_of(&words).and_then(|_| StepPlan::read(&words, &LIMITS));
         let Err(Error::Plan { what, .. }) = error else {
             panic!("word {at} = {value}: {error:?}");
         };
@@ -136,7 +136,7 @@ fn windows_have_the_pages_that_rows_look_at() {
         let windows = [window(first, pages)];
         sequence.windows = &windows;
         let words = written(&[sequence]);
-        let plan = Plan::read(&words, &LIMITS);
+        let plan = StepPlan::read(&words, &LIMITS);
         let what = plan.as_ref().err().map(|error| match error {
             Error::Plan { what, .. } => *what,
             other => panic!("{other}"),
@@ -159,7 +159,7 @@ proptest::proptest! {
         words.extend(tail);
         words[1] = STEP;
         words[3] %= 2;
-        if let Ok(Some(plan)) = Plan::read(&words, &LIMITS) {
+        if let Ok(Some(plan)) = StepPlan::read(&words, &LIMITS) {
             let windows: Vec<_> = plan.windows(&words).collect();
             let rows: usize = plan.batch(&words, &windows).map(|s| s.tokens.len()).sum();
             proptest::prop_assert!(rows <= LIMITS.rows);

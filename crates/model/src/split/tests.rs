@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::config::{Activation, Experts, Gating, LayerCache};
-use crate::families::Family;
+use crate::families::ModelFamily;
 
 /// SmolLM2-135M.
 pub(crate) fn smollm2() -> Config {
@@ -24,7 +24,7 @@ pub(crate) fn smollm2() -> Config {
         keys_as_values: false,
     };
     Config {
-        family: Family::Llama,
+        family: ModelFamily::Llama,
         width: 576,
         heads: 9,
         kv_heads: 3,

@@ -13,13 +13,13 @@
 use std::ops::Range;
 
 use paceline_base::tree::Stack;
-use paceline_tensor::chain::{Sizes, Strided, Target};
+use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels};
 
 use super::Batch;
-use crate::Part;
-use crate::adapter::Held;
+use crate::LayerRole;
+use crate::adapter::AdapterShard;
 use crate::model::Model;
 use crate::split::LeafCut;
 
@@ -31,15 +31,15 @@ const LINE: usize = 16;
 
 /// Consecutive rows of one adapter.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct AdapterRows {
     rows: Range<usize>,
     /// Counted from 0.
     adapter: usize,
 }
 
 /// The rows of a batch with adapters; allocates nothing without any.
-pub(super) fn runs(batch: &Batch<'_>) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
+pub(super) fn runs(batch: &Batch<'_>) -> Vec<AdapterRows> {
+    let mut runs: Vec<AdapterRows> = Vec::new();
     let mut first = 0;
     for sequence in batch.sequences {
         let rows = first..first + sequence.tokens.len();
@@ -51,7 +51,7 @@ pub(super) fn runs(batch: &Batch<'_>) -> Vec<Run> {
             Some(last) if last.adapter == adapter && last.rows.end == rows.start => {
                 last.rows.end = rows.end;
             }
-            _ => runs.push(Run { rows, adapter }),
+            _ => runs.push(AdapterRows { rows, adapter }),
         }
     }
     runs
@@ -59,14 +59,18 @@ pub(super) fn runs(batch: &Batch<'_>) -> Vec<Run> {
 
 /// Adapter products for one matrix: row ranges, and the pair of each.
 #[derive(Debug)]
-pub(super) struct Beside<'a> {
+pub(super) struct AdapterProducts<'a> {
     kernels: &'a Kernels,
-    pairs: Vec<(Range<usize>, &'a Held)>,
+    pairs: Vec<(Range<usize>, &'a AdapterShard)>,
 }
 
-impl<'a> Beside<'a> {
+impl<'a> AdapterProducts<'a> {
     /// For a matrix of a layer; `None` if no row of the batch has a pair for it.
-    pub(super) fn of(model: &'a Model, place: (usize, Part), runs: &[Run]) -> Option<Self> {
+    pub(super) fn of(
+        model: &'a Model,
+        place: (usize, LayerRole),
+        runs: &[AdapterRows],
+    ) -> Option<Self> {
         let pairs = runs.iter().filter_map(|run| {
             let held = model.adapters().held(run.adapter, place)?;
             Some((run.rows.clone(), held))
@@ -88,7 +92,12 @@ impl<'a> Beside<'a> {
                 // SAFETY: each task writes its own part.
                 let t = unsafe { tasks.part(task) };
                 let rows = first..first + t.len() / r;
-                self.read((values, width), (rows, 0..width), held, Target::rows(t, r));
+                self.read(
+                    (values, width),
+                    (rows, 0..width),
+                    held,
+                    ProductOutput::rows(t, r),
+                );
             });
             self.write(
                 held,
@@ -103,8 +112,8 @@ impl<'a> Beside<'a> {
         &self,
         (x, width): (&[f32], usize),
         (rows, cols): (Range<usize>, Range<usize>),
-        held: &Held,
-        t: Target<'_>,
+        held: &AdapterShard,
+        t: ProductOutput<'_>,
     ) {
         let sizes = Sizes {
             m: rows.len(),
@@ -121,7 +130,7 @@ impl<'a> Beside<'a> {
     }
 
     /// `t` (T, r), rows `stride` apart -> `y` (T, out) += scale B t. Scales `t` in place.
-    fn write(&self, held: &Held, (t, stride): (&mut [f32], usize), y: &mut [f32]) {
+    fn write(&self, held: &AdapterShard, (t, stride): (&mut [f32], usize), y: &mut [f32]) {
         let (r, out) = (held.rank, held.outputs());
         if out == 0 {
             return; // a rank without heads
@@ -141,7 +150,7 @@ impl<'a> Beside<'a> {
         };
         let b = Strided::rows(&held.b, out);
         self.kernels
-            .chains(sizes, t, b, Target::rows(y, out).more());
+            .chains(sizes, t, b, ProductOutput::rows(y, out).more());
     }
 
     /// Values of `t` per row: the largest rank of the pairs.
@@ -177,7 +186,7 @@ impl<'a> Beside<'a> {
             let t = unsafe { tasks.part(leaf) };
             let cols = leaf * cut.leaf_cols..mine.len().min((leaf + 1) * cut.leaf_cols);
             for (rows, held) in &self.pairs {
-                let t = Target::rows(&mut t[rows.start * wide..rows.end * wide], wide);
+                let t = ProductOutput::rows(&mut t[rows.start * wide..rows.end * wide], wide);
                 self.read((from, width), (rows.clone(), cols.clone()), held, t);
             }
         });
@@ -233,7 +242,7 @@ mod tests {
             sequence(1, 0),
             sequence(2, 1),
         ];
-        let run = |rows, adapter| Run { rows, adapter };
+        let run = |rows, adapter| AdapterRows { rows, adapter };
         let sequences = Batch {
             sequences: &sequences,
         };

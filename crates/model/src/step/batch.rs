@@ -5,7 +5,7 @@
 use paceline_tensor::{AttentionRows, PAGE};
 
 use crate::WindowPool;
-use crate::candidates::Extent;
+use crate::candidates::LogitExtent;
 
 /// Rows of a sequence that need logits, and how many values of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,11 +66,11 @@ impl Logits {
     }
 
     /// Values that are needed of each row with logits.
-    const fn extent(self) -> Extent {
+    const fn extent(self) -> LogitExtent {
         match self {
-            Self::None | Self::Last | Self::All => Extent::Whole,
-            Self::Best | Self::AllBest => Extent::Best,
-            Self::Top(top) | Self::AllTop(top) => Extent::Top(top),
+            Self::None | Self::Last | Self::All => LogitExtent::Whole,
+            Self::Best | Self::AllBest => LogitExtent::Best,
+            Self::Top(top) | Self::AllTop(top) => LogitExtent::Top(top),
         }
     }
 
@@ -202,7 +202,7 @@ impl Batch<'_> {
     }
 
     /// Values that are needed of each row with logits.
-    pub(crate) fn extents(&self) -> Vec<Extent> {
+    pub(crate) fn extents(&self) -> Vec<LogitExtent> {
         let rows = |s: &BatchSequence<'_>| {
             std::iter::repeat_n(s.logits.extent(), s.logits.rows(s.tokens.len()))
         };
@@ -241,7 +241,7 @@ impl BatchSize {
 
 /// Bounds for a plan from another rank.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits<'a> {
+pub(crate) struct PlanLimits<'a> {
     pub(crate) rows: usize,
     pub(crate) logit_rows: usize,
     pub(crate) sequences: usize,
@@ -254,7 +254,7 @@ pub(crate) struct Limits<'a> {
     pub(crate) adapters: usize,
 }
 
-impl<'a> Limits<'a> {
+impl<'a> PlanLimits<'a> {
     pub(crate) const fn new(
         size: BatchSize,
         (pages, windows): (usize, &'a [WindowPool]),

@@ -12,7 +12,7 @@
 //! The softplus is computed in f64 and rounded once, because a state accumulates the product of its
 //! decays.
 
-use paceline_comm::Memory;
+use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Kernels, Product};
 
@@ -28,13 +28,13 @@ const RUN: usize = 64;
 #[derive(Debug)]
 pub(super) struct Mixer {
     /// `(T, H 2 D)` of attention, `(T, H E)` of a delta net.
-    pub(super) wide: Memory<f32>,
+    pub(super) wide: RegisteredMemory<f32>,
     /// `(T, channels)`
-    pub(super) mixed: Memory<f32>,
+    pub(super) mixed: RegisteredMemory<f32>,
     /// `(T, H)`
-    pub(super) steps: Memory<f32>,
+    pub(super) steps: RegisteredMemory<f32>,
     /// `(T, H)`
-    pub(super) decays: Memory<f32>,
+    pub(super) decays: RegisteredMemory<f32>,
 }
 
 impl Mixer {
@@ -49,7 +49,7 @@ impl Mixer {
         let most = |len: fn(&LayerShape, &LayerCut) -> usize| {
             let lens = layers().zip(shard.each_layer());
             let lens = lens.map(|(shape, cut)| len(shape, cut));
-            Memory::new(None, rows * lens.max().unwrap_or(0))
+            RegisteredMemory::new(None, rows * lens.max().unwrap_or(0))
         };
         let heads = |_: &LayerShape, cut: &LayerCut| cut.heads.len();
         Some(Self {

@@ -12,13 +12,13 @@
 
 use std::ops::Range;
 
-use paceline_comm::Memory;
+use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{Activations, Kernels, Packed, Product, vector};
+use paceline_tensor::{Activations, Kernels, PackedMatrix, Product, vector};
 
 use super::{activations, add_bias};
 use crate::config::{
-    self, Activation, CLAMP_SLOPE, Gating, Groups, LEAST_SUM, MAX_GROUPS, MAX_USED,
+    self, Activation, CLAMP_SLOPE, ExpertGroups, Gating, LEAST_SUM, MAX_GROUPS, MAX_USED,
 };
 use crate::model::Model;
 use crate::split::LeafCut;
@@ -27,7 +27,7 @@ use crate::weights::{Expert, Experts};
 
 /// A row's route to one expert.
 #[derive(Clone, Copy, Debug, Default)]
-struct Choice {
+struct ExpertRoute {
     expert: usize,
     weight: f32,
     /// Index in the results.
@@ -37,34 +37,34 @@ struct Choice {
 /// Buffers of layers with experts. T rows, E experts, k of them per row, and in some models a
 /// shared one.
 #[derive(Debug)]
-pub(super) struct Routed {
+pub(super) struct ExpertBuffers {
     of: config::Experts,
     /// Of the gate, without a clamp.
     activation: Activation,
     /// `(T, C)`: the router's input, if it differs from the experts' input.
     router_x: Option<Activations>,
     /// `(T, E)`
-    scores: Memory<f32>,
+    scores: RegisteredMemory<f32>,
     /// `(T, E)`: their softmax.
-    weights: Memory<f32>,
+    weights: RegisteredMemory<f32>,
     /// `(T,)`: of the shared expert.
-    shared_scores: Memory<f32>,
+    shared_scores: RegisteredMemory<f32>,
     /// `(T, k + 1)`, by expert.
-    choices: Vec<Choice>,
+    choices: Vec<ExpertRoute>,
     /// Rows routed to one expert.
     members: Vec<usize>,
     /// `(T, C)`: rows of one expert.
     x: Activations,
     /// `(T, F)` each
-    gate: Memory<f32>,
-    up: Memory<f32>,
+    gate: RegisteredMemory<f32>,
+    up: RegisteredMemory<f32>,
     /// `(T, F)`, for routed experts and for the shared one.
     hidden: [Activations; 2],
     /// `(T (k + 1), C)`: results, expert by expert.
-    results: Memory<f32>,
+    results: RegisteredMemory<f32>,
 }
 
-impl Routed {
+impl ExpertBuffers {
     /// For steps of up to `rows` rows.
     pub(super) fn new(model: &Model, of: config::Experts, rows: usize) -> Self {
         let width = model.config().width;
@@ -82,7 +82,7 @@ impl Routed {
                 .filter(move |down| down.cols() == ffn)
         };
         let (wide, each) = (of.width.max(of.shared), Self::each(of));
-        let memory = |n: usize| Memory::new(None, n);
+        let memory = |n: usize| RegisteredMemory::new(None, n);
         let routers = layers().map(|layer| &layer.router.matrix);
         Self {
             activation: model.config().activation,
@@ -90,7 +90,7 @@ impl Routed {
             scores: memory(rows * of.count),
             weights: memory(rows * of.count),
             shared_scores: memory(rows),
-            choices: vec![Choice::default(); rows * each],
+            choices: vec![ExpertRoute::default(); rows * each],
             members: Vec::with_capacity(rows),
             x: activations(model, rows, width, inputs),
             gate: memory(rows * wide),
@@ -176,7 +176,7 @@ impl Routed {
                 if of.shared_gate {
                     sigmoid(kernels, &shared[t..=t], &mut weight);
                 }
-                *last = Choice {
+                *last = ExpertRoute {
                     expert: of.count,
                     weight: weight[0],
                     slot: 0,
@@ -258,11 +258,11 @@ impl Routed {
 /// # Safety
 /// The slots of these choices must not be accessed concurrently.
 unsafe fn sum_row<'a>(
-    choices: impl Iterator<Item = &'a Choice>,
+    choices: impl Iterator<Item = &'a ExpertRoute>,
     results: &DisjointMut<'_, f32>,
     out: &mut [f32],
 ) {
-    let mut parts = [Choice::default(); MAX_USED + 1];
+    let mut parts = [ExpertRoute::default(); MAX_USED + 1];
     let mut len = 0;
     for choice in choices {
         // SAFETY: by the contract, as below.
@@ -289,7 +289,7 @@ unsafe fn sum_row<'a>(
 }
 
 /// Product with a whole matrix.
-fn whole<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
+fn whole<'a>(weights: &'a PackedMatrix, out: &'a mut [f32]) -> Product<'a> {
     Product {
         weights,
         first_col: 0,
@@ -344,7 +344,7 @@ fn choose_row(
     scores: &[f32],
     choice: Option<&[f32]>,
     weights: &mut [f32],
-    choices: &mut [Choice],
+    choices: &mut [ExpertRoute],
 ) {
     weigh(kernels, of.gating, scores, weights);
     let rank = |e: usize| weights[e] + choice.map_or(0.0, |choice| choice[e]);
@@ -359,7 +359,7 @@ fn choose_row(
         let free = (0..weights.len()).filter(is_free).rev();
         let best = free.max_by(|a, b| rank(*a).total_cmp(&rank(*b)));
         let expert = best.expect("no more are used than there are");
-        choices[n] = Choice {
+        choices[n] = ExpertRoute {
             expert,
             weight: weights[expert],
             slot: 0,
@@ -382,7 +382,7 @@ fn choose_row(
 
 /// Groups with the largest scores as a bit set, the lower index among equals. A group's score is
 /// the sum of its largest `rank`s, added in descending order.
-fn open_groups(experts: usize, groups: Groups, rank: impl Fn(usize) -> f32) -> u64 {
+fn open_groups(experts: usize, groups: ExpertGroups, rank: impl Fn(usize) -> f32) -> u64 {
     let each = experts / groups.count;
     let score = |group: usize| {
         let mut sum = 0.0;
@@ -415,7 +415,7 @@ fn open_groups(experts: usize, groups: Groups, rank: impl Fn(usize) -> f32) -> u
 }
 
 /// Softmax over the scores of `choices`; the first score must be the largest.
-fn soften(kernels: &Kernels, choices: &mut [Choice]) {
+fn soften(kernels: &Kernels, choices: &mut [ExpertRoute]) {
     let (mut scores, mut exp) = ([0.0; MAX_USED], [0.0; MAX_USED]);
     let n = choices.len();
     let each = scores.iter_mut().zip(&*choices);
@@ -443,7 +443,7 @@ mod tests {
                 })
                 .collect();
             for (used, largest) in [(1, 1), (count.min(2), 2), (count, 1)] {
-                let groups = Groups {
+                let groups = ExpertGroups {
                     count,
                     used,
                     largest,
@@ -467,7 +467,7 @@ mod tests {
     /// Non-finite scores are ordered by `total_cmp` too.
     #[test]
     fn groups_of_no_numbers_are_chosen() {
-        let groups = Groups {
+        let groups = ExpertGroups {
             count: 2,
             used: 2,
             largest: 2,

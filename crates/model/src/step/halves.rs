@@ -62,16 +62,16 @@ pub(crate) fn cut<'b>(batch: &Batch<'b>) -> [Vec<BatchSequence<'b>>; 2] {
 
 /// Shared schedule of both halves.
 #[derive(Debug)]
-pub(crate) struct Turns {
+pub(crate) struct HalfSchedule {
     /// Timeout of a half that waits for the other.
     limit: Duration,
-    next: Mutex<Next>,
+    next: Mutex<NextTurns>,
     changed: Condvar,
 }
 
 /// Next turns to compute and to exchange. The first half has the even numbers.
 #[derive(Debug, Default)]
-struct Next {
+struct NextTurns {
     compute: u64,
     exchange: u64,
     /// A half has ended: the other does not wait for turns.
@@ -80,12 +80,12 @@ struct Next {
 
 /// A half's turn in the schedule.
 #[derive(Debug)]
-pub(crate) struct Turn<'t> {
-    turns: &'t Turns,
+pub(crate) struct HalfTurn<'t> {
+    turns: &'t HalfSchedule,
     number: u64,
 }
 
-impl Turns {
+impl HalfSchedule {
     /// Each half computes or exchanges for at most `limit` at a time.
     pub(crate) fn new(limit: Duration) -> Self {
         Self {
@@ -96,25 +96,25 @@ impl Turns {
     }
 
     /// Turns of the first and the second half.
-    pub(crate) fn both(&self) -> [Turn<'_>; 2] {
-        [0, 1].map(|number| Turn {
+    pub(crate) fn both(&self) -> [HalfTurn<'_>; 2] {
+        [0, 1].map(|number| HalfTurn {
             turns: self,
             number,
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Next> {
+    fn lock(&self) -> MutexGuard<'_, NextTurns> {
         lock(&self.next)
     }
 
-    fn change(&self, change: impl FnOnce(&mut Next)) {
+    fn change(&self, change: impl FnOnce(&mut NextTurns)) {
         change(&mut self.lock());
         self.changed.notify_all();
     }
 
     /// Waits until `come` holds or the other half has ended; `false` after the timeout.
-    fn wait(&self, come: impl Fn(&Next) -> bool) -> bool {
-        let early = |next: &mut Next| !(next.alone || come(next));
+    fn wait(&self, come: impl Fn(&NextTurns) -> bool) -> bool {
+        let early = |next: &mut NextTurns| !(next.alone || come(next));
         let waited = self
             .changed
             .wait_timeout_while(self.lock(), self.limit, early);
@@ -122,8 +122,8 @@ impl Turns {
     }
 }
 
-impl Turn<'_> {
-    fn wait(&self, come: impl Fn(&Next) -> bool) -> Result<(), Error> {
+impl HalfTurn<'_> {
+    fn wait(&self, come: impl Fn(&NextTurns) -> bool) -> Result<(), Error> {
         if self.turns.wait(come) {
             return Ok(());
         }
@@ -159,7 +159,7 @@ impl Turn<'_> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for HalfTurn<'_> {
     fn drop(&mut self) {
         self.turns.change(|next| next.alone = true);
     }
@@ -214,7 +214,7 @@ mod tests {
     /// The order is the same whichever operation is slow.
     #[test]
     fn halves_take_turns() {
-        let turns = Turns::new(Duration::from_secs(60));
+        let turns = HalfSchedule::new(Duration::from_secs(60));
         let seen = Mutex::new([vec![], vec![]]);
         let note = |what: usize, half: usize| {
             seen.lock().unwrap()[what].push(half);
@@ -244,13 +244,13 @@ mod tests {
             let expected = format!("the {half} half of the step did not come within 0.02 s");
             assert_eq!(error, expected);
         };
-        let turns = Turns::new(Duration::from_millis(20));
+        let turns = HalfSchedule::new(Duration::from_millis(20));
         let [mut first, second] = turns.both();
         late(second.begin(), "first");
         first.begin().unwrap();
         late(first.exchange(|| Ok(())), "second");
 
-        let turns = Turns::new(Duration::from_millis(20));
+        let turns = HalfSchedule::new(Duration::from_millis(20));
         let [first, mut second] = turns.both();
         first.begin().unwrap();
         // The state after the first half has computed and started its exchange.
@@ -264,7 +264,7 @@ mod tests {
     /// The other half continues without its timeout.
     #[test]
     fn a_half_that_fails_leaves_the_other_alone() {
-        let turns = Turns::new(Duration::from_secs(600));
+        let turns = HalfSchedule::new(Duration::from_secs(600));
         let [mut first, second] = turns.both();
         let result = first.exchange(|| Err::<(), _>(Error::Gone));
         assert!(matches!(result, Err(Error::Gone)));

@@ -12,40 +12,40 @@
 //! rotated ones, R latent elements, V elements of a value. A head's products are over one leaf:
 //! whole rows of its own matrices. So a head has the same bits on every split.
 
-use paceline_comm::Memory;
+use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{Activations, Kernels, MAX_PRODUCTS, Packed, Product};
+use paceline_tensor::{Activations, Kernels, MAX_PRODUCTS, PackedMatrix, Product};
 
 use super::{Batch, activations, add_bias, product};
 use crate::config::Latent;
 use crate::model::Model;
-use crate::weights::{self, Layer};
+use crate::weights::{self, LayerShard};
 use crate::{LayerShape, Rope};
 
 /// Buffers of latent attention; all such layers have equal sizes.
 #[derive(Debug)]
-pub(super) struct Latents {
+pub(super) struct LatentBuffers {
     of: Latent,
     heads: usize,
     /// `(T, A)`
-    compressed: Memory<f32>,
+    compressed: RegisteredMemory<f32>,
     /// `(T, A)`, after the norm
     query_x: Activations,
     /// `(T, H, N + P)`
-    queries: Memory<f32>,
+    queries: RegisteredMemory<f32>,
     /// `(T, H, N)`
     plain: Activations,
     /// `(T, H, R)`
     read: Activations,
     /// `(H, T, R)` or `(H, T, V)`: products of each head.
-    by_head: Memory<f32>,
+    by_head: RegisteredMemory<f32>,
     /// `(T,)`: factors of queries.
     factors: Vec<f32>,
 }
 
 /// Layer and rows of a step.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place<'a> {
+pub(super) struct LatentInputs<'a> {
     pub(super) kernels: &'a Kernels,
     pub(super) shape: &'a LayerShape,
     pub(super) rope: &'a Rope,
@@ -54,7 +54,7 @@ pub(super) struct Place<'a> {
     pub(super) batch: &'a Batch<'a>,
 }
 
-impl Latents {
+impl LatentBuffers {
     /// For steps of up to `rows` rows; `None` for models without latent attention.
     pub(super) fn new(model: &Model, rows: usize) -> Option<Self> {
         let of = model.config().latent?;
@@ -63,7 +63,7 @@ impl Latents {
             let layers = model.layers().iter();
             layers.filter_map(|layer| Some((layer, layer.latent.as_deref()?)))
         };
-        let memory = |n: usize| Memory::new(None, rows * n);
+        let memory = |n: usize| RegisteredMemory::new(None, rows * n);
         let (rank, plain) = (of.query_rank.unwrap_or(0), heads * of.plain);
         let queries = layers().map(|(layer, _)| &layer.query.matrix);
         let queries = queries.filter(|_| rank > 0);
@@ -88,8 +88,8 @@ impl Latents {
     /// x -> q, k
     pub(super) fn project(
         &mut self,
-        place: &Place<'_>,
-        w: &Layer,
+        place: &LatentInputs<'_>,
+        w: &LayerShard,
         x: &Activations,
         [q, k]: [&mut [f32]; 2],
     ) {
@@ -112,7 +112,7 @@ impl Latents {
     }
 
     /// The scale of queries, times their growth with position.
-    fn make_factors(&mut self, place: &Place<'_>) {
+    fn make_factors(&mut self, place: &LatentInputs<'_>) {
         let (scale, growth) = (place.shape.query_scale, self.of.growth);
         self.factors.clear();
         for sequence in place.batch.sequences {
@@ -129,7 +129,7 @@ impl Latents {
     fn make_queries(
         &mut self,
         kernels: &Kernels,
-        (w, own): (&Layer, &weights::Latent),
+        (w, own): (&LayerShard, &weights::Latent),
         x: &Activations,
         k: &mut [f32],
     ) {
@@ -159,7 +159,7 @@ impl Latents {
     }
 
     /// Norms the latent elements of k and rotates the others.
-    fn finish_keys(&self, place: &Place<'_>, own: &weights::Latent, k: &mut [f32]) {
+    fn finish_keys(&self, place: &LatentInputs<'_>, own: &weights::Latent, k: &mut [f32]) {
         let (of, kernels) = (self.of, place.kernels);
         let keys = DisjointMut::new(k, of.key_dim());
         kernels.for_rows(keys.len(), |t| {
@@ -171,7 +171,7 @@ impl Latents {
     }
 
     /// Combines `by_head` with the rotated part of each query, both scaled.
-    fn finish_queries(&self, place: &Place<'_>, rows: usize, q: &mut [f32]) {
+    fn finish_queries(&self, place: &LatentInputs<'_>, rows: usize, q: &mut [f32]) {
         let (of, heads, kernels) = (self.of, self.heads, place.kernels);
         let q = DisjointMut::new(&mut q[..rows * heads * of.key_dim()], heads * of.key_dim());
         let row = heads * of.query_dim();
@@ -197,7 +197,7 @@ impl Latents {
     }
 
     /// Expands the attention output to attended `(T, H, V)`.
-    pub(super) fn expand(&mut self, kernels: &Kernels, w: &Layer, attended: &mut [f32]) {
+    pub(super) fn expand(&mut self, kernels: &Kernels, w: &LayerShard, attended: &mut [f32]) {
         let own = w.latent.as_deref().expect("loaded for this family");
         kernels.quantise(&mut self.read);
         let (rows, dim) = (self.read.rows(), self.of.value_dim);
@@ -215,7 +215,7 @@ impl Latents {
     }
 }
 
-impl Place<'_> {
+impl LatentInputs<'_> {
     fn angles_of(&self, t: usize) -> &[(f32, f32)] {
         let pairs = self.rope.frequencies.len();
         &self.angles[t * pairs..(t + 1) * pairs]
@@ -224,7 +224,7 @@ impl Place<'_> {
 
 /// Each head's columns of `x` times that head's matrix; the outputs of the heads follow each other
 /// in `out`.
-fn of_each_head(kernels: &Kernels, matrices: &[Packed], x: &Activations, out: &mut [f32]) {
+fn of_each_head(kernels: &Kernels, matrices: &[PackedMatrix], x: &Activations, out: &mut [f32]) {
     let Some(first) = matrices.first() else {
         return;
     };

@@ -9,9 +9,9 @@
 //! Every rank computes the inputs of its own layers from the tokens. So a pipeline stage needs
 //! nothing from the previous stage, and ranks that share a layer exchange nothing.
 
-use paceline_comm::Memory;
+use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{Activations, Kernels, Packed, Product};
+use paceline_tensor::{Activations, Kernels, PackedMatrix, Product};
 
 use super::{activations, norm_in_place};
 use crate::model::Model;
@@ -27,11 +27,11 @@ pub(super) struct PerLayerRows {
     /// Tokens of the step.
     pub(super) tokens: Vec<u32>,
     /// `(T, L P)`: the tokens' own embeddings.
-    own: Memory<f32>,
+    own: RegisteredMemory<f32>,
     /// `(T, N P)`: inputs of the layers.
-    inputs: Memory<f32>,
+    inputs: RegisteredMemory<f32>,
     /// `(T, P)`
-    gate: Memory<f32>,
+    gate: RegisteredMemory<f32>,
     /// `(T, P)`, quantised.
     hidden: Activations,
 }
@@ -45,7 +45,7 @@ impl PerLayerRows {
             .layers()
             .iter()
             .filter_map(|layer| layer.per_layer.as_ref());
-        let memory = |n: usize| Memory::new(None, rows * n);
+        let memory = |n: usize| RegisteredMemory::new(None, rows * n);
         Some(Self {
             width: c.per_layer,
             held,
@@ -109,7 +109,7 @@ impl PerLayerRows {
 const HALF_ROOT: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
 /// Product with a whole matrix.
-fn whole<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
+fn whole<'a>(weights: &'a PackedMatrix, out: &'a mut [f32]) -> Product<'a> {
     Product {
         weights,
         first_col: 0,

@@ -8,21 +8,21 @@
 //!
 //! Two ranks that hold the same KV head both send its sum, with equal values.
 
-use paceline_comm::Memory;
+use paceline_comm::RegisteredMemory;
 use paceline_tensor::Kernels;
 use paceline_tensor::pool::DisjointMut;
 
 use super::exchanged;
-use super::halves::Turn;
+use super::halves::HalfTurn;
 use crate::model::Model;
-use crate::split::HeadsHeld;
+use crate::split::HeadRanges;
 use crate::{Error, LayerShape};
 
 /// Buffers of [`norm`](Self::norm), for models with such norms.
 #[derive(Debug)]
 pub(super) struct Projections {
     /// `(ranks, T, heads + KV heads)`: sums over each rank's heads.
-    squares: Memory<f32>,
+    squares: RegisteredMemory<f32>,
     /// `(T, heads + KV heads)`: sums of the whole layer.
     all: Vec<f32>,
     /// Values that each rank sends.
@@ -45,7 +45,7 @@ impl Projections {
         }
         let held = shard.each_layer().map(|cut| {
             let each = cut.heads_by_rank.iter();
-            each.map(HeadsHeld::len).sum::<usize>()
+            each.map(HeadRanges::len).sum::<usize>()
         });
         let layers = config.layers[shard.layers.clone()].iter();
         let all = layers.map(|shape| shape.heads + shape.kv_heads).max();
@@ -62,13 +62,13 @@ impl Projections {
         (model, index): (&Model, usize),
         rows: usize,
         [q, k]: [Projected<'_>; 2],
-        turn: Option<&mut Turn<'_>>,
+        turn: Option<&mut HalfTurn<'_>>,
     ) -> Result<(), Error> {
         let shape = &model.config().layers[index];
         let cut = model.shard().layer(index);
         let by_rank = &cut.heads_by_rank[..];
         let mine = cut.heads_place();
-        let before: usize = by_rank[..mine].iter().map(HeadsHeld::len).sum();
+        let before: usize = by_rank[..mine].iter().map(HeadRanges::len).sum();
         let held = &by_rank[mine];
         let kernels = model.kernels();
         let own = &mut self.squares[before * rows..(before + held.len()) * rows];
@@ -95,9 +95,9 @@ impl Projections {
     fn exchange(
         &mut self,
         (model, index): (&Model, usize),
-        by_rank: &[HeadsHeld],
+        by_rank: &[HeadRanges],
         rows: usize,
-        turn: Option<&mut Turn<'_>>,
+        turn: Option<&mut HalfTurn<'_>>,
     ) -> Result<(), Error> {
         let Some(links) = model.links().filter(|_| by_rank.len() > 1) else {
             return Ok(());
@@ -116,7 +116,7 @@ impl Projections {
     }
 
     /// Sorts the sums of all ranks by heads, KV heads last.
-    fn collect(&mut self, shape: &LayerShape, by_rank: &[HeadsHeld], rows: usize) {
+    fn collect(&mut self, shape: &LayerShape, by_rank: &[HeadRanges], rows: usize) {
         let n = shape.heads + shape.kv_heads;
         let mut rest = &self.squares[..];
         for held in by_rank.iter().filter(|held| held.len() > 0) {
@@ -136,7 +136,7 @@ impl Projections {
 fn squares(
     kernels: &Kernels,
     head_dim: usize,
-    held: &HeadsHeld,
+    held: &HeadRanges,
     parts: [&[f32]; 2],
     out: &mut [f32],
 ) {

@@ -1,23 +1,23 @@
 //! Products whose inputs are divided over the ranks of a stage: this rank's partial sums, and the
 //! exchange that completes them.
 
-use paceline_comm::Memory;
+use paceline_comm::RegisteredMemory;
 use paceline_tensor::{Activations, Product};
 
-use super::adapted::{self, Beside, Run};
-use super::halves::Turn;
+use super::adapted::{self, AdapterProducts, AdapterRows};
+use super::halves::HalfTurn;
 use super::{add_bias, exchanged};
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::weights::Summed;
-use crate::{Error, Part};
+use crate::{Error, LayerRole};
 
 /// Buffers for sums.
 #[derive(Debug)]
 pub(super) struct Sums {
     /// `(roots of all ranks, T, C)`; the whole sum, `(T, C)`, ends up at the start. With adapters
     /// each root has additional values ([`adapted`]).
-    pub(super) delta: Memory<f32>,
+    pub(super) delta: RegisteredMemory<f32>,
     /// Values that each rank sends.
     counts: Vec<usize>,
 }
@@ -44,13 +44,13 @@ impl Sums {
     /// The other half of the step, if any, computes during the exchange.
     pub(super) fn compute(
         &mut self,
-        (model, index, runs): (&Model, usize, &[Run]),
-        (weights, part): (&Summed, Part),
+        (model, index, runs): (&Model, usize, &[AdapterRows]),
+        (weights, part): (&Summed, LayerRole),
         cut: &LeafCut,
         x: &Activations,
-        turn: Option<&mut Turn<'_>>,
+        turn: Option<&mut HalfTurn<'_>>,
     ) -> Result<(), Error> {
-        let beside = Beside::of(model, (index, part), runs);
+        let beside = AdapterProducts::of(model, (index, part), runs);
         let own = x.rows() * model.config().width;
         let n = own + beside.as_ref().map_or(0, |beside| beside.room(x.rows()));
         let links = model.links().filter(|_| cut.roots.len() > 1);
@@ -83,7 +83,7 @@ impl Sums {
         (model, index): (&Model, usize),
         cut: &LeafCut,
         n: usize,
-        turn: Option<&mut Turn<'_>>,
+        turn: Option<&mut HalfTurn<'_>>,
     ) -> Result<(), Error> {
         let Self { delta, counts } = self;
         if let Some(links) = model.links().filter(|_| cut.roots.len() > 1) {

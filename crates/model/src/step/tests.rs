@@ -17,8 +17,8 @@ use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::{Kernels, PAGE};
 use serde_json::Value;
 
-use super::{Batch, BatchSequence, BatchSize, Logits, Step, Workspace};
-use crate::{Config, LoadOptions, Model, Sample, Source};
+use super::{Batch, BatchSequence, BatchSize, ForwardStep, Logits, Workspace};
+use crate::{Config, LoadOptions, Model, ModelSample, ModelSource};
 
 /// Largest difference relative to the largest value of the state. Ours and theirs round the same
 /// sums in f32 in another order; seen up to 3e-6 over all folders and layers.
@@ -56,7 +56,7 @@ fn check(file: &Safetensors, name: &str, got: &[f32], folder: &str) {
 
 fn check_folder(folder: &str) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/hf");
-    let source = Source::open(&root.join(folder)).unwrap();
+    let source = ModelSource::open(&root.join(folder)).unwrap();
     let options = LoadOptions {
         class: KernelClass::CpuF32,
     };
@@ -79,7 +79,7 @@ fn check_folder(folder: &str) {
         sequences: &[sequence],
     };
     let cache = Mutex::new(&mut cache);
-    let mut step = Step::new(&model, &batch, &mut ws, &cache, None).unwrap();
+    let mut step = ForwardStep::new(&model, &batch, &mut ws, &cache, None).unwrap();
     check(&golden, "hidden.0", step.residual(), folder);
     for (i, layer) in model.layers().iter().enumerate() {
         step.enter(i);
@@ -129,11 +129,11 @@ fn a_sample_of_all_layers_and_rows_is_the_model() {
     let others = EXPERT_FOLDERS.into_iter().chain(DELTA_FOLDERS);
     let options = LoadOptions::default();
     for folder in FOLDERS.into_iter().chain(others) {
-        let source = Source::open(&root.join(folder)).unwrap();
+        let source = ModelSource::open(&root.join(folder)).unwrap();
         let kernels = Arc::new(Kernels::new(1).unwrap());
         let config = Config::read(&source).unwrap();
         let is_dense = FOLDERS.contains(&folder);
-        let sample = Sample {
+        let sample = ModelSample {
             layers: (0..config.layers.len()).collect(),
             head_rows: if is_dense { config.vocab } else { 16 },
         };

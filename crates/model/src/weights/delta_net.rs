@@ -4,22 +4,22 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use paceline_formats::tensor::MappedBytes;
-use paceline_tensor::{PackOptions, Packed, StoredMatrix, stored};
+use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, stored};
 
-use super::{AsStored, Linear, Loader, Names, pack_error, vector};
+use super::{Linear, ShardLoader, StoredTensor, WeightReader, pack_error, vector};
 use crate::config::{self, HeadOrder};
-use crate::{Error, LayerShape, Part, Role};
+use crate::{Error, LayerRole, LayerShape, Role};
 
 /// Weights of a gated delta net besides queries, keys, values and output. H are this rank's value
 /// heads.
 #[derive(Debug)]
 pub(crate) struct DeltaNet {
     /// `(H E, C)`
-    pub(crate) gate: Packed,
+    pub(crate) gate: PackedMatrix,
     /// `(H, C)`, in f32, as decays.
-    pub(crate) step: Packed,
+    pub(crate) step: PackedMatrix,
     /// `(H, C)`
-    pub(crate) decay: Packed,
+    pub(crate) decay: PackedMatrix,
     /// `(taps, channels)`, channels of queries, keys and values.
     pub(crate) conv: Vec<f32>,
     /// `(H,)`
@@ -34,53 +34,54 @@ pub(crate) struct DeltaNet {
 
 impl DeltaNet {
     /// Matrices whose input is a normed row.
-    pub(crate) fn matrices(&self) -> [&Packed; 3] {
+    pub(crate) fn matrices(&self) -> [&PackedMatrix; 3] {
         [&self.gate, &self.step, &self.decay]
     }
 }
 
 /// Consecutive row ranges.
-pub(crate) type Rows = Vec<Range<usize>>;
+pub(crate) type RowRanges = Vec<Range<usize>>;
 
 /// A matrix, its total rows, and the rows to load.
-pub(crate) type PartRows = (Part, usize, Rows);
+pub(crate) type MatrixRows = (LayerRole, usize, RowRanges);
 
 /// Row ranges of a rank's heads in the file's matrices. Letters as in [`LayerShape`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Places<'a> {
+pub(crate) struct DeltaRowLayout<'a> {
     pub(crate) shape: &'a LayerShape,
     pub(crate) heads: &'a Range<usize>,
     pub(crate) key_heads: &'a Range<usize>,
 }
 
-impl Places<'_> {
+impl DeltaRowLayout<'_> {
     /// Q, K, V and gate matrices in the file's layout: one matrix by key head if `has` reports it,
     /// else two.
-    pub(crate) fn inputs(&self, has: impl Fn(Part) -> bool) -> [PartRows; 4] {
+    pub(crate) fn inputs(&self, has: impl Fn(LayerRole) -> bool) -> [MatrixRows; 4] {
         let (keys, values) = (self.all_keys(), self.all_values());
-        if has(Part::DeltaQkvGate) {
+        if has(LayerRole::DeltaQkvGate) {
             let all = 2 * (keys + values);
             return self
                 .by_key_head()
-                .map(|rows| (Part::DeltaQkvGate, all, rows));
+                .map(|rows| (LayerRole::DeltaQkvGate, all, rows));
         }
         let [q, k, v] = self.in_qkv();
-        let of = |rows| (Part::DeltaQkv, 2 * keys + values, rows);
+        let of = |rows| (LayerRole::DeltaQkv, 2 * keys + values, rows);
         let e = self.shape.value_dim;
         let own = self.heads.start * e..self.heads.end * e;
-        let gate = (Part::DeltaGate, values, vec![own]);
+        let gate = (LayerRole::DeltaGate, values, vec![own]);
         [of(q), of(k), of(v), gate]
     }
 
     /// Step and decay matrices; one matrix if `joined`.
-    pub(crate) fn gates(&self, joined: bool) -> [PartRows; 2] {
+    pub(crate) fn gates(&self, joined: bool) -> [MatrixRows; 2] {
         let heads = self.shape.heads;
         if joined {
             return self
                 .gates_by_key_head()
-                .map(|rows| (Part::DeltaStepDecay, 2 * heads, rows));
+                .map(|rows| (LayerRole::DeltaStepDecay, 2 * heads, rows));
         }
-        [Part::DeltaStep, Part::DeltaDecay].map(|part| (part, heads, vec![self.heads.clone()]))
+        [LayerRole::DeltaStep, LayerRole::DeltaDecay]
+            .map(|part| (part, heads, vec![self.heads.clone()]))
     }
 
     fn all_keys(&self) -> usize {
@@ -92,7 +93,7 @@ impl Places<'_> {
     }
 
     /// Q, K and V rows in a matrix with all of each in sequence.
-    fn in_qkv(&self) -> [Rows; 3] {
+    fn in_qkv(&self) -> [RowRanges; 3] {
         let (d, e) = (self.shape.head_dim, self.shape.value_dim);
         let keys = |from: usize| {
             let Range { start, end } = self.key_heads.clone();
@@ -105,7 +106,7 @@ impl Places<'_> {
     }
 
     /// Q, K, V and gate rows in a matrix ordered by key head.
-    fn by_key_head(&self) -> [Rows; 4] {
+    fn by_key_head(&self) -> [RowRanges; 4] {
         let (d, e) = (self.shape.head_dim, self.shape.value_dim);
         let group = self.shape.heads / self.shape.kv_heads;
         let each = 2 * d + 2 * group * e;
@@ -124,7 +125,7 @@ impl Places<'_> {
     }
 
     /// Step and decay rows in a matrix ordered by key head.
-    fn gates_by_key_head(&self) -> [Rows; 2] {
+    fn gates_by_key_head(&self) -> [RowRanges; 2] {
         let group = self.shape.heads / self.shape.kv_heads;
         [0, group].map(|from| {
             let of = |head: usize| {
@@ -147,7 +148,7 @@ impl Places<'_> {
     }
 }
 
-impl Loader<'_> {
+impl ShardLoader<'_> {
     /// Loads Q, K and V of a gated delta net, and its additional weights.
     pub(super) fn delta_net(
         &self,
@@ -155,26 +156,28 @@ impl Loader<'_> {
         net: config::DeltaNet,
     ) -> Result<([Linear; 3], DeltaNet), Error> {
         let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
-        let places = Places {
+        let places = DeltaRowLayout {
             shape,
             heads: &cut.heads,
             key_heads: &cut.kv_heads,
         };
         let role = |part| Role::Layer(layer, part);
         let has = |part| self.names.source.has_any(self.config.family, role(part));
-        let of = |(part, all, rows): &PartRows| self.gathered(role(*part), *all, rows, false);
+        let of = |(part, all, rows): &MatrixRows| self.gathered(role(*part), *all, rows, false);
         let [q, k, v, gate] = &places.inputs(has);
         let [q, k, v, gate] = [of(q)?, of(k)?, of(v)?, of(gate)?];
         let [step, decay] = self.delta_gates(layer, places)?;
         let linear = |matrix| Linear { matrix, bias: None };
-        let [bias, scale] = [Part::DeltaBias, Part::DeltaScale]
+        let [bias, scale] = [LayerRole::DeltaBias, LayerRole::DeltaScale]
             .map(|part| self.names.finite(role(part), shape.heads));
         let of_heads = |all: Vec<f32>| all[cut.heads.clone()].to_vec();
         let net = DeltaNet {
             gate,
             step,
             decay,
-            conv: self.names.conv(role(Part::DeltaConv), places, net.taps)?,
+            conv: self
+                .names
+                .conv(role(LayerRole::DeltaConv), places, net.taps)?,
             bias: of_heads(bias?),
             scale: of_heads(self.names.decay_factors(scale?)),
             norm: self.names.delta_norm(layer)?,
@@ -184,8 +187,12 @@ impl Loader<'_> {
     }
 
     /// Steps and decays, in f32 for every class: their errors accumulate over the life of a state.
-    fn delta_gates(&self, layer: usize, places: Places<'_>) -> Result<[Packed; 2], Error> {
-        let of = |(part, all, rows): &PartRows| {
+    fn delta_gates(
+        &self,
+        layer: usize,
+        places: DeltaRowLayout<'_>,
+    ) -> Result<[PackedMatrix; 2], Error> {
+        let of = |(part, all, rows): &MatrixRows| {
             self.gathered(Role::Layer(layer, *part), *all, rows, true)
         };
         let [step, decay] = &places.gates(self.names.joins_delta_gates(layer));
@@ -199,18 +206,18 @@ impl Loader<'_> {
         all: usize,
         rows: &[Range<usize>],
         as_f32: bool,
-    ) -> Result<Packed, Error> {
+    ) -> Result<PackedMatrix, Error> {
         let shape = [all, self.config.width];
         let pack = |stored: StoredMatrix<'_>, mut options: PackOptions| {
             options.as_f32 |= as_f32;
-            Packed::new(stored, options, self.pool)
+            PackedMatrix::new(stored, options, self.pool)
         };
         if let [rows] = rows {
             let part = (rows.clone(), 0..shape[1]);
             return self.packed(role, shape, part, pack);
         }
         let (name, block_type, bytes) = match self.names.as_stored(role, shape)? {
-            AsStored::Whole(tensor) => {
+            StoredTensor::Whole(tensor) => {
                 let row = tensor.bytes.len() / all;
                 let of = |rows: &Range<usize>| {
                     Ok(Cow::Borrowed(
@@ -221,7 +228,7 @@ impl Loader<'_> {
                 tensor.bytes.discard();
                 (tensor.name, tensor.block_type, bytes)
             }
-            AsStored::Mlx(matrix) => {
+            StoredTensor::Mlx(matrix) => {
                 let of = |rows: &Range<usize>| {
                     let joined: MappedBytes = self.joined(&matrix, rows.clone(), &(0..shape[1]))?;
                     Ok::<_, Error>(Cow::Owned(joined.to_vec()))
@@ -244,18 +251,18 @@ impl Loader<'_> {
     }
 }
 
-impl Names<'_> {
+impl WeightReader<'_> {
     /// Whether a layer's steps and decays are one matrix. If the file has neither form, the error
     /// names the one in the family's newer files.
     pub(crate) fn joins_delta_gates(&self, layer: usize) -> bool {
         let family = self.config.family;
         let has = |part| self.source.has_any(family, Role::Layer(layer, part));
-        has(Part::DeltaStepDecay) || family.joins_delta_gates() && !has(Part::DeltaStep)
+        has(LayerRole::DeltaStepDecay) || family.joins_delta_gates() && !has(LayerRole::DeltaStep)
     }
 
     /// The norm of each head's result, `(E,)`.
     pub(crate) fn delta_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
-        let role = Role::Layer(layer, Part::DeltaNorm);
+        let role = Role::Layer(layer, LayerRole::DeltaNorm);
         let tensor = self.source.weight(self.config.family, role)?;
         vector(&tensor, self.config.layers[layer].value_dim)
     }
@@ -263,8 +270,8 @@ impl Names<'_> {
     /// Factors of decays; folders store their logarithms.
     pub(crate) fn decay_factors(&self, stored: Vec<f32>) -> Vec<f32> {
         match self.source {
-            crate::Source::Gguf(_) => stored,
-            crate::Source::Hf(_) => {
+            crate::ModelSource::Gguf(_) => stored,
+            crate::ModelSource::Hf(_) => {
                 let factor = |log: f32| -libm::exp(f64::from(log)) as f32;
                 stored.into_iter().map(factor).collect()
             }
@@ -275,7 +282,7 @@ impl Names<'_> {
     pub(crate) fn conv(
         &self,
         role: Role,
-        places: Places<'_>,
+        places: DeltaRowLayout<'_>,
         taps: usize,
     ) -> Result<Vec<f32>, Error> {
         let channels = 2 * places.all_keys() + places.all_values();

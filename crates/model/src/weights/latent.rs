@@ -4,10 +4,10 @@
 use std::ops::Range;
 
 use paceline_base::{BlockType, KernelClass};
-use paceline_tensor::{PackOptions, Packed, StoredMatrix};
+use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix};
 
-use super::{AsStored, Linear, Loader, pack_error};
-use crate::{Error, Nth, Part, Role, config};
+use super::{Linear, ShardLoader, StoredTensor, pack_error};
+use crate::{Error, LayerRole, Nth, Role, config};
 
 /// Projections to keys and values, and each head's expansions; [`Part`] has the shapes.
 #[derive(Debug)]
@@ -17,12 +17,12 @@ pub(crate) struct Latent {
     pub(crate) down: Linear,
     pub(crate) norm: Vec<f32>,
     /// `(latent, plain)` of each of this rank's heads.
-    pub(crate) keys: Vec<Packed>,
+    pub(crate) keys: Vec<PackedMatrix>,
     /// `(value, latent)` of each of this rank's heads.
-    pub(crate) values: Vec<Packed>,
+    pub(crate) values: Vec<PackedMatrix>,
 }
 
-impl Loader<'_> {
+impl ShardLoader<'_> {
     /// This rank's query heads.
     pub(super) fn latent_query(
         &self,
@@ -32,8 +32,8 @@ impl Loader<'_> {
         let (shape, heads) = (&self.config.layers[layer], &self.shard.layer(layer).heads);
         let dim = latent.query_dim();
         let (part, cols) = match latent.query_rank {
-            Some(rank) => (Part::QueryUp, rank),
-            None => (Part::Query, self.config.width),
+            Some(rank) => (LayerRole::QueryUp, rank),
+            None => (LayerRole::Query, self.config.width),
         };
         let all = [shape.heads * dim, cols];
         let mine = heads.start * dim..heads.end * dim;
@@ -49,26 +49,31 @@ impl Loader<'_> {
         };
         let norm = |part, n| self.names.norm(Role::Layer(layer, part), n);
         let query_down = latent.query_rank.map(|rank| {
-            let down = rows(Part::QueryDown, rank)?;
-            Ok::<_, Error>((down, norm(Part::QueryDownNorm, rank)?))
+            let down = rows(LayerRole::QueryDown, rank)?;
+            Ok::<_, Error>((down, norm(LayerRole::QueryDownNorm, rank)?))
         });
         let keys = heads.clone().map(|head| self.key_up(layer, latent, head));
         let values = heads.map(|head| self.value_up(layer, latent, head));
         Ok(Latent {
             query_down: query_down.transpose()?,
-            down: rows(Part::LatentDown, latent.key_dim())?,
-            norm: norm(Part::LatentNorm, latent.rank)?,
+            down: rows(LayerRole::LatentDown, latent.key_dim())?,
+            norm: norm(LayerRole::LatentNorm, latent.rank)?,
             keys: keys.collect::<Result<_, Error>>()?,
             values: values.collect::<Result<_, Error>>()?,
         })
     }
 
     /// A head's map of queries into the latent space, `(latent, plain)`.
-    fn key_up(&self, layer: usize, latent: config::Latent, head: usize) -> Result<Packed, Error> {
+    fn key_up(
+        &self,
+        layer: usize,
+        latent: config::Latent,
+        head: usize,
+    ) -> Result<PackedMatrix, Error> {
         let (heads, shape) = (self.config.layers[layer].heads, [latent.rank, latent.plain]);
         let role = Role::Layer(
             layer,
-            Part::KeyUp(Nth {
+            LayerRole::KeyUp(Nth {
                 index: head,
                 of: heads,
             }),
@@ -76,7 +81,7 @@ impl Loader<'_> {
         if !self.is_joined(layer) {
             return self.of_head(role, shape, 0..shape[0]);
         }
-        let role = Role::Layer(layer, Part::LatentUp);
+        let role = Role::Layer(layer, LayerRole::LatentUp);
         let dim = latent.plain + latent.value_dim;
         let both = self.names.as_stored(role, [heads * dim, latent.rank])?;
         let (block_type, bytes) = both.turned(head * dim, shape);
@@ -90,19 +95,24 @@ impl Loader<'_> {
             leaf_cols: latent.plain,
             as_f32: self.class == KernelClass::CpuF32,
         };
-        let packed = Packed::new(stored, options, self.pool);
+        let packed = PackedMatrix::new(stored, options, self.pool);
         packed.map_err(|source| pack_error(both.name(), source))
     }
 
     /// A head's expansion of the latent space to a value, `(value, latent)`.
-    fn value_up(&self, layer: usize, latent: config::Latent, head: usize) -> Result<Packed, Error> {
+    fn value_up(
+        &self,
+        layer: usize,
+        latent: config::Latent,
+        head: usize,
+    ) -> Result<PackedMatrix, Error> {
         let (heads, shape) = (
             self.config.layers[layer].heads,
             [latent.value_dim, latent.rank],
         );
         let role = Role::Layer(
             layer,
-            Part::ValueUp(Nth {
+            LayerRole::ValueUp(Nth {
                 index: head,
                 of: heads,
             }),
@@ -110,7 +120,7 @@ impl Loader<'_> {
         if !self.is_joined(layer) {
             return self.of_head(role, shape, 0..shape[0]);
         }
-        let role = Role::Layer(layer, Part::LatentUp);
+        let role = Role::Layer(layer, LayerRole::LatentUp);
         let dim = latent.plain + latent.value_dim;
         let mine = head * dim + latent.plain..(head + 1) * dim;
         self.of_head(role, [heads * dim, latent.rank], mine)
@@ -118,20 +128,25 @@ impl Loader<'_> {
 
     /// Whether a layer's expansions to keys and values are one matrix.
     fn is_joined(&self, layer: usize) -> bool {
-        let role = Role::Layer(layer, Part::LatentUp);
+        let role = Role::Layer(layer, LayerRole::LatentUp);
         self.names.source.has_any(self.config.family, role)
     }
 
     /// Packs rows of a matrix, with all columns as one leaf.
-    fn of_head(&self, role: Role, shape: [usize; 2], rows: Range<usize>) -> Result<Packed, Error> {
+    fn of_head(
+        &self,
+        role: Role,
+        shape: [usize; 2],
+        rows: Range<usize>,
+    ) -> Result<PackedMatrix, Error> {
         self.packed(role, shape, (rows, 0..shape[1]), |stored, mut options| {
             options.leaf_cols = shape[1];
-            Packed::new(stored, options, self.pool)
+            PackedMatrix::new(stored, options, self.pool)
         })
     }
 }
 
-impl AsStored {
+impl StoredTensor {
     /// Transposes `rows` rows from `first` on of a matrix with `cols` columns. `[cols, rows]` is
     /// the shape of the result. Floats keep their type, other types become f32.
     fn turned(&self, first: usize, [cols, rows]: [usize; 2]) -> (BlockType, Vec<u8>) {

@@ -3,7 +3,7 @@
 //! last two use caches of others and have a wider feed-forward. Experts are part of every
 //! feed-forward, and every layer has embeddings of its own.
 
-use paceline_formats::gguf::{Array, Value};
+use paceline_formats::gguf::{Array, MetadataValue};
 
 use super::tiny::{Tiny, TinyFile};
 
@@ -31,14 +31,14 @@ const fn ffn(tiny: &Tiny, layer: usize) -> usize {
 }
 
 /// Entries beyond those of all families, some in place of these.
-pub(super) fn entries(tiny: &Tiny) -> Vec<(&'static str, Value)> {
+pub(super) fn entries(tiny: &Tiny) -> Vec<(&'static str, MetadataValue)> {
     let layers = 0..tiny.layers;
     let list = |of: &dyn Fn(usize) -> usize| {
         let list = layers.clone().map(|i| of(i) as u32);
-        Value::Array(Array::U32(list.collect()))
+        MetadataValue::Array(Array::U32(list.collect()))
     };
     let windowed: Vec<bool> = layers.clone().map(is_windowed).collect();
-    let one = |n: usize| Value::U32(n as u32);
+    let one = |n: usize| MetadataValue::U32(n as u32);
     vec![
         ("feed_forward_length", list(&|i| ffn(tiny, i))),
         ("attention.head_count_kv", list(&|i| heads(tiny, i).1)),
@@ -49,10 +49,10 @@ pub(super) fn entries(tiny: &Tiny) -> Vec<(&'static str, Value)> {
         ("attention.shared_kv_layers", one(shared(tiny))),
         (
             "attention.sliding_window_pattern",
-            Value::Array(Array::Bool(windowed)),
+            MetadataValue::Array(Array::Bool(windowed)),
         ),
         ("embedding_length_per_layer_input", one(tiny.width)),
-        ("final_logit_softcapping", Value::F32(20.0)),
+        ("final_logit_softcapping", MetadataValue::F32(20.0)),
     ]
 }
 

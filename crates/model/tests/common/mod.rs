@@ -18,9 +18,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use paceline_base::{KernelClass, Rank};
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 use paceline_formats::tensor::Tensor;
-use paceline_model::{Error, LoadOptions, Model, Source, Split};
+use paceline_model::{Error, LoadOptions, Model, ModelSource, Split};
 use paceline_tensor::Kernels;
 use serde_json::Value;
 
@@ -94,7 +94,7 @@ pub(crate) fn try_load(
     class: KernelClass,
     kernels: &Arc<Kernels>,
 ) -> Result<Model, Error> {
-    let source = Source::open(path)?;
+    let source = ModelSource::open(path)?;
     let config = toy::config_of(&source)?;
     let split = Split::whole(&config);
     let (options, kernels) = (LoadOptions { class }, Arc::clone(kernels));
@@ -112,7 +112,7 @@ pub(crate) fn try_load(
 /// Writes a toy, of 300 tokens.
 pub(crate) fn write_toy(path: &Path) {
     let tokens: Vec<String> = (0..300).map(|i| format!("t{i}")).collect();
-    let file = Writer::new().meta("general.architecture", "llama");
+    let file = GgufWriter::new().meta("general.architecture", "llama");
     toy::toy(file.meta("tokenizer.ggml.tokens", tokens), 300).write(path);
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use paceline_model::{Batch, BatchSequence, BatchSize, Compute, Error, Logits, Model, Weights};
+use paceline_model::{Batch, BatchSequence, BatchSize, Compute, Error, LoadedModel, Logits, Model};
 use paceline_tensor::PAGE;
 
 use super::compare::argmax;
@@ -24,13 +24,13 @@ impl Runner {
     }
 
     /// As [`new`](Self::new), of any weights.
-    pub(crate) fn of(model: Arc<dyn Weights>, positions: usize) -> Self {
+    pub(crate) fn of(model: Arc<dyn LoadedModel>, positions: usize) -> Self {
         let pages = (0..positions.div_ceil(PAGE) as u32).collect();
         Self::on_pages(model, positions, pages)
     }
 
     /// As [`of`](Self::of), the sequence's pages in this order.
-    pub(crate) fn on_pages(model: Arc<dyn Weights>, positions: usize, pages: Vec<u32>) -> Self {
+    pub(crate) fn on_pages(model: Arc<dyn LoadedModel>, positions: usize, pages: Vec<u32>) -> Self {
         Self::reserved(model, positions, pages).unwrap()
     }
 
@@ -40,7 +40,11 @@ impl Runner {
         Self::reserved(Arc::new(model), positions, pages)
     }
 
-    fn reserved(model: Arc<dyn Weights>, positions: usize, pages: Vec<u32>) -> Result<Self, Error> {
+    fn reserved(
+        model: Arc<dyn LoadedModel>,
+        positions: usize,
+        pages: Vec<u32>,
+    ) -> Result<Self, Error> {
         let size = BatchSize {
             rows: positions,
             logit_rows: positions,

@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use paceline_base::{BlockType, SplitMix64};
-use paceline_formats::gguf::Value;
-use paceline_formats::gguf::testing::Writer;
-use paceline_model::Family;
+use paceline_formats::gguf::MetadataValue;
+use paceline_formats::gguf::testing::GgufWriter;
+use paceline_model::ModelFamily;
 use paceline_tensor::stored::random::random_row;
 
 use super::gemma4;
@@ -37,7 +37,7 @@ struct Heads {
 /// fits; norms and biases are F32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiny {
-    pub(crate) family: Family,
+    pub(crate) family: ModelFamily,
     pub(crate) block_type: BlockType,
     pub(crate) width: usize,
     pub(crate) heads: usize,
@@ -54,17 +54,19 @@ impl Tiny {
     /// The shape that stands for a family. Heads are grouped everywhere. For qwen3 and gemma heads
     /// make up more than the width. For gemma there are enough layers that one is not windowed, and
     /// a window that ends inside of pages.
-    pub(crate) const fn new(family: Family, block_type: BlockType) -> Self {
+    pub(crate) const fn new(family: ModelFamily, block_type: BlockType) -> Self {
         let (heads, kv_heads, head_dim, layers) = match family {
-            Family::Llama | Family::Mixtral | Family::Dbrx | Family::GptOss => (8, 2, 32, 2),
-            Family::MiniMaxM2 => (8, 4, 32, 2),
-            Family::Glm4Moe => (8, 2, 32, 3),
-            Family::Qwen2 | Family::Qwen2Moe => (4, 4, 64, 2),
-            Family::Qwen3 | Family::Qwen3Moe => (8, 4, 64, 2),
-            Family::Gemma3 => (4, 1, 128, 6),
-            Family::Gemma4 => (8, 2, 32, 6),
-            Family::DeepSeek => (4, 1, if block_type.len() > 32 { 256 } else { 64 }, 3),
-            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => (4, 2, 64, 4),
+            ModelFamily::Llama | ModelFamily::Mixtral | ModelFamily::Dbrx | ModelFamily::GptOss => {
+                (8, 2, 32, 2)
+            }
+            ModelFamily::MiniMaxM2 => (8, 4, 32, 2),
+            ModelFamily::Glm4Moe => (8, 2, 32, 3),
+            ModelFamily::Qwen2 | ModelFamily::Qwen2Moe => (4, 4, 64, 2),
+            ModelFamily::Qwen3 | ModelFamily::Qwen3Moe => (8, 4, 64, 2),
+            ModelFamily::Gemma3 => (4, 1, 128, 6),
+            ModelFamily::Gemma4 => (8, 2, 32, 6),
+            ModelFamily::DeepSeek => (4, 1, if block_type.len() > 32 { 256 } else { 64 }, 3),
+            ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe => (4, 2, 64, 4),
         };
         let (width, ffn, vocab, window) = (256, 512, 300, 70);
         Self {
@@ -103,7 +105,7 @@ impl Tiny {
         file.matrix("token_embd", self.vocab, self.width);
         file.vector("output_norm.weight", self.width, 1.0);
         file.matrix("output", self.vocab, self.width);
-        if self.family == Family::Gemma4 {
+        if self.family == ModelFamily::Gemma4 {
             gemma4::tables(self, &mut file);
         }
         (0..self.layers).for_each(|i| self.layer(&mut file, i));
@@ -111,7 +113,7 @@ impl Tiny {
     }
 
     #[expect(clippy::too_many_lines, reason = "one line for each key of a family")]
-    fn metadata(&self) -> Vec<(String, Value)> {
+    fn metadata(&self) -> Vec<(String, MetadataValue)> {
         let name = self.family.name();
         let tokens: Vec<String> = (0..self.vocab).map(|i| format!("t{i}")).collect();
         let mut entries = vec![
@@ -131,7 +133,7 @@ impl Tiny {
         ] {
             add(key, (value as u32).into());
         }
-        if self.family == Family::DeepSeek {
+        if self.family == ModelFamily::DeepSeek {
             let Heads {
                 plain,
                 value,
@@ -173,17 +175,17 @@ impl Tiny {
         }
         if matches!(
             self.family,
-            Family::Gemma3 | Family::Gemma4 | Family::GptOss
+            ModelFamily::Gemma3 | ModelFamily::Gemma4 | ModelFamily::GptOss
         ) {
             add("attention.sliding_window", (self.window as u32).into());
         }
         match self.family {
-            Family::GptOss => {
+            ModelFamily::GptOss => {
                 add("rope.scaling.type", "yarn".into());
                 add("rope.scaling.factor", 8f32.into());
                 add("rope.scaling.original_context_length", 512u32.into());
             }
-            Family::Glm4Moe => {
+            ModelFamily::Glm4Moe => {
                 for (key, value) in [
                     ("nextn_predict_layers", 1u32),
                     ("leading_dense_block_count", 1),
@@ -196,12 +198,12 @@ impl Tiny {
                 add("expert_weights_scale", 2.5f32.into());
                 add("expert_weights_norm", true.into());
             }
-            Family::MiniMaxM2 => add("rope.dimension_count", 16u32.into()),
-            Family::Dbrx => {
+            ModelFamily::MiniMaxM2 => add("rope.dimension_count", 16u32.into()),
+            ModelFamily::Dbrx => {
                 add("attention.layer_norm_epsilon", 1e-5f32.into());
                 add("attention.clamp_kqv", 2f32.into()); // which some values exceed
             }
-            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => {
+            ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe => {
                 for (key, value) in [
                     ("full_attention_interval", 4),
                     ("nextn_predict_layers", self.more_blocks() as u32),
@@ -217,7 +219,7 @@ impl Tiny {
             }
             _ => {}
         }
-        if self.family == Family::Gemma4 {
+        if self.family == ModelFamily::Gemma4 {
             for (key, value) in gemma4::entries(self) {
                 let key = format!("{name}.{key}");
                 entries.retain(|(known, _)| *known != key);
@@ -231,13 +233,13 @@ impl Tiny {
     fn more_blocks(&self) -> usize {
         usize::from(matches!(
             self.family,
-            Family::Glm4Moe | Family::DeepSeek | Family::Qwen35
+            ModelFamily::Glm4Moe | ModelFamily::DeepSeek | ModelFamily::Qwen35
         ))
     }
 
     fn experts_of(&self) -> usize {
         match self.family {
-            Family::DeepSeek => GROUPED,
+            ModelFamily::DeepSeek => GROUPED,
             _ => EXPERTS,
         }
     }
@@ -279,8 +281,8 @@ impl Tiny {
 
     /// Whether layer `i` has experts.
     fn has_experts(&self, i: usize) -> bool {
-        let dense = Family::DENSE.contains(&self.family) || self.family == Family::Qwen35;
-        let first_is_dense = matches!(self.family, Family::Glm4Moe | Family::DeepSeek);
+        let dense = ModelFamily::DENSE.contains(&self.family) || self.family == ModelFamily::Qwen35;
+        let first_is_dense = matches!(self.family, ModelFamily::Glm4Moe | ModelFamily::DeepSeek);
         !dense && (!first_is_dense || i > 0)
     }
 
@@ -295,7 +297,7 @@ impl Tiny {
         ] {
             file.put(&name(&format!("{part}.weight")), self.block_type, &shape);
         }
-        if self.family == Family::GptOss {
+        if self.family == ModelFamily::GptOss {
             file.vector(&name("ffn_gate_inp.bias"), EXPERTS, 0.0);
             for (part, n) in [
                 ("ffn_gate_exps", f),
@@ -311,19 +313,23 @@ impl Tiny {
         }
         if matches!(
             self.family,
-            Family::Glm4Moe | Family::MiniMaxM2 | Family::DeepSeek
+            ModelFamily::Glm4Moe | ModelFamily::MiniMaxM2 | ModelFamily::DeepSeek
         ) {
             file.vector(&name("exp_probs_b.bias"), n, 0.0);
         }
-        let gated = [Family::Qwen2Moe, Family::Qwen3Next, Family::Qwen35Moe];
+        let gated = [
+            ModelFamily::Qwen2Moe,
+            ModelFamily::Qwen3Next,
+            ModelFamily::Qwen35Moe,
+        ];
         if gated.contains(&self.family) {
             file.put(&name("ffn_gate_inp_shexp.weight"), BlockType::F32, &[c]);
         }
-        let shared = [Family::Glm4Moe, Family::DeepSeek];
+        let shared = [ModelFamily::Glm4Moe, ModelFamily::DeepSeek];
         if gated.contains(&self.family) || shared.contains(&self.family) {
             let shared = match self.family {
-                Family::Glm4Moe => 2 * EXPERT_FFN,
-                Family::DeepSeek => EXPERT_FFN,
+                ModelFamily::Glm4Moe => 2 * EXPERT_FFN,
+                ModelFamily::DeepSeek => EXPERT_FFN,
                 _ => self.ffn,
             };
             file.matrix(&name("ffn_gate_shexp"), shared, c);
@@ -335,7 +341,7 @@ impl Tiny {
     pub(crate) fn has_delta_nets(&self) -> bool {
         matches!(
             self.family,
-            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe
+            ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe
         )
     }
 
@@ -345,7 +351,7 @@ impl Tiny {
         let channels = 2 * KEY_HEADS * STATE + values;
         file.matrix(&name("attn_qkv"), channels, self.width);
         file.matrix(&name("attn_gate"), values, self.width);
-        if self.family == Family::Qwen3Next {
+        if self.family == ModelFamily::Qwen3Next {
             file.matrix(&name("ssm_ba"), 2 * VALUE_HEADS, self.width);
         } else {
             file.matrix(&name("ssm_beta"), VALUE_HEADS, self.width);
@@ -363,7 +369,7 @@ impl Tiny {
     fn heads_of(&self, file: &mut TinyFile, name: &dyn Fn(&str) -> String, gated: bool) {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let q_rows = if gated { 2 * q } else { q };
-        if self.family == Family::Dbrx {
+        if self.family == ModelFamily::Dbrx {
             file.matrix(&name("attn_qkv"), q + 2 * kv, self.width);
         } else {
             file.matrix(&name("attn_q"), q_rows, self.width);
@@ -378,7 +384,7 @@ impl Tiny {
     }
 
     fn layer(&self, file: &mut TinyFile, i: usize) {
-        if self.family == Family::Gemma4 {
+        if self.family == ModelFamily::Gemma4 {
             gemma4::layer(self, file, i);
             self.experts(file, |part| format!("blk.{i}.{part}"));
             return gemma4::scales(self, file, EXPERTS, i);
@@ -390,18 +396,18 @@ impl Tiny {
         let has_gates = self.has_delta_nets();
         if has_gates && !(i + 1).is_multiple_of(4) {
             self.delta_net(file, &name);
-        } else if self.family == Family::DeepSeek {
+        } else if self.family == ModelFamily::DeepSeek {
             self.latent(file, name);
         } else {
             self.heads_of(file, &name, has_gates);
         }
         let second = match self.family {
-            Family::GptOss
-            | Family::Glm4Moe
-            | Family::Qwen3Next
-            | Family::Qwen35
-            | Family::Qwen35Moe => "post_attention_norm.weight",
-            Family::Dbrx => "attn_output_norm.weight",
+            ModelFamily::GptOss
+            | ModelFamily::Glm4Moe
+            | ModelFamily::Qwen3Next
+            | ModelFamily::Qwen35
+            | ModelFamily::Qwen35Moe => "post_attention_norm.weight",
+            ModelFamily::Dbrx => "attn_output_norm.weight",
             _ => "ffn_norm.weight",
         };
         file.vector(&name(second), self.width, 2.0);
@@ -412,17 +418,17 @@ impl Tiny {
         } else {
             self.experts(file, name);
         }
-        if self.family == Family::GptOss {
+        if self.family == ModelFamily::GptOss {
             file.vector(&name("attn_output.bias"), self.width, 0.0);
             file.vector(&name("attn_sinks.weight"), self.heads, 0.5);
         }
-        if self.family == Family::MiniMaxM2 {
+        if self.family == ModelFamily::MiniMaxM2 {
             file.vector(&name("attn_q_norm.weight"), q, 1.5);
             file.vector(&name("attn_k_norm.weight"), kv, 1.5);
         }
         if matches!(
             self.family,
-            Family::Qwen2 | Family::Qwen2Moe | Family::GptOss | Family::Glm4Moe
+            ModelFamily::Qwen2 | ModelFamily::Qwen2Moe | ModelFamily::GptOss | ModelFamily::Glm4Moe
         ) {
             file.vector(&name("attn_q.bias"), q, 0.0);
             file.vector(&name("attn_k.bias"), kv, 0.0);
@@ -430,12 +436,12 @@ impl Tiny {
         }
         if matches!(
             self.family,
-            Family::Qwen3 | Family::Qwen3Moe | Family::Gemma3 | Family::Glm4Moe
+            ModelFamily::Qwen3 | ModelFamily::Qwen3Moe | ModelFamily::Gemma3 | ModelFamily::Glm4Moe
         ) {
             file.vector(&name("attn_q_norm.weight"), self.head_dim, 1.5);
             file.vector(&name("attn_k_norm.weight"), self.head_dim, 1.5);
         }
-        if self.family == Family::Gemma3 {
+        if self.family == ModelFamily::Gemma3 {
             file.vector(&name("post_attention_norm.weight"), self.width, 1.0);
             file.vector(&name("post_ffw_norm.weight"), self.width, 1.0);
         }
@@ -456,7 +462,7 @@ pub(crate) struct TinyTensor {
 /// A GGUF file in parts that a test can change.
 #[derive(Clone, Debug)]
 pub(crate) struct TinyFile {
-    pub(crate) entries: Vec<(String, Value)>,
+    pub(crate) entries: Vec<(String, MetadataValue)>,
     pub(crate) tensors: Vec<TinyTensor>,
     block_type: BlockType,
     random: SplitMix64,
@@ -464,7 +470,7 @@ pub(crate) struct TinyFile {
 
 impl TinyFile {
     /// Sets a metadata entry; `None` takes it away.
-    pub(crate) fn set(&mut self, key: &str, value: Option<Value>) {
+    pub(crate) fn set(&mut self, key: &str, value: Option<MetadataValue>) {
         self.entries.retain(|(k, _)| k != key);
         self.entries
             .extend(value.map(|value| (key.to_owned(), value)));
@@ -485,7 +491,7 @@ impl TinyFile {
     }
 
     pub(crate) fn write(&self, path: &Path) {
-        let mut writer = Writer::new();
+        let mut writer = GgufWriter::new();
         for (key, value) in &self.entries {
             writer = writer.meta(key, value.clone());
         }

@@ -2,8 +2,8 @@
 //! two layers that use the cache of one before them, and states that decay.
 
 use paceline_base::BlockType;
-use paceline_formats::gguf::{Gguf, testing::Writer};
-use paceline_model::{Config, Error, LayerCache, Source};
+use paceline_formats::gguf::{Gguf, testing::GgufWriter};
+use paceline_model::{Config, Error, LayerCache, ModelSource};
 use paceline_tensor::{HeadRows, Recurrence, stored::random::random_row};
 
 /// The name in `general.name`.
@@ -60,10 +60,10 @@ const LAYERS: [Layer; 5] = [
 ];
 
 /// The configuration of a file: of a toy, its own.
-pub(crate) fn config_of(source: &Source) -> Result<Config, Error> {
+pub(crate) fn config_of(source: &ModelSource) -> Result<Config, Error> {
     let mut config = Config::read(source)?;
     let is_toy = |file: &Gguf| file.metadata().get("general.name") == Some(&NAME.into());
-    if matches!(source, Source::Gguf(file) if is_toy(file)) {
+    if matches!(source, ModelSource::Gguf(file) if is_toy(file)) {
         for (layer, (cache, window, sizes)) in config.layers.iter_mut().zip(LAYERS) {
             (layer.cache, layer.window) = (cache, window);
             [layer.heads, layer.kv_heads, ..] = sizes;
@@ -74,7 +74,7 @@ pub(crate) fn config_of(source: &Source) -> Result<Config, Error> {
 }
 
 /// A toy with the vocabulary that `file` has.
-pub(crate) fn toy(mut file: Writer, vocab: usize) -> Writer {
+pub(crate) fn toy(mut file: GgufWriter, vocab: usize) -> GgufWriter {
     file = file
         .meta("general.name", NAME)
         .meta("llama.attention.layer_norm_rms_epsilon", 1e-6f32);
@@ -91,7 +91,7 @@ pub(crate) fn toy(mut file: Writer, vocab: usize) -> Writer {
         file = file.meta(&format!("llama.{key}"), value as u32);
     }
     let mut seed = 0;
-    let mut matrix = |file: Writer, name: &str, rows: usize, cols: usize| {
+    let mut matrix = |file: GgufWriter, name: &str, rows: usize, cols: usize| {
         seed += 1;
         let row = |i| random_row(TYPE, cols, seed * 10_000 + i);
         let bytes: Vec<u8> = (0..rows as u64).flat_map(row).collect();

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use paceline_base::testing::long;
 use paceline_base::{BlockType, KernelClass, SplitMix64};
-use paceline_formats::gguf::{Array, Value};
-use paceline_model::{Config, Error, Family, Source};
+use paceline_formats::gguf::{Array, MetadataValue};
+use paceline_model::{Config, Error, ModelFamily, ModelSource};
 
 use super::{check, refusal};
 use crate::common::runner::Runner;
@@ -14,7 +14,7 @@ use crate::common::tiny::{Tiny, TinyFile};
 use crate::common::{gemma4, kernels, try_load};
 
 /// A model of one layer or two, small enough to be written hundreds of times.
-pub(super) fn small(family: Family) -> Tiny {
+pub(super) fn small(family: ModelFamily) -> Tiny {
     Tiny {
         width: 64,
         heads: 4,
@@ -23,10 +23,10 @@ pub(super) fn small(family: Family) -> Tiny {
         ffn: 96,
         vocab: 50,
         layers: match family {
-            Family::Glm4Moe | Family::DeepSeek => 2, // of which the first is dense
-            Family::Gemma4 => 4,                     // of which two use the caches of two
+            ModelFamily::Glm4Moe | ModelFamily::DeepSeek => 2, // of which the first is dense
+            ModelFamily::Gemma4 => 4,                          // of which two use the caches of two
             // One of four layers with states is attention.
-            Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe => 4,
+            ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe => 4,
             _ => 1,
         },
         window: 8,
@@ -37,7 +37,13 @@ pub(super) fn small(family: Family) -> Tiny {
 
 /// Writes the model of `family` with one entry changed, and checks what is said about it. Keys
 /// without a prefix are the architecture's.
-fn check_entry(dir: &Path, family: Family, key: &str, value: Option<Value>, expected: &str) {
+fn check_entry(
+    dir: &Path,
+    family: ModelFamily,
+    key: &str,
+    value: Option<MetadataValue>,
+    expected: &str,
+) {
     let key = match key.split_once('.') {
         Some(("general" | "tokenizer", _)) => key.to_owned(),
         _ => format!("{}.{key}", family.name()),
@@ -66,7 +72,7 @@ fn entries_that_are_missing_are_named() {
     ] {
         check_entry(
             dir.path(),
-            Family::Gemma3,
+            ModelFamily::Gemma3,
             key,
             None,
             &format!("{key} is missing"),
@@ -92,7 +98,7 @@ fn integers_that_lie_are_refused() {
         let check = |value, expected: &str| {
             check_entry(
                 dir.path(),
-                Family::Llama,
+                ModelFamily::Llama,
                 key,
                 Some(value),
                 &format!("{key}{expected}"),
@@ -114,7 +120,7 @@ fn integers_that_lie_are_refused() {
 }
 
 /// The value of a column of `gguf.tsv`; none takes the entry away.
-fn value_of(kind: &str, text: &str) -> Option<Value> {
+fn value_of(kind: &str, text: &str) -> Option<MetadataValue> {
     let u32s = || {
         text.split(',')
             .map(|n| n.parse().unwrap())
@@ -122,13 +128,13 @@ fn value_of(kind: &str, text: &str) -> Option<Value> {
     };
     Some(match kind {
         "-" => return None,
-        "u32" => Value::U32(text.parse().unwrap()),
-        "i32" => Value::I32(text.parse().unwrap()),
-        "f32" => Value::F32(text.parse().unwrap()),
-        "f64" => Value::F64(text.parse().unwrap()),
-        "bool" => Value::Bool(text.parse().unwrap()),
+        "u32" => MetadataValue::U32(text.parse().unwrap()),
+        "i32" => MetadataValue::I32(text.parse().unwrap()),
+        "f32" => MetadataValue::F32(text.parse().unwrap()),
+        "f64" => MetadataValue::F64(text.parse().unwrap()),
+        "bool" => MetadataValue::Bool(text.parse().unwrap()),
         "str" => text.into(),
-        "u32s" => Value::Array(Array::U32(u32s())),
+        "u32s" => MetadataValue::Array(Array::U32(u32s())),
         _ => panic!("no type {kind}"),
     })
 }
@@ -144,8 +150,8 @@ fn entries_that_lie_are_refused() {
         let [family, key, kind, text, expected] = columns[..] else {
             panic!("{row:?}");
         };
-        let named = |it: &&Family| format!("{it:?}") == family;
-        let family = *Family::ALL.iter().find(named).unwrap();
+        let named = |it: &&ModelFamily| format!("{it:?}") == family;
+        let family = *ModelFamily::ALL.iter().find(named).unwrap();
         check_entry(dir.path(), family, key, value_of(kind, text), expected);
         checked += 1;
     }
@@ -153,18 +159,18 @@ fn entries_that_lie_are_refused() {
     let long = Some("x".repeat(100_000).into());
     let expected = "xxx...\" is not supported";
     let key = "general.architecture";
-    check_entry(dir.path(), Family::Llama, key, long, expected);
+    check_entry(dir.path(), ModelFamily::Llama, key, long, expected);
 }
 
 /// Whether a model computes without a tensor: the embedding is the head then, and some GLM have
 /// neither biases nor norms on heads.
-fn may_lack(family: Family, name: &str) -> bool {
+fn may_lack(family: ModelFamily, name: &str) -> bool {
     let of_glm = name.ends_with(".bias") && name.contains(".attn_") || name.contains("attn_q_norm");
     let of_deepseek = name.ends_with("exp_probs_b.bias");
     name == "output.weight"
-        || family == Family::Glm4Moe && of_glm
-        || family == Family::DeepSeek && of_deepseek
-        || family == Family::Gemma4 && gemma4::may_lack(name)
+        || family == ModelFamily::Glm4Moe && of_glm
+        || family == ModelFamily::DeepSeek && of_deepseek
+        || family == ModelFamily::Gemma4 && gemma4::may_lack(name)
 }
 
 fn is_number(part: &str) -> bool {
@@ -177,7 +183,7 @@ fn is_number(part: &str) -> bool {
 fn tensors_that_lie_are_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("lies.gguf");
-    for family in Family::ALL {
+    for family in ModelFamily::ALL {
         let whole = small(family).file();
         let mut roles = BTreeSet::new();
         for (i, tensor) in whole.tensors.iter().enumerate() {
@@ -213,12 +219,12 @@ fn biases_and_sinks_that_are_not_numbers_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("lies.gguf");
     for (family, name) in [
-        (Family::DeepSeek, "blk.1.exp_probs_b.bias"),
-        (Family::MiniMaxM2, "blk.0.exp_probs_b.bias"),
-        (Family::Glm4Moe, "blk.1.exp_probs_b.bias"),
-        (Family::GptOss, "blk.0.attn_sinks.weight"),
-        (Family::Qwen35, "blk.0.ssm_a"),
-        (Family::Qwen35, "blk.1.ssm_dt.bias"),
+        (ModelFamily::DeepSeek, "blk.1.exp_probs_b.bias"),
+        (ModelFamily::MiniMaxM2, "blk.0.exp_probs_b.bias"),
+        (ModelFamily::Glm4Moe, "blk.1.exp_probs_b.bias"),
+        (ModelFamily::GptOss, "blk.0.attn_sinks.weight"),
+        (ModelFamily::Qwen35, "blk.0.ssm_a"),
+        (ModelFamily::Qwen35, "blk.1.ssm_dt.bias"),
     ] {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut file = small(family).file();
@@ -236,10 +242,10 @@ fn routers_that_are_not_numbers_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("nan.gguf");
     for family in [
-        Family::Mixtral,
-        Family::GptOss,
-        Family::MiniMaxM2,
-        Family::Gemma4,
+        ModelFamily::Mixtral,
+        ModelFamily::GptOss,
+        ModelFamily::MiniMaxM2,
+        ModelFamily::Gemma4,
     ] {
         let mut file = small(family).file();
         let name = "blk.0.ffn_gate_inp.weight";
@@ -268,7 +274,7 @@ fn experts_that_are_not_numbers_are_refused() {
     ] {
         let tiny = Tiny {
             layers: 2,
-            ..Tiny::new(Family::DeepSeek, block_type)
+            ..Tiny::new(ModelFamily::DeepSeek, block_type)
         };
         for part in ["gate", "up", "down"] {
             let mut file = tiny.file();
@@ -332,7 +338,7 @@ fn odd_widths_beside_integer_weights_compute() {
         heads: 1,
         kv_heads: 1,
         ffn: 80,
-        ..small(Family::Llama)
+        ..small(ModelFamily::Llama)
     };
     for (tiny, name, cols) in [
         (Tiny { ffn: 64, ..odd }, "blk.0.ffn_down.weight", 64),
@@ -363,7 +369,7 @@ fn rope_factors_that_lie_are_refused() {
         (vec![0.0; 8], "rope factor is 0"),
         (vec![1e-40; 8], "rope factor is"),
     ] {
-        let mut file = small(Family::Llama).file();
+        let mut file = small(ModelFamily::Llama).file();
         file.put_f32("rope_freqs.weight", &factors);
         file.write(&path);
         check(&path, expected, expected);
@@ -378,7 +384,7 @@ fn weights_of_random_bits_compute() {
     for block_type in BlockType::GGUF {
         let tiny = Tiny {
             layers: 1,
-            ..Tiny::new(Family::Qwen3, block_type)
+            ..Tiny::new(ModelFamily::Qwen3, block_type)
         };
         let mut file = tiny.file();
         let mut random = SplitMix64::new(block_type as u64);
@@ -396,11 +402,11 @@ fn weights_of_random_bits_compute() {
 fn a_configuration_reads_without_weights() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("bare.gguf");
-    for family in Family::DENSE {
+    for family in ModelFamily::DENSE {
         let mut file = small(family).file();
         file.tensors.truncate(1);
         file.write(&path);
-        let config = Config::read(&Source::open(&path).unwrap()).unwrap();
+        let config = Config::read(&ModelSource::open(&path).unwrap()).unwrap();
         assert_eq!(
             (config.family, config.width, config.vocab),
             (family, 64, 50)

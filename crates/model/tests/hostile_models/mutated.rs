@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use paceline_base::testing::{Stopwatch, mutations};
 use paceline_base::{KernelClass, SplitMix64};
-use paceline_formats::gguf::{Array, Value as Entry};
-use paceline_model::{Error, Family};
+use paceline_formats::gguf::{Array, MetadataValue as Entry};
+use paceline_model::{Error, ModelFamily};
 use serde_json::{Map, Value, json};
 
 use super::gguf::small;
@@ -91,7 +91,7 @@ fn try_all(count: u64) {
             }
             _ => {
                 let path = room.path().join("lies.gguf");
-                let mut file = small(Family::ALL[random.below(Family::ALL.len())]).file();
+                let mut file = small(ModelFamily::ALL[random.below(ModelFamily::ALL.len())]).file();
                 (0..=random.below(3)).for_each(|_| mutate_entries(&mut file.entries, &mut random));
                 file.write(&path);
                 path

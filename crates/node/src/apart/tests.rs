@@ -6,18 +6,21 @@ use super::*;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-const NOTHING: [Action; 0] = [];
+const NOTHING: [PrefillAction; 0] = [];
 
 fn addr(port: u16) -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], port))
 }
 
 /// Two decode ranks and one prefill rank, connected at time 0.
-fn up() -> Apart {
-    let mut apart = Apart::new(Readers::predicted(Some(100.0), Some(200.0)));
+fn up() -> PrefillScheduler {
+    let mut apart = PrefillScheduler::new(PrefillOffload::predicted(Some(100.0), Some(200.0)));
     let zero = Duration::ZERO;
-    assert_eq!(apart.step(zero, Event::HereReady(2)), NOTHING);
-    assert_eq!(apart.step(zero, Event::ThereReady(1)), [Action::Listen(1)]);
+    assert_eq!(apart.step(zero, Event::DecodeReady(2)), NOTHING);
+    assert_eq!(
+        apart.step(zero, Event::PrefillReady(1)),
+        [PrefillAction::Listen(1)]
+    );
     for (rank, port) in [(0, 5), (1, 6)] {
         let actions = apart.step(
             zero,
@@ -28,14 +31,17 @@ fn up() -> Apart {
             },
         );
         let addrs = vec![vec![addr(5), addr(6)]];
-        let connect = Action::Connect { round: 1, addrs };
+        let connect = PrefillAction::Connect { round: 1, addrs };
         assert_eq!(actions.contains(&connect), rank == 1);
     }
     let joined = Event::HandsOver {
         rank: Rank(0),
         round: 1,
     };
-    assert_eq!(apart.step(zero, joined), [Action::Tell(News::Up)]);
+    assert_eq!(
+        apart.step(zero, joined),
+        [PrefillAction::Tell(PrefillUpdate::Up)]
+    );
     assert!(apart.is_up());
     apart
 }
@@ -54,17 +60,20 @@ const fn arrived(ticket: u64, rank: u32) -> Event {
 #[test]
 fn a_long_prompt_is_read_apart_and_then_decoded() {
     let mut apart = up();
-    assert_eq!(apart.step(SECOND, submit(1, 100)), [Action::Go(Ticket(1))]);
+    assert_eq!(
+        apart.step(SECOND, submit(1, 100)),
+        [PrefillAction::Go(Ticket(1))]
+    );
     assert_eq!(
         apart.step(SECOND, submit(2, 1000)),
-        [Action::Read(Ticket(2))]
+        [PrefillAction::Read(Ticket(2))]
     );
     let read = Event::Read(Ticket(2), Ok(()));
     assert_eq!(apart.step(5 * SECOND, read), NOTHING);
     assert_eq!(apart.step(5 * SECOND, arrived(2, 1)), NOTHING);
     assert_eq!(
         apart.step(6 * SECOND, arrived(2, 0)),
-        [Action::Go(Ticket(2))]
+        [PrefillAction::Go(Ticket(2))]
     );
     assert_eq!(apart.readers().there_tok_s(), Some(200.0));
     assert_eq!((apart.counts().handed, apart.held()), (1, 0));
@@ -77,7 +86,7 @@ fn what_is_read_sooner_here_is_read_here() {
         .map(|i| {
             !apart
                 .step(SECOND, submit(i, 1000))
-                .contains(&Action::Go(Ticket(i)))
+                .contains(&PrefillAction::Go(Ticket(i)))
         })
         .collect();
     // The second prompt queues behind the first and still costs no more there than here; the third
@@ -90,13 +99,13 @@ fn a_lost_group_costs_no_request() {
     let mut apart = up();
     apart.step(SECOND, submit(1, 1000));
     apart.step(SECOND, submit(2, 1000));
-    let lost = Event::ThereLost("rank 0 was killed".to_owned());
+    let lost = Event::PrefillLost("rank 0 was killed".to_owned());
     let expected = [
-        Action::Stop(Ticket(1)),
-        Action::Go(Ticket(1)),
-        Action::Stop(Ticket(2)),
-        Action::Go(Ticket(2)),
-        Action::Tell(News::Down {
+        PrefillAction::Stop(Ticket(1)),
+        PrefillAction::Go(Ticket(1)),
+        PrefillAction::Stop(Ticket(2)),
+        PrefillAction::Go(Ticket(2)),
+        PrefillAction::Tell(PrefillUpdate::Down {
             reason: "rank 0 was killed".to_owned(),
             under_way: 2,
         }),
@@ -105,11 +114,11 @@ fn a_lost_group_costs_no_request() {
     assert_eq!(apart.step(2 * SECOND, arrived(1, 0)), NOTHING, "too late");
     assert_eq!(
         apart.step(2 * SECOND, submit(3, 1000)),
-        [Action::Go(Ticket(3))]
+        [PrefillAction::Go(Ticket(3))]
     );
     // The prefill rank is back, and connects again.
-    let again = apart.step(3 * SECOND, Event::ThereReady(1));
-    assert!(matches!(again[..], [Action::Listen(_)]), "{again:?}");
+    let again = apart.step(3 * SECOND, Event::PrefillReady(1));
+    assert!(matches!(again[..], [PrefillAction::Listen(_)]), "{again:?}");
 }
 
 #[test]
@@ -122,10 +131,14 @@ fn pages_that_do_not_come_are_not_waited_for() {
     let due = apart.due().unwrap();
     assert_eq!(due, 2 * SECOND + HAND_LIMIT);
     let late = apart.step(due, Event::Tick);
-    assert!(late.contains(&Action::Go(Ticket(1))), "{late:?}");
+    assert!(late.contains(&PrefillAction::Go(Ticket(1))), "{late:?}");
     assert_eq!(apart.counts().fell_back, 1);
     let next = apart.step(due, submit(2, 1000));
-    assert_eq!(next, [Action::Go(Ticket(2))], "90.9 tok/s there, 100 here");
+    assert_eq!(
+        next,
+        [PrefillAction::Go(Ticket(2))],
+        "90.9 tok/s there, 100 here"
+    );
 }
 
 #[test]
@@ -136,9 +149,9 @@ fn a_prompt_that_is_refused_is_read_here() {
     assert_eq!(
         apart.step(SECOND, refused),
         [
-            Action::Stop(Ticket(2)),
-            Action::Go(Ticket(2)),
-            Action::Tell(News::Late {
+            PrefillAction::Stop(Ticket(2)),
+            PrefillAction::Go(Ticket(2)),
+            PrefillAction::Tell(PrefillUpdate::Late {
                 reason: "busy".to_owned()
             })
         ]
@@ -185,10 +198,10 @@ fn every_request_goes_on_once() {
                 ),
                 6 | 7 => Event::Arrived(any, Rank(below(3) as u32)),
                 8 => match below(4) {
-                    0 => Event::HereLost,
-                    1 => Event::ThereLost(String::new()),
-                    2 => Event::HereReady(2),
-                    _ => Event::ThereReady(1),
+                    0 => Event::DecodeLost,
+                    1 => Event::PrefillLost(String::new()),
+                    2 => Event::DecodeReady(2),
+                    _ => Event::PrefillReady(1),
                 },
                 9 => Event::Receives {
                     rank: Rank(below(3) as u32),
@@ -203,10 +216,10 @@ fn every_request_goes_on_once() {
             };
             for action in apart.step(now, event) {
                 match action {
-                    Action::Go(ticket) | Action::Forget(ticket) => {
+                    PrefillAction::Go(ticket) | PrefillAction::Forget(ticket) => {
                         assert!(open.remove(&ticket), "seed {seed}: {ticket:?} twice");
                     }
-                    Action::Listen(round) => rounds = round,
+                    PrefillAction::Listen(round) => rounds = round,
                     _ => {}
                 }
             }
@@ -219,7 +232,7 @@ fn every_request_goes_on_once() {
             }
             now = now.max(due);
             for action in apart.step(now, Event::Tick) {
-                if let Action::Go(ticket) = action {
+                if let PrefillAction::Go(ticket) = action {
                     assert!(open.remove(&ticket), "seed {seed}");
                 }
             }

@@ -24,9 +24,11 @@ use paceline_cluster::workers::Event;
 use paceline_process::processes::Ending;
 use serde::{Deserialize, Serialize};
 
-use super::line::{Broken, Line, Silence, hear, say};
-use super::{Crew, LocalCrew, LocalSpec};
-use crate::arriving::{self, Wish};
+use super::line::{
+    ConnectionError, MessageConnection, SilenceTimer, receive_message, send_message,
+};
+use super::{InstanceWorkers, LocalInstanceWorkers, LocalSpec};
+use crate::arriving::{self, RangeRequest};
 use crate::messages::{FromWorker, ToWorker};
 
 /// Heartbeat interval of each side, as between workers and their parent.
@@ -124,12 +126,12 @@ pub(super) fn parse(bytes: &[u8]) {
 pub type FindModel = dyn Fn(&ModelName) -> Result<PathBuf, String> + Send + Sync;
 
 /// Byte ranges of a file: first bytes and ends.
-pub type Parts = [(u64, u64)];
+pub type FileRanges = [(u64, u64)];
 
 /// Fetches ranges of a model file while the callback returns true; the error is the reason of a
 /// failure.
-pub type BringParts =
-    dyn Fn(&ModelName, &Parts, &(dyn Fn() -> bool + Sync)) -> Result<(), String> + Send + Sync;
+pub type RangeFetcher =
+    dyn Fn(&ModelName, &FileRanges, &(dyn Fn() -> bool + Sync)) -> Result<(), String> + Send + Sync;
 
 /// Maximum queued range requests of a worker. A worker waits for one request before it sends the
 /// next, apart from announced prefetches. A range inside an earlier request is not queued again.
@@ -150,9 +152,9 @@ pub struct HostSpec {
     /// Finds a model's file on this machine, or says why there is none.
     pub find: Box<FindModel>,
     /// Fetches ranges of the model file that the worker waits for.
-    pub bring: Box<BringParts>,
+    pub bring: Box<RangeFetcher>,
     /// Fetches damaged ranges of the model file again.
-    pub repair: Box<BringParts>,
+    pub repair: Box<RangeFetcher>,
     /// The only interface on which workers listen; `None` for all.
     pub interface: Option<String>,
     /// Receives the workers' standard error by lines.
@@ -170,8 +172,8 @@ impl fmt::Debug for HostSpec {
 ///
 /// # Errors
 /// [`Broken`]: why the connection ended.
-pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
-    let (crew, model) = match hear(line, START_LIMIT)? {
+pub fn host(line: &dyn MessageConnection, spec: &HostSpec) -> Result<(), ConnectionError> {
+    let (crew, model) = match receive_message(line, START_LIMIT)? {
         Some(ToHost::<ToWorker>::Start {
             model,
             pin,
@@ -181,15 +183,15 @@ pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
             let files = (&model, draft.as_ref(), &*adapters);
             (start(line, spec, files, pin)?, model)
         }
-        _ => return Err(Broken::new("the owner did not say what to start")),
+        _ => return Err(ConnectionError::new("the owner did not say what to start")),
     };
     let is_over = AtomicBool::new(false);
     let over = &is_over;
     let (wishes, wished) = sync_channel(WISHES_MAX);
     let ended = std::thread::scope(|scope| {
         scope.spawn(move || supply(line, spec, (&model, &wished), over));
-        scope.spawn(|| tell_owner(line, &crew, (wishes, over)));
-        let ended = obey_owner(line, &crew, over);
+        scope.spawn(|| report_to_owner(line, &crew, (wishes, over)));
+        let ended = handle_owner(line, &crew, over);
         over.store(true, Ordering::SeqCst);
         crew.wake();
         line.close(); // a send to an owner that does not read returns
@@ -200,15 +202,15 @@ pub fn host(line: &dyn Line, spec: &HostSpec) -> Result<(), Broken> {
 }
 
 /// A worker's model, its draft, and its adapters.
-type Files<'a> = (&'a ModelName, Option<&'a ModelName>, &'a [ModelName]);
+type WorkerFiles<'a> = (&'a ModelName, Option<&'a ModelName>, &'a [ModelName]);
 
 /// Starts the worker and sends `Started`.
 fn start(
-    line: &dyn Line,
+    line: &dyn MessageConnection,
     spec: &HostSpec,
-    files: Files<'_>,
+    files: WorkerFiles<'_>,
     pin: Option<usize>,
-) -> Result<LocalCrew, Broken> {
+) -> Result<LocalInstanceWorkers, ConnectionError> {
     let bind = listen_address(spec.interface.as_deref()).map_err(|error| error.to_string());
     let started = bind.and_then(|bind| Ok((bind, spawn(spec, files, pin)?)));
     let (bind, crew) = match started {
@@ -217,8 +219,8 @@ fn start(
             let refused = FromHost::Refused {
                 reason: reason.clone(),
             };
-            say(line, &refused)?;
-            return Err(Broken::new(reason));
+            send_message(line, &refused)?;
+            return Err(ConnectionError::new(reason));
         }
     };
     let post = crew.post(Rank(0));
@@ -235,14 +237,14 @@ fn start(
         first_core: post.first_core,
         pid: post.pid,
     };
-    say(line, &started).map(|()| crew)
+    send_message(line, &started).map(|()| crew)
 }
 
 fn spawn(
     spec: &HostSpec,
-    (model, draft, adapters): Files<'_>,
+    (model, draft, adapters): WorkerFiles<'_>,
     pin: Option<usize>,
-) -> Result<LocalCrew, String> {
+) -> Result<LocalInstanceWorkers, String> {
     let path = (spec.find)(model)?;
     // A draft is always read whole, so it must be complete here.
     let whole = |draft| {
@@ -250,7 +252,7 @@ fn spawn(
         found.filter(|path| !arriving::is_partial(path))
     };
     let on_line = Arc::clone(&spec.on_line);
-    let crew = LocalCrew::spawn(LocalSpec {
+    let crew = LocalInstanceWorkers::spawn(LocalSpec {
         program: spec.program.clone(),
         args: spec.args.clone(),
         env: spec.env.clone(),
@@ -269,18 +271,24 @@ fn spawn(
 }
 
 /// Forwards the owner's messages to the worker until the connection ends.
-fn obey_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) -> Result<(), Broken> {
-    let mut quiet = Silence::new(Instant::now(), BEAT);
+fn handle_owner(
+    line: &dyn MessageConnection,
+    crew: &LocalInstanceWorkers,
+    over: &AtomicBool,
+) -> Result<(), ConnectionError> {
+    let mut quiet = SilenceTimer::new(Instant::now(), BEAT);
     while !over.load(Ordering::SeqCst) {
-        match hear(line, BEAT)? {
+        match receive_message(line, BEAT)? {
             Some(ToHost::Worker(message)) => {
                 // An unreachable worker is detected by its silence or exit.
                 let _: Result<(), _> = crew.send(Rank(0), &message);
             }
             Some(ToHost::Beat) => {}
-            Some(ToHost::Start { .. }) => return Err(Broken::new("the owner said start twice")),
+            Some(ToHost::Start { .. }) => {
+                return Err(ConnectionError::new("the owner said start twice"));
+            }
             None if quiet.pass(Instant::now()) > SILENCE => {
-                return Err(Broken::new("the owner is silent"));
+                return Err(ConnectionError::new("the owner is silent"));
             }
             None => continue,
         }
@@ -292,22 +300,22 @@ fn obey_owner(line: &dyn Line, crew: &LocalCrew, over: &AtomicBool) -> Result<()
 /// Fetches the ranges that the worker requests until the connection ends. A failed fetch ends the
 /// worker.
 fn supply(
-    line: &dyn Line,
+    line: &dyn MessageConnection,
     spec: &HostSpec,
-    (model, wished): (&ModelName, &Receiver<Wish>),
+    (model, wished): (&ModelName, &Receiver<RangeRequest>),
     over: &AtomicBool,
 ) {
     let goes_on = || !over.load(Ordering::SeqCst);
     while goes_on() {
         let brought = match wished.recv_timeout(BEAT) {
-            Ok(Wish::Fetch(parts)) => (spec.bring)(model, &parts, &goes_on),
-            Ok(Wish::Repair(parts)) => (spec.repair)(model, &parts, &goes_on),
+            Ok(RangeRequest::Fetch(parts)) => (spec.bring)(model, &parts, &goes_on),
+            Ok(RangeRequest::Repair(parts)) => (spec.repair)(model, &parts, &goes_on),
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => return,
         };
         if let Err(reason) = brought {
             // A lost owner does not receive the reason.
-            let _: Result<(), _> = say(line, &FromHost::Gone { reason });
+            let _: Result<(), _> = send_message(line, &FromHost::Gone { reason });
             over.store(true, Ordering::SeqCst);
         }
     }
@@ -315,14 +323,18 @@ fn supply(
 
 /// Forwards the worker's messages and events to the owner until the connection ends. Its range
 /// requests go to `wishes`.
-fn tell_owner(line: &dyn Line, crew: &LocalCrew, (wishes, over): (SyncSender<Wish>, &AtomicBool)) {
+fn report_to_owner(
+    line: &dyn MessageConnection,
+    crew: &LocalInstanceWorkers,
+    (wishes, over): (SyncSender<RangeRequest>, &AtomicBool),
+) {
     let (mut told, mut earlier) = (Instant::now(), Vec::new());
     while !over.load(Ordering::SeqCst) {
         let news = match crew.receive(BEAT) {
             Some(Event::Message {
                 message: FromWorker::Wants { parts },
                 ..
-            }) => match wish(&wishes, parts, &mut earlier) {
+            }) => match request_ranges(&wishes, parts, &mut earlier) {
                 true if told.elapsed() >= BEAT => FromHost::Beat,
                 true => continue,
                 false => FromHost::Gone {
@@ -332,7 +344,7 @@ fn tell_owner(line: &dyn Line, crew: &LocalCrew, (wishes, over): (SyncSender<Wis
             Some(Event::Message {
                 message: FromWorker::Damaged { parts },
                 ..
-            }) => match wishes.try_send(Wish::Repair(parts)) {
+            }) => match wishes.try_send(RangeRequest::Repair(parts)) {
                 Ok(()) => FromHost::Beat,
                 Err(_) => FromHost::Gone {
                     reason: format!("the worker has over {WISHES_MAX} wishes at once"),
@@ -342,7 +354,7 @@ fn tell_owner(line: &dyn Line, crew: &LocalCrew, (wishes, over): (SyncSender<Wis
             None if told.elapsed() >= BEAT => FromHost::Beat,
             None => continue,
         };
-        if say(line, &news).is_err() {
+        if send_message(line, &news).is_err() {
             over.store(true, Ordering::SeqCst);
         }
         told = Instant::now();
@@ -350,8 +362,8 @@ fn tell_owner(line: &dyn Line, crew: &LocalCrew, (wishes, over): (SyncSender<Wis
 }
 
 /// Queues those of `parts` that no earlier request covers. Returns false if the queue is full.
-fn wish(
-    wishes: &SyncSender<Wish>,
+fn request_ranges(
+    wishes: &SyncSender<RangeRequest>,
     mut parts: Vec<(u64, u64)>,
     earlier: &mut Vec<(u64, u64)>,
 ) -> bool {
@@ -362,7 +374,7 @@ fn wish(
     }
     let room = EARLIER_MAX.saturating_sub(earlier.len());
     earlier.extend(parts.iter().take(room));
-    wishes.try_send(Wish::Fetch(parts)).is_ok()
+    wishes.try_send(RangeRequest::Fetch(parts)).is_ok()
 }
 
 impl From<Event<FromWorker>> for FromHost {
@@ -404,21 +416,29 @@ mod tests {
     fn what_was_announced_is_no_new_wish() {
         let (wishes, wished) = sync_channel(WISHES_MAX);
         let mut earlier = Vec::new();
-        assert!(wish(&wishes, vec![(0, 1000)], &mut earlier));
+        assert!(request_ranges(&wishes, vec![(0, 1000)], &mut earlier));
         for start in 0..500 {
-            assert!(wish(&wishes, vec![(start, start + 9)], &mut earlier));
+            assert!(request_ranges(
+                &wishes,
+                vec![(start, start + 9)],
+                &mut earlier
+            ));
         }
-        assert!(wish(&wishes, vec![(2000, 2001), (5, 6)], &mut earlier));
+        assert!(request_ranges(
+            &wishes,
+            vec![(2000, 2001), (5, 6)],
+            &mut earlier
+        ));
         let fetched: Vec<_> = wished.try_iter().collect();
         let expected = [vec![(0, 1000)], vec![(2000, 2001)]];
-        assert_eq!(fetched, expected.map(Wish::Fetch));
+        assert_eq!(fetched, expected.map(RangeRequest::Fetch));
         for start in 0..WISHES_MAX as u64 {
-            assert!(wish(
+            assert!(request_ranges(
                 &wishes,
                 vec![(3000 + start, 3001 + start)],
                 &mut earlier
             ));
         }
-        assert!(!wish(&wishes, vec![(9000, 9001)], &mut earlier));
+        assert!(!request_ranges(&wishes, vec![(9000, 9001)], &mut earlier));
     }
 }

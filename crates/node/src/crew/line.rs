@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Awake, lock};
+use paceline_base::{AwakeTime, lock};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -26,12 +26,12 @@ const WRITE_LIMIT: Duration = Duration::from_millis(1500);
 /// The connection is lost.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
-pub struct Broken {
+pub struct ConnectionError {
     /// The reason, such as `the connection is closed`.
     pub reason: String,
 }
 
-impl Broken {
+impl ConnectionError {
     pub fn new(reason: impl fmt::Display) -> Self {
         let reason = reason.to_string();
         Self { reason }
@@ -40,18 +40,18 @@ impl Broken {
 
 /// Messages in both directions, in order and each once; between machines authenticated and
 /// encrypted. All methods may be called from any thread; one thread receives.
-pub trait Line: Send + Sync + fmt::Debug {
+pub trait MessageConnection: Send + Sync + fmt::Debug {
     /// Sends a message. Waits a bounded time if the receiver is behind.
     ///
     /// # Errors
     /// [`Broken`].
-    fn send(&self, message: &[u8]) -> Result<(), Broken>;
+    fn send(&self, message: &[u8]) -> Result<(), ConnectionError>;
 
     /// The next message, of at most [`MESSAGE_BYTES_MAX`]; nothing after `wait`.
     ///
     /// # Errors
     /// [`Broken`].
-    fn receive(&self, wait: Duration) -> Result<Option<Vec<u8>>, Broken>;
+    fn receive(&self, wait: Duration) -> Result<Option<Vec<u8>>, ConnectionError>;
 
     /// Closes both directions; a call that waits returns.
     fn close(&self);
@@ -63,68 +63,71 @@ pub trait Line: Send + Sync + fmt::Debug {
 /// Measures how long a connection has been silent. Time in which the reader itself was suspended
 /// hardly counts: see [`Awake`].
 #[derive(Debug)]
-pub(crate) struct Silence {
-    awake: Awake,
+pub(crate) struct SilenceTimer {
+    awake: AwakeTime,
     so_far: Duration,
 }
 
-impl Silence {
+impl SilenceTimer {
     /// Starts at `now`, for a reader that polls about every `wait`.
     pub(crate) fn new(now: Instant, wait: Duration) -> Self {
         Self {
-            awake: Awake::new(now, 2 * wait),
+            awake: AwakeTime::new(now, 2 * wait),
             so_far: Duration::ZERO,
         }
     }
 
     /// A message arrived.
     pub(crate) fn heard(&mut self, now: Instant) {
-        self.awake.look(now);
+        self.awake.tick(now);
         self.so_far = Duration::ZERO;
     }
 
     /// No message until `now`; returns the silence so far.
     pub(crate) fn pass(&mut self, now: Instant) -> Duration {
-        self.so_far += self.awake.look(now);
+        self.so_far += self.awake.tick(now);
         self.so_far
     }
 }
 
 /// Sends a value as JSON.
-pub(crate) fn say(line: &dyn Line, message: &impl Serialize) -> Result<(), Broken> {
-    let bytes = serde_json::to_vec(message).map_err(Broken::new)?;
+pub(crate) fn send_message(
+    line: &dyn MessageConnection,
+    message: &impl Serialize,
+) -> Result<(), ConnectionError> {
+    let bytes = serde_json::to_vec(message).map_err(ConnectionError::new)?;
     match bytes.len() {
         0..=MESSAGE_BYTES_MAX => line.send(&bytes),
-        n => Err(Broken::new(format!(
+        n => Err(ConnectionError::new(format!(
             "a message of {n} bytes, but {MESSAGE_BYTES_MAX} is the most"
         ))),
     }
 }
 
 /// Receives a value as JSON.
-pub(crate) fn hear<T: DeserializeOwned>(
-    line: &dyn Line,
+pub(crate) fn receive_message<T: DeserializeOwned>(
+    line: &dyn MessageConnection,
     wait: Duration,
-) -> Result<Option<T>, Broken> {
+) -> Result<Option<T>, ConnectionError> {
     let message = line.receive(wait)?;
     let read = |bytes: Vec<u8>| serde_json::from_slice(&bytes);
-    message.map(read).transpose().map_err(Broken::new)
+    message.map(read).transpose().map_err(ConnectionError::new)
 }
 
 /// One direction of a connection inside this process.
 #[derive(Default)]
-struct Lane {
+struct MemoryQueue {
     state: Mutex<(VecDeque<Vec<u8>>, bool)>,
     changed: Condvar,
 }
 
-impl Lane {
+impl MemoryQueue {
     /// Waits until `done` returns a value, the queue is closed, or `wait` is over.
     fn until<T>(
         &self,
         wait: Duration,
         mut done: impl FnMut(&mut VecDeque<Vec<u8>>) -> Option<T>,
-    ) -> Result<Option<T>, Broken> {
+    ) -> Result<Option<T>, ConnectionError> {
         let end = Instant::now().checked_add(wait);
         let mut state = lock(&self.state);
         loop {
@@ -133,7 +136,7 @@ impl Lane {
                 return Ok(Some(value));
             }
             if state.1 {
-                return Err(Broken::new("the line is closed"));
+                return Err(ConnectionError::new("the line is closed"));
             }
             let left = end.map_or(wait, |end| end.saturating_duration_since(Instant::now()));
             if left.is_zero() {
@@ -151,32 +154,35 @@ impl Lane {
 }
 
 /// One end of a connection inside this process: see [`pair`].
-pub struct MemoryLine {
-    out: Arc<Lane>,
-    back: Arc<Lane>,
+pub struct MemoryConnection {
+    out: Arc<MemoryQueue>,
+    back: Arc<MemoryQueue>,
 }
 
 /// Both ends of a new connection inside this process.
-pub fn pair() -> (MemoryLine, MemoryLine) {
-    let (a, b) = (Arc::new(Lane::default()), Arc::new(Lane::default()));
-    let first = MemoryLine {
+pub fn pair() -> (MemoryConnection, MemoryConnection) {
+    let (a, b) = (
+        Arc::new(MemoryQueue::default()),
+        Arc::new(MemoryQueue::default()),
+    );
+    let first = MemoryConnection {
         out: Arc::clone(&a),
         back: Arc::clone(&b),
     };
-    (first, MemoryLine { out: b, back: a })
+    (first, MemoryConnection { out: b, back: a })
 }
 
-impl Line for MemoryLine {
-    fn send(&self, message: &[u8]) -> Result<(), Broken> {
+impl MessageConnection for MemoryConnection {
+    fn send(&self, message: &[u8]) -> Result<(), ConnectionError> {
         let closed = lock(&self.out.state).1;
         let put = |queue: &mut VecDeque<Vec<u8>>| {
             (!closed && queue.len() < HELD_MAX).then(|| queue.push_back(message.to_vec()))
         };
         let sent = self.out.until(WRITE_LIMIT, put)?;
-        sent.ok_or_else(|| Broken::new(format!("nothing was read within {WRITE_LIMIT:?}")))
+        sent.ok_or_else(|| ConnectionError::new(format!("nothing was read within {WRITE_LIMIT:?}")))
     }
 
-    fn receive(&self, wait: Duration) -> Result<Option<Vec<u8>>, Broken> {
+    fn receive(&self, wait: Duration) -> Result<Option<Vec<u8>>, ConnectionError> {
         self.back.until(wait, VecDeque::pop_front)
     }
 
@@ -190,13 +196,13 @@ impl Line for MemoryLine {
     }
 }
 
-impl Drop for MemoryLine {
+impl Drop for MemoryConnection {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-impl fmt::Debug for MemoryLine {
+impl fmt::Debug for MemoryConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a line inside this process")
     }
@@ -223,7 +229,7 @@ mod tests {
     #[test]
     fn silence_while_all_machines_slept_accuses_nobody() {
         let (start, ms) = (Instant::now(), Duration::from_millis);
-        let mut quiet = Silence::new(start, ms(200));
+        let mut quiet = SilenceTimer::new(start, ms(200));
         assert_eq!(quiet.pass(start + ms(200)), ms(200));
         assert_eq!(quiet.pass(start + ms(450)), ms(450));
         let woken = start + ms(10_450);

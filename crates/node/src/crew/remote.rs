@@ -19,11 +19,13 @@ use paceline_cluster::nodes::NodeId;
 use paceline_cluster::workers::Event;
 
 use super::host::{BEAT, FromHost, ModelName, SILENCE, ToHost};
-use super::line::{Broken, Line, Silence, hear, say};
-use super::{Crew, Post};
+use super::line::{
+    ConnectionError, MessageConnection, SilenceTimer, receive_message, send_message,
+};
+use super::{InstanceWorkers, WorkerSite};
 use crate::Error;
 use crate::messages::{FromWorker, ToWorker};
-use spare::{Packing, Slot, Spare};
+use spare::{Packing, Spare, SpareSlot};
 
 /// Longest wait for a machine to start a worker: its program may come from a cold disk.
 const START_LIMIT: Duration = Duration::from_secs(10);
@@ -33,29 +35,29 @@ const HELD_MAX: usize = 4096;
 
 /// A machine that can host a worker, with an open connection.
 #[derive(Debug)]
-pub struct Place {
+pub struct WorkerHost {
     /// The machine's name for people.
     pub name: String,
     pub node: NodeId,
     /// A new connection to it, at whose other end [`host`](super::host::host) runs.
-    pub line: Box<dyn Line>,
+    pub line: Box<dyn MessageConnection>,
 }
 
 /// Chooses the machines that host workers and the routes between them.
-pub trait Places: Send + Sync + fmt::Debug {
+pub trait WorkerHosts: Send + Sync + fmt::Debug {
     /// Opens a connection to the machine of a rank: the one that the placement names, or a
     /// replacement if it is lost. Called before a worker starts; blocks for a bounded time.
     ///
     /// # Errors
     /// Why there is none.
-    fn open(&self, rank: Rank) -> Result<Place, String>;
+    fn open(&self, rank: Rank) -> Result<WorkerHost, String>;
 
     /// Opens a connection to a machine for a standby worker of a rank: not the machine of the first
     /// worker, and with enough memory. Blocks while that machine gets the model.
     ///
     /// # Errors
     /// Why there is none.
-    fn open_spare(&self, rank: Rank) -> Result<Place, String>;
+    fn open_spare(&self, rank: Rank) -> Result<WorkerHost, String>;
 
     /// Whether a node is alive by the current membership.
     fn lives(&self, node: NodeId) -> bool;
@@ -83,14 +85,14 @@ pub trait Places: Send + Sync + fmt::Debug {
 }
 
 /// Workers on several machines.
-pub struct RemoteCrew {
-    places: Box<dyn Places>,
+pub struct RemoteWorkers {
+    places: Box<dyn WorkerHosts>,
     model: ModelName,
     draft: Option<ModelName>,
     adapters: Vec<ModelName>,
     pin: Option<usize>,
-    seats: Vec<Mutex<Option<Seat>>>,
-    spares: Vec<Mutex<Slot>>,
+    seats: Vec<Mutex<Option<RemoteWorker>>>,
+    spares: Vec<Mutex<SpareSlot>>,
     inbox: Arc<Inbox>,
     /// Number of the next spare worker.
     next_spare: AtomicU64,
@@ -116,18 +118,18 @@ struct Epochs {
 const SPARE_STEP: u64 = 1 << 32;
 
 /// A rank's worker and the thread that receives its events.
-struct Seat {
+struct RemoteWorker {
     place: String,
     node: NodeId,
-    line: Arc<dyn Line>,
-    post: Post,
+    line: Arc<dyn MessageConnection>,
+    post: WorkerSite,
     /// Address at which the owner reaches the worker's machine; `None` for this machine.
     listen: Option<SocketAddr>,
     reader: Option<JoinHandle<()>>,
     packing: Arc<Mutex<Packing>>,
 }
 
-impl Seat {
+impl RemoteWorker {
     /// Makes the host end the worker, and joins the receiving thread.
     fn end(mut self) {
         self.line.close();
@@ -140,12 +142,12 @@ impl Seat {
 /// Received events that `receive` has not returned yet.
 #[derive(Default)]
 struct Inbox {
-    state: Mutex<Held>,
+    state: Mutex<InboxState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Held {
+struct InboxState {
     events: VecDeque<(u64, Event<FromWorker>)>,
     /// By rank: number of its current worker. Events of earlier workers are dropped.
     workers: Vec<u64>,
@@ -156,9 +158,14 @@ struct Held {
     failed: bool,
 }
 
-impl RemoteCrew {
+impl RemoteWorkers {
     /// State for `ranks` workers; starts none.
-    pub fn new(places: Box<dyn Places>, model: ModelName, ranks: u32, pin: Option<usize>) -> Self {
+    pub fn new(
+        places: Box<dyn WorkerHosts>,
+        model: ModelName,
+        ranks: u32,
+        pin: Option<usize>,
+    ) -> Self {
         let inbox = Inbox::default();
         lock(&inbox.state).workers = vec![0; ranks as usize];
         Self {
@@ -192,7 +199,7 @@ impl RemoteCrew {
 
     /// Names of the machine of each rank, for people; empty where there is none now.
     pub fn machines(&self) -> Vec<String> {
-        let name = |seat: &Mutex<Option<Seat>>| {
+        let name = |seat: &Mutex<Option<RemoteWorker>>| {
             lock(seat)
                 .as_ref()
                 .map_or_else(String::new, |s| s.place.clone())
@@ -200,11 +207,11 @@ impl RemoteCrew {
         self.seats.iter().map(name).collect()
     }
 
-    fn seat(&self, rank: Rank) -> &Mutex<Option<Seat>> {
+    fn seat(&self, rank: Rank) -> &Mutex<Option<RemoteWorker>> {
         &self.seats[rank.0 as usize]
     }
 
-    fn slot(&self, rank: Rank) -> &Mutex<Slot> {
+    fn slot(&self, rank: Rank) -> &Mutex<SpareSlot> {
         &self.spares[rank.0 as usize]
     }
 
@@ -214,17 +221,17 @@ impl RemoteCrew {
     }
 
     /// Makes a host start a worker.
-    fn begin(&self, place: Place) -> Result<Seat, Broken> {
-        let Place { name, node, line } = place;
-        let of = |reason: &dyn fmt::Display| Broken::new(format!("{name}: {reason}"));
+    fn begin(&self, place: WorkerHost) -> Result<RemoteWorker, ConnectionError> {
+        let WorkerHost { name, node, line } = place;
+        let of = |reason: &dyn fmt::Display| ConnectionError::new(format!("{name}: {reason}"));
         let start = ToHost::<ToWorker>::Start {
             model: self.model.clone(),
             pin: self.pin,
             draft: self.draft.clone(),
             adapters: self.adapters.clone(),
         };
-        say(&*line, &start).map_err(|error| of(&error))?;
-        let answer = hear(&*line, START_LIMIT).map_err(|error| of(&error))?;
+        send_message(&*line, &start).map_err(|error| of(&error))?;
+        let answer = receive_message(&*line, START_LIMIT).map_err(|error| of(&error))?;
         match answer {
             Some(FromHost::Started {
                 listen,
@@ -234,11 +241,11 @@ impl RemoteCrew {
                 adapters,
                 first_core,
                 pid,
-            }) => Ok(Seat {
+            }) => Ok(RemoteWorker {
                 place: name,
                 node,
                 line: Arc::from(line),
-                post: Post {
+                post: WorkerSite {
                     listen: bind,
                     model,
                     draft,
@@ -259,11 +266,16 @@ impl RemoteCrew {
     }
 
     /// Starts a worker on a host, and the thread that receives its events.
-    fn sit(&self, rank: Rank, worker: u64, place: Result<Place, String>) -> Result<Seat, Error> {
-        let place = place.map_err(Broken::new);
+    fn sit(
+        &self,
+        rank: Rank,
+        worker: u64,
+        place: Result<WorkerHost, String>,
+    ) -> Result<RemoteWorker, Error> {
+        let place = place.map_err(ConnectionError::new);
         let seat = place.and_then(|place| self.begin(place));
         let mut seat = seat.map_err(|source| Error::Place { rank, source })?;
-        let reader = Reader {
+        let reader = MessageReader {
             line: Arc::clone(&seat.line),
             inbox: Arc::clone(&self.inbox),
             packing: Arc::clone(&seat.packing),
@@ -287,7 +299,7 @@ impl RemoteCrew {
         &self,
         rank: Rank,
         (tag, earlier): (u64, Option<Spare>),
-        message: &dyn Fn(Post) -> ToWorker,
+        message: &dyn Fn(WorkerSite) -> ToWorker,
     ) -> Result<Option<Spare>, Error> {
         let spare = match earlier {
             Some(spare) if spare.is_of_use(self.node_of(rank)) => Some(Spare { tag, ..spare }),
@@ -300,7 +312,7 @@ impl RemoteCrew {
         let Some(spare) = spare else { return Ok(None) };
         lock(&spare.seat.packing).asked += 1;
         let prepare = ToHost::Worker(message(spare.seat.post.clone()));
-        if let Err(source) = say(&*spare.seat.line, &prepare) {
+        if let Err(source) = send_message(&*spare.seat.line, &prepare) {
             spare.seat.end();
             return Err(Error::Place { rank, source });
         }
@@ -324,11 +336,11 @@ impl RemoteCrew {
         // Read under the lock: `end` sets the flag before it empties the slots.
         let is_over = self.over.load(Ordering::SeqCst);
         let (kept, late) = match spare {
-            Some(spare) if is_over => (Slot::Empty, Some(spare)),
-            Some(spare) => (Slot::Kept(Box::new(spare)), None),
-            None => (Slot::Empty, None),
+            Some(spare) if is_over => (SpareSlot::Empty, Some(spare)),
+            Some(spare) => (SpareSlot::Kept(Box::new(spare)), None),
+            None => (SpareSlot::Empty, None),
         };
-        let is_kept = matches!(kept, Slot::Kept(_));
+        let is_kept = matches!(kept, SpareSlot::Kept(_));
         *slot = kept;
         drop(slot);
         if let Some(late) = late {
@@ -346,7 +358,7 @@ impl RemoteCrew {
 
     /// Whether every rank that has a worker has it on this machine.
     fn is_all_here(&self) -> bool {
-        let is_here = |seat: &Mutex<Option<Seat>>| {
+        let is_here = |seat: &Mutex<Option<RemoteWorker>>| {
             lock(seat).as_ref().is_none_or(|seat| seat.listen.is_none())
         };
         self.seats.iter().all(is_here)
@@ -364,7 +376,7 @@ impl RemoteCrew {
         }
         epochs.settled = epochs.assigned;
         let started = std::mem::take(&mut epochs.started);
-        let (mut doubted, failed) = self.inbox.take_doubts();
+        let (mut doubted, failed) = self.inbox.drain_suspects();
         let nodes = self.nodes();
         if failed && !started {
             doubted.clone_from(&nodes);
@@ -415,7 +427,7 @@ impl RemoteCrew {
     }
 }
 
-impl Crew for RemoteCrew {
+impl InstanceWorkers for RemoteWorkers {
     fn start(&self, rank: Rank) -> Result<(), Error> {
         self.stop(rank);
         lock(&self.epochs).started = true;
@@ -436,7 +448,7 @@ impl Crew for RemoteCrew {
         &self,
         rank: Rank,
         tag: u64,
-        message: &dyn Fn(Post) -> ToWorker,
+        message: &dyn Fn(WorkerSite) -> ToWorker,
     ) -> Result<bool, Error> {
         let worker_at = self.node_of(rank);
         let earlier = {
@@ -445,7 +457,7 @@ impl Crew for RemoteCrew {
                 return Ok(true);
             }
             let earlier = slot.take();
-            *slot = Slot::Starting;
+            *slot = SpareSlot::Starting;
             earlier
         };
         let made = self.prepared(rank, (tag, earlier), message);
@@ -478,7 +490,7 @@ impl Crew for RemoteCrew {
                 let plain = lock(&self.epochs).plain;
                 if plain && !self.is_trusted() {
                     // A trusted route was lost since; plaintext must not use another one.
-                    let source = Broken::new("the trusted way to other ranks is gone");
+                    let source = ConnectionError::new("the trusted way to other ranks is gone");
                     return Err(Error::Place { rank, source });
                 }
                 let addrs = self.seen_by(rank, addrs);
@@ -488,13 +500,13 @@ impl Crew for RemoteCrew {
         };
         let message = join.as_ref().unwrap_or(message);
         let sent = match line {
-            Some(line) => say(&*line, &ToHost::Worker(message)),
-            None => Err(Broken::new("no worker runs")),
+            Some(line) => send_message(&*line, &ToHost::Worker(message)),
+            None => Err(ConnectionError::new("no worker runs")),
         };
         sent.map_err(|source| Error::Place { rank, source })
     }
 
-    fn door(&self, rank: Rank) -> SocketAddr {
+    fn transfer_addr(&self, rank: Rank) -> SocketAddr {
         let seat = lock(self.seat(rank));
         let bind = seat.as_ref().map(|seat| seat.post.listen);
         drop(seat);
@@ -546,16 +558,16 @@ impl Crew for RemoteCrew {
         spares.into_iter().for_each(|spare| spare.seat.end());
     }
 
-    fn post(&self, rank: Rank) -> Post {
+    fn post(&self, rank: Rank) -> WorkerSite {
         let (own, is_all_here) = (self.own_listen(), self.is_all_here());
         let seat = lock(self.seat(rank));
         match &*seat {
-            Some(seat) if is_all_here => Post {
+            Some(seat) if is_all_here => WorkerSite {
                 listen: own,
                 ..seat.post.clone()
             },
             Some(seat) => seat.post.clone(),
-            None => Post {
+            None => WorkerSite {
                 listen: own,
                 model: self.model.name.clone().into(),
                 draft: None,
@@ -575,21 +587,21 @@ impl Crew for RemoteCrew {
     }
 }
 
-impl Drop for RemoteCrew {
+impl Drop for RemoteWorkers {
     fn drop(&mut self) {
         self.end(Duration::ZERO);
     }
 }
 
-impl fmt::Debug for RemoteCrew {
+impl fmt::Debug for RemoteWorkers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} workers on {:?}", self.seats.len(), self.places)
     }
 }
 
 /// State of the thread that receives a worker's messages.
-struct Reader {
-    line: Arc<dyn Line>,
+struct MessageReader {
+    line: Arc<dyn MessageConnection>,
     inbox: Arc<Inbox>,
     packing: Arc<Mutex<Packing>>,
     place: String,
@@ -598,11 +610,11 @@ struct Reader {
     worker: u64,
 }
 
-impl Reader {
+impl MessageReader {
     /// Puts the worker's events into the inbox until its connection ends, and sends heartbeats to
     /// its host.
     fn run(&self) {
-        let lost = self.hear_all();
+        let lost = self.receive_all();
         self.line.close();
         let reason = format!("{}: {lost}", self.place);
         let rank = self.rank;
@@ -612,26 +624,26 @@ impl Reader {
     }
 
     /// Receives until the connection ends; returns the reason.
-    fn hear_all(&self) -> Broken {
+    fn receive_all(&self) -> ConnectionError {
         let mut told = Instant::now();
-        let mut quiet = Silence::new(told, BEAT);
+        let mut quiet = SilenceTimer::new(told, BEAT);
         loop {
             if told.elapsed() >= BEAT {
-                if let Err(broken) = say(&*self.line, &ToHost::<ToWorker>::Beat) {
+                if let Err(broken) = send_message(&*self.line, &ToHost::<ToWorker>::Beat) {
                     return broken;
                 }
                 told = Instant::now();
             }
-            match hear::<FromHost>(&*self.line, BEAT) {
+            match receive_message::<FromHost>(&*self.line, BEAT) {
                 Ok(Some(news)) => {
                     quiet.heard(Instant::now());
-                    self.take(news);
+                    self.handle_message(news);
                 }
                 Ok(None) => {
                     let silence = quiet.pass(Instant::now());
                     if silence > SILENCE {
                         let silence = silence.as_secs_f64();
-                        return Broken::new(format!("no sign of life for {silence:.1} s"));
+                        return ConnectionError::new(format!("no sign of life for {silence:.1} s"));
                     }
                 }
                 Err(broken) => return broken,
@@ -639,7 +651,7 @@ impl Reader {
         }
     }
 
-    fn take(&self, news: FromHost) {
+    fn handle_message(&self, news: FromHost) {
         lock(&self.packing).hear(&news);
         if matches!(news, FromHost::Message(FromWorker::Prepared)) {
             return; // not for the instance
@@ -687,7 +699,7 @@ impl Inbox {
     }
 
     /// The doubted nodes since the last call, and whether a worker reported a failed epoch.
-    fn take_doubts(&self) -> (BTreeSet<NodeId>, bool) {
+    fn drain_suspects(&self) -> (BTreeSet<NodeId>, bool) {
         let mut held = lock(&self.state);
         let doubted = std::mem::take(&mut held.doubted);
         (doubted, std::mem::take(&mut held.failed))
@@ -734,12 +746,12 @@ mod tests {
 
     use super::super::line::pair;
     use super::*;
-    use crate::crew::line::MemoryLine;
+    use crate::crew::line::MemoryConnection;
 
     /// Hosts, one at a time: each hands out a connection whose other end the test has.
     #[derive(Debug)]
-    struct Lines {
-        lines: Mutex<VecDeque<MemoryLine>>,
+    struct FakeWorkerHosts {
+        lines: Mutex<VecDeque<MemoryConnection>>,
         settled: Arc<Settled>,
     }
 
@@ -747,12 +759,12 @@ mod tests {
     /// routes were trusted.
     type Settled = Mutex<Vec<(usize, Option<usize>)>>;
 
-    impl Places for Lines {
-        fn open(&self, _: Rank) -> Result<Place, String> {
+    impl WorkerHosts for FakeWorkerHosts {
+        fn open(&self, _: Rank) -> Result<WorkerHost, String> {
             let mut lines = lock(&self.lines);
             let left = lines.len() as u8;
             let line = lines.pop_front().ok_or("no machine is left")?;
-            Ok(Place {
+            Ok(WorkerHost {
                 name: "quokka".to_owned(),
                 node: NodeId([left; 16]), // each is another one
                 line: Box::new(line),
@@ -763,7 +775,7 @@ mod tests {
             true
         }
 
-        fn open_spare(&self, rank: Rank) -> Result<Place, String> {
+        fn open_spare(&self, rank: Rank) -> Result<WorkerHost, String> {
             self.open(rank)
         }
 
@@ -785,23 +797,23 @@ mod tests {
 
     const WAIT: Duration = Duration::from_secs(5);
 
-    fn crew<const N: usize>() -> (RemoteCrew, [MemoryLine; N]) {
+    fn crew<const N: usize>() -> (RemoteWorkers, [MemoryConnection; N]) {
         let (crew, hosts, _) = crew_of(1);
         (crew, hosts)
     }
 
-    fn crew_of<const N: usize>(ranks: u32) -> (RemoteCrew, [MemoryLine; N], Arc<Settled>) {
+    fn crew_of<const N: usize>(ranks: u32) -> (RemoteWorkers, [MemoryConnection; N], Arc<Settled>) {
         let (lines, hosts): (Vec<_>, Vec<_>) = (0..N).map(|_| pair()).unzip();
         let model = ModelName {
             name: "smollm2".to_owned(),
             sha256: String::new(),
         };
         let settled = Arc::<Settled>::default();
-        let lines = Lines {
+        let lines = FakeWorkerHosts {
             lines: Mutex::new(lines.into()),
             settled: Arc::clone(&settled),
         };
-        let crew = RemoteCrew::new(Box::new(lines), model, ranks, None);
+        let crew = RemoteWorkers::new(Box::new(lines), model, ranks, None);
         (crew, hosts.try_into().unwrap(), settled)
     }
 
@@ -817,8 +829,8 @@ mod tests {
         }
     }
 
-    fn is_packed(crew: &RemoteCrew) -> bool {
-        matches!(&*lock(crew.slot(Rank(0))), Slot::Kept(spare) if spare.is_packed())
+    fn is_packed(crew: &RemoteWorkers) -> bool {
+        matches!(&*lock(crew.slot(Rank(0))), SpareSlot::Kept(spare) if spare.is_packed())
     }
 
     /// Waits for the receiving thread.
@@ -833,7 +845,7 @@ mod tests {
     #[test]
     fn a_worker_is_started_heard_and_replaced_when_its_machine_is_gone() {
         let (crew, [first, second]) = crew();
-        say(&first, &started()).unwrap();
+        send_message(&first, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
         let post = crew.post(Rank(0));
         assert_eq!(post.listen, SocketAddr::from(([0, 0, 0, 0], 0)));
@@ -844,7 +856,7 @@ mod tests {
         assert_eq!(post.adapters, [PathBuf::from("/there/poet.gguf")]);
 
         let listening = FromWorker::Listening { addr: post.listen };
-        say(&first, &FromHost::Message(listening.clone())).unwrap();
+        send_message(&first, &FromHost::Message(listening.clone())).unwrap();
         let expected = Event::Message {
             rank: Rank(0),
             message: listening,
@@ -854,12 +866,12 @@ mod tests {
         let lost = crew.receive(WAIT).unwrap().to_string();
         assert_eq!(lost, "rank 0 on quokka: the line is closed");
 
-        say(&second, &started()).unwrap();
+        send_message(&second, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
         crew.send(Rank(0), &ToWorker::Leave).unwrap();
         let mut heard = Vec::new();
         while !matches!(heard.last(), Some(ToHost::Worker(ToWorker::Leave))) {
-            heard.extend(hear::<ToHost>(&second, WAIT).unwrap());
+            heard.extend(receive_message::<ToHost>(&second, WAIT).unwrap());
         }
         assert!(matches!(heard[0], ToHost::Start { .. }), "{heard:?}");
         let error = crew.start(Rank(0)).unwrap_err().to_string();
@@ -869,10 +881,10 @@ mod tests {
     #[test]
     fn a_spare_takes_the_place_of_a_lost_worker_and_keeps_its_line() {
         let (crew, [first, second]) = crew();
-        say(&first, &started()).unwrap();
+        send_message(&first, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
-        say(&second, &started()).unwrap();
-        let message = |post: Post| {
+        send_message(&second, &started()).unwrap();
+        let message = |post: WorkerSite| {
             assert_eq!(post.model.to_str(), Some("/there/model.gguf"));
             ToWorker::Measure
         };
@@ -880,9 +892,9 @@ mod tests {
         assert!(crew.keep_spare(Rank(0), 1, &message).unwrap(), "the same");
         assert!(crew.keep_spare(Rank(0), 2, &message).unwrap());
         let loading = FromWorker::Loading { done: 1, of: 2 };
-        say(&second, &FromHost::Message(loading)).unwrap();
-        say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
-        say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+        send_message(&second, &FromHost::Message(loading)).unwrap();
+        send_message(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+        send_message(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
         until("both are heard", || is_packed(&crew));
         first.close();
         let lost = crew.receive(WAIT).unwrap().to_string();
@@ -894,7 +906,7 @@ mod tests {
         let left = FromWorker::Listening {
             addr: SocketAddr::from(([10, 0, 0, 7], 1)),
         };
-        say(&second, &FromHost::Message(left.clone())).unwrap();
+        send_message(&second, &FromHost::Message(left.clone())).unwrap();
         let expected = Event::Message {
             rank: Rank(0),
             message: left,
@@ -913,7 +925,7 @@ mod tests {
         let mut prepared = 0;
         crew.send(Rank(0), &ToWorker::Leave).unwrap();
         loop {
-            match hear::<ToHost>(&second, WAIT).unwrap() {
+            match receive_message::<ToHost>(&second, WAIT).unwrap() {
                 Some(ToHost::Worker(ToWorker::Measure)) => prepared += 1,
                 Some(ToHost::Worker(ToWorker::Leave)) => break,
                 _ => {}
@@ -932,19 +944,19 @@ mod tests {
     #[test]
     fn a_spare_that_is_not_packed_waits_on_while_a_new_worker_starts() {
         let (crew, [first, second, third]) = crew();
-        say(&first, &started()).unwrap();
+        send_message(&first, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
         assert!(crew.lacks_spare(Rank(0), 1));
-        say(&second, &started()).unwrap();
+        send_message(&second, &started()).unwrap();
         assert!(crew.keep_spare(Rank(0), 1, &|_| ToWorker::Measure).unwrap());
         assert!(!crew.lacks_spare(Rank(0), 1));
         assert!(crew.lacks_spare(Rank(0), 2), "prepared for another tag");
 
-        say(&third, &started()).unwrap();
+        send_message(&third, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
         let at = crew.node_of(Rank(0));
         assert_eq!(at, Some(NodeId([1; 16])), "the third machine");
-        say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+        send_message(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
         until("it is packed", || is_packed(&crew));
         crew.start(Rank(0)).unwrap();
         let at = crew.node_of(Rank(0));
@@ -962,16 +974,16 @@ mod tests {
         let silence = Duration::from_secs(2);
         for lost in [FromHost::Message(failed), FromHost::Silent { silence }] {
             let (crew, [first, second, third]) = crew();
-            say(&first, &started()).unwrap();
+            send_message(&first, &started()).unwrap();
             crew.start(Rank(0)).unwrap();
-            say(&second, &started()).unwrap();
-            let message = |_: Post| ToWorker::Measure;
+            send_message(&second, &started()).unwrap();
+            let message = |_: WorkerSite| ToWorker::Measure;
             assert!(crew.keep_spare(Rank(0), 1, &message).unwrap());
-            say(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
+            send_message(&second, &FromHost::Message(FromWorker::Prepared)).unwrap();
             until("it is packed", || is_packed(&crew));
-            say(&second, &lost).unwrap();
+            send_message(&second, &lost).unwrap();
             until("it is lost", || crew.lacks_spare(Rank(0), 1));
-            say(&third, &started()).unwrap();
+            send_message(&third, &started()).unwrap();
             assert!(crew.keep_spare(Rank(0), 1, &message).unwrap());
             assert!(!is_packed(&crew), "another one");
             let error = crew.start(Rank(0)).unwrap_err().to_string();
@@ -983,9 +995,9 @@ mod tests {
     #[test]
     fn ways_are_doubted_where_a_line_broke_or_no_worker_was_lost() {
         let (crew, [first, second, third], settled) = crew_of(2);
-        say(&first, &started()).unwrap();
+        send_message(&first, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
-        say(&second, &started()).unwrap();
+        send_message(&second, &started()).unwrap();
         crew.start(Rank(1)).unwrap();
         let epoch = |number| {
             lock(&crew.epochs).assigned = number;
@@ -1001,15 +1013,15 @@ mod tests {
             reason: "rank 1 is silent".to_owned(),
             blamed: Some(1),
         };
-        say(&first, &FromHost::Message(failed.clone())).unwrap();
+        send_message(&first, &FromHost::Message(failed.clone())).unwrap();
         crew.receive(WAIT).unwrap();
         assert_eq!(epoch(3), [(2, Some(2))], "all workers live");
 
-        say(&first, &FromHost::Message(failed)).unwrap();
+        send_message(&first, &FromHost::Message(failed)).unwrap();
         crew.receive(WAIT).unwrap();
         second.close();
         crew.receive(WAIT).unwrap();
-        say(&third, &started()).unwrap();
+        send_message(&third, &started()).unwrap();
         crew.start(Rank(1)).unwrap();
         assert_eq!(epoch(4), [(2, Some(0))], "the lost node is no part of it");
         first.close();
@@ -1020,22 +1032,24 @@ mod tests {
     #[test]
     fn an_end_does_not_wait_for_a_spare_that_is_starting() {
         let (crew, [first, second]) = crew();
-        say(&first, &started()).unwrap();
+        send_message(&first, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
         std::thread::scope(|scope| {
             let keep = || crew.keep_spare(Rank(0), 1, &|_| ToWorker::Measure).unwrap();
             let kept = scope.spawn(keep);
-            let asked = hear::<ToHost>(&second, WAIT).unwrap();
+            let asked = receive_message::<ToHost>(&second, WAIT).unwrap();
             assert!(matches!(asked, Some(ToHost::Start { .. })), "{asked:?}");
             // That machine has up to START_LIMIT to answer, and does so only after the end.
             let began = Instant::now();
             crew.end(Duration::ZERO);
             assert!(began.elapsed() < START_LIMIT / 2);
-            say(&second, &started()).unwrap();
+            send_message(&second, &started()).unwrap();
             assert!(!kept.join().unwrap(), "it comes too late");
         });
-        while hear::<ToHost>(&second, WAIT).is_ok_and(|heard| heard.is_some()) {}
-        let ended = hear::<ToHost>(&second, WAIT).unwrap_err().to_string();
+        while receive_message::<ToHost>(&second, WAIT).is_ok_and(|heard| heard.is_some()) {}
+        let ended = receive_message::<ToHost>(&second, WAIT)
+            .unwrap_err()
+            .to_string();
         assert_eq!(ended, "the line is closed");
     }
 
@@ -1043,13 +1057,13 @@ mod tests {
     fn a_machine_that_refuses_or_is_silent_is_named() {
         let (crew, [first, second]) = crew();
         let reason = "there is no model \"smollm2\" here".to_owned();
-        say(&first, &FromHost::Refused { reason }).unwrap();
+        send_message(&first, &FromHost::Refused { reason }).unwrap();
         let error = crew.start(Rank(0)).unwrap_err().to_string();
         assert_eq!(
             error,
             "rank 0 on quokka: there is no model \"smollm2\" here"
         );
-        say(&second, &started()).unwrap();
+        send_message(&second, &started()).unwrap();
         crew.start(Rank(0)).unwrap();
         let began = Stopwatch::start();
         let lost = crew.receive(WAIT).unwrap().to_string();

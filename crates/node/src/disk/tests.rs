@@ -16,8 +16,8 @@ fn cache(folder: &Path) -> DiskCache {
     }
 }
 
-fn page(disk: &Disk, i: u32) -> KeptPage {
-    KeptPage {
+fn page(disk: &Disk, i: u32) -> PersistedPage {
+    PersistedPage {
         name: disk.name(&PageName::default(), &[i; 64]),
         index: i,
         pool: i % 3,
@@ -96,7 +96,7 @@ fn a_file_that_is_not_whole_is_ignored() {
     assert!(disk.get(&page, &mut into));
     assert!(!disk.get(&page, &mut [0; 39]), "a page of other sizes");
     // The page of another sequence under this one's name.
-    let other = KeptPage {
+    let other = PersistedPage {
         name: disk.name(&page.name, &[1; 64]),
         ..page
     };
@@ -126,7 +126,7 @@ fn the_folder_is_private_and_foreign_files_are_left_alone() {
     };
     let mut disk = Disk::in_space(&small, "model").unwrap();
     assert_eq!(disk.here.len(), 1);
-    let another = KeptPage { pool: 9, ..page };
+    let another = PersistedPage { pool: 9, ..page };
     disk.put(&another, &[1; 10]); // sweeps before it writes
     settle(&disk);
     assert!(foreign.exists());

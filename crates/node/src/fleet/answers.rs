@@ -19,12 +19,14 @@ use std::time::{Duration, Instant};
 use paceline_base::{KernelClass, lock};
 use paceline_cluster::nodes::InstanceId;
 use paceline_cluster::nodes::agent::Kind;
-use paceline_engine::{Failure, Reply, Request, Service, Sink, State, Status, Ticket};
+use paceline_engine::{
+    GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+};
 use serde::{Deserialize, Serialize};
 
 use super::{Inner, report};
 use crate::Instance;
-use crate::crew::line::{Broken, Line, hear, pair, say};
+use crate::crew::line::{ConnectionError, MessageConnection, pair, receive_message, send_message};
 
 /// Queued replies of an owner. It drops an ingress that falls further behind.
 const REPLIES_MAX: usize = 16_384;
@@ -53,19 +55,19 @@ enum ToOwner {
     Instance(u64),
     Submit {
         ticket: Ticket,
-        request: Box<Request>,
+        request: Box<GenerationRequest>,
         tokens: Vec<u32>,
     },
     Cancel(Ticket),
 }
 
 #[derive(Serialize, Deserialize)]
-enum ToEntry {
+enum ToIngress {
     /// The answer to `Instance`.
     Ready,
     Reply(Ticket, Reply),
     /// Status of the instance, with the requests of every ingress.
-    Stand(Status),
+    Stand(ServiceStatus),
     /// Name of the split; sent after `Ready`, and before the first reply after a change.
     Split(String),
 }
@@ -73,27 +75,27 @@ enum ToEntry {
 /// Reads `bytes` as messages between an ingress and an owner, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<ToOwner>(bytes);
-    let _ = serde_json::from_slice::<ToEntry>(bytes);
+    let _ = serde_json::from_slice::<ToIngress>(bytes);
 }
 
 /// Serves an ingress until its connection closes.
-pub(super) fn answer(inner: &Arc<Inner>, line: &Arc<dyn Line>) {
-    let id = match hear(&**line, LOOK_EVERY * 10) {
+pub(super) fn answer(inner: &Arc<Inner>, line: &Arc<dyn MessageConnection>) {
+    let id = match receive_message(&**line, LOOK_EVERY * 10) {
         Ok(Some(ToOwner::Instance(id))) => InstanceId(id),
         _ => return line.close(),
     };
     if let Some(instance) = inner.ready_instance(id) {
         let answers = || inner.answers_with(id, &instance);
         // The ingress sees the closed connection.
-        let _: Result<(), Broken> = serve(line, &instance, &answers);
+        let _: Result<(), ConnectionError> = serve(line, &instance, &answers);
     }
     line.close();
 }
 
 /// A connection to this node's own instances.
-pub(super) fn here(inner: &Arc<Inner>) -> Option<Arc<dyn Line>> {
+pub(super) fn here(inner: &Arc<Inner>) -> Option<Arc<dyn MessageConnection>> {
     let (line, there) = pair();
-    let (inner, there): (_, Arc<dyn Line>) = (Arc::clone(inner), Arc::new(there));
+    let (inner, there): (_, Arc<dyn MessageConnection>) = (Arc::clone(inner), Arc::new(there));
     let thread = std::thread::Builder::new().name("answers".to_owned());
     thread.spawn(move || answer(&inner, &there)).ok()?;
     Some(Arc::new(line))
@@ -101,25 +103,25 @@ pub(super) fn here(inner: &Arc<Inner>) -> Option<Arc<dyn Line>> {
 
 /// `answers`: whether the instance still answers, and no successor has replaced it.
 fn serve(
-    line: &Arc<dyn Line>,
+    line: &Arc<dyn MessageConnection>,
     instance: &Instance,
     answers: &dyn Fn() -> bool,
-) -> Result<(), Broken> {
-    say(&**line, &ToEntry::Ready)?;
+) -> Result<(), ConnectionError> {
+    send_message(&**line, &ToIngress::Ready)?;
     let mut split = String::new();
-    say_split(&**line, instance, &mut split)?;
-    let (replies, queue) = sync_channel::<ToEntry>(REPLIES_MAX);
+    send_split(&**line, instance, &mut split)?;
+    let (replies, queue) = sync_channel::<ToIngress>(REPLIES_MAX);
     let open: Mutex<BTreeMap<Ticket, Ticket>> = Mutex::default();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             for message in queue {
                 let told = match message {
-                    ToEntry::Reply(_, Reply::PromptRead { .. }) => {
-                        say_split(&**line, instance, &mut split)
+                    ToIngress::Reply(_, Reply::PromptRead { .. }) => {
+                        send_split(&**line, instance, &mut split)
                     }
                     _ => Ok(()),
                 };
-                if told.and_then(|()| say(&**line, &message)).is_err() {
+                if told.and_then(|()| send_message(&**line, &message)).is_err() {
                     line.close();
                     break;
                 }
@@ -135,33 +137,37 @@ fn serve(
 }
 
 /// Sends the name of the split if it differs from `told`, the last one sent.
-fn say_split(line: &dyn Line, instance: &Instance, told: &mut String) -> Result<(), Broken> {
+fn send_split(
+    line: &dyn MessageConnection,
+    instance: &Instance,
+    told: &mut String,
+) -> Result<(), ConnectionError> {
     let split = instance.split().to_string();
     if *told == split {
         return Ok(());
     }
     told.clone_from(&split);
-    say(line, &ToEntry::Split(split))
+    send_message(line, &ToIngress::Split(split))
 }
 
 /// Receives an ingress's requests until its connection closes, and sends it status updates.
 fn listen(
-    line: &Arc<dyn Line>,
+    line: &Arc<dyn MessageConnection>,
     (instance, answers): (&Instance, &dyn Fn() -> bool),
     open: &Mutex<BTreeMap<Ticket, Ticket>>,
-    replies: &SyncSender<ToEntry>,
-) -> Result<(), Broken> {
+    replies: &SyncSender<ToIngress>,
+) -> Result<(), ConnectionError> {
     let mut told = None;
     loop {
         let status = instance.status();
         if told.as_ref() != Some(&status) {
             // If the queue is full, replies have priority over the status.
-            let sent = replies.try_send(ToEntry::Stand(status.clone()));
+            let sent = replies.try_send(ToIngress::Stand(status.clone()));
             told = sent.is_ok().then_some(status);
         }
-        let heard = hear(&**line, LOOK_EVERY)?;
+        let heard = receive_message(&**line, LOOK_EVERY)?;
         if !answers() {
-            return Err(Broken::new("the instance is another one now"));
+            return Err(ConnectionError::new("the instance is another one now"));
         }
         match heard {
             Some(ToOwner::Submit {
@@ -174,7 +180,9 @@ fn listen(
                     instance.cancel(own);
                 }
             }
-            Some(ToOwner::Instance(_)) => return Err(Broken::new("the entry said it twice")),
+            Some(ToOwner::Instance(_)) => {
+                return Err(ConnectionError::new("the entry said it twice"));
+            }
             None => {}
         }
     }
@@ -182,22 +190,22 @@ fn listen(
 
 /// Submits a request of an ingress to the instance.
 fn submit(
-    line: &Arc<dyn Line>,
+    line: &Arc<dyn MessageConnection>,
     instance: &Instance,
     open: &Mutex<BTreeMap<Ticket, Ticket>>,
-    replies: &SyncSender<ToEntry>,
-    (ticket, request, tokens): (Ticket, Request, Vec<u32>),
+    replies: &SyncSender<ToIngress>,
+    (ticket, request, tokens): (Ticket, GenerationRequest, Vec<u32>),
 ) {
     let refuse = |failure| {
         // A full queue has closed the connection.
-        let _: Result<(), _> = replies.try_send(ToEntry::Reply(ticket, Reply::Failed(failure)));
+        let _: Result<(), _> = replies.try_send(ToIngress::Reply(ticket, Reply::Failed(failure)));
     };
     if lock(open).len() >= OPEN_MAX {
-        return refuse(Failure::Busy { waiting: OPEN_MAX });
+        return refuse(RequestFailure::Busy { waiting: OPEN_MAX });
     }
     let (out, close) = (replies.clone(), Arc::clone(line));
     let sink: Sink = Box::new(move |reply| {
-        if out.try_send(ToEntry::Reply(ticket, reply)).is_err() {
+        if out.try_send(ToIngress::Reply(ticket, reply)).is_err() {
             close.close(); // too far behind, or gone
         }
     });
@@ -209,13 +217,15 @@ fn submit(
 
 /// Receives the owner's first two messages after `Ready`: split and status. The owner has both at
 /// hand, so the wait is short.
-fn introduction(line: &dyn Line) -> Result<(Option<String>, Option<Status>), Broken> {
+fn introduction(
+    line: &dyn MessageConnection,
+) -> Result<(Option<String>, Option<ServiceStatus>), ConnectionError> {
     let mut cut = None;
     let begun = Instant::now();
     while begun.elapsed() < LOOK_EVERY {
-        match hear(line, LOOK_EVERY)? {
-            Some(ToEntry::Split(split)) => cut = Some(split),
-            Some(ToEntry::Stand(status)) => return Ok((cut, Some(status))),
+        match receive_message(line, LOOK_EVERY)? {
+            Some(ToIngress::Split(split)) => cut = Some(split),
+            Some(ToIngress::Stand(status)) => return Ok((cut, Some(status))),
             _ => {}
         }
     }
@@ -223,10 +233,10 @@ fn introduction(line: &dyn Line) -> Result<(Option<String>, Option<Status>), Bro
 }
 
 /// Failover to other instances of the same model.
-pub(super) trait Relief: Send + Sync {
+pub(super) trait RequestFailover: Send + Sync {
     /// Moves the requests of an ingress whose instance does not answer to other instances. Returns
     /// whether any moved. The ingress's own thread calls this, so no reply to them is in flight.
-    fn relieve(&self, from: &Entry) -> bool;
+    fn relieve(&self, from: &Ingress) -> bool;
 }
 
 /// Name of the split before an owner has sent one.
@@ -234,24 +244,24 @@ pub(super) const UNKNOWN: &str = "unknown";
 
 /// A remote instance as a local service. Dropping it moves open requests to the failover target and
 /// loses the rest.
-pub(super) struct Remote {
-    pub(super) entry: Arc<Entry>,
+pub(super) struct IngressService {
+    pub(super) entry: Arc<Ingress>,
 }
 
 /// This node's requests for one instance, and the connection to its owner.
-pub(super) struct Entry {
+pub(super) struct Ingress {
     id: InstanceId,
-    relief: Option<Weak<dyn Relief>>,
+    relief: Option<Weak<dyn RequestFailover>>,
     last_ticket: AtomicU64,
-    state: Mutex<Open>,
+    state: Mutex<IngressState>,
     over: AtomicBool,
 }
 
 #[derive(Default)]
-struct Open {
-    requests: BTreeMap<Ticket, Asked>,
+struct IngressState {
+    requests: BTreeMap<Ticket, IngressRequest>,
     /// To the owner, while there is one.
-    line: Option<Arc<dyn Line>>,
+    line: Option<Arc<dyn MessageConnection>>,
     /// Whether the instance answers, by the owner's last status.
     answers: bool,
     /// Running requests of other nodes, by the owner's last status.
@@ -264,17 +274,17 @@ struct Open {
     split: Option<String>,
 }
 
-impl Open {
+impl IngressState {
     /// Sends a message to the owner. If there is none or it is lost, `connect` sends all state to
     /// the next one.
-    fn tell(&self, message: &ToOwner) {
+    fn send_to_owner(&self, message: &ToOwner) {
         if let Some(line) = &self.line {
-            let _: Result<(), _> = say(&**line, message);
+            let _: Result<(), _> = send_message(&**line, message);
         }
     }
 
     /// Whether answers of the owner's kernel class can continue on another instance.
-    fn goes_on(&self) -> bool {
+    fn can_resume(&self) -> bool {
         let class = self
             .kind
             .as_ref()
@@ -283,42 +293,42 @@ impl Open {
     }
 
     /// Decides about a request that the owner returned.
-    fn settle(&mut self, ticket: Ticket) -> Option<Settled> {
+    fn settle(&mut self, ticket: Ticket) -> Option<IngressOutcome> {
         let asked = self.requests.get_mut(&ticket)?;
         let (_, failure) = asked.given_back.take()?;
-        let is_refused = matches!(failure, Failure::Unavailable { .. });
+        let is_refused = matches!(failure, RequestFailure::Unavailable { .. });
         if is_refused && self.answers && asked.again < AGAIN_MAX {
             asked.again += 1;
-            return Some(Settled::Again(asked.submit(ticket)));
+            return Some(IngressOutcome::Again(asked.submit(ticket)));
         }
         let asked = self.requests.remove(&ticket)?;
-        Some(Settled::Over(asked, failure))
+        Some(IngressOutcome::Over(asked, failure))
     }
 }
 
 /// A request and its answer so far.
-pub(super) struct Asked {
-    request: Box<Request>,
+pub(super) struct IngressRequest {
+    request: Box<GenerationRequest>,
     tokens: Vec<u32>,
     prompt_read: bool,
     sink: Option<Sink>,
     /// When the owner returned it, and its reason.
-    given_back: Option<(Instant, Failure)>,
+    given_back: Option<(Instant, RequestFailure)>,
     /// Resubmissions since then.
     again: u8,
 }
 
 /// Decision about a returned request.
-enum Settled {
+enum IngressOutcome {
     /// Submit it again.
     Again(ToOwner),
     /// Report the failure to its caller.
-    Over(Asked, Failure),
+    Over(IngressRequest, RequestFailure),
 }
 
-impl Asked {
+impl IngressRequest {
     /// A request whose caller already has `tokens` of the answer.
-    pub(super) fn new(request: Request, tokens: Vec<u32>, sink: Sink) -> Self {
+    pub(super) fn new(request: GenerationRequest, tokens: Vec<u32>, sink: Sink) -> Self {
         Self {
             request: Box::new(request),
             prompt_read: !tokens.is_empty(),
@@ -359,7 +369,7 @@ impl Asked {
     }
 }
 
-impl Remote {
+impl IngressService {
     /// Starts a thread that keeps a connection to the current owner.
     ///
     /// # Errors
@@ -367,9 +377,9 @@ impl Remote {
     pub(super) fn start(
         inner: &Arc<Inner>,
         id: InstanceId,
-        relief: Option<Weak<dyn Relief>>,
+        relief: Option<Weak<dyn RequestFailover>>,
     ) -> std::io::Result<Self> {
-        let entry = Arc::new(Entry {
+        let entry = Arc::new(Ingress {
             id,
             relief,
             last_ticket: AtomicU64::new(0),
@@ -383,7 +393,7 @@ impl Remote {
     }
 }
 
-impl Entry {
+impl Ingress {
     pub(super) const fn id(&self) -> InstanceId {
         self.id
     }
@@ -408,7 +418,7 @@ impl Entry {
 
     /// Accepts a request of a client or of another ingress. Returns it at [`OPEN_MAX`] open
     /// requests, or after the end.
-    pub(super) fn take(&self, ticket: Ticket, asked: Asked) -> Result<(), Asked> {
+    pub(super) fn take(&self, ticket: Ticket, asked: IngressRequest) -> Result<(), IngressRequest> {
         let mut state = lock(&self.state);
         if state.is_over || state.requests.len() >= OPEN_MAX {
             return Err(asked);
@@ -417,18 +427,18 @@ impl Entry {
         (asked.given_back, asked.again) = (None, 0);
         let submit = asked.submit(ticket);
         state.requests.insert(ticket, asked);
-        state.tell(&submit);
+        state.send_to_owner(&submit);
         Ok(())
     }
 
     /// Why [`take`](Self::take) returns a request.
-    pub(super) fn refusal(&self) -> Failure {
+    pub(super) fn refusal(&self) -> RequestFailure {
         let state = lock(&self.state);
         match state.is_over {
-            true => Failure::Unavailable {
+            true => RequestFailure::Unavailable {
                 reason: "the model was unloaded".to_owned(),
             },
-            false => Failure::Busy {
+            false => RequestFailure::Busy {
                 waiting: state.requests.len(),
             },
         }
@@ -438,18 +448,18 @@ impl Entry {
     pub(super) fn cancel(&self, ticket: Ticket) {
         let mut state = lock(&self.state);
         if state.requests.remove(&ticket).is_some() {
-            state.tell(&ToOwner::Cancel(ticket));
+            state.send_to_owner(&ToOwner::Cancel(ticket));
         }
     }
 
     /// Removes and returns all open requests, for a [`Relief`]. It returns unplaced ones by
     /// [`keep`](Self::keep).
-    pub(super) fn give_up(&self) -> BTreeMap<Ticket, Asked> {
+    pub(super) fn give_up(&self) -> BTreeMap<Ticket, IngressRequest> {
         std::mem::take(&mut lock(&self.state).requests)
     }
 
     /// Puts a request back that [`give_up`](Self::give_up) removed.
-    pub(super) fn keep(&self, ticket: Ticket, asked: Asked) {
+    pub(super) fn keep(&self, ticket: Ticket, asked: IngressRequest) {
         lock(&self.state).requests.insert(ticket, asked);
     }
 
@@ -490,10 +500,10 @@ impl Entry {
     }
 
     /// Connects to the owner, if it has the instance, and submits all open requests.
-    fn connect(&self, inner: &Arc<Inner>) -> Option<Arc<dyn Line>> {
+    fn connect(&self, inner: &Arc<Inner>) -> Option<Arc<dyn MessageConnection>> {
         let line = inner.reach_owner(self.id)?;
-        say(&*line, &ToOwner::Instance(self.id.0)).ok()?;
-        let Ok(Some(ToEntry::Ready)) = hear(&*line, LOOK_EVERY * 10) else {
+        send_message(&*line, &ToOwner::Instance(self.id.0)).ok()?;
+        let Ok(Some(ToIngress::Ready)) = receive_message(&*line, LOOK_EVERY * 10) else {
             return None;
         };
         let (split, stand) = introduction(&*line).ok()?;
@@ -505,7 +515,7 @@ impl Entry {
         (state.answers, state.others, state.kind) = (true, 0, kind);
         for (ticket, asked) in &mut state.requests {
             (asked.given_back, asked.again) = (None, 0);
-            say(&*line, &asked.submit(*ticket)).ok()?;
+            send_message(&*line, &asked.submit(*ticket)).ok()?;
         }
         state.line = Some(Arc::clone(&line));
         drop(state);
@@ -516,12 +526,12 @@ impl Entry {
     }
 
     /// Delivers replies until the connection breaks or the requests have moved.
-    fn converse(&self, line: &dyn Line) {
+    fn converse(&self, line: &dyn MessageConnection) {
         while !self.over.load(Ordering::SeqCst) {
-            match hear(line, LOOK_EVERY) {
-                Ok(Some(ToEntry::Reply(ticket, reply))) => self.deliver(ticket, reply),
-                Ok(Some(ToEntry::Stand(status))) => self.learn(&status),
-                Ok(Some(ToEntry::Split(split))) => lock(&self.state).split = Some(split),
+            match receive_message(line, LOOK_EVERY) {
+                Ok(Some(ToIngress::Reply(ticket, reply))) => self.deliver(ticket, reply),
+                Ok(Some(ToIngress::Stand(status))) => self.learn(&status),
+                Ok(Some(ToIngress::Split(split))) => lock(&self.state).split = Some(split),
                 Ok(_) => {}
                 Err(_) => break,
             }
@@ -535,7 +545,7 @@ impl Entry {
     }
 
     /// Stores the owner's status.
-    fn learn(&self, status: &Status) {
+    fn learn(&self, status: &ServiceStatus) {
         let mut state = lock(&self.state);
         state.answers = status.state == State::Ready;
         let all = status.running + status.waiting;
@@ -552,7 +562,7 @@ impl Entry {
     /// Resubmits or fails the requests that the owner has returned.
     fn settle(&self) {
         let mut state = lock(&self.state);
-        let (answers, goes_on) = (state.answers, state.goes_on());
+        let (answers, goes_on) = (state.answers, state.can_resume());
         let settled = state.requests.iter();
         let settled = settled.filter(|(_, asked)| asked.is_settled(answers, goes_on));
         let tickets: Vec<Ticket> = settled.map(|(ticket, _)| *ticket).collect();
@@ -560,9 +570,9 @@ impl Entry {
         for ticket in tickets {
             // Sent under the lock, so that a concurrent cancel cannot overtake it.
             match state.settle(ticket) {
-                Some(Settled::Again(submit)) => state.tell(&submit),
-                Some(Settled::Over(asked, failure)) => {
-                    state.tell(&ToOwner::Cancel(ticket)); // the owner forgets it
+                Some(IngressOutcome::Again(submit)) => state.send_to_owner(&submit),
+                Some(IngressOutcome::Over(asked, failure)) => {
+                    state.send_to_owner(&ToOwner::Cancel(ticket)); // the owner forgets it
                     over.push((asked, failure));
                 }
                 None => {}
@@ -588,13 +598,15 @@ impl Entry {
                 asked.again = 0;
             }
             // A departing owner sends the same failure; then the next owner continues.
-            Reply::Failed(failure @ (Failure::Lost { .. } | Failure::Unavailable { .. })) => {
+            Reply::Failed(
+                failure @ (RequestFailure::Lost { .. } | RequestFailure::Unavailable { .. }),
+            ) => {
                 asked.given_back = Some((Instant::now(), failure.clone()));
                 return;
             }
             Reply::Finished { .. } | Reply::Failed(_) => {
                 let asked = state.requests.remove(&ticket);
-                state.tell(&ToOwner::Cancel(ticket)); // the owner forgets it
+                state.send_to_owner(&ToOwner::Cancel(ticket)); // the owner forgets it
                 drop(state);
                 if let Some(mut sink) = asked.and_then(|asked| asked.sink) {
                     sink(reply);
@@ -618,7 +630,7 @@ impl Entry {
         let all = std::mem::take(&mut lock(&self.state).requests);
         for mut sink in all.into_values().filter_map(|asked| asked.sink) {
             let reason = reason.to_owned();
-            sink(Reply::Failed(Failure::Lost { reason }));
+            sink(Reply::Failed(RequestFailure::Lost { reason }));
         }
     }
 
@@ -628,11 +640,11 @@ impl Entry {
     }
 
     /// Status of the instance as this node sees it.
-    pub(super) fn status(&self) -> Status {
+    pub(super) fn status(&self) -> ServiceStatus {
         let state = lock(&self.state);
         let started = state.requests.values().filter(|asked| asked.prompt_read);
         let running = started.count();
-        Status {
+        ServiceStatus {
             state: match &state.line {
                 Some(_) => State::Ready,
                 None => State::Recovering("no node owns the model at the moment".to_owned()),
@@ -643,16 +655,16 @@ impl Entry {
     }
 }
 
-impl Service for Remote {
+impl Service for IngressService {
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         let entry = &self.entry;
         let ticket = Ticket(entry.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
-        let taken = entry.take(ticket, Asked::new(request, tokens, sink));
+        let taken = entry.take(ticket, IngressRequest::new(request, tokens, sink));
         taken.map(|()| ticket).map_err(|_| entry.refusal())
     }
 
@@ -664,18 +676,18 @@ impl Service for Remote {
         self.entry.cut().unwrap_or_else(|| UNKNOWN.to_owned())
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ServiceStatus {
         self.entry.status()
     }
 }
 
-impl Drop for Remote {
+impl Drop for IngressService {
     fn drop(&mut self) {
         self.entry.over.store(true, Ordering::SeqCst);
     }
 }
 
-impl fmt::Debug for Remote {
+impl fmt::Debug for IngressService {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "instance {} of another node", self.entry.id)
     }
@@ -685,15 +697,15 @@ impl fmt::Debug for Remote {
 #[cfg(test)]
 pub(super) mod testing {
     use super::*;
-    use crate::crew::line::MemoryLine;
+    use crate::crew::line::MemoryConnection;
 
     /// The owner's end of an ingress's connection.
-    pub(in crate::fleet) struct Owner(MemoryLine);
+    pub(in crate::fleet) struct FakeOwner(MemoryConnection);
 
-    impl Owner {
+    impl FakeOwner {
         /// The ingress's next message, such as `submit 1 after [7]`, if there is one.
         pub(in crate::fleet) fn heard(&self) -> Option<String> {
-            match hear(&self.0, Duration::ZERO) {
+            match receive_message(&self.0, Duration::ZERO) {
                 Ok(Some(ToOwner::Submit { ticket, tokens, .. })) => {
                     Some(format!("submit {} after {tokens:?}", ticket.0))
                 }
@@ -706,13 +718,13 @@ pub(super) mod testing {
     }
 
     /// An ingress connected to an owner of this kernel class.
-    pub(in crate::fleet) fn connected(id: u64, class: &str) -> (Remote, Owner) {
+    pub(in crate::fleet) fn connected(id: u64, class: &str) -> (IngressService, FakeOwner) {
         let (line, there) = pair();
-        let entry = Entry {
+        let entry = Ingress {
             id: InstanceId(id),
             relief: None,
             last_ticket: AtomicU64::new(0),
-            state: Mutex::new(Open {
+            state: Mutex::new(IngressState {
                 line: Some(Arc::new(line)),
                 answers: true,
                 kind: Some(Kind {
@@ -720,16 +732,16 @@ pub(super) mod testing {
                     numerics: 1,
                     class: class.to_owned(),
                 }),
-                ..Open::default()
+                ..IngressState::default()
             }),
             over: AtomicBool::new(false),
         };
         let entry = Arc::new(entry);
-        (Remote { entry }, Owner(there))
+        (IngressService { entry }, FakeOwner(there))
     }
 
     /// The owner generates a token.
-    pub(in crate::fleet) fn generate(entry: &Entry, ticket: Ticket, token: u32) {
+    pub(in crate::fleet) fn generate(entry: &Ingress, ticket: Ticket, token: u32) {
         let text = String::new();
         let reply = Reply::Token {
             token,
@@ -739,20 +751,20 @@ pub(super) mod testing {
         entry.deliver(ticket, reply);
     }
 
-    fn lost() -> Failure {
-        Failure::Lost {
+    fn lost() -> RequestFailure {
+        RequestFailure::Lost {
             reason: "rank 1 died three times".to_owned(),
         }
     }
 
-    fn refused() -> Failure {
-        Failure::Unavailable {
+    fn refused() -> RequestFailure {
+        RequestFailure::Unavailable {
             reason: "it starts".to_owned(),
         }
     }
 
     /// Ages the returned requests, so that an owner that answers settles them.
-    fn let_time_go_by(entry: &Entry) {
+    fn let_time_go_by(entry: &Ingress) {
         for asked in lock(&entry.state).requests.values_mut() {
             if let Some((at, _)) = &mut asked.given_back {
                 *at = at.checked_sub(SETTLED_AFTER).unwrap();
@@ -761,16 +773,23 @@ pub(super) mod testing {
     }
 
     /// A remote instance with one request, whose failure is recorded.
-    fn asked(class: &str) -> (Remote, Owner, Ticket, Arc<Mutex<Option<Failure>>>) {
+    fn asked(
+        class: &str,
+    ) -> (
+        IngressService,
+        FakeOwner,
+        Ticket,
+        Arc<Mutex<Option<RequestFailure>>>,
+    ) {
         let (remote, owner) = connected(1, class);
-        let failed: Arc<Mutex<Option<Failure>>> = Arc::default();
+        let failed: Arc<Mutex<Option<RequestFailure>>> = Arc::default();
         let told = Arc::clone(&failed);
         let sink: Sink = Box::new(move |reply| {
             if let Reply::Failed(failure) = reply {
                 *lock(&told) = Some(failure);
             }
         });
-        let ticket = remote.submit(Request::default(), sink).unwrap();
+        let ticket = remote.submit(GenerationRequest::default(), sink).unwrap();
         assert_eq!(owner.heard().as_deref(), Some("submit 1 after []"));
         (remote, owner, ticket, failed)
     }
@@ -833,8 +852,8 @@ pub(super) mod testing {
     }
 
     /// The owner sends a status.
-    pub(in crate::fleet) fn say_stand(entry: &Entry, state: State, running: usize) {
-        entry.learn(&Status {
+    pub(in crate::fleet) fn say_stand(entry: &Ingress, state: State, running: usize) {
+        entry.learn(&ServiceStatus {
             state,
             running,
             waiting: 0,

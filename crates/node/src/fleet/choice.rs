@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 
 /// A replica as seen by the ingress of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Candidate {
+pub(super) struct ReplicaCandidate {
     /// Whether it answers now.
     pub(super) is_ready: bool,
     /// Its running requests, of all nodes.
@@ -23,7 +23,7 @@ pub(super) struct Candidate {
 
 /// The index of the chosen replica; `None` if there is none. Chooses one that is not ready only if
 /// no replica is.
-pub(super) fn choose(replicas: &[Candidate]) -> Option<usize> {
+pub(super) fn choose(replicas: &[ReplicaCandidate]) -> Option<usize> {
     let some_ready = replicas.iter().any(|it| it.is_ready);
     let open = || {
         let all = replicas.iter().enumerate();
@@ -43,7 +43,7 @@ pub(super) fn choose(replicas: &[Candidate]) -> Option<usize> {
 /// not measurements. Prefill of a block delays the replica's other answers by one step of 64 rows,
 /// about as much as one more concurrent answer. With `parallel` more requests, a request waits for
 /// a whole answer, which takes longer than a prefill.
-fn margin(warm: &Candidate, idle: &Candidate) -> usize {
+fn margin(warm: &ReplicaCandidate, idle: &ReplicaCandidate) -> usize {
     warm.blocks.saturating_sub(idle.blocks).min(warm.parallel)
 }
 
@@ -51,8 +51,8 @@ fn margin(warm: &Candidate, idle: &Candidate) -> usize {
 mod tests {
     use super::*;
 
-    fn ready(load: usize, blocks: usize) -> Candidate {
-        Candidate {
+    fn ready(load: usize, blocks: usize) -> ReplicaCandidate {
+        ReplicaCandidate {
             is_ready: true,
             load,
             parallel: 4,
@@ -61,8 +61,8 @@ mod tests {
         }
     }
 
-    fn lost(load: usize, blocks: usize) -> Candidate {
-        Candidate {
+    fn lost(load: usize, blocks: usize) -> ReplicaCandidate {
+        ReplicaCandidate {
             is_ready: false,
             ..ready(load, blocks)
         }
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn the_longest_prefix_wins_unless_its_replica_is_too_busy() {
-        let cases: [(&str, &[Candidate], Option<usize>); 12] = [
+        let cases: [(&str, &[ReplicaCandidate], Option<usize>); 12] = [
             ("none", &[], None),
             ("the only one", &[ready(9, 0)], Some(0)),
             ("the idlest", &[ready(2, 0), ready(1, 0)], Some(1)),

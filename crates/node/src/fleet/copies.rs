@@ -33,31 +33,31 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::lock;
-use paceline_cluster::nodes::agent::{Agent, Channel};
+use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::{NodeId, placement, placement::Wanted};
+use paceline_cluster::nodes::{NodeId, placement, placement::InstanceSpec};
 use paceline_formats::gguf::Gguf;
 
 use super::damage::Count;
-use super::hub::{self, FromHub, Origin};
-use super::partial::{self, Partial};
-use super::pieces::{self, Fetching, Short, Stock};
-use super::rooted::{self, Rooted};
-use super::stock::{Whole, tree_of};
-use super::tree::{Groups, Tree, shown};
-use super::{FILE, Find};
-use crate::arriving::Part;
+use super::hub::{self, HubOrigin, ModelHub};
+use super::partial::{self, VerifiedPartial};
+use super::pieces::{self, FileFetch, FileInventory, Short};
+use super::rooted::{self, FileRoot};
+use super::stock::{WholeFile, tree_of};
+use super::tree::{HashGroups, Tree, shown};
+use super::{FILE, FileLookup};
+use crate::arriving::ByteRange;
 use crate::crew::host::ModelName;
-use crate::crew::line::{Broken, hear, say};
-use crate::fleet::places::Wire;
+use crate::crew::line::{ConnectionError, receive_message, send_message};
+use crate::fleet::places::NodeConnection;
 use crate::identity;
-use asking::{Fetch, Told, fetch};
+use asking::{CopyReport, Fetch, fetch};
 pub(super) use asking::{ensure, ensure_part, ensure_right, ensure_while, holders};
 pub(super) use files::{Several, check_single};
 use files::{copy, files, hash, send_file};
-pub(super) use mending::Extent;
-use mending::Known;
-pub use mending::Mended;
+pub(super) use mending::CheckRange;
+pub use mending::RepairReport;
+use mending::RootOrigin;
 
 /// Longest wait for the next bytes or message of another node.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -75,10 +75,10 @@ pub(super) const NAME: &str = "name";
 const PARTS_OF_HUB: [&str; 2] = ["gguf.partial", "gguf.partial.json"];
 
 /// Checks whether this node may store a number of further model bytes; the error is the reason.
-pub(super) type MayHave = dyn Fn(u64) -> Result<(), String> + Send + Sync;
+pub(super) type QuotaCheck = dyn Fn(u64) -> Result<(), String> + Send + Sync;
 
 /// Receives a log line for people; must not block.
-type Tell = dyn Fn(&str) + Send + Sync;
+type CopyLog = dyn Fn(&str) + Send + Sync;
 
 /// Reads `bytes` as messages about a copy, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
@@ -89,14 +89,14 @@ pub(super) fn parse(bytes: &[u8]) {
 }
 
 /// A partial copy and the root it is verified against.
-pub(super) struct Held {
-    pub(super) partial: Partial,
-    rooted: Rooted,
+pub(super) struct PartialCopy {
+    pub(super) partial: VerifiedPartial,
+    rooted: FileRoot,
     /// The node on whose request it is fetched.
     from: Option<NodeId>,
 }
 
-impl Held {
+impl PartialCopy {
     /// The groups needed to open the file and to identify it.
     fn first(&self) -> Vec<Range<u64>> {
         first_groups(&self.rooted, self.partial.groups())
@@ -104,7 +104,7 @@ impl Held {
 }
 
 /// The groups needed to open a file and to identify it.
-fn first_groups(rooted: &Rooted, groups: Groups) -> Vec<Range<u64>> {
+fn first_groups(rooted: &FileRoot, groups: HashGroups) -> Vec<Range<u64>> {
     let parts = identity::parts(rooted.bytes as usize, rooted.header as usize);
     let parts = parts.map(|part| groups.around(&(part.start as u64..part.end as u64)));
     parts.collect()
@@ -112,39 +112,39 @@ fn first_groups(rooted: &Rooted, groups: Groups) -> Vec<Range<u64>> {
 
 /// Path, length and times of a file, or of a folder's files. The last time is the inode's change
 /// time, which every write updates and no program can set.
-type Stamp = (PathBuf, u64, SystemTime, (i64, i64));
+type FileFingerprint = (PathBuf, u64, SystemTime, (i64, i64));
 
 /// The model files of this machine: the user's store and copies from other nodes.
-pub(super) struct Copies {
+pub(super) struct ModelCopies {
     /// Finds a model in the user's store by its name.
-    find: Box<Find>,
+    find: Box<FileLookup>,
     /// Where copies are kept.
     pub(super) folder: PathBuf,
-    may_have: Box<MayHave>,
-    tell: Arc<Tell>,
+    may_have: Box<QuotaCheck>,
+    tell: Arc<CopyLog>,
     /// Cached SHA-256 of unchanged files: hashing takes a second a gigabyte.
-    known: Mutex<HashMap<Stamp, String>>,
+    known: Mutex<HashMap<FileFingerprint, String>>,
     /// Roots sent by other nodes, by SHA-256: the shared map may arrive later.
-    roots: Mutex<HashMap<String, Known>>,
+    roots: Mutex<HashMap<String, RootOrigin>>,
     /// Locked while a whole file is copied: two copies of one model would share one file.
     turn: Mutex<()>,
     /// By SHA-256: locked while a partial copy is opened, which reads all present bytes.
     turns: Mutex<HashMap<String, Arc<Mutex<()>>>>,
     /// Source of bytes that no node has.
-    hub: Option<Arc<dyn FromHub>>,
+    hub: Option<Arc<dyn ModelHub>>,
     /// SHA-256 of models fetched from the hub, so that each is logged once.
     of_hub: Mutex<BTreeSet<String>>,
     /// Partial copies, by SHA-256.
-    parts: Mutex<HashMap<String, Arc<Held>>>,
+    parts: Mutex<HashMap<String, Arc<PartialCopy>>>,
     /// Nodes that sent wrong bytes to this process.
     liars: Mutex<BTreeSet<NodeId>>,
 }
 
-impl Copies {
+impl ModelCopies {
     pub(super) fn new(
-        (find, folder): (Box<Find>, PathBuf),
-        may_have: Box<MayHave>,
-        tell: Arc<Tell>,
+        (find, folder): (Box<FileLookup>, PathBuf),
+        may_have: Box<QuotaCheck>,
+        tell: Arc<CopyLog>,
     ) -> Self {
         sweep(&folder);
         Self {
@@ -164,7 +164,7 @@ impl Copies {
     }
 
     /// Adds the hub as source of bytes that no node has.
-    pub(super) fn with_hub(self, hub: Arc<dyn FromHub>) -> Self {
+    pub(super) fn with_hub(self, hub: Arc<dyn ModelHub>) -> Self {
         Self {
             hub: Some(hub),
             ..self
@@ -177,7 +177,7 @@ impl Copies {
             let copy = place_in(&self.folder, sha256, ending);
             copy.is_ok_and(|copy| copy.is_file())
         };
-        let is_it = |((path, ..), sum): (&Stamp, &String)| sum == sha256 && path.exists();
+        let is_it = |((path, ..), sum): (&FileFingerprint, &String)| sum == sha256 && path.exists();
         lies("gguf") || lies(partial::FILE) || lock(&self.known).iter().any(is_it)
     }
 
@@ -303,7 +303,7 @@ impl Copies {
     pub(super) fn find_right(
         &self,
         (agent, model): (&Agent, &ModelName),
-        extent: Extent<'_>,
+        extent: CheckRange<'_>,
     ) -> Result<PathBuf, String> {
         let path = self.find(model)?;
         self.check((agent, model), None, extent, &|_| true)?;
@@ -314,7 +314,7 @@ impl Copies {
     /// those bytes.
     pub(super) fn find_part(&self, agent: &Agent, model: &ModelName) -> Result<PathBuf, String> {
         let reason = match self.find(model) {
-            Ok(_) => return self.find_right((agent, model), Extent::Start),
+            Ok(_) => return self.find_right((agent, model), CheckRange::Start),
             Err(reason) => reason,
         };
         if !self.place(model, partial::FILE)?.is_file() {
@@ -354,16 +354,16 @@ impl Copies {
         };
         let kept = self.place(model, partial::TREE)?;
         let tree = tree_of(path, &kept).map_err(|error| failed(&error))?;
-        let signed = Rooted::sign(agent, &model.sha256, &tree, header as u64)?;
+        let signed = FileRoot::sign(agent, &model.sha256, &tree, header as u64)?;
         signed.publish(agent, &model.sha256)
     }
 
     /// Serves an owner's request that this node fetches a model.
-    pub(super) fn answer_fetch(&self, agent: &Agent, channel: &Channel) {
-        let line = Wire(channel.clone());
-        let fetched = match hear::<Fetch>(&line, SILENCE) {
+    pub(super) fn answer_fetch(&self, agent: &Agent, channel: &ServiceChannel) {
+        let line = NodeConnection(channel.clone());
+        let fetched = match receive_message::<Fetch>(&line, SILENCE) {
             Ok(Some(fetch)) => {
-                let mut told = |bytes: u64| say(&line, &Told::Done(bytes));
+                let mut told = |bytes: u64| send_message(&line, &CopyReport::Done(bytes));
                 let fetched = self.fetch(agent, Some(channel.peer()), &fetch, &mut told);
                 // Builds that do not request this would not parse it.
                 fetched.map(|mended| mended.filter(|_| fetch.checks))
@@ -373,9 +373,9 @@ impl Copies {
         };
         // A lost owner does not receive the answer.
         let _: Result<(), _> = match fetched {
-            Ok(Some(mended)) => say(&line, &Told::Mended(mended)),
-            Ok(None) => say(&line, &Told::Ready),
-            Err(reason) => say(&line, &Told::Refused(reason)),
+            Ok(Some(mended)) => send_message(&line, &CopyReport::Mended(mended)),
+            Ok(None) => send_message(&line, &CopyReport::Ready),
+            Err(reason) => send_message(&line, &CopyReport::Refused(reason)),
         };
     }
 
@@ -385,10 +385,10 @@ impl Copies {
         &self,
         agent: &Agent,
         from: Option<NodeId>,
-        wanted: &Wanted,
+        wanted: &InstanceSpec,
         progress: &dyn Fn(u64),
     ) -> Result<(), String> {
-        let mut told = |bytes: u64| -> Result<(), Broken> {
+        let mut told = |bytes: u64| -> Result<(), ConnectionError> {
             progress(bytes);
             Ok(())
         };
@@ -397,7 +397,7 @@ impl Copies {
     }
 
     /// Fetches the bytes needed to open a model file with a signed root.
-    pub(super) fn take_part(&self, agent: &Agent, wanted: &Wanted) -> Result<(), String> {
+    pub(super) fn take_part(&self, agent: &Agent, wanted: &InstanceSpec) -> Result<(), String> {
         let fetch = Fetch {
             parts: true,
             ..fetch(agent, wanted)
@@ -412,8 +412,8 @@ impl Copies {
         agent: &Agent,
         from: Option<NodeId>,
         fetch: &Fetch,
-        told: &mut Hear<'_>,
-    ) -> Result<Option<Mended>, String> {
+        told: &mut CopyProgress<'_>,
+    ) -> Result<Option<RepairReport>, String> {
         let (is_here, map) = (self.find(&fetch.model).is_ok(), agent.map());
         if fetch.asks {
             let lacks = || "it has no copy of the model".to_owned();
@@ -427,9 +427,9 @@ impl Copies {
         if is_here {
             let known = rooted.ok().flatten().map(|rooted| (rooted, from));
             let extent = if fetch.checks {
-                Extent::All
+                CheckRange::All
             } else {
-                Extent::Start
+                CheckRange::Start
             };
             let run = |count: &Count<'_>| self.check((agent, &fetch.model), known, extent, count);
             return watched(run, told);
@@ -442,9 +442,9 @@ impl Copies {
     fn get(
         &self,
         agent: &Agent,
-        (rooted, from): (Result<Option<Rooted>, String>, Option<NodeId>),
+        (rooted, from): (Result<Option<FileRoot>, String>, Option<NodeId>),
         fetch: &Fetch,
-        told: &mut Hear<'_>,
+        told: &mut CopyProgress<'_>,
     ) -> Result<(), String> {
         let reason = match (rooted, from) {
             (Ok(Some(rooted)), _) => match self.held(agent, &fetch.model, Some((rooted, from))) {
@@ -466,8 +466,8 @@ impl Copies {
         &self,
         agent: &Agent,
         fetch: &Fetch,
-        held: &Held,
-        told: &mut Hear<'_>,
+        held: &PartialCopy,
+        told: &mut CopyProgress<'_>,
     ) -> Result<(), String> {
         let model = &fetch.model;
         let wanted = match fetch.parts {
@@ -488,7 +488,7 @@ impl Copies {
         agent: &Agent,
         fetch: &Fetch,
         reason: &str,
-        told: &mut Hear<'_>,
+        told: &mut CopyProgress<'_>,
     ) -> Result<(), String> {
         let model = &fetch.model;
         let (hub, origin) = self.on_hub((agent, model), fetch.bytes, reason)?;
@@ -513,7 +513,7 @@ impl Copies {
     fn groups_from_hub(
         &self,
         (agent, model): (&Agent, &ModelName),
-        (partial, runs): (&Partial, &[Range<u64>]),
+        (partial, runs): (&VerifiedPartial, &[Range<u64>]),
         reason: &str,
         told: &Count<'_>,
     ) -> Result<(), String> {
@@ -530,7 +530,7 @@ impl Copies {
         (agent, model): (&Agent, &ModelName),
         bytes: u64,
         reason: &str,
-    ) -> Result<(&Arc<dyn FromHub>, Origin), String> {
+    ) -> Result<(&Arc<dyn ModelHub>, HubOrigin), String> {
         let origin = hub::of(&agent.map(), &model.sha256);
         let origin = origin.filter(|origin| origin.bytes == bytes);
         let Some((hub, origin)) = self.hub.as_ref().zip(origin) else {
@@ -548,8 +548,8 @@ impl Copies {
         &self,
         agent: &Agent,
         model: &ModelName,
-        told: Option<(Rooted, Option<NodeId>)>,
-    ) -> Result<Arc<Held>, String> {
+        told: Option<(FileRoot, Option<NodeId>)>,
+    ) -> Result<Arc<PartialCopy>, String> {
         let known = || lock(&self.parts).get(&model.sha256).cloned();
         if let Some(held) = known() {
             return Ok(held);
@@ -569,10 +569,10 @@ impl Copies {
         let tree = self.leaves(agent, model, (&rooted, from))?;
         let open = || {
             write_whole(&path.with_extension(NAME), model.name.as_bytes())?;
-            Partial::open(&path, tree)
+            VerifiedPartial::open(&path, tree)
         };
         let partial = open().map_err(failed)?;
-        let held = Arc::new(Held {
+        let held = Arc::new(PartialCopy {
             partial,
             rooted,
             from,
@@ -586,9 +586,9 @@ impl Copies {
         &self,
         agent: &Agent,
         model: &ModelName,
-        (rooted, from): (&Rooted, Option<NodeId>),
+        (rooted, from): (&FileRoot, Option<NodeId>),
     ) -> Result<Tree, String> {
-        let groups = Groups::of(rooted.bytes);
+        let groups = HashGroups::of(rooted.bytes);
         let accept = |leaves: &[u8]| {
             let tree = Tree::from_bytes(rooted.bytes, leaves)?;
             (shown(tree.root()) == rooted.root).then_some(tree)
@@ -611,9 +611,9 @@ impl Copies {
         agent: &Agent,
         model: &ModelName,
         first: impl IntoIterator<Item = Option<NodeId>>,
-    ) -> Vec<pieces::Source> {
+    ) -> Vec<pieces::RangeSource> {
         let (map, views) = (agent.map(), agent.nodes());
-        let is_it = |wanted: &Wanted| wanted.sha256 == model.sha256;
+        let is_it = |wanted: &InstanceSpec| wanted.sha256 == model.sha256;
         let records = placement::wanted(&map).filter(|(.., wanted)| is_it(wanted));
         let of_records = records.flat_map(|(.., wanted)| {
             let source = wanted.source.into_iter();
@@ -632,7 +632,7 @@ impl Copies {
         };
         let sources = ids
             .into_iter()
-            .map(|id| pieces::Source { id, name: name(id) });
+            .map(|id| pieces::RangeSource { id, name: name(id) });
         sources.take(pieces::SOURCES_MAX).collect()
     }
 
@@ -640,7 +640,7 @@ impl Copies {
     fn fetch_groups(
         &self,
         (agent, model): (&Agent, &ModelName),
-        held: &Held,
+        held: &PartialCopy,
         wanted: &[Range<u64>],
         told: &Count<'_>,
     ) -> Result<(), String> {
@@ -663,12 +663,12 @@ impl Copies {
             (self.may_have)(bytes.sum())?;
         }
         let sources = self.sources(agent, model, [Some(held.rooted.by), held.from]);
-        let lied = |source: &pieces::Source, lie: &str| {
+        let lied = |source: &pieces::RangeSource, lie: &str| {
             lock(&self.liars).insert(source.id);
-            let pieces::Source { name, .. } = source;
+            let pieces::RangeSource { name, .. } = source;
             (self.tell)(&format!("warning: {}: {name}: {lie}", model.name));
         };
-        let fetching = Fetching {
+        let fetching = FileFetch {
             agent,
             model,
             partial,
@@ -698,17 +698,17 @@ impl Copies {
         &self,
         agent: &Agent,
         model: &ModelName,
-        parts: &[Part],
+        parts: &[ByteRange],
         goes_on: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), String> {
         let held = self.held(agent, model, None)?;
-        let wanted = Extent::Parts(parts).groups(&held.rooted, held.partial.groups());
+        let wanted = CheckRange::Parts(parts).groups(&held.rooted, held.partial.groups());
         self.fetch_groups((agent, model), &held, &wanted, &|_| goes_on())
     }
 
     /// Turns a complete partial file into a copy. Verifies its SHA-256 as well, in case the root
     /// was signed for another file.
-    fn seal(&self, agent: &Agent, model: &ModelName, held: &Held) -> Result<(), String> {
+    fn seal(&self, agent: &Agent, model: &ModelName, held: &PartialCopy) -> Result<(), String> {
         let path = &held.partial.path;
         let failed = |error: io::Error| format!("{}: {error}", path.display());
         let sum = hash(path).map_err(failed)?;
@@ -763,25 +763,25 @@ impl Copies {
     }
 
     /// The partial copy of a model while it is fetched.
-    pub(super) fn part(&self, sha256: &str) -> Option<Arc<Held>> {
+    pub(super) fn part(&self, sha256: &str) -> Option<Arc<PartialCopy>> {
         lock(&self.parts).get(sha256).cloned()
     }
 
     /// Serves ranges of a model to a fetching node.
-    pub(super) fn answer_pieces(&self, agent: &Agent, channel: &Channel) {
+    pub(super) fn answer_pieces(&self, agent: &Agent, channel: &ServiceChannel) {
         pieces::answer(channel, |model| {
             let reason = match self.find(model) {
                 Ok(path) => {
-                    let whole = Whole::open(&path, &self.place(model, partial::TREE)?);
+                    let whole = WholeFile::open(&path, &self.place(model, partial::TREE)?);
                     let whole = whole.map_err(|error| format!("{}: {error}", path.display()))?;
-                    return Ok(Box::new(whole) as Box<dyn Stock>);
+                    return Ok(Box::new(whole) as Box<dyn FileInventory>);
                 }
                 Err(reason) => reason,
             };
             if !self.place(model, partial::FILE)?.is_file() {
                 return Err(reason);
             }
-            Ok(Box::new(self.held(agent, model, None)?) as Box<dyn Stock>)
+            Ok(Box::new(self.held(agent, model, None)?) as Box<dyn FileInventory>)
         });
     }
 
@@ -791,7 +791,7 @@ impl Copies {
         agent: &Agent,
         from: NodeId,
         fetch: &Fetch,
-        told: &mut Hear<'_>,
+        told: &mut CopyProgress<'_>,
     ) -> Result<(), String> {
         let _turn = lock(&self.turn);
         if self.find(&fetch.model).is_ok() {
@@ -802,8 +802,8 @@ impl Copies {
         fs::create_dir_all(&self.folder).map_err(|e| format!("{}: {e}", self.folder.display()))?;
         let partial = place.with_extension("part");
         let opened = agent.open(from, FILE, SILENCE);
-        let file = Wire(opened.map_err(|error| error.to_string())?);
-        say(&file, &fetch.model).map_err(|broken| broken.to_string())?;
+        let file = NodeConnection(opened.map_err(|error| error.to_string())?);
+        send_message(&file, &fetch.model).map_err(|broken| broken.to_string())?;
         let copied = copy(&file, &partial, fetch, told);
         let copied = copied.map_err(|error| format!("{}: {error}", partial.display()))?;
         if copied != fetch.model.sha256 {
@@ -817,9 +817,9 @@ impl Copies {
     }
 
     /// Serves a whole model file to a fetching node.
-    pub(super) fn answer_file(&self, channel: &Channel) {
-        let line = Wire(channel.clone());
-        let sent = match hear::<ModelName>(&line, SILENCE) {
+    pub(super) fn answer_file(&self, channel: &ServiceChannel) {
+        let line = NodeConnection(channel.clone());
+        let sent = match receive_message::<ModelName>(&line, SILENCE) {
             Ok(Some(model)) => self.find(&model).and_then(|path| {
                 check_single(&path).map_err(|several| several.to_string())?;
                 send_file(&line, &path).map_err(|error| format!("{}: {error}", path.display()))
@@ -862,12 +862,12 @@ fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
 }
 
 /// Receives the number of copied bytes; an error ends the copy.
-type Hear<'a> = dyn FnMut(u64) -> Result<(), Broken> + 'a;
+type CopyProgress<'a> = dyn FnMut(u64) -> Result<(), ConnectionError> + 'a;
 
 /// Runs a fetch on its own thread and reports its progress until it ends.
 fn watched<T: Send>(
     run: impl FnOnce(&Count<'_>) -> Result<T, String> + Send,
-    told: &mut Hear<'_>,
+    told: &mut CopyProgress<'_>,
 ) -> Result<T, String> {
     let (done, is_over) = (AtomicU64::new(0), AtomicBool::new(false));
     let count = |bytes: u64| {

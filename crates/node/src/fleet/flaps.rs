@@ -18,7 +18,7 @@ pub(super) const LOSSES_MAX: usize = 3;
 const FORGET_AFTER: Duration = Duration::from_secs(600);
 
 /// An instance whose user named its nodes, and those nodes.
-pub(super) type Named = (InstanceId, Vec<NodeId>);
+pub(super) type NamedInstance = (InstanceId, Vec<NodeId>);
 
 /// Counts the workers that each node of an instance has lost.
 #[derive(Debug, Default)]
@@ -55,7 +55,7 @@ impl Flaps {
 
     /// Readmits nodes named by a load since the last call: a user who names a node wants it used.
     /// `loads` are all loads with named nodes.
-    pub(super) fn take_back(&self, loads: &[Named]) {
+    pub(super) fn take_back(&self, loads: &[NamedInstance]) {
         let mut counted = lock(&self.0);
         for (id, nodes) in loads {
             if !counted.named.contains(id) {

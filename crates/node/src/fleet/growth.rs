@@ -9,12 +9,12 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
-use paceline_cluster::nodes::placement::{self, EPOCH_UNWANTED, State, Wanted};
+use paceline_cluster::nodes::placement::{self, EPOCH_UNWANTED, InstanceSpec, State};
 use paceline_cluster::nodes::{InstanceId, NodeId};
-use paceline_engine::{Service, Status};
+use paceline_engine::{Service, ServiceStatus};
 
 use super::deal::{Need, deal};
-use super::{Answers, Inner, naming, report};
+use super::{Inner, OwnerService, naming, report};
 
 /// Time of overload before a replica is added: longer than a burst, shorter than users' patience.
 const ADD_AFTER: Duration = Duration::from_secs(5);
@@ -25,14 +25,14 @@ const REMOVE_AFTER: Duration = Duration::from_secs(120);
 
 /// Scaling decision for an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
+enum ScalingDecision {
     Add,
     Remove,
 }
 
 /// Load level of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Load {
+enum InstanceLoad {
     /// Requests wait for a slot.
     Full,
     /// No open request.
@@ -40,8 +40,8 @@ enum Load {
     Some,
 }
 
-impl Load {
-    fn of(status: &Status, parallel: u16) -> Self {
+impl InstanceLoad {
+    fn of(status: &ServiceStatus, parallel: u16) -> Self {
         match status.running + status.waiting {
             0 => Self::Idle,
             open if open > usize::from(parallel) => Self::Full,
@@ -52,21 +52,27 @@ impl Load {
 
 /// By instance of this node: load level, and since when.
 #[derive(Debug, Default)]
-pub(super) struct Growth(BTreeMap<InstanceId, (Load, Instant)>);
+pub(super) struct Autoscaler(BTreeMap<InstanceId, (InstanceLoad, Instant)>);
 
-impl Growth {
+impl Autoscaler {
     /// Updates an instance's load level and returns the decision. `added`: whether autoscaling
     /// added the instance.
-    fn look(&mut self, id: InstanceId, load: Load, added: bool, now: Instant) -> Option<Verdict> {
+    fn look(
+        &mut self,
+        id: InstanceId,
+        load: InstanceLoad,
+        added: bool,
+        now: Instant,
+    ) -> Option<ScalingDecision> {
         let (before, since) = self.0.entry(id).or_insert((load, now));
         if *before != load {
             (*before, *since) = (load, now);
         }
         let lasted = now.saturating_duration_since(*since);
         let verdict = match load {
-            Load::Full if !added && lasted >= ADD_AFTER => Verdict::Add,
-            Load::Idle if added && lasted >= REMOVE_AFTER => Verdict::Remove,
-            Load::Full | Load::Idle | Load::Some => return None,
+            InstanceLoad::Full if !added && lasted >= ADD_AFTER => ScalingDecision::Add,
+            InstanceLoad::Idle if added && lasted >= REMOVE_AFTER => ScalingDecision::Remove,
+            InstanceLoad::Full | InstanceLoad::Idle | InstanceLoad::Some => return None,
         };
         *since = now; // the next replica takes as long
         Some(verdict)
@@ -75,12 +81,16 @@ impl Growth {
 
 impl Inner {
     /// Adds and ends replicas by the load of this node's instances.
-    pub(super) fn grow(&self, growth: &mut Growth, now: Instant) {
+    pub(super) fn grow(&self, growth: &mut Autoscaler, now: Instant) {
         let map = self.agent.map();
         let has_failed = |id| report(&map, id).is_some_and(|it| it.state == State::Failed);
         let owned = lock(&self.owned);
         let running = owned.iter().filter_map(|(id, it)| {
-            let instance = it.answers.as_ref().and_then(Answers::instance).cloned();
+            let instance = it
+                .answers
+                .as_ref()
+                .and_then(OwnerService::instance)
+                .cloned();
             let wanted = &it.owned.wanted;
             // An added instance that cannot start ends like an idle one; until then none is added.
             let counts = instance.is_some() || (wanted.added && has_failed(*id));
@@ -93,12 +103,12 @@ impl Inner {
             .retain(|id, _| running.iter().any(|it| it.0 == *id));
         for (id, wanted, instance) in running {
             let load = match instance {
-                Some(instance) => Load::of(&instance.status(), wanted.parallel),
-                None => Load::Idle,
+                Some(instance) => InstanceLoad::of(&instance.status(), wanted.parallel),
+                None => InstanceLoad::Idle,
             };
             match growth.look(id, load, wanted.added, now) {
-                Some(Verdict::Add) => self.add_replica(&wanted),
-                Some(Verdict::Remove) => {
+                Some(ScalingDecision::Add) => self.add_replica(&wanted),
+                Some(ScalingDecision::Remove) => {
                     (self.spec.tell)(&format!("{}: a replica is idle and ends", wanted.model));
                     // Fails if the instance was unloaded meanwhile.
                     let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None);
@@ -110,7 +120,7 @@ impl Inner {
 
     /// Loads one more replica like `wanted` on idle nodes, if there are some. Does nothing while a
     /// replica of the model is still loading.
-    fn add_replica(&self, wanted: &Wanted) {
+    fn add_replica(&self, wanted: &InstanceSpec) {
         let map = self.agent.map();
         let all: Vec<_> = placement::wanted(&map).collect();
         let is_ready = |id: InstanceId| report(&map, id).is_some_and(|it| it.state == State::Ready);
@@ -124,7 +134,7 @@ impl Inner {
         let others = all.iter().map(|(id, _, it)| (*id, it));
         let number = naming::next(&wanted.model, others, 1).first().copied();
         let reserves = self.reserves(wanted, &nodes.iter().copied().collect());
-        let added = Wanted {
+        let added = InstanceSpec {
             successors: nodes[1..].iter().chain(&reserves).copied().collect(),
             nodes,
             named: false,
@@ -145,10 +155,11 @@ impl Inner {
     /// As many nodes as `wanted` has, without an instance in `all` and with memory for it.
     fn idle_nodes(
         &self,
-        all: &[(InstanceId, u64, Wanted)],
-        wanted: &Wanted,
+        all: &[(InstanceId, u64, InstanceSpec)],
+        wanted: &InstanceSpec,
     ) -> Option<Vec<NodeId>> {
-        let uses = |it: &Wanted, id: &NodeId| it.nodes.contains(id) || it.prompts.contains(id);
+        let uses =
+            |it: &InstanceSpec, id: &NodeId| it.nodes.contains(id) || it.prompts.contains(id);
         let is_idle = |id: &NodeId| all.iter().all(|(.., it)| !uses(it, id));
         let rooms = self.rooms();
         let (order, _) = self.ranked();
@@ -169,8 +180,8 @@ mod tests {
     use super::*;
 
     /// Decisions for an instance at a constant `load`, second by second for `seconds`.
-    fn verdicts(load: Load, added: bool, seconds: u64) -> Vec<(u64, Verdict)> {
-        let (mut growth, start) = (Growth::default(), Instant::now());
+    fn verdicts(load: InstanceLoad, added: bool, seconds: u64) -> Vec<(u64, ScalingDecision)> {
+        let (mut growth, start) = (Autoscaler::default(), Instant::now());
         let at = |second: u64| start + Duration::from_secs(second);
         let id = InstanceId(7);
         let look = |second| {
@@ -183,14 +194,17 @@ mod tests {
 
     #[test]
     fn only_what_lasts_asks_for_anything() {
-        use Verdict::{Add, Remove};
-        assert_eq!(verdicts(Load::Full, false, 12), [(5, Add), (10, Add)]);
-        assert_eq!(verdicts(Load::Idle, true, 130), [(120, Remove)]);
+        use ScalingDecision::{Add, Remove};
+        assert_eq!(
+            verdicts(InstanceLoad::Full, false, 12),
+            [(5, Add), (10, Add)]
+        );
+        assert_eq!(verdicts(InstanceLoad::Idle, true, 130), [(120, Remove)]);
         for (load, added) in [
-            (Load::Full, true),
-            (Load::Idle, false),
-            (Load::Some, true),
-            (Load::Some, false),
+            (InstanceLoad::Full, true),
+            (InstanceLoad::Idle, false),
+            (InstanceLoad::Some, true),
+            (InstanceLoad::Some, false),
         ] {
             assert_eq!(verdicts(load, added, 300), [], "{load:?} {added}");
         }
@@ -198,11 +212,15 @@ mod tests {
 
     #[test]
     fn a_moment_of_another_load_begins_anew() {
-        let (mut growth, start) = (Growth::default(), Instant::now());
+        let (mut growth, start) = (Autoscaler::default(), Instant::now());
         let at = |second: u64| start + Duration::from_secs(second);
         for second in 0..100 {
             let is_moment = second % 4 == 3;
-            let load = if is_moment { Load::Some } else { Load::Full };
+            let load = if is_moment {
+                InstanceLoad::Some
+            } else {
+                InstanceLoad::Full
+            };
             assert_eq!(growth.look(InstanceId(7), load, false, at(second)), None);
         }
     }
@@ -211,19 +229,19 @@ mod tests {
     fn an_instance_is_full_when_requests_wait() {
         let of = |running, waiting| {
             let state = paceline_engine::State::Ready;
-            let status = Status {
+            let status = ServiceStatus {
                 state,
                 running,
                 waiting,
             };
-            Load::of(&status, 4)
+            InstanceLoad::of(&status, 4)
         };
-        assert_eq!(of(0, 0), Load::Idle);
+        assert_eq!(of(0, 0), InstanceLoad::Idle);
         assert_eq!(
             of(3, 1),
-            Load::Some,
+            InstanceLoad::Some,
             "a prompt that is read waits for nothing"
         );
-        assert_eq!(of(4, 1), Load::Full);
+        assert_eq!(of(4, 1), InstanceLoad::Full);
     }
 }

@@ -12,15 +12,15 @@ use std::ops::Range;
 use std::path::Path;
 
 use paceline_cluster::nodes::agent::Agent;
-use paceline_cluster::nodes::{Key, Registers};
+use paceline_cluster::nodes::{RegisterKey, Registers};
 use serde::{Deserialize, Serialize};
 
-use super::partial::Partial;
+use super::partial::VerifiedPartial;
 use super::stale;
 
 /// A file on the hub, at one commit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Origin {
+pub struct HubOrigin {
     /// `owner/name`.
     pub repo: String,
     pub revision: String,
@@ -32,46 +32,56 @@ pub struct Origin {
     pub sha256: String,
 }
 
-impl fmt::Display for Origin {
+impl fmt::Display for HubOrigin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {} at {}", self.file, self.repo, self.revision)
     }
 }
 
 /// Receives the number of bytes fetched; false ends the fetch.
-pub type Came<'a> = dyn Fn(u64) -> bool + Sync + 'a;
+pub type FetchProgress<'a> = dyn Fn(u64) -> bool + Sync + 'a;
 
 /// Receives the next bytes of a file; false ends the read.
-pub type Take<'a> = dyn FnMut(&[u8]) -> bool + 'a;
+pub type ByteSink<'a> = dyn FnMut(&[u8]) -> bool + 'a;
 
 /// Client of the hub on this machine. Its calls block, each with its own deadlines.
-pub trait FromHub: Send + Sync {
+pub trait ModelHub: Send + Sync {
     /// The origin of the file at `path`; `None` for the user's own files.
-    fn origin(&self, path: &Path) -> Option<Origin>;
+    fn origin(&self, path: &Path) -> Option<HubOrigin>;
 
     /// Downloads a whole file to `path`, resumes an earlier download, and verifies the result.
     ///
     /// # Errors
     /// Why the download failed; there is no file at `path` then.
-    fn whole(&self, origin: &Origin, path: &Path, came: &Came<'_>) -> Result<(), String>;
+    fn whole(
+        &self,
+        origin: &HubOrigin,
+        path: &Path,
+        came: &FetchProgress<'_>,
+    ) -> Result<(), String>;
 
     /// Reads the bytes `span` of a file, in order, until `take` returns false. Does not verify
     /// them.
     ///
     /// # Errors
     /// Why the rest is unavailable.
-    fn read(&self, origin: &Origin, span: Range<u64>, take: &mut Take<'_>) -> Result<(), String>;
+    fn read(
+        &self,
+        origin: &HubOrigin,
+        span: Range<u64>,
+        take: &mut ByteSink<'_>,
+    ) -> Result<(), String>;
 }
 
 /// Register of a file's origin.
-pub(super) fn key(sha256: &str) -> Key {
-    Key::Named(format!("hub/{sha256}"))
+pub(super) fn key(sha256: &str) -> RegisterKey {
+    RegisterKey::Named(format!("hub/{sha256}"))
 }
 
 /// The published origin of a file, by its SHA-256.
-pub(super) fn of(map: &Registers, sha256: &str) -> Option<Origin> {
-    let origin: Origin = serde_json::from_str(map.get(&key(sha256))?).ok()?;
-    let Origin {
+pub(super) fn of(map: &Registers, sha256: &str) -> Option<HubOrigin> {
+    let origin: HubOrigin = serde_json::from_str(map.get(&key(sha256))?).ok()?;
+    let HubOrigin {
         repo,
         revision,
         file,
@@ -85,10 +95,10 @@ pub(super) fn of(map: &Registers, sha256: &str) -> Option<Origin> {
 
 /// Reads `bytes` as a record, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
-    let _ = serde_json::from_slice::<Origin>(bytes);
+    let _ = serde_json::from_slice::<HubOrigin>(bytes);
 }
 
-impl Origin {
+impl HubOrigin {
     /// Publishes it to the cluster, as [`Rooted::publish`](super::rooted::Rooted::publish) does. If
     /// the map is full it is skipped: then only nodes are sources.
     pub(super) fn publish(&self, agent: &Agent) {
@@ -125,13 +135,13 @@ pub(super) fn unavailable(
 /// # Errors
 /// Why the rest is unavailable. Verified bytes are stored.
 pub(super) fn fill(
-    hub: &dyn FromHub,
-    origin: &Origin,
-    partial: &Partial,
+    hub: &dyn ModelHub,
+    origin: &HubOrigin,
+    partial: &VerifiedPartial,
     run: &Range<u64>,
-    came: &Came<'_>,
+    came: &FetchProgress<'_>,
 ) -> Result<(), String> {
-    let mut filling = Filling {
+    let mut filling = GroupFiller {
         partial,
         left: run.clone(),
         group: Vec::new(),
@@ -157,15 +167,15 @@ pub(super) fn fill(
 }
 
 /// Collects the bytes of consecutive groups as they arrive.
-struct Filling<'a> {
-    partial: &'a Partial,
+struct GroupFiller<'a> {
+    partial: &'a VerifiedPartial,
     /// The groups that are not complete yet.
     left: Range<u64>,
     /// Received bytes of the first incomplete group.
     group: Vec<u8>,
 }
 
-impl Filling<'_> {
+impl GroupFiller<'_> {
     /// Takes the next bytes; returns the number of bytes stored.
     fn take(&mut self, mut bytes: &[u8]) -> Result<u64, String> {
         let mut kept = 0;
@@ -203,22 +213,22 @@ impl Filling<'_> {
 
 #[cfg(test)]
 mod tests {
-    use paceline_cluster::nodes::{NodeId, Register, Stamp};
+    use paceline_cluster::nodes::{HybridTimestamp, NodeId, Register};
 
     use super::*;
 
     #[test]
     fn an_origin_is_of_its_file_and_can_be_shown() {
         let sha256 = "a".repeat(64);
-        let right = Origin {
+        let right = HubOrigin {
             repo: "own/repo".to_owned(),
             revision: "main".to_owned(),
             file: "m.gguf".to_owned(),
             bytes: 5,
             sha256: sha256.clone(),
         };
-        let told = |origin: &Origin| {
-            let stamp = Stamp {
+        let told = |origin: &HubOrigin| {
+            let stamp = HybridTimestamp {
                 ms: 1,
                 count: 0,
                 node: NodeId([1; 16]),
@@ -235,11 +245,11 @@ mod tests {
             )
         };
         assert_eq!(told(&right), Some(right.clone()));
-        let other = Origin {
+        let other = HubOrigin {
             sha256: "b".repeat(64),
             ..right.clone()
         };
-        let odd = Origin {
+        let odd = HubOrigin {
             file: "m\u{1b}[2J".to_owned(),
             ..right
         };

@@ -25,9 +25,11 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::member::Life;
 use serde::{Deserialize, Serialize};
 
-use super::places::Wire;
+use super::places::NodeConnection;
 use super::{Fleet, Inner, LOOK_EVERY};
-use crate::crew::line::{Broken, Line, MESSAGE_BYTES_MAX, hear, say};
+use crate::crew::line::{
+    ConnectionError, MESSAGE_BYTES_MAX, MessageConnection, receive_message, send_message,
+};
 
 /// Services of a node.
 pub(super) const KEEP: &str = "keep";
@@ -65,7 +67,7 @@ const QUEUE_MAX: usize = 1024;
 
 /// A segment of a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct ReplicatedSegment {
     /// The journal's name.
     pub id: String,
     /// Offset of this segment in bytes; 0 starts the journal again.
@@ -76,7 +78,7 @@ pub struct Piece {
 
 /// Result of the request to store a segment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Kept {
+pub enum JournalStored {
     /// Another node has it.
     Yes,
     /// The other node lacks the bytes before it.
@@ -87,7 +89,7 @@ pub enum Kept {
 
 /// Outcome of a search for a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum JournalSearch {
     /// The longest copy received in time.
     Copy(Vec<u8>),
     /// All live nodes have answered, and none has it.
@@ -98,7 +100,7 @@ pub enum Found {
 }
 
 /// Receives the result for a segment.
-pub type Done = Box<dyn FnOnce(Kept) + Send>;
+pub type JournalCallback = Box<dyn FnOnce(JournalStored) + Send>;
 
 /// Header of a segment: a line of JSON before its bytes.
 #[derive(Serialize, Deserialize)]
@@ -109,51 +111,51 @@ struct Label {
 
 /// Request for a journal, sent to every live node, at most [`NODES_MAX`].
 #[derive(Serialize, Deserialize)]
-struct Wish {
+struct JournalRequest {
     id: String,
     key: Option<String>,
 }
 
 /// Journals of other nodes.
 #[derive(Default)]
-pub(super) struct Shelf(Mutex<BTreeMap<String, Held>>);
+pub(super) struct JournalStore(Mutex<BTreeMap<String, StoredJournal>>);
 
-struct Held {
+struct StoredJournal {
     bytes: Vec<u8>,
     touched: Instant,
 }
 
-impl Shelf {
+impl JournalStore {
     /// Stores a segment.
-    fn put(&self, piece: Piece, now: Instant) -> Kept {
+    fn put(&self, piece: ReplicatedSegment, now: Instant) -> JournalStored {
         let mut all = lock(&self.0);
         all.retain(|_, copy| now.saturating_duration_since(copy.touched) <= STAY);
         let sum: usize = all.values().map(|copy| copy.bytes.len()).sum();
         if sum + piece.bytes.len() > COPIES_BYTES_MAX {
-            return Kept::No("it has no room for more".to_owned());
+            return JournalStored::No("it has no room for more".to_owned());
         }
         if piece.at == 0 && !all.contains_key(&piece.id) && all.len() >= COPIES_MAX {
-            return Kept::No(format!("it keeps {COPIES_MAX} answers already"));
+            return JournalStored::No(format!("it keeps {COPIES_MAX} answers already"));
         }
         let copy = match piece.at {
-            0 => all.entry(piece.id).or_insert_with(|| Held {
+            0 => all.entry(piece.id).or_insert_with(|| StoredJournal {
                 bytes: Vec::new(),
                 touched: now,
             }),
             _ => match all.get_mut(&piece.id) {
                 Some(copy) => copy,
-                None => return Kept::Gap,
+                None => return JournalStored::Gap,
             },
         };
         if piece.at > copy.bytes.len() as u64 {
-            return Kept::Gap;
+            return JournalStored::Gap;
         }
         copy.touched = now;
         if !piece.bytes.is_empty() {
             copy.bytes.truncate(piece.at as usize); // it is sent again
             copy.bytes.extend_from_slice(&piece.bytes);
         }
-        Kept::Yes
+        JournalStored::Yes
     }
 
     fn find(&self, id: &str, now: Instant) -> Option<Vec<u8>> {
@@ -165,11 +167,11 @@ impl Shelf {
 }
 
 /// Sends journals of this node to another.
-pub(super) struct Copier {
-    queue: SyncSender<(Piece, Done)>,
+pub(super) struct JournalCopier {
+    queue: SyncSender<(ReplicatedSegment, JournalCallback)>,
 }
 
-impl Copier {
+impl JournalCopier {
     /// Starts the sending thread, which ends with this value.
     ///
     /// # Errors
@@ -187,19 +189,19 @@ impl Copier {
         Ok(Self { queue })
     }
 
-    pub(super) fn put(&self, piece: Piece, done: Done) {
+    pub(super) fn put(&self, piece: ReplicatedSegment, done: JournalCallback) {
         let refused = match self.queue.try_send((piece, done)) {
             Ok(()) => return,
             Err(TrySendError::Full((_, done)) | TrySendError::Disconnected((_, done))) => done,
         };
-        refused(Kept::No("too much waits to be kept".to_owned()));
+        refused(JournalStored::No("too much waits to be kept".to_owned()));
     }
 }
 
 struct Sender {
     agent: Agent,
-    pieces: Receiver<(Piece, Done)>,
-    to: Option<(NodeId, Wire)>,
+    pieces: Receiver<(ReplicatedSegment, JournalCallback)>,
+    to: Option<(NodeId, NodeConnection)>,
     /// By node: until when it is not used.
     shunned: BTreeMap<NodeId, Instant>,
 }
@@ -220,7 +222,7 @@ impl Sender {
     }
 
     /// Sends the segments to the current storing node, or to the next that accepts them.
-    fn keep(&mut self, mut all: Vec<(Piece, Done)>) {
+    fn keep(&mut self, mut all: Vec<(ReplicatedSegment, JournalCallback)>) {
         let mut reason = "no other node lives".to_owned();
         while let Some((node, line)) = self.reach(&mut reason) {
             match exchange(&line, &mut all) {
@@ -236,11 +238,11 @@ impl Sender {
             }
         }
         for (_, done) in all {
-            done(Kept::No(reason.clone()));
+            done(JournalStored::No(reason.clone()));
         }
     }
 
-    fn reach(&mut self, reason: &mut String) -> Option<(NodeId, Wire)> {
+    fn reach(&mut self, reason: &mut String) -> Option<(NodeId, NodeConnection)> {
         if let Some((node, line)) = self.to.take()
             && self.agent.life(node) == Life::Alive
         {
@@ -252,7 +254,7 @@ impl Sender {
                 continue;
             }
             match self.agent.open(node, KEEP, KEEP_LIMIT) {
-                Ok(channel) => return Some((node, Wire(channel))),
+                Ok(channel) => return Some((node, NodeConnection(channel))),
                 Err(error) => {
                     *reason = error.to_string();
                     self.shunned.insert(node, Instant::now() + SHUN);
@@ -275,14 +277,17 @@ fn others(agent: &Agent, states: &[Life]) -> Vec<NodeId> {
 }
 
 /// Sends segments and delivers each result; removes the answered ones from `all`.
-fn exchange(line: &dyn Line, all: &mut Vec<(Piece, Done)>) -> Result<(), Broken> {
+fn exchange(
+    line: &dyn MessageConnection,
+    all: &mut Vec<(ReplicatedSegment, JournalCallback)>,
+) -> Result<(), ConnectionError> {
     let end = Instant::now() + KEEP_LIMIT;
     let mut sent = 0;
     while sent < all.len() {
         let message = packed(&all[sent].0);
         if message.len() > MESSAGE_BYTES_MAX {
             let (_, done) = all.remove(sent);
-            done(Kept::No(format!(
+            done(JournalStored::No(format!(
                 "{} bytes at once are more than {MESSAGE_BYTES_MAX}",
                 message.len()
             )));
@@ -293,15 +298,16 @@ fn exchange(line: &dyn Line, all: &mut Vec<(Piece, Done)>) -> Result<(), Broken>
     }
     while !all.is_empty() {
         let left = end.saturating_duration_since(Instant::now());
-        let kept: Option<Kept> = hear(line, left)?;
-        let kept = kept.ok_or_else(|| Broken::new(format!("silent for {KEEP_LIMIT:?}")))?;
+        let kept: Option<JournalStored> = receive_message(line, left)?;
+        let kept =
+            kept.ok_or_else(|| ConnectionError::new(format!("silent for {KEEP_LIMIT:?}")))?;
         let (_, done) = all.remove(0);
         done(kept);
     }
     Ok(())
 }
 
-fn packed(piece: &Piece) -> Vec<u8> {
+fn packed(piece: &ReplicatedSegment) -> Vec<u8> {
     let label = Label {
         id: piece.id.clone(),
         at: piece.at,
@@ -312,11 +318,11 @@ fn packed(piece: &Piece) -> Vec<u8> {
     message
 }
 
-fn unpacked(message: &[u8]) -> Option<Piece> {
+fn unpacked(message: &[u8]) -> Option<ReplicatedSegment> {
     let end = message.iter().position(|byte| *byte == b'\n')?;
     let Label { id, at } = serde_json::from_slice(&message[..end]).ok()?;
     let bytes = message[end + 1..].to_vec();
-    Some(Piece { id, at, bytes })
+    Some(ReplicatedSegment { id, at, bytes })
 }
 
 /// Reads `bytes` as messages about journals, for fuzzing. Asserts that a parsed segment packs to
@@ -325,13 +331,13 @@ pub(super) fn parse(bytes: &[u8]) {
     if let Some(piece) = unpacked(bytes) {
         assert_eq!(unpacked(&packed(&piece)), Some(piece));
     }
-    let _ = serde_json::from_slice::<Wish>(bytes);
-    let _ = serde_json::from_slice::<Kept>(bytes);
+    let _ = serde_json::from_slice::<JournalRequest>(bytes);
+    let _ = serde_json::from_slice::<JournalStored>(bytes);
 }
 
 /// Stores segments from another node until its channel closes.
-pub(super) fn answer_keep(inner: &Inner, line: &dyn Line) {
-    let keep = || -> Result<(), Broken> {
+pub(super) fn answer_keep(inner: &Inner, line: &dyn MessageConnection) {
+    let keep = || -> Result<(), ConnectionError> {
         loop {
             let Some(message) = line.receive(LOOK_EVERY)? else {
                 if inner.is_over() {
@@ -339,30 +345,31 @@ pub(super) fn answer_keep(inner: &Inner, line: &dyn Line) {
                 }
                 continue;
             };
-            let piece = unpacked(&message).ok_or_else(|| Broken::new("no piece of a journal"))?;
-            say(line, &inner.shelf.put(piece, Instant::now()))?;
+            let piece =
+                unpacked(&message).ok_or_else(|| ConnectionError::new("no piece of a journal"))?;
+            send_message(line, &inner.shelf.put(piece, Instant::now()))?;
         }
     };
     // The other end sees the closed connection.
-    let _: Result<(), Broken> = keep();
+    let _: Result<(), ConnectionError> = keep();
     line.close();
 }
 
 /// Serves a journal to another node.
-pub(super) fn answer_journal(inner: &Inner, line: &dyn Line) {
-    let Ok(Some(Wish { id, key })) = hear(line, FIND_LIMIT) else {
+pub(super) fn answer_journal(inner: &Inner, line: &dyn MessageConnection) {
+    let Ok(Some(JournalRequest { id, key })) = receive_message(line, FIND_LIMIT) else {
         return line.close();
     };
     let own = inner.spec.doors.journal(&id, key.as_deref());
     // This node's own journal may predate the resumption at another node.
     let kept = inner.shelf.find(&id, Instant::now());
     let found = own.into_iter().chain(kept).max_by_key(Vec::len);
-    let _: Result<(), Broken> = line.send(&found.unwrap_or_default()); // else it asks another
+    let _: Result<(), ConnectionError> = line.send(&found.unwrap_or_default()); // else it asks another
 }
 
 /// The longest copy of a journal that arrives soon. A node that just froze delays nothing if
 /// another node has a copy.
-pub(super) fn find(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Found {
+pub(super) fn find(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> JournalSearch {
     search(inner, id, key, 0)
 }
 
@@ -371,17 +378,17 @@ impl Fleet {
     /// slow node while faster ones have shorter copies.
     pub fn find_longer_journal(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
         match search(&self.inner, id, key, than) {
-            Found::Copy(bytes) => Some(bytes),
-            Found::Nowhere | Found::Unsure => None,
+            JournalSearch::Copy(bytes) => Some(bytes),
+            JournalSearch::Nowhere | JournalSearch::Unsure => None,
         }
     }
 }
 
-fn search(inner: &Arc<Inner>, id: &str, key: Option<&str>, than: usize) -> Found {
+fn search(inner: &Arc<Inner>, id: &str, key: Option<&str>, than: usize) -> JournalSearch {
     let own = inner.shelf.find(id, Instant::now());
     let told = ask_others(inner, id, key);
     match longest(&told, own.unwrap_or_default(), than) {
-        Found::Nowhere if inner.has_lost_some() => Found::Unsure,
+        JournalSearch::Nowhere if inner.has_lost_some() => JournalSearch::Unsure,
         found => found,
     }
 }
@@ -414,16 +421,16 @@ impl Inner {
 }
 
 /// A node's answer: its copy, empty if it has none; `None` without an answer.
-type Told = Option<Vec<u8>>;
+type JournalReply = Option<Vec<u8>>;
 
 /// Queries all other nodes at once for a journal, including suspected ones, which may just be busy.
 /// The channel closes when all have answered.
-fn ask_others(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Receiver<Told> {
+fn ask_others(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Receiver<JournalReply> {
     let (tell, told) = sync_channel(NODES_MAX);
     let all = others(&inner.agent, &[Life::Alive, Life::Suspect]);
     for node in all.into_iter().take(NODES_MAX) {
         let (inner, tell) = (Arc::clone(inner), tell.clone());
-        let wish = Wish {
+        let wish = JournalRequest {
             id: id.to_owned(),
             key: key.map(str::to_owned),
         };
@@ -440,7 +447,7 @@ fn ask_others(inner: &Arc<Inner>, id: &str, key: Option<&str>) -> Receiver<Told>
 }
 
 /// The longest of this node's own copy and those received in time, if longer than `than` bytes.
-fn longest(told: &Receiver<Told>, own: Vec<u8>, than: usize) -> Found {
+fn longest(told: &Receiver<JournalReply>, own: Vec<u8>, than: usize) -> JournalSearch {
     let is_long = own.len() > than;
     let mut end = Instant::now() + if is_long { FIND_MORE } else { FIND_LIMIT };
     let (mut best, mut all_answered) = (own, true);
@@ -461,16 +468,16 @@ fn longest(told: &Receiver<Told>, own: Vec<u8>, than: usize) -> Found {
         }
     }
     match (best.len() > than, all_answered) {
-        (true, _) => Found::Copy(best),
-        (false, true) => Found::Nowhere,
-        (false, false) => Found::Unsure,
+        (true, _) => JournalSearch::Copy(best),
+        (false, true) => JournalSearch::Nowhere,
+        (false, false) => JournalSearch::Unsure,
     }
 }
 
 /// Queries one node.
-fn ask(agent: &Agent, node: NodeId, wish: &Wish) -> Told {
-    let line = Wire(agent.open(node, JOURNAL, FIND_LIMIT).ok()?);
-    say(&line, wish).ok()?;
+fn ask(agent: &Agent, node: NodeId, wish: &JournalRequest) -> JournalReply {
+    let line = NodeConnection(agent.open(node, JOURNAL, FIND_LIMIT).ok()?);
+    send_message(&line, wish).ok()?;
     line.receive(FIND_LIMIT).ok()?
 }
 
@@ -478,8 +485,8 @@ fn ask(agent: &Agent, node: NodeId, wish: &Wish) -> Told {
 mod tests {
     use super::*;
 
-    fn piece(id: &str, at: u64, text: &str) -> Piece {
-        Piece {
+    fn piece(id: &str, at: u64, text: &str) -> ReplicatedSegment {
+        ReplicatedSegment {
             id: id.to_owned(),
             at,
             bytes: text.as_bytes().to_vec(),
@@ -510,29 +517,33 @@ mod tests {
 
     #[test]
     fn pieces_are_joined_and_a_gap_is_told() {
-        let (shelf, now) = (Shelf::default(), Instant::now());
-        assert_eq!(shelf.put(piece("a", 3, "x"), now), Kept::Gap);
-        assert_eq!(shelf.put(piece("a", 0, "one"), now), Kept::Yes);
-        assert_eq!(shelf.put(piece("a", 3, "two"), now), Kept::Yes);
-        assert_eq!(shelf.put(piece("a", 3, "two"), now), Kept::Yes, "again");
-        assert_eq!(shelf.put(piece("a", 7, "x"), now), Kept::Gap);
+        let (shelf, now) = (JournalStore::default(), Instant::now());
+        assert_eq!(shelf.put(piece("a", 3, "x"), now), JournalStored::Gap);
+        assert_eq!(shelf.put(piece("a", 0, "one"), now), JournalStored::Yes);
+        assert_eq!(shelf.put(piece("a", 3, "two"), now), JournalStored::Yes);
+        assert_eq!(
+            shelf.put(piece("a", 3, "two"), now),
+            JournalStored::Yes,
+            "again"
+        );
+        assert_eq!(shelf.put(piece("a", 7, "x"), now), JournalStored::Gap);
         assert_eq!(shelf.find("a", now), Some(b"onetwo".to_vec()));
-        assert_eq!(shelf.put(piece("a", 0, "new"), now), Kept::Yes);
+        assert_eq!(shelf.put(piece("a", 0, "new"), now), JournalStored::Yes);
         assert_eq!(shelf.find("a", now), Some(b"new".to_vec()));
         assert_eq!(shelf.find("b", now), None);
     }
 
     #[test]
     fn a_copy_stays_a_minute_after_its_last_sign() {
-        let (shelf, now) = (Shelf::default(), Instant::now());
+        let (shelf, now) = (JournalStore::default(), Instant::now());
         shelf.put(piece("a", 0, "one"), now);
         let later = now + STAY;
-        assert_eq!(shelf.put(piece("a", 3, ""), later), Kept::Yes);
+        assert_eq!(shelf.put(piece("a", 3, ""), later), JournalStored::Yes);
         let last = later + STAY;
         assert_eq!(shelf.find("a", last), Some(b"one".to_vec()));
         let after = last + Duration::from_millis(1);
         assert_eq!(shelf.find("a", after), None);
-        assert_eq!(shelf.put(piece("a", 3, "x"), after), Kept::Gap);
+        assert_eq!(shelf.put(piece("a", 3, "x"), after), JournalStored::Gap);
     }
 
     #[test]
@@ -544,26 +555,29 @@ mod tests {
             drop(tell);
             longest(&told, of(own), than)
         };
-        let copy = |bytes: usize| Found::Copy(of(bytes));
-        assert_eq!(found(0, &[], 0), Found::Nowhere);
-        assert_eq!(found(0, &[Some(0), None], 0), Found::Unsure);
+        let copy = |bytes: usize| JournalSearch::Copy(of(bytes));
+        assert_eq!(found(0, &[], 0), JournalSearch::Nowhere);
+        assert_eq!(found(0, &[Some(0), None], 0), JournalSearch::Unsure);
         assert_eq!(found(5, &[], 0), copy(5));
         assert_eq!(found(5, &[Some(0), Some(9), None, Some(7)], 0), copy(9));
         assert_eq!(found(9, &[Some(0), Some(5)], 0), copy(9));
-        assert_eq!(found(5, &[Some(6), Some(0)], 6), Found::Nowhere);
+        assert_eq!(found(5, &[Some(6), Some(0)], 6), JournalSearch::Nowhere);
         assert_eq!(found(5, &[Some(6), Some(7)], 6), copy(7));
     }
 
     #[test]
     fn the_shelf_is_bounded() {
-        let (shelf, now) = (Shelf::default(), Instant::now());
+        let (shelf, now) = (JournalStore::default(), Instant::now());
         for number in 0..COPIES_MAX {
             assert_eq!(
                 shelf.put(piece(&number.to_string(), 0, "x"), now),
-                Kept::Yes
+                JournalStored::Yes
             );
         }
-        assert!(matches!(shelf.put(piece("y", 0, "x"), now), Kept::No(_)));
-        assert_eq!(shelf.put(piece("0", 1, "x"), now), Kept::Yes);
+        assert!(matches!(
+            shelf.put(piece("y", 0, "x"), now),
+            JournalStored::No(_)
+        ));
+        assert_eq!(shelf.put(piece("0", 1, "x"), now), JournalStored::Yes);
     }
 }

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, Report, State, Wanted};
+use paceline_cluster::nodes::placement::{self, InstanceSpec, Report, State};
 use paceline_cluster::nodes::{InstanceId, NodeId, Registers};
 
 use super::{Inner, copies, report};
@@ -46,7 +46,7 @@ const GONE_WITHIN: Duration = Duration::from_secs(10);
 
 /// Whether a node can take work over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stand {
+enum DrainStatus {
     Stays,
     Leaves,
     Gone,
@@ -54,7 +54,7 @@ enum Stand {
 
 /// Next step for an instance that this node hands over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
+enum DrainStep {
     /// Done: other nodes answer, or it was unloaded.
     Moved,
     /// Wait: its owner is loading it, or a successor takes it over.
@@ -68,13 +68,13 @@ enum Fate {
 }
 
 /// Deadline of a drain, and the callback about its progress.
-struct Patience<'a> {
+struct DrainDeadline<'a> {
     until: Instant,
     told: Instant,
     wait: &'a mut dyn FnMut(),
 }
 
-impl Patience<'_> {
+impl DrainDeadline<'_> {
     fn left(&self) -> Duration {
         self.until.saturating_duration_since(Instant::now())
     }
@@ -113,7 +113,7 @@ impl Inner {
         self.agent.set_leaving(true);
         let told = Instant::now();
         let until = told + limit;
-        let stuck = self.move_all(Patience { until, told, wait });
+        let stuck = self.move_all(DrainDeadline { until, told, wait });
         match stuck.is_empty() {
             // It still drains: another draining node must not hand work to it.
             true => *lock(&self.left) = Some(Instant::now()),
@@ -131,7 +131,7 @@ impl Inner {
         }
     }
 
-    fn move_all(&self, mut patience: Patience<'_>) -> Vec<String> {
+    fn move_all(&self, mut patience: DrainDeadline<'_>) -> Vec<String> {
         if self.is_last() {
             return Vec::new();
         }
@@ -140,10 +140,10 @@ impl Inner {
         loop {
             open.retain(|id, model| {
                 let fate = self.look_after(*id, &mut patience);
-                if fate == Fate::Stuck {
+                if fate == DrainStep::Stuck {
                     stuck.insert(*id, model.clone());
                 }
-                !matches!(fate, Fate::Moved | Fate::Stuck)
+                !matches!(fate, DrainStep::Moved | DrainStep::Stuck)
             });
             if open.is_empty() || !patience.goes_on() {
                 break;
@@ -178,27 +178,29 @@ impl Inner {
     }
 
     /// Takes the next step for an instance.
-    fn look_after(&self, id: InstanceId, patience: &mut Patience<'_>) -> Fate {
+    fn look_after(&self, id: InstanceId, patience: &mut DrainDeadline<'_>) -> DrainStep {
         let (own, map, nodes) = (self.agent.id(), self.agent.map(), self.agent.nodes());
         let found = placement::wanted(&map).find(|(other, ..)| *other == id);
         let record = found.as_ref().map(|(_, epoch, wanted)| (*epoch, wanted));
         let told = report(&map, id);
         let fate = fate(own, record, told.as_ref(), |id| stand(&nodes, id));
         match (fate, record) {
-            (Fate::Homeless, Some((epoch, wanted))) => {
-                match self.hand_on((id, epoch), wanted, patience) {
-                    true => Fate::Waits,
-                    false => Fate::Stuck,
+            (DrainStep::Homeless, Some((epoch, wanted))) => {
+                match self.transfer_ownership((id, epoch), wanted, patience) {
+                    true => DrainStep::Waits,
+                    false => DrainStep::Stuck,
                 }
             }
-            (Fate::Passing, Some((_, wanted))) if self.heirs(wanted).is_empty() => Fate::Stuck,
+            (DrainStep::Passing, Some((_, wanted))) if self.heirs(wanted).is_empty() => {
+                DrainStep::Stuck
+            }
             (fate, _) => fate,
         }
     }
 
     /// Other live nodes that stay. They have this node's numerics or are part of the instance
     /// already, so that answers stay the same.
-    fn heirs(&self, wanted: &Wanted) -> Vec<NodeId> {
+    fn heirs(&self, wanted: &InstanceSpec) -> Vec<NodeId> {
         let (own, nodes) = (self.agent.id(), self.agent.nodes());
         let (mut heirs, _) = self.ranked();
         heirs.retain(|id| *id != own);
@@ -216,7 +218,12 @@ impl Inner {
 
     /// Hands an instance to other nodes; false if none can take it. Waits until the next owner has
     /// the model.
-    fn hand_on(&self, at: (InstanceId, u64), wanted: &Wanted, patience: &mut Patience<'_>) -> bool {
+    fn transfer_ownership(
+        &self,
+        at: (InstanceId, u64),
+        wanted: &InstanceSpec,
+        patience: &mut DrainDeadline<'_>,
+    ) -> bool {
         let heirs = self.heirs(wanted);
         let owner = wanted.nodes[0];
         if heirs.contains(&owner) {
@@ -237,7 +244,7 @@ impl Inner {
     }
 
     /// Makes a node fetch the model of an instance; whether it has it within the time left.
-    fn equip(&self, heir: NodeId, wanted: &Wanted, patience: &mut Patience<'_>) -> bool {
+    fn equip(&self, heir: NodeId, wanted: &InstanceSpec, patience: &mut DrainDeadline<'_>) -> bool {
         let limit = patience.left();
         if limit.is_zero() {
             return false;
@@ -256,7 +263,7 @@ impl Inner {
     fn give(
         &self,
         (id, epoch): (InstanceId, u64),
-        wanted: &Wanted,
+        wanted: &InstanceSpec,
         heirs: &[NodeId],
         owner: NodeId,
     ) -> bool {
@@ -307,12 +314,12 @@ fn is_in(map: &Registers, id: InstanceId, epoch: u64, state: State) -> bool {
 }
 
 /// Status of the node with this id, from the known nodes.
-fn stand(nodes: &[NodeView], id: NodeId) -> Stand {
+fn stand(nodes: &[NodeView], id: NodeId) -> DrainStatus {
     let lives = |node: &&NodeView| matches!(node.state, Life::Alive | Life::Suspect);
     match nodes.iter().filter(lives).find(|node| node.id == id) {
-        Some(node) if node.facts.leaving => Stand::Leaves,
-        Some(_) => Stand::Stays,
-        None => Stand::Gone,
+        Some(node) if node.facts.leaving => DrainStatus::Leaves,
+        Some(_) => DrainStatus::Stays,
+        None => DrainStatus::Gone,
     }
 }
 
@@ -320,30 +327,30 @@ fn stand(nodes: &[NodeView], id: NodeId) -> Stand {
 /// owner's report.
 fn fate(
     own: NodeId,
-    record: Option<(u64, &Wanted)>,
+    record: Option<(u64, &InstanceSpec)>,
     told: Option<&Report>,
-    stand: impl Fn(NodeId) -> Stand,
-) -> Fate {
+    stand: impl Fn(NodeId) -> DrainStatus,
+) -> DrainStep {
     let Some((epoch, wanted)) = record else {
-        return Fate::Moved;
+        return DrainStep::Moved;
     };
     if wanted.nodes.contains(&own) {
-        return Fate::Homeless;
+        return DrainStep::Homeless;
     }
     let state = told.filter(|it| it.epoch >= epoch).map(|it| it.state);
     match (stand(wanted.nodes[0]), state) {
-        (Stand::Gone, _) => {
+        (DrainStatus::Gone, _) => {
             // A draining successor takes nothing over.
             let mut stands = wanted.successors.iter().map(|id| stand(*id));
-            match stands.find(|it| *it != Stand::Gone) {
-                Some(Stand::Stays) => Fate::Waits,
-                _ => Fate::Homeless,
+            match stands.find(|it| *it != DrainStatus::Gone) {
+                Some(DrainStatus::Stays) => DrainStep::Waits,
+                _ => DrainStep::Homeless,
             }
         }
-        (_, Some(State::Ready)) => Fate::Moved,
-        (_, Some(State::Failed)) => Fate::Stuck,
-        (Stand::Leaves, _) => Fate::Passing,
-        (Stand::Stays, _) => Fate::Waits,
+        (_, Some(State::Ready)) => DrainStep::Moved,
+        (_, Some(State::Failed)) => DrainStep::Stuck,
+        (DrainStatus::Leaves, _) => DrainStep::Passing,
+        (DrainStatus::Stays, _) => DrainStep::Waits,
     }
 }
 
@@ -369,25 +376,25 @@ mod tests {
         NodeId([number; 16])
     }
 
-    fn wanted(nodes: &[u8], successors: &[u8]) -> Wanted {
-        Wanted {
+    fn wanted(nodes: &[u8], successors: &[u8]) -> InstanceSpec {
+        InstanceSpec {
             model: "smollm2".to_owned(),
             nodes: nodes.iter().map(|number| node(*number)).collect(),
             successors: successors.iter().map(|number| node(*number)).collect(),
             split: "auto".to_owned(),
             threads: 1,
             parallel: 1,
-            ..Wanted::default()
+            ..InstanceSpec::default()
         }
     }
 
     /// Step for an instance of node 15 at epoch 3; nodes from 8 on are draining, those from 16 on
     /// are gone.
-    fn fate_of(nodes: &[u8], successors: &[u8], told: Option<(u64, State)>) -> Fate {
+    fn fate_of(nodes: &[u8], successors: &[u8], told: Option<(u64, State)>) -> DrainStep {
         let stand = |id: NodeId| match id.0[0] {
-            0..8 => Stand::Stays,
-            8..16 => Stand::Leaves,
-            16.. => Stand::Gone,
+            0..8 => DrainStatus::Stays,
+            8..16 => DrainStatus::Leaves,
+            16.. => DrainStatus::Gone,
         };
         let told = told.map(|(epoch, state)| Report {
             epoch,
@@ -401,30 +408,53 @@ mod tests {
 
     #[test]
     fn work_is_followed_until_another_node_answers() {
-        assert_eq!(fate(node(15), None, None, |_| Stand::Gone), Fate::Moved);
-        assert_eq!(fate_of(&[2, 15], &[15], None), Fate::Homeless);
-        assert_eq!(fate_of(&[2], &[15], None), Fate::Waits);
+        assert_eq!(
+            fate(node(15), None, None, |_| DrainStatus::Gone),
+            DrainStep::Moved
+        );
+        assert_eq!(fate_of(&[2, 15], &[15], None), DrainStep::Homeless);
+        assert_eq!(fate_of(&[2], &[15], None), DrainStep::Waits);
         let before = Some((2, State::Ready));
         assert_eq!(
             fate_of(&[2], &[15], before),
-            Fate::Waits,
+            DrainStep::Waits,
             "of another epoch"
         );
-        assert_eq!(fate_of(&[2], &[15], Some((3, State::Loading))), Fate::Waits);
-        assert_eq!(fate_of(&[2], &[15], Some((3, State::Ready))), Fate::Moved);
-        assert_eq!(fate_of(&[2], &[15], Some((3, State::Failed))), Fate::Stuck);
+        assert_eq!(
+            fate_of(&[2], &[15], Some((3, State::Loading))),
+            DrainStep::Waits
+        );
+        assert_eq!(
+            fate_of(&[2], &[15], Some((3, State::Ready))),
+            DrainStep::Moved
+        );
+        assert_eq!(
+            fate_of(&[2], &[15], Some((3, State::Failed))),
+            DrainStep::Stuck
+        );
     }
 
     #[test]
     fn two_that_leave_do_not_wait_for_each_other() {
-        assert_eq!(fate_of(&[8], &[15], None), Fate::Passing);
-        assert_eq!(fate_of(&[8, 2], &[2, 15], None), Fate::Passing);
-        assert_eq!(fate_of(&[8], &[15], Some((3, State::Ready))), Fate::Moved);
-        assert_eq!(fate_of(&[16], &[15], None), Fate::Homeless);
-        assert_eq!(fate_of(&[16], &[8, 2], None), Fate::Homeless);
-        assert_eq!(fate_of(&[16], &[17, 2], None), Fate::Waits, "2 takes over");
+        assert_eq!(fate_of(&[8], &[15], None), DrainStep::Passing);
+        assert_eq!(fate_of(&[8, 2], &[2, 15], None), DrainStep::Passing);
+        assert_eq!(
+            fate_of(&[8], &[15], Some((3, State::Ready))),
+            DrainStep::Moved
+        );
+        assert_eq!(fate_of(&[16], &[15], None), DrainStep::Homeless);
+        assert_eq!(fate_of(&[16], &[8, 2], None), DrainStep::Homeless);
+        assert_eq!(
+            fate_of(&[16], &[17, 2], None),
+            DrainStep::Waits,
+            "2 takes over"
+        );
         let told = Some((3, State::Ready));
-        assert_eq!(fate_of(&[16], &[], told), Fate::Homeless, "it was ready");
+        assert_eq!(
+            fate_of(&[16], &[], told),
+            DrainStep::Homeless,
+            "it was ready"
+        );
     }
 
     #[test]

@@ -17,15 +17,17 @@ use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Awake, lock};
-use paceline_cluster::nodes::agent::local::{self, Progress};
+use paceline_base::{AwakeTime, lock};
+use paceline_cluster::nodes::agent::local::{self, CommandProgress};
 use paceline_cluster::nodes::placement::{self, EPOCH_UNWANTED};
 use paceline_cluster::nodes::{InstanceId, Registers};
-use paceline_engine::{Failure, Reply, Request, Service, Sink, State, Status, Ticket};
+use paceline_engine::{
+    GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{Ask, Fleet, Inner, LOOK_EVERY, new_id};
+use super::{Fleet, Inner, LOOK_EVERY, LoadRequest, new_id};
 
 /// Queued replies for a program. A program that falls further behind loses its answer.
 const REPLIES_MAX: usize = 16_384;
@@ -48,10 +50,11 @@ const RETURN_LIMIT: Duration = Duration::from_secs(10);
 pub fn answer(
     fleet: &Fleet,
     arguments: &Value,
-    progress: &mut Progress<'_>,
+    progress: &mut CommandProgress<'_>,
 ) -> Result<Value, String> {
     let id = arguments["id"].as_str().unwrap_or_default();
-    let request = Request::deserialize(&arguments["request"]).map_err(|error| error.to_string())?;
+    let request =
+        GenerationRequest::deserialize(&arguments["request"]).map_err(|error| error.to_string())?;
     let tokens =
         Vec::<u32>::deserialize(&arguments["tokens"]).map_err(|error| error.to_string())?;
     let service = fleet.service(id)?;
@@ -91,7 +94,11 @@ pub fn answer(
 ///
 /// # Errors
 /// As of [`Fleet::load`], and when the node stops.
-pub fn lend(fleet: &Weak<Fleet>, ask: &Ask, progress: &mut Progress<'_>) -> Result<Value, String> {
+pub fn lend(
+    fleet: &Weak<Fleet>,
+    ask: &LoadRequest,
+    progress: &mut CommandProgress<'_>,
+) -> Result<Value, String> {
     let here = fleet.upgrade().ok_or("the node is stopping")?;
     let id = here.inner.load_lent(ask)?;
     drop(here); // a lease does not keep the fleet alive
@@ -106,8 +113,8 @@ pub fn lend(fleet: &Weak<Fleet>, ask: &Ask, progress: &mut Progress<'_>) -> Resu
 fn hold(
     fleet: &Weak<Fleet>,
     id: InstanceId,
-    ask: &Ask,
-    progress: &mut Progress<'_>,
+    ask: &LoadRequest,
+    progress: &mut CommandProgress<'_>,
 ) -> Result<Value, String> {
     let here = || fleet.upgrade().ok_or("the node is stopping");
     let id = id.to_string();
@@ -127,16 +134,16 @@ fn hold(
 
 /// Instances whose lending node is dead, and for how long.
 #[derive(Debug)]
-pub(super) struct Lost {
+pub(super) struct LostLenders {
     /// Clock that stops while this node is suspended and receives no heartbeats.
-    awake: Awake,
+    awake: AwakeTime,
     since: BTreeMap<InstanceId, Duration>,
 }
 
-impl Lost {
+impl LostLenders {
     pub(super) fn new(now: Instant) -> Self {
         Self {
-            awake: Awake::new(now, 2 * LOOK_EVERY),
+            awake: AwakeTime::new(now, 2 * LOOK_EVERY),
             since: BTreeMap::new(),
         }
     }
@@ -144,7 +151,7 @@ impl Lost {
     /// Instances of `abandoned` whose lending node has been dead for [`RETURN_LIMIT`]. Call it
     /// about every [`LOOK_EVERY`].
     fn look(&mut self, now: Instant, abandoned: &[InstanceId]) -> Vec<InstanceId> {
-        self.awake.look(now);
+        self.awake.tick(now);
         let total = self.awake.total();
         self.since.retain(|id, _| abandoned.contains(id));
         for id in abandoned {
@@ -158,8 +165,8 @@ impl Lost {
 
 impl Inner {
     /// As [`load`](Self::load) for a program of this machine.
-    fn load_lent(&self, ask: &Ask) -> Result<InstanceId, String> {
-        let one = Ask {
+    fn load_lent(&self, ask: &LoadRequest) -> Result<InstanceId, String> {
+        let one = LoadRequest {
             replicas: 1,
             spare: Some(ask.spare.unwrap_or(0)), // not worth it for one command
             ..ask.clone()
@@ -180,7 +187,7 @@ impl Inner {
 
     /// Unloads leased instances without a program: their lending node is dead, or it is this node
     /// and was restarted.
-    pub(super) fn reclaim(&self, lost: &mut Lost) {
+    pub(super) fn reclaim(&self, lost: &mut LostLenders) {
         let (map, own) = (self.agent.map(), self.agent.id());
         let abandoned = placement::abandoned(&map, own, |id| self.agent.life(id));
         let mut over = lost.look(Instant::now(), &abandoned);
@@ -208,14 +215,14 @@ impl Inner {
 /// An instance of this machine's node as a service in another program of its user. Uses one thread
 /// for each open answer.
 #[derive(Debug)]
-pub struct AtNode {
+pub struct LeasedInstance {
     home: PathBuf,
     id: String,
     last_ticket: AtomicU64,
     open: Arc<Mutex<BTreeMap<Ticket, Arc<AtomicBool>>>>,
 }
 
-impl AtNode {
+impl LeasedInstance {
     /// The instance `id` of the node whose files are below `home`.
     pub fn new(home: &Path, id: &str) -> Self {
         Self {
@@ -227,13 +234,13 @@ impl AtNode {
     }
 }
 
-impl Service for AtNode {
+impl Service for LeasedInstance {
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         mut sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let over = Arc::new(AtomicBool::new(false));
         lock(&self.open).insert(ticket, Arc::clone(&over));
@@ -252,14 +259,14 @@ impl Service for AtNode {
             if !is_complete && !over.load(Ordering::SeqCst) {
                 let reason = asked.err().map(|error| error.to_string());
                 let reason = reason.unwrap_or_else(|| "the node says no more".to_owned());
-                sink(Reply::Failed(Failure::Lost { reason }));
+                sink(Reply::Failed(RequestFailure::Lost { reason }));
             }
             lock(&open).remove(&ticket);
         };
         let thread = std::thread::Builder::new().name("at node".to_owned());
         match thread.spawn(run) {
             Ok(_) => Ok(ticket),
-            Err(error) => Err(Failure::Unavailable {
+            Err(error) => Err(RequestFailure::Unavailable {
                 reason: error.to_string(),
             }),
         }
@@ -271,8 +278,8 @@ impl Service for AtNode {
         }
     }
 
-    fn status(&self) -> Status {
-        Status {
+    fn status(&self) -> ServiceStatus {
+        ServiceStatus {
             state: State::Ready,
             running: lock(&self.open).len(),
             waiting: 0,
@@ -287,7 +294,7 @@ mod tests {
     #[test]
     fn an_instance_is_given_up_once_its_lender_has_been_dead_for_a_while() {
         let start = Instant::now();
-        let mut lost = Lost::new(start);
+        let mut lost = LostLenders::new(start);
         let both = [InstanceId(1), InstanceId(2)];
         let mut look =
             |s: u64, abandoned: &[InstanceId]| lost.look(start + Duration::from_secs(s), abandoned);

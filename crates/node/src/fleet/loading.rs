@@ -9,15 +9,16 @@ use std::time::{Duration, Instant};
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
-    self, AdapterFile, DraftOf, EPOCH_UNWANTED, NODES_MAX, SPARE_AUTO, SPLIT_ANY, Wanted, Weights,
+    self, AdapterFile, DraftOf, EPOCH_UNWANTED, InstanceSpec, NODES_MAX, SPARE_AUTO, SPLIT_ANY,
+    WeightDistribution,
 };
 use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::Draft;
-use paceline_model::{Config, Source, SplitKind};
+use paceline_model::{Config, ModelSource, SplitKind};
 
 use super::copies::{self, Several};
 use super::preview::Proposal;
-use super::{Ask, Inner, REPLICAS_MAX, name_of, naming, new_id, preview};
+use super::{Inner, LoadRequest, REPLICAS_MAX, name_of, naming, new_id, preview};
 use crate::{adapters, texts};
 
 /// How long a load waits for the facts of newly connected nodes. They follow within milliseconds;
@@ -26,12 +27,12 @@ const FACTS_WAIT: Duration = Duration::from_secs(5);
 
 impl Inner {
     /// As [`Fleet::load`](super::Fleet::load).
-    pub(super) fn load(&self, ask: &Ask) -> Result<Vec<InstanceId>, String> {
+    pub(super) fn load(&self, ask: &LoadRequest) -> Result<Vec<InstanceId>, String> {
         self.want_all(&self.asked(ask)?)
     }
 
     /// The first spec of each requested replica.
-    pub(super) fn asked(&self, ask: &Ask) -> Result<Vec<Wanted>, String> {
+    pub(super) fn asked(&self, ask: &LoadRequest) -> Result<Vec<InstanceSpec>, String> {
         self.await_facts();
         let groups = match ask.replicas {
             0 | 1 => vec![self.choose(ask)?],
@@ -94,7 +95,7 @@ impl Inner {
         let of_draft = self.copies.of_user(draft)?;
         self.check_files(&of_draft, machines)?;
         let tokenizer = |name: &str, path: &Path| {
-            let source = Source::open(path).map_err(|error| format!("{name}: {error}"))?;
+            let source = ModelSource::open(path).map_err(|error| format!("{name}: {error}"))?;
             texts::tokenizer(&source).map_err(|error| format!("{name}: {error}"))
         };
         let both = (tokenizer(draft, &of_draft)?, tokenizer(model, path)?);
@@ -104,10 +105,10 @@ impl Inner {
     /// A spec for each replica, on its group of nodes.
     fn records(
         &self,
-        ask: &Ask,
+        ask: &LoadRequest,
         path: &Path,
         groups: Vec<Vec<NodeId>>,
-    ) -> Result<Vec<Wanted>, String> {
+    ) -> Result<Vec<InstanceSpec>, String> {
         let map = self.agent.map();
         let others: Vec<_> = placement::wanted(&map).collect();
         let others = others.iter().map(|(id, _, wanted)| (*id, wanted));
@@ -124,7 +125,7 @@ impl Inner {
         let used = groups.iter().flatten().copied().collect();
         let reserves = self.reserves(&one, &used);
         let records = groups.into_iter().zip(numbers);
-        let records = records.map(|(nodes, replica)| Wanted {
+        let records = records.map(|(nodes, replica)| InstanceSpec {
             successors: nodes[1..].iter().chain(&reserves).copied().collect(),
             width: u16::try_from(nodes.len()).ok(),
             nodes,
@@ -146,7 +147,7 @@ impl Inner {
 
     /// The split of a model over `nodes`. An automatic split is the first of a preview; it stays
     /// automatic without a prediction.
-    fn split(&self, ask: &Ask, path: &Path, nodes: &[NodeId]) -> String {
+    fn split(&self, ask: &LoadRequest, path: &Path, nodes: &[NodeId]) -> String {
         if ask.split != SplitKind::Auto || nodes.len() < 2 {
             return ask.split.to_string();
         }
@@ -169,8 +170,13 @@ impl Inner {
     }
 
     /// The first proposal for `nodes`.
-    fn planned(&self, ask: &Ask, path: &Path, nodes: &[NodeId]) -> Result<Proposal, String> {
-        let source = Source::open(path).map_err(|error| error.to_string())?;
+    fn planned(
+        &self,
+        ask: &LoadRequest,
+        path: &Path,
+        nodes: &[NodeId],
+    ) -> Result<Proposal, String> {
+        let source = ModelSource::open(path).map_err(|error| error.to_string())?;
         let config = Config::read(&source).map_err(|error| error.to_string())?;
         let forecast = self.forecast(&source, &config, self.threads(ask))?;
         let nodes = (nodes, &self.machines(nodes)[..]);
@@ -181,7 +187,7 @@ impl Inner {
 
     /// Signs the roots of a model and its draft, so that other nodes can fetch ranges of them.
     /// Otherwise they copy whole files from this node.
-    fn sign(&self, record: &Wanted, path: &Path) {
+    fn sign(&self, record: &InstanceSpec, path: &Path) {
         let of_draft = record.of_draft();
         let draft = of_draft
             .as_ref()
@@ -201,7 +207,7 @@ impl Inner {
 
     /// Signs the root of a model that this node computes alone, on its own thread. Other nodes
     /// fetch the beginning of its file to answer with it.
-    fn sign_meanwhile(&self, record: &Wanted, path: &Path) {
+    fn sign_meanwhile(&self, record: &InstanceSpec, path: &Path) {
         let (copies, agent) = (Arc::clone(&self.copies), self.agent.clone());
         let (model, path) = (name_of(record), path.to_owned());
         let tell = Arc::clone(&self.spec.tell);
@@ -220,11 +226,11 @@ impl Inner {
     }
 
     /// Fields that the records of all replicas share.
-    fn record(&self, ask: &Ask, path: &Path) -> Result<Wanted, String> {
+    fn record(&self, ask: &LoadRequest, path: &Path) -> Result<InstanceSpec, String> {
         let failed = |error| format!("{}: {error}", path.display());
         let sha256 = self.copies.sum(path).map_err(failed)?;
         self.tell_origin(&sha256, path);
-        Ok(Wanted {
+        Ok(InstanceSpec {
             model: ask.model.clone(),
             sha256,
             bytes: self.copies.length(&self.agent, path).map_err(failed)?,
@@ -256,10 +262,10 @@ impl Inner {
     }
 
     /// A model of this machine as a spec without an instance, for copies to other nodes.
-    pub(super) fn sent(&self, model: &str) -> Result<Wanted, String> {
+    pub(super) fn sent(&self, model: &str) -> Result<InstanceSpec, String> {
         let path = self.copies.of_user(model)?;
         copies::check_single(&path).map_err(|several| several.to_string())?;
-        let ask = Ask {
+        let ask = LoadRequest {
             model: model.to_owned(),
             nodes: Vec::new(),
             count: 1,
@@ -274,7 +280,7 @@ impl Inner {
             drafts: None,
             follow: false,
             grows: false,
-            weights: Weights::Whole,
+            weights: WeightDistribution::Whole,
             prompts: Vec::new(),
         };
         let record = self.record(&ask, &path)?;
@@ -309,7 +315,7 @@ impl Inner {
 
     /// The requested adapters as copies for other nodes: one GGUF file each. Reads them and the
     /// model's shape.
-    fn adapters(&self, ask: &Ask, path: &Path) -> Result<Vec<AdapterFile>, String> {
+    fn adapters(&self, ask: &LoadRequest, path: &Path) -> Result<Vec<AdapterFile>, String> {
         let (got, most) = (ask.adapters.len(), placement::ADAPTERS_MAX);
         if got > most {
             return Err(format!("{got} adapters, expected at most {most}"));
@@ -318,7 +324,7 @@ impl Inner {
             return Ok(Vec::new());
         }
         let failed = |error: &dyn Display| format!("{}: {error}", path.display());
-        let source = Source::open(path).map_err(|error| failed(&error))?;
+        let source = ModelSource::open(path).map_err(|error| failed(&error))?;
         let config = Config::read(&source).map_err(|error| failed(&error))?;
         let mut all: Vec<AdapterFile> = Vec::new();
         for (name, from) in &ask.adapters {
@@ -342,7 +348,7 @@ impl Inner {
     }
 
     /// Writes the first specs of new instances, all or none.
-    fn want_all(&self, records: &[Wanted]) -> Result<Vec<InstanceId>, String> {
+    fn want_all(&self, records: &[InstanceSpec]) -> Result<Vec<InstanceId>, String> {
         let mut ids = Vec::new();
         for record in records {
             match self.want_new(record) {
@@ -358,13 +364,13 @@ impl Inner {
         Ok(ids)
     }
 
-    pub(super) fn want_new(&self, record: &Wanted) -> Result<InstanceId, String> {
+    pub(super) fn want_new(&self, record: &InstanceSpec) -> Result<InstanceId, String> {
         let id = new_id()?;
         self.want(id, 1, Some(record)).map(|()| id)
     }
 
     /// Chooses the nodes of one instance, this one first if it is among them.
-    pub(super) fn choose(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
+    pub(super) fn choose(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, String> {
         let mut nodes: Vec<NodeId> = match ask.nodes.is_empty() {
             true => self.best(ask.count, &self.readers(ask)?)?,
             false => self.named(ask)?,
@@ -395,7 +401,7 @@ impl Inner {
     }
 
     /// The named nodes, in order. A draining node is an error: it would never start its part.
-    pub(super) fn named(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
+    pub(super) fn named(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, String> {
         let find = |name: &String| {
             let node = self.agent.find(name).map_err(|error| error.to_string())?;
             match node.facts.leaving {
@@ -408,7 +414,7 @@ impl Inner {
 
     /// The prefill nodes. They must have this node's numerics, so that the answer does not depend
     /// on which node computes a prompt.
-    fn readers(&self, ask: &Ask) -> Result<Vec<NodeId>, String> {
+    fn readers(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, String> {
         if ask.prompts.is_empty() {
             return Ok(Vec::new());
         }
@@ -451,7 +457,7 @@ impl Inner {
         let all: Vec<_> = placement::wanted(&map).collect();
         let numbers = naming::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
         let is_it =
-            |id: InstanceId, wanted: &Wanted| wanted.model == name || id.to_string() == name;
+            |id: InstanceId, wanted: &InstanceSpec| wanted.model == name || id.to_string() == name;
         let named = all.iter().filter(|(id, _, wanted)| is_it(*id, wanted));
         let mut ids: Vec<InstanceId> = named.map(|(id, ..)| *id).collect();
         if ids.is_empty() {

@@ -11,7 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use paceline_cluster::nodes::InstanceId;
-use paceline_cluster::nodes::placement::Wanted;
+use paceline_cluster::nodes::placement::InstanceSpec;
 use serde::Serialize;
 
 /// Key of interchangeable instances: they give the same answers.
@@ -26,7 +26,7 @@ pub(super) struct Name {
 
 impl Name {
     /// The name of an instance.
-    pub(super) fn of(wanted: &Wanted) -> Self {
+    pub(super) fn of(wanted: &InstanceSpec) -> Self {
         Self {
             model: wanted.model.clone(),
             sha256: wanted.sha256.clone(),
@@ -68,7 +68,7 @@ pub struct Replica {
 /// Replica numbers of all instances. An instance loaded alone and the only one of its model has
 /// none.
 pub(super) fn numbers<'a>(
-    all: impl IntoIterator<Item = (InstanceId, &'a Wanted)>,
+    all: impl IntoIterator<Item = (InstanceId, &'a InstanceSpec)>,
 ) -> BTreeMap<InstanceId, Replica> {
     let mut models: BTreeMap<&str, Vec<(InstanceId, u16)>> = BTreeMap::new();
     for (id, wanted) in all {
@@ -111,10 +111,10 @@ fn numbers_of_model(all: Vec<(InstanceId, u16)>) -> Vec<(InstanceId, Replica)> {
 /// instance.
 pub(super) fn next<'a>(
     model: &str,
-    all: impl IntoIterator<Item = (InstanceId, &'a Wanted)>,
+    all: impl IntoIterator<Item = (InstanceId, &'a InstanceSpec)>,
     count: usize,
 ) -> Vec<u16> {
-    let of_model = |(_, wanted): &(InstanceId, &Wanted)| wanted.model == model;
+    let of_model = |(_, wanted): &(InstanceId, &InstanceSpec)| wanted.model == model;
     let others: Vec<_> = all.into_iter().filter(of_model).collect();
     if others.is_empty() && count == 1 {
         return vec![0];
@@ -134,8 +134,8 @@ mod tests {
 
     use super::*;
 
-    fn wanted(model: &str, replica: u16) -> Wanted {
-        Wanted {
+    fn wanted(model: &str, replica: u16) -> InstanceSpec {
+        InstanceSpec {
             model: model.to_owned(),
             sha256: "0".repeat(64),
             nodes: vec![NodeId([1; 16])],
@@ -143,12 +143,12 @@ mod tests {
             threads: 1,
             parallel: 1,
             replica,
-            ..Wanted::default()
+            ..InstanceSpec::default()
         }
     }
 
     /// Instances 0, 1, .. by model and the number in their record.
-    fn instances(all: &[(&str, u16)]) -> Vec<(InstanceId, Wanted)> {
+    fn instances(all: &[(&str, u16)]) -> Vec<(InstanceId, InstanceSpec)> {
         let records = all.iter().zip(0..);
         let records = records.map(|((model, n), id)| (InstanceId(id), wanted(model, *n)));
         records.collect()
@@ -195,11 +195,11 @@ mod tests {
     fn a_name_stands_for_instances_that_answer_alike() {
         let one = wanted("a", 1);
         assert_eq!(Name::of(&one), Name::of(&wanted("a", 2)));
-        let short = Wanted {
+        let short = InstanceSpec {
             context: Some(512),
             ..one.clone()
         };
-        let other = Wanted {
+        let other = InstanceSpec {
             sha256: "1".repeat(64),
             ..one.clone()
         };

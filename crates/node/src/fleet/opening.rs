@@ -10,17 +10,17 @@ const AGAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// Attempts by name; a registered model has none.
 #[derive(Debug, Default)]
-pub(super) struct Opening(BTreeMap<Name, Try>);
+pub(super) struct ServiceStarts(BTreeMap<Name, StartAttempt>);
 
 #[derive(Clone, Copy, Debug)]
-struct Try {
+struct StartAttempt {
     /// Whether a thread is running it.
     runs: bool,
     /// When the last attempt failed.
     failed: Option<Instant>,
 }
 
-impl Opening {
+impl ServiceStarts {
     /// Whether the caller must start an attempt now, and call [`end`](Self::end) after it.
     pub(super) fn begin(&mut self, name: &Name, now: Instant) -> bool {
         let failed = match self.0.get(name) {
@@ -32,7 +32,8 @@ impl Opening {
         if failed.is_some_and(is_early) {
             return false;
         }
-        self.0.insert(name.clone(), Try { runs: true, failed });
+        self.0
+            .insert(name.clone(), StartAttempt { runs: true, failed });
         true
     }
 
@@ -43,7 +44,7 @@ impl Opening {
             return;
         }
         let (runs, failed) = (false, Some(now));
-        self.0.insert(name.clone(), Try { runs, failed });
+        self.0.insert(name.clone(), StartAttempt { runs, failed });
     }
 
     /// Whether an earlier attempt found no file: only other instances can answer here.
@@ -72,7 +73,7 @@ mod tests {
             },
             5,
         ));
-        let (mut opening, start) = (Opening::default(), Instant::now());
+        let (mut opening, start) = (ServiceStarts::default(), Instant::now());
         let at = |ms: u64| start + Duration::from_millis(ms);
         assert!(opening.begin(&name, at(0)));
         assert!(!opening.begin(&name, at(5000)), "one at a time");

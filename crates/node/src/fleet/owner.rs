@@ -10,18 +10,20 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, lock};
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, Report, SPARE_AUTO, State, Wanted, Weights};
-use paceline_cluster::nodes::{InstanceId, Key, NodeId, Registers};
+use paceline_cluster::nodes::placement::{
+    self, InstanceSpec, Report, SPARE_AUTO, State, WeightDistribution,
+};
+use paceline_cluster::nodes::{InstanceId, NodeId, RegisterKey, Registers};
 use paceline_comm::Backend;
-use paceline_model::Source;
+use paceline_model::ModelSource;
 
-use super::copies::Extent;
-use super::flaps::{Flaps, LOSSES_MAX, Named};
-use super::places::Nodes;
-use super::{Answers, Inner, Running, copies, encoders, name_of, report, rooted};
-use crate::crew::remote::RemoteCrew;
+use super::copies::CheckRange;
+use super::flaps::{Flaps, LOSSES_MAX, NamedInstance};
+use super::places::InstanceNodes;
+use super::{Inner, OwnerService, RunningInstance, copies, encoders, name_of, report, rooted};
+use crate::crew::remote::RemoteWorkers;
 use crate::supervisor::Notice;
-use crate::{Options, Prepared};
+use crate::{Options, PreparedModel};
 
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
@@ -32,10 +34,10 @@ const AUTO_SPARE_AFTER: Duration = Duration::from_secs(30);
 
 /// An instance of this node.
 #[derive(Clone)]
-pub(super) struct Owned {
+pub(super) struct OwnedInstance {
     pub(super) id: InstanceId,
     pub(super) epoch: u64,
-    pub(super) wanted: Wanted,
+    pub(super) wanted: InstanceSpec,
     /// Lost workers by node.
     pub(super) flaps: Arc<Flaps>,
     /// Set when a rank was lost and no other node of the instance has memory for it.
@@ -45,10 +47,10 @@ pub(super) struct Owned {
     pub(super) goes_on: bool,
 }
 
-impl Owned {
+impl OwnedInstance {
     /// Starts the instance and publishes reports. Returns its service. An instance that was started
     /// before is tried again when nodes join.
-    pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<Answers> {
+    pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<OwnerService> {
         let mut told = None;
         loop {
             let reason = match self.try_start(inner) {
@@ -74,7 +76,7 @@ impl Owned {
         }
     }
 
-    fn try_start(&self, inner: &Arc<Inner>) -> Result<Answers, String> {
+    fn try_start(&self, inner: &Arc<Inner>) -> Result<OwnerService, String> {
         if self.goes_on {
             inner.check_room(self.id, &self.wanted)?;
         }
@@ -86,8 +88,8 @@ impl Owned {
         self.report(inner, State::Loading, None, None);
         if encoders::is_encoder(&path) {
             let model = (&inner.agent, &name_of(&self.wanted));
-            let path = inner.copies.find_right(model, Extent::All)?;
-            return encoders::load(&path, &self.wanted).map(Answers::Encoder);
+            let path = inner.copies.find_right(model, CheckRange::All)?;
+            return encoders::load(&path, &self.wanted).map(OwnerService::Encoder);
         }
         let mut prepared = self.prepare(inner, &path, draft.as_deref())?;
         for (name, path) in &adapters {
@@ -115,7 +117,7 @@ impl Owned {
         let instance = match prepared.prompts() {
             None => prepared.over(crew, true, observer),
             Some(_) => {
-                let of_prompts = Wanted {
+                let of_prompts = InstanceSpec {
                     nodes: self.wanted.prompts.clone(),
                     ..self.wanted.clone()
                 };
@@ -126,13 +128,13 @@ impl Owned {
         let instance = instance.map_err(|error| error.to_string())?;
         let ready = instance.ready_while(|| inner.has_begun(self.id, self.epoch));
         ready.map_err(|error| error.to_string())?;
-        Ok(Answers::Instance(Arc::new(instance)))
+        Ok(OwnerService::Instance(Arc::new(instance)))
     }
 
     /// Workers on the nodes of a record.
-    fn crew(&self, inner: &Inner, wanted: Wanted, flaps: Arc<Flaps>) -> RemoteCrew {
+    fn crew(&self, inner: &Inner, wanted: InstanceSpec, flaps: Arc<Flaps>) -> RemoteWorkers {
         let (model, ranks) = (name_of(&wanted), wanted.nodes.len() as u32);
-        let places = Nodes {
+        let places = InstanceNodes {
             agent: inner.agent.clone(),
             nodes: wanted.nodes.clone(),
             wanted,
@@ -142,7 +144,7 @@ impl Owned {
             spares: Mutex::default(),
             known: Mutex::default(),
         };
-        RemoteCrew::new(Box::new(places), model, ranks, None)
+        RemoteWorkers::new(Box::new(places), model, ranks, None)
     }
 
     /// Indices of the record's successors that compute the instance.
@@ -156,7 +158,7 @@ impl Owned {
     fn own_file(&self, inner: &Inner) -> Result<PathBuf, String> {
         let source = self.wanted.source.filter(|id| *id != inner.agent.id());
         let model = (&inner.agent, &name_of(&self.wanted));
-        if let Ok(found) = inner.copies.find_right(model, Extent::Start) {
+        if let Ok(found) = inner.copies.find_right(model, CheckRange::Start) {
             inner.tell_origin(&self.wanted.sha256, &found);
             return Ok(found);
         }
@@ -205,7 +207,7 @@ impl Owned {
     /// Names of the adapters and their files on this node, once every node has them.
     fn adapter_files(&self, inner: &Inner) -> Result<Vec<(String, PathBuf)>, String> {
         let names = self.wanted.adapters.iter().map(|it| it.name.clone());
-        let file = |(name, wanted): (String, Wanted)| -> Result<_, String> {
+        let file = |(name, wanted): (String, InstanceSpec)| -> Result<_, String> {
             let of_adapter = Self {
                 wanted,
                 ..self.clone()
@@ -222,8 +224,8 @@ impl Owned {
         inner: &Inner,
         path: &Path,
         draft: Option<&Path>,
-    ) -> Result<Prepared, String> {
-        let source = Source::open(path).map_err(|error| error.to_string())?;
+    ) -> Result<PreparedModel, String> {
+        let source = ModelSource::open(path).map_err(|error| error.to_string())?;
         let options = Options {
             classes: vec![KernelClass::Cpu; self.wanted.nodes.len()],
             threads: usize::from(self.wanted.threads.max(1)),
@@ -240,11 +242,11 @@ impl Owned {
             probed: Backend::Tcp,
         };
         let sizes = |config: &_| (inner.spec.sizes)(path, config, &self.wanted);
-        let prepared = Prepared::new(Arc::new(source), options, sizes);
+        let prepared = PreparedModel::new(Arc::new(source), options, sizes);
         let mut prepared = prepared.map_err(|error| error.to_string())?;
         if let Some(draft) = draft {
             let of_draft = |error: &dyn Display| format!("{}: {error}", draft.display());
-            let source = Source::open(draft).map_err(|error| of_draft(&error))?;
+            let source = ModelSource::open(draft).map_err(|error| of_draft(&error))?;
             let guessed = prepared.guess_with(Arc::new(source));
             guessed.map_err(|error| of_draft(&error))?;
         }
@@ -318,7 +320,7 @@ impl Owned {
     /// no weights. With a small file every node has all of it anyway.
     fn back_up(&self, inner: &Arc<Inner>) {
         let is_alone = self.wanted.nodes.len() == 1 && self.wanted.lender.is_none();
-        if self.wanted.weights != Weights::Auto || !(is_alone || self.in_parts(inner)) {
+        if self.wanted.weights != WeightDistribution::Auto || !(is_alone || self.in_parts(inner)) {
             return;
         }
         let tell = Arc::clone(&inner.spec.tell);
@@ -381,7 +383,7 @@ impl Owned {
     }
 
     /// Readmits nodes named by loads, and publishes a changed set of excluded nodes.
-    fn take_back(&self, inner: &Inner, map: &Registers, named: &[Named]) {
+    fn take_back(&self, inner: &Inner, map: &Registers, named: &[NamedInstance]) {
         self.flaps.take_back(named);
         let said = report(map, self.id).filter(|it| it.epoch == self.epoch);
         let said = said.filter(|it| it.state == State::Ready);
@@ -429,9 +431,10 @@ impl Owned {
         };
         let text = serde_json::to_string(&report).expect("a report is JSON");
         // Fails if the map is full or this node is no longer the owner: the report is dropped.
-        let _: Result<(), _> = inner
-            .agent
-            .write(Key::State(self.id), self.epoch, Some(text));
+        let _: Result<(), _> =
+            inner
+                .agent
+                .write(RegisterKey::State(self.id), self.epoch, Some(text));
     }
 }
 
@@ -439,14 +442,14 @@ impl Inner {
     /// Makes this node's instances readmit excluded nodes.
     pub(super) fn take_back(&self) {
         // A copy, so that the lock is free while the map is written.
-        let of = |it: &Running| it.owned.clone();
-        let owned: Vec<Owned> = lock(&self.owned).values().map(of).collect();
+        let of = |it: &RunningInstance| it.owned.clone();
+        let owned: Vec<OwnedInstance> = lock(&self.owned).values().map(of).collect();
         if owned.is_empty() {
             return;
         }
         let map = self.agent.map();
         let named = placement::wanted(&map).filter(|(.., wanted)| wanted.named);
-        let named: Vec<Named> = named.map(|(id, _, wanted)| (id, wanted.nodes)).collect();
+        let named: Vec<NamedInstance> = named.map(|(id, _, wanted)| (id, wanted.nodes)).collect();
         for one in owned {
             one.take_back(self, &map, &named);
         }
@@ -454,11 +457,11 @@ impl Inner {
 }
 
 /// Local path of the model file; weight ranges may be absent.
-pub(super) fn part_of(inner: &Inner, wanted: &Wanted) -> Result<PathBuf, String> {
+pub(super) fn part_of(inner: &Inner, wanted: &InstanceSpec) -> Result<PathBuf, String> {
     inner.copies.find_part(&inner.agent, &name_of(wanted))
 }
 
 /// The whole file of an instance's model on this node.
-pub(super) fn path_of(inner: &Inner, wanted: &Wanted) -> Result<PathBuf, String> {
+pub(super) fn path_of(inner: &Inner, wanted: &InstanceSpec) -> Result<PathBuf, String> {
     inner.copies.find(&name_of(wanted))
 }

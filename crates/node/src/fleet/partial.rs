@@ -23,7 +23,7 @@ use std::time::{Duration, SystemTime};
 use paceline_base::lock;
 
 use super::damage::wrong_groups;
-use super::tree::{Groups, Tree};
+use super::tree::{HashGroups, Tree};
 
 /// Extension of the file.
 pub(crate) const FILE: &str = "shard";
@@ -39,11 +39,11 @@ pub(crate) const TREE: &str = "tree";
 const CHANGED: Duration = Duration::from_secs(1_000_000_000);
 
 /// A run of consecutive groups: first and end.
-pub(super) type Run = (u64, u64);
+pub(super) type GroupRun = (u64, u64);
 
 /// A file with some groups present.
 #[derive(Debug)]
-pub(super) struct Partial {
+pub(super) struct VerifiedPartial {
     pub(super) path: PathBuf,
     tree: Tree,
     file: File,
@@ -56,7 +56,7 @@ pub(super) struct Partial {
     pub(super) turn: Mutex<()>,
 }
 
-impl Partial {
+impl VerifiedPartial {
     /// Opens the partial file with these leaves, or creates it. `path` ends in [`FILE`].
     ///
     /// # Errors
@@ -159,7 +159,7 @@ impl Partial {
     }
 
     /// How the file is divided into groups.
-    pub(super) const fn groups(&self) -> Groups {
+    pub(super) const fn groups(&self) -> HashGroups {
         self.tree.groups
     }
 
@@ -193,7 +193,7 @@ impl Partial {
     }
 
     /// The present groups.
-    pub(super) fn runs(&self) -> Vec<Run> {
+    pub(super) fn runs(&self) -> Vec<GroupRun> {
         let there = lock(&self.there);
         let all = runs(&there, true, &(0..there.len() as u64));
         all.into_iter().map(|run| (run.start, run.end)).collect()
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn right_groups_are_kept_and_wrong_ones_leave_nothing() {
         let (_dir, path, bytes, tree) = model();
-        let partial = Partial::open(&path, tree.clone()).unwrap();
+        let partial = VerifiedPartial::open(&path, tree.clone()).unwrap();
         assert_eq!(partial.missing(&(0..9)), vec![0..4]);
         let mut wrong = bytes[EACH..2 * EACH].to_vec();
         wrong[5] ^= 4;
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn what_was_left_is_checked_and_goes_on() {
         let (_dir, path, bytes, tree) = model();
-        let partial = Partial::open(&path, tree.clone()).unwrap();
+        let partial = VerifiedPartial::open(&path, tree.clone()).unwrap();
         let changed = || fs::metadata(&path).unwrap().modified().unwrap();
         let began = changed();
         for index in [0, 1, 3] {
@@ -322,19 +322,19 @@ mod tests {
         drop(partial);
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         file.write_all_at(&[!bytes[EACH]], EACH as u64).unwrap();
-        let again = Partial::open(&path, tree.clone()).unwrap();
+        let again = VerifiedPartial::open(&path, tree.clone()).unwrap();
         assert_eq!(again.runs(), [(0, 1), (3, 4)], "the damaged one is gone");
         let told = fs::read(path.with_extension(HAVE)).unwrap();
         assert_eq!(told, [1, 0, 0, 1]);
         file.set_len(7).unwrap();
-        let anew = Partial::open(&path, tree).unwrap();
+        let anew = VerifiedPartial::open(&path, tree).unwrap();
         assert!(anew.runs().is_empty(), "another file was in its place");
     }
 
     #[test]
     fn what_the_disk_does_not_take_is_not_told() {
         let (_dir, path, bytes, tree) = model();
-        let mut partial = Partial::open(&path, tree).unwrap();
+        let mut partial = VerifiedPartial::open(&path, tree).unwrap();
         partial.file = File::open(&path).unwrap(); // refuses writes, like a full disk
         assert!(partial.take(0, &bytes[..EACH]).is_err());
         assert!(partial.runs().is_empty());

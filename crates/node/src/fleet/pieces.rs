@@ -17,15 +17,15 @@ use std::time::Duration;
 
 use paceline_base::lock;
 use paceline_cluster::nodes::NodeId;
-use paceline_cluster::nodes::agent::{Agent, Channel};
+use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
 use serde::{Deserialize, Serialize};
 
 use super::PIECES;
-use super::partial::{Partial, Run};
-use super::places::Wire;
-use super::tree::{Groups, LEAF_BYTES};
+use super::partial::{GroupRun, VerifiedPartial};
+use super::places::NodeConnection;
+use super::tree::{HashGroups, LEAF_BYTES};
 use crate::crew::host::ModelName;
-use crate::crew::line::{hear, say};
+use crate::crew::line::{receive_message, send_message};
 
 /// Most bytes of one request: a hundredth of a second at 1 Gbit/s, so that a round trip costs
 /// little in comparison.
@@ -59,7 +59,7 @@ enum ToSource {
 
 #[derive(Debug, Serialize, Deserialize)]
 enum FromSource {
-    Offer(Vec<Run>),
+    Offer(Vec<GroupRun>),
     Refused(String),
 }
 
@@ -67,16 +67,16 @@ enum FromSource {
 pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<ToSource>(bytes);
     if let Ok(FromSource::Offer(runs)) = serde_json::from_slice(bytes) {
-        let groups = Groups::of(1 << 30);
-        let mut queue = Queue::new(groups, std::slice::from_ref(&(0..groups.count())));
+        let groups = HashGroups::of(1 << 30);
+        let mut queue = FetchQueue::new(groups, std::slice::from_ref(&(0..groups.count())));
         let _ = queue.next(NodeId([0; 16]), &runs);
     }
 }
 
 /// The groups of a file that a node can serve.
-pub(super) trait Stock {
+pub(super) trait FileInventory {
     /// Runs of present groups.
-    fn runs(&self) -> Vec<Run>;
+    fn runs(&self) -> Vec<GroupRun>;
 
     /// All leaves, concatenated.
     ///
@@ -91,11 +91,11 @@ pub(super) trait Stock {
     fn give(&self, groups: &Range<u64>) -> io::Result<Option<Vec<u8>>>;
 
     /// How the file is divided into groups.
-    fn groups(&self) -> Groups;
+    fn groups(&self) -> HashGroups;
 }
 
 /// Most groups of a request.
-fn groups_max(groups: Groups) -> u64 {
+fn groups_max(groups: HashGroups) -> u64 {
     (PIECE_BYTES / groups.each).max(1)
 }
 
@@ -105,25 +105,25 @@ const LEAVES_MAX: u64 = PIECE_BYTES / LEAF_BYTES as u64;
 /// Serves a fetcher until it closes or is idle for [`IDLE`]. `find` returns this node's groups of a
 /// model.
 pub(super) fn answer(
-    channel: &Channel,
-    find: impl Fn(&ModelName) -> Result<Box<dyn Stock>, String>,
+    channel: &ServiceChannel,
+    find: impl Fn(&ModelName) -> Result<Box<dyn FileInventory>, String>,
 ) {
-    let line = Wire(channel.clone());
-    let Ok(Some(ToSource::Model(model))) = hear(&line, OPEN_LIMIT) else {
+    let line = NodeConnection(channel.clone());
+    let Ok(Some(ToSource::Model(model))) = receive_message(&line, OPEN_LIMIT) else {
         return channel.close();
     };
     let stock = match find(&model) {
         Ok(stock) => stock,
         Err(reason) => {
             // A lost fetcher does not receive the answer.
-            let _: Result<(), _> = say(&line, &FromSource::Refused(reason));
+            let _: Result<(), _> = send_message(&line, &FromSource::Refused(reason));
             return channel.close();
         }
     };
     let mut runs = stock.runs();
     runs.truncate(RUNS_MAX);
-    if say(&line, &FromSource::Offer(runs)).is_ok() {
-        while let Ok(Some(asked)) = hear(&line, IDLE) {
+    if send_message(&line, &FromSource::Offer(runs)).is_ok() {
+        while let Ok(Some(asked)) = receive_message(&line, IDLE) {
             let bytes = of(&*stock, &asked);
             let sent = bytes.map(|bytes| channel.send(&bytes.unwrap_or_default()));
             if !matches!(sent, Ok(Ok(()))) {
@@ -135,7 +135,7 @@ pub(super) fn answer(
 }
 
 /// The requested bytes; `None` if they are missing or exceed [`PIECE_BYTES`].
-fn of(stock: &dyn Stock, asked: &ToSource) -> io::Result<Option<Vec<u8>>> {
+fn of(stock: &dyn FileInventory, asked: &ToSource) -> io::Result<Option<Vec<u8>>> {
     match *asked {
         ToSource::Groups(start, end) => {
             let is_piece = end.saturating_sub(start) <= groups_max(stock.groups());
@@ -160,25 +160,25 @@ fn of(stock: &dyn Stock, asked: &ToSource) -> io::Result<Option<Vec<u8>>> {
 
 /// A node that may have parts of a file.
 #[derive(Clone, Debug)]
-pub(super) struct Source {
+pub(super) struct RangeSource {
     pub(super) id: NodeId,
     /// The node's name for people.
     pub(super) name: String,
 }
 
 /// A connection to a source, and its offer.
-struct Line {
-    wire: Wire,
-    has: Vec<Run>,
+struct SourceConnection {
+    wire: NodeConnection,
+    has: Vec<GroupRun>,
 }
 
-impl Line {
-    fn open(agent: &Agent, source: &Source, model: &ModelName) -> Result<Self, String> {
+impl SourceConnection {
+    fn open(agent: &Agent, source: &RangeSource, model: &ModelName) -> Result<Self, String> {
         let opened = agent.open(source.id, PIECES, OPEN_LIMIT);
-        let wire = Wire(opened.map_err(|error| error.to_string())?);
-        let asked = say(&wire, &ToSource::Model(model.clone()));
+        let wire = NodeConnection(opened.map_err(|error| error.to_string())?);
+        let asked = send_message(&wire, &ToSource::Model(model.clone()));
         asked.map_err(|broken| broken.to_string())?;
-        match hear(&wire, LIMIT).map_err(|broken| broken.to_string())? {
+        match receive_message(&wire, LIMIT).map_err(|broken| broken.to_string())? {
             Some(FromSource::Offer(has)) => Ok(Self { wire, has }),
             Some(FromSource::Refused(reason)) => Err(reason),
             None => Err(format!("no answer within {} s", LIMIT.as_secs())),
@@ -187,7 +187,7 @@ impl Line {
 
     /// Sends a request; returns the answer, which must have `bytes` bytes.
     fn ask(&self, asked: &ToSource, bytes: u64) -> Result<Vec<u8>, String> {
-        say(&self.wire, asked).map_err(|broken| broken.to_string())?;
+        send_message(&self.wire, asked).map_err(|broken| broken.to_string())?;
         let came = self.wire.0.recv(bytes as usize, LIMIT);
         match came.map_err(|error| error.to_string())? {
             Some(came) if came.len() as u64 == bytes => Ok(came),
@@ -204,12 +204,12 @@ impl Line {
 /// The failure of each source.
 pub(super) fn leaves<T>(
     agent: &Agent,
-    (model, groups): (&ModelName, Groups),
-    sources: &[Source],
+    (model, groups): (&ModelName, HashGroups),
+    sources: &[RangeSource],
     accept: impl Fn(&[u8]) -> Option<T>,
 ) -> Result<T, String> {
-    let all = |source: &Source| {
-        let line = Line::open(agent, source, model)?;
+    let all = |source: &RangeSource| {
+        let line = SourceConnection::open(agent, source, model)?;
         let mut leaves = Vec::new();
         for start in (0..groups.count()).step_by(LEAVES_MAX as usize) {
             let end = groups.count().min(start + LEAVES_MAX);
@@ -237,7 +237,7 @@ fn no_source(faults: Vec<String>) -> String {
 
 /// A run of groups to fetch, and the sources that failed at it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Piece {
+struct GroupRange {
     groups: Range<u64>,
     tried: BTreeSet<NodeId>,
 }
@@ -245,7 +245,7 @@ struct Piece {
 /// The next action of a source.
 #[derive(Debug, PartialEq, Eq)]
 enum Next {
-    Fetch(Piece),
+    Fetch(GroupRange),
     /// Ranges that other sources fetch now may be returned.
     Wait,
     /// No range is left for this source.
@@ -254,35 +254,35 @@ enum Next {
 
 /// Queue of ranges to fetch. Pure.
 #[derive(Debug)]
-struct Queue {
-    open: Vec<Piece>,
+struct FetchQueue {
+    open: Vec<GroupRange>,
     under_way: usize,
 }
 
-impl Queue {
+impl FetchQueue {
     /// Divides runs of groups into requests, in order.
-    fn new(groups: Groups, wanted: &[Range<u64>]) -> Self {
+    fn new(groups: HashGroups, wanted: &[Range<u64>]) -> Self {
         let most = groups_max(groups);
         let cut = |run: &Range<u64>| {
             let run = run.clone();
             let starts = run.clone().step_by(most as usize);
-            starts.map(move |start| Piece {
+            starts.map(move |start| GroupRange {
                 groups: start..run.end.min(start + most),
                 tried: BTreeSet::new(),
             })
         };
-        let mut open: Vec<Piece> = wanted.iter().flat_map(cut).collect();
+        let mut open: Vec<GroupRange> = wanted.iter().flat_map(cut).collect();
         open.reverse(); // taken from the end
         Self { open, under_way: 0 }
     }
 
     /// The next range for a source that has these runs.
-    fn next(&mut self, source: NodeId, has: &[Run]) -> Next {
+    fn next(&mut self, source: NodeId, has: &[GroupRun]) -> Next {
         let has_all = |groups: &Range<u64>| {
             let mut has = has.iter();
             has.any(|(start, end)| *start <= groups.start && groups.end <= *end)
         };
-        let fits = |piece: &Piece| !piece.tried.contains(&source) && has_all(&piece.groups);
+        let fits = |piece: &GroupRange| !piece.tried.contains(&source) && has_all(&piece.groups);
         match self.open.iter().rposition(fits) {
             Some(at) => {
                 self.under_way += 1;
@@ -294,7 +294,7 @@ impl Queue {
     }
 
     /// A range was fetched, or returns to the queue for another source.
-    fn done(&mut self, failed: Option<(Piece, NodeId)>) {
+    fn done(&mut self, failed: Option<(GroupRange, NodeId)>) {
         self.under_way -= 1;
         if let Some((mut piece, source)) = failed {
             piece.tried.insert(source);
@@ -304,7 +304,7 @@ impl Queue {
 }
 
 /// Why a range was not fetched.
-enum Fault {
+enum FetchError {
     /// The source failed and is dropped.
     Source(String),
     /// This machine cannot store the bytes.
@@ -312,15 +312,15 @@ enum Fault {
 }
 
 /// Fetches groups of one file.
-pub(super) struct Fetching<'a> {
+pub(super) struct FileFetch<'a> {
     pub(super) agent: &'a Agent,
     pub(super) model: &'a ModelName,
-    pub(super) partial: &'a Partial,
-    pub(super) sources: &'a [Source],
+    pub(super) partial: &'a VerifiedPartial,
+    pub(super) sources: &'a [RangeSource],
     /// Receives the number of bytes fetched; false ends the fetch.
     pub(super) told: &'a (dyn Fn(u64) -> bool + Sync),
     /// Called for a source that sent wrong bytes.
-    pub(super) lied: &'a (dyn Fn(&Source, &str) + Sync),
+    pub(super) lied: &'a (dyn Fn(&RangeSource, &str) + Sync),
 }
 
 /// Why groups were not fetched.
@@ -333,22 +333,22 @@ pub(super) enum Short {
     Ended(String),
 }
 
-struct Shared {
-    queue: Mutex<Queue>,
+struct FetchState {
+    queue: Mutex<FetchQueue>,
     changed: Condvar,
     faults: Mutex<BTreeMap<String, String>>,
     /// This machine's own failure, or the cancellation.
     ended: Mutex<Option<String>>,
 }
 
-impl Fetching<'_> {
+impl FileFetch<'_> {
     /// Fetches runs of groups from all sources in parallel; returns once they are stored.
     ///
     /// # Errors
     /// [`Short`]. Verified ranges stay stored.
     pub(super) fn run(&self, wanted: &[Range<u64>]) -> Result<(), Short> {
-        let shared = Shared {
-            queue: Mutex::new(Queue::new(self.partial.groups(), wanted)),
+        let shared = FetchState {
+            queue: Mutex::new(FetchQueue::new(self.partial.groups(), wanted)),
             changed: Condvar::new(),
             faults: Mutex::default(),
             ended: Mutex::default(),
@@ -359,7 +359,7 @@ impl Fetching<'_> {
                 scope.spawn(move || self.drain(source, shared));
             }
         });
-        let Shared {
+        let FetchState {
             queue,
             faults,
             ended,
@@ -390,8 +390,8 @@ impl Fetching<'_> {
     }
 
     /// Fetches ranges from one source until none is left for it.
-    fn drain(&self, source: &Source, shared: &Shared) {
-        let line = match Line::open(self.agent, source, self.model) {
+    fn drain(&self, source: &RangeSource, shared: &FetchState) {
+        let line = match SourceConnection::open(self.agent, source, self.model) {
             Ok(line) => line,
             Err(fault) => return drop(lock(&shared.faults).insert(source.name.clone(), fault)),
         };
@@ -413,10 +413,10 @@ impl Fetching<'_> {
             match fetched {
                 Ok(bytes) if (self.told)(bytes) => {}
                 Ok(_) => end(shared, "nobody waits for it any more".to_owned()),
-                Err(Fault::Own(error)) => {
+                Err(FetchError::Own(error)) => {
                     end(shared, format!("{}: {error}", self.partial.path.display()));
                 }
-                Err(Fault::Source(fault)) => {
+                Err(FetchError::Source(fault)) => {
                     lock(&shared.faults).insert(source.name.clone(), fault);
                     break;
                 }
@@ -426,18 +426,23 @@ impl Fetching<'_> {
     }
 
     /// Fetches one range; returns its bytes.
-    fn fetch(&self, line: &Line, source: &Source, groups: &Range<u64>) -> Result<u64, Fault> {
+    fn fetch(
+        &self,
+        line: &SourceConnection,
+        source: &RangeSource,
+        groups: &Range<u64>,
+    ) -> Result<u64, FetchError> {
         let cut = self.partial.groups();
         let span = cut.span(groups);
         let bytes = span.end - span.start;
         let asked = ToSource::Groups(groups.start, groups.end);
-        let came = line.ask(&asked, bytes).map_err(Fault::Source)?;
+        let came = line.ask(&asked, bytes).map_err(FetchError::Source)?;
         for (index, group) in groups.clone().zip(came.chunks(cut.each as usize)) {
-            if !self.partial.take(index, group).map_err(Fault::Own)? {
+            if !self.partial.take(index, group).map_err(FetchError::Own)? {
                 let at = cut.span(&(index..index + 1));
                 let lie = format!("it gave wrong bytes at {}..{}", at.start, at.end);
                 (self.lied)(source, &lie);
-                return Err(Fault::Source(lie));
+                return Err(FetchError::Source(lie));
             }
         }
         Ok(bytes)
@@ -445,7 +450,7 @@ impl Fetching<'_> {
 }
 
 /// Ends the fetch on all sources; the first reason counts.
-fn end(shared: &Shared, reason: String) {
+fn end(shared: &FetchState, reason: String) {
     lock(&shared.ended).get_or_insert(reason);
 }
 
@@ -461,8 +466,8 @@ mod tests {
     const ONE: NodeId = NodeId([1; 16]);
     const TWO: NodeId = NodeId([2; 16]);
 
-    fn groups() -> Groups {
-        Groups::of(100 * (64 << 10))
+    fn groups() -> HashGroups {
+        HashGroups::of(100 * (64 << 10))
     }
 
     fn fetched(next: Next) -> Range<u64> {
@@ -474,7 +479,7 @@ mod tests {
 
     #[test]
     fn pieces_are_bounded_and_go_to_sources_that_have_them() {
-        let mut queue = Queue::new(groups(), &[0..20, 50..51]);
+        let mut queue = FetchQueue::new(groups(), &[0..20, 50..51]);
         assert_eq!(fetched(queue.next(ONE, &[(0, 100)])), 0..16);
         assert_eq!(fetched(queue.next(TWO, &[(50, 60)])), 50..51);
         assert_eq!(queue.next(TWO, &[(50, 60)]), Next::Wait);
@@ -493,7 +498,7 @@ mod tests {
     #[test]
     fn what_one_source_fails_at_is_asked_of_another() {
         let all = [(0, 100)];
-        let mut queue = Queue::new(groups(), std::slice::from_ref(&(0..4)));
+        let mut queue = FetchQueue::new(groups(), std::slice::from_ref(&(0..4)));
         let Next::Fetch(piece) = queue.next(ONE, &all) else {
             panic!("a piece is open");
         };
@@ -508,8 +513,8 @@ mod tests {
     #[test]
     fn a_source_gives_no_more_than_a_piece() {
         struct All(Vec<u8>);
-        impl Stock for All {
-            fn runs(&self) -> Vec<Run> {
+        impl FileInventory for All {
+            fn runs(&self) -> Vec<GroupRun> {
                 vec![(0, 100)]
             }
 
@@ -525,7 +530,7 @@ mod tests {
                     .map(<[u8]>::to_vec))
             }
 
-            fn groups(&self) -> Groups {
+            fn groups(&self) -> HashGroups {
                 groups()
             }
         }

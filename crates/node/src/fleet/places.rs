@@ -12,17 +12,17 @@ use paceline_base::{Rank, lock};
 use paceline_cluster::nodes::agent::{Agent, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
-use paceline_cluster::nodes::placement::{self, SPARE_AUTO, Wanted};
+use paceline_cluster::nodes::placement::{self, InstanceSpec, SPARE_AUTO};
 use paceline_cluster::nodes::{NodeId, Registers};
 
 use super::flaps::Flaps;
 use super::preview::USABLE;
 use super::reserves::no_room;
-pub(super) use super::wire::Wire;
+pub(super) use super::wire::NodeConnection;
 use super::{CREW, copies};
 use crate::crew::host::{HostSpec, host};
 use crate::crew::line::pair;
-use crate::crew::remote::{Place, Places};
+use crate::crew::remote::{WorkerHost, WorkerHosts};
 use crate::room::WEIGHTS;
 
 /// Fraction of a machine's memory for models and automatic standbys together.
@@ -36,13 +36,13 @@ const OPEN_LIMIT: Duration = Duration::from_secs(5);
 const NEW_LIMIT: Duration = Duration::from_secs(2);
 
 /// Routes of pairs of nodes that this process has measured or used.
-type Known = BTreeMap<(NodeId, NodeId), SocketAddr>;
+type PairRoutes = BTreeMap<(NodeId, NodeId), SocketAddr>;
 
 /// Nodes of an instance, by rank.
-pub(super) struct Nodes {
+pub(super) struct InstanceNodes {
     pub(super) agent: Agent,
     /// The instance's record.
-    pub(super) wanted: Wanted,
+    pub(super) wanted: InstanceSpec,
     pub(super) nodes: Vec<NodeId>,
     pub(super) host: Arc<HostSpec>,
     /// Lost workers by node.
@@ -52,10 +52,10 @@ pub(super) struct Nodes {
     /// By rank: the node of its standby worker, if there is one.
     pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
     /// Routes that a recovery need not measure.
-    pub(super) known: Mutex<Known>,
+    pub(super) known: Mutex<PairRoutes>,
 }
 
-impl Nodes {
+impl InstanceNodes {
     /// Candidate nodes for a rank: its own, then the other live ones. Each rank starts at a
     /// different one, so that the ranks of a lost node are spread. Draining and flapping nodes come
     /// later. Suspected nodes come last: a frozen machine accepts a connection and is silent for
@@ -80,20 +80,20 @@ impl Nodes {
         known.map_or_else(|| id.to_string(), |node| node.facts.name)
     }
 
-    fn reach(&self, id: NodeId) -> Result<Place, String> {
+    fn reach(&self, id: NodeId) -> Result<WorkerHost, String> {
         let name = self.name(id);
         if id == self.agent.id() {
             return here(name, id, &self.host);
         }
         let opened = self.agent.open(id, CREW, OPEN_LIMIT);
         let channel = opened.map_err(|error| format!("{name}: {error}"))?;
-        let (node, line) = (id, Box::new(Wire(channel)));
-        Ok(Place { name, node, line })
+        let (node, line) = (id, Box::new(NodeConnection(channel)));
+        Ok(WorkerHost { name, node, line })
     }
 }
 
 /// This machine as a host, over a connection inside the process.
-fn here(name: String, node: NodeId, spec: &Arc<HostSpec>) -> Result<Place, String> {
+fn here(name: String, node: NodeId, spec: &Arc<HostSpec>) -> Result<WorkerHost, String> {
     let (line, there) = pair();
     let spec = Arc::clone(spec);
     // The thread ends with the connection; the other end reports the reason.
@@ -103,11 +103,11 @@ fn here(name: String, node: NodeId, spec: &Arc<HostSpec>) -> Result<Place, Strin
         .spawn(run);
     started.map_err(|error| format!("{name}: cannot start a thread: {error}"))?;
     let line = Box::new(line);
-    Ok(Place { name, node, line })
+    Ok(WorkerHost { name, node, line })
 }
 
-impl Places for Nodes {
-    fn open(&self, rank: Rank) -> Result<Place, String> {
+impl WorkerHosts for InstanceNodes {
+    fn open(&self, rank: Rank) -> Result<WorkerHost, String> {
         let mut reasons = Vec::new();
         self.flaps.vacated(rank);
         let (map, views) = (self.agent.map(), self.agent.nodes());
@@ -132,7 +132,7 @@ impl Places for Nodes {
         }
     }
 
-    fn open_spare(&self, rank: Rank) -> Result<Place, String> {
+    fn open_spare(&self, rank: Rank) -> Result<WorkerHost, String> {
         let before = lock(&self.spares).remove(&rank);
         let mut reason = "no other node lives and has the memory".to_owned();
         for id in self.spare_candidates(rank, before) {
@@ -201,12 +201,12 @@ impl Places for Nodes {
 
     fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]) {
         if nodes.iter().any(|id| doubted.contains(id)) {
-            self.agent.measure(nodes, paths::Wanted::Latency);
+            self.agent.measure(nodes, paths::PathProbe::Latency);
         } else {
             let known = lock(&self.known).clone();
             let new = ends_of_new(nodes, &known, |from, to| self.route(from, to));
             if !new.is_empty() {
-                let latency = paths::Wanted::Latency;
+                let latency = paths::PathProbe::Latency;
                 self.agent.measure_within(&new, latency, NEW_LIMIT);
             }
         }
@@ -214,7 +214,7 @@ impl Places for Nodes {
     }
 }
 
-impl Nodes {
+impl InstanceNodes {
     /// Candidate nodes for a rank's standby: those of the instance, fewest standbys first, then
     /// idle ones. The node that had it `before` comes last: the standby was lost or failed to start
     /// there.
@@ -310,7 +310,7 @@ fn ordered_pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '
 /// The nodes of pairs whose route is not the known one: unmeasured, or with another address now.
 fn ends_of_new(
     nodes: &[NodeId],
-    known: &Known,
+    known: &PairRoutes,
     route: impl Fn(NodeId, NodeId) -> Option<SocketAddr>,
 ) -> Vec<NodeId> {
     let is_new = |(from, to): &(NodeId, NodeId)| {
@@ -346,17 +346,17 @@ fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
 }
 
 /// Bytes of a rank's part, as if all parts were equal.
-fn shard_bytes(wanted: &Wanted) -> u64 {
+fn shard_bytes(wanted: &InstanceSpec) -> u64 {
     part_bytes(wanted, wanted.nodes.len())
 }
 
 /// Bytes of the part of each of `ranks` ranks, as if all parts were equal.
-pub(super) fn part_bytes(wanted: &Wanted, ranks: usize) -> u64 {
+pub(super) fn part_bytes(wanted: &InstanceSpec, ranks: usize) -> u64 {
     (wanted.bytes as f64 * WEIGHTS / ranks.max(1) as f64) as u64
 }
 
 /// Free bytes of a node after the parts of `records`; unlimited if it does not report its memory.
-pub(super) fn room(view: &NodeView, records: &[Wanted]) -> u64 {
+pub(super) fn room(view: &NodeView, records: &[InstanceSpec]) -> u64 {
     let held = records.iter().map(|wanted| held_bytes(wanted, view.id));
     let usable = (view.facts.memory_bytes as f64 * USABLE) as u64;
     match view.facts.memory_bytes {
@@ -372,7 +372,7 @@ fn held(map: &Registers, id: NodeId) -> u64 {
 }
 
 /// Bytes of a node's part by one record: as decode node, as prefill node, or 0.
-fn held_bytes(wanted: &Wanted, id: NodeId) -> u64 {
+fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
     let groups = [&wanted.nodes, &wanted.prompts];
     let parts = groups
         .into_iter()
@@ -388,7 +388,7 @@ fn fits(memory_bytes: u64, held: u64, shard: u64) -> bool {
     memory_bytes == 0 || held.saturating_add(shard) <= usable
 }
 
-impl fmt::Debug for Nodes {
+impl fmt::Debug for InstanceNodes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} nodes", self.nodes.len())
     }
@@ -408,7 +408,7 @@ mod tests {
                 heard_by: Vec::new(),
                 linked: true,
                 slow_ms: None,
-                facts: paceline_cluster::nodes::agent::Facts::default(),
+                facts: paceline_cluster::nodes::agent::NodeFacts::default(),
             };
             view.facts.kernel_class = class.to_owned();
             view
@@ -420,14 +420,14 @@ mod tests {
             view(4, Life::Alive, "mlx"),
             view(5, Life::Alive, "cpu"),
             NodeView {
-                facts: paceline_cluster::nodes::agent::Facts {
+                facts: paceline_cluster::nodes::agent::NodeFacts {
                     protocol: 1,
                     ..view(7, Life::Alive, "cpu").facts
                 },
                 ..view(7, Life::Alive, "cpu")
             },
             NodeView {
-                facts: paceline_cluster::nodes::agent::Facts {
+                facts: paceline_cluster::nodes::agent::NodeFacts {
                     leaving: true,
                     ..view(6, Life::Alive, "cpu").facts
                 },
@@ -443,7 +443,7 @@ mod tests {
     fn only_ways_that_are_new_or_lead_elsewhere_are_measured() {
         let nodes = [1, 2, 3].map(|number| NodeId([number; 16]));
         let way = |from: NodeId, to: NodeId| SocketAddr::from(([10, 0, from.0[0], to.0[0]], 52416));
-        let known: Known = ordered_pairs(&nodes)
+        let known: PairRoutes = ordered_pairs(&nodes)
             .map(|(from, to)| ((from, to), way(from, to)))
             .collect();
         assert_eq!(known.len(), 6);

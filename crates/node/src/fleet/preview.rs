@@ -15,14 +15,14 @@ use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
 use paceline_cluster::nodes::placement::NODES_MAX;
 use paceline_comm::Backend;
-use paceline_model::{Config, Source};
+use paceline_model::{Config, ModelSource};
 use serde::Serialize;
 
-use super::places::Wire;
+use super::places::NodeConnection;
 use super::speed::{self, Speed};
-use super::{Ask, Inner, SPEED};
-use crate::crew::line::hear;
-use crate::forecast::across::{Machine, best_first};
+use super::{Inner, LoadRequest, SPEED};
+use crate::crew::line::receive_message;
+use crate::forecast::across::{RemoteMachine, best_first};
 use crate::forecast::{Forecast, Setting};
 
 /// Fraction of a machine's memory for models: the rest is for the system and other programs.
@@ -76,7 +76,7 @@ pub struct Preview {
 }
 
 /// An eligible node and its facts.
-struct Candidate {
+struct NodeCandidate {
     view: NodeView,
     /// Cost of the route from this node, by [`paths::Path::cost`]; 0 for this node itself.
     cost: f64,
@@ -84,7 +84,7 @@ struct Candidate {
 
 impl Inner {
     /// Computes the placements of a request.
-    pub(super) fn preview(self: &Arc<Self>, ask: &Ask) -> Result<Preview, String> {
+    pub(super) fn preview(self: &Arc<Self>, ask: &LoadRequest) -> Result<Preview, String> {
         self.await_facts();
         if ask.replicas > 1 {
             let (placements, notes) = self.preview_spread(ask)?;
@@ -96,7 +96,7 @@ impl Inner {
             });
         }
         let path = self.copies.of_user(&ask.model)?;
-        let source = Source::open(&path).map_err(|error| error.to_string())?;
+        let source = ModelSource::open(&path).map_err(|error| error.to_string())?;
         let config = Config::read(&source).map_err(|error| error.to_string())?;
         let (sets, mut notes) = self.sets(ask)?;
         let largest = sets.last().cloned().unwrap_or_default();
@@ -122,7 +122,7 @@ impl Inner {
 
     /// Candidate sets of nodes, each with one node more than the last, and why some nodes are left
     /// out.
-    fn sets(&self, ask: &Ask) -> Result<(Vec<Vec<NodeId>>, Vec<String>), String> {
+    fn sets(&self, ask: &LoadRequest) -> Result<(Vec<Vec<NodeId>>, Vec<String>), String> {
         if !ask.nodes.is_empty() {
             return Ok((vec![self.choose(ask)?], Vec::new()));
         }
@@ -164,7 +164,7 @@ impl Inner {
                 true => 0.0,
                 false => used.map_or(f64::INFINITY, paths::Path::cost),
             };
-            order.push(Candidate { view, cost });
+            order.push(NodeCandidate { view, cost });
         }
         // Routes that differ by less than a factor of two count as equal, so that noise does not
         // choose a node.
@@ -182,7 +182,7 @@ impl Inner {
         if pairs(nodes).all(is_known) {
             return;
         }
-        self.agent.measure(nodes, paths::Wanted::Bandwidth);
+        self.agent.measure(nodes, paths::PathProbe::Bandwidth);
         // The measurements of other nodes arrive with the shared map.
         let until = Instant::now() + TOLD_LIMIT;
         while !pairs(nodes).all(is_known) && Instant::now() < until {
@@ -213,13 +213,13 @@ impl Inner {
     }
 
     /// Threads of each worker of a request.
-    pub(super) fn threads(&self, ask: &Ask) -> usize {
+    pub(super) fn threads(&self, ask: &LoadRequest) -> usize {
         ask.threads.map_or(self.spec.threads, usize::from)
     }
 
     pub(super) fn forecast(
         &self,
-        source: &Source,
+        source: &ModelSource,
         config: &Config,
         threads: usize,
     ) -> Result<Forecast, String> {
@@ -235,7 +235,7 @@ impl Inner {
     }
 
     /// Memory and speed of each known node; speeds are multiples of this node's.
-    pub(super) fn machines(&self, nodes: &[NodeId]) -> Vec<(NodeId, Machine)> {
+    pub(super) fn machines(&self, nodes: &[NodeId]) -> Vec<(NodeId, RemoteMachine)> {
         let own = self.own_speed();
         let views = self.agent.nodes();
         std::thread::scope(|scope| {
@@ -265,8 +265,10 @@ impl Inner {
         if id == self.agent.id() {
             return self.own_speed();
         }
-        let line = Wire(self.agent.open(id, SPEED, speed::LIMIT).ok()?);
-        hear::<Option<Speed>>(&line, speed::LIMIT).ok()?.flatten()
+        let line = NodeConnection(self.agent.open(id, SPEED, speed::LIMIT).ok()?);
+        receive_message::<Option<Speed>>(&line, speed::LIMIT)
+            .ok()?
+            .flatten()
     }
 }
 
@@ -290,14 +292,14 @@ fn machine(
     speed: Option<Speed>,
     own: Option<Speed>,
     own_view: &NodeView,
-) -> Machine {
+) -> RemoteMachine {
     let cores = |view: &NodeView| f64::from(view.facts.cores.max(1));
     let by_cores = cores(view) / cores(own_view);
     let (reads, computes) = match (speed, own) {
         (Some(it), Some(own)) => (it.reads / own.reads, it.computes / own.computes),
         _ => (by_cores, by_cores),
     };
-    Machine {
+    RemoteMachine {
         name: view.facts.name.clone(),
         memory: Bytes((view.facts.memory_bytes as f64 * USABLE) as u64),
         reads,

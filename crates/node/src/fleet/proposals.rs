@@ -9,10 +9,10 @@ use paceline_model::{Config, SplitKind};
 use super::Inner;
 use super::preview::{Proposal, pairs};
 use crate::forecast::Forecast;
-use crate::forecast::across::{Machine, Machines, Ranked, Way};
+use crate::forecast::across::{MachineLink, Machines, Ranked, RemoteMachine};
 
 /// Nodes of an instance's ranks, and the known machines.
-pub(super) type Nodes<'a> = (&'a [NodeId], &'a [(NodeId, Machine)]);
+pub(super) type Nodes<'a> = (&'a [NodeId], &'a [(NodeId, RemoteMachine)]);
 
 impl Inner {
     /// The splits of a model over `ranks` (the node of each rank), the fastest that fits first.
@@ -59,7 +59,7 @@ impl Inner {
     fn machines_of(
         &self,
         ranks: &[NodeId],
-        known: &[(NodeId, Machine)],
+        known: &[(NodeId, RemoteMachine)],
     ) -> Result<Machines, String> {
         let (nodes, of_rank) = each_once(ranks);
         let machine = |id: &NodeId| {
@@ -74,7 +74,7 @@ impl Inner {
         })
     }
 
-    fn ways(&self, nodes: &[NodeId]) -> Result<Vec<Way>, String> {
+    fn ways(&self, nodes: &[NodeId]) -> Result<Vec<MachineLink>, String> {
         let at = |id: NodeId| nodes.iter().position(|other| *other == id);
         let way = |(from, to): (NodeId, NodeId)| {
             let unknown = || {
@@ -84,7 +84,7 @@ impl Inner {
                 )
             };
             let path = self.way(from, to).ok_or_else(unknown)?;
-            Ok(Way {
+            Ok(MachineLink {
                 a: at(from).unwrap_or(0),
                 b: at(to).unwrap_or(0),
                 round_trip: path.latency_us as f64 / 1e6,

@@ -16,16 +16,18 @@ use std::sync::{Arc, Mutex, Weak};
 
 use paceline_base::lock;
 use paceline_cluster::nodes::InstanceId;
-use paceline_cluster::nodes::placement::Wanted;
-use paceline_engine::{Failure, Request, Service, Sink, State, Status, Ticket};
+use paceline_cluster::nodes::placement::InstanceSpec;
+use paceline_engine::{
+    GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+};
 
 use super::Inner;
-use super::answers::{Asked, Entry, Relief, Remote, UNKNOWN};
-use super::choice::{Candidate, choose};
+use super::answers::{Ingress, IngressRequest, IngressService, RequestFailover, UNKNOWN};
+use super::choice::{ReplicaCandidate, choose};
 use super::prefixes::{Prefixes, blocks};
 
 /// Receives log lines for people.
-type Tell = Arc<dyn Fn(&str) + Send + Sync>;
+type ReplicaLog = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// The service of a model on this node. Dropping it loses open requests.
 pub(super) struct Replicas {
@@ -35,8 +37,8 @@ pub(super) struct Replicas {
 /// State shared by the ingress of all replicas.
 struct Routes {
     model: String,
-    tell: Tell,
-    members: Mutex<BTreeMap<InstanceId, Member>>,
+    tell: ReplicaLog,
+    members: Mutex<BTreeMap<InstanceId, ReplicaHandle>>,
     /// Locked from a choice until the chosen replica counts the request, so that the next choice
     /// sees it.
     prefixes: Mutex<Prefixes>,
@@ -48,16 +50,16 @@ struct Routes {
 
 /// A replica.
 #[derive(Clone)]
-struct Member {
-    remote: Arc<Remote>,
+struct ReplicaHandle {
+    remote: Arc<IngressService>,
     /// Answers that it computes concurrently.
     parallel: usize,
     /// Requests that this node has sent to it.
     asked: Arc<AtomicU64>,
 }
 
-impl Member {
-    fn entry(&self) -> &Entry {
+impl ReplicaHandle {
+    fn entry(&self) -> &Ingress {
         &self.remote.entry
     }
 }
@@ -73,7 +75,7 @@ pub(super) struct Use {
 
 impl Replicas {
     /// An empty set for the model that its user calls `model`.
-    pub(super) fn new(model: &str, tell: Tell) -> Self {
+    pub(super) fn new(model: &str, tell: ReplicaLog) -> Self {
         let routes = Routes {
             model: model.to_owned(),
             tell,
@@ -87,17 +89,17 @@ impl Replicas {
     }
 
     /// Adds an instance; does nothing if it is already there.
-    pub(super) fn admit(&self, inner: &Arc<Inner>, id: InstanceId, wanted: &Wanted) {
+    pub(super) fn admit(&self, inner: &Arc<Inner>, id: InstanceId, wanted: &InstanceSpec) {
         if self.has(id) {
             return;
         }
         let routes = Arc::downgrade(&self.routes);
-        let relief: Weak<dyn Relief> = routes;
+        let relief: Weak<dyn RequestFailover> = routes;
         // Without a thread for it, the next update of services tries again.
-        let Ok(remote) = Remote::start(inner, id, Some(relief)) else {
+        let Ok(remote) = IngressService::start(inner, id, Some(relief)) else {
             return;
         };
-        let member = Member {
+        let member = ReplicaHandle {
             remote: Arc::new(remote),
             parallel: usize::from(wanted.parallel.max(1)),
             asked: Arc::default(),
@@ -125,13 +127,17 @@ impl Replicas {
     }
 
     /// Sends a request to a replica: to `first` if it answers, else to the chosen one.
-    fn submit_to(&self, asked: Asked, first: Option<InstanceId>) -> Result<Ticket, Failure> {
+    fn submit_to(
+        &self,
+        asked: IngressRequest,
+        first: Option<InstanceId>,
+    ) -> Result<Ticket, RequestFailure> {
         let routes = &self.routes;
         let ticket = Ticket(routes.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let mut members = routes.members();
         let first = first.and_then(|id| members.iter().position(|(other, _)| *other == id));
         let first = first.filter(|at| members[*at].1.entry().is_ready());
-        let mut refusal = Failure::Unavailable {
+        let mut refusal = RequestFailure::Unavailable {
             reason: "no replica of the model is loaded".to_owned(),
         };
         let hashes = blocks(asked.prompt());
@@ -161,11 +167,11 @@ impl Replicas {
         }
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ServiceStatus {
         let members = self.routes.members();
-        let all: Vec<Status> = members.iter().map(|(_, it)| it.entry().status()).collect();
+        let all: Vec<ServiceStatus> = members.iter().map(|(_, it)| it.entry().status()).collect();
         let is_ready = members.iter().any(|(_, it)| it.entry().is_ready());
-        Status {
+        ServiceStatus {
             state: match is_ready {
                 true => State::Ready,
                 false => State::Recovering("no replica answers at the moment".to_owned()),
@@ -177,7 +183,7 @@ impl Replicas {
 }
 
 impl Routes {
-    fn members(&self) -> Vec<(InstanceId, Member)> {
+    fn members(&self) -> Vec<(InstanceId, ReplicaHandle)> {
         let members = lock(&self.members);
         members.iter().map(|(id, it)| (*id, it.clone())).collect()
     }
@@ -185,12 +191,12 @@ impl Routes {
     /// Moves an open request to one of `others`; returns it if none of them can continue it.
     fn hand_over(
         &self,
-        from: &Entry,
-        others: &[(InstanceId, Member)],
-        (ticket, asked): (Ticket, Asked),
-    ) -> Result<(), Asked> {
+        from: &Ingress,
+        others: &[(InstanceId, ReplicaHandle)],
+        (ticket, asked): (Ticket, IngressRequest),
+    ) -> Result<(), IngressRequest> {
         let kind = from.kind();
-        let fits = |(_, member): &&(InstanceId, Member)| {
+        let fits = |(_, member): &&(InstanceId, ReplicaHandle)| {
             !asked.has_begun() || (kind.is_some() && member.entry().kind() == kind)
         };
         let fitting: Vec<_> = others.iter().filter(fits).cloned().collect();
@@ -208,28 +214,32 @@ impl Routes {
 
 impl Prefixes {
     /// The index of the replica chosen for a prompt with these blocks.
-    fn choose(&self, members: &[(InstanceId, Member)], hashes: &[u64]) -> Option<usize> {
-        let candidate = |(id, member): &(InstanceId, Member)| Candidate {
+    fn choose(&self, members: &[(InstanceId, ReplicaHandle)], hashes: &[u64]) -> Option<usize> {
+        let candidate = |(id, member): &(InstanceId, ReplicaHandle)| ReplicaCandidate {
             is_ready: member.entry().is_ready(),
             load: member.entry().load(),
             parallel: member.parallel,
             blocks: self.read_by(hashes, *id),
             asked: member.asked.load(Ordering::Relaxed),
         };
-        let candidates: Vec<Candidate> = members.iter().map(candidate).collect();
+        let candidates: Vec<ReplicaCandidate> = members.iter().map(candidate).collect();
         choose(&candidates)
     }
 }
 
 /// Sends a request to a replica and counts it; returns it if the replica refuses.
-fn give(member: &Member, ticket: Ticket, asked: Asked) -> Result<(), Asked> {
+fn give(
+    member: &ReplicaHandle,
+    ticket: Ticket,
+    asked: IngressRequest,
+) -> Result<(), IngressRequest> {
     member.entry().take(ticket, asked)?;
     member.asked.fetch_add(1, Ordering::Relaxed);
     Ok(())
 }
 
-impl Relief for Routes {
-    fn relieve(&self, from: &Entry) -> bool {
+impl RequestFailover for Routes {
+    fn relieve(&self, from: &Ingress) -> bool {
         let _turn = lock(&self.moves);
         let mut others = self.members();
         others.retain(|(id, member)| *id != from.id() && member.entry().is_ready());
@@ -259,11 +269,11 @@ impl Relief for Routes {
 impl Service for Replicas {
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure> {
-        self.submit_to(Asked::new(request, tokens, sink), None)
+    ) -> Result<Ticket, RequestFailure> {
+        self.submit_to(IngressRequest::new(request, tokens, sink), None)
     }
 
     fn cancel(&self, ticket: Ticket) {
@@ -284,7 +294,7 @@ impl Service for Replicas {
         }
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ServiceStatus {
         self.status()
     }
 }
@@ -306,11 +316,11 @@ pub(super) struct Preferred {
 impl Service for Preferred {
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure> {
-        let asked = Asked::new(request, tokens, sink);
+    ) -> Result<Ticket, RequestFailure> {
+        let asked = IngressRequest::new(request, tokens, sink);
         self.all.submit_to(asked, Some(self.first))
     }
 
@@ -322,23 +332,23 @@ impl Service for Preferred {
         Service::cut(&*self.all)
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ServiceStatus {
         self.all.status()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::answers::testing::{Owner, connected, generate, say_stand};
+    use super::super::answers::testing::{FakeOwner, connected, generate, say_stand};
     use super::super::prefixes::BLOCK;
     use super::*;
 
     /// Two replicas, 0 and 1, whose owners compute by these kernel classes.
-    fn two(classes: [&str; 2]) -> (Replicas, [Owner; 2]) {
+    fn two(classes: [&str; 2]) -> (Replicas, [FakeOwner; 2]) {
         let all = Replicas::new("m", Arc::new(|_: &str| ()));
         let owners = [0_u64, 1].map(|id| {
             let (remote, owner) = connected(id, classes[id as usize]);
-            let member = Member {
+            let member = ReplicaHandle {
                 remote: Arc::new(remote),
                 parallel: 4,
                 asked: Arc::default(),
@@ -349,16 +359,16 @@ mod tests {
         (all, owners)
     }
 
-    fn entry(all: &Replicas, id: u64) -> Arc<Entry> {
+    fn entry(all: &Replicas, id: u64) -> Arc<Ingress> {
         let members = lock(&all.routes.members);
         Arc::clone(&members[&InstanceId(id)].remote.entry)
     }
 
     /// Sends a prompt of two blocks of this token.
     fn ask(all: &Replicas, token: u32) -> Ticket {
-        let request = Request {
+        let request = GenerationRequest {
             prompt: vec![token; 2 * BLOCK],
-            ..Request::default()
+            ..GenerationRequest::default()
         };
         all.submit(request, Box::new(|_| ())).unwrap()
     }
@@ -391,7 +401,7 @@ mod tests {
         for token in (1..=8).chain(1..=8) {
             ask(&all, token);
         }
-        let heard = |owner: Owner| -> Vec<String> {
+        let heard = |owner: FakeOwner| -> Vec<String> {
             let next = || owner.heard();
             std::iter::from_fn(next).collect()
         };

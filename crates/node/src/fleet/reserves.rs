@@ -13,10 +13,12 @@ use std::time::Instant;
 
 use paceline_base::{Bytes, lock};
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, NODES_MAX, SPLIT_ANY, Wanted, split_of_fewer};
+use paceline_cluster::nodes::placement::{
+    self, InstanceSpec, NODES_MAX, SPLIT_ANY, split_of_fewer,
+};
 use paceline_cluster::nodes::{InstanceId, NodeId};
 
-use super::owner::Owned;
+use super::owner::OwnedInstance;
 use super::places::part_bytes;
 use super::{Inner, LOOK_EVERY};
 use crate::supervisor::LONGEST_WAIT;
@@ -26,12 +28,12 @@ use crate::supervisor::LONGEST_WAIT;
 const RESERVES_MAX: usize = 3;
 
 /// Bytes available on each node for an instance.
-type Rooms = BTreeMap<NodeId, u64>;
+type NodeMemory = BTreeMap<NodeId, u64>;
 
 impl Inner {
     /// Standby nodes of `wanted` once none of `nodes` is left: those with memory for all of it,
     /// idle nodes first. Empty if its user named the nodes.
-    pub(super) fn reserves(&self, wanted: &Wanted, nodes: &BTreeSet<NodeId>) -> Vec<NodeId> {
+    pub(super) fn reserves(&self, wanted: &InstanceSpec, nodes: &BTreeSet<NodeId>) -> Vec<NodeId> {
         if wanted.named {
             return Vec::new();
         }
@@ -43,7 +45,7 @@ impl Inner {
     }
 
     /// Live nodes outside of `nodes` that may compute `wanted`, idle nodes first.
-    fn others(&self, wanted: &Wanted, nodes: &BTreeSet<NodeId>) -> Vec<NodeId> {
+    fn others(&self, wanted: &InstanceSpec, nodes: &BTreeSet<NodeId>) -> Vec<NodeId> {
         let map = self.agent.map();
         let used: BTreeSet<NodeId> = placement::wanted(&map)
             .flat_map(|(.., wanted)| wanted.nodes.into_iter().chain(wanted.prompts))
@@ -57,7 +59,7 @@ impl Inner {
 
     /// The spec after a loss: over its live nodes, plus further ones if those have too little
     /// memory. Unchanged if its nodes suffice or no node helps.
-    pub(super) fn with_room(&self, id: InstanceId, wanted: &Wanted) -> Wanted {
+    pub(super) fn with_room(&self, id: InstanceId, wanted: &InstanceSpec) -> InstanceSpec {
         let lives = |id: &NodeId| matches!(self.agent.life(*id), Life::Alive | Life::Suspect);
         let left: Vec<NodeId> = wanted.nodes.iter().copied().filter(lives).collect();
         let others = self.others(wanted, &left.iter().copied().collect());
@@ -74,7 +76,7 @@ impl Inner {
     ///
     /// # Errors
     /// The machine that lacks memory, and how much.
-    pub(super) fn check_room(&self, id: InstanceId, wanted: &Wanted) -> Result<(), String> {
+    pub(super) fn check_room(&self, id: InstanceId, wanted: &InstanceSpec) -> Result<(), String> {
         if wanted.nodes.len() >= usize::from(wanted.width.unwrap_or(0)) {
             return Ok(());
         }
@@ -95,10 +97,10 @@ impl Inner {
 
     /// Bytes for models on each node after all records but `without`. Unlimited for a node that
     /// does not report its memory.
-    fn rooms_beside(&self, without: Option<InstanceId>) -> Rooms {
+    fn rooms_beside(&self, without: Option<InstanceId>) -> NodeMemory {
         let map = self.agent.map();
         let records = placement::wanted(&map).filter(|(id, ..)| Some(*id) != without);
-        let records: Vec<Wanted> = records.map(|(.., wanted)| wanted).collect();
+        let records: Vec<InstanceSpec> = records.map(|(.., wanted)| wanted).collect();
         let views = self.agent.nodes().into_iter();
         views
             .map(|view| (view.id, super::places::room(&view, &records)))
@@ -107,7 +109,7 @@ impl Inner {
 
     /// Places instances of this node again if their nodes have no memory for a lost rank.
     pub(super) fn place_cramped(&self) {
-        let cramped: Vec<Owned> = {
+        let cramped: Vec<OwnedInstance> = {
             let owned = lock(&self.owned);
             let all = owned.values().map(|it| &it.owned);
             all.filter(|it| it.cramped.swap(false, Ordering::SeqCst))
@@ -140,7 +142,7 @@ impl Inner {
     }
 }
 
-impl Owned {
+impl OwnedInstance {
     /// Waits until a node joins or leaves, at most [`LONGEST_WAIT`], before the next attempt to
     /// start. False if a newer record makes the attempt useless.
     pub(super) fn wait_for_nodes(&self, inner: &Inner) -> bool {
@@ -167,7 +169,7 @@ pub(super) fn no_room(name: &str, part: u64, room: u64) -> String {
     format!("{name}: too little memory: its part needs {part}, and {room} are free")
 }
 
-fn has(rooms: &Rooms, id: NodeId, bytes: u64) -> bool {
+fn has(rooms: &NodeMemory, id: NodeId, bytes: u64) -> bool {
     rooms.get(&id).is_some_and(|room| *room >= bytes)
 }
 
@@ -176,7 +178,7 @@ fn has(rooms: &Rooms, id: NodeId, bytes: u64) -> bool {
 fn filled(
     nodes: &[NodeId],
     others: &[NodeId],
-    rooms: &Rooms,
+    rooms: &NodeMemory,
     part: impl Fn(usize) -> u64,
 ) -> Option<Vec<NodeId>> {
     let most = (nodes.len() + others.len()).min(NODES_MAX);
@@ -189,7 +191,7 @@ fn filled(
 }
 
 /// The spec over other nodes; its former owners and successors come first.
-fn over(wanted: &Wanted, nodes: Vec<NodeId>) -> Wanted {
+fn over(wanted: &InstanceSpec, nodes: Vec<NodeId>) -> InstanceSpec {
     let mut next = wanted.clone();
     if nodes.len() < wanted.nodes.len() {
         next.split = split_of_fewer(next.split);
@@ -224,7 +226,7 @@ mod tests {
 
     #[test]
     fn as_few_further_nodes_as_hold_the_model() {
-        let rooms: Rooms = [(1, 60), (2, 10), (3, 40), (4, 40), (5, 35)]
+        let rooms: NodeMemory = [(1, 60), (2, 10), (3, 40), (4, 40), (5, 35)]
             .into_iter()
             .map(|(number, room)| (node(number), room))
             .collect();

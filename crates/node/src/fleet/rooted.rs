@@ -8,7 +8,7 @@
 //! and verifies each by the root.
 
 use paceline_cluster::nodes::agent::Agent;
-use paceline_cluster::nodes::{Key, NodeId, Registers, Signature};
+use paceline_cluster::nodes::{NodeId, RegisterKey, Registers, Signature};
 use serde::{Deserialize, Serialize};
 
 use super::stale;
@@ -19,7 +19,7 @@ const BYTES_MAX: u64 = 16 << 40;
 
 /// A file's root with the signature of the node that computed it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Rooted {
+pub(super) struct FileRoot {
     /// Length of the file.
     pub(super) bytes: u64,
     /// Bytes before its weights.
@@ -32,8 +32,8 @@ pub(super) struct Rooted {
 }
 
 /// Register of a file's root.
-pub(super) fn key(sha256: &str) -> Key {
-    Key::Named(format!("weights/{sha256}"))
+pub(super) fn key(sha256: &str) -> RegisterKey {
+    RegisterKey::Named(format!("weights/{sha256}"))
 }
 
 /// The signed message: the file, its length, and its root.
@@ -41,7 +41,7 @@ fn message(sha256: &str, (bytes, header): (u64, u64), root: &str) -> Vec<u8> {
     format!("paceline weights 1\n{sha256}\n{bytes}\n{header}\n{root}\n").into_bytes()
 }
 
-impl Rooted {
+impl FileRoot {
     /// Signs the root of a file whose SHA-256 this node has verified.
     ///
     /// # Errors
@@ -69,7 +69,7 @@ impl Rooted {
     /// What is wrong with it.
     pub(super) fn check(&self, map: &Registers, sha256: &str) -> Result<(), String> {
         let Self { bytes, by, .. } = self;
-        if map.get(&Key::Revoked(*by)).is_some() {
+        if map.get(&RegisterKey::Revoked(*by)).is_some() {
             return Err(format!("the root of its weights is of node {by}, revoked"));
         }
         if *bytes > BYTES_MAX || self.header > *bytes {
@@ -108,16 +108,16 @@ impl Rooted {
 ///
 /// # Errors
 /// There is none, or it is invalid.
-pub(super) fn of(map: &Registers, sha256: &str) -> Result<Rooted, String> {
+pub(super) fn of(map: &Registers, sha256: &str) -> Result<FileRoot, String> {
     let text = map.get(&key(sha256));
     let text = text.ok_or_else(|| "no node has told the root of its weights".to_owned())?;
-    let rooted: Rooted = serde_json::from_str(text).map_err(|error| error.to_string())?;
+    let rooted: FileRoot = serde_json::from_str(text).map_err(|error| error.to_string())?;
     rooted.check(map, sha256).map(|()| rooted)
 }
 
 /// Reads `bytes` as a record, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
-    if let Ok(rooted) = serde_json::from_slice::<Rooted>(bytes) {
+    if let Ok(rooted) = serde_json::from_slice::<FileRoot>(bytes) {
         let _: Result<(), String> = rooted.check(&Registers::default(), "");
     }
 }

@@ -32,9 +32,9 @@ pub(super) struct Speed {
 
 /// Cache of this machine's speed; empty before the first call.
 #[derive(Default)]
-pub(super) struct Known(Mutex<Option<Speed>>);
+pub(super) struct SpeedCache(Mutex<Option<Speed>>);
 
-impl Known {
+impl SpeedCache {
     /// Measures the first time, which takes some tenths of a second.
     ///
     /// # Errors
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn a_machine_is_measured_once() {
-        let known = Known::default();
+        let known = SpeedCache::default();
         let first = known.get(|| Kernels::new(1).map(Arc::new)).unwrap();
         assert!(first.reads > 1e6 && first.computes > 1e6, "{first:?}");
         let again = known.get(|| Err(io::ErrorKind::Other.into()));

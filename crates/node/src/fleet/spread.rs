@@ -11,26 +11,26 @@ use std::path::Path;
 use paceline_base::Bytes;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::placement::{self, NODES_MAX};
-use paceline_model::{Config, Source};
+use paceline_model::{Config, ModelSource};
 
 use super::deal::{Need, Short, check, deal, share_out};
 use super::preview::{COUNT_MAX, Proposal, USABLE};
-use super::{Ask, Inner, encoders};
+use super::{Inner, LoadRequest, encoders};
 use crate::forecast::Forecast;
 use crate::room::LEAST;
 
 /// The nodes of each replica, and the prediction for them.
-type Placed = (Vec<Vec<NodeId>>, Proposal);
+type ReplicaPlacement = (Vec<Vec<NodeId>>, Proposal);
 
 /// Nodes available to replicas.
-enum Pool {
+enum NodePool {
     /// The groups that the user named.
     Named(Vec<Vec<NodeId>>),
     /// All live nodes, best first.
     Any(Vec<NodeId>),
 }
 
-impl Pool {
+impl NodePool {
     /// A group of `each` nodes, to measure and predict with.
     fn first(&self, each: usize) -> &[NodeId] {
         match self {
@@ -42,9 +42,9 @@ impl Pool {
 
 impl Inner {
     /// The nodes of each replica of a request.
-    pub(super) fn spread(&self, ask: &Ask) -> Result<Vec<Vec<NodeId>>, String> {
+    pub(super) fn spread(&self, ask: &LoadRequest) -> Result<Vec<Vec<NodeId>>, String> {
         let (pool, each) = (self.pool(ask)?, ask.count);
-        if matches!(pool, Pool::Any(_)) && !(1..=NODES_MAX).contains(&each) {
+        if matches!(pool, NodePool::Any(_)) && !(1..=NODES_MAX).contains(&each) {
             return Err(format!("{each} nodes, expected 1 to {NODES_MAX}"));
         }
         let (proposals, mut notes) = self.spread_over(ask, &pool, each..=each)?;
@@ -54,11 +54,14 @@ impl Inner {
     }
 
     /// As [`preview`](Self::preview), for several replicas.
-    pub(super) fn preview_spread(&self, ask: &Ask) -> Result<(Vec<Proposal>, Vec<String>), String> {
+    pub(super) fn preview_spread(
+        &self,
+        ask: &LoadRequest,
+    ) -> Result<(Vec<Proposal>, Vec<String>), String> {
         let pool = self.pool(ask)?;
         let most = match &pool {
-            Pool::Named(groups) => groups[0].len(),
-            Pool::Any(order) => order.len().min(COUNT_MAX),
+            NodePool::Named(groups) => groups[0].len(),
+            NodePool::Any(order) => order.len().min(COUNT_MAX),
         };
         let each = match ask.count {
             0 => 1..=most,
@@ -72,15 +75,15 @@ impl Inner {
     /// of nodes. Also returns why others were refused.
     fn spread_over(
         &self,
-        ask: &Ask,
-        pool: &Pool,
+        ask: &LoadRequest,
+        pool: &NodePool,
         each: std::ops::RangeInclusive<usize>,
-    ) -> Result<(Vec<Placed>, Vec<String>), String> {
+    ) -> Result<(Vec<ReplicaPlacement>, Vec<String>), String> {
         let path = self.copies.of_user(&ask.model)?;
         let (config, forecast) = self.opened(ask, &path)?;
         let each = match pool {
-            Pool::Named(groups) => groups[0].len()..=groups[0].len(),
-            Pool::Any(_) => each,
+            NodePool::Named(groups) => groups[0].len()..=groups[0].len(),
+            NodePool::Any(_) => each,
         };
         let (mut proposals, mut notes) = (Vec::new(), Vec::new());
         for each in each {
@@ -103,14 +106,14 @@ impl Inner {
     }
 
     /// The model's shape, with the context that it needs, and its forecast.
-    fn opened(&self, ask: &Ask, path: &Path) -> Result<(Config, Forecast), String> {
+    fn opened(&self, ask: &LoadRequest, path: &Path) -> Result<(Config, Forecast), String> {
         if encoders::is_encoder(path) {
             return Err(format!(
                 "{} makes vectors: every node that has it answers, so it has no replicas",
                 ask.model
             ));
         }
-        let source = Source::open(path).map_err(|error| error.to_string())?;
+        let source = ModelSource::open(path).map_err(|error| error.to_string())?;
         let mut config = Config::read(&source).map_err(|error| error.to_string())?;
         let forecast = self.forecast(&source, &config, self.threads(ask))?;
         // An instance uses as much context as memory allows: the requirement is the minimum that it
@@ -123,11 +126,11 @@ impl Inner {
     }
 
     /// The nodes available to the replicas.
-    fn pool(&self, ask: &Ask) -> Result<Pool, String> {
+    fn pool(&self, ask: &LoadRequest) -> Result<NodePool, String> {
         if !ask.nodes.is_empty() {
             let named = self.named(ask)?;
             self.check_alike(&named)?;
-            return share_out(&named, usize::from(ask.replicas)).map(Pool::Named);
+            return share_out(&named, usize::from(ask.replicas)).map(NodePool::Named);
         }
         let (order, notes) = self.ranked();
         if order.len() < ask.count.max(1) {
@@ -135,7 +138,7 @@ impl Inner {
             let (count, live) = (ask.count, order.len());
             return Err(format!("{count} nodes are wanted and {live} live{notes}"));
         }
-        Ok(Pool::Any(order))
+        Ok(NodePool::Any(order))
     }
 
     /// Checks that nodes have equal numerics, so that an answer continues at another replica with
@@ -160,7 +163,12 @@ impl Inner {
     }
 
     /// Assigns nodes to replicas; `said` is the prediction for the first group.
-    fn place(&self, ask: &Ask, pool: &Pool, said: Proposal) -> Result<Placed, String> {
+    fn place(
+        &self,
+        ask: &LoadRequest,
+        pool: &NodePool,
+        said: Proposal,
+    ) -> Result<ReplicaPlacement, String> {
         let need = Need {
             replicas: usize::from(ask.replicas),
             each: said.nodes.len(),
@@ -169,11 +177,11 @@ impl Inner {
         let rooms = self.rooms();
         let room = |id: &NodeId| (*id, rooms.get(id).copied().unwrap_or(0));
         let groups = match pool {
-            Pool::Named(groups) => {
+            NodePool::Named(groups) => {
                 let nodes: Vec<_> = groups.iter().flatten().map(room).collect();
                 check(groups, &nodes, need).map(|()| groups.clone())
             }
-            Pool::Any(order) => deal(&order.iter().map(room).collect::<Vec<_>>(), need),
+            NodePool::Any(order) => deal(&order.iter().map(room).collect::<Vec<_>>(), need),
         };
         let groups = groups.map_err(|short| self.told_short(ask, need, &short))?;
         let proposal = self.of_groups(said, &groups);
@@ -213,7 +221,7 @@ impl Inner {
         }
     }
 
-    fn told_short(&self, ask: &Ask, need: Need, short: &Short) -> String {
+    fn told_short(&self, ask: &LoadRequest, need: Need, short: &Short) -> String {
         let lacks =
             |(id, bytes): &(NodeId, u64)| format!("; {} lacks {}", self.name(*id), Bytes(*bytes));
         let lacking: String = short.lacking.iter().map(lacks).collect();

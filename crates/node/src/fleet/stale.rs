@@ -13,8 +13,10 @@ use std::sync::{Arc, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::Wanted;
-use paceline_cluster::nodes::{InstanceId, Key, Register, Registers, Stamp, placement};
+use paceline_cluster::nodes::placement::InstanceSpec;
+use paceline_cluster::nodes::{
+    HybridTimestamp, InstanceId, Register, RegisterKey, Registers, placement,
+};
 
 use super::Inner;
 
@@ -26,37 +28,41 @@ const LOOK_EVERY: Duration = Duration::from_secs(600);
 const FILES_MAX: usize = 256;
 
 /// Identity of a write to a record: its epoch and timestamp.
-type Write = (u64, Stamp);
+type Write = (u64, HybridTimestamp);
 
 /// SHA-256 of the files that instances use, including drafts and adapters.
 pub(super) fn wanted(map: &Registers) -> BTreeSet<String> {
     let all = placement::wanted(map).map(|(.., wanted)| wanted);
-    all.flat_map(Wanted::files)
+    all.flat_map(InstanceSpec::files)
         .map(|file| file.sha256)
         .collect()
 }
 
 /// The SHA-256 of the file of a record.
-fn file_of(key: &Key) -> Option<&str> {
-    let Key::Named(name) = key else { return None };
+fn file_of(key: &RegisterKey) -> Option<&str> {
+    let RegisterKey::Named(name) = key else {
+        return None;
+    };
     let file = name.strip_prefix("weights/");
     file.or_else(|| name.strip_prefix("hub/"))
 }
 
 /// The instance of a record, even if this version cannot parse the record.
-fn instance_of((key, register): (&Key, &Register)) -> Option<InstanceId> {
-    let Key::Instance(id) = key else { return None };
+fn instance_of((key, register): (&RegisterKey, &Register)) -> Option<InstanceId> {
+    let RegisterKey::Instance(id) = key else {
+        return None;
+    };
     register.value.is_some().then_some(*id)
 }
 
 /// Records that no instance uses now. If this version cannot parse an instance's spec, it does not
 /// know that instance's files and treats all files as used.
-fn idle(map: &Registers) -> BTreeMap<Key, Write> {
+fn idle(map: &Registers) -> BTreeMap<RegisterKey, Write> {
     let wanted = wanted(map);
     let instances: BTreeSet<InstanceId> = map.iter().filter_map(instance_of).collect();
     let all_read = placement::wanted(map).count() == instances.len();
-    let is_idle = |key: &Key| match key {
-        Key::State(id) => !instances.contains(id),
+    let is_idle = |key: &RegisterKey| match key {
+        RegisterKey::State(id) => !instances.contains(id),
         key => all_read && file_of(key).is_some_and(|sha256| !wanted.contains(sha256)),
     };
     let there = map.iter().filter(|(_, register)| register.value.is_some());
@@ -67,18 +73,18 @@ fn idle(map: &Registers) -> BTreeMap<Key, Write> {
 
 /// Collector of unused records.
 #[derive(Debug, Default)]
-pub(super) struct Stale {
+pub(super) struct RecordCollector {
     last: Option<Instant>,
-    seen: Arc<Mutex<Seen>>,
+    seen: Arc<Mutex<IdleRecords>>,
 }
 
 /// Records unused at the last check.
 #[derive(Debug, Default)]
-struct Seen(BTreeMap<Key, Write>);
+struct IdleRecords(BTreeMap<RegisterKey, Write>);
 
-impl Seen {
+impl IdleRecords {
     /// Returns records unused now and at the previous check; stores the others for the next one.
-    fn look(&mut self, map: &Registers) -> BTreeMap<Key, Write> {
+    fn look(&mut self, map: &Registers) -> BTreeMap<RegisterKey, Write> {
         let before = std::mem::replace(&mut self.0, idle(map));
         let now = self.0.iter();
         let again = now.filter(|(key, write)| before.get(*key) == Some(*write));
@@ -88,7 +94,7 @@ impl Seen {
 
 impl Inner {
     /// Removes unused records on its own thread, since it queries nodes for files.
-    pub(super) fn remove_stale(self: &Arc<Self>, stale: &mut Stale, now: Instant) {
+    pub(super) fn remove_stale(self: &Arc<Self>, stale: &mut RecordCollector, now: Instant) {
         let is_early = |last: Instant| now.saturating_duration_since(last) < LOOK_EVERY;
         if stale.last.is_some_and(is_early) {
             return;
@@ -120,7 +126,7 @@ impl Inner {
         !living.any(|node| node.id < own)
     }
 
-    fn remove_records(&self, mut due: BTreeMap<Key, Write>) {
+    fn remove_records(&self, mut due: BTreeMap<RegisterKey, Write>) {
         let files: BTreeSet<String> = due.keys().filter_map(file_of).map(str::to_owned).collect();
         let files: Vec<String> = files.into_iter().take(FILES_MAX).collect();
         // A node that does not answer may have all of them.
@@ -158,12 +164,12 @@ mod tests {
         let (count, node) = (0, NodeId([1; 16]));
         Register {
             epoch: 3,
-            stamp: Stamp { ms, count, node },
+            stamp: HybridTimestamp { ms, count, node },
             value: value.map(str::to_owned),
         }
     }
 
-    fn map(entries: &[(Key, Register)]) -> Registers {
+    fn map(entries: &[(RegisterKey, Register)]) -> Registers {
         Registers::from_entries(entries.iter().cloned())
     }
 
@@ -185,20 +191,26 @@ mod tests {
         });
         let instance = serde_json::to_string(&instance).unwrap();
         let mut entries = vec![
-            (Key::Instance(InstanceId(1)), register(1, Some(&instance))),
-            (Key::State(InstanceId(1)), register(1, Some("{}"))),
-            (Key::State(InstanceId(2)), register(1, Some("{}"))),
-            (Key::Named("paths/x".to_owned()), register(1, Some("{}"))),
+            (
+                RegisterKey::Instance(InstanceId(1)),
+                register(1, Some(&instance)),
+            ),
+            (RegisterKey::State(InstanceId(1)), register(1, Some("{}"))),
+            (RegisterKey::State(InstanceId(2)), register(1, Some("{}"))),
+            (
+                RegisterKey::Named("paths/x".to_owned()),
+                register(1, Some("{}")),
+            ),
             (hub::key(&draft), register(1, Some("{}"))),
             (hub::key(&old), register(1, Some("{}"))),
             (rooted::key(&model), register(1, Some("{}"))),
             (rooted::key(&old), register(1, Some("{}"))),
             (rooted::key(&"d".repeat(64)), register(1, None)),
         ];
-        let mut seen = Seen::default();
+        let mut seen = IdleRecords::default();
         assert!(seen.look(&map(&entries)).is_empty(), "the first look");
-        let keys = |due: BTreeMap<Key, Write>| due.into_keys().collect::<Vec<_>>();
-        let report = Key::State(InstanceId(2));
+        let keys = |due: BTreeMap<RegisterKey, Write>| due.into_keys().collect::<Vec<_>>();
+        let report = RegisterKey::State(InstanceId(2));
         let all = [report.clone(), hub::key(&old), rooted::key(&old)];
         assert_eq!(keys(seen.look(&map(&entries))), all);
         for (key, told) in &mut entries {
@@ -214,12 +226,15 @@ mod tests {
     fn an_instance_of_another_version_keeps_its_report_and_all_files() {
         let [known, later] = [1, 2].map(InstanceId);
         let map = map(&[
-            (Key::Instance(later), register(1, Some("{\"later\":1}"))),
-            (Key::State(later), register(1, Some("{}"))),
-            (Key::State(known), register(1, Some("{}"))),
+            (
+                RegisterKey::Instance(later),
+                register(1, Some("{\"later\":1}")),
+            ),
+            (RegisterKey::State(later), register(1, Some("{}"))),
+            (RegisterKey::State(known), register(1, Some("{}"))),
             (rooted::key(&"a".repeat(64)), register(1, Some("{}"))),
         ]);
-        let idle: Vec<Key> = idle(&map).into_keys().collect();
-        assert_eq!(idle, [Key::State(known)]);
+        let idle: Vec<RegisterKey> = idle(&map).into_keys().collect();
+        assert_eq!(idle, [RegisterKey::State(known)]);
     }
 }

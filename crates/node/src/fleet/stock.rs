@@ -7,28 +7,28 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::copies::{Held, write_whole};
-use super::partial::Run;
-use super::pieces::Stock;
-use super::tree::{Groups, Tree};
+use super::copies::{PartialCopy, write_whole};
+use super::partial::GroupRun;
+use super::pieces::FileInventory;
+use super::tree::{HashGroups, Tree};
 
 /// A complete file.
-pub(super) struct Whole {
+pub(super) struct WholeFile {
     path: PathBuf,
     /// Path of its stored leaves.
     kept: PathBuf,
     file: File,
-    groups: Groups,
+    groups: HashGroups,
 }
 
-impl Whole {
+impl WholeFile {
     /// Opens the file at `path`, whose leaves are or will be stored at `kept`.
     ///
     /// # Errors
     /// What the system says.
     pub(super) fn open(path: &Path, kept: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
-        let groups = Groups::of(file.metadata()?.len());
+        let groups = HashGroups::of(file.metadata()?.len());
         let (path, kept) = (path.to_owned(), kept.to_owned());
         Ok(Self {
             path,
@@ -59,8 +59,8 @@ pub(super) fn tree_of(path: &Path, kept: &Path) -> io::Result<Tree> {
     Ok(tree)
 }
 
-impl Stock for Whole {
-    fn runs(&self) -> Vec<Run> {
+impl FileInventory for WholeFile {
+    fn runs(&self) -> Vec<GroupRun> {
         vec![(0, self.groups.count())]
     }
 
@@ -78,13 +78,13 @@ impl Stock for Whole {
         Ok(Some(bytes))
     }
 
-    fn groups(&self) -> Groups {
+    fn groups(&self) -> HashGroups {
         self.groups
     }
 }
 
-impl Stock for Arc<Held> {
-    fn runs(&self) -> Vec<Run> {
+impl FileInventory for Arc<PartialCopy> {
+    fn runs(&self) -> Vec<GroupRun> {
         self.partial.runs()
     }
 
@@ -96,7 +96,7 @@ impl Stock for Arc<Held> {
         self.partial.give(groups)
     }
 
-    fn groups(&self) -> Groups {
+    fn groups(&self) -> HashGroups {
         self.partial.groups()
     }
 }

@@ -20,13 +20,13 @@ use paceline_base::Bytes;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, Wanted};
+use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use serde::{Deserialize, Serialize};
 
-use super::copies::{self, MayHave, Mended, NAME};
-use super::places::Wire;
+use super::copies::{self, NAME, QuotaCheck, RepairReport};
+use super::places::NodeConnection;
 use super::{Fleet, Inner, STORES, hub, partial};
-use crate::crew::line::{Line, hear, say};
+use crate::crew::line::{MessageConnection, receive_message, send_message};
 
 /// Longest wait for another node's store contents, which it reads from disk.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -65,7 +65,7 @@ pub struct Holding {
 
 /// Models of a node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Store {
+pub struct NodeStore {
     pub node: String,
     /// Its models, by name.
     pub models: Vec<Holding>,
@@ -80,13 +80,13 @@ pub struct Store {
 
 /// Result of an operation on a node's copy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Outcome {
+pub struct CopyOutcome {
     pub node: String,
     /// Bytes freed, or bytes that the node has now.
     pub bytes: Option<u64>,
     /// The repaired part of the node's copy.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub mended: Option<Mended>,
+    pub mended: Option<RepairReport>,
     /// Why nothing was done.
     pub reason: Option<String>,
 }
@@ -116,7 +116,7 @@ impl fmt::Debug for OwnStore {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-enum Asked {
+enum StoreRequest {
     List,
     Remove(String),
     /// Which of these files it has, completely or partly.
@@ -124,8 +124,8 @@ enum Asked {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-enum Told {
-    Store(Store),
+enum StoreResponse {
+    Store(NodeStore),
     Removed(u64),
     Has(Vec<String>),
     Refused(String),
@@ -133,27 +133,27 @@ enum Told {
 
 /// Reads `bytes` as messages about stores, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
-    let _ = serde_json::from_slice::<Asked>(bytes);
-    let _ = serde_json::from_slice::<Told>(bytes);
+    let _ = serde_json::from_slice::<StoreRequest>(bytes);
+    let _ = serde_json::from_slice::<StoreResponse>(bytes);
 }
 
 /// Serves another node.
-pub(super) fn answer(inner: &Arc<Inner>, line: &dyn Line) {
-    let told = match hear::<Asked>(line, LIMIT) {
-        Ok(Some(Asked::List)) => Told::Store(inner.own_store()),
-        Ok(Some(Asked::Remove(name))) => match inner.remove_here(&name) {
-            Ok(bytes) => Told::Removed(bytes),
-            Err(reason) => Told::Refused(reason),
+pub(super) fn answer(inner: &Arc<Inner>, line: &dyn MessageConnection) {
+    let told = match receive_message::<StoreRequest>(line, LIMIT) {
+        Ok(Some(StoreRequest::List)) => StoreResponse::Store(inner.own_store()),
+        Ok(Some(StoreRequest::Remove(name))) => match inner.remove_here(&name) {
+            Ok(bytes) => StoreResponse::Removed(bytes),
+            Err(reason) => StoreResponse::Refused(reason),
         },
-        Ok(Some(Asked::Has(files))) => Told::Has(inner.have(&files)),
+        Ok(Some(StoreRequest::Has(files))) => StoreResponse::Has(inner.have(&files)),
         _ => return line.close(),
     };
     // A lost node does not receive the answer.
-    let _: Result<(), _> = say(line, &told);
+    let _: Result<(), _> = send_message(line, &told);
 }
 
 /// The check of this node's disk budget.
-pub(super) fn limit(store: &Arc<OwnStore>, folder: &Path, agent: &Agent) -> Box<MayHave> {
+pub(super) fn limit(store: &Arc<OwnStore>, folder: &Path, agent: &Agent) -> Box<QuotaCheck> {
     let (store, folder, agent) = (Arc::clone(store), folder.to_owned(), agent.clone());
     Box::new(move |more| {
         let Some(budget) = store.budget_bytes else {
@@ -193,8 +193,9 @@ fn may_have(more: u64, budget: u64, models: &[Holding], node: &str) -> Result<()
 /// SHA-256 and names of the models that instances use on a node.
 fn used(agent: &Agent) -> Vec<(String, String)> {
     let (map, own) = (agent.map(), agent.id());
-    let computes = |wanted: &Wanted| wanted.nodes.contains(&own) || wanted.prompts.contains(&own);
-    let is_here = |wanted: &Wanted| computes(wanted) || wanted.source == Some(own);
+    let computes =
+        |wanted: &InstanceSpec| wanted.nodes.contains(&own) || wanted.prompts.contains(&own);
+    let is_here = |wanted: &InstanceSpec| computes(wanted) || wanted.source == Some(own);
     let here = placement::wanted(&map).filter(|(.., wanted)| is_here(wanted));
     let models = here.flat_map(|(.., wanted)| wanted.files());
     models.map(|it| (it.sha256, it.model)).collect()
@@ -256,7 +257,7 @@ fn copies_in(folder: &Path) -> Vec<Holding> {
 
 impl Inner {
     /// The models of this node.
-    pub(super) fn own_store(&self) -> Store {
+    pub(super) fn own_store(&self) -> NodeStore {
         let store = &self.spec.store;
         let mut models = all(store, &self.copies.folder, &used(&self.agent));
         let map = self.agent.map();
@@ -276,7 +277,7 @@ impl Inner {
                 model.here_bytes = held.partial.bytes_here();
             }
         }
-        Store {
+        NodeStore {
             node: self.name(self.agent.id()),
             models,
             free_bytes: (store.free)(),
@@ -315,12 +316,12 @@ impl Inner {
     /// The files of this list that some live node has; `None` if a node does not answer.
     pub(super) fn held_anywhere(&self, files: &[String]) -> Option<BTreeSet<String>> {
         let nodes = self.nodes_named(&[]).ok()?;
-        let asked = Asked::Has(files.to_vec());
+        let asked = StoreRequest::Has(files.to_vec());
         let ask = |node| self.ask_store(node, &asked);
         let mut held = BTreeSet::new();
         for (_, told) in self.ask_stores(&nodes, &ask) {
             match told {
-                Ok(Told::Has(files)) => held.extend(files),
+                Ok(StoreResponse::Has(files)) => held.extend(files),
                 _ => return None,
             }
         }
@@ -328,20 +329,20 @@ impl Inner {
     }
 
     /// Queries a node, which may be this one.
-    fn ask_store(&self, node: NodeId, asked: &Asked) -> Result<Told, String> {
+    fn ask_store(&self, node: NodeId, asked: &StoreRequest) -> Result<StoreResponse, String> {
         if node == self.agent.id() {
             return match asked {
-                Asked::List => Ok(Told::Store(self.own_store())),
-                Asked::Remove(name) => self.remove_here(name).map(Told::Removed),
-                Asked::Has(files) => Ok(Told::Has(self.have(files))),
+                StoreRequest::List => Ok(StoreResponse::Store(self.own_store())),
+                StoreRequest::Remove(name) => self.remove_here(name).map(StoreResponse::Removed),
+                StoreRequest::Has(files) => Ok(StoreResponse::Has(self.have(files))),
             };
         }
         let opened = self.agent.open(node, STORES, LIMIT);
-        let line = Wire(opened.map_err(|error| error.to_string())?);
-        say(&line, asked).map_err(|broken| broken.to_string())?;
+        let line = NodeConnection(opened.map_err(|error| error.to_string())?);
+        send_message(&line, asked).map_err(|broken| broken.to_string())?;
         // Removing a large file takes seconds on some disks.
-        match hear(&line, LIMIT * 4).map_err(|broken| broken.to_string())? {
-            Some(Told::Refused(reason)) => Err(reason),
+        match receive_message(&line, LIMIT * 4).map_err(|broken| broken.to_string())? {
+            Some(StoreResponse::Refused(reason)) => Err(reason),
             Some(told) => Ok(told),
             None => Err("it does not answer".to_owned()),
         }
@@ -384,14 +385,14 @@ impl Inner {
 
 impl Fleet {
     /// The models of each live node, this one first.
-    pub fn stores(&self) -> Vec<Store> {
+    pub fn stores(&self) -> Vec<NodeStore> {
         let inner = &self.inner;
         let nodes = inner.nodes_named(&[]).unwrap_or_default();
-        let ask = |node| inner.ask_store(node, &Asked::List);
-        let store = |(node, told): (String, Result<Told, String>)| match told {
+        let ask = |node| inner.ask_store(node, &StoreRequest::List);
+        let store = |(node, told): (String, Result<StoreResponse, String>)| match told {
             // The node's own name may not be unique.
-            Ok(Told::Store(store)) => Store { node, ..store },
-            told => Store {
+            Ok(StoreResponse::Store(store)) => NodeStore { node, ..store },
+            told => NodeStore {
                 node,
                 models: Vec::new(),
                 free_bytes: None,
@@ -412,24 +413,24 @@ impl Fleet {
     ///
     /// # Errors
     /// A name without a node.
-    pub fn remove(&self, model: &str, names: &[String]) -> Result<Vec<Outcome>, String> {
+    pub fn remove(&self, model: &str, names: &[String]) -> Result<Vec<CopyOutcome>, String> {
         let inner = &self.inner;
         let mut nodes = inner.nodes_named(names)?;
         if names.is_empty() {
-            let has = |node| inner.ask_store(node, &Asked::List);
+            let has = |node| inner.ask_store(node, &StoreRequest::List);
             let told = inner.ask_stores(&nodes, &has);
-            let lacks = |told: &Result<Told, String>| match told {
-                Ok(Told::Store(store)) => store.models.iter().all(|it| it.name != model),
+            let lacks = |told: &Result<StoreResponse, String>| match told {
+                Ok(StoreResponse::Store(store)) => store.models.iter().all(|it| it.name != model),
                 _ => false,
             };
             let mut told = told.iter();
             nodes.retain(|_| told.next().is_some_and(|(_, told)| !lacks(told)));
         }
-        let remove = |node| inner.ask_store(node, &Asked::Remove(model.to_owned()));
-        let outcome = |(node, told): (String, Result<Told, String>)| match told {
-            Ok(Told::Removed(bytes)) => Outcome::done(node, bytes),
-            Ok(_) => Outcome::not(node, "it speaks another version".to_owned()),
-            Err(reason) => Outcome::not(node, reason),
+        let remove = |node| inner.ask_store(node, &StoreRequest::Remove(model.to_owned()));
+        let outcome = |(node, told): (String, Result<StoreResponse, String>)| match told {
+            Ok(StoreResponse::Removed(bytes)) => CopyOutcome::done(node, bytes),
+            Ok(_) => CopyOutcome::not(node, "it speaks another version".to_owned()),
+            Err(reason) => CopyOutcome::not(node, reason),
         };
         let told = inner.ask_stores(&nodes, &remove);
         Ok(told.into_iter().map(outcome).collect())
@@ -446,7 +447,7 @@ impl Fleet {
         model: &str,
         names: &[String],
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Vec<Outcome>, String> {
+    ) -> Result<Vec<CopyOutcome>, String> {
         let inner = &self.inner;
         let mut nodes = inner.nodes_named(names)?;
         nodes.retain(|node| *node != inner.agent.id());
@@ -472,18 +473,18 @@ impl Fleet {
             let ended = asked.join();
             ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         });
-        let outcome = |(node, told): (String, Result<Option<Mended>, String>)| match told {
-            Ok(mended) => Outcome {
+        let outcome = |(node, told): (String, Result<Option<RepairReport>, String>)| match told {
+            Ok(mended) => CopyOutcome {
                 mended,
-                ..Outcome::done(node, wanted.bytes)
+                ..CopyOutcome::done(node, wanted.bytes)
             },
-            Err(reason) => Outcome::not(node, reason),
+            Err(reason) => CopyOutcome::not(node, reason),
         };
         Ok(told.into_iter().map(outcome).collect())
     }
 }
 
-impl Outcome {
+impl CopyOutcome {
     fn done(node: String, bytes: u64) -> Self {
         Self {
             node,

@@ -4,16 +4,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use paceline_cluster::nodes::InstanceId;
-use paceline_cluster::nodes::placement::{self, Wanted};
-use paceline_engine::{Request, SamplingParams};
-use paceline_formats::chat::{ChatOptions, Message};
-use paceline_model::{Config, Source};
+use paceline_cluster::nodes::placement::{self, InstanceSpec};
+use paceline_engine::{GenerationRequest, SamplingParams};
+use paceline_formats::chat::{ChatMessage, ChatOptions};
+use paceline_model::{Config, ModelSource};
 use serde::{Deserialize, Serialize};
 
-use super::places::Wire;
+use super::places::NodeConnection;
 use super::{Inner, OWNER_LIMIT, owner};
-use crate::crew::line::{Line, hear, say};
-use crate::interpreter::Program;
+use crate::crew::line::{MessageConnection, receive_message, send_message};
+use crate::interpreter::ChildProgram;
 use crate::texts;
 use crate::trace::{Recording, Stages};
 
@@ -28,7 +28,7 @@ const ASK_LIMIT: Duration = Duration::from_secs(5);
 
 /// Request for a traced answer, decoded greedily.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct TraceAsk {
+pub struct TraceRequest {
     /// Name of the model, or id of the instance.
     pub model: String,
     /// The prompt; put into the model's chat template if it has one.
@@ -38,28 +38,29 @@ pub struct TraceAsk {
 }
 
 /// Traces an answer on the node that owns the instance.
-pub(super) fn trace(inner: &Arc<Inner>, ask: &TraceAsk) -> Result<Recording, String> {
+pub(super) fn trace(inner: &Arc<Inner>, ask: &TraceRequest) -> Result<Recording, String> {
     let (id, wanted) = find(inner, &ask.model)?;
     let owner = wanted.nodes[0];
     if owner == inner.agent.id() {
         return record(inner, id, &wanted, ask);
     }
     let channel = inner.agent.open(owner, super::TRACE, OWNER_LIMIT);
-    let line = Wire(channel.map_err(|error| format!("{}: {error}", inner.name(owner)))?);
-    let broken = |error: crate::crew::line::Broken| error.to_string();
-    say(&line, ask).map_err(broken)?;
-    let answer: Option<Result<Recording, String>> = hear(&line, RECORDING_LIMIT).map_err(broken)?;
+    let line = NodeConnection(channel.map_err(|error| format!("{}: {error}", inner.name(owner)))?);
+    let broken = |error: crate::crew::line::ConnectionError| error.to_string();
+    send_message(&line, ask).map_err(broken)?;
+    let answer: Option<Result<Recording, String>> =
+        receive_message(&line, RECORDING_LIMIT).map_err(broken)?;
     line.close();
     answer.unwrap_or_else(|| Err(format!("{} does not answer", inner.name(owner))))
 }
 
 /// Serves another node's trace request.
-pub(super) fn answer(inner: &Arc<Inner>, line: &dyn Line) {
-    if let Ok(Some(ask)) = hear::<TraceAsk>(line, ASK_LIMIT) {
+pub(super) fn answer(inner: &Arc<Inner>, line: &dyn MessageConnection) {
+    if let Ok(Some(ask)) = receive_message::<TraceRequest>(line, ASK_LIMIT) {
         let found = find(inner, &ask.model);
         let recorded = found.and_then(|(id, wanted)| record(inner, id, &wanted, &ask));
         // An ingress that left does not receive it.
-        let _: Result<(), _> = say(line, &recorded);
+        let _: Result<(), _> = send_message(line, &recorded);
     }
     line.close();
 }
@@ -72,32 +73,33 @@ pub(super) fn stages(inner: &Arc<Inner>, name: &str) -> Result<Stages, String> {
         return look(inner, id, &wanted);
     }
     let channel = inner.agent.open(owner, super::STAGES, OWNER_LIMIT);
-    let line = Wire(channel.map_err(|error| format!("{}: {error}", inner.name(owner)))?);
-    let broken = |error: crate::crew::line::Broken| error.to_string();
-    say(&line, &id.to_string()).map_err(broken)?;
-    let answer: Option<Result<Stages, String>> = hear(&line, STAGES_LIMIT).map_err(broken)?;
+    let line = NodeConnection(channel.map_err(|error| format!("{}: {error}", inner.name(owner)))?);
+    let broken = |error: crate::crew::line::ConnectionError| error.to_string();
+    send_message(&line, &id.to_string()).map_err(broken)?;
+    let answer: Option<Result<Stages, String>> =
+        receive_message(&line, STAGES_LIMIT).map_err(broken)?;
     line.close();
     answer.unwrap_or_else(|| Err(format!("{} does not answer", inner.name(owner))))
 }
 
 /// Serves another node's request for stages.
-pub(super) fn answer_stages(inner: &Arc<Inner>, line: &dyn Line) {
-    if let Ok(Some(name)) = hear::<String>(line, ASK_LIMIT) {
+pub(super) fn answer_stages(inner: &Arc<Inner>, line: &dyn MessageConnection) {
+    if let Ok(Some(name)) = receive_message::<String>(line, ASK_LIMIT) {
         let found = find(inner, &name);
         let looked = found.and_then(|(id, wanted)| look(inner, id, &wanted));
         // An ingress that left does not receive it.
-        let _: Result<(), _> = say(line, &looked);
+        let _: Result<(), _> = send_message(line, &looked);
     }
     line.close();
 }
 
-fn look(inner: &Inner, id: InstanceId, wanted: &Wanted) -> Result<Stages, String> {
+fn look(inner: &Inner, id: InstanceId, wanted: &InstanceSpec) -> Result<Stages, String> {
     let instance = inner.ready_instance(id);
     let instance = instance.ok_or_else(|| format!("{} does not answer yet", wanted.model))?;
     Stages::look(&instance)
 }
 
-fn find(inner: &Inner, name: &str) -> Result<(InstanceId, Wanted), String> {
+fn find(inner: &Inner, name: &str) -> Result<(InstanceId, InstanceSpec), String> {
     let map = inner.agent.map();
     let mut all = placement::wanted(&map);
     let found = all.find(|(id, _, wanted)| wanted.model == name || id.to_string() == name);
@@ -109,33 +111,33 @@ fn find(inner: &Inner, name: &str) -> Result<(InstanceId, Wanted), String> {
 fn record(
     inner: &Inner,
     id: InstanceId,
-    wanted: &Wanted,
-    ask: &TraceAsk,
+    wanted: &InstanceSpec,
+    ask: &TraceRequest,
 ) -> Result<Recording, String> {
     let instance = inner.ready_instance(id);
     let instance = instance.ok_or_else(|| format!("{} does not answer yet", wanted.model))?;
     let path = owner::path_of(inner, wanted)?;
-    let source = Source::open(&path).map_err(|error| error.to_string())?;
+    let source = ModelSource::open(&path).map_err(|error| error.to_string())?;
     let config = Config::read(&source).map_err(|error| error.to_string())?;
-    let program = Program {
+    let program = ChildProgram {
         path: inner.spec.program.0.clone(),
         args: vec!["template".into()],
         env: Vec::new(),
     };
-    let request = Request {
+    let request = GenerationRequest {
         prompt: encode(&source, &program, &ask.prompt)?,
         max_tokens: ask.max_tokens,
         sampling: SamplingParams {
             temperature: 0.0,
             ..SamplingParams::default()
         },
-        ..Request::default()
+        ..GenerationRequest::default()
     };
     Recording::of(&instance, &config, request)
 }
 
 /// The tokens of a prompt, in the chat template if there is one.
-fn encode(source: &Source, program: &Program, prompt: &str) -> Result<Vec<u32>, String> {
+fn encode(source: &ModelSource, program: &ChildProgram, prompt: &str) -> Result<Vec<u32>, String> {
     let tokenizer = texts::tokenizer(source).map_err(|error| error.to_string())?;
     let encoded = match texts::template(source, program) {
         Some(template) => {
@@ -144,7 +146,7 @@ fn encode(source: &Source, program: &Program, prompt: &str) -> Result<Vec<u32>, 
                 add_generation_prompt: true,
                 ..ChatOptions::default()
             };
-            let messages = [Message::new("user", prompt)];
+            let messages = [ChatMessage::new("user", prompt)];
             let encoded = template.encode_chat(&tokenizer, &messages, &options);
             encoded.map_err(|error| error.to_string())?
         }

@@ -34,14 +34,14 @@ type Leaf = [u8; LEAF_BYTES];
 
 /// Division of a file of some length into groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Groups {
+pub(crate) struct HashGroups {
     /// Length of the file.
     pub(crate) bytes: u64,
     /// Length of a group; the last may be shorter.
     pub(crate) each: u64,
 }
 
-impl Groups {
+impl HashGroups {
     /// The division of a file of `bytes`, the same on every node.
     pub(crate) fn of(bytes: u64) -> Self {
         let least = bytes.div_ceil(GROUPS_MAX).next_power_of_two();
@@ -73,7 +73,7 @@ impl Groups {
 /// The leaves of a file's tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Tree {
-    pub(crate) groups: Groups,
+    pub(crate) groups: HashGroups,
     leaves: Vec<Leaf>,
 }
 
@@ -83,7 +83,7 @@ impl Tree {
     /// # Errors
     /// The file cannot be read, or is shorter.
     pub(crate) fn read(file: &mut impl Read, bytes: u64) -> io::Result<Self> {
-        let groups = Groups::of(bytes);
+        let groups = HashGroups::of(bytes);
         let mut leaves = Vec::with_capacity(groups.count() as usize);
         let mut group = vec![0; groups.each as usize];
         for index in 0..groups.count() {
@@ -98,7 +98,7 @@ impl Tree {
     /// Parses concatenated leaves, as of [`to_bytes`](Self::to_bytes); `None` if their number does
     /// not match a file of `bytes`.
     pub(crate) fn from_bytes(bytes: u64, leaves: &[u8]) -> Option<Self> {
-        let groups = Groups::of(bytes);
+        let groups = HashGroups::of(bytes);
         let is_whole = leaves.len() as u64 == groups.count() * LEAF_BYTES as u64;
         let read = || {
             let leaves = leaves.chunks_exact(LEAF_BYTES);
@@ -137,7 +137,7 @@ impl Tree {
     }
 }
 
-fn leaf(groups: Groups, index: u64, bytes: &[u8]) -> Leaf {
+fn leaf(groups: HashGroups, index: u64, bytes: &[u8]) -> Leaf {
     if groups.count() == 1 {
         return *blake3::hash(bytes).as_bytes();
     }
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn groups_cover_a_file_and_grow_with_it() {
-        let groups = Groups::of(3 * GROUP_BYTES_MIN + 5);
+        let groups = HashGroups::of(3 * GROUP_BYTES_MIN + 5);
         assert_eq!((groups.each, groups.count()), (GROUP_BYTES_MIN, 4));
         assert_eq!(groups.around(&(0..1)), 0..1);
         assert_eq!(
@@ -235,10 +235,10 @@ mod tests {
         assert_eq!(groups.around(&(0..u64::MAX)), 0..4);
         assert_eq!(groups.span(&(3..4)), 3 * GROUP_BYTES_MIN..groups.bytes);
         for large in [16 << 30, (16 << 30) + 1, 700 << 30, u64::MAX >> 1] {
-            let groups = Groups::of(large);
+            let groups = HashGroups::of(large);
             assert!(groups.count() <= GROUPS_MAX, "{large}");
             assert!(groups.each.is_power_of_two());
         }
-        assert_eq!(Groups::of(0).count(), 1);
+        assert_eq!(HashGroups::of(0).count(), 1);
     }
 }

@@ -20,12 +20,12 @@ use std::time::{Duration, Instant};
 use paceline_base::{Rank, lock};
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, Wanted};
+use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::{Service, State};
-use paceline_model::{Config, Source, SplitKind};
+use paceline_model::{Config, ModelSource, SplitKind};
 
-use super::owner::{self, Owned};
+use super::owner::{self, OwnedInstance};
 use super::preview::Proposal;
 use super::{Inner, proposals};
 use crate::Instance;
@@ -47,7 +47,7 @@ const AGAIN_AFTER: Duration = Duration::from_secs(300);
 
 /// The owner's state between checks.
 #[derive(Debug, Default)]
-pub(super) struct Widening {
+pub(super) struct NodeExpansion {
     /// Since when each instance is idle.
     quiet: BTreeMap<InstanceId, Instant>,
     /// Since when each node has been seen alive.
@@ -58,7 +58,7 @@ pub(super) struct Widening {
     busy: Arc<AtomicBool>,
 }
 
-impl Widening {
+impl NodeExpansion {
     /// Updates which nodes are live and stay.
     fn saw(&mut self, views: &[NodeView], now: Instant) {
         let stays = |view: &&NodeView| view.state == Life::Alive && !view.facts.leaving;
@@ -101,14 +101,14 @@ impl Widening {
 
 /// A ready instance and alternative nodes for it.
 struct Chance {
-    owned: Owned,
+    owned: OwnedInstance,
     instance: Arc<Instance>,
     nodes: Vec<NodeId>,
 }
 
 impl Inner {
     /// Checks whether other nodes would make an instance of this node faster.
-    pub(super) fn widen(self: &Arc<Self>, widening: &mut Widening, now: Instant) {
+    pub(super) fn widen(self: &Arc<Self>, widening: &mut NodeExpansion, now: Instant) {
         if self.is_leaving() {
             return;
         }
@@ -136,7 +136,7 @@ impl Inner {
     }
 
     /// The ready instances of this node whose record is current.
-    fn answering(&self) -> Vec<(Owned, Arc<Instance>)> {
+    fn answering(&self) -> Vec<(OwnedInstance, Arc<Instance>)> {
         let owned = lock(&self.owned);
         let answering = owned.values().filter_map(|it| {
             let instance = it.answers.as_ref()?.instance()?;
@@ -149,7 +149,7 @@ impl Inner {
     /// one, or additional nodes as requested.
     fn chance(
         &self,
-        owned: &Owned,
+        owned: &OwnedInstance,
         settled: &BTreeSet<NodeId>,
         now: Instant,
     ) -> Option<Vec<NodeId>> {
@@ -226,7 +226,7 @@ impl Inner {
     }
 
     /// The predicted speedup of an instance on `nodes`, and its split there.
-    fn gain(&self, owned: &Owned, nodes: &[NodeId]) -> Result<(f64, Proposal), String> {
+    fn gain(&self, owned: &OwnedInstance, nodes: &[NodeId]) -> Result<(f64, Proposal), String> {
         let wanted = &owned.wanted;
         let path = owner::path_of(self, wanted)?;
         let (source, config) = open_model(&path)?;
@@ -277,14 +277,14 @@ fn open(instance: &Instance) -> usize {
     }
 }
 
-fn open_model(path: &Path) -> Result<(Source, Config), String> {
-    let source = Source::open(path).map_err(|error| error.to_string())?;
+fn open_model(path: &Path) -> Result<(ModelSource, Config), String> {
+    let source = ModelSource::open(path).map_err(|error| error.to_string())?;
     let config = Config::read(&source).map_err(|error| error.to_string())?;
     Ok((source, config))
 }
 
 /// The spec with these nodes; its former owners and successors come first.
-fn next_record(wanted: &Wanted, nodes: &[NodeId], split: String) -> Wanted {
+fn next_record(wanted: &InstanceSpec, nodes: &[NodeId], split: String) -> InstanceSpec {
     let mut next = wanted.clone();
     next.split = split;
     let new = nodes[1..]
@@ -305,7 +305,7 @@ mod tests {
 
     #[test]
     fn a_moment_is_quiet_after_a_while_without_requests() {
-        let (mut widening, start, id) = (Widening::default(), Instant::now(), InstanceId(3));
+        let (mut widening, start, id) = (NodeExpansion::default(), Instant::now(), InstanceId(3));
         let mut quiet = |s: u64, open| {
             let now = start + Duration::from_secs(s);
             widening.is_quiet(id, open, now)
@@ -321,7 +321,7 @@ mod tests {
 
     #[test]
     fn a_node_that_comes_and_goes_is_not_used() {
-        let (mut widening, start) = (Widening::default(), Instant::now());
+        let (mut widening, start) = (NodeExpansion::default(), Instant::now());
         let view = |state| NodeView {
             id: node(1),
             state,
@@ -329,7 +329,7 @@ mod tests {
             heard_by: Vec::new(),
             linked: true,
             slow_ms: None,
-            facts: paceline_cluster::nodes::agent::Facts::default(),
+            facts: paceline_cluster::nodes::agent::NodeFacts::default(),
         };
         let mut settled = |s: u64, state| {
             let now = start + Duration::from_secs(s);
@@ -345,7 +345,7 @@ mod tests {
 
     #[test]
     fn an_instance_is_looked_at_now_and_then_and_one_at_a_time() {
-        let (mut widening, start, id) = (Widening::default(), Instant::now(), InstanceId(3));
+        let (mut widening, start, id) = (NodeExpansion::default(), Instant::now(), InstanceId(3));
         assert!(widening.is_due(id, start));
         widening.tried.insert(id, start);
         assert!(!widening.is_due(id, start + Duration::from_secs(299)));

@@ -3,21 +3,23 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use paceline_cluster::nodes::agent::Channel;
+use paceline_cluster::nodes::agent::ServiceChannel;
 
-use crate::crew::line::{Broken, Line, MESSAGE_BYTES_MAX};
+use crate::crew::line::{ConnectionError, MESSAGE_BYTES_MAX, MessageConnection};
 
 /// A channel to another node.
 #[derive(Debug)]
-pub(super) struct Wire(pub(super) Channel);
+pub(super) struct NodeConnection(pub(super) ServiceChannel);
 
-impl Line for Wire {
-    fn send(&self, message: &[u8]) -> Result<(), Broken> {
-        self.0.send(message).map_err(Broken::new)
+impl MessageConnection for NodeConnection {
+    fn send(&self, message: &[u8]) -> Result<(), ConnectionError> {
+        self.0.send(message).map_err(ConnectionError::new)
     }
 
-    fn receive(&self, wait: Duration) -> Result<Option<Vec<u8>>, Broken> {
-        self.0.recv(MESSAGE_BYTES_MAX, wait).map_err(Broken::new)
+    fn receive(&self, wait: Duration) -> Result<Option<Vec<u8>>, ConnectionError> {
+        self.0
+            .recv(MESSAGE_BYTES_MAX, wait)
+            .map_err(ConnectionError::new)
     }
 
     fn close(&self) {

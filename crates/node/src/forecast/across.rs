@@ -6,7 +6,8 @@ use std::cmp::Ordering;
 use paceline_base::Bytes;
 use paceline_model::{Config, Split, SplitKind};
 use paceline_plan::{
-    Calibration, Cluster, Costs, Link, Node, Placement, Prediction, Transport, Workload, predict,
+    Calibration, Cluster, ClusterNode, Costs, LinkTransport, NodeLink, Placement, Prediction,
+    Workload, predict,
 };
 
 use super::{Forecast, KEYS, Result, pipeline};
@@ -17,7 +18,7 @@ const ANSWER: u32 = 128;
 
 /// A machine of an instance.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Machine {
+pub struct RemoteMachine {
     pub name: String,
     /// Bytes that a model may use.
     pub memory: Bytes,
@@ -29,7 +30,7 @@ pub struct Machine {
 
 /// A link between two of the machines.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Way {
+pub struct MachineLink {
     /// Index of the machine at one end.
     pub a: usize,
     /// The other end.
@@ -44,11 +45,11 @@ pub struct Way {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machines {
     /// Each once.
-    pub all: Vec<Machine>,
+    pub all: Vec<RemoteMachine>,
     /// Index of the machine of each rank. Ranks of one machine share its memory and speed.
     pub of_rank: Vec<usize>,
     /// Between every two machines.
-    pub ways: Vec<Way>,
+    pub ways: Vec<MachineLink>,
 }
 
 impl Machines {
@@ -57,8 +58,8 @@ impl Machines {
         self.of_rank.iter().filter(|of| **of == index).count() as f64
     }
 
-    fn way(&self, a: usize, b: usize) -> Option<&Way> {
-        let joins = |way: &&Way| (way.a, way.b) == (a, b) || (way.a, way.b) == (b, a);
+    fn way(&self, a: usize, b: usize) -> Option<&MachineLink> {
+        let joins = |way: &&MachineLink| (way.a, way.b) == (a, b) || (way.a, way.b) == (b, a);
         self.ways.iter().find(joins)
     }
 }
@@ -119,7 +120,7 @@ impl Forecast {
     }
 
     /// A rank as the planner's node: its part of its machine.
-    fn rank(&self, (rank, index): (usize, &usize), machines: &Machines) -> Node {
+    fn rank(&self, (rank, index): (usize, &usize), machines: &Machines) -> ClusterNode {
         let (machine, sharing) = (&machines.all[*index], machines.ranks(*index));
         let own = self.node(0, (1.0, 1.0), self.prompt_row());
         let rates = own.rates.map(|mut rates| {
@@ -129,7 +130,7 @@ impl Forecast {
             rates.attention *= part;
             rates
         });
-        Node {
+        ClusterNode {
             name: format!("rank {rank} of {}", machine.name),
             memory: Bytes((machine.memory.0 as f64 / sharing) as u64),
             bandwidth: own.bandwidth * machine.reads / sharing,
@@ -139,7 +140,7 @@ impl Forecast {
     }
 
     /// Links between every two ranks. Ranks of one machine exchange through its memory.
-    fn links_across(&self, machines: &Machines) -> Vec<Link> {
+    fn links_across(&self, machines: &Machines) -> Vec<NodeLink> {
         let own = self.node(0, (1.0, 1.0), self.prompt_row());
         let ranks = || machines.of_rank.iter().copied().enumerate();
         let pairs = ranks().flat_map(|a| ranks().skip(a.0 + 1).map(move |b| (a, b)));
@@ -151,11 +152,11 @@ impl Forecast {
                     (way.round_trip, way.bytes_per_s)
                 }
             };
-            Some(Link {
+            Some(NodeLink {
                 a,
                 b,
                 kind: "measured".to_owned(),
-                transport: Transport::Tcp,
+                transport: LinkTransport::Tcp,
                 alpha: round_trip / 2.0,
                 beta: bytes_per_s,
                 shared: false,
@@ -197,22 +198,22 @@ mod tests {
 
     use paceline_base::KernelClass;
     use paceline_comm::Backend;
-    use paceline_model::Source;
+    use paceline_model::ModelSource;
 
-    use super::super::facts::Facts;
-    use super::super::probe::Measured;
+    use super::super::facts::FactsStore;
+    use super::super::probe::StepMeasurements;
     use super::super::{Forecast, Setting};
     use super::*;
 
     /// A small model, and a forecast by which a layer's products take 10 ms.
     fn forecast() -> (Config, Forecast) {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/hf");
-        let source = Source::open(&golden.join("llama-rope3-sharded")).unwrap();
+        let source = ModelSource::open(&golden.join("llama-rope3-sharded")).unwrap();
         let mut config = Config::read(&source).unwrap();
         for layer in &mut config.layers {
             layer.ffn = 64 * config.ffn_leaf; // as much as can be shared
         }
-        let measured = Measured {
+        let measured = StepMeasurements {
             products: 1e-2,
             other: 1e-5,
             key: 1e-8,
@@ -231,7 +232,7 @@ mod tests {
             threads: 1,
             backend: Backend::Tcp,
         };
-        let facts = Facts::nowhere();
+        let facts = FactsStore::nowhere();
         let forecast = Forecast::of(facts, setting, measured, BTreeMap::new(), None);
         (config, forecast)
     }
@@ -239,14 +240,14 @@ mod tests {
     /// Machines like this one, with this round trip between each two of them.
     fn machines(of_rank: &[usize], round_trip: f64) -> Machines {
         let n = of_rank.iter().max().map_or(0, |last| last + 1);
-        let machine = |i: usize| Machine {
+        let machine = |i: usize| RemoteMachine {
             name: format!("n{i}"),
             memory: Bytes(1 << 30),
             reads: 1.0,
             computes: 1.0,
         };
         let pairs = (0..n).flat_map(|a| (a + 1..n).map(move |b| (a, b)));
-        let way = |(a, b)| Way {
+        let way = |(a, b)| MachineLink {
             a,
             b,
             round_trip,

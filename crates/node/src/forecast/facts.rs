@@ -7,8 +7,8 @@ use paceline_comm::Backend;
 use serde::{Deserialize, Serialize};
 
 use super::Setting;
-use super::probe::Measured;
-use super::ranks::{Together, Wire};
+use super::probe::StepMeasurements;
+use super::ranks::{GroupCost, LinkCost};
 
 /// Raised when the measurements or the kernels' speed change, so that older figures are replaced.
 /// Version 5: SmolLM2 decodes 1.4 times as fast as predicted by 4. Version 6: few rows. Version 7:
@@ -27,13 +27,13 @@ const DOUBT: f64 = 0.2;
 const WEIGHT: f64 = 0.5;
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-struct File {
+struct FactsFile {
     version: u32,
     /// By backend.
-    wire: BTreeMap<String, Wire>,
+    wire: BTreeMap<String, LinkCost>,
     /// By model, number of ranks and backend.
-    together: BTreeMap<String, Together>,
-    measured: BTreeMap<String, Measured>,
+    together: BTreeMap<String, GroupCost>,
+    measured: BTreeMap<String, StepMeasurements>,
     /// Models whose measurements a run contradicted.
     doubted: BTreeSet<String>,
     /// Ratio of measured to predicted speed, by run.
@@ -46,9 +46,9 @@ struct File {
 
 /// The content of the file, and its path.
 #[derive(Clone, Debug)]
-pub(super) struct Facts {
+pub(super) struct FactsStore {
     path: PathBuf,
-    file: File,
+    file: FactsFile,
     changed: bool,
 }
 
@@ -63,18 +63,18 @@ pub(super) fn key(setting: Setting<'_>) -> String {
     )
 }
 
-impl Facts {
+impl FactsStore {
     /// Loads the measurements under `home`; empty if the file is missing or invalid.
     pub(super) fn load(home: &Path) -> Self {
         let path = home.join("measured.json");
         let text = std::fs::read(&path).unwrap_or_default();
         let file = serde_json::from_slice(&text).ok();
-        let file = file.filter(|file: &File| file.version == VERSION && file.sound());
+        let file = file.filter(|file: &FactsFile| file.version == VERSION && file.sound());
         Self {
             path,
-            file: file.unwrap_or(File {
+            file: file.unwrap_or(FactsFile {
                 version: VERSION,
-                ..File::default()
+                ..FactsFile::default()
             }),
             changed: false,
         }
@@ -84,16 +84,16 @@ impl Facts {
     pub(super) fn nowhere() -> Self {
         Self {
             path: PathBuf::new(),
-            file: File::default(),
+            file: FactsFile::default(),
             changed: false,
         }
     }
 
-    pub(super) fn measured(&self, key: &str) -> Option<Measured> {
+    pub(super) fn measured(&self, key: &str) -> Option<StepMeasurements> {
         self.file.measured.get(key).copied()
     }
 
-    pub(super) fn set_measured(&mut self, key: &str, measured: Measured) {
+    pub(super) fn set_measured(&mut self, key: &str, measured: StepMeasurements) {
         if self.file.measured.len() < MOST {
             self.file.measured.insert(key.to_owned(), measured);
             self.changed = true;
@@ -119,20 +119,20 @@ impl Facts {
         }
     }
 
-    pub(super) fn wire(&self, backend: Backend) -> Option<Wire> {
+    pub(super) fn wire(&self, backend: Backend) -> Option<LinkCost> {
         self.file.wire.get(backend.name()).copied()
     }
 
-    pub(super) fn set_wire(&mut self, backend: Backend, wire: Wire) {
+    pub(super) fn set_wire(&mut self, backend: Backend, wire: LinkCost) {
         self.file.wire.insert(backend.name().to_owned(), wire);
         self.changed = true;
     }
 
-    pub(super) fn together(&self, key: &str) -> Option<Together> {
+    pub(super) fn together(&self, key: &str) -> Option<GroupCost> {
         self.file.together.get(key).copied()
     }
 
-    pub(super) fn set_together(&mut self, key: &str, together: Together) {
+    pub(super) fn set_together(&mut self, key: &str, together: GroupCost) {
         if self.file.together.len() < MOST {
             self.file.together.insert(key.to_owned(), together);
             self.changed = true;
@@ -198,7 +198,7 @@ impl Facts {
     }
 }
 
-impl File {
+impl FactsFile {
     /// Whether all numbers are possible measurements.
     fn sound(&self) -> bool {
         let good = |x: f64| x.is_finite() && x >= 0.0;
@@ -238,34 +238,34 @@ mod tests {
     #[test]
     fn what_is_learned_is_kept_and_damage_is_forgotten() {
         let home = tempfile::tempdir().unwrap();
-        let mut facts = Facts::load(home.path());
+        let mut facts = FactsStore::load(home.path());
         facts.learn(("a", "a"), 5.0, 10.0);
         facts.learn(("a", "a"), 5.0, 10.0);
         facts.set_load("a", 2.0);
         facts.save();
-        let again = Facts::load(home.path());
+        let again = FactsStore::load(home.path());
         assert!((again.ratio("a").unwrap() - 0.5).abs() < 1e-12);
         assert_eq!((again.last("a"), again.load_s("a")), (Some(5.0), Some(2.0)));
         let damaged = |ratio: f64, last: f64| {
             let entry = |value| BTreeMap::from([("a".to_owned(), value)]);
-            let file = File {
+            let file = FactsFile {
                 version: VERSION,
                 ratio: entry(ratio),
                 last: entry(last),
-                ..File::default()
+                ..FactsFile::default()
             };
             serde_json::to_string(&file).unwrap()
         };
         let (negative, absurd) = (damaged(-1.0, 5.0), damaged(1.0, -5.0));
         for text in ["", "{", &negative, &absurd, "{\"version\": 2}"] {
             std::fs::write(home.path().join("measured.json"), text).unwrap();
-            assert_eq!(Facts::load(home.path()).ratio("a"), None, "{text}");
+            assert_eq!(FactsStore::load(home.path()).ratio("a"), None, "{text}");
         }
     }
 
     #[test]
     fn facts_that_a_run_contradicts_are_measured_again() {
-        let known = Measured {
+        let known = StepMeasurements {
             products: 2.0,
             other: 1.0,
             key: 1.0,
@@ -277,7 +277,7 @@ mod tests {
             few_expert: 0.0,
             prompt_expert: 0.0,
         };
-        let mut facts = Facts::nowhere();
+        let mut facts = FactsStore::nowhere();
         facts.set_measured("a", known);
         facts.learn(("a", "a, 2 nodes"), 11.0, 10.0);
         assert_eq!(facts.forget("a"), None, "10 % is no contradiction");

@@ -8,11 +8,11 @@ use std::ops::Range;
 
 use paceline_base::{KernelClass, Rank};
 use paceline_model::{
-    Config, Experts, Latent, LayerCache, LayerShape, LeafCut, Nth, Part, Role, Sample, Shard,
-    Split, shape,
+    Config, Experts, Latent, LayerCache, LayerRole, LayerShape, LeafCut, ModelSample, Nth, Role,
+    Shard, Split, shape,
 };
 use paceline_plan::ModelShape;
-use paceline_tensor::{Kernels, PackOptions, Packed, StoredMatrix};
+use paceline_tensor::{Kernels, PackOptions, PackedMatrix, StoredMatrix};
 
 use super::{Result, Setting};
 use crate::Error;
@@ -22,21 +22,21 @@ use crate::Error;
 const PROBED_BYTES: u64 = 160 << 20;
 
 /// Products with one input.
-pub(super) struct Job {
+pub(super) struct ProductGroup {
     /// Columns of the input, and of a leaf of it; 0 for one leaf.
     pub(super) input: (usize, usize),
     /// Each matrix with its first column in the input.
-    pub(super) matrices: Vec<(usize, Packed)>,
+    pub(super) matrices: Vec<(usize, PackedMatrix)>,
 }
 
-impl Job {
+impl ProductGroup {
     /// Rows of all matrices: outputs per row of the input.
     pub(super) fn outputs(&self) -> usize {
         self.matrices.iter().map(|(_, matrix)| matrix.rows()).sum()
     }
 
     /// A group for each width of `matrices`.
-    fn by_width(matrices: Vec<Packed>) -> Vec<Self> {
+    fn by_width(matrices: Vec<PackedMatrix>) -> Vec<Self> {
         let mut jobs: Vec<Self> = Vec::new();
         for matrix in matrices {
             let input = (matrix.cols(), 0);
@@ -54,19 +54,19 @@ impl Job {
 
 /// Half of a layer: the operations before its all-reduce, and that sum.
 pub(super) struct Half {
-    pub(super) jobs: Vec<Job>,
+    pub(super) jobs: Vec<ProductGroup>,
     /// The products of each root of this rank's leaves; empty if experts are summed.
-    pub(super) sum: Job,
+    pub(super) sum: ProductGroup,
     pub(super) cut: LeafCut,
     /// This rank's roots.
     pub(super) roots: usize,
 }
 
 /// Gate, up and down of one expert.
-pub(super) type Expert = [Packed; 3];
+pub(super) type Expert = [PackedMatrix; 3];
 
 /// A rank's part of the matrices of a layer.
-pub(super) struct Layer {
+pub(super) struct RankLayer {
     pub(super) attention: Half,
     pub(super) feed_forward: Half,
     /// This rank's share of a row's experts.
@@ -77,9 +77,9 @@ pub(super) struct Layer {
     pub(super) weight: f64,
 }
 
-impl Layer {
+impl RankLayer {
     /// All groups but those of experts.
-    pub(super) fn jobs(&self) -> impl Iterator<Item = &Job> {
+    pub(super) fn jobs(&self) -> impl Iterator<Item = &ProductGroup> {
         let halves = [&self.attention, &self.feed_forward].into_iter();
         halves.flat_map(|half| half.jobs.iter().chain([&half.sum]))
     }
@@ -87,15 +87,15 @@ impl Layer {
 
 /// Packed weights, read in the order of a step. Measured alone, a head that fits in the last-level
 /// cache would be faster than it is between layers.
-pub(super) struct Weights {
-    pub(super) layers: Vec<Layer>,
+pub(super) struct ProbeWeights {
+    pub(super) layers: Vec<RankLayer>,
     /// Rows of the head, as many as [`PROBED_BYTES`] allows for all ranks.
-    pub(super) head: Packed,
+    pub(super) head: PackedMatrix,
     /// The rank's rows of the head, divided by the packed ones.
     pub(super) head_share: f64,
 }
 
-impl Weights {
+impl ProbeWeights {
     /// Packed rows of the head.
     pub(super) fn head_rows(&self) -> usize {
         self.head.rows()
@@ -149,7 +149,7 @@ fn head_rows(setting: Setting<'_>, own: usize, ranks: usize) -> Result<(Role, us
 }
 
 /// The sample of a model for one rank, and the number of layers that each of its layers represents.
-pub(super) fn sampled(setting: Setting<'_>) -> Result<(Sample, Vec<f64>)> {
+pub(super) fn sampled(setting: Setting<'_>) -> Result<(ModelSample, Vec<f64>)> {
     let Setting { source, config, .. } = setting;
     let shard = Split::whole(config).shard(config, Rank(0));
     let mut layers = chosen(&shape::of(source, config), config, &shard);
@@ -163,7 +163,7 @@ pub(super) fn sampled(setting: Setting<'_>) -> Result<(Sample, Vec<f64>)> {
     layers.dedup();
     let stands = stands(&layers, config, &shard);
     let (_, head_rows) = head_rows(setting, config.vocab, 1)?;
-    Ok((Sample { layers, head_rows }, stands))
+    Ok((ModelSample { layers, head_rows }, stands))
 }
 
 /// Probed layers of a shard, each with the number of layers it represents. Ranks of a stage choose
@@ -243,22 +243,22 @@ impl Packing<'_> {
         Ok(packed)
     }
 
-    fn rows(&self, role: Role, rows: Range<usize>) -> Result<Packed> {
+    fn rows(&self, role: Role, rows: Range<usize>) -> Result<PackedMatrix> {
         self.packed(role, [rows.end, 0], |whole, options| {
-            Packed::new(whole.row_range(rows), options, self.kernels.pool())
+            PackedMatrix::new(whole.row_range(rows), options, self.kernels.pool())
         })
     }
 
     /// All of a matrix, in f32.
-    fn in_f32(&self, role: Role) -> Result<Packed> {
+    fn in_f32(&self, role: Role) -> Result<PackedMatrix> {
         self.packed(role, [0, 0], |whole, mut options| {
             options.as_f32 = true;
-            Packed::new(whole, options, self.kernels.pool())
+            PackedMatrix::new(whole, options, self.kernels.pool())
         })
     }
 
     /// This rank's columns of a matrix, separately for each root of its leaves.
-    fn summed(&self, role: Role, cut: &LeafCut) -> Result<Job> {
+    fn summed(&self, role: Role, cut: &LeafCut) -> Result<ProductGroup> {
         let (first, width) = (cut.columns().start, self.setting.config.width);
         let least = [width, cut.columns().end];
         let matrices = self.packed(role, least, |whole, mut options| {
@@ -266,18 +266,19 @@ impl Packing<'_> {
             let whole = whole.row_range(0..width);
             let root = |columns: Range<usize>| {
                 let first_col = columns.start - first;
-                let packed = Packed::of_columns(whole, columns, options, self.kernels.pool())?;
+                let packed =
+                    PackedMatrix::of_columns(whole, columns, options, self.kernels.pool())?;
                 Ok((first_col, packed))
             };
             cut.root_columns().into_iter().map(root).collect()
         })?;
-        Ok(Job {
+        Ok(ProductGroup {
             input: (cut.columns().len(), cut.leaf_cols),
             matrices,
         })
     }
 
-    fn layer(&self, index: usize, weight: f64) -> Result<Layer> {
+    fn layer(&self, index: usize, weight: f64) -> Result<RankLayer> {
         let (layer, cut) = (&self.setting.config.layers[index], self.shard.layer(index));
         let half = |jobs, sum, cut: &LeafCut| Half {
             jobs,
@@ -286,9 +287,9 @@ impl Packing<'_> {
             cut: cut.clone(),
         };
         let (inputs, output) = match (layer.cache, layer.latent) {
-            (LayerCache::Delta(_), _) => (self.delta(index)?, Part::DeltaOutput),
-            (_, Some(latent)) => (self.latent(index, latent)?, Part::AttentionOutput),
-            _ => (self.heads(index)?, Part::AttentionOutput),
+            (LayerCache::Delta(_), _) => (self.delta(index)?, LayerRole::DeltaOutput),
+            (_, Some(latent)) => (self.latent(index, latent)?, LayerRole::AttentionOutput),
+            _ => (self.heads(index)?, LayerRole::AttentionOutput),
         };
         let output = self.summed(Role::Layer(index, output), &cut.attention)?;
         let (wide, down) = self.feed_forward(index)?;
@@ -296,8 +297,8 @@ impl Packing<'_> {
             Some(of) => self.experts(index, of, cut.ffn())?,
             None => (Vec::new(), 1.0),
         };
-        Ok(Layer {
-            attention: half(Job::by_width(inputs), output, &cut.attention),
+        Ok(RankLayer {
+            attention: half(ProductGroup::by_width(inputs), output, &cut.attention),
             feed_forward: half(wide, down, &cut.feed_forward),
             experts,
             even,
@@ -306,23 +307,23 @@ impl Packing<'_> {
     }
 
     /// Queries, keys and values.
-    fn heads(&self, index: usize) -> Result<Vec<Packed>> {
+    fn heads(&self, index: usize) -> Result<Vec<PackedMatrix>> {
         let (layer, cut) = (&self.setting.config.layers[index], self.shard.layer(index));
         let of = |heads: &Range<usize>, dim: usize| heads.start * dim..heads.end * dim;
         let rows = |part, rows| self.rows(Role::Layer(index, part), rows);
         let queries = (1 + usize::from(layer.gated)) * layer.head_dim;
-        let mut all = vec![rows(Part::Query, of(&cut.heads, queries))?];
+        let mut all = vec![rows(LayerRole::Query, of(&cut.heads, queries))?];
         if !matches!(layer.cache, LayerCache::Of(_)) {
-            all.push(rows(Part::Key, of(&cut.kv_heads, layer.head_dim))?);
+            all.push(rows(LayerRole::Key, of(&cut.kv_heads, layer.head_dim))?);
             if !layer.keys_as_values {
-                all.push(rows(Part::Value, of(&cut.kv_heads, layer.value_dim))?);
+                all.push(rows(LayerRole::Value, of(&cut.kv_heads, layer.value_dim))?);
             }
         }
         Ok(all)
     }
 
     /// The projections of latent attention, and the expansions of this rank's heads.
-    fn latent(&self, index: usize, latent: Latent) -> Result<Vec<Packed>> {
+    fn latent(&self, index: usize, latent: Latent) -> Result<Vec<PackedMatrix>> {
         let (layer, heads) = (
             &self.setting.config.layers[index],
             self.shard.layer(index).heads.clone(),
@@ -330,24 +331,24 @@ impl Packing<'_> {
         let role = |part| Role::Layer(index, part);
         let dim = latent.plain + latent.turned;
         let queries = heads.start * dim..heads.end * dim;
-        let shared = self.rows(role(Part::LatentDown), 0..latent.rank + latent.turned)?;
+        let shared = self.rows(role(LayerRole::LatentDown), 0..latent.rank + latent.turned)?;
         let mut all = match latent.query_rank {
             Some(rank) => vec![
-                self.rows(role(Part::QueryDown), 0..rank)?,
+                self.rows(role(LayerRole::QueryDown), 0..rank)?,
                 shared,
-                self.rows(role(Part::QueryUp), queries)?,
+                self.rows(role(LayerRole::QueryUp), queries)?,
             ],
-            None => vec![self.rows(role(Part::Query), queries)?, shared],
+            None => vec![self.rows(role(LayerRole::Query), queries)?, shared],
         };
         let Setting { source, config, .. } = self.setting;
         if source
-            .opt_weight(config.family, role(Part::LatentUp))?
+            .opt_weight(config.family, role(LayerRole::LatentUp))?
             .is_some()
         {
             // Each head's keys and values in sequence: as many bytes as separately.
             let dim = latent.plain + latent.value_dim;
             let own = heads.start * dim..heads.end * dim;
-            all.push(self.rows(role(Part::LatentUp), own)?);
+            all.push(self.rows(role(LayerRole::LatentUp), own)?);
             return Ok(all);
         }
         for head in heads {
@@ -355,15 +356,15 @@ impl Packing<'_> {
                 index: head,
                 of: layer.heads,
             };
-            all.push(self.rows(role(Part::KeyUp(nth)), 0..latent.rank)?);
-            all.push(self.rows(role(Part::ValueUp(nth)), 0..latent.value_dim)?);
+            all.push(self.rows(role(LayerRole::KeyUp(nth)), 0..latent.rank)?);
+            all.push(self.rows(role(LayerRole::ValueUp(nth)), 0..latent.value_dim)?);
         }
         Ok(all)
     }
 
     /// Queries, keys, values and gates of a gated delta net, in either layout of the file: this
     /// rank's share of the rows.
-    fn delta(&self, index: usize) -> Result<Vec<Packed>> {
+    fn delta(&self, index: usize) -> Result<Vec<PackedMatrix>> {
         let (layer, heads) = (
             &self.setting.config.layers[index],
             self.shard.layer(index).heads.clone(),
@@ -378,12 +379,12 @@ impl Packing<'_> {
         };
         let mut all = Vec::new();
         for (part, rows, is_gate) in [
-            (Part::DeltaQkvGate, 2 * (keys + values), false),
-            (Part::DeltaQkv, 2 * keys + values, false),
-            (Part::DeltaGate, values, false),
-            (Part::DeltaStepDecay, 2 * layer.heads, true),
-            (Part::DeltaStep, layer.heads, true),
-            (Part::DeltaDecay, layer.heads, true),
+            (LayerRole::DeltaQkvGate, 2 * (keys + values), false),
+            (LayerRole::DeltaQkv, 2 * keys + values, false),
+            (LayerRole::DeltaGate, values, false),
+            (LayerRole::DeltaStepDecay, 2 * layer.heads, true),
+            (LayerRole::DeltaStep, layer.heads, true),
+            (LayerRole::DeltaDecay, layer.heads, true),
         ] {
             let Setting { source, config, .. } = self.setting;
             let role = Role::Layer(index, part);
@@ -393,7 +394,7 @@ impl Packing<'_> {
             let (rows, pool) = (own(rows), self.kernels.pool());
             all.push(self.packed(role, [rows.end, 0], |whole, mut options| {
                 options.as_f32 |= is_gate;
-                Packed::new(whole.row_range(rows), options, pool)
+                PackedMatrix::new(whole.row_range(rows), options, pool)
             })?);
         }
         Ok(all)
@@ -401,24 +402,24 @@ impl Packing<'_> {
 
     /// The groups of a feed-forward and of a router, and the group of its all-reduce, which is
     /// empty with experts.
-    fn feed_forward(&self, index: usize) -> Result<(Vec<Job>, Job)> {
+    fn feed_forward(&self, index: usize) -> Result<(Vec<ProductGroup>, ProductGroup)> {
         let (layer, cut) = (&self.setting.config.layers[index], self.shard.layer(index));
         let role = |part| Role::Layer(index, part);
-        let nothing = Job {
+        let nothing = ProductGroup {
             input: (self.setting.config.width, 0),
             matrices: Vec::new(),
         };
         let (mut wide, mut down) = (Vec::new(), None);
         if layer.has_dense() {
             let columns = cut.dense().columns();
-            wide.push(self.rows(role(Part::Gate), columns.clone())?);
-            wide.push(self.rows(role(Part::Up), columns)?);
-            down = Some(self.summed(role(Part::Down), cut.dense())?);
+            wide.push(self.rows(role(LayerRole::Gate), columns.clone())?);
+            wide.push(self.rows(role(LayerRole::Up), columns)?);
+            down = Some(self.summed(role(LayerRole::Down), cut.dense())?);
         }
         if layer.experts.is_some() {
-            wide.push(self.in_f32(role(Part::Router))?);
+            wide.push(self.in_f32(role(LayerRole::Router))?);
         }
-        let mut jobs = Job::by_width(wide);
+        let mut jobs = ProductGroup::by_width(wide);
         if layer.dense_beside {
             // Its sum is separate from that of the experts, which is exchanged.
             jobs.extend(down.take());
@@ -436,7 +437,7 @@ impl Packing<'_> {
     ) -> Result<(Vec<Expert>, f64)> {
         let ranks = self.shard.stage_ranks().len();
         let routed = leaves.start.min(of.count)..leaves.end.min(of.count);
-        let expert = |parts: [Part; 3], ffn: usize| {
+        let expert = |parts: [LayerRole; 3], ffn: usize| {
             let [gate, up, down] = parts.map(|part| Role::Layer(index, part));
             let width = self.setting.config.width;
             Ok::<_, Error>([
@@ -452,11 +453,20 @@ impl Packing<'_> {
                 index: routed.start + i * routed.len() / n,
                 of: of.count,
             };
-            let parts = [Part::ExpertGate, Part::ExpertUp, Part::ExpertDown].map(|part| part(nth));
+            let parts = [
+                LayerRole::ExpertGate,
+                LayerRole::ExpertUp,
+                LayerRole::ExpertDown,
+            ]
+            .map(|part| part(nth));
             all.push(expert(parts, of.width)?);
         }
         if ranks == 1 && of.shared > 0 {
-            let parts = [Part::SharedGate, Part::SharedUp, Part::SharedDown];
+            let parts = [
+                LayerRole::SharedGate,
+                LayerRole::SharedUp,
+                LayerRole::SharedDown,
+            ];
             all.push(expert(parts, of.shared)?);
         }
         Ok((all, even))

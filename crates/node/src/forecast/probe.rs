@@ -43,7 +43,7 @@ pub(super) const ENOUGH: Duration = Duration::from_millis(200);
 
 /// Measured times in seconds, for one kernel class and number of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Measured {
+pub(super) struct StepMeasurements {
     /// A layer's products for one row.
     pub(super) products: f64,
     /// The remaining cost of a layer for one row, without its keys.
@@ -66,7 +66,7 @@ pub(super) struct Measured {
     pub(super) prompt_expert: f64,
 }
 
-impl Measured {
+impl StepMeasurements {
     /// A layer's products without experts, per row of a batch of `rows`, 1 or more.
     pub(super) fn row_of(self, rows: f64) -> f64 {
         let one = (self.products - self.experts).max(0.0);
@@ -154,9 +154,9 @@ impl Probe {
     ///
     /// # Errors
     /// Memory cannot be allocated.
-    pub(super) fn measure(&self) -> Result<Measured> {
+    pub(super) fn measure(&self) -> Result<StepMeasurements> {
         let decode = self.decode()?;
-        let mut bench = Bench::new(self)?;
+        let mut bench = ProbeMemory::new(self)?;
         let rows = prompt_rows(decode.products * self.stands.len() as f64);
         let both = [rows.min(FEW_ROWS), rows];
         let [few, few_experts, many, many_experts] = typical(|| {
@@ -167,7 +167,7 @@ impl Probe {
             let (few, many) = (each(both[0])?, each(both[1])?);
             Ok([few[0], few[1], many[0], many[1]])
         })?;
-        Ok(Measured {
+        Ok(StepMeasurements {
             // A batch costs no more than single rows, except in a disturbed pass.
             few_row: few.min(decode.few_row),
             prompt_row: many,
@@ -183,7 +183,7 @@ impl Probe {
     ///
     /// # Errors
     /// Memory cannot be allocated.
-    pub(super) fn decode(&self) -> Result<Measured> {
+    pub(super) fn decode(&self) -> Result<StepMeasurements> {
         let here = self.decode_here()?;
         let there = thread::scope(|scope| scope.spawn(|| self.decode_here()).join());
         let there = there.ok().ok_or(Error::Ended {
@@ -192,8 +192,8 @@ impl Probe {
         Ok(here.mean(there))
     }
 
-    fn decode_here(&self) -> Result<Measured> {
-        let mut bench = Bench::new(self)?;
+    fn decode_here(&self) -> Result<StepMeasurements> {
+        let mut bench = ProbeMemory::new(self)?;
         // Interleaved, so that differences do not come from changes of the machine's speed.
         let [common, experts, near, far, head, last] = typical(|| {
             let near = bench.step(POSITIONS[0] - 1, 1)?;
@@ -204,7 +204,7 @@ impl Probe {
         })?;
         let (products, keys) = (common + experts, POSITIONS.map(|keys| self.keys(keys)));
         let key = (far - near).max(0.0) / (keys[1] - keys[0]).max(1e-9);
-        Ok(Measured {
+        Ok(StepMeasurements {
             products,
             other: (near - products - key * keys[0]).max(0.0),
             key,
@@ -250,7 +250,7 @@ struct Timed {
 }
 
 /// Buffers for steps of a sampled model, with keys and values of a long sequence.
-struct Bench<'p> {
+struct ProbeMemory<'p> {
     probe: &'p Probe,
     ws: Workspace,
     cache: KvCache,
@@ -259,7 +259,7 @@ struct Bench<'p> {
     logits: Vec<f32>,
 }
 
-impl<'p> Bench<'p> {
+impl<'p> ProbeMemory<'p> {
     fn new(probe: &'p Probe) -> Result<Self> {
         let model = &probe.model;
         let size = BatchSize::single(PROMPT_ROWS, POSITIONS[1]);
@@ -306,11 +306,11 @@ impl<'p> Bench<'p> {
         meter.turn(true);
         let mut began = Instant::now();
         let mut behind = || {
-            each.push((began.elapsed().as_secs_f64(), meter.take()));
+            each.push((began.elapsed().as_secs_f64(), meter.drain()));
             began = Instant::now();
         };
         let ran = model.forward_observed(&batch, &mut self.ws, &mut self.cache, &mut behind);
-        let (last, head) = (began.elapsed().as_secs_f64(), meter.take().common);
+        let (last, head) = (began.elapsed().as_secs_f64(), meter.drain().common);
         meter.turn(false);
         ran?;
         let mean =

@@ -5,13 +5,13 @@ use std::time::Instant;
 
 use paceline_base::KernelClass;
 use paceline_model::{Activation, Config, LeafCut};
-use paceline_tensor::{Activations, Kernels, MAX_PRODUCTS, Packed, Precision, Product};
+use paceline_tensor::{Activations, Kernels, MAX_PRODUCTS, PackedMatrix, Precision, Product};
 
-use super::layers::{Expert, Half, Job, Layer, Weights};
+use super::layers::{Expert, Half, ProbeWeights, ProductGroup, RankLayer};
 use super::probe::{PROMPT_ROWS, timed};
 
 /// The mean of `of` over `layers`, weighted by the layers they represent.
-fn mean_of(layers: &[Layer], mut of: impl FnMut(&Layer) -> f64) -> f64 {
+fn mean_of(layers: &[RankLayer], mut of: impl FnMut(&RankLayer) -> f64) -> f64 {
     let (mut sum, mut all) = (0.0, 0.0);
     for layer in layers {
         sum += layer.weight * of(layer);
@@ -22,34 +22,34 @@ fn mean_of(layers: &[Layer], mut of: impl FnMut(&Layer) -> f64) -> f64 {
 
 /// Seconds of a layer's products, for one row or a batch.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Took {
+pub(super) struct ProductTime {
     /// Without experts, including the exchanges.
     pub(super) common: f64,
     /// For a rank's average number of a row's experts.
     pub(super) experts: f64,
 }
 
-impl Took {
+impl ProductTime {
     pub(super) fn all(self) -> f64 {
         self.common + self.experts
     }
 }
 
 /// The input of products of one width.
-struct Input {
+struct ProductInput {
     /// Columns, and columns of a leaf.
     of: (usize, usize),
     x: Activations,
 }
 
 /// Buffers of a rank's products.
-pub(super) struct Step<'k> {
+pub(super) struct ProductBuffers<'k> {
     kernels: &'k Kernels,
     /// Numbers of a row of the residual stream.
     width: usize,
     activation: Activation,
     /// The residual stream's input is first.
-    inputs: Vec<Input>,
+    inputs: Vec<ProductInput>,
     /// The outputs of products.
     room: Vec<f32>,
     /// Buffer of an all-reduce.
@@ -57,13 +57,13 @@ pub(super) struct Step<'k> {
     logits: Vec<f32>,
 }
 
-impl<'k> Step<'k> {
+impl<'k> ProductBuffers<'k> {
     /// Allocates the buffers for the layers of `weights`.
     pub(super) fn new(
         config: &Config,
         class: KernelClass,
         kernels: &'k Kernels,
-        weights: &Weights,
+        weights: &ProbeWeights,
     ) -> Self {
         let halves = || {
             let layers = weights.layers.iter();
@@ -82,7 +82,7 @@ impl<'k> Step<'k> {
         }
     }
 
-    pub(super) fn head(&mut self, weights: &Weights) {
+    pub(super) fn head(&mut self, weights: &ProbeWeights) {
         let out = &mut self.logits[..weights.head.rows()];
         let product = alone(&weights.head, out);
         self.kernels.products(&self.inputs[0].x, [product]);
@@ -95,7 +95,7 @@ impl<'k> Step<'k> {
 
     /// Prepares for `rows` rows.
     fn resize(&mut self, rows: usize) {
-        for Input { x, .. } in &mut self.inputs {
+        for ProductInput { x, .. } in &mut self.inputs {
             x.resize(rows);
             self.kernels.fill_rows(x, |_, row| row.fill(0.5));
         }
@@ -106,10 +106,10 @@ impl<'k> Step<'k> {
     /// this rank's roots. Returns the seconds of a mean layer.
     pub(super) fn products(
         &mut self,
-        layers: &[Layer],
+        layers: &[RankLayer],
         rows: usize,
         mut between: impl FnMut(&LeafCut, &mut [f32]),
-    ) -> Took {
+    ) -> ProductTime {
         self.resize(rows);
         let mut experts = 0.0;
         let mut all = 0.0;
@@ -119,7 +119,7 @@ impl<'k> Step<'k> {
             all += layer.weight;
             took.common
         });
-        Took {
+        ProductTime {
             common,
             experts: experts / f64::max(all, 1.0),
         }
@@ -127,10 +127,10 @@ impl<'k> Step<'k> {
 
     fn layer(
         &mut self,
-        layer: &Layer,
+        layer: &RankLayer,
         rows: usize,
         between: &mut impl FnMut(&LeafCut, &mut [f32]),
-    ) -> Took {
+    ) -> ProductTime {
         let began = Instant::now();
         self.half(&layer.attention, rows, between);
         let halfway = began.elapsed().as_secs_f64();
@@ -140,7 +140,7 @@ impl<'k> Step<'k> {
             }
         });
         let rest = timed(|| self.half(&layer.feed_forward, rows, between));
-        Took {
+        ProductTime {
             common: halfway + rest,
             experts: experts * layer.even,
         }
@@ -188,12 +188,12 @@ impl<'k> Step<'k> {
 }
 
 /// One for each input width of the products of `layers`, and for the residual stream.
-fn inputs(config: &Config, class: KernelClass, layers: &[Layer]) -> Vec<Input> {
+fn inputs(config: &Config, class: KernelClass, layers: &[RankLayer]) -> Vec<ProductInput> {
     let precision = (class != KernelClass::CpuF32).then_some(Precision::of(class));
-    let jobs = layers.iter().flat_map(Layer::jobs).map(|job| job.input);
+    let jobs = layers.iter().flat_map(RankLayer::jobs).map(|job| job.input);
     let experts = layers.iter().flat_map(|layer| &layer.experts);
     let experts = experts.flat_map(|[gate, _, down]| [(gate.cols(), 0), (down.cols(), 0)]);
-    let mut inputs: Vec<Input> = Vec::new();
+    let mut inputs: Vec<ProductInput> = Vec::new();
     for of in std::iter::once((config.width, 0))
         .chain(jobs)
         .chain(experts)
@@ -202,28 +202,31 @@ fn inputs(config: &Config, class: KernelClass, layers: &[Layer]) -> Vec<Input> {
             // Widths that are not multiples of 32 have float weights, which need no integer input.
             let precision = precision.filter(|_| of.0.is_multiple_of(32));
             let x = Activations::new(PROMPT_ROWS, of.0, of.1, precision);
-            inputs.push(Input { of, x });
+            inputs.push(ProductInput { of, x });
         }
     }
     inputs
 }
 
 /// The index of the input with these columns and columns of a leaf.
-fn place(inputs: &[Input], of: (usize, usize)) -> usize {
+fn place(inputs: &[ProductInput], of: (usize, usize)) -> usize {
     let found = inputs.iter().position(|input| input.of == of);
     found.expect("an input for each job was made")
 }
 
 /// The largest number of outputs per row of any group or expert.
-fn outputs(layers: &[Layer]) -> usize {
-    let jobs = layers.iter().flat_map(Layer::jobs).map(Job::outputs);
+fn outputs(layers: &[RankLayer]) -> usize {
+    let jobs = layers
+        .iter()
+        .flat_map(RankLayer::jobs)
+        .map(ProductGroup::outputs);
     let experts = layers.iter().flat_map(|layer| &layer.experts);
-    let experts = experts.map(|expert| expert.iter().map(Packed::rows).sum());
+    let experts = experts.map(|expert| expert.iter().map(PackedMatrix::rows).sum());
     jobs.chain(experts).max().unwrap_or(0)
 }
 
 /// A product with all columns of an input.
-fn alone<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
+fn alone<'a>(weights: &'a PackedMatrix, out: &'a mut [f32]) -> Product<'a> {
     Product {
         weights,
         first_col: 0,
@@ -235,7 +238,7 @@ fn alone<'a>(weights: &'a Packed, out: &'a mut [f32]) -> Product<'a> {
 fn multiply(
     kernels: &Kernels,
     x: &Activations,
-    matrices: &[(usize, Packed)],
+    matrices: &[(usize, PackedMatrix)],
     mut room: &mut [f32],
 ) {
     for some in matrices.chunks(MAX_PRODUCTS) {

@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, Rank};
 use paceline_comm::tcp::{self, GroupId};
-use paceline_comm::{Backend, Deadline, Group, Seat, Strict, init};
+use paceline_comm::{Backend, Deadline, Group, JoinParams, Strict, init};
 use paceline_model::{Config, Split, SplitKind};
 use paceline_tensor::Kernels;
 use serde::{Deserialize, Serialize};
 
-use super::layers::Weights;
+use super::layers::ProbeWeights;
 use super::probe::{ENOUGH, PASSES, mean, timed};
-use super::products::{Step, Took};
+use super::products::{ProductBuffers, ProductTime};
 use super::{Result, Setting};
 use crate::Error;
 
@@ -28,7 +28,7 @@ const HOLD: Duration = Duration::from_millis(1);
 
 /// Messages between two ranks on this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Wire {
+pub(super) struct LinkCost {
     /// Bytes a second of large ones.
     pub(super) bytes_per_s: f64,
     /// Seconds until a sleeping rank has read a small one.
@@ -37,7 +37,7 @@ pub(super) struct Wire {
 
 /// Seconds of tensor-parallel ranks, each with a part of every matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Together {
+pub(super) struct GroupCost {
     /// A layer's products on one rank, while the others compute theirs.
     pub(super) free: f64,
     /// The same with the two exchanges of a tensor split, which wait for the slowest rank.
@@ -51,7 +51,7 @@ pub(super) struct Together {
     pub(super) hop: f64,
 }
 
-impl Together {
+impl GroupCost {
     /// Seconds of an exchange.
     pub(super) fn exchange(&self) -> f64 {
         ((self.synced - self.free) / 2.0).max(1e-7)
@@ -63,14 +63,14 @@ pub(super) struct Team<'a> {
     config: &'a Config,
     class: KernelClass,
     backend: Backend,
-    members: Vec<Member>,
+    members: Vec<TeamRank>,
 }
 
 /// A rank with its part of every layer, and with layers of its own.
-struct Member {
+struct TeamRank {
     kernels: Arc<Kernels>,
-    tensor: Weights,
-    stage: Weights,
+    tensor: ProbeWeights,
+    stage: ProbeWeights,
 }
 
 /// The splits that a team of a number of ranks measures.
@@ -111,10 +111,10 @@ impl<'a> Team<'a> {
             let kernels = kernels()?;
             let held = |split: &Split| {
                 let shard = split.shard(setting.config, Rank(rank));
-                Weights::pack(setting, &kernels, &shard)
+                ProbeWeights::pack(setting, &kernels, &shard)
             };
             let (tensor, stage) = (held(&splits.tensor)?, held(&splits.pipeline)?);
-            Ok::<_, Error>(Member {
+            Ok::<_, Error>(TeamRank {
                 kernels,
                 tensor,
                 stage,
@@ -132,17 +132,18 @@ impl<'a> Team<'a> {
     ///
     /// # Errors
     /// What the system refuses.
-    pub(super) fn measure(&self) -> Result<Together> {
+    pub(super) fn measure(&self) -> Result<GroupCost> {
         let logits = self.members.iter().map(|m| m.tensor.head_rows());
         let logits = logits.min().unwrap_or(0);
         let each = joined(self.members.len(), self.backend, |group| {
             let member = &self.members[group.rank().0 as usize];
-            let step = |weights| Step::new(self.config, self.class, &member.kernels, weights);
+            let step =
+                |weights| ProductBuffers::new(self.config, self.class, &member.kernels, weights);
             let steps = [step(&member.tensor), step(&member.stage)];
             passes(group, member, steps, logits)
         })?;
         let [free, synced, turns, turn] = [0, 1, 3, 4].map(|i| mean(each.iter().map(|r| r[i])));
-        Ok(Together {
+        Ok(GroupCost {
             free,
             synced,
             // The first rank leads: sampling starts when it has the logits.
@@ -158,8 +159,8 @@ impl<'a> Team<'a> {
 /// seconds of one of this rank's own layers, of its turn, and of all turns.
 fn passes(
     group: &dyn Group,
-    member: &Member,
-    [mut step, mut alone]: [Step<'_>; 2],
+    member: &TeamRank,
+    [mut step, mut alone]: [ProductBuffers<'_>; 2],
     logits: usize,
 ) -> Result<[f64; 6]> {
     let (weights, stage) = (&member.tensor, &member.stage.layers);
@@ -188,7 +189,7 @@ fn passes(
         });
         result?;
         meet(group, false)?;
-        let mut turns = Took::default();
+        let mut turns = ProductTime::default();
         let [turn, all] = in_turn(group, || {
             turns = alone.products(stage, 1, |_, _| {});
         })?;
@@ -240,7 +241,7 @@ fn meet(group: &dyn Group, end: bool) -> Result<bool, paceline_comm::Error> {
 ///
 /// # Errors
 /// What the system refuses.
-pub(super) fn wire(backend: Backend) -> Result<Wire> {
+pub(super) fn wire(backend: Backend) -> Result<LinkCost> {
     let rounds = joined(2, backend, |group| {
         let small = round(group, 1, Duration::ZERO)?;
         let large = round(group, LARGE, Duration::ZERO)?;
@@ -250,7 +251,7 @@ pub(super) fn wire(backend: Backend) -> Result<Wire> {
         Ok([small, large, late])
     })?;
     let [small, large, late] = rounds[0];
-    Ok(Wire {
+    Ok(LinkCost {
         bytes_per_s: 4.0 * LARGE as f64 / (large - small).max(1e-6),
         wake: (late / 2.0 - HOLD.as_secs_f64()).max(1e-7),
     })
@@ -306,7 +307,7 @@ fn joined<T: Send>(
     let addrs: Vec<SocketAddr> = listeners.iter().map(tcp::Listener::addr).collect();
     let (id, addrs, run) = (GroupId::random(), &addrs[..], &run);
     let at = move |listener, rank| -> Result<T> {
-        let seat = Seat {
+        let seat = JoinParams {
             listener,
             rank: Rank(rank),
             addrs,
@@ -337,7 +338,7 @@ mod tests {
     #[test]
     fn exchanges_are_what_being_in_step_adds() {
         let layer = |free, synced| {
-            let all = Together {
+            let all = GroupCost {
                 free,
                 synced,
                 head: 1.0,

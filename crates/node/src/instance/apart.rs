@@ -17,17 +17,19 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
 use paceline_cluster::nodes::InstanceId;
-use paceline_engine::{Failure, Reply, Request, SamplingParams, Service, Sink, Ticket};
+use paceline_engine::{
+    GenerationRequest, Reply, RequestFailure, SamplingParams, Service, Sink, Ticket,
+};
 use paceline_model::{PageName, Split};
 use paceline_plan::Pipeline;
-use paceline_plan::apart::{LEAST, Readers};
+use paceline_plan::apart::{LEAST, PrefillOffload};
 use paceline_tensor::PAGE;
 use tracing::{debug, warn};
 
-use super::{Command, Instance, Meeting, Shared};
-use crate::apart::{Action, Apart, Counts, Event};
+use super::{Command, GroupCredentials, Instance, InstanceShared};
+use crate::apart::{Event, PrefillAction, PrefillCounts, PrefillScheduler};
 use crate::fleet::prefixes::{Prefixes, blocks};
-use crate::messages::{FromWorker, HandTo, Receive, Round, ToWorker};
+use crate::messages::{FromWorker, ReceivePages, SendPages, ToWorker, TransferRound};
 use crate::supervisor::Notice;
 use crate::{Error, disk};
 
@@ -45,20 +47,20 @@ const OWN: InstanceId = InstanceId(0);
 
 /// One of the two groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Side {
+pub(crate) enum GroupRole {
     /// The decode ranks.
-    Here,
+    Decode,
     /// The prefill ranks.
-    There,
+    Prefill,
 }
 
 /// A message to the thread.
-pub(super) enum Signal {
-    Submit(Ticket, Box<Request>, Vec<u32>, Sink),
+pub(super) enum PrefillSignal {
+    Submit(Ticket, Box<GenerationRequest>, Vec<u32>, Sink),
     Cancel(Ticket),
     /// A group is ready with this split.
-    Ready(Side, Split),
-    Lost(Side, String),
+    Ready(GroupRole, Split),
+    Lost(GroupRole, String),
     /// A worker's message about KV transfer.
     Worker(Rank, FromWorker),
     Read(Ticket, Result<(), String>),
@@ -68,30 +70,34 @@ pub(super) enum Signal {
 
 /// Sends the events of one group to the thread.
 #[derive(Clone)]
-pub(crate) struct Hears {
-    side: Side,
-    signals: Sender<Signal>,
+pub(crate) struct GroupEventSender {
+    side: GroupRole,
+    signals: Sender<PrefillSignal>,
 }
 
 /// Receives the events of a `GroupEventSender`.
-pub(crate) struct Heard {
-    signals: Sender<Signal>,
-    heard: Receiver<Signal>,
+pub(crate) struct GroupEventReceiver {
+    signals: Sender<PrefillSignal>,
+    heard: Receiver<PrefillSignal>,
 }
 
 /// Creates the event channel of both groups, before they exist: for decode, for prefill, and the
 /// receiver.
-pub(crate) fn hears() -> (Hears, Hears, Heard) {
+pub(crate) fn group_events() -> (GroupEventSender, GroupEventSender, GroupEventReceiver) {
     let (signals, heard) = channel();
-    let of = |side| Hears {
+    let of = |side| GroupEventSender {
         side,
         signals: signals.clone(),
     };
-    (of(Side::Here), of(Side::There), Heard { signals, heard })
+    (
+        of(GroupRole::Decode),
+        of(GroupRole::Prefill),
+        GroupEventReceiver { signals, heard },
+    )
 }
 
-impl Hears {
-    pub(crate) const fn side(&self) -> Side {
+impl GroupEventSender {
+    pub(crate) const fn side(&self) -> GroupRole {
         self.side
     }
 
@@ -107,15 +113,17 @@ impl Hears {
         if !is_ours {
             return Some(message);
         }
-        self.say(Signal::Worker(rank, message));
+        self.say(PrefillSignal::Worker(rank, message));
         None
     }
 
     /// Forwards a notice of the group; `split` returns its split by index.
     pub(super) fn notice(&self, notice: &Notice, split: impl Fn(usize) -> Split) {
         match notice {
-            Notice::Ready { way, .. } => self.say(Signal::Ready(self.side, split(*way))),
-            Notice::Failed { reason, .. } => self.say(Signal::Lost(self.side, reason.clone())),
+            Notice::Ready { way, .. } => self.say(PrefillSignal::Ready(self.side, split(*way))),
+            Notice::Failed { reason, .. } => {
+                self.say(PrefillSignal::Lost(self.side, reason.clone()))
+            }
             Notice::Changed(_)
             | Notice::Loading { .. }
             | Notice::Prompts(_)
@@ -123,42 +131,42 @@ impl Hears {
         }
     }
 
-    fn say(&self, signal: Signal) {
+    fn say(&self, signal: PrefillSignal) {
         let _ = self.signals.send(signal); // fails when the instance ends
     }
 }
 
 /// Status of disaggregated prefill.
 #[derive(Clone, Copy, Debug, Default)]
-struct View {
+struct PrefillStatus {
     up: bool,
     held: usize,
-    counts: Counts,
-    readers: Readers,
+    counts: PrefillCounts,
+    readers: PrefillOffload,
 }
 
 /// The prefill ranks of an instance.
-pub(super) struct Prompts {
+pub(super) struct PrefillGroup {
     pub(super) instance: Arc<Instance>,
-    signals: Sender<Signal>,
-    view: Arc<Mutex<View>>,
+    signals: Sender<PrefillSignal>,
+    view: Arc<Mutex<PrefillStatus>>,
     /// Whether the first start waits for these ranks.
     awaited: bool,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Prompts {
+impl PrefillGroup {
     /// Attaches `instance` as prefill ranks of `here`. Both send their events to `heard`.
     pub(super) fn begin(
         instance: Instance,
-        here: Arc<Shared>,
-        heard: Heard,
-        (readers, awaited): (Readers, bool),
+        here: Arc<InstanceShared>,
+        heard: GroupEventReceiver,
+        (readers, awaited): (PrefillOffload, bool),
     ) -> Result<Self, Error> {
         let instance = Arc::new(instance);
-        let view = Arc::new(Mutex::new(View::default()));
+        let view = Arc::new(Mutex::new(PrefillStatus::default()));
         let mut shell = Shell {
-            core: Apart::new(readers),
+            core: PrefillScheduler::new(readers),
             here,
             there: Arc::clone(&instance),
             signals: heard.signals.clone(),
@@ -167,7 +175,7 @@ impl Prompts {
             open: HashMap::new(),
             read: Prefixes::default(),
             splits: [None, None],
-            meeting: Meeting::default(),
+            meeting: GroupCredentials::default(),
         };
         let thread = std::thread::Builder::new().name("prompts".to_owned());
         let thread = thread.spawn(move || shell.run(&heard.heard));
@@ -187,18 +195,18 @@ impl Prompts {
     pub(super) fn submit(
         &self,
         ticket: Ticket,
-        request: Box<Request>,
+        request: Box<GenerationRequest>,
         tokens: Vec<u32>,
         sink: Sink,
     ) {
-        self.say(Signal::Submit(ticket, request, tokens, sink));
+        self.say(PrefillSignal::Submit(ticket, request, tokens, sink));
     }
 
     pub(super) fn cancel(&self, ticket: Ticket) {
-        self.say(Signal::Cancel(ticket));
+        self.say(PrefillSignal::Cancel(ticket));
     }
 
-    fn say(&self, signal: Signal) {
+    fn say(&self, signal: PrefillSignal) {
         let _ = self.signals.send(signal); // the thread ends with this
     }
 
@@ -237,7 +245,7 @@ impl Prompts {
         pipeline
     }
 
-    pub(super) fn figures(&self) -> (bool, Counts, Readers) {
+    pub(super) fn figures(&self) -> (bool, PrefillCounts, PrefillOffload) {
         let view = lock(&self.view);
         (view.up, view.counts, view.readers)
     }
@@ -252,9 +260,9 @@ impl Prompts {
     }
 }
 
-impl Drop for Prompts {
+impl Drop for PrefillGroup {
     fn drop(&mut self) {
-        self.say(Signal::End);
+        self.say(PrefillSignal::End);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join(); // it has no result, and a panic there was reported
         }
@@ -262,8 +270,8 @@ impl Drop for Prompts {
 }
 
 /// A request that waits for its prefill.
-struct Open {
-    request: Box<Request>,
+struct HeldRequest {
+    request: Box<GenerationRequest>,
     tokens: Vec<u32>,
     sink: Sink,
     since: Instant,
@@ -274,22 +282,22 @@ struct Open {
 }
 
 struct Shell {
-    core: Apart,
-    here: Arc<Shared>,
+    core: PrefillScheduler,
+    here: Arc<InstanceShared>,
     there: Arc<Instance>,
-    signals: Sender<Signal>,
-    view: Arc<Mutex<View>>,
+    signals: Sender<PrefillSignal>,
+    view: Arc<Mutex<PrefillStatus>>,
     begun: Instant,
-    open: HashMap<Ticket, Open>,
+    open: HashMap<Ticket, HeldRequest>,
     /// Prompt prefixes in the decode ranks' cache.
     read: Prefixes,
     /// Split of each group while it is ready.
     splits: [Option<Split>; 2],
-    meeting: Meeting,
+    meeting: GroupCredentials,
 }
 
 impl Shell {
-    fn run(&mut self, heard: &Receiver<Signal>) {
+    fn run(&mut self, heard: &Receiver<PrefillSignal>) {
         loop {
             let now = self.begun.elapsed();
             let due = self
@@ -297,8 +305,8 @@ impl Shell {
                 .due()
                 .map_or(LOOK_EVERY, |due| due.saturating_sub(now));
             let event = match heard.recv_timeout(due.min(LOOK_EVERY)) {
-                Ok(Signal::End) | Err(RecvTimeoutError::Disconnected) => return self.end(),
-                Ok(signal) => self.hear(signal),
+                Ok(PrefillSignal::End) | Err(RecvTimeoutError::Disconnected) => return self.end(),
+                Ok(signal) => self.handle_signal(signal),
                 Err(RecvTimeoutError::Timeout) => Some(Event::Tick),
             };
             if let Some(event) = event {
@@ -318,7 +326,7 @@ impl Shell {
     }
 
     fn publish(&self) {
-        *lock(&self.view) = View {
+        *lock(&self.view) = PrefillStatus {
             up: self.core.is_up(),
             held: self.core.held(),
             counts: self.core.counts(),
@@ -326,40 +334,42 @@ impl Shell {
         };
     }
 
-    fn hear(&mut self, signal: Signal) -> Option<Event> {
+    fn handle_signal(&mut self, signal: PrefillSignal) -> Option<Event> {
         Some(match signal {
-            Signal::Submit(ticket, request, tokens, sink) => {
+            PrefillSignal::Submit(ticket, request, tokens, sink) => {
                 self.submit(ticket, request, tokens, sink)
             }
-            Signal::Cancel(ticket) if self.open.contains_key(&ticket) => Event::Cancel(ticket),
-            Signal::Cancel(ticket) => {
+            PrefillSignal::Cancel(ticket) if self.open.contains_key(&ticket) => {
+                Event::Cancel(ticket)
+            }
+            PrefillSignal::Cancel(ticket) => {
                 self.here.command(Command::Cancel(ticket));
                 return None;
             }
-            Signal::Ready(side, split) => {
+            PrefillSignal::Ready(side, split) => {
                 let ranks = split.ranks();
                 self.splits[side as usize] = Some(split);
                 match side {
-                    Side::Here => {
+                    GroupRole::Decode => {
                         self.read.forget(OWN); // a new epoch has an empty cache
-                        Event::HereReady(ranks)
+                        Event::DecodeReady(ranks)
                     }
-                    Side::There => Event::ThereReady(ranks),
+                    GroupRole::Prefill => Event::PrefillReady(ranks),
                 }
             }
-            Signal::Lost(Side::Here, _) => {
+            PrefillSignal::Lost(GroupRole::Decode, _) => {
                 self.read.forget(OWN);
-                self.splits[Side::Here as usize] = None;
-                Event::HereLost
+                self.splits[GroupRole::Decode as usize] = None;
+                Event::DecodeLost
             }
-            Signal::Lost(Side::There, reason) => {
-                self.splits[Side::There as usize] = None;
-                Event::ThereLost(reason)
+            PrefillSignal::Lost(GroupRole::Prefill, reason) => {
+                self.splits[GroupRole::Prefill as usize] = None;
+                Event::PrefillLost(reason)
             }
-            Signal::Worker(rank, message) => return self.worker(rank, message),
-            Signal::Read(ticket, outcome) => Event::Read(ticket, outcome),
-            Signal::ReadHere(tokens, took) => Event::ReadHere { tokens, took },
-            Signal::End => return None,
+            PrefillSignal::Worker(rank, message) => return self.worker(rank, message),
+            PrefillSignal::Read(ticket, outcome) => Event::Read(ticket, outcome),
+            PrefillSignal::ReadHere(tokens, took) => Event::ReadHere { tokens, took },
+            PrefillSignal::End => return None,
         })
     }
 
@@ -390,7 +400,7 @@ impl Shell {
     fn submit(
         &mut self,
         ticket: Ticket,
-        request: Box<Request>,
+        request: Box<GenerationRequest>,
         tokens: Vec<u32>,
         sink: Sink,
     ) -> Event {
@@ -401,7 +411,7 @@ impl Shell {
         // It needs the logits of all its tokens, which no page has.
         let fresh = if request.prompt_logprobs { 0 } else { fresh };
         let fresh = u32::try_from(fresh).unwrap_or(u32::MAX);
-        let open = Open {
+        let open = HeldRequest {
             request,
             tokens,
             sink,
@@ -414,20 +424,20 @@ impl Shell {
         Event::Submit { ticket, tokens }
     }
 
-    fn act(&mut self, action: Action) {
+    fn act(&mut self, action: PrefillAction) {
         match action {
-            Action::Go(ticket) => self.go(ticket),
-            Action::Read(ticket) => self.read(ticket),
-            Action::Stop(ticket) => {
+            PrefillAction::Go(ticket) => self.submit_to_decode(ticket),
+            PrefillAction::Read(ticket) => self.read(ticket),
+            PrefillAction::Stop(ticket) => {
                 let open = self.open.get_mut(&ticket);
                 if let Some(reading) = open.and_then(|open| open.reading.take()) {
                     self.there.cancel(reading);
                 }
             }
-            Action::Forget(ticket) => drop(self.open.remove(&ticket)),
-            Action::Listen(round) => self.listen(round),
-            Action::Connect { round, addrs } => self.connect(round, addrs),
-            Action::Tell(news) => {
+            PrefillAction::Forget(ticket) => drop(self.open.remove(&ticket)),
+            PrefillAction::Listen(round) => self.listen(round),
+            PrefillAction::Connect { round, addrs } => self.connect(round, addrs),
+            PrefillAction::Tell(news) => {
                 debug!(news = news.line(), "prompts");
                 self.here.command(Command::Tell(Notice::Prompts(news)));
             }
@@ -436,11 +446,11 @@ impl Shell {
 
     /// Submits a request to the decode ranks. Measures their own prefill if nothing else is under
     /// way.
-    fn go(&mut self, ticket: Ticket) {
+    fn submit_to_decode(&mut self, ticket: Ticket) {
         let Some(open) = self.open.remove(&ticket) else {
             return;
         };
-        let Open {
+        let HeldRequest {
             mut request, sink, ..
         } = open;
         let waited = open.since.elapsed().as_millis();
@@ -463,7 +473,7 @@ impl Shell {
             if let Reply::PromptRead { reused, .. } = &reply {
                 let tokens = prompt.saturating_sub(*reused) as u32;
                 if tokens >= LEAST {
-                    let _ = signals.send(Signal::ReadHere(tokens, since.elapsed()));
+                    let _ = signals.send(PrefillSignal::ReadHere(tokens, since.elapsed()));
                 }
             }
             sink(reply);
@@ -478,7 +488,7 @@ impl Shell {
         let prompt = &open.request.prompt;
         let page = last_page(prompt).0;
         let number = ticket.0;
-        let ranks = self.splits[Side::Here as usize]
+        let ranks = self.splits[GroupRole::Decode as usize]
             .as_ref()
             .map_or(0, Split::ranks);
         for rank in (0..ranks).map(Rank) {
@@ -488,14 +498,14 @@ impl Shell {
                 .crew
                 .send(rank, &ToWorker::Expect { number, page });
         }
-        let request = Request {
+        let request = GenerationRequest {
             prompt: prompt.clone(),
             max_tokens: 1,
             sampling: SamplingParams {
                 temperature: 0.0,
                 ..SamplingParams::default()
             },
-            ..Request::default()
+            ..GenerationRequest::default()
         };
         let signals = self.signals.clone();
         let sink: Sink = Box::new(move |reply| {
@@ -504,7 +514,7 @@ impl Shell {
                 Reply::Failed(failure) => Err(failure.to_string()),
                 Reply::PromptRead { .. } | Reply::Token { .. } | Reply::Continued => return,
             };
-            let _ = signals.send(Signal::Read(ticket, outcome)); // the instance ends
+            let _ = signals.send(PrefillSignal::Read(ticket, outcome)); // the instance ends
         });
         match self.there.submit(request, sink) {
             Ok(reading) => open.reading = Some(reading),
@@ -512,15 +522,15 @@ impl Shell {
         }
     }
 
-    fn refused(&self, ticket: Ticket, failure: &Failure) {
+    fn refused(&self, ticket: Ticket, failure: &RequestFailure) {
         let outcome = Err(failure.to_string());
-        let _ = self.signals.send(Signal::Read(ticket, outcome)); // read by this thread
+        let _ = self.signals.send(PrefillSignal::Read(ticket, outcome)); // read by this thread
     }
 
-    fn round(&self, number: u64) -> Round {
+    fn round(&self, number: u64) -> TransferRound {
         let (here, there) = (&*self.here.crew, &*self.there.shared.crew);
         let is_here = here.is_one_machine() && there.is_one_machine();
-        Round {
+        TransferRound {
             number,
             group: self.meeting.group,
             key: (!is_here).then(|| self.meeting.key.clone()),
@@ -538,10 +548,10 @@ impl Shell {
         }
         let round = self.round(round);
         for rank in (0..ranks).map(Rank) {
-            let receive = Receive {
+            let receive = ReceivePages {
                 round: round.clone(),
                 from: from.clone(),
-                listen: self.here.crew.door(rank),
+                listen: self.here.crew.transfer_addr(rank),
             };
             let receive = ToWorker::Receive(Box::new(receive));
             let _ = self.here.crew.send(rank, &receive); // as in `read`
@@ -555,7 +565,7 @@ impl Shell {
         let round = self.round(round);
         for (rank, addrs) in (0..).map(Rank).zip(addrs) {
             let (round, to) = (round.clone(), here.clone());
-            let hand = ToWorker::HandTo(Box::new(HandTo { round, to, addrs }));
+            let hand = ToWorker::HandTo(Box::new(SendPages { round, to, addrs }));
             let _ = self.there.shared.crew.send(rank, &hand); // as in `read`
         }
     }

@@ -8,10 +8,10 @@
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_model::{Busy, Config, Shard, Split};
-use paceline_plan::follow::{Follow, Move, Shares};
+use paceline_model::{ComputeTime, Config, Shard, Split};
+use paceline_plan::follow::{RankShares, ShareMove, ShareRebalancer};
 
-use crate::Cut;
+use crate::PlannedSplit;
 use crate::placing::asked;
 
 /// Query interval: two queries detect a foreign load within 3 s.
@@ -25,10 +25,10 @@ const QUARTERS: [u32; 3] = [3, 2, 1];
 
 /// Variants of `cut` in which one rank has less than in `shares` (empty for equal shares), each
 /// once.
-pub(crate) fn lighter(config: &Config, cut: &Cut, shares: &[u32]) -> Vec<Cut> {
+pub(crate) fn lighter(config: &Config, cut: &PlannedSplit, shares: &[u32]) -> Vec<PlannedSplit> {
     let split = &cut.split;
     let ranks = split.ranks();
-    let mut all: Vec<Cut> = Vec::new();
+    let mut all: Vec<PlannedSplit> = Vec::new();
     let Some(kind) = split.kind() else {
         return all;
     };
@@ -40,8 +40,9 @@ pub(crate) fn lighter(config: &Config, cut: &Cut, shares: &[u32]) -> Vec<Cut> {
             };
             let shares: Vec<u32> = (0..ranks as usize).map(share).collect();
             let placement = asked(config, kind, ranks, &shares).ok();
-            let way = placement.and_then(|it| Cut::new(config, it, cut.tok_s).ok());
-            let is_known = |it: &Cut| it.split == *split || all.iter().any(|a| a.split == it.split);
+            let way = placement.and_then(|it| PlannedSplit::new(config, it, cut.tok_s).ok());
+            let is_known =
+                |it: &PlannedSplit| it.split == *split || all.iter().any(|a| a.split == it.split);
             let new = way.filter(|way| !is_known(way));
             all.extend(new);
         }
@@ -64,7 +65,7 @@ pub(super) fn name(split: &Split) -> String {
 }
 
 /// Each rank's part of the model.
-fn parts(config: &Config, split: &Split) -> Shares {
+fn parts(config: &Config, split: &Split) -> RankShares {
     let shards = (0..split.ranks()).map(|rank| split.shard(config, Rank(rank)));
     let shards: Vec<Shard> = shards.collect();
     // A rank without feed-forward columns has heads, or rows of the output head.
@@ -81,12 +82,12 @@ fn parts(config: &Config, split: &Split) -> Shares {
 /// Queries the ranks and evaluates their answers.
 #[derive(Debug)]
 pub(super) struct Follower {
-    follow: Follow,
+    follow: ShareRebalancer,
     /// Time of the last query.
     asked: Duration,
     /// The last report of each rank, and its report at the previous query.
-    told: Vec<Option<Busy>>,
-    before: Vec<Option<Busy>>,
+    told: Vec<Option<ComputeTime>>,
+    before: Vec<Option<ComputeTime>>,
     epoch: u64,
     /// Duration of the last start of an epoch.
     change: Duration,
@@ -94,14 +95,14 @@ pub(super) struct Follower {
 
 impl Follower {
     /// For an instance with the possible splits `cuts` that starts with `first`.
-    pub(super) fn new(config: &Config, cuts: &[Cut], first: usize) -> Self {
+    pub(super) fn new(config: &Config, cuts: &[PlannedSplit], first: usize) -> Self {
         let ways = cuts.iter().map(|cut| parts(config, &cut.split)).collect();
         let split = &cuts[first].split;
         let (ranks, each) = (split.ranks() as usize, split.tensor_ranks());
         let stages = (0..ranks).step_by(each.max(1));
         let stages = stages.map(|from| from..(from + each).min(ranks));
         Self {
-            follow: Follow::new(ways, stages.collect(), first),
+            follow: ShareRebalancer::new(ways, stages.collect(), first),
             asked: Duration::ZERO,
             told: vec![None; ranks],
             before: vec![None; ranks],
@@ -134,23 +135,28 @@ impl Follower {
     }
 
     /// Records a rank's report of `epoch`; returns a better split once all have reported.
-    pub(super) fn hear(&mut self, rank: Rank, epoch: u64, busy: Busy) -> Option<Move> {
+    pub(super) fn record_busy(
+        &mut self,
+        rank: Rank,
+        epoch: u64,
+        busy: ComputeTime,
+    ) -> Option<ShareMove> {
         if epoch != self.epoch {
             return None; // a report of an earlier epoch
         }
         *self.told.get_mut(rank.0 as usize)? = Some(busy);
-        let told: Vec<Busy> = self.told.iter().copied().collect::<Option<_>>()?;
+        let told: Vec<ComputeTime> = self.told.iter().copied().collect::<Option<_>>()?;
         self.told.fill(None);
-        let now: Vec<Option<Busy>> = told.iter().copied().map(Some).collect();
+        let now: Vec<Option<ComputeTime>> = told.iter().copied().map(Some).collect();
         let before = std::mem::replace(&mut self.before, now);
         let pairs = told.iter().zip(before);
         let seconds: Option<Vec<f64>> = pairs.map(|(now, before)| since(*now, before?)).collect();
-        self.follow.look(&seconds?, self.change)
+        self.follow.update(&seconds?, self.change)
     }
 }
 
 /// Seconds of a step between two queries; `None` if there were too few steps.
-fn since(now: Busy, before: Busy) -> Option<f64> {
+fn since(now: ComputeTime, before: ComputeTime) -> Option<f64> {
     let steps = now.steps.checked_sub(before.steps)?;
     let ns = now.ns.checked_sub(before.ns)?;
     (steps >= STEPS_LEAST).then(|| ns as f64 / 1e9 / steps as f64)
@@ -164,7 +170,7 @@ mod tests {
     fn follower() -> Follower {
         let ways = vec![vec![0.5, 0.5], vec![1.0 / 3.0, 2.0 / 3.0]];
         let mut follower = Follower {
-            follow: Follow::new(ways, std::iter::once(0..2).collect(), 0),
+            follow: ShareRebalancer::new(ways, std::iter::once(0..2).collect(), 0),
             asked: Duration::ZERO,
             told: vec![None; 2],
             before: vec![None; 2],
@@ -176,15 +182,19 @@ mod tests {
     }
 
     /// The moves after `n` queries, between which each rank computed ten steps of `ms`.
-    fn looks(follower: &mut Follower, (epoch, ms): (u64, [u64; 2]), n: u64) -> Vec<Option<Move>> {
+    fn looks(
+        follower: &mut Follower,
+        (epoch, ms): (u64, [u64; 2]),
+        n: u64,
+    ) -> Vec<Option<ShareMove>> {
         let look = |look: u64| {
-            let busy = |ms: u64| Busy {
+            let busy = |ms: u64| ComputeTime {
                 ns: look * 10 * ms * 1_000_000,
                 steps: look * 10,
             };
-            let first = follower.hear(Rank(0), epoch, busy(ms[0]));
+            let first = follower.record_busy(Rank(0), epoch, busy(ms[0]));
             assert_eq!(first, None, "one rank is missing");
-            follower.hear(Rank(1), epoch, busy(ms[1]))
+            follower.record_busy(Rank(1), epoch, busy(ms[1]))
         };
         (1..=n).map(look).collect()
     }
@@ -211,7 +221,7 @@ mod tests {
         let at = Duration::from_millis;
         let due = [900, 1000, 1100, 1999, 2000].map(|ms| follower.is_due(at(ms)));
         assert_eq!(due, [false, true, false, false, true]);
-        let busy = |ns, steps| Busy { ns, steps };
+        let busy = |ns, steps| ComputeTime { ns, steps };
         assert_eq!(since(busy(5_000_000, 5), busy(0, 0)), Some(0.001));
         assert_eq!(since(busy(5_000_000, 2), busy(0, 0)), None);
         assert_eq!(since(busy(0, 0), busy(5, 5)), None, "another epoch");

@@ -5,12 +5,12 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_engine::Guesses;
+use paceline_engine::DraftCounts;
 use paceline_model::ExpertUses;
 use paceline_model::trace::RankTrace;
 
 use super::{Command, Instance};
-use crate::{Error, Moved};
+use crate::{Error, InstanceTraffic};
 
 /// Longest wait for the ranks' counters: they answer between two messages.
 const MEASURE_LIMIT: Duration = Duration::from_secs(1);
@@ -20,21 +20,21 @@ const TRACE_LIMIT: Duration = Duration::from_secs(20);
 
 /// Measurements of a rank.
 #[derive(Clone)]
-pub(super) struct Measured {
+pub(super) struct RankMeasurements {
     /// Bytes that it moved in its epoch.
-    pub(super) moved: Moved,
+    pub(super) moved: InstanceTraffic,
     /// How often its layers' experts were chosen.
     pub(super) uses: Vec<ExpertUses>,
     /// Bytes that it sent to each rank in its epoch.
     pub(super) sent_to: Vec<u64>,
     /// The draft tokens that it verified in its epoch.
-    pub(super) guesses: Guesses,
+    pub(super) guesses: DraftCounts,
 }
 
 impl Instance {
     /// Bytes that all ranks together have moved so far; `None` if one does not answer within a
     /// second.
-    pub fn moved(&self) -> Option<Moved> {
+    pub fn moved(&self) -> Option<InstanceTraffic> {
         let ranks = self.measure(MEASURE_LIMIT)?;
         let now = ranks.into_iter().map(|rank| rank.moved).sum();
         let before = lock(&self.shared.view).moved;
@@ -62,19 +62,20 @@ impl Instance {
     }
 
     /// Draft tokens verified in this epoch; zero if a rank does not answer within a second.
-    pub fn guesses(&self) -> Guesses {
+    pub fn guesses(&self) -> DraftCounts {
         let ranks = self.measure(MEASURE_LIMIT).unwrap_or_default();
         ranks.into_iter().map(|rank| rank.guesses).sum()
     }
 
     /// Queries every rank for its measurements, in rank order; `None` if one is missing after
     /// `limit`. Waits for other callers first, so that answers are not mixed up.
-    fn measure(&self, limit: Duration) -> Option<Vec<Measured>> {
+    fn measure(&self, limit: Duration) -> Option<Vec<RankMeasurements>> {
         let _alone = lock(&self.shared.measures);
         let (sender, receiver) = channel();
         self.shared.command(Command::Measure(sender));
         let deadline = Instant::now() + limit;
-        let mut told: Vec<Option<Measured>> = vec![None; self.cuts[0].split.ranks() as usize];
+        let mut told: Vec<Option<RankMeasurements>> =
+            vec![None; self.cuts[0].split.ranks() as usize];
         while told.iter().any(Option::is_none) {
             let left = deadline.saturating_duration_since(Instant::now());
             let (rank, measured) = receiver.recv_timeout(left).ok()?;

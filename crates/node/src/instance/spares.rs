@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use tracing::debug;
 
-use super::Shared;
+use super::InstanceShared;
 use crate::adapters;
-use crate::crew::{Crew, Post};
-use crate::messages::{Job, ToWorker};
+use crate::crew::{InstanceWorkers, WorkerSite};
+use crate::messages::{RankAssignment, ToWorker};
 
 /// Poll interval: the loss of a standby shows after 1.5 s of silence at the soonest.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -38,8 +38,8 @@ impl Keeper {
     /// Returns at once.
     pub(super) fn begin(
         &mut self,
-        shared: &Arc<Shared>,
-        (jobs, tag): (Vec<Job>, u64),
+        shared: &Arc<InstanceShared>,
+        (jobs, tag): (Vec<RankAssignment>, u64),
         after: Duration,
     ) {
         let lasts = Arc::new(());
@@ -67,13 +67,13 @@ impl Keeper {
 struct Round {
     /// Dropped when the round is over.
     lasts: Weak<()>,
-    shared: Weak<Shared>,
+    shared: Weak<InstanceShared>,
     tag: u64,
     after: Duration,
 }
 
 impl Round {
-    fn run(&self, ranks: &mut [(Job, Tries)]) {
+    fn run(&self, ranks: &mut [(RankAssignment, Tries)]) {
         let begun = Instant::now();
         while begun.elapsed() < self.after {
             if self.lasts.strong_count() == 0 {
@@ -97,13 +97,13 @@ impl Round {
 }
 
 /// Starts the standby of a rank if it lacks one and an attempt is due.
-fn keep(crew: &dyn Crew, (job, tag): (&Job, u64), tries: &mut Tries) {
+fn keep(crew: &dyn InstanceWorkers, (job, tag): (&RankAssignment, u64), tries: &mut Tries) {
     let rank = Rank(job.rank);
     if !crew.lacks_spare(rank, tag) || !tries.take(Instant::now()) {
         return;
     }
-    let prepare = |post: Post| {
-        ToWorker::Prepare(Box::new(Job {
+    let prepare = |post: WorkerSite| {
+        ToWorker::Prepare(Box::new(RankAssignment {
             model: post.model,
             adapters: adapters::at(&job.adapters, &post.adapters),
             draft: job.draft.clone().and_then(|draft| draft.at(post.draft)),

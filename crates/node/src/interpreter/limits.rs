@@ -46,13 +46,13 @@ pub(super) fn set() -> io::Result<()> {
 }
 
 /// The CPU time limit of this process.
-pub(super) struct Clock {
+pub(super) struct CpuTimeLimit {
     /// `/proc/self/stat`, which has the CPU time used; opened before the sandbox forbids opening
     /// files.
     stat: Option<File>,
 }
 
-impl Clock {
+impl CpuTimeLimit {
     pub(super) fn open() -> Self {
         let stat = File::open("/proc/self/stat").ok();
         Self { stat }
@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn linux_tells_what_a_process_uses() {
         let is_linux = cfg!(target_os = "linux");
-        assert_eq!(Clock::open().computed().is_some(), is_linux);
+        assert_eq!(CpuTimeLimit::open().computed().is_some(), is_linux);
         assert_eq!(status_bytes("VmData:").is_some(), is_linux);
         assert_eq!(status_bytes("VmNothing:"), None);
     }

@@ -21,21 +21,21 @@ fn child() {
     }
 }
 
-fn program() -> Program {
+fn program() -> ChildProgram {
     let args = ["--exact", "interpreter::tests::child", "--nocapture"];
-    Program {
+    ChildProgram {
         path: std::env::current_exe().unwrap(),
         args: args.map(OsString::from).to_vec(),
         env: vec![(IS_CHILD.into(), "1".into())],
     }
 }
 
-fn job(content: &str) -> Job {
+fn job(content: &str) -> RenderInput {
     let variables = json!({"messages": [{"role": "user", "content": content}]});
     let serde_json::Value::Object(variables) = variables else {
         unreachable!("it is written as one");
     };
-    Job {
+    RenderInput {
         variables,
         now_unix_s: None,
         output_bytes_max: 1 << 20,
@@ -43,14 +43,14 @@ fn job(content: &str) -> Job {
 }
 
 /// A template that attacks if the message requests it.
-fn attacking(attack: &str) -> Apart {
+fn attacking(attack: &str) -> SandboxedTemplate {
     let source = "{% set word = messages[0].content %}{% if word == 'attack' %}ATTACK{% else %}\
                   {{ word }}{% endif %}";
-    Apart::start(program(), &source.replace("ATTACK", attack)).unwrap()
+    SandboxedTemplate::start(program(), &source.replace("ATTACK", attack)).unwrap()
 }
 
 /// Runs the attack, which must fail as `is_expected` checks; the next conversation is answered.
-fn check(attack: &str, is_expected: impl Fn(&Failure) -> bool) {
+fn check(attack: &str, is_expected: impl Fn(&TemplateError) -> bool) {
     let template = attacking(attack);
     let failure = template.render(job("attack")).unwrap_err();
     assert!(is_expected(&failure), "{attack}: {failure}");
@@ -58,12 +58,12 @@ fn check(attack: &str, is_expected: impl Fn(&Failure) -> bool) {
     assert_eq!(text.as_deref(), Ok("hello"), "after {attack}");
 }
 
-fn is_too_large(failure: &Failure) -> bool {
-    matches!(failure, Failure::TooLarge { .. })
+fn is_too_large(failure: &TemplateError) -> bool {
+    matches!(failure, TemplateError::TooLarge { .. })
 }
 
-fn is_too_slow(failure: &Failure) -> bool {
-    matches!(failure, Failure::TooSlow { .. })
+fn is_too_slow(failure: &TemplateError) -> bool {
+    matches!(failure, TemplateError::TooSlow { .. })
 }
 
 /// Whether the limits that need Linux are there.
@@ -115,14 +115,14 @@ fn work_of_filters_counts_as_steps() {
          {% for i in range(10000) %}{{ (x | sort) | length }}{% endfor %}",
     ] {
         check(attack, |failure| {
-            matches!(failure, Failure::TooManySteps { .. })
+            matches!(failure, TemplateError::TooManySteps { .. })
         });
     }
     // The limit on steps is near that on time here.
     let search = "{% set x = 'ab' * 5000000 %}{% set y = 'ab' * 500 ~ 'c' %}\
          {% for i in range(10000) %}{{ y in x }}{% endfor %}";
     check(search, |failure| {
-        is_too_slow(failure) || matches!(failure, Failure::TooManySteps { .. })
+        is_too_slow(failure) || matches!(failure, TemplateError::TooManySteps { .. })
     });
 }
 
@@ -130,32 +130,41 @@ fn work_of_filters_counts_as_steps() {
 fn deep_values_end_the_child_alone() {
     let deep = "{% set n = namespace(x=[]) %}{% for i in range(10000) %}{% for j in range(20) %}\
         {% set n.x = [n.x] %}{% endfor %}{% endfor %}{{ n.x | tojson }}";
-    check(deep, |failure| matches!(failure, Failure::Ended { .. }));
+    check(deep, |failure| {
+        matches!(failure, TemplateError::Ended { .. })
+    });
 }
 
 #[test]
 fn output_ends_at_what_the_context_holds() {
     let long = "{% for i in range(10000) %}{{ 'x' * 100000 }}{% endfor %}";
     let limit = 1 << 20;
-    check(long, |failure| *failure == Failure::OutputTooLong { limit });
+    check(long, |failure| {
+        *failure == TemplateError::OutputTooLong { limit }
+    });
 }
 
 #[test]
 fn last_words_are_those_of_the_panic() {
     let tail = ["it fell", "note: run with `RUST_BACKTRACE=1` to see where"].map(str::to_owned);
     let reason = format!("{}: it fell", Ending::Code(101));
-    assert_eq!(cause(Ending::Code(101), &tail), Failure::Ended { reason });
+    assert_eq!(
+        cause(Ending::Code(101), &tail),
+        TemplateError::Ended { reason }
+    );
 }
 
 #[test]
 fn nesting_and_length_are_refused_at_load() {
     let nested = format!("{{{{ {}1 }}}}", "-".repeat(60_000));
     for source in [nested.as_str(), &"x".repeat(70_000), "{% if %}"] {
-        let failure = Apart::start(program(), source).unwrap_err();
+        let failure = SandboxedTemplate::start(program(), source).unwrap_err();
         assert!(
             matches!(
                 failure,
-                Failure::TooDeep { .. } | Failure::TooLong { .. } | Failure::Syntax { .. }
+                TemplateError::TooDeep { .. }
+                    | TemplateError::TooLong { .. }
+                    | TemplateError::Syntax { .. }
             ),
             "{failure}"
         );
@@ -314,7 +323,11 @@ const LARGEST_MAX: u64 = 256 << 20;
 
 /// Sends a request to the child, and samples its memory every millisecond meanwhile.
 #[cfg(target_os = "linux")]
-fn asked(child: &Child, ask: &Ask, trial: &mut Trial) -> Result<Answer, Failure> {
+fn asked(
+    child: &Child,
+    ask: &ChildRequest,
+    trial: &mut Trial,
+) -> Result<ChildResponse, TemplateError> {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
     let id = child.workers.ids()[0];
     let (is_over, largest) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -341,7 +354,10 @@ fn asked(child: &Child, ask: &Ask, trial: &mut Trial) -> Result<Answer, Failure>
 fn try_template(child: Option<Child>, source: &str, seed: u64) -> Trial {
     let child = child.unwrap_or_else(|| Child::start(&program(), "").unwrap());
     let (mut trial, mut is_whole) = (Trial::default(), true);
-    for ask in [Ask::Load(source.to_owned()), Ask::Render(job("a b"))] {
+    for ask in [
+        ChildRequest::Load(source.to_owned()),
+        ChildRequest::Render(job("a b")),
+    ] {
         let answer = asked(&child, &ask, &mut trial);
         trial.endings.push(match &answer {
             Ok(Ok(_)) => "text".to_owned(),
@@ -355,13 +371,13 @@ fn try_template(child: Option<Child>, source: &str, seed: u64) -> Trial {
             Ok(Ok(_)) => {}
             Ok(Err(_)) => break,
             Err(
-                Failure::TooSlow {
+                TemplateError::TooSlow {
                     limit_ms: 2000 | 6000,
                 }
-                | Failure::TooLarge { .. },
+                | TemplateError::TooLarge { .. },
             ) => break,
             // A deep value overflows the stack when it is dropped.
-            Err(Failure::Ended { reason }) if reason.contains("stack") => break,
+            Err(TemplateError::Ended { reason }) if reason.contains("stack") => break,
             Err(failure) => panic!("seed {seed}: {failure}: {source}"),
         }
     }

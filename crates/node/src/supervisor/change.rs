@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use paceline_plan::steer::{self, Order};
+use paceline_plan::steer::{self, SplitChange};
 use serde::Serialize;
 
-use super::{Action, Notice, Pending, Phase, Supervisor, Then, Why};
+use super::{Action, EpochReason, LeaveAction, Notice, Pending, Phase, Supervisor};
 
 /// A change of the split, or a failed attempt.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Change {
+pub struct ChangeRecord {
     /// The split before.
     pub from: String,
     /// The other split.
@@ -26,7 +26,7 @@ pub struct Change {
     pub refused: Option<String>,
 }
 
-impl Change {
+impl ChangeRecord {
     /// The change as a line for people.
     pub fn line(&self) -> String {
         let Self { from, to, .. } = self;
@@ -66,44 +66,47 @@ impl Supervisor {
         }
     }
 
-    fn change(&mut self, now: Duration, order: Order) {
+    fn change(&mut self, now: Duration, order: SplitChange) {
         self.learn(now);
         let pending = Pending {
             order,
             begun: now,
             back: self.steering.measured(order.to).is_some(),
         };
-        self.leave(now, Then::Begin(order.to, Why::Change(pending)));
+        self.leave(
+            now,
+            LeaveAction::Begin(order.to, EpochReason::Change(pending)),
+        );
     }
 
     /// Reports the result of a change once its epoch is ready.
-    pub(super) fn changed(&mut self, now: Duration, why: &Why) {
+    pub(super) fn changed(&mut self, now: Duration, why: &EpochReason) {
         match why {
-            Why::First | Why::Again => {}
-            Why::Change(pending) => {
+            EpochReason::First | EpochReason::Again => {}
+            EpochReason::Change(pending) => {
                 let took = now.saturating_sub(pending.begun);
                 self.steering.step(now, steer::Event::Changed(took));
-                self.tell_change(now, *pending, None);
+                self.report_change(now, *pending, None);
             }
-            Why::Back(pending, reason) => self.refuse(now, *pending, reason.clone()),
+            EpochReason::Back(pending, reason) => self.refuse(now, *pending, reason.clone()),
         }
     }
 
     /// The change failed.
     pub(super) fn refuse(&mut self, now: Duration, pending: Pending, reason: String) {
         self.steering.step(now, steer::Event::Refused);
-        self.tell_change(now, pending, Some(reason));
+        self.report_change(now, pending, Some(reason));
     }
 
-    fn tell_change(&mut self, now: Duration, pending: Pending, refused: Option<String>) {
-        let Order {
+    fn report_change(&mut self, now: Duration, pending: Pending, refused: Option<String>) {
+        let SplitChange {
             from,
             to,
             measured,
             expected,
         } = pending.order;
-        let name = |way: usize| self.ways[way].name.clone();
-        let change = Change {
+        let name = |way: usize| self.candidates[way].name.clone();
+        let change = ChangeRecord {
             from: name(from),
             to: name(to),
             measured,

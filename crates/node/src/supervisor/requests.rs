@@ -3,16 +3,17 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use paceline_engine::{Failure, Reply, Request, Ticket};
+use paceline_engine::{GenerationRequest, Reply, RequestFailure, Ticket};
 
 use super::{
-    Action, FAILURES_MAX, HELD_LIMIT, KEYS, Notice, Phase, STARTS_MIN, Supervisor, Why, steer,
+    Action, EpochReason, FAILURES_MAX, HELD_LIMIT, KEYS, Notice, Phase, STARTS_MIN, Supervisor,
+    steer,
 };
 
 /// A request without a final reply.
 #[derive(Debug)]
-pub(super) struct Open {
-    pub(super) request: Box<Request>,
+pub(super) struct ActiveRequest {
+    pub(super) request: Box<GenerationRequest>,
     /// Tokens of the answer that the caller has.
     pub(super) tokens: Vec<u32>,
     /// Whether the caller was notified of the end of prefill.
@@ -27,7 +28,7 @@ pub(super) struct Open {
     starts: u32,
 }
 
-impl Open {
+impl ActiveRequest {
     /// Keys of its last token in the cache, beyond the [`KEYS`] of predictions.
     fn further_keys(&self) -> u32 {
         let keys = self.request.prompt.len() + self.tokens.len();
@@ -50,7 +51,7 @@ impl Open {
 
 /// All open requests, in order of arrival.
 #[derive(Debug, Default)]
-pub(super) struct Requests(BTreeMap<Ticket, Open>);
+pub(super) struct Requests(BTreeMap<Ticket, ActiveRequest>);
 
 impl Requests {
     /// Numbers of running and of waiting requests; none is running unless `ready`.
@@ -62,7 +63,7 @@ impl Requests {
 }
 
 /// Admission of a new request.
-enum Door {
+enum RequestAdmission {
     Open,
     /// Held: the split is changing, or answers wait to resume.
     Held,
@@ -70,35 +71,37 @@ enum Door {
 }
 
 impl Supervisor {
-    fn door(&self) -> Door {
+    fn admission(&self) -> RequestAdmission {
         let why = match &self.phase {
-            Phase::Ready | Phase::Failing { start: None, .. } => return Door::Open,
+            Phase::Ready | Phase::Failing { start: None, .. } => return RequestAdmission::Open,
             Phase::Starting(starting) => Some(&starting.why),
             Phase::Failing {
                 start: Some((_, why)),
                 ..
             } => Some(why),
             Phase::Leaving {
-                then: super::Then::Begin(_, why),
+                then: super::LeaveAction::Begin(_, why),
                 ..
             } => Some(why),
             Phase::Leaving {
-                then: super::Then::Wait(_, reason),
+                then: super::LeaveAction::Wait(_, reason),
                 ..
             }
             | Phase::Waiting { reason, .. } => {
                 if self.policy.resume {
-                    return Door::Held;
+                    return RequestAdmission::Held;
                 }
-                return Door::Shut(format!("{reason}; the workers are being started again"));
+                return RequestAdmission::Shut(format!(
+                    "{reason}; the workers are being started again"
+                ));
             }
-            Phase::Ended { reason } => return Door::Shut(reason.clone()),
+            Phase::Ended { reason } => return RequestAdmission::Shut(reason.clone()),
             Phase::New => None,
         };
         match why {
-            Some(Why::Change(_) | Why::Back(..)) => Door::Held,
-            Some(Why::Again) if self.policy.resume => Door::Held,
-            _ => Door::Shut("its workers are being started".to_owned()),
+            Some(EpochReason::Change(_) | EpochReason::Back(..)) => RequestAdmission::Held,
+            Some(EpochReason::Again) if self.policy.resume => RequestAdmission::Held,
+            _ => RequestAdmission::Shut("its workers are being started".to_owned()),
         }
     }
 
@@ -106,13 +109,15 @@ impl Supervisor {
     ///
     /// # Errors
     /// [`Failure::Unavailable`] and [`Failure::Busy`].
-    pub fn check(&self) -> Result<(), Failure> {
-        match self.door() {
-            Door::Shut(reason) => Err(Failure::Unavailable { reason }),
-            Door::Held if self.requests.0.len() >= self.policy.held_max => Err(Failure::Busy {
-                waiting: self.requests.0.len(),
-            }),
-            Door::Open | Door::Held => Ok(()),
+    pub fn check(&self) -> Result<(), RequestFailure> {
+        match self.admission() {
+            RequestAdmission::Shut(reason) => Err(RequestFailure::Unavailable { reason }),
+            RequestAdmission::Held if self.requests.0.len() >= self.policy.held_max => {
+                Err(RequestFailure::Busy {
+                    waiting: self.requests.0.len(),
+                })
+            }
+            RequestAdmission::Open | RequestAdmission::Held => Ok(()),
         }
     }
 
@@ -120,7 +125,7 @@ impl Supervisor {
         &mut self,
         now: Duration,
         ticket: Ticket,
-        request: Box<Request>,
+        request: Box<GenerationRequest>,
         tokens: Vec<u32>,
     ) {
         if let Err(failure) = self.check() {
@@ -131,13 +136,13 @@ impl Supervisor {
         let in_work = matches!(self.phase, Phase::Ready);
         if in_work {
             self.out.push_back(Action::Submit {
-                rank: self.ways[self.way].leader,
+                rank: self.candidates[self.way].leader,
                 ticket,
                 request: request.clone(),
                 tokens: tokens.clone(),
             });
         }
-        let open = Open {
+        let open = ActiveRequest {
             request,
             prompt_read: !tokens.is_empty(),
             tokens,
@@ -155,7 +160,7 @@ impl Supervisor {
         }
         self.out.push_back(Action::Forget(ticket));
         if matches!(self.phase, Phase::Ready) {
-            let rank = self.ways[self.way].leader;
+            let rank = self.candidates[self.way].leader;
             self.out.push_back(Action::Cancel { rank, ticket });
         }
         self.closed(now);
@@ -221,7 +226,7 @@ impl Supervisor {
 
     /// Submits all open requests to the leader.
     pub(super) fn hand_over(&mut self) {
-        let rank = self.ways[self.way].leader;
+        let rank = self.candidates[self.way].leader;
         let mut answers = 0;
         for (ticket, open) in &mut self.requests.0 {
             open.in_work = true;
@@ -257,7 +262,7 @@ impl Supervisor {
     /// Counts a failure; fails requests that failed too often or wait too long.
     pub(super) fn give_up(&mut self, now: Duration, reason: &str) {
         let limit = self.policy.held_limit;
-        let lost = |_: &Ticket, open: &mut Open| !open.outlives(now, limit);
+        let lost = |_: &Ticket, open: &mut ActiveRequest| !open.outlives(now, limit);
         let lost = self.requests.0.extract_if(.., lost).collect();
         self.lost(now, lost, reason);
     }
@@ -268,10 +273,10 @@ impl Supervisor {
         self.lost(now, open, reason);
     }
 
-    fn lost(&mut self, now: Duration, open: BTreeMap<Ticket, Open>, reason: &str) {
+    fn lost(&mut self, now: Duration, open: BTreeMap<Ticket, ActiveRequest>, reason: &str) {
         for ticket in open.into_keys() {
             let reason = reason.to_owned();
-            let reply = Reply::Failed(Failure::Lost { reason });
+            let reply = Reply::Failed(RequestFailure::Lost { reason });
             self.out.push_back(Action::Deliver(ticket, reply));
             self.closed(now);
         }
@@ -282,6 +287,6 @@ impl Supervisor {
 const fn is_consequence(reply: &Reply) -> bool {
     matches!(
         reply,
-        Reply::Failed(Failure::Lost { .. } | Failure::Unavailable { .. })
+        Reply::Failed(RequestFailure::Lost { .. } | RequestFailure::Unavailable { .. })
     )
 }

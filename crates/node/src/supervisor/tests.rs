@@ -13,15 +13,15 @@ use paceline_engine::{Finish, SamplingParams};
 use paceline_process::processes::Ending;
 
 use super::*;
-use crate::moved::RankMoved;
+use crate::moved::RankTraffic;
 
 /// Seeds of a run.
 const SEEDS: u64 = 10_000;
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
-struct Random(u64);
+struct SeededRandom(u64);
 
-impl Random {
+impl SeededRandom {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -45,7 +45,7 @@ impl Random {
 
 /// A simulated worker.
 #[derive(Clone, Debug, Default)]
-struct Worker {
+struct FakeWorker {
     /// Counts processes of this rank.
     process: u64,
     alive: bool,
@@ -59,7 +59,7 @@ struct Worker {
 
 /// An event planned for a time.
 #[derive(Clone, Debug)]
-enum Plan {
+enum PlannedEvent {
     /// A worker's message, if its process is the same by then.
     Says(Rank, u64, FromWorker),
     /// A process is detected as dead.
@@ -75,7 +75,7 @@ enum Plan {
     Tick,
 }
 
-struct Timed(Duration, u64, Plan);
+struct Timed(Duration, u64, PlannedEvent);
 
 impl PartialEq for Timed {
     fn eq(&self, other: &Self) -> bool {
@@ -97,7 +97,7 @@ impl Ord for Timed {
 
 /// The replies that a caller has received.
 #[derive(Debug, Default)]
-struct Heard {
+struct CallerLog {
     tokens: usize,
     prompt_read: u32,
     end: Option<Reply>,
@@ -106,15 +106,15 @@ struct Heard {
     failures: u32,
 }
 
-struct World {
-    random: Random,
+struct SupervisorHarness {
+    random: SeededRandom,
     supervisor: Supervisor,
     policy: Policy,
     now: Duration,
     order: u64,
     plans: BinaryHeap<Timed>,
-    workers: Vec<Worker>,
-    callers: BTreeMap<Ticket, Heard>,
+    workers: Vec<FakeWorker>,
+    callers: BTreeMap<Ticket, CallerLog>,
     last_ticket: u64,
     faults: bool,
     over: bool,
@@ -131,14 +131,14 @@ fn token(ticket: Ticket, i: usize) -> u32 {
     (ticket.0 as u32) * 1000 + i as u32
 }
 
-fn request(ticket: Ticket) -> Request {
-    Request {
+fn request(ticket: Ticket) -> GenerationRequest {
+    GenerationRequest {
         prompt: vec![ticket.0 as u32],
         max_tokens: length(ticket),
         sampling: SamplingParams::default(),
         stop: Vec::new(),
         logprobs: None,
-        ..Request::default()
+        ..GenerationRequest::default()
     }
 }
 
@@ -156,12 +156,12 @@ fn facts() -> RankFacts {
     }
 }
 
-impl World {
+impl SupervisorHarness {
     fn new(seed: u64) -> Self {
-        let mut random = Random(seed);
+        let mut random = SeededRandom(seed);
         let ranks = 1 + random.below(4) as u32;
         let ways = 1 + random.below(3);
-        let way = |i: u64| Way {
+        let way = |i: u64| SplitCandidate {
             name: format!("way {i}"),
             leader: Rank((i % u64::from(ranks)) as u32),
             // All predictions are wrong, so that changes are tried.
@@ -186,7 +186,7 @@ impl World {
             now: Duration::ZERO,
             order: 0,
             plans: BinaryHeap::new(),
-            workers: vec![Worker::default(); ranks as usize],
+            workers: vec![FakeWorker::default(); ranks as usize],
             callers: BTreeMap::new(),
             last_ticket: 0,
             faults: true,
@@ -195,7 +195,7 @@ impl World {
         }
     }
 
-    fn plan(&mut self, after: Duration, plan: Plan) {
+    fn plan(&mut self, after: Duration, plan: PlannedEvent) {
         self.order += 1;
         self.plans.push(Timed(self.now + after, self.order, plan));
     }
@@ -203,10 +203,10 @@ impl World {
     fn says(&mut self, rank: Rank, most_ms: u64, message: FromWorker) {
         let after = self.random.ms(most_ms);
         let process = self.worker(rank).process;
-        self.plan(after, Plan::Says(rank, process, message));
+        self.plan(after, PlannedEvent::Says(rank, process, message));
     }
 
-    fn worker(&mut self, rank: Rank) -> &mut Worker {
+    fn worker(&mut self, rank: Rank) -> &mut FakeWorker {
         &mut self.workers[rank.0 as usize]
     }
 
@@ -219,18 +219,18 @@ impl World {
             self.plan(
                 at,
                 if kill {
-                    Plan::Kill(rank)
+                    PlannedEvent::Kill(rank)
                 } else {
-                    Plan::Hang(rank)
+                    PlannedEvent::Hang(rank)
                 },
             );
         }
         for _ in 0..8 {
             let at = self.random.ms(8000);
-            self.plan(at, Plan::Ask);
+            self.plan(at, PlannedEvent::Ask);
             if self.random.one_in(4) {
                 let later = self.random.ms(300);
-                self.plan(at + later, Plan::Withdraw);
+                self.plan(at + later, PlannedEvent::Withdraw);
             }
         }
     }
@@ -264,7 +264,7 @@ impl World {
         for (ticket, heard) in &self.callers {
             let ended = heard.end.is_some() || heard.cancelled;
             assert!(ended, "{ticket:?} was lost silently: {heard:?}");
-            let lost = matches!(heard.end, Some(Reply::Failed(Failure::Lost { .. })));
+            let lost = matches!(heard.end, Some(Reply::Failed(RequestFailure::Lost { .. })));
             // Open requests also resume after a change of the split that can be neither made nor
             // reverted.
             let may_be = !self.policy.resume || self.over || !self.policy.restart;
@@ -274,9 +274,9 @@ impl World {
                 "{ticket:?} was lost although answers go on"
             );
         }
-        let stand = self.supervisor.stand();
+        let stand = self.supervisor.health();
         if self.policy.restart && !self.over {
-            assert_eq!(stand, Stand::Ready, "nothing fails any more");
+            assert_eq!(stand, Health::Ready, "nothing fails any more");
         }
         self.step(Event::End);
         assert!(self.over);
@@ -284,33 +284,35 @@ impl World {
         assert_eq!(self.supervisor.due(), None);
     }
 
-    fn happen(&mut self, plan: Plan) {
+    fn happen(&mut self, plan: PlannedEvent) {
         match plan {
-            Plan::Says(rank, process, message) => {
+            PlannedEvent::Says(rank, process, message) => {
                 let worker = self.worker(rank);
                 if worker.alive && !worker.hangs && worker.process == process {
                     self.told(rank, message);
                 }
             }
-            Plan::Exit(rank, process) if self.worker(rank).process == process => {
+            PlannedEvent::Exit(rank, process) if self.worker(rank).process == process => {
                 let event = CrewEvent::Exited {
                     rank,
                     ending: Ending::Signal(9),
                     tail: Vec::new(),
                 };
-                self.step(Event::Crew(event));
+                self.step(Event::Worker(event));
             }
-            Plan::Silence(rank, process) if self.worker(rank).process == process => {
+            PlannedEvent::Silence(rank, process) if self.worker(rank).process == process => {
                 let silence = Duration::from_millis(1500);
-                self.step(Event::Crew(CrewEvent::Silent { rank, silence }));
+                self.step(Event::Worker(CrewEvent::Silent { rank, silence }));
             }
-            Plan::Exit(..) | Plan::Silence(..) => {}
-            Plan::Token(rank, process, epoch, ticket) => self.token(rank, process, epoch, ticket),
-            Plan::Kill(rank) => self.kill(rank),
-            Plan::Hang(rank) => self.hang(rank),
-            Plan::Ask => self.ask(),
-            Plan::Withdraw => self.withdraw(),
-            Plan::Tick => self.step(Event::Tick),
+            PlannedEvent::Exit(..) | PlannedEvent::Silence(..) => {}
+            PlannedEvent::Token(rank, process, epoch, ticket) => {
+                self.token(rank, process, epoch, ticket)
+            }
+            PlannedEvent::Kill(rank) => self.kill(rank),
+            PlannedEvent::Hang(rank) => self.hang(rank),
+            PlannedEvent::Ask => self.ask(),
+            PlannedEvent::Withdraw => self.withdraw(),
+            PlannedEvent::Tick => self.step(Event::Tick),
         }
     }
 
@@ -326,7 +328,7 @@ impl World {
             _ => {}
         }
         let event = CrewEvent::Message { rank, message };
-        self.step(Event::Crew(event));
+        self.step(Event::Worker(event));
     }
 
     fn kill(&mut self, rank: Rank) {
@@ -337,7 +339,7 @@ impl World {
         worker.alive = false;
         let process = worker.process;
         let after = self.random.ms(60);
-        self.plan(after, Plan::Exit(rank, process));
+        self.plan(after, PlannedEvent::Exit(rank, process));
         self.blame(rank);
     }
 
@@ -348,7 +350,10 @@ impl World {
         }
         worker.hangs = true;
         let process = worker.process;
-        self.plan(Duration::from_millis(1500), Plan::Silence(rank, process));
+        self.plan(
+            Duration::from_millis(1500),
+            PlannedEvent::Silence(rank, process),
+        );
         self.blame(rank);
     }
 
@@ -374,7 +379,7 @@ impl World {
     fn ask(&mut self) {
         self.last_ticket += 1;
         let ticket = Ticket(self.last_ticket);
-        self.callers.insert(ticket, Heard::default());
+        self.callers.insert(ticket, CallerLog::default());
         let request = Box::new(request(ticket));
         self.step(Event::Submit {
             ticket,
@@ -423,7 +428,7 @@ impl World {
             worker.answers.insert(ticket, i + 1);
             self.plan(
                 Duration::from_millis(4),
-                Plan::Token(rank, process, epoch, ticket),
+                PlannedEvent::Token(rank, process, epoch, ticket),
             );
         }
         let at_us = Some(self.now.as_micros() as u64);
@@ -446,7 +451,7 @@ impl World {
             }
             if let Some(due) = self.supervisor.due() {
                 let after = due.saturating_sub(self.now);
-                self.plan(after, Plan::Tick);
+                self.plan(after, PlannedEvent::Tick);
             }
         }
     }
@@ -464,7 +469,7 @@ impl World {
             }
             Action::Leave(rank) => {
                 let late = self.faults && self.random.one_in(20);
-                let (epoch, moved) = (self.supervisor.epoch(), RankMoved::default());
+                let (epoch, moved) = (self.supervisor.epoch(), RankTraffic::default());
                 let left = FromWorker::Left { epoch, moved };
                 self.says(rank, if late { 9000 } else { 50 }, left);
             }
@@ -498,10 +503,10 @@ impl World {
         let fails = self.faults && self.random.one_in(40);
         let worker = self.worker(rank);
         let process = worker.process + 1;
-        *worker = Worker {
+        *worker = FakeWorker {
             process,
             alive: !fails,
-            ..Worker::default()
+            ..FakeWorker::default()
         };
         fails.then(|| Event::Unreachable {
             rank,
@@ -529,7 +534,13 @@ impl World {
         self.says(rank, 50, message);
     }
 
-    fn submitted(&mut self, rank: Rank, ticket: Ticket, request: &Request, tokens: &[u32]) {
+    fn submitted(
+        &mut self,
+        rank: Rank,
+        ticket: Ticket,
+        request: &GenerationRequest,
+        tokens: &[u32],
+    ) {
         let expected: Vec<u32> = (0..tokens.len()).map(|i| token(ticket, i)).collect();
         assert_eq!(tokens, expected, "{ticket:?} goes on after other tokens");
         assert_eq!(request.prompt, vec![ticket.0 as u32]);
@@ -557,7 +568,7 @@ impl World {
             );
             self.plan(
                 Duration::from_millis(5),
-                Plan::Token(rank, process, epoch, ticket),
+                PlannedEvent::Token(rank, process, epoch, ticket),
             );
         }
     }
@@ -584,7 +595,7 @@ impl World {
             }
             end => {
                 // It precedes the notice of the failure that exceeds the limit.
-                if matches!(end, Reply::Failed(Failure::Lost { .. })) {
+                if matches!(end, Reply::Failed(RequestFailure::Lost { .. })) {
                     heard.failures += 1;
                 }
                 if let Reply::Finished { .. } = end {
@@ -608,7 +619,7 @@ impl World {
             Notice::Loading { .. } => "loading",
             Notice::Ready { again: false, .. } => "ready",
             Notice::Ready { again: true, .. } => "ready again",
-            Notice::Changed(Change { refused: None, .. }) => "another split",
+            Notice::Changed(ChangeRecord { refused: None, .. }) => "another split",
             Notice::Changed(_) => "the split before",
             Notice::Failed { again_in: None, .. } => "the end",
             Notice::Failed { .. } => "a failure",
@@ -623,7 +634,7 @@ fn no_request_is_lost_silently_or_answered_twice_whatever_fails() {
     let mut seen = BTreeSet::new();
     for seed in 0..SEEDS {
         let life = std::panic::catch_unwind(|| {
-            let mut world = World::new(seed);
+            let mut world = SupervisorHarness::new(seed);
             world.live();
             world.seen
         });

@@ -5,13 +5,13 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_engine::{Failure, Reply, Request, Service};
+use paceline_engine::{GenerationRequest, Reply, RequestFailure, Service};
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split};
 use serde::{Deserialize, Serialize};
 
 use super::stages::stretch;
-use super::{Clock, Times};
+use super::{AnswerTimes, UnixClock};
 use crate::Instance;
 
 /// Longest traced answer.
@@ -25,14 +25,14 @@ pub struct Recording {
     /// The rank that leads.
     pub leader: u32,
     /// In rank order.
-    pub ranks: Vec<Record>,
+    pub ranks: Vec<RankRecording>,
     /// Times by the caller's clock.
-    pub times: Times,
+    pub times: AnswerTimes,
 }
 
 /// A rank's part of a [`Recording`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Record {
+pub struct RankRecording {
     /// Layers that it holds a share of.
     pub layers: Range<usize>,
     /// Ranks of its stage.
@@ -46,11 +46,11 @@ impl Recording {
     ///
     /// # Panics
     /// If there is not a trace for each rank of `split`.
-    pub fn new(traces: Vec<RankTrace>, times: Times, split: &Split, config: &Config) -> Self {
+    pub fn new(traces: Vec<RankTrace>, times: AnswerTimes, split: &Split, config: &Config) -> Self {
         assert_eq!(traces.len(), split.ranks() as usize, "traces and ranks");
         let record = |(rank, trace)| {
             let shard = split.shard(config, Rank(rank));
-            Record {
+            RankRecording {
                 layers: shard.layers.clone(),
                 stage: shard.stage_ranks(),
                 trace,
@@ -69,9 +69,13 @@ impl Recording {
     ///
     /// # Errors
     /// Why it was not answered, or a rank returned no trace.
-    pub fn of(instance: &Instance, config: &Config, request: Request) -> Result<Self, String> {
+    pub fn of(
+        instance: &Instance,
+        config: &Config,
+        request: GenerationRequest,
+    ) -> Result<Self, String> {
         let _alone = lock(instance.traces()); // another trace takes a bounded time
-        let clock = Clock::now();
+        let clock = UnixClock::now();
         instance.trace();
         let answered = answer(instance, request, &clock);
         let traces = instance.traced().map_err(|error| error.to_string());
@@ -103,14 +107,14 @@ impl Recording {
 }
 
 /// The trace and shard of each rank, in rank order.
-fn records(split: &Split, traces: Vec<RankTrace>) -> Vec<Record> {
+fn records(split: &Split, traces: Vec<RankTrace>) -> Vec<RankRecording> {
     let mut first = 0;
     let places = split.each_stage().flat_map(|(layers, shares)| {
         let stage = first..first + shares.len() as u32;
         first = stage.end;
         std::iter::repeat_n((layers, stage), shares.len())
     });
-    let record = |((layers, stage), trace)| Record {
+    let record = |((layers, stage), trace)| RankRecording {
         layers,
         stage,
         trace,
@@ -119,13 +123,17 @@ fn records(split: &Split, traces: Vec<RankTrace>) -> Vec<Record> {
 }
 
 /// Waits for an answer; returns its times.
-fn answer(instance: &Instance, request: Request, clock: &Clock) -> Result<Times, String> {
+fn answer(
+    instance: &Instance,
+    request: GenerationRequest,
+    clock: &UnixClock,
+) -> Result<AnswerTimes, String> {
     let (sender, replies) = channel();
     let asked = Instant::now();
     let sink = Box::new(move |reply| {
         let _ = sender.send((Instant::now(), reply)); // the receiver may be gone
     });
-    let failed = |failure: Failure| failure.to_string();
+    let failed = |failure: RequestFailure| failure.to_string();
     let ticket = instance.submit(request, sink).map_err(failed)?;
     let mut first = None;
     loop {
@@ -139,7 +147,7 @@ fn answer(instance: &Instance, request: Request, clock: &Clock) -> Result<Times,
             Reply::Token { .. } | Reply::Continued => {}
             Reply::Failed(failure) => return Err(failed(failure)),
             Reply::Finished { .. } => {
-                return Ok(Times {
+                return Ok(AnswerTimes {
                     asked_unix_ns: clock.unix_ns(asked),
                     first_unix_ns: clock.unix_ns(first.unwrap_or(at)),
                     ended_unix_ns: clock.unix_ns(at),

@@ -9,7 +9,7 @@ use paceline_model::trace::{Kind, RankTrace};
 use serde::{Deserialize, Serialize};
 
 use super::intervals::{Interval, Moments};
-use super::{Parts, RankLine, Recording, Shares, Timeline, Times};
+use super::{AnswerTimes, RankLine, Recording, Shares, TimeBreakdown, Timeline};
 use crate::Instance;
 
 /// Target number of steps of a sample, and its least and longest time. A second has some 30 steps
@@ -75,7 +75,7 @@ impl Stages {
 }
 
 /// Start and end of the whole steps that a leader recorded.
-pub(super) fn stretch(leader: &RankTrace) -> Times {
+pub(super) fn stretch(leader: &RankTrace) -> AnswerTimes {
     let whole = || {
         let all = leader.spans.iter();
         all.filter(|span| {
@@ -87,7 +87,7 @@ pub(super) fn stretch(leader: &RankTrace) -> Times {
     };
     let begin = whole().map(|span| span.begin_ns).min().unwrap_or(0);
     let end = whole().map(|span| span.end_ns).max().unwrap_or(begin);
-    Times {
+    AnswerTimes {
         asked_unix_ns: leader.start_unix_ns + begin,
         first_unix_ns: leader.start_unix_ns + end,
         ended_unix_ns: leader.start_unix_ns + end,
@@ -122,7 +122,7 @@ fn last_steps(ends: &[i64]) -> Interval {
 }
 
 impl RankLine {
-    fn stage(&self, parts: Parts, last: Interval) -> StageTime {
+    fn stage(&self, parts: TimeBreakdown, last: Interval) -> StageTime {
         let others = parts.choose_ns + parts.plan_ns + parts.way_ns + parts.rest_ns;
         StageTime {
             name: self.name.clone(),
@@ -267,7 +267,7 @@ mod tests {
             (Kind::Plan, 44, 45),
             (Kind::Sum, 46, 49),
         ];
-        let of = |(kind, begin_ns, end_ns)| paceline_model::trace::Span {
+        let of = |(kind, begin_ns, end_ns)| paceline_model::trace::TraceSpan {
             kind,
             lane: 0,
             step: 1,

@@ -5,10 +5,10 @@ use std::fmt::Write;
 use paceline_model::trace::Kind;
 use serde_json::{Value, json};
 
-use super::{Parts, Timeline, count};
+use super::{TimeBreakdown, Timeline, count};
 
 /// Name and value of a part.
-type Column = (&'static str, fn(&Parts) -> i64);
+type Column = (&'static str, fn(&TimeBreakdown) -> i64);
 
 /// In the order of the table.
 const COLUMNS: [Column; 7] = [
@@ -37,8 +37,8 @@ impl Timeline {
 
     /// The tables as one object, for programs; times in milliseconds.
     pub fn summary(&self) -> Value {
-        let ranks = |parts: &[Parts]| -> Vec<Value> {
-            let rank = |parts: &Parts| {
+        let ranks = |parts: &[TimeBreakdown]| -> Vec<Value> {
+            let rank = |parts: &TimeBreakdown| {
                 let columns = COLUMNS.iter();
                 let told = columns.map(|(name, of)| (format!("{name}_ms"), json!(ms(of(parts)))));
                 let mut told: serde_json::Map<String, Value> = told.collect();
@@ -100,7 +100,7 @@ fn ms(ns: i64) -> f64 {
 }
 
 /// A table of 80 columns: the rank, then time and share of each part.
-fn phase(out: &mut String, title: &str, whole: i64, ranks: &[Parts]) {
+fn phase(out: &mut String, title: &str, whole: i64, ranks: &[TimeBreakdown]) {
     let (unit, digits, per_ms) = if ms(whole) < 1e3 {
         ("ms", 1, 1.0)
     } else if ms(whole) < 1e4 {
@@ -134,9 +134,9 @@ mod tests {
             (5_000_400_000, "answer: 5000 ms"),
             (240_000_000_000, "answer: 240.0 s"),
         ] {
-            let parts = Parts {
+            let parts = TimeBreakdown {
                 compute_ns: whole,
-                ..Parts::default()
+                ..TimeBreakdown::default()
             };
             let mut out = String::new();
             phase(&mut out, "answer", whole, &[parts, parts]);

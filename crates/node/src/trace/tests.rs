@@ -2,8 +2,8 @@
 
 use super::*;
 
-const fn span(kind: Kind, step: u64, n: u32, begin_ns: u64, end_ns: u64) -> Span {
-    Span {
+const fn span(kind: Kind, step: u64, n: u32, begin_ns: u64, end_ns: u64) -> TraceSpan {
+    TraceSpan {
         kind,
         lane: 0,
         step,
@@ -13,7 +13,7 @@ const fn span(kind: Kind, step: u64, n: u32, begin_ns: u64, end_ns: u64) -> Span
     }
 }
 
-fn trace(start_unix_ns: u64, spans: Vec<Span>) -> RankTrace {
+fn trace(start_unix_ns: u64, spans: Vec<TraceSpan>) -> RankTrace {
     RankTrace {
         start_unix_ns,
         spans,
@@ -51,7 +51,7 @@ fn ranks_wait_until_the_last_one_is_there() {
     assert_eq!(align(&mut ranks, 0), [0, 0]);
     meet(&mut ranks, &[0..2, 0..2], 0);
     let leader = shares(&ranks[0], 200, true).within(&Moments::new([(0, 200)]), 200);
-    let expected = Parts {
+    let expected = TimeBreakdown {
         compute_ns: 30 + 30,
         exchange_ns: 10 + 10,
         wait_ns: 30,
@@ -63,12 +63,12 @@ fn ranks_wait_until_the_last_one_is_there() {
     };
     assert_eq!(leader, expected);
     let follower = shares(&ranks[1], 200, false).within(&Moments::new([(0, 200)]), 200);
-    let expected = Parts {
+    let expected = TimeBreakdown {
         compute_ns: 55 + 15,
         exchange_ns: 15 + 15,
         // For the first plan, twice, and for the next one.
         wait_ns: 5 + 5 + 90,
-        ..Parts::default()
+        ..TimeBreakdown::default()
     };
     assert_eq!(follower, expected);
 }
@@ -91,7 +91,7 @@ fn clocks_are_moved_as_far_as_messages_tell() {
 /// One of two halves exchanges while the other computes.
 #[test]
 fn exchanges_behind_computing_are_hidden() {
-    let half = |lane, kind, n, begin_ns, end_ns| Span {
+    let half = |lane, kind, n, begin_ns, end_ns| TraceSpan {
         lane,
         ..span(kind, 1, n, begin_ns, end_ns)
     };

@@ -6,37 +6,37 @@ use std::time::Instant;
 use paceline_base::KernelClass;
 use paceline_engine::Draft;
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{MlxPlaces, Source, Weights};
+use paceline_model::{LoadedModel, MlxPlaces, ModelSource};
 use paceline_tensor::Kernels;
 
-use super::{Stamp, check_file, parse};
-use crate::messages::{DraftJob, Job};
+use super::{WeightsStamp, check_file, parse};
+use crate::messages::{DraftJob, RankAssignment};
 use crate::{Error, load_whole, texts};
 
 /// Key of a loaded draft, which is reused if the key is equal.
 #[derive(Clone, Debug, PartialEq)]
-struct Key {
+struct DraftKey {
     of: DraftJob,
-    stamp: Stamp,
+    stamp: WeightsStamp,
     class: String,
 }
 
 /// A loaded draft and its key.
-type Loaded = (Key, Arc<dyn Weights>, Arc<Tokenizer>);
+type LoadedDraft = (DraftKey, Arc<dyn LoadedModel>, Arc<Tokenizer>);
 
 /// Cache of the last loaded draft. It is packed for the worker's kernels and must be dropped with
 /// them.
 #[derive(Default)]
-pub(super) struct Drafting(Option<Loaded>);
+pub(super) struct DraftCache(Option<LoadedDraft>);
 
-impl Drafting {
+impl DraftCache {
     /// The draft of an assignment, cached or loaded; `None` if it has none.
     ///
     /// # Errors
     /// Its files are invalid; [`Error::OtherModel`] if they were replaced.
     pub(super) fn of(
         &mut self,
-        job: &Job,
+        job: &RankAssignment,
         kernels: &Arc<Kernels>,
         mlx: &MlxPlaces,
     ) -> Result<Option<Draft>, Error> {
@@ -44,9 +44,9 @@ impl Drafting {
             self.0 = None;
             return Ok(None);
         };
-        let stamp = Stamp::of(&of.model)?;
+        let stamp = WeightsStamp::of(&of.model)?;
         let class = job.class.clone();
-        let key = Key { of, stamp, class };
+        let key = DraftKey { of, stamp, class };
         let (key, model, tokenizer) = match self.0.take().filter(|kept| kept.0 == key) {
             Some(kept) => kept,
             None => load(key, job, kernels, mlx)?,
@@ -61,8 +61,13 @@ impl Drafting {
     }
 }
 
-fn load(key: Key, job: &Job, kernels: &Arc<Kernels>, mlx: &MlxPlaces) -> Result<Loaded, Error> {
-    let source = Arc::new(Source::open(&key.of.model)?);
+fn load(
+    key: DraftKey,
+    job: &RankAssignment,
+    kernels: &Arc<Kernels>,
+    mlx: &MlxPlaces,
+) -> Result<LoadedDraft, Error> {
+    let source = Arc::new(ModelSource::open(&key.of.model)?);
     check_file((&key.of.model, &key.of.identity), &source)?;
     let class: KernelClass = parse(&key.class, "kernel class")?;
     let kernels = Arc::clone(kernels);

@@ -8,31 +8,32 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_comm::{Deadline, Error as CommError, Group};
 use paceline_engine::{
-    Draft, Engine, Follower, GuessCounts, Guesses, Request, Runner, Service, State, Ticket,
+    Draft, DraftCounters, DraftCounts, Engine, Follower, GenerationRequest, Runner, Service, State,
+    Ticket,
 };
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::{PageStore, Source, Weights};
+use paceline_model::{LoadedModel, ModelSource, PageStore};
 
-use super::handing::Handing;
+use super::handing::KvTransfer;
 use super::tickets::Tickets;
-use super::{Channel, Identity, Kept, Watchdog, failed};
+use super::{ControlChannel, Identity, RetainedWeights, Watchdog, failed};
 use crate::Error;
-use crate::messages::{FromWorker, Job};
-use crate::moved::RankMoved;
+use crate::messages::{FromWorker, RankAssignment};
+use crate::moved::RankTraffic;
 
 /// Time limit for a failed group to return its error again, which it does at once.
 const LOST_LIMIT: Duration = Duration::from_millis(10);
 
 /// A running epoch.
 pub(super) struct Epoch {
-    pub(super) part: Part,
-    pub(super) weights: Arc<dyn Weights>,
-    pub(super) handing: Handing,
+    pub(super) part: EpochRole,
+    pub(super) weights: Arc<dyn LoadedModel>,
+    pub(super) handing: KvTransfer,
     of: Identity,
     watchdog: Watchdog,
 }
 
-pub(super) enum Part {
+pub(super) enum EpochRole {
     Leads(Leader),
     /// Computes what the leader plans until the group ends.
     Follows {
@@ -45,7 +46,7 @@ pub(super) enum Part {
 /// An engine, and the instance's tickets of its requests.
 pub(super) struct Leader {
     runner: Runner,
-    guesses: GuessCounts,
+    guesses: DraftCounters,
     tickets: Tickets,
 }
 
@@ -53,25 +54,25 @@ impl Epoch {
     /// Starts to compute; a leader uses `draft`. Takes the time of a row of a layer in the previous
     /// epoch, if the weights were kept.
     pub(super) fn start(
-        channel: &Channel,
-        job: &Job,
-        (source, draft): (&Source, Option<Draft>),
-        (weights, store, handing): (Arc<dyn Weights>, Option<Box<dyn PageStore>>, Handing),
+        channel: &ControlChannel,
+        job: &RankAssignment,
+        (source, draft): (&ModelSource, Option<Draft>),
+        (weights, store, handing): (Arc<dyn LoadedModel>, Option<Box<dyn PageStore>>, KvTransfer),
         (of, row_time): (Identity, Option<Duration>),
     ) -> Result<Self, Error> {
         let part = if of.shard.leads() {
             let tokenizer = Arc::new(tokenizer(source)?);
             let mut engine = Engine::new(Arc::clone(&weights), tokenizer, job.engine.clone())?;
             if let Some(draft) = draft {
-                engine.guess_with(draft)?;
+                engine.set_draft_model(draft)?;
             }
             let engine = match store {
                 Some(store) => engine.with_store(store),
                 None => engine,
             };
-            let guesses = engine.guesses().clone();
+            let guesses = engine.draft_counters().clone();
             let runner = Runner::start(engine, Instant::now);
-            Part::Leads(Leader {
+            EpochRole::Leads(Leader {
                 tickets: Tickets::new(runner.clock()),
                 runner,
                 guesses,
@@ -110,12 +111,12 @@ impl Epoch {
     /// The message with the rank's measurements so far.
     pub(super) fn measured(&self) -> FromWorker {
         FromWorker::Measured {
-            moved: RankMoved::of(&*self.weights),
+            moved: RankTraffic::of(&*self.weights),
             uses: self.weights.expert_uses(),
             sent_to: self.sent_to(),
             guesses: match &self.part {
-                Part::Leads(leader) => leader.guesses.told(),
-                Part::Follows { .. } => Guesses::default(),
+                EpochRole::Leads(leader) => leader.guesses.totals(),
+                EpochRole::Follows { .. } => DraftCounts::default(),
             },
         }
     }
@@ -134,7 +135,7 @@ impl Epoch {
     }
 
     /// Starts a trace of this rank, or ends it and reports it.
-    pub(super) fn trace(&self, channel: &Channel, on: bool) -> Result<(), Error> {
+    pub(super) fn trace(&self, channel: &ControlChannel, on: bool) -> Result<(), Error> {
         let links = self.weights.links();
         let tracer = links.map(|links| links.trace.clone()).unwrap_or_default();
         if on {
@@ -147,8 +148,8 @@ impl Epoch {
     /// `Some` if the epoch has failed, with the error if it was not reported yet.
     pub(super) fn failure(&self) -> Option<Option<Error>> {
         match &self.part {
-            Part::Follows { thread, .. } => thread.is_finished().then_some(None),
-            Part::Leads(leader) => match leader.runner.status().state {
+            EpochRole::Follows { thread, .. } => thread.is_finished().then_some(None),
+            EpochRole::Leads(leader) => match leader.runner.status().state {
                 State::Failed(reason) => Some(Some(Error::Stopped {
                     reason,
                     blamed: lost(&*self.weights),
@@ -163,20 +164,20 @@ impl Epoch {
     ///
     /// The leader leaves by itself; the others' loops end because it has, or because a rank is
     /// lost.
-    pub(super) fn leave(self) -> Option<Kept> {
+    pub(super) fn leave(self) -> Option<RetainedWeights> {
         let row_time = self.row_time();
         let Self {
             part, weights, of, ..
         } = self;
         match part {
-            Part::Leads(leader) => drop(leader),
-            Part::Follows { thread, leaving } => {
+            EpochRole::Leads(leader) => drop(leader),
+            EpochRole::Follows { thread, leaving } => {
                 leaving.store(true, Ordering::SeqCst);
                 let _ = thread.join(); // its panics were reported
             }
         }
         let weights = weights.unlinked()?;
-        Some(Kept {
+        Some(RetainedWeights {
             of,
             weights,
             row_time,
@@ -188,9 +189,9 @@ impl Leader {
     /// Submits a request to the engine, to continue after `tokens`.
     pub(super) fn submit(
         &self,
-        channel: &Channel,
+        channel: &ControlChannel,
         ticket: Ticket,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
     ) -> Result<(), Error> {
         self.tickets.start(channel, ticket, |sink| {
@@ -211,11 +212,11 @@ impl Leader {
 
 /// Executes the leader's plans on a thread, which reports a failure.
 fn follow(
-    channel: &Channel,
-    job: &Job,
-    weights: &Arc<dyn Weights>,
+    channel: &ControlChannel,
+    job: &RankAssignment,
+    weights: &Arc<dyn LoadedModel>,
     store: Option<Box<dyn PageStore>>,
-) -> Result<Part, Error> {
+) -> Result<EpochRole, Error> {
     let mut follower = Follower::new(Arc::clone(weights), &job.engine)?;
     if let Some(store) = store {
         follower = follower.with_store(store);
@@ -241,12 +242,12 @@ fn follow(
         what: "start a thread",
         source,
     })?;
-    Ok(Part::Follows { thread, leaving })
+    Ok(EpochRole::Follows { thread, leaving })
 }
 
 /// The rank that the groups of a model have lost. A failed group returns its error again at once;
 /// for a healthy one the time limit is too short to act.
-fn lost(model: &dyn Weights) -> Option<Rank> {
+fn lost(model: &dyn LoadedModel) -> Option<Rank> {
     let links = model.links()?;
     let of = |group: &dyn Group| match group.barrier(Deadline::at(Instant::now() + LOST_LIMIT)) {
         Err(
@@ -260,9 +261,9 @@ fn lost(model: &dyn Weights) -> Option<Rank> {
     of(&*links.world).or_else(|| Some(Rank(first + of(&*links.stage)?.0)))
 }
 
-fn tokenizer(source: &Source) -> Result<Tokenizer, Error> {
+fn tokenizer(source: &ModelSource) -> Result<Tokenizer, Error> {
     Ok(match source {
-        Source::Gguf(file) => Tokenizer::from_gguf(file.metadata())?,
-        Source::Hf(folder) => Tokenizer::from_hf_dir(folder.path())?,
+        ModelSource::Gguf(file) => Tokenizer::from_gguf(file.metadata())?,
+        ModelSource::Hf(folder) => Tokenizer::from_hf_dir(folder.path())?,
     })
 }

@@ -22,15 +22,17 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Listener, Protection};
 use paceline_comm::{Deadline, Group};
-use paceline_model::{Config, Kinds, PageName, PageStore, Split, Weights, handed};
+use paceline_model::{Config, Kinds, LoadedModel, PageName, PageStore, Split, kv_transfer_plan};
 use paceline_tensor::KvType;
 use tracing::warn;
 
-use super::{Channel, by_own_interface, listen, parse};
-use crate::messages::{FromWorker, HandTo, Hands, Job, Receive, Round};
+use super::{ControlChannel, by_own_interface, listen, parse};
+use crate::messages::{
+    FromWorker, PrefillRole, RankAssignment, ReceivePages, SendPages, TransferRound,
+};
 use crate::{Error, disk};
-use incoming::{Incoming, Taken};
-use outgoing::{Outgoing, Sent};
+use incoming::{ReceivedPageStore, ReceivedPages};
+use outgoing::{ReceiverQueues, Sent};
 
 /// Longest wait for the other rank of a pair to connect.
 const MEET_LIMIT: Duration = Duration::from_secs(5);
@@ -57,7 +59,7 @@ const NO_POOL: u32 = u32::MAX;
 
 /// Facts of this rank that determine the parts and names of pages.
 #[derive(Clone, Debug)]
-struct Own {
+struct TransferContext {
     config: Config,
     kv: KvType,
     split: Split,
@@ -67,8 +69,8 @@ struct Own {
     listen: SocketAddr,
 }
 
-impl Own {
-    fn new(job: &Job, weights: &dyn Weights) -> Result<Self, Error> {
+impl TransferContext {
+    fn new(job: &RankAssignment, weights: &dyn LoadedModel) -> Result<Self, Error> {
         let kv = job.kv.as_deref().map(|kv| parse(kv, "kv")).transpose()?;
         Ok(Self {
             config: weights.config().clone(),
@@ -89,30 +91,30 @@ impl Own {
 
 /// A rank's role in KV transfer, if it has one.
 #[derive(Debug)]
-pub(super) enum Handing {
+pub(super) enum KvTransfer {
     None,
-    Takes(Box<Taker>),
-    Gives(Box<Giver>),
+    Takes(Box<KvReceiver>),
+    Gives(Box<KvSender>),
 }
 
 /// A decode rank.
 #[derive(Debug)]
-pub(super) struct Taker {
-    own: Own,
-    incoming: Incoming,
+pub(super) struct KvReceiver {
+    own: TransferContext,
+    incoming: ReceivedPages,
 }
 
 /// A prefill rank.
 #[derive(Debug)]
-pub(super) struct Giver {
-    own: Own,
-    outgoing: Outgoing,
+pub(super) struct KvSender {
+    own: TransferContext,
+    outgoing: ReceiverQueues,
 }
 
 /// A page store, if there is one.
-type Store = Option<Box<dyn PageStore>>;
+type OptionalPageStore = Option<Box<dyn PageStore>>;
 
-impl Handing {
+impl KvTransfer {
     /// The role of a rank in `job` with these weights, and the page store of its engine. A
     /// receiver's store has received pages first, then those of `disk`; a sender's store sends all
     /// pages.
@@ -120,29 +122,29 @@ impl Handing {
     /// # Errors
     /// [`Error::PromptsOnMlx`]: MLX keeps pages in its own arrays.
     pub(super) fn new(
-        job: &Job,
-        weights: &dyn Weights,
-        disk: Store,
-    ) -> Result<(Self, Store), Error> {
+        job: &RankAssignment,
+        weights: &dyn LoadedModel,
+        disk: OptionalPageStore,
+    ) -> Result<(Self, OptionalPageStore), Error> {
         let Some(hands) = job.hands else {
             return Ok((Self::None, disk));
         };
         if weights.class().is_mlx() {
             return Err(Error::PromptsOnMlx);
         }
-        let own = Own::new(job, weights)?;
+        let own = TransferContext::new(job, weights)?;
         Ok(match hands {
-            Hands::Take => {
+            PrefillRole::Take => {
                 let windows = Kinds::new(&own.config).windows(std::iter::repeat(0));
-                let incoming = Incoming::new(job.engine.context, &windows);
-                let store = Taken::new(incoming.clone(), disk);
-                let taker = Box::new(Taker { own, incoming });
+                let incoming = ReceivedPages::new(job.engine.context, &windows);
+                let store = ReceivedPageStore::new(incoming.clone(), disk);
+                let taker = Box::new(KvReceiver { own, incoming });
                 (Self::Takes(taker), Some(Box::new(store)))
             }
-            Hands::Give => {
-                let outgoing = Outgoing::default();
+            PrefillRole::Give => {
+                let outgoing = ReceiverQueues::default();
                 let store = Sent::new(outgoing.clone());
-                let giver = Box::new(Giver { own, outgoing });
+                let giver = Box::new(KvSender { own, outgoing });
                 (Self::Gives(giver), Some(Box::new(store)))
             }
         })
@@ -151,9 +153,9 @@ impl Handing {
     /// Listens for the prefill ranks; replaces the connections of an earlier round.
     pub(super) fn receive(
         &self,
-        channel: &Channel,
+        channel: &ControlChannel,
         ports: Option<std::ops::RangeInclusive<u16>>,
-        wanted: &Receive,
+        wanted: &ReceivePages,
     ) -> Result<(), Error> {
         let Self::Takes(taker) = self else {
             return Ok(()); // of an earlier epoch
@@ -170,7 +172,7 @@ impl Handing {
     }
 
     /// Connects to the decode ranks; replaces the connections of an earlier round.
-    pub(super) fn hand_to(&self, channel: &Channel, wanted: HandTo) -> Result<(), Error> {
+    pub(super) fn hand_to(&self, channel: &ControlChannel, wanted: SendPages) -> Result<(), Error> {
         let Self::Gives(giver) = self else {
             return Ok(());
         };
@@ -191,7 +193,7 @@ impl Handing {
     /// Reports when a page and all before it have arrived.
     pub(super) fn expect(
         &self,
-        channel: &Channel,
+        channel: &ControlChannel,
         number: u64,
         page: [u32; 8],
     ) -> Result<(), Error> {
@@ -205,7 +207,7 @@ impl Handing {
     }
 }
 
-impl Drop for Handing {
+impl Drop for KvTransfer {
     /// Ends the threads of the connections, within a heartbeat.
     fn drop(&mut self) {
         match self {
@@ -216,20 +218,20 @@ impl Drop for Handing {
     }
 }
 
-impl Taker {
+impl KvReceiver {
     /// Listens for each sender, on a thread each; returns the addresses.
     fn listen(
         &self,
-        channel: &Channel,
+        channel: &ControlChannel,
         ports: Option<std::ops::RangeInclusive<u16>>,
-        wanted: &Receive,
+        wanted: &ReceivePages,
     ) -> Result<Vec<SocketAddr>, Error> {
         let (own, givers) = (&self.own, &wanted.from);
         let taker = (&own.split, own.rank);
         let ranks: Vec<Rank> = (0..givers.ranks()).map(Rank).collect();
         let parts = ranks
             .iter()
-            .map(|giver| handed(&own.config, own.kv, (givers, *giver), taker));
+            .map(|giver| kv_transfer_plan(&own.config, own.kv, (givers, *giver), taker));
         let parts = parts.collect::<Result<Vec<_>, _>>()?;
         let page_bytes = parts.first().map(|part| part.page_bytes.clone());
         let number = wanted.round.number;
@@ -240,7 +242,7 @@ impl Taker {
             let listener = listen(wanted.listen, ports.clone())?;
             let addr = listener.addr();
             addrs.push(addr);
-            let lane = incoming::Lane {
+            let lane = incoming::SenderConnection {
                 channel: Arc::clone(channel),
                 incoming: self.incoming.clone(),
                 round: number,
@@ -261,10 +263,10 @@ impl Taker {
 
 /// Connects a sender to all receivers, and starts their threads.
 fn connect(
-    channel: &Channel,
-    own: &Own,
-    outgoing: &Outgoing,
-    wanted: &HandTo,
+    channel: &ControlChannel,
+    own: &TransferContext,
+    outgoing: &ReceiverQueues,
+    wanted: &SendPages,
 ) -> Result<(), Error> {
     let round = wanted.round.number;
     outgoing.set(round, Vec::new()); // ends those of an earlier round
@@ -274,7 +276,7 @@ fn connect(
         let mut addr = *addr;
         by_own_interface(&mut addr, own.listen);
         let to = (&wanted.to, taker);
-        let part = handed(&own.config, own.kv, giver, to)?;
+        let part = kv_transfer_plan(&own.config, own.kv, giver, to)?;
         let listener = Listener::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)));
         let listener = listener.map_err(cannot_listen)?;
         let mine = listener.addr();
@@ -296,7 +298,7 @@ fn connect(
 }
 
 /// Group id and protection of a pair of ranks.
-fn pair(round: &Round, (giver, taker): (Rank, Rank)) -> (GroupId, Protection) {
+fn pair(round: &TransferRound, (giver, taker): (Rank, Rank)) -> (GroupId, Protection) {
     let mut id = round.group;
     for (byte, of) in id.iter_mut().zip([giver, taker]) {
         *byte ^= of.0 as u8;

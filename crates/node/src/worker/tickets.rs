@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use paceline_base::lock;
-use paceline_engine::{Failure, Reply, Sink, StepClock, Ticket};
+use paceline_engine::{Reply, RequestFailure, Sink, StepClock, Ticket};
 
-use super::Channel;
+use super::ControlChannel;
 use crate::Error;
 use crate::messages::FromWorker;
 
@@ -34,9 +34,9 @@ impl Tickets {
     /// Submits a request to the engine; reports a refusal to the instance.
     pub(super) fn start(
         &self,
-        channel: &Channel,
+        channel: &ControlChannel,
         ticket: Ticket,
-        submit: impl FnOnce(Sink) -> Result<Ticket, Failure>,
+        submit: impl FnOnce(Sink) -> Result<Ticket, RequestFailure>,
     ) -> Result<(), Error> {
         match submit(self.open(channel, ticket)) {
             Ok(own) => self.took(ticket, own),
@@ -54,7 +54,7 @@ impl Tickets {
     }
 
     /// Registers a request; returns a sink that sends its replies to the instance.
-    fn open(&self, channel: &Channel, ticket: Ticket) -> Sink {
+    fn open(&self, channel: &ControlChannel, ticket: Ticket) -> Sink {
         self.lock().insert(ticket, None);
         let (channel, tickets) = (Arc::clone(channel), self.clone());
         Box::new(move |reply| {

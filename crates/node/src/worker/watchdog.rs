@@ -6,8 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use paceline_base::Awake;
-use paceline_model::{Doing, Place, Progress};
+use paceline_base::AwakeTime;
+use paceline_model::{ProgressSnapshot, StepActivity, StepProgress};
 
 use super::LOOK_EVERY;
 use crate::Error;
@@ -24,7 +24,7 @@ const FIRST: Duration = Duration::from_secs(30);
 
 /// Watches a rank's progress and reports a hang once.
 pub(super) struct Watchdog {
-    awake: Awake,
+    awake: AwakeTime,
     last: u64,
     /// Time without progress, not counting suspension.
     stalled: Duration,
@@ -38,7 +38,7 @@ impl Watchdog {
     pub(super) fn new(now: Instant, before: Option<Duration>) -> Self {
         Self {
             before,
-            awake: Awake::new(now, 2 * LOOK_EVERY),
+            awake: AwakeTime::new(now, 2 * LOOK_EVERY),
             last: 0,
             stalled: Duration::ZERO,
             told: false,
@@ -46,19 +46,24 @@ impl Watchdog {
     }
 
     /// Call it about every [`LOOK_EVERY`]. Returns the hang, if there is one.
-    pub(super) fn look(&mut self, now: Instant, progress: &Progress) -> Option<Error> {
-        let place = progress.look();
+    pub(super) fn look(&mut self, now: Instant, progress: &StepProgress) -> Option<Error> {
+        let place = progress.snapshot();
         self.judge(now, place, self.row_time(progress))
     }
 
     /// Time of a row of a layer: in this epoch, else in the previous one.
-    pub(super) fn row_time(&self, progress: &Progress) -> Option<Duration> {
+    pub(super) fn row_time(&self, progress: &StepProgress) -> Option<Duration> {
         progress.row_time().or(self.before)
     }
 
-    fn judge(&mut self, now: Instant, place: Place, row_time: Option<Duration>) -> Option<Error> {
-        let passed = self.awake.look(now);
-        if place.doing != Doing::Computing || place.count != self.last {
+    fn judge(
+        &mut self,
+        now: Instant,
+        place: ProgressSnapshot,
+        row_time: Option<Duration>,
+    ) -> Option<Error> {
+        let passed = self.awake.tick(now);
+        if place.activity != StepActivity::Computing || place.count != self.last {
             (self.last, self.stalled) = (place.count, Duration::ZERO);
             return None;
         }
@@ -79,18 +84,21 @@ impl Watchdog {
 mod tests {
     use super::*;
 
-    fn place(count: u64, doing: Doing) -> Place {
+    fn place(count: u64, doing: StepActivity) -> ProgressSnapshot {
         let (layer, rows) = (3, 10);
-        Place {
+        ProgressSnapshot {
             count,
-            doing,
+            activity: doing,
             layer,
             rows,
         }
     }
 
     /// Milliseconds until a hang is reported, with a poll every 100 ms.
-    fn told_after(row_time: Option<Duration>, mut at: impl FnMut(u64) -> Place) -> Option<u64> {
+    fn told_after(
+        row_time: Option<Duration>,
+        mut at: impl FnMut(u64) -> ProgressSnapshot,
+    ) -> Option<u64> {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(start, None);
         let mut looks = (0..100_000).step_by(100);
@@ -102,7 +110,7 @@ mod tests {
 
     #[test]
     fn an_epoch_goes_by_the_one_before_until_it_has_a_step() {
-        let (before, progress) = (Some(Duration::from_millis(7)), Progress::default());
+        let (before, progress) = (Some(Duration::from_millis(7)), StepProgress::default());
         let row_time = |before| Watchdog::new(Instant::now(), before).row_time(&progress);
         assert_eq!((row_time(before), row_time(None)), (before, None));
     }
@@ -110,21 +118,27 @@ mod tests {
     #[test]
     fn only_a_rank_that_computes_and_counts_nothing_hangs() {
         let row = Some(Duration::from_millis(1));
-        assert_eq!(told_after(row, |_| place(5, Doing::Computing)), Some(2100));
         assert_eq!(
-            told_after(row, |ms| place(ms / 1900, Doing::Computing)),
+            told_after(row, |_| place(5, StepActivity::Computing)),
+            Some(2100)
+        );
+        assert_eq!(
+            told_after(row, |ms| place(ms / 1900, StepActivity::Computing)),
             None
         );
-        assert_eq!(told_after(row, |_| place(5, Doing::Exchanging)), None);
-        assert_eq!(told_after(row, |_| place(5, Doing::Nothing)), None);
+        assert_eq!(
+            told_after(row, |_| place(5, StepActivity::Exchanging)),
+            None
+        );
+        assert_eq!(told_after(row, |_| place(5, StepActivity::Nothing)), None);
         // Ten rows of 500 ms in a layer: 40 s are eight times that.
         let slow = Some(Duration::from_millis(500));
         assert_eq!(
-            told_after(slow, |_| place(5, Doing::Computing)),
+            told_after(slow, |_| place(5, StepActivity::Computing)),
             Some(40_100)
         );
         assert_eq!(
-            told_after(None, |_| place(5, Doing::Computing)),
+            told_after(None, |_| place(5, StepActivity::Computing)),
             Some(30_100)
         );
     }
@@ -136,7 +150,7 @@ mod tests {
         let at = |ms| start + Duration::from_millis(ms);
         let row = Some(Duration::from_millis(1));
         for ms in [100, 200, 60_000, 60_100] {
-            let judged = watchdog.judge(at(ms), place(5, Doing::Computing), row);
+            let judged = watchdog.judge(at(ms), place(5, StepActivity::Computing), row);
             assert!(judged.is_none(), "at {ms}");
         }
     }

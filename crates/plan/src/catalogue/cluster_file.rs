@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use super::{Catalogue, HardwareEntry, LinkKind, ModelEntry, parse};
 use crate::cluster::{MAX_LINKS, MAX_NODES};
-use crate::{Cluster, Error, Node};
+use crate::{Cluster, ClusterNode, Error};
 
 /// A cluster as a user writes it.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
@@ -166,7 +166,7 @@ impl ClusterFile {
 }
 
 impl NodeEntry {
-    fn node(&self, catalogue: &Catalogue, index: usize) -> Result<Node, Error> {
+    fn node(&self, catalogue: &Catalogue, index: usize) -> Result<ClusterNode, Error> {
         let known = catalogue.machine(&self.kind)?;
         let mut entry = HardwareEntry {
             kind: known.kind.clone(),

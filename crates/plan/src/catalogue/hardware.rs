@@ -3,7 +3,7 @@
 use paceline_base::Bytes;
 use serde::Deserialize;
 
-use crate::{Backend, Error, Link, Node, Rates, Transport};
+use crate::{Backend, ClusterNode, Error, LinkTransport, NodeLink, Rates};
 
 /// A kind of machine. A missing number is not known.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
@@ -122,7 +122,7 @@ impl HardwareEntry {
     ///
     /// # Errors
     /// [`Error::MissingFact`] without memory or bandwidth; [`Error::Unknown`] for its backend.
-    pub fn node(&self, name: &str, threads: Option<u32>) -> Result<Node, Error> {
+    pub fn node(&self, name: &str, threads: Option<u32>) -> Result<ClusterNode, Error> {
         let missing = |fact| Error::MissingFact {
             node: self.kind.clone(),
             fact,
@@ -148,7 +148,7 @@ impl HardwareEntry {
             expert: self.expert_tflops.unwrap_or(all) * share * 1e12,
             attention: self.attention_tflops.unwrap_or(all) * share * 1e12,
         });
-        Ok(Node {
+        Ok(ClusterNode {
             name: name.to_owned(),
             kind: self.kind.clone(),
             memory: Bytes(bytes(&self.kind, memory)?),
@@ -198,17 +198,17 @@ pub struct LinkKind {
 }
 
 impl LinkKind {
-    pub fn transport(&self) -> Transport {
+    pub fn transport(&self) -> LinkTransport {
         let name = self.transport.as_deref().unwrap_or(&self.kind);
         let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
         if has(&["nvlink", "fabric"]) {
-            Transport::Fabric
+            LinkTransport::Fabric
         } else if has(&["rdma", "roce", "infiniband"]) {
-            Transport::Rdma
+            LinkTransport::Rdma
         } else if has(&["shm"]) {
-            Transport::Shm
+            LinkTransport::Shm
         } else {
-            Transport::Tcp
+            LinkTransport::Tcp
         }
     }
 
@@ -239,8 +239,8 @@ impl LinkKind {
     }
 
     /// A link of this kind between two nodes.
-    pub fn between(&self, a: usize, b: usize) -> Link {
-        Link {
+    pub fn between(&self, a: usize, b: usize) -> NodeLink {
+        NodeLink {
             a,
             b,
             kind: self.kind.clone(),

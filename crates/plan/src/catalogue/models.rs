@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::model::{Bits, Caches};
-use crate::{Attention, Error, ModelShape, Moe, Sliding};
+use crate::{AttentionKind, Error, ModelShape, Moe, Sliding};
 
 /// A model as catalogues and published rows write it. `head_dim` is ignored with low-rank
 /// attention, whose parts are stated one by one.
@@ -83,7 +83,7 @@ impl ModelEntry {
     /// [`Error::Value`] for a number that no model has.
     pub fn shape(&self, bits: f64) -> Result<ModelShape, Error> {
         let attention = if self.kv_lora_rank > 0 {
-            Attention::Mla {
+            AttentionKind::Mla {
                 heads: self.heads,
                 q_rank: self.q_lora_rank,
                 kv_rank: self.kv_lora_rank,
@@ -92,7 +92,7 @@ impl ModelEntry {
                 value_dim: self.v_head_dim,
             }
         } else {
-            Attention::Gqa {
+            AttentionKind::Gqa {
                 heads: self.heads,
                 kv_heads: self.kv_heads,
                 head_dim: self.head_dim,

@@ -11,7 +11,7 @@
 //!
 //! On a shared medium (Wi-Fi, a hub) the bytes of all ranks add up.
 
-use crate::Link;
+use crate::NodeLink;
 
 /// Algorithm of an all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub enum Algorithm {
 }
 
 /// Seconds of an all-reduce of `bytes` among `ranks` by `algorithm`.
-pub fn all_reduce_by(algorithm: Algorithm, link: &Link, ranks: usize, bytes: f64) -> f64 {
+pub fn all_reduce_by(algorithm: Algorithm, link: &NodeLink, ranks: usize, bytes: f64) -> f64 {
     if ranks < 2 {
         return 0.0;
     }
@@ -42,7 +42,7 @@ pub fn all_reduce_by(algorithm: Algorithm, link: &Link, ranks: usize, bytes: f64
 }
 
 /// The soonest of the algorithms and its seconds; ties go to the one with fewest steps.
-pub fn all_reduce(link: &Link, ranks: usize, bytes: f64) -> (Algorithm, f64) {
+pub fn all_reduce(link: &NodeLink, ranks: usize, bytes: f64) -> (Algorithm, f64) {
     let all = [
         Algorithm::OneShot,
         Algorithm::RecursiveDoubling,
@@ -56,14 +56,14 @@ pub fn all_reduce(link: &Link, ranks: usize, bytes: f64) -> (Algorithm, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Transport;
+    use crate::LinkTransport;
 
-    fn link(alpha: f64, beta: f64, shared: bool) -> Link {
-        Link {
+    fn link(alpha: f64, beta: f64, shared: bool) -> NodeLink {
+        NodeLink {
             a: 0,
             b: 1,
             kind: "test".into(),
-            transport: Transport::Tcp,
+            transport: LinkTransport::Tcp,
             alpha,
             beta,
             shared,

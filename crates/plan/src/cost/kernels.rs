@@ -5,11 +5,11 @@
 use crate::calibration::Speed;
 use crate::cost::moe;
 use crate::placement::Split;
-use crate::{Attention, Error, ModelShape};
+use crate::{AttentionKind, Error, ModelShape};
 
 /// The rows of a step in a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rows {
+pub struct StepRows {
     /// Tokens in the step.
     pub rows: f64,
     /// Sequences they belong to: each has its own cache to read.
@@ -22,7 +22,7 @@ pub struct Rows {
 
 /// A rank's part of a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Part {
+pub struct LayerPart {
     pub split: Split,
     /// The rank's share.
     pub share: f64,
@@ -40,8 +40,8 @@ pub struct Part {
 pub fn layer(
     model: &ModelShape,
     index: u32,
-    part: Part,
-    rows: Rows,
+    part: LayerPart,
+    rows: StepRows,
     speed: &Speed,
 ) -> Result<f64, Error> {
     if rows.prefill && speed.rates.is_none() {
@@ -84,7 +84,7 @@ fn roof(bytes: f64, flops: f64, speed: &Speed, rate: Option<f64>) -> f64 {
 /// Weights that every row passes at this rank. In a tensor split low-rank projections down are
 /// computed by every rank; with more ranks than KV heads, keys and values are too. A shared expert
 /// that is dealt counts among the [experts](experts).
-fn common_params(model: &ModelShape, index: u32, part: Part) -> f64 {
+fn common_params(model: &ModelShape, index: u32, part: LayerPart) -> f64 {
     let dealt = if part.deals {
         model.shared_params(index)
     } else {
@@ -101,43 +101,43 @@ fn common_params(model: &ModelShape, index: u32, part: Part) -> f64 {
 }
 
 /// Like [`common_params`] in a tensor split, without the weights `dealt`.
-fn tensor_params(model: &ModelShape, index: u32, part: Part, dealt: f64) -> f64 {
+fn tensor_params(model: &ModelShape, index: u32, part: LayerPart, dealt: f64) -> f64 {
     let all = model.common_params(index) - dealt;
     let c = f64::from(model.width);
     let kept = match model.attention {
-        Attention::Mla {
+        AttentionKind::Mla {
             q_rank,
             kv_rank,
             rope_dim,
             ..
         } => c * f64::from(q_rank + kv_rank + rope_dim),
-        Attention::Gqa { .. } => 0.0,
+        AttentionKind::Gqa { .. } => 0.0,
     };
     let router = model.router_params(index);
     let copied = match model.attention {
-        Attention::Gqa {
+        AttentionKind::Gqa {
             kv_heads, head_dim, ..
         } => {
             let excess = (1.0 / f64::from(kv_heads) - part.share).max(0.0);
             2.0 * c * f64::from(kv_heads) * f64::from(head_dim) * excess
         }
-        Attention::Mla { .. } => 0.0,
+        AttentionKind::Mla { .. } => 0.0,
     };
     (all - kept - router) * part.share + kept + router + copied
 }
 
 /// Share of a layer's cache that a rank has.
-pub fn cache_share(model: &ModelShape, part: Part) -> f64 {
+pub fn cache_share(model: &ModelShape, part: LayerPart) -> f64 {
     match (part.split, model.attention) {
-        (Split::Tensor, Attention::Gqa { kv_heads, .. }) => {
+        (Split::Tensor, AttentionKind::Gqa { kv_heads, .. }) => {
             part.share.max(1.0 / f64::from(kv_heads))
         }
         // The latent vector serves all heads; every rank needs it whole.
-        (Split::Tensor, Attention::Mla { .. }) | (Split::Whole | Split::Expert, _) => 1.0,
+        (Split::Tensor, AttentionKind::Mla { .. }) | (Split::Whole | Split::Expert, _) => 1.0,
     }
 }
 
-fn attention(model: &ModelShape, part: Part, rows: Rows, speed: &Speed) -> f64 {
+fn attention(model: &ModelShape, part: LayerPart, rows: StepRows, speed: &Speed) -> f64 {
     let heads = if part.split == Split::Tensor {
         part.share
     } else {
@@ -160,7 +160,7 @@ fn attention(model: &ModelShape, part: Part, rows: Rows, speed: &Speed) -> f64 {
     roof(bytes, flops, speed, speed.rates.map(|r| r.attention)) + state / speed.memory
 }
 
-fn experts(model: &ModelShape, index: u32, part: Part, rows: Rows, speed: &Speed) -> f64 {
+fn experts(model: &ModelShape, index: u32, part: LayerPart, rows: StepRows, speed: &Speed) -> f64 {
     let Some(moe) = model.moe.filter(|_| model.is_moe(index)) else {
         return 0.0;
     };
@@ -212,7 +212,7 @@ fn experts(model: &ModelShape, index: u32, part: Part, rows: Rows, speed: &Speed
 ///   of experts are chosen first (`group_expert_select`), 6: the best two of each, their sum, the
 ///   selection, a copy and a scatter besides.
 pub fn operations(model: &ModelShape, index: u32) -> f64 {
-    let low_rank = matches!(model.attention, Attention::Mla { .. });
+    let low_rank = matches!(model.attention, AttentionKind::Mla { .. });
     let attention = if low_rank { 24.0 } else { 12.0 };
     let Some(moe) = model.moe.filter(|_| model.is_moe(index)) else {
         return attention + 6.0;

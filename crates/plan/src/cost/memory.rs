@@ -1,7 +1,7 @@
 //! Bytes that a node needs for its part.
 
-use crate::cost::kernels::{Part, cache_share};
-use crate::placement::{Member, Split, Stage};
+use crate::cost::kernels::{LayerPart, cache_share};
+use crate::placement::{PipelineStage, Split, StageMember};
 use crate::workload::CHUNK;
 use crate::{ModelShape, Workload};
 
@@ -30,8 +30,8 @@ impl Usage {
 pub fn usage(
     model: &ModelShape,
     workload: &Workload,
-    stage: &Stage,
-    member: &Member,
+    stage: &PipelineStage,
+    member: &StageMember,
     ends: Ends,
 ) -> Usage {
     let part = part_of(stage, member);
@@ -59,8 +59,8 @@ pub struct Ends {
 }
 
 /// A member's part, for the cost of kernels.
-pub fn part_of(stage: &Stage, member: &Member) -> Part {
-    Part {
+pub fn part_of(stage: &PipelineStage, member: &StageMember) -> LayerPart {
+    LayerPart {
         split: stage.split,
         share: member.share,
         ranks: u32::try_from(stage.members.len()).unwrap_or(u32::MAX),
@@ -69,7 +69,7 @@ pub fn part_of(stage: &Stage, member: &Member) -> Part {
 }
 
 /// Bytes of a range of layers that a rank stores: layers of a kind are alike.
-fn range_weights(model: &ModelShape, layers: std::ops::Range<u32>, part: Part) -> f64 {
+fn range_weights(model: &ModelShape, layers: std::ops::Range<u32>, part: LayerPart) -> f64 {
     let mixtures = model.mixtures(&layers);
     let dense = layers.end.saturating_sub(layers.start) - mixtures;
     let of = |count: u32, is_moe: bool| {
@@ -81,7 +81,7 @@ fn range_weights(model: &ModelShape, layers: std::ops::Range<u32>, part: Part) -
 }
 
 /// Bytes of layer `index` that a rank stores.
-fn weights(model: &ModelShape, index: u32, part: Part) -> f64 {
+fn weights(model: &ModelShape, index: u32, part: LayerPart) -> f64 {
     let common = model.common_params(index) * model.bits.rest / 8.0;
     let routed = model.routed_params(index) * model.bits.experts / 8.0;
     match part.split {
@@ -92,7 +92,7 @@ fn weights(model: &ModelShape, index: u32, part: Part) -> f64 {
 }
 
 /// Embedding and head. In a tensor split both are cut by rows of the vocabulary.
-fn end_bytes(model: &ModelShape, part: Part, ends: Ends) -> f64 {
+fn end_bytes(model: &ModelShape, part: LayerPart, ends: Ends) -> f64 {
     let tables = match (ends.first, ends.last) {
         (true, true) if model.tied => 1.0,
         (first, last) => f64::from(u8::from(first)) + f64::from(u8::from(last)),

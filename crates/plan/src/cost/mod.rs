@@ -11,20 +11,20 @@ pub mod kernels;
 pub mod memory;
 pub mod moe;
 
-use kernels::{Part, Rows};
+use kernels::{LayerPart, StepRows};
 use memory::Ends;
 
-use crate::calibration::{Calibration, Engine, Speed};
-use crate::placement::{Member, Pipeline, Split, Stage};
+use crate::calibration::{Calibration, EngineProfile, Speed};
+use crate::placement::{Pipeline, PipelineStage, Split, StageMember};
 use crate::workload::CHUNK;
-use crate::{Cluster, Error, Link, ModelShape, Network, Workload};
+use crate::{Cluster, Error, LinkTable, ModelShape, NodeLink, Workload};
 
 /// Inputs of all costs, looked up once.
 #[derive(Debug)]
 pub struct Costs<'a> {
     /// Machines.
     pub cluster: &'a Cluster,
-    pub network: Network,
+    pub network: LinkTable,
     pub model: &'a ModelShape,
     pub workload: Workload,
     calibration: &'a Calibration,
@@ -77,7 +77,7 @@ impl PipelineTime {
 }
 
 /// Whether the members of a stage have parts of the output head.
-fn shares_head(stage: &Stage, engine: &Engine) -> bool {
+fn shares_head(stage: &PipelineStage, engine: &EngineProfile) -> bool {
     match stage.split {
         Split::Whole => false,
         Split::Tensor => engine.head_split,
@@ -101,7 +101,7 @@ impl<'a> Costs<'a> {
         workload.check()?;
         Ok(Self {
             cluster,
-            network: Network::new(cluster),
+            network: LinkTable::new(cluster),
             model,
             workload,
             calibration,
@@ -125,7 +125,7 @@ impl<'a> Costs<'a> {
         Costs::new(cluster, model, workload, self.calibration)
     }
 
-    pub fn engine(&self, node: usize) -> &'a Engine {
+    pub fn engine(&self, node: usize) -> &'a EngineProfile {
         self.calibration.engine(&self.cluster.nodes[node].engine)
     }
 
@@ -135,7 +135,7 @@ impl<'a> Costs<'a> {
     }
 
     /// The ends of the model that `stage` has.
-    pub fn ends(&self, stage: &Stage) -> Ends {
+    pub fn ends(&self, stage: &PipelineStage) -> Ends {
         Ends {
             first: stage.layers.start == 0,
             last: stage.layers.end == self.model.layers,
@@ -147,7 +147,7 @@ impl<'a> Costs<'a> {
     /// # Errors
     /// [`Error::Placement`] when members have no link; [`Error::MissingFact`] for prompts on a node
     /// whose arithmetic rate is unknown.
-    pub fn stage(&self, stage: &Stage, rows: Rows) -> Result<StageTime, Error> {
+    pub fn stage(&self, stage: &PipelineStage, rows: StepRows) -> Result<StageTime, Error> {
         let mut time = self.stage_here(stage, rows)?;
         if stage.layers.start > 0 {
             time.comm += f64::from(stage.n_layers()) * self.later_layer(stage.members[0].node);
@@ -164,9 +164,9 @@ impl<'a> Costs<'a> {
     ///
     /// # Errors
     /// Those of [`stage`](Self::stage).
-    pub fn stage_here(&self, stage: &Stage, rows: Rows) -> Result<StageTime, Error> {
+    pub fn stage_here(&self, stage: &PipelineStage, rows: StepRows) -> Result<StageTime, Error> {
         let mut compute: f64 = 0.0;
-        let mut last: Option<&Member> = None; // Members of a kind take equally long.
+        let mut last: Option<&StageMember> = None; // Members of a kind take equally long.
         for member in &stage.members {
             if !last.is_some_and(|known| self.alike(known, member)) {
                 compute = compute.max(self.member(stage, member, rows)?);
@@ -180,15 +180,20 @@ impl<'a> Costs<'a> {
     }
 
     /// Whether kernels take both members of a stage equally long.
-    fn alike(&self, a: &Member, b: &Member) -> bool {
+    fn alike(&self, a: &StageMember, b: &StageMember) -> bool {
         let same_engine = std::ptr::eq(self.engine(a.node), self.engine(b.node));
         a.share == b.share && self.speed(a.node) == self.speed(b.node) && same_engine
     }
 
     /// Kernels of one member.
-    fn member(&self, stage: &Stage, member: &Member, rows: Rows) -> Result<f64, Error> {
+    fn member(
+        &self,
+        stage: &PipelineStage,
+        member: &StageMember,
+        rows: StepRows,
+    ) -> Result<f64, Error> {
         let node = member.node;
-        let part = Part {
+        let part = LayerPart {
             deals: self.engine(node).deals_experts,
             ..memory::part_of(stage, member)
         };
@@ -225,7 +230,7 @@ impl<'a> Costs<'a> {
     }
 
     /// Seconds of the exchanges inside a stage.
-    fn exchanges(&self, stage: &Stage, rows: Rows) -> Result<f64, Error> {
+    fn exchanges(&self, stage: &PipelineStage, rows: StepRows) -> Result<f64, Error> {
         let engine = self.engine(stage.members[0].node);
         let count: u32 = match stage.split {
             Split::Whole => return Ok(0.0),
@@ -245,7 +250,7 @@ impl<'a> Costs<'a> {
 
     /// Seconds until a split head's logits are at the rank that samples. All others send theirs to
     /// it, so its own link is what they wait for.
-    fn logits(&self, stage: &Stage, rows: Rows, link: &Link, handover: f64) -> f64 {
+    fn logits(&self, stage: &PipelineStage, rows: StepRows, link: &NodeLink, handover: f64) -> f64 {
         const LOGIT: f64 = 4.0; // bytes
         let engine = self.engine(stage.members[0].node);
         if !shares_head(stage, engine) || !self.ends(stage).last {
@@ -265,7 +270,7 @@ impl<'a> Costs<'a> {
     }
 
     /// The link between two stages for `rows` rows.
-    pub fn hop_link(&self, from: &[usize], to: &[usize], rows: f64) -> Option<&Link> {
+    pub fn hop_link(&self, from: &[usize], to: &[usize], rows: f64) -> Option<&NodeLink> {
         let bytes = rows * f64::from(self.model.width) * self.engine(from[0]).activation_bytes;
         self.network.between(from, to, bytes)
     }
@@ -299,7 +304,7 @@ impl<'a> Costs<'a> {
     ///
     /// # Errors
     /// Those of [`stage`](Self::stage), and where stages have no link.
-    pub fn pipeline(&self, pipeline: &Pipeline, rows: Rows) -> Result<PipelineTime, Error> {
+    pub fn pipeline(&self, pipeline: &Pipeline, rows: StepRows) -> Result<PipelineTime, Error> {
         let mut time = PipelineTime::default();
         for stage in &pipeline.stages {
             time.stages.push(self.stage(stage, rows)?);
@@ -311,7 +316,7 @@ impl<'a> Costs<'a> {
             time.hops += hop.ok_or_else(|| self.no_link(&from, &to))?;
         }
         let ends = [pipeline.stages.last(), pipeline.stages.first()];
-        if let [Some(last), Some(first)] = ends.map(|s| s.map(Stage::nodes)) {
+        if let [Some(last), Some(first)] = ends.map(|s| s.map(PipelineStage::nodes)) {
             // Without a direct link the token returns along the stages.
             time.hops += self.way_back(&last, &first).unwrap_or(time.hops);
         }
@@ -319,7 +324,7 @@ impl<'a> Costs<'a> {
     }
 
     /// Seconds that a stage's nodes read from disk for every step.
-    fn disk(&self, stage: &Stage) -> Result<f64, Error> {
+    fn disk(&self, stage: &PipelineStage) -> Result<f64, Error> {
         let mut worst: f64 = 0.0;
         for member in stage.members.iter().filter(|m| m.streamed > 0) {
             let node = &self.cluster.nodes[member.node];
@@ -351,8 +356,8 @@ impl<'a> Costs<'a> {
     }
 
     /// A decode step of `batch` sequences.
-    pub fn decode_rows(&self, batch: f64) -> Rows {
-        Rows {
+    pub fn decode_rows(&self, batch: f64) -> StepRows {
+        StepRows {
             rows: batch,
             sequences: batch,
             keys: self.workload.decode_context(),
@@ -370,7 +375,7 @@ impl<'a> Costs<'a> {
         let (mut first, mut rest, mut done) = (0.0, 0.0, 0);
         while done < tokens {
             let chunk = CHUNK.min(tokens - done);
-            let rows = Rows {
+            let rows = StepRows {
                 rows: f64::from(chunk),
                 sequences: 1.0,
                 keys: f64::from(done) + f64::from(chunk) / 2.0,

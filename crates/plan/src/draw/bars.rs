@@ -14,7 +14,7 @@ const LABEL_MAX: f64 = 360.0;
 
 /// Rows of bars with their values behind them. The longest bar is the largest value.
 #[derive(Clone, Debug, Default)]
-pub struct Bars {
+pub struct BarChart {
     /// Heading: the quantity of the values, with its unit.
     pub title: String,
     /// Names of the values of a row.
@@ -34,7 +34,7 @@ pub struct Bar {
     pub note: String,
 }
 
-impl Bars {
+impl BarChart {
     /// The picture. Values that are no finite number have no bar.
     pub fn svg(&self) -> String {
         let labels = self.rows.iter().map(|row| CHAR * width_of(&row.label));
@@ -99,7 +99,7 @@ mod tests {
             values: values.to_vec(),
             note: "W".to_owned(),
         };
-        let bars = Bars {
+        let bars = BarChart {
             title: "speed".to_owned(),
             series: vec!["one".to_owned(), "all".to_owned()],
             rows: vec![
@@ -121,13 +121,13 @@ mod tests {
 
     #[test]
     fn no_rows_and_all_zero_make_pictures() {
-        assert!(Bars::default().svg().ends_with("</svg>\n"));
-        let zero = Bars {
+        assert!(BarChart::default().svg().ends_with("</svg>\n"));
+        let zero = BarChart {
             rows: vec![Bar {
                 values: vec![Some(0.0)],
                 ..Bar::default()
             }],
-            ..Bars::default()
+            ..BarChart::default()
         };
         assert!(zero.svg().contains("width=\"0.0\""));
     }

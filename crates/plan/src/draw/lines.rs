@@ -12,7 +12,7 @@ const MARKS: usize = 6;
 
 /// Lines over two axes.
 #[derive(Clone, Debug)]
-pub struct Lines {
+pub struct LineChart {
     /// Heading: the subject of the lines.
     pub title: String,
     /// From left to right.
@@ -122,7 +122,7 @@ fn nice(step: f64) -> f64 {
     found.unwrap_or(10.0) * power
 }
 
-impl Lines {
+impl LineChart {
     /// The picture.
     pub fn svg(&self) -> String {
         let points = || self.series.iter().flat_map(|series| &series.points);
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn points_lie_where_their_values_are() {
-        let lines = Lines {
+        let lines = LineChart {
             title: "latency".to_owned(),
             x: axis("bytes", Scale::Log),
             y: axis("us", Scale::Linear),
@@ -237,7 +237,7 @@ mod tests {
             for scale in [Scale::Linear, Scale::Log] {
                 let (x, y) = (axis("x", scale), axis("y", scale));
                 let title = String::new();
-                let lines = Lines {
+                let lines = LineChart {
                     title,
                     x,
                     y,

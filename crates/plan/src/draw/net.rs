@@ -8,7 +8,7 @@ const RADIUS_EACH: f64 = 22.0;
 
 /// Nodes on a circle, with labelled lines between them.
 #[derive(Clone, Debug, Default)]
-pub struct Net {
+pub struct NetworkDiagram {
     /// Heading: the subject of the picture.
     pub title: String,
     /// Names of the nodes.
@@ -28,7 +28,7 @@ pub struct Edge {
     pub label: String,
 }
 
-impl Net {
+impl NetworkDiagram {
     /// The picture. Edges whose ends there are not are left out.
     pub fn svg(&self) -> String {
         let n = self.nodes.len();
@@ -125,8 +125,8 @@ fn draw(canvas: &mut Canvas, a: (f64, f64), b: (f64, f64), aside: f64, label: &s
 mod tests {
     use super::*;
 
-    fn net(n: usize, edges: &[(usize, usize)]) -> Net {
-        Net {
+    fn net(n: usize, edges: &[(usize, usize)]) -> NetworkDiagram {
+        NetworkDiagram {
             title: "cables".to_owned(),
             nodes: (0..n).map(|i| format!("host{i}")).collect(),
             edges: edges

@@ -4,30 +4,30 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
-use super::{Question, count, json as plan_json, layout, or_dash, svg};
-use crate::solver::{Candidate, solve};
+use super::{PlanRequest, count, json as plan_json, layout, or_dash, svg};
+use crate::solver::{PlacementCandidate, solve};
 
 /// A cluster and its plan, or why there is none.
 #[derive(Debug)]
-pub(super) struct Row {
+pub(super) struct ClusterRow {
     /// The cluster's name.
     pub(super) name: String,
     pub(super) nodes: usize,
     /// The placement that was found.
-    pub(super) found: Result<Candidate, String>,
+    pub(super) found: Result<PlacementCandidate, String>,
     json: Value,
 }
 
 /// Plans of one model on several clusters.
 #[derive(Debug)]
 pub struct Comparison<'a> {
-    question: &'a Question,
-    rows: Vec<Row>,
+    question: &'a PlanRequest,
+    rows: Vec<ClusterRow>,
 }
 
 impl<'a> Comparison<'a> {
     /// Plans for every cluster of the question. A cluster without a plan says why.
-    pub fn new(question: &'a Question) -> Self {
+    pub fn new(question: &'a PlanRequest) -> Self {
         let rows = question.clusters.iter().map(|c| row(question, c));
         Self {
             question,
@@ -52,7 +52,7 @@ impl<'a> Comparison<'a> {
     }
 }
 
-fn row(question: &Question, cluster: &crate::Cluster) -> Row {
+fn row(question: &PlanRequest, cluster: &crate::Cluster) -> ClusterRow {
     let solved = question.costs(cluster).and_then(|costs| {
         let outcome = solve(&costs, &question.options)?;
         let json = plan_json::candidate(&costs, &outcome.best);
@@ -65,7 +65,7 @@ fn row(question: &Question, cluster: &crate::Cluster) -> Row {
             json!({ "error": error.to_string() }),
         ),
     };
-    Row {
+    ClusterRow {
         name: cluster.name.clone(),
         nodes: cluster.nodes.len(),
         found,
@@ -73,7 +73,7 @@ fn row(question: &Question, cluster: &crate::Cluster) -> Row {
     }
 }
 
-fn table(question: &Question, rows: &[Row]) -> String {
+fn table(question: &PlanRequest, rows: &[ClusterRow]) -> String {
     let width = rows
         .iter()
         .map(|row| row.name.chars().count())

@@ -1,16 +1,16 @@
 //! A plan as one JSON object.
 
 use crate::advice::Sensitivity;
-use crate::origin::Origin;
+use crate::origin::PredictionBasis;
 use crate::predict::{LinkUse, NodeUse};
-use crate::solver::Candidate;
-use crate::{Costs, Member, Pipeline, Placement, Prediction, Split, Stage};
+use crate::solver::PlacementCandidate;
+use crate::{Costs, Pipeline, PipelineStage, Placement, Prediction, Split, StageMember};
 use serde_json::{Value, json};
 
-use super::{Answer, layout};
+use super::{PlanReport, layout};
 
 /// The plan, its origin, its alternatives and what would change it.
-pub(super) fn plan(costs: &Costs<'_>, answer: &Answer) -> Value {
+pub(super) fn plan(costs: &Costs<'_>, answer: &PlanReport) -> Value {
     let outcome = &answer.outcome;
     let others = outcome.alternatives.iter().map(|c| candidate(costs, c));
     json!({
@@ -31,7 +31,7 @@ pub(super) fn plan(costs: &Costs<'_>, answer: &Answer) -> Value {
     })
 }
 
-fn origin(origin: &Origin, said: &Prediction) -> Value {
+fn origin(origin: &PredictionBasis, said: &Prediction) -> Value {
     json!({
         "engines": origin.engines,
         "published_runs": origin.runs,
@@ -49,7 +49,7 @@ fn change(change: &Sensitivity) -> Value {
 }
 
 /// A placement with its prediction.
-pub(super) fn candidate(costs: &Costs<'_>, candidate: &Candidate) -> Value {
+pub(super) fn candidate(costs: &Costs<'_>, candidate: &PlacementCandidate) -> Value {
     json!({
         "label": layout::label(&candidate.placement),
         "placement": placement(costs, &candidate.placement),
@@ -73,13 +73,13 @@ fn pipeline(costs: &Costs<'_>, pipeline: &Pipeline) -> Value {
     pipeline.stages.iter().map(|s| stage(costs, s)).collect()
 }
 
-fn stage(costs: &Costs<'_>, stage: &Stage) -> Value {
+fn stage(costs: &Costs<'_>, stage: &PipelineStage) -> Value {
     let split = match stage.split {
         Split::Whole => "whole",
         Split::Tensor => "tensor",
         Split::Expert => "expert",
     };
-    let member = |m: &Member| {
+    let member = |m: &StageMember| {
         json!({
             "node": costs.cluster.nodes[m.node].name,
             "share": m.share,

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use crate::predict::{LinkUse, NodeUse};
-use crate::{Costs, Pipeline, Placement, Prediction, Split, Stage};
+use crate::{Costs, Pipeline, PipelineStage, Placement, Prediction, Split};
 
 /// A placement in a few words: `tensor over 2`, `pipeline over 3`, `tensor 2 x pipeline 2`.
 pub fn label(placement: &Placement) -> String {
@@ -34,7 +34,7 @@ fn pipeline_label(pipeline: &Pipeline) -> String {
     }
 }
 
-fn split(stage: &Stage) -> &'static str {
+fn split(stage: &PipelineStage) -> &'static str {
     match stage.split {
         Split::Whole => "whole",
         Split::Tensor => "tensor",

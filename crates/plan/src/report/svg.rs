@@ -1,14 +1,14 @@
 //! A comparison as a bar chart: a row for each cluster, in tokens per second, with power and price.
 
-use crate::draw::{Bar, Bars};
+use crate::draw::{Bar, BarChart};
 
-use super::compare::Row;
+use super::compare::ClusterRow;
 use super::or_dash;
 
 /// The picture as SVG text.
-pub(super) fn bars(model: &str, rows: &[Row]) -> String {
+pub(super) fn bars(model: &str, rows: &[ClusterRow]) -> String {
     // Latency of one request equals throughput: one bar for both.
-    let same = |row: &Row| {
+    let same = |row: &ClusterRow| {
         let said = row.found.as_ref().map(|found| &found.prediction);
         said.is_ok_and(|said| said.decode_tok_s == said.throughput_tok_s)
     };
@@ -17,7 +17,7 @@ pub(super) fn bars(model: &str, rows: &[Row]) -> String {
     } else {
         2
     };
-    let row = |row: &Row| {
+    let row = |row: &ClusterRow| {
         let label = row.name.clone();
         let Ok(found) = &row.found else {
             let (values, note) = (vec![None; n], "no plan".to_owned());
@@ -39,7 +39,7 @@ pub(super) fn bars(model: &str, rows: &[Row]) -> String {
             note: format!("{watts} W, {usd} USD"),
         }
     };
-    let bars = Bars {
+    let bars = BarChart {
         title: format!("{model}: tokens a second, predicted"),
         series: ["one request", "all requests"][..n]
             .iter()

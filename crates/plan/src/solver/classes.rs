@@ -4,7 +4,7 @@
 //! other node. Placements that differ only by such an exchange are the same. So the solver counts
 //! nodes per class instead of naming them: eight equal machines have 9 subsets, not 256.
 
-use crate::{Cluster, Link, Network, Node};
+use crate::{Cluster, ClusterNode, LinkTable, NodeLink};
 
 /// Nodes by class.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,10 +14,10 @@ pub(crate) struct Classes {
 }
 
 /// Number of nodes of each class.
-pub(crate) type Counts = Vec<u8>;
+pub(crate) type ClassCounts = Vec<u8>;
 
 impl Classes {
-    pub(crate) fn of(cluster: &Cluster, network: &Network) -> Self {
+    pub(crate) fn of(cluster: &Cluster, network: &LinkTable) -> Self {
         let mut members: Vec<Vec<usize>> = Vec::new();
         for node in 0..cluster.nodes.len() {
             let twin = |class: &&mut Vec<usize>| {
@@ -31,7 +31,7 @@ impl Classes {
         Self { members }
     }
 
-    pub(crate) fn totals(&self) -> Counts {
+    pub(crate) fn totals(&self) -> ClassCounts {
         let count = |class: &Vec<usize>| u8::try_from(class.len()).unwrap_or(u8::MAX);
         self.members.iter().map(count).collect()
     }
@@ -48,8 +48,8 @@ impl Classes {
 }
 
 /// Whether `a` and `b` can be exchanged.
-fn same(cluster: &Cluster, network: &Network, a: usize, b: usize) -> bool {
-    let facts = |node: &Node| Node {
+fn same(cluster: &Cluster, network: &LinkTable, a: usize, b: usize) -> bool {
+    let facts = |node: &ClusterNode| ClusterNode {
         name: String::new(),
         ..node.clone()
     };
@@ -64,8 +64,8 @@ fn same(cluster: &Cluster, network: &Network, a: usize, b: usize) -> bool {
 /// Sizes at which links are compared: an activation, and a prompt's.
 const PROBES: [f64; 2] = [16e3, 16e6];
 
-fn alike(network: &Network, x: (usize, usize), y: (usize, usize)) -> bool {
-    let key = |link: Option<&Link>| {
+fn alike(network: &LinkTable, x: (usize, usize), y: (usize, usize)) -> bool {
+    let key = |link: Option<&NodeLink>| {
         link.map(|l| (l.alpha.to_bits(), l.beta.to_bits(), l.transport, l.shared))
     };
     let best = |pair: (usize, usize), bytes| key(network.best(pair.0, pair.1, bytes));

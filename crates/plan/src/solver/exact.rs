@@ -11,8 +11,8 @@
 
 use std::collections::BTreeMap;
 
-use super::classes::{Classes, Counts};
-use super::groups::Group;
+use super::classes::{ClassCounts, Classes};
+use super::groups::NodeGroup;
 use crate::cost::Costs;
 use crate::placement::Pipeline;
 
@@ -28,23 +28,23 @@ pub(crate) enum Combine {
 /// A kind of group: how many nodes of each class, and what they cost as a stage.
 #[derive(Clone, Debug)]
 pub(crate) struct GroupType {
-    pub(crate) counts: Counts,
-    pub(crate) group: Group,
+    pub(crate) counts: ClassCounts,
+    pub(crate) group: NodeGroup,
 }
 
 /// f of one state and last group.
 #[derive(Debug)]
-struct Table {
+struct ValueTable {
     value: Vec<f64>,
     /// For each `l`: where the last stage starts, and the key of the table before.
     from: Vec<Option<(u32, usize)>>,
     kind: usize,
-    used: Counts,
+    used: ClassCounts,
 }
 
 /// A finished pipeline with its value.
 #[derive(Clone, Debug)]
-pub(crate) struct Found {
+pub(crate) struct ExactPipeline {
     pub(crate) value: f64,
     pub(crate) pipeline: Pipeline,
 }
@@ -63,29 +63,29 @@ pub(crate) fn solve(
     limit: &[u8],
     kinds: &[GroupType],
     combine: Combine,
-) -> Vec<Found> {
+) -> Vec<ExactPipeline> {
     let n_layers = costs.model.layers;
     let hops = hop_table(costs, classes, limit, kinds, combine);
-    let mut tables: Vec<Table> = Vec::new();
-    let mut by_state: BTreeMap<(usize, Counts, usize), usize> = BTreeMap::new();
+    let mut tables: Vec<ValueTable> = Vec::new();
+    let mut by_state: BTreeMap<(usize, ClassCounts, usize), usize> = BTreeMap::new();
     let zero = vec![0; limit.len()];
     for kind in 0..kinds.len() {
         extend(
             &mut tables,
             &mut by_state,
             kinds,
-            Step::first(kind, &zero, limit),
+            GroupTransition::first(kind, &zero, limit),
             n_layers,
             combine,
         );
     }
     // BTreeMap keys start with the number of nodes used, so predecessors come first.
-    let mut cursor: Option<(usize, Counts, usize)> = None;
+    let mut cursor: Option<(usize, ClassCounts, usize)> = None;
     while let Some((key, table)) = next_key(&by_state, cursor.as_ref()) {
         for (kind, hop) in hops[tables[table].kind].iter().enumerate() {
             let Some(hop) = *hop else { continue };
             let used = tables[table].used.clone();
-            let step = Step {
+            let step = GroupTransition {
                 kind,
                 used: &used,
                 limit,
@@ -99,9 +99,9 @@ pub(crate) fn solve(
 }
 
 fn next_key(
-    all: &BTreeMap<(usize, Counts, usize), usize>,
-    after: Option<&(usize, Counts, usize)>,
-) -> Option<((usize, Counts, usize), usize)> {
+    all: &BTreeMap<(usize, ClassCounts, usize), usize>,
+    after: Option<&(usize, ClassCounts, usize)>,
+) -> Option<((usize, ClassCounts, usize), usize)> {
     use std::ops::Bound::{Excluded, Unbounded};
     let start = after.map_or(Unbounded, Excluded);
     all.range((start, Unbounded))
@@ -111,14 +111,14 @@ fn next_key(
 
 /// A transition: the next group, from which state.
 #[derive(Clone, Copy, Debug)]
-struct Step<'a> {
+struct GroupTransition<'a> {
     kind: usize,
     used: &'a [u8],
     limit: &'a [u8],
     before: Option<(usize, f64)>,
 }
 
-impl<'a> Step<'a> {
+impl<'a> GroupTransition<'a> {
     fn first(kind: usize, used: &'a [u8], limit: &'a [u8]) -> Self {
         Self {
             kind,
@@ -129,7 +129,7 @@ impl<'a> Step<'a> {
     }
 
     /// The state after it, where enough nodes are left.
-    fn after(&self, counts: &[u8]) -> Option<Counts> {
+    fn after(&self, counts: &[u8]) -> Option<ClassCounts> {
         let sums = self.used.iter().zip(counts).zip(self.limit);
         sums.map(|((&u, &c), &max)| u.checked_add(c).filter(|&sum| sum <= max))
             .collect()
@@ -137,10 +137,10 @@ impl<'a> Step<'a> {
 }
 
 fn extend(
-    tables: &mut Vec<Table>,
-    by_state: &mut BTreeMap<(usize, Counts, usize), usize>,
+    tables: &mut Vec<ValueTable>,
+    by_state: &mut BTreeMap<(usize, ClassCounts, usize), usize>,
     kinds: &[GroupType],
-    step: Step<'_>,
+    step: GroupTransition<'_>,
     n_layers: u32,
     combine: Combine,
 ) {
@@ -152,7 +152,7 @@ fn extend(
     let target = *by_state
         .entry((n_used, used.clone(), step.kind))
         .or_insert_with(|| {
-            tables.push(Table {
+            tables.push(ValueTable {
                 value: vec![f64::INFINITY; n_layers as usize + 1],
                 from: vec![None; n_layers as usize + 1],
                 kind: step.kind,
@@ -184,8 +184,8 @@ fn extend(
 
 /// Tries every end of a range from `start`.
 fn relax(
-    table: &mut Table,
-    group: &Group,
+    table: &mut ValueTable,
+    group: &NodeGroup,
     (start, value, hop): (u32, f64, f64),
     before: Option<(usize, f64)>,
     combine: Combine,
@@ -218,7 +218,7 @@ fn hop_table(
         let enough = a.counts.iter().zip(&b.counts).zip(limit);
         enough
             .map(|((x, y), max)| x.checked_add(*y).filter(|s| s <= max))
-            .collect::<Option<Counts>>()?;
+            .collect::<Option<ClassCounts>>()?;
         let (from, to) = (
             classes.pick(&a.counts, &zero),
             classes.pick(&b.counts, &a.counts),
@@ -234,9 +234,14 @@ fn hop_table(
         .collect()
 }
 
-fn collect(tables: &[Table], kinds: &[GroupType], classes: &Classes, n_layers: u32) -> Vec<Found> {
+fn collect(
+    tables: &[ValueTable],
+    kinds: &[GroupType],
+    classes: &Classes,
+    n_layers: u32,
+) -> Vec<ExactPipeline> {
     let whole = n_layers as usize;
-    let mut best: BTreeMap<&Counts, (f64, usize)> = BTreeMap::new();
+    let mut best: BTreeMap<&ClassCounts, (f64, usize)> = BTreeMap::new();
     for (index, table) in tables
         .iter()
         .enumerate()
@@ -248,9 +253,9 @@ fn collect(tables: &[Table], kinds: &[GroupType], classes: &Classes, n_layers: u
             *entry = (value, index);
         }
     }
-    let mut found: Vec<Found> = best
+    let mut found: Vec<ExactPipeline> = best
         .values()
-        .map(|&(value, table)| Found {
+        .map(|&(value, table)| ExactPipeline {
             value,
             pipeline: walk(tables, kinds, classes, table, n_layers),
         })
@@ -261,7 +266,7 @@ fn collect(tables: &[Table], kinds: &[GroupType], classes: &Classes, n_layers: u
 
 /// Follows the choices back from the last layer.
 fn walk(
-    tables: &[Table],
+    tables: &[ValueTable],
     kinds: &[GroupType],
     classes: &Classes,
     last: usize,

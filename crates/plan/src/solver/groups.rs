@@ -4,15 +4,15 @@
 use std::ops::Range;
 
 use crate::cost::Costs;
-use crate::cost::kernels::Rows;
+use crate::cost::kernels::StepRows;
 use crate::cost::memory::usage;
-use crate::placement::{Member, Split, Stage};
+use crate::placement::{PipelineStage, Split, StageMember};
 use crate::workload::CHUNK;
-use crate::{Attention, Error, ModelShape};
+use crate::{AttentionKind, Error, ModelShape};
 
 /// Nodes that would share layers, and the cost of every range in constant time.
 #[derive(Clone, Debug)]
-pub(crate) struct Group {
+pub(crate) struct NodeGroup {
     /// Nodes, the first speaks for the group.
     pub(crate) nodes: Vec<usize>,
     pub(crate) split: Split,
@@ -31,20 +31,20 @@ pub(crate) struct Group {
 
 /// The load for which ranges are costed.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Weights {
+pub(crate) struct RangeLoad {
     /// Whether the prompt counts.
     pub(crate) prompt: bool,
     /// Sequences in a decode step that the slowest stage sets the pace of.
     pub(crate) batch: f64,
 }
 
-impl Group {
+impl NodeGroup {
     /// `None` where members lack a link or any layer does not fit.
     pub(crate) fn new(
         costs: &Costs<'_>,
         nodes: Vec<usize>,
         split: Split,
-        weights: Weights,
+        weights: RangeLoad,
     ) -> Option<Self> {
         let shares = shares_of(costs, &nodes, split);
         let n_layers = costs.model.layers;
@@ -83,7 +83,7 @@ impl Group {
     }
 
     /// The stage that this group would be.
-    pub(crate) fn stage(&self, layers: Range<u32>) -> Stage {
+    pub(crate) fn stage(&self, layers: Range<u32>) -> PipelineStage {
         stage(&self.nodes, &self.shares, self.split, layers)
     }
 
@@ -113,7 +113,7 @@ impl Group {
         (each * (prompt + super::answer(costs)), each)
     }
 
-    fn layer(&self, costs: &Costs<'_>, index: u32, w: Weights) -> Result<(f64, f64), Error> {
+    fn layer(&self, costs: &Costs<'_>, index: u32, w: RangeLoad) -> Result<(f64, f64), Error> {
         let stage = self.stage(index..index + 1);
         let time = |rows| Ok::<f64, Error>(costs.stage_here(&stage, rows)?.total());
         let decode = time(costs.decode_rows(1.0))?;
@@ -145,13 +145,13 @@ impl Group {
 }
 
 /// Layers shared by these nodes.
-fn stage(nodes: &[usize], shares: &[f64], split: Split, layers: Range<u32>) -> Stage {
-    let members = nodes.iter().zip(shares).map(|(&node, &share)| Member {
+fn stage(nodes: &[usize], shares: &[f64], split: Split, layers: Range<u32>) -> PipelineStage {
+    let members = nodes.iter().zip(shares).map(|(&node, &share)| StageMember {
         node,
         share,
         streamed: 0,
     });
-    Stage {
+    PipelineStage {
         layers,
         split,
         members: members.collect(),
@@ -159,7 +159,7 @@ fn stage(nodes: &[usize], shares: &[f64], split: Split, layers: Range<u32>) -> S
 }
 
 /// Whether all members of a stage hold their parts.
-pub(crate) fn holds(costs: &Costs<'_>, stage: &Stage) -> bool {
+pub(crate) fn holds(costs: &Costs<'_>, stage: &PipelineStage) -> bool {
     let ends = costs.ends(stage);
     let mut last: Option<(f64, f64)> = None; // Members with equal shares need the same.
     stage.members.iter().all(|member| {
@@ -203,10 +203,10 @@ pub(crate) fn splits(costs: &Costs<'_>, n: usize) -> Vec<Split> {
 
 /// Seconds of the workload's prompt at a stage, chunk by chunk. Where a node's arithmetic is not
 /// known the prompt does not count.
-fn prompt_seconds(costs: &Costs<'_>, stage: &Stage) -> Result<f64, Error> {
+fn prompt_seconds(costs: &Costs<'_>, stage: &PipelineStage) -> Result<f64, Error> {
     let tokens = costs.workload.prompt;
     let chunk = CHUNK.min(tokens);
-    let rows = Rows {
+    let rows = StepRows {
         rows: f64::from(chunk),
         sequences: 1.0,
         keys: f64::from(tokens) / 2.0,
@@ -243,7 +243,7 @@ fn shares_of(costs: &Costs<'_>, nodes: &[usize], split: Split) -> Vec<f64> {
 /// single heads otherwise.
 fn head_units(model: &ModelShape, ranks: u32) -> u32 {
     match model.attention {
-        Attention::Gqa { kv_heads, .. } if kv_heads.is_multiple_of(ranks) => kv_heads,
+        AttentionKind::Gqa { kv_heads, .. } if kv_heads.is_multiple_of(ranks) => kv_heads,
         _ => model.attention.heads(),
     }
 }

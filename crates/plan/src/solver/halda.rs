@@ -16,7 +16,7 @@ use crate::Error;
 
 /// A Mac with Metal as distilp profiles it (its set M2; the reference profiles have no other).
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Device {
+pub struct HaldaDevice {
     /// Operations a second of the processor for the model's quantisation.
     pub cpu_flops: f64,
     /// The same of the GPU.
@@ -41,7 +41,7 @@ pub struct Device {
 
 /// A model as distilp profiles it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Model {
+pub struct HaldaModel {
     /// Number of layers.
     pub layers: u32,
     pub layer_bytes: f64,
@@ -63,7 +63,7 @@ pub struct Model {
 
 /// The answer for one k.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Answer {
+pub struct HaldaSolution {
     /// Rounds.
     pub k: u32,
     /// Layers per round and device.
@@ -75,7 +75,7 @@ pub struct Answer {
 }
 
 /// b' of distilp: a layer with 15 % for the program and its cache with scales, in whole bytes.
-pub fn padded_layer(model: &Model, cache_bytes: f64) -> f64 {
+pub fn padded_layer(model: &HaldaModel, cache_bytes: f64) -> f64 {
     let cache = (1.0 + 2.0 / 64.0) * cache_bytes * model.cached * model.tokens;
     (1.15 * model.layer_bytes + cache).floor()
 }
@@ -84,9 +84,13 @@ pub fn padded_layer(model: &Model, cache_bytes: f64) -> f64 {
 ///
 /// # Errors
 /// [`Error::Program`] when no k has an answer: with the last one's reason.
-pub fn solve(devices: &[Device], model: &Model, cache_bytes: f64) -> Result<Answer, Error> {
+pub fn solve(
+    devices: &[HaldaDevice],
+    model: &HaldaModel,
+    cache_bytes: f64,
+) -> Result<HaldaSolution, Error> {
     let divisors = (1..model.layers).filter(|k| model.layers.is_multiple_of(*k));
-    let mut best: Option<Answer> = None;
+    let mut best: Option<HaldaSolution> = None;
     let mut last = None;
     for k in divisors {
         match solve_k(devices, model, cache_bytes, k) {
@@ -136,11 +140,11 @@ impl Columns {
 /// # Errors
 /// [`Error::Program`] when there is none.
 pub fn solve_k(
-    devices: &[Device],
-    model: &Model,
+    devices: &[HaldaDevice],
+    model: &HaldaModel,
     cache_bytes: f64,
     k: u32,
-) -> Result<Answer, Error> {
+) -> Result<HaldaSolution, Error> {
     let window = f64::from(model.layers / k);
     let padded = padded_layer(model, cache_bytes);
     let mut vars = variables!();
@@ -175,7 +179,7 @@ pub fn solve_k(
     }
     let solution = finish(program, 1 + 5 * devices.len(), 1 + 5 * devices.len())?;
     let read = |v: Variable| solution.value(v).round() as u32;
-    Ok(Answer {
+    Ok(HaldaSolution {
         k,
         w: columns.iter().map(|c| read(c.w)).collect(),
         n: columns.iter().map(|c| read(c.n)).collect(),
@@ -184,7 +188,7 @@ pub fn solve_k(
 }
 
 /// B of distilp without its constant part: compute, overflow read from disk, communication.
-fn busy(device: &Device, model: &Model, padded: f64, c: &Columns) -> Expression {
+fn busy(device: &HaldaDevice, model: &HaldaModel, padded: f64, c: &Columns) -> Expression {
     let alpha =
         model.layer_flops / device.cpu_flops + device.cpu_kv_copy + padded / device.cpu_bytes;
     let gpu = model.layer_flops / device.gpu_flops + device.gpu_kv_copy + padded / device.gpu_bytes;
@@ -193,7 +197,7 @@ fn busy(device: &Device, model: &Model, padded: f64, c: &Columns) -> Expression 
 }
 
 /// kappa of distilp: the head on the processor of the first device that has it.
-fn head_constant(devices: &[Device], model: &Model) -> f64 {
+fn head_constant(devices: &[HaldaDevice], model: &HaldaModel) -> f64 {
     let Some(head) = devices.iter().find(|device| device.head) else {
         return 0.0;
     };

@@ -4,7 +4,7 @@ use paceline_base::median;
 
 use super::classes::Classes;
 use super::exact::Combine;
-use super::groups::{Group, Weights, splits};
+use super::groups::{NodeGroup, RangeLoad, splits};
 use super::milp::{Kind, select, select_greedy};
 use super::{ordered, request_hop};
 use crate::cost::Costs;
@@ -19,13 +19,13 @@ pub(crate) fn pipelines(
     costs: &Costs<'_>,
     classes: &Classes,
     limit: &[u8],
-    weights: Weights,
+    weights: RangeLoad,
 ) -> Vec<Pipeline> {
     let mut all = Vec::new();
     for width in [1, 2, 4, 8, 16] {
         for split in splits(costs, width) {
             let groups = groups(costs, classes, limit, weights, width, split);
-            let flat: Vec<&Group> = groups.iter().flatten().collect();
+            let flat: Vec<&NodeGroup> = groups.iter().flatten().collect();
             if flat.is_empty() {
                 continue;
             }
@@ -50,10 +50,10 @@ fn groups(
     costs: &Costs<'_>,
     classes: &Classes,
     limit: &[u8],
-    weights: Weights,
+    weights: RangeLoad,
     width: usize,
     split: crate::Split,
-) -> Vec<Vec<Group>> {
+) -> Vec<Vec<NodeGroup>> {
     let mut all = Vec::new();
     for (members, &max) in classes.members.iter().zip(limit) {
         let usable = &members[..usize::from(max)];
@@ -62,7 +62,7 @@ fn groups(
         if !costs.network.joins(first) {
             continue;
         }
-        let Some(model) = Group::new(costs, first.to_vec(), split, weights) else {
+        let Some(model) = NodeGroup::new(costs, first.to_vec(), split, weights) else {
             continue;
         };
         let rest = chunks.map(|nodes| model.with_nodes(nodes.to_vec()));
@@ -72,7 +72,7 @@ fn groups(
 }
 
 /// The groups that are worth their hops.
-fn selected<'g>(costs: &Costs<'_>, classes: &'g [Vec<Group>]) -> Vec<&'g Group> {
+fn selected<'g>(costs: &Costs<'_>, classes: &'g [Vec<NodeGroup>]) -> Vec<&'g NodeGroup> {
     let n_layers = costs.model.layers;
     let kinds: Vec<Kind> = classes
         .iter()
@@ -100,8 +100,8 @@ fn selected<'g>(costs: &Costs<'_>, classes: &'g [Vec<Group>]) -> Vec<&'g Group> 
 }
 
 /// The middle of the hops from each class to the next.
-fn typical_hop(costs: &Costs<'_>, classes: &[Vec<Group>]) -> f64 {
-    let firsts: Vec<&Group> = classes
+fn typical_hop(costs: &Costs<'_>, classes: &[Vec<NodeGroup>]) -> f64 {
+    let firsts: Vec<&NodeGroup> = classes
         .iter()
         .flat_map(|groups| groups.iter().take(2))
         .collect();
@@ -112,7 +112,7 @@ fn typical_hop(costs: &Costs<'_>, classes: &[Vec<Group>]) -> f64 {
 }
 
 /// Orders to try: fastest first, and from the fastest always on to the nearest.
-fn orders<'g>(costs: &Costs<'_>, mut groups: Vec<&'g Group>) -> Vec<Vec<&'g Group>> {
+fn orders<'g>(costs: &Costs<'_>, mut groups: Vec<&'g NodeGroup>) -> Vec<Vec<&'g NodeGroup>> {
     let n = costs.model.layers;
     groups.sort_by(|a, b| {
         a.range(0, n)
@@ -121,9 +121,9 @@ fn orders<'g>(costs: &Costs<'_>, mut groups: Vec<&'g Group>) -> Vec<Vec<&'g Grou
             .then_with(|| a.nodes.cmp(&b.nodes))
     });
     let mut left = groups.clone();
-    let mut near: Vec<&Group> = Vec::new();
+    let mut near: Vec<&NodeGroup> = Vec::new();
     while !left.is_empty() {
-        let hop = |to: &Group| {
+        let hop = |to: &NodeGroup| {
             let from = near.last()?;
             request_hop(costs, from.prompt, &from.nodes, &to.nodes)
         };

@@ -22,7 +22,7 @@ mod stream;
 
 pub(crate) use groups::{holds, holds_all};
 pub use program::NAME as PROGRAMS;
-pub use search::{Candidate, Family, Options, Outcome, solve};
+pub use search::{Options, PlacementCandidate, PlacementFamily, SearchOutcome, solve};
 pub use stream::stream_from_disk;
 
 use crate::cost::Costs;

@@ -3,8 +3,8 @@
 //! `f[g][l]`: least cost of layers `0..l` with group g last; any earlier group may come before it.
 //! Exact for the order, G^2 L^2 / 4 steps; with one hop cost for all pairs, G L^2 / 2.
 
-use super::exact::{Combine, Found};
-use super::groups::Group;
+use super::exact::{Combine, ExactPipeline};
+use super::groups::NodeGroup;
 use crate::cost::Costs;
 use crate::placement::Pipeline;
 
@@ -12,10 +12,10 @@ use crate::placement::Pipeline;
 /// `skips` bounds how many groups may be left out between two that are used.
 pub(crate) fn solve(
     costs: &Costs<'_>,
-    order: &[&Group],
+    order: &[&NodeGroup],
     combine: Combine,
     skips: usize,
-) -> Option<Found> {
+) -> Option<ExactPipeline> {
     let n = costs.model.layers as usize;
     let mut value = vec![vec![f64::INFINITY; n + 1]; order.len()];
     let mut from = vec![vec![None; n + 1]; order.len()];
@@ -51,15 +51,15 @@ pub(crate) fn solve(
     }
     let last = (0..order.len()).min_by(|&a, &b| value[a][n].total_cmp(&value[b][n]))?;
     let total = value[last][n];
-    total.is_finite().then(|| Found {
+    total.is_finite().then(|| ExactPipeline {
         value: total,
         pipeline: walk(order, &from, last, n),
     })
 }
 
-type Choice = Option<(usize, Option<usize>)>;
+type Predecessor = Option<(usize, Option<usize>)>;
 
-fn walk(order: &[&Group], from: &[Vec<Choice>], last: usize, n_layers: usize) -> Pipeline {
+fn walk(order: &[&NodeGroup], from: &[Vec<Predecessor>], last: usize, n_layers: usize) -> Pipeline {
     let mut stages = Vec::new();
     let (mut g, mut end) = (last, n_layers);
     while let Some((start, before)) = from[g][end] {

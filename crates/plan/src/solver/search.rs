@@ -4,9 +4,9 @@
 //! Candidates are single pipelines, replicas, and disaggregated prefill. The dynamic programmes and
 //! integer programs that generate them are in the other modules of this folder.
 
-use super::classes::{Classes, Counts};
-use super::exact::{self, Combine, Found, GroupType};
-use super::groups::{Group, Weights, splits};
+use super::classes::{ClassCounts, Classes};
+use super::exact::{self, Combine, ExactPipeline, GroupType};
+use super::groups::{NodeGroup, RangeLoad, splits};
 use super::large;
 use crate::cost::Costs;
 use crate::placement::{Pipeline, Placement, Split};
@@ -33,7 +33,7 @@ impl Default for Options {
 
 /// Ways to place a model that people have names for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Family {
+pub enum PlacementFamily {
     OneNode,
     /// Layers cut among single nodes.
     Pipeline,
@@ -51,24 +51,24 @@ pub enum Family {
 
 /// A placement with what it will do.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Candidate {
+pub struct PlacementCandidate {
     /// The nodes and the layers that each computes.
     pub placement: Placement,
     /// Predicted figures.
     pub prediction: Prediction,
     /// The way it is placed.
-    pub family: Family,
+    pub family: PlacementFamily,
     /// Smaller is better; what the objective compares.
     pub score: f64,
 }
 
 /// Result of the search.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Outcome {
+pub struct SearchOutcome {
     /// The placement to take.
-    pub best: Candidate,
+    pub best: PlacementCandidate,
     /// The best of every other family, best first.
-    pub alternatives: Vec<Candidate>,
+    pub alternatives: Vec<PlacementCandidate>,
     /// Placements that were predicted.
     pub considered: usize,
     /// Whether all sequences of groups and cuts were covered.
@@ -90,7 +90,7 @@ const PREDICTED: usize = 48;
 /// # Errors
 /// [`Error::Infeasible`] with the smallest changes; [`Error::MissingFact`] for energy without known
 /// watts.
-pub fn solve(costs: &Costs<'_>, options: &Options) -> Result<Outcome, Error> {
+pub fn solve(costs: &Costs<'_>, options: &Options) -> Result<SearchOutcome, Error> {
     let classes = Classes::of(costs.cluster, &costs.network);
     let mut search = Search {
         costs,
@@ -111,22 +111,22 @@ struct Search<'a, 'c> {
     costs: &'a Costs<'c>,
     options: &'a Options,
     classes: Classes,
-    found: Vec<Candidate>,
+    found: Vec<PlacementCandidate>,
     exact: bool,
     missing: Option<Error>,
 }
 
 impl Search<'_, '_> {
-    fn weights(&self, prompt: bool, replicas: u32) -> Weights {
+    fn weights(&self, prompt: bool, replicas: u32) -> RangeLoad {
         let batch = f64::from(self.costs.workload.concurrency) / f64::from(replicas);
-        Weights {
+        RangeLoad {
             prompt,
             batch: batch.max(1.0),
         }
     }
 
     /// Pipelines within `limit` for one copy, looked for in about `budget` steps.
-    fn pipelines(&mut self, limit: &[u8], weights: Weights, budget: f64) -> Vec<Pipeline> {
+    fn pipelines(&mut self, limit: &[u8], weights: RangeLoad, budget: f64) -> Vec<Pipeline> {
         let combines: &[Combine] = if self.costs.workload.concurrency > 1 {
             &[Combine::Sum, Combine::Max]
         } else {
@@ -173,12 +173,13 @@ impl Search<'_, '_> {
 
     fn exact(&self, limit: &[u8], kinds: &[GroupType], combine: Combine) -> Vec<Pipeline> {
         let found = exact::solve(self.costs, &self.classes, limit, kinds, combine);
-        let keep = |found: Vec<Found>| found.into_iter().take(PREDICTED).map(|f| f.pipeline);
+        let keep =
+            |found: Vec<ExactPipeline>| found.into_iter().take(PREDICTED).map(|f| f.pipeline);
         keep(found).collect()
     }
 
     /// Kinds of groups within `limit`.
-    fn kinds(&self, limit: &[u8], weights: Weights, level: Level) -> Vec<GroupType> {
+    fn kinds(&self, limit: &[u8], weights: RangeLoad, level: Level) -> Vec<GroupType> {
         let zero = vec![0; limit.len()];
         let mut kinds = Vec::new();
         for counts in level.counts(limit) {
@@ -187,7 +188,7 @@ impl Search<'_, '_> {
                 continue;
             }
             for split in splits(self.costs, nodes.len()) {
-                let group = Group::new(self.costs, nodes.clone(), split, weights);
+                let group = NodeGroup::new(self.costs, nodes.clone(), split, weights);
                 kinds.extend(group.map(|group| GroupType {
                     counts: counts.clone(),
                     group,
@@ -211,7 +212,7 @@ impl Search<'_, '_> {
         let budget = EXACT_WORK / 2.0 / f64::from(most);
         for copies in 2..=most {
             let n = u8::try_from(copies).unwrap_or(u8::MAX);
-            let limit: Counts = totals.iter().map(|&total| total / n).collect();
+            let limit: ClassCounts = totals.iter().map(|&total| total / n).collect();
             if limit.iter().all(|&n| n == 0) {
                 break;
             }
@@ -253,7 +254,7 @@ impl Search<'_, '_> {
         let n = self.costs.model.layers;
         let weights = self.weights(true, 1);
         let fits = |&node: &usize| {
-            let group = Group::new(self.costs, vec![node], Split::Whole, weights);
+            let group = NodeGroup::new(self.costs, vec![node], Split::Whole, weights);
             group.is_some_and(|group| group.reach.first() == Some(&n))
         };
         let alone: Vec<usize> = (0..self.costs.cluster.nodes.len()).filter(fits).collect();
@@ -296,7 +297,7 @@ impl Search<'_, '_> {
             return;
         }
         match score(self.costs, self.options.objective, &prediction) {
-            Ok(score) => self.found.push(Candidate {
+            Ok(score) => self.found.push(PlacementCandidate {
                 family: family(&placement),
                 placement,
                 prediction,
@@ -306,7 +307,7 @@ impl Search<'_, '_> {
         }
     }
 
-    fn finish(mut self) -> Result<Outcome, Error> {
+    fn finish(mut self) -> Result<SearchOutcome, Error> {
         if let (true, Some(error)) = (self.found.is_empty(), self.missing) {
             return Err(error);
         }
@@ -320,17 +321,17 @@ impl Search<'_, '_> {
             ))));
         };
         let near = first.score + first.score.abs() * self.options.tolerance;
-        let nodes = |candidate: &Candidate| candidate.prediction.nodes.len();
+        let nodes = |candidate: &PlacementCandidate| candidate.prediction.nodes.len();
         let close = self.found.iter().take_while(|c| c.score <= near);
         let best = close.min_by_key(|c| nodes(c)).unwrap_or(first).clone();
-        let mut alternatives: Vec<Candidate> = Vec::new();
+        let mut alternatives: Vec<PlacementCandidate> = Vec::new();
         for candidate in &self.found {
             let known = alternatives.iter().any(|a| a.family == candidate.family);
             if !known && candidate.family != best.family {
                 alternatives.push(candidate.clone());
             }
         }
-        Ok(Outcome {
+        Ok(SearchOutcome {
             best,
             alternatives,
             considered,
@@ -371,7 +372,7 @@ impl Level {
     }
 
     /// Numbers of nodes of each class in the groups of this level.
-    fn counts(self, limit: &[u8]) -> Vec<Counts> {
+    fn counts(self, limit: &[u8]) -> Vec<ClassCounts> {
         let zero = vec![0; limit.len()];
         let alike = |wanted: &dyn Fn(u8) -> bool| {
             let mut all = Vec::new();
@@ -405,10 +406,10 @@ fn states(limit: &[u8]) -> f64 {
 }
 
 /// Every count vector from one node to `limit`, fewest of the first class first.
-fn subsets(limit: &[u8]) -> Vec<Counts> {
+fn subsets(limit: &[u8]) -> Vec<ClassCounts> {
     let mut all = vec![vec![]];
     for &max in limit {
-        let longer = |counts: &Counts| {
+        let longer = |counts: &ClassCounts| {
             let counts = counts.clone();
             (0..=max).map(move |n| [counts.as_slice(), &[n]].concat())
         };
@@ -420,21 +421,21 @@ fn subsets(limit: &[u8]) -> Vec<Counts> {
 }
 
 /// The name of the way that a placement is placed.
-pub(crate) fn family(placement: &Placement) -> Family {
+pub(crate) fn family(placement: &Placement) -> PlacementFamily {
     let first = &placement.replicas[0];
     let any = |split| first.stages.iter().any(|stage| stage.split == split);
     if placement.prefill.is_some() {
-        Family::PrefillApart
+        PlacementFamily::PrefillApart
     } else if placement.replicas.len() > 1 {
-        Family::Replicas
+        PlacementFamily::Replicas
     } else if any(Split::Expert) {
-        Family::Expert
+        PlacementFamily::Expert
     } else {
         match (any(Split::Tensor), first.stages.len()) {
-            (true, 1) => Family::Tensor,
-            (true, _) => Family::TensorPipeline,
-            (false, 1) => Family::OneNode,
-            (false, _) => Family::Pipeline,
+            (true, 1) => PlacementFamily::Tensor,
+            (true, _) => PlacementFamily::TensorPipeline,
+            (false, 1) => PlacementFamily::OneNode,
+            (false, _) => PlacementFamily::Pipeline,
         }
     }
 }

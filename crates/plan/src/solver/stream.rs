@@ -6,9 +6,9 @@ use super::milp::{Streamed, Streamer, stream};
 use super::request_hop;
 use crate::cost::Costs;
 use crate::cost::memory::{Ends, usage};
-use crate::placement::{Pipeline, Placement, Stage};
+use crate::placement::{Pipeline, PipelineStage, Placement};
 use crate::predict::{Prediction, predict};
-use crate::{Error, Network};
+use crate::{Error, LinkTable};
 
 /// Most nodes for the integer program: it has four variables for each.
 const NODES: usize = 16;
@@ -41,7 +41,7 @@ pub fn stream_from_disk(costs: &Costs<'_>) -> Result<(Placement, Prediction), Er
 
 fn streamer(costs: &Costs<'_>, node: usize) -> Result<Streamer, Error> {
     let n = costs.model.layers;
-    let whole = Stage::whole(0..n, node);
+    let whole = PipelineStage::whole(0..n, node);
     let time = costs.stage(&whole, costs.decode_rows(1.0))?.compute;
     let both = Ends {
         first: true,
@@ -67,7 +67,7 @@ fn streamer(costs: &Costs<'_>, node: usize) -> Result<Streamer, Error> {
     })
 }
 
-fn typical_hop(costs: &Costs<'_>, network: &Network, order: &[usize]) -> f64 {
+fn typical_hop(costs: &Costs<'_>, network: &LinkTable, order: &[usize]) -> f64 {
     let answer = super::answer(costs);
     let pairs = order.windows(2).filter(|pair| network.joins(pair));
     let hops = pairs.filter_map(|p| request_hop(costs, false, &p[..1], &p[1..]));
@@ -78,7 +78,7 @@ fn pipeline(order: &[usize], layers: &[Streamed]) -> Pipeline {
     let mut start = 0;
     let mut stages = Vec::new();
     for (&node, part) in order.iter().zip(layers).filter(|(_, part)| part.layers > 0) {
-        let mut stage = Stage::whole(start..start + part.layers, node);
+        let mut stage = PipelineStage::whole(start..start + part.layers, node);
         stage.members[0].streamed = part.layers - part.resident.min(part.layers);
         start += part.layers;
         stages.push(stage);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{COLD, Event, LEAST, MOST, NOISE, Order, Steering, Way};
+use super::{COLD, Event, LEAST, MOST, NOISE, SplitChange, SplitEstimate, SplitSelector};
 
 /// A token of a step that ended at that time.
 const fn token(at: Duration) -> Event {
@@ -10,9 +10,9 @@ const fn token(at: Duration) -> Event {
 }
 
 /// SplitMix64 (Steele, Lea and Flood 2014).
-struct Random(u64);
+struct NoiseRng(u64);
 
-impl Random {
+impl NoiseRng {
     /// Evenly in 0..1.
     fn unit(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -27,9 +27,9 @@ impl Random {
     }
 }
 
-fn way(tok_s: f64, change_ms: u64) -> Way {
+fn way(tok_s: f64, change_ms: u64) -> SplitEstimate {
     let change = Duration::from_millis(change_ms);
-    Way {
+    SplitEstimate {
         tok_s,
         key_s: 0.0,
         change,
@@ -37,20 +37,20 @@ fn way(tok_s: f64, change_ms: u64) -> Way {
 }
 
 /// A machine on which each way has a speed of its own.
-struct Machine {
-    steering: Steering,
+struct SimulatedMachine {
+    steering: SplitSelector,
     /// Tokens a second, in truth.
     truth: Vec<f64>,
     change: Duration,
     now: Duration,
-    orders: Vec<Order>,
+    orders: Vec<SplitChange>,
 }
 
-impl Machine {
+impl SimulatedMachine {
     fn new(expected: &[f64], truth: &[f64], change_ms: u64, at: usize) -> Self {
-        let ways: Vec<Way> = expected.iter().map(|&v| way(v, change_ms)).collect();
+        let ways: Vec<SplitEstimate> = expected.iter().map(|&v| way(v, change_ms)).collect();
         Self {
-            steering: Steering::new(&ways, at).unwrap(),
+            steering: SplitSelector::new(&ways, at).unwrap(),
             truth: truth.to_vec(),
             change: Duration::from_millis(change_ms),
             now: Duration::ZERO,
@@ -60,7 +60,7 @@ impl Machine {
 
     /// A response of `n` tokens. Each takes up to `noise` longer or shorter, and one in 50 ten
     /// times as long.
-    fn answer(&mut self, n: usize, noise: f64, random: &mut Random) {
+    fn answer(&mut self, n: usize, noise: f64, random: &mut NoiseRng) {
         self.steering.step(self.now, Event::Opened);
         for _ in 0..n {
             let spike = if random.unit() < 0.02 { 10.0 } else { 1.0 };
@@ -81,8 +81,8 @@ impl Machine {
 
 #[test]
 fn a_good_choice_is_kept() {
-    let mut random = Random(1);
-    let mut machine = Machine::new(&[100.0, 90.0], &[97.0, 90.0], 100, 0);
+    let mut random = NoiseRng(1);
+    let mut machine = SimulatedMachine::new(&[100.0, 90.0], &[97.0, 90.0], 100, 0);
     machine.answer(5000, 0.1, &mut random);
     assert_eq!(machine.orders, []);
     assert!((machine.steering.measured(0).unwrap() / 97.0 - 1.0).abs() < 0.05);
@@ -91,21 +91,21 @@ fn a_good_choice_is_kept() {
 
 #[test]
 fn a_bad_choice_is_left_once_it_lost_what_a_change_costs() {
-    let mut random = Random(2);
-    let mut machine = Machine::new(&[200.0, 100.0], &[50.0, 100.0], 1000, 0);
+    let mut random = NoiseRng(2);
+    let mut machine = SimulatedMachine::new(&[200.0, 100.0], &[50.0, 100.0], 1000, 0);
     machine.answer(1000, 0.0, &mut random);
     assert_eq!(machine.orders.len(), 1, "{:?}", machine.orders);
     assert_eq!(machine.steering.at(), 1);
     // 10 ms a token are lost: 100 tokens make up a second.
-    let mut machine = Machine::new(&[200.0, 100.0], &[50.0, 100.0], 1000, 0);
+    let mut machine = SimulatedMachine::new(&[200.0, 100.0], &[50.0, 100.0], 1000, 0);
     machine.answer(100 + COLD, 0.0, &mut random);
     assert_eq!(machine.orders, []);
 }
 
 #[test]
 fn what_turns_out_worse_is_rolled_back() {
-    let mut random = Random(3);
-    let mut machine = Machine::new(&[200.0, 150.0], &[100.0, 60.0], 50, 0);
+    let mut random = NoiseRng(3);
+    let mut machine = SimulatedMachine::new(&[200.0, 150.0], &[100.0, 60.0], 50, 0);
     machine.answer(3000, 0.05, &mut random);
     let course: Vec<_> = machine.orders.iter().map(|o| (o.from, o.to)).collect();
     assert_eq!(course, [(0, 1), (1, 0)]);
@@ -117,7 +117,7 @@ fn what_turns_out_worse_is_rolled_back() {
 #[test]
 fn only_tokens_of_an_answer_alone_count() {
     let at = |ms: u64| Duration::from_millis(ms);
-    let mut steering = Steering::new(&[way(1e6, 0), way(2e6, 0)], 0).unwrap();
+    let mut steering = SplitSelector::new(&[way(1e6, 0), way(2e6, 0)], 0).unwrap();
     steering.step(at(0), Event::Opened);
     steering.step(at(0), Event::Opened);
     for ms in 0..1000 {
@@ -143,7 +143,7 @@ fn only_tokens_of_an_answer_alone_count() {
 #[test]
 fn steering_that_holds_is_moved_by_others() {
     let at = |ms: u64| Duration::from_millis(ms);
-    let mut steering = Steering::new(&[way(1e6, 0), way(2e6, 0)], 0)
+    let mut steering = SplitSelector::new(&[way(1e6, 0), way(2e6, 0)], 0)
         .unwrap()
         .holding();
     steering.step(at(0), Event::Opened);
@@ -172,7 +172,7 @@ fn steering_that_holds_is_moved_by_others() {
 
 #[test]
 fn a_way_that_cannot_be_had_is_not_tried_again() {
-    let mut steering = Steering::new(&[way(1e6, 0), way(2e6, 0)], 0).unwrap();
+    let mut steering = SplitSelector::new(&[way(1e6, 0), way(2e6, 0)], 0).unwrap();
     steering.step(Duration::ZERO, Event::Opened);
     let mut orders = 0;
     for ms in 0..1000 {
@@ -188,7 +188,7 @@ fn a_way_that_cannot_be_had_is_not_tried_again() {
 #[test]
 fn speeds_that_cannot_be_are_refused() {
     for bad in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-        let error = Steering::new(&[way(1.0, 0), way(bad, 0)], 0).unwrap_err();
+        let error = SplitSelector::new(&[way(1.0, 0), way(bad, 0)], 0).unwrap_err();
         assert!(
             error.to_string().starts_with("way 1: decode tok/s"),
             "{error}"
@@ -201,7 +201,7 @@ fn speeds_that_cannot_be_are_refused() {
 /// tried.
 #[test]
 fn simulated_machines_end_well() {
-    let mut random = Random(4);
+    let mut random = NoiseRng(4);
     let mut changes = 0;
     for seed in 0..100 {
         let n = 2 + (random.unit() * 3.0) as usize;
@@ -209,7 +209,7 @@ fn simulated_machines_end_well() {
         let expected: Vec<f64> = truth.iter().map(|v| v * random.between(0.3, 3.0)).collect();
         let change_ms = random.between(10.0, 3000.0) as u64;
         let first = (0..n).max_by(|a, b| expected[*a].total_cmp(&expected[*b]));
-        let mut machine = Machine::new(&expected, &truth, change_ms, first.unwrap());
+        let mut machine = SimulatedMachine::new(&expected, &truth, change_ms, first.unwrap());
         let tokens = 10_000;
         for _ in 0..tokens / 500 {
             machine.answer(500, 0.1, &mut random);
@@ -236,11 +236,11 @@ fn simulated_machines_end_well() {
 #[test]
 fn a_long_answer_is_no_reason_to_change() {
     let other = way(90.0, 0);
-    let long = Way {
+    let long = SplitEstimate {
         key_s: 0.01 / 4000.0,
         ..way(100.0, 0)
     };
-    let mut steering = Steering::new(&[long, other], 0).unwrap();
+    let mut steering = SplitSelector::new(&[long, other], 0).unwrap();
     steering.step(Duration::ZERO, Event::Opened);
     for i in 0..200 {
         let now = Duration::from_millis(20 * i);
@@ -256,7 +256,7 @@ fn a_long_answer_is_no_reason_to_change() {
 
 /// Plays 80 steps of `step_ms` with `tokens` each. All tokens arrive at once, as after a
 /// connection that stalled.
-fn answer(steering: &mut Steering, step_ms: u64, tokens: u32) -> Option<f64> {
+fn answer(steering: &mut SplitSelector, step_ms: u64, tokens: u32) -> Option<f64> {
     for step in 0..80 {
         let ended = Duration::from_millis(step_ms * step);
         for _ in 0..tokens {
@@ -268,7 +268,7 @@ fn answer(steering: &mut Steering, step_ms: u64, tokens: u32) -> Option<f64> {
 
 #[test]
 fn tokens_of_a_step_share_its_time() {
-    let mut steering = Steering::new(&[way(1.0, 0)], 0).unwrap();
+    let mut steering = SplitSelector::new(&[way(1.0, 0)], 0).unwrap();
     assert_eq!(answer(&mut steering, 100, 4), None, "no request is open");
     steering.step(Duration::ZERO, Event::Opened);
     assert_eq!(answer(&mut steering, 100, 4), Some(40.0));

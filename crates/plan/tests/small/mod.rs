@@ -4,7 +4,8 @@
 use paceline_base::Bytes;
 use paceline_plan::cluster::Rates;
 use paceline_plan::{
-    Attention, Backend, Bits, Caches, Cluster, Link, ModelShape, Node, Transport, Workload,
+    AttentionKind, Backend, Bits, Caches, Cluster, ClusterNode, LinkTransport, ModelShape,
+    NodeLink, Workload,
 };
 
 /// A dense model of `layers` layers.
@@ -15,7 +16,7 @@ pub(crate) fn model(layers: u32) -> ModelShape {
         width: 1024,
         vocab: 8192,
         tied: false,
-        attention: Attention::Gqa {
+        attention: AttentionKind::Gqa {
             heads: 12,
             kv_heads: 12,
             head_dim: 64,
@@ -29,9 +30,9 @@ pub(crate) fn model(layers: u32) -> ModelShape {
 }
 
 /// A node with memory for `layers` layers of [`model`], without embeddings and head.
-pub(crate) fn node(index: usize, layers: f64, bandwidth: f64) -> Node {
+pub(crate) fn node(index: usize, layers: f64, bandwidth: f64) -> ClusterNode {
     let one = model(1);
-    Node {
+    ClusterNode {
         name: format!("n{index}"),
         kind: "box".into(),
         // Program and buffers first, then the layers; embeddings and head take some of it.
@@ -50,12 +51,12 @@ pub(crate) fn node(index: usize, layers: f64, bandwidth: f64) -> Node {
 }
 
 /// A link by sockets.
-pub(crate) fn link(a: usize, b: usize, alpha: f64, beta: f64) -> Link {
-    Link {
+pub(crate) fn link(a: usize, b: usize, alpha: f64, beta: f64) -> NodeLink {
+    NodeLink {
         a,
         b,
         kind: "wire".into(),
-        transport: Transport::Tcp,
+        transport: LinkTransport::Tcp,
         alpha,
         beta,
         shared: false,
@@ -63,7 +64,7 @@ pub(crate) fn link(a: usize, b: usize, alpha: f64, beta: f64) -> Link {
 }
 
 /// All nodes joined, each pair as `of` says: latency in seconds, bytes a second.
-pub(crate) fn mesh(nodes: Vec<Node>, of: impl Fn(usize, usize) -> (f64, f64)) -> Cluster {
+pub(crate) fn mesh(nodes: Vec<ClusterNode>, of: impl Fn(usize, usize) -> (f64, f64)) -> Cluster {
     let mut links = Vec::new();
     for a in 0..nodes.len() {
         for b in a + 1..nodes.len() {

@@ -91,11 +91,11 @@ fn signal_name(number: i32) -> Option<&'static str> {
 /// The first failure is the cause for the whole set: the others fail because of it, or are
 /// terminated.
 #[derive(Clone, Debug, Default)]
-pub struct Endings {
+pub struct ExitLog {
     ended: Vec<(Rank, Ending)>,
 }
 
-impl Endings {
+impl ExitLog {
     pub fn note(&mut self, rank: Rank, ending: Ending) {
         self.ended.push((rank, ending));
     }
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn the_first_failure_counts() {
-        let mut endings = Endings::default();
+        let mut endings = ExitLog::default();
         assert_eq!((endings.first_failure(), endings.exit_code()), (None, 0));
         endings.note(Rank(2), Ending::Code(0));
         assert_eq!((endings.first_failure(), endings.exit_code()), (None, 0));

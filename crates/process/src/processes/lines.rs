@@ -13,11 +13,11 @@ pub const LINE_TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// Assembles whole lines from chunks of a pipe.
 #[derive(Debug, Default)]
-pub struct Lines {
+pub struct LineBuffer {
     partial: Vec<u8>,
 }
 
-impl Lines {
+impl LineBuffer {
     /// Appends a chunk, and passes each completed line on without its end (newline, or carriage
     /// return and newline). Bytes that are not UTF-8 become U+FFFD. Holds at most
     /// [`LINE_TEXT_BYTES_MAX`] bytes.
@@ -68,12 +68,12 @@ fn character_end(bytes: &[u8]) -> usize {
 
 /// The last lines of an output, for failure reports.
 #[derive(Clone, Debug, Default)]
-pub struct Tail {
+pub struct LineTail {
     lines: VecDeque<String>,
     bytes: usize,
 }
 
-impl Tail {
+impl LineTail {
     /// Maximum lines: a panic with the start of its backtrace, or the end of a Python traceback.
     pub const LINES_MAX: usize = 20;
     /// Maximum bytes; the newest line is always kept whole.
@@ -101,11 +101,11 @@ impl Tail {
 ///
 /// Each line is one write under a lock, so lines of different threads never mix.
 #[derive(Debug)]
-pub struct Prefixed<W> {
+pub struct PrefixedWriter<W> {
     output: Mutex<W>,
 }
 
-impl<W: Write> Prefixed<W> {
+impl<W: Write> PrefixedWriter<W> {
     /// Takes `output`; nothing else should write to it.
     pub fn new(output: W) -> Self {
         Self {
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     fn lines(pieces: &[&[u8]]) -> Vec<String> {
-        let mut lines = Lines::default();
+        let mut lines = LineBuffer::default();
         let mut found = Vec::new();
         for piece in pieces {
             lines.feed(piece, |line| found.push(line.to_owned()));
@@ -187,13 +187,13 @@ mod tests {
 
     #[test]
     fn a_tail_is_bounded() {
-        let mut tail = Tail::default();
+        let mut tail = LineTail::default();
         for i in 0..100 {
             tail.push(&i.to_string());
         }
         let kept = tail.clone().into_lines();
-        assert_eq!((kept.len(), kept[0].as_str()), (Tail::LINES_MAX, "80"));
-        tail.push(&"x".repeat(Tail::BYTES_MAX + 1));
+        assert_eq!((kept.len(), kept[0].as_str()), (LineTail::LINES_MAX, "80"));
+        tail.push(&"x".repeat(LineTail::BYTES_MAX + 1));
         assert_eq!(tail.clone().into_lines().len(), 1);
         tail.push("last");
         assert_eq!(tail.into_lines(), ["last"]);
@@ -202,8 +202,8 @@ mod tests {
     #[test]
     fn lines_of_many_threads_do_not_mix() {
         /// Accepts a byte at a time, like a slow terminal.
-        struct Slow(Vec<u8>);
-        impl Write for Slow {
+        struct SlowWriter(Vec<u8>);
+        impl Write for SlowWriter {
             fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
                 self.0.push(bytes[0]);
                 std::thread::yield_now();
@@ -213,7 +213,7 @@ mod tests {
                 Ok(())
             }
         }
-        let output = Prefixed::new(Slow(Vec::new()));
+        let output = PrefixedWriter::new(SlowWriter(Vec::new()));
         std::thread::scope(|scope| {
             for rank in 0..4 {
                 let output = &output;

@@ -19,43 +19,43 @@ use serde_json::{Map, Value, json};
 use tokio::time::{sleep, timeout};
 
 use super::{App, Endpoint, embedding, fresh_seed, json_response, pages, random_hex, resuming};
-use crate::access::Client;
-use crate::answer::{Answer, Terms};
+use crate::access::ClientIdentity;
+use crate::answer::{RequestContext, ResponseStream};
 use crate::config::{Config, Removal};
-use crate::field::{Fields, Notes};
-use crate::journal::Head;
+use crate::field::{FieldValues, FieldWarnings};
+use crate::journal::JournalHead;
 use crate::json;
-use crate::keys::{Held, Watched};
+use crate::keys::{ClientKey, WatchedKeys};
 use crate::log;
-use crate::model::Model;
-use crate::phase::Phase;
-use crate::places::Place;
-use crate::rejection::{Rejection, Style};
+use crate::model::ServedModel;
+use crate::phase::ServerPhase;
+use crate::places::ConcurrencyPermit;
+use crate::rejection::{ErrorStyle, Rejection};
 use crate::render::anthropic::Anthropic;
 use crate::render::llama::Infill;
 use crate::render::ollama::Ollama;
-use crate::render::openai::{OpenAi, Shape};
-use crate::render::responses::{Keeper, Responses};
-use crate::render::{Frame, Telling, Writer};
+use crate::render::openai::{OpenAi, OpenAiOptions};
+use crate::render::responses::{ResponseKeep, Responses};
+use crate::render::{DialectWriter, ResponseBuilder, ResponseFrame};
 use crate::request::fields::ollama::NAMED;
-use crate::request::{Ask, Reader, Teller, Understood};
-use crate::stream::{Beat, Events, Recorder};
+use crate::request::{ApiDialect, ModelRequest, ParsedRequest, RequestParser};
+use crate::stream::{KeepAliveRequest, Recorder, SseStream};
 
 /// Maximum bytes of a rejected body to drain before replying; many clients read only after sending
 /// everything.
 const DRAINED_BYTES: usize = 64 << 20;
 
 /// A parsed request with its warnings for the client.
-struct Reading {
-    understood: Understood,
+struct ParsedBody {
+    understood: ParsedRequest,
     warnings: Vec<String>,
     body: Vec<u8>,
-    given: Given,
+    given: RequestMeta,
 }
 
 /// Inputs of a response besides the request body: equal inputs give equal responses.
 #[derive(Clone, Debug)]
-pub(super) struct Given {
+pub(super) struct RequestMeta {
     /// Id of the response: 128 random bits.
     pub(super) id: String,
     /// Seed for requests without one.
@@ -63,7 +63,7 @@ pub(super) struct Given {
     pub(super) unix_s: u64,
 }
 
-impl Given {
+impl RequestMeta {
     fn fresh(app: &App) -> Result<Self, Rejection> {
         Ok(Self {
             id: random_hex()?,
@@ -79,30 +79,30 @@ pub(super) async fn answer(
     endpoint: Endpoint,
 ) -> Result<Response, Rejection> {
     let client = client(&request);
-    let mut terms = terms(&app, &client);
+    let mut terms = request_context(&app, &client);
     check_head(&app.config, &request)?;
     check_ready(&app)?;
     app.check_ability(endpoint)?;
     let place = app.places.take(&client, app.has_several_clients(&client))?;
     if let Some(last) = resuming::last_event(request.headers(), endpoint)? {
         body_in_time(&app.config, request).await?; // the journal has the one that counts
-        return resuming::go_on(&app, last, (terms, place, client)).await;
+        return resuming::resume(&app, last, (terms, place, client)).await;
     }
     let limit_s = terms.deadline_s;
     let reading = tokio::select! {
         () = &mut terms.deadline => return Err(Rejection::Deadline { limit_s }),
         reading = read(&app, request, &client, endpoint) => reading?,
     };
-    let Reading {
+    let ParsedBody {
         understood,
         warnings,
         body,
         given,
     } = reading;
     let response = match understood {
-        Understood::Answer(value) => json_response(StatusCode::OK, &value),
-        Understood::Embed(ask) => embedding::respond(&app, ask, terms, place).await?,
-        Understood::Ask(ask) => {
+        ParsedRequest::Immediate(value) => json_response(StatusCode::OK, &value),
+        ParsedRequest::Embed(ask) => embedding::respond(&app, ask, terms, place).await?,
+        ParsedRequest::Generation(ask) => {
             let head = resuming::head(&app, &ask, &given, (endpoint, body), &client);
             respond(&app, *ask, given, (terms, place, client), head).await?
         }
@@ -111,32 +111,35 @@ pub(super) async fn answer(
 }
 
 /// Deadline, limits and API key for a response to `client`; the deadline counts from now.
-pub(super) fn terms(app: &App, client: &Client) -> Terms {
+pub(super) fn request_context(app: &App, client: &ClientIdentity) -> RequestContext {
     let limit = app.config.times.request;
-    Terms {
+    RequestContext {
         deadline: Box::pin(sleep(limit)),
         deadline_s: limit.as_secs(),
         phase: app.phase.clone(),
         context: app.model.context,
         unread_replies: app.config.limits.unread_replies,
-        key: held(app.keys.as_ref(), client),
+        key: client_key(app.keys.as_ref(), client),
         asked: (app.config.clock.now)(),
         now: app.config.clock.now,
     }
 }
 
 /// The client's API key, if keys are in use.
-pub(super) fn held(keys: Option<&Arc<Watched>>, client: &Client) -> Option<Held> {
-    let (Some(keys), Client::Key(id)) = (keys, client) else {
+pub(super) fn client_key(
+    keys: Option<&Arc<WatchedKeys>>,
+    client: &ClientIdentity,
+) -> Option<ClientKey> {
+    let (Some(keys), ClientIdentity::Key(id)) = (keys, client) else {
         return None;
     };
     let (keys, id) = (Arc::clone(keys), id.clone());
-    Some(Held { keys, id })
+    Some(ClientKey { keys, id })
 }
 
-pub(super) fn client(request: &Request) -> Client {
-    let client = request.extensions().get::<Client>();
-    client.cloned().unwrap_or(Client::Anybody)
+pub(super) fn client(request: &Request) -> ClientIdentity {
+    let client = request.extensions().get::<ClientIdentity>();
+    client.cloned().unwrap_or(ClientIdentity::Anybody)
 }
 
 /// Adds a `warning` header (RFC 7234) for each ignored field.
@@ -158,7 +161,7 @@ fn warned(mut response: Response, warnings: &[String]) -> Response {
 fn check_head(config: &Config, request: &Request) -> Result<(), Rejection> {
     let headers = request.headers();
     let value = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
-    let is_untyped = value.is_none() && Style::of(request.uri().path()) == Style::Ollama;
+    let is_untyped = value.is_none() && ErrorStyle::of(request.uri().path()) == ErrorStyle::Ollama;
     let text = String::from_utf8_lossy(value.unwrap_or_default());
     let essence = text.split(';').next().unwrap_or_default().trim();
     if !is_untyped && !essence.eq_ignore_ascii_case("application/json") {
@@ -185,7 +188,7 @@ fn length(headers: &HeaderMap) -> Option<usize> {
 }
 
 pub(super) fn check_ready(app: &App) -> Result<(), Rejection> {
-    if *app.phase.borrow() != Phase::Running {
+    if *app.phase.borrow() != ServerPhase::Running {
         return Err(Rejection::ShuttingDown);
     }
     match app.service.status().state {
@@ -199,19 +202,19 @@ pub(super) fn check_ready(app: &App) -> Result<(), Rejection> {
 async fn read(
     app: &Arc<App>,
     request: Request,
-    client: &Client,
+    client: &ClientIdentity,
     endpoint: Endpoint,
-) -> Result<Reading, Rejection> {
+) -> Result<ParsedBody, Rejection> {
     let body = body_in_time(&app.config, request).await?;
     let permit = Arc::clone(&app.parsing).acquire_owned().await;
     let permit = permit.expect("the semaphore is never closed");
     let (app, client) = (Arc::clone(app), client.clone());
     let work = tokio::task::spawn_blocking(move || {
-        let given = Given::fresh(&app)?;
-        let understood = understand(&app, &body, &client, (endpoint, &given));
+        let given = RequestMeta::fresh(&app)?;
+        let understood = parse_body(&app, &body, &client, (endpoint, &given));
         drop(permit);
         let (understood, warnings) = understood?;
-        Ok(Reading {
+        Ok(ParsedBody {
             understood,
             warnings,
             body,
@@ -231,15 +234,15 @@ pub(crate) async fn body_in_time(config: &Config, request: Request) -> Result<Ve
 }
 
 /// Parses a body as a request of `endpoint`, with warnings for the client.
-pub(super) fn understand(
+pub(super) fn parse_body(
     app: &App,
     body: &[u8],
-    client: &Client,
-    (endpoint, given): (Endpoint, &Given),
-) -> Result<(Understood, Vec<String>), Rejection> {
+    client: &ClientIdentity,
+    (endpoint, given): (Endpoint, &RequestMeta),
+) -> Result<(ParsedRequest, Vec<String>), Rejection> {
     let body = json::parse(body, &app.config.limits)?;
-    let notes = Notes::new(app.config.is_lenient);
-    let reader = Reader {
+    let notes = FieldWarnings::new(app.config.is_lenient);
+    let reader = RequestParser {
         model: &app.model,
         calling: &app.calling,
         limits: &app.config.limits,
@@ -250,7 +253,7 @@ pub(super) fn understand(
         store: &app.store,
         client,
     };
-    let ask = |ask: Ask| Understood::Ask(Box::new(ask));
+    let ask = |ask: ModelRequest| ParsedRequest::Generation(Box::new(ask));
     let understood = match endpoint {
         Endpoint::Chat => reader.chat(body).map(ask),
         Endpoint::Completion => reader.completion(body).map(ask),
@@ -259,19 +262,19 @@ pub(super) fn understand(
         Endpoint::Infill => reader.infill(body).map(ask),
         Endpoint::OllamaChat => reader.ollama_chat(body),
         Endpoint::OllamaGenerate => reader.ollama_generate(body),
-        Endpoint::CountTokens => reader.count_tokens(body).map(Understood::Answer),
-        Endpoint::Tokenize => reader.tokenize(body).map(Understood::Answer),
-        Endpoint::Detokenize => reader.detokenize(body).map(Understood::Answer),
+        Endpoint::CountTokens => reader.count_tokens(body).map(ParsedRequest::Immediate),
+        Endpoint::Tokenize => reader.tokenize(body).map(ParsedRequest::Immediate),
+        Endpoint::Detokenize => reader.detokenize(body).map(ParsedRequest::Immediate),
         Endpoint::Embeddings => reader
             .embeddings(body, app.embedder()?)
-            .map(Understood::Embed),
+            .map(ParsedRequest::Embed),
         Endpoint::OllamaEmbed => reader
             .ollama_embed(body, app.embedder()?)
-            .map(Understood::Embed),
+            .map(ParsedRequest::Embed),
         Endpoint::OllamaEmbeddings => reader
             .ollama_embeddings(body, app.embedder()?)
-            .map(Understood::Embed),
-        Endpoint::ApplyTemplate => reader.apply_template(body).map(Understood::Answer),
+            .map(ParsedRequest::Embed),
+        Endpoint::ApplyTemplate => reader.apply_template(body).map(ParsedRequest::Immediate),
     }?;
     Ok((understood, notes.into_warnings()))
 }
@@ -305,18 +308,18 @@ async fn body(request: Request, limit: usize) -> Result<Vec<u8>, Rejection> {
 /// Submits the request and responds. With a head, a streamed response has a journal.
 async fn respond(
     app: &App,
-    mut ask: Ask,
-    given: Given,
-    (terms, place, client): (Terms, Place, Client),
-    head: Option<Head>,
+    mut ask: ModelRequest,
+    given: RequestMeta,
+    (terms, place, client): (RequestContext, ConcurrencyPermit, ClientIdentity),
+    head: Option<JournalHead>,
 ) -> Result<Response, Rejection> {
-    let telling = telling(app, &mut ask, given, (&terms, client));
+    let telling = response_builder(app, &mut ask, given, (&terms, client));
     log::prompts(&app.model.tokenizer, &ask.requests);
     let requests = ask.requests.into_iter();
     let requests = requests
         .map(|request| Some((request, Vec::new())))
         .collect();
-    let answer = Answer::start(&app.service, &app.metrics, requests, terms)?;
+    let answer = ResponseStream::start(&app.service, &app.metrics, requests, terms)?;
     if ask.stream.is_some() {
         let recorder = head.and_then(|head| resuming::record(app, head));
         return stream(app, answer, telling, (place, recorder)).await;
@@ -325,16 +328,16 @@ async fn respond(
 }
 
 /// The response builder for the request's dialect.
-pub(super) fn telling(
+pub(super) fn response_builder(
     app: &App,
-    ask: &mut Ask,
-    given: Given,
-    (terms, client): (&Terms, Client),
-) -> Telling {
+    ask: &mut ModelRequest,
+    given: RequestMeta,
+    (terms, client): (&RequestContext, ClientIdentity),
+) -> ResponseBuilder {
     let writer = writer(app, ask, given, client);
     let sizes = (ask.prompt_tokens, ask.n);
     let choices = std::mem::take(&mut ask.choices);
-    Telling::new(
+    ResponseBuilder::new(
         writer,
         choices,
         sizes,
@@ -344,8 +347,13 @@ pub(super) fn telling(
 }
 
 /// The writer for the request's dialect.
-fn writer(app: &App, ask: &Ask, given: Given, client: Client) -> Box<dyn Writer> {
-    let frame = Frame {
+fn writer(
+    app: &App,
+    ask: &ModelRequest,
+    given: RequestMeta,
+    client: ClientIdentity,
+) -> Box<dyn DialectWriter> {
+    let frame = ResponseFrame {
         id: given.id,
         created_unix_s: given.unix_s,
         model: app.model.id.clone(),
@@ -356,10 +364,10 @@ fn writer(app: &App, ask: &Ask, given: Given, client: Client) -> Box<dyn Writer>
             .first()
             .map_or(vec![], |first| first.stop.clone())
     };
-    match &ask.teller {
-        Teller::OpenAi(kind) => {
+    match &ask.dialect {
+        ApiDialect::OpenAi(kind) => {
             let mut requests = ask.requests.iter();
-            let shape = Shape {
+            let shape = OpenAiOptions {
                 kind: kind.clone(),
                 has_logprobs: requests.any(|request| request.logprobs.is_some()),
                 has_usage: ask.stream.is_some_and(|options| options.has_usage),
@@ -368,22 +376,25 @@ fn writer(app: &App, ask: &Ask, given: Given, client: Client) -> Box<dyn Writer>
             };
             Box::new(OpenAi::new(frame, shape, Arc::clone(&app.model.tokenizer)))
         }
-        Teller::Anthropic { shows_thinking } => {
+        ApiDialect::Anthropic { shows_thinking } => {
             Box::new(Anthropic::new(frame, stops(), *shows_thinking))
         }
-        Teller::Ollama { kind, model } => {
+        ApiDialect::Ollama { kind, model } => {
             Box::new(Ollama::new(*kind, model.clone(), frame.created_unix_s))
         }
-        Teller::Responses(terms) => {
+        ApiDialect::Responses(terms) => {
             let store = Arc::clone(&app.store);
-            let keeper = Keeper { store, client };
+            let keeper = ResponseKeep { store, client };
             Box::new(Responses::new(frame, (**terms).clone(), keeper))
         }
-        Teller::Infill => Box::new(Infill::new(frame, stops())),
+        ApiDialect::Infill => Box::new(Infill::new(frame, stops())),
     }
 }
 
-async fn whole(mut answer: Answer, mut telling: Telling) -> Result<Response, Rejection> {
+async fn whole(
+    mut answer: ResponseStream,
+    mut telling: ResponseBuilder,
+) -> Result<Response, Rejection> {
     while !answer.is_complete() {
         let (choice, reply) = answer.next().await?;
         telling.collect(choice, reply);
@@ -393,27 +404,27 @@ async fn whole(mut answer: Answer, mut telling: Telling) -> Result<Response, Rej
 
 async fn stream(
     app: &App,
-    mut answer: Answer,
-    telling: Telling,
-    (place, recorder): (Place, Option<Recorder>),
+    mut answer: ResponseStream,
+    telling: ResponseBuilder,
+    (place, recorder): (ConcurrencyPermit, Option<Recorder>),
 ) -> Result<Response, Rejection> {
     let early = timeout(app.config.times.first_reply, answer.next()).await;
-    let events = Events {
+    let events = SseStream {
         early: early.ok().transpose()?,
         past: None,
         answer,
-        telling,
+        builder: telling,
         keep_alive: app.config.times.keep_alive,
         recorder,
-        beat: Beat::default(),
+        beat: KeepAliveRequest::default(),
         _place: place,
     };
     Ok(streamed(events))
 }
 
-pub(super) fn streamed(events: Events) -> Response {
+pub(super) fn streamed(events: SseStream) -> Response {
     let headers = [
-        (CONTENT_TYPE, events.telling.framing().content_type()),
+        (CONTENT_TYPE, events.builder.framing().content_type()),
         (CACHE_CONTROL, "no-cache"),
         // Disables nginx's buffering.
         (HeaderName::from_static("x-accel-buffering"), "no"),
@@ -423,7 +434,7 @@ pub(super) fn streamed(events: Events) -> Response {
 }
 
 /// Parses a body that names a model; also whether it is the served one.
-pub(super) async fn named(app: &App, request: Request) -> Result<(Fields, bool), Rejection> {
+pub(super) async fn named(app: &App, request: Request) -> Result<(FieldValues, bool), Rejection> {
     let fields = fields_of_name(&app.config, request).await?;
     let name = fields.text("model").or(fields.text("name"));
     let is_served = name.is_some_and(|name| app.model.is_called(name));
@@ -431,14 +442,17 @@ pub(super) async fn named(app: &App, request: Request) -> Result<(Fields, bool),
 }
 
 /// Parses a body that names a model.
-pub(super) async fn fields_of_name(config: &Config, request: Request) -> Result<Fields, Rejection> {
+pub(super) async fn fields_of_name(
+    config: &Config,
+    request: Request,
+) -> Result<FieldValues, Rejection> {
     check_head(config, &request)?;
     let body = body_in_time(config, request).await?;
     let body: Map<String, Value> = json::parse(&body, &config.limits)?;
-    Fields::new(body, NAMED, "", &Notes::new(config.is_lenient))
+    FieldValues::new(body, NAMED, "", &FieldWarnings::new(config.is_lenient))
 }
 
-fn other_model(app: &App, fields: &Fields) -> Rejection {
+fn other_model(app: &App, fields: &FieldValues) -> Rejection {
     let model = fields.text("model").or(fields.text("name"));
     Rejection::Model {
         model: model.unwrap_or_default().to_owned(),
@@ -482,7 +496,7 @@ pub(super) async fn show(
 /// `DELETE /api/delete`: removes a model from the machine's store, where that was allowed.
 pub(super) async fn remove(
     State(app): State<Arc<App>>,
-    served: Option<Extension<Served>>,
+    served: Option<Extension<ServedNames>>,
     request: Request,
 ) -> Result<Response, Rejection> {
     let Some(remover) = app.config.remover.clone() else {
@@ -501,7 +515,7 @@ pub(super) async fn remove(
     if is_served {
         return Err(Rejection::InUse { model });
     }
-    let Extension(served) = served.unwrap_or_else(|| Extension(Served::of([&app.model])));
+    let Extension(served) = served.unwrap_or_else(|| Extension(ServedNames::of([&app.model])));
     let name = model.clone();
     let removed = tokio::task::spawn_blocking(move || (remover.0)(&name, &served.0)).await;
     let what = "remove the model";
@@ -516,11 +530,11 @@ pub(super) async fn remove(
 /// All names of all served models. One model's API knows only its own names, so a server with
 /// several adds this to the request.
 #[derive(Clone, Debug)]
-pub(super) struct Served(Arc<[String]>);
+pub(super) struct ServedNames(Arc<[String]>);
 
-impl Served {
-    pub(super) fn of<'a>(models: impl IntoIterator<Item = &'a Model>) -> Self {
-        let names = models.into_iter().flat_map(Model::names);
+impl ServedNames {
+    pub(super) fn of<'a>(models: impl IntoIterator<Item = &'a ServedModel>) -> Self {
+        let names = models.into_iter().flat_map(ServedModel::names);
         Self(names.map(str::to_owned).collect())
     }
 }
@@ -529,10 +543,10 @@ impl Served {
 ///
 /// # Errors
 /// [`Rejection::NoAdmin`].
-pub(super) fn check_admin(keys: Option<&Watched>, request: &Request) -> Result<(), Rejection> {
+pub(super) fn check_admin(keys: Option<&WatchedKeys>, request: &Request) -> Result<(), Rejection> {
     let Some(keys) = keys else { return Ok(()) };
     match request.extensions().get() {
-        Some(Client::Key(id)) if keys.is_admin(id) => Ok(()),
+        Some(ClientIdentity::Key(id)) if keys.is_admin(id) => Ok(()),
         _ => Err(Rejection::NoAdmin),
     }
 }
@@ -540,8 +554,8 @@ pub(super) fn check_admin(keys: Option<&Watched>, request: &Request) -> Result<(
 impl App {
     /// The model's capabilities as Ollama names them.
     fn capabilities(&self) -> Vec<&'static str> {
-        let notes = Notes::default();
-        let reader = Reader {
+        let notes = FieldWarnings::default();
+        let reader = RequestParser {
             model: &self.model,
             calling: &self.calling,
             limits: &self.config.limits,
@@ -550,7 +564,7 @@ impl App {
             longest_token: self.longest_token,
             notes: &notes,
             store: &self.store,
-            client: &Client::Anybody,
+            client: &ClientIdentity::Anybody,
         };
         if self.service.embedder().is_some() {
             return vec!["embedding"];

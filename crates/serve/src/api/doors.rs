@@ -20,55 +20,55 @@ use serde_json::Value;
 use tokio::sync::watch;
 use tower::ServiceExt;
 
-use super::asking::{Served, body_in_time};
+use super::asking::{ServedNames, body_in_time};
 use super::{App, OneOfSeveral, idle, json_response, resuming};
-use crate::access::{Client, check_origin};
-use crate::config::{Config, Status};
+use crate::access::{ClientIdentity, check_origin};
+use crate::config::{Config, StatusSource};
 use crate::journal::Journals;
 use crate::metrics::{END, OPEN_METRICS, facts_text, merged};
-use crate::phase::Phase;
+use crate::phase::ServerPhase;
 use crate::rejection::Rejection;
-use crate::{Error, Model};
+use crate::{Error, ServedModel};
 
 /// The models that a node serves. Clones share one registry. All methods are thread-safe, and take
 /// effect with the next request.
 #[derive(Clone)]
-pub struct Doors(Arc<Shared>);
+pub struct ModelRegistry(Arc<RegistryState>);
 
-struct Shared {
+struct RegistryState {
     config: Config,
-    phase: watch::Receiver<Phase>,
+    phase: watch::Receiver<ServerPhase>,
     idle: Router,
-    open: RwLock<Vec<Door>>,
+    open: RwLock<Vec<ModelApi>>,
 }
 
 /// One model's API.
 #[derive(Clone)]
-struct Door {
+struct ModelApi {
     key: String,
     app: Arc<App>,
     router: Router,
 }
 
-impl Shared {
-    fn doors(&self) -> Vec<Door> {
+impl RegistryState {
+    fn apis(&self) -> Vec<ModelApi> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
         open.clone()
     }
 }
 
-impl Doors {
+impl ModelRegistry {
     /// An empty registry.
     ///
     /// # Errors
     /// A key file that cannot be read.
     pub(crate) fn new(
         config: Config,
-        nodes: Status,
-        phase: watch::Receiver<Phase>,
+        nodes: StatusSource,
+        phase: watch::Receiver<ServerPhase>,
     ) -> Result<Self, Error> {
         let idle = Arc::new(idle::Idle::new(config.clone(), nodes)?);
-        Ok(Self(Arc::new(Shared {
+        Ok(Self(Arc::new(RegistryState {
             config,
             phase,
             idle: idle::router(&idle),
@@ -85,11 +85,16 @@ impl Doors {
     ///
     /// # Errors
     /// A model with an unusable name, or an unreadable key file.
-    pub fn open(&self, key: &str, model: Model, service: Arc<dyn Service>) -> Result<(), Error> {
+    pub fn register(
+        &self,
+        key: &str,
+        model: ServedModel,
+        service: Arc<dyn Service>,
+    ) -> Result<(), Error> {
         model.check()?;
         let (config, phase) = (self.0.config.clone(), self.0.phase.clone());
         let app = Arc::new(App::new(config, model, service, phase)?);
-        let door = Door {
+        let door = ModelApi {
             key: key.to_owned(),
             router: super::router(&app),
             app,
@@ -108,7 +113,7 @@ impl Doors {
     /// The stored response `id` as JSON, if the key with id `key` created it. Called for another
     /// node's [`Mirror`](crate::Mirror).
     pub fn response(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
-        let doors = self.0.doors();
+        let doors = self.0.apis();
         let mut found = doors
             .iter()
             .filter_map(|door| door.app.store.of_key(id, key));
@@ -116,13 +121,13 @@ impl Doors {
     }
 
     /// Removes a model. Responses in progress are completed.
-    pub fn close(&self, key: &str) {
+    pub fn unregister(&self, key: &str) {
         let mut open = self.0.open.write().unwrap_or_else(PoisonError::into_inner);
         open.retain(|door| door.key != key);
     }
 }
 
-impl fmt::Debug for Doors {
+impl fmt::Debug for ModelRegistry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let open = self.0.open.read().unwrap_or_else(PoisonError::into_inner);
         f.debug_list().entries(open.iter().map(|d| &d.key)).finish()
@@ -130,8 +135,8 @@ impl fmt::Debug for Doors {
 }
 
 /// Routes a request to the API of its model.
-async fn dispatch(State(shared): State<Arc<Shared>>, request: Request) -> Response {
-    let doors = shared.doors();
+async fn dispatch(State(shared): State<Arc<RegistryState>>, request: Request) -> Response {
+    let doors = shared.apis();
     let path = request.uri().path();
     let list = LISTS.iter().find(|(known, _)| *known == path);
     let list = list.filter(|_| request.method() == Method::GET);
@@ -143,7 +148,7 @@ async fn dispatch(State(shared): State<Arc<Shared>>, request: Request) -> Respon
     }
     if let (2.., &Method::GET, "/health" | "/metrics") = (doors.len(), request.method(), path) {
         let is_health = path == "/health";
-        let answers = match ask_all(&doors, request).await {
+        let answers = match query_all(&doors, request).await {
             Ok(answers) => answers,
             Err(refusal) => return refusal,
         };
@@ -152,10 +157,10 @@ async fn dispatch(State(shared): State<Arc<Shared>>, request: Request) -> Respon
             false => all_metrics(&doors, &answers, &shared.config),
         };
     }
-    match choose(&shared.config, &doors, request).await {
+    match route(&shared.config, &doors, request).await {
         Ok((door, mut request)) => {
             if request.uri().path() == "/api/delete" {
-                let served = Served::of(doors.iter().map(|door| &door.app.model));
+                let served = ServedNames::of(doors.iter().map(|door| &door.app.model));
                 request.extensions_mut().insert(served);
             }
             pass(door.router.clone(), request).await
@@ -180,18 +185,18 @@ const LIST_BYTES: usize = 1 << 20;
 
 /// The fields that name a request's model; `name` is Ollama's older one.
 #[derive(Deserialize)]
-struct Named {
+struct ModelSelector {
     model: Option<String>,
     name: Option<String>,
 }
 
 /// The API of the model that a request names. An unknown name goes to the first model, whose API
 /// rejects it.
-async fn choose<'a>(
+async fn route<'a>(
     config: &Config,
-    doors: &'a [Door],
+    doors: &'a [ModelApi],
     request: Request,
-) -> Result<(&'a Door, Request), Rejection> {
+) -> Result<(&'a ModelApi, Request), Rejection> {
     if doors.len() == 1 {
         return Ok((&doors[0], request));
     }
@@ -206,7 +211,7 @@ async fn choose<'a>(
     if let Some(id) = &resumed
         && holds(id).is_none()
     {
-        bring(&doors[0].app, id, &client).await;
+        fetch_journal(&doors[0].app, id, &client).await;
     }
     let resumed = resumed.and_then(|id| holds(&id));
     let called = |name: &str| doors.iter().find(|door| door.app.model.is_called(name));
@@ -222,7 +227,7 @@ async fn choose<'a>(
     let (parts, body) = request.into_parts();
     let whole = Request::from_parts(parts.clone(), body);
     let body = body_in_time(config, whole).await?;
-    let named = serde_json::from_slice::<Named>(&body).ok();
+    let named = serde_json::from_slice::<ModelSelector>(&body).ok();
     let name = named.and_then(|named| named.model.or(named.name));
     let door = resumed.or(name.as_deref().and_then(called));
     let request = Request::from_parts(parts, Body::from(body));
@@ -231,7 +236,7 @@ async fn choose<'a>(
 
 /// Fetches the journal of a streamed response from another node: only the journal names the model
 /// that continues it. A client over its limit is rejected later, by the model's API.
-async fn bring(app: &App, id: &str, client: &Client) {
+async fn fetch_journal(app: &App, id: &str, client: &ClientIdentity) {
     let shares = app.has_several_clients(client);
     if let Ok(_place) = app.places.take(client, shares) {
         let (bounds, now) = (app.config.bounds(), app.config.clock.now);
@@ -241,13 +246,13 @@ async fn bring(app: &App, id: &str, client: &Client) {
 }
 
 /// A model's response: status and body.
-type Told = (StatusCode, Vec<u8>);
+type ModelReply = (StatusCode, Vec<u8>);
 
 /// Sends a request without a body to all models.
 ///
 /// # Errors
 /// The response of a model that rejects the client; it stands for all.
-async fn ask_all(doors: &[Door], request: Request) -> Result<Vec<Told>, Response> {
+async fn query_all(doors: &[ModelApi], request: Request) -> Result<Vec<ModelReply>, Response> {
     let (mut parts, _) = request.into_parts();
     // Each API reads the extensions; these requests have no body.
     let mut extensions = std::mem::take(&mut parts.extensions);
@@ -272,7 +277,7 @@ async fn ask_all(doors: &[Door], request: Request) -> Result<Vec<Told>, Response
 }
 
 /// The node's health: that of the first model that is not ready, with each model's own.
-fn all_health(answers: Vec<Told>) -> Response {
+fn all_health(answers: Vec<ModelReply>) -> Response {
     let worst = answers.iter().position(|(status, _)| !status.is_success());
     let status = worst.map_or(StatusCode::OK, |i| answers[i].0);
     let models: Vec<Value> = answers
@@ -293,7 +298,7 @@ fn all_health(answers: Vec<Told>) -> Response {
 }
 
 /// All models' metrics, labelled by model, then the shared ones.
-fn all_metrics(doors: &[Door], answers: &[Told], config: &Config) -> Response {
+fn all_metrics(doors: &[ModelApi], answers: &[ModelReply], config: &Config) -> Response {
     let texts = doors.iter().zip(answers).map(|(door, (_, body))| {
         let text = String::from_utf8_lossy(body).into_owned();
         (door.app.model.id.as_str(), text)
@@ -303,8 +308,8 @@ fn all_metrics(doors: &[Door], answers: &[Told], config: &Config) -> Response {
 }
 
 /// Merges all models' lists under `key`. A model that rejects the client decides for all.
-async fn all_models(doors: &[Door], request: Request, key: &str) -> Response {
-    let answers = match ask_all(doors, request).await {
+async fn all_models(doors: &[ModelApi], request: Request, key: &str) -> Response {
+    let answers = match query_all(doors, request).await {
         Ok(answers) => answers,
         Err(refusal) => return refusal,
     };

@@ -6,40 +6,40 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
-use paceline_engine::{Embedder, Failure};
+use paceline_engine::{Embedder, RequestFailure};
 
 use super::{App, Endpoint};
-use crate::answer::Terms;
-use crate::phase::{Phase, reach};
-use crate::places::Place;
+use crate::answer::RequestContext;
+use crate::phase::{ServerPhase, reach};
+use crate::places::ConcurrencyPermit;
 use crate::rejection::Rejection;
-use crate::render::embeddings::{Facts, body, shorten};
-use crate::request::embeddings::Embed;
+use crate::render::embeddings::{EmbeddingStats, body, shorten};
+use crate::request::embeddings::EmbeddingRequest;
 
 /// Sets a flag when dropped: the client left, or the response is complete.
-struct Over(Arc<AtomicBool>);
+struct DropFlag(Arc<AtomicBool>);
 
-impl Drop for Over {
+impl Drop for DropFlag {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
 /// Result of the blocking thread: a vector per text.
-type Computed = Result<Vec<Vec<f32>>, Failure>;
+type EmbeddingResult = Result<Vec<Vec<f32>>, RequestFailure>;
 
 /// Computes the embeddings of `ask` and responds. The thread holds `place` until it ends.
 pub(super) async fn respond(
     app: &Arc<App>,
-    ask: Embed,
-    mut terms: Terms,
-    place: Place,
+    ask: EmbeddingRequest,
+    mut terms: RequestContext,
+    place: ConcurrencyPermit,
 ) -> Result<Response, Rejection> {
-    let over = Over(Arc::default());
+    let over = DropFlag(Arc::default());
     let is_over = Arc::clone(&over.0);
     let tokens = ask.texts.iter().map(Vec::len).sum();
     let (service, texts) = (Arc::clone(&app.service), ask.texts);
-    let work = tokio::task::spawn_blocking(move || -> Option<Computed> {
+    let work = tokio::task::spawn_blocking(move || -> Option<EmbeddingResult> {
         let _place = place;
         let is_over = || is_over.load(Ordering::Relaxed);
         Some(service.embedder()?.embed(&texts, &is_over))
@@ -47,7 +47,7 @@ pub(super) async fn respond(
     let limit_s = terms.deadline_s;
     let computed = tokio::select! {
         () = &mut terms.deadline => return Err(Rejection::Deadline { limit_s }),
-        () = reach(&mut terms.phase, Phase::Ending) => return Err(Rejection::ShuttingDown),
+        () = reach(&mut terms.phase, ServerPhase::Ending) => return Err(Rejection::ShuttingDown),
         computed = work => computed,
     };
     let what = "compute the vectors";
@@ -57,7 +57,7 @@ pub(super) async fn respond(
         .iter_mut()
         .for_each(|vector| shorten(vector, ask.dimensions));
     app.metrics.embedded(tokens);
-    let facts = Facts {
+    let facts = EmbeddingStats {
         model: &app.model.id,
         tokens,
         took: (terms.now)().saturating_duration_since(terms.asked),

@@ -13,26 +13,26 @@ use serde_json::json;
 
 use super::{address, finish_headers, is_preflight, json_response, preflight};
 use crate::Error;
-use crate::access::{Client, check_key, check_origin};
-use crate::config::{Config, Status};
-use crate::keys::Watched;
+use crate::access::{ClientIdentity, check_key, check_origin};
+use crate::config::{Config, StatusSource};
+use crate::keys::WatchedKeys;
 use crate::metrics::{OPEN_METRICS, facts_text};
-use crate::rejection::{Rejection, Style};
+use crate::rejection::{ErrorStyle, Rejection};
 
 /// State shared by these requests.
 #[derive(Debug)]
 pub(crate) struct Idle {
     pub(super) config: Config,
-    pub(super) keys: Option<Arc<Watched>>,
-    nodes: Status,
+    pub(super) keys: Option<Arc<WatchedKeys>>,
+    nodes: StatusSource,
 }
 
 impl Idle {
     /// # Errors
     /// A key file that cannot be read.
-    pub(crate) fn new(config: Config, nodes: Status) -> Result<Self, Error> {
+    pub(crate) fn new(config: Config, nodes: StatusSource) -> Result<Self, Error> {
         let keys = config.access.keys.as_deref();
-        let keys = keys.map(Watched::open).transpose()?;
+        let keys = keys.map(WatchedKeys::open).transpose()?;
         Ok(Self {
             config,
             keys: keys.map(Arc::new),
@@ -58,7 +58,7 @@ pub(crate) fn router(idle: &Arc<Idle>) -> Router {
 
 /// Checks access like the API of a model.
 async fn guard(State(idle): State<Arc<Idle>>, request: Request, next: Next) -> Response {
-    let style = Style::of(request.uri().path());
+    let style = ErrorStyle::of(request.uri().path());
     let client = address(&request);
     let (response, origin) = match check_origin(&request, &idle.config.access) {
         Err(rejection) => (rejection.into_response(), None),
@@ -67,7 +67,7 @@ async fn guard(State(idle): State<Arc<Idle>>, request: Request, next: Next) -> R
     };
     idle.config.tally.answered(client, &response);
     let response = match style {
-        Style::OpenAi => response,
+        ErrorStyle::OpenAi => response,
         style => Rejection::restyled(response, style),
     };
     finish_headers(response, origin)
@@ -81,7 +81,7 @@ async fn admit(idle: &Idle, mut request: Request, next: Next) -> Response {
         Some(Err(rejection)) => rejection.into_response(),
         Some(Ok(key)) => {
             idle.config.tally.key_used(address(&request), &key);
-            request.extensions_mut().insert(Client::Key(key));
+            request.extensions_mut().insert(ClientIdentity::Key(key));
             next.run(request).await
         }
         None => next.run(request).await,

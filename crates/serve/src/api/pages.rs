@@ -12,13 +12,13 @@ use paceline_engine::State as Readiness;
 use serde_json::{Value, json};
 
 use super::{App, OneOfSeveral, asking, json_response, resuming};
-use crate::access::Client;
-use crate::facts::Facts;
+use crate::access::ClientIdentity;
+use crate::facts::ProcessMetrics;
 use crate::field::clip;
 use crate::metrics::OPEN_METRICS;
-use crate::model::Model;
+use crate::model::ServedModel;
 use crate::openapi;
-use crate::phase::Phase;
+use crate::phase::ServerPhase;
 use crate::rejection::Rejection;
 use crate::render::ollama::rfc3339;
 
@@ -67,10 +67,10 @@ const HIDDEN: &str = "an API key is needed to see why";
 
 pub(super) async fn health(
     State(app): State<Arc<App>>,
-    client: Option<Extension<Client>>,
+    client: Option<Extension<ClientIdentity>>,
 ) -> Response {
     let status = app.service.status();
-    let is_ending = *app.phase.borrow() != Phase::Running;
+    let is_ending = *app.phase.borrow() != ServerPhase::Running;
     let (state, reason) = match status.state {
         _ if is_ending => ("stopping", Some("the server is shutting down".to_owned())),
         Readiness::Loading => ("loading", None),
@@ -100,13 +100,13 @@ pub(super) async fn metrics(
     several: Option<Extension<OneOfSeveral>>,
 ) -> Response {
     let status = app.service.status();
-    let none = Facts::default();
+    let none = ProcessMetrics::default();
     let facts = several.map_or(&app.config.facts, |_| &none);
     let text = app.metrics.text(&status, app.places.taken(), facts);
     ([(CONTENT_TYPE, OPEN_METRICS)], text).into_response()
 }
 
-pub(super) fn model_object(model: &Model) -> Value {
+pub(super) fn model_object(model: &ServedModel) -> Value {
     json!({
         "id": model.id,
         "object": "model",
@@ -134,15 +134,15 @@ pub(super) async fn model(
 
 pub(super) async fn response(
     State(app): State<Arc<App>>,
-    Extension(client): Extension<Client>,
+    Extension(client): Extension<ClientIdentity>,
     Path(id): Path<String>,
     uri: Uri,
 ) -> Result<Response, Rejection> {
     if let Some(last) = resuming::of_response(&id, uri.query().unwrap_or_default())? {
         asking::check_ready(&app)?;
         let place = app.places.take(&client, app.has_several_clients(&client))?;
-        let terms = asking::terms(&app, &client);
-        return resuming::go_on(&app, last, (terms, place, client)).await;
+        let terms = asking::request_context(&app, &client);
+        return resuming::resume(&app, last, (terms, place, client)).await;
     }
     if let Some(stored) = app.store.get(&id, &client) {
         return Ok(json_response(StatusCode::OK, &stored.response));
@@ -158,7 +158,7 @@ pub(super) async fn response(
 
 pub(super) async fn forget_response(
     State(app): State<Arc<App>>,
-    Extension(client): Extension<Client>,
+    Extension(client): Extension<ClientIdentity>,
     Path(id): Path<String>,
 ) -> Result<Response, Rejection> {
     if !app.store.remove(&id, &client) {
@@ -173,7 +173,7 @@ pub(super) async fn version() -> Response {
 }
 
 /// The object that Ollama calls `details`.
-pub(super) fn details(model: &Model) -> Value {
+pub(super) fn details(model: &ServedModel) -> Value {
     let about = &model.about;
     json!({
         "parent_model": "",
@@ -195,7 +195,7 @@ fn parameter_size(parameters: u64) -> String {
 }
 
 /// The model under one of its names, as `/api/tags` has it.
-fn tag(model: &Model, name: &str) -> Value {
+fn tag(model: &ServedModel, name: &str) -> Value {
     json!({
         "name": name,
         "model": name,
@@ -207,7 +207,7 @@ fn tag(model: &Model, name: &str) -> Value {
 }
 
 /// A hash that names the model: of its name and fingerprint, as weights are not hashed.
-fn digest(model: &Model) -> String {
+fn digest(model: &ServedModel) -> String {
     use sha2::{Digest, Sha256};
     let text = format!(
         "{}\n{}\n{}",

@@ -22,19 +22,19 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
-use super::asking::{check_admin, client, held, named};
+use super::asking::{check_admin, client, client_key, named};
 use super::idle::Idle;
 use super::{App, json_response};
 use crate::config::{Config, PULLS_MAX, PullStep, Puller};
-use crate::field::Fields;
-use crate::keys::{Held, revoked};
+use crate::field::FieldValues;
+use crate::keys::{ClientKey, revoked};
 use crate::rejection::Rejection;
 
 /// Maximum unread steps; the pull blocks then.
 const UNREAD_STEPS: usize = 16;
 
 /// Message from the pull's thread to the response.
-enum Told {
+enum PullMessage {
     Step(PullStep),
     End(Result<bool, String>),
     /// The last message: the client's key was revoked.
@@ -47,7 +47,7 @@ pub(super) async fn pull(
     request: Request,
 ) -> Result<Response, Rejection> {
     let admin = check_admin(app.keys.as_deref(), &request);
-    let key = held(app.keys.as_ref(), &client(&request));
+    let key = client_key(app.keys.as_ref(), &client(&request));
     let (fields, is_served) = named(&app, request).await?;
     if !is_served {
         admin?;
@@ -59,7 +59,7 @@ pub(super) async fn pull(
     }
 }
 
-fn is_stream(fields: &Fields) -> bool {
+fn is_stream(fields: &FieldValues) -> bool {
     fields.get("stream") != Some(&Value::Bool(false))
 }
 
@@ -68,7 +68,11 @@ fn success() -> Value {
 }
 
 /// Fetches the model that `fields` name, if pulls are allowed.
-async fn fetch(config: &Config, fields: &Fields, key: Option<Held>) -> Result<Response, Rejection> {
+async fn fetch(
+    config: &Config,
+    fields: &FieldValues,
+    key: Option<ClientKey>,
+) -> Result<Response, Rejection> {
     let Some(puller) = config.puller.clone() else {
         return Err(Rejection::NotDone {
             what: "fetching a model",
@@ -81,7 +85,7 @@ async fn fetch(config: &Config, fields: &Fields, key: Option<Held>) -> Result<Re
     };
     let permit = Arc::clone(&config.pulls).try_acquire_owned();
     let permit = permit.map_err(|_| Rejection::TooManyPulls { limit: PULLS_MAX })?;
-    let mut pulling = Pulling::start(puller, model.to_owned(), (permit, key));
+    let mut pulling = PullStream::start(puller, model.to_owned(), (permit, key));
     if is_stream(fields) {
         return streamed(pulling, model.to_owned()).await;
     }
@@ -93,59 +97,59 @@ async fn fetch(config: &Config, fields: &Fields, key: Option<Held>) -> Result<Re
 }
 
 /// A running pull. Dropping it ends the pull within 100 ms, even while it waits for a lock.
-struct Pulling {
-    told: mpsc::Receiver<Told>,
+struct PullStream {
+    told: mpsc::Receiver<PullMessage>,
     /// Set when the response is dropped.
     is_over: Arc<AtomicBool>,
     /// API key of the request.
-    key: Option<Held>,
+    key: Option<ClientKey>,
 }
 
-impl Drop for Pulling {
+impl Drop for PullStream {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Relaxed);
     }
 }
 
-impl Pulling {
+impl PullStream {
     /// Starts a pull on a blocking thread. The thread holds `permit` until it ends, which may be
     /// after the client left: the permits bound the threads.
     fn start(
         puller: Puller,
         model: String,
-        (permit, key): (OwnedSemaphorePermit, Option<Held>),
+        (permit, key): (OwnedSemaphorePermit, Option<ClientKey>),
     ) -> Self {
         let (sender, told) = mpsc::channel(UNREAD_STEPS);
         let is_over = Arc::new(AtomicBool::new(false));
         let over = Arc::clone(&is_over);
         tokio::task::spawn_blocking(move || {
-            let mut tell = |step| sender.blocking_send(Told::Step(step)).is_ok();
+            let mut tell = |step| sender.blocking_send(PullMessage::Step(step)).is_ok();
             let end = (puller.0)(&model, &mut tell, &over);
             // Released before the end is sent: the client may start its next pull at once.
             drop(permit);
             // Fails if the client has left.
-            let _ = sender.blocking_send(Told::End(end));
+            let _ = sender.blocking_send(PullMessage::End(end));
         });
         Self { told, is_over, key }
     }
 
-    async fn next(&mut self) -> Told {
-        let broken = || Told::End(Err("the pull ended without a result".to_owned()));
+    async fn next(&mut self) -> PullMessage {
+        let broken = || PullMessage::End(Err("the pull ended without a result".to_owned()));
         tokio::select! {
             // Checked first: steps may arrive faster than the client reads.
             biased;
-            () = revoked(self.key.as_ref()) => Told::Revoked,
+            () = revoked(self.key.as_ref()) => PullMessage::Revoked,
             told = self.told.recv() => told.unwrap_or_else(broken),
         }
     }
 }
 
 /// The result of a finished pull; `None` while it runs.
-fn ended(told: Told, model: &str) -> Option<Result<(), Rejection>> {
+fn ended(told: PullMessage, model: &str) -> Option<Result<(), Rejection>> {
     match told {
-        Told::Step(_) => None,
-        Told::End(end) => Some(checked(end, model)),
-        Told::Revoked => Some(Err(Rejection::Revoked)),
+        PullMessage::Step(_) => None,
+        PullMessage::End(end) => Some(checked(end, model)),
+        PullMessage::Revoked => Some(Err(Rejection::Revoked)),
     }
 }
 
@@ -162,9 +166,9 @@ fn checked(end: Result<bool, String>, model: &str) -> Result<(), Rejection> {
 }
 
 /// The pull as lines of JSON; a failure before the first step has an HTTP status of its own.
-async fn streamed(mut pulling: Pulling, model: String) -> Result<Response, Rejection> {
+async fn streamed(mut pulling: PullStream, model: String) -> Result<Response, Rejection> {
     let first = match pulling.next().await {
-        Told::Step(step) => line(&progress(&step, &model)),
+        PullMessage::Step(step) => line(&progress(&step, &model)),
         last => {
             ended(last, &model).transpose()?;
             return Ok(lines([json!({"status": "pulling manifest"}), success()]));
@@ -188,8 +192,8 @@ async fn streamed(mut pulling: Pulling, model: String) -> Result<Response, Rejec
 }
 
 /// A message as lines of JSON, and whether the pull is over.
-fn said(told: Told, model: &str) -> (Vec<u8>, bool) {
-    if let Told::Step(step) = &told {
+fn said(told: PullMessage, model: &str) -> (Vec<u8>, bool) {
+    if let PullMessage::Step(step) = &told {
         return (line(&progress(step, model)), false);
     }
     if let Some(Err(rejection)) = ended(told, model) {
@@ -231,7 +235,7 @@ pub(super) async fn pull_idle(
     request: Request,
 ) -> Result<Response, Rejection> {
     check_admin(idle.keys.as_deref(), &request)?;
-    let key = held(idle.keys.as_ref(), &client(&request));
+    let key = client_key(idle.keys.as_ref(), &client(&request));
     let fields = super::asking::fields_of_name(&idle.config, request).await?;
     fetch(&idle.config, &fields, key).await
 }

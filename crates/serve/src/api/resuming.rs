@@ -9,26 +9,28 @@ use std::sync::Arc;
 
 use axum::http::{self, HeaderMap, Method};
 use axum::response::Response;
-use paceline_engine::{Reply, Request};
+use paceline_engine::{GenerationRequest, Reply};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::asking::{Given, streamed, telling, understand};
+use super::asking::{RequestMeta, parse_body, response_builder, streamed};
 use super::{App, ENDPOINTS, Endpoint};
-use crate::access::Client;
-use crate::answer::{Answer, Terms};
+use crate::access::ClientIdentity;
+use crate::answer::{RequestContext, ResponseStream};
 use crate::field::clip;
-use crate::journal::{Absent, Head, Journal, Line, Mirror, Reader, key_of};
-use crate::places::Place;
+use crate::journal::{
+    ChoiceReply, Journal, JournalAbsence, JournalHead, JournalReader, Mirror, key_of,
+};
+use crate::places::ConcurrencyPermit;
 use crate::rejection::Rejection;
-use crate::render::Telling;
-use crate::request::{Ask, Understood};
-use crate::store::Stored;
-use crate::stream::{Beat, Events, Recorder};
+use crate::render::ResponseBuilder;
+use crate::request::{ModelRequest, ParsedRequest};
+use crate::store::StoredResponse;
+use crate::stream::{KeepAliveRequest, Recorder, SseStream};
 
 /// Position of a client in a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Last {
+pub(super) struct StreamPosition {
     id: String,
     /// Number of the last event received; `None` without one.
     event: Option<u64>,
@@ -49,7 +51,7 @@ const fn has_ids(endpoint: Endpoint) -> bool {
 pub(super) fn last_event(
     headers: &HeaderMap,
     endpoint: Endpoint,
-) -> Result<Option<Last>, Rejection> {
+) -> Result<Option<StreamPosition>, Rejection> {
     let header = headers.get("last-event-id").filter(|_| has_ids(endpoint));
     let Some(header) = header.filter(|header| !header.is_empty()) else {
         return Ok(None);
@@ -57,7 +59,7 @@ pub(super) fn last_event(
     let text = String::from_utf8_lossy(header.as_bytes());
     let parsed = text.split_once(':').and_then(|(id, number)| {
         let (id, event) = (id.to_owned(), Some(number.parse().ok()?));
-        Some(Last { id, event })
+        Some(StreamPosition { id, event })
     });
     parsed.map(Some).ok_or_else(|| Rejection::Type {
         param: "Last-Event-ID".into(),
@@ -70,7 +72,7 @@ pub(super) fn last_event(
 ///
 /// # Errors
 /// [`Rejection::Type`] for a malformed number.
-pub(super) fn of_response(id: &str, query: &str) -> Result<Option<Last>, Rejection> {
+pub(super) fn of_response(id: &str, query: &str) -> Result<Option<StreamPosition>, Rejection> {
     let get = |name: &str| {
         let mut fields = query.split('&').filter_map(|field| field.split_once('='));
         fields.find(|(known, _)| *known == name).map(|(_, v)| v)
@@ -87,7 +89,7 @@ pub(super) fn of_response(id: &str, query: &str) -> Result<Option<Last>, Rejecti
     });
     let id = id.strip_prefix("resp_").unwrap_or(id).to_owned();
     let event = event.transpose()?;
-    Ok(Some(Last { id, event }))
+    Ok(Some(StreamPosition { id, event }))
 }
 
 /// Id of the journal that a request resumes; `None` for other requests.
@@ -115,36 +117,36 @@ pub(super) fn mirror_for(app: &App, id: &str) -> Option<Arc<dyn Mirror>> {
 pub(super) async fn stored_elsewhere(
     mirror: Arc<dyn Mirror>,
     id: &str,
-    client: &Client,
-) -> Option<Stored> {
+    client: &ClientIdentity,
+) -> Option<StoredResponse> {
     let (name, key) = (id.to_owned(), key_of(client));
     let asked = key.clone();
     let find = tokio::task::spawn_blocking(move || mirror.find(&name, asked.as_deref()));
-    let stored: Stored = serde_json::from_slice(&find.await.ok()?.copy()?).ok()?;
+    let stored: StoredResponse = serde_json::from_slice(&find.await.ok()?.copy()?).ok()?;
     (stored.id == id && key_of(&stored.client) == key).then_some(stored)
 }
 
 /// The field of a body that names an earlier response.
 #[derive(Deserialize)]
-struct Earlier {
+struct PreviousResponse {
     previous_response_id: Option<String>,
 }
 
 /// The first line of a response's journal; `None` for responses without a journal.
 pub(super) fn head(
     app: &App,
-    ask: &Ask,
-    given: &Given,
+    ask: &ModelRequest,
+    given: &RequestMeta,
     (endpoint, body): (Endpoint, Vec<u8>),
-    client: &Client,
-) -> Option<Head> {
+    client: &ClientIdentity,
+) -> Option<JournalHead> {
     ask.stream.filter(|_| has_ids(endpoint))?;
     let earlier = (endpoint == Endpoint::Response)
-        .then(|| serde_json::from_slice::<Earlier>(&body).ok())
+        .then(|| serde_json::from_slice::<PreviousResponse>(&body).ok())
         .flatten();
     let earlier = earlier.and_then(|earlier| earlier.previous_response_id);
     let earlier = earlier.and_then(|id| app.store.get(&id, client));
-    Some(Head {
+    Some(JournalHead {
         id: given.id.clone(),
         endpoint,
         body: String::from_utf8(body).ok()?,
@@ -157,14 +159,19 @@ pub(super) fn head(
 }
 
 /// Begins a journal; `None` where there is no room for one.
-pub(super) fn record(app: &App, head: Head) -> Option<Recorder> {
+pub(super) fn record(app: &App, head: JournalHead) -> Option<Recorder> {
     let (journals, now) = (&app.config.journals, app.config.clock.now);
     let journal = journals.begin(head, app.config.bounds(), now())?;
     let (reader, _) = journal.take_over().ok()?;
     Some(recorder(app, journal, reader, None))
 }
 
-fn recorder(app: &App, journal: Arc<Journal>, reader: Reader, after: Option<u64>) -> Recorder {
+fn recorder(
+    app: &App,
+    journal: Arc<Journal>,
+    reader: JournalReader,
+    after: Option<u64>,
+) -> Recorder {
     Recorder {
         journal,
         reader,
@@ -182,10 +189,10 @@ fn recorder(app: &App, journal: Arc<Journal>, reader: Reader, after: Option<u64>
 ///
 /// # Errors
 /// [`Rejection::NoAnswer`], [`Rejection::Unreached`], [`Rejection::Behind`]; as for a new request.
-pub(super) async fn go_on(
+pub(super) async fn resume(
     app: &Arc<App>,
-    last: Last,
-    (terms, place, client): (Terms, Place, Client),
+    last: StreamPosition,
+    (terms, place, client): (RequestContext, ConcurrencyPermit, ClientIdentity),
 ) -> Result<Response, Rejection> {
     let (bounds, now) = (app.config.bounds(), app.config.clock.now);
     let journals = &app.config.journals;
@@ -196,48 +203,49 @@ pub(super) async fn go_on(
     };
     let journal = match journals.find(&last.id, &client, bounds, now).await {
         Ok(journal) if app.model.is_called(&journal.head.model) => journal,
-        Ok(_) | Err(Absent::Nowhere) => return Err(nowhere()),
-        Err(Absent::Unsure) => return Err(Rejection::Unreached { id: id() }),
+        Ok(_) | Err(JournalAbsence::Nowhere) => return Err(nowhere()),
+        Err(JournalAbsence::Unsure) => return Err(Rejection::Unreached { id: id() }),
     };
-    let taken = Taken::from(app, journal, &client, last.event).await?;
+    let taken = ResumedJournal::from(app, journal, &client, last.event).await?;
     let mut replayed = taken.replay(app, (&terms, client.clone()));
     if replayed.lacks(last.event) {
         let behind = || Rejection::Behind { id: id() };
         let short = &replayed.recorder.journal;
         let longer = journals.find_longer(short, bounds, now).await;
-        let taken = Taken::from(app, longer.ok_or_else(behind)?, &client, last.event).await?;
+        let taken =
+            ResumedJournal::from(app, longer.ok_or_else(behind)?, &client, last.event).await?;
         replayed = taken.replay(app, (&terms, client));
         if replayed.lacks(last.event) {
             return Err(behind());
         }
     }
-    let answer = Answer::start(&app.service, &app.metrics, replayed.requests, terms)?;
-    Ok(streamed(Events {
+    let answer = ResponseStream::start(&app.service, &app.metrics, replayed.requests, terms)?;
+    Ok(streamed(SseStream {
         answer,
-        telling: replayed.telling,
+        builder: replayed.telling,
         keep_alive: app.config.times.keep_alive,
         early: None,
         past: Some(replayed.past),
         recorder: Some(replayed.recorder),
-        beat: Beat::default(),
+        beat: KeepAliveRequest::default(),
         _place: place,
     }))
 }
 
 /// A journal that this node now owns, and its request, parsed again.
-struct Taken {
+struct ResumedJournal {
     recorder: Recorder,
-    ask: Ask,
-    given: Given,
-    lines: Vec<Line>,
+    ask: ModelRequest,
+    given: RequestMeta,
+    lines: Vec<ChoiceReply>,
 }
 
-impl Taken {
+impl ResumedJournal {
     /// Takes over a journal for a client that has the events up to `after`.
     async fn from(
         app: &Arc<App>,
         journal: Arc<Journal>,
-        client: &Client,
+        client: &ClientIdentity,
         after: Option<u64>,
     ) -> Result<Self, Rejection> {
         let what = "read the answer's journal";
@@ -245,12 +253,12 @@ impl Taken {
             .take_over()
             .map_err(|_| Rejection::Broken { what })?;
         let recorder = recorder(app, Arc::clone(&journal), reader, after);
-        let given = Given {
+        let given = RequestMeta {
             id: journal.head.id.clone(),
             seed: journal.head.seed,
             unix_s: journal.head.unix_s,
         };
-        let ask = understand_again(app, journal, client.clone(), given.clone()).await?;
+        let ask = reparse(app, journal, client.clone(), given.clone()).await?;
         Ok(Self {
             recorder,
             ask,
@@ -260,14 +268,18 @@ impl Taken {
     }
 
     /// Renders the journal's replies again.
-    fn replay(mut self, app: &App, (terms, client): (&Terms, Client)) -> Replayed {
-        let mut telling = telling(app, &mut self.ask, self.given, (terms, client));
-        let requests = left(self.ask.requests, &self.lines);
+    fn replay(
+        mut self,
+        app: &App,
+        (terms, client): (&RequestContext, ClientIdentity),
+    ) -> JournalReplay {
+        let mut telling = response_builder(app, &mut self.ask, self.given, (terms, client));
+        let requests = remaining_requests(self.ask.requests, &self.lines);
         let mut past = telling.start(None);
         for (choice, reply) in self.lines {
             past.extend(telling.more(choice, reply));
         }
-        Replayed {
+        JournalReplay {
             recorder: self.recorder,
             telling,
             requests,
@@ -277,16 +289,16 @@ impl Taken {
 }
 
 /// A response rebuilt from its journal.
-struct Replayed {
+struct JournalReplay {
     recorder: Recorder,
-    telling: Telling,
+    telling: ResponseBuilder,
     /// The remaining request of each choice.
-    requests: Vec<Option<(Request, Vec<u32>)>>,
+    requests: Vec<Option<(GenerationRequest, Vec<u32>)>>,
     /// The rendered events, from number 0.
     past: Vec<Value>,
 }
 
-impl Replayed {
+impl JournalReplay {
     /// Whether the client has events, up to `after`, that cannot be reproduced. A single unfinished
     /// choice gives the same tokens, and so the same events. Tokens of several choices interleave
     /// in the order of computation, so equal numbers would be other events.
@@ -296,12 +308,12 @@ impl Replayed {
     }
 }
 
-async fn understand_again(
+async fn reparse(
     app: &Arc<App>,
     journal: Arc<Journal>,
-    client: Client,
-    given: Given,
-) -> Result<Ask, Rejection> {
+    client: ClientIdentity,
+    given: RequestMeta,
+) -> Result<ModelRequest, Rejection> {
     let permit = Arc::clone(&app.parsing).acquire_owned().await;
     let app = Arc::clone(app);
     let work = tokio::task::spawn_blocking(move || {
@@ -311,17 +323,20 @@ async fn understand_again(
             earlier.client = client.clone();
             app.store.put(earlier);
         }
-        understand(&app, head.body.as_bytes(), &client, (head.endpoint, &given))
+        parse_body(&app, head.body.as_bytes(), &client, (head.endpoint, &given))
     });
     let what = "understand the request again";
     match work.await.map_err(|_| Rejection::Broken { what })?? {
-        (Understood::Ask(ask), _) => Ok(*ask),
+        (ParsedRequest::Generation(ask), _) => Ok(*ask),
         _ => Err(Rejection::Broken { what }),
     }
 }
 
 /// Each choice's request with the tokens it already has; `None` for a complete choice.
-fn left(requests: Vec<Request>, past: &[Line]) -> Vec<Option<(Request, Vec<u32>)>> {
+fn remaining_requests(
+    requests: Vec<GenerationRequest>,
+    past: &[ChoiceReply],
+) -> Vec<Option<(GenerationRequest, Vec<u32>)>> {
     let of = |choice: usize| {
         let own = past.iter().filter(move |(other, _)| *other == choice);
         own.map(|(_, reply)| reply)
@@ -350,7 +365,7 @@ mod tests {
         };
         let last = |id: &str, event| {
             let id = id.to_owned();
-            Some(Last { id, event })
+            Some(StreamPosition { id, event })
         };
         assert_eq!(header("ab:17").unwrap(), last("ab", Some(17)));
         assert_eq!(header("").unwrap(), None);

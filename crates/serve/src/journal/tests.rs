@@ -4,14 +4,14 @@ use paceline_base::SplitMix64;
 
 use super::*;
 
-const BOUNDS: Bounds = Bounds {
+const BOUNDS: JournalBounds = JournalBounds {
     count: 2,
     bytes: 4000,
     stay: Duration::from_secs(60),
 };
 
-fn head(id: &str, key: Option<&str>) -> Head {
-    Head {
+fn head(id: &str, key: Option<&str>) -> JournalHead {
+    JournalHead {
         id: id.to_owned(),
         endpoint: Endpoint::Chat,
         body: "{}".to_owned(),
@@ -23,7 +23,7 @@ fn head(id: &str, key: Option<&str>) -> Head {
     }
 }
 
-fn token(token: u32) -> Line {
+fn token(token: u32) -> ChoiceReply {
     let (text, logprobs) = ("é\n".to_owned(), None);
     (
         0,
@@ -35,7 +35,11 @@ fn token(token: u32) -> Line {
     )
 }
 
-fn appended(journal: &Journal, reader: &Reader, line: Line) -> Result<usize, Superseded> {
+fn appended(
+    journal: &Journal,
+    reader: &JournalReader,
+    line: ChoiceReply,
+) -> Result<usize, Superseded> {
     let mut lines = vec![line];
     journal.append(reader.life, &mut lines, 1000)?;
     Ok(lines.len())
@@ -101,14 +105,14 @@ fn a_journal_that_grows_too_long_is_good_for_nothing() {
 #[test]
 fn growth_counts_and_what_nobody_reads_makes_room_first() {
     // A head has 102 bytes and a line 56, so a journal ends less than 56 bytes above its aim.
-    let bounds = Bounds { count: 8, ..BOUNDS };
+    let bounds = JournalBounds { count: 8, ..BOUNDS };
     let (journals, now) = (Journals::default(), Instant::now());
     let begin = |id: &str| {
         let journal = journals.begin(head(id, None), bounds, now).unwrap();
         let (reader, _) = journal.take_over().unwrap();
         (journal, reader)
     };
-    let grow = |(journal, reader): &(Arc<Journal>, Reader), bytes: usize| {
+    let grow = |(journal, reader): &(Arc<Journal>, JournalReader), bytes: usize| {
         while journal.is_whole() && journal.state().text.len() < bytes {
             appended(journal, reader, token(1)).unwrap();
             journals.settle(journal, bounds);
@@ -127,7 +131,7 @@ fn growth_counts_and_what_nobody_reads_makes_room_first() {
     assert!(!grow(&f, 900), "the one that grows gives up");
     assert!(journals.get("f", None).is_none() && b.0.is_whole());
     drop([b, c, d, e, f]);
-    drop(journals.give("b", None).unwrap());
+    drop(journals.release("b", None).unwrap());
     journals.all().clear();
     assert_eq!(journals.bytes(), 0, "all that was counted is gone");
 }
@@ -138,11 +142,11 @@ fn only_the_key_that_asked_is_given_a_journal_and_it_is_whole_elsewhere() {
     let journal = journals.begin(head("a", Some("k1")), BOUNDS, now).unwrap();
     let (reader, _) = journal.take_over().unwrap();
     appended(&journal, &reader, token(1)).unwrap();
-    assert_eq!(journals.give("a", Some("k2")), None);
-    assert_eq!(journals.give("a", None), None);
-    let mut text = journals.give("a", Some("k1")).unwrap();
+    assert_eq!(journals.release("a", Some("k2")), None);
+    assert_eq!(journals.release("a", None), None);
+    let mut text = journals.release("a", Some("k1")).unwrap();
     assert!(appended(&journal, &reader, token(2)).is_err());
-    assert_eq!(journals.give("a", Some("k1")), None, "it is given once");
+    assert_eq!(journals.release("a", Some("k1")), None, "it is given once");
     text.extend_from_slice(b"[0,{\"Tok"); // the last line was cut off
     let journal = Journal::parse(text, now).unwrap();
     assert_eq!(journal.take_over().unwrap().1, [token(1)]);
@@ -157,17 +161,17 @@ fn damaged_journals_are_refused() {
 }
 
 /// Records each part, and returns scripted results.
-struct Told(Mutex<(VecDeque<Kept>, Vec<Piece>)>);
+struct ScriptedMirror(Mutex<(VecDeque<MirrorOutcome>, Vec<JournalPart>)>);
 
-impl Mirror for Told {
-    fn put(&self, piece: Piece, done: Done) {
+impl Mirror for ScriptedMirror {
+    fn put(&self, piece: JournalPart, done: MirrorCallback) {
         let mut own = self.0.lock().unwrap();
         own.1.push(piece);
         done(own.0.pop_front().unwrap());
     }
 
-    fn find(&self, _: &str, _: Option<&str>) -> Found {
-        Found::Nowhere
+    fn find(&self, _: &str, _: Option<&str>) -> JournalMatch {
+        JournalMatch::Nowhere
     }
 }
 
@@ -176,9 +180,15 @@ async fn another_node_gets_what_it_lacks_and_its_loss_is_told_once() {
     let (journals, start) = (Journals::default(), Instant::now());
     let journal = journals.begin(head("a", None), BOUNDS, start).unwrap();
     let (reader, _) = journal.take_over().unwrap();
-    let no = || Kept::No("none".to_owned());
-    let answers = [Kept::Yes, Kept::Gap, Kept::Yes, no()].into();
-    let mirror = Told(Mutex::new((answers, Vec::new())));
+    let no = || MirrorOutcome::No("none".to_owned());
+    let answers = [
+        MirrorOutcome::Yes,
+        MirrorOutcome::Gap,
+        MirrorOutcome::Yes,
+        no(),
+    ]
+    .into();
+    let mirror = ScriptedMirror(Mutex::new((answers, Vec::new())));
     let mut told = Vec::new();
     for number in 0..4 {
         appended(&journal, &reader, token(number)).unwrap();
@@ -195,20 +205,20 @@ async fn another_node_gets_what_it_lacks_and_its_loss_is_told_once() {
 
 /// Nodes that mirror each other's journals, with failures drawn from a seed.
 #[derive(Default)]
-struct Net {
+struct MirrorNetwork {
     /// By node: its own journals, and copies for others.
-    nodes: Mutex<Vec<(Journals, Copies)>>,
+    nodes: Mutex<Vec<(Journals, JournalCopies)>>,
     random: Mutex<Option<SplitMix64>>,
     /// Whether nodes sometimes reject parts.
     refuses: bool,
 }
 
-type Copies = std::collections::BTreeMap<String, Vec<u8>>;
+type JournalCopies = std::collections::BTreeMap<String, Vec<u8>>;
 
 /// The mirror of one node.
-struct Way(Arc<Net>, usize);
+struct NodeMirror(Arc<MirrorNetwork>, usize);
 
-impl Net {
+impl MirrorNetwork {
     fn below(&self, bound: usize) -> usize {
         self.random.lock().unwrap().as_mut().unwrap().below(bound)
     }
@@ -220,15 +230,15 @@ impl Net {
 
     fn journals(self: &Arc<Self>, node: usize) -> Journals {
         let journals = self.nodes.lock().unwrap()[node].0.clone();
-        journals.mirror_to(Arc::new(Way(Arc::clone(self), node)));
+        journals.mirror_to(Arc::new(NodeMirror(Arc::clone(self), node)));
         journals
     }
 }
 
-impl Mirror for Way {
-    fn put(&self, piece: Piece, done: Done) {
+impl Mirror for NodeMirror {
+    fn put(&self, piece: JournalPart, done: MirrorCallback) {
         if self.0.refuses && self.0.below(20) == 0 {
-            return done(Kept::No("full".to_owned()));
+            return done(MirrorOutcome::No("full".to_owned()));
         }
         // Mostly the same node as before.
         let step = 1 + usize::from(self.0.below(8) == 0);
@@ -239,27 +249,27 @@ impl Mirror for Way {
             0 => copies.entry(piece.id).or_default(),
             _ => match copies.get_mut(&piece.id) {
                 Some(copy) => copy,
-                None => return done(Kept::Gap),
+                None => return done(MirrorOutcome::Gap),
             },
         };
         if piece.at as usize > copy.len() {
-            return done(Kept::Gap);
+            return done(MirrorOutcome::Gap);
         }
         copy.truncate(piece.at as usize);
         copy.extend(piece.bytes);
-        done(Kept::Yes);
+        done(MirrorOutcome::Yes);
     }
 
-    fn find(&self, id: &str, key: Option<&str>) -> Found {
+    fn find(&self, id: &str, key: Option<&str>) -> JournalMatch {
         let nodes = self.0.nodes.lock().unwrap();
         let own = nodes
             .iter()
-            .filter_map(|(journals, _)| journals.give(id, key));
+            .filter_map(|(journals, _)| journals.release(id, key));
         let copies = nodes
             .iter()
             .filter_map(|(_, copies)| copies.get(id).cloned());
         let longest = own.chain(copies).max_by_key(Vec::len);
-        longest.map_or(Found::Nowhere, Found::Copy)
+        longest.map_or(JournalMatch::Nowhere, JournalMatch::Copy)
     }
 }
 
@@ -267,8 +277,8 @@ impl Mirror for Way {
 const ANSWER: u32 = 30;
 
 /// The tokens that a client receives; `None` if its response was not found.
-async fn life(net: &Arc<Net>, seed: u64) -> Option<Vec<u32>> {
-    let bounds = Bounds {
+async fn life(net: &Arc<MirrorNetwork>, seed: u64) -> Option<Vec<u32>> {
+    let bounds = JournalBounds {
         count: 8,
         bytes: 1 << 20,
         stay: Duration::from_secs(60),
@@ -283,7 +293,7 @@ async fn life(net: &Arc<Net>, seed: u64) -> Option<Vec<u32>> {
         let known = past.len() as u32;
         // The journal replays the tokens below `known`; the service gives those up to `more`.
         let more = (known + 1 + net.below(4) as u32).min(ANSWER);
-        let mut lines: Vec<Line> = (known..more).map(token).collect();
+        let mut lines: Vec<ChoiceReply> = (known..more).map(token).collect();
         let appended = journal.append(reader.life, &mut lines, 1 << 20);
         appended.expect("no other stream reads it");
         let mirror = journals.mirror().unwrap();
@@ -314,7 +324,7 @@ async fn life(net: &Arc<Net>, seed: u64) -> Option<Vec<u32>> {
         }
         at = net.below(3);
         journals = net.journals(at);
-        let client = Client::Key("k".to_owned());
+        let client = ClientIdentity::Key("k".to_owned());
         let found = journals.find(&id, &client, bounds, Instant::now).await;
         journal = found.ok()?;
         (reader, past) = journal.take_over().unwrap();
@@ -325,7 +335,7 @@ async fn life(net: &Arc<Net>, seed: u64) -> Option<Vec<u32>> {
 async fn no_token_is_lost_or_doubled_whatever_is_cut_and_ends() {
     let (mut lost, mut risky) = (0, 0);
     for seed in 0..2000 {
-        let net = Arc::new(Net {
+        let net = Arc::new(MirrorNetwork {
             nodes: Mutex::new((0..3).map(|_| Default::default()).collect()),
             random: Mutex::new(Some(SplitMix64::new(seed))),
             refuses: seed % 4 == 3,

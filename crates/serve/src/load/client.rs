@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
-use super::jobs::Job;
-use super::{Error, Load};
+use super::jobs::TimedRequest;
+use super::{Error, LoadProfile};
 
 /// Maximum line of a stream. A token takes some hundred bytes.
 const LINE_BYTES: u64 = 1 << 20;
@@ -20,7 +20,7 @@ const TOLD_CHARS: usize = 120;
 
 /// The measured server.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Server {
+pub struct TargetServer {
     /// Without `/v1` at its end.
     base: String,
     key: Option<String>,
@@ -29,7 +29,7 @@ pub struct Server {
     certificates: Option<Vec<u8>>,
 }
 
-impl Server {
+impl TargetServer {
     /// The server at `url`, with or without `/v1` at its end.
     pub fn new(url: &str, key: Option<String>, model: impl Into<String>) -> Self {
         Self {
@@ -90,21 +90,21 @@ impl Server {
     }
 
     /// A paceline server's predicted speed for the model; empty for other servers.
-    pub fn predicted(&self, timeout: Duration) -> Predicted {
+    pub fn predicted(&self, timeout: Duration) -> PredictedSpeed {
         let url = format!("{}/metrics", self.base);
         let text = get(&self.agent(timeout), &url, self.key.as_deref());
-        Predicted::read(&text.unwrap_or_default(), &self.model)
+        PredictedSpeed::read(&text.unwrap_or_default(), &self.model)
     }
 }
 
 /// Predicted tokens a second, by concurrency.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Predicted {
+pub struct PredictedSpeed {
     /// Concurrent requests, ascending, with their total tokens a second.
     answers: Vec<(u32, f64)>,
 }
 
-impl Predicted {
+impl PredictedSpeed {
     /// Parses the text of `/metrics`, which may have several models.
     fn read(text: &str, model: &str) -> Self {
         let own = format!("model=\"{model}\"");
@@ -197,7 +197,7 @@ fn clip(text: &str) -> String {
 
 /// Measurements of a completed response.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Answered {
+pub(super) struct ResponseTimes {
     pub(super) sent: Instant,
     /// Arrival of each chunk; servers send a token per chunk.
     pub(super) pieces: Vec<Instant>,
@@ -211,18 +211,18 @@ pub(super) struct Answered {
 }
 
 /// A completed response, or the error.
-pub(super) type Outcome = Result<Answered, String>;
+pub(super) type LoadOutcome = Result<ResponseTimes, String>;
 
 /// Sends the requests of one run.
 #[derive(Debug)]
-pub(super) struct Client<'a> {
+pub(super) struct LoadClient<'a> {
     agent: ureq::Agent,
-    load: &'a Load,
+    load: &'a LoadProfile,
     now: fn() -> Instant,
 }
 
-impl<'a> Client<'a> {
-    pub(super) fn new(load: &'a Load, now: fn() -> Instant) -> Self {
+impl<'a> LoadClient<'a> {
+    pub(super) fn new(load: &'a LoadProfile, now: fn() -> Instant) -> Self {
         Self {
             agent: load.server.agent(load.timeout),
             load,
@@ -230,7 +230,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    fn body(&self, job: &Job) -> Value {
+    fn body(&self, job: &TimedRequest) -> Value {
         let mut body = json!({
             "model": self.load.server.model,
             "messages": [{"role": "user", "content": job.prompt}],
@@ -246,7 +246,7 @@ impl<'a> Client<'a> {
     }
 
     /// Sends a request and reads the whole response.
-    pub(super) fn send(&self, job: &Job) -> Outcome {
+    pub(super) fn send(&self, job: &TimedRequest) -> LoadOutcome {
         let server = &self.load.server;
         let url = format!("{}/v1/chat/completions", server.base);
         let mut request = self.agent.post(url).content_type("application/json");
@@ -261,7 +261,7 @@ impl<'a> Client<'a> {
             let text = text_of(response)?;
             return Err(format!("{status}: {}", clip(&message(&text))));
         }
-        let mut stream = Stream::new(sent, self.now);
+        let mut stream = SseReader::new(sent, self.now);
         let lines = BufReader::new(response.into_body().into_reader());
         stream.read(lines)?;
         stream.end()
@@ -279,7 +279,7 @@ fn message(text: &str) -> String {
 
 /// Parses `bytes` as server-sent events and as an error body, for fuzzing.
 pub(crate) fn parse(bytes: &[u8], now: fn() -> Instant) {
-    let mut stream = Stream::new(now(), now);
+    let mut stream = SseReader::new(now(), now);
     if stream.read(bytes).is_ok() {
         let _ = stream.end();
     }
@@ -287,16 +287,16 @@ pub(crate) fn parse(bytes: &[u8], now: fn() -> Instant) {
 }
 
 /// Parser state of a stream of server-sent events.
-struct Stream {
-    answer: Answered,
+struct SseReader {
+    answer: ResponseTimes,
     usage: Option<(u64, u64)>,
     is_done: bool,
     now: fn() -> Instant,
 }
 
-impl Stream {
+impl SseReader {
     fn new(sent: Instant, now: fn() -> Instant) -> Self {
-        let answer = Answered {
+        let answer = ResponseTimes {
             sent,
             pieces: Vec::new(),
             ended: sent,
@@ -365,7 +365,7 @@ impl Stream {
         Ok(())
     }
 
-    fn end(mut self) -> Outcome {
+    fn end(mut self) -> LoadOutcome {
         if !self.is_done {
             return Err("the stream ended without [DONE]".to_owned());
         }
@@ -380,8 +380,8 @@ impl Stream {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Outcome {
-        let mut stream = Stream::new(Instant::now(), Instant::now);
+    fn read(text: &str) -> LoadOutcome {
+        let mut stream = SseReader::new(Instant::now(), Instant::now);
         stream.read(text.as_bytes())?;
         stream.end()
     }
@@ -433,7 +433,7 @@ mod tests {
 
     #[test]
     fn predictions_are_those_of_the_model() {
-        let alone = Predicted::read("# HELP x y\npaceline_decode_tok_s_predicted 12.5\n", "a");
+        let alone = PredictedSpeed::read("# HELP x y\npaceline_decode_tok_s_predicted 12.5\n", "a");
         assert_eq!((alone.tok_s(1), alone.tok_s(2)), (Some(12.5), None));
         let text = concat!(
             "paceline_decode_tok_s_predicted{model=\"a\"} 10\n",
@@ -444,12 +444,15 @@ mod tests {
             "paceline_decode_tok_s_predicted_together{model=\"a\",answers=\"16\"} NaN\n",
             "paceline_decode_tok_s_measured{model=\"a\"} 7\n",
         );
-        let several = Predicted::read(text, "a");
+        let several = PredictedSpeed::read(text, "a");
         let said = [1, 2, 3, 4, 9].map(|n| several.tok_s(n).unwrap());
         assert_eq!(said, [10.0, 18.0, 24.0, 30.0, 30.0]);
         assert_eq!(several.tok_s(0), None);
-        assert_eq!(Predicted::read("<html>", "a"), Predicted::default());
-        assert_eq!(Predicted::default().tok_s(1), None);
+        assert_eq!(
+            PredictedSpeed::read("<html>", "a"),
+            PredictedSpeed::default()
+        );
+        assert_eq!(PredictedSpeed::default().tok_s(1), None);
     }
 
     #[test]
@@ -460,7 +463,7 @@ mod tests {
             "http://h:1/v1",
             "http://h:1/v1/",
         ] {
-            assert_eq!(Server::new(url, None, "m").url(), "http://h:1");
+            assert_eq!(TargetServer::new(url, None, "m").url(), "http://h:1");
         }
     }
 }

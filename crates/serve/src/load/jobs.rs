@@ -6,7 +6,7 @@ use std::time::Duration;
 use rand_core::{RngCore, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 
-use super::{Arrivals, Error, Load};
+use super::{Arrivals, Error, LoadProfile};
 
 /// Maximum tokens of a prompt or a response: the longest contexts there are.
 const TOKENS_MAX: u32 = 10_000_000;
@@ -49,12 +49,12 @@ const WORDS: [&str; 32] = [
 
 /// A number of tokens, or a uniform range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
+pub struct TokenRange {
     least: u32,
     most: u32,
 }
 
-impl FromStr for Span {
+impl FromStr for TokenRange {
     type Err = Error;
 
     /// `N`, or `A..B`, both ends included.
@@ -73,18 +73,18 @@ impl FromStr for Span {
 
 /// Lengths of prompts and answers, in tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Lengths {
+pub enum RequestLengths {
     /// Drawn for each request.
     Drawn {
-        prompt: Span,
+        prompt: TokenRange,
         /// Maximum length of responses.
-        output: Span,
+        output: TokenRange,
     },
     /// Pairs of prompt and response lengths, used in turn; not empty.
     Listed(Vec<(u32, u32)>),
 }
 
-impl Lengths {
+impl RequestLengths {
     /// Parses a line `PROMPT OUTPUT` per pair. Empty lines and lines that begin with `#` are
     /// skipped.
     ///
@@ -123,14 +123,14 @@ fn pair((line, number): (&str, usize)) -> Result<(u32, u32), Error> {
     }
 }
 
-fn draw_in(span: Span, random: &mut Pcg64Mcg) -> u32 {
+fn draw_in(span: TokenRange, random: &mut Pcg64Mcg) -> u32 {
     let n = u64::from(span.most - span.least) + 1;
     span.least + (random.next_u64() % n) as u32
 }
 
 /// A request to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Job {
+pub(super) struct TimedRequest {
     /// Send time since the start of the run; zero in a closed loop.
     pub(super) at: Duration,
     pub(super) prompt: String,
@@ -139,7 +139,7 @@ pub(super) struct Job {
 }
 
 /// Draws all requests of a run. Their prompts are in memory together: 6 bytes a token.
-pub(super) fn draw(load: &Load) -> Vec<Job> {
+pub(super) fn draw(load: &LoadProfile) -> Vec<TimedRequest> {
     let mut random = Pcg64Mcg::seed_from_u64(load.seed);
     let shared = words(load.shared_prefix, &mut random);
     let mut at = Duration::ZERO;
@@ -149,7 +149,7 @@ pub(super) fn draw(load: &Load) -> Vec<Job> {
         }
         let (prompt, output) = load.lengths.of(i, &mut random);
         let prompt = words(prompt, &mut random);
-        Job {
+        TimedRequest {
             at,
             prompt: format!("{shared}{prompt}"),
             output,
@@ -176,22 +176,22 @@ fn words(n: u32, random: &mut Pcg64Mcg) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Goals, Server};
+    use super::super::{GoodputLimits, TargetServer};
     use super::*;
 
-    fn load(arrivals: Arrivals) -> Load {
-        Load {
-            server: Server::new("http://127.0.0.1:1", None, "m"),
+    fn load(arrivals: Arrivals) -> LoadProfile {
+        LoadProfile {
+            server: TargetServer::new("http://127.0.0.1:1", None, "m"),
             arrivals,
             requests: 4000,
-            lengths: Lengths::Drawn {
+            lengths: RequestLengths::Drawn {
                 prompt: "3..5".parse().unwrap(),
                 output: "7".parse().unwrap(),
             },
             shared_prefix: 2,
             ignore_eos: false,
             seed: 1,
-            goals: Goals::default(),
+            goals: GoodputLimits::default(),
             timeout: Duration::from_secs(1),
         }
     }
@@ -228,7 +228,10 @@ mod tests {
 
     #[test]
     fn lengths_are_read() {
-        let span = |text: &str| text.parse::<Span>().map(|span| (span.least, span.most));
+        let span = |text: &str| {
+            text.parse::<TokenRange>()
+                .map(|span| (span.least, span.most))
+        };
         assert_eq!(span("20").unwrap(), (20, 20));
         assert_eq!(span("1..300").unwrap(), (1, 300));
         for bad in ["", "0", "5..4", "1..", "..3", "a", "-1", "10000001", "1.5"] {
@@ -238,8 +241,8 @@ mod tests {
                 "{error}"
             );
         }
-        let listed = Lengths::parse("# prompt output\n10 20\n\n 4000   1 \n").unwrap();
-        assert_eq!(listed, Lengths::Listed(vec![(10, 20), (4000, 1)]));
+        let listed = RequestLengths::parse("# prompt output\n10 20\n\n 4000   1 \n").unwrap();
+        assert_eq!(listed, RequestLengths::Listed(vec![(10, 20), (4000, 1)]));
         for (text, expected) in [
             ("", "the list of lengths is empty"),
             (
@@ -255,7 +258,10 @@ mod tests {
                 "line 1 is \"1 2 3\", expected PROMPT OUTPUT, two numbers of tokens",
             ),
         ] {
-            assert_eq!(Lengths::parse(text).unwrap_err().to_string(), expected);
+            assert_eq!(
+                RequestLengths::parse(text).unwrap_err().to_string(),
+                expected
+            );
         }
     }
 }

@@ -23,13 +23,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use client::{Client, Outcome};
-use jobs::Job;
+use client::{LoadClient, LoadOutcome};
+use jobs::TimedRequest;
 
 pub(crate) use client::parse;
-pub use client::{Predicted, Server, trust};
-pub use jobs::{Lengths, Span};
-pub use report::{Goals, Report, Times};
+pub use client::{PredictedSpeed, TargetServer, trust};
+pub use jobs::{RequestLengths, TokenRange};
+pub use report::{GoodputLimits, LatencySummary, Report};
 pub use shown::{object, table};
 
 /// Maximum requests in flight: each is a thread and a connection. Further ones count as errors in
@@ -89,15 +89,15 @@ pub enum Arrivals {
 
 /// Parameters of a run.
 #[derive(Clone, Debug)]
-pub struct Load {
+pub struct LoadProfile {
     /// The measured server.
-    pub server: Server,
+    pub server: TargetServer,
     /// Arrival process.
     pub arrivals: Arrivals,
     /// Number of requests.
     pub requests: usize,
     /// Lengths of prompts and responses.
-    pub lengths: Lengths,
+    pub lengths: RequestLengths,
     /// Length of the common prefix of all prompts, in words.
     pub shared_prefix: u32,
     /// Sets `ignore_eos`, so that responses reach their length. Not all servers support it.
@@ -105,7 +105,7 @@ pub struct Load {
     /// Seed of prompts, lengths and arrivals.
     pub seed: u64,
     /// Limits for goodput.
-    pub goals: Goals,
+    pub goals: GoodputLimits,
     /// Timeout of one request.
     pub timeout: Duration,
 }
@@ -113,10 +113,14 @@ pub struct Load {
 /// Runs `load` and returns when all requests have ended, or soon after `is_cancelled`. A cancelled
 /// run sends no more requests, and abandons those in flight to the end of the process. `now` is the
 /// clock.
-pub fn run(load: &Load, now: fn() -> Instant, is_cancelled: &(dyn Fn() -> bool + Sync)) -> Report {
+pub fn run(
+    load: &LoadProfile,
+    now: fn() -> Instant,
+    is_cancelled: &(dyn Fn() -> bool + Sync),
+) -> Report {
     let jobs = jobs::draw(load);
-    let run = Run {
-        client: Client::new(load, now),
+    let run = LoadRun {
+        client: LoadClient::new(load, now),
         now,
         is_cancelled,
         outcomes: Mutex::default(),
@@ -132,22 +136,22 @@ pub fn run(load: &Load, now: fn() -> Instant, is_cancelled: &(dyn Fn() -> bool +
 }
 
 /// A run in progress.
-struct Run<'a> {
-    client: Client<'a>,
+struct LoadRun<'a> {
+    client: LoadClient<'a>,
     now: fn() -> Instant,
     is_cancelled: &'a (dyn Fn() -> bool + Sync),
-    outcomes: Mutex<Vec<Outcome>>,
+    outcomes: Mutex<Vec<LoadOutcome>>,
 }
 
-impl Run<'_> {
-    fn closed(&self, jobs: &[Job], clients: usize) {
+impl LoadRun<'_> {
+    fn closed(&self, jobs: &[TimedRequest], clients: usize) {
         let next = AtomicUsize::new(0);
         let client = || {
             while !(self.is_cancelled)() {
                 let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) else {
                     return;
                 };
-                self.keep(self.client.send(job));
+                self.record(self.client.send(job));
             }
         };
         thread::scope(|scope| {
@@ -157,7 +161,7 @@ impl Run<'_> {
         });
     }
 
-    fn open(&self, jobs: &[Job], began: Instant) {
+    fn open(&self, jobs: &[TimedRequest], began: Instant) {
         let in_flight = AtomicUsize::new(0);
         thread::scope(|scope| {
             for job in jobs {
@@ -166,12 +170,12 @@ impl Run<'_> {
                 }
                 if in_flight.load(Ordering::Relaxed) >= IN_FLIGHT_MAX {
                     let reason = format!("not sent: {IN_FLIGHT_MAX} requests are under way");
-                    self.keep(Err(reason));
+                    self.record(Err(reason));
                     continue;
                 }
                 in_flight.fetch_add(1, Ordering::Relaxed);
                 scope.spawn(|| {
-                    self.keep(self.client.send(job));
+                    self.record(self.client.send(job));
                     in_flight.fetch_sub(1, Ordering::Relaxed);
                 });
             }
@@ -192,7 +196,7 @@ impl Run<'_> {
         }
     }
 
-    fn keep(&self, outcome: Outcome) {
+    fn record(&self, outcome: LoadOutcome) {
         let outcomes = self.outcomes.lock();
         let mut outcomes = outcomes.unwrap_or_else(std::sync::PoisonError::into_inner);
         outcomes.push(outcome);

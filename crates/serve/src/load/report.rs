@@ -5,19 +5,19 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::client::{Answered, Outcome};
+use super::client::{LoadOutcome, ResponseTimes};
 
 /// Latency limits of goodput, which counts only responses within all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Goals {
+pub struct GoodputLimits {
     /// Maximum time to first token.
     pub ttft: Option<Duration>,
     /// Maximum mean time between tokens.
     pub gap: Option<Duration>,
 }
 
-impl Goals {
-    fn are_kept(&self, answer: &Answered) -> bool {
+impl GoodputLimits {
+    fn are_kept(&self, answer: &ResponseTimes) -> bool {
         let within = |time: Option<f64>, limit: Option<Duration>| match (time, limit) {
             (Some(ms), Some(limit)) => ms <= limit.as_secs_f64() * 1e3,
             (None, Some(_)) => false,
@@ -32,7 +32,7 @@ impl Goals {
 
 /// Distribution of a latency, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Times {
+pub struct LatencySummary {
     /// Number of values.
     pub n: usize,
     pub mean: f64,
@@ -45,7 +45,7 @@ pub struct Times {
     pub max: f64,
 }
 
-impl Times {
+impl LatencySummary {
     /// `None` without values. Quantiles are nearest ranks.
     fn of(mut ms: Vec<f64>) -> Option<Self> {
         ms.sort_by(f64::total_cmp);
@@ -91,21 +91,21 @@ pub struct Report {
     /// Goodput: such responses a second.
     pub goodput_per_s: f64,
     /// Time to first token.
-    pub ttft_ms: Option<Times>,
+    pub ttft_ms: Option<LatencySummary>,
     /// Time between two chunks of a response, over all responses.
-    pub gap_ms: Option<Times>,
+    pub gap_ms: Option<LatencySummary>,
     /// Time to the end of the response.
-    pub whole_ms: Option<Times>,
+    pub whole_ms: Option<LatencySummary>,
 }
 
 impl Report {
-    pub(super) fn of(outcomes: &[Outcome], duration: Duration, goals: Goals) -> Self {
-        let answers: Vec<&Answered> = outcomes.iter().flatten().collect();
+    pub(super) fn of(outcomes: &[LoadOutcome], duration: Duration, goals: GoodputLimits) -> Self {
+        let answers: Vec<&ResponseTimes> = outcomes.iter().flatten().collect();
         let mut errors = BTreeMap::new();
         for error in outcomes.iter().filter_map(|outcome| outcome.as_ref().err()) {
             *errors.entry(error.clone()).or_insert(0) += 1;
         }
-        let sum = |part: fn(&Answered) -> u64| answers.iter().map(|a| part(a)).sum::<u64>();
+        let sum = |part: fn(&ResponseTimes) -> u64| answers.iter().map(|a| part(a)).sum::<u64>();
         let (prompt_tokens, output_tokens) = (sum(|a| a.prompt_tokens), sum(|a| a.output_tokens));
         let good = answers.iter().filter(|a| goals.are_kept(a)).count();
         let duration_s = duration.as_secs_f64();
@@ -129,9 +129,9 @@ impl Report {
             total_tok_s: a_second(prompt_tokens + output_tokens),
             good,
             goodput_per_s: a_second(good as u64),
-            ttft_ms: Times::of(answers.iter().filter_map(|a| ttft_ms(a)).collect()),
-            gap_ms: Times::of(answers.iter().flat_map(|a| gaps_ms(a)).collect()),
-            whole_ms: Times::of(answers.iter().map(|a| ms(a.sent, a.ended)).collect()),
+            ttft_ms: LatencySummary::of(answers.iter().filter_map(|a| ttft_ms(a)).collect()),
+            gap_ms: LatencySummary::of(answers.iter().flat_map(|a| gaps_ms(a)).collect()),
+            whole_ms: LatencySummary::of(answers.iter().map(|a| ms(a.sent, a.ended)).collect()),
         }
     }
 }
@@ -140,11 +140,11 @@ fn ms(from: Instant, to: Instant) -> f64 {
     to.saturating_duration_since(from).as_secs_f64() * 1e3
 }
 
-fn ttft_ms(answer: &Answered) -> Option<f64> {
+fn ttft_ms(answer: &ResponseTimes) -> Option<f64> {
     answer.pieces.first().map(|first| ms(answer.sent, *first))
 }
 
-fn gaps_ms(answer: &Answered) -> impl Iterator<Item = f64> {
+fn gaps_ms(answer: &ResponseTimes) -> impl Iterator<Item = f64> {
     answer.pieces.windows(2).map(|pair| ms(pair[0], pair[1]))
 }
 
@@ -152,10 +152,10 @@ fn gaps_ms(answer: &Answered) -> impl Iterator<Item = f64> {
 mod tests {
     use super::*;
 
-    fn answered(sent: Instant, pieces_ms: &[u64]) -> Outcome {
+    fn answered(sent: Instant, pieces_ms: &[u64]) -> LoadOutcome {
         let at = |ms: &u64| sent + Duration::from_millis(*ms);
         let pieces: Vec<Instant> = pieces_ms.iter().map(at).collect();
-        Ok(Answered {
+        Ok(ResponseTimes {
             sent,
             ended: pieces.last().copied().unwrap_or(sent),
             prompt_tokens: 10,
@@ -176,7 +176,7 @@ mod tests {
             Err("429".to_owned()),
         ];
         let ms = |ms| Some(Duration::from_millis(ms));
-        let goals = Goals {
+        let goals = GoodputLimits {
             ttft: ms(200),
             gap: ms(20),
         };
@@ -197,18 +197,18 @@ mod tests {
 
     #[test]
     fn quantiles_are_nearest_ranks() {
-        let times = Times::of((1..=200).map(f64::from).collect()).unwrap();
+        let times = LatencySummary::of((1..=200).map(f64::from).collect()).unwrap();
         assert_eq!(
             (times.p50, times.p95, times.p99, times.max),
             (100.0, 190.0, 198.0, 200.0)
         );
-        assert_eq!(Times::of(Vec::new()), None);
-        assert_eq!(Times::of(vec![7.0]).unwrap().p50, 7.0);
+        assert_eq!(LatencySummary::of(Vec::new()), None);
+        assert_eq!(LatencySummary::of(vec![7.0]).unwrap().p50, 7.0);
     }
 
     #[test]
     fn nothing_at_all_is_no_division_by_nothing() {
-        let report = Report::of(&[], Duration::ZERO, Goals::default());
+        let report = Report::of(&[], Duration::ZERO, GoodputLimits::default());
         assert_eq!((report.output_tok_s, report.ttft_ms), (0.0, None));
     }
 }

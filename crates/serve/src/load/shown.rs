@@ -2,10 +2,10 @@
 
 use serde_json::{Value, json};
 
-use super::{Arrivals, Load, Predicted, Report, Times};
+use super::{Arrivals, LatencySummary, LoadProfile, PredictedSpeed, Report};
 
 /// The predicted total speed of a closed loop; `None` for Poisson arrivals.
-fn together(load: &Load, predicted: &Predicted) -> Option<f64> {
+fn together(load: &LoadProfile, predicted: &PredictedSpeed) -> Option<f64> {
     let Arrivals::Closed { clients } = load.arrivals else {
         return None;
     };
@@ -13,7 +13,7 @@ fn together(load: &Load, predicted: &Predicted) -> Option<f64> {
 }
 
 /// The report as a JSON object.
-pub fn object(load: &Load, predicted: &Predicted, report: &Report) -> Value {
+pub fn object(load: &LoadProfile, predicted: &PredictedSpeed, report: &Report) -> Value {
     let (clients, rate) = match load.arrivals {
         Arrivals::Closed { clients } => (Some(clients), None),
         Arrivals::Poisson { per_s } => (None, Some(per_s)),
@@ -31,7 +31,7 @@ pub fn object(load: &Load, predicted: &Predicted, report: &Report) -> Value {
 }
 
 /// The report as a table.
-pub fn table(load: &Load, predicted: &Predicted, report: &Report) -> String {
+pub fn table(load: &LoadProfile, predicted: &PredictedSpeed, report: &Report) -> String {
     let arrivals = match load.arrivals {
         Arrivals::Closed { clients } => format!("{clients} clients in a closed loop"),
         Arrivals::Poisson { per_s } => format!("Poisson arrivals, {per_s} a second"),
@@ -77,7 +77,7 @@ pub fn table(load: &Load, predicted: &Predicted, report: &Report) -> String {
     })
 }
 
-fn row(name: &str, times: Option<Times>) -> String {
+fn row(name: &str, times: Option<LatencySummary>) -> String {
     let Some(times) = times else {
         return format!("\n{name:<22}{:>9}", "-");
     };

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::requests::narrow_tools;
 use super::{REFUSALS, refusals};
 use crate::field::{Field, object_schema};
-use crate::model::Model;
+use crate::model::ServedModel;
 use crate::request::fields::{anthropic, embeddings, llama, ollama, responses};
 
 struct Operation {
@@ -155,14 +155,14 @@ const DELETE: Operation = operation(
 const STORED: [&str; 7] = ["400", "401", "403", "404", "429", "503", "504"];
 
 /// Adds the operations of embedding models to `paths`.
-pub(super) fn add_embedding(paths: &mut Value, model: &Model, has_keys: bool) {
+pub(super) fn add_embedding(paths: &mut Value, model: &ServedModel, has_keys: bool) {
     for operation in &EMBEDDING {
         paths[operation.path] = json!({"post": operate(operation, model, has_keys)});
     }
 }
 
 /// Adds the operations to `paths`.
-pub(super) fn add(paths: &mut Value, model: &Model, has_keys: bool) {
+pub(super) fn add(paths: &mut Value, model: &ServedModel, has_keys: bool) {
     for operation in &OPERATIONS {
         paths[operation.path] = json!({"post": operate(operation, model, has_keys)});
     }
@@ -202,7 +202,7 @@ fn stored(has_keys: bool) -> Value {
 }
 
 /// An operation with a request body.
-fn operate(operation: &Operation, model: &Model, has_keys: bool) -> Value {
+fn operate(operation: &Operation, model: &ServedModel, has_keys: bool) -> Value {
     let mut schema = object_schema(operation.table);
     if schema["properties"]["model"].is_object() {
         schema["properties"]["model"]["enum"] = json!(model.names().collect::<Vec<_>>());

@@ -10,7 +10,7 @@ mod requests;
 use serde_json::{Map, Value, json};
 
 use crate::config::Config;
-use crate::model::Model;
+use crate::model::ServedModel;
 use crate::request::schema::reference;
 
 /// All endpoints, listed at `/`.
@@ -79,7 +79,7 @@ const REFUSALS: [(&str, &str); 14] = [
 const PLAIN: [&str; 4] = ["400", "401", "403", "405"];
 
 /// The document for one server; `embeds` for an embedding model.
-pub(crate) fn document(config: &Config, model: &Model, embeds: bool) -> Value {
+pub(crate) fn document(config: &Config, model: &ServedModel, embeds: bool) -> Value {
     let has_keys = config.access.keys.is_some();
     let mut schemas = requests::schemas(config, model);
     schemas.extend(answers::schemas());
@@ -104,7 +104,7 @@ pub(crate) fn document(config: &Config, model: &Model, embeds: bool) -> Value {
     })
 }
 
-fn paths(served: &Model, has_keys: bool, embeds: bool) -> Value {
+fn paths(served: &ServedModel, has_keys: bool, embeds: bool) -> Value {
     let get = |id: &str, summary: &str, kind: &str, schema: Value| {
         let ok = json!({"description": summary, "content": {kind: {"schema": schema}}});
         let mut responses = refusals(&PLAIN, has_keys);

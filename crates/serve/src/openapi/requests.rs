@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use crate::config::Config;
 use crate::field::{Field, object_schema};
-use crate::model::Model;
+use crate::model::ServedModel;
 use crate::request::fields::{CHAT, COMPLETION, MESSAGE};
 
 /// Fields of assistant messages only.
@@ -16,7 +16,7 @@ const ASSISTANTS: [&str; 5] = [
     "annotations",
 ];
 
-pub(super) fn schemas(config: &Config, model: &Model) -> Map<String, Value> {
+pub(super) fn schemas(config: &Config, model: &ServedModel) -> Map<String, Value> {
     let limits = &config.limits;
     let vocab = model.vocab();
     let mut names = vec![&model.id];
@@ -53,7 +53,7 @@ pub(super) fn schemas(config: &Config, model: &Model) -> Map<String, Value> {
 }
 
 /// Requires empty `tools` for models without tool calls.
-pub(super) fn narrow_tools(request: &mut Value, model: &Model) {
+pub(super) fn narrow_tools(request: &mut Value, model: &ServedModel) {
     if !model.has_calls() {
         request["properties"]["tools"] = json!({"enum": [[], null]});
         request["properties"]["tool_choice"] = json!({"enum": ["auto", "none", null]});
@@ -68,7 +68,7 @@ fn needs(field: &str, other: &str) -> Value {
     })
 }
 
-fn prompt(most: usize, model: &Model) -> Value {
+fn prompt(most: usize, model: &ServedModel) -> Value {
     let text = json!({"type": "string", "minLength": 1});
     let id = json!({"type": "integer", "minimum": 0, "maximum": model.vocab().saturating_sub(1)});
     let most_ids = model.context.saturating_sub(1);

@@ -5,14 +5,14 @@
 
 use serde_json::{Value, json};
 
-use super::{Frame, Framing, Usage, Writer};
-use crate::choice::{Delta, Ending, Piece, Said};
+use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};
+use crate::choice::{ChoiceOutput, Delta, FinishReason, ResponsePart};
 use crate::conversation::arguments;
-use crate::rejection::{Rejection, Style};
+use crate::rejection::{ErrorStyle, Rejection};
 
 /// The open content block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Open {
+enum OpenBlock {
     Text,
     Thinking,
     Call(usize),
@@ -21,19 +21,23 @@ enum Open {
 /// Renders messages.
 #[derive(Debug)]
 pub(crate) struct Anthropic {
-    frame: Frame,
+    frame: ResponseFrame,
     /// Stop texts, in the request's order.
     stops: Vec<String>,
     /// Whether the client requested the thinking.
     shows_thinking: bool,
-    open: Option<Open>,
+    open: Option<OpenBlock>,
     /// Number of blocks so far.
     blocks: usize,
-    ending: Option<Ending>,
+    ending: Option<FinishReason>,
 }
 
 impl Anthropic {
-    pub(crate) const fn new(frame: Frame, stops: Vec<String>, shows_thinking: bool) -> Self {
+    pub(crate) const fn new(
+        frame: ResponseFrame,
+        stops: Vec<String>,
+        shows_thinking: bool,
+    ) -> Self {
         Self {
             frame,
             stops,
@@ -44,7 +48,12 @@ impl Anthropic {
         }
     }
 
-    fn message(&self, content: Value, ending: Option<Ending>, usage: &Usage) -> Value {
+    fn message(
+        &self,
+        content: Value,
+        ending: Option<FinishReason>,
+        usage: &ResponseUsage,
+    ) -> Value {
         let (reason, stop) = self.reason(ending);
         json!({
             "id": format!("msg_{}", self.frame.id),
@@ -59,13 +68,13 @@ impl Anthropic {
     }
 
     /// `stop_reason` and `stop_sequence`.
-    fn reason(&self, ending: Option<Ending>) -> (Option<&'static str>, Option<&str>) {
+    fn reason(&self, ending: Option<FinishReason>) -> (Option<&'static str>, Option<&str>) {
         match ending {
             None => (None, None),
-            Some(Ending::Said) => (Some("end_turn"), None),
-            Some(Ending::Length) => (Some("max_tokens"), None),
-            Some(Ending::Calls) => (Some("tool_use"), None),
-            Some(Ending::StopText(i)) => {
+            Some(FinishReason::Said) => (Some("end_turn"), None),
+            Some(FinishReason::Length) => (Some("max_tokens"), None),
+            Some(FinishReason::Calls) => (Some("tool_use"), None),
+            Some(FinishReason::StopText(i)) => {
                 (Some("stop_sequence"), self.stops.get(i).map(String::as_str))
             }
         }
@@ -74,7 +83,7 @@ impl Anthropic {
     fn close(&mut self, out: &mut Vec<Value>) {
         let Some(open) = self.open.take() else { return };
         let index = self.blocks;
-        if open == Open::Thinking {
+        if open == OpenBlock::Thinking {
             let delta = json!({"type": "signature_delta", "signature": ""});
             out.push(json!({"type": "content_block_delta", "index": index, "delta": delta}));
         }
@@ -83,7 +92,7 @@ impl Anthropic {
     }
 
     /// Opens a block of this kind, unless it is open.
-    fn open(&mut self, kind: Open, block: Value, out: &mut Vec<Value>) {
+    fn open(&mut self, kind: OpenBlock, block: Value, out: &mut Vec<Value>) {
         if self.open == Some(kind) {
             return;
         }
@@ -98,37 +107,37 @@ impl Anthropic {
         out.push(json!({"type": "content_block_delta", "index": index, "delta": delta}));
     }
 
-    fn piece(&mut self, piece: Piece, out: &mut Vec<Value>) {
+    fn piece(&mut self, piece: ResponsePart, out: &mut Vec<Value>) {
         match piece {
-            Piece::Text(text) if text.is_empty() => {}
-            Piece::Text(text) => {
-                self.open(Open::Text, json!({"type": "text", "text": ""}), out);
+            ResponsePart::Text(text) if text.is_empty() => {}
+            ResponsePart::Text(text) => {
+                self.open(OpenBlock::Text, json!({"type": "text", "text": ""}), out);
                 self.put(json!({"type": "text_delta", "text": text}), out);
             }
-            Piece::Reasoning(text) => {
+            ResponsePart::Reasoning(text) => {
                 let block = json!({"type": "thinking", "thinking": "", "signature": ""});
-                self.open(Open::Thinking, block, out);
+                self.open(OpenBlock::Thinking, block, out);
                 if self.shows_thinking {
                     self.put(json!({"type": "thinking_delta", "thinking": text}), out);
                 }
             }
-            Piece::Call { index, id, name } => {
+            ResponsePart::Call { index, id, name } => {
                 let block = json!({"type": "tool_use", "id": id, "name": name, "input": {}});
-                self.open(Open::Call(index), block, out);
+                self.open(OpenBlock::Call(index), block, out);
             }
-            Piece::Arguments { text, .. } => {
+            ResponsePart::Arguments { text, .. } => {
                 self.put(
                     json!({"type": "input_json_delta", "partial_json": text}),
                     out,
                 );
             }
-            Piece::CallEnd { .. } => self.close(out),
+            ResponsePart::CallEnd { .. } => self.close(out),
         }
     }
 }
 
 /// Anthropic's `usage`: cached tokens are not part of `input_tokens`.
-fn tokens(usage: &Usage) -> Value {
+fn tokens(usage: &ResponseUsage) -> Value {
     json!({
         "input_tokens": usage.prompt.saturating_sub(usage.cached),
         "cache_creation_input_tokens": 0,
@@ -137,12 +146,12 @@ fn tokens(usage: &Usage) -> Value {
     })
 }
 
-impl Writer for Anthropic {
-    fn framing(&self) -> Framing {
-        Framing::Named
+impl DialectWriter for Anthropic {
+    fn framing(&self) -> StreamFraming {
+        StreamFraming::Named
     }
 
-    fn start(&mut self, usage: &Usage) -> Vec<Value> {
+    fn start(&mut self, usage: &ResponseUsage) -> Vec<Value> {
         let message = self.message(json!([]), None, usage);
         vec![json!({"type": "message_start", "message": message})]
     }
@@ -156,7 +165,7 @@ impl Writer for Anthropic {
         out
     }
 
-    fn end(&mut self, usage: &Usage) -> Vec<Value> {
+    fn end(&mut self, usage: &ResponseUsage) -> Vec<Value> {
         let mut out = Vec::new();
         self.close(&mut out);
         let (reason, stop) = self.reason(self.ending);
@@ -166,7 +175,7 @@ impl Writer for Anthropic {
         out
     }
 
-    fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value {
+    fn whole(&mut self, said: Vec<ChoiceOutput>, usage: &ResponseUsage) -> Value {
         let said = said.into_iter().next().unwrap_or_default();
         let mut content = Vec::new();
         if !said.reasoning.is_empty() {
@@ -188,7 +197,7 @@ impl Writer for Anthropic {
     }
 
     fn failed(&mut self, rejection: &Rejection) -> Value {
-        rejection.body_as(Style::Anthropic)
+        rejection.body_as(ErrorStyle::Anthropic)
     }
 
     fn beat(&self) -> Option<Value> {

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 /// Response format, by API.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Form {
+pub(crate) enum EmbeddingFormat {
     /// A list of objects; vectors optionally in base64.
     OpenAi { is_base64: bool },
     /// A list of vectors; `model` as the client wrote it.
@@ -22,7 +22,7 @@ pub(crate) enum Form {
 
 /// Metadata of the response.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Facts<'a> {
+pub(crate) struct EmbeddingStats<'a> {
     /// The model's own name.
     pub(crate) model: &'a str,
     /// Tokens of all texts.
@@ -32,35 +32,35 @@ pub(crate) struct Facts<'a> {
 }
 
 #[derive(Serialize)]
-struct List<'a> {
+struct EmbeddingList<'a> {
     object: &'static str,
-    data: Vec<Entry<'a>>,
+    data: Vec<EmbeddingEntry<'a>>,
     model: &'a str,
-    usage: Usage,
+    usage: EmbeddingTokens,
 }
 
 #[derive(Serialize)]
-struct Entry<'a> {
+struct EmbeddingEntry<'a> {
     object: &'static str,
     index: usize,
-    embedding: Vector<'a>,
+    embedding: EncodedVector<'a>,
 }
 
 #[derive(Serialize)]
 #[serde(untagged)]
-enum Vector<'a> {
+enum EncodedVector<'a> {
     Numbers(&'a [f32]),
     Text(String),
 }
 
 #[derive(Serialize)]
-struct Usage {
+struct EmbeddingTokens {
     prompt_tokens: usize,
     total_tokens: usize,
 }
 
 #[derive(Serialize)]
-struct Ollama<'a> {
+struct OllamaVectors<'a> {
     model: &'a str,
     embeddings: &'a [Vec<f32>],
     total_duration: u64,
@@ -69,42 +69,52 @@ struct Ollama<'a> {
 }
 
 #[derive(Serialize)]
-struct OllamaOld<'a> {
+struct OllamaVector<'a> {
     embedding: &'a [f32],
 }
 
 /// The response body.
-pub(crate) fn body(form: &Form, vectors: &[Vec<f32>], facts: Facts<'_>) -> String {
+pub(crate) fn body(
+    form: &EmbeddingFormat,
+    vectors: &[Vec<f32>],
+    facts: EmbeddingStats<'_>,
+) -> String {
     let text = match form {
-        Form::OpenAi { is_base64 } => serde_json::to_string(&list(vectors, *is_base64, facts)),
-        Form::Ollama { model } => serde_json::to_string(&Ollama {
+        EmbeddingFormat::OpenAi { is_base64 } => {
+            serde_json::to_string(&list(vectors, *is_base64, facts))
+        }
+        EmbeddingFormat::Ollama { model } => serde_json::to_string(&OllamaVectors {
             model,
             embeddings: vectors,
             total_duration: u64::try_from(facts.took.as_nanos()).unwrap_or(u64::MAX),
             load_duration: 0,
             prompt_eval_count: facts.tokens,
         }),
-        Form::OllamaOld => serde_json::to_string(&OllamaOld {
+        EmbeddingFormat::OllamaOld => serde_json::to_string(&OllamaVector {
             embedding: vectors.first().map_or(&[], Vec::as_slice),
         }),
     };
     text.expect("numbers and strings can be written")
 }
 
-fn list<'a>(vectors: &'a [Vec<f32>], is_base64: bool, facts: Facts<'a>) -> List<'a> {
-    let entry = |(index, vector): (usize, &'a Vec<f32>)| Entry {
+fn list<'a>(
+    vectors: &'a [Vec<f32>],
+    is_base64: bool,
+    facts: EmbeddingStats<'a>,
+) -> EmbeddingList<'a> {
+    let entry = |(index, vector): (usize, &'a Vec<f32>)| EmbeddingEntry {
         object: "embedding",
         index,
         embedding: match is_base64 {
-            true => Vector::Text(base64_of(vector)),
-            false => Vector::Numbers(vector),
+            true => EncodedVector::Text(base64_of(vector)),
+            false => EncodedVector::Numbers(vector),
         },
     };
-    List {
+    EmbeddingList {
         object: "list",
         data: vectors.iter().enumerate().map(entry).collect(),
         model: facts.model,
-        usage: Usage {
+        usage: EmbeddingTokens {
             prompt_tokens: facts.tokens,
             total_tokens: facts.tokens,
         },
@@ -151,15 +161,15 @@ mod tests {
     #[test]
     fn numbers_come_back_to_the_bit() {
         let vectors = vec![vec![0.1_f32, -1.0 / 3.0, f32::MIN_POSITIVE]];
-        let facts = Facts {
+        let facts = EmbeddingStats {
             model: "m",
             tokens: 3,
             took: Duration::from_nanos(7),
         };
-        let old = body(&Form::OllamaOld, &vectors, facts);
+        let old = body(&EmbeddingFormat::OllamaOld, &vectors, facts);
         assert_eq!(old, r#"{"embedding":[0.1,-0.33333334,1.1754944e-38]}"#);
         let is_base64 = true;
-        let list = body(&Form::OpenAi { is_base64 }, &vectors, facts);
+        let list = body(&EmbeddingFormat::OpenAi { is_base64 }, &vectors, facts);
         // By Python: base64.b64encode(struct.pack("<3f", 0.1, -1/3, 2**-126)).
         assert!(list.contains(r#""embedding":"zczMPauqqr4AAIAA""#), "{list}");
     }

@@ -2,20 +2,20 @@
 
 use serde_json::{Value, json};
 
-use super::{Frame, Framing, Usage, Writer};
-use crate::choice::{Delta, Ending, Said};
+use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};
+use crate::choice::{ChoiceOutput, Delta, FinishReason};
 use crate::rejection::Rejection;
 
 /// Renders the filled-in text.
 #[derive(Debug)]
 pub(crate) struct Infill {
-    frame: Frame,
+    frame: ResponseFrame,
     stops: Vec<String>,
-    ending: Option<Ending>,
+    ending: Option<FinishReason>,
 }
 
 impl Infill {
-    pub(crate) const fn new(frame: Frame, stops: Vec<String>) -> Self {
+    pub(crate) const fn new(frame: ResponseFrame, stops: Vec<String>) -> Self {
         let ending = None;
         Self {
             frame,
@@ -24,10 +24,12 @@ impl Infill {
         }
     }
 
-    fn last(&self, text: &str, ending: Option<Ending>, usage: &Usage) -> Value {
+    fn last(&self, text: &str, ending: Option<FinishReason>, usage: &ResponseUsage) -> Value {
         let (kind, word) = match ending {
-            Some(Ending::Length) => ("limit", ""),
-            Some(Ending::StopText(i)) => ("word", self.stops.get(i).map_or("", String::as_str)),
+            Some(FinishReason::Length) => ("limit", ""),
+            Some(FinishReason::StopText(i)) => {
+                ("word", self.stops.get(i).map_or("", String::as_str))
+            }
             _ => ("eos", ""),
         };
         json!({
@@ -44,18 +46,18 @@ impl Infill {
     }
 }
 
-impl Writer for Infill {
-    fn framing(&self) -> Framing {
-        Framing::Bare
+impl DialectWriter for Infill {
+    fn framing(&self) -> StreamFraming {
+        StreamFraming::Bare
     }
 
-    fn start(&mut self, _usage: &Usage) -> Vec<Value> {
+    fn start(&mut self, _usage: &ResponseUsage) -> Vec<Value> {
         Vec::new()
     }
 
     fn delta(&mut self, _index: usize, delta: Delta) -> Vec<Value> {
         self.ending = delta.ending.or(self.ending);
-        let mut said = Said::default();
+        let mut said = ChoiceOutput::default();
         said.add(delta);
         let line = json!({"index": 0, "content": said.text, "stop": false});
         (!said.text.is_empty())
@@ -64,11 +66,11 @@ impl Writer for Infill {
             .collect()
     }
 
-    fn end(&mut self, usage: &Usage) -> Vec<Value> {
+    fn end(&mut self, usage: &ResponseUsage) -> Vec<Value> {
         vec![self.last("", self.ending, usage)]
     }
 
-    fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value {
+    fn whole(&mut self, said: Vec<ChoiceOutput>, usage: &ResponseUsage) -> Value {
         let said = said.into_iter().next().unwrap_or_default();
         self.last(&said.text, said.ending, usage)
     }

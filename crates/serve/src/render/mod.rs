@@ -19,13 +19,13 @@ use std::time::{Duration, Instant};
 use paceline_engine::Reply;
 use serde_json::Value;
 
-use crate::choice::{Choice, Delta, Said};
+use crate::choice::{ChoiceOutput, ChoiceState, Delta};
 use crate::metrics::Metrics;
 use crate::rejection::Rejection;
 
 /// Values repeated in every part of a response.
 #[derive(Clone, Debug)]
-pub(crate) struct Frame {
+pub(crate) struct ResponseFrame {
     /// Unique id of the response.
     pub(crate) id: String,
     pub(crate) created_unix_s: u64,
@@ -37,7 +37,7 @@ pub(crate) struct Frame {
 /// interruption.
 const CONTINUED: &str = "+continued";
 
-impl Frame {
+impl ResponseFrame {
     /// Marks the fingerprint, once.
     pub(crate) fn continue_near(&mut self) {
         if !self.fingerprint.ends_with(CONTINUED) {
@@ -48,7 +48,7 @@ impl Frame {
 
 /// How a stream separates its values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Framing {
+pub(crate) enum StreamFraming {
     /// `data: {...}`, and `data: [DONE]` at the end.
     Data,
     /// `event: TYPE` and `data: {...}`: the type is the value's own.
@@ -58,7 +58,7 @@ pub(crate) enum Framing {
     Lines,
 }
 
-impl Framing {
+impl StreamFraming {
     pub(crate) const fn content_type(self) -> &'static str {
         match self {
             Self::Lines => "application/x-ndjson",
@@ -96,7 +96,7 @@ impl Framing {
 
 /// Token counts and times of a response.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Usage {
+pub(crate) struct ResponseUsage {
     /// Prompt tokens, each prompt counted once.
     pub(crate) prompt: usize,
     /// Of these, cached ones.
@@ -112,21 +112,21 @@ pub(crate) struct Usage {
 }
 
 /// Renders the responses of one dialect.
-pub(crate) trait Writer: fmt::Debug + Send {
+pub(crate) trait DialectWriter: fmt::Debug + Send {
     /// Framing of its streams.
-    fn framing(&self) -> Framing;
+    fn framing(&self) -> StreamFraming;
 
     /// The first values of a stream.
-    fn start(&mut self, usage: &Usage) -> Vec<Value>;
+    fn start(&mut self, usage: &ResponseUsage) -> Vec<Value>;
 
     /// The values for a delta.
     fn delta(&mut self, index: usize, delta: Delta) -> Vec<Value>;
 
     /// The last values of a stream whose choices are all complete.
-    fn end(&mut self, usage: &Usage) -> Vec<Value>;
+    fn end(&mut self, usage: &ResponseUsage) -> Vec<Value>;
 
     /// The whole response.
-    fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value;
+    fn whole(&mut self, said: Vec<ChoiceOutput>, usage: &ResponseUsage) -> Value;
 
     /// The last value of a failed stream.
     fn failed(&mut self, rejection: &Rejection) -> Value;
@@ -143,11 +143,11 @@ pub(crate) trait Writer: fmt::Debug + Send {
 
 /// Builds a response: applies engine replies to the choices, and renders the result.
 #[derive(Debug)]
-pub(crate) struct Telling {
-    writer: Box<dyn Writer>,
-    choices: Vec<Choice>,
+pub(crate) struct ResponseBuilder {
+    writer: Box<dyn DialectWriter>,
+    choices: Vec<ChoiceState>,
     /// Outputs collected for a whole response.
-    said: Vec<Said>,
+    said: Vec<ChoiceOutput>,
     prompt_tokens: usize,
     /// Choices per prompt.
     n: usize,
@@ -156,15 +156,15 @@ pub(crate) struct Telling {
     metrics: Arc<Metrics>,
 }
 
-impl Telling {
+impl ResponseBuilder {
     pub(crate) fn new(
-        writer: Box<dyn Writer>,
-        choices: Vec<Choice>,
+        writer: Box<dyn DialectWriter>,
+        choices: Vec<ChoiceState>,
         (prompt_tokens, n): (usize, usize),
         (asked, now): (Instant, fn() -> Instant),
         metrics: &Arc<Metrics>,
     ) -> Self {
-        let said = choices.iter().map(|_| Said::default()).collect();
+        let said = choices.iter().map(|_| ChoiceOutput::default()).collect();
         Self {
             writer,
             choices,
@@ -183,14 +183,14 @@ impl Telling {
             self.writer.continued();
         }
         let choice = &mut self.choices[index];
-        let delta = choice.take(reply, (self.now)());
+        let delta = choice.apply_reply(reply, (self.now)());
         if delta.as_ref().is_some_and(|delta| delta.ending.is_some()) {
             self.metrics.calls(choice.calls());
         }
         delta
     }
 
-    pub(crate) fn framing(&self) -> Framing {
+    pub(crate) fn framing(&self) -> StreamFraming {
         self.writer.framing()
     }
 
@@ -237,12 +237,12 @@ impl Telling {
         self.writer.beat()
     }
 
-    fn usage(&self) -> Usage {
-        let sum = |of: fn(&Choice) -> usize| self.choices.iter().map(of).sum();
+    fn usage(&self) -> ResponseUsage {
+        let sum = |of: fn(&ChoiceState) -> usize| self.choices.iter().map(of).sum();
         let firsts = self.choices.iter().step_by(self.n.max(1));
         let read_at = self.choices.iter().filter_map(|choice| choice.read_at);
         let since = |at: Instant| at.saturating_duration_since(self.asked);
-        Usage {
+        ResponseUsage {
             prompt: self.prompt_tokens,
             cached: firsts.map(|choice| choice.reused).sum(),
             completion: sum(|choice| choice.tokens),

@@ -2,10 +2,10 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Framing, Usage, Writer};
-use crate::choice::{Delta, Ending, Piece, Said, SaidCall};
+use super::{DialectWriter, ResponseUsage, StreamFraming};
+use crate::choice::{ChoiceOutput, CompletedCall, Delta, FinishReason, ResponsePart};
 use crate::conversation::arguments;
-use crate::rejection::{Rejection, Style};
+use crate::rejection::{ErrorStyle, Rejection};
 
 /// Which of the two endpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,10 +22,10 @@ pub(crate) struct Ollama {
     model: String,
     created_at: String,
     /// The tool call in progress.
-    call: Option<SaidCall>,
+    call: Option<CompletedCall>,
     /// Number of calls sent.
     calls: usize,
-    ending: Option<Ending>,
+    ending: Option<FinishReason>,
 }
 
 impl Ollama {
@@ -48,7 +48,7 @@ impl Ollama {
     }
 
     /// A line with text, thinking and calls.
-    fn line(&self, text: &str, reasoning: &str, calls: &[SaidCall]) -> Map<String, Value> {
+    fn line(&self, text: &str, reasoning: &str, calls: &[CompletedCall]) -> Map<String, Value> {
         let mut line = self.head();
         match self.kind {
             Kind::Chat => {
@@ -68,10 +68,15 @@ impl Ollama {
         line
     }
 
-    fn last(&self, mut line: Map<String, Value>, ending: Option<Ending>, usage: &Usage) -> Value {
+    fn last(
+        &self,
+        mut line: Map<String, Value>,
+        ending: Option<FinishReason>,
+        usage: &ResponseUsage,
+    ) -> Value {
         let ns = |time: std::time::Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let reason = match ending {
-            Some(Ending::Length) => "length",
+            Some(FinishReason::Length) => "length",
             _ => "stop",
         };
         line.insert("done".into(), true.into());
@@ -90,26 +95,26 @@ impl Ollama {
         line.into()
     }
 
-    fn piece(&mut self, piece: Piece) -> Option<Value> {
+    fn piece(&mut self, piece: ResponsePart) -> Option<Value> {
         match piece {
-            Piece::Text(text) if text.is_empty() => None,
-            Piece::Text(text) => Some(self.line(&text, "", &[]).into()),
-            Piece::Reasoning(text) => Some(self.line("", &text, &[]).into()),
-            Piece::Call { id, name, .. } => {
+            ResponsePart::Text(text) if text.is_empty() => None,
+            ResponsePart::Text(text) => Some(self.line(&text, "", &[]).into()),
+            ResponsePart::Reasoning(text) => Some(self.line("", &text, &[]).into()),
+            ResponsePart::Call { id, name, .. } => {
                 let arguments = String::new();
-                self.call = Some(SaidCall {
+                self.call = Some(CompletedCall {
                     id,
                     name,
                     arguments,
                 });
                 None
             }
-            Piece::Arguments { text, .. } => {
+            ResponsePart::Arguments { text, .. } => {
                 self.call.as_mut()?.arguments.push_str(&text);
                 None
             }
             // Ollama sends calls whole.
-            Piece::CallEnd { .. } => {
+            ResponsePart::CallEnd { .. } => {
                 let call = self.call.take()?;
                 let line = self.line("", "", &[call]);
                 self.calls += 1;
@@ -120,13 +125,13 @@ impl Ollama {
 }
 
 /// `first` is the index of the first call in the response.
-fn message(text: &str, reasoning: &str, calls: &[SaidCall], first: usize) -> Value {
+fn message(text: &str, reasoning: &str, calls: &[CompletedCall], first: usize) -> Value {
     let mut message = json!({"role": "assistant", "content": text});
     if !reasoning.is_empty() {
         message["thinking"] = reasoning.into();
     }
     if !calls.is_empty() {
-        let call = |(i, call): (usize, &SaidCall)| {
+        let call = |(i, call): (usize, &CompletedCall)| {
             let arguments = arguments(&call.arguments);
             let index = first + i;
             let function = json!({"index": index, "name": call.name, "arguments": arguments});
@@ -138,12 +143,12 @@ fn message(text: &str, reasoning: &str, calls: &[SaidCall], first: usize) -> Val
     message
 }
 
-impl Writer for Ollama {
-    fn framing(&self) -> Framing {
-        Framing::Lines
+impl DialectWriter for Ollama {
+    fn framing(&self) -> StreamFraming {
+        StreamFraming::Lines
     }
 
-    fn start(&mut self, _usage: &Usage) -> Vec<Value> {
+    fn start(&mut self, _usage: &ResponseUsage) -> Vec<Value> {
         Vec::new()
     }
 
@@ -153,18 +158,18 @@ impl Writer for Ollama {
         pieces.filter_map(|piece| self.piece(piece)).collect()
     }
 
-    fn end(&mut self, usage: &Usage) -> Vec<Value> {
+    fn end(&mut self, usage: &ResponseUsage) -> Vec<Value> {
         vec![self.last(self.line("", "", &[]), self.ending, usage)]
     }
 
-    fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value {
+    fn whole(&mut self, said: Vec<ChoiceOutput>, usage: &ResponseUsage) -> Value {
         let said = said.into_iter().next().unwrap_or_default();
         let line = self.line(&said.text, &said.reasoning, &said.calls);
         self.last(line, said.ending, usage)
     }
 
     fn failed(&mut self, rejection: &Rejection) -> Value {
-        rejection.body_as(Style::Ollama)
+        rejection.body_as(ErrorStyle::Ollama)
     }
 }
 

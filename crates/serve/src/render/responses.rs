@@ -9,34 +9,34 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::{Frame, Framing, Usage, Writer};
-use crate::access::Client;
-use crate::choice::{Delta, Ending, Piece, Said};
-use crate::conversation::{Call, Role, Turn, arguments};
+use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};
+use crate::access::ClientIdentity;
+use crate::choice::{ChoiceOutput, Delta, FinishReason, ResponsePart};
+use crate::conversation::{ConversationTurn, TurnRole, TurnToolCall, arguments};
 use crate::rejection::Rejection;
-use crate::store::{Store, Stored};
+use crate::store::{ResponseStore, StoredResponse};
 
 /// Values that the response repeats from its request, and the conversation to store.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Terms {
+pub(crate) struct ResponsesEcho {
     /// The repeated request fields.
     pub(crate) echo: Map<String, Value>,
     /// Namespaces by tool name.
     pub(crate) spaces: BTreeMap<String, String>,
     /// The conversation, if it is to be stored.
-    pub(crate) keep: Option<Vec<Turn>>,
+    pub(crate) keep: Option<Vec<ConversationTurn>>,
 }
 
 /// Where to store the response, and for which client.
 #[derive(Clone, Debug)]
-pub(crate) struct Keeper {
-    pub(crate) store: Arc<Store>,
-    pub(crate) client: Client,
+pub(crate) struct ResponseKeep {
+    pub(crate) store: Arc<ResponseStore>,
+    pub(crate) client: ClientIdentity,
 }
 
 /// The output item in progress.
 #[derive(Debug)]
-struct Open {
+struct OpenItem {
     kind: Kind,
     id: String,
     /// The text, or the arguments of the call.
@@ -64,20 +64,20 @@ impl Kind {
 /// Renders responses.
 #[derive(Debug)]
 pub(crate) struct Responses {
-    frame: Frame,
-    terms: Terms,
-    keeper: Keeper,
+    frame: ResponseFrame,
+    terms: ResponsesEcho,
+    keeper: ResponseKeep,
     /// Completed items.
     items: Vec<Value>,
-    open: Option<Open>,
+    open: Option<OpenItem>,
     /// Number of events so far.
     events: u64,
-    ending: Option<Ending>,
-    said: Said,
+    ending: Option<FinishReason>,
+    said: ChoiceOutput,
 }
 
 impl Responses {
-    pub(crate) fn new(frame: Frame, terms: Terms, keeper: Keeper) -> Self {
+    pub(crate) fn new(frame: ResponseFrame, terms: ResponsesEcho, keeper: ResponseKeep) -> Self {
         Self {
             frame,
             terms,
@@ -86,7 +86,7 @@ impl Responses {
             open: None,
             events: 0,
             ending: None,
-            said: Said::default(),
+            said: ChoiceOutput::default(),
         }
     }
 
@@ -94,8 +94,8 @@ impl Responses {
         format!("resp_{}", self.frame.id)
     }
 
-    fn response(&self, status: &str, usage: Option<&Usage>) -> Value {
-        let cut = matches!(self.ending, Some(Ending::Length)) && status != "in_progress";
+    fn response(&self, status: &str, usage: Option<&ResponseUsage>) -> Value {
+        let cut = matches!(self.ending, Some(FinishReason::Length)) && status != "in_progress";
         let mut response = Map::new();
         response.insert("id".into(), self.id().into());
         response.insert("object".into(), "response".into());
@@ -136,7 +136,7 @@ impl Responses {
     }
 
     /// The item in progress, as JSON.
-    fn item(&self, open: &Open, status: &str) -> Value {
+    fn item(&self, open: &OpenItem, status: &str) -> Value {
         let (id, text) = (open.id.as_str(), open.text.as_str());
         let is_done = status == "completed";
         match &open.kind {
@@ -172,7 +172,7 @@ impl Responses {
             Kind::Reasoning => "rs",
             Kind::Call { .. } => "fc",
         };
-        let open = Open {
+        let open = OpenItem {
             id: format!("{prefix}_{}_{}", self.frame.id, self.items.len()),
             text: String::new(),
             kind,
@@ -235,33 +235,33 @@ impl Responses {
         self.open = None;
     }
 
-    fn piece(&mut self, piece: Piece, out: &mut Vec<Value>) {
+    fn piece(&mut self, piece: ResponsePart, out: &mut Vec<Value>) {
         match piece {
-            Piece::Text(text) if text.is_empty() => {}
-            Piece::Text(text) => {
+            ResponsePart::Text(text) if text.is_empty() => {}
+            ResponsePart::Text(text) => {
                 self.open(Kind::Message, out);
                 self.put(text, out);
             }
-            Piece::Reasoning(text) => {
+            ResponsePart::Reasoning(text) => {
                 self.open(Kind::Reasoning, out);
                 self.put(text, out);
             }
-            Piece::Call { id, name, .. } => self.open(Kind::Call { id, name }, out),
-            Piece::Arguments { text, .. } => self.put(text, out),
-            Piece::CallEnd { .. } => self.close(out),
+            ResponsePart::Call { id, name, .. } => self.open(Kind::Call { id, name }, out),
+            ResponsePart::Arguments { text, .. } => self.put(text, out),
+            ResponsePart::CallEnd { .. } => self.close(out),
         }
     }
 
     /// The complete response; stores it if requested.
-    fn complete(&mut self, usage: &Usage) -> Value {
+    fn complete(&mut self, usage: &ResponseUsage) -> Value {
         let status = match self.ending {
-            Some(Ending::Length) => "incomplete",
+            Some(FinishReason::Length) => "incomplete",
             _ => "completed",
         };
         let response = self.response(status, Some(usage));
         if let Some(mut turns) = self.terms.keep.take() {
             turns.push(turn(&self.said));
-            self.keeper.store.put(Stored {
+            self.keeper.store.put(StoredResponse {
                 id: self.id(),
                 client: self.keeper.client.clone(),
                 turns,
@@ -273,10 +273,10 @@ impl Responses {
 }
 
 /// The output as a turn of the conversation.
-fn turn(said: &Said) -> Turn {
-    let mut turn = Turn::new(Role::Assistant, said.text.as_str());
+fn turn(said: &ChoiceOutput) -> ConversationTurn {
+    let mut turn = ConversationTurn::new(TurnRole::Assistant, said.text.as_str());
     turn.reasoning = (!said.reasoning.is_empty()).then(|| said.reasoning.clone());
-    let calls = said.calls.iter().map(|call| Call {
+    let calls = said.calls.iter().map(|call| TurnToolCall {
         id: call.id.clone(),
         name: call.name.clone(),
         arguments: arguments(&call.arguments),
@@ -289,7 +289,7 @@ fn part(text: &str) -> Value {
     json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
 }
 
-fn tokens(usage: &Usage) -> Value {
+fn tokens(usage: &ResponseUsage) -> Value {
     json!({
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
@@ -299,12 +299,12 @@ fn tokens(usage: &Usage) -> Value {
     })
 }
 
-impl Writer for Responses {
-    fn framing(&self) -> Framing {
-        Framing::Named
+impl DialectWriter for Responses {
+    fn framing(&self) -> StreamFraming {
+        StreamFraming::Named
     }
 
-    fn start(&mut self, _usage: &Usage) -> Vec<Value> {
+    fn start(&mut self, _usage: &ResponseUsage) -> Vec<Value> {
         let response = json!({"response": self.response("in_progress", None)});
         let created = self.event("response.created", response.clone());
         vec![created, self.event("response.in_progress", response)]
@@ -320,29 +320,29 @@ impl Writer for Responses {
         out
     }
 
-    fn end(&mut self, usage: &Usage) -> Vec<Value> {
+    fn end(&mut self, usage: &ResponseUsage) -> Vec<Value> {
         let mut out = Vec::new();
         self.close(&mut out);
         let response = self.complete(usage);
         let kind = match self.ending {
-            Some(Ending::Length) => "response.incomplete",
+            Some(FinishReason::Length) => "response.incomplete",
             _ => "response.completed",
         };
         out.push(self.event(kind, json!({"response": response})));
         out
     }
 
-    fn whole(&mut self, said: Vec<Said>, usage: &Usage) -> Value {
+    fn whole(&mut self, said: Vec<ChoiceOutput>, usage: &ResponseUsage) -> Value {
         let said = said.into_iter().next().unwrap_or_default();
         let mut out = Vec::new();
         if !said.reasoning.is_empty() {
-            self.piece(Piece::Reasoning(said.reasoning.clone()), &mut out);
+            self.piece(ResponsePart::Reasoning(said.reasoning.clone()), &mut out);
         }
-        self.piece(Piece::Text(said.text.clone()), &mut out);
+        self.piece(ResponsePart::Text(said.text.clone()), &mut out);
         for (index, call) in said.calls.iter().cloned().enumerate() {
             let (id, name, text) = (call.id, call.name, call.arguments);
-            self.piece(Piece::Call { index, id, name }, &mut out);
-            self.piece(Piece::Arguments { index, text }, &mut out);
+            self.piece(ResponsePart::Call { index, id, name }, &mut out);
+            self.piece(ResponsePart::Arguments { index, text }, &mut out);
         }
         self.close(&mut out);
         self.ending = said.ending;

@@ -7,9 +7,14 @@
 use serde_json::{Map, Value, json};
 
 use super::fields::anthropic as table;
-use super::{Ask, Reader, StreamOptions, Teller, array, object, stop, tools, unsupported};
-use crate::conversation::{Call, Conversation, Format, Role, Thinking, Tool, ToolChoice, Turn};
-use crate::field::{Fields, wrong_type};
+use super::{
+    ApiDialect, ModelRequest, RequestParser, StreamOptions, array, object, stop, tools, unsupported,
+};
+use crate::conversation::{
+    AnswerFormat, Conversation, ConversationTurn, Thinking, Tool, ToolChoice, TurnRole,
+    TurnToolCall,
+};
+use crate::field::{FieldValues, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
 
@@ -25,19 +30,19 @@ const MAX_TOOLS: usize = 512;
 struct Blocks {
     texts: Vec<String>,
     thoughts: Vec<String>,
-    calls: Vec<Call>,
+    calls: Vec<TurnToolCall>,
     /// Tool results with the ids of their calls.
     results: Vec<(String, String)>,
     /// Names of deferred tools in the results.
     named: Vec<String>,
 }
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// Parses a message request.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
-    pub(crate) fn anthropic(&self, body: Map<String, Value>) -> Result<Ask, Rejection> {
+    pub(crate) fn anthropic(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let mut fields = self.fields(body, table::MESSAGE_REQUEST, "")?;
         self.check_model(&fields)?;
         let max_tokens = fields.count("max_tokens").unwrap_or(usize::MAX);
@@ -50,7 +55,7 @@ impl Reader<'_> {
         let display = fields.get("thinking").map(|thinking| &thinking["display"]);
         let shows_thinking = display.is_none_or(|display| *display != "omitted");
         let conversation = self.anthropic_conversation(&mut fields)?;
-        let teller = Teller::Anthropic { shows_thinking };
+        let teller = ApiDialect::Anthropic { shows_thinking };
         self.converse(&conversation, 1, &like, "messages", (teller, stream))
     }
 
@@ -70,14 +75,14 @@ impl Reader<'_> {
         Ok(json!({"input_tokens": tokens}))
     }
 
-    fn anthropic_conversation(&self, fields: &mut Fields) -> Result<Conversation, Rejection> {
+    fn anthropic_conversation(&self, fields: &mut FieldValues) -> Result<Conversation, Rejection> {
         let mut conversation = Conversation {
             is_parallel: true,
             ..Conversation::default()
         };
         if let Some(system) = fields.take("system") {
             let text = self.system(system)?;
-            let turn = (!text.is_empty()).then(|| Turn::new(Role::System, text));
+            let turn = (!text.is_empty()).then(|| ConversationTurn::new(TurnRole::System, text));
             conversation.turns.extend(turn);
         }
         let mut named = Vec::new();
@@ -125,7 +130,7 @@ impl Reader<'_> {
         &self,
         i: usize,
         value: Value,
-        turns: &mut Vec<Turn>,
+        turns: &mut Vec<ConversationTurn>,
         named: &mut Vec<String>,
     ) -> Result<(), Rejection> {
         let place = format!("messages[{i}]");
@@ -134,9 +139,9 @@ impl Reader<'_> {
         let content = fields.take("content").unwrap_or_default();
         let param = format!("{place}.content");
         let role = match fields.text("role").unwrap_or_default() {
-            "user" => Role::User,
-            "assistant" => Role::Assistant,
-            "system" => Role::System,
+            "user" => TurnRole::User,
+            "assistant" => TurnRole::Assistant,
+            "system" => TurnRole::System,
             other => {
                 return Err(Rejection::Range {
                     param: format!("{place}.role"),
@@ -146,8 +151,8 @@ impl Reader<'_> {
             }
         };
         let kinds: &[&str] = match role {
-            Role::Assistant => &["text", "thinking", "redacted_thinking", "tool_use"],
-            Role::System => &["text", "tool_reference"],
+            TurnRole::Assistant => &["text", "thinking", "redacted_thinking", "tool_use"],
+            TurnRole::System => &["text", "tool_reference"],
             _ => &["text", "tool_result", "tool_reference"],
         };
         let mut blocks = Blocks::default();
@@ -198,7 +203,7 @@ impl Reader<'_> {
         blocks: &mut Blocks,
     ) -> Result<(), Rejection> {
         let dotted = format!("{place}.");
-        let owned = |fields: &Fields, name| fields.text(name).unwrap_or_default().to_owned();
+        let owned = |fields: &FieldValues, name| fields.text(name).unwrap_or_default().to_owned();
         match kind {
             "text" => {
                 let fields = self.fields(map, table::TEXT_BLOCK, &dotted)?;
@@ -213,7 +218,7 @@ impl Reader<'_> {
                 let mut fields = self.fields(map, table::USE_BLOCK, &dotted)?;
                 let arguments = fields.take("input").unwrap_or_default();
                 let (id, name) = (owned(&fields, "id"), owned(&fields, "name"));
-                blocks.calls.push(Call {
+                blocks.calls.push(TurnToolCall {
                     id,
                     name,
                     arguments,
@@ -233,7 +238,7 @@ impl Reader<'_> {
 
     fn result(
         &self,
-        mut fields: Fields,
+        mut fields: FieldValues,
         place: &str,
         blocks: &mut Blocks,
     ) -> Result<(), Rejection> {
@@ -341,7 +346,7 @@ impl Reader<'_> {
         };
         conversation.format_at = "output_config.format";
         conversation.format = match (format["type"].as_str(), format.get("schema")) {
-            (Some("json_schema"), Some(schema)) => Format::JsonSchema(schema.clone()),
+            (Some("json_schema"), Some(schema)) => AnswerFormat::JsonSchema(schema.clone()),
             _ => {
                 let why = "its type is json_schema and it has a schema";
                 return Err(unsupported("output_config.format", show(&format), why));
@@ -353,14 +358,14 @@ impl Reader<'_> {
 
 impl Blocks {
     /// One turn per result, then the text.
-    fn into_turns(self, role: Role, turns: &mut Vec<Turn>) {
+    fn into_turns(self, role: TurnRole, turns: &mut Vec<ConversationTurn>) {
         let has_results = !self.results.is_empty();
         let results = self.results.into_iter();
-        turns.extend(results.map(|(id, text)| Turn::result(id, text)));
+        turns.extend(results.map(|(id, text)| ConversationTurn::result(id, text)));
         if has_results && self.texts.is_empty() {
             return;
         }
-        let mut turn = Turn::new(role, self.texts.join("\n"));
+        let mut turn = ConversationTurn::new(role, self.texts.join("\n"));
         let thoughts = self.thoughts.join("\n");
         turn.reasoning = (!thoughts.is_empty()).then_some(thoughts);
         turn.calls = self.calls;

@@ -3,20 +3,20 @@
 use serde_json::{Map, Value};
 
 use super::fields::CHAT;
-use super::{Ask, Reader, Teller, check_metadata, stop, stream};
+use super::{ApiDialect, ModelRequest, RequestParser, check_metadata, stop, stream};
 use crate::conversation::{Conversation, OWN_VARIABLES, Thinking};
-use crate::field::Fields;
+use crate::field::FieldValues;
 use crate::rejection::Rejection;
 use crate::render::openai::Kind;
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// Parses a chat request.
     ///
     /// Cost: rendering and encoding the conversation.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
-    pub(crate) fn chat(&self, body: Map<String, Value>) -> Result<Ask, Rejection> {
+    pub(crate) fn chat(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let mut fields = self.fields(body, CHAT, "")?;
         self.check_model(&fields)?;
         check_metadata(fields.get("metadata"))?;
@@ -26,12 +26,12 @@ impl Reader<'_> {
         let stop = stop(fields.take("stop"), "stop")?;
         let like = self.request(&mut fields, max_tokens, logprobs, stop)?;
         let conversation = self.conversation(&mut fields)?;
-        let teller = Teller::OpenAi(Kind::Chat);
+        let teller = ApiDialect::OpenAi(Kind::Chat);
         self.converse(&conversation, n, &like, "messages", (teller, stream))
     }
 
     /// Parses `messages`, `tools` and related fields as a conversation.
-    pub(super) fn conversation(&self, fields: &mut Fields) -> Result<Conversation, Rejection> {
+    pub(super) fn conversation(&self, fields: &mut FieldValues) -> Result<Conversation, Rejection> {
         let messages = fields.take("messages").unwrap_or_default();
         let format = self.format(fields.take("response_format"), "response_format")?;
         let (format, format_at) = self.guided(fields, (format, "response_format"))?;
@@ -75,7 +75,7 @@ fn variables(value: Option<Value>) -> Result<Map<String, Value>, Rejection> {
     }
 }
 
-fn max_tokens(fields: &Fields) -> Result<usize, Rejection> {
+fn max_tokens(fields: &FieldValues) -> Result<usize, Rejection> {
     let (new, old) = (
         fields.count("max_completion_tokens"),
         fields.count("max_tokens"),
@@ -87,7 +87,7 @@ fn max_tokens(fields: &Fields) -> Result<usize, Rejection> {
     Ok(new.or(old).unwrap_or(usize::MAX))
 }
 
-fn logprobs(fields: &Fields) -> Result<Option<usize>, Rejection> {
+fn logprobs(fields: &FieldValues) -> Result<Option<usize>, Rejection> {
     let top = fields.count("top_logprobs");
     if fields.is_true("logprobs") {
         return Ok(Some(top.unwrap_or(0)));

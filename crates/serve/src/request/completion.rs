@@ -3,31 +3,31 @@
 use serde_json::{Map, Value};
 
 use super::fields::COMPLETION;
-use super::infill::Hole;
-use super::{Ask, Reader, Teller, stop, stream};
-use crate::conversation::Format;
+use super::infill::InfillGap;
+use super::{ApiDialect, ModelRequest, RequestParser, stop, stream};
+use crate::conversation::AnswerFormat;
 use crate::field::{integer, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
-use crate::render::openai::{Echo, Kind};
+use crate::render::openai::{Kind, PromptEcho};
 
 /// OpenAI's default.
 const DEFAULT_MAX_TOKENS: usize = 16;
 
 /// A prompt as ids, with its text if the client sent text.
-struct Prompt {
+struct PromptTokens {
     ids: Vec<u32>,
     text: Option<String>,
 }
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// Parses a completion request.
     ///
     /// Cost: encoding the prompts.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
-    pub(crate) fn completion(&self, body: Map<String, Value>) -> Result<Ask, Rejection> {
+    pub(crate) fn completion(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let mut fields = self.fields(body, COMPLETION, "")?;
         self.check_model(&fields)?;
         let n = self.choices(&fields)?;
@@ -36,7 +36,7 @@ impl Reader<'_> {
         let max_tokens = fields.count("max_tokens").unwrap_or(DEFAULT_MAX_TOKENS);
         let stop = stop(fields.take("stop"), "stop")?;
         let mut like = self.request(&mut fields, max_tokens, logprobs, stop)?;
-        let (format, at) = self.guided(&mut fields, (Format::Text, ""))?;
+        let (format, at) = self.guided(&mut fields, (AnswerFormat::Text, ""))?;
         like.constraint = self.calling.whole(&format, at)?;
         like.prompt_logprobs = echo && logprobs.is_some();
         let prompt = fields.take("prompt").unwrap_or_default();
@@ -47,32 +47,32 @@ impl Reader<'_> {
             vec![self.before(prompt, suffix)?]
         };
         let (ids, texts): (Vec<_>, Vec<_>) = prompts.into_iter().map(|p| (p.ids, p.text)).unzip();
-        let echo_of = |(ids, text): (&Vec<u32>, Option<String>)| Echo {
+        let echo_of = |(ids, text): (&Vec<u32>, Option<String>)| PromptEcho {
             text: text.unwrap_or_else(|| self.model.tokenizer.decode_all(ids)),
             tokens: like.prompt_logprobs.then(|| ids.clone()),
         };
         let echo = echo.then(|| ids.iter().zip(texts).map(echo_of).collect());
-        let teller = Teller::OpenAi(Kind::Completion { echo });
+        let teller = ApiDialect::OpenAi(Kind::Completion { echo });
         Ok(self.plain(ids, n, &like, (teller, stream)))
     }
 
     /// A text prompt with `suffix` after the output.
-    fn before(&self, prompt: Value, suffix: &str) -> Result<Prompt, Rejection> {
+    fn before(&self, prompt: Value, suffix: &str) -> Result<PromptTokens, Rejection> {
         let Value::String(text) = prompt else {
             let expected = "a string, as suffix is given";
             return Err(wrong_type("prompt".into(), &prompt, expected));
         };
-        let hole = Hole {
+        let hole = InfillGap {
             before: &text,
             after: suffix,
-            ..Hole::default()
+            ..InfillGap::default()
         };
         let ids = self.hole(&hole, "suffix")?;
         let text = Some(text);
-        Ok(Prompt { ids, text })
+        Ok(PromptTokens { ids, text })
     }
 
-    fn prompts(&self, value: Value) -> Result<Vec<Prompt>, Rejection> {
+    fn prompts(&self, value: Value) -> Result<Vec<PromptTokens>, Rejection> {
         match value {
             Value::String(text) => Ok(vec![self.text_prompt(text, || "prompt".into())?]),
             Value::Array(items) if items.iter().any(Value::is_number) => {
@@ -86,7 +86,7 @@ impl Reader<'_> {
         }
     }
 
-    fn prompt_list(&self, items: Vec<Value>) -> Result<Vec<Prompt>, Rejection> {
+    fn prompt_list(&self, items: Vec<Value>) -> Result<Vec<PromptTokens>, Rejection> {
         let most = self.limits.prompts;
         if !(1..=most).contains(&items.len()) {
             return Err(Rejection::Length {
@@ -111,17 +111,17 @@ impl Reader<'_> {
         &self,
         text: String,
         param: impl FnOnce() -> String,
-    ) -> Result<Prompt, Rejection> {
+    ) -> Result<PromptTokens, Rejection> {
         let ids = self.raw(&text, param)?;
         let text = Some(text);
-        Ok(Prompt { ids, text })
+        Ok(PromptTokens { ids, text })
     }
 
     /// Ids are used unchanged: no tokens are added.
-    fn id_prompt(&self, items: &[Value], param: &str) -> Result<Prompt, Rejection> {
+    fn id_prompt(&self, items: &[Value], param: &str) -> Result<PromptTokens, Rejection> {
         let ids = self.token_ids(items, param)?;
         self.check_prompt(&ids, || param.to_owned(), "prompt")?;
-        Ok(Prompt { ids, text: None })
+        Ok(PromptTokens { ids, text: None })
     }
 
     /// Token ids of the vocabulary.

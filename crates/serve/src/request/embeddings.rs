@@ -3,26 +3,26 @@
 use paceline_engine::Embedder;
 use serde_json::{Map, Value};
 
-use super::Reader;
+use super::RequestParser;
 use super::bounds::MAX_INPUTS;
 use super::fields::embeddings::{OLLAMA, OLLAMA_OLD, OPENAI};
-use crate::field::{Field, Fields, wrong_type};
+use crate::field::{Field, FieldValues, wrong_type};
 use crate::rejection::Rejection;
-use crate::render::embeddings::Form;
+use crate::render::embeddings::EmbeddingFormat;
 
 /// A parsed embedding request.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Embed {
+pub(crate) struct EmbeddingRequest {
     /// Texts as ids, each of 1 to the model's context tokens.
     pub(crate) texts: Vec<Vec<u32>>,
     /// Length of the returned vectors.
     pub(crate) dimensions: usize,
-    pub(crate) form: Form,
+    pub(crate) form: EmbeddingFormat,
 }
 
 /// Policy for texts that are too long or empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Care {
+enum InputPolicy {
     /// Rejects both.
     Refuse,
     /// Rejects long texts, accepts empty ones.
@@ -31,7 +31,7 @@ enum Care {
     Cut,
 }
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// Parses OpenAI's request.
     ///
     /// # Errors
@@ -40,15 +40,15 @@ impl Reader<'_> {
         &self,
         body: Map<String, Value>,
         embedder: &dyn Embedder,
-    ) -> Result<Embed, Rejection> {
+    ) -> Result<EmbeddingRequest, Rejection> {
         let mut fields = self.named_fields(body, OPENAI)?;
         let dimensions = dimensions(&fields, embedder)?;
         let is_base64 = fields.text("encoding_format") == Some("base64");
         let input = fields.take("input").unwrap_or_default();
-        Ok(Embed {
-            texts: self.inputs(input, Care::Refuse)?,
+        Ok(EmbeddingRequest {
+            texts: self.inputs(input, InputPolicy::Refuse)?,
             dimensions,
-            form: Form::OpenAi { is_base64 },
+            form: EmbeddingFormat::OpenAi { is_base64 },
         })
     }
 
@@ -60,21 +60,21 @@ impl Reader<'_> {
         &self,
         body: Map<String, Value>,
         embedder: &dyn Embedder,
-    ) -> Result<Embed, Rejection> {
+    ) -> Result<EmbeddingRequest, Rejection> {
         let mut fields = self.named_fields(body, OLLAMA)?;
         let care = match fields.get("truncate") {
-            Some(Value::Bool(false)) => Care::Whole,
-            _ => Care::Cut,
+            Some(Value::Bool(false)) => InputPolicy::Whole,
+            _ => InputPolicy::Cut,
         };
         let input = fields.take("input").unwrap_or_default();
         let is_nothing = matches!(&input, Value::String(text) if text.is_empty());
-        Ok(Embed {
+        Ok(EmbeddingRequest {
             texts: match is_nothing {
                 true => Vec::new(),
                 false => self.inputs(input, care)?,
             },
             dimensions: dimensions(&fields, embedder)?,
-            form: Form::Ollama {
+            form: EmbeddingFormat::Ollama {
                 model: self.check_model(&fields)?,
             },
         })
@@ -88,23 +88,27 @@ impl Reader<'_> {
         &self,
         body: Map<String, Value>,
         embedder: &dyn Embedder,
-    ) -> Result<Embed, Rejection> {
+    ) -> Result<EmbeddingRequest, Rejection> {
         let fields = self.named_fields(body, OLLAMA_OLD)?;
         let text = fields.text("prompt").unwrap_or_default();
-        Ok(Embed {
-            texts: vec![self.text_input(text, "prompt", Care::Cut)?],
+        Ok(EmbeddingRequest {
+            texts: vec![self.text_input(text, "prompt", InputPolicy::Cut)?],
             dimensions: embedder.dimensions(),
-            form: Form::OllamaOld,
+            form: EmbeddingFormat::OllamaOld,
         })
     }
 
-    fn named_fields(&self, body: Map<String, Value>, table: &[Field]) -> Result<Fields, Rejection> {
+    fn named_fields(
+        &self,
+        body: Map<String, Value>,
+        table: &[Field],
+    ) -> Result<FieldValues, Rejection> {
         let fields = self.fields(body, table, "")?;
         self.check_model(&fields)?;
         Ok(fields)
     }
 
-    fn inputs(&self, input: Value, care: Care) -> Result<Vec<Vec<u32>>, Rejection> {
+    fn inputs(&self, input: Value, care: InputPolicy) -> Result<Vec<Vec<u32>>, Rejection> {
         let items = match input {
             Value::String(text) => return Ok(vec![self.text_input(&text, "input", care)?]),
             Value::Array(items) => items,
@@ -138,8 +142,13 @@ impl Reader<'_> {
         items.iter().enumerate().map(item).collect()
     }
 
-    fn text_input(&self, text: &str, param: &str, care: Care) -> Result<Vec<u32>, Rejection> {
-        if text.is_empty() && care == Care::Refuse {
+    fn text_input(
+        &self,
+        text: &str,
+        param: &str,
+        care: InputPolicy,
+    ) -> Result<Vec<u32>, Rejection> {
+        if text.is_empty() && care == InputPolicy::Refuse {
             let param = param.to_owned();
             return Err(Rejection::EmptyPrompt { param });
         }
@@ -149,7 +158,12 @@ impl Reader<'_> {
     }
 
     /// Ids are used unchanged: no tokens are added.
-    fn id_input(&self, items: &[Value], param: &str, care: Care) -> Result<Vec<u32>, Rejection> {
+    fn id_input(
+        &self,
+        items: &[Value],
+        param: &str,
+        care: InputPolicy,
+    ) -> Result<Vec<u32>, Rejection> {
         self.fitted(self.token_ids(items, param)?, None, param, care)
     }
 
@@ -159,7 +173,7 @@ impl Reader<'_> {
         mut ids: Vec<u32>,
         last: Option<u32>,
         param: &str,
-        care: Care,
+        care: InputPolicy,
     ) -> Result<Vec<u32>, Rejection> {
         let (tokens, context) = (ids.len(), self.model.context);
         let param = || param.to_owned();
@@ -169,7 +183,7 @@ impl Reader<'_> {
         if tokens <= context {
             return Ok(ids);
         }
-        if care != Care::Cut {
+        if care != InputPolicy::Cut {
             return Err(Rejection::LongInput {
                 param: param(),
                 tokens,
@@ -184,7 +198,7 @@ impl Reader<'_> {
 
 /// # Errors
 /// [`Rejection::Range`] above the model's dimensions.
-fn dimensions(fields: &Fields, embedder: &dyn Embedder) -> Result<usize, Rejection> {
+fn dimensions(fields: &FieldValues, embedder: &dyn Embedder) -> Result<usize, Rejection> {
     let most = embedder.dimensions();
     let wanted = fields.count("dimensions").unwrap_or(most);
     if wanted <= most {

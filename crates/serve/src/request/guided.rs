@@ -5,9 +5,9 @@
 use paceline_formats::grammar::Grammar;
 use serde_json::Value;
 
-use super::Reader;
-use crate::conversation::Format;
-use crate::field::{Fields, wrong_type};
+use super::RequestParser;
+use crate::conversation::AnswerFormat;
+use crate::field::{FieldValues, wrong_type};
 use crate::rejection::Rejection;
 
 /// The grammar fields; a request may have one.
@@ -19,22 +19,22 @@ const NAMES: [&str; 5] = [
     "grammar",
 ];
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// The response format of a grammar field or of `other`, and the name of its field.
     ///
     /// # Errors
     /// [`Rejection::Conflict`] for two of them.
     pub(super) fn guided(
         &self,
-        fields: &mut Fields,
-        (other, at): (Format, &'static str),
-    ) -> Result<(Format, &'static str), Rejection> {
+        fields: &mut FieldValues,
+        (other, at): (AnswerFormat, &'static str),
+    ) -> Result<(AnswerFormat, &'static str), Rejection> {
         let mut format = (other, at);
         for name in NAMES.iter().rev() {
             let Some(value) = fields.take(name) else {
                 continue;
             };
-            if format.0 != Format::Text {
+            if format.0 != AnswerFormat::Text {
                 let condition = "together with another grammar or format";
                 let param = name;
                 return Err(Rejection::Conflict { param, condition });
@@ -45,15 +45,15 @@ impl Reader<'_> {
     }
 }
 
-fn guide(name: &str, value: Value) -> Result<Format, Rejection> {
+fn guide(name: &str, value: Value) -> Result<AnswerFormat, Rejection> {
     let grammar = match (name, value) {
-        ("guided_json", schema) => return Ok(Format::JsonSchema(schema)),
+        ("guided_json", schema) => return Ok(AnswerFormat::JsonSchema(schema)),
         ("guided_choice", list) => Grammar::Choice(texts(name, list)?),
         ("guided_regex", Value::String(pattern)) => Grammar::Regex(pattern),
         (_, Value::String(lark)) => Grammar::Lark(lark),
         (_, other) => return Err(wrong_type(name.into(), &other, "a string")),
     };
-    Ok(Format::Grammar(grammar))
+    Ok(AnswerFormat::Grammar(grammar))
 }
 
 fn texts(name: &str, list: Value) -> Result<Vec<String>, Rejection> {

@@ -9,7 +9,9 @@ use serde_json::{Map, Value};
 use super::bounds::MAX_EXTRA;
 use super::fields::llama::INFILL;
 use super::sampling::drop_random_seed;
-use super::{Ask, Reader, StreamOptions, Teller, array, object, stop, unsupported};
+use super::{
+    ApiDialect, ModelRequest, RequestParser, StreamOptions, array, object, stop, unsupported,
+};
 use crate::rejection::Rejection;
 
 /// Names of the three tokens by family, in this order:
@@ -28,23 +30,27 @@ const NAMES: [[&str; 3]; 5] = [
 
 /// A prefix and a suffix around the gap. Names of special tokens in them are these tokens.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Hole<'a> {
+pub(super) struct InfillGap<'a> {
     /// Other files; special names in them stay text.
     pub(super) context: &'a str,
     pub(super) before: &'a str,
     pub(super) after: &'a str,
 }
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// The fill-in-the-middle prompt; `param` is the field for errors.
     ///
     /// # Errors
     /// [`Rejection::Unsupported`] for a model without these tokens.
-    pub(super) fn hole(&self, hole: &Hole<'_>, param: &'static str) -> Result<Vec<u32>, Rejection> {
+    pub(super) fn hole(
+        &self,
+        hole: &InfillGap<'_>,
+        param: &'static str,
+    ) -> Result<Vec<u32>, Rejection> {
         let [prefix, suffix, middle] = self.hole_tokens().ok_or_else(|| {
             unsupported(param, "given", "the model has no tokens that fill a hole")
         })?;
-        let Hole {
+        let InfillGap {
             context,
             before,
             after,
@@ -82,7 +88,7 @@ impl Reader<'_> {
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
-    pub(crate) fn infill(&self, body: Map<String, Value>) -> Result<Ask, Rejection> {
+    pub(crate) fn infill(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let mut fields = self.fields(body, INFILL, "")?;
         self.check_model(&fields)?;
         let max_tokens = fields.count("n_predict").unwrap_or(usize::MAX);
@@ -92,7 +98,7 @@ impl Reader<'_> {
         let context = self.extra(fields.take("input_extra"))?;
         let text = |name| fields.text(name).unwrap_or_default();
         let before = format!("{}{}", text("input_prefix"), text("prompt"));
-        let hole = Hole {
+        let hole = InfillGap {
             context: &context,
             before: &before,
             after: text("input_suffix"),
@@ -102,7 +108,7 @@ impl Reader<'_> {
         let stream = fields
             .is_true("stream")
             .then_some(StreamOptions { has_usage });
-        Ok(self.plain(vec![prompt], 1, &like, (Teller::Infill, stream)))
+        Ok(self.plain(vec![prompt], 1, &like, (ApiDialect::Infill, stream)))
     }
 
     /// Other files, each after its name.

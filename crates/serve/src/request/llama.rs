@@ -3,13 +3,13 @@
 use paceline_formats::tokenizer::Specials;
 use serde_json::{Map, Value, json};
 
-use super::Reader;
+use super::RequestParser;
 use super::fields::llama::{APPLY, DETOKENIZE, TOKENIZE};
 use crate::field::{integer, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// `POST /tokenize`: the ids of a text.
     ///
     /// # Errors

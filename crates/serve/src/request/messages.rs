@@ -13,18 +13,18 @@ use serde_json::{Map, Value};
 
 use super::bounds::{MAX_PARTS, MAX_TOOL_CALLS};
 use super::fields::{FUNCTION, MESSAGE, PART, TOOL_CALL};
-use super::{Reader, array, object, unsupported};
-use crate::conversation::{Call, Role, Turn, arguments};
-use crate::field::{Fields, wrong_type};
+use super::{RequestParser, array, object, unsupported};
+use crate::conversation::{ConversationTurn, TurnRole, TurnToolCall, arguments};
+use crate::field::{FieldValues, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
 
 /// Accepted roles.
 pub(crate) const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// Parses `messages`, one or more.
-    pub(super) fn messages(&self, value: Value) -> Result<Vec<Turn>, Rejection> {
+    pub(super) fn messages(&self, value: Value) -> Result<Vec<ConversationTurn>, Rejection> {
         let most = self.limits.messages;
         let Value::Array(items) = value else {
             return Err(wrong_type("messages".into(), &value, "an array"));
@@ -41,14 +41,14 @@ impl Reader<'_> {
         items.into_iter().enumerate().map(message).collect()
     }
 
-    fn message(&self, i: usize, value: Value) -> Result<Turn, Rejection> {
+    fn message(&self, i: usize, value: Value) -> Result<ConversationTurn, Rejection> {
         let place = format!("messages[{i}]");
         let map = object(value, || place.clone())?;
         let mut fields = self.fields(map, MESSAGE, &format!("{place}."))?;
         let role = role(&fields, &place)?;
         for (field, owner) in [
-            ("tool_calls", Role::Assistant),
-            ("tool_call_id", Role::Tool),
+            ("tool_calls", TurnRole::Assistant),
+            ("tool_call_id", TurnRole::Tool),
         ] {
             if fields.has(field) && role != owner {
                 let why = "tool_calls are of the role assistant, tool_call_id is of the role tool";
@@ -56,14 +56,14 @@ impl Reader<'_> {
                 return Err(unsupported(format!("{place}.{field}"), got, why));
             }
         }
-        let may_be_silent = role == Role::Assistant;
+        let may_be_silent = role == TurnRole::Assistant;
         let text = self.content(fields.take("content"), &place, may_be_silent)?;
         let calls = fields.take("tool_calls");
         let calls = calls.map_or(Ok(Vec::new()), |calls| self.tool_calls(calls, &place))?;
         let owned = |name: &str| fields.text(name).map(str::to_owned);
         // Other roles do not reason; the field is ignored for clients that always send it.
         let reasons = |text: &String| may_be_silent && !text.is_empty();
-        Ok(Turn {
+        Ok(ConversationTurn {
             role,
             text,
             name: owned("name"),
@@ -111,7 +111,7 @@ impl Reader<'_> {
         Ok(texts?.join("\n"))
     }
 
-    fn tool_calls(&self, value: Value, place: &str) -> Result<Vec<Call>, Rejection> {
+    fn tool_calls(&self, value: Value, place: &str) -> Result<Vec<TurnToolCall>, Rejection> {
         let param = format!("{place}.tool_calls");
         let calls = array(value, &param, MAX_TOOL_CALLS, "calls")?;
         let call = |(i, call)| self.tool_call(call, &format!("{param}[{i}]"));
@@ -119,14 +119,14 @@ impl Reader<'_> {
     }
 
     /// A call with parsed arguments: templates print them with `tojson`.
-    fn tool_call(&self, value: Value, place: &str) -> Result<Call, Rejection> {
+    fn tool_call(&self, value: Value, place: &str) -> Result<TurnToolCall, Rejection> {
         let map = object(value, || place.into())?;
         let mut fields = self.fields(map, TOOL_CALL, &format!("{place}."))?;
         let place = format!("{place}.function");
         let function = fields.take("function").unwrap_or_default();
         let function: Map<String, Value> = object(function, || place.clone())?;
         let function = self.fields(function, FUNCTION, &format!("{place}."))?;
-        Ok(Call {
+        Ok(TurnToolCall {
             id: fields.text("id").unwrap_or_default().to_owned(),
             name: function.text("name").unwrap_or_default().to_owned(),
             arguments: arguments(function.text("arguments").unwrap_or_default()),
@@ -134,18 +134,18 @@ impl Reader<'_> {
     }
 }
 
-fn role_text(fields: &Fields) -> &str {
+fn role_text(fields: &FieldValues) -> &str {
     fields.text("role").unwrap_or_default()
 }
 
 /// The role's name in templates.
-fn role(fields: &Fields, place: &str) -> Result<Role, Rejection> {
+fn role(fields: &FieldValues, place: &str) -> Result<TurnRole, Rejection> {
     match role_text(fields) {
         // OpenAI's name of the system role for newer models.
-        "system" | "developer" => Ok(Role::System),
-        "user" => Ok(Role::User),
-        "assistant" => Ok(Role::Assistant),
-        "tool" => Ok(Role::Tool),
+        "system" | "developer" => Ok(TurnRole::System),
+        "user" => Ok(TurnRole::User),
+        "assistant" => Ok(TurnRole::Assistant),
+        "tool" => Ok(TurnRole::Tool),
         other => Err(Rejection::Range {
             param: format!("{place}.role"),
             got: format!("{other:?}"),

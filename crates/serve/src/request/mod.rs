@@ -20,29 +20,29 @@ pub(crate) mod sampling;
 pub(crate) mod schema;
 pub(crate) mod tools;
 
-use paceline_engine::Request;
-use paceline_formats::chat::{Bounds, Error as ChatError, Failure};
+use paceline_engine::GenerationRequest;
+use paceline_formats::chat::{Bounds, Error as ChatError, TemplateError};
 use paceline_formats::tokenizer::{self, Specials};
 use serde_json::{Map, Value};
 
 use bounds::{MAX_NOTE, MAX_NOTE_NAME, MAX_NOTES, MAX_STOP_CHARS, MAX_STOPS};
 
-use crate::access::Client;
-use crate::calling::Calling;
-use crate::choice::Choice;
+use crate::access::ClientIdentity;
+use crate::calling::ToolSupport;
+use crate::choice::ChoiceState;
 use crate::conversation::Conversation;
-use crate::field::{Fields, Notes, wrong_type};
+use crate::field::{FieldValues, FieldWarnings, wrong_type};
 use crate::json::show;
-use crate::limits::Limits;
-use crate::model::Model;
+use crate::limits::ApiLimits;
+use crate::model::ServedModel;
 use crate::rejection::Rejection;
 use crate::render::openai::Kind;
 use crate::render::{ollama as to_ollama, responses as to_responses};
-use crate::store::Store;
+use crate::store::ResponseStore;
 
 /// API dialect of the response.
 #[derive(Clone, Debug)]
-pub(crate) enum Teller {
+pub(crate) enum ApiDialect {
     /// `/v1/chat/completions` and `/v1/completions`.
     OpenAi(Kind),
     /// `/v1/messages`.
@@ -57,7 +57,7 @@ pub(crate) enum Teller {
         model: String,
     },
     /// `/v1/responses`.
-    Responses(Box<to_responses::Terms>),
+    Responses(Box<to_responses::ResponsesEcho>),
     /// `/infill`.
     Infill,
 }
@@ -71,12 +71,12 @@ pub(crate) struct StreamOptions {
 
 /// A parsed generation request.
 #[derive(Debug)]
-pub(crate) struct Ask {
-    pub(crate) teller: Teller,
+pub(crate) struct ModelRequest {
+    pub(crate) dialect: ApiDialect,
     /// Engine requests by choice index: all of the first prompt, then of the second.
-    pub(crate) requests: Vec<Request>,
+    pub(crate) requests: Vec<GenerationRequest>,
     /// The choices' output parsers.
-    pub(crate) choices: Vec<Choice>,
+    pub(crate) choices: Vec<ChoiceState>,
     /// Choices of each prompt.
     pub(crate) n: usize,
     /// Prompt tokens, each prompt counted once.
@@ -86,47 +86,47 @@ pub(crate) struct Ask {
 
 /// A parsed request of any kind.
 #[derive(Debug)]
-pub(crate) enum Understood {
+pub(crate) enum ParsedRequest {
     /// Generates text.
-    Ask(Box<Ask>),
+    Generation(Box<ModelRequest>),
     /// Needs no computation: the response body.
-    Answer(Value),
+    Immediate(Value),
     /// Computes embeddings.
-    Embed(embeddings::Embed),
+    Embed(embeddings::EmbeddingRequest),
 }
 
 /// Parses requests for one model within the limits.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Reader<'a> {
-    pub(crate) model: &'a Model,
-    pub(crate) calling: &'a Calling,
-    pub(crate) limits: &'a Limits,
+pub(crate) struct RequestParser<'a> {
+    pub(crate) model: &'a ServedModel,
+    pub(crate) calling: &'a ToolSupport,
+    pub(crate) limits: &'a ApiLimits,
     /// Time for templates that print the date.
     pub(crate) unix_s: u64,
     /// Seed for requests without one.
     pub(crate) fresh_seed: u64,
     /// Bytes of the model's longest token.
     pub(crate) longest_token: usize,
-    pub(crate) notes: &'a Notes,
-    pub(crate) store: &'a Store,
-    pub(crate) client: &'a Client,
+    pub(crate) notes: &'a FieldWarnings,
+    pub(crate) store: &'a ResponseStore,
+    pub(crate) client: &'a ClientIdentity,
 }
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     fn fields(
         &self,
         object: Map<String, Value>,
         table: &[crate::field::Field],
         place: &str,
-    ) -> Result<Fields, Rejection> {
-        Fields::new(object, table, place, self.notes)
+    ) -> Result<FieldValues, Rejection> {
+        FieldValues::new(object, table, place, self.notes)
     }
 
     /// The model's name as the client wrote it.
     ///
     /// # Errors
     /// [`Rejection::Model`].
-    fn check_model(&self, fields: &Fields) -> Result<String, Rejection> {
+    fn check_model(&self, fields: &FieldValues) -> Result<String, Rejection> {
         let model = fields.text("model").unwrap_or(&self.model.id);
         if self.model.is_called(model) {
             return Ok(model.to_owned());
@@ -136,7 +136,7 @@ impl Reader<'_> {
     }
 
     /// `n`.
-    fn choices(&self, fields: &Fields) -> Result<usize, Rejection> {
+    fn choices(&self, fields: &FieldValues) -> Result<usize, Rejection> {
         let Some(value) = fields.get("n") else {
             return Ok(1);
         };
@@ -155,9 +155,14 @@ impl Reader<'_> {
 
     /// One engine request per prompt and choice. Choice `i` of a prompt has the request's seed plus
     /// `i`, so that it can be reproduced alone.
-    fn fan_out(&self, prompts: Vec<Vec<u32>>, n: usize, like: &Request) -> Vec<Request> {
+    fn fan_out(
+        &self,
+        prompts: Vec<Vec<u32>>,
+        n: usize,
+        like: &GenerationRequest,
+    ) -> Vec<GenerationRequest> {
         let choice = |prompt: &Vec<u32>, i: usize| {
-            let mut request = Request {
+            let mut request = GenerationRequest {
                 prompt: prompt.clone(),
                 ..like.clone()
             };
@@ -174,14 +179,17 @@ impl Reader<'_> {
         &self,
         prompts: Vec<Vec<u32>>,
         n: usize,
-        like: &Request,
-        (teller, stream): (Teller, Option<StreamOptions>),
-    ) -> Ask {
+        like: &GenerationRequest,
+        (teller, stream): (ApiDialect, Option<StreamOptions>),
+    ) -> ModelRequest {
         let prompt_tokens = prompts.iter().map(Vec::len).sum();
         let requests = self.fan_out(prompts, n, like);
-        Ask {
-            teller,
-            choices: requests.iter().map(|_| Choice::new(None, false)).collect(),
+        ModelRequest {
+            dialect: teller,
+            choices: requests
+                .iter()
+                .map(|_| ChoiceState::new(None, false))
+                .collect(),
             requests,
             n,
             prompt_tokens,
@@ -194,25 +202,25 @@ impl Reader<'_> {
         &self,
         conversation: &Conversation,
         n: usize,
-        like: &Request,
+        like: &GenerationRequest,
         field: &'static str,
-        (teller, stream): (Teller, Option<StreamOptions>),
-    ) -> Result<Ask, Rejection> {
+        (teller, stream): (ApiDialect, Option<StreamOptions>),
+    ) -> Result<ModelRequest, Rejection> {
         let prompt = self.prompt(conversation, field)?;
         let terms = self.calling.terms(conversation, &prompt, self.notes)?;
         let choice = |i: usize| {
             let id_seed = self.fresh_seed.wrapping_add(i as u64);
             let is_stream = stream.is_some();
             let reader = self.calling.reader(&terms, &prompt, is_stream, id_seed);
-            Choice::new(reader, !conversation.is_parallel)
+            ChoiceState::new(reader, !conversation.is_parallel)
         };
         let choices = (0..n).map(choice).collect();
-        let like = Request {
+        let like = GenerationRequest {
             shown: self.calling.shown(&terms).to_vec(),
             constraint: terms.constraint.clone(),
             ..like.clone()
         };
-        Ok(Ask {
+        Ok(ModelRequest {
             choices,
             ..self.plain(vec![prompt], n, &like, (teller, stream))
         })
@@ -300,7 +308,7 @@ impl Reader<'_> {
     fn too_long(&self, rejection: Rejection, param: &'static str) -> Rejection {
         let tokens = match rejection {
             Rejection::Tokenizer(tokenizer::Error::TooManyTokens { tokens_max }) => tokens_max,
-            Rejection::Template(ChatError::Template(Failure::OutputTooLong { .. })) => {
+            Rejection::Template(ChatError::Template(TemplateError::OutputTooLong { .. })) => {
                 self.bounds().tokens
             }
             other => return other,
@@ -371,7 +379,10 @@ fn stop(value: Option<Value>, param: &str) -> Result<Vec<String>, Rejection> {
 }
 
 /// Parses OpenAI's `stream` and `stream_options`.
-fn stream(fields: &mut Fields, notes: &Notes) -> Result<Option<StreamOptions>, Rejection> {
+fn stream(
+    fields: &mut FieldValues,
+    notes: &FieldWarnings,
+) -> Result<Option<StreamOptions>, Rejection> {
     let is_stream = fields.is_true("stream");
     let Some(value) = fields.take("stream_options") else {
         let has_usage = false;
@@ -380,7 +391,7 @@ fn stream(fields: &mut Fields, notes: &Notes) -> Result<Option<StreamOptions>, R
     let Value::Object(map) = value else {
         return Err(wrong_type("stream_options".into(), &value, "an object"));
     };
-    let options = Fields::new(map, fields::STREAM_OPTION, "stream_options.", notes)?;
+    let options = FieldValues::new(map, fields::STREAM_OPTION, "stream_options.", notes)?;
     if !is_stream {
         let (param, condition) = ("stream_options", "without stream: true");
         return Err(Rejection::Conflict { param, condition });

@@ -3,24 +3,26 @@
 use serde_json::{Map, Value, json};
 
 use super::fields::ollama as table;
-use super::infill::Hole;
+use super::infill::InfillGap;
 use super::sampling::drop_random_seed;
-use super::{Reader, StreamOptions, Teller, Understood, array, object, stop};
-use crate::conversation::{Call, Conversation, Format, Role, Thinking, Turn, arguments};
-use crate::field::{Fields, wrong_type};
+use super::{ApiDialect, ParsedRequest, RequestParser, StreamOptions, array, object, stop};
+use crate::conversation::{
+    AnswerFormat, Conversation, ConversationTurn, Thinking, TurnRole, TurnToolCall, arguments,
+};
+use crate::field::{FieldValues, wrong_type};
 use crate::rejection::Rejection;
 use crate::render::ollama::{Kind, rfc3339};
-use paceline_engine::Request;
+use paceline_engine::GenerationRequest;
 
 /// Maximum calls of a message.
 const MAX_CALLS: usize = 128;
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// Parses `/api/chat`; without messages it only checks that the model is loaded.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
-    pub(crate) fn ollama_chat(&self, body: Map<String, Value>) -> Result<Understood, Rejection> {
+    pub(crate) fn ollama_chat(&self, body: Map<String, Value>) -> Result<ParsedRequest, Rejection> {
         let mut fields = self.fields(body, table::CHAT, "")?;
         let model = self.check_model(&fields)?;
         let messages = fields.take("messages").unwrap_or_else(|| json!([]));
@@ -39,9 +41,9 @@ impl Reader<'_> {
         conversation.name_results();
         let like = self.options(&mut fields)?;
         let kind = Kind::Chat;
-        let how = (Teller::Ollama { kind, model }, stream(&fields));
+        let how = (ApiDialect::Ollama { kind, model }, stream(&fields));
         let ask = self.converse(&conversation, 1, &like, "messages", how)?;
-        Ok(Understood::Ask(Box::new(ask)))
+        Ok(ParsedRequest::Generation(Box::new(ask)))
     }
 
     /// Parses `/api/generate`; without a prompt it only checks that the model is loaded.
@@ -51,7 +53,7 @@ impl Reader<'_> {
     pub(crate) fn ollama_generate(
         &self,
         body: Map<String, Value>,
-    ) -> Result<Understood, Rejection> {
+    ) -> Result<ParsedRequest, Rejection> {
         let mut fields = self.fields(body, table::GENERATE, "")?;
         let model = self.check_model(&fields)?;
         let prompt = fields.text("prompt").unwrap_or_default().to_owned();
@@ -60,13 +62,13 @@ impl Reader<'_> {
         }
         let like = self.options(&mut fields)?;
         let kind = Kind::Generate;
-        let how = (Teller::Ollama { kind, model }, stream(&fields));
+        let how = (ApiDialect::Ollama { kind, model }, stream(&fields));
         let suffix = fields.text("suffix").unwrap_or_default().to_owned();
         let ask = if !suffix.is_empty() {
-            let hole = Hole {
+            let hole = InfillGap {
                 before: &prompt,
                 after: &suffix,
-                ..Hole::default()
+                ..InfillGap::default()
             };
             let like = self.held(&mut fields, like)?;
             self.plain(vec![self.hole(&hole, "suffix")?], 1, &like, how)
@@ -75,35 +77,41 @@ impl Reader<'_> {
             self.plain(vec![self.raw(&prompt, || "prompt".into())?], 1, &like, how)
         } else {
             let system = fields.text("system").filter(|text| !text.is_empty());
-            let system = system.map(|text| Turn::new(Role::System, text));
-            let turns = system.into_iter().chain([Turn::new(Role::User, prompt)]);
+            let system = system.map(|text| ConversationTurn::new(TurnRole::System, text));
+            let turns = system
+                .into_iter()
+                .chain([ConversationTurn::new(TurnRole::User, prompt)]);
             let turns = turns.collect();
             let conversation = self.ollama_conversation(&mut fields, turns)?;
             self.converse(&conversation, 1, &like, "prompt", how)?
         };
-        Ok(Understood::Ask(Box::new(ask)))
+        Ok(ParsedRequest::Generation(Box::new(ask)))
     }
 
     /// Constrains `like` to `format` from the first token on.
-    fn held(&self, fields: &mut Fields, like: Request) -> Result<Request, Rejection> {
+    fn held(
+        &self,
+        fields: &mut FieldValues,
+        like: GenerationRequest,
+    ) -> Result<GenerationRequest, Rejection> {
         let format = format(fields.take("format"))?;
         let constraint = self.calling.whole(&format, "format")?;
-        Ok(Request { constraint, ..like })
+        Ok(GenerationRequest { constraint, ..like })
     }
 
     /// The response to an empty request: the model is loaded.
-    fn loaded(&self, model: &str, name: &str, value: Value) -> Understood {
+    fn loaded(&self, model: &str, name: &str, value: Value) -> ParsedRequest {
         let mut line = json!({"model": model, "created_at": rfc3339(self.unix_s)});
         line[name] = value;
         line["done"] = true.into();
         line["done_reason"] = "load".into();
-        Understood::Answer(line)
+        ParsedRequest::Immediate(line)
     }
 
     fn ollama_conversation(
         &self,
-        fields: &mut Fields,
-        turns: Vec<Turn>,
+        fields: &mut FieldValues,
+        turns: Vec<ConversationTurn>,
     ) -> Result<Conversation, Rejection> {
         Ok(Conversation {
             turns,
@@ -115,15 +123,15 @@ impl Reader<'_> {
         })
     }
 
-    fn ollama_message(&self, i: usize, value: Value) -> Result<Turn, Rejection> {
+    fn ollama_message(&self, i: usize, value: Value) -> Result<ConversationTurn, Rejection> {
         let place = format!("messages[{i}]");
         let map = object(value, || place.clone())?;
         let mut fields = self.fields(map, table::MESSAGE, &format!("{place}."))?;
         let role = match fields.text("role").unwrap_or_default() {
-            "system" | "developer" => Role::System,
-            "user" => Role::User,
-            "assistant" => Role::Assistant,
-            "tool" => Role::Tool,
+            "system" | "developer" => TurnRole::System,
+            "user" => TurnRole::User,
+            "assistant" => TurnRole::Assistant,
+            "tool" => TurnRole::Tool,
             other => {
                 return Err(Rejection::Range {
                     param: format!("{place}.role"),
@@ -132,7 +140,7 @@ impl Reader<'_> {
                 });
             }
         };
-        let mut turn = Turn::new(role, fields.text("content").unwrap_or_default());
+        let mut turn = ConversationTurn::new(role, fields.text("content").unwrap_or_default());
         turn.reasoning = fields.text("thinking").map(str::to_owned);
         turn.name = fields.text("tool_name").map(str::to_owned);
         turn.answers = fields.text("tool_call_id").map(str::to_owned);
@@ -145,7 +153,7 @@ impl Reader<'_> {
         Ok(turn)
     }
 
-    fn ollama_call(&self, value: Value, place: &str) -> Result<Call, Rejection> {
+    fn ollama_call(&self, value: Value, place: &str) -> Result<TurnToolCall, Rejection> {
         let map = object(value, || place.to_owned())?;
         let mut fields = self.fields(map, table::CALL, &format!("{place}."))?;
         let function = object(fields.take("function").unwrap_or_default(), || place.into())?;
@@ -155,7 +163,7 @@ impl Reader<'_> {
             &format!("{place}.function."),
         )?;
         let given = function.take("arguments").unwrap_or_default();
-        Ok(Call {
+        Ok(TurnToolCall {
             id: fields.text("id").unwrap_or_default().to_owned(),
             name: function.text("name").unwrap_or_default().to_owned(),
             arguments: given.as_str().map_or_else(|| given.clone(), arguments),
@@ -175,7 +183,7 @@ impl Reader<'_> {
     }
 
     /// Parses sampling options and the token limit.
-    fn options(&self, fields: &mut Fields) -> Result<Request, Rejection> {
+    fn options(&self, fields: &mut FieldValues) -> Result<GenerationRequest, Rejection> {
         let map = match fields.take("options") {
             Some(options) => object(options, || "options".into())?,
             None => Map::new(),
@@ -189,18 +197,18 @@ impl Reader<'_> {
 }
 
 /// Ollama streams by default.
-fn stream(fields: &Fields) -> Option<StreamOptions> {
+fn stream(fields: &FieldValues) -> Option<StreamOptions> {
     let is_whole = fields.get("stream") == Some(&Value::Bool(false));
     let has_usage = true;
     (!is_whole).then_some(StreamOptions { has_usage })
 }
 
-fn format(value: Option<Value>) -> Result<Format, Rejection> {
+fn format(value: Option<Value>) -> Result<AnswerFormat, Rejection> {
     match value {
-        None => Ok(Format::Text),
-        Some(Value::String(text)) if text.is_empty() => Ok(Format::Text),
-        Some(Value::String(text)) if text == "json" => Ok(Format::JsonObject),
-        Some(schema @ Value::Object(_)) => Ok(Format::JsonSchema(schema)),
+        None => Ok(AnswerFormat::Text),
+        Some(Value::String(text)) if text.is_empty() => Ok(AnswerFormat::Text),
+        Some(Value::String(text)) if text == "json" => Ok(AnswerFormat::JsonObject),
+        Some(schema @ Value::Object(_)) => Ok(AnswerFormat::JsonSchema(schema)),
         Some(other) => {
             let expected = "\"json\" or a JSON Schema";
             Err(wrong_type("format".into(), &other, expected))

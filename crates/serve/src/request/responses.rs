@@ -12,20 +12,21 @@ use super::bounds::{ITEM_PART_KINDS, MAX_ITEM_PARTS, MAX_ITEM_TOOLS};
 use super::chat::thinking;
 use super::fields::responses as table;
 use super::{
-    Ask, Reader, StreamOptions, Teller, array, check_metadata, object, tools, unsupported,
+    ApiDialect, ModelRequest, RequestParser, StreamOptions, array, check_metadata, object, tools,
+    unsupported,
 };
-use crate::conversation::{Call, Conversation, Role, Turn, arguments};
-use crate::field::{Fields, wrong_type};
+use crate::conversation::{Conversation, ConversationTurn, TurnRole, TurnToolCall, arguments};
+use crate::field::{FieldValues, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
-use crate::render::responses::Terms;
+use crate::render::responses::ResponsesEcho;
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// Parses a response request.
     ///
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
-    pub(crate) fn response(&self, body: Map<String, Value>) -> Result<Ask, Rejection> {
+    pub(crate) fn response(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let mut fields = self.fields(body, table::RESPONSE, "")?;
         self.check_model(&fields)?;
         check_metadata(fields.get("metadata"))?;
@@ -49,7 +50,7 @@ impl Reader<'_> {
         let keep = is_stored.then(|| conversation.turns.clone());
         // Not stored: a later response has its own instructions.
         let instructions = fields.text("instructions").filter(|text| !text.is_empty());
-        let instructions = instructions.map(|text| Turn::new(Role::System, text));
+        let instructions = instructions.map(|text| ConversationTurn::new(TurnRole::System, text));
         conversation.turns.splice(..0, instructions);
         let spaces = self.response_tools(fields.take("tools"), &mut conversation)?;
         if let Some(choice) = fields.take("tool_choice") {
@@ -57,12 +58,12 @@ impl Reader<'_> {
         }
         self.response_text(&mut fields, &mut conversation)?;
         conversation.name_results();
-        let teller = Teller::Responses(Box::new(Terms { echo, spaces, keep }));
+        let teller = ApiDialect::Responses(Box::new(ResponsesEcho { echo, spaces, keep }));
         self.converse(&conversation, 1, &like, "input", (teller, stream))
     }
 
     /// The turns of a previous response.
-    fn earlier(&self, id: Option<&str>) -> Result<Vec<Turn>, Rejection> {
+    fn earlier(&self, id: Option<&str>) -> Result<Vec<ConversationTurn>, Rejection> {
         let Some(id) = id else { return Ok(Vec::new()) };
         let stored = self.store.get(id, self.client);
         let stored = stored.ok_or_else(|| Rejection::NoResponse { id: id.to_owned() })?;
@@ -72,7 +73,7 @@ impl Reader<'_> {
     /// Parses `reasoning` and `text`.
     fn response_text(
         &self,
-        fields: &mut Fields,
+        fields: &mut FieldValues,
         conversation: &mut Conversation,
     ) -> Result<(), Rejection> {
         if let Some(Value::Object(map)) = fields.take("reasoning") {
@@ -87,10 +88,10 @@ impl Reader<'_> {
         Ok(())
     }
 
-    fn input(&self, value: Value, turns: &mut Vec<Turn>) -> Result<(), Rejection> {
+    fn input(&self, value: Value, turns: &mut Vec<ConversationTurn>) -> Result<(), Rejection> {
         let items = match value {
             Value::String(text) => {
-                turns.push(Turn::new(Role::User, text));
+                turns.push(ConversationTurn::new(TurnRole::User, text));
                 return Ok(());
             }
             Value::Array(items) => items,
@@ -122,7 +123,7 @@ impl Reader<'_> {
         &self,
         map: Map<String, Value>,
         place: &str,
-        turns: &mut Vec<Turn>,
+        turns: &mut Vec<ConversationTurn>,
     ) -> Result<(), Rejection> {
         let dotted = format!("{place}.");
         let kind = map.get("type").cloned().unwrap_or_else(|| "message".into());
@@ -131,7 +132,7 @@ impl Reader<'_> {
             "function_call" => {
                 let fields = self.fields(map, table::CALL, &dotted)?;
                 let owned = |name| fields.text(name).unwrap_or_default().to_owned();
-                assistant(turns).calls.push(Call {
+                assistant(turns).calls.push(TurnToolCall {
                     id: owned("call_id"),
                     name: owned("name"),
                     arguments: arguments(fields.text("arguments").unwrap_or_default()),
@@ -143,7 +144,7 @@ impl Reader<'_> {
                 let output = fields.take("output").unwrap_or_default();
                 let text = self.item_text(output, &format!("{place}.output"))?;
                 let id = fields.text("call_id").unwrap_or_default();
-                turns.push(Turn::result(id, text));
+                turns.push(ConversationTurn::result(id, text));
                 Ok(())
             }
             "reasoning" => {
@@ -169,14 +170,14 @@ impl Reader<'_> {
         &self,
         map: Map<String, Value>,
         place: &str,
-        turns: &mut Vec<Turn>,
+        turns: &mut Vec<ConversationTurn>,
     ) -> Result<(), Rejection> {
         let mut fields = self.fields(map, table::MESSAGE, &format!("{place}."))?;
         let content = fields.take("content").unwrap_or_default();
         let text = self.item_text(content, &format!("{place}.content"))?;
         match fields.text("role").unwrap_or_default() {
-            "user" => turns.push(Turn::new(Role::User, text)),
-            "system" | "developer" => turns.push(Turn::new(Role::System, text)),
+            "user" => turns.push(ConversationTurn::new(TurnRole::User, text)),
+            "system" | "developer" => turns.push(ConversationTurn::new(TurnRole::System, text)),
             "assistant" => {
                 let turn = assistant(turns);
                 if !turn.text.is_empty() {
@@ -289,18 +290,18 @@ impl Reader<'_> {
 }
 
 /// The assistant turn of an item; starts one if needed.
-fn assistant(turns: &mut Vec<Turn>) -> &mut Turn {
+fn assistant(turns: &mut Vec<ConversationTurn>) -> &mut ConversationTurn {
     let is_open = turns
         .last()
-        .is_some_and(|turn| turn.role == Role::Assistant);
+        .is_some_and(|turn| turn.role == TurnRole::Assistant);
     if !is_open {
-        turns.push(Turn::new(Role::Assistant, ""));
+        turns.push(ConversationTurn::new(TurnRole::Assistant, ""));
     }
     turns.last_mut().expect("a turn was just added")
 }
 
 /// The request fields that the response repeats.
-fn echo(fields: &Fields) -> Map<String, Value> {
+fn echo(fields: &FieldValues) -> Map<String, Value> {
     let get = |name: &str| fields.get(name).cloned();
     let is_stored = get("store").unwrap_or(true.into());
     let mut echo = Map::new();

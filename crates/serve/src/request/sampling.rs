@@ -1,10 +1,10 @@
 //! Sampling fields, which all dialects share under the same names.
 
-use paceline_engine::{MAX_LOGIT_BIAS, Order, Request, SamplingParams};
+use paceline_engine::{GenerationRequest, MAX_LOGIT_BIAS, SamplingParams, SchedulingParams};
 use serde_json::Value;
 
-use super::Reader;
-use crate::field::{Fields, clip, wrong_type};
+use super::RequestParser;
+use crate::field::{FieldValues, clip, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
 
@@ -12,22 +12,22 @@ use crate::rejection::Rejection;
 const NEVER: f32 = -100.0;
 
 /// Drops a seed of -1, which asks llama-server and Ollama for a random one.
-pub(super) fn drop_random_seed(fields: &mut Fields) {
+pub(super) fn drop_random_seed(fields: &mut FieldValues) {
     if fields.integer("seed") == Some(-1) {
         fields.take("seed");
     }
 }
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// An engine request without its prompt.
     pub(super) fn request(
         &self,
-        fields: &mut Fields,
+        fields: &mut FieldValues,
         max_tokens: usize,
         logprobs: Option<usize>,
         stop: Vec<String>,
-    ) -> Result<Request, Rejection> {
-        Ok(Request {
+    ) -> Result<GenerationRequest, Rejection> {
+        Ok(GenerationRequest {
             prompt: Vec::new(),
             max_tokens,
             min_tokens: fields.count("min_tokens").unwrap_or(0),
@@ -35,15 +35,15 @@ impl Reader<'_> {
             stop,
             logprobs,
             order: self.order(fields),
-            ..Request::default()
+            ..GenerationRequest::default()
         })
     }
 
     /// Scheduling order: each key is a client of its own, and each machine without one.
-    fn order(&self, fields: &Fields) -> Order {
+    fn order(&self, fields: &FieldValues) -> SchedulingParams {
         let priority = fields.integer("priority").unwrap_or(0);
         let millis = |seconds: f64| (seconds * 1e3).ceil() as u32;
-        Order {
+        SchedulingParams {
             priority: priority as i32, // at most 100
             deadline_ms: fields.number("deadline").map(millis),
             client: self.client.number(),
@@ -51,7 +51,7 @@ impl Reader<'_> {
     }
 
     /// Parses the sampling; missing parameters are the model's own.
-    fn sampling(&self, fields: &mut Fields) -> Result<SamplingParams, Rejection> {
+    fn sampling(&self, fields: &mut FieldValues) -> Result<SamplingParams, Rejection> {
         let own = &self.model.sampling;
         let number = |name: &str, own: f32| fields.number(name).map_or(own, |n| n as f32);
         let repetition = fields.number("repetition_penalty");

@@ -4,16 +4,16 @@ use serde_json::{Map, Value, json};
 
 use super::bounds::MAX_TOOLS;
 use super::fields::{JSON_SCHEMA, TOOL, TOOL_FUNCTION};
-use super::{Reader, array, object, unsupported};
-use crate::conversation::{Conversation, Format, Tool, ToolChoice};
-use crate::field::{Fields, wrong_type};
+use super::{RequestParser, array, object, unsupported};
+use crate::conversation::{AnswerFormat, Conversation, Tool, ToolChoice};
+use crate::field::{FieldValues, wrong_type};
 use crate::rejection::Rejection;
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// Parses `tools`, `tool_choice` and `parallel_tool_calls` of a chat.
     pub(super) fn read_tools(
         &self,
-        fields: &mut Fields,
+        fields: &mut FieldValues,
         conversation: &mut Conversation,
     ) -> Result<(), Rejection> {
         if let Some(tools) = fields.take("tools") {
@@ -164,17 +164,21 @@ pub(super) fn check_choice(conversation: &Conversation) -> Result<(), Rejection>
     Err(Rejection::Conflict { param, condition })
 }
 
-impl Reader<'_> {
+impl RequestParser<'_> {
     /// Parses `response_format`, or `text.format` of responses at `place`.
-    pub(super) fn format(&self, value: Option<Value>, place: &str) -> Result<Format, Rejection> {
+    pub(super) fn format(
+        &self,
+        value: Option<Value>,
+        place: &str,
+    ) -> Result<AnswerFormat, Rejection> {
         let Some(value) = value else {
-            return Ok(Format::Text);
+            return Ok(AnswerFormat::Text);
         };
         let mut map = object(value, || place.to_owned())?;
         let kind = map.get("type").and_then(Value::as_str).unwrap_or_default();
         match kind.to_owned().as_str() {
-            "text" if map.len() == 1 => Ok(Format::Text),
-            "json_object" if map.len() == 1 => Ok(Format::JsonObject),
+            "text" if map.len() == 1 => Ok(AnswerFormat::Text),
+            "json_object" if map.len() == 1 => Ok(AnswerFormat::JsonObject),
             "json_schema" => {
                 // Chat nests it in `json_schema`; responses put it next to `type`.
                 let (inner, place) = match map.swap_remove("json_schema") {
@@ -199,7 +203,7 @@ impl Reader<'_> {
                 };
                 let mut fields = self.fields(inner, JSON_SCHEMA, &format!("{place}."))?;
                 let schema = fields.take("schema").unwrap_or_else(|| json!({}));
-                Ok(Format::JsonSchema(schema))
+                Ok(AnswerFormat::JsonSchema(schema))
             }
             _ => {
                 let got = crate::json::show(&map.into());

@@ -23,7 +23,7 @@ use tokio_rustls::rustls::client::danger::ServerCertVerifier;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use tokio_rustls::rustls::{CertificateError, Error as TlsError, RootCertStore};
 
-use super::{Identity, provider, read_chain};
+use super::{TlsIdentity, provider, read_chain};
 use crate::Error;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
@@ -43,7 +43,7 @@ const LOCAL: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 
 /// Host names and addresses of a server. Those that a certificate cannot have are omitted.
 #[derive(Clone, Debug, Default)]
-pub struct Names {
+pub struct CertificateNames {
     /// A certificate must have all of these.
     pub needed: Vec<String>,
     /// Added to a new certificate, but no reason to make one.
@@ -52,7 +52,7 @@ pub struct Names {
 
 /// Why a new certificate was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Made {
+pub enum RenewalReason {
     /// There was none.
     First,
     /// The earlier one has expired, or will within a month.
@@ -65,23 +65,23 @@ pub enum Made {
 
 /// The self-signed certificate of a home.
 #[derive(Debug)]
-pub struct Own {
+pub struct OwnCertificate {
     /// The certificate with its key.
-    pub identity: Identity,
+    pub identity: TlsIdentity,
     /// The certificate, for clients to trust: `curl --cacert`.
     pub path: PathBuf,
     /// Why it was just made; `None` for an existing one.
-    pub made: Option<Made>,
+    pub made: Option<RenewalReason>,
 }
 
-impl Own {
+impl OwnCertificate {
     /// Opens the certificate of `folder`; makes a new one if it does not serve for `names`. The
     /// folder gets `cert.pem` of mode 0644 and `key.pem` of mode 0600.
     ///
     /// # Errors
     /// [`Error::TlsRead`], [`Error::TlsWrite`], [`Error::TlsMake`].
-    pub fn open(folder: &Path, names: &Names, now_unix_s: u64) -> Result<Self, Error> {
-        let files = Files::of(folder);
+    pub fn open(folder: &Path, names: &CertificateNames, now_unix_s: u64) -> Result<Self, Error> {
+        let files = CertificateFiles::of(folder);
         let made = match files.open() {
             Ok(identity) => flaw(&identity.leaf, &names.needed, now_unix_s),
             Err(error) => Some(reason(error)?),
@@ -98,7 +98,7 @@ impl Own {
 
     /// The certificate in `folder`, if valid for `host`.
     pub fn find(folder: &Path, host: &str, now_unix_s: u64) -> Option<PathBuf> {
-        let path = Files::of(folder).certificate;
+        let path = CertificateFiles::of(folder).certificate;
         let chain = read_chain(&path).ok()?;
         let verdict = verify(chain.first()?, host, Duration::from_secs(now_unix_s));
         verdict
@@ -108,29 +108,33 @@ impl Own {
 }
 
 /// The reason to replace an unusable identity; passes other errors on.
-fn reason(error: Error) -> Result<Made, Error> {
+fn reason(error: Error) -> Result<RenewalReason, Error> {
     match error {
         Error::TlsRead { path, source } if source.kind() == io::ErrorKind::NotFound => {
             let is_key = path.ends_with(KEY);
-            Ok(if is_key { Made::Unusable } else { Made::First })
+            Ok(if is_key {
+                RenewalReason::Unusable
+            } else {
+                RenewalReason::First
+            })
         }
-        Error::TlsPem { .. } | Error::TlsPair { .. } => Ok(Made::Unusable),
+        Error::TlsPem { .. } | Error::TlsPair { .. } => Ok(RenewalReason::Unusable),
         other => Err(other),
     }
 }
 
 /// Why a client that trusts the certificate would still reject it; `None` if it would not.
-fn flaw(leaf: &CertificateDer<'_>, needed: &[String], now_unix_s: u64) -> Option<Made> {
+fn flaw(leaf: &CertificateDer<'_>, needed: &[String], now_unix_s: u64) -> Option<RenewalReason> {
     let soon = Duration::from_secs(now_unix_s).saturating_add(RENEW_BEFORE);
     match verify(leaf, LOCAL[0], soon) {
         Some(Ok(())) => {}
         Some(Err(TlsError::InvalidCertificate(
             CertificateError::Expired | CertificateError::ExpiredContext { .. },
-        ))) => return Some(Made::Expires),
-        _ => return Some(Made::Unusable),
+        ))) => return Some(RenewalReason::Expires),
+        _ => return Some(RenewalReason::Unusable),
     }
     let lacks = |name: &&String| verify(leaf, name, soon).is_some_and(|verdict| verdict.is_err());
-    needed.iter().find(lacks).cloned().map(Made::Name)
+    needed.iter().find(lacks).cloned().map(RenewalReason::Name)
 }
 
 /// Verifies the certificate for `name`, trusting only itself. `None` where no certificate can have
@@ -150,13 +154,13 @@ const CERTIFICATE: &str = "cert.pem";
 const KEY: &str = "key.pem";
 
 /// Paths of the certificate and its key.
-struct Files {
+struct CertificateFiles {
     folder: PathBuf,
     certificate: PathBuf,
     key: PathBuf,
 }
 
-impl Files {
+impl CertificateFiles {
     fn of(folder: &Path) -> Self {
         Self {
             certificate: folder.join(CERTIFICATE),
@@ -165,11 +169,11 @@ impl Files {
         }
     }
 
-    fn open(&self) -> Result<Identity, Error> {
-        Identity::from_files(&self.certificate, &self.key)
+    fn open(&self) -> Result<TlsIdentity, Error> {
+        TlsIdentity::from_files(&self.certificate, &self.key)
     }
 
-    fn make(&self, names: &Names, now_unix_s: u64) -> Result<(), Error> {
+    fn make(&self, names: &CertificateNames, now_unix_s: u64) -> Result<(), Error> {
         let key = KeyPair::generate().map_err(Error::TlsMake)?;
         let params = params(names, &key, now_unix_s).map_err(Error::TlsMake)?;
         let certificate = params.self_signed(&key).map_err(Error::TlsMake)?;
@@ -205,7 +209,7 @@ fn write_error(path: &Path, source: io::Error) -> Error {
 /// authority's certificate as a server's. Each key has its own subject; clients that look up
 /// issuers by name would else try the wrong key.
 fn params(
-    names: &Names,
+    names: &CertificateNames,
     key: &KeyPair,
     now_unix_s: u64,
 ) -> Result<CertificateParams, rcgen::Error> {
@@ -237,15 +241,15 @@ mod tests {
 
     const NOW: u64 = 1_800_000_000;
 
-    fn names(needed: &[&str]) -> Names {
-        Names {
+    fn names(needed: &[&str]) -> CertificateNames {
+        CertificateNames {
             needed: needed.iter().map(|name| (*name).to_owned()).collect(),
             further: vec!["studio.local".into(), "not a name".into(), "büro".into()],
         }
     }
 
-    fn open(folder: &Path, needed: &[&str], now: u64) -> Own {
-        Own::open(folder, &names(needed), now).unwrap()
+    fn open(folder: &Path, needed: &[&str], now: u64) -> OwnCertificate {
+        OwnCertificate::open(folder, &names(needed), now).unwrap()
     }
 
     #[test]
@@ -253,7 +257,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("tls");
         let first = open(&folder, &["192.0.2.1"], NOW);
-        assert_eq!(first.made, Some(Made::First));
+        assert_eq!(first.made, Some(RenewalReason::First));
         assert_eq!(first.path, folder.join("cert.pem"));
         let print = first.identity.fingerprint();
         assert_eq!(print.len(), 32 * 3 - 1, "{print}");
@@ -277,17 +281,29 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let first = open(dir.path(), &["192.0.2.1"], NOW);
         let moved = open(dir.path(), &["192.0.2.1", "2001:db8::1"], NOW);
-        assert_eq!(moved.made, Some(Made::Name("2001:db8::1".into())));
+        assert_eq!(moved.made, Some(RenewalReason::Name("2001:db8::1".into())));
         assert_ne!(moved.identity.fingerprint(), first.identity.fingerprint());
         let named = open(dir.path(), &["llm.example.org"], NOW);
-        assert_eq!(named.made, Some(Made::Name("llm.example.org".into())));
+        assert_eq!(
+            named.made,
+            Some(RenewalReason::Name("llm.example.org".into()))
+        );
         let last = NOW + (VALID - EARLIER - RENEW_BEFORE).as_secs();
         assert_eq!(open(dir.path(), &[], last - 10).made, None);
-        assert_eq!(open(dir.path(), &[], last + 10).made, Some(Made::Expires));
+        assert_eq!(
+            open(dir.path(), &[], last + 10).made,
+            Some(RenewalReason::Expires)
+        );
         fs::remove_file(dir.path().join("key.pem")).unwrap();
-        assert_eq!(open(dir.path(), &[], last + 10).made, Some(Made::Unusable));
+        assert_eq!(
+            open(dir.path(), &[], last + 10).made,
+            Some(RenewalReason::Unusable)
+        );
         fs::write(dir.path().join("cert.pem"), "cut off").unwrap();
-        assert_eq!(open(dir.path(), &[], last + 10).made, Some(Made::Unusable));
+        assert_eq!(
+            open(dir.path(), &[], last + 10).made,
+            Some(RenewalReason::Unusable)
+        );
         assert_eq!(open(dir.path(), &[], last + 10).made, None);
     }
 
@@ -305,7 +321,7 @@ mod tests {
     #[test]
     fn clients_of_this_machine_find_it() {
         let dir = tempfile::tempdir().unwrap();
-        let find = |host, now| Own::find(dir.path(), host, now);
+        let find = |host, now| OwnCertificate::find(dir.path(), host, now);
         assert_eq!(find("localhost", NOW), None);
         let path = open(dir.path(), &["192.0.2.1"], NOW).path;
         for host in ["localhost", "192.0.2.1", "studio.local"] {

@@ -13,14 +13,14 @@ use tokio_rustls::server::TlsStream;
 /// A TCP stream with a write timeout: it fails when the peer reads nothing for a while. It is below
 /// TLS, whose own buffer hides how much the peer has read.
 #[derive(Debug)]
-pub(crate) struct Socket {
+pub(crate) struct StallGuard {
     stream: TcpStream,
     patience: Duration,
     /// Runs while a write is pending.
     stalled: Option<Pin<Box<Sleep>>>,
 }
 
-impl Socket {
+impl StallGuard {
     pub(crate) const fn new(stream: TcpStream, patience: Duration) -> Self {
         Self {
             stream,
@@ -48,7 +48,7 @@ impl Socket {
     }
 }
 
-impl AsyncRead for Socket {
+impl AsyncRead for StallGuard {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -58,7 +58,7 @@ impl AsyncRead for Socket {
     }
 }
 
-impl AsyncWrite for Socket {
+impl AsyncWrite for StallGuard {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -93,16 +93,16 @@ impl AsyncWrite for Socket {
 /// The byte stream of a client. A client that ends TLS without `close_notify` has left: reads fail,
 /// where a plain half-closed client may still wait for its response.
 #[derive(Debug)]
-pub(crate) enum Stream {
-    Plain(Socket),
-    Tls(Box<TlsStream<Socket>>),
+pub(crate) enum ClientStream {
+    Plain(StallGuard),
+    Tls(Box<TlsStream<StallGuard>>),
 }
 
 trait Duplex: AsyncRead + AsyncWrite + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Duplex for T {}
 
-impl Stream {
+impl ClientStream {
     /// `http` or `https`.
     pub(crate) const fn scheme(&self) -> &'static str {
         match self {
@@ -146,7 +146,7 @@ impl Stream {
     }
 }
 
-impl AsyncRead for Stream {
+impl AsyncRead for ClientStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -156,7 +156,7 @@ impl AsyncRead for Stream {
     }
 }
 
-impl AsyncWrite for Stream {
+impl AsyncWrite for ClientStream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

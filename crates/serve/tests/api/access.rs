@@ -1,11 +1,11 @@
 //! Hosts, origins and keys over the wire.
 
-use paceline_serve::keys::{Keys, Role};
-use paceline_serve::{Config, Error, Server};
+use paceline_serve::keys::{KeyRole, Keys};
+use paceline_serve::{Config, Error, HttpServer};
 use std::sync::Arc;
 
 use crate::rig::{CHAT, CLOCK, Rig, chat_body, refusal};
-use crate::scripted::{Script, Scripted};
+use crate::scripted::{Script, ScriptedService};
 use crate::tiny;
 
 const JSON: &str = "Content-Type: application/json\r\n";
@@ -114,7 +114,7 @@ fn keys_are_asked_for_everywhere_but_for_health() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     let mut keys = Keys::open(&path).unwrap();
-    let (key, info) = keys.make("test", Role::User, 1).unwrap();
+    let (key, info) = keys.make("test", KeyRole::User, 1).unwrap();
     let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
     let right = format!("Authorization: Bearer {key}\r\n");
     for (header, status, code) in [
@@ -166,7 +166,7 @@ fn keys_are_asked_for_everywhere_but_for_health() {
     // Revoked while the server runs.
     keys.revoke(&info.id).unwrap();
     assert_eq!(rig.send("GET", "/v1/models", &right, "").status, 401);
-    let (another, _) = keys.make("another", Role::User, 2).unwrap();
+    let (another, _) = keys.make("another", KeyRole::User, 2).unwrap();
     let header = format!("Authorization: Bearer {another}\r\n");
     assert_eq!(rig.send("GET", "/v1/models", &header, "").status, 200);
 }
@@ -174,27 +174,27 @@ fn keys_are_asked_for_everywhere_but_for_health() {
 #[test]
 fn addresses_of_the_network_need_keys_or_leave() {
     let dir = tempfile::tempdir().unwrap();
-    let service = || Arc::new(Scripted::new(Script::Silence));
+    let service = || Arc::new(ScriptedService::new(Script::Silence));
     let config = |addr: &str| {
         let mut config = Config::new(0, CLOCK);
         config.bind = vec![addr.parse().unwrap()];
         config
     };
     for open in ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"] {
-        let got = Server::bind(config(open), tiny::model(), service());
+        let got = HttpServer::bind(config(open), tiny::model(), service());
         let error = got.unwrap_err();
         assert!(matches!(error, Error::Open { .. }), "{error:?}");
         assert!(error.to_string().contains("keys"), "{error}");
     }
     for loopback in ["127.0.0.1:0", "127.0.0.2:0"] {
-        assert!(Server::bind(config(loopback), tiny::model(), service()).is_ok());
+        assert!(HttpServer::bind(config(loopback), tiny::model(), service()).is_ok());
     }
     let mut with_keys = config("0.0.0.0:0");
     with_keys.access.keys = Some(dir.path().join("keys.json"));
-    assert!(Server::bind(with_keys, tiny::model(), service()).is_ok());
+    assert!(HttpServer::bind(with_keys, tiny::model(), service()).is_ok());
     let mut with_leave = config("0.0.0.0:0");
     with_leave.access.open_to_network = true;
-    assert!(Server::bind(with_leave, tiny::model(), service()).is_ok());
+    assert!(HttpServer::bind(with_leave, tiny::model(), service()).is_ok());
 }
 
 #[test]
@@ -202,10 +202,10 @@ fn configurations_that_cannot_work_are_refused() {
     let bind = |change: &dyn Fn(&mut Config)| {
         let mut config = Config::new(0, CLOCK);
         change(&mut config);
-        Server::bind(
+        HttpServer::bind(
             config,
             tiny::model(),
-            Arc::new(Scripted::new(Script::Silence)),
+            Arc::new(ScriptedService::new(Script::Silence)),
         )
     };
     let none = bind(&|config| config.bind.clear());
@@ -235,8 +235,8 @@ fn configurations_that_cannot_work_are_refused() {
     assert!(matches!(broken, Err(Error::Keys(_))));
     let mut model = tiny::model();
     model.id = "a\r\nb".into();
-    let service = Arc::new(Scripted::new(Script::Silence));
-    let named = Server::bind(Config::new(0, CLOCK), model, service);
+    let service = Arc::new(ScriptedService::new(Script::Silence));
+    let named = HttpServer::bind(Config::new(0, CLOCK), model, service);
     assert!(matches!(named, Err(Error::Name { .. })));
 }
 

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
-use paceline_engine::{Failure, Finish, Request, Service, Sink, Status, Ticket};
+use paceline_engine::{
+    Finish, GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, Ticket,
+};
 use serde_json::{Value, json};
 
 use crate::rig::{Rig, chunks};
-use crate::scripted::{Script, Scripted};
+use crate::scripted::{Script, ScriptedService};
 use crate::tiny;
 
 /// Removes what differs from answer to answer, after checking it.
@@ -261,15 +263,15 @@ fn models_and_index_and_health_say_what_is_served() {
 
 /// A service whose model is cut over several ranks.
 #[derive(Debug)]
-struct Cut(Scripted);
+struct ShardedService(ScriptedService);
 
-impl Service for Cut {
+impl Service for ShardedService {
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         self.0.submit_after(request, tokens, sink)
     }
 
@@ -277,7 +279,7 @@ impl Service for Cut {
         self.0.cancel(ticket);
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ServiceStatus {
         self.0.status()
     }
 
@@ -289,7 +291,10 @@ impl Service for Cut {
 #[test]
 fn times_of_tokens_are_told_by_model_and_split() {
     let three = Script::Say(vec![(97, "a"); 3], Finish::EndOfText);
-    let rig = Rig::over(Arc::new(Cut(Scripted::new(three))), tiny::model());
+    let rig = Rig::over(
+        Arc::new(ShardedService(ScriptedService::new(three))),
+        tiny::model(),
+    );
     assert_eq!(rig.chat("").status, 200);
     let text = rig.get("/metrics").text();
     for line in [
@@ -303,20 +308,20 @@ fn times_of_tokens_are_told_by_model_and_split() {
 #[test]
 fn metrics_count_what_happened() {
     let rig = Rig::with(|config| {
-        let fact = paceline_serve::Fact {
+        let fact = paceline_serve::MetricSample {
             name: "wire_bytes",
             help: "Bytes on the wire",
             labels: String::new(),
             value: 7.0,
         };
-        let rows = |expert, value| paceline_serve::Fact {
+        let rows = |expert, value| paceline_serve::MetricSample {
             name: "expert_rows",
             help: "Rows of experts",
             labels: format!("layer=\"1\",expert=\"{expert}\""),
             value,
         };
         let all = vec![fact, rows(0, 5.0), rows(1, 2.0)];
-        config.facts = paceline_serve::Facts(std::sync::Arc::new(move || all.clone()));
+        config.facts = paceline_serve::ProcessMetrics(std::sync::Arc::new(move || all.clone()));
     });
     assert_eq!(rig.chat("").status, 200);
     assert_eq!(rig.chat(r#""foo":1"#).status, 400);

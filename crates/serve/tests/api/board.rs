@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use paceline_serve::events::{EVENTS_MAX, Kind};
-use paceline_serve::keys::{Keys, Role};
-use paceline_serve::{Board, Config, Server, Status};
+use paceline_serve::keys::{KeyRole, Keys};
+use paceline_serve::{Config, DashboardConfig, HttpServer, StatusSource};
 use serde_json::{Value, json};
 
 use crate::rig::{CLOCK, Rig};
-use crate::scripted::{Script, Scripted};
+use crate::scripted::{Script, ScriptedService};
 
 const HTML: &str = "Accept: text/html,application/xhtml+xml\r\n";
 
@@ -67,9 +67,9 @@ fn the_page_has_no_inline_code_and_no_other_server() {
     }
 }
 
-fn board() -> Board {
-    Board {
-        status: Status(Arc::new(|| json!({"name": "mini", "nodes": []}))),
+fn board() -> DashboardConfig {
+    DashboardConfig {
+        status: StatusSource(Arc::new(|| json!({"name": "mini", "nodes": []}))),
         stages: Some(Arc::new(|id: &str| match id {
             "7" => Ok(json!({ "split": "pipeline", "steps": 3 })),
             _ => Err(format!("no instance of {id:?} is loaded")),
@@ -134,8 +134,8 @@ fn data_and_commands_need_a_key_where_keys_are_and_the_page_does_not() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     let mut keys = Keys::open(&path).unwrap();
-    let (key, _) = keys.make("laptop", Role::User, 1).unwrap();
-    let (admin, info) = keys.make("owner", Role::Admin, 2).unwrap();
+    let (key, _) = keys.make("laptop", KeyRole::User, 1).unwrap();
+    let (admin, info) = keys.make("owner", KeyRole::Admin, 2).unwrap();
     let rig = Rig::with(|config| {
         config.board = board();
         config.access.keys = Some(path);
@@ -171,7 +171,7 @@ fn data_and_commands_need_a_key_where_keys_are_and_the_page_does_not() {
 }
 
 /// The events of one piece, without their ids.
-fn heard(stream: &mut crate::client::Response) -> Vec<Value> {
+fn heard(stream: &mut crate::client::TestResponse) -> Vec<Value> {
     let pieces = stream.pieces_with_ids().unwrap();
     pieces
         .iter()
@@ -223,14 +223,14 @@ fn refusals_and_use_of_keys_are_told_without_a_model_too() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     let mut keys = Keys::open(&path).unwrap();
-    let (key, info) = keys.make("laptop", Role::User, 1).unwrap();
+    let (key, info) = keys.make("laptop", KeyRole::User, 1).unwrap();
     let mut config = Config::new(0, CLOCK);
     config.access.keys = Some(path);
     config.board = board();
     let live = config.live.clone();
-    let nodes = Status(Arc::new(|| json!({})));
-    let (server, _doors) = Server::bind_node(config, nodes).unwrap();
-    let rig = Rig::run(server, Scripted::new(Script::Silence));
+    let nodes = StatusSource(Arc::new(|| json!({})));
+    let (server, _doors) = HttpServer::bind_node(config, nodes).unwrap();
+    let rig = Rig::run(server, ScriptedService::new(Script::Silence));
     let bearer = format!("Authorization: Bearer {key}\r\n");
     for path in ["/v1/models", "/v1/paceline/status"] {
         assert_eq!(rig.get(path).status, 401, "{path}");
@@ -265,7 +265,7 @@ fn a_revoked_keys_stream_of_events_ends_with_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     let mut keys = Keys::open(&path).unwrap();
-    let (key, info) = keys.make("laptop", Role::User, 1).unwrap();
+    let (key, info) = keys.make("laptop", KeyRole::User, 1).unwrap();
     let rig = Rig::with(|config| config.access.keys = Some(path));
     let bearer = format!("Authorization: Bearer {key}\r\n");
     let stream = rig.send("GET", "/v1/paceline/events", &bearer, "");

@@ -10,13 +10,13 @@ use serde_json::Value;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A response as it arrives.
-pub(crate) struct Response {
+pub(crate) struct TestResponse {
     pub(crate) status: u16,
     pub(crate) headers: Vec<(String, String)>,
-    body: Body,
+    body: ResponseBody,
 }
 
-enum Body {
+enum ResponseBody {
     Sized(std::io::Take<BufReader<TcpStream>>),
     Chunked(BufReader<TcpStream>),
 }
@@ -29,7 +29,7 @@ pub(crate) fn connect(addr: SocketAddr) -> TcpStream {
 }
 
 /// Sends the bytes on a connection of their own and reads the head of the response.
-pub(crate) fn raw(addr: SocketAddr, bytes: &[u8]) -> Response {
+pub(crate) fn raw(addr: SocketAddr, bytes: &[u8]) -> TestResponse {
     let mut stream = connect(addr);
     // The server may refuse before it has read everything.
     let _ = stream.write_all(bytes);
@@ -37,7 +37,7 @@ pub(crate) fn raw(addr: SocketAddr, bytes: &[u8]) -> Response {
 }
 
 /// The response that comes on `stream`.
-pub(crate) fn receive(stream: TcpStream) -> Response {
+pub(crate) fn receive(stream: TcpStream) -> TestResponse {
     let mut reader = BufReader::new(stream);
     let status = line(&mut reader);
     let status = status
@@ -56,13 +56,13 @@ pub(crate) fn receive(stream: TcpStream) -> Response {
     }
     let length = headers.iter().find(|(name, _)| name == "content-length");
     let body = match length {
-        Some((_, length)) => Body::Sized(reader.take(length.parse().unwrap())),
+        Some((_, length)) => ResponseBody::Sized(reader.take(length.parse().unwrap())),
         None if headers.iter().any(|(name, _)| name == "transfer-encoding") => {
-            Body::Chunked(reader)
+            ResponseBody::Chunked(reader)
         }
-        None => Body::Sized(reader.take(0)),
+        None => ResponseBody::Sized(reader.take(0)),
     };
-    Response {
+    TestResponse {
         status,
         headers,
         body,
@@ -75,7 +75,7 @@ fn line(reader: &mut impl BufRead) -> String {
     line.trim_end().to_owned()
 }
 
-impl Response {
+impl TestResponse {
     pub(crate) fn header(&self, name: &str) -> Option<&str> {
         let found = self.headers.iter().find(|(known, _)| known == name);
         found.map(|(_, value)| value.as_str())
@@ -85,8 +85,8 @@ impl Response {
     fn piece(&mut self) -> Vec<u8> {
         let mut piece = Vec::new();
         match &mut self.body {
-            Body::Sized(reader) => drop(reader.read_to_end(&mut piece).unwrap()),
-            Body::Chunked(reader) => {
+            ResponseBody::Sized(reader) => drop(reader.read_to_end(&mut piece).unwrap()),
+            ResponseBody::Chunked(reader) => {
                 let length = line(reader);
                 let length = usize::from_str_radix(&length, 16).unwrap_or(0);
                 piece.resize(length, 0);

@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use paceline_engine::Finish;
-use paceline_serve::keys::{Keys, Role};
+use paceline_serve::keys::{KeyRole, Keys};
 use paceline_serve::{PullStep, Puller, Removal, Remover};
 use serde_json::{Value, json};
 
-use crate::client::Response;
+use crate::client::TestResponse;
 use crate::rig::{Rig, prompt_text};
 use crate::scripted::Script;
 
@@ -19,7 +19,7 @@ const COUNT: &str = "/v1/messages/count_tokens?beta=true";
 const RESPONSES: &str = "/v1/responses";
 
 /// The events of a stream: each with its name, which is its type.
-fn named(response: Response) -> Vec<Value> {
+fn named(response: TestResponse) -> Vec<Value> {
     assert_eq!(response.status, 200);
     assert_eq!(response.header("content-type"), Some("text/event-stream"));
     let text = response.text();
@@ -48,7 +48,7 @@ fn types(events: &[Value]) -> Vec<&str> {
     events.iter().map(|e| e["type"].as_str().unwrap()).collect()
 }
 
-fn lines(response: Response) -> Vec<Value> {
+fn lines(response: TestResponse) -> Vec<Value> {
     assert_eq!(
         response.header("content-type"),
         Some("application/x-ndjson")
@@ -406,8 +406,8 @@ fn where_keys_are_in_use_an_admin_fetches() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     let mut keys = Keys::open(&path).unwrap();
-    let (user, _) = keys.make("laptop", Role::User, 1).unwrap();
-    let (admin, _) = keys.make("owner", Role::Admin, 2).unwrap();
+    let (user, _) = keys.make("laptop", KeyRole::User, 1).unwrap();
+    let (admin, _) = keys.make("owner", KeyRole::Admin, 2).unwrap();
     let pull = |_: &str, _: &mut dyn FnMut(PullStep) -> bool, _: &Arc<AtomicBool>| Ok(true);
     let rig = Rig::with(|config| {
         config.access.keys = Some(path);
@@ -447,7 +447,7 @@ fn a_pull_ends_with_its_key() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     let mut keys = Keys::open(&path).unwrap();
-    let (admin, info) = keys.make("owner", Role::Admin, 1).unwrap();
+    let (admin, info) = keys.make("owner", KeyRole::Admin, 1).unwrap();
     let (say, heard) = std::sync::mpsc::channel();
     let say = Mutex::new(say);
     let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool, over: &Arc<AtomicBool>| {
@@ -605,7 +605,7 @@ fn what_codex_sends_is_understood() {
     assert_eq!(prompt_text(&rig), expected);
     rig.service.script(Script::Fail(
         1,
-        paceline_engine::Failure::Lost {
+        paceline_engine::RequestFailure::Lost {
             reason: "rank 1 is gone".into(),
         },
     ));

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use paceline_engine::EncoderService;
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_model::Source;
+use paceline_model::ModelSource;
 use paceline_model::encoder::Encoder;
-use paceline_serve::Model;
+use paceline_serve::ServedModel;
 use paceline_tensor::Kernels;
 use serde_json::{Value, json};
 
@@ -25,9 +25,9 @@ fn golden(name: &str) -> PathBuf {
 /// A server of the tiny encoder.
 fn rig() -> Rig {
     let folder = golden("bert-mean");
-    let source = Source::open(&folder).unwrap();
+    let source = ModelSource::open(&folder).unwrap();
     let encoder = Encoder::load(&source, Arc::new(Kernels::new(2).unwrap())).unwrap();
-    let model = Model {
+    let model = ServedModel {
         tokenizer: Arc::new(Tokenizer::from_hf_dir(&folder).unwrap()),
         template: None,
         context: encoder.config().context,

@@ -5,15 +5,15 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use paceline_base::testing::Stopwatch;
-use paceline_engine::{Failure, State};
+use paceline_engine::{RequestFailure, State};
 
 use crate::client::{PATIENCE, connect, receive};
 use crate::rig::{CHAT, Rig, chat_body, refusal};
 use crate::scripted::Script;
 
-fn lost() -> Failure {
+fn lost() -> RequestFailure {
     let reason = "rank 2 was killed by signal 9".to_owned();
-    Failure::Lost { reason }
+    RequestFailure::Lost { reason }
 }
 
 /// A request as bytes.
@@ -78,19 +78,19 @@ fn an_answer_that_is_over_is_not_cancelled() {
 
 #[test]
 fn failures_have_their_status() {
-    let unavailable = Failure::Unavailable {
+    let unavailable = RequestFailure::Unavailable {
         reason: "rank 1 is gone".into(),
     };
-    let invalid = Failure::Invalid {
+    let invalid = RequestFailure::Invalid {
         reason: "token 5 is out".into(),
     };
-    let too_long = Failure::PromptTooLong {
+    let too_long = RequestFailure::PromptTooLong {
         tokens: 9,
         context: 8,
     };
     for (failure, status, code, text) in [
         (
-            Failure::Busy { waiting: 3 },
+            RequestFailure::Busy { waiting: 3 },
             429,
             "server_busy",
             "3 requests",

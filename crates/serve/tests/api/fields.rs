@@ -1,6 +1,6 @@
 //! Accepted fields, and their effect.
 
-use paceline_engine::{Finish, Order, SamplingParams};
+use paceline_engine::{Finish, SamplingParams, SchedulingParams};
 
 use crate::rig::{CHAT, COMPLETE, Rig, chat_body, prompt_text, refusal};
 use crate::scripted::Script;
@@ -151,7 +151,7 @@ fn what_is_not_said_is_the_models_own() {
     model.sampling = paceline_serve::recommended_sampling(&serde_json::json!({
         "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1,
     }));
-    let scripted = crate::scripted::Scripted::new(Script::Say(vec![], Finish::Length));
+    let scripted = crate::scripted::ScriptedService::new(Script::Say(vec![], Finish::Length));
     let service = std::sync::Arc::new(scripted.clone());
     let rig = Rig::start(|_| {}, model, service, scripted);
     for (fields, temperature, top_k, repetition) in [
@@ -180,7 +180,7 @@ fn what_is_not_said_is_the_models_own() {
 #[test]
 fn priority_and_deadline_reach_the_engine() {
     let rig = Rig::new();
-    let order = |priority, deadline_ms| Order {
+    let order = |priority, deadline_ms| SchedulingParams {
         priority,
         deadline_ms,
         client: 0,

@@ -2,29 +2,31 @@
 
 use std::time::{Duration, Instant};
 
-use paceline_engine::{Failure, Finish};
-use paceline_serve::load::{self, Arrivals, Goals, Lengths, Load, Report, Server};
+use paceline_engine::{Finish, RequestFailure};
+use paceline_serve::load::{
+    self, Arrivals, GoodputLimits, LoadProfile, Report, RequestLengths, TargetServer,
+};
 
 use crate::client::PATIENCE;
 use crate::rig::Rig;
 use crate::scripted::Script;
 
-fn load_of(rig: &Rig, arrivals: Arrivals) -> Load {
+fn load_of(rig: &Rig, arrivals: Arrivals) -> LoadProfile {
     let url = format!("http://{}/v1", rig.addr);
-    Load {
-        server: Server::new(&url, None, "").find(PATIENCE).unwrap(),
+    LoadProfile {
+        server: TargetServer::new(&url, None, "").find(PATIENCE).unwrap(),
         arrivals,
         requests: 12,
-        lengths: Lengths::parse("5 4\n3 9").unwrap(),
+        lengths: RequestLengths::parse("5 4\n3 9").unwrap(),
         shared_prefix: 0,
         ignore_eos: true,
         seed: 7,
-        goals: Goals::default(),
+        goals: GoodputLimits::default(),
         timeout: PATIENCE,
     }
 }
 
-fn run(load: &Load) -> Report {
+fn run(load: &LoadProfile) -> Report {
     load::run(load, Instant::now, &|| false)
 }
 
@@ -62,13 +64,13 @@ fn errors_are_counted_by_what_was_wrong() {
     let rig = Rig::new();
     let load = load_of(&rig, Arrivals::Closed { clients: 2 });
     rig.service
-        .script(Script::Refuse(Failure::Busy { waiting: 5 }));
+        .script(Script::Refuse(RequestFailure::Busy { waiting: 5 }));
     let report = run(&load);
     assert_eq!((report.answered, report.errors.len()), (0, 1));
     let (error, n) = report.errors.first_key_value().unwrap();
     assert!(error.starts_with("429 Too Many Requests: "), "{error}");
     assert_eq!(*n, 12);
-    let lost = Failure::Lost {
+    let lost = RequestFailure::Lost {
         reason: "rank 1".into(),
     };
     rig.service.script(Script::Fail(3, lost));
@@ -86,11 +88,11 @@ fn goodput_counts_answers_in_time() {
     let rig = Rig::new();
     let late = Duration::from_millis(120);
     rig.service.script(Script::Late(late, "x"));
-    let goals = Goals {
+    let goals = GoodputLimits {
         ttft: Some(late / 2),
         gap: None,
     };
-    let load = Load {
+    let load = LoadProfile {
         goals,
         requests: 2,
         ..load_of(&rig, Arrivals::Closed { clients: 2 })
@@ -100,16 +102,16 @@ fn goodput_counts_answers_in_time() {
     assert!(report.ttft_ms.unwrap().p50 >= 120.0);
     rig.service
         .script(Script::Say(vec![(97, "x")], Finish::EndOfText));
-    let goals = Goals {
+    let goals = GoodputLimits {
         ttft: Some(PATIENCE),
         gap: Some(PATIENCE),
     };
-    assert_eq!(run(&Load { goals, ..load }).good, 2);
+    assert_eq!(run(&LoadProfile { goals, ..load }).good, 2);
 }
 
 #[test]
 fn servers_that_are_none_are_named() {
-    let error = Server::new("http://127.0.0.1:9", None, "")
+    let error = TargetServer::new("http://127.0.0.1:9", None, "")
         .find(PATIENCE)
         .unwrap_err()
         .to_string();
@@ -118,8 +120,8 @@ fn servers_that_are_none_are_named() {
         "{error}"
     );
     let rig = Rig::new();
-    let server = Server::new(&format!("http://{}/nowhere", rig.addr), None, "m");
-    let load = Load {
+    let server = TargetServer::new(&format!("http://{}/nowhere", rig.addr), None, "m");
+    let load = LoadProfile {
         server,
         ..load_of(&rig, Arrivals::Closed { clients: 1 })
     };

@@ -6,7 +6,7 @@ use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
 use paceline_engine::{Finish, State};
-use paceline_serve::keys::{Keys, Role};
+use paceline_serve::keys::{KeyRole, Keys};
 
 use crate::client::{PATIENCE, connect, raw, receive};
 use crate::rig::{CHAT, Rig, chat_body, refusal};
@@ -26,7 +26,10 @@ fn post(headers: &str, body: &str) -> String {
 fn a_client_that_sends_all_before_it_looks_sees_the_refusal() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
-    let (key, _) = Keys::open(&path).unwrap().make("a", Role::User, 1).unwrap();
+    let (key, _) = Keys::open(&path)
+        .unwrap()
+        .make("a", KeyRole::User, 1)
+        .unwrap();
     let rig = Rig::with(|config| {
         config.limits.body_bytes = 1 << 20;
         config.access.keys = Some(path.clone());
@@ -174,7 +177,10 @@ fn idle_connections_and_half_heads_keep_nobody_out() {
 fn connections_without_a_key_have_few_requests() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
-    Keys::open(&path).unwrap().make("a", Role::User, 1).unwrap();
+    Keys::open(&path)
+        .unwrap()
+        .make("a", KeyRole::User, 1)
+        .unwrap();
     let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
     let mut stream = connect(rig.addr);
     let mut answered = 0;
@@ -199,8 +205,8 @@ fn one_key_leaves_places_to_another() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     let mut keys = Keys::open(&path).unwrap();
-    let (greedy, _) = keys.make("greedy", Role::User, 1).unwrap();
-    let (modest, _) = keys.make("modest", Role::User, 2).unwrap();
+    let (greedy, _) = keys.make("greedy", KeyRole::User, 1).unwrap();
+    let (modest, _) = keys.make("modest", KeyRole::User, 2).unwrap();
     let rig = Rig::with(|config| {
         config.access.keys = Some(path.clone());
         config.limits.requests = 4;
@@ -247,7 +253,7 @@ fn strangers_do_not_hear_why_a_model_failed() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     let mut keys = Keys::open(&path).unwrap();
-    let (key, _) = keys.make("a", Role::User, 1).unwrap();
+    let (key, _) = keys.make("a", KeyRole::User, 1).unwrap();
     let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
     let header = format!("Authorization: Bearer {key}\r\n");
     let reason = || "/home/me/model.gguf: cannot read".to_owned();
@@ -266,7 +272,7 @@ fn a_revoked_keys_stream_ends() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keys.json");
     let mut keys = Keys::open(&path).unwrap();
-    let (key, info) = keys.make("a", Role::User, 1).unwrap();
+    let (key, info) = keys.make("a", KeyRole::User, 1).unwrap();
     let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
     rig.service.script(Script::Silence);
     let header = format!("Authorization: Bearer {key}\r\n");

@@ -5,12 +5,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use paceline_engine::{Finish, Service};
-use paceline_serve::keys::{Keys, Role};
-use paceline_serve::{Config, Done, Doors, Found, Kept, Mirror, Piece, Server, Status};
+use paceline_serve::keys::{KeyRole, Keys};
+use paceline_serve::{
+    Config, HttpServer, JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome,
+    ModelRegistry, StatusSource,
+};
 use serde_json::Value;
 
 use crate::rig::{CHAT, CLOCK, COMPLETE, Rig, chat_body, completion_body, refusal};
-use crate::scripted::{Script, Scripted};
+use crate::scripted::{Script, ScriptedService};
 use crate::tiny;
 
 const JSON: &str = "Content-Type: application/json\r\n";
@@ -36,12 +39,12 @@ fn script(texts: &[&'static str]) -> Vec<(u32, &'static str)> {
 }
 
 /// Resumes after the event `last`.
-fn again(rig: &Rig, path: &str, last: &str, more: &str) -> crate::client::Response {
+fn again(rig: &Rig, path: &str, last: &str, more: &str) -> crate::client::TestResponse {
     let headers = format!("{JSON}Last-Event-ID: {last}\r\n{more}");
     rig.send("POST", path, &headers, "{}")
 }
 
-fn all(mut response: crate::client::Response) -> Vec<Event> {
+fn all(mut response: crate::client::TestResponse) -> Vec<Event> {
     assert_eq!(response.status, 200);
     let events = std::iter::from_fn(|| response.numbered());
     events.flatten().collect()
@@ -208,8 +211,8 @@ fn answers_are_for_the_key_that_asked_and_for_a_while() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("keys");
     let mut keys = Keys::open(&file).unwrap();
-    let own = keys.make("own", Role::User, 0).unwrap().0;
-    let other = keys.make("other", Role::User, 0).unwrap().0;
+    let own = keys.make("own", KeyRole::User, 0).unwrap().0;
+    let other = keys.make("other", KeyRole::User, 0).unwrap().0;
     let rig = Rig::with(|config| {
         config.access.keys = Some(file.clone());
         config.times.reconnect = Duration::from_millis(200);
@@ -239,28 +242,28 @@ fn answers_are_for_the_key_that_asked_and_for_a_while() {
 
 /// Another node's memory, as all servers of a test see it.
 #[derive(Clone, Default)]
-struct Shelf(Arc<Mutex<BTreeMap<String, Vec<u8>>>>);
+struct MemoryMirror(Arc<Mutex<BTreeMap<String, Vec<u8>>>>);
 
-impl Mirror for Shelf {
-    fn put(&self, piece: Piece, done: Done) {
+impl Mirror for MemoryMirror {
+    fn put(&self, piece: JournalPart, done: MirrorCallback) {
         let mut all = self.0.lock().unwrap();
         let copy = all.entry(piece.id).or_default();
         assert!(piece.at <= copy.len() as u64);
         copy.truncate(piece.at as usize);
         copy.extend(piece.bytes);
-        done(Kept::Yes);
+        done(MirrorOutcome::Yes);
     }
 
-    fn find(&self, id: &str, _: Option<&str>) -> Found {
+    fn find(&self, id: &str, _: Option<&str>) -> JournalMatch {
         let copy = self.0.lock().unwrap().get(id).cloned();
-        copy.map_or(Found::Nowhere, Found::Copy)
+        copy.map_or(JournalMatch::Nowhere, JournalMatch::Copy)
     }
 }
 
 /// A server whose answers are kept on the shelf too.
-fn mirrored(shelf: &Shelf) -> Rig {
+fn mirrored(shelf: &MemoryMirror) -> Rig {
     let own = shelf.clone();
-    let service = Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
+    let service = ScriptedService::new(Script::Say(script(&WORDS), Finish::EndOfText));
     let model = tiny::tool_model();
     let change = |config: &mut paceline_serve::Config| {
         config.journals.mirror_to(Arc::new(own));
@@ -271,7 +274,7 @@ fn mirrored(shelf: &Shelf) -> Rig {
 /// Its request may wait for others: it knows the name of its answer by then.
 #[test]
 fn a_client_without_a_token_goes_on_at_another_node() {
-    let shelf = Shelf::default();
+    let shelf = MemoryMirror::default();
     let first = mirrored(&shelf);
     first.service.script(Script::Silence);
     let mut response = first.post(CHAT, &chat_body(r#""stream":true"#));
@@ -288,7 +291,7 @@ fn a_client_without_a_token_goes_on_at_another_node() {
 
 #[test]
 fn a_client_goes_on_at_another_node_when_the_first_is_gone() {
-    let shelf = Shelf::default();
+    let shelf = MemoryMirror::default();
     let first = mirrored(&shelf);
     let early = r#"{"model":"tiny","input":"before","stream":false}"#;
     let earlier = first.post(RESPOND, early).json()["id"].clone();
@@ -311,12 +314,12 @@ fn a_client_goes_on_at_another_node_when_the_first_is_gone() {
 /// Another node that answers with its second model what a first one began.
 #[test]
 fn of_several_models_the_one_of_the_journal_goes_on_at_once() {
-    let shelf = Shelf::default();
-    let service = || Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
+    let shelf = MemoryMirror::default();
+    let service = || ScriptedService::new(Script::Say(script(&WORDS), Finish::EndOfText));
     let mirror = |config: &mut paceline_serve::Config| {
         config.journals.mirror_to(Arc::new(shelf.clone()));
     };
-    let model = |id: &str| paceline_serve::Model {
+    let model = |id: &str| paceline_serve::ServedModel {
         id: id.to_owned(),
         aliases: Vec::new(),
         ..tiny::tool_model()
@@ -347,31 +350,33 @@ fn of_several_models_the_one_of_the_journal_goes_on_at_once() {
 }
 
 /// The responses of another node, as its [`Doors`] tell them.
-struct Stores(Doors);
+struct ResponseMirror(ModelRegistry);
 
-impl Mirror for Stores {
-    fn put(&self, _: Piece, done: Done) {
-        done(Kept::Yes);
+impl Mirror for ResponseMirror {
+    fn put(&self, _: JournalPart, done: MirrorCallback) {
+        done(MirrorOutcome::Yes);
     }
 
-    fn find(&self, id: &str, key: Option<&str>) -> Found {
-        self.0.response(id, key).map_or(Found::Nowhere, Found::Copy)
+    fn find(&self, id: &str, key: Option<&str>) -> JournalMatch {
+        self.0
+            .response(id, key)
+            .map_or(JournalMatch::Nowhere, JournalMatch::Copy)
     }
 }
 
 #[test]
 fn a_stored_response_is_found_at_any_node() {
-    let nodes = Status(Arc::new(|| Value::Null));
-    let (server, doors) = Server::bind_node(Config::new(0, CLOCK), nodes).unwrap();
-    let service = Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
+    let nodes = StatusSource(Arc::new(|| Value::Null));
+    let (server, doors) = HttpServer::bind_node(Config::new(0, CLOCK), nodes).unwrap();
+    let service = ScriptedService::new(Script::Say(script(&WORDS), Finish::EndOfText));
     doors
-        .open("a", tiny::tool_model(), Arc::new(service))
+        .register("a", tiny::tool_model(), Arc::new(service))
         .unwrap();
-    let owner = Rig::run(server, Scripted::new(Script::Silence));
+    let owner = Rig::run(server, ScriptedService::new(Script::Silence));
     let body = r#"{"model":"tiny","input":"hi"}"#;
     let stored = owner.post(RESPOND, body).json();
     let path = format!("{RESPOND}/{}", stored["id"].as_str().unwrap());
-    let mirror = |config: &mut Config| config.journals.mirror_to(Arc::new(Stores(doors)));
+    let mirror = |config: &mut Config| config.journals.mirror_to(Arc::new(ResponseMirror(doors)));
     let other = Rig::with(mirror);
     assert_eq!(other.get(&path).json(), stored);
     assert_eq!(
@@ -386,22 +391,22 @@ fn a_stored_response_is_found_at_any_node() {
 
 /// Another node's memory that first gives its first two lines, as a node that kept the
 /// beginning only.
-struct Slow {
-    shelf: Shelf,
+struct SlowMirror {
+    shelf: MemoryMirror,
     has_longer: bool,
 }
 
-impl Mirror for Slow {
-    fn put(&self, _: Piece, done: Done) {
-        done(Kept::Yes);
+impl Mirror for SlowMirror {
+    fn put(&self, _: JournalPart, done: MirrorCallback) {
+        done(MirrorOutcome::Yes);
     }
 
-    fn find(&self, id: &str, key: Option<&str>) -> Found {
-        let Found::Copy(copy) = self.shelf.find(id, key) else {
-            return Found::Nowhere;
+    fn find(&self, id: &str, key: Option<&str>) -> JournalMatch {
+        let JournalMatch::Copy(copy) = self.shelf.find(id, key) else {
+            return JournalMatch::Nowhere;
         };
         let lines = copy.split_inclusive(|byte| *byte == b'\n');
-        Found::Copy(lines.take(2).flatten().copied().collect())
+        JournalMatch::Copy(lines.take(2).flatten().copied().collect())
     }
 
     fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
@@ -415,9 +420,9 @@ impl Mirror for Slow {
 /// something only where the journal has these events.
 #[test]
 fn two_choices_go_on_from_a_copy_that_has_the_clients_events() {
-    let shelf = Shelf::default();
+    let shelf = MemoryMirror::default();
     let with = |mirror: Arc<dyn Mirror>| {
-        let service = Scripted::new(Script::Say(script(&WORDS), Finish::EndOfText));
+        let service = ScriptedService::new(Script::Say(script(&WORDS), Finish::EndOfText));
         let model = tiny::tool_model();
         let change = |config: &mut paceline_serve::Config| config.journals.mirror_to(mirror);
         Rig::start(change, model, Arc::new(service.clone()), service)
@@ -428,7 +433,7 @@ fn two_choices_go_on_from_a_copy_that_has_the_clients_events() {
     drop(first);
     let slow = |has_longer| {
         let shelf = shelf.clone();
-        with(Arc::new(Slow { shelf, has_longer }))
+        with(Arc::new(SlowMirror { shelf, has_longer }))
     };
     let behind = slow(false);
     for _ in 0..2 {
@@ -447,15 +452,15 @@ fn two_choices_go_on_from_a_copy_that_has_the_clients_events() {
 }
 
 /// No other node.
-struct Nobody;
+struct AbsentMirror;
 
-impl Mirror for Nobody {
-    fn put(&self, _: Piece, done: Done) {
-        done(Kept::No("no other node lives".to_owned()));
+impl Mirror for AbsentMirror {
+    fn put(&self, _: JournalPart, done: MirrorCallback) {
+        done(MirrorOutcome::No("no other node lives".to_owned()));
     }
 
-    fn find(&self, _: &str, _: Option<&str>) -> Found {
-        Found::Unsure
+    fn find(&self, _: &str, _: Option<&str>) -> JournalMatch {
+        JournalMatch::Unsure
     }
 }
 
@@ -463,7 +468,7 @@ impl Mirror for Nobody {
 fn without_another_node_answers_go_on_with_an_event() {
     let mut live = None;
     let rig = Rig::with(|config| {
-        config.journals.mirror_to(Arc::new(Nobody));
+        config.journals.mirror_to(Arc::new(AbsentMirror));
         live = Some(config.live.clone());
     });
     let events = all(rig.chat(r#""stream":true"#));
@@ -479,7 +484,7 @@ fn without_another_node_answers_go_on_with_an_event() {
 /// A client that gets 404 gives up, so a silent node is no reason for that.
 #[test]
 fn an_answer_that_a_silent_node_may_keep_is_asked_for_again() {
-    let rig = Rig::with(|config| config.journals.mirror_to(Arc::new(Nobody)));
+    let rig = Rig::with(|config| config.journals.mirror_to(Arc::new(AbsentMirror)));
     let (status, code, ..) = refusal(again(&rig, CHAT, "4f:1", ""));
     assert_eq!((status, code.as_str()), (503, "answer_unreached"));
 }

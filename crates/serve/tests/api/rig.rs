@@ -6,17 +6,19 @@ use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime};
 
 use paceline_engine::{Finish, Service};
-use paceline_serve::{Clock, Config, Fact, Facts, Handle, Model, Server};
+use paceline_serve::{
+    Config, HttpServer, MetricSample, ProcessMetrics, ServedModel, ServerHandle, TimeSource,
+};
 use serde_json::Value;
 
-use crate::client::{Response, raw};
-use crate::scripted::{Script, Scripted};
+use crate::client::{TestResponse, raw};
+use crate::scripted::{Script, ScriptedService};
 use crate::tiny;
 
 pub(crate) const CHAT: &str = "/v1/chat/completions";
 pub(crate) const COMPLETE: &str = "/v1/completions";
 
-pub(crate) const CLOCK: Clock = Clock {
+pub(crate) const CLOCK: TimeSource = TimeSource {
     now: Instant::now,
     unix_s: || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs(),
 };
@@ -24,9 +26,9 @@ pub(crate) const CLOCK: Clock = Clock {
 /// A running server.
 pub(crate) struct Rig {
     pub(crate) addr: SocketAddr,
-    pub(crate) handle: Handle,
+    pub(crate) handle: ServerHandle,
     /// The scripted service, when it answers.
-    pub(crate) service: Scripted,
+    pub(crate) service: ScriptedService,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -38,58 +40,58 @@ impl Rig {
     /// With a scripted service that says "Hello, world" in four tokens.
     pub(crate) fn with(change: impl FnOnce(&mut Config)) -> Self {
         let hello = vec![(72, "Hello"), (44, ", "), (119, "wor"), (108, "ld")];
-        let service = Scripted::new(Script::Say(hello, Finish::EndOfText));
+        let service = ScriptedService::new(Script::Say(hello, Finish::EndOfText));
         Self::start(change, tiny::model(), Arc::new(service.clone()), service)
     }
 
     /// With a scripted service behind the text side of `model`.
-    pub(crate) fn of(model: Model) -> Self {
-        let service = Scripted::new(Script::Say(vec![(97, "ok")], Finish::EndOfText));
+    pub(crate) fn of(model: ServedModel) -> Self {
+        let service = ScriptedService::new(Script::Say(vec![(97, "ok")], Finish::EndOfText));
         Self::start(|_| {}, model, Arc::new(service.clone()), service)
     }
 
     /// With a service of its own.
-    pub(crate) fn over(service: Arc<dyn Service>, model: Model) -> Self {
-        let unused = Scripted::new(Script::Silence);
+    pub(crate) fn over(service: Arc<dyn Service>, model: ServedModel) -> Self {
+        let unused = ScriptedService::new(Script::Silence);
         Self::start(|_| {}, model, service, unused)
     }
 
     pub(crate) fn start(
         change: impl FnOnce(&mut Config),
-        model: Model,
+        model: ServedModel,
         service: Arc<dyn Service>,
-        scripted: Scripted,
+        scripted: ScriptedService,
     ) -> Self {
         let mut config = Config::new(0, CLOCK);
         change(&mut config);
-        let server = Server::bind(config, model, service).unwrap();
+        let server = HttpServer::bind(config, model, service).unwrap();
         Self::run(server, scripted)
     }
 
     /// With several models, each with a service of its own.
-    pub(crate) fn several(models: Vec<(Model, Arc<dyn Service>)>) -> Self {
+    pub(crate) fn several(models: Vec<(ServedModel, Arc<dyn Service>)>) -> Self {
         Self::several_with(|_| {}, models)
     }
 
     pub(crate) fn several_with(
         change: impl FnOnce(&mut Config),
-        models: Vec<(Model, Arc<dyn Service>)>,
+        models: Vec<(ServedModel, Arc<dyn Service>)>,
     ) -> Self {
         let mut config = Config::new(0, CLOCK);
         change(&mut config);
-        let shared = || Fact {
+        let shared = || MetricSample {
             name: "shared",
             help: "Of the node",
             labels: String::new(),
             value: 7.0,
         };
-        config.facts = Facts(Arc::new(move || vec![shared()]));
-        let server = Server::bind_all(config, models).unwrap();
-        Self::run(server, Scripted::new(Script::Silence))
+        config.facts = ProcessMetrics(Arc::new(move || vec![shared()]));
+        let server = HttpServer::bind_all(config, models).unwrap();
+        Self::run(server, ScriptedService::new(Script::Silence))
     }
 
     /// Runs a server that was bound otherwise.
-    pub(crate) fn run(server: Server, scripted: Scripted) -> Self {
+    pub(crate) fn run(server: HttpServer, scripted: ScriptedService) -> Self {
         let (addr, handle) = (server.addresses()[0], server.handle());
         let thread = std::thread::spawn(move || server.run());
         Self {
@@ -101,7 +103,7 @@ impl Rig {
     }
 
     /// Sends a request of its own connection. `headers` end with line ends.
-    pub(crate) fn send(&self, method: &str, path: &str, headers: &str, body: &str) -> Response {
+    pub(crate) fn send(&self, method: &str, path: &str, headers: &str, body: &str) -> TestResponse {
         let (port, length) = (self.addr.port(), body.len());
         let host = if headers.contains("Host: ") {
             String::new()
@@ -115,20 +117,20 @@ impl Rig {
         raw(self.addr, text.as_bytes())
     }
 
-    pub(crate) fn get(&self, path: &str) -> Response {
+    pub(crate) fn get(&self, path: &str) -> TestResponse {
         self.send("GET", path, "", "")
     }
 
-    pub(crate) fn post(&self, path: &str, body: &str) -> Response {
+    pub(crate) fn post(&self, path: &str, body: &str) -> TestResponse {
         self.send("POST", path, "Content-Type: application/json\r\n", body)
     }
 
     /// A chat with more fields, written as JSON without the outer braces.
-    pub(crate) fn chat(&self, fields: &str) -> Response {
+    pub(crate) fn chat(&self, fields: &str) -> TestResponse {
         self.post(CHAT, &chat_body(fields))
     }
 
-    pub(crate) fn complete(&self, fields: &str) -> Response {
+    pub(crate) fn complete(&self, fields: &str) -> TestResponse {
         self.post(COMPLETE, &completion_body(fields))
     }
 
@@ -166,7 +168,7 @@ pub(crate) fn prompt_text(rig: &Rig) -> String {
 }
 
 /// Status, code and param of a refusal, and its message.
-pub(crate) fn refusal(response: Response) -> (u16, String, Option<String>, String) {
+pub(crate) fn refusal(response: TestResponse) -> (u16, String, Option<String>, String) {
     let status = response.status;
     assert_eq!(response.header("content-type"), Some("application/json"));
     let body = response.json();
@@ -187,7 +189,7 @@ pub(crate) fn refusal(response: Response) -> (u16, String, Option<String>, Strin
 }
 
 /// The chunks of a complete stream, without `[DONE]`.
-pub(crate) fn chunks(response: Response) -> Vec<Value> {
+pub(crate) fn chunks(response: TestResponse) -> Vec<Value> {
     assert_eq!(response.status, 200);
     let mut events = response.all_events();
     assert_eq!(events.pop().as_deref(), Some("[DONE]"));

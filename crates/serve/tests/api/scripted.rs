@@ -7,7 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use paceline_engine::{
-    Failure, Finish, Reply, Request, Service, Sink, State, Status, Ticket, TokenLogprobs,
+    Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+    TokenLogprobs,
 };
 
 use crate::client::PATIENCE;
@@ -22,9 +23,9 @@ pub(crate) enum Script {
     /// A text after a while.
     Late(Duration, &'static str),
     /// This many tokens "x", then a failure.
-    Fail(usize, Failure),
+    Fail(usize, RequestFailure),
     /// Refuses at once.
-    Refuse(Failure),
+    Refuse(RequestFailure),
     /// Nothing until it is cancelled.
     Silence,
     /// Tokens "x" without end, as fast as they are taken, until cancelled.
@@ -34,8 +35,8 @@ pub(crate) enum Script {
 }
 
 #[derive(Default)]
-struct Seen {
-    requests: Vec<Request>,
+struct RecordedCalls {
+    requests: Vec<GenerationRequest>,
     /// Tokens that each came with.
     after: Vec<Vec<u32>>,
     cancelled: BTreeSet<Ticket>,
@@ -44,32 +45,32 @@ struct Seen {
 }
 
 #[derive(Clone)]
-pub(crate) struct Scripted {
-    shared: Arc<Shared>,
+pub(crate) struct ScriptedService {
+    shared: Arc<ScriptState>,
 }
 
-struct Shared {
+struct ScriptState {
     script: Mutex<Script>,
-    status: Mutex<Status>,
-    seen: Mutex<Seen>,
+    status: Mutex<ServiceStatus>,
+    seen: Mutex<RecordedCalls>,
     changed: Condvar,
 }
 
-impl fmt::Debug for Scripted {
+impl fmt::Debug for ScriptedService {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Scripted")
     }
 }
 
-impl Scripted {
+impl ScriptedService {
     pub(crate) fn new(script: Script) -> Self {
         let (running, waiting) = (0, 0);
-        let status = Status {
+        let status = ServiceStatus {
             state: State::Ready,
             running,
             waiting,
         };
-        let shared = Shared {
+        let shared = ScriptState {
             script: Mutex::new(script),
             status: Mutex::new(status),
             seen: Mutex::default(),
@@ -88,11 +89,11 @@ impl Scripted {
     }
 
     /// Requests so far.
-    pub(crate) fn requests(&self) -> Vec<Request> {
+    pub(crate) fn requests(&self) -> Vec<GenerationRequest> {
         self.seen().requests.clone()
     }
 
-    pub(crate) fn last(&self) -> Request {
+    pub(crate) fn last(&self) -> GenerationRequest {
         self.seen()
             .requests
             .last()
@@ -111,8 +112,9 @@ impl Scripted {
 
     /// Waits until `is_so` holds for the numbers of requests, cancelled ones and replying threads.
     pub(crate) fn wait(&self, what: &str, is_so: impl Fn(usize, usize, usize) -> bool) {
-        let is_other =
-            |seen: &mut Seen| !is_so(seen.requests.len(), seen.cancelled.len(), seen.replying);
+        let is_other = |seen: &mut RecordedCalls| {
+            !is_so(seen.requests.len(), seen.cancelled.len(), seen.replying)
+        };
         let waited = self
             .shared
             .changed
@@ -120,7 +122,7 @@ impl Scripted {
         assert!(!waited.unwrap().1.timed_out(), "{what} did not happen");
     }
 
-    fn seen(&self) -> MutexGuard<'_, Seen> {
+    fn seen(&self) -> MutexGuard<'_, RecordedCalls> {
         self.shared.seen.lock().unwrap()
     }
 
@@ -131,7 +133,7 @@ impl Scripted {
     fn play(
         &self,
         script: Script,
-        (request, had): (&Request, usize),
+        (request, had): (&GenerationRequest, usize),
         ticket: Ticket,
         mut sink: Sink,
     ) {
@@ -206,7 +208,7 @@ impl Scripted {
     }
 
     fn until_cancelled(&self, ticket: Ticket) {
-        let is_left = |seen: &mut Seen| !seen.cancelled.contains(&ticket);
+        let is_left = |seen: &mut RecordedCalls| !seen.cancelled.contains(&ticket);
         drop(
             self.shared
                 .changed
@@ -215,14 +217,14 @@ impl Scripted {
     }
 }
 
-impl Service for Scripted {
+impl Service for ScriptedService {
     /// The script's replies after `tokens` depend on the number of tokens only.
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         let script = self.shared.script.lock().unwrap().clone();
         let ticket = {
             let mut seen = self.seen();
@@ -251,7 +253,7 @@ impl Service for Scripted {
         self.shared.changed.notify_all();
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ServiceStatus {
         self.shared.status.lock().unwrap().clone()
     }
 }

@@ -3,18 +3,18 @@
 use std::sync::Arc;
 
 use paceline_engine::{Finish, State};
-use paceline_serve::Model;
+use paceline_serve::ServedModel;
 
 use crate::rig::Rig;
-use crate::scripted::{Script, Scripted};
+use crate::scripted::{Script, ScriptedService};
 use crate::tiny;
 
-fn rig() -> (Rig, [Scripted; 2]) {
+fn rig() -> (Rig, [ScriptedService; 2]) {
     let services = [2, 3].map(|n| {
         let said = vec![(97, "a"); n];
-        Scripted::new(Script::Say(said, Finish::Length))
+        ScriptedService::new(Script::Say(said, Finish::Length))
     });
-    let model = |id: &str| Model {
+    let model = |id: &str| ServedModel {
         id: id.to_owned(),
         aliases: Vec::new(),
         ..tiny::model()

@@ -28,9 +28,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
-use paceline_engine::{Failure, Finish, Reply, Request, Service, Sink, State, Status, Ticket};
+use paceline_engine::{
+    Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+};
 use paceline_formats::grammar::Start;
-use paceline_serve::{Clock, Config, Model, Server};
+use paceline_serve::{Config, HttpServer, ServedModel, TimeSource};
 use serde_json::{Value, json};
 
 #[allow(dead_code, reason = "tests use more of it")]
@@ -98,13 +100,13 @@ fn round_trip(prompt: &str) -> Option<Vec<String>> {
 
 /// Says what the module's table has.
 #[derive(Debug, Default)]
-struct Scripted {
+struct TableService {
     tickets: AtomicU64,
     /// Prompts so far, as the cache that it pretends to have.
     seen: Mutex<BTreeSet<Vec<u32>>>,
 }
 
-impl Scripted {
+impl TableService {
     /// Whole pages of the prompt that an earlier one began with.
     fn reused(&self, prompt: &[u32]) -> usize {
         let mut seen = self.seen.lock().unwrap();
@@ -115,13 +117,13 @@ impl Scripted {
     }
 }
 
-impl Service for Scripted {
+impl Service for TableService {
     fn submit_after(
         &self,
-        request: Request,
+        request: GenerationRequest,
         tokens: Vec<u32>,
         mut sink: Sink,
-    ) -> Result<Ticket, Failure> {
+    ) -> Result<Ticket, RequestFailure> {
         let ticket = Ticket(self.tickets.fetch_add(1, Ordering::Relaxed));
         let reused = self.reused(&request.prompt);
         std::thread::spawn(move || {
@@ -147,8 +149,8 @@ impl Service for Scripted {
 
     fn cancel(&self, _ticket: Ticket) {}
 
-    fn status(&self) -> Status {
-        Status {
+    fn status(&self) -> ServiceStatus {
+        ServiceStatus {
             state: State::Ready,
             running: 0,
             waiting: 0,
@@ -156,7 +158,7 @@ impl Service for Scripted {
     }
 }
 
-fn pieces(request: &Request) -> Vec<String> {
+fn pieces(request: &GenerationRequest) -> Vec<String> {
     let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
     let bytes = request
         .prompt
@@ -180,24 +182,24 @@ fn pieces(request: &Request) -> Vec<String> {
 }
 
 /// Whether all of the answer is held to a schema: tools that may be called bind calls alone.
-fn is_held(request: &Request) -> bool {
+fn is_held(request: &GenerationRequest) -> bool {
     let constraint = request.constraint.as_ref();
     constraint.is_some_and(|it| !matches!(it.start, Start::Lazily { .. }))
 }
 
 fn main() {
-    let clock = Clock {
+    let clock = TimeSource {
         now: Instant::now,
         unix_s: || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs(),
     };
     let config = Config::new(0, clock);
     // A token is a byte, and the prompts of coding agents have 100 KB.
-    let model = Model {
+    let model = ServedModel {
         context: 1 << 20,
         template: tiny::tool_model().template,
         ..tiny::hole_model()
     };
-    let server = Server::bind(config, model, Arc::new(Scripted::default())).unwrap();
+    let server = HttpServer::bind(config, model, Arc::new(TableService::default())).unwrap();
     let handle = server.handle();
     eprintln!("listening on http://{}", server.addresses()[0]);
     std::thread::spawn(move || {

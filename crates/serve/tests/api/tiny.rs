@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use paceline_engine::{Engine, EngineConfig, Runner, SamplingParams};
 use paceline_formats::chat::ChatTemplate;
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::testing::{spell, tiny_llama};
-use paceline_model::{LoadOptions, Source};
-use paceline_serve::{About, Model};
+use paceline_model::{LoadOptions, ModelSource};
+use paceline_serve::{ModelDetails, ServedModel};
 use paceline_tensor::Kernels;
 
 pub(crate) const CONTEXT: usize = 256;
@@ -34,14 +34,14 @@ const TOOL_TEMPLATE: &str = "{% if tools %}{% for t in tools %}{{ t | tojson }}\
     {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 
 /// The text side; made once, since every test wants it.
-pub(crate) fn model() -> Model {
-    static MODEL: OnceLock<Model> = OnceLock::new();
+pub(crate) fn model() -> ServedModel {
+    static MODEL: OnceLock<ServedModel> = OnceLock::new();
     MODEL.get_or_init(|| describe(&source())).clone()
 }
 
 /// The text side with another template.
-pub(crate) fn model_with(template: &str) -> Model {
-    Model {
+pub(crate) fn model_with(template: &str) -> ServedModel {
+    ServedModel {
         template: Some(Arc::new(ChatTemplate::new(template).unwrap())),
         context: LONG,
         ..model()
@@ -49,19 +49,19 @@ pub(crate) fn model_with(template: &str) -> Model {
 }
 
 /// The text side of a model that thinks and calls tools in the form of Qwen 3.
-pub(crate) fn tool_model() -> Model {
+pub(crate) fn tool_model() -> ServedModel {
     model_with(TOOL_TEMPLATE)
 }
 
 /// The text side of a model whose tokens 258 to 260 fill a hole. They stand before the text in
 /// front of it, before the text behind it, and before what is filled in.
-pub(crate) fn hole_model() -> Model {
+pub(crate) fn hole_model() -> ServedModel {
     let names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"];
     describe(&opened(&file(&names)))
 }
 
 /// A model with its weights, on a thread.
-pub(crate) fn runner() -> (Runner, Model) {
+pub(crate) fn runner() -> (Runner, ServedModel) {
     let source = source();
     let model = describe(&source);
     let kernels = Arc::new(Kernels::new(1).unwrap());
@@ -78,12 +78,12 @@ pub(crate) fn runner() -> (Runner, Model) {
     (Runner::start(engine, Instant::now), model)
 }
 
-fn describe(source: &Source) -> Model {
-    let Source::Gguf(file) = source else {
+fn describe(source: &ModelSource) -> ServedModel {
+    let ModelSource::Gguf(file) = source else {
         panic!("not a GGUF file");
     };
     let template = ChatTemplate::from_gguf(file.metadata()).unwrap();
-    Model {
+    ServedModel {
         id: "tiny".into(),
         aliases: vec!["org/tiny".into()],
         created_unix_s: 1_700_000_000,
@@ -95,7 +95,7 @@ fn describe(source: &Source) -> Model {
             temperature: 1.0,
             ..SamplingParams::default()
         },
-        about: About {
+        about: ModelDetails {
             architecture: "llama".into(),
             bytes: 1 << 20,
             parameters: 135_000_000,
@@ -104,26 +104,26 @@ fn describe(source: &Source) -> Model {
     }
 }
 
-fn source() -> Source {
+fn source() -> ModelSource {
     opened(&file(&[]))
 }
 
-fn opened(file: &Writer) -> Source {
+fn opened(file: &GgufWriter) -> ModelSource {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     file.write(&path);
-    Source::open(&path).unwrap()
+    ModelSource::open(&path).unwrap()
 }
 
 /// The file, with the control tokens `more` behind those of the template.
-fn file(more: &[&str]) -> Writer {
+fn file(more: &[&str]) -> GgufWriter {
     let mut tokens: Vec<String> = (0..=255).map(|byte| spell(&[byte])).collect();
     tokens.extend(["<|im_start|>".to_owned(), "<|im_end|>".to_owned()]);
     tokens.extend(more.iter().map(|name| (*name).to_owned()));
     let vocab = tokens.len();
     let mut kinds = vec![1; vocab];
     kinds[256..].fill(3); // control tokens
-    let file = Writer::new()
+    let file = GgufWriter::new()
         .meta("general.architecture", "llama")
         .meta("tokenizer.ggml.model", "gpt2")
         .meta("tokenizer.ggml.pre", "smollm")

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use paceline_serve::tls::{Names, Own, Wire};
+use paceline_serve::tls::{CertificateNames, OwnCertificate, ServerProtocol};
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
@@ -17,18 +17,21 @@ use crate::rig::{CHAT, CLOCK, Rig, chat_body, refusal};
 use crate::scripted::Script;
 
 /// A server that speaks TLS only, and what it speaks with.
-fn rig(folder: &Path) -> (Rig, Own) {
+fn rig(folder: &Path) -> (Rig, OwnCertificate) {
     let own = own(folder);
     let identity = own.identity.clone();
-    (Rig::with(|config| config.wire = Wire::Tls(identity)), own)
+    (
+        Rig::with(|config| config.wire = ServerProtocol::Tls(identity)),
+        own,
+    )
 }
 
-fn own(folder: &Path) -> Own {
-    Own::open(folder, &Names::default(), (CLOCK.unix_s)()).unwrap()
+fn own(folder: &Path) -> OwnCertificate {
+    OwnCertificate::open(folder, &CertificateNames::default(), (CLOCK.unix_s)()).unwrap()
 }
 
 /// A client's side of a connection to `localhost` that trusts the certificate in `trusted` only.
-fn client(addr: SocketAddr, trusted: &Path, name: &'static str) -> Secure {
+fn client(addr: SocketAddr, trusted: &Path, name: &'static str) -> TlsRig {
     let mut roots = RootCertStore::empty();
     let certificate = CertificateDer::from_pem_file(trusted).unwrap();
     roots.add(certificate).unwrap();
@@ -41,7 +44,7 @@ fn client(addr: SocketAddr, trusted: &Path, name: &'static str) -> Secure {
     StreamOwned::new(connection, connect(addr))
 }
 
-type Secure = StreamOwned<ClientConnection, TcpStream>;
+type TlsRig = StreamOwned<ClientConnection, TcpStream>;
 
 fn get(headers: &str) -> String {
     format!("GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}\r\n")
@@ -57,7 +60,7 @@ fn chat(fields: &str) -> String {
 }
 
 /// Sends `request` and reads to the end, which the server must announce.
-fn ask(mut stream: Secure, request: &str) -> io::Result<String> {
+fn ask(mut stream: TlsRig, request: &str) -> io::Result<String> {
     stream.write_all(request.as_bytes())?;
     let mut text = String::new();
     stream.read_to_string(&mut text)?;
@@ -128,7 +131,7 @@ fn loopback_speaks_both_where_only_the_network_wants_tls() {
     let dir = tempfile::tempdir().unwrap();
     let own = own(dir.path());
     let identity = own.identity.clone();
-    let rig = Rig::with(|config| config.wire = Wire::TlsOffLoopback(identity));
+    let rig = Rig::with(|config| config.wire = ServerProtocol::TlsOffLoopback(identity));
     rig.chat("").ok("plain");
     let text = ask(client(rig.addr, &own.path, "localhost"), &chat("")).unwrap();
     assert!(text.starts_with("HTTP/1.1 200"), "{text}");
@@ -140,7 +143,7 @@ fn a_handshake_has_a_deadline_and_keeps_nobody_out() {
     let own = own(dir.path());
     let identity = own.identity.clone();
     let rig = Rig::with(|config| {
-        config.wire = Wire::Tls(identity);
+        config.wire = ServerProtocol::Tls(identity);
         config.limits.connections = 2;
         config.times.headers = Duration::from_secs(1);
     });
@@ -196,7 +199,7 @@ fn a_client_that_reads_nothing_loses_its_place() {
     let own = own(dir.path());
     let identity = own.identity.clone();
     let rig = Rig::with(|config| {
-        config.wire = Wire::Tls(identity);
+        config.wire = ServerProtocol::Tls(identity);
         config.times.stalled_write = Duration::from_millis(300);
         // Not what ends it here.
         config.limits.unread_replies = 1 << 20;

@@ -7,7 +7,7 @@ use paceline_engine::Finish;
 use paceline_formats::chat::ChatTemplate;
 use paceline_formats::grammar::{Grammar, Start};
 use paceline_formats::tools::ResponseTemplate;
-use paceline_serve::Model;
+use paceline_serve::ServedModel;
 use serde_json::{Value, json};
 
 use crate::rig::{CHAT, Rig, chunks, prompt_text, refusal};
@@ -97,7 +97,7 @@ fn a_models_own_description_of_its_answers_comes_first() {
                  {{ '<|im_start|>assistant\\n(thinks' }}";
     let template = ChatTemplate::new(plain).unwrap();
     let described = ResponseTemplate::read(&described).unwrap();
-    let model = Model {
+    let model = ServedModel {
         template: Some(Arc::new(template.with_response(Some(described)))),
         ..tiny::tool_model()
     };
@@ -363,7 +363,7 @@ fn grammars_of_requests_reach_the_engine() {
 }
 
 /// The values of named or plain events.
-fn events(response: crate::client::Response) -> Vec<Value> {
+fn events(response: crate::client::TestResponse) -> Vec<Value> {
     assert_eq!(response.status, 200);
     let text = response.text();
     let data = text.lines().filter_map(|line| line.strip_prefix("data: "));
@@ -525,7 +525,7 @@ fn an_answer_may_be_a_call_or_of_a_schema() {
 
 #[test]
 fn models_whose_calls_no_grammar_holds_say_so() {
-    let model = || -> Model { tiny::model_with("{{ tools }}{{ messages }}<|tool_call>") };
+    let model = || -> ServedModel { tiny::model_with("{{ tools }}{{ messages }}<|tool_call>") };
     let rig = Rig::of(model());
     rig.post(CHAT, &with_tool("")).ok("auto");
     let (status, _, param, message) = refusal(

@@ -159,7 +159,8 @@ fn fetch(cargo: &OsStr, work: &Path, cancel: &Cancel) -> Result<PathBuf, Error> 
     check_lock(&package.join("Cargo.lock"))?;
     let out = work.join("out");
     let text = fs::read(&out).map_err(|error| Error::io("read", &out, error))?;
-    let listed: Listed = serde_json::from_slice(&text).map_err(|error| no_sources(&error))?;
+    let listed: CargoMetadata =
+        serde_json::from_slice(&text).map_err(|error| no_sources(&error))?;
     let mut packages = listed.packages.into_iter();
     let found = packages.find(|package| package.name == "mlx-sys");
     let found = found.ok_or_else(|| no_sources(&"it does not name mlx-sys"))?;
@@ -203,12 +204,12 @@ fn files_below(dir: &Path, depth: u32) -> Result<Vec<PathBuf>, Error> {
 
 /// The used part of `cargo metadata`.
 #[derive(Debug, Deserialize)]
-struct Listed {
-    packages: Vec<Package>,
+struct CargoMetadata {
+    packages: Vec<CargoPackage>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Package {
+struct CargoPackage {
     name: String,
     manifest_path: PathBuf,
 }

@@ -8,7 +8,7 @@ use paceline_base::Bytes;
 use zip::ZipArchive;
 use zip::read::ZipFile;
 
-use crate::download::Context;
+use crate::download::PullContext;
 use crate::hash::CHUNK_BYTES;
 use crate::{Error, disk};
 
@@ -22,7 +22,7 @@ pub(super) fn wheel(
     name: &str,
     path: &Path,
     folder: &Path,
-    ctx: &mut Context<'_>,
+    ctx: &mut PullContext<'_>,
 ) -> Result<(), Error> {
     let bad = |member: &str, cause| Error::BadWheel {
         wheel: name.to_owned(),
@@ -83,7 +83,7 @@ fn one(
     member: &mut ZipFile<'_, File>,
     folder: &Path,
     to_come: u64,
-    ctx: &mut Context<'_>,
+    ctx: &mut PullContext<'_>,
 ) -> Result<(), Error> {
     let what = String::from_utf8_lossy(member.name_raw()).into_owned();
     let bad = |cause| Error::BadWheel {
@@ -105,7 +105,7 @@ fn one(
         .write(true)
         .open(&target);
     let file = opened.map_err(|error| Error::io("create", &target, error))?;
-    let mut sink = disk::Sink {
+    let mut sink = disk::ModelFileSink {
         file,
         path: &target,
         free_space: ctx.options.free_space,
@@ -150,7 +150,7 @@ mod tests {
 
     use super::*;
     use crate::options::PullOptions;
-    use crate::progress::{Cancel, Quiet};
+    use crate::progress::{Cancel, SilentProgress};
 
     fn archive(dir: &Path, files: &[(&str, &[u8])]) -> PathBuf {
         let path = dir.join("x.whl");
@@ -168,10 +168,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = archive(dir.path(), files);
         let options = PullOptions::default();
-        let mut ctx = Context {
+        let mut ctx = PullContext {
             options: &options,
             cancel: &Cancel::default(),
-            progress: &mut Quiet,
+            progress: &mut SilentProgress,
         };
         let folder = dir.path().join("a/b");
         disk::create_dir(&folder).unwrap();
@@ -221,10 +221,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = archive(dir.path(), &[("m/a", b"1")]);
         let options = PullOptions::default();
-        let mut ctx = Context {
+        let mut ctx = PullContext {
             options: &options,
             cancel: &Cancel::default(),
-            progress: &mut Quiet,
+            progress: &mut SilentProgress,
         };
         wheel("x==1", &path, dir.path(), &mut ctx).unwrap();
         let again = wheel("x==1", &path, dir.path(), &mut ctx);
@@ -240,10 +240,10 @@ mod tests {
         for cut in (0..whole.len()).step_by(7) {
             fs::write(&path, &whole[..cut]).unwrap();
             let into = tempfile::tempdir().unwrap();
-            let mut ctx = Context {
+            let mut ctx = PullContext {
                 options: &options,
                 cancel: &Cancel::default(),
-                progress: &mut Quiet,
+                progress: &mut SilentProgress,
             };
             assert!(
                 wheel("x==1", &path, into.path(), &mut ctx).is_err(),

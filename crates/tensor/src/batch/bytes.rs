@@ -16,8 +16,8 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use crate::batch::factors::Factors;
-use crate::batch::{CHUNK_BYTES, Segment, Unpack, ask_for};
+use crate::batch::factors::ChunkFactors;
+use crate::batch::{CHUNK_BYTES, Segment, Unpack, prefetch_chunk};
 use crate::formats::{Format, Layout, Planes};
 use crate::isa::{Bytes, Isa, LANES};
 use crate::matmul::total;
@@ -36,7 +36,7 @@ pub(crate) struct Results(pub(crate) [[[i32; LANES]; TILE_ROWS]; 4]);
 
 /// Activations of a tile: high and low bytes of its first row, and the way to the next.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Rows {
+pub(crate) struct ByteRows {
     pub(crate) bytes: [*const i8; 2],
     pub(crate) stride: usize,
 }
@@ -54,7 +54,7 @@ pub(crate) trait Tiles {
     unsafe fn configured(rows: usize, depth: usize) -> Self;
     /// Multiplies rows of activations by the quads of a chunk as [`Bytes::arranged`] left them, in
     /// halves if `HALVES`. Writes the results, for as many rows as were configured.
-    unsafe fn step<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results);
+    unsafe fn step<const HALVES: bool>(&mut self, x: ByteRows, quads: *const u8, out: *mut Results);
     /// Gives registers back.
     unsafe fn release(self);
 }
@@ -63,7 +63,7 @@ pub(crate) trait Tiles {
 #[repr(C, align(64))]
 struct PanelChunk {
     quads: [[i8; LINE]; 8],
-    factors: Factors,
+    factors: ChunkFactors,
     _rest: [u8; 512],
 }
 
@@ -80,7 +80,7 @@ pub(crate) unsafe fn unpack<S: Bytes, F: Format>(args: Unpack) {
         let place = layout.place(args.first + c);
         // SAFETY: by the caller's promise.
         unsafe {
-            ask_for::<S>(&args, layout, c);
+            prefetch_chunk::<S>(&args, layout, c);
             let out = args.out.add(c * CHUNK_BYTES).cast::<PanelChunk>();
             let mut quads = F::P::quads::<S>(args.weights.add(place.planes));
             let mut g = 0;
@@ -95,7 +95,7 @@ pub(crate) unsafe fn unpack<S: Bytes, F: Format>(args: Unpack) {
             }
             let header = args.header(layout, c);
             let scales = args.weights.add(place.scales);
-            Factors::unpack::<S, F>(&raw mut (*out).factors, header, scales);
+            ChunkFactors::unpack::<S, F>(&raw mut (*out).factors, header, scales);
         }
     }
 }
@@ -119,11 +119,12 @@ pub(crate) unsafe fn multiply<
     // SAFETY: tiles stay within the rows.
     unsafe {
         if whole > 0 {
-            Tile::<S, T, HALVES, MIN, WIDE>::new(segment, 0..whole, T::ROWS).blocks::<true>();
+            TileProduct::<S, T, HALVES, MIN, WIDE>::new(segment, 0..whole, T::ROWS)
+                .blocks::<true>();
         }
         if whole < segment.rows {
             let rest = whole..segment.rows;
-            Tile::<S, T, HALVES, MIN, WIDE>::new(segment, rest.clone(), rest.len())
+            TileProduct::<S, T, HALVES, MIN, WIDE>::new(segment, rest.clone(), rest.len())
                 .blocks::<false>();
         }
     }
@@ -138,7 +139,7 @@ const SLOTS: usize = (AHEAD + 1).next_power_of_two();
 
 /// Configured tiles and their way over *blocks*: chunks of a group with a tile of rows. Over
 /// chunks, then groups, then tiles.
-struct Tile<'a, S, T, const HALVES: bool, const MIN: bool, const WIDE: bool> {
+struct TileProduct<'a, S, T, const HALVES: bool, const MIN: bool, const WIDE: bool> {
     tiles: T,
     segment: &'a Segment<'a>,
     range: Range<usize>,
@@ -152,7 +153,7 @@ struct Tile<'a, S, T, const HALVES: bool, const MIN: bool, const WIDE: bool> {
 }
 
 impl<'a, S: Isa, T: Tiles, const HALVES: bool, const MIN: bool, const WIDE: bool>
-    Tile<'a, S, T, HALVES, MIN, WIDE>
+    TileProduct<'a, S, T, HALVES, MIN, WIDE>
 {
     #[inline(always)]
     unsafe fn new(segment: &'a Segment<'a>, range: Range<usize>, rows: usize) -> Self {
@@ -215,7 +216,7 @@ impl<'a, S: Isa, T: Tiles, const HALVES: bool, const MIN: bool, const WIDE: bool
                     }
                     slot = (slot + 1) % SLOTS;
                 }
-                let step = Factors::step::<S>(factors(segment, g, first));
+                let step = ChunkFactors::step::<S>(factors(segment, g, first));
                 for (i, sum) in sums.iter_mut().enumerate().take(rows) {
                     let meta = segment
                         .x
@@ -244,7 +245,7 @@ impl<'a, S: Isa, T: Tiles, const HALVES: bool, const MIN: bool, const WIDE: bool
             if t >= self.range.end {
                 return;
             }
-            let rows = Rows {
+            let rows = ByteRows {
                 bytes: segment.x.bytes(segment.first + t, segment.first_chunk + c),
                 stride: segment.x.stride,
             };
@@ -262,7 +263,7 @@ impl<'a, S: Isa, T: Tiles, const HALVES: bool, const MIN: bool, const WIDE: bool
     /// Adds row `i` of the results to its totals.
     #[inline(always)]
     unsafe fn add(
-        factors: *const Factors,
+        factors: *const ChunkFactors,
         results: *const Results,
         i: usize,
         meta: Meta,
@@ -273,10 +274,10 @@ impl<'a, S: Isa, T: Tiles, const HALVES: bool, const MIN: bool, const WIDE: bool
             let result = |tile: usize| S::load_i((&raw const (*results).0[tile][i]).cast());
             let joined = |first: usize| S::add_i(S::shl7_i(result(first)), result(first + 1));
             if HALVES {
-                Factors::add::<S, MIN, WIDE>(factors, 0, joined(0), meta.sums[0], totals);
-                Factors::add::<S, MIN, WIDE>(factors, 1, joined(2), meta.sums[1], totals);
+                ChunkFactors::add::<S, MIN, WIDE>(factors, 0, joined(0), meta.sums[0], totals);
+                ChunkFactors::add::<S, MIN, WIDE>(factors, 1, joined(2), meta.sums[1], totals);
             } else {
-                Factors::add::<S, MIN, WIDE>(factors, 0, joined(0), meta.whole(), totals);
+                ChunkFactors::add::<S, MIN, WIDE>(factors, 0, joined(0), meta.whole(), totals);
             }
         }
     }
@@ -284,7 +285,7 @@ impl<'a, S: Isa, T: Tiles, const HALVES: bool, const MIN: bool, const WIDE: bool
 
 /// The factors of chunk `c` of group `g`.
 #[inline(always)]
-unsafe fn factors(segment: &Segment<'_>, g: usize, c: usize) -> *const Factors {
+unsafe fn factors(segment: &Segment<'_>, g: usize, c: usize) -> *const ChunkFactors {
     // SAFETY: the caller names a chunk of the panel.
     unsafe { &raw const (*segment.chunk(g, c).cast::<PanelChunk>()).factors }
 }

@@ -6,26 +6,26 @@ use crate::batch::registers::Registers;
 use crate::isa::LANES;
 
 /// 16 rows of 64 bytes.
-type Tile = [[u8; 64]; 16];
+type TileRegister = [[u8; 64]; 16];
 
 thread_local! {
     /// A thread's registers.
-    static TILES: RefCell<[Tile; 8]> = const { RefCell::new([[[0; 64]; 16]; 8]) };
+    static TILES: RefCell<[TileRegister; 8]> = const { RefCell::new([[[0; 64]; 16]; 8]) };
 }
 
 /// The registers of the thread.
 #[derive(Debug)]
 pub(crate) struct Emulated;
 
-fn tile(t: u8) -> Tile {
+fn tile(t: u8) -> TileRegister {
     TILES.with_borrow(|tiles| tiles[usize::from(t)])
 }
 
-fn set(t: u8, tile: Tile) {
+fn set(t: u8, tile: TileRegister) {
     TILES.with_borrow_mut(|tiles| tiles[usize::from(t)] = tile);
 }
 
-fn i32_at(tile: &Tile, row: usize, col: usize) -> i32 {
+fn i32_at(tile: &TileRegister, row: usize, col: usize) -> i32 {
     let four = tile[row][4 * col..].first_chunk().expect("16 columns");
     i32::from_ne_bytes(*four)
 }
@@ -62,13 +62,15 @@ impl Registers for Emulated {
 
     unsafe fn load<const T: u8, const N: usize, const UNIT: usize>(&mut self, from: *const u8) {
         set(T, unsafe {
-            from.add(N * UNIT).cast::<Tile>().read_unaligned()
+            from.add(N * UNIT).cast::<TileRegister>().read_unaligned()
         });
     }
 
     unsafe fn store<const T: u8>(&self, results: *mut i32) {
         unsafe {
-            let to = results.add(usize::from(T) * 16 * LANES).cast::<Tile>();
+            let to = results
+                .add(usize::from(T) * 16 * LANES)
+                .cast::<TileRegister>();
             to.write(tile(T));
         }
     }

@@ -1,4 +1,4 @@
-//! Factors of a panel's chunk, next to its integers, and their accumulation.
+//! ChunkFactors of a panel's chunk, next to its integers, and their accumulation.
 
 use crate::formats::{Format, Scales};
 use crate::isa::{Isa, LANES};
@@ -8,14 +8,14 @@ use crate::quantised::joined;
 /// Integer scales and mins of a chunk of 16 rows, for each half of 16 columns, and the step of its
 /// unit: see [`crate::stored::units`].
 #[repr(C, align(64))]
-pub(crate) struct Factors {
+pub(crate) struct ChunkFactors {
     scales: [[i32; LANES]; 2],
     /// Only for types with a min.
     mins: [[i32; LANES]; 2],
     step: [f32; LANES],
 }
 
-impl Factors {
+impl ChunkFactors {
     /// Writes those of a chunk of format `F`.
     ///
     /// # Safety

@@ -12,14 +12,14 @@ use crate::batch::{ROWS, words};
 #[cfg(target_arch = "x86_64")]
 use crate::isa::BytePlanes;
 use crate::isa::{LANES, Words};
-use crate::memory::{HugeMap, Placed};
+use crate::memory::{HugeMap, OffsetBuffer};
 #[cfg(target_arch = "x86_64")]
 use crate::quantised::Rounding;
-use crate::quantised::{CHUNK, Meta, Precision, View};
+use crate::quantised::{CHUNK, Meta, Precision, QuantisedView};
 
 /// Memory layout of a row's integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Form {
+pub(crate) enum RowFormat {
     /// The high bytes of a row, those of all rows, then the low ones.
     Bytes,
     /// In one i16 each. Of every four columns the middle two change places, as [`Words::widen`]
@@ -33,7 +33,7 @@ pub(crate) enum Form {
     SmallTiles,
 }
 
-impl Form {
+impl RowFormat {
     /// Every one, in order.
     pub(crate) const ALL: [Self; 4] = [Self::Bytes, Self::Words, Self::Tiles, Self::SmallTiles];
 
@@ -93,7 +93,7 @@ const LEAST_ROWS: usize = 32;
 /// A batch of rows of integers, in one of the forms.
 #[derive(Debug)]
 pub(crate) struct PanelRows {
-    form: Form,
+    form: RowFormat,
     /// Whether the rows are there; those of the last batch may have been too few for panels.
     filled: bool,
     span: usize,
@@ -105,15 +105,15 @@ pub(crate) struct PanelRows {
     /// a cache line: a row of a tile is one.
     q: HugeMap,
     /// `(most rows, stride / 32)`, but not of tiles.
-    meta: Placed<Meta>,
+    meta: OffsetBuffer<Meta>,
     /// For tiles: `(most rows / 16, spans, 16)`.
-    scales: Placed<f32>,
+    scales: OffsetBuffer<f32>,
 }
 
 impl PanelRows {
     /// Room for `max_rows` rows of `cols` columns, whole chunks; none for copies that no kernel
     /// reads.
-    pub(crate) fn new(max_rows: usize, cols: usize, span: usize, form: Form) -> Self {
+    pub(crate) fn new(max_rows: usize, cols: usize, span: usize, form: RowFormat) -> Self {
         let max_rows = max_rows.next_multiple_of(TILE_ROWS);
         let (tiles, spans) = (max_rows / TILE_ROWS, cols.div_ceil(span));
         let (stride, bytes, metas, scales) = if form.tiled() {
@@ -137,13 +137,13 @@ impl PanelRows {
             stride,
             spans,
             q: HugeMap::zeroed(bytes).unwrap_or_else(|error| panic!("activations: {error}")),
-            meta: Placed::new(metas, 0),
-            scales: Placed::new(scales, 0),
+            meta: OffsetBuffer::new(metas, 0),
+            scales: OffsetBuffer::new(scales, 0),
         }
     }
 
     /// Whether there is room for copies.
-    pub(crate) fn wanted(&self) -> bool {
+    pub(crate) fn has_buffers(&self) -> bool {
         !self.q.is_empty()
     }
 
@@ -156,7 +156,7 @@ impl PanelRows {
     /// else none.
     pub(crate) fn writer<'a>(
         &'a mut self,
-        from: View<'a>,
+        from: QuantisedView<'a>,
         cols: usize,
         filled: bool,
     ) -> PanelWriter<'a> {
@@ -180,8 +180,8 @@ impl PanelRows {
     pub(crate) fn view(&self, first_col: usize) -> PanelView<'_> {
         let (step, _) = step_of(first_col / CHUNK, self.span);
         let bytes = match self.form {
-            Form::Words => [2 * first_col, 0],
-            Form::Bytes => [first_col, self.q.len() / 2 + first_col],
+            RowFormat::Words => [2 * first_col, 0],
+            RowFormat::Bytes => [first_col, self.q.len() / 2 + first_col],
             tiles => [step * TILE_ROWS * TILE_COLS * tiles.column(), 0],
         };
         let from = |n: usize, len: usize| n.min(len); // absent buffers are empty
@@ -286,7 +286,7 @@ impl PanelView<'_> {
 /// Write access by row.
 #[derive(Debug)]
 pub(crate) struct PanelWriter<'a> {
-    from: View<'a>,
+    from: QuantisedView<'a>,
     cols: usize,
     #[cfg_attr(
         not(target_arch = "x86_64"),

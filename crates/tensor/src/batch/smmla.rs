@@ -3,7 +3,7 @@
 
 use std::arch::aarch64::*;
 
-use crate::batch::bytes::{LINE, Results, Rows, Tiles};
+use crate::batch::bytes::{ByteRows, LINE, Results, Tiles};
 use crate::isa::smmla;
 
 /// Columns that one instruction takes.
@@ -19,7 +19,12 @@ impl Smmla {
     /// Multiplies `columns` columns of both rows with the 16 rows of weights. Returns high and low
     /// products as `[row 0: n, n + 1; row 1: n, n + 1]`, for every two weight rows.
     #[inline(always)]
-    unsafe fn products(&self, x: Rows, quads: *const u8, columns: usize) -> [[int32x4_t; 8]; 2] {
+    unsafe fn products(
+        &self,
+        x: ByteRows,
+        quads: *const u8,
+        columns: usize,
+    ) -> [[int32x4_t; 8]; 2] {
         let second = if self.rows == 2 { x.stride } else { 0 };
         // SAFETY: eight bytes of each row for every pair of quads; features by the caller.
         unsafe {
@@ -51,12 +56,17 @@ impl Tiles for Smmla {
     }
 
     #[inline(always)]
-    unsafe fn step<const HALVES: bool>(&mut self, x: Rows, quads: *const u8, out: *mut Results) {
+    unsafe fn step<const HALVES: bool>(
+        &mut self,
+        x: ByteRows,
+        quads: *const u8,
+        out: *mut Results,
+    ) {
         let (halves, columns) = if HALVES { (2, 16) } else { (1, 32) };
         for half in 0..halves {
             // SAFETY: a half is 16 columns of a row and four quads; results of two rows.
             unsafe {
-                let from = Rows {
+                let from = ByteRows {
                     bytes: x.bytes.map(|bytes| bytes.add(16 * half)),
                     stride: x.stride,
                 };

@@ -20,7 +20,9 @@ use std::mem::MaybeUninit;
 
 use crate::batch::registers::{Registers, TILE_BYTES};
 use crate::batch::rows::{TILE_ROWS, step_of, steps};
-use crate::batch::{CHUNK_BYTES, GROUP_SUMS, LEVEL_LEN, MOST, Segment, Unpack, ask_for, carries};
+use crate::batch::{
+    CHUNK_BYTES, GROUP_SUMS, LEVEL_LEN, MOST, Segment, Unpack, carries, prefetch_chunk,
+};
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{BytePlanes, LANES};
 use crate::matmul::total;
@@ -69,7 +71,7 @@ pub(crate) unsafe fn unpack<S: BytePlanes, F: Format>(args: Unpack) {
             let scales = args.weights.add(place.scales);
             let to = out.add(half * TILE_BYTES / 2);
             unpack_planes::<S, F>(planes, scales, header, to);
-            ask_for::<S>(&args, layout, c);
+            prefetch_chunk::<S>(&args, layout, c);
             if half == 0 {
                 S::store(
                     out.add(steps_at(F::S::WIDE)).cast(),
@@ -242,7 +244,7 @@ macro_rules! each_row {
 
 /// A span of a group with a tile of rows, and where its operands lie.
 #[derive(Clone, Copy, Debug)]
-struct Turn {
+struct TileStep {
     row: usize,
     group: usize,
     span: usize,
@@ -261,14 +263,14 @@ struct Turn {
 /// The turn whose products are in the tiles, and room for the results.
 #[derive(Debug)]
 #[repr(C, align(64))]
-pub(crate) struct Waiting {
+pub(crate) struct PendingProducts {
     results: Results,
     /// That turn's, whose panel is overwritten.
     step: [f32; LANES],
-    turn: Option<Turn>,
+    turn: Option<TileStep>,
 }
 
-impl Waiting {
+impl PendingProducts {
     /// No turn.
     pub(crate) const fn new() -> Self {
         Self {
@@ -346,7 +348,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
 
     /// Starts the products of a turn that has none before it.
     #[inline(always)]
-    unsafe fn start<const STEPS: usize>(&mut self, turn: Turn) {
+    unsafe fn start<const STEPS: usize>(&mut self, turn: TileStep) {
         // SAFETY: passed on.
         unsafe {
             self.step::<0, false>(turn);
@@ -364,7 +366,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
 
     /// Starts the products of the turn behind `turn` and makes its sums.
     #[inline(always)]
-    unsafe fn follow<const STEPS: usize>(&mut self, turn: Turn, next: Turn) {
+    unsafe fn follow<const STEPS: usize>(&mut self, turn: TileStep, next: TileStep) {
         // SAFETY: passed on.
         unsafe {
             let mut sums = self.sums(turn);
@@ -398,12 +400,12 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
     }
 
     #[inline(always)]
-    unsafe fn first(&self) -> Turn {
+    unsafe fn first(&self) -> TileStep {
         let segment = self.segment;
         let span = segment.span * CHUNK;
         // SAFETY: the segment's pointers cover its chunks and rows, as `multiply` is promised.
         let (bytes, scales) = unsafe { segment.x.tiles(segment.first, segment.first_chunk, span) };
-        self.whole(Turn {
+        self.whole(TileStep {
             row: 0,
             group: 0,
             span: 0,
@@ -419,8 +421,8 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
 
     /// With what follows from its place.
     #[inline(always)]
-    fn whole(&self, turn: Turn) -> Turn {
-        Turn {
+    fn whole(&self, turn: TileStep) -> TileStep {
+        TileStep {
             step: turn.weights.wrapping_add(steps_at(WIDE)).cast(),
             fresh: self.segment.fresh && turn.span == 0,
             ends: self.segment.ends.filter(|_| turn.span + 1 == self.spans),
@@ -431,7 +433,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
     /// The turn after `turn`: over spans, then groups, then tiles of rows. Behind the last one its
     /// row is none of the segment's, and its pointers lead nowhere.
     #[inline(always)]
-    fn after<const STEPS: usize>(&self, mut turn: Turn) -> Turn {
+    fn after<const STEPS: usize>(&self, mut turn: TileStep) -> TileStep {
         let segment = self.segment;
         turn.span += 1;
         turn.bytes = turn.bytes.wrapping_add(STEPS * Self::ACTIVATIONS);
@@ -463,7 +465,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
     /// Starts the products of 64 columns of a turn, its first if `K` is 0. With these the results
     /// from the turn before are stored if `STORE`.
     #[inline(always)]
-    unsafe fn step<const K: usize, const STORE: bool>(&mut self, turn: Turn) {
+    unsafe fn step<const K: usize, const STORE: bool>(&mut self, turn: TileStep) {
         // SAFETY: by the caller's promise.
         unsafe {
             if WIDE {
@@ -491,7 +493,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
     /// Like [`step`](Self::step) with weights of three bytes, and so with two products into the
     /// second and the third tile, far enough apart.
     #[inline(always)]
-    unsafe fn wide_step<const K: usize, const STORE: bool>(&mut self, turn: Turn) {
+    unsafe fn wide_step<const K: usize, const STORE: bool>(&mut self, turn: TileStep) {
         let middle = turn.weights.wrapping_add(TILE_BYTES);
         let low = turn.weights.wrapping_add(2 * TILE_BYTES);
         // SAFETY: by the caller's promise.
@@ -564,7 +566,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
 
     /// The sums before a turn.
     #[inline(always)]
-    unsafe fn sums(&self, turn: Turn) -> [S::F; TILE_ROWS] {
+    unsafe fn sums(&self, turn: TileStep) -> [S::F; TILE_ROWS] {
         // SAFETY: by the caller's promise.
         unsafe {
             let mut sums = [S::splat(0.0); TILE_ROWS];
@@ -578,7 +580,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
     /// Writes those behind it: as the leaf's, or, at its end, into the tree as
     /// [`fold`](crate::batch::fold) does.
     #[inline(always)]
-    unsafe fn keep(&self, turn: Turn, mut sums: [S::F; TILE_ROWS]) {
+    unsafe fn keep(&self, turn: TileStep, mut sums: [S::F; TILE_ROWS]) {
         let mut to = turn.sums;
         // SAFETY: by the caller's promise; levels before the leaf's own were written.
         unsafe {
@@ -597,7 +599,7 @@ impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
     #[inline(always)]
     unsafe fn add<const FIRST: usize, const END: usize>(
         &mut self,
-        turn: Turn,
+        turn: TileStep,
         sums: &mut [S::F; TILE_ROWS],
     ) {
         // SAFETY: by the caller's promise.

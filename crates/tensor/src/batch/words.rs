@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use crate::batch::{CHUNK_BYTES, Segment, Unpack, ask_for};
+use crate::batch::{CHUNK_BYTES, Segment, Unpack, prefetch_chunk};
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{LANES, Words};
 use crate::matmul::total;
@@ -29,7 +29,7 @@ const PAIRS: usize = Chunk::LEN / 2;
 pub(crate) struct PanelChunk {
     /// `(pair, row, 2)`
     pub(crate) words: [[i16; 2 * LANES]; PAIRS],
-    pub(crate) factors: Factors,
+    pub(crate) factors: WordFactors,
 }
 
 const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
@@ -39,13 +39,13 @@ const _: () = assert!(size_of::<PanelChunk>() == CHUNK_BYTES);
 /// half. The high parts, in reverse order, are multiplied by min and scale. The step of the chunk's
 /// unit is here too: see [`crate::stored::units`].
 #[repr(C, align(64))]
-pub(crate) struct Factors {
+pub(crate) struct WordFactors {
     low: [[i32; LANES]; 2],
     high: [[i32; LANES]; 2],
     step: [f32; LANES],
 }
 
-impl Factors {
+impl WordFactors {
     /// Writes those of a chunk of format `F`.
     #[inline(always)]
     unsafe fn unpack<S: Words, F: Format>(out: *mut Self, header: *const u8, scales: *const u8) {
@@ -85,10 +85,10 @@ pub(crate) unsafe fn unpack<S: Words, F: Format>(args: Unpack) {
             let out = args.out.add(c * CHUNK_BYTES).cast::<PanelChunk>();
             let to = (&raw mut (*out).words).cast::<u8>();
             unpack_planes::<S, F>(args.weights.add(place.planes), to);
-            ask_for::<S>(&args, layout, c);
+            prefetch_chunk::<S>(&args, layout, c);
             let header = args.header(layout, c);
             let scales = args.weights.add(place.scales);
-            Factors::unpack::<S, F>(&raw mut (*out).factors, header, scales);
+            WordFactors::unpack::<S, F>(&raw mut (*out).factors, header, scales);
         }
     }
 }
@@ -197,7 +197,7 @@ unsafe fn tile<
                 let mut g = 0;
                 while g < G {
                     let step = S::load((&raw const (*factors(segment, g, first)).step).cast());
-                    let inner = S::mul(Cut::<HALVES, WIDE>::total::<S>(totals[i][g]), step);
+                    let inner = S::mul(DotSplit::<HALVES, WIDE>::total::<S>(totals[i][g]), step);
                     let at = segment.sums_of(t + i, g);
                     let sum = if first == 0 {
                         segment.sum::<S>(at)
@@ -248,7 +248,7 @@ unsafe fn span<
                     let row = segment.first + t + i;
                     let sums = if MIN {
                         let meta = segment.x.meta(row, segment.first_chunk + c);
-                        Cut::<HALVES, WIDE>::sum(meta, part)
+                        DotSplit::<HALVES, WIDE>::sum(meta, part)
                     } else {
                         [0; 2]
                     };
@@ -256,7 +256,9 @@ unsafe fn span<
                     while g < G {
                         let factors = factors(segment, g, c);
                         let totals = &mut totals[i][g];
-                        Cut::<HALVES, WIDE>::add::<S, MIN>(factors, part, dots[i][g], sums, totals);
+                        DotSplit::<HALVES, WIDE>::add::<S, MIN>(
+                            factors, part, dots[i][g], sums, totals,
+                        );
                         g += 1;
                     }
                     i += 1;
@@ -270,7 +272,7 @@ unsafe fn span<
 
 /// The factors of chunk `c` of group `g`.
 #[inline(always)]
-unsafe fn factors(segment: &Segment<'_>, g: usize, c: usize) -> *const Factors {
+unsafe fn factors(segment: &Segment<'_>, g: usize, c: usize) -> *const WordFactors {
     // SAFETY: the caller names a chunk of the panel.
     unsafe { &raw const (*segment.chunk(g, c).cast::<PanelChunk>()).factors }
 }
@@ -311,7 +313,7 @@ unsafe fn dots<S: Words, const G: usize, const N: usize>(
 #[inline(always)]
 pub(crate) fn copied(meta: Meta) -> Meta {
     Meta {
-        small: Cut::<false, false>::words(joined::<2>(meta.whole())),
+        small: DotSplit::<false, false>::words(joined::<2>(meta.whole())),
         ..meta
     }
 }
@@ -320,9 +322,9 @@ pub(crate) fn copied(meta: Meta) -> Meta {
 /// if `HALVES`; it is wide if `WIDE`. Both parts have 16 bits. The sums over a span of the low ones
 /// times their factors have 31 bits. Of these factors, scale and min together have as many bits as
 /// a weight.
-struct Cut<const HALVES: bool, const WIDE: bool>;
+struct DotSplit<const HALVES: bool, const WIDE: bool>;
 
-impl<const HALVES: bool, const WIDE: bool> Cut<HALVES, WIDE> {
+impl<const HALVES: bool, const WIDE: bool> DotSplit<HALVES, WIDE> {
     /// Bits of the low part.
     const BITS: u32 = match (WIDE, HALVES) {
         (true, _) => 14, // as `total` wants them; scales have 12 bits, mins 14
@@ -355,7 +357,7 @@ impl<const HALVES: bool, const WIDE: bool> Cut<HALVES, WIDE> {
     /// Features of `S`; factors that were unpacked, of a format that has a min if `MIN`.
     #[inline(always)]
     unsafe fn add<S: Words, const MIN: bool>(
-        factors: *const Factors,
+        factors: *const WordFactors,
         half: usize,
         dots: S::I,
         sums: [i32; 2],

@@ -5,7 +5,7 @@ use crate::naive::exp;
 
 /// A row of one value head.
 #[derive(Clone, Copy, Debug)]
-pub struct Row<'a> {
+pub struct DeltaRow<'a> {
     /// `(head_dim,)`, of length 1 over the root of `head_dim`.
     pub query: &'a [f32],
     /// `(head_dim,)`, of length 1.
@@ -30,7 +30,7 @@ pub fn conv(taps: &[f32], inputs: &[f32]) -> f32 {
 }
 
 /// The value that each of `rows` reads, `(value_dim,)` each.
-pub fn read(rows: &[Row<'_>]) -> Vec<Vec<f32>> {
+pub fn read(rows: &[DeltaRow<'_>]) -> Vec<Vec<f32>> {
     let (d, e) = (rows[0].key.len(), rows[0].value.len());
     let mut state = vec![vec![0.0f32; e]; d];
     let mut out = Vec::new();
@@ -75,7 +75,7 @@ fn add(sum: &mut [f32], factor: f32, x: &[f32]) {
     }
 }
 
-fn advance(state: &mut [Vec<f32>], page: &[Row<'_>], deltas: &[Vec<f32>], sums: &[f64]) {
+fn advance(state: &mut [Vec<f32>], page: &[DeltaRow<'_>], deltas: &[Vec<f32>], sums: &[f64]) {
     let last = sums[PAGE - 1];
     for (d, state) in state.iter_mut().enumerate() {
         state.iter_mut().for_each(|s| *s *= exp(last as f32));

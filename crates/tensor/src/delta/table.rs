@@ -8,7 +8,7 @@ use crate::InstructionSet;
 /// Kernels of one instruction set. Calling one is safe only under its contract and on a machine
 /// that has the features.
 #[derive(Debug)]
-pub(crate) struct Table {
+pub(crate) struct DeltaKernels {
     pub(crate) accumulate: unsafe fn(Chains),
     pub(crate) taps: unsafe fn(&[f32], &[f32], &mut [f32]),
 }
@@ -18,7 +18,7 @@ macro_rules! table {
     ($(#[$cfg:meta])* $name:ident, $isa:ty, $($feature:literal)?) => {
         $(#[$cfg])*
         mod $name {
-            use super::{Chains, Table};
+            use super::{Chains, DeltaKernels};
 
             /// # Safety
             /// The CPU has the features; the contract of the inlined function.
@@ -36,7 +36,7 @@ macro_rules! table {
                 unsafe { super::taps::<$isa>(taps, x, out) }
             }
 
-            pub(super) static TABLE: Table = Table { accumulate, taps };
+            pub(super) static TABLE: DeltaKernels = DeltaKernels { accumulate, taps };
         }
     };
 }
@@ -62,7 +62,7 @@ table!(
 );
 
 /// The kernels for a set that this machine has.
-pub(crate) fn table(set: InstructionSet) -> &'static Table {
+pub(crate) fn table(set: InstructionSet) -> &'static DeltaKernels {
     match set {
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx2 | InstructionSet::AvxVnni => &avx2::TABLE,

@@ -16,7 +16,7 @@ use dots::{Dots, MultiplyAdd, Vnni};
 /// [`Isa::prefetch_ahead`] of x86. Assembly stays in place between the steps of a product; the
 /// compiler moves the intrinsic's prefetches together.
 #[inline(always)]
-pub(super) unsafe fn ask_ahead<const NEAR: usize, const FAR: usize>(p: *const u8) {
+pub(super) unsafe fn prefetch_lines<const NEAR: usize, const FAR: usize>(p: *const u8) {
     unsafe {
         asm!(
             "prefetcht0 [{p} + {near}]",
@@ -137,7 +137,7 @@ impl<D: Dots> Isa for Ymm<D> {
     }
     #[inline(always)]
     unsafe fn prefetch_ahead<const NEAR: usize, const FAR: usize>(p: *const u8) {
-        unsafe { ask_ahead::<NEAR, FAR>(p) }
+        unsafe { prefetch_lines::<NEAR, FAR>(p) }
     }
     #[inline(always)]
     unsafe fn load_w(p: *const u8) -> I {

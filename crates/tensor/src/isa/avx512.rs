@@ -8,7 +8,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::avx2::{ask_ahead, store_exchanged};
+use super::avx2::{prefetch_lines, store_exchanged};
 use super::{BytePlanes, Isa, Pairs, Words};
 
 /// Needs avx512f, avx512bw, avx512vl, avx512vnni and f16c.
@@ -33,7 +33,7 @@ impl Isa for Avx512 {
     }
     #[inline(always)]
     unsafe fn prefetch_ahead<const NEAR: usize, const FAR: usize>(p: *const u8) {
-        unsafe { ask_ahead::<NEAR, FAR>(p) }
+        unsafe { prefetch_lines::<NEAR, FAR>(p) }
     }
     #[inline(always)]
     unsafe fn load_w(p: *const u8) -> __m512i {

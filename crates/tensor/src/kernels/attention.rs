@@ -18,7 +18,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::{Kernels, TASKS_PER_THREAD};
 use crate::attention::{self, PAGE, PageView, Query};
-use crate::dispatch::Table;
+use crate::dispatch::KernelTable;
 use crate::kv::{KvCache, KvType};
 use crate::pool::DisjointMut;
 
@@ -56,7 +56,7 @@ impl AttentionRows<'_> {
 
 /// An attention step over one layer.
 #[derive(Debug)]
-pub struct Attention<'a> {
+pub struct AttentionStep<'a> {
     /// The cache, with the keys and values of this step already written.
     pub cache: &'a KvCache,
     /// Layer in the cache.
@@ -166,13 +166,18 @@ impl Kernels {
     ///
     /// # Panics
     /// On lengths that do not fit, or pages that a sequence lacks.
-    pub fn attention(&self, step: &Attention<'_>, scratch: &mut AttentionScratch, out: &mut [f32]) {
-        let plan = Plan::new(step, self.pool().threads(), scratch.partials.len());
+    pub fn attention(
+        &self,
+        step: &AttentionStep<'_>,
+        scratch: &mut AttentionScratch,
+        out: &mut [f32],
+    ) {
+        let plan = AttentionPlan::new(step, self.pool().threads(), scratch.partials.len());
         assert!(out.len() >= plan.rows * plan.row_len(), "attention output");
         let out = DisjointMut::new(out, plan.value_dim);
         let mut partials = std::mem::take(&mut scratch.partials);
         let stored = DisjointMut::new(&mut partials, plan.partial);
-        let task = Task {
+        let task = AttentionTask {
             step,
             plan: &plan,
             table: self.table,
@@ -194,17 +199,17 @@ impl Kernels {
 }
 
 /// State that the tasks of a step share.
-struct Task<'a> {
-    step: &'a Attention<'a>,
-    plan: &'a Plan,
-    table: &'static Table,
+struct AttentionTask<'a> {
+    step: &'a AttentionStep<'a>,
+    plan: &'a AttentionPlan,
+    table: &'static KernelTable,
     /// `(rows, heads)` parts of `value_dim`.
     out: &'a DisjointMut<'a, f32>,
     /// `(rows, heads, pages)` partial results.
     stored: &'a DisjointMut<'a, f32>,
 }
 
-impl Task<'_> {
+impl AttentionTask<'_> {
     /// Computes the partial results of a run of pages for one KV head and one row.
     fn pages(&self, task: usize, running: &mut [f32]) {
         let plan = self.plan;
@@ -287,7 +292,7 @@ impl Task<'_> {
             let together = (plan.queries / heads.len()).max(1);
             let rows = together.min(end - row).min(sequence.rows - offset);
             for first in heads.clone().step_by(plan.queries) {
-                let tile = Tile {
+                let tile = QueryTile {
                     sequence,
                     position: sequence.position + offset,
                     rows: row..row + rows,
@@ -301,7 +306,7 @@ impl Task<'_> {
     }
 
     /// Computes some queries over all pages that they attend to.
-    fn tile(&self, tile: &Tile<'_>, running: &mut [f32]) {
+    fn tile(&self, tile: &QueryTile<'_>, running: &mut [f32]) {
         let (plan, window) = (self.plan, self.step.window);
         let (running, mut values) = PageValues::at_end(running, plan.value_dim);
         let (total, next) = running.split_at_mut(plan.queries * plan.partial);
@@ -416,23 +421,23 @@ impl<'a> PageValues<'a> {
 }
 
 /// Parts of equal length of a slice.
-struct Parts<'a> {
+struct EqualParts<'a> {
     all: &'a mut [f32],
     len: usize,
 }
 
-const fn parts(all: &mut [f32], len: usize) -> Parts<'_> {
-    Parts { all, len }
+const fn parts(all: &mut [f32], len: usize) -> EqualParts<'_> {
+    EqualParts { all, len }
 }
 
-impl Parts<'_> {
+impl EqualParts<'_> {
     fn part(&mut self, index: usize) -> &mut [f32] {
         &mut self.all[index * self.len..(index + 1) * self.len]
     }
 }
 
 /// Up to [`Plan::queries`] queries of one sequence and KV head.
-struct Tile<'a> {
+struct QueryTile<'a> {
     sequence: AttentionRows<'a>,
     /// Position of the first row.
     position: usize,
@@ -442,7 +447,7 @@ struct Tile<'a> {
     kv_head: usize,
 }
 
-impl Tile<'_> {
+impl QueryTile<'_> {
     /// Calls `f(number, row, position, head)` for each query.
     fn each(&self, mut f: impl FnMut(usize, usize, usize, usize)) {
         let mut slot = 0;
@@ -489,7 +494,7 @@ impl Queries {
 
 /// Division of an attention step into tasks.
 #[derive(Debug)]
-struct Plan {
+struct AttentionPlan {
     rows: usize,
     heads: usize,
     kv_heads: usize,
@@ -510,8 +515,8 @@ struct Plan {
     run_pages: usize,
 }
 
-impl Plan {
-    fn new(step: &Attention<'_>, threads: usize, scratch: usize) -> Self {
+impl AttentionPlan {
+    fn new(step: &AttentionStep<'_>, threads: usize, scratch: usize) -> Self {
         let shape = step.cache.rows(step.layer);
         let rows: usize = step.sequences.iter().map(|s| s.rows).sum();
         let groups = (step.skipped + step.heads).div_ceil(step.group);
@@ -588,7 +593,7 @@ impl Plan {
         (row * self.heads + head) * self.max_pages + page
     }
 
-    fn query(&self, step: &Attention<'_>, row: usize, head: usize) -> *const f32 {
+    fn query(&self, step: &AttentionStep<'_>, row: usize, head: usize) -> *const f32 {
         step.queries[(row * self.heads + head) * self.head_dim..][..self.head_dim].as_ptr()
     }
 }

@@ -13,7 +13,7 @@
 use super::{AttentionRows, Kernels};
 use crate::attention::PAGE;
 use crate::delta::{self, Chains};
-use crate::kv::{DeltaHead, DeltaShape, KvCache, Writer};
+use crate::kv::{DeltaHead, DeltaShape, KvCache, KvWriter};
 use crate::pool::DisjointMut;
 
 /// Added to the sum of squares of a key or query, as transformers does.
@@ -91,7 +91,7 @@ impl Kernels {
             .run(step.sequences.len() * shape.heads, &|task| {
                 let (s, head) = (task / shape.heads, task % shape.heads);
                 let first: usize = step.sequences[..s].iter().map(|s| s.rows).sum();
-                let of = Head {
+                let of = ValueHead {
                     kernels: self,
                     step,
                     shape,
@@ -105,7 +105,7 @@ impl Kernels {
     }
 
     /// Inputs -> mixed, with queries and keys of length 1; keeps inputs and keys in the pages.
-    fn convolve(&self, step: &DeltaStep<'_>, writer: &Writer<'_>, mixed: &mut [f32]) {
+    fn convolve(&self, step: &DeltaStep<'_>, writer: &KvWriter<'_>, mixed: &mut [f32]) {
         let shape = writer.delta();
         let mixed = DisjointMut::new(mixed, shape.channels());
         self.for_rows(mixed.len(), |t| {
@@ -126,7 +126,7 @@ impl Kernels {
     fn convolve_row(
         &self,
         step: &DeltaStep<'_>,
-        writer: &Writer<'_>,
+        writer: &KvWriter<'_>,
         (sequence, first): (&AttentionRows<'_>, usize),
         t: usize,
         out: &mut [f32],
@@ -152,7 +152,7 @@ impl Kernels {
     fn weigh_inputs(
         &self,
         step: &DeltaStep<'_>,
-        writer: &Writer<'_>,
+        writer: &KvWriter<'_>,
         (sequence, first): (&AttentionRows<'_>, usize),
         t: usize,
         out: &mut [f32],
@@ -220,18 +220,18 @@ struct Out(*mut f32);
 unsafe impl Sync for Out {}
 
 /// The rows of one sequence for one value head.
-struct Head<'a> {
+struct ValueHead<'a> {
     kernels: &'a Kernels,
     step: &'a DeltaStep<'a>,
     shape: DeltaShape,
-    writer: &'a Writer<'a>,
+    writer: &'a KvWriter<'a>,
     sequence: AttentionRows<'a>,
     /// Its first row in the batch.
     first: usize,
     head: usize,
 }
 
-impl Head<'_> {
+impl ValueHead<'_> {
     fn compute(&self, mixed: &[f32], out: Out) {
         let (position, rows) = (self.sequence.position, self.sequence.rows);
         let mut done = 0;
@@ -254,12 +254,12 @@ impl Head<'_> {
         (t, n): (usize, usize),
         mixed: &'p [f32],
         out: Out,
-    ) -> Piece<'p> {
+    ) -> PageSegment<'p> {
         let (e, slot) = (self.shape.value_dim, position % PAGE);
         let page = self.sequence.page(position / PAGE);
         let part = self.writer.delta_head(page, self.head);
         let stride = self.shape.heads * e;
-        Piece {
+        PageSegment {
             head: self,
             mixed,
             t,
@@ -382,7 +382,7 @@ impl Head<'_> {
 /// No other thread reads or writes this position.
 unsafe fn keep_inputs(
     step: &DeltaStep<'_>,
-    writer: &Writer<'_>,
+    writer: &KvWriter<'_>,
     (page, slot): (u32, usize),
     t: usize,
 ) {
@@ -397,8 +397,8 @@ unsafe fn keep_inputs(
 type Scores = [[[f32; PAGE]; ROWS]; 2];
 
 /// Rows of a step that lie in one page, for one value head.
-struct Piece<'a> {
-    head: &'a Head<'a>,
+struct PageSegment<'a> {
+    head: &'a ValueHead<'a>,
     /// `(rows, channels)`, all of the batch, convolved.
     mixed: &'a [f32],
     /// The first row in the batch.
@@ -418,7 +418,7 @@ struct Piece<'a> {
     stride: usize,
 }
 
-impl Piece<'_> {
+impl PageSegment<'_> {
     /// Adds the rows to the state and reads them, in order.
     fn compute(&self) {
         let (head, end) = (self.head, self.slot + self.n);

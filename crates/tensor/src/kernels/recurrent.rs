@@ -14,7 +14,7 @@ use std::fmt;
 
 use super::{AttentionRows, Kernels};
 use crate::attention::PAGE;
-use crate::kv::{KvCache, Writer};
+use crate::kv::{KvCache, KvWriter};
 use crate::pool::DisjointMut;
 
 /// Rows of one head in order of position.
@@ -102,7 +102,7 @@ impl Recurrent<'_> {
     /// The rows of one sequence for one KV head. Its first row is row `first` of the batch.
     fn head(
         &self,
-        writer: &Writer<'_>,
+        writer: &KvWriter<'_>,
         (first, sequence): (usize, AttentionRows<'_>),
         head: usize,
         out: &DisjointMut<'_, f32>,
@@ -144,7 +144,7 @@ impl Recurrent<'_> {
     /// The state before the first position of a page: that of the page before, after its rows.
     fn begin(
         &self,
-        writer: &Writer<'_>,
+        writer: &KvWriter<'_>,
         (sequence, index): (AttentionRows<'_>, usize),
         head: usize,
         state: &mut [f32],

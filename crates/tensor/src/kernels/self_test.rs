@@ -5,9 +5,9 @@ use paceline_base::BlockType;
 
 use super::{Kernels, Product};
 use crate::activations::{Activations, Precision};
-use crate::dispatch::Table;
+use crate::dispatch::KernelTable;
 use crate::meter::Meter;
-use crate::packed::{PackOptions, Packed, StoredMatrix};
+use crate::packed::{PackOptions, PackedMatrix, StoredMatrix};
 use crate::pool::ThreadPool;
 use crate::stored::random::random_row;
 
@@ -19,7 +19,7 @@ const BATCH: usize = 37;
 
 /// Whether two tables give the same bits for products of random blocks of every type with many
 /// rows, for one leaf and for several.
-pub(crate) fn same_products(one: &'static Table, other: &'static Table) -> bool {
+pub(crate) fn same_products(one: &'static KernelTable, other: &'static KernelTable) -> bool {
     let with = |table| {
         let pool = ThreadPool::new(1).ok()?;
         let meter = Meter::default();
@@ -56,7 +56,7 @@ fn product(
         leaf_cols,
         as_f32: false,
     };
-    let weights = Packed::new(stored, options, kernels.pool()).ok()?;
+    let weights = PackedMatrix::new(stored, options, kernels.pool()).ok()?;
     let mut x = Activations::new(BATCH, COLS, leaf_cols, Some(precision));
     kernels.fill_rows(&mut x, |t, row| {
         let wave = |k: usize| ((k + 1) * (t + 3) % 101) as f32 - 50.0;

@@ -15,9 +15,9 @@ mod latent;
 mod rounded;
 
 /// A small generator: the tests need variety, not quality (Steele et al. 2014, SplitMix64).
-struct Random(u64);
+struct KernelRng(u64);
 
-impl Random {
+impl KernelRng {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -98,7 +98,7 @@ fn check_product(block_type: BlockType, rows: usize, cols: usize, leaf_cols: usi
         cols,
         bytes: &bytes,
     };
-    let mut random = Random(seed);
+    let mut random = KernelRng(seed);
     let x: Vec<Vec<f32>> = (0..9).map(|_| random.floats(cols, scale)).collect();
     for precision in [Precision::Eight, Precision::Fifteen] {
         let expected: Vec<Vec<f32>> = x
@@ -127,7 +127,7 @@ fn compare_product(
             leaf_cols,
             as_f32: false,
         };
-        let packed = Packed::new(matrix, options, kernels.pool()).unwrap();
+        let packed = PackedMatrix::new(matrix, options, kernels.pool()).unwrap();
         for &batch in batches(rows, kernels.pool().threads()) {
             let mut acts = kernels.activations(batch, cols, precision, [&packed]);
             kernels.fill_rows(&mut acts, |t, row| row.copy_from_slice(&x[t % x.len()]));
@@ -220,13 +220,14 @@ fn check_column_cut(
     } = matrix;
     let leaves = cols.div_ceil(leaf_cols);
     let float = block_type.is_float();
-    let x = Random(cut as u64).floats(batch * cols, 2.0);
+    let x = KernelRng(cut as u64).floats(batch * cols, 2.0);
     let options = PackOptions {
         leaf_cols,
         as_f32: false,
     };
     let product = |columns: Range<usize>, held: Range<usize>| {
-        let packed = Packed::of_columns(matrix, columns.clone(), options, kernels.pool()).unwrap();
+        let packed =
+            PackedMatrix::of_columns(matrix, columns.clone(), options, kernels.pool()).unwrap();
         let precision = (!float).then_some(Precision::Fifteen);
         let mut acts = Activations::new(batch, held.len(), leaf_cols, precision);
         kernels.fill_rows(&mut acts, |t, row| {
@@ -304,14 +305,14 @@ fn extreme_activations_equal_naive() {
 fn several_matrices_in_one_job_give_what_each_gives_alone() {
     let types = [BlockType::Q4_1, BlockType::Q8_0, BlockType::F16];
     let shapes = [(64, 96), (17, 96), (100, 96)];
-    let mut random = Random(7);
+    let mut random = KernelRng(7);
     let x = random.floats(5 * 96, 2.0);
     for kernels in all_kernels() {
         let mut acts = Activations::new(5, 96, 0, Some(Precision::Fifteen));
         kernels.fill_rows(&mut acts, |t, row| {
             row.copy_from_slice(&x[t * 96..(t + 1) * 96])
         });
-        let packed: Vec<Packed> = types
+        let packed: Vec<PackedMatrix> = types
             .iter()
             .zip(shapes)
             .map(|(&block_type, (rows, cols))| {
@@ -322,7 +323,7 @@ fn several_matrices_in_one_job_give_what_each_gives_alone() {
                     cols,
                     bytes: &bytes,
                 };
-                Packed::new(matrix, PackOptions::default(), kernels.pool()).unwrap()
+                PackedMatrix::new(matrix, PackOptions::default(), kernels.pool()).unwrap()
             })
             .collect();
         let mut outs = shapes.map(|(rows, _)| vec![0.0; 5 * rows]);
@@ -363,7 +364,7 @@ fn several_matrices_in_one_job_give_what_each_gives_alone() {
 }
 
 /// The bits of a product, by activations that are as `acts` makes them.
-fn product_bits(kernels: &Kernels, w: &Packed, mut acts: Activations, x: &[f32]) -> Vec<u32> {
+fn product_bits(kernels: &Kernels, w: &PackedMatrix, mut acts: Activations, x: &[f32]) -> Vec<u32> {
     let cols = acts.cols();
     kernels.fill_rows(&mut acts, |t, row| {
         row.copy_from_slice(&x[t * cols..][..cols]);
@@ -381,7 +382,7 @@ fn product_bits(kernels: &Kernels, w: &Packed, mut acts: Activations, x: &[f32])
 #[test]
 fn activations_have_what_their_products_read() {
     const COLS: usize = 256;
-    let x = Random(9).floats(64 * COLS, 2.0);
+    let x = KernelRng(9).floats(64 * COLS, 2.0);
     for kernels in all_kernels() {
         let packed = [BlockType::Q4_1, BlockType::Q6_K, BlockType::F16].map(|block_type| {
             let matrix = StoredMatrix {
@@ -390,7 +391,7 @@ fn activations_have_what_their_products_read() {
                 cols: COLS,
                 bytes: &stored_rows(block_type, 17, COLS, 5),
             };
-            Packed::new(matrix, PackOptions::default(), kernels.pool()).unwrap()
+            PackedMatrix::new(matrix, PackOptions::default(), kernels.pool()).unwrap()
         });
         for (rows, precision) in [
             (1, Precision::Fifteen),
@@ -400,16 +401,16 @@ fn activations_have_what_their_products_read() {
             for readers in [&packed[..0], &packed[..1], &packed[..2], &packed[2..]] {
                 let wanted = || kernels.activations(rows, COLS, precision, readers);
                 let acts = wanted();
-                let integers = readers.iter().any(Packed::reads_integers);
+                let integers = readers.iter().any(PackedMatrix::reads_integers);
                 assert_eq!(acts.precision(), integers.then_some(precision));
-                for form in Form::ALL {
-                    let reads = |w: &Packed| {
+                for form in RowFormat::ALL {
+                    let reads = |w: &PackedMatrix| {
                         let batch = kernels.table.batch;
                         batch.and_then(|batch| batch.form(w.block_type, precision, rows))
                             == Some(form)
                     };
                     let panels = readers.iter().any(reads);
-                    assert_eq!(acts.panel_rows(form).wanted(), panels, "{form:?}");
+                    assert_eq!(acts.panel_rows(form).has_buffers(), panels, "{form:?}");
                 }
                 for w in readers {
                     let all = Activations::new(rows, COLS, 0, Some(precision));
@@ -423,7 +424,7 @@ fn activations_have_what_their_products_read() {
 
 #[test]
 fn quantised_activations_equal_naive() {
-    let mut random = Random(3);
+    let mut random = KernelRng(3);
     let mut x = random.floats(864, 5.0);
     x[256..512].fill(0.0);
     x[512..768].fill(-0.5); // ties
@@ -486,7 +487,7 @@ fn exp_is_close_and_the_same_everywhere() {
 
 #[test]
 fn row_operations_are_the_same_everywhere_and_right() {
-    let mut random = Random(11);
+    let mut random = KernelRng(11);
     for n in [1, 15, 16, 17, 64, 576] {
         let (x, w) = (random.floats(n, 4.0), random.floats(n, 2.0));
         let mut reference: Option<Vec<Vec<u32>>> = None;
@@ -541,7 +542,7 @@ const SINKS: [f32; 26] = {
 
 /// Keys and values of `n` positions, as the cache rounds them.
 fn history(case: &Case, n: usize, seed: u64) -> [Vec<Vec<f32>>; 2] {
-    let mut random = Random(seed);
+    let mut random = KernelRng(seed);
     let len = case.kv_heads * case.head_dim;
     let round = |x: Vec<f32>| -> Vec<f32> {
         match case.kv_type {
@@ -607,7 +608,7 @@ fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: 
             cache.write(1, pages[s][i / PAGE], i % PAGE, k, v);
         }
     }
-    let mut random = Random(9);
+    let mut random = KernelRng(9);
     let row_len = case.heads * case.head_dim;
     let queries = random.floats((rows[0] + rows[1]) * row_len, 0.5);
     let sequences = [0, 1].map(|s| AttentionRows {
@@ -616,7 +617,7 @@ fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: 
         pages: &pages[s],
         first_page: 0,
     });
-    let step = Attention {
+    let step = AttentionStep {
         cache: &cache,
         layer: 1,
         heads: case.heads,
@@ -695,7 +696,7 @@ fn attention_of(case: &Case, heads: Range<usize>, rows: usize, kernels: &Kernels
         let (k, v) = (&k[held.clone()], &v[held.clone()]);
         cache.write(0, (i / PAGE) as u32, i % PAGE, k, v);
     }
-    let all = Random(11).floats(rows * case.heads * d, 0.5);
+    let all = KernelRng(11).floats(rows * case.heads * d, 0.5);
     let mine = |row: &[f32]| row[heads.start * d..heads.end * d].to_vec();
     let queries: Vec<f32> = all.chunks_exact(case.heads * d).flat_map(mine).collect();
     let sequence = AttentionRows {
@@ -704,7 +705,7 @@ fn attention_of(case: &Case, heads: Range<usize>, rows: usize, kernels: &Kernels
         pages: &[0, 1, 2],
         first_page: 0,
     };
-    let step = Attention {
+    let step = AttentionStep {
         cache: &cache,
         layer: 0,
         heads: heads.len(),

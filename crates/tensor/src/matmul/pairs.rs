@@ -18,7 +18,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::isa::{BF16_COLUMN, Isa, Pairs};
-use crate::matmul::{Ahead, GroupArgs, Leaf, tiles};
+use crate::matmul::{GroupArgs, Leaf, Prefetch, tiles};
 
 /// [`crate::matmul::group`] for BF16 weights and rounded activations.
 ///
@@ -51,13 +51,13 @@ impl<S: Isa, P: Pairs<S>> Leaf<S> for Rounded<P> {
             let mut acc = [[S::splat(0.0); SUMS]; N];
             let whole = cols.end - cols.len() % (2 * SUMS);
             for k in (cols.start..whole).step_by(2 * SUMS) {
-                let ahead = Ahead {
+                let ahead = Prefetch {
                     at: args.weights.add(k * BF16_COLUMN),
                     bytes: 2 * SUMS * BF16_COLUMN,
                 };
                 let mut p = 0;
                 while p < SUMS {
-                    ahead.ask::<S>(p, SUMS);
+                    ahead.prefetch::<S>(p, SUMS);
                     pair::<S, P, N>(args, t, k + 2 * p, &mut acc, p);
                     p += 1;
                 }

@@ -57,7 +57,7 @@ const SMALLEST: f32 = 1e-30;
 
 /// Integer scale and min of each half of a chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Factors {
+pub(crate) struct HalfFactors {
     pub(crate) scale: [i32; 2],
     pub(crate) min: [i32; 2],
 }
@@ -70,7 +70,7 @@ pub(crate) struct Unit {
     /// Of scales and mins, where the type has them: see the module.
     pub(crate) multipliers: [i32; 2],
     /// Factors by chunk of the unit.
-    pub(crate) factors: [Factors; UNIT_CHUNKS],
+    pub(crate) factors: [HalfFactors; UNIT_CHUNKS],
 }
 
 impl Unit {
@@ -104,7 +104,7 @@ impl Unit {
         Self {
             step,
             multipliers: [0; 2],
-            factors: [Factors {
+            factors: [HalfFactors {
                 scale: [0; 2],
                 min: [0; 2],
             }; UNIT_CHUNKS],
@@ -220,12 +220,12 @@ fn rounded(block_type: BlockType, chunks: &[[f32; 2]]) -> Unit {
         let center = (middle as f32).mul_add(scale, min);
         let scale = nearest(scale / step);
         let min = nearest(center / (step * grain as f32)) * grain - middle * scale;
-        Factors {
+        HalfFactors {
             scale: [scale; 2],
             min: [min; 2],
         }
     };
-    let fits = |Factors { scale, min }: Factors| {
+    let fits = |HalfFactors { scale, min }: HalfFactors| {
         let end = |q: f32| (q as i32 * scale[0] + min[0]).abs() as f32 <= most;
         end(low) && end(high)
     };

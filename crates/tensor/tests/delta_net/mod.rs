@@ -12,9 +12,9 @@ use paceline_tensor::{
 const TAPS: usize = 4;
 
 /// A small generator: the tests need variety, not quality (Steele et al. 2014, SplitMix64).
-struct Random(u64);
+struct DeltaRng(u64);
 
-impl Random {
+impl DeltaRng {
     /// In -1..1.
     fn float(&mut self) -> f32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -52,7 +52,7 @@ struct Inputs {
 
 impl Inputs {
     fn new(shape: DeltaShape, interleaved: bool, rows: usize, seed: u64) -> Self {
-        let mut random = Random(seed);
+        let mut random = DeltaRng(seed);
         let channels = shape.channels();
         let group = shape.heads / shape.key_heads;
         let of = |head: usize| match interleaved {
@@ -120,8 +120,8 @@ impl Inputs {
         let mut out = vec![0.0; self.rows() * heads * value_dim];
         for head in 0..heads {
             let key = self.key_heads[head] * head_dim;
-            let rows: Vec<naive::Row<'_>> = (0..self.rows())
-                .map(|t| naive::Row {
+            let rows: Vec<naive::DeltaRow<'_>> = (0..self.rows())
+                .map(|t| naive::DeltaRow {
                     query: &mixed[t][key..key + head_dim],
                     key: &mixed[t][keys + key..keys + key + head_dim],
                     value: &mixed[t][2 * keys + head * value_dim..][..value_dim],
@@ -219,9 +219,9 @@ fn delta_nets_equal_naive() {
 /// The definition is near the recurrence in f64, as near as that in f32 is.
 #[test]
 fn the_definition_is_the_gated_delta_rule() {
-    let mut random = Random(5);
+    let mut random = DeltaRng(5);
     let (d, e, n) = (32, 16, 200);
-    let unit = |random: &mut Random, n: usize| {
+    let unit = |random: &mut DeltaRng, n: usize| {
         let x = random.floats(n, 1.0);
         let length = x.iter().map(|x| x * x).sum::<f32>().sqrt();
         x.into_iter().map(|x| x / length).collect::<Vec<f32>>()
@@ -229,8 +229,8 @@ fn the_definition_is_the_gated_delta_rule() {
     let keys: Vec<Vec<f32>> = (0..n).map(|_| unit(&mut random, d)).collect();
     let queries: Vec<Vec<f32>> = (0..n).map(|_| unit(&mut random, d)).collect();
     let values: Vec<Vec<f32>> = (0..n).map(|_| random.floats(e, 1.0)).collect();
-    let rows: Vec<naive::Row<'_>> = (0..n)
-        .map(|t| naive::Row {
+    let rows: Vec<naive::DeltaRow<'_>> = (0..n)
+        .map(|t| naive::DeltaRow {
             query: &queries[t],
             key: &keys[t],
             value: &values[t],

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 use paceline_cluster::sandbox::Sandbox;
-use paceline_cluster::workers::{Event, Limits, Spec, Workers};
+use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
 
-use super::line::{Ends, Files, Line, broken, is_inside};
+use super::line::{Ends, FileReceiver, FrameConnection, broken, is_inside};
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
-use crate::stage::Stage;
+use crate::stage::ModelStage;
 
 /// Poll interval of both connections of this process.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -42,20 +42,20 @@ pub struct FarSpec<'a> {
 ///
 /// # Errors
 /// [`Error::Line`] at the end of the connection; [`Error::Cluster`], [`Error::Files`].
-pub fn far(ends: Ends, spec: FarSpec<'_>) -> Result<Infallible, Error> {
-    let line = Line::new(ends)?;
+pub fn run_worker(ends: Ends, spec: FarSpec<'_>) -> Result<Infallible, Error> {
+    let line = FrameConnection::new(ends)?;
     line.send(b'h', &[])?;
     let mut far = Far {
-        files: Files::new(spec.scratch.to_owned()),
+        files: FileReceiver::new(spec.scratch.to_owned()),
         spec,
         name: String::new(),
         waiting: None,
         worker: None,
-        stage: Stage::WHOLE,
+        stage: ModelStage::WHOLE,
         step: String::new(),
     };
     loop {
-        if let Err(error) = far.look(&line) {
+        if let Err(error) = far.poll(&line) {
             // Lost if the connection itself failed.
             let _ = line.send(b'x', error.to_string().as_bytes());
             return Err(error);
@@ -65,20 +65,20 @@ pub fn far(ends: Ends, spec: FarSpec<'_>) -> Result<Infallible, Error> {
 
 struct Far<'a> {
     spec: FarSpec<'a>,
-    files: Files,
+    files: FileReceiver,
     /// The user's name of the model.
     name: String,
     /// Message that starts the worker, while the model is on its way.
     waiting: Option<ToWorker>,
     worker: Option<Workers<ToWorker, FromWorker>>,
-    stage: Stage,
+    stage: ModelStage,
     /// Folder of the step under way.
     step: String,
 }
 
 impl Far<'_> {
     /// Handles at most one frame and one event; waits for the frame for a moment.
-    fn look(&mut self, line: &Line) -> Result<(), Error> {
+    fn poll(&mut self, line: &FrameConnection) -> Result<(), Error> {
         if let Some((kind, bytes)) = line.recv(LOOK_EVERY)? {
             self.take(line, kind, &bytes)?;
         }
@@ -93,7 +93,7 @@ impl Far<'_> {
         }
     }
 
-    fn take(&mut self, line: &Line, kind: u8, bytes: &[u8]) -> Result<(), Error> {
+    fn take(&mut self, line: &FrameConnection, kind: u8, bytes: &[u8]) -> Result<(), Error> {
         match kind {
             b'f' => {
                 self.forget_steps(bytes);
@@ -127,7 +127,7 @@ impl Far<'_> {
     }
 
     /// Starts the worker, or requests its model first.
-    fn start(&mut self, line: &Line, start: ToWorker) -> Result<(), Error> {
+    fn start(&mut self, line: &FrameConnection, start: ToWorker) -> Result<(), Error> {
         let ToWorker::Start { job, .. } = &start else {
             return Err(broken("a message that is no start"));
         };
@@ -155,14 +155,14 @@ impl Far<'_> {
         job.data = folder.join("data/train.jsonl");
         job.valid = job.valid.map(|_| folder.join("data/valid.jsonl"));
         let exchange = folder.to_owned();
-        let mut spec = Spec::new(self.spec.program.clone(), vec![self.spec.args.clone()]);
+        let mut spec = WorkerSpec::new(self.spec.program.clone(), vec![self.spec.args.clone()]);
         (spec.env, spec.env_alone) = (self.spec.env.clone(), true);
         spec.sandbox = Some(Sandbox::Worker);
         spec.writable = vec![exchange.clone()];
-        spec.limits = Limits {
+        spec.limits = WorkerLimits {
             silence: SILENCE,
             write: SILENCE,
-            ..Limits::default()
+            ..WorkerLimits::default()
         };
         let worker = Workers::spawn(spec)?;
         let start = ToWorker::Start {
@@ -177,8 +177,8 @@ impl Far<'_> {
     }
 
     /// The files that a message speaks of, then the message.
-    fn pass_on(&self, line: &Line, message: &FromWorker) -> Result<(), Error> {
-        for name in message.gives(self.stage) {
+    fn pass_on(&self, line: &FrameConnection, message: &FromWorker) -> Result<(), Error> {
+        for name in message.output_files(self.stage) {
             line.send_file(&self.files.folder().join(&name), &name)?;
         }
         let text = serde_json::to_vec(message).map_err(broken)?;

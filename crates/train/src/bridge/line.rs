@@ -21,7 +21,7 @@ use paceline_cluster::{BEAT, LINE_BYTES_MAX};
 
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
-use crate::stage::Stage;
+use crate::stage::ModelStage;
 
 /// Heartbeat timeout of a side: a slow connection needs a second for a frame.
 const SILENCE: Duration = Duration::from_secs(5);
@@ -55,29 +55,29 @@ impl std::fmt::Debug for Ends {
 
 /// The sending direction. Clones share it.
 #[derive(Clone)]
-pub(super) struct Out(Arc<Mutex<Box<dyn Write + Send>>>);
+pub(super) struct FrameSender(Arc<Mutex<Box<dyn Write + Send>>>);
 
 /// A connection with a thread that reads frames and one that sends heartbeats.
-pub(super) struct Line {
-    out: Out,
+pub(super) struct FrameConnection {
+    out: FrameSender,
     frames: Receiver<(u8, Vec<u8>)>,
     began: Instant,
     heard: Arc<Mutex<Instant>>,
     broken: Arc<Mutex<Option<String>>>,
 }
 
-impl Line {
+impl FrameConnection {
     pub(super) fn new(ends: Ends) -> Result<Self, Error> {
         let (put, frames) = sync_channel(HELD_MAX);
         let began = Instant::now();
         let line = Self {
-            out: Out(Arc::new(Mutex::new(ends.to))),
+            out: FrameSender(Arc::new(Mutex::new(ends.to))),
             frames,
             began,
             heard: Arc::new(Mutex::new(began + FIRST)),
             broken: Arc::default(),
         };
-        let reader = Reader {
+        let reader = FrameReader {
             from: ends.from,
             put,
             heard: Arc::clone(&line.heard),
@@ -122,7 +122,7 @@ impl Line {
     }
 
     /// Its way out.
-    pub(super) fn out(&self) -> Out {
+    pub(super) fn out(&self) -> FrameSender {
         self.out.clone()
     }
 
@@ -136,7 +136,7 @@ impl Line {
     }
 }
 
-impl Out {
+impl FrameSender {
     pub(super) fn send(&self, kind: u8, bytes: &[u8]) -> Result<(), Error> {
         send(&mut **lock(&self.0), kind, bytes).map_err(broken)
     }
@@ -161,14 +161,14 @@ impl Out {
 }
 
 /// Reads frames until the connection ends.
-struct Reader {
+struct FrameReader {
     from: Box<dyn Read + Send>,
     put: SyncSender<(u8, Vec<u8>)>,
     heard: Arc<Mutex<Instant>>,
     broken: Arc<Mutex<Option<String>>>,
 }
 
-impl Reader {
+impl FrameReader {
     fn run(mut self) {
         let why = loop {
             match read(&mut *self.from) {
@@ -228,19 +228,19 @@ pub(super) fn broken(reason: impl ToString) -> Error {
 }
 
 /// Receives files from frames into a folder; each appears whole.
-pub(super) struct Files {
+pub(super) struct FileReceiver {
     folder: PathBuf,
-    open: Option<Coming>,
+    open: Option<OpenFile>,
 }
 
-struct Coming {
+struct OpenFile {
     file: File,
     temporary: PathBuf,
     path: PathBuf,
     left: u64,
 }
 
-impl Files {
+impl FileReceiver {
     pub(super) fn new(folder: PathBuf) -> Self {
         Self { folder, open: None }
     }
@@ -266,7 +266,7 @@ impl Files {
         let parent = path.parent().unwrap_or(&self.folder);
         std::fs::create_dir_all(parent).map_err(Error::file("make", parent))?;
         let file = File::create(&temporary).map_err(Error::file("make", &temporary))?;
-        self.open = Some(Coming {
+        self.open = Some(OpenFile {
             file,
             temporary,
             path,
@@ -305,7 +305,7 @@ pub(crate) fn parse(mut bytes: &[u8]) {
         let climbs = path.components().any(|part| part == Component::ParentDir);
         assert!(path.starts_with(folder) && !climbs, "{name:?}");
     };
-    let stage = Stage { index: 1, of: 3 };
+    let stage = ModelStage { index: 1, of: 3 };
     while let Ok((kind, frame)) = read(&mut bytes) {
         if let Some((_, name)) = frame.split_first_chunk::<8>()
             && let Ok(name) = std::str::from_utf8(name)
@@ -318,7 +318,10 @@ pub(crate) fn parse(mut bytes: &[u8]) {
             message.needs(stage).iter().for_each(|name| stays(name));
         }
         if let Ok(message) = serde_json::from_slice::<FromWorker>(&frame) {
-            message.gives(stage).iter().for_each(|name| stays(name));
+            message
+                .output_files(stage)
+                .iter()
+                .for_each(|name| stays(name));
         }
     }
 }
@@ -336,13 +339,16 @@ mod tests {
 
     use super::*;
 
-    fn lines() -> (Line, Line) {
+    fn lines() -> (FrameConnection, FrameConnection) {
         let (a, b) = UnixStream::pair().unwrap();
         let ends = |stream: UnixStream| Ends {
             from: Box::new(stream.try_clone().unwrap()),
             to: Box::new(stream),
         };
-        (Line::new(ends(a)).unwrap(), Line::new(ends(b)).unwrap())
+        (
+            FrameConnection::new(ends(a)).unwrap(),
+            FrameConnection::new(ends(b)).unwrap(),
+        )
     }
 
     #[test]
@@ -357,7 +363,7 @@ mod tests {
         here.send_file(&folder.path().join("empty"), "3/none")
             .unwrap();
         here.send(b'm', b"then this").unwrap();
-        let mut files = Files::new(folder.path().join("to"));
+        let mut files = FileReceiver::new(folder.path().join("to"));
         loop {
             match there.recv(Duration::from_secs(10)).unwrap().unwrap() {
                 (b'f', frame) => files.begin(&frame).unwrap(),
@@ -382,7 +388,7 @@ mod tests {
         }
         assert!(is_inside("12/params-0"));
         let folder = tempfile::tempdir().unwrap();
-        let mut files = Files::new(folder.path().to_owned());
+        let mut files = FileReceiver::new(folder.path().to_owned());
         assert!(files.begin(b"short").is_err());
         files
             .begin(&[&2u64.to_le_bytes()[..], b"a/b"].concat())

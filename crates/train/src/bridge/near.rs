@@ -9,14 +9,14 @@ use std::time::Duration;
 
 use paceline_base::lock;
 use paceline_cluster::Control;
-use paceline_model::Source;
+use paceline_model::ModelSource;
 
-use super::line::{Ends, Files, Line, Out, broken};
+use super::line::{Ends, FileReceiver, FrameConnection, FrameSender, broken};
 use crate::data::file_of;
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
-use crate::run::Job;
-use crate::stage::Stage;
+use crate::run::TrainingJob;
+use crate::stage::ModelStage;
 
 /// Longest wait for the first message of the run, and for the other end to answer.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -24,7 +24,7 @@ const START_LIMIT: Duration = Duration::from_secs(30);
 /// Poll interval of both connections of this process.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-type Channel = Control<ToWorker, FromWorker>;
+type WorkerChannel = Control<ToWorker, FromWorker>;
 
 /// Forwards between the run and a worker at the other end of the connection that `connect` makes,
 /// where [`far`](super::far()) runs. The run's control channel is this process's standard input.
@@ -32,12 +32,12 @@ type Channel = Control<ToWorker, FromWorker>;
 ///
 /// # Errors
 /// [`Error::Line`] at the end of the connection, with its reason; [`Error::Files`].
-pub fn near(
+pub fn forward_to_worker(
     connect: impl FnOnce() -> Result<Ends, Error>,
     model: &str,
 ) -> Result<Infallible, Error> {
-    let channel = Arc::new(Channel::from_stdin()?);
-    let line = Line::new(connect()?)?;
+    let channel = Arc::new(WorkerChannel::from_stdin()?);
+    let line = FrameConnection::new(connect()?)?;
     while line.recv(LOOK_EVERY)?.is_none_or(|(kind, _)| kind != b'h') {
         if line.age() > START_LIMIT {
             return Err(broken("nobody is there"));
@@ -55,7 +55,7 @@ pub fn near(
     };
     let wants_model = Arc::new(AtomicBool::new(false));
     let failed: Arc<Mutex<Option<Error>>> = Arc::default();
-    let outgoing = Outgoing {
+    let outgoing = FrameForwarder {
         channel: Arc::clone(&channel),
         out: line.out(),
         name: model.to_owned(),
@@ -78,7 +78,7 @@ pub fn near(
     let thread = std::thread::Builder::new().name("outgoing".to_owned());
     let started = thread.spawn(send);
     started.map_err(|source| Error::Threads { threads: 1, source })?;
-    let mut files = Files::new(exchange);
+    let mut files = FileReceiver::new(exchange);
     loop {
         if let Some(error) = lock(&failed).take() {
             return Err(error);
@@ -100,22 +100,22 @@ pub fn near(
 }
 
 /// Messages and files for the other end.
-struct Outgoing {
-    channel: Arc<Channel>,
-    out: Out,
+struct FrameForwarder {
+    channel: Arc<WorkerChannel>,
+    out: FrameSender,
     /// The user's name for the model.
     name: String,
     model: PathBuf,
     /// The run's folder of exchanged files.
     folder: PathBuf,
-    stage: Stage,
+    stage: ModelStage,
     /// Files of the current step that the other end has.
     sent: BTreeSet<String>,
     wants_model: Arc<AtomicBool>,
 }
 
-impl Outgoing {
-    fn run(mut self, job: Job, threads: usize) -> Result<Infallible, Error> {
+impl FrameForwarder {
+    fn run(mut self, job: TrainingJob, threads: usize) -> Result<Infallible, Error> {
         self.out.send(b's', self.name.as_bytes())?;
         self.send_data(job, threads)?;
         loop {
@@ -130,7 +130,7 @@ impl Outgoing {
     }
 
     /// Sends the data, and the job with paths below the other end's folder.
-    fn send_data(&self, mut job: Job, threads: usize) -> Result<(), Error> {
+    fn send_data(&self, mut job: TrainingJob, threads: usize) -> Result<(), Error> {
         let valid = job
             .valid
             .clone()
@@ -177,9 +177,9 @@ impl Outgoing {
 
     /// The model's files, for a machine that has none.
     fn send_model(&self) -> Result<(), Error> {
-        let paths: Vec<PathBuf> = match Source::open(&self.model)? {
-            Source::Gguf(file) => file.paths().map(Path::to_owned).collect(),
-            Source::Hf(folder) => files_in(folder.path())?,
+        let paths: Vec<PathBuf> = match ModelSource::open(&self.model)? {
+            ModelSource::Gguf(file) => file.paths().map(Path::to_owned).collect(),
+            ModelSource::Hf(folder) => files_in(folder.path())?,
         };
         for path in &paths {
             let name = path.file_name().unwrap_or_default().to_string_lossy();

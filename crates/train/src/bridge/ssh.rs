@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Stdio;
 
 use paceline_cluster::bridge::skip_to;
-use paceline_launch::remote::{Reach, Sharing};
+use paceline_launch::remote::{Sharing, SshClient};
 
 use super::Ends;
 use crate::Error;
@@ -24,7 +24,7 @@ pub fn by_ssh(host: &str, program: &Path) -> Result<Ends, Error> {
     let script = format!(
         "if [ -x {program} ]; then exec {program} train-far; fi; exec paceline train-far\n"
     );
-    let mut shell = Reach::new("ssh", None).shell(host, Sharing::Alone);
+    let mut shell = SshClient::new("ssh", None).shell(host, Sharing::Alone);
     shell.stdin(Stdio::piped()).stdout(Stdio::piped());
     let child = shell.spawn();
     let mut child = child.map_err(|error| failed(format!("cannot start ssh: {error}")))?;
@@ -36,7 +36,7 @@ pub fn by_ssh(host: &str, program: &Path) -> Result<Ends, Error> {
     let sent = to.write_all(script.as_bytes()).and_then(|()| to.flush());
     sent.map_err(|error| failed(format!("{host}: {error}")))?;
     Ok(Ends {
-        from: Box::new(Greeted {
+        from: Box::new(SshGreeting {
             from,
             is_there: false,
         }),
@@ -45,12 +45,12 @@ pub fn by_ssh(host: &str, program: &Path) -> Result<Ends, Error> {
 }
 
 /// The output of a host after [`GREETING`]: the output of its login shell before that is skipped.
-struct Greeted<R> {
+struct SshGreeting<R> {
     from: R,
     is_there: bool,
 }
 
-impl<R: Read> Read for Greeted<R> {
+impl<R: Read> Read for SshGreeting<R> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         if !self.is_there && !skip_to(&mut self.from, GREETING) {
             return Err(io::ErrorKind::UnexpectedEof.into());

@@ -2,27 +2,27 @@
 
 use paceline_model::LayerShape;
 use paceline_tensor::Kernels;
-use paceline_tensor::chain::{Sizes, Strided, Target};
+use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 
-use crate::engine::Rows;
+use crate::engine::LeafRows;
 use crate::{ops, pool};
 
 /// The attention of one layer over one leaf.
-pub(crate) struct Attention<'a> {
+pub(crate) struct LeafAttention<'a> {
     pub(crate) kernels: &'a Kernels,
     pub(crate) shape: LayerShape,
-    pub(crate) rows: &'a Rows,
+    pub(crate) rows: &'a LeafRows,
 }
 
 /// A sequence's rows under one query head.
 #[derive(Clone, Copy)]
-struct Task {
+struct HeadTask {
     first: usize,
     n: usize,
     head: usize,
 }
 
-impl Attention<'_> {
+impl LeafAttention<'_> {
     /// Turns queries and keys by the positions of their sequences, or back.
     pub(crate) fn rotate(&self, query: &mut [f32], key: &mut [f32], back: bool) {
         let d = self.shape.head_dim;
@@ -39,9 +39,9 @@ impl Attention<'_> {
         }
     }
 
-    fn tasks(&self) -> Vec<Task> {
+    fn tasks(&self) -> Vec<HeadTask> {
         let heads = self.shape.heads;
-        let of = |(first, n)| (0..heads).map(move |head| Task { first, n, head });
+        let of = |(first, n)| (0..heads).map(move |head| HeadTask { first, n, head });
         self.rows.sequences().flat_map(of).collect()
     }
 
@@ -59,7 +59,7 @@ impl Attention<'_> {
                 k: task.n,
             };
             let v = self.of_kv(task, value);
-            let out_rows = Target::rows(&mut out, d);
+            let out_rows = ProductOutput::rows(&mut out, d);
             self.kernels
                 .chains_here(sizes, Strided::rows(&p, task.n), v, out_rows);
             out
@@ -91,7 +91,7 @@ impl Attention<'_> {
     }
 
     /// dq, dk and dv (n, D) of one head.
-    fn head_back(&self, task: Task, [q, k, v]: [&[f32]; 3], d_out: &[f32]) -> [Vec<f32>; 3] {
+    fn head_back(&self, task: HeadTask, [q, k, v]: [&[f32]; 3], d_out: &[f32]) -> [Vec<f32>; 3] {
         let (n, d) = (task.n, self.shape.head_dim);
         let p = self.probabilities(task, q, k);
         let d_out = self.of_query(task, d_out);
@@ -99,7 +99,7 @@ impl Attention<'_> {
         let product = |sizes: Sizes, a, b| {
             let mut out = vec![0.0; sizes.m * sizes.n];
             self.kernels
-                .chains_here(sizes, a, b, Target::rows(&mut out, sizes.n));
+                .chains_here(sizes, a, b, ProductOutput::rows(&mut out, sizes.n));
             out
         };
         let dv = product(inner, Strided::rows(&p, n).t(), d_out);
@@ -123,12 +123,16 @@ impl Attention<'_> {
     }
 
     /// Softmax of the scores (n, n), 0 where a row does not look.
-    fn probabilities(&self, task: Task, query: &[f32], key: &[f32]) -> Vec<f32> {
+    fn probabilities(&self, task: HeadTask, query: &[f32], key: &[f32]) -> Vec<f32> {
         let (n, d) = (task.n, self.shape.head_dim);
         let mut p = vec![0.0; n * n];
         let (q, k) = (self.of_query(task, query), self.of_kv(task, key).t());
-        self.kernels
-            .chains_here(Sizes { m: n, n, k: d }, q, k, Target::rows(&mut p, n));
+        self.kernels.chains_here(
+            Sizes { m: n, n, k: d },
+            q,
+            k,
+            ProductOutput::rows(&mut p, n),
+        );
         for (i, row) in p.chunks_mut(n).enumerate() {
             let seen = self.seen(i);
             ops::softmax(&mut row[seen.clone()], self.shape.query_scale);
@@ -144,16 +148,16 @@ impl Attention<'_> {
         (i + 1).saturating_sub(window)..i + 1
     }
 
-    fn of_query<'a>(&self, task: Task, x: &'a [f32]) -> Strided<'a> {
+    fn of_query<'a>(&self, task: HeadTask, x: &'a [f32]) -> Strided<'a> {
         self.of(x, task, task.head, self.shape.heads)
     }
 
-    fn of_kv<'a>(&self, task: Task, x: &'a [f32]) -> Strided<'a> {
+    fn of_kv<'a>(&self, task: HeadTask, x: &'a [f32]) -> Strided<'a> {
         let (heads, kv) = (self.shape.heads, self.shape.kv_heads);
         self.of(x, task, task.head / (heads / kv), kv)
     }
 
-    fn of<'a>(&self, x: &'a [f32], task: Task, head: usize, heads: usize) -> Strided<'a> {
+    fn of<'a>(&self, x: &'a [f32], task: HeadTask, head: usize, heads: usize) -> Strided<'a> {
         let d = self.shape.head_dim;
         Strided {
             values: &x[task.first * heads * d + head * d..],
@@ -163,7 +167,7 @@ impl Attention<'_> {
     }
 
     /// Adds (n, D) to a head's columns.
-    fn add(&self, out: &mut [f32], task: Task, (head, heads): (usize, usize), part: &[f32]) {
+    fn add(&self, out: &mut [f32], task: HeadTask, (head, heads): (usize, usize), part: &[f32]) {
         let d = self.shape.head_dim;
         for (i, row) in part.chunks(d).enumerate() {
             let at = (task.first + i) * heads * d + head * d;

@@ -2,11 +2,11 @@
 
 use std::borrow::Cow;
 
-use paceline_tensor::chain::{Sizes, Strided, Target};
+use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 
 use super::Cpu;
 use crate::pool;
-use crate::weights::{Kept, Matrix, Pair};
+use crate::weights::{AdapterFactors, Matrix, MatrixStorage};
 
 impl Cpu<'_> {
     /// x (T, in) -> y (T, out): the chain over W's columns continues over the rank.
@@ -20,7 +20,7 @@ impl Cpu<'_> {
                 n: rows.len(),
                 k: cols,
             };
-            let at = Target {
+            let at = ProductOutput {
                 values: &mut y[rows.start.min(m * out)..],
                 stride: out,
                 goes_on: false,
@@ -41,7 +41,7 @@ impl Cpu<'_> {
                 sizes,
                 Strided::rows(&u, r),
                 b,
-                Target::rows(&mut y, out).more(),
+                ProductOutput::rows(&mut y, out).more(),
             );
         }
         if let Some(bias) = &matrix.bias {
@@ -55,7 +55,7 @@ impl Cpu<'_> {
     }
 
     /// The inputs of a pair: those of its matrix, but for those that chance leaves out.
-    fn inputs<'x>(&self, pair: &Pair, x: &'x [f32], cols: usize) -> Cow<'x, [f32]> {
+    fn inputs<'x>(&self, pair: &AdapterFactors, x: &'x [f32], cols: usize) -> Cow<'x, [f32]> {
         let Some(dropout) = self.dropout else {
             return Cow::Borrowed(x);
         };
@@ -67,13 +67,23 @@ impl Cpu<'_> {
     }
 
     /// s x A^T (T, r), and r; x as [`inputs`](Self::inputs) gives it.
-    fn inner(&self, pair: &Pair, params: &[f32], x: &[f32], cols: usize) -> (Vec<f32>, usize) {
+    fn inner(
+        &self,
+        pair: &AdapterFactors,
+        params: &[f32],
+        x: &[f32],
+        cols: usize,
+    ) -> (Vec<f32>, usize) {
         let (m, r) = (x.len() / cols, pair.a.len() / cols);
         let mut u = vec![0.0; m * r];
         let a = Strided::rows(&params[pair.a.clone()], cols).t();
         let sizes = Sizes { m, n: r, k: cols };
-        self.kernels
-            .chains(sizes, Strided::rows(x, cols), a, Target::rows(&mut u, r));
+        self.kernels.chains(
+            sizes,
+            Strided::rows(x, cols),
+            a,
+            ProductOutput::rows(&mut u, r),
+        );
         u.iter_mut().for_each(|u| *u *= self.scale);
         (u, r)
     }
@@ -103,7 +113,7 @@ impl Cpu<'_> {
                 col: 1,
             };
             let goes_on = goes_on || rows.start > 0;
-            let at = Target {
+            let at = ProductOutput {
                 values: &mut *dx,
                 stride: cols,
                 goes_on,
@@ -114,13 +124,13 @@ impl Cpu<'_> {
         if let Some(pair) = &matrix.pair {
             self.pair_back((matrix, pair, x), params, dy, dx, grads);
         }
-        if let Kept::Trained(range) = &matrix.kept {
+        if let MatrixStorage::Trained(range) = &matrix.kept {
             let sizes = Sizes {
                 m: out,
                 n: cols,
                 k: m,
             };
-            let at = Target::rows(&mut grads[range.clone()], cols).more();
+            let at = ProductOutput::rows(&mut grads[range.clone()], cols).more();
             self.kernels.chains(
                 sizes,
                 Strided::rows(dy, out).t(),
@@ -138,7 +148,7 @@ impl Cpu<'_> {
     /// dB = dy^T (s u), dA = (s dy B)^T x, and what the pair adds to dx.
     fn pair_back(
         &self,
-        (matrix, pair, x): (&Matrix, &Pair, &[f32]),
+        (matrix, pair, x): (&Matrix, &AdapterFactors, &[f32]),
         params: &[f32],
         dy: &[f32],
         dx: &mut [f32],
@@ -151,7 +161,7 @@ impl Cpu<'_> {
         let dy = Strided::rows(dy, out);
         // Shape (r, out), so that lanes run along the long side.
         let mut db = vec![0.0; r * out];
-        let at = Target::rows(&mut db, out);
+        let at = ProductOutput::rows(&mut db, out);
         self.kernels.chains(
             Sizes { m: r, n: out, k: m },
             Strided::rows(&u, r).t(),
@@ -163,11 +173,15 @@ impl Cpu<'_> {
         }
         let mut du = vec![0.0; m * r];
         let b = Strided::rows(&params[pair.b.clone()], r);
-        self.kernels
-            .chains(Sizes { m, n: r, k: out }, dy, b, Target::rows(&mut du, r));
+        self.kernels.chains(
+            Sizes { m, n: r, k: out },
+            dy,
+            b,
+            ProductOutput::rows(&mut du, r),
+        );
         du.iter_mut().for_each(|du| *du *= self.scale);
         let du = Strided::rows(&du, r);
-        let at = Target::rows(&mut grads[pair.a.clone()], cols).more();
+        let at = ProductOutput::rows(&mut grads[pair.a.clone()], cols).more();
         self.kernels.chains(
             Sizes {
                 m: r,
@@ -181,11 +195,11 @@ impl Cpu<'_> {
         let a = Strided::rows(&params[pair.a.clone()], cols);
         let sizes = Sizes { m, n: cols, k: r };
         let Some(dropout) = self.dropout else {
-            let at = Target::rows(dx, cols).more();
+            let at = ProductOutput::rows(dx, cols).more();
             return self.kernels.chains(sizes, du, a, at);
         };
         let mut through = vec![0.0; m * cols];
-        let at = Target::rows(&mut through, cols);
+        let at = ProductOutput::rows(&mut through, cols);
         self.kernels.chains(sizes, du, a, at);
         pool::chunks(self.kernels.pool(), dx, cols, |row, dx| {
             dropout.add(pair.number, row, &through[row * cols..], dx);

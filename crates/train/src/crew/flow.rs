@@ -12,12 +12,12 @@ pub(super) struct Flow {
     stages: usize,
     /// Whether leaves go back.
     back: bool,
-    leaves: Vec<Place>,
+    leaves: Vec<LeafPosition>,
 }
 
 /// Progress of a leaf.
 #[derive(Clone, Copy, Debug, Default)]
-struct Place {
+struct LeafPosition {
     /// Stations that are behind it.
     passed: usize,
     /// Whether a stage is computing it.
@@ -30,7 +30,7 @@ impl Flow {
         Self {
             stages,
             back,
-            leaves: vec![Place::default(); leaves],
+            leaves: vec![LeafPosition::default(); leaves],
         }
     }
 
@@ -54,7 +54,7 @@ impl Flow {
     /// farthest is first, so that few files of leaves exist at a time.
     pub(super) fn next(&mut self, stage: usize) -> Option<(usize, bool)> {
         let stations = self.stations();
-        let waits = |(_, place): &(usize, &Place)| {
+        let waits = |(_, place): &(usize, &LeafPosition)| {
             let is_open = !place.is_held && place.passed < stations;
             is_open && self.station(place.passed).0 == stage
         };

@@ -8,20 +8,20 @@ use paceline_base::Rank;
 use paceline_base::tree;
 use paceline_cluster::Error as ClusterError;
 
-use super::{At, LOOK_EVERY, News, Team, publish, read_values};
+use super::{At, LOOK_EVERY, WorkerEvent, WorkerSet, publish, read_values};
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
-use crate::run::{Progress, Run};
+use crate::run::{TrainingProgress, TrainingRun};
 
 /// Results of workers for a step, by first leaf.
 #[derive(Default)]
-struct Given {
+struct LeafResults {
     done: BTreeMap<usize, (usize, Vec<f64>)>,
     /// By the leaves' range and the part.
     roots: BTreeMap<(usize, usize, usize), Vec<f32>>,
 }
 
-impl Given {
+impl LeafResults {
     fn leaves(&self) -> usize {
         self.done.values().map(|(_, losses)| losses.len()).sum()
     }
@@ -51,19 +51,19 @@ impl Given {
     }
 }
 
-impl Team {
+impl WorkerSet {
     /// The loss and the gradient of a step.
     pub(super) fn leaves(
         &mut self,
-        run: &Run,
+        run: &TrainingRun,
         params: &[f32],
         at: &At<'_>,
-        watch: &mut dyn FnMut(Progress),
+        watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<(f64, Vec<f32>), Error> {
         publish(&self.exchange, &params_file(at.step, 0), params)?;
         let (leaves, parts) = (run.order.leaves(), run.net.parts());
         let mut open: Vec<Range<usize>> = std::iter::once(0..leaves).collect();
-        let mut given = Given::default();
+        let mut given = LeafResults::default();
         while given.leaves() < leaves {
             if self.is_ready() {
                 for range in std::mem::take(&mut open) {
@@ -74,10 +74,11 @@ impl Team {
             }
             if let Some(event) = self.workers.recv(LOOK_EVERY) {
                 match self.take(event)? {
-                    News::Nothing => {}
-                    News::Lost(has) => open.extend(has.leaves),
-                    News::Said(rank, message) => {
-                        let wrong = self.given(rank, message, (at, leaves, parts), &mut given);
+                    WorkerEvent::Nothing => {}
+                    WorkerEvent::Lost(has) => open.extend(has.leaves),
+                    WorkerEvent::Said(rank, message) => {
+                        let wrong =
+                            self.record_results(rank, message, (at, leaves, parts), &mut given);
                         if let Some(why) = wrong {
                             open.extend(self.lose(rank, why).leaves);
                         }
@@ -85,7 +86,7 @@ impl Team {
                 }
             }
             open.extend(self.lose_hung(at).into_iter().flat_map(|has| has.leaves));
-            self.tell(watch);
+            self.report_progress(watch);
         }
         self.forget(at.step);
         Ok(given.sum(leaves, parts))
@@ -136,12 +137,12 @@ impl Team {
     }
 
     /// Records a worker's result. Returns the reason if it is invalid.
-    fn given(
+    fn record_results(
         &mut self,
         rank: u32,
         message: FromWorker,
         (at, leaves, parts): (&At<'_>, usize, &[Range<usize>]),
-        given: &mut Given,
+        given: &mut LeafResults,
     ) -> Option<String> {
         let member = &mut self.members[rank as usize];
         let is_mine =

@@ -8,13 +8,13 @@ use paceline_base::tree::Stack;
 use paceline_cluster::Error as ClusterError;
 
 use super::flow::Flow;
-use super::{At, Has, LOOK_EVERY, News, Team, publish, read_values};
+use super::{AssignedLeaves, At, LOOK_EVERY, WorkerEvent, WorkerSet, publish, read_values};
 use crate::error::Error;
-use crate::messages::{FromWorker, Set, Task, ToWorker, params_file};
-use crate::run::{Progress, Run};
+use crate::messages::{FromWorker, LeafTask, Set, ToWorker, params_file};
+use crate::run::{TrainingProgress, TrainingRun};
 
 /// Results of leaves.
-struct Given {
+struct PipelineResults {
     /// By leaf.
     losses: Vec<f64>,
     /// By stage.
@@ -48,14 +48,14 @@ impl Sum {
     }
 }
 
-impl Team {
+impl WorkerSet {
     /// The loss and the gradient of a step.
     pub(super) fn trained(
         &mut self,
-        run: &Run,
+        run: &TrainingRun,
         params: &[f32],
         at: &At<'_>,
-        watch: &mut dyn FnMut(Progress),
+        watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<(f64, Vec<f32>), Error> {
         let leaves = run.order.leaves();
         let given = self.flow(run, params, (at, Set::Train, leaves), watch)?;
@@ -71,10 +71,10 @@ impl Team {
     /// The loss of each row of what is held out.
     pub(super) fn judged(
         &mut self,
-        run: &Run,
+        run: &TrainingRun,
         params: &[f32],
         at: &At<'_>,
-        watch: &mut dyn FnMut(Progress),
+        watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<Vec<f64>, Error> {
         let rows = run.held_out();
         Ok(self
@@ -84,11 +84,11 @@ impl Team {
 
     fn flow(
         &mut self,
-        run: &Run,
+        run: &TrainingRun,
         params: &[f32],
         (at, set, leaves): (&At<'_>, Set, usize),
-        watch: &mut dyn FnMut(Progress),
-    ) -> Result<Given, Error> {
+        watch: &mut dyn FnMut(TrainingProgress),
+    ) -> Result<PipelineResults, Error> {
         let ranges = run.stages(self.stages)?;
         for (stage, range) in ranges.iter().enumerate() {
             let name = params_file(at.step, stage);
@@ -98,7 +98,7 @@ impl Team {
         // Leaves that are only evaluated have no gradient.
         let trained = |range: &Range<usize>| if set == Set::Train { range.len() } else { 0 };
         let sum = |range| Sum::new(leaves, trained(range));
-        let mut given = Given {
+        let mut given = PipelineResults {
             losses: vec![0.0; leaves],
             sums: ranges.iter().map(sum).collect(),
         };
@@ -107,21 +107,21 @@ impl Team {
             self.check_alive()?;
             if let Some(event) = self.workers.recv(LOOK_EVERY) {
                 match self.take(event)? {
-                    News::Nothing => {}
-                    News::Lost(has) => give_back(&mut flow, &has),
-                    News::Said(rank, message) => {
+                    WorkerEvent::Nothing => {}
+                    WorkerEvent::Lost(has) => return_leaves(&mut flow, &has),
+                    WorkerEvent::Said(rank, message) => {
                         let n = ranges[self.stage(rank as usize).index].len();
                         let wrong = self.passed(rank, message, n, (&mut flow, &mut given));
                         if let Some(why) = wrong {
-                            give_back(&mut flow, &self.lose(rank, why));
+                            return_leaves(&mut flow, &self.lose(rank, why));
                         }
                     }
                 }
             }
             for has in self.lose_hung(at) {
-                give_back(&mut flow, &has);
+                return_leaves(&mut flow, &has);
             }
-            self.tell(watch);
+            self.report_progress(watch);
         }
         Ok(given)
     }
@@ -136,7 +136,7 @@ impl Team {
             let Some((leaf, back)) = flow.next(rank % self.stages) else {
                 continue;
             };
-            let task = Task {
+            let task = LeafTask {
                 step,
                 set,
                 leaf,
@@ -148,7 +148,7 @@ impl Team {
                 // The event of its end follows within `CLOSED_LIMIT` of the monitor, with the
                 // reason; the task is returned then.
                 Ok(()) | Err(ClusterError::Closed { .. }) => {}
-                Err(error) => give_back(flow, &self.lose(rank as u32, error.to_string())),
+                Err(error) => return_leaves(flow, &self.lose(rank as u32, error.to_string())),
             }
         }
     }
@@ -159,7 +159,7 @@ impl Team {
         rank: u32,
         message: FromWorker,
         n: usize,
-        (flow, given): (&mut Flow, &mut Given),
+        (flow, given): (&mut Flow, &mut PipelineResults),
     ) -> Option<String> {
         let FromWorker::Passed { task, loss, digest } = message else {
             return None;
@@ -192,7 +192,7 @@ impl Team {
 }
 
 /// Returns the work of a lost worker for others to do.
-fn give_back(flow: &mut Flow, has: &Has) {
+fn return_leaves(flow: &mut Flow, has: &AssignedLeaves) {
     if let Some(task) = has.task {
         flow.lose(task.leaf);
     }

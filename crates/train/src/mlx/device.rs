@@ -4,18 +4,18 @@
 use std::sync::Arc;
 
 use paceline_base::Bytes;
-use paceline_mlx::{Array, Device as Kind, Dtype, Library, Limits, Stream};
+use paceline_mlx::{Array, DeviceKind as Kind, Dtype, Library, MemoryLimits, Stream};
 use paceline_model::adapter::files::{TARGETS, file_row};
 use paceline_model::{
-    Config, Error, MlxForm, MlxMatrix, MlxPlaces, MlxWatch, Role, Source, mlx_dtype,
+    Config, Error, MlxForm, MlxMatrix, MlxPlaces, MlxWatch, ModelSource, Role, mlx_dtype,
 };
 
-use super::Spec;
-use super::graph::slots::{self, Slot};
-use super::graph::{Graph, Held};
+use super::StageSpec;
+use super::graph::slots::{self, TensorSlot};
+use super::graph::{Graph, MlxLayer};
 use crate::class::Class;
 use crate::dropout::Dropout;
-use crate::weights::{Kept, Matrix, Method, Weights};
+use crate::weights::{Matrix, MatrixStorage, Method, StageWeights};
 
 /// Share of the device's memory that MLX may cache for reuse: a layer's intermediates have the same
 /// sizes each time.
@@ -64,22 +64,22 @@ pub(super) struct HeadDone {
 
 /// Facts about a loaded stage.
 #[derive(Debug)]
-pub(super) struct Facts {
+pub(super) struct StageFacts {
     pub(super) device: String,
     pub(super) notes: Vec<String>,
 }
 
 /// State of the thread `mlx`.
-pub(super) struct Device {
+pub(super) struct MlxThread {
     pub(super) stream: Stream,
     watch: MlxWatch,
-    loaded: Option<Loaded>,
+    loaded: Option<LoadedStage>,
 }
 
 /// A stage.
-pub(super) struct Loaded {
+pub(super) struct LoadedStage {
     pub(super) config: Config,
-    pub(super) weights: Arc<Weights>,
+    pub(super) weights: Arc<StageWeights>,
     dtype: Dtype,
     scale: f32,
     periods: Vec<Array>,
@@ -87,7 +87,7 @@ pub(super) struct Loaded {
     head: Option<MlxMatrix>,
 }
 
-impl Device {
+impl MlxThread {
     pub(super) fn open(places: &MlxPlaces, watch: MlxWatch) -> Result<Self, Error> {
         let library = Library::open(places)?;
         let stream = library.stream(library.best_device()?)?;
@@ -99,12 +99,12 @@ impl Device {
     }
 
     /// Loads a stage's fixed matrices.
-    pub(super) fn load(&mut self, spec: Spec) -> Result<Facts, Error> {
+    pub(super) fn load(&mut self, spec: StageSpec) -> Result<StageFacts, Error> {
         let dtype = match spec.class {
             Class::Mlx if mlx_dtype(&spec.source, &spec.config)? == Dtype::BF16 => Dtype::BF16,
             _ => Dtype::F32,
         };
-        let reader = Reader {
+        let reader = MatrixReader {
             stream: &self.stream,
             spec: &spec,
             dtype,
@@ -119,7 +119,7 @@ impl Device {
             self.stream.array_f32(&periods, &[periods.len() as i32])
         });
         let periods = periods.collect::<Result<Vec<_>, _>>()?;
-        self.loaded = Some(Loaded {
+        self.loaded = Some(LoadedStage {
             config: spec.config,
             weights: spec.weights,
             dtype,
@@ -131,7 +131,7 @@ impl Device {
         self.facts()
     }
 
-    fn facts(&self) -> Result<Facts, Error> {
+    fn facts(&self) -> Result<StageFacts, Error> {
         let (library, kind) = (self.stream.library(), self.stream.device());
         let name = self.stream.device_name().unwrap_or_default();
         let device = format!(
@@ -149,7 +149,7 @@ impl Device {
             notes.push(bits.to_owned());
         }
         let device = device.trim_end().to_owned();
-        Ok(Facts { device, notes })
+        Ok(StageFacts { device, notes })
     }
 
     /// Whether the first layer's gradient has the same bits when it is computed again.
@@ -176,7 +176,7 @@ impl Device {
         Ok(once()? == once()?)
     }
 
-    pub(super) fn loaded(&self) -> Result<&Loaded, Error> {
+    pub(super) fn loaded(&self) -> Result<&LoadedStage, Error> {
         self.loaded.as_ref().ok_or(Error::Gone)
     }
 
@@ -254,13 +254,14 @@ impl Device {
     pub(super) fn inputs(
         &self,
         x: &[f32],
-        slots: &[Slot],
+        slots: &[TensorSlot],
         values: &[Vec<f32>],
     ) -> Result<Vec<Array>, Error> {
         let c = self.loaded()?.config.width;
         let rows = [(x.len() / c) as i32, c as i32];
         let x = std::iter::once(self.stream.array_f32(x, &rows));
-        let of = |(slot, values): (&Slot, &Vec<f32>)| self.stream.array_f32(values, &slot.shape);
+        let of =
+            |(slot, values): (&TensorSlot, &Vec<f32>)| self.stream.array_f32(values, &slot.shape);
         let all = x.chain(slots.iter().zip(values).map(of));
         Ok(all.collect::<Result<_, _>>()?)
     }
@@ -283,7 +284,7 @@ const fn work(rows: usize, weights: usize) -> usize {
     rows * weights / 1_000_000 + 1
 }
 
-impl Loaded {
+impl LoadedStage {
     fn work(&self, job: &LayerJob) -> usize {
         let matrices = self.weights.layer(job.layer).matrices.iter();
         let weights: usize = matrices.map(|matrix| matrix.rows * matrix.cols).sum();
@@ -294,7 +295,7 @@ impl Loaded {
         &'a self,
         stream: &'a Stream,
         dropout: Option<Dropout>,
-        (slots, trained): (&'a [Slot], &'a [Array]),
+        (slots, trained): (&'a [TensorSlot], &'a [Array]),
     ) -> Graph<'a> {
         Graph {
             stream,
@@ -313,10 +314,10 @@ impl Loaded {
         &self,
         stream: &Stream,
         job: &LayerJob,
-        slots: &[Slot],
+        slots: &[TensorSlot],
         inputs: &[Array],
-    ) -> super::graph::Made {
-        let held = Held {
+    ) -> super::graph::ArrayResult {
+        let held = MlxLayer {
             shape: &self.config.layers[job.layer],
             layer: self.weights.layer(job.layer),
             matrices: &self.layers[job.layer - self.weights.first_layer],
@@ -333,13 +334,13 @@ impl Loaded {
 }
 
 /// Reads a stage's matrices.
-struct Reader<'a> {
+struct MatrixReader<'a> {
     stream: &'a Stream,
-    spec: &'a Spec,
+    spec: &'a StageSpec,
     dtype: Dtype,
 }
 
-impl Reader<'_> {
+impl MatrixReader<'_> {
     /// Refuses what does not fit, and sets MLX's limits by what does.
     fn admit(&self) -> Result<(), Error> {
         let spec = self.spec;
@@ -363,7 +364,7 @@ impl Reader<'_> {
             }
             .into());
         }
-        Ok(self.stream.library().limit(Limits {
+        Ok(self.stream.library().limit(MemoryLimits {
             memory: available,
             cache: Bytes(available.0 / CACHE_SHARE),
             wired: needed,
@@ -377,7 +378,7 @@ impl Reader<'_> {
         }
     }
 
-    fn file(&self) -> (&Source, &Config) {
+    fn file(&self) -> (&ModelSource, &Config) {
         (&*self.spec.source, &self.spec.config)
     }
 
@@ -391,16 +392,16 @@ impl Reader<'_> {
 
     fn planned(&self, matrix: &Matrix, role: Role) -> Result<u64, Error> {
         match matrix.kept {
-            Kept::Trained(_) => Ok(0),
+            MatrixStorage::Trained(_) => Ok(0),
             _ => MlxMatrix::planned(self.file(), (role, size(matrix)), self.form(None)),
         }
     }
 
     fn matrix(&self, matrix: &Matrix, role: Role) -> Result<Option<MlxMatrix>, Error> {
         let heads = match matrix.kept {
-            Kept::Trained(_) => return Ok(None),
-            Kept::Fixed(_) => None,
-            Kept::Stored(_, heads) | Kept::Elsewhere(heads) => heads,
+            MatrixStorage::Trained(_) => return Ok(None),
+            MatrixStorage::Fixed(_) => None,
+            MatrixStorage::Stored(_, heads) | MatrixStorage::Elsewhere(heads) => heads,
         };
         // Heads with pairs of neighbours become heads by halves.
         let order = heads.map(|_| {

@@ -11,10 +11,10 @@ use paceline_mlx::{Array, Dtype, Mask, Stream};
 use paceline_model::{Activation, Config, LayerShape, MlxMatrix};
 
 use crate::dropout::Dropout;
-use crate::weights::{Kept, Layer, Matrix, Pair, Vector};
-use slots::Slot;
+use crate::weights::{AdapterFactors, LayerWeights, Matrix, MatrixStorage, VectorParameter};
+use slots::TensorSlot;
 
-pub(super) type Made = Result<Array, paceline_mlx::Error>;
+pub(super) type ArrayResult = Result<Array, paceline_mlx::Error>;
 
 /// sqrt(2 / pi) and the cubic factor of GELU's tanh form.
 const GELU: (f32, f32) = (0.797_884_6, 0.044_715);
@@ -31,22 +31,22 @@ pub(super) struct Graph<'a> {
     pub(super) periods: &'a [Array],
     /// Dropout of adapters' inputs.
     pub(super) dropout: Option<Dropout>,
-    pub(super) slots: &'a [Slot],
+    pub(super) slots: &'a [TensorSlot],
     /// Trained tensors, f32, in the order of `slots`.
     pub(super) trained: &'a [Array],
 }
 
 /// A layer's weights: their description, and its fixed matrices.
-pub(super) struct Held<'a> {
+pub(super) struct MlxLayer<'a> {
     pub(super) shape: &'a LayerShape,
-    pub(super) layer: &'a Layer,
+    pub(super) layer: &'a LayerWeights,
     /// None where a matrix is trained.
     pub(super) matrices: &'a [Option<MlxMatrix>; 7],
 }
 
 impl Graph<'_> {
     /// x (T, C) -> y (T, C), both f32.
-    pub(super) fn layer(&self, held: &Held<'_>, lengths: &[usize], x: &Array) -> Made {
+    pub(super) fn layer(&self, held: &MlxLayer<'_>, lengths: &[usize], x: &Array) -> ArrayResult {
         let (s, w) = (self.stream, held.layer);
         let linear = |n: usize, x: &Array| {
             let fixed = held.matrices[n].as_ref();
@@ -77,10 +77,10 @@ impl Graph<'_> {
     /// x (n, C) in f32 -> the negative log likelihood of each row's target, (n, 1) in f32.
     pub(super) fn losses(
         &self,
-        (norm, matrix): (&Vector, &Matrix),
+        (norm, matrix): (&VectorParameter, &Matrix),
         fixed: Option<&MlxMatrix>,
         (x, targets): (&Array, &Array),
-    ) -> Made {
+    ) -> ArrayResult {
         let s = self.stream;
         let normed = self.norm(norm, &s.astype(x, self.dtype)?)?;
         let logits = s.astype(&self.linear(matrix, fixed, &normed)?, Dtype::F32)?;
@@ -95,30 +95,32 @@ impl Graph<'_> {
     }
 
     /// (n,)
-    fn vector(&self, vector: &Vector) -> Made {
+    fn vector(&self, vector: &VectorParameter) -> ArrayResult {
         let values = match vector {
-            Vector::Fixed(values) => self.stream.array_f32(values, &[values.len() as i32])?,
-            Vector::Trained(range) => self.trained(range).clone(),
+            VectorParameter::Fixed(values) => {
+                self.stream.array_f32(values, &[values.len() as i32])?
+            }
+            VectorParameter::Trained(range) => self.trained(range).clone(),
         };
         self.stream.astype(&values, self.dtype)
     }
 
     /// Norms the last axis; the model's offset is added to the weights in f32.
-    fn norm(&self, weight: &Vector, x: &Array) -> Made {
+    fn norm(&self, weight: &VectorParameter, x: &Array) -> ArrayResult {
         let (s, c) = (self.stream, self.config);
         if c.norm_offset == 0.0 {
             return s.rms_norm(x, &self.vector(weight)?, c.norm_eps);
         }
         let wide = match weight {
-            Vector::Fixed(values) => s.array_f32(values, &[values.len() as i32])?,
-            Vector::Trained(range) => self.trained(range).clone(),
+            VectorParameter::Fixed(values) => s.array_f32(values, &[values.len() as i32])?,
+            VectorParameter::Trained(range) => self.trained(range).clone(),
         };
         let wide = s.add(&wide, &s.scalar(c.norm_offset, Dtype::F32)?)?;
         s.rms_norm(x, &s.astype(&wide, self.dtype)?, c.norm_eps)
     }
 
     /// A half's result through the norm after it, if there is one.
-    fn after(&self, norm: Option<&Vector>, delta: Array) -> Made {
+    fn after(&self, norm: Option<&VectorParameter>, delta: Array) -> ArrayResult {
         match norm {
             Some(norm) => self.norm(norm, &delta),
             None => Ok(delta),
@@ -126,16 +128,16 @@ impl Graph<'_> {
     }
 
     /// A trained matrix (rows, cols), across: (cols, rows).
-    fn across(&self, range: &Range<usize>) -> Made {
+    fn across(&self, range: &Range<usize>) -> ArrayResult {
         let whole = self.stream.astype(self.trained(range), self.dtype)?;
         self.stream.transpose(&whole, &[1, 0])
     }
 
     /// x (T, in) -> y (T, out) = x W^T + s (x A^T) B^T + bias
-    fn linear(&self, matrix: &Matrix, fixed: Option<&MlxMatrix>, x: &Array) -> Made {
+    fn linear(&self, matrix: &Matrix, fixed: Option<&MlxMatrix>, x: &Array) -> ArrayResult {
         let s = self.stream;
         let mut y = match (&matrix.kept, fixed) {
-            (Kept::Trained(range), _) => s.matmul(x, &self.across(range)?)?,
+            (MatrixStorage::Trained(range), _) => s.matmul(x, &self.across(range)?)?,
             (_, fixed) => fixed.expect("fixed matrices are loaded").apply(s, x)?,
         };
         if let Some(pair) = &matrix.pair {
@@ -150,7 +152,7 @@ impl Graph<'_> {
     }
 
     /// The inputs of a pair: those of its matrix, but for those that chance leaves out.
-    fn inputs(&self, pair: &Pair, x: &Array) -> Made {
+    fn inputs(&self, pair: &AdapterFactors, x: &Array) -> ArrayResult {
         let Some(dropout) = self.dropout else {
             return Ok(x.clone());
         };
@@ -166,14 +168,14 @@ impl Graph<'_> {
     }
 
     /// x (T, heads D) -> (T, heads, D), normed where heads have a norm.
-    fn heads(&self, shape: &LayerShape, x: &Array, norm: Option<&Vector>) -> Made {
+    fn heads(&self, shape: &LayerShape, x: &Array, norm: Option<&VectorParameter>) -> ArrayResult {
         let rows = x.shape()[0];
         let heads = self.stream.reshape(x, &[rows, -1, shape.head_dim as i32])?;
         self.after(norm, heads)
     }
 
     /// q (T, H, D), k, v (T, K, D) -> (T, H D), sequence by sequence.
-    fn attention(&self, shape: &LayerShape, lengths: &[usize], qkv: [&Array; 3]) -> Made {
+    fn attention(&self, shape: &LayerShape, lengths: &[usize], qkv: [&Array; 3]) -> ArrayResult {
         let s = self.stream;
         let mut first = 0;
         let mut parts = Vec::with_capacity(lengths.len());
@@ -199,7 +201,7 @@ impl Graph<'_> {
     }
 
     /// Rows of (T, heads, D) as (1, heads, n, D).
-    fn sequence(&self, x: &Array, rows: Range<i32>) -> Made {
+    fn sequence(&self, x: &Array, rows: Range<i32>) -> ArrayResult {
         let (s, shape) = (self.stream, x.shape());
         let (heads, dim) = (shape[1], shape[2]);
         let part = s.slice(x, &[rows.start, 0, 0], &[rows.end, heads, dim])?;
@@ -208,7 +210,7 @@ impl Graph<'_> {
     }
 
     /// Turns (1, heads, n, D) by its positions. The loader has put pairs into halves.
-    fn turned(&self, shape: &LayerShape, x: &Array) -> Made {
+    fn turned(&self, shape: &LayerShape, x: &Array) -> ArrayResult {
         let (s, rope) = (self.stream, &self.config.ropes[shape.rope]);
         let turned = s.rope(x, &self.periods[shape.rope], false, 0)?;
         if rope.magnitude == 1.0 {
@@ -230,7 +232,7 @@ impl Graph<'_> {
     }
 
     /// The function on the gate.
-    fn activated(&self, gate: &Array) -> Made {
+    fn activated(&self, gate: &Array) -> ArrayResult {
         let s = self.stream;
         let number = |value: f32| s.scalar(value, self.dtype);
         let z = match self.config.activation {

@@ -2,19 +2,19 @@
 
 use std::path::{Path, PathBuf};
 
-use paceline_mlx::{Array, Device as Kind};
+use paceline_mlx::{Array, DeviceKind as Kind};
 use paceline_model::adapter::files::TARGETS;
 use paceline_model::{Error, MlxPlaces};
 use paceline_tensor::Kernels;
 
-use super::device::{Device, LayerJob};
-use super::graph::slots::{self, Slot};
+use super::device::{LayerJob, MlxThread};
+use super::graph::slots::{self, TensorSlot};
 use crate::class::{Class, Means};
-use crate::net::{Leaf, Net, Trained};
+use crate::net::{Leaf, TrainableModel, Trained};
 use crate::params::Lora;
 use crate::weights::Method;
 
-fn net(library: PathBuf) -> Net {
+fn net(library: PathBuf) -> TrainableModel {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden");
     let trained = Trained {
         model: golden.join("mlx/llama-4bit"),
@@ -35,18 +35,18 @@ fn net(library: PathBuf) -> Net {
             ..MlxPlaces::default()
         },
     };
-    Net::load(&trained, means).unwrap()
+    TrainableModel::load(&trained, means).unwrap()
 }
 
 /// Loss and gradient of one `mlx_vjp` over all layers and the head; `x` are the tokens' rows.
 fn whole(
-    device: &Device,
+    device: &MlxThread,
     (x, leaf): (&[f32], &Leaf),
     values: &[f32],
 ) -> Result<(f64, Vec<f32>), Error> {
     let (loaded, stream) = (device.loaded()?, &device.stream);
-    let layers: Vec<Vec<Slot>> = loaded.weights.layers.iter().map(slots::of_layer).collect();
-    let slots: Vec<Slot> = layers.iter().flatten().cloned().collect();
+    let layers: Vec<Vec<TensorSlot>> = loaded.weights.layers.iter().map(slots::of_layer).collect();
+    let slots: Vec<TensorSlot> = layers.iter().flatten().cloned().collect();
     let own: Vec<Vec<f32>> = slots
         .iter()
         .map(|slot| values[slot.range.clone()].to_vec())
@@ -111,7 +111,7 @@ fn layer_by_layer_has_the_bits_of_the_whole_graph() {
     let x = net.embedded(&values, &leaf);
     let mlx = net.on_mlx().unwrap();
     let at = (leaf, values);
-    let work = move |device: &mut Device| {
+    let work = move |device: &mut MlxThread| {
         let (leaf, values) = at;
         let is_cpu = device.stream.device() == Kind::Cpu;
         let of_whole = whole(device, (&x, &leaf), &values)?;

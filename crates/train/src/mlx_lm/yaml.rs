@@ -35,31 +35,31 @@ const OTHER: &str = r"(?x)^(?:
 
 /// A value and the line where it begins, from 1.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Node {
+pub(super) struct YamlNode {
     pub(super) line: usize,
-    pub(super) value: Value,
+    pub(super) value: YamlValue,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Value {
+pub(super) enum YamlValue {
     Null,
     Bool(bool),
     Integer(i64),
     Float(f64),
     Text(String),
-    List(Vec<Node>),
-    Map(Vec<Entry>),
+    List(Vec<YamlNode>),
+    Map(Vec<YamlEntry>),
 }
 
 /// An entry of a map; no two of a map have the same name.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Entry {
+pub(super) struct YamlEntry {
     pub(super) name: String,
     pub(super) line: usize,
-    pub(super) node: Node,
+    pub(super) node: YamlNode,
 }
 
-impl std::fmt::Display for Value {
+impl std::fmt::Display for YamlValue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Null => f.write_str("null"),
@@ -77,13 +77,13 @@ impl std::fmt::Display for Value {
 ///
 /// # Errors
 /// The line of what is no such map.
-pub(super) fn read(text: &str) -> Result<Vec<Entry>, Error> {
+pub(super) fn read(text: &str) -> Result<Vec<YamlEntry>, Error> {
     let options = granit_parser::options! {
         block_scalar_eof_without_line_feed: true, // as PyYAML
         flow_nesting_limit: NESTING_MAX,
         block_nesting_limit: NESTING_MAX,
     };
-    let mut reader = Reader {
+    let mut reader = YamlReader {
         events: Parser::new_from_str_with_options(text, options),
         scalars: Scalars::new(),
     };
@@ -99,11 +99,11 @@ pub(super) fn read(text: &str) -> Result<Vec<Entry>, Error> {
         }
     }
     match root {
-        Some(Node {
-            value: Value::Map(entries),
+        Some(YamlNode {
+            value: YamlValue::Map(entries),
             ..
         }) => Ok(entries),
-        Some(Node { line, value }) => Err(Error::Value {
+        Some(YamlNode { line, value }) => Err(Error::Value {
             line,
             name: "the configuration".to_owned(),
             value: value.to_string(),
@@ -117,14 +117,14 @@ const fn form(line: usize, form: &'static str) -> Error {
     Error::Form { line, form }
 }
 
-type Events<'a> = Parser<'a, granit_parser::StrInput<'a>>;
+type YamlEvents<'a> = Parser<'a, granit_parser::StrInput<'a>>;
 
-struct Reader<'a> {
-    events: Events<'a>,
+struct YamlReader<'a> {
+    events: YamlEvents<'a>,
     scalars: Scalars,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> YamlReader<'a> {
     /// The next event and its line.
     fn next(&mut self) -> Result<(Event<'a>, usize), Error> {
         let told = |(event, span): (Event<'a>, Span)| (event, span.start.line());
@@ -140,30 +140,30 @@ impl<'a> Reader<'a> {
     }
 
     /// The node that an event begins. Recursion ends at [`NESTING_MAX`] of both styles.
-    fn node(&mut self, (event, line): (Event<'a>, usize)) -> Result<Node, Error> {
+    fn node(&mut self, (event, line): (Event<'a>, usize)) -> Result<YamlNode, Error> {
         let value = match event {
             Event::Scalar(text, style, _, tag) => {
                 untagged(line, tag.as_deref())?;
                 match style {
                     ScalarStyle::Plain => self.scalars.value(&text, line)?,
-                    _ => Value::Text(text.into_owned()),
+                    _ => YamlValue::Text(text.into_owned()),
                 }
             }
             Event::SequenceStart(_, _, tag) => {
                 untagged(line, tag.as_deref())?;
-                Value::List(self.items()?)
+                YamlValue::List(self.items()?)
             }
             Event::MappingStart(_, _, tag) => {
                 untagged(line, tag.as_deref())?;
-                Value::Map(self.entries()?)
+                YamlValue::Map(self.entries()?)
             }
             Event::Alias(_) => return Err(form(line, "an alias")),
             _ => return Err(form(line, "a node of this kind")),
         };
-        Ok(Node { line, value })
+        Ok(YamlNode { line, value })
     }
 
-    fn items(&mut self) -> Result<Vec<Node>, Error> {
+    fn items(&mut self) -> Result<Vec<YamlNode>, Error> {
         let mut items = Vec::new();
         loop {
             match self.next()? {
@@ -173,8 +173,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn entries(&mut self) -> Result<Vec<Entry>, Error> {
-        let mut entries: Vec<Entry> = Vec::new();
+    fn entries(&mut self) -> Result<Vec<YamlEntry>, Error> {
+        let mut entries: Vec<YamlEntry> = Vec::new();
         loop {
             let (name, line) = match self.next()? {
                 (Event::MappingEnd, _) => return Ok(entries),
@@ -186,7 +186,7 @@ impl<'a> Reader<'a> {
             }
             let first = self.next()?;
             let node = self.node(first)?;
-            entries.push(Entry { name, line, node });
+            entries.push(YamlEntry { name, line, node });
         }
     }
 }
@@ -215,26 +215,26 @@ impl Scalars {
         }
     }
 
-    fn value(&self, text: &str, line: usize) -> Result<Value, Error> {
+    fn value(&self, text: &str, line: usize) -> Result<YamlValue, Error> {
         let not_read = || form(line, "a number or date in this form");
         Ok(match text {
-            "" | "~" | "null" | "Null" | "NULL" => Value::Null,
+            "" | "~" | "null" | "Null" | "NULL" => YamlValue::Null,
             "yes" | "Yes" | "YES" | "true" | "True" | "TRUE" | "on" | "On" | "ON" => {
-                Value::Bool(true)
+                YamlValue::Bool(true)
             }
             "no" | "No" | "NO" | "false" | "False" | "FALSE" | "off" | "Off" | "OFF" => {
-                Value::Bool(false)
+                YamlValue::Bool(false)
             }
             text if self.float.is_match(text) => {
                 let float = float(&text.replace('_', ""));
-                Value::Float(float.ok_or_else(not_read)?)
+                YamlValue::Float(float.ok_or_else(not_read)?)
             }
             text if self.integer.is_match(text) => {
                 let integer = text.replace('_', "").parse();
-                Value::Integer(integer.map_err(|_| not_read())?)
+                YamlValue::Integer(integer.map_err(|_| not_read())?)
             }
             text if self.other.is_match(text) => return Err(not_read()),
-            text => Value::Text(text.to_owned()),
+            text => YamlValue::Text(text.to_owned()),
         })
     }
 }
@@ -254,7 +254,7 @@ fn float(text: &str) -> Option<f64> {
 mod tests {
     use super::*;
 
-    fn value(text: &str) -> Result<Value, Error> {
+    fn value(text: &str) -> Result<YamlValue, Error> {
         let mut entries = read(&format!("k: {text}"))?;
         assert_eq!(entries.len(), 1, "{text}");
         Ok(entries.remove(0).node.value)
@@ -265,7 +265,7 @@ mod tests {
     #[test]
     fn scalars_are_those_of_mlx_lm() {
         for (text, integer) in [("8", 8), ("-3", -3), ("+5", 5), ("0", 0), ("1_000", 1000)] {
-            assert_eq!(value(text), Ok(Value::Integer(integer)), "{text}");
+            assert_eq!(value(text), Ok(YamlValue::Integer(integer)), "{text}");
         }
         for (text, float) in [
             ("1.5", 1.5),
@@ -284,20 +284,20 @@ mod tests {
             ("-.INF", f64::NEG_INFINITY),
             ("1e400", f64::INFINITY),
         ] {
-            assert_eq!(value(text), Ok(Value::Float(float)), "{text}");
+            assert_eq!(value(text), Ok(YamlValue::Float(float)), "{text}");
         }
         for (text, flag) in [("yes", true), ("No", false), ("on", true), ("TRUE", true)] {
-            assert_eq!(value(text), Ok(Value::Bool(flag)), "{text}");
+            assert_eq!(value(text), Ok(YamlValue::Bool(flag)), "{text}");
         }
         for text in ["", "~", "null", "Null"] {
-            assert_eq!(value(text), Ok(Value::Null), "{text}");
+            assert_eq!(value(text), Ok(YamlValue::Null), "{text}");
         }
         // With a sign, without one in the exponent, or in quotes these are texts.
         for text in [
             "-.5", "+.5", ".5e3", "1e", "e5", "1.2.3", "tRUE", "y", "none", "a#b", "inf", "NaN",
             "0o10", "08", "__1", "20.0,", "C:\\d",
         ] {
-            assert_eq!(value(text), Ok(Value::Text(text.to_owned())), "{text}");
+            assert_eq!(value(text), Ok(YamlValue::Text(text.to_owned())), "{text}");
         }
         for (text, said) in [
             ("\"1e-5\"", "1e-5"),
@@ -307,9 +307,9 @@ mod tests {
             ("|\n  text", "text"),
             (">-\n  a\n  b", "a b"),
         ] {
-            assert_eq!(value(text), Ok(Value::Text(said.to_owned())), "{text}");
+            assert_eq!(value(text), Ok(YamlValue::Text(said.to_owned())), "{text}");
         }
-        assert_eq!(value("8 # why"), Ok(Value::Integer(8)));
+        assert_eq!(value("8 # why"), Ok(YamlValue::Integer(8)));
     }
 
     /// mlx-lm reads these as other numbers, dates, or errors.
@@ -367,18 +367,18 @@ mod tests {
         }
     }
 
-    fn forget_lines(entries: &mut [Entry]) {
+    fn forget_lines(entries: &mut [YamlEntry]) {
         for entry in entries {
             entry.line = 0;
             forget_line(&mut entry.node);
         }
     }
 
-    fn forget_line(node: &mut Node) {
+    fn forget_line(node: &mut YamlNode) {
         node.line = 0;
         match &mut node.value {
-            Value::List(items) => items.iter_mut().for_each(forget_line),
-            Value::Map(entries) => forget_lines(entries),
+            YamlValue::List(items) => items.iter_mut().for_each(forget_line),
+            YamlValue::Map(entries) => forget_lines(entries),
             _ => {}
         }
     }

@@ -11,12 +11,12 @@ use paceline_base::lock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::super::discovery::How;
-use super::super::member::Member;
-use super::super::session::{self, Hello, Judge, Own, Purpose, Session};
-use super::super::{ClusterKey, Key, NodeId, pairing};
-use super::channel::Channel;
-use super::links::Fresh;
+use super::super::discovery::DiscoveryMethod;
+use super::super::member::Membership;
+use super::super::session::{self, Hello, NodeSession, Own, PeerCheck, Purpose};
+use super::super::{ClusterKey, NodeId, RegisterKey, pairing};
+use super::channel::ServiceChannel;
+use super::links::NewLink;
 use super::refusals::{REVOKED, of_pairing, of_session};
 use super::{Error, HANDSHAKE_LIMIT, Inner, facts};
 
@@ -30,16 +30,16 @@ const SERVED_MAX: usize = 256;
 pub(super) const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 #[derive(Default)]
-pub(super) struct Counts {
+pub(super) struct ConnectionCounts {
     handshakes: Arc<AtomicUsize>,
     served: Arc<AtomicUsize>,
     pub(super) local: Arc<AtomicUsize>,
 }
 
 /// A slot of a bounded number; dropping it frees the slot.
-pub(super) struct Place(Arc<AtomicUsize>);
+pub(super) struct ConnectionSlot(Arc<AtomicUsize>);
 
-impl Place {
+impl ConnectionSlot {
     pub(super) fn take(count: &Arc<AtomicUsize>, most: usize) -> Option<Self> {
         let place = Self(Arc::clone(count));
         // If there is no slot, dropping `place` undoes the increment.
@@ -47,7 +47,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
@@ -94,7 +94,7 @@ impl Inner {
                 thread::sleep(Duration::from_millis(20));
                 continue;
             };
-            let Some(place) = Place::take(&self.counts.handshakes, HANDSHAKES_MAX) else {
+            let Some(place) = ConnectionSlot::take(&self.counts.handshakes, HANDSHAKES_MAX) else {
                 continue;
             };
             let inner = Arc::clone(self);
@@ -103,7 +103,7 @@ impl Inner {
         }
     }
 
-    fn answer(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: Place) {
+    fn answer(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: ConnectionSlot) {
         match first_bytes::<8>(&stream) {
             Some(pairing::PREFACE) => self.pair(stream, addr),
             Some(_) => self.shake(stream, addr, place),
@@ -111,7 +111,7 @@ impl Inner {
         }
     }
 
-    fn shake(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: Place) {
+    fn shake(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: ConnectionSlot) {
         let era = self.key_and_era().1;
         let keys = self.keys();
         let key = &keys[self.key_of(&stream, &keys)];
@@ -140,14 +140,16 @@ impl Inner {
                 let place = scoped(place, addr);
                 {
                     let mut state = lock(&self.state);
-                    state.book.add(session.peer(), place, How::Incoming);
+                    state
+                        .book
+                        .add(session.peer(), place, DiscoveryMethod::Incoming);
                     if state.key != *key {
                         // It gets the present key first, over a separate session.
                         return state.note_stale(session.peer());
                     }
                 }
                 let target = None;
-                self.link(Fresh {
+                self.link(NewLink {
                     session,
                     target,
                     era,
@@ -174,8 +176,8 @@ impl Inner {
         fits.position(|fits| fits).unwrap_or(0)
     }
 
-    fn serve(self: &Arc<Self>, session: Session, era: u64, key: &ClusterKey) {
-        let Some(_place) = Place::take(&self.counts.served, SERVED_MAX) else {
+    fn serve(self: &Arc<Self>, session: NodeSession, era: u64, key: &ClusterKey) {
+        let Some(_place) = ConnectionSlot::take(&self.counts.served, SERVED_MAX) else {
             return;
         };
         // The key may have been replaced while the peer delayed its opening message.
@@ -185,7 +187,7 @@ impl Inner {
             return;
         };
         let session = Arc::new(session);
-        let channel = Channel { session, service };
+        let channel = ServiceChannel { session, service };
         if lock(&self.state).era == era && self.keep_channel(&channel).is_ok() {
             handler(channel);
         }
@@ -227,7 +229,7 @@ impl Inner {
     pub(super) fn with_own<T>(
         &self,
         key: &ClusterKey,
-        judge: Judge<'_>,
+        judge: PeerCheck<'_>,
         work: impl FnOnce(Own<'_>) -> T,
     ) -> T {
         let mut hello = self.hello();
@@ -254,7 +256,7 @@ impl Inner {
             });
         }
         let wall_ms = self.now().wall_ms;
-        if Member::is_skewed(wall_ms, hello.wall_ms) {
+        if Membership::is_skewed(wall_ms, hello.wall_ms) {
             let seconds = wall_ms.abs_diff(hello.wall_ms) / 1000;
             return Some(format!(
                 "the clocks of the two machines are {seconds} s apart, allowed are 60 s: \
@@ -262,7 +264,7 @@ impl Inner {
             ));
         }
         let state = lock(&self.state);
-        if state.member.map().get(&Key::Revoked(id)).is_some() {
+        if state.member.map().get(&RegisterKey::Revoked(id)).is_some() {
             return Some(REVOKED.to_owned());
         }
         let link = state.links.get(&id)?;

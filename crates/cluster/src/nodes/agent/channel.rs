@@ -19,19 +19,19 @@ use paceline_base::lock;
 use serde::{Deserialize, Serialize};
 
 use super::super::NodeId;
-use super::super::session::{self, Session};
+use super::super::session::{self, NodeSession};
 use super::Error;
 
 /// Longest opening message or answer.
 pub(super) const OPENING_BYTES_MAX: usize = 1024;
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct Opening {
+pub(super) struct ServiceOpen {
     pub(super) service: String,
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct Opened {
+pub(super) struct ServiceOpenReply {
     pub(super) refused: Option<String>,
 }
 
@@ -40,12 +40,12 @@ pub(super) struct Opened {
 /// Clones are the same channel. All methods may be called from any thread. The channel is closed
 /// when its last clone is dropped, and when the other node is declared dead.
 #[derive(Clone)]
-pub struct Channel {
-    pub(super) session: Arc<Session>,
+pub struct ServiceChannel {
+    pub(super) session: Arc<NodeSession>,
     pub(super) service: String,
 }
 
-impl Channel {
+impl ServiceChannel {
     /// The node at the other end, proven by its static key.
     pub fn peer(&self) -> NodeId {
         self.session.peer()
@@ -95,14 +95,14 @@ impl Channel {
     }
 }
 
-impl fmt::Debug for Channel {
+impl fmt::Debug for ServiceChannel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "channel to {} of {}", self.service, self.session.peer())
     }
 }
 
 /// Serves one channel on its own thread; the channel may outlive the call.
-pub type Handler = Arc<dyn Fn(Channel) + Send + Sync>;
+pub type Handler = Arc<dyn Fn(ServiceChannel) + Send + Sync>;
 
 /// Handlers by name of their service.
 #[derive(Default)]
@@ -121,41 +121,47 @@ impl Services {
     /// returns the reason if the session may not open a service.
     pub(super) fn answer(
         &self,
-        session: &Session,
+        session: &NodeSession,
         refuse: &dyn Fn(&str) -> Option<String>,
         limit: Duration,
     ) -> Result<(String, Handler), session::Error> {
         let opening = session.recv(OPENING_BYTES_MAX, limit)?;
         let opening = opening.ok_or(session::Error::Late { limit })?;
-        let opening: Opening =
+        let opening: ServiceOpen =
             serde_json::from_slice(&opening).map_err(|_| session::Error::Protocol)?;
         let service = &opening.service;
         let refused = refuse(service);
         let handler = self.get(service).filter(|_| refused.is_none());
         let none = || format!("this node has no service {service:?}");
         let refused = refused.or_else(|| handler.is_none().then(none));
-        session.send(&serde_json::to_vec(&Opened { refused }).expect("an answer is JSON"))?;
+        session
+            .send(&serde_json::to_vec(&ServiceOpenReply { refused }).expect("an answer is JSON"))?;
         let handler = handler.ok_or(session::Error::Closed)?;
         Ok((opening.service, handler))
     }
 }
 
 /// Requests a service on a new session.
-pub(super) fn ask(session: Session, service: &str, limit: Duration) -> Result<Channel, Error> {
+pub(super) fn ask(
+    session: NodeSession,
+    service: &str,
+    limit: Duration,
+) -> Result<ServiceChannel, Error> {
     let service = service.to_owned();
-    let opening = Opening {
+    let opening = ServiceOpen {
         service: service.clone(),
     };
     session.send(&serde_json::to_vec(&opening).expect("an opening is JSON"))?;
     let answer = session.recv(OPENING_BYTES_MAX, limit)?;
     let answer = answer.ok_or(session::Error::Late { limit })?;
-    let answer: Opened = serde_json::from_slice(&answer).map_err(|_| session::Error::Protocol)?;
+    let answer: ServiceOpenReply =
+        serde_json::from_slice(&answer).map_err(|_| session::Error::Protocol)?;
     match answer.refused {
         Some(reason) => Err(Error::NoService {
             node: session.hello().name.clone(),
             reason,
         }),
-        None => Ok(Channel {
+        None => Ok(ServiceChannel {
             session: Arc::new(session),
             service,
         }),

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 
-use super::super::discovery::How;
-use super::super::member::Target;
-use super::super::session::{self, Hello, Purpose, Session};
+use super::super::discovery::DiscoveryMethod;
+use super::super::member::DialTarget;
+use super::super::session::{self, Hello, NodeSession, Purpose};
 use super::super::{ClusterKey, NodeId};
-use super::links::Fresh;
+use super::links::NewLink;
 use super::{DEFAULT_PORT, Error, Inner};
 
 /// Time limit for all addresses of a target together.
@@ -22,17 +22,17 @@ pub(super) const ADDRESS_LIMIT: Duration = Duration::from_millis(1500);
 
 impl Inner {
     /// Tries to make a link; the member requests it again after a failure.
-    pub(super) fn dial(self: &Arc<Self>, target: &Target, era: u64) {
+    pub(super) fn dial(self: &Arc<Self>, target: &DialTarget, era: u64) {
         let deadline = Instant::now() + DIAL_LIMIT;
         let reached = match target {
-            Target::Node(id) => self.reach(*id, Purpose::Control, deadline),
-            Target::Peer(text) => self.reach_peer(text, deadline),
+            DialTarget::Node(id) => self.reach(*id, Purpose::Control, deadline),
+            DialTarget::Peer(text) => self.reach_peer(text, deadline),
         };
         lock(&self.state).dialled(target);
         self.judge_dial(target, reached.as_ref().err());
         if let Ok(session) = reached {
             let target = Some(target.clone());
-            self.link(Fresh {
+            self.link(NewLink {
                 session,
                 target,
                 era,
@@ -41,11 +41,11 @@ impl Inner {
     }
 
     /// Records why a target cannot be reached, for `paceline nodes`.
-    fn judge_dial(&self, target: &Target, error: Option<&Error>) {
+    fn judge_dial(&self, target: &DialTarget, error: Option<&Error>) {
         if let Some(Error::Session(error)) = error {
             self.refused(error);
         }
-        if let Target::Peer(text) = target {
+        if let DialTarget::Peer(text) = target {
             let problem = error.map(|error| format!("{error}; {}", advice(error)));
             lock(&self.state).note(&format!("peer {text}"), problem);
         }
@@ -57,7 +57,7 @@ impl Inner {
         id: NodeId,
         purpose: Purpose,
         deadline: Instant,
-    ) -> Result<Session, Error> {
+    ) -> Result<NodeSession, Error> {
         let places = lock(&self.state).places(id);
         let mut last = Error::NoAddress { id };
         for place in places {
@@ -74,7 +74,7 @@ impl Inner {
         Err(last)
     }
 
-    fn reach_peer(&self, text: &str, deadline: Instant) -> Result<Session, Error> {
+    fn reach_peer(&self, text: &str, deadline: Instant) -> Result<NodeSession, Error> {
         let mut last = Error::Peer {
             text: text.to_owned(),
             reason: "it has no address".to_owned(),
@@ -83,7 +83,9 @@ impl Inner {
             match self.dial_at(place, None, Purpose::Control, deadline) {
                 Ok(session) => {
                     let id = session.peer();
-                    lock(&self.state).book.worked(id, place, How::Peer);
+                    lock(&self.state)
+                        .book
+                        .worked(id, place, DiscoveryMethod::Peer);
                     return Ok(session);
                 }
                 Err(error) => last = error.into(),
@@ -99,7 +101,7 @@ impl Inner {
         wanted: Option<NodeId>,
         purpose: Purpose,
         deadline: Instant,
-    ) -> Result<Session, session::Error> {
+    ) -> Result<NodeSession, session::Error> {
         let era = lock(&self.state).era;
         let keys = self.keys();
         let dialled = self.dial_with(&keys[0], (place, wanted, purpose), deadline);
@@ -120,7 +122,7 @@ impl Inner {
         key: &ClusterKey,
         (place, wanted, purpose): (SocketAddr, Option<NodeId>, Purpose),
         deadline: Instant,
-    ) -> Result<Session, session::Error> {
+    ) -> Result<NodeSession, session::Error> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(session::Error::Late { limit: DIAL_LIMIT });

@@ -28,8 +28,8 @@ use serde::{Deserialize, Serialize};
 
 use super::super::clock::SKEW_MAX;
 use super::super::discovery::{Probe, listen_address};
-use super::super::session::{self, Hello, Purpose, Session};
-use super::channel::{self, Channel};
+use super::super::session::{self, Hello, NodeSession, Purpose};
+use super::channel::{self, ServiceChannel};
 use super::paths::interface_of;
 use super::{Agent, Error, Inner, dial, random};
 
@@ -116,7 +116,7 @@ impl Finding {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-enum Request {
+enum DiagnosticRequest {
     Back,
     Listen,
     Connect(u16),
@@ -128,7 +128,7 @@ enum Request {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-enum Answer {
+enum DiagnosticResponse {
     /// The error, if there was one.
     Reached(Option<String>),
     /// The port on all addresses, or the error.
@@ -181,7 +181,7 @@ impl Agent {
 
 impl Inner {
     /// Connects to a control port. Passes findings to `found`; returns the session if there is one.
-    fn knock(&self, place: SocketAddr, found: &mut dyn FnMut(Finding)) -> Option<Session> {
+    fn knock(&self, place: SocketAddr, found: &mut dyn FnMut(Finding)) -> Option<NodeSession> {
         let seen: Mutex<Option<Hello>> = Mutex::default();
         let judge = |id, hello: &Hello| {
             *lock(&seen) = Some(hello.clone());
@@ -228,7 +228,7 @@ impl Inner {
     }
 
     fn is_off(&self, hello: &Hello) -> bool {
-        super::super::Member::is_skewed(self.now().wall_ms, hello.wall_ms)
+        super::super::Membership::is_skewed(self.now().wall_ms, hello.wall_ms)
     }
 
     fn clock(&self, hello: &Hello) -> Finding {
@@ -250,18 +250,22 @@ impl Inner {
         Finding::new(Test::Clock, !self.is_off(hello), found)
     }
 
-    fn examine_peer(&self, session: Session, found: &mut dyn FnMut(Finding)) -> Result<(), Error> {
+    fn examine_peer(
+        &self,
+        session: NodeSession,
+        found: &mut dyn FnMut(Finding),
+    ) -> Result<(), Error> {
         let peer = session.peer_addr().map_err(session::Error::Broken)?.ip();
         let name = session.hello().name.clone();
         let channel = channel::ask(session, SERVICE, LIMIT)?;
         let own = self.port;
-        let back = match ask(&channel, &Request::Back, LIMIT * 2)? {
-            Answer::Reached(None) => Finding::new(
+        let back = match ask(&channel, &DiagnosticRequest::Back, LIMIT * 2)? {
+            DiagnosticResponse::Reached(None) => Finding::new(
                 Test::ControlBack,
                 true,
                 format!("{name} reaches control port {own} here"),
             ),
-            Answer::Reached(Some(why)) => Finding::new(
+            DiagnosticResponse::Reached(Some(why)) => Finding::new(
                 Test::ControlBack,
                 false,
                 format!("{name} does not reach control port {own} here: {why}"),
@@ -277,16 +281,16 @@ impl Inner {
 
     fn test_data(
         &self,
-        channel: &Channel,
+        channel: &ServiceChannel,
         peer: IpAddr,
         name: &str,
         found: &mut dyn FnMut(Finding),
     ) -> Result<(), Error> {
-        let place = match ask(channel, &Request::Listen, LIMIT)? {
-            Answer::Listens(listens) => listens
+        let place = match ask(channel, &DiagnosticRequest::Listen, LIMIT)? {
+            DiagnosticResponse::Listens(listens) => listens
                 .map(|port| with_port(channel, peer, port))
                 .map_err(|why| format!("{name} has no data port: {why}")),
-            Answer::ListensAt(addr) => Ok(self.by_own_interface(channel, addr)),
+            DiagnosticResponse::ListensAt(addr) => Ok(self.by_own_interface(channel, addr)),
             _ => return Err(session::Error::Protocol.into()),
         };
         found(match place {
@@ -298,7 +302,7 @@ impl Inner {
 
     fn test_data_back(
         &self,
-        channel: &Channel,
+        channel: &ServiceChannel,
         name: &str,
         found: &mut dyn FnMut(Finding),
     ) -> Result<(), Error> {
@@ -311,18 +315,18 @@ impl Inner {
         };
         let port = addr.port();
         let request = match addr.ip().is_unspecified() {
-            true => Request::Connect(port),
-            false => Request::ConnectAt(addr),
+            true => DiagnosticRequest::Connect(port),
+            false => DiagnosticRequest::ConnectAt(addr),
         };
         let answer = ask(channel, &request, LIMIT * 2)?;
         drop(listener);
         let finding = match answer {
-            Answer::Reached(None) => Finding::new(
+            DiagnosticResponse::Reached(None) => Finding::new(
                 Test::DataBack,
                 true,
                 format!("{name} reaches data port {port} here"),
             ),
-            Answer::Reached(Some(why)) => Finding::new(
+            DiagnosticResponse::Reached(Some(why)) => Finding::new(
                 Test::DataBack,
                 false,
                 format!("{name} does not reach data port {port} here: {why}"),
@@ -348,7 +352,7 @@ impl Inner {
     /// the channel.
     fn by_own_interface(
         &self,
-        channel: &Channel,
+        channel: &ServiceChannel,
         mut addr: SocketAddr,
     ) -> Result<SocketAddr, Error> {
         let scope = |addr: SocketAddr| match addr {
@@ -367,13 +371,13 @@ impl Inner {
 
     fn test_multicast(
         &self,
-        channel: &Channel,
+        channel: &ServiceChannel,
         name: &str,
         found: &mut dyn FnMut(Finding),
     ) -> Result<(), Error> {
         let nonce = random();
         let heard = Probe::open().map(|mut probe| {
-            let asked = ask(channel, &Request::Say(nonce), LIMIT);
+            let asked = ask(channel, &DiagnosticRequest::Say(nonce), LIMIT);
             asked.map(|_| probe.hear(nonce, HEAR))
         });
         found(match heard {
@@ -381,12 +385,12 @@ impl Inner {
             Err(error) => Finding::new(Test::Multicast, false, error.to_string()),
         });
         let nonce = random();
-        ask(channel, &Request::Hear(nonce), LIMIT)?;
+        ask(channel, &DiagnosticRequest::Hear(nonce), LIMIT)?;
         let said = Probe::open().map(|mut probe| probe.say(nonce));
         let heard = read(channel, HEAR + LIMIT)?;
         found(match (said, heard) {
             (Err(error), _) => Finding::new(Test::MulticastBack, false, error.to_string()),
-            (Ok(()), Answer::Heard(heard)) => {
+            (Ok(()), DiagnosticResponse::Heard(heard)) => {
                 multicast(Test::MulticastBack, &heard, &format!("from here to {name}"))
             }
             _ => return Err(session::Error::Protocol.into()),
@@ -394,15 +398,15 @@ impl Inner {
         Ok(())
     }
 
-    fn test_bulk(&self, channel: &Channel, name: &str) -> Result<Finding, Error> {
+    fn test_bulk(&self, channel: &ServiceChannel, name: &str) -> Result<Finding, Error> {
         let stalled = |direction: &str| {
             let text = format!("large packets do not pass {direction}: they are lost on the way");
             Ok(Finding::new(Test::Mtu, false, text))
         };
-        tell(channel, &Request::Bulk(BULK_BYTES))?;
+        tell(channel, &DiagnosticRequest::Bulk(BULK_BYTES))?;
         let sent = channel.send(&vec![0; BULK_BYTES]);
         let answer = sent.and_then(|()| read(channel, LIMIT * 2));
-        let Ok(Answer::Segment {
+        let Ok(DiagnosticResponse::Segment {
             bytes,
             interface,
             mtu,
@@ -418,7 +422,7 @@ impl Inner {
         Ok(judge_mtu(channel, name, sides))
     }
 
-    pub(super) fn answer_examiner(&self, channel: &Channel) {
+    pub(super) fn answer_examiner(&self, channel: &ServiceChannel) {
         let deadline = Instant::now() + SERVE_LIMIT;
         let mut kept = None;
         while Instant::now() < deadline && !self.is_stopped() {
@@ -433,56 +437,61 @@ impl Inner {
 
     fn answer_one(
         &self,
-        channel: &Channel,
-        request: Request,
+        channel: &ServiceChannel,
+        request: DiagnosticRequest,
         kept: &mut Option<TcpListener>,
     ) -> Result<(), Error> {
         let peer = channel.peer_addr()?.ip();
         match request {
-            Request::Back => {
+            DiagnosticRequest::Back => {
                 let port = channel.session.hello().port;
                 let reached = connect(with_port(channel, peer, port)?);
-                tell(channel, &Answer::Reached(reached.err()))
+                tell(channel, &DiagnosticResponse::Reached(reached.err()))
             }
-            Request::Listen => {
+            DiagnosticRequest::Listen => {
                 let listened = self.listen_once();
                 let answer = match &listened {
-                    Ok((_, addr)) if !addr.ip().is_unspecified() => Answer::ListensAt(*addr),
-                    Ok((_, addr)) => Answer::Listens(Ok(addr.port())),
-                    Err(why) => Answer::Listens(Err(why.clone())),
+                    Ok((_, addr)) if !addr.ip().is_unspecified() => {
+                        DiagnosticResponse::ListensAt(*addr)
+                    }
+                    Ok((_, addr)) => DiagnosticResponse::Listens(Ok(addr.port())),
+                    Err(why) => DiagnosticResponse::Listens(Err(why.clone())),
                 };
                 // Without accept: a connection is established before it.
                 *kept = listened.ok().map(|(listener, _)| listener);
                 tell(channel, &answer)
             }
-            Request::Connect(port) => {
+            DiagnosticRequest::Connect(port) => {
                 let reached = connect(with_port(channel, peer, port)?);
-                tell(channel, &Answer::Reached(reached.err()))
+                tell(channel, &DiagnosticResponse::Reached(reached.err()))
             }
-            Request::ConnectAt(addr) => {
+            DiagnosticRequest::ConnectAt(addr) => {
                 let reached = connect(self.by_own_interface(channel, addr)?);
-                tell(channel, &Answer::Reached(reached.err()))
+                tell(channel, &DiagnosticResponse::Reached(reached.err()))
             }
-            Request::Say(nonce) => {
-                tell(channel, &Answer::Said)?;
+            DiagnosticRequest::Say(nonce) => {
+                tell(channel, &DiagnosticResponse::Said)?;
                 if let Ok(mut probe) = Probe::open() {
                     probe.say(nonce);
                 }
                 Ok(())
             }
-            Request::Hear(nonce) => {
+            DiagnosticRequest::Hear(nonce) => {
                 let probe = Probe::open();
-                tell(channel, &Answer::Said)?;
+                tell(channel, &DiagnosticResponse::Said)?;
                 let heard = probe.map(|mut probe| probe.hear(nonce, HEAR));
-                tell(channel, &Answer::Heard(heard.unwrap_or_default()))
+                tell(
+                    channel,
+                    &DiagnosticResponse::Heard(heard.unwrap_or_default()),
+                )
             }
-            Request::Bulk(bytes) => {
+            DiagnosticRequest::Bulk(bytes) => {
                 let bytes = bytes.min(BULK_BYTES);
                 if channel.recv(bytes, LIMIT * 2)?.is_none() {
                     return Err(session::Error::Late { limit: LIMIT * 2 }.into());
                 }
                 let (segment_bytes, interface, mtu) = segment(channel);
-                let answer = Answer::Segment {
+                let answer = DiagnosticResponse::Segment {
                     bytes: segment_bytes,
                     interface,
                     mtu,
@@ -515,7 +524,7 @@ pub(super) fn listen_within(
 }
 
 /// The peer's address with another port, and with an interface if needed.
-fn with_port(channel: &Channel, peer: IpAddr, port: u16) -> Result<SocketAddr, Error> {
+fn with_port(channel: &ServiceChannel, peer: IpAddr, port: u16) -> Result<SocketAddr, Error> {
     let mut addr = channel.peer_addr()?;
     debug_assert_eq!(addr.ip(), peer, "a channel's peer stays");
     addr.set_port(port);
@@ -562,9 +571,9 @@ fn multicast(test: Test, heard: &[String], way: &str) -> Finding {
 }
 
 /// MSS of one end's connection in bytes, and its outgoing interface and MTU.
-type Side = (Option<u32>, String, Option<u32>);
+type PathEnd = (Option<u32>, String, Option<u32>);
 
-fn segment(channel: &Channel) -> Side {
+fn segment(channel: &ServiceChannel) -> PathEnd {
     let interface = channel.own_addr().map(interface_of).unwrap_or_default();
     let file = format!("/sys/class/net/{interface}/mtu");
     let mtu = std::fs::read_to_string(file).ok();
@@ -572,7 +581,7 @@ fn segment(channel: &Channel) -> Side {
     (channel.session.segment_bytes(), interface, mtu)
 }
 
-fn judge_mtu(channel: &Channel, name: &str, sides: [(bool, Side); 2]) -> Finding {
+fn judge_mtu(channel: &ServiceChannel, name: &str, sides: [(bool, PathEnd); 2]) -> Finding {
     let is_v4 = channel
         .peer_addr()
         .is_ok_and(|addr| addr.ip().to_canonical().is_ipv4());
@@ -603,21 +612,25 @@ fn judge_mtu(channel: &Channel, name: &str, sides: [(bool, Side); 2]) -> Finding
 
 /// Reads `bytes` as messages of a diagnosis, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
-    let _ = serde_json::from_slice::<Request>(bytes);
-    let _ = serde_json::from_slice::<Answer>(bytes);
+    let _ = serde_json::from_slice::<DiagnosticRequest>(bytes);
+    let _ = serde_json::from_slice::<DiagnosticResponse>(bytes);
 }
 
-fn tell(channel: &Channel, message: &impl Serialize) -> Result<(), Error> {
+fn tell(channel: &ServiceChannel, message: &impl Serialize) -> Result<(), Error> {
     channel.send(&serde_json::to_vec(message).expect("a message is JSON"))
 }
 
-fn read<T: DeserializeOwned>(channel: &Channel, limit: Duration) -> Result<T, Error> {
+fn read<T: DeserializeOwned>(channel: &ServiceChannel, limit: Duration) -> Result<T, Error> {
     let message = channel.recv(channel::OPENING_BYTES_MAX, limit)?;
     let message = message.ok_or(session::Error::Late { limit })?;
     Ok(serde_json::from_slice(&message).map_err(|_| session::Error::Protocol)?)
 }
 
-fn ask(channel: &Channel, request: &Request, limit: Duration) -> Result<Answer, Error> {
+fn ask(
+    channel: &ServiceChannel,
+    request: &DiagnosticRequest,
+    limit: Duration,
+) -> Result<DiagnosticResponse, Error> {
     tell(channel, request)?;
     read(channel, limit)
 }

@@ -6,10 +6,10 @@ use std::net::{IpAddr, SocketAddr};
 
 use serde::{Deserialize, Serialize};
 
-use super::super::discovery::How;
+use super::super::discovery::DiscoveryMethod;
 use super::super::member::Life;
 use super::super::paths::Path;
-use super::super::{Key, NodeId, Registers};
+use super::super::{NodeId, RegisterKey, Registers};
 
 /// Version of the protocol between nodes. Raised when an older node would misunderstand.
 pub const PROTOCOL: u32 = 3;
@@ -17,7 +17,7 @@ pub const PROTOCOL: u32 = 3;
 /// A node's description of itself, an entry of the shared map.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Facts {
+pub struct NodeFacts {
     /// Name of the host.
     pub name: String,
     /// Version of the program.
@@ -64,7 +64,7 @@ pub struct Kind {
     pub class: String,
 }
 
-impl Facts {
+impl NodeFacts {
     /// Nodes of one kind share instances.
     pub fn kind(&self) -> Kind {
         Kind {
@@ -92,7 +92,7 @@ pub struct NodeView {
     /// How this node discovered it: `self`, or a name of [`How`].
     pub found_by: String,
     /// All methods by which it was discovered, the best first.
-    pub heard_by: Vec<How>,
+    pub heard_by: Vec<DiscoveryMethod>,
     /// Whether there is a session with it.
     pub linked: bool,
     /// Milliseconds of its last answer to a ping of this node, while its answers are late; see
@@ -102,7 +102,7 @@ pub struct NodeView {
     /// Its facts; only the name is set before they arrive. The name has a suffix if another node
     /// has the same, and comes from the id if the node has none.
     #[serde(flatten)]
-    pub facts: Facts,
+    pub facts: NodeFacts,
 }
 
 impl NodeView {
@@ -114,16 +114,16 @@ impl NodeView {
 
 /// A node with its measured network paths.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NodeWays {
+pub struct NodePaths {
     #[serde(flatten)]
     pub node: NodeView,
     /// Its paths to other nodes.
-    pub paths: Vec<Way>,
+    pub paths: Vec<NetworkPath>,
 }
 
 /// A measured network path from a node to another, with names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Way {
+pub struct NetworkPath {
     /// Name of the other node.
     pub to_name: String,
     #[serde(flatten)]
@@ -131,33 +131,35 @@ pub struct Way {
 }
 
 /// Paths with names, to known nodes.
-pub(super) fn ways(paths: Vec<Path>, names: &BTreeMap<NodeId, String>) -> Vec<Way> {
+pub(super) fn ways(paths: Vec<Path>, names: &BTreeMap<NodeId, String>) -> Vec<NetworkPath> {
     let named = paths.into_iter().filter_map(|path| {
         let to_name = names.get(&path.to)?.clone();
-        Some(Way { to_name, path })
+        Some(NetworkPath { to_name, path })
     });
     named.collect()
 }
 
-pub(super) fn all(map: &Registers) -> BTreeMap<NodeId, Facts> {
+pub(super) fn all(map: &Registers) -> BTreeMap<NodeId, NodeFacts> {
     let facts = map.iter().filter_map(|(key, register)| {
-        let Key::Node(id) = key else { return None };
+        let RegisterKey::Node(id) = key else {
+            return None;
+        };
         let facts = serde_json::from_str(register.value.as_deref()?).ok()?;
         Some((*id, facts))
     });
     facts.collect()
 }
 
-pub(super) fn of(map: &Registers, id: NodeId) -> Option<Facts> {
-    serde_json::from_str(map.get(&Key::Node(id))?).ok()
+pub(super) fn of(map: &Registers, id: NodeId) -> Option<NodeFacts> {
+    serde_json::from_str(map.get(&RegisterKey::Node(id))?).ok()
 }
 
 /// Displayed names: a host name belongs to the lowest id that has it; the others get a suffix.
 ///
 /// All nodes with the same map compute the same names.
-pub(super) fn names(facts: &BTreeMap<NodeId, Facts>) -> BTreeMap<NodeId, String> {
+pub(super) fn names(facts: &BTreeMap<NodeId, NodeFacts>) -> BTreeMap<NodeId, String> {
     let mut taken = std::collections::BTreeSet::new();
-    let name = |(id, facts): (&NodeId, &Facts)| {
+    let name = |(id, facts): (&NodeId, &NodeFacts)| {
         let plain = shown(&facts.name, *id);
         let name = match taken.contains(&plain) {
             true => format!("{plain}-{}", &id.to_string()[..4]),
@@ -180,14 +182,14 @@ pub(super) fn shown(name: &str, id: NodeId) -> String {
 }
 
 /// The JSON name of `how`.
-pub(super) fn word(how: How) -> &'static str {
+pub(super) fn word(how: DiscoveryMethod) -> &'static str {
     match how {
-        How::Beacon6 => "beacon6",
-        How::Beacon4 => "beacon4",
-        How::Mdns => "mdns",
-        How::Peer => "peer",
-        How::Incoming => "incoming",
-        How::Told => "told",
+        DiscoveryMethod::Beacon6 => "beacon6",
+        DiscoveryMethod::Beacon4 => "beacon4",
+        DiscoveryMethod::Mdns => "mdns",
+        DiscoveryMethod::Peer => "peer",
+        DiscoveryMethod::Incoming => "incoming",
+        DiscoveryMethod::Told => "told",
     }
 }
 
@@ -197,9 +199,9 @@ mod tests {
 
     #[test]
     fn equal_host_names_get_a_suffix() {
-        let named = |name: &str| Facts {
+        let named = |name: &str| NodeFacts {
             name: name.to_owned(),
-            ..Facts::default()
+            ..NodeFacts::default()
         };
         let facts = BTreeMap::from([
             (NodeId([1; 16]), named("mini")),

@@ -18,7 +18,7 @@ use std::time::Duration;
 use zeroize::Zeroizing;
 
 use super::super::identity::write_secret;
-use super::super::{ClusterKey, Identity, Key, Register, Registers};
+use super::super::{ClusterKey, Identity, Register, RegisterKey, Registers};
 use super::Error;
 use super::rekey::FORMER_MAX;
 
@@ -35,11 +35,11 @@ const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// The folder of a node.
 #[derive(Clone, Debug)]
-pub(super) struct Files {
+pub(super) struct NodeFolder {
     folder: PathBuf,
 }
 
-impl Files {
+impl NodeFolder {
     /// The folder of the node whose home is `home`.
     pub(super) fn new(home: &Path) -> Self {
         Self {
@@ -132,7 +132,7 @@ impl Files {
 
     /// The saved map. An unreadable file counts as an empty map: the other nodes have all entries.
     pub(super) fn map(&self) -> Registers {
-        let entries = || -> io::Result<Vec<(Key, Register)>> {
+        let entries = || -> io::Result<Vec<(RegisterKey, Register)>> {
             let mut bytes = Vec::new();
             let file = File::open(self.folder.join("map.json"))?;
             file.take(MAP_BYTES_MAX).read_to_end(&mut bytes)?;
@@ -143,7 +143,7 @@ impl Files {
 
     /// Saves the map with mode 0600, because it has hashes of API keys.
     pub(super) fn save_map(&self, map: &Registers) -> Result<(), Error> {
-        let entries: Vec<(&Key, &Register)> = map.iter().collect();
+        let entries: Vec<(&RegisterKey, &Register)> = map.iter().collect();
         let text = serde_json::to_vec(&entries).expect("a map is JSON");
         Ok(write_secret(&self.folder.join("map.json"), &text)?)
     }
@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn a_key_whose_replacement_was_cut_off_can_be_replaced() {
         let home = tempfile::tempdir().unwrap();
-        let files = Files::new(home.path());
+        let files = NodeFolder::new(home.path());
         let [old, new] = [2, 1].map(|byte| ClusterKey::new([byte; 32]));
         let former = vec![old.clone()];
         files.save_renewed(&new, 5, &former).unwrap();

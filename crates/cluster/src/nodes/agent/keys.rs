@@ -11,7 +11,7 @@ use std::sync::Arc;
 use paceline_base::lock;
 
 use super::super::member::Event;
-use super::super::{Key, Registers};
+use super::super::{RegisterKey, Registers};
 use super::Inner;
 
 /// A file of API keys, by their ids; each value is the JSON of one key.
@@ -32,7 +32,9 @@ pub trait KeyFile: Send + Sync {
 /// Live entries of the map.
 pub(super) fn of(map: &Registers) -> BTreeMap<String, String> {
     let entries = map.iter().filter_map(|(key, register)| {
-        let Key::ApiKey(id) = key else { return None };
+        let RegisterKey::ApiKey(id) = key else {
+            return None;
+        };
         Some((id.clone(), register.value.clone()?))
     });
     entries.collect()
@@ -49,7 +51,7 @@ impl Inner {
         let wanted = {
             let mut state = lock(&self.state);
             for (key, value) in changes(synced, &here, &of(state.member.map())) {
-                let (key, epoch) = (Key::ApiKey(key), 0);
+                let (key, epoch) = (RegisterKey::ApiKey(key), 0);
                 self.step(&mut state, Event::Write { key, epoch, value });
             }
             of(state.member.map())

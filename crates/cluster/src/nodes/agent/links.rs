@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 
 use super::super::NodeId;
-use super::super::member::{Event, Message, Target};
-use super::super::session::Session;
+use super::super::member::{DialTarget, Event, GossipMessage};
+use super::super::session::NodeSession;
 use super::Inner;
 
 /// Queue length of a link. A node sends some four messages a second to each other node, more when
@@ -22,9 +22,9 @@ const MESSAGE_BYTES_MAX: usize = 8 << 20;
 const READ_LIMIT: Duration = Duration::from_secs(30);
 
 /// The session with a node. Dropping it sends what is queued, then closes the session.
-pub(super) struct Link {
-    pub(super) session: Arc<Session>,
-    pub(super) queue: SyncSender<Message>,
+pub(super) struct PeerLink {
+    pub(super) session: Arc<NodeSession>,
+    pub(super) queue: SyncSender<GossipMessage>,
     /// Time of the last message.
     pub(super) heard: Arc<Mutex<Instant>>,
     number: u64,
@@ -33,10 +33,10 @@ pub(super) struct Link {
 }
 
 /// A newly established session.
-pub(super) struct Fresh {
-    pub(super) session: Session,
+pub(super) struct NewLink {
+    pub(super) session: NodeSession,
     /// The dialled target; `None` if the other node connected.
-    pub(super) target: Option<Target>,
+    pub(super) target: Option<DialTarget>,
     /// The era in which its handshake began.
     pub(super) era: u64,
 }
@@ -44,8 +44,8 @@ pub(super) struct Fresh {
 impl Inner {
     /// Makes a session the link with its node. Of two sessions made at the same time, both nodes
     /// keep the one that the lower id made.
-    pub(super) fn link(self: &Arc<Self>, fresh: Fresh) {
-        let Fresh {
+    pub(super) fn link(self: &Arc<Self>, fresh: NewLink) {
+        let NewLink {
             session,
             target,
             era,
@@ -74,10 +74,10 @@ impl Inner {
 
     fn start_link(
         self: &Arc<Self>,
-        session: Session,
+        session: NodeSession,
         number: u64,
         is_preferred: bool,
-    ) -> Option<Link> {
+    ) -> Option<PeerLink> {
         let session = Arc::new(session);
         let (queue, messages) = sync_channel(QUEUE_MAX);
         let heard = Arc::new(Mutex::new(Instant::now()));
@@ -88,7 +88,7 @@ impl Inner {
         let noted = Arc::clone(&heard);
         let read = move || inner.read(&reading, number, &noted);
         self.spawn("read", read).ok()?;
-        Some(Link {
+        Some(PeerLink {
             session,
             queue,
             heard,
@@ -99,7 +99,7 @@ impl Inner {
 
     /// Passes messages to the member until the session ends or is replaced. Its writer closes it
     /// once the queue is sent, including the last message of a leaving node.
-    fn read(self: &Arc<Self>, session: &Session, number: u64, heard: &Mutex<Instant>) {
+    fn read(self: &Arc<Self>, session: &NodeSession, number: u64, heard: &Mutex<Instant>) {
         let from = session.peer();
         loop {
             let message = match session.recv(MESSAGE_BYTES_MAX, READ_LIMIT) {
@@ -144,7 +144,7 @@ impl Inner {
 }
 
 /// Sends queued messages; closes the session when the link is dropped or a send fails.
-fn write(session: &Session, messages: &Receiver<Message>) {
+fn write(session: &NodeSession, messages: &Receiver<GossipMessage>) {
     while let Ok(message) = messages.recv() {
         let bytes = serde_json::to_vec(&message).expect("a message is JSON");
         if session.send(&bytes).is_err() {

@@ -26,8 +26,8 @@ use serde_json::{Value, json};
 
 use super::super::ClusterKey;
 use super::super::pairing::Code;
-use super::accept::{Place, is_ready};
-use super::files::Files;
+use super::accept::{ConnectionSlot, is_ready};
+use super::files::NodeFolder;
 use super::{Agent, Inner, SOCKET_PATH_MAX};
 
 /// Most concurrent clients; further ones are closed.
@@ -44,16 +44,16 @@ const CLIENT_LIMIT: Duration = Duration::from_secs(10);
 const STARTING: Duration = Duration::from_secs(5);
 
 /// Receives a progress report; returns false once the client is gone.
-pub type Progress<'a> = dyn FnMut(Value) -> bool + 'a;
+pub type CommandProgress<'a> = dyn FnMut(Value) -> bool + 'a;
 
 /// Handles a command, with its arguments and the receiver of progress reports.
 pub trait Command:
-    Fn(&Value, &mut Progress<'_>) -> Result<Value, String> + Send + Sync + 'static
+    Fn(&Value, &mut CommandProgress<'_>) -> Result<Value, String> + Send + Sync + 'static
 {
 }
 
 impl<F> Command for F where
-    F: Fn(&Value, &mut Progress<'_>) -> Result<Value, String> + Send + Sync + 'static
+    F: Fn(&Value, &mut CommandProgress<'_>) -> Result<Value, String> + Send + Sync + 'static
 {
 }
 
@@ -83,7 +83,7 @@ impl Commands {
 }
 
 #[derive(Serialize, Deserialize)]
-struct Request {
+struct CommandRequest {
     command: String,
     #[serde(default)]
     arguments: Value,
@@ -91,7 +91,7 @@ struct Request {
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Line {
+enum CommandReply {
     Progress(Value),
     Ok(Value),
     Error(String),
@@ -138,17 +138,17 @@ pub fn ask_while(
     limit: Duration,
     mut progress: impl FnMut(Value) -> bool,
 ) -> Result<Value, Error> {
-    let path = Files::new(home).socket();
+    let path = NodeFolder::new(home).socket();
     let stream = UnixStream::connect(&path).map_err(|source| match source.kind() {
         ErrorKind::NotFound | ErrorKind::ConnectionRefused => Error::NotUp,
         _ => broken(&path, source),
     })?;
     let command = command.to_owned();
-    let request = Request { command, arguments };
+    let request = CommandRequest { command, arguments };
     let exchanged = exchange(&stream, &request, limit, &mut progress);
     match exchanged.map_err(|source| broken(&path, source))? {
-        Line::Error(reason) => Err(Error::Refused(reason)),
-        Line::Ok(value) | Line::Progress(value) => Ok(value),
+        CommandReply::Error(reason) => Err(Error::Refused(reason)),
+        CommandReply::Ok(value) | CommandReply::Progress(value) => Ok(value),
     }
 }
 
@@ -159,19 +159,19 @@ fn broken(path: &Path, source: io::Error) -> Error {
 
 fn exchange(
     stream: &UnixStream,
-    request: &Request,
+    request: &CommandRequest,
     limit: Duration,
-    progress: &mut Progress<'_>,
-) -> io::Result<Line> {
+    progress: &mut CommandProgress<'_>,
+) -> io::Result<CommandReply> {
     stream.set_read_timeout(Some(limit))?;
     stream.set_write_timeout(Some(CLIENT_LIMIT))?;
     send(stream, request)?;
     let mut reader = BufReader::new(stream);
     loop {
         match serde_json::from_str(&read_line(&mut reader)?)? {
-            Line::Progress(value) => {
+            CommandReply::Progress(value) => {
                 if !progress(value) {
-                    return Ok(Line::Ok(Value::Null));
+                    return Ok(CommandReply::Ok(Value::Null));
                 }
             }
             last => return Ok(last),
@@ -226,7 +226,7 @@ pub(super) fn serve(inner: &Arc<Inner>, agent: &Agent, listener: &UnixListener) 
             std::thread::sleep(Duration::from_millis(20));
             continue;
         };
-        let Some(place) = Place::take(&inner.counts.local, CLIENTS_MAX) else {
+        let Some(place) = ConnectionSlot::take(&inner.counts.local, CLIENTS_MAX) else {
             continue;
         };
         let agent = agent.clone();
@@ -246,15 +246,22 @@ fn answer(agent: &Agent, stream: &UnixStream) -> io::Result<()> {
     stream.set_write_timeout(Some(CLIENT_LIMIT))?;
     let request = read_line(&mut BufReader::new(stream))?;
     // A lost client ends a command only if the command checks for it.
-    let mut progress = |value| send(stream, &Line::Progress(value)).is_ok();
-    let outcome = match serde_json::from_str::<Request>(&request) {
+    let mut progress = |value| send(stream, &CommandReply::Progress(value)).is_ok();
+    let outcome = match serde_json::from_str::<CommandRequest>(&request) {
         Ok(request) => execute(agent, &request, &mut progress),
         Err(error) => Err(format!("not a command: {error}")),
     };
-    send(stream, &outcome.map_or_else(Line::Error, Line::Ok))
+    send(
+        stream,
+        &outcome.map_or_else(CommandReply::Error, CommandReply::Ok),
+    )
 }
 
-fn execute(agent: &Agent, request: &Request, progress: &mut Progress<'_>) -> Result<Value, String> {
+fn execute(
+    agent: &Agent,
+    request: &CommandRequest,
+    progress: &mut CommandProgress<'_>,
+) -> Result<Value, String> {
     let arguments = &request.arguments;
     let text = |name: &str| arguments[name].as_str();
     let needed = |name: &str| text(name).ok_or_else(|| format!("the argument {name} is missing"));
@@ -335,7 +342,7 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(20));
                 commands.add(
                     "ps",
-                    Arc::new(|_: &Value, _: &mut Progress<'_>| Ok(json!(1))),
+                    Arc::new(|_: &Value, _: &mut CommandProgress<'_>| Ok(json!(1))),
                 );
             });
             let deadline = Instant::now() + Duration::from_secs(60);

@@ -9,11 +9,11 @@ use paceline_base::lock;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
-use super::super::member::{Event, Life, Target};
+use super::super::member::{DialTarget, Event, Life};
 use super::super::pairing::{self, Code, Invitation};
-use super::super::{ClusterKey, Key, NodeId, Registers, discovery, placement, revocation};
+use super::super::{ClusterKey, NodeId, RegisterKey, Registers, discovery, placement, revocation};
 use super::facts::NodeView;
-use super::files::Files;
+use super::files::NodeFolder;
 use super::{Agent, Error, HANDSHAKE_LIMIT, dial, facts, paths};
 
 /// How long a newcomer listens for a machine that displays a code, which sends a beacon once a
@@ -74,7 +74,7 @@ impl Agent {
             self.enter(key)?;
         }
         if let Some(addr) = at {
-            let found = Event::Found(Target::Peer(addr.to_string()));
+            let found = Event::Found(DialTarget::Peer(addr.to_string()));
             self.inner.step(&mut lock(&self.inner.state), found);
         }
         let deadline = Instant::now() + MEET;
@@ -132,7 +132,7 @@ impl Agent {
             return Err(Error::Itself);
         }
         let entry = revocation::entry(&self.inner.identity, node.id)?;
-        self.write(Key::Revoked(node.id), 0, Some(entry))?;
+        self.write(RegisterKey::Revoked(node.id), 0, Some(entry))?;
         self.inner.renew_key()?;
         Ok(node.id)
     }
@@ -148,7 +148,7 @@ impl Agent {
             Life::Alive => "alive",
             Life::Suspect => "suspect",
             Life::Dead | Life::Left => {
-                self.write(Key::Node(node.id), 0, None)?;
+                self.write(RegisterKey::Node(node.id), 0, None)?;
                 // Removes its measured paths too, if it published any.
                 let _: Result<(), _> = self.write(paths::key_of(node.id), 0, None);
                 return Ok(node.id);
@@ -207,7 +207,7 @@ fn is_alone(others: &[String]) -> Result<(), Error> {
 
 fn has_no_instances(
     map: &Registers,
-    counts: impl Fn(&placement::Wanted) -> bool,
+    counts: impl Fn(&placement::InstanceSpec) -> bool,
 ) -> Result<(), Error> {
     let wanted = placement::wanted(map).filter(|(_, _, wanted)| counts(wanted));
     let models: Vec<String> = wanted.map(|(_, _, wanted)| wanted.model).collect();
@@ -245,7 +245,7 @@ fn pair(code: &Code, peer: Option<&str>) -> Result<(ClusterKey, SocketAddr), Err
 /// # Errors
 /// [`Error::Running`], files that cannot be used.
 pub fn token_at_rest(home: &Path) -> Result<Zeroizing<String>, Error> {
-    let files = Files::new(home);
+    let files = NodeFolder::new(home);
     let _held = files.lock()?;
     Ok(files.key()?.token())
 }
@@ -255,7 +255,7 @@ pub fn token_at_rest(home: &Path) -> Result<Zeroizing<String>, Error> {
 /// # Errors
 /// [`Error::Running`], [`Error::HasMembers`], [`Error::HasInstances`].
 pub fn join_at_rest(home: &Path, key: &ClusterKey) -> Result<Joined, Error> {
-    let files = Files::new(home);
+    let files = NodeFolder::new(home);
     let _held = files.lock()?;
     let already = files.key()? == *key;
     if !already {
@@ -278,14 +278,14 @@ pub fn join_at_rest(home: &Path, key: &ClusterKey) -> Result<Joined, Error> {
 /// As [`Agent::join_by_code`], and [`Error::Running`].
 pub fn join_by_code_at_rest(home: &Path, code: &Code, peer: Option<&str>) -> Result<Joined, Error> {
     {
-        let files = Files::new(home);
+        let files = NodeFolder::new(home);
         let _held = files.lock()?;
         check_at_rest(&files)?;
     }
     join_at_rest(home, &pair(code, peer)?.0)
 }
 
-fn check_at_rest(files: &Files) -> Result<(), Error> {
+fn check_at_rest(files: &NodeFolder) -> Result<(), Error> {
     let (own, map) = (files.identity()?.id(), files.map());
     let mut facts = facts::all(&map);
     facts.remove(&own);

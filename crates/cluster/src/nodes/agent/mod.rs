@@ -56,11 +56,11 @@ use paceline_base::lock;
 use super::member::{Event, Life, Pace};
 use super::pairing;
 use super::session::{self, Hello, Purpose};
-use super::{Identity, Key, NodeId, Now, Registers, Signature};
-pub use channel::{Channel, Handler};
+use super::{Identity, NodeId, Now, RegisterKey, Registers, Signature};
+pub use channel::{Handler, ServiceChannel};
 pub use examine::{Finding, Test};
-pub use facts::{Facts, Kind, NodeView, NodeWays, PROTOCOL, Way};
-use files::Files;
+pub use facts::{Kind, NetworkPath, NodeFacts, NodePaths, NodeView, PROTOCOL};
+use files::NodeFolder;
 pub use keys::KeyFile;
 pub use membership::{Joined, join_at_rest, join_by_code_at_rest, token_at_rest};
 pub use refusals::Refusal;
@@ -164,7 +164,7 @@ pub struct Config {
     /// Folder of paceline's files; the node's are in `node` below it.
     pub home: PathBuf,
     /// The machine's facts that the caller knows.
-    pub facts: Facts,
+    pub facts: NodeFacts,
     /// Control port on all addresses; 0 takes a free one.
     pub port: u16,
     /// Nodes to reach at `host` or `host:port`, where beacons do not arrive.
@@ -182,15 +182,15 @@ pub struct Config {
     /// The API keys of this machine, shared with the cluster.
     pub keys: Option<Arc<dyn KeyFile>>,
     /// Receives log lines about the cluster.
-    pub tell: Tell,
+    pub tell: LogSink,
 }
 
 /// Receives a log line, on its own thread. Lines are dropped while it is behind.
-pub type Tell = Arc<dyn Fn(&str) + Send + Sync>;
+pub type LogSink = Arc<dyn Fn(&str) + Send + Sync>;
 
 impl Config {
     /// The node whose files are below `home`, with the defaults.
-    pub fn new(home: &Path, facts: Facts) -> Self {
+    pub fn new(home: &Path, facts: NodeFacts) -> Self {
         Self {
             home: home.to_owned(),
             facts,
@@ -221,7 +221,7 @@ pub struct Agent {
 
 /// State shared by the threads.
 struct Inner {
-    files: Files,
+    files: NodeFolder,
     identity: Identity,
     boot: u64,
     port: u16,
@@ -238,7 +238,7 @@ struct Inner {
     measured: Condvar,
     services: channel::Services,
     commands: local::Commands,
-    counts: accept::Counts,
+    counts: accept::ConnectionCounts,
     refusals: Mutex<Refusals>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     lines: Mutex<Option<SyncSender<String>>>,
@@ -252,7 +252,7 @@ impl Agent {
     /// # Errors
     /// [`Error::Running`], [`Error::Port`], files that cannot be used.
     pub fn start(config: Config) -> Result<Self, Error> {
-        let files = Files::new(&config.home);
+        let files = NodeFolder::new(&config.home);
         let held = files.lock()?;
         let identity = files.identity()?;
         let key = files.key()?;
@@ -278,7 +278,7 @@ impl Agent {
             measured: Condvar::new(),
             services: channel::Services::default(),
             commands: local::Commands::default(),
-            counts: accept::Counts::default(),
+            counts: accept::ConnectionCounts::default(),
             refusals: Mutex::default(),
             threads: Mutex::default(),
             lines: Mutex::new(Some(lines)),
@@ -363,7 +363,7 @@ impl Agent {
     ///
     /// # Errors
     /// [`Error::MapRefuses`]: nothing has changed.
-    pub fn write(&self, key: Key, epoch: u64, value: Option<String>) -> Result<(), Error> {
+    pub fn write(&self, key: RegisterKey, epoch: u64, value: Option<String>) -> Result<(), Error> {
         let mut state = lock(&self.inner.state);
         let before = state.member.map().root();
         self.inner
@@ -381,8 +381,8 @@ impl Agent {
     }
 
     /// Waits for changes of the map or of nodes' lives from now on.
-    pub fn watch(&self) -> Watch {
-        Watch {
+    pub fn watch(&self) -> ChangeWatch {
+        ChangeWatch {
             inner: Arc::clone(&self.inner),
             seen: lock(&self.inner.state).version,
         }
@@ -390,7 +390,7 @@ impl Agent {
 
     /// Serves channels to `service` on this node; replaces an earlier handler. Each channel gets a
     /// thread; at most 256 at a time.
-    pub fn serve(&self, service: &str, handler: impl Fn(Channel) + Send + Sync + 'static) {
+    pub fn serve(&self, service: &str, handler: impl Fn(ServiceChannel) + Send + Sync + 'static) {
         self.inner.services.add(service, Arc::new(handler));
     }
 
@@ -405,13 +405,23 @@ impl Agent {
     ///
     /// # Errors
     /// [`Error::NoAddress`], [`Error::NoService`], [`Error::Session`].
-    pub fn open(&self, to: NodeId, service: &str, limit: Duration) -> Result<Channel, Error> {
+    pub fn open(
+        &self,
+        to: NodeId,
+        service: &str,
+        limit: Duration,
+    ) -> Result<ServiceChannel, Error> {
         let deadline = Instant::now() + limit;
         let open = || self.open_once(to, service, deadline);
         self.inner.with_newest_key(deadline, open)
     }
 
-    fn open_once(&self, to: NodeId, service: &str, deadline: Instant) -> Result<Channel, Error> {
+    fn open_once(
+        &self,
+        to: NodeId,
+        service: &str,
+        deadline: Instant,
+    ) -> Result<ServiceChannel, Error> {
         let session = self.inner.reach(to, Purpose::Service, deadline)?;
         let left = deadline.saturating_duration_since(Instant::now());
         let channel = channel::ask(session, service, left.max(Duration::from_millis(1)))?;
@@ -445,12 +455,12 @@ impl Agent {
 
     /// All nodes with their measured paths, as of [`nodes`](Self::nodes). Cost: parses every node's
     /// published paths, some kilobytes each.
-    pub fn nodes_and_ways(&self) -> Vec<NodeWays> {
+    pub fn nodes_and_ways(&self) -> Vec<NodePaths> {
         let state = lock(&self.inner.state);
         let nodes = state.views(self.id());
         let names = nodes.iter().map(|node| (node.id, node.facts.name.clone()));
         let names = names.collect();
-        let told = |node: NodeView| NodeWays {
+        let told = |node: NodeView| NodePaths {
             paths: facts::ways(state.paths(node.id), &names),
             node,
         };
@@ -500,12 +510,12 @@ impl fmt::Debug for Agent {
 
 /// Watches changes of the shared map and of nodes' lives. No change is missed, but several may be
 /// reported as one.
-pub struct Watch {
+pub struct ChangeWatch {
     inner: Arc<Inner>,
     seen: u64,
 }
 
-impl Watch {
+impl ChangeWatch {
     /// Waits until something has changed since the last call, at most `timeout`. `false` after the
     /// timeout and once the agent has stopped.
     pub fn wait(&mut self, timeout: Duration) -> bool {
@@ -527,7 +537,7 @@ impl Watch {
     }
 }
 
-impl fmt::Debug for Watch {
+impl fmt::Debug for ChangeWatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Watch(seen {})", self.seen)
     }
@@ -627,9 +637,9 @@ fn random() -> u64 {
 
 /// Reads `bytes` as an opening message and as messages of this module's channels, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
-    let _ = serde_json::from_slice::<channel::Opening>(bytes);
-    let _ = serde_json::from_slice::<channel::Opened>(bytes);
-    let _ = serde_json::from_slice::<Facts>(bytes);
+    let _ = serde_json::from_slice::<channel::ServiceOpen>(bytes);
+    let _ = serde_json::from_slice::<channel::ServiceOpenReply>(bytes);
+    let _ = serde_json::from_slice::<NodeFacts>(bytes);
     examine::parse(bytes);
     rekey::parse(bytes);
 }

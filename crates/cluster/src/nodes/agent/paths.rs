@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 
 use super::super::member::{Event, Life};
-use super::super::paths::{Due, News, Path, Sample, Wanted, is_link_local, is_news};
+use super::super::paths::{Due, Path, PathChange, PathProbe, PathSample, is_link_local, is_news};
 use super::super::session::{self, Purpose};
-use super::super::{Key, NodeId};
-use super::channel::{self, Channel};
+use super::super::{NodeId, RegisterKey};
+use super::channel::{self, ServiceChannel};
 use super::{Agent, Error, Inner, facts};
 
 /// The service's name.
@@ -70,13 +70,13 @@ impl Agent {
 
     /// Makes `nodes` measure their paths now, and waits for it, at most some seconds. Skips nodes
     /// that do not answer.
-    pub fn measure(&self, nodes: &[NodeId], wanted: Wanted) {
+    pub fn measure(&self, nodes: &[NodeId], wanted: PathProbe) {
         self.measure_within(nodes, wanted, MEASURE_LIMIT + LIMIT * 3);
     }
 
     /// As [`measure`](Self::measure), but waits at most `limit`. Slower measurements continue, and
     /// are published in the shared map.
-    pub fn measure_within(&self, nodes: &[NodeId], wanted: Wanted, limit: Duration) {
+    pub fn measure_within(&self, nodes: &[NodeId], wanted: PathProbe, limit: Duration) {
         let own = self.id();
         thread::scope(|scope| {
             for id in nodes.iter().copied() {
@@ -88,12 +88,12 @@ impl Agent {
         });
     }
 
-    fn ask_to_measure(&self, id: NodeId, wanted: Wanted, limit: Duration) -> Result<(), Error> {
+    fn ask_to_measure(&self, id: NodeId, wanted: PathProbe, limit: Duration) -> Result<(), Error> {
         let until = Instant::now() + limit;
         let channel = self.open(id, SERVICE, limit.min(LIMIT * 2))?;
         channel.send(match wanted {
-            Wanted::Latency => b"l",
-            Wanted::Bandwidth => b"m",
+            PathProbe::Latency => b"l",
+            PathProbe::Bandwidth => b"m",
         })?;
         let left = until.saturating_duration_since(Instant::now());
         channel.recv(1, left).map(drop)
@@ -129,7 +129,7 @@ impl Inner {
         Some((due, state.era))
     }
 
-    fn measure_one(&self, due: Due) -> Result<Sample, Error> {
+    fn measure_one(&self, due: Due) -> Result<PathSample, Error> {
         let deadline = Instant::now() + LIMIT;
         // An outdated key must not count as a miss: after two misses a new path is not measured for
         // minutes.
@@ -138,7 +138,7 @@ impl Inner {
         let latency = round_trip(&channel)?;
         let bytes_per_s = due.bandwidth.then(|| burst(&channel)).transpose()?;
         channel.close();
-        Ok(Sample {
+        Ok(PathSample {
             local: local.ip().to_canonical(),
             interface: interface_of(local),
             latency,
@@ -147,13 +147,13 @@ impl Inner {
     }
 
     /// A channel over a path, and this end's address.
-    fn open_way(&self, due: Due, deadline: Instant) -> Result<(Channel, SocketAddr), Error> {
+    fn open_way(&self, due: Due, deadline: Instant) -> Result<(ServiceChannel, SocketAddr), Error> {
         let session = self.dial_at(due.remote, Some(due.to), Purpose::Service, deadline)?;
         let local = session.own_addr().map_err(session::Error::Broken)?;
         Ok((channel::ask(session, SERVICE, LIMIT)?, local))
     }
 
-    fn take_sample(self: &Arc<Self>, due: Due, sample: Option<&Sample>, era: u64) {
+    fn take_sample(self: &Arc<Self>, due: Due, sample: Option<&PathSample>, era: u64) {
         let now = self.now().since_start;
         let mut state = lock(&self.state);
         if state.era != era {
@@ -163,12 +163,12 @@ impl Inner {
         let name = state.name(due.to);
         let about = format!("path to {name}");
         match &news {
-            Some(News::Fell { now, before }) => {
+            Some(PathChange::Fell { now, before }) => {
                 let line = format!("over {}: {} does not answer", now.told(), before.told());
                 state.note(&about, Some(line.clone()));
                 self.tell(&format!("warning: {name} is reached {line}"));
             }
-            Some(News::Returned(path)) => {
+            Some(PathChange::Returned(path)) => {
                 state.note(&about, None);
                 self.tell(&format!("{name} is reached over {} again", path.told()));
             }
@@ -217,7 +217,7 @@ impl Inner {
     }
 
     /// Measures all paths of this node again, and waits for it, at most `limit`.
-    fn measure_now(&self, wanted: Wanted, limit: Duration) {
+    fn measure_now(&self, wanted: PathProbe, limit: Duration) {
         let deadline = Instant::now() + limit;
         let now = self.now().since_start;
         let mut state = lock(&self.state);
@@ -237,7 +237,7 @@ impl Inner {
         }
     }
 
-    pub(super) fn answer_measurer(&self, channel: &Channel) {
+    pub(super) fn answer_measurer(&self, channel: &ServiceChannel) {
         let deadline = Instant::now() + SERVE_LIMIT;
         let mut begun = None;
         let mut bytes = 0_u64;
@@ -261,11 +261,11 @@ impl Inner {
                     channel.send(&answer)
                 }
                 Some(b'm') => {
-                    self.measure_now(Wanted::Bandwidth, MEASURE_LIMIT);
+                    self.measure_now(PathProbe::Bandwidth, MEASURE_LIMIT);
                     channel.send(b"m")
                 }
                 Some(b'l') => {
-                    self.measure_now(Wanted::Latency, MEASURE_LIMIT);
+                    self.measure_now(PathProbe::Latency, MEASURE_LIMIT);
                     channel.send(b"l")
                 }
                 _ => return,
@@ -342,11 +342,11 @@ impl super::state::State {
 }
 
 /// Key of a node's paths in the shared map.
-pub(super) fn key_of(id: NodeId) -> Key {
-    Key::Named(format!("paths/{id}"))
+pub(super) fn key_of(id: NodeId) -> RegisterKey {
+    RegisterKey::Named(format!("paths/{id}"))
 }
 
-fn round_trip(channel: &Channel) -> Result<Duration, Error> {
+fn round_trip(channel: &ServiceChannel) -> Result<Duration, Error> {
     let mut shortest = Duration::MAX;
     for round in 0..ROUNDS {
         let began = Instant::now();
@@ -363,7 +363,7 @@ fn round_trip(channel: &Channel) -> Result<Duration, Error> {
 }
 
 /// Bytes a second as counted by the other end; `None` if the burst was too short.
-fn burst(channel: &Channel) -> Result<Option<u64>, Error> {
+fn burst(channel: &ServiceChannel) -> Result<Option<u64>, Error> {
     let piece = vec![b'b'; PIECE_BYTES];
     let (began, mut sent) = (Instant::now(), 0);
     while began.elapsed() < BURST && sent < BURST_BYTES_MAX {

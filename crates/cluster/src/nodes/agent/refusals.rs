@@ -36,16 +36,16 @@ pub struct Refusal {
 
 /// Counts by cause and address.
 #[derive(Debug, Default)]
-pub(super) struct Refusals(BTreeMap<(&'static str, Option<IpAddr>), Row>);
+pub(super) struct Refusals(BTreeMap<(&'static str, Option<IpAddr>), RefusalCount>);
 
 #[derive(Debug, Default)]
-struct Row {
+struct RefusalCount {
     /// Time of the last report, since the node's start.
     told: Option<Duration>,
     untold: u64,
 }
 
-impl Row {
+impl RefusalCount {
     fn is_due(&self, now: Duration) -> bool {
         self.told
             .is_none_or(|told| now.saturating_sub(told) >= EVERY)

@@ -25,10 +25,10 @@ use serde::{Deserialize, Serialize};
 use zeroize::Zeroize;
 
 use super::super::clock::SKEW_MAX;
-use super::super::member::{Event, Life, PEERS_MAX, Target};
-use super::super::session::{self, Hello, Purpose, Session};
-use super::super::{ClusterKey, Key, NodeId, revocation};
-use super::channel::{self, Channel};
+use super::super::member::{DialTarget, Event, Life, PEERS_MAX};
+use super::super::session::{self, Hello, NodeSession, Purpose};
+use super::super::{ClusterKey, NodeId, RegisterKey, revocation};
+use super::channel::{self, ServiceChannel};
 use super::dial::ADDRESS_LIMIT;
 use super::state::State;
 use super::{Error, HANDSHAKE_LIMIT, Inner};
@@ -61,7 +61,7 @@ const NEWS_BYTES_MAX: usize = 512 << 10;
 
 /// A key that replaces others.
 #[derive(Serialize, Deserialize)]
-struct News {
+struct KeyUpdate {
     /// As of [`State::next_generation`].
     generation: u64,
     token: String,
@@ -70,7 +70,7 @@ struct News {
 }
 
 /// Nodes with an earlier key, and the time of the next attempt to update each.
-pub(super) type Stale = BTreeMap<NodeId, Instant>;
+pub(super) type OutdatedNodes = BTreeMap<NodeId, Instant>;
 
 /// Set if the present key was drawn by this node.
 pub(super) struct Drawn {
@@ -80,7 +80,7 @@ pub(super) struct Drawn {
     short: Option<Instant>,
 }
 
-impl Drop for News {
+impl Drop for KeyUpdate {
     fn drop(&mut self) {
         self.token.zeroize();
     }
@@ -88,7 +88,7 @@ impl Drop for News {
 
 /// Reads `bytes` as a new key, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
-    let _ = serde_json::from_slice::<News>(bytes);
+    let _ = serde_json::from_slice::<KeyUpdate>(bytes);
 }
 
 impl State {
@@ -112,14 +112,14 @@ impl State {
     fn revoked(&self) -> impl Iterator<Item = NodeId> {
         let entries = self.member.map().iter();
         entries.filter_map(|(key, register)| match key {
-            Key::Revoked(id) if register.value.is_some() => Some(*id),
+            RegisterKey::Revoked(id) if register.value.is_some() => Some(*id),
             _ => None,
         })
     }
 
     /// The present key, for a node that has an earlier one.
-    fn news(&self) -> News {
-        News {
+    fn news(&self) -> KeyUpdate {
+        KeyUpdate {
             generation: self.generation,
             token: self.key.token().to_string(),
             revoked: self.revoked().collect(),
@@ -174,7 +174,7 @@ impl Inner {
     /// handshake may be replaced while its peer is silent.
     pub(super) fn judge_former(&self, id: NodeId, key: &ClusterKey) -> Option<String> {
         let state = lock(&self.state);
-        let is_known = state.member.map().get(&Key::Node(id)).is_some();
+        let is_known = state.member.map().get(&RegisterKey::Node(id)).is_some();
         (state.key != *key && !is_known).then(|| {
             "the cluster's key has changed: `paceline join` with a new code or token lets it in"
                 .to_owned()
@@ -233,14 +233,14 @@ impl Inner {
     /// Signs revocations whose signer is no longer known, so that newcomers accept them.
     pub(super) fn sign_revocations(self: &Arc<Self>) {
         let mut state = lock(&self.state);
-        let own = Key::Node(state.member.own());
+        let own = RegisterKey::Node(state.member.own());
         if state.member.map().register(&own).is_none() {
             return; // its own signature would not count
         }
         for (id, epoch) in revocation::unsigned(state.member.map()) {
             // Without random numbers it is tried again.
             if let Ok(entry) = revocation::entry(&self.identity, id) {
-                let (key, value) = (Key::Revoked(id), Some(entry));
+                let (key, value) = (RegisterKey::Revoked(id), Some(entry));
                 self.step(&mut state, Event::Write { key, epoch, value });
             }
         }
@@ -318,7 +318,7 @@ impl Inner {
             state.stale.remove(&id);
         }
         if has_it && state.era == era {
-            self.step(&mut state, Event::Found(Target::Node(id)));
+            self.step(&mut state, Event::Found(DialTarget::Node(id)));
         }
     }
 
@@ -379,7 +379,7 @@ impl Inner {
         told.is_some()
     }
 
-    fn hand_key_over(&self, session: Session, era: u64, deadline: Instant) -> Option<u64> {
+    fn hand_key_over(&self, session: NodeSession, era: u64, deadline: Instant) -> Option<u64> {
         let left = || {
             let left = deadline.saturating_duration_since(Instant::now());
             left.max(Duration::from_millis(1))
@@ -393,10 +393,10 @@ impl Inner {
     }
 
     /// Sends the present key; its count once the other node has it.
-    fn tell_key(&self, channel: &Channel, era: u64, limit: Duration) -> Option<u64> {
+    fn tell_key(&self, channel: &ServiceChannel, era: u64, limit: Duration) -> Option<u64> {
         let news = {
             let state = lock(&self.state);
-            let revoked = Key::Revoked(channel.peer());
+            let revoked = RegisterKey::Revoked(channel.peer());
             let is_revoked = state.member.map().get(&revoked).is_some();
             // The peer may answer late: the earlier check may be outdated.
             if is_revoked || state.era != era {
@@ -412,11 +412,11 @@ impl Inner {
     }
 
     /// Serves another node that sends a new key.
-    pub(super) fn answer_key(self: &Arc<Self>, channel: &Channel) {
+    pub(super) fn answer_key(self: &Arc<Self>, channel: &ServiceChannel) {
         let Ok(Some(mut message)) = channel.recv(NEWS_BYTES_MAX, HANDSHAKE_LIMIT) else {
             return;
         };
-        let news = serde_json::from_slice::<News>(&message);
+        let news = serde_json::from_slice::<KeyUpdate>(&message);
         message.zeroize();
         let Ok(news) = news else { return };
         let Ok(key) = ClusterKey::from_token(&news.token) else {
@@ -434,9 +434,9 @@ impl Inner {
     /// get it from this node.
     fn learn_key(
         self: &Arc<Self>,
-        news: &News,
+        news: &KeyUpdate,
         key: &ClusterKey,
-        channel: &Channel,
+        channel: &ServiceChannel,
     ) -> Result<bool, Error> {
         self.learn_revocations(news, channel)?;
         self.save();
@@ -459,12 +459,16 @@ impl Inner {
     }
 
     /// Signs another member's revocations, whose signer may be unknown here.
-    fn learn_revocations(self: &Arc<Self>, news: &News, channel: &Channel) -> Result<(), Error> {
+    fn learn_revocations(
+        self: &Arc<Self>,
+        news: &KeyUpdate,
+        channel: &ServiceChannel,
+    ) -> Result<(), Error> {
         let mut state = lock(&self.state);
         // A node cannot revoke itself: no other node would accept its signature.
         let own = state.member.own();
         for id in news.revoked.iter().filter(|id| **id != own) {
-            let key = Key::Revoked(*id);
+            let key = RegisterKey::Revoked(*id);
             if state.keeps(channel) && state.member.map().get(&key).is_none() {
                 let (epoch, value) = (0, Some(revocation::entry(&self.identity, *id)?));
                 self.step(&mut state, Event::Write { key, epoch, value });

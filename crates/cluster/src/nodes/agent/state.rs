@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 
-use super::super::member::{Action, Event, Life, Pace, Target};
+use super::super::member::{Action, DialTarget, Event, Life, Pace};
 use super::super::pairing::Invitation;
-use super::super::paths::{Table, Wanted};
-use super::super::session::Session;
-use super::super::{ClusterKey, Key, Member, NodeId, Now, Registers};
-use super::book::Book;
-use super::channel::Channel;
+use super::super::paths::{PathProbe, PathTable};
+use super::super::session::NodeSession;
+use super::super::{ClusterKey, Membership, NodeId, Now, RegisterKey, Registers};
+use super::book::AddressBook;
+use super::channel::ServiceChannel;
 use super::facts::{self, NodeView};
-use super::links::Link;
-use super::rekey::{Drawn, Stale};
-use super::{Error, Facts, Inner, random};
+use super::links::PeerLink;
+use super::rekey::{Drawn, OutdatedNodes};
+use super::{Error, Inner, NodeFacts, random};
 
 /// Most concurrent attempts to connect.
 const DIALS_MAX: usize = 32;
@@ -41,16 +41,16 @@ pub(super) struct State {
     /// The present key, where it was drawn here.
     pub(super) drawn: Option<Drawn>,
     /// Nodes that need the present key, and when to send it.
-    pub(super) stale: Stale,
-    pub(super) member: Member,
+    pub(super) stale: OutdatedNodes,
+    pub(super) member: Membership,
     /// Counts clusters that this node was in; handshakes of earlier ones are dropped.
     pub(super) era: u64,
-    pub(super) links: BTreeMap<NodeId, Link>,
-    pub(super) book: Book,
+    pub(super) links: BTreeMap<NodeId, PeerLink>,
+    pub(super) book: AddressBook,
     /// Measured paths to other nodes.
-    pub(super) paths: Table,
-    dialling: BTreeSet<Target>,
-    channels: Vec<(NodeId, Weak<Session>)>,
+    pub(super) paths: PathTable,
+    dialling: BTreeSet<DialTarget>,
+    channels: Vec<(NodeId, Weak<NodeSession>)>,
     /// The last problem with a target or a peer, by its name.
     problems: BTreeMap<String, String>,
     /// Interfaces on which beacons cannot be sent.
@@ -74,12 +74,12 @@ impl State {
             former: Vec::new(),
             generation: 0,
             drawn: None,
-            stale: Stale::new(),
-            member: Member::new(own, map, pace, random(), now),
+            stale: OutdatedNodes::new(),
+            member: Membership::new(own, map, pace, random(), now),
             era: 0,
             links: BTreeMap::new(),
-            book: Book::default(),
-            paths: Table::default(),
+            book: AddressBook::default(),
+            paths: PathTable::default(),
             dialling: BTreeSet::new(),
             channels: Vec::new(),
             problems: BTreeMap::new(),
@@ -99,13 +99,13 @@ impl State {
         self.cut_all();
         self.era += 1;
         let own = self.member.own();
-        self.member = Member::new(own, Registers::default(), pace, random(), now);
+        self.member = Membership::new(own, Registers::default(), pace, random(), now);
         self.key = key;
         (self.former, self.generation) = (Vec::new(), 0);
         self.drawn = None;
         self.stale.clear();
-        self.book = Book::default();
-        self.paths = Table::default();
+        self.book = AddressBook::default();
+        self.paths = PathTable::default();
         self.problems.clear();
         self.invitation = None;
         self.leaving = false;
@@ -127,7 +127,7 @@ impl State {
     }
 
     /// Whether a channel belongs to this cluster and is open.
-    pub(super) fn keeps(&self, channel: &Channel) -> bool {
+    pub(super) fn keeps(&self, channel: &ServiceChannel) -> bool {
         let weak = Arc::downgrade(&channel.session);
         self.channels.iter().any(|(_, kept)| kept.ptr_eq(&weak))
     }
@@ -185,7 +185,7 @@ impl State {
             heard_by: self.book.heard_by(id),
             linked: id == own || self.links.contains_key(&id),
             slow_ms: slow.get(&id).copied(),
-            facts: Facts {
+            facts: NodeFacts {
                 name: names.remove(&id).unwrap_or_default(),
                 ..facts.remove(&id).unwrap_or_default()
             },
@@ -222,7 +222,7 @@ impl State {
         places
     }
 
-    pub(super) fn dialled(&mut self, target: &Target) {
+    pub(super) fn dialled(&mut self, target: &DialTarget) {
         self.dialling.remove(target);
     }
 }
@@ -299,7 +299,7 @@ impl Inner {
             Life::Dead | Life::Left => state.paths.died(id),
             Life::Alive | Life::Suspect => {
                 let now = self.now().since_start;
-                state.paths.hurry(id, Wanted::Latency, now);
+                state.paths.hurry(id, PathProbe::Latency, now);
             }
         }
         match life {
@@ -320,7 +320,7 @@ impl Inner {
         self.changed.notify_all();
     }
 
-    fn start_dial(self: &Arc<Self>, state: &mut State, target: Target) {
+    fn start_dial(self: &Arc<Self>, state: &mut State, target: DialTarget) {
         if state.dialling.len() >= DIALS_MAX || !state.dialling.insert(target.clone()) {
             return;
         }
@@ -344,7 +344,7 @@ impl Inner {
 
     /// Facts of this node, as an event that writes them.
     pub(super) fn facts(&self, state: &State) -> Event {
-        let facts = Facts {
+        let facts = NodeFacts {
             protocol: facts::PROTOCOL,
             port: self.port,
             boot: self.boot,
@@ -355,7 +355,7 @@ impl Inner {
             ..self.config.facts.clone()
         };
         Event::Write {
-            key: Key::Node(state.member.own()),
+            key: RegisterKey::Node(state.member.own()),
             epoch: 0,
             value: Some(serde_json::to_string(&facts).expect("facts are JSON")),
         }
@@ -377,7 +377,7 @@ impl Inner {
     pub(super) fn know_peers(self: &Arc<Self>) {
         let mut state = lock(&self.state);
         for peer in &self.config.peers {
-            let target = Target::Peer(peer.clone());
+            let target = DialTarget::Peer(peer.clone());
             self.step(&mut state, Event::Found(target));
         }
     }
@@ -386,10 +386,10 @@ impl Inner {
     ///
     /// # Errors
     /// [`Error::Session`] if there are too many, or its peer was revoked meanwhile.
-    pub(super) fn keep_channel(&self, channel: &Channel) -> Result<(), Error> {
+    pub(super) fn keep_channel(&self, channel: &ServiceChannel) -> Result<(), Error> {
         let mut state = lock(&self.state);
         state.channels.retain(|(_, weak)| weak.strong_count() > 0);
-        let revoked = Key::Revoked(channel.peer());
+        let revoked = RegisterKey::Revoked(channel.peer());
         let is_revoked = state.member.map().get(&revoked).is_some();
         if is_revoked || state.channels.len() >= CHANNELS_MAX || state.stopped {
             return Err(super::super::session::Error::Closed.into());
@@ -401,7 +401,7 @@ impl Inner {
 
     /// Whether a link received a message recently, to detect a second process with its node's
     /// identity.
-    pub(super) fn is_fresh(link: &Link) -> bool {
+    pub(super) fn is_fresh(link: &PeerLink) -> bool {
         let heard = *lock(&link.heard);
         Instant::now().saturating_duration_since(heard) < Duration::from_secs(2)
     }

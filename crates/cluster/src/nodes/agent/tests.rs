@@ -13,22 +13,22 @@ use crate::nodes::ClusterKey;
 /// Longest wait of these tests, reached only if something hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-struct Node {
+struct TestNode {
     agent: Agent,
     home: TempDir,
 }
 
-impl Drop for Node {
+impl Drop for TestNode {
     fn drop(&mut self) {
         self.agent.stop();
     }
 }
 
 fn config(home: &Path, name: &str, peers: &[u16]) -> Config {
-    let facts = Facts {
+    let facts = NodeFacts {
         name: name.to_owned(),
         cores: 4,
-        ..Facts::default()
+        ..NodeFacts::default()
     };
     let mut config = Config::new(home, facts);
     config.port = 0;
@@ -40,11 +40,11 @@ fn config(home: &Path, name: &str, peers: &[u16]) -> Config {
     config
 }
 
-fn node(name: &str, key: &ClusterKey, peers: &[u16]) -> Node {
+fn node(name: &str, key: &ClusterKey, peers: &[u16]) -> TestNode {
     let home = tempfile::tempdir().unwrap();
     join_at_rest(home.path(), key).unwrap();
     let agent = Agent::start(config(home.path(), name, peers)).unwrap();
-    Node { agent, home }
+    TestNode { agent, home }
 }
 
 fn until(what: &str, mut done: impl FnMut() -> bool) {
@@ -64,9 +64,9 @@ fn lives(agent: &Agent) -> Vec<String> {
     living.map(|node| node.facts.name).collect()
 }
 
-fn cluster(names: &[&str]) -> Vec<Node> {
+fn cluster(names: &[&str]) -> Vec<TestNode> {
     let key = ClusterKey::random().unwrap();
-    let mut nodes: Vec<Node> = Vec::new();
+    let mut nodes: Vec<TestNode> = Vec::new();
     for name in names {
         let peers: Vec<u16> = nodes
             .first()
@@ -200,7 +200,7 @@ fn a_former_key_opens_nothing_but_the_service_of_the_new_one() {
         };
         session::dial(own, place, purpose, PATIENCE)
     };
-    let member = Files::new(two.home.path()).identity().unwrap();
+    let member = NodeFolder::new(two.home.path()).identity().unwrap();
     assert_eq!(member.id(), two.agent.id());
     let link = dial(&member, Purpose::Control).unwrap();
     let heard = link.recv(1 << 20, PATIENCE);
@@ -238,7 +238,7 @@ fn a_former_key_opens_nothing_but_the_service_of_the_new_one() {
 fn an_unsigned_revocation_of_the_own_disk_is_signed_for_the_others() {
     let nodes = cluster(&["one", "two"]);
     let (one, two) = (&nodes[0].agent, &nodes[1].agent);
-    let key = Key::Revoked(Identity::random().unwrap().id());
+    let key = RegisterKey::Revoked(Identity::random().unwrap().id());
     one.write(key.clone(), 3, Some("{}".to_owned())).unwrap();
     until("two has it with a signature", || {
         let map = two.map();
@@ -286,7 +286,7 @@ fn channels_carry_messages_both_ways_and_end_with_their_peer() {
 fn the_map_is_shared_watched_and_kept_on_disk() {
     let nodes = cluster(&["one", "two"]);
     let (one, two) = (&nodes[0].agent, &nodes[1].agent);
-    let key = Key::Named("wish".to_owned());
+    let key = RegisterKey::Named("wish".to_owned());
     let mut watch = two.watch();
     one.write(key.clone(), 3, Some("[1]".to_owned())).unwrap();
     until("the write arrives", || {
@@ -364,7 +364,7 @@ fn revocations_at_once_leave_one_key() {
     let told = |agent: &Agent| lock(&agent.inner.state).stale.is_empty();
     until("nobody is told any more", || told(one) && told(two));
     // Node two may have sent node three its key before it knew of three's revocation.
-    let has_it = |node: &Node| node.agent.token() == one.token();
+    let has_it = |node: &TestNode| node.agent.token() == one.token();
     until("no revoked node has the key", || {
         two.token() == one.token() && !nodes[2..].iter().any(has_it)
     });
@@ -518,9 +518,9 @@ fn the_command_line_reaches_its_node() {
 
 /// A key file in memory.
 #[derive(Default)]
-struct Memory(Mutex<BTreeMap<String, String>>);
+struct MemoryKeyFile(Mutex<BTreeMap<String, String>>);
 
-impl KeyFile for Memory {
+impl KeyFile for MemoryKeyFile {
     fn read(&self) -> io::Result<BTreeMap<String, String>> {
         Ok(lock(&self.0).clone())
     }
@@ -534,7 +534,10 @@ impl KeyFile for Memory {
 #[test]
 fn api_keys_are_adopted_and_revoked_everywhere() {
     let key = ClusterKey::random().unwrap();
-    let files = [Arc::new(Memory::default()), Arc::new(Memory::default())];
+    let files = [
+        Arc::new(MemoryKeyFile::default()),
+        Arc::new(MemoryKeyFile::default()),
+    ];
     lock(&files[0].0).insert("k1".into(), "{}".into());
     let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let mut agents: Vec<Agent> = Vec::new();
@@ -581,7 +584,7 @@ fn ways_are_measured_told_and_used() {
             assert_eq!(route.port(), port);
         }
     }
-    let wanted = super::super::paths::Wanted::Bandwidth;
+    let wanted = super::super::paths::PathProbe::Bandwidth;
     one.measure(&[one.id(), two.id(), NodeId([9; 16])], wanted);
     assert_eq!(one.route(one.id(), NodeId([9; 16])), None);
 }
@@ -669,7 +672,7 @@ fn data_ports_are_tested_at_the_interface_for_data() {
         let mut config = config(home.path(), name, peers);
         config.data_interface = Some("lo".to_owned());
         let agent = Agent::start(config).unwrap();
-        Node { agent, home }
+        TestNode { agent, home }
     };
     let one = kept_apart("one", &[]);
     let two = kept_apart("two", &[one.agent.port()]);

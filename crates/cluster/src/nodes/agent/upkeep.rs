@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 
-use super::super::discovery::{Beacons, Heard};
+use super::super::discovery::{Beacons, DiscoveredNode};
 use super::super::mdns::Mdns;
-use super::super::member::{Event, Target};
+use super::super::member::{DialTarget, Event};
 use super::{Discovery, Inner, keys, random};
 
 /// Length of a round.
@@ -103,7 +103,7 @@ impl Inner {
     fn hear_mdns(self: &Arc<Self>, mdns: &Mdns) {
         let key = lock(&self.state).key.clone();
         for heard in mdns.heard(&key) {
-            self.heard(heard);
+            self.handle_discovered(heard);
         }
     }
 
@@ -120,8 +120,8 @@ impl Inner {
         if invites {
             beacons.invite();
         }
-        if let Some(heard) = beacons.turn(&key, ROUND)
-            && self.heard(heard)
+        if let Some(heard) = beacons.poll(&key, ROUND)
+            && self.handle_discovered(heard)
         {
             beacons.say(&key, false);
         }
@@ -129,10 +129,10 @@ impl Inner {
     }
 
     /// Passes a discovered node to the member; true if that node does not know this one yet.
-    fn heard(self: &Arc<Self>, heard: Heard) -> bool {
+    fn handle_discovered(self: &Arc<Self>, heard: DiscoveredNode) -> bool {
         let mut state = lock(&self.state);
         state.book.add(heard.id, heard.addr, heard.how);
-        self.step(&mut state, Event::Found(Target::Node(heard.id)));
+        self.step(&mut state, Event::Found(DialTarget::Node(heard.id)));
         heard.asks && !state.links.contains_key(&heard.id)
     }
 

@@ -14,7 +14,7 @@ const PAUSE_LONG: Duration = Duration::from_secs(1);
 
 /// A target that may be dialled.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Target {
+pub enum DialTarget {
     /// A node whose addresses are known from discovery or its facts.
     Node(NodeId),
     /// An address that the user named, `host` or `host:port`.
@@ -31,16 +31,16 @@ struct Dial {
 }
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Dials(BTreeMap<Target, Dial>);
+pub(super) struct Dials(BTreeMap<DialTarget, Dial>);
 
 impl Dials {
-    pub(super) fn add(&mut self, target: Target, at: Duration) {
+    pub(super) fn add(&mut self, target: DialTarget, at: Duration) {
         if self.0.len() >= TARGETS_MAX {
             return;
         }
         let id = match &target {
-            Target::Node(id) => Some(*id),
-            Target::Peer(_) => None,
+            DialTarget::Node(id) => Some(*id),
+            DialTarget::Peer(_) => None,
         };
         self.0.entry(target).or_insert(Dial {
             at: Some(at),
@@ -51,11 +51,11 @@ impl Dials {
 
     /// Removes a node, but not the addresses named by the user.
     pub(super) fn remove(&mut self, id: NodeId) {
-        self.0.remove(&Target::Node(id));
+        self.0.remove(&DialTarget::Node(id));
     }
 
     /// No target that leads to `id` is dialled while there is a session.
-    pub(super) fn linked(&mut self, id: NodeId, target: Option<Target>) {
+    pub(super) fn linked(&mut self, id: NodeId, target: Option<DialTarget>) {
         if let Some(dial) = target.and_then(|target| self.0.get_mut(&target)) {
             dial.id = Some(id);
         }
@@ -73,7 +73,7 @@ impl Dials {
 
     /// A node was discovered: it is dialled now, regardless of earlier failures.
     pub(super) fn hurry(&mut self, id: NodeId, now: Duration) {
-        if let Some(dial) = self.0.get_mut(&Target::Node(id))
+        if let Some(dial) = self.0.get_mut(&DialTarget::Node(id))
             && dial.at.is_some_and(|at| at > now)
             && dial.pause >= PAUSE_LONG
         {
@@ -86,7 +86,7 @@ impl Dials {
     }
 
     /// Targets to dial now. Each is due again after a pause that doubles within `pauses`.
-    pub(super) fn due(&mut self, now: Duration, pauses: (Duration, Duration)) -> Vec<Target> {
+    pub(super) fn due(&mut self, now: Duration, pauses: (Duration, Duration)) -> Vec<DialTarget> {
         let mut due = Vec::new();
         for (target, dial) in &mut self.0 {
             if dial.at.is_some_and(|at| at <= now) {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::{Key, NodeId, Register};
+use super::super::{NodeId, Register, RegisterKey};
 use super::peers::Life;
 
 /// Most rumours in a message; further ones are not read.
@@ -24,7 +24,7 @@ pub struct Rumour {
 
 /// A message between members.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Message {
+pub enum GossipMessage {
     /// Are you there?
     Ping {
         /// Counts the sender's pings.
@@ -72,6 +72,6 @@ pub enum Message {
     /// Entries of the map.
     Entries {
         /// At most [`ENTRIES_MAX`].
-        entries: Vec<(Key, Register)>,
+        entries: Vec<(RegisterKey, Register)>,
     },
 }

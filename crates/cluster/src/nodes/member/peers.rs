@@ -45,7 +45,7 @@ pub struct PeerView {
 }
 
 #[derive(Clone, Debug)]
-struct Peer {
+struct PeerState {
     life: Life,
     incarnation: u64,
     since: Duration,
@@ -103,7 +103,7 @@ struct Ping {
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Peers {
-    peers: BTreeMap<NodeId, Peer>,
+    peers: BTreeMap<NodeId, PeerState>,
     /// The nodes to ping next, from the back.
     round: Vec<NodeId>,
 }
@@ -114,7 +114,7 @@ impl Peers {
         if self.peers.contains_key(&id) || self.peers.len() >= PEERS_MAX {
             return false;
         }
-        let peer = Peer {
+        let peer = PeerState {
             life: Life::Alive,
             incarnation: 0,
             since: now,
@@ -187,7 +187,7 @@ impl Peers {
         for _ in 0..2 {
             while let Some(id) = self.round.pop() {
                 // A dead node with a session may object as soon as it gets the rumour.
-                let is_due = |peer: &Peer| match peer.life {
+                let is_due = |peer: &PeerState| match peer.life {
                     Life::Alive | Life::Suspect => true,
                     Life::Dead => peer.linked,
                     Life::Left => false,
@@ -264,7 +264,7 @@ impl Peers {
     /// Suspects that did not object in time.
     pub(super) fn silent(&self, now: Duration, suspicion: Duration) -> Vec<NodeId> {
         let limit = self.suspicion(suspicion);
-        let is_over = |peer: &&Peer| peer.life == Life::Suspect && now >= peer.since + limit;
+        let is_over = |peer: &&PeerState| peer.life == Life::Suspect && now >= peer.since + limit;
         let over = self.peers.iter().filter(|(_, peer)| is_over(peer));
         over.map(|(id, _)| *id).collect()
     }
@@ -283,7 +283,7 @@ impl Peers {
     /// The next deadline, if no event comes before.
     pub(super) fn next_deadline(&self, pace: Pace) -> Option<Duration> {
         let suspicion = self.suspicion(pace.suspicion);
-        let of = |peer: &Peer| {
+        let of = |peer: &PeerState| {
             let ping = peer.ping.map(|ping| {
                 ping.at
                     + if ping.others_asked {

@@ -1,6 +1,6 @@
 //! Tests of a member, stepped by hand; whole clusters of them are in the crate `sim`.
 
-use super::super::{Identity, InstanceId, Stamp};
+use super::super::{HybridTimestamp, Identity, InstanceId};
 use super::*;
 
 fn id(number: u8) -> NodeId {
@@ -14,11 +14,11 @@ fn at(ms: u64) -> Now {
     }
 }
 
-fn member(number: u8) -> Member {
-    Member::new(id(number), Registers::default(), Pace::default(), 1, at(0))
+fn member(number: u8) -> Membership {
+    Membership::new(id(number), Registers::default(), Pace::default(), 1, at(0))
 }
 
-fn link(member: &mut Member, other: u8, ms: u64) -> Vec<Action> {
+fn link(member: &mut Membership, other: u8, ms: u64) -> Vec<Action> {
     let linked = Event::Linked {
         id: id(other),
         target: None,
@@ -34,13 +34,19 @@ fn lives(actions: &[Action]) -> Vec<(u8, Life)> {
     actions.iter().filter_map(life).collect()
 }
 
-fn gossip(member: &mut Member, from: u8, about: u8, incarnation: u64, life: Life) -> Vec<Action> {
+fn gossip(
+    member: &mut Membership,
+    from: u8,
+    about: u8,
+    incarnation: u64,
+    life: Life,
+) -> Vec<Action> {
     let rumour = Rumour {
         id: id(about),
         incarnation,
         life,
     };
-    let message = Message::Gossip {
+    let message = GossipMessage::Gossip {
         rumours: vec![rumour],
     };
     let from = id(from);
@@ -77,13 +83,13 @@ fn an_answer_in_time_keeps_it_alive() {
         for action in one.step(at(ms), Event::Tick) {
             let Action::Send {
                 to,
-                message: Message::Ping { seq, root, .. },
+                message: GossipMessage::Ping { seq, root, .. },
             } = action
             else {
                 continue;
             };
             let rumours = Vec::new();
-            let message = Message::Ack { seq, root, rumours };
+            let message = GossipMessage::Ack { seq, root, rumours };
             let acted = one.step(at(ms), Event::Received { from: to, message });
             assert_eq!(acted, []);
         }
@@ -93,7 +99,7 @@ fn an_answer_in_time_keeps_it_alive() {
 
 /// Answers every ping after `took` ms, from `from` to `until`, and none later; returns whether the
 /// node counts as slow then.
-fn answers(one: &mut Member, took: u64, (from, until): (u64, u64)) -> Option<Duration> {
+fn answers(one: &mut Membership, took: u64, (from, until): (u64, u64)) -> Option<Duration> {
     let mut asked = Vec::new();
     for ms in from..until {
         let mut acted = Vec::new();
@@ -102,7 +108,7 @@ fn answers(one: &mut Member, took: u64, (from, until): (u64, u64)) -> Option<Dur
         }
         let pings = acted.into_iter().filter_map(|action| match action {
             Action::Send {
-                message: Message::Ping { seq, root, .. },
+                message: GossipMessage::Ping { seq, root, .. },
                 ..
             } => Some((ms + took, seq, root)),
             _ => None,
@@ -112,7 +118,7 @@ fn answers(one: &mut Member, took: u64, (from, until): (u64, u64)) -> Option<Dur
         let due: Vec<_> = due.collect();
         for (_, seq, root) in due {
             let (from, rumours) = (id(2), Vec::new());
-            let message = Message::Ack { seq, root, rumours };
+            let message = GossipMessage::Ack { seq, root, rumours };
             one.step(at(ms), Event::Received { from, message });
         }
     }
@@ -145,7 +151,7 @@ fn a_node_objects_to_rumours_of_its_death() {
     let actions = gossip(&mut one, 2, 1, before, Life::Suspect);
     let [
         Action::Send {
-            message: Message::Gossip { rumours },
+            message: GossipMessage::Gossip { rumours },
             ..
         },
     ] = &actions[..]
@@ -184,7 +190,7 @@ fn only_a_higher_incarnation_brings_a_node_back() {
 fn writes_reach_the_other_and_differences_are_exchanged() {
     let (mut one, mut two) = (member(1), member(2));
     let write = |number| Event::Write {
-        key: Key::State(InstanceId(number)),
+        key: RegisterKey::State(InstanceId(number)),
         epoch: 0,
         value: Some(number.to_string()),
     };
@@ -210,15 +216,15 @@ fn writes_reach_the_other_and_differences_are_exchanged() {
         assert!(count < 30, "it does not end");
     }
     assert_eq!(one.map().root(), two.map().root());
-    assert_eq!(one.map().get(&Key::State(InstanceId(2))), Some("2"));
-    assert_eq!(two.map().get(&Key::State(InstanceId(1))), Some("1"));
+    assert_eq!(one.map().get(&RegisterKey::State(InstanceId(2))), Some("2"));
+    assert_eq!(two.map().get(&RegisterKey::State(InstanceId(1))), Some("1"));
 }
 
 #[test]
 fn hostile_messages_change_nothing_and_hold_no_memory() {
     let mut one = member(1);
     link(&mut one, 2, 0);
-    let far = Stamp {
+    let far = HybridTimestamp {
         ms: u64::MAX,
         count: u32::MAX,
         node: id(2),
@@ -228,21 +234,21 @@ fn hostile_messages_change_nothing_and_hold_no_memory() {
         stamp: far,
         value: Some("{}".into()),
     };
-    let entries = vec![(Key::Node(id(3)), register)];
+    let entries = vec![(RegisterKey::Node(id(3)), register)];
     let from = id(2);
-    let message = Message::Entries { entries };
+    let message = GossipMessage::Entries { entries };
     assert_eq!(one.step(at(1), Event::Received { from, message }), []);
     for number in 0..5000_u64 {
         let bytes = std::array::from_fn(|i| number.to_le_bytes()[i % 8]);
-        one.step(at(1), Event::Found(Target::Node(NodeId(bytes))));
-        one.step(at(1), Event::Found(Target::Peer(number.to_string())));
+        one.step(at(1), Event::Found(DialTarget::Node(NodeId(bytes))));
+        one.step(at(1), Event::Found(DialTarget::Peer(number.to_string())));
     }
     assert!(one.peers().count() <= PEERS_MAX);
     let dialled = one.step(at(60_000), Event::Tick);
     assert!(dialled.len() < 4000, "{}", dialled.len());
     let stranger = Event::Received {
         from: id(99),
-        message: Message::PingFor { id: id(2) },
+        message: GossipMessage::PingFor { id: id(2) },
     };
     assert_eq!(one.step(at(1), stranger), [], "no session, no word");
 }
@@ -252,7 +258,7 @@ fn a_revoked_node_is_cut_off_and_not_dialled() {
     let mut one = member(1);
     link(&mut one, 2, 0);
     let revoke = Event::Write {
-        key: Key::Revoked(id(2)),
+        key: RegisterKey::Revoked(id(2)),
         epoch: 0,
         value: Some("{}".into()),
     };
@@ -261,7 +267,7 @@ fn a_revoked_node_is_cut_off_and_not_dialled() {
         assert!(actions.contains(&expected), "{actions:?}");
     }
     assert_eq!(link(&mut one, 2, 2), [Action::Unlink(id(2))]);
-    one.step(at(3), Event::Found(Target::Node(id(2))));
+    one.step(at(3), Event::Found(DialTarget::Node(id(2))));
     let later = one.step(at(9000), Event::Tick);
     assert!(
         !later.iter().any(|action| matches!(action, Action::Dial(_))),
@@ -303,7 +309,7 @@ fn a_node_that_started_with_a_wrong_clock_is_suspected_and_objects() {
     let objects = gossip(&mut one, 2, 1, far, Life::Dead);
     let is_higher = |action: &Action| match action {
         Action::Send {
-            message: Message::Gossip { rumours },
+            message: GossipMessage::Gossip { rumours },
             ..
         } => (rumours[0].id, rumours[0].incarnation) == (id(1), far + 1),
         _ => false,
@@ -318,7 +324,7 @@ fn a_revocation_that_no_known_member_signed_is_refused() {
     link(&mut one, 3, 0);
     let signer = Identity::random().unwrap();
     let entry = |key, value: String, count| {
-        let stamp = Stamp {
+        let stamp = HybridTimestamp {
             ms: at(0).wall_ms,
             count,
             node: id(2),
@@ -330,10 +336,10 @@ fn a_revocation_that_no_known_member_signed_is_refused() {
         };
         (key, register)
     };
-    let revoked = |value, count| entry(Key::Revoked(id(3)), value, count);
+    let revoked = |value, count| entry(RegisterKey::Revoked(id(3)), value, count);
     let signed = revocation::entry(&signer, id(3)).unwrap();
     let mut takes = |entries| {
-        let message = Message::Entries { entries };
+        let message = GossipMessage::Entries { entries };
         let from = id(2);
         let actions = one.step(at(1), Event::Received { from, message });
         actions.contains(&Action::Unlink(id(3)))
@@ -341,7 +347,7 @@ fn a_revocation_that_no_known_member_signed_is_refused() {
     assert!(!takes(vec![revoked("{}".to_owned(), 1)]));
     assert!(!takes(vec![revoked(signed.clone(), 2)]), "nobody knows it");
     let other = revocation::entry(&signer, id(4)).unwrap();
-    let known = entry(Key::Node(signer.id()), "{}".to_owned(), 3);
+    let known = entry(RegisterKey::Node(signer.id()), "{}".to_owned(), 3);
     assert!(!takes(vec![known, revoked(other, 4)]), "of another node");
     assert!(takes(vec![revoked(signed, 5)]));
 }

@@ -7,13 +7,13 @@ use super::*;
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-struct Side {
+struct TestPeer {
     identity: Identity,
     key: ClusterKey,
     hello: Hello,
 }
 
-impl Side {
+impl TestPeer {
     fn new(name: &str, key: u8) -> Self {
         Self {
             identity: Identity::random().unwrap(),
@@ -29,7 +29,7 @@ impl Side {
         }
     }
 
-    fn own<'a>(&'a self, judge: Judge<'a>) -> Own<'a> {
+    fn own<'a>(&'a self, judge: PeerCheck<'a>) -> Own<'a> {
         Own {
             identity: &self.identity,
             key: &self.key,
@@ -39,16 +39,16 @@ impl Side {
     }
 }
 
-const ANYONE: Judge<'static> = &|_, _| None;
+const ANYONE: PeerCheck<'static> = &|_, _| None;
 
-type Outcome = Result<Session, Error>;
+type SessionResult = Result<NodeSession, Error>;
 
 /// Both ends of a session, or their errors: the dialler's, the acceptor's.
 fn meet(
-    one: &Side,
-    two: &Side,
+    one: &TestPeer,
+    two: &TestPeer,
     judge: impl Fn(NodeId, &Hello) -> Option<String>,
-) -> (Outcome, Outcome) {
+) -> (SessionResult, SessionResult) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = listener.local_addr().unwrap();
     thread::scope(|scope| {
@@ -62,7 +62,7 @@ fn meet(
 
 #[test]
 fn messages_of_any_length_arrive_whole() {
-    let (one, two) = (Side::new("one", 7), Side::new("two", 7));
+    let (one, two) = (TestPeer::new("one", 7), TestPeer::new("two", 7));
     let (dialled, accepted) = meet(&one, &two, ANYONE);
     let (dialled, accepted) = (dialled.unwrap(), accepted.unwrap());
     assert_eq!(dialled.peer(), two.identity.id());
@@ -109,7 +109,7 @@ fn messages_of_any_length_arrive_whole() {
 
 #[test]
 fn another_key_gets_no_word() {
-    let (one, two) = (Side::new("one", 7), Side::new("two", 8));
+    let (one, two) = (TestPeer::new("one", 7), TestPeer::new("two", 8));
     let (dialled, accepted) = meet(&one, &two, ANYONE);
     assert!(matches!(accepted, Err(Error::Stranger)), "{accepted:?}");
     assert!(
@@ -120,7 +120,7 @@ fn another_key_gets_no_word() {
 
 #[test]
 fn a_refusal_names_its_reason() {
-    let (one, two) = (Side::new("one", 7), Side::new("two", 7));
+    let (one, two) = (TestPeer::new("one", 7), TestPeer::new("two", 7));
     let judge = |_, hello: &Hello| Some(format!("{} is revoked", hello.name));
     let (dialled, accepted) = meet(&one, &two, judge);
     assert_eq!(
@@ -136,13 +136,13 @@ fn a_refusal_names_its_reason() {
 /// A refused node is reported even if it closes the connection before it receives the refusal.
 #[test]
 fn a_refused_peer_that_leaves_early_is_refused_by_name() {
-    let (one, two) = (Side::new("one", 7), Side::new("two", 7));
+    let (one, two) = (TestPeer::new("one", 7), TestPeer::new("two", 7));
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = listener.local_addr().unwrap();
     let accepted = thread::scope(|scope| {
         scope.spawn(|| {
             let stream = TcpStream::connect(addr).unwrap();
-            let mut wire = Wire::new(stream, Instant::now() + LIMIT, LIMIT).unwrap();
+            let mut wire = HandshakeStream::new(stream, Instant::now() + LIMIT, LIMIT).unwrap();
             let preface = preface(Purpose::Control);
             wire.stream.write_all(&preface).unwrap();
             let own = one.own(ANYONE);
@@ -160,8 +160,8 @@ fn a_refused_peer_that_leaves_early_is_refused_by_name() {
 }
 
 /// Sends `bytes` to a listener; returns its answer.
-fn answer_to(bytes: &[u8]) -> (Outcome, Vec<u8>) {
-    let side = Side::new("one", 7);
+fn answer_to(bytes: &[u8]) -> (SessionResult, Vec<u8>) {
+    let side = TestPeer::new("one", 7);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = listener.local_addr().unwrap();
     thread::scope(|scope| {
@@ -212,7 +212,7 @@ fn strangers_are_told_nothing() {
 /// A replayed handshake gets one message that the attacker cannot read.
 #[test]
 fn a_replayed_handshake_makes_no_session() {
-    let side = Side::new("two", 7);
+    let side = TestPeer::new("two", 7);
     let preface = preface(Purpose::Control);
     let mut shaking = builder(&side.identity, &side.key, &preface)
         .build_initiator()
@@ -224,7 +224,7 @@ fn a_replayed_handshake_makes_no_session() {
     bytes.extend(first);
     let begun = <[u8; FIRST_BYTES]>::try_from(bytes.as_slice()).unwrap();
     for (key, is_it) in [(7, true), (8, false)] {
-        let other = Side::new("one", key);
+        let other = TestPeer::new("one", key);
         assert_eq!(fits(&other.identity, &other.key, &begun), is_it, "{key}");
     }
     bytes.extend([64, 0]);
@@ -239,7 +239,7 @@ fn a_replayed_handshake_makes_no_session() {
 
 #[test]
 fn a_silent_peer_is_given_up() {
-    let side = Side::new("one", 7);
+    let side = TestPeer::new("one", 7);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let silent = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (stream, _) = listener.accept().unwrap();

@@ -14,12 +14,12 @@ fn stump(size: usize) -> (MlxRing, Vec<TcpStream>) {
         (near, far)
     };
     let ((right, far_right), (left, far_left)) = (pair(), pair());
-    let seat = Seat {
+    let seat = RingPosition {
         rank: 0,
         size,
         connections: 1,
     };
-    let sides = Sides {
+    let sides = NeighbourSockets {
         right: vec![right],
         left: vec![left],
     };

@@ -9,13 +9,13 @@ use super::*;
 const GARBAGE: &[u8] = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n";
 
 /// Rank 0 of a ring of two, where rank 1 accepts connections and makes none.
-struct Place {
+struct TwoRankRing {
     own: Vec<TcpListener>,
     hosts: Vec<Vec<SocketAddr>>,
     _right: TcpListener,
 }
 
-impl Place {
+impl TwoRankRing {
     fn new() -> Self {
         let (mut all, hosts) = listeners(2, 1);
         Self {
@@ -52,7 +52,7 @@ fn received(ring: &MlxRing) -> Result<[u8; 5], Error> {
 #[test]
 fn strangers_that_leave_do_not_take_a_place() {
     for said in [b"", GARBAGE] {
-        let place = Place::new();
+        let place = TwoRankRing::new();
         for _ in 0..3 {
             place.caller().write_all(said).unwrap();
         }
@@ -67,7 +67,7 @@ fn strangers_that_leave_do_not_take_a_place() {
 /// As MLX's protocol allows: the system buffers the bytes a rank sent before it left.
 #[test]
 fn a_neighbour_that_spoke_and_left_is_heard() {
-    let place = Place::new();
+    let place = TwoRankRing::new();
     place.caller().write_all(b"hello").unwrap();
     let ring = place.join().unwrap();
     assert_eq!(received(&ring), Ok(*b"hello"));
@@ -81,7 +81,7 @@ fn a_neighbour_that_spoke_and_left_is_heard() {
 #[test]
 fn a_stranger_that_stays_beside_the_neighbour_is_told_of() {
     for said in [b"", GARBAGE] {
-        let place = Place::new();
+        let place = TwoRankRing::new();
         let mut callers = [place.caller(), place.caller()];
         callers[0].write_all(said).unwrap();
         let (own, hosts) = (callers.map(|c| (c.local_addr().unwrap(), c)), &place.hosts);

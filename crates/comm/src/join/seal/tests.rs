@@ -5,13 +5,13 @@ use super::super::key::KEY_BYTES;
 use super::*;
 
 /// Accepts at most `most` bytes per call, and none on every other call.
-struct Narrow<'a> {
+struct PartialWriter<'a> {
     wire: &'a mut Vec<u8>,
     most: usize,
     full: bool,
 }
 
-impl Write for Narrow<'_> {
+impl Write for PartialWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.full = !self.full;
         if self.full {
@@ -28,12 +28,12 @@ impl Write for Narrow<'_> {
 }
 
 /// Returns at most `most` bytes per call; empty means that a read would block.
-struct Slow<'a> {
+struct PartialReader<'a> {
     wire: &'a [u8],
     most: usize,
 }
 
-impl Read for Slow<'_> {
+impl Read for PartialReader<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let count = into.len().min(self.most).min(self.wire.len());
         let (now, later) = self.wire.split_at(count);
@@ -53,8 +53,8 @@ fn bytes(count: usize) -> Vec<u8> {
 }
 
 /// Writes all of `head` and `body`, offering the rest again as callers do.
-fn write_all(from: &Session, wire: &mut Vec<u8>, most: usize, head: &[u8], body: &[u8]) {
-    let mut sink = Narrow {
+fn write_all(from: &NoiseSession, wire: &mut Vec<u8>, most: usize, head: &[u8], body: &[u8]) {
+    let mut sink = PartialWriter {
         wire,
         most,
         full: false,
@@ -101,7 +101,7 @@ fn payload_comes_back_however_it_is_cut() {
             !wire.windows(40).any(|part| part == &sent[60..100]),
             "it is in the clear"
         );
-        let mut source = Slow {
+        let mut source = PartialReader {
             wire: &wire,
             most: 9999,
         };
@@ -126,14 +126,20 @@ fn payload_comes_back_however_it_is_cut() {
 fn another_key_or_hello_is_known_from_the_first_message() {
     let [right, wrong] = [1, 2].map(|byte| GroupKey::new([byte; KEY_BYTES]));
     let (_, message) = begin(&right, b"hello").unwrap();
-    assert_eq!(answer(&wrong, b"hello", &message).err(), Some(WrongKey));
-    assert_eq!(answer(&right, b"hullo", &message).err(), Some(WrongKey));
-    let (_, reply) = answer(&right, b"hello", &message).unwrap();
+    assert_eq!(
+        accept_handshake(&wrong, b"hello", &message).err(),
+        Some(WrongKey)
+    );
+    assert_eq!(
+        accept_handshake(&right, b"hullo", &message).err(),
+        Some(WrongKey)
+    );
+    let (_, reply) = accept_handshake(&right, b"hello", &message).unwrap();
     // A reply to another handshake is invalid for this one.
     let (other, _) = begin(&right, b"hello").unwrap();
     assert_eq!(other.end(&reply).err(), Some(WrongKey));
     let (own, message) = begin(&right, b"hello").unwrap();
-    let (_, mut reply) = answer(&right, b"hello", &message).unwrap();
+    let (_, mut reply) = accept_handshake(&right, b"hello", &message).unwrap();
     reply[40] ^= 1;
     assert_eq!(own.end(&reply).err(), Some(WrongKey));
 }
@@ -142,12 +148,12 @@ fn another_key_or_hello_is_known_from_the_first_message() {
 fn a_recorded_hello_is_answered_but_cannot_be_gone_on_with() {
     let key = GroupKey::new([1; KEY_BYTES]);
     let (shaking, message) = begin(&key, b"hello").unwrap();
-    let (first, reply) = answer(&key, b"hello", &message).unwrap();
+    let (first, reply) = accept_handshake(&key, b"hello", &message).unwrap();
     let dialler = shaking.end(&reply).unwrap();
     let mut proof = Vec::new();
     dialler.write(&mut proof, &[1], &[]).unwrap();
     assert_eq!(first.read(&mut &proof[..], &mut [0]), Ok(1));
-    let (again, _) = answer(&key, b"hello", &message).unwrap();
+    let (again, _) = accept_handshake(&key, b"hello", &message).unwrap();
     assert_eq!(again.read(&mut &proof[..], &mut [0]), Err(Closed));
     assert!(again.is_garbled());
 }

@@ -4,27 +4,28 @@ use paceline_base::Rank;
 
 use crate::testing::Ranks;
 use crate::{
-    Collective, Copies, Data, DataMut, Deadline, Dtype, Error, Group, Memory, Site, Traffic, Tuning,
+    Collective, CopyStats, Data, DataMut, Deadline, Dtype, Error, Group, RegisteredMemory, Site,
+    Traffic, Tuning,
 };
 
 #[derive(Debug)]
-struct InMemory(Box<dyn Group>);
+struct RegisteredGroup(Box<dyn Group>);
 
 /// The same ranks, with their buffers moved.
 pub(super) fn of(ranks: Ranks) -> Ranks {
-    let wrap = |group| Box::new(InMemory(group)) as Box<dyn Group>;
+    let wrap = |group| Box::new(RegisteredGroup(group)) as Box<dyn Group>;
     ranks.into_iter().map(wrap).collect()
 }
 
 /// A caller's buffer type and its registered substitute.
-struct Moved {
+struct RegisteredBuffer {
     dtype: Dtype,
-    memory: Memory<u8>,
+    memory: RegisteredMemory<u8>,
 }
 
-impl Moved {
+impl RegisteredBuffer {
     fn new(group: &dyn Group, dtype: Dtype, bytes: &[u8]) -> Self {
-        let mut memory = Memory::new(Some(group), bytes.len());
+        let mut memory = RegisteredMemory::new(Some(group), bytes.len());
         memory.copy_from_slice(bytes);
         Self { dtype, memory }
     }
@@ -38,21 +39,21 @@ impl Moved {
     }
 }
 
-impl InMemory {
-    fn moved(&self, data: &Data<'_>) -> Moved {
-        Moved::new(&*self.0, data.dtype(), data.bytes())
+impl RegisteredGroup {
+    fn moved(&self, data: &Data<'_>) -> RegisteredBuffer {
+        RegisteredBuffer::new(&*self.0, data.dtype(), data.bytes())
     }
 
     /// Runs `call` on registered memory with the bytes of `data`, and copies the result back.
     fn on<R>(&self, data: &mut DataMut<'_>, call: impl FnOnce(DataMut<'_>) -> R) -> R {
-        let mut moved = Moved::new(&*self.0, data.dtype(), data.bytes());
+        let mut moved = RegisteredBuffer::new(&*self.0, data.dtype(), data.bytes());
         let result = call(moved.write());
         data.copy_from_bytes(&moved.memory);
         result
     }
 }
 
-impl Group for InMemory {
+impl Group for RegisteredGroup {
     fn rank(&self) -> Rank {
         self.0.rank()
     }
@@ -81,7 +82,7 @@ impl Group for InMemory {
             } => {
                 let input = input.map(|input| self.moved(&input));
                 self.on(&mut output, |output| {
-                    let input = input.as_ref().map(Moved::read);
+                    let input = input.as_ref().map(RegisteredBuffer::read);
                     run(Collective::AllGather {
                         input,
                         output,
@@ -160,7 +161,7 @@ impl Group for InMemory {
         self.0.traffic()
     }
 
-    fn copies(&self) -> Copies {
+    fn copies(&self) -> CopyStats {
         self.0.copies()
     }
 

@@ -1,7 +1,9 @@
 //! Grammars of tool calls allow exactly the texts that a family's parser reads as calls.
 
 use paceline_formats::chat::ChatTemplate;
-use paceline_formats::tools::{CallGrammar, CallRules, Event, Family, ReaderOptions, Syntax};
+use paceline_formats::tools::{
+    CallGrammar, CallRules, Event, ReaderOptions, Syntax, ToolCallFormat,
+};
 use serde_json::{Value as Json, json};
 
 use super::families::{CASES, Case};
@@ -51,7 +53,7 @@ impl Case {
         Syntax::of(&ChatTemplate::new(self.template).unwrap())
     }
 
-    fn is(&self, family: Family) -> bool {
+    fn is(&self, family: ToolCallFormat) -> bool {
         self.syntax().family() == Some(family)
     }
 
@@ -87,7 +89,7 @@ fn an_answer_of_a_schema_stands_beside_calls() {
             answer: Some(&schema),
         };
         let grammar = case.syntax().constraint(&tokenizer, &[], &rules).unwrap();
-        if case.is(Family::Harmony) {
+        if case.is(ToolCallFormat::Harmony) {
             // Its answers are in a channel; no grammar combines both yet.
             assert!(grammar.is_none());
             continue;
@@ -169,7 +171,11 @@ fn what_the_reader_takes_for_a_call_passes() {
         let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
         for is_required in [false, true] {
             let Some(constraint) = case.constraint(&tokenizer, is_required) else {
-                assert!(!is_required && case.is(Family::Llama3), "{}", case.template);
+                assert!(
+                    !is_required && case.is(ToolCallFormat::Llama3),
+                    "{}",
+                    case.template
+                );
                 continue;
             };
             grammars

@@ -106,7 +106,7 @@ const LET_THROUGH: [&str; 14] = [
 
 /// Results of the cases of some files.
 #[derive(Debug, Default)]
-struct Tally {
+struct SuiteCounts {
     schemas: usize,
     /// Schemas refused by name or by the compiler.
     refused: usize,
@@ -121,7 +121,7 @@ struct Tally {
     let_through: Vec<String>,
 }
 
-impl Tally {
+impl SuiteCounts {
     fn refuse(&mut self, schema: &Json) {
         self.refused += 1;
         if let Err(refused) = strict(schema) {
@@ -210,7 +210,7 @@ fn whole_numbers(document: &Json) -> Json {
     }
 }
 
-fn check(grammars: &Grammars, tokenizer: &Tokenizer, group: &Json, tally: &mut Tally) {
+fn check(grammars: &Grammars, tokenizer: &Tokenizer, group: &Json, tally: &mut SuiteCounts) {
     let schema = &group["schema"];
     tally.schemas += 1;
     let constraint = whole(Grammar::JsonSchema(schema.to_string()));
@@ -249,10 +249,10 @@ fn folder(test: &str) -> Option<PathBuf> {
     None
 }
 
-fn check_files(files: &[PathBuf]) -> Tally {
+fn check_files(files: &[PathBuf]) -> SuiteCounts {
     let tokenizer = tokenizer();
     let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
-    let mut tally = Tally::default();
+    let mut tally = SuiteCounts::default();
     for file in files {
         let groups: Json = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
         let groups = groups.as_array().unwrap();

@@ -4,8 +4,8 @@ use paceline_tensor::PAGE;
 
 use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Rig, alone};
-use super::tiny::{END, Tiny};
-use crate::{EngineConfig, Error, Pace, Request, SamplingParams};
+use super::tiny::{END, TinyModel};
+use crate::{EngineConfig, Error, GenerationRequest, SamplingParams, StepTimeTarget};
 
 const CONTEXT: usize = 4 * PAGE;
 
@@ -17,20 +17,20 @@ fn sizes() -> EngineConfig {
         max_running: 3,
         max_waiting: 20,
         max_rows: 40,
-        pace: Pace::Auto,
+        pace: StepTimeTarget::Auto,
         drafts: 0,
         strict: false,
     }
 }
 
 /// A request for an adapter with the same prompt of two pages.
-fn asked(adapter: Option<&str>, seed: u64) -> Request {
+fn asked(adapter: Option<&str>, seed: u64) -> GenerationRequest {
     let sampling = SamplingParams {
         seed,
         logit_bias: vec![(END, -100.0)],
         ..SAMPLED
     };
-    Request {
+    GenerationRequest {
         adapter: adapter.map(str::to_owned),
         logprobs: Some(2),
         ..request(prompt(2 * PAGE + 7, 1), 30, sampling)
@@ -39,7 +39,7 @@ fn asked(adapter: Option<&str>, seed: u64) -> Request {
 
 #[test]
 fn one_batch_has_rows_of_several_adapters() {
-    let tiny = Tiny::adapted(2);
+    let tiny = TinyModel::adapted(2);
     let mut rig = Rig::new(&tiny, sizes());
     let all = [None, Some("a"), Some("b")].map(|adapter| asked(adapter, 3));
     let ids = all.each_ref().map(|request| rig.submit(request));
@@ -69,7 +69,7 @@ fn one_batch_has_rows_of_several_adapters() {
 
 #[test]
 fn a_snapshot_goes_on_with_its_adapter_only() {
-    let (here, there) = (Tiny::adapted(1), Tiny::adapted(2));
+    let (here, there) = (TinyModel::adapted(1), TinyModel::adapted(2));
     let request = asked(Some("b"), 5);
     let expected = alone(&here, &request, CONTEXT);
     let mut rig = Rig::new(&here, sizes());
@@ -82,7 +82,7 @@ fn a_snapshot_goes_on_with_its_adapter_only() {
     let copy = other.restore(&snapshot, rig.outcomes[&id].clone());
     other.drain();
     assert_eq!(other.outcomes[&copy], expected);
-    let mut without = Tiny::new(1).engine(sizes());
+    let mut without = TinyModel::new(1).engine(sizes());
     let refused = without.restore(snapshot).unwrap_err();
     assert!(matches!(refused, Error::OtherAdapter), "{refused}");
     let refused = without.submit(request).unwrap_err();

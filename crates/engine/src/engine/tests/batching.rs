@@ -4,17 +4,17 @@
 use paceline_tensor::{InstructionSet, PAGE};
 
 use super::requests::mixed;
-use super::rig::{Outcome, Rig, alone};
+use super::rig::{Rig, SequenceOutcome, alone};
 use super::scores::scored;
-use super::tiny::Tiny;
-use crate::{EngineConfig, Pace, Request, SequenceId};
+use super::tiny::TinyModel;
+use crate::{EngineConfig, GenerationRequest, SequenceId, StepTimeTarget};
 
 /// Positions of a sequence: three pages.
 const CONTEXT: usize = 3 * PAGE;
 
 /// Order of arrival.
 #[derive(Clone, Copy, Debug)]
-enum Order {
+enum ArrivalOrder {
     AllAtOnce,
     Reversed,
     /// One request after every third step.
@@ -29,7 +29,7 @@ fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> Engine
         max_running,
         max_waiting: 100,
         max_rows,
-        pace: Pace::Auto,
+        pace: StepTimeTarget::Auto,
         drafts: 0,
         strict: false,
     }
@@ -37,16 +37,16 @@ fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> Engine
 
 /// Outcomes in the order of `requests`, and the number of preemptions.
 fn run(
-    tiny: &Tiny,
+    tiny: &TinyModel,
     config: &EngineConfig,
-    requests: &[Request],
-    order: Order,
-) -> (Vec<Outcome>, usize) {
+    requests: &[GenerationRequest],
+    order: ArrivalOrder,
+) -> (Vec<SequenceOutcome>, usize) {
     let mut rig = Rig::new(tiny, config.clone());
     let mut ids: Vec<SequenceId> = match order {
-        Order::AllAtOnce => requests.iter().map(|r| rig.submit(r)).collect(),
-        Order::Reversed => requests.iter().rev().map(|r| rig.submit(r)).collect(),
-        Order::Staggered => {
+        ArrivalOrder::AllAtOnce => requests.iter().map(|r| rig.submit(r)).collect(),
+        ArrivalOrder::Reversed => requests.iter().rev().map(|r| rig.submit(r)).collect(),
+        ArrivalOrder::Staggered => {
             let submit = |request| {
                 rig.steps(3);
                 rig.submit(request)
@@ -54,7 +54,7 @@ fn run(
             requests.iter().map(submit).collect()
         }
     };
-    if let Order::Reversed = order {
+    if let ArrivalOrder::Reversed = order {
         ids.reverse();
     }
     rig.drain();
@@ -62,13 +62,13 @@ fn run(
     (ids.into_iter().map(outcome).collect(), rig.preemptions)
 }
 
-fn expected(tiny: &Tiny, requests: &[Request]) -> Vec<Outcome> {
+fn expected(tiny: &TinyModel, requests: &[GenerationRequest]) -> Vec<SequenceOutcome> {
     requests.iter().map(|r| alone(tiny, r, CONTEXT)).collect()
 }
 
 #[test]
 fn outcomes_are_those_of_a_request_alone() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let requests = scored(&tiny);
     let expected = expected(&tiny, &requests);
     for (request, outcome) in requests.iter().zip(&expected) {
@@ -87,9 +87,13 @@ fn outcomes_are_those_of_a_request_alone() {
     ];
     let mut preemptions = 0;
     for threads in [1, 2, 3] {
-        let tiny = Tiny::new(threads);
+        let tiny = TinyModel::new(threads);
         for config in &sizes {
-            for order in [Order::AllAtOnce, Order::Reversed, Order::Staggered] {
+            for order in [
+                ArrivalOrder::AllAtOnce,
+                ArrivalOrder::Reversed,
+                ArrivalOrder::Staggered,
+            ] {
                 let (outcomes, preempted) = run(&tiny, config, &requests, order);
                 preemptions += preempted;
                 for (i, (got, expected)) in outcomes.iter().zip(&expected).enumerate() {
@@ -107,9 +111,9 @@ fn outcomes_are_those_of_a_request_alone() {
 
 #[test]
 fn outcomes_are_of_every_kind() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let outcomes = expected(&tiny, &mixed(&tiny));
-    let has = |what: &dyn Fn(&Outcome) -> bool| outcomes.iter().any(what);
+    let has = |what: &dyn Fn(&SequenceOutcome) -> bool| outcomes.iter().any(what);
     use crate::Finish::{EndOfText, Length, Stop};
     assert!(has(&|o| o.finish == Some(EndOfText)), "{outcomes:?}");
     assert!(has(&|o| o.finish == Some(Length)), "{outcomes:?}");
@@ -122,12 +126,12 @@ fn outcomes_are_of_every_kind() {
 
 #[test]
 fn instruction_sets_change_nothing() {
-    let requests: Vec<Request> = mixed(&Tiny::new(1))
+    let requests: Vec<GenerationRequest> = mixed(&TinyModel::new(1))
         .into_iter()
         .skip(2)
         .step_by(3)
         .collect();
-    let run = |set| expected(&Tiny::with_set(set, 1), &requests);
+    let run = |set| expected(&TinyModel::with_set(set, 1), &requests);
     let mut outcomes = InstructionSet::available().into_iter().map(run);
     let first = outcomes.next().unwrap();
     assert!(outcomes.all(|other| other == first));

@@ -4,19 +4,19 @@ use paceline_base::testing::long;
 use paceline_formats::grammar::{Constraint, Grammar, Start};
 
 use super::requests::{SAMPLED, request};
-use super::rig::{Outcome, Rig, alone};
-use super::tiny::Tiny;
-use crate::{EngineConfig, Error, Finish, Request, SamplingParams};
+use super::rig::{Rig, SequenceOutcome, alone};
+use super::tiny::TinyModel;
+use crate::{EngineConfig, Error, Finish, GenerationRequest, SamplingParams};
 
 const CONTEXT: usize = 128;
 
-fn constrained(constraint: Constraint, seed: u64) -> Request {
+fn constrained(constraint: Constraint, seed: u64) -> GenerationRequest {
     let sampling = SamplingParams {
         seed,
         temperature: 2.0,
         ..SAMPLED
     };
-    Request {
+    GenerationRequest {
         constraint: Some(constraint),
         ..request(vec![1, 2, 3], 60, sampling)
     }
@@ -28,7 +28,7 @@ fn regex(pattern: &str) -> Grammar {
 
 #[test]
 fn answers_match_and_end() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut texts = std::collections::BTreeSet::new();
     for seed in 0..20 {
         let wanted = constrained(Constraint::whole(regex("(ab|cd ){2,5}k?l")), seed);
@@ -47,10 +47,14 @@ fn answers_match_and_end() {
 
 /// The outcome of a single request, and its steps. Additional rows cost nothing, so that drafts
 /// pay.
-fn run(tiny: &Tiny, wanted: &Request, sizes: EngineConfig) -> (Outcome, usize) {
+fn run(
+    tiny: &TinyModel,
+    wanted: &GenerationRequest,
+    sizes: EngineConfig,
+) -> (SequenceOutcome, usize) {
     let mut rig = Rig::new(tiny, sizes);
     let ms = std::time::Duration::from_millis(1);
-    (1..=64).for_each(|rows| rig.engine.costs.took(rows, ms));
+    (1..=64).for_each(|rows| rig.engine.costs.record(rows, ms));
     let id = rig.submit(wanted);
     rig.drain();
     (rig.outcomes.remove(&id).unwrap(), rig.n_steps)
@@ -59,12 +63,12 @@ fn run(tiny: &Tiny, wanted: &Request, sizes: EngineConfig) -> (Outcome, usize) {
 /// Log-probabilities need logits for every token, so no token is forced.
 #[test]
 fn forced_tokens_take_no_steps_and_change_no_answer() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let sizes = EngineConfig::single("tiny", CONTEXT);
     let mut saved = 0;
     for seed in 0..20 {
         let quick = constrained(Constraint::whole(regex("(fghijklm|hm){4,6}")), seed);
-        let slow = Request {
+        let slow = GenerationRequest {
             logprobs: Some(0),
             ..quick.clone()
         };
@@ -81,10 +85,10 @@ fn forced_tokens_take_no_steps_and_change_no_answer() {
 /// The length limit may fall into forced tokens.
 #[test]
 fn forced_tokens_keep_to_the_bounds_of_the_answer() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let sizes = EngineConfig::single("tiny", CONTEXT);
     for most in 1..12 {
-        let wanted = Request {
+        let wanted = GenerationRequest {
             max_tokens: most,
             ..constrained(Constraint::whole(regex("fghijklmfgh")), 0)
         };
@@ -93,7 +97,7 @@ fn forced_tokens_keep_to_the_bounds_of_the_answer() {
         assert_eq!(got.text, "fghijklmfgh"[..most]);
         assert_eq!(got.finish, Some(Finish::Length));
     }
-    let wanted = Request {
+    let wanted = GenerationRequest {
         stop: vec!["jk".to_owned()],
         ..constrained(Constraint::whole(regex("fghijklmfgh")), 0)
     };
@@ -107,7 +111,7 @@ fn forced_tokens_keep_to_the_bounds_of_the_answer() {
 
 #[test]
 fn lazy_grammars_let_go_again() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let lazily = |marker: &str| Constraint {
         grammar: regex("d{2}"),
         start: Start::Lazily {
@@ -131,12 +135,12 @@ fn lazy_grammars_let_go_again() {
 
 #[test]
 fn a_snapshot_stands_where_its_tokens_lead() {
-    let tiny = Tiny::new(2);
+    let tiny = TinyModel::new(2);
     let sizes = EngineConfig::single("tiny", CONTEXT);
     // 24 steps give 3 tokens and two groups each at most, so that none ends it.
     let constraint = Constraint::whole(regex("(ab|cd |e[a-m]*f){60,70}k"));
     for seed in 0..5 {
-        let wanted = Request {
+        let wanted = GenerationRequest {
             max_tokens: 110,
             ..constrained(constraint.clone(), seed)
         };
@@ -158,7 +162,7 @@ fn a_snapshot_stands_where_its_tokens_lead() {
 
 #[test]
 fn strangers_are_not_constrained() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let sizes = EngineConfig {
         max_running: 3,
         max_waiting: 3,
@@ -177,8 +181,8 @@ fn strangers_are_not_constrained() {
 
 #[test]
 fn control_tokens_are_text_where_asked_for() {
-    let tiny = Tiny::new(1);
-    let wanted = Request {
+    let tiny = TinyModel::new(1);
+    let wanted = GenerationRequest {
         shown: vec![5, 3],
         ..request(vec![1], 3, SAMPLED)
     };
@@ -223,7 +227,7 @@ fn a_real_model_fills_in_a_schema() {
     let model = super::smollm2::load(&path, 1);
     let prompt = model.encode("Here is the record of a lamp as JSON:\n");
     let free = request(prompt, 400, SamplingParams::default());
-    let held = Request {
+    let held = GenerationRequest {
         constraint: Some(Constraint::whole(Grammar::JsonSchema(schema()))),
         ..free.clone()
     };
@@ -240,7 +244,7 @@ fn a_real_model_fills_in_a_schema() {
     eprintln!("{tokens} tokens in {steps} steps, with guesses in {guessed_steps}");
     assert!(steps < tokens && guessed_steps < steps);
     // The grammar's first masks fill its caches; the second answer is the usual case.
-    let ms = |wanted: &Request| {
+    let ms = |wanted: &GenerationRequest| {
         let mut rig = Rig::new(&model, EngineConfig::single("tiny", 1024));
         let mut best = f64::INFINITY;
         for _ in 0..5 {
@@ -257,7 +261,7 @@ fn a_real_model_fills_in_a_schema() {
         }
         best
     };
-    let same = Request {
+    let same = GenerationRequest {
         max_tokens: tokens,
         ..free
     };

@@ -9,8 +9,8 @@ use paceline_tensor::PAGE;
 
 use super::drafts::{CONTEXT, babble, eager, run, sizes};
 use super::requests::{SAMPLED, mixed, prompt, request};
-use super::rig::{Outcome, Rig, alone};
-use super::tiny::{END, Tiny, byte_tokenizer};
+use super::rig::{Rig, SequenceOutcome, alone};
+use super::tiny::{END, TinyModel, byte_tokenizer};
 use crate::{Draft, Error, SamplingParams};
 
 /// A stopped clock: drafting costs nothing.
@@ -25,7 +25,7 @@ fn slow() -> Instant {
     frozen() + Duration::from_secs(LOOKS.fetch_add(1, Ordering::Relaxed))
 }
 
-pub(super) fn draft(of: &Tiny, now: fn() -> Instant) -> Draft {
+pub(super) fn draft(of: &TinyModel, now: fn() -> Instant) -> Draft {
     let model: Arc<Model> = Arc::clone(&of.model);
     let tokenizer = Arc::clone(&of.tokenizer);
     Draft {
@@ -36,16 +36,16 @@ pub(super) fn draft(of: &Tiny, now: fn() -> Instant) -> Draft {
 }
 
 /// An engine with free additional rows and free drafting.
-fn drafting(tiny: &Tiny, by: &Tiny, drafts: usize) -> Rig {
+fn drafting(tiny: &TinyModel, by: &TinyModel, drafts: usize) -> Rig {
     let mut rig = eager(tiny, drafts);
-    rig.engine.guess_with(draft(by, frozen)).unwrap();
+    rig.engine.set_draft_model(draft(by, frozen)).unwrap();
     rig
 }
 
-fn check(tiny: &Tiny, by: &Tiny) {
+fn check(tiny: &TinyModel, by: &TinyModel) {
     let mut requests = mixed(tiny);
     requests.extend((0..4).map(babble));
-    let expected: Vec<Outcome> = requests.iter().map(|r| alone(tiny, r, CONTEXT)).collect();
+    let expected: Vec<SequenceOutcome> = requests.iter().map(|r| alone(tiny, r, CONTEXT)).collect();
     for drafts in [1, 3, 8] {
         let (outcomes, checked, gained) = run(&mut drafting(tiny, by, drafts), &requests);
         for (outcome, expected) in outcomes.iter().zip(&expected) {
@@ -61,20 +61,20 @@ fn check(tiny: &Tiny, by: &Tiny) {
 /// Draft models with windows and states, and with states that outlast several pages.
 #[test]
 fn a_draft_of_another_shape_changes_no_answer() {
-    let tiny = Tiny::new(1);
-    check(&tiny, &Tiny::toy(1));
-    check(&tiny, &Tiny::delta_net(1));
+    let tiny = TinyModel::new(1);
+    check(&tiny, &TinyModel::toy(1));
+    check(&tiny, &TinyModel::delta_net(1));
 }
 
 #[test]
 fn a_draft_changes_no_answer_of_layers_that_differ() {
-    check(&Tiny::toy(2), &Tiny::new(1));
-    check(&Tiny::delta_net(1), &Tiny::toy(1));
+    check(&TinyModel::toy(2), &TinyModel::new(1));
+    check(&TinyModel::delta_net(1), &TinyModel::toy(1));
 }
 
 /// Answers without repetition, with a draft model that predicts them exactly.
 fn of_the_same_mind(sampling: SamplingParams) -> (usize, usize) {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let request = request(prompt(20, 7), 2 * PAGE, sampling);
     let steps = |rig: &mut Rig| {
         let (outcomes, ..) = run(rig, std::slice::from_ref(&request));
@@ -117,17 +117,17 @@ fn steps_of(rig: &mut Rig) -> usize {
     rig.submit(&request(prompt(5, 3), 2 * PAGE, sampling));
     while !rig.engine.is_idle() {
         rig.step();
-        rig.engine.took(Duration::from_millis(1));
+        rig.engine.record_duration(Duration::from_millis(1));
     }
     rig.n_steps
 }
 
 #[test]
 fn a_draft_that_costs_more_than_it_gives_is_left() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let without = steps_of(&mut eager(&tiny, 8));
     let mut rig = eager(&tiny, 8);
-    rig.engine.guess_with(draft(&tiny, slow)).unwrap();
+    rig.engine.set_draft_model(draft(&tiny, slow)).unwrap();
     let with = steps_of(&mut rig);
     // Its first passes, with right drafts, show its cost. N-gram drafts may come at other steps
     // then.
@@ -138,9 +138,9 @@ fn a_draft_that_costs_more_than_it_gives_is_left() {
 
 #[test]
 fn a_draft_of_another_vocabulary_is_refused_by_its_first_token() {
-    let (tiny, other) = (Tiny::new(1), Arc::new(byte_tokenizer(&[])));
+    let (tiny, other) = (TinyModel::new(1), Arc::new(byte_tokenizer(&[])));
     let mut engine = tiny.engine(sizes(8));
-    let refused = engine.guess_with(Draft {
+    let refused = engine.set_draft_model(Draft {
         tokenizer: other,
         ..draft(&tiny, frozen)
     });

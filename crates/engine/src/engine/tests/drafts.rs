@@ -6,9 +6,9 @@ use paceline_formats::grammar::{Constraint, Grammar};
 use paceline_tensor::PAGE;
 
 use super::requests::{SAMPLED, mixed, prompt, request};
-use super::rig::{Outcome, Rig, alone};
-use super::tiny::{END, Tiny};
-use crate::{EngineConfig, Request, SamplingParams};
+use super::rig::{Rig, SequenceOutcome, alone};
+use super::tiny::{END, TinyModel};
+use crate::{EngineConfig, GenerationRequest, SamplingParams};
 
 pub(super) const CONTEXT: usize = 3 * PAGE;
 
@@ -23,14 +23,17 @@ pub(super) fn sizes(drafts: usize) -> EngineConfig {
 }
 
 /// An engine with free additional rows, so that it verifies every draft.
-pub(super) fn eager(tiny: &Tiny, drafts: usize) -> Rig {
+pub(super) fn eager(tiny: &TinyModel, drafts: usize) -> Rig {
     let mut rig = Rig::new(tiny, sizes(drafts));
-    (1..=64).for_each(|rows| rig.engine.costs.took(rows, Duration::from_millis(1)));
+    (1..=64).for_each(|rows| rig.engine.costs.record(rows, Duration::from_millis(1)));
     rig
 }
 
 /// Outcomes of all requests together, verified draft tokens, and tokens beyond one per step.
-pub(super) fn run(rig: &mut Rig, requests: &[Request]) -> (Vec<Outcome>, usize, usize) {
+pub(super) fn run(
+    rig: &mut Rig,
+    requests: &[GenerationRequest],
+) -> (Vec<SequenceOutcome>, usize, usize) {
     let ids: Vec<_> = requests.iter().map(|request| rig.submit(request)).collect();
     let (mut checked, mut gained) = (0, 0);
     while !rig.engine.is_idle() {
@@ -51,38 +54,38 @@ pub(super) fn run(rig: &mut Rig, requests: &[Request]) -> (Vec<Outcome>, usize, 
 }
 
 /// Sampled from three tokens, so that draft tokens are often right and often wrong.
-pub(super) fn babble(seed: u64) -> Request {
+pub(super) fn babble(seed: u64) -> GenerationRequest {
     let sampling = SamplingParams {
         temperature: 2.0,
         seed,
         logit_bias: vec![(2, 60.0), (3, 60.0), (14, 60.0)],
         ..SAMPLED
     };
-    Request {
+    GenerationRequest {
         logprobs: Some(2),
         ..request(prompt(10, 1), 100, sampling)
     }
 }
 
 /// Constrained by a grammar that forces much text, with several possible spellings.
-fn held(seed: u64) -> Request {
+fn held(seed: u64) -> GenerationRequest {
     let sampling = SamplingParams {
         temperature: 2.0,
         seed,
         ..SAMPLED
     };
     let grammar = Grammar::Regex("(abcabcd|cd abe |kabcdl){9,12}".to_owned());
-    Request {
+    GenerationRequest {
         constraint: Some(Constraint::whole(grammar)),
         ..request(prompt(5, 1), 80, sampling)
     }
 }
 
-fn check(tiny: &Tiny) {
+fn check(tiny: &TinyModel) {
     let mut requests = mixed(tiny);
     requests.extend((0..4).map(babble));
     requests.extend((0..3).map(held));
-    let expected: Vec<Outcome> = requests.iter().map(|r| alone(tiny, r, CONTEXT)).collect();
+    let expected: Vec<SequenceOutcome> = requests.iter().map(|r| alone(tiny, r, CONTEXT)).collect();
     for drafts in [1, 3, 8] {
         let (outcomes, checked, gained) = run(&mut eager(tiny, drafts), &requests);
         for (outcome, expected) in outcomes.iter().zip(&expected) {
@@ -97,20 +100,20 @@ fn check(tiny: &Tiny) {
 
 #[test]
 fn drafts_change_no_answer() {
-    check(&Tiny::new(1));
+    check(&TinyModel::new(1));
 }
 
 /// Models with windows and recurrent states.
 #[test]
 fn drafts_change_no_answer_of_layers_that_differ() {
-    check(&Tiny::toy(2));
+    check(&TinyModel::toy(2));
 }
 
 /// A greedy answer that repeats a cycle takes a fraction of the steps.
 #[test]
 fn repetitions_take_few_steps() {
-    let tiny = Tiny::new(1);
-    let request = Request {
+    let tiny = TinyModel::new(1);
+    let request = GenerationRequest {
         prompt: vec![1, 2, 3],
         max_tokens: CONTEXT - 10,
         sampling: SamplingParams {
@@ -118,7 +121,7 @@ fn repetitions_take_few_steps() {
             logit_bias: vec![(5, 100.0), (END, -100.0)],
             ..SamplingParams::default()
         },
-        ..Request::default()
+        ..GenerationRequest::default()
     };
     let steps = |drafts| {
         let mut rig = eager(&tiny, drafts);

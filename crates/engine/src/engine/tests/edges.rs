@@ -7,9 +7,10 @@ use paceline_tensor::PAGE;
 
 use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Rig, alone, id_of};
-use super::tiny::{END, Tiny, VOCAB};
+use super::tiny::{END, TinyModel, VOCAB};
 use crate::{
-    Engine, EngineConfig, Error, Event, Finish, Order, Pace, Request, SamplingParams, SequenceId,
+    Engine, EngineConfig, Error, Event, Finish, GenerationRequest, SamplingParams,
+    SchedulingParams, SequenceId, StepTimeTarget,
 };
 
 const CONTEXT: usize = 2 * PAGE;
@@ -22,26 +23,26 @@ fn sizes() -> EngineConfig {
         max_running: 4,
         max_waiting: 4,
         max_rows: 16,
-        pace: Pace::Auto,
+        pace: StepTimeTarget::Auto,
         drafts: 0,
         strict: false,
     }
 }
 
-fn greedy(prompt: Vec<u32>, max_tokens: usize) -> Request {
+fn greedy(prompt: Vec<u32>, max_tokens: usize) -> GenerationRequest {
     request(prompt, max_tokens, SamplingParams::default())
 }
 
 /// Requests with prompts of one token and answers of 100.
-fn long_answers(tiny: &Tiny, n: usize) -> Vec<Request> {
+fn long_answers(tiny: &TinyModel, n: usize) -> Vec<GenerationRequest> {
     let wanted = |seed| request(vec![1], 100, SamplingParams { seed, ..SAMPLED });
-    let is_long = |r: &Request| alone(tiny, r, CONTEXT).tokens.len() == 100;
+    let is_long = |r: &GenerationRequest| alone(tiny, r, CONTEXT).tokens.len() == 100;
     (0..).map(wanted).filter(is_long).take(n).collect()
 }
 
 #[test]
 fn sizes_that_cannot_work_are_named() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let cases: [(fn(&mut EngineConfig), &str); 8] = [
         (|it| it.context = 1, "context is 1, expected 2 or more"),
         (|it| it.context = 0, "context is 0, expected 2 or more"),
@@ -81,7 +82,7 @@ fn sizes_that_cannot_work_are_named() {
 
 #[test]
 fn memory_follows_from_the_cache_when_other_sizes_are_huge() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let huge = usize::MAX;
     let config = EngineConfig {
         max_running: huge,
@@ -99,19 +100,19 @@ fn memory_follows_from_the_cache_when_other_sizes_are_huge() {
 
 #[test]
 fn a_request_that_cannot_be_answered_says_why() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut engine = tiny.engine(sizes());
     let outside = vec![0, 1, VOCAB as u32];
     let hot = SamplingParams {
         temperature: f32::NAN,
         ..SAMPLED
     };
-    let empty_stop = Request {
+    let empty_stop = GenerationRequest {
         stop: vec!["a".to_owned(), String::new()],
         logprobs: None,
         ..greedy(vec![1], 1)
     };
-    let told = Request {
+    let told = GenerationRequest {
         logprobs: Some(21),
         ..greedy(vec![1], 1)
     };
@@ -148,7 +149,7 @@ fn a_request_that_cannot_be_answered_says_why() {
 
 #[test]
 fn answers_end_where_they_must() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     // (prompt, most tokens, tokens of the answer)
     for (n, max_tokens, expected) in [
         (5, 0, 0),
@@ -169,12 +170,12 @@ fn answers_end_where_they_must() {
 
 #[test]
 fn an_answer_has_its_least_number_of_tokens() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let ends = SamplingParams {
         logit_bias: vec![(END, 100.0)],
         ..SamplingParams::default()
     };
-    let wanted = Request {
+    let wanted = GenerationRequest {
         min_tokens: 3,
         ..request(prompt(3, 1), 9, ends)
     };
@@ -185,7 +186,7 @@ fn an_answer_has_its_least_number_of_tokens() {
 
 #[test]
 fn the_end_token_is_given_out_without_text() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let ended = |seed| {
         let outcome = alone(
             &tiny,
@@ -208,7 +209,7 @@ fn the_end_token_is_given_out_without_text() {
 
 #[test]
 fn a_full_queue_gives_the_request_back() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = Rig::new(&tiny, sizes());
     for i in 0..4 {
         rig.submit(&greedy(prompt(9, i), 5));
@@ -226,23 +227,27 @@ fn a_full_queue_gives_the_request_back() {
 /// sequence loses nothing.
 #[test]
 fn a_client_with_many_requests_leaves_places_to_others() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut engine = tiny.engine(EngineConfig {
         max_waiting: 32,
         ..sizes()
     });
-    let mut wanted: Vec<Request> = long_answers(&tiny, 8);
+    let mut wanted: Vec<GenerationRequest> = long_answers(&tiny, 8);
     wanted.push(greedy(prompt(9, 3), 5));
     let mut tokens: BTreeMap<SequenceId, Vec<u32>> = BTreeMap::new();
     let mut ids = Vec::new();
-    let of = |client| Order {
+    let of = |client| SchedulingParams {
         client,
-        ..Order::default()
+        ..SchedulingParams::default()
     };
     for request in &wanted[..8] {
         let request = request.clone();
         let order = of(1);
-        ids.push(engine.submit(Request { order, ..request }).unwrap());
+        ids.push(
+            engine
+                .submit(GenerationRequest { order, ..request })
+                .unwrap(),
+        );
     }
     let mut step = |engine: &mut Engine| -> Vec<SequenceId> {
         let (mut ended, events) = (Vec::new(), engine.step().unwrap());
@@ -259,7 +264,9 @@ fn a_client_with_many_requests_leaves_places_to_others() {
     assert_eq!((engine.n_running(), engine.n_waiting()), (4, 4));
     let order = of(2);
     let request = wanted[8].clone();
-    let other = engine.submit(Request { order, ..request }).unwrap();
+    let other = engine
+        .submit(GenerationRequest { order, ..request })
+        .unwrap();
     ids.push(other);
     let mut steps = 0;
     while !step(&mut engine).contains(&other) {
@@ -278,7 +285,7 @@ fn a_client_with_many_requests_leaves_places_to_others() {
 
 #[test]
 fn preempted_sequences_take_no_place_of_requests() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = Rig::new(
         &tiny,
         EngineConfig {
@@ -301,7 +308,7 @@ fn preempted_sequences_take_no_place_of_requests() {
 
 #[test]
 fn cancelling_frees_pages_and_ends_events() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     for steps in 0..12 {
         let config = EngineConfig {
             cache_positions: CONTEXT + PAGE,
@@ -336,7 +343,7 @@ fn cancelling_frees_pages_and_ends_events() {
 
 #[test]
 fn a_prompt_is_begun_only_when_there_are_pages_for_all_of_it() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let config = EngineConfig {
         cache_positions: CONTEXT + PAGE,
         ..sizes()
@@ -359,7 +366,7 @@ fn a_prompt_is_begun_only_when_there_are_pages_for_all_of_it() {
 
 /// Prefills a prompt of 100 tokens, 5 rows per step, while three answers are generated. `is_first`:
 /// whether it arrived first.
-fn read_beside_answers(tiny: &Tiny, is_first: bool) -> Rig {
+fn read_beside_answers(tiny: &TinyModel, is_first: bool) -> Rig {
     let config = EngineConfig {
         max_rows: 5,
         ..sizes()
@@ -388,7 +395,7 @@ fn read_beside_answers(tiny: &Tiny, is_first: bool) -> Rig {
 
 #[test]
 fn a_long_prompt_does_not_stall_answers() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     for is_first in [true, false] {
         read_beside_answers(&tiny, is_first).drain();
     }

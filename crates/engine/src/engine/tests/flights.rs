@@ -5,16 +5,16 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use paceline_model::{
-    Batch, Compute, Error, Followed, KeptPage, PageStore, Weights as _, WindowPool,
+    Batch, Compute, Error, FollowOutcome, LoadedModel as _, PageStore, PersistedPage, WindowPool,
 };
 use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
 use super::requests::{prompt, request};
 use super::rig::{Rig, alone};
-use super::tiny::{END, Tiny};
-use super::windows::Line;
-use crate::{EngineConfig, Order, Request, SamplingParams, SequenceId};
+use super::tiny::{END, TinyModel};
+use super::windows::VirtualPipeline;
+use crate::{EngineConfig, GenerationRequest, SamplingParams, SchedulingParams, SequenceId};
 
 pub(super) const CONTEXT: usize = 3 * PAGE;
 
@@ -28,7 +28,7 @@ struct Deep {
     depth: usize,
     most: usize,
     /// Adds virtual time to batches.
-    line: Option<Line>,
+    line: Option<VirtualPipeline>,
     announced: VecDeque<(String, Written)>,
 }
 
@@ -76,7 +76,7 @@ impl Compute for Deep {
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error> {
         let (announced, _) = self.announced.pop_front().unwrap();
         assert_eq!(format!("{batch:?}"), announced);
-        self.line.iter_mut().for_each(Line::arrive);
+        self.line.iter_mut().for_each(VirtualPipeline::arrive);
         self.inner.forward(batch)
     }
 
@@ -89,7 +89,7 @@ impl Compute for Deep {
         self.inner.idle()
     }
 
-    fn follow(&mut self) -> Result<Followed, Error> {
+    fn follow(&mut self) -> Result<FollowOutcome, Error> {
         self.inner.follow()
     }
 
@@ -102,7 +102,7 @@ impl Compute for Deep {
     }
 
     /// Other ranks have computed all announced batches when this message arrives.
-    fn keep(&mut self, pages: &[KeptPage]) -> Result<(), Error> {
+    fn persist_pages(&mut self, pages: &[PersistedPage]) -> Result<(), Error> {
         for (_, written) in &self.announced {
             let is_kept = |(pool, page): &(usize, u32)| {
                 pages
@@ -111,15 +111,15 @@ impl Compute for Deep {
             };
             assert!(!written.iter().any(is_kept), "{pages:?} {written:?}");
         }
-        self.inner.keep(pages)
+        self.inner.persist_pages(pages)
     }
 
-    fn recall(&mut self, pages: &[KeptPage]) -> Result<usize, Error> {
+    fn restore_pages(&mut self, pages: &[PersistedPage]) -> Result<usize, Error> {
         assert!(
             self.announced.is_empty(),
             "the leader would recall too early"
         );
-        self.inner.recall(pages)
+        self.inner.restore_pages(pages)
     }
 }
 
@@ -133,16 +133,16 @@ pub(super) fn sizes() -> EngineConfig {
     }
 }
 
-fn rig(tiny: &Tiny, config: EngineConfig, depth: usize) -> Rig {
+fn rig(tiny: &TinyModel, config: EngineConfig, depth: usize) -> Rig {
     rig_of(tiny, config, (depth, depth), None)
 }
 
 /// A rig of `depth` stages, with at most `most` batches announced.
 pub(super) fn rig_of(
-    tiny: &Tiny,
+    tiny: &TinyModel,
     config: EngineConfig,
     (depth, most): (usize, usize),
-    line: Option<Line>,
+    line: Option<VirtualPipeline>,
 ) -> Rig {
     let mut rig = Rig::new(tiny, config.clone());
     let model = Arc::clone(&tiny.model);
@@ -158,7 +158,7 @@ pub(super) fn rig_of(
 }
 
 /// An answer without an end token.
-fn long(prompt: Vec<u32>, n: usize) -> Request {
+fn long(prompt: Vec<u32>, n: usize) -> GenerationRequest {
     let sampling = SamplingParams {
         logit_bias: vec![(END, -100.0)],
         ..SamplingParams::default()
@@ -168,7 +168,7 @@ fn long(prompt: Vec<u32>, n: usize) -> Request {
 
 #[test]
 fn streams_are_dealt_to_the_batches_under_way() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 2);
     let ids: Vec<_> = (0..4)
         .map(|i| rig.submit(&long(prompt(9, i), 30)))
@@ -177,7 +177,7 @@ fn streams_are_dealt_to_the_batches_under_way() {
     for _ in 0..20 {
         rig.step();
         assert_eq!(rig.engine.composition.decoding, 2);
-        assert_eq!(rig.engine.flights.len(), 1);
+        assert_eq!(rig.engine.in_flight.len(), 1);
     }
     rig.drain();
     for (id, i) in ids.iter().zip(0..) {
@@ -190,17 +190,17 @@ fn streams_are_dealt_to_the_batches_under_way() {
 
 #[test]
 fn chunks_of_one_prompt_follow_each_other() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 3);
     let id = rig.submit(&long(prompt(150, 1), 5)); // four chunks
     rig.step();
     assert_eq!(
-        (rig.engine.running[0].computed, rig.engine.flights.len()),
+        (rig.engine.running[0].computed, rig.engine.in_flight.len()),
         (40, 2)
     );
     rig.step();
     assert_eq!(
-        (rig.engine.running[0].computed, rig.engine.flights.len()),
+        (rig.engine.running[0].computed, rig.engine.in_flight.len()),
         (80, 2)
     );
     rig.drain();
@@ -214,7 +214,7 @@ fn chunks_of_one_prompt_follow_each_other() {
 /// Its chunks may be in consecutive batches, but others get their rows as well.
 #[test]
 fn a_long_prompt_takes_no_turn_of_others() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 2);
     let first = rig.submit(&long(prompt(170, 9), 5)); // five chunks
     let others: Vec<_> = (0..3)
@@ -230,7 +230,7 @@ fn a_long_prompt_takes_no_turn_of_others() {
 
 #[test]
 fn a_cancelled_sequence_keeps_its_pages_until_its_rows_are_computed() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 2);
     let id = rig.submit(&long(prompt(150, 1), 5));
     rig.step();
@@ -246,16 +246,16 @@ fn a_cancelled_sequence_keeps_its_pages_until_its_rows_are_computed() {
 /// The batch with rows of the preempted sequence completes first.
 #[test]
 fn a_client_with_many_requests_gives_way_in_a_pipeline() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let config = EngineConfig {
         max_running: 2,
         ..sizes()
     };
     let mut rig = rig(&tiny, config, 2).unordered();
-    let of = |client, seed, n| Request {
-        order: Order {
+    let of = |client, seed, n| GenerationRequest {
+        order: SchedulingParams {
             client,
-            ..Order::default()
+            ..SchedulingParams::default()
         },
         ..long(prompt(9, seed), n)
     };
@@ -274,9 +274,9 @@ fn a_client_with_many_requests_gives_way_in_a_pipeline() {
 }
 
 /// A request, steps after it, and what happens to one that is open then.
-type Call = (usize, usize, u8);
+type RequestCase = (usize, usize, u8);
 
-pub(super) fn calls() -> impl Strategy<Value = Vec<Call>> {
+pub(super) fn calls() -> impl Strategy<Value = Vec<RequestCase>> {
     prop::collection::vec((0..100usize, 0..15usize, 0..6u8), 1..25)
 }
 

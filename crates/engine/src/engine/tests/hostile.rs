@@ -5,24 +5,24 @@ use serde_json::{Value, json};
 
 use super::requests::{SAMPLED, prompt, request, stops};
 use super::rig::Rig;
-use super::tiny::Tiny;
-use crate::{EngineConfig, Request, SamplingParams, Snapshot};
+use super::tiny::TinyModel;
+use crate::{EngineConfig, GenerationRequest, SamplingParams, Snapshot};
 
 const CONTEXT: usize = 2 * PAGE;
 
-fn rig(tiny: &Tiny) -> Rig {
+fn rig(tiny: &TinyModel) -> Rig {
     Rig::new(tiny, EngineConfig::single("tiny", CONTEXT))
 }
 
 /// A snapshot in the middle of an answer of 20 tokens, as JSON.
-fn snapshot(tiny: &Tiny) -> Value {
+fn snapshot(tiny: &TinyModel) -> Value {
     let mut rig = rig(tiny);
     let stop = stops();
     let sampling = SamplingParams {
         logit_bias: vec![(3, 0.5), (4, -0.5)],
         ..SAMPLED
     };
-    let id = rig.submit(&Request {
+    let id = rig.submit(&GenerationRequest {
         stop,
         logprobs: Some(3),
         ..request(prompt(10, 3), 20, sampling)
@@ -42,7 +42,7 @@ fn restore(rig: &mut Rig, value: Value) -> Result<(), String> {
 
 /// Restores a snapshot with each of the wrong values in turn, then the original.
 fn check_wrong<const N: usize>(cases: [(&str, Value, &str); N]) {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let good = snapshot(&tiny);
     let mut rig = rig(&tiny);
     for (field, wrong, expected) in cases {
@@ -196,7 +196,7 @@ fn what_is_wrong_with_the_text_of_a_snapshot_is_said() {
 
 #[test]
 fn a_prompt_that_fills_the_context_is_refused_as_in_a_request() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut value = snapshot(&tiny);
     value["tokens"] = json!(vec![1; CONTEXT]);
     value["prompt_len"] = json!(CONTEXT);
@@ -223,7 +223,7 @@ fn paths(value: &Value, path: &str, out: &mut Vec<String>) {
 
 #[test]
 fn any_value_anywhere_is_refused_or_ends() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let good = snapshot(&tiny);
     let wrong = [
         json!(null),

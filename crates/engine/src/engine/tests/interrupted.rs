@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
-use paceline_model::{Batch, BatchSequence, Compute, Error, Followed, Weights as _, WindowPool};
+use paceline_model::{
+    Batch, BatchSequence, Compute, Error, FollowOutcome, LoadedModel as _, WindowPool,
+};
 
 use super::flights::{CONTEXT, sizes};
 use super::requests::mixed;
 use super::rig::{Rig, alone};
-use super::tiny::Tiny;
+use super::tiny::TinyModel;
 
 /// Interrupts steps of more than `rows` rows; such a step leaves undefined rows.
 #[derive(Debug)]
@@ -59,12 +61,12 @@ impl Compute for Interrupting {
         self.inner.idle()
     }
 
-    fn follow(&mut self) -> Result<Followed, Error> {
+    fn follow(&mut self) -> Result<FollowOutcome, Error> {
         self.inner.follow()
     }
 }
 
-fn rig(tiny: &Tiny, rows: usize) -> Rig {
+fn rig(tiny: &TinyModel, rows: usize) -> Rig {
     let mut rig = Rig::new(tiny, sizes());
     let model = Arc::clone(&tiny.model);
     let inner = model.reserve(sizes().batch_size(), sizes().cache_positions);
@@ -75,7 +77,7 @@ fn rig(tiny: &Tiny, rows: usize) -> Rig {
 
 #[test]
 fn steps_shrink_and_answers_stay_the_same() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, 12);
     let requests: Vec<_> = mixed(&tiny).into_iter().take(6).collect();
     let ids: Vec<_> = requests.iter().map(|r| rig.submit(r)).collect();
@@ -90,7 +92,7 @@ fn steps_shrink_and_answers_stay_the_same() {
 
 #[test]
 fn a_device_that_always_interrupts_is_an_error() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, 0);
     rig.submit(&mixed(&tiny)[1]);
     let error = (0..3).find_map(|_| rig.engine.step().err()).unwrap();

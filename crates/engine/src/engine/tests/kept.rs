@@ -6,14 +6,14 @@ use std::hash::{Hash as _, Hasher as _};
 use std::sync::{Arc, Mutex};
 
 use paceline_base::lock;
-use paceline_model::{KeptPage, PageName, PageStore};
+use paceline_model::{PageName, PageStore, PersistedPage};
 use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
 use super::requests::{SAMPLED, prompt, request};
-use super::rig::{Outcome, Rig, alone};
-use super::tiny::Tiny;
-use crate::{EngineConfig, Request, SamplingParams, SequenceId};
+use super::rig::{Rig, SequenceOutcome, alone};
+use super::tiny::TinyModel;
+use crate::{EngineConfig, GenerationRequest, SamplingParams, SequenceId};
 
 const CONTEXT: usize = 5 * PAGE;
 
@@ -51,11 +51,11 @@ impl PageStore for Shelf {
         name
     }
 
-    fn has(&self, page: &KeptPage) -> bool {
+    fn has(&self, page: &PersistedPage) -> bool {
         lock(&self.0).pages.contains_key(&(page.name, page.pool))
     }
 
-    fn put(&mut self, page: &KeptPage, bytes: &[u8]) {
+    fn put(&mut self, page: &PersistedPage, bytes: &[u8]) {
         let mut state = lock(&self.0);
         if !state.loses() {
             let key = (page.name, page.pool);
@@ -64,7 +64,7 @@ impl PageStore for Shelf {
         }
     }
 
-    fn get(&mut self, page: &KeptPage, into: &mut [u8]) -> bool {
+    fn get(&mut self, page: &PersistedPage, into: &mut [u8]) -> bool {
         let mut state = lock(&self.0);
         if state.loses() {
             state.pages.remove(&(page.name, page.pool));
@@ -78,7 +78,7 @@ impl PageStore for Shelf {
         true
     }
 
-    fn forget(&mut self, page: &KeptPage) {
+    fn forget(&mut self, page: &PersistedPage) {
         lock(&self.0).pages.remove(&(page.name, page.pool));
     }
 }
@@ -93,18 +93,22 @@ fn sizes() -> EngineConfig {
     }
 }
 
-fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> Request {
+fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> GenerationRequest {
     request(prompt, n, SamplingParams { seed, ..SAMPLED })
 }
 
-fn rig(tiny: &Tiny, config: EngineConfig, shelf: &Shelf) -> Rig {
+fn rig(tiny: &TinyModel, config: EngineConfig, shelf: &Shelf) -> Rig {
     let mut rig = Rig::new(tiny, config.clone());
     rig.engine = tiny.engine(config).with_store(Box::new(shelf.clone()));
     rig
 }
 
 /// The answer of a new engine with this store, and the tokens it did not compute.
-fn after_a_restart(tiny: &Tiny, wanted: &Request, shelf: &Shelf) -> (Outcome, u64) {
+fn after_a_restart(
+    tiny: &TinyModel,
+    wanted: &GenerationRequest,
+    shelf: &Shelf,
+) -> (SequenceOutcome, u64) {
     let mut rig = rig(tiny, sizes(), shelf);
     let id = rig.submit(wanted);
     rig.drain();
@@ -113,7 +117,11 @@ fn after_a_restart(tiny: &Tiny, wanted: &Request, shelf: &Shelf) -> (Outcome, u6
 
 #[test]
 fn a_prompt_is_not_computed_again_after_a_restart() {
-    for tiny in [Tiny::new(2), Tiny::toy(2), Tiny::delta_net(2)] {
+    for tiny in [
+        TinyModel::new(2),
+        TinyModel::toy(2),
+        TinyModel::delta_net(2),
+    ] {
         let shelf = Shelf::default();
         let wanted = sampled(prompt(3 * PAGE + 9, 1), 20, 1);
         let expected = alone(&tiny, &wanted, CONTEXT);
@@ -133,19 +141,19 @@ impl PageStore for Giving {
         self.0.name(before, tokens)
     }
 
-    fn has(&self, _page: &KeptPage) -> bool {
+    fn has(&self, _page: &PersistedPage) -> bool {
         false
     }
 
-    fn put(&mut self, page: &KeptPage, bytes: &[u8]) {
+    fn put(&mut self, page: &PersistedPage, bytes: &[u8]) {
         self.0.put(page, bytes);
     }
 
-    fn get(&mut self, _page: &KeptPage, _into: &mut [u8]) -> bool {
+    fn get(&mut self, _page: &PersistedPage, _into: &mut [u8]) -> bool {
         false
     }
 
-    fn forget(&mut self, _page: &KeptPage) {}
+    fn forget(&mut self, _page: &PersistedPage) {}
 
     fn wants_known(&self) -> bool {
         true
@@ -155,7 +163,11 @@ impl PageStore for Giving {
 /// A prefill engine also sends the pages that it has in its cache.
 #[test]
 fn pages_for_others_are_given_each_time() {
-    for tiny in [Tiny::new(2), Tiny::toy(2), Tiny::delta_net(2)] {
+    for tiny in [
+        TinyModel::new(2),
+        TinyModel::toy(2),
+        TinyModel::delta_net(2),
+    ] {
         let shelf = Shelf::default();
         let config = EngineConfig {
             max_running: 1,
@@ -165,7 +177,7 @@ fn pages_for_others_are_given_each_time() {
         let store = Box::new(Giving(shelf.clone()));
         rig.engine = tiny.engine(config).with_store(store);
         let wanted = sampled(prompt(3 * PAGE + 9, 1), 20, 1);
-        let read = Request {
+        let read = GenerationRequest {
             max_tokens: 1,
             ..wanted.clone()
         };
@@ -183,7 +195,7 @@ fn pages_for_others_are_given_each_time() {
 /// Simultaneous requests with one prompt wait for the one that restores it.
 #[test]
 fn a_prompt_of_many_is_recalled_once() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let shelf = Shelf::default();
     let wanted = |seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed);
     after_a_restart(&tiny, &wanted(0), &shelf);
@@ -201,7 +213,7 @@ fn a_prompt_of_many_is_recalled_once() {
 #[test]
 fn answers_go_on_while_a_long_prompt_is_recalled() {
     const LONG: usize = 60 * PAGE;
-    for tiny in [Tiny::new(1), Tiny::delta_net(1)] {
+    for tiny in [TinyModel::new(1), TinyModel::delta_net(1)] {
         let config = EngineConfig {
             context: LONG + 2 * PAGE,
             cache_positions: 2 * LONG,
@@ -231,7 +243,11 @@ fn answers_go_on_while_a_long_prompt_is_recalled() {
 /// and the store loses some pages.
 #[test]
 fn no_answer_depends_on_what_a_store_has() {
-    for tiny in [Tiny::new(2), Tiny::toy(2), Tiny::delta_net(1)] {
+    for tiny in [
+        TinyModel::new(2),
+        TinyModel::toy(2),
+        TinyModel::delta_net(1),
+    ] {
         let base = prompt(4 * PAGE, 1);
         let one = |i: usize| {
             let common = [10, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 7][i % 5];
@@ -239,7 +255,7 @@ fn no_answer_depends_on_what_a_store_has() {
             sampled([&base[..common], &own].concat(), 30, i as u64)
         };
         let all = (0..15).map(|i| (one(i), alone(&tiny, &one(i), CONTEXT)));
-        let all: Vec<(Request, Outcome)> = all.collect();
+        let all: Vec<(GenerationRequest, SequenceOutcome)> = all.collect();
         let calls =
             prop::collection::vec((0..15usize, 0..40usize, prop::bool::weighted(0.2)), 1..25);
         let config = ProptestConfig::with_cases(30);
@@ -270,7 +286,11 @@ fn no_answer_depends_on_what_a_store_has() {
     }
 }
 
-fn check(rig: &Rig, asked: &mut Vec<(SequenceId, usize)>, all: &[(Request, Outcome)]) {
+fn check(
+    rig: &Rig,
+    asked: &mut Vec<(SequenceId, usize)>,
+    all: &[(GenerationRequest, SequenceOutcome)],
+) {
     for (id, which) in asked.drain(..) {
         assert_eq!(rig.outcomes[&id], all[which].1, "{:?}", all[which].0);
     }

@@ -8,10 +8,10 @@ use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
 use super::requests::mixed;
-use super::rig::{Outcome, Rig, alone, id_of};
-use super::tiny::Tiny;
+use super::rig::{Rig, SequenceOutcome, alone, id_of};
+use super::tiny::TinyModel;
 use crate::pace::Composition;
-use crate::{EngineConfig, Event, Pace, Request, SequenceId};
+use crate::{EngineConfig, Event, GenerationRequest, SequenceId, StepTimeTarget};
 
 /// Milliseconds of a step with these rows.
 fn step_ms(step: Composition) -> f64 {
@@ -28,7 +28,7 @@ pub(super) struct Simulation {
 }
 
 impl Simulation {
-    fn new(tiny: &Tiny, config: EngineConfig) -> Self {
+    fn new(tiny: &TinyModel, config: EngineConfig) -> Self {
         Self::of(Rig::new(tiny, config))
     }
 
@@ -46,7 +46,9 @@ impl Simulation {
         let step = self.rig.engine.composition;
         let ms = step_ms(step);
         self.now_ms += ms;
-        self.rig.engine.took(Duration::from_secs_f64(ms / 1e3));
+        self.rig
+            .engine
+            .record_duration(Duration::from_secs_f64(ms / 1e3));
         for event in events
             .iter()
             .filter(|event| matches!(event, Event::Token { .. }))
@@ -71,16 +73,16 @@ impl Simulation {
 
 const LONG: usize = 4000;
 
-fn long_prompt() -> Request {
+fn long_prompt() -> GenerationRequest {
     let prompt = (0..LONG).map(|i| (i * i % 29) as u32).collect();
-    Request {
+    GenerationRequest {
         prompt,
         max_tokens: 1,
-        ..Request::default()
+        ..GenerationRequest::default()
     }
 }
 
-fn sizes(pace: Pace) -> EngineConfig {
+fn sizes(pace: StepTimeTarget) -> EngineConfig {
     EngineConfig {
         cache_positions: 3 * (LONG + 600),
         max_running: 5,
@@ -92,20 +94,20 @@ fn sizes(pace: Pace) -> EngineConfig {
 
 /// Four streams, and a prompt of 4,000 tokens after 100 steps of them. Returns the time to its
 /// first token alone and among them, and the longest gaps of the streams without and with it.
-fn long_beside_streams(pace: Pace) -> ([f64; 2], [f64; 2]) {
-    let tiny = Tiny::new(1);
+fn long_beside_streams(pace: StepTimeTarget) -> ([f64; 2], [f64; 2]) {
+    let tiny = TinyModel::new(1);
     let mut simulation = Simulation::new(&tiny, sizes(pace));
     let id = simulation.rig.submit(&long_prompt());
     let alone_ms = simulation.first_token(id);
     let mut simulation = Simulation::new(&tiny, sizes(pace));
-    let stream = |i: u32| Request {
+    let stream = |i: u32| GenerationRequest {
         prompt: vec![i, i + 1],
         max_tokens: 590,
         sampling: crate::SamplingParams {
             logit_bias: vec![(super::tiny::END, -100.0)],
             ..crate::SamplingParams::default()
         },
-        ..Request::default()
+        ..GenerationRequest::default()
     };
     let streams: Vec<SequenceId> = (0..4).map(|i| simulation.rig.submit(&stream(i))).collect();
     for _ in 0..100 {
@@ -126,7 +128,7 @@ fn long_beside_streams(pace: Pace) -> ([f64; 2], [f64; 2]) {
 
 #[test]
 fn streams_keep_their_pace_while_a_long_prompt_is_read() {
-    let (ttft, gaps) = long_beside_streams(Pace::Auto);
+    let (ttft, gaps) = long_beside_streams(StepTimeTarget::Auto);
     assert!(gaps[1] <= 2.75 * gaps[0], "{gaps:?}");
     // 60 % of the machine, and six tenths of the step in which it starts.
     assert!(ttft[1] <= 3.0 * ttft[0], "{ttft:?}");
@@ -134,7 +136,7 @@ fn streams_keep_their_pace_while_a_long_prompt_is_read() {
 
 #[test]
 fn without_a_pace_a_long_prompt_hardly_waits() {
-    let (ttft, gaps) = long_beside_streams(Pace::Off);
+    let (ttft, gaps) = long_beside_streams(StepTimeTarget::Off);
     assert!(ttft[1] <= 1.3 * ttft[0], "{ttft:?}");
     assert!(
         gaps[1] > 5.0 * gaps[0],
@@ -148,11 +150,11 @@ fn arrivals() -> impl Strategy<Value = Vec<(usize, usize)>> {
 }
 
 /// All valid settings.
-fn paces() -> impl Strategy<Value = Pace> {
+fn paces() -> impl Strategy<Value = StepTimeTarget> {
     prop_oneof![
-        Just(Pace::Auto),
-        Just(Pace::Off),
-        (1..200u32).prop_map(Pace::Millis)
+        Just(StepTimeTarget::Auto),
+        Just(StepTimeTarget::Off),
+        (1..200u32).prop_map(StepTimeTarget::Millis)
     ]
 }
 
@@ -161,9 +163,10 @@ fn paces() -> impl Strategy<Value = Pace> {
 #[test]
 fn nothing_starves_and_no_answer_changes() {
     const CONTEXT: usize = 3 * PAGE;
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let requests = mixed(&tiny);
-    let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+    let expected: Vec<SequenceOutcome> =
+        requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
     let config = ProptestConfig::with_cases(60);
     proptest!(config, |(mut arrivals in arrivals(), pace in paces(), pages in 0..4usize)| {
         arrivals.sort_unstable();

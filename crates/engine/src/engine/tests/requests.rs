@@ -1,7 +1,7 @@
 //! Requests of all kinds.
 
-use super::tiny::{Tiny, VOCAB};
-use crate::{Request, SamplingParams};
+use super::tiny::{TinyModel, VOCAB};
+use crate::{GenerationRequest, SamplingParams};
 
 /// Sampled, so that the answer covers the vocabulary.
 pub(super) const SAMPLED: SamplingParams = SamplingParams {
@@ -24,14 +24,18 @@ pub(super) fn prompt(n: usize, seed: u32) -> Vec<u32> {
 }
 
 /// A request without stop strings.
-pub(super) fn request(prompt: Vec<u32>, max_tokens: usize, sampling: SamplingParams) -> Request {
-    Request {
+pub(super) fn request(
+    prompt: Vec<u32>,
+    max_tokens: usize,
+    sampling: SamplingParams,
+) -> GenerationRequest {
+    GenerationRequest {
         prompt,
         max_tokens,
         sampling,
         stop: Vec::new(),
         logprobs: None,
-        ..Request::default()
+        ..GenerationRequest::default()
     }
 }
 
@@ -42,7 +46,7 @@ pub(super) fn stops() -> Vec<String> {
 
 /// Greedy and sampled, prompts shorter and longer than pages and chunks, at least 160 tokens of
 /// context.
-pub(crate) fn mixed(tiny: &Tiny) -> Vec<Request> {
+pub(crate) fn mixed(tiny: &TinyModel) -> Vec<GenerationRequest> {
     let greedy = SamplingParams::default();
     let seed = |seed| SamplingParams { seed, ..SAMPLED };
     let mut all = vec![
@@ -92,7 +96,7 @@ pub(crate) fn mixed(tiny: &Tiny) -> Vec<Request> {
     all.push(request(prompt(31, 20), 40, biased));
     for n in 10..13 {
         let stop = stops();
-        all.push(Request {
+        all.push(GenerationRequest {
             stop,
             ..request(prompt(5 * n, n as u32), 60, seed(n as u64))
         });

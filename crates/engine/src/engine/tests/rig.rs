@@ -4,15 +4,16 @@ use std::collections::BTreeMap;
 
 use paceline_tensor::PAGE;
 
-use super::tiny::Tiny;
+use super::tiny::TinyModel;
 use crate::sequence::Sequence;
 use crate::{
-    Engine, EngineConfig, Error, Event, Finish, Request, SequenceId, Snapshot, TokenLogprobs,
+    Engine, EngineConfig, Error, Event, Finish, GenerationRequest, SequenceId, Snapshot,
+    TokenLogprobs,
 };
 
 /// All events of a sequence.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Outcome {
+pub(super) struct SequenceOutcome {
     pub(super) prompt_reads: usize,
     /// Logprobs of the prompt from token 1 on.
     pub(super) scores: Option<Vec<TokenLogprobs>>,
@@ -25,7 +26,7 @@ pub(super) struct Outcome {
     pub(super) continued: usize,
 }
 
-impl Outcome {
+impl SequenceOutcome {
     fn add(&mut self, event: &Event) {
         assert_eq!(self.finish, None, "{event:?} after the end");
         match event {
@@ -66,7 +67,7 @@ pub(super) const fn id_of(event: &Event) -> SequenceId {
 #[derive(Debug)]
 pub(super) struct Rig {
     pub(super) engine: Engine,
-    pub(super) outcomes: BTreeMap<SequenceId, Outcome>,
+    pub(super) outcomes: BTreeMap<SequenceId, SequenceOutcome>,
     pub(super) n_steps: usize,
     /// Number of preemptions.
     pub(super) preemptions: usize,
@@ -75,7 +76,7 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    pub(super) fn new(tiny: &Tiny, config: EngineConfig) -> Self {
+    pub(super) fn new(tiny: &TinyModel, config: EngineConfig) -> Self {
         Self {
             engine: tiny.engine(config),
             outcomes: BTreeMap::new(),
@@ -93,17 +94,17 @@ impl Rig {
         }
     }
 
-    pub(super) fn submit(&mut self, request: &Request) -> SequenceId {
+    pub(super) fn submit(&mut self, request: &GenerationRequest) -> SequenceId {
         self.try_submit(request).unwrap()
     }
 
-    pub(super) fn try_submit(&mut self, request: &Request) -> Result<SequenceId, Error> {
+    pub(super) fn try_submit(&mut self, request: &GenerationRequest) -> Result<SequenceId, Error> {
         let result = self.engine.submit(request.clone());
         self.added(result)
     }
 
     /// Continues a snapshot after a serialisation round trip. `past` is its outcome so far.
-    pub(super) fn restore(&mut self, snapshot: &Snapshot, past: Outcome) -> SequenceId {
+    pub(super) fn restore(&mut self, snapshot: &Snapshot, past: SequenceOutcome) -> SequenceId {
         self.is_unordered = true;
         let text = serde_json::to_string(snapshot).unwrap();
         let result = self.engine.restore(serde_json::from_str(&text).unwrap());
@@ -115,7 +116,7 @@ impl Rig {
     fn added(&mut self, result: Result<SequenceId, Error>) -> Result<SequenceId, Error> {
         self.check();
         if let Ok(id) = result {
-            let outcome = Outcome::default();
+            let outcome = SequenceOutcome::default();
             assert!(
                 self.outcomes.insert(id, outcome).is_none(),
                 "{id:?} is used twice"
@@ -130,7 +131,7 @@ impl Rig {
     }
 
     /// Removes a sequence, with its outcome so far.
-    pub(super) fn take(&mut self, id: SequenceId) -> (Snapshot, Outcome) {
+    pub(super) fn take(&mut self, id: SequenceId) -> (Snapshot, SequenceOutcome) {
         let snapshot = self.engine.take_snapshot(id).unwrap();
         self.check();
         (snapshot, self.outcomes.remove(&id).unwrap())
@@ -232,7 +233,11 @@ impl Rig {
 }
 
 /// The outcome of a single request, with the prompt in one chunk.
-pub(super) fn alone(tiny: &Tiny, request: &Request, context: usize) -> Outcome {
+pub(super) fn alone(
+    tiny: &TinyModel,
+    request: &GenerationRequest,
+    context: usize,
+) -> SequenceOutcome {
     let mut rig = Rig::new(tiny, EngineConfig::single("tiny", context));
     let id = rig.submit(request);
     rig.drain();

@@ -5,15 +5,15 @@ use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
 use super::requests::mixed;
-use super::rig::{Outcome, Rig, alone};
-use super::tiny::Tiny;
-use crate::{EngineConfig, Error, Event, Pace, Request, SequenceId};
+use super::rig::{Rig, SequenceOutcome, alone};
+use super::tiny::TinyModel;
+use crate::{EngineConfig, Error, Event, GenerationRequest, SequenceId, StepTimeTarget};
 
 const CONTEXT: usize = 3 * PAGE;
 
 /// A call; indices are modulo the number of items.
 #[derive(Clone, Copy, Debug)]
-enum Call {
+enum ScheduleCall {
     Submit {
         engine: usize,
         request: usize,
@@ -35,13 +35,13 @@ enum Call {
     },
 }
 
-fn calls() -> impl Strategy<Value = Vec<Call>> {
+fn calls() -> impl Strategy<Value = Vec<ScheduleCall>> {
     let call = prop_oneof![
-        6 => (0..2usize, 0..100usize).prop_map(|(engine, request)| Call::Submit { engine, request }),
-        1 => (0..100usize).prop_map(|sequence| Call::Cancel { sequence }),
-        2 => (0..100usize).prop_map(|sequence| Call::Move { sequence }),
-        1 => (0..100usize).prop_map(|sequence| Call::Copy { sequence }),
-        8 => (0..2usize, 1..20usize).prop_map(|(engine, times)| Call::Step { engine, times }),
+        6 => (0..2usize, 0..100usize).prop_map(|(engine, request)| ScheduleCall::Submit { engine, request }),
+        1 => (0..100usize).prop_map(|sequence| ScheduleCall::Cancel { sequence }),
+        2 => (0..100usize).prop_map(|sequence| ScheduleCall::Move { sequence }),
+        1 => (0..100usize).prop_map(|sequence| ScheduleCall::Copy { sequence }),
+        8 => (0..2usize, 1..20usize).prop_map(|(engine, times)| ScheduleCall::Step { engine, times }),
     ];
     prop::collection::vec(call, 1..60)
 }
@@ -56,7 +56,7 @@ fn sizes() -> impl Strategy<Value = EngineConfig> {
             max_running,
             max_waiting,
             max_rows: max_running + rows,
-            pace: Pace::Auto,
+            pace: StepTimeTarget::Auto,
             drafts,
             strict: false,
         },
@@ -65,32 +65,34 @@ fn sizes() -> impl Strategy<Value = EngineConfig> {
 
 /// The engine and id of a sequence, and its request.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct SequenceLocation {
     engine: usize,
     id: SequenceId,
     request: usize,
 }
 
-struct World<'a> {
-    requests: &'a [Request],
+struct EnginePair<'a> {
+    requests: &'a [GenerationRequest],
     rigs: [Rig; 2],
-    places: Vec<Place>,
+    places: Vec<SequenceLocation>,
     events: Vec<Event>,
 }
 
-impl World<'_> {
-    fn call(&mut self, call: Call) {
+impl EnginePair<'_> {
+    fn call(&mut self, call: ScheduleCall) {
         match call {
-            Call::Submit { engine, request } => self.submit(engine, request % self.requests.len()),
-            Call::Cancel { sequence } => {
+            ScheduleCall::Submit { engine, request } => {
+                self.submit(engine, request % self.requests.len())
+            }
+            ScheduleCall::Cancel { sequence } => {
                 if let Some(at) = self.unfinished(sequence) {
                     let place = self.places.remove(at);
                     self.rigs[place.engine].cancel(place.id);
                 }
             }
-            Call::Move { sequence } => self.restore_elsewhere(sequence, true),
-            Call::Copy { sequence } => self.restore_elsewhere(sequence, false),
-            Call::Step { engine, times } => {
+            ScheduleCall::Move { sequence } => self.restore_elsewhere(sequence, true),
+            ScheduleCall::Copy { sequence } => self.restore_elsewhere(sequence, false),
+            ScheduleCall::Step { engine, times } => {
                 (0..times).for_each(|_| self.events.extend(self.rigs[engine].step()));
             }
         }
@@ -99,7 +101,7 @@ impl World<'_> {
     fn submit(&mut self, engine: usize, request: usize) {
         let wanted = &self.requests[request];
         match self.rigs[engine].try_submit(wanted) {
-            Ok(id) => self.places.push(Place {
+            Ok(id) => self.places.push(SequenceLocation {
                 engine,
                 id,
                 request,
@@ -111,7 +113,7 @@ impl World<'_> {
 
     /// Index of a sequence that has not ended.
     fn unfinished(&self, sequence: usize) -> Option<usize> {
-        let has_ended = |p: &Place| self.rigs[p.engine].outcomes[&p.id].finish.is_some();
+        let has_ended = |p: &SequenceLocation| self.rigs[p.engine].outcomes[&p.id].finish.is_some();
         let open = (0..self.places.len()).filter(|i| !has_ended(&self.places[*i]));
         let open: Vec<usize> = open.collect();
         (!open.is_empty()).then(|| open[sequence % open.len()])
@@ -121,7 +123,7 @@ impl World<'_> {
         let Some(at) = self.unfinished(sequence) else {
             return;
         };
-        let Place {
+        let SequenceLocation {
             engine,
             id,
             request,
@@ -139,7 +141,7 @@ impl World<'_> {
         };
         let engine = 1 - engine;
         let id = self.rigs[engine].restore(&snapshot, past);
-        self.places.push(Place {
+        self.places.push(SequenceLocation {
             engine,
             id,
             request,
@@ -147,9 +149,14 @@ impl World<'_> {
     }
 }
 
-fn run(tinies: &[Tiny; 2], sizes: &[EngineConfig; 2], calls: &[Call], all: &All) -> Vec<Event> {
+fn run(
+    tinies: &[TinyModel; 2],
+    sizes: &[EngineConfig; 2],
+    calls: &[ScheduleCall],
+    all: &All,
+) -> Vec<Event> {
     let rig = |i: usize| Rig::new(&tinies[i], sizes[i].clone());
-    let mut world = World {
+    let mut world = EnginePair {
         requests: &all.requests,
         rigs: [rig(0), rig(1)],
         places: Vec::new(),
@@ -167,22 +174,28 @@ fn run(tinies: &[Tiny; 2], sizes: &[EngineConfig; 2], calls: &[Call], all: &All)
 /// All requests with their undisturbed outcomes.
 #[derive(Debug)]
 struct All {
-    requests: Vec<Request>,
-    outcomes: Vec<Outcome>,
+    requests: Vec<GenerationRequest>,
+    outcomes: Vec<SequenceOutcome>,
 }
 
 #[test]
 fn random_schedules_change_nothing_and_end() {
-    check([Tiny::new(1), Tiny::new(2)], if long() { 300 } else { 100 });
+    check(
+        [TinyModel::new(1), TinyModel::new(2)],
+        if long() { 300 } else { 100 },
+    );
 }
 
 /// With windows and states, whose pages are allocated separately.
 #[test]
 fn random_schedules_of_layers_that_differ_change_nothing_and_end() {
-    check([Tiny::toy(1), Tiny::toy(2)], if long() { 150 } else { 50 });
+    check(
+        [TinyModel::toy(1), TinyModel::toy(2)],
+        if long() { 150 } else { 50 },
+    );
 }
 
-fn check(tinies: [Tiny; 2], cases: u32) {
+fn check(tinies: [TinyModel; 2], cases: u32) {
     let requests = mixed(&tinies[0]);
     let outcomes = requests
         .iter()

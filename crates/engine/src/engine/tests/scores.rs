@@ -3,13 +3,13 @@
 use paceline_tensor::PAGE;
 
 use super::requests::{mixed, prompt, request};
-use super::rig::{Outcome, Rig, alone};
+use super::rig::{Rig, SequenceOutcome, alone};
 use super::smollm2::logits_of;
-use super::tiny::Tiny;
+use super::tiny::TinyModel;
 use crate::request::check_prompt_logprobs;
 use crate::sampling::Scratch;
 use crate::sampling::logprobs::logprobs;
-use crate::{EngineConfig, MAX_PROMPT_LOGPROBS, Pace, Request, SamplingParams};
+use crate::{EngineConfig, GenerationRequest, MAX_PROMPT_LOGPROBS, SamplingParams, StepTimeTarget};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -19,14 +19,14 @@ fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> Engine
         max_running,
         max_waiting: 100,
         max_rows,
-        pace: Pace::Auto,
+        pace: StepTimeTarget::Auto,
         drafts: max_rows % 2,
         ..EngineConfig::single("tiny", CONTEXT)
     }
 }
 
 /// Requests of all kinds, two of three with prompt logprobs.
-pub(super) fn scored(tiny: &Tiny) -> Vec<Request> {
+pub(super) fn scored(tiny: &TinyModel) -> Vec<GenerationRequest> {
     let mut all = mixed(tiny);
     for (i, request) in all.iter_mut().enumerate() {
         request.prompt_logprobs = i % 3 > 0;
@@ -36,7 +36,7 @@ pub(super) fn scored(tiny: &Tiny) -> Vec<Request> {
 
 #[test]
 fn scores_are_those_of_one_pass() {
-    for tiny in [Tiny::new(2), Tiny::toy(1)] {
+    for tiny in [TinyModel::new(2), TinyModel::toy(1)] {
         let tokens = prompt(2 * PAGE + 9, 3);
         let rows = logits_of(&tiny, &tokens);
         let mut scratch = Scratch::new(rows[0].len());
@@ -45,7 +45,7 @@ fn scores_are_those_of_one_pass() {
         let expected: Vec<_> = pairs
             .map(|(row, token)| logprobs(kernels, row, *token, 4, &mut scratch))
             .collect();
-        let wanted = Request {
+        let wanted = GenerationRequest {
             logprobs: Some(4),
             prompt_logprobs: true,
             ..request(tokens, 2, SamplingParams::default())
@@ -58,9 +58,9 @@ fn scores_are_those_of_one_pass() {
 /// the pages remain shared.
 #[test]
 fn a_known_prompt_is_scored_the_same() {
-    for tiny in [Tiny::new(1), Tiny::toy(1)] {
+    for tiny in [TinyModel::new(1), TinyModel::toy(1)] {
         let plain = request(prompt(2 * PAGE + 5, 1), 3, SamplingParams::default());
-        let scored = Request {
+        let scored = GenerationRequest {
             logprobs: Some(1),
             prompt_logprobs: true,
             ..plain.clone()
@@ -80,18 +80,22 @@ fn a_known_prompt_is_scored_the_same() {
 
 #[test]
 fn a_move_in_the_middle_of_a_prompt_changes_no_score() {
-    let tiny = Tiny::new(1);
-    let wanted = Request {
+    let tiny = TinyModel::new(1);
+    let wanted = GenerationRequest {
         logprobs: Some(2),
         prompt_logprobs: true,
         ..request(prompt(100, 4), 5, SamplingParams::default())
     };
     let expected = alone(&tiny, &wanted, CONTEXT);
-    let mut rigs = [1, 2].map(|threads| Rig::new(&Tiny::new(threads), config(2, 11, CONTEXT)));
+    let mut rigs = [1, 2].map(|threads| Rig::new(&TinyModel::new(threads), config(2, 11, CONTEXT)));
     let id = rigs[0].submit(&wanted);
     rigs[0].steps(4);
     let (snapshot, past) = rigs[0].take(id);
-    assert_eq!(past, Outcome::default(), "the prompt is not read yet");
+    assert_eq!(
+        past,
+        SequenceOutcome::default(),
+        "the prompt is not read yet"
+    );
     let id = rigs[1].restore(&snapshot, past);
     rigs[1].drain();
     assert_eq!(rigs[1].outcomes[&id], expected);

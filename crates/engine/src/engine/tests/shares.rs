@@ -6,9 +6,9 @@ use proptest::prelude::*;
 use super::flights::rig_of;
 use super::paced::Simulation;
 use super::requests::{mixed, prompt, request};
-use super::rig::{Outcome, Rig, alone};
-use super::tiny::{END, Tiny};
-use crate::{EngineConfig, Order, Request, SamplingParams, SequenceId};
+use super::rig::{Rig, SequenceOutcome, alone};
+use super::tiny::{END, TinyModel};
+use crate::{EngineConfig, GenerationRequest, SamplingParams, SchedulingParams, SequenceId};
 
 const CONTEXT: usize = 8 * PAGE;
 
@@ -28,22 +28,22 @@ fn sizes() -> EngineConfig {
 }
 
 /// An answer of exactly `n` tokens for `client`.
-fn stream(client: u64, prompt: Vec<u32>, n: usize) -> Request {
+fn stream(client: u64, prompt: Vec<u32>, n: usize) -> GenerationRequest {
     let sampling = SamplingParams {
         logit_bias: vec![(END, -100.0)],
         ..SamplingParams::default()
     };
-    Request {
-        order: Order {
+    GenerationRequest {
+        order: SchedulingParams {
             client,
-            ..Order::default()
+            ..SchedulingParams::default()
         },
         ..request(prompt, n, sampling)
     }
 }
 
 /// An engine in which the greedy client has `streams`, after the prefill of the running ones.
-fn beside(tiny: &Tiny, streams: u32) -> Simulation {
+fn beside(tiny: &TinyModel, streams: u32) -> Simulation {
     let mut simulation = Simulation::of(Rig::new(tiny, sizes()).unordered());
     for i in 0..streams {
         simulation.rig.submit(&stream(GREEDY, prompt(90, i), 400));
@@ -59,7 +59,7 @@ fn beside(tiny: &Tiny, streams: u32) -> Simulation {
 
 /// Latencies of `n` requests of four clients, sorted, in milliseconds. Each client sends the next
 /// request a step after its last answer, when another sequence has its slot.
-fn latencies(tiny: &Tiny, seed: u32, streams: u32, n: usize) -> Vec<f64> {
+fn latencies(tiny: &TinyModel, seed: u32, streams: u32, n: usize) -> Vec<f64> {
     let mut simulation = beside(tiny, streams);
     let mut open: [Option<(SequenceId, f64)>; 4] = [None; 4];
     let (mut asked, mut took) = (seed, Vec::new());
@@ -87,7 +87,7 @@ fn latencies(tiny: &Tiny, seed: u32, streams: u32, n: usize) -> Vec<f64> {
 /// may pass a waiting one.
 #[test]
 fn many_streams_of_a_client_slow_others_little() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     for seed in [1000, 2000] {
         let quiet = latencies(&tiny, seed, 0, 80);
         let disturbed = latencies(&tiny, seed, 50, 80);
@@ -98,7 +98,7 @@ fn many_streams_of_a_client_slow_others_little() {
 
 #[test]
 fn a_client_alone_has_all_rows() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut simulation = beside(&tiny, 28);
     for _ in 0..40 {
         assert_eq!(simulation.step().decoding, 28);
@@ -116,7 +116,7 @@ fn a_client_alone_has_all_rows() {
 /// Every stream of the greedy client makes progress, though few of them in each step.
 #[test]
 fn streams_take_turns() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut simulation = beside(&tiny, 28);
     let tokens = |simulation: &Simulation| -> Vec<usize> {
         let outcomes = simulation.rig.outcomes.values().take(28);
@@ -139,7 +139,7 @@ fn streams_take_turns() {
 
 #[test]
 fn requests_of_several_clients_get_places_at_once() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut simulation = beside(&tiny, 50);
     let ids = [1_u64, 2, 3, 4].map(|client| {
         let request = stream(client, prompt(9, client as u32), 10);
@@ -165,9 +165,10 @@ fn arrivals() -> impl Strategy<Value = Vec<Arrival>> {
 #[test]
 fn nothing_starves_and_no_answer_changes() {
     const CONTEXT: usize = 3 * PAGE;
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let requests = mixed(&tiny);
-    let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+    let expected: Vec<SequenceOutcome> =
+        requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
     let config = ProptestConfig::with_cases(40);
     let sizes_of = (1..4usize, 2..9usize, 0..10usize, 0..5usize);
     proptest!(config, |(arrivals in arrivals(), sizes_of in sizes_of)| {
@@ -190,8 +191,8 @@ fn nothing_starves_and_no_answer_changes() {
         let mut asked = Vec::new();
         for (which, client, steps) in arrivals {
             let which = which % requests.len();
-            let order = Order { client, ..Order::default() };
-            let request = Request { order, ..requests[which].clone() };
+            let order = SchedulingParams { client, ..SchedulingParams::default() };
+            let request = GenerationRequest { order, ..requests[which].clone() };
             asked.push((simulation.rig.submit(&request), which));
             for _ in 0..steps {
                 simulation.step();

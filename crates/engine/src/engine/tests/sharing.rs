@@ -6,9 +6,9 @@ use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
 use super::requests::{SAMPLED, prompt, request};
-use super::rig::{Outcome, Rig, alone};
-use super::tiny::Tiny;
-use crate::{EngineConfig, Pace, Request, SamplingParams};
+use super::rig::{Rig, SequenceOutcome, alone};
+use super::tiny::TinyModel;
+use crate::{EngineConfig, GenerationRequest, SamplingParams, StepTimeTarget};
 
 const CONTEXT: usize = 5 * PAGE;
 
@@ -20,14 +20,14 @@ fn sizes() -> EngineConfig {
         max_running: 4,
         max_waiting: 20,
         max_rows: 40,
-        pace: Pace::Auto,
+        pace: StepTimeTarget::Auto,
         drafts: 0,
         strict: false,
     }
 }
 
 /// An answer of `n` tokens to `prompt`.
-fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> Request {
+fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> GenerationRequest {
     let mut request = request(prompt, n, SamplingParams { seed, ..SAMPLED });
     request.logprobs = Some(2);
     request
@@ -35,13 +35,13 @@ fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> Request {
 
 #[test]
 fn a_turn_of_a_chat_reads_only_what_is_new() {
-    check_chat(&Tiny::new(2), 6);
-    check_chat(&Tiny::toy(2), 6);
-    check_chat(&Tiny::delta_net(2), 3); // with shorter answers
+    check_chat(&TinyModel::new(2), 6);
+    check_chat(&TinyModel::toy(2), 6);
+    check_chat(&TinyModel::delta_net(2), 3); // with shorter answers
 }
 
 /// `least`: minimum pages that all turns reuse together.
-fn check_chat(tiny: &Tiny, least: u64) {
+fn check_chat(tiny: &TinyModel, least: u64) {
     let mut rig = Rig::new(tiny, sizes());
     let mut said = prompt(70, 1);
     // Full pages of earlier turns: all but the last token of an answer.
@@ -66,7 +66,7 @@ fn check_chat(tiny: &Tiny, least: u64) {
 /// the reasoning. States are retained near the end of each prompt.
 #[test]
 fn an_agents_second_turn_reuses_its_prefix() {
-    let tiny = Tiny::delta_net(2);
+    let tiny = TinyModel::delta_net(2);
     let context = 60 * PAGE;
     let config = EngineConfig {
         context,
@@ -97,7 +97,7 @@ fn an_agents_second_turn_reuses_its_prefix() {
 
 #[test]
 fn a_prompt_that_is_known_takes_one_row() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = Rig::new(&tiny, sizes());
     let wanted = |seed| sampled(prompt(2 * PAGE + 1, 1), 5, seed);
     rig.submit(&wanted(1));
@@ -114,7 +114,7 @@ fn a_prompt_that_is_known_takes_one_row() {
 
 #[test]
 fn shared_pages_make_room_for_more_sequences() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     // Each alone needs four of five pages.
     let config = EngineConfig {
         cache_positions: CONTEXT + PAGE,
@@ -136,15 +136,15 @@ fn shared_pages_make_room_for_more_sequences() {
 
 #[test]
 fn a_sequence_that_gave_up_its_pages_finds_them_again() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let config = EngineConfig {
         cache_positions: CONTEXT,
         ..sizes()
     };
     let mut rig = Rig::new(&tiny, config);
     let wanted = |i| sampled(prompt(PAGE + 40, i), 100, i.into());
-    let is_long = |r: &Request| alone(&tiny, r, CONTEXT).tokens.len() == 100;
-    let wanted: Vec<Request> = (0..).map(wanted).filter(is_long).take(2).collect();
+    let is_long = |r: &GenerationRequest| alone(&tiny, r, CONTEXT).tokens.len() == 100;
+    let wanted: Vec<GenerationRequest> = (0..).map(wanted).filter(is_long).take(2).collect();
     let ids: Vec<_> = wanted.iter().map(|r| rig.submit(r)).collect();
     rig.drain();
     assert!(rig.preemptions > 0 && rig.engine.n_reused() >= 2 * PAGE as u64);
@@ -156,7 +156,11 @@ fn a_sequence_that_gave_up_its_pages_finds_them_again() {
 /// Simultaneous answers to one uncached prompt, as for an API's `n`.
 #[test]
 fn answers_to_one_prompt_compute_it_once() {
-    for tiny in [Tiny::new(1), Tiny::toy(1), Tiny::delta_net(1)] {
+    for tiny in [
+        TinyModel::new(1),
+        TinyModel::toy(1),
+        TinyModel::delta_net(1),
+    ] {
         let config = EngineConfig {
             cache_positions: 5 * CONTEXT,
             ..sizes()
@@ -175,7 +179,7 @@ fn answers_to_one_prompt_compute_it_once() {
 /// The sequence that computes it is cancelled in the middle: another continues.
 #[test]
 fn nobody_waits_for_a_prompt_that_was_cancelled() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let config = EngineConfig {
         cache_positions: 5 * CONTEXT,
         ..sizes()
@@ -196,7 +200,7 @@ fn prompt_after(n: usize) -> Vec<u32> {
 }
 
 /// Requests with common prefixes of some pages that end within, at and after page borders.
-fn family() -> Vec<Request> {
+fn family() -> Vec<GenerationRequest> {
     let base = prompt(4 * PAGE, 1);
     let mut all = Vec::new();
     for (seed, common) in [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 7]
@@ -213,9 +217,14 @@ fn family() -> Vec<Request> {
 }
 
 /// A request of the family, steps after it, and perhaps a cancellation.
-type Call = (usize, usize, bool);
+type SharingCase = (usize, usize, bool);
 
-fn run(tiny: &Tiny, config: EngineConfig, calls: &[Call], all: &[(Request, Outcome)]) -> u64 {
+fn run(
+    tiny: &TinyModel,
+    config: EngineConfig,
+    calls: &[SharingCase],
+    all: &[(GenerationRequest, SequenceOutcome)],
+) -> u64 {
     let mut rig = Rig::new(tiny, config);
     let mut ids = Vec::new();
     for &(which, steps, cancels) in calls {
@@ -237,20 +246,20 @@ fn run(tiny: &Tiny, config: EngineConfig, calls: &[Call], all: &[(Request, Outco
 
 #[test]
 fn sharing_changes_no_answer() {
-    check_sharing([Tiny::new(1), Tiny::new(2)], 40);
+    check_sharing([TinyModel::new(1), TinyModel::new(2)], 40);
 }
 
 #[test]
 fn sharing_windows_and_states_changes_no_answer() {
-    check_sharing([Tiny::toy(1), Tiny::toy(2)], 40);
+    check_sharing([TinyModel::toy(1), TinyModel::toy(2)], 40);
 }
 
-fn check_sharing(tinies: [Tiny; 2], cases: u32) {
+fn check_sharing(tinies: [TinyModel; 2], cases: u32) {
     let family = family().into_iter().map(|request| {
         let outcome = alone(&tinies[0], &request, CONTEXT);
         (request, outcome)
     });
-    let all: Vec<(Request, Outcome)> = family.collect();
+    let all: Vec<(GenerationRequest, SequenceOutcome)> = family.collect();
     let calls = prop::collection::vec((0..100usize, 0..60usize, prop::bool::weighted(0.2)), 1..25);
     let sizes = (0..2usize, 1..5usize, 0..90usize, 0..9usize);
     let reused = Cell::new(0);

@@ -5,14 +5,16 @@ use std::sync::Arc;
 
 use paceline_base::KernelClass;
 use paceline_formats::tokenizer::Specials;
-use paceline_model::{Batch, BatchSequence, BatchSize, LoadOptions, Logits, Source, Workspace};
+use paceline_model::{
+    Batch, BatchSequence, BatchSize, LoadOptions, Logits, ModelSource, Workspace,
+};
 use paceline_tensor::{Kernels, PAGE};
 
 use super::requests::{SAMPLED, request};
 use super::rig::alone;
-use super::tiny::Tiny;
+use super::tiny::TinyModel;
 use crate::sampling::{Sampler, Scratch};
-use crate::{Request, SamplingParams};
+use crate::{GenerationRequest, SamplingParams};
 
 /// The folder of the models that tests read.
 pub(crate) fn folder() -> PathBuf {
@@ -32,13 +34,13 @@ pub(super) fn path(test: &str) -> Option<PathBuf> {
     None
 }
 
-pub(super) fn load(path: &Path, threads: usize) -> Tiny {
+pub(super) fn load(path: &Path, threads: usize) -> TinyModel {
     let kernels = Arc::new(Kernels::new(threads).unwrap());
-    Tiny::open(&Source::open(path).unwrap(), kernels)
+    TinyModel::open(&ModelSource::open(path).unwrap(), kernels)
 }
 
 /// Logits after each token of a text, `(tokens, vocabulary)`.
-fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
+fn logits(model: &TinyModel, text: &str) -> Vec<Vec<f32>> {
     let tokens = model
         .tokenizer
         .encode(text, Specials::AsText, true)
@@ -47,7 +49,7 @@ fn logits(model: &Tiny, text: &str) -> Vec<Vec<f32>> {
 }
 
 /// Logits after each of `tokens`, from one step.
-pub(super) fn logits_of(model: &Tiny, tokens: &[u32]) -> Vec<Vec<f32>> {
+pub(super) fn logits_of(model: &TinyModel, tokens: &[u32]) -> Vec<Vec<f32>> {
     let n = tokens.len();
     let mut cache = model.model.whole_cache(n).unwrap();
     let pages: Vec<u32> = (0..cache.pages() as u32).collect();
@@ -82,11 +84,11 @@ pub(super) fn logits_of(model: &Tiny, tokens: &[u32]) -> Vec<Vec<f32>> {
 }
 
 /// The model in float32, as numpy computes it.
-fn load_f32(path: &Path) -> Tiny {
+fn load_f32(path: &Path) -> TinyModel {
     let kernels = Arc::new(Kernels::new(2).unwrap());
     let class = KernelClass::CpuF32;
     let options = LoadOptions { class };
-    Tiny::open_as(&Source::open(path).unwrap(), kernels, options)
+    TinyModel::open_as(&ModelSource::open(path).unwrap(), kernels, options)
 }
 
 /// Maximum difference of two float32 implementations: the reference has four digits, the rest is
@@ -110,7 +112,7 @@ fn scores_of_a_prompt_agree_with_transformers() {
     let ids: Vec<u32> = ids.map(|id| id.as_u64().unwrap() as u32).collect();
     let expected = golden["logprobs"].as_array().unwrap();
     assert!(expected[0].is_null());
-    let scored = Request {
+    let scored = GenerationRequest {
         prompt_logprobs: true,
         ..request(ids, 0, SamplingParams::default())
     };

@@ -4,9 +4,9 @@ use paceline_formats::text::StopOutput;
 use paceline_tensor::PAGE;
 
 use super::requests::{mixed, prompt, request};
-use super::rig::{Outcome, Rig, alone};
-use super::tiny::Tiny;
-use crate::{EngineConfig, Error, Pace, SamplingParams, Snapshot};
+use super::rig::{Rig, SequenceOutcome, alone};
+use super::tiny::TinyModel;
+use crate::{EngineConfig, Error, SamplingParams, Snapshot, StepTimeTarget};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -19,7 +19,7 @@ fn other_sizes() -> EngineConfig {
         max_running: 3,
         max_waiting: 2,
         max_rows: 17,
-        pace: Pace::Auto,
+        pace: StepTimeTarget::Auto,
         drafts: 0,
         strict: false,
     }
@@ -27,13 +27,13 @@ fn other_sizes() -> EngineConfig {
 
 /// Snapshots within a prompt, a character or a stop string, counted.
 #[derive(Debug, Default)]
-struct Seen {
+struct PartialCounts {
     prompts: usize,
     characters: usize,
     stop_strings: usize,
 }
 
-impl Seen {
+impl PartialCounts {
     fn look_at(&mut self, snapshot: &Snapshot) {
         let tail = snapshot.decoder.clone().finish();
         self.characters += usize::from(!tail.is_empty());
@@ -45,8 +45,8 @@ impl Seen {
 
 #[test]
 fn a_copy_taken_at_any_step_goes_on_the_same() {
-    let (here, there) = (Tiny::new(1), Tiny::new(2));
-    let mut seen = Seen::default();
+    let (here, there) = (TinyModel::new(1), TinyModel::new(2));
+    let mut seen = PartialCounts::default();
     for request in mixed(&here) {
         let expected = alone(&here, &request, CONTEXT);
         let mut config = EngineConfig::single("tiny", CONTEXT);
@@ -72,7 +72,7 @@ fn a_copy_taken_at_any_step_goes_on_the_same() {
 
 #[test]
 fn restored_sequences_go_first_and_in_order() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut source = Rig::new(
         &tiny,
         EngineConfig {
@@ -97,7 +97,7 @@ fn restored_sequences_go_first_and_in_order() {
     let new = rig.submit(&made(9));
     let mut order: Vec<_> = snapshots[..2]
         .iter()
-        .map(|s| rig.restore(s, Outcome::default()))
+        .map(|s| rig.restore(s, SequenceOutcome::default()))
         .collect();
     order.push(new);
     let mut finished = Vec::new();
@@ -113,7 +113,7 @@ fn restored_sequences_go_first_and_in_order() {
 
 #[test]
 fn a_full_engine_gives_the_snapshot_back() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = Rig::new(
         &tiny,
         EngineConfig {

@@ -1,15 +1,15 @@
 //! Text at the end of an answer, with parts that are held back.
 
 use super::requests::{SAMPLED, request};
-use super::tiny::{END, Tiny, VOCAB};
-use crate::sampling::Choice;
+use super::tiny::{END, TinyModel, VOCAB};
+use crate::sampling::ChosenToken;
 use crate::sequence::Sequence;
-use crate::{Event, Finish, Request, SequenceId};
+use crate::{Event, Finish, GenerationRequest, SequenceId};
 
 /// Texts of the events and the reason, for an answer of `tokens`; the last token is the last one
 /// allowed.
-fn answer(tiny: &Tiny, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Option<Finish>) {
-    let request = Request {
+fn answer(tiny: &TinyModel, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Option<Finish>) {
+    let request = GenerationRequest {
         stop: stop.iter().map(|s| (*s).to_owned()).collect(),
         logprobs: None,
         ..request(vec![1], tokens.len(), SAMPLED)
@@ -18,7 +18,7 @@ fn answer(tiny: &Tiny, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Option<Fi
     let mut events = Vec::new();
     let mut given = tokens.iter();
     while !matches!(events.last(), Some(Event::Finished { .. })) {
-        let choice = given.next().map(|&token| Choice {
+        let choice = given.next().map(|&token| ChosenToken {
             token,
             logprobs: None,
         });
@@ -50,7 +50,7 @@ type Case<'a> = (&'a [u32], &'a [&'a str], &'a [&'a str], Finish);
 #[test]
 fn what_is_held_back_comes_out_at_the_end() {
     use Finish::{EndOfText, Length, Stop};
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     // Bytes of the character 中. The first two are also one token.
     let (a, b, c, e4, b8, ad) = (0, 1, 2, 14, 15, 16);
     let ab = tiny.encode("ab")[0];
@@ -85,7 +85,7 @@ fn what_is_held_back_comes_out_at_the_end() {
 
 #[test]
 fn a_row_without_a_token_adds_no_text() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     assert_eq!(tiny.tokenizer.token_bytes(VOCAB as u32 - 1), None);
     let (texts, finish) = answer(&tiny, &[0, VOCAB as u32 - 1, 1], &["ab"]);
     assert_eq!(texts, ["", "", "", ""]);

@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use paceline_base::Rank;
-use paceline_formats::gguf::testing::Writer;
+use paceline_formats::gguf::testing::GgufWriter;
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use paceline_model::testing::{
     FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, WIDTH, ends, matrix, spell, tiny_llama,
 };
-use paceline_model::{Adapter, AdapterId, AdapterPair, LoadOptions, Model, Part, Source, Split};
+use paceline_model::{
+    Adapter, AdapterId, AdapterPair, LayerRole, LoadOptions, Model, ModelSource, Split,
+};
 use paceline_tensor::{InstructionSet, Kernels};
 
 #[path = "../../../../model/tests/common/toy.rs"]
@@ -77,12 +79,12 @@ pub(super) const VOCAB: usize = TOKENS.len() + 3;
 
 /// A model with its tokenizer.
 #[derive(Clone, Debug)]
-pub(crate) struct Tiny {
+pub(crate) struct TinyModel {
     pub(super) model: Arc<Model>,
     pub(super) tokenizer: Arc<Tokenizer>,
 }
 
-impl Tiny {
+impl TinyModel {
     /// On `threads` threads of the fastest instruction set.
     pub(crate) fn new(threads: usize) -> Self {
         Self::with_set(*InstructionSet::available().last().unwrap(), threads)
@@ -94,7 +96,7 @@ impl Tiny {
         let path = dir.path().join("toy.gguf");
         toy(letters(), VOCAB).write(&path);
         let kernels = Arc::new(Kernels::new(threads).unwrap());
-        Self::open(&Source::open(&path).unwrap(), kernels)
+        Self::open(&ModelSource::open(&path).unwrap(), kernels)
     }
 
     /// A model whose layers are a gated delta net and attention.
@@ -103,7 +105,7 @@ impl Tiny {
         let path = dir.path().join("delta.gguf");
         delta_net().write(&path);
         let kernels = Arc::new(Kernels::new(threads).unwrap());
-        Self::open(&Source::open(&path).unwrap(), kernels)
+        Self::open(&ModelSource::open(&path).unwrap(), kernels)
     }
 
     pub(super) fn with_set(set: InstructionSet, threads: usize) -> Self {
@@ -111,7 +113,7 @@ impl Tiny {
         let path = dir.path().join("tiny.gguf");
         tiny_llama(letters(), VOCAB, 4096).write(&path);
         let kernels = Arc::new(Kernels::with_set(set, threads).unwrap());
-        Self::open(&Source::open(&path).unwrap(), kernels)
+        Self::open(&ModelSource::open(&path).unwrap(), kernels)
     }
 
     /// As [`new`](Self::new), with adapters called `a` and `b`.
@@ -120,7 +122,7 @@ impl Tiny {
         let path = dir.path().join("tiny.gguf");
         tiny_llama(letters(), VOCAB, 4096).write(&path);
         let (source, kernels) = (
-            Source::open(&path).unwrap(),
+            ModelSource::open(&path).unwrap(),
             Arc::new(Kernels::new(threads).unwrap()),
         );
         let tiny = Self::open(&source, kernels);
@@ -133,13 +135,17 @@ impl Tiny {
     }
 
     /// The model and tokenizer of any GGUF file.
-    pub(super) fn open(source: &Source, kernels: Arc<Kernels>) -> Self {
+    pub(super) fn open(source: &ModelSource, kernels: Arc<Kernels>) -> Self {
         Self::open_as(source, kernels, LoadOptions::default())
     }
 
-    pub(super) fn open_as(source: &Source, kernels: Arc<Kernels>, options: LoadOptions) -> Self {
+    pub(super) fn open_as(
+        source: &ModelSource,
+        kernels: Arc<Kernels>,
+        options: LoadOptions,
+    ) -> Self {
         let config = config_of(source).unwrap();
-        let Source::Gguf(file) = source else {
+        let ModelSource::Gguf(file) = source else {
             panic!("not a GGUF file");
         };
         let tokenizer = Tokenizer::from_gguf(file.metadata()).unwrap();
@@ -180,8 +186,8 @@ fn adapter(name: &str) -> Adapter {
     };
     let pairs = (0..LAYERS).flat_map(|layer| {
         [
-            pair(layer, Part::Query, HEADS * HEAD_DIM, WIDTH),
-            pair(layer, Part::Down, WIDTH, FFN),
+            pair(layer, LayerRole::Query, HEADS * HEAD_DIM, WIDTH),
+            pair(layer, LayerRole::Down, WIDTH, FFN),
         ]
     });
     Adapter {
@@ -211,8 +217,8 @@ pub(crate) fn endless_tokenizer() -> Tokenizer {
     tokenizer_of(vocabulary(tokens, kinds))
 }
 
-fn vocabulary(tokens: Vec<String>, kinds: Vec<i32>) -> Writer {
-    Writer::new()
+fn vocabulary(tokens: Vec<String>, kinds: Vec<i32>) -> GgufWriter {
+    GgufWriter::new()
         .meta("general.architecture", "llama")
         .meta("tokenizer.ggml.model", "gpt2")
         .meta("tokenizer.ggml.pre", "smollm")
@@ -221,7 +227,7 @@ fn vocabulary(tokens: Vec<String>, kinds: Vec<i32>) -> Writer {
         .meta("tokenizer.ggml.merges", Vec::<String>::new())
 }
 
-fn tokenizer_of(file: Writer) -> Tokenizer {
+fn tokenizer_of(file: GgufWriter) -> Tokenizer {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vocabulary.gguf");
     file.write(&path);
@@ -230,11 +236,11 @@ fn tokenizer_of(file: Writer) -> Tokenizer {
 }
 
 /// A file with the vocabulary alone.
-fn letters() -> Writer {
+fn letters() -> GgufWriter {
     letters_of("llama")
 }
 
-fn letters_of(architecture: &str) -> Writer {
+fn letters_of(architecture: &str) -> GgufWriter {
     let mut tokens = TOKENS.map(spell).to_vec();
     tokens.push("<|im_end|>".to_owned());
     let merges: Vec<String> = MERGES
@@ -243,7 +249,7 @@ fn letters_of(architecture: &str) -> Writer {
         .collect();
     let mut kinds = vec![1; tokens.len()];
     kinds[END as usize] = 3; // a control token
-    Writer::new()
+    GgufWriter::new()
         .meta("general.architecture", architecture)
         .meta("tokenizer.ggml.model", "gpt2")
         .meta("tokenizer.ggml.pre", "smollm")
@@ -254,7 +260,7 @@ fn letters_of(architecture: &str) -> Writer {
 }
 
 /// Qwen 3.5 of two layers. The first one keeps states that outlast several pages.
-fn delta_net() -> Writer {
+fn delta_net() -> GgufWriter {
     const NAME: &str = "qwen35";
     const STATE: usize = 16;
     let mut file =

@@ -6,9 +6,11 @@ use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
 use super::requests::{mixed, prompt, request};
-use super::rig::{Outcome, Rig, alone};
-use super::tiny::{END, Tiny};
-use crate::{EngineConfig, Finish, Order, Request, SamplingParams, SequenceId};
+use super::rig::{Rig, SequenceOutcome, alone};
+use super::tiny::{END, TinyModel};
+use crate::{
+    EngineConfig, Finish, GenerationRequest, SamplingParams, SchedulingParams, SequenceId,
+};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -26,12 +28,12 @@ fn sizes(max_running: usize) -> EngineConfig {
 }
 
 /// An answer of exactly `n` tokens.
-fn long(n: usize, seed: u32, order: Order) -> Request {
+fn long(n: usize, seed: u32, order: SchedulingParams) -> GenerationRequest {
     let sampling = SamplingParams {
         logit_bias: vec![(END, -100.0)],
         ..SamplingParams::default()
     };
-    Request {
+    GenerationRequest {
         order,
         ..request(prompt(5, seed), n, sampling)
     }
@@ -39,7 +41,7 @@ fn long(n: usize, seed: u32, order: Order) -> Request {
 
 fn step(rig: &mut Rig) {
     rig.step();
-    rig.engine.took(Duration::from_millis(STEP_MS));
+    rig.engine.record_duration(Duration::from_millis(STEP_MS));
 }
 
 /// Ids of finished sequences, in order.
@@ -58,9 +60,9 @@ fn ends(rig: &mut Rig) -> Vec<SequenceId> {
 
 #[test]
 fn waiting_requests_get_their_turn_by_priority_and_deadline() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = Rig::new(&tiny, sizes(1)).unordered();
-    let order = |priority, deadline_ms| Order {
+    let order = |priority, deadline_ms| SchedulingParams {
         priority,
         deadline_ms,
         client: 0,
@@ -81,11 +83,11 @@ fn waiting_requests_get_their_turn_by_priority_and_deadline() {
 
 #[test]
 fn an_answer_ends_when_its_deadline_is_over() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = Rig::new(&tiny, sizes(1)).unordered();
-    let order = |ms| Order {
+    let order = |ms| SchedulingParams {
         deadline_ms: ms,
-        ..Order::default()
+        ..SchedulingParams::default()
     };
     let part = rig.submit(&long(100, 1, order(Some(200))));
     let nothing = rig.submit(&long(100, 2, order(Some(100))));
@@ -104,11 +106,11 @@ fn an_answer_ends_when_its_deadline_is_over() {
 
 #[test]
 fn clients_with_many_and_with_few_requests_are_served_alike() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut rig = Rig::new(&tiny, sizes(2)).unordered();
-    let of = |client| Order {
+    let of = |client| SchedulingParams {
         client,
-        ..Order::default()
+        ..SchedulingParams::default()
     };
     let many: Vec<_> = (0..12).map(|i| rig.submit(&long(20, i, of(1)))).collect();
     let few: Vec<_> = (0..3).map(|i| rig.submit(&long(20, i, of(2)))).collect();
@@ -129,16 +131,17 @@ fn arrivals() -> impl Strategy<Value = Vec<Arrival>> {
 
 #[test]
 fn orders_change_no_answer_and_nothing_starves() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let requests = mixed(&tiny);
-    let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+    let expected: Vec<SequenceOutcome> =
+        requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
     proptest!(ProptestConfig::with_cases(40), |(arrivals in arrivals(), running in 1..5usize)| {
         let mut rig = Rig::new(&tiny, sizes(running)).unordered();
         let mut asked = Vec::new();
         for (which, priority, client, steps) in arrivals {
             let which = which % requests.len();
-            let order = Order { priority, deadline_ms: None, client };
-            let request = Request { order, ..requests[which].clone() };
+            let order = SchedulingParams { priority, deadline_ms: None, client };
+            let request = GenerationRequest { order, ..requests[which].clone() };
             asked.push((rig.submit(&request), which));
             (0..steps).for_each(|_| step(&mut rig));
         }

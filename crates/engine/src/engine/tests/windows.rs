@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_model::{
-    Batch, BatchSize, Compute, Config, Error, Followed, Links, Model, Shard, Weights, WindowPool,
+    Batch, BatchSize, Compute, Config, Error, FollowOutcome, Links, LoadedModel, Model, Shard,
+    WindowPool,
 };
 use paceline_tensor::{Kernels, PAGE};
 use proptest::prelude::*;
@@ -18,9 +19,9 @@ use super::drafts::babble;
 use super::flights::{CONTEXT, calls, disturb, rig_of, sizes};
 use super::kept::Shelf;
 use super::requests::{SAMPLED, mixed, prompt, request};
-use super::rig::{Outcome, Rig, alone};
-use super::tiny::{END, Tiny, VOCAB};
-use crate::{Draft, EngineConfig, Finish, Guesses, Request, SamplingParams};
+use super::rig::{Rig, SequenceOutcome, alone};
+use super::tiny::{END, TinyModel, VOCAB};
+use crate::{Draft, DraftCounts, EngineConfig, Finish, GenerationRequest, SamplingParams};
 
 thread_local! {
     /// Virtual time of the test on this thread.
@@ -37,7 +38,7 @@ fn virtual_now() -> Instant {
 
 /// A pipeline in virtual time; the leader is its last stage.
 #[derive(Clone, Debug)]
-pub(super) struct Line {
+pub(super) struct VirtualPipeline {
     /// Time of a message between two ranks.
     hop: Duration,
     /// Of a stage with one row, and of each further row.
@@ -49,7 +50,7 @@ pub(super) struct Line {
     due: VecDeque<(Duration, Duration)>,
 }
 
-impl Line {
+impl VirtualPipeline {
     fn new(stages: usize, hop_ms: u64) -> Self {
         Self {
             hop: Duration::from_millis(hop_ms),
@@ -81,7 +82,7 @@ impl Line {
 
 /// A draft model with slow passes and some wrong draft tokens.
 #[derive(Clone, Debug)]
-struct Erring {
+struct FaultyDraft {
     model: Arc<Model>,
     /// Wrong draft tokens in a hundred.
     wrong: u64,
@@ -89,8 +90,8 @@ struct Erring {
     pass: Duration,
 }
 
-impl Erring {
-    fn draft(self, tiny: &Tiny) -> Draft {
+impl FaultyDraft {
+    fn draft(self, tiny: &TinyModel) -> Draft {
         Draft {
             model: Arc::new(self),
             tokenizer: Arc::clone(&tiny.tokenizer),
@@ -106,7 +107,7 @@ impl Erring {
     }
 }
 
-impl Weights for Erring {
+impl LoadedModel for FaultyDraft {
     fn config(&self) -> &Config {
         self.model.config()
     }
@@ -142,7 +143,7 @@ impl Weights for Erring {
     ) -> Result<Box<dyn Compute>, Error> {
         let inner = Arc::clone(&self.model).reserve(size, positions)?;
         let wrong = Vec::new();
-        Ok(Box::new(ErringPasses {
+        Ok(Box::new(FaultyDraftPasses {
             inner,
             of: self,
             wrong,
@@ -151,14 +152,14 @@ impl Weights for Erring {
 }
 
 #[derive(Debug)]
-struct ErringPasses {
+struct FaultyDraftPasses {
     inner: Box<dyn Compute>,
-    of: Arc<Erring>,
+    of: Arc<FaultyDraft>,
     /// The wrong draft token of each sequence in the last pass.
     wrong: Vec<Option<usize>>,
 }
 
-impl Compute for ErringPasses {
+impl Compute for FaultyDraftPasses {
     fn pages(&self) -> usize {
         self.inner.pages()
     }
@@ -186,7 +187,7 @@ impl Compute for ErringPasses {
         self.inner.idle()
     }
 
-    fn follow(&mut self) -> Result<Followed, Error> {
+    fn follow(&mut self) -> Result<FollowOutcome, Error> {
         self.inner.follow()
     }
 }
@@ -195,46 +196,50 @@ impl Compute for ErringPasses {
 fn timed_step(rig: &mut Rig) {
     let began = CLOCK.get();
     rig.step();
-    rig.engine.took(CLOCK.get().checked_sub(began).unwrap());
+    rig.engine
+        .record_duration(CLOCK.get().checked_sub(began).unwrap());
 }
 
 const LONG: usize = 8 * PAGE;
 
 /// A single stream over four stages with links of `hop_ms`, at most nine announced batches.
-fn on_a_line(tiny: &Tiny, drafts: usize, hop_ms: u64) -> Rig {
+fn on_a_line(tiny: &TinyModel, drafts: usize, hop_ms: u64) -> Rig {
     let config = EngineConfig {
         cache_positions: LONG,
         drafts,
         ..EngineConfig::single("tiny", LONG)
     };
-    rig_of(tiny, config, (4, 9), Some(Line::new(4, hop_ms)))
+    rig_of(tiny, config, (4, 9), Some(VirtualPipeline::new(4, hop_ms)))
 }
 
 /// The outcome of a single request, its duration and draft counts. The last number is its maximum
 /// of in-flight windows after a step: none without drafts.
-fn answer(rig: &mut Rig, request: &Request) -> (Outcome, Duration, Guesses, usize) {
+fn answer(
+    rig: &mut Rig,
+    request: &GenerationRequest,
+) -> (SequenceOutcome, Duration, DraftCounts, usize) {
     let (began, id) = (CLOCK.get(), rig.submit(request));
     let mut most = 0;
     while !rig.engine.is_idle() {
         timed_step(rig);
-        let flights = rig.engine.running.iter().map(|s| s.flights);
+        let flights = rig.engine.running.iter().map(|s| s.n_in_flight);
         most = most.max(flights.max().unwrap_or(0));
     }
     rig.drain(); // no page is lost
     let took = CLOCK.get().checked_sub(began).unwrap();
     let outcome = rig.outcomes.remove(&id).unwrap();
-    (outcome, took, rig.engine.guesses().told(), most)
+    (outcome, took, rig.engine.draft_counters().totals(), most)
 }
 
 /// An answer of `n` tokens.
-fn endless(sampling: SamplingParams, n: usize) -> Request {
+fn endless(sampling: SamplingParams, n: usize) -> GenerationRequest {
     let mut sampling = sampling;
     sampling.logit_bias.push((END, -100.0));
     request(prompt(20, 7), n, sampling)
 }
 
 /// An answer that repeats one token.
-fn circle(n: usize) -> Request {
+fn circle(n: usize) -> GenerationRequest {
     let sampling = SamplingParams {
         logit_bias: vec![(5, 100.0)],
         ..SamplingParams::default()
@@ -243,21 +248,26 @@ fn circle(n: usize) -> Request {
 }
 
 /// Speed-up of a request by drafts; the answers are equal.
-fn gain(tiny: &Tiny, request: &Request, hop_ms: u64, draft: Option<Erring>) -> (f64, usize) {
+fn gain(
+    tiny: &TinyModel,
+    request: &GenerationRequest,
+    hop_ms: u64,
+    draft: Option<FaultyDraft>,
+) -> (f64, usize) {
     let plain = answer(&mut on_a_line(tiny, 0, hop_ms), request);
     let mut rig = on_a_line(tiny, 8, hop_ms);
     draft
-        .map_or(Ok(()), |it| rig.engine.guess_with(it.draft(tiny)))
+        .map_or(Ok(()), |it| rig.engine.set_draft_model(it.draft(tiny)))
         .unwrap();
     let guessed = answer(&mut rig, request);
     assert_eq!(plain.0, guessed.0);
-    assert_eq!((plain.2, plain.3), (Guesses::default(), 0));
+    assert_eq!((plain.2, plain.3), (DraftCounts::default(), 0));
     (plain.1.div_duration_f64(guessed.1), guessed.3)
 }
 
 /// A draft model of a quarter of the size: its pass takes as long as one of four stages.
-fn quarter(tiny: &Tiny, wrong: u64, seed: u64) -> Erring {
-    Erring {
+fn quarter(tiny: &TinyModel, wrong: u64, seed: u64) -> FaultyDraft {
+    FaultyDraft {
         model: Arc::clone(&tiny.model),
         wrong,
         seed,
@@ -268,7 +278,7 @@ fn quarter(tiny: &Tiny, wrong: u64, seed: u64) -> Erring {
 /// Required speed-up for repetitive text at 25 ms: 3.
 #[test]
 fn repetitive_text_fills_slow_links_with_windows() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let (gain, windows) = gain(&tiny, &circle(300), 25, None);
     assert!(gain >= 6.0, "{gain}");
     assert!(windows > 4, "{windows} under way");
@@ -284,7 +294,7 @@ fn repetitive_text_fills_slow_links_with_windows() {
 /// Required speed-up for a draft model of a quarter of the size at 25 ms: 1.3.
 #[test]
 fn a_draft_pays_over_slow_links() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let sampled = SamplingParams { seed: 3, ..SAMPLED };
     for (sampling, seed) in [(SamplingParams::default(), 1), (sampled, 2)] {
         let request = endless(sampling, 200);
@@ -297,7 +307,7 @@ fn a_draft_pays_over_slow_links() {
 /// useless draft model.
 #[test]
 fn guesses_that_are_wrong_cost_little() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let sampling = SamplingParams {
         temperature: 3.0,
         seed: 4,
@@ -315,10 +325,10 @@ fn guesses_that_are_wrong_cost_little() {
 }
 
 /// A stream with several in-flight windows.
-fn mid_flight(tiny: &Tiny, request: &Request) -> (Rig, crate::SequenceId) {
+fn mid_flight(tiny: &TinyModel, request: &GenerationRequest) -> (Rig, crate::SequenceId) {
     let mut rig = on_a_line(tiny, 8, 25);
     let id = rig.submit(request);
-    while rig.engine.running.first().is_none_or(|s| s.flights < 4) {
+    while rig.engine.running.first().is_none_or(|s| s.n_in_flight < 4) {
         timed_step(&mut rig);
         assert!(!rig.engine.is_idle(), "over with fewer windows");
     }
@@ -327,7 +337,7 @@ fn mid_flight(tiny: &Tiny, request: &Request) -> (Rig, crate::SequenceId) {
 
 #[test]
 fn an_answer_may_be_cancelled_moved_or_late_in_mid_flight() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let whole = answer(&mut on_a_line(&tiny, 0, 25), &circle(300)).0;
     let (mut rig, id) = mid_flight(&tiny, &circle(300));
     rig.cancel(id);
@@ -366,17 +376,22 @@ fn patterns() -> impl Strategy<Value = Pattern> {
 /// Costs at which drafts pay with half of the tokens right.
 fn cheap(rig: &mut Rig) {
     let costs = &mut rig.engine.costs;
-    (1..=64).for_each(|rows| costs.took(rows, Duration::from_millis(1)));
+    (1..=64).for_each(|rows| costs.record(rows, Duration::from_millis(1)));
 }
 
 #[test]
 fn windows_under_way_change_no_answer() {
     let windows = Cell::new(0);
-    for tiny in [Tiny::new(1), Tiny::toy(1), Tiny::delta_net(1)] {
+    for tiny in [
+        TinyModel::new(1),
+        TinyModel::toy(1),
+        TinyModel::delta_net(1),
+    ] {
         let before = windows.get();
         let mut requests = mixed(&tiny);
         requests.extend((0..3).map(babble));
-        let expected: Vec<Outcome> = requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+        let expected: Vec<SequenceOutcome> =
+            requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
         let sizes_of = (1..4usize, 0..6usize, prop::bool::ANY, prop::bool::ANY);
         proptest!(ProptestConfig::with_cases(30), |(
             calls in calls(), pattern in patterns(), sizes_of in sizes_of
@@ -395,8 +410,8 @@ fn windows_under_way_change_no_answer() {
                 rig.engine.compute.attach(Box::new(Shelf::default()));
             }
             if is_drafted {
-                let draft = Erring { pass: Duration::ZERO, ..quarter(&tiny, wrong, seed) };
-                rig.engine.guess_with(draft.draft(&tiny)).unwrap();
+                let draft = FaultyDraft { pass: Duration::ZERO, ..quarter(&tiny, wrong, seed) };
+                rig.engine.set_draft_model(draft.draft(&tiny)).unwrap();
             }
             let mut asked = Vec::new();
             for (which, steps, what) in calls {
@@ -409,7 +424,7 @@ fn windows_under_way_change_no_answer() {
             for (id, which) in asked {
                 prop_assert_eq!(&rig.outcomes[&id], &expected[which]);
             }
-            windows.set(windows.get() + rig.engine.guesses().told().windows);
+            windows.set(windows.get() + rig.engine.draft_counters().totals().windows);
         });
         assert!(windows.get() > before, "no window behind another");
     }

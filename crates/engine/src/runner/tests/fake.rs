@@ -4,17 +4,17 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::super::core::{Core, Limits, Load};
+use super::super::core::{Core, EngineLoad, RequestLimits};
 use super::super::driver::Driver;
 use super::{PATIENCE, Replies, finished, request, sink, token};
 use crate::{
-    Error, Event, Failure, Finish, Reply, Request, Resumed, SequenceId, Sink, Snapshot, State,
-    Status, Ticket,
+    Error, Event, Finish, GenerationRequest, Reply, RequestFailure, ResumeOutcome, SequenceId,
+    ServiceStatus, Sink, Snapshot, State, Ticket,
 };
 
 /// A command to the engine for a step.
 #[derive(Debug)]
-enum Act {
+enum FakeCommand {
     /// A token for every sequence.
     Tokens,
     /// The end of every sequence.
@@ -25,7 +25,7 @@ enum Act {
 
 /// An action of the engine.
 #[derive(Debug, PartialEq)]
-enum Did {
+enum FakeEvent {
     /// Began a step with the sequences of these prompts.
     Step(Vec<u32>),
     Idle,
@@ -34,23 +34,23 @@ enum Did {
 
 /// Sequences are ids with prompts; each step waits for an [`Act`].
 struct Fake {
-    acts: Receiver<Act>,
-    did: Sender<Did>,
+    acts: Receiver<FakeCommand>,
+    did: Sender<FakeEvent>,
     sequences: Vec<(SequenceId, u32)>,
     last_id: u64,
     idle_fails: bool,
 }
 
 impl Core for Fake {
-    fn limits(&self) -> Limits {
-        Limits {
+    fn limits(&self) -> RequestLimits {
+        RequestLimits {
             vocab: 100,
             context: 10,
             max_waiting: 3,
         }
     }
 
-    fn submit(&mut self, request: Request) -> Result<SequenceId, Error> {
+    fn submit(&mut self, request: GenerationRequest) -> Result<SequenceId, Error> {
         // A refusal by the engine itself.
         if request.prompt[0] == 99 {
             return Err(Error::NoSequence(SequenceId(99)));
@@ -74,19 +74,19 @@ impl Core for Fake {
         Err(Error::NoSequence(SequenceId(7)))
     }
 
-    fn resume(&mut self, request: Request, _: &[u32]) -> Result<Resumed, Error> {
-        self.submit(request).map(Resumed::Goes)
+    fn resume(&mut self, request: GenerationRequest, _: &[u32]) -> Result<ResumeOutcome, Error> {
+        self.submit(request).map(ResumeOutcome::Running)
     }
 
     fn admit(&mut self) {}
 
     fn step(&mut self) -> Result<Vec<Event>, Error> {
         let prompts = self.sequences.iter().map(|(_, prompt)| *prompt).collect();
-        let _ = self.did.send(Did::Step(prompts));
+        let _ = self.did.send(FakeEvent::Step(prompts));
         let act = self.acts.recv_timeout(PATIENCE).expect("an act");
         let ids = self.sequences.iter().map(|(id, _)| *id);
         match act {
-            Act::Tokens => Ok(ids
+            FakeCommand::Tokens => Ok(ids
                 .map(|id| Event::Token {
                     id,
                     token: 7,
@@ -94,7 +94,7 @@ impl Core for Fake {
                     logprobs: None,
                 })
                 .collect()),
-            Act::Finish => {
+            FakeCommand::Finish => {
                 let (text, reason) = (String::new(), Finish::Length);
                 let end = |id| Event::Finished {
                     id,
@@ -105,15 +105,15 @@ impl Core for Fake {
                 self.sequences.clear();
                 Ok(events)
             }
-            Act::Fail => Err(Error::NoSequence(SequenceId(5))),
-            Act::Panic => panic!("on command"),
+            FakeCommand::Fail => Err(Error::NoSequence(SequenceId(5))),
+            FakeCommand::Panic => panic!("on command"),
         }
     }
 
-    fn took(&mut self, _: Duration) {}
+    fn record_duration(&mut self, _: Duration) {}
 
     fn idle(&mut self) -> Result<(), Error> {
-        let _ = self.did.send(Did::Idle);
+        let _ = self.did.send(FakeEvent::Idle);
         match self.idle_fails {
             true => Err(Error::NoSequence(SequenceId(6))),
             false => Ok(()),
@@ -124,31 +124,31 @@ impl Core for Fake {
         self.sequences.is_empty()
     }
 
-    fn load(&self) -> Load {
-        Load {
+    fn load(&self) -> EngineLoad {
+        EngineLoad {
             running: self.sequences.len(),
-            ..Load::default()
+            ..EngineLoad::default()
         }
     }
 }
 
 impl Drop for Fake {
     fn drop(&mut self) {
-        let _ = self.did.send(Did::Dropped);
+        let _ = self.did.send(FakeEvent::Dropped);
     }
 }
 
 /// A driver with a fake engine, and the test's ends of its channels.
-struct Stage {
+struct FakeDriver {
     driver: Arc<Driver<Fake>>,
-    acts: Sender<Act>,
-    did: Receiver<Did>,
+    acts: Sender<FakeCommand>,
+    did: Receiver<FakeEvent>,
 }
 
 /// Interval that disables the idle hook in practice.
 const NEVER: Duration = Duration::from_secs(3600);
 
-impl Stage {
+impl FakeDriver {
     fn new() -> Self {
         Self::with_idle(NEVER, false)
     }
@@ -167,21 +167,21 @@ impl Stage {
         Self { driver, acts, did }
     }
 
-    fn act(&self, act: Act) {
+    fn act(&self, act: FakeCommand) {
         self.acts.send(act).unwrap();
     }
 
     /// The engine's next action other than idling.
-    fn did(&self) -> Did {
+    fn did(&self) -> FakeEvent {
         loop {
             match self.did.recv_timeout(PATIENCE).expect("something done") {
-                Did::Idle => {}
+                FakeEvent::Idle => {}
                 other => return other,
             }
         }
     }
 
-    fn try_submit(&self, prompt: u32) -> (Result<Ticket, Failure>, Replies) {
+    fn try_submit(&self, prompt: u32) -> (Result<Ticket, RequestFailure>, Replies) {
         let (sink, replies) = sink();
         (self.driver.submit(request(vec![prompt], 5), sink), replies)
     }
@@ -197,17 +197,17 @@ impl Stage {
 
     /// Waits until the engine's thread has failed.
     fn wait_for_end(&self) {
-        assert_eq!(self.did(), Did::Dropped);
+        assert_eq!(self.did(), FakeEvent::Dropped);
     }
 }
 
 fn lost(reason: &str) -> Reply {
     let reason = reason.to_owned();
-    Reply::Failed(Failure::Lost { reason })
+    Reply::Failed(RequestFailure::Lost { reason })
 }
 
-const fn status(running: usize, waiting: usize) -> Status {
-    Status {
+const fn status(running: usize, waiting: usize) -> ServiceStatus {
+    ServiceStatus {
         state: State::Ready,
         running,
         waiting,
@@ -216,16 +216,16 @@ const fn status(running: usize, waiting: usize) -> Status {
 
 #[test]
 fn everything_that_came_in_during_a_step_is_in_the_next() {
-    let stage = Stage::new();
+    let stage = FakeDriver::new();
     let (_, first) = stage.submit(1);
-    assert_eq!(stage.did(), Did::Step(vec![1]));
+    assert_eq!(stage.did(), FakeEvent::Step(vec![1]));
     let others: Vec<_> = (2..5).map(|prompt| stage.submit(prompt)).collect();
     stage.driver.cancel(others[1].0);
     assert_eq!(stage.driver.status(), status(1, 2));
-    stage.act(Act::Tokens);
-    assert_eq!(stage.did(), Did::Step(vec![1, 2, 4]));
+    stage.act(FakeCommand::Tokens);
+    assert_eq!(stage.did(), FakeEvent::Step(vec![1, 2, 4]));
     assert_eq!(stage.driver.status(), status(3, 0));
-    stage.act(Act::Finish);
+    stage.act(FakeCommand::Finish);
     assert_eq!(first.rest(), [token(7), finished()]);
     assert_eq!(others[0].1.rest(), [finished()]);
     assert_eq!(others[1].1.rest(), [], "cancelled");
@@ -235,19 +235,19 @@ fn everything_that_came_in_during_a_step_is_in_the_next() {
 
 #[test]
 fn refusals_are_typed_and_come_at_once() {
-    let stage = Stage::new();
-    let refused = |wanted: Request| {
+    let stage = FakeDriver::new();
+    let refused = |wanted: GenerationRequest| {
         let (sink, replies) = sink();
         let failure = stage.driver.submit(wanted, sink).unwrap_err();
         assert_eq!(replies.rest(), [], "the sink is dropped");
         failure
     };
-    let invalid = |reason: &str| Failure::Invalid {
+    let invalid = |reason: &str| RequestFailure::Invalid {
         reason: reason.to_owned(),
     };
     assert_eq!(refused(request(vec![], 1)), invalid("the prompt is empty"));
     let (tokens, context) = (10, 10);
-    let long = Failure::PromptTooLong { tokens, context };
+    let long = RequestFailure::PromptTooLong { tokens, context };
     assert_eq!(refused(request(vec![1; 10], 1)), long);
     let mut odd = request(vec![1], 1);
     odd.stop = vec!["a".to_owned(), String::new()];
@@ -265,60 +265,60 @@ fn refusals_are_typed_and_come_at_once() {
 
 #[test]
 fn a_full_queue_says_so_and_has_room_again() {
-    let stage = Stage::new();
+    let stage = FakeDriver::new();
     let (_, _first) = stage.submit(1);
-    assert_eq!(stage.did(), Did::Step(vec![1]));
+    assert_eq!(stage.did(), FakeEvent::Step(vec![1]));
     let waiting: Vec<_> = (2..5).map(|prompt| stage.submit(prompt)).collect();
-    let busy = |result: Result<Ticket, Failure>| {
-        assert_eq!(result.unwrap_err(), Failure::Busy { waiting: 3 });
+    let busy = |result: Result<Ticket, RequestFailure>| {
+        assert_eq!(result.unwrap_err(), RequestFailure::Busy { waiting: 3 });
     };
     busy(stage.try_submit(9).0);
     stage.driver.cancel(waiting[0].0);
     let (last, _) = stage.submit(5);
     busy(stage.try_submit(9).0);
-    stage.act(Act::Tokens);
-    assert_eq!(stage.did(), Did::Step(vec![1, 3, 4, 5]));
+    stage.act(FakeCommand::Tokens);
+    assert_eq!(stage.did(), FakeEvent::Step(vec![1, 3, 4, 5]));
     assert_eq!(last, Ticket(5), "a refusal takes no number");
-    stage.act(Act::Finish);
+    stage.act(FakeCommand::Finish);
 }
 
 #[test]
 fn cancelled_requests_are_forgotten_wherever_they_are() {
-    let stage = Stage::new();
+    let stage = FakeDriver::new();
     let (running, replies) = stage.submit(1);
     let (_, other) = stage.submit(2);
     // Both are in a step, the second possibly in the next one.
     loop {
         let did = stage.did();
-        if did == Did::Step(vec![1, 2]) {
+        if did == FakeEvent::Step(vec![1, 2]) {
             break;
         }
-        stage.act(Act::Tokens);
+        stage.act(FakeCommand::Tokens);
     }
     stage.driver.cancel(running);
     stage.driver.cancel(running);
-    stage.act(Act::Tokens);
-    assert_eq!(stage.did(), Did::Step(vec![2]));
+    stage.act(FakeCommand::Tokens);
+    assert_eq!(stage.did(), FakeEvent::Step(vec![2]));
     assert!(replies.rest().iter().all(|reply| *reply == token(7)));
-    stage.act(Act::Finish);
+    stage.act(FakeCommand::Finish);
     assert_eq!(other.rest().last(), Some(&finished()));
     // Finished, never existing, and on an idle engine: no effect.
     stage.driver.cancel(running);
     stage.driver.cancel(Ticket(77));
     let (alone, replies) = stage.submit(3);
-    assert_eq!(stage.did(), Did::Step(vec![3]));
+    assert_eq!(stage.did(), FakeEvent::Step(vec![3]));
     stage.driver.cancel(alone);
-    stage.act(Act::Tokens);
+    stage.act(FakeCommand::Tokens);
     replies.rest();
     assert_eq!(stage.driver.inspect(|fake| fake.sequences.len()), Ok(0));
     assert_eq!(stage.driver.status(), status(0, 0));
 }
 
 /// The engine ends by `act` while one request is in it and another is in the inbox.
-fn ends(act: Act, reason: &str) {
-    let stage = Stage::new();
+fn ends(act: FakeCommand, reason: &str) {
+    let stage = FakeDriver::new();
     let (_, first) = stage.submit(1);
-    assert_eq!(stage.did(), Did::Step(vec![1]));
+    assert_eq!(stage.did(), FakeEvent::Step(vec![1]));
     let (_, second) = stage.submit(2);
     let (gone, third) = stage.submit(3);
     stage.driver.cancel(gone);
@@ -332,7 +332,7 @@ fn ends(act: Act, reason: &str) {
     assert_eq!(third.rest(), []);
     stage.wait_for_end();
     assert_eq!(stage.state(), State::Failed(reason.to_owned()));
-    let unavailable = Failure::Unavailable {
+    let unavailable = RequestFailure::Unavailable {
         reason: reason.to_owned(),
     };
     assert_eq!(stage.try_submit(4).0.unwrap_err(), unavailable);
@@ -343,31 +343,31 @@ fn ends(act: Act, reason: &str) {
 
 #[test]
 fn an_engine_that_fails_takes_its_requests_along() {
-    ends(Act::Fail, "sequence 5 is not in this engine");
+    ends(FakeCommand::Fail, "sequence 5 is not in this engine");
 }
 
 #[test]
 fn an_engine_that_panics_takes_its_requests_along() {
-    ends(Act::Panic, "the engine panicked: on command");
+    ends(FakeCommand::Panic, "the engine panicked: on command");
 }
 
 #[test]
 fn dropping_the_runner_ends_requests_and_the_thread() {
-    let stage = Stage::new();
+    let stage = FakeDriver::new();
     let (_, running) = stage.submit(1);
-    assert_eq!(stage.did(), Did::Step(vec![1]));
+    assert_eq!(stage.did(), FakeEvent::Step(vec![1]));
     let (_, waiting) = stage.submit(2);
-    let Stage { driver, acts, did } = stage;
+    let FakeDriver { driver, acts, did } = stage;
     let dropper = std::thread::spawn(move || drop(driver));
     while !dropper.is_finished() {
         // Until the thread sees the drop, there are more steps.
-        let _ = acts.send(Act::Tokens);
+        let _ = acts.send(FakeCommand::Tokens);
         std::thread::yield_now();
     }
     dropper.join().unwrap();
     // The thread ends before the drop returns: no further events.
-    let mut done: Vec<Did> = did.try_iter().collect();
-    assert_eq!(done.pop(), Some(Did::Dropped));
+    let mut done: Vec<FakeEvent> = did.try_iter().collect();
+    assert_eq!(done.pop(), Some(FakeEvent::Dropped));
     let expected = lost("the engine was shut down");
     let told = running.rest();
     assert_eq!(told.last(), Some(&expected), "{told:?}");
@@ -376,26 +376,26 @@ fn dropping_the_runner_ends_requests_and_the_thread() {
 
 #[test]
 fn a_sink_that_panics_harms_only_its_own_request() {
-    let stage = Stage::new();
+    let stage = FakeDriver::new();
     let bad: Sink = Box::new(|_| panic!("in a sink"));
     stage.driver.submit(request(vec![1], 5), bad).unwrap();
     let (_, good) = stage.submit(2);
     loop {
         let did = stage.did();
-        if did == Did::Step(vec![2]) {
+        if did == FakeEvent::Step(vec![2]) {
             break;
         }
-        stage.act(Act::Tokens);
+        stage.act(FakeCommand::Tokens);
     }
     assert_eq!(stage.driver.status(), status(1, 0));
-    stage.act(Act::Finish);
+    stage.act(FakeCommand::Finish);
     assert_eq!(good.rest().last(), Some(&finished()));
     assert_eq!(stage.state(), State::Ready);
 }
 
 #[test]
 fn sinks_may_call_the_runner_and_drop_it() {
-    let stage = Stage::new();
+    let stage = FakeDriver::new();
     let driver = Arc::new(Mutex::new(Some(Arc::clone(&stage.driver))));
     let (told, heard) = channel();
     let (inner, inner_replies) = sink();
@@ -412,36 +412,36 @@ fn sinks_may_call_the_runner_and_drop_it() {
         // The last reference: the thread must not join itself.
         *driver = None;
     });
-    let Stage { driver, acts, did } = stage;
+    let FakeDriver { driver, acts, did } = stage;
     driver.submit(request(vec![1], 5), calls).unwrap();
     drop(driver);
-    acts.send(Act::Tokens).unwrap();
+    acts.send(FakeCommand::Tokens).unwrap();
     let (again, asked) = heard.recv_timeout(PATIENCE).unwrap();
     assert_eq!(again, Ok(Ticket(2)));
     let reason = "asked from the engine's own thread".to_owned();
-    assert_eq!(asked, Err(Failure::Unavailable { reason }));
+    assert_eq!(asked, Err(RequestFailure::Unavailable { reason }));
     assert_eq!(inner_replies.rest(), [lost("the engine was shut down")]);
-    let is_dropped = |did| did == Did::Dropped;
+    let is_dropped = |did| did == FakeEvent::Dropped;
     assert!(did.iter().any(is_dropped), "the thread ended");
 }
 
 #[test]
 fn an_idle_engine_gets_its_moments() {
-    let stage = Stage::with_idle(Duration::from_millis(1), false);
+    let stage = FakeDriver::with_idle(Duration::from_millis(1), false);
     for _ in 0..5 {
-        assert_eq!(stage.did.recv_timeout(PATIENCE), Ok(Did::Idle));
+        assert_eq!(stage.did.recv_timeout(PATIENCE), Ok(FakeEvent::Idle));
     }
     let (_, replies) = stage.submit(1);
-    assert_eq!(stage.did(), Did::Step(vec![1]));
+    assert_eq!(stage.did(), FakeEvent::Step(vec![1]));
     assert!(stage.did.try_recv().is_err(), "it is in a step");
-    stage.act(Act::Finish);
+    stage.act(FakeCommand::Finish);
     assert_eq!(replies.rest(), [finished()]);
-    assert_eq!(stage.did.recv_timeout(PATIENCE), Ok(Did::Idle));
+    assert_eq!(stage.did.recv_timeout(PATIENCE), Ok(FakeEvent::Idle));
 }
 
 #[test]
 fn an_idle_engine_can_fail() {
-    let stage = Stage::with_idle(Duration::from_millis(1), true);
+    let stage = FakeDriver::with_idle(Duration::from_millis(1), true);
     stage.wait_for_end();
     let reason = "sequence 6 is not in this engine".to_owned();
     assert_eq!(stage.state(), State::Failed(reason));
@@ -449,10 +449,10 @@ fn an_idle_engine_can_fail() {
 
 #[test]
 fn what_looks_at_the_engine_may_panic() {
-    let stage = Stage::new();
+    let stage = FakeDriver::new();
     assert_eq!(stage.driver.inspect(|fake| fake.last_id), Ok(0));
     let reason = "what was to look at the engine panicked".to_owned();
-    let unavailable = Failure::Unavailable { reason };
+    let unavailable = RequestFailure::Unavailable { reason };
     let panics = |_: &Fake| -> () { panic!("in a question") };
     assert_eq!(stage.driver.inspect(panics), Err(unavailable));
     assert_eq!(stage.driver.inspect(|fake| fake.last_id), Ok(0));

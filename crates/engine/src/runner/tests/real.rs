@@ -11,8 +11,11 @@ use proptest::prelude::*;
 use super::super::Runner;
 use super::{PATIENCE, Replies, sink};
 use crate::engine::tests::requests::mixed;
-use crate::engine::tests::tiny::Tiny;
-use crate::{EngineConfig, Event, Failure, Pace, Reply, Request, Service, Sink, State};
+use crate::engine::tests::tiny::TinyModel;
+use crate::{
+    EngineConfig, Event, GenerationRequest, Reply, RequestFailure, Service, Sink, State,
+    StepTimeTarget,
+};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -25,14 +28,14 @@ fn sizes() -> EngineConfig {
         max_running: 4,
         max_waiting: 100,
         max_rows: 19,
-        pace: Pace::Auto,
+        pace: StepTimeTarget::Auto,
         drafts: 0,
-    strict: false,
+        strict: false,
     }
 }
 
 /// The engine's replies to a single request.
-fn alone(tiny: &Tiny, request: &Request) -> Vec<Reply> {
+fn alone(tiny: &TinyModel, request: &GenerationRequest) -> Vec<Reply> {
     let mut engine = tiny.engine(EngineConfig::single("tiny", CONTEXT));
     engine.submit(request.clone()).unwrap();
     let mut replies = Vec::new();
@@ -77,7 +80,7 @@ fn reply(event: Event) -> Reply {
 
 #[test]
 fn answers_of_many_callers_are_those_of_the_engine_alone() {
-    let tiny = Tiny::new(2);
+    let tiny = TinyModel::new(2);
     let requests = mixed(&tiny);
     let expected: Vec<Vec<Reply>> = requests.iter().map(|r| alone(&tiny, r)).collect();
     let runner = Arc::new(Runner::start(tiny.engine(sizes()), Instant::now));
@@ -99,7 +102,7 @@ fn answers_of_many_callers_are_those_of_the_engine_alone() {
 
 #[test]
 fn an_engine_for_one_is_busy_as_it_says() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let runner = Runner::start(
         tiny.engine(EngineConfig::single("tiny", CONTEXT)),
         Instant::now,
@@ -114,7 +117,7 @@ fn an_engine_for_one_is_busy_as_it_says() {
             Err(failure) => break failure,
         }
     };
-    assert_eq!(failure, Failure::Busy { waiting: 1 });
+    assert_eq!(failure, RequestFailure::Busy { waiting: 1 });
     let expected = alone(&tiny, request);
     for replies in taken {
         assert_eq!(alike(replies.rest()), expected);
@@ -123,50 +126,50 @@ fn an_engine_for_one_is_busy_as_it_says() {
 
 /// Submits a request, or cancels an own one.
 #[derive(Clone, Copy, Debug)]
-enum Call {
+enum CallerAction {
     Submit(usize),
     Cancel(usize),
     /// Waits for a reply of one request.
     Listen(usize),
 }
 
-fn calls() -> impl Strategy<Value = Vec<Call>> {
+fn calls() -> impl Strategy<Value = Vec<CallerAction>> {
     let call = prop_oneof![
-        3 => (0..100usize).prop_map(Call::Submit),
-        1 => (0..100usize).prop_map(Call::Cancel),
-        3 => (0..100usize).prop_map(Call::Listen),
+        3 => (0..100usize).prop_map(CallerAction::Submit),
+        1 => (0..100usize).prop_map(CallerAction::Cancel),
+        3 => (0..100usize).prop_map(CallerAction::Listen),
     ];
     prop::collection::vec(call, 1..20)
 }
 
 struct Caller<'a> {
     runner: &'a Runner,
-    requests: &'a [Request],
+    requests: &'a [GenerationRequest],
     expected: &'a [Vec<Reply>],
     open: Vec<(crate::Ticket, usize, Replies, Vec<Reply>)>,
 }
 
 impl Caller<'_> {
-    fn call(&mut self, call: Call) {
+    fn call(&mut self, call: CallerAction) {
         let n = self.open.len();
         match call {
-            Call::Submit(i) => {
+            CallerAction::Submit(i) => {
                 let (i, (sink, replies)) = (i % self.requests.len(), sink());
                 let request = self.requests[i].clone();
                 let ticket = self.runner.submit(request, sink).unwrap();
                 self.open.push((ticket, i, replies, Vec::new()));
             }
-            Call::Cancel(i) if n > 0 => {
+            CallerAction::Cancel(i) if n > 0 => {
                 let (ticket, request, replies, mut got) = self.open.remove(i % n);
                 self.runner.cancel(ticket);
                 got.extend(replies.rest());
                 assert!(self.expected[request].starts_with(&alike(got)));
             }
-            Call::Listen(i) if n > 0 => {
+            CallerAction::Listen(i) if n > 0 => {
                 let (_, _, replies, got) = &mut self.open[i % n];
                 got.extend(replies.0.recv_timeout(PATIENCE));
             }
-            Call::Cancel(_) | Call::Listen(_) => {}
+            CallerAction::Cancel(_) | CallerAction::Listen(_) => {}
         }
     }
 
@@ -180,7 +183,7 @@ impl Caller<'_> {
 
 #[test]
 fn random_callers_get_what_they_asked_for() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let requests = mixed(&tiny);
     let expected: Vec<Vec<Reply>> = requests.iter().map(|r| alone(&tiny, r)).collect();
     let config = ProptestConfig::with_cases(60);
@@ -208,11 +211,11 @@ fn random_callers_get_what_they_asked_for() {
 
 #[test]
 fn replies_and_failures_survive_json() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let mut all: Vec<Reply> = mixed(&tiny).iter().flat_map(|r| alone(&tiny, r)).collect();
     let reason = "rank 1: gone".to_owned();
-    all.push(Reply::Failed(Failure::Lost { reason }));
-    all.push(Reply::Failed(Failure::Busy { waiting: 3 }));
+    all.push(Reply::Failed(RequestFailure::Lost { reason }));
+    all.push(Reply::Failed(RequestFailure::Busy { waiting: 3 }));
     let kinds: HashSet<_> = all.iter().map(std::mem::discriminant).collect();
     assert_eq!(kinds.len(), 4);
     for reply in all {
@@ -223,7 +226,7 @@ fn replies_and_failures_survive_json() {
 
 /// Takes all requests out of a runner after `n` replies, and continues them in another. Returns the
 /// replies of each request, by index in `requests`.
-fn moved(tiny: &Tiny, requests: &[Request], n: usize) -> Vec<Vec<Reply>> {
+fn moved(tiny: &TinyModel, requests: &[GenerationRequest], n: usize) -> Vec<Vec<Reply>> {
     let (sender, replies) = mpsc::channel();
     let sink = |i: usize| -> Sink {
         let sender = sender.clone();
@@ -253,7 +256,7 @@ fn moved(tiny: &Tiny, requests: &[Request], n: usize) -> Vec<Vec<Reply>> {
 
 #[test]
 fn requests_that_are_moved_lose_and_repeat_nothing() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let requests = mixed(&tiny);
     let expected: Vec<Vec<Reply>> = requests.iter().map(|r| alone(&tiny, r)).collect();
     let replies = expected.iter().map(Vec::len).sum::<usize>();
@@ -266,7 +269,7 @@ fn requests_that_are_moved_lose_and_repeat_nothing() {
 
 #[test]
 fn nothing_is_taken_from_a_sink_s_own_thread_or_a_runner_that_is_empty() {
-    let tiny = Tiny::new(1);
+    let tiny = TinyModel::new(1);
     let runner = Arc::new(Runner::start(tiny.engine(sizes()), Instant::now));
     assert_eq!(runner.take_all().unwrap().len(), 0);
     let (sender, refused) = mpsc::channel();

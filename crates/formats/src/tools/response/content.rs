@@ -25,7 +25,7 @@ pub(super) enum Content {
     Bool,
     Json(Dialect),
     Tags(Tags),
-    Lines(Lines),
+    Lines(KeyValueLines),
 }
 
 /// Allowed deviations from standard JSON.
@@ -50,7 +50,7 @@ pub(super) struct Tags {
 
 /// A pair a line.
 #[derive(Debug)]
-pub(super) struct Lines {
+pub(super) struct KeyValueLines {
     line_end: String,
     separator: String,
     value: Option<Box<Content>>,
@@ -87,7 +87,7 @@ impl Content {
             "bool" => Ok(Self::Bool),
             "json" => Dialect::read(&scope(&JSON_KEYS)?).map(Self::Json),
             "xml-inline" => Tags::read(&scope(&TAG_KEYS)?, depth).map(Self::Tags),
-            "kv-lines" => Lines::read(&scope(&LINE_KEYS)?, depth).map(Self::Lines),
+            "kv-lines" => KeyValueLines::read(&scope(&LINE_KEYS)?, depth).map(Self::Lines),
             _ => Err(field.wrong(key, &name.into(), EXPECTED)),
         }
     }
@@ -242,7 +242,7 @@ impl Tags {
     }
 }
 
-impl Lines {
+impl KeyValueLines {
     fn read(scope: &Scope<'_>, depth: usize) -> Result<Self, ResponseError> {
         Ok(Self {
             line_end: scope.text("line_sep", "\n")?,

@@ -10,7 +10,7 @@ use regex_automata::nfa::thompson;
 use regex_automata::util::syntax;
 use regex_automata::{Anchored, Input as Search};
 
-use super::super::input::{Found, Input};
+use super::super::input::{MarkerMatch, UnreadText};
 
 /// Most bytes that a compiled expression may take. The largest known takes some 10 KiB.
 pub(super) const MAX_COMPILED_BYTES: usize = 1 << 20;
@@ -34,7 +34,7 @@ pub(super) struct Pattern {
 
 /// The part of a delimiter that the front of unread text has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Seen {
+pub(super) enum DelimiterMatch {
     /// It lies there; further text changes nothing.
     At { start: usize, end: usize },
     /// Nothing before this place, where one may begin; the text's end when none may.
@@ -70,23 +70,23 @@ impl Delimiter {
     }
 
     /// The first place in the unread text. `cache` is one of its own.
-    pub(super) fn find(&self, input: &Input, cache: Option<&mut Cache>) -> Seen {
+    pub(super) fn find(&self, input: &UnreadText, cache: Option<&mut Cache>) -> DelimiterMatch {
         match (self, cache) {
             (Self::Texts(texts), _) => {
                 let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
                 match input.find(&texts) {
-                    Found::Marker { before, which } => Seen::At {
+                    MarkerMatch::Marker { before, which } => DelimiterMatch::At {
                         start: before,
                         end: before + texts[which].len(),
                     },
-                    Found::None { clear } => Seen::NotBefore(clear),
+                    MarkerMatch::None { clear } => DelimiterMatch::NotBefore(clear),
                 }
             }
             (Self::Pattern(pattern), Some(cache)) => {
                 let places = input.rest().char_indices().map(|(at, _)| at);
                 pattern.find(input.rest(), places, input.is_ended, cache)
             }
-            (Self::Pattern(_), None) => Seen::NotBefore(input.rest().len()),
+            (Self::Pattern(_), None) => DelimiterMatch::NotBefore(input.rest().len()),
         }
     }
 
@@ -130,16 +130,16 @@ impl Pattern {
         places: impl Iterator<Item = usize>,
         is_ended: bool,
         cache: &mut Cache,
-    ) -> Seen {
+    ) -> DelimiterMatch {
         for start in places {
             match self.match_at(text, start, is_ended, cache) {
                 // An empty match separates nothing.
-                Verdict::Match(end) if end > start => return Seen::At { start, end },
-                Verdict::Open => return Seen::NotBefore(start),
+                Verdict::Match(end) if end > start => return DelimiterMatch::At { start, end },
+                Verdict::Open => return DelimiterMatch::NotBefore(start),
                 Verdict::Match(_) | Verdict::None => {}
             }
         }
-        Seen::NotBefore(text.len())
+        DelimiterMatch::NotBefore(text.len())
     }
 
     fn match_at(&self, text: &str, start: usize, is_ended: bool, cache: &mut Cache) -> Verdict {
@@ -187,9 +187,9 @@ enum Verdict {
 mod tests {
     use super::*;
 
-    fn seen(pattern: &str, text: &str, is_ended: bool) -> Seen {
+    fn seen(pattern: &str, text: &str, is_ended: bool) -> DelimiterMatch {
         let delimiter = Delimiter::pattern(pattern).unwrap();
-        let mut input = Input::default();
+        let mut input = UnreadText::default();
         input.push(text);
         input.is_ended = is_ended;
         delimiter.find(&input, delimiter.cache().as_mut())
@@ -197,22 +197,42 @@ mod tests {
 
     #[test]
     fn a_match_is_told_when_it_is_certain() {
-        let at = |start, end| Seen::At { start, end };
+        let at = |start, end| DelimiterMatch::At { start, end };
         for (pattern, text, is_ended, expected) in [
-            (r"\s*<call>", "ab", false, Seen::NotBefore(2)),
-            (r"\s*<call>", "ab \n", false, Seen::NotBefore(2)),
-            (r"\s*<call>", "ab \n<ca", false, Seen::NotBefore(2)),
-            (r"\s*<call>", "ab \n<call>", false, Seen::NotBefore(2)),
-            (r"\s*<call>", "ab \n<call>x", false, Seen::NotBefore(2)),
+            (r"\s*<call>", "ab", false, DelimiterMatch::NotBefore(2)),
+            (r"\s*<call>", "ab \n", false, DelimiterMatch::NotBefore(2)),
+            (
+                r"\s*<call>",
+                "ab \n<ca",
+                false,
+                DelimiterMatch::NotBefore(2),
+            ),
+            (
+                r"\s*<call>",
+                "ab \n<call>",
+                false,
+                DelimiterMatch::NotBefore(2),
+            ),
+            (
+                r"\s*<call>",
+                "ab \n<call>x",
+                false,
+                DelimiterMatch::NotBefore(2),
+            ),
             (r"\s*<call>", "ab \n<call>xy", false, at(2, 10)),
             (r"\s*<call>", "ab \n<call>", true, at(2, 10)),
-            (r"\s*<call>", "ab \n<can", false, Seen::NotBefore(8)),
-            (r"a+", "xaa", false, Seen::NotBefore(1)),
+            (
+                r"\s*<call>",
+                "ab \n<can",
+                false,
+                DelimiterMatch::NotBefore(8),
+            ),
+            (r"a+", "xaa", false, DelimiterMatch::NotBefore(1)),
             (r"a+", "xaabb", false, at(1, 3)),
             (r"a+?", "xaab", false, at(1, 2)),
             (r"ab|a", "xacc", false, at(1, 2)),
-            (r"</x>|\Z", "abc", true, Seen::NotBefore(3)),
-            (r"(é|.)y", "éé", false, Seen::NotBefore(2)),
+            (r"</x>|\Z", "abc", true, DelimiterMatch::NotBefore(3)),
+            (r"(é|.)y", "éé", false, DelimiterMatch::NotBefore(2)),
         ] {
             assert_eq!(
                 seen(pattern, text, is_ended),

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use regex_automata::hybrid::dfa::Cache;
 
-use super::super::input::Input;
-use super::super::piece::Piece;
+use super::super::input::UnreadText;
+use super::super::piece::CallFragment;
 use super::super::reader::Emitter;
 use super::super::schema::Parameters;
-use super::delimiter::{Delimiter, Seen};
-use super::{Call, Field, Kind, ResponseTemplate};
+use super::delimiter::{Delimiter, DelimiterMatch};
+use super::{Field, Kind, RegionCall, ResponseTemplate};
 
 /// Reads answers by a response template.
 #[derive(Clone, Debug)]
@@ -33,7 +33,7 @@ pub(in crate::tools) struct Regions {
 
 /// A delimiter in the unread text.
 #[derive(Clone, Copy, Debug)]
-struct Hit {
+struct RegionStart {
     field: usize,
     is_open: bool,
     start: usize,
@@ -48,7 +48,7 @@ impl Regions {
         prompt: &str,
         parameters: Parameters,
         has_tools: bool,
-    ) -> (Self, Input) {
+    ) -> (Self, UnreadText) {
         let cache = |delimiter: &Option<Delimiter>| delimiter.as_ref().and_then(Delimiter::cache);
         let fields = template.fields.iter();
         let caches = fields.map(|field| [cache(&field.open), cache(&field.close)]);
@@ -62,7 +62,7 @@ impl Regions {
             captures: BTreeMap::new(),
             template,
         };
-        let mut input = Input::default();
+        let mut input = UnreadText::default();
         input.push(regions.template.opened(prompt));
         let mut unseen = Emitter::default();
         while regions.step(&mut input, &mut unseen) {}
@@ -70,7 +70,7 @@ impl Regions {
     }
 
     /// Reads on; `false` when more text is needed.
-    pub(in crate::tools) fn step(&mut self, input: &mut Input, emitter: &mut Emitter) -> bool {
+    pub(in crate::tools) fn step(&mut self, input: &mut UnreadText, emitter: &mut Emitter) -> bool {
         match self.scan(input) {
             (Some(hit), _) => {
                 let before = input.take(hit.start);
@@ -91,10 +91,10 @@ impl Regions {
 
     /// The first delimiter that is certain, and how much text no delimiter is in. Of two at one
     /// place the longer counts, then one that opens, then the field that is named first.
-    fn scan(&mut self, input: &Input) -> (Option<Hit>, usize) {
+    fn scan(&mut self, input: &UnreadText) -> (Option<RegionStart>, usize) {
         let template = Arc::clone(&self.template);
         let mut clear = input.rest().len();
-        let mut first: Option<Hit> = None;
+        let mut first: Option<RegionStart> = None;
         for (field, is_open) in self.watched() {
             let (of_field, cache) = (&template.fields[field], &mut self.caches[field]);
             let (delimiter, cache) = match is_open {
@@ -103,15 +103,15 @@ impl Regions {
             };
             let Some(delimiter) = delimiter else { continue };
             match delimiter.find(input, cache.as_mut()) {
-                Seen::NotBefore(at) => clear = clear.min(at),
-                Seen::At { start, end } => {
-                    let hit = Hit {
+                DelimiterMatch::NotBefore(at) => clear = clear.min(at),
+                DelimiterMatch::At { start, end } => {
+                    let hit = RegionStart {
                         field,
                         is_open,
                         start,
                         end,
                     };
-                    let key = |hit: &Hit| (hit.start, usize::MAX - hit.end, !hit.is_open);
+                    let key = |hit: &RegionStart| (hit.start, usize::MAX - hit.end, !hit.is_open);
                     if first.is_none_or(|first| key(&hit) < key(&first)) {
                         first = Some(hit);
                     }
@@ -158,7 +158,7 @@ impl Regions {
     }
 
     /// Goes over a delimiter.
-    fn cross(&mut self, hit: Hit, input: &mut Input, emitter: &mut Emitter) {
+    fn cross(&mut self, hit: RegionStart, input: &mut UnreadText, emitter: &mut Emitter) {
         let captures = match &self.template.fields[hit.field].open {
             // The text before it was parsed.
             Some(open) if hit.is_open => open.captures(input.rest(), 0),
@@ -250,17 +250,20 @@ impl Regions {
         let Some(calls) = of_field.calls(text, &captures, &self.parameters) else {
             return emitter.fail(whole(), false, true);
         };
-        calls.into_iter().for_each(|call| tell(call, emitter));
+        calls.into_iter().for_each(|call| emit_call(call, emitter));
     }
 }
 
-fn tell(call: Call, emitter: &mut Emitter) {
-    let Call {
+fn emit_call(call: RegionCall, emitter: &mut Emitter) {
+    let RegionCall {
         name,
         id,
         arguments,
     } = call;
     let arguments = serde_json::Value::Object(arguments).to_string();
-    emitter.pieces(vec![Piece::Name { name, id }, Piece::Arguments(arguments)]);
+    emitter.pieces(vec![
+        CallFragment::Name { name, id },
+        CallFragment::Arguments(arguments),
+    ]);
     emitter.end_call();
 }

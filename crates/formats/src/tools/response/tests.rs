@@ -8,7 +8,7 @@ use crate::tools::Event;
 
 /// Contents of an answer.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Answer {
+struct RegionResponse {
     text: String,
     reasoning: String,
     calls: Vec<(String, Json)>,
@@ -23,14 +23,14 @@ fn tools() -> Vec<Json> {
     vec![json!({"type": "function", "function": function})]
 }
 
-fn read(template: &Json, prompt: &str, pieces: &[&str], tools: &[Json]) -> Answer {
+fn read(template: &Json, prompt: &str, pieces: &[&str], tools: &[Json]) -> RegionResponse {
     let template = Arc::new(ResponseTemplate::read(template).unwrap());
     let mut reader = template.reader_after(prompt, tools, ReaderOptions::default());
     let mut events: Vec<Event> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
     events.extend(reader.finish());
-    let mut answer = Answer {
+    let mut answer = RegionResponse {
         failed: reader.failed_calls(),
-        ..Answer::default()
+        ..RegionResponse::default()
     };
     for event in events {
         match event {
@@ -199,7 +199,7 @@ fn cases() -> Vec<Case> {
 fn answers_by_templates() {
     for (template, prompt, answer, text, reasoning, calls, failed) in cases() {
         let calls = calls.into_iter().map(|(name, it)| (name.to_owned(), it));
-        let expected = Answer {
+        let expected = RegionResponse {
             text: text.to_owned(),
             reasoning: reasoning.to_owned(),
             calls: calls.collect(),

@@ -3,19 +3,19 @@
 use super::*;
 
 /// A launch of `ranks` ranks on two hosts, the current time, and the actions so far.
-struct Told {
-    course: Course,
+struct LaunchFixture {
+    course: LaunchMachine,
     now: Instant,
-    orders: Vec<Order>,
+    orders: Vec<SessionAction>,
 }
 
-impl Told {
+impl LaunchFixture {
     fn new(ranks: usize) -> Self {
         let hosts = vec!["a".to_owned(), "b".to_owned()];
         let host_of: Vec<usize> = (0..ranks).map(|rank| rank % 2).collect();
         let now = Instant::now();
         Self {
-            course: Course::new(hosts, &host_of, Limits::default(), now),
+            course: LaunchMachine::new(hosts, &host_of, LaunchLimits::default(), now),
             now,
             orders: Vec::new(),
         }
@@ -44,7 +44,7 @@ impl Told {
         told
     }
 
-    fn ordered(&mut self) -> Vec<Order> {
+    fn ordered(&mut self) -> Vec<SessionAction> {
         std::mem::take(&mut self.orders)
     }
 
@@ -56,15 +56,21 @@ impl Told {
 
 #[test]
 fn no_program_starts_before_all_can() {
-    let mut told = Told::new(2);
+    let mut told = LaunchFixture::new(2);
     told.on(Event::HostReady(0))
         .on(Event::Ready(0))
         .on(Event::Guarded(0));
-    assert_eq!(told.ordered(), [Order::Start(0), Order::Guard(0)]);
+    assert_eq!(
+        told.ordered(),
+        [SessionAction::Start(0), SessionAction::Guard(0)]
+    );
     told.on(Event::HostReady(1)).on(Event::Ready(1));
-    assert_eq!(told.ordered(), [Order::Start(1), Order::Guard(1)]);
+    assert_eq!(
+        told.ordered(),
+        [SessionAction::Start(1), SessionAction::Guard(1)]
+    );
     told.on(Event::Guarded(1));
-    assert_eq!(told.ordered(), [Order::Go(0), Order::Go(1)]);
+    assert_eq!(told.ordered(), [SessionAction::Go(0), SessionAction::Go(1)]);
     for rank in 0..2 {
         told.on(Event::Exited(rank, 0))
             .on(Event::Closed(rank, Ending::Code(0)));
@@ -75,18 +81,21 @@ fn no_program_starts_before_all_can() {
 
 #[test]
 fn the_first_failure_ends_the_others_and_is_the_result() {
-    let mut told = Told::running(3);
+    let mut told = LaunchFixture::running(3);
     told.on(Event::Exited(1, 3))
         .on(Event::Closed(1, Ending::Signal(9)));
-    let term = |rank| Order::Signal(rank, Signal::TERM);
-    assert_eq!(told.ordered(), [Order::Release(1), term(0), term(2)]);
+    let term = |rank| SessionAction::Signal(rank, Signal::TERM);
+    assert_eq!(
+        told.ordered(),
+        [SessionAction::Release(1), term(0), term(2)]
+    );
     told.on(Event::Exited(2, 143))
         .on(Event::Closed(2, Ending::Signal(9)));
     told.ordered();
     told.later(4);
     assert_eq!(told.ordered(), []);
     told.later(1);
-    assert_eq!(told.ordered(), [Order::Signal(0, Signal::KILL)]);
+    assert_eq!(told.ordered(), [SessionAction::Signal(0, Signal::KILL)]);
     told.on(Event::Closed(0, Ending::Signal(9)));
     let notices = told.course.take_notices();
     assert_eq!(notices.last(), Some(&Notice::Killed(Rank(0))));
@@ -96,24 +105,24 @@ fn the_first_failure_ends_the_others_and_is_the_result() {
 
 #[test]
 fn a_session_that_hangs_after_its_program_is_ended() {
-    let mut told = Told::running(1);
+    let mut told = LaunchFixture::running(1);
     told.on(Event::Exited(0, 0)).later(1);
-    assert_eq!(told.ordered(), [Order::Release(0)]);
+    assert_eq!(told.ordered(), [SessionAction::Release(0)]);
     told.later(1);
-    assert_eq!(told.ordered(), [Order::Abandon(0)]);
+    assert_eq!(told.ordered(), [SessionAction::Abandon(0)]);
     told.on(Event::Closed(0, Ending::Signal(9)));
     told.course.outcome().unwrap();
 }
 
 #[test]
 fn a_rank_that_ends_early_does_not_leave_the_others_for_ever() {
-    let mut told = Told::running(2);
+    let mut told = LaunchFixture::running(2);
     told.on(Event::Exited(0, 0))
         .on(Event::Closed(0, Ending::Signal(9)))
         .later(599);
-    assert_eq!(told.ordered(), [Order::Release(0)]);
+    assert_eq!(told.ordered(), [SessionAction::Release(0)]);
     told.later(1);
-    assert_eq!(told.ordered(), [Order::Signal(1, Signal::TERM)]);
+    assert_eq!(told.ordered(), [SessionAction::Signal(1, Signal::TERM)]);
     told.on(Event::Exited(1, 143))
         .on(Event::Closed(1, Ending::Signal(9)));
     assert_eq!(
@@ -124,21 +133,21 @@ fn a_rank_that_ends_early_does_not_leave_the_others_for_ever() {
 
 #[test]
 fn ctrl_c_asks_three_times() {
-    let mut told = Told::running(1);
+    let mut told = LaunchFixture::running(1);
     told.on(Event::Cancel)
         .on(Event::Cancel)
         .later(2)
         .later(1)
         .later(2)
         .later(2);
-    let signal = |signal| Order::Signal(0, signal);
+    let signal = |signal| SessionAction::Signal(0, signal);
     assert_eq!(
         told.ordered(),
         [
             signal(Signal::INT),
             signal(Signal::TERM),
             signal(Signal::KILL),
-            Order::Abandon(0)
+            SessionAction::Abandon(0)
         ]
     );
     told.on(Event::Closed(0, Ending::Signal(9)));
@@ -147,17 +156,20 @@ fn ctrl_c_asks_three_times() {
 
 #[test]
 fn what_cannot_start_starts_nowhere() {
-    let mut told = Told::new(2);
+    let mut told = LaunchFixture::new(2);
     told.on(Event::HostReady(0))
         .on(Event::Ready(0))
         .on(Event::Guarded(0))
         .ordered();
     told.on(Event::HostLost(1, "Connection refused".to_owned()));
-    assert_eq!(told.ordered(), [Order::Abandon(0), Order::Abandon(1)]);
+    assert_eq!(
+        told.ordered(),
+        [SessionAction::Abandon(0), SessionAction::Abandon(1)]
+    );
     told.on(Event::Closed(0, Ending::Signal(9)));
     assert_eq!(told.failed(), "cannot reach b: Connection refused");
 
-    let mut told = Told::new(2);
+    let mut told = LaunchFixture::new(2);
     told.on(Event::HostReady(0))
         .on(Event::Ready(0))
         .on(Event::Guarded(0))
@@ -165,7 +177,7 @@ fn what_cannot_start_starts_nowhere() {
     told.on(Event::Closed(0, Ending::Signal(9)));
     assert_eq!(told.failed(), "not ready within 30s: b");
 
-    let mut told = Told::new(1);
+    let mut told = LaunchFixture::new(1);
     told.on(Event::HostReady(0))
         .on(Event::Closed(0, Ending::Code(125)));
     assert_eq!(
@@ -173,7 +185,7 @@ fn what_cannot_start_starts_nowhere() {
         "cannot start rank 0 on a: its shell exited with code 125"
     );
 
-    let mut told = Told::new(1);
+    let mut told = LaunchFixture::new(1);
     told.on(Event::HostReady(0))
         .on(Event::Shared(0))
         .on(Event::Closed(0, Ending::Code(125)));
@@ -185,7 +197,7 @@ fn what_cannot_start_starts_nowhere() {
 
 #[test]
 fn a_broken_connection_ends_the_rest() {
-    let mut told = Told::running(2);
+    let mut told = LaunchFixture::running(2);
     told.on(Event::HostLost(1, "Timeout".to_owned()));
     told.on(Event::Closed(1, Ending::Code(255))).ordered();
     told.on(Event::Exited(0, 143))
@@ -197,7 +209,7 @@ fn a_broken_connection_ends_the_rest() {
         (15, "the connection to b is lost: Timeout"),
         (11, "rank 1 on b was ended by SIGSEGV"),
     ] {
-        let mut told = Told::running(2);
+        let mut told = LaunchFixture::running(2);
         told.on(Event::Exited(1, 128 + signal));
         told.on(Event::HostLost(1, "Timeout".to_owned()));
         told.on(Event::Closed(1, Ending::Signal(9))).ordered();
@@ -206,7 +218,7 @@ fn a_broken_connection_ends_the_rest() {
         assert_eq!(told.failed(), cause);
     }
 
-    let mut told = Told::running(1);
+    let mut told = LaunchFixture::running(1);
     told.on(Event::Closed(0, Ending::Code(255)));
     let expected = "the session of rank 0 on a is lost: it exited with code 255";
     assert_eq!(told.failed(), expected);

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use paceline_formats::gguf::Metadata;
 
-use crate::{Error, Source};
+use crate::{Error, ModelSource};
 
 /// Keys of GGUF files for the repository that the weights were converted from.
 const SOURCES: [&str; 3] = [
@@ -20,9 +20,9 @@ const HUB: &str = "https://huggingface.co/";
 /// # Errors
 /// Those of [`Source::open`].
 pub fn base_name(path: &Path) -> Result<Option<String>, Error> {
-    Ok(match Source::open(path)? {
-        Source::Hf(folder) => Some(folder.path().display().to_string()),
-        Source::Gguf(file) => repository(file.metadata()),
+    Ok(match ModelSource::open(path)? {
+        ModelSource::Hf(folder) => Some(folder.path().display().to_string()),
+        ModelSource::Gguf(file) => repository(file.metadata()),
     })
 }
 
@@ -60,7 +60,7 @@ fn plain(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use paceline_formats::gguf::Value;
+    use paceline_formats::gguf::MetadataValue;
 
     use super::*;
     use crate::adapter::files::{Adapter, CONFIG, Form};
@@ -91,7 +91,10 @@ mod tests {
     fn files_name_the_repository_of_their_own_weights() {
         let of = |entries: &[(&str, &str)]| {
             let entry = |(key, text): &(&str, &str)| {
-                (format!("general.{key}"), Value::String((*text).to_owned()))
+                (
+                    format!("general.{key}"),
+                    MetadataValue::String((*text).to_owned()),
+                )
             };
             let metadata = Metadata::from_entries(entries.iter().map(entry).collect());
             repository(&metadata.unwrap())

@@ -10,11 +10,11 @@
 
 use std::path::Path;
 
-use paceline_formats::gguf::{Gguf, Value, testing::Writer};
+use paceline_formats::gguf::{Gguf, MetadataValue, testing::GgufWriter};
 use paceline_tensor::stored;
 
 use super::{Adapter, Error, PREFIX, file_row, matrix_of, order, tensors};
-use crate::{Config, Family};
+use crate::{Config, ModelFamily};
 
 /// Name in GGUF files of each of our matrices, by block and name.
 const NAMES: [(&str, &str); 7] = [
@@ -34,7 +34,7 @@ const BASE: &str = "general.base_model.0.name";
 /// Facts about the base model that an adapter file in GGUF depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base {
-    family: Family,
+    family: ModelFamily,
     head_dim: usize,
 }
 
@@ -102,20 +102,20 @@ pub(super) fn read(path: &Path, base: Option<Base>) -> Result<Adapter, Error> {
 
 /// Writes a file.
 pub(super) fn write(adapter: &Adapter, path: &Path, base: Base) -> Result<(), Error> {
-    let is_turned = base.family == Family::Llama;
-    let mut writer = Writer::new()
-        .meta("general.type", Value::String("adapter".to_owned()))
+    let is_turned = base.family == ModelFamily::Llama;
+    let mut writer = GgufWriter::new()
+        .meta("general.type", MetadataValue::String("adapter".to_owned()))
         .meta(
             "general.architecture",
-            Value::String(base.family.name().to_owned()),
+            MetadataValue::String(base.family.name().to_owned()),
         )
-        .meta("adapter.type", Value::String("lora".to_owned()))
-        .meta(ALPHA, Value::F32(adapter.alpha as f32));
+        .meta("adapter.type", MetadataValue::String("lora".to_owned()))
+        .meta(ALPHA, MetadataValue::F32(adapter.alpha as f32));
     if let Some(name) = adapter.base_with_weights() {
-        writer = writer.meta(BASE, Value::String(name.to_owned()));
+        writer = writer.meta(BASE, MetadataValue::String(name.to_owned()));
     }
     if is_turned {
-        writer = writer.meta(HEAD_DIM, Value::U32(base.head_dim as u32));
+        writer = writer.meta(HEAD_DIM, MetadataValue::U32(base.head_dim as u32));
     }
     for (name, shape, values) in &adapter.tensors {
         let (theirs, is_query_or_key) = theirs(name).ok_or_else(|| {
@@ -225,7 +225,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("adapter.gguf");
         let base = Base {
-            family: Family::Llama,
+            family: ModelFamily::Llama,
             head_dim: 4,
         };
         write(&adapter(), &path, base).unwrap();
@@ -245,7 +245,7 @@ mod tests {
         assert_eq!(turned[2..4], adapter().tensors[1].2[4..6]);
         assert_eq!(plain, adapter().tensors[3].2);
         let qwen = Base {
-            family: Family::Qwen3,
+            family: ModelFamily::Qwen3,
             ..base
         };
         write(&adapter(), &path, qwen).unwrap();
@@ -257,11 +257,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("adapter.gguf");
         let writer = || {
-            Writer::new()
-                .meta("general.type", Value::String("adapter".to_owned()))
-                .meta("general.architecture", Value::String("llama".to_owned()))
-                .meta("adapter.type", Value::String("lora".to_owned()))
-                .meta(ALPHA, Value::F32(4.0))
+            GgufWriter::new()
+                .meta("general.type", MetadataValue::String("adapter".to_owned()))
+                .meta(
+                    "general.architecture",
+                    MetadataValue::String("llama".to_owned()),
+                )
+                .meta("adapter.type", MetadataValue::String("lora".to_owned()))
+                .meta(ALPHA, MetadataValue::F32(4.0))
         };
         let half = |half: &str, shape: &[usize]| {
             let n = shape.iter().product();
@@ -279,7 +282,7 @@ mod tests {
         let error = read(&path, None).unwrap_err().to_string();
         assert!(error.contains("--base"), "{error}");
         let base = Base {
-            family: Family::Llama,
+            family: ModelFamily::Llama,
             head_dim: 4,
         };
         assert_eq!(read(&path, Some(base)).unwrap().rank, 2);

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{Fields, wrong_value};
+use super::{ConfigFields, wrong_value};
 use crate::Error;
 
 /// Default name of a field, its object (empty: the root), and its name there.
@@ -35,7 +35,7 @@ pub(super) fn place<'a, 'n>(config: &'a Value, name: &'n str) -> (&'a Value, &'n
     }
 }
 
-impl Fields<'_> {
+impl ConfigFields<'_> {
     /// Clamp of queries, keys and values, if present.
     pub(crate) fn clamp_qkv(&self) -> Result<Option<f32>, Error> {
         let limit = self.opt_float("attention.clamp_kqv", "clip_qkv")?;

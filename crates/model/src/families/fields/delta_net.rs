@@ -3,15 +3,15 @@
 use paceline_formats::gguf::{self, Array};
 use serde_json::Value;
 
-use super::{Fields, wrong_type, wrong_value};
+use super::{ConfigFields, wrong_type, wrong_value};
 use crate::config::{DeltaNet, HeadOrder, MAX_HEADS, MAX_TAPS, MAX_WIDTH};
-use crate::families::Family;
+use crate::families::ModelFamily;
 use crate::{Config, Error, LayerCache, LayerShape};
 
 /// Every fourth layer is attention if the file does not say.
 const INTERVAL: usize = 4;
 
-impl Fields<'_> {
+impl ConfigFields<'_> {
     /// Enables attention gates, and makes the other layers gated delta nets.
     pub(crate) fn set_delta_nets(&self, config: &mut Config) -> Result<(), Error> {
         let net = self.delta_net(config.family, &config.usual_layer())?;
@@ -27,7 +27,7 @@ impl Fields<'_> {
     }
 
     /// Shape of a gated delta net layer.
-    fn delta_net(&self, family: Family, usual: &LayerShape) -> Result<LayerShape, Error> {
+    fn delta_net(&self, family: ModelFamily, usual: &LayerShape) -> Result<LayerShape, Error> {
         let heads = |gguf, hf| self.size(gguf, hf, 1, MAX_HEADS);
         let kv_heads = heads("ssm.group_count", "linear_num_key_heads")?;
         let heads = heads("ssm.time_step_rank", "linear_num_value_heads")?;
@@ -63,7 +63,7 @@ impl Fields<'_> {
             MAX_TAPS as u64,
         )?;
         let order = match (self, family) {
-            (Self::Hf(_), _) | (_, Family::Qwen3Next) => HeadOrder::Grouped,
+            (Self::Hf(_), _) | (_, ModelFamily::Qwen3Next) => HeadOrder::Grouped,
             _ => HeadOrder::Interleaved,
         };
         Ok(LayerShape {
@@ -100,8 +100,8 @@ impl Fields<'_> {
                 let key = self.key(KEY);
                 let list = match metadata.get(&key) {
                     None => return Ok(None),
-                    Some(gguf::Value::Array(Array::Bool(list))) => Some(list.clone()),
-                    Some(gguf::Value::Array(list)) => list
+                    Some(gguf::MetadataValue::Array(Array::Bool(list))) => Some(list.clone()),
+                    Some(gguf::MetadataValue::Array(list)) => list
                         .to_u64s()
                         .map(|list| list.iter().map(|n| *n != 0).collect()),
                     Some(_) => None,

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{Fields, wrong_value};
+use super::{ConfigFields, wrong_value};
 use crate::config::Gating;
 use crate::{Config, Error, Experts};
 
@@ -21,7 +21,7 @@ const SLOPE: f32 = 1.702;
 /// `expert_gating_func` of GGUF files for a sigmoid.
 const SIGMOID: usize = 2;
 
-impl Fields<'_> {
+impl ConfigFields<'_> {
     /// Experts with width `ffn` unless the file says otherwise; `hf_count` is the field of their
     /// number.
     pub(crate) fn experts(

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::experts::MAX_EXPERTS;
-use super::{Fields, field, wrong_value};
+use super::{ConfigFields, field, wrong_value};
 use crate::config::{Experts, Gating, MAX_WIDTH};
 use crate::{Config, Error};
 
@@ -42,7 +42,7 @@ impl SharedCaches {
     }
 }
 
-impl Fields<'_> {
+impl ConfigFields<'_> {
     /// Refuses other modes than text, by name, and attention to later positions.
     pub(crate) fn check_gemma4(&self) -> Result<(), Error> {
         self.flag("attention_k_eq_v")?;

@@ -4,8 +4,8 @@ use paceline_tensor::RopePairs;
 use serde_json::Value;
 
 use super::rope::{GgufYarn, checked, number, scaling_type};
-use super::{Fields, field, wrong_value};
-use crate::config::{Gating, Groups, Growth, Latent};
+use super::{ConfigFields, field, wrong_value};
+use crate::config::{ExpertGroups, Gating, Latent, PositionScaling};
 use crate::rope::{Rope, Yarn};
 use crate::{Config, Error, Experts};
 
@@ -32,7 +32,7 @@ enum Kind {
     Mistral,
 }
 
-impl Fields<'_> {
+impl ConfigFields<'_> {
     fn latent_kind(&self) -> Result<Kind, Error> {
         let name = match self {
             Self::Gguf { architecture, .. } => architecture,
@@ -117,7 +117,7 @@ impl Fields<'_> {
     }
 
     /// Growth of queries with their position.
-    fn growth(&self) -> Result<Option<Growth>, Error> {
+    fn growth(&self) -> Result<Option<PositionScaling>, Error> {
         const CONTEXT: &str = "rope.scaling.original_context_length";
         let (rate, length) = match self {
             Self::Gguf { .. } => {
@@ -147,7 +147,7 @@ impl Fields<'_> {
         if !(length.is_finite() && length >= 1.0) {
             return Err(wrong_value("positions of a growth", length, "1 or more"));
         }
-        Ok(Some(Growth { rate, length }))
+        Ok(Some(PositionScaling { rate, length }))
     }
 
     /// Rotary embedding, and `YaRN`'s factor of the attention scores.
@@ -282,7 +282,7 @@ impl Fields<'_> {
         experts: usize,
         usual: (usize, usize),
         largest: usize,
-    ) -> Result<Option<Groups>, Error> {
+    ) -> Result<Option<ExpertGroups>, Error> {
         let usual = match self {
             Self::Gguf { .. } => (1, 1),
             Self::Hf(_) => usual,
@@ -303,7 +303,7 @@ impl Fields<'_> {
             (None, Self::Hf(_)) => usual.1,
             (None, Self::Gguf { .. }) => return Err(self.missing("expert_group_used_count", "")),
         };
-        Ok(Some(Groups {
+        Ok(Some(ExpertGroups {
             count,
             used,
             largest,

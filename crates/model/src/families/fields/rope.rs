@@ -3,7 +3,7 @@
 use paceline_tensor::RopePairs;
 use serde_json::Value;
 
-use super::{Fields, field, wrong_type, wrong_value};
+use super::{ConfigFields, field, wrong_type, wrong_value};
 use crate::rope::{Llama3Scaling, MAX_PAIRS, MIN_DIVISOR, Rope, Yarn};
 use crate::{Config, Error};
 
@@ -37,7 +37,7 @@ impl RopeKind {
     }
 }
 
-impl Fields<'_> {
+impl ConfigFields<'_> {
     /// Rotary embedding of full-attention layers.
     pub(crate) fn rope(&self, config: &Config, kind: RopeKind) -> Result<Rope, Error> {
         match self {

@@ -6,27 +6,27 @@
 
 use serde_json::Value;
 
-use super::{Fields, wrong_value};
+use super::{ConfigFields, wrong_value};
 use crate::config::Gating;
-use crate::families::Family;
+use crate::families::ModelFamily;
 use crate::{Config, Error, Experts};
 
 /// A field's name in both layouts, empty if a layout lacks it.
-struct Key<C> {
+struct FieldKey<C> {
     gguf: &'static str,
     hf: &'static str,
     /// The implemented value.
     computed: C,
     /// Families whose readers use the field.
-    readers: &'static [Family],
+    readers: &'static [ModelFamily],
 }
 
-impl<C: Copy> Key<C> {
+impl<C: Copy> FieldKey<C> {
     const fn new(
         gguf: &'static str,
         hf: &'static str,
         computed: C,
-        readers: &'static [Family],
+        readers: &'static [ModelFamily],
     ) -> Self {
         Self {
             gguf,
@@ -37,35 +37,35 @@ impl<C: Copy> Key<C> {
     }
 
     /// Name in the layout of `fields`.
-    const fn name(&self, fields: &Fields<'_>) -> &'static str {
+    const fn name(&self, fields: &ConfigFields<'_>) -> &'static str {
         match fields {
-            Fields::Gguf { .. } => self.gguf,
-            Fields::Hf(_) => self.hf,
+            ConfigFields::Gguf { .. } => self.gguf,
+            ConfigFields::Hf(_) => self.hf,
         }
     }
 
-    fn is_read(&self, family: Family) -> bool {
+    fn is_read(&self, family: ModelFamily) -> bool {
         self.readers.contains(&family)
     }
 }
 
-type Flag = Key<fn(Family) -> bool>;
+type FlagKey = FieldKey<fn(ModelFamily) -> bool>;
 
-const FLAGS: [Flag; 7] = [
-    Flag::new("attention.causal", "is_causal", |_| true, &[]),
-    Flag::new("", BIDIRECTIONAL, |_| false, &[Family::Gemma4]),
-    Flag::new(PARALLEL, PARALLEL, |_| false, &[]),
-    Flag::new("swin_norm", "", |_| false, &[]),
-    Flag::new("", "scale_attn_by_inverse_layer_idx", |_| false, &[]),
-    Flag::new("", "attn_output_gate", Family::has_delta_nets, &[]),
-    Flag::new("", "use_qk_norm", Family::norms_heads, QK_NORM),
+const FLAGS: [FlagKey; 7] = [
+    FlagKey::new("attention.causal", "is_causal", |_| true, &[]),
+    FlagKey::new("", BIDIRECTIONAL, |_| false, &[ModelFamily::Gemma4]),
+    FlagKey::new(PARALLEL, PARALLEL, |_| false, &[]),
+    FlagKey::new("swin_norm", "", |_| false, &[]),
+    FlagKey::new("", "scale_attn_by_inverse_layer_idx", |_| false, &[]),
+    FlagKey::new("", "attn_output_gate", ModelFamily::has_delta_nets, &[]),
+    FlagKey::new("", "use_qk_norm", ModelFamily::norms_heads, QK_NORM),
 ];
 const BIDIRECTIONAL: &str = "use_bidirectional_attention";
 const PARALLEL: &str = "use_parallel_residual";
-const QK_NORM: &[Family] = &[Family::Glm4Moe, Family::MiniMaxM2];
+const QK_NORM: &[ModelFamily] = &[ModelFamily::Glm4Moe, ModelFamily::MiniMaxM2];
 
 /// 0 means unset, as in llama.cpp.
-type Number = Key<fn(&Config) -> f32>;
+type NumberKey = FieldKey<fn(&Config) -> f32>;
 
 const fn one(_: &Config) -> f32 {
     1.0
@@ -80,36 +80,46 @@ fn query_scale(config: &Config) -> f32 {
     config.layers.first().map_or(1.0, |layer| layer.query_scale)
 }
 
-const NUMBERS: [Number; 18] = [
-    Number::new("logit_scale", "logit_scale", one, &[]),
-    Number::new("", "logits_scaling", one, &[]),
-    Number::new(
+const NUMBERS: [NumberKey; 18] = [
+    NumberKey::new("logit_scale", "logit_scale", one, &[]),
+    NumberKey::new("", "logits_scaling", one, &[]),
+    NumberKey::new(
         "embedding_scale",
         "embedding_multiplier",
         |c| c.embedding_scale,
         &[],
     ),
-    Number::new("residual_scale", "residual_multiplier", one, &[]),
-    Number::new("attention.scale", "attention_multiplier", query_scale, &[]),
-    Number::new("attention.output_scale", "", one, &[]),
-    Number::new("attention.value_scale", "", one, &[]),
-    Number::new("attention.temperature_scale", "", none, &[Family::DeepSeek]),
-    Number::new("attention.clamp_kqv", "clip_qkv", none, &[Family::Dbrx]),
-    Number::new("attention.max_alibi_bias", "", none, &[]),
-    Number::new(ATTENTION_CAP, ATTENTION_CAP, none, &[]),
-    Number::new(ROUTER_CAP, ROUTER_CAP, none, &[]),
-    Number::new(FINAL_CAP, FINAL_CAP, none, &[Family::Gemma4]),
-    Number::new("expert_group_scale", "", one, &[]),
-    Number::new("rope.scale_linear", "", one, &[]),
-    Number::new("rope.scaling.alpha", "", one, &[]),
-    Number::new("rope.scaling.yarn_ext_factor", "", one, &[]),
-    Number::new("rope.scaling.yarn_attn_factor", "", one, &[]),
+    NumberKey::new("residual_scale", "residual_multiplier", one, &[]),
+    NumberKey::new("attention.scale", "attention_multiplier", query_scale, &[]),
+    NumberKey::new("attention.output_scale", "", one, &[]),
+    NumberKey::new("attention.value_scale", "", one, &[]),
+    NumberKey::new(
+        "attention.temperature_scale",
+        "",
+        none,
+        &[ModelFamily::DeepSeek],
+    ),
+    NumberKey::new(
+        "attention.clamp_kqv",
+        "clip_qkv",
+        none,
+        &[ModelFamily::Dbrx],
+    ),
+    NumberKey::new("attention.max_alibi_bias", "", none, &[]),
+    NumberKey::new(ATTENTION_CAP, ATTENTION_CAP, none, &[]),
+    NumberKey::new(ROUTER_CAP, ROUTER_CAP, none, &[]),
+    NumberKey::new(FINAL_CAP, FINAL_CAP, none, &[ModelFamily::Gemma4]),
+    NumberKey::new("expert_group_scale", "", one, &[]),
+    NumberKey::new("rope.scale_linear", "", one, &[]),
+    NumberKey::new("rope.scaling.alpha", "", one, &[]),
+    NumberKey::new("rope.scaling.yarn_ext_factor", "", one, &[]),
+    NumberKey::new("rope.scaling.yarn_attn_factor", "", one, &[]),
 ];
 const ATTENTION_CAP: &str = "attn_logit_softcapping";
 const ROUTER_CAP: &str = "router_logit_softcapping";
 const FINAL_CAP: &str = "final_logit_softcapping";
 
-impl Fields<'_> {
+impl ConfigFields<'_> {
     /// Refuses fields that require another computation than `config`, the reader's result.
     ///
     /// # Errors
@@ -128,7 +138,7 @@ impl Fields<'_> {
         Ok(())
     }
 
-    fn check_flags(&self, family: Family) -> Result<(), Error> {
+    fn check_flags(&self, family: ModelFamily) -> Result<(), Error> {
         for flag in FLAGS.iter().filter(|key| !key.is_read(family)) {
             let computed = (flag.computed)(family);
             let said = self.opt_flag(flag.gguf, flag.hf)?;
@@ -149,7 +159,7 @@ impl Fields<'_> {
         const KEY: &str = "attention.sliding_window";
         if matches!(
             config.family,
-            Family::Gemma3 | Family::Gemma4 | Family::GptOss
+            ModelFamily::Gemma3 | ModelFamily::Gemma4 | ModelFamily::GptOss
         ) {
             return Ok(());
         }

@@ -13,7 +13,7 @@ use paceline_mlx::{Array, Dtype};
 use super::Step;
 use super::weights::{Experts, Routed, Shared, Stack};
 use crate::Error;
-use crate::config::{self, Gating, Groups, LEAST_SUM};
+use crate::config::{self, ExpertGroups, Gating, LEAST_SUM};
 
 /// Choices of a step from which rows are ordered by expert first. A matrix is then read for all of
 /// its rows at once: mlx-lm's figure (`switch_layers.py`).
@@ -85,7 +85,7 @@ impl Step<'_> {
     }
 
     /// `ranks (T, E)`, those of experts in groups that the router does not choose far below.
-    fn without_closed(&self, ranks: &Array, groups: Groups) -> Result<Array, Error> {
+    fn without_closed(&self, ranks: &Array, groups: ExpertGroups) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let (shape, count) = (ranks.shape(), groups.count as i32);
         let grouped = stream.reshape(ranks, &[shape[0], count, -1])?;

@@ -6,7 +6,7 @@
 use paceline_mlx::{Array, Dtype};
 
 use super::{Step, joined, weights};
-use crate::split::HeadsHeld;
+use crate::split::HeadRanges;
 use crate::{Error, Links};
 
 impl Step<'_> {
@@ -58,7 +58,7 @@ impl Step<'_> {
     }
 
     /// Sums of squares (T, all that ranks hold): of each rank its heads, then its KV heads.
-    fn gathered_squares(&mut self, links: &Links, by_rank: &[HeadsHeld]) -> Result<Array, Error> {
+    fn gathered_squares(&mut self, links: &Links, by_rank: &[HeadRanges]) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let squares = |x: &Array| {
             let (wide, shape) = (stream.astype(x, Dtype::F32)?, x.shape());
@@ -72,7 +72,7 @@ impl Step<'_> {
             }
             _ => None,
         };
-        let columns: Vec<usize> = by_rank.iter().map(HeadsHeld::len).collect();
+        let columns: Vec<usize> = by_rank.iter().map(HeadRanges::len).collect();
         let parts = self.gather_columns(links, mine.as_ref(), &columns, Dtype::F32)?;
         joined(stream, &parts)
     }
@@ -105,7 +105,7 @@ impl Step<'_> {
 
 /// Where the sums of all heads, and of all KV heads, are among those that ranks hold: each head's
 /// first holder.
-fn places(by_rank: &[HeadsHeld]) -> [Vec<u32>; 2] {
+fn places(by_rank: &[HeadRanges]) -> [Vec<u32>; 2] {
     let (mut heads, mut kv_heads) = (Vec::new(), Vec::new());
     let mut first = 0;
     for held in by_rank {
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_kv_head_that_two_ranks_hold_counts_once() {
-        let held = |heads, kv_heads| HeadsHeld { heads, kv_heads };
+        let held = |heads, kv_heads| HeadRanges { heads, kv_heads };
         let by_rank = [held(0..3, 0..2), held(0..0, 0..0), held(3..6, 1..3)];
         let [heads, kv_heads] = places(&by_rank);
         assert_eq!(heads, [0, 1, 2, 5, 6, 7]);

@@ -4,8 +4,8 @@ use paceline_mlx::Array;
 
 use super::super::matrix::Matrix;
 use super::Loader;
-use crate::weights::{PartRows, Places};
-use crate::{Error, Part, Role, config};
+use crate::weights::{DeltaRowLayout, MatrixRows};
+use crate::{Error, LayerRole, Role, config};
 
 /// Letters: H value heads of this rank, K key heads, D and E elements of a key and of a value. All
 /// but the first two are in f32, whatever the activations are, since a state lives on all of them.
@@ -57,7 +57,7 @@ impl DeltaNet {
 impl Loader<'_> {
     pub(super) fn delta_net(&self, layer: usize, net: config::DeltaNet) -> Result<DeltaNet, Error> {
         let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
-        let places = Places {
+        let places = DeltaRowLayout {
             shape,
             heads: &cut.heads,
             key_heads: &cut.kv_heads,
@@ -66,7 +66,7 @@ impl Loader<'_> {
         let has = |part| self.names.source.has_any(self.config.family, role(part));
         let [q, k, v, gate] = places.inputs(has);
         let gates = places.gates(self.names.joins_delta_gates(layer));
-        let wide = |(part, all, rows): &PartRows| {
+        let wide = |(part, all, rows): &MatrixRows| {
             self.wide_rows(role(*part), [*all, self.config.width], rows)
         };
         let of_heads = |all: Vec<f32>| self.wide(&all[cut.heads.clone()]);
@@ -79,14 +79,14 @@ impl Loader<'_> {
         let size = shape.head_dim as f32;
         let lengths = [1.0 / size, 1.0 / size.sqrt()];
         let [query, key] = lengths.map(|length| self.wide(&vec![length; shape.head_dim]));
-        let scale = self.names.decay_factors(finite(Part::DeltaScale)?);
+        let scale = self.names.decay_factors(finite(LayerRole::DeltaScale)?);
         Ok(DeltaNet {
             inputs: self.delta_rows(layer, &[q, k, v])?,
             gate: self.delta_rows(layer, &[gate])?,
             step: wide(&gates[0])?,
             decay: wide(&gates[1])?,
             taps: self.delta_taps(layer, places, net.taps)?,
-            bias: of_heads(finite(Part::DeltaBias)?)?,
+            bias: of_heads(finite(LayerRole::DeltaBias)?)?,
             scale: of_heads(scale)?,
             norm: self.wide(&self.names.delta_norm(layer)?)?,
             lengths: [query?, key?],
@@ -97,7 +97,7 @@ impl Loader<'_> {
     }
 
     /// Rows of matrices of this width, one behind the other.
-    fn delta_rows(&self, layer: usize, parts: &[PartRows]) -> Result<Matrix, Error> {
+    fn delta_rows(&self, layer: usize, parts: &[MatrixRows]) -> Result<Matrix, Error> {
         let mut matrices = Vec::new();
         for (part, all, rows) in parts {
             let shape = [*all, self.config.width];
@@ -112,10 +112,10 @@ impl Loader<'_> {
     fn delta_taps(
         &self,
         layer: usize,
-        places: Places<'_>,
+        places: DeltaRowLayout<'_>,
         taps: usize,
     ) -> Result<Vec<Array>, Error> {
-        let role = Role::Layer(layer, Part::DeltaConv);
+        let role = Role::Layer(layer, LayerRole::DeltaConv);
         let all = self.names.conv(role, places, taps)?;
         let channels = all.len() / taps;
         let tap = |tap: &[f32]| Ok(self.stream.array_f32(tap, &[1, channels as i32])?);

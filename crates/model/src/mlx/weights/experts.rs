@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use paceline_mlx::{Array, Device, Dtype};
+use paceline_mlx::{Array, DeviceKind, Dtype};
 
 use super::super::matrix::{Linear, Matrix};
 use super::Loader;
-use crate::{Error, Nth, Part, Role, config};
+use crate::{Error, LayerRole, Nth, Role, config};
 
 /// The router, and a rank's experts. E experts, N of them held, F their width.
 #[derive(Debug)]
@@ -86,18 +86,18 @@ impl Loader<'_> {
             let values = values.transpose()?;
             values.map(|values| self.wide(&values)).transpose()
         };
-        let bias = self.names.bias(role(Part::Router), of.count)?;
+        let bias = self.names.bias(role(LayerRole::Router), of.count)?;
         let norm = of.scaled.then(|| self.names.router_norm(layer));
         let norm = norm.transpose()?.map(|norm| self.floats(&norm));
         let shared = (mine.end > of.count).then(|| self.shared(layer, of));
         Ok(Experts {
             router: Linear {
-                matrix: Matrix::Float(self.router(role(Part::Router), of.count)?),
+                matrix: Matrix::Float(self.router(role(LayerRole::Router), of.count)?),
                 bias: bias.map(|bias| self.wide(&bias)).transpose()?,
             },
-            choice: vector(of.corrected, Part::RouterChoice)?,
+            choice: vector(of.corrected, LayerRole::RouterChoice)?,
             router_norm: norm.transpose()?,
-            scales: vector(of.scaled, Part::ExpertScales)?,
+            scales: vector(of.scaled, LayerRole::ExpertScales)?,
             routed: (!held.is_empty())
                 .then(|| self.routed(layer, of, &held))
                 .transpose()?,
@@ -118,12 +118,12 @@ impl Loader<'_> {
         let linear =
             |part, shape: [usize; 2]| self.rows(Role::Layer(layer, part), shape, 0..shape[0]);
         let router = of.shared_gate;
-        let router = router.then(|| self.router(Role::Layer(layer, Part::SharedRouter), 1));
+        let router = router.then(|| self.router(Role::Layer(layer, LayerRole::SharedRouter), 1));
         Ok(Shared {
             router: router.transpose()?,
-            gate: linear(Part::SharedGate, [ffn, width])?,
-            up: linear(Part::SharedUp, [ffn, width])?,
-            down: linear(Part::SharedDown, [width, ffn])?,
+            gate: linear(LayerRole::SharedGate, [ffn, width])?,
+            up: linear(LayerRole::SharedUp, [ffn, width])?,
+            down: linear(LayerRole::SharedDown, [width, ffn])?,
         })
     }
 
@@ -134,11 +134,12 @@ impl Loader<'_> {
         held: &Range<usize>,
     ) -> Result<Routed, Error> {
         let (width, ffn) = (self.config.width, of.width);
-        let stack = |part: fn(Nth) -> Part, shape| self.stack(layer, (part, shape), of.count, held);
+        let stack =
+            |part: fn(Nth) -> LayerRole, shape| self.stack(layer, (part, shape), of.count, held);
         Ok(Routed {
-            gate: stack(Part::ExpertGate, [ffn, width])?,
-            up: stack(Part::ExpertUp, [ffn, width])?,
-            down: stack(Part::ExpertDown, [width, ffn])?,
+            gate: stack(LayerRole::ExpertGate, [ffn, width])?,
+            up: stack(LayerRole::ExpertUp, [ffn, width])?,
+            down: stack(LayerRole::ExpertDown, [width, ffn])?,
         })
     }
 
@@ -146,7 +147,7 @@ impl Loader<'_> {
     fn stack(
         &self,
         layer: usize,
-        (part, shape): (fn(Nth) -> Part, [usize; 2]),
+        (part, shape): (fn(Nth) -> LayerRole, [usize; 2]),
         count: usize,
         held: &Range<usize>,
     ) -> Result<Stack, Error> {
@@ -178,7 +179,7 @@ impl Loader<'_> {
     /// A matrix as gathered products take it: MLX's CPU has them of `f32` only.
     fn gathered_form(&self, matrix: Matrix) -> Result<Matrix, Error> {
         match matrix {
-            Matrix::Float(across) if matches!(self.stream.device(), Device::Cpu) => {
+            Matrix::Float(across) if matches!(self.stream.device(), DeviceKind::Cpu) => {
                 let wide = self.stream.astype(&across, Dtype::F32)?;
                 self.kept.borrow_mut().push(across);
                 Ok(Matrix::Float(wide))

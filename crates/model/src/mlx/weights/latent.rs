@@ -5,7 +5,7 @@ use paceline_mlx::Array;
 
 use super::super::matrix::{Linear, Matrix};
 use super::Loader;
-use crate::{Error, Nth, Part, Role, config};
+use crate::{Error, LayerRole, Nth, Role, config};
 
 /// Letters: H heads of this rank, N plain elements of a query, R latent numbers, V of a value.
 #[derive(Debug)]
@@ -44,12 +44,12 @@ impl Loader<'_> {
         let rows = |part, rows| self.rows(role(part), [rows, width], 0..rows);
         let norm = |part, n| self.norm(role(part), n);
         let query_down = of.query_rank.map(|rank| {
-            let down = rows(Part::QueryDown, rank)?;
-            Ok::<_, Error>((down, norm(Part::QueryDownNorm, rank)?))
+            let down = rows(LayerRole::QueryDown, rank)?;
+            Ok::<_, Error>((down, norm(LayerRole::QueryDownNorm, rank)?))
         });
         let (part, cols) = match of.query_rank {
-            Some(rank) => (Part::QueryUp, rank),
-            None => (Part::Query, width),
+            Some(rank) => (LayerRole::QueryUp, rank),
+            None => (LayerRole::Query, width),
         };
         let heads = self.shard.layer(layer).heads.clone();
         let (all, dim) = (self.config.layers[layer].heads, of.query_dim());
@@ -58,8 +58,8 @@ impl Loader<'_> {
         Ok(Latent {
             query_down: query_down.transpose()?,
             query: self.rows(role(part), [all * dim, cols], queries)?,
-            down: rows(Part::LatentDown, of.key_dim())?,
-            norm: norm(Part::LatentNorm, of.rank)?,
+            down: rows(LayerRole::LatentDown, of.key_dim())?,
+            norm: norm(LayerRole::LatentNorm, of.rank)?,
             keys,
             values,
         })
@@ -67,13 +67,13 @@ impl Loader<'_> {
 
     /// The expansions of this rank's heads to keys and to values.
     fn expansions(&self, layer: usize, of: config::Latent) -> Result<[Matrix; 2], Error> {
-        let joined = Role::Layer(layer, Part::LatentUp);
+        let joined = Role::Layer(layer, LayerRole::LatentUp);
         if self.names.source.has_any(self.config.family, joined) {
             return self.joined_expansions(layer, of);
         }
         let heads = self.shard.layer(layer).heads.clone();
         let all = self.config.layers[layer].heads;
-        let stack = |part: fn(Nth) -> Part, shape: [usize; 2]| {
+        let stack = |part: fn(Nth) -> LayerRole, shape: [usize; 2]| {
             let matrices = heads.clone().map(|index| {
                 let role = Role::Layer(layer, part(Nth { index, of: all }));
                 self.matrix(role, shape, 0..shape[0], 0..shape[1])
@@ -82,8 +82,8 @@ impl Loader<'_> {
             Matrix::stack(self.stream, &matrices)
         };
         Ok([
-            stack(Part::KeyUp, [of.rank, of.plain])?,
-            stack(Part::ValueUp, [of.value_dim, of.rank])?,
+            stack(LayerRole::KeyUp, [of.rank, of.plain])?,
+            stack(LayerRole::ValueUp, [of.value_dim, of.rank])?,
         ])
     }
 
@@ -94,7 +94,7 @@ impl Loader<'_> {
         let dim = of.plain + of.value_dim;
         let shape = [self.config.layers[layer].heads * dim, of.rank];
         let rows = heads.start * dim..heads.end * dim;
-        let role = Role::Layer(layer, Part::LatentUp);
+        let role = Role::Layer(layer, LayerRole::LatentUp);
         let both = self.matrix(role, shape, rows, 0..of.rank)?;
         let both = both.plain(self.stream, self.dtype)?;
         let (n, rank) = (heads.len() as i32, of.rank as i32);

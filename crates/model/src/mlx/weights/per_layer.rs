@@ -4,7 +4,7 @@ use paceline_mlx::Array;
 
 use super::super::matrix::{Linear, Matrix};
 use super::Loader;
-use crate::{Error, Part, Role};
+use crate::{Error, LayerRole, Role};
 
 /// How a layer's own embeddings get into the residual: every rank has all of it. P is their width.
 #[derive(Debug)]
@@ -75,9 +75,9 @@ impl Loader<'_> {
             self.matrix(Role::Layer(layer, part), shape, 0..shape[0], 0..shape[1])
         };
         Ok(Some(PerLayer {
-            gate: matrix(Part::PerLayerGate, [p, width])?,
-            output: matrix(Part::PerLayerOutput, [width, p])?,
-            norm: self.norm(Role::Layer(layer, Part::PostPerLayerNorm), width)?,
+            gate: matrix(LayerRole::PerLayerGate, [p, width])?,
+            output: matrix(LayerRole::PerLayerOutput, [width, p])?,
+            norm: self.norm(Role::Layer(layer, LayerRole::PostPerLayerNorm), width)?,
         }))
     }
 }

@@ -7,18 +7,18 @@ use paceline_mlx::Dtype;
 use super::super::stored::Stored;
 use super::query_rows;
 use crate::split::Shard;
-use crate::weights::Names;
-use crate::{Error, LayerCache, LayerCut, LayerShape, Nth, Part, Role};
+use crate::weights::WeightReader;
+use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Nth, Role};
 
 /// A matrix of a layer: its whole shape, and how many of its values this rank holds.
-type Held = (Part, [usize; 2], usize);
+type Held = (LayerRole, [usize; 2], usize);
 
 /// The bytes of all matrices of `shard`; vectors are little beside.
 ///
 /// # Errors
 /// When the file lacks a matrix, or has one of another shape.
 pub(in crate::mlx) fn planned(
-    names: &Names<'_>,
+    names: &WeightReader<'_>,
     shard: &Shard,
     tied: bool,
     dtype: Dtype,
@@ -63,21 +63,21 @@ fn held(
     width: usize,
     (shape, cut): (&LayerShape, &LayerCut),
     per_layer: usize,
-    has: impl Fn(Part) -> bool,
+    has: impl Fn(LayerRole) -> bool,
 ) -> Vec<Held> {
     let mut all = mixer(width, (shape, cut), has);
     let outputs = shape.heads * shape.output_dim();
     let output = match shape.cache {
-        LayerCache::Delta(_) => Part::DeltaOutput,
-        _ => Part::AttentionOutput,
+        LayerCache::Delta(_) => LayerRole::DeltaOutput,
+        _ => LayerRole::AttentionOutput,
     };
     let columns = cut.attention.columns().len();
     all.push((output, [width, outputs], width * columns));
     if shape.has_dense() {
         let (ffn, values) = (shape.ffn, width * cut.dense().columns().len());
-        all.push((Part::Gate, [ffn, width], values));
-        all.push((Part::Up, [ffn, width], values));
-        all.push((Part::Down, [width, ffn], values));
+        all.push((LayerRole::Gate, [ffn, width], values));
+        all.push((LayerRole::Up, [ffn, width], values));
+        all.push((LayerRole::Down, [width, ffn], values));
     }
     if let Some(experts) = shape.experts {
         let mine = cut.ffn();
@@ -85,20 +85,20 @@ fn held(
         // All experts of a layer are of the type of its first.
         let first = Nth { index: 0, of };
         let values = mine.end.min(of).saturating_sub(mine.start) * width * ffn;
-        all.push((Part::ExpertGate(first), [ffn, width], values));
-        all.push((Part::ExpertUp(first), [ffn, width], values));
-        all.push((Part::ExpertDown(first), [width, ffn], values));
+        all.push((LayerRole::ExpertGate(first), [ffn, width], values));
+        all.push((LayerRole::ExpertUp(first), [ffn, width], values));
+        all.push((LayerRole::ExpertDown(first), [width, ffn], values));
         if mine.end > of {
             let (ffn, values) = (experts.shared, experts.shared * width);
-            all.push((Part::SharedGate, [ffn, width], values));
-            all.push((Part::SharedUp, [ffn, width], values));
-            all.push((Part::SharedDown, [width, ffn], values));
+            all.push((LayerRole::SharedGate, [ffn, width], values));
+            all.push((LayerRole::SharedUp, [ffn, width], values));
+            all.push((LayerRole::SharedDown, [width, ffn], values));
         }
     }
     if per_layer > 0 {
         let values = per_layer * width;
-        all.push((Part::PerLayerGate, [per_layer, width], values));
-        all.push((Part::PerLayerOutput, [width, per_layer], values));
+        all.push((LayerRole::PerLayerGate, [per_layer, width], values));
+        all.push((LayerRole::PerLayerOutput, [width, per_layer], values));
     }
     all
 }
@@ -107,7 +107,7 @@ fn held(
 fn mixer(
     width: usize,
     (shape, cut): (&LayerShape, &LayerCut),
-    has: impl Fn(Part) -> bool,
+    has: impl Fn(LayerRole) -> bool,
 ) -> Vec<Held> {
     let (heads, kv_heads) = (cut.heads.len(), cut.kv_heads.len());
     if heads == 0 {
@@ -120,51 +120,57 @@ fn mixer(
             let values = |n: usize| n * shape.value_dim;
             let (k, v) = (keys(shape.kv_heads), values(shape.heads));
             let mine = (keys(kv_heads), values(heads));
-            if has(Part::DeltaQkvGate) {
-                return vec![rows(Part::DeltaQkvGate, k + 2 * v, mine.0 + 2 * mine.1)];
+            if has(LayerRole::DeltaQkvGate) {
+                return vec![rows(
+                    LayerRole::DeltaQkvGate,
+                    k + 2 * v,
+                    mine.0 + 2 * mine.1,
+                )];
             }
             vec![
-                rows(Part::DeltaQkv, k + v, mine.0 + mine.1),
-                rows(Part::DeltaGate, v, mine.1),
+                rows(LayerRole::DeltaQkv, k + v, mine.0 + mine.1),
+                rows(LayerRole::DeltaGate, v, mine.1),
             ]
         }
         (_, Some(latent)) => {
             let (query, all) = (latent.query_dim() * heads, latent.query_dim() * shape.heads);
             let down = latent.key_dim();
-            let mut held = vec![rows(Part::LatentDown, down, down)];
+            let mut held = vec![rows(LayerRole::LatentDown, down, down)];
             match latent.query_rank {
                 Some(rank) => {
-                    held.push(rows(Part::QueryDown, rank, rank));
-                    held.push((Part::QueryUp, [all, rank], query * rank));
+                    held.push(rows(LayerRole::QueryDown, rank, rank));
+                    held.push((LayerRole::QueryUp, [all, rank], query * rank));
                 }
-                None => held.push(rows(Part::Query, all, query)),
+                None => held.push(rows(LayerRole::Query, all, query)),
             }
             let (keys, values) = (latent.plain, latent.value_dim);
-            if has(Part::LatentUp) {
+            if has(LayerRole::LatentUp) {
                 let all = [shape.heads * (keys + values), latent.rank];
                 let mine = heads * (keys + values) * latent.rank;
-                held.push((Part::LatentUp, all, mine));
+                held.push((LayerRole::LatentUp, all, mine));
             } else {
                 let nth = Nth {
                     index: 0,
                     of: shape.heads,
                 };
                 let (rank, mine) = (latent.rank, heads * latent.rank);
-                held.push((Part::KeyUp(nth), [rank, keys], mine * keys));
-                held.push((Part::ValueUp(nth), [values, rank], mine * values));
+                held.push((LayerRole::KeyUp(nth), [rank, keys], mine * keys));
+                held.push((LayerRole::ValueUp(nth), [values, rank], mine * values));
             }
             held
         }
         _ => {
             let query = rows(
-                Part::Query,
+                LayerRole::Query,
                 query_rows(shape, shape.heads),
                 query_rows(shape, heads),
             );
             let of_kv = |part, dim: usize| rows(part, shape.kv_heads * dim, kv_heads * dim);
-            let key = shape.has_keys().then(|| of_kv(Part::Key, shape.head_dim));
+            let key = shape
+                .has_keys()
+                .then(|| of_kv(LayerRole::Key, shape.head_dim));
             let value = shape.has_values();
-            let value = value.then(|| of_kv(Part::Value, shape.value_dim));
+            let value = value.then(|| of_kv(LayerRole::Value, shape.value_dim));
             [Some(query), key, value].into_iter().flatten().collect()
         }
     }

@@ -8,7 +8,7 @@ use paceline_base::lock;
 use paceline_cluster::nodes::NodeId;
 
 use super::super::host::FromHost;
-use super::Seat;
+use super::RemoteWorker;
 use crate::messages::FromWorker;
 
 /// Progress of the orders to pack weights. Kept for every worker, but used for standbys only.
@@ -44,7 +44,7 @@ impl Packing {
 
 /// The standby of a rank. Its lock is never held while a standby starts, which takes seconds.
 #[derive(Default)]
-pub(super) enum Slot {
+pub(super) enum SpareSlot {
     /// There is none.
     #[default]
     Empty,
@@ -56,7 +56,7 @@ pub(super) enum Slot {
 
 /// A second worker of a rank.
 pub(super) struct Spare {
-    pub(super) seat: Seat,
+    pub(super) seat: RemoteWorker,
     /// Its events are dropped until the rank's worker has this number.
     pub(super) worker: u64,
     pub(super) tag: u64,
@@ -79,7 +79,7 @@ impl Spare {
     }
 }
 
-impl Slot {
+impl SpareSlot {
     /// Removes and returns the standby, if there is one.
     pub(super) fn take(&mut self) -> Option<Spare> {
         match std::mem::take(self) {

@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::Agent;
-use paceline_cluster::nodes::placement::Wanted;
+use paceline_cluster::nodes::placement::InstanceSpec;
 use serde::{Deserialize, Serialize};
 
-use super::{Mended, SILENCE, TELL_EVERY};
+use super::{RepairReport, SILENCE, TELL_EVERY};
 use crate::crew::host::ModelName;
-use crate::crew::line::{hear, say};
-use crate::fleet::places::Wire;
-use crate::fleet::rooted::{self, Rooted};
+use crate::crew::line::{receive_message, send_message};
+use crate::fleet::places::NodeConnection;
+use crate::fleet::rooted::{self, FileRoot};
 use crate::fleet::{FETCH, name_of};
 
 /// Request that a node fetches a model. A node of a build without the fields with a default copies
@@ -29,7 +29,7 @@ pub(in crate::fleet) struct Fetch {
     pub(in crate::fleet) parts: bool,
     /// The root of its hash tree in the requesting node's map; the receiver's map may be older.
     #[serde(default)]
-    pub(in crate::fleet) rooted: Option<Rooted>,
+    pub(in crate::fleet) rooted: Option<FileRoot>,
     /// Verify every byte of the copy, not only those needed to open it.
     #[serde(default)]
     pub(in crate::fleet) checks: bool,
@@ -37,19 +37,19 @@ pub(in crate::fleet) struct Fetch {
 
 /// A node's report of its copy.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Told {
+pub(super) enum CopyReport {
     /// Bytes fetched so far.
     Done(u64),
     Ready,
     /// It was damaged, and is ready now.
-    Mended(Mended),
+    Mended(RepairReport),
     Refused(String),
 }
 
 /// Reads `bytes` as messages about a copy, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<Fetch>(bytes);
-    let _ = serde_json::from_slice::<Told>(bytes);
+    let _ = serde_json::from_slice::<CopyReport>(bytes);
 }
 
 /// Makes another node fetch the model of an instance and waits for it. `progress` receives byte
@@ -57,7 +57,7 @@ pub(super) fn parse(bytes: &[u8]) {
 pub(in crate::fleet) fn ensure(
     agent: &Agent,
     node: NodeId,
-    wanted: &Wanted,
+    wanted: &InstanceSpec,
     progress: &dyn Fn(u64),
 ) -> Result<(), String> {
     let line = request(agent, node, &fetch(agent, wanted), SILENCE)?;
@@ -68,9 +68,9 @@ pub(in crate::fleet) fn ensure(
 pub(in crate::fleet) fn ensure_right(
     agent: &Agent,
     node: NodeId,
-    wanted: &Wanted,
+    wanted: &InstanceSpec,
     progress: &dyn Fn(u64),
-) -> Result<Option<Mended>, String> {
+) -> Result<Option<RepairReport>, String> {
     let fetch = Fetch {
         checks: true,
         ..fetch(agent, wanted)
@@ -83,7 +83,7 @@ pub(in crate::fleet) fn ensure_right(
 pub(in crate::fleet) fn ensure_part(
     agent: &Agent,
     node: NodeId,
-    wanted: &Wanted,
+    wanted: &InstanceSpec,
     progress: &dyn Fn(u64),
 ) -> Result<(), String> {
     let fetch = Fetch {
@@ -94,15 +94,16 @@ pub(in crate::fleet) fn ensure_part(
 }
 
 /// Waits until a node has fetched the requested model.
-fn follow(line: &Wire, progress: &dyn Fn(u64)) -> Result<Option<Mended>, String> {
+fn follow(line: &NodeConnection, progress: &dyn Fn(u64)) -> Result<Option<RepairReport>, String> {
     loop {
         // Hashing a file of 100 GB on a slow disk takes minutes without a message.
-        let told = hear::<Told>(line, SILENCE * 20).map_err(|broken| broken.to_string())?;
+        let told = receive_message::<CopyReport>(line, SILENCE * 20)
+            .map_err(|broken| broken.to_string())?;
         match told {
-            Some(Told::Done(bytes)) => progress(bytes),
-            Some(Told::Ready) => return Ok(None),
-            Some(Told::Mended(mended)) => return Ok(Some(mended)),
-            Some(Told::Refused(reason)) => return Err(reason),
+            Some(CopyReport::Done(bytes)) => progress(bytes),
+            Some(CopyReport::Ready) => return Ok(None),
+            Some(CopyReport::Mended(mended)) => return Ok(Some(mended)),
+            Some(CopyReport::Refused(reason)) => return Err(reason),
             None => return Err("it says nothing about its copy of the model".to_owned()),
         }
     }
@@ -113,16 +114,18 @@ fn follow(line: &Wire, progress: &dyn Fn(u64)) -> Result<Option<Mended>, String>
 pub(in crate::fleet) fn ensure_while(
     agent: &Agent,
     node: NodeId,
-    wanted: &Wanted,
+    wanted: &InstanceSpec,
     limit: Duration,
     goes_on: &mut dyn FnMut() -> bool,
 ) -> Result<(), String> {
     let line = request(agent, node, &fetch(agent, wanted), limit.min(SILENCE))?;
     while goes_on() {
-        match hear::<Told>(&line, TELL_EVERY).map_err(|broken| broken.to_string())? {
-            Some(Told::Ready | Told::Mended(_)) => return Ok(()),
-            Some(Told::Refused(reason)) => return Err(reason),
-            Some(Told::Done(_)) | None => {}
+        match receive_message::<CopyReport>(&line, TELL_EVERY)
+            .map_err(|broken| broken.to_string())?
+        {
+            Some(CopyReport::Ready | CopyReport::Mended(_)) => return Ok(()),
+            Some(CopyReport::Refused(reason)) => return Err(reason),
+            Some(CopyReport::Done(_)) | None => {}
         }
     }
     Err("its copy of the model is not complete in time".to_owned())
@@ -133,7 +136,7 @@ pub(in crate::fleet) fn ensure_while(
 pub(in crate::fleet) fn holders(
     agent: &Agent,
     nodes: &[NodeId],
-    wanted: &Wanted,
+    wanted: &InstanceSpec,
     limit: Duration,
 ) -> BTreeSet<NodeId> {
     let fetch = Fetch {
@@ -142,8 +145,8 @@ pub(in crate::fleet) fn holders(
     };
     let has = |node: NodeId| {
         let line = request(agent, node, &fetch, limit).ok()?;
-        let told = hear::<Told>(&line, limit);
-        matches!(told, Ok(Some(Told::Ready))).then_some(node)
+        let told = receive_message::<CopyReport>(&line, limit);
+        matches!(told, Ok(Some(CopyReport::Ready))).then_some(node)
     };
     std::thread::scope(|scope| {
         let has = &has;
@@ -160,7 +163,7 @@ pub(in crate::fleet) fn holders(
 }
 
 /// The request for an instance's model.
-pub(super) fn fetch(agent: &Agent, wanted: &Wanted) -> Fetch {
+pub(super) fn fetch(agent: &Agent, wanted: &InstanceSpec) -> Fetch {
     Fetch {
         model: name_of(wanted),
         bytes: wanted.bytes,
@@ -172,9 +175,14 @@ pub(super) fn fetch(agent: &Agent, wanted: &Wanted) -> Fetch {
 }
 
 /// Opens a connection to a node and sends it the request.
-fn request(agent: &Agent, node: NodeId, fetch: &Fetch, limit: Duration) -> Result<Wire, String> {
+fn request(
+    agent: &Agent,
+    node: NodeId,
+    fetch: &Fetch,
+    limit: Duration,
+) -> Result<NodeConnection, String> {
     let opened = agent.open(node, FETCH, limit);
-    let line = Wire(opened.map_err(|error| error.to_string())?);
-    say(&line, fetch).map_err(|broken| broken.to_string())?;
+    let line = NodeConnection(opened.map_err(|error| error.to_string())?);
+    send_message(&line, fetch).map_err(|broken| broken.to_string())?;
     Ok(line)
 }

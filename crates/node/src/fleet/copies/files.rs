@@ -10,15 +10,15 @@ use paceline_formats::gguf::Header;
 use paceline_formats::tensor::MappedBytes;
 use sha2::{Digest, Sha256};
 
-use super::{Fetch, Hear, SILENCE, TELL_EVERY};
-use crate::crew::line::Broken;
-use crate::fleet::places::Wire;
+use super::{CopyProgress, Fetch, SILENCE, TELL_EVERY};
+use crate::crew::line::ConnectionError;
+use crate::fleet::places::NodeConnection;
 
 /// Bytes per message: large enough that encryption and system calls are negligible next to the
 /// copy.
 const PIECE_BYTES: usize = 1 << 20;
 
-pub(super) fn send_file(line: &Wire, path: &Path) -> std::io::Result<()> {
+pub(super) fn send_file(line: &NodeConnection, path: &Path) -> std::io::Result<()> {
     let mut file = File::open(path)?;
     let mut piece = vec![0; PIECE_BYTES];
     loop {
@@ -32,35 +32,38 @@ pub(super) fn send_file(line: &Wire, path: &Path) -> std::io::Result<()> {
 
 /// Writes received bytes to `place`; returns their SHA-256.
 pub(super) fn copy(
-    from: &Wire,
+    from: &NodeConnection,
     place: &Path,
     fetch: &Fetch,
-    told: &mut Hear<'_>,
-) -> Result<String, Broken> {
-    let mut file = BufWriter::new(File::create(place).map_err(Broken::new)?);
+    told: &mut CopyProgress<'_>,
+) -> Result<String, ConnectionError> {
+    let mut file = BufWriter::new(File::create(place).map_err(ConnectionError::new)?);
     let (mut sum, mut done, mut last) = (Sha256::new(), 0_u64, Instant::now());
     loop {
-        let piece = from.0.recv(PIECE_BYTES, SILENCE).map_err(Broken::new)?;
-        let piece = piece.ok_or_else(|| Broken::new("no further piece came"))?;
+        let piece = from
+            .0
+            .recv(PIECE_BYTES, SILENCE)
+            .map_err(ConnectionError::new)?;
+        let piece = piece.ok_or_else(|| ConnectionError::new("no further piece came"))?;
         if piece.is_empty() {
             break;
         }
         done += piece.len() as u64;
         if done > fetch.bytes {
-            return Err(Broken::new(format!(
+            return Err(ConnectionError::new(format!(
                 "more than the {} bytes said",
                 fetch.bytes
             )));
         }
         sum.update(&piece);
-        file.write_all(&piece).map_err(Broken::new)?;
+        file.write_all(&piece).map_err(ConnectionError::new)?;
         if last.elapsed() >= TELL_EVERY {
             told(done)?;
             last = Instant::now();
         }
     }
-    file.flush().map_err(Broken::new)?;
-    file.get_ref().sync_all().map_err(Broken::new)?;
+    file.flush().map_err(ConnectionError::new)?;
+    file.get_ref().sync_all().map_err(ConnectionError::new)?;
     Ok(digits(sum))
 }
 
@@ -161,7 +164,7 @@ fn digits(sum: Sha256) -> String {
 
 #[cfg(test)]
 mod tests {
-    use paceline_formats::gguf::testing::Writer;
+    use paceline_formats::gguf::testing::GgufWriter;
 
     use super::*;
 
@@ -187,7 +190,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         let part = |count: u32| {
-            let part = Writer::new().meta("split.no", 0_u32);
+            let part = GgufWriter::new().meta("split.no", 0_u32);
             part.meta("split.count", count)
         };
         part(1).write(path("one.gguf"));

@@ -12,13 +12,13 @@ use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::Agent;
 use serde::{Deserialize, Serialize};
 
-use super::{Copies, Held, first_groups, merged, partial, write_whole};
-use crate::arriving::Part;
+use super::{ModelCopies, PartialCopy, first_groups, merged, partial, write_whole};
+use crate::arriving::ByteRange;
 use crate::crew::host::ModelName;
 use crate::fleet::damage::{Count, wrong_groups};
-use crate::fleet::partial::Partial;
-use crate::fleet::rooted::{self, Rooted};
-use crate::fleet::tree::{Groups, Tree, shown};
+use crate::fleet::partial::VerifiedPartial;
+use crate::fleet::rooted::{self, FileRoot};
+use crate::fleet::tree::{HashGroups, Tree, shown};
 
 /// Most damaged ranges listed in an error or warning.
 const RANGES_MAX: usize = 3;
@@ -29,22 +29,22 @@ const WHOLE_BYTES: u64 = 4 << 30;
 
 /// Which bytes of a copy to compare.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::fleet) enum Extent<'a> {
+pub(in crate::fleet) enum CheckRange<'a> {
     /// The bytes needed to open and identify the file.
     Start,
     /// Only these ranges.
-    Parts(&'a [Part]),
+    Parts(&'a [ByteRange]),
     /// Every byte.
     All,
 }
 
-impl Extent<'_> {
+impl CheckRange<'_> {
     /// The groups that have these bytes.
-    pub(super) fn groups(self, rooted: &Rooted, groups: Groups) -> Vec<Range<u64>> {
+    pub(super) fn groups(self, rooted: &FileRoot, groups: HashGroups) -> Vec<Range<u64>> {
         match self {
             Self::Start => first_groups(rooted, groups),
             Self::Parts(parts) => {
-                let around = |(start, end): &Part| groups.around(&(*start..*end));
+                let around = |(start, end): &ByteRange| groups.around(&(*start..*end));
                 parts.iter().map(around).collect()
             }
             Self::All => std::iter::once(0..groups.count()).collect(),
@@ -54,7 +54,7 @@ impl Extent<'_> {
 
 /// The part of a damaged copy that was fetched again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Mended {
+pub struct RepairReport {
     /// Blocks: the units of the file's hash tree.
     pub blocks: u64,
     /// Bytes of them.
@@ -62,9 +62,9 @@ pub struct Mended {
 }
 
 /// The root of a model file, and the node it came from.
-pub(super) type Known = (Rooted, Option<NodeId>);
+pub(super) type RootOrigin = (FileRoot, Option<NodeId>);
 
-impl Copies {
+impl ModelCopies {
     /// Compares bytes of a whole copy with the model's hash tree. Groups that differ are fetched
     /// from other nodes or the hub, and written in place. A copy whose root no node has signed is
     /// compared by its SHA-256. `count` receives the number of bytes compared or fetched. Returns
@@ -75,10 +75,10 @@ impl Copies {
     pub(in crate::fleet) fn check(
         &self,
         (agent, model): (&Agent, &ModelName),
-        known: Option<Known>,
-        extent: Extent<'_>,
+        known: Option<RootOrigin>,
+        extent: CheckRange<'_>,
         count: &Count<'_>,
-    ) -> Result<Option<Mended>, String> {
+    ) -> Result<Option<RepairReport>, String> {
         let copy = self.place(model, "gguf")?;
         if !copy.is_file() {
             return Ok(None);
@@ -99,7 +99,7 @@ impl Copies {
         let _turn = lock(&turn);
         // Perhaps repaired meanwhile, for another worker.
         let extent = match tree.groups.bytes <= WHOLE_BYTES {
-            true => Extent::All,
+            true => CheckRange::All,
             false => extent,
         };
         let wrong = compare(extent.groups(&known.0, tree.groups))?;
@@ -112,7 +112,7 @@ impl Copies {
     }
 
     /// The root of a model, from the map or from the node that requested the check.
-    fn root(&self, agent: &Agent, model: &ModelName) -> Option<Known> {
+    fn root(&self, agent: &Agent, model: &ModelName) -> Option<RootOrigin> {
         let map = agent.map();
         let told = || {
             let told = lock(&self.roots).get(&model.sha256).cloned();
@@ -143,7 +143,7 @@ impl Copies {
         &self,
         (agent, model): (&Agent, &ModelName),
         copy: &Path,
-        (rooted, from): &Known,
+        (rooted, from): &RootOrigin,
     ) -> Result<Tree, String> {
         let reason = match self.leaves(agent, model, (rooted, *from)) {
             Ok(tree) => return Ok(tree),
@@ -165,9 +165,9 @@ impl Copies {
         &self,
         (agent, model): (&Agent, &ModelName),
         (copy, tree): (&Path, &Tree),
-        ((rooted, from), wrong): (Known, Vec<Range<u64>>),
+        ((rooted, from), wrong): (RootOrigin, Vec<Range<u64>>),
         count: &Count<'_>,
-    ) -> Result<Mended, String> {
+    ) -> Result<RepairReport, String> {
         let groups = tree.groups;
         let damage = format!(
             "the copy {} is damaged at bytes {}",
@@ -176,19 +176,19 @@ impl Copies {
         );
         (self.tell)(&format!("warning: {}: {damage}", model.name));
         let failed = |error: io::Error| format!("{damage}: {error}");
-        let held = Held {
-            partial: Partial::of_copy(copy, tree.clone(), &wrong).map_err(failed)?,
+        let held = PartialCopy {
+            partial: VerifiedPartial::of_copy(copy, tree.clone(), &wrong).map_err(failed)?,
             rooted,
             from,
         };
         let fetched = self.fetch_groups((agent, model), &held, &wrong, count);
         fetched.map_err(|reason| format!("{damage}: {reason}"))?;
         held.partial.sync().map_err(failed)?;
-        let mended = Mended {
+        let mended = RepairReport {
             blocks: wrong.iter().map(|run| run.end - run.start).sum(),
             bytes: wrong.iter().map(|run| bytes_of(groups, run)).sum(),
         };
-        let (name, Mended { blocks, bytes }) = (&model.name, mended);
+        let (name, RepairReport { blocks, bytes }) = (&model.name, mended);
         let bytes = Bytes(bytes);
         (self.tell)(&format!(
             "{name}: mended {blocks} blocks ({bytes}) of the copy"
@@ -205,17 +205,17 @@ impl Copies {
         &self,
         agent: &Agent,
         model: &ModelName,
-        parts: &[Part],
+        parts: &[ByteRange],
         goes_on: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), String> {
         let count: &Count<'_> = &|_| goes_on();
         if self.place(model, "gguf")?.is_file() {
-            let checked = self.check((agent, model), None, Extent::Parts(parts), count);
+            let checked = self.check((agent, model), None, CheckRange::Parts(parts), count);
             return checked.map(drop);
         }
-        let held: Arc<Held> = self.held(agent, model, None)?;
+        let held: Arc<PartialCopy> = self.held(agent, model, None)?;
         let (path, groups) = (&held.partial.path, held.partial.groups());
-        for run in Extent::Parts(parts).groups(&held.rooted, groups) {
+        for run in CheckRange::Parts(parts).groups(&held.rooted, groups) {
             let wrong = held.partial.recheck(&run);
             let wrong = wrong.map_err(|error| format!("{}: {error}", path.display()))?;
             if !wrong.is_empty() {
@@ -247,13 +247,13 @@ fn compare(
     Ok(wrong)
 }
 
-fn bytes_of(groups: Groups, run: &Range<u64>) -> u64 {
+fn bytes_of(groups: HashGroups, run: &Range<u64>) -> u64 {
     let span = groups.span(run);
     span.end - span.start
 }
 
 /// Runs of groups as byte ranges, for messages.
-fn ranges(groups: Groups, runs: &[Range<u64>]) -> String {
+fn ranges(groups: HashGroups, runs: &[Range<u64>]) -> String {
     let span = |run: &Range<u64>| groups.span(run);
     let first = runs.iter().take(RANGES_MAX).map(span);
     let first: Vec<String> = first

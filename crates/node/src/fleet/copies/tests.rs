@@ -2,8 +2,8 @@
 
 use std::os::unix::fs::FileExt;
 
-use paceline_cluster::nodes::agent::{Config, Discovery, Facts, join_at_rest};
-use paceline_cluster::nodes::{ClusterKey, InstanceId, Key};
+use paceline_cluster::nodes::agent::{Config, Discovery, NodeFacts, join_at_rest};
+use paceline_cluster::nodes::{ClusterKey, InstanceId, RegisterKey};
 
 use super::*;
 use crate::fleet::{FETCH, PIECES};
@@ -11,12 +11,12 @@ use crate::fleet::{FETCH, PIECES};
 /// Reached only if something hangs.
 const LIMIT: Duration = Duration::from_secs(60);
 
-fn copies(folder: &Path, model: PathBuf) -> Copies {
+fn copies(folder: &Path, model: PathBuf) -> ModelCopies {
     copies_of(folder, Box::new(move |_| Ok(model.clone())))
 }
 
-fn copies_of(folder: &Path, find: Box<Find>) -> Copies {
-    Copies::new(
+fn copies_of(folder: &Path, find: Box<FileLookup>) -> ModelCopies {
+    ModelCopies::new(
         (find, folder.to_owned()),
         Box::new(|_| Ok(())),
         Arc::new(|_| {}),
@@ -24,7 +24,7 @@ fn copies_of(folder: &Path, find: Box<Find>) -> Copies {
 }
 
 /// Copies of a node whose store is empty.
-fn none(folder: &Path) -> Copies {
+fn none(folder: &Path) -> ModelCopies {
     copies_of(folder, Box::new(|_| Err("there is none".to_owned())))
 }
 
@@ -38,7 +38,7 @@ fn until(what: &str, done: impl Fn() -> bool) {
 
 fn agent(home: &Path, key: &ClusterKey, peer: Option<u16>) -> Agent {
     join_at_rest(home, key).unwrap();
-    let mut config = Config::new(home, Facts::default());
+    let mut config = Config::new(home, NodeFacts::default());
     config.port = 0;
     config.discovery = Discovery::Peers;
     config.peers = peer
@@ -49,15 +49,15 @@ fn agent(home: &Path, key: &ClusterKey, peer: Option<u16>) -> Agent {
 }
 
 /// A record without nodes.
-pub(in crate::fleet) fn wanted(model: ModelName, bytes: u64) -> Wanted {
-    Wanted {
+pub(in crate::fleet) fn wanted(model: ModelName, bytes: u64) -> InstanceSpec {
+    InstanceSpec {
         model: model.name,
         sha256: model.sha256,
         bytes,
         split: "auto".to_owned(),
         threads: 1,
         parallel: 1,
-        ..Wanted::default()
+        ..InstanceSpec::default()
     }
 }
 
@@ -134,7 +134,7 @@ fn model(folder: &Path) -> (PathBuf, Vec<u8>, ModelName) {
 }
 
 /// Serves byte ranges, as a fleet does.
-fn gives(agent: &Agent, copies: &Arc<Copies>) {
+fn gives(agent: &Agent, copies: &Arc<ModelCopies>) {
     let (own, copies) = (agent.clone(), Arc::clone(copies));
     agent.serve(PIECES, move |channel| copies.answer_pieces(&own, &channel));
 }
@@ -159,12 +159,12 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
     fs::write(place(partial::TREE), tree.to_bytes()).unwrap();
     gives(&liar, &Arc::new(none(&folder(1))));
 
-    let rooted = Rooted::sign(&one, &name.sha256, &tree, 1000).unwrap();
+    let rooted = FileRoot::sign(&one, &name.sha256, &tree, 1000).unwrap();
     rooted.publish(&one, &name.sha256).unwrap();
     let mut record = wanted(name.clone(), bytes.len() as u64);
     record.nodes = vec![one.id(), liar.id()];
     let text = serde_json::to_string(&record).unwrap();
-    one.write(Key::Instance(InstanceId(1)), 1, Some(text))
+    one.write(RegisterKey::Instance(InstanceId(1)), 1, Some(text))
         .unwrap();
     let knows = || {
         let map = two.map();
@@ -176,9 +176,9 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
 
     let told: Arc<Mutex<Vec<String>>> = Arc::default();
     let heard = Arc::clone(&told);
-    let find: Box<Find> = Box::new(|_| Err("there is none".to_owned()));
+    let find: Box<FileLookup> = Box::new(|_| Err("there is none".to_owned()));
     let tell = move |line: &str| lock(&heard).push(line.to_owned());
-    let lacks = Copies::new((find, folder(2)), Box::new(|_| Ok(())), Arc::new(tell));
+    let lacks = ModelCopies::new((find, folder(2)), Box::new(|_| Ok(())), Arc::new(tell));
     let failed = lacks.take(&two, None, &record, &|_| ()).unwrap_err();
     assert!(failed.contains("it gave wrong bytes at "), "{failed}");
     assert!(failed.contains("cannot be had"), "{failed}");
@@ -217,14 +217,14 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
     let one = agent(homes[0].path(), &key, None);
     let two = agent(homes[1].path(), &key, Some(one.port()));
     let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
-    let rooted = Rooted::sign(&one, &name.sha256, &tree, 1000).unwrap();
+    let rooted = FileRoot::sign(&one, &name.sha256, &tree, 1000).unwrap();
     rooted.publish(&one, &name.sha256).unwrap();
     gives(&one, &Arc::new(copies(homes[0].path(), path)));
     until("the root arrives", || {
         rooted::of(&two.map(), &name.sha256).is_ok()
     });
     let folder = homes[1].path().join("copies");
-    let full = Copies::new(
+    let full = ModelCopies::new(
         (Box::new(|_| Err(String::new())), folder.clone()),
         Box::new(|bytes| Err(format!("{bytes} bytes are too many"))),
         Arc::new(|_| {}),
@@ -275,19 +275,29 @@ impl OneFile {
     }
 }
 
-impl FromHub for OneFile {
-    fn origin(&self, _: &Path) -> Option<Origin> {
+impl ModelHub for OneFile {
+    fn origin(&self, _: &Path) -> Option<HubOrigin> {
         None
     }
 
-    fn whole(&self, _: &Origin, path: &Path, came: &hub::Came<'_>) -> Result<(), String> {
+    fn whole(
+        &self,
+        _: &HubOrigin,
+        path: &Path,
+        came: &hub::FetchProgress<'_>,
+    ) -> Result<(), String> {
         self.reach()?;
         let bytes = lock(&self.bytes);
         assert!(came(bytes.len() as u64));
         fs::write(path, &*bytes).map_err(|error| error.to_string())
     }
 
-    fn read(&self, _: &Origin, span: Range<u64>, take: &mut hub::Take<'_>) -> Result<(), String> {
+    fn read(
+        &self,
+        _: &HubOrigin,
+        span: Range<u64>,
+        take: &mut hub::ByteSink<'_>,
+    ) -> Result<(), String> {
         self.reach()?;
         lock(&self.read).push((span.start, span.end));
         let part = lock(&self.bytes)[span.start as usize..span.end as usize].to_vec();
@@ -308,7 +318,7 @@ fn bytes_that_no_node_has_come_from_the_hub_and_are_checked() {
         read: Mutex::default(),
     });
     let folder = |name: &str| home.path().join(name);
-    let lacks = |name: &str| none(&folder(name)).with_hub(Arc::clone(&hub) as Arc<dyn FromHub>);
+    let lacks = |name: &str| none(&folder(name)).with_hub(Arc::clone(&hub) as Arc<dyn ModelHub>);
     let record = wanted(name.clone(), bytes.len() as u64);
     let own = lacks("copies");
     let unknown = own.take(&one, None, &record, &|_| ()).unwrap_err();
@@ -316,7 +326,7 @@ fn bytes_that_no_node_has_come_from_the_hub_and_are_checked() {
         unknown.contains("not known from which file of the hub"),
         "{unknown}"
     );
-    let origin = Origin {
+    let origin = HubOrigin {
         repo: "own/repo".to_owned(),
         revision: "0".repeat(40),
         file: "m.gguf".to_owned(),
@@ -338,7 +348,7 @@ fn bytes_that_no_node_has_come_from_the_hub_and_are_checked() {
 
     // With one: just the groups that are missing.
     let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
-    let rooted = Rooted::sign(&one, &name.sha256, &tree, 1000).unwrap();
+    let rooted = FileRoot::sign(&one, &name.sha256, &tree, 1000).unwrap();
     rooted.publish(&one, &name.sha256).unwrap();
     let kept = folder("copies").join(format!("{}.{}", name.sha256, partial::TREE));
     fs::write(kept, tree.to_bytes()).unwrap();
@@ -369,17 +379,17 @@ fn damage(copy: &Path, change: impl FnOnce(&fs::File)) {
 }
 
 /// Two nodes: one with a copy of [`model`], one with the file itself.
-struct Pair {
+struct CopyPair {
     _homes: [tempfile::TempDir; 2],
     agents: [Agent; 2],
-    copies: Copies,
+    copies: ModelCopies,
     copy: PathBuf,
     bytes: Vec<u8>,
     name: ModelName,
     told: Arc<Mutex<Vec<String>>>,
 }
 
-impl Pair {
+impl CopyPair {
     fn new() -> Self {
         let homes: [_; 2] = std::array::from_fn(|_| tempfile::tempdir().unwrap());
         let (path, bytes, name) = model(homes[0].path());
@@ -394,13 +404,13 @@ impl Pair {
         let told: Arc<Mutex<Vec<String>>> = Arc::default();
         let heard = Arc::clone(&told);
         let tell = move |line: &str| lock(&heard).push(line.to_owned());
-        let find: Box<Find> = Box::new(|_| Err("there is none".to_owned()));
+        let find: Box<FileLookup> = Box::new(|_| Err("there is none".to_owned()));
         // A repaired copy takes no more disk than before.
         let full = Box::new(|bytes| Err(format!("{bytes} bytes are too many")));
         Self {
             _homes: homes,
             agents: [one, two],
-            copies: Copies::new((find, folder), full, Arc::new(tell)),
+            copies: ModelCopies::new((find, folder), full, Arc::new(tell)),
             copy,
             bytes,
             name,
@@ -412,14 +422,14 @@ impl Pair {
     fn sign(&self) {
         let [one, two] = &self.agents;
         let tree = Tree::read(&mut &*self.bytes, self.bytes.len() as u64).unwrap();
-        let rooted = Rooted::sign(one, &self.name.sha256, &tree, 1000).unwrap();
+        let rooted = FileRoot::sign(one, &self.name.sha256, &tree, 1000).unwrap();
         rooted.publish(one, &self.name.sha256).unwrap();
         until("the root arrives", || {
             rooted::of(&two.map(), &self.name.sha256).is_ok() && two.life(one.id()) == Life::Alive
         });
     }
 
-    fn check(&self, extent: Extent<'_>) -> Result<Option<u64>, String> {
+    fn check(&self, extent: CheckRange<'_>) -> Result<Option<u64>, String> {
         let model = (&self.agents[1], &self.name);
         let mended = self.copies.check(model, None, extent, &|_| true)?;
         Ok(mended.map(|it| it.bytes))
@@ -435,7 +445,7 @@ impl Pair {
     }
 }
 
-impl Drop for Pair {
+impl Drop for CopyPair {
     fn drop(&mut self) {
         self.agents.iter().for_each(Agent::stop);
     }
@@ -443,15 +453,15 @@ impl Drop for Pair {
 
 #[test]
 fn a_damaged_copy_is_mended_from_another_node() {
-    let pair = Pair::new();
+    let pair = CopyPair::new();
     pair.sign();
     let each = 64 << 10;
-    assert_eq!(pair.check(Extent::All), Ok(None), "it is right");
+    assert_eq!(pair.check(CheckRange::All), Ok(None), "it is right");
     pair.flip((2 << 20) + 5);
-    let others = Extent::Parts(&[(0, 2 << 20), ((2 << 20) + each, 3 << 20)]);
+    let others = CheckRange::Parts(&[(0, 2 << 20), ((2 << 20) + each, 3 << 20)]);
     assert_eq!(pair.check(others), Ok(None), "not among these bytes");
     assert_eq!(
-        pair.check(Extent::Parts(&[(2 << 20, 3 << 20)])),
+        pair.check(CheckRange::Parts(&[(2 << 20, 3 << 20)])),
         Ok(Some(each))
     );
     assert!(pair.is_right());
@@ -459,7 +469,11 @@ fn a_damaged_copy_is_mended_from_another_node() {
     let long = pair.bytes.len() as u64;
     for (length, lacks) in [(long - 1, each), (100, long), (0, long), (long + 9, each)] {
         damage(&pair.copy, |file| file.set_len(length).unwrap());
-        assert_eq!(pair.check(Extent::Start), Ok(Some(lacks)), "{length} bytes");
+        assert_eq!(
+            pair.check(CheckRange::Start),
+            Ok(Some(lacks)),
+            "{length} bytes"
+        );
         assert!(pair.is_right(), "{length} bytes");
     }
     let lines = lock(&pair.told).join("\n");
@@ -473,11 +487,11 @@ fn a_damaged_copy_is_mended_from_another_node() {
 
     // A damaged tree does not invalidate an intact copy.
     fs::write(pair.copy.with_extension(partial::TREE), [7; 48 * 32]).unwrap();
-    assert_eq!(pair.check(Extent::All), Ok(None));
+    assert_eq!(pair.check(CheckRange::All), Ok(None));
 
     pair.agents[0].stop();
     pair.flip(9);
-    let refused = pair.check(Extent::Start).unwrap_err();
+    let refused = pair.check(CheckRange::Start).unwrap_err();
     for part in [
         ".gguf is damaged at bytes 0..65536: bytes 0..65536 cannot be had",
         "`paceline pull m --to ",
@@ -488,10 +502,10 @@ fn a_damaged_copy_is_mended_from_another_node() {
 
 #[test]
 fn a_copy_without_a_signed_root_is_checked_by_its_sha256() {
-    let pair = Pair::new();
-    assert_eq!(pair.check(Extent::Start), Ok(None));
+    let pair = CopyPair::new();
+    assert_eq!(pair.check(CheckRange::Start), Ok(None));
     pair.flip(3 << 19);
-    let refused = pair.check(Extent::Start).unwrap_err();
+    let refused = pair.check(CheckRange::Start).unwrap_err();
     assert!(refused.contains("is damaged, its SHA-256 is "), "{refused}");
     let found = pair.copies.find_part(&pair.agents[1], &pair.name);
     assert_eq!(found, Err(refused));
@@ -499,7 +513,7 @@ fn a_copy_without_a_signed_root_is_checked_by_its_sha256() {
 
 #[test]
 fn groups_that_were_damaged_after_they_came_are_fetched_again() {
-    let pair = Pair::new();
+    let pair = CopyPair::new();
     pair.sign();
     fs::remove_file(&pair.copy).unwrap();
     let copies = none(&pair.copies.folder);

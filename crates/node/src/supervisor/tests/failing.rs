@@ -31,7 +31,7 @@ impl Failing {
             holds: ways > 1,
             goes_on: false,
         };
-        let way = Way {
+        let way = SplitCandidate {
             name: "none".to_owned(),
             leader: Rank(0),
             tok_s: 1.0,
@@ -52,7 +52,7 @@ impl Failing {
 
     fn said(&mut self, message: FromWorker) -> Vec<Action> {
         let rank = Rank(0);
-        self.step(Event::Crew(CrewEvent::Message { rank, message }))
+        self.step(Event::Worker(CrewEvent::Message { rank, message }))
     }
 
     fn become_ready(&mut self) {
@@ -76,7 +76,7 @@ impl Failing {
             ending: Ending::Signal(9),
             tail: Vec::new(),
         };
-        self.step(Event::Crew(exited));
+        self.step(Event::Worker(exited));
         self.now += SIGNS_WITHIN;
         let actions = self.step(Event::Tick);
         self.now += LONGEST_WAIT;
@@ -126,7 +126,7 @@ fn loses(actions: &[Action]) -> bool {
     let lost = |action: &Action| {
         matches!(
             action,
-            Action::Deliver(Ticket(1), Reply::Failed(Failure::Lost { .. }))
+            Action::Deliver(Ticket(1), Reply::Failed(RequestFailure::Lost { .. }))
         )
     };
     actions.iter().any(lost)
@@ -174,7 +174,7 @@ fn a_better_way_is_moved_to_and_answers_go_on() {
         [],
         "it is leaving"
     );
-    let (epoch, moved) = (1, RankMoved::default());
+    let (epoch, moved) = (1, RankTraffic::default());
     let assigned = instance.said(FromWorker::Left { epoch, moved });
     let rank = Rank(0);
     let expected = Action::Assign {

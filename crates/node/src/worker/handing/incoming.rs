@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex};
 
 use paceline_base::lock;
 use paceline_comm::Group;
-use paceline_model::{Handed, KeptPage, PageName, PageStore, WindowPool};
+use paceline_model::{KvTransferPlan, PageName, PageStore, PersistedPage, WindowPool};
 use paceline_tensor::PAGE;
 use tracing::{debug, warn};
 
-use super::{Channel, GIVER, NO_POOL, PAGE_LIMIT, RECEIVE_LIMIT, TAG, unlinked, within};
+use super::{ControlChannel, GIVER, NO_POOL, PAGE_LIMIT, RECEIVE_LIMIT, TAG, unlinked, within};
 use crate::messages::FromWorker;
 use crate::{Error, disk};
 
@@ -25,7 +25,7 @@ const LAST_SAVED: usize = 2;
 
 /// A page, complete or partly received.
 #[derive(Debug)]
-struct Page {
+struct IncomingPage {
     bytes: Vec<u8>,
     /// By sender: whether its part is missing.
     missing: Vec<bool>,
@@ -35,13 +35,13 @@ struct Page {
     prompt: u64,
 }
 
-impl Page {
+impl IncomingPage {
     fn is_whole(&self) -> bool {
         !self.missing.contains(&true)
     }
 }
 
-type Key = (PageName, u32);
+type TransferKey = (PageName, u32);
 
 #[derive(Debug, Default)]
 struct State {
@@ -49,9 +49,9 @@ struct State {
     givers: usize,
     /// Bytes of a page, by pool.
     page_bytes: Vec<usize>,
-    pages: HashMap<Key, Page>,
+    pages: HashMap<TransferKey, IncomingPage>,
     /// Keys of `pages`, oldest first.
-    order: BTreeMap<u64, Key>,
+    order: BTreeMap<u64, TransferKey>,
     last: u64,
     bytes: usize,
     /// Prompts and their last pages.
@@ -64,7 +64,7 @@ struct State {
 }
 
 impl State {
-    fn remove(&mut self, key: &Key) -> Option<Page> {
+    fn remove(&mut self, key: &TransferKey) -> Option<IncomingPage> {
         let page = self.pages.remove(key)?;
         self.bytes -= PAGE_COST + page.bytes.len();
         self.order.remove(&page.at);
@@ -78,13 +78,17 @@ impl State {
 
     /// Whether a page is complete in all pools.
     fn has_all(&self, name: PageName) -> bool {
-        let whole = |pool: u32| self.pages.get(&(name, pool)).is_some_and(Page::is_whole);
+        let whole = |pool: u32| {
+            self.pages
+                .get(&(name, pool))
+                .is_some_and(IncomingPage::is_whole)
+        };
         let pools = self.page_bytes.len() as u32;
         pools > 0 && (0..pools).all(whole)
     }
 
     /// The page of a key; creates it and evicts old pages for it.
-    fn page(&mut self, key: Key, bytes_max: usize) -> &mut Page {
+    fn page(&mut self, key: TransferKey, bytes_max: usize) -> &mut IncomingPage {
         let bytes = self.page_bytes[key.1 as usize];
         if !self.pages.contains_key(&key) {
             while self.bytes + PAGE_COST + bytes > bytes_max
@@ -96,7 +100,7 @@ impl State {
             self.last += 1;
             self.order.insert(self.last, key);
         }
-        let new = || Page {
+        let new = || IncomingPage {
             bytes: vec![0; bytes],
             missing: vec![true; self.givers],
             at: self.last,
@@ -138,7 +142,7 @@ impl State {
             return;
         };
         let left = self.pages.iter().filter(|(_, page)| page.prompt == prompt);
-        let left: Vec<Key> = left.map(|(key, _)| *key).collect();
+        let left: Vec<TransferKey> = left.map(|(key, _)| *key).collect();
         for key in left {
             self.remove(&key);
         }
@@ -147,14 +151,14 @@ impl State {
 
 /// Received pages that the engine has not taken.
 #[derive(Clone, Debug)]
-pub(super) struct Incoming {
+pub(super) struct ReceivedPages {
     state: Arc<Mutex<State>>,
     /// Pages of a prompt of the full context, by pool. Capacity is one such prompt: the oldest
     /// pages are evicted.
     most: Vec<usize>,
 }
 
-impl Incoming {
+impl ReceivedPages {
     /// For sequences of `context` tokens, in pools whose `windows` drop some pages.
     pub(super) fn new(context: usize, windows: &[WindowPool]) -> Self {
         let all = context.div_ceil(PAGE);
@@ -197,8 +201,8 @@ impl Incoming {
     fn add(
         &self,
         (round, giver): (u64, usize),
-        part: &Handed,
-        (name, pool): Key,
+        part: &KvTransferPlan,
+        (name, pool): TransferKey,
         bytes: &[u8],
     ) -> Option<Vec<u64>> {
         let mut state = lock(&self.state);
@@ -218,16 +222,16 @@ impl Incoming {
 }
 
 /// The connection from one sender.
-pub(super) struct Lane {
-    pub(super) channel: Channel,
-    pub(super) incoming: Incoming,
+pub(super) struct SenderConnection {
+    pub(super) channel: ControlChannel,
+    pub(super) incoming: ReceivedPages,
     pub(super) round: u64,
     pub(super) giver: usize,
-    pub(super) part: Handed,
+    pub(super) part: KvTransferPlan,
     pub(super) space: [u8; 16],
 }
 
-impl Lane {
+impl SenderConnection {
     /// Receives until the round is over or the sender is lost, which it reports to the instance.
     pub(super) fn run(self, group: Result<Box<dyn Group>, Error>) {
         let ended = group.and_then(|group| self.take(&*group));
@@ -298,38 +302,39 @@ impl Lane {
 
 /// A store that looks up received pages first, then those on disk.
 #[derive(Debug)]
-pub(super) struct Taken {
-    incoming: Incoming,
+pub(super) struct ReceivedPageStore {
+    incoming: ReceivedPages,
     disk: Option<Box<dyn PageStore>>,
 }
 
-impl Taken {
-    pub(super) fn new(incoming: Incoming, disk: Option<Box<dyn PageStore>>) -> Self {
+impl ReceivedPageStore {
+    pub(super) fn new(incoming: ReceivedPages, disk: Option<Box<dyn PageStore>>) -> Self {
         Self { incoming, disk }
     }
 }
 
-impl PageStore for Taken {
+impl PageStore for ReceivedPageStore {
     fn name(&self, before: &PageName, tokens: &[u32]) -> PageName {
         disk::name(before, tokens)
     }
 
-    fn has(&self, page: &KeptPage) -> bool {
+    fn has(&self, page: &PersistedPage) -> bool {
         let state = lock(&self.incoming.state);
         let came = state.pages.get(&(page.name, page.pool));
-        came.is_some_and(Page::is_whole) || self.disk.as_ref().is_some_and(|disk| disk.has(page))
+        came.is_some_and(IncomingPage::is_whole)
+            || self.disk.as_ref().is_some_and(|disk| disk.has(page))
     }
 
-    fn put(&mut self, page: &KeptPage, bytes: &[u8]) {
+    fn put(&mut self, page: &PersistedPage, bytes: &[u8]) {
         if let Some(disk) = &mut self.disk {
             disk.put(page, bytes);
         }
     }
 
-    fn get(&mut self, page: &KeptPage, into: &mut [u8]) -> bool {
+    fn get(&mut self, page: &PersistedPage, into: &mut [u8]) -> bool {
         let key = (page.name, page.pool);
         let mut state = lock(&self.incoming.state);
-        let is_whole = state.pages.get(&key).is_some_and(Page::is_whole);
+        let is_whole = state.pages.get(&key).is_some_and(IncomingPage::is_whole);
         let came = state.remove(&key).filter(|_| is_whole);
         state.taken(page.name);
         drop(state);
@@ -342,7 +347,7 @@ impl PageStore for Taken {
         }
     }
 
-    fn forget(&mut self, page: &KeptPage) {
+    fn forget(&mut self, page: &PersistedPage) {
         lock(&self.incoming.state).remove(&(page.name, page.pool));
         if let Some(disk) = &mut self.disk {
             disk.forget(page);
@@ -358,8 +363,8 @@ mod tests {
         PageName([i; 8])
     }
 
-    fn kept(i: u32, pool: u32) -> KeptPage {
-        KeptPage {
+    fn kept(i: u32, pool: u32) -> PersistedPage {
+        PersistedPage {
             name: name(i),
             index: i,
             pool,
@@ -369,31 +374,31 @@ mod tests {
 
     /// The part of one of two senders: half of an eight-byte page of the first pool, nothing of the
     /// second.
-    fn half(giver: usize) -> Handed {
-        let run = paceline_model::Run {
+    fn half(giver: usize) -> KvTransferPlan {
+        let run = paceline_model::CopyRange {
             from: 0,
             to: 4 * giver,
             len: 4,
         };
-        Handed {
+        KvTransferPlan {
             runs: vec![vec![run], Vec::new()],
             page_bytes: vec![8, 0],
         }
     }
 
-    fn add(incoming: &Incoming, giver: usize, (i, pool): (u32, u32)) -> Option<Vec<u64>> {
+    fn add(incoming: &ReceivedPages, giver: usize, (i, pool): (u32, u32)) -> Option<Vec<u64>> {
         let bytes = vec![giver as u8 + 1; if pool == 0 { 4 } else { 0 }];
         incoming.add((1, giver), &half(giver), (name(i), pool), &bytes)
     }
 
     /// For sequences of four pages, in two pools that keep all of them.
-    fn four_pages() -> Incoming {
+    fn four_pages() -> ReceivedPages {
         let window = WindowPool {
             back: PAGE,
             pages: 4,
             every: 1,
         };
-        Incoming::new(4 * PAGE, &[window])
+        ReceivedPages::new(4 * PAGE, &[window])
     }
 
     #[test]
@@ -401,7 +406,7 @@ mod tests {
         let incoming = four_pages();
         incoming.begin(1, 2, &[8, 0]);
         assert!(!incoming.expect(7, name(1)));
-        let mut store = Taken::new(incoming.clone(), None);
+        let mut store = ReceivedPageStore::new(incoming.clone(), None);
         let mut into = [0; 8];
         assert_eq!(add(&incoming, 0, (1, 0)), Some(vec![]));
         assert!(!store.has(&kept(1, 0)));
@@ -422,7 +427,7 @@ mod tests {
     fn rounds_that_are_over_add_nothing_and_the_oldest_pages_make_room() {
         let incoming = four_pages();
         incoming.begin(1, 1, &[8, 0]);
-        let store = Taken::new(incoming.clone(), None);
+        let store = ReceivedPageStore::new(incoming.clone(), None);
         for i in 0..100 {
             add(&incoming, 0, (i, 0));
             add(&incoming, 0, (i, 1));
@@ -439,7 +444,7 @@ mod tests {
     fn what_is_left_of_a_prompt_goes_with_its_last_page() {
         let incoming = four_pages();
         incoming.begin(1, 1, &[8, 0]);
-        let mut store = Taken::new(incoming.clone(), None);
+        let mut store = ReceivedPageStore::new(incoming.clone(), None);
         for (number, last) in [(7, 2), (8, 4)] {
             assert!(!incoming.expect(number, name(last)));
             for i in [last - 1, last] {

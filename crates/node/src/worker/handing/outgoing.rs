@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use paceline_comm::Group;
-use paceline_model::{Handed, KeptPage, PageName, PageStore};
+use paceline_model::{KvTransferPlan, PageName, PageStore, PersistedPage};
 
 use super::{BEAT, NO_POOL, PAGE_LIMIT, TAG, TAKER, within};
 use crate::{Error, disk};
@@ -27,7 +27,7 @@ const ROOM_LIMIT: Duration = Duration::from_secs(2);
 const ROOM_LOOK: Duration = Duration::from_millis(1);
 
 /// A queued part of a page.
-struct Parcel {
+struct OutgoingPage {
     name: PageName,
     pool: u32,
     bytes: Vec<u8>,
@@ -35,29 +35,29 @@ struct Parcel {
 
 /// The queue to one receiver.
 #[derive(Debug)]
-pub(super) struct Lane {
-    part: Handed,
-    queue: SyncSender<Parcel>,
+pub(super) struct ReceiverQueue {
+    part: KvTransferPlan,
+    queue: SyncSender<OutgoingPage>,
     queued: Arc<AtomicU64>,
 }
 
 /// The thread of a [`Lane`].
-pub(super) struct Sender {
+pub(super) struct PageSender {
     space: [u8; 16],
-    parcels: Receiver<Parcel>,
+    parcels: Receiver<OutgoingPage>,
     queued: Arc<AtomicU64>,
 }
 
 /// The queue to a receiver, and the sender to run on its own thread.
-pub(super) fn lane(part: Handed, space: [u8; 16]) -> (Lane, Sender) {
+pub(super) fn lane(part: KvTransferPlan, space: [u8; 16]) -> (ReceiverQueue, PageSender) {
     let (queue, parcels) = sync_channel(QUEUE_PAGES);
     let queued = Arc::new(AtomicU64::new(0));
-    let sender = Sender {
+    let sender = PageSender {
         space,
         parcels,
         queued: Arc::clone(&queued),
     };
-    let lane = Lane {
+    let lane = ReceiverQueue {
         part,
         queue,
         queued,
@@ -65,16 +65,16 @@ pub(super) fn lane(part: Handed, space: [u8; 16]) -> (Lane, Sender) {
     (lane, sender)
 }
 
-impl Lane {
+impl ReceiverQueue {
     /// Queues the page's part; whether it was accepted.
-    fn put(&self, page: &KeptPage, bytes: &[u8]) -> bool {
+    fn put(&self, page: &PersistedPage, bytes: &[u8]) -> bool {
         let pool = page.pool as usize;
         if pool >= self.part.runs.len() {
             return false;
         }
         let bytes = self.part.gather(pool, bytes);
         let (len, until) = (bytes.len() as u64, Instant::now() + ROOM_LIMIT);
-        let mut parcel = Parcel {
+        let mut parcel = OutgoingPage {
             name: page.name,
             pool: page.pool,
             bytes,
@@ -100,7 +100,7 @@ impl Lane {
     }
 }
 
-impl Sender {
+impl PageSender {
     /// Sends queued parts until the queue is dropped.
     ///
     /// # Errors
@@ -122,7 +122,7 @@ impl Sender {
         }
     }
 
-    fn send(&self, group: &dyn Group, parcel: &Parcel) -> Result<(), Error> {
+    fn send(&self, group: &dyn Group, parcel: &OutgoingPage) -> Result<(), Error> {
         let deadline = within(PAGE_LIMIT);
         let of = (&parcel.name, parcel.pool);
         let head = disk::head(&self.space, of, parcel.bytes.len());
@@ -137,12 +137,12 @@ impl Sender {
 
 /// The queues to all receivers, with their round; empty before they are connected.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Outgoing(Arc<Mutex<(u64, Vec<Lane>)>>);
+pub(super) struct ReceiverQueues(Arc<Mutex<(u64, Vec<ReceiverQueue>)>>);
 
-impl Outgoing {
+impl ReceiverQueues {
     /// Sets the queues of a round; earlier ones end when they are empty. Drops the queues of a
     /// thread that connected too late, in a later round.
-    pub(super) fn set(&self, round: u64, lanes: Vec<Lane>) {
+    pub(super) fn set(&self, round: u64, lanes: Vec<ReceiverQueue>) {
         let mut own = lock(&self.0);
         if round >= own.0 {
             *own = (round, lanes);
@@ -153,11 +153,11 @@ impl Outgoing {
 /// A store that sends all pages and holds none.
 #[derive(Debug)]
 pub(super) struct Sent {
-    outgoing: Outgoing,
+    outgoing: ReceiverQueues,
 }
 
 impl Sent {
-    pub(super) const fn new(outgoing: Outgoing) -> Self {
+    pub(super) const fn new(outgoing: ReceiverQueues) -> Self {
         Self { outgoing }
     }
 }
@@ -167,22 +167,22 @@ impl PageStore for Sent {
         disk::name(before, tokens)
     }
 
-    fn has(&self, _page: &KeptPage) -> bool {
+    fn has(&self, _page: &PersistedPage) -> bool {
         false
     }
 
     /// Waits a bounded time if a link is slower than prefill. A receiver that is lost or too slow
     /// gets nothing more and computes its prompts itself.
-    fn put(&mut self, page: &KeptPage, bytes: &[u8]) {
+    fn put(&mut self, page: &PersistedPage, bytes: &[u8]) {
         let mut own = lock(&self.outgoing.0);
         own.1.retain(|lane| lane.put(page, bytes));
     }
 
-    fn get(&mut self, _page: &KeptPage, _into: &mut [u8]) -> bool {
+    fn get(&mut self, _page: &PersistedPage, _into: &mut [u8]) -> bool {
         false
     }
 
-    fn forget(&mut self, _page: &KeptPage) {}
+    fn forget(&mut self, _page: &PersistedPage) {}
 
     fn wants_known(&self) -> bool {
         true

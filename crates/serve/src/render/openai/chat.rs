@@ -3,11 +3,11 @@
 use paceline_formats::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
-use crate::choice::{Delta, Entry, Piece, Said, SaidCall};
+use crate::choice::{ChoiceOutput, CompletedCall, Delta, ResponsePart, ScoredToken};
 use crate::render::tokens::{escaped, number};
 
 /// A choice of a whole response.
-pub(super) fn choice(index: usize, said: &Said, logprobs: Value) -> Value {
+pub(super) fn choice(index: usize, said: &ChoiceOutput, logprobs: Value) -> Value {
     let is_silent = said.text.is_empty() && !said.calls.is_empty();
     let content = (!is_silent).then_some(said.text.as_str());
     let mut message = json!({"role": "assistant", "content": content, "refusal": null});
@@ -26,7 +26,7 @@ pub(super) fn choice(index: usize, said: &Said, logprobs: Value) -> Value {
     })
 }
 
-fn call(call: &SaidCall) -> Value {
+fn call(call: &CompletedCall) -> Value {
     let function = json!({"name": call.name, "arguments": call.arguments});
     json!({"id": call.id, "type": "function", "function": function})
 }
@@ -51,20 +51,20 @@ pub(super) fn deltas(index: usize, delta: &Delta, logprobs: Value) -> Vec<Value>
     parts.into_iter().map(chunk).collect()
 }
 
-fn part(piece: &Piece) -> Option<Value> {
+fn part(piece: &ResponsePart) -> Option<Value> {
     let call = |value: Value| Some(json!({"tool_calls": [value]}));
     match piece {
-        Piece::Text(text) if text.is_empty() => None,
-        Piece::Text(text) => Some(json!({"content": text})),
-        Piece::Reasoning(text) => Some(json!({"reasoning_content": text})),
-        Piece::Call { index, id, name } => call(json!({
+        ResponsePart::Text(text) if text.is_empty() => None,
+        ResponsePart::Text(text) => Some(json!({"content": text})),
+        ResponsePart::Reasoning(text) => Some(json!({"reasoning_content": text})),
+        ResponsePart::Call { index, id, name } => call(json!({
             "index": index, "id": id, "type": "function",
             "function": {"name": name, "arguments": ""},
         })),
-        Piece::Arguments { index, text } => {
+        ResponsePart::Arguments { index, text } => {
             call(json!({"index": index, "function": {"arguments": text}}))
         }
-        Piece::CallEnd { .. } => None,
+        ResponsePart::CallEnd { .. } => None,
     }
 }
 
@@ -73,12 +73,12 @@ pub(super) fn closing(index: usize, finish: &str) -> Value {
     json!({"index": index, "delta": {}, "logprobs": null, "finish_reason": finish})
 }
 
-pub(super) fn logprobs(tokenizer: &Tokenizer, entries: &[Entry]) -> Value {
+pub(super) fn logprobs(tokenizer: &Tokenizer, entries: &[ScoredToken]) -> Value {
     let one = |token: u32, logprob: f32| {
         let bytes = tokenizer.token_bytes(token).unwrap_or_default();
         json!({"token": escaped(bytes), "bytes": bytes, "logprob": number(logprob)})
     };
-    let entry = |entry: &Entry| {
+    let entry = |entry: &ScoredToken| {
         let mut value = one(entry.token, entry.logprobs.logprob);
         let top = entry.logprobs.top.iter();
         let top: Vec<Value> = top.map(|(token, logprob)| one(*token, *logprob)).collect();

@@ -12,17 +12,21 @@ pub(super) fn choice(index: usize, text: &str, finish: Option<&str>, logprobs: V
 }
 
 /// A token of prompt or answer; a prompt's first has no log-probabilities.
-pub(super) type Scored<'a> = (u32, Option<&'a TokenLogprobs>);
+pub(super) type EchoToken<'a> = (u32, Option<&'a TokenLogprobs>);
 
 /// The tokens of a prompt with their log-probabilities; the first has none.
-pub(super) fn scored<'a>((tokens, scores): (&[u32], &'a [TokenLogprobs])) -> Vec<Scored<'a>> {
+pub(super) fn scored<'a>((tokens, scores): (&[u32], &'a [TokenLogprobs])) -> Vec<EchoToken<'a>> {
     let scores = std::iter::once(None).chain(scores.iter().map(Some));
     tokens.iter().copied().zip(scores).collect()
 }
 
 /// The four parallel arrays of `logprobs`. `n_chars` counts the characters that began in earlier
 /// tokens. A token's offset is that of its first byte, in characters from the text's start.
-pub(super) fn logprobs(tokenizer: &Tokenizer, scored: &[Scored<'_>], n_chars: &mut usize) -> Value {
+pub(super) fn logprobs(
+    tokenizer: &Tokenizer,
+    scored: &[EchoToken<'_>],
+    n_chars: &mut usize,
+) -> Value {
     let bytes = |token: u32| tokenizer.token_bytes(token).unwrap_or_default();
     // In OpenAI's notation for bytes that are not valid text; a control token has its name.
     let name = |token: u32| match std::str::from_utf8(bytes(token)) {

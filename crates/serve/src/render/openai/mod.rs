@@ -9,8 +9,8 @@ use paceline_engine::TokenLogprobs;
 use paceline_formats::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 
-use super::{Frame, Framing, Usage, Writer};
-use crate::choice::{Delta, Entry, Said};
+use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};
+use crate::choice::{ChoiceOutput, Delta, ScoredToken};
 use crate::rejection::Rejection;
 
 /// Which of the two endpoints, with its own data.
@@ -19,13 +19,13 @@ pub(crate) enum Kind {
     Chat,
     /// By prompt, the echo before each choice.
     Completion {
-        echo: Option<Vec<Echo>>,
+        echo: Option<Vec<PromptEcho>>,
     },
 }
 
 /// The echoed prompt before a choice.
 #[derive(Clone, Debug)]
-pub(crate) struct Echo {
+pub(crate) struct PromptEcho {
     pub(crate) text: String,
     /// The prompt's tokens, if their log-probabilities are echoed.
     pub(crate) tokens: Option<Vec<u32>>,
@@ -34,7 +34,7 @@ pub(crate) struct Echo {
 /// Renders both.
 #[derive(Debug)]
 pub(crate) struct OpenAi {
-    frame: Frame,
+    frame: ResponseFrame,
     kind: Kind,
     tokenizer: Arc<Tokenizer>,
     has_logprobs: bool,
@@ -48,7 +48,7 @@ pub(crate) struct OpenAi {
 
 /// Options of an [`OpenAi`] writer.
 #[derive(Clone, Debug)]
-pub(crate) struct Shape {
+pub(crate) struct OpenAiOptions {
     pub(crate) kind: Kind,
     pub(crate) has_logprobs: bool,
     pub(crate) has_usage: bool,
@@ -59,7 +59,11 @@ pub(crate) struct Shape {
 }
 
 impl OpenAi {
-    pub(crate) fn new(frame: Frame, shape: Shape, tokenizer: Arc<Tokenizer>) -> Self {
+    pub(crate) fn new(
+        frame: ResponseFrame,
+        shape: OpenAiOptions,
+        tokenizer: Arc<Tokenizer>,
+    ) -> Self {
         Self {
             frame,
             kind: shape.kind,
@@ -71,7 +75,7 @@ impl OpenAi {
         }
     }
 
-    fn whole_choice(&mut self, index: usize, said: &Said) -> Value {
+    fn whole_choice(&mut self, index: usize, said: &ChoiceOutput) -> Value {
         let logprobs = self.logprobs(index, said.prompt.as_deref(), &said.entries);
         match &self.kind {
             Kind::Chat => chat::choice(index, said, logprobs),
@@ -84,7 +88,7 @@ impl OpenAi {
     }
 
     /// The echoed prompt before a choice, if the request asks for it.
-    fn echo(&self, index: usize) -> Option<&Echo> {
+    fn echo(&self, index: usize) -> Option<&PromptEcho> {
         match &self.kind {
             Kind::Completion { echo: Some(echoes) } => Some(&echoes[index / self.n]),
             _ => None,
@@ -125,7 +129,7 @@ impl OpenAi {
         &mut self,
         index: usize,
         prompt: Option<&[TokenLogprobs]>,
-        entries: &[Entry],
+        entries: &[ScoredToken],
     ) -> Value {
         if !self.has_logprobs {
             return Value::Null;
@@ -142,7 +146,7 @@ impl OpenAi {
 }
 
 /// OpenAI's `usage`.
-fn usage(usage: &Usage) -> Value {
+fn usage(usage: &ResponseUsage) -> Value {
     json!({
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -152,12 +156,12 @@ fn usage(usage: &Usage) -> Value {
     })
 }
 
-impl Writer for OpenAi {
-    fn framing(&self) -> Framing {
-        Framing::Data
+impl DialectWriter for OpenAi {
+    fn framing(&self) -> StreamFraming {
+        StreamFraming::Data
     }
 
-    fn start(&mut self, _usage: &Usage) -> Vec<Value> {
+    fn start(&mut self, _usage: &ResponseUsage) -> Vec<Value> {
         let chunk = |index| match &self.kind {
             Kind::Chat => Some(self.chunk(vec![chat::opening(index)])),
             // An echo with log-probabilities follows with the first delta.
@@ -174,12 +178,12 @@ impl Writer for OpenAi {
 
     fn delta(&mut self, index: usize, delta: Delta) -> Vec<Value> {
         let logprobs = self.logprobs(index, delta.prompt.as_deref(), &delta.entries);
-        let finish = delta.ending.map(crate::choice::Ending::openai);
+        let finish = delta.ending.map(crate::choice::FinishReason::openai);
         if let Kind::Completion { .. } = self.kind {
             let echo = self.echo(index).filter(|_| delta.prompt.is_some());
-            let mut said = Said {
+            let mut said = ChoiceOutput {
                 text: echo.map_or_else(String::new, |echo| echo.text.clone()),
-                ..Said::default()
+                ..ChoiceOutput::default()
             };
             said.add(delta);
             let choice = completion::choice(index, &said.text, finish, logprobs);
@@ -192,13 +196,13 @@ impl Writer for OpenAi {
         all.map(|choice| self.chunk(vec![choice])).collect()
     }
 
-    fn end(&mut self, sum: &Usage) -> Vec<Value> {
+    fn end(&mut self, sum: &ResponseUsage) -> Vec<Value> {
         let mut chunk = self.chunk(Vec::new());
         chunk["usage"] = usage(sum);
         self.has_usage.then_some(chunk).into_iter().collect()
     }
 
-    fn whole(&mut self, said: Vec<Said>, sum: &Usage) -> Value {
+    fn whole(&mut self, said: Vec<ChoiceOutput>, sum: &ResponseUsage) -> Value {
         let choices = said.iter().enumerate();
         let choices: Vec<Value> = choices
             .map(|(i, said)| self.whole_choice(i, said))

@@ -24,7 +24,7 @@ fn latent(
     };
     let mut cache = KvCache::new(&[(0, store); 2], &[4]).unwrap();
     cache.soil();
-    let keys = Random(5).floats(150 * DIMS.0, 1.0);
+    let keys = KernelRng(5).floats(150 * DIMS.0, 1.0);
     let values: Vec<&[f32]> = keys
         .chunks_exact(DIMS.0)
         .map(|key| &key[..DIMS.1])
@@ -37,8 +37,8 @@ fn latent(
         first_page: 0,
     };
     kernels.write_kv(&mut cache, 1, &[sequence(150)], &keys, &values);
-    let queries = Random(6).floats(rows * heads * DIMS.0, 0.5);
-    let step = Attention {
+    let queries = KernelRng(6).floats(rows * heads * DIMS.0, 0.5);
+    let step = AttentionStep {
         cache: &cache,
         layer: 1,
         heads,

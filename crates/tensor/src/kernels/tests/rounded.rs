@@ -10,7 +10,7 @@ const COLS: usize = 75;
 const ROWS: usize = 17;
 
 /// `n` numbers of 16 bits with biased exponents in `exponents`, of both signs.
-fn numbers(n: usize, exponents: &Range<u64>, random: &mut Random) -> Vec<u16> {
+fn numbers(n: usize, exponents: &Range<u64>, random: &mut KernelRng) -> Vec<u16> {
     let mut number = || {
         let exponent = exponents.start + random.next() % (exponents.end - exponents.start);
         (exponent << 7 | random.next() & 0x807f) as u16
@@ -28,7 +28,7 @@ fn rounded_products_equal_naive_whatever_the_exponents() {
         (110..130, false),
         (0..75, true),
     ] {
-        let mut random = Random(exponents.start);
+        let mut random = KernelRng(exponents.start);
         let weights = numbers(ROWS * COLS, &exponents, &mut random);
         let bytes: Vec<u8> = weights.iter().flat_map(|w| w.to_le_bytes()).collect();
         let matrix = StoredMatrix {
@@ -51,7 +51,7 @@ fn rounded_products_equal_naive_whatever_the_exponents() {
             as_f32: false,
         };
         for kernels in all_kernels() {
-            let packed = Packed::new(matrix, options, kernels.pool()).unwrap();
+            let packed = PackedMatrix::new(matrix, options, kernels.pool()).unwrap();
             assert_eq!(packed.tiny, tiny, "{exponents:?}");
             for rows in [1, 5] {
                 let acts = kernels.activations(rows, COLS, Precision::Eight, [&packed]);
@@ -69,7 +69,7 @@ fn rounded_products_equal_naive_whatever_the_exponents() {
 
 #[test]
 fn activations_become_the_nearest_bf16() {
-    let mut random = Random(1);
+    let mut random = KernelRng(1);
     let edges = [
         0.0,
         1.0,

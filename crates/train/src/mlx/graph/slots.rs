@@ -2,35 +2,35 @@
 
 use std::ops::Range;
 
-use crate::weights::{Kept, Layer, Matrix, Vector};
+use crate::weights::{LayerWeights, Matrix, MatrixStorage, VectorParameter};
 
 /// A trained tensor.
 #[derive(Clone, Debug)]
-pub(crate) struct Slot {
+pub(crate) struct TensorSlot {
     /// Its place in all that is trained.
     pub(crate) range: Range<usize>,
     /// Sizes, outermost first.
     pub(crate) shape: Vec<i32>,
 }
 
-fn of_vector(vector: &Vector) -> Option<Slot> {
+fn of_vector(vector: &VectorParameter) -> Option<TensorSlot> {
     match vector {
-        Vector::Fixed(_) => None,
-        Vector::Trained(range) => Some(Slot {
+        VectorParameter::Fixed(_) => None,
+        VectorParameter::Trained(range) => Some(TensorSlot {
             range: range.clone(),
             shape: vec![range.len() as i32],
         }),
     }
 }
 
-fn of_matrix(matrix: &Matrix, slots: &mut Vec<Slot>) {
+fn of_matrix(matrix: &Matrix, slots: &mut Vec<TensorSlot>) {
     let mut add = |range: &Range<usize>, cols: usize| {
-        slots.push(Slot {
+        slots.push(TensorSlot {
             range: range.clone(),
             shape: vec![(range.len() / cols) as i32, cols as i32],
         });
     };
-    if let Kept::Trained(range) = &matrix.kept {
+    if let MatrixStorage::Trained(range) = &matrix.kept {
         add(range, matrix.cols);
     }
     if let Some(pair) = &matrix.pair {
@@ -40,7 +40,7 @@ fn of_matrix(matrix: &Matrix, slots: &mut Vec<Slot>) {
     slots.extend(matrix.bias.as_ref().and_then(of_vector));
 }
 
-pub(crate) fn of_layer(layer: &Layer) -> Vec<Slot> {
+pub(crate) fn of_layer(layer: &LayerWeights) -> Vec<TensorSlot> {
     let norms = [
         Some(&layer.attention_norm),
         layer.query_norm.as_ref(),
@@ -49,7 +49,7 @@ pub(crate) fn of_layer(layer: &Layer) -> Vec<Slot> {
         Some(&layer.ffn_norm),
         layer.post_ffn_norm.as_ref(),
     ];
-    let mut slots: Vec<Slot> = norms.into_iter().flatten().filter_map(of_vector).collect();
+    let mut slots: Vec<TensorSlot> = norms.into_iter().flatten().filter_map(of_vector).collect();
     for matrix in &layer.matrices {
         of_matrix(matrix, &mut slots);
     }
@@ -57,8 +57,8 @@ pub(crate) fn of_layer(layer: &Layer) -> Vec<Slot> {
 }
 
 /// Slots of the head and the norm before it.
-pub(crate) fn of_head(norm: &Vector, matrix: &Matrix) -> Vec<Slot> {
-    let mut slots: Vec<Slot> = of_vector(norm).into_iter().collect();
+pub(crate) fn of_head(norm: &VectorParameter, matrix: &Matrix) -> Vec<TensorSlot> {
+    let mut slots: Vec<TensorSlot> = of_vector(norm).into_iter().collect();
     of_matrix(matrix, &mut slots);
     slots
 }
