@@ -6,7 +6,7 @@
 //! - [`KernelClass`]: which definition of the numbers a result belongs to.
 //! - [`Bytes`], [`Micros`]: units that print themselves.
 //! - [`Rank`], [`LayerIdx`]: indices that cannot be mixed up.
-//! - [`Awake`]: elapsed time without the observer's own suspension.
+//! - [`AwakeTime`]: elapsed time without the observer's own suspension.
 //! - [`lock`]: locks a mutex, even if its last holder panicked.
 //! - [`whole_pages`]: the part of a mapping that can be released to the system.
 //! - [`SplitMix64`]: random numbers for choices that need no secrecy.
@@ -19,7 +19,7 @@
 //! [`testing::Stopwatch`] measures times of tests on busy machines: the one clock and the one
 //! thread of this crate.
 
-mod awake;
+mod awake_time;
 mod block_type;
 pub mod exact;
 mod hex;
@@ -33,7 +33,7 @@ pub mod testing;
 pub mod tree;
 mod units;
 
-pub use awake::AwakeTime;
+pub use awake_time::AwakeTime;
 pub use block_type::{BlockType, UnknownBlockType};
 pub use hex::{hex, unhex};
 pub use kernel_class::{KernelClass, UnknownKernelClass};

@@ -22,7 +22,7 @@
 //! vector per rank.
 //!
 //! [`sum_all`] is the definition; [`Stack`] evaluates any range with O(log n) storage. Kernels
-//! that keep their partial sums in registers follow [`Node::join`] and are tested against
+//! that keep their partial sums in registers follow [`TreeNode::join`] and are tested against
 //! [`sum_all`].
 
 use std::ops::Range;

@@ -5,7 +5,7 @@ use std::time::Instant;
 use paceline_base::{BlockType, Bytes, KernelClass};
 use paceline_plan::draw::{Bar, BarChart};
 use paceline_tensor::limits::ReadLimit;
-use paceline_tensor::stored::random::random_row;
+use paceline_tensor::storage::random::random_row;
 use paceline_tensor::{
     Activations, Error, Kernels, PackOptions, PackedMatrix, Precision, Product, StoredMatrix,
 };

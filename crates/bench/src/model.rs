@@ -57,7 +57,7 @@ pub struct SpeedRun {
     pub limit: f64,
 }
 
-/// Runs once: measures prefill, and decode behind [`Spec::depth`]. Prompts differ by `round`.
+/// Runs once: measures prefill, and decode behind [`SpeedSpec::depth`]. Prompts differ by `round`.
 ///
 /// # Errors
 /// The computation failed, or ended its answer at once.

@@ -23,7 +23,7 @@ use paceline_comm::{
     Algorithm, Backend, Deadline, Group, JoinParams, Plaintext, Strict, init, local, tcp,
 };
 use paceline_comm_rdma::settings::Lookup;
-use paceline_node::launched;
+use paceline_node::launcher_env;
 use serde::{Deserialize, Serialize};
 
 use self::rivals::{RivalRanks, SumRunner, compare};
@@ -419,7 +419,7 @@ fn take_part(
         ..tcp::Config::default()
     };
     let by = deadline();
-    let wire = launched::of(args.backend, args.plaintext, lookup)?;
+    let wire = launcher_env::of(args.backend, args.plaintext, lookup)?;
     let wire = wire.as_deref();
     let seat = JoinParams {
         listener,

@@ -11,7 +11,7 @@ use paceline_train::fuse::fuse;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::served::changed_unix_s;
+use crate::api_model::changed_unix_s;
 
 /// Why an adapter cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -18,11 +18,11 @@ use paceline_cluster::nodes::pairing::Code;
 use paceline_cluster::nodes::placement::{AdapterFile, InstanceSpec, WeightDistribution};
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
+use paceline_node::context_size::ContextBudget;
 use paceline_node::fleet::{
-    self, Fleet, FleetSpec, LoadRequest, MakeKernels, TraceRequest, journals, lent,
+    self, Fleet, FleetSpec, LoadRequest, MakeKernels, TraceRequest, journals, leases,
 };
 use paceline_node::interpreter::ChildProgram;
-use paceline_node::room::ContextBudget;
 use paceline_node::{DRAFTS, tunnel};
 use paceline_serve::keys::{self, KeyInfo, KeyRole, Keys};
 use paceline_serve::{
@@ -34,7 +34,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::hub::StoreHub;
-use crate::{Error, MessageSink, chain, served, stores};
+use crate::{Error, MessageSink, api_model, chain, stores};
 
 /// Maximum queued requests; further ones are rejected as busy. That is one per connection of the
 /// server's default limit.
@@ -111,7 +111,7 @@ pub fn start(
         "answer",
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
-            lent::answer(&fleet, arguments, progress)
+            leases::answer(&fleet, arguments, progress)
         },
     );
     for (service, start) in services {
@@ -122,7 +122,7 @@ pub fn start(
     agent.serve_local(
         "borrow",
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
-            lent::lend(&own, &parse_load(arguments)?, progress)
+            leases::lend(&own, &parse_load(arguments)?, progress)
         },
     );
     Ok(fleet)
@@ -446,7 +446,7 @@ impl fleet::ModelRegistrar for HttpAdmission {
         path: &Path,
         service: Arc<dyn Service>,
     ) -> Result<(), String> {
-        let model = served::instance(path, wanted, &self.templates);
+        let model = api_model::instance(path, wanted, &self.templates);
         let mut model = model.map_err(|error| chain(&error))?;
         if let Some(adapter) = adapter {
             model.id = wanted.adapted(&adapter.name);

@@ -14,7 +14,7 @@ use paceline_cluster::nodes::agent::ServiceChannel;
 use paceline_cluster::nodes::member::Life;
 use serde_json::Value;
 
-use crate::board::Inner;
+use crate::dashboard::Inner;
 
 /// Name of the report service.
 pub(super) const SERVICE: &str = "board";

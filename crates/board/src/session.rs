@@ -11,7 +11,7 @@ use paceline_node::trace::{AnswerTimes, Recording, Timeline, UnixClock};
 use serde_json::Value;
 
 use crate::answer::{AnswerStats, RunDetails, SubmittedPrompt, collect};
-use crate::opened::ReadyModel;
+use crate::local_model::ReadyModel;
 
 /// Minimum tokens of an answer for the speed records: the first few are slower.
 const LESSON: usize = 16;

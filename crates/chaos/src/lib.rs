@@ -4,12 +4,12 @@
 //! node, and sometimes a second fault hits another. A client whose node fails continues at the next
 //! one. Every answer is compared with that of an undisturbed round.
 //!
-//! - [`Chaos`]: the rounds, one by one; [`Plan`]: their settings.
+//! - [`Chaos`]: the rounds, one by one; [`RoundSettings`]: their settings.
 //! - [`Fault`]: a fault of a node; [`faults`]: the faults that this system allows.
 //! - [`Report`]: all rounds, as text and as JSON.
 //!
 //! Nodes are processes of the program `paceline`. The crate prints nothing: progress lines go to a
-//! [`Tell`].
+//! [`ProgressSink`].
 
 mod cluster;
 mod faults;

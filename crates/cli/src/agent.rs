@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use paceline_serve::agent::{AgentProgram, AgentServer};
-use paceline_serve::{DEFAULT_PORT, load};
+use paceline_serve::{DEFAULT_PORT, load_generator};
 use serde_json::Value;
 
 use crate::error::Error;
@@ -130,7 +130,9 @@ pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
     };
     let config = ureq::Agent::config_builder()
         .timeout_global(Some(PATIENCE))
-        .tls_config(load::trust(home::certificates_for(url)?.as_deref()))
+        .tls_config(load_generator::trust(
+            home::certificates_for(url)?.as_deref(),
+        ))
         .proxy(None)
         .build();
     let mut request = ureq::Agent::new_with_config(config).get(url);

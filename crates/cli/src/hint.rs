@@ -1,8 +1,8 @@
 //! Prints errors with hints.
 
 mod command;
+mod command_errors;
 mod model;
-mod own;
 mod server;
 mod store;
 
@@ -49,7 +49,7 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
             return store::hints(error);
         }
         if let Some(error) = cause.downcast_ref() {
-            return own::hint(error).into_iter().collect();
+            return command_errors::hint(error).into_iter().collect();
         }
         if let Some(error) = cause.downcast_ref() {
             return server::hint(error).into_iter().collect();
@@ -60,7 +60,7 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if let Some(hint) = crate::member::hint(cause) {
             return vec![hint];
         }
-        if let Some(hint) = crate::wires::hint(cause) {
+        if let Some(hint) = crate::plaintext::hint(cause) {
             return vec![hint];
         }
         if let Some(hint) = crate::mapreduce::hint(cause) {

@@ -1,13 +1,13 @@
 //! `paceline plan`: compares machines, splits and speeds.
 
 mod error;
-mod here;
+mod local;
 mod train;
 mod validate;
 
 use std::path::{Path, PathBuf};
 
-use paceline_board::named;
+use paceline_board::lookup;
 use paceline_model::shape;
 use paceline_plan::report::{Comparison, PlanRequest};
 use paceline_plan::solver::Options;
@@ -37,17 +37,17 @@ fn in_files(error: shape::Error) -> anyhow::Error {
 }
 
 /// The error of the name's lookup.
-fn of_name(error: named::Error) -> anyhow::Error {
+fn of_name(error: lookup::Error) -> anyhow::Error {
     match error {
-        named::Error::Shape(error) => in_files(error),
-        named::Error::Plan(error) => error.into(),
+        lookup::Error::Shape(error) => in_files(error),
+        lookup::Error::Plan(error) => error.into(),
         other => other.into(),
     }
 }
 
 /// The local files that `run` would use for `name`: a path, or a model of the store.
 fn local_path(name: &str) -> Option<PathBuf> {
-    named::local_path(&home::home().ok()?, name)
+    lookup::local_path(&home::home().ok()?, name)
 }
 
 /// A cluster from a file, or else from the short form.
@@ -55,7 +55,7 @@ fn local_path(name: &str) -> Option<PathBuf> {
 /// # Errors
 /// An unreadable file, or an invalid cluster.
 pub(crate) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<Cluster> {
-    named::cluster(text, catalogue).map_err(of_name)
+    lookup::cluster(text, catalogue).map_err(of_name)
 }
 
 /// Arguments of `paceline plan`.
@@ -152,7 +152,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return validate::fit();
     }
     if args.list {
-        return print(&named::list(
+        return print(&lookup::list(
             &Catalogue::builtin()?,
             &Calibration::builtin()?,
         ));
@@ -163,7 +163,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     if args.cluster.is_empty() {
         let model = args.model.as_deref().unwrap_or_default();
-        return here::run(model, (args.threads.into(), args.concurrency), args.json);
+        return local::run(model, (args.threads.into(), args.concurrency), args.json);
     }
     let question = question(args)?;
     if args.compare {
@@ -202,11 +202,11 @@ fn question(args: &Args) -> anyhow::Result<PlanRequest> {
         clusters.push(cluster(text, &mut catalogue)?);
     }
     if let Some(engine) = &args.engine {
-        named::set_engine(&mut clusters, engine, &calibration)?;
+        lookup::set_engine(&mut clusters, engine, &calibration)?;
     }
     let name = args.model.as_deref().unwrap_or_default();
     let home = home::home().ok();
-    let model = named::model(home.as_ref(), name, args.bits, &catalogue).map_err(of_name)?;
+    let model = lookup::model(home.as_ref(), name, args.bits, &catalogue).map_err(of_name)?;
     let needed = args.prompt.saturating_add(args.output);
     Ok(PlanRequest {
         catalogue,

@@ -4,9 +4,9 @@ use std::ffi::OsString;
 use std::io;
 
 pub(crate) use paceline_cluster::machine::peak_memory_bytes;
-pub(crate) use paceline_cluster::own::{end_with_parent, ignores, own_program};
-use paceline_node::crew::for_workers;
+pub(crate) use paceline_cluster::this_process::{end_with_parent, ignores, own_program};
 use paceline_node::interpreter::ChildProgram;
+use paceline_node::workers::for_workers;
 
 /// Disables TF32 in MLX, here and in child processes: f32 products are computed in f32. So a kernel
 /// class does not depend on the user's environment.

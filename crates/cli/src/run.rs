@@ -20,11 +20,11 @@ use serde_json::Value;
 use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::{Error, PROMPT_BYTES_MAX};
+use crate::instance_choice::{self, InstanceRequest};
 use crate::interrupt::Signals;
-use crate::loaded::{NodeTransport, SplitArgs};
+use crate::local_model::{NodeTransport, SplitArgs};
 use crate::output::{print, print_err};
 use crate::pull;
-use crate::shared::{self, InstanceRequest};
 use sampling::SamplingArgs;
 use session::{RunSession, show_answer};
 
@@ -105,7 +105,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     };
     check_chat(args, prompt.as_deref())?;
     args.split.check()?;
-    let shared = shared::instance(&args.wish(), signals)?;
+    let shared = instance_choice::instance(&args.wish(), signals)?;
     let mut session = match &shared {
         Some(instance) => RunSession::at(args, instance, sampling)?,
         None => open(args, sampling, signals, false)?,

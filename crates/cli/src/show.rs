@@ -1,6 +1,6 @@
 //! `paceline show`: facts about a model.
 
-use paceline_board::shown::ModelFacts;
+use paceline_board::model_facts::ModelFacts;
 use paceline_node::texts;
 use paceline_store::{Resolution, ResolvedModel, StoreEntry, list, resolve};
 

@@ -4,8 +4,8 @@
 //! It checks the options, places the workers (`placement`), merges an `mlx_lm` configuration
 //! (`mlx_lm`), and prints progress; `paceline_train` trains.
 
-mod foreign;
-mod places;
+mod mlx_lm;
+mod placement;
 
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -23,7 +23,7 @@ use crate::interrupt::Signals;
 use crate::output::{print, print_err};
 use crate::{home, load, process, pull};
 
-pub(crate) use places::{TrainHostArgs, TrainWorkerArgs, far, start_far, work};
+pub(crate) use placement::{TrainHostArgs, TrainWorkerArgs, far, start_far, work};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -237,7 +237,7 @@ impl Args {
                 dropout: self.dropout,
                 class: self.class,
             },
-            data: absolute(foreign::needed(self.data.as_ref(), "--data")?)?,
+            data: absolute(mlx_lm::needed(self.data.as_ref(), "--data")?)?,
             valid: self.valid.as_ref().map(absolute).transpose()?,
             train_on: self.train_on,
             tokens_max: self.max_tokens_per_row,
@@ -267,7 +267,7 @@ impl Args {
         }
     }
 
-    /// Threads of a worker on this machine, which has `here` workers.
+    /// Threads of a worker on this machine, which has `local` workers.
     fn threads(&self, here: usize) -> usize {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let even = (cores / here.max(1)).max(1);
@@ -282,11 +282,11 @@ impl Args {
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let with_config = args.from_mlx_lm.as_deref();
     let merged = with_config
-        .map(|path| foreign::merged(args, path))
+        .map(|path| mlx_lm::merged(args, path))
         .transpose()?;
     let args = merged.as_ref().unwrap_or(args);
-    let output = foreign::needed(args.output.as_ref(), "--output")?;
-    let name = foreign::needed(args.model.as_ref(), "MODEL")?;
+    let output = mlx_lm::needed(args.output.as_ref(), "--output")?;
+    let name = mlx_lm::needed(args.model.as_ref(), "MODEL")?;
     let found = pull::ensure(name, signals)?;
     let base = match args.method {
         Method::Lora | Method::Qlora => name_of_base(&found)?,
@@ -327,7 +327,7 @@ fn train(
     base: Option<String>,
     stop: &dyn Fn() -> bool,
 ) -> anyhow::Result<(Report, WorkerCounts)> {
-    let posts = places::posts(args, name)?;
+    let posts = placement::posts(args, name)?;
     let here = posts.iter().filter(|post| post.place.is_empty()).count();
     let threads = args.threads(here.max(1));
     let kernels = load::free_kernels(threads)?;

@@ -6,9 +6,9 @@
 //! - `multi_model::run`: several models behind one API.
 //! - `embed`: an encoder for embeddings.
 
-mod beside;
+mod adapters;
 mod encoder;
-mod several;
+mod multi_model;
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -19,13 +19,13 @@ use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::KernelClass;
 use paceline_board::commands::{self, WAITING_MAX};
-use paceline_board::holds::lines;
+use paceline_board::worker_notices::lines;
 use paceline_board::{Dashboard, DashboardOutputs, LocalInstances, figures, remover, servers};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Error as NodeError;
 use paceline_engine::{EngineConfig, Service, StepTimeTarget};
 use paceline_model::Config;
-use paceline_node::room::ContextBudget;
+use paceline_node::context_size::ContextBudget;
 use paceline_node::supervisor::Notice;
 use paceline_node::{DRAFTS, Instance, Observer};
 use paceline_serve::{
@@ -38,7 +38,7 @@ use crate::compute::{ComputeArgs, EngineArgs};
 use crate::error::Error;
 use crate::home;
 use crate::interrupt::Signals;
-use crate::loaded::{self, LoadingBar, LocalModel, SplitArgs};
+use crate::local_model::{self, LoadingBar, LocalModel, SplitArgs};
 use crate::member::{self, NodeArgs, NodeGuard};
 use crate::output::print_err;
 use crate::process::{self, own_program, template_program, worker_env};
@@ -206,7 +206,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         return Err(Error::AdapterOfSeveral.into());
     }
     if each.len() > 1 {
-        return several::run(args, &each, signals);
+        return multi_model::run(args, &each, signals);
     }
     let Some(model) = args.model().or(args.embed.as_deref()) else {
         return ended(signals.orderly(|cancel| idle(args, cancel)));
@@ -639,7 +639,7 @@ impl Args {
             disk_budget: self.node.disk_budget(),
             pull: options,
             templates: template_program()?,
-            kernels: Box::new(loaded::kernels),
+            kernels: Box::new(local_model::kernels),
             interface: self.node.data_interface().map(str::to_owned),
             start_far: Box::new(move || train::start_far(&train_program)),
             start_rank: Box::new(move || bench::start_rank(&bench_program, &bench_args)),

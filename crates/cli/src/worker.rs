@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use paceline_base::Bytes;
 use paceline_comm::Plaintext;
-use paceline_node::launched;
+use paceline_node::launcher_env;
 use paceline_node::worker::WorkerSettings;
 use signal_hook::consts::SIGUSR2;
 use signal_hook::flag;
 
 use crate::error::Error;
 use crate::member::{self, PortRange};
-use crate::wires::variable;
+use crate::plaintext::variable;
 use crate::{home, load};
 
 /// Arguments of the hidden command.
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let kernels = |threads, pinning| load::kernels_at(threads, pinning).map_err(IoError::other);
     // The parent requested plaintext, or has no such transport.
     let wire =
-        |backend| launched::of(backend, Plaintext::Allowed, &variable).map_err(IoError::other);
+        |backend| launcher_env::of(backend, Plaintext::Allowed, &variable).map_err(IoError::other);
     let ports = args.data_ports.clone().map(|PortRange(ports)| ports);
     let disk = args.prefix_cache.map(Bytes).map(home::prefixes);
     let disk = disk.transpose()?;

@@ -73,11 +73,11 @@ mod error;
 pub mod machine;
 pub mod network;
 pub mod nodes;
-pub mod own;
 mod queue;
 pub mod sandbox;
 pub mod telemetry;
 pub mod testing;
+pub mod this_process;
 mod wire;
 pub mod workers;
 

@@ -5,10 +5,10 @@
 //! - **A child ends, is killed or crashes:** [`Event::Exited`] at once, after its last messages.
 //!   Its end of the channel closes; a poll every 50 ms detects it if another process holds that
 //!   open.
-//! - **A child is stopped or starved:** [`Event::Silent`] after [`Limits::silence`] without a byte.
-//!   Before its first byte, a child that is not found stopped has [`Limits::start`].
+//! - **A child is stopped or starved:** [`Event::Silent`] after [`WorkerLimits::silence`] without a byte.
+//!   Before its first byte, a child that is not found stopped has [`WorkerLimits::start`].
 //! - **A child sends an invalid message:** [`Event::Garbled`], the last event of its channel.
-//! - **A child does not read:** [`Error::Stuck`] from `send` after [`Limits::write`].
+//! - **A child does not read:** [`Error::Stuck`] from `send` after [`WorkerLimits::write`].
 //! - **A child sends faster than the caller receives:** it waits, and does not count as silent.
 //! - **The parent ends, for any reason:** all children end too, by the end of their channel, and on
 //!   Linux by a signal.
@@ -265,7 +265,7 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
         })
     }
 
-    /// Sends a message. Waits at most [`Limits::write`] for the child to read it.
+    /// Sends a message. Waits at most [`WorkerLimits::write`] for the child to read it.
     ///
     /// # Errors
     /// [`Error::Stuck`] and [`Error::Closed`]: the child is lost. After `Closed` an event with its

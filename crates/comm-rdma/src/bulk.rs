@@ -36,13 +36,13 @@ use std::time::Instant;
 use paceline_comm::provider::{self, VirtualLane};
 
 use super::abi::{WC_SUCCESS, Wc};
-use super::cable::{REQUESTS, RegisteredBody};
+use super::bulk_pair::{BulkQueuePair, ChunkCompletion};
 use super::chunks::Chunks;
 use super::error::RdmaError;
 use super::link::lane::{UnackedMessage, UnreadMessage, small};
 use super::link::{CableLink, GIVE_UP, REPEAT_FIRST, REPEAT_LAST};
 use super::message::{HEAD_BYTES, Kind, MessageHead, WORDS};
-use super::track::{BulkQueuePair, ChunkCompletion};
+use super::message_pair::{REQUESTS, RegisteredBody};
 
 /// Drains without progress before the bulk pairs are abandoned: some 0.2 s.
 const TRIES: u32 = 5;

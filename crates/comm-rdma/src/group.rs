@@ -22,7 +22,7 @@ use super::links::{Devices, Links};
 use super::memory::Registration;
 use super::route;
 use super::settings::JacclSettings;
-use super::side::SideChannel;
+use super::side_channel::SideChannel;
 use super::slab::Slab;
 use super::verbs::Verbs;
 

@@ -22,7 +22,7 @@ use paceline_comm::{Deadline, local};
 
 use super::abi::Gid;
 use super::bulk::BulkTransfers;
-use super::cable::MessageQueuePair;
+use super::bulk_pair::BulkQueuePair;
 use super::cabling::Cabling;
 use super::destination::{DESTINATION_BYTES, decode, encode};
 use super::error::RdmaError;
@@ -30,8 +30,8 @@ use super::link::CableLink;
 use super::links::{Devices, Links};
 use super::matrix::{CABLES_MAX, Matrix, MatrixError};
 use super::memory::Registry;
+use super::message_pair::MessageQueuePair;
 use super::slab::Slab;
-use super::track::BulkQueuePair;
 use super::verbs::Adapter;
 
 /// Destinations for each peer: of message pairs, then of bulk pairs.
@@ -389,7 +389,7 @@ impl JoinFacts<'_> {
         word.map_or(0, |word| u64::from_le_bytes(*word))
     }
 
-    /// The address of the device of `from` at entry `cable` of its list for `to`.
+    /// The address of the device of `from` at entry `message_pair` of its list for `to`.
     fn gid(&self, from: usize, to: usize, cable: usize) -> Gid {
         let at = from * self.bytes + FACT_BYTES + (to * CABLES_MAX + cable) * GID_BYTES;
         let gid = self.all[at..].first_chunk();

@@ -1,13 +1,13 @@
 //! Ranks connected by RDMA: Thunderbolt cables between Macs, RoCE or InfiniBand.
 //!
-//! [`Wire`] is a provider for [`paceline_comm::init`]; [`join`] makes a group directly. Of `comm`
+//! [`RdmaProvider`] is a provider for [`paceline_comm::init`]; [`join`] makes a group directly. Of `comm`
 //! the crate uses what [`paceline_comm::provider`] publishes. The ranks meet by TCP, and the links
 //! over cables are a transport below the same collectives and messages.
 //!
 //! The verbs library is opened at run time; builds need nothing installed. Queue pairs are of kind
 //! UC and messages are two-sided: Apple's devices support nothing else. JACCL, MLX's library for
 //! these devices, uses them in the same way. The crate understands JACCL's device file, environment
-//! and side channel ([`Matrix`], [`Settings`], [`Side`]). The protocol on the cables is paceline's
+//! and side channel ([`Matrix`], [`JacclSettings`], [`SideChannel`]). The protocol on the cables is paceline's
 //! own: the frames of every transport, in numbered and acknowledged messages. So messages that UC
 //! loses silently are repeated.
 //!
@@ -32,10 +32,10 @@
 //! ```
 //!
 //! - `abi`, `verbs`: the library and its objects; `limits`: capacities of Apple's devices;
-//! - `message`, `cable`, `link`, `links`: from work requests to a transport;
-//! - `track`, `bulk`, `chunks`: zero-copy transfers of large bodies;
+//! - `message`, `message_pair`, `link`, `links`: from work requests to a transport;
+//! - `bulk_pair`, `bulk`, `chunks`: zero-copy transfers of large bodies;
 //! - `slab`, `memory`: registered memory, of the group and of callers;
-//! - `matrix`, `settings`, `side`: JACCL's configuration;
+//! - `matrix`, `settings`, `side_channel`: JACCL's configuration;
 //! - `cabling`, `join`, `group`: open devices, the join, and the group over them; `destination`:
 //!   encoding of a queue pair's address;
 //! - `route`: rings where the cables form no mesh;
@@ -51,7 +51,7 @@ extern crate self as paceline_comm_rdma; // for `tests/library.rs`, which other 
 
 mod abi;
 mod bulk;
-mod cable;
+mod bulk_pair;
 mod cabling;
 mod chunks;
 mod destination;
@@ -67,9 +67,10 @@ mod links;
 mod matrix;
 mod memory;
 mod message;
+mod message_pair;
 mod route;
 pub mod settings;
-mod side;
+mod side_channel;
 mod slab;
 #[cfg(test)]
 mod soft;
@@ -78,7 +79,6 @@ mod software;
 pub mod testing;
 #[cfg(test)]
 mod tests;
-mod track;
 mod verbs;
 
 pub use self::cabling::{Cabling, Config, IN_PLACE_BYTES, MESSAGE_BYTES};
@@ -88,5 +88,5 @@ pub use self::limits::{DeviceLimits, MemoryRegions, QueuePairs, WorkRequests};
 pub use self::matrix::{CABLES_MAX, Matrix, MatrixError};
 pub use self::memory::Registration;
 pub use self::settings::{JacclSettings, SettingsError};
-pub use self::side::SideChannel;
+pub use self::side_channel::SideChannel;
 pub use self::verbs::{LIBRARY, Verbs};

@@ -28,13 +28,13 @@ use paceline_comm::provider::{self, VirtualLane};
 use self::lane::{ReceiveWindow, SendWindow, UnreadMessage, small};
 use super::abi::{WC_SUCCESS, Wc};
 use super::bulk::{BulkTransfers, NUMBER_BYTES};
-use super::cable::{MessageCompletion, MessageQueuePair, WINDOW};
+use super::bulk_pair::BulkQueuePair;
 use super::destination::{DESTINATION_BYTES, decode};
 use super::error::RdmaError;
 use super::matrix::CABLES_MAX;
 use super::memory::Registry;
 use super::message::{HEAD_BYTES, Kind, MessageHead, STATE_BYTES, WORDS};
-use super::track::BulkQueuePair;
+use super::message_pair::{MessageCompletion, MessageQueuePair, WINDOW};
 
 /// Delay before the first repetition. A reply takes some 10 us, and a rank without a core may be
 /// away for some ms.

@@ -24,7 +24,7 @@ use paceline_comm::provider::VirtualLane;
 pub(super) const HEAD_BYTES: usize = 64;
 const MAGIC: [u8; 4] = *b"PLr3";
 
-/// Words of a state about transfers, in the order of `Bulk::words`.
+/// Words of a state about transfers, in the order of `BulkTransfers::words`.
 pub(super) const WORDS: usize = 6;
 
 /// Bytes of a state's payload.

@@ -1,14 +1,14 @@
 //! Groups over the software library: results, joins and failures.
 
 mod faults;
-mod in_place;
 mod layout;
 mod library;
-mod loaded;
 mod schedules;
 mod setup;
+mod shared_library;
 mod speed;
 mod wire;
+mod zero_copy;
 
 use std::sync::Arc;
 use std::thread;

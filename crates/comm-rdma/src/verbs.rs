@@ -1,9 +1,9 @@
 //! The verbs library, opened at run time, and owners of its objects, which destroy them on drop.
 //!
 //! - [`Adapter`]: an open device with its one protection domain;
-//! - [`Region`]: registered memory;
-//! - [`Queue`]: a completion queue;
-//! - [`Pair`]: a queue pair of an unreliable connection (UC).
+//! - [`MemoryRegion`]: registered memory;
+//! - [`CompletionQueue`]: a completion queue;
+//! - [`QueuePair`]: a queue pair of an unreliable connection (UC).
 //!
 //! Nothing here blocks.
 
@@ -383,9 +383,9 @@ pub(crate) struct MemoryRegion {
     bytes: usize,
 }
 
-// SAFETY: as for `Opened`.
+// SAFETY: as for `OpenContext`.
 unsafe impl Send for MemoryRegion {}
-// SAFETY: as for `Opened`.
+// SAFETY: as for `OpenContext`.
 unsafe impl Sync for MemoryRegion {}
 
 impl MemoryRegion {
@@ -458,7 +458,7 @@ pub(crate) struct CompletionQueue {
     poll: unsafe extern "C" fn(*mut abi::IbvCq, c_int, *mut Wc) -> c_int,
 }
 
-// SAFETY: as for `Opened`.
+// SAFETY: as for `OpenContext`.
 unsafe impl Send for CompletionQueue {}
 
 impl CompletionQueue {
@@ -521,7 +521,7 @@ pub(crate) struct QueuePair {
     queue: CompletionQueue,
 }
 
-// SAFETY: as for `Opened`.
+// SAFETY: as for `OpenContext`.
 unsafe impl Send for QueuePair {}
 
 impl QueuePair {

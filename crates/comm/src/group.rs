@@ -113,7 +113,7 @@ pub trait Group: fmt::Debug + Send + Sync {
     /// For loops, in which every iteration calls from the same line (mark the iteration), and for
     /// programs whose ranks make one call from different lines. Ranks with different marks get
     /// [`Error::Mismatch`]. Not collective; costs nothing. The mark applies when a call runs: a
-    /// call started with [`Ahead`](crate::Ahead) sets it in its work.
+    /// call started with [`NonblockingCalls`](crate::Ahead) sets it in its work.
     fn mark(&self, number: u64) {
         let _ = number;
     }
@@ -158,7 +158,7 @@ pub trait Group: fmt::Debug + Send + Sync {
 
     /// Registers `pages` for in-place use by this group and those split off it, while the result
     /// lives. `None` if registration is useless or impossible here. Not collective. Called by
-    /// [`Memory::new`](crate::Memory::new).
+    /// [`RegisteredMemory::new`](crate::Memory::new).
     fn register_pages(&self, pages: &Arc<Pages>) -> Option<MemoryRegistration> {
         let _ = pages;
         None

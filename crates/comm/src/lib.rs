@@ -25,14 +25,14 @@
 //!
 //! In reading order:
 //! - [`Group`]: the trait and its contract; [`Collective`]: a call as data.
-//! - [`Data`], [`DataMut`], [`Counts`]: the buffers of a call, with the type erased.
+//! - [`Data`], [`DataMut`], [`ElementCounts`]: the buffers of a call, with the type erased.
 //! - [`Call`]: what a rank announces and the lockstep guard compares; [`Error`]; [`Deadline`].
 //! - [`local`]: ranks as threads of one process; [`shm`]: as processes of one machine; [`tcp`]:
 //!   connected by TCP; [`init`]: a chosen or the best backend.
 //! - [`provider`]: the interface between [`init`] and backends above this crate (`comm-rdma`,
 //!   `comm-interop`), and the parts that they reuse.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
-//! - [`Memory`]: memory that devices use in place; [`Ahead`]: several calls in flight; [`Window`]:
+//! - [`RegisteredMemory`]: memory that devices use in place; [`NonblockingCalls`]: several calls in flight; [`Window`]:
 //!   one-sided access; [`Tuning`]: the choice of algorithms.
 //! - [`testing`]: the conformance suite that every provider runs.
 //!
@@ -40,7 +40,6 @@
 
 #![warn(clippy::cast_possible_truncation)]
 
-mod ahead;
 mod call;
 mod collective;
 mod data;
@@ -50,16 +49,15 @@ mod file;
 #[cfg(test)]
 mod free;
 mod group;
+mod heartbeat;
 mod init;
 mod join;
-mod keeping;
-mod lent;
-mod linked;
-mod loan;
 pub mod local;
 mod locks;
 mod mapping;
 mod memory;
+mod nonblocking;
+mod peer_bytes;
 mod plan;
 mod process;
 pub mod provider;
@@ -69,10 +67,11 @@ pub mod rendezvous;
 mod ring;
 #[cfg(test)]
 mod ring_tests;
-mod shared;
+mod shared_rings;
 pub mod shm;
 #[cfg(test)]
-mod simulated;
+mod simulation;
+mod single_copy;
 mod site;
 mod sockets;
 mod split;
@@ -81,11 +80,11 @@ mod sync;
 pub mod tcp;
 pub mod testing;
 mod transport;
+mod transport_group;
 mod tuning;
 mod window;
 mod wire;
 
-pub use ahead::{NonblockingCalls, PendingCall};
 pub use call::{Call, Kind};
 pub use collective::Collective;
 pub use data::{Complex64, Data, DataMut, Dtype, Element, ElementCounts};
@@ -95,6 +94,7 @@ pub use group::{CopyStats, Group, MESSAGES_HELD, Traffic};
 pub use init::{Backend, InitError, JoinParams, Plaintext, Strict, UnknownBackend, init};
 pub use join::resolve;
 pub use memory::{MemoryRegistration, Pages, RegisteredMemory};
+pub use nonblocking::{NonblockingCalls, PendingCall};
 pub use reduce::Reduce;
 pub use site::Site;
 pub use tuning::{Algorithm, Tuning};

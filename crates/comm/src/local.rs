@@ -1,4 +1,4 @@
-//! Ranks as threads of one process. They use the same rings as processes (`shared`), without a
+//! Ranks as threads of one process. They use the same rings as processes (`shared_rings`), without a
 //! join, heartbeats or silence limits.
 //!
 //! A message longer than a ring is transferred while its receiver polls: `send` waits for that.
@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex};
 
 use paceline_base::{Bytes, Rank};
 
-use crate::linked::TransportGroup;
 use crate::locks::lock;
-use crate::shared::{FailureNotifier, Segment, SharedRings};
+use crate::shared_rings::{FailureNotifier, Segment, SharedRings};
 use crate::split::{SplitMember, members};
 use crate::status::GroupStatus;
 use crate::transport::SpinPolicy;
+use crate::transport_group::TransportGroup;
 use crate::{Collective, Data, DataMut, Deadline, Error, Group, Site, Traffic, Tuning};
 
 /// Polls of the rings, with a pause instruction between them, before a rank yields its core: some

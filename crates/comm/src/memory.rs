@@ -1,6 +1,6 @@
 //! Registered memory: buffers that a group's devices may read and write in place.
 //!
-//! A buffer that is used in every step is allocated once, as [`Memory`], and passed to calls like
+//! A buffer that is used in every step is allocated once, as [`RegisteredMemory`], and passed to calls like
 //! any slice. Over RDMA (`comm-rdma`) it is registered with the devices, and payloads sent from it
 //! or received into it are not copied. Over shared memory ([`shm`](crate::shm)) the other processes
 //! map it, and long payloads are reduced and copied directly from it (Linux). Other transports
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use crate::mapping::Mapping;
 use crate::{Element, Group};
 
-/// The pages of a [`Memory`].
+/// The pages of a [`RegisteredMemory`].
 pub struct Pages {
     mapping: Mapping,
     /// Bytes in use, from the first on.
@@ -135,7 +135,7 @@ impl<T: Element> Deref for RegisteredMemory<T> {
 
 impl<T: Element> DerefMut for RegisteredMemory<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and pages belong to one `Memory` only.
+        // SAFETY: as above, and pages belong to one `RegisteredMemory` only.
         unsafe { slice::from_raw_parts_mut(self.pages.start().cast(), self.len) }
     }
 }

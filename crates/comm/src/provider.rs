@@ -3,15 +3,15 @@
 //! [`init`](crate::init) takes a list of [`Provider`]s, one for each backend. This module, and no
 //! other, publishes the parts that they share with the backends of this crate:
 //!
-//! - for any provider: [`now`] (the clock), [`Patience`] (how to wait), [`outcome`] and
+//! - for any provider: [`now`] (the clock), [`SpinPolicy`] (how to wait), [`outcome`] and
 //!   [`poll_until`] (sockets), [`fold`] (reductions of bytes), and [`members`] (splits of a group);
 //! - to build a group on a [`Transport`]:
-//!   - [`Origin`]: how the rank joined;
+//!   - [`JoinRecord`]: how the rank joined;
 //!   - [`connect`]: joins the ranks by TCP and links them;
 //!   - [`gather`]: exchanges facts over those links;
-//!   - [`Linked`]: collectives and messages over any links;
-//!   - [`Keeping`]: the same with a thread that detects the end of a peer;
-//! - for zero-copy links: [`Lend`], [`ComeBack`], [`Lent`], and [`Mapping`] (memory that a device
+//!   - [`TransportGroup`]: collectives and messages over any links;
+//!   - [`MonitoredGroup`]: the same with a thread that detects the end of a peer;
+//! - for zero-copy links: [`ZeroCopy`], [`WriteBack`], [`PeerBytes`], and [`Mapping`] (memory that a device
 //!   accepts).
 //!
 //! [`testing`](crate::testing) has the suite that a provider's groups pass.
@@ -19,11 +19,10 @@
 use std::fmt;
 
 pub use crate::deadline::now;
+pub use crate::heartbeat::{Controls, MonitoredGroup, MonitoredLinks, gather};
 pub use crate::join::{JoinRecord, outcome, poll_until, random};
-pub use crate::keeping::{Controls, MonitoredGroup, MonitoredLinks, gather};
-pub use crate::lent::{PeerBytes, PeerBytesMut};
-pub use crate::linked::TransportGroup;
 pub use crate::mapping::Mapping;
+pub use crate::peer_bytes::{PeerBytes, PeerBytesMut};
 pub use crate::reduce::{OperandSide, fold};
 pub use crate::sockets::{Sockets, connect};
 pub use crate::split::{SplitMember, members};
@@ -32,6 +31,7 @@ pub use crate::transport::{
     Closed, GULP_BYTES, Pause, SpinPolicy, Transport, VirtualLane, WaitInterest, WriteBack,
     ZeroCopy,
 };
+pub use crate::transport_group::TransportGroup;
 
 use crate::tcp::Addrs;
 use crate::{Backend, Deadline, Group, InitError, JoinParams, Plaintext};
@@ -52,7 +52,7 @@ pub trait Provider: fmt::Debug + Sync {
     ) -> Result<Box<dyn Group>, InitError>;
 }
 
-/// A backend whose launcher assigns the ranks, so that no [`Seat`] is needed.
+/// A backend whose launcher assigns the ranks, so that no [`JoinParams`] is needed.
 pub trait LaunchedProvider: fmt::Debug + Sync {
     /// Joins the ranks that the launcher started with this one. Collective.
     ///

@@ -4,7 +4,7 @@ use std::fmt;
 
 use half::{bf16, f16};
 
-use crate::lent::PeerBytes;
+use crate::peer_bytes::PeerBytes;
 use crate::{Complex64, Dtype};
 
 /// How the elements of two ranks are combined.

@@ -1,11 +1,11 @@
 //! Shared files: memory of a process that others of this machine map. They use payloads from it
-//! (`loan`) in place, without a copy and without a system call.
+//! (`single_copy`) in place, without a copy and without a system call.
 //!
 //! ```text
 //! file:  data, whole pages   then a page:  0 check word   8 ended
 //! ```
 //!
-//! A [`Memory`](crate::Memory) of a group over shared memory is in such a file. Every group of the
+//! A [`RegisteredMemory`](crate::Memory) of a group over shared memory is in such a file. Every group of the
 //! process can [`find`] the file by an address. A peer maps the file at the first transfer from it,
 //! and only if it cannot be truncated. The owner marks it as ended when the memory is dropped.
 //! Peers poll that mark and unmap the pages.
@@ -14,7 +14,7 @@
 //! exclusively borrowed. If the call fails first, the owner cannot know whether the peer still
 //! writes: a stopped one may resume. So the owner reclaims the bytes ([`take_back`]): it replaces
 //! the shared pages by private ones. No reference of a peer points to shared pages: it uses them as
-//! [`Lent`].
+//! [`PeerBytes`].
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,10 +24,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use rustix::mm::ProtFlags;
 
 use crate::file::MemoryFile;
-use crate::lent::{PeerBytes, PeerBytesMut};
-use crate::loan::{LOAN_BYTES, MappedLocation};
 use crate::locks::lock;
 use crate::mapping::{Mapping, PAGE_BYTES};
+use crate::peer_bytes::{PeerBytes, PeerBytesMut};
+use crate::single_copy::{LOAN_BYTES, MappedLocation};
 use crate::{MemoryRegistration, Pages};
 
 /// Shortest memory that is shared, and shortest payload that is transferred from it.
@@ -114,7 +114,7 @@ fn tail(mapping: &Mapping, offset: usize) -> &Tail {
     unsafe { &*mapping.start().add(offset).cast() }
 }
 
-/// Moves `pages`, of a new [`Memory`](crate::Memory), to a file that peers can map. `None` if they
+/// Moves `pages`, of a new [`RegisteredMemory`](crate::Memory), to a file that peers can map. `None` if they
 /// are few, or the system has no such files.
 ///
 /// # Panics

@@ -5,9 +5,9 @@
 //! requested size. Ranks are numbered in the order of their addresses. The kinds of rendezvous
 //! differ only in how addresses are exchanged:
 //!
-//! - [`Meeting::List`]: all addresses are known beforehand; nothing is exchanged.
-//! - [`Meeting::Folder`]: a shared folder; each rank writes a file.
-//! - [`Meeting::Address`]: the first rank binds this address and serves the others until the round
+//! - [`RendezvousPoint::List`]: all addresses are known beforehand; nothing is exchanged.
+//! - [`RendezvousPoint::Folder`]: a shared folder; each rank writes a file.
+//! - [`RendezvousPoint::Address`]: the first rank binds this address and serves the others until the round
 //!   is over. If it dies, another rank replaces it.
 //!
 //! With a group key all messages and files are encrypted and authenticated with it. A process
@@ -31,7 +31,7 @@ use crate::{Deadline, deadline};
 /// Where ranks exchange their addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RendezvousPoint {
-    /// All addresses, by name; [`Wanted`] decides which may be missing.
+    /// All addresses, by name; [`RequiredRanks`] decides which may be missing.
     List(Vec<SocketAddr>),
     /// A folder, empty at first, that all ranks can write to. With a group key, only files with the
     /// same key and round count.
@@ -114,7 +114,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// Blocks until the group is complete. Pass the result to [`crate::tcp::join`].
 ///
 /// # Errors
-/// [`MeetingError`]; nothing remains that would disturb the next round.
+/// [`RendezvousError`]; nothing remains that would disturb the next round.
 pub fn rendezvous(
     place: &RendezvousPoint,
     addr: SocketAddr,

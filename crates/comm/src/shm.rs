@@ -13,14 +13,14 @@ use std::sync::atomic::AtomicBool;
 use paceline_base::Rank;
 
 use crate::file::MemoryFile;
+use crate::heartbeat::{Controls, MonitoredGroup, MonitoredLinks, gather, keeping_group};
 use crate::join::{Addrs, Config, GroupId, JoinError, JoinRecord, Listener, Refusal, random};
-use crate::keeping::{Controls, MonitoredGroup, MonitoredLinks, gather, keeping_group};
-use crate::linked::TransportGroup;
-use crate::loan::ReadAccess;
-use crate::shared::{FailureNotifier, Segment, SharedRings};
+use crate::shared_rings::{FailureNotifier, Segment, SharedRings};
+use crate::single_copy::ReadAccess;
 use crate::sockets::connect;
 use crate::split::{SplitMember, members};
 use crate::sync::Ordering;
+use crate::transport_group::TransportGroup;
 use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local, process};
 
 /// Bytes of a rank's announcement: a check word, its address in that process, then the file's name,

@@ -25,20 +25,20 @@
 //! }
 //! ```
 //!
-//! `join` makes the connections, `keeping` monitors them, and `sockets` turns them into links.
+//! `join` makes the connections, `heartbeat` monitors them, and `sockets` turns them into links.
 
 use std::fmt;
 
 use paceline_base::Rank;
 
+use crate::heartbeat::{MonitoredGroup, MonitoredLinks, keeping_group};
 use crate::join::JoinRecord;
 pub use crate::join::{
     Addrs, Config, GroupId, GroupKey, JoinError, KEY_BYTES, Listener, Protection, Refusal, SILENCE,
 };
-use crate::keeping::{MonitoredGroup, MonitoredLinks, keeping_group};
-use crate::linked::TransportGroup;
 use crate::sockets::{self, Sockets};
 use crate::split::{SplitMember, members};
+use crate::transport_group::TransportGroup;
 use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning};
 
 /// A rank of a group over TCP. Dropping it ends the group for the others.

@@ -1,14 +1,14 @@
 //! Interfaces of links between ranks.
 //!
 //! - [`Transport`]: ordered bytes between two ranks, and waiting; every backend has it.
-//! - [`Lend`]: zero-copy reads and writes, for links that support them.
-//! - [`ComeBack`]: write-back of results into the sender's memory.
+//! - [`ZeroCopy`]: zero-copy reads and writes, for links that support them.
+//! - [`WriteBack`]: write-back of results into the sender's memory.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::lent::{PeerBytes, PeerBytesMut};
+use crate::peer_bytes::{PeerBytes, PeerBytesMut};
 use crate::status::FailureNotice;
 use crate::{MemoryRegistration, Pages};
 
@@ -57,7 +57,7 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
     ) -> Result<usize, Closed>;
 
     /// Reads available bytes; 0 if there are none. If the transport [lends](Lend::lends), it may
-    /// write to `into` from then on, until [`Lend::let_go`] or until bytes arrived. Continue a
+    /// write to `into` from then on, until [`ZeroCopy::let_go`] or until bytes arrived. Continue a
     /// partial read with the same buffer.
     ///
     /// # Errors
@@ -115,7 +115,7 @@ pub trait ZeroCopy {
     /// returns no more than requested.
     fn reads_in_place(&self, lane: VirtualLane, peer: usize) -> bool;
 
-    /// Calls `take` with available bytes of [`Lane::Calls`] in place, fragment by fragment, until
+    /// Calls `take` with available bytes of [`VirtualLane::Calls`] in place, fragment by fragment, until
     /// it uses less than a fragment. Returns the number of used bytes. Only if it `lends`.
     ///
     /// # Errors
@@ -166,7 +166,7 @@ pub trait WriteBack {
     /// each write.
     fn is_written_back(&self, peer: usize) -> bool;
 
-    /// As [`Lend::lend`], for bytes that are replaced by the result: `take` also writes it there.
+    /// As [`ZeroCopy::lend`], for bytes that are replaced by the result: `take` also writes it there.
     /// `None` if the next bytes do not allow that.
     ///
     /// # Errors

@@ -76,7 +76,7 @@ impl FieldWriter<'_> {
     }
 }
 
-/// Reads what [`Writer`] wrote; `None` at the end of the bytes.
+/// Reads what [`FieldWriter`] wrote; `None` at the end of the bytes.
 struct FieldReader<'a>(&'a [u8]);
 
 impl FieldReader<'_> {

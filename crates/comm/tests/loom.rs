@@ -1,7 +1,7 @@
 //! Rings, bells and transfers of shared memory under loom, which tries every interleaving of their
 //! steps.
 //!
-//! `src/ring.rs` and `src/loan.rs` are compiled a second time here, with a `sync` built from the
+//! `src/ring.rs` and `src/single_copy.rs` are compiled a second time here, with a `sync` built from the
 //! model checker's parts. These are its atomics, cells that detect simultaneous access of both
 //! sides, and a futex from its mutex and condition variable. A lost wake-up is a deadlock, which
 //! loom reports.
@@ -12,9 +12,9 @@
 #[allow(dead_code, unreachable_pub, reason = "the model uses some of it")]
 mod ring;
 
-#[path = "../src/loan.rs"]
+#[path = "../src/single_copy.rs"]
 #[allow(dead_code, unreachable_pub, reason = "the model uses some of it")]
-mod loan;
+mod single_copy;
 
 mod sync {
     pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -183,7 +183,7 @@ fn calls_are_never_lost() {
 /// A writer starts `loans` transfers; it revokes the last one at some moment and overwrites the
 /// payload. The reader gets the payload or nothing.
 fn lend_and_take_back(loans: u64, looks: bool) {
-    let shared = Arc::new((loan::TransferSlot::new(), AtomicU64::new(0)));
+    let shared = Arc::new((single_copy::TransferSlot::new(), AtomicU64::new(0)));
     let writer = {
         let shared = Arc::clone(&shared);
         thread::spawn(move || {
@@ -209,7 +209,7 @@ fn lend_and_take_back(loans: u64, looks: bool) {
 }
 
 /// Whether there was a transfer; it is completed if valid, or without checking.
-fn take(slot: &loan::TransferSlot, bytes: &AtomicU64, number: u64, looks: bool) -> bool {
+fn take(slot: &single_copy::TransferSlot, bytes: &AtomicU64, number: u64, looks: bool) -> bool {
     let Some(loan) = slot.loan() else {
         return false;
     };
@@ -230,7 +230,7 @@ fn what_is_taken_was_lent() {
 
 /// The reader writes a result back: the writer sees it, or the transfer completed without.
 fn lend_and_have_back(returned: bool) {
-    let shared = Arc::new((loan::TransferSlot::new(), AtomicU64::new(0)));
+    let shared = Arc::new((single_copy::TransferSlot::new(), AtomicU64::new(0)));
     let reader = {
         let shared = Arc::clone(&shared);
         thread::spawn(move || {

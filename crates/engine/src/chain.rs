@@ -24,7 +24,7 @@
 //!
 //! A draft model proposes on the leader between windows; the interval includes that.
 
-use crate::draft::Costs;
+use crate::ngram::Costs;
 
 /// Upper bound of the acceptance in the model: a run of 50 tokens is practically endless, and sums
 /// stay finite.
@@ -76,7 +76,7 @@ impl WindowShape {
 }
 
 impl Pipeline<'_> {
-    /// The windows with the most tokens per second. [`Shape::PLAIN`] if none is faster than steps
+    /// The windows with the most tokens per second. [`WindowShape::PLAIN`] if none is faster than steps
     /// without drafts, or if those were not measured.
     ///
     /// Cost: some 20 multiplications per pair of rows and windows, typically 81 pairs.
@@ -213,7 +213,7 @@ mod tests {
                 pass: 0.001,
             };
             for rows in 2..=9 {
-                let tokens = 1.0 + crate::draft::expected(acceptance, rows - 1);
+                let tokens = 1.0 + crate::ngram::expected(acceptance, rows - 1);
                 let seconds = 0.108 * rounds.relative(1, rows) + 0.001 * (rows - 1) as f64;
                 let rate = pipeline.rate(0.108, chance, (rows, 1));
                 assert!((rate - tokens / seconds).abs() < 1e-9 * rate, "{rows}");

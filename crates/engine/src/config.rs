@@ -5,7 +5,7 @@ use paceline_tensor::PAGE;
 
 use serde::{Deserialize, Serialize};
 
-use crate::draft::DRAFT_ROWS;
+use crate::ngram::DRAFT_ROWS;
 use crate::{Error, StepTimeTarget};
 
 /// Sizes of an engine; they determine the memory of its cache and buffers.

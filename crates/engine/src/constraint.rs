@@ -27,9 +27,9 @@ use paceline_formats::tokenizer::Tokenizer;
 use serde_json::json;
 use toktrie::{ApproximateTokEnv, SimpleVob, TokEnv, TokRxInfo, TokTrie};
 
-mod watch;
+mod marker_scanner;
 
-use watch::MarkerScanner;
+use marker_scanner::MarkerScanner;
 
 /// Why a constraint is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -20,9 +20,9 @@ pub trait Embedder: Send + Sync + Debug {
     /// about a second at most, once `is_over` is true.
     ///
     /// # Errors
-    /// [`Failure::Invalid`] for an invalid text, by its index; [`Failure::Unavailable`] if
+    /// [`RequestFailure::Invalid`] for an invalid text, by its index; [`RequestFailure::Unavailable`] if
     /// `is_over` was true.
-    /// [`Failure::Unavailable`] where `is_over` was true.
+    /// [`RequestFailure::Unavailable`] where `is_over` was true.
     fn embed(
         &self,
         texts: &[Vec<u32>],
@@ -69,7 +69,7 @@ impl EncoderService {
     }
 
     /// # Errors
-    /// [`Failure::Invalid`]: an empty text, one that is too long, an unknown token.
+    /// [`RequestFailure::Invalid`]: an empty text, one that is too long, an unknown token.
     fn check(&self, i: usize, text: &[u32]) -> Result<(), RequestFailure> {
         let config = self.encoder.config();
         let (context, vocab) = (config.context, config.vocab);

@@ -17,26 +17,26 @@ use paceline_tensor::PAGE;
 use tracing::warn;
 
 use crate::constraint::{Grammars, Guide};
-use crate::draft::Costs;
-use crate::drafter::DraftProposer;
-use crate::fair::RowCostModel;
-use crate::pace::{Composition, PrefillBudget, share};
+use crate::draft_proposer::DraftProposer;
+use crate::fairness::RowCostModel;
+use crate::ngram::Costs;
 use crate::pages::{Pages, follows};
+use crate::prefill_budget::{Composition, PrefillBudget, share};
+use crate::queue_order::{self, ServedRows};
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
 use crate::sequence::{ProposerKind, Sequence, SequenceAdapter};
-use crate::turn::{self, ServedRows};
 use crate::{
     ConstraintError, DraftCounters, EngineConfig, Error, Event, GenerationRequest, ResumeOutcome,
     SequenceId, Snapshot,
 };
 
-mod flights;
-mod guessing;
-mod kept;
-mod turns;
+mod in_flight;
+mod persistence;
+mod scheduling;
+mod speculation;
 
-use flights::{InFlightBatch, StepTiming};
+use in_flight::{InFlightBatch, StepTiming};
 
 /// Divisor of `max_rows` after a step that the device interrupted. Metal's limit is some 5 s and
 /// depends on the GPU's other load, so half the rows would often be interrupted again.
@@ -631,7 +631,7 @@ impl Engine {
             let sequence = &self.running[*index];
             sequence.turn(self.shares.of(sequence.order.client))
         };
-        let order = turn::in_order(places.iter().map(turn_of));
+        let order = queue_order::in_order(places.iter().map(turn_of));
         order.into_iter().map(|place| places[place]).collect()
     }
 

@@ -17,10 +17,10 @@
 //! a bound. Sequences with a common prefix share its cache pages: the next turn of a chat computes
 //! only what is new.
 //!
-//! - [`Engine`], [`EngineConfig`], [`Request`], [`Event`]: the scheduler.
+//! - [`Engine`], [`EngineConfig`], [`GenerationRequest`], [`Event`]: the scheduler.
 //! - [`Draft`]: a draft model for speculative decoding.
 //! - [`Order`]: priority, deadline and client of a request.
-//! - [`Pace`]: limit of the step time while prompts are computed.
+//! - [`StepTimeTarget`]: limit of the step time while prompts are computed.
 //! - [`SamplingParams`]: how a token is sampled from logits, seeded per request.
 //! - [`Grammars`]: constrained decoding.
 //! - [`AdaptedService`]: a service that uses one of its model's adapters.
@@ -63,38 +63,39 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod adapted;
+mod adapter_service;
 mod chain;
 mod config;
 mod constraint;
-mod draft;
-mod drafter;
+mod draft_counters;
+mod draft_proposer;
 mod embedding;
 mod engine;
 mod error;
-mod fair;
+mod fairness;
 mod follower;
-mod guesses;
-mod pace;
+mod ngram;
 mod pages;
+mod prefill_budget;
+mod queue_order;
 mod request;
 mod runner;
 mod sampling;
 mod sequence;
 mod service;
 mod snapshot;
-mod turn;
 
-pub use adapted::AdaptedService;
+pub use adapter_service::AdaptedService;
 pub use config::EngineConfig;
 pub use constraint::{ConstraintError, Grammars};
-pub use drafter::Draft;
+pub use draft_counters::{DraftCounters, DraftCounts};
+pub use draft_proposer::Draft;
 pub use embedding::{Embedder, EncoderService};
 pub use engine::Engine;
 pub use error::Error;
 pub use follower::Follower;
-pub use guesses::{DraftCounters, DraftCounts};
-pub use pace::StepTimeTarget;
+pub use prefill_budget::StepTimeTarget;
+pub use queue_order::SchedulingParams;
 pub use request::{
     Event, Finish, GenerationRequest, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_SHOWN, ResumeOutcome,
     SequenceId, TokenLogprobs,
@@ -103,4 +104,3 @@ pub use runner::{Runner, StepClock};
 pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams};
 pub use service::{Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket};
 pub use snapshot::Snapshot;
-pub use turn::SchedulingParams;

@@ -28,7 +28,7 @@ use std::sync::Arc;
 use paceline_model::{WindowPages, WindowPool};
 use paceline_tensor::PAGE;
 
-mod kept;
+mod persistence;
 mod window;
 
 use window::{SequenceWindow, Window};

@@ -94,7 +94,7 @@ pub(crate) fn check_tokens(tokens: &[u32], vocab: usize) -> Result<(), Error> {
     })
 }
 
-/// Maximum of [`Request::shown`]: tool-call formats have a dozen.
+/// Maximum of [`GenerationRequest::shown`]: tool-call formats have a dozen.
 pub const MAX_SHOWN: usize = 64;
 
 /// # Errors
@@ -119,10 +119,10 @@ pub(crate) const fn check_logprobs(asked: Option<usize>) -> Result<(), Error> {
     }
 }
 
-/// Maximum alternatives of [`Request::logprobs`]: the limit of the OpenAI API.
+/// Maximum alternatives of [`GenerationRequest::logprobs`]: the limit of the OpenAI API.
 pub const MAX_LOGPROBS: usize = 20;
 
-/// Maximum log-probabilities of a prompt ([`Request::prompt_logprobs`]), alternatives included.
+/// Maximum log-probabilities of a prompt ([`GenerationRequest::prompt_logprobs`]), alternatives included.
 /// They arrive in one event. As JSON, 2^20 are some 24 MB, under the 64 MiB of a message between
 /// processes. That is enough for 131,072 tokens with 7 alternatives each.
 pub const MAX_PROMPT_LOGPROBS: usize = 1 << 20;
@@ -144,7 +144,7 @@ pub struct TokenLogprobs {
 pub enum Finish {
     /// The model gave an end-of-generation token.
     EndOfText,
-    /// Index of the stop string in [`Request::stop`].
+    /// Index of the stop string in [`GenerationRequest::stop`].
     Stop(usize),
     /// `max_tokens`, or the end of the context.
     Length,

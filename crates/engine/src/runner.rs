@@ -11,7 +11,7 @@
 //! on, so the inbox needs no bound of its own.
 //!
 //! If the engine fails or panics, or the runner is dropped, every open request gets
-//! [`Failure::Lost`]; none waits forever. The runner measures step times with the owner's clock and
+//! [`RequestFailure::Lost`]; none waits forever. The runner measures step times with the owner's clock and
 //! reports them to the engine for its prefill token budget.
 
 use std::fmt;
@@ -76,7 +76,7 @@ impl Runner {
     /// step; requests wait while `look` runs.
     ///
     /// # Errors
-    /// [`Failure::Unavailable`] if the engine is gone, `look` panics, or the caller is a sink:
+    /// [`RequestFailure::Unavailable`] if the engine is gone, `look` panics, or the caller is a sink:
     /// sinks run on the engine's thread and would deadlock.
     pub fn inspect<T: Send + 'static>(
         &self,
@@ -103,7 +103,7 @@ impl Runner {
     /// [`Reply::Failed`](crate::Reply::Failed).
     ///
     /// # Errors
-    /// [`Failure::Unavailable`] if the engine is gone.
+    /// [`RequestFailure::Unavailable`] if the engine is gone.
     pub fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, RequestFailure> {
         self.driver.resume(snapshot, sink)
     }
@@ -113,7 +113,7 @@ impl Runner {
     /// [`Reply::Failed`](crate::Reply::Failed).
     ///
     /// # Errors
-    /// [`Failure::Unavailable`] if the engine is gone.
+    /// [`RequestFailure::Unavailable`] if the engine is gone.
     pub fn resume_after(
         &self,
         request: GenerationRequest,

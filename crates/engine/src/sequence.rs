@@ -10,11 +10,11 @@ use paceline_model::{Logits, PageName, PageStore, PersistedPage};
 use paceline_tensor::{Kernels, PAGE};
 
 use crate::constraint::{Allowed, Guide};
-use crate::draft::NgramProposer;
+use crate::ngram::NgramProposer;
 use crate::pages::SequencePages;
+use crate::queue_order::QueueKey;
 use crate::sampling::logprobs::logprobs;
 use crate::sampling::{ChosenToken, Sampler, SamplingInputs, Scratch};
-use crate::turn::QueueKey;
 use crate::{
     Error, Event, Finish, GenerationRequest, SchedulingParams, SequenceId, Snapshot, TokenLogprobs,
 };
@@ -70,14 +70,14 @@ pub(crate) struct Sequence {
     names: Vec<PageName>,
     /// Whether it waits for pages from a store.
     pub(crate) holds: bool,
-    /// [`Request::order`].
+    /// [`GenerationRequest::order`].
     pub(crate) order: SchedulingParams,
     /// End of its deadline, on the engine's clock.
     pub(crate) due: Option<Duration>,
     /// How often others were admitted before it, or got rows while its prompt got none.
     pub(crate) passed: u32,
     /// Whether its rows were withheld in favour of others since its last ones
-    /// ([`fair`](crate::fair)).
+    /// ([`fairness`](crate::fair)).
     pub(crate) withheld: bool,
     /// The lowest of a client has the next rows.
     pub(crate) ticket: u64,
@@ -95,15 +95,15 @@ pub(crate) struct Sequence {
     pub(crate) drafts: NgramProposer,
     /// Tokens that may still be generated.
     tokens_left: usize,
-    /// [`Request::min_tokens`].
+    /// [`GenerationRequest::min_tokens`].
     min_tokens: usize,
-    /// [`Request::logprobs`].
+    /// [`GenerationRequest::logprobs`].
     logprobs: Option<usize>,
     /// Prompt logprobs not yet reported, from token 1; `None` if not requested or already reported.
     scores: Option<Vec<TokenLogprobs>>,
-    /// [`Request::shown`].
+    /// [`GenerationRequest::shown`].
     shown: Vec<u32>,
-    /// State of [`Request::constraint`].
+    /// State of [`GenerationRequest::constraint`].
     pub(crate) guide: Option<Box<Guide>>,
     sampler: Sampler,
     decoder: StreamDecoder,

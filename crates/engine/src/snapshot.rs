@@ -23,22 +23,22 @@ pub struct Snapshot {
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: usize,
     pub(crate) tokens_left: usize,
-    /// [`Request::min_tokens`](crate::Request::min_tokens).
+    /// [`GenerationRequest::min_tokens`](crate::Request::min_tokens).
     #[serde(default)]
     pub(crate) min_tokens: usize,
-    /// [`Request::logprobs`](crate::Request::logprobs).
+    /// [`GenerationRequest::logprobs`](crate::Request::logprobs).
     pub(crate) logprobs: Option<usize>,
-    /// [`Request::prompt_logprobs`](crate::Request::prompt_logprobs), if not reported yet.
+    /// [`GenerationRequest::prompt_logprobs`](crate::Request::prompt_logprobs), if not reported yet.
     #[serde(default)]
     pub(crate) prompt_logprobs: bool,
-    /// [`Request::shown`](crate::Request::shown).
+    /// [`GenerationRequest::shown`](crate::Request::shown).
     #[serde(default)]
     pub(crate) shown: Vec<u32>,
-    /// [`Request::constraint`](crate::Request::constraint). The grammar's state follows from the
+    /// [`GenerationRequest::constraint`](crate::Request::constraint). The grammar's state follows from the
     /// tokens.
     #[serde(default)]
     pub(crate) constraint: Option<Constraint>,
-    /// [`Request::order`](crate::Request::order); the deadline starts again.
+    /// [`GenerationRequest::order`](crate::Request::order); the deadline starts again.
     #[serde(default)]
     pub(crate) order: SchedulingParams,
     /// SHA-256 of its adapter's values, if it has one: names may differ between engines.

@@ -26,10 +26,10 @@ use crate::name_index::NameIndex;
 use crate::safetensors::{self, Safetensors};
 use crate::tensor::{MappedBytes, Tensor};
 
-mod stacked;
+mod expert_stack;
 mod weight_map;
 
-pub use stacked::StackSlice;
+pub use expert_stack::StackSlice;
 
 use weight_map::WeightMap;
 

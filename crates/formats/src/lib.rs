@@ -39,7 +39,7 @@ pub mod text;
 pub mod tokenizer;
 pub mod tools;
 
-mod bounded;
+mod limited_read;
 mod name_index;
 mod sniff;
 

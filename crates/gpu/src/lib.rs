@@ -5,8 +5,8 @@
 //! compared as integers. Software adapters (lavapipe) count as devices and are labelled as such.
 //!
 //! - `Gpu`: a device; opens the best adapter, cuts buffers to its limits.
-//! - `Rows`, `Column`: the input of a kernel; an expression may be computed of each row first.
-//! - `Function`: a checked WGSL function of a user. The only part without promised bits.
+//! - `RowRange`, `Column`: the input of a kernel; an expression may be computed of each row first.
+//! - `ScalarFunction`: a checked WGSL function of a user. The only part without promised bits.
 //!
 //! All of it is behind the feature `wgpu`; without it the crate is empty.
 //!

@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use crate::ask::{AnswerTerms, Fit, best};
 use crate::entry::{Assumption, BUILT_IN, Check, Finding, GRADES, QuickAnswer, Topic, slug};
 use crate::error::{EntryError, Error, KeyError};
 use crate::file::{Document, UserFile};
-use crate::nearest::nearest;
+use crate::question::{AnswerTerms, Fit, best};
 use crate::search::{Index, SearchResult, hit};
+use crate::similarity::nearest;
 
 /// Collected findings on distributed GPU computing; its head says how it was collected.
 const FINDINGS: &str = include_str!("../data/findings.toml");

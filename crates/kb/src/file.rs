@@ -12,7 +12,7 @@ use toml::de::{DeTable, DeValue};
 
 use crate::entry::{Finding, GRADES, QuickAnswer, Topic};
 use crate::error::{EntryError, Error, KeyError};
-use crate::nearest::nearest;
+use crate::similarity::nearest;
 
 /// Most bytes of one file. The 52 built-in findings take 50 KB, so this is room for a thousand.
 pub const FILE_BYTES_MAX: usize = 1 << 20;

@@ -15,7 +15,7 @@
 //! ```
 //!
 //! Reading order: the entries ([`Finding`]), `file` (user files and their errors),
-//! [`KnowledgeBase`], `words` (text to terms), `search` (ranking and snippets), `ask` (quick
+//! [`KnowledgeBase`], `words` (text to terms), `search` (ranking and snippets), `question` (quick
 //! answers) and [`report`].
 //!
 //! There is no stored index: a start reads and indexes all in some milliseconds. There is no query
@@ -23,19 +23,19 @@
 
 #![forbid(unsafe_code)]
 
-mod ask;
 mod base;
 mod entry;
 mod error;
 mod file;
-mod nearest;
+mod question;
 pub mod report;
 mod search;
+mod similarity;
 mod words;
 
-pub use ask::Fit;
 pub use base::{Area, Contents, KnowledgeBase, Skill, Stats};
 pub use entry::{Assumption, BUILT_IN, Check, Finding, GRADES, QuickAnswer, Topic};
 pub use error::{EntryError, Error, KeyError, PROBLEMS_MAX};
 pub use file::{FILE_BYTES_MAX, UserFile};
+pub use question::Fit;
 pub use search::{Hit, SearchResult, Snippet, Unknown};

@@ -10,7 +10,7 @@ use std::ops::Range;
 use serde::Serialize;
 
 use crate::entry::Finding;
-use crate::nearest::nearest;
+use crate::similarity::nearest;
 use crate::words::{Word, words};
 
 /// Length of a snippet in bytes: two to three lines of a terminal.

@@ -10,10 +10,10 @@
 //!
 //! Promises:
 //! - Output is whole lines, each with its rank in front, with standard output and error separate.
-//! - The first rank that fails ends all others, by SIGTERM and after [`Limits::grace`] by SIGKILL.
+//! - The first rank that fails ends all others, by SIGTERM and after [`LaunchLimits::grace`] by SIGKILL.
 //!   Their child processes end too, as long as these stay in their process group. The failed rank's
 //!   exit code is the launch's ([`Error::exit_code`]).
-//! - A rank that ends well while others run for longer than [`Limits::linger`] ends them too.
+//! - A rank that ends well while others run for longer than [`LaunchLimits::linger`] ends them too.
 //! - When the launcher ends in any way, or a connection breaks, the programs on all machines end
 //!   and their temporary files are removed.
 //! - Every wait has a limit, except for the programs themselves.
@@ -23,16 +23,16 @@
 //! In reading order: [`plan`], [`run`], `course.rs` (the state machine), `script.rs` (the remote
 //! scripts), `session.rs` (processes and pipes), [`mpi`].
 
-mod course;
+mod blocking_stream;
 mod error;
 pub mod mpi;
 pub mod openmpi;
 mod output;
-mod patient;
 mod plan;
 mod scratch;
 mod script;
 mod session;
+mod state_machine;
 
 use std::fmt;
 use std::io::{Read, Write};
@@ -41,8 +41,8 @@ use std::time::Duration;
 use paceline_base::Rank;
 use paceline_process::processes::Ending;
 
+pub use blocking_stream::BlockingStream;
 pub use error::Error;
-pub use patient::BlockingStream;
 pub use plan::{Backend, Options, PlanError, RankPlan, plan};
 pub use scratch::folder;
 pub use session::run;

@@ -1,6 +1,6 @@
 //! Jobs for programs: results with their texts, and figures of the run.
 //!
-//! [`Runs`] runs jobs on one [`Crew`] one after the other, with an optional journal, and counts the
+//! [`Runs`] runs jobs on one [`JobWorkers`] one after the other, with an optional journal, and counts the
 //! bytes that they read. [`Columns`] makes tasks of files. Each result serialises to the fields of
 //! its JSON object and has a text of lines.
 
@@ -177,7 +177,7 @@ pub struct Runs<'a> {
 }
 
 impl<'a> Runs<'a> {
-    /// Jobs on `crew`, which started at `start` with this choice of device. `journal` is the file
+    /// Jobs on `workers`, which started at `start` with this choice of device. `journal` is the file
     /// for finished parts of a job.
     pub fn new(
         (crew, start): (JobWorkers, Instant),
@@ -217,7 +217,7 @@ impl<'a> Runs<'a> {
     /// Runs a job.
     ///
     /// # Errors
-    /// Those of [`Crew::run`] and [`Journal`].
+    /// Those of [`JobWorkers::run`] and [`Journal`].
     pub fn run(&mut self, task: &JobSpec) -> Result<PartialResult, Error> {
         self.watcher.begin(task);
         self.bytes += task.bytes();

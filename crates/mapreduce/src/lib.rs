@@ -1,9 +1,9 @@
 //! Array jobs: reductions over files larger than memory, by threads and processes.
 //!
-//! A job is a [`Task`]: inputs and the computation over them. It is cut into *parts*, ranges of
-//! rows, which are leased to the threads or processes of a [`Crew`].
+//! A job is a [`JobSpec`]: inputs and the computation over them. It is cut into *parts*, ranges of
+//! rows, which are leased to the threads or processes of a [`JobWorkers`].
 //!
-//! A part gives a [`Partial`]. Partials merge by operations without rounding: integer addition,
+//! A part gives a [`PartialResult`]. Partials merge by operations without rounding: integer addition,
 //! minimum, exact sums ([`paceline_base::exact`]). So a result has the same bits for any number of
 //! threads and processes, and for any cut into parts. The bits are also the same after any worker
 //! was lost and its parts were computed again.
@@ -19,21 +19,20 @@
 //!
 //! In reading order:
 //! - [`sum`]: exact sums of columns at the speed of memory.
-//! - [`Source`], [`Sink`], [`Input`], [`Dtype`], [`npy`]: input and output of rows.
-//! - [`Task`]: a computation. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`], [`sort`]:
+//! - [`RowSource`], [`Sink`], [`InputFile`], [`Dtype`], [`npy`]: input and output of rows.
+//! - [`JobSpec`]: a computation. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`], [`sort`]:
 //!   the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by counter.
 //! - [`device`]: processors that compute blocks of rows, and graphics processors.
 //! - [`jobs`]: jobs for programs, with results, texts and figures.
-//! - [`Leases`]: assignment of parts to workers. [`Crew`]: jobs from start to end. [`Journal`]:
+//! - [`Leases`]: assignment of parts to workers. [`JobWorkers`]: jobs from start to end. [`Journal`]:
 //!   finished parts, to resume a killed job. [`worker`]: the other side of the control channel;
-//!   [`line`]: that of a worker which shares no folder with its parent.
+//!   [`parent`]: that of a worker which shares no folder with its parent.
 //!
 //! The crate knows nothing of models. It never holds more of a file than a block a thread.
 
 #[cfg(test)]
 mod bars;
 pub mod clusters;
-mod crew;
 pub mod device;
 mod dtype;
 mod error;
@@ -44,12 +43,12 @@ pub mod jobs;
 mod journal;
 pub mod kmeans;
 mod leases;
-pub mod line;
 mod messages;
 pub mod npy;
 mod order;
+pub mod parent;
+mod part;
 pub mod philox;
-mod prepared;
 pub mod reduce;
 mod sink;
 pub mod sort;
@@ -61,15 +60,16 @@ mod tests;
 pub mod topk;
 mod value;
 pub mod worker;
+mod workers;
 
-pub use crew::{JobProgress, JobWorkers, ProcessOptions};
 pub use device::{ComputeDevice, DeviceChoice};
 pub use dtype::{Decoded, Dtype, UnknownDtype, Values};
 pub use error::Error;
 pub use journal::Journal;
 pub use leases::{Leases, RowPartition};
-pub use prepared::{PartComputer, Scratch};
+pub use part::{PartComputer, Scratch};
 pub use sink::{FileSink, Sink};
 pub use source::{FileSource, InputFile, MemorySource, RowSource};
 pub use task::{InputSource, JobSpec, Kind, PartialResult};
 pub use value::ResultValue;
+pub use workers::{JobProgress, JobWorkers, ProcessOptions};

@@ -58,7 +58,7 @@ pub(crate) enum FromWorker {
     /// The inputs of a job are open.
     Ready {
         job: u64,
-        /// The number of the inputs there ([`Task::looks`]).
+        /// The number of the inputs there ([`JobSpec::looks`]).
         inputs: u64,
         /// Threads that compute there.
         threads: usize,

@@ -1,4 +1,4 @@
-//! Input of rows: the trait [`Source`], files and memory.
+//! Input of rows: the trait [`RowSource`], files and memory.
 
 use std::fs::File;
 use std::io::Read as _;

@@ -1,6 +1,6 @@
 //! Tasks: a computation and its inputs, and the partial results of its parts.
 //!
-//! A [`Task`] is plain data that the parent sends to its workers. A [`Partial`] merges with others
+//! A [`JobSpec`] is plain data that the parent sends to its workers. A [`PartialResult`] merges with others
 //! of its kind in any order to the same bits.
 
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! The worker process: computes the parts that its parent leases to it, on threads of its own.
 //!
-//! The parent is a [`Crew`](crate::Crew), here or on another machine. A worker opens only the files
-//! that [`Files`] allows.
+//! The parent is a [`JobWorkers`](crate::Crew), here or on another machine. A worker opens only the files
+//! that [`FileAccess`] allows.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
@@ -12,9 +12,9 @@ use std::time::Duration;
 use paceline_base::lock;
 use paceline_cluster::Control;
 
-use crate::crew::error_chain;
-use crate::line::{ParentChannel, ParentConnection};
 use crate::messages::{FromWorker, ToWorker};
+use crate::parent::{ParentChannel, ParentConnection};
+use crate::workers::error_chain;
 use crate::{
     ComputeDevice, DeviceChoice, Error, InputSource, JobSpec, PartComputer, RowPartition, Scratch,
 };

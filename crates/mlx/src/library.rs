@@ -6,9 +6,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::places::LIBRARY_NAME;
+use crate::library_paths::LIBRARY_NAME;
 use crate::table::{ObjectHandle, Table, VERSION};
-use crate::{DeviceKind, Error, LibraryPaths, Stream, end, whole};
+use crate::{DeviceKind, Error, LibraryPaths, Stream, exit, library_file};
 
 /// Names of MLX itself, which `libmlxc` loads: where it lies beside, it is checked too.
 const BESIDE: [&str; 2] = ["libmlx.so", "libmlx.dylib"];
@@ -47,7 +47,7 @@ impl fmt::Debug for Library {
 }
 
 impl Library {
-    /// Opens the first library of `places` that can be used. Others are passed over: an MLX of
+    /// Opens the first library of `library_paths` that can be used. Others are passed over: an MLX of
     /// another version may be on the machine for another program.
     ///
     /// # Errors
@@ -81,19 +81,19 @@ impl Library {
     /// - [`Error::Version`] for one of another version;
     /// - [`Error::Symbol`] for one without a function that is needed.
     pub fn load(path: &Path) -> Result<Self, Error> {
-        whole::check(path)?;
+        library_file::check(path)?;
         // The loader finds MLX beside the C layer where it is there, through links too.
         let real = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
         let beside = BESIDE.iter().map(|name| real.with_file_name(name));
         for other in beside.filter(|other| other.is_file()) {
-            whole::check(&other)?;
+            library_file::check(&other)?;
         }
         // SAFETY: runs the initialisers of a library that the user installed or named for this.
         let library = unsafe { libloading::Library::new(path) }.map_err(|source| Error::Load {
             path: path.to_path_buf(),
             source,
         })?;
-        end::note_loaded();
+        exit::note_loaded();
         let version = version(&library, path)?;
         check_version(&version, path)?;
         let table = Table::look_up(&library, path)?;

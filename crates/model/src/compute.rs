@@ -14,8 +14,8 @@ use std::sync::Arc;
 use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::{Kernels, KvCache};
 
-use crate::kept::PersistentCache;
 use crate::links::STEPS_MAX;
+use crate::page_store::PersistentCache;
 use crate::step::{Batch, BatchSize, Workspace};
 use crate::{
     AdapterId, Config, Error, ExpertUses, FollowOutcome, Links, Model, PageStore, PersistedPage,

@@ -1,6 +1,6 @@
 //! Model families over the kernels: configuration, weights and the forward pass.
 //!
-//! [`Source`] opens a GGUF file or a Hugging Face folder and finds weights by role.
+//! [`ModelSource`] opens a GGUF file or a Hugging Face folder and finds weights by role.
 //! [`Config`] is the checked shape of a model file.
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
 //! [`Weights`] and [`Compute`] are the backend interface of an engine, which MLX implements as
@@ -26,13 +26,14 @@ mod compute;
 mod config;
 pub mod encoder;
 mod error;
+mod expert_usage;
 pub mod families;
-mod handed;
-mod kept;
-mod kinds;
+mod kv_transfer;
+mod layer_kinds;
 mod links;
 mod mlx;
 mod model;
+mod page_store;
 mod plan;
 mod progress;
 mod role;
@@ -43,7 +44,6 @@ pub mod split;
 mod step;
 pub mod testing;
 pub mod trace;
-mod uses;
 mod weights;
 
 pub use adapter::{ADAPTERS_MAX, Adapter, AdapterId, AdapterPair};
@@ -53,10 +53,10 @@ pub use config::{
     LayerShape, PositionScaling,
 };
 pub use error::Error;
+pub use expert_usage::ExpertUses;
 pub use families::ModelFamily;
-pub use handed::{CopyRange, KvTransferPlan, kv_transfer_plan};
-pub use kept::{KEPT_MAX, PageName, PageStore, PersistedPage};
-pub use kinds::{Kinds, WindowPool};
+pub use kv_transfer::{CopyRange, KvTransferPlan, kv_transfer_plan};
+pub use layer_kinds::{Kinds, WindowPool};
 pub use links::Links;
 pub use mlx::{
     Host as MlxHost, MlxForm, MlxMatrix, MlxModel, MlxOptions, Patience as MlxPatience,
@@ -64,10 +64,10 @@ pub use mlx::{
 };
 pub use model::{FollowOutcome, LoadOptions, Model, ModelSample};
 pub use paceline_mlx::{LibraryPaths as MlxPlaces, exit};
+pub use page_store::{KEPT_MAX, PageName, PageStore, PersistedPage};
 pub use progress::{ComputeTime, ProgressSnapshot, StepActivity, StepProgress};
 pub use role::{LayerRole, Nth, Role};
 pub use rope::Rope;
 pub use source::ModelSource;
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};
 pub use step::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages, Workspace};
-pub use uses::ExpertUses;

@@ -27,7 +27,7 @@ use crate::progress::StepProgress;
 use crate::split::{LeafCut, Shard};
 use crate::step::halves::HalfTurn;
 use crate::trace::{Kind, Tracer};
-use crate::{Error, candidates, kept};
+use crate::{Error, candidates, page_store};
 
 /// Message tags.
 const PLAN: u32 = 1;
@@ -233,7 +233,7 @@ impl Links {
         if len > HEADER_WORDS {
             self.receive_words(leader, len - HEADER_WORDS, words)?;
         }
-        if kept::is_message(words) {
+        if page_store::is_message(words) {
             return Ok(());
         }
         self.trace.next_step();
@@ -441,7 +441,7 @@ mod tests {
             let mut words = Vec::new();
             for _ in 0..2 * steps {
                 first.next_plan(Rank(1), &mut words).unwrap();
-                let computes = !kept::is_message(&words);
+                let computes = !page_store::is_message(&words);
                 for _ in 0..RESIDUALS * usize::from(computes) {
                     let until = first.deadline();
                     let sent = first.world.send(&[1.0_f32], Rank(1), RESIDUAL, until);

@@ -16,14 +16,14 @@ use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision};
 
 use crate::adapter::{Adapter, AdapterId, Adapters};
 use crate::config;
-use crate::kept::PersistentCache;
+use crate::expert_usage::{ExpertUses, LayerUses};
 use crate::links::Links;
+use crate::page_store::PersistentCache;
 use crate::plan::StepPlan;
 use crate::split::{Shard, Split};
 use crate::step::halves::{self, HALVES_FROM, HalfSchedule, HalfTurn};
 use crate::step::{Batch, BatchSequence, BatchSize, ForwardStep, PlanLimits, Workspace};
 use crate::trace::{Kind, SECOND_HALF, Tracer};
-use crate::uses::{ExpertUses, LayerUses};
 use crate::weights::{
     self, LayerShard, Linear, PerLayerInputs, ShardLoader, StoredTensor, WeightReader,
 };

@@ -7,7 +7,7 @@
 //! then for each sequence: its tokens, its pages, those of its windows
 //! ```
 //!
-//! The words are padded to [`HEADER_WORDS`]. Plans come from another process, so [`Plan::read`]
+//! The words are padded to [`HEADER_WORDS`]. Plans come from another process, so [`StepPlan::read`]
 //! checks every number against this rank's own sizes.
 
 use std::ops::Range;

@@ -61,7 +61,7 @@ pub struct ComputeTime {
     pub steps: u64,
 }
 
-/// Maximum rows of a step that counts for [`Busy`]: such steps read all weights and run as one
+/// Maximum rows of a step that counts for [`ComputeTime`]: such steps read all weights and run as one
 /// half.
 const FEW_ROWS: usize = 8;
 
@@ -201,7 +201,7 @@ pub(crate) struct StepGuard<'p> {
     begun: Instant,
     /// Layers times rows.
     parts: u64,
-    /// Total exchange time at its start; `None` if the step does not count for [`Busy`].
+    /// Total exchange time at its start; `None` if the step does not count for [`ComputeTime`].
     waited_ns: Option<u64>,
 }
 

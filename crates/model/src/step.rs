@@ -22,7 +22,7 @@ use crate::split::LeafCut;
 use crate::weights::{self, LayerShard, Linear, Summed};
 use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Links};
 
-mod adapted;
+mod adapter_products;
 mod batch;
 mod delta_net;
 mod experts;
@@ -37,7 +37,7 @@ mod sums;
 pub(crate) use batch::PlanLimits;
 pub use batch::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages};
 
-use adapted::{AdapterProducts, AdapterRows};
+use adapter_products::{AdapterProducts, AdapterRows};
 use delta_net::Mixer;
 use experts::ExpertBuffers;
 use halves::HalfTurn;
@@ -279,7 +279,7 @@ fn embed_token(model: &Model, token: u32, out: &mut [f32]) {
     }
 }
 
-/// The sequences of a batch, repeated for each of `kinds` kinds of layers, in the memory of
+/// The sequences of a batch, repeated for each of `layer_kinds` kinds of layers, in the memory of
 /// `empty`.
 fn attention_rows<'b>(
     batch: &Batch<'b>,
@@ -351,7 +351,7 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
             ws,
             cache,
             rows,
-            adapted: adapted::runs(batch),
+            adapted: adapter_products::runs(batch),
             turn,
             index: 0,
         };

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use paceline_base::BlockType;
 use paceline_formats::gguf::testing::GgufWriter;
-use paceline_tensor::stored::random::random_row;
+use paceline_tensor::storage::random::random_row;
 
 use crate::TopLogits;
 use crate::candidates::{self, LogitExtent};

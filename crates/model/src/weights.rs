@@ -1,7 +1,7 @@
 //! Weights in memory: packed matrices, norms and biases, checked against the configuration.
 //!
-//! [`Loader`] reads the parts of one rank from a [`Source`](crate::Source) and packs them for the
-//! kernels. [`Names`] is the unpacked, checked access, which MLX loading shares.
+//! [`Loader`] reads the parts of one rank from a [`ModelSource`](crate::Source) and packs them for the
+//! kernels. [`WeightReader`] is the unpacked, checked access, which MLX loading shares.
 
 mod latent;
 
@@ -12,14 +12,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use paceline_base::{BlockType, Bytes, KernelClass, lock};
 use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_formats::tensor::{MappedBytes, Tensor};
-use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, UNIT, stored};
+use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, UNIT, storage};
 
 use crate::rope::MIN_DIVISOR;
 use crate::split::{LeafCut, Shard};
 use crate::{Config, Error, LayerCache, LayerRole, ModelFamily, ModelSource, Nth, Role, config};
 
 mod delta_net;
-mod few;
+mod sampled_experts;
 
 pub(crate) use delta_net::{DeltaNet, DeltaRowLayout, MatrixRows};
 
@@ -255,7 +255,7 @@ impl StoredTensor {
                 let bytes = tensor.block_type.row_bytes(out.len());
                 let bytes = bytes.expect("checked at load");
                 let row = &tensor.bytes[token as usize * bytes..][..bytes];
-                stored::dequantise(tensor.block_type, row, out);
+                storage::dequantise(tensor.block_type, row, out);
             }
             Self::Mlx(matrix) => {
                 let mut block = [0; BLOCK_BYTES_MAX];
@@ -263,7 +263,7 @@ impl StoredTensor {
                 let len = matrix.block_type.len();
                 for (i, values) in out.chunks_exact_mut(len).enumerate() {
                     matrix.block(token as usize, i, block);
-                    stored::dequantise(matrix.block_type, block, values);
+                    storage::dequantise(matrix.block_type, block, values);
                 }
             }
         }
@@ -349,7 +349,7 @@ impl WeightReader<'_> {
         let row = biases.bytes.len() / nth.of;
         let own = biases.bytes.slice(nth.index * row..(nth.index + 1) * row);
         let own = own.expect("a row of the matrix").arrived()?;
-        stored::dequantise(biases.block_type, &own, &mut all);
+        storage::dequantise(biases.block_type, &own, &mut all);
         Ok(Some(all.into_iter().skip(first).step_by(step).collect()))
     }
 
@@ -454,7 +454,7 @@ fn not_finite(block_type: BlockType, bytes: &[u8], pool: &ThreadPool) -> Option<
     let found = Mutex::new(None);
     pool.run(bytes.len().div_ceil(part), &|i| {
         let part = &bytes[i * part..bytes.len().min((i + 1) * part)];
-        if let Some(bad) = stored::not_finite(block_type, part) {
+        if let Some(bad) = storage::not_finite(block_type, part) {
             *lock(&found) = Some(bad);
         }
     });
@@ -744,7 +744,7 @@ impl ShardLoader<'_> {
                 matrix: router(LayerRole::Router, of.count)?,
                 bias: match self.few_experts {
                     false => self.names.bias(role(LayerRole::Router), of.count)?,
-                    true => Some(few::preferring(of)),
+                    true => Some(sampled_experts::preferring(of)),
                 },
             },
             // It could outweigh the bias that selects the packed few.
@@ -767,7 +767,7 @@ impl ShardLoader<'_> {
                 false => mine
                     .map(|e| expert(e).map(Arc::new))
                     .collect::<Result<_, _>>()?,
-                true => few::experts(of, mine, expert)?,
+                true => sampled_experts::experts(of, mine, expert)?,
             },
         })
     }
@@ -949,7 +949,7 @@ fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
     check_shape(tensor, &[n])?;
     let bytes = tensor.bytes.clone().arrived()?;
     let mut out = vec![0.0; n];
-    stored::dequantise(tensor.block_type, &bytes, &mut out);
+    storage::dequantise(tensor.block_type, &bytes, &mut out);
     Ok(out)
 }
 

@@ -11,7 +11,7 @@ use crate::common::{golden, golden_json, ids, kernels, load, numbers, rows_of, t
 use paceline_base::{BlockType, KernelClass};
 use paceline_formats::hf::HfFolder;
 use paceline_formats::safetensors::Safetensors;
-use paceline_tensor::stored::dequantise;
+use paceline_tensor::storage::dequantise;
 
 /// MLX widens every scheme to the same numbers as we do, to the bit but for the sign of zero.
 #[test]

@@ -73,7 +73,7 @@ pub enum Error {
     Place {
         rank: Rank,
         /// The machine, and what happened.
-        source: crate::crew::line::ConnectionError,
+        source: crate::workers::connection::ConnectionError,
     },
     /// The model's file was replaced since its instance was loaded.
     #[error("{}: the file was replaced: it is model {got}, the instance is of {expected}", path.display())]

@@ -7,14 +7,14 @@
 //! ```text
 //! load: writes a record for each replica to the shared map ──▶ every node looks at its duties
 //! owner (the record's first node): copies the model to the others, starts an Instance over them
-//!   other nodes: run workers (service `crew`), copy the model (`fetch`, `file`)
-//!   every node: opens a door to each model; requests go to the owner of a replica (`answers`)
+//!   other nodes: run workers (service `workers`), copy the model (`fetch`, `file`)
+//!   every node: opens a door to each model; requests go to the owner of a replica (`ingress`)
 //! owner dead: the first successor that lives writes the next record and owns it
 //! ```
 //!
 //! - [`Fleet`]: the handle; runs next to the cluster agent.
 //! - [`preview`](Fleet::preview): placements with predictions, before anything loads.
-//! - [`lent`]: instances for programs of this machine's user.
+//! - [`leases`]: instances for programs of this machine's user.
 //! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): users' requests.
 //! - Loading writes the specs; replica names, node assignment and placement spread decide which
 //!   nodes compute which replica. Expansion adds nodes that join or return.
@@ -26,41 +26,41 @@
 //! - Service starts: registration of a model at this node, which may read all of a file.
 //! - [`journals`]: copies of streamed answers, for clients that reconnect to another node.
 
-mod answers;
+mod answer_traces;
+mod assignment;
+mod autoscaling;
 mod battery;
 mod choice;
 mod copies;
 pub(crate) mod damage;
-mod deal;
+mod drain;
 mod encoders;
+mod expansion;
+mod file_ranges;
 mod flaps;
-mod growth;
+mod garbage_collection;
+mod hosts;
 mod hub;
+mod ingress;
+mod inventory;
 pub mod journals;
-mod leaving;
-pub mod lent;
+pub mod leases;
 mod loading;
-mod naming;
-mod opening;
+mod node_connection;
 mod owner;
-pub(crate) mod partial;
-mod pieces;
-mod places;
+pub(crate) mod partial_file;
 pub(crate) mod prefixes;
 mod preview;
 mod proposals;
+mod replica_names;
 mod replicas;
-mod reserves;
-mod rooted;
+mod roots;
+mod service_starts;
 mod speed;
 mod spread;
-mod stale;
-mod stock;
+mod standby;
 mod stores;
-mod traced;
 pub(crate) mod tree;
-mod widen;
-mod wire;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -81,25 +81,25 @@ use paceline_model::{Config, SplitKind};
 use paceline_tensor::Kernels;
 use serde::Serialize;
 
-use crate::crew::host::{HostSpec, ModelName, host};
-use crate::crew::line::{MessageConnection, send_message};
-use crate::moved::CollectiveTraffic;
 use crate::trace::{Recording, Stages};
+use crate::traffic::CollectiveTraffic;
+use crate::workers::connection::{MessageConnection, send_message};
+use crate::workers::host::{HostSpec, ModelName, host};
 use crate::{Instance, InstanceSummary};
-use answers::IngressService;
+pub use answer_traces::TraceRequest;
 use copies::ModelCopies;
 pub use copies::RepairReport;
+use hosts::NodeConnection;
 pub use hub::{ByteSink, FetchProgress, HubOrigin, ModelHub};
+use ingress::IngressService;
 use journals::{Deaths, JournalCopier, JournalStore};
-use naming::Name;
-pub use naming::Replica;
-use opening::ServiceStarts;
 use owner::OwnedInstance;
-use places::NodeConnection;
 pub use preview::{Preview, Proposal};
+use replica_names::Name;
+pub use replica_names::Replica;
 use replicas::{Preferred, Replicas};
+use service_starts::ServiceStarts;
 pub use stores::{CopyOutcome, Holding, NodeStore, OwnStore};
-pub use traced::TraceRequest;
 
 /// Names of a node's services, as peers open them.
 const CREW: &str = "crew";
@@ -444,7 +444,7 @@ impl Fleet {
     /// # Errors
     /// No such instance, or it does not answer.
     pub fn trace(&self, ask: &TraceRequest) -> Result<Recording, String> {
-        traced::trace(&self.inner, ask)
+        answer_traces::trace(&self.inner, ask)
     }
 
     /// Samples for some seconds where the time of an instance's ranks goes, on its owner. `name` is
@@ -453,7 +453,7 @@ impl Fleet {
     /// # Errors
     /// No such instance, it does not answer, or another trace of it is running.
     pub fn stages(&self, name: &str) -> Result<Stages, String> {
-        traced::stages(&self.inner, name)
+        answer_traces::stages(&self.inner, name)
     }
 
     /// Drains this node: moves its instances to other nodes while they keep answering. Waits until
@@ -618,16 +618,16 @@ impl Inner {
             ANSWERS,
             with(|inner, channel| {
                 let line: Arc<dyn MessageConnection> = Arc::new(NodeConnection(channel));
-                answers::answer(inner, &line);
+                ingress::answer(inner, &line);
             }),
         );
         self.agent.serve(
             TRACE,
-            with(|inner, channel| traced::answer(inner, &NodeConnection(channel))),
+            with(|inner, channel| answer_traces::answer(inner, &NodeConnection(channel))),
         );
         self.agent.serve(
             STAGES,
-            with(|inner, channel| traced::answer_stages(inner, &NodeConnection(channel))),
+            with(|inner, channel| answer_traces::answer_stages(inner, &NodeConnection(channel))),
         );
         self.agent.serve(
             journals::KEEP,
@@ -641,11 +641,11 @@ impl Inner {
 
     fn run(self: &Arc<Self>) {
         let mut watch = self.agent.watch();
-        let mut lost = lent::LostLenders::new(Instant::now());
-        let mut growth = growth::Autoscaler::default();
-        let mut widening = widen::NodeExpansion::default();
+        let mut lost = leases::LostLenders::new(Instant::now());
+        let mut growth = autoscaling::Autoscaler::default();
+        let mut widening = expansion::NodeExpansion::default();
         let mut battery = battery::Battery::default();
-        let mut stale = stale::RecordCollector::default();
+        let mut stale = garbage_collection::RecordCollector::default();
         while !self.over.load(Ordering::SeqCst) {
             self.reclaim(&mut lost);
             self.place_cramped();
@@ -983,7 +983,7 @@ impl Inner {
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
         let owner = wanted.nodes[0];
         if owner == self.agent.id() {
-            return answers::here(self);
+            return ingress::here(self);
         }
         // A frozen machine still accepts connections: a request would cost the whole limit while
         // its successor gets ready.
@@ -1022,7 +1022,7 @@ impl Inner {
     fn list(&self) -> Vec<InstanceView> {
         let map = self.agent.map();
         let all: Vec<_> = placement::wanted(&map).collect();
-        let numbers = naming::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
+        let numbers = replica_names::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
         // Called once, because it reads the facts of all nodes.
         let nodes = self.agent.nodes().into_iter();
         let names: BTreeMap<NodeId, String> = nodes.map(|n| (n.id, n.facts.name)).collect();
@@ -1082,7 +1082,7 @@ impl Inner {
 
 /// Reads `bytes` as messages between nodes about instances, for fuzzing.
 pub(crate) fn parse(bytes: &[u8]) {
-    answers::parse(bytes);
+    ingress::parse(bytes);
     copies::parse(bytes);
     stores::parse(bytes);
     journals::parse(bytes);

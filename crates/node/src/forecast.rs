@@ -10,9 +10,9 @@
 //! auto` begins with the split of the best corrected prediction, so a split that was slower than
 //! predicted is not chosen next time. `paceline_plan::steer` replaces it already during a run.
 
-pub mod across;
 mod facts;
 mod layers;
+pub mod machines;
 mod probe;
 mod products;
 mod ranks;
@@ -27,7 +27,7 @@ use paceline_comm::Backend;
 use paceline_model::{Config, Experts, ModelSource, Shard, Split, SplitKind, StageKind, shape};
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::cost::moe::touched;
-use paceline_plan::steer::KEYS;
+use paceline_plan::split_selection::KEYS;
 use paceline_plan::{
     Backend as Engine, Calibration, Cluster, ClusterNode, Costs, LinkTransport, ModelShape,
     NodeLink, Pipeline, PipelineStage, Placement, Rates, STEPS_MAX, StageMember, Workload, predict,
@@ -38,7 +38,7 @@ use facts::FactsStore;
 use probe::{Probe, StepMeasurements};
 use ranks::{GroupCost, LinkCost, Splits, Team};
 
-use crate::placing::asked;
+use crate::sharding::asked;
 use crate::{Error, PlannedSplit};
 
 type Result<T, E = Error> = std::result::Result<T, E>;
@@ -225,7 +225,7 @@ impl Forecast {
         Ok(self.facts_at(config, split, keys)? * self.ratio(split))
     }
 
-    /// Decode tokens a second of `answers` (at least 1) together, corrected by earlier runs of one
+    /// Decode tokens a second of `ingress` (at least 1) together, corrected by earlier runs of one
     /// answer.
     ///
     /// # Errors
@@ -356,7 +356,7 @@ impl Forecast {
         self.facts_for(config, split, (keys, 1))
     }
 
-    /// Decode tokens a second of `answers` together, each with the given number of keys.
+    /// Decode tokens a second of `ingress` together, each with the given number of keys.
     fn facts_for(
         &self,
         config: &Config,

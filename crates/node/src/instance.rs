@@ -7,11 +7,11 @@
 //! ```
 //! The thread owns the supervisor, the sinks and the clock, and executes the supervisor's actions.
 //! Callers send commands and read the published status; only [`Instance::moved`] waits for the
-//! thread. `fleet` starts instances on a cluster; `prepared` starts them for one command.
+//! thread. `fleet` starts instances on a cluster; `model_setup` starts them for one command.
 
-pub(crate) mod apart;
-pub(crate) mod follow;
 mod measures;
+pub(crate) mod prefill;
+pub(crate) mod rebalancing;
 mod spares;
 
 use std::collections::{HashMap, VecDeque};
@@ -33,26 +33,26 @@ use paceline_engine::{
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split};
 use paceline_plan::Placement;
-use paceline_plan::apart::PrefillOffload;
-use paceline_plan::follow::ShareMove;
-use paceline_plan::steer::KEYS;
+use paceline_plan::prefill_offload::PrefillOffload;
+use paceline_plan::rebalance::ShareMove;
+use paceline_plan::split_selection::KEYS;
 use paceline_tensor::KvType;
 use tracing::{debug, info, warn};
 
-use crate::apart::PrefillCounts;
-use crate::crew::InstanceWorkers;
 use crate::forecast::Forecast;
 use crate::messages::{
     DraftJob, EpochKey, FromWorker, PrefillRole, RankAssignment, RankFacts, ToWorker,
 };
+use crate::prefill::PrefillCounts;
 use crate::supervisor::{
     Action, ChangeRecord, Event, HELD_ALONE_LIMIT, HELD_LIMIT, Health, Notice, Policy,
     SplitCandidate, Supervisor,
 };
+use crate::workers::InstanceWorkers;
 use crate::{AdapterOf, Error, InstanceTraffic, PlannedSplit, adapters};
-use apart::{GroupEventReceiver, GroupEventSender, GroupRole, PrefillGroup};
-use follow::Follower;
 use measures::RankMeasurements;
+use prefill::{GroupEventReceiver, GroupEventSender, GroupRole, PrefillGroup};
+use rebalancing::Follower;
 use spares::Keeper;
 
 /// Interval at which [`Instance::ready_while`] asks its callback.
@@ -152,7 +152,7 @@ impl InstanceConfig {
                 .map(|all| all.key_s(&self.config, &cut.split));
             SplitCandidate {
                 name: match self.follows {
-                    true => follow::name(&cut.split),
+                    true => rebalancing::name(&cut.split),
                     false => cut.split.to_string(),
                 },
                 leader: cut.split.leader(),
@@ -269,7 +269,7 @@ struct InstanceStatus {
 }
 
 impl Instance {
-    /// Starts the workers of `crew`; `observer` receives their load progress and all later notices.
+    /// Starts the workers of `workers`; `observer` receives their load progress and all later notices.
     /// Returns at once: [`ready`](Self::ready) waits.
     ///
     /// # Errors

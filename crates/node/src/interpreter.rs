@@ -55,7 +55,7 @@ enum ChildRequest {
     Render(RenderInput),
 }
 
-/// The child's response: the rendered text, empty after [`Ask::Load`].
+/// The child's response: the rendered text, empty after [`ChildRequest::Load`].
 type ChildResponse = Result<String, TemplateError>;
 
 /// The program that runs [`child::run`].

@@ -19,22 +19,22 @@
 //! [`Failure::Lost`](paceline_engine::Failure::Lost) and the rank that caused it. When the
 //! instance's process ends, for any reason, local workers exit too.
 //!
-//! - [`Prepared`], [`Loaded`]: a model from its files, until it answers.
+//! - [`PreparedModel`], [`Loaded`]: a model from its files, until it answers.
 //! - [`Instance`], [`supervisor`]: a model on workers.
-//! - [`apart`]: disaggregated prefill.
-//! - [`placing`]: from a placement to each worker's part of the model.
-//! - [`crew`]: worker processes on this machine or others; [`worker`]: the program of a worker
+//! - [`prefill`]: disaggregated prefill.
+//! - [`sharding`]: from a placement to each worker's part of the model.
+//! - [`workers`]: worker processes on this machine or others; [`worker`]: the program of a worker
 //!   process; [`messages`] between them.
 //! - [`fleet`]: instances over the nodes of a cluster.
 //! - [`forecast`]: the predicted speed of each split on this machine.
-//! - [`room`]: default context size of a model on this machine.
+//! - [`context_size`]: default context size of a model on this machine.
 //! - [`service`]: a node as a service of the operating system.
 //! - [`trace`]: breakdown of an answer's time over all ranks.
 //! - [`texts`]: tokenizer and chat template of a model; [`interpreter`]: the template in a process
 //!   of its own.
 //! - [`tunnel`]: byte streams between programs on two machines.
 //! - [`identity`]: a hash that identifies a model's files.
-//! - [`launched`]: transports from a launcher's environment.
+//! - [`launcher_env`]: transports from a launcher's environment.
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on any engine.
 //! - [`AdapterOf`]: an adapter of an instance's model.
@@ -42,11 +42,9 @@
 //! - [`Error`].
 
 mod adapters;
-pub mod apart;
-mod arriving;
 mod cause;
 pub mod classes;
-pub mod crew;
+pub mod context_size;
 mod disk;
 mod error;
 pub mod fleet;
@@ -54,21 +52,23 @@ pub mod forecast;
 mod identity;
 mod instance;
 pub mod interpreter;
-pub mod launched;
+pub mod launcher_env;
 mod load;
 pub mod messages;
-mod moved;
-pub mod placing;
-mod portrait;
-mod prepared;
-pub mod room;
+mod model_setup;
+mod partial_source;
+pub mod prefill;
 pub mod service;
+pub mod sharding;
+mod summary;
 pub mod supervisor;
 pub mod testing;
 pub mod texts;
 pub mod trace;
+mod traffic;
 pub mod tunnel;
 pub mod worker;
+pub mod workers;
 
 /// Revision of the numerics: raised with every change that docs/numerics.md lists as affecting
 /// answers. Nodes with different revisions share no instance.
@@ -80,7 +80,7 @@ pub use error::Error;
 pub use identity::identity;
 pub use instance::{Instance, InstanceConfig, Observer, SharedForecast};
 pub use load::load_whole;
-pub use moved::{CollectiveTraffic, InstanceTraffic, RankTraffic};
-pub use placing::PlannedSplit;
-pub use portrait::{InstanceSummary, Prompts, Shard};
-pub use prepared::{DRAFTS, Options, PreparedModel, ReplyStream, ServingModel};
+pub use model_setup::{DRAFTS, Options, PreparedModel, ReplyStream, ServingModel};
+pub use sharding::PlannedSplit;
+pub use summary::{InstanceSummary, Prompts, Shard};
+pub use traffic::{CollectiveTraffic, InstanceTraffic, RankTraffic};

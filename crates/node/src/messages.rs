@@ -19,7 +19,7 @@ use paceline_model::{ComputeTime, ExpertUses, Split};
 use serde::{Deserialize, Serialize};
 
 use crate::adapters::AdapterOf;
-use crate::moved::RankTraffic;
+use crate::traffic::RankTraffic;
 
 /// From an instance to a worker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -263,13 +263,13 @@ pub enum FromWorker {
         /// Bytes that it had moved in it.
         moved: RankTraffic,
     },
-    /// The answer to `Receive`.
+    /// The answer to `ReceivePages`.
     Receives {
         round: u64,
         /// Its listen address for each prefill rank.
         addrs: Vec<SocketAddr>,
     },
-    /// The answer to `HandTo`: all decode ranks are connected.
+    /// The answer to `SendPages`: all decode ranks are connected.
     HandsOver { round: u64 },
     /// A connection between a prefill and a decode rank is lost, or could not be made.
     Unlinked { round: u64, reason: String },

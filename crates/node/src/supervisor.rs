@@ -31,14 +31,14 @@ use std::time::Duration;
 use paceline_base::Rank;
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_engine::{GenerationRequest, Reply, RequestFailure, Ticket};
-use paceline_plan::steer::{self, KEYS, SplitChange, SplitSelector};
+use paceline_plan::split_selection::{self, KEYS, SplitChange, SplitSelector};
 
 pub use change::ChangeRecord;
 use requests::Requests;
 
-use crate::apart::PrefillUpdate;
 use crate::cause::{FailureReport, cause};
 use crate::messages::{FromWorker, RankFacts};
+use crate::prefill::PrefillUpdate;
 
 /// How long failure reports are collected after the first, to find the root cause. With the 1.5 s
 /// until a silent worker is detected, a failure is reported within 2 s.
@@ -679,7 +679,7 @@ impl Supervisor {
             again,
         }));
         self.changed(now, &why);
-        self.steer(now, steer::Event::Restarted);
+        self.steer(now, split_selection::Event::Restarted);
         self.hand_over();
     }
 
@@ -876,12 +876,12 @@ fn steering(
     unknown: Duration,
     holds: bool,
 ) -> Result<SplitSelector, paceline_plan::Error> {
-    let way = |way: &SplitCandidate| steer::SplitEstimate {
+    let way = |way: &SplitCandidate| split_selection::SplitEstimate {
         tok_s: way.tok_s,
         key_s: way.key_s,
         change: way.change.unwrap_or(unknown),
     };
-    let ways: Vec<steer::SplitEstimate> = ways.iter().map(way).collect();
+    let ways: Vec<split_selection::SplitEstimate> = ways.iter().map(way).collect();
     let steering = SplitSelector::new(&ways, first)?;
     Ok(if holds { steering.holding() } else { steering })
 }

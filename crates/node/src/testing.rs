@@ -1,13 +1,13 @@
 //! Parsers of messages from workers and other nodes, for fuzzing.
 
 use crate::messages::{FromWorker, ToWorker};
-use crate::{crew, fleet};
+use crate::{fleet, workers};
 
 /// Parses `bytes` as every kind of message between an owner, its workers, hosts and other nodes.
 /// Returns for any input.
 pub fn parse_messages(bytes: &[u8]) {
     let _ = serde_json::from_slice::<ToWorker>(bytes);
     let _ = serde_json::from_slice::<FromWorker>(bytes);
-    crew::parse(bytes);
+    workers::parse(bytes);
     fleet::parse(bytes);
 }

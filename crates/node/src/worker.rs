@@ -5,9 +5,9 @@
 //! its packed weights and waits for another assignment. Only a broken control channel ends the
 //! process.
 
-mod drafting;
+mod draft;
 mod epoch;
-mod handing;
+mod kv_transfer;
 mod tickets;
 mod watchdog;
 
@@ -30,15 +30,15 @@ use paceline_tensor::{Kernels, Pinning};
 use tracing::{debug, info, warn};
 
 use crate::adapters::read_all;
-use crate::arriving::RangeRequest;
 use crate::disk::Disk;
 use crate::load::ShardSpec;
 use crate::messages::{FromWorker, PrefillRole, RankAssignment, RankFacts, ToWorker};
-use crate::moved::RankTraffic;
-use crate::{AdapterOf, DiskCache, Error, arriving};
-use drafting::DraftCache;
+use crate::partial_source::RangeRequest;
+use crate::traffic::RankTraffic;
+use crate::{AdapterOf, DiskCache, Error, partial_source};
+use draft::DraftCache;
 use epoch::{Epoch, EpochRole};
-use handing::KvTransfer;
+use kv_transfer::KvTransfer;
 use watchdog::Watchdog;
 
 type ControlChannel = Arc<Control<ToWorker, FromWorker>>;
@@ -71,7 +71,7 @@ pub struct WorkerSettings {
 /// Runs a worker on the control channel at this process's standard input, until its instance ends
 /// it or is lost. Returns only if the channel breaks.
 ///
-/// `kernels` makes the kernels for a number of threads and their pinning; `wire` finds the
+/// `kernels` makes the kernels for a number of threads and their pinning; `node_connection` finds the
 /// transport provider of a backend.
 ///
 /// # Errors
@@ -161,7 +161,7 @@ struct RankWorker<'a> {
     ports: Option<RangeInclusive<u16>>,
     /// The prefix cache on disk, if there is one.
     disk: Option<DiskCache>,
-    /// See [`Settings::halted`].
+    /// See [`WorkerSettings::halted`].
     halted: Arc<AtomicBool>,
     /// Number of the last epoch.
     number: u64,
@@ -235,7 +235,7 @@ impl RankWorker<'_> {
         self.send(&failed(self.number, error))
     }
 
-    /// Packs the weights of a possible later assignment, without a group, and reports `Prepared`.
+    /// Packs the weights of a possible later assignment, without a group, and reports `PreparedModel`.
     fn prepare(&mut self, job: &RankAssignment) -> Result<(), Error> {
         match self.pack(job) {
             Ok(kept) => {
@@ -264,7 +264,7 @@ impl RankWorker<'_> {
 
     /// The model of an assignment, and the identity of its weights.
     fn part(&self, job: &RankAssignment) -> Result<(Arc<ModelSource>, Identity), Error> {
-        let source = Arc::new(arriving::open(&job.model, self.asks())?);
+        let source = Arc::new(partial_source::open(&job.model, self.asks())?);
         check_identity(job, &source)?;
         let config = Config::read(&source)?;
         job.split.check(&config)?;
@@ -288,7 +288,7 @@ impl RankWorker<'_> {
     }
 
     /// Sends range requests to this worker's host.
-    fn asks(&self) -> Arc<arriving::RangeRequester> {
+    fn asks(&self) -> Arc<partial_source::RangeRequester> {
         let channel = Arc::clone(&self.channel);
         Arc::new(move |wish| {
             let message = match wish {
@@ -303,12 +303,12 @@ impl RankWorker<'_> {
     /// Announces the ranges that this rank will read of an incomplete file, so that the host
     /// prefetches them.
     fn announce(&self, job: &RankAssignment, source: &ModelSource) -> Result<(), Error> {
-        if !arriving::is_partial(&job.model) {
+        if !partial_source::is_partial(&job.model) {
             return Ok(());
         }
         let config = Config::read(source)?;
         let shard = job.split.shard(&config, Rank(job.rank));
-        let parts = arriving::ahead(source, &shard);
+        let parts = partial_source::ahead(source, &shard);
         match parts.is_empty() {
             true => Ok(()),
             false => self.send(&FromWorker::Wants { parts }),

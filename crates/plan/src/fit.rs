@@ -10,7 +10,7 @@
 //! The method is Levenberg-Marquardt on the logarithms, with derivatives by differences. There is
 //! no randomness, so the same rows give the same constants.
 
-use crate::published::{Published, PublishedRow};
+use crate::publications::{Published, PublishedRow};
 use crate::{Calibration, Catalogue, Error};
 
 /// Relative noise of published numbers by confidence: what repeated sets of one benchmark differ

@@ -35,7 +35,6 @@
 #![forbid(unsafe_code)]
 
 pub mod advice;
-pub mod apart;
 pub mod calibration;
 pub mod catalogue;
 mod check;
@@ -44,16 +43,17 @@ pub mod cost;
 pub mod draw;
 mod error;
 pub mod fit;
-pub mod follow;
 pub mod model;
 mod network;
 pub mod origin;
 pub mod placement;
 pub mod predict;
-pub mod published;
+pub mod prefill_offload;
+pub mod publications;
+pub mod rebalance;
 pub mod report;
 pub mod solver;
-pub mod steer;
+pub mod split_selection;
 pub mod validate;
 mod workload;
 

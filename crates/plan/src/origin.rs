@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use crate::calibration::family;
-use crate::published::{BUILTIN, Published, PublishedRow};
+use crate::publications::{BUILTIN, Published, PublishedRow};
 use crate::validate::{Scored, validate};
 use crate::{Backend, Calibration, Catalogue, Cluster, Error, Placement};
 

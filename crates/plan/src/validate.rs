@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use paceline_base::median;
 
-use crate::published::{Published, PublishedRow, RowPrediction, Skip};
+use crate::publications::{Published, PublishedRow, RowPrediction, Skip};
 use crate::{Calibration, Error};
 
 /// A row with what the model says.

@@ -1,6 +1,6 @@
 //! The constants are fitted to the `fit` rows alone, and the held-out rows stay within the bars.
 
-use paceline_plan::published::{BUILTIN, Published};
+use paceline_plan::publications::{BUILTIN, Published};
 use paceline_plan::validate::{Report, validate};
 use paceline_plan::{Calibration, fit::fit};
 

@@ -4,17 +4,17 @@
 //! Host, Origin --> key --> route --> ready? type? place free? --> body --> Ask --> Answer
 //! ```
 //!
-//! A request holds one of [`Limits::requests`](crate::Limits::requests) permits from its headers to
+//! A request holds one of [`ApiLimits::requests`](crate::Limits::requests) permits from its headers to
 //! the end of its response. While its body is parsed and tokenised, it also holds one of the fewer
 //! parsing permits.
 
-pub(crate) mod asking;
-pub(crate) mod doors;
-mod embedding;
-pub(crate) mod idle;
+mod embeddings;
+pub(crate) mod handlers;
+pub(crate) mod no_model;
 mod pages;
-mod pulling;
-mod resuming;
+mod pull;
+pub(crate) mod registry;
+mod resumption;
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ use serde_json::Value;
 use tokio::sync::{Semaphore, watch};
 
 use crate::access::{AllowedOrigin, ClientIdentity, Remote, check_key, check_origin};
-use crate::calling::ToolSupport;
+use crate::concurrency::ConcurrencyLimit;
 use crate::config::Config;
 use crate::connection::ConnectionHandle;
 use crate::endpoint::{ENDPOINTS, Endpoint};
@@ -42,9 +42,9 @@ use crate::keys::WatchedKeys;
 use crate::metrics::Metrics;
 use crate::model::ServedModel;
 use crate::phase::ServerPhase;
-use crate::places::ConcurrencyLimit;
 use crate::rejection::{ErrorStyle, Rejection};
 use crate::store::ResponseStore;
+use crate::tool_support::ToolSupport;
 use crate::{Error, openapi};
 
 /// Longest path and query. Eight times what common servers allow.
@@ -130,9 +130,9 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/api/version", get(pages::version))
         .route("/api/tags", get(pages::tags))
         .route("/api/ps", get(pages::running))
-        .route("/api/show", post(asking::show))
-        .route("/api/pull", post(pulling::pull))
-        .route("/api/delete", delete(asking::remove));
+        .route("/api/show", post(handlers::show))
+        .route("/api/pull", post(pull::pull))
+        .route("/api/delete", delete(handlers::remove));
     for (path, endpoint) in ENDPOINTS {
         router = router.route(path, asks(endpoint));
     }
@@ -148,7 +148,7 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
 
 fn asks(endpoint: Endpoint) -> MethodRouter<Arc<App>> {
     post(move |State(app): State<Arc<App>>, request: Request| {
-        asking::answer(app, request, endpoint)
+        handlers::answer(app, request, endpoint)
     })
 }
 

@@ -15,7 +15,7 @@ use crate::events::EventLog;
 use crate::facts::ProcessMetrics;
 use crate::journal::{JournalBounds, Journals};
 use crate::limits::ApiLimits;
-use crate::live::LiveRequests;
+use crate::live_requests::LiveRequests;
 use crate::tally::EventTally;
 use crate::tls::ServerProtocol;
 

@@ -80,7 +80,7 @@ pub trait Mirror: Send + Sync {
 
     /// Looks up the longest copy of a journal, for the key with this id. The node that produces
     /// this journal stops. For a response, asks each node's
-    /// [`Doors::response`](crate::Doors::response). Blocks for at most [`MIRROR_LIMIT`].
+    /// [`ModelRegistry::response`](crate::Doors::response). Blocks for at most [`MIRROR_LIMIT`].
     fn find(&self, id: &str, key: Option<&str>) -> JournalMatch;
 
     /// As [`find`](Self::find), but only copies of more than `than` bytes. Waits for slow nodes if
@@ -342,7 +342,7 @@ impl Journal {
         }
     }
 
-    /// Unregisters a reader; the journal stays for [`Bounds::stay`].
+    /// Unregisters a reader; the journal stays for [`JournalBounds::stay`].
     pub(crate) fn leave(&self, life: u64, now: Instant) {
         let mut state = self.state();
         if *self.life.borrow() == life {
@@ -481,7 +481,7 @@ impl Journals {
     /// Finds a journal here or at another node.
     ///
     /// # Errors
-    /// [`Absent`].
+    /// [`JournalAbsence`].
     pub(crate) async fn find(
         &self,
         id: &str,

@@ -7,7 +7,7 @@
 //!        <--JSON or events-- render, stream <-- calling, choice <-- answer <--> engine::Service
 //! ```
 //!
-//! Only this crate knows HTTP. It sees the model as a [`Service`] and its text side as a [`Model`],
+//! Only this crate knows HTTP. It sees the model as a [`Service`] and its text side as a [`ServedModel`],
 //! whether it runs in one process or many. It listens on loopback by default, and a web page of
 //! another site cannot use it.
 //!
@@ -47,15 +47,14 @@
 
 mod access;
 pub mod agent;
-mod answer;
 mod api;
-mod board;
-mod calling;
 mod choice;
 mod clock;
+mod concurrency;
 mod config;
 mod connection;
 mod conversation;
+mod dashboard;
 mod endpoint;
 mod error;
 pub mod events;
@@ -65,26 +64,27 @@ mod journal;
 mod json;
 pub mod keys;
 mod limits;
-mod live;
-pub mod load;
+mod live_requests;
+pub mod load_generator;
 mod log;
 mod metrics;
 mod model;
 mod openapi;
 mod phase;
-mod places;
 mod rejection;
 mod render;
 mod request;
+mod response_stream;
 mod server;
 mod store;
 mod stream;
 mod tally;
 pub mod testing;
 pub mod tls;
+mod tool_support;
 
 pub use access::Access;
-pub use api::doors::ModelRegistry;
+pub use api::registry::ModelRegistry;
 pub use clock::TimeSource;
 pub use config::{
     CommandHandler, Config, DEFAULT_PORT, DashboardConfig, PullStep, Puller, Removal, Remover,
@@ -96,7 +96,7 @@ pub use journal::{
     JournalMatch, JournalPart, Journals, MIRROR_LIMIT, Mirror, MirrorCallback, MirrorOutcome,
 };
 pub use limits::ApiLimits;
-pub use live::{LiveRequests, RunningChoice};
+pub use live_requests::{LiveRequests, RunningChoice};
 pub use log::PROMPTS;
 pub use metrics::METRIC_NAMES;
 pub use model::{ModelDetails, ServedModel, default_sampling, recommended_sampling};

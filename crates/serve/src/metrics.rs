@@ -16,7 +16,7 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use crate::facts::{MetricSample, ProcessMetrics};
-use crate::live::{LiveRequests, ProgressUpdater};
+use crate::live_requests::{LiveRequests, ProgressUpdater};
 use crate::model::ServedModel;
 
 /// The media type of `/metrics`.

@@ -12,12 +12,12 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
 
 use crate::api::App;
-use crate::api::doors::ModelRegistry;
+use crate::api::registry::ModelRegistry;
 use crate::config::{Config, StatusSource, Timeouts};
 use crate::connection::Acceptor;
 use crate::phase::{ServerPhase, reach};
 use crate::tls::ServerProtocol;
-use crate::{Error, ServedModel, api, board};
+use crate::{Error, ServedModel, api, dashboard};
 
 /// Threads for HTTP. Parsing and templates have threads of their own; the cores are for the model.
 const THREADS: usize = 2;
@@ -40,7 +40,7 @@ pub struct HttpServer {
     now: fn() -> Instant,
 }
 
-/// Stops a [`Server`], from any thread.
+/// Stops a [`HttpServer`], from any thread.
 #[derive(Clone, Debug)]
 pub struct ServerHandle {
     phase: watch::Sender<ServerPhase>,
@@ -48,7 +48,7 @@ pub struct ServerHandle {
 
 impl ServerHandle {
     /// Starts the shutdown: the server accepts nothing more, responses in progress get their grace
-    /// time, and [`Server::run`] returns. Does not wait.
+    /// time, and [`HttpServer::run`] returns. Does not wait.
     pub fn shutdown(&self) {
         self.phase.send_if_modified(|phase| {
             let is_running = *phase == ServerPhase::Running;
@@ -97,7 +97,7 @@ impl HttpServer {
         })
     }
 
-    /// Binds for a node whose models load and unload through [`Doors`]; without one it serves its
+    /// Binds for a node whose models load and unload through [`ModelRegistry`]; without one it serves its
     /// health. `nodes` supplies `/nodes`.
     ///
     /// # Errors
@@ -131,7 +131,7 @@ impl HttpServer {
         let connections_of_one = config.limits.connections_of_one;
         let (now, wire) = (config.clock.now, config.wire.clone());
         let below = route(config.clone(), seen.clone())?;
-        let router = board::over(below, config, seen)?;
+        let router = dashboard::over(below, config, seen)?;
         drop(_inside);
         Ok(Self {
             runtime,
@@ -164,7 +164,7 @@ impl HttpServer {
         ServerHandle { phase }
     }
 
-    /// Serves requests until [`Handle::shutdown`]; blocks. Then responses have [`Times::grace`] to
+    /// Serves requests until [`ServerHandle::shutdown`]; blocks. Then responses have [`Times::grace`] to
     /// complete, and end with an error after it. Returns at most two seconds after the grace time.
     pub fn run(self) {
         let connections = Arc::new(Semaphore::new(self.connections));

@@ -13,19 +13,19 @@ use serde_json::Value;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-use crate::answer::ResponseStream;
+use crate::concurrency::ConcurrencyPermit;
 use crate::events;
 use crate::journal::{
     ChoiceReply, Journal, JournalBounds, JournalReader, Journals, Mirror, Superseded,
 };
-use crate::places::ConcurrencyPermit;
 use crate::rejection::Rejection;
 use crate::render::{ResponseBuilder, StreamFraming};
+use crate::response_stream::ResponseStream;
 
 /// Maximum replies rendered per chunk. More would delay a client that could read.
 const AT_ONCE: usize = 64;
 
-/// Requests an early keep-alive from a stream, before [`Events::keep_alive`] has passed. The
+/// Requests an early keep-alive from a stream, before [`SseStream::keep_alive`] has passed. The
 /// connection takes it out of the response, and uses it after the client's half-close. A client
 /// that has left answers the next byte by a reset.
 #[derive(Clone, Debug, Default)]

@@ -10,5 +10,5 @@ pub fn parse_kept(bytes: &[u8]) {
 
 /// Parses `bytes` as the stream of a measured server.
 pub fn parse_events(bytes: &[u8]) {
-    crate::load::parse(bytes, Instant::now);
+    crate::load_generator::parse(bytes, Instant::now);
 }

@@ -5,12 +5,12 @@
 //!                            other     on loopback HTTP, elsewhere a 400 that names https
 //! ```
 //!
-//! A [`Wire`] is a server's protocol. An [`Identity`] is a certificate with its key: from the
-//! user's files, or [`Own`], which is generated once. Clients need no certificates: API keys
+//! A [`ServerProtocol`] is a server's protocol. An [`TlsIdentity`] is a certificate with its key: from the
+//! user's files, or [`OwnCertificate`], which is generated once. Clients need no certificates: API keys
 //! authenticate them. The crypto provider is named at each use, because rustls panics where it has
 //! to choose among several.
 
-mod own;
+mod self_signed;
 mod stream;
 
 use std::fmt;
@@ -32,7 +32,7 @@ use tokio_rustls::rustls::{Error as TlsError, ServerConfig};
 
 use crate::Error;
 
-pub use own::{CertificateNames, OwnCertificate, RenewalReason};
+pub use self_signed::{CertificateNames, OwnCertificate, RenewalReason};
 pub(crate) use stream::{ClientStream, StallGuard};
 
 /// First byte of a TLS connection: the type of a record with a handshake (RFC 8446, section 5.1).
@@ -73,7 +73,7 @@ impl ServerProtocol {
     }
 
     /// Detects the protocol of a new connection, and performs the TLS handshake. `patience` is the
-    /// write timeout, see [`Socket`]. The caller sets the deadline of the whole.
+    /// write timeout, see [`StallGuard`]. The caller sets the deadline of the whole.
     ///
     /// # Errors
     /// The client left, has no common TLS parameters, or was rejected for plain HTTP.

@@ -12,7 +12,7 @@ use crate::name::{EntryName, HubId, check_file_path, escape_path};
 use crate::options::PullOptions;
 use crate::progress::{Cancel, SilentProgress};
 use crate::select::{ModelFileSet, choose};
-use crate::usual::HubFiles;
+use crate::usual_names::HubFiles;
 use crate::{Error, Home, disk};
 
 /// Maximum file list. The hub's lists have some 200 bytes per file.

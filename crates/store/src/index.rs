@@ -18,7 +18,7 @@ use crate::lock::Lock;
 use crate::name::{EntryName, HubId, check_file_path};
 use crate::progress::{Cancel, PullProgress};
 use crate::select;
-use crate::usual::usual_name;
+use crate::usual_names::usual_name;
 use crate::{Catalogue, Error, Home, disk};
 
 /// File name of a record.
@@ -121,7 +121,7 @@ pub enum State {
         kind: Kind,
         /// Its source, as text.
         source: String,
-        /// Its files; `Entry::path` is the first one for GGUF models.
+        /// Its files; `StoreEntry::path` is the first one for GGUF models.
         files: Vec<FileRecord>,
         /// When it was pulled.
         pulled_at: SystemTime,

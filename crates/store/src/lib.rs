@@ -13,7 +13,7 @@
 //! without a request.
 //!
 //! The crate reads no environment variables and prints nothing: settings come in [`PullOptions`],
-//! reports go to [`Progress`], [`Cancel`] stops operations, and wall-clock time is an argument.
+//! reports go to [`PullProgress`], [`Cancel`] stops operations, and wall-clock time is an argument.
 //!
 //! ```
 //! use paceline_store::{Error, Home, Resolved, resolve};
@@ -32,12 +32,12 @@
 //! ```
 //!
 //! Modules in reading order:
-//! - `spec` (resolution of MODEL), `catalogue`, `usual` (names in other libraries);
+//! - `spec` (resolution of MODEL), `catalogue`, `usual_names` (names in other libraries);
 //! - `name` and `home` (folders), `index` (records), `pull` (the order of the steps);
 //! - `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`.
 //!
 //! Others:
-//! - `pinned`: single files for nodes of a cluster.
+//! - `pinned_file`: single files for nodes of a cluster.
 //! - `engine`: the same for MLX's libraries.
 //! - `child`: external programs.
 //! - `listing`: all models as text and JSON.
@@ -60,14 +60,14 @@ mod listing;
 mod lock;
 mod name;
 mod options;
-mod pinned;
+mod pinned_file;
 mod pip;
 mod progress;
 mod pull;
 mod select;
 mod spec;
 pub mod testing;
-mod usual;
+mod usual_names;
 mod wheel;
 
 pub use audit::Audit;
@@ -89,10 +89,10 @@ pub use name::{EntryName, HubId};
 pub use options::{
     Hub, HubDeadlines, HubToken, Pip, ProxySetting, PullOptions, RetryPolicy, Toolchain,
 };
-pub use pinned::{PinnedFile, fetch_pinned, origin, read_pinned};
+pub use pinned_file::{PinnedFile, fetch_pinned, origin, read_pinned};
 pub use progress::{Cancel, PullProgress, SilentProgress};
 pub use pull::{PulledModel, pull};
 pub use select::quant_of_name;
 pub use spec::{DownloadPlan, Resolution, resolve, resolve_in};
-pub use usual::{HubFiles, USUAL_NAMES, UsualName, parse as parse_usual_names};
-pub use usual::{usual_name, usual_names};
+pub use usual_names::{HubFiles, USUAL_NAMES, UsualName, parse as parse_usual_names};
+pub use usual_names::{usual_name, usual_names};

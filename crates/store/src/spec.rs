@@ -10,7 +10,7 @@ use crate::catalogue::{Catalogue, CatalogueModel};
 use crate::index::{self, Kind, ResolvedModel, StoreEntry};
 use crate::name::{EntryName, HubId, check_file_path};
 use crate::select::{file_fits, gguf_models, is_projector};
-use crate::usual::{usual_name, usual_names};
+use crate::usual_names::{usual_name, usual_names};
 use crate::{Error, Home};
 
 /// The result of [`resolve`].

@@ -6,7 +6,7 @@
 use std::process::ExitCode;
 
 use paceline_base::BlockType;
-use paceline_tensor::stored::random::random_row;
+use paceline_tensor::storage::random::random_row;
 use paceline_tensor::{
     Activations, AttentionRows, AttentionStep, InstructionSet, Kernels, KvCache, KvShape, KvType,
     PAGE, PackOptions, PackedMatrix, Precision, Product, StoredMatrix,

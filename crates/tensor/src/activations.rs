@@ -17,10 +17,10 @@
 use crate::batch::rows::{PanelRows, PanelWriter, RowFormat};
 use crate::isa::{Isa, LANES};
 use crate::memory::OffsetBuffer;
-use crate::packed::span;
-pub use crate::quantised::{CHUNK, Precision};
-use crate::quantised::{Meta, QuantisedView, Rounding};
-use crate::rounded::round;
+use crate::packing::span;
+pub use crate::quantisation::{CHUNK, Precision};
+use crate::quantisation::{Meta, QuantisedView, Rounding};
+use crate::rounding::round;
 
 /// Forms of activations that products read in addition to f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub(crate) struct OperandForms {
     pub(crate) integers: Option<Precision>,
     /// Columns that share a scale.
     pub(crate) span: usize,
-    /// Copies of integers for panels, by [`Form`].
+    /// Copies of integers for panels, by [`RowFormat`].
     pub(crate) panels: [bool; RowFormat::ALL.len()],
     /// Values rounded to bf16.
     pub(crate) rounded: bool,

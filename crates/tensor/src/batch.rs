@@ -43,7 +43,7 @@ use crate::batch::rows::{PanelView, PanelWriter, RowFormat};
 use crate::formats::{self, Kind};
 use crate::isa::{Isa, LANES};
 use crate::matmul::{GroupArgs, LEVELS, store_lanes};
-use crate::quantised::{CHUNK, Precision};
+use crate::quantisation::{CHUNK, Precision};
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use tiles::PendingProducts;
@@ -90,7 +90,7 @@ pub(crate) struct Batch {
     pub(crate) from: usize,
     /// Form of activations for each [`Precision`]; `None` where there are no panels.
     pub(crate) forms: [Option<RowFormat>; 2],
-    /// The functions that make rows, by [`Form`]; `None` for forms that are not read.
+    /// The functions that make rows, by [`RowFormat`]; `None` for forms that are not read.
     pub(crate) make_row: [Option<MakeRow>; RowFormat::ALL.len()],
     pub(crate) unpack: [unsafe fn(Unpack); BlockType::COMPUTED],
     /// By [`Precision`].

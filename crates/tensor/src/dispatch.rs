@@ -1,7 +1,7 @@
 //! The kernels compiled once per instruction set, as tables of functions.
 //!
 //! The `kernels!` macro makes a module per instruction set whose functions carry the target
-//! features and inline the generic code. A [`Table`] is chosen once, after detection.
+//! features and inline the generic code. A [`KernelTable`] is chosen once, after detection.
 //! `batch_kernels!` makes one for a set that differs from another in its products of many rows
 //! only.
 
@@ -271,7 +271,7 @@ macro_rules! multiply {
 
 /// The batch functions for panels that `$unpack` makes. The arguments are the least number of rows
 /// that pays, the forms and products for each [`Precision`], and the functions that make rows, by
-/// [`Form`]. The places of a chunk and the functions that are called around products follow.
+/// [`RowFormat`]. The places of a chunk and the functions that are called around products follow.
 macro_rules! batch {
     ($feature:tt $isa:ty, $unpack:ident, $from:expr, $forms:expr,
      $multiply:expr, $make_row:expr, $places:expr, $around:expr,

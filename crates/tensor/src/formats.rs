@@ -59,8 +59,8 @@ mod mlx;
 use std::marker::PhantomData;
 
 use crate::isa::Isa;
-use crate::stored::CODEBOOK;
-use crate::stored::units::UNIT_CHUNKS;
+use crate::storage::CODEBOOK;
+use crate::storage::units::UNIT_CHUNKS;
 use mlx::Floats4;
 
 /// Bytes of sixteen scales of 16 bits.

@@ -15,7 +15,7 @@ use crate::dispatch::{InstructionSet, KernelTable};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
 use crate::meter::Meter;
-use crate::packed::{PackedMatrix, span};
+use crate::packing::{PackedMatrix, span};
 use crate::pool::{Pinning, ThreadPool};
 use crate::vector::RopePairs;
 

@@ -7,10 +7,10 @@
 //! [`paceline_base::tree`] for the sums that a split may cut.
 //!
 //! Modules in reading order:
-//! - [`stored`]: blocks as files hold them.
+//! - [`storage`]: blocks as files hold them.
 //! - [`naive`]: the definitions of results.
 //! - `isa`: sixteen lanes per instruction set.
-//! - `formats` and `packed`: weights repacked for the lanes.
+//! - `formats` and `packing`: weights repacked for the lanes.
 //! - [`matmul`].
 //! - `batch`: many activation rows.
 //! - [`vector`], [`attention`], [`kv`], [`pool`].
@@ -51,11 +51,11 @@ pub mod matmul;
 mod memory;
 pub mod meter;
 pub mod naive;
-mod packed;
+mod packing;
 pub mod pool;
-mod quantised;
-mod rounded;
-pub mod stored;
+mod quantisation;
+mod rounding;
+pub mod storage;
 pub mod vector;
 
 pub use activations::{Activations, Precision};
@@ -70,7 +70,7 @@ pub use kernels::{
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
 pub use meter::{Meter, Metered};
-pub use packed::{PackOptions, PackedMatrix, StoredMatrix};
+pub use packing::{PackOptions, PackedMatrix, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
-pub use stored::units::UNIT;
+pub use storage::units::UNIT;
 pub use vector::RopePairs;

@@ -34,7 +34,7 @@ use half::{bf16, f16};
 
 use crate::formats::{Format, LINE, Layout, Planes, Scales};
 use crate::isa::{Isa, LANES};
-use crate::quantised::{CHUNK, Meta, QuantisedView, joined};
+use crate::quantisation::{CHUNK, Meta, QuantisedView, joined};
 
 pub(crate) mod pairs;
 

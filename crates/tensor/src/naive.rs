@@ -8,9 +8,9 @@ use half::{bf16, f16};
 use paceline_base::{BlockType, tree};
 
 use crate::attention::PAGE;
-use crate::packed::span;
-use crate::stored::units::{UNIT, UNIT_CHUNKS, Unit, is_wide};
-use crate::stored::{self, Chunk};
+use crate::packing::span;
+use crate::storage::units::{UNIT, UNIT_CHUNKS, Unit, is_wide};
+use crate::storage::{self, Chunk};
 use crate::{InstructionSet, Precision, StoredMatrix};
 
 /// Quantised activations of one row: `(q, scale)` per span; see [`crate::activations`].
@@ -95,7 +95,7 @@ fn span_dot(block_type: BlockType, row: &[u8], unit: &Unit, start: usize, q: &[i
     let mut total = 0;
     for (c, q) in (start / Chunk::LEN..).zip(q.chunks(Chunk::LEN)) {
         let (chunk, factors) = (
-            stored::chunk(block_type, row, c),
+            storage::chunk(block_type, row, c),
             unit.factors[c % UNIT_CHUNKS],
         );
         for (k, (&w, &x)) in chunk.q.iter().zip(q).enumerate() {
@@ -113,7 +113,7 @@ fn span_dot(block_type: BlockType, row: &[u8], unit: &Unit, start: usize, q: &[i
 
 fn float_leaf(block_type: BlockType, row: &[u8], x: &[f32], columns: Range<usize>) -> f32 {
     let mut weights = vec![0.0; row.len() / block_type.bytes()];
-    stored::dequantise(block_type, row, &mut weights);
+    storage::dequantise(block_type, row, &mut weights);
     let mut a = [0.0f32; 4];
     for k in columns {
         a[k % 4] = weights[k].mul_add(x[k], a[k % 4]);
@@ -124,7 +124,7 @@ fn float_leaf(block_type: BlockType, row: &[u8], x: &[f32], columns: Range<usize
 /// Activations rounded to bf16: [`crate::matmul`]'s `pairs`.
 fn bf16_leaf(row: &[u8], x: &[f32], columns: Range<usize>) -> f32 {
     let mut weights = vec![0.0; row.len() / 2];
-    stored::dequantise(BlockType::BF16, row, &mut weights);
+    storage::dequantise(BlockType::BF16, row, &mut weights);
     let smallest = 2.0f32.powi(-56);
     let rounded = |x: f32| {
         if x.abs() < smallest {

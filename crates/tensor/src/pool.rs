@@ -149,7 +149,7 @@ fn stay(core: Option<usize>) {
 struct PoolState {
     /// The current job's [`Word`], with all of its tasks.
     job: AtomicU64,
-    /// Its closure: a pointer to a `Task` on the stack of the caller of `run`.
+    /// Its closure: a pointer to a `PoolTask` on the stack of the caller of `run`.
     task: AtomicPtr<()>,
     /// The caller's, then the workers'.
     shares: Box<[Share]>,

@@ -7,7 +7,7 @@ mod delta_net;
 use std::path::PathBuf;
 
 use paceline_base::BlockType;
-use paceline_tensor::stored::{Chunk, chunk, dequantise};
+use paceline_tensor::storage::{Chunk, chunk, dequantise};
 
 /// A recorded file of the folder `dequant`.
 fn golden(name: &str) -> Vec<u8> {

@@ -1,7 +1,7 @@
 //! The engines' trait: layers and their gradients.
 //!
-//! Training goes layer by layer: [`Engine::forward`] from the first to the last, then
-//! [`Engine::backward`] from the last to the first. An engine keeps nothing between the two but
+//! Training goes layer by layer: [`LayerEngine::forward`] from the first to the last, then
+//! [`LayerEngine::backward`] from the last to the first. An engine keeps nothing between the two but
 //! what it hands out. A caller may drop that and have it computed again, with the same bits.
 
 use paceline_model::Rope;

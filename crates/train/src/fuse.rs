@@ -12,7 +12,7 @@ use paceline_formats::hf::HfFolder;
 use paceline_model::adapter::files::{Adapter, PairOf, file_row, role_of, tensors};
 use paceline_model::{Config, LayerRole, ModelSource, Role};
 use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
-use paceline_tensor::{Kernels, RopePairs, stored};
+use paceline_tensor::{Kernels, RopePairs, storage};
 use serde_json::{Map, json};
 
 use crate::error::Error;
@@ -56,7 +56,7 @@ pub fn fuse(
             return Err(Error::malformed(from, reason));
         }
         let mut values = vec![0.0; pair.rows * pair.cols];
-        stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+        storage::dequantise(tensor.block_type, &tensor.bytes, &mut values);
         let shape = config.layers[layer];
         let turned = config.ropes[shape.rope].pairs == RopePairs::Adjacent
             && matches!(part, LayerRole::Query | LayerRole::Key);

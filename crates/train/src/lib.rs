@@ -12,14 +12,14 @@
 //! ```
 //!
 //! In reading order:
-//! - [`Engine`]: layers and their gradients, layer by layer, on the CPU or on MLX ([`Class`]).
-//!   [`Net`]: a model of such layers.
-//! - [`Examples`]: the training data. [`Order`]: the examples of each step.
+//! - [`LayerEngine`]: layers and their gradients, layer by layer, on the CPU or on MLX ([`Class`]).
+//!   [`TrainableModel`]: a model of such layers.
+//! - [`Examples`]: the training data. [`ExampleOrder`]: the examples of each step.
 //! - [`Optimiser`]: AdamW, schedules, clipping.
-//! - [`Run`]: a training from start to end, its checkpoints and its metrics. [`Crew`]: the
-//!   processes that compute leaves. [`worker`]: the other side. [`bridge`]: workers on other
+//! - [`TrainingRun`]: a training from start to end, its checkpoints and its metrics. [`TrainingWorkers`]: the
+//!   processes that compute leaves. [`worker`]: the other side. [`remote`]: workers on other
 //!   machines.
-//! - [`Stage`]: a part of a model that does not fit one machine.
+//! - [`ModelStage`]: a part of a model that does not fit one machine.
 //! - [`fuse`]: a model with an adapter in it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
 //!
 //! **Numerics.** In class `cpu` products are chains of fused multiply-adds
@@ -28,11 +28,9 @@
 //! bits where the device repeats its own, which is tried at the start. Values between layers, sums
 //! over leaves and updates are f32 of the CPU in every class.
 
-pub mod bridge;
 mod checkpoint;
 mod class;
 mod cpu;
-mod crew;
 mod curve;
 mod data;
 mod dropout;
@@ -53,15 +51,16 @@ mod order;
 mod params;
 mod pool;
 mod random;
+pub mod remote;
+mod reporter;
 mod run;
 mod stage;
 pub mod testing;
-mod watch;
 mod weights;
 pub mod worker;
+mod workers;
 
 pub use class::{Class, Means};
-pub use crew::{Post, TrainingWorkers, WorkerOptions};
 pub use curve::svg;
 pub use data::{ExampleReader, Examples, TrainOn};
 pub use engine::{LayerEngine, LeafRows};
@@ -75,7 +74,8 @@ pub use net::{Leaf, TrainableModel, Trained};
 pub use optimiser::{Optimiser, OptimiserOptions, Rule, Schedule};
 pub use order::ExampleOrder;
 pub use params::{Layout, Lora, ParameterSlot};
+pub use reporter::StepReporter;
 pub use run::{Report, RunInfo, RunOptions, TrainingJob, TrainingProgress, TrainingRun};
 pub use stage::ModelStage;
-pub use watch::StepReporter;
 pub use weights::{Method, targets};
+pub use workers::{Post, TrainingWorkers, WorkerOptions};

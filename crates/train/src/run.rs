@@ -14,7 +14,6 @@ use serde_json::{Value, json};
 
 use crate::checkpoint::{State, named};
 use crate::class::{Class, Means};
-use crate::crew::TrainingWorkers;
 use crate::data::{ExampleReader, Examples, TrainOn};
 use crate::dropout::Dropout;
 use crate::error::Error;
@@ -26,6 +25,7 @@ use crate::optimiser::{Optimiser, OptimiserOptions};
 use crate::order::ExampleOrder;
 use crate::stage::ModelStage;
 use crate::weights::Method;
+use crate::workers::TrainingWorkers;
 use crate::{forecast, fuse};
 
 /// All that the bits of a result depend on.
@@ -396,7 +396,7 @@ impl TrainingRun {
         (0..of).map(range).collect()
     }
 
-    /// Trains, and writes the result. `watch` receives the progress.
+    /// Trains, and writes the result. `reporter` receives the progress.
     ///
     /// # Errors
     /// [`Error::RunThere`], [`Error::OtherRun`]; [`Error::Diverged`]; [`Error::Lost`] when no

@@ -3,5 +3,5 @@
 /// Reads `bytes` as frames of another machine, and as the messages in them: it returns for any
 /// bytes. No file that they name leads out of the folder of exchanged files.
 pub fn parse_line(bytes: &[u8]) {
-    crate::bridge::parse(bytes);
+    crate::remote::parse(bytes);
 }

@@ -1,6 +1,6 @@
 //! A stage's weights for training: fixed as f32, fixed in their stored form, or trained.
 //!
-//! [`Weights`] says for each tensor which it is. Trained values themselves are in one vector of the
+//! [`StageWeights`] says for each tensor which it is. Trained values themselves are in one vector of the
 //! run; a tensor here has its range ([`Layout`](crate::params::Layout)).
 
 use std::ops::Range;
@@ -8,7 +8,7 @@ use std::ops::Range;
 use paceline_formats::tensor::Tensor;
 use paceline_model::adapter::files::{TARGETS, file_row};
 use paceline_model::{Config, LayerRole, LayerShape, ModelSource, Role};
-use paceline_tensor::{Kernels, RopePairs, stored};
+use paceline_tensor::{Kernels, RopePairs, storage};
 
 use crate::error::Error;
 use crate::params::{Layout, Lora};
@@ -176,7 +176,7 @@ impl Matrix {
 fn unpack(tensor: &Tensor, row: usize, out: &mut [f32]) {
     let bytes = tensor.bytes.len() / tensor.rows().max(1);
     let stored = &tensor.bytes[row * bytes..(row + 1) * bytes];
-    stored::dequantise(tensor.block_type, stored, out);
+    storage::dequantise(tensor.block_type, stored, out);
 }
 
 /// The weights of a layer.
@@ -478,7 +478,7 @@ impl WeightLoader<'_> {
 pub(crate) fn numbers(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
     check(tensor, &[n])?;
     let mut values = vec![0.0; n];
-    stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+    storage::dequantise(tensor.block_type, &tensor.bytes, &mut values);
     Ok(values)
 }
 

@@ -1,6 +1,6 @@
 //! The worker process: computes leaves, or stages of leaves, for its parent.
 //!
-//! The parent is a [`Crew`](crate::Crew). Values and gradients are exchanged as files in the run's
+//! The parent is a [`TrainingWorkers`](crate::Crew). Values and gradients are exchanged as files in the run's
 //! folder, messages over the control channel.
 
 use std::convert::Infallible;
@@ -12,10 +12,10 @@ use paceline_cluster::Control;
 use paceline_model::adapter::files::tensors;
 
 use crate::class::Means;
-use crate::crew::{compute, publish, read_values};
 use crate::error::Error;
 use crate::messages::{FromWorker, LeafTask, ToWorker, params_file, roots_file};
 use crate::run::TrainingRun;
+use crate::workers::{compute, publish, read_values};
 
 /// Longest wait for the first message.
 const START_LIMIT: Duration = Duration::from_secs(30);

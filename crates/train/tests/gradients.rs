@@ -7,7 +7,7 @@ use paceline_base::upper_median;
 use paceline_formats::safetensors::Safetensors;
 use paceline_model::adapter::files::{Adapter, Base, Form, TARGETS};
 use paceline_model::{Config, MlxPlaces, ModelSource};
-use paceline_tensor::{InstructionSet, Kernels, stored};
+use paceline_tensor::{InstructionSet, Kernels, storage};
 use paceline_train::{Class, Leaf, Lora, Means, Method, TrainableModel, Trained};
 use serde_json::Value;
 
@@ -105,7 +105,7 @@ fn recorded(model: &str) -> (BTreeMap<String, Vec<f32>>, Value) {
     let read = |name: String| {
         let tensor = file.tensor(&name).unwrap();
         let mut values = vec![0.0; tensor.shape.iter().product()];
-        stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+        storage::dequantise(tensor.block_type, &tensor.bytes, &mut values);
         (name, values)
     };
     let text = std::fs::read(golden().join(format!("train/{model}.json"))).unwrap();

@@ -12,8 +12,8 @@ use paceline_model::adapter::files::{Adapter, Form};
 use paceline_model::{
     Batch, BatchSequence, BatchSize, LoadOptions, Logits, MlxPlaces, Model, ModelSource, Workspace,
 };
-use paceline_tensor::{Kernels, PAGE, stored};
-use paceline_train::bridge::{Ends, FarSpec, forward_to_worker, run_worker};
+use paceline_tensor::{Kernels, PAGE, storage};
+use paceline_train::remote::{Ends, FarSpec, forward_to_worker, run_worker};
 use paceline_train::{
     Class, Error, Leaf, Means, Method, OptimiserOptions, Post, Report, Rule, RunOptions, Schedule,
     StepReporter, TrainOn, TrainableModel, TrainingJob, TrainingProgress, TrainingRun,
@@ -585,7 +585,7 @@ fn a_fused_adapter_gives_the_logits_of_peft() {
     let logits = logits.tensor("logits").unwrap();
     let (rows, vocab) = (logits.shape[0], logits.shape[1]);
     let mut values = vec![0.0; rows * vocab];
-    stored::dequantise(logits.block_type, &logits.bytes, &mut values);
+    storage::dequantise(logits.block_type, &logits.bytes, &mut values);
     let token = |i: usize| ((7 + 31 * i + i * i) % 300) as u32;
     for row in 0..rows {
         let wanted = 37 * row % vocab;
@@ -629,7 +629,7 @@ fn an_adapter_beside_its_base_gives_the_logits_of_peft() {
     let logits = logits.tensor("logits").unwrap();
     let (rows, vocab) = (logits.shape[0], logits.shape[1]);
     let mut expected = vec![0.0; rows * vocab];
-    stored::dequantise(logits.block_type, &logits.bytes, &mut expected);
+    storage::dequantise(logits.block_type, &logits.bytes, &mut expected);
     let size = BatchSize {
         rows,
         logit_rows: rows,

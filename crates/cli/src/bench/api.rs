@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use paceline_serve::DEFAULT_PORT;
-use paceline_serve::load::{
+use paceline_serve::load_generator::{
     self, Arrivals, GoodputLimits, IN_FLIGHT_MAX, LoadProfile, RequestLengths, TargetServer,
     TokenRange, object, table,
 };
@@ -97,7 +97,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let load = args.load()?;
     let predicted = load.server.predicted(PATIENCE);
     let report = signals.orderly(|cancel| {
-        let report = load::run(&load, Instant::now, &|| cancel.is_cancelled());
+        let report = load_generator::run(&load, Instant::now, &|| cancel.is_cancelled());
         anyhow::Ok(report)
     })?;
     print(&match args.json {

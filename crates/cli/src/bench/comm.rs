@@ -16,12 +16,12 @@ use paceline_bench::comm::{Report, measure};
 use paceline_bench::ranks::nodes::{self, Listen, LocalNode, NodeSelection};
 use paceline_bench::ranks::{self, Force, RankSettings, RankStreams, deadline};
 use paceline_comm::Backend;
-use paceline_node::launched;
+use paceline_node::launcher_env;
 
 use crate::member::{self, PortRange};
+use crate::plaintext::variable;
 use crate::process::{own_program, worker_env};
-use crate::wires::variable;
-use crate::{home, output, wires};
+use crate::{home, output, plaintext};
 
 /// How ranks reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -138,10 +138,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return print(args, &over_cluster(args, &settings)?);
     }
     let (backend, plaintext) = (settings.backend, settings.plaintext);
-    if launched::is_launched(backend, &variable) {
+    if launcher_env::is_launched(backend, &variable) {
         let alone = args.against.is_none() && !args.encrypt;
         ensure!(alone, "ranks of a launcher have no rivals");
-        let group = launched::join(backend, plaintext, &variable, deadline())?;
+        let group = launcher_env::join(backend, plaintext, &variable, deadline())?;
         let report = measure(&settings.spec(), &*group)?;
         return match group.rank() {
             Rank(0) => print(args, &report),
@@ -173,7 +173,7 @@ impl Args {
             backend,
             algorithm: self.algorithm,
             max_bytes: self.max_bytes,
-            plaintext: wires::asked_for(backend, self.plaintext)?,
+            plaintext: plaintext::asked_for(backend, self.plaintext)?,
             encrypt: self.encrypt,
             streams: self.streams,
             explain: self.explain,

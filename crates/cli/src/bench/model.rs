@@ -12,10 +12,10 @@ use paceline_model::Config;
 use paceline_tensor::PAGE;
 
 use crate::compute::{ComputeArgs, EngineArgs};
+use crate::instance_choice::{self, NodeInstance};
 use crate::interrupt::Signals;
-use crate::loaded::{LocalModel, ReadyModel, SplitArgs, subject};
+use crate::local_model::{LocalModel, ReadyModel, SplitArgs, subject};
 use crate::output::{draw, print};
-use crate::shared::{self, NodeInstance};
 use crate::{home, load, pull};
 
 /// Arguments of `paceline bench model`.
@@ -73,7 +73,7 @@ pub(crate) struct Args {
 /// Measures and prints.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     args.split.check()?;
-    let instance = args.instance.then(|| shared::loaded(&args.model));
+    let instance = args.instance.then(|| instance_choice::loaded(&args.model));
     let instance = instance.transpose()?;
     let path = match &instance {
         Some(instance) => instance.path.clone(),
@@ -119,7 +119,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
-/// Prepares the baseline, which alternates with `loaded`, the model at `path`; `None` without one.
+/// Prepares the baseline, which alternates with `local_model`, the model at `path`; `None` without one.
 /// `open` loads the same model again.
 fn peer(
     args: &Args,

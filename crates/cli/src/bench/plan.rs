@@ -5,12 +5,12 @@ use paceline_bench::plan::{SplitRuns, bars, rows, table};
 use paceline_engine::EngineConfig;
 use paceline_model::{Config, Split, SplitKind};
 use paceline_node::forecast::Probes;
-use paceline_node::placing::ways;
+use paceline_node::sharding::ways;
 
 use crate::compute::{ComputeArgs, EngineArgs};
 use crate::interrupt::Signals;
 use crate::load;
-use crate::loaded::{LocalModel, NodeTransport, ReadyModel, SplitArgs, kernels, subject};
+use crate::local_model::{LocalModel, NodeTransport, ReadyModel, SplitArgs, kernels, subject};
 use crate::output::print;
 use crate::pull;
 
@@ -61,7 +61,7 @@ struct MeasuredSplit {
 /// # Errors
 /// A model that cannot be found or loaded.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
-    crate::wires::asked_for(args.transport.backend(), args.plaintext)?;
+    crate::plaintext::asked_for(args.transport.backend(), args.plaintext)?;
     let found = pull::ensure(&args.model, signals)?;
     let open = |nodes, split| {
         let cut = SplitArgs {

@@ -2,7 +2,7 @@
 
 use std::io::ErrorKind;
 
-use paceline_serve::{Error, load};
+use paceline_serve::{Error, load_generator};
 
 /// The hint for a server's error.
 pub(super) fn hint(error: &Error) -> Option<String> {
@@ -48,15 +48,17 @@ pub(super) fn hint(error: &Error) -> Option<String> {
 }
 
 /// The hint for an error of the load generator.
-pub(super) fn hint_of_load(error: &load::Error) -> Option<String> {
+pub(super) fn hint_of_load(error: &load_generator::Error) -> Option<String> {
     Some(match error {
-        load::Error::NoServer { .. } => {
+        load_generator::Error::NoServer { .. } => {
             "start it in another terminal: paceline up MODEL; with --url for another place".into()
         }
-        load::Error::NoModel { .. } => "`paceline load MODEL` gives the server one".into(),
-        load::Error::Line { .. } | load::Error::NoLengths => {
+        load_generator::Error::NoModel { .. } => {
+            "`paceline load MODEL` gives the server one".into()
+        }
+        load_generator::Error::Line { .. } | load_generator::Error::NoLengths => {
             "a line is the tokens of a prompt, a space, and those of its answer: 512 128".into()
         }
-        load::Error::Length { .. } => return None,
+        load_generator::Error::Length { .. } => return None,
     })
 }

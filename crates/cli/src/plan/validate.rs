@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use paceline_board::named;
+use paceline_board::lookup;
 use paceline_plan::Calibration;
 use paceline_plan::fit::fit as fit_rows;
-use paceline_plan::published::{BUILTIN, Published};
+use paceline_plan::publications::{BUILTIN, Published};
 use paceline_plan::report::{scores, scores_json};
 use paceline_plan::validate::validate;
 
@@ -15,7 +15,7 @@ use crate::output::print;
 pub(super) fn run(file: Option<&Path>, as_json: bool) -> anyhow::Result<()> {
     let published = match file {
         None => Published::from_toml(BUILTIN, "published.toml")?,
-        Some(file) => Published::from_toml(&named::read(file)?, &file.display().to_string())?,
+        Some(file) => Published::from_toml(&lookup::read(file)?, &file.display().to_string())?,
     };
     let report = validate(&published, &Calibration::builtin()?)?;
     if as_json {

@@ -11,16 +11,16 @@ use paceline_board::session::{self, SessionOptions};
 use paceline_cluster::machine;
 use paceline_engine::{EngineConfig, RequestFailure, SamplingParams};
 use paceline_model::Config;
-use paceline_node::room::ContextBudget;
+use paceline_node::context_size::ContextBudget;
 use paceline_node::trace::Timeline;
 use paceline_store::Cancel;
 
 use super::Args;
 use crate::adapter;
 use crate::error::Error;
-use crate::loaded::{LocalModel, ReadyModel, SplitArgs};
+use crate::instance_choice::NodeInstance;
+use crate::local_model::{LocalModel, ReadyModel, SplitArgs};
 use crate::output::{print_err, printable, show};
-use crate::shared::NodeInstance;
 
 /// A session with one model.
 pub(super) struct RunSession(session::ModelSession);

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
-use paceline_board::served;
+use paceline_board::api_model;
 use paceline_engine::EncoderService;
 use paceline_model::ModelSource;
 use paceline_model::encoder::{Encoder, EncoderConfig};
@@ -40,7 +40,7 @@ pub(super) fn load(
         encoder.bytes()
     ));
     let names = (named.id, named.aliases);
-    let served = served::encoder(path, source, config, names);
+    let served = api_model::encoder(path, source, config, names);
     let model = served.with_context(|| format!("{}: cannot use its tokenizer", path.display()))?;
     Ok((model, Arc::new(EncoderService::new(encoder))))
 }

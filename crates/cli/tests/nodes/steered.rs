@@ -1,5 +1,5 @@
 //! `--split auto` leaves a split that turns out worse than another; the answer's tokens stay the
-//! same. Decisions are tested in `crates/plan/src/steer/tests.rs`, changes of an instance in
+//! same. Decisions are tested in `crates/plan/src/split_selection/tests.rs`, changes of an instance in
 //! `crates/node/src/supervisor/tests/failing.rs`.
 //!
 //! Facts that lie make it so. measured.json says that the first split is far faster than it can be,

@@ -1,7 +1,7 @@
 //! A model that recites the alphabet.
 //!
 //! Its layer adds nothing, its embedding is the unit matrix, and row `next(t)` of its output picks
-//! token `t`. After each token comes the one that [`Tiny::next`] says, after any other text, and by
+//! token `t`. After each token comes the one that [`TinyChatModel::next`] says, after any other text, and by
 //! far unless the temperature is high. So tests know every answer. A run takes milliseconds or,
 //! with a large context, as long as the test wants.
 

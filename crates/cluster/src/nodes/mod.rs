@@ -7,15 +7,15 @@
 //!  timer ────────────── Tick ───▶└────────────────┘ ── Changed ──▶ instances, command line
 //! ```
 //!
-//! All decisions are in [`Member`], which has no clock and no sockets; time and randomness are
+//! All decisions are in [`Membership`], which has no clock and no sockets; time and randomness are
 //! arguments. So the crate `sim` runs whole clusters of it in virtual time. Around it:
 //!
 //! - [`identity`]: a node's identity, for the lifetime of its home.
 //! - [`signature`]: a node's signatures on messages that others forward.
 //! - [`key`]: the cluster's secret, and its form for people.
 //! - [`session`]: encrypted, authenticated messages over TCP.
-//! - [`Registers`]: the map that all nodes share; [`Stamp`]: the clock that orders its writes.
-//! - [`Member`]: membership, gossip, and the required sessions.
+//! - [`Registers`]: the map that all nodes share; [`HybridTimestamp`]: the clock that orders its writes.
+//! - [`Membership`]: membership, gossip, and the required sessions.
 //! - [`placement`]: the owner of an instance, by the map and the lives of nodes.
 //! - [`paths`]: measured network paths to other nodes, and the preferred one of each.
 //! - `revocation`: signed entries of the map that revoke a node.

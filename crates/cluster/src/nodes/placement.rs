@@ -110,7 +110,7 @@ pub enum WeightDistribution {
     Whole,
 }
 
-/// The largest file in bytes that [`Weights::Auto`] copies whole to every node: two seconds at 1
+/// The largest file in bytes that [`WeightDistribution::Auto`] copies whole to every node: two seconds at 1
 /// Gbit/s.
 pub const SMALL_BYTES: u64 = 256 << 20;
 
@@ -286,7 +286,7 @@ pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, Instanc
     })
 }
 
-/// The duties of node `own` now, in order of ids. An instance whose lending node is dead has no
+/// The duties of node `this_process` now, in order of ids. An instance whose lending node is dead has no
 /// takeover.
 pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<Duty> {
     let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
@@ -305,7 +305,7 @@ pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Ve
         .collect()
 }
 
-/// The leased instances whose lending node is dead or has left, and which `own` must unload as
+/// The leased instances whose lending node is dead or has left, and which `this_process` must unload as
 /// their owner or first live successor. In order of ids.
 pub fn abandoned(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<InstanceId> {
     let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
@@ -334,7 +334,7 @@ pub fn split_of_fewer(split: String) -> String {
     }
 }
 
-/// The spec after its owner died: on the live nodes, `own` first.
+/// The spec after its owner died: on the live nodes, `this_process` first.
 fn succeed(
     mut wanted: InstanceSpec,
     own: NodeId,

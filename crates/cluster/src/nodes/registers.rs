@@ -2,7 +2,7 @@
 //!
 //! Merging is commutative, associative and idempotent, so copies with the same writes in any order
 //! are equal. Of two writes to one key the one with the higher *epoch* wins, then the later
-//! [`Stamp`]. A deleted key leaves a tombstone, which is removed after [`TOMBSTONE_MS`]. A node
+//! [`HybridTimestamp`]. A deleted key leaves a tombstone, which is removed after [`TOMBSTONE_MS`]. A node
 //! that was offline for longer may restore a deleted entry.
 //!
 //! Bounds: [`REGISTERS_MAX`] entries of [`VALUE_BYTES_MAX`]; writes over them are refused.
@@ -20,7 +20,7 @@ pub const REGISTERS_MAX: usize = 4096;
 /// Longest value.
 pub const VALUE_BYTES_MAX: usize = 16 << 10;
 
-/// Longest name of a [`Key::Named`].
+/// Longest name of a [`RegisterKey::Named`].
 pub const NAME_BYTES_MAX: usize = 128;
 
 /// How long tombstones are kept: a week.

@@ -1,6 +1,6 @@
 //! Connects the neighbours: accepts from the left, dials to the right.
 //!
-//! [`Door`] selects the neighbour among the connections from the left. To the right, a closed
+//! [`NeighbourListener`] selects the neighbour among the connections from the left. To the right, a closed
 //! connection is dialled again, and a socket that the system connected to itself is dropped.
 
 use std::io;
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 
-use super::door::NeighbourListener;
+use super::neighbour_listener::NeighbourListener;
 use super::run::{NeighbourSockets, is_closed};
 use paceline_comm::Deadline;
 use paceline_comm::provider::now;

@@ -32,7 +32,7 @@
 //! ```
 //!
 //! - `plan`: the byte streams of a call, as data; `run`: moves them; `connect`: connects the
-//!   neighbours; `door`: separates them from strangers.
+//!   neighbours; `neighbour_listener`: separates them from strangers.
 //!
 //! **Supported calls.** All-reduce by sum, max and min, gathers of equal parts, messages to
 //! neighbours without tags, and a barrier. The barrier is MLX users' own idiom: the sum of one
@@ -56,12 +56,12 @@
 //! call; silence is an error at the deadline.
 
 mod connect;
-mod door;
+mod neighbour_listener;
 mod plan;
 mod run;
+mod socket_lock;
 #[cfg(test)]
 mod tests;
-mod turn;
 
 use std::fmt;
 use std::net::{SocketAddr, TcpListener};
@@ -75,7 +75,7 @@ pub use self::connect::JoinError;
 use self::connect::{RingEndpoints, system};
 use self::plan::{PADDED_BYTES_MAX, RingPosition, RingStream};
 use self::run::{Neighbour, NeighbourSockets, StreamFailure, StreamReduction};
-use self::turn::SocketLock;
+use self::socket_lock::SocketLock;
 use paceline_comm::local::{self, Local};
 use paceline_comm::provider::Provider;
 use paceline_comm::tcp::Addrs;

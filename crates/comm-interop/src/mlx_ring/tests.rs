@@ -2,7 +2,7 @@
 //! MLX's ranks.
 
 mod edges;
-mod strangers;
+mod pending_connections;
 
 use std::fmt::Debug;
 use std::io::{Read, Write};

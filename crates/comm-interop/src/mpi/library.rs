@@ -115,7 +115,7 @@ enum CommunicatorOwner {
 /// An MPI communicator.
 struct Communicator(MPI_Comm, CommunicatorOwner);
 
-// SAFETY: a communicator may be used by any thread: `Session::start` has requested that.
+// SAFETY: a communicator may be used by any thread: `MpiSession::start` has requested that.
 unsafe impl Send for Communicator {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Communicator {}
@@ -128,7 +128,7 @@ struct PendingSend {
     bytes: Vec<u8>,
 }
 
-// SAFETY: as for `Handle`.
+// SAFETY: as for `Communicator`.
 unsafe impl Send for PendingSend {}
 
 /// A rank of a group over MPI.

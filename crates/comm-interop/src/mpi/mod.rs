@@ -2,7 +2,7 @@
 //!
 //! MPI is a library of collectives, not a transport, so it implements
 //! [`Group`](paceline_comm::Group) itself. It needs the feature `mpi` (with `mpicc` and libclang at
-//! build time). Without it [`Session::start`] returns [`StartError::Unavailable`].
+//! build time). Without it [`MpiSession::start`] returns [`StartError::Unavailable`].
 //!
 //! **Exceptions to the contract.** MPI has no deadlines. A collective waits as long as its ranks
 //! do, and a dead rank ends the whole program (`mpirun` kills the others). Only messages observe

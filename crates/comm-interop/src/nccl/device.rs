@@ -103,7 +103,7 @@ pub(super) struct CudaStream {
     device: Arc<CudaDevice>,
 }
 
-// SAFETY: as for `Device`.
+// SAFETY: as for `CudaDevice`.
 unsafe impl Send for CudaStream {}
 
 impl CudaStream {

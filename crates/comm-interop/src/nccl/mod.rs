@@ -14,7 +14,7 @@
 //! rank that waited. Errors of the libraries are [`Error::Library`] with their own codes.
 
 mod device;
-mod meet;
+mod id_exchange;
 mod table;
 
 use std::ffi::c_int;
@@ -209,10 +209,10 @@ pub fn join_mlx(
     let id = match rank {
         Rank(0) => {
             let id = unique_id(&device)?;
-            meet::serve_id(addr, size.saturating_sub(1), &id.0, deadline)?;
+            id_exchange::serve_id(addr, size.saturating_sub(1), &id.0, deadline)?;
             id
         }
-        _ => UniqueId(meet::fetch_id(addr, deadline)?),
+        _ => UniqueId(id_exchange::fetch_id(addr, deadline)?),
     };
     Nccl::start(device, rank, size, id, deadline)
 }

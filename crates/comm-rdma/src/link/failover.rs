@@ -9,9 +9,9 @@ use std::sync::Arc;
 use paceline_comm::provider;
 
 use super::{CableLink, LANES};
-use crate::cable::MessageQueuePair;
 use crate::error::RdmaError;
 use crate::message::HEAD_BYTES;
+use crate::message_pair::MessageQueuePair;
 
 /// Consecutive messages lost on a cable that arrive over another: then it is dead. A peer without a
 /// core may cause some losses; this many take 50 ms.

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use paceline_comm::provider::VirtualLane;
 
-use crate::cable::{MessageQueuePair, RegisteredBody};
 use crate::message::{Kind, MessageHead};
+use crate::message_pair::{MessageQueuePair, RegisteredBody};
 
 /// The sending side of a lane.
 #[derive(Default)]

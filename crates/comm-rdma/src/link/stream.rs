@@ -5,9 +5,9 @@ use paceline_comm::provider::{self, Closed, PeerBytes, VirtualLane};
 use super::CableLink;
 use super::lane::{UnackedMessage, UnreadMessage, small};
 use crate::bulk::NUMBER_BYTES;
-use crate::cable::RegisteredBody;
 use crate::error::RdmaError;
 use crate::message::{HEAD_BYTES, Kind};
+use crate::message_pair::RegisteredBody;
 
 /// Shortest part of a caller's memory that is sent in place. Below, copying costs less than the
 /// device's second read (4 KiB at 10 GB/s: 0.4 us).

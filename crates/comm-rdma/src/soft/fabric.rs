@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 use super::super::abi::{self, Gid, Wc};
-use super::outside::{Inbox, ProcessFabric};
+use super::process_fabric::{Inbox, ProcessFabric};
 
 /// Denominator of probabilities.
 pub(crate) const OUT_OF: u64 = 1000;

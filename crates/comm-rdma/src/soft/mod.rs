@@ -13,12 +13,12 @@
 //! `examples/ibverbs.rs` can build a library from these files that is loaded like the real one.
 //!
 //! - `fabric`: devices, pairs, and delivery of messages;
-//! - `outside`: pairs in other processes, for the library;
+//! - `process_fabric`: pairs in other processes, for the library;
 //! - `calls`: the C functions, with all pointer handling.
 
 mod calls;
 mod fabric;
-mod outside;
+mod process_fabric;
 
 #[cfg(test)]
 pub(crate) use self::calls::NO_LIST;
@@ -31,4 +31,4 @@ pub(crate) use self::calls::{
 pub(crate) use self::fabric::{Break, DeviceFailure, devices, mix, number};
 pub(crate) use self::fabric::{Caps, Fabric, Faults};
 #[allow(unused_imports, reason = "the library's")]
-pub(crate) use self::outside::ProcessFabric;
+pub(crate) use self::process_fabric::ProcessFabric;

@@ -21,9 +21,9 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use rustix::event::{PollFd, PollFlags};
 
-use super::door::Roster;
 use super::greeting::{self, HandshakeReply, IncompleteGreeting, STRANGER_WAIT, STRANGERS, refuse};
 use super::hello::{Hello, REPLY_BYTES, Reply, VERSION};
+use super::late_connections::Roster;
 use super::origin::JoinRecord;
 use super::poll::poll_until;
 use super::refusal::{JoinError, Refusal};

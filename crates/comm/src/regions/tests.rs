@@ -277,7 +277,7 @@ fn no_file_more_than_a_process_may_have_is_counted() {
 /// A writer that started another transfer has revoked the first one.
 #[test]
 fn a_loan_before_one_that_was_revoked_stands_no_more() {
-    let slot = crate::loan::TransferSlot::new();
+    let slot = crate::single_copy::TransferSlot::new();
     slot.offer(0, 1, 2, None);
     let first = slot.loan().unwrap();
     assert!(slot.is_valid(&first));

@@ -3,7 +3,7 @@
 //! For the latter the test binary runs itself. Each child is one rank, set by its environment, and
 //! prints one line for each event.
 
-mod in_memory;
+mod registered_memory;
 #[path = "../../tests/worker/mod.rs"]
 mod worker;
 
@@ -64,7 +64,7 @@ fn conforms() {
 
 #[test]
 fn conforms_with_all_buffers_in_memory_that_peers_map() {
-    let make = |size| in_memory::of(make(size));
+    let make = |size| registered_memory::of(make(size));
     testing::run_sizes(&make, 0x5eed_0007, &[1, 2, 4]);
 }
 
@@ -245,7 +245,7 @@ fn memory_of_a_process_is_read_or_refused() {
 fn a_loan_that_was_taken_back_is_an_error_for_both() {
     let mut ranks = make(2).into_iter();
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
-    let bytes = 3 * crate::loan::LOAN_BYTES + 5;
+    let bytes = 3 * crate::single_copy::LOAN_BYTES + 5;
     let hasty = thread::spawn(move || {
         let soon = Deadline::at(Instant::now() + Duration::from_millis(200));
         first.broadcast(&mut vec![7_u8; bytes], Rank(0), soon)
@@ -296,7 +296,7 @@ fn a_rank_that_leaves_when_it_has_all_is_not_missed() {
             .into_iter()
             .map(|group| {
                 thread::spawn(move || {
-                    let mut data = vec![1_u8; 3 * crate::loan::LOAN_BYTES];
+                    let mut data = vec![1_u8; 3 * crate::single_copy::LOAN_BYTES];
                     let done = group.all_reduce(&mut data, Reduce::Sum, soon(60));
                     drop(group);
                     done.map(|()| data)

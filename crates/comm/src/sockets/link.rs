@@ -56,7 +56,7 @@ impl StripedLink {
         &self.streams
     }
 
-    /// As [`Stream::write`].
+    /// As [`PeerConnection::write`].
     pub(super) fn write(&self, head: &[u8], body: &[u8]) -> Result<usize, Closed> {
         if let [only] = &*self.streams {
             return only.write(head, body);
@@ -79,7 +79,7 @@ impl StripedLink {
         Ok(taken)
     }
 
-    /// As [`Stream::read`].
+    /// As [`PeerConnection::read`].
     pub(super) fn read(&self, into: &mut [u8]) -> Result<usize, Closed> {
         if let [only] = &*self.streams {
             return only.read(into);

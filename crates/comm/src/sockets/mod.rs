@@ -12,15 +12,15 @@ use paceline_base::Rank;
 use rustix::event::{PollFd, PollFlags};
 
 use self::link::StripedLink;
+use crate::heartbeat::{Controls, MonitoredLinks};
 use crate::join::{
     JoinError, JoinRecord, LateConnections, PeerConnection, Streams, Waker, poll_until,
 };
-use crate::keeping::{Controls, MonitoredLinks};
-use crate::linked::TransportGroup;
 use crate::status::FailureNotice;
 use crate::transport::{
     Closed, GULP_BYTES, SpinPolicy, Transport, VirtualLane, WaitInterest, ZeroCopy,
 };
+use crate::transport_group::TransportGroup;
 use crate::{Deadline, deadline, join};
 
 /// Polls of the sockets before a rank yields its core. A poll is a system call of about 0.4 µs and

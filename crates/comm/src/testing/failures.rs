@@ -82,7 +82,7 @@ fn all_equal<T: PartialEq + Debug>(values: &[T]) -> &T {
     &values[0]
 }
 
-/// `victim` makes `calls` calls and then runs `die` with its handle; the others must notice.
+/// `victim` makes `collectives` calls and then runs `die` with its handle; the others must notice.
 fn check_death(lab: &CaseContext<'_>, victim: Rank, calls: usize, die: fn(Box<dyn Group>)) {
     let steps = CollectiveCase::each(lab.size);
     lab.on_each(move |group| {

@@ -87,7 +87,7 @@ impl<C> SharedInbox<C> {
 
 impl<C> Inbox<C> {
     /// # Errors
-    /// [`Failure::Unavailable`] with the reason.
+    /// [`RequestFailure::Unavailable`] with the reason.
     fn check_ready(&self) -> Result<(), RequestFailure> {
         match &self.state {
             State::Failed(reason) => Err(unavailable(reason)),

@@ -22,7 +22,7 @@ pub(super) const ELIFS_MAX: usize = 250;
 /// Cost: one pass over the text.
 ///
 /// # Errors
-/// [`Failure::TooDeep`].
+/// [`TemplateError::TooDeep`].
 pub(super) fn check(source: &str, syntax: SyntaxConfig) -> Result<(), TemplateError> {
     let (mut in_tag, mut elifs) = (0, 0);
     let mut begins_block = false;

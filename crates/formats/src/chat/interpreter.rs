@@ -1,6 +1,6 @@
 //! Execution of templates: in this process ([`Here`]) or by another [`Interpreter`].
 //!
-//! Both get the same [`Job`], which is plain JSON, so that it can be sent to another process.
+//! Both get the same [`RenderInput`], which is plain JSON, so that it can be sent to another process.
 //! [`Here`] bounds steps and output. It bounds neither the memory of values that are never printed
 //! nor the time of one step. Servers that run untrusted templates run them in a child process with
 //! limits (`paceline_node::interpreter`).
@@ -132,7 +132,7 @@ impl Here {
     /// Compiles `source`.
     ///
     /// # Errors
-    /// [`Failure::TooLong`], [`Failure::TooDeep`], [`Failure::Syntax`].
+    /// [`TemplateError::TooLong`], [`TemplateError::TooDeep`], [`TemplateError::Syntax`].
     pub fn compile(source: &str) -> Result<Self, TemplateError> {
         let env = template::compile(source)?;
         Ok(Self { env })

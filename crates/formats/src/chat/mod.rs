@@ -33,8 +33,8 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value as Json};
 
-use crate::bounded;
 use crate::gguf::Metadata;
+use crate::limited_read;
 use crate::tokenizer::{self, Fragment, Tokenizer};
 use crate::tools::ResponseTemplate;
 use guard::{Guard, GuardMode, TextKind};
@@ -166,7 +166,7 @@ impl ChatTemplate {
     /// Compiles `source`, to run in this process.
     ///
     /// # Errors
-    /// [`Failure::TooLong`], [`Failure::TooDeep`], [`Failure::Syntax`].
+    /// [`TemplateError::TooLong`], [`TemplateError::TooDeep`], [`TemplateError::Syntax`].
     pub fn new(source: &str) -> Result<Self, Error> {
         Self::with(source, |source| Ok(Box::new(Here::compile(source)?)))
     }
@@ -482,7 +482,7 @@ pub fn source_in_dir(dir: &Path) -> Result<String, Error> {
 /// The file's bytes; `None` if it does not exist.
 fn read_limited(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     let (own, limit) = (path.to_owned(), MAX_CONFIG_BYTES);
-    match bounded::read(path, limit as u64) {
+    match limited_read::read(path, limit as u64) {
         Ok(Ok(bytes)) => Ok(Some(bytes)),
         Ok(Err(size)) => Err(Error::TooLong {
             path: own,

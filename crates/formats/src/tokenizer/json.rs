@@ -24,7 +24,7 @@ use tokenizers::{Encoding, ModelWrapper, NormalizedString, Token};
 use super::fragments::{Cutter, Fragment, Special};
 use super::vocab::{Kind, Spelling, Vocab, byte_token};
 use super::{Algorithm, Error, Tokenizer, TokenizerParts, ends};
-use crate::{bounded, panics};
+use crate::{limited_read, panics};
 
 /// Largest `tokenizer.json` that is read: seven times Gemma's (33 MB), the largest known.
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
@@ -450,7 +450,7 @@ fn read_json(dir: &Path, what: &'static str) -> Result<Value, Error> {
 }
 
 fn read_limited(path: &Path, what: &'static str, limit: u64) -> Result<Vec<u8>, Error> {
-    let read = bounded::read(path, limit).map_err(|source| Error::Read {
+    let read = limited_read::read(path, limit).map_err(|source| Error::Read {
         path: path.to_owned(),
         source,
     })?;

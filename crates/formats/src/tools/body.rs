@@ -1,11 +1,11 @@
 //! The body of a call, in any family's syntax.
 
 use super::elements::ElementCallParser;
+use super::fragment::{BodyStatus, CallFragment};
 use super::gemma::GemmaCallParser;
 use super::input::UnreadText;
-use super::named::NamedCallParser;
+use super::named_call::NamedCallParser;
 use super::object::ObjectCallParser;
-use super::piece::{BodyStatus, CallFragment};
 
 /// A call that is being read.
 #[derive(Clone, Debug)]

@@ -8,7 +8,7 @@ use serde_json::{Value as Json, json};
 
 use super::detect::Syntax;
 use super::form::{Calls, Item};
-use super::{ToolCallFormat, answer, elements, harmony};
+use super::{ToolCallFormat, constraint, elements, harmony};
 use crate::grammar::{
     Constraint, DelimitedSpan, Grammar, Start, Unsupported, compilable, relaxed, strict,
 };
@@ -212,7 +212,7 @@ impl CallGrammarWriter<'_> {
         let rules = match &span {
             // The model may open its reasoning itself.
             Some(span) if !span.is_open => {
-                let thought = answer::thought(self.tokenizer, &span.open, &span.close, &start);
+                let thought = constraint::thought(self.tokenizer, &span.open, &span.close, &start);
                 format!("{thought}{SPACE}{body}")
             }
             _ => lark(&start),

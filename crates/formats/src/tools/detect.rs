@@ -5,7 +5,7 @@ use serde_json::Value as Json;
 use super::elements;
 use super::form::{CALLS, Calls, Item, TAGS, Tags};
 use super::harmony::{self, Harmony};
-use super::named::{self, Header};
+use super::named_call::{self, Header};
 use super::reader::{ReaderOptions, ToolCallParser};
 use super::schema::Parameters;
 use super::tail::tail_of;
@@ -165,7 +165,7 @@ impl Syntax {
     }
 }
 
-fn named_markers(form: &'static named::NamedCallSyntax) -> Vec<&'static str> {
+fn named_markers(form: &'static named_call::NamedCallSyntax) -> Vec<&'static str> {
     let mut markers = vec![form.separator, form.fence];
     // DeepSeek writes the kind of tool before its name.
     markers.extend((form.header == Header::DeepSeek).then_some("<｜tool▁sep｜>"));

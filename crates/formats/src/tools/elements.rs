@@ -8,8 +8,8 @@
 
 use serde_json::Value as Json;
 
+use super::fragment::{BodyStatus, CallFragment, MAX_NAME_BYTES, name_of};
 use super::input::{MarkerMatch, UnreadText};
-use super::piece::{BodyStatus, CallFragment, MAX_NAME_BYTES, name_of};
 use super::schema::{Parameters, Types};
 
 /// The form of such calls.

@@ -1,6 +1,6 @@
 //! The families' syntax of calls and of reasoning, as tables.
 
-use super::named::{self, Header};
+use super::named_call::{self, Header};
 use super::{ToolCallFormat, elements};
 
 /// Tags around reasoning.
@@ -43,7 +43,7 @@ pub(super) enum Item {
     Bare,
     /// A list of objects, or a name with arguments.
     Mistral,
-    Named(&'static named::NamedCallSyntax),
+    Named(&'static named_call::NamedCallSyntax),
     Elements(&'static elements::ElementSyntax),
     Gemma,
 }
@@ -66,7 +66,7 @@ pub(super) struct Calls {
     pub(super) close: &'static str,
     pub(super) item: Item,
     /// Another form of the same family.
-    pub(super) second: Option<&'static named::NamedCallSyntax>,
+    pub(super) second: Option<&'static named_call::NamedCallSyntax>,
 }
 
 static QWEN: elements::ElementSyntax = elements::ElementSyntax {
@@ -121,28 +121,28 @@ static DSML: elements::ElementSyntax = elements::ElementSyntax {
     keeps_end: false,
 };
 
-static KIMI: named::NamedCallSyntax = named::NamedCallSyntax {
+static KIMI: named_call::NamedCallSyntax = named_call::NamedCallSyntax {
     header: Header::Kimi,
     separator: "<|tool_call_argument_begin|>",
     fence: "",
     ends: &["<|tool_call_end|>"],
 };
 
-static DEEPSEEK_V3: named::NamedCallSyntax = named::NamedCallSyntax {
+static DEEPSEEK_V3: named_call::NamedCallSyntax = named_call::NamedCallSyntax {
     header: Header::DeepSeek,
     separator: "```json",
     fence: "```",
     ends: &["<｜tool▁call▁end｜>"],
 };
 
-static DEEPSEEK_V31: named::NamedCallSyntax = named::NamedCallSyntax {
+static DEEPSEEK_V31: named_call::NamedCallSyntax = named_call::NamedCallSyntax {
     header: Header::DeepSeek,
     separator: "<｜tool▁sep｜>",
     fence: "",
     ends: &["<｜tool▁call▁end｜>"],
 };
 
-pub(super) static MISTRAL: named::NamedCallSyntax = named::NamedCallSyntax {
+pub(super) static MISTRAL: named_call::NamedCallSyntax = named_call::NamedCallSyntax {
     header: Header::Mistral,
     separator: "[ARGS]",
     fence: "",

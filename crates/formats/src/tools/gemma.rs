@@ -4,9 +4,9 @@
 
 use serde_json::Value as Json;
 
+use super::fragment::{BodyStatus, CallFragment, MAX_NAME_BYTES, name_of};
 use super::input::{MarkerMatch, UnreadText};
 use super::json::{JsonScanStatus, Scanner};
-use super::piece::{BodyStatus, CallFragment, MAX_NAME_BYTES, name_of};
 
 const PREFIX: &str = "call:";
 /// Begins and ends a text.

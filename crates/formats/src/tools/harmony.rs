@@ -8,9 +8,9 @@
 //! Source: the harmony response format as OpenAI publishes it with the models.
 
 use super::body::CallBody;
+use super::fragment::{BodyStatus, CallFragment, MAX_NAME_BYTES, name_of};
 use super::input::{MarkerMatch, UnreadText};
-use super::named::{Header, NamedCallParser, NamedCallSyntax};
-use super::piece::{BodyStatus, CallFragment, MAX_NAME_BYTES, name_of};
+use super::named_call::{Header, NamedCallParser, NamedCallSyntax};
 use super::reader::Emitter;
 
 pub(super) const START: &str = "<|start|>";

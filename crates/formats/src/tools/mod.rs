@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Models write calls in the syntax of their family: JSON in tags, XML, token-delimited names. The
-//! chat template shows which: [`Syntax::of`] looks for its markers. A [`Reader`] takes generated
+//! chat template shows which: [`Syntax::of`] looks for its markers. A [`ToolCallParser`] takes generated
 //! text in fragments and separates text, reasoning and calls. A model that describes its responses
 //! itself, by a [`ResponseTemplate`], is parsed by that description.
 //!
@@ -18,19 +18,19 @@
 //!
 //! Memory: the text of the call that is being read. Cost: linear in the text.
 
-mod answer;
 mod body;
 mod calls;
+mod constraint;
 mod detect;
 mod elements;
 mod form;
+mod fragment;
 mod gemma;
 mod harmony;
 mod input;
 mod json;
-mod named;
+mod named_call;
 mod object;
-mod piece;
 mod reader;
 mod response;
 mod schema;
@@ -109,8 +109,8 @@ pub enum ToolCallFormat {
 }
 
 #[cfg(test)]
-mod mutated;
+mod mutation_tests;
 #[cfg(test)]
-mod recorded;
+mod recording_tests;
 #[cfg(test)]
 mod tests;

@@ -2,9 +2,9 @@
 
 use serde_json::Value as Json;
 
+use super::fragment::{BodyStatus, CallFragment, name_of};
 use super::input::UnreadText;
 use super::json::{Scanner, read_value};
-use super::piece::{BodyStatus, CallFragment, name_of};
 
 /// Keys that hold the arguments, by family.
 const ARGUMENTS: [&str; 2] = ["arguments", "parameters"];

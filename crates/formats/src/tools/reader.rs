@@ -1,6 +1,6 @@
-//! The parser of responses: generated text in, events out ([`Reader::push`]).
+//! The parser of responses: generated text in, events out ([`ToolCallParser::push`]).
 //!
-//! A [`Reader`] chooses a state machine by the model's syntax: tagged calls here, channels in
+//! A [`ToolCallParser`] chooses a state machine by the model's syntax: tagged calls here, channels in
 //! `harmony`, response templates in `response`. The machines parse, and an `Emitter` numbers calls,
 //! trims white space and returns text that turned out to be no call. A caller has one reader per
 //! response. Schemas only give values their types here; arguments are not validated.
@@ -8,12 +8,12 @@
 use super::body::CallBody;
 use super::elements::ElementCallParser;
 use super::form::{Calls, Item, MISTRAL, Tags};
+use super::fragment::{BodyStatus, CallFragment};
 use super::gemma::GemmaCallParser;
 use super::harmony::Harmony;
 use super::input::{MarkerMatch, UnreadText};
-use super::named::NamedCallParser;
+use super::named_call::NamedCallParser;
 use super::object::ObjectCallParser;
-use super::piece::{BodyStatus, CallFragment};
 use super::response::Regions;
 use super::schema::Parameters;
 use super::{Event, ToolCallFormat};

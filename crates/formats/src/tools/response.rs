@@ -304,7 +304,7 @@ impl Field {
 /// object alone. Arguments that are text become what the tool's schema says.
 fn call(value: &Json, parameters: &Parameters) -> Option<RegionCall> {
     let function = value.get("function").unwrap_or(value);
-    let name = super::piece::name_of(function.get("name")?.as_str()?)?;
+    let name = super::fragment::name_of(function.get("name")?.as_str()?)?;
     let mut arguments = match function.get("arguments") {
         None | Some(Json::Null) => Map::new(),
         Some(Json::Object(map)) => map.clone(),

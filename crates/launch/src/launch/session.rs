@@ -1,4 +1,4 @@
-//! Runs a launch: its processes and pipes. `run` feeds events to the state machine in `course` and
+//! Runs a launch: its processes and pipes. `run` feeds events to the state machine in `state_machine` and
 //! executes its actions. It starts one host agent for each host and one session for each rank.
 
 use std::io::{Read, Write};
@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use paceline_base::{Rank, lock};
 use paceline_process::processes::{Ending, LineBuffer, LineTail, Process, Signal};
 
-use super::course::{Event, LaunchMachine, SessionAction};
 use super::output::{LineRouter, Output, OutputStream};
+use super::state_machine::{Event, LaunchMachine, SessionAction};
 use super::{Error, Launch, Notice, Streams, script};
 use crate::marks::{Marks, StreamPart, token};
 use crate::remote::{Sharing, SshClient, start};

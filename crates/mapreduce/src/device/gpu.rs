@@ -1,4 +1,4 @@
-//! A graphics processor as a [`Device`], by the crate `gpu`.
+//! A graphics processor as a [`ComputeDevice`], by the crate `gpu`.
 
 use std::sync::Mutex;
 

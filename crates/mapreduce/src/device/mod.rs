@@ -1,4 +1,4 @@
-//! Devices compute blocks of rows: the trait [`Device`]. All implementations give the same bits.
+//! Devices compute blocks of rows: the trait [`ComputeDevice`]. All implementations give the same bits.
 //!
 //! [`Cpu`] is the definition; threads of a job use the same functions directly. A graphics
 //! processor (`gpu`, a cargo feature) takes whole blocks: an expression and the reduction behind it
@@ -56,7 +56,7 @@ impl DeviceChoice {
     /// Opens the device, if one is chosen and there is one.
     ///
     /// # Errors
-    /// [`Error::Device`] when [`Choice::Gpu`] has none.
+    /// [`Error::Device`] when [`DeviceChoice::Gpu`] has none.
     pub fn open(self) -> Result<Option<Arc<dyn ComputeDevice>>, Error> {
         match self {
             Self::Cpu => Ok(None),
@@ -152,7 +152,7 @@ pub enum Column<'a> {
 /// Rows of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockRows<'a> {
-    /// Number of rows, at least one and at most [`Device::rows_max`].
+    /// Number of rows, at least one and at most [`ComputeDevice::rows_max`].
     pub count: u64,
     /// Number of the first.
     pub first: u64,

@@ -44,7 +44,7 @@ impl Sort {
     /// Sorts. `watch` receives the progress of both halves of the sort.
     ///
     /// # Errors
-    /// [`Error::Memory`], [`Error::Bucket`], [`Error::Gone`], and those of [`Crew::run`].
+    /// [`Error::Memory`], [`Error::Bucket`], [`Error::Gone`], and those of [`JobWorkers::run`].
     pub fn run(
         &self,
         crew: &mut JobWorkers,

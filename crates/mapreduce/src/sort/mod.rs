@@ -12,7 +12,7 @@
 //! drawn as a splitter has a bucket of its own. That bucket is counted and never stored: many equal
 //! values cost no memory. Source of the method: Frazer and McKellar, "Samplesort", JACM 1970.
 //!
-//! [`Plan`] chooses parts and buckets for a limit of memory. [`radix`] sorts a bucket.
+//! [`SortPlan`] chooses parts and buckets for a limit of memory. [`radix`] sorts a bucket.
 
 mod job;
 mod plan;

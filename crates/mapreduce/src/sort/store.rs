@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex};
 use paceline_base::lock;
 
 use crate::Error;
-use crate::line::ParentConnection;
+use crate::parent::ParentConnection;
 
 /// Parts that are cut into buckets.
 #[derive(Debug)]

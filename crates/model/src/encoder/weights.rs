@@ -3,7 +3,7 @@
 use paceline_base::Bytes;
 use paceline_formats::hf::HfFolder;
 use paceline_formats::tensor::Tensor;
-use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, stored};
+use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, storage};
 
 use super::config::Bert;
 use crate::{Error, ModelSource};
@@ -224,7 +224,7 @@ impl EncoderLoader<'_> {
 /// All values of a tensor.
 fn floats(tensor: &Tensor) -> Vec<f32> {
     let mut out = vec![0.0; tensor.rows() * tensor.cols()];
-    stored::dequantise(tensor.block_type, &tensor.bytes, &mut out);
+    storage::dequantise(tensor.block_type, &tensor.bytes, &mut out);
     out
 }
 
@@ -232,5 +232,5 @@ fn floats(tensor: &Tensor) -> Vec<f32> {
 fn row(table: &Tensor, i: usize, out: &mut [f32]) {
     let bytes = table.bytes.len() / table.rows();
     let stored = &table.bytes[i * bytes..(i + 1) * bytes];
-    stored::dequantise(table.block_type, stored, out);
+    storage::dequantise(table.block_type, stored, out);
 }

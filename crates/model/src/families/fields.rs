@@ -1,6 +1,6 @@
 //! Configuration fields from GGUF metadata or `config.json`, under the names of both layouts.
 //!
-//! Readers in the families call [`Fields`]. Each reader checks type and range, and its error names
+//! Readers in the families call [`ConfigFields`]. Each reader checks type and range, and its error names
 //! the field.
 
 mod dbrx;
@@ -9,7 +9,7 @@ mod experts;
 mod gemma4;
 mod latent;
 mod rope;
-mod unread;
+mod unsupported_keys;
 
 pub(crate) use rope::RopeKind;
 

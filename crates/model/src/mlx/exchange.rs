@@ -76,7 +76,7 @@ impl Way {
     }
 }
 
-/// [`Exchanged`] while it is counted.
+/// [`ExchangeBytes`] while it is counted.
 #[derive(Debug, Default)]
 pub(super) struct Tally([AtomicU64; 3]);
 

@@ -54,7 +54,7 @@ use crate::step::{Batch, BatchSequence, BatchSize, PlanLimits};
 use crate::weights::WeightReader;
 use crate::{
     Config, Error, Experts, FollowOutcome, Kinds, LayerCache, LayerCut, LayerShape, Links,
-    ModelSource, Shard, Split, WindowPages, WindowPool, kept,
+    ModelSource, Shard, Split, WindowPages, WindowPool, page_store,
 };
 use cache::{Cache, DeltaSizes, LayerSizes};
 use exchange::{Receive, Tally};
@@ -676,7 +676,7 @@ impl Compute for OnMlx {
     fn follow(&mut self) -> Result<FollowOutcome, Error> {
         let links = self.model.links.as_ref().expect("a follower is linked");
         links.next_plan(self.model.leader, &mut self.words)?;
-        if kept::decline(links, self.model.leader, &self.words)? {
+        if page_store::decline(links, self.model.leader, &self.words)? {
             return Ok(FollowOutcome::Idle);
         }
         Ok(match self.step()? {

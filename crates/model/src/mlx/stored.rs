@@ -22,7 +22,7 @@ use paceline_base::BlockType;
 use paceline_formats::mlx;
 use paceline_formats::tensor::{MappedBytes, Tensor};
 use paceline_mlx::{Array, Dtype, QuantisedMode, Stream};
-use paceline_tensor::stored::{self, Chunk};
+use paceline_tensor::storage::{self, Chunk};
 
 use crate::Error;
 use crate::weights::StoredTensor;
@@ -325,14 +325,14 @@ impl Groups {
             }
             Form::Kept { bits, offset } => {
                 for chunk in 0..block_type.len() / GROUP {
-                    let chunk = stored::chunk(block_type, block, chunk);
+                    let chunk = storage::chunk(block_type, block, chunk);
                     self.keep(&chunk, bits, offset);
                 }
             }
             Form::Fitted => {
                 let mut values = [0.0; 256];
                 let values = &mut values[..block_type.len()];
-                stored::dequantise(block_type, block, values);
+                storage::dequantise(block_type, block, values);
                 values.chunks_exact(GROUP).for_each(|group| self.fit(group));
             }
         }
@@ -455,7 +455,7 @@ mod tests {
             assert_eq!(nearest(block_type), None);
             let block = block(block_type);
             let mut expected = vec![0.0; block_type.len()];
-            stored::dequantise(block_type, &block, &mut expected);
+            storage::dequantise(block_type, &block, &mut expected);
             assert_eq!(
                 values(&groups(block_type, &block)),
                 expected,
@@ -475,7 +475,7 @@ mod tests {
             assert!(nearest(block_type).is_some());
             let block = block(block_type);
             let mut expected = vec![0.0; block_type.len()];
-            stored::dequantise(block_type, &block, &mut expected);
+            storage::dequantise(block_type, &block, &mut expected);
             let got = values(&groups(block_type, &block));
             for (got, expected) in got.chunks(32).zip(expected.chunks(32)) {
                 let high = expected.iter().fold(f32::MIN, |m, x| m.max(*x));
@@ -502,7 +502,7 @@ mod tests {
             let mut block: Vec<u8> = (0..17).map(|i| (i * 89 + 13) as u8).collect();
             block[0] = 128;
             let mut expected = vec![0.0; 32];
-            stored::dequantise(block_type, &block, &mut expected);
+            storage::dequantise(block_type, &block, &mut expected);
             let groups = groups(block_type, &block);
             assert_eq!(groups.scales, [128]);
             let value = |k: usize| {

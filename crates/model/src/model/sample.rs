@@ -11,8 +11,8 @@ use paceline_tensor::{Kernels, KvType};
 
 use super::{LoadOptions, Model};
 use crate::adapter::Adapters;
+use crate::expert_usage::LayerUses;
 use crate::split::Split;
-use crate::uses::LayerUses;
 use crate::weights::{self, LayerShard, ShardLoader, WeightReader};
 use crate::{Config, Error, Kinds, LayerCache, ModelSource};
 

@@ -20,9 +20,9 @@ use super::{activations, add_bias};
 use crate::config::{
     self, Activation, CLAMP_SLOPE, ExpertGroups, Gating, LEAST_SUM, MAX_GROUPS, MAX_USED,
 };
+use crate::expert_usage::LayerUses;
 use crate::model::Model;
 use crate::split::LeafCut;
-use crate::uses::LayerUses;
 use crate::weights::{Expert, Experts};
 
 /// A row's route to one expert.

@@ -4,7 +4,7 @@
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::{Activations, Product};
 
-use super::adapted::{self, AdapterProducts, AdapterRows};
+use super::adapter_products::{self, AdapterProducts, AdapterRows};
 use super::halves::HalfTurn;
 use super::{add_bias, exchanged};
 use crate::model::Model;
@@ -16,7 +16,7 @@ use crate::{Error, LayerRole};
 #[derive(Debug)]
 pub(super) struct Sums {
     /// `(roots of all ranks, T, C)`; the whole sum, `(T, C)`, ends up at the start. With adapters
-    /// each root has additional values ([`adapted`]).
+    /// each root has additional values ([`adapter_products`]).
     pub(super) delta: RegisteredMemory<f32>,
     /// Values that each rank sends.
     counts: Vec<usize>,
@@ -26,7 +26,7 @@ impl Sums {
     pub(super) fn new(model: &Model, rows: usize) -> Self {
         let shard = model.shard();
         let wide = model.adapters().summed_rank_max();
-        let n = rows * model.config().width + adapted::room(rows, wide);
+        let n = rows * model.config().width + adapter_products::room(rows, wide);
         let nodes = |cut: &LeafCut| cut.nodes.len();
         let cuts = shard
             .each_layer()

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use paceline_formats::tensor::MappedBytes;
-use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, stored};
+use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, storage};
 
 use super::{Linear, ShardLoader, StoredTensor, WeightReader, pack_error, vector};
 use crate::config::{self, HeadOrder};
@@ -294,7 +294,7 @@ impl WeightReader<'_> {
         super::check_shape(&tensor, &[channels, taps])?;
         let bytes = tensor.bytes.arrived()?;
         let mut all = vec![0.0; channels * taps];
-        stored::dequantise(tensor.block_type, &bytes, &mut all);
+        storage::dequantise(tensor.block_type, &bytes, &mut all);
         let own: Vec<usize> = places.in_qkv().into_iter().flatten().flatten().collect();
         let of_tap = |tap| own.iter().map(move |channel| channel * taps + tap);
         Ok((0..taps).flat_map(of_tap).map(|at| all[at]).collect())

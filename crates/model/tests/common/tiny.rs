@@ -6,7 +6,7 @@ use paceline_base::{BlockType, SplitMix64};
 use paceline_formats::gguf::MetadataValue;
 use paceline_formats::gguf::testing::GgufWriter;
 use paceline_model::ModelFamily;
-use paceline_tensor::stored::random::random_row;
+use paceline_tensor::storage::random::random_row;
 
 use super::gemma4;
 

@@ -4,7 +4,7 @@
 use paceline_base::BlockType;
 use paceline_formats::gguf::{Gguf, testing::GgufWriter};
 use paceline_model::{Config, Error, LayerCache, ModelSource};
-use paceline_tensor::{HeadRows, Recurrence, stored::random::random_row};
+use paceline_tensor::{HeadRows, Recurrence, storage::random::random_row};
 
 /// The name in `general.name`.
 const NAME: &str = "toy";

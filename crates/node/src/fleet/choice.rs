@@ -39,7 +39,7 @@ pub(super) fn choose(replicas: &[ReplicaCandidate]) -> Option<usize> {
 
 /// How many more requests the replica with the longer prefix may have and still be chosen.
 ///
-/// One request for each cached block, at most [`Candidate::parallel`]. Both bounds are estimates,
+/// One request for each cached block, at most [`ReplicaCandidate::parallel`]. Both bounds are estimates,
 /// not measurements. Prefill of a block delays the replica's other answers by one step of 64 rows,
 /// about as much as one more concurrent answer. With `parallel` more requests, a request waits for
 /// a whole answer, which takes longer than a prefill.

@@ -3,12 +3,12 @@
 //! ```text
 //! owner -> fetch: {"model":{...},"bytes":N,"asks":false,"parts":true,"rooted":{...}}
 //!                     node has it, or fetches what it needs from all nodes that have parts of it
-//! node  -> pieces: see `pieces`
+//! node  -> pieces: see `file_ranges`
 //! node  <- {"done":N} while it fetches, then {"ready":true} or {"refused":"why"}
 //! ```
 //! With `asks` a node that lacks the file refuses instead. With `parts` it fetches the groups
 //! needed to open the file, and its workers request the rest. Every group is verified against the
-//! root of the file's hash tree (`rooted`). A file without a signed root is copied whole from the
+//! root of the file's hash tree (`roots`). A file without a signed root is copied whole from the
 //! owner, service `file`, and verified by its SHA-256. Bytes that no node has come from the hub
 //! (`hub`).
 //!
@@ -16,11 +16,11 @@
 //! tree, and the worker compares the bytes it computes with. `pull --to` compares every byte.
 //! Damaged groups are fetched again.
 //!
-//! Files on disk: `SHA256.gguf`, complete copies, and the files of [`Partial`].
+//! Files on disk: `SHA256.gguf`, complete copies, and the files of [`VerifiedPartial`].
 
-mod asking;
 mod files;
-mod mending;
+mod messages;
+mod repair;
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -39,25 +39,25 @@ use paceline_cluster::nodes::{NodeId, placement, placement::InstanceSpec};
 use paceline_formats::gguf::Gguf;
 
 use super::damage::Count;
+use super::file_ranges::{self, FileFetch, FileInventory, Short};
 use super::hub::{self, HubOrigin, ModelHub};
-use super::partial::{self, VerifiedPartial};
-use super::pieces::{self, FileFetch, FileInventory, Short};
-use super::rooted::{self, FileRoot};
-use super::stock::{WholeFile, tree_of};
+use super::inventory::{WholeFile, tree_of};
+use super::partial_file::{self, VerifiedPartial};
+use super::roots::{self, FileRoot};
 use super::tree::{HashGroups, Tree, shown};
 use super::{FILE, FileLookup};
-use crate::arriving::ByteRange;
-use crate::crew::host::ModelName;
-use crate::crew::line::{ConnectionError, receive_message, send_message};
-use crate::fleet::places::NodeConnection;
+use crate::fleet::hosts::NodeConnection;
 use crate::identity;
-use asking::{CopyReport, Fetch, fetch};
-pub(super) use asking::{ensure, ensure_part, ensure_right, ensure_while, holders};
+use crate::partial_source::ByteRange;
+use crate::workers::connection::{ConnectionError, receive_message, send_message};
+use crate::workers::host::ModelName;
 pub(super) use files::{Several, check_single};
 use files::{copy, files, hash, send_file};
-pub(super) use mending::CheckRange;
-pub use mending::RepairReport;
-use mending::RootOrigin;
+use messages::{CopyReport, Fetch, fetch};
+pub(super) use messages::{ensure, ensure_part, ensure_right, ensure_while, holders};
+pub(super) use repair::CheckRange;
+pub use repair::RepairReport;
+use repair::RootOrigin;
 
 /// Longest wait for the next bytes or message of another node.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -82,10 +82,10 @@ type CopyLog = dyn Fn(&str) + Send + Sync;
 
 /// Reads `bytes` as messages about a copy, for fuzzing.
 pub(super) fn parse(bytes: &[u8]) {
-    asking::parse(bytes);
+    messages::parse(bytes);
     hub::parse(bytes);
-    pieces::parse(bytes);
-    rooted::parse(bytes);
+    file_ranges::parse(bytes);
+    roots::parse(bytes);
 }
 
 /// A partial copy and the root it is verified against.
@@ -178,7 +178,7 @@ impl ModelCopies {
             copy.is_ok_and(|copy| copy.is_file())
         };
         let is_it = |((path, ..), sum): (&FileFingerprint, &String)| sum == sha256 && path.exists();
-        lies("gguf") || lies(partial::FILE) || lock(&self.known).iter().any(is_it)
+        lies("gguf") || lies(partial_file::FILE) || lock(&self.known).iter().any(is_it)
     }
 
     /// The lock for opening a partial copy.
@@ -257,7 +257,7 @@ impl ModelCopies {
     pub(super) fn length(&self, agent: &Agent, path: &Path) -> io::Result<u64> {
         let rooted = self
             .copied(path)
-            .map(|sha256| rooted::of(&agent.map(), sha256));
+            .map(|sha256| roots::of(&agent.map(), sha256));
         match rooted {
             Some(Ok(rooted)) => Ok(rooted.bytes),
             _ => fs::metadata(path).map(|facts| facts.len()),
@@ -317,7 +317,7 @@ impl ModelCopies {
             Ok(_) => return self.find_right((agent, model), CheckRange::Start),
             Err(reason) => reason,
         };
-        if !self.place(model, partial::FILE)?.is_file() {
+        if !self.place(model, partial_file::FILE)?.is_file() {
             return Err(reason);
         }
         let held = self.held(agent, model, None)?;
@@ -340,7 +340,7 @@ impl ModelCopies {
         if path.is_dir() {
             return Ok(());
         }
-        if let Ok(known) = rooted::of(&agent.map(), &model.sha256) {
+        if let Ok(known) = roots::of(&agent.map(), &model.sha256) {
             return known.publish(agent, &model.sha256);
         }
         if self.copied(path).is_some() {
@@ -352,7 +352,7 @@ impl ModelCopies {
         let [header] = headers[..] else {
             return Ok(());
         };
-        let kept = self.place(model, partial::TREE)?;
+        let kept = self.place(model, partial_file::TREE)?;
         let tree = tree_of(path, &kept).map_err(|error| failed(&error))?;
         let signed = FileRoot::sign(agent, &model.sha256, &tree, header as u64)?;
         signed.publish(agent, &model.sha256)
@@ -402,7 +402,7 @@ impl ModelCopies {
             parts: true,
             ..fetch(agent, wanted)
         };
-        let rooted = rooted::of(&agent.map(), &wanted.sha256)?;
+        let rooted = roots::of(&agent.map(), &wanted.sha256)?;
         let held = self.held(agent, &fetch.model, Some((rooted, None)))?;
         self.fetch_parts(agent, &fetch, &held, &mut |_| Ok(()))
     }
@@ -422,7 +422,7 @@ impl ModelCopies {
         let sha256 = &fetch.model.sha256;
         let given = fetch.rooted.clone();
         let given = given.filter(|rooted| rooted.check(&map, sha256).is_ok());
-        let rooted = given.map_or_else(|| rooted::of(&map, sha256), Ok);
+        let rooted = given.map_or_else(|| roots::of(&map, sha256), Ok);
         let rooted = rooted.map(|it| (it.bytes == fetch.bytes).then_some(it));
         if is_here {
             let known = rooted.ok().flatten().map(|rooted| (rooted, from));
@@ -561,9 +561,9 @@ impl ModelCopies {
         }
         let (rooted, from) = match told {
             Some(told) => told,
-            None => (rooted::of(&agent.map(), &model.sha256)?, None),
+            None => (roots::of(&agent.map(), &model.sha256)?, None),
         };
-        let path = self.place(model, partial::FILE)?;
+        let path = self.place(model, partial_file::FILE)?;
         let failed = |error: io::Error| format!("{}: {error}", path.display());
         fs::create_dir_all(&self.folder).map_err(failed)?;
         let tree = self.leaves(agent, model, (&rooted, from))?;
@@ -593,12 +593,12 @@ impl ModelCopies {
             let tree = Tree::from_bytes(rooted.bytes, leaves)?;
             (shown(tree.root()) == rooted.root).then_some(tree)
         };
-        let kept = self.place(model, partial::TREE)?;
+        let kept = self.place(model, partial_file::TREE)?;
         if let Some(tree) = fs::read(&kept).ok().and_then(|kept| accept(&kept)) {
             return Ok(tree);
         }
         let sources = self.sources(agent, model, [Some(rooted.by), from]);
-        let tree = pieces::leaves(agent, (model, groups), &sources, accept)?;
+        let tree = file_ranges::leaves(agent, (model, groups), &sources, accept)?;
         let written = write_whole(&kept, &tree.to_bytes());
         written.map_err(|error| format!("{}: {error}", kept.display()))?;
         Ok(tree)
@@ -611,7 +611,7 @@ impl ModelCopies {
         agent: &Agent,
         model: &ModelName,
         first: impl IntoIterator<Item = Option<NodeId>>,
-    ) -> Vec<pieces::RangeSource> {
+    ) -> Vec<file_ranges::RangeSource> {
         let (map, views) = (agent.map(), agent.nodes());
         let is_it = |wanted: &InstanceSpec| wanted.sha256 == model.sha256;
         let records = placement::wanted(&map).filter(|(.., wanted)| is_it(wanted));
@@ -632,8 +632,8 @@ impl ModelCopies {
         };
         let sources = ids
             .into_iter()
-            .map(|id| pieces::RangeSource { id, name: name(id) });
-        sources.take(pieces::SOURCES_MAX).collect()
+            .map(|id| file_ranges::RangeSource { id, name: name(id) });
+        sources.take(file_ranges::SOURCES_MAX).collect()
     }
 
     /// Fetches the missing groups of `wanted`.
@@ -663,9 +663,9 @@ impl ModelCopies {
             (self.may_have)(bytes.sum())?;
         }
         let sources = self.sources(agent, model, [Some(held.rooted.by), held.from]);
-        let lied = |source: &pieces::RangeSource, lie: &str| {
+        let lied = |source: &file_ranges::RangeSource, lie: &str| {
             lock(&self.liars).insert(source.id);
-            let pieces::RangeSource { name, .. } = source;
+            let file_ranges::RangeSource { name, .. } = source;
             (self.tell)(&format!("warning: {}: {name}: {lie}", model.name));
         };
         let fetching = FileFetch {
@@ -748,11 +748,11 @@ impl ModelCopies {
             (Some(held), _) => held.partial.bytes_here(),
             (None, Err(_)) => 0,
         };
-        let shard = self.folder.join(format!("{sha256}.{}", partial::FILE));
+        let shard = self.folder.join(format!("{sha256}.{}", partial_file::FILE));
         let name = copy.with_extension(NAME);
         let of_hub = PARTS_OF_HUB.map(|ending| copy.with_extension(ending));
         let all = [copy, name].into_iter().chain(of_hub);
-        let all = all.chain(partial::files_of(&shard));
+        let all = all.chain(partial_file::files_of(&shard));
         for file in all {
             match fs::remove_file(&file) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -769,16 +769,16 @@ impl ModelCopies {
 
     /// Serves ranges of a model to a fetching node.
     pub(super) fn answer_pieces(&self, agent: &Agent, channel: &ServiceChannel) {
-        pieces::answer(channel, |model| {
+        file_ranges::answer(channel, |model| {
             let reason = match self.find(model) {
                 Ok(path) => {
-                    let whole = WholeFile::open(&path, &self.place(model, partial::TREE)?);
+                    let whole = WholeFile::open(&path, &self.place(model, partial_file::TREE)?);
                     let whole = whole.map_err(|error| format!("{}: {error}", path.display()))?;
                     return Ok(Box::new(whole) as Box<dyn FileInventory>);
                 }
                 Err(reason) => reason,
             };
-            if !self.place(model, partial::FILE)?.is_file() {
+            if !self.place(model, partial_file::FILE)?.is_file() {
                 return Err(reason);
             }
             Ok(Box::new(self.held(agent, model, None)?) as Box<dyn FileInventory>)
@@ -908,9 +908,9 @@ fn sweep(folder: &Path) {
         let path = entry.path();
         let is_part = path
             .extension()
-            .is_some_and(|ending| ending == partial::FILE);
+            .is_some_and(|ending| ending == partial_file::FILE);
         if is_part && path.with_extension("gguf").is_file() {
-            let [shard, have, _] = partial::files_of(&path);
+            let [shard, have, _] = partial_file::files_of(&path);
             // A leftover only takes space.
             let _ = (fs::remove_file(shard), fs::remove_file(have));
         }

@@ -15,8 +15,8 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::{RegisterKey, Registers};
 use serde::{Deserialize, Serialize};
 
-use super::partial::VerifiedPartial;
-use super::stale;
+use super::garbage_collection;
+use super::partial_file::VerifiedPartial;
 
 /// A file on the hub, at one commit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -99,12 +99,12 @@ pub(super) fn parse(bytes: &[u8]) {
 }
 
 impl HubOrigin {
-    /// Publishes it to the cluster, as [`Rooted::publish`](super::rooted::Rooted::publish) does. If
+    /// Publishes it to the cluster, as [`FileRoot::publish`](super::rooted::Rooted::publish) does. If
     /// the map is full it is skipped: then only nodes are sources.
     pub(super) fn publish(&self, agent: &Agent) {
         let map = agent.map();
         let is_known = of(&map, &self.sha256).as_ref() == Some(self);
-        if is_known && stale::wanted(&map).contains(&self.sha256) {
+        if is_known && garbage_collection::wanted(&map).contains(&self.sha256) {
             return;
         }
         let text = serde_json::to_string(self).expect("a record is JSON");

@@ -25,9 +25,9 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::member::Life;
 use serde::{Deserialize, Serialize};
 
-use super::places::NodeConnection;
+use super::hosts::NodeConnection;
 use super::{Fleet, Inner, LOOK_EVERY};
-use crate::crew::line::{
+use crate::workers::connection::{
     ConnectionError, MESSAGE_BYTES_MAX, MessageConnection, receive_message, send_message,
 };
 

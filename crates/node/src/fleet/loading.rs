@@ -18,7 +18,7 @@ use paceline_model::{Config, ModelSource, SplitKind};
 
 use super::copies::{self, Several};
 use super::preview::Proposal;
-use super::{Inner, LoadRequest, REPLICAS_MAX, name_of, naming, new_id, preview};
+use super::{Inner, LoadRequest, REPLICAS_MAX, name_of, new_id, preview, replica_names};
 use crate::{adapters, texts};
 
 /// How long a load waits for the facts of newly connected nodes. They follow within milliseconds;
@@ -112,7 +112,7 @@ impl Inner {
         let map = self.agent.map();
         let others: Vec<_> = placement::wanted(&map).collect();
         let others = others.iter().map(|(id, _, wanted)| (*id, wanted));
-        let numbers = naming::next(&ask.model, others, groups.len());
+        let numbers = replica_names::next(&ask.model, others, groups.len());
         let mut one = self.record(ask, path)?;
         one.split = self.split(ask, path, &groups[0]);
         let own = self.agent.id();
@@ -455,7 +455,7 @@ impl Inner {
     pub(super) fn unload(&self, name: &str, replica: Option<u16>) -> Result<usize, String> {
         let map = self.agent.map();
         let all: Vec<_> = placement::wanted(&map).collect();
-        let numbers = naming::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
+        let numbers = replica_names::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
         let is_it =
             |id: InstanceId, wanted: &InstanceSpec| wanted.model == name || id.to_string() == name;
         let named = all.iter().filter(|(id, _, wanted)| is_it(*id, wanted));

@@ -19,10 +19,10 @@ use paceline_model::ModelSource;
 
 use super::copies::CheckRange;
 use super::flaps::{Flaps, LOSSES_MAX, NamedInstance};
-use super::places::InstanceNodes;
-use super::{Inner, OwnerService, RunningInstance, copies, encoders, name_of, report, rooted};
-use crate::crew::remote::RemoteWorkers;
+use super::hosts::InstanceNodes;
+use super::{Inner, OwnerService, RunningInstance, copies, encoders, name_of, report, roots};
 use crate::supervisor::Notice;
+use crate::workers::remote::RemoteWorkers;
 use crate::{Options, PreparedModel};
 
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
@@ -311,7 +311,7 @@ impl OwnedInstance {
     /// a signed root can only be copied whole.
     fn in_parts(&self, inner: &Inner) -> bool {
         let wanted = &self.wanted;
-        let is_signed = || rooted::of(&inner.agent.map(), &wanted.sha256).is_ok();
+        let is_signed = || roots::of(&inner.agent.map(), &wanted.sha256).is_ok();
         let is_encoder = || path_of(inner, wanted).is_ok_and(|path| encoders::is_encoder(&path));
         wanted.weights.in_parts(wanted.bytes) && is_signed() && !is_encoder()
     }

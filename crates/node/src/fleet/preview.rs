@@ -18,12 +18,12 @@ use paceline_comm::Backend;
 use paceline_model::{Config, ModelSource};
 use serde::Serialize;
 
-use super::places::NodeConnection;
+use super::hosts::NodeConnection;
 use super::speed::{self, Speed};
 use super::{Inner, LoadRequest, SPEED};
-use crate::crew::line::receive_message;
-use crate::forecast::across::{RemoteMachine, best_first};
+use crate::forecast::machines::{RemoteMachine, best_first};
 use crate::forecast::{Forecast, Setting};
+use crate::workers::connection::receive_message;
 
 /// Fraction of a machine's memory for models: the rest is for the system and other programs.
 pub(super) const USABLE: f64 = 0.8;

@@ -9,7 +9,7 @@ use paceline_model::{Config, SplitKind};
 use super::Inner;
 use super::preview::{Proposal, pairs};
 use crate::forecast::Forecast;
-use crate::forecast::across::{MachineLink, Machines, Ranked, RemoteMachine};
+use crate::forecast::machines::{MachineLink, Machines, Ranked, RemoteMachine};
 
 /// Nodes of an instance's ranks, and the known machines.
 pub(super) type Nodes<'a> = (&'a [NodeId], &'a [(NodeId, RemoteMachine)]);

@@ -22,8 +22,8 @@ use paceline_engine::{
 };
 
 use super::Inner;
-use super::answers::{Ingress, IngressRequest, IngressService, RequestFailover, UNKNOWN};
 use super::choice::{ReplicaCandidate, choose};
+use super::ingress::{Ingress, IngressRequest, IngressService, RequestFailover, UNKNOWN};
 use super::prefixes::{Prefixes, blocks};
 
 /// Receives log lines for people.
@@ -339,7 +339,7 @@ impl Service for Preferred {
 
 #[cfg(test)]
 mod tests {
-    use super::super::answers::testing::{FakeOwner, connected, generate, say_stand};
+    use super::super::ingress::testing::{FakeOwner, connected, generate, say_stand};
     use super::super::prefixes::BLOCK;
     use super::*;
 

@@ -2,7 +2,7 @@
 //! the memory of all of them together.
 //!
 //! A replica has `--nodes N` nodes, or an equal share of the named ones. The forecast for the first
-//! group gives the bytes per node; [`deal`](super::deal) assigns nodes by them. Loaded weights
+//! group gives the bytes per node; [`assignment`](super::deal) assigns nodes by them. Loaded weights
 //! count as used memory.
 
 use std::collections::BTreeMap;
@@ -13,11 +13,11 @@ use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::placement::{self, NODES_MAX};
 use paceline_model::{Config, ModelSource};
 
-use super::deal::{Need, Short, check, deal, share_out};
+use super::assignment::{Need, Short, check, deal, share_out};
 use super::preview::{COUNT_MAX, Proposal, USABLE};
 use super::{Inner, LoadRequest, encoders};
+use crate::context_size::LEAST;
 use crate::forecast::Forecast;
-use crate::room::LEAST;
 
 /// The nodes of each replica, and the prediction for them.
 type ReplicaPlacement = (Vec<Vec<NodeId>>, Proposal);

@@ -24,9 +24,9 @@ use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use serde::{Deserialize, Serialize};
 
 use super::copies::{self, NAME, QuotaCheck, RepairReport};
-use super::places::NodeConnection;
-use super::{Fleet, Inner, STORES, hub, partial};
-use crate::crew::line::{MessageConnection, receive_message, send_message};
+use super::hosts::NodeConnection;
+use super::{Fleet, Inner, STORES, hub, partial_file};
+use crate::workers::connection::{MessageConnection, receive_message, send_message};
 
 /// Longest wait for another node's store contents, which it reads from disk.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -231,7 +231,7 @@ fn copies_in(folder: &Path) -> Vec<Holding> {
         let is_whole = path.extension().is_some_and(|ending| ending == "gguf");
         let is_part = path
             .extension()
-            .is_some_and(|ending| ending == partial::FILE);
+            .is_some_and(|ending| ending == partial_file::FILE);
         let (Some(stem), Ok(facts)) = (path.file_stem(), entry.metadata()) else {
             continue;
         };

@@ -234,7 +234,7 @@ fn alone<'a>(weights: &'a PackedMatrix, out: &'a mut [f32]) -> Product<'a> {
     }
 }
 
-/// Multiplies x by all of `matrices`, into consecutive parts of `room`.
+/// Multiplies x by all of `matrices`, into consecutive parts of `context_size`.
 fn multiply(
     kernels: &Kernels,
     x: &Activations,

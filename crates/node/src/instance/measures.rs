@@ -84,7 +84,7 @@ impl Instance {
         told.into_iter().collect()
     }
 
-    /// Starts a trace on every rank, until [`traced`](Self::traced). Waits up to a second until all
+    /// Starts a trace on every rank, until [`answer_traces`](Self::traced). Waits up to a second until all
     /// ranks record.
     pub fn trace(&self) {
         self.shared.command(Command::Trace);

@@ -12,8 +12,8 @@ use tracing::debug;
 
 use super::InstanceShared;
 use crate::adapters;
-use crate::crew::{InstanceWorkers, WorkerSite};
 use crate::messages::{RankAssignment, ToWorker};
+use crate::workers::{InstanceWorkers, WorkerSite};
 
 /// Poll interval: the loss of a standby shows after 1.5 s of silence at the soonest.
 const LOOK_EVERY: Duration = Duration::from_secs(1);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use paceline_plan::steer::{self, SplitChange};
+use paceline_plan::split_selection::{self, SplitChange};
 use serde::Serialize;
 
 use super::{Action, EpochReason, LeaveAction, Notice, Pending, Phase, Supervisor};
@@ -46,9 +46,9 @@ impl ChangeRecord {
 
 impl Supervisor {
     /// Passes an event to the steering and executes its order.
-    pub(super) fn steer(&mut self, now: Duration, event: steer::Event) {
+    pub(super) fn steer(&mut self, now: Duration, event: split_selection::Event) {
         let ready = matches!(self.phase, Phase::Ready);
-        if matches!(event, steer::Event::Token { .. }) && !ready {
+        if matches!(event, split_selection::Event::Token { .. }) && !ready {
             return; // late ones are no measure of speed
         }
         if let Some(order) = self.steering.step(now, event) {
@@ -85,7 +85,8 @@ impl Supervisor {
             EpochReason::First | EpochReason::Again => {}
             EpochReason::Change(pending) => {
                 let took = now.saturating_sub(pending.begun);
-                self.steering.step(now, steer::Event::Changed(took));
+                self.steering
+                    .step(now, split_selection::Event::Changed(took));
                 self.report_change(now, *pending, None);
             }
             EpochReason::Back(pending, reason) => self.refuse(now, *pending, reason.clone()),
@@ -94,7 +95,7 @@ impl Supervisor {
 
     /// The change failed.
     pub(super) fn refuse(&mut self, now: Duration, pending: Pending, reason: String) {
-        self.steering.step(now, steer::Event::Refused);
+        self.steering.step(now, split_selection::Event::Refused);
         self.report_change(now, pending, Some(reason));
     }
 

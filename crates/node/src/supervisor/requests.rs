@@ -7,7 +7,7 @@ use paceline_engine::{GenerationRequest, Reply, RequestFailure, Ticket};
 
 use super::{
     Action, EpochReason, FAILURES_MAX, HELD_LIMIT, KEYS, Notice, Phase, STARTS_MIN, Supervisor,
-    steer,
+    split_selection,
 };
 
 /// A request without a final reply.
@@ -132,7 +132,7 @@ impl Supervisor {
             let reply = Reply::Failed(failure);
             return self.out.push_back(Action::Deliver(ticket, reply));
         }
-        self.steer(now, steer::Event::Opened);
+        self.steer(now, split_selection::Event::Opened);
         let in_work = matches!(self.phase, Phase::Ready);
         if in_work {
             self.out.push_back(Action::Submit {
@@ -193,7 +193,7 @@ impl Supervisor {
                 let further = open.further_keys();
                 self.out.push_back(Action::Deliver(ticket, reply));
                 if let Some(at) = at {
-                    self.steer(now, steer::Event::Token { further, at });
+                    self.steer(now, split_selection::Event::Token { further, at });
                 }
                 return;
             }
@@ -220,7 +220,7 @@ impl Supervisor {
     }
 
     fn closed(&mut self, now: Duration) {
-        self.steer(now, steer::Event::Closed);
+        self.steer(now, split_selection::Event::Closed);
         self.learn_sometimes(now);
     }
 

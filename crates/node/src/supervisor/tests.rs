@@ -1,6 +1,6 @@
 //! Seeded simulation of the supervisor: no process, clock or thread.
 //!
-//! A [`World`] simulates workers and callers. Workers start, listen, load, answer, leave, die, fall
+//! A [`SupervisorHarness`] simulates workers and callers. Workers start, listen, load, answer, leave, die, fall
 //! silent, refuse and blame each other at random times; callers submit and cancel. After every
 //! action it checks the invariants; a failure prints the seed.
 
@@ -13,7 +13,7 @@ use paceline_engine::{Finish, SamplingParams};
 use paceline_process::processes::Ending;
 
 use super::*;
-use crate::moved::RankTraffic;
+use crate::traffic::RankTraffic;
 
 /// Seeds of a run.
 const SEEDS: u64 = 10_000;

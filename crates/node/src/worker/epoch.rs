@@ -14,12 +14,12 @@ use paceline_engine::{
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{LoadedModel, ModelSource, PageStore};
 
-use super::handing::KvTransfer;
+use super::kv_transfer::KvTransfer;
 use super::tickets::Tickets;
 use super::{ControlChannel, Identity, RetainedWeights, Watchdog, failed};
 use crate::Error;
 use crate::messages::{FromWorker, RankAssignment};
-use crate::moved::RankTraffic;
+use crate::traffic::RankTraffic;
 
 /// Time limit for a failed group to return its error again, which it does at once.
 const LOST_LIMIT: Duration = Duration::from_millis(10);

@@ -29,7 +29,7 @@ pub struct LayerPart {
     /// Ranks in the stage.
     pub ranks: u32,
     /// Whether the engine deals whole experts in any split:
-    /// [`Engine::deals_experts`](crate::calibration::Engine::deals_experts).
+    /// [`EngineProfile::deals_experts`](crate::calibration::Engine::deals_experts).
     pub deals: bool,
 }
 

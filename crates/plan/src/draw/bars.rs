@@ -28,7 +28,7 @@ pub struct BarChart {
 pub struct Bar {
     /// Text before it.
     pub label: String,
-    /// In the order of [`Bars::series`]; none where there is no value. No value is below 0.
+    /// In the order of [`BarChart::series`]; none where there is no value. No value is below 0.
     pub values: Vec<Option<f64>>,
     /// Text behind the values; may be empty.
     pub note: String,

@@ -17,7 +17,7 @@ pub struct NetworkDiagram {
     pub edges: Vec<Edge>,
 }
 
-/// A line between two nodes, which are given by their place among [`Net::nodes`].
+/// A line between two nodes, which are given by their place among [`NetworkDiagram::nodes`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Edge {
     /// Place of its first end.

@@ -6,7 +6,7 @@ use super::classes::Classes;
 use super::exact::Combine;
 use super::groups::{NodeGroup, RangeLoad, splits};
 use super::milp::{Kind, select, select_greedy};
-use super::{ordered, request_hop};
+use super::{group_order, request_hop};
 use crate::cost::Costs;
 use crate::placement::Pipeline;
 
@@ -32,10 +32,10 @@ pub(crate) fn pipelines(
             let chosen = selected(costs, &groups);
             for (groups, skips) in [(chosen, 0), (flat, SKIPS)] {
                 for order in orders(costs, groups) {
-                    let sum = ordered::solve(costs, &order, Combine::Sum, skips);
+                    let sum = group_order::solve(costs, &order, Combine::Sum, skips);
                     all.extend(sum.map(|found| found.pipeline));
                     if weights.batch > 1.0 {
-                        let max = ordered::solve(costs, &order, Combine::Max, skips);
+                        let max = group_order::solve(costs, &order, Combine::Max, skips);
                         all.extend(max.map(|found| found.pipeline));
                     }
                 }

@@ -5,17 +5,17 @@
 //!    split tensors or experts.
 //! 3. Small clusters: every sequence of groups and every cut ([`exact`]). Large ones: an integer
 //!    program chooses how many nodes of each kind are worth their hops ([`milp`]). A dynamic
-//!    programme then cuts the layers for a few fixed orders ([`ordered`]).
+//!    programme then cuts the layers for a few fixed orders ([`group_order`]).
 //! 4. Replicas, and disaggregated prefill, are tried on top.
 //! 5. Every candidate is predicted in full; the objective chooses. Fewer nodes win ties.
 
 mod classes;
 mod exact;
+mod group_order;
 mod groups;
 pub mod halda;
 mod large;
 pub mod milp;
-mod ordered;
 mod program;
 mod search;
 mod stream;

@@ -11,7 +11,7 @@ use paceline_base::hex;
 use paceline_engine::State as Readiness;
 use serde_json::{Value, json};
 
-use super::{App, OneOfSeveral, asking, json_response, resuming};
+use super::{App, OneOfSeveral, handlers, json_response, resumption};
 use crate::access::ClientIdentity;
 use crate::facts::ProcessMetrics;
 use crate::field::clip;
@@ -138,20 +138,20 @@ pub(super) async fn response(
     Path(id): Path<String>,
     uri: Uri,
 ) -> Result<Response, Rejection> {
-    if let Some(last) = resuming::of_response(&id, uri.query().unwrap_or_default())? {
-        asking::check_ready(&app)?;
+    if let Some(last) = resumption::of_response(&id, uri.query().unwrap_or_default())? {
+        handlers::check_ready(&app)?;
         let place = app.places.take(&client, app.has_several_clients(&client))?;
-        let terms = asking::request_context(&app, &client);
-        return resuming::resume(&app, last, (terms, place, client)).await;
+        let terms = handlers::request_context(&app, &client);
+        return resumption::resume(&app, last, (terms, place, client)).await;
     }
     if let Some(stored) = app.store.get(&id, &client) {
         return Ok(json_response(StatusCode::OK, &stored.response));
     }
     let missing = || Rejection::NoResponse { id: clip(&id) };
-    let mirror = resuming::mirror_for(&app, &id).ok_or_else(missing)?;
+    let mirror = resumption::mirror_for(&app, &id).ok_or_else(missing)?;
     // Bounds the number of lookups at other nodes.
     let _place = app.places.take(&client, app.has_several_clients(&client))?;
-    let stored = resuming::stored_elsewhere(mirror, &id, &client).await;
+    let stored = resumption::stored_elsewhere(mirror, &id, &client).await;
     let stored = stored.ok_or_else(missing)?;
     Ok(json_response(StatusCode::OK, &stored.response))
 }

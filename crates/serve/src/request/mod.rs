@@ -10,7 +10,7 @@ pub(crate) mod chat;
 pub(crate) mod completion;
 pub(crate) mod embeddings;
 pub(crate) mod fields;
-pub(crate) mod guided;
+pub(crate) mod grammars;
 pub(crate) mod infill;
 pub(crate) mod llama;
 pub(crate) mod messages;
@@ -28,7 +28,6 @@ use serde_json::{Map, Value};
 use bounds::{MAX_NOTE, MAX_NOTE_NAME, MAX_NOTES, MAX_STOP_CHARS, MAX_STOPS};
 
 use crate::access::ClientIdentity;
-use crate::calling::ToolSupport;
 use crate::choice::ChoiceState;
 use crate::conversation::Conversation;
 use crate::field::{FieldValues, FieldWarnings, wrong_type};
@@ -39,6 +38,7 @@ use crate::rejection::Rejection;
 use crate::render::openai::Kind;
 use crate::render::{ollama as to_ollama, responses as to_responses};
 use crate::store::ResponseStore;
+use crate::tool_support::ToolSupport;
 
 /// API dialect of the response.
 #[derive(Clone, Debug)]

@@ -349,7 +349,7 @@ fn of_several_models_the_one_of_the_journal_goes_on_at_once() {
     assert_eq!(refusal(unknown).1, "answer_not_found");
 }
 
-/// The responses of another node, as its [`Doors`] tell them.
+/// The responses of another node, as its [`ModelRegistry`] tell them.
 struct ResponseMirror(ModelRegistry);
 
 impl Mirror for ResponseMirror {

@@ -29,7 +29,7 @@ const ANSWER: [&str; 7] = [
     "_call>",
 ];
 
-/// A server of a model that thinks and calls, which says `answer`.
+/// A server of a model that thinks and calls, which says `response_stream`.
 fn rig(answer: &[&'static str], finish: Finish) -> Rig {
     let rig = Rig::of(tiny::tool_model());
     say(&rig, answer, finish);

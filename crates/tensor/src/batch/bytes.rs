@@ -21,8 +21,8 @@ use crate::batch::{CHUNK_BYTES, Segment, Unpack, prefetch_chunk};
 use crate::formats::{Format, Layout, Planes};
 use crate::isa::{Bytes, Isa, LANES};
 use crate::matmul::total;
-use crate::quantised::Meta;
-use crate::stored::Chunk;
+use crate::quantisation::Meta;
+use crate::storage::Chunk;
 
 /// Most rows of activations to a tile.
 pub(crate) const TILE_ROWS: usize = 16;

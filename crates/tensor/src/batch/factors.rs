@@ -3,10 +3,10 @@
 use crate::formats::{Format, Scales};
 use crate::isa::{Isa, LANES};
 use crate::matmul::{cut, wide_terms};
-use crate::quantised::joined;
+use crate::quantisation::joined;
 
 /// Integer scales and mins of a chunk of 16 rows, for each half of 16 columns, and the step of its
-/// unit: see [`crate::stored::units`].
+/// unit: see [`crate::storage::units`].
 #[repr(C, align(64))]
 pub(crate) struct ChunkFactors {
     scales: [[i32; LANES]; 2],

@@ -14,8 +14,8 @@ use crate::isa::BytePlanes;
 use crate::isa::{LANES, Words};
 use crate::memory::{HugeMap, OffsetBuffer};
 #[cfg(target_arch = "x86_64")]
-use crate::quantised::Rounding;
-use crate::quantised::{CHUNK, Meta, Precision, QuantisedView};
+use crate::quantisation::Rounding;
+use crate::quantisation::{CHUNK, Meta, Precision, QuantisedView};
 
 /// Memory layout of a row's integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -230,7 +230,7 @@ pub(crate) struct PanelView<'a> {
 unsafe impl Sync for PanelView<'_> {}
 
 impl PanelView<'_> {
-    /// The high and low bytes of chunk `c` of row `t`, of rows in [`Form::Bytes`].
+    /// The high and low bytes of chunk `c` of row `t`, of rows in [`RowFormat::Bytes`].
     ///
     /// # Safety
     /// Both lie within the rows.
@@ -242,7 +242,7 @@ impl PanelView<'_> {
             .map(|bytes| unsafe { bytes.add(t * self.stride + c * CHUNK) })
     }
 
-    /// The integers of chunk `c` of row `t`, of rows in [`Form::Words`].
+    /// The integers of chunk `c` of row `t`, of rows in [`RowFormat::Words`].
     ///
     /// # Safety
     /// Both lie within the rows.
@@ -254,7 +254,7 @@ impl PanelView<'_> {
     }
 
     /// The first tile of the span that begins with chunk `c`, of the 16 rows from `t` on, and the
-    /// scales of these rows. The rows are in [`Form::Tiles`] or [`Form::SmallTiles`].
+    /// scales of these rows. The rows are in [`RowFormat::Tiles`] or [`RowFormat::SmallTiles`].
     ///
     /// # Safety
     /// Both lie within the rows, and `t` is a multiple of 16; spans have `span` columns.
@@ -316,7 +316,7 @@ pub(crate) struct PanelWriter<'a> {
 unsafe impl Sync for PanelWriter<'_> {}
 
 impl PanelWriter<'_> {
-    /// Copies row `t`, which was quantised, in [`Form::Words`].
+    /// Copies row `t`, which was quantised, in [`RowFormat::Words`].
     ///
     /// # Safety
     /// See [`Isa`](crate::isa::Isa); the row is there, of 15 bits, and no other thread has it at
@@ -340,7 +340,7 @@ impl PanelWriter<'_> {
         }
     }
 
-    /// Copies row `t`, which was quantised, in [`Form::Bytes`].
+    /// Copies row `t`, which was quantised, in [`RowFormat::Bytes`].
     ///
     /// # Safety
     /// See [`words`](Self::words).
@@ -359,8 +359,8 @@ impl PanelWriter<'_> {
         }
     }
 
-    /// Quantises row `t` in [`Form::Tiles`] for two bytes of integers, and in
-    /// [`Form::SmallTiles`] for one.
+    /// Quantises row `t` in [`RowFormat::Tiles`] for two bytes of integers, and in
+    /// [`RowFormat::SmallTiles`] for one.
     ///
     /// # Safety
     /// See [`Isa`](crate::isa::Isa); the row is there, and no other thread has it at the time.

@@ -12,7 +12,7 @@
 //! A *turn* is a span of a group with a tile of activation rows. While its first products run, the
 //! results of the previous turn are stored. Between the other products those results are summed:
 //! processors do both at once. A result stored behind the last product of another result needs no
-//! wait. A panel's last turn stays [`Waiting`] until the first of the next panel, which is unpacked
+//! wait. A panel's last turn stays [`PendingProducts`] until the first of the next panel, which is unpacked
 //! meanwhile.
 
 use std::marker::PhantomData;
@@ -26,8 +26,8 @@ use crate::batch::{
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{BytePlanes, LANES};
 use crate::matmul::total;
-use crate::quantised::CHUNK;
-use crate::stored::units::WIDE_MIN;
+use crate::quantisation::CHUNK;
+use crate::storage::units::WIDE_MIN;
 
 /// Rows from which panels pay: half a tile. Of the 1B model 8 rows take 153 ms without them, or 200
 /// (Q4_0, Q4_K_M). With them 16 rows take 134 and 140 (`bench model --prompt`).

@@ -13,9 +13,9 @@ use crate::batch::{CHUNK_BYTES, Segment, Unpack, prefetch_chunk};
 use crate::formats::{Format, Layout, Planes, Scales};
 use crate::isa::{LANES, Words};
 use crate::matmul::total;
-use crate::quantised::{Meta, joined};
-use crate::stored::Chunk;
-use crate::stored::units::WIDE_MIN;
+use crate::quantisation::{Meta, joined};
+use crate::storage::Chunk;
+use crate::storage::units::WIDE_MIN;
 
 /// Rows from which unpacking into a panel pays. With 8 rows AVX-512 has 1.01 (a 1B of Q4_K_M) to
 /// 1.15 (Q8_0) of the speed, with 16 1.19 to 1.35 (Intel Xeon).

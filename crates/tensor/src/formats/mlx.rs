@@ -1,7 +1,7 @@
 //! The packed forms of MLX's types: the planes of the others, and a table of their own.
 
 use super::Codebook;
-use crate::stored::E2M1_DOUBLED;
+use crate::storage::E2M1_DOUBLED;
 
 /// The table of e2m1 codes, as twice their values.
 #[derive(Debug)]

@@ -436,7 +436,7 @@ impl EqualParts<'_> {
     }
 }
 
-/// Up to [`Plan::queries`] queries of one sequence and KV head.
+/// Up to [`AttentionPlan::queries`] queries of one sequence and KV head.
 struct QueryTile<'a> {
     sequence: AttentionRows<'a>,
     /// Position of the first row.

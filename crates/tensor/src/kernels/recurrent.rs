@@ -63,7 +63,7 @@ pub struct Recurrent<'a> {
     pub recurrence: &'a dyn Recurrence,
     /// Layer in the cache.
     pub layer: usize,
-    /// See [`Attention`](super::Attention).
+    /// See [`AttentionStep`](super::Attention).
     pub heads: usize,
     /// Query heads to a KV head.
     pub group: usize,

@@ -7,9 +7,9 @@ use super::{Kernels, Product};
 use crate::activations::{Activations, Precision};
 use crate::dispatch::KernelTable;
 use crate::meter::Meter;
-use crate::packed::{PackOptions, PackedMatrix, StoredMatrix};
+use crate::packing::{PackOptions, PackedMatrix, StoredMatrix};
 use crate::pool::ThreadPool;
-use crate::stored::random::random_row;
+use crate::storage::random::random_row;
 
 const COLS: usize = 512;
 /// Two groups and a rest.

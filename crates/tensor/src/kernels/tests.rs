@@ -6,8 +6,8 @@ use super::*;
 use crate::activations::Precision;
 use crate::attention::PAGE;
 use crate::kv::{KvCache, KvShape, KvType};
-use crate::packed::{PackOptions, StoredMatrix};
-use crate::{naive, stored};
+use crate::packing::{PackOptions, StoredMatrix};
+use crate::{naive, storage};
 use half::f16;
 use paceline_base::{BlockType, tree};
 
@@ -74,7 +74,7 @@ fn types_for(cols: usize) -> impl Iterator<Item = BlockType> {
 }
 
 fn stored_rows(block_type: BlockType, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
-    let row = |r| stored::random::random_row(block_type, cols, seed * 1000 + r as u64);
+    let row = |r| storage::random::random_row(block_type, cols, seed * 1000 + r as u64);
     (0..rows).flat_map(row).collect()
 }
 

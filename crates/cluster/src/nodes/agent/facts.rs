@@ -56,11 +56,11 @@ pub struct NodeFacts {
 /// the same bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kind {
-    /// As [`Facts::protocol`].
+    /// As [`NodeFacts::protocol`].
     pub protocol: u32,
-    /// As [`Facts::numerics`].
+    /// As [`NodeFacts::numerics`].
     pub numerics: u32,
-    /// As [`Facts::kernel_class`].
+    /// As [`NodeFacts::kernel_class`].
     pub class: String,
 }
 
@@ -89,7 +89,7 @@ pub struct NodeView {
     pub id: NodeId,
     /// State of its life.
     pub state: Life,
-    /// How this node discovered it: `self`, or a name of [`How`].
+    /// How this node discovered it: `self`, or a name of [`DiscoveryMethod`].
     pub found_by: String,
     /// All methods by which it was discovered, the best first.
     pub heard_by: Vec<DiscoveryMethod>,

@@ -1,4 +1,4 @@
-//! The node agent: threads and sockets around [`Member`].
+//! The node agent: threads and sockets around [`Membership`].
 //!
 //! ```text
 //!  beacons ─── Found ──▶ ┌─────────────────────────┐ ── Dial ───▶ a thread per attempt
@@ -25,10 +25,10 @@
 //! and reads [`placement`](super::placement) from the map.
 
 mod accept;
-mod book;
+mod addresses;
 mod channel;
+mod diagnostics;
 mod dial;
-mod examine;
 mod facts;
 mod files;
 mod keys;
@@ -58,7 +58,7 @@ use super::pairing;
 use super::session::{self, Hello, Purpose};
 use super::{Identity, NodeId, Now, RegisterKey, Registers, Signature};
 pub use channel::{Handler, ServiceChannel};
-pub use examine::{Finding, Test};
+pub use diagnostics::{Finding, Test};
 pub use facts::{Kind, NetworkPath, NodeFacts, NodePaths, NodeView, PROTOCOL};
 use files::NodeFolder;
 pub use keys::KeyFile;
@@ -314,7 +314,7 @@ impl Agent {
                 inner.answer_examiner(&channel);
             }
         };
-        inner.services.add(examine::SERVICE, Arc::new(answer));
+        inner.services.add(diagnostics::SERVICE, Arc::new(answer));
         let weak = Arc::downgrade(inner);
         let answer = move |channel| {
             if let Some(inner) = weak.upgrade() {
@@ -640,7 +640,7 @@ pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<channel::ServiceOpen>(bytes);
     let _ = serde_json::from_slice::<channel::ServiceOpenReply>(bytes);
     let _ = serde_json::from_slice::<NodeFacts>(bytes);
-    examine::parse(bytes);
+    diagnostics::parse(bytes);
     rekey::parse(bytes);
 }
 

@@ -1,4 +1,4 @@
-//! State of a node and the actions of its [`Member`], under one mutex.
+//! State of a node and the actions of its [`Membership`], under one mutex.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -13,7 +13,7 @@ use super::super::pairing::Invitation;
 use super::super::paths::{PathProbe, PathTable};
 use super::super::session::NodeSession;
 use super::super::{ClusterKey, Membership, NodeId, Now, RegisterKey, Registers};
-use super::book::AddressBook;
+use super::addresses::AddressBook;
 use super::channel::ServiceChannel;
 use super::facts::{self, NodeView};
 use super::links::PeerLink;

@@ -208,7 +208,7 @@ fn a_former_key_opens_nothing_but_the_service_of_the_new_one() {
         heard,
         Err(session::Error::Closed | session::Error::Broken(_))
     ));
-    for service in ["silent", paths::SERVICE, examine::SERVICE] {
+    for service in ["silent", paths::SERVICE, diagnostics::SERVICE] {
         let session = dial(&member, Purpose::Service).unwrap();
         let refused = super::channel::ask(session, service, PATIENCE).unwrap_err();
         let Error::NoService { reason, .. } = refused else {

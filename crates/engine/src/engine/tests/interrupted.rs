@@ -6,7 +6,7 @@ use paceline_model::{
     Batch, BatchSequence, Compute, Error, FollowOutcome, LoadedModel as _, WindowPool,
 };
 
-use super::flights::{CONTEXT, sizes};
+use super::in_flight::{CONTEXT, sizes};
 use super::requests::mixed;
 use super::rig::{Rig, alone};
 use super::tiny::TinyModel;

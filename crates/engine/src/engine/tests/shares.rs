@@ -3,8 +3,8 @@
 use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
-use super::flights::rig_of;
-use super::paced::Simulation;
+use super::in_flight::rig_of;
+use super::prefill_budget::Simulation;
 use super::requests::{mixed, prompt, request};
 use super::rig::{Rig, SequenceOutcome, alone};
 use super::tiny::{END, TinyModel};

@@ -16,8 +16,8 @@ use proptest::prelude::*;
 
 use super::draft_model::frozen;
 use super::drafts::babble;
-use super::flights::{CONTEXT, calls, disturb, rig_of, sizes};
-use super::kept::Shelf;
+use super::in_flight::{CONTEXT, calls, disturb, rig_of, sizes};
+use super::page_store::Shelf;
 use super::requests::{SAMPLED, mixed, prompt, request};
 use super::rig::{Rig, SequenceOutcome, alone};
 use super::tiny::{END, TinyModel, VOCAB};

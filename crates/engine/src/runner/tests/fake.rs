@@ -32,7 +32,7 @@ enum FakeEvent {
     Dropped,
 }
 
-/// Sequences are ids with prompts; each step waits for an [`Act`].
+/// Sequences are ids with prompts; each step waits for an [`FakeCommand`].
 struct Fake {
     acts: Receiver<FakeCommand>,
     did: Sender<FakeEvent>,

@@ -1,13 +1,13 @@
 //! The state machine of a response template: finds the delimiters of fields in the response and
-//! hands each region's text to its `Content`. [`Reader`](crate::tools::Reader) drives it.
+//! hands each region's text to its `Content`. [`ToolCallParser`](crate::tools::Reader) drives it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use regex_automata::hybrid::dfa::Cache;
 
+use super::super::fragment::CallFragment;
 use super::super::input::UnreadText;
-use super::super::piece::CallFragment;
 use super::super::reader::Emitter;
 use super::super::schema::Parameters;
 use super::delimiter::{Delimiter, DelimiterMatch};

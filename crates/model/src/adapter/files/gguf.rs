@@ -11,7 +11,7 @@
 use std::path::Path;
 
 use paceline_formats::gguf::{Gguf, MetadataValue, testing::GgufWriter};
-use paceline_tensor::stored;
+use paceline_tensor::storage;
 
 use super::{Adapter, Error, PREFIX, file_row, matrix_of, order, tensors};
 use crate::{Config, ModelFamily};
@@ -74,7 +74,7 @@ pub(super) fn read(path: &Path, base: Option<Base>) -> Result<Adapter, Error> {
     for info in file.tensors() {
         let tensor = file.tensor(info.name()).map_err(bad)?;
         let mut values = vec![0.0; tensor.shape.iter().product()];
-        stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+        storage::dequantise(tensor.block_type, &tensor.bytes, &mut values);
         let ours = ours(info.name());
         let (name, is_query_or_key) = ours.ok_or_else(|| {
             let reason = format!("tensor {} is no half of a pair of LoRA", info.name());
@@ -234,7 +234,7 @@ mod tests {
         let values = |name: &str| {
             let tensor = file.tensor(name).unwrap();
             let mut values = vec![0.0; tensor.shape.iter().product()];
-            stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+            storage::dequantise(tensor.block_type, &tensor.bytes, &mut values);
             values
         };
         let (turned, plain) = (

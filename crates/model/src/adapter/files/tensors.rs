@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::Path;
 
 use paceline_formats::safetensors::Safetensors;
-use paceline_tensor::stored;
+use paceline_tensor::storage;
 use serde_json::{Map, json};
 
 use super::Error;
@@ -79,7 +79,7 @@ pub fn read(path: &Path) -> Result<Vec<Named>, Error> {
     let read = |name: String| {
         let tensor = file.tensor(&name).map_err(bad)?;
         let mut values = vec![0.0; tensor.shape.iter().product()];
-        stored::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+        storage::dequantise(tensor.block_type, &tensor.bytes, &mut values);
         Ok((name, tensor.shape, values))
     };
     names.into_iter().map(read).collect()

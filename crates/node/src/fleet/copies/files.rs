@@ -11,8 +11,8 @@ use paceline_formats::tensor::MappedBytes;
 use sha2::{Digest, Sha256};
 
 use super::{CopyProgress, Fetch, SILENCE, TELL_EVERY};
-use crate::crew::line::ConnectionError;
-use crate::fleet::places::NodeConnection;
+use crate::fleet::hosts::NodeConnection;
+use crate::workers::connection::ConnectionError;
 
 /// Bytes per message: large enough that encryption and system calls are negligible next to the
 /// copy.

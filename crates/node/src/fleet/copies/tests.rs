@@ -156,7 +156,7 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
     fs::create_dir_all(folder(1)).unwrap();
     let place = |ending: &str| folder(1).join(format!("{}.{ending}", name.sha256));
     fs::write(place("gguf"), &wrong).unwrap();
-    fs::write(place(partial::TREE), tree.to_bytes()).unwrap();
+    fs::write(place(partial_file::TREE), tree.to_bytes()).unwrap();
     gives(&liar, &Arc::new(none(&folder(1))));
 
     let rooted = FileRoot::sign(&one, &name.sha256, &tree, 1000).unwrap();
@@ -168,7 +168,7 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
         .unwrap();
     let knows = || {
         let map = two.map();
-        placement::wanted(&map).next().is_some() && rooted::of(&map, &name.sha256).is_ok()
+        placement::wanted(&map).next().is_some() && roots::of(&map, &name.sha256).is_ok()
     };
     until("the map arrives", || {
         knows() && two.life(liar.id()) == Life::Alive
@@ -221,7 +221,7 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
     rooted.publish(&one, &name.sha256).unwrap();
     gives(&one, &Arc::new(copies(homes[0].path(), path)));
     until("the root arrives", || {
-        rooted::of(&two.map(), &name.sha256).is_ok()
+        roots::of(&two.map(), &name.sha256).is_ok()
     });
     let folder = homes[1].path().join("copies");
     let full = ModelCopies::new(
@@ -350,7 +350,7 @@ fn bytes_that_no_node_has_come_from_the_hub_and_are_checked() {
     let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
     let rooted = FileRoot::sign(&one, &name.sha256, &tree, 1000).unwrap();
     rooted.publish(&one, &name.sha256).unwrap();
-    let kept = folder("copies").join(format!("{}.{}", name.sha256, partial::TREE));
+    let kept = folder("copies").join(format!("{}.{}", name.sha256, partial_file::TREE));
     fs::write(kept, tree.to_bytes()).unwrap();
     let bring = |end: u64| own.bring(&one, &name, &[(end - 1, end)], &|| true);
     bring((1 << 20) + 1).unwrap();
@@ -425,7 +425,7 @@ impl CopyPair {
         let rooted = FileRoot::sign(one, &self.name.sha256, &tree, 1000).unwrap();
         rooted.publish(one, &self.name.sha256).unwrap();
         until("the root arrives", || {
-            rooted::of(&two.map(), &self.name.sha256).is_ok() && two.life(one.id()) == Life::Alive
+            roots::of(&two.map(), &self.name.sha256).is_ok() && two.life(one.id()) == Life::Alive
         });
     }
 
@@ -486,7 +486,7 @@ fn a_damaged_copy_is_mended_from_another_node() {
     }
 
     // A damaged tree does not invalidate an intact copy.
-    fs::write(pair.copy.with_extension(partial::TREE), [7; 48 * 32]).unwrap();
+    fs::write(pair.copy.with_extension(partial_file::TREE), [7; 48 * 32]).unwrap();
     assert_eq!(pair.check(CheckRange::All), Ok(None));
 
     pair.agents[0].stop();
@@ -519,7 +519,7 @@ fn groups_that_were_damaged_after_they_came_are_fetched_again() {
     let copies = none(&pair.copies.folder);
     let (two, part) = (&pair.agents[1], [(0, 1 << 20)]);
     copies.bring(two, &pair.name, &part, &|| true).unwrap();
-    let shard = pair.copy.with_extension(partial::FILE);
+    let shard = pair.copy.with_extension(partial_file::FILE);
     damage(&shard, |file| file.write_all_at(b"wrong", 7).unwrap());
     copies.repair(two, &pair.name, &part, &|| true).unwrap();
     let there = fs::read(&shard).unwrap();

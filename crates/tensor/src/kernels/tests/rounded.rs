@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::*;
-use crate::rounded::{SMALLEST, round};
+use crate::rounding::{SMALLEST, round};
 
 /// Columns: eight at a time, and a last one without a neighbour.
 const COLS: usize = 75;

@@ -1,0 +1,415 @@
+//! Loads a model for a local program: from files to a service.
+//!
+//! [`SplitModel`] has read the files and chosen a split; errors of the model are known, and no weights
+//! are loaded. It becomes a [`ReadyModel`] in this process ([`SplitModel::here`]), over workers
+//! ([`SplitModel::start`]), or on other nodes ([`SplitModel::elsewhere`]).
+
+use std::convert::Infallible;
+use std::ffi::OsString;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paceline_engine::{AdaptedService, EngineConfig, Service};
+use paceline_formats::chat::{ChatTemplate, Error as ChatError};
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_mlx::{Library, LibraryPaths};
+use paceline_model::{Config, ModelSource};
+use paceline_node::classes::Classes;
+use paceline_node::interpreter::ChildProgram;
+use paceline_node::workers::{LocalInstanceWorkers, LocalSpec};
+use paceline_node::{AdapterOf, Error, Instance, Observer, Options, PreparedModel, texts};
+use paceline_serve::{ModelDetails, ServedModel};
+use paceline_tensor::{Kernels, KvType, Pinning};
+
+use crate::MessageSink;
+use crate::api_model::{changed_unix_s, fingerprint, sampling, size};
+use crate::worker_notices::split_lines;
+
+/// Options of loading a model.
+#[derive(Clone, Debug)]
+pub struct LocalOptions {
+    /// Options of the instance, with each node's class.
+    pub options: Options,
+    /// The kernel class of each node.
+    pub classes: Classes,
+    /// Whether threads are pinned to cores.
+    pub pin: bool,
+    /// Number of prefill workers (0 for none), and the prompt length in uncached tokens from which
+    /// they are used; `None` if measured speed decides.
+    pub prompts: (u32, Option<u32>),
+    /// Start of opening the model, for the load time.
+    pub since: Instant,
+}
+
+/// Program, environment and output of local workers.
+#[derive(Clone)]
+pub struct WorkerLaunch {
+    pub program: PathBuf,
+    /// The program's arguments.
+    pub args: Vec<OsString>,
+    /// Complete environment.
+    pub env: Vec<(OsString, OsString)>,
+    /// Folders below which workers may write.
+    pub writable: Vec<PathBuf>,
+    /// Receives the workers' output lines, with their ranks.
+    pub tell: MessageSink,
+}
+
+impl std::fmt::Debug for WorkerLaunch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "workers of {}", self.program.display())
+    }
+}
+
+/// A model with files read and split chosen, not loaded yet.
+#[derive(Debug)]
+pub struct SplitModel {
+    path: PathBuf,
+    asked: LocalOptions,
+    prepared: PreparedModel,
+    /// Path of the draft model.
+    draft: Option<PathBuf>,
+    pub tokenizer: Arc<Tokenizer>,
+    /// `None` if the model has none. An error matters only to callers that need the template.
+    pub template: Option<Result<ChatTemplate, ChatError>>,
+}
+
+impl SplitModel {
+    /// Opens the model at the absolute `path` and splits it. `sizes` computes the engine's sizes
+    /// from the shape. `templates` runs its chat template.
+    ///
+    /// # Errors
+    /// An unusable model, or an impossible split.
+    pub fn new(
+        (source, path): (Arc<ModelSource>, PathBuf),
+        asked: LocalOptions,
+        templates: &ChildProgram,
+        sizes: impl FnOnce(&Config) -> EngineConfig,
+    ) -> Result<Self, Error> {
+        let mut prepared = PreparedModel::new(Arc::clone(&source), asked.options.clone(), sizes)?;
+        let (nodes, from) = asked.prompts;
+        if nodes > 0 {
+            prepared.read_prompts_on(nodes, from)?;
+        }
+        Ok(Self {
+            tokenizer: Arc::new(texts::tokenizer(&source)?),
+            template: texts::template(&source, templates),
+            path,
+            asked,
+            prepared,
+            draft: None,
+        })
+    }
+
+    /// Uses the small model at `path` as draft model. Call before [`forecast`](Self::forecast).
+    ///
+    /// # Errors
+    /// An unusable draft model, such as one with another vocabulary.
+    pub fn set_draft(&mut self, source: Arc<ModelSource>, path: PathBuf) -> Result<(), Error> {
+        self.prepared.guess_with(source)?;
+        self.draft = Some(path);
+        Ok(())
+    }
+
+    /// Adds an adapter, which requests select by `name`.
+    ///
+    /// # Errors
+    /// An unusable adapter, or one of another model.
+    pub fn add_adapter(&mut self, name: &str, path: &Path) -> Result<(), Error> {
+        self.prepared.adapt(name, path)
+    }
+
+    /// The added adapters.
+    pub fn adapters(&self) -> &[AdapterOf] {
+        self.prepared.adapters()
+    }
+
+    /// Path of the model.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The model prepared for its nodes.
+    pub const fn prepared(&self) -> &PreparedModel {
+        &self.prepared
+    }
+
+    /// As [`prepared`](Self::prepared), mutable.
+    pub const fn prepared_mut(&mut self) -> &mut PreparedModel {
+        &mut self.prepared
+    }
+
+    /// Kernel classes, version and model identity. With request and seed they determine an answer's
+    /// bits.
+    pub fn fingerprint(&self) -> String {
+        let classes = self.asked.classes.to_string();
+        fingerprint(&classes, self.prepared.identity())
+    }
+
+    /// The shape.
+    pub const fn config(&self) -> &Config {
+        self.prepared.config()
+    }
+
+    /// The engine's configuration.
+    pub const fn engine(&self) -> &EngineConfig {
+        self.prepared.engine()
+    }
+
+    /// Number of nodes.
+    pub fn nodes(&self) -> u32 {
+        self.prepared.split().ranks()
+    }
+
+    /// Kernel class of each node.
+    pub const fn classes(&self) -> &Classes {
+        &self.asked.classes
+    }
+
+    /// Threads of each node.
+    pub const fn threads(&self) -> usize {
+        self.prepared.options().threads
+    }
+
+    /// KV type on CPU nodes; `None` without CPU nodes.
+    fn kv(&self) -> Option<KvType> {
+        let class = self.classes().each().iter().find(|class| !class.is_mlx())?;
+        Some(self.asked.options.kv.unwrap_or(KvType::of(*class)))
+    }
+
+    /// Whether it needs no workers: one node and no prefill workers.
+    pub fn is_alone(&self) -> bool {
+        self.nodes() == 1 && self.prepared.prompts().is_none()
+    }
+
+    /// Threads and pinning of the kernels for [`here`](Self::here). With MLX they only sample
+    /// tokens.
+    pub fn own_threads(&self) -> (usize, Pinning) {
+        let pinning = match self.asked.pin {
+            true => Pinning::Cores { first: 0 },
+            false => Pinning::Free,
+        };
+        match self.classes().first().is_mlx() {
+            true => (1, pinning),
+            false => (self.threads(), pinning),
+        }
+    }
+
+    /// Loads it into this process; `progress` receives (loaded, total) layers.
+    ///
+    /// # Errors
+    /// An unusable model, or missing MLX.
+    pub fn load_here(
+        self,
+        mlx: &LibraryPaths,
+        kernels: Arc<Kernels>,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<ReadyModel, Error> {
+        let tokenizer = Arc::clone(&self.tokenizer);
+        self.into_loaded(|prepared| prepared.here(tokenizer, mlx, kernels, progress))
+    }
+
+    /// Serves by an instance from [`start`](Self::start).
+    pub fn loaded(self, instance: Instance) -> ReadyModel {
+        match self.into_loaded(|prepared| Ok::<_, Infallible>(prepared.loaded(instance))) {
+            Ok(loaded) => loaded,
+            Err(never) => match never {},
+        }
+    }
+
+    /// Serves by a service of this machine's node; `on` names the nodes.
+    pub fn with_service(self, service: Arc<dyn Service>, on: String) -> ReadyModel {
+        match self.into_loaded(|prepared| Ok::<_, Infallible>(prepared.elsewhere(service, on))) {
+            Ok(loaded) => loaded,
+            Err(never) => match never {},
+        }
+    }
+
+    fn into_loaded<E>(
+        self,
+        load: impl FnOnce(PreparedModel) -> Result<paceline_node::ServingModel, E>,
+    ) -> Result<ReadyModel, E> {
+        let (threads, engine, kv) = (self.threads(), self.engine().clone(), self.kv());
+        Ok(ReadyModel {
+            model: load(self.prepared)?,
+            tokenizer: self.tokenizer,
+            template: self.template,
+            classes: self.asked.classes,
+            engine,
+            threads,
+            kv,
+            load_time: self.asked.since.elapsed(),
+        })
+    }
+
+    /// Checks that MLX opens from `places`, if needed: workers' errors arrive only as text.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check_mlx(&self, places: &LibraryPaths) -> Result<(), Error> {
+        match Library::open(places) {
+            Err(error) => Err(paceline_model::Error::from(error).into()),
+            Ok(_) => Ok(()),
+        }
+    }
+
+    /// Starts the workers; `restart` restarts them after failures. `observer` receives their
+    /// notices. Does not wait until they are ready.
+    ///
+    /// # Errors
+    /// The system refuses a process or thread.
+    pub fn start(
+        &self,
+        workers: &WorkerLaunch,
+        restart: bool,
+        observer: Observer,
+    ) -> Result<Instance, Error> {
+        let options = self.prepared.options();
+        // Computed before the workers start, as they would wait for it.
+        self.prepared.identity()?;
+        let pin = self.asked.pin.then_some(options.threads);
+        let own = self.crew(workers, options.nodes, pin, "")?;
+        match self.prepared.prompts() {
+            None => self.prepared.over(own, restart, observer),
+            Some(prompts) => {
+                // Not pinned: the decode workers occupy the first cores.
+                let prompts = self.crew(workers, prompts.options().nodes, None, "prompts ")?;
+                self.prepared.over_apart(own, prompts, restart, observer)
+            }
+        }
+    }
+
+    /// `of` prefixes the ranks in output lines.
+    fn crew(
+        &self,
+        workers: &WorkerLaunch,
+        ranks: u32,
+        pin: Option<usize>,
+        of: &'static str,
+    ) -> Result<Box<LocalInstanceWorkers>, Error> {
+        let (workers, tell) = (workers.clone(), Arc::clone(&workers.tell));
+        let crew = LocalInstanceWorkers::spawn(LocalSpec {
+            program: workers.program,
+            args: workers.args,
+            env: workers.env,
+            writable: workers.writable,
+            model: self.path.clone(),
+            draft: self.draft.clone(),
+            adapters: Vec::new(),
+            ranks,
+            pin,
+            on_line: Some(Box::new(move |rank, line| {
+                tell(&format!("[{of}{rank}] {line}"));
+            })),
+        });
+        crew.map(Box::new)
+    }
+
+    /// The model for the API, with id and aliases; `tell` receives a template's error. Takes the
+    /// template.
+    pub fn served(
+        &mut self,
+        (id, aliases): (String, Vec<String>),
+        path: &Path,
+        tell: &dyn Fn(&str),
+    ) -> ServedModel {
+        let template = match self.template.take() {
+            Some(Ok(template)) => Some(Arc::new(template)),
+            Some(Err(error)) => {
+                tell(&format!(
+                    "warning: no chat, the model's template cannot be used: {error}"
+                ));
+                None
+            }
+            None => None,
+        };
+        ServedModel {
+            id,
+            aliases,
+            created_unix_s: changed_unix_s(path),
+            fingerprint: self.fingerprint(),
+            tokenizer: Arc::clone(&self.tokenizer),
+            template,
+            context: self.engine().context,
+            sampling: sampling(path),
+            about: ModelDetails {
+                architecture: self.config().family.name().to_owned(),
+                bytes: size(path),
+                parameters: 0,
+                quantization: String::new(),
+            },
+        }
+    }
+
+    /// The API's models with their services: the base model and each adapter. An `alone` adapter
+    /// replaces the base model.
+    pub fn api_models(
+        &self,
+        (model, service): (ServedModel, Arc<dyn Service>),
+        alone: bool,
+    ) -> Vec<(ServedModel, Arc<dyn Service>)> {
+        let adapted = |adapter: &AdapterOf| -> Arc<dyn Service> {
+            Arc::new(AdaptedService::new(Arc::clone(&service), &*adapter.name))
+        };
+        let fingerprint = |adapter: &AdapterOf| {
+            let (base, own) = (&model.fingerprint, adapter.short());
+            format!("{base}-{own}")
+        };
+        let all = self.adapters();
+        if let (true, [only]) = (alone, all) {
+            let model = ServedModel {
+                fingerprint: fingerprint(only),
+                ..model.clone()
+            };
+            return vec![(model, adapted(only))];
+        }
+        let beside = |adapter: &AdapterOf| {
+            let of_model = ServedModel {
+                id: adapter.name.clone(),
+                aliases: vec![format!("{}:{}", model.id, adapter.name)],
+                fingerprint: fingerprint(adapter),
+                ..model.clone()
+            };
+            (of_model, adapted(adapter))
+        };
+        let beside: Vec<_> = all.iter().map(beside).collect();
+        std::iter::once((model, service)).chain(beside).collect()
+    }
+}
+
+/// A loaded model, with the facts that programs report.
+#[derive(Debug)]
+pub struct ReadyModel {
+    model: paceline_node::ServingModel,
+    pub tokenizer: Arc<Tokenizer>,
+    /// As of [`SplitModel`].
+    pub template: Option<Result<ChatTemplate, ChatError>>,
+    /// Kernel class of each node.
+    pub classes: Classes,
+    /// The engine's configuration.
+    pub engine: EngineConfig,
+    /// Threads of each node.
+    pub threads: usize,
+    /// KV type on CPU nodes; `None` if all are on MLX.
+    pub kv: Option<KvType>,
+    /// Time from opening the files until ready for a prompt.
+    pub load_time: Duration,
+}
+
+impl Deref for ReadyModel {
+    type Target = paceline_node::ServingModel;
+
+    fn deref(&self) -> &Self::Target {
+        &self.model
+    }
+}
+
+impl ReadyModel {
+    /// Each node's share: a heading, and a line each.
+    pub fn split_lines(&self) -> Vec<String> {
+        let weights = self.weights();
+        split_lines(self.config(), self.split(), self.threads, &weights)
+    }
+}

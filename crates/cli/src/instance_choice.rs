@@ -1,0 +1,125 @@
+//! Decides whether this machine's node answers instead of this process: by a loaded instance, or by
+//! one leased until this command ends.
+
+use std::sync::mpsc::Receiver;
+
+use anyhow::{Context, anyhow, bail};
+pub(crate) use paceline_board::lease::NodeInstance;
+use paceline_board::lease::{InstanceLease, LeaseReport, alive, load_arguments};
+use paceline_model::SplitKind;
+use serde_json::{Value, json};
+
+use crate::instances::LoadProgress;
+use crate::interrupt::Signals;
+use crate::output::{print_err, printable};
+use crate::{home, member, pull};
+
+/// The model and options that decide whether this machine's node is used.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct InstanceRequest<'a> {
+    /// The user's name for the model.
+    pub(crate) model: &'a str,
+    /// More than one lease an instance.
+    pub(crate) nodes: u32,
+    pub(crate) split: SplitKind,
+    pub(crate) context: Option<u32>,
+    /// Whether to skip the node.
+    pub(crate) never: bool,
+    /// An option that only this process supports.
+    pub(crate) only_here: Option<&'static str>,
+}
+
+/// The instance that answers, if any. Prints what computes, if a running node could.
+///
+/// # Errors
+/// Why the node cannot load the model.
+pub(crate) fn instance(
+    wish: &InstanceRequest<'_>,
+    signals: &Signals,
+) -> anyhow::Result<Option<NodeInstance>> {
+    if wish.never {
+        return Ok(None);
+    }
+    let asked = member::ask_if_up("using", json!({ "model": wish.model }));
+    let using = match asked {
+        Ok(Some(using)) => using,
+        // A node with a fixed model lacks this command.
+        Ok(None) | Err(_) => return Ok(None),
+    };
+    if let Some(option) = wish.only_here {
+        print_err(format_args!(
+            "computing here: {option} is about this process, not the cluster"
+        ));
+        return Ok(None);
+    }
+    if wish.nodes > 1 {
+        return borrowed(wish, signals);
+    }
+    if using.is_null() {
+        let model = printable(wish.model);
+        print_err(format_args!(
+            "computing here: no instance of {model} is loaded"
+        ));
+        return Ok(None);
+    }
+    let instance = of(&using, None)?;
+    print_err(format_args!(
+        "asking the instance on {}; --local computes here",
+        instance.on
+    ));
+    Ok(Some(instance))
+}
+
+/// The loaded instance of a model at this machine's node.
+///
+/// # Errors
+/// A node that does not run, or lacks the model.
+pub(crate) fn loaded(model: &str) -> anyhow::Result<NodeInstance> {
+    let using = member::ask("using", json!({ "model": model }))?;
+    if using.is_null() {
+        let model = printable(model);
+        bail!("no instance of {model} answers: `paceline ps` shows what is loaded");
+    }
+    of(&using, None)
+}
+
+/// An instance as the node describes it.
+fn of(using: &Value, borrowed: Option<InstanceLease>) -> anyhow::Result<NodeInstance> {
+    Ok(NodeInstance::of(&home::folder()?, using, borrowed))
+}
+
+/// Leases an instance over nodes of the cluster; `None` without enough nodes.
+fn borrowed(wish: &InstanceRequest<'_>, signals: &Signals) -> anyhow::Result<Option<NodeInstance>> {
+    let wanted = wish.nodes;
+    let answer = member::ask("nodes", json!({}))?;
+    let alive = alive(&answer);
+    if alive < wanted {
+        print_err(format_args!(
+            "computing here on {wanted} local nodes: the cluster has {alive}"
+        ));
+        return Ok(None);
+    }
+    pull::ensure(wish.model, signals)?;
+    let arguments = load_arguments(wish.model, wanted, wish.split, wish.context);
+    let (told, borrowed) =
+        InstanceLease::new(home::folder()?, arguments).context("cannot start a thread")?;
+    let id = ready(&told)?;
+    let using = member::ask("using", json!({ "model": id }))?;
+    let instance = of(&using, Some(borrowed))?;
+    print_err(format_args!(
+        "loaded over {} for this command; --local computes here",
+        instance.on
+    ));
+    Ok(Some(instance))
+}
+
+fn ready(told: &Receiver<LeaseReport>) -> anyhow::Result<String> {
+    let mut bar = LoadProgress::new();
+    while let Ok(view) = told.recv() {
+        let view = view?;
+        if bar.done(&view)? {
+            return Ok(view["id"].as_str().unwrap_or_default().to_owned());
+        }
+    }
+    Err(anyhow!("the node says no more of the model"))
+}

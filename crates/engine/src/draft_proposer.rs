@@ -1,0 +1,724 @@
+//! Draft-model proposer: a small model proposes tokens that the large model verifies.
+//!
+//! ```text
+//! tokens   ... A B C            the pending token is C
+//! draft    C -> D, D -> E       one draft pass per token
+//! step     rows C D E           the large model verifies them in one step
+//! next     C D F: D was right   the draft's keys of C and D stay, the row of E is overwritten
+//! ```
+//!
+//! The draft model runs whole on the leader, independent of the large model's split. Proposing
+//! needs no exchange, and verifying several tokens takes as many exchanges as one token. The draft
+//! model has its own cache and pages. It samples with a copy of the sequence's sampler and the same
+//! random numbers. So sampled answers profit as well. The answer never depends on a draft: see
+//! [`ngram`](crate::draft).
+//!
+//! In a pipeline it continues its draft while earlier draft tokens are in flight: see
+//! [`chain`](crate::chain).
+//!
+//! **When it pays.** [`GainEstimate`] has measured times: of steps without drafts, of verifying steps by
+//! their rows, and of draft passes. With the acceptance rate they give the draft length with the
+//! most tokens per second, 0 if none gains [`LEAST_GAIN`]. A draft model without a gain is tried
+//! again from time to time, for at most [`TRIAL_SHARE`] of the time.
+
+mod gain_estimate;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::{Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logits, WindowPages};
+use paceline_tensor::PAGE;
+
+use crate::chain::{Pipeline, ProposerStats};
+use crate::ngram::{Bounds, Costs, FIRST_GUESS, LAST_WEIGHT, LEAST_GAIN, updated_acceptance};
+use crate::pages::{Pages, SequencePages};
+use crate::sampling::{Sampler, SamplingInputs, Scratch};
+use crate::sequence::Sequence;
+use crate::{EngineConfig, Error, SequenceId};
+use gain_estimate::GainEstimate;
+
+/// Initial acceptance of a draft model. Users configure models that fit: published pairs of one
+/// family accept 0.6 to 0.8.
+const FIRST_ACCEPTANCE: f64 = 0.6;
+
+/// Weight of the last draft token in the initial acceptance of new sequences, an average over many
+/// answers.
+const ALL_WEIGHT: f64 = 0.01;
+
+/// Time of a draft pass relative to a step without drafts, until measured. A draft model is about a
+/// quarter of its model, or less.
+const FIRST_PASS: f64 = 0.25;
+
+/// Maximum tokens that the draft model may lag and still propose, as many as a step adds. Beyond
+/// that it catches up first.
+const FEW: usize = 8;
+
+/// Rows of a catch-up pass. Weights are unpacked once for all of them; more would delay other
+/// answers, which have no prompt rows in the step.
+const CATCH_UP_ROWS: usize = 128;
+
+/// Tokens over which the cost of catching up must pay. The length of an answer is unknown; few chat
+/// answers are shorter.
+const LOOK_AHEAD: usize = 256;
+
+/// Fraction of step time for trials of a draft model without a gain. Such a model costs at most 5
+/// %, including the first drafts.
+const TRIAL_SHARE: f64 = 0.03;
+
+/// Maximum saved trial time, in steps without drafts.
+const SAVED_STEPS: f64 = 8.0;
+
+/// Weight of the last pass in the time of a catch-up row.
+const ROW_WEIGHT: f64 = 0.5;
+
+/// Maximum difference of the two vocabulary sizes, in tokens. Vocabularies are padded to multiples
+/// of 128 (Qwen 2.5 has 151,936 and 152,064). The bound is llama.cpp's.
+const PADDING: usize = 128;
+
+/// A draft model for [`Engine::guess_with`](crate::Engine::guess_with).
+#[derive(Clone, Debug)]
+pub struct Draft {
+    /// The whole model, on this rank.
+    pub model: Arc<dyn LoadedModel>,
+    /// Must have the vocabulary of the large model.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Clock for its passes.
+    pub now: fn() -> Instant,
+}
+
+impl Draft {
+    /// Checks that the tokens of the `ngram` vocabulary have the same texts in `tokenizer`. Up to
+    /// 128 may be missing at the end of one: vocabularies are padded.
+    ///
+    /// # Errors
+    /// [`Error::DraftVocabulary`] for the first token that differs.
+    pub fn check(draft: &Tokenizer, tokenizer: &Tokenizer) -> Result<(), Error> {
+        let sizes = [draft, tokenizer].map(Tokenizer::vocab_size);
+        let (fewer, more) = (sizes[0].min(sizes[1]), sizes[0].max(sizes[1]));
+        let end = if more - fewer <= PADDING { fewer } else { more };
+        let differs = |id: &u32| draft.token_text(*id) != tokenizer.token_text(*id);
+        let name = |text: Option<&str>| text.map_or("none".to_owned(), |text| format!("{text:?}"));
+        match (0..end as u32).find(differs) {
+            None => Ok(()),
+            Some(token) => Err(Error::DraftVocabulary {
+                token,
+                got: name(draft.token_text(token)),
+                expected: name(tokenizer.token_text(token)),
+            }),
+        }
+    }
+}
+
+/// A sequence that may get draft tokens in a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DraftRequest<'a> {
+    pub(crate) sequence: &'a Sequence,
+    /// Maximum draft tokens in its step.
+    pub(crate) room: usize,
+}
+
+/// The draft model's state of a sequence.
+#[derive(Debug)]
+struct DraftState {
+    pages: SequencePages,
+    /// Positions of accepted tokens whose keys are in the draft model's cache.
+    computed: usize,
+    /// Draft tokens after these; all but the last have keys in the cache too.
+    guessed: Vec<u32>,
+    /// Moving average: probability that the next draft token is right.
+    acceptance: f64,
+}
+
+impl DraftState {
+    /// Processes the verification of the last draft: calls `judge` for each verified token.
+    /// In-flight windows verify the tokens in `ahead`; if these are this draft's, it continues
+    /// after them.
+    fn settle(&mut self, tokens: &[u32], ahead: &[u32], mut judge: impl FnMut(bool)) {
+        let guessed = std::mem::take(&mut self.guessed);
+        let chosen = tokens.get(self.computed..).unwrap_or_default();
+        let pairs = guessed.iter().zip(chosen);
+        let right = pairs.take_while(|(guess, token)| guess == token).count();
+        let is_open = !ahead.is_empty() && right == chosen.len() && guessed[right..] == *ahead;
+        if is_open {
+            self.computed += right;
+            self.guessed = ahead.to_vec();
+        } else {
+            self.computed += right.min(guessed.len().saturating_sub(1));
+        }
+        let is_wrong = right < guessed.len() && right < chosen.len();
+        for is_right in (0..right).map(|_| true).chain(is_wrong.then_some(false)) {
+            self.acceptance = updated_acceptance(self.acceptance, is_right, LAST_WEIGHT);
+            judge(is_right);
+        }
+    }
+}
+
+/// A draft in progress for one sequence.
+struct SequenceDraft {
+    /// Index among the requests.
+    place: usize,
+    id: SequenceId,
+    depth: usize,
+    /// Tokens of the sequence, then the draft tokens so far.
+    history: Vec<u32>,
+    prompt_len: usize,
+    /// Position of its next rows.
+    from: usize,
+    sampler: Sampler,
+}
+
+/// The draft model of an engine, with its cache and statistics.
+#[derive(Debug)]
+pub(crate) struct DraftProposer {
+    model: Arc<dyn LoadedModel>,
+    compute: Box<dyn Compute>,
+    now: fn() -> Instant,
+    pages: Pages,
+    /// Maximum positions of a sequence.
+    context: usize,
+    states: BTreeMap<SequenceId, DraftState>,
+    /// End-of-generation tokens: a draft ends there.
+    ends: Vec<u32>,
+    /// `(vocabulary of the model,)`: a row of the draft model's logits.
+    logits: Vec<f32>,
+    scratch: Scratch,
+    /// Average acceptance over all answers.
+    acceptance: f64,
+    /// Times of passes, by rows.
+    passes: Costs,
+    /// Seconds per row of a catch-up pass.
+    row_s: Option<f64>,
+    /// Seconds available for trials.
+    allowance: f64,
+    /// Time of the last step spent in this proposer.
+    spent: Duration,
+}
+
+impl DraftProposer {
+    /// Reserves memory for the sequences of an engine with `config` and a model with `vocab`
+    /// tokens.
+    ///
+    /// # Errors
+    /// [`Error::DraftVocabulary`]; [`Error::Model`] if the allocation fails.
+    pub(crate) fn new(
+        draft: Draft,
+        tokenizer: &Tokenizer,
+        config: &EngineConfig,
+        vocab: usize,
+    ) -> Result<Self, Error> {
+        Draft::check(&draft.tokenizer, tokenizer)?;
+        let sequences = config.batch_size().sequences;
+        let context = config.context.min(draft.model.config().context);
+        let size = BatchSize {
+            rows: CATCH_UP_ROWS.max(FEW * sequences),
+            logit_rows: sequences,
+            sequences,
+            context,
+        };
+        let compute = Arc::clone(&draft.model).reserve(size, config.cache_positions)?;
+        Ok(Self {
+            pages: Pages::new(compute.pages(), compute.windows()),
+            model: draft.model,
+            compute,
+            now: draft.now,
+            context,
+            states: BTreeMap::new(),
+            ends: tokenizer.end_of_generation().to_vec(),
+            logits: vec![0.0; vocab],
+            scratch: Scratch::new(vocab),
+            acceptance: FIRST_ACCEPTANCE,
+            passes: Costs::default(),
+            row_s: None,
+            allowance: 0.0,
+            spent: Duration::ZERO,
+        })
+    }
+
+    /// Records the duration of a step without prompts; `is_plain` if it had no drafts. Returns the
+    /// time spent in this proposer, which is not time of the model.
+    pub(crate) fn record_step(&mut self, is_plain: bool, duration: Duration) -> Duration {
+        let spent = std::mem::take(&mut self.spent);
+        if is_plain {
+            let seconds = duration.saturating_sub(spent).as_secs_f64();
+            let most = SAVED_STEPS * seconds;
+            self.allowance = (self.allowance + TRIAL_SHARE * seconds).min(most);
+        }
+        spent
+    }
+
+    /// Proposes draft tokens for the sequences of a step, in the order of `wishes`. `None` if no
+    /// draft length promises `least` times the speed of a step without drafts, unless a trial is
+    /// due. Keeps the state of the other `running` sequences.
+    ///
+    /// Blocks for one draft pass per token, and one for catching up.
+    ///
+    /// # Errors
+    /// [`Error::Model`] if a pass fails.
+    pub(crate) fn propose(
+        &mut self,
+        (running, wishes): (&[SequenceId], &[DraftRequest<'_>]),
+        (bounds, costs, pipeline): (Bounds, &Costs, Option<Pipeline<'_>>),
+        least: f64,
+    ) -> Result<Option<Vec<Vec<u32>>>, Error> {
+        self.settle(running, wishes);
+        let plain = costs.seconds(bounds.decoding).filter(|s| *s > 0.0);
+        let Some(plain) = plain else {
+            return Ok(None); // a step without drafts is measured first
+        };
+        let pass = self.pass_s(bounds.decoding, plain);
+        let outlook = GainEstimate {
+            plain,
+            pass,
+            bounds,
+            costs,
+            pipeline,
+        };
+        let begun = (self.now)();
+        let is_behind = self.catch_up(wishes, &outlook)?;
+        let depths = self.depths(wishes, &outlook, least);
+        let guesses = depths
+            .map(|depths| self.run_passes(wishes, &depths))
+            .transpose()?;
+        if is_behind || guesses.is_some() {
+            self.spent += (self.now)().saturating_duration_since(begun);
+        }
+        Ok(guesses.filter(|all| all.iter().any(|guesses| !guesses.is_empty())))
+    }
+
+    /// Drops ended sequences, adds new ones, and processes the verification of the last drafts.
+    fn settle(&mut self, running: &[SequenceId], wishes: &[DraftRequest<'_>]) {
+        let is_gone = |id: &&SequenceId| !running.contains(id);
+        let gone: Vec<SequenceId> = self.states.keys().filter(is_gone).copied().collect();
+        for mut held in gone.iter().filter_map(|id| self.states.remove(id)) {
+            self.pages.release(&mut held.pages);
+        }
+        for DraftRequest { sequence, .. } in wishes {
+            let all = &mut self.acceptance;
+            if let Some(held) = self.states.get_mut(&sequence.id) {
+                held.settle(&sequence.tokens, &sequence.ahead, |is_right| {
+                    *all = updated_acceptance(*all, is_right, ALL_WEIGHT);
+                });
+                continue;
+            }
+            let mut pages = SequencePages::default();
+            let computed = self.pages.reuse(&sequence.tokens, &mut pages);
+            let held = DraftState {
+                pages,
+                computed,
+                guessed: Vec::new(),
+                acceptance: *all,
+            };
+            self.states.insert(sequence.id, held);
+        }
+    }
+
+    /// Seconds of a pass with one row for each of `n` sequences.
+    fn pass_s(&self, n: usize, plain: f64) -> f64 {
+        let known = self.passes.seconds(n).or_else(|| self.passes.seconds(1));
+        known.unwrap_or(plain * FIRST_PASS)
+    }
+
+    /// Tokens of a sequence that the draft model has not read.
+    fn behind(&self, sequence: &Sequence) -> usize {
+        let computed = self
+            .states
+            .get(&sequence.id)
+            .map_or(0, |held| held.computed);
+        sequence.tokens.len() - computed
+    }
+
+    /// Acceptance and maximum draft of a sequence; 0 if the draft model cannot read it.
+    fn chances(&self, wish: &DraftRequest<'_>) -> (f64, usize) {
+        let Some(held) = self.states.get(&wish.sequence.id) else {
+            return (self.acceptance, 0);
+        };
+        let tokens = &wish.sequence.tokens;
+        let vocab = self.model.config().vocab;
+        let is_known = |token: &u32| (*token as usize) < vocab;
+        let unread = tokens.get(held.computed..).unwrap_or_default();
+        let fits = self.fits(tokens.len(), false);
+        let is_read = !unread.is_empty() && unread.iter().all(is_known);
+        let room = if is_read { wish.room.min(fits) } else { 0 };
+        (held.acceptance, room)
+    }
+
+    /// Maximum draft after `len` tokens, whether or not the last of these is a draft token.
+    /// Recurrent states change with the last row of a page and cannot be rolled back, so no draft
+    /// token may be there.
+    fn fits(&self, len: usize, ends_with_guess: bool) -> usize {
+        let fits = self.context.saturating_sub(len);
+        let in_page = len % PAGE;
+        match self.compute.windows().is_empty() {
+            true => fits,
+            false if in_page == 0 && ends_with_guess => 0,
+            // The last draft token is not read, so it may be the page's last token.
+            false => fits.min(PAGE - in_page),
+        }
+    }
+
+    /// Runs one catch-up pass for sequences far behind, where that promises a gain; returns whether
+    /// it did.
+    fn catch_up(
+        &mut self,
+        wishes: &[DraftRequest<'_>],
+        outlook: &GainEstimate<'_>,
+    ) -> Result<bool, Error> {
+        let mut left = CATCH_UP_ROWS;
+        let mut parts = Vec::new();
+        for wish in wishes {
+            let behind = self.behind(wish.sequence);
+            if behind <= FEW || left == 0 || !self.is_worth(wish, behind, outlook) {
+                continue;
+            }
+            let (id, tokens) = (wish.sequence.id, &wish.sequence.tokens);
+            let from = tokens.len() - behind;
+            let end = from + (behind - 1).min(left);
+            if self.grow(id, end) {
+                left -= end - from;
+                parts.push((id, &tokens[from..end], from));
+            }
+        }
+        if parts.is_empty() {
+            return Ok(false);
+        }
+        self.pass(&parts, Logits::None)?;
+        for wish in wishes {
+            let part = parts.iter().find(|part| part.0 == wish.sequence.id);
+            if let Some((_, tokens, from)) = part {
+                self.keep(wish.sequence, from + tokens.len());
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether drafting the rest of an answer saves more time than reading `behind` tokens costs,
+    /// or the trial time covers that cost.
+    fn is_worth(
+        &mut self,
+        wish: &DraftRequest<'_>,
+        behind: usize,
+        outlook: &GainEstimate<'_>,
+    ) -> bool {
+        let (acceptance, room) = self.chances(wish);
+        if room == 0 {
+            return false;
+        }
+        let row = self.row_s.unwrap_or(outlook.pass * FIRST_GUESS);
+        let cost = behind as f64 * row;
+        let (gain, _) = outlook.best(&[(acceptance, room)]);
+        let rest = wish.sequence.tokens_left().min(LOOK_AHEAD) as f64;
+        if gain > LEAST_GAIN && cost < outlook.plain * (1.0 - 1.0 / gain) * rest {
+            return true;
+        }
+        let is_tried = cost + outlook.trial() <= self.allowance;
+        if is_tried {
+            // The rest is charged with the passes that read it.
+            self.allowance -= behind.min(CATCH_UP_ROWS) as f64 * row;
+        }
+        is_tried
+    }
+
+    /// Draft length of each sequence; `None` without any.
+    fn depths(
+        &mut self,
+        wishes: &[DraftRequest<'_>],
+        outlook: &GainEstimate<'_>,
+        least: f64,
+    ) -> Option<Vec<usize>> {
+        let ready = |wish: &DraftRequest<'_>| {
+            let (acceptance, room) = self.chances(wish);
+            let is_ready = self.behind(wish.sequence) <= FEW;
+            (acceptance, if is_ready { room } else { 0 })
+        };
+        let each: Vec<(f64, usize)> = wishes.iter().map(ready).collect();
+        let (gain, depth) = outlook.best(&each);
+        if gain > least {
+            return Some(outlook.depths(&each, depth));
+        }
+        let tried = each.iter().position(|(_, room)| *room > 0)?;
+        // No trials while the n-gram proposer has a gain.
+        if least > LEAST_GAIN || outlook.trial() > self.allowance {
+            return None;
+        }
+        self.allowance -= outlook.trial();
+        let mut depths = vec![0; wishes.len()];
+        depths[tried] = 1;
+        Some(depths)
+    }
+
+    /// Runs the draft passes, one per draft position.
+    fn run_passes(
+        &mut self,
+        wishes: &[DraftRequest<'_>],
+        depths: &[usize],
+    ) -> Result<Vec<Vec<u32>>, Error> {
+        let mut guesses = vec![Vec::new(); wishes.len()];
+        let mut all = self.begin(wishes, depths);
+        for depth in 1.. {
+            all.retain(|guessing| guessing.depth >= depth);
+            if all.is_empty() {
+                break;
+            }
+            let parts = all
+                .iter()
+                .map(|of| (of.id, &of.history[of.from..], of.from));
+            self.pass(&parts.collect::<Vec<_>>(), Logits::Last)?;
+            for (row, guessing) in all.iter_mut().enumerate() {
+                let token = self.draw(row, guessing);
+                guessing.from = guessing.history.len();
+                guessing.history.push(token);
+                guesses[guessing.place].push(token);
+                if self.ends.contains(&token) {
+                    guessing.depth = 0; // the answer ends here
+                }
+            }
+        }
+        for (wish, guessed) in wishes.iter().zip(&guesses) {
+            if !guessed.is_empty() {
+                self.keep(wish.sequence, wish.sequence.tokens.len());
+                let held = self.states.get_mut(&wish.sequence.id);
+                held.into_iter()
+                    .for_each(|held| held.guessed.clone_from(guessed));
+            }
+        }
+        Ok(guesses)
+    }
+
+    /// Acceptance of the next draft token of a sequence, and its cost relative to steps of `plain`
+    /// seconds.
+    pub(crate) fn chance(&self, id: SequenceId, plain: f64) -> ProposerStats {
+        let held = self.states.get(&id);
+        ProposerStats {
+            acceptance: held.map_or(self.acceptance, |held| held.acceptance),
+            pass: self.pass_s(1, plain),
+        }
+    }
+
+    /// Up to `most` draft tokens after the in-flight ones of a sequence. Empty if those are not all
+    /// from this proposer, or it is too far behind.
+    ///
+    /// Blocks for one draft pass per token.
+    ///
+    /// # Errors
+    /// [`Error::Model`] if a pass fails.
+    pub(crate) fn propose_ahead(
+        &mut self,
+        sequence: &Sequence,
+        most: usize,
+    ) -> Result<Vec<u32>, Error> {
+        let (id, tokens, ahead) = (sequence.id, &sequence.tokens, &sequence.ahead);
+        let all = &mut self.acceptance;
+        let Some(held) = self.states.get_mut(&id) else {
+            return Ok(Vec::new());
+        };
+        held.settle(tokens, ahead, |is_right| {
+            *all = updated_acceptance(*all, is_right, ALL_WEIGHT);
+        });
+        let known = held.computed + held.guessed.len().saturating_sub(1);
+        let is_own = held.guessed == *ahead;
+        let len = tokens.len() + ahead.len();
+        let depth = most.min(self.fits(len, true));
+        let is_near = known < len && len - known <= FEW;
+        if !is_own || !is_near || depth == 0 || !self.grow(id, len + depth - 1) {
+            return Ok(Vec::new());
+        }
+        let mut sampler = sequence.sampler().clone();
+        (0..ahead.len()).for_each(|_| sampler.skip());
+        let mut guessing = SequenceDraft {
+            place: 0,
+            id,
+            depth,
+            history: [&tokens[..], &ahead[..]].concat(),
+            prompt_len: sequence.prompt_len(),
+            from: known,
+            sampler,
+        };
+        self.extend_draft(&mut guessing)?;
+        let guesses = guessing.history.split_off(len);
+        if let Some(held) = self.states.get_mut(&id) {
+            held.guessed.extend_from_slice(&guesses);
+            let computed = held.computed;
+            self.keep(sequence, computed);
+        }
+        Ok(guesses)
+    }
+
+    /// Extends the draft of one sequence, up to an end-of-generation token.
+    fn extend_draft(&mut self, guessing: &mut SequenceDraft) -> Result<(), Error> {
+        for _ in 0..guessing.depth {
+            let rows = (
+                guessing.id,
+                &guessing.history[guessing.from..],
+                guessing.from,
+            );
+            self.pass(&[rows], Logits::Last)?;
+            let token = self.draw(0, guessing);
+            guessing.from = guessing.history.len();
+            guessing.history.push(token);
+            if self.ends.contains(&token) {
+                break; // the answer ends here
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts the drafts of the sequences with a draft length and with free pages.
+    fn begin(&mut self, wishes: &[DraftRequest<'_>], depths: &[usize]) -> Vec<SequenceDraft> {
+        let mut all = Vec::new();
+        for (place, (wish, &depth)) in wishes.iter().zip(depths).enumerate() {
+            let sequence = wish.sequence;
+            // The last draft token is not read.
+            let positions = sequence.tokens.len() + depth.saturating_sub(1);
+            if depth == 0 || !self.grow(sequence.id, positions) {
+                continue;
+            }
+            all.push(SequenceDraft {
+                place,
+                id: sequence.id,
+                depth,
+                history: sequence.tokens.clone(),
+                prompt_len: sequence.prompt_len(),
+                from: sequence.tokens.len() - self.behind(sequence),
+                sampler: sequence.sampler().clone(),
+            });
+        }
+        all
+    }
+
+    /// Samples a sequence's next draft token from row `row` of the logits. Excludes tokens that one
+    /// of the vocabularies lacks.
+    fn draw(&mut self, row: usize, guessing: &mut SequenceDraft) -> u32 {
+        let logits = self.compute.logits_mut(row);
+        let n = logits.len().min(self.logits.len());
+        self.logits[..n].copy_from_slice(&logits[..n]);
+        self.logits[n..].fill(f32::NEG_INFINITY);
+        let asked = SamplingInputs {
+            history: (&guessing.history[..], guessing.prompt_len),
+            mask: None,
+            logprobs: None,
+        };
+        let kernels = self.model.kernels();
+        let (sampler, logits) = (&mut guessing.sampler, &mut self.logits);
+        sampler
+            .choose(kernels, logits, asked, &mut self.scratch)
+            .token
+    }
+
+    /// Allocates pages for the first `positions` positions of a sequence; whether they were
+    /// available.
+    fn grow(&mut self, id: SequenceId, positions: usize) -> bool {
+        let pages = positions.div_ceil(PAGE);
+        let held = self.states.get_mut(&id);
+        held.is_some_and(|held| self.pages.grow(&mut held.pages, pages))
+    }
+
+    /// Records that the first `computed` tokens of a sequence are in the draft model's cache.
+    fn keep(&mut self, sequence: &Sequence, computed: usize) {
+        let Some(held) = self.states.get_mut(&sequence.id) else {
+            return;
+        };
+        held.computed = computed;
+        let tokens = &sequence.tokens[..computed];
+        self.pages.register(tokens, &mut held.pages);
+        let prompt = sequence.prompt_len();
+        self.pages
+            .release_windows(&mut held.pages, computed, prompt);
+    }
+
+    /// Runs a draft pass over tokens of sequences, each from a position on.
+    fn pass(&mut self, parts: &[(SequenceId, &[u32], usize)], logits: Logits) -> Result<(), Error> {
+        let held = parts.iter().map(|(id, ..)| &self.states[id].pages);
+        let windows: Vec<Vec<WindowPages<'_>>> = held
+            .clone()
+            .map(|pages| pages.windows().collect())
+            .collect();
+        let rows = parts.iter().zip(held).zip(&windows);
+        let rows = rows.map(|((part, pages), windows)| BatchSequence {
+            tokens: part.1,
+            position: part.2,
+            pages: pages.pages(),
+            windows,
+            adapter: 0,
+            logits,
+        });
+        let sequences: Vec<BatchSequence<'_>> = rows.collect();
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        let begun = (self.now)();
+        let rows = batch.rows();
+        self.compute.forward(&batch)?;
+        let took = (self.now)().saturating_duration_since(begun);
+        self.measure(rows, took);
+        Ok(())
+    }
+
+    /// Records the time of a pass.
+    fn measure(&mut self, rows: usize, took: Duration) {
+        self.passes.record(rows, took);
+        if rows > FEW {
+            let row = took.as_secs_f64() / rows as f64;
+            self.row_s = Some(
+                self.row_s
+                    .map_or(row, |known| known + ROW_WEIGHT * (row - known)),
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Computed positions and verification results, if `chosen` follows 3 tokens.
+    fn settled(guessed: &[u32], chosen: &[u32]) -> (usize, Vec<bool>) {
+        let mut held = DraftState {
+            pages: SequencePages::default(),
+            computed: 3,
+            guessed: guessed.to_vec(),
+            acceptance: FIRST_ACCEPTANCE,
+        };
+        let mut judged = Vec::new();
+        let tokens = [&[1, 2, 3][..], chosen].concat();
+        held.settle(&tokens, &[], |is_right| judged.push(is_right));
+        assert!(held.guessed.is_empty());
+        (held.computed, judged)
+    }
+
+    /// A window of two draft tokens is verified, and later ones are in flight.
+    #[test]
+    fn guesses_under_way_stay_as_long_as_those_before_were_right() {
+        let settled = |chosen: &[u32], ahead: &[u32]| {
+            let mut held = DraftState {
+                pages: SequencePages::default(),
+                computed: 3,
+                guessed: vec![7, 8, 9, 10],
+                acceptance: FIRST_ACCEPTANCE,
+            };
+            let mut judged = Vec::new();
+            let tokens = [&[1, 2, 3][..], chosen].concat();
+            held.settle(&tokens, ahead, |is_right| judged.push(is_right));
+            (held.computed, held.guessed, judged)
+        };
+        let right = settled(&[7, 8, 9], &[10]);
+        assert_eq!(right, (6, vec![10], vec![true; 3]));
+        assert_eq!(settled(&[], &[7, 8, 9, 10]).1, [7, 8, 9, 10]);
+        // The other proposer made the in-flight draft, or it is stale.
+        assert_eq!(settled(&[7, 8, 9], &[11]), (6, vec![], vec![true; 3]));
+        assert_eq!(settled(&[7, 5], &[]), (4, vec![], vec![true, false]));
+    }
+
+    #[test]
+    fn keys_of_guesses_that_were_right_stay() {
+        assert_eq!(settled(&[], &[7]), (3, vec![]));
+        assert_eq!(settled(&[7, 8, 9], &[5]), (3, vec![false]));
+        assert_eq!(settled(&[7, 8, 9], &[7, 5]), (4, vec![true, false]));
+        // The last draft token was not read.
+        assert_eq!(settled(&[7, 8, 9], &[7, 8, 9, 4]), (5, vec![true; 3]));
+        assert_eq!(settled(&[7], &[7, 4]), (3, vec![true]));
+        // An answer moved here with fewer tokens does not judge the others.
+        assert_eq!(settled(&[7, 8], &[7]), (4, vec![true]));
+    }
+}

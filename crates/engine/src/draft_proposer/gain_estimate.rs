@@ -1,0 +1,124 @@
+//! Estimates the gain of a draft length from measured times. Pure.
+
+use crate::chain::{Pipeline, ProposerStats};
+use crate::ngram::{Bounds, Costs, expected};
+
+/// Measured times of a step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GainEstimate<'a> {
+    /// Seconds of a step without drafts, above 0.
+    pub(super) plain: f64,
+    /// Seconds of a draft pass, which proposes one token for each sequence.
+    pub(super) pass: f64,
+    pub(super) bounds: Bounds,
+    /// Times of verifying steps.
+    pub(super) costs: &'a Costs,
+    /// If speculation windows of a sequence may overlap.
+    pub(super) pipeline: Option<Pipeline<'a>>,
+}
+
+impl GainEstimate<'_> {
+    /// The largest speed-up and its draft length; 1 and 0 if no length gains. `each` has the
+    /// acceptance and the maximum draft of every sequence.
+    pub(super) fn best(&self, each: &[(f64, usize)]) -> (f64, usize) {
+        let mut best = (1.0, 0);
+        for depth in 1..=self.bounds.most {
+            let gain = self.gain(each, depth);
+            if gain > best.0 {
+                best = (gain, depth);
+            }
+        }
+        match (each, self.pipeline) {
+            (&[(acceptance, room)], Some(pipeline)) if room > 0 => {
+                let pass = self.pass;
+                let shape = pipeline.best(ProposerStats { acceptance, pass });
+                let is_better = shape.windows > 1 && shape.gain > best.0;
+                if is_better {
+                    best = (shape.gain, shape.rows - 1);
+                }
+                best
+            }
+            _ => best,
+        }
+    }
+
+    /// Draft length of each sequence: `depth`, bounded by its room.
+    pub(super) fn depths(&self, each: &[(f64, usize)], depth: usize) -> Vec<usize> {
+        let mut left = self.bounds.rows;
+        let one = |(_, room): &(f64, usize)| {
+            let guesses = depth.min(*room).min(left);
+            left -= guesses;
+            guesses
+        };
+        each.iter().map(one).collect()
+    }
+
+    /// Additional seconds of a step with one draft token.
+    pub(super) fn trial(&self) -> f64 {
+        let decoding = self.bounds.decoding;
+        let longer = self.costs.relative(decoding, decoding + 1) - 1.0;
+        self.pass + self.plain * longer.max(0.0)
+    }
+
+    /// Speed-up of drafts up to `depth`.
+    fn gain(&self, each: &[(f64, usize)], depth: usize) -> f64 {
+        let depths = self.depths(each, depth);
+        let of =
+            |((acceptance, _), guesses): (&(f64, usize), &usize)| expected(*acceptance, *guesses);
+        let more: f64 = each.iter().zip(&depths).map(of).sum();
+        let (decoding, deepest) = (self.bounds.decoding, depths.iter().copied().max());
+        let rows: usize = depths.iter().sum();
+        let checked = self.costs.relative(decoding, decoding + rows);
+        let drafted = deepest.unwrap_or(0) as f64 * self.pass / self.plain;
+        let base = decoding as f64;
+        (base + more) / base / (checked + drafted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn costs(seconds: &[(usize, f64)]) -> Costs {
+        let mut costs = Costs::default();
+        for (rows, seconds) in seconds {
+            costs.record(*rows, Duration::from_secs_f64(*seconds));
+        }
+        costs
+    }
+
+    fn best(costs: &Costs, pass: f64, acceptance: f64, room: usize) -> (f64, usize) {
+        let bounds = Bounds {
+            decoding: 1,
+            most: 8,
+            rows: 32,
+        };
+        let plain = costs.seconds(1).unwrap();
+        let outlook = GainEstimate {
+            plain,
+            pass,
+            bounds,
+            costs,
+            pipeline: None,
+        };
+        outlook.best(&[(acceptance, room)])
+    }
+
+    #[test]
+    fn slow_links_want_deep_drafts_and_dear_rows_none() {
+        let slow_links = costs(&[(1, 0.1), (9, 0.11)]);
+        let (gain, depth) = best(&slow_links, 0.002, 0.8, 16);
+        assert!(gain > 3.0 && depth == 8, "{gain} {depth}");
+        let (gain, depth) = best(&slow_links, 0.002, 0.4, 16);
+        assert!((1.3..2.0).contains(&gain) && depth < 8, "{gain} {depth}");
+        // A fast model, with rows as expensive as steps: no gain.
+        let dear = costs(&[(1, 0.01), (9, 0.09)]);
+        assert_eq!(best(&dear, 0.0025, 0.8, 16), (1.0, 0));
+        assert_eq!(best(&slow_links, 0.002, 0.0, 16), (1.0, 0));
+        // A draft model as slow as its model.
+        assert_eq!(best(&slow_links, 0.1, 0.7, 16), (1.0, 0));
+        assert_eq!(best(&slow_links, 0.002, 0.9, 3).1, 3, "no room for more");
+    }
+}

@@ -1,0 +1,200 @@
+//! The engine on a simulated machine: the tiny model computes, and each step takes as long as its
+//! rows would on a machine of fixed speed.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use paceline_tensor::PAGE;
+use proptest::prelude::*;
+
+use super::requests::mixed;
+use super::rig::{Rig, SequenceOutcome, alone, id_of};
+use super::tiny::TinyModel;
+use crate::prefill_budget::Composition;
+use crate::{EngineConfig, Event, GenerationRequest, SequenceId, StepTimeTarget};
+
+/// Milliseconds of a step with these rows.
+fn step_ms(step: Composition) -> f64 {
+    let mix = if step.prompt > 0 { 6.0 } else { 0.0 };
+    20.0 + step.decoding as f64 + mix + 0.5 * step.prompt as f64
+}
+
+/// A rig with a clock.
+pub(super) struct Simulation {
+    pub(super) rig: Rig,
+    pub(super) now_ms: f64,
+    /// Arrival time of each token of each sequence.
+    came_ms: BTreeMap<SequenceId, Vec<f64>>,
+}
+
+impl Simulation {
+    fn new(tiny: &TinyModel, config: EngineConfig) -> Self {
+        Self::of(Rig::new(tiny, config))
+    }
+
+    pub(super) fn of(rig: Rig) -> Self {
+        Self {
+            rig,
+            now_ms: 0.0,
+            came_ms: BTreeMap::new(),
+        }
+    }
+
+    /// Runs a step; returns its rows.
+    pub(super) fn step(&mut self) -> Composition {
+        let events = self.rig.step();
+        let step = self.rig.engine.composition;
+        let ms = step_ms(step);
+        self.now_ms += ms;
+        self.rig
+            .engine
+            .record_duration(Duration::from_secs_f64(ms / 1e3));
+        for event in events
+            .iter()
+            .filter(|event| matches!(event, Event::Token { .. }))
+        {
+            self.came_ms
+                .entry(id_of(event))
+                .or_default()
+                .push(self.now_ms);
+        }
+        step
+    }
+
+    /// Runs until the first token of `id`; returns the milliseconds.
+    fn first_token(&mut self, id: SequenceId) -> f64 {
+        let asked = self.now_ms;
+        while !self.came_ms.contains_key(&id) {
+            self.step();
+        }
+        self.now_ms - asked
+    }
+}
+
+const LONG: usize = 4000;
+
+fn long_prompt() -> GenerationRequest {
+    let prompt = (0..LONG).map(|i| (i * i % 29) as u32).collect();
+    GenerationRequest {
+        prompt,
+        max_tokens: 1,
+        ..GenerationRequest::default()
+    }
+}
+
+fn sizes(pace: StepTimeTarget) -> EngineConfig {
+    EngineConfig {
+        cache_positions: 3 * (LONG + 600),
+        max_running: 5,
+        max_waiting: 5,
+        pace,
+        ..EngineConfig::single("tiny", LONG + 600)
+    }
+}
+
+/// Four streams, and a prompt of 4,000 tokens after 100 steps of them. Returns the time to its
+/// first token alone and among them, and the longest gaps of the streams without and with it.
+fn long_beside_streams(pace: StepTimeTarget) -> ([f64; 2], [f64; 2]) {
+    let tiny = TinyModel::new(1);
+    let mut simulation = Simulation::new(&tiny, sizes(pace));
+    let id = simulation.rig.submit(&long_prompt());
+    let alone_ms = simulation.first_token(id);
+    let mut simulation = Simulation::new(&tiny, sizes(pace));
+    let stream = |i: u32| GenerationRequest {
+        prompt: vec![i, i + 1],
+        max_tokens: 590,
+        sampling: crate::SamplingParams {
+            logit_bias: vec![(super::tiny::END, -100.0)],
+            ..crate::SamplingParams::default()
+        },
+        ..GenerationRequest::default()
+    };
+    let streams: Vec<SequenceId> = (0..4).map(|i| simulation.rig.submit(&stream(i))).collect();
+    for _ in 0..100 {
+        simulation.step();
+    }
+    let before_ms = simulation.now_ms;
+    let id = simulation.rig.submit(&long_prompt());
+    let beside_ms = simulation.first_token(id);
+    let mut gaps = [0.0_f64; 2];
+    for id in streams {
+        for pair in simulation.came_ms[&id].windows(2) {
+            let gap = &mut gaps[usize::from(pair[1] > before_ms)];
+            *gap = gap.max(pair[1] - pair[0]);
+        }
+    }
+    ([alone_ms, beside_ms], gaps)
+}
+
+#[test]
+fn streams_keep_their_pace_while_a_long_prompt_is_read() {
+    let (ttft, gaps) = long_beside_streams(StepTimeTarget::Auto);
+    assert!(gaps[1] <= 2.75 * gaps[0], "{gaps:?}");
+    // 60 % of the machine, and six tenths of the step in which it starts.
+    assert!(ttft[1] <= 3.0 * ttft[0], "{ttft:?}");
+}
+
+#[test]
+fn without_a_pace_a_long_prompt_hardly_waits() {
+    let (ttft, gaps) = long_beside_streams(StepTimeTarget::Off);
+    assert!(ttft[1] <= 1.3 * ttft[0], "{ttft:?}");
+    assert!(
+        gaps[1] > 5.0 * gaps[0],
+        "nothing else bounds a step: {gaps:?}"
+    );
+}
+
+/// Requests that come at given steps.
+fn arrivals() -> impl Strategy<Value = Vec<(usize, usize)>> {
+    prop::collection::vec((0..400usize, 0..100usize), 1..40)
+}
+
+/// All valid settings.
+fn paces() -> impl Strategy<Value = StepTimeTarget> {
+    prop_oneof![
+        Just(StepTimeTarget::Auto),
+        Just(StepTimeTarget::Off),
+        (1..200u32).prop_map(StepTimeTarget::Millis)
+    ]
+}
+
+/// Every request ends with the answer of an undisturbed run, in time bounded by the work of all.
+/// The rig checks at every step that no page has two owners.
+#[test]
+fn nothing_starves_and_no_answer_changes() {
+    const CONTEXT: usize = 3 * PAGE;
+    let tiny = TinyModel::new(1);
+    let requests = mixed(&tiny);
+    let expected: Vec<SequenceOutcome> =
+        requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+    let config = ProptestConfig::with_cases(60);
+    proptest!(config, |(mut arrivals in arrivals(), pace in paces(), pages in 0..4usize)| {
+        arrivals.sort_unstable();
+        let sizes = EngineConfig {
+            cache_positions: CONTEXT + pages * PAGE,
+            max_running: 4,
+            max_waiting: 100,
+            max_rows: 40,
+            pace,
+            ..EngineConfig::single("tiny", CONTEXT)
+        };
+        let mut simulation = Simulation::new(&tiny, sizes);
+        let mut asked = Vec::new();
+        for (step, request) in arrivals {
+            while simulation.rig.n_steps < step {
+                simulation.step();
+            }
+            let request = request % requests.len();
+            asked.push((simulation.rig.submit(&requests[request]), request));
+        }
+        // More than all rows one by one, each computed twice, in steps of the minimum rows.
+        let limit = simulation.rig.n_steps + 2 * asked.len() * CONTEXT;
+        while !simulation.rig.engine.is_idle() {
+            simulation.step();
+            prop_assert!(simulation.rig.n_steps <= limit, "not at an end after {limit} steps");
+        }
+        for (id, request) in asked {
+            prop_assert_eq!(&simulation.rig.outcomes[&id], &expected[request]);
+        }
+    });
+}

@@ -1,0 +1,344 @@
+//! N-gram proposer for speculative decoding, also called prompt lookup, and the rule when drafts
+//! pay.
+//!
+//! ```text
+//! tokens   ... A B C D E F ... A B C        the last three tokens occurred before
+//! draft                              D E F  what followed them there
+//! step     rows C D E F, logits after each: the model's own choice after C, D, E, F
+//! accepted up to the first choice that differs from the draft; that choice is kept too
+//! ```
+//!
+//! The answer is the same with and without drafts, greedy and sampled. Every token is sampled from
+//! the logits after the tokens before it, in order, with the same random numbers. A rejected draft
+//! row leaves keys in the cache. They are overwritten before any row reads them.
+//!
+//! The other proposer, a draft model, is in [`draft_proposer`](crate::drafter).
+//!
+//! The gain of drafts is measured. Each sequence tracks the acceptance of its first draft token,
+//! even without drafting, which costs a table lookup. [`Costs`] has step times by number of rows.
+//! Drafts start only beyond a gain of [`LEAST_GAIN`], so text without repetition is decoded as
+//! without drafts.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+/// Length of the matched n-gram. With 2, more drafts are found, most of them wrong.
+const N: usize = 3;
+
+/// Maximum draft rows of a step, over all sequences: each has a row of logits.
+pub(crate) const DRAFT_ROWS: usize = 32;
+
+/// Weight of the last draft token in a sequence's acceptance.
+pub(crate) const LAST_WEIGHT: f64 = 0.08;
+
+/// Initial acceptance: too low to draft anything.
+const FIRST_ACCEPTANCE: f64 = 0.2;
+
+/// Minimum expected speed-up for drafting.
+pub(crate) const LEAST_GAIN: f64 = 1.1;
+
+/// Largest number of rows with a measured time.
+const ROWS_KNOWN: usize = 64;
+
+/// Estimated cost of one more row, relative to a step of one row, until it is measured. The
+/// estimate is low, so that drafting is tried once.
+pub(crate) const FIRST_GUESS: f64 = 0.15;
+
+/// Weight of the last step in a measured time.
+const STEP_WEIGHT: f64 = 0.2;
+
+/// The n-gram index of a sequence, and its acceptance.
+#[derive(Clone, Debug)]
+pub(crate) struct NgramProposer {
+    /// Index of the token after the last occurrence of an n-gram.
+    behind: HashMap<[u32; N], usize>,
+    /// Indexed tokens.
+    indexed: usize,
+    /// Moving average: probability that the next draft token is right.
+    acceptance: f64,
+}
+
+impl Default for NgramProposer {
+    fn default() -> Self {
+        Self {
+            behind: HashMap::new(),
+            indexed: N,
+            acceptance: FIRST_ACCEPTANCE,
+        }
+    }
+}
+
+impl NgramProposer {
+    /// Indexes appended tokens, some 30 bytes each.
+    fn index(&mut self, tokens: &[u32]) {
+        for at in self.indexed..tokens.len() {
+            let gram = *tokens[..at].last_chunk().expect("N tokens or more");
+            self.behind.insert(gram, at);
+        }
+        self.indexed = self.indexed.max(tokens.len());
+    }
+
+    /// Up to `most` draft tokens after `tokens` and the in-flight draft tokens `ahead`.
+    pub(crate) fn propose(&mut self, tokens: &[u32], ahead: &[u32], most: usize) -> Vec<u32> {
+        self.index(tokens);
+        let len = tokens.len() + ahead.len();
+        let token = |at: usize| match at.checked_sub(tokens.len()) {
+            None => tokens[at],
+            Some(at) => ahead[at],
+        };
+        let Some(begin) = len.checked_sub(N) else {
+            return Vec::new();
+        };
+        let gram: [u32; N] = std::array::from_fn(|i| token(begin + i));
+        let Some(&from) = self.behind.get(&gram) else {
+            return Vec::new();
+        };
+        // A draft longer than the repetition continues from its own start.
+        let period = len - from;
+        (0..most).map(|i| token(from + i % period)).collect()
+    }
+
+    /// Probability that the next draft token is right.
+    pub(crate) const fn acceptance(&self) -> f64 {
+        self.acceptance
+    }
+
+    /// Updates the acceptance with a verified draft token.
+    pub(crate) fn record_check(&mut self, is_right: bool) {
+        self.acceptance = updated_acceptance(self.acceptance, is_right, LAST_WEIGHT);
+    }
+
+    fn expected(&self, guesses: usize) -> f64 {
+        expected(self.acceptance, guesses)
+    }
+}
+
+/// Expected accepted tokens of a draft of `draft_counters` tokens. A token counts only if all before it
+/// are right; each is right with probability `acceptance`.
+pub(crate) fn expected(acceptance: f64, guesses: usize) -> f64 {
+    let mut chance = 1.0;
+    let of_one = |_| {
+        chance *= acceptance;
+        chance
+    };
+    (0..guesses).map(of_one).sum()
+}
+
+/// Moving average after one more draft token.
+pub(crate) fn updated_acceptance(acceptance: f64, is_right: bool, weight: f64) -> f64 {
+    acceptance + weight * (f64::from(u8::from(is_right)) - acceptance)
+}
+
+/// Times of steps without prompts, by number of rows.
+#[derive(Clone, Debug)]
+pub(crate) struct Costs {
+    /// Index `i` has the time of `i + 1` rows.
+    seconds: Vec<Option<f64>>,
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        Self {
+            seconds: vec![None; ROWS_KNOWN],
+        }
+    }
+}
+
+impl Costs {
+    /// Records the time of a step of `rows` rows, 1 or more.
+    pub(crate) fn record(&mut self, rows: usize, duration: Duration) {
+        let Some(known) = self.seconds.get_mut(rows - 1) else {
+            return;
+        };
+        let seconds = duration.as_secs_f64();
+        *known = Some(known.map_or(seconds, |known| known + STEP_WEIGHT * (seconds - known)));
+    }
+
+    /// Seconds of a step of `rows` rows, 1 or more, if measured.
+    pub(crate) fn seconds(&self, rows: usize) -> Option<f64> {
+        self.seconds.get(rows - 1).copied().flatten()
+    }
+
+    /// Estimated seconds of a step of `rows` rows, 1 or more, from the nearest measured number of
+    /// rows.
+    pub(crate) fn about(&self, rows: usize) -> Option<f64> {
+        let measured = |n: usize| Some((n, self.seconds(n)?));
+        let fewer = (1..=rows).rev().find_map(measured);
+        let more = || (rows..=ROWS_KNOWN).find_map(measured);
+        let (n, seconds) = fewer.or_else(more)?;
+        Some(seconds * (1.0 + FIRST_GUESS * rows.saturating_sub(n) as f64))
+    }
+
+    /// Time of a step of `rows` rows relative to one of `base` rows, `rows >= base`. Interpolates
+    /// linearly between measured numbers of rows; extrapolates with an estimate.
+    pub(crate) fn relative(&self, base: usize, rows: usize) -> f64 {
+        let known = |rows: usize| self.seconds(rows);
+        let Some(of_base) = known(base) else {
+            return 1.0 + FIRST_GUESS * (rows - base) as f64;
+        };
+        if let Some(seconds) = known(rows) {
+            return seconds / of_base;
+        }
+        let below = (base..rows).rev().find_map(|n| Some((n, known(n)?)));
+        let above = (rows..=ROWS_KNOWN).find_map(|n| Some((n, known(n)?)));
+        let (n, seconds) = below.unwrap_or((base, of_base));
+        let slope = match above {
+            Some((more, longer)) => (longer - seconds) / (more - n) as f64,
+            None => FIRST_GUESS * of_base / base as f64,
+        };
+        (seconds + slope * (rows - n) as f64) / of_base
+    }
+}
+
+/// A sequence with a possible draft.
+pub(crate) struct DraftCandidate<'a> {
+    pub(crate) drafts: &'a NgramProposer,
+    /// Available draft tokens.
+    pub(crate) guesses: usize,
+}
+
+/// Limits of a step's drafts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bounds {
+    /// Rows without drafts: one per decoding sequence.
+    pub(crate) decoding: usize,
+    /// Maximum draft tokens of one sequence.
+    pub(crate) most: usize,
+    /// Maximum draft tokens of all sequences.
+    pub(crate) rows: usize,
+}
+
+/// Draft length of each candidate that maximises tokens per second, or 0 for all. The first value
+/// is the expected speed-up, [`LEAST_GAIN`] without drafts.
+pub(crate) fn depths(
+    candidates: &[DraftCandidate<'_>],
+    bounds: Bounds,
+    costs: &Costs,
+) -> (f64, Vec<usize>) {
+    let Bounds {
+        decoding,
+        most,
+        rows,
+    } = bounds;
+    let of_depth = |depth: usize| -> Vec<usize> {
+        let mut left = rows;
+        let one = |candidate: &DraftCandidate<'_>| {
+            let guesses = candidate.guesses.min(depth).min(left);
+            left -= guesses;
+            guesses
+        };
+        candidates.iter().map(one).collect()
+    };
+    let gain = |depths: &[usize]| {
+        let more: usize = depths.iter().sum();
+        let each = candidates.iter().zip(depths);
+        let tokens: f64 = each.map(|(c, depth)| c.drafts.expected(*depth)).sum();
+        let base = decoding as f64;
+        (base + tokens) / base / costs.relative(decoding, decoding + more)
+    };
+    let mut best = (LEAST_GAIN, vec![0; candidates.len()]);
+    for depth in (1..=most).filter(|depth| depth.is_power_of_two() || *depth == most) {
+        let depths = of_depth(depth);
+        let gain = gain(&depths);
+        if gain > best.0 {
+            best = (gain, depths);
+        }
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn trained(rights: usize, wrongs: usize) -> NgramProposer {
+        let mut drafts = NgramProposer::default();
+        (0..rights).for_each(|_| drafts.record_check(true));
+        (0..wrongs).for_each(|_| drafts.record_check(false));
+        drafts
+    }
+
+    const fn bounds(decoding: usize, most: usize) -> Bounds {
+        let rows = DRAFT_ROWS;
+        Bounds {
+            decoding,
+            most,
+            rows,
+        }
+    }
+
+    fn costs(seconds: &[(usize, f64)]) -> Costs {
+        let mut costs = Costs::default();
+        for (rows, seconds) in seconds {
+            costs.record(*rows, Duration::from_secs_f64(*seconds));
+        }
+        costs
+    }
+
+    #[test]
+    fn guesses_are_what_followed_last_time() {
+        const NONE: [u32; 0] = [];
+        let mut drafts = NgramProposer::default();
+        let guess = |drafts: &mut NgramProposer, tokens: &[u32]| drafts.propose(tokens, &[], 4);
+        assert_eq!(guess(&mut drafts, &[]), NONE);
+        assert_eq!(guess(&mut drafts, &[1, 2, 3]), NONE);
+        assert_eq!(guess(&mut drafts, &[1, 2, 3, 4, 1, 2]), NONE);
+        assert_eq!(guess(&mut drafts, &[1, 2, 3, 4, 1, 2, 3]), [4, 1, 2, 3]);
+        // The last occurrence counts.
+        let tokens = [1, 2, 3, 4, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3];
+        assert_eq!(guess(&mut drafts, &tokens), [5, 6, 7, 8]);
+        // After in-flight draft tokens the draft continues, also cyclically.
+        let on = |ahead: &[u32]| NgramProposer::default().propose(&[1, 2, 3, 4, 1, 2, 3], ahead, 4);
+        assert_eq!(on(&[4, 1]), [2, 3, 4, 1]);
+        assert_eq!(on(&[4, 1, 2, 3, 4]), [1, 2, 3, 4]);
+        assert_eq!(on(&[4, 4]), NONE);
+        // A cycle of one token.
+        assert_eq!(
+            NgramProposer::default().propose(&[9, 9, 9, 9], &[], 3),
+            [9, 9, 9]
+        );
+    }
+
+    #[test]
+    fn drafts_need_to_pay() {
+        let cheap = costs(&[(1, 1.0), (9, 2.5)]);
+        let dear = costs(&[(1, 1.0), (2, 2.0), (3, 3.0), (5, 5.0), (9, 9.0)]);
+        let of = |drafts: &NgramProposer, costs: &Costs| {
+            let candidate = DraftCandidate { drafts, guesses: 8 };
+            depths(&[candidate], bounds(1, 8), costs).1[0]
+        };
+        assert_eq!(of(&trained(60, 0), &cheap), 8);
+        assert_eq!(of(&trained(60, 0), &dear), 0, "each row costs a step");
+        assert_eq!(
+            of(&trained(0, 0), &cheap),
+            0,
+            "nothing is known of the text"
+        );
+        assert_eq!(of(&trained(60, 40), &cheap), 0, "guesses were wrong");
+        let few = of(&trained(10, 0), &costs(&[(1, 1.0), (9, 3.0)]));
+        assert!((1..8).contains(&few), "{few}");
+    }
+
+    #[test]
+    fn rows_of_all_drafts_are_bounded() {
+        let (drafts, costs) = (trained(60, 0), costs(&[(8, 1.0), (40, 1.1)]));
+        let candidates: Vec<DraftCandidate<'_>> = (0..8)
+            .map(|_| DraftCandidate {
+                drafts: &drafts,
+                guesses: 16,
+            })
+            .collect();
+        let (_, depths) = depths(&candidates, bounds(8, 16), &costs);
+        assert_eq!(depths.iter().sum::<usize>(), DRAFT_ROWS, "{depths:?}");
+    }
+
+    #[test]
+    fn unknown_numbers_of_rows_lie_on_lines() {
+        let costs = costs(&[(2, 1.0), (4, 2.0), (8, 3.0)]);
+        for (rows, expected) in [(2, 1.0), (3, 1.5), (4, 2.0), (6, 2.5), (8, 3.0)] {
+            assert!((costs.relative(2, rows) - expected).abs() < 1e-9, "{rows}");
+        }
+        assert!(costs.relative(2, 12) > 3.0);
+        assert!((Costs::default().relative(1, 5) - 1.6).abs() < 1e-9);
+    }
+}

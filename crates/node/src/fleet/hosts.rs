@@ -1,0 +1,478 @@
+//! Hosts of an instance's workers: the nodes that its record names, or other nodes of the instance
+//! after a loss.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use paceline_base::{Rank, lock};
+use paceline_cluster::nodes::agent::{Agent, NodeView};
+use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::paths;
+use paceline_cluster::nodes::placement::{self, InstanceSpec, SPARE_AUTO};
+use paceline_cluster::nodes::{NodeId, Registers};
+
+use super::flaps::Flaps;
+pub(super) use super::node_connection::NodeConnection;
+use super::preview::USABLE;
+use super::standby::no_room;
+use super::{CREW, copies};
+use crate::context_size::WEIGHTS;
+use crate::workers::connection::pair;
+use crate::workers::host::{HostSpec, host};
+use crate::workers::remote::{WorkerHost, WorkerHosts};
+
+/// Fraction of a machine's memory for models and automatic standbys together.
+const AUTO_USABLE: f64 = 0.5;
+
+/// Longest wait for a channel to a node: two handshakes over a slow link.
+const OPEN_LIMIT: Duration = Duration::from_secs(5);
+
+/// Longest wait for the measurement of an unmeasured pair. A route that answers takes some
+/// milliseconds, a dead one 1.5 s. A recovery waits for it.
+const NEW_LIMIT: Duration = Duration::from_secs(2);
+
+/// Routes of pairs of nodes that this process has measured or used.
+type PairRoutes = BTreeMap<(NodeId, NodeId), SocketAddr>;
+
+/// Nodes of an instance, by rank.
+pub(super) struct InstanceNodes {
+    pub(super) agent: Agent,
+    /// The instance's record.
+    pub(super) wanted: InstanceSpec,
+    pub(super) nodes: Vec<NodeId>,
+    pub(super) host: Arc<HostSpec>,
+    /// Lost workers by node.
+    pub(super) flaps: Arc<Flaps>,
+    /// Set when a rank was lost and no other node of the instance has memory for it.
+    pub(super) cramped: Arc<AtomicBool>,
+    /// By rank: the node of its standby worker, if there is one.
+    pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
+    /// Routes that a recovery need not measure.
+    pub(super) known: Mutex<PairRoutes>,
+}
+
+impl InstanceNodes {
+    /// Candidate nodes for a rank: its own, then the other live ones. Each rank starts at a
+    /// different one, so that the ranks of a lost node are spread. Draining and flapping nodes come
+    /// later. Suspected nodes come last: a frozen machine accepts a connection and is silent for
+    /// [`OPEN_LIMIT`].
+    fn candidates(&self, rank: Rank) -> Vec<NodeId> {
+        let first = rank.0 as usize % self.nodes.len();
+        let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());
+        let lives = |id: &&NodeId| **id == self.agent.id() || self.agent.life(**id) != Life::Dead;
+        let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
+        // A flapping or draining node is better than none.
+        let (now, leavers) = (Instant::now(), leavers(&self.agent.nodes()));
+        let is_silent = |id: NodeId| id != self.agent.id() && !self.lives(id);
+        all.sort_by_key(|id| {
+            let is_out = self.flaps.is_out(*id, now);
+            (is_silent(*id), leavers.contains(id), is_out)
+        });
+        all
+    }
+
+    fn name(&self, id: NodeId) -> String {
+        let known = self.agent.nodes().into_iter().find(|node| node.id == id);
+        known.map_or_else(|| id.to_string(), |node| node.facts.name)
+    }
+
+    fn reach(&self, id: NodeId) -> Result<WorkerHost, String> {
+        let name = self.name(id);
+        if id == self.agent.id() {
+            return here(name, id, &self.host);
+        }
+        let opened = self.agent.open(id, CREW, OPEN_LIMIT);
+        let channel = opened.map_err(|error| format!("{name}: {error}"))?;
+        let (node, line) = (id, Box::new(NodeConnection(channel)));
+        Ok(WorkerHost { name, node, line })
+    }
+}
+
+/// This machine as a host, over a connection inside the process.
+fn here(name: String, node: NodeId, spec: &Arc<HostSpec>) -> Result<WorkerHost, String> {
+    let (line, there) = pair();
+    let spec = Arc::clone(spec);
+    // The thread ends with the connection; the other end reports the reason.
+    let run = move || drop(host(&there, &spec));
+    let started = std::thread::Builder::new()
+        .name("host".to_owned())
+        .spawn(run);
+    started.map_err(|error| format!("{name}: cannot start a thread: {error}"))?;
+    let line = Box::new(line);
+    Ok(WorkerHost { name, node, line })
+}
+
+impl WorkerHosts for InstanceNodes {
+    fn open(&self, rank: Rank) -> Result<WorkerHost, String> {
+        let mut reasons = Vec::new();
+        self.flaps.vacated(rank);
+        let (map, views) = (self.agent.map(), self.agent.nodes());
+        let mut lacks = false;
+        for id in self.candidates(rank) {
+            let room = self.room_for(rank, id, (&views, &map));
+            lacks |= room.is_err();
+            match room.and_then(|()| self.reach(id)) {
+                Ok(place) => {
+                    self.flaps.started(rank, id);
+                    return Ok(place);
+                }
+                Err(reason) => reasons.push(reason),
+            }
+        }
+        if lacks {
+            self.cramped.store(true, Ordering::SeqCst);
+        }
+        match reasons.is_empty() {
+            true => Err("none of its nodes lives".to_owned()),
+            false => Err(reasons.join("; ")),
+        }
+    }
+
+    fn open_spare(&self, rank: Rank) -> Result<WorkerHost, String> {
+        let before = lock(&self.spares).remove(&rank);
+        let mut reason = "no other node lives and has the memory".to_owned();
+        for id in self.spare_candidates(rank, before) {
+            match self.get_model(id).and_then(|()| self.reach(id)) {
+                Ok(place) => {
+                    lock(&self.spares).insert(rank, id);
+                    return Ok(place);
+                }
+                Err(why) => reason = why,
+            }
+        }
+        Err(reason)
+    }
+
+    fn lives(&self, node: NodeId) -> bool {
+        self.agent.life(node) == Life::Alive
+    }
+
+    fn promoted(&self, rank: Rank) {
+        self.flaps.vacated(rank);
+        if let Some(node) = lock(&self.spares).remove(&rank) {
+            self.flaps.started(rank, node);
+        }
+    }
+
+    fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
+        self.agent.route(from, to)
+    }
+
+    fn is_trusted(&self, nodes: &[NodeId]) -> bool {
+        let views = self.agent.nodes();
+        let trusts = |id: NodeId, interface: &String| {
+            let view = views.iter().find(|view| view.id == id);
+            view.is_some_and(|view| view.facts.trusted.contains(interface))
+        };
+        // Workers of a node with a dedicated data interface listen there only, even if another
+        // route is better.
+        let listens = |id: NodeId, ip: IpAddr| {
+            let view = views.iter().find(|view| view.id == id);
+            view.is_some_and(|view| {
+                view.facts.data.is_empty() || view.facts.data.contains(&ip.to_canonical())
+            })
+        };
+        // The operating system may use any interface that leads to an address.
+        let is_trusted = |(from, to): (NodeId, NodeId)| {
+            let Some(ip) = self.route(from, to).map(|route| route.ip()) else {
+                return false;
+            };
+            let mut used = self.agent.paths(from);
+            used.retain(|path| path.to == to && path.remote.ip() == ip);
+            let all = used.iter().all(|path| trusts(from, &path.interface));
+            !used.is_empty() && all && listens(to, ip)
+        };
+        let mut pairs = ordered_pairs(nodes).peekable();
+        pairs.peek().is_some() && pairs.all(is_trusted)
+    }
+
+    fn trust(&self, nodes: &[NodeId]) {
+        let ways = ordered_pairs(nodes).filter_map(|(from, to)| {
+            let route = self.route(from, to)?;
+            Some(((from, to), route))
+        });
+        let ways: Vec<_> = ways.collect();
+        lock(&self.known).extend(ways);
+    }
+
+    fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]) {
+        if nodes.iter().any(|id| doubted.contains(id)) {
+            self.agent.measure(nodes, paths::PathProbe::Latency);
+        } else {
+            let known = lock(&self.known).clone();
+            let new = ends_of_new(nodes, &known, |from, to| self.route(from, to));
+            if !new.is_empty() {
+                let latency = paths::PathProbe::Latency;
+                self.agent.measure_within(&new, latency, NEW_LIMIT);
+            }
+        }
+        self.trust(nodes);
+    }
+}
+
+impl InstanceNodes {
+    /// Candidate nodes for a rank's standby: those of the instance, fewest standbys first, then
+    /// idle ones. The node that had it `before` comes last: the standby was lost or failed to start
+    /// there.
+    fn spare_candidates(&self, rank: Rank, before: Option<NodeId>) -> Vec<NodeId> {
+        let (at, now) = (self.flaps.node_of(rank), Instant::now());
+        let (map, views) = (self.agent.map(), self.agent.nodes());
+        let mut all = self.candidates(rank);
+        all.extend(idle(&views, &busy(&map)));
+        let has_room = |id: NodeId| {
+            let view = views.iter().find(|view| view.id == id);
+            view.is_none_or(|view| self.has_room(view, &map))
+        };
+        all.retain(|id| Some(*id) != at && !self.flaps.is_out(*id, now));
+        let leavers = leavers(&views);
+        all.retain(|id| self.lives(*id) && !leavers.contains(id) && has_room(*id));
+        let spares = lock(&self.spares);
+        let spares_at = |id: NodeId| spares.values().filter(|node| **node == id).count();
+        all.sort_by_key(|id| {
+            let is_idle = !self.nodes.contains(id);
+            (Some(*id) == before, is_idle, spares_at(*id))
+        });
+        all
+    }
+
+    /// Checks whether a node has the memory for a rank planned for another node. Counts what
+    /// records place there and further ranks of this instance.
+    fn room_for(
+        &self,
+        rank: Rank,
+        id: NodeId,
+        (views, map): (&[NodeView], &Registers),
+    ) -> Result<(), String> {
+        let is_home = self.nodes[rank.0 as usize] == id;
+        let Some(view) = views.iter().find(|view| view.id == id && !is_home) else {
+            return Ok(());
+        };
+        let shard = shard_bytes(&self.wanted);
+        let ranks = (0..).map(Rank).zip(&self.nodes);
+        let at = |(other, home): (Rank, &NodeId)| self.flaps.node_of(other).unwrap_or(*home);
+        let here = ranks.filter(|(other, _)| *other != rank).map(at);
+        let here = here.filter(|at| *at == id).count() as u64;
+        // The record counts one shard of this instance at each of its nodes.
+        let own = if self.nodes.contains(&id) { shard } else { 0 };
+        let held = held(map, id).saturating_sub(own);
+        let held = held.saturating_add(shard.saturating_mul(here));
+        match fits(view.facts.memory_bytes, held, shard) {
+            true => Ok(()),
+            false => {
+                let usable = (view.facts.memory_bytes as f64 * USABLE) as u64;
+                let room = usable.saturating_sub(held);
+                Err(no_room(&view.facts.name, shard, room))
+            }
+        }
+    }
+
+    /// Whether a node has the memory for one more shard, on top of its shards by all records and
+    /// this instance's standbys.
+    fn has_room(&self, view: &NodeView, map: &Registers) -> bool {
+        let held = held(map, view.id);
+        let spares = lock(&self.spares);
+        let spares = spares.values().filter(|node| **node == view.id).count() as u64;
+        let shard = shard_bytes(&self.wanted);
+        let held = held.saturating_add(spares.saturating_mul(shard));
+        // An automatic standby leaves more memory to other programs.
+        let memory = match self.wanted.spare {
+            SPARE_AUTO => (view.facts.memory_bytes as f64 * AUTO_USABLE / USABLE) as u64,
+            _ => view.facts.memory_bytes,
+        };
+        fits(memory, held, shard)
+    }
+
+    /// Makes an idle node copy the model; the instance's nodes have it.
+    fn get_model(&self, id: NodeId) -> Result<(), String> {
+        match self.nodes.contains(&id) {
+            true => Ok(()),
+            false => {
+                let mut models = self.wanted.clone().files();
+                models.try_for_each(|model| copies::ensure(&self.agent, id, &model, &|_| ()))
+            }
+        }
+    }
+}
+
+/// All ordered pairs of nodes.
+fn ordered_pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
+    nodes.iter().flat_map(move |from| {
+        let from = *from;
+        let others = nodes.iter().filter(move |to| **to != from);
+        others.map(move |to| (from, *to))
+    })
+}
+
+/// The nodes of pairs whose route is not the known one: unmeasured, or with another address now.
+fn ends_of_new(
+    nodes: &[NodeId],
+    known: &PairRoutes,
+    route: impl Fn(NodeId, NodeId) -> Option<SocketAddr>,
+) -> Vec<NodeId> {
+    let is_new = |(from, to): &(NodeId, NodeId)| {
+        let way = route(*from, *to);
+        way.is_none() || way.as_ref() != known.get(&(*from, *to))
+    };
+    let new = ordered_pairs(nodes).filter(is_new);
+    let ends: BTreeSet<NodeId> = new.flat_map(|(from, to)| [from, to]).collect();
+    ends.into_iter().collect()
+}
+
+/// Draining nodes.
+fn leavers(views: &[NodeView]) -> BTreeSet<NodeId> {
+    let leavers = views.iter().filter(|node| node.facts.leaving);
+    leavers.map(|node| node.id).collect()
+}
+
+/// Nodes that compute for any instance.
+fn busy(map: &Registers) -> BTreeSet<NodeId> {
+    let records = placement::wanted(map);
+    let nodes = records.flat_map(|(.., wanted)| wanted.nodes.into_iter().chain(wanted.prompts));
+    nodes.collect()
+}
+
+/// Live nodes that stay, have the numerics of this node (the first of `views`), and are not `busy`.
+fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
+    let own = views.first().map(|view| view.facts.kind());
+    let is_idle = |view: &&NodeView| {
+        let stays = view.state == Life::Alive && !view.facts.leaving;
+        stays && Some(view.facts.kind()) == own && !busy.contains(&view.id)
+    };
+    views.iter().filter(is_idle).map(|view| view.id).collect()
+}
+
+/// Bytes of a rank's part, as if all parts were equal.
+fn shard_bytes(wanted: &InstanceSpec) -> u64 {
+    part_bytes(wanted, wanted.nodes.len())
+}
+
+/// Bytes of the part of each of `ranks` ranks, as if all parts were equal.
+pub(super) fn part_bytes(wanted: &InstanceSpec, ranks: usize) -> u64 {
+    (wanted.bytes as f64 * WEIGHTS / ranks.max(1) as f64) as u64
+}
+
+/// Free bytes of a node after the parts of `records`; unlimited if it does not report its memory.
+pub(super) fn room(view: &NodeView, records: &[InstanceSpec]) -> u64 {
+    let held = records.iter().map(|wanted| held_bytes(wanted, view.id));
+    let usable = (view.facts.memory_bytes as f64 * USABLE) as u64;
+    match view.facts.memory_bytes {
+        0 => u64::MAX,
+        _ => usable.saturating_sub(held.fold(0, u64::saturating_add)),
+    }
+}
+
+/// Bytes of a node's parts by all records.
+fn held(map: &Registers, id: NodeId) -> u64 {
+    let shards = placement::wanted(map).map(|(.., wanted)| held_bytes(&wanted, id));
+    shards.fold(0, u64::saturating_add)
+}
+
+/// Bytes of a node's part by one record: as decode node, as prefill node, or 0.
+fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
+    let groups = [&wanted.nodes, &wanted.prompts];
+    let parts = groups
+        .into_iter()
+        .filter(|group| group.contains(&id))
+        .map(|group| part_bytes(wanted, group.len()));
+    parts.fold(0, u64::saturating_add)
+}
+
+/// Whether a shard fits in addition to `held` bytes; true for a node that does not report its
+/// memory.
+fn fits(memory_bytes: u64, held: u64, shard: u64) -> bool {
+    let usable = (memory_bytes as f64 * USABLE) as u64;
+    memory_bytes == 0 || held.saturating_add(shard) <= usable
+}
+
+impl fmt::Debug for InstanceNodes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} nodes", self.nodes.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idle_nodes_live_compute_alike_and_hold_nothing() {
+        let view = |number: u8, state: Life, class: &str| {
+            let mut view = NodeView {
+                id: NodeId([number; 16]),
+                state,
+                found_by: String::new(),
+                heard_by: Vec::new(),
+                linked: true,
+                slow_ms: None,
+                facts: paceline_cluster::nodes::agent::NodeFacts::default(),
+            };
+            view.facts.kernel_class = class.to_owned();
+            view
+        };
+        let views = [
+            view(1, Life::Alive, "cpu"),
+            view(2, Life::Alive, "cpu"),
+            view(3, Life::Suspect, "cpu"),
+            view(4, Life::Alive, "mlx"),
+            view(5, Life::Alive, "cpu"),
+            NodeView {
+                facts: paceline_cluster::nodes::agent::NodeFacts {
+                    protocol: 1,
+                    ..view(7, Life::Alive, "cpu").facts
+                },
+                ..view(7, Life::Alive, "cpu")
+            },
+            NodeView {
+                facts: paceline_cluster::nodes::agent::NodeFacts {
+                    leaving: true,
+                    ..view(6, Life::Alive, "cpu").facts
+                },
+                ..view(6, Life::Alive, "cpu")
+            },
+        ];
+        let busy = [1, 2].map(|number| NodeId([number; 16]));
+        assert_eq!(idle(&views, &BTreeSet::from(busy)), [NodeId([5; 16])]);
+        assert_eq!(idle(&[], &BTreeSet::new()), []);
+    }
+
+    #[test]
+    fn only_ways_that_are_new_or_lead_elsewhere_are_measured() {
+        let nodes = [1, 2, 3].map(|number| NodeId([number; 16]));
+        let way = |from: NodeId, to: NodeId| SocketAddr::from(([10, 0, from.0[0], to.0[0]], 52416));
+        let known: PairRoutes = ordered_pairs(&nodes)
+            .map(|(from, to)| ((from, to), way(from, to)))
+            .collect();
+        assert_eq!(known.len(), 6);
+        let measured = |nodes: &[NodeId], route: &dyn Fn(NodeId, NodeId) -> Option<SocketAddr>| {
+            ends_of_new(nodes, &known, route)
+        };
+        let same = |from: NodeId, to: NodeId| Some(way(from, to));
+        assert_eq!(measured(&nodes, &same), []);
+        assert_eq!(measured(&nodes[..1], &same), []);
+        let none = |_: NodeId, _: NodeId| None::<SocketAddr>;
+        assert_eq!(measured(&nodes, &none), nodes, "known once, and down now");
+        let moved = |from: NodeId, to: NodeId| {
+            let over = if (from, to) == (nodes[0], nodes[2]) {
+                nodes[1]
+            } else {
+                to
+            };
+            Some(way(from, over))
+        };
+        assert_eq!(measured(&nodes, &moved), [nodes[0], nodes[2]]);
+        let idle = [nodes[0], NodeId([4; 16])];
+        assert_eq!(measured(&idle, &same), idle, "was no part of it before");
+    }
+
+    #[test]
+    fn a_shard_fits_beside_what_a_node_holds() {
+        assert!(fits(1000, 700, 100));
+        assert!(!fits(1000, 701, 100), "a fifth is for the system");
+        assert!(!fits(1000, u64::MAX, 1));
+        assert!(fits(0, 700, 100), "it does not tell");
+    }
+}

@@ -1,0 +1,864 @@
+//! Ingress: requests on one node for an instance that another node owns, and the owner's side.
+//!
+//! ```text
+//! entry -> Submit(ticket, request, tokens), Cancel(ticket)
+//! owner -> Reply(ticket, reply), Stand(how its instance is), Split(how the model is cut): the last
+//!          two when they change
+//! ```
+//! The ingress keeps each request with the tokens of its answer so far. If the owner is lost or its
+//! instance does not answer, [`RequestFailover`] moves the requests to another replica. Without one they go
+//! to the next owner. Either way the answer continues after those tokens.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use paceline_base::{KernelClass, lock};
+use paceline_cluster::nodes::InstanceId;
+use paceline_cluster::nodes::agent::Kind;
+use paceline_engine::{
+    GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+};
+use serde::{Deserialize, Serialize};
+
+use super::{Inner, report};
+use crate::Instance;
+use crate::workers::connection::{
+    ConnectionError, MessageConnection, pair, receive_message, send_message,
+};
+
+/// Queued replies of an owner. It drops an ingress that falls further behind.
+const REPLIES_MAX: usize = 16_384;
+
+/// Maximum open requests of one ingress.
+const OPEN_MAX: usize = 1024;
+
+/// Interval at which a thread checks whether it is still needed.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// Longest time without an owner before answers are lost: detection, a new placement and the load
+/// of a large model from disk.
+const OWNERLESS_LIMIT: Duration = Duration::from_secs(120);
+
+/// Time after which an owner that returned a request, and still answers, is not shutting down. A
+/// departing owner returns its requests first; it checks every [`LOOK_EVERY`] whether it still owns
+/// the instance and closes the connection if not.
+const SETTLED_AFTER: Duration = Duration::from_secs(1);
+
+/// Maximum resubmissions of a request to an owner that returns it while it answers others.
+const AGAIN_MAX: u8 = 3;
+
+#[derive(Serialize, Deserialize)]
+enum ToOwner {
+    /// The first message.
+    Instance(u64),
+    Submit {
+        ticket: Ticket,
+        request: Box<GenerationRequest>,
+        tokens: Vec<u32>,
+    },
+    Cancel(Ticket),
+}
+
+#[derive(Serialize, Deserialize)]
+enum ToIngress {
+    /// The answer to `Instance`.
+    Ready,
+    Reply(Ticket, Reply),
+    /// Status of the instance, with the requests of every ingress.
+    Stand(ServiceStatus),
+    /// Name of the split; sent after `Ready`, and before the first reply after a change.
+    Split(String),
+}
+
+/// Reads `bytes` as messages between an ingress and an owner, for fuzzing.
+pub(super) fn parse(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<ToOwner>(bytes);
+    let _ = serde_json::from_slice::<ToIngress>(bytes);
+}
+
+/// Serves an ingress until its connection closes.
+pub(super) fn answer(inner: &Arc<Inner>, line: &Arc<dyn MessageConnection>) {
+    let id = match receive_message(&**line, LOOK_EVERY * 10) {
+        Ok(Some(ToOwner::Instance(id))) => InstanceId(id),
+        _ => return line.close(),
+    };
+    if let Some(instance) = inner.ready_instance(id) {
+        let answers = || inner.answers_with(id, &instance);
+        // The ingress sees the closed connection.
+        let _: Result<(), ConnectionError> = serve(line, &instance, &answers);
+    }
+    line.close();
+}
+
+/// A connection to this node's own instances.
+pub(super) fn here(inner: &Arc<Inner>) -> Option<Arc<dyn MessageConnection>> {
+    let (line, there) = pair();
+    let (inner, there): (_, Arc<dyn MessageConnection>) = (Arc::clone(inner), Arc::new(there));
+    let thread = std::thread::Builder::new().name("answers".to_owned());
+    thread.spawn(move || answer(&inner, &there)).ok()?;
+    Some(Arc::new(line))
+}
+
+/// `ingress`: whether the instance still answers, and no successor has replaced it.
+fn serve(
+    line: &Arc<dyn MessageConnection>,
+    instance: &Instance,
+    answers: &dyn Fn() -> bool,
+) -> Result<(), ConnectionError> {
+    send_message(&**line, &ToIngress::Ready)?;
+    let mut split = String::new();
+    send_split(&**line, instance, &mut split)?;
+    let (replies, queue) = sync_channel::<ToIngress>(REPLIES_MAX);
+    let open: Mutex<BTreeMap<Ticket, Ticket>> = Mutex::default();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            for message in queue {
+                let told = match message {
+                    ToIngress::Reply(_, Reply::PromptRead { .. }) => {
+                        send_split(&**line, instance, &mut split)
+                    }
+                    _ => Ok(()),
+                };
+                if told.and_then(|()| send_message(&**line, &message)).is_err() {
+                    line.close();
+                    break;
+                }
+            }
+        });
+        let ended = listen(line, (instance, answers), &open, &replies);
+        for own in lock(&open).values() {
+            instance.cancel(*own);
+        }
+        drop(replies);
+        ended
+    })
+}
+
+/// Sends the name of the split if it differs from `told`, the last one sent.
+fn send_split(
+    line: &dyn MessageConnection,
+    instance: &Instance,
+    told: &mut String,
+) -> Result<(), ConnectionError> {
+    let split = instance.split().to_string();
+    if *told == split {
+        return Ok(());
+    }
+    told.clone_from(&split);
+    send_message(line, &ToIngress::Split(split))
+}
+
+/// Receives an ingress's requests until its connection closes, and sends it status updates.
+fn listen(
+    line: &Arc<dyn MessageConnection>,
+    (instance, answers): (&Instance, &dyn Fn() -> bool),
+    open: &Mutex<BTreeMap<Ticket, Ticket>>,
+    replies: &SyncSender<ToIngress>,
+) -> Result<(), ConnectionError> {
+    let mut told = None;
+    loop {
+        let status = instance.status();
+        if told.as_ref() != Some(&status) {
+            // If the queue is full, replies have priority over the status.
+            let sent = replies.try_send(ToIngress::Stand(status.clone()));
+            told = sent.is_ok().then_some(status);
+        }
+        let heard = receive_message(&**line, LOOK_EVERY)?;
+        if !answers() {
+            return Err(ConnectionError::new("the instance is another one now"));
+        }
+        match heard {
+            Some(ToOwner::Submit {
+                ticket,
+                request,
+                tokens,
+            }) => submit(line, instance, open, replies, (ticket, *request, tokens)),
+            Some(ToOwner::Cancel(ticket)) => {
+                if let Some(own) = lock(open).remove(&ticket) {
+                    instance.cancel(own);
+                }
+            }
+            Some(ToOwner::Instance(_)) => {
+                return Err(ConnectionError::new("the entry said it twice"));
+            }
+            None => {}
+        }
+    }
+}
+
+/// Submits a request of an ingress to the instance.
+fn submit(
+    line: &Arc<dyn MessageConnection>,
+    instance: &Instance,
+    open: &Mutex<BTreeMap<Ticket, Ticket>>,
+    replies: &SyncSender<ToIngress>,
+    (ticket, request, tokens): (Ticket, GenerationRequest, Vec<u32>),
+) {
+    let refuse = |failure| {
+        // A full queue has closed the connection.
+        let _: Result<(), _> = replies.try_send(ToIngress::Reply(ticket, Reply::Failed(failure)));
+    };
+    if lock(open).len() >= OPEN_MAX {
+        return refuse(RequestFailure::Busy { waiting: OPEN_MAX });
+    }
+    let (out, close) = (replies.clone(), Arc::clone(line));
+    let sink: Sink = Box::new(move |reply| {
+        if out.try_send(ToIngress::Reply(ticket, reply)).is_err() {
+            close.close(); // too far behind, or gone
+        }
+    });
+    match instance.submit_after(request, tokens, sink) {
+        Ok(own) => drop(lock(open).insert(ticket, own)),
+        Err(failure) => refuse(failure),
+    }
+}
+
+/// Receives the owner's first two messages after `Ready`: split and status. The owner has both at
+/// hand, so the wait is short.
+fn introduction(
+    line: &dyn MessageConnection,
+) -> Result<(Option<String>, Option<ServiceStatus>), ConnectionError> {
+    let mut cut = None;
+    let begun = Instant::now();
+    while begun.elapsed() < LOOK_EVERY {
+        match receive_message(line, LOOK_EVERY)? {
+            Some(ToIngress::Split(split)) => cut = Some(split),
+            Some(ToIngress::Stand(status)) => return Ok((cut, Some(status))),
+            _ => {}
+        }
+    }
+    Ok((cut, None))
+}
+
+/// Failover to other instances of the same model.
+pub(super) trait RequestFailover: Send + Sync {
+    /// Moves the requests of an ingress whose instance does not answer to other instances. Returns
+    /// whether any moved. The ingress's own thread calls this, so no reply to them is in flight.
+    fn relieve(&self, from: &Ingress) -> bool;
+}
+
+/// Name of the split before an owner has sent one.
+pub(super) const UNKNOWN: &str = "unknown";
+
+/// A remote instance as a local service. Dropping it moves open requests to the failover target and
+/// loses the rest.
+pub(super) struct IngressService {
+    pub(super) entry: Arc<Ingress>,
+}
+
+/// This node's requests for one instance, and the connection to its owner.
+pub(super) struct Ingress {
+    id: InstanceId,
+    relief: Option<Weak<dyn RequestFailover>>,
+    last_ticket: AtomicU64,
+    state: Mutex<IngressState>,
+    over: AtomicBool,
+}
+
+#[derive(Default)]
+struct IngressState {
+    requests: BTreeMap<Ticket, IngressRequest>,
+    /// To the owner, while there is one.
+    line: Option<Arc<dyn MessageConnection>>,
+    /// Whether the instance answers, by the owner's last status.
+    answers: bool,
+    /// Running requests of other nodes, by the owner's last status.
+    others: usize,
+    /// Kind of the owner's node.
+    kind: Option<Kind>,
+    /// Set once no further request is accepted.
+    is_over: bool,
+    /// Name of the split, as last sent by an owner.
+    split: Option<String>,
+}
+
+impl IngressState {
+    /// Sends a message to the owner. If there is none or it is lost, `connect` sends all state to
+    /// the next one.
+    fn send_to_owner(&self, message: &ToOwner) {
+        if let Some(line) = &self.line {
+            let _: Result<(), _> = send_message(&**line, message);
+        }
+    }
+
+    /// Whether answers of the owner's kernel class can continue on another instance.
+    fn can_resume(&self) -> bool {
+        let class = self
+            .kind
+            .as_ref()
+            .map(|kind| kind.class.parse::<KernelClass>());
+        class.is_none_or(|class| class.is_ok_and(KernelClass::is_exact))
+    }
+
+    /// Decides about a request that the owner returned.
+    fn settle(&mut self, ticket: Ticket) -> Option<IngressOutcome> {
+        let asked = self.requests.get_mut(&ticket)?;
+        let (_, failure) = asked.given_back.take()?;
+        let is_refused = matches!(failure, RequestFailure::Unavailable { .. });
+        if is_refused && self.answers && asked.again < AGAIN_MAX {
+            asked.again += 1;
+            return Some(IngressOutcome::Again(asked.submit(ticket)));
+        }
+        let asked = self.requests.remove(&ticket)?;
+        Some(IngressOutcome::Over(asked, failure))
+    }
+}
+
+/// A request and its answer so far.
+pub(super) struct IngressRequest {
+    request: Box<GenerationRequest>,
+    tokens: Vec<u32>,
+    prompt_read: bool,
+    sink: Option<Sink>,
+    /// When the owner returned it, and its reason.
+    given_back: Option<(Instant, RequestFailure)>,
+    /// Resubmissions since then.
+    again: u8,
+}
+
+/// Decision about a returned request.
+enum IngressOutcome {
+    /// Submit it again.
+    Again(ToOwner),
+    /// Report the failure to its caller.
+    Over(IngressRequest, RequestFailure),
+}
+
+impl IngressRequest {
+    /// A request whose caller already has `tokens` of the answer.
+    pub(super) fn new(request: GenerationRequest, tokens: Vec<u32>, sink: Sink) -> Self {
+        Self {
+            request: Box::new(request),
+            prompt_read: !tokens.is_empty(),
+            tokens,
+            sink: Some(sink),
+            given_back: None,
+            again: 0,
+        }
+    }
+
+    /// Whether it was returned long enough ago that its owner is not shutting down. An answer that
+    /// has begun and cannot continue elsewhere does not wait for another owner.
+    fn is_settled(&self, answers: bool, goes_on: bool) -> bool {
+        let limit = match answers || (self.has_begun() && !goes_on) {
+            true => SETTLED_AFTER,
+            false => OWNERLESS_LIMIT,
+        };
+        let given_back = self.given_back.as_ref();
+        given_back.is_some_and(|(at, _)| at.elapsed() >= limit)
+    }
+
+    /// Tokens of the prompt.
+    pub(super) fn prompt(&self) -> &[u32] {
+        &self.request.prompt
+    }
+
+    /// Whether its answer has begun: then only an instance with the same numerics can continue it.
+    pub(super) const fn has_begun(&self) -> bool {
+        !self.tokens.is_empty()
+    }
+
+    fn submit(&self, ticket: Ticket) -> ToOwner {
+        ToOwner::Submit {
+            ticket,
+            request: self.request.clone(),
+            tokens: self.tokens.clone(),
+        }
+    }
+}
+
+impl IngressService {
+    /// Starts a thread that keeps a connection to the current owner.
+    ///
+    /// # Errors
+    /// What the system says when it refuses the thread.
+    pub(super) fn start(
+        inner: &Arc<Inner>,
+        id: InstanceId,
+        relief: Option<Weak<dyn RequestFailover>>,
+    ) -> std::io::Result<Self> {
+        let entry = Arc::new(Ingress {
+            id,
+            relief,
+            last_ticket: AtomicU64::new(0),
+            state: Mutex::default(),
+            over: AtomicBool::new(false),
+        });
+        let (inner, own) = (Arc::downgrade(inner), Arc::clone(&entry));
+        let thread = std::thread::Builder::new().name("entry".to_owned());
+        thread.spawn(move || own.run(&inner))?;
+        Ok(Self { entry })
+    }
+}
+
+impl Ingress {
+    pub(super) const fn id(&self) -> InstanceId {
+        self.id
+    }
+
+    /// Whether the instance answers now, as far as this node knows.
+    pub(super) fn is_ready(&self) -> bool {
+        let state = lock(&self.state);
+        state.line.is_some() && state.answers
+    }
+
+    /// Running requests of the instance: those of this ingress, and those of others by the owner's
+    /// last status.
+    pub(super) fn load(&self) -> usize {
+        let state = lock(&self.state);
+        state.requests.len() + state.others
+    }
+
+    /// Kind of the last known owner's node.
+    pub(super) fn kind(&self) -> Option<Kind> {
+        lock(&self.state).kind.clone()
+    }
+
+    /// Accepts a request of a client or of another ingress. Returns it at [`OPEN_MAX`] open
+    /// requests, or after the end.
+    pub(super) fn take(&self, ticket: Ticket, asked: IngressRequest) -> Result<(), IngressRequest> {
+        let mut state = lock(&self.state);
+        if state.is_over || state.requests.len() >= OPEN_MAX {
+            return Err(asked);
+        }
+        let mut asked = asked;
+        (asked.given_back, asked.again) = (None, 0);
+        let submit = asked.submit(ticket);
+        state.requests.insert(ticket, asked);
+        state.send_to_owner(&submit);
+        Ok(())
+    }
+
+    /// Why [`take`](Self::take) returns a request.
+    pub(super) fn refusal(&self) -> RequestFailure {
+        let state = lock(&self.state);
+        match state.is_over {
+            true => RequestFailure::Unavailable {
+                reason: "the model was unloaded".to_owned(),
+            },
+            false => RequestFailure::Busy {
+                waiting: state.requests.len(),
+            },
+        }
+    }
+
+    /// Drops a request; ignores one that is not open here.
+    pub(super) fn cancel(&self, ticket: Ticket) {
+        let mut state = lock(&self.state);
+        if state.requests.remove(&ticket).is_some() {
+            state.send_to_owner(&ToOwner::Cancel(ticket));
+        }
+    }
+
+    /// Removes and returns all open requests, for a [`RequestFailover`]. It returns unplaced ones by
+    /// [`keep`](Self::keep).
+    pub(super) fn give_up(&self) -> BTreeMap<Ticket, IngressRequest> {
+        std::mem::take(&mut lock(&self.state).requests)
+    }
+
+    /// Puts a request back that [`give_up`](Self::give_up) removed.
+    pub(super) fn keep(&self, ticket: Ticket, asked: IngressRequest) {
+        lock(&self.state).requests.insert(ticket, asked);
+    }
+
+    /// Closes the connection, so that the owner stops this ingress's requests. The next connection
+    /// starts fresh: no late reply can reach a request that moved away and returned.
+    pub(super) fn hang_up(&self) {
+        if let Some(line) = lock(&self.state).line.take() {
+            line.close();
+        }
+    }
+
+    /// Keeps a connection to the owner until the end.
+    fn run(&self, inner: &Weak<Inner>) {
+        let mut lost_at = None;
+        while !self.over.load(Ordering::SeqCst) {
+            let Some(inner) = inner.upgrade() else { break };
+            if let Some(line) = self.connect(&inner) {
+                drop(inner);
+                lost_at = None;
+                self.converse(&*line);
+                self.relieve();
+                continue;
+            }
+            self.relieve();
+            let since: Instant = *lost_at.get_or_insert_with(Instant::now);
+            if !inner.is_wanted(self.id) {
+                self.lose("the model was unloaded");
+            } else if since.elapsed() > OWNERLESS_LIMIT {
+                let said = report(&inner.agent.map(), self.id).and_then(|it| it.reason);
+                self.lose(&said.unwrap_or_else(|| "no node owns the model any more".to_owned()));
+            }
+            drop(inner);
+            std::thread::sleep(LOOK_EVERY);
+        }
+        lock(&self.state).is_over = true;
+        self.relieve();
+        self.lose("the model was unloaded");
+    }
+
+    /// Connects to the owner, if it has the instance, and submits all open requests.
+    fn connect(&self, inner: &Arc<Inner>) -> Option<Arc<dyn MessageConnection>> {
+        let line = inner.reach_owner(self.id)?;
+        send_message(&*line, &ToOwner::Instance(self.id.0)).ok()?;
+        let Ok(Some(ToIngress::Ready)) = receive_message(&*line, LOOK_EVERY * 10) else {
+            return None;
+        };
+        let (split, stand) = introduction(&*line).ok()?;
+        let kind = inner.kind_of_owner(self.id);
+        let mut state = lock(&self.state);
+        if split.is_some() {
+            state.split = split;
+        }
+        (state.answers, state.others, state.kind) = (true, 0, kind);
+        for (ticket, asked) in &mut state.requests {
+            (asked.given_back, asked.again) = (None, 0);
+            send_message(&*line, &asked.submit(*ticket)).ok()?;
+        }
+        state.line = Some(Arc::clone(&line));
+        drop(state);
+        if let Some(status) = stand {
+            self.learn(&status);
+        }
+        Some(line)
+    }
+
+    /// Delivers replies until the connection breaks or the requests have moved.
+    fn converse(&self, line: &dyn MessageConnection) {
+        while !self.over.load(Ordering::SeqCst) {
+            match receive_message(line, LOOK_EVERY) {
+                Ok(Some(ToIngress::Reply(ticket, reply))) => self.deliver(ticket, reply),
+                Ok(Some(ToIngress::Stand(status))) => self.learn(&status),
+                Ok(Some(ToIngress::Split(split))) => lock(&self.state).split = Some(split),
+                Ok(_) => {}
+                Err(_) => break,
+            }
+            if !self.is_ready() && self.relieve() {
+                break;
+            }
+            self.settle();
+        }
+        lock(&self.state).line = None;
+        line.close();
+    }
+
+    /// Stores the owner's status.
+    fn learn(&self, status: &ServiceStatus) {
+        let mut state = lock(&self.state);
+        state.answers = status.state == State::Ready;
+        let all = status.running + status.waiting;
+        state.others = all.saturating_sub(state.requests.len());
+    }
+
+    /// Moves the open requests to other instances; returns whether any moved.
+    fn relieve(&self) -> bool {
+        let relief = self.relief.as_ref().and_then(Weak::upgrade);
+        let has_open = !lock(&self.state).requests.is_empty();
+        has_open && relief.is_some_and(|relief| relief.relieve(self))
+    }
+
+    /// Resubmits or fails the requests that the owner has returned.
+    fn settle(&self) {
+        let mut state = lock(&self.state);
+        let (answers, goes_on) = (state.answers, state.can_resume());
+        let settled = state.requests.iter();
+        let settled = settled.filter(|(_, asked)| asked.is_settled(answers, goes_on));
+        let tickets: Vec<Ticket> = settled.map(|(ticket, _)| *ticket).collect();
+        let mut over = Vec::new();
+        for ticket in tickets {
+            // Sent under the lock, so that a concurrent cancel cannot overtake it.
+            match state.settle(ticket) {
+                Some(IngressOutcome::Again(submit)) => state.send_to_owner(&submit),
+                Some(IngressOutcome::Over(asked, failure)) => {
+                    state.send_to_owner(&ToOwner::Cancel(ticket)); // the owner forgets it
+                    over.push((asked, failure));
+                }
+                None => {}
+            }
+        }
+        drop(state);
+        for (asked, failure) in over {
+            if let Some(mut sink) = asked.sink {
+                sink(Reply::Failed(failure));
+            }
+        }
+    }
+
+    fn deliver(&self, ticket: Ticket, reply: Reply) {
+        let mut state = lock(&self.state);
+        let Some(asked) = state.requests.get_mut(&ticket) else {
+            return;
+        };
+        match &reply {
+            Reply::PromptRead { .. } if std::mem::replace(&mut asked.prompt_read, true) => return,
+            Reply::Token { token, .. } => {
+                asked.tokens.push(*token);
+                asked.again = 0;
+            }
+            // A departing owner sends the same failure; then the next owner continues.
+            Reply::Failed(
+                failure @ (RequestFailure::Lost { .. } | RequestFailure::Unavailable { .. }),
+            ) => {
+                asked.given_back = Some((Instant::now(), failure.clone()));
+                return;
+            }
+            Reply::Finished { .. } | Reply::Failed(_) => {
+                let asked = state.requests.remove(&ticket);
+                state.send_to_owner(&ToOwner::Cancel(ticket)); // the owner forgets it
+                drop(state);
+                if let Some(mut sink) = asked.and_then(|asked| asked.sink) {
+                    sink(reply);
+                }
+                return;
+            }
+            Reply::PromptRead { .. } | Reply::Continued => {}
+        }
+        // A sink may cancel, so it must not be called under the lock.
+        let Some(mut sink) = asked.sink.take() else {
+            return;
+        };
+        drop(state);
+        sink(reply);
+        if let Some(asked) = lock(&self.state).requests.get_mut(&ticket) {
+            asked.sink = Some(sink);
+        }
+    }
+
+    fn lose(&self, reason: &str) {
+        let all = std::mem::take(&mut lock(&self.state).requests);
+        for mut sink in all.into_values().filter_map(|asked| asked.sink) {
+            let reason = reason.to_owned();
+            sink(Reply::Failed(RequestFailure::Lost { reason }));
+        }
+    }
+
+    /// Name of the split, once an owner has sent it.
+    pub(super) fn cut(&self) -> Option<String> {
+        lock(&self.state).split.clone()
+    }
+
+    /// Status of the instance as this node sees it.
+    pub(super) fn status(&self) -> ServiceStatus {
+        let state = lock(&self.state);
+        let started = state.requests.values().filter(|asked| asked.prompt_read);
+        let running = started.count();
+        ServiceStatus {
+            state: match &state.line {
+                Some(_) => State::Ready,
+                None => State::Recovering("no node owns the model at the moment".to_owned()),
+            },
+            running,
+            waiting: state.requests.len() - running,
+        }
+    }
+}
+
+impl Service for IngressService {
+    fn submit_after(
+        &self,
+        request: GenerationRequest,
+        tokens: Vec<u32>,
+        sink: Sink,
+    ) -> Result<Ticket, RequestFailure> {
+        let entry = &self.entry;
+        let ticket = Ticket(entry.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
+        let taken = entry.take(ticket, IngressRequest::new(request, tokens, sink));
+        taken.map(|()| ticket).map_err(|_| entry.refusal())
+    }
+
+    fn cancel(&self, ticket: Ticket) {
+        self.entry.cancel(ticket);
+    }
+
+    fn cut(&self) -> String {
+        self.entry.cut().unwrap_or_else(|| UNKNOWN.to_owned())
+    }
+
+    fn status(&self) -> ServiceStatus {
+        self.entry.status()
+    }
+}
+
+impl Drop for IngressService {
+    fn drop(&mut self) {
+        self.entry.over.store(true, Ordering::SeqCst);
+    }
+}
+
+impl fmt::Debug for IngressService {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "instance {} of another node", self.entry.id)
+    }
+}
+
+/// An ingress without a thread, for tests of its callers.
+#[cfg(test)]
+pub(super) mod testing {
+    use super::*;
+    use crate::workers::connection::MemoryConnection;
+
+    /// The owner's end of an ingress's connection.
+    pub(in crate::fleet) struct FakeOwner(MemoryConnection);
+
+    impl FakeOwner {
+        /// The ingress's next message, such as `submit 1 after [7]`, if there is one.
+        pub(in crate::fleet) fn heard(&self) -> Option<String> {
+            match receive_message(&self.0, Duration::ZERO) {
+                Ok(Some(ToOwner::Submit { ticket, tokens, .. })) => {
+                    Some(format!("submit {} after {tokens:?}", ticket.0))
+                }
+                Ok(Some(ToOwner::Cancel(ticket))) => Some(format!("cancel {}", ticket.0)),
+                Ok(Some(ToOwner::Instance(_))) => Some("instance".to_owned()),
+                Ok(None) => None,
+                Err(_) => Some("closed".to_owned()),
+            }
+        }
+    }
+
+    /// An ingress connected to an owner of this kernel class.
+    pub(in crate::fleet) fn connected(id: u64, class: &str) -> (IngressService, FakeOwner) {
+        let (line, there) = pair();
+        let entry = Ingress {
+            id: InstanceId(id),
+            relief: None,
+            last_ticket: AtomicU64::new(0),
+            state: Mutex::new(IngressState {
+                line: Some(Arc::new(line)),
+                answers: true,
+                kind: Some(Kind {
+                    protocol: 1,
+                    numerics: 1,
+                    class: class.to_owned(),
+                }),
+                ..IngressState::default()
+            }),
+            over: AtomicBool::new(false),
+        };
+        let entry = Arc::new(entry);
+        (IngressService { entry }, FakeOwner(there))
+    }
+
+    /// The owner generates a token.
+    pub(in crate::fleet) fn generate(entry: &Ingress, ticket: Ticket, token: u32) {
+        let text = String::new();
+        let reply = Reply::Token {
+            token,
+            text,
+            logprobs: None,
+        };
+        entry.deliver(ticket, reply);
+    }
+
+    fn lost() -> RequestFailure {
+        RequestFailure::Lost {
+            reason: "rank 1 died three times".to_owned(),
+        }
+    }
+
+    fn refused() -> RequestFailure {
+        RequestFailure::Unavailable {
+            reason: "it starts".to_owned(),
+        }
+    }
+
+    /// Ages the returned requests, so that an owner that answers settles them.
+    fn let_time_go_by(entry: &Ingress) {
+        for asked in lock(&entry.state).requests.values_mut() {
+            if let Some((at, _)) = &mut asked.given_back {
+                *at = at.checked_sub(SETTLED_AFTER).unwrap();
+            }
+        }
+    }
+
+    /// A remote instance with one request, whose failure is recorded.
+    fn asked(
+        class: &str,
+    ) -> (
+        IngressService,
+        FakeOwner,
+        Ticket,
+        Arc<Mutex<Option<RequestFailure>>>,
+    ) {
+        let (remote, owner) = connected(1, class);
+        let failed: Arc<Mutex<Option<RequestFailure>>> = Arc::default();
+        let told = Arc::clone(&failed);
+        let sink: Sink = Box::new(move |reply| {
+            if let Reply::Failed(failure) = reply {
+                *lock(&told) = Some(failure);
+            }
+        });
+        let ticket = remote.submit(GenerationRequest::default(), sink).unwrap();
+        assert_eq!(owner.heard().as_deref(), Some("submit 1 after []"));
+        (remote, owner, ticket, failed)
+    }
+
+    /// If a worker dies repeatedly, the live owner loses the answer: the caller must get the
+    /// failure.
+    #[test]
+    fn what_a_living_owner_loses_is_told() {
+        let (remote, owner, ticket, failed) = asked("cpu");
+        remote.entry.deliver(ticket, Reply::Failed(lost()));
+        remote.entry.settle();
+        assert_eq!(*lock(&failed), None, "the owner may be about to go");
+        let_time_go_by(&remote.entry);
+        say_stand(&remote.entry, State::Loading, 0);
+        remote.entry.settle();
+        assert_eq!(*lock(&failed), None, "it may go yet");
+        say_stand(&remote.entry, State::Ready, 0);
+        remote.entry.settle();
+        assert_eq!(*lock(&failed), Some(lost()));
+        assert_eq!(owner.heard().as_deref(), Some("cancel 1"));
+        assert_eq!(remote.entry.load(), 0);
+    }
+
+    /// With an inexact class an answer that has begun cannot continue with another owner.
+    #[test]
+    fn an_answer_that_cannot_go_on_ends_while_its_owner_starts_again() {
+        for (class, begun, is_over) in [
+            ("mlx", true, true),
+            ("mlx", false, false),
+            ("cpu", true, false),
+        ] {
+            let (remote, _owner, ticket, failed) = asked(class);
+            if begun {
+                generate(&remote.entry, ticket, 7);
+            }
+            remote.entry.deliver(ticket, Reply::Failed(lost()));
+            say_stand(&remote.entry, State::Loading, 0);
+            remote.entry.settle();
+            assert_eq!(*lock(&failed), None, "its owner may hand it on");
+            let_time_go_by(&remote.entry);
+            remote.entry.settle();
+            assert_eq!(lock(&failed).is_some(), is_over, "{class}, begun: {begun}");
+        }
+    }
+
+    #[test]
+    fn what_a_living_owner_refuses_is_asked_again_some_times() {
+        let (remote, owner, ticket, failed) = asked("cpu");
+        for _ in 0..AGAIN_MAX {
+            remote.entry.deliver(ticket, Reply::Failed(refused()));
+            let_time_go_by(&remote.entry);
+            remote.entry.settle();
+            assert_eq!(owner.heard().as_deref(), Some("submit 1 after []"));
+        }
+        assert_eq!(*lock(&failed), None);
+        remote.entry.deliver(ticket, Reply::Failed(refused()));
+        let_time_go_by(&remote.entry);
+        remote.entry.settle();
+        assert_eq!(*lock(&failed), Some(refused()));
+    }
+
+    /// The owner sends a status.
+    pub(in crate::fleet) fn say_stand(entry: &Ingress, state: State, running: usize) {
+        entry.learn(&ServiceStatus {
+            state,
+            running,
+            waiting: 0,
+        });
+    }
+}

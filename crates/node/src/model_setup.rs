@@ -1,0 +1,809 @@
+//! Model setup: opens a model, splits it by the user's options, and loads it in this process or in
+//! workers.
+//!
+//! ```text
+//! Prepared (files, shape, ways to cut it) --here--> Loaded: an engine in this process
+//!        |  forecast: which way first      '--over(crew)--> Loaded: an Instance
+//! ```
+
+use std::io;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use paceline_base::{Bytes, KernelClass, Rank, lock};
+use paceline_comm::Backend;
+use paceline_engine::{
+    Draft, DraftCounters, DraftCounts, Engine, EngineConfig, GenerationRequest, Reply,
+    RequestFailure, Runner, Service, Ticket,
+};
+use paceline_formats::tokenizer::Tokenizer;
+use paceline_model::trace::{RankTrace, Tracer};
+use paceline_model::{
+    ADAPTERS_MAX, Config, ExpertUses, MlxPlaces, ModelSource, Split, SplitKind, kv_transfer_plan,
+};
+use paceline_plan::prefill_offload::PrefillOffload;
+use paceline_tensor::{Kernels, KvType};
+
+use crate::adapters::{AdapterOf, read_all};
+use crate::forecast::{Forecast, Setting};
+use crate::instance::prefill::{GroupEventSender, group_events};
+use crate::instance::rebalancing::lighter;
+use crate::load::ShardSpec;
+use crate::prefill::UNDER_WAY_MAX;
+use crate::sharding::asked;
+use crate::supervisor::ChangeRecord;
+use crate::workers::InstanceWorkers;
+use crate::{
+    Error, Instance, InstanceConfig, InstanceTraffic, Observer, PlannedSplit, SharedForecast,
+};
+use crate::{identity, load_whole, texts};
+
+/// Default maximum of draft tokens verified in a step. More than eight are rarely all right (a rate
+/// of 0.8 each gives 0.17 for all eight).
+pub const DRAFTS: usize = 8;
+
+/// Prompt length in tokens for predictions of prefill speed.
+const PREDICTED_PROMPT: u32 = 2048;
+
+/// Options of a model's computation.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Kernel class of each node: the same within a stage.
+    pub classes: Vec<KernelClass>,
+    /// Threads of each node.
+    pub threads: usize,
+    /// Type of keys and values, if not that of the class; not on MLX.
+    pub kv: Option<KvType>,
+    pub nodes: u32,
+    /// Kind of split: tensor, pipeline or both.
+    pub kind: SplitKind,
+    /// Relative share of each node; empty for equal shares.
+    pub shares: Vec<u32>,
+    /// Transport between the nodes.
+    pub backend: Backend,
+    /// Transport whose cost is measured for predictions.
+    pub probed: Backend,
+}
+
+impl Options {
+    /// Whether every node uses our own kernels, whose speed is known.
+    fn on_cpu(&self) -> bool {
+        !self.classes.iter().any(|class| class.is_mlx())
+    }
+
+    /// Checks that the nodes of every stage of `split` have one kernel class.
+    ///
+    /// # Errors
+    /// [`Error::MixedStage`].
+    fn check(&self, config: &Config, split: &Split) -> Result<(), Error> {
+        for (node, class) in (0..).zip(&self.classes) {
+            let ranks = split.shard(config, Rank(node)).stage_ranks();
+            let (a, b) = (self.classes[ranks.start as usize], *class);
+            if a != b {
+                return Err(Error::MixedStage { a, b });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A model that was opened and split without errors, and is not loaded yet.
+#[derive(Debug)]
+pub struct PreparedModel {
+    source: Arc<ModelSource>,
+    identity: OnceLock<String>,
+    config: Config,
+    options: Options,
+    engine: EngineConfig,
+    /// The initial split.
+    cut: PlannedSplit,
+    /// Nodes that own its instance after this one, in order.
+    successors: Vec<usize>,
+    forecast: Option<SharedForecast>,
+    /// Whether a split is replaced when another turns out faster.
+    steers: bool,
+    /// Time an epoch answers before standbys with a copy of each shard start.
+    spares: Option<Duration>,
+    /// Whether shares are rebalanced by the ranks' step times.
+    follows: bool,
+    goes_on: bool,
+    draft: Option<DraftModel>,
+    adapters: Vec<AdapterOf>,
+    /// The same model on its prefill nodes.
+    prompts: Option<Box<Self>>,
+    /// Offload prompts of at least this many uncached tokens, without a comparison of speeds.
+    prompts_from: Option<u32>,
+}
+
+/// The draft model of another one.
+#[derive(Debug)]
+struct DraftModel {
+    source: Arc<ModelSource>,
+    identity: String,
+    tokenizer: Arc<Tokenizer>,
+}
+
+impl PreparedModel {
+    /// Reads the shape and splits the model; `sizes` returns the engine's sizes for that shape.
+    ///
+    /// # Errors
+    /// The model is invalid, or cannot be split like that.
+    pub fn new(
+        source: Arc<ModelSource>,
+        options: Options,
+        sizes: impl FnOnce(&Config) -> EngineConfig,
+    ) -> Result<Self, Error> {
+        let config = Config::read(&source)?;
+        let placement = asked(&config, options.kind, options.nodes, &options.shares)?;
+        let cut = PlannedSplit::new(&config, placement, None)?;
+        Ok(Self {
+            engine: sizes(&config),
+            source,
+            identity: OnceLock::new(),
+            config,
+            options,
+            cut,
+            successors: Vec::new(),
+            forecast: None,
+            steers: false,
+            spares: None,
+            follows: false,
+            goes_on: false,
+            draft: None,
+            adapters: Vec::new(),
+            prompts: None,
+            prompts_from: None,
+        })
+    }
+
+    /// Adds an adapter, which requests select by `name`. Reads it. The weights are shared by all
+    /// adapters.
+    ///
+    /// # Errors
+    /// [`Error::SameAdapter`]; [`Error::AdapterOnMlx`] on MLX; [`Error::Adapter`] for invalid
+    /// files, and [`Error::Model`] if it does not fit the model.
+    pub fn adapt(&mut self, name: &str, path: &Path) -> Result<(), Error> {
+        if !self.options.on_cpu() {
+            return Err(Error::AdapterOnMlx);
+        }
+        if self.adapters.iter().any(|known| known.name == name) {
+            let name = name.to_owned();
+            return Err(Error::SameAdapter { name });
+        }
+        let (got, most) = (self.adapters.len() + 1, ADAPTERS_MAX);
+        if got > most {
+            return Err(paceline_model::Error::Adapters { got, most }.into());
+        }
+        let adapter = AdapterOf::look(name, path, &self.config)?;
+        self.adapters.push(adapter);
+        Ok(())
+    }
+
+    /// The adapters of the model.
+    pub fn adapters(&self) -> &[AdapterOf] {
+        &self.adapters
+    }
+
+    /// Adds `nodes` prefill nodes, which transfer KV pages to the decode ranks. They compute
+    /// prompts of at least `from` uncached tokens, or those that are faster there. Their split is
+    /// the planner's default.
+    ///
+    /// # Errors
+    /// [`Error::PromptsOnMlx`], [`Error::MixedPrompts`]; [`Error::Model`] for layers that cannot be
+    /// transferred; the model cannot be split over that many nodes.
+    pub fn read_prompts_on(&mut self, nodes: u32, from: Option<u32>) -> Result<(), Error> {
+        if !self.options.on_cpu() {
+            return Err(Error::PromptsOnMlx);
+        }
+        let a = self.options.classes[0];
+        if let Some(b) = self.options.classes.iter().copied().find(|b| *b != a) {
+            return Err(Error::MixedPrompts { a, b });
+        }
+        let options = Options {
+            classes: vec![a; nodes as usize],
+            nodes,
+            kind: SplitKind::Auto,
+            shares: Vec::new(),
+            ..self.options.clone()
+        };
+        let placement = asked(&self.config, options.kind, nodes, &options.shares)?;
+        let cut = PlannedSplit::new(&self.config, placement, None)?;
+        self.check_handed(&cut.split)?;
+        self.identity()?;
+        self.prompts_from = from;
+        self.prompts = Some(Box::new(Self {
+            source: Arc::clone(&self.source),
+            identity: self.identity.clone(),
+            config: self.config.clone(),
+            options,
+            engine: EngineConfig {
+                cache_positions: self.engine.context,
+                max_running: 1, // so it gives pages away that it has read before
+                max_waiting: UNDER_WAY_MAX + 1, // a cancelled one may still be queued
+                drafts: 0,
+                ..self.engine.clone()
+            },
+            cut,
+            successors: Vec::new(),
+            forecast: None,
+            steers: false,
+            spares: None,
+            follows: false,
+            goes_on: self.goes_on,
+            draft: None,
+            adapters: Vec::new(),
+            prompts: None,
+            prompts_from: None,
+        }));
+        Ok(())
+    }
+
+    /// Checks that every decode rank can get its part of pages from ranks by the split `givers`.
+    fn check_handed(&self, givers: &Split) -> Result<(), Error> {
+        let kv = self.options.kv;
+        let kv = kv.unwrap_or_else(|| KvType::of(self.options.classes[0]));
+        for cut in self.cuts() {
+            let takers = &cut.split;
+            for to in (0..takers.ranks()).map(Rank) {
+                kv_transfer_plan(&self.config, kv, (givers, Rank(0)), (takers, to))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same model on its prefill nodes, if there are some.
+    pub fn prompts(&self) -> Option<&Self> {
+        self.prompts.as_deref()
+    }
+
+    /// Adds a draft model for speculative decoding, which the leader loads whole. It proposes up to
+    /// [`EngineConfig::drafts`] tokens a step, [`DRAFTS`] if that is 0. The initial split is kept,
+    /// because speeds then depend on the text. Reads both vocabularies.
+    ///
+    /// # Errors
+    /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] on MLX, and errors of the
+    /// draft's files.
+    pub fn guess_with(&mut self, source: Arc<ModelSource>) -> Result<(), Error> {
+        if !self.options.on_cpu() {
+            return Err(Error::DraftOnMlx);
+        }
+        Config::read(&source)?;
+        let of_draft = Arc::new(texts::tokenizer(&source)?);
+        Draft::check(&of_draft, &texts::tokenizer(&self.source)?)?;
+        let identity = identity(&source).map_err(|source| Error::System {
+            what: "read the draft model's files",
+            source,
+        })?;
+        if self.engine.drafts == 0 {
+            self.engine.drafts = DRAFTS;
+        }
+        self.draft = Some(DraftModel {
+            source,
+            identity,
+            tokenizer: of_draft,
+        });
+        Ok(())
+    }
+
+    /// The model's files.
+    pub const fn source(&self) -> &Arc<ModelSource> {
+        &self.source
+    }
+
+    /// The identity of the model's files, by [`identity`](crate::identity). Computed once, at its
+    /// cost.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn identity(&self) -> Result<&str, Error> {
+        if let Some(known) = self.identity.get() {
+            return Ok(known);
+        }
+        let found = identity(&self.source).map_err(|source| Error::System {
+            what: "read the model's files",
+            source,
+        })?;
+        Ok(self.identity.get_or_init(|| found))
+    }
+
+    /// The shape.
+    pub const fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The options of its computation.
+    pub const fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Sizes of the engine.
+    pub const fn engine(&self) -> &EngineConfig {
+        &self.engine
+    }
+
+    /// The initial split.
+    pub const fn split(&self) -> &Split {
+        &self.cut.split
+    }
+
+    /// Sets the nodes that own its instance after this one, as indices of its nodes.
+    pub fn succeed(&mut self, successors: Vec<usize>) {
+        self.successors = successors;
+    }
+
+    /// The setting of a forecast.
+    pub fn setting(&self, backend: Backend) -> Setting<'_> {
+        Setting {
+            source: &self.source,
+            config: &self.config,
+            class: self.options.classes[0],
+            threads: self.options.threads,
+            backend,
+        }
+    }
+
+    /// Measures the model's speed on this machine, or loads earlier measurements from `home`. An
+    /// automatic split is then chosen by the forecast, and replaced when it turns out slower.
+    /// Without measurements nothing changes; a forecast is optional. Only our own kernels are
+    /// measured.
+    pub fn forecast(&mut self, home: &Path, kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>) {
+        let nodes = self.options.nodes;
+        if !self.options.on_cpu() {
+            return;
+        }
+        let setting = self.setting(self.options.probed);
+        let forecast = Forecast::new(home, setting, nodes, kernels).ok();
+        self.forecast = forecast.map(|forecast| Arc::new(Mutex::new(forecast)));
+        self.steers = nodes > 1 && self.options.kind == SplitKind::Auto;
+        let cuts = self.cuts();
+        self.cut = cuts[best(&cuts)].clone();
+        self.steers &= self.draft.is_none() && !self.follows;
+    }
+
+    /// Keeps the chosen split, even if it turns out slower than another.
+    pub const fn stay(&mut self) {
+        self.steers = false;
+    }
+
+    /// Keeps a standby copy of each shard packed on another machine, if there is one. Starts once
+    /// an epoch has answered for `after`. A recovery then needs no loading.
+    pub const fn keep_spares(&mut self, after: Duration) {
+        self.spares = Some(after);
+    }
+
+    /// Restarts its instance after any failure, because it was started before, by another owner.
+    pub fn go_on(&mut self) {
+        self.goes_on = true;
+        if let Some(prompts) = &mut self.prompts {
+            prompts.goes_on = true;
+        }
+    }
+
+    /// Rebalances shares: ranks on busy machines give work to the others while they are slower.
+    /// Replaces other changes of the split. Has no effect with one rank or on MLX.
+    pub fn follow_use(&mut self) {
+        self.follows = self.options.nodes > 1 && self.options.on_cpu();
+        self.steers &= !self.follows;
+    }
+
+    /// The possible splits: all if the split is steered, or variants with less for one rank if
+    /// shares are rebalanced.
+    fn cuts(&self) -> Vec<PlannedSplit> {
+        let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
+        let mut cuts = Vec::new();
+        if let (true, Some(forecast)) = (self.steers, &forecast) {
+            let (nodes, shares) = (self.options.nodes, &self.options.shares);
+            cuts.extend(forecast.ways(&self.config, nodes, shares));
+            cuts.retain(|cut| self.options.check(&self.config, &cut.split).is_ok());
+        }
+        if cuts.is_empty() {
+            let known = |all: &Forecast| all.predict(&self.config, &self.cut.split).ok();
+            let first = PlannedSplit {
+                tok_s: forecast.as_deref().and_then(known),
+                ..self.cut.clone()
+            };
+            let shares = &self.options.shares;
+            let lighter = self.follows.then(|| lighter(&self.config, &first, shares));
+            cuts.push(first);
+            cuts.extend(lighter.into_iter().flatten());
+        }
+        for cut in &mut cuts {
+            cut.placement.successors.clone_from(&self.successors);
+        }
+        cuts
+    }
+
+    /// Starts it on the workers of `workers`, one for each node; with `restart` a new epoch follows a
+    /// failure. Returns at once: [`Instance::ready`] waits.
+    ///
+    /// # Errors
+    /// [`Error::MixedStage`]; what the system refuses.
+    pub fn over(
+        &self,
+        crew: Box<dyn InstanceWorkers>,
+        restart: bool,
+        observer: Observer,
+    ) -> Result<Instance, Error> {
+        self.begin(crew, restart, observer, None)
+    }
+
+    /// As [`over`](Self::over), with the workers of `prompts` as prefill nodes. These are restarted
+    /// after any failure; meanwhile the decode nodes answer without them.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn over_apart(
+        &self,
+        crew: Box<dyn InstanceWorkers>,
+        prompts: Box<dyn InstanceWorkers>,
+        restart: bool,
+        observer: Observer,
+    ) -> Result<Instance, Error> {
+        let Some(of_prompts) = &self.prompts else {
+            return self.over(crew, restart, observer);
+        };
+        let (here, there, heard) = group_events();
+        // The decode instance reports their state.
+        let quiet: Observer = Box::new(|_, _| {});
+        let prompts = of_prompts.begin(prompts, true, quiet, Some(there))?;
+        let instance = self.begin(crew, restart, observer, Some(here))?;
+        // An instance that was started before answers even without them.
+        let readers = (self.readers(of_prompts), !self.goes_on);
+        instance.with_prompts(prompts, heard, readers)
+    }
+
+    /// The predicted prefill speeds of the decode and prefill ranks, until prompts are measured.
+    /// They hold for nodes of one machine, which are measured.
+    fn readers(&self, of_prompts: &Self) -> PrefillOffload {
+        let forecast = self.forecast.as_ref().map(|forecast| lock(forecast));
+        let tok_s = |split: &Split| {
+            let seconds = forecast.as_ref()?;
+            let seconds = seconds.predict_prompt(&self.config, split, PREDICTED_PROMPT);
+            Some(f64::from(PREDICTED_PROMPT) / seconds.ok()?)
+        };
+        let predicted =
+            PrefillOffload::predicted(tok_s(&self.cut.split), tok_s(&of_prompts.cut.split));
+        predicted.with_least(self.prompts_from)
+    }
+
+    fn begin(
+        &self,
+        crew: Box<dyn InstanceWorkers>,
+        restart: bool,
+        observer: Observer,
+        hears: Option<GroupEventSender>,
+    ) -> Result<Instance, Error> {
+        let cuts = self.cuts();
+        let first = best(&cuts);
+        self.options.check(&self.config, &cuts[first].split)?;
+        let spec = InstanceConfig {
+            identity: self.identity()?.to_owned(),
+            config: self.config.clone(),
+            classes: self.options.classes.clone(),
+            threads: self.options.threads,
+            kv: self.options.kv,
+            backend: self.options.backend,
+            engine: self.engine.clone(),
+            cuts,
+            first,
+            forecast: self.forecast.clone(),
+            restart,
+            spares: self.spares,
+            draft: self.draft.as_ref().map(|draft| draft.identity.clone()),
+            adapters: self.adapters.clone(),
+            follows: self.follows,
+            goes_on: self.goes_on,
+            hears,
+        };
+        Instance::begin(spec, crew, observer)
+    }
+
+    /// Wraps an instance of this model, ready to answer.
+    pub fn loaded(self, instance: Instance) -> ServingModel {
+        ServingModel {
+            computing: Computing::Crew(instance),
+            forecast: self.forecast,
+            config: self.config,
+            split: self.cut.split,
+        }
+    }
+
+    /// Wraps a service on another machine or process as this model; `device` is its device.
+    pub fn elsewhere(self, service: Arc<dyn Service>, device: String) -> ServingModel {
+        ServingModel {
+            computing: Computing::Elsewhere { service, device },
+            forecast: None,
+            config: self.config,
+            split: self.cut.split,
+        }
+    }
+
+    /// Loads it whole, into this process.
+    ///
+    /// # Errors
+    /// The model cannot be loaded, or MLX is not available for its class.
+    pub fn here(
+        self,
+        tokenizer: Arc<Tokenizer>,
+        mlx: &MlxPlaces,
+        kernels: Arc<Kernels>,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<ServingModel, Error> {
+        let split = Split::whole(&self.config);
+        let wanted = ShardSpec {
+            source: &self.source,
+            split: &split,
+            rank: Rank(0),
+            class: self.options.classes[0],
+            kv: self.options.kv,
+            engine: &self.engine,
+            mlx,
+            adapters: &read_all(&self.adapters, &self.config)?,
+        };
+        let model = wanted.load(None, Arc::clone(&kernels), progress)?;
+        let (device, weights) = (model.device(), model.weight_bytes());
+        let config = self.engine.clone();
+        let mut engine = Engine::new(model, tokenizer, self.engine)?;
+        if let Some(DraftModel {
+            source, tokenizer, ..
+        }) = self.draft
+        {
+            let numbers = (self.options.classes[0], None);
+            let model = load_whole(&source, numbers, &config, mlx, kernels, |_, _| {})?;
+            engine.set_draft_model(Draft {
+                model,
+                tokenizer,
+                now: Instant::now,
+            })?;
+        }
+        Ok(ServingModel {
+            computing: Computing::Here {
+                tracer: engine.tracer().clone(),
+                guesses: engine.draft_counters().clone(),
+                runner: Runner::start(engine, Instant::now),
+                weights,
+                device,
+            },
+            forecast: self.forecast,
+            config: self.config,
+            split: self.cut.split,
+        })
+    }
+}
+
+/// Index of the split with the best prediction, the first among equals; the first if nothing is
+/// predicted.
+fn best(cuts: &[PlannedSplit]) -> usize {
+    let speed = |i: usize| cuts[i].tok_s.unwrap_or(0.0);
+    (0..cuts.len()).fold(0, |best, i| if speed(i) > speed(best) { i } else { best })
+}
+
+/// A model that is ready to answer.
+#[derive(Debug)]
+pub struct ServingModel {
+    computing: Computing,
+    forecast: Option<SharedForecast>,
+    config: Config,
+    /// The initial split.
+    split: Split,
+}
+
+#[derive(Debug)]
+enum Computing {
+    Here {
+        tracer: Tracer,
+        guesses: DraftCounters,
+        runner: Runner,
+        weights: Bytes,
+        device: String,
+    },
+    Crew(Instance),
+    /// It runs on a node.
+    Elsewhere {
+        service: Arc<dyn Service>,
+        device: String,
+    },
+}
+
+impl ServingModel {
+    /// The service that answers.
+    pub fn service(&self) -> &dyn Service {
+        match &self.computing {
+            Computing::Here { runner, .. } => runner,
+            Computing::Crew(instance) => instance,
+            Computing::Elsewhere { service, .. } => &**service,
+        }
+    }
+
+    /// The shape.
+    pub const fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The split in use.
+    pub fn split(&self) -> &Split {
+        match &self.computing {
+            Computing::Here { .. } | Computing::Elsewhere { .. } => &self.split,
+            Computing::Crew(instance) => instance.split(),
+        }
+    }
+
+    /// Number of nodes.
+    pub fn nodes(&self) -> u32 {
+        self.split.ranks()
+    }
+
+    /// Packed weights of each rank; empty without workers.
+    pub fn weights(&self) -> Vec<Bytes> {
+        match &self.computing {
+            Computing::Here { weights, .. } => vec![*weights],
+            Computing::Elsewhere { .. } => Vec::new(),
+            Computing::Crew(instance) => {
+                let facts = instance.facts();
+                facts.iter().map(|rank| Bytes(rank.weight_bytes)).collect()
+            }
+        }
+    }
+
+    /// The instruction set or device of the first rank.
+    pub fn device(&self) -> String {
+        match &self.computing {
+            Computing::Here { device, .. } | Computing::Elsewhere { device, .. } => device.clone(),
+            Computing::Crew(instance) => {
+                let first = instance.facts().into_iter().next();
+                first.map_or_else(String::new, |rank| rank.instruction_set)
+            }
+        }
+    }
+
+    /// Predicted decode tokens a second, corrected by runs before the start; `None` without
+    /// measurements.
+    pub fn predicted(&self) -> Option<f64> {
+        match &self.computing {
+            Computing::Elsewhere { .. } => None,
+            Computing::Here { .. } => {
+                let forecast = lock(self.forecast.as_ref()?);
+                forecast.predict(&self.config, &self.split).ok()
+            }
+            Computing::Crew(instance) => instance.predicted(),
+        }
+    }
+
+    /// As [`predicted`](Self::predicted) with `keys` in the cache.
+    pub fn predicted_at(&self, keys: u32) -> Option<f64> {
+        let forecast = lock(self.forecast.as_ref()?);
+        forecast.predict_at(&self.config, self.split(), keys).ok()
+    }
+
+    /// Stores the decode speed of an answer with `keys` in the cache. Workers are measured in any
+    /// case.
+    pub fn learn(&self, keys: u32, decode_tok_s: f64) {
+        if let (Computing::Here { .. }, Some(forecast)) = (&self.computing, &self.forecast) {
+            lock(forecast).learn(&self.config, &self.split, (keys, decode_tok_s));
+        }
+    }
+
+    /// Changes of the split so far.
+    pub fn changes(&self) -> Vec<ChangeRecord> {
+        match &self.computing {
+            Computing::Here { .. } | Computing::Elsewhere { .. } => Vec::new(),
+            Computing::Crew(instance) => instance.changes(),
+        }
+    }
+
+    /// Bytes moved by the nodes so far; `None` for one node, or if one does not answer.
+    pub fn moved(&self) -> Option<InstanceTraffic> {
+        match &self.computing {
+            Computing::Here { .. } | Computing::Elsewhere { .. } => None,
+            Computing::Crew(instance) => instance.moved(),
+        }
+    }
+
+    /// Starts a trace on every rank, until [`answer_traces`](Self::traced).
+    pub fn trace(&self) {
+        match &self.computing {
+            Computing::Here { tracer, .. } => tracer.start(),
+            Computing::Crew(instance) => instance.trace(),
+            Computing::Elsewhere { .. } => {} // `Fleet::trace` does that
+        }
+    }
+
+    /// Ends a trace; returns the recordings of each rank, in rank order.
+    ///
+    /// # Errors
+    /// As [`Instance::traced`].
+    pub fn traced(&self) -> Result<Vec<RankTrace>, Error> {
+        match &self.computing {
+            Computing::Here { tracer, .. } => Ok(vec![tracer.stop()]),
+            Computing::Crew(instance) => instance.traced(),
+            Computing::Elsewhere { .. } => Ok(Vec::new()),
+        }
+    }
+
+    /// Draft tokens verified so far; zero if a node does not answer.
+    pub fn guesses(&self) -> DraftCounts {
+        match &self.computing {
+            Computing::Here { guesses, .. } => guesses.totals(),
+            Computing::Crew(instance) => instance.guesses(),
+            Computing::Elsewhere { .. } => DraftCounts::default(),
+        }
+    }
+
+    /// How often the experts of each layer were chosen since the weights were loaded; empty without
+    /// experts, or if a node does not answer.
+    pub fn expert_uses(&self) -> Vec<ExpertUses> {
+        match &self.computing {
+            Computing::Here { runner, .. } => {
+                let uses = runner.inspect(|engine| engine.model().expert_uses());
+                uses.unwrap_or_default()
+            }
+            Computing::Crew(instance) => instance.expert_uses(),
+            Computing::Elsewhere { .. } => Vec::new(),
+        }
+    }
+
+    /// Starts an answer.
+    ///
+    /// # Errors
+    /// Refusals before computation starts.
+    pub fn submit(&self, request: GenerationRequest) -> Result<ReplyStream<'_>, RequestFailure> {
+        let (sender, replies) = channel();
+        let sink = Box::new(move |reply| {
+            let _ = sender.send((Instant::now(), reply)); // the receiver may be gone
+        });
+        let service = self.service();
+        let ticket = service.submit(request, sink)?;
+        Ok(ReplyStream {
+            service,
+            ticket,
+            replies,
+        })
+    }
+}
+
+/// An answer that is being computed. Dropping it stops it.
+#[derive(Debug)]
+pub struct ReplyStream<'a> {
+    service: &'a dyn Service,
+    ticket: Ticket,
+    replies: Receiver<(Instant, Reply)>,
+}
+
+impl ReplyStream<'_> {
+    /// Waits for the next reply; returns its arrival time.
+    ///
+    /// # Errors
+    /// [`Failure`] if the answer will not be completed.
+    pub fn next(&self) -> Result<(Instant, Reply), RequestFailure> {
+        Self::reply(self.replies.recv().ok())
+    }
+
+    /// As [`next`](Self::next), for at most `limit`; `None` when no reply came in that time.
+    ///
+    /// # Errors
+    /// As of [`next`](Self::next).
+    pub fn next_within(&self, limit: Duration) -> Result<Option<(Instant, Reply)>, RequestFailure> {
+        match self.replies.recv_timeout(limit) {
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            other => Self::reply(other.ok()).map(Some),
+        }
+    }
+
+    fn reply(reply: Option<(Instant, Reply)>) -> Result<(Instant, Reply), RequestFailure> {
+        match reply {
+            Some((_, Reply::Failed(failure))) => Err(failure),
+            Some(reply) => Ok(reply),
+            None => Err(RequestFailure::Lost {
+                reason: "what computed it ended".to_owned(),
+            }),
+        }
+    }
+}
+
+impl Drop for ReplyStream<'_> {
+    fn drop(&mut self) {
+        self.service.cancel(self.ticket); // does nothing for one that is complete
+    }
+}

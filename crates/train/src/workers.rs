@@ -1,0 +1,524 @@
+//! The workers that compute the leaves of a step: this process, or worker processes. Each of those
+//! has the whole model ([`leaves`]) or a stage of it ([`pipeline`]).
+//!
+//! A worker that ends, hangs ([`deadline`]) or sends garbage loses its leaves, and the others
+//! compute those. The sum is the same, because a leaf depends on no worker and the tree on no
+//! distribution of leaves. A replacement is started and joins when it has loaded the model.
+
+mod deadline;
+mod flow;
+mod leaves;
+mod pipeline;
+
+use std::ffi::OsString;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use paceline_base::tree::Stack;
+use paceline_base::{Rank, hex};
+use paceline_cluster::sandbox::Sandbox;
+use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
+use paceline_model::adapter::files::tensors;
+use sha2::{Digest, Sha256};
+
+use crate::error::Error;
+use crate::messages::{FromWorker, LeafTask, ToWorker};
+use crate::net::{KEPT_BYTES, Pass};
+use crate::run::{TrainingJob, TrainingProgress, TrainingRun};
+use crate::stage::ModelStage;
+use deadline::{Deadlines, Overdue};
+
+/// Longest silence of a worker before its leaves go to others. Its signs of life do not depend on
+/// what it computes.
+const SILENCE: Duration = Duration::from_secs(5);
+
+/// Time for workers to end by themselves before they are killed.
+const GRACE: Duration = Duration::from_millis(300);
+
+/// Poll interval of the parent while workers compute.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// Workers that end in a row without having computed anything before none is started any more.
+const FRUITLESS_MAX: u32 = 8;
+
+/// The processes that compute leaves.
+#[derive(Debug)]
+pub struct TrainingWorkers {
+    team: Option<WorkerSet>,
+}
+
+/// Worker processes that are to be started.
+#[derive(Debug)]
+pub struct WorkerOptions {
+    /// A program that is [`worker::run`](crate::worker::run), or
+    /// [`remote::near`](crate::bridge::near()) to one.
+    pub program: PathBuf,
+    /// Each of them, at least one.
+    pub posts: Vec<Post>,
+    /// All of every one's environment.
+    pub env: Vec<(OsString, OsString)>,
+    /// Stages that the model is cut into. Worker `n` has stage `n` modulo this.
+    pub stages: usize,
+    /// Folder of exchanged files: made, and removed at the end.
+    pub exchange: PathBuf,
+}
+
+/// A worker process.
+#[derive(Clone, Debug)]
+pub struct Post {
+    pub args: Vec<OsString>,
+    /// Its threads; 0 for as many as its machine has cores.
+    pub threads: usize,
+    /// Display name of its machine; empty for this one. Workers that are all on this machine are
+    /// sandboxed: they may write exchanged files only.
+    pub place: String,
+}
+
+impl TrainingWorkers {
+    /// This process.
+    pub const fn here() -> Self {
+        Self { team: None }
+    }
+
+    /// Starts workers for a run. Dropping this ends them.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for fewer workers than stages; [`Error::Cluster`], [`Error::Files`].
+    pub fn start(processes: WorkerOptions, run: &TrainingRun) -> Result<Self, Error> {
+        let (count, stages) = (processes.posts.len(), processes.stages.max(1));
+        if count < stages {
+            return Err(Error::Option {
+                option: "--nodes",
+                got: count.to_string(),
+                expected: format!("a node for each of {stages} stages at least"),
+            });
+        }
+        let exchange = processes.exchange;
+        let _ = std::fs::remove_dir_all(&exchange); // of a run that was killed
+        std::fs::create_dir_all(&exchange).map_err(Error::file("make", &exchange))?;
+        let args = processes.posts.iter().map(|post| post.args.clone());
+        let mut spec = WorkerSpec::new(processes.program, args.collect());
+        (spec.env, spec.env_alone) = (processes.env, true);
+        // A process that forwards to another machine starts `ssh`, which writes below the home.
+        if processes.posts.iter().all(|post| post.place.is_empty()) {
+            spec.sandbox = Some(Sandbox::Worker);
+            spec.writable = vec![exchange.clone()];
+        }
+        spec.limits = WorkerLimits {
+            silence: SILENCE,
+            write: SILENCE,
+            ..WorkerLimits::default()
+        };
+        let mut team = WorkerSet {
+            workers: Workers::spawn(spec)?,
+            members: (0..count).map(|_| TrainingWorker::default()).collect(),
+            deadlines: Deadlines::new(count),
+            stages,
+            lost: 0,
+            fruitless: 0,
+            last: String::new(),
+            untold: Vec::new(),
+            engine: None,
+            notes: Vec::new(),
+            job: run.job.clone(),
+            posts: processes.posts,
+            expected: (
+                run.net.fingerprint().to_owned(),
+                run.examples.digest.clone(),
+            ),
+            exchange,
+        };
+        for rank in 0..count {
+            team.welcome(rank as u32);
+        }
+        Ok(Self { team: Some(team) })
+    }
+
+    /// Workers that were lost so far.
+    pub fn lost(&self) -> u32 {
+        self.team.as_ref().map_or(0, |team| team.lost)
+    }
+
+    /// Workers that can compute now.
+    pub fn nodes(&self) -> u32 {
+        let ready = |team: &WorkerSet| team.members.iter().filter(|m| m.is_ready).count() as u32;
+        self.team.as_ref().map_or(1, ready)
+    }
+
+    /// Process ids by rank: for reports.
+    pub fn ids(&self) -> Vec<u32> {
+        self.team
+            .as_ref()
+            .map(|team| team.workers.ids())
+            .unwrap_or_default()
+    }
+
+    /// The loss and the gradient of a step.
+    pub(crate) fn step(
+        &mut self,
+        run: &TrainingRun,
+        params: &[f32],
+        step: u64,
+        clock: &dyn Fn() -> f64,
+        watch: &mut dyn FnMut(TrainingProgress),
+    ) -> Result<(f64, Vec<f32>), Error> {
+        let at = At { step, clock };
+        match &mut self.team {
+            None => alone(run, params, step),
+            Some(team) if team.stages == 1 => team.leaves(run, params, &at, watch),
+            Some(team) => team.trained(run, params, &at, watch),
+        }
+    }
+
+    /// The loss of each row of what is held out, with the values before a step.
+    pub(crate) fn judge(
+        &mut self,
+        run: &TrainingRun,
+        params: &[f32],
+        step: u64,
+        clock: &dyn Fn() -> f64,
+        watch: &mut dyn FnMut(TrainingProgress),
+    ) -> Result<Vec<f64>, Error> {
+        let at = At { step, clock };
+        match &mut self.team {
+            Some(team) if team.stages > 1 => team.judged(run, params, &at, watch),
+            _ => run.losses(params),
+        }
+    }
+}
+
+/// A step in this process.
+fn alone(run: &TrainingRun, params: &[f32], step: u64) -> Result<(f64, Vec<f32>), Error> {
+    let mut grads = vec![0.0; params.len()];
+    let parts = run.net.parts();
+    let losses = compute(
+        run,
+        params,
+        step,
+        0..run.order.leaves(),
+        &mut |part, roots| {
+            grads[parts[part].clone()].copy_from_slice(roots);
+            Ok(())
+        },
+    )?;
+    Ok((losses.iter().sum(), grads))
+}
+
+/// Receives the number of a trained part and the values of its roots.
+pub(crate) type PartSink<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Error> + 'a;
+
+/// Losses of leaves. `done` receives the number of each trained part and the values of the roots of
+/// the leaves' range, as soon as they are computed. The last layer's arrive while the one before is
+/// computed.
+pub(crate) fn compute(
+    run: &TrainingRun,
+    params: &[f32],
+    step: u64,
+    leaves: Range<usize>,
+    done: &mut PartSink<'_>,
+) -> Result<Vec<f64>, Error> {
+    let mut sums = Sums::new(run, params.len(), leaves.start);
+    let mut losses = Vec::with_capacity(leaves.len());
+    let together = run.net.together(run.job.tokens_max * run.job.leaf);
+    let all: Vec<usize> = leaves.collect();
+    let judged = run.judged(step);
+    for group in all.chunks(together) {
+        let is_last = group.last() == all.last();
+        // A single leaf stores activations; several store their layers' inputs alone.
+        let keep = if group.len() == 1 { KEPT_BYTES } else { 0 };
+        let mut passes: Vec<Pass> = Vec::with_capacity(group.len());
+        let last = run.net.parts().len() - 1;
+        for number in group {
+            let (leaf, chance) = run.leaf(step, *number);
+            let mut pass = run.net.begin(params, &leaf, (None, chance), keep)?;
+            let at = (&mut pass, &leaf);
+            losses.push(run.net.top(params, at, judged, &mut sums.grads)?);
+            sums.push(last);
+            passes.push(pass);
+        }
+        sums.report_part(last, is_last, done)?;
+        for part in (1..last).rev() {
+            for pass in &mut passes {
+                run.net.down(params, pass, &mut sums.grads)?;
+                sums.push(part);
+            }
+            sums.report_part(part, is_last, done)?;
+        }
+        for pass in &passes {
+            run.net.bottom(pass, &mut sums.grads);
+            sums.push(0);
+        }
+        sums.report_part(0, is_last, done)?;
+    }
+    Ok(losses)
+}
+
+/// The trees over leaves of all parts of what is trained.
+struct Sums<'a> {
+    parts: &'a [Range<usize>],
+    stacks: Vec<Stack>,
+    /// Gradients of the current leaf; zero outside of the parts in progress.
+    grads: Vec<f32>,
+}
+
+impl<'a> Sums<'a> {
+    fn new(run: &'a TrainingRun, n: usize, first_leaf: usize) -> Self {
+        let parts = run.net.parts();
+        let stack = |part: &Range<usize>| {
+            let mut stack = Stack::new(run.order.leaves(), part.len());
+            stack.reset(first_leaf);
+            stack
+        };
+        Self {
+            parts,
+            stacks: parts.iter().map(stack).collect(),
+            grads: vec![0.0; n],
+        }
+    }
+
+    /// A leaf's gradient of a part is complete.
+    fn push(&mut self, part: usize) {
+        let grads = &mut self.grads[self.parts[part].clone()];
+        if !grads.is_empty() {
+            self.stacks[part].push(grads);
+            grads.fill(0.0);
+        }
+    }
+
+    /// Hands out the roots of a part, and forgets them, if no leaf follows.
+    fn report_part(
+        &mut self,
+        part: usize,
+        is_last: bool,
+        done: &mut PartSink<'_>,
+    ) -> Result<(), Error> {
+        if is_last && !self.parts[part].is_empty() {
+            let stack = std::mem::replace(&mut self.stacks[part], Stack::new(1, 0));
+            done(part, stack.values())?;
+        }
+        Ok(())
+    }
+}
+
+/// A worker, as far as the parent knows.
+#[derive(Debug, Default)]
+struct TrainingWorker {
+    is_ready: bool,
+    /// Has a process.
+    is_there: bool,
+    has: AssignedLeaves,
+    /// When it got that.
+    since: f64,
+    /// Leaves a second, 0 before it has computed any.
+    speed: f64,
+}
+
+/// Work that a worker has.
+#[derive(Debug, Default)]
+struct AssignedLeaves {
+    leaves: Vec<Range<usize>>,
+    task: Option<LeafTask>,
+}
+
+/// The number of a step, and the clock.
+struct At<'a> {
+    step: u64,
+    clock: &'a dyn Fn() -> f64,
+}
+
+/// The outcome of an event.
+enum WorkerEvent {
+    Nothing,
+    Lost(AssignedLeaves),
+    Said(u32, FromWorker),
+}
+
+#[derive(Debug)]
+struct WorkerSet {
+    workers: Workers<ToWorker, FromWorker>,
+    members: Vec<TrainingWorker>,
+    deadlines: Deadlines,
+    stages: usize,
+    lost: u32,
+    fruitless: u32,
+    /// Reason for the last loss of a worker.
+    last: String,
+    /// Progress not yet reported to the caller.
+    untold: Vec<TrainingProgress>,
+    /// Class and device of all workers, once one is ready.
+    engine: Option<String>,
+    /// Notes about the engine so far.
+    notes: Vec<String>,
+    job: TrainingJob,
+    posts: Vec<Post>,
+    /// Fingerprints of the model and the data.
+    expected: (String, String),
+    exchange: PathBuf,
+}
+
+impl WorkerSet {
+    /// The stage of a worker.
+    fn stage(&self, rank: usize) -> ModelStage {
+        ModelStage {
+            index: rank % self.stages,
+            of: self.stages,
+        }
+    }
+
+    /// Handles an event; returns only what concerns leaves.
+    fn take(&mut self, event: Event<FromWorker>) -> Result<WorkerEvent, Error> {
+        let (text, rank) = (event.to_string(), event.rank().0);
+        match event {
+            Event::Message { message, .. } => self.handle_message(rank, message),
+            _ if self.members[rank as usize].is_there => {
+                Ok(WorkerEvent::Lost(self.lose(rank, text)))
+            }
+            _ => Ok(WorkerEvent::Nothing),
+        }
+    }
+
+    fn handle_message(&mut self, rank: u32, message: FromWorker) -> Result<WorkerEvent, Error> {
+        let place = self.posts[rank as usize].place.clone();
+        let failed = |reason| Error::Worker {
+            rank,
+            place,
+            reason,
+        };
+        match message {
+            FromWorker::Failed { reason } => Err(failed(reason)),
+            FromWorker::Ready {
+                model,
+                data,
+                engine,
+                notes,
+            } => {
+                let (expected_model, expected_data) = &self.expected;
+                if model != *expected_model {
+                    return Err(failed("its model is another one".to_owned()));
+                }
+                if data != *expected_data {
+                    return Err(failed("it reads other tokens from the data".to_owned()));
+                }
+                let of_others = self.engine.get_or_insert_with(|| engine.clone());
+                if *of_others != engine {
+                    let others = of_others.clone();
+                    let reason = format!("it computes with {engine}, the others with {others}");
+                    return Err(failed(reason));
+                }
+                for note in notes {
+                    if !self.notes.contains(&note) {
+                        self.untold
+                            .push(TrainingProgress::Note { line: note.clone() });
+                        self.notes.push(note);
+                    }
+                }
+                self.members[rank as usize].is_ready = true;
+                Ok(WorkerEvent::Nothing)
+            }
+            other => Ok(WorkerEvent::Said(rank, other)),
+        }
+    }
+
+    /// Whether every stage has a worker, or one that is about to be.
+    fn check_alive(&self) -> Result<(), Error> {
+        let has_one = |stage: usize| {
+            let mut members = self.members.iter().skip(stage).step_by(self.stages);
+            members.any(|member| member.is_there)
+        };
+        match (0..self.stages).all(has_one) {
+            true => Ok(()),
+            false => Err(Error::Lost {
+                last: self.last.clone(),
+            }),
+        }
+    }
+
+    /// Drops a worker, starts another in its place, and returns the leaves that it had.
+    fn lose(&mut self, rank: u32, why: String) -> AssignedLeaves {
+        let gone = std::mem::take(&mut self.members[rank as usize]);
+        self.deadlines.begin(rank as usize, 0);
+        self.lost += 1;
+        self.fruitless += 1;
+        let place = &self.posts[rank as usize].place;
+        let why = match place.as_str() {
+            "" => why,
+            place => format!("{place}: {why}"),
+        };
+        self.untold
+            .push(TrainingProgress::Lost { why: why.clone() });
+        self.last = why;
+        if self.fruitless > FRUITLESS_MAX {
+            self.workers.kill(Rank(rank));
+        } else if self.workers.replace(Rank(rank)).is_ok() {
+            self.welcome(rank);
+        }
+        gone.has
+    }
+
+    /// Drops workers whose leaves are overdue: they hang even if their heartbeats arrive. Returns
+    /// the leaves that they had.
+    fn lose_hung(&mut self, at: &At<'_>) -> Vec<AssignedLeaves> {
+        let over = self.deadlines.overdue((at.clock)()).into_iter();
+        let lose = |Overdue { rank, limit_s }: Overdue| {
+            let why = format!(
+                "rank {rank} hangs: its leaves took more than {limit_s:.0} s, by far longer than \
+                 others"
+            );
+            self.lose(rank, why)
+        };
+        over.map(lose).collect()
+    }
+
+    /// Sends a new worker the description of the run.
+    fn welcome(&mut self, rank: u32) {
+        let message = ToWorker::Start {
+            job: Box::new(self.job.clone()),
+            threads: self.posts[rank as usize].threads,
+            exchange: self.exchange.clone(),
+            stage: self.stage(rank as usize),
+        };
+        // A worker that does not read will be reported as ended.
+        let _ = self.workers.send(Rank(rank), &message);
+        self.members[rank as usize].is_there = true;
+    }
+
+    /// Reports lost workers, and new workers' notes about their engine.
+    fn report_progress(&mut self, watch: &mut dyn FnMut(TrainingProgress)) {
+        self.untold.drain(..).for_each(watch);
+    }
+
+    /// Removes the files of a step.
+    fn forget(&self, step: u64) {
+        // The rest is removed with the folder.
+        let _ = std::fs::remove_dir_all(self.exchange.join(step.to_string()));
+    }
+}
+
+impl Drop for WorkerSet {
+    fn drop(&mut self) {
+        self.workers.stop(GRACE);
+        let _ = std::fs::remove_dir_all(&self.exchange); // nothing of it is needed
+    }
+}
+
+/// Writes values where other processes see them whole or not at all. Gives their SHA-256.
+pub(crate) fn publish(exchange: &Path, name: &str, values: &[f32]) -> Result<String, Error> {
+    let path = exchange.join(name);
+    let folder = path.parent().unwrap_or(exchange);
+    std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
+    let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
+    let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let written =
+        std::fs::write(&temporary, &bytes).and_then(|()| std::fs::rename(&temporary, &path));
+    written.map_err(Error::file("write", &path))?;
+    Ok(hex(&Sha256::digest(&bytes)))
+}
+
+/// The `n` values of a file; with this digest where there is one.
+pub(crate) fn read_values(path: &Path, n: usize, digest: Option<&str>) -> Option<Vec<f32>> {
+    let bytes = std::fs::read(path).ok()?;
+    let is_right = |digest: &str| hex(&Sha256::digest(&bytes)) == digest;
+    let right = bytes.len() == n * size_of::<f32>() && digest.is_none_or(is_right);
+    right.then(|| tensors::floats(&bytes))
+}
