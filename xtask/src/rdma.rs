@@ -1,9 +1,9 @@
 //! `cargo xtask rdma`: tests RDMA over real verbs.
 //!
 //! Boots a virtual machine with a software device (`scripts/rdma/guest.sh`). There it runs the
-//! tests of `crates/comm-rdma/src/tests/shared_library.rs` that need a device. They are the conformance
-//! suite for two ranks, then two ranks as processes that sum 4 B to 1 MB. Opt-in: it takes minutes
-//! and Debian.
+//! tests of `crates/comm-rdma/src/tests/shared_library.rs` that need a device. They are the
+//! conformance suite for two ranks, then two ranks as processes that sum 4 B to 1 MB. Opt-in: it
+//! takes minutes and Debian.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 ///
 /// An absence of the owner adds at most `most`, whether it was suspended, asleep with its machine
 /// or without a core. Peers may have been suspended too, and their messages arrive later. So no
-/// peer times out because of the owner's own absence. `AwakeTime` reads no clock: the caller passes the
-/// time.
+/// peer times out because of the owner's own absence. `AwakeTime` reads no clock: the caller passes
+/// the time.
 #[derive(Clone, Copy, Debug)]
 pub struct AwakeTime {
     looked: Instant,

@@ -7,8 +7,8 @@
 //! files of a model --> served --> the model as clients see it
 //! ```
 //!
-//! - [`Dashboard`]: cluster, telemetry, instances and requests; [`LocalInstances`]: instances of a process
-//!   without a fleet.
+//! - [`Dashboard`]: cluster, telemetry, instances and requests; [`LocalInstances`]: instances of a
+//!   process without a fleet.
 //! - [`commands`]: commands of the dashboard and of local programs.
 //! - [`doctor`]: checks of this machine, with remedies.
 //! - [`engines`]: compute engines of this machine.

@@ -1,8 +1,8 @@
 //! Loads a model for a local program: from files to a service.
 //!
-//! [`SplitModel`] has read the files and chosen a split; errors of the model are known, and no weights
-//! are loaded. It becomes a [`ReadyModel`] in this process ([`SplitModel::here`]), over workers
-//! ([`SplitModel::start`]), or on other nodes ([`SplitModel::elsewhere`]).
+//! [`SplitModel`] has read the files and chosen a split; errors of the model are known, and no
+//! weights are loaded. It becomes a [`ReadyModel`] in this process ([`SplitModel::here`]), over
+//! workers ([`SplitModel::start`]), or on other nodes ([`SplitModel::elsewhere`]).
 
 use std::convert::Infallible;
 use std::ffi::OsString;

@@ -24,8 +24,8 @@ pub fn remover(home: Home) -> Remover {
     Remover(Arc::new(remove))
 }
 
-/// Whether `name` and one of `api_model` are the same stored model. A model has several names: alias,
-/// usual name, hub id, path.
+/// Whether `name` and one of `api_model` are the same stored model. A model has several names:
+/// alias, usual name, hub id, path.
 fn is_served(home: &Home, name: &str, served: &[String]) -> bool {
     let Ok(own) = find_for_removal(home, name) else {
         return false;

@@ -1,7 +1,7 @@
 //! The frame of `paceline top`: a pure function of the node's status (JSON) and the keys typed.
 //!
-//! [`TopView`] has the state, [`frame`] draws it on a terminal, and [`plain`] returns it as text. It
-//! neither polls the node nor reads keys; the command does.
+//! [`TopView`] has the state, [`frame`] draws it on a terminal, and [`plain`] returns it as text.
+//! It neither polls the node nor reads keys; the command does.
 
 use std::cmp::Ordering;
 use std::collections::VecDeque;

@@ -5,8 +5,8 @@
 //! - **A child ends, is killed or crashes:** [`Event::Exited`] at once, after its last messages.
 //!   Its end of the channel closes; a poll every 50 ms detects it if another process holds that
 //!   open.
-//! - **A child is stopped or starved:** [`Event::Silent`] after [`WorkerLimits::silence`] without a byte.
-//!   Before its first byte, a child that is not found stopped has [`WorkerLimits::start`].
+//! - **A child is stopped or starved:** [`Event::Silent`] after [`WorkerLimits::silence`] without a
+//!   byte. Before its first byte, a child that is not found stopped has [`WorkerLimits::start`].
 //! - **A child sends an invalid message:** [`Event::Garbled`], the last event of its channel.
 //! - **A child does not read:** [`Error::Stuck`] from `send` after [`WorkerLimits::write`].
 //! - **A child sends faster than the caller receives:** it waits, and does not count as silent.

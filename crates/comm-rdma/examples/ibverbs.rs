@@ -60,7 +60,8 @@ export! {
     ibv_alloc_pd = alloc_pd(context: *mut IbvContext) -> *mut IbvPd;
     ibv_dealloc_pd = dealloc_pd(pd: *mut IbvPd) -> c_int;
     ibv_create_cq = create_cq(
-        context: *mut IbvContext, length: c_int, own: *mut c_void, channel: *mut c_void, vector: c_int
+        context: *mut IbvContext, length: c_int, own: *mut c_void, channel: *mut c_void,
+        vector: c_int
     ) -> *mut IbvCq;
     ibv_destroy_cq = destroy_cq(cq: *mut IbvCq) -> c_int;
     ibv_create_qp = create_qp(pd: *mut IbvPd, wanted: *mut QpInitAttr) -> *mut IbvQp;
@@ -70,6 +71,8 @@ export! {
         context: *mut IbvContext, port: u8, index: c_int, into: *mut Gid
     ) -> c_int;
     ibv_modify_qp = modify_qp(qp: *mut IbvQp, to: *mut QpAttr, mask: c_int) -> c_int;
-    ibv_reg_mr = reg_mr(pd: *mut IbvPd, start: *mut c_void, bytes: usize, access: c_int) -> *mut IbvMr;
+    ibv_reg_mr = reg_mr(
+        pd: *mut IbvPd, start: *mut c_void, bytes: usize, access: c_int
+    ) -> *mut IbvMr;
     ibv_dereg_mr = dereg_mr(mr: *mut IbvMr) -> c_int;
 }

@@ -1,10 +1,11 @@
 //! Rust declarations of the used part of `infiniband/verbs.h`.
 //!
 //! Layouts are those of rdma-core; Apple's `librdma.dylib` has the same header. Sixteen functions
-//! are symbols of the library ([`VerbsTable`]). `ibv_post_send`, `ibv_post_recv` and `ibv_poll_cq` are
-//! inline functions of the header, on both systems, and go through [`ContextOps`]. Fields beyond
-//! those declared here are private to the library: these structures are only ever pointed to,
-//! unless they are arguments. `layout.rs` compares all offsets with the header, if it is installed.
+//! are symbols of the library ([`VerbsTable`]). `ibv_post_send`, `ibv_post_recv` and `ibv_poll_cq`
+//! are inline functions of the header, on both systems, and go through [`ContextOps`]. Fields
+//! beyond those declared here are private to the library: these structures are only ever pointed
+//! to, unless they are arguments. `layout.rs` compares all offsets with the header, if it is
+//! installed.
 
 #![allow(
     dead_code,

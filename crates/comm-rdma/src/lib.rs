@@ -1,15 +1,15 @@
 //! Ranks connected by RDMA: Thunderbolt cables between Macs, RoCE or InfiniBand.
 //!
-//! [`RdmaProvider`] is a provider for [`paceline_comm::init`]; [`join`] makes a group directly. Of `comm`
-//! the crate uses what [`paceline_comm::provider`] publishes. The ranks meet by TCP, and the links
-//! over cables are a transport below the same collectives and messages.
+//! [`RdmaProvider`] is a provider for [`paceline_comm::init`]; [`join`] makes a group directly. Of
+//! `comm` the crate uses what [`paceline_comm::provider`] publishes. The ranks meet by TCP, and the
+//! links over cables are a transport below the same collectives and messages.
 //!
 //! The verbs library is opened at run time; builds need nothing installed. Queue pairs are of kind
 //! UC and messages are two-sided: Apple's devices support nothing else. JACCL, MLX's library for
 //! these devices, uses them in the same way. The crate understands JACCL's device file, environment
-//! and side channel ([`Matrix`], [`JacclSettings`], [`SideChannel`]). The protocol on the cables is paceline's
-//! own: the frames of every transport, in numbered and acknowledged messages. So messages that UC
-//! loses silently are repeated.
+//! and side channel ([`Matrix`], [`JacclSettings`], [`SideChannel`]). The protocol on the cables is
+//! paceline's own: the frames of every transport, in numbered and acknowledged messages. So
+//! messages that UC loses silently are repeated.
 //!
 //! ```no_run
 //! use std::time::{Duration, Instant};

@@ -32,8 +32,8 @@
 //! - [`provider`]: the interface between [`init`] and backends above this crate (`comm-rdma`,
 //!   `comm-interop`), and the parts that they reuse.
 //! - [`rendezvous`]: how ranks find each other, also again after a failure.
-//! - [`RegisteredMemory`]: memory that devices use in place; [`NonblockingCalls`]: several calls in flight; [`Window`]:
-//!   one-sided access; [`Tuning`]: the choice of algorithms.
+//! - [`RegisteredMemory`]: memory that devices use in place; [`NonblockingCalls`]: several calls in
+//!   flight; [`Window`]: one-sided access; [`Tuning`]: the choice of algorithms.
 //! - [`testing`]: the conformance suite that every provider runs.
 //!
 //! The crate knows nothing about models. Steps and bytes of every algorithm: `docs/algorithms.md`.

@@ -1,5 +1,5 @@
-//! Ranks as threads of one process. They use the same rings as processes (`shared_rings`), without a
-//! join, heartbeats or silence limits.
+//! Ranks as threads of one process. They use the same rings as processes (`shared_rings`), without
+//! a join, heartbeats or silence limits.
 //!
 //! A message longer than a ring is transferred while its receiver polls: `send` waits for that.
 

@@ -1,10 +1,10 @@
 //! Registered memory: buffers that a group's devices may read and write in place.
 //!
-//! A buffer that is used in every step is allocated once, as [`RegisteredMemory`], and passed to calls like
-//! any slice. Over RDMA (`comm-rdma`) it is registered with the devices, and payloads sent from it
-//! or received into it are not copied. Over shared memory ([`shm`](crate::shm)) the other processes
-//! map it, and long payloads are reduced and copied directly from it (Linux). Other transports
-//! treat it like other memory. From 2 MiB on it uses huge pages, as far as available.
+//! A buffer that is used in every step is allocated once, as [`RegisteredMemory`], and passed to
+//! calls like any slice. Over RDMA (`comm-rdma`) it is registered with the devices, and payloads
+//! sent from it or received into it are not copied. Over shared memory ([`shm`](crate::shm)) the
+//! other processes map it, and long payloads are reduced and copied directly from it (Linux). Other
+//! transports treat it like other memory. From 2 MiB on it uses huge pages, as far as available.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::fmt;

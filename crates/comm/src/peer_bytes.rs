@@ -2,7 +2,8 @@
 //!
 //! A broken or stopped peer process may write to them at the same time; a correct one does not. So
 //! no reference points to them: they are copied through raw pointers. A copy of bytes that change
-//! meanwhile has old or new ones. The copier checks afterwards whether the copy is valid (`single_copy`).
+//! meanwhile has old or new ones. The copier checks afterwards whether the copy is valid
+//! (`single_copy`).
 
 use std::marker::PhantomData;
 

@@ -1,8 +1,8 @@
 //! The plan of a collective, as data: for each step the transfers, then the local reductions.
 //!
 //! Every call makes a new plan, in reused memory. It depends on the call, the algorithm, the rank
-//! and the size only. `transport_group` runs it. `docs/algorithms.md` has steps and bytes of all algorithms.
-//! [`choose`] picks one.
+//! and the size only. `transport_group` runs it. `docs/algorithms.md` has steps and bytes of all
+//! algorithms. [`choose`] picks one.
 
 use std::fmt;
 use std::ops::Range;

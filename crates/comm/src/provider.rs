@@ -11,8 +11,8 @@
 //!   - [`gather`]: exchanges facts over those links;
 //!   - [`TransportGroup`]: collectives and messages over any links;
 //!   - [`MonitoredGroup`]: the same with a thread that detects the end of a peer;
-//! - for zero-copy links: [`ZeroCopy`], [`WriteBack`], [`PeerBytes`], and [`Mapping`] (memory that a device
-//!   accepts).
+//! - for zero-copy links: [`ZeroCopy`], [`WriteBack`], [`PeerBytes`], and [`Mapping`] (memory that
+//!   a device accepts).
 //!
 //! [`testing`](crate::testing) has the suite that a provider's groups pass.
 

@@ -5,10 +5,10 @@
 //! file:  data, whole pages   then a page:  0 check word   8 ended
 //! ```
 //!
-//! A [`RegisteredMemory`](crate::Memory) of a group over shared memory is in such a file. Every group of the
-//! process can [`find`] the file by an address. A peer maps the file at the first transfer from it,
-//! and only if it cannot be truncated. The owner marks it as ended when the memory is dropped.
-//! Peers poll that mark and unmap the pages.
+//! A [`RegisteredMemory`](crate::Memory) of a group over shared memory is in such a file. Every
+//! group of the process can [`find`] the file by an address. A peer maps the file at the first
+//! transfer from it, and only if it cannot be truncated. The owner marks it as ended when the
+//! memory is dropped. Peers poll that mark and unmap the pages.
 //!
 //! A peer writes to the file only while a transfer allows that: during a call that has the memory
 //! exclusively borrowed. If the call fails first, the owner cannot know whether the peer still
@@ -114,8 +114,8 @@ fn tail(mapping: &Mapping, offset: usize) -> &Tail {
     unsafe { &*mapping.start().add(offset).cast() }
 }
 
-/// Moves `pages`, of a new [`RegisteredMemory`](crate::Memory), to a file that peers can map. `None` if they
-/// are few, or the system has no such files.
+/// Moves `pages`, of a new [`RegisteredMemory`](crate::Memory), to a file that peers can map.
+/// `None` if they are few, or the system has no such files.
 ///
 /// # Panics
 /// If the system runs out of memory in between.

@@ -7,8 +7,8 @@
 //!
 //! - [`RendezvousPoint::List`]: all addresses are known beforehand; nothing is exchanged.
 //! - [`RendezvousPoint::Folder`]: a shared folder; each rank writes a file.
-//! - [`RendezvousPoint::Address`]: the first rank binds this address and serves the others until the round
-//!   is over. If it dies, another rank replaces it.
+//! - [`RendezvousPoint::Address`]: the first rank binds this address and serves the others until
+//!   the round is over. If it dies, another rank replaces it.
 //!
 //! With a group key all messages and files are encrypted and authenticated with it. A process
 //! without the key can neither join, nor learn the members, nor forge them. It can prevent a

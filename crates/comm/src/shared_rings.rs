@@ -7,9 +7,9 @@
 //! peer: counters, then data
 //! ```
 //!
-//! Between processes, long payloads of collectives are single-copy transfers (`single_copy`): from memory
-//! that the reader can map (`regions`), or by reading the writer's process. All other bytes use
-//! rings.
+//! Between processes, long payloads of collectives are single-copy transfers (`single_copy`): from
+//! memory that the reader can map (`regions`), or by reading the writer's process. All other bytes
+//! use rings.
 
 use std::fmt;
 use std::os::fd::OwnedFd;

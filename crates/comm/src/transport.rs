@@ -115,8 +115,8 @@ pub trait ZeroCopy {
     /// returns no more than requested.
     fn reads_in_place(&self, lane: VirtualLane, peer: usize) -> bool;
 
-    /// Calls `take` with available bytes of [`VirtualLane::Calls`] in place, fragment by fragment, until
-    /// it uses less than a fragment. Returns the number of used bytes. Only if it `lends`.
+    /// Calls `take` with available bytes of [`VirtualLane::Calls`] in place, fragment by fragment,
+    /// until it uses less than a fragment. Returns the number of used bytes. Only if it `lends`.
     ///
     /// # Errors
     /// [`Closed`]
@@ -166,8 +166,8 @@ pub trait WriteBack {
     /// each write.
     fn is_written_back(&self, peer: usize) -> bool;
 
-    /// As [`ZeroCopy::lend`], for bytes that are replaced by the result: `take` also writes it there.
-    /// `None` if the next bytes do not allow that.
+    /// As [`ZeroCopy::lend`], for bytes that are replaced by the result: `take` also writes it
+    /// there. `None` if the next bytes do not allow that.
     ///
     /// # Errors
     /// [`Closed`]

@@ -1,8 +1,8 @@
 //! Rings, bells and transfers of shared memory under loom, which tries every interleaving of their
 //! steps.
 //!
-//! `src/ring.rs` and `src/single_copy.rs` are compiled a second time here, with a `sync` built from the
-//! model checker's parts. These are its atomics, cells that detect simultaneous access of both
+//! `src/ring.rs` and `src/single_copy.rs` are compiled a second time here, with a `sync` built from
+//! the model checker's parts. These are its atomics, cells that detect simultaneous access of both
 //! sides, and a futex from its mutex and condition variable. A lost wake-up is a deadlock, which
 //! loom reports.
 

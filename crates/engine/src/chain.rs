@@ -76,8 +76,8 @@ impl WindowShape {
 }
 
 impl Pipeline<'_> {
-    /// The windows with the most tokens per second. [`WindowShape::PLAIN`] if none is faster than steps
-    /// without drafts, or if those were not measured.
+    /// The windows with the most tokens per second. [`WindowShape::PLAIN`] if none is faster than
+    /// steps without drafts, or if those were not measured.
     ///
     /// Cost: some 20 multiplications per pair of rows and windows, typically 81 pairs.
     pub(crate) fn best(&self, chance: ProposerStats) -> WindowShape {

@@ -16,10 +16,10 @@
 //! In a pipeline it continues its draft while earlier draft tokens are in flight: see
 //! [`chain`](crate::chain).
 //!
-//! **When it pays.** [`GainEstimate`] has measured times: of steps without drafts, of verifying steps by
-//! their rows, and of draft passes. With the acceptance rate they give the draft length with the
-//! most tokens per second, 0 if none gains [`LEAST_GAIN`]. A draft model without a gain is tried
-//! again from time to time, for at most [`TRIAL_SHARE`] of the time.
+//! **When it pays.** [`GainEstimate`] has measured times: of steps without drafts, of verifying
+//! steps by their rows, and of draft passes. With the acceptance rate they give the draft length
+//! with the most tokens per second, 0 if none gains [`LEAST_GAIN`]. A draft model without a gain is
+//! tried again from time to time, for at most [`TRIAL_SHARE`] of the time.
 
 mod gain_estimate;
 

@@ -20,9 +20,9 @@ pub trait Embedder: Send + Sync + Debug {
     /// about a second at most, once `is_over` is true.
     ///
     /// # Errors
-    /// [`RequestFailure::Invalid`] for an invalid text, by its index; [`RequestFailure::Unavailable`] if
+    /// [`RequestFailure::Invalid`] for an invalid text, by its index;
+    /// [`RequestFailure::Unavailable`] if `is_over` was true. [`RequestFailure::Unavailable`] where
     /// `is_over` was true.
-    /// [`RequestFailure::Unavailable`] where `is_over` was true.
     fn embed(
         &self,
         texts: &[Vec<u32>],

@@ -567,9 +567,10 @@ impl Engine {
         let goes_before = |older: &Sequence| {
             let is_reading = !older.is_decoding();
             let (client, of_older) = (own.order.client, older.order.client);
+            // A throttled client's prompt is held back, so waiting for its pages would be long.
             is_reading
                 && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
-                && (client == of_older || !self.throttled_clients().contains(&of_older)) // it is held back
+                && (client == of_older || !self.throttled_clients().contains(&of_older))
         };
         is_at_page && self.running[..index].iter().any(goes_before)
     }

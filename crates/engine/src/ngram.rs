@@ -113,8 +113,8 @@ impl NgramProposer {
     }
 }
 
-/// Expected accepted tokens of a draft of `draft_counters` tokens. A token counts only if all before it
-/// are right; each is right with probability `acceptance`.
+/// Expected accepted tokens of a draft of `draft_counters` tokens. A token counts only if all
+/// before it are right; each is right with probability `acceptance`.
 pub(crate) fn expected(acceptance: f64, guesses: usize) -> f64 {
     let mut chance = 1.0;
     let of_one = |_| {

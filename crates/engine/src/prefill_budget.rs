@@ -39,9 +39,9 @@ pub enum StepTimeTarget {
     Millis(u32),
 }
 
-/// Step time with prompts relative to one without, for [`StepTimeTarget::Auto`]. Prompts then get 60 % of the
-/// machine. The documented factor is 3 for 99 of 100 tokens: the rest is for steps that other
-/// programs delay.
+/// Step time with prompts relative to one without, for [`StepTimeTarget::Auto`]. Prompts then get
+/// 60 % of the machine. The documented factor is 3 for 99 of 100 tokens: the rest is for steps that
+/// other programs delay.
 const AUTO_FACTOR: f64 = 2.5;
 
 /// Minimum prompt rows of a step with prompts, so that every prompt ends. Multi-row kernels unpack

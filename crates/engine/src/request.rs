@@ -122,9 +122,9 @@ pub(crate) const fn check_logprobs(asked: Option<usize>) -> Result<(), Error> {
 /// Maximum alternatives of [`GenerationRequest::logprobs`]: the limit of the OpenAI API.
 pub const MAX_LOGPROBS: usize = 20;
 
-/// Maximum log-probabilities of a prompt ([`GenerationRequest::prompt_logprobs`]), alternatives included.
-/// They arrive in one event. As JSON, 2^20 are some 24 MB, under the 64 MiB of a message between
-/// processes. That is enough for 131,072 tokens with 7 alternatives each.
+/// Maximum log-probabilities of a prompt ([`GenerationRequest::prompt_logprobs`]), alternatives
+/// included. They arrive in one event. As JSON, 2^20 are some 24 MB, under the 64 MiB of a message
+/// between processes. That is enough for 131,072 tokens with 7 alternatives each.
 pub const MAX_PROMPT_LOGPROBS: usize = 1 << 20;
 
 /// Log-probabilities at one position: the softmax over the model's logits before bias, penalties,

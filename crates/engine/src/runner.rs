@@ -11,8 +11,8 @@
 //! on, so the inbox needs no bound of its own.
 //!
 //! If the engine fails or panics, or the runner is dropped, every open request gets
-//! [`RequestFailure::Lost`]; none waits forever. The runner measures step times with the owner's clock and
-//! reports them to the engine for its prefill token budget.
+//! [`RequestFailure::Lost`]; none waits forever. The runner measures step times with the owner's
+//! clock and reports them to the engine for its prefill token budget.
 
 use std::fmt;
 use std::sync::Arc;
@@ -76,8 +76,8 @@ impl Runner {
     /// step; requests wait while `look` runs.
     ///
     /// # Errors
-    /// [`RequestFailure::Unavailable`] if the engine is gone, `look` panics, or the caller is a sink:
-    /// sinks run on the engine's thread and would deadlock.
+    /// [`RequestFailure::Unavailable`] if the engine is gone, `look` panics, or the caller is a
+    /// sink: sinks run on the engine's thread and would deadlock.
     pub fn inspect<T: Send + 'static>(
         &self,
         look: impl FnOnce(&Engine) -> T + Send + 'static,

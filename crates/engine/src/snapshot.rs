@@ -28,14 +28,15 @@ pub struct Snapshot {
     pub(crate) min_tokens: usize,
     /// [`GenerationRequest::logprobs`](crate::Request::logprobs).
     pub(crate) logprobs: Option<usize>,
-    /// [`GenerationRequest::prompt_logprobs`](crate::Request::prompt_logprobs), if not reported yet.
+    /// [`GenerationRequest::prompt_logprobs`](crate::Request::prompt_logprobs), if not reported
+    /// yet.
     #[serde(default)]
     pub(crate) prompt_logprobs: bool,
     /// [`GenerationRequest::shown`](crate::Request::shown).
     #[serde(default)]
     pub(crate) shown: Vec<u32>,
-    /// [`GenerationRequest::constraint`](crate::Request::constraint). The grammar's state follows from the
-    /// tokens.
+    /// [`GenerationRequest::constraint`](crate::Request::constraint). The grammar's state follows
+    /// from the tokens.
     #[serde(default)]
     pub(crate) constraint: Option<Constraint>,
     /// [`GenerationRequest::order`](crate::Request::order); the deadline starts again.

@@ -1,4 +1,5 @@
-//! Reports of the knowledge base: to people ([`show`], on a [`TextPage`]) and to programs ([`json`]).
+//! Reports of the knowledge base: to people ([`show`], on a [`TextPage`]) and to programs
+//! ([`json`]).
 //!
 //! Texts and values only: the caller knows the terminal and prints.
 

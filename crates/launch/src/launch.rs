@@ -10,9 +10,9 @@
 //!
 //! Promises:
 //! - Output is whole lines, each with its rank in front, with standard output and error separate.
-//! - The first rank that fails ends all others, by SIGTERM and after [`LaunchLimits::grace`] by SIGKILL.
-//!   Their child processes end too, as long as these stay in their process group. The failed rank's
-//!   exit code is the launch's ([`Error::exit_code`]).
+//! - The first rank that fails ends all others, by SIGTERM and after [`LaunchLimits::grace`] by
+//!   SIGKILL. Their child processes end too, as long as these stay in their process group. The
+//!   failed rank's exit code is the launch's ([`Error::exit_code`]).
 //! - A rank that ends well while others run for longer than [`LaunchLimits::linger`] ends them too.
 //! - When the launcher ends in any way, or a connection breaks, the programs on all machines end
 //!   and their temporary files are removed.

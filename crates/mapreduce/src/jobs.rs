@@ -1,8 +1,8 @@
 //! Jobs for programs: results with their texts, and figures of the run.
 //!
-//! [`Runs`] runs jobs on one [`JobWorkers`] one after the other, with an optional journal, and counts the
-//! bytes that they read. [`Columns`] makes tasks of files. Each result serialises to the fields of
-//! its JSON object and has a text of lines.
+//! [`Runs`] runs jobs on one [`JobWorkers`] one after the other, with an optional journal, and
+//! counts the bytes that they read. [`Columns`] makes tasks of files. Each result serialises to the
+//! fields of its JSON object and has a text of lines.
 
 mod results;
 
@@ -177,8 +177,8 @@ pub struct Runs<'a> {
 }
 
 impl<'a> Runs<'a> {
-    /// Jobs on `workers`, which started at `start` with this choice of device. `journal` is the file
-    /// for finished parts of a job.
+    /// Jobs on `workers`, which started at `start` with this choice of device. `journal` is the
+    /// file for finished parts of a job.
     pub fn new(
         (crew, start): (JobWorkers, Instant),
         device: DeviceChoice,

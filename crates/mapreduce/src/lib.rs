@@ -3,10 +3,10 @@
 //! A job is a [`JobSpec`]: inputs and the computation over them. It is cut into *parts*, ranges of
 //! rows, which are leased to the threads or processes of a [`JobWorkers`].
 //!
-//! A part gives a [`PartialResult`]. Partials merge by operations without rounding: integer addition,
-//! minimum, exact sums ([`paceline_base::exact`]). So a result has the same bits for any number of
-//! threads and processes, and for any cut into parts. The bits are also the same after any worker
-//! was lost and its parts were computed again.
+//! A part gives a [`PartialResult`]. Partials merge by operations without rounding: integer
+//! addition, minimum, exact sums ([`paceline_base::exact`]). So a result has the same bits for any
+//! number of threads and processes, and for any cut into parts. The bits are also the same after
+//! any worker was lost and its parts were computed again.
 //!
 //! ```
 //! use paceline_base::exact::ExactSum;
@@ -24,9 +24,9 @@
 //!   the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by counter.
 //! - [`device`]: processors that compute blocks of rows, and graphics processors.
 //! - [`jobs`]: jobs for programs, with results, texts and figures.
-//! - [`Leases`]: assignment of parts to workers. [`JobWorkers`]: jobs from start to end. [`Journal`]:
-//!   finished parts, to resume a killed job. [`worker`]: the other side of the control channel;
-//!   [`parent`]: that of a worker which shares no folder with its parent.
+//! - [`Leases`]: assignment of parts to workers. [`JobWorkers`]: jobs from start to end.
+//!   [`Journal`]: finished parts, to resume a killed job. [`worker`]: the other side of the control
+//!   channel; [`parent`]: that of a worker which shares no folder with its parent.
 //!
 //! The crate knows nothing of models. It never holds more of a file than a block a thread.
 

@@ -1,7 +1,7 @@
 //! Tasks: a computation and its inputs, and the partial results of its parts.
 //!
-//! A [`JobSpec`] is plain data that the parent sends to its workers. A [`PartialResult`] merges with others
-//! of its kind in any order to the same bits.
+//! A [`JobSpec`] is plain data that the parent sends to its workers. A [`PartialResult`] merges
+//! with others of its kind in any order to the same bits.
 
 use std::path::PathBuf;
 

@@ -1,7 +1,7 @@
 //! The worker process: computes the parts that its parent leases to it, on threads of its own.
 //!
-//! The parent is a [`JobWorkers`](crate::Crew), here or on another machine. A worker opens only the files
-//! that [`FileAccess`] allows.
+//! The parent is a [`JobWorkers`](crate::Crew), here or on another machine. A worker opens only the
+//! files that [`FileAccess`] allows.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};

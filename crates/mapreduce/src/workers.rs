@@ -310,8 +310,8 @@ impl RunningJob<'_> {
         }
     }
 
-    /// Adds a part's result, merged from `fragments` and `rest`, unless the part is leased to another
-    /// worker by now.
+    /// Adds a part's result, merged from `fragments` and `rest`, unless the part is leased to
+    /// another worker by now.
     fn finish(
         &mut self,
         part: u64,

@@ -47,8 +47,8 @@ impl fmt::Debug for Library {
 }
 
 impl Library {
-    /// Opens the first library of `library_paths` that can be used. Others are passed over: an MLX of
-    /// another version may be on the machine for another program.
+    /// Opens the first library of `library_paths` that can be used. Others are passed over: an MLX
+    /// of another version may be on the machine for another program.
     ///
     /// # Errors
     /// - [`Error::NotFound`] with all places, where none has a library;

@@ -162,14 +162,18 @@ table! {
     contiguous: fn(Out, ObjectHandle, bool, ObjectHandle) -> c_int;
     cumsum_axis: fn(Out, ObjectHandle, c_int, bool, bool, OptionalDtype, ObjectHandle) -> c_int;
     dequantize: fn(
-        Out, ObjectHandle, ObjectHandle, ObjectHandle, OptionalInt, OptionalInt, *const c_char, ObjectHandle,
+        Out, ObjectHandle, ObjectHandle, ObjectHandle, OptionalInt, OptionalInt, *const c_char,
+        ObjectHandle,
         OptionalDtype, ObjectHandle
     ) -> c_int;
     divide: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     exp: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
-    gather_mm: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, ObjectHandle) -> c_int;
+    gather_mm: fn(
+        Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, ObjectHandle
+    ) -> c_int;
     gather_qmm: fn(
-        Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, OptionalInt, OptionalInt,
+        Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle,
+        bool, OptionalInt, OptionalInt,
         *const c_char, bool, ObjectHandle
     ) -> c_int;
     less: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
@@ -181,14 +185,16 @@ table! {
     multiply: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     power: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     quantized_matmul: fn(
-        Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, OptionalInt, OptionalInt, *const c_char, ObjectHandle
+        Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, OptionalInt, OptionalInt,
+        *const c_char, ObjectHandle
     ) -> c_int;
     reshape: fn(Out, ObjectHandle, Ints, usize, ObjectHandle) -> c_int;
     rsqrt: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
     sigmoid: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
     slice: fn(Out, ObjectHandle, Ints, usize, Ints, usize, Ints, usize, ObjectHandle) -> c_int;
-    slice_update:
-        fn(Out, ObjectHandle, ObjectHandle, Ints, usize, Ints, usize, Ints, usize, ObjectHandle) -> c_int;
+    slice_update: fn(
+        Out, ObjectHandle, ObjectHandle, Ints, usize, Ints, usize, Ints, usize, ObjectHandle
+    ) -> c_int;
     softmax_axis: fn(Out, ObjectHandle, c_int, bool, ObjectHandle) -> c_int;
     subtract: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     sum: fn(Out, ObjectHandle, bool, ObjectHandle) -> c_int;
@@ -201,9 +207,11 @@ table! {
 
     // fast.h
     fast_rms_norm: fn(Out, ObjectHandle, ObjectHandle, f32, ObjectHandle) -> c_int;
-    fast_rope:
-        fn(Out, ObjectHandle, c_int, bool, OptionalFloat, f32, c_int, ObjectHandle, ObjectHandle) -> c_int;
+    fast_rope: fn(
+        Out, ObjectHandle, c_int, bool, OptionalFloat, f32, c_int, ObjectHandle, ObjectHandle
+    ) -> c_int;
     fast_scaled_dot_product_attention: fn(
-        Out, ObjectHandle, ObjectHandle, ObjectHandle, f32, *const c_char, ObjectHandle, ObjectHandle, bool, ObjectHandle
+        Out, ObjectHandle, ObjectHandle, ObjectHandle, f32, *const c_char, ObjectHandle,
+        ObjectHandle, bool, ObjectHandle
     ) -> c_int;
 }

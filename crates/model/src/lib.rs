@@ -1,13 +1,13 @@
 //! Model families over the kernels: configuration, weights and the forward pass.
 //!
-//! [`ModelSource`] opens a GGUF file or a Hugging Face folder and finds weights by role.
-//! [`Config`] is the checked shape of a model file.
+//! - [`ModelSource`] opens a GGUF file or a Hugging Face folder and finds weights by role.
+//! - [`Config`] is the checked shape of a model file.
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
-//! [`Weights`] and [`Compute`] are the backend interface of an engine, which MLX implements as
-//! well.
-//! [`Adapter`]: LoRA adapters over unchanged base weights, selected per sequence.
-//! [`shape`]: a model's sizes for the planner, including models that paceline cannot compute.
-//! [`trace`]: what a rank did when, for `paceline trace`.
+//! - [`Weights`] and [`Compute`] are the backend interface of an engine, which MLX implements as
+//!   well.
+//! - [`Adapter`]: LoRA adapters over unchanged base weights, selected per sequence.
+//! - [`shape`]: a model's sizes for the planner, including models that paceline cannot compute.
+//! - [`trace`]: what a rank did when, for `paceline trace`.
 //! - [`encoder`]: a text in, one vector out; one node, no cache.
 //! - [`families`] has one file per family, each a configuration reader and one layer.
 //!

@@ -61,8 +61,8 @@ pub struct ComputeTime {
     pub steps: u64,
 }
 
-/// Maximum rows of a step that counts for [`ComputeTime`]: such steps read all weights and run as one
-/// half.
+/// Maximum rows of a step that counts for [`ComputeTime`]: such steps read all weights and run as
+/// one half.
 const FEW_ROWS: usize = 8;
 
 /// Bits of a field of the word. At most two halves run, with one exchange each.

@@ -1,7 +1,7 @@
 //! Weights in memory: packed matrices, norms and biases, checked against the configuration.
 //!
-//! [`Loader`] reads the parts of one rank from a [`ModelSource`](crate::Source) and packs them for the
-//! kernels. [`WeightReader`] is the unpacked, checked access, which MLX loading shares.
+//! [`Loader`] reads the parts of one rank from a [`ModelSource`](crate::Source) and packs them for
+//! the kernels. [`WeightReader`] is the unpacked, checked access, which MLX loading shares.
 
 mod latent;
 

@@ -134,7 +134,10 @@ impl fmt::Display for FailureReport {
 /// The most certain of `signs`, the first among equals. `signs` is not empty.
 pub(crate) fn cause(signs: &[FailureReport]) -> &FailureReport {
     let said_why = |of: Rank| {
-        let says = |sign: &FailureReport| matches!(sign, FailureReport::Failed { rank, .. } if *rank == of);
+        let says = |sign: &FailureReport| match sign {
+            FailureReport::Failed { rank, .. } => *rank == of,
+            _ => false,
+        };
         signs.iter().any(says)
     };
     let doubt = |sign: &&FailureReport| match sign {

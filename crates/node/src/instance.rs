@@ -269,8 +269,8 @@ struct InstanceStatus {
 }
 
 impl Instance {
-    /// Starts the workers of `workers`; `observer` receives their load progress and all later notices.
-    /// Returns at once: [`ready`](Self::ready) waits.
+    /// Starts the workers of `workers`; `observer` receives their load progress and all later
+    /// notices. Returns at once: [`ready`](Self::ready) waits.
     ///
     /// # Errors
     /// What the system refuses; no worker is left then.

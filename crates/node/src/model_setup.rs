@@ -415,8 +415,8 @@ impl PreparedModel {
         cuts
     }
 
-    /// Starts it on the workers of `workers`, one for each node; with `restart` a new epoch follows a
-    /// failure. Returns at once: [`Instance::ready`] waits.
+    /// Starts it on the workers of `workers`, one for each node; with `restart` a new epoch follows
+    /// a failure. Returns at once: [`Instance::ready`] waits.
     ///
     /// # Errors
     /// [`Error::MixedStage`]; what the system refuses.

@@ -261,8 +261,8 @@ pub enum Notice {
     },
     /// Disaggregated prefill started or stopped. Sent by the instance, not by its supervisor.
     Prompts(PrefillUpdate),
-    /// Answers continue in this epoch from the tokens that they have. Their numbers are near and not
-    /// the same to the bit.
+    /// Answers continue in this epoch from the tokens that they have. Their numbers are near and
+    /// not the same to the bit.
     Continued { answers: usize },
 }
 

@@ -71,8 +71,8 @@ pub struct WorkerSettings {
 /// Runs a worker on the control channel at this process's standard input, until its instance ends
 /// it or is lost. Returns only if the channel breaks.
 ///
-/// `kernels` makes the kernels for a number of threads and their pinning; `node_connection` finds the
-/// transport provider of a backend.
+/// `kernels` makes the kernels for a number of threads and their pinning; `node_connection` finds
+/// the transport provider of a backend.
 ///
 /// # Errors
 /// What failed.
@@ -235,7 +235,8 @@ impl RankWorker<'_> {
         self.send(&failed(self.number, error))
     }
 
-    /// Packs the weights of a possible later assignment, without a group, and reports `PreparedModel`.
+    /// Packs the weights of a possible later assignment, without a group, and reports
+    /// `PreparedModel`.
     fn prepare(&mut self, job: &RankAssignment) -> Result<(), Error> {
         match self.pack(job) {
             Ok(kept) => {

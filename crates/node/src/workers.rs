@@ -1,8 +1,8 @@
 //! The worker processes of an instance, on this machine or others, behind one trait.
 //!
 //! - [`LocalInstanceWorkers`]: child processes of this machine.
-//! - [`remote::RemoteCrew`]: workers on several machines, each over a [`connection::Line`] to a machine
-//!   that runs [`host::host`].
+//! - [`remote::RemoteCrew`]: workers on several machines, each over a [`connection::Line`] to a
+//!   machine that runs [`host::host`].
 
 mod awake;
 pub mod connection;
@@ -73,8 +73,8 @@ pub trait InstanceWorkers: Send + Sync + fmt::Debug {
     fn end(&self, grace: Duration);
 
     /// Keeps a standby worker of a rank on another machine. After
-    /// [`PreparedModel`](FromWorker::Prepared), [`start`](Self::start) uses it instead of a new one.
-    /// `message` builds the order that prepares it; a new `tag` prepares it again. Blocks as
+    /// [`PreparedModel`](FromWorker::Prepared), [`start`](Self::start) uses it instead of a new
+    /// one. `message` builds the order that prepares it; a new `tag` prepares it again. Blocks as
     /// `start` does, and while a machine copies the model. Returns false if no other machine can
     /// host it, as with one machine.
     ///

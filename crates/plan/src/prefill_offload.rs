@@ -5,9 +5,9 @@
 //! there  |- ahead -|-- read --| decode    (ahead + n) / there + the rest that is read here
 //! ```
 //!
-//! [`PrefillOffload`] has the prefill speed of both, predicted until measured, and chooses the one with
-//! the earlier first token. Prefill here also delays the responses that are decoded meanwhile, so a
-//! tie goes to the prefill ranks.
+//! [`PrefillOffload`] has the prefill speed of both, predicted until measured, and chooses the one
+//! with the earlier first token. Prefill here also delays the responses that are decoded meanwhile,
+//! so a tie goes to the prefill ranks.
 //!
 //! Pure: times are arguments.
 

@@ -1,9 +1,9 @@
 //! Rebalances tensor shares from measured step times.
 //!
-//! A machine in use by its owner computes slower, and all ranks of a stage wait for it. [`ShareRebalancer`]
-//! receives each rank's compute time, without waits, every second or so. Time over share is the
-//! rank's time for all of the model. From it [`ShareRebalancer`] derives the step time of every split
-//! candidate of the instance, and proposes a better one.
+//! A machine in use by its owner computes slower, and all ranks of a stage wait for it.
+//! [`ShareRebalancer`] receives each rank's compute time, without waits, every second or so. Time
+//! over share is the rank's time for all of the model. From it [`ShareRebalancer`] derives the step
+//! time of every split candidate of the instance, and proposes a better one.
 //!
 //! ```text
 //! step of a candidate = sum over stages of the most over its ranks of (share x rank's time)

@@ -3,8 +3,8 @@
 //! Building blocks of workers and launches, usable for any set of processes:
 //! - [`Process`]: a child that ends with its owner, together with its own children.
 //! - [`Ending`], [`ExitLog`]: the exit state of a process; the first failure of many.
-//! - [`LineBuffer`], [`LineTail`], [`PrefixedWriter`]: whole lines from chunks, the last lines, and many
-//!   processes' lines on one output without mixing.
+//! - [`LineBuffer`], [`LineTail`], [`PrefixedWriter`]: whole lines from chunks, the last lines, and
+//!   many processes' lines on one output without mixing.
 
 mod exit;
 mod lines;

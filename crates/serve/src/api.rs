@@ -4,9 +4,9 @@
 //! Host, Origin --> key --> route --> ready? type? place free? --> body --> Ask --> Answer
 //! ```
 //!
-//! A request holds one of [`ApiLimits::requests`](crate::Limits::requests) permits from its headers to
-//! the end of its response. While its body is parsed and tokenised, it also holds one of the fewer
-//! parsing permits.
+//! A request holds one of [`ApiLimits::requests`](crate::Limits::requests) permits from its headers
+//! to the end of its response. While its body is parsed and tokenised, it also holds one of the
+//! fewer parsing permits.
 
 mod embeddings;
 pub(crate) mod handlers;

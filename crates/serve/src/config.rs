@@ -198,9 +198,11 @@ pub struct PullStep {
 pub struct Puller(pub Arc<PullCallback>);
 
 /// See [`Puller`].
-type PullCallback = dyn Fn(&str, &mut dyn FnMut(PullStep) -> bool, &Arc<AtomicBool>) -> Result<bool, String>
-    + Send
-    + Sync;
+type PullCallback =
+    dyn Fn(&str, OnStep<'_>, &Arc<AtomicBool>) -> Result<bool, String> + Send + Sync;
+
+/// Receives each step of a pull; false stops it.
+type OnStep<'a> = &'a mut dyn FnMut(PullStep) -> bool;
 
 impl fmt::Debug for Puller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

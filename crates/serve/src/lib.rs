@@ -7,9 +7,9 @@
 //!        <--JSON or events-- render, stream <-- calling, choice <-- answer <--> engine::Service
 //! ```
 //!
-//! Only this crate knows HTTP. It sees the model as a [`Service`] and its text side as a [`ServedModel`],
-//! whether it runs in one process or many. It listens on loopback by default, and a web page of
-//! another site cannot use it.
+//! Only this crate knows HTTP. It sees the model as a [`Service`] and its text side as a
+//! [`ServedModel`], whether it runs in one process or many. It listens on loopback by default, and
+//! a web page of another site cannot use it.
 //!
 //! - [`Server`], [`Config`]: bind, run, stop.
 //! - [`keys`]: API keys in a file, kept as hashes.

@@ -97,8 +97,8 @@ impl HttpServer {
         })
     }
 
-    /// Binds for a node whose models load and unload through [`ModelRegistry`]; without one it serves its
-    /// health. `nodes` supplies `/nodes`.
+    /// Binds for a node whose models load and unload through [`ModelRegistry`]; without one it
+    /// serves its health. `nodes` supplies `/nodes`.
     ///
     /// # Errors
     /// As [`bind`](Self::bind).
@@ -164,8 +164,9 @@ impl HttpServer {
         ServerHandle { phase }
     }
 
-    /// Serves requests until [`ServerHandle::shutdown`]; blocks. Then responses have [`Times::grace`] to
-    /// complete, and end with an error after it. Returns at most two seconds after the grace time.
+    /// Serves requests until [`ServerHandle::shutdown`]; blocks. Then responses have
+    /// [`Times::grace`] to complete, and end with an error after it. Returns at most two seconds
+    /// after the grace time.
     pub fn run(self) {
         let connections = Arc::new(Semaphore::new(self.connections));
         let acceptor = Acceptor {

@@ -5,10 +5,10 @@
 //!                            other     on loopback HTTP, elsewhere a 400 that names https
 //! ```
 //!
-//! A [`ServerProtocol`] is a server's protocol. An [`TlsIdentity`] is a certificate with its key: from the
-//! user's files, or [`OwnCertificate`], which is generated once. Clients need no certificates: API keys
-//! authenticate them. The crypto provider is named at each use, because rustls panics where it has
-//! to choose among several.
+//! A [`ServerProtocol`] is a server's protocol. An [`TlsIdentity`] is a certificate with its key:
+//! from the user's files, or [`OwnCertificate`], which is generated once. Clients need no
+//! certificates: API keys authenticate them. The crypto provider is named at each use, because
+//! rustls panics where it has to choose among several.
 
 mod self_signed;
 mod stream;

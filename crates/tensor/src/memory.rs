@@ -3,8 +3,8 @@
 //! - [`reserve`]: zeroed memory.
 //! - Matrices below 16 MiB lie next to each other in shared mappings of huge pages. In pages of
 //!   their own of 4 KiB, SmolLM2 decodes at 0.75 of the speed.
-//! - [`OffsetBuffer`]: activations on pages of their own. Where they share pages with other data, one row
-//!   of a product reads memory at 0.83 to 0.92 of the rate.
+//! - [`OffsetBuffer`]: activations on pages of their own. Where they share pages with other data,
+//!   one row of a product reads memory at 0.83 to 0.92 of the rate.
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -1,7 +1,7 @@
 //! Weight matrices repacked once at load for the kernels.
 //!
-//! A [`PackedMatrix`] matrix takes about as many bytes as the stored one (table in [`crate::formats`]).
-//! The file's pages can be dropped after packing, so memory holds one copy.
+//! A [`PackedMatrix`] matrix takes about as many bytes as the stored one (table in
+//! [`crate::formats`]). The file's pages can be dropped after packing, so memory holds one copy.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};

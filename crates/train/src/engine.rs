@@ -1,8 +1,8 @@
 //! The engines' trait: layers and their gradients.
 //!
 //! Training goes layer by layer: [`LayerEngine::forward`] from the first to the last, then
-//! [`LayerEngine::backward`] from the last to the first. An engine keeps nothing between the two but
-//! what it hands out. A caller may drop that and have it computed again, with the same bits.
+//! [`LayerEngine::backward`] from the last to the first. An engine keeps nothing between the two
+//! but what it hands out. A caller may drop that and have it computed again, with the same bits.
 
 use paceline_model::Rope;
 

@@ -16,9 +16,9 @@
 //!   [`TrainableModel`]: a model of such layers.
 //! - [`Examples`]: the training data. [`ExampleOrder`]: the examples of each step.
 //! - [`Optimiser`]: AdamW, schedules, clipping.
-//! - [`TrainingRun`]: a training from start to end, its checkpoints and its metrics. [`TrainingWorkers`]: the
-//!   processes that compute leaves. [`worker`]: the other side. [`remote`]: workers on other
-//!   machines.
+//! - [`TrainingRun`]: a training from start to end, its checkpoints and its metrics.
+//!   [`TrainingWorkers`]: the processes that compute leaves. [`worker`]: the other side.
+//!   [`remote`]: workers on other machines.
 //! - [`ModelStage`]: a part of a model that does not fit one machine.
 //! - [`fuse`]: a model with an adapter in it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
 //!

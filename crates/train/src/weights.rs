@@ -1,7 +1,7 @@
 //! A stage's weights for training: fixed as f32, fixed in their stored form, or trained.
 //!
-//! [`StageWeights`] says for each tensor which it is. Trained values themselves are in one vector of the
-//! run; a tensor here has its range ([`Layout`](crate::params::Layout)).
+//! [`StageWeights`] says for each tensor which it is. Trained values themselves are in one vector
+//! of the run; a tensor here has its range ([`Layout`](crate::params::Layout)).
 
 use std::ops::Range;
 

@@ -1,7 +1,7 @@
 //! The worker process: computes leaves, or stages of leaves, for its parent.
 //!
-//! The parent is a [`TrainingWorkers`](crate::Crew). Values and gradients are exchanged as files in the run's
-//! folder, messages over the control channel.
+//! The parent is a [`TrainingWorkers`](crate::Crew). Values and gradients are exchanged as files in
+//! the run's folder, messages over the control channel.
 
 use std::convert::Infallible;
 use std::ops::Range;

@@ -199,7 +199,7 @@ fn rank(args: &Args, settings: &RankSettings) -> anyhow::Result<()> {
         input: &mut std::io::stdin().lock(),
         output: &mut std::io::stdout(),
     };
-    let ended = match args.as_rank {
+    match args.as_rank {
         Some(rank) => ranks::child(settings, Rank(rank), &variable, &mut lines),
         None => {
             let at = Listen {
@@ -208,8 +208,7 @@ fn rank(args: &Args, settings: &RankSettings) -> anyhow::Result<()> {
             };
             nodes::rank(settings, at, &variable, &mut lines)
         }
-    };
-    Ok(ended?)
+    }
 }
 
 /// Runs ranks on machines of the cluster.
@@ -223,7 +222,7 @@ fn over_cluster(args: &Args, settings: &RankSettings) -> anyhow::Result<Report> 
         Some(model) => NodeSelection::of_instance(model, here)?,
         None => NodeSelection::parse(args.nodes.as_deref().unwrap_or_default()),
     };
-    Ok(nodes::measure(settings, &names, here)?)
+    nodes::measure(settings, &names, here)
 }
 
 /// Starts a rank for another machine's benchmark; `more` has its listen options.

@@ -119,8 +119,8 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     })
 }
 
-/// Prepares the baseline, which alternates with `local_model`, the model at `path`; `None` without one.
-/// `open` loads the same model again.
+/// Prepares the baseline, which alternates with `local_model`, the model at `path`; `None` without
+/// one. `open` loads the same model again.
 fn peer(
     args: &Args,
     path: &Path,

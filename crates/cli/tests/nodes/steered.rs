@@ -1,6 +1,6 @@
 //! `--split auto` leaves a split that turns out worse than another; the answer's tokens stay the
-//! same. Decisions are tested in `crates/plan/src/split_selection/tests.rs`, changes of an instance in
-//! `crates/node/src/supervisor/tests/failing.rs`.
+//! same. Decisions are tested in `crates/plan/src/split_selection/tests.rs`, changes of an instance
+//! in `crates/node/src/supervisor/tests/failing.rs`.
 //!
 //! Facts that lie make it so. measured.json says that the first split is far faster than it can be,
 //! and that loading takes no time. The next splits are still too fast in it, also where the

@@ -1,9 +1,9 @@
 //! A model that recites the alphabet.
 //!
 //! Its layer adds nothing, its embedding is the unit matrix, and row `next(t)` of its output picks
-//! token `t`. After each token comes the one that [`TinyChatModel::next`] says, after any other text, and by
-//! far unless the temperature is high. So tests know every answer. A run takes milliseconds or,
-//! with a large context, as long as the test wants.
+//! token `t`. After each token comes the one that [`TinyChatModel::next`] says, after any other
+//! text, and by far unless the temperature is high. So tests know every answer. A run takes
+//! milliseconds or, with a large context, as long as the test wants.
 
 use std::path::Path;
 

@@ -1,9 +1,9 @@
 //! A hybrid logical clock: timestamps that follow the wall clock and never run backwards.
 //!
-//! A [`HybridTimestamp`] is milliseconds since 1970, a count within the millisecond, and the node that made
-//! it. Timestamps of one cluster are totally ordered. A clock that has observed a timestamp only
-//! returns later ones. So a write made after another one was observed wins over it, regardless of
-//! wall clocks. Source: Kulkarni and others, "Logical Physical Clocks", OPODIS 2014.
+//! A [`HybridTimestamp`] is milliseconds since 1970, a count within the millisecond, and the node
+//! that made it. Timestamps of one cluster are totally ordered. A clock that has observed a
+//! timestamp only returns later ones. So a write made after another one was observed wins over it,
+//! regardless of wall clocks. Source: Kulkarni and others, "Logical Physical Clocks", OPODIS 2014.
 
 use std::time::Duration;
 

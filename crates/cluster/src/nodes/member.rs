@@ -1,8 +1,8 @@
 //! Membership: a pure state machine for the live nodes of a cluster, the gossip between them, and
 //! their sessions.
 //!
-//! [`Membership::step`] takes an event and returns actions; it never waits, and its only clock is its
-//! argument. Its driver calls it with [`Event::Tick`] at [`Membership::next_wake`].
+//! [`Membership::step`] takes an event and returns actions; it never waits, and its only clock is
+//! its argument. Its driver calls it with [`Event::Tick`] at [`Membership::next_wake`].
 //!
 //! **Lives.** SWIM (Das, Gupta, Motivala, DSN 2002) over the sessions. Each period one node is
 //! pinged, round robin in shuffled order. Without an answer, other nodes ping it on request. Then

@@ -14,7 +14,8 @@
 //! - [`signature`]: a node's signatures on messages that others forward.
 //! - [`key`]: the cluster's secret, and its form for people.
 //! - [`session`]: encrypted, authenticated messages over TCP.
-//! - [`Registers`]: the map that all nodes share; [`HybridTimestamp`]: the clock that orders its writes.
+//! - [`Registers`]: the map that all nodes share; [`HybridTimestamp`]: the clock that orders its
+//!   writes.
 //! - [`Membership`]: membership, gossip, and the required sessions.
 //! - [`placement`]: the owner of an instance, by the map and the lives of nodes.
 //! - [`paths`]: measured network paths to other nodes, and the preferred one of each.

@@ -1,9 +1,9 @@
 //! Network paths to other nodes, as measured by one node: an entry for each address of each other
 //! node.
 //!
-//! [`PathTable`] is pure: it schedules measurements, takes their results, and chooses the best path.
-//! [`agent`](super::agent) does the measuring. A table is published in the shared map, so that
-//! every node has the paths of every pair.
+//! [`PathTable`] is pure: it schedules measurements, takes their results, and chooses the best
+//! path. [`agent`](super::agent) does the measuring. A table is published in the shared map, so
+//! that every node has the paths of every pair.
 //!
 //! ```text
 //! unknown --answers--> up --two misses--> down --answers--> up      a miss is measured again at

@@ -110,8 +110,8 @@ pub enum WeightDistribution {
     Whole,
 }
 
-/// The largest file in bytes that [`WeightDistribution::Auto`] copies whole to every node: two seconds at 1
-/// Gbit/s.
+/// The largest file in bytes that [`WeightDistribution::Auto`] copies whole to every node: two
+/// seconds at 1 Gbit/s.
 pub const SMALL_BYTES: u64 = 256 << 20;
 
 impl WeightDistribution {
@@ -286,8 +286,8 @@ pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, Instanc
     })
 }
 
-/// The duties of node `this_process` now, in order of ids. An instance whose lending node is dead has no
-/// takeover.
+/// The duties of node `this_process` now, in order of ids. An instance whose lending node is dead
+/// has no takeover.
 pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<Duty> {
     let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
     wanted(map)
@@ -305,8 +305,8 @@ pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Ve
         .collect()
 }
 
-/// The leased instances whose lending node is dead or has left, and which `this_process` must unload as
-/// their owner or first live successor. In order of ids.
+/// The leased instances whose lending node is dead or has left, and which `this_process` must
+/// unload as their owner or first live successor. In order of ids.
 pub fn abandoned(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<InstanceId> {
     let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
     wanted(map)

@@ -2,8 +2,8 @@
 //!
 //! Merging is commutative, associative and idempotent, so copies with the same writes in any order
 //! are equal. Of two writes to one key the one with the higher *epoch* wins, then the later
-//! [`HybridTimestamp`]. A deleted key leaves a tombstone, which is removed after [`TOMBSTONE_MS`]. A node
-//! that was offline for longer may restore a deleted entry.
+//! [`HybridTimestamp`]. A deleted key leaves a tombstone, which is removed after [`TOMBSTONE_MS`].
+//! A node that was offline for longer may restore a deleted entry.
 //!
 //! Bounds: [`REGISTERS_MAX`] entries of [`VALUE_BYTES_MAX`]; writes over them are refused.
 

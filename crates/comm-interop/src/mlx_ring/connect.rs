@@ -1,7 +1,7 @@
 //! Connects the neighbours: accepts from the left, dials to the right.
 //!
-//! [`NeighbourListener`] selects the neighbour among the connections from the left. To the right, a closed
-//! connection is dialled again, and a socket that the system connected to itself is dropped.
+//! [`NeighbourListener`] selects the neighbour among the connections from the left. To the right, a
+//! closed connection is dialled again, and a socket that the system connected to itself is dropped.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};

@@ -2,10 +2,12 @@
 //! must agree.
 //!
 //! The protocol carries array bytes only, so a rank that cuts or orders them differently causes
-//! garbage or a hang. A call becomes one or more [`RingStream`]s, each on sockets of its own direction.
+//! garbage or a hang. A call becomes one or more [`RingStream`]s, each on sockets of its own
+//! direction.
 //!
-//! Worked example, 3 ranks, an all_reduce of 7 elements, one stream leftwards (`SendDirection::Left`: to the
-//! left, from the right). Segments have ceil(7 / 3) = 3 elements: `0..3`, `3..6`, `6..7`.
+//! Worked example, 3 ranks, an all_reduce of 7 elements, one stream leftwards
+//! (`SendDirection::Left`: to the left, from the right). Segments have ceil(7 / 3) = 3 elements:
+//! `0..3`, `3..6`, `6..7`.
 //!
 //! ```text
 //! rank 1 sends     3..6, then its last received: 6..7, 0..3 (now complete), 3..6

@@ -6,8 +6,8 @@
 //! - here: what they share: the cause of poisoning and the traffic.
 //!
 //! Links have two lanes, so neither blocks the other. A thread that waits on either lane also
-//! receives messages. While no thread waits, the group's heartbeat thread (`heartbeat`) does so. So a
-//! sender never depends on what its peer is doing.
+//! receives messages. While no thread waits, the group's heartbeat thread (`heartbeat`) does so. So
+//! a sender never depends on what its peer is doing.
 
 mod buffers;
 mod collectives;

@@ -21,10 +21,10 @@ impl Engine {
         sequence
     }
 
-    /// Admits sequences in scheduling order ([`queue_order`]) while all their tokens fit into available
-    /// pages. Pages in use, or promised to running sequences, are not available. Cached prefix
-    /// pages are shared. If no slot is free, clients with many sequences may be preempted for those
-    /// with few.
+    /// Admits sequences in scheduling order ([`queue_order`]) while all their tokens fit into
+    /// available pages. Pages in use, or promised to running sequences, are not available. Cached
+    /// prefix pages are shared. If no slot is free, clients with many sequences may be preempted
+    /// for those with few.
     pub(crate) fn admit(&mut self) {
         self.fill();
         while self.preempt_for_fairness() {

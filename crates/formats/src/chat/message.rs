@@ -2,8 +2,8 @@
 //!
 //! Templates are written for the dictionaries of `transformers`: `content`, `tool_calls` with
 //! `function.name` and `function.arguments`, a name of their own for reasoning. Templates accept
-//! different forms: arguments as an object or as text, content that may be null or not. [`MessageFormat`]
-//! is the form that a template wants, found by rendering two small conversations.
+//! different forms: arguments as an object or as text, content that may be null or not.
+//! [`MessageFormat`] is the form that a template wants, found by rendering two small conversations.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json, json};

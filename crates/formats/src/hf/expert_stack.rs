@@ -48,8 +48,8 @@ impl HfFolder {
         }
     }
 
-    /// Like [`expert_stack`](Self::stacked) for floats `(experts inputs, outputs)`, one expert after the
-    /// other.
+    /// Like [`expert_stack`](Self::stacked) for floats `(experts inputs, outputs)`, one expert
+    /// after the other.
     ///
     /// # Errors
     /// Those of [`expert_stack`](Self::stacked).

@@ -54,8 +54,8 @@ fn is_control_end_name(text: &str) -> bool {
     matches!(text, "</s>" | "<eos>" | "[EOS]" | "[EOT]")
 }
 
-/// Finds the tokens that end an answer among `tokens` (id, text, kind); `named_call` are ids that the
-/// model's files name. Sorted.
+/// Finds the tokens that end an answer among `tokens` (id, text, kind); `named_call` are ids that
+/// the model's files name. Sorted.
 pub(super) fn find<'a>(
     tokens: impl Iterator<Item = (u32, &'a str, Kind)>,
     named: impl IntoIterator<Item = u32>,

@@ -6,9 +6,9 @@
 //! ```
 //!
 //! Models write calls in the syntax of their family: JSON in tags, XML, token-delimited names. The
-//! chat template shows which: [`Syntax::of`] looks for its markers. A [`ToolCallParser`] takes generated
-//! text in fragments and separates text, reasoning and calls. A model that describes its responses
-//! itself, by a [`ResponseTemplate`], is parsed by that description.
+//! chat template shows which: [`Syntax::of`] looks for its markers. A [`ToolCallParser`] takes
+//! generated text in fragments and separates text, reasoning and calls. A model that describes its
+//! responses itself, by a [`ResponseTemplate`], is parsed by that description.
 //!
 //! Invariants:
 //! - the events, joined, do not depend on how the text was cut into fragments;

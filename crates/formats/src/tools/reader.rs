@@ -1,9 +1,9 @@
 //! The parser of responses: generated text in, events out ([`ToolCallParser::push`]).
 //!
-//! A [`ToolCallParser`] chooses a state machine by the model's syntax: tagged calls here, channels in
-//! `harmony`, response templates in `response`. The machines parse, and an `Emitter` numbers calls,
-//! trims white space and returns text that turned out to be no call. A caller has one reader per
-//! response. Schemas only give values their types here; arguments are not validated.
+//! A [`ToolCallParser`] chooses a state machine by the model's syntax: tagged calls here, channels
+//! in `harmony`, response templates in `response`. The machines parse, and an `Emitter` numbers
+//! calls, trims white space and returns text that turned out to be no call. A caller has one reader
+//! per response. Schemas only give values their types here; arguments are not validated.
 
 use super::body::CallBody;
 use super::elements::ElementCallParser;

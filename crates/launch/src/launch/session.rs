@@ -1,5 +1,6 @@
-//! Runs a launch: its processes and pipes. `run` feeds events to the state machine in `state_machine` and
-//! executes its actions. It starts one host agent for each host and one session for each rank.
+//! Runs a launch: its processes and pipes. `run` feeds events to the state machine in
+//! `state_machine` and executes its actions. It starts one host agent for each host and one session
+//! for each rank.
 
 use std::io::{Read, Write};
 use std::process::ChildStdin;

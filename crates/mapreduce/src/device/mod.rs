@@ -1,4 +1,5 @@
-//! Devices compute blocks of rows: the trait [`ComputeDevice`]. All implementations give the same bits.
+//! Devices compute blocks of rows: the trait [`ComputeDevice`]. All implementations give the same
+//! bits.
 //!
 //! [`Cpu`] is the definition; threads of a job use the same functions directly. A graphics
 //! processor (`gpu`, a cargo feature) takes whole blocks: an expression and the reduction behind it

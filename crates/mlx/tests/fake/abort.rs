@@ -1,6 +1,6 @@
-//! MLX whose exit handlers abort, as those of its CUDA build do. A process that comes to them appends
-//! a line to the file that `PACELINE_ABORTS` names. All else is from the library that this one is
-//! linked with.
+//! MLX whose exit handlers abort, as those of its CUDA build do. A process that comes to them
+//! appends a line to the file that `PACELINE_ABORTS` names. All else is from the library that this
+//! one is linked with.
 
 use std::ffi::c_int;
 use std::io::Write;

@@ -1,7 +1,7 @@
 //! Configuration fields from GGUF metadata or `config.json`, under the names of both layouts.
 //!
-//! Readers in the families call [`ConfigFields`]. Each reader checks type and range, and its error names
-//! the field.
+//! Readers in the families call [`ConfigFields`]. Each reader checks type and range, and its error
+//! names the field.
 
 mod dbrx;
 mod delta_net;

@@ -39,10 +39,10 @@ pub(super) fn choose(replicas: &[ReplicaCandidate]) -> Option<usize> {
 
 /// How many more requests the replica with the longer prefix may have and still be chosen.
 ///
-/// One request for each cached block, at most [`ReplicaCandidate::parallel`]. Both bounds are estimates,
-/// not measurements. Prefill of a block delays the replica's other answers by one step of 64 rows,
-/// about as much as one more concurrent answer. With `parallel` more requests, a request waits for
-/// a whole answer, which takes longer than a prefill.
+/// One request for each cached block, at most [`ReplicaCandidate::parallel`]. Both bounds are
+/// estimates, not measurements. Prefill of a block delays the replica's other answers by one step
+/// of 64 rows, about as much as one more concurrent answer. With `parallel` more requests, a
+/// request waits for a whole answer, which takes longer than a prefill.
 fn margin(warm: &ReplicaCandidate, idle: &ReplicaCandidate) -> usize {
     warm.blocks.saturating_sub(idle.blocks).min(warm.parallel)
 }

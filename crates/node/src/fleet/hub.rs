@@ -99,8 +99,8 @@ pub(super) fn parse(bytes: &[u8]) {
 }
 
 impl HubOrigin {
-    /// Publishes it to the cluster, as [`FileRoot::publish`](super::rooted::Rooted::publish) does. If
-    /// the map is full it is skipped: then only nodes are sources.
+    /// Publishes it to the cluster, as [`FileRoot::publish`](super::rooted::Rooted::publish) does.
+    /// If the map is full it is skipped: then only nodes are sources.
     pub(super) fn publish(&self, agent: &Agent) {
         let map = agent.map();
         let is_known = of(&map, &self.sha256).as_ref() == Some(self);

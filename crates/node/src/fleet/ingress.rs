@@ -6,8 +6,8 @@
 //!          two when they change
 //! ```
 //! The ingress keeps each request with the tokens of its answer so far. If the owner is lost or its
-//! instance does not answer, [`RequestFailover`] moves the requests to another replica. Without one they go
-//! to the next owner. Either way the answer continues after those tokens.
+//! instance does not answer, [`RequestFailover`] moves the requests to another replica. Without one
+//! they go to the next owner. Either way the answer continues after those tokens.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -454,8 +454,8 @@ impl Ingress {
         }
     }
 
-    /// Removes and returns all open requests, for a [`RequestFailover`]. It returns unplaced ones by
-    /// [`keep`](Self::keep).
+    /// Removes and returns all open requests, for a [`RequestFailover`]. It returns unplaced ones
+    /// by [`keep`](Self::keep).
     pub(super) fn give_up(&self) -> BTreeMap<Ticket, IngressRequest> {
         std::mem::take(&mut lock(&self.state).requests)
     }

@@ -364,7 +364,8 @@ pub(super) fn answer_journal(inner: &Inner, line: &dyn MessageConnection) {
     // This node's own journal may predate the resumption at another node.
     let kept = inner.shelf.find(&id, Instant::now());
     let found = own.into_iter().chain(kept).max_by_key(Vec::len);
-    let _: Result<(), ConnectionError> = line.send(&found.unwrap_or_default()); // else it asks another
+    // After a failed send it asks another node.
+    let _: Result<(), ConnectionError> = line.send(&found.unwrap_or_default());
 }
 
 /// The longest copy of a journal that arrives soon. A node that just froze delays nothing if

@@ -7,8 +7,8 @@
 //! ```
 //! - [`LeasedInstance`]: an instance of the node as a [`Service`] in the program.
 //! - [`answer`], [`lend`]: the node's side.
-//! - [`LostLenders`]: instances whose lending node is dead. Their record names it, and their owner unloads
-//!   them.
+//! - [`LostLenders`]: instances whose lending node is dead. Their record names it, and their owner
+//!   unloads them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -2,8 +2,8 @@
 //! the memory of all of them together.
 //!
 //! A replica has `--nodes N` nodes, or an equal share of the named ones. The forecast for the first
-//! group gives the bytes per node; [`assignment`](super::deal) assigns nodes by them. Loaded weights
-//! count as used memory.
+//! group gives the bytes per node; [`assignment`](super::deal) assigns nodes by them. Loaded
+//! weights count as used memory.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -84,8 +84,8 @@ impl Instance {
         told.into_iter().collect()
     }
 
-    /// Starts a trace on every rank, until [`answer_traces`](Self::traced). Waits up to a second until all
-    /// ranks record.
+    /// Starts a trace on every rank, until [`answer_traces`](Self::traced). Waits up to a second
+    /// until all ranks record.
     pub fn trace(&self) {
         self.shared.command(Command::Trace);
         let _ = self.moved(); // same channels: its answer confirms the trace

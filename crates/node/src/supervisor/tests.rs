@@ -1,8 +1,8 @@
 //! Seeded simulation of the supervisor: no process, clock or thread.
 //!
-//! A [`SupervisorHarness`] simulates workers and callers. Workers start, listen, load, answer, leave, die, fall
-//! silent, refuse and blame each other at random times; callers submit and cancel. After every
-//! action it checks the invariants; a failure prints the seed.
+//! A [`SupervisorHarness`] simulates workers and callers. Workers start, listen, load, answer,
+//! leave, die, fall silent, refuse and blame each other at random times; callers submit and cancel.
+//! After every action it checks the invariants; a failure prints the seed.
 
 mod failing;
 

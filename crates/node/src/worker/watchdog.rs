@@ -1,8 +1,8 @@
 //! Detects a rank that hangs while it computes.
 //!
-//! A rank counts layers and exchanges. One that computes and counts nothing for [`TIMES`] times what
-//! a layer takes, and for [`LEAST`] at least, hangs. Its node ends the worker, and the epoch fails
-//! as if the worker had died.
+//! A rank counts layers and exchanges. One that computes and counts nothing for [`TIMES`] times
+//! what a layer takes, and for [`LEAST`] at least, hangs. Its node ends the worker, and the epoch
+//! fails as if the worker had died.
 
 use std::time::{Duration, Instant};
 

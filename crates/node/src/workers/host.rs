@@ -167,8 +167,8 @@ impl fmt::Debug for HostSpec {
     }
 }
 
-/// Runs one worker for the owner at the other end of `connection`. Returns after the worker has ended,
-/// when the owner closes the connection or falls silent.
+/// Runs one worker for the owner at the other end of `connection`. Returns after the worker has
+/// ended, when the owner closes the connection or falls silent.
 ///
 /// # Errors
 /// [`ConnectionError`]: why the connection ended.

@@ -10,8 +10,8 @@
 //! the same program. A request is one blocking thread; at most [`IN_FLIGHT_MAX`] run.
 //!
 //! Prompts are random English words from a seed, so no prompt shares a prefix with another unless
-//! [`LoadProfile::shared_prefix`] asks for it. A word is about one token; the report counts tokens as the
-//! server does.
+//! [`LoadProfile::shared_prefix`] asks for it. A word is about one token; the report counts tokens
+//! as the server does.
 
 mod client;
 mod jobs;

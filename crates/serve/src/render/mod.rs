@@ -131,8 +131,8 @@ pub(crate) trait DialectWriter: fmt::Debug + Send {
     /// The last value of a failed stream.
     fn failed(&mut self, rejection: &Rejection) -> Value;
 
-    /// Marks all that follows as continued with other bits than begun, where the dialect has a field
-    /// for what determines them.
+    /// Marks all that follows as continued with other bits than begun, where the dialect has a
+    /// field for what determines them.
     fn continued(&mut self) {}
 
     /// The keep-alive value; `None` sends a comment.

@@ -1,8 +1,9 @@
 //! The self-signed certificate of a node.
 //!
 //! It signs nothing else, so a client that trusts it trusts this server and no other. Clients know
-//! its fingerprint, so it is kept as long as possible. [`OwnCertificate::open`] verifies it with rustls as a
-//! client would, for each needed name and a month ahead, and makes another only if that fails.
+//! its fingerprint, so it is kept as long as possible. [`OwnCertificate::open`] verifies it with
+//! rustls as a client would, for each needed name and a month ahead, and makes another only if that
+//! fails.
 //!
 //! Two programs may make one in the same home at once. A key may then not match the certificate;
 //! the next start notices and replaces both.

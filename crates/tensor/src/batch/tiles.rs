@@ -12,8 +12,8 @@
 //! A *turn* is a span of a group with a tile of activation rows. While its first products run, the
 //! results of the previous turn are stored. Between the other products those results are summed:
 //! processors do both at once. A result stored behind the last product of another result needs no
-//! wait. A panel's last turn stays [`PendingProducts`] until the first of the next panel, which is unpacked
-//! meanwhile.
+//! wait. A panel's last turn stays [`PendingProducts`] until the first of the next panel, which is
+//! unpacked meanwhile.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;

@@ -27,8 +27,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 type WorkerChannel = Control<ToWorker, FromWorker>;
 
 /// Forwards between the run and a worker at the other end of the connection that `connect` makes,
-/// where [`worker_side`](super::far()) runs. The run's control channel is this process's standard input.
-/// `model` is the user's name for the model. Returns only with an error.
+/// where [`worker_side`](super::far()) runs. The run's control channel is this process's standard
+/// input. `model` is the user's name for the model. Returns only with an error.
 ///
 /// # Errors
 /// [`Error::Line`] at the end of the connection, with its reason; [`Error::Files`].

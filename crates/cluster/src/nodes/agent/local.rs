@@ -8,8 +8,8 @@
 //! JSON, one object a line; one command a connection. The folder has mode 0700 and the socket 0600:
 //! the file system controls access.
 //!
-//! Built in: `nodes`, `diagnostics`, `token`, `invite`, `join`, `leave`, `forget`. The crate above adds
-//! its own by [`Agent::serve_local`].
+//! Built in: `nodes`, `diagnostics`, `token`, `invite`, `join`, `leave`, `forget`. The crate above
+//! adds its own by [`Agent::serve_local`].
 
 use std::collections::BTreeMap;
 use std::fs;

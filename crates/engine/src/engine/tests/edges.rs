@@ -43,7 +43,8 @@ fn long_answers(tiny: &TinyModel, n: usize) -> Vec<GenerationRequest> {
 #[test]
 fn sizes_that_cannot_work_are_named() {
     let tiny = TinyModel::new(1);
-    let cases: [(fn(&mut EngineConfig), &str); 8] = [
+    type Change = fn(&mut EngineConfig);
+    let cases: [(Change, &str); 8] = [
         (|it| it.context = 1, "context is 1, expected 2 or more"),
         (|it| it.context = 0, "context is 0, expected 2 or more"),
         (
