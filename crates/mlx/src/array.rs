@@ -23,8 +23,8 @@ impl fmt::Debug for Array {
 impl Clone for Array {
     fn clone(&self) -> Self {
         let mut copy = Self::empty(&self.library);
-        // SAFETY: live handles. It fails for want of memory alone, and then `copy` is empty:
-        // whoever uses it gets an error from MLX.
+        // SAFETY: live handles. The call fails only if memory is exhausted. `copy` is then empty,
+        // and its uses get an error from MLX.
         unsafe { (self.library.table().array_set)(&raw mut copy.handle, self.handle) };
         copy
     }
@@ -124,8 +124,8 @@ impl Array {
         if n == 0 {
             return Ok(&[]);
         }
-        // SAFETY: `n` bytes lie there, as the array says, which lives as long as the slice. The
-        // function casts a pointer, whatever the type of the values.
+        // SAFETY: the array reports `n` bytes there, and it outlives the slice. The function only
+        // casts a pointer, for every type of values.
         unsafe {
             let start = (self.library.table().array_data_uint8)(self.handle);
             if start.is_null() {
@@ -226,7 +226,7 @@ impl Stream {
     /// # Errors
     /// As [`array`](Self::array).
     pub fn array_f32(&self, values: &[f32], shape: &[i32]) -> Result<Array, Error> {
-        // SAFETY: every value is four bytes, each of which may have any value.
+        // SAFETY: every value is four bytes, and a byte may have any value.
         let bytes =
             unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) };
         self.array(bytes, shape, Dtype::F32)

@@ -1,8 +1,8 @@
 //! Functions of arrays that MLX calls: their gradients, and their compiled form.
 //!
 //! MLX calls such a function with arrays whose values are not there yet. A function must therefore
-//! not look at values and must not evaluate. A panic does not cross MLX: it is kept, and MLX is
-//! told that the function failed. The panic goes on after MLX's call has returned.
+//! not look at values and must not evaluate. A panic does not cross MLX: it is caught, and MLX gets
+//! a failure as the function's result. The panic resumes after MLX's call has returned.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};

@@ -10,7 +10,7 @@ use crate::library_paths::LIBRARY_NAME;
 use crate::table::{ObjectHandle, Table, VERSION};
 use crate::{DeviceKind, Error, LibraryPaths, Stream, exit, library_file};
 
-/// Names of MLX itself, which `libmlxc` loads: where it lies beside, it is checked too.
+/// File names of MLX itself, which `libmlxc` loads. A file in the same folder is checked too.
 const BESIDE: [&str; 2] = ["libmlx.so", "libmlx.dylib"];
 
 thread_local! {
@@ -82,7 +82,7 @@ impl Library {
     /// - [`Error::Symbol`] for one without a function that is needed.
     pub fn load(path: &Path) -> Result<Self, Error> {
         library_file::check(path)?;
-        // The loader finds MLX beside the C layer where it is there, through links too.
+        // The loader finds an MLX in the folder of the C layer, with symbolic links resolved.
         let real = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
         let beside = BESIDE.iter().map(|name| real.with_file_name(name));
         for other in beside.filter(|other| other.is_file()) {

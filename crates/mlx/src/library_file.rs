@@ -102,7 +102,7 @@ fn mach_o_end(head: &[u8]) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// A header with `entries` program headers, of which the first describes `bytes` from 0.
+    /// A header with `entries` program headers. The first describes `bytes` from 0.
     fn elf(entries: u16, bytes: u64) -> Vec<u8> {
         let mut head = vec![0; 64 + 56 * usize::from(entries)];
         head[..4].copy_from_slice(&ELF);

@@ -16,8 +16,8 @@ const HOMEBREW: [&str; 3] = [
     "/home/linuxbrew/.linuxbrew/lib",
 ];
 
-/// Places to look in, in this order: [`explicit`](Self::explicit) and then no other, beside the
-/// program, the installed one, Homebrew's.
+/// Places to look in, in this order: [`explicit`](Self::explicit) and then no other, the program's
+/// folder, the installed library, Homebrew's folders.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LibraryPaths {
     /// The library itself, or the folder it is in.

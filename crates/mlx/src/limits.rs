@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use crate::{Array, DeviceKind, Dtype, Error, Library, Stream};
 
-/// Loops that are timed after one that is not. The best counts: whatever else happens on a machine
-/// only takes time.
+/// Loops that are timed after one that is not. The shortest time counts, since other load on the
+/// machine only adds time.
 const ROUNDS: usize = 3;
 
 /// Bytes a second that `device` moves at best when MLX reads `bytes` of `f32` and sums them, or

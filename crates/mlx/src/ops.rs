@@ -44,7 +44,7 @@ pub struct Quantised {
 }
 
 impl Quantised {
-    /// Whether both are stored in the same way, whatever their shapes.
+    /// Whether both are stored in the same way. Shapes are not compared.
     pub fn is_alike(&self, other: &Self) -> bool {
         let form = |w: &Self| (w.group, w.bits, w.mode, w.biases.is_some());
         form(self) == form(other)

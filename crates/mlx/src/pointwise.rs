@@ -1,5 +1,5 @@
-//! Operations on values and along axes, beside those of [`ops`](crate::Stream::add): what routers
-//! and recurrent layers need.
+//! Operations on values and along axes for routers and recurrent layers. The basic ones are in
+//! [`ops`](crate::Stream::add).
 
 use std::ffi::c_int;
 
@@ -91,7 +91,7 @@ impl Stream {
         self.unary("mlx_rsqrt", self.library.table().rsqrt, a)
     }
 
-    /// Softmax along `axis`, computed in `f32` whatever the type.
+    /// Softmax along `axis`, computed in `f32` for every type.
     ///
     /// # Errors
     /// As [`subtract`](Self::subtract).

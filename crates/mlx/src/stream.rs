@@ -166,7 +166,7 @@ impl Stream {
     /// a device that hangs never returns, so callers have somebody watch them.
     ///
     /// # Errors
-    /// [`Error::Call`], for what MLX finds out only now, such as memory that cannot be had.
+    /// [`Error::Call`] for failures that MLX detects only here, such as exhausted memory.
     pub fn eval<'a>(&self, arrays: impl IntoIterator<Item = &'a Array>) -> Result<(), Error> {
         let handles: Vec<ObjectHandle> = arrays.into_iter().map(|array| array.handle).collect();
         let table = self.library.table();

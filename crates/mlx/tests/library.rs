@@ -246,7 +246,7 @@ fn errors_are_returned_and_do_not_end_the_process() {
     assert_eq!(values(&stream, &x), [1.0, 2.0], "it still computes");
 }
 
-/// A part of some bytes, and a channel that hears when it is dropped.
+/// A range of some bytes, and a channel that gets a message when it is dropped.
 struct TrackedBytes(Vec<u8>, Range<usize>, Sender<()>);
 
 impl AsRef<[u8]> for TrackedBytes {

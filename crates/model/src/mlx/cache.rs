@@ -65,7 +65,7 @@ pub(super) enum LayerSizes {
         key: usize,
         value: usize,
     },
-    /// The states of a gated delta net on so many pages, in f32.
+    /// The states of a gated delta net on `pages` pages, in f32.
     Delta {
         pages: usize,
         of: DeltaSizes,

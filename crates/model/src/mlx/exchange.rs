@@ -18,8 +18,8 @@ use super::step::Step;
 use crate::compute::ExchangeBytes;
 use crate::{Error, Links};
 
-/// Arrays that are kept to receive in. They are inputs and outputs of both halves of a layer, or a
-/// stage's residual beside the sums of prompts and of decoding.
+/// Receive arrays that are kept for reuse. They are the inputs and outputs of both halves of a
+/// layer, or a stage's residual and the sums of prefill and of decode.
 const KEPT: usize = 4;
 
 /// Memory that other ranks' values are received in, as arrays.

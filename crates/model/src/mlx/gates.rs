@@ -18,10 +18,10 @@ use crate::{Config, Error};
 
 type Made = Result<Array, paceline_mlx::Error>;
 
-/// Calls in a row that are timed together: so many that the wait for the device is little beside.
+/// Calls in a row that are timed together. The wait for the device is a small part of their time.
 const CALLS: usize = 64;
 
-/// Timings of which the shortest counts, after one that compiles kernels.
+/// Timings after one that compiles kernels. The shortest counts.
 const ROUNDS: usize = 5;
 
 /// Share of the plain form's time that the compiled one may take at most: less is noise.

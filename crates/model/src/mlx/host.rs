@@ -30,15 +30,15 @@ const END_LIMIT: Duration = Duration::from_secs(5);
 pub struct Patience {
     /// Of evaluations before any was measured: one that takes longer is slow or hangs.
     pub limit: Duration,
-    /// How long the process may go on after that, to say so; forever if that is not given.
+    /// Time to report the hang before the process is ended. `None`: the process is not ended.
     pub last_words: Option<Duration>,
 }
 
 /// Shortest limit, where evaluations were measured: other programs may hold a device so long.
 const LEAST: Duration = Duration::from_secs(10);
 
-/// So many times as long as the evaluations before is no longer slow, but hangs. A device that
-/// another program shares, or that is hot, is some three times as slow.
+/// Factor over the times of earlier evaluations from which one counts as hung instead of slow. A
+/// device that another program shares, or that is hot, is some three times as slow.
 const SLOWER: u32 = 20;
 
 /// Evaluations that are remembered.
@@ -94,8 +94,8 @@ impl Watch {
         }
     }
 
-    /// Runs `evaluate` on so many rows, watched: the limit of an evaluation follows from the rows
-    /// and the times of the last ones.
+    /// Runs `evaluate` on `rows` rows under the watch. The limit of an evaluation follows from its
+    /// rows and the times of the last ones.
     pub fn during<T>(&self, rows: usize, evaluate: impl FnOnce() -> T) -> T {
         lock(&self.state).since = Some((Instant::now(), rows));
         let value = evaluate();
@@ -127,7 +127,7 @@ type Work<S> = Box<dyn FnOnce(&mut S) + Send>;
 pub struct Host<S> {
     /// `None` while it is dropped.
     work: Option<Sender<Work<S>>>,
-    /// Hears when the thread has ended.
+    /// Receives a message when the thread has ended.
     ended: Mutex<Receiver<()>>,
     watch: Watch,
     last_words: Option<Duration>,

@@ -95,7 +95,7 @@ impl Matrix {
     ) -> Result<Array, Error> {
         Ok(match self {
             Self::Float(across) => {
-                // On MLX's CPU the stack is f32 whatever the activations.
+                // On MLX's CPU the stack is f32 for every type of activations.
                 let wide = stream.astype(x, across.dtype())?;
                 let product = stream.gathered_matmul(&wide, across, indices, sorted)?;
                 stream.astype(&product, x.dtype())?

@@ -84,7 +84,7 @@ pub struct MlxOptions {
     /// The first evaluation, which takes longer, counts as a device that hangs; later ones by the
     /// times of those before.
     pub patience: Duration,
-    /// How long the process may go on after that: it is ended then, by whatever it is held up.
+    /// Time from a detected hang to the end of the process, which no blocked call can delay.
     pub last_words: Duration,
 }
 
@@ -461,8 +461,8 @@ fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_
 }
 
 /// Values of a row in passing: the residual, its norm and sum; queries, keys, values and scores.
-/// Gate, up and their product follow, of every expert that a row has. Logits of one row for each
-/// sequence are little beside.
+/// Gate, up and their product follow, of every expert that a row has. Logits are small in
+/// comparison: one row for each sequence.
 fn widest(c: &Config, shard: &Shard) -> usize {
     let shapes = c.layers[shard.layers.clone()].iter();
     let widths = shapes.zip(shard.each_layer()).map(|(shape, cut)| {
@@ -477,7 +477,7 @@ fn widest(c: &Config, shard: &Shard) -> usize {
     4 * c.width + widths.max().unwrap_or(0)
 }
 
-/// Sizes of the caches of `shard`'s layers, for steps of up to a size and so many positions.
+/// Sizes of the caches of `shard`'s layers, for steps of up to `size` and `positions` positions.
 fn cache_shape(
     c: &Config,
     shard: &Shard,

@@ -67,7 +67,7 @@ pub(super) struct Step<'a> {
     hidden: Option<Array>,
     /// `(T, C)`
     delta: Array,
-    /// `(T, C)`: what a feed-forward gave that has experts beside it.
+    /// `(T, C)`: output of a dense feed-forward that has parallel experts.
     aside: Option<Array>,
     /// `(T, layers held, P)`: what the layers' own embeddings give, where there are some.
     per_layer: Option<Array>,
@@ -147,7 +147,7 @@ impl<'a> Step<'a> {
         layer - self.parts.model.shard.layers.start
     }
 
-    /// Output of a feed-forward that has experts beside it, until it is added.
+    /// Output of a dense feed-forward that has parallel experts, until it is added.
     pub(super) const fn aside(&self) -> Option<&Array> {
         self.aside.as_ref()
     }
@@ -757,7 +757,7 @@ const fn dense(w: &Layer) -> &weights::Dense {
 }
 
 /// # Panics
-/// If no experts are beside the layer's feed-forward.
+/// If the layer has no experts parallel to its feed-forward.
 const fn beside(w: &Layer) -> &weights::Beside {
     w.beside.as_ref().expect("loaded for this family")
 }

@@ -233,7 +233,7 @@ impl Stored {
 /// How blocks are held as groups of 32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
-    /// Their integers, `offset` added, in so many bits.
+    /// Their integers, `offset` added, in `bits` bits.
     Kept { bits: usize, offset: u8 },
     /// Four-bit floats with a power of two.
     Powers,
@@ -301,7 +301,7 @@ impl Groups {
         groups
     }
 
-    /// For so many values.
+    /// No groups yet, with capacity for `values` values.
     fn new(block_type: BlockType, values: usize) -> Self {
         let form = Form::of(block_type);
         let room = || Vec::with_capacity(values / GROUP * 2);
@@ -379,7 +379,7 @@ impl Groups {
     }
 }
 
-/// Values of so many bits behind each other, the first in the lowest bits.
+/// Values of `bits` bits each, packed with the first in the lowest bits.
 fn pack(bits: usize, values: &[u8; GROUP]) -> Vec<u8> {
     let mut packed = vec![0u8; GROUP * bits / 8];
     for (i, value) in values.iter().enumerate() {

@@ -48,7 +48,7 @@ pub(super) struct Layer {
     /// Where the router chooses.
     pub(super) experts: Option<Box<Experts>>,
     pub(super) post_ffn_norm: Option<Array>,
-    /// Norms of a feed-forward with experts beside it.
+    /// Norms of a feed-forward with parallel experts.
     pub(super) beside: Option<Beside>,
     /// Where a layer has embeddings of its own.
     pub(super) per_layer: Option<PerLayer>,
@@ -90,7 +90,7 @@ pub(super) struct Dense {
     pub(super) down: Summed,
 }
 
-/// The norms of a feed-forward and of the experts beside it, `(C,)` each.
+/// The norms of a feed-forward and of its parallel experts, `(C,)` each.
 #[derive(Debug)]
 pub(super) struct Beside {
     /// On the result of the feed-forward.
@@ -220,7 +220,7 @@ pub(super) fn activations(
     })
 }
 
-/// A matrix that the first layer has, whatever it is made of.
+/// A matrix that the first layer has, by the kind of its attention.
 fn first_matrix(c: &Config) -> (Role, [usize; 2]) {
     let shape = &c.layers[0];
     let (part, shape) = match (shape.cache, shape.latent) {
@@ -234,7 +234,7 @@ fn first_matrix(c: &Config) -> (Role, [usize; 2]) {
     (Role::Layer(0, part), shape)
 }
 
-/// Rows of so many heads of a layer's query projection, their gates included.
+/// Rows of `heads` heads of a layer's query projection, their gates included.
 const fn query_rows(shape: &LayerShape, heads: usize) -> usize {
     let each = if shape.gated { 2 } else { 1 };
     each * shape.head_dim * heads
@@ -519,7 +519,7 @@ impl Loader<'_> {
         Matrix::of(self.stream, (&stored, role), (rows, cols), &converted)
     }
 
-    /// Rows of a matrix of `shape`, in f32 whatever the activations are, across: `(in, rows)`.
+    /// Rows of a matrix of `shape`, in f32 for every type of activations, transposed: `(in, rows)`.
     fn wide_rows(
         &self,
         role: Role,

@@ -179,8 +179,8 @@ impl<'a> Step<'a> {
         Ok(stream.concatenate(&out, 0)?)
     }
 
-    /// The rows of a page of the cache, of which those of the sequence from row `new` on are new,
-    /// the first in place `at`.
+    /// The rows of a page of the cache. The sequence's rows `new` are new, and the first of them is
+    /// row `at` of the page.
     fn page_rows(
         &self,
         own: &weights::DeltaNet,

@@ -8,7 +8,8 @@ use crate::weights::{DeltaRowLayout, MatrixRows};
 use crate::{Error, LayerRole, Role, config};
 
 /// Letters: H value heads of this rank, K key heads, D and E elements of a key and of a value. All
-/// but the first two are in f32, whatever the activations are, since a state lives on all of them.
+/// but the first two are in f32 for every type of activations, since a state depends on all of
+/// them.
 #[derive(Debug)]
 pub(in crate::mlx) struct DeltaNet {
     /// `(2 K D + H E, C)`: queries, keys and values.

@@ -13,7 +13,7 @@ use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Nth, Role};
 /// A matrix of a layer: its whole shape, and how many of its values this rank holds.
 type Held = (LayerRole, [usize; 2], usize);
 
-/// The bytes of all matrices of `shard`; vectors are little beside.
+/// The bytes of all matrices of `shard`. Vectors are negligible.
 ///
 /// # Errors
 /// When the file lacks a matrix, or has one of another shape.
