@@ -13,13 +13,13 @@ pub(crate) use comm::start_rank;
 /// What to measure.
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// Prefill and decode speed of a model, beside llama.cpp if asked
+    /// Prefill and decode speed, optionally against llama.cpp
     Model(model::Args),
-    /// What the planner says of local nodes, beside what they do
+    /// Predicted against measured speed of local nodes
     Plan(plan::Args),
-    /// Matrix products of every weight type, beside what this machine can do at best
+    /// Matrix products of every weight type, against this machine's limits
     Kernels(kernels::Args),
-    /// Latency and bandwidth of the collectives, beside MLX or Open MPI if asked
+    /// Latency and bandwidth of collectives, optionally against MLX or Open MPI
     Comm(comm::Args),
     /// Load on a server of OpenAI's API: latencies, throughput, goodput
     Api(api::Args),

@@ -67,7 +67,7 @@ pub(crate) struct Args {
     /// First round of the seed's schedule that is played, so that a long run can be split
     #[arg(long, value_name = "N", default_value_t = 0)]
     from: u32,
-    /// Further copies of each node's part that wait packed on another one
+    /// Standby copies of each node's part, packed on another one
     #[arg(long, value_name = "N", default_value_t = 0,
           value_parser = clap::value_parser!(u16).range(0..=1))]
     spare: u16,

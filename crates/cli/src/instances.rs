@@ -57,9 +57,9 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "N", default_value_t = 4,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
-    /// Further copies of each machine's part that wait packed on another one, so that an answer
-    /// whose machine is lost goes on without loading [default: 1 where half of a machine's memory
-    /// has room for all, once the model has answered for half a minute]
+    /// Standby copies of each machine's part, packed on another one. An answer whose machine is
+    /// lost continues without loading [default: 1 where half of a machine's memory has room for
+    /// all, once the model has answered for half a minute]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1))]
     spare: Option<u16>,
     /// A small model of the same vocabulary that guesses tokens, which MODEL checks together: the
@@ -85,8 +85,8 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "WHICH", default_value = "auto",
           value_parser = str::parse::<WeightDistribution>)]
     weights: WeightDistribution,
-    /// Names of machines that only read prompts, and hand them to the others while they go on: for
-    /// long prompts beside answers
+    /// Names of machines that only read prompts, and transfer their KV to the others, which decode
+    /// meanwhile: for long prompts
     #[arg(
         long,
         value_name = "A,B,..",

@@ -93,7 +93,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 5,
           value_parser = clap::value_parser!(u16).range(0..=3600))]
     grace: u16,
-    /// Seconds that other ranks may go on after one has ended well, or `never` to end them
+    /// Seconds that other ranks may run after one has ended well, or `never` to end them
     #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = linger)]
     linger: Linger,
     /// Seconds until all hosts must be ready

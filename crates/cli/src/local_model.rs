@@ -44,20 +44,20 @@ pub(crate) struct SplitArgs {
     #[arg(long, value_name = "A,B,..", value_delimiter = ',', allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) shares: Vec<u32>,
-    /// How nodes reach each other: any (shared memory where it can be had, else TCP), shm, tcp,
-    /// rdma (by the device file that MLX_IBV_DEVICES names, with --plaintext)
+    /// How nodes reach each other: any (shared memory where available, else TCP), shm, tcp, rdma
+    /// (by the device file that MLX_IBV_DEVICES names, with --plaintext)
     #[arg(long, value_enum, value_name = "HOW", default_value_t = NodeTransport::Any,
           hide_possible_values = true)]
     pub(crate) transport: NodeTransport,
     /// Allow a transport that cannot encrypt
     #[arg(long)]
     pub(crate) plaintext: bool,
-    /// Local nodes more that only read prompts, and hand them to the others while they go on: for
-    /// long prompts beside answers. Short ones the others read themselves
+    /// Further local nodes that only read prompts, and transfer their KV to the others, which
+    /// decode meanwhile: for long prompts. The others read short ones
     #[arg(long, value_name = "M", default_value_t = 0, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(0..=64))]
     pub(crate) prefill_nodes: u32,
-    /// Have them read every prompt of which so many tokens are new, and no other [default: those
+    /// Have them read all prompts with at least this many new tokens, and no other [default: those
     /// that they read sooner]
     #[arg(long, value_name = "TOKENS", requires = "prefill_nodes", allow_negative_numbers = true,
           hide = true,
@@ -68,7 +68,7 @@ pub(crate) struct SplitArgs {
 /// How the nodes of a model reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum NodeTransport {
-    /// Shared memory where it can be had, else TCP
+    /// Shared memory where available, else TCP
     Any,
     /// Shared memory
     Shm,

@@ -127,7 +127,7 @@ pub(crate) struct SortArgs {
     /// A .npy file; of floats -0 comes before 0, and NaN last, or first with a negative sign
     #[arg(value_name = "INPUT")]
     input: PathBuf,
-    /// The .npy file to write, of the same type. OUT.part and OUT.sort lie beside it meanwhile
+    /// The .npy file to write, of the same type. OUT.part and OUT.sort exist meanwhile
     #[arg(short, value_name = "OUT")]
     out: PathBuf,
     /// Bytes for all nodes together, as 500M or 2G [default: half of what is available]

@@ -37,8 +37,8 @@ pub(crate) struct NodeArgs {
     /// as over a VPN; may be given several times
     #[arg(long, value_name = "HOST", value_parser = NonEmptyStringValueParser::new())]
     peer: Vec<String>,
-    /// How other machines are found beside --peer: beacons and multicast DNS (all), one of them, or
-    /// neither (none)
+    /// Discovery in addition to --peer: beacons and multicast DNS (all), one of them, or neither
+    /// (none)
     #[arg(long, value_enum, value_name = "HOW", default_value = "all")]
     discovery: DiscoveryMode,
     /// The same as --discovery none

@@ -44,15 +44,15 @@ pub(crate) struct Args {
     pub(crate) model: String,
     /// What to answer; without it, a chat on a terminal, else what standard input holds
     prompt: Option<String>,
-    /// Answer with this adapter beside the model: its folder, or its file of weights (PEFT's, MLX's
-    /// or GGUF's form)
+    /// Answer with this adapter of the model: its folder, or its file of weights (PEFT's, MLX's or
+    /// GGUF's form)
     #[arg(long, value_name = "FILE")]
     adapter: Option<PathBuf>,
     /// A small model of the same vocabulary that guesses tokens, which MODEL checks together: the
     /// same answer in less time, where that pays
     #[arg(long, value_name = "MODEL")]
     draft: Option<String>,
-    /// What the model is told before the conversation
+    /// System message before the conversation
     #[arg(
         long,
         value_name = "TEXT",
@@ -78,7 +78,7 @@ pub(crate) struct Args {
     /// Print one JSON object when the answer is complete
     #[arg(long)]
     pub(crate) json: bool,
-    /// Compute in this process, whatever this machine's node has loaded
+    /// Compute in this process instead of this machine's node
     #[arg(long)]
     local: bool,
     #[command(flatten)]

@@ -51,7 +51,7 @@ pub(crate) struct Args {
     /// Write the hostfile here
     #[arg(long, value_name = "FILE", visible_alias = "output-hostfile")]
     output: Option<PathBuf>,
-    /// Go on without hosts that cannot be reached
+    /// Skip hosts that cannot be reached
     #[arg(long)]
     ignore_unreachable: bool,
     /// Print the cables as a graph for `dot`, and end

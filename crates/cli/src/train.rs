@@ -59,7 +59,7 @@ pub(crate) struct Args {
     /// adapter_config.json)
     #[arg(long, value_name = "CONFIG")]
     from_mlx_lm: Option<PathBuf>,
-    /// lora (a pair of small matrices beside each), qlora (the same, the base stays as it is
+    /// lora (two low-rank factors of each matrix), qlora (the same, the base stays as it is
     /// stored), full (every weight; folders only)
     #[arg(long, value_name = "HOW", default_value = "lora", value_parser = of_name::<Method>)]
     method: Method,
@@ -140,7 +140,7 @@ pub(crate) struct Args {
         allow_negative_numbers = true
     )]
     lr: f64,
-    /// How it goes on after the warm-up: cosine, linear, constant
+    /// Learning rate after the warm-up: cosine, linear, constant
     #[arg(long, value_name = "HOW", default_value = "cosine", value_parser = of_name::<Schedule>)]
     schedule: Schedule,
     /// Steps over which the learning rate rises
@@ -181,7 +181,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 50,
           value_parser = clap::value_parser!(u64).range(1..))]
     save_every: u64,
-    /// Go on from the newest checkpoint of the folder, with the bits of not having stopped
+    /// Resume from the newest checkpoint of the folder, with the bits of a run without stop
     #[arg(long)]
     resume: bool,
     /// Compute with N workers: machines of the cluster where this machine's node runs and has as
@@ -203,7 +203,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     stages: u32,
-    /// Compute on this machine alone, whatever the cluster has
+    /// Compute on this machine alone, without the cluster
     #[arg(long, conflicts_with = "hosts")]
     local: bool,
     /// Threads of each node [default: the cores, shared by the nodes of a machine]

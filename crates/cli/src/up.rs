@@ -86,9 +86,9 @@ pub(crate) struct Args {
         conflicts_with = "model"
     )]
     option: Vec<String>,
-    /// Answer with this adapter beside the model: its folder, or its file of weights (PEFT's, MLX's
-    /// or GGUF's form); with names, or several, each answers by the `model` of a request, NAME or
-    /// MODEL:NAME, and the model without one too; all share its weights
+    /// Answer with this adapter of the model: its folder, or its file of weights (PEFT's, MLX's or
+    /// GGUF's form). With names, or several, the `model` of a request selects one, as NAME or
+    /// MODEL:NAME, or the model without one; all share its weights
     #[arg(long, value_name = "[NAME=]FILE", value_parser = AdapterArg::parse)]
     adapter: Vec<AdapterArg>,
     /// The adapter of these arguments, if it is applied at run time.
@@ -98,7 +98,7 @@ pub(crate) struct Args {
     /// times
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     alias: Vec<String>,
-    /// An encoder such as all-MiniLM-L6-v2 beside MODEL, for /v1/embeddings and /api/embed
+    /// An encoder such as all-MiniLM-L6-v2, for /v1/embeddings and /api/embed
     #[arg(long, value_name = "MODEL")]
     embed: Option<String>,
     #[command(flatten)]

@@ -67,10 +67,10 @@ pub(crate) struct Args {
     /// Decides prompts, lengths and arrivals
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Goodput counts answers whose first token comes within so many milliseconds
+    /// Longest time to the first token that goodput counts, in milliseconds
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..))]
     ttft_limit: Option<u32>,
-    /// Goodput counts answers whose mean gap between tokens is at most so many milliseconds
+    /// Longest mean gap between tokens that goodput counts, in milliseconds
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..))]
     gap_limit: Option<u32>,
     /// Longest time of one request, in seconds

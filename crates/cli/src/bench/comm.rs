@@ -113,7 +113,7 @@ pub(crate) struct Args {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// What a child process is told
+    /// Rank of a child process
     #[arg(long, hide = true)]
     as_rank: Option<u32>,
     /// A rank of another machine's measurement, which says the rest on standard input

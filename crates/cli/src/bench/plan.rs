@@ -28,7 +28,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 2,
           value_parser = clap::value_parser!(u32).range(1..=4))]
     nodes: u32,
-    /// How nodes reach each other: any (shared memory where it can be had, else TCP), shm, tcp
+    /// How nodes reach each other: any (shared memory where available, else TCP), shm, tcp
     #[arg(long, value_enum, value_name = "HOW", default_value_t = NodeTransport::Any,
           hide_possible_values = true)]
     transport: NodeTransport,

@@ -1,8 +1,8 @@
 //! Workers on other machines: `--hosts`, and `--nodes` in a cluster.
 //!
-//! The job's workers are relays: processes of this program that have a worker started by `ssh`, or
-//! by the node of another machine, and relay the messages. Inputs have the same paths on all
-//! machines. A worker with different inputs is excluded. Results are written here.
+//! The job's workers are relays: processes of this program that pass messages to a remote worker
+//! and back. They start it by `ssh` or through the node of the other machine. Inputs have the same
+//! paths on all machines. A worker with different inputs is excluded. Results are written here.
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -32,7 +32,7 @@ pub(crate) struct ArrayJobArgs {
     /// needs paceline, and the inputs at the same paths
     #[arg(long, value_name = "A,B", conflicts_with = "nodes")]
     hosts: Option<String>,
-    /// Compute on this machine alone, whatever the cluster has
+    /// Compute on this machine alone, without the cluster
     #[arg(long, conflicts_with = "hosts")]
     local: bool,
     /// Threads of each node [default: the cores, shared by the nodes of a machine]
@@ -42,12 +42,11 @@ pub(crate) struct ArrayJobArgs {
     /// Inputs are raw values of this type (f64, f32, i64, u32, ...) instead of .npy files
     #[arg(long, visible_alias = "dtype", value_name = "TYPE")]
     raw: Option<Dtype>,
-    /// What computes: cpu, gpu (a graphics processor, or software that acts as one), or auto (the
-    /// CPU, and a graphics processor beside it where that is worth it). The result has the same
-    /// bits
+    /// Device: cpu, gpu (a graphics processor, or software that acts as one), or auto (the CPU,
+    /// with a graphics processor where that pays). The result has the same bits
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = device)]
     device: DeviceChoice,
-    /// Keep finished parts in this file, and go on from it if it is there; removed at the end
+    /// Keep finished parts in this file, and resume from it if it exists; removed at the end
     #[arg(long, value_name = "FILE")]
     resume: Option<PathBuf>,
     /// Print one JSON object

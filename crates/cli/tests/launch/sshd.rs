@@ -26,8 +26,8 @@ impl Drop for SshServer {
 }
 
 impl SshServer {
-    /// Starts it, and has the world's `ssh` go there for hosts `one` and `two`; `None` with a line
-    /// when that is not wanted or cannot be.
+    /// Starts the server, and the world's `ssh` connects to it for hosts `one` and `two`. `None`,
+    /// with a printed reason, if it is not requested or not possible.
     fn start(world: &SshHosts, test: &str) -> Option<Self> {
         if std::env::var_os("PACELINE_TEST_SSHD").is_none() {
             eprintln!("SKIPPED {test}: PACELINE_TEST_SSHD is not set");

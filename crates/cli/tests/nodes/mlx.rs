@@ -1,4 +1,4 @@
-//! `--engine mlx` as a user calls it: the same answer over one node and several, beside our own
+//! `--engine mlx` as a user calls it: the same answer over one node, several nodes and our own
 //! kernels, and libraries that cannot be used.
 //!
 //! Runs where `PACELINE_MLXC` names a `libmlxc`, which `cargo xtask mlx` builds.

@@ -1,9 +1,9 @@
 //! `paceline topology` as a user calls it, on Macs that are not there.
 //!
 //! A stand-in for `ssh` (`tests-data/topology/ssh`) runs commands in a host's folder, whose `bin`
-//! has commands that print what a Mac would. `mlx-0.32.4.json` has such hosts and what
-//! MLX's own tool makes of them ([`same`]); `cargo xtask mlx-tools` compares the two
-//! themselves, and with `--golden` writes that file anew.
+//! has commands that print what a Mac would. `mlx-0.32.4.json` has such hosts and what MLX's own
+//! tool makes of them ([`same`]). `cargo xtask mlx-tools` compares the two tools themselves, and
+//! with `--golden` it writes that file.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
