@@ -2,9 +2,9 @@
 //!
 //! The C library keeps freed memory between blocks in use; long requests leave tens of megabytes. A
 //! trim is due while the process exceeds its least size by [`GROWTH_BYTES`]. It is due again at the
-//! next check, since memory in use during a trim may be freed a moment later, and the process size
-//! does not show that. Memory that stays in use, such as a loaded model, is learned after
-//! [`VAIN_MAX`] vain trims.
+//! next check, since memory in use during a trim may be freed a moment later. The process size does
+//! not show that. Memory that stays in use, such as a loaded model, is learned after [`VAIN_MAX`]
+//! vain trims.
 
 /// Growth over the least size that makes a trim due.
 const GROWTH_BYTES: u64 = 16 << 20;

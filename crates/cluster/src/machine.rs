@@ -195,9 +195,10 @@ pub fn gpu_memory() -> Option<GpuMemory> {
     parse_gpu_memory(&first_line("nvidia-smi", &query)?)
 }
 
-/// Of Apple silicon with `total` bytes. Without a limit of the user (0 or none), Metal lends three
-/// quarters of more than 36 GB, and two thirds of less: see `plan`'s catalogue of hardware. The
-/// system and other programs need an eighth, and not less than 4 GiB.
+/// GPU memory of Apple silicon with `total` bytes. Without a user's limit (0 or none), Metal
+/// permits three quarters of totals over 36 GB, and two thirds of others. `plan`'s catalogue of
+/// hardware has the same rule. The system and other programs need an eighth, and not less than 4
+/// GiB.
 fn of_apple(total: u64, wired_limit_mb: Option<u64>) -> GpuMemory {
     let own = wired_limit_mb.filter(|mb| *mb > 0).map(|mb| mb << 20);
     let usual = match total > 36 << 30 {

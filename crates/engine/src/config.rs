@@ -37,9 +37,9 @@ pub struct EngineConfig {
     pub strict: bool,
 }
 
-/// Default rows of a step. Measured on two threads of an EPYC VM, November 2026: from 128 rows on,
-/// SmolLM2 and Gemma 3 270M prefill within a tenth of full speed. The default leaves room for more
-/// cores. The buffers of an 8B model are some 300 KB a row.
+/// Default rows of a step. From 128 rows on, SmolLM2 and Gemma 3 270M prefill within a tenth of
+/// full speed (two threads of an EPYC VM, November 2026). The default leaves room for more cores.
+/// The buffers of an 8B model are some 300 KB a row.
 const DEFAULT_ROWS: usize = 512;
 
 /// Logit rows for prompt logprobs if drafts are disabled; otherwise the draft rows serve. Each is a

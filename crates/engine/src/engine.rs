@@ -438,9 +438,11 @@ impl Engine {
     /// the rows, and all sequences recompute their cache.
     ///
     /// # Errors
-    /// Returns `error` if it is not such an interruption, if other ranks have computed their part
-    /// of the step, if steps are already minimal, or if [`strict`](EngineConfig::strict) forbids
-    /// other bits.
+    /// Returns `error` in these cases:
+    /// - it is not such an interruption;
+    /// - other ranks have computed their part of the step;
+    /// - steps are already minimal;
+    /// - [`strict`](EngineConfig::strict) forbids other bits.
     fn recover(&mut self, error: Error, events: &mut Vec<Event>) -> Result<(), Error> {
         let is_interrupted = matches!(&error, Error::Model(error) if error.is_interrupted());
         let least = self.config.max_running.max(LEAST_ROWS);

@@ -138,8 +138,9 @@ fn next_page<'a>(tokens: &'a [u32], owned: &SequencePages) -> Option<&'a [u32]> 
     (begin + PAGE < tokens.len()).then_some(page)
 }
 
-/// Whether `older`, a sequence of `tokens`, will compute the next page of the sequence `own`: equal
-/// pages so far, and equal tokens in the next page. All pages of `owned` are cached.
+/// Whether `older`, a sequence of `tokens`, will compute the next page of the sequence `own`. This
+/// holds for equal pages so far, and equal tokens in the next page. All pages of `owned` are
+/// cached.
 pub(crate) fn follows(
     (own, owned): (&[u32], &SequencePages),
     (tokens, older): (&[u32], &SequencePages),

@@ -237,9 +237,9 @@ const fn place(decoding: usize) -> usize {
 
 /// Divides `budget` rows among prompts with `left` remaining rows, oldest first.
 ///
-/// The prompt with the fewest remaining rows gets up to half of the budget, so that a short
-/// question does not wait for a long document. The rest goes to the oldest: it gets at least half,
-/// so every prompt ends.
+/// The prompt with the fewest remaining rows gets up to half of the budget, so a short question
+/// does not wait for a long document. The rest goes to the oldest: it gets at least half, so every
+/// prompt ends.
 pub(crate) fn share(left: &[usize], budget: usize) -> Vec<usize> {
     let mut rows = vec![0; left.len()];
     let shortest = (0..left.len()).min_by_key(|i| left[*i]);

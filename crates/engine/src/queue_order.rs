@@ -84,9 +84,9 @@ pub(crate) fn in_order(turns: impl Iterator<Item = QueueKey>) -> Vec<usize> {
     keys.into_iter().map(|(place, _)| place).collect()
 }
 
-/// Index of the `running` sequence, oldest first, to preempt for the `next` one: the youngest of
-/// the client with the most slots, of no higher priority. `None` if that would not be fairer. The
-/// preempted sequence queues after `next`.
+/// Index of the `running` sequence, oldest first, to preempt for the `next` one. It is the youngest
+/// of the client with the most slots, of no higher priority. `None` if that would not be fairer.
+/// The preempted sequence queues after `next`.
 pub(crate) fn preemption_victim(
     running: &[SchedulingParams],
     next: SchedulingParams,

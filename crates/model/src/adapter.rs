@@ -8,9 +8,9 @@
 //! ```
 //! **Definition.** Each element of `A x` is a chain of fused multiply-adds over the inputs from 0,
 //! in f32, in every kernel class. Where the ranks of a stage split the inputs (attention output,
-//! down), each leaf of the sum has its own chain, and the tree adds the leaves. So each row and
-//! root carries `r` more values over the link. The scaled sum continues from `y` as a chain over
-//! `r`. Threads, batch, split and instruction set change no bit.
+//! down), each leaf of the sum has its own chain. The tree adds the leaves. So each row and root
+//! carries `r` more values over the link. The scaled sum continues from `y` as a chain over `r`.
+//! Threads, batch, split and instruction set change no bit.
 //!
 //! The adapters of one base model are numbered from 1; 0 is the base alone. Each sequence of a
 //! batch names its own adapter ([`BatchSequence::adapter`](crate::BatchSequence::adapter)).

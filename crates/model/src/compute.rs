@@ -124,8 +124,8 @@ pub trait Compute: fmt::Debug + Send {
     /// If another rank or the backend fails. The model is unusable afterwards.
     ///
     /// # Panics
-    /// If the batch exceeds the reserved sizes, a token exceeds the vocabulary, a sequence has
-    /// fewer pages than positions, or the rank is not the leader.
+    /// If the batch exceeds the reserved sizes, or a token exceeds the vocabulary. If a sequence
+    /// has fewer pages than positions, or the rank is not the leader.
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error>;
 
     /// Maximum steps that compute at once: one per stage of a pipeline, bounded by message

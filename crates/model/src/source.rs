@@ -568,8 +568,8 @@ impl LayerRole {
     }
 }
 
-/// An expert's matrix in a GGUF file with an unusual layout: one tensor per expert, as in early
-/// files of Mixtral, or gate and up joined in one tensor.
+/// An expert's matrix in a GGUF file with an unusual layout. That is one tensor per expert, as in
+/// early files of Mixtral, or gate and up joined in one tensor.
 fn other_expert(file: &Gguf, layer: usize, part: LayerRole) -> Result<Option<Tensor>, Error> {
     let (name, half) = match part {
         LayerRole::ExpertGate(_) => ("gate", Some(0)),

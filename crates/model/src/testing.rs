@@ -1,5 +1,5 @@
-//! Entry points for fuzz targets and tests: the parser of other ranks' plans, the leader's gathered
-//! logits, and a tiny model for tests of `engine` and `serve`.
+//! Entry points for fuzz targets and tests. They are the parser of other ranks' plans, the leader's
+//! gathered logits, and a tiny model for tests of `engine` and `serve`.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! A step that the system interrupts on the GPU: it is told apart from other errors, and the same
+//! A step that the system interrupts on the GPU. Its error differs from others, and the same
 //! sequence computed again has the same logits.
 //!
 //! The device is a library of this test (`crates/mlx/tests/fake/interrupt.rs`), the process this

@@ -262,7 +262,7 @@ fn strangers_and_evictions_change_nothing() {
 }
 
 /// Every storage type, families and configurations taking turns. By default a type has one class in
-/// turn, in a long run all; that kernels of a type agree on all sets is tested in `tensor`.
+/// turn, in a long run all. `tensor` tests that kernels of a type agree on all instruction sets.
 #[test]
 fn every_storage_type_obeys() {
     let dir = tempfile::tempdir().unwrap();

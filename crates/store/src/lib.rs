@@ -12,8 +12,9 @@
 //! its final name. [`list`], [`remove`] and [`verify`] manage stored models. No model is removed
 //! without a request.
 //!
-//! The crate reads no environment variables and prints nothing: settings come in [`PullOptions`],
-//! reports go to [`PullProgress`], [`Cancel`] stops operations, and wall-clock time is an argument.
+//! The crate reads no environment variables and prints nothing. Settings come in [`PullOptions`]
+//! and reports go to [`PullProgress`]. [`Cancel`] stops operations, and wall-clock time is an
+//! argument.
 //!
 //! ```
 //! use paceline_store::{Error, Home, Resolved, resolve};

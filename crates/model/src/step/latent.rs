@@ -8,9 +8,10 @@
 //! read (T, H, R) by attention over k -> attended (T, H, V) = values[h] (V, R) read
 //! ```
 //!
-//! H heads of this rank, A elements of a compressed query, N query elements without rotation, P
-//! rotated ones, R latent elements, V elements of a value. A head's products are over one leaf:
-//! whole rows of its own matrices. So a head has the same bits on every split.
+//! H counts the heads of this rank, A the elements of a compressed query. N counts query elements
+//! without rotation, P rotated ones. R counts latent elements, V the elements of a value. A head's
+//! products are over one leaf: whole rows of its own matrices. So a head has the same bits on every
+//! split.
 
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;

@@ -28,9 +28,9 @@ pub(super) const PROMPT_ROWS: usize = 64;
 const FEW_ROWS: usize = 8;
 
 /// Positions of the two attention probes; their difference gives the cost of a key. At the larger
-/// one the keys of all probed layers exceed the last-level cache (SmolLM2 47 MB, Gemma 3 270M 37
-/// MB), as in a long answer. Hot in cache, a key of SmolLM2 took half as long as at 7,900
-/// positions.
+/// one the keys of all probed layers exceed the last-level cache, as in a long response. They take
+/// 47 MB for SmolLM2 and 37 MB for Gemma 3 270M. Hot in cache, a key of SmolLM2 took half as long
+/// as at 7,900 positions.
 const POSITIONS: [usize; 2] = [64, 2048];
 
 /// Most passes of each measurement; their mean counts. Programs that run now will also run next to

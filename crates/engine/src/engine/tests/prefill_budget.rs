@@ -1,4 +1,4 @@
-//! The engine on a simulated machine: the tiny model computes, and each step takes as long as its
+//! The engine on a simulated machine. The tiny model computes, and each step takes as long as its
 //! rows would on a machine of fixed speed.
 
 use std::collections::BTreeMap;
