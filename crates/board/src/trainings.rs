@@ -83,7 +83,7 @@ pub fn told(changes: &[FitChange]) -> Vec<String> {
 pub fn this_machine(kernels: &Kernels, watts: Option<f64>, processes: usize) -> TrainingMachine {
     let start = Instant::now();
     let mut sampler = Sampler::new("/");
-    let _ = sampler.sample(start.elapsed()); // power is told from the second sample on
+    let _ = sampler.sample(start.elapsed()); // the second sample has the first watts
     let flops = measured_flops(kernels, &|| start.elapsed().as_secs_f64());
     let measured = sampler.sample(start.elapsed()).watts();
     let room = machine::memory().map_or(u64::MAX, |memory| memory.total.0);

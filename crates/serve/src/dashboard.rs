@@ -237,7 +237,7 @@ impl DashboardState {
             reason: "there are no instances here".into(),
         })?;
         let watch = move || {
-            let _permit = permit; // the look goes on when its client is gone
+            let _permit = permit; // the check continues when its client is gone
             look(&id)
         };
         let told = blocking(watch).await;

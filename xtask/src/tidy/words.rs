@@ -19,7 +19,7 @@ const OPENERS_MAX: usize = 67;
 const SENTENCE_WORDS_MAX: usize = 25;
 
 /// Sentences of the tree that are longer. It only falls.
-const LONG_SENTENCES_MAX: usize = 29;
+const LONG_SENTENCES_MAX: usize = 22;
 
 /// Paraphrases in comments, in lower case: of a name or a count, of an actor, of an event.
 const IDIOMS: [&str; 13] = [
@@ -28,7 +28,7 @@ const IDIOMS: [&str; 13] = [
 ];
 
 /// Lines of comments of the tree with one of [`IDIOMS`]. It only falls.
-const IDIOMS_MAX: usize = 77;
+const IDIOMS_MAX: usize = 0;
 
 /// Places that a finding lists.
 const LISTED_MAX: usize = 40;

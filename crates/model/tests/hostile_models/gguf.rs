@@ -23,8 +23,8 @@ pub(super) fn small(family: ModelFamily) -> Tiny {
         ffn: 96,
         vocab: 50,
         layers: match family {
-            ModelFamily::Glm4Moe | ModelFamily::DeepSeek => 2, // of which the first is dense
-            ModelFamily::Gemma4 => 4,                          // of which two use the caches of two
+            ModelFamily::Glm4Moe | ModelFamily::DeepSeek => 2, // the first is dense
+            ModelFamily::Gemma4 => 4,                          // two use the caches of the others
             // One of four layers with states is attention.
             ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe => 4,
             _ => 1,
