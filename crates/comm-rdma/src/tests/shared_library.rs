@@ -127,7 +127,7 @@ fn a_library_is_loaded_by_path_and_by_name() {
 
     // By its own name, as a program finds it.
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["tests::loaded::worker", "--exact", "--nocapture"])
+        .args(["tests::shared_library::worker", "--exact", "--nocapture"])
         .env("COMM_TEST_RDMA_ROLE", "load")
         .env("LD_LIBRARY_PATH", folder.path())
         .env("DYLD_LIBRARY_PATH", folder.path())

@@ -31,8 +31,11 @@ use crate::transport::{Closed, Transport, VirtualLane};
 use crate::{Call, CopyStats, Error, MemoryRegistration, Pages, Traffic, Tuning};
 
 /// How long a rank that finds a link closed waits for the failure notice. A peer sends it before it
-/// closes the link, so this ends at once unless the peer was killed.
-const NEWS_WAIT: Duration = Duration::from_millis(300);
+/// closes the link, and the control connection of a killed peer closes with it, so the wait ends
+/// at once where the heartbeat thread runs. That may be without a core for a second on a busy
+/// machine: after 300 ms a rank once blamed the peer that left, not the call that had failed. Less
+/// than the 2 s in which a death is named.
+const NEWS_WAIT: Duration = Duration::from_millis(1500);
 
 /// How long a leaving rank waits for the system to accept its last messages.
 const LINGER: Duration = Duration::from_secs(1);
