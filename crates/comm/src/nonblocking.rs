@@ -19,11 +19,11 @@ type QueuedCall = Box<dyn FnOnce(&dyn Group) + Send>;
 /// ```
 /// use std::sync::Arc;
 /// use std::time::{Duration, Instant};
-/// use paceline_comm::{Ahead, Deadline, Reduce, local};
+/// use paceline_comm::{NonblockingCalls, Deadline, Reduce, local};
 ///
 /// let by = Deadline::at(Instant::now() + Duration::from_secs(5));
 /// let threads: Vec<_> = local::ranks(2).into_iter().map(|group| std::thread::spawn(move || {
-///     let ahead = Ahead::new(Arc::new(group));
+///     let ahead = NonblockingCalls::new(Arc::new(group));
 ///     let mut sums = Vec::new();
 ///     for value in [1_i32, 10] {
 ///         sums.push(ahead.start(move |group| {

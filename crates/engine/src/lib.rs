@@ -31,12 +31,12 @@
 //! ```no_run
 //! use std::sync::Arc;
 //!
-//! use paceline_engine::{Engine, EngineConfig, Event, Request, SamplingParams};
+//! use paceline_engine::{Engine, EngineConfig, Event, GenerationRequest, SamplingParams};
 //! use paceline_formats::tokenizer::{Specials, Tokenizer};
-//! use paceline_model::{LoadOptions, Model, Source};
+//! use paceline_model::{LoadOptions, Model, ModelSource};
 //! use paceline_tensor::Kernels;
 //!
-//! let source = Source::open("model".as_ref())?; // a Hugging Face folder
+//! let source = ModelSource::open("model".as_ref())?; // a Hugging Face folder
 //! let kernels = Arc::new(Kernels::new(2)?);
 //! let model = Model::load(&source, LoadOptions::default(), kernels, |_, _| {})?;
 //! let tokenizer = Arc::new(Tokenizer::from_hf_dir("model".as_ref())?);
@@ -44,13 +44,13 @@
 //!
 //! let config = EngineConfig::single("model", 4096);
 //! let mut engine = Engine::new(Arc::new(model), tokenizer, config)?;
-//! engine.submit(Request {
+//! engine.submit(GenerationRequest {
 //!     prompt,
 //!     max_tokens: 100,
 //!     sampling: SamplingParams { temperature: 0.7, seed: 1, ..SamplingParams::default() },
 //!     stop: vec!["\n\n".to_owned()],
 //!     logprobs: None,
-//!     ..Request::default()
+//!     ..GenerationRequest::default()
 //! })?;
 //! let mut answer = String::new();
 //! while !engine.is_idle() {

@@ -11,26 +11,26 @@
 //!
 //! ```no_run
 //! use paceline_launch::hostfile::Hostfile;
-//! use paceline_launch::launch::{self, Backend, Launch, Limits, Options};
-//! use paceline_launch::launch::{Place, StdinTo, Streams, Tags};
-//! use paceline_launch::remote::Reach;
+//! use paceline_launch::launch::{self, Backend, Launch, LaunchLimits, Options};
+//! use paceline_launch::launch::{WorkingDirectory, StdinTo, Streams, Tags};
+//! use paceline_launch::remote::SshClient;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let hosts = Hostfile::from_names("10.0.0.1,10.0.0.2", 1)?;
 //! let program = Launch {
 //!     ranks: launch::plan(Backend::Ring, &hosts, &Options::default())?,
 //!     command: vec!["python3".into(), "train.py".into()],
-//!     place: Place::IfThere("/data".into()),
+//!     place: WorkingDirectory::IfThere("/data".into()),
 //!     stdin: StdinTo::None,
 //!     tags: Tags::Session,
-//!     limits: Limits::default(),
+//!     limits: LaunchLimits::default(),
 //! };
 //! let streams = Streams {
 //!     input: Box::new(std::io::empty()),
 //!     output: Box::new(std::io::stdout()),
 //!     errors: Box::new(std::io::stderr()),
 //! };
-//! let reach = Reach::new("ssh", None);
+//! let reach = SshClient::new("ssh", None);
 //! launch::run(&program, &reach, streams, &|| false, &mut |notice| eprintln!("{notice}"))?;
 //! # Ok(())
 //! # }

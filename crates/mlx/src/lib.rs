@@ -21,10 +21,10 @@
 //! Signatures are those of mlx-c 0.7.0's headers, which is made for MLX 0.32: see [`table`].
 //!
 //! ```no_run
-//! use paceline_mlx::{Device, Dtype, Library, Places};
+//! use paceline_mlx::{DeviceKind, Dtype, Library, LibraryPaths};
 //!
-//! let library = Library::open(&Places::default())?;
-//! let stream = library.stream(Device::Cpu)?;
+//! let library = Library::open(&LibraryPaths::default())?;
+//! let stream = library.stream(DeviceKind::Cpu)?;
 //! let x = stream.array_f32(&[1.0, 2.0, 3.0], &[3])?;
 //! let sum = stream.add(&x, &x)?;
 //! stream.eval([&sum])?;

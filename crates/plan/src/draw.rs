@@ -5,9 +5,9 @@
 //! distinguish (2008); a predicted series is dashed as well.
 //!
 //! ```
-//! use paceline_plan::draw::{Bar, Bars};
+//! use paceline_plan::draw::{Bar, BarChart};
 //!
-//! let bars = Bars {
+//! let bars = BarChart {
 //!     title: "Decode speed".to_owned(),
 //!     series: vec!["measured".to_owned(), "predicted".to_owned()],
 //!     rows: vec![Bar {

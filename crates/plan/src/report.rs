@@ -2,11 +2,11 @@
 //!
 //! ```
 //! use paceline_plan::catalogue::short_cluster;
-//! use paceline_plan::report::Question;
+//! use paceline_plan::report::PlanRequest;
 //! use paceline_plan::{Calibration, Catalogue, Workload};
 //!
 //! let catalogue = Catalogue::builtin()?;
-//! let question = Question {
+//! let question = PlanRequest {
 //!     clusters: vec![short_cluster("2 x mac-studio-m3-ultra-256 @ tb5-rdma", &catalogue)?],
 //!     model: catalogue.model("Llama-3.1-8B")?.shape(4.5)?,
 //!     calibration: Calibration::builtin()?,

@@ -6,14 +6,14 @@
 //! ```
 //! use std::io::Read;
 //! use std::process::{Command, Stdio};
-//! use paceline_process::processes::{Ending, Lines, Process};
+//! use paceline_process::processes::{Ending, LineBuffer, Process};
 //!
 //! # fn main() -> std::io::Result<()> {
 //! let mut command = Command::new("sh");
 //! command.args(["-c", "echo one; printf two; exit 3"]).stdout(Stdio::piped());
 //! let mut process = Process::start(&mut command)?;
 //! let mut output = process.take_stdout().expect("standard output was piped");
-//! let (mut lines, mut piece, mut said) = (Lines::default(), [0; 512], Vec::new());
+//! let (mut lines, mut piece, mut said) = (LineBuffer::default(), [0; 512], Vec::new());
 //! loop {
 //!     match output.read(&mut piece)? {
 //!         0 => break,

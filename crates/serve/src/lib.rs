@@ -30,12 +30,12 @@
 //! use std::sync::Arc;
 //! use std::time::{Instant, SystemTime};
 //!
-//! use paceline_serve::{Clock, Config, Model, Server};
-//! # fn example(model: Model, service: Arc<dyn paceline_engine::Service>)
+//! use paceline_serve::{TimeSource, Config, ServedModel, HttpServer};
+//! # fn example(model: ServedModel, service: Arc<dyn paceline_engine::Service>)
 //! #     -> Result<(), paceline_serve::Error> {
 //! let unix_s = || SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
-//! let clock = Clock { now: Instant::now, unix_s };
-//! let server = Server::bind(Config::new(paceline_serve::DEFAULT_PORT, clock), model, service)?;
+//! let clock = TimeSource { now: Instant::now, unix_s };
+//! let server = HttpServer::bind(Config::new(paceline_serve::DEFAULT_PORT, clock), model, service)?;
 //! let handle = server.handle(); // give it to the signal handler
 //! # drop(handle);
 //! server.run(); // until handle.shutdown()

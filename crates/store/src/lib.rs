@@ -17,13 +17,13 @@
 //! argument.
 //!
 //! ```
-//! use paceline_store::{Error, Home, Resolved, resolve};
+//! use paceline_store::{Error, Home, Resolution, resolve};
 //!
 //! let dir = tempfile::tempdir()?;
 //! let home = Home::new(dir.path());
 //! match resolve(&home, "smollm2")? {
-//!     Resolved::Path(found) => println!("at {}", found.path.display()),
-//!     Resolved::NeedsDownload(plan) => println!("{} has {:?} bytes", plan.name(), plan.bytes()),
+//!     Resolution::Path(found) => println!("at {}", found.path.display()),
+//!     Resolution::NeedsDownload(plan) => println!("{} has {:?} bytes", plan.name(), plan.bytes()),
 //! }
 //! match resolve(&home, "smolm2") {
 //!     Err(Error::UnknownModel { close, .. }) => assert_eq!(close, ["smollm2"]),

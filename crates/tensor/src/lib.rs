@@ -20,12 +20,12 @@
 //!
 //! ```
 //! use paceline_base::BlockType;
-//! use paceline_tensor::{Activations, Kernels, PackOptions, Packed, Product, StoredMatrix};
+//! use paceline_tensor::{Activations, Kernels, PackOptions, PackedMatrix, Product, StoredMatrix};
 //!
 //! let kernels = Kernels::new(2)?;
 //! let bytes: Vec<u8> = [1.0f32, 2.0, 3.0, 4.0].iter().flat_map(|x| x.to_le_bytes()).collect();
 //! let stored = StoredMatrix { block_type: BlockType::F32, rows: 2, cols: 2, bytes: &bytes };
-//! let weights = Packed::new(stored, PackOptions::default(), kernels.pool())?;
+//! let weights = PackedMatrix::new(stored, PackOptions::default(), kernels.pool())?;
 //!
 //! let mut x = Activations::new(1, 2, 0, None);
 //! kernels.fill_rows(&mut x, |_, row| row.copy_from_slice(&[1.0, 10.0]));

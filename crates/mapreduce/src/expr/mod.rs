@@ -1,9 +1,9 @@
 //! Expressions of users: scalar text to a typed program over columns.
 //!
 //! ```
-//! use paceline_mapreduce::expr::{Program, Registers};
+//! use paceline_mapreduce::expr::{ExprProgram, Registers};
 //!
-//! let program = Program::parse("select(x > 1, sqrt(x), -x)", 1).unwrap();
+//! let program = ExprProgram::parse("select(x > 1, sqrt(x), -x)", 1).unwrap();
 //! let mut out = Vec::new();
 //! program.run(&[&[4.0, 0.5]], 0, &mut Registers::default(), &mut out);
 //! assert_eq!(out, [2.0, -0.5]);
