@@ -169,7 +169,7 @@ impl Activations {
     }
 
     /// Like [`writer`](Self::writer), with writers of the forms that panels read. The first writer
-    /// does not quantise rows that lie in [tiles](Form::tiled).
+    /// does not quantise rows that lie in [tiles](RowFormat::tiled).
     pub(crate) fn writers(
         &mut self,
         forms: [bool; RowFormat::ALL.len()],

@@ -352,7 +352,7 @@ macro_rules! bytes_batch {
             multiply_bytes!($feature $isa, $tiles);
             kernel!($feature fold(sums: Sums, leaf: usize) = crate::batch::fold::<$isa>);
             batch!($feature $isa, bytes, <$tiles as bytes::Tiles>::FROM,
-                [None, Some(Form::Bytes)], [by_bytes::ALL; 2],
+                [None, Some(RowFormat::Bytes)], [by_bytes::ALL; 2],
                 [Some(copy_bytes), None, None, None], 1, [nothing; 2], Some(fold));
         }
     };

@@ -24,7 +24,7 @@ impl std::fmt::Debug for Mac {
 #[cfg(target_os = "macos")]
 impl Mac {
     /// Opens the sensors, if the files are this machine's.
-    pub(super) fn open(files: &Files) -> Self {
+    pub(super) fn open(files: &SystemFiles) -> Self {
         let is_real = files.0.as_os_str() == "/";
         let sampler = is_real.then(macmon::Sampler::new).and_then(Result::ok);
         Self { sampler }
