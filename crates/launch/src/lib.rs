@@ -20,7 +20,7 @@
 //! let program = Launch {
 //!     ranks: launch::plan(Backend::Ring, &hosts, &Options::default())?,
 //!     command: vec!["python3".into(), "train.py".into()],
-//!     place: WorkingDirectory::IfThere("/data".into()),
+//!     place: WorkingDirectory::IfPresent("/data".into()),
 //!     stdin: StdinTo::None,
 //!     tags: Tags::Session,
 //!     limits: LaunchLimits::default(),
