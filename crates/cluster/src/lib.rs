@@ -23,7 +23,8 @@
 //!
 //! # fn main() -> Result<(), paceline_cluster::Error> {
 //! let args = (0..3).map(|rank| vec!["worker".into(), format!("--rank={rank}").into()]);
-//! let workers: Workers<String, u64> = Workers::spawn(WorkerSpec::new("paceline", args.collect()))?;
+//! let spec = WorkerSpec::new("paceline", args.collect());
+//! let workers: Workers<String, u64> = Workers::spawn(spec)?;
 //! workers.send(Rank(0), &"how many?".to_owned())?;
 //! match workers.recv(Duration::from_secs(10)) {
 //!     Some(Event::Message { rank, message }) => eprintln!("{rank} says {message}"),

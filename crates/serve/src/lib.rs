@@ -35,7 +35,8 @@
 //! #     -> Result<(), paceline_serve::Error> {
 //! let unix_s = || SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
 //! let clock = TimeSource { now: Instant::now, unix_s };
-//! let server = HttpServer::bind(Config::new(paceline_serve::DEFAULT_PORT, clock), model, service)?;
+//! let config = Config::new(paceline_serve::DEFAULT_PORT, clock);
+//! let server = HttpServer::bind(config, model, service)?;
 //! let handle = server.handle(); // give it to the signal handler
 //! # drop(handle);
 //! server.run(); // until handle.shutdown()

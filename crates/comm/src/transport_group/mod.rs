@@ -30,11 +30,12 @@ use crate::status::{Cause, FailureNotice, GroupStatus};
 use crate::transport::{Closed, Transport, VirtualLane};
 use crate::{Call, CopyStats, Error, MemoryRegistration, Pages, Traffic, Tuning};
 
-/// How long a rank that finds a link closed waits for the failure notice. A peer sends it before it
-/// closes the link, and the control connection of a killed peer closes with it, so the wait ends
-/// at once where the heartbeat thread runs. That may be without a core for a second on a busy
-/// machine: after 300 ms a rank once blamed the peer that left, not the call that had failed. Less
-/// than the 2 s in which a death is named.
+/// How long a rank that finds a link closed waits for the failure notice.
+///
+/// A peer sends the notice before it closes the link, and the control connection of a killed peer
+/// closes too. So the wait ends at once if the heartbeat thread runs. On a busy machine that
+/// thread may be without a core for a second. After 300 ms a rank once blamed the peer that left
+/// instead of the call that had failed. A death is to be named within 2 s.
 const NEWS_WAIT: Duration = Duration::from_millis(1500);
 
 /// How long a leaving rank waits for the system to accept its last messages.
