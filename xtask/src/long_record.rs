@@ -44,7 +44,7 @@ pub(crate) fn write(steps: &[(&str, Duration, &TestTally)]) -> Result<()> {
     fs::write(path(), text).with_context(|| format!("write {}", path().display()))
 }
 
-/// What the record says: which long steps ran last, when, at which commit, with which counts.
+/// The record as text: which long steps ran last, when, at which commit, with which counts.
 pub(crate) fn describe() -> String {
     match read() {
         Ok(rows) if rows.is_empty() => "last long run: none is on record".to_owned(),

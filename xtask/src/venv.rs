@@ -16,7 +16,7 @@ const INSTALL_LIMIT: Duration = Duration::from_secs(600);
 /// The Python of the project's own environment, as [`python_in`].
 ///
 /// # Errors
-/// Those of [`python_in`].
+/// The errors of [`python_in`].
 pub(crate) fn python_with(requirements: &str) -> Result<PathBuf> {
     python_in(&folder(), requirements)
 }

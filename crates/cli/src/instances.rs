@@ -175,7 +175,7 @@ pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
             }
             std::thread::sleep(ASK_EVERY);
         }
-        print_err("it goes on loading: `paceline ps` shows how far it is");
+        print_err("loading continues: `paceline ps` shows how far it is");
         Ok(())
     })
 }

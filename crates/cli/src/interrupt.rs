@@ -77,7 +77,7 @@ impl Signals {
     /// Runs `work`, which cleans up and stops when cancelled.
     ///
     /// # Errors
-    /// Those of `work`; [`Error::Cancelled`] for a signal that came too late for it.
+    /// The errors of `work`; [`Error::Cancelled`] for a signal that came too late for it.
     pub(crate) fn orderly<T>(
         &self,
         work: impl FnOnce(&Cancel) -> anyhow::Result<T>,

@@ -33,7 +33,6 @@ Examples:
   paceline run smollm2                                   chat
   paceline run smollm2 --temperature 0 --json \"Hi\"       reproducible, for programs
   paceline run smollm2 --nodes 2 \"Why is the sky blue?\"  over two nodes, the same answer
-
 Ctrl-C ends at once; in a chat it stops the answer. Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
 
 /// Arguments of `paceline run`.

@@ -82,7 +82,7 @@ pub struct Engine {
     elapsed: Duration,
     /// Rows of the last step, by kind.
     composition: Composition,
-    /// What the duration of the last step measures.
+    /// The quantity that the duration of the last step measures.
     measures: StepTiming,
     /// Tokens found in the cache when their sequence was admitted.
     reused: u64,

@@ -130,7 +130,7 @@ impl KnowledgeBase {
     /// Whether a file could be added to this knowledge base, and what it would bring.
     ///
     /// # Errors
-    /// Those of [`Error`]; the file as a whole is then of no use.
+    /// The errors of [`Error`]; the file as a whole is then of no use.
     pub fn check(&self, file: UserFile<'_>) -> Result<Contents, Error> {
         let document = Document::read(file)?;
         self.fits(&document)?;

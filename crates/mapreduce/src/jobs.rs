@@ -198,7 +198,7 @@ impl<'a> Runs<'a> {
     /// Sorts a file.
     ///
     /// # Errors
-    /// Those of [`Sort::run`].
+    /// The errors of [`Sort::run`].
     pub fn sort(&mut self, sort: &Sort) -> Result<Sorted, Error> {
         self.bytes += sort.input.bytes();
         let (mut half, watcher) = (None, &mut *self.watcher);
@@ -217,7 +217,7 @@ impl<'a> Runs<'a> {
     /// Runs a job.
     ///
     /// # Errors
-    /// Those of [`JobWorkers::run`] and [`Journal`].
+    /// The errors of [`JobWorkers::run`] and [`Journal`].
     pub fn run(&mut self, task: &JobSpec) -> Result<PartialResult, Error> {
         self.watcher.begin(task);
         self.bytes += task.bytes();
@@ -243,7 +243,7 @@ impl<'a> Runs<'a> {
     /// Runs a reduction.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run); [`Error::Empty`].
+    /// The errors of [`run`](Self::run); [`Error::Empty`].
     ///
     /// # Panics
     /// If the task is no reduction.
@@ -258,7 +258,7 @@ impl<'a> Runs<'a> {
     /// and greatest value, or half a unit around a sole one as NumPy has it. Two passes.
     ///
     /// # Errors
-    /// Those of [`number`](Self::number); [`Error::Edges`] of values with NaN or infinities.
+    /// The errors of [`number`](Self::number); [`Error::Edges`] of values with NaN or infinities.
     pub fn bounds(&mut self, columns: &Columns) -> Result<(f64, f64), Error> {
         let mut of = |op| self.number(&columns.task(Kind::Reduce(op)));
         let (low, high) = (of(Op::Min)?.as_f64(), of(Op::Max)?.as_f64());
@@ -274,7 +274,7 @@ impl<'a> Runs<'a> {
     /// Runs a histogram.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run).
+    /// The errors of [`run`](Self::run).
     ///
     /// # Panics
     /// If the task is none of `bins`.
@@ -288,7 +288,7 @@ impl<'a> Runs<'a> {
     /// Runs a task of [`Columns::best`].
     ///
     /// # Errors
-    /// Those of [`run`](Self::run).
+    /// The errors of [`run`](Self::run).
     ///
     /// # Panics
     /// If the task is another.
@@ -302,7 +302,7 @@ impl<'a> Runs<'a> {
     /// Runs a task of [`grouped`], which reduces by `op`.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run).
+    /// The errors of [`run`](Self::run).
     ///
     /// # Panics
     /// If the task is another.
@@ -316,7 +316,7 @@ impl<'a> Runs<'a> {
     /// Runs a task of [`random`] with this seed and number of samples.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run); [`Error::Empty`].
+    /// The errors of [`run`](Self::run); [`Error::Empty`].
     ///
     /// # Panics
     /// If the task is another.
@@ -335,7 +335,7 @@ impl<'a> Runs<'a> {
     /// [`clusters::iterate`].
     ///
     /// # Errors
-    /// Those of [`run`](Self::run).
+    /// The errors of [`run`](Self::run).
     pub fn clusters(
         &mut self,
         input: &InputFile,
@@ -349,7 +349,7 @@ impl<'a> Runs<'a> {
     /// a job that failed.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run); [`Error::Rename`].
+    /// The errors of [`run`](Self::run); [`Error::Rename`].
     pub fn write(&mut self, writing: &Writing) -> Result<(), Error> {
         let Writing {
             task, part, out, ..

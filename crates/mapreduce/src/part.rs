@@ -45,7 +45,7 @@ impl JobSpec {
     /// Opens the inputs, but no file that is written: that is done at the other end of `parent`.
     ///
     /// # Errors
-    /// Those of [`prepare`](Self::prepare).
+    /// The errors of [`prepare`](Self::prepare).
     pub(crate) fn prepare_over(&self, line: &Arc<ParentConnection>) -> Result<PartComputer, Error> {
         let program = self.check()?;
         let sink: Arc<dyn Sink> = Arc::<ParentConnection>::clone(line);

@@ -23,7 +23,7 @@ pub trait Sink: fmt::Debug + Send + Sync {
     /// Writes values to a column of f64, wide integers as the nearest ones; how many.
     ///
     /// # Errors
-    /// Those of [`write_bytes`](Self::write_bytes).
+    /// The errors of [`write_bytes`](Self::write_bytes).
     fn write(&self, first_row: u64, values: &Values<'_>) -> Result<u64, Error> {
         let mut room = Vec::new();
         let values = values.nearest(&mut room);

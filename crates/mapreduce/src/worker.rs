@@ -59,7 +59,7 @@ pub fn run() -> Result<Infallible, Error> {
 /// [`bridge`](paceline_cluster::bridge).
 ///
 /// # Errors
-/// Those of [`run`].
+/// The errors of [`run`].
 pub fn run_over_stdio(files: &FileAccess) -> Result<Infallible, Error> {
     run_on(Control::from_stdio(GREETING)?, files)
 }

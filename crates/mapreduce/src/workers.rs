@@ -241,7 +241,7 @@ impl JobWorkers {
     /// Runs half of a sort, which keeps its parts in `store`.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run).
+    /// The errors of [`run`](Self::run).
     pub(crate) fn run_stored(
         &mut self,
         task: &JobSpec,

@@ -299,7 +299,7 @@ mod tests {
         let second_waits = progress.exchange();
         assert_eq!(doing(), StepActivity::Exchanging, "nobody computes");
         drop(first_exchanges);
-        assert_eq!(doing(), StepActivity::Computing, "the first goes on");
+        assert_eq!(doing(), StepActivity::Computing, "the first continues");
         drop(first);
         assert_eq!(doing(), StepActivity::Exchanging, "one half is left");
         drop((second_waits, second));

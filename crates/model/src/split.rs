@@ -71,7 +71,7 @@ pub enum SplitKind {
     GridOfExperts { tensor: u32, pipeline: u32 },
 }
 
-/// What the ranks of a stage divide.
+/// The part of a layer that the ranks of a stage divide.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StageKind {

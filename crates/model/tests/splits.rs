@@ -730,7 +730,7 @@ fn folders_of_mlx_can_be_cut() {
     }
 }
 
-/// Real shapes; the golden tables of `cli` have SmolLM2's answers over more splits.
+/// Real shapes: four splits, in long runs ten.
 #[test]
 fn smollm2_gives_the_bits_of_one_rank() {
     let name = "smollm2_gives_the_bits_of_one_rank";
@@ -748,6 +748,16 @@ fn smollm2_gives_the_bits_of_one_rank() {
         ("pipeline", 3, &[]),
         ("2x2", 4, &[]),
     ]);
+    if long() {
+        case.check(&[
+            ("tensor", 2, &[]),
+            ("tensor", 4, &[]),
+            ("tensor", 5, &[]),
+            ("pipeline", 2, &[]),
+            ("pipeline", 8, &[]),
+            ("3x2", 6, &[]),
+        ]);
+    }
 }
 
 #[test]

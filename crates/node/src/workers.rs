@@ -27,7 +27,7 @@ use awake::Awake;
 
 pub use environment::for_workers;
 
-/// What only the worker's own machine knows: addresses, local paths and cores.
+/// Facts that only the worker's own machine knows: addresses, local paths and cores.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerSite {
     /// Listen address for the other ranks; port 0 takes a free one.

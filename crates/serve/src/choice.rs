@@ -56,7 +56,7 @@ impl FinishReason {
     }
 }
 
-/// What one reply adds to a choice.
+/// The output that a reply adds to a choice.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Delta {
     /// Log-probabilities of the prompt's tokens from the second on, if requested.

@@ -285,7 +285,7 @@ impl Conversation {
     /// The prompt as text, for display.
     ///
     /// # Errors
-    /// Those of [`encode`](Self::encode).
+    /// The errors of [`encode`](Self::encode).
     pub(crate) fn render(
         &self,
         template: &ChatTemplate,

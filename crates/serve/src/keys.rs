@@ -354,7 +354,7 @@ pub(crate) struct WatchedKeys {
 
 impl WatchedKeys {
     /// # Errors
-    /// Those of [`Keys::open`].
+    /// The errors of [`Keys::open`].
     pub(crate) fn open(path: &Path) -> Result<Self, Error> {
         let current = Mutex::new((stamp(path), Keys::open(path)?));
         Ok(Self { current })

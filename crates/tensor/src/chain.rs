@@ -133,7 +133,7 @@ impl Kernels {
     /// The same on the calling thread alone: for tasks of the pool.
     ///
     /// # Panics
-    /// Those of [`chains`](Self::chains).
+    /// The errors of [`chains`](Self::chains).
     pub fn chains_here(&self, sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: ProductOutput<'_>) {
         self.product(sizes, (a, b), c, false);
     }

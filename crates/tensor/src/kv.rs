@@ -331,10 +331,10 @@ impl KvCache {
     /// A cache of `layers` layers of one shape, in one pool of `pages` pages.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     ///
     /// # Panics
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn uniform(shape: KvShape, layers: usize, pages: usize) -> Result<Self, Error> {
         Self::new(&vec![(0, LayerStore::Rows(shape)); layers], &[pages])
     }

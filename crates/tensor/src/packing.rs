@@ -99,7 +99,7 @@ impl PackedMatrix {
     /// Only the blocks that hold these columns are read and kept.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     ///
     /// # Panics
     /// If `leaf_cols` or the start is not a multiple of 32, or the range exceeds the matrix.

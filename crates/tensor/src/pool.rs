@@ -193,7 +193,7 @@ impl ThreadPool {
     /// Like [`new`](Self::new), with optional pinning of threads to cores.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn with_pinning(threads: usize, pinning: Pinning) -> std::io::Result<Self> {
         let (cores, first) = match pinning {
             Pinning::Free => (Vec::new(), 0),

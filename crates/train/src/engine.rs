@@ -67,7 +67,7 @@ pub trait LayerEngine {
     /// the layer's trained tensors get. Without `kept` the forward pass is computed again.
     ///
     /// # Errors
-    /// Those of [`forward`](Self::forward).
+    /// The errors of [`forward`](Self::forward).
     fn backward(
         &self,
         params: &[f32],

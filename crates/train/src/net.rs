@@ -107,7 +107,7 @@ impl TrainableModel {
     /// Loads a stage of what `trained` names.
     ///
     /// # Errors
-    /// Those of [`load`](Self::load), and [`Error::Option`] for more stages than layers.
+    /// The errors of [`load`](Self::load), and [`Error::Option`] for more stages than layers.
     pub fn load_stage(
         trained: &Trained,
         means: impl Into<Means>,
@@ -450,7 +450,7 @@ impl TrainableModel {
     /// whole step.
     ///
     /// # Errors
-    /// Those of [`loss`](Self::loss).
+    /// The errors of [`loss`](Self::loss).
     pub fn gradient(
         &self,
         params: &[f32],

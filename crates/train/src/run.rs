@@ -268,7 +268,7 @@ impl TrainingRun {
     /// Reads a job for a worker that has a stage of the model.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open).
+    /// The errors of [`open`](Self::open).
     pub(crate) fn open_stage(
         job: &TrainingJob,
         means: impl Into<Means>,

@@ -29,7 +29,7 @@ const ADDRESSES_MAX: usize = 16;
 pub const EVERY: Duration = Duration::from_secs(60);
 
 /// Pauses of a path that is down. A path that was up before may be a cable to be plugged in again.
-/// One that never was is an unreachable address.
+/// A path that was never connected is an unreachable address.
 const AGAIN: Duration = Duration::from_secs(5);
 const NEVER_YET: Duration = Duration::from_secs(300);
 
@@ -130,7 +130,7 @@ pub struct Due {
     pub bandwidth: bool,
 }
 
-/// What to measure of a path.
+/// A quantity to measure of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PathProbe {
     /// Reachability and latency.

@@ -24,7 +24,7 @@ use crate::constraint::Guide;
 use crate::prefill_budget::Composition;
 use crate::{Error, SequenceId};
 
-/// What the duration of a step measures.
+/// The quantity that the duration of a step measures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum StepTiming {
     /// A step without overlapping windows. In a pipeline without other work this is the time from

@@ -220,7 +220,7 @@ impl ChatTemplate {
     /// The template in the metadata of a GGUF file, to run in this process.
     ///
     /// # Errors
-    /// Those of [`source_in_gguf`] and [`new`](Self::new).
+    /// The errors of [`source_in_gguf`] and [`new`](Self::new).
     pub fn from_gguf(metadata: &Metadata) -> Result<Self, Error> {
         Self::new(source_in_gguf(metadata)?)
     }
@@ -228,7 +228,7 @@ impl ChatTemplate {
     /// The template of a Hugging Face folder, to run in this process.
     ///
     /// # Errors
-    /// Those of [`source_in_dir`] and [`new`](Self::new).
+    /// The errors of [`source_in_dir`] and [`new`](Self::new).
     pub fn from_hf_dir(dir: &Path) -> Result<Self, Error> {
         Self::new(&source_in_dir(dir)?)
     }
@@ -257,7 +257,7 @@ impl ChatTemplate {
     /// with, and one encoding of the text.
     ///
     /// # Errors
-    /// Those of [`render`](Self::render), [`Error::UnknownRole`], [`Error::NoFreeCharacter`],
+    /// The errors of [`render`](Self::render), [`Error::UnknownRole`], [`Error::NoFreeCharacter`],
     /// [`Error::Tokenizer`].
     pub fn encode_chat(
         &self,

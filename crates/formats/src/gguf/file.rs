@@ -57,7 +57,7 @@ impl Gguf {
     /// a weight waits until `arrivals` reports its bytes.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open). A part of a split model lacks the tensors of the others.
+    /// The errors of [`open`](Self::open). A part of a split model lacks the tensors of the others.
     pub fn open_arriving(
         path: impl AsRef<Path>,
         arrivals: Arc<dyn Arrivals>,

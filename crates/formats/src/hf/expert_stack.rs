@@ -52,7 +52,7 @@ impl HfFolder {
     /// after the other.
     ///
     /// # Errors
-    /// Those of [`expert_stack`](Self::stacked).
+    /// The errors of [`expert_stack`](Self::stacked).
     pub fn stacked_rows(&self, name: &str, wanted: StackSlice) -> Result<Tensor, Error> {
         let stack = self.tensor(name)?;
         let shape = match stack.shape[..] {
@@ -71,7 +71,7 @@ impl HfFolder {
     /// them; `None` when that has no scales. Copies no weights.
     ///
     /// # Errors
-    /// Those of [`quantised`](Self::quantised); [`Error::Stack`].
+    /// The errors of [`quantised`](Self::quantised); [`Error::Stack`].
     pub fn quantised_expert(
         &self,
         module: &str,

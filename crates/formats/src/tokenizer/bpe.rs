@@ -34,8 +34,8 @@ impl TextBpe {
     /// `merges`: pairs as `left right`, most important first.
     ///
     /// # Errors
-    /// Those of [`ByteBpe::new`]; [`Error::NoByteToken`] if a byte has no token, since byte tokens
-    /// spell all other text.
+    /// The errors of [`ByteBpe::new`]; [`Error::NoByteToken`] if a byte has no token, since byte
+    /// tokens spell all other text.
     pub(super) fn new(vocab: &Vocab, merges: &[String]) -> Result<Self, Error> {
         let (by_text, forbidden) = usable(vocab);
         for byte in 0..=255 {

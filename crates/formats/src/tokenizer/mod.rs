@@ -233,7 +233,7 @@ impl Tokenizer {
     /// `tokenizer_config.json`, `generation_config.json` and `config.json` for BOS and EOS.
     ///
     /// # Errors
-    /// Those of [`from_json_bytes`](Self::from_json_bytes), and [`Error::Read`].
+    /// The errors of [`from_json_bytes`](Self::from_json_bytes), and [`Error::Read`].
     pub fn from_hf_dir(dir: &Path) -> Result<Self, Error> {
         json::read_dir(dir)
     }
@@ -310,7 +310,7 @@ impl Tokenizer {
     /// goes first if the model wants one and the prompt does not begin with it.
     ///
     /// # Errors
-    /// Those of [`encode_within`](Self::encode_within).
+    /// The errors of [`encode_within`](Self::encode_within).
     pub fn encode_prompt(&self, prompt: &str, tokens_max: usize) -> Result<Vec<u32>, Error> {
         let mut ids = self.encode_within(prompt, Specials::Parse, true, tokens_max)?;
         let twice = self.bos.filter(|_| self.add_bos).map(|bos| [bos, bos]);
@@ -324,7 +324,7 @@ impl Tokenizer {
     /// trained with. These are BOS and EOS; for BERT `[CLS]` and `[SEP]`. Encoders read such texts.
     ///
     /// # Errors
-    /// Those of [`encode`](Self::encode).
+    /// The errors of [`encode`](Self::encode).
     pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>, Error> {
         let mut ids = self.encode(text, Specials::AsText, true)?;
         ids.extend(self.last());

@@ -100,7 +100,7 @@ impl Gather {
     /// bucket, which is counted and not stored.
     ///
     /// # Errors
-    /// Those of [`gather`].
+    /// The errors of [`gather`].
     pub(crate) fn keys(&self, bucket: u64, store: &SpillStore) -> Result<Vec<u8>, Error> {
         let bucket = bucket as usize;
         if bucket % 2 == 1 {

@@ -118,7 +118,7 @@ impl Adapter {
     /// The same of an adapter for a known model, which GGUF files of others are read by.
     ///
     /// # Errors
-    /// Those of [`read`](Self::read).
+    /// The errors of [`read`](Self::read).
     pub fn read_for(path: &Path, base: Option<Base>) -> Result<(Self, Form), Error> {
         std::fs::metadata(path).map_err(Error::file("read", path))?;
         let of_folder = path.join(GGUF_FILE);

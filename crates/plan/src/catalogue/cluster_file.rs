@@ -131,7 +131,7 @@ impl ClusterFile {
     /// Looks up kinds and joins nodes.
     ///
     /// # Errors
-    /// Those of [`parse_cluster`].
+    /// The errors of [`parse_cluster`].
     pub fn cluster(&self, catalogue: &Catalogue) -> Result<Cluster, Error> {
         let counts = self
             .node

@@ -112,7 +112,7 @@ impl<'a> Costs<'a> {
     /// The same constants for other facts.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn with<'b>(
         &self,
         cluster: &'b Cluster,
@@ -163,7 +163,7 @@ impl<'a> Costs<'a> {
     /// Like [`stage`](Self::stage), without the cost of distance from the first stage.
     ///
     /// # Errors
-    /// Those of [`stage`](Self::stage).
+    /// The errors of [`stage`](Self::stage).
     pub fn stage_here(&self, stage: &PipelineStage, rows: StepRows) -> Result<StageTime, Error> {
         let mut compute: f64 = 0.0;
         let mut last: Option<&StageMember> = None; // Members of a kind take equally long.
@@ -303,7 +303,7 @@ impl<'a> Costs<'a> {
     /// Seconds of one step of `rows` through a pipeline, one step at a time.
     ///
     /// # Errors
-    /// Those of [`stage`](Self::stage), and where stages have no link.
+    /// The errors of [`stage`](Self::stage), and where stages have no link.
     pub fn pipeline(&self, pipeline: &Pipeline, rows: StepRows) -> Result<PipelineTime, Error> {
         let mut time = PipelineTime::default();
         for stage in &pipeline.stages {
@@ -370,7 +370,7 @@ impl<'a> Costs<'a> {
     /// 2019.)
     ///
     /// # Errors
-    /// Those of [`pipeline`](Self::pipeline).
+    /// The errors of [`pipeline`](Self::pipeline).
     pub fn prefill(&self, pipeline: &Pipeline, tokens: u32) -> Result<f64, Error> {
         let (mut first, mut rest, mut done) = (0.0, 0.0, 0);
         while done < tokens {

@@ -191,7 +191,7 @@ fn a_thousand_requests_in_parallel_are_all_answered() {
             .collect()
     });
     assert_eq!(statuses.len(), 1000);
-    // Those over the bound on requests are refused; none is lost.
+    // Connections over the bound on requests are refused; none is lost.
     assert!(statuses.iter().all(|status| [200, 429].contains(status)));
     assert!(statuses.iter().filter(|status| **status == 200).count() > 500);
 }

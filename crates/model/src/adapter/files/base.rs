@@ -18,7 +18,7 @@ const HUB: &str = "https://huggingface.co/";
 /// `None` where the file does not say it. PEFT reads no weights from the file itself.
 ///
 /// # Errors
-/// Those of [`ModelSource::open`].
+/// The errors of [`ModelSource::open`].
 pub fn base_name(path: &Path) -> Result<Option<String>, Error> {
     Ok(match ModelSource::open(path)? {
         ModelSource::Hf(folder) => Some(folder.path().display().to_string()),

@@ -228,7 +228,7 @@ impl ModelCopies {
     }
 }
 
-/// Those of the given groups that differ from the tree, plus those beyond a truncated end.
+/// The given groups that differ from the tree, and all groups beyond a truncated end.
 fn compare(
     copy: &Path,
     tree: &Tree,
