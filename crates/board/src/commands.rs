@@ -232,7 +232,8 @@ pub fn manage(
             let told: Vec<Value> = whole
                 .map(|entry| {
                     let name = entry.name.to_string();
-                    json!({ "name": name, "bytes": entry.bytes.0 })
+                    let files = entry.file_count();
+                    json!({ "name": name, "bytes": entry.bytes.0, "file_count": files })
                 })
                 .collect();
             Ok(json!({ "models": told }))

@@ -24,7 +24,7 @@
 //! - [`run_forecast`]: speed forecast for a model on this machine.
 //! - [`lookup`]: finds models, clusters and engines by name.
 //! - [`local_model`]: loads a model for a local program.
-//! - [`pulls`]: downloads and verifies models.
+//! - [`pulls`]: downloads and verifies models; [`previews`]: size, licence and memory before.
 //! - [`servers`]: settings, protocol and certificate of a server.
 //! - [`session`]: a model that answers prompts in turn.
 //! - [`settings`]: settings from the environment, and paths of files.
@@ -65,6 +65,7 @@ pub mod machines;
 pub mod member;
 pub mod model_facts;
 mod peers;
+pub mod previews;
 pub mod pulls;
 mod removal;
 pub mod run_forecast;

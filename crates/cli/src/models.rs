@@ -77,7 +77,11 @@ pub(crate) fn remove(args: &RmArgs) -> anyhow::Result<()> {
     let removed = paceline_store::remove(&home::home()?, &args.model)?;
     let name = removed.name.as_str();
     if args.json {
-        return print(&json!({ "name": name, "freed_bytes": removed.bytes.0 }).to_string());
+        let (bytes, files) = (removed.bytes.0, removed.files);
+        let object = json!({ "name": name, "freed_bytes": bytes, "file_count": files });
+        return print(&object.to_string());
     }
-    print(&format!("removed {name}, freed {}", removed.bytes))
+    let several = removed.files.filter(|files| *files > 1);
+    let files = several.map_or(String::new(), |files| format!(" ({files} files)"));
+    print(&format!("removed {name}{files}, freed {}", removed.bytes))
 }

@@ -1,11 +1,13 @@
-//! Progress on stderr: a bar on a terminal, else occasional lines.
+//! Progress on stderr: bars on a terminal, else occasional lines.
 
 use std::io::IsTerminal;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use paceline_store::{PlainProgress, PullProgress};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use paceline_board::previews::announcement;
+use paceline_cluster::machine;
+use paceline_store::{FileProgress, PlainProgress, PullPreview, PullProgress};
 
 use crate::output::print_err;
 use crate::terminal;
@@ -16,9 +18,39 @@ const TICK: Duration = Duration::from_millis(120);
 /// The kind of progress for this process's stderr.
 pub(crate) fn on_stderr() -> Box<dyn PullProgress> {
     if std::io::stderr().is_terminal() {
-        Box::new(ProgressLine { bar: None })
+        let target = ProgressDrawTarget::stderr();
+        Box::new(ProgressLines::new(target, terminal::columns()))
     } else {
-        Box::new(PlainProgress::new(|line: &str| print_err(line)))
+        Box::new(AnnouncedLines(PlainProgress::new(|line: &str| {
+            print_err(line)
+        })))
+    }
+}
+
+/// Text lines, and a selected model's size and licence.
+struct AnnouncedLines<P>(P);
+
+impl<P: PullProgress> PullProgress for AnnouncedLines<P> {
+    fn selected(&mut self, model: &PullPreview) {
+        for line in announcement(model, machine::memory()) {
+            self.0.message(&line);
+        }
+    }
+
+    fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
+        self.0.start(label, total, done);
+    }
+
+    fn advance(&mut self, bytes: u64) {
+        self.0.advance(bytes);
+    }
+
+    fn message(&mut self, text: &str) {
+        self.0.message(text);
+    }
+
+    fn finish(&mut self) {
+        self.0.finish();
     }
 }
 
@@ -47,45 +79,107 @@ fn busy_every(period: Duration, what: String, say: impl Fn(String) + Send + 'sta
     BusyNotice { _done: done }
 }
 
-/// A bar with speed and remaining time, or a spinner with elapsed time.
-struct ProgressLine {
-    bar: Option<ProgressBar>,
+/// Bars with speed and remaining time, or a spinner with elapsed time: one for the current part,
+/// below those of its files.
+struct ProgressLines {
+    lines: MultiProgress,
+    columns: Option<u16>,
+    part: Option<ProgressBar>,
+    /// A bar for each connection that has a file, with the file's label.
+    files: Vec<Option<(String, ProgressBar)>>,
 }
 
-impl PullProgress for ProgressLine {
-    fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
-        self.finish();
-        let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr());
-        bar.set_style(style(total.is_some(), label, terminal::columns()));
-        bar.set_message(label.to_owned());
+impl ProgressLines {
+    fn new(target: ProgressDrawTarget, columns: Option<u16>) -> Self {
+        Self {
+            lines: MultiProgress::with_draw_target(target),
+            columns,
+            part: None,
+            files: Vec::new(),
+        }
+    }
+
+    /// A bar above the part's.
+    fn add(&self, label: &str, total: Option<u64>, done: u64) -> ProgressBar {
+        let bar = match &self.part {
+            Some(part) => self.lines.insert_before(part, ProgressBar::hidden()),
+            None => self.lines.add(ProgressBar::hidden()),
+        };
+        if let Some(total) = total {
+            bar.set_length(total);
+        }
+        bar.set_style(style(total.is_some(), self.columns));
+        bar.set_message(short(label, self.columns));
         // Excludes bytes of an earlier run from the speed.
         bar.set_position(done);
         bar.reset_eta();
         bar.enable_steady_tick(TICK);
-        self.bar = Some(bar);
+        bar
+    }
+
+    /// Shows the file of a connection.
+    fn show(&mut self, connection: usize, file: &FileProgress) {
+        let shown = self.files[connection].take();
+        let same = shown.filter(|(label, bar)| {
+            let same = *label == file.label && file.done >= bar.position();
+            if !same {
+                self.lines.remove(bar);
+            }
+            same
+        });
+        if file.label.is_empty() {
+            return;
+        }
+        let (label, bar) = same.unwrap_or_else(|| {
+            let bar = self.add(&file.label, file.total, file.done);
+            (file.label.clone(), bar)
+        });
+        bar.set_position(file.done);
+        self.files[connection] = Some((label, bar));
+    }
+}
+
+impl PullProgress for ProgressLines {
+    fn selected(&mut self, model: &PullPreview) {
+        for line in announcement(model, machine::memory()) {
+            self.message(&line);
+        }
+    }
+
+    fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
+        if let Some(part) = self.part.take() {
+            self.lines.remove(&part);
+        }
+        self.part = Some(self.add(label, total, done));
     }
 
     fn advance(&mut self, bytes: u64) {
-        if let Some(bar) = &self.bar {
-            bar.inc(bytes);
+        if let Some(part) = &self.part {
+            part.inc(bytes);
+        }
+    }
+
+    fn files(&mut self, current: &[FileProgress]) {
+        self.files.resize(current.len(), None);
+        for (connection, file) in current.iter().enumerate() {
+            self.show(connection, file);
         }
     }
 
     fn message(&mut self, text: &str) {
-        match &self.bar {
-            Some(bar) => bar.suspend(|| print_err(text)),
-            None => print_err(text),
-        }
+        self.lines.suspend(|| print_err(text));
     }
 
     fn finish(&mut self) {
-        if let Some(bar) = self.bar.take() {
+        let files = self.files.drain(..).flatten().map(|(_, bar)| bar);
+        for bar in files.chain(self.part.take()) {
             bar.finish_and_clear();
+            self.lines.remove(&bar);
         }
     }
 }
 
-impl Drop for ProgressLine {
+impl Drop for ProgressLines {
     fn drop(&mut self) {
         self.finish();
     }
@@ -93,13 +187,14 @@ impl Drop for ProgressLine {
 
 /// Columns of a bar without its label: speed, remaining time, and a bar of ten columns.
 const BESIDE: usize = 60;
+/// Least columns of a label beside a bar: the part's number of a split model.
+const LABEL_MIN: usize = 20;
 
-/// Style of a bar for a terminal of `columns`. It never exceeds a line: parts without room are
-/// omitted, and a long label is truncated.
-fn style(sized: bool, label: &str, columns: Option<u16>) -> ProgressStyle {
-    let room = columns.map_or(usize::MAX, usize::from);
+/// Style of a bar for a terminal of `columns`. It never exceeds a line: a narrow terminal has no
+/// bar.
+fn style(sized: bool, columns: Option<u16>) -> ProgressStyle {
     let template = match sized {
-        true if label.chars().count() + BESIDE <= room => {
+        true if label_columns(columns) >= LABEL_MIN => {
             "{spinner} {msg} {wide_bar} {percent:>3} % of {binary_total_bytes}, \
              {binary_bytes_per_sec}, {eta} left"
         }
@@ -107,6 +202,24 @@ fn style(sized: bool, label: &str, columns: Option<u16>) -> ProgressStyle {
         false => "{spinner} {wide_msg} {binary_bytes}, {elapsed}",
     };
     ProgressStyle::with_template(template).expect("the templates are constant")
+}
+
+/// Columns for a label beside a bar.
+fn label_columns(columns: Option<u16>) -> usize {
+    columns.map_or(usize::MAX, |columns| {
+        usize::from(columns).saturating_sub(BESIDE)
+    })
+}
+
+/// The end of a label that is too long, which tells the parts of a model apart.
+fn short(label: &str, columns: Option<u16>) -> String {
+    let (room, length) = (label_columns(columns), label.chars().count());
+    match room {
+        room if length <= room || room < LABEL_MIN => label.to_owned(),
+        room => std::iter::once('…')
+            .chain(label.chars().skip(length + 1 - room))
+            .collect(),
+    }
 }
 
 #[cfg(test)]
@@ -177,7 +290,16 @@ mod tests {
     }
 
     #[test]
-    fn a_bar_takes_one_line_of_any_terminal() {
+    fn long_labels_keep_their_end() {
+        let label = "Kimi-K2-Instruct-UD-Q2_K_XL-00003-of-00008.gguf";
+        assert_eq!(short(label, Some(80)), "…00003-of-00008.gguf");
+        assert_eq!(short(label, Some(120)).chars().count(), 47);
+        assert_eq!(short(label, Some(40)), label, "cut by its style");
+        assert_eq!(short(label, None), label);
+    }
+
+    #[test]
+    fn each_bar_takes_one_line_of_any_terminal() {
         let long = "SmolLM2-135M-Instruct-with-a-name-that-goes-on-and-on.Q4_1.gguf";
         for columns in [20, 40, 80, 200] {
             for (label, total) in [
@@ -190,12 +312,21 @@ mod tests {
                     columns,
                     widest: Arc::clone(&widest),
                 }));
-                let bar = ProgressBar::with_draw_target(total, target);
-                bar.set_style(style(total.is_some(), label, Some(columns)));
-                bar.set_message(label.to_owned());
-                bar.set_position(7 << 20);
-                bar.tick();
-                bar.abandon();
+                let mut lines = ProgressLines::new(target, Some(columns));
+                lines.start("5 files", total, 0);
+                let file = |label: &str| FileProgress {
+                    label: label.to_owned(),
+                    total,
+                    done: 7 << 20,
+                };
+                lines.files(&[file(label), FileProgress::default(), file("b.gguf")]);
+                assert_eq!(lines.files.iter().flatten().count(), 2);
+                lines.advance(7 << 20);
+                for (_, bar) in lines.files.iter().flatten() {
+                    bar.tick();
+                }
+                lines.finish();
+                assert!(lines.files.is_empty() && lines.part.is_none());
                 let widest = widest.load(Ordering::Relaxed);
                 assert!(
                     (1..=usize::from(columns)).contains(&widest),

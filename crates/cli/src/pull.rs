@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use paceline_board::model_facts::ModelFacts;
 use paceline_board::pulls::{StorePulls, object, puller, size};
+use paceline_cluster::machine;
 use paceline_serve::Puller;
-use paceline_store::{Cancel, ResolvedModel, usual_name};
+use paceline_store::{Cancel, Resolution, ResolvedModel, preview, resolve, usual_name};
 use serde_json::json;
 
 use crate::error::Error as CommandError;
@@ -12,7 +14,7 @@ use crate::home::StoreSettings;
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
 use crate::progress::on_stderr;
-use crate::{member, stores};
+use crate::{member, show, stores};
 
 /// Arguments of `paceline pull`.
 #[derive(Debug, clap::Args)]
@@ -24,6 +26,9 @@ pub(crate) struct Args {
     /// damaged blocks fetched again
     #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
     to: Vec<String>,
+    /// Show files, size, licence, and whether it fits this machine; download nothing
+    #[arg(long, conflicts_with = "to")]
+    dry_run: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -32,6 +37,13 @@ pub(crate) struct Args {
 /// Downloads a model, or verifies a present one by hash.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let settings = StoreSettings::from_env()?;
+    if args.dry_run {
+        let facts = signals.orderly(|cancel| describe(&settings, &args.model, cancel))?;
+        return print(&match args.json {
+            true => facts.json().to_string(),
+            false => facts.text(),
+        });
+    }
     if !args.to.is_empty() {
         member::ask("ps", json!({}))?; // before anything is fetched
     }
@@ -51,6 +63,24 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         true => Ok(()),
         false => stores::send(&args.model, &args.to, args.json),
     }
+}
+
+/// Describes what `pull` would download, or the stored files.
+fn describe(settings: &StoreSettings, model: &str, cancel: &Cancel) -> anyhow::Result<ModelFacts> {
+    let facts = match resolve(&settings.home, model)? {
+        Resolution::Path(found) => {
+            let mut facts = ModelFacts::new(&show::name(&found));
+            facts.add_files(&found, show::entry(&settings.home, &found)?.as_ref());
+            facts
+        }
+        Resolution::NeedsDownload(plan) => {
+            let selected = preview(&plan, &settings.options, cancel)?;
+            let mut facts = ModelFacts::new(selected.name.as_str());
+            facts.add_preview(&selected, machine::memory());
+            facts
+        }
+    };
+    Ok(facts.with_names(model))
 }
 
 /// The store of these settings, with progress on stderr.

@@ -113,7 +113,7 @@ fn the_table_shows_what_is_here_and_what_could_be() {
     let lines: Vec<&str> = table.lines().collect();
     assert!(lines[0].starts_with("NAME"), "{table}");
     assert!(
-        lines[1].starts_with("own/repo:m-Q8_0.gguf  GGUF Q8_0"),
+        lines[1].starts_with("own/repo:m-Q8_0.gguf  GGUF Q8_0      1 "),
         "{table}"
     );
     assert!(lines[1].contains("never"), "{table}");
@@ -249,6 +249,61 @@ fn ctrl_c_ends_a_pull_at_once_and_leaves_what_can_be_resumed() {
     assert!(table.contains("smollm2  partial"), "{table}");
     assert_eq!(run(home.path(), &["rm", "smollm2"]).status.code(), Some(0));
     assert!(!model.exists());
+}
+
+/// A hub that sends `body` for each request.
+fn body_hub(body: &'static str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            for _ in lines
+                .map_while(Result::ok)
+                .take_while(|line| !line.is_empty())
+            {}
+            let length = body.len();
+            let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n");
+            stream.write_all((head + body).as_bytes()).unwrap();
+        }
+    });
+    address
+}
+
+#[test]
+fn a_dry_run_shows_what_a_pull_would_fetch_and_an_ambiguous_name_its_choices() {
+    const LISTING: &str = r#"{"cardData":{"license":"apache-2.0"},"siblings":[
+        {"rfilename":"BF16/m-BF16-00001-of-00002.gguf","size":90000000000000},
+        {"rfilename":"BF16/m-BF16-00002-of-00002.gguf","size":1},
+        {"rfilename":"m-Q4_K_M.gguf","size":5242880},{"rfilename":"m-Q8_0.gguf","size":9437184},
+        {"rfilename":"mmproj-BF16.gguf","size":7}]}"#;
+    let (home, hub) = (tempfile::tempdir().unwrap(), body_hub(LISTING));
+    let run = |args: &[&str]| {
+        let mut command = paceline(home.path(), args);
+        command.env("HF_ENDPOINT", &hub).output().unwrap()
+    };
+    let output = run(&["pull", "o/r:bf16", "--dry-run", "--json"]);
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["name"], "o/r:BF16/m-BF16-00001-of-00002.gguf");
+    assert_eq!(json["files"][1]["bytes"], 1);
+    assert_eq!(json["file_bytes"], 90_000_000_000_001_u64);
+    assert_eq!(
+        (&json["licence"], &json["fits_this_machine"]),
+        (&"apache-2.0".into(), &false.into())
+    );
+    let said = text(&run(&["pull", "o/r:Q4_K_M", "--dry-run"]).stdout);
+    assert!(
+        said.contains("fits this machine      yes\n") || said.ends_with("yes\n"),
+        "{said}"
+    );
+
+    let said = text(&run(&["pull", "o/r"]).stderr);
+    let expected = "error: o/r has 3 GGUF models that fit, need one\n\
+                    hint: name one, such as `paceline pull o/r:Q4_K_M`\n  \
+                    o/r:Q4_K_M  5.0 MiB\n  o/r:Q8_0    9.0 MiB\n  o/r:BF16    81.9 TiB, 2 files, \
+                    too large for this machine alone\n";
+    assert_eq!(said, expected);
+    assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
 }
 
 /// A server that answers what `agent` asks, once.

@@ -603,7 +603,8 @@ async function listModels() {
   if (!$("load").open) return;
   try {
     const { models } = await ask("models", {});
-    $("models").replaceChildren(...models.map((model) => el("option", { value: model.name }, bytes(model.bytes))));
+    const size = (model) => bytes(model.bytes) + (model.file_count > 1 ? `, ${model.file_count} files` : "");
+    $("models").replaceChildren(...models.map((model) => el("option", { value: model.name }, size(model))));
   } catch (error) { text($("load-said"), error.message); }
 }
 

@@ -6,6 +6,17 @@ use std::time::Duration;
 
 use paceline_base::Bytes;
 
+/// One of several GGUF models of a repository.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GgufChoice {
+    /// The shortest text after the colon of a hub id that selects this model alone.
+    pub selector: String,
+    /// Number of its files.
+    pub files: usize,
+    /// Their total bytes, if known.
+    pub bytes: Option<Bytes>,
+}
+
 /// Why a store operation failed. Messages have action, expectation and result; advice is the
 /// command line's task.
 #[derive(Debug, thiserror::Error)]
@@ -35,7 +46,10 @@ pub enum Error {
         reason: &'static str,
     },
     #[error("{repo} has {n} GGUF models that fit, need one", n = choices.len())]
-    AmbiguousGguf { repo: String, choices: Vec<String> },
+    AmbiguousGguf {
+        repo: String,
+        choices: Vec<GgufChoice>,
+    },
     /// A folder of the user's own with several models.
     #[error("{path} has {n} GGUF models, need one", path = path.display(), n = choices.len())]
     SeveralGguf { path: PathBuf, choices: Vec<String> },
@@ -45,8 +59,8 @@ pub enum Error {
         repo: String,
         /// The part after the colon.
         selector: String,
-        /// Its GGUF files.
-        choices: Vec<String>,
+        /// Its GGUF models.
+        choices: Vec<GgufChoice>,
     },
     /// The repository has neither GGUF nor safetensors files.
     #[error("{repo} has neither GGUF nor safetensors files with a config.json")]

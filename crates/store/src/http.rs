@@ -32,8 +32,8 @@ const BLOCKS: usize = 16;
 /// Maximum redirects. The hub needs two (repository renamed, then storage); more is a loop.
 const REDIRECTS_MAX: usize = 6;
 
-/// A client for one hub.
-#[derive(Debug)]
+/// A client for one hub. Clones share connections.
+#[derive(Clone, Debug)]
 pub(crate) struct HttpClient {
     agent: Agent,
     hub: Hub,

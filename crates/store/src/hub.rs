@@ -2,6 +2,7 @@
 
 use paceline_base::Bytes;
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::catalogue::{CatalogueModel, HubFile};
 use crate::download::{DownloadSpec, PullContext, fetch, sleep};
@@ -10,8 +11,9 @@ use crate::http::HttpClient;
 use crate::index::{FileRecord, Kind};
 use crate::name::{EntryName, HubId, check_file_path, escape_path};
 use crate::options::PullOptions;
-use crate::progress::{Cancel, SilentProgress};
-use crate::select::{ModelFileSet, choose};
+use crate::parallel_fetch::fetch_all;
+use crate::progress::{Cancel, PullPreview, SilentProgress};
+use crate::select::{ListedFile, ModelFileSet, choose};
 use crate::usual_names::HubFiles;
 use crate::{Error, Home, disk};
 
@@ -23,14 +25,8 @@ const LISTING_BYTES_MAX: usize = 16 << 20;
 pub(crate) struct RepoListing {
     id: HubId,
     revision: String,
+    licence: Option<String>,
     files: Vec<ListedFile>,
-}
-
-#[derive(Debug)]
-struct ListedFile {
-    path: String,
-    bytes: Option<u64>,
-    sha256: Option<String>,
 }
 
 /// Selected files of a listing, which form a model of the store.
@@ -41,6 +37,7 @@ pub(crate) struct FileSelection {
     pub(crate) source: String,
     revision: String,
     id: HubId,
+    licence: Option<String>,
     files: Vec<ListedFile>,
 }
 
@@ -50,6 +47,9 @@ struct ListingJson {
     sha: Option<String>,
     #[serde(default)]
     siblings: Vec<SiblingJson>,
+    /// The publisher's facts about the model, in any form.
+    #[serde(default, rename = "cardData")]
+    card: Value,
 }
 
 #[derive(Debug, Deserialize)]
@@ -120,14 +120,24 @@ pub fn look_up(hub_id: &str, options: &PullOptions) -> Result<HubFiles, Error> {
         Some((repo, selector)) => (repo, Some(selector)),
         None => (hub_id, None),
     };
+    let (cancel, id) = (Cancel::default(), HubId::parse(repo)?);
+    Ok(look_up_id(&id, selector, options, &cancel)?.on_hub())
+}
+
+/// The files of a repository that `selector` selects.
+pub(crate) fn look_up_id(
+    id: &HubId,
+    selector: Option<&str>,
+    options: &PullOptions,
+    cancel: &Cancel,
+) -> Result<FileSelection, Error> {
     let mut client = HttpClient::new(&options.hub, &options.deadlines)?;
     let mut ctx = PullContext {
         options,
-        cancel: &Cancel::default(),
+        cancel,
         progress: &mut SilentProgress,
     };
-    let listing = list_files(&mut client, &HubId::parse(repo)?, &mut ctx)?;
-    Ok(listing.select(selector)?.on_hub())
+    list_files(&mut client, id, &mut ctx)?.select(selector)
 }
 
 fn list_once(
@@ -160,8 +170,21 @@ fn parse_listing(id: &HubId, text: &[u8]) -> Result<RepoListing, Error> {
     Ok(RepoListing {
         id: id.clone(),
         revision,
+        licence: licence(&json.card),
         files: json.siblings.into_iter().map(file).collect(),
     })
+}
+
+/// The licence of a model's card: its name, else its identifier, and its address.
+fn licence(card: &Value) -> Option<String> {
+    let text = |key: &str| match &card[key] {
+        Value::Array(all) => all.first().and_then(Value::as_str),
+        one => one.as_str(),
+    };
+    let name = text("license_name").or_else(|| text("license"))?;
+    let address = text("license_link").filter(|link| link.starts_with("https://"));
+    let all = [Some(name), address].into_iter().flatten();
+    Some(all.collect::<Vec<_>>().join(", "))
 }
 
 /// Parses `bytes` as a file list and selects from it, for fuzzing.
@@ -181,8 +204,7 @@ pub(crate) fn parse(bytes: &[u8]) {
 impl RepoListing {
     /// Selects the files for `selector`.
     pub(crate) fn select(self, selector: Option<&str>) -> Result<FileSelection, Error> {
-        let paths: Vec<String> = self.files.iter().map(|file| file.path.clone()).collect();
-        let (kind, chosen) = match choose(&self.id, selector, &paths)? {
+        let (kind, chosen) = match choose(&self.id, selector, &self.files)? {
             ModelFileSet::Gguf(files) => (Kind::Gguf, files),
             ModelFileSet::Folder(files) => (Kind::Safetensors, files),
         };
@@ -204,6 +226,7 @@ impl RepoListing {
             source,
             revision: self.revision,
             id: self.id,
+            licence: self.licence,
             files,
         })
     }
@@ -219,6 +242,19 @@ impl FileSelection {
         }
     }
 
+    /// The selected files, for people.
+    pub(crate) fn preview(&self) -> PullPreview {
+        let files = self.files.iter();
+        PullPreview {
+            name: self.name.clone(),
+            source: self.source.clone(),
+            licence: self.licence.clone(),
+            files: files
+                .map(|file| (file.path.clone(), file.bytes.map(Bytes)))
+                .collect(),
+        }
+    }
+
     /// Downloads all files into the model's folder. The first record is the model file for GGUF.
     pub(crate) fn fetch(
         &self,
@@ -231,24 +267,22 @@ impl FileSelection {
         let total: u64 = self.files.iter().filter_map(|file| file.bytes).sum();
         let present = disk::tree_bytes(&dir, 2);
         disk::check_space(ctx.options.free_space, &dir, total.saturating_sub(present))?;
-        if self.files.len() > 1 {
-            let n = self.files.len();
-            ctx.progress
-                .message(&format!("{}: {n} files, {}", self.id, Bytes(total)));
-        }
-        self.files
+        let wanted = self
+            .files
             .iter()
-            .map(|file| self.fetch_one(file, client, home, ctx))
-            .collect()
+            .map(|file| self.wanted(file, client, home));
+        match &wanted.collect::<Result<Vec<_>, Error>>()?[..] {
+            [only] => Ok(vec![fetch(client, only, ctx)?]),
+            several => fetch_all(client, several, ctx),
+        }
     }
 
-    fn fetch_one(
+    fn wanted(
         &self,
         file: &ListedFile,
-        client: &mut HttpClient,
+        client: &HttpClient,
         home: &Home,
-        ctx: &mut PullContext<'_>,
-    ) -> Result<FileRecord, Error> {
+    ) -> Result<DownloadSpec, Error> {
         // `choose` returns only valid paths; checked again at this border.
         check_file_path(&file.path).map_err(|rule| Error::BadListing {
             repo: self.id.to_string(),
@@ -260,20 +294,49 @@ impl FileSelection {
             self.revision,
             escape_path(&file.path)
         );
-        let wanted = DownloadSpec {
+        Ok(DownloadSpec {
             url: client.url(&path),
             dir: home.entry_dir(&self.name),
             file: file.path.clone(),
             bytes: file.bytes,
             sha256: file.sha256.clone(),
-        };
-        fetch(client, &wanted, ctx)
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn licences_are_read_from_cards_of_any_form() {
+        for (card, text) in [
+            (r#"{"license":"apache-2.0"}"#, Some("apache-2.0")),
+            (r#"{"license":["mit","other"]}"#, Some("mit")),
+            (
+                r#"{"license":"other","license_name":"llama3.1","license_link":"https://x.y/L"}"#,
+                Some("llama3.1, https://x.y/L"),
+            ),
+            (
+                r#"{"license":"other","license_link":"LICENSE"}"#,
+                Some("other"),
+            ),
+            (r#"{"license":3}"#, None),
+            ("[]", None),
+            ("null", None),
+        ] {
+            let text_of_card = licence(&serde_json::from_str(card).unwrap());
+            assert_eq!(text_of_card.as_deref(), text, "{card}");
+            let listing = parse_listing(
+                &HubId::parse("o/r").unwrap(),
+                format!(r#"{{"cardData":{card},"siblings":[{{"rfilename":"a.gguf"}}]}}"#)
+                    .as_bytes(),
+            );
+            let preview = listing.unwrap().select(None).unwrap().preview();
+            assert_eq!(preview.licence.as_deref(), text);
+            assert_eq!((preview.files.len(), preview.bytes()), (1, None));
+        }
+    }
 
     #[test]
     fn hostile_listings_are_errors_or_harmless() {

@@ -13,11 +13,11 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use paceline_base::Bytes;
 use serde::{Deserialize, Serialize};
 
+use crate::gguf_name::best_fits;
 use crate::hash::{expect_sha256, hash_file, is_sha256};
 use crate::lock::Lock;
 use crate::name::{EntryName, HubId, check_file_path};
 use crate::progress::{Cancel, PullProgress};
-use crate::select;
 use crate::usual_names::usual_name;
 use crate::{Catalogue, Error, Home, disk};
 
@@ -176,6 +176,24 @@ impl StoreEntry {
             State::Complete { files, .. } => Bytes(files.iter().map(|file| file.bytes).sum()),
             _ => self.bytes,
         }
+    }
+
+    /// Number of the model's files; `None` unless all are there.
+    pub fn file_count(&self) -> Option<usize> {
+        match &self.state {
+            State::Complete { files, .. } => Some(files.len()),
+            State::Partial | State::Damaged { .. } => None,
+        }
+    }
+
+    /// Its repository on the hub.
+    fn repo(&self) -> Option<&str> {
+        self.name.hub_parts().map(|(repo, _)| repo)
+    }
+
+    /// Its (first) GGUF file in the repository.
+    pub(crate) fn file(&self) -> Option<&str> {
+        self.name.hub_parts()?.1
     }
 
     /// Whether all files are there.
@@ -411,6 +429,8 @@ pub struct RemovedModel {
     pub name: EntryName,
     /// Bytes freed.
     pub bytes: Bytes,
+    /// Number of its files; `None` if it was not complete.
+    pub files: Option<usize>,
 }
 
 /// Removes a model, complete or not. `spec` is a name from [`list`] or any other name that `pull`
@@ -435,6 +455,7 @@ pub fn remove(home: &Home, spec: &str) -> Result<RemovedModel, Error> {
     Ok(RemovedModel {
         name,
         bytes: entry.bytes,
+        files: entry.file_count(),
     })
 }
 
@@ -448,10 +469,7 @@ pub fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
     if let Some(entry) = entries.iter().find(|entry| entry.name.as_str() == spec) {
         return Ok(entry.name.clone());
     }
-    let mut fits: Vec<&StoreEntry> = entries
-        .iter()
-        .filter(|e| select::entry_fits(e, spec))
-        .collect();
+    let mut fits = of_spec(&entries, spec);
     match (fits.pop(), fits.is_empty()) {
         (Some(only), true) => Ok(only.name.clone()),
         (Some(last), false) => {
@@ -466,6 +484,33 @@ pub fn find_for_removal(home: &Home, spec: &str) -> Result<EntryName, Error> {
             name_of_path(home, Path::new(spec)).unwrap_or_else(|| Err(not_in_store(home, spec)))
         }
     }
+}
+
+/// The entries of `owner/name` or `owner/name:selector`.
+fn of_spec<'a>(entries: &'a [StoreEntry], spec: &str) -> Vec<&'a StoreEntry> {
+    let (repo, selector) = match spec.split_once(':') {
+        Some((repo, selector)) => (repo, Some(selector)),
+        None => (spec, None),
+    };
+    let is_of_repo = |entry: &&StoreEntry| entry.repo() == Some(repo);
+    let of_repo = entries.iter().filter(is_of_repo);
+    match selector {
+        Some(selector) => of_selector(of_repo, selector),
+        None => of_repo.collect(),
+    }
+}
+
+/// The GGUF models among the entries of one repository that `selector` names best.
+pub(crate) fn of_selector<'a>(
+    entries: impl Iterator<Item = &'a StoreEntry>,
+    selector: &str,
+) -> Vec<&'a StoreEntry> {
+    let files = entries.filter(|entry| entry.file().is_some());
+    best_fits(
+        files.collect(),
+        |entry| entry.file().unwrap_or_default(),
+        selector,
+    )
 }
 
 /// The store name of a download of `spec`, which may be another name of a model in the catalogue or
@@ -500,13 +545,8 @@ pub(crate) fn not_in_store(home: &Home, spec: &str) -> Error {
 
 /// Complete models of a repository on this machine.
 pub(crate) fn complete_of_repo(home: &Home, id: &HubId) -> Result<Vec<StoreEntry>, Error> {
-    let of_repo = |entry: &StoreEntry| {
-        entry.is_complete()
-            && entry
-                .name
-                .hub_parts()
-                .is_some_and(|(repo, _)| repo == id.to_string())
-    };
+    let repo = id.to_string();
+    let of_repo = |entry: &StoreEntry| entry.is_complete() && entry.repo() == Some(&repo);
     Ok(list(home)?.into_iter().filter(of_repo).collect())
 }
 

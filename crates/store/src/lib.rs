@@ -35,7 +35,8 @@
 //! Modules in reading order:
 //! - `spec` (resolution of MODEL), `catalogue`, `usual_names` (names in other libraries);
 //! - `name` and `home` (folders), `index` (records), `pull` (the order of the steps);
-//! - `http`, `download`, `hub` and `select`, `pip` and `wheel`, `disk`, `lock`, `hash`.
+//! - `http`, `download` and `parallel_fetch`, `hub`, `select` and `gguf_name`, `preview`,
+//!   `pip` and `wheel`, `disk`, `lock`, `hash`.
 //!
 //! Others:
 //! - `pinned_file`: single files for nodes of a cluster.
@@ -51,6 +52,7 @@ mod disk;
 mod download;
 mod engine;
 mod error;
+mod gguf_name;
 mod hash;
 mod home;
 mod http;
@@ -61,8 +63,10 @@ mod listing;
 mod lock;
 mod name;
 mod options;
+mod parallel_fetch;
 mod pinned_file;
 mod pip;
+mod preview;
 mod progress;
 mod pull;
 mod select;
@@ -77,7 +81,8 @@ pub use disk::free_space;
 pub use engine::{
     MLX_LAYER, MLX_VERSION, MlxBuild, MlxInstallation, find_mlx, install_mlx, mlx_bytes,
 };
-pub use error::Error;
+pub use error::{Error, GgufChoice};
+pub use gguf_name::quant_of_name;
 pub use home::Home;
 pub use hub::look_up;
 pub use index::{
@@ -91,9 +96,9 @@ pub use options::{
     Hub, HubDeadlines, HubToken, Pip, ProxySetting, PullOptions, RetryPolicy, Toolchain,
 };
 pub use pinned_file::{PinnedFile, fetch_pinned, origin, read_pinned};
-pub use progress::{Cancel, PullProgress, SilentProgress};
+pub use preview::preview;
+pub use progress::{Cancel, FileProgress, PullPreview, PullProgress, SilentProgress};
 pub use pull::{PulledModel, pull};
-pub use select::quant_of_name;
 pub use spec::{DownloadPlan, Resolution, resolve, resolve_in};
 pub use usual_names::{HubFiles, USUAL_NAMES, UsualName, parse as parse_usual_names};
 pub use usual_names::{usual_name, usual_names};

@@ -5,9 +5,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use crate::catalogue::{Catalogue, CatalogueModel};
+use crate::gguf_name::quant_of_name;
 use crate::home::Home;
 use crate::index::{Kind, State, StoreEntry};
-use crate::select::quant_of_name;
 use crate::usual_names::{UsualName, usual_names};
 
 /// Models of the store, and optionally those available by short names.
@@ -52,7 +52,8 @@ impl StoreListing {
 
     /// A heading and a line for each model.
     pub fn text(&self, now: SystemTime) -> String {
-        let mut rows = vec![["NAME", "TYPE", "SIZE", "LAST USED", "PATH"].map(str::to_owned)];
+        let mut rows =
+            vec![["NAME", "TYPE", "FILES", "SIZE", "LAST USED", "PATH"].map(str::to_owned)];
         rows.extend(self.stored.iter().map(|entry| entry_row(entry, now)));
         rows.extend(self.missing().iter().map(|model| model_row(model)));
         rows.extend(self.usual().iter().map(usual_row));
@@ -71,7 +72,7 @@ impl StoreListing {
     }
 }
 
-fn entry_row(entry: &StoreEntry, now: SystemTime) -> [String; 5] {
+fn entry_row(entry: &StoreEntry, now: SystemTime) -> [String; 6] {
     let (kind, used) = match &entry.state {
         State::Complete {
             kind,
@@ -86,20 +87,23 @@ fn entry_row(entry: &StoreEntry, now: SystemTime) -> [String; 5] {
         State::Damaged { .. } => ("damaged".to_owned(), "-".to_owned()),
     };
     let path = entry.path.display().to_string();
+    let files = entry.file_count();
     [
         entry.name.to_string(),
         kind,
+        files.map_or_else(|| "-".to_owned(), |files| files.to_string()),
         entry.file_bytes().to_string(),
         used,
         path,
     ]
 }
 
-fn model_row(model: &CatalogueModel) -> [String; 5] {
+fn model_row(model: &CatalogueModel) -> [String; 6] {
     let kind = type_name(Kind::Gguf, model.file);
     [
         model.alias.to_owned(),
         kind,
+        "1".to_owned(),
         model.bytes.to_string(),
         "not pulled".into(),
         "-".into(),
@@ -107,7 +111,7 @@ fn model_row(model: &CatalogueModel) -> [String; 5] {
 }
 
 /// A usual name; the path column shows its repository.
-fn usual_row(usual: &UsualName) -> [String; 5] {
+fn usual_row(usual: &UsualName) -> [String; 6] {
     let (size, state) = match &usual.checked {
         Some(on_hub) => (on_hub.size().to_string(), "on the hub"),
         None => ("-".to_owned(), "not verified here"),
@@ -117,7 +121,9 @@ fn usual_row(usual: &UsualName) -> [String; 5] {
         Some(architecture) => format!("{} ({architecture}: not computed yet)", usual.hub),
         None => usual.hub.clone(),
     };
-    [usual.name.clone(), kind, size, state.to_owned(), hub]
+    let files = usual.checked.as_ref().map(|on_hub| on_hub.files.len());
+    let files = files.map_or_else(|| "-".to_owned(), |files| files.to_string());
+    [usual.name.clone(), kind, files, size, state.to_owned(), hub]
 }
 
 fn usual_json(usual: &UsualName) -> Value {
@@ -139,14 +145,15 @@ fn type_name(kind: Kind, first_file: &str) -> String {
     }
 }
 
-/// Left-aligned columns, two spaces apart; sizes right-aligned.
-fn table(rows: &[[String; 5]]) -> String {
+/// Left-aligned columns, two spaces apart; numbers right-aligned.
+fn table(rows: &[[String; 6]]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
-    let widths: [usize; 5] = std::array::from_fn(|column| width(column).unwrap_or(0));
-    let line = |row: &[String; 5]| {
-        let [name, kind, size, used, path] = row;
-        let [w_name, w_kind, w_size, w_used, _] = widths;
-        format!("{name:w_name$}  {kind:w_kind$}  {size:>w_size$}  {used:w_used$}  {path}")
+    let widths: [usize; 6] = std::array::from_fn(|column| width(column).unwrap_or(0));
+    let line = |row: &[String; 6]| {
+        let [name, kind, files, size, used, path] = row;
+        let [w_name, w_kind, w_files, w_size, w_used, _] = widths;
+        let about = format!("{name:w_name$}  {kind:w_kind$}  {files:>w_files$}  {size:>w_size$}");
+        format!("{about}  {used:w_used$}  {path}")
     };
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
@@ -241,11 +248,14 @@ mod tests {
 
     #[test]
     fn columns_line_up() {
-        let row = |cells: [&str; 5]| cells.map(str::to_owned);
+        let row = |cells: [&str; 6]| cells.map(str::to_owned);
         let text = table(&[
-            row(["A", "T", "SIZE", "U", "P"]),
-            row(["long", "x", "1 B", "y", "/p"]),
+            row(["A", "T", "FILES", "SIZE", "U", "P"]),
+            row(["long", "x", "3", "1 B", "y", "/p"]),
         ]);
-        assert_eq!(text, "A     T  SIZE  U  P\nlong  x   1 B  y  /p");
+        assert_eq!(
+            text,
+            "A     T  FILES  SIZE  U  P\nlong  x      3   1 B  y  /p"
+        );
     }
 }

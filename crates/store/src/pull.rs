@@ -134,6 +134,7 @@ fn pull_hub(
         PullState::Locked(work) => work,
         PullState::Complete(pulled) => return Ok(pulled),
     };
+    ctx.progress.selected(&selection.preview());
     let files = selection.fetch(client, home, ctx)?;
     complete(
         home,

@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use paceline_base::Bytes;
 
 use crate::catalogue::{Catalogue, CatalogueModel};
+use crate::gguf_name::{GgufRole, gguf_models, of_role};
 use crate::index::{self, Kind, ResolvedModel, StoreEntry};
 use crate::name::{EntryName, HubId, check_file_path};
-use crate::select::{file_fits, gguf_models, is_projector};
+use crate::select::selectors;
 use crate::usual_names::{usual_name, usual_names};
-use crate::{Error, Home};
+use crate::{Error, GgufChoice, Home};
 
 /// The result of [`resolve`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -137,29 +138,30 @@ fn resolve_hub(home: &Home, spec: &str) -> Result<Resolution, Error> {
             }))
         }
         [only] => only.found().map(Resolution::Path),
-        several => {
-            let file = |entry: &&StoreEntry| Some(entry.name.hub_parts()?.1?.to_owned());
-            let choices = several.iter().filter_map(file).collect();
-            Err(Error::AmbiguousGguf {
-                repo: id.to_string(),
-                choices,
-            })
-        }
+        several => Err(Error::AmbiguousGguf {
+            repo: id.to_string(),
+            choices: stored_choices(several),
+        }),
     }
+}
+
+fn stored_choices(several: &[&StoreEntry]) -> Vec<GgufChoice> {
+    let files: Vec<&str> = several.iter().filter_map(|entry| entry.file()).collect();
+    let choice = |(entry, selector): (&&StoreEntry, String)| GgufChoice {
+        selector,
+        files: entry.file_count().unwrap_or(1),
+        bytes: Some(entry.file_bytes()),
+    };
+    several.iter().zip(selectors(&files)).map(choice).collect()
 }
 
 /// The stored models for a selector; without one, the folder wins.
 fn stored_choice<'a>(stored: &'a [StoreEntry], selector: Option<&str>) -> Vec<&'a StoreEntry> {
-    let file = |entry: &'a StoreEntry| entry.name.hub_parts().and_then(|(_, file)| file);
-    match selector {
-        Some(selector) => stored
-            .iter()
-            .filter(|entry| file(entry).is_some_and(|file| file_fits(file, selector)))
-            .collect(),
-        None => match stored.iter().find(|entry| file(entry).is_none()) {
-            Some(folder) => vec![folder],
-            None => stored.iter().collect(),
-        },
+    let folder = stored.iter().find(|entry| entry.file().is_none());
+    match (selector, folder) {
+        (Some(selector), _) => index::of_selector(stored.iter(), selector),
+        (None, Some(folder)) => vec![folder],
+        (None, None) => stored.iter().collect(),
     }
 }
 
@@ -198,11 +200,12 @@ fn gguf_in(dir: &Path) -> Result<Option<PathBuf>, Error> {
     let entries = fs::read_dir(dir).map_err(|error| Error::io("list", dir, error))?;
     let names = entries.flatten().map(|entry| entry.file_name());
     let names: Vec<String> = names.filter_map(|name| name.into_string().ok()).collect();
-    let mut models: Vec<String> = gguf_models(&names)
-        .into_iter()
-        .map(|mut parts| parts.swap_remove(0))
-        .filter(|name| !is_projector(name))
-        .collect();
+    let all = gguf_models(names.iter().map(String::as_str));
+    let models = match of_role(&all, GgufRole::Model) {
+        none if none.is_empty() => of_role(&all, GgufRole::Draft),
+        models => models,
+    };
+    let mut models: Vec<String> = models.iter().map(|model| model.file().to_owned()).collect();
     if models.len() > 1 {
         return Err(Error::SeveralGguf {
             path: dir.into(),

@@ -3,5 +3,6 @@
 mod common;
 mod engine;
 mod hub;
+mod several_files;
 mod store;
 mod wheel;

@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 use std::fs;
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::common::*;
@@ -16,7 +18,7 @@ const PARTIAL: [&str; 2] = [
 ];
 const COMPLETE: [&str; 2] = ["tiny/paceline.json", "tiny/tiny.Q4_1.gguf"];
 
-fn etag(text: &str) -> String {
+pub(crate) fn etag(text: &str) -> String {
     format!("\"{text}\"")
 }
 
@@ -581,7 +583,7 @@ fn two_pulls_at_once_fetch_once() {
     assert_eq!(server.requests().len(), 1);
 }
 
-fn listing(files: &[(&str, usize, Option<&str>)]) -> String {
+pub(crate) fn listing(files: &[(&str, usize, Option<&str>)]) -> String {
     let sibling = |(name, size, sha): &(&str, usize, Option<&str>)| {
         let lfs = sha.map_or(String::new(), |sha| {
             format!(r#","lfs":{{"sha256":"{sha}"}}"#)
@@ -610,12 +612,18 @@ fn a_folder_is_fetched_file_by_file_and_resumed_between_them() {
     ]);
     let list_json = Arc::new(list_json.into_bytes());
     let (small, large) = (Arc::clone(&config), Arc::clone(&weights));
-    let server = FakeHub::start(move |request, number| match request.path.as_str() {
+    let (refused, folder) = (AtomicBool::new(false), Arc::new(OnceLock::<PathBuf>::new()));
+    let place = Arc::clone(&folder);
+    let server = FakeHub::start(move |request, _| match request.path.as_str() {
         path if path.starts_with("/api/") => ServerReply::File {
             body: Arc::clone(&list_json),
             etag: etag("l"),
         },
-        path if path.ends_with("/tokenizer.json") && number < 4 => ServerReply::Status(404),
+        path if path.ends_with("/tokenizer.json") && !refused.swap(true, Ordering::Relaxed) => {
+            // The failure ends the other downloads.
+            wait_for_file(&place.wait().join("model.safetensors"));
+            ServerReply::Status(404)
+        }
         path if path.ends_with(".json") => ServerReply::File {
             body: Arc::clone(&small),
             etag: etag("c"),
@@ -625,7 +633,10 @@ fn a_folder_is_fetched_file_by_file_and_resumed_between_them() {
             etag: etag("w"),
         },
     });
-    let setup = StoreSetup::new(server.url());
+    let setup = StoreSetup::new(server.url()).patient();
+    folder
+        .set(setup.home.models_dir().join("own--repo"))
+        .unwrap();
     let (first, _) = setup.pull(empty_catalogue(), "own/repo");
     assert!(matches!(first, Err(Error::NotFound { .. })), "{first:?}");
     let (pulled, record) = setup.pull(empty_catalogue(), "own/repo");
@@ -646,15 +657,15 @@ fn a_folder_is_fetched_file_by_file_and_resumed_between_them() {
         .count();
     assert_eq!(fetched, 1, "the weights were there already");
     assert!(
-        record
-            .parts
-            .iter()
-            .any(|part| part.0 == "checking model.safetensors")
+        record.labels.contains("checking model.safetensors"),
+        "{record:?}"
     );
-    let revision = "ab".repeat(20);
-    assert_eq!(
-        server.requests()[1].path,
-        format!("/own/repo/resolve/{revision}/config.json")
+    let config = format!("/own/repo/resolve/{}/config.json", "ab".repeat(20));
+    assert!(
+        server
+            .requests()
+            .iter()
+            .any(|request| request.path == config)
     );
 
     let stored = resolve_in(&setup.home, empty_catalogue(), "own/repo").unwrap();
@@ -683,7 +694,9 @@ fn gguf_repositories_want_a_selector_unless_there_is_one_file() {
     let setup = StoreSetup::new(server.url());
     match setup.pull(empty_catalogue(), "own/repo").0.unwrap_err() {
         Error::AmbiguousGguf { choices, .. } => {
-            assert_eq!(choices, ["Q4/m-Q4_K_M.gguf", "m-Q8_0.gguf"]);
+            let choices: Vec<_> = choices.iter().map(|it| (&*it.selector, it.bytes)).collect();
+            let bytes = Some(Bytes(payload().len() as u64));
+            assert_eq!(choices, [("Q4_K_M", bytes), ("Q8_0", bytes)]);
         }
         other => panic!("{other:?}"),
     }

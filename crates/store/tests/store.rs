@@ -185,6 +185,41 @@ fn a_model_is_removed_by_every_name_that_pull_takes() {
 }
 
 #[test]
+fn a_whole_name_in_the_store_wins_over_the_end_of_another() {
+    let setup = StoreSetup::new("http://127.0.0.1:1".into());
+    for file in ["S-Compact.gguf", "S-I-Compact.gguf"] {
+        let dir = setup.home.models_dir().join(format!("own--repo--{file}"));
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join(file), b"GGUFdata").unwrap();
+        let record = record(&format!("own/repo:{file}"), file, 8, &sha256(b"GGUFdata"));
+        fs::write(dir.join("paceline.json"), record).unwrap();
+    }
+    for (selector, file) in [
+        ("Compact", "S-Compact.gguf"),
+        ("i-compact", "S-I-Compact.gguf"),
+    ] {
+        let spec = format!("own/repo:{selector}");
+        let Ok(Resolution::Path(found)) = resolve(&setup.home, &spec) else {
+            panic!("{spec}");
+        };
+        assert!(found.path.ends_with(file), "{found:?}");
+        assert!(
+            find_for_removal(&setup.home, &spec)
+                .unwrap()
+                .as_str()
+                .ends_with(file)
+        );
+    }
+    match resolve(&setup.home, "own/repo") {
+        Err(Error::AmbiguousGguf { choices, .. }) => {
+            let selectors: Vec<&str> = choices.iter().map(|it| &*it.selector).collect();
+            assert_eq!(selectors, ["Compact", "I-Compact"]);
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
 fn an_empty_home_is_an_empty_store() {
     let home = Home::new("/nonexistent/paceline");
     assert_eq!(list(&home).unwrap(), []);

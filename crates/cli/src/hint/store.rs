@@ -2,8 +2,11 @@
 
 use std::io::ErrorKind;
 
-use paceline_base::Bytes;
-use paceline_store::{Catalogue, Error};
+use paceline_base::{Bytes, printable};
+use paceline_board::previews::misfit;
+use paceline_board::tables::aligned;
+use paceline_cluster::machine::{self, MainMemory};
+use paceline_store::{Catalogue, Error, GgufChoice};
 
 /// Maximum names in one hint.
 const NAMES_MAX: usize = 30;
@@ -46,8 +49,10 @@ fn hint(error: &Error) -> Option<String> {
             .unwrap_or("a model is a .gguf file, or a folder with config.json and .safetensors files")
             .into(),
         Error::AmbiguousGguf { repo, choices } => {
-            let example = choices.first().map_or("FILE", String::as_str);
-            format!("name one after a colon, such as {repo}:{example}\n{}", names(choices))
+            let memory = machine::memory();
+            let example = suggested(choices, memory).map_or("FILE", |it| &it.selector);
+            let lines = choice_lines(repo, choices, memory);
+            format!("name one, such as `paceline pull {repo}:{example}`\n{}", names(&lines))
         }
         Error::SeveralGguf { path, choices } => {
             let example = path.join(choices.first().map_or("FILE", String::as_str));
@@ -56,7 +61,9 @@ fn hint(error: &Error) -> Option<String> {
         Error::NoMatchingGguf { choices, .. } if choices.is_empty() => {
             "leave out the colon and what follows it: there are no GGUF files to choose from".into()
         }
-        Error::NoMatchingGguf { choices, .. } => format!("it has\n{}", names(choices)),
+        Error::NoMatchingGguf { repo, choices, .. } => {
+            format!("it has\n{}", names(&choice_lines(repo, choices, machine::memory())))
+        }
         Error::NothingUsable { .. } => {
             "look for a repository with GGUF or safetensors files of the same model".into()
         }
@@ -184,6 +191,38 @@ fn system_hint(error: &Error) -> Option<String> {
     })
 }
 
+/// The choice to take without a further wish: `Q4_K_M`, the usual compromise of size and quality,
+/// if it fits; else the largest that does. Choices come smallest first.
+fn suggested(choices: &[GgufChoice], memory: Option<MainMemory>) -> Option<&GgufChoice> {
+    let mut fitting = choices
+        .iter()
+        .filter(|it| misfit(it.bytes, memory).is_none());
+    let usual = fitting
+        .clone()
+        .find(|it| it.selector.eq_ignore_ascii_case("Q4_K_M"));
+    usual.or_else(|| fitting.next_back()).or(choices.first())
+}
+
+/// The model's name with each selector, its size and number of files, in columns.
+fn choice_lines(repo: &str, choices: &[GgufChoice], memory: Option<MainMemory>) -> Vec<String> {
+    let row = |it: &GgufChoice| {
+        let mut about = it
+            .bytes
+            .map_or_else(|| "unknown size".to_owned(), |it| it.to_string());
+        if it.files > 1 {
+            about += &format!(", {} files", it.files);
+        }
+        if misfit(it.bytes, memory).is_some() {
+            about += ", too large for this machine alone";
+        }
+        [
+            printable(&format!("{repo}:{}", it.selector)).into_owned(),
+            about,
+        ]
+    };
+    aligned(&choices.iter().map(row).collect::<Vec<_>>())
+}
+
 /// A list of names, one per line, truncated at [`NAMES_MAX`].
 fn names(all: &[String]) -> String {
     let mut lines: Vec<String> = all
@@ -240,6 +279,44 @@ mod tests {
             close: vec!["smollm2".into()],
         };
         assert_eq!(hints(&unknown), ["did you mean smollm2?"]);
+    }
+
+    #[test]
+    fn choices_have_sizes_and_the_command_for_one() {
+        let choice = |selector: &str, mib: u64, files| GgufChoice {
+            selector: selector.to_owned(),
+            files,
+            bytes: Some(Bytes(mib << 20)),
+        };
+        let (small, usual, large) = (
+            choice("Q2_K", 3, 1),
+            choice("Q4_K_M", 5, 1),
+            choice("BF16", 16, 2),
+        );
+        let all = [small.clone(), usual, large];
+        let memory = |mib: u64| {
+            Some(MainMemory {
+                total: Bytes(mib << 20),
+                available: None,
+            })
+        };
+        for (mib, name) in [(100, "Q4_K_M"), (4, "Q2_K"), (1, "Q2_K")] {
+            assert_eq!(
+                suggested(&all, memory(mib)).unwrap().selector,
+                name,
+                "{mib}"
+            );
+        }
+        let others = [small, choice("Q8_0", 9, 1)];
+        assert_eq!(suggested(&others, memory(100)).unwrap().selector, "Q8_0");
+        assert_eq!(
+            choice_lines("o/r", &all, memory(10)),
+            [
+                "o/r:Q2_K    3.0 MiB",
+                "o/r:Q4_K_M  5.0 MiB",
+                "o/r:BF16    16.0 MiB, 2 files, too large for this machine alone"
+            ]
+        );
     }
 
     #[test]

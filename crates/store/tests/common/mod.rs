@@ -6,7 +6,7 @@
 )]
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -29,6 +29,13 @@ pub fn payload() -> Vec<u8> {
     let mut bytes: Vec<u8> = (0..(3 << 20) + 5).map(|_| next()).collect();
     bytes[..4].copy_from_slice(b"GGUF");
     bytes
+}
+
+/// Waits until `path` exists.
+pub fn wait_for_file(path: &Path) {
+    while !path.exists() {
+        thread::yield_now();
+    }
 }
 
 pub fn sha256(bytes: &[u8]) -> String {
@@ -269,11 +276,25 @@ pub struct ProgressLog {
     pub messages: Vec<String>,
     /// Label, total, done at start, advanced.
     pub parts: Vec<(String, Option<u64>, u64, u64)>,
+    /// Labels of single files of a part of several.
+    pub labels: BTreeSet<String>,
+    /// Most files in transfer at once.
+    pub busy_max: usize,
+    /// The last announced selection.
+    pub selected: Option<PullPreview>,
     /// Cancels after this many bytes of one part.
     pub cancel_after: Option<(u64, Cancel)>,
 }
 
 impl PullProgress for ProgressLog {
+    fn selected(&mut self, model: &PullPreview) {
+        self.selected = Some(model.clone());
+    }
+    fn files(&mut self, current: &[FileProgress]) {
+        let busy = current.iter().filter(|file| !file.label.is_empty());
+        self.busy_max = self.busy_max.max(busy.clone().count());
+        self.labels.extend(busy.map(|file| file.label.clone()));
+    }
     fn start(&mut self, label: &str, total: Option<u64>, done: u64) {
         self.parts.push((label.to_owned(), total, done, 0));
     }
@@ -336,6 +357,14 @@ impl StoreSetup {
             options,
             cancel: Cancel::default(),
         }
+    }
+
+    /// With deadlines for a server that waits for events of the test.
+    pub fn patient(mut self) -> Self {
+        let deadlines = &mut self.options.deadlines;
+        let patience = Duration::from_secs(120);
+        (deadlines.reach, deadlines.answer, deadlines.stall) = (patience, patience, patience);
+        self
     }
 
     pub fn pull(
