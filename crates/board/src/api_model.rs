@@ -56,6 +56,7 @@ pub fn instance(
         .and_then(Result::ok)
         .map(Arc::new);
     let context = wanted
+        .options
         .context
         .map_or(config.context, |context| context as usize);
     Ok(ServedModel {

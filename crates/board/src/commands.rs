@@ -15,7 +15,7 @@ use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::pairing::Code;
-use paceline_cluster::nodes::placement::{AdapterFile, InstanceSpec, WeightDistribution};
+use paceline_cluster::nodes::placement::{AdapterFile, InstanceSpec};
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
 use paceline_node::context_size::ContextBudget;
@@ -320,65 +320,23 @@ fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, 
 }
 
 fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let ask = parse_load(arguments)?;
-    let ids = fleet.load(&ask)?;
+    let ids = fleet.load(&parse_load(arguments)?)?;
     let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
     Ok(json!({ "id": ids.first(), "ids": ids }))
 }
 
 fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let mut ask = parse_load(arguments)?;
-    if arguments["count"].is_null() {
-        ask.count = 0; // any number
-    }
-    let preview = fleet.preview(&ask)?;
+    let preview = fleet.preview(&parse_load(arguments)?)?;
     serde_json::to_value(preview).map_err(|error| error.to_string())
 }
 
-/// Parses arguments of `load` or `preview`, with defaults.
+/// Parses a request; a field that is null counts as absent.
 fn parse_load(arguments: &Value) -> Result<LoadRequest, String> {
-    let body = LoadArguments::deserialize(arguments).map_err(|error| error.to_string())?;
-    let split = body.split.as_deref().unwrap_or("auto").parse();
-    Ok(LoadRequest {
-        model: body.model,
-        nodes: body.nodes.unwrap_or_default(),
-        count: body.count.unwrap_or(1),
-        split: split.map_err(|error: paceline_model::split::Error| error.to_string())?,
-        threads: body.threads,
-        context: body.context,
-        parallel: body.parallel.unwrap_or(4),
-        spare: body.spare.map(|spare| spare.min(1)),
-        replicas: body.replicas.unwrap_or(1).max(1),
-        draft: body.draft,
-        adapters: body.adapters.unwrap_or_default(),
-        drafts: body.drafts,
-        follow: body.follow.unwrap_or(false),
-        grows: body.grows.unwrap_or(false),
-        weights: body.weights.unwrap_or_default(),
-        prompts: body.prefill_nodes.unwrap_or_default(),
-    })
-}
-
-/// Arguments of `load` and `preview`. Clients copy `nodes` and `split` from a preview's placement.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct LoadArguments {
-    model: String,
-    nodes: Option<Vec<String>>,
-    count: Option<usize>,
-    split: Option<String>,
-    threads: Option<u16>,
-    context: Option<u32>,
-    parallel: Option<u16>,
-    spare: Option<u16>,
-    replicas: Option<u16>,
-    draft: Option<String>,
-    adapters: Option<Vec<(String, PathBuf)>>,
-    drafts: Option<u8>,
-    follow: Option<bool>,
-    grows: Option<bool>,
-    weights: Option<WeightDistribution>,
-    prefill_nodes: Option<Vec<String>>,
+    let mut arguments = arguments.clone();
+    if let Some(fields) = arguments.as_object_mut() {
+        fields.retain(|_, value| !value.is_null());
+    }
+    LoadRequest::deserialize(arguments).map_err(|error| error.to_string())
 }
 
 /// Arguments of `unload`.
@@ -422,13 +380,13 @@ fn find(home: &Home, name: &str) -> Result<PathBuf, String> {
 }
 
 fn sizes(path: &Path, config: &Config, wanted: &InstanceSpec) -> EngineConfig {
-    let parallel = usize::from(wanted.parallel.max(1));
+    let parallel = usize::from(wanted.options.parallel.max(1));
     let memory = (Some(KvType::F16), machine::available());
-    let room = ContextBudget::of((path, config), memory, wanted.context, parallel);
+    let room = ContextBudget::of((path, config), memory, wanted.options.context, parallel);
     EngineConfig {
         max_running: parallel,
         max_waiting: WAITING_MAX,
-        drafts: wanted.drafts.map_or(DRAFTS, usize::from),
+        drafts: wanted.options.drafts.map_or(DRAFTS, usize::from),
         ..room.engine(&wanted.model)
     }
 }
@@ -497,5 +455,34 @@ impl Mirror for FleetMirror {
 
     fn find_longer(&self, id: &str, key: Option<&str>, than: usize) -> Option<Vec<u8>> {
         self.0.upgrade()?.find_longer_journal(id, key, than)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_cluster::nodes::placement::WeightDistribution;
+
+    use super::*;
+
+    #[test]
+    fn a_request_has_defaults_and_names_wrong_fields() {
+        let body = json!({ "model": "m", "split": "2x1", "parallel": null, "weights": "shard" });
+        let request = parse_load(&body).unwrap();
+        assert_eq!((request.count, request.options.parallel), (None, 4));
+        assert_eq!(request.split.to_string(), "2x1");
+        assert_eq!(request.options.weights, WeightDistribution::Shard);
+        for (field, value, told) in [
+            ("model", Value::Null, "missing field `model`"),
+            ("nods", json!(["a"]), "unknown field `nods`"),
+            ("split", json!("half"), "half"),
+            ("weights", json!("some"), "some"),
+            ("parallel", json!(70_000), "70000"),
+            ("threads", json!("all"), "all"),
+        ] {
+            let mut body = json!({ "model": "m" });
+            body[field] = value;
+            let reason = parse_load(&body).unwrap_err();
+            assert!(reason.contains(told), "{field}: {reason}");
+        }
     }
 }

@@ -11,8 +11,9 @@ use std::time::Duration;
 use paceline_cluster::nodes::agent::local;
 use paceline_engine::Service;
 use paceline_model::SplitKind;
+use paceline_node::fleet::LoadRequest;
 use paceline_node::fleet::leases::LeasedInstance;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::tables::names;
 
@@ -64,17 +65,6 @@ pub fn alive(answer: &Value) -> u32 {
     u32::try_from(alive).unwrap_or(u32::MAX)
 }
 
-/// Arguments of `borrow`: a model over `nodes` nodes, for one answer at a time.
-pub fn load_arguments(model: &str, nodes: u32, split: SplitKind, context: Option<u32>) -> Value {
-    json!({
-        "model": model,
-        "count": nodes,
-        "split": split.to_string(),
-        "context": context,
-        "parallel": 1,
-    })
-}
-
 /// A lease: the instance is unloaded on drop, or when this process ends in any other way.
 #[derive(Debug)]
 pub struct InstanceLease {
@@ -87,7 +77,8 @@ impl InstanceLease {
     ///
     /// # Errors
     /// The system refuses a thread.
-    pub fn new(home: PathBuf, ask: Value) -> io::Result<(Receiver<LeaseReport>, Self)> {
+    pub fn new(home: PathBuf, ask: &LoadRequest) -> io::Result<(Receiver<LeaseReport>, Self)> {
+        let ask = serde_json::to_value(ask)?;
         let over = Arc::new(AtomicBool::new(false));
         let (sender, told) = channel();
         let own = Arc::clone(&over);

@@ -5,8 +5,10 @@ use std::sync::mpsc::Receiver;
 
 use anyhow::{Context, anyhow, bail};
 pub(crate) use paceline_board::lease::NodeInstance;
-use paceline_board::lease::{InstanceLease, LeaseReport, alive, load_arguments};
+use paceline_board::lease::{InstanceLease, LeaseReport, alive};
+use paceline_cluster::nodes::placement::InstanceOptions;
 use paceline_model::SplitKind;
+use paceline_node::fleet::LoadRequest;
 use serde_json::{Value, json};
 
 use crate::instances::LoadProgress;
@@ -100,9 +102,19 @@ fn borrowed(wish: &InstanceRequest<'_>, signals: &Signals) -> anyhow::Result<Opt
         return Ok(None);
     }
     pull::ensure(wish.model, signals)?;
-    let arguments = load_arguments(wish.model, wanted, wish.split, wish.context);
+    let request = LoadRequest {
+        model: wish.model.to_owned(),
+        count: Some(wanted as usize),
+        split: wish.split,
+        options: InstanceOptions {
+            context: wish.context,
+            parallel: 1, // the command waits for each answer
+            ..InstanceOptions::default()
+        },
+        ..LoadRequest::default()
+    };
     let (told, borrowed) =
-        InstanceLease::new(home::folder()?, arguments).context("cannot start a thread")?;
+        InstanceLease::new(home::folder()?, &request).context("cannot start a thread")?;
     let id = ready(&told)?;
     let using = member::ask("using", json!({ "model": id }))?;
     let instance = of(&using, Some(borrowed))?;

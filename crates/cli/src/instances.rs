@@ -7,8 +7,9 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use paceline_board::tables::{instances as instances_told, label, names, proposals};
-use paceline_cluster::nodes::placement::WeightDistribution;
+use paceline_cluster::nodes::placement::{InstanceOptions, WeightDistribution};
 use paceline_model::SplitKind;
+use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
 use crate::adapter;
@@ -29,8 +30,9 @@ Examples:
   paceline load qwen3:8b --nodes mini --prefill-nodes tower
   paceline ps";
 
-/// Arguments of `paceline load`.
-#[derive(Debug, clap::Args)]
+/// Arguments of `paceline load`. Serialises as a
+/// [`LoadRequest`](paceline_node::fleet::LoadRequest).
+#[derive(Debug, clap::Args, Serialize)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct LoadArgs {
     /// Model of this machine, or one to fetch first
@@ -38,10 +40,12 @@ pub(crate) struct LoadArgs {
     model: String,
     /// How many machines compute it, or their names [default: 1]
     #[arg(long, value_name = "N|A,B,..", value_delimiter = ',')]
+    #[serde(flatten, serialize_with = "count_or_names")]
     nodes: Option<Vec<String>>,
     /// Whole copies of the model, each on N machines of its own while there are enough, or on its
     /// share of those that are named; `auto`: one, and more on idle machines while requests wait
     #[arg(long, value_name = "R", default_value = "1", value_parser = replicas)]
+    #[serde(flatten)]
     replicas: ReplicaCount,
     /// How the model is cut: auto, tensor, pipeline, experts, TENSORxPIPELINE such as 2x2, or
     /// 2x2-experts
@@ -54,7 +58,7 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     context: Option<u32>,
     /// Answers that are computed at the same time; more wait
-    #[arg(long, value_name = "N", default_value_t = 4,
+    #[arg(long, value_name = "N", default_value_t = InstanceOptions::default().parallel,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
     /// Standby copies of each machine's part, packed on another one. An answer whose machine is
@@ -70,6 +74,7 @@ pub(crate) struct LoadArgs {
     /// of weights (PEFT's, MLX's or GGUF's form); machines that lack it get it; may be given
     /// several times
     #[arg(long, value_name = "NAME=FILE", value_parser = adapter::named)]
+    #[serde(rename = "adapters")]
     adapter: Vec<(String, PathBuf)>,
     /// Most tokens of an answer that are guessed, from its own text or by --draft, and checked in
     /// one step, where that pays; 0 for none [default: 8]
@@ -96,31 +101,54 @@ pub(crate) struct LoadArgs {
     prefill_nodes: Vec<String>,
     /// Return at once instead of waiting until it answers
     #[arg(long)]
+    #[serde(skip)]
     no_wait: bool,
     /// Load nothing: show placements with predictions, from measured speeds and ways
     #[arg(long, conflicts_with = "no_wait")]
+    #[serde(skip)]
     preview: bool,
     /// Print one JSON object: the placements of --preview, else the instances
     #[arg(long)]
+    #[serde(skip)]
     json: bool,
 }
 
 /// Whole copies of a model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ReplicaCount {
-    Count(u16),
-    /// A single copy, and more while requests wait.
-    Auto,
+#[derive(Clone, Copy, Debug, Serialize)]
+struct ReplicaCount {
+    replicas: u16,
+    /// Whether load adds more.
+    grows: bool,
 }
 
 /// Parses `auto`, or a number from 1 to 64.
 fn replicas(text: &str) -> Result<ReplicaCount, String> {
-    if text == "auto" {
-        return Ok(ReplicaCount::Auto);
-    }
-    let count = text.parse().ok().filter(|count| (1..=64).contains(count));
-    let count = count.ok_or("expected `auto` or a number from 1 to 64")?;
-    Ok(ReplicaCount::Count(count))
+    let grows = text == "auto";
+    let count = if grows { Some(1) } else { text.parse().ok() };
+    let count = count.filter(|count| (1..=64).contains(count));
+    let replicas = count.ok_or("expected `auto` or a number from 1 to 64")?;
+    Ok(ReplicaCount { replicas, grows })
+}
+
+/// The value of `--nodes` in a request.
+#[derive(Serialize)]
+#[serde(rename_all = "lowercase")]
+enum NodeChoice<'a> {
+    Count(usize),
+    Nodes(&'a [String]),
+}
+
+fn count_or_names<S: Serializer>(
+    nodes: &Option<Vec<String>>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    let choice = nodes.as_deref().map(|nodes| match nodes {
+        [one] => one
+            .parse()
+            .map_or(NodeChoice::Nodes(nodes), NodeChoice::Count),
+        _ => NodeChoice::Nodes(nodes),
+    });
+    choice.serialize(serializer)
 }
 
 /// Arguments of `paceline unload`.
@@ -155,7 +183,7 @@ pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
     if args.preview {
         return preview(args);
     }
-    let answer = member::ask("load", args.ask())?;
+    let answer = member::ask("load", serde_json::to_value(args)?)?;
     let ids = answer["ids"].as_array().into_iter().flatten();
     let ids: Vec<String> = ids.filter_map(Value::as_str).map(str::to_owned).collect();
     if args.no_wait {
@@ -212,11 +240,7 @@ fn all_done(own: &[&Value], bar: &mut LoadProgress) -> anyhow::Result<bool> {
 
 /// Shows placements of a model without loading it.
 fn preview(args: &LoadArgs) -> anyhow::Result<()> {
-    let mut ask = args.ask();
-    if args.nodes.is_none() {
-        ask["count"] = Value::Null;
-    }
-    let preview = member::ask("preview", ask)?;
+    let preview = member::ask("preview", serde_json::to_value(args)?)?;
     if args.json {
         return print(&preview.to_string());
     }
@@ -240,36 +264,6 @@ impl LoadArgs {
         }
         let line = |it: &Value| format!("{} answers, on {}", label(it), names(&it["nodes"]));
         own.iter().try_for_each(|it| print(&line(it)))
-    }
-
-    fn ask(&self) -> Value {
-        let named = self.nodes.as_deref().unwrap_or_default();
-        let count = match named {
-            [] => Some(1),
-            [one] => one.parse::<usize>().ok(),
-            _ => None,
-        };
-        json!({
-            "model": self.model,
-            "count": count.unwrap_or(0),
-            "nodes": if count.is_some() { Vec::new() } else { named.to_vec() },
-            "split": self.split.to_string(),
-            "threads": self.threads,
-            "context": self.context,
-            "parallel": self.parallel,
-            "spare": self.spare,
-            "replicas": match self.replicas {
-                ReplicaCount::Count(count) => count,
-                ReplicaCount::Auto => 1,
-            },
-            "grows": self.replicas == ReplicaCount::Auto,
-            "draft": self.draft,
-            "adapters": self.adapter,
-            "drafts": self.drafts,
-            "follow": self.follow,
-            "weights": self.weights,
-            "prefill_nodes": self.prefill_nodes,
-        })
     }
 }
 
@@ -353,4 +347,65 @@ pub(crate) fn ps(args: &PsArgs) -> anyhow::Result<()> {
         return print(&all.to_string());
     }
     instances_told(&all).iter().try_for_each(|line| print(line))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use paceline_node::fleet::LoadRequest;
+    use serde::Deserialize;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        load: LoadArgs,
+    }
+
+    /// The request that the node reads for these options of `load m`.
+    fn request(options: &str) -> LoadRequest {
+        let words = ["load", "m"].into_iter().chain(options.split_whitespace());
+        let args = Command::parse_from(words).load;
+        LoadRequest::deserialize(serde_json::to_value(&args).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn options_of_load_are_the_fields_of_a_request() {
+        let plain = LoadRequest {
+            model: "m".to_owned(),
+            replicas: 1,
+            ..LoadRequest::default()
+        };
+        assert_eq!(request(""), plain);
+        let asked = request(
+            "--nodes a,b --replicas auto --split 2x1 --threads 3 --context 512 --parallel 2 \
+             --spare 1 --draft d --adapter poet=/p --drafts 5 --follow --weights shard \
+             --prefill-nodes c --no-wait --json",
+        );
+        let expected = LoadRequest {
+            nodes: vec!["a".to_owned(), "b".to_owned()],
+            split: SplitKind::Grid {
+                tensor: 2,
+                pipeline: 1,
+            },
+            threads: Some(3),
+            options: InstanceOptions {
+                context: Some(512),
+                parallel: 2,
+                drafts: Some(5),
+                follow: true,
+                grows: true,
+                weights: WeightDistribution::Shard,
+            },
+            spare: Some(1),
+            draft: Some("d".to_owned()),
+            adapters: vec![("poet".to_owned(), "/p".into())],
+            prefill_nodes: vec!["c".to_owned()],
+            ..plain
+        };
+        assert_eq!(asked, expected);
+        assert_eq!(request("--nodes 3").count, Some(3));
+        assert_eq!(request("--nodes one").nodes, ["one"]);
+    }
 }

@@ -52,8 +52,9 @@ pub use error::{Error, MAX_RANKS};
 /// of matrices that ranks divide by outputs.
 const ROW_BLOCK: usize = 64;
 
-/// How a model is divided.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+/// How a model is divided. Serialises as its text, such as `2x2`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
 pub enum SplitKind {
     /// Tensor split up to the number of heads, then pipeline.
     #[default]
@@ -93,6 +94,20 @@ impl fmt::Display for SplitKind {
             Self::Experts => write!(f, "experts"),
             Self::GridOfExperts { tensor, pipeline } => write!(f, "{tensor}x{pipeline}-experts"),
         }
+    }
+}
+
+impl From<SplitKind> for String {
+    fn from(kind: SplitKind) -> Self {
+        kind.to_string()
+    }
+}
+
+impl TryFrom<String> for SplitKind {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self, Error> {
+        text.parse()
     }
 }
 

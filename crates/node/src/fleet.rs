@@ -73,13 +73,13 @@ use paceline_base::lock;
 use paceline_cluster::nodes::agent::{Agent, Kind};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
-    self, AdapterFile, Duty, InstanceSpec, NODES_MAX, Report, State, WeightDistribution,
+    self, AdapterFile, Duty, InstanceOptions, InstanceSpec, NODES_MAX, Report, State,
 };
 use paceline_cluster::nodes::{InstanceId, NodeId, RegisterKey};
 use paceline_engine::{AdaptedService, EncoderService, EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
 use paceline_tensor::Kernels;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::trace::{Recording, Stages};
 use crate::traffic::CollectiveTraffic;
@@ -199,42 +199,39 @@ impl fmt::Debug for FleetSpec {
     }
 }
 
-/// A user's request to load a model.
-#[derive(Clone, Debug)]
+/// A user's request to load a model: the JSON of the commands `load`, `preview` and `borrow`.
+/// Clients copy `nodes` and `split` from a preview's placement.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LoadRequest {
     /// The user's name for the model.
     pub model: String,
     /// Names or ids of nodes.
+    #[serde(default)]
     pub nodes: Vec<String>,
-    /// Number of nodes if `nodes` is empty.
-    pub count: usize,
+    /// Number of nodes if `nodes` is empty. By default 1, in a preview any number.
+    pub count: Option<usize>,
     /// Kind of split: tensor, pipeline or both.
+    #[serde(default)]
     pub split: SplitKind,
     /// Threads of each worker; by default all cores of this machine.
     pub threads: Option<u16>,
-    /// Positions of a sequence.
-    pub context: Option<u32>,
-    /// Answers that are computed at the same time.
-    pub parallel: u16,
+    #[serde(flatten)]
+    pub options: InstanceOptions,
     /// Standby copies of each shard on other nodes, 0 or 1; by default 1 if memory allows.
     pub spare: Option<u16>,
-    /// Whole copies of the model, each an instance of its own; at least 1. Each has `count` nodes,
-    /// or an equal share of `nodes`.
+    /// Whole copies of the model, each an instance of its own; 0 is 1. Each has `count` nodes, or
+    /// an equal share of `nodes`.
+    #[serde(default)]
     pub replicas: u16,
     /// The user's name for the draft model of speculative decoding.
     pub draft: Option<String>,
     /// Adapters of the model: names, and their paths on this machine.
+    #[serde(default)]
     pub adapters: Vec<(String, PathBuf)>,
-    /// Most draft tokens verified in a step.
-    pub drafts: Option<u8>,
-    /// Whether slower nodes shift part of their share to the others.
-    pub follow: bool,
-    /// Whether load adds and removes replicas.
-    pub grows: bool,
-    /// Distribution of the model file over the nodes.
-    pub weights: WeightDistribution,
     /// Names or ids of nodes for prefill only.
-    pub prompts: Vec<String>,
+    #[serde(default)]
+    pub prefill_nodes: Vec<String>,
 }
 
 /// An instance, as any node sees it.

@@ -403,7 +403,6 @@ impl SimWorld {
             nodes: nodes.collect(),
             split: placement::SPLIT_ANY.into(),
             threads: 1,
-            parallel: 1,
             ..InstanceSpec::default()
         };
         self.wanted.insert(id);

@@ -49,10 +49,8 @@ pub struct InstanceSpec {
     pub split: String,
     /// Threads of each worker.
     pub threads: u16,
-    /// Positions of a sequence, `None` for the default.
-    pub context: Option<u32>,
-    /// Answers computed concurrently.
-    pub parallel: u16,
+    #[serde(flatten)]
+    pub options: InstanceOptions,
     /// Standby copies of each shard on other nodes: 0, 1 or [`SPARE_AUTO`].
     #[serde(default)]
     pub spare: u16,
@@ -75,24 +73,48 @@ pub struct InstanceSpec {
     /// Adapters of the model, which answer too.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub adapters: Vec<AdapterFile>,
-    /// Most draft tokens verified in a step; `None` for the default.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub drafts: Option<u8>,
-    /// Whether slower nodes shift part of their share to the others.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub follow: bool,
-    /// Whether load adds and removes replicas of it.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub grows: bool,
     /// Whether autoscaling added it: it ends when it is idle.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub added: bool,
-    /// Distribution of the model file over the nodes.
-    #[serde(default, skip_serializing_if = "WeightDistribution::is_auto")]
-    pub weights: WeightDistribution,
     /// Prefill nodes; none of `nodes` or of the successors.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub prompts: Vec<NodeId>,
+}
+
+/// Options that a request to load states and the instance's record keeps unchanged. Both flatten
+/// them into their JSON.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct InstanceOptions {
+    /// Positions of a sequence, `None` for the default.
+    pub context: Option<u32>,
+    /// Answers computed concurrently.
+    pub parallel: u16,
+    /// Most draft tokens verified in a step; `None` for the default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub drafts: Option<u8>,
+    /// Whether slower nodes shift part of their share to the others.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub follow: bool,
+    /// Whether load adds and removes replicas of it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub grows: bool,
+    /// Distribution of the model file over the nodes.
+    #[serde(skip_serializing_if = "WeightDistribution::is_auto")]
+    pub weights: WeightDistribution,
+}
+
+impl Default for InstanceOptions {
+    fn default() -> Self {
+        Self {
+            context: None,
+            parallel: 4, // a step reads the weights once for all
+            drafts: None,
+            follow: false,
+            grows: false,
+            weights: WeightDistribution::Auto,
+        }
+    }
 }
 
 /// How a model file is distributed over the nodes of an instance.
@@ -182,6 +204,14 @@ impl InstanceSpec {
         format!("{}:{adapter}", self.model)
     }
 
+    /// The options for a file that every node needs whole.
+    fn whole(&self) -> InstanceOptions {
+        InstanceOptions {
+            weights: WeightDistribution::Whole,
+            ..self.options
+        }
+    }
+
     /// The spec with each adapter in place of the model, to find and copy its file.
     pub fn of_adapters(&self) -> impl Iterator<Item = Self> {
         self.adapters.iter().map(|adapter| Self {
@@ -190,7 +220,7 @@ impl InstanceSpec {
             bytes: adapter.bytes,
             draft: None,
             adapters: Vec::new(),
-            weights: WeightDistribution::Whole,
+            options: self.whole(),
             prompts: Vec::new(), // prefill uses the model only
             ..self.clone()
         })
@@ -217,7 +247,7 @@ impl InstanceSpec {
             bytes,
             draft: None,
             adapters: Vec::new(),
-            weights: WeightDistribution::Whole,
+            options: self.whole(),
             prompts: Vec::new(), // prefill uses the model only
             ..self.clone()
         })
@@ -398,7 +428,6 @@ mod tests {
             successors: successors.iter().map(|number| node(*number)).collect(),
             split: "auto".into(),
             threads: 1,
-            parallel: 1,
             lender: lender.map(node),
             ..InstanceSpec::default()
         };
@@ -521,11 +550,14 @@ mod tests {
                 sha256: "11".into(),
                 bytes: 5,
             }],
-            drafts: Some(4),
-            follow: true,
-            grows: true,
+            options: InstanceOptions {
+                drafts: Some(4),
+                follow: true,
+                grows: true,
+                weights: WeightDistribution::Shard,
+                ..plain.options
+            },
             added: true,
-            weights: WeightDistribution::Shard,
             ..plain.clone()
         };
         let text = serde_json::to_string(&guessed).unwrap();
@@ -588,6 +620,28 @@ mod tests {
             serde_json::from_value::<InstanceSpec>(value).unwrap(),
             record
         );
+    }
+
+    #[test]
+    fn the_format_of_records_stays() {
+        let plain = r#"{"model":"m","sha256":"","bytes":0,"nodes":[],"successors":[],"named":false,
+            "split":"auto","threads":2,"context":null,"parallel":4,"spare":0,"replica":0,
+            "source":null}"#;
+        let mut text = plain.replace(['\n', ' '], "");
+        let mut record: InstanceSpec = serde_json::from_str(&text).unwrap();
+        assert_eq!(serde_json::to_string(&record).unwrap(), text);
+        let set = r#","drafts":3,"follow":true,"grows":true,"weights":"shard"}"#;
+        text.replace_range(text.len() - 1.., set);
+        record.options = InstanceOptions {
+            drafts: Some(3),
+            follow: true,
+            grows: true,
+            weights: WeightDistribution::Shard,
+            ..record.options
+        };
+        assert_eq!(serde_json::from_str::<InstanceSpec>(&text).unwrap(), record);
+        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(serde_json::to_value(&record).unwrap(), value);
     }
 
     #[test]

@@ -94,7 +94,7 @@ impl Inner {
             let wanted = &it.owned.wanted;
             // An added instance that cannot start ends like an idle one; until then none is added.
             let counts = instance.is_some() || (wanted.added && has_failed(*id));
-            (wanted.grows && counts).then(|| (*id, wanted.clone(), instance))
+            (wanted.options.grows && counts).then(|| (*id, wanted.clone(), instance))
         });
         let running: Vec<_> = running.collect();
         drop(owned);
@@ -103,7 +103,7 @@ impl Inner {
             .retain(|id, _| running.iter().any(|it| it.0 == *id));
         for (id, wanted, instance) in running {
             let load = match instance {
-                Some(instance) => InstanceLoad::of(&instance.status(), wanted.parallel),
+                Some(instance) => InstanceLoad::of(&instance.status(), wanted.options.parallel),
                 None => InstanceLoad::Idle,
             };
             match growth.look(id, load, wanted.added, now) {

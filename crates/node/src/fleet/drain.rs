@@ -383,7 +383,6 @@ mod tests {
             successors: successors.iter().map(|number| node(*number)).collect(),
             split: "auto".to_owned(),
             threads: 1,
-            parallel: 1,
             ..InstanceSpec::default()
         }
     }

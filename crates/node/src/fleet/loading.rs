@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
-    self, AdapterFile, DraftOf, EPOCH_UNWANTED, InstanceSpec, NODES_MAX, SPARE_AUTO, SPLIT_ANY,
-    WeightDistribution,
+    self, AdapterFile, DraftOf, EPOCH_UNWANTED, InstanceOptions, InstanceSpec, NODES_MAX,
+    SPARE_AUTO, SPLIT_ANY, WeightDistribution,
 };
 use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::Draft;
@@ -234,30 +234,20 @@ impl Inner {
             model: ask.model.clone(),
             sha256,
             bytes: self.copies.length(&self.agent, path).map_err(failed)?,
-            nodes: Vec::new(),
-            successors: Vec::new(),
             named: !ask.nodes.is_empty(),
             split: ask.split.to_string(),
             threads: ask.threads.unwrap_or(self.spec.threads as u16),
-            context: ask.context,
-            parallel: ask.parallel,
-            spare: ask.spare.unwrap_or(SPARE_AUTO),
-            width: None,
-            replica: 0,
+            options: ask.options,
+            spare: ask.spare.map_or(SPARE_AUTO, |spare| spare.min(1)),
             source: Some(self.agent.id()),
-            lender: None,
             draft: ask
                 .draft
                 .as_deref()
                 .map(|name| self.draft(name))
                 .transpose()?,
             adapters: self.adapters(ask, path)?,
-            drafts: ask.drafts,
-            follow: ask.follow,
-            grows: ask.grows,
-            added: false,
-            weights: ask.weights,
             prompts: self.readers(ask)?,
+            ..InstanceSpec::default()
         })
     }
 
@@ -267,21 +257,13 @@ impl Inner {
         copies::check_single(&path).map_err(|several| several.to_string())?;
         let ask = LoadRequest {
             model: model.to_owned(),
-            nodes: Vec::new(),
-            count: 1,
-            split: SplitKind::Auto,
-            threads: None,
-            context: None,
-            parallel: 1,
             spare: Some(0),
-            replicas: 1,
-            draft: None,
-            adapters: Vec::new(),
-            drafts: None,
-            follow: false,
-            grows: false,
-            weights: WeightDistribution::Whole,
-            prompts: Vec::new(),
+            options: InstanceOptions {
+                parallel: 1,
+                weights: WeightDistribution::Whole,
+                ..InstanceOptions::default()
+            },
+            ..LoadRequest::default()
         };
         let record = self.record(&ask, &path)?;
         self.sign(&record, &path);
@@ -372,7 +354,7 @@ impl Inner {
     /// Chooses the nodes of one instance, this one first if it is among them.
     pub(super) fn choose(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, String> {
         let mut nodes: Vec<NodeId> = match ask.nodes.is_empty() {
-            true => self.best(ask.count, &self.readers(ask)?)?,
+            true => self.best(ask.count.unwrap_or(1), &self.readers(ask)?)?,
             false => self.named(ask)?,
         };
         if nodes.is_empty() || nodes.len() > NODES_MAX {
@@ -415,16 +397,16 @@ impl Inner {
     /// The prefill nodes. They must have this node's numerics, so that the answer does not depend
     /// on which node computes a prompt.
     fn readers(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, String> {
-        if ask.prompts.is_empty() {
+        if ask.prefill_nodes.is_empty() {
             return Ok(Vec::new());
         }
-        if ask.prompts.len() > NODES_MAX {
-            let got = ask.prompts.len();
+        if ask.prefill_nodes.len() > NODES_MAX {
+            let got = ask.prefill_nodes.len();
             return Err(format!(
                 "{got} nodes for prompts, expected {NODES_MAX} at most"
             ));
         }
-        if ask.replicas > 1 || ask.grows {
+        if ask.replicas > 1 || ask.options.grows {
             return Err("nodes for prompts read for one instance: ask for one replica".to_owned());
         }
         let views = self.agent.nodes();
@@ -448,7 +430,7 @@ impl Inner {
                 false => Err(format!("{name} is named twice for prompts")),
             }
         };
-        ask.prompts.iter().map(find).collect()
+        ask.prefill_nodes.iter().map(find).collect()
     }
 
     /// As [`Fleet::unload`](super::Fleet::unload).

@@ -102,7 +102,7 @@ impl OwnedInstance {
             SPARE_AUTO => prepared.keep_spares(AUTO_SPARE_AFTER),
             _ => prepared.keep_spares(Duration::ZERO),
         }
-        if self.wanted.follow {
+        if self.wanted.options.follow {
             prepared.follow_use();
         }
         if self.goes_on {
@@ -313,14 +313,15 @@ impl OwnedInstance {
         let wanted = &self.wanted;
         let is_signed = || roots::of(&inner.agent.map(), &wanted.sha256).is_ok();
         let is_encoder = || path_of(inner, wanted).is_ok_and(|path| encoders::is_encoder(&path));
-        wanted.weights.in_parts(wanted.bytes) && is_signed() && !is_encoder()
+        wanted.options.weights.in_parts(wanted.bytes) && is_signed() && !is_encoder()
     }
 
     /// Makes the first live successor fetch all of the model, so that the loss of this node loses
     /// no weights. With a small file every node has all of it anyway.
     fn back_up(&self, inner: &Arc<Inner>) {
         let is_alone = self.wanted.nodes.len() == 1 && self.wanted.lender.is_none();
-        if self.wanted.weights != WeightDistribution::Auto || !(is_alone || self.in_parts(inner)) {
+        let is_auto = self.wanted.options.weights == WeightDistribution::Auto;
+        if !is_auto || !(is_alone || self.in_parts(inner)) {
             return;
         }
         let tell = Arc::clone(&inner.spec.tell);

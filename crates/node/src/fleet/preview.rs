@@ -127,12 +127,13 @@ impl Inner {
             return Ok((vec![self.choose(ask)?], Vec::new()));
         }
         let (order, notes) = self.ranked();
-        let most = match ask.count {
-            0 => COUNT_MAX,
-            count if count <= order.len() => count,
-            count => return Err(format!("{count} nodes are wanted and {} live", order.len())),
+        let (least, most) = match ask.count {
+            None | Some(0) => (1, COUNT_MAX),
+            Some(count) if count <= order.len() => (count, count),
+            Some(count) => {
+                return Err(format!("{count} nodes are wanted and {} live", order.len()));
+            }
         };
-        let least = if ask.count == 0 { 1 } else { ask.count };
         let most = most.min(order.len()).min(NODES_MAX);
         Ok(((least..=most).map(|n| order[..n].to_vec()).collect(), notes))
     }

@@ -30,7 +30,7 @@ impl Name {
         Self {
             model: wanted.model.clone(),
             sha256: wanted.sha256.clone(),
-            context: wanted.context,
+            context: wanted.options.context,
             adapters: wanted
                 .adapters
                 .iter()
@@ -141,7 +141,6 @@ mod tests {
             nodes: vec![NodeId([1; 16])],
             split: "auto".to_owned(),
             threads: 1,
-            parallel: 1,
             replica,
             ..InstanceSpec::default()
         }
@@ -195,10 +194,8 @@ mod tests {
     fn a_name_stands_for_instances_that_answer_alike() {
         let one = wanted("a", 1);
         assert_eq!(Name::of(&one), Name::of(&wanted("a", 2)));
-        let short = InstanceSpec {
-            context: Some(512),
-            ..one.clone()
-        };
+        let mut short = one.clone();
+        short.options.context = Some(512);
         let other = InstanceSpec {
             sha256: "1".repeat(64),
             ..one.clone()

@@ -101,7 +101,7 @@ impl Replicas {
         };
         let member = ReplicaHandle {
             remote: Arc::new(remote),
-            parallel: usize::from(wanted.parallel.max(1)),
+            parallel: usize::from(wanted.options.parallel.max(1)),
             asked: Arc::default(),
         };
         lock(&self.routes.members).insert(id, member);

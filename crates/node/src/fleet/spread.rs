@@ -43,7 +43,7 @@ impl NodePool {
 impl Inner {
     /// The nodes of each replica of a request.
     pub(super) fn spread(&self, ask: &LoadRequest) -> Result<Vec<Vec<NodeId>>, String> {
-        let (pool, each) = (self.pool(ask)?, ask.count);
+        let (pool, each) = (self.pool(ask)?, ask.count.unwrap_or(1));
         if matches!(pool, NodePool::Any(_)) && !(1..=NODES_MAX).contains(&each) {
             return Err(format!("{each} nodes, expected 1 to {NODES_MAX}"));
         }
@@ -64,8 +64,8 @@ impl Inner {
             NodePool::Any(order) => order.len().min(COUNT_MAX),
         };
         let each = match ask.count {
-            0 => 1..=most,
-            count => count..=count,
+            None | Some(0) => 1..=most,
+            Some(count) => count..=count,
         };
         let (proposals, notes) = self.spread_over(ask, &pool, each)?;
         Ok((proposals.into_iter().map(|it| it.1).collect(), notes))
@@ -118,8 +118,8 @@ impl Inner {
         let forecast = self.forecast(&source, &config, self.threads(ask))?;
         // An instance uses as much context as memory allows: the requirement is the minimum that it
         // takes in any case.
-        config.context = match ask.context {
-            Some(context) => context as usize * usize::from(ask.parallel.max(1)),
+        config.context = match ask.options.context {
+            Some(context) => context as usize * usize::from(ask.options.parallel.max(1)),
             None => config.context.min(LEAST),
         };
         Ok((config, forecast))
@@ -133,9 +133,10 @@ impl Inner {
             return share_out(&named, usize::from(ask.replicas)).map(NodePool::Named);
         }
         let (order, notes) = self.ranked();
-        if order.len() < ask.count.max(1) {
+        let count = ask.count.unwrap_or(1);
+        if order.len() < count.max(1) {
             let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
-            let (count, live) = (ask.count, order.len());
+            let live = order.len();
             return Err(format!("{count} nodes are wanted and {live} live{notes}"));
         }
         Ok(NodePool::Any(order))

@@ -56,7 +56,6 @@ pub(in crate::fleet) fn wanted(model: ModelName, bytes: u64) -> InstanceSpec {
         bytes,
         split: "auto".to_owned(),
         threads: 1,
-        parallel: 1,
         ..InstanceSpec::default()
     }
 }
