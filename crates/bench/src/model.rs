@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use paceline_base::Bytes;
 use paceline_engine::{GenerationRequest, Reply, RequestFailure, SamplingParams};
 use paceline_formats::tokenizer::Tokenizer;
-use paceline_node::classes::Classes;
 use paceline_node::{InstanceTraffic, ServingModel};
 use paceline_plan::draw::{Bar, BarChart};
 use paceline_tensor::KvType;
@@ -20,12 +19,6 @@ pub struct Subject<'a> {
     /// The loaded model.
     pub model: &'a ServingModel,
     pub tokenizer: &'a Tokenizer,
-    /// Classes of kernels.
-    pub classes: &'a Classes,
-    /// Type of the KV cache on the CPU's nodes; `None` if all are on MLX.
-    pub kv: Option<KvType>,
-    /// Threads of each node.
-    pub threads: usize,
     /// Time from opening the model's files until it is ready for a prompt.
     pub load_time: Duration,
 }
@@ -294,12 +287,12 @@ impl Report<'_> {
         let decode = quantile(&Self::column(&self.ours, |r| r.decode), 0.5);
         json!({
             "model": self.spec.model,
-            "class": self.subject.classes.to_string(),
-            "kv_type": self.subject.kv.map(KvType::name),
+            "class": self.subject.model.options().classes.to_string(),
+            "kv_type": self.subject.model.options().kv_type().map(KvType::name),
             "instruction_set": self.subject.model.device(),
             "nodes": self.subject.model.nodes(),
             "split": self.subject.model.split().to_string(),
-            "threads": self.subject.threads,
+            "threads": self.subject.model.options().threads,
             "wire_bytes_per_token": self.moved().map(|moved| moved.sent.0),
             "array_bytes_per_token": self.moved().and_then(InstanceTraffic::arrays_json),
             "prompt": self.spec.prompt,
@@ -323,7 +316,7 @@ impl Report<'_> {
     }
 
     fn nodes(&self) -> String {
-        let threads = self.subject.threads;
+        let threads = self.subject.model.options().threads;
         let threads = format!("{threads} thread{}", if threads == 1 { "" } else { "s" });
         match self.subject.model.nodes() {
             1 => threads,
@@ -340,7 +333,7 @@ impl Report<'_> {
             "{}, {} on {} with {}, weights {}, loaded in {:.2} s\n\
              prompt {}, decode {} from position {}, {} runs: median (p10 .. p90) tokens/s",
             self.spec.model,
-            self.subject.classes,
+            self.subject.model.options().classes,
             self.subject.model.device(),
             self.nodes(),
             Bytes(self.weight_bytes()),

@@ -1,12 +1,12 @@
 //! Loads a model for a local program: from files to a service.
 //!
 //! [`SplitModel`] has read the files and chosen a split; errors of the model are known, and no
-//! weights are loaded. It becomes a [`ReadyModel`] in this process ([`SplitModel::here`]), over
-//! workers ([`SplitModel::start`]), or on other nodes ([`SplitModel::elsewhere`]).
+//! weights are loaded. It becomes a [`ReadyModel`] in this process ([`SplitModel::load_here`]),
+//! over workers ([`SplitModel::start`]), or on other nodes ([`SplitModel::with_service`]).
 
 use std::convert::Infallible;
 use std::ffi::OsString;
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,12 +16,13 @@ use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_mlx::{Library, LibraryPaths};
 use paceline_model::{Config, ModelSource};
-use paceline_node::classes::Classes;
 use paceline_node::interpreter::ChildProgram;
 use paceline_node::workers::{LocalInstanceWorkers, LocalSpec};
-use paceline_node::{AdapterOf, Error, Instance, Observer, Options, PreparedModel, texts};
+use paceline_node::{
+    AdapterOf, Error, Instance, Observer, Options, PreparedModel, ServingModel, texts,
+};
 use paceline_serve::{ModelDetails, ServedModel};
-use paceline_tensor::{Kernels, KvType, Pinning};
+use paceline_tensor::{Kernels, Pinning};
 
 use crate::MessageSink;
 use crate::api_model::{changed_unix_s, fingerprint, sampling, size};
@@ -30,10 +31,8 @@ use crate::worker_notices::split_lines;
 /// Options of loading a model.
 #[derive(Clone, Debug)]
 pub struct LocalOptions {
-    /// Options of the instance, with each node's class.
+    /// Options of the instance.
     pub options: Options,
-    /// The kernel class of each node.
-    pub classes: Classes,
     /// Whether threads are pinned to cores.
     pub pin: bool,
     /// Number of prefill workers (0 for none), and the prompt length in uncached tokens from which
@@ -63,11 +62,12 @@ impl std::fmt::Debug for WorkerLaunch {
     }
 }
 
-/// A model with files read and split chosen, not loaded yet.
+/// A model with files read and split chosen, not loaded yet: a [`PreparedModel`] with its texts.
 #[derive(Debug)]
 pub struct SplitModel {
     path: PathBuf,
-    asked: LocalOptions,
+    pin: bool,
+    since: Instant,
     prepared: PreparedModel,
     /// Path of the draft model.
     draft: Option<PathBuf>,
@@ -88,7 +88,7 @@ impl SplitModel {
         templates: &ChildProgram,
         sizes: impl FnOnce(&Config) -> EngineConfig,
     ) -> Result<Self, Error> {
-        let mut prepared = PreparedModel::new(Arc::clone(&source), asked.options.clone(), sizes)?;
+        let mut prepared = PreparedModel::new(Arc::clone(&source), asked.options, sizes)?;
         let (nodes, from) = asked.prompts;
         if nodes > 0 {
             prepared.read_prompts_on(nodes, from)?;
@@ -97,7 +97,8 @@ impl SplitModel {
             tokenizer: Arc::new(texts::tokenizer(&source)?),
             template: texts::template(&source, templates),
             path,
-            asked,
+            pin: asked.pin,
+            since: asked.since,
             prepared,
             draft: None,
         })
@@ -113,87 +114,32 @@ impl SplitModel {
         Ok(())
     }
 
-    /// Adds an adapter, which requests select by `name`.
-    ///
-    /// # Errors
-    /// An unusable adapter, or one of another model.
-    pub fn add_adapter(&mut self, name: &str, path: &Path) -> Result<(), Error> {
-        self.prepared.adapt(name, path)
-    }
-
-    /// The added adapters.
-    pub fn adapters(&self) -> &[AdapterOf] {
-        self.prepared.adapters()
-    }
-
     /// Path of the model.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The model prepared for its nodes.
-    pub const fn prepared(&self) -> &PreparedModel {
-        &self.prepared
-    }
-
-    /// As [`prepared`](Self::prepared), mutable.
-    pub const fn prepared_mut(&mut self) -> &mut PreparedModel {
-        &mut self.prepared
-    }
-
     /// Kernel classes, version and model identity. With request and seed they determine an answer's
     /// bits.
     pub fn fingerprint(&self) -> String {
-        let classes = self.asked.classes.to_string();
-        fingerprint(&classes, self.prepared.identity())
-    }
-
-    /// The shape.
-    pub const fn config(&self) -> &Config {
-        self.prepared.config()
-    }
-
-    /// The engine's configuration.
-    pub const fn engine(&self) -> &EngineConfig {
-        self.prepared.engine()
-    }
-
-    /// Number of nodes.
-    pub fn nodes(&self) -> u32 {
-        self.prepared.split().ranks()
-    }
-
-    /// Kernel class of each node.
-    pub const fn classes(&self) -> &Classes {
-        &self.asked.classes
-    }
-
-    /// Threads of each node.
-    pub const fn threads(&self) -> usize {
-        self.prepared.options().threads
-    }
-
-    /// KV type on CPU nodes; `None` without CPU nodes.
-    fn kv(&self) -> Option<KvType> {
-        let class = self.classes().each().iter().find(|class| !class.is_mlx())?;
-        Some(self.asked.options.kv.unwrap_or(KvType::of(*class)))
+        fingerprint(&self.options().classes.to_string(), self.identity())
     }
 
     /// Whether it needs no workers: one node and no prefill workers.
     pub fn is_alone(&self) -> bool {
-        self.nodes() == 1 && self.prepared.prompts().is_none()
+        self.nodes() == 1 && self.prompts().is_none()
     }
 
-    /// Threads and pinning of the kernels for [`here`](Self::here). With MLX they only sample
-    /// tokens.
+    /// Threads and pinning of the kernels for [`load_here`](Self::load_here). With MLX they
+    /// only sample tokens.
     pub fn own_threads(&self) -> (usize, Pinning) {
-        let pinning = match self.asked.pin {
+        let pinning = match self.pin {
             true => Pinning::Cores { first: 0 },
             false => Pinning::Free,
         };
-        match self.classes().first().is_mlx() {
+        match self.options().classes.first().is_mlx() {
             true => (1, pinning),
-            false => (self.threads(), pinning),
+            false => (self.options().threads, pinning),
         }
     }
 
@@ -208,39 +154,32 @@ impl SplitModel {
         progress: impl FnMut(usize, usize),
     ) -> Result<ReadyModel, Error> {
         let tokenizer = Arc::clone(&self.tokenizer);
-        self.into_loaded(|prepared| prepared.here(tokenizer, mlx, kernels, progress))
+        self.into_ready(|prepared| prepared.here(tokenizer, mlx, kernels, progress))
     }
 
     /// Serves by an instance from [`start`](Self::start).
     pub fn loaded(self, instance: Instance) -> ReadyModel {
-        match self.into_loaded(|prepared| Ok::<_, Infallible>(prepared.loaded(instance))) {
-            Ok(loaded) => loaded,
-            Err(never) => match never {},
-        }
+        let Ok(ready) = self.into_ready(|prepared| Ok::<_, Infallible>(prepared.loaded(instance)));
+        ready
     }
 
     /// Serves by a service of this machine's node; `on` names the nodes.
     pub fn with_service(self, service: Arc<dyn Service>, on: String) -> ReadyModel {
-        match self.into_loaded(|prepared| Ok::<_, Infallible>(prepared.elsewhere(service, on))) {
-            Ok(loaded) => loaded,
-            Err(never) => match never {},
-        }
+        let elsewhere =
+            |prepared: PreparedModel| Ok::<_, Infallible>(prepared.elsewhere(service, on));
+        let Ok(ready) = self.into_ready(elsewhere);
+        ready
     }
 
-    fn into_loaded<E>(
+    fn into_ready<E>(
         self,
-        load: impl FnOnce(PreparedModel) -> Result<paceline_node::ServingModel, E>,
+        load: impl FnOnce(PreparedModel) -> Result<ServingModel, E>,
     ) -> Result<ReadyModel, E> {
-        let (threads, engine, kv) = (self.threads(), self.engine().clone(), self.kv());
         Ok(ReadyModel {
             model: load(self.prepared)?,
             tokenizer: self.tokenizer,
             template: self.template,
-            classes: self.asked.classes,
-            engine,
-            threads,
-            kv,
-            load_time: self.asked.since.elapsed(),
+            load_time: self.since.elapsed(),
         })
     }
 
@@ -266,17 +205,17 @@ impl SplitModel {
         restart: bool,
         observer: Observer,
     ) -> Result<Instance, Error> {
-        let options = self.prepared.options();
+        let options = self.options();
         // Computed before the workers start, as they would wait for it.
-        self.prepared.identity()?;
-        let pin = self.asked.pin.then_some(options.threads);
+        self.identity()?;
+        let pin = self.pin.then_some(options.threads);
         let own = self.crew(workers, options.nodes, pin, "")?;
-        match self.prepared.prompts() {
-            None => self.prepared.over(own, restart, observer),
+        match self.prompts() {
+            None => self.over(own, restart, observer),
             Some(prompts) => {
                 // Not pinned: the decode workers occupy the first cores.
                 let prompts = self.crew(workers, prompts.options().nodes, None, "prompts ")?;
-                self.prepared.over_apart(own, prompts, restart, observer)
+                self.over_apart(own, prompts, restart, observer)
             }
         }
     }
@@ -379,27 +318,33 @@ impl SplitModel {
     }
 }
 
+impl Deref for SplitModel {
+    type Target = PreparedModel;
+
+    fn deref(&self) -> &PreparedModel {
+        &self.prepared
+    }
+}
+
+impl DerefMut for SplitModel {
+    fn deref_mut(&mut self) -> &mut PreparedModel {
+        &mut self.prepared
+    }
+}
+
 /// A loaded model, with the facts that programs report.
 #[derive(Debug)]
 pub struct ReadyModel {
-    model: paceline_node::ServingModel,
+    model: ServingModel,
     pub tokenizer: Arc<Tokenizer>,
     /// As of [`SplitModel`].
     pub template: Option<Result<ChatTemplate, ChatError>>,
-    /// Kernel class of each node.
-    pub classes: Classes,
-    /// The engine's configuration.
-    pub engine: EngineConfig,
-    /// Threads of each node.
-    pub threads: usize,
-    /// KV type on CPU nodes; `None` if all are on MLX.
-    pub kv: Option<KvType>,
     /// Time from opening the files until ready for a prompt.
     pub load_time: Duration,
 }
 
 impl Deref for ReadyModel {
-    type Target = paceline_node::ServingModel;
+    type Target = ServingModel;
 
     fn deref(&self) -> &Self::Target {
         &self.model
@@ -409,7 +354,7 @@ impl Deref for ReadyModel {
 impl ReadyModel {
     /// Each node's share: a heading, and a line each.
     pub fn split_lines(&self) -> Vec<String> {
-        let weights = self.weights();
-        split_lines(self.config(), self.split(), self.threads, &weights)
+        let (threads, weights) = (self.options().threads, self.weights());
+        split_lines(self.config(), self.split(), threads, &weights)
     }
 }

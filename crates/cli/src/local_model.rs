@@ -170,7 +170,7 @@ impl LocalModel {
         let classes = compute::classes(engine, compute.class, cut.nodes)?;
         compute.check(&classes)?;
         let options = Options {
-            classes: classes.each().to_vec(),
+            classes,
             threads: load::threads(compute, cut.nodes + cut.prefill_nodes),
             kv: compute.kv,
             nodes: cut.nodes,
@@ -181,7 +181,6 @@ impl LocalModel {
         };
         let asked = LocalOptions {
             options,
-            classes,
             pin: compute.pin,
             prompts: (cut.prefill_nodes, cut.prefill_from),
             since,
@@ -210,7 +209,7 @@ impl LocalModel {
     /// # Errors
     /// An unusable adapter, or one of another model.
     pub(crate) fn add_adapter(&mut self, name: &str, path: &Path) -> anyhow::Result<()> {
-        match self.0.add_adapter(name, &absolute(path)?) {
+        match self.0.adapt(name, &absolute(path)?) {
             Err(NodeError::Adapter(error)) => Err(error.into()),
             other => other.map_err(|error| in_model(self.path(), error)),
         }
@@ -221,7 +220,7 @@ impl LocalModel {
     pub(crate) fn forecast(&mut self) {
         if let Ok(home) = home::home() {
             let _busy = busy("measuring what this machine can do");
-            self.prepared_mut().forecast(home.root(), kernels);
+            self.0.forecast(home.root(), kernels);
         }
     }
 
@@ -264,11 +263,11 @@ impl LocalModel {
         restart: bool,
         observer: Observer,
     ) -> anyhow::Result<Instance> {
-        if !self.classes().on_cpu() {
+        if !self.options().classes.on_cpu() {
             let checked = self.check_mlx(&home::mlx_places()?);
             checked.map_err(|error| in_model(self.path(), error))?;
         }
-        self.prepared().identity()?;
+        self.identity()?;
         let workers = WorkerLaunch {
             program: own_program().context("cannot find this program's own file")?,
             args,
@@ -348,9 +347,6 @@ pub(crate) fn subject(loaded: &ReadyModel) -> Subject<'_> {
     Subject {
         model: loaded,
         tokenizer: &loaded.tokenizer,
-        classes: &loaded.classes,
-        kv: loaded.kv,
-        threads: loaded.threads,
         load_time: loaded.load_time,
     }
 }

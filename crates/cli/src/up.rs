@@ -237,7 +237,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         args.adapt(&mut opened)?;
     }
     if args.follow {
-        opened.prepared_mut().follow_use();
+        opened.follow_use();
     }
     opened.forecast();
     let model = args.served(&mut opened, &path);
@@ -439,7 +439,7 @@ fn watch(
 /// Prints the workers' notices.
 fn observer(opened: &LocalModel) -> Observer {
     let mut loading = LoadingBar::new(opened.nodes());
-    let (config, threads) = (opened.config().clone(), opened.threads());
+    let (config, threads) = (opened.config().clone(), opened.options().threads);
     let mut told = false;
     Box::new(move |notice, cuts| {
         loading.update(notice);

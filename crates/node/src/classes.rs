@@ -102,6 +102,11 @@ impl Classes {
         }
     }
 
+    /// One class on `nodes` nodes.
+    pub fn same(class: KernelClass, nodes: u32) -> Self {
+        Self(vec![class; nodes as usize])
+    }
+
     /// By node.
     pub fn each(&self) -> &[KernelClass] {
         &self.0

@@ -12,7 +12,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Bytes, KernelClass, Rank, lock};
+use paceline_base::{Bytes, Rank, lock};
 use paceline_comm::Backend;
 use paceline_engine::{
     Draft, DraftCounters, DraftCounts, Engine, EngineConfig, GenerationRequest, Reply,
@@ -27,6 +27,7 @@ use paceline_plan::prefill_offload::PrefillOffload;
 use paceline_tensor::{Kernels, KvType};
 
 use crate::adapters::{AdapterOf, read_all};
+use crate::classes::Classes;
 use crate::forecast::{Forecast, Setting};
 use crate::instance::prefill::{GroupEventSender, group_events};
 use crate::instance::rebalancing::lighter;
@@ -51,7 +52,7 @@ const PREDICTED_PROMPT: u32 = 2048;
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Kernel class of each node: the same within a stage.
-    pub classes: Vec<KernelClass>,
+    pub classes: Classes,
     /// Threads of each node.
     pub threads: usize,
     /// Type of keys and values, if not that of the class; not on MLX.
@@ -68,9 +69,10 @@ pub struct Options {
 }
 
 impl Options {
-    /// Whether every node uses our own kernels, whose speed is known.
-    fn on_cpu(&self) -> bool {
-        !self.classes.iter().any(|class| class.is_mlx())
+    /// Type of keys and values on CPU nodes; `None` if all are on MLX.
+    pub fn kv_type(&self) -> Option<KvType> {
+        let class = self.classes.each().iter().find(|class| !class.is_mlx())?;
+        Some(self.kv.unwrap_or(KvType::of(*class)))
     }
 
     /// Checks that the nodes of every stage of `split` have one kernel class.
@@ -78,9 +80,10 @@ impl Options {
     /// # Errors
     /// [`Error::MixedStage`].
     fn check(&self, config: &Config, split: &Split) -> Result<(), Error> {
-        for (node, class) in (0..).zip(&self.classes) {
+        let classes = self.classes.each();
+        for (node, class) in (0..).zip(classes) {
             let ranks = split.shard(config, Rank(node)).stage_ranks();
-            let (a, b) = (self.classes[ranks.start as usize], *class);
+            let (a, b) = (classes[ranks.start as usize], *class);
             if a != b {
                 return Err(Error::MixedStage { a, b });
             }
@@ -165,7 +168,7 @@ impl PreparedModel {
     /// [`Error::SameAdapter`]; [`Error::AdapterOnMlx`] on MLX; [`Error::Adapter`] for invalid
     /// files, and [`Error::Model`] if it does not fit the model.
     pub fn adapt(&mut self, name: &str, path: &Path) -> Result<(), Error> {
-        if !self.options.on_cpu() {
+        if !self.options.classes.on_cpu() {
             return Err(Error::AdapterOnMlx);
         }
         if self.adapters.iter().any(|known| known.name == name) {
@@ -194,15 +197,16 @@ impl PreparedModel {
     /// [`Error::PromptsOnMlx`], [`Error::MixedPrompts`]; [`Error::Model`] for layers that cannot be
     /// transferred; the model cannot be split over that many nodes.
     pub fn read_prompts_on(&mut self, nodes: u32, from: Option<u32>) -> Result<(), Error> {
-        if !self.options.on_cpu() {
+        if !self.options.classes.on_cpu() {
             return Err(Error::PromptsOnMlx);
         }
-        let a = self.options.classes[0];
-        if let Some(b) = self.options.classes.iter().copied().find(|b| *b != a) {
+        let classes = self.options.classes.each();
+        let a = classes[0];
+        if let Some(b) = classes.iter().copied().find(|b| *b != a) {
             return Err(Error::MixedPrompts { a, b });
         }
         let options = Options {
-            classes: vec![a; nodes as usize],
+            classes: Classes::same(a, nodes),
             nodes,
             kind: SplitKind::Auto,
             shares: Vec::new(),
@@ -243,7 +247,7 @@ impl PreparedModel {
     /// Checks that every decode rank can get its part of pages from ranks by the split `givers`.
     fn check_handed(&self, givers: &Split) -> Result<(), Error> {
         let kv = self.options.kv;
-        let kv = kv.unwrap_or_else(|| KvType::of(self.options.classes[0]));
+        let kv = kv.unwrap_or_else(|| KvType::of(self.options.classes.first()));
         for cut in self.cuts() {
             let takers = &cut.split;
             for to in (0..takers.ranks()).map(Rank) {
@@ -266,7 +270,7 @@ impl PreparedModel {
     /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] on MLX, and errors of the
     /// draft's files.
     pub fn guess_with(&mut self, source: Arc<ModelSource>) -> Result<(), Error> {
-        if !self.options.on_cpu() {
+        if !self.options.classes.on_cpu() {
             return Err(Error::DraftOnMlx);
         }
         Config::read(&source)?;
@@ -328,6 +332,11 @@ impl PreparedModel {
         &self.cut.split
     }
 
+    /// Number of nodes.
+    pub fn nodes(&self) -> u32 {
+        self.cut.split.ranks()
+    }
+
     /// Sets the nodes that own its instance after this one, as indices of its nodes.
     pub fn succeed(&mut self, successors: Vec<usize>) {
         self.successors = successors;
@@ -338,7 +347,7 @@ impl PreparedModel {
         Setting {
             source: &self.source,
             config: &self.config,
-            class: self.options.classes[0],
+            class: self.options.classes.first(),
             threads: self.options.threads,
             backend,
         }
@@ -350,7 +359,7 @@ impl PreparedModel {
     /// measured.
     pub fn forecast(&mut self, home: &Path, kernels: impl Fn(usize) -> io::Result<Arc<Kernels>>) {
         let nodes = self.options.nodes;
-        if !self.options.on_cpu() {
+        if !self.options.classes.on_cpu() {
             return;
         }
         let setting = self.setting(self.options.probed);
@@ -384,7 +393,7 @@ impl PreparedModel {
     /// Rebalances shares: ranks on busy machines give work to the others while they are slower.
     /// Replaces other changes of the split. Has no effect with one rank or on MLX.
     pub fn follow_use(&mut self) {
-        self.follows = self.options.nodes > 1 && self.options.on_cpu();
+        self.follows = self.options.nodes > 1 && self.options.classes.on_cpu();
         self.steers &= !self.follows;
     }
 
@@ -481,7 +490,7 @@ impl PreparedModel {
         let spec = InstanceConfig {
             identity: self.identity()?.to_owned(),
             config: self.config.clone(),
-            classes: self.options.classes.clone(),
+            classes: self.options.classes.each().to_vec(),
             threads: self.options.threads,
             kv: self.options.kv,
             backend: self.options.backend,
@@ -502,19 +511,23 @@ impl PreparedModel {
 
     /// Wraps an instance of this model, ready to answer.
     pub fn loaded(self, instance: Instance) -> ServingModel {
-        ServingModel {
-            computing: Computing::Crew(instance),
-            forecast: self.forecast,
-            config: self.config,
-            split: self.cut.split,
-        }
+        self.serving(Computing::Crew(instance))
     }
 
     /// Wraps a service on another machine or process as this model; `device` is its device.
     pub fn elsewhere(self, service: Arc<dyn Service>, device: String) -> ServingModel {
         ServingModel {
-            computing: Computing::Elsewhere { service, device },
             forecast: None,
+            ..self.serving(Computing::Elsewhere { service, device })
+        }
+    }
+
+    fn serving(self, computing: Computing) -> ServingModel {
+        ServingModel {
+            computing,
+            forecast: self.forecast,
+            options: self.options,
+            engine: self.engine,
             config: self.config,
             split: self.cut.split,
         }
@@ -525,7 +538,7 @@ impl PreparedModel {
     /// # Errors
     /// The model cannot be loaded, or MLX is not available for its class.
     pub fn here(
-        self,
+        mut self,
         tokenizer: Arc<Tokenizer>,
         mlx: &MlxPlaces,
         kernels: Arc<Kernels>,
@@ -536,7 +549,7 @@ impl PreparedModel {
             source: &self.source,
             split: &split,
             rank: Rank(0),
-            class: self.options.classes[0],
+            class: self.options.classes.first(),
             kv: self.options.kv,
             engine: &self.engine,
             mlx,
@@ -544,32 +557,26 @@ impl PreparedModel {
         };
         let model = wanted.load(None, Arc::clone(&kernels), progress)?;
         let (device, weights) = (model.device(), model.weight_bytes());
-        let config = self.engine.clone();
-        let mut engine = Engine::new(model, tokenizer, self.engine)?;
+        let mut engine = Engine::new(model, tokenizer, self.engine.clone())?;
         if let Some(DraftModel {
             source, tokenizer, ..
-        }) = self.draft
+        }) = self.draft.take()
         {
-            let numbers = (self.options.classes[0], None);
-            let model = load_whole(&source, numbers, &config, mlx, kernels, |_, _| {})?;
+            let numbers = (self.options.classes.first(), None);
+            let model = load_whole(&source, numbers, &self.engine, mlx, kernels, |_, _| {})?;
             engine.set_draft_model(Draft {
                 model,
                 tokenizer,
                 now: Instant::now,
             })?;
         }
-        Ok(ServingModel {
-            computing: Computing::Here {
-                tracer: engine.tracer().clone(),
-                guesses: engine.draft_counters().clone(),
-                runner: Runner::start(engine, Instant::now),
-                weights,
-                device,
-            },
-            forecast: self.forecast,
-            config: self.config,
-            split: self.cut.split,
-        })
+        Ok(self.serving(Computing::Here {
+            tracer: engine.tracer().clone(),
+            guesses: engine.draft_counters().clone(),
+            runner: Runner::start(engine, Instant::now),
+            weights,
+            device,
+        }))
     }
 }
 
@@ -585,6 +592,8 @@ fn best(cuts: &[PlannedSplit]) -> usize {
 pub struct ServingModel {
     computing: Computing,
     forecast: Option<SharedForecast>,
+    options: Options,
+    engine: EngineConfig,
     config: Config,
     /// The initial split.
     split: Split,
@@ -620,6 +629,16 @@ impl ServingModel {
     /// The shape.
     pub const fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// The options of its computation.
+    pub const fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Sizes of the engine.
+    pub const fn engine(&self) -> &EngineConfig {
+        &self.engine
     }
 
     /// The split in use.

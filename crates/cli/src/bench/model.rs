@@ -83,7 +83,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         let sizes = |_: &Config| args.sizes();
         let mut opened = LocalModel::new(&path, (compute, args.engine), split, sizes)?;
         opened.forecast();
-        opened.prepared_mut().stay(); // all runs are of one split
+        opened.stay(); // all runs are of one split
         opened.load()
     };
     let loaded = match &instance {
@@ -130,7 +130,7 @@ fn peer(
     Ok(match &args.against {
         Some(given) => {
             let task = PeerRun {
-                threads: loaded.threads,
+                threads: loaded.options().threads,
                 prompt: args.prompt as usize,
                 generate: args.r#gen as usize,
                 depth: args.depth(),
@@ -153,7 +153,7 @@ fn peer(
                 loaded.nodes() as usize
             };
             let mut compute = args.compute;
-            compute.threads = Some(u16::try_from(loaded.threads * nodes)?);
+            compute.threads = Some(u16::try_from(loaded.options().threads * nodes)?);
             let one = open(compute, &SplitArgs::one_node())?;
             Some(BenchBaseline::OneNode(Box::new((limit(&one)?, one))))
         }
@@ -163,10 +163,16 @@ fn peer(
 
 /// The hardware limit of a model's device; of the processor if some nodes use it.
 fn limit(loaded: &ReadyModel) -> anyhow::Result<Limit> {
-    if loaded.classes.each().iter().all(|class| class.is_mlx()) {
+    if loaded
+        .options()
+        .classes
+        .each()
+        .iter()
+        .all(|class| class.is_mlx())
+    {
         return Ok(Limit::of_mlx(&home::mlx_places()?)?);
     }
-    let threads = loaded.threads * loaded.nodes() as usize;
+    let threads = loaded.options().threads * loaded.nodes() as usize;
     Ok(Limit::of_cpu(load::kernels(threads)?)?)
 }
 

@@ -86,7 +86,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
             runs: Vec::new(),
         });
     }
-    let setting = first.prepared().setting(args.transport.probed());
+    let setting = first.setting(args.transport.probed());
     let probes = Probes::new(setting, args.nodes, kernels)?;
     for way in &mut all {
         way.decode(args, 0)?; // warms up

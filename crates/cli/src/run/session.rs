@@ -56,7 +56,7 @@ impl RunSession {
         }
         opened.forecast();
         if stays {
-            opened.prepared_mut().stay();
+            opened.stay();
         }
         let loaded = opened.load()?;
         if loaded.nodes() > 1 && !args.json {

@@ -108,7 +108,7 @@ fn load_all(
         let sizes = |config: &Config| one.engine(path, config);
         let mut opened = LocalModel::new(path, (one.compute, one.engine), &one.split, sizes)?;
         if one.follow {
-            opened.prepared_mut().follow_use();
+            opened.follow_use();
         }
         opened.forecast();
         let model = one.served(&mut opened, path);

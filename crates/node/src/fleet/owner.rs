@@ -21,6 +21,7 @@ use super::copies::CheckRange;
 use super::flaps::{Flaps, LOSSES_MAX, NamedInstance};
 use super::hosts::InstanceNodes;
 use super::{Inner, OwnerService, RunningInstance, copies, encoders, name_of, report, roots};
+use crate::classes::Classes;
 use crate::supervisor::Notice;
 use crate::workers::remote::RemoteWorkers;
 use crate::{Options, PreparedModel};
@@ -227,7 +228,7 @@ impl OwnedInstance {
     ) -> Result<PreparedModel, String> {
         let source = ModelSource::open(path).map_err(|error| error.to_string())?;
         let options = Options {
-            classes: vec![KernelClass::Cpu; self.wanted.nodes.len()],
+            classes: Classes::same(KernelClass::Cpu, self.wanted.nodes.len() as u32),
             threads: usize::from(self.wanted.threads.max(1)),
             kv: None,
             nodes: self.wanted.nodes.len() as u32,
