@@ -30,6 +30,8 @@ HALF_FIELDS = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
     "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
     "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [],
+    "IQ1_S": [0], "IQ1_M": [], "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0], "IQ3_XXS": [0],
+    "IQ3_S": [0], "TQ1_0": [52], "TQ2_0": [64], "NVFP4": [],
 }
 
 # Exponents of successive MXFP4 blocks: both subnormal scales, the smallest normal ones, usual ones
@@ -54,6 +56,11 @@ def quantised(name, rng):
         pair = HALVES[block % len(HALVES)]
         for offset, value in zip(HALF_FIELDS[name], pair):
             raw[block, offset : offset + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+        if name == "IQ1_M":  # four bits of the scale at the top of each of its last four words
+            bits = int(np.float16(pair[0]).view(np.uint16))
+            for i in range(4):
+                top = bits >> 4 * i & 15
+                raw[block, 49 + 2 * i] = raw[block, 49 + 2 * i] & 15 | top << 4
         if name == "MXFP4":
             raw[block, 0] = EXPONENTS[block % len(EXPONENTS)]
     return raw

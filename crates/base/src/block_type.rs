@@ -12,6 +12,10 @@ use std::fmt;
 /// are separate tensors. A block here is 32 columns of all three, joined when the model is opened
 /// (`paceline-formats::mlx`). `MXFP4` has the order of nibbles of MLX and Hugging Face,
 /// `MXFP4_SPLIT` that of GGUF files. Both are computed as [`MXFP4`](Self::MXFP4).
+///
+/// The types behind `MXFP4_SPLIT` are [decoded](Self::is_decoded): they have no kernels of their
+/// own. `FP8` and `FP4` are those of safetensors: 32 columns of E4M3 with their scale as f32, or of
+/// E2M1 with two, joined when the model is opened (`paceline-formats::scaled`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(
     missing_docs,
@@ -48,6 +52,18 @@ pub enum BlockType {
     AFFINE8_BF16,
     MXFP4,
     MXFP4_SPLIT,
+    IQ1_S,
+    IQ1_M,
+    IQ2_XXS,
+    IQ2_XS,
+    IQ2_S,
+    IQ3_XXS,
+    IQ3_S,
+    TQ1_0,
+    TQ2_0,
+    NVFP4,
+    FP8,
+    FP4,
 }
 
 /// A GGUF type number that paceline does not support.
@@ -62,7 +78,7 @@ pub struct UnknownBlockType {
 
 impl BlockType {
     /// Every supported type.
-    pub const ALL: [Self; 29] = [
+    pub const ALL: [Self; 41] = [
         Self::F32,
         Self::F16,
         Self::BF16,
@@ -92,10 +108,22 @@ impl BlockType {
         Self::AFFINE8_BF16,
         Self::MXFP4,
         Self::MXFP4_SPLIT,
+        Self::IQ1_S,
+        Self::IQ1_M,
+        Self::IQ2_XXS,
+        Self::IQ2_XS,
+        Self::IQ2_S,
+        Self::IQ3_XXS,
+        Self::IQ3_S,
+        Self::TQ1_0,
+        Self::TQ2_0,
+        Self::NVFP4,
+        Self::FP8,
+        Self::FP4,
     ];
 
     /// The types that GGUF files have.
-    pub const GGUF: [Self; 16] = [
+    pub const GGUF: [Self; 26] = [
         Self::F32,
         Self::F16,
         Self::BF16,
@@ -112,18 +140,35 @@ impl BlockType {
         Self::IQ4_NL,
         Self::IQ4_XS,
         Self::MXFP4_SPLIT,
+        Self::IQ1_S,
+        Self::IQ1_M,
+        Self::IQ2_XXS,
+        Self::IQ2_XS,
+        Self::IQ2_S,
+        Self::IQ3_XXS,
+        Self::IQ3_S,
+        Self::TQ1_0,
+        Self::TQ2_0,
+        Self::NVFP4,
     ];
 
-    /// Number of types with kernels: the first of [`ALL`](Self::ALL).
+    /// Number of types with kernels of their own: the first of [`ALL`](Self::ALL).
     pub const COMPUTED: usize = Self::MXFP4 as usize + 1;
 
-    /// The type that kernels use after a matrix of this type is repacked.
+    /// The type that kernels compute with: of another one a matrix is repacked to it, or decoded.
     #[must_use]
     pub const fn computed(self) -> Self {
         match self {
             Self::MXFP4_SPLIT => Self::MXFP4,
+            decoded if decoded.is_decoded() => Self::F32,
             other => other,
         }
+    }
+
+    /// Whether a matrix of this type stays as stored and kernels decode its rows to f32 as they
+    /// need them.
+    pub const fn is_decoded(self) -> bool {
+        self as usize > Self::MXFP4_SPLIT as usize
     }
 
     /// The name used by GGUF tools, for example `Q4_K`.
@@ -157,6 +202,18 @@ impl BlockType {
             Self::AFFINE8_F16 => "AFFINE8_F16",
             Self::AFFINE8_BF16 => "AFFINE8_BF16",
             Self::MXFP4 | Self::MXFP4_SPLIT => "MXFP4",
+            Self::IQ1_S => "IQ1_S",
+            Self::IQ1_M => "IQ1_M",
+            Self::IQ2_XXS => "IQ2_XXS",
+            Self::IQ2_XS => "IQ2_XS",
+            Self::IQ2_S => "IQ2_S",
+            Self::IQ3_XXS => "IQ3_XXS",
+            Self::IQ3_S => "IQ3_S",
+            Self::TQ1_0 => "TQ1_0",
+            Self::TQ2_0 => "TQ2_0",
+            Self::NVFP4 => "NVFP4",
+            Self::FP8 => "FP8",
+            Self::FP4 => "FP4",
         }
     }
 
@@ -166,6 +223,9 @@ impl BlockType {
         match self {
             Self::F32 | Self::F16 | Self::BF16 => 1,
             Self::Q2_K | Self::Q3_K | Self::Q4_K | Self::Q5_K | Self::Q6_K | Self::IQ4_XS => 256,
+            Self::IQ1_S | Self::IQ1_M | Self::IQ2_XXS | Self::IQ2_XS | Self::IQ2_S => 256,
+            Self::IQ3_XXS | Self::IQ3_S | Self::TQ1_0 | Self::TQ2_0 => 256,
+            Self::NVFP4 => 64,
             _ => 32,
         }
     }
@@ -192,6 +252,16 @@ impl BlockType {
             Self::AFFINE6_F16 | Self::AFFINE6_BF16 => 28,
             Self::AFFINE8_F16 | Self::AFFINE8_BF16 => 36,
             Self::MXFP4 | Self::MXFP4_SPLIT => 17,
+            Self::IQ1_S => 50,
+            Self::IQ1_M => 56,
+            Self::IQ2_XXS | Self::TQ2_0 => 66,
+            Self::IQ2_XS => 74,
+            Self::IQ2_S => 82,
+            Self::IQ3_XXS => 98,
+            Self::IQ3_S => 110,
+            Self::TQ1_0 => 54,
+            Self::NVFP4 | Self::FP8 => 36,
+            Self::FP4 => 24,
         }
     }
 
@@ -231,6 +301,16 @@ impl BlockType {
             23 => Self::IQ4_XS,
             30 => Self::BF16,
             39 => Self::MXFP4_SPLIT,
+            16 => Self::IQ2_XXS,
+            17 => Self::IQ2_XS,
+            18 => Self::IQ3_XXS,
+            19 => Self::IQ1_S,
+            21 => Self::IQ3_S,
+            22 => Self::IQ2_S,
+            29 => Self::IQ1_M,
+            34 => Self::TQ1_0,
+            35 => Self::TQ2_0,
+            40 => Self::NVFP4,
             _ => {
                 return Err(UnknownBlockType {
                     id,
@@ -240,7 +320,7 @@ impl BlockType {
         })
     }
 
-    /// The number of this type in a GGUF tensor table; `None` for the types of MLX's folders.
+    /// The number of this type in a GGUF tensor table; `None` for the types of folders.
     pub const fn to_gguf(self) -> Option<u32> {
         Some(match self {
             Self::F32 => 0,
@@ -259,6 +339,16 @@ impl BlockType {
             Self::IQ4_XS => 23,
             Self::BF16 => 30,
             Self::MXFP4_SPLIT => 39,
+            Self::IQ2_XXS => 16,
+            Self::IQ2_XS => 17,
+            Self::IQ3_XXS => 18,
+            Self::IQ1_S => 19,
+            Self::IQ3_S => 21,
+            Self::IQ2_S => 22,
+            Self::IQ1_M => 29,
+            Self::TQ1_0 => 34,
+            Self::TQ2_0 => 35,
+            Self::NVFP4 => 40,
             _ => return None,
         })
     }
@@ -308,21 +398,11 @@ const fn unsupported_name(id: u32) -> &'static str {
     match id {
         9 => "Q8_1",
         15 => "Q8_K",
-        16 => "IQ2_XXS",
-        17 => "IQ2_XS",
-        18 => "IQ3_XXS",
-        19 => "IQ1_S",
-        21 => "IQ3_S",
-        22 => "IQ2_S",
         24 => "I8",
         25 => "I16",
         26 => "I32",
         27 => "I64",
         28 => "F64",
-        29 => "IQ1_M",
-        34 => "TQ1_0",
-        35 => "TQ2_0",
-        40 => "NVFP4",
         _ => "unknown",
     }
 }
@@ -366,10 +446,10 @@ mod tests {
 
     #[test]
     fn others_are_refused_by_name() {
-        let error = BlockType::from_gguf(40).unwrap_err();
+        let error = BlockType::from_gguf(15).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "storage type NVFP4 (GGUF type number 40) is not supported"
+            "storage type Q8_K (GGUF type number 15) is not supported"
         );
         assert_eq!(BlockType::from_gguf(999).unwrap_err().name, "unknown");
     }

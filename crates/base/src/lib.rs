@@ -13,6 +13,7 @@
 //! - [`printable`]: untrusted text without terminal control characters.
 //! - [`hex`], [`unhex`]: bytes as hexadecimal digits.
 //! - [`median`], [`upper_median`]: medians of measurements.
+//! - [`e4m3`], [`ue4m3`], [`e8m0`]: floats of 8 bits.
 //! - [`exact`]: sums that are exact in any order.
 //! - [`tree`]: the one order of additions that every split sum follows.
 //!
@@ -22,6 +23,7 @@
 mod awake_time;
 mod block_type;
 pub mod exact;
+mod float8;
 mod hex;
 mod kernel_class;
 mod locks;
@@ -35,6 +37,7 @@ mod units;
 
 pub use awake_time::AwakeTime;
 pub use block_type::{BlockType, UnknownBlockType};
+pub use float8::{e4m3, e8m0, ue4m3};
 pub use hex::{hex, unhex};
 pub use kernel_class::{KernelClass, UnknownKernelClass};
 pub use locks::lock;

@@ -721,7 +721,7 @@ macro_rules! formats {
             use paceline_base::BlockType;
             match block_type.computed() {
                 $($(BlockType::$block)|+ => Some(Kind::of::<$name>()),)*
-                BlockType::F32 | BlockType::F16 | BlockType::BF16 | BlockType::MXFP4_SPLIT => None,
+                _ => None,
             }
         }
 
@@ -730,7 +730,7 @@ macro_rules! formats {
             use paceline_base::BlockType;
             match block_type.computed() {
                 $($(BlockType::$block)|+ => Some($name::LAYOUT),)*
-                BlockType::F32 | BlockType::F16 | BlockType::BF16 | BlockType::MXFP4_SPLIT => None,
+                _ => None,
             }
         }
     };

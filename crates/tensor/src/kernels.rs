@@ -4,6 +4,7 @@
 //! It divides a call into tasks and selects the kernels of the instruction set. The kernels
 //! themselves are in [`crate::matmul`], [`crate::attention`] and the private module `batch`.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use paceline_base::BlockType;
@@ -15,7 +16,7 @@ use crate::dispatch::{InstructionSet, KernelTable};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
 use crate::meter::Meter;
-use crate::packing::{PackedMatrix, span};
+use crate::packing::{PackedMatrix, StoredRows, span};
 use crate::pool::{Pinning, ThreadPool};
 use crate::vector::RopePairs;
 
@@ -355,6 +356,13 @@ struct MatmulJob<'a> {
     groups: usize,
     group_bytes: usize,
     rows: usize,
+    /// Of a decoded type.
+    rows_as_stored: Option<StoredRows>,
+}
+
+thread_local! {
+    /// A group of a decoded type as f32: grows to the thread's widest matrix, and stays.
+    static DECODED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 // SAFETY: tasks read the weights and activations and write disjoint outputs.
@@ -408,7 +416,34 @@ impl<'a> MatmulJob<'a> {
             groups: w.groups(),
             group_bytes: w.group_bytes,
             rows: w.rows,
+            rows_as_stored: w.rows_as_stored,
         }
+    }
+
+    /// Groups of a decoded type with all activation rows: each group is decoded once.
+    ///
+    /// # Safety
+    /// No other task writes these groups' outputs.
+    unsafe fn run_decoded(&self, rows: &StoredRows, groups: Range<usize>) {
+        DECODED.with_borrow_mut(|decoded| {
+            let len = self.args.cols * LANES;
+            decoded.resize(decoded.len().max(len), 0.0);
+            for g in groups {
+                // SAFETY: the group lies within the packed data; `args_of` is as in `run`, and the
+                // kernel of f32 reads `len` values.
+                unsafe {
+                    let mut args = self.args_of(g..g + 1, 0..self.args.end);
+                    let group = std::slice::from_raw_parts(args.weights, self.group_bytes);
+                    rows.decode(group, &mut decoded[..len]);
+                    args.weights = decoded.as_ptr().cast();
+                    let end = args.end;
+                    for start in (0..end).step_by(ROW_BLOCK) {
+                        (args.first, args.end) = (start, end.min(start + ROW_BLOCK));
+                        (self.kernel)(args);
+                    }
+                }
+            }
+        });
     }
 
     /// Groups `first..first + count` with a block of activation rows.
@@ -417,6 +452,10 @@ impl<'a> MatmulJob<'a> {
     /// No other task writes these groups' outputs for the block.
     unsafe fn run(&self, block: usize, first: usize, count: usize) {
         let groups = first..self.groups.min(first + count);
+        if let Some(rows) = &self.rows_as_stored {
+            // SAFETY: by the caller's promise; there is one block.
+            return unsafe { self.run_decoded(rows, groups) };
+        }
         // SAFETY: the groups lie within the packed data, their outputs within `out`; lengths were
         // checked by `products`, features by detection; a batch reads activations as they lie.
         unsafe {

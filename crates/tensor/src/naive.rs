@@ -67,7 +67,7 @@ fn leaf(
     if block_type == BlockType::BF16 && precision == Precision::Eight {
         return bf16_leaf(row, x, columns);
     }
-    if block_type.is_float() {
+    if block_type.computed().is_float() {
         return float_leaf(block_type, row, x, columns);
     }
     let mut sum = 0.0f32;
@@ -112,7 +112,7 @@ fn span_dot(block_type: BlockType, row: &[u8], unit: &Unit, start: usize, q: &[i
 }
 
 fn float_leaf(block_type: BlockType, row: &[u8], x: &[f32], columns: Range<usize>) -> f32 {
-    let mut weights = vec![0.0; row.len() / block_type.bytes()];
+    let mut weights = vec![0.0; row.len() / block_type.bytes() * block_type.len()];
     storage::dequantise(block_type, row, &mut weights);
     let mut a = [0.0f32; 4];
     for k in columns {

@@ -2,6 +2,7 @@
 //!
 //! A [`PackedMatrix`] matrix takes about as many bytes as the stored one (table in
 //! [`crate::formats`]). The file's pages can be dropped after packing, so memory holds one copy.
+//! Rows of [decoded](BlockType::is_decoded) types are copied as they are.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +17,7 @@ use crate::pool::ThreadPool;
 use crate::quantisation::Precision;
 use crate::rounding::is_tiny;
 use crate::storage::units::{self, UNIT, UNIT_CHUNKS, Unit};
-use crate::storage::{self, CODEBOOK, Chunk, e2m1_code};
+use crate::storage::{self, BLOCK_LEN_MAX, CODEBOOK, Chunk, e2m1_code};
 
 /// A matrix as it lies in a model file: `(rows, cols)`, row-major, whole blocks per row.
 #[derive(Clone, Copy, Debug)]
@@ -74,7 +75,52 @@ pub struct PackedMatrix {
     pub(crate) headers: usize,
     /// Whether it has BF16 weights below [`SMALLEST`](crate::rounded::SMALLEST).
     pub(crate) tiny: bool,
+    /// Of a decoded type: the rows of a group follow one another as stored.
+    pub(crate) rows_as_stored: Option<StoredRows>,
     pub(crate) data: HugeMap,
+}
+
+/// Rows of a decoded type in a group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StoredRows {
+    pub(crate) block_type: BlockType,
+    /// Bytes of a row: the blocks that hold the columns.
+    row_bytes: usize,
+    /// Column 0 of the matrix within these blocks.
+    first: usize,
+}
+
+impl StoredRows {
+    /// Those with the given columns, and their bytes within a row of the matrix.
+    fn new(block_type: BlockType, columns: &Range<usize>) -> (Self, Range<usize>) {
+        let len = block_type.len();
+        let blocks = columns.start / len..columns.end.div_ceil(len);
+        let bytes = blocks.start * block_type.bytes()..blocks.end * block_type.bytes();
+        let this = Self {
+            block_type,
+            row_bytes: bytes.len(),
+            first: columns.start - blocks.start * len,
+        };
+        (this, bytes)
+    }
+
+    /// Decodes a group: element `(col, lane)` of `out`, which is `(cols, 16)`.
+    pub(crate) fn decode(&self, group: &[u8], out: &mut [f32]) {
+        let (size, len) = (self.block_type.bytes(), self.block_type.len());
+        let mut values = [[0.0; BLOCK_LEN_MAX]; LANES];
+        let mut out = out.as_chunks_mut::<LANES>().0.iter_mut();
+        for block in 0..self.row_bytes / size {
+            for (lane, values) in values.iter_mut().enumerate() {
+                let stored = &group[lane * self.row_bytes + block * size..][..size];
+                storage::decode(self.block_type, stored, &mut values[..len]);
+            }
+            // The first block may begin before the first column, and `out` ends with the last.
+            let first = if block == 0 { self.first } else { 0 };
+            for (col, out) in (first..len).zip(&mut out) {
+                *out = std::array::from_fn(|lane| values[lane][col]);
+            }
+        }
+    }
 }
 
 impl PackedMatrix {
@@ -117,17 +163,17 @@ impl PackedMatrix {
             options.leaf_cols
         );
         let span = span(options.leaf_cols, Precision::Fifteen);
+        let block_type = matrix.block_type.computed();
         assert!(
-            matrix.block_type.is_float() || columns.start.is_multiple_of(span),
+            block_type.is_float() || columns.start.is_multiple_of(span),
             "columns {columns:?} in spans of {span}"
         );
         check_size(matrix)?;
         let as_f32 = options.as_f32 && !matrix.block_type.is_float();
-        let block_type = if as_f32 {
-            BlockType::F32
-        } else {
-            matrix.block_type.computed()
-        };
+        if matrix.block_type.is_decoded() && !as_f32 {
+            return Self::as_stored(matrix, &columns, options, pool);
+        }
+        let block_type = if as_f32 { BlockType::F32 } else { block_type };
         let cut = ColumnUnits::new(matrix, &columns);
         let (headers, blocks) = match formats::layout(block_type) {
             Some(layout) => (layout.headers(cut.chunks()), layout.blocks(cut.kept.len())),
@@ -148,10 +194,50 @@ impl PackedMatrix {
             group_bytes,
             headers,
             tiny: false,
+            rows_as_stored: None,
             data,
         };
         packed.fill(matrix, &cut, pool);
         Ok(packed)
+    }
+
+    /// The columns of a matrix of a decoded type.
+    fn as_stored(
+        matrix: StoredMatrix<'_>,
+        columns: &Range<usize>,
+        options: PackOptions,
+        pool: &ThreadPool,
+    ) -> Result<Self, Error> {
+        let (rows, bytes) = StoredRows::new(matrix.block_type, columns);
+        let group_bytes = rows.row_bytes * LANES;
+        let groups = matrix.rows.div_ceil(LANES);
+        let mut data = HugeMap::zeroed(group_bytes * groups)?;
+        let row_bytes = matrix.bytes.len().checked_div(matrix.rows).unwrap_or(0);
+        if group_bytes > 0 {
+            let parts = crate::pool::DisjointMut::new(&mut data, group_bytes);
+            pool.run(groups, &|g| {
+                // SAFETY: each task writes its own group.
+                let out = unsafe { parts.part(g) };
+                let stored = &matrix.bytes[g * LANES * row_bytes..];
+                let rows_of = stored.chunks_exact(row_bytes);
+                for (out, row) in out.chunks_exact_mut(rows.row_bytes).zip(rows_of) {
+                    out.copy_from_slice(&row[bytes.clone()]);
+                }
+            });
+        }
+        Ok(Self {
+            block_type: matrix.block_type.computed(),
+            rows: matrix.rows,
+            cols: columns.len(),
+            leaf_cols: options.leaf_cols,
+            first_chunk: 0,
+            lacks: 0,
+            group_bytes,
+            headers: 0,
+            tiny: false,
+            rows_as_stored: Some(rows),
+            data,
+        })
     }
 
     /// Output features.

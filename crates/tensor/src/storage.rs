@@ -12,10 +12,11 @@
 //! GGUF's MXFP4 (MXFP4_SPLIT)             32 columns = 1 chunk
 //! super-block  (Q2_K .. Q6_K, IQ4_XS)  256 columns = chunks 0 1 2 3 4 5 6 7
 //!                                                    each with a sub-scale per 32 or 2 x 16
+//! decoded      (IQ1_S .. NVFP4)          no chunks: the kernels take them as f32
 //! ```
 //!
 //! Each layout is documented on the function that reads it, in `legacy.rs` and `k_quants.rs`, or in
-//! `mlx.rs`.
+//! `mlx.rs` and `decoded.rs`.
 //! They are facts about the format (`ggml/src/ggml-common.h`, decoded by `dequantize_row_*` in
 //! `ggml/src/ggml-quants.c` of llama.cpp); numbers are little-endian.
 //!
@@ -27,6 +28,7 @@
 //! Nothing here checks bytes from outside. Every bit pattern of a block is valid: a scale may be
 //! infinite or NaN, and then so are its weights. Whole blocks are the reader's duty.
 
+mod decoded;
 mod finite;
 mod k_quants;
 mod legacy;
@@ -39,6 +41,7 @@ pub(crate) mod units;
 use half::f16;
 use paceline_base::BlockType;
 
+pub(crate) use decoded::{BLOCK_LEN_MAX, decode};
 pub use finite::not_finite;
 pub(crate) use legacy::CODEBOOK;
 pub(crate) use mlx::{E2M1_DOUBLED, e2m1_code, offset};
@@ -173,12 +176,16 @@ pub(crate) fn raw_scales(block_type: BlockType, row: &[u8], index: usize) -> Raw
 /// [`row_bytes`](BlockType::row_bytes) bytes in `row`.
 ///
 /// # Panics
-/// On a bug of the caller: `block_type` is a float type, or `row` ends before chunk `index`.
+/// On a bug of the caller: `block_type` is a float type or [decoded](BlockType::is_decoded), or
+/// `row` ends before chunk `index`.
 pub fn chunk(block_type: BlockType, row: &[u8], index: usize) -> Chunk {
     let (super_block, part) = (index / 8, index % 8);
     match block_type {
         BlockType::F32 | BlockType::F16 | BlockType::BF16 => {
             panic!("chunk {index} of a {block_type} row: float types have no chunk form")
+        }
+        decoded if decoded.is_decoded() => {
+            panic!("chunk {index} of a {block_type} row: decoded types have no chunk form")
         }
         BlockType::Q4_0 => legacy::q4_0(block(row, index)),
         BlockType::Q4_1 => legacy::q4_1(block(row, index)),
@@ -223,6 +230,12 @@ pub fn dequantise(block_type: BlockType, bytes: &[u8], out: &mut [f32]) {
         BlockType::BF16 => decode_each(bytes, out, |[low, high]| {
             f32::from_le_bytes([0, 0, low, high]) // bfloat16 is the upper half of an f32
         }),
+        decoded if decoded.is_decoded() => {
+            let blocks = bytes.chunks_exact(decoded.bytes());
+            for (block, values) in blocks.zip(out.chunks_exact_mut(decoded.len())) {
+                decode(decoded, block, values);
+            }
+        }
         quantised => {
             for (index, weights) in out.as_chunks_mut().0.iter_mut().enumerate() {
                 *weights = chunk(quantised, bytes, index).weights();

@@ -61,7 +61,8 @@ fn every_type_decodes_to_the_recorded_bits() {
 
 #[test]
 fn chunks_hold_the_recorded_bits() {
-    for block_type in BlockType::GGUF.into_iter().filter(|t| !t.is_float()) {
+    let has_chunks = |t: &BlockType| !t.computed().is_float();
+    for block_type in BlockType::GGUF.into_iter().filter(has_chunks) {
         let (bytes, want) = recorded(block_type);
         let got: Vec<f32> = (0..want.len() / Chunk::LEN)
             .flat_map(|index| chunk(block_type, &bytes, index).weights())

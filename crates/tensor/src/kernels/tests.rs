@@ -219,7 +219,7 @@ fn check_column_cut(
         block_type, cols, ..
     } = matrix;
     let leaves = cols.div_ceil(leaf_cols);
-    let float = block_type.is_float();
+    let float = block_type.computed().is_float();
     let x = KernelRng(cut as u64).floats(batch * cols, 2.0);
     let options = PackOptions {
         leaf_cols,

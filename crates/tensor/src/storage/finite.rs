@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 use paceline_base::BlockType;
 
+use super::decoded::iq1_m_scale;
 use super::mlx::is_brain;
 
 /// A bfloat16 scale beyond this can make weights infinite: 255 times it and a bias of its size are
@@ -49,8 +50,31 @@ pub fn not_finite(block_type: BlockType, bytes: &[u8]) -> Option<f32> {
                 _ => None,
             }
         }
+        BlockType::IQ1_M => blocks.find_map(|block| {
+            let scale = iq1_m_scale(block).to_f32();
+            (!scale.is_finite()).then_some(scale)
+        }),
+        BlockType::FP8 => blocks.find_map(|block| {
+            let (scale, values) = block.split_first_chunk()?;
+            let nan = values.iter().any(|byte| byte & 127 == 127);
+            let scale = if nan {
+                f32::NAN
+            } else {
+                f32::from_le_bytes(*scale)
+            };
+            not_usable(scale)
+        }),
+        BlockType::FP4 => blocks.find_map(|block| {
+            let mut scales = block[..8].as_chunks().0.iter();
+            scales.find_map(|scale| not_usable(f32::from_le_bytes(*scale)))
+        }),
         other => blocks.find_map(halves(places(other))),
     }
+}
+
+/// A scale that can make weights of up to 448 infinite or NaN.
+fn not_usable(scale: f32) -> Option<f32> {
+    (scale.is_nan() || scale.abs() > LARGEST_SCALE).then_some(scale)
 }
 
 /// Byte offsets of a block's f16 values.
@@ -61,11 +85,20 @@ const fn places(block_type: BlockType) -> &'static [usize] {
         | BlockType::Q5_0
         | BlockType::Q8_0
         | BlockType::IQ4_NL
-        | BlockType::IQ4_XS => &[0],
+        | BlockType::IQ4_XS
+        | BlockType::IQ2_XXS
+        | BlockType::IQ2_XS
+        | BlockType::IQ2_S
+        | BlockType::IQ3_XXS
+        | BlockType::IQ3_S
+        | BlockType::IQ1_S => &[0],
+        BlockType::TQ1_0 => &[52],
+        BlockType::TQ2_0 => &[64],
         BlockType::Q2_K => &[80, 82],
         BlockType::Q3_K => &[108],
         BlockType::Q6_K => &[208],
         BlockType::F32 | BlockType::BF16 | BlockType::MXFP4 | BlockType::MXFP4_SPLIT => &[],
+        BlockType::IQ1_M | BlockType::NVFP4 | BlockType::FP8 | BlockType::FP4 => &[],
         // Q4_1, Q5_1, Q4_K, Q5_K, and MLX's integers
         _ => &[0, 2],
     }

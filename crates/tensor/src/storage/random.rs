@@ -37,13 +37,40 @@ pub fn random_row(block_type: BlockType, cols: usize, seed: u64) -> Vec<u8> {
                     };
                     block[at..at + 2].copy_from_slice(&bytes);
                 }
-                if quantised.computed() == BlockType::MXFP4 {
-                    block[0] = 119 + (rng.next() % 2) as u8; // 2^-8 or 2^-7
+                match quantised {
+                    BlockType::MXFP4 | BlockType::MXFP4_SPLIT => {
+                        block[0] = 119 + (rng.next() % 2) as u8; // 2^-8 or 2^-7
+                    }
+                    BlockType::NVFP4 => block[..4].iter_mut().for_each(|scale| *scale %= 7),
+                    BlockType::FP8 => {
+                        block[..4].copy_from_slice(&step.to_le_bytes());
+                        // Magnitudes from 1/8 to 15/8.
+                        block[4..].iter_mut().for_each(|b| *b = *b & 0x9f | 0x20);
+                    }
+                    BlockType::FP4 => {
+                        block[..4].copy_from_slice(&step.to_le_bytes());
+                        block[4..8].copy_from_slice(&(1.25 * step).to_le_bytes());
+                    }
+                    // No quantiser writes a field of 3.
+                    BlockType::TQ2_0 => {
+                        block[..64].iter_mut().for_each(|b| *b &= !(*b << 1 & 0xaa))
+                    }
+                    BlockType::IQ1_M => set_iq1_m_scale(block, f16::from_f32(step)),
+                    _ => {}
                 }
             }
         }
     }
     row
+}
+
+/// Writes the scale of an IQ1_M block, whose bits lie at the top of four words.
+fn set_iq1_m_scale(block: &mut [u8], scale: f16) {
+    for i in 0..4 {
+        let byte = &mut block[49 + 2 * i];
+        let bits = (scale.to_bits() >> (4 * i) & 15) as u8;
+        *byte = *byte & 15 | bits << 4;
+    }
 }
 
 /// The f16 values of a block, as `(byte, value in units of the block's scale)`. The second one,
@@ -55,7 +82,15 @@ pub(super) const fn halves(block_type: BlockType) -> &'static [(usize, f32)] {
         | BlockType::Q5_0
         | BlockType::Q8_0
         | BlockType::IQ4_NL
-        | BlockType::IQ4_XS => &[(0, 1.0)],
+        | BlockType::IQ4_XS
+        | BlockType::IQ2_XXS
+        | BlockType::IQ2_XS
+        | BlockType::IQ2_S
+        | BlockType::IQ3_XXS
+        | BlockType::IQ3_S
+        | BlockType::IQ1_S => &[(0, 1.0)],
+        BlockType::TQ1_0 => &[(52, 1.0)],
+        BlockType::TQ2_0 => &[(64, 1.0)],
         BlockType::Q4_1 => &[(0, 1.0), (2, -7.5)],
         BlockType::Q5_1 => &[(0, 1.0), (2, -15.5)],
         BlockType::Q2_K => &[(80, 1.0), (82, 1.5)],
@@ -63,7 +98,8 @@ pub(super) const fn halves(block_type: BlockType) -> &'static [(usize, f32)] {
         BlockType::Q4_K => &[(0, 1.0), (2, 7.5)],
         BlockType::Q5_K => &[(0, 1.0), (2, 15.5)],
         BlockType::Q6_K => &[(208, 1.0)],
-        BlockType::MXFP4 | BlockType::MXFP4_SPLIT => &[],
+        BlockType::MXFP4 | BlockType::MXFP4_SPLIT | BlockType::IQ1_M => &[],
+        BlockType::NVFP4 | BlockType::FP8 | BlockType::FP4 => &[],
         BlockType::AFFINE2_F16 | BlockType::AFFINE2_BF16 => &[(0, 1.0), (2, -1.5)],
         BlockType::AFFINE3_F16 | BlockType::AFFINE3_BF16 => &[(0, 1.0), (2, -3.5)],
         BlockType::AFFINE4_F16 | BlockType::AFFINE4_BF16 => &[(0, 1.0), (2, -7.5)],
@@ -89,7 +125,14 @@ const fn unit(block_type: BlockType) -> f32 {
         BlockType::Q6_K => 0.000_015,
         BlockType::IQ4_NL => 0.000_28,
         BlockType::IQ4_XS => 0.000_015,
-        BlockType::MXFP4 | BlockType::MXFP4_SPLIT => 1.0, // a power of two: see `random_row`
+        BlockType::IQ1_S | BlockType::IQ1_M => 0.0026,
+        BlockType::IQ2_XXS | BlockType::IQ2_XS | BlockType::IQ2_S => 0.000_34,
+        BlockType::IQ3_XXS | BlockType::IQ3_S => 0.000_135,
+        BlockType::TQ1_0 => 0.0235,
+        BlockType::FP8 => 0.0228,
+        BlockType::FP4 => 0.0058,
+        BlockType::TQ2_0 => 0.0272,
+        BlockType::MXFP4 | BlockType::MXFP4_SPLIT | BlockType::NVFP4 => 1.0, // see `random_row`
         BlockType::AFFINE2_F16 | BlockType::AFFINE2_BF16 => 0.0173,
         BlockType::AFFINE3_F16 | BlockType::AFFINE3_BF16 => 0.0085,
         BlockType::AFFINE4_F16 | BlockType::AFFINE4_BF16 => 0.0042,

@@ -12,9 +12,10 @@ const CODEBOOK: [i32; 16] = [
     -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
 ];
 
-/// Every quantised type.
+/// Every quantised type with chunks.
 fn quantised() -> impl Iterator<Item = BlockType> {
-    BlockType::ALL.into_iter().filter(|t| !t.is_float())
+    let has_chunks = |t: &BlockType| !t.is_float() && !t.is_decoded();
+    BlockType::ALL.into_iter().filter(has_chunks)
 }
 
 /// Value of a half, from the definition in IEEE 754.

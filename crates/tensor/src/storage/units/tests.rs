@@ -10,7 +10,9 @@ use crate::storage::{Chunk, chunk, dequantise};
 const COLS: usize = 2 * UNIT + 64;
 
 fn quantised() -> impl Iterator<Item = BlockType> {
-    BlockType::ALL.into_iter().filter(|t| !t.is_float())
+    BlockType::ALL
+        .into_iter()
+        .filter(|t| !t.computed().is_float())
 }
 
 /// Rows of whole blocks, of a last unit that has fewer chunks where blocks are smaller than units.
