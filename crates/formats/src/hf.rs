@@ -16,6 +16,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
+use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
 use paceline_base::Bytes;
@@ -24,7 +25,7 @@ use serde_json::Value;
 use crate::mlx::{self, Quantised, Scheme, UncheckedTensor};
 use crate::name_index::NameIndex;
 use crate::safetensors::{self, Safetensors};
-use crate::tensor::{MappedBytes, Tensor};
+use crate::tensor::{Absent, FindArrivals, MappedBytes, Tensor};
 
 mod expert_stack;
 mod weight_map;
@@ -139,6 +140,9 @@ pub enum Error {
         /// Error of the system.
         error: io::Error,
     },
+    /// Weights of a file that is still being downloaded will not arrive.
+    #[error(transparent)]
+    Absent(#[from] Absent),
     /// A file of weights is broken, or lacks a tensor that the index puts into it.
     #[error(transparent)]
     Weights(#[from] safetensors::Error),
@@ -204,6 +208,20 @@ impl HfFolder {
             places,
             index,
         })
+    }
+
+    /// Opens a folder whose weight files are still being downloaded: everything before their
+    /// weights and all other files are there. Reading a weight waits until the progress that `find`
+    /// returns for its file reports its bytes.
+    ///
+    /// # Errors
+    /// The errors of [`open`](Self::open); those of `find`, as [`Error::Weights`].
+    pub fn open_arriving(path: impl AsRef<Path>, find: &FindArrivals<'_>) -> Result<Self, Error> {
+        let mut folder = Self::open(path)?;
+        for shard in &mut folder.shards {
+            shard.arrive_by(find)?;
+        }
+        Ok(folder)
     }
 
     pub fn path(&self) -> &Path {
@@ -328,7 +346,14 @@ impl HfFolder {
         Some(shard.bytes_of(shard.info(name)?))
     }
 
-    /// The bytes of each weight file, and the length of the prefix before its weights.
+    /// The file that holds the tensor called `name`, and its byte range there.
+    pub fn location(&self, name: &str) -> Option<(&Path, Range<usize>)> {
+        let shard = &self.shards[self.place(name)?.shard];
+        Some((shard.path(), shard.info(name)?.range()))
+    }
+
+    /// The bytes of each weight file, and the length of the prefix before its weights. Does not
+    /// wait: weights that have not arrived are zero.
     pub fn contents(&self) -> impl Iterator<Item = (&[u8], usize)> {
         self.shards.iter().map(Safetensors::content)
     }

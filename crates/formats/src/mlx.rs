@@ -26,7 +26,7 @@ use paceline_base::BlockType;
 use serde_json::Value;
 
 use crate::hf::Error;
-use crate::tensor::{MappedBytes, Tensor};
+use crate::tensor::{Absent, MappedBytes, Tensor};
 
 /// Encoding of a matrix's values as integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -277,6 +277,19 @@ impl Quantised {
         })
     }
 
+    /// Waits until all of the matrix has arrived, so that later reads do not.
+    ///
+    /// # Errors
+    /// [`Absent`] if it never arrives.
+    pub fn arrived(self) -> Result<Self, Absent> {
+        Ok(Self {
+            weight: self.weight.arrived()?,
+            scales: self.scales.arrived()?,
+            biases: self.biases.map(MappedBytes::arrived).transpose()?,
+            ..self
+        })
+    }
+
     /// Checks the parts of the matrix `name` against `scheme` and each other.
     pub(crate) fn new(
         name: &str,
@@ -348,11 +361,12 @@ impl Quantised {
     /// The whole matrix, joined in memory; [`discard`](Self::discard)s the files' pages.
     ///
     /// # Errors
-    /// [`Error::Memory`].
+    /// [`Error::Memory`], [`Error::Absent`].
     pub fn joined(&self) -> Result<Tensor, Error> {
         let blocks = self.rows * (self.cols / BLOCK);
+        let arrived = self.clone().arrived()?;
         let bytes = MappedBytes::filled(blocks * self.block_type.bytes(), |out| {
-            self.join(0, &(0..self.cols), out);
+            arrived.join(0, &(0..self.cols), out);
         });
         self.discard();
         Ok(Tensor {

@@ -22,7 +22,7 @@ use paceline_base::{BlockType, Bytes};
 
 use crate::LooksLike;
 use crate::name_index::NameIndex;
-use crate::tensor::{MappedBytes, OpenError, Tensor};
+use crate::tensor::{FindArrivals, MappedBytes, OpenError, Tensor};
 
 pub use header::Header;
 
@@ -212,6 +212,13 @@ impl Safetensors {
         open().map_err(|e: Error| e.in_file(path))
     }
 
+    /// Makes every later read of weights wait for the progress that `find` returns.
+    pub(crate) fn arrive_by(&mut self, find: &FindArrivals<'_>) -> Result<(), Error> {
+        let arriving = self.bytes.arriving_by(&self.path, find);
+        self.bytes = arriving.map_err(|error| Error::from(error).in_file(&self.path))?;
+        Ok(())
+    }
+
     /// All tensors, in the order of their data.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = &TensorInfo> {
         self.tensors.iter()
@@ -273,10 +280,12 @@ impl Safetensors {
         Bytes(self.bytes.len() as u64)
     }
 
-    /// The bytes of the file, and the length of the prefix before its weights.
+    /// The bytes of the file, and the length of the prefix before its weights. Does not wait:
+    /// weights that have not arrived are zero.
     pub fn content(&self) -> (&[u8], usize) {
         let starts = self.tensors.iter().map(|tensor| tensor.range().start);
-        (&self.bytes, starts.min().unwrap_or(self.bytes.len()))
+        let bytes = self.bytes.as_they_are();
+        (bytes, starts.min().unwrap_or(bytes.len()))
     }
 
     /// The file.

@@ -51,6 +51,9 @@ pub trait Arrivals: Send + Sync + fmt::Debug {
     fn wait(&self, range: Range<usize>) -> Result<(), Absent>;
 }
 
+/// Finds the progress of a file's download by its path; `None` for a complete file.
+pub type FindArrivals<'a> = dyn Fn(&Path) -> std::io::Result<Option<Arc<dyn Arrivals>>> + 'a;
+
 /// A run of bytes of a mapped file, or of memory of our own that was filled once. Clones share the
 /// mapping, which lives as long as the last.
 ///
@@ -126,9 +129,21 @@ impl MappedBytes {
 
     /// The same bytes; every read waits until its range has arrived.
     #[must_use]
-    pub(crate) fn arriving(self, arrivals: Arc<dyn Arrivals>) -> Self {
+    fn arriving(self, arrivals: Arc<dyn Arrivals>) -> Self {
         let arrivals = Some(arrivals);
         Self { arrivals, ..self }
+    }
+
+    /// The same bytes of the file at `path`; every read waits for the progress that `find` returns.
+    pub(crate) fn arriving_by(
+        &self,
+        path: &Path,
+        find: &FindArrivals<'_>,
+    ) -> Result<Self, OpenError> {
+        Ok(match find(path)? {
+            Some(arrivals) => self.clone().arriving(arrivals),
+            None => self.clone(),
+        })
     }
 
     /// Waits for all of the bytes, and returns them without later waits.

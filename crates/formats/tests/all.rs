@@ -2,6 +2,7 @@
 
 #[path = "hostile/counting.rs"]
 mod counting;
+mod files_arriving;
 mod files_gguf;
 mod files_hf;
 mod files_hostile;

@@ -231,6 +231,40 @@ impl StoredTensor {
         }
     }
 
+    /// The rows `rows`, without a copy.
+    ///
+    /// # Panics
+    /// If the matrix has fewer.
+    pub(crate) fn row_range(&self, rows: Range<usize>) -> Self {
+        match self {
+            Self::Whole(tensor) => {
+                let row = tensor.bytes.len() / tensor.rows();
+                let own = tensor.bytes.slice(rows.start * row..rows.end * row);
+                Self::Whole(Tensor {
+                    name: tensor.name.clone(),
+                    shape: vec![rows.len(), tensor.cols()],
+                    bytes: own.expect("the rows are of the matrix"),
+                    ..*tensor
+                })
+            }
+            Self::Mlx(matrix) => {
+                let own = matrix.row_range(rows);
+                Self::Mlx(own.expect("the rows are of the matrix"))
+            }
+        }
+    }
+
+    /// Waits until all of it is downloaded, so that later reads do not block.
+    pub(crate) fn arrived(self) -> Result<Self, Error> {
+        Ok(match self {
+            Self::Whole(tensor) => Self::Whole(Tensor {
+                bytes: tensor.bytes.arrived()?,
+                ..tensor
+            }),
+            Self::Mlx(matrix) => Self::Mlx(matrix.arrived()?),
+        })
+    }
+
     /// The first scale, or float weight, that is infinite or NaN.
     fn not_finite(&self, pool: &ThreadPool) -> Option<f32> {
         match self {
@@ -285,13 +319,7 @@ impl WeightReader<'_> {
     /// A matrix `(out, in)` without a copy. Waits until all of it is downloaded, so that later
     /// reads do not block.
     pub(crate) fn as_stored(&self, role: Role, shape: [usize; 2]) -> Result<StoredTensor, Error> {
-        Ok(match self.located(role, shape)? {
-            StoredTensor::Whole(tensor) => StoredTensor::Whole(Tensor {
-                bytes: tensor.bytes.arrived()?,
-                ..tensor
-            }),
-            mlx @ StoredTensor::Mlx(_) => mlx,
-        })
+        self.located(role, shape)?.arrived()
     }
 
     /// As [`as_stored`](Self::as_stored), without waiting for a download.
@@ -879,6 +907,9 @@ impl ShardLoader<'_> {
         rows: Range<usize>,
         cols: &Range<usize>,
     ) -> Result<MappedBytes, Error> {
+        // While the file downloads, only these rows must have arrived.
+        let own = matrix.row_range(rows.clone());
+        let own = own.expect("the rows are of the matrix").arrived()?;
         let row_bytes = cols.len() / matrix.block_type.len() * matrix.block_type.bytes();
         let len = rows.len() * row_bytes; // 0 for a rank without a part; maps are never empty
         let bytes = MappedBytes::filled(len.max(1), |out| {
@@ -889,7 +920,7 @@ impl ShardLoader<'_> {
             self.pool.run(n, &|_| {
                 let next = lock(&parts).next();
                 if let Some((i, part)) = next {
-                    matrix.join(rows.start + i * ROWS_JOINED, cols, part);
+                    own.join(i * ROWS_JOINED, cols, part);
                 }
             });
         });

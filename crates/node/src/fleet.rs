@@ -370,10 +370,10 @@ impl Fleet {
                 env: spec.worker_env.clone(),
                 writable: spec.worker_folders.clone(),
                 find: Box::new(move |model| own.find_part(&finder, model)),
-                bring: Box::new(move |model, parts, goes_on| {
+                bring: Box::new(move |model, _file, parts, goes_on| {
                     brings.bring(&bringer, model, parts, goes_on)
                 }),
-                repair: Box::new(move |model, parts, goes_on| {
+                repair: Box::new(move |model, _file, parts, goes_on| {
                     repairs.repair(&repairer, model, parts, goes_on)
                 }),
                 interface: spec.interface.clone(),

@@ -212,12 +212,18 @@ pub enum FromWorker {
     /// It waits for ranges of the model file (first bytes and ends), which its host must fetch. The
     /// host does not forward this message.
     Wants {
+        /// The file's name in the model's folder; empty for a model of one file.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        file: String,
         /// In read order.
         parts: Vec<(u64, u64)>,
     },
     /// Ranges of the model file (first bytes and ends) differ from its hash tree. The worker waits
     /// until its host has fetched them again. The host does not forward this message.
     Damaged {
+        /// As in [`Wants`](Self::Wants).
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        file: String,
         /// Groups of the tree.
         parts: Vec<(u64, u64)>,
     },

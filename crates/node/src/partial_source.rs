@@ -1,9 +1,18 @@
-//! A worker's view of a model file that is still incomplete or damaged.
+//! A worker's view of a model whose files are still incomplete or damaged.
 //!
 //! The host process on the worker's machine fetches the byte ranges that the worker requests. It
 //! records each group that is present in a second file next to the model file ([`HAVE`]). Before a
 //! read the worker checks that record and requests missing ranges. It packs one matrix while the
 //! next ones arrive.
+//!
+//! A model of several files is a folder whose entries have the files' names and link to them:
+//!
+//! ```text
+//! SHA256.model/config.json                          a file of its own
+//! SHA256.model/model-00001-of-00002.safetensors ->  ../FILESHA256.shard
+//! ```
+//! Requests name a file by its path in that folder. The worker opens the folder, or the first part
+//! of a split GGUF file in it.
 //!
 //! Groups that were present before the load are compared with the hash tree next to the file
 //! ([`TREE`]) before they are read; others are not. The host repairs groups that differ, in place.
@@ -13,14 +22,14 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
-use paceline_formats::gguf::Gguf;
+use paceline_base::lock;
 use paceline_formats::tensor::{Absent, Arrivals};
-use paceline_model::{ModelSource, Shard};
+use paceline_model::{ModelFamily, ModelSource, Shard};
 
 use crate::Error;
 use crate::fleet::damage::wrong_groups;
@@ -33,8 +42,16 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// How often a worker compares damaged groups again. That takes 20 µs a group.
 const COMPARE_EVERY: Duration = Duration::from_millis(10);
 
-/// Longest wait without any new byte. The host gives up sooner, with the reason.
+/// A wait fails after an interval of this length without any new byte of the model. The host gives
+/// up sooner, with the reason.
 const SILENCE: Duration = Duration::from_secs(60);
+
+/// Extension of the folder of a model of several files.
+pub(crate) const FOLDER: &str = "model";
+
+/// Most prefetches that a worker announces. A stage of DeepSeek-V3, whose 163 files each have a few
+/// layers, announces some hundred.
+pub(crate) const AHEAD_MAX: usize = 1024;
 
 /// A byte range of the file: first byte and end.
 pub(crate) type ByteRange = (u64, u64);
@@ -43,61 +60,102 @@ pub(crate) type ByteRange = (u64, u64);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RangeRequest {
     /// Fetch these missing ranges.
-    Fetch(Vec<ByteRange>),
+    Fetch {
+        /// The file's name in the model's folder; empty for a model of one file.
+        file: String,
+        parts: Vec<ByteRange>,
+    },
     /// Fetch these damaged ranges again.
-    Repair(Vec<ByteRange>),
+    Repair { file: String, parts: Vec<ByteRange> },
 }
 
 /// Sends a request to the host; must not block for long.
 pub(crate) type RangeRequester = dyn Fn(RangeRequest) + Send + Sync;
 
-/// Whether the file at `path` may be incomplete, by its extension.
+/// Whether a file of the model at `path` may be incomplete.
 pub(crate) fn is_partial(path: &Path) -> bool {
-    path.extension().is_some_and(|ending| ending == FILE)
+    match model_folder(path) {
+        Some(folder) => has_partial(&folder),
+        None => is_shard(path),
+    }
+}
+
+/// Whether a file in `folder` may be incomplete.
+fn has_partial(folder: &Path) -> bool {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.into_iter().any(|entry| match entry.file_type() {
+        Ok(kind) if kind.is_dir() => has_partial(&entry.path()),
+        _ => is_shard(&entry.path()),
+    })
+}
+
+/// Whether the file that `path` is or links to may be incomplete, by its extension.
+fn is_shard(path: &Path) -> bool {
+    resolved(path).extension().is_some_and(|it| it == FILE)
+}
+
+/// The file that `path` links to, or `path`.
+fn resolved(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
+
+/// The folder of the model at `path`; `None` for a model of one file.
+fn model_folder(path: &Path) -> Option<PathBuf> {
+    if path.is_dir() {
+        return Some(path.to_owned());
+    }
+    let is_folder = |it: &&Path| it.extension().is_some_and(|ending| ending == FOLDER);
+    let folder = path.ancestors().skip(1).find(is_folder);
+    folder.filter(|_| path.is_symlink()).map(Path::to_owned)
+}
+
+/// The name of `file` in requests of a model with this folder.
+fn name_in(folder: Option<&Path>, file: &Path) -> String {
+    let name = folder.and_then(|folder| file.strip_prefix(folder).ok());
+    name.map_or_else(String::new, |name| name.display().to_string())
 }
 
 /// Opens a model. A read of weights waits until they are present and compares them with the hash
 /// tree. `ask` receives requests for missing and damaged ranges.
 ///
 /// # Errors
-/// As [`RangeSource::open`], and what the system says.
+/// As [`ModelSource::open_arriving`].
 pub(crate) fn open(path: &Path, ask: Arc<RangeRequester>) -> Result<ModelSource, Error> {
-    let arriving = PartialSource::new(path, ask).map_err(|source| Error::System {
-        what: "look which parts of the model are here",
-        source,
-    })?;
-    let Some(arriving) = arriving else {
-        return Ok(ModelSource::open(path)?);
+    let folder = model_folder(path);
+    let records = Arc::default();
+    let find = |file: &Path| {
+        let name = name_in(folder.as_deref(), file);
+        let source = PartialSource::new(file, name, (&ask, &records))?;
+        Ok(source.map(|source| Arc::new(source) as Arc<dyn Arrivals>))
     };
-    let file = Gguf::open_arriving(path, Arc::new(arriving));
-    Ok(ModelSource::Gguf(
-        file.map_err(paceline_model::Error::from)?,
-    ))
+    Ok(ModelSource::open_arriving(path, &find)?)
 }
 
-/// Ranges that only this rank reads, in its read order, so that the host can prefetch them. Empty
-/// where ranks share layers: each then reads rows of most matrices.
-pub(crate) fn ahead(source: &ModelSource, shard: &Shard) -> Vec<ByteRange> {
-    let ModelSource::Gguf(file) = source else {
-        return Vec::new();
-    };
+/// Ranges of incomplete files that only this rank reads, in its read order, so that the host can
+/// prefetch them: runs of ranges of one file, with the file's name in requests. Empty where ranks
+/// share layers: each then reads rows of most matrices.
+pub(crate) fn ahead(
+    model: &Path,
+    source: &ModelSource,
+    (family, shard): (ModelFamily, &Shard),
+) -> Vec<(String, Vec<ByteRange>)> {
     if shard.stage_ranks().len() != 1 {
         return Vec::new();
     }
-    let named = |prefix: String| {
-        let own = file
-            .tensors()
-            .filter(move |it| it.name().starts_with(&prefix));
-        own.filter_map(|tensor| tensor.range())
-    };
-    let first = shard.embeds().then(|| named("token_embd.".to_owned()));
-    let last = shard.has_head().then(|| named("output".to_owned()));
-    let layers = shard
-        .layers
-        .clone()
-        .flat_map(|i| named(format!("blk.{i}.")));
-    let all = first.into_iter().flatten().chain(layers);
-    joined(all.chain(last.into_iter().flatten()))
+    let mut runs: Vec<(&Path, Vec<Range<usize>>)> = Vec::new();
+    for (file, range) in source.locations(family, shard) {
+        match runs.last_mut() {
+            Some((last, ranges)) if *last == file => ranges.push(range),
+            _ => runs.push((file, vec![range])),
+        }
+    }
+    let folder = model_folder(model);
+    let partial = runs.into_iter().filter(|(file, _)| is_shard(file));
+    let named = partial.map(|(file, ranges)| {
+        let parts = joined(ranges.into_iter());
+        (name_in(folder.as_deref(), file), parts)
+    });
+    named.take(AHEAD_MAX).collect()
 }
 
 /// Merges adjacent ranges.
@@ -116,9 +174,51 @@ fn joined(ranges: impl Iterator<Item = Range<usize>>) -> Vec<ByteRange> {
     parts
 }
 
+/// The records of present groups of a model's incomplete files.
+type Records = Mutex<Vec<File>>;
+
+/// When one of the records last changed.
+fn changed(records: &Records) -> Option<SystemTime> {
+    let records = lock(records);
+    let changes = records.iter().map(|record| record.metadata()?.modified());
+    changes.flatten().max()
+}
+
+/// Detects that no byte of the model comes any more. A host fetches one range after the other, so
+/// bytes of one file may come while a read of another waits.
+struct SilenceTimer<'a> {
+    records: &'a Records,
+    last: Option<SystemTime>,
+    since: Instant,
+}
+
+impl<'a> SilenceTimer<'a> {
+    fn new(records: &'a Records) -> Self {
+        Self {
+            records,
+            last: changed(records),
+            since: Instant::now(),
+        }
+    }
+
+    /// Whether an interval ended in which nothing came; else the next one begins at its end.
+    fn is_over(&mut self) -> bool {
+        if self.since.elapsed() <= SILENCE {
+            return false;
+        }
+        let next = Self::new(self.records);
+        let is_over = next.last == self.last;
+        *self = next;
+        is_over
+    }
+}
+
 /// The state of a copy.
 struct PartialSource {
-    file: String,
+    /// Its path, for errors.
+    path: PathBuf,
+    /// Its name in requests.
+    name: String,
     groups: HashGroups,
     /// `None` for a complete copy.
     have: Option<File>,
@@ -129,12 +229,19 @@ struct PartialSource {
     /// By group: whether it was present before the load and needs verification.
     is_old: Vec<bool>,
     ask: Arc<RangeRequester>,
+    records: Arc<Records>,
 }
 
 impl PartialSource {
-    /// The state of the file at `path`; `None` for a complete file without a hash tree.
-    fn new(path: &Path, ask: Arc<RangeRequester>) -> io::Result<Option<Self>> {
-        let (have, tree) = (is_partial(path), tree_of(path)?);
+    /// The state of the file that `path` is or links to; `None` for a complete file without a hash
+    /// tree. `name` is its name in requests.
+    fn new(
+        path: &Path,
+        name: String,
+        (ask, records): (&Arc<RangeRequester>, &Arc<Records>),
+    ) -> io::Result<Option<Self>> {
+        let (shown, path) = (path, &resolved(path));
+        let (have, tree) = (is_shard(path), tree_of(path)?);
         if !have && tree.is_none() {
             return Ok(None);
         }
@@ -144,10 +251,12 @@ impl PartialSource {
         let mut is_old = vec![1; groups.count() as usize];
         if let Some(have) = &have {
             have.read_exact_at(&mut is_old, 0)?;
+            lock(records).push(have.try_clone()?);
         }
         let there = (0..groups.count()).map(|_| AtomicBool::new(false));
         Ok(Some(Self {
-            file: path.display().to_string(),
+            path: shown.to_owned(),
+            name,
             groups,
             have,
             there: there.collect(),
@@ -156,7 +265,8 @@ impl PartialSource {
                 .map(|told| *told != 0 && tree.is_some())
                 .collect(),
             tree,
-            ask,
+            ask: Arc::clone(ask),
+            records: Arc::clone(records),
         }))
     }
 
@@ -181,11 +291,12 @@ impl PartialSource {
         if !left.is_empty() {
             let spans = left.iter().map(|run| self.groups.span(run));
             let parts = spans.map(|span| (span.start, span.end)).collect();
-            (self.ask)(RangeRequest::Repair(parts));
+            let file = self.name.clone();
+            (self.ask)(RangeRequest::Repair { file, parts });
         }
-        let mut since = Instant::now();
+        let mut silence = SilenceTimer::new(&self.records);
         while !left.is_empty() {
-            if since.elapsed() > SILENCE {
+            if silence.is_over() {
                 let reason = "they are damaged, and right ones did not come for";
                 return Err(format!("{reason} {} s", SILENCE.as_secs()));
             }
@@ -193,7 +304,7 @@ impl PartialSource {
             let groups: Vec<u64> = left.iter().cloned().flatten().collect();
             let still = wrong(&groups);
             if still != left {
-                since = Instant::now();
+                silence = SilenceTimer::new(&self.records);
             }
             left = still;
         }
@@ -218,12 +329,6 @@ impl PartialSource {
         Ok(())
     }
 
-    /// When the record of present groups last changed.
-    fn changed(&self) -> Option<SystemTime> {
-        let facts = self.have.as_ref()?.metadata();
-        facts.and_then(|facts| facts.modified()).ok()
-    }
-
     fn wait_for(&self, groups: &Range<u64>, bytes: ByteRange) -> Result<(), String> {
         self.compare(groups)?;
         let look = || self.look(groups).map_err(|error| error.to_string());
@@ -231,18 +336,17 @@ impl PartialSource {
         if self.is_here(groups) {
             return Ok(());
         }
-        (self.ask)(RangeRequest::Fetch(vec![bytes]));
-        let (mut last, mut since) = (self.changed(), Instant::now());
+        (self.ask)(RangeRequest::Fetch {
+            file: self.name.clone(),
+            parts: vec![bytes],
+        });
+        let mut silence = SilenceTimer::new(&self.records);
         while !self.is_here(groups) {
-            if since.elapsed() > SILENCE {
+            if silence.is_over() {
                 return Err(format!("nothing came for {} s", SILENCE.as_secs()));
             }
             std::thread::sleep(LOOK_EVERY);
             look()?;
-            let changed = self.changed();
-            if changed != last {
-                (last, since) = (changed, Instant::now());
-            }
         }
         Ok(())
     }
@@ -267,7 +371,7 @@ impl Arrivals for PartialSource {
             return Ok(());
         }
         self.wait_for(&groups, bytes).map_err(|reason| Absent {
-            file: self.file.clone(),
+            file: self.path.display().to_string(),
             range,
             reason,
         })
@@ -276,18 +380,38 @@ impl Arrivals for PartialSource {
 
 impl std::fmt::Debug for PartialSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} as it arrives", self.file)
+        write!(f, "{} as it arrives", self.path.display())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-    use std::sync::Mutex;
+    use std::collections::BTreeMap;
 
-    use paceline_base::lock;
+    use paceline_base::{BlockType, Rank};
+    use paceline_formats::gguf::testing::GgufWriter;
+    use paceline_model::{Config, Split};
 
     use super::*;
+
+    /// The state of the only file of a model.
+    fn source_of(
+        path: &Path,
+        ask: impl Fn(RangeRequest) + Send + Sync + 'static,
+    ) -> Option<PartialSource> {
+        let ask: Arc<RangeRequester> = Arc::new(ask);
+        PartialSource::new(path, String::new(), (&ask, &Arc::default())).unwrap()
+    }
+
+    fn fetch(file: &str, part: ByteRange) -> RangeRequest {
+        let (file, parts) = (file.to_owned(), vec![part]);
+        RangeRequest::Fetch { file, parts }
+    }
+
+    fn repair(file: &str, part: ByteRange) -> RangeRequest {
+        let (file, parts) = (file.to_owned(), vec![part]);
+        RangeRequest::Repair { file, parts }
+    }
 
     #[test]
     fn parts_are_asked_for_once_and_waited_for() {
@@ -300,13 +424,13 @@ mod tests {
         let asked: Arc<Mutex<Vec<ByteRange>>> = Arc::default();
         let (own, told) = (Arc::clone(&asked), have.clone());
         let ask = move |wish: RangeRequest| {
-            let RangeRequest::Fetch(parts) = wish else {
+            let RangeRequest::Fetch { parts, .. } = wish else {
                 panic!("{wish:?}");
             };
             lock(&own).extend(parts);
             std::fs::write(&told, [1, 1, 0]).unwrap(); // the machine has fetched it
         };
-        let arriving = PartialSource::new(&path, Arc::new(ask)).unwrap().unwrap();
+        let arriving = source_of(&path, ask).unwrap();
         arriving.wait(0..each).unwrap();
         assert!(lock(&asked).is_empty(), "it is here");
         arriving.wait(each - 1..each + 1).unwrap();
@@ -355,16 +479,13 @@ mod tests {
             file.write_all_at(&right[each..2 * each], each as u64)
                 .unwrap();
         };
-        let arriving = PartialSource::new(&path, Arc::new(ask)).unwrap().unwrap();
+        let arriving = source_of(&path, ask).unwrap();
         arriving.wait(0..each).unwrap();
         arriving.wait(2 * each..3 * each).unwrap();
         assert!(lock(&wishes).is_empty(), "others' parts are not compared");
         arriving.wait(0..3 * each).unwrap();
         let each = each as u64;
-        assert_eq!(
-            *lock(&wishes),
-            [RangeRequest::Repair(vec![(each, 2 * each)])]
-        );
+        assert_eq!(*lock(&wishes), [repair("", (each, 2 * each))]);
     }
 
     #[test]
@@ -381,18 +502,15 @@ mod tests {
         let (heard, right, place) = (Arc::clone(&wishes), bytes, path.clone());
         let ask = move |wish: RangeRequest| {
             match &wish {
-                RangeRequest::Repair(_) => std::fs::write(&place, &right).unwrap(),
-                RangeRequest::Fetch(_) => std::fs::write(&have, [1; 4]).unwrap(),
+                RangeRequest::Repair { .. } => std::fs::write(&place, &right).unwrap(),
+                RangeRequest::Fetch { .. } => std::fs::write(&have, [1; 4]).unwrap(),
             }
             lock(&heard).push(wish);
         };
-        let arriving = PartialSource::new(&path, Arc::new(ask)).unwrap().unwrap();
+        let arriving = source_of(&path, ask).unwrap();
         arriving.wait(0..3 * each).unwrap();
         let each = each as u64;
-        let expected = [
-            RangeRequest::Repair(vec![(each, 2 * each)]),
-            RangeRequest::Fetch(vec![(0, 3 * each)]),
-        ];
+        let expected = [repair("", (each, 2 * each)), fetch("", (0, 3 * each))];
         assert_eq!(*lock(&wishes), expected);
     }
 
@@ -401,10 +519,151 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (path, _) = copy(dir.path());
         std::fs::remove_file(path.with_extension(TREE)).unwrap();
+        assert!(source_of(&path, |_| ()).is_none());
+    }
+
+    /// Requests that were sent, and the bytes and copy of each file by its name.
+    #[derive(Clone, Default)]
+    struct Machine {
+        heard: Arc<Mutex<Vec<RangeRequest>>>,
+        files: BTreeMap<String, (Vec<u8>, PathBuf)>,
+    }
+
+    impl Machine {
+        /// The folder of a model of these files, with the first `present` bytes of each.
+        fn fetching(dir: &Path, files: Vec<(String, Vec<u8>, usize)>) -> (Self, PathBuf) {
+            let (mut machine, model) = (Self::default(), dir.join("of.model"));
+            std::fs::create_dir(&model).unwrap();
+            for (i, (name, bytes, present)) in files.into_iter().enumerate() {
+                let copy = dir.join(format!("{i}.shard"));
+                let groups = HashGroups::of(bytes.len() as u64);
+                let start = groups.around(&(0..present as u64));
+                let mut have = vec![0; groups.count() as usize];
+                have[..start.end as usize].fill(1);
+                let mut holed = bytes.clone();
+                holed[groups.span(&start).end as usize..].fill(0);
+                std::fs::write(&copy, holed).unwrap();
+                std::fs::write(copy.with_extension(HAVE), have).unwrap();
+                let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
+                std::fs::write(copy.with_extension(TREE), tree.to_bytes()).unwrap();
+                let target = Path::new("..").join(copy.file_name().unwrap());
+                std::os::unix::fs::symlink(target, model.join(&name)).unwrap();
+                machine.files.insert(name, (bytes, copy));
+            }
+            (machine, model)
+        }
+
+        /// Fetches a whole file once ranges of it are requested.
+        fn serve(&self) -> Arc<RangeRequester> {
+            let machine = self.clone();
+            Arc::new(move |wish| {
+                let RangeRequest::Fetch { file, .. } = &wish else {
+                    panic!("{wish:?}");
+                };
+                let (bytes, copy) = &machine.files[file];
+                std::fs::write(copy, bytes).unwrap();
+                let count = HashGroups::of(bytes.len() as u64).count() as usize;
+                std::fs::write(copy.with_extension(HAVE), vec![1; count]).unwrap();
+                lock(&machine.heard).push(wish);
+            })
+        }
+
+        fn heard(&self) -> Vec<RangeRequest> {
+            std::mem::take(&mut lock(&self.heard))
+        }
+    }
+
+    fn fetch_of((file, range): (&Path, Range<usize>)) -> RangeRequest {
+        let name = file.file_name().unwrap().to_str().unwrap();
+        fetch(name, (range.start as u64, range.end as u64))
+    }
+
+    /// Tensors of a folder lie in three files, which are still empty but for their headers.
+    #[test]
+    fn requests_name_the_file_in_the_models_folder() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let golden = golden.join("../../tests-data/golden/hf/llama-rope3-sharded");
+        let complete = ModelSource::open(&golden).unwrap();
+        let (mut weights, mut others) = (Vec::new(), Vec::new());
+        for entry in std::fs::read_dir(&golden).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+            let bytes = std::fs::read(&path).unwrap();
+            match path.extension() == Some("safetensors".as_ref()) {
+                true => weights.push((name, bytes, 5000)),
+                false => others.push((name, bytes)),
+            }
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let (machine, model) = Machine::fetching(dir.path(), weights);
+        for (name, bytes) in others {
+            std::fs::write(model.join(name), bytes).unwrap();
+        }
+        let source = open(&model, machine.serve()).unwrap();
+        assert!(is_partial(&model) && !is_partial(&golden));
+        let (ModelSource::Hf(folder), ModelSource::Hf(whole)) = (&source, &complete) else {
+            panic!("folders");
+        };
+
+        let config = Config::read(&source).unwrap();
+        let split = Split::plan(&config, "pipeline".parse().unwrap(), 2, &[]).unwrap();
+        let shard = split.shard(&config, Rank(1));
+        let expected = source.locations(config.family, &shard);
+        let runs = ahead(&model, &source, (config.family, &shard));
+        for (file, range) in expected {
+            let (start, end) = (range.start as u64, range.end as u64);
+            let holds = |part: &ByteRange| part.0 <= start && end <= part.1;
+            let is_in = |(name, parts): &(String, Vec<ByteRange>)| {
+                model.join(name) == file && parts.iter().any(holds)
+            };
+            assert!(runs.iter().any(is_in), "{}: {range:?}", file.display());
+        }
+        assert_eq!(ahead(&golden, &complete, (config.family, &shard)), []);
+        assert_eq!(machine.heard(), [], "nothing was read");
+
+        for name in ["lm_head.weight", "model.layers.2.mlp.gate_proj.weight"] {
+            let bytes = folder.tensor(name).unwrap().bytes;
+            assert_eq!(*bytes, *whole.tensor(name).unwrap().bytes, "{name}");
+            assert_eq!(machine.heard(), [fetch_of(folder.location(name).unwrap())]);
+        }
+    }
+
+    #[test]
+    fn parts_of_a_split_file_are_requested_by_their_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let each = HashGroups::of(0).each as usize;
+        let part = |no: u32| {
+            let file = GgufWriter::new()
+                .meta("split.no", no)
+                .meta("split.count", 2u32)
+                .meta("split.tensors.count", 2u32);
+            let bytes = vec![1 + no as u8; 3 * each];
+            file.tensor(&no.to_string(), BlockType::F32, &[3 * each / 4], bytes)
+        };
+        let name = |no| format!("m-0000{no}-of-00002.gguf");
+        let parts = [0, 1].map(|no| (name(no + 1), part(no).to_bytes(), 1));
+        let (machine, model) = Machine::fetching(dir.path(), parts.into());
+        let first = model.join(name(1));
+        assert!(is_partial(&first) && is_shard(&first) && !is_shard(&model));
+        let source = open(&first, machine.serve()).unwrap();
+        let ModelSource::Gguf(file) = &source else {
+            panic!("a file");
+        };
         assert!(
-            PartialSource::new(&path, Arc::new(|_| ()))
+            file.tensor("1")
                 .unwrap()
-                .is_none()
+                .bytes
+                .iter()
+                .all(|byte| *byte == 2)
         );
+        let own = file.location("1").unwrap();
+        assert_eq!(own.0, model.join(name(2)));
+        assert_eq!(machine.heard(), [fetch_of(own)]);
+        for no in [1, 2] {
+            let link = model.join(name(no));
+            std::fs::remove_file(&link).unwrap();
+            part(no - 1).write(&link);
+        }
+        assert!(!is_partial(&first), "files of its own are complete");
     }
 }

@@ -11,6 +11,7 @@ mod kv_transfer;
 mod tickets;
 mod watchdog;
 
+use std::io;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
@@ -135,20 +136,41 @@ struct Identity {
     adapters: Vec<AdapterOf>,
 }
 
-/// Length, modification time and inode number of a file or folder.
+/// Length, modification time and inode number of a file. Of a folder, the sum of its files'
+/// lengths, the latest of their times, and the XOR of their inode numbers: its own time changes
+/// when the download of a file ends.
 #[derive(Clone, Debug, PartialEq)]
 struct WeightsStamp(u64, SystemTime, u64);
 
 impl WeightsStamp {
     fn of(path: &Path) -> Result<Self, Error> {
-        let read = |path: &Path| {
-            let facts = std::fs::metadata(path)?;
-            Ok(Self(facts.len(), facts.modified()?, facts.ino()))
-        };
-        read(path).map_err(|source| Error::System {
+        Self::read(path).map_err(|source| Error::System {
             what: "look at the model's file",
             source,
         })
+    }
+
+    fn read(path: &Path) -> io::Result<Self> {
+        let facts = std::fs::metadata(path)?;
+        if !facts.is_dir() {
+            return Self::of_file(&facts);
+        }
+        let mut stamp = Self(0, SystemTime::UNIX_EPOCH, 0);
+        for entry in std::fs::read_dir(path)? {
+            // Without links to nowhere.
+            let Ok(facts) = std::fs::metadata(entry?.path()) else {
+                continue;
+            };
+            let Self(len, time, inode) = Self::of_file(&facts)?;
+            if facts.is_file() {
+                stamp = Self(stamp.0 + len, stamp.1.max(time), stamp.2 ^ inode);
+            }
+        }
+        Ok(stamp)
+    }
+
+    fn of_file(facts: &std::fs::Metadata) -> io::Result<Self> {
+        Ok(Self(facts.len(), facts.modified()?, facts.ino()))
     }
 }
 
@@ -293,15 +315,15 @@ impl RankWorker<'_> {
         let channel = Arc::clone(&self.channel);
         Arc::new(move |wish| {
             let message = match wish {
-                RangeRequest::Fetch(parts) => FromWorker::Wants { parts },
-                RangeRequest::Repair(parts) => FromWorker::Damaged { parts },
+                RangeRequest::Fetch { file, parts } => FromWorker::Wants { file, parts },
+                RangeRequest::Repair { file, parts } => FromWorker::Damaged { file, parts },
             };
             // If the instance is lost, the reader of the channel ends this process.
             let _ = channel.send(&message);
         })
     }
 
-    /// Announces the ranges that this rank will read of an incomplete file, so that the host
+    /// Announces the ranges that this rank will read of incomplete files, so that the host
     /// prefetches them.
     fn announce(&self, job: &RankAssignment, source: &ModelSource) -> Result<(), Error> {
         if !partial_source::is_partial(&job.model) {
@@ -309,11 +331,11 @@ impl RankWorker<'_> {
         }
         let config = Config::read(source)?;
         let shard = job.split.shard(&config, Rank(job.rank));
-        let parts = partial_source::ahead(source, &shard);
-        match parts.is_empty() {
-            true => Ok(()),
-            false => self.send(&FromWorker::Wants { parts }),
+        let runs = partial_source::ahead(&job.model, source, (config.family, &shard));
+        for (file, parts) in runs {
+            self.send(&FromWorker::Wants { file, parts })?;
         }
+        Ok(())
     }
 
     /// Joins the other ranks, loads and starts to compute; `None` if ordered to leave meanwhile.

@@ -1,7 +1,7 @@
 //! A GGUF model on disk: one mapped file or several.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use paceline_base::Bytes;
 
@@ -9,7 +9,7 @@ use super::header::index_tensors;
 use super::split::SplitName;
 use super::{Error, Header, Metadata, TensorInfo};
 use crate::name_index::NameIndex;
-use crate::tensor::{Arrivals, MappedBytes, Tensor};
+use crate::tensor::{FindArrivals, MappedBytes, Tensor};
 
 /// An open GGUF model.
 ///
@@ -53,21 +53,18 @@ impl Gguf {
         }
     }
 
-    /// Opens a file that is still being downloaded: everything before its weights is there. Reading
-    /// a weight waits until `arrivals` reports its bytes.
+    /// Opens files that are still being downloaded: everything before their weights is there.
+    /// Reading a weight waits until the progress that `find` returns for its file reports its bytes.
     ///
     /// # Errors
-    /// The errors of [`open`](Self::open). A part of a split model lacks the tensors of the others.
-    pub fn open_arriving(
-        path: impl AsRef<Path>,
-        arrivals: Arc<dyn Arrivals>,
-    ) -> Result<Self, Error> {
-        let path = path.as_ref();
-        let (SplitFile { path, bytes }, header) = open_part(path)?;
-        let bytes = bytes.arriving(arrivals);
-        let shown = path.clone();
-        let whole = Self::assemble(vec![(SplitFile { path, bytes }, header)]);
-        whole.map_err(|e| e.in_file(&shown))
+    /// The errors of [`open`](Self::open); those of `find`, as [`Error::Open`].
+    pub fn open_arriving(path: impl AsRef<Path>, find: &FindArrivals<'_>) -> Result<Self, Error> {
+        let mut model = Self::open(path)?;
+        for SplitFile { path, bytes } in &mut model.parts {
+            let arriving = bytes.arriving_by(path, find);
+            *bytes = arriving.map_err(|error| Error::from(error).in_file(path))?;
+        }
+        Ok(model)
     }
 
     fn open_split(path: &Path, count: u64) -> Result<Self, Error> {
@@ -157,6 +154,13 @@ impl Gguf {
             shape: info.shape().to_vec(),
             bytes,
         })
+    }
+
+    /// The file that holds the tensor called `name`, and its byte range there. `None` for an absent
+    /// tensor, or one of a storage type of unknown size.
+    pub fn location(&self, name: &str) -> Option<(&Path, Range<usize>)> {
+        let info = self.info(name)?;
+        Some((&self.parts[info.part].path, info.range()?))
     }
 
     /// Size of all files of the model.

@@ -129,13 +129,15 @@ impl HfFolder {
             ));
         }
         let rows = self.rows_of(&name, &blocks.shape, [experts, outputs], wanted)?;
+        let [values, scales] = [&blocks.bytes, &scales.bytes].map(|it| of_expert(it, wanted));
+        let (values, scales) = (values?, scales?);
         let size = BlockType::MXFP4.bytes();
         let fill = |out: &mut [u8]| {
             for (i, block) in out.chunks_exact_mut(size).enumerate() {
-                let row = wanted.index * outputs + wanted.first + i / groups * wanted.step;
+                let row = wanted.first + i / groups * wanted.step;
                 let at = row * groups + i % groups;
-                block[0] = scales.bytes[at];
-                block[1..].copy_from_slice(&blocks.bytes[at * VALUES..][..VALUES]);
+                block[0] = scales[at];
+                block[1..].copy_from_slice(&values[at * VALUES..][..VALUES]);
             }
         };
         let shape = [rows, groups * 2 * VALUES];
@@ -158,13 +160,12 @@ impl HfFolder {
         wanted: StackSlice,
     ) -> Result<Tensor, Error> {
         let rows = self.rows_of(&stack.name, &stack.shape, [experts, outputs], wanted)?;
-        let size = stack.block_type.bytes();
+        let (size, values) = (stack.block_type.bytes(), of_expert(&stack.bytes, wanted)?);
         let fill = |out: &mut [u8]| {
             for (i, value) in out.chunks_exact_mut(size).enumerate() {
                 let (row, col) = (i / inputs, i % inputs);
-                let output = wanted.first + row * wanted.step;
-                let at = (wanted.index * inputs + col) * outputs + output;
-                value.copy_from_slice(&stack.bytes[at * size..][..size]);
+                let at = col * outputs + wanted.first + row * wanted.step;
+                value.copy_from_slice(&values[at * size..][..size]);
             }
         };
         let bytes = rows * inputs * size;
@@ -226,4 +227,11 @@ impl HfFolder {
             expected,
         }
     }
+}
+
+/// The bytes of one expert of a stack. Waits until they have arrived.
+fn of_expert(stack: &MappedBytes, wanted: StackSlice) -> Result<MappedBytes, Error> {
+    let each = stack.len() / wanted.of;
+    let own = stack.slice(wanted.index * each..(wanted.index + 1) * each);
+    Ok(own.expect("the index was checked").arrived()?)
 }

@@ -512,9 +512,11 @@ impl Loader<'_> {
         rows: Range<usize>,
         cols: Range<usize>,
     ) -> Result<Matrix, Error> {
-        let matrix = self.names.as_stored(role, shape)?;
+        // While the file downloads, only these rows must have arrived.
+        let matrix = self.names.located(role, shape)?;
+        let matrix = matrix.row_range(rows.clone()).arrived()?;
         self.note(&matrix);
-        let (stored, rows) = Stored::new(&matrix, rows);
+        let (stored, rows) = Stored::new(&matrix, 0..rows.len());
         let converted = |array| self.converted(array);
         Matrix::of(self.stream, (&stored, role), (rows, cols), &converted)
     }
@@ -526,12 +528,15 @@ impl Loader<'_> {
         shape: [usize; 2],
         rows: &[Range<usize>],
     ) -> Result<Array, Error> {
-        let stored = self.names.as_stored(role, shape)?;
+        let stored = self.names.located(role, shape)?;
         let n: usize = rows.iter().map(Range::len).sum();
         let mut values = vec![0.0; n * shape[1]];
-        let all = values.chunks_exact_mut(shape[1]);
-        for (out, row) in all.zip(rows.iter().cloned().flatten()) {
-            stored.row(row as u32, out);
+        let mut all = values.chunks_exact_mut(shape[1]);
+        for rows in rows {
+            let own = stored.row_range(rows.clone()).arrived()?;
+            for (row, out) in (0..rows.len()).zip(&mut all) {
+                own.row(row as u32, out);
+            }
         }
         let sizes = [n as i32, shape[1] as i32];
         let wide = self.stream.array_f32(&values, &sizes)?;

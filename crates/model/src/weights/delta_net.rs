@@ -1,6 +1,5 @@
 //! Loads the weights of a gated delta net: the rows of this rank's heads, from either file layout.
 
-use std::borrow::Cow;
 use std::ops::Range;
 
 use paceline_formats::tensor::MappedBytes;
@@ -216,23 +215,20 @@ impl ShardLoader<'_> {
             let part = (rows.clone(), 0..shape[1]);
             return self.packed(role, shape, part, pack);
         }
-        let (name, block_type, bytes) = match self.names.as_stored(role, shape)? {
+        let (name, block_type, bytes) = match self.names.located(role, shape)? {
             StoredTensor::Whole(tensor) => {
                 let row = tensor.bytes.len() / all;
                 let of = |rows: &Range<usize>| {
-                    Ok(Cow::Borrowed(
-                        &tensor.bytes[rows.start * row..rows.end * row],
-                    ))
+                    let own = tensor.bytes.slice(rows.start * row..rows.end * row);
+                    let own = own.expect("the rows are of the matrix");
+                    Ok::<_, Error>(own.arrived()?)
                 };
                 let bytes = gather(rows, of)?;
                 tensor.bytes.discard();
                 (tensor.name, tensor.block_type, bytes)
             }
             StoredTensor::Mlx(matrix) => {
-                let of = |rows: &Range<usize>| {
-                    let joined: MappedBytes = self.joined(&matrix, rows.clone(), &(0..shape[1]))?;
-                    Ok::<_, Error>(Cow::Owned(joined.to_vec()))
-                };
+                let of = |rows: &Range<usize>| self.joined(&matrix, rows.clone(), &(0..shape[1]));
                 let bytes = gather(rows, of)?;
                 (matrix.name.clone(), matrix.block_type, bytes)
             }
@@ -302,9 +298,9 @@ impl WeightReader<'_> {
 }
 
 /// Bytes of consecutive row ranges.
-fn gather<'a>(
+fn gather(
     rows: &[Range<usize>],
-    of: impl Fn(&Range<usize>) -> Result<Cow<'a, [u8]>, Error>,
+    of: impl Fn(&Range<usize>) -> Result<MappedBytes, Error>,
 ) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::new();
     for rows in rows {

@@ -83,8 +83,10 @@ impl ShardLoader<'_> {
         }
         let role = Role::Layer(layer, LayerRole::LatentUp);
         let dim = latent.plain + latent.value_dim;
-        let both = self.names.as_stored(role, [heads * dim, latent.rank])?;
-        let (block_type, bytes) = both.turned(head * dim, shape);
+        let both = self.names.located(role, [heads * dim, latent.rank])?;
+        let rows = head * dim..head * dim + latent.plain;
+        let own = both.row_range(rows).arrived()?;
+        let (block_type, bytes) = own.turned(shape);
         let stored = StoredMatrix {
             block_type,
             rows: shape[0],
@@ -96,7 +98,7 @@ impl ShardLoader<'_> {
             as_f32: self.class == KernelClass::CpuF32,
         };
         let packed = PackedMatrix::new(stored, options, self.pool);
-        packed.map_err(|source| pack_error(both.name(), source))
+        packed.map_err(|source| pack_error(own.name(), source))
     }
 
     /// A head's expansion of the latent space to a value, `(value, latent)`.
@@ -147,16 +149,15 @@ impl ShardLoader<'_> {
 }
 
 impl StoredTensor {
-    /// Transposes `rows` rows from `first` on of a matrix with `cols` columns. `[cols, rows]` is
-    /// the shape of the result. Floats keep their type, other types become f32.
-    fn turned(&self, first: usize, [cols, rows]: [usize; 2]) -> (BlockType, Vec<u8>) {
+    /// Transposes a matrix of `rows` rows and `cols` columns. `[cols, rows]` is the shape of the
+    /// result. Floats keep their type, other types become f32.
+    fn turned(&self, [cols, rows]: [usize; 2]) -> (BlockType, Vec<u8>) {
         if let Self::Whole(tensor) = self
             && tensor.block_type.is_float()
         {
             let size = tensor.block_type.bytes();
-            let from = &tensor.bytes[first * cols * size..(first + rows) * cols * size];
-            let mut out = vec![0; from.len()];
-            for (i, element) in from.chunks_exact(size).enumerate() {
+            let mut out = vec![0; tensor.bytes.len()];
+            for (i, element) in tensor.bytes.chunks_exact(size).enumerate() {
                 let at = (i % cols * rows + i / cols) * size;
                 out[at..at + size].copy_from_slice(element);
             }
@@ -164,7 +165,7 @@ impl StoredTensor {
         }
         let (mut out, mut row) = (vec![0; 4 * rows * cols], vec![0.0; cols]);
         for i in 0..rows {
-            self.row((first + i) as u32, &mut row);
+            self.row(i as u32, &mut row);
             for (j, x) in row.iter().enumerate() {
                 let at = 4 * (j * rows + i);
                 out[at..at + 4].copy_from_slice(&x.to_le_bytes());

@@ -29,7 +29,7 @@ use super::connection::{
 };
 use super::{InstanceWorkers, LocalInstanceWorkers, LocalSpec};
 use crate::messages::{FromWorker, ToWorker};
-use crate::partial_source::{self, RangeRequest};
+use crate::partial_source::{self, ByteRange, RangeRequest};
 
 /// Heartbeat interval of each side, as between workers and their parent.
 pub(super) const BEAT: Duration = paceline_cluster::BEAT;
@@ -128,14 +128,15 @@ pub type FindModel = dyn Fn(&ModelName) -> Result<PathBuf, String> + Send + Sync
 /// Byte ranges of a file: first bytes and ends.
 pub type FileRanges = [(u64, u64)];
 
-/// Fetches ranges of a model file while the callback returns true; the error is the reason of a
-/// failure.
-pub type RangeFetcher =
-    dyn Fn(&ModelName, &FileRanges, &(dyn Fn() -> bool + Sync)) -> Result<(), String> + Send + Sync;
+/// Fetches ranges of a model's file while the callback returns true; the error is the reason of a
+/// failure. The string is the file's name in the model's folder, empty for a model of one file.
+pub type RangeFetcher = dyn Fn(&ModelName, &str, &FileRanges, &(dyn Fn() -> bool + Sync)) -> Result<(), String>
+    + Send
+    + Sync;
 
 /// Maximum queued range requests of a worker. A worker waits for one request before it sends the
 /// next, apart from announced prefetches. A range inside an earlier request is not queued again.
-const WISHES_MAX: usize = 64;
+const WISHES_MAX: usize = partial_source::AHEAD_MAX + 64;
 
 /// Remembered earlier requests: more than a worker announces.
 const EARLIER_MAX: usize = 4096;
@@ -308,8 +309,10 @@ fn supply(
     let goes_on = || !over.load(Ordering::SeqCst);
     while goes_on() {
         let brought = match wished.recv_timeout(BEAT) {
-            Ok(RangeRequest::Fetch(parts)) => (spec.bring)(model, &parts, &goes_on),
-            Ok(RangeRequest::Repair(parts)) => (spec.repair)(model, &parts, &goes_on),
+            Ok(RangeRequest::Fetch { file, parts }) => (spec.bring)(model, &file, &parts, &goes_on),
+            Ok(RangeRequest::Repair { file, parts }) => {
+                (spec.repair)(model, &file, &parts, &goes_on)
+            }
             Err(RecvTimeoutError::Timeout) => continue,
             Err(RecvTimeoutError::Disconnected) => return,
         };
@@ -332,9 +335,9 @@ fn report_to_owner(
     while !over.load(Ordering::SeqCst) {
         let news = match crew.receive(BEAT) {
             Some(Event::Message {
-                message: FromWorker::Wants { parts },
+                message: FromWorker::Wants { file, parts },
                 ..
-            }) => match request_ranges(&wishes, parts, &mut earlier) {
+            }) => match request_ranges(&wishes, (file, parts), &mut earlier) {
                 true if told.elapsed() >= BEAT => FromHost::Beat,
                 true => continue,
                 false => FromHost::Gone {
@@ -342,9 +345,9 @@ fn report_to_owner(
                 },
             },
             Some(Event::Message {
-                message: FromWorker::Damaged { parts },
+                message: FromWorker::Damaged { file, parts },
                 ..
-            }) => match wishes.try_send(RangeRequest::Repair(parts)) {
+            }) => match wishes.try_send(RangeRequest::Repair { file, parts }) {
                 Ok(()) => FromHost::Beat,
                 Err(_) => FromHost::Gone {
                     reason: format!("the worker has over {WISHES_MAX} wishes at once"),
@@ -364,17 +367,19 @@ fn report_to_owner(
 /// Queues those of `parts` that no earlier request covers. Returns false if the queue is full.
 fn request_ranges(
     wishes: &SyncSender<RangeRequest>,
-    mut parts: Vec<(u64, u64)>,
-    earlier: &mut Vec<(u64, u64)>,
+    (file, mut parts): (String, Vec<ByteRange>),
+    earlier: &mut Vec<(String, ByteRange)>,
 ) -> bool {
-    let is_in = |part: &(u64, u64), all: &(u64, u64)| all.0 <= part.0 && part.1 <= all.1;
-    parts.retain(|part| !earlier.iter().any(|all| is_in(part, all)));
+    let covers = |(of, all): &(String, ByteRange), part: &ByteRange| {
+        *of == file && all.0 <= part.0 && part.1 <= all.1
+    };
+    parts.retain(|part| !earlier.iter().any(|all| covers(all, part)));
     if parts.is_empty() {
         return true;
     }
     let room = EARLIER_MAX.saturating_sub(earlier.len());
-    earlier.extend(parts.iter().take(room));
-    wishes.try_send(RangeRequest::Fetch(parts)).is_ok()
+    earlier.extend(parts.iter().take(room).map(|part| (file.clone(), *part)));
+    wishes.try_send(RangeRequest::Fetch { file, parts }).is_ok()
 }
 
 impl From<Event<FromWorker>> for FromHost {
@@ -416,29 +421,25 @@ mod tests {
     fn what_was_announced_is_no_new_wish() {
         let (wishes, wished) = sync_channel(WISHES_MAX);
         let mut earlier = Vec::new();
-        assert!(request_ranges(&wishes, vec![(0, 1000)], &mut earlier));
+        let mut request = |file: &str, parts: &[ByteRange]| {
+            request_ranges(&wishes, (file.to_owned(), parts.to_vec()), &mut earlier)
+        };
+        assert!(request("a", &[(0, 1000)]));
         for start in 0..500 {
-            assert!(request_ranges(
-                &wishes,
-                vec![(start, start + 9)],
-                &mut earlier
-            ));
+            assert!(request("a", &[(start, start + 9)]));
         }
-        assert!(request_ranges(
-            &wishes,
-            vec![(2000, 2001), (5, 6)],
-            &mut earlier
-        ));
+        assert!(request("a", &[(2000, 2001), (5, 6)]));
+        assert!(request("b", &[(5, 6)]), "the range of another file");
         let fetched: Vec<_> = wished.try_iter().collect();
-        let expected = [vec![(0, 1000)], vec![(2000, 2001)]];
-        assert_eq!(fetched, expected.map(RangeRequest::Fetch));
+        let expected = [("a", (0, 1000)), ("a", (2000, 2001)), ("b", (5, 6))];
+        let fetch = |(file, part): (&str, ByteRange)| RangeRequest::Fetch {
+            file: file.to_owned(),
+            parts: vec![part],
+        };
+        assert_eq!(fetched, expected.map(fetch));
         for start in 0..WISHES_MAX as u64 {
-            assert!(request_ranges(
-                &wishes,
-                vec![(3000 + start, 3001 + start)],
-                &mut earlier
-            ));
+            assert!(request("a", &[(3000 + start, 3001 + start)]));
         }
-        assert!(!request_ranges(&wishes, vec![(9000, 9001)], &mut earlier));
+        assert!(!request("a", &[(9000, 9001)]));
     }
 }

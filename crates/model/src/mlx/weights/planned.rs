@@ -82,8 +82,11 @@ fn held(
     if let Some(experts) = shape.experts {
         let mine = cut.ffn();
         let (ffn, of) = (experts.width, experts.count);
-        // All experts of a layer are of the type of its first.
-        let first = Nth { index: 0, of };
+        // All experts of a layer are of one type. Some folders' are read for it, so this rank's.
+        let first = Nth {
+            index: mine.start.min(of - 1),
+            of,
+        };
         let values = mine.end.min(of).saturating_sub(mine.start) * width * ffn;
         all.push((LayerRole::ExpertGate(first), [ffn, width], values));
         all.push((LayerRole::ExpertUp(first), [ffn, width], values));
