@@ -143,6 +143,16 @@ const TEXTS: [(&str, &str); 36] = [
         "node_messages/reply",
         r#"{"Reply":{"ticket":1,"reply":{"Token":{"token":7,"text":"a","logprobs":null}}}}"#,
     ),
+    (
+        "node_messages/manifest",
+        concat!(
+            r#"{"paceline_manifest":1,"files":[{"name":"m.safetensors","bytes":9,"sha256":""#,
+            "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+            r#"","header":8,"root":""#,
+            "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+            r#""}],"inline":{"config.json":"{}"}}"#,
+        ),
+    ),
     ("node_messages/piece", "{\"id\":\"a\",\"at\":0}\nbytes"),
     (
         "serve_events/two",

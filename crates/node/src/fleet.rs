@@ -47,6 +47,7 @@ pub mod journals;
 pub mod leases;
 mod loading;
 mod node_connection;
+mod manifest;
 mod owner;
 pub(crate) mod partial_file;
 pub(crate) mod prefixes;
@@ -358,6 +359,7 @@ impl Fleet {
         let may_have = stores::limit(&spec.store, &spec.copies, &agent);
         let found = (find, spec.copies.clone());
         let copies = ModelCopies::new(found, may_have, Arc::clone(&spec.tell));
+        manifest: wanted.manifest,
         let copies = Arc::new(copies.with_hub(Arc::clone(&spec.hub)));
         let (own, tell) = (Arc::clone(&copies), Arc::clone(&spec.tell));
         let (brings, repairs) = (Arc::clone(&copies), Arc::clone(&copies));
@@ -370,11 +372,11 @@ impl Fleet {
                 env: spec.worker_env.clone(),
                 writable: spec.worker_folders.clone(),
                 find: Box::new(move |model| own.find_part(&finder, model)),
-                bring: Box::new(move |model, _file, parts, goes_on| {
-                    brings.bring(&bringer, model, parts, goes_on)
+                bring: Box::new(move |model, file, parts, goes_on| {
+                    brings.bring(&bringer, (model, file), parts, goes_on)
                 }),
-                repair: Box::new(move |model, _file, parts, goes_on| {
-                    repairs.repair(&repairer, model, parts, goes_on)
+                repair: Box::new(move |model, file, parts, goes_on| {
+                    repairs.repair(&repairer, (model, file), parts, goes_on)
                 }),
                 interface: spec.interface.clone(),
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),

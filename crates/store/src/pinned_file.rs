@@ -12,7 +12,7 @@ use crate::catalogue::Catalogue;
 use crate::download::{self, DownloadSpec, PROGRESS_BYTES, PullContext, content_range, sleep};
 use crate::hash::{expect_sha256, is_sha256};
 use crate::http::HttpClient;
-use crate::index::{self, Kind, State};
+use crate::index::{self, FileRecord, State, StoreEntry};
 use crate::name::{HubId, check_file_path, escape_path};
 use crate::options::PullOptions;
 use crate::progress::{Cancel, PullProgress};
@@ -63,21 +63,19 @@ fn is_revision(text: &str) -> bool {
     text == "main" || (text.len() == 40 && text.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
-/// Source of the stored model at `path`. `None` for the user's own files, for models of several
-/// files, and for records without a repository.
+/// Source of the file of a stored model at `path`. `None` for the user's own files, and for records
+/// without a repository.
 pub fn origin(home: &Home, path: &Path) -> Option<PinnedFile> {
     let entries = index::list(home).ok()?.into_iter();
-    let entry = entries.into_iter().find(|entry| entry.path == path)?;
-    let State::Complete {
-        kind: Kind::Gguf,
-        source,
-        files,
-        ..
-    } = &entry.state
-    else {
+    let folder = |entry: &StoreEntry| home.entry_dir(&entry.name);
+    let entry = entries
+        .into_iter()
+        .find(|entry| path.starts_with(folder(entry)))?;
+    let State::Complete { source, files, .. } = &entry.state else {
         return None;
     };
-    let [file] = &files[..] else { return None };
+    let is_it = |file: &&FileRecord| folder(&entry).join(&file.path) == path;
+    let file = files.iter().find(is_it)?;
     let pinned = |repo: &str, revision: &str, path: &str| PinnedFile {
         repo: repo.to_owned(),
         revision: revision.to_owned(),

@@ -34,7 +34,7 @@ pub const NODES_MAX: usize = 64;
 pub struct InstanceSpec {
     /// The model's name, as its user gave it.
     pub model: String,
-    /// SHA-256 of the model's file, in hexadecimal digits.
+    /// SHA-256 of the model's file, or of its manifest, in hexadecimal digits.
     pub sha256: String,
     /// Bytes of the model's file.
     pub bytes: u64,
@@ -42,6 +42,9 @@ pub struct InstanceSpec {
     pub nodes: Vec<NodeId>,
     /// The next owners; the first live one takes over.
     pub successors: Vec<NodeId>,
+    /// Whether the model has several files, listed in a manifest.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub manifest: bool,
     /// Whether its user named the nodes, so that flapping ones are readmitted.
     #[serde(default)]
     pub named: bool,
@@ -193,7 +196,10 @@ pub const ADAPTERS_MAX: usize = 32;
 pub struct AdapterFile {
     /// The name by which requests select it, after the model's.
     pub name: String,
-    /// SHA-256 of its file, in hexadecimal digits.
+    /// Whether it has several files, listed in a manifest.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub manifest: bool,
+    /// SHA-256 of its file, or of its manifest, in hexadecimal digits.
     pub sha256: String,
     pub bytes: u64,
 }
@@ -257,6 +263,7 @@ impl InstanceSpec {
 /// State of an instance, reported by its owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+            manifest: false,
 pub enum State {
     /// Nodes copy the model.
     Fetching,
@@ -279,11 +286,13 @@ pub struct Report {
     /// Steps done and their total, while fetching or loading.
     pub progress: Option<(u64, u64)>,
     /// Why it failed, or which nodes are excluded.
+            manifest,
     pub reason: Option<String>,
 }
 
 /// A task of a node about an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
+            manifest,
 pub enum Duty {
     /// Own it: keep it running by its record.
     Own {
@@ -581,6 +590,7 @@ mod tests {
         let parts = |text: &str, bytes| {
             text.parse::<WeightDistribution>()
                 .map(|it| it.in_parts(bytes))
+            manifest: false,
         };
         assert_eq!(parts("auto", SMALL_BYTES), Ok(false));
         assert_eq!(parts("auto", SMALL_BYTES + 1), Ok(true));

@@ -16,10 +16,14 @@
 //! tree, and the worker compares the bytes it computes with. `pull --to` compares every byte.
 //! Damaged groups are fetched again.
 //!
-//! Files on disk: `SHA256.gguf`, complete copies, and the files of [`VerifiedPartial`].
+//! A model of several files is fetched by its manifest (`manifest`), file by file (`models`).
+//!
+//! Files on disk: `SHA256.gguf`, complete copies of any format, and the files of
+//! [`VerifiedPartial`]. `SHA256.manifest` and the folder `SHA256.model`: a model of several files.
 
 mod files;
 mod messages;
+mod models;
 mod repair;
 
 use std::collections::{BTreeSet, HashMap};
@@ -42,19 +46,22 @@ use super::damage::Count;
 use super::file_ranges::{self, FileFetch, FileInventory, Short};
 use super::hub::{self, HubOrigin, ModelHub};
 use super::inventory::{WholeFile, tree_of};
+use super::manifest;
 use super::partial_file::{self, VerifiedPartial};
-use super::roots::{self, FileRoot};
+use super::roots::{self, FileRoot, KnownRoot};
 use super::tree::{HashGroups, Tree, shown};
 use super::{FILE, FileLookup};
 use crate::fleet::hosts::NodeConnection;
 use crate::identity;
 use crate::partial_source::ByteRange;
+pub(super) use crate::partial_source::FOLDER as MODEL;
 use crate::workers::connection::{ConnectionError, receive_message, send_message};
 use crate::workers::host::ModelName;
-pub(super) use files::{Several, check_single};
-use files::{copy, files, hash, send_file};
+use files::{copy, hash, send_file};
 use messages::{CopyReport, Fetch, fetch};
 pub(super) use messages::{ensure, ensure_part, ensure_right, ensure_while, holders};
+use models::Models;
+pub(super) use models::{ModelIdentity, manifests_in};
 pub(super) use repair::CheckRange;
 pub use repair::RepairReport;
 use repair::RootOrigin;
@@ -71,6 +78,12 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// Extension of the file with the user's name for a copy.
 pub(super) const NAME: &str = "name";
 
+/// Extension of a complete copy of any format.
+pub(super) const COPY: &str = "gguf";
+
+/// Extension of a copy of a manifest.
+pub(super) const MANIFEST: &str = "manifest";
+
 /// Extensions of a partial download from the hub and of its metadata.
 const PARTS_OF_HUB: [&str; 2] = ["gguf.partial", "gguf.partial.json"];
 
@@ -86,12 +99,13 @@ pub(super) fn parse(bytes: &[u8]) {
     hub::parse(bytes);
     file_ranges::parse(bytes);
     roots::parse(bytes);
+    manifest::parse(bytes);
 }
 
 /// A partial copy and the root it is verified against.
 pub(super) struct PartialCopy {
     pub(super) partial: VerifiedPartial,
-    rooted: FileRoot,
+    rooted: KnownRoot,
     /// The node on whose request it is fetched.
     from: Option<NodeId>,
 }
@@ -104,14 +118,14 @@ impl PartialCopy {
 }
 
 /// The groups needed to open a file and to identify it.
-fn first_groups(rooted: &FileRoot, groups: HashGroups) -> Vec<Range<u64>> {
+fn first_groups(rooted: &KnownRoot, groups: HashGroups) -> Vec<Range<u64>> {
     let parts = identity::parts(rooted.bytes as usize, rooted.header as usize);
     let parts = parts.map(|part| groups.around(&(part.start as u64..part.end as u64)));
     parts.collect()
 }
 
-/// Path, length and times of a file, or of a folder's files. The last time is the inode's change
-/// time, which every write updates and no program can set.
+/// Path, length and times of a file. The last time is the inode's change time, which every write
+/// updates and no program can set.
 type FileFingerprint = (PathBuf, u64, SystemTime, (i64, i64));
 
 /// The model files of this machine: the user's store and copies from other nodes.
@@ -138,6 +152,8 @@ pub(super) struct ModelCopies {
     parts: Mutex<HashMap<String, Arc<PartialCopy>>>,
     /// Nodes that sent wrong bytes to this process.
     liars: Mutex<BTreeSet<NodeId>>,
+    /// Models of several files.
+    models: Mutex<Models>,
 }
 
 impl ModelCopies {
@@ -160,6 +176,7 @@ impl ModelCopies {
             of_hub: Mutex::default(),
             parts: Mutex::default(),
             liars: Mutex::default(),
+            models: Mutex::default(),
         }
     }
 
@@ -178,7 +195,8 @@ impl ModelCopies {
             copy.is_ok_and(|copy| copy.is_file())
         };
         let is_it = |((path, ..), sum): (&FileFingerprint, &String)| sum == sha256 && path.exists();
-        lies("gguf") || lies(partial_file::FILE) || lock(&self.known).iter().any(is_it)
+        let endings = [COPY, partial_file::FILE, MANIFEST];
+        endings.into_iter().any(lies) || lock(&self.known).iter().any(is_it)
     }
 
     /// The lock for opening a partial copy.
@@ -193,7 +211,7 @@ impl ModelCopies {
         (self.find)(name).or_else(|reason| self.named(name).ok_or(reason))
     }
 
-    /// The complete copy with the user's name `name`.
+    /// The complete copy of a model with the user's name `name`.
     fn named(&self, name: &str) -> Option<PathBuf> {
         let entries = fs::read_dir(&self.folder).ok()?.flatten();
         let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
@@ -202,27 +220,28 @@ impl ModelCopies {
             path.extension().is_some_and(|ending| ending == NAME)
                 && fs::read_to_string(path).is_ok_and(|told| told == name)
         };
-        let mut copies = paths
-            .iter()
-            .filter(is_it)
-            .map(|path| path.with_extension("gguf"));
-        copies.find(|copy| copy.is_file())
+        let sha256 = |path: &PathBuf| Some(path.file_stem()?.to_str()?.to_owned());
+        let mut named = paths.iter().filter(is_it).filter_map(sha256);
+        named.find_map(|sha256| {
+            let copy = place_in(&self.folder, &sha256, COPY).ok()?;
+            if copy.is_file() {
+                return Some(copy);
+            }
+            self.copy_of_model(&ModelName {
+                name: name.to_owned(),
+                sha256,
+                manifest: true,
+            })
+            .ok()
+        })
     }
 
-    /// SHA-256 of a file or of a folder's files, in hexadecimal digits. Reads all of it the first
-    /// time.
+    /// SHA-256 of a file in hexadecimal digits. Reads all of it the first time.
     ///
     /// # Errors
     /// What the system says.
     pub(super) fn hash(&self, path: &Path) -> io::Result<String> {
-        let (mut bytes, mut changed, mut written) = (0, SystemTime::UNIX_EPOCH, (0, 0));
-        for file in files(path)? {
-            let facts = fs::metadata(file)?;
-            bytes += facts.len();
-            changed = changed.max(facts.modified()?);
-            written = written.max((facts.ctime(), facts.ctime_nsec()));
-        }
-        let key = (path.to_owned(), bytes, changed, written);
+        let key = fingerprint(path)?;
         if let Some(known) = lock(&self.known).get(&key) {
             return Ok(known.clone());
         }
@@ -231,12 +250,12 @@ impl ModelCopies {
         Ok(sum)
     }
 
-    /// SHA-256 of the model at `path`. A copy's file name contains it, since its bytes are verified
-    /// on use. Other files are hashed.
+    /// SHA-256 of the model file at `path`. A copy's file name contains it, since its bytes are
+    /// verified on use. Other files are hashed.
     ///
     /// # Errors
     /// As [`hash`](Self::hash).
-    pub(super) fn sum(&self, path: &Path) -> io::Result<String> {
+    fn sum(&self, path: &Path) -> io::Result<String> {
         match self.copied(path) {
             Some(sha256) => Ok(sha256.to_owned()),
             None => self.hash(path),
@@ -246,15 +265,15 @@ impl ModelCopies {
     /// The SHA-256 in the name of a complete copy.
     fn copied<'a>(&self, path: &'a Path) -> Option<&'a str> {
         let stem = path.file_stem()?.to_str()?;
-        (place_in(&self.folder, stem, "gguf").ok()? == path).then_some(stem)
+        (place_in(&self.folder, stem, COPY).ok()? == path).then_some(stem)
     }
 
-    /// Length of the model at `path` in bytes. For a copy this is the signed length, since the file
-    /// may be truncated.
+    /// Length of the model file at `path` in bytes. For a copy this is the signed length, since the
+    /// file may be truncated.
     ///
     /// # Errors
     /// The system's error.
-    pub(super) fn length(&self, agent: &Agent, path: &Path) -> io::Result<u64> {
+    fn length(&self, agent: &Agent, path: &Path) -> io::Result<u64> {
         let rooted = self
             .copied(path)
             .map(|sha256| roots::of(&agent.map(), sha256));
@@ -273,30 +292,33 @@ impl ModelCopies {
         let failed = |error: io::Error| format!("{}: {error}", file.display());
         (self.may_have)(fs::metadata(file).map_err(failed)?.len())?;
         let sum = hash(file).map_err(failed)?;
-        let place = place_in(&self.folder, &sum, "gguf")?;
+        let place = place_in(&self.folder, &sum, COPY)?;
         let named = write_whole(&place.with_extension(NAME), name.as_bytes());
         let kept = named.and_then(|()| fs::rename(file, &place));
         kept.map(|()| sum).map_err(failed)
     }
 
-    /// The complete file of a model on this machine: a copy with this content, or the store's model
-    /// of this name if its content matches.
+    /// The complete model on this machine: a copy with this content, or the store's model of this
+    /// name if its content matches.
     pub(super) fn find(&self, model: &ModelName) -> Result<PathBuf, String> {
-        let copy = self.place(model, "gguf")?;
+        match model.manifest {
+            true => self.find_model(model),
+            false => self.find_file(model),
+        }
+    }
+
+    /// A complete file of this machine: a model, a file of a model, or a manifest.
+    fn find_file(&self, model: &ModelName) -> Result<PathBuf, String> {
+        let copy = self.whole(model)?;
         if copy.is_file() {
             return Ok(copy);
         }
-        let path = (self.find)(&model.name)?;
-        let own = self
-            .hash(&path)
-            .map_err(|error| format!("{}: {error}", path.display()))?;
-        if own == model.sha256 {
-            return Ok(path);
+        if model.manifest {
+            return self.write_manifest(model);
         }
-        Err(format!(
-            "the model {:?} of this machine is another file (SHA-256 {own})",
-            model.name
-        ))
+        let path = (self.find)(&model.name)?;
+        let found = self.own_file(&path, &model.sha256)?;
+        found.map_err(|own| another(&model.name, &own))
     }
 
     /// As [`find`](Self::find), with the bytes of a copy verified and repaired.
@@ -306,7 +328,10 @@ impl ModelCopies {
         extent: CheckRange<'_>,
     ) -> Result<PathBuf, String> {
         let path = self.find(model)?;
-        self.check((agent, model), None, extent, &|_| true)?;
+        match model.manifest {
+            true => self.check_model((agent, model), extent)?,
+            false => drop(self.check((agent, model), None, extent, &|_| true)?),
+        }
         Ok(path)
     }
 
@@ -317,6 +342,9 @@ impl ModelCopies {
             Ok(_) => return self.find_right((agent, model), CheckRange::Start),
             Err(reason) => reason,
         };
+        if model.manifest {
+            return self.find_partial_model(agent, model, reason);
+        }
         if !self.place(model, partial_file::FILE)?.is_file() {
             return Err(reason);
         }
@@ -330,15 +358,20 @@ impl ModelCopies {
         place_in(&self.folder, &model.sha256, ending)
     }
 
+    /// The path of a complete copy of a file.
+    fn whole(&self, model: &ModelName) -> Result<PathBuf, String> {
+        self.place(model, if model.manifest { MANIFEST } else { COPY })
+    }
+
     /// Signs the root of the model file at `path` and publishes it to the cluster. Reads all of the
-    /// file the first time. Models of several files have no root.
+    /// file the first time. Of a model of several files it signs the root of the manifest.
     ///
     /// # Errors
     /// The system's error, or why the root cannot be published.
     pub(super) fn sign(&self, agent: &Agent, model: &ModelName, path: &Path) -> Result<(), String> {
         let failed = |error: &io::Error| format!("{}: {error}", path.display());
-        if path.is_dir() {
-            return Ok(());
+        if model.manifest {
+            return self.sign_manifest(agent, model);
         }
         if let Ok(known) = roots::of(&agent.map(), &model.sha256) {
             return known.publish(agent, &model.sha256);
@@ -402,8 +435,12 @@ impl ModelCopies {
             parts: true,
             ..fetch(agent, wanted)
         };
+        if wanted.manifest {
+            let fetched = self.fetch_model(agent, None, &fetch, &mut |_| Ok(()));
+            return fetched.map(drop);
+        }
         let rooted = roots::of(&agent.map(), &wanted.sha256)?;
-        let held = self.held(agent, &fetch.model, Some((rooted, None)))?;
+        let held = self.held(agent, &fetch.model, Some((rooted.into(), None)))?;
         self.fetch_parts(agent, &fetch, &held, &mut |_| Ok(()))
     }
 
@@ -414,17 +451,26 @@ impl ModelCopies {
         fetch: &Fetch,
         told: &mut CopyProgress<'_>,
     ) -> Result<Option<RepairReport>, String> {
-        let (is_here, map) = (self.find(&fetch.model).is_ok(), agent.map());
         if fetch.asks {
-            let lacks = || "it has no copy of the model".to_owned();
-            return is_here.then_some(None).ok_or_else(lacks);
+            let lacks = |_| "it has no copy of the model".to_owned();
+            return self.find(&fetch.model).map(|_| None).map_err(lacks);
         }
-        let sha256 = &fetch.model.sha256;
-        let given = fetch.rooted.clone();
-        let given = given.filter(|rooted| rooted.check(&map, sha256).is_ok());
-        let rooted = given.map_or_else(|| roots::of(&map, sha256), Ok);
-        let rooted = rooted.map(|it| (it.bytes == fetch.bytes).then_some(it));
-        if is_here {
+        match fetch.model.manifest {
+            true => self.fetch_model(agent, from, fetch, told),
+            false => self.fetch_file(agent, (signed_root(agent, fetch), from), fetch, told),
+        }
+    }
+
+    /// Fetches a file, or verifies it if it is here, by its root; `None` if the known root is of
+    /// another length.
+    fn fetch_file(
+        &self,
+        agent: &Agent,
+        (rooted, from): (Result<Option<KnownRoot>, String>, Option<NodeId>),
+        fetch: &Fetch,
+        told: &mut CopyProgress<'_>,
+    ) -> Result<Option<RepairReport>, String> {
+        if self.find_file(&fetch.model).is_ok() {
             let known = rooted.ok().flatten().map(|rooted| (rooted, from));
             let extent = if fetch.checks {
                 CheckRange::All
@@ -442,7 +488,7 @@ impl ModelCopies {
     fn get(
         &self,
         agent: &Agent,
-        (rooted, from): (Result<Option<FileRoot>, String>, Option<NodeId>),
+        (rooted, from): (Result<Option<KnownRoot>, String>, Option<NodeId>),
         fetch: &Fetch,
         told: &mut CopyProgress<'_>,
     ) -> Result<(), String> {
@@ -493,16 +539,15 @@ impl ModelCopies {
         let model = &fetch.model;
         let (hub, origin) = self.on_hub((agent, model), fetch.bytes, reason)?;
         let _turn = lock(&self.turn);
-        if self.find(model).is_ok() {
+        if self.find_file(model).is_ok() {
             return Ok(()); // copied meanwhile
         }
         // Bytes already downloaded count as part of the budget.
         let [begun, _] = PARTS_OF_HUB;
         let begun = fs::metadata(self.place(model, begun)?).map_or(0, |facts| facts.len());
         (self.may_have)(fetch.bytes.saturating_sub(begun))?;
-        let place = self.place(model, "gguf")?;
-        let named = fs::create_dir_all(&self.folder)
-            .and_then(|()| write_whole(&place.with_extension(NAME), model.name.as_bytes()));
+        let place = self.whole(model)?;
+        let named = fs::create_dir_all(&self.folder).and_then(|()| self.write_name(model));
         named.map_err(|error| format!("{}: {error}", place.display()))?;
         let run = |count: &Count<'_>| hub.whole(&origin, &place, count);
         let had = watched(run, told);
@@ -531,7 +576,7 @@ impl ModelCopies {
         bytes: u64,
         reason: &str,
     ) -> Result<(&Arc<dyn ModelHub>, HubOrigin), String> {
-        let origin = hub::of(&agent.map(), &model.sha256);
+        let origin = self.origin(agent, model);
         let origin = origin.filter(|origin| origin.bytes == bytes);
         let Some((hub, origin)) = self.hub.as_ref().zip(origin) else {
             return Err(unavailable(agent, model, reason, None));
@@ -548,7 +593,7 @@ impl ModelCopies {
         &self,
         agent: &Agent,
         model: &ModelName,
-        told: Option<(FileRoot, Option<NodeId>)>,
+        told: Option<RootOrigin>,
     ) -> Result<Arc<PartialCopy>, String> {
         let known = || lock(&self.parts).get(&model.sha256).cloned();
         if let Some(held) = known() {
@@ -561,14 +606,17 @@ impl ModelCopies {
         }
         let (rooted, from) = match told {
             Some(told) => told,
-            None => (roots::of(&agent.map(), &model.sha256)?, None),
+            None => match roots::of(&agent.map(), &model.sha256) {
+                Ok(rooted) => (rooted.into(), None),
+                Err(reason) => (self.root_of_part(agent, model).ok_or(reason)?, None),
+            },
         };
         let path = self.place(model, partial_file::FILE)?;
         let failed = |error: io::Error| format!("{}: {error}", path.display());
         fs::create_dir_all(&self.folder).map_err(failed)?;
         let tree = self.leaves(agent, model, (&rooted, from))?;
         let open = || {
-            write_whole(&path.with_extension(NAME), model.name.as_bytes())?;
+            self.write_name(model)?;
             VerifiedPartial::open(&path, tree)
         };
         let partial = open().map_err(failed)?;
@@ -586,7 +634,7 @@ impl ModelCopies {
         &self,
         agent: &Agent,
         model: &ModelName,
-        (rooted, from): (&FileRoot, Option<NodeId>),
+        (rooted, from): (&KnownRoot, Option<NodeId>),
     ) -> Result<Tree, String> {
         let groups = HashGroups::of(rooted.bytes);
         let accept = |leaves: &[u8]| {
@@ -597,7 +645,7 @@ impl ModelCopies {
         if let Some(tree) = fs::read(&kept).ok().and_then(|kept| accept(&kept)) {
             return Ok(tree);
         }
-        let sources = self.sources(agent, model, [Some(rooted.by), from]);
+        let sources = self.sources(agent, model, [rooted.by, from]);
         let tree = file_ranges::leaves(agent, (model, groups), &sources, accept)?;
         let written = write_whole(&kept, &tree.to_bytes());
         written.map_err(|error| format!("{}: {error}", kept.display()))?;
@@ -613,7 +661,9 @@ impl ModelCopies {
         first: impl IntoIterator<Item = Option<NodeId>>,
     ) -> Vec<file_ranges::RangeSource> {
         let (map, views) = (agent.map(), agent.nodes());
-        let is_it = |wanted: &InstanceSpec| wanted.sha256 == model.sha256;
+        let of = self.model_with(&model.sha256);
+        let of = of.as_deref().unwrap_or(&model.sha256);
+        let is_it = |wanted: &InstanceSpec| wanted.sha256 == of;
         let records = placement::wanted(&map).filter(|(.., wanted)| is_it(wanted));
         let of_records = records.flat_map(|(.., wanted)| {
             let source = wanted.source.into_iter();
@@ -662,11 +712,11 @@ impl ModelCopies {
         if !partial.is_copy() {
             (self.may_have)(bytes.sum())?;
         }
-        let sources = self.sources(agent, model, [Some(held.rooted.by), held.from]);
+        let sources = self.sources(agent, model, [held.rooted.by, held.from]);
         let lied = |source: &file_ranges::RangeSource, lie: &str| {
             lock(&self.liars).insert(source.id);
-            let file_ranges::RangeSource { name, .. } = source;
-            (self.tell)(&format!("warning: {}: {name}: {lie}", model.name));
+            let (name, model) = (&source.name, self.label(model));
+            (self.tell)(&format!("warning: {model}: {name}: {lie}"));
         };
         let fetching = FileFetch {
             agent,
@@ -690,17 +740,19 @@ impl ModelCopies {
         }
     }
 
-    /// Fetches ranges of a model that a worker requests, while `goes_on` returns true.
+    /// Fetches ranges of a model's file that a worker requests, while `goes_on` returns true.
+    /// `file` is its name in the model's folder, empty for a model of one file.
     ///
     /// # Errors
     /// The unavailable bytes, and the failure of each source.
     pub(super) fn bring(
         &self,
         agent: &Agent,
-        model: &ModelName,
+        (model, file): (&ModelName, &str),
         parts: &[ByteRange],
         goes_on: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), String> {
+        let model = &self.file_of(model, file)?;
         let held = self.held(agent, model, None)?;
         let wanted = CheckRange::Parts(parts).groups(&held.rooted, held.partial.groups());
         self.fetch_groups((agent, model), &held, &wanted, &|_| goes_on())
@@ -717,17 +769,18 @@ impl ModelCopies {
             if !wrong.map_err(failed)?.is_empty() {
                 return Err(format!("{} was changed after it came", path.display()));
             }
-            self.forget(&model.sha256).map_err(failed)?;
-            let views = agent.nodes().into_iter();
-            let mut by = views.filter(|view| view.id == held.rooted.by);
-            let name = by.next().map(|view| view.facts.name);
-            let by = name.unwrap_or_else(|| held.rooted.by.to_string());
+            self.forget_file(&model.sha256).map_err(failed)?;
+            let mut views = agent.nodes().into_iter();
+            let by = held.rooted.by.map_or_else(String::new, |by| {
+                let view = views.find(|view| view.id == by);
+                view.map_or_else(|| by.to_string(), |view| view.facts.name)
+            });
             return Err(format!(
                 "{by} has signed the root of another file, whose SHA-256 is {sum}"
             ));
         }
         held.partial.sync().map_err(failed)?;
-        let copy = self.place(model, "gguf")?;
+        let copy = self.whole(model)?;
         match fs::hard_link(path, &copy) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             // A file system without hard links: workers that have the file open are not affected.
@@ -736,13 +789,18 @@ impl ModelCopies {
         }
     }
 
-    /// Removes all files of a copy; returns the bytes freed.
+    /// Removes a copy of a model; returns the bytes freed.
     ///
     /// # Errors
     /// What the system says.
     pub(super) fn forget(&self, sha256: &str) -> io::Result<u64> {
+        Ok(self.forget_model(sha256)? + self.forget_file(sha256)?)
+    }
+
+    /// Removes all files about a copy of a file; returns the bytes freed.
+    fn forget_file(&self, sha256: &str) -> io::Result<u64> {
         let held = lock(&self.parts).remove(sha256);
-        let copy = self.folder.join(format!("{sha256}.gguf"));
+        let copy = self.folder.join(format!("{sha256}.{COPY}"));
         let freed = match (&held, fs::metadata(&copy)) {
             (_, Ok(facts)) => facts.len(),
             (Some(held), _) => held.partial.bytes_here(),
@@ -769,20 +827,27 @@ impl ModelCopies {
 
     /// Serves ranges of a model to a fetching node.
     pub(super) fn answer_pieces(&self, agent: &Agent, channel: &ServiceChannel) {
-        file_ranges::answer(channel, |model| {
-            let reason = match self.find(model) {
-                Ok(path) => {
-                    let whole = WholeFile::open(&path, &self.place(model, partial_file::TREE)?);
-                    let whole = whole.map_err(|error| format!("{}: {error}", path.display()))?;
-                    return Ok(Box::new(whole) as Box<dyn FileInventory>);
-                }
-                Err(reason) => reason,
-            };
-            if !self.place(model, partial_file::FILE)?.is_file() {
-                return Err(reason);
+        file_ranges::answer(channel, |model| self.inventory(agent, model));
+    }
+
+    /// The groups of a file that this node has.
+    fn inventory(
+        &self,
+        agent: &Agent,
+        model: &ModelName,
+    ) -> Result<Box<dyn FileInventory>, String> {
+        let reason = match self.find_file(model) {
+            Ok(path) => {
+                let whole = WholeFile::open(&path, &self.place(model, partial_file::TREE)?);
+                let whole = whole.map_err(|error| format!("{}: {error}", path.display()))?;
+                return Ok(Box::new(whole));
             }
-            Ok(Box::new(self.held(agent, model, None)?) as Box<dyn FileInventory>)
-        });
+            Err(reason) => reason,
+        };
+        match self.place(model, partial_file::FILE)?.is_file() {
+            true => Ok(Box::new(self.held(agent, model, None)?)),
+            false => Err(reason),
+        }
     }
 
     /// Copies a whole file from one node.
@@ -794,11 +859,11 @@ impl ModelCopies {
         told: &mut CopyProgress<'_>,
     ) -> Result<(), String> {
         let _turn = lock(&self.turn);
-        if self.find(&fetch.model).is_ok() {
+        if self.find_file(&fetch.model).is_ok() {
             return Ok(()); // copied meanwhile
         }
         (self.may_have)(fetch.bytes)?;
-        let place = self.place(&fetch.model, "gguf")?;
+        let place = self.whole(&fetch.model)?;
         fs::create_dir_all(&self.folder).map_err(|e| format!("{}: {e}", self.folder.display()))?;
         let partial = place.with_extension("part");
         let opened = agent.open(from, FILE, SILENCE);
@@ -820,8 +885,7 @@ impl ModelCopies {
     pub(super) fn answer_file(&self, channel: &ServiceChannel) {
         let line = NodeConnection(channel.clone());
         let sent = match receive_message::<ModelName>(&line, SILENCE) {
-            Ok(Some(model)) => self.find(&model).and_then(|path| {
-                check_single(&path).map_err(|several| several.to_string())?;
+            Ok(Some(model)) => self.find_file(&model).and_then(|path| {
                 send_file(&line, &path).map_err(|error| format!("{}: {error}", path.display()))
             }),
             _ => return,
@@ -830,6 +894,27 @@ impl ModelCopies {
             channel.close(); // the other end counts bytes
         }
     }
+}
+
+/// The signed root of a requested file, from the request or the map; `None` if it is of a file of
+/// another length.
+fn signed_root(agent: &Agent, fetch: &Fetch) -> Result<Option<KnownRoot>, String> {
+    let (map, sha256) = (agent.map(), &fetch.model.sha256);
+    let given = fetch.rooted.clone();
+    let given = given.filter(|rooted| rooted.check(&map, sha256).is_ok());
+    let rooted = given.map_or_else(|| roots::of(&map, sha256), Ok)?;
+    Ok((rooted.bytes == fetch.bytes).then(|| rooted.into()))
+}
+
+/// Message about a model of this machine that has another SHA-256.
+fn another(name: &str, sha256: &str) -> String {
+    format!("the model {name:?} of this machine is another file (SHA-256 {sha256})")
+}
+
+fn fingerprint(path: &Path) -> io::Result<FileFingerprint> {
+    let facts = fs::metadata(path)?;
+    let written = (facts.ctime(), facts.ctime_nsec());
+    Ok((path.to_owned(), facts.len(), facts.modified()?, written))
 }
 
 /// As [`hub::unavailable`], for this node.
@@ -909,13 +994,17 @@ fn sweep(folder: &Path) {
         let is_part = path
             .extension()
             .is_some_and(|ending| ending == partial_file::FILE);
-        if is_part && path.with_extension("gguf").is_file() {
+        let is_whole = |ending| path.with_extension(ending).is_file();
+        if is_part && [COPY, MANIFEST].into_iter().any(is_whole) {
             let [shard, have, _] = partial_file::files_of(&path);
             // A leftover only takes space.
             let _ = (fs::remove_file(shard), fs::remove_file(have));
         }
     }
 }
+
+#[cfg(test)]
+mod model_tests;
 
 #[cfg(test)]
 pub(super) mod tests;

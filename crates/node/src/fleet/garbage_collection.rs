@@ -180,6 +180,7 @@ mod tests {
             ModelName {
                 name: "m".to_owned(),
                 sha256: model.clone(),
+                manifest: false,
             },
             5,
         );
@@ -188,6 +189,7 @@ mod tests {
             model: "d".to_owned(),
             sha256: draft.clone(),
             bytes: 5,
+            manifest: false,
         });
         let instance = serde_json::to_string(&instance).unwrap();
         let mut entries = vec![

@@ -16,7 +16,7 @@ use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::Draft;
 use paceline_model::{Config, ModelSource, SplitKind};
 
-use super::copies::{self, Several};
+use super::copies::ModelIdentity;
 use super::preview::Proposal;
 use super::{Inner, LoadRequest, REPLICAS_MAX, name_of, new_id, preview, replica_names};
 use crate::{adapters, texts};
@@ -48,10 +48,8 @@ impl Inner {
         let path = self.copies.of_user(&ask.model)?;
         let all: BTreeSet<NodeId> = groups.iter().flatten().copied().collect();
         let readers = self.readers(ask)?;
-        let machines: BTreeSet<NodeId> = all.iter().chain(&readers).copied().collect();
-        self.check_files(&path, &machines)?;
         if let Some(draft) = &ask.draft {
-            self.check_draft(draft, (&ask.model, &path), &machines)?;
+            self.check_draft(draft, (&ask.model, &path))?;
         }
         self.check_apart(&readers, &all)?;
         for nodes in &groups {
@@ -74,26 +72,9 @@ impl Inner {
         }
     }
 
-    /// Checks whether these machines can get the model at `path`. A folder may be loaded on one
-    /// other machine that has it; of a split file that machine would get only one file.
-    fn check_files(&self, path: &Path, machines: &BTreeSet<NodeId>) -> Result<(), String> {
-        let are_others = machines.iter().any(|id| *id != self.agent.id());
-        match copies::check_single(path) {
-            Err(several @ Several::Folder { .. }) if machines.len() > 1 => Err(several.to_string()),
-            Err(several @ Several::Split { .. }) if are_others => Err(several.to_string()),
-            _ => Ok(()),
-        }
-    }
-
-    /// Checks whether a draft model fits a model and can be sent to these machines.
-    fn check_draft(
-        &self,
-        draft: &str,
-        (model, path): (&str, &Path),
-        machines: &BTreeSet<NodeId>,
-    ) -> Result<(), String> {
+    /// Checks whether a draft model fits a model.
+    fn check_draft(&self, draft: &str, (model, path): (&str, &Path)) -> Result<(), String> {
         let of_draft = self.copies.of_user(draft)?;
-        self.check_files(&of_draft, machines)?;
         let tokenizer = |name: &str, path: &Path| {
             let source = ModelSource::open(path).map_err(|error| format!("{name}: {error}"))?;
             texts::tokenizer(&source).map_err(|error| format!("{name}: {error}"))
@@ -227,13 +208,16 @@ impl Inner {
 
     /// Fields that the records of all replicas share.
     fn record(&self, ask: &LoadRequest, path: &Path) -> Result<InstanceSpec, String> {
-        let failed = |error| format!("{}: {error}", path.display());
-        let sha256 = self.copies.sum(path).map_err(failed)?;
-        self.tell_origin(&sha256, path);
+        let ModelIdentity {
+            sha256,
+            bytes,
+            manifest,
+        } = self.identify(path)?;
         Ok(InstanceSpec {
             model: ask.model.clone(),
             sha256,
-            bytes: self.copies.length(&self.agent, path).map_err(failed)?,
+            bytes,
+            manifest,
             named: !ask.nodes.is_empty(),
             split: ask.split.to_string(),
             threads: ask.threads.unwrap_or(self.spec.threads as u16),
@@ -254,7 +238,6 @@ impl Inner {
     /// A model of this machine as a spec without an instance, for copies to other nodes.
     pub(super) fn sent(&self, model: &str) -> Result<InstanceSpec, String> {
         let path = self.copies.of_user(model)?;
-        copies::check_single(&path).map_err(|several| several.to_string())?;
         let ask = LoadRequest {
             model: model.to_owned(),
             spare: Some(0),
@@ -270,13 +253,20 @@ impl Inner {
         Ok(record)
     }
 
-    /// Publishes the hub origin of the file at `path`, if known. A node without another source then
-    /// uses the hub.
-    pub(super) fn tell_origin(&self, sha256: &str, path: &Path) {
-        if copies::check_single(path).is_err() {
-            return; // the hub serves nodes single files only
-        }
-        let origin = self.spec.hub.origin(path);
+    /// Identifies the model at `path` and publishes its hub origin.
+    fn identify(&self, path: &Path) -> Result<ModelIdentity, String> {
+        let identity = self.copies.identify(&self.agent, path)?;
+        self.tell_origin((&identity.sha256, identity.manifest), path);
+        Ok(identity)
+    }
+
+    /// Publishes the hub origin of the model at `path`, if known: the SHA-256 of its file, or of
+    /// its manifest. A node without another source then uses the hub.
+    pub(super) fn tell_origin(&self, (sha256, manifest): (&str, bool), path: &Path) {
+        let origin = match manifest {
+            true => self.copies.model_origin(sha256, path),
+            false => self.spec.hub.origin(path),
+        };
         if let Some(origin) = origin.filter(|origin| origin.sha256 == sha256) {
             origin.publish(&self.agent);
         }
@@ -284,14 +274,16 @@ impl Inner {
 
     /// A draft model of this machine's store, as a record names it.
     fn draft(&self, name: &str) -> Result<DraftOf, String> {
-        let path = self.copies.of_user(name)?;
-        let failed = |error| format!("{}: {error}", path.display());
-        let sha256 = self.copies.sum(&path).map_err(failed)?;
-        self.tell_origin(&sha256, &path);
+        let ModelIdentity {
+            sha256,
+            bytes,
+            manifest,
+        } = self.identify(&self.copies.of_user(name)?)?;
         Ok(DraftOf {
             model: name.to_owned(),
             sha256,
-            bytes: self.copies.length(&self.agent, &path).map_err(failed)?,
+            bytes,
+            manifest,
         })
     }
 

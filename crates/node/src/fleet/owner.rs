@@ -160,7 +160,7 @@ impl OwnedInstance {
         let source = self.wanted.source.filter(|id| *id != inner.agent.id());
         let model = (&inner.agent, &name_of(&self.wanted));
         if let Ok(found) = inner.copies.find_right(model, CheckRange::Start) {
-            inner.tell_origin(&self.wanted.sha256, &found);
+            inner.tell_origin((&self.wanted.sha256, self.wanted.manifest), &found);
             return Ok(found);
         }
         let told = Cell::new(Instant::now());
@@ -332,11 +332,7 @@ impl OwnedInstance {
             let heir = heirs.find(|id| inner.agent.life(**id) == Life::Alive);
             let Some(heir) = heir else { return };
             let mut files = own.wanted.clone().files();
-            let path = path_of(&inner, &own.wanted).ok();
-            let had = match path.and_then(|path| copies::check_single(&path).err()) {
-                Some(several) => Err(several.to_string()),
-                None => files.try_for_each(|it| copies::ensure(&inner.agent, *heir, &it, &|_| ())),
-            };
+            let had = files.try_for_each(|it| copies::ensure(&inner.agent, *heir, &it, &|_| ()));
             let (name, model) = (inner.name(*heir), &own.wanted.model);
             match had {
                 Ok(()) => (inner.spec.tell)(&format!("{name} has all of {model} too")),

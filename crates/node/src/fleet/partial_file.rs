@@ -15,7 +15,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
@@ -253,6 +253,13 @@ fn runs(there: &[bool], is: bool, wanted: &Range<u64>) -> Vec<Range<u64>> {
         }
     }
     runs
+}
+
+/// Bytes that a file with holes takes on the disk; 0 if there is none.
+pub(super) fn bytes_on_disk(path: &Path) -> u64 {
+    // In units of 512 bytes.
+    let used = |facts: fs::Metadata| facts.blocks().saturating_mul(512).min(facts.len());
+    fs::metadata(path).map_or(0, used)
 }
 
 /// The three files of a partial file at `path`.

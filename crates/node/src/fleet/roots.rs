@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 use super::garbage_collection;
 use super::tree::{Tree, shown};
 
-/// Largest file in bytes: ten times the largest known model. Groups stay below 128 MiB.
-const BYTES_MAX: u64 = 16 << 40;
+/// Largest file, or model, in bytes: ten times the largest known model. Groups stay below 128 MiB.
+pub(super) const BYTES_MAX: u64 = 16 << 40;
 
 /// A file's root with the signature of the node that computed it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,6 +29,38 @@ pub(super) struct FileRoot {
     /// The node that read the file and signed the root.
     pub(super) by: NodeId,
     signature: Signature,
+}
+
+/// A root that this node verifies a file by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct KnownRoot {
+    /// Length of the file.
+    pub(super) bytes: u64,
+    /// Bytes before its weights.
+    pub(super) header: u64,
+    /// BLAKE3 of the file, in hexadecimal digits.
+    pub(super) root: String,
+    /// The node that signed it, or the manifest that contains it.
+    pub(super) by: Option<NodeId>,
+}
+
+impl KnownRoot {
+    /// Whether its node may still sign roots.
+    pub(super) fn is_trusted(&self, map: &Registers) -> bool {
+        let is_revoked = |by: NodeId| map.get(&RegisterKey::Revoked(by)).is_some();
+        !self.by.is_some_and(is_revoked)
+    }
+}
+
+impl From<FileRoot> for KnownRoot {
+    fn from(signed: FileRoot) -> Self {
+        Self {
+            bytes: signed.bytes,
+            header: signed.header,
+            root: signed.root,
+            by: Some(signed.by),
+        }
+    }
 }
 
 /// Register of a file's root.

@@ -70,6 +70,7 @@ mod tests {
             ModelName {
                 name: "m".to_owned(),
                 sha256: "a".repeat(64),
+                manifest: false,
             },
             5,
         ));

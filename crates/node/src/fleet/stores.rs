@@ -10,7 +10,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,7 +22,7 @@ use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use serde::{Deserialize, Serialize};
 
-use super::copies::{self, NAME, QuotaCheck, RepairReport};
+use super::copies::{self, COPY, MODEL, NAME, QuotaCheck, RepairReport};
 use super::hosts::NodeConnection;
 use super::{Fleet, Inner, STORES, hub, partial_file};
 use crate::workers::connection::{MessageConnection, receive_message, send_message};
@@ -156,6 +155,7 @@ pub(super) fn answer(inner: &Arc<Inner>, line: &dyn MessageConnection) {
 pub(super) fn limit(store: &Arc<OwnStore>, folder: &Path, agent: &Agent) -> Box<QuotaCheck> {
     let (store, folder, agent) = (Arc::clone(store), folder.to_owned(), agent.clone());
     Box::new(move |more| {
+        fits_disk(more, (store.free)())?;
         let Some(budget) = store.budget_bytes else {
             return Ok(());
         };
@@ -164,6 +164,18 @@ pub(super) fn limit(store: &Arc<OwnStore>, folder: &Path, agent: &Agent) -> Box<
         let models = all(&store, &folder, &used(&agent));
         may_have(more, budget, &models, name)
     })
+}
+
+/// Whether the disk has `more` free bytes; true if its free bytes are unknown.
+fn fits_disk(more: u64, free: Option<u64>) -> Result<(), String> {
+    match free {
+        Some(free) if free < more => Err(format!(
+            "{} more do not fit on the disk, {} are free",
+            Bytes(more),
+            Bytes(free)
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Whether `more` bytes fit in the budget in addition to these models. The error lists removals and
@@ -220,6 +232,7 @@ fn all(store: &OwnStore, folder: &Path, used: &[(String, String)]) -> Vec<Holdin
 /// The copies in a folder.
 fn copies_in(folder: &Path) -> Vec<Holding> {
     let mut found: BTreeMap<String, Holding> = BTreeMap::new();
+    let (models, parts) = models_in(folder);
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let mut path = entry.path();
         if path.extension().is_some_and(|ending| ending == "partial") {
@@ -228,31 +241,65 @@ fn copies_in(folder: &Path) -> Vec<Holding> {
                 continue;
             }
         }
-        let is_whole = path.extension().is_some_and(|ending| ending == "gguf");
+        let is_whole = path.extension().is_some_and(|ending| ending == COPY);
         let is_part = path
             .extension()
             .is_some_and(|ending| ending == partial_file::FILE);
         let (Some(stem), Ok(facts)) = (path.file_stem(), entry.metadata()) else {
             continue;
         };
-        if !is_whole && (!is_part || path.with_extension("gguf").is_file()) {
+        if !is_whole && (!is_part || path.with_extension(COPY).is_file()) {
             continue;
         }
         let sha256 = stem.to_string_lossy().into_owned();
         let name = fs::read_to_string(path.with_extension(NAME));
-        // Disk usage of a sparse file, in units of 512 bytes.
-        let on_disk = facts.blocks().saturating_mul(512).min(facts.len());
+        if name.is_err() && parts.contains(&sha256) {
+            continue; // counted with its model
+        }
         let copy = Holding {
             name: name.unwrap_or_else(|_| sha256.clone()),
             bytes: facts.len(),
-            here_bytes: if is_whole { facts.len() } else { on_disk },
+            here_bytes: match is_whole {
+                true => facts.len(),
+                false => partial_file::bytes_on_disk(&entry.path()),
+            },
             sha256: Some(sha256.clone()),
             is_copy: true,
             ..Holding::default()
         };
         found.insert(sha256, copy);
     }
-    found.into_values().collect()
+    found.into_values().chain(models).collect()
+}
+
+/// The models of several files in a folder of copies, and the SHA-256 of their files.
+fn models_in(folder: &Path) -> (Vec<Holding>, BTreeSet<String>) {
+    let mut parts = BTreeSet::new();
+    let place = |sha256: &str, ending: &str| folder.join(format!("{sha256}.{ending}"));
+    let mut models = Vec::new();
+    for (sha256, manifest) in copies::manifests_in(folder) {
+        if !place(&sha256, MODEL).is_dir() {
+            continue; // the files are the user's
+        }
+        // A file of several models counts with the first.
+        let new = manifest.files().iter();
+        let new = new.filter(|file| parts.insert(file.sha256.clone()));
+        let here = new.map(|file| match fs::metadata(place(&file.sha256, COPY)) {
+            Ok(facts) => facts.len(),
+            Err(_) => partial_file::bytes_on_disk(&place(&file.sha256, partial_file::FILE)),
+        });
+        let here_bytes = here.sum();
+        let name = fs::read_to_string(place(&sha256, NAME));
+        models.push(Holding {
+            name: name.unwrap_or_else(|_| sha256.clone()),
+            bytes: manifest.bytes(),
+            here_bytes,
+            sha256: Some(sha256),
+            is_copy: true,
+            ..Holding::default()
+        });
+    }
+    (models, parts)
 }
 
 impl Inner {
@@ -534,6 +581,17 @@ mod tests {
         let refused = may_have(u64::MAX, 10_000, &models, "mini").unwrap_err();
         assert!(refused.contains("--disk-budget"), "{refused}");
         assert!(!refused.contains("paceline rm"), "{refused}");
+    }
+
+    #[test]
+    fn a_full_disk_takes_no_copy() {
+        assert_eq!(fits_disk(5, None), Ok(()));
+        assert_eq!(fits_disk(5, Some(5)), Ok(()));
+        let refused = fits_disk(3 << 30, Some(1 << 30)).unwrap_err();
+        assert_eq!(
+            refused,
+            "3.0 GiB more do not fit on the disk, 1.0 GiB are free"
+        );
     }
 
     #[test]

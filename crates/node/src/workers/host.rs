@@ -48,8 +48,11 @@ const GRACE: Duration = Duration::from_millis(300);
 pub struct ModelName {
     /// The name in the store.
     pub name: String,
-    /// SHA-256 of its file in hexadecimal digits.
+    /// SHA-256 of its file, or of its manifest, in hexadecimal digits.
     pub sha256: String,
+    /// Whether it has several files, listed in a manifest.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub manifest: bool,
 }
 
 /// From an owner to a host. Other builds may omit the fields with a default.

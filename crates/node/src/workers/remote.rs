@@ -807,6 +807,7 @@ mod tests {
         let model = ModelName {
             name: "smollm2".to_owned(),
             sha256: String::new(),
+            manifest: false,
         };
         let settled = Arc::<Settled>::default();
         let lines = FakeWorkerHosts {

@@ -1,13 +1,15 @@
-//! Whole files: their SHA-256, and copies from one node to another.
+//! Whole files: their SHA-256, copies from one node to another, and the files of a model.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::io::{BufWriter, Read, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use paceline_base::hex;
-use paceline_formats::gguf::Header;
+use paceline_formats::gguf::{Gguf, Header};
 use paceline_formats::tensor::MappedBytes;
+use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
 use super::{CopyProgress, Fetch, SILENCE, TELL_EVERY};
@@ -67,95 +69,130 @@ pub(super) fn copy(
     Ok(digits(sum))
 }
 
-/// SHA-256 of a file, or of the names, lengths and bytes of a folder's files in order of their
-/// names; in hexadecimal digits. Reads all of it.
+/// SHA-256 of a file in hexadecimal digits. Reads all of it.
 ///
 /// # Errors
 /// What the system says.
-pub(super) fn hash(path: &Path) -> std::io::Result<String> {
-    let mut sum = Sha256::new();
+pub(super) fn hash(path: &Path) -> io::Result<String> {
+    let (mut sum, mut file) = (Sha256::new(), File::open(path)?);
     let mut piece = vec![0; PIECE_BYTES];
-    for of_model in files(path)? {
-        let mut file = File::open(&of_model)?;
-        if let Ok(name) = of_model.strip_prefix(path)
-            && name != Path::new("")
-        {
-            sum.update(name.as_os_str().as_encoded_bytes());
-            sum.update([0]);
-            sum.update(file.metadata()?.len().to_le_bytes());
-        }
-        loop {
-            match file.read(&mut piece)? {
-                0 => break,
-                n => sum.update(&piece[..n]),
-            }
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(digits(sum)),
+            n => sum.update(&piece[..n]),
         }
     }
-    Ok(digits(sum))
 }
 
-/// Most files of a model's folder: some hundreds of shards in the largest known.
-const FILES_MAX: usize = 4096;
+/// SHA-256 of bytes in hexadecimal digits.
+pub(super) fn hash_bytes(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
+}
 
-/// The file itself, or all files below a folder, in order of their names.
+/// Folders are models in the layout of the Hugging Face hub: the file of weights, or their index.
+const WEIGHTS: &str = "model.safetensors";
+const WEIGHT_INDEX: &str = "model.safetensors.index.json";
+
+/// Endings of a folder's files without weights: settings, tokenizers and chat templates.
+const SETTINGS: [&str; 4] = ["json", "jinja", "model", "txt"];
+
+/// A settings file in a folder of its own: how an encoder pools its rows.
+const POOLING: &str = "1_Pooling/config.json";
+
+/// The store's record of a model, which each use changes.
+const STORE_RECORD: &str = "paceline.json";
+
+/// A file of a model of several files.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct PartFile {
+    /// Its name in the model's folder.
+    pub(super) name: String,
+    pub(super) path: PathBuf,
+    pub(super) has_weights: bool,
+}
+
+/// The files of the model at `path`, a folder or a part of a split GGUF model. `None` for a model
+/// of one file, and for a file that is not GGUF: its reader reports the error.
 ///
 /// # Errors
-/// A folder that cannot be read, or that has more than [`FILES_MAX`] files.
-pub(super) fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
-    if !path.is_dir() {
-        return Ok(vec![path.to_owned()]);
+/// A folder without weights, a missing part, or what the system says.
+pub(super) fn model_files(path: &Path) -> io::Result<Option<Vec<PartFile>>> {
+    match path.is_dir() {
+        true => folder_files(path).map(Some),
+        false => split_files(path),
     }
-    let (mut folders, mut all) = (vec![path.to_owned()], Vec::new());
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(folder)? {
-            let path = entry?.path();
-            match path.is_dir() {
-                true => folders.push(path),
-                false => all.push(path),
-            }
-            if all.len() + folders.len() > FILES_MAX {
-                let reason = format!("a folder of over {FILES_MAX} files is no model");
-                return Err(std::io::Error::other(reason));
-            }
-        }
-    }
-    all.sort();
-    Ok(all)
 }
 
-/// A model of several files. Copies consist of one file, so such a model cannot be sent to another
-/// machine.
-#[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub(in crate::fleet) enum Several {
-    #[error("{} is a folder: over several machines only models of one GGUF file can be loaded", path.display())]
-    Folder { path: PathBuf },
-    #[error(
-        "{} is one of {parts} files of a split model: other machines can be given only models of \
-         one GGUF file; `llama-gguf-split --merge` makes one, or load it on the machine that has \
-         all of them",
-        path.display()
-    )]
-    Split { path: PathBuf, parts: u64 },
-}
-
-/// Checks whether the model at `path` is one file. Reads the file's header. A file that is not GGUF
-/// passes: its reader reports the error.
-///
-/// # Errors
-/// [`Several`].
-pub(in crate::fleet) fn check_single(path: &Path) -> Result<(), Several> {
-    let path = path.to_owned();
-    if path.is_dir() {
-        return Err(Several::Folder { path });
+/// The parts of the split GGUF model at `path`, in order.
+fn split_files(path: &Path) -> io::Result<Option<Vec<PartFile>>> {
+    // Only files with such a name are opened as parts.
+    let name = path.file_name().and_then(|name| name.to_str());
+    if !name.is_some_and(|name| name.contains("-of-")) {
+        return Ok(None);
     }
     let count = || {
-        let header = Header::parse(&MappedBytes::open(&path).ok()?).ok()?;
+        let header = Header::parse(&MappedBytes::open(path).ok()?).ok()?;
         header.metadata().opt_u64("split.count").ok()?
     };
-    match count() {
-        Some(parts @ 2..) => Err(Several::Split { path, parts }),
-        _ => Ok(()),
+    if !matches!(count(), Some(2..)) {
+        return Ok(None);
     }
+    let model = Gguf::open(path).map_err(io::Error::other)?;
+    let part = |path: &Path| {
+        Some(PartFile {
+            name: path.file_name()?.to_str()?.to_owned(),
+            path: path.to_owned(),
+            has_weights: true,
+        })
+    };
+    Ok(model.paths().map(part).collect())
+}
+
+/// The weights that a folder is opened with, and its files without weights, by name.
+fn folder_files(folder: &Path) -> io::Result<Vec<PartFile>> {
+    let weights = match folder.join(WEIGHTS).exists() {
+        true => BTreeSet::from([WEIGHTS.to_owned()]),
+        false => indexed_weights(&folder.join(WEIGHT_INDEX))?,
+    };
+    let mut others = BTreeSet::new();
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        let ending = path.extension().and_then(|ending| ending.to_str());
+        let is_settings = ending.is_some_and(|ending| SETTINGS.contains(&ending));
+        let name = path.file_name().and_then(|name| name.to_str());
+        let name = name.filter(|name| !name.starts_with('.') && *name != STORE_RECORD);
+        if is_settings && path.is_file() {
+            others.extend(name.map(str::to_owned));
+        }
+    }
+    if folder.join(POOLING).is_file() {
+        others.insert(POOLING.to_owned());
+    }
+    let others = others.into_iter().map(|name| (name, false));
+    let all = weights.into_iter().map(|name| (name, true)).chain(others);
+    let file = |(name, has_weights): (String, bool)| PartFile {
+        path: folder.join(&name),
+        name,
+        has_weights,
+    };
+    Ok(all.map(file).collect())
+}
+
+/// The names of files in an index of weights.
+fn indexed_weights(index: &Path) -> io::Result<BTreeSet<String>> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let text = match fs::read(index) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let reason = format!("holds no {WEIGHTS} or {WEIGHT_INDEX}");
+            return Err(io::Error::new(error.kind(), reason));
+        }
+        text => text?,
+    };
+    let index: Index = serde_json::from_slice(&text)?;
+    Ok(index.weight_map.into_values().collect())
 }
 
 fn digits(sum: Sha256) -> String {
@@ -168,42 +205,75 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn a_folder_is_known_by_its_files() {
-        let folder = tempfile::tempdir().unwrap();
-        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
-        fs::create_dir(folder.path().join("inner")).unwrap();
-        write("a", "1");
-        write("inner/b", "2");
-        let first = hash(folder.path()).unwrap();
-        assert_eq!(hash(folder.path()).unwrap(), first);
-        write("inner/b", "3");
-        assert_ne!(hash(folder.path()).unwrap(), first);
-        write("inner/b", "2");
-        assert_eq!(hash(folder.path()).unwrap(), first);
-        write("c", "");
-        assert_ne!(hash(folder.path()).unwrap(), first);
+    fn names(path: &Path) -> Option<Vec<(String, bool)>> {
+        let files = model_files(path).unwrap()?.into_iter();
+        Some(files.map(|file| (file.name, file.has_weights)).collect())
     }
 
     #[test]
-    fn models_of_several_files_are_named() {
+    fn a_folder_has_its_weights_and_settings() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        write("config.json", "{}");
+        let error = model_files(folder.path()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound, "it has no weights");
+        fs::create_dir(folder.path().join("1_Pooling")).unwrap();
+        for other in [
+            "README.md",
+            ".cache.json",
+            "other.safetensors",
+            "paceline.json",
+            "m.bin",
+        ] {
+            write(other, "");
+        }
+        write("1_Pooling/config.json", "{}");
+        write("chat_template.jinja", "");
+        let map =
+            r#"{"weight_map":{"a":"m-1.safetensors","b":"m-2.safetensors","c":"m-1.safetensors"}}"#;
+        write(WEIGHT_INDEX, map);
+        let small = [
+            "1_Pooling/config.json",
+            "chat_template.jinja",
+            "config.json",
+            WEIGHT_INDEX,
+        ];
+        let own = |weights: &[&str]| {
+            let weights = weights.iter().map(|name| ((*name).to_owned(), true));
+            let small = small.iter().map(|name| ((*name).to_owned(), false));
+            Some(weights.chain(small).collect::<Vec<_>>())
+        };
+        let two = own(&["m-1.safetensors", "m-2.safetensors"]);
+        assert_eq!(names(folder.path()), two);
+        write(WEIGHTS, "");
+        assert_eq!(
+            names(folder.path()),
+            own(&[WEIGHTS]),
+            "the index is not read"
+        );
+    }
+
+    #[test]
+    fn a_split_model_has_its_parts() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
-        let part = |count: u32| {
-            let part = GgufWriter::new().meta("split.no", 0_u32);
+        let part = |number: u32, count: u32| {
+            let part = GgufWriter::new().meta("split.no", number);
+            let part = part.meta("split.tensors.count", 0_u32);
             part.meta("split.count", count)
         };
-        part(1).write(path("one.gguf"));
-        part(3).write(path("m-00001-of-00003.gguf"));
-        fs::write(path("other"), "no GGUF").unwrap();
-        let check = |name: &str| check_single(&path(name));
-        assert_eq!((check("one.gguf"), check("other")), (Ok(()), Ok(())));
-        let split = check("m-00001-of-00003.gguf").unwrap_err().to_string();
-        assert!(
-            split.contains("is one of 3 files of a split model"),
-            "{split}"
-        );
-        let path = folder.path().to_owned();
-        assert_eq!(check_single(&path), Err(Several::Folder { path }));
+        part(0, 1).write(path("x-of-one.gguf"));
+        part(0, 3).write(path("m-00001-of-00003.gguf"));
+        fs::write(path("an-of-other"), "no GGUF").unwrap();
+        for one in ["x-of-one.gguf", "an-of-other", "absent.gguf"] {
+            assert_eq!(names(&path(one)), None, "{one}");
+        }
+        let first = path("m-00001-of-00003.gguf");
+        let error = model_files(&first).unwrap_err().to_string();
+        assert!(error.contains("m-00002-of-00003.gguf"), "{error}");
+        part(1, 3).write(path("m-00002-of-00003.gguf"));
+        part(2, 3).write(path("m-00003-of-00003.gguf"));
+        let all = (1..=3).map(|no| (format!("m-{no:05}-of-00003.gguf"), true));
+        assert_eq!(names(&first), Some(all.collect()));
     }
 }

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::{ModelCopies, PartialCopy, first_groups, merged, partial_file, write_whole};
 use crate::fleet::damage::{Count, wrong_groups};
 use crate::fleet::partial_file::VerifiedPartial;
-use crate::fleet::roots::{self, FileRoot};
+use crate::fleet::roots::{self, KnownRoot};
 use crate::fleet::tree::{HashGroups, Tree, shown};
 use crate::partial_source::ByteRange;
 use crate::workers::host::ModelName;
@@ -40,7 +40,7 @@ pub(in crate::fleet) enum CheckRange<'a> {
 
 impl CheckRange<'_> {
     /// The groups that have these bytes.
-    pub(super) fn groups(self, rooted: &FileRoot, groups: HashGroups) -> Vec<Range<u64>> {
+    pub(super) fn groups(self, rooted: &KnownRoot, groups: HashGroups) -> Vec<Range<u64>> {
         match self {
             Self::Start => first_groups(rooted, groups),
             Self::Parts(parts) => {
@@ -62,7 +62,7 @@ pub struct RepairReport {
 }
 
 /// The root of a model file, and the node it came from.
-pub(super) type RootOrigin = (FileRoot, Option<NodeId>);
+pub(super) type RootOrigin = (KnownRoot, Option<NodeId>);
 
 impl ModelCopies {
     /// Compares bytes of a whole copy with the model's hash tree. Groups that differ are fetched
@@ -79,7 +79,7 @@ impl ModelCopies {
         extent: CheckRange<'_>,
         count: &Count<'_>,
     ) -> Result<Option<RepairReport>, String> {
-        let copy = self.place(model, "gguf")?;
+        let copy = self.whole(model)?;
         if !copy.is_file() {
             return Ok(None);
         }
@@ -116,10 +116,12 @@ impl ModelCopies {
         let map = agent.map();
         let told = || {
             let told = lock(&self.roots).get(&model.sha256).cloned();
-            told.filter(|(rooted, _)| rooted.check(&map, &model.sha256).is_ok())
+            told.filter(|(rooted, _)| rooted.is_trusted(&map))
         };
+        let of_model = || Some((self.root_of_part(agent, model)?, None));
         let of_map = roots::of(&map, &model.sha256).ok();
-        of_map.map(|rooted| (rooted, None)).or_else(told)
+        let of_map = of_map.map(|rooted| (rooted.into(), None));
+        of_map.or_else(told).or_else(of_model)
     }
 
     /// Refuses a copy whose SHA-256 differs from its name. Reads all of it, unless it is unchanged
@@ -197,19 +199,20 @@ impl ModelCopies {
     }
 
     /// As [`check`](Self::check), for a worker that found damage in its ranges of a complete or
-    /// partial file.
+    /// partial file. `file` is its name in the model's folder, empty for a model of one file.
     ///
     /// # Errors
     /// As of `check`, and the system's.
     pub(in crate::fleet) fn repair(
         &self,
         agent: &Agent,
-        model: &ModelName,
+        (model, file): (&ModelName, &str),
         parts: &[ByteRange],
         goes_on: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), String> {
+        let model = &self.file_of(model, file)?;
         let count: &Count<'_> = &|_| goes_on();
-        if self.place(model, "gguf")?.is_file() {
+        if self.whole(model)?.is_file() {
             let checked = self.check((agent, model), None, CheckRange::Parts(parts), count);
             return checked.map(drop);
         }
@@ -224,7 +227,7 @@ impl ModelCopies {
                 (self.tell)(&format!("warning: {name}: {path} is damaged at bytes {at}"));
             }
         }
-        self.bring(agent, model, parts, goes_on)
+        self.bring(agent, (model, ""), parts, goes_on)
     }
 }
 

@@ -24,11 +24,11 @@ fn copies_of(folder: &Path, find: Box<FileLookup>) -> ModelCopies {
 }
 
 /// Copies of a node whose store is empty.
-fn none(folder: &Path) -> ModelCopies {
+pub(super) fn none(folder: &Path) -> ModelCopies {
     copies_of(folder, Box::new(|_| Err("there is none".to_owned())))
 }
 
-fn until(what: &str, done: impl Fn() -> bool) {
+pub(super) fn until(what: &str, done: impl Fn() -> bool) {
     let end = Instant::now() + LIMIT;
     while !done() {
         assert!(Instant::now() < end, "{what}");
@@ -36,7 +36,7 @@ fn until(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-fn agent(home: &Path, key: &ClusterKey, peer: Option<u16>) -> Agent {
+pub(super) fn agent(home: &Path, key: &ClusterKey, peer: Option<u16>) -> Agent {
     join_at_rest(home, key).unwrap();
     let mut config = Config::new(home, NodeFacts::default());
     config.port = 0;
@@ -53,6 +53,7 @@ pub(in crate::fleet) fn wanted(model: ModelName, bytes: u64) -> InstanceSpec {
     InstanceSpec {
         model: model.name,
         sha256: model.sha256,
+        manifest: model.manifest,
         bytes,
         split: "auto".to_owned(),
         threads: 1,
@@ -68,6 +69,7 @@ fn a_node_without_the_file_says_so_or_copies_it() {
     let name = ModelName {
         name: "m".to_owned(),
         sha256: hash(&model).unwrap(),
+        manifest: false,
     };
     let key = ClusterKey::random().unwrap();
     let one = agent(homes[0].path(), &key, None);
@@ -100,6 +102,7 @@ fn only_the_content_that_was_asked_for_is_found() {
     let name = |sha256: String| ModelName {
         name: "m".to_owned(),
         sha256,
+        manifest: false,
     };
     let right = name(hash(&model).unwrap());
     let found = copies(folder.path(), model.clone());
@@ -128,8 +131,12 @@ fn model(folder: &Path) -> (PathBuf, Vec<u8>, ModelName) {
     let path = folder.join("model.gguf");
     fs::write(&path, &bytes).unwrap();
     let sha256 = hash(&path).unwrap();
-    let name = "m".to_owned();
-    (path, bytes, ModelName { name, sha256 })
+    let name = ModelName {
+        name: "m".to_owned(),
+        sha256,
+        manifest: false,
+    };
+    (path, bytes, name)
 }
 
 /// Serves byte ranges, as a fleet does.
@@ -229,16 +236,16 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
         Arc::new(|_| {}),
     );
     let part = [(1 << 20, (1 << 20) + 1)];
-    let refused = full.bring(&two, &name, &part, &|| true).unwrap_err();
+    let refused = full.bring(&two, (&name, ""), &part, &|| true).unwrap_err();
     assert_eq!(refused, "65536 bytes are too many");
     drop(full);
 
     let own = none(&folder);
-    own.bring(&two, &name, &part, &|| true).unwrap();
+    own.bring(&two, (&name, ""), &part, &|| true).unwrap();
     let held = own.part(&name.sha256).unwrap();
     assert_eq!(held.partial.runs(), [(16, 17)]);
     let given_up = own
-        .bring(&two, &name, &[(0, 1 << 20)], &|| false)
+        .bring(&two, (&name, ""), &[(0, 1 << 20)], &|| false)
         .unwrap_err();
     assert!(given_up.contains("nobody waits"), "{given_up}");
     assert_eq!(held.partial.runs(), [(0, 17)], "what came is kept");
@@ -251,7 +258,7 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
         assert_eq!(there[sample.clone()], bytes[sample]);
     }
     one.stop();
-    let gone = own.bring(&two, &name, &[(2 << 20, 3 << 20)], &|| true);
+    let gone = own.bring(&two, (&name, ""), &[(2 << 20, 3 << 20)], &|| true);
     // The samples cover every group of this small file, so all of it is here.
     assert_eq!(gone, Ok(()));
     two.stop();
@@ -351,7 +358,7 @@ fn bytes_that_no_node_has_come_from_the_hub_and_are_checked() {
     rooted.publish(&one, &name.sha256).unwrap();
     let kept = folder("copies").join(format!("{}.{}", name.sha256, partial_file::TREE));
     fs::write(kept, tree.to_bytes()).unwrap();
-    let bring = |end: u64| own.bring(&one, &name, &[(end - 1, end)], &|| true);
+    let bring = |end: u64| own.bring(&one, (&name, ""), &[(end - 1, end)], &|| true);
     bring((1 << 20) + 1).unwrap();
     let held = own.part(&name.sha256).unwrap();
     assert_eq!(held.partial.runs(), [(16, 17)]);
@@ -517,10 +524,14 @@ fn groups_that_were_damaged_after_they_came_are_fetched_again() {
     fs::remove_file(&pair.copy).unwrap();
     let copies = none(&pair.copies.folder);
     let (two, part) = (&pair.agents[1], [(0, 1 << 20)]);
-    copies.bring(two, &pair.name, &part, &|| true).unwrap();
+    copies
+        .bring(two, (&pair.name, ""), &part, &|| true)
+        .unwrap();
     let shard = pair.copy.with_extension(partial_file::FILE);
     damage(&shard, |file| file.write_all_at(b"wrong", 7).unwrap());
-    copies.repair(two, &pair.name, &part, &|| true).unwrap();
+    copies
+        .repair(two, (&pair.name, ""), &part, &|| true)
+        .unwrap();
     let there = fs::read(&shard).unwrap();
     assert_eq!(there[..1 << 20], pair.bytes[..1 << 20]);
 
