@@ -9,7 +9,6 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use paceline_formats::gguf::testing::GgufWriter;
 use serde_json::{Value, json};
 
 use super::{TestMachine, live::join_by_token, machines, said, until, until_ready};
@@ -25,13 +24,13 @@ const DEEP: TinyModelSpec = TinyModelSpec {
     ..FAMILIES[0]
 };
 
-/// Share of the model's bytes that each machine has, as `host` tells; those without it have none.
-fn shares(host: &TestMachine) -> Vec<(String, f64)> {
+/// Share of a model's bytes that each machine has, as `host` tells; those without it have none.
+fn shares(host: &TestMachine, model: &str) -> Vec<(String, f64)> {
     let told: Value = serde_json::from_str(&host.told(&["models", "--nodes", "--json"])).unwrap();
     let nodes = told["nodes"].as_array().unwrap().iter();
     let share = |node: &Value| {
         let models = node["models"].as_array().unwrap();
-        let own = models.iter().find(|model| model["name"] == MODEL);
+        let own = models.iter().find(|it| it["name"] == model);
         let number = |model: &Value, name: &str| model[name].as_f64().unwrap();
         let share = own.map_or(0.0, |it| number(it, "here_bytes") / number(it, "bytes"));
         (node["node"].as_str().unwrap().to_owned(), share)
@@ -71,7 +70,7 @@ fn each_machine_gets_what_it_computes_with() {
         let (answer, line) = hosts[2].answer(MODEL, &[]);
         assert!(line.contains("asking the instance"), "{line}");
         assert_eq!(answer["tokens"], alone["tokens"], "{split}");
-        let shares = shares(&hosts[1]);
+        let shares = shares(&hosts[1], MODEL);
         assert_eq!(shares[0].1, 0.0, "its own file is in no store: {shares:?}");
         // 4 MB of 28 tell the file from others. Tensor splits read columns of whole matrices.
         let most = if split == "pipeline" { 0.7 } else { 0.85 };
@@ -86,31 +85,67 @@ fn each_machine_gets_what_it_computes_with() {
         });
         hosts[0].told(&["rm", MODEL, "--everywhere"]);
         assert!(
-            self::shares(&hosts[0])
+            self::shares(&hosts[0], MODEL)
                 .iter()
                 .all(|(_, share)| *share == 0.0)
         );
     }
-    a_split_file_is_refused(&hosts);
+    of_several_files(&hosts);
     sent(&hosts, &alone);
 }
 
-/// Parts of a split file reach no other machine.
-fn a_split_file_is_refused(hosts: &[TestMachine]) {
-    const PART: &str = "m-00001-of-00003.gguf";
-    let part = GgufWriter::new().meta("split.no", 0_u32);
-    let part = part.meta("split.count", 3_u32);
-    part.write(hosts[0].home.path().join(PART));
-    for command in [["load", PART, "--nodes", "2"], ["pull", PART, "--to", "n1"]] {
-        let refused = hosts[0].run(&command);
-        let said = said(&refused);
-        assert!(!refused.status.success(), "{command:?}");
-        assert!(
-            said.contains("is one of 3 files of a split model"),
-            "{said}"
-        );
+/// A split file and folders reach machines that lack them, and answer there as on one machine.
+fn of_several_files(hosts: &[TestMachine]) {
+    let home = hosts[0].home.path();
+    let split = DEEP.write_split(home, 3);
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden");
+    for folder in ["hf/llama-rope3-sharded", "mlx/llama-4bit"] {
+        let to = home.join(folder.rsplit('/').next().unwrap());
+        fs::create_dir(&to).unwrap();
+        for file in fs::read_dir(golden.join(folder)).unwrap() {
+            let file = file.unwrap();
+            fs::copy(file.path(), to.join(file.file_name())).unwrap();
+        }
     }
-    assert_eq!(whole_copies(&hosts[1]), Vec::<PathBuf>::new());
+    for (model, nodes) in [
+        (&*split, "n0,n1"),
+        ("llama-rope3-sharded", "n1,n2"),
+        ("llama-4bit", "n0,n1"),
+    ] {
+        let (alone, _) = hosts[0].answer(model, &["--local"]);
+        let load = ["load", model, "--nodes", nodes, "--split", "pipeline"];
+        hosts[0].told(&[&load[..], &["--weights", "shard", "--threads", "1"]].concat());
+        until_ready(&hosts[0], &hosts[2]);
+        let (answer, line) = hosts[2].answer(model, &[]);
+        assert!(line.contains("asking the instance"), "{model}: {line}");
+        assert_eq!(answer["tokens"], alone["tokens"], "{model}");
+        let shares = shares(&hosts[1], model);
+        assert!(shares[1].1 > 0.1, "{model}: {shares:?}");
+        if model == split {
+            assert!(shares[1].1 < 0.85, "a part of each file: {shares:?}");
+        }
+        hosts[0].told(&["unload", model]);
+        until("it is unloaded", || {
+            hosts[0].told(&["ps", "--json"]) == "[]"
+        });
+        hosts[0].told(&["rm", model, "--everywhere"]);
+        let left = fs::read_dir(hosts[1].home.path().join("copies")).unwrap();
+        assert_eq!(left.count(), 0, "{model}");
+    }
+    let told = hosts[0].told(&["pull", &split, "--to", "n1"]);
+    assert!(told.contains("m-00001-of-00003.gguf is on n1"), "{told}");
+    assert_eq!(self::shares(&hosts[0], &split)[1].1, 1.0);
+    let load = ["load", &split, "--nodes", "n1", "--threads", "1"];
+    hosts[0].told(&load);
+    let (alone, _) = hosts[0].answer(&split, &["--local"]);
+    let (answer, line) = hosts[0].answer(&split, &[]);
+    assert!(line.contains("asking the instance on n1"), "{line}");
+    assert_eq!(answer["tokens"], alone["tokens"]);
+    hosts[0].told(&["unload", &split]);
+    until("it is unloaded", || {
+        hosts[0].told(&["ps", "--json"]) == "[]"
+    });
+    hosts[0].told(&["rm", &split, "--everywhere"]);
 }
 
 /// The whole copies of a machine.
@@ -167,7 +202,7 @@ fn sent(hosts: &[TestMachine], alone: &Value) {
         said.contains("n2: ") && said.contains("over the disk budget"),
         "{said}"
     );
-    let shares = shares(&hosts[2]);
+    let shares = shares(&hosts[2], MODEL);
     assert_eq!((shares[1].1, shares[2].1), (1.0, 0.0), "{shares:?}");
     let table = hosts[2].told(&["models", "--nodes"]);
     assert!(

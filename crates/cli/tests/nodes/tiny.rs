@@ -62,8 +62,29 @@ impl TinyModelSpec {
 
     /// The same with another chat template, and weights of another seed.
     pub(crate) fn write_with(&self, path: &Path, (template, seed): (&str, u64)) {
+        let [part] = self.parts((template, seed), 1).try_into().unwrap();
+        part.write(path);
+    }
+
+    /// Writes the model of [`write`](Self::write) in `count` parts to a folder, under the names of
+    /// llama.cpp's splitter. Returns the name of the first.
+    pub(crate) fn write_split(&self, folder: &Path, count: u32) -> String {
+        let name = |no: u32| format!("m-{:05}-of-{count:05}.gguf", no + 1);
+        for (no, part) in (0..count).zip(self.parts((TEMPLATE, 7), count)) {
+            part.write(folder.join(name(no)));
+        }
+        name(0)
+    }
+
+    /// The parts of a model, each with every `count`th tensor.
+    fn parts(&self, (template, seed): (&str, u64), count: u32) -> Vec<GgufWriter> {
+        let part = |no: u32| match no {
+            0 => self.metadata(template),
+            _ => GgufWriter::new(),
+        };
         let mut file = ModelFileWriter {
-            writer: self.metadata(template),
+            parts: (0..count).map(part).collect(),
+            tensors: 0,
             random: SplitMix64::new(seed),
         };
         file.matrix("token_embd", VOCAB, WIDTH, |_| true);
@@ -71,7 +92,15 @@ impl TinyModelSpec {
         let speaks = |token: usize| (FIRST_BYTE + 0x20..FIRST_BYTE + 0x7f).contains(&token);
         file.matrix("output", VOCAB, WIDTH, speaks);
         (0..self.layers).for_each(|i| self.layer(&mut file, i));
-        file.writer.write(path);
+        if count == 1 {
+            return file.parts;
+        }
+        let tensors = file.tensors as u32;
+        let split = |(no, part): (u32, GgufWriter)| {
+            let part = part.meta("split.no", no).meta("split.count", count);
+            part.meta("split.tensors.count", tensors)
+        };
+        (0..).zip(file.parts).map(split).collect()
     }
 
     fn layer(&self, file: &mut ModelFileWriter, i: usize) {
@@ -143,7 +172,9 @@ const TEMPLATE: &str = "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['cont
                         </turn>\n{% endfor %}<turn>assistant\n";
 
 struct ModelFileWriter {
-    writer: GgufWriter,
+    parts: Vec<GgufWriter>,
+    /// Tensors written so far.
+    tensors: usize,
     random: SplitMix64,
 }
 
@@ -171,6 +202,8 @@ impl ModelFileWriter {
     }
 
     fn with(&mut self, add: impl FnOnce(GgufWriter) -> GgufWriter) {
-        self.writer = add(std::mem::take(&mut self.writer));
+        let at = self.tensors % self.parts.len();
+        self.parts[at] = add(std::mem::take(&mut self.parts[at]));
+        self.tensors += 1;
     }
 }
