@@ -308,12 +308,13 @@ fn python() -> HealthCheck {
 
 fn compiler() -> HealthCheck {
     let mend = "apt install g++, or xcode-select --install";
-    program("c++", "c++", &["--version"], "builds MLX's C layer", mend)
+    let use_of = "builds MLX's C layer where no release brings it";
+    program("c++", "c++", &["--version"], use_of, mend)
 }
 
 fn cargo() -> HealthCheck {
     let mend = "install Rust with rustup, or give `paceline engines install mlx` --sources";
-    let use_of = "fetches the sources of MLX's C layer";
+    let use_of = "fetches the sources of MLX's C layer where no release brings it";
     program("cargo", "cargo", &["--version"], use_of, mend)
 }
 

@@ -39,7 +39,7 @@ pub struct DeviceRow {
 
 /// The command that installs MLX.
 pub const fn mend_mlx() -> &'static str {
-    "`paceline engines install mlx` fetches MLX and builds its C layer"
+    "`paceline engines install mlx` fetches MLX"
 }
 
 /// paceline's own engine, always present.

@@ -8,8 +8,11 @@
 //! | `HF_TOKEN` | login at the hub |
 //! | `HTTPS_PROXY`, `HTTP_PROXY`, `ALL_PROXY`, `NO_PROXY` | proxies, in lower case too |
 //! | `SSL_CERT_FILE` | certificates to trust instead of the built-in ones |
+//! | `PIP_INDEX_URL` and pip's files | the package index that MLX's wheels come from |
 //!
 //! Only programs read the environment itself, and pass [`Variables`].
+
+mod pip;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -18,6 +21,8 @@ use paceline_base::Bytes;
 use paceline_mlx::LibraryPaths;
 use paceline_node::DiskCache;
 use paceline_store::{Hub, HubToken, ProxySetting, PullOptions, find_mlx};
+
+pub use pip::package_index;
 
 /// Returns the value of a variable, if set.
 pub type Variables<'a> = &'a dyn Fn(&str) -> Option<OsString>;
@@ -52,6 +57,7 @@ pub fn pull_options(variables: Variables<'_>, tell: &dyn Fn(&str)) -> PullOption
     };
     PullOptions {
         hub,
+        index: package_index(variables),
         ..PullOptions::default()
     }
 }
@@ -90,6 +96,12 @@ pub fn mlx_places(variables: Variables<'_>, home: &Path, program: Option<&Path>)
         beside: program.and_then(|path| path.parent().map(Path::to_path_buf)),
         installed: find_mlx(&mlx_folder(home)).map(|mlx| mlx.library),
     }
+}
+
+/// The folder of a release's own files, for a program at `program`: `lib/paceline` of the prefix.
+pub fn release_folder(program: &Path) -> Option<PathBuf> {
+    let program = program.canonicalize().ok()?;
+    Some(program.parent()?.parent()?.join("lib/paceline"))
 }
 
 /// Install folder of MLX, with a folder per version.

@@ -7,7 +7,7 @@ use clap::{Subcommand, ValueEnum};
 use paceline_board::engines::{choose, cpu, mend_mlx, mlx, text};
 use paceline_cluster::machine;
 use paceline_mlx::Library;
-use paceline_store::{MlxBuild, MlxInstallation, Toolchain, install_mlx, mlx_bytes};
+use paceline_store::{MlxBuild, MlxInstallation, SystemVersion, Toolchain, install_mlx, mlx_bytes};
 use serde_json::json;
 
 use crate::error::Error;
@@ -40,7 +40,7 @@ struct Install {
     /// Which build of MLX [default: the one for this machine]
     #[arg(long, value_name = "BUILD")]
     build: Option<Build>,
-    /// Folder with the sources of mlx-c, instead of those that cargo fetches
+    /// Folder with the sources of mlx-c, instead of the release's C layer or those that cargo fetches
     #[arg(long, value_name = "FOLDER")]
     sources: Option<PathBuf>,
     /// Print one JSON object
@@ -111,6 +111,8 @@ fn install_engine(args: &Install, signals: &Signals) -> anyhow::Result<()> {
     };
     let settings = StoreSettings::from_env()?;
     let tools = Toolchain {
+        system: machine::system_version().map(|(major, minor)| SystemVersion(major, minor)),
+        shipped: home::release_folder(),
         sources: args.sources.clone(),
         ..Toolchain::default()
     };

@@ -97,6 +97,11 @@ pub(crate) fn mlx_folder() -> anyhow::Result<PathBuf> {
     Ok(settings::mlx_folder(&folder()?))
 }
 
+/// The folder of a release's own files, beside this program.
+pub(crate) fn release_folder() -> Option<PathBuf> {
+    settings::release_folder(&env::current_exe().ok()?)
+}
+
 /// Search paths of MLX.
 ///
 /// # Errors

@@ -75,6 +75,35 @@ fn an_installation_without_tools_says_which_one() {
 }
 
 #[test]
+fn a_release_has_the_c_layer_beside_the_program_and_needs_no_tools() {
+    let home = tempfile::tempdir().unwrap();
+    let args = ["engines", "install", "mlx", "--build", "cpu"];
+    let built = paceline(home.path(), &[]);
+    let (bin, own) = (home.path().join("bin"), home.path().join("lib/paceline"));
+    std::fs::create_dir_all(&bin).unwrap();
+    std::fs::create_dir_all(&own).unwrap();
+    std::fs::copy(built.get_program(), bin.join("paceline")).unwrap();
+    std::fs::write(own.join("libmlxc.so"), "").unwrap();
+    let record =
+        r#"{"mlx": "0.32.2", "mlx_c": "0.7.0", "sha256": "", "index": "http://127.0.0.1:1/"}"#;
+    std::fs::write(own.join("mlx-layer.json"), record).unwrap();
+    let mut command = Command::new(bin.join("paceline"));
+    command.args(args).env_clear();
+    command.env("PACELINE_HOME", home.path().join("home"));
+    command.env("PIP_CONFIG_FILE", "/dev/null");
+    let (output, said) = run(&mut command);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    if cfg!(target_os = "linux") && !said.contains("needs glibc") {
+        let parts = [
+            "error: cannot fetch mlx-cpu==0.32.2 from the package index: cannot reach 127.0.0.1:1",
+            "\nhint: ",
+            "PIP_INDEX_URL",
+        ];
+        crate::common::assert_parts(&args, &said, &parts);
+    }
+}
+
+#[test]
 fn the_doctor_names_what_mends_what_is_missing() {
     let home = tempfile::tempdir().unwrap();
     let mut command = paceline(home.path(), &["doctor", "--json"]);

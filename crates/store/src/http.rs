@@ -356,22 +356,7 @@ fn redirect_target(from: &Uri, headers: &HeaderMap) -> Result<Uri, Error> {
         .get(header::LOCATION)
         .and_then(|value| value.to_str().ok());
     let location = location.ok_or_else(|| bad("it has no location"))?;
-    let scheme = from.scheme_str().unwrap_or("https");
-    let origin = format!("{scheme}://{}", from.authority().map_or("", |a| a.as_str()));
-    let absolute = if location.contains("://") {
-        location.to_owned()
-    } else if location.starts_with("//") {
-        format!("{scheme}:{location}")
-    } else if location.starts_with('/') {
-        format!("{origin}{location}")
-    } else {
-        let folder = from
-            .path()
-            .rsplit_once('/')
-            .map_or("", |(folder, _)| folder);
-        format!("{origin}{folder}/{location}")
-    };
-    let to = absolute
+    let to = absolute(from, location)
         .parse::<Uri>()
         .map_err(|_| bad("its location is no address"))?;
     match to.scheme_str() {
@@ -381,6 +366,36 @@ fn redirect_target(from: &Uri, headers: &HeaderMap) -> Result<Uri, Error> {
         Some("http") => Err(bad("it leads from https to http")),
         _ => Err(bad("it leads away from http and https")),
     }
+}
+
+/// `location` as an address of its own, relative to `from`.
+fn absolute(from: &Uri, location: &str) -> String {
+    let scheme = from.scheme_str().unwrap_or("https");
+    let origin = format!("{scheme}://{}", from.authority().map_or("", |a| a.as_str()));
+    if location.contains("://") {
+        return location.to_owned();
+    }
+    if location.starts_with("//") {
+        return format!("{scheme}:{location}");
+    }
+    if location.starts_with('/') {
+        return format!("{origin}{location}");
+    }
+    let (mut rest, mut folder) = (location, parent(from.path()));
+    while let Some(above) = rest.strip_prefix("../") {
+        (rest, folder) = (above, parent(folder));
+    }
+    format!("{origin}{folder}/{rest}")
+}
+
+/// A path without its last part.
+fn parent(path: &str) -> &str {
+    path.rsplit_once('/').map_or("", |(folder, _)| folder)
+}
+
+/// The address of `location`, as a page at `base` names it.
+pub(crate) fn linked(base: &str, location: &str) -> Result<String, Error> {
+    Ok(absolute(&parse_uri(base)?, location))
 }
 
 fn parse_uri(url: &str) -> Result<Uri, Error> {

@@ -40,7 +40,7 @@
 //!
 //! Others:
 //! - `pinned_file`: single files for nodes of a cluster.
-//! - `engine`: the same for MLX's libraries.
+//! - `engine`: the same for MLX's libraries; `package_index`: their wheels without pip.
 //! - `child`: external programs.
 //! - `listing`: all models as text and JSON.
 //! - `audit`: the log.
@@ -63,6 +63,7 @@ mod listing;
 mod lock;
 mod name;
 mod options;
+mod package_index;
 mod parallel_fetch;
 mod pinned_file;
 mod pip;
@@ -93,7 +94,8 @@ pub use lines::PlainProgress;
 pub use listing::StoreListing;
 pub use name::{EntryName, HubId};
 pub use options::{
-    Hub, HubDeadlines, HubToken, Pip, ProxySetting, PullOptions, RetryPolicy, Toolchain,
+    Hub, HubDeadlines, HubToken, PackageIndex, Pip, ProxySetting, PullOptions, RetryPolicy,
+    SystemVersion, Toolchain,
 };
 pub use pinned_file::{PinnedFile, fetch_pinned, origin, read_pinned};
 pub use preview::preview;

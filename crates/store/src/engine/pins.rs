@@ -4,6 +4,8 @@
 //! for each platform, and of the sources from Cargo's index. `mlx-c` 0.7.0 names MLX 0.32.2 in its
 //! `CMakeLists.txt`; another MLX may lack what the C layer calls.
 
+use crate::options::SystemVersion;
+
 /// Version of MLX, its wheels, and their install folder.
 pub(super) const MLX_VERSION: &str = "0.32.2";
 
@@ -18,16 +20,40 @@ pub(super) const MLX_SYS_SHA256: &str =
 pub(super) const MLX_C_SOURCES_SHA256: &str =
     "d1442b68216132088b3b6463822babfaf9cbd951aebf68c3695bf9b9c09c59e2";
 
+/// Oldest C library of Linux that MLX's wheels run with, by their tag `manylinux_2_35`.
+pub(super) const GLIBC: SystemVersion = SystemVersion(2, 35);
+
+/// Versions of macOS that MLX has wheels for, by their tags `macosx_*_0_arm64`.
+pub(super) const MACOS: [SystemVersion; 3] = [
+    SystemVersion(14, 0),
+    SystemVersion(15, 0),
+    SystemVersion(26, 0),
+];
+
 /// A wheel with its hashes: pip selects the file for the platform.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pin {
     /// `NAME==VERSION`.
     pub(super) requirement: &'static str,
-    /// SHA-256 of the wheel for each platform, lower-case hex.
+    /// SHA-256 of the wheel for each platform, lower-case hex: of Linux on x86-64 and on AArch64;
+    /// or of the systems in [`MACOS`].
     pub(super) sha256: &'static [&'static str],
 }
 
-/// Linux on x86-64 and AArch64.
+impl Pin {
+    /// The hash for a Linux on processor `arch`.
+    pub(super) fn for_linux(&self, arch: &str) -> &'static str {
+        self.sha256[usize::from(arch == "aarch64")]
+    }
+
+    /// The hash for the newest of [`MACOS`] that runs on `system`; the oldest where that is unknown.
+    pub(super) fn for_macos(&self, system: Option<SystemVersion>) -> &'static str {
+        let fits = |needed: &SystemVersion| system.is_some_and(|system| *needed <= system);
+        self.sha256[MACOS.iter().rposition(fits).unwrap_or(0)]
+    }
+}
+
+/// Linux.
 pub(super) const CPU: &[Pin] = &[Pin {
     requirement: "mlx-cpu==0.32.2",
     sha256: &[
@@ -180,8 +206,29 @@ mod tests {
             for pin in pins {
                 assert_eq!(pin.requirement.matches("==").count(), 1, "{pin:?}");
                 assert!(pin.sha256.iter().all(|hash| is_sha256(hash)), "{pin:?}");
+                assert_eq!(
+                    pin.sha256.len(),
+                    if pins == METAL { 3 } else { 2 },
+                    "{pin:?}"
+                );
             }
         }
         assert!(is_sha256(MLX_SYS_SHA256));
+    }
+
+    #[test]
+    fn a_pin_gives_the_wheel_of_the_platform() {
+        let [cpu, metal] = [CPU[0], METAL[0]];
+        assert_eq!(cpu.for_linux("x86_64"), cpu.sha256[0]);
+        assert_eq!(cpu.for_linux("aarch64"), cpu.sha256[1]);
+        for (system, wheel) in [
+            (None, 0),
+            (Some(SystemVersion(14, 6)), 0),
+            (Some(SystemVersion(15, 0)), 1),
+            (Some(SystemVersion(15, 7)), 1),
+            (Some(SystemVersion(26, 1)), 2),
+        ] {
+            assert_eq!(metal.for_macos(system), metal.sha256[wheel], "{system:?}");
+        }
     }
 }
