@@ -20,6 +20,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -340,6 +341,14 @@ class LongChecks(Checks):
     def fresh_program(self):
         """the archive's program answers in a fresh root"""
         fresh.archive(self.made(f"*-{fresh.ARCH}.tar.gz"), self.needed(), self.folder)
+
+    def fresh_engine(self):
+        """the archive's program installs MLX in a fresh root, without Python and a compiler"""
+        given = self.made(f"*-{fresh.ARCH}.tar.gz")
+        with tarfile.open(given) as archive:
+            if not any(name.endswith("/libmlxc.so") for name in archive.getnames()):
+                raise Skip("the archive has no C layer: `cargo xtask release` adds it")
+        fresh.engine(given, self.needed(), self.folder)
 
     def needed(self) -> Path:
         if self.model is None:

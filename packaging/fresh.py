@@ -42,7 +42,7 @@ mount --bind "$4" "$1$4"
 mount -t proc proc "$1/proc"
 mount --rbind /dev "$1/dev"
 exec chroot "$1" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.UTF-8 PYTHON="$4/bin/python3" \
-    sh -euc "$2"
+    ${SSL_CERT_FILE:+"SSL_CERT_FILE=$SSL_CERT_FILE"} sh -euc "$2"
 """
 
 #: Runs `$2` in the root `$1` that is whole already.
@@ -107,6 +107,18 @@ def archive(given: Path, model: Path, folder: Path) -> None:
     """The archive is unpacked into /opt."""
     inside(f"mkdir -p /opt/paceline; tar -xzf /in/{given.name} -C /opt/paceline --strip-components=1; "
            "/opt/paceline/bin/paceline ASK", given, model, folder)
+
+
+def engine(given: Path, model: Path, folder: Path) -> None:
+    """The archive's program installs MLX and answers by it; this root has no Python and no compiler.
+
+    Answers by the CPU build of MLX, which needs no device."""
+    inside("rm -rf /usr/bin/python3* /usr/bin/*++* /usr/bin/*gcc* /usr/bin/cc /usr/bin/c[89]9* /usr/bin/clang*; "
+           f'export PATH=/usr/bin:/bin; mkdir -p /opt/paceline; tar -xzf /in/{given.name} -C /opt/paceline '
+           "--strip-components=1; for program in python3 c++ cc; do "
+           "if command -v $program >/dev/null; then exit 9; fi; done; "
+           "/opt/paceline/bin/paceline engines install mlx --build cpu >&2; "
+           "/opt/paceline/bin/paceline ASK --engine mlx", given, model, folder)
 
 
 def wheel(given: Path, model: Path, folder: Path) -> None:

@@ -2,8 +2,8 @@
 
     python3 packaging/make.py --binary target/release/paceline --out target/packages
 
-All have the program, its manual, completions for bash, zsh and fish, the C library and its header if
-they lie beside the program, and the licence. The same program gives the same bytes: times come from
+All have the program, its manual, completions for bash, zsh and fish, the licence; and, if they lie beside
+the program, the C library and its header, and MLX's C layer (folder `paceline-lib`, see layer.py). The same program gives the same bytes: times come from
 SOURCE_DATE_EPOCH, else from the last commit. `dpkg-deb` and `rpmbuild` are programs of Debian's
 packages `dpkg` and `rpm`; a package whose tool is missing is named as SKIPPED.
 
@@ -65,6 +65,10 @@ def strip(path: Path, *options: str) -> None:
         subprocess.run(["strip", *options, path], stderr=subprocess.DEVNULL, check=False)
 
 
+#: A folder beside a program whose files become `lib/paceline` of the prefix: MLX's C layer.
+OWN = "paceline-lib"
+
+
 def stage(binary: Path, tool: Path, folder: Path) -> None:
     """Lays the files of a package out below `folder`, as they will lie below `/`; `tool` is a
     paceline of this machine, which writes the manual and the completions."""
@@ -93,13 +97,15 @@ def stage(binary: Path, tool: Path, folder: Path) -> None:
         shutil.copy(library, places["lib"])
         strip(places["lib"] / library.name, "--strip-unneeded")
         shutil.copy(ROOT / "crates/capi/include/paceline.h", places["include"])
+    if (binary.parent / OWN).is_dir():
+        shutil.copytree(binary.parent / OWN, places["lib"] / "paceline")
     for place in sorted(folder.rglob("*")):
         os.utime(place, (epoch(), epoch()))
 
 
-def tarball(folder: Path, arch: str, out: Path) -> Path:
+def tarball(folder: Path, arch: str, out: Path, name: str = "paceline", system: str | None = None) -> Path:
     """An archive that is unpacked into a prefix, such as /usr/local."""
-    name = f"paceline-{version()}-{platform.system().lower()}-{arch}"
+    name = f"{name}-{version()}-{system or platform.system().lower()}-{arch}"
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for path in sorted((folder / "usr").rglob("*")):

@@ -27,9 +27,13 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import layer
 import make
 
 ROOT = make.ROOT
+
+#: The folder beside the program, until it is packaged, that becomes `lib/paceline` of a prefix.
+OWN = make.OWN
 
 #: The oldest glibc that programs run with, as manylinux_2_28 promises it (RHEL 8, Debian 10).
 GLIBC = (2, 28)
@@ -87,7 +91,8 @@ def wheel(root: Path, arch: str, program: Path, out: Path) -> Path:
 
 
 def with_program(made: Path, program: Path, out: Path) -> Path:
-    """The wheel `made`, with `program` as its script, in `out`; the same inputs give the same bytes.
+    """The wheel `made`, with `program` as its script and its own files, in `out`; the same inputs give the
+    same bytes.
 
     Left out is maturin's bill of materials, which names times and paths; ours lies beside it.
     """
@@ -99,6 +104,8 @@ def with_program(made: Path, program: Path, out: Path) -> Path:
              if name != record and not name.startswith(f"{info}/sboms/")}
     script = f"{info.removesuffix('.dist-info')}.data/scripts/paceline"
     files[script] = program.read_bytes()
+    for own in sorted((program.parent / OWN).glob("*")):
+        files[f"{info.removesuffix('.dist-info')}.data/data/lib/paceline/{own.name}"] = own.read_bytes()
     lines = [f"{name},sha256={digest(data)},{len(data)}" for name, data in sorted(files.items())]
     files[record] = "\n".join([*lines, f"{record},,", ""]).encode()
     return packed(files, script, out / made.name)
@@ -139,6 +146,8 @@ def newest_glibc(elf: bytes) -> tuple[int, int]:
 
 def check_elf(name: str, elf: bytes, arch: str) -> None:
     assert machine(elf) == MACHINES[arch], f"{name} is for {machine(elf)}, expected {arch}"
+    if name.endswith("/libmlxc.so"):  # opened beside MLX only, which asks for more: see layer.py
+        return
     asks = newest_glibc(elf)
     assert asks <= GLIBC, f"{name} asks for glibc {asks[0]}.{asks[1]}, expected at most 2.28"
 
@@ -164,8 +173,7 @@ def check_wheel(path: Path, arch: str) -> None:
         assert machine(archive.read(next(name for name in names if name.endswith(".so"))))
 
 
-class Skip(Exception):
-    """A tool is missing."""
+Skip = layer.Skip
 
 
 def check_runs(program: Path, arch: str) -> None:
@@ -184,6 +192,7 @@ def publish(root: Path, arch: str, out: Path, tool: Path | None) -> Path:
     """Everything for one processor; gives the program."""
     folder = build(root, arch)
     program = folder / "paceline"
+    report(f"MLX's C layer for {arch}", layer.make, f"linux-{arch}", folder / OWN)
     wheel(root, arch, program, out)
     env = {**os.environ, "SOURCE_DATE_EPOCH": str(make.epoch())}
     say(sys.executable, ROOT / "packaging/make.py", "--binary", program, "--arch", arch, "--out", out,
@@ -200,9 +209,18 @@ def everything(root: Path, archs: list[str], out: Path) -> dict[str, Path]:
     for arch in sorted(archs, key=lambda arch: arch != own):
         tool = None if arch == own else programs.get(own, root / "target/release/paceline")
         programs[arch] = publish(root, arch, out, tool)
+    report("MLX's C layer for macOS", darwin_layer, out)
     lines = [f"{sum_}  {name}\n" for name, sum_ in sums(out).items()]
     (out / "SHA256SUMS").write_text("".join(lines))
     return programs
+
+
+def darwin_layer(out: Path) -> None:
+    """An archive to be unpacked into a prefix of a Mac, such as /usr/local, that has the program."""
+    folder = out / "stage/usr/lib/paceline"
+    layer.make("darwin-arm64", folder)
+    make.tarball(out / "stage", "arm64", out, "paceline-mlx-layer", "darwin")
+    shutil.rmtree(out / "stage")
 
 
 def sums(out: Path) -> dict[str, str]:
