@@ -40,7 +40,7 @@ struct Install {
     /// Which build of MLX [default: the one for this machine]
     #[arg(long, value_name = "BUILD")]
     build: Option<Build>,
-    /// Folder with the sources of mlx-c, instead of the release's C layer or those that cargo fetches
+    /// Folder with the sources of mlx-c, instead of the release's layer or those cargo fetches
     #[arg(long, value_name = "FOLDER")]
     sources: Option<PathBuf>,
     /// Print one JSON object

@@ -97,7 +97,7 @@ pub(crate) fn mlx_folder() -> anyhow::Result<PathBuf> {
     Ok(settings::mlx_folder(&folder()?))
 }
 
-/// The folder of a release's own files, beside this program.
+/// The folder of a release's own files, in the prefix of this program.
 pub(crate) fn release_folder() -> Option<PathBuf> {
     settings::release_folder(&env::current_exe().ok()?)
 }

@@ -10,9 +10,9 @@
 //!
 //! MLX comes as the published Python wheel, verified by SHA-256 before it is opened: from a package
 //! index whose address is known, else by pip. The C layer (`mlx-c`) is not packaged as a library. A
-//! release has it beside the program. Elsewhere its sources come with the crate `mlx-sys`, by cargo,
-//! and are compiled by the system's C++ compiler. No program from either package runs, and nothing
-//! is installed outside of `ROOT`.
+//! release brings it with the program. Elsewhere its sources come with the crate `mlx-sys`, by
+//! cargo, and are compiled by the system's C++ compiler. No program from either package runs, and
+//! nothing is installed outside of `ROOT`.
 
 mod layer;
 mod pins;
@@ -171,8 +171,8 @@ fn layer_path(folder: &Path) -> PathBuf {
 }
 
 /// Installs `build` below `root`; keeps complete parts. Blocks; one process at a time. Downloads 10
-/// MB (cpu) to some GB (cuda, with NVIDIA's libraries). Compiles for about 10 s where no release has
-/// the C layer.
+/// MB (cpu) to some GB (cuda, with NVIDIA's libraries). Compiles for about 10 s where no release
+/// has the C layer.
 ///
 /// # Errors
 /// See [`Error`]. An earlier installation stays.

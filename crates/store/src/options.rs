@@ -95,7 +95,7 @@ impl Default for Pip {
 /// Source of the Python wheels of an engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum PackageIndex {
-    /// The index that the release names beside its C layer; without a release, pip's.
+    /// The index in the record of the release's C layer; without a release, pip's.
     #[default]
     Release,
     /// The address of an index that has a page for each package, by PEP 503.

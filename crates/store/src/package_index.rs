@@ -1,8 +1,8 @@
 //! Wheels from a Python package index, without pip.
 //!
 //! An index has a page of links for each package (PEP 503, "simple repository API"). The fragment
-//! of a link is the file's SHA-256. The link with the pinned hash is followed, whatever its name.
-//! The file is verified before it is used.
+//! of a link is the file's SHA-256. The link with the pinned hash is followed; its name does not
+//! count. The file is verified before it is used.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -46,7 +46,7 @@ impl Pin {
         self.sha256[usize::from(arch == "aarch64")]
     }
 
-    /// The hash for the newest of [`MACOS`] that runs on `system`; the oldest where that is unknown.
+    /// The hash for the newest of [`MACOS`] that runs on `system`; the oldest if that is unknown.
     pub(super) fn for_macos(&self, system: Option<SystemVersion>) -> &'static str {
         let fits = |needed: &SystemVersion| system.is_some_and(|system| *needed <= system);
         self.sha256[MACOS.iter().rposition(fits).unwrap_or(0)]

@@ -1,4 +1,4 @@
-//! The C layer that a release has beside the program.
+//! The C layer that a release brings with the program.
 //!
 //! `packaging/layer.py` builds it for a released program, and writes the record.
 
@@ -22,7 +22,7 @@ struct LayerRecord {
     /// Version of MLX whose headers it was compiled with.
     mlx: String,
     mlx_c: String,
-    /// SHA-256 of [`MLX_LAYER`], beside the record.
+    /// SHA-256 of [`MLX_LAYER`], in the record's folder.
     sha256: String,
     /// Address of the package index that the release was made with.
     index: String,
