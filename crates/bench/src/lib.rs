@@ -8,9 +8,10 @@
 //! - [`peer`]: llama.cpp and mlx-lm, run in turns with a model.
 //! - [`plan`]: predictions against measurements.
 //! - [`ranks`]: the collectives of ranks in processes, here and on machines of a cluster.
+//! - [`selftest`]: a test of an installed program on its user's machine.
 //!
 //! Each module has settings (`Spec`), `measure`, and a `Report` with a text table and a chart. The
-//! crate prints nothing, and only [`ranks`] and [`peer`] start processes.
+//! crate prints nothing, and only [`ranks`], [`peer`] and [`selftest`] start processes.
 
 pub mod comm;
 mod error;
@@ -20,6 +21,7 @@ pub mod model;
 pub mod peer;
 pub mod plan;
 pub mod ranks;
+pub mod selftest;
 
 pub use error::Error;
 

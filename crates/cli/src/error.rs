@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use paceline_base::KernelClass;
+use paceline_base::{KernelClass, counted};
 use paceline_engine::ParamError;
 use paceline_serve::agent::AgentProgram;
 
@@ -192,6 +192,15 @@ pub(crate) enum Error {
         /// `general.architecture` of its files.
         architecture: String,
     },
+    /// Checks of the self-test failed.
+    #[error("the self-test failed: {}", counted(*failed, "check"))]
+    Selftest {
+        /// Number of failed checks.
+        failed: usize,
+    },
+    /// A signal ended a command before it had its result.
+    #[error("interrupted")]
+    Interrupted,
     /// Paceline's folder is unknown.
     #[error("neither PACELINE_HOME nor HOME is set")]
     NoHome,

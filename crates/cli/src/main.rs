@@ -38,6 +38,7 @@ mod process;
 mod progress;
 mod pull;
 mod run;
+mod selftest;
 mod service;
 mod shell;
 mod show;
@@ -140,6 +141,8 @@ enum Command {
     Engines(engines::Args),
     /// What this machine can do, what is missing, and what mends it
     Doctor(doctor::Args),
+    /// Check this machine, its engines and its cluster; a report that can be posted
+    Selftest(selftest::Args),
     /// Start a coding agent against this machine's server
     Agent(agent::Args),
     /// Break a cluster on this machine on purpose, and compare its answers
@@ -225,6 +228,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Rm(args) => models::remove(args),
         Command::Engines(args) => engines::run(args, &signals),
         Command::Doctor(args) => doctor::run(args),
+        Command::Selftest(args) => selftest::run(args, &signals),
         Command::Agent(args) => agent::run(args),
         Command::Chaos(args) => chaos::run(args, &signals),
         Command::Kb(args) => kb::run(args),

@@ -18,6 +18,7 @@ mod nodes;
 mod plan;
 mod registered;
 mod run;
+mod selftest;
 mod store_commands;
 mod topology;
 mod train;

@@ -1,6 +1,9 @@
-//! How fast a device reads its memory: what decoding is held against.
+//! How fast a device reads its memory: what decoding is held against. And the time of an
+//! evaluation, which every step waits for.
 
 use std::time::Instant;
+
+use paceline_base::median;
 
 use crate::{Array, DeviceKind, Dtype, Error, Library, Stream};
 
@@ -14,10 +17,45 @@ const ROUNDS: usize = 3;
 /// # Errors
 /// [`Error::NoDevice`], [`Error::Call`], [`Error::Thread`].
 pub fn read_rate(library: &Library, device: DeviceKind, bytes: usize) -> Result<f64, Error> {
-    // Streams belong to the thread that made them, and this is no thread's own stream.
+    on_own_thread(|| measure(&library.stream(device)?, bytes))
+}
+
+/// Evaluations that are timed one by one after [`WARM_UP`] others.
+const EVALUATIONS: usize = 200;
+
+/// Evaluations before them: the first one compiles a kernel.
+const WARM_UP: usize = 20;
+
+/// Microseconds from the request for the sum of two numbers until the processor can read it: the
+/// median of [`EVALUATIONS`]. Done on a thread of its own.
+///
+/// # Errors
+/// [`Error::NoDevice`], [`Error::Call`], [`Error::Thread`].
+pub fn evaluation_us(library: &Library, device: DeviceKind) -> Result<f64, Error> {
+    on_own_thread(|| {
+        let stream = library.stream(device)?;
+        let one = stream.scalar(1.0, Dtype::F32)?;
+        let mut sum = stream.zeros(&[1], Dtype::F32)?;
+        let mut times = Vec::with_capacity(EVALUATIONS);
+        for round in 0..WARM_UP + EVALUATIONS {
+            let start = Instant::now();
+            sum = stream.add(&sum, &one)?;
+            stream.eval([&sum])?;
+            sum.as_f32()?;
+            if round >= WARM_UP {
+                times.push(start.elapsed().as_secs_f64() * 1e6);
+            }
+        }
+        Ok(median(times))
+    })
+}
+
+/// Runs `work` on a new thread. Streams belong to the thread that made them, and theirs is no
+/// caller's own stream.
+fn on_own_thread<T: Send>(work: impl FnOnce() -> Result<T, Error> + Send) -> Result<T, Error> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("mlx-limit".to_owned());
-        let started = thread.spawn_scoped(scope, || measure(&library.stream(device)?, bytes));
+        let started = thread.spawn_scoped(scope, work);
         let ended = started.map_err(Error::Thread)?.join();
         ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })

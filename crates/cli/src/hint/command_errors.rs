@@ -5,7 +5,7 @@ use crate::error::Error;
 /// The hint for an error.
 pub(super) fn hint(error: &Error) -> Option<String> {
     Some(match error {
-        Error::ReaderGone => return None,
+        Error::ReaderGone | Error::Interrupted => return None,
         Error::NoAgent { program } => {
             format!("npm install -g {} installs it", program.package())
         }
@@ -64,6 +64,9 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         Error::NoMlx { .. } => "the cpu engine needs nothing and is always there".into(),
         Error::NotComputed { .. } => {
             "`paceline models --fits` shows names of models that it computes".into()
+        }
+        Error::Selftest { .. } => {
+            "their rows say why; `paceline doctor` shows what is missing here".into()
         }
         Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
         Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {
