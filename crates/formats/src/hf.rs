@@ -25,6 +25,7 @@ use serde_json::Value;
 use crate::mlx::{self, Quantised, Scheme, UncheckedTensor};
 use crate::name_index::NameIndex;
 use crate::safetensors::{self, Safetensors};
+use crate::scaled;
 use crate::tensor::{Absent, FindArrivals, MappedBytes, Tensor};
 
 mod expert_stack;
@@ -125,6 +126,15 @@ pub enum Error {
     Stack {
         path: PathBuf,
         /// The stack, or a part of it.
+        tensor: String,
+        got: Vec<usize>,
+        /// The shape that it must have.
+        expected: &'static str,
+    },
+    /// A part of a matrix with scales has another shape than it must have.
+    #[error("{}: tensor {tensor}: shape {got:?}, expected {expected}", path.display())]
+    Scales {
+        path: PathBuf,
         tensor: String,
         got: Vec<usize>,
         /// The shape that it must have.
@@ -273,6 +283,11 @@ impl HfFolder {
         self.place(name).is_some()
     }
 
+    /// Whether the folder has the weight `name`, as one tensor or as packed values.
+    pub fn has_weight(&self, name: &str) -> bool {
+        self.has(name) || self.has(&format!("{name}_packed"))
+    }
+
     fn place(&self, name: &str) -> Option<&TensorLocation> {
         self.index.find(&self.places, tensor_of, name)
     }
@@ -304,8 +319,8 @@ impl HfFolder {
     /// weights.
     ///
     /// # Errors
-    /// [`Error::Quantization`], [`Error::QuantisedDtype`], [`Error::Misfit`], and
-    /// [`Error::MissingTensor`] for what belongs to the scales.
+    /// [`Error::Quantization`], [`Error::QuantisedDtype`], [`Error::Misfit`], [`Error::Scales`],
+    /// and [`Error::MissingTensor`] for what belongs to the scales.
     pub fn quantised(&self, module: &str) -> Result<Option<Quantised>, Error> {
         self.quantised_by(module, |name| Ok(self.part(name)))
     }
@@ -317,10 +332,10 @@ impl HfFolder {
         part: impl Fn(&str) -> Result<Option<UncheckedTensor>, Error>,
     ) -> Result<Option<Quantised>, Error> {
         let part = |suffix: &str| part(&format!("{module}.{suffix}"));
-        let Some(scales) = part("scales")? else {
-            return Ok(None);
-        };
         let path = || self.path.clone();
+        let Some(scales) = part("scales")? else {
+            return scaled::quantised(module, &self.config, part, path);
+        };
         let scheme = Scheme::of(&self.config, module, || self.path.join("config.json"))?;
         let weight = part("weight")?.ok_or_else(|| Error::MissingTensor {
             path: path(),

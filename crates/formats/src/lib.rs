@@ -5,7 +5,8 @@
 //! - a GGUF file ([`gguf::Gguf`]), possibly in several parts: metadata, vocabulary and weights in
 //!   one;
 //! - a Hugging Face folder ([`hf::HfFolder`]): `config.json`, `tokenizer.json` and weights as
-//!   [`safetensors`]; its matrices may be quantised as MLX does it ([`mlx`]).
+//!   [`safetensors`]; its matrices may be quantised as MLX does it ([`mlx`]), or in FP8 and other
+//!   types with scales ([`scaled`]).
 //!
 //! Both give weights as a [`tensor::Tensor`]: name, storage type, shape and the mapped bytes. From
 //! either, [`tokenizer`] turns text into ids, [`chat`] turns a conversation into a prompt, and
@@ -34,6 +35,7 @@ pub mod hf;
 pub mod mlx;
 pub mod panics;
 pub mod safetensors;
+pub mod scaled;
 pub mod tensor;
 pub mod text;
 pub mod tokenizer;

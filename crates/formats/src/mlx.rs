@@ -26,6 +26,7 @@ use paceline_base::BlockType;
 use serde_json::Value;
 
 use crate::hf::Error;
+use crate::scaled::Scaling;
 use crate::tensor::{Absent, MappedBytes, Tensor};
 
 /// Encoding of a matrix's values as integers.
@@ -35,6 +36,19 @@ pub enum Mode {
     Affine,
     /// 4-bit floats with a power of two for each group of 32.
     Mxfp4,
+    /// FP8, by [`scaled`](crate::scaled) as the following.
+    Fp8,
+    /// 4-bit floats with a scale for each group of 16.
+    Fp4,
+    /// Integers with a scale, the middle of their range standing for 0.
+    Symmetric,
+}
+
+impl Mode {
+    /// Whether MLX computes with it as it is stored.
+    pub const fn is_mlx(self) -> bool {
+        matches!(self, Self::Affine | Self::Mxfp4)
+    }
 }
 
 /// Quantisation parameters of a matrix.
@@ -44,7 +58,8 @@ pub struct Scheme {
     pub mode: Mode,
     /// Bits of one: 2, 3, 4, 5, 6 or 8.
     pub bits: u32,
-    /// Columns that share a scale: 32, 64 or 128.
+    /// Columns that share a scale: 32, 64 or 128. Of [`scaled`](crate::scaled) matrices those of a
+    /// joined block, 32.
     pub group_size: usize,
 }
 
@@ -62,10 +77,13 @@ pub struct Quantised {
     pub block_type: BlockType,
     /// `rows * cols * bits / 8` bytes.
     pub weight: MappedBytes,
-    /// `rows * cols / group_size` values of 2 bytes, or 1 for mxfp4.
+    /// `rows * cols / group_size` values of 2 bytes, or 1 for mxfp4; of [`scaled`](crate::scaled)
+    /// matrices all of the file.
     pub scales: MappedBytes,
     /// As many values as scales; for affine integers.
     pub biases: Option<MappedBytes>,
+    /// For other scales than MLX's.
+    pub(crate) scaling: Option<Scaling>,
 }
 
 /// A part of a quantised matrix that does not fit its scales.
@@ -155,19 +173,19 @@ impl Scheme {
 const fn bits_of(mode: Mode) -> &'static str {
     match mode {
         Mode::Affine => "2, 3, 4, 5, 6 or 8",
-        Mode::Mxfp4 => "4",
+        _ => "4",
     }
 }
 
 const fn groups_of(mode: Mode) -> &'static str {
     match mode {
         Mode::Affine => "32, 64 or 128",
-        Mode::Mxfp4 => "32",
+        _ => "32",
     }
 }
 
 /// A value as text, cut where it gets long.
-fn shortened(value: &Value) -> String {
+pub(crate) fn shortened(value: &Value) -> String {
     let mut text = value.to_string();
     if let Some((at, _)) = text.char_indices().nth(60) {
         text.truncate(at);
@@ -215,8 +233,8 @@ impl Checks<'_> {
             (Mode::Mxfp4, "U8") => Some(BlockType::MXFP4),
             (Mode::Affine, "F16") => BlockType::affine(bits, BlockType::F16),
             (Mode::Affine, "BF16") => BlockType::affine(bits, BlockType::BF16),
-            (Mode::Mxfp4, _) => return Err(self.dtype(self.scales, "scales", "U8")),
             (Mode::Affine, _) => return Err(self.dtype(self.scales, "scales", "F16 or BF16")),
+            _ => return Err(self.dtype(self.scales, "scales", "U8")),
         };
         Ok(found.expect("a scheme has the bits of a type"))
     }
@@ -267,12 +285,17 @@ impl Quantised {
             Some(biases) => Some(of(biases)?),
             None => None,
         };
+        let (scales, scaling) = match self.scaling {
+            Some(scaling) => (self.scales.clone(), Some(scaling.from_row(rows.start))),
+            None => (of(&self.scales)?, None),
+        };
         Some(Self {
             name: self.name.clone(),
             rows: rows.len(),
             weight: of(&self.weight)?,
-            scales: of(&self.scales)?,
+            scales,
             biases,
+            scaling,
             ..*self
         })
     }
@@ -316,6 +339,7 @@ impl Quantised {
             weight: weight.bytes,
             scales: scales.bytes,
             biases,
+            scaling: None,
         })
     }
 
@@ -324,6 +348,9 @@ impl Quantised {
     /// # Panics
     /// If there is no such block, or `out` has another length.
     pub fn block(&self, row: usize, index: usize, out: &mut [u8]) {
+        if let Some(scaling) = &self.scaling {
+            return scaling.block(self, row, index, out);
+        }
         let integers = 4 * self.scheme.bits as usize;
         let group =
             row * (self.cols / self.scheme.group_size) + index * BLOCK / self.scheme.group_size;

@@ -8,6 +8,7 @@ mod files_hf;
 mod files_hostile;
 mod files_mlx;
 mod files_real;
+mod files_scaled;
 mod text_chat;
 mod text_hostile;
 mod text_pretokenizers;

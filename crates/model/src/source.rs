@@ -6,10 +6,11 @@
 use std::ops::Range;
 use std::path::Path;
 
-use paceline_base::Bytes;
+use paceline_base::{BlockType, Bytes};
 use paceline_formats::gguf::Gguf;
 use paceline_formats::hf::{HfFolder, StackSlice};
 use paceline_formats::mlx::Quantised;
+use paceline_formats::scaled;
 use paceline_formats::tensor::{FindArrivals, Tensor};
 use serde_json::Value;
 
@@ -140,6 +141,65 @@ impl ModelSource {
     /// # Errors
     /// If the file lacks it, or stores it in an unsupported type.
     pub fn weight(&self, family: ModelFamily, role: Role) -> Result<Tensor, Error> {
+        let tensor = self.without_factor(family, role)?;
+        match self.factor(&tensor, family, role)? {
+            None => Ok(tensor),
+            Some(factor) => {
+                let name = tensor.name.clone();
+                let bytes = tensor.bytes.arrived()?;
+                let scaled = scaled::times(&Tensor { bytes, ..tensor }, factor);
+                let memory = |error| paceline_formats::hf::Error::Memory {
+                    tensor: name,
+                    error,
+                };
+                Ok(scaled.map_err(memory)?)
+            }
+        }
+    }
+
+    /// The factor that a GGUF file has beside a matrix of NVFP4, or for each expert's. In files of
+    /// Gemma 4 factors of experts have the same name; the router applies those.
+    fn factor(
+        &self,
+        tensor: &Tensor,
+        family: ModelFamily,
+        role: Role,
+    ) -> Result<Option<f32>, Error> {
+        let Self::Gguf(file) = self else {
+            return Ok(None);
+        };
+        if family == ModelFamily::Gemma4 && matches!(role, Role::Layer(_, LayerRole::ExpertDown(_)))
+        {
+            return Ok(None);
+        }
+        let name = tensor.name.strip_suffix("weight").unwrap_or_default();
+        let name = format!("{name}scale");
+        if tensor.block_type != BlockType::NVFP4 || !file.has(&name) {
+            return Ok(None);
+        }
+        let factors = file.tensor(&name)?;
+        let own = match role {
+            Role::Layer(_, part) => part.expert(),
+            _ => None,
+        };
+        let (count, index) = own.map_or((1, 0), |nth| (nth.of, nth.index));
+        if factors.block_type != BlockType::F32 || factors.shape != [count] {
+            return Err(Error::Shape {
+                name,
+                got: factors.shape,
+                expected: vec![count],
+            });
+        }
+        let bytes = factors.bytes.arrived()?;
+        Ok(bytes
+            .as_chunks()
+            .0
+            .get(index)
+            .map(|&x| f32::from_le_bytes(x)))
+    }
+
+    /// The weight of `role` without the factor that it may have.
+    fn without_factor(&self, family: ModelFamily, role: Role) -> Result<Tensor, Error> {
         if let Some((folder, module, nth)) = self.mlx_stack(family, role) {
             return match folder.quantised_expert(&module, nth.index, nth.of)? {
                 Some(quantised) => Ok(quantised.joined()?),
@@ -189,7 +249,7 @@ impl ModelSource {
         let name = self.name(family, role);
         match self {
             Self::Gguf(file) => file.has(&name),
-            Self::Hf(folder) => folder.has(&name),
+            Self::Hf(folder) => folder.has_weight(&name),
         }
     }
 
@@ -395,7 +455,7 @@ impl ModelSource {
     pub fn block_len(&self, family: ModelFamily, role: Role) -> Result<usize, Error> {
         match self.quantised(family, role)? {
             Some(matrix) => Ok(matrix.scheme.group_size),
-            None => Ok(self.weight(family, role)?.block_type.len()),
+            None => Ok(self.without_factor(family, role)?.block_type.len()),
         }
     }
 
@@ -425,7 +485,7 @@ impl ModelSource {
     fn opt_tensor(&self, name: &str) -> Result<Option<Tensor>, Error> {
         let there = match self {
             Self::Gguf(file) => file.has(name),
-            Self::Hf(folder) => folder.has(bare(folder, name)),
+            Self::Hf(folder) => folder.has_weight(bare(folder, name)),
         };
         there.then(|| self.tensor(name)).transpose()
     }

@@ -218,7 +218,7 @@ impl FeedForward {
 pub(crate) enum StoredTensor {
     /// One tensor of rows.
     Whole(Tensor),
-    /// Separate integers, scales and biases, in MLX's layout.
+    /// Separate values and scales, in MLX's layout or in another.
     Mlx(Quantised),
 }
 
@@ -254,6 +254,14 @@ impl StoredTensor {
         }
     }
 
+    /// The same with separate parts only as MLX has them; others are joined in memory.
+    pub(crate) fn for_mlx(self) -> Result<Self, Error> {
+        Ok(match self {
+            Self::Mlx(matrix) if !matrix.scheme.mode.is_mlx() => Self::Whole(matrix.joined()?),
+            other => other,
+        })
+    }
+
     /// Waits until all of it is downloaded, so that later reads do not block.
     pub(crate) fn arrived(self) -> Result<Self, Error> {
         Ok(match self {
@@ -269,6 +277,7 @@ impl StoredTensor {
     fn not_finite(&self, pool: &ThreadPool) -> Option<f32> {
         match self {
             Self::Whole(tensor) => not_finite(tensor.block_type, &tensor.bytes, pool),
+            Self::Mlx(matrix) if !matrix.scheme.mode.is_mlx() => joined_not_finite(matrix, pool),
             Self::Mlx(matrix) => {
                 let scales = match (&matrix.biases, is_bf16(matrix.block_type)) {
                     (None, _) => return matrix.scales.contains(&u8::MAX).then_some(f32::NAN),
@@ -483,6 +492,22 @@ fn not_finite(block_type: BlockType, bytes: &[u8], pool: &ThreadPool) -> Option<
     pool.run(bytes.len().div_ceil(part), &|i| {
         let part = &bytes[i * part..bytes.len().min((i + 1) * part)];
         if let Some(bad) = storage::not_finite(block_type, part) {
+            *lock(&found) = Some(bad);
+        }
+    });
+    found.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// As [`not_finite`], of a matrix that is joined for it, some rows at a time.
+fn joined_not_finite(matrix: &Quantised, pool: &ThreadPool) -> Option<f32> {
+    let found = Mutex::new(None);
+    pool.run(matrix.rows.div_ceil(ROWS_JOINED), &|i| {
+        let first = i * ROWS_JOINED;
+        let rows = ROWS_JOINED.min(matrix.rows - first);
+        let blocks = rows * matrix.cols / matrix.block_type.len();
+        let mut joined = vec![0; blocks * matrix.block_type.bytes()];
+        matrix.join(first, &(0..matrix.cols), &mut joined);
+        if let Some(bad) = storage::not_finite(matrix.block_type, &joined) {
             *lock(&found) = Some(bad);
         }
     });

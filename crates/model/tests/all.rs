@@ -11,4 +11,5 @@ mod llama_cpp;
 mod llama_cpp_tiny;
 mod numerics_rule;
 mod quant_models;
+mod scaled;
 mod splits;

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::common::places::{PATIENCE, Place, places};
+use crate::common::scaled::{Layout, write};
 use crate::common::schedule::bits;
 use crate::common::tiny::Tiny;
 use crate::common::toy::config_of;
@@ -714,6 +715,22 @@ fn every_storage_type_can_be_cut() {
         };
         case.check(&[("tensor", 3, &[]), ("2x2", 4, &[])]);
     }
+}
+
+/// Tiles of FP8 that a rank's rows and columns cut, and rows of other layouts.
+#[test]
+fn folders_with_scales_can_be_cut() {
+    let (dir, tokens) = (tempfile::tempdir().unwrap(), tokens(300));
+    let layouts = [
+        Layout::Fp8Tiles,
+        Layout::Nvfp4,
+        Layout::Int4,
+        Layout::Fp8Tiles,
+        Layout::Mxfp8,
+    ];
+    write(dir.path(), &layouts);
+    let case = Case::new(dir.path(), &tokens);
+    case.check(&[("tensor", 2, &[]), ("2x2", 4, &[])]);
 }
 
 /// Folders of MLX: groups of 32 and 64, which the leaves of a sum do not cut.

@@ -1,4 +1,4 @@
-//! `paceline bench kernels`: matrix products of every weight type, compared with the machine's
+//! `paceline bench kernels`: matrix products of weight types, compared with the machine's
 //! limits.
 
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use crate::output::{draw, print};
 pub(crate) struct Args {
     #[command(flatten)]
     compute: ComputeArgs,
-    /// Weight types, such as Q8_0,Q4_K [default: all]
+    /// Weight types, such as Q8_0,Q4_K [default: all of GGUF with kernels of their own]
     #[arg(long, value_name = "A,B,..", value_delimiter = ',', value_parser = weight_type)]
     types: Vec<BlockType>,
     /// Columns of the matrix, rounded up to 256
@@ -73,7 +73,10 @@ impl Args {
         KernelSpec {
             class: self.compute.class.unwrap_or_default(),
             types: match self.types.as_slice() {
-                [] => BlockType::GGUF.to_vec(),
+                [] => {
+                    let all = BlockType::GGUF.into_iter();
+                    all.filter(|t| !t.is_decoded()).collect()
+                }
                 some => some.to_vec(),
             },
             cols: (self.cols as usize).next_multiple_of(256),

@@ -113,13 +113,17 @@ const fn is_float(matrix: &StoredTensor) -> bool {
 
 /// Refuses what MLX would hold with other values.
 fn check(matrix: &StoredTensor, role: Role) -> Result<&StoredTensor, Error> {
-    match matrix {
-        StoredTensor::Whole(tensor) if nearest(tensor.block_type).is_some() => Err(Error::NoForm {
+    let changed = match matrix {
+        StoredTensor::Whole(tensor) => nearest(tensor.block_type).map(|_| tensor.block_type),
+        StoredTensor::Mlx(parts) => (!parts.scheme.mode.is_mlx()).then_some(parts.block_type),
+    };
+    match changed {
+        None => Ok(matrix),
+        Some(block_type) => Err(Error::NoForm {
             role,
-            block_type: tensor.block_type.name(),
+            block_type: block_type.name(),
             engine: "mlx",
         }),
-        _ => Ok(matrix),
     }
 }
 

@@ -170,8 +170,8 @@ impl Stored {
             group: group_size,
             bits,
             mode: match mode {
-                mlx::Mode::Affine => QuantisedMode::Affine,
                 mlx::Mode::Mxfp4 => QuantisedMode::Mxfp4,
+                _ => QuantisedMode::Affine,
             },
         }
     }
@@ -218,7 +218,10 @@ impl Stored {
         };
         match matrix {
             StoredTensor::Mlx(m) if m.scheme.mode == mlx::Mode::Mxfp4 => values / 32 * 17,
-            StoredTensor::Mlx(m) => groups(m.scheme.group_size, m.scheme.bits.into(), 2),
+            StoredTensor::Mlx(m) if m.scheme.mode.is_mlx() => {
+                groups(m.scheme.group_size, m.scheme.bits.into(), 2)
+            }
+            StoredTensor::Mlx(m) => groups(GROUP, Form::of(m.block_type).bits() as u64, 2),
             StoredTensor::Whole(tensor) => match tensor.block_type {
                 BlockType::F32 | BlockType::F16 | BlockType::BF16 => floats.bytes() as u64 * values,
                 other => match Form::of(other) {

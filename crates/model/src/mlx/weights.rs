@@ -514,7 +514,7 @@ impl Loader<'_> {
     ) -> Result<Matrix, Error> {
         // While the file downloads, only these rows must have arrived.
         let matrix = self.names.located(role, shape)?;
-        let matrix = matrix.row_range(rows.clone()).arrived()?;
+        let matrix = matrix.row_range(rows.clone()).arrived()?.for_mlx()?;
         self.note(&matrix);
         let (stored, rows) = Stored::new(&matrix, 0..rows.len());
         let converted = |array| self.converted(array);

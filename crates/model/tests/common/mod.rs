@@ -10,6 +10,7 @@ pub(crate) mod gemma4;
 pub(crate) mod hf;
 pub(crate) mod places;
 pub(crate) mod runner;
+pub(crate) mod scaled;
 pub(crate) mod schedule;
 pub(crate) mod tiny;
 pub(crate) mod toy;

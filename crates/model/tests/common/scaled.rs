@@ -1,0 +1,167 @@
+//! Folders whose matrices have separate scales, made in the test from a golden folder.
+
+use std::path::Path;
+
+use paceline_base::{BlockType, SplitMix64};
+use paceline_formats::hf::HfFolder;
+use paceline_tensor::storage::dequantise;
+use serde_json::{Value, json};
+
+use super::golden;
+
+/// Rows and columns of a tile. Tiles end within the rows of a rank.
+const TILE: [usize; 2] = [48, 32];
+
+/// Name, dtype, shape and bytes.
+type Part = (String, &'static str, Vec<usize>, Vec<u8>);
+
+/// Layout of a matrix with scales.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Layout {
+    Fp8Tiles,
+    Fp8Rows,
+    Mxfp8,
+    Nvfp4,
+    Int4,
+}
+
+impl Layout {
+    /// Random tensors of the module `name`.
+    fn parts(self, name: &str, [rows, cols]: [usize; 2], random: &mut SplitMix64) -> Vec<Part> {
+        let mut bytes = |n: usize, of: &dyn Fn(u8) -> u8| -> Vec<u8> {
+            (0..n).map(|_| of(random.next() as u8)).collect()
+        };
+        let fp8 = |byte: u8| byte & 0x9f | 0x20; // magnitudes up to 15 / 8
+        let low = |byte: u8| byte & 0x7f;
+        let part = |suffix: &str, dtype, shape: &[usize], bytes| {
+            (format!("{name}.{suffix}"), dtype, shape.to_vec(), bytes)
+        };
+        match self {
+            Self::Fp8Tiles => {
+                let tiles = [rows.div_ceil(TILE[0]), cols.div_ceil(TILE[1])];
+                let scales = bytes(tiles[0] * tiles[1], &low);
+                let scales = scales.into_iter().flat_map(|byte| [byte, 0, byte, 0x3d]);
+                vec![
+                    part("weight_scale_inv", "F32", &tiles, scales.collect()),
+                    part("weight", "F8_E4M3", &[rows, cols], bytes(rows * cols, &fp8)),
+                ]
+            }
+            Self::Fp8Rows => {
+                let scales = bytes(rows, &low).into_iter().flat_map(|byte| [byte, 0x3d]);
+                vec![
+                    part("weight_scale", "BF16", &[rows, 1], scales.collect()),
+                    part("weight", "F8_E4M3", &[rows, cols], bytes(rows * cols, &fp8)),
+                ]
+            }
+            Self::Mxfp8 => {
+                let groups = rows * cols / 32;
+                let scales = bytes(groups, &|byte| 121 + byte % 3);
+                vec![
+                    part("weight_scale", "U8", &[rows, cols / 32], scales),
+                    part("weight", "F8_E4M3", &[rows, cols], bytes(rows * cols, &fp8)),
+                ]
+            }
+            Self::Nvfp4 => {
+                let scales = bytes(rows * cols / 16, &|byte| 0x38 + byte % 16);
+                let global = 50f32.to_le_bytes().to_vec();
+                vec![
+                    part("weight_scale", "F8_E4M3", &[rows, cols / 16], scales),
+                    part("weight_global_scale", "F32", &[1], global),
+                    part(
+                        "weight_packed",
+                        "U8",
+                        &[rows, cols / 2],
+                        bytes(rows * cols / 2, &|b| b),
+                    ),
+                ]
+            }
+            Self::Int4 => {
+                let shape = [rows, cols].map(|n| (n as u64).to_le_bytes()).concat();
+                let scales = bytes(rows * cols / 32, &low);
+                let scales = scales.into_iter().flat_map(|byte| [byte, 0x3c]).collect();
+                vec![
+                    part("weight_shape", "I64", &[2], shape),
+                    part("weight_scale", "BF16", &[rows, cols / 32], scales),
+                    part(
+                        "weight_packed",
+                        "I32",
+                        &[rows, cols / 8],
+                        bytes(rows * cols / 2, &|b| b),
+                    ),
+                ]
+            }
+        }
+    }
+}
+
+fn save(dir: &Path, config: &Value, parts: &[Part]) {
+    std::fs::create_dir_all(dir).unwrap();
+    std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
+    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+    for (name, dtype, shape, bytes) in parts {
+        let offsets = [data.len(), data.len() + bytes.len()];
+        data.extend(bytes);
+        let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": offsets});
+        header.insert(name.clone(), entry);
+    }
+    let header = Value::from(header).to_string().into_bytes();
+    let file = [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat();
+    std::fs::write(dir.join("model.safetensors"), file).unwrap();
+}
+
+/// The folder `llama-untied-bf16` with random matrices in its head and layers, one layout for each
+/// in turn.
+pub(crate) fn write(dir: &Path, layouts: &[Layout]) {
+    let source = HfFolder::open(golden("hf/llama-untied-bf16")).unwrap();
+    let mut config = source.config().clone();
+    config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": TILE});
+    let (mut random, mut turns) = (SplitMix64::new(5), layouts.iter().cycle());
+    let mut parts = Vec::new();
+    for name in source.names() {
+        let tensor = source.tensor(name).unwrap();
+        let quantised = name.ends_with("_proj.weight") || name == "lm_head.weight";
+        match &tensor.shape[..] {
+            &[rows, cols] if quantised => {
+                let module = name.strip_suffix(".weight").unwrap();
+                let layout = turns.next().unwrap();
+                parts.extend(layout.parts(module, [rows, cols], &mut random));
+            }
+            _ => parts.push((
+                name.to_owned(),
+                "BF16",
+                tensor.shape.clone(),
+                tensor.bytes.to_vec(),
+            )),
+        }
+    }
+    save(dir, &config, &parts);
+}
+
+/// The values of the folder `from` as F32.
+pub(crate) fn write_values(dir: &Path, from: &Path) {
+    let source = HfFolder::open(from).unwrap();
+    let mut config = source.config().clone();
+    config
+        .as_object_mut()
+        .unwrap()
+        .remove("quantization_config");
+    let names = source.names().filter_map(|name| {
+        let module = name.strip_suffix("_packed").unwrap_or(name);
+        module.ends_with(".weight").then_some(module)
+    });
+    let parts = names.map(|name| {
+        let tensor = source.tensor(name).unwrap();
+        let (dtype, bytes) = match tensor.block_type {
+            BlockType::BF16 => ("BF16", tensor.bytes.to_vec()),
+            quantised => {
+                let mut values = vec![f32::NAN; tensor.rows() * tensor.cols()];
+                dequantise(quantised, &tensor.bytes, &mut values);
+                let bytes = values.iter().flat_map(|x| x.to_le_bytes());
+                ("F32", bytes.collect())
+            }
+        };
+        (name.to_owned(), dtype, tensor.shape, bytes)
+    });
+    let parts: Vec<Part> = parts.collect();
+    save(dir, &config, &parts);
+}
