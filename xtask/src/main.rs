@@ -13,6 +13,7 @@ mod deny;
 mod docs;
 mod extent;
 mod fuzz;
+mod gpu_pack;
 mod instructions;
 mod long_record;
 mod minilm;
@@ -143,7 +144,10 @@ enum Chore {
     /// Run rings of Rust and real MLX ranks.
     MlxRing,
     /// Run array jobs on this machine's graphics processor, software included.
-    Gpu,
+    Gpu {
+        #[command(subcommand)]
+        command: Option<GpuChore>,
+    },
     /// Run groups over MPI by mpirun.
     Mpi,
     /// Check that the workspace compiles for Apple silicon.
@@ -174,6 +178,19 @@ enum Chore {
     Rdma,
     /// Check licences, bans and sources of all dependencies with cargo-deny.
     Deny,
+}
+
+#[derive(Debug, Subcommand)]
+enum GpuChore {
+    /// Make a folder that proves the MLX engine on a machine with a card and nothing else.
+    Pack {
+        /// Build of MLX, such as cuda-13, instead of that of this machine's tests.
+        #[arg(long)]
+        build: Option<String>,
+        /// Leave out NVIDIA's packages, which a Python of the other machine has.
+        #[arg(long)]
+        without_nvidia: bool,
+    },
 }
 
 fn main() -> ExitCode {
@@ -245,7 +262,22 @@ fn run(chore: Chore) -> Result<bool> {
         Chore::Mlx { gpu: false } => steps::run(&[TestStep::Mlx], TestExtent::Default),
         Chore::Mlx { gpu: true } => steps::run(&[TestStep::MlxGpu], TestExtent::Default),
         Chore::MlxRing => steps::run(&[TestStep::MlxRing], TestExtent::Default),
-        Chore::Gpu => steps::run(&[TestStep::Gpu], TestExtent::Default),
+        Chore::Gpu { command: None } => steps::run(&[TestStep::Gpu], TestExtent::Default),
+        Chore::Gpu {
+            command:
+                Some(GpuChore::Pack {
+                    build,
+                    without_nvidia,
+                }),
+        } => {
+            let build = build.as_deref();
+            let options = gpu_pack::PackOptions {
+                build,
+                without_nvidia,
+            };
+            gpu_pack::run(&options, &mut show)?;
+            true
+        }
         Chore::Mpi => steps::run(&[TestStep::Mpi], TestExtent::Default),
         Chore::Darwin => steps::run(&[TestStep::Darwin], TestExtent::Default),
         Chore::Neon => steps::run(&[TestStep::Neon], TestExtent::Default),

@@ -14,14 +14,6 @@ use crate::tally::TestTally;
 /// The variable from which the tests read the C layer's path.
 pub(crate) const LIBRARY: &str = "PACELINE_MLXC";
 
-/// Number of tokens that the engine's greedy test generates.
-const TOKENS: &str = "PACELINE_MLX_TOKENS";
-
-/// All that `mlx_lm.generate` was recorded with, unless a person says how many.
-pub(crate) fn tokens() -> Option<(&'static str, &'static str)> {
-    std::env::var_os(TOKENS).is_none().then_some((TOKENS, "32"))
-}
-
 const NAME: &str = "the MLX engine";
 
 /// The C layer of the build for this processor; installed if need be.

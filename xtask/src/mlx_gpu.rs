@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! paceline engines          a GPU that MLX computes on? else SKIPPED, by name
-//! cargo test                crates/mlx, crates/model and crates/train, on that device
+//! target/gpu-here/run.sh    the self-test and the tests of MLX, as in a pack (`gpu_pack.rs`)
 //! scripts/models/synth_mlx  4.5 GB of random weights, 4 bits in groups of 64, kept
 //! paceline bench model      --engine mlx --against mlx-lm
 //! ```
@@ -19,10 +19,9 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::cargo_test::TestLog;
-use crate::mlx_engine::{self, LIBRARY};
+use crate::mlx_engine::LIBRARY;
 use crate::tally::TestTally;
-use crate::{mlx, models, process, repo, sdk};
+use crate::{gpu_pack, mlx, models, process, repo, sdk};
 
 /// The bars: of mlx-lm's speed, and of the device's memory.
 const OF_PEER: f64 = 1.0;
@@ -73,8 +72,7 @@ fn checks(see: &mut impl FnMut(&str)) -> Result<TestTally> {
         Ok(library) => library,
         Err(why) => return Ok(skipped(&ALL, &format!("{why:#}"))),
     };
-    let mut tally = tests(&ENGINE, &library, see)?;
-    tally.add(tests(&TRAINING, &library, see)?);
+    let mut tally = tests(&library, see)?;
     tally.add(match bench(&binary, &library, see) {
         Ok(tally) => tally,
         Err(why) => skipped(&ALL[1..], &format!("{why:#}")),
@@ -146,43 +144,27 @@ fn object(command: Command, log: &str) -> Result<Value> {
     }
 }
 
-/// Arguments of cargo for the tests of inference, and the name of their log.
-const ENGINE: (&str, &[&str]) = (
-    "mlx-gpu",
-    &[
-        "-p",
-        "paceline-mlx",
-        "-p",
-        "paceline-model",
-        "--test",
-        "library",
-        "--test",
-        "mlx",
-    ],
-);
+/// Time of the self-test and all tests: far more than a lent machine has.
+const TESTS_SECONDS: &str = "3600";
 
-/// The same of training: those with `mlx` in their names.
-const TRAINING: (&str, &[&str]) = ("mlx-gpu-train", &["-p", "paceline-train", "mlx"]);
-
-/// The tests of the engine, which compute on the best device there is.
-fn tests(
-    (name, args): &(&str, &[&str]),
-    library: &Path,
-    see: &mut impl FnMut(&str),
-) -> Result<TestTally> {
-    let mut command = repo::cargo();
-    command.args(["test", "--release"]).args(*args);
-    command.args(["--", "--show-output"]);
-    command.env(LIBRARY, library).envs(mlx_engine::tokens());
-    command.env("PACELINE_TEST_MODELS", models::folder()?);
-    command.env("MLX_ENABLE_TF32", "0"); // as the program sets it
-    let mut log = TestLog::new();
-    let success = process::stream(command, &process::log_path(name), |line| {
-        if log.read(line) {
-            see(line);
-        }
+/// The self-test and the tests of the engine, which compute on the best device there is.
+fn tests(library: &Path, see: &mut impl FnMut(&str)) -> Result<TestTally> {
+    let folder = repo::root().join("target/gpu-here");
+    gpu_pack::assemble(&folder, see)?;
+    let mut script = Command::new("sh");
+    script.arg(folder.join("run.sh")).arg(TESTS_SECONDS);
+    script.env(LIBRARY, library).env_remove("OUT");
+    let mut tally = TestTally::default();
+    let passed = process::stream(script, &process::log_path("mlx-gpu"), |line| {
+        gpu_pack::outcome(line)
+            .into_iter()
+            .for_each(|of| tally.add(of));
+        see(line);
     })?;
-    Ok(log.finish(name, success))
+    if !passed && tally.failed == 0 {
+        tally.add(TestTally::failure(ALL[0]));
+    }
+    Ok(tally)
 }
 
 /// Decoding of an 8B-shaped model against both bars.

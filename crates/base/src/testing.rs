@@ -1,6 +1,7 @@
 //! Test support: whether slow tests run, and a stopwatch that excludes the time in which the
 //! process waits for a core.
 
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{LazyLock, Once};
 use std::thread;
@@ -18,6 +19,13 @@ static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 static NAPS_SINCE: AtomicU64 = AtomicU64::new(0);
 /// Microseconds beyond [`NAP_MAX`] of all earlier naps.
 static WITHHELD: AtomicU64 = AtomicU64::new(0);
+
+/// A path relative to a package's folder: `CARGO_MANIFEST_DIR` of this process, or `built`, that of
+/// the compiler. So a test program also runs on a machine with the repository elsewhere.
+pub fn from_package(built: &str, path: &str) -> PathBuf {
+    let folder = std::env::var_os("CARGO_MANIFEST_DIR");
+    Path::new(&folder.unwrap_or_else(|| built.into())).join(path)
+}
 
 /// Measures elapsed time without the time in which this process waited for a core. So a time limit
 /// for an idle machine also holds on a busy one. On an idle machine nothing is subtracted.

@@ -18,6 +18,7 @@ pub(crate) mod toy;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use paceline_base::testing::from_package;
 use paceline_base::{KernelClass, Rank};
 use paceline_formats::gguf::testing::GgufWriter;
 use paceline_formats::tensor::Tensor;
@@ -30,8 +31,7 @@ pub(crate) const THREADS: usize = 2;
 
 /// A file or folder of `tests-data/golden`.
 pub(crate) fn golden(path: &str) -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden");
-    root.join(path)
+    from_package(env!("CARGO_MANIFEST_DIR"), "../../tests-data/golden").join(path)
 }
 
 /// A golden file in JSON.

@@ -1,7 +1,8 @@
 //! Layer by layer against the whole graph.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use paceline_base::testing::from_package;
 use paceline_mlx::{Array, DeviceKind as Kind};
 use paceline_model::adapter::files::TARGETS;
 use paceline_model::{Error, MlxPlaces};
@@ -15,7 +16,7 @@ use crate::params::Lora;
 use crate::weights::Method;
 
 fn net(library: PathBuf) -> TrainableModel {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden");
+    let golden = from_package(env!("CARGO_MANIFEST_DIR"), "../../tests-data/golden");
     let trained = Trained {
         model: golden.join("mlx/llama-4bit"),
         method: Method::Qlora,
