@@ -11,6 +11,7 @@ mod mlx_alone;
 mod mlx_hang;
 mod mlx_interrupted;
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -33,6 +34,7 @@ use paceline_mlx::LibraryPaths;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Compute, Config, Error, ExchangeBytes, FollowOutcome,
     LoadOptions, LoadedModel, Logits, MlxModel, MlxOptions, Model, ModelFamily, ModelSource, Split,
+    WindowPages, WindowPool,
 };
 use paceline_tensor::PAGE;
 
@@ -367,6 +369,137 @@ fn batches_and_chunks_stay_within_rounding() {
         }
         println!("{class}: rows alone within {worst:.3e} of rows together");
         assert!(worst < 1e-4, "{class}: {worst:.3e}");
+    }
+}
+
+/// A sequence whose windowed layers release the pages that no later row sees, and take the pages
+/// again that were released longest ago.
+struct Windowed {
+    compute: Box<dyn Compute>,
+    pages: Vec<u32>,
+    kinds: Vec<WindowedKind>,
+}
+
+/// Pages of a kind of windowed layers.
+struct WindowedKind {
+    pool: WindowPool,
+    first_page: usize,
+    pages: Vec<u32>,
+    free: VecDeque<u32>,
+}
+
+impl WindowedKind {
+    fn new(pool: WindowPool) -> Self {
+        Self {
+            pool,
+            first_page: 0,
+            pages: Vec::new(),
+            free: (0..pool.pages as u32).collect(),
+        }
+    }
+
+    fn extend(&mut self, rows: &std::ops::Range<usize>) {
+        let first = self.pool.first_page(rows.start);
+        let released = self.pages.drain(..first - self.first_page);
+        self.free.extend(released);
+        self.first_page = first;
+        let all = rows.end.div_ceil(PAGE) - first;
+        let taken = self.free.drain(..all - self.pages.len());
+        self.pages.extend(taken);
+    }
+}
+
+impl Windowed {
+    /// Of up to `positions` tokens, `rows` of them in a step. Windows have pages for `sequences`.
+    fn new(
+        model: Arc<dyn LoadedModel>,
+        rows: usize,
+        (positions, sequences): (usize, usize),
+    ) -> Self {
+        let size = BatchSize {
+            logit_rows: rows,
+            sequences,
+            ..BatchSize::single(rows, positions)
+        };
+        let compute = model.reserve(size, positions).unwrap();
+        let kinds = compute.windows().iter().copied();
+        Self {
+            kinds: kinds.map(WindowedKind::new).collect(),
+            pages: (0..positions.div_ceil(PAGE) as u32).collect(),
+            compute,
+        }
+    }
+
+    /// Logits after each of `tokens`, which begin at `position`.
+    fn step(&mut self, tokens: &[u32], position: usize) -> Vec<Vec<f32>> {
+        let rows = position..position + tokens.len();
+        self.kinds.iter_mut().for_each(|kind| kind.extend(&rows));
+        let windows = self.kinds.iter().map(|kind| WindowPages {
+            first_page: kind.first_page,
+            pages: &kind.pages,
+        });
+        let windows: Vec<WindowPages<'_>> = windows.collect();
+        let sequence = BatchSequence {
+            tokens,
+            position,
+            pages: &self.pages,
+            windows: &windows,
+            adapter: 0,
+            logits: Logits::All,
+        };
+        let sequences = [sequence];
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        let rows = self.compute.forward(&batch).unwrap();
+        let row = |i| self.compute.logits_mut(i).to_vec();
+        (0..rows).map(row).collect()
+    }
+}
+
+/// A conversation of many windows gives the same bits on fewer pages than it has, and the logits of
+/// `cpu-f32`, which keeps all positions here.
+#[test]
+fn windowed_layers_keep_their_window_alone() {
+    const TOKENS: usize = 640;
+    /// Rows of the first steps; the last 70 are one at a time.
+    const ROWS: usize = 60;
+    let Some(library) = library("windowed layers of mlx keep their window alone") else {
+        return;
+    };
+    if apart("windowed_layers_keep_their_window_alone") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    for family in [ModelFamily::Gemma3, ModelFamily::GptOss] {
+        let tiny = Tiny::new(family, BlockType::Q8_0);
+        tiny.write(&path);
+        let tokens = tiny.tokens(TOKENS, 3);
+        let naive = load(&path, KernelClass::CpuF32, &kernels());
+        let expected = Runner::new(naive, TOKENS).all(&tokens);
+        let model = mlx(&library, &path, KernelClass::MlxF32);
+        // All pages of a conversation at most, and those that a few windows have.
+        let run = |sequences, pages: usize| {
+            let sizes = (TOKENS, sequences);
+            let mut windowed = Windowed::new(Arc::clone(&model), ROWS, sizes);
+            let [kind] = &windowed.kinds[..] else {
+                panic!("one window");
+            };
+            assert_eq!(kind.pool.pages, pages);
+            let mut rows = Vec::new();
+            let (prompt, answer) = tokens.split_at(TOKENS - 70);
+            for chunk in prompt.chunks(ROWS).chain(answer.chunks(1)) {
+                rows.extend(windowed.step(chunk, rows.len()));
+            }
+            rows
+        };
+        let got = run(1, 6);
+        let name = family.name();
+        assert!(got == run(3, 10), "{name}: other bits on more pages");
+        let far = furthest(&got, &expected);
+        println!("{name} mlx-f32 on 6 pages of a window: {far:.1e} of the logits' size");
+        assert!(far <= 2e-4, "{name}: {far:.1e}");
     }
 }
 

@@ -1,9 +1,12 @@
 //! Cache of all layers, in pages, as MLX's arrays.
 //!
-//! A layer's keys and values are one pair of arrays, `(1, K, rows, D)` ([`Shape::rows`]). Position
-//! `i` of a page `p` is row `64 p + i`. Pages that follow one another are one run of rows. A
-//! sequence that has such pages is read in place and written by one update; of others the rows are
+//! A layer's keys and values are one pair of arrays, `(1, K, rows, D)` ([`rows_of`]). Position `i`
+//! of a page `p` is row `64 p + i`. Pages that follow one another are one run of rows. A sequence
+//! that has such pages is read in place and written by one update; of others the rows are
 //! gathered. An engine's only sequence always has such pages, at first.
+//!
+//! Each kind of layers has pages of its own ([`Kinds`](crate::Kinds)): those with a sliding window
+//! have few, and write the pages again that no later row reads.
 //!
 //! Whole pages move between sequences by their numbers alone, as everywhere. Latent attention keeps
 //! one such array, a gated delta net arrays for each page ([`DeltaPages`]).
@@ -11,7 +14,7 @@
 use std::ops::Range;
 
 use paceline_mlx::{Array, Dtype, Mask, Stream};
-use paceline_tensor::PAGE;
+use paceline_tensor::{AttentionRows, PAGE};
 
 use crate::Error;
 
@@ -45,8 +48,8 @@ enum Kept {
 /// Sizes of a cache.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
-    pub(super) layers: Vec<LayerSizes>,
-    pub(super) pages: usize,
+    /// Of each layer, with the number of its pages.
+    pub(super) layers: Vec<(LayerSizes, usize)>,
     pub(super) dtype: Dtype,
 }
 
@@ -65,35 +68,32 @@ pub(super) enum LayerSizes {
         key: usize,
         value: usize,
     },
-    /// The states of a gated delta net on `pages` pages, in f32.
-    Delta {
-        pages: usize,
-        of: DeltaSizes,
-    },
+    /// The states of a gated delta net, in f32.
+    Delta(DeltaSizes),
+}
+
+/// Rows of an array of `pages` pages: with an unused page where these would be a multiple of
+/// [`MLX_LM_STEP`].
+///
+/// On CUDA, MLX gives one query's keys to cuDNN where they are a slice of such an array. It takes
+/// every such slice for one that begins at row 0, so others would be read from memory in front of
+/// the array. Slices of any other array are read by MLX's own kernel, in place.
+const fn rows_of(pages: usize) -> usize {
+    let rows = pages * PAGE;
+    match rows.is_multiple_of(MLX_LM_STEP) {
+        true => rows + PAGE,
+        false => rows,
+    }
 }
 
 impl Shape {
-    /// Rows of a layer's arrays: those of its pages, and an unused page where these would be a
-    /// multiple of [`MLX_LM_STEP`].
-    ///
-    /// On CUDA, MLX gives one query's keys to cuDNN where they are a slice of such an array. It
-    /// takes every such slice for one that begins at row 0, so others would be read from memory in
-    /// front of the array. Slices of any other array are read by MLX's own kernel, in place.
-    fn rows(&self) -> usize {
-        let rows = self.pages * PAGE;
-        match rows.is_multiple_of(MLX_LM_STEP) {
-            true => rows + PAGE,
-            false => rows,
-        }
-    }
-
     pub(super) fn bytes(&self) -> u64 {
-        let rows = (self.rows() * self.dtype.bytes()) as u64;
-        let bytes = self.layers.iter().map(|layer| match *layer {
+        let rows = |pages| (rows_of(pages) * self.dtype.bytes()) as u64;
+        let bytes = self.layers.iter().map(|&(layer, pages)| match layer {
             LayerSizes::Nothing => 0,
-            LayerSizes::Rows { heads, key, value } => rows * (heads * (key + value)) as u64,
-            LayerSizes::Latent { key, .. } => rows * key as u64,
-            LayerSizes::Delta { pages, of } => pages as u64 * of.page_bytes(),
+            LayerSizes::Rows { heads, key, value } => rows(pages) * (heads * (key + value)) as u64,
+            LayerSizes::Latent { key, .. } => rows(pages) * key as u64,
+            LayerSizes::Delta(of) => pages as u64 * of.page_bytes(),
         });
         bytes.sum()
     }
@@ -102,18 +102,18 @@ impl Shape {
 impl Cache {
     /// Zeros; the memory is taken at once.
     pub(super) fn new(stream: &Stream, shape: &Shape) -> Result<Self, Error> {
-        let rows = shape.rows() as i32;
-        let zeros = |heads: usize, dim: usize| {
-            stream.zeros(&[1, heads as i32, rows, dim as i32], shape.dtype)
-        };
-        let layers = shape.layers.iter().map(|layer| {
-            Ok(match *layer {
+        let layers = shape.layers.iter().map(|&(layer, pages)| {
+            let rows = rows_of(pages) as i32;
+            let zeros = |heads: usize, dim: usize| {
+                stream.zeros(&[1, heads as i32, rows, dim as i32], shape.dtype)
+            };
+            Ok(match layer {
                 LayerSizes::Nothing => Kept::Nothing,
                 LayerSizes::Rows { heads, key, value } => {
                     Kept::Rows([zeros(heads, key)?, zeros(heads, value)?])
                 }
                 LayerSizes::Latent { key, value } => Kept::Latent(zeros(1, key)?, value as i32),
-                LayerSizes::Delta { pages, of } => Kept::Delta(DeltaPages::new(stream, pages, of)?),
+                LayerSizes::Delta(of) => Kept::Delta(DeltaPages::new(stream, pages, of)?),
             })
         });
         let cache = Self {
@@ -237,13 +237,21 @@ fn put(stream: &Stream, held: &mut Array, span: &Span, new: &Array) -> Result<()
     Ok(())
 }
 
-/// Where one sequence of a step is in the cache.
+/// Layers with the same pages and the same window, which have their [`Span`]s in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SpanKind {
+    /// Kind of the pages, by [`Kinds`](crate::Kinds).
+    pub(super) kind: usize,
+    pub(super) window: Option<usize>,
+}
+
+/// Where one sequence of a step is in the cache of layers of a [`SpanKind`].
 #[derive(Debug)]
 pub(super) struct Span {
     /// Rows of the cache that are written, in order of position.
     written: Vec<Range<usize>>,
-    /// Keys that queries see, for each window of the model.
-    pub(super) views: Vec<View>,
+    /// Keys that queries see.
+    pub(super) view: View,
 }
 
 /// Keys that the queries of a sequence see, all but those that no query does.
@@ -291,17 +299,16 @@ impl View {
 }
 
 impl Span {
-    /// Of the positions `new` of a sequence with `pages`, seen through each of `windows`.
+    /// Of the rows of a sequence, which attend through `window`.
     pub(super) fn new(
         stream: &Stream,
-        pages: &[u32],
-        new: Range<usize>,
-        windows: &[Option<usize>],
+        rows: &AttentionRows<'_>,
+        window: Option<usize>,
     ) -> Result<Self, Error> {
-        let view = |window: &Option<usize>| View::new(stream, pages, new.clone(), *window);
+        let new = rows.position..rows.position + rows.rows;
         Ok(Self {
-            written: runs(pages, new.clone()),
-            views: windows.iter().map(view).collect::<Result<_, _>>()?,
+            written: runs(rows, new.clone()),
+            view: View::new(stream, rows, new, window)?,
         })
     }
 }
@@ -309,12 +316,12 @@ impl Span {
 impl View {
     fn new(
         stream: &Stream,
-        pages: &[u32],
+        rows: &AttentionRows<'_>,
         new: Range<usize>,
         window: Option<usize>,
     ) -> Result<Self, Error> {
         let seen = seen(&new, window);
-        let runs = runs(pages, seen.clone());
+        let runs = runs(rows, seen.clone());
         let rows = match &runs[..] {
             [run] => Rows::Run(run.clone()),
             _ => {
@@ -348,13 +355,14 @@ fn seen(new: &Range<usize>, window: Option<usize>) -> Range<usize> {
     first..new.end
 }
 
-/// Rows of the cache that hold `positions` of a sequence with `pages`, as few ranges as possible.
-fn runs(pages: &[u32], positions: Range<usize>) -> Vec<Range<usize>> {
+/// Rows of the cache that hold `positions` of a sequence, as few ranges as possible.
+fn runs(sequence: &AttentionRows<'_>, positions: Range<usize>) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     let mut position = positions.start;
     while position < positions.end {
         let end = positions.end.min((position / PAGE + 1) * PAGE);
-        let first = pages[position / PAGE] as usize * PAGE + position % PAGE;
+        let page = sequence.pages[position / PAGE - sequence.first_page] as usize;
+        let first = page * PAGE + position % PAGE;
         let rows = first..first + (end - position);
         match runs.last_mut() {
             Some(last) if last.end == rows.start => last.end = rows.end,
@@ -371,27 +379,51 @@ mod tests {
 
     use super::*;
 
+    /// The rows `new` of a sequence with `pages`, the first of which is its page `first_page`.
+    fn rows(pages: &[u32], first_page: usize, new: Range<usize>) -> AttentionRows<'_> {
+        AttentionRows {
+            rows: new.len(),
+            position: new.start,
+            pages,
+            first_page,
+        }
+    }
+
     #[test]
     fn pages_that_follow_one_another_are_one_run() {
         let whole = |range: Range<usize>| vec![range];
+        let runs = |pages, positions: Range<usize>| {
+            super::runs(&rows(pages, 0, positions.clone()), positions)
+        };
         assert_eq!(runs(&[0, 1, 2], 0..192), whole(0..192));
         assert_eq!(runs(&[5, 6], 63..65), whole(383..385));
         assert_eq!(runs(&[3], 7..8), whole(199..200));
         assert!(runs(&[3], 7..7).is_empty());
         assert_eq!(runs(&[1, 0, 3], 60..130), [124..128, 0..64, 192..194]);
+        let released = rows(&[9, 2], 5, 389..390);
+        assert_eq!(super::runs(&released, 330..390), [586..640, 128..134]);
     }
 
-    /// A schedule: sequences, as their pages and positions, over the free pages of a cache.
+    /// A schedule: sequences over the free pages of a cache.
     struct Schedule {
         random: SplitMix64,
         free: Vec<u32>,
-        sequences: Vec<(Vec<u32>, usize)>,
+        sequences: Vec<Sequence>,
+        /// Pages that no row sees any more are free again.
+        window: Option<usize>,
+    }
+
+    #[derive(Clone, Default)]
+    struct Sequence {
+        first_page: usize,
+        pages: Vec<u32>,
+        end: usize,
     }
 
     impl Schedule {
-        fn new(seed: u64, pages: usize) -> Self {
+        fn new(seed: u64, pages: usize, window: Option<usize>) -> Self {
             let mut random = SplitMix64::new(seed);
-            let sequences = vec![(Vec::new(), 0); 1 + random.below(8)];
+            let sequences = vec![Sequence::default(); 1 + random.below(8)];
             let mut free: Vec<u32> = (0..pages as u32).rev().collect();
             if random.below(2) == 0 {
                 random.shuffle(&mut free);
@@ -400,28 +432,34 @@ mod tests {
                 random,
                 free,
                 sequences,
+                window,
             }
         }
 
-        /// A sequence's step, a chunk of a prompt or one position: its pages and new positions.
+        /// A sequence's step, a chunk of a prompt or one position: its state and new positions.
         /// Where no page is free it ends instead, and the next one takes its place.
-        fn step(&mut self) -> Option<(Vec<u32>, Range<usize>)> {
+        fn step(&mut self) -> Option<(Sequence, Range<usize>)> {
             let i = self.random.below(self.sequences.len());
             let n = match self.random.below(4) {
                 0 => 1 + self.random.below(512),
                 _ => 1,
             };
-            let (pages, end) = &mut self.sequences[i];
-            let new = *end..*end + n;
-            let wanted = new.end.div_ceil(PAGE) - pages.len();
+            let sequence = &mut self.sequences[i];
+            let new = sequence.end..sequence.end + n;
+            let first = seen(&new, self.window).start / PAGE;
+            let released = first - sequence.first_page;
+            self.free.extend(sequence.pages.drain(..released));
+            sequence.first_page = first;
+            let wanted = new.end.div_ceil(PAGE) - first - sequence.pages.len();
             if wanted > self.free.len() || self.random.below(64) == 0 {
-                self.free.append(pages);
-                *end = 0;
+                self.free.append(&mut sequence.pages);
+                *sequence = Sequence::default();
                 return None;
             }
-            pages.extend(self.free.drain(self.free.len() - wanted..).rev());
-            *end = new.end;
-            Some((pages.clone(), new))
+            let taken = self.free.drain(self.free.len() - wanted..).rev();
+            sequence.pages.extend(taken);
+            sequence.end = new.end;
+            Some((sequence.clone(), new))
         }
     }
 
@@ -432,30 +470,34 @@ mod tests {
         for seed in 0..200 {
             let mut random = SplitMix64::new(seed);
             let pages = 4 * (1 + random.below(128)) - random.below(2) * random.below(4);
-            let shape = Shape {
-                layers: Vec::new(),
-                pages,
-                dtype: Dtype::F16,
-            };
-            let mut schedule = Schedule::new(seed, pages);
-            for (pages, new) in (0..200).filter_map(|_| schedule.step()) {
-                for window in [None, Some(128), Some(300)] {
-                    let runs = runs(&pages, seen(&new, window));
+            let released = [None, Some(300)][random.below(2)];
+            let mut schedule = Schedule::new(seed, pages, released);
+            for (sequence, new) in (0..200).filter_map(|_| schedule.step()) {
+                for window in [released, Some(128), Some(300)] {
+                    let of = rows(&sequence.pages, sequence.first_page, new.clone());
+                    let runs = runs(&of, seen(&new, window));
                     let [run] = &runs[..] else { continue };
-                    let (begins, rows) = (run.start, shape.rows());
-                    assert!(run.end <= shape.pages * PAGE, "seed {seed}: {run:?}");
+                    let (begins, rows) = (run.start, rows_of(pages));
+                    assert!(run.end <= pages * PAGE, "seed {seed}: {run:?}");
                     assert!(
                         begins == 0 || !rows.is_multiple_of(256),
                         "seed {seed}: rows {run:?} of {rows}"
                     );
                     trapped += usize::from(
-                        begins > 0 && run.len() >= 256 && (shape.pages * PAGE).is_multiple_of(256),
+                        begins > 0 && run.len() >= 256 && (pages * PAGE).is_multiple_of(256),
                     );
                 }
             }
         }
         assert!(trapped > 100, "{trapped} slices would be misread");
     }
+
+    const ROWS: LayerSizes = LayerSizes::Rows {
+        heads: 1,
+        key: 2,
+        value: 2,
+    };
+    const LATENT: LayerSizes = LayerSizes::Latent { key: 2, value: 1 };
 
     /// The arrays themselves, and rows behind the first page as they come back.
     #[test]
@@ -466,38 +508,27 @@ mod tests {
         let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
         let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
         let shape = Shape {
-            layers: vec![
-                LayerSizes::Rows {
-                    heads: 1,
-                    key: 2,
-                    value: 2,
-                },
-                LayerSizes::Latent { key: 2, value: 1 },
-            ],
-            pages: 8,
+            layers: vec![(ROWS, 8), (LATENT, 4)],
             dtype: Dtype::F32,
         };
         let mut cache = Cache::new(&stream, &shape).unwrap();
-        let rows = |cache: &Cache| -> Vec<i32> {
-            cache
-                .arrays()
-                .iter()
-                .map(|array| array.shape()[2])
-                .collect()
+        let lengths = |cache: &Cache| -> Vec<i32> {
+            let arrays = cache.arrays();
+            arrays.iter().map(|array| array.shape()[2]).collect()
         };
-        assert_eq!(rows(&cache), [9 * 64; 3]);
+        assert_eq!(lengths(&cache), [9 * 64, 9 * 64, 5 * 64]);
         let bytes: u64 = cache.arrays().iter().map(|array| array.n_bytes()).sum();
         assert_eq!(bytes, shape.bytes());
 
         let values: Vec<f32> = (0..600).map(|i| i as f32).collect();
         let new = stream.array_f32(&values, &[1, 1, 300, 2]).unwrap();
-        let span = Span::new(&stream, &[3, 4, 5, 6, 7], 0..300, &[None]).unwrap();
+        let span = Span::new(&stream, &rows(&[3, 4, 5, 6, 7], 0, 0..300), None).unwrap();
         cache.write(&stream, 0, &span, [&new, &new]).unwrap();
-        let [keys, _] = cache.read(&stream, 0, &span.views[0]).unwrap();
+        let [keys, _] = cache.read(&stream, 0, &span.view).unwrap();
         let keys = stream.rows_f32(&keys).unwrap();
         stream.eval([&keys]).unwrap();
         assert_eq!(keys.as_f32().unwrap(), values);
-        assert_eq!(rows(&cache), [9 * 64; 3]);
+        assert_eq!(lengths(&cache), [9 * 64, 9 * 64, 5 * 64]);
     }
 
     #[test]
@@ -517,15 +548,14 @@ mod tests {
         };
         let shape = Shape {
             layers: vec![
-                rows,
-                LayerSizes::Nothing,
-                latent,
-                LayerSizes::Delta { pages: 3, of },
+                (rows, 5),
+                (LayerSizes::Nothing, 5),
+                (latent, 2),
+                (LayerSizes::Delta(of), 3),
             ],
-            pages: 5,
             dtype: Dtype::BF16,
         };
-        let positions = 5 * 64 * 2 * (2 * (16 + 32) + 48);
+        let positions = 64 * 2 * (5 * 2 * (16 + 32) + 2 * 48);
         let net = 3 * 4 * (4 * 16 * 32 + 64 * (192 + 2 * 16 + 4 * 32 + 4));
         assert_eq!(shape.bytes(), positions + net);
     }

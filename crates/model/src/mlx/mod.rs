@@ -56,7 +56,7 @@ use crate::{
     Config, Error, Experts, FollowOutcome, Kinds, LayerCache, LayerCut, LayerShape, Links,
     ModelSource, Shard, Split, WindowPages, WindowPool, page_store,
 };
-use cache::{Cache, DeltaSizes, LayerSizes};
+use cache::{Cache, DeltaSizes, LayerSizes, SpanKind};
 use exchange::{Receive, Tally};
 use gates::Gates;
 use step::{Parts, Step, Triangles};
@@ -138,10 +138,10 @@ struct Reserved {
 struct Constants {
     gates: Gates,
     embedding_scale: Array,
-    /// Different windows of the layers.
-    windows: Vec<Option<usize>>,
-    /// Which of them a layer of the whole model has.
-    window_of: Vec<usize>,
+    /// Each once.
+    span_kinds: Vec<SpanKind>,
+    /// Which of them a layer of the whole model has; unused where it has no keys.
+    span_kind_of: Vec<usize>,
     /// Of each layer held, the query heads of each KV head that this rank holds; empty when all
     /// have as many.
     groups: Vec<Vec<Range<i32>>>,
@@ -160,25 +160,40 @@ impl Constants {
         dtype: Dtype,
     ) -> Result<(Self, Vec<String>), Error> {
         let (gates, notes) = Gates::new(stream, config, dtype)?;
-        let mut windows = Vec::new();
-        let window_of = config.layers.iter().map(|layer| {
-            let known = windows.iter().position(|window| *window == layer.window);
-            known.unwrap_or_else(|| {
-                windows.push(layer.window);
-                windows.len() - 1
-            })
-        });
+        let kinds = Kinds::new(config);
+        let (span_kinds, span_kind_of) = span_kinds(config, &kinds);
         let constants = Self {
             gates,
             embedding_scale: stream.scalar(config.embedding_scale, dtype)?,
-            window_of: window_of.collect(),
-            windows,
+            span_kinds,
+            span_kind_of,
             groups: groups(config, shard),
-            kinds: Kinds::new(config),
+            kinds,
             triangles: Triangles::new(stream)?,
         };
         Ok((constants, notes))
     }
+}
+
+/// See [`Constants::span_kinds`] and [`Constants::span_kind_of`].
+fn span_kinds(config: &Config, kinds: &Kinds) -> (Vec<SpanKind>, Vec<usize>) {
+    let mut all = Vec::new();
+    let of = config.layers.iter().enumerate().map(|(i, layer)| {
+        if matches!(layer.cache, LayerCache::Delta(_)) {
+            return 0;
+        }
+        let own = SpanKind {
+            kind: kinds.of(i),
+            window: layer.window,
+        };
+        let known = all.iter().position(|known| *known == own);
+        known.unwrap_or_else(|| {
+            all.push(own);
+            all.len() - 1
+        })
+    });
+    let of = of.collect();
+    (all, of)
 }
 
 /// See [`Constants::groups`].
@@ -487,16 +502,15 @@ fn cache_shape(
     let kinds = Kinds::new(c);
     let pages = kinds.pages(size, positions);
     let layers = shard.layers.clone().zip(shard.each_layer());
-    let layers = layers.map(|(i, cut)| layer_sizes(&c.layers[i], cut, pages[kinds.of(i)]));
+    let layers = layers.map(|(i, cut)| (layer_sizes(&c.layers[i], cut), pages[kinds.of(i)]));
     cache::Shape {
         layers: layers.collect(),
-        pages: positions.div_ceil(PAGE),
         dtype,
     }
 }
 
-/// Sizes of one layer's cache; `pages` are those of its kind.
-const fn layer_sizes(shape: &LayerShape, cut: &LayerCut, pages: usize) -> LayerSizes {
+/// Sizes of one layer's cache.
+const fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
     let (heads, kv_heads) = (
         cut.heads.end - cut.heads.start,
         cut.kv_heads.end - cut.kv_heads.start,
@@ -515,7 +529,7 @@ const fn layer_sizes(shape: &LayerShape, cut: &LayerCut, pages: usize) -> LayerS
                 value,
                 channels: 2 * kv_heads * key + heads * value,
             };
-            LayerSizes::Delta { pages, of }
+            LayerSizes::Delta(of)
         }
         (LayerCache::Rows, Some(_)) => LayerSizes::Latent { key, value },
         (LayerCache::Rows, None) => LayerSizes::Rows {
@@ -580,22 +594,15 @@ impl Loaded for MlxModel {
     ) -> Result<Box<dyn Compute>, Error> {
         let id = self.last_cache.fetch_add(1, Ordering::Relaxed);
         let shape = cache_shape(&self.config, &self.shard, (size, positions), self.dtype);
-        // Its own pages are for all positions in every layer but delta nets; ranks on another
-        // engine have fewer.
         let kinds = Kinds::new(&self.config);
         let windows = kinds.windows(kinds.pages(size, positions));
-        let pages = shape.pages;
-        let own = windows.iter().map(|window| match window.every {
-            1 => WindowPool { pages, ..*window },
-            _ => *window,
-        });
-        let own: Vec<WindowPool> = own.collect();
+        let (pages, own) = (positions.div_ceil(PAGE), windows.clone());
         let reserve = move |device: &mut Device| {
             let reserved = Reserved {
                 cache: Cache::new(&device.stream, &shape)?,
                 receive: Receive::default(),
                 size,
-                pages: shape.pages,
+                pages,
                 windows: own,
             };
             device.caches.insert(id, reserved);

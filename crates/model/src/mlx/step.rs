@@ -8,7 +8,7 @@
 use paceline_mlx::{Array, Dtype, Stream};
 use paceline_tensor::RopePairs;
 
-use super::cache::{Cache, Span};
+use super::cache::{Cache, Span, SpanKind};
 use super::exchange::{Receive, Way};
 use super::gates;
 use super::host::Watch;
@@ -41,7 +41,8 @@ struct Turned {
 pub(super) struct Step<'a> {
     pub(super) parts: Parts<'a>,
     pub(super) batch: &'a Batch<'a>,
-    spans: Vec<Span>,
+    /// Of each sequence, by kind of span.
+    spans: Vec<Vec<Span>>,
     /// `(T, C)`
     pub(super) residual: Array,
     /// `(T, C)`
@@ -92,11 +93,12 @@ impl<'a> Step<'a> {
         let (model, stream) = (parts.model, parts.stream);
         let (weights, constants) = (parts.weights, parts.constants);
         parts.cache.begin();
-        let span = |s: &crate::BatchSequence<'_>| {
-            let new = s.position..s.position + s.tokens.len();
-            Span::new(stream, s.pages, new, &constants.windows)
+        let spans = |s: &crate::BatchSequence<'_>| {
+            let span = |of: &SpanKind| Span::new(stream, &s.rows_of(of.kind), of.window);
+            constants.span_kinds.iter().map(span).collect()
         };
-        let spans = batch.sequences.iter().map(span).collect::<Result<_, _>>()?;
+        let spans = batch.sequences.iter().map(spans);
+        let spans = spans.collect::<Result<Vec<Vec<Span>>, Error>>()?;
         let residual = match &model.links {
             Some(links) if !model.shard.embeds() => {
                 let shape = [batch.rows() as i32, model.config.width as i32];
@@ -384,7 +386,7 @@ impl<'a> Step<'a> {
         sinks: Option<&Array>,
     ) -> Result<Array, Error> {
         let (stream, constants) = (self.parts.stream, self.parts.constants);
-        let view = &self.spans[sequence].views[constants.window_of[self.index]];
+        let view = &self.spans[sequence][constants.span_kind_of[self.index]].view;
         let [k, v] = self.parts.cache.read(stream, keeper, view)?;
         let scale = self.layer().0.query_scale;
         let groups = &constants.groups[self.held(self.index)];
@@ -606,9 +608,10 @@ impl LayerStep for Step<'_> {
             LayerCache::Of(of) => self.held(of),
             _ => held,
         };
-        for (own, span) in turned.iter().zip(&self.spans) {
+        let kind = self.parts.constants.span_kind_of[index];
+        for (own, spans) in turned.iter().zip(&self.spans) {
             if let Some([k, v]) = &own.key_value {
-                self.parts.cache.write(stream, held, span, [k, v])?;
+                self.parts.cache.write(stream, held, &spans[kind], [k, v])?;
             }
         }
         let sinks = attention(w).and_then(|own| own.sinks.as_ref());

@@ -97,7 +97,9 @@ impl Step<'_> {
         };
         let (stream, held) = (self.parts.stream, self.held(index));
         let latent = std::mem::take(&mut self.latent);
-        for ([_, key], span) in latent.iter().zip(&self.spans) {
+        let kind = self.parts.constants.span_kind_of[index];
+        for ([_, key], spans) in latent.iter().zip(&self.spans) {
+            let span = &spans[kind];
             self.parts.cache.write_latent(stream, held, span, key)?;
         }
         let expand = |(i, [query, _]): (usize, &[Array; 2])| {
