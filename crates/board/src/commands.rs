@@ -18,7 +18,7 @@ use paceline_cluster::nodes::pairing::Code;
 use paceline_cluster::nodes::placement::{AdapterFile, InstanceSpec};
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
-use paceline_node::context_size::ContextBudget;
+use paceline_node::context_size::{ContextBudget, KvMemory};
 use paceline_node::fleet::{
     self, Fleet, FleetSpec, LoadRequest, MakeKernels, TraceRequest, journals, leases,
 };
@@ -381,7 +381,7 @@ fn find(home: &Home, name: &str) -> Result<PathBuf, String> {
 
 fn sizes(path: &Path, config: &Config, wanted: &InstanceSpec) -> EngineConfig {
     let parallel = usize::from(wanted.options.parallel.max(1));
-    let memory = (Some(KvType::F16), machine::available());
+    let memory = (KvMemory::Main(KvType::F16), machine::available());
     let room = ContextBudget::of((path, config), memory, wanted.options.context, parallel);
     EngineConfig {
         max_running: parallel,

@@ -1,8 +1,10 @@
 //! Compute options: the engine and how it computes, by `--engine`, `--class`, `--threads`, `--kv`,
 //! `--pin`.
 
-use paceline_base::KernelClass;
+use paceline_base::{Bytes, KernelClass};
+use paceline_cluster::machine;
 use paceline_node::classes::{self, Classes, Engines};
+use paceline_node::context_size::KvMemory;
 use paceline_tensor::{KvType, Pinning};
 
 use crate::error::Error;
@@ -42,11 +44,20 @@ impl ComputeArgs {
         }
     }
 
-    /// KV type in main memory; `None` if `engine` keeps KV in device memory.
-    pub(crate) fn in_memory(self, engine: EngineArgs) -> Option<KvType> {
+    /// Where `engine` has its keys and values, and what programs can have of that memory.
+    pub(crate) fn kv_memory(self, engine: EngineArgs) -> (KvMemory, Option<Bytes>) {
         let class = self.class.unwrap_or_default();
-        let elsewhere = class.is_mlx() || engine.engine.is_some_and(Engines::has_mlx);
-        (!elsewhere).then(|| self.kv.unwrap_or(KvType::of(class)))
+        let class = match engine.engine.is_some_and(Engines::has_mlx) {
+            true if !class.is_mlx() => KernelClass::Mlx,
+            _ => class,
+        };
+        if !class.is_mlx() {
+            let kv = self.kv.unwrap_or(KvType::of(class));
+            return (KvMemory::Main(kv), machine::available());
+        }
+        // MLX's CPU build computes in main memory.
+        let device = machine::gpu_memory().map(|memory| memory.limit);
+        (KvMemory::Device(class), device.or_else(machine::available))
     }
 
     /// Pinning of a single node's threads.

@@ -21,7 +21,6 @@ use paceline_base::KernelClass;
 use paceline_board::commands::{self, WAITING_MAX};
 use paceline_board::worker_notices::lines;
 use paceline_board::{Dashboard, DashboardOutputs, LocalInstances, figures, remover, servers};
-use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Error as NodeError;
 use paceline_engine::{EngineConfig, Service, StepTimeTarget};
 use paceline_model::Config;
@@ -514,7 +513,7 @@ impl Args {
         let parallel = usize::from(self.parallel);
         let room = ContextBudget::of(
             (path, config),
-            (self.compute.in_memory(self.engine), machine::available()),
+            self.compute.kv_memory(self.engine),
             self.context,
             parallel,
         );

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
-use paceline_base::{KernelClass, Rank};
+use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_formats::tensor::Absent;
 use paceline_formats::{gguf, hf};
 
@@ -111,6 +111,22 @@ pub enum Error {
     /// MLX is unavailable, or a call of it failed.
     #[error(transparent)]
     Mlx(#[from] paceline_mlx::Error),
+    /// The cache of as many positions does not fit into a device's memory beside the weights.
+    #[error(
+        "mlx: {positions} positions need {needed} ({what}), and the memory of device {device} has \
+         {available}: {fitting} positions fit"
+    )]
+    DevicePositions {
+        /// Of all sequences together.
+        positions: usize,
+        needed: Bytes,
+        /// The parts of `needed`.
+        what: String,
+        device: &'static str,
+        available: Bytes,
+        /// The most that fit; 0 where the weights do not.
+        fitting: usize,
+    },
     #[error("kernel class {class} is not one of engine {engine}")]
     Class {
         /// Requested class.

@@ -34,7 +34,7 @@ use paceline_mlx::LibraryPaths;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Compute, Config, Error, ExchangeBytes, FollowOutcome,
     LoadOptions, LoadedModel, Logits, MlxModel, MlxOptions, Model, ModelFamily, ModelSource, Split,
-    WindowPages, WindowPool,
+    WindowPages, WindowPool, mlx_page_bytes,
 };
 use paceline_tensor::PAGE;
 
@@ -369,6 +369,43 @@ fn batches_and_chunks_stay_within_rounding() {
         }
         println!("{class}: rows alone within {worst:.3e} of rows together");
         assert!(worst < 1e-4, "{class}: {worst:.3e}");
+    }
+}
+
+/// The arrays of a cache grow when a step needs later pages than they have. Answers stay the same,
+/// those of pages that were copied too.
+#[test]
+fn a_cache_that_grows_gives_the_same_bits() {
+    let Some(library) = library("a cache of mlx that grows") else {
+        return;
+    };
+    if apart("a_cache_that_grows_gives_the_same_bits") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    for family in [
+        ModelFamily::Llama,
+        ModelFamily::DeepSeek,
+        ModelFamily::Qwen35,
+    ] {
+        let tiny = Tiny::new(family, BlockType::Q8_0);
+        tiny.write(&path);
+        let tokens = tiny.tokens(200, 5);
+        let model = mlx(&library, &path, KernelClass::MlxF32);
+        let run = |pages: &[u32]| {
+            let model = Arc::clone(&model);
+            let mut runner = Runner::on_pages(model, tokens.len(), pages.to_vec());
+            let chunks = [0..60, 60..130, 130..131, 131..199, 199..200];
+            let rows = chunks.map(|chunk| runner.last(&tokens[chunk.clone()], chunk.start));
+            rows.map(|row| bits(&row))
+        };
+        // Arrays begin with 128 pages.
+        let grown = match family {
+            ModelFamily::Qwen35 => [1, 0, 3, 2], // its states have few pages
+            _ => [1, 150, 700, 2],
+        };
+        assert_eq!(run(&grown), run(&[0, 1, 2, 3]), "{}", family.name());
     }
 }
 
@@ -904,12 +941,39 @@ fn what_does_not_fit_is_refused_with_the_figures() {
     let (path, _) = gemma(dir.path());
     let mut options = options(&library, KernelClass::Mlx);
     options.positions = 1 << 36;
-    let error = try_mlx(&path, options).unwrap_err().to_string();
+    let failed = try_mlx(&path, options.clone()).unwrap_err();
+    let error = failed.to_string();
     assert!(
         error.starts_with("mlx: ") && error.contains("cache"),
         "{error}"
     );
-    assert!(error.contains("are needed"), "{error}");
+    assert!(error.contains("the memory of device"), "{error}");
+    let Error::DevicePositions { fitting, .. } = failed else {
+        panic!("{error}");
+    };
+    options.positions = fitting;
+    try_mlx(&path, options.clone()).unwrap();
+    options.positions += PAGE;
+    let error = try_mlx(&path, options).unwrap_err();
+    assert!(matches!(error, Error::DevicePositions { fitting: same, .. } if same == fitting));
+}
+
+/// Positions cost what the class keeps of them; layers with a window keep an eighth of their pages.
+/// Gemma has five of them and one without.
+#[test]
+fn positions_of_a_long_context_have_their_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    for (family, class, bytes) in [
+        (ModelFamily::Llama, KernelClass::Mlx, 2 * 2 * 2 * 32 * 2),
+        (ModelFamily::Llama, KernelClass::MlxF32, 2 * 2 * 2 * 32 * 4),
+        (ModelFamily::Gemma3, KernelClass::Mlx, 13 * 2 * 128 * 4 / 8),
+    ] {
+        Tiny::new(family, BlockType::Q8_0).write(&path);
+        let config = Config::read(&ModelSource::open(&path).unwrap()).unwrap();
+        let page = mlx_page_bytes(&config, class);
+        assert_eq!(page, PAGE * bytes, "{} {class}", family.name());
+    }
 }
 
 #[test]

@@ -1,11 +1,12 @@
-//! Default context size of a model: its trained length, as far as memory allows.
+//! Default context size of a model: its trained length, as far as memory allows. On MLX that is
+//! the memory of its device.
 //!
 //! KV memory is allocated only on use, so this is a bound and no cost. One long conversation may
 //! use all positions, or several share them.
 
 use std::path::Path;
 
-use paceline_base::Bytes;
+use paceline_base::{Bytes, KernelClass};
 use paceline_engine::EngineConfig;
 use paceline_model::{BatchSize, Config};
 use paceline_tensor::{KvType, PAGE};
@@ -24,6 +25,26 @@ pub(crate) const WEIGHTS: f64 = 1.2;
 /// A bound by memory is rounded down to a multiple of this.
 const STEP: usize = 1024;
 
+/// The form of keys and values, and the memory that has them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvMemory {
+    /// Main memory, on the CPU.
+    Main(KvType),
+    /// The memory of MLX's device, which computes in this class.
+    Device(KernelClass),
+}
+
+impl KvMemory {
+    /// Bytes of [`PAGE`] more positions over all layers, in a long context: layers with a window
+    /// store only part of them.
+    fn page_bytes(self, config: &Config) -> usize {
+        match self {
+            Self::Main(kv) => page_bytes(config, kv),
+            Self::Device(class) => paceline_model::mlx_page_bytes(config, class),
+        }
+    }
+}
+
 /// The positions of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ContextBudget {
@@ -34,12 +55,11 @@ pub struct ContextBudget {
 }
 
 impl ContextBudget {
-    /// For the model at `path` with `parallel` concurrent sequences. `kv` is the KV type in main
-    /// memory, `None` if another memory holds it; `memory` is the available main memory, if known.
-    /// `asked` positions per sequence are used unchanged.
+    /// For the model at `path` with `parallel` concurrent sequences. `memory` is what programs can
+    /// have of the memory of `kv`, if known. `asked` positions per sequence are used unchanged.
     pub fn of(
         (path, config): (&Path, &Config),
-        (kv, memory): (Option<KvType>, Option<Bytes>),
+        (kv, memory): (KvMemory, Option<Bytes>),
         asked: Option<u32>,
         parallel: usize,
     ) -> Self {
@@ -47,14 +67,11 @@ impl ContextBudget {
             let all = context.saturating_mul(parallel);
             return Self { context, all };
         }
-        let Some(kv) = kv else {
-            return Self::within(config.context, 1, None, parallel);
-        };
         let left = memory.map(|memory| {
             let weights = bytes_at(path) as f64 * WEIGHTS;
             Bytes((memory.0 as f64 - weights).max(0.0) as u64)
         });
-        Self::within(config.context, page_bytes(config, kv), left, parallel)
+        Self::within(config.context, kv.page_bytes(config), left, parallel)
     }
 
     /// For a model with `trained` positions; `left` is the memory left by its weights.
@@ -97,8 +114,7 @@ fn bytes_at(path: &Path) -> u64 {
     entries.flatten().map(|entry| size(&entry.path())).sum()
 }
 
-/// Bytes of [`PAGE`] more positions over all layers, in a long context: layers with a window store
-/// only part of them.
+/// As [`KvMemory::page_bytes`], in main memory.
 fn page_bytes(config: &Config, kv_type: KvType) -> usize {
     const MANY: usize = 1 << 20;
     let bytes = |positions| {

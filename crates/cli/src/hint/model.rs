@@ -82,6 +82,7 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::Value { .. } => Some(UNUSUAL),
         Error::Pack { source, .. } | Error::Cache(source) => Some(of_memory(source)),
         Error::Mlx(error) => of_mlx(error),
+        Error::DevicePositions { .. } => Some(LESS_MEMORY),
         Error::Class { .. } | Error::FamilyClass { .. } => {
             Some("--engine and --class have to fit each other")
         }

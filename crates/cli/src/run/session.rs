@@ -8,7 +8,6 @@ use std::sync::Arc;
 use anyhow::Context;
 use paceline_board::answer::AnswerStats;
 use paceline_board::session::{self, SessionOptions};
-use paceline_cluster::machine;
 use paceline_engine::{EngineConfig, RequestFailure, SamplingParams};
 use paceline_model::Config;
 use paceline_node::context_size::ContextBudget;
@@ -145,8 +144,7 @@ impl RunSession {
 fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<LocalModel> {
     let sizes = |config: &Config| {
         warn_of_context(args.context, config);
-        let kv = args.compute.in_memory(args.engine);
-        let memory = (kv, machine::available());
+        let memory = args.compute.kv_memory(args.engine);
         let room = ContextBudget::of((path, config), memory, args.context, 1);
         EngineConfig {
             strict: args.engine.strict,

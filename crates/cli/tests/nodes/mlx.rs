@@ -202,6 +202,32 @@ fn a_library_that_aborts_at_exit_spoils_no_answer() {
     world.assert_clean();
 }
 
+/// The device's memory bounds the context. It is filled as positions are used, so that a large
+/// context costs nothing by itself.
+#[test]
+fn a_context_beyond_the_devices_memory_is_refused_with_what_fits() {
+    let Some(library) = library("a context beyond the device's memory") else {
+        return;
+    };
+    let _alone = alone();
+    let world = TestHome::new();
+    let model = world.write_model(FAMILIES[0]);
+    let with = |context: &str| {
+        let more = ["--engine", "mlx", "--context", context];
+        run(&world, &library, &model, &more)
+    };
+    let refused = with("4000000000");
+    let said = text(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("mlx: 4000000000 positions need"), "{said}");
+    assert!(said.contains("a smaller --context"), "{said}");
+    let (before, _) = said.split_once(" positions fit").unwrap();
+    let (_, fitting) = before.rsplit_once(' ').unwrap();
+    let output = with(fitting);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    world.assert_clean();
+}
+
 #[test]
 fn libraries_that_cannot_be_used_are_told_by_name() {
     let _alone = alone();

@@ -6,7 +6,8 @@
 //! gathered. An engine's only sequence always has such pages, at first.
 //!
 //! Each kind of layers has pages of its own ([`Kinds`](crate::Kinds)): those with a sliding window
-//! have few, and write the pages again that no later row reads.
+//! have few, and write the pages again that no later row reads. The arrays begin with
+//! [`FIRST_PAGES`] and grow before the first step that writes to later pages.
 //!
 //! Whole pages move between sequences by their numbers alone, as everywhere. Latent attention keeps
 //! one such array, a gated delta net arrays for each page ([`DeltaPages`]).
@@ -27,10 +28,15 @@ pub(super) use delta::{DeltaPages, DeltaSizes};
 const MLX_LM_STEP: usize = 256;
 const _: () = assert!(!PAGE.is_multiple_of(MLX_LM_STEP));
 
+/// Pages that arrays have at first: 8,192 positions, which are 1 GiB of an 8B model in 16 bits.
+const FIRST_PAGES: usize = 128;
+
 /// Caches of all layers of a rank.
 #[derive(Debug)]
 pub(super) struct Cache {
     layers: Vec<Kept>,
+    /// Pages that each layer may have.
+    pages: Vec<usize>,
 }
 
 /// Cache of a layer.
@@ -43,6 +49,26 @@ enum Kept {
     /// `(1, 1, rows, R + P)`: keys, whose first R numbers are the value.
     Latent(Array, i32),
     Delta(DeltaPages),
+}
+
+impl Kept {
+    /// Arrays `(1, heads, rows, ..)`.
+    const fn rows(&self) -> &[Array] {
+        match self {
+            Self::Nothing | Self::Delta(_) => &[],
+            Self::Rows(both) => both,
+            Self::Latent(keys, _) => std::slice::from_ref(keys),
+        }
+    }
+
+    /// As [`rows`](Self::rows).
+    const fn rows_mut(&mut self) -> &mut [Array] {
+        match self {
+            Self::Nothing | Self::Delta(_) => &mut [],
+            Self::Rows(both) => both,
+            Self::Latent(keys, _) => std::slice::from_mut(keys),
+        }
+    }
 }
 
 /// Sizes of a cache.
@@ -100,10 +126,10 @@ impl Shape {
 }
 
 impl Cache {
-    /// Zeros; the memory is taken at once.
+    /// Zeros, of at most [`FIRST_PAGES`] a layer; their memory is taken at once.
     pub(super) fn new(stream: &Stream, shape: &Shape) -> Result<Self, Error> {
         let layers = shape.layers.iter().map(|&(layer, pages)| {
-            let rows = rows_of(pages) as i32;
+            let rows = rows_of(pages.min(FIRST_PAGES)) as i32;
             let zeros = |heads: usize, dim: usize| {
                 stream.zeros(&[1, heads as i32, rows, dim as i32], shape.dtype)
             };
@@ -118,9 +144,35 @@ impl Cache {
         });
         let cache = Self {
             layers: layers.collect::<Result<_, Error>>()?,
+            pages: shape.layers.iter().map(|(_, pages)| *pages).collect(),
         };
         stream.eval(cache.arrays())?;
         Ok(cache)
+    }
+
+    /// Layers with too few rows for a step that writes up to row `end(layer)` of each, and the
+    /// pages that they should have.
+    pub(super) fn growth(&self, end: impl Fn(usize) -> usize) -> Vec<(usize, usize)> {
+        let layers = self.layers.iter().zip(&self.pages).enumerate();
+        let growth = layers.filter_map(|(i, (layer, most))| {
+            let rows = layer.rows().first()?.shape()[2];
+            Some((i, grown(rows as usize, end(i), *most)?))
+        });
+        growth.collect()
+    }
+
+    /// Gives layers these pages. One array at a time is held twice, and a failure leaves all
+    /// contents as they were.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub(super) fn grow(&mut self, stream: &Stream, growth: &[(usize, usize)]) -> Result<(), Error> {
+        for (layer, pages) in growth {
+            for held in self.layers[*layer].rows_mut() {
+                *held = copied(stream, held, *pages)?;
+            }
+        }
+        Ok(())
     }
 
     /// Starts a step.
@@ -138,10 +190,8 @@ impl Cache {
         let mut all = Vec::new();
         for layer in &self.layers {
             match layer {
-                Kept::Nothing => {}
-                Kept::Rows(both) => all.extend(both),
-                Kept::Latent(keys, _) => all.push(keys),
                 Kept::Delta(pages) => all.extend(pages.written()),
+                layer => all.extend(layer.rows()),
             }
         }
         all
@@ -214,6 +264,24 @@ impl Cache {
             _ => unreachable!("layer {layer} is no delta net"),
         }
     }
+}
+
+/// Pages to which an array of `rows` rows grows for a step that needs `needed` rows, at most `most`;
+/// `None` where it has them. It is twice the pages at least, so that growth costs few copies.
+fn grown(rows: usize, needed: usize, most: usize) -> Option<usize> {
+    let pages = needed.div_ceil(PAGE).max(2 * rows / PAGE);
+    (needed > rows).then(|| pages.min(most))
+}
+
+/// `held (1, heads, rows, D)` in an array of `pages` pages, evaluated.
+fn copied(stream: &Stream, held: &Array, pages: usize) -> Result<Array, Error> {
+    let (mut shape, stop) = (held.shape(), held.shape());
+    shape[2] = rows_of(pages) as i32;
+    let zeros = stream.zeros(&shape, held.dtype())?;
+    let copy = stream.slice_update(&zeros, held, &[0; 4], &stop)?;
+    drop(zeros); // the copy is made in its memory
+    stream.eval([&copy])?;
+    Ok(copy)
 }
 
 /// Writes `new (1, heads, rows, D)` to the rows of `span` in `held`.
@@ -299,6 +367,11 @@ impl View {
 }
 
 impl Span {
+    /// Rows of the cache up to the last that is written.
+    pub(super) fn end(&self) -> usize {
+        self.written.iter().map(|run| run.end).max().unwrap_or(0)
+    }
+
     /// Of the rows of a sequence, which attend through `window`.
     pub(super) fn new(
         stream: &Stream,
@@ -463,7 +536,8 @@ mod tests {
         }
     }
 
-    /// MLX on CUDA reads a slice of a whole multiple of 256 rows as if it began at row 0.
+    /// MLX on CUDA reads a slice of a whole multiple of 256 rows as if it began at row 0. The
+    /// arrays grow from a few pages to all that a cache may have.
     #[test]
     fn no_slice_for_attention_starts_within_a_buffer_like_mlx_lms() {
         let mut trapped = 0;
@@ -472,19 +546,25 @@ mod tests {
             let pages = 4 * (1 + random.below(128)) - random.below(2) * random.below(4);
             let released = [None, Some(300)][random.below(2)];
             let mut schedule = Schedule::new(seed, pages, released);
+            let mut held = pages.min(1 + random.below(8));
             for (sequence, new) in (0..200).filter_map(|_| schedule.step()) {
+                let of = rows(&sequence.pages, sequence.first_page, new.clone());
+                let written = runs(&of, new.clone());
+                let needed = written.iter().map(|run| run.end).max().unwrap();
+                held = grown(rows_of(held), needed, pages).unwrap_or(held);
+                assert!(held <= pages, "seed {seed}: {held} pages");
+                assert!(needed <= rows_of(held), "seed {seed}: {held} pages");
                 for window in [released, Some(128), Some(300)] {
-                    let of = rows(&sequence.pages, sequence.first_page, new.clone());
                     let runs = runs(&of, seen(&new, window));
                     let [run] = &runs[..] else { continue };
-                    let (begins, rows) = (run.start, rows_of(pages));
+                    let (begins, rows) = (run.start, rows_of(held));
                     assert!(run.end <= pages * PAGE, "seed {seed}: {run:?}");
                     assert!(
                         begins == 0 || !rows.is_multiple_of(256),
                         "seed {seed}: rows {run:?} of {rows}"
                     );
                     trapped += usize::from(
-                        begins > 0 && run.len() >= 256 && (pages * PAGE).is_multiple_of(256),
+                        begins > 0 && run.len() >= 256 && (held * PAGE).is_multiple_of(256),
                     );
                 }
             }
@@ -529,6 +609,40 @@ mod tests {
         stream.eval([&keys]).unwrap();
         assert_eq!(keys.as_f32().unwrap(), values);
         assert_eq!(lengths(&cache), [9 * 64, 9 * 64, 5 * 64]);
+    }
+
+    /// Pages behind the first ones take memory when they are needed, and the rows before stay.
+    #[test]
+    fn a_cache_grows_to_the_pages_that_are_written() {
+        let Some(path) = std::env::var_os("PACELINE_MLXC") else {
+            return eprintln!("SKIPPED growth of an mlx cache: PACELINE_MLXC names no libmlxc");
+        };
+        let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
+        let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
+        let shape = Shape {
+            layers: vec![(LATENT, 1000), (ROWS, 100)],
+            dtype: Dtype::F32,
+        };
+        let mut cache = Cache::new(&stream, &shape).unwrap();
+        let values: Vec<f32> = (0..128).map(|i| i as f32).collect();
+        let new = stream.array_f32(&values, &[1, 1, 64, 2]).unwrap();
+        let span = |page| Span::new(&stream, &rows(&[page], 0, 0..64), None).unwrap();
+        // One more where they would be a multiple of 256 rows.
+        for (page, pages) in [(3, 129), (128, 129), (129, 258), (300, 517), (999, 1001)] {
+            let span = span(page);
+            let growth = cache.growth(|layer| [span.end(), 0][layer]);
+            cache.grow(&stream, &growth).unwrap();
+            cache.write_latent(&stream, 0, &span, &new).unwrap();
+            let lengths = cache.arrays().into_iter().map(|array| array.shape()[2]);
+            let lengths: Vec<i32> = lengths.collect();
+            assert_eq!(lengths, [pages * 64, 101 * 64, 101 * 64], "page {page}");
+        }
+        for page in [3, 128, 129, 300, 999] {
+            let [keys, _] = cache.read(&stream, 0, &span(page).view).unwrap();
+            let keys = stream.rows_f32(&keys).unwrap();
+            stream.eval([&keys]).unwrap();
+            assert_eq!(keys.as_f32().unwrap(), values, "page {page}");
+        }
     }
 
     #[test]

@@ -22,8 +22,9 @@
 //!
 //! States of delta nets and routers are f32 in every class.
 //!
-//! **Memory.** What weights and cache will take is known from the file's header and compared with
-//! the device before anything is loaded. MLX copies weights from the mapped file, since its devices
+//! **Memory.** What weights and the full cache will take is known from the file's header and
+//! compared with the device before anything is loaded. The cache begins small and grows with the
+//! pages in use ([`Cache::grow`]). MLX copies weights from the mapped file, since its devices
 //! use whole pages of a file alone in place ([`Stream::array_owned`]).
 
 mod alone;
@@ -398,24 +399,26 @@ impl Device {
             sequences: options.sequences,
             context: options.positions,
         };
-        let shape = cache_shape(c, shard, (size, options.positions), dtype);
-        let cache = Bytes(shape.bytes());
+        let cache = |positions| cache_shape(c, shard, (size, positions), dtype).bytes();
         let step = Bytes(4 * (options.rows * widest(c, shard) + shard.vocab().len()) as u64);
-        let needed = Bytes(weights.0 + cache.0 + step.0);
+        let needed = |positions| Bytes(weights.0 + cache(positions) + step.0);
         let available = self.stream.available()?;
-        if needed > available {
-            let what = format!("weights {weights}, cache {cache}, a step {step}");
-            return Err(paceline_mlx::Error::OutOfMemory {
-                what,
-                needed,
+        let positions = options.positions;
+        if needed(positions) > available {
+            let cache = Bytes(cache(positions));
+            return Err(Error::DevicePositions {
+                positions,
+                needed: needed(positions),
+                what: format!("weights {weights}, cache {cache}, a step {step}"),
+                device: self.stream.library().backend(self.stream.device())?,
                 available,
-            }
-            .into());
+                fitting: most_fitting(positions, |fewer| needed(fewer) <= available),
+            });
         }
         Ok(self.stream.library().limit(MemoryLimits {
             memory: available,
             cache: Bytes(step.0.max(CACHE_MIN)),
-            wired: needed,
+            wired: needed(positions),
         })?)
     }
 
@@ -457,6 +460,20 @@ impl Device {
         step.layers()?;
         step.finish(logits).map(Some)
     }
+}
+
+/// The most positions, in whole pages and fewer than `positions`, for which `fits` holds; 0 if for
+/// none. It holds for all fewer.
+fn most_fitting(positions: usize, fits: impl Fn(usize) -> bool) -> usize {
+    let (mut fitting, mut more) = (0, positions.div_ceil(PAGE));
+    while fitting + 1 < more {
+        let middle = fitting.midpoint(more);
+        match fits(middle * PAGE) {
+            true => fitting = middle,
+            false => more = middle,
+        }
+    }
+    fitting * PAGE
 }
 
 /// Each token of a sequence as one of its own, on the same pages.
@@ -507,6 +524,20 @@ fn cache_shape(
         layers: layers.collect(),
         dtype,
     }
+}
+
+/// Bytes that [`PAGE`] more positions take on MLX over all layers, in a long context: layers with
+/// a window keep only part of them. `class` computes with 2 bytes a value, or with 4.
+pub fn mlx_page_bytes(config: &Config, class: KernelClass) -> usize {
+    const MANY: usize = 1 << 20;
+    let is_wide = class == KernelClass::MlxF32 || config.family.needs_wide_activations();
+    let dtype = if is_wide { Dtype::F32 } else { Dtype::F16 };
+    let shard = Split::whole(config).shard(config, Rank(0));
+    let bytes = |positions| {
+        let sizes = (BatchSize::single(1, 1), positions);
+        cache_shape(config, &shard, sizes, dtype).bytes()
+    };
+    ((bytes(2 * MANY) - bytes(MANY)) / (MANY / PAGE) as u64) as usize
 }
 
 /// Sizes of one layer's cache.
@@ -592,6 +623,7 @@ impl Loaded for MlxModel {
         size: BatchSize,
         positions: usize,
     ) -> Result<Box<dyn Compute>, Error> {
+        self.config.check_context(size.context)?;
         let id = self.last_cache.fetch_add(1, Ordering::Relaxed);
         let shape = cache_shape(&self.config, &self.shard, (size, positions), self.dtype);
         let kinds = Kinds::new(&self.config);

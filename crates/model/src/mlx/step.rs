@@ -99,6 +99,13 @@ impl<'a> Step<'a> {
         };
         let spans = batch.sequences.iter().map(spans);
         let spans = spans.collect::<Result<Vec<Vec<Span>>, Error>>()?;
+        let kinds = &constants.span_kind_of[model.shard.layers.clone()];
+        let end = |layer: usize| spans.iter().map(|of| of[kinds[layer]].end()).max();
+        let growth = parts.cache.growth(|layer| end(layer).unwrap_or(0));
+        if !growth.is_empty() {
+            let grow = || parts.cache.grow(stream, &growth);
+            parts.watch.during(batch.rows(), grow)?;
+        }
         let residual = match &model.links {
             Some(links) if !model.shard.embeds() => {
                 let shape = [batch.rows() as i32, model.config.width as i32];

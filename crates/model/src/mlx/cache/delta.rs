@@ -43,7 +43,7 @@ pub(in crate::mlx) struct DeltaPages {
 }
 
 /// Contents of a page, in f32.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Page {
     /// `(H, D, E)`: behind its last row.
     state: Array,
@@ -85,12 +85,12 @@ impl Page {
 }
 
 impl DeltaPages {
-    /// Zeros, all of them written.
+    /// Zeros in one page's memory. A page takes memory of its own when it is written: MLX copies
+    /// an array that others share.
     pub(super) fn new(stream: &Stream, pages: usize, of: DeltaSizes) -> Result<Self, Error> {
-        let all = (0..pages).map(|_| Page::new(stream, of));
         Ok(Self {
-            pages: all.collect::<Result<_, _>>()?,
-            written: (0..pages).collect(),
+            pages: vec![Page::new(stream, of)?; pages],
+            written: (0..pages.min(1)).collect(),
         })
     }
 
