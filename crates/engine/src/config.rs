@@ -46,6 +46,14 @@ const DEFAULT_ROWS: usize = 512;
 /// row of logits, 0.2 MB for SmolLM2 and 1 MB for Gemma 3.
 const SCORED_ROWS: usize = 7;
 
+/// Divisor of `max_rows` after a step that the device interrupted. Metal's limit is some 5 s and
+/// depends on the GPU's other load, so half the rows would often be interrupted again.
+const SMALLER: usize = 4;
+
+/// Lower bound of `max_rows` after interruptions, unless more sequences run. Weights are read once
+/// for all rows of a step, so fewer rows save hardly any time.
+const LEAST_ROWS: usize = 8;
+
 /// Largest accepted number of positions: far more than any machine holds (SmolLM2 would take 90
 /// TiB), small enough that no size overflows 64 bits.
 const MAX_POSITIONS: usize = 1 << 32;
@@ -64,6 +72,17 @@ impl EngineConfig {
             drafts: 0,
             strict: false,
         }
+    }
+
+    /// Reduces [`max_rows`](Self::max_rows) to a quarter, after a step that the device interrupted
+    /// because it took too long. Returns `false` if steps are minimal already.
+    pub fn shrink_rows(&mut self) -> bool {
+        let least = self.max_running.max(LEAST_ROWS);
+        if self.max_rows <= least {
+            return false;
+        }
+        self.max_rows = (self.max_rows / SMALLER).max(least);
+        true
     }
 
     /// Maximum sequences in the resuming queue; further snapshots are refused.

@@ -38,14 +38,6 @@ mod speculation;
 
 use in_flight::{InFlightBatch, StepTiming};
 
-/// Divisor of `max_rows` after a step that the device interrupted. Metal's limit is some 5 s and
-/// depends on the GPU's other load, so half the rows would often be interrupted again.
-const SMALLER: usize = 4;
-
-/// Lower bound of `max_rows` after interruptions, unless more sequences run. Weights are read once
-/// for all rows of a step, so fewer rows save hardly any time.
-const LEAST_ROWS: usize = 8;
-
 /// Runs the sequences of one model, each with or without an adapter.
 ///
 /// Not thread-safe; one owner submits, steps and cancels. A step blocks for one batch.
@@ -440,19 +432,18 @@ impl Engine {
     /// # Errors
     /// Returns `error` in these cases:
     /// - it is not such an interruption;
-    /// - other ranks have computed their part of the step;
+    /// - other ranks have computed their part of the step: the owner starts all ranks again, with
+    ///   [smaller steps](EngineConfig::shrink_rows);
     /// - steps are already minimal;
     /// - [`strict`](EngineConfig::strict) forbids other bits.
     fn recover(&mut self, error: Error, events: &mut Vec<Event>) -> Result<(), Error> {
         let is_interrupted = matches!(&error, Error::Model(error) if error.is_interrupted());
-        let least = self.config.max_running.max(LEAST_ROWS);
         let is_near = !self.model.class().is_exact();
         let is_alone = self.model.links().is_none();
-        let is_over = self.config.max_rows <= least || is_near && self.config.strict;
-        if !is_interrupted || !is_alone || is_over {
+        let is_over = is_near && self.config.strict;
+        if !is_interrupted || !is_alone || is_over || !self.config.shrink_rows() {
             return Err(error);
         }
-        self.config.max_rows = (self.config.max_rows / SMALLER).max(least);
         self.interruptions += 1;
         warn!(%error, rows = self.config.max_rows, "the device interrupted a step: smaller steps");
         self.measures = StepTiming::Nothing;

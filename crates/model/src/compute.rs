@@ -81,6 +81,12 @@ pub trait LoadedModel: fmt::Debug + Send + Sync {
         ExchangeBytes::default()
     }
 
+    /// Whether the device interrupted this rank's last step because it took too long, so that a
+    /// smaller step may succeed.
+    fn is_interrupted(&self) -> bool {
+        false
+    }
+
     /// Loaded adapters, in the order of their numbers.
     fn adapters(&self) -> &[AdapterId] {
         &[]

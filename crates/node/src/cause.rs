@@ -32,6 +32,8 @@ pub(crate) enum FailureReport {
         rank: Rank,
         reason: String,
         blamed: Option<Rank>,
+        /// Its device interrupted a step that took too long.
+        interrupted: bool,
     },
 }
 
@@ -47,14 +49,30 @@ impl FailureReport {
             },
             Event::Gone { rank, reason } => Self::Gone { rank, reason },
             Event::Message { rank, message } => match message {
-                FromWorker::Failed { reason, blamed, .. } => Self::Failed {
+                FromWorker::Failed {
+                    epoch: _,
+                    reason,
+                    blamed,
+                    interrupted,
+                } => Self::Failed {
                     rank,
                     reason,
                     blamed: blamed.map(Rank),
+                    interrupted,
                 },
                 message => return Err((rank, message)),
             },
         })
+    }
+
+    /// A rank's own failure.
+    pub(crate) const fn own(rank: Rank, reason: String) -> Self {
+        Self::Failed {
+            rank,
+            reason,
+            blamed: None,
+            interrupted: false,
+        }
     }
 
     /// The rank that sent the report.
@@ -82,6 +100,17 @@ impl FailureReport {
                 blamed: Some(rank), ..
             } => *rank,
         }
+    }
+
+    /// Whether it reports a step that the rank's device interrupted.
+    pub(crate) const fn is_interrupted(&self) -> bool {
+        matches!(
+            self,
+            Self::Failed {
+                interrupted: true,
+                ..
+            }
+        )
     }
 
     /// Rank of the report as a root cause; the lowest is the most certain.
@@ -121,11 +150,13 @@ impl fmt::Display for FailureReport {
                 rank,
                 reason,
                 blamed: None,
+                ..
             } => write!(f, "{rank}: {reason}"),
             Self::Failed {
                 rank,
                 reason,
                 blamed: Some(blamed),
+                ..
             } => write!(f, "{blamed} is lost, says {rank}: {reason}"),
         }
     }
@@ -164,6 +195,7 @@ mod tests {
             rank: Rank(rank),
             reason: "it broke".to_owned(),
             blamed: blamed.map(Rank),
+            interrupted: false,
         }
     }
 

@@ -88,6 +88,8 @@ pub enum Error {
         reason: String,
         /// The rank at fault, if it is another one.
         blamed: Option<Rank>,
+        /// See [`is_interrupted`](Self::is_interrupted).
+        interrupted: bool,
     },
     /// The parent uses a different protocol version.
     #[error("the parent sent {got} where {expected} was due: are they of one version?")]
@@ -164,6 +166,17 @@ impl Error {
     pub const fn is_of_message(&self) -> bool {
         use paceline_cluster::Error::{TooLong, Unencodable};
         matches!(self, Self::Cluster(TooLong { .. } | Unencodable { .. }))
+    }
+
+    /// Whether this rank's device interrupted a step because it took too long.
+    pub(crate) const fn is_interrupted(&self) -> bool {
+        match self {
+            Self::Model(error) | Self::Engine(paceline_engine::Error::Model(error)) => {
+                error.is_interrupted()
+            }
+            Self::Stopped { interrupted, .. } => *interrupted,
+            _ => false,
+        }
     }
 
     /// The other rank to blame; `None` if the failure is this rank's own.

@@ -763,6 +763,7 @@ impl Shell {
                 let job = self.spec.job(crew, rank, (epoch, way), &self.meeting);
                 return self.send(rank, &ToWorker::Assign(Box::new(job)));
             }
+            Action::ShrinkSteps => self.shrink_steps(),
             Action::Join { rank, addrs } => return self.send(rank, &ToWorker::Join { addrs }),
             Action::Leave(rank) => return self.send(rank, &ToWorker::Leave),
             Action::Stop(rank) => self.shared.crew.stop(rank),
@@ -834,6 +835,15 @@ impl Shell {
         }
     }
 
+    /// Reduces the rows of later epochs' steps, as far as they can be.
+    fn shrink_steps(&mut self) {
+        let engine = &mut self.spec.engine;
+        if engine.shrink_rows() {
+            let (model, rows) = (engine.model.as_str(), engine.max_rows);
+            warn!(model, rows, "a device interrupted a step: smaller steps");
+        }
+    }
+
     /// Corrects the forecast by a measured speed, unless drafts make the speed depend on the text.
     fn learn(&self, way: usize, tok_s: f64) {
         if self.spec.engine.drafts == 0
@@ -867,7 +877,7 @@ impl Shell {
                 info!(model, seconds = took.as_secs_f64(), "shards are loaded");
             }
             Action::End => info!(model, "end instance"),
-            Action::Deliver(..) | Action::Forget(_) | Action::Tell(_) => {}
+            Action::ShrinkSteps | Action::Deliver(..) | Action::Forget(_) | Action::Tell(_) => {}
         }
     }
 

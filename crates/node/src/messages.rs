@@ -288,6 +288,10 @@ pub enum FromWorker {
         reason: String,
         /// The rank at fault, if it is another one.
         blamed: Option<u32>,
+        /// Whether its device interrupted a step because it took too long: the rank is unharmed,
+        /// and smaller steps may succeed.
+        #[serde(default)]
+        interrupted: bool,
     },
 }
 

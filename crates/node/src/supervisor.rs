@@ -184,6 +184,8 @@ pub enum Action {
         /// Index of the split.
         way: usize,
     },
+    /// Give the next epochs fewer rows a step: a device interrupted a step that took too long.
+    ShrinkSteps,
     /// Send a rank the addresses of all ranks.
     Join {
         rank: Rank,
@@ -507,15 +509,7 @@ impl Supervisor {
             Event::Unreachable { .. } if matches!(self.phase, Phase::Ended { .. }) => {}
             Event::Unreachable { rank, reason } => {
                 self.replace_later(rank);
-                let blamed = None;
-                self.record_failure(
-                    now,
-                    FailureReport::Failed {
-                        rank,
-                        reason,
-                        blamed,
-                    },
-                );
+                self.record_failure(now, FailureReport::own(rank, reason));
             }
             Event::Unsendable { ticket, reason } => {
                 self.finish(
@@ -586,8 +580,11 @@ impl Supervisor {
             // It is alive and unharmed; it leaves the epoch on order.
             FailureReport::Failed {
                 blamed: Some(_), ..
+            }
+            | FailureReport::Failed {
+                interrupted: true, ..
             } => {}
-            FailureReport::Failed { blamed: None, .. }
+            FailureReport::Failed { .. }
             | FailureReport::Silent { .. }
             | FailureReport::Garbled { .. }
             | FailureReport::Gone { .. } => {
@@ -712,15 +709,8 @@ impl Supervisor {
                 let missing = starting.addrs.iter().position(Option::is_none);
                 let rank = Rank(missing.unwrap_or(0) as u32);
                 self.replace_later(rank);
-                let limit = LISTEN_LIMIT.as_secs();
-                self.record_failure(
-                    now,
-                    FailureReport::Failed {
-                        rank,
-                        reason: format!("did not listen within {limit} s"),
-                        blamed: None,
-                    },
-                );
+                let reason = format!("did not listen within {} s", LISTEN_LIMIT.as_secs());
+                self.record_failure(now, FailureReport::own(rank, reason));
             }
             Phase::Failing { signs, until, .. }
                 if now >= *until || signs.len() > self.workers.len() * 2 =>
@@ -749,6 +739,9 @@ impl Supervisor {
         else {
             return;
         };
+        if signs.iter().any(FailureReport::is_interrupted) {
+            self.out.push_back(Action::ShrinkSteps);
+        }
         let sign = cause(&signs);
         let (rank, reason) = (sign.rank(), sign.to_string());
         match start {

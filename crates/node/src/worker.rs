@@ -654,6 +654,7 @@ fn failed(epoch: u64, error: &Error) -> FromWorker {
         epoch,
         reason: error.to_string(),
         blamed: error.blamed().map(|rank| rank.0),
+        interrupted: error.is_interrupted(),
     }
 }
 

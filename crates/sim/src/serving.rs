@@ -478,6 +478,7 @@ impl Serving {
             }
             Action::Cancel { rank, ticket } => (rank, PendingOrder::Cancel(ticket)),
             Action::Forget(_)
+            | Action::ShrinkSteps
             | Action::Tell(_)
             | Action::Learn { .. }
             | Action::Loaded { .. }
@@ -643,6 +644,7 @@ impl Serving {
             epoch,
             reason,
             blamed,
+            interrupted: false,
         };
         self.say(life, rank, failed, later);
     }

@@ -4,7 +4,7 @@
 //! Runs where `PACELINE_MLXC` names a `libmlxc`, which `cargo xtask mlx` builds.
 
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Command, Output};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -88,16 +88,22 @@ fn the_exact_class_reaches_every_node() {
     assert_eq!(answer(&split)["tokens"], one["tokens"]);
 }
 
-/// A server on two workers whose answers are near.
-fn near(world: &TestHome, library: &Path, model: &str, more: &[&str]) -> NodeServer {
+/// The command of a server on two workers whose answers are near.
+fn near_command(world: &TestHome, library: &Path, model: &str, more: &[&str]) -> Command {
     let up = ["up", "--no-beacons", "--model", model, "--port", "0"];
     let nodes = ["--nodes", "2", "--class", "mlx-f32", "--context", "4096"];
     let args = up.iter().chain(&nodes).chain(more).copied();
-    NodeServer::of(world.paceline(args).env("PACELINE_MLXC", library))
+    let mut command = world.paceline(args);
+    command.env("PACELINE_MLXC", library);
+    command
 }
 
-/// Kills a worker within a streamed answer of `tokens`; the events of the stream.
-fn killed(server: &NodeServer, model: &str, (victim, tokens): (usize, usize)) -> Vec<Value> {
+fn near(world: &TestHome, library: &Path, model: &str, more: &[&str]) -> NodeServer {
+    NodeServer::of(&mut near_command(world, library, model, more))
+}
+
+/// Does `harm` within a streamed answer of `tokens`; the events of the stream.
+fn harmed(server: &NodeServer, model: &str, tokens: usize, harm: impl Fn()) -> Vec<Value> {
     let fields = json!({"max_tokens": tokens, "ignore_eos": true, "stream": true});
     let asked = chat(model, "go", &fields);
     let mut stream = http::stream(server.port, "/v1/chat/completions", &asked);
@@ -105,10 +111,16 @@ fn killed(server: &NodeServer, model: &str, (victim, tokens): (usize, usize)) ->
     while let Some(event) = stream.event() {
         events.push(event);
         if events.len() == 20 {
-            signal(server.running.workers(2)[victim], Signal::KILL);
+            harm();
         }
     }
     events
+}
+
+/// As [`harmed`], by the death of a worker.
+fn killed(server: &NodeServer, model: &str, (victim, tokens): (usize, usize)) -> Vec<Value> {
+    let kill = || signal(server.running.workers(2)[victim], Signal::KILL);
+    harmed(server, model, tokens, kill)
 }
 
 /// The fingerprint of an event; empty for the last word of a stream.
@@ -144,6 +156,41 @@ fn near_answers_continue_after_a_failure_and_are_marked() {
     world.assert_clean();
 }
 
+/// Whichever rank it is: the next epoch has smaller steps, and all workers keep their processes.
+#[test]
+fn a_step_that_the_system_interrupts_on_a_rank_ends_no_answer() {
+    let Some(library) = library("an interrupted step of a rank") else {
+        return;
+    };
+    let _alone = alone();
+    let world = TestHome::new();
+    let model = world.write_model(FAMILIES[0]);
+    let Some(interrupting) = linked(&world, &library, "interrupt.rs") else {
+        return eprintln!("SKIPPED an interrupted step of a rank: no rustc");
+    };
+    let file = world.path("tmp/interrupt");
+    let mut command = near_command(&world, &interrupting, &model, &[]);
+    command.env("PACELINE_LOG", "warn");
+    let server = NodeServer::of(command.env("PACELINE_INTERRUPT", &file));
+    let workers = server.running.workers(2);
+    for _ in 0..2 {
+        let interrupt = || std::fs::write(&file, "").unwrap();
+        let events = harmed(&server, &model, 100, interrupt);
+        assert_eq!(events.last(), Some(&json!("[DONE]")), "{events:?}");
+        let last = fingerprint(&events[events.len() - 2]);
+        assert!(last.ends_with("+continued"), "{last}");
+        assert!(!file.exists());
+    }
+    assert_eq!(server.running.workers(2), workers);
+    let said = server.stop(2).stderr;
+    assert!(said.contains("the system interrupted the GPU"), "{said}");
+    for rows in ["rows=128", "rows=32"] {
+        assert!(said.contains(rows), "{rows}: {said}");
+    }
+    std::fs::remove_file(interrupting).unwrap();
+    world.assert_clean();
+}
+
 #[test]
 fn a_near_answer_ends_where_that_is_asked_for() {
     let Some(library) = library("a near answer ends with --strict") else {
@@ -162,6 +209,17 @@ fn a_near_answer_ends_where_that_is_asked_for() {
     world.assert_clean();
 }
 
+/// A fake of `crates/mlx/tests/fake` that is linked with the library; `None` without a compiler.
+fn linked(world: &TestHome, library: &Path, name: &str) -> Option<PathBuf> {
+    let place = library.parent().unwrap().display();
+    let link = [
+        format!("-Lnative={place}"),
+        format!("-Clink-arg=-Wl,-rpath,{place}"),
+    ];
+    let link = link.each_ref().map(|argument| &**argument);
+    fake::build(&world.path("tmp"), name, &link)
+}
+
 /// MLX's CUDA build aborts in its exit handlers. Neither the program nor its workers come to them.
 #[test]
 fn a_library_that_aborts_at_exit_spoils_no_answer() {
@@ -171,13 +229,7 @@ fn a_library_that_aborts_at_exit_spoils_no_answer() {
     let _alone = alone();
     let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let place = library.parent().unwrap().display();
-    let link = [
-        format!("-Lnative={place}"),
-        format!("-Clink-arg=-Wl,-rpath,{place}"),
-    ];
-    let link = link.each_ref().map(|argument| &**argument);
-    let Some(aborting) = fake::build(&world.path("tmp"), "abort.rs", &link) else {
+    let Some(aborting) = linked(&world, &library, "abort.rs") else {
         return eprintln!("SKIPPED a library that aborts at exit: no rustc");
     };
     let aborts = world.path("tmp/aborts");

@@ -1,8 +1,7 @@
 //! MLX on a Mac whose system interrupts work of the GPU: once for each time that the file exists
-//! which `PACELINE_INTERRUPT` names. All else is from the library that `PACELINE_MLXC` names, which
-//! this one is linked with.
+//! which `PACELINE_INTERRUPT` names. All else is from the library that this one is linked with.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
 #[repr(C)]
@@ -26,11 +25,10 @@ static NEEDED: unsafe extern "C" fn(*mut Handle) -> c_int = mlx_version;
 
 static HANDLER: OnceLock<Handler> = OnceLock::new();
 
-/// A function of the real library.
+/// A function of the real library, which was loaded with this one.
 fn real(name: &CStr) -> *mut c_void {
-    const NOW: c_int = 2;
-    let path = CString::new(std::env::var("PACELINE_MLXC").unwrap()).unwrap();
-    unsafe { dlsym(dlopen(path.as_ptr(), NOW), name.as_ptr()) }
+    const LOADED: c_int = 2 | 4; // RTLD_NOW, RTLD_NOLOAD
+    unsafe { dlsym(dlopen(c"libmlxc.so".as_ptr(), LOADED), name.as_ptr()) }
 }
 
 #[unsafe(no_mangle)]

@@ -41,7 +41,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -113,6 +113,8 @@ pub struct MlxModel {
     notes: Vec<String>,
     host: Host<Device>,
     exchanged: Tally,
+    /// Whether the device interrupted the last step.
+    interrupted: AtomicBool,
     /// Numbers caches.
     last_cache: AtomicU64,
 }
@@ -274,6 +276,7 @@ impl MlxModel {
         Ok(Self {
             leader: split.leader(),
             links: None,
+            interrupted: AtomicBool::new(false),
             last_cache: AtomicU64::new(0),
             config,
             shard,
@@ -618,6 +621,10 @@ impl Loaded for MlxModel {
         self.exchanged.now()
     }
 
+    fn is_interrupted(&self) -> bool {
+        self.interrupted.load(Ordering::Relaxed)
+    }
+
     fn reserve(
         self: Arc<Self>,
         size: BatchSize,
@@ -676,6 +683,8 @@ impl OnMlx {
             (done, words, logits)
         };
         let (done, words, logits) = self.model.host.call(step, || ())?;
+        let interrupted = matches!(&done, Err(error) if error.is_interrupted());
+        self.model.interrupted.store(interrupted, Ordering::Relaxed);
         (self.words, self.logits) = (words, logits);
         done
     }

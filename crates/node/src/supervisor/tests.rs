@@ -370,6 +370,7 @@ impl SupervisorHarness {
                     epoch,
                     reason: "the link is closed".to_owned(),
                     blamed: Some(lost.0),
+                    interrupted: false,
                 };
                 self.says(rank, 100, failed);
             }
@@ -493,7 +494,7 @@ impl SupervisorHarness {
             }
             Action::Tell(notice) => self.tell(&notice),
             Action::Learn { tok_s, .. } => assert!(tok_s > 0.0),
-            Action::Loaded { .. } => {}
+            Action::Loaded { .. } | Action::ShrinkSteps => {}
             Action::End => self.over = true,
         }
         None
@@ -527,6 +528,7 @@ impl SupervisorHarness {
                 epoch,
                 reason: "no such file".to_owned(),
                 blamed: None,
+                interrupted: false,
             }
         } else {
             FromWorker::Listening { addr: addr() }

@@ -153,6 +153,7 @@ impl Epoch {
                 State::Failed(reason) => Some(Some(Error::Stopped {
                     reason,
                     blamed: lost(&*self.weights),
+                    interrupted: self.weights.is_interrupted(),
                 })),
                 State::Ready | State::Loading | State::Recovering(_) => None,
             },

@@ -971,6 +971,7 @@ mod tests {
             epoch: 0,
             reason: "no memory".to_owned(),
             blamed: None,
+            interrupted: false,
         };
         let silence = Duration::from_secs(2);
         for lost in [FromHost::Message(failed), FromHost::Silent { silence }] {
@@ -1013,6 +1014,7 @@ mod tests {
             epoch: 2,
             reason: "rank 1 is silent".to_owned(),
             blamed: Some(1),
+            interrupted: false,
         };
         send_message(&first, &FromHost::Message(failed.clone())).unwrap();
         crew.receive(WAIT).unwrap();

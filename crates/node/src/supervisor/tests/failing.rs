@@ -159,6 +159,38 @@ fn a_request_waits_for_workers_that_cannot_start() {
     assert!(rounds >= 2, "{rounds}");
 }
 
+/// A device that interrupts a step has smaller ones in the next epoch. Its worker keeps its process
+/// and weights, and the answer continues.
+#[test]
+fn an_interrupted_step_makes_later_steps_smaller() {
+    let mut instance = Failing::near();
+    instance.become_ready();
+    instance.ask(Ticket(1));
+    instance.said(FromWorker::Failed {
+        epoch: 1,
+        reason: "the system interrupted the GPU".to_owned(),
+        blamed: None,
+        interrupted: true,
+    });
+    instance.now += SIGNS_WITHIN;
+    let actions = instance.step(Event::Tick);
+    assert_eq!(actions[0], Action::ShrinkSteps);
+    let Action::Tell(Notice::Failed {
+        reason, again_in, ..
+    }) = &actions[1]
+    else {
+        panic!("{actions:?}");
+    };
+    assert_eq!(reason, "rank 0: the system interrupted the GPU");
+    assert_eq!(*again_in, Some(Duration::ZERO));
+    assert_eq!(actions[2..], [Action::Leave(Rank(0))]);
+    let (epoch, moved) = (1, RankTraffic::default());
+    instance.said(FromWorker::Left { epoch, moved });
+    let (rank, epoch, way) = (Rank(0), 2, 0);
+    let assigned = instance.step(Event::Tick);
+    assert_eq!(assigned, [Action::Assign { rank, epoch, way }]);
+}
+
 /// A move is one change of the split: open requests continue in the next epoch.
 #[test]
 fn a_better_way_is_moved_to_and_answers_go_on() {
