@@ -111,7 +111,7 @@ pub enum Error {
     /// MLX is unavailable, or a call of it failed.
     #[error(transparent)]
     Mlx(#[from] paceline_mlx::Error),
-    /// The cache of as many positions does not fit into a device's memory beside the weights.
+    /// Weights and the cache of these positions do not fit into the memory of MLX's device.
     #[error(
         "mlx: {positions} positions need {needed} ({what}), and the memory of device {device} has \
          {available}: {fitting} positions fit"

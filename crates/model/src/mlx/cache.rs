@@ -5,9 +5,9 @@
 //! that has such pages is read in place and written by one update; of others the rows are
 //! gathered. An engine's only sequence always has such pages, at first.
 //!
-//! Each kind of layers has pages of its own ([`Kinds`](crate::Kinds)): those with a sliding window
-//! have few, and write the pages again that no later row reads. The arrays begin with
-//! [`FIRST_PAGES`] and grow before the first step that writes to later pages.
+//! Each kind of layers has pages of its own ([`Kinds`](crate::Kinds)). Layers with a sliding window
+//! have few, and reuse those that no later row reads. The arrays begin with [`FIRST_PAGES`] and
+//! grow before the first step that writes to later pages.
 //!
 //! Whole pages move between sequences by their numbers alone, as everywhere. Latent attention keeps
 //! one such array, a gated delta net arrays for each page ([`DeltaPages`]).
@@ -266,8 +266,8 @@ impl Cache {
     }
 }
 
-/// Pages to which an array of `rows` rows grows for a step that needs `needed` rows, at most `most`;
-/// `None` where it has them. It is twice the pages at least, so that growth costs few copies.
+/// Pages to which an array of `rows` rows grows for a step that needs `needed` rows; `None` where
+/// it has them. The pages are doubled, so that growth costs few copies, up to `most`.
 fn grown(rows: usize, needed: usize, most: usize) -> Option<usize> {
     let pages = needed.div_ceil(PAGE).max(2 * rows / PAGE);
     (needed > rows).then(|| pages.min(most))
@@ -452,7 +452,7 @@ mod tests {
 
     use super::*;
 
-    /// The rows `new` of a sequence with `pages`, the first of which is its page `first_page`.
+    /// The rows `new` of a sequence with `pages`, which begin with its page `first_page`.
     fn rows(pages: &[u32], first_page: usize, new: Range<usize>) -> AttentionRows<'_> {
         AttentionRows {
             rows: new.len(),
