@@ -31,6 +31,7 @@ pub mod families;
 mod kv_transfer;
 mod layer_kinds;
 mod links;
+mod locations;
 mod mlx;
 mod model;
 mod page_store;

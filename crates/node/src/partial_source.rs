@@ -132,7 +132,7 @@ pub(crate) fn open(path: &Path, ask: Arc<RangeRequester>) -> Result<ModelSource,
 }
 
 /// Ranges of incomplete files that only this rank reads, in its read order, so that the host can
-/// prefetch them: runs of ranges of one file, with the file's name in requests. Empty where ranks
+/// prefetch them. Each run of ranges of one file has the file's name in requests. Empty where ranks
 /// share layers: each then reads rows of most matrices.
 pub(crate) fn ahead(
     model: &Path,

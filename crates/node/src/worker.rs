@@ -136,9 +136,9 @@ struct Identity {
     adapters: Vec<AdapterOf>,
 }
 
-/// Length, modification time and inode number of a file. Of a folder, the sum of its files'
-/// lengths, the latest of their times, and the XOR of their inode numbers: its own time changes
-/// when the download of a file ends.
+/// Length, modification time and inode number of a file. For a folder: the sum of its files'
+/// lengths, the latest of their times, and the XOR of their inode numbers. The folder's own time
+/// changes when the download of a file ends.
 #[derive(Clone, Debug, PartialEq)]
 struct WeightsStamp(u64, SystemTime, u64);
 

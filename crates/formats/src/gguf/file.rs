@@ -53,8 +53,8 @@ impl Gguf {
         }
     }
 
-    /// Opens files that are still being downloaded: everything before their weights is there.
-    /// Reading a weight waits until the progress that `find` returns for its file reports its bytes.
+    /// Opens files that are still being downloaded: everything before their weights is there. A
+    /// read of a weight waits until the progress that `find` returns for its file has its bytes.
     ///
     /// # Errors
     /// The errors of [`open`](Self::open); those of `find`, as [`Error::Open`].

@@ -43,7 +43,7 @@ const START_LIMIT: Duration = Duration::from_secs(5);
 /// Time for a worker to exit by itself when its owner is lost.
 const GRACE: Duration = Duration::from_millis(300);
 
-/// A model file as all machines identify it: name and hash.
+/// A model as all machines identify it: name and hash.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelName {
     /// The name in the store.
@@ -131,11 +131,13 @@ pub type FindModel = dyn Fn(&ModelName) -> Result<PathBuf, String> + Send + Sync
 /// Byte ranges of a file: first bytes and ends.
 pub type FileRanges = [(u64, u64)];
 
-/// Fetches ranges of a model's file while the callback returns true; the error is the reason of a
+/// Whether to continue a fetch.
+pub type FetchGuard<'a> = dyn Fn() -> bool + Sync + 'a;
+
+/// Fetches ranges of a model's file while the guard returns true; the error is the reason of a
 /// failure. The string is the file's name in the model's folder, empty for a model of one file.
-pub type RangeFetcher = dyn Fn(&ModelName, &str, &FileRanges, &(dyn Fn() -> bool + Sync)) -> Result<(), String>
-    + Send
-    + Sync;
+pub type RangeFetcher =
+    dyn Fn(&ModelName, &str, &FileRanges, &FetchGuard<'_>) -> Result<(), String> + Send + Sync;
 
 /// Maximum queued range requests of a worker. A worker waits for one request before it sends the
 /// next, apart from announced prefetches. A range inside an earlier request is not queued again.
