@@ -330,13 +330,18 @@ fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
     serde_json::to_value(preview).map_err(|error| error.to_string())
 }
 
-/// Parses a request; a field that is null counts as absent.
+/// Parses a request; a field that is null counts as absent. A wrong field is reported before a
+/// missing model.
 fn parse_load(arguments: &Value) -> Result<LoadRequest, String> {
     let mut arguments = arguments.clone();
     if let Some(fields) = arguments.as_object_mut() {
         fields.retain(|_, value| !value.is_null());
     }
-    LoadRequest::deserialize(arguments).map_err(|error| error.to_string())
+    let request = LoadRequest::deserialize(arguments).map_err(|error| error.to_string())?;
+    match request.model.is_empty() {
+        true => Err("missing field `model`".to_owned()),
+        false => Ok(request),
+    }
 }
 
 /// Arguments of `unload`.
@@ -484,5 +489,7 @@ mod tests {
             let reason = parse_load(&body).unwrap_err();
             assert!(reason.contains(told), "{field}: {reason}");
         }
+        let misspelt = parse_load(&json!({ "modell": 1 })).unwrap_err();
+        assert!(misspelt.contains("modell"), "{misspelt}");
     }
 }

@@ -203,17 +203,15 @@ impl fmt::Debug for FleetSpec {
 /// A user's request to load a model: the JSON of the commands `load`, `preview` and `borrow`.
 /// Clients copy `nodes` and `split` from a preview's placement.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(default, deny_unknown_fields)]
 pub struct LoadRequest {
     /// The user's name for the model.
     pub model: String,
     /// Names or ids of nodes.
-    #[serde(default)]
     pub nodes: Vec<String>,
     /// Number of nodes if `nodes` is empty. By default 1, in a preview any number.
     pub count: Option<usize>,
     /// Kind of split: tensor, pipeline or both.
-    #[serde(default)]
     pub split: SplitKind,
     /// Threads of each worker; by default all cores of this machine.
     pub threads: Option<u16>,
@@ -223,15 +221,12 @@ pub struct LoadRequest {
     pub spare: Option<u16>,
     /// Whole copies of the model, each an instance of its own; 0 is 1. Each has `count` nodes, or
     /// an equal share of `nodes`.
-    #[serde(default)]
     pub replicas: u16,
     /// The user's name for the draft model of speculative decoding.
     pub draft: Option<String>,
     /// Adapters of the model: names, and their paths on this machine.
-    #[serde(default)]
     pub adapters: Vec<(String, PathBuf)>,
     /// Names or ids of nodes for prefill only.
-    #[serde(default)]
     pub prefill_nodes: Vec<String>,
 }
 
