@@ -14,8 +14,8 @@ use std::fmt;
 /// `MXFP4_SPLIT` that of GGUF files. Both are computed as [`MXFP4`](Self::MXFP4).
 ///
 /// The types behind `MXFP4_SPLIT` are [decoded](Self::is_decoded): they have no kernels of their
-/// own. `FP8` and `FP4` are those of safetensors: 32 columns of E4M3 with their scale as f32, or of
-/// E2M1 with two, joined when the model is opened (`paceline-formats::scaled`).
+/// own. `FP8` and `FP4` are those of safetensors, joined by `paceline-formats::scaled`. A block is
+/// 32 columns of E4M3 with a scale in f32, or of E2M1 with two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(
     missing_docs,

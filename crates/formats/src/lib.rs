@@ -5,8 +5,8 @@
 //! - a GGUF file ([`gguf::Gguf`]), possibly in several parts: metadata, vocabulary and weights in
 //!   one;
 //! - a Hugging Face folder ([`hf::HfFolder`]): `config.json`, `tokenizer.json` and weights as
-//!   [`safetensors`]; its matrices may be quantised as MLX does it ([`mlx`]), or in FP8 and other
-//!   types with scales ([`scaled`]).
+//!   [`safetensors`]. Its matrices may be quantised as MLX does it ([`mlx`]), or have separate
+//!   scales, as those in FP8 ([`scaled`]).
 //!
 //! Both give weights as a [`tensor::Tensor`]: name, storage type, shape and the mapped bytes. From
 //! either, [`tokenizer`] turns text into ids, [`chat`] turns a conversation into a prompt, and

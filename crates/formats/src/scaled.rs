@@ -1,16 +1,17 @@
 //! Matrices in floats or integers of 8 and 4 bits, as DeepSeek, compressed-tensors and ModelOpt
 //! write them into folders.
 //!
-//! | `X.weight` | scales | weight | joined to |
+//! | weight | scales | value | joined to |
 //! |---|---|---|---|
-//! | F8_E4M3 | `weight_scale_inv` or `weight_scale`, F32 or BF16, for each tile, row or matrix | scale * w | FP8 |
-//! | F8_E4M3 | the same as U8 or F8_E8M0: powers of two (MXFP8: of 32 columns) | scale * w | FP8 |
-//! | `weight_packed` or `weight` U8: E2M1, low half first | F8_E4M3 of 16 columns (NVFP4) | scale * w | FP4 |
-//! | the same | U8 or F8_E8M0 of 32 columns | scale * w | MXFP4 |
-//! | `weight_packed` I32: `b` bits without gaps | F16 or BF16, for each group or row | scale * (q - 2^(b-1)) | AFFINEb |
+//! | F8_E4M3 | F32 or BF16, for each tile, row, group or matrix | s w | FP8 |
+//! | F8_E4M3 | U8 or F8_E8M0: powers of two (MXFP8: of 32 columns) | s w | FP8 |
+//! | U8: E2M1, low half first | F8_E4M3 of 16 columns (NVFP4) | s w | FP4 |
+//! | U8: the same | U8 or F8_E8M0 of 32 columns | s w | MXFP4 |
+//! | I32: `b` bits, no gaps | F16 or BF16, for each group or row | s (q - 2^(b-1)) | AFFINEb |
 //!
-//! A *tile* is `weight_block_size` rows and columns, 128 each by default. Scales of NVFP4 are
-//! multiplied by `weight_scale_2` (ModelOpt) or divided by `weight_global_scale`
+//! The tensors of a module are `weight` or `weight_packed`, and `weight_scale_inv` or
+//! `weight_scale`. A *tile* is `weight_block_size` rows and columns, 128 each by default. Scales of
+//! NVFP4 are multiplied by `weight_scale_2` (ModelOpt) or divided by `weight_global_scale`
 //! (compressed-tensors) first. Integers have their shape in `weight_shape`. Scales of activations
 //! (`input_scale`) are not read: activations keep their precision.
 //!
@@ -368,8 +369,7 @@ where
         }
     }
 
-    /// Rows and columns that share one of `scales`: those of the whole matrix, of a row, of a tile
-    /// of the file, or a group of a row.
+    /// Rows and columns that share one of `scales`: of the whole matrix, a row, a tile or a group.
     fn tile_of(
         &self,
         [rows, cols]: [usize; 2],

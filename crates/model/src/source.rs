@@ -115,8 +115,8 @@ impl ModelSource {
         }
     }
 
-    /// The factor that a GGUF file has beside a matrix of NVFP4, or for each expert's. In files of
-    /// Gemma 4 factors of experts have the same name; the router applies those.
+    /// The factor that a GGUF file may have for a matrix of NVFP4, or for each expert's. In files
+    /// of Gemma 4 factors of experts have the same name; the router applies those.
     fn factor(
         &self,
         tensor: &Tensor,

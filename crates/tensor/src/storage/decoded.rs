@@ -21,11 +21,11 @@
 //! four sign codes of 7 bits and a scale of 4. A sign code is the signs of seven columns, and that
 //! of the eighth makes their number even.
 //!
-//! **Exactness.** Up to NVFP4 every factor of these products is a half or has at most 6 bits, so
-//! products are exact in f32 in any order. A scale of f32 times an 8-bit float is rounded once.
+//! **Exactness.** Up to NVFP4 the factors of a weight have at most 22 bits together. So products
+//! are exact in f32 in any order. A scale in f32 times an 8-bit float is rounded once.
 //!
-//! Source: `ggml/src/ggml-common.h` and `dequantize_row_*` in `ggml/src/ggml-quants.c` of llama.cpp;
-//! the grids by `scripts/golden/grids.py`.
+//! Source: `ggml/src/ggml-common.h` and `dequantize_row_*` in `ggml/src/ggml-quants.c` of
+//! llama.cpp. `scripts/golden/grids.py` writes the grids.
 
 use paceline_base::{BlockType, e4m3, ue4m3};
 
@@ -75,7 +75,7 @@ const fn eights<const N: usize>(first: usize, values: [i8; 4]) -> [[i8; 8]; N] {
     grid
 }
 
-/// A grid of 4 values of 4 bits, of which 3 count.
+/// A grid of 4 values of 4 bits, the highest unused.
 const fn fours<const N: usize>(first: usize, values: [i8; 8]) -> [[i8; 4]; N] {
     let mut grid = [[0; 4]; N];
     let mut row = 0;
