@@ -27,7 +27,7 @@ const EVALUATIONS: usize = 200;
 const WARM_UP: usize = 20;
 
 /// Microseconds from the request for the sum of two numbers until the processor can read it: the
-/// median of [`EVALUATIONS`]. Done on a thread of its own.
+/// median of 200. Done on a thread of its own.
 ///
 /// # Errors
 /// [`Error::NoDevice`], [`Error::Call`], [`Error::Thread`].

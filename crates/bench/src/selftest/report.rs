@@ -192,13 +192,17 @@ impl PrivateWords {
 
     fn hidden<'a>(&self, word: &'a str) -> &'a str {
         let lower = word.to_lowercase();
-        match () {
-            () if word.contains(['/', '\\']) => "<path>",
-            () if is_address(word) => "<address>",
-            () if word.contains('@') => "<name>",
-            () if self.0.iter().any(|name| lower.contains(name)) => "<name>",
-            () => word,
+        if word.contains(['/', '\\']) {
+            return "<path>";
         }
+        if is_address(word) {
+            return "<address>";
+        }
+        let has_name = self.0.iter().any(|name| lower.contains(name));
+        if has_name || word.contains('@') {
+            return "<name>";
+        }
+        word
     }
 }
 
