@@ -7,16 +7,11 @@ use paceline_store::PullPreview;
 /// Share of a machine's memory for a model's weights, as placements over machines have it.
 const USABLE: f64 = 0.8;
 
-/// Whether weights of this size fit a machine with cache and system beside them.
-pub fn fits(weights: Bytes, memory: MainMemory) -> bool {
-    weights.0 as f64 <= memory.total.0 as f64 * USABLE
-}
-
-/// Why weights do not fit this machine; `None` if they do, or if that is unknown.
+/// Why weights do not fit this machine, with its system and a cache; `None` if they do, or if that
+/// is unknown.
 pub fn misfit(weights: Option<Bytes>, memory: Option<MainMemory>) -> Option<String> {
-    let (weights, memory) = (weights?, memory?);
-    (!fits(weights, memory)).then(|| {
-        let total = memory.total;
+    let (weights, total) = (weights?, memory?.total);
+    (weights.0 as f64 > total.0 as f64 * USABLE).then(|| {
         format!("too large for this machine alone: {weights} of weights, {total} of memory")
     })
 }

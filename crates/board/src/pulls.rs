@@ -90,31 +90,48 @@ impl StorePulls<'_> {
         match checked {
             Ok(()) => Ok((found, PullOutcome::Checked)),
             Err(error @ Error::HashMismatch { .. }) => {
-                self.mend(name, &found, error)?;
+                self.mend(name, error)?;
                 Ok((found, PullOutcome::Mended))
             }
             Err(error) => Err(error),
         }
     }
 
-    /// Downloads a damaged file of a stored model again; `error` is the damage.
-    fn mend(&self, name: &EntryName, found: &ResolvedModel, error: Error) -> Result<(), Error> {
+    /// Downloads the damaged files of a stored model again; `error` is the first damage.
+    fn mend(&self, name: &EntryName, mut error: Error) -> Result<(), Error> {
+        let mut mended = None;
+        loop {
+            let path = match &error {
+                // By its path, as `verify` names it.
+                Error::HashMismatch { what, .. } if mended.as_ref() != Some(what) => what.clone(),
+                _ => return Err(error),
+            };
+            self.fetch_again(name, Path::new(&path), error)?;
+            mended = Some(path);
+            match verify(self.home, name, self.cancel, &mut *(self.progress)()) {
+                Ok(()) => return Ok(()),
+                Err(next) => error = next,
+            }
+        }
+    }
+
+    /// Downloads the file at `path` again; `error` is its damage.
+    fn fetch_again(&self, name: &EntryName, path: &Path, error: Error) -> Result<(), Error> {
         let error = damaged(name.as_str(), error);
-        let place = (found.path.parent(), found.path.file_name());
-        let (Some(pinned), (Some(folder), Some(file))) = (origin(self.home, &found.path), place)
-        else {
-            return Err(error); // of several files, or from nowhere known
+        let place = (path.parent(), path.file_name());
+        let (Some(pinned), (Some(folder), Some(file))) = (origin(self.home, path), place) else {
+            return Err(error); // from nowhere known
         };
         (self.tell)(&format!("warning: {error}; fetching it again"));
         let (file, mut progress) = (file.to_string_lossy(), (self.progress)());
         let to = (folder, &*file);
         match fetch_pinned(&pinned, to, self.options, self.cancel, &mut *progress) {
-            Ok(()) => verify(self.home, name, self.cancel, &mut *progress),
             Err(Error::Cancelled) => Err(Error::Cancelled),
             Err(failed) => {
                 (self.tell)(&format!("warning: cannot fetch {name} again: {failed}"));
                 Err(error)
             }
+            Ok(()) => Ok(()),
         }
     }
 

@@ -187,7 +187,7 @@ impl Drop for ProgressLines {
 
 /// Columns of a bar without its label: speed, remaining time, and a bar of ten columns.
 const BESIDE: usize = 60;
-/// Least columns of a label beside a bar: the part's number of a split model.
+/// Least columns of a label before a bar: the number of a split model's part.
 const LABEL_MIN: usize = 20;
 
 /// Style of a bar for a terminal of `columns`. It never exceeds a line: a narrow terminal has no
@@ -204,7 +204,7 @@ fn style(sized: bool, columns: Option<u16>) -> ProgressStyle {
     ProgressStyle::with_template(template).expect("the templates are constant")
 }
 
-/// Columns for a label beside a bar.
+/// Columns for a label before a bar.
 fn label_columns(columns: Option<u16>) -> usize {
     columns.map_or(usize::MAX, |columns| {
         usize::from(columns).saturating_sub(BESIDE)

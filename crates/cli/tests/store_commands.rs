@@ -112,11 +112,17 @@ fn the_table_shows_what_is_here_and_what_could_be() {
     let table = text(&run(home.path(), &["models", "--all"]).stdout);
     let lines: Vec<&str> = table.lines().collect();
     assert!(lines[0].starts_with("NAME"), "{table}");
-    assert!(
-        lines[1].starts_with("own/repo:m-Q8_0.gguf  GGUF Q8_0      1 "),
-        "{table}"
-    );
-    assert!(lines[1].contains("never"), "{table}");
+    let cells: Vec<&str> = lines[1].split_whitespace().collect();
+    let expected = [
+        "own/repo:m-Q8_0.gguf",
+        "GGUF",
+        "Q8_0",
+        "1",
+        "8",
+        "B",
+        "never",
+    ];
+    assert!(cells.starts_with(&expected), "{table}");
     assert!(
         lines[2].starts_with("smollm2") && lines[2].contains("93.8 MiB  not pulled"),
         "{table}"
@@ -136,6 +142,54 @@ fn a_stored_model_with_wrong_bytes_is_found_by_pulling_again() {
     assert!(
         said.contains("hint: `paceline rm own/repo:m-Q8_0.gguf`"),
         "{said}"
+    );
+}
+
+#[test]
+fn a_damaged_part_of_a_split_model_is_fetched_again() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = home.path().join("models/own--repo--m-00001-of-00002.gguf");
+    fs::create_dir_all(&dir).unwrap();
+    fs::write(dir.join("m-00001-of-00002.gguf"), "GGUFdata").unwrap();
+    fs::write(dir.join("m-00002-of-00002.gguf"), "moreDATA").unwrap();
+    // Hashes of "GGUFdata" and "moredata".
+    let hashes = [
+        "9b13389fcf8a9a742808c327a9765976304c13aa2a1d591e712922dfa5adc12e",
+        "9a7e0258da6286fddd9232d1c2dffdb38c5fe4d2098602c4c5738321d8abf4b9",
+    ];
+    let file = |part: usize| {
+        let sha256 = hashes[part - 1];
+        format!(r#"{{"path":"m-0000{part}-of-00002.gguf","bytes":8,"sha256":"{sha256}"}}"#)
+    };
+    let record = format!(
+        r#"{{"version":1,"name":"own/repo:m-00001-of-00002.gguf","kind":"gguf",
+        "source":"hub own/repo at {}","files":[{},{}],"pulled_at":5,"last_used":null}}"#,
+        "0".repeat(40),
+        file(1),
+        file(2)
+    );
+    fs::write(dir.join("paceline.json"), record).unwrap();
+    let table = text(&run(home.path(), &["models"]).stdout);
+    assert!(table.contains("  GGUF      2  16 B  never"), "{table}");
+    let mut pull = paceline(home.path(), &["pull", "own/repo"]);
+    let output = pull
+        .env("HF_ENDPOINT", body_hub("moredata"))
+        .output()
+        .unwrap();
+    let said = text(&output.stdout);
+    assert!(
+        said.contains("was damaged, fetched again"),
+        "{}",
+        text(&output.stderr)
+    );
+    assert_eq!(
+        fs::read(dir.join("m-00002-of-00002.gguf")).unwrap(),
+        b"moredata"
+    );
+    let removed = text(&run(home.path(), &["rm", "own/repo"]).stdout);
+    assert!(
+        removed.contains("m-00001-of-00002.gguf (2 files), freed"),
+        "{removed}"
     );
 }
 
