@@ -114,6 +114,11 @@ fn wrong_bytes_of_one_file_end_the_pull_and_the_others_are_kept() {
             fs::read(folder(&setup).join(name(number))).unwrap(),
             part(number)
         );
+        let pinned = origin(&setup.home, &folder(&setup).join(name(number))).unwrap();
+        assert_eq!(
+            (pinned.file, pinned.sha256),
+            (name(number), sha256(&part(number)))
+        );
     }
     assert_eq!(setup.files().len(), PARTS + 1, "{:?}", setup.files());
     let requests = server.requests();
