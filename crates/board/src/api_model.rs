@@ -63,7 +63,7 @@ pub fn instance(
         id: wanted.model.clone(),
         aliases: Vec::new(),
         created_unix_s: changed_unix_s(path),
-        fingerprint: fingerprint("cpu", paceline_node::identity(&source)),
+        fingerprint: fingerprint(&wanted.class_names(), paceline_node::identity(&source)),
         tokenizer: Arc::new(texts::tokenizer(&source)?),
         template,
         context,

@@ -1,40 +1,49 @@
 //! Compute engines of this machine: paceline's own and MLX.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use paceline_base::{Bytes, counted};
 use paceline_cluster::machine;
+use paceline_cluster::nodes::agent::{Agent, EngineDevice};
 use paceline_mlx::{DeviceKind, Library, LibraryPaths};
 use paceline_store::{MLX_VERSION, MlxBuild};
 use paceline_tensor::InstructionSet;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// State of an engine on this machine.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct EngineStatus {
     /// Its name on the command line.
-    pub name: &'static str,
+    pub name: String,
     /// Whether it is usable.
     pub ready: bool,
     /// Version of paceline, or of MLX.
     pub version: String,
     /// The opened library, if any.
     pub library: Option<PathBuf>,
-    pub devices: Vec<DeviceRow>,
+    pub devices: Vec<EngineDevice>,
     /// Why it is not ready.
     pub problem: Option<String>,
 }
 
-#[derive(Debug, Serialize)]
-pub struct DeviceRow {
-    /// `cpu` or `gpu`.
-    pub kind: &'static str,
-    /// The backend: an instruction set, `metal`, `cuda`, `cpu`.
-    pub backend: String,
-    /// Product name.
-    pub name: Option<String>,
-    /// Memory available for a model, in bytes.
-    pub memory_bytes: Option<u64>,
+/// The output of `paceline engines --json`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct EngineList {
+    pub engines: Vec<EngineStatus>,
+}
+
+/// Publishes the devices of this machine's engines as facts of the node `agent`. A child, the
+/// program at `program`, lists them, so that the node itself opens no driver. Blocks for the time
+/// that a driver takes to open, some seconds at most; a child that fails leaves the facts as they
+/// are.
+pub fn publish_devices(agent: &Agent, program: &Path) {
+    let output = program.to_str();
+    let output = output.and_then(|program| machine::ask(program, &["engines", "--json"]));
+    let list = output.and_then(|text| serde_json::from_str::<EngineList>(&text).ok());
+    if let Some(EngineList { engines }) = list {
+        let ready = engines.into_iter().filter(|engine| engine.ready);
+        agent.set_devices(ready.flat_map(|engine| engine.devices).collect());
+    }
 }
 
 /// The command that installs MLX.
@@ -48,12 +57,13 @@ pub fn cpu() -> EngineStatus {
     let memory = machine::memory();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     EngineStatus {
-        name: "cpu",
+        name: "cpu".into(),
         ready: true,
         version: env!("CARGO_PKG_VERSION").into(),
         library: None,
-        devices: vec![DeviceRow {
-            kind: "cpu",
+        devices: vec![EngineDevice {
+            engine: "cpu".into(),
+            kind: "cpu".into(),
             backend: best.map_or("scalar", InstructionSet::name).into(),
             name: Some(counted(cores, "thread")),
             memory_bytes: memory.map(|memory| memory.available.unwrap_or(memory.total).0),
@@ -65,7 +75,7 @@ pub fn cpu() -> EngineStatus {
 /// MLX, from the first of `places` that has it.
 pub fn mlx(places: &LibraryPaths) -> EngineStatus {
     let engine = |version, library, devices, problem: Option<String>| EngineStatus {
-        name: "mlx",
+        name: "mlx".into(),
         ready: problem.is_none(),
         version,
         library,
@@ -80,20 +90,21 @@ pub fn mlx(places: &LibraryPaths) -> EngineStatus {
         }
     };
     let devices = [DeviceKind::Cpu, DeviceKind::Gpu].map(|device| device_row(&library, device));
-    let found: Vec<DeviceRow> = devices.into_iter().flatten().collect();
+    let found: Vec<EngineDevice> = devices.into_iter().flatten().collect();
     let problem = found.is_empty().then(|| "mlx: no device works".to_owned());
     let path = Some(library.path().to_owned());
     engine(library.version().to_owned(), path, found, problem)
 }
 
 /// A usable device of a kind, if any.
-fn device_row(library: &Library, device: DeviceKind) -> Option<DeviceRow> {
+fn device_row(library: &Library, device: DeviceKind) -> Option<EngineDevice> {
     if !library.has(device).ok()? {
         return None;
     }
     let stream = library.stream(device).ok()?;
-    Some(DeviceRow {
-        kind: device.name(),
+    Some(EngineDevice {
+        engine: "mlx".into(),
+        kind: device.name().into(),
         backend: library.backend(device).ok()?.into(),
         name: stream.device_name(),
         memory_bytes: stream.available().ok().map(|bytes| bytes.0),

@@ -17,13 +17,14 @@ pub fn nodes(nodes: &Value) -> Vec<String> {
 
 /// Instances, a line each.
 pub fn instances(all: &Value) -> Vec<String> {
-    let heading = ["MODEL", "STATE", "NODES", "EPOCH", "ID"].map(str::to_owned);
+    let heading = ["MODEL", "STATE", "NODES", "ENGINE", "EPOCH", "ID"].map(str::to_owned);
     let row = |it: &Value| {
         let text = |name: &str| printable(it[name].as_str().unwrap_or_default()).into_owned();
         let epoch = it["epoch"].to_string();
-        [label(it), state(it), names(&it["nodes"]), epoch, text("id")]
+        let (nodes, engine) = (names(&it["nodes"]), text("classes"));
+        [label(it), state(it), nodes, engine, epoch, text("id")]
     };
-    let rows: Vec<[String; 5]> = std::iter::once(heading)
+    let rows: Vec<[String; 6]> = std::iter::once(heading)
         .chain(all.as_array().into_iter().flatten().map(row))
         .collect();
     aligned(&rows)
@@ -196,9 +197,33 @@ fn way(from: &str, path: &Value) -> [String; 6] {
     ]
 }
 
+/// Engines of a node with the backends and memory of their GPUs, as `cpu, mlx (metal 27 GB)`; `?`
+/// until the node lists them.
+fn engines(devices: &Value) -> String {
+    let mut told: Vec<String> = Vec::new();
+    for device in devices.as_array().into_iter().flatten() {
+        let text = |name: &str| printable(device[name].as_str().unwrap_or_default()).into_owned();
+        let engine = text("engine");
+        let memory = device["memory_bytes"].as_u64().map(Bytes);
+        let memory = memory.map_or_else(String::new, |memory| format!(" {memory}"));
+        match device["kind"] == "gpu" {
+            true => {
+                told.retain(|it| *it != engine);
+                told.push(format!("{engine} ({}{memory})", text("backend")));
+            }
+            false if told.contains(&engine) => {}
+            false => told.push(engine),
+        }
+    }
+    match told.is_empty() {
+        true => "?".to_owned(),
+        false => told.join(", "),
+    }
+}
+
 fn rows(nodes: &Value) -> Vec<[String; 7]> {
     let heading = [
-        "NAME", "ID", "STATE", "FOUND BY", "MEMORY", "CORES", "CLASS",
+        "NAME", "ID", "STATE", "FOUND BY", "MEMORY", "CORES", "ENGINES",
     ];
     let row = |node: &Value| {
         let text = |name: &str| printable(node[name].as_str().unwrap_or_default()).into_owned();
@@ -210,7 +235,7 @@ fn rows(nodes: &Value) -> Vec<[String; 7]> {
             text("found_by"),
             Bytes(memory).to_string(),
             node["cores"].to_string(),
-            text("kernel_class"),
+            engines(&node["devices"]),
         ]
     };
     let nodes = nodes.as_array().into_iter().flatten();

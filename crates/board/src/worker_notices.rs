@@ -47,17 +47,7 @@ pub fn lines(
             "error: {reason}; starting the workers again in {:.1} s",
             wait.as_secs_f64()
         )],
-        Notice::Continued { answers } => {
-            let noun = if *answers == 1 {
-                "answer continues"
-            } else {
-                "answers continue"
-            };
-            vec![format!(
-                "{answers} {noun} from the tokens so far; its bits may differ from those of an \
-                 answer without the interruption"
-            )]
-        }
+        Notice::Continued { answers } => vec![Notice::continued(*answers)],
         Notice::Loading { .. } | Notice::Failed { again_in: None, .. } => Vec::new(),
     }
 }

@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use paceline_board::tables::{instances as instances_told, label, names, proposals};
 use paceline_cluster::nodes::placement::{InstanceOptions, WeightDistribution};
 use paceline_model::SplitKind;
+use paceline_node::classes::Engines;
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
@@ -51,6 +52,14 @@ pub(crate) struct LoadArgs {
     /// 2x2-experts
     #[arg(long, value_name = "SPLIT", default_value_t)]
     split: SplitKind,
+    /// What computes: cpu, or mlx (Metal, CUDA); one for each machine as in cpu,mlx, where stages
+    /// of a pipeline may differ [default: mlx if every machine has a GPU for it, else cpu]
+    #[arg(long, value_name = "ENGINE")]
+    engine: Option<Engines>,
+    /// Numbers of the engine: cpu, mlx, mlx-f32 or mlx-exact (docs/numerics.md) [default: the
+    /// engine's own]
+    #[arg(long, value_name = "CLASS")]
+    class: Option<String>,
     /// Threads of each machine [default: as many as this one has cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,

@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::{Bytes, KernelClass};
+use paceline_board::engines::publish_devices;
 use paceline_board::member::{ApiKeys, facts};
 pub(crate) use paceline_board::member::{cluster, host_name};
 use paceline_cluster::nodes::agent::{
@@ -153,7 +154,9 @@ impl NodeArgs {
         config.data_ports = ports.map(|PortRange(ports)| ports.clone());
         config.keys = Some(Arc::new(ApiKeys(home::api_keys()?)));
         config.tell = Arc::new(|line| print_err(printable(line)));
-        Ok(NodeGuard(Agent::start(config)?))
+        let agent = Agent::start(config)?;
+        list_devices(&agent);
+        Ok(NodeGuard(agent))
     }
 
     /// The only interface for data between workers.
@@ -221,6 +224,20 @@ impl NodeArgs {
             memory_bytes: all.memory_bytes.min(memory),
             ..all
         }
+    }
+}
+
+/// Publishes this machine's engines on a thread of its own: a driver may take seconds to open.
+fn list_devices(agent: &Agent) {
+    let agent = agent.clone();
+    let run = move || {
+        if let Ok(program) = std::env::current_exe() {
+            publish_devices(&agent, &program);
+        }
+    };
+    let thread = std::thread::Builder::new().name("engines".to_owned());
+    if let Err(error) = thread.spawn(run) {
+        print_err(format_args!("warning: the node lists no engines: {error}"));
     }
 }
 

@@ -4,9 +4,11 @@ use std::fmt;
 use std::str::FromStr;
 
 use paceline_base::KernelClass;
+use serde::{Deserialize, Serialize};
 
 /// An engine for each node, or one for all. At most 64, as there are nodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct Engines {
     /// Bit i: node i computes on MLX.
     mlx: u64,
@@ -54,10 +56,30 @@ impl FromStr for Engines {
     }
 }
 
+impl TryFrom<String> for Engines {
+    type Error = UnknownEngine;
+
+    fn try_from(text: String) -> Result<Self, UnknownEngine> {
+        text.parse()
+    }
+}
+
+impl From<Engines> for String {
+    fn from(engines: Engines) -> Self {
+        let name = |node| if engines.is_mlx(node) { "mlx" } else { "cpu" };
+        (0..engines.count).map(name).collect::<Vec<_>>().join(",")
+    }
+}
+
 impl Engines {
     /// Whether any node computes on MLX.
     pub const fn has_mlx(self) -> bool {
         self.mlx != 0
+    }
+
+    /// Whether every node computes on MLX.
+    pub const fn is_all_mlx(self) -> bool {
+        self.mlx.count_ones() == self.count
     }
 
     const fn is_mlx(self, node: u32) -> bool {
@@ -100,6 +122,11 @@ impl Classes {
             Some(class) => Err(Error::ClassOfOther { class }),
             None => Ok(Self(classes)),
         }
+    }
+
+    /// These classes, by node.
+    pub const fn of(classes: Vec<KernelClass>) -> Self {
+        Self(classes)
     }
 
     /// One class on `nodes` nodes.

@@ -35,6 +35,7 @@ mod copies;
 pub(crate) mod damage;
 mod drain;
 mod encoders;
+mod engines;
 mod expansion;
 mod file_ranges;
 mod flaps;
@@ -46,8 +47,8 @@ mod inventory;
 pub mod journals;
 pub mod leases;
 mod loading;
-mod node_connection;
 mod manifest;
+mod node_connection;
 mod owner;
 pub(crate) mod partial_file;
 pub(crate) mod prefixes;
@@ -82,6 +83,7 @@ use paceline_model::{Config, SplitKind};
 use paceline_tensor::Kernels;
 use serde::{Deserialize, Serialize};
 
+use crate::classes::Engines;
 use crate::trace::{Recording, Stages};
 use crate::traffic::CollectiveTraffic;
 use crate::workers::connection::{MessageConnection, send_message};
@@ -213,6 +215,11 @@ pub struct LoadRequest {
     pub count: Option<usize>,
     /// Kind of split: tensor, pipeline or both.
     pub split: SplitKind,
+    /// Engine of each node, or one for all; by default MLX where all nodes have a GPU for it, else
+    /// the CPU.
+    pub engine: Option<Engines>,
+    /// Kernel class of the nodes whose engine has it; by default the engine's own.
+    pub class: Option<String>,
     /// Threads of each worker; by default all cores of this machine.
     pub threads: Option<u16>,
     #[serde(flatten)]
@@ -251,6 +258,8 @@ pub struct InstanceView {
     pub epoch: u64,
     /// The split as requested.
     pub split: String,
+    /// Kernel classes of its nodes in rank order, as `cpu` or `mlx+cpu`.
+    pub classes: String,
     /// Which replica of the model it is, where there are several.
     pub replica: Option<Replica>,
     /// Requests that this node has sent to it.
@@ -337,10 +346,15 @@ impl OwnerService {
     }
 }
 
+/// The kind of an instance's nodes and their kernel classes. Instances with equal ones continue
+/// each other's answers.
+type Numbers = (Kind, String);
+
 fn name_of(wanted: &InstanceSpec) -> ModelName {
     ModelName {
         name: wanted.model.clone(),
         sha256: wanted.sha256.clone(),
+        manifest: wanted.manifest,
     }
 }
 
@@ -354,7 +368,6 @@ impl Fleet {
         let may_have = stores::limit(&spec.store, &spec.copies, &agent);
         let found = (find, spec.copies.clone());
         let copies = ModelCopies::new(found, may_have, Arc::clone(&spec.tell));
-        manifest: wanted.manifest,
         let copies = Arc::new(copies.with_hub(Arc::clone(&spec.hub)));
         let (own, tell) = (Arc::clone(&copies), Arc::clone(&spec.tell));
         let (brings, repairs) = (Arc::clone(&copies), Arc::clone(&copies));
@@ -988,13 +1001,13 @@ impl Inner {
         Some(Arc::new(NodeConnection(channel)))
     }
 
-    /// The kind of the node that owns an instance.
-    fn kind_of_owner(&self, id: InstanceId) -> Option<Kind> {
+    /// What defines the numbers of an instance.
+    fn numbers_of(&self, id: InstanceId) -> Option<Numbers> {
         let map = self.agent.map();
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
         let mut nodes = self.agent.nodes().into_iter();
         let owner = nodes.find(|node| node.id == wanted.nodes[0])?;
-        Some(owner.facts.kind())
+        Some((owner.facts.kind(), wanted.class_names()))
     }
 
     fn name(&self, id: NodeId) -> String {
@@ -1032,6 +1045,7 @@ impl Inner {
             let usage = usage.unwrap_or_default();
             InstanceView {
                 id: id.to_string(),
+                classes: wanted.class_names(),
                 model: wanted.model,
                 state: state.to_owned(),
                 progress,

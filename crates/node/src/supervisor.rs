@@ -268,6 +268,20 @@ pub enum Notice {
     Continued { answers: usize },
 }
 
+impl Notice {
+    /// A line for people about answers that [continued](Self::Continued).
+    pub fn continued(answers: usize) -> String {
+        let noun = match answers {
+            1 => "answer continues",
+            _ => "answers continue",
+        };
+        format!(
+            "{answers} {noun} from the tokens so far; its bits may differ from those of an answer \
+             without the interruption"
+        )
+    }
+}
+
 /// Whether an instance takes requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Health {

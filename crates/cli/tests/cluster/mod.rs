@@ -11,6 +11,7 @@ mod arrays;
 mod asleep;
 mod battery;
 mod chaos;
+mod engines;
 mod live;
 mod models;
 mod replicas;
@@ -34,6 +35,8 @@ struct TestMachine {
     name: String,
     namespace: Option<String>,
     home: TempDir,
+    /// Its environment, as `NAME=VALUE`, besides its home.
+    variables: Vec<String>,
     node: Option<Child>,
 }
 
@@ -43,6 +46,7 @@ impl TestMachine {
             name: name.to_owned(),
             namespace: namespace.map(str::to_owned),
             home: tempfile::tempdir().unwrap(),
+            variables: Vec::new(),
             node: None,
         }
     }
@@ -55,7 +59,11 @@ impl TestMachine {
     /// Any program on this machine.
     fn program(&self, program: &str, args: &[&str]) -> Command {
         let home = format!("PACELINE_HOME={}", self.home.path().display());
-        let program = ["env", "-i", &home, program];
+        let variables = self.variables.iter().map(String::as_str);
+        let program = ["env", "-i", &home]
+            .into_iter()
+            .chain(variables)
+            .chain([program]);
         let own = "unshare --pid --mount --fork --kill-child --mount-proc";
         let around: Vec<&str> = match &self.namespace {
             Some(namespace) => ["ip", "netns", "exec", namespace]

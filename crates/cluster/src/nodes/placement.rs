@@ -11,8 +11,12 @@
 //! A node may *lease* an instance to a program of its machine. The instance is useless after the
 //! node is dead: see [`abandoned`].
 
+use std::collections::BTreeMap;
+
+use paceline_base::KernelClass;
 use serde::{Deserialize, Serialize};
 
+use super::agent::NodeFacts;
 use super::member::Life;
 use super::{InstanceId, NodeId, RegisterKey, Registers};
 
@@ -36,15 +40,15 @@ pub struct InstanceSpec {
     pub model: String,
     /// SHA-256 of the model's file, or of its manifest, in hexadecimal digits.
     pub sha256: String,
-    /// Bytes of the model's file.
+    /// Bytes of the model's files.
     pub bytes: u64,
+    /// Whether the model has several files, listed in a manifest.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub manifest: bool,
     /// Nodes of its ranks, in rank order; the first is the owner.
     pub nodes: Vec<NodeId>,
     /// The next owners; the first live one takes over.
     pub successors: Vec<NodeId>,
-    /// Whether the model has several files, listed in a manifest.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub manifest: bool,
     /// Whether its user named the nodes, so that flapping ones are readmitted.
     #[serde(default)]
     pub named: bool,
@@ -82,6 +86,12 @@ pub struct InstanceSpec {
     /// Prefill nodes; none of `nodes` or of the successors.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub prompts: Vec<NodeId>,
+    /// Kernel class of its nodes; empty for `cpu`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub class: String,
+    /// Kernel classes of nodes that compute with another one.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub classes: BTreeMap<NodeId, String>,
 }
 
 /// Options that a request to load states and the instance's record keeps unchanged. Both flatten
@@ -182,10 +192,13 @@ impl std::str::FromStr for WeightDistribution {
 pub struct DraftOf {
     /// The model's name, as its user gave it.
     pub model: String,
-    /// SHA-256 of its file, in hexadecimal digits.
+    /// SHA-256 of its file, or of its manifest, in hexadecimal digits.
     pub sha256: String,
-    /// Bytes of its file.
+    /// Bytes of its files.
     pub bytes: u64,
+    /// Whether it has several files, listed in a manifest.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub manifest: bool,
 }
 
 /// Most adapters of an instance: each takes some 150 bytes of a record, which may have 16 KiB.
@@ -196,15 +209,41 @@ pub const ADAPTERS_MAX: usize = 32;
 pub struct AdapterFile {
     /// The name by which requests select it, after the model's.
     pub name: String,
-    /// Whether it has several files, listed in a manifest.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub manifest: bool,
-    /// SHA-256 of its file, or of its manifest, in hexadecimal digits.
+    /// SHA-256 of its file, in hexadecimal digits.
     pub sha256: String,
     pub bytes: u64,
 }
 
 impl InstanceSpec {
+    /// Name of the kernel class of a node's ranks, also of a node that joins later.
+    pub fn class_of(&self, node: NodeId) -> &str {
+        let class = self.classes.get(&node).unwrap_or(&self.class);
+        match class.is_empty() {
+            true => KernelClass::default().name(),
+            false => class,
+        }
+    }
+
+    /// Whether a node has the engine for its class, as its facts list it. The CPU's needs nothing.
+    pub fn fits_engine(&self, node: NodeId, facts: &NodeFacts) -> bool {
+        let class: Result<KernelClass, _> = self.class_of(node).parse();
+        class.is_ok_and(|class| !class.is_mlx() || facts.has_engine("mlx"))
+    }
+
+    /// Whether our own kernels compute all of it.
+    pub fn is_on_cpu(&self) -> bool {
+        let mut classes = self.nodes.iter().map(|id| self.class_of(*id).parse());
+        classes.all(|class: Result<KernelClass, _>| class.is_ok_and(|class| !class.is_mlx()))
+    }
+
+    /// The classes of its nodes in rank order, as `cpu` or `mlx+cpu`. Equal texts state equal
+    /// numbers only where every class is exact.
+    pub fn class_names(&self) -> String {
+        let mut names: Vec<&str> = self.nodes.iter().map(|id| self.class_of(*id)).collect();
+        names.dedup();
+        names.join("+")
+    }
+
     /// The name of an adapter of this model.
     pub fn adapted(&self, adapter: &str) -> String {
         format!("{}:{adapter}", self.model)
@@ -224,6 +263,7 @@ impl InstanceSpec {
             model: self.adapted(&adapter.name),
             sha256: adapter.sha256.clone(),
             bytes: adapter.bytes,
+            manifest: false,
             draft: None,
             adapters: Vec::new(),
             options: self.whole(),
@@ -246,11 +286,13 @@ impl InstanceSpec {
             model,
             sha256,
             bytes,
+            manifest,
         } = self.draft.clone()?;
         Some(Self {
             model,
             sha256,
             bytes,
+            manifest,
             draft: None,
             adapters: Vec::new(),
             options: self.whole(),
@@ -263,7 +305,6 @@ impl InstanceSpec {
 /// State of an instance, reported by its owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-            manifest: false,
 pub enum State {
     /// Nodes copy the model.
     Fetching,
@@ -286,13 +327,11 @@ pub struct Report {
     /// Steps done and their total, while fetching or loading.
     pub progress: Option<(u64, u64)>,
     /// Why it failed, or which nodes are excluded.
-            manifest,
     pub reason: Option<String>,
 }
 
 /// A task of a node about an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
-            manifest,
 pub enum Duty {
     /// Own it: keep it running by its record.
     Own {
@@ -551,6 +590,7 @@ mod tests {
             model: "small".into(),
             sha256: "00".into(),
             bytes: 7,
+            manifest: false,
         };
         let guessed = InstanceSpec {
             draft: Some(draft),
@@ -590,7 +630,6 @@ mod tests {
         let parts = |text: &str, bytes| {
             text.parse::<WeightDistribution>()
                 .map(|it| it.in_parts(bytes))
-            manifest: false,
         };
         assert_eq!(parts("auto", SMALL_BYTES), Ok(false));
         assert_eq!(parts("auto", SMALL_BYTES + 1), Ok(true));

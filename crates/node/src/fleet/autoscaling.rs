@@ -164,7 +164,8 @@ impl Inner {
             |it: &InstanceSpec, id: &NodeId| it.nodes.contains(id) || it.prompts.contains(id);
         let is_idle = |id: &NodeId| all.iter().all(|(.., it)| !uses(it, id));
         let rooms = self.rooms();
-        let (order, _) = self.ranked();
+        let (mut order, _) = self.ranked();
+        self.retain_engines(wanted, &mut order);
         let room = |id: NodeId| (id, rooms.get(&id).copied().unwrap_or(0));
         let idle: Vec<(NodeId, u64)> = order.into_iter().filter(is_idle).map(room).collect();
         let each = wanted.nodes.len();

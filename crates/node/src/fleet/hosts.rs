@@ -65,6 +65,10 @@ impl InstanceNodes {
         let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());
         let lives = |id: &&NodeId| **id == self.agent.id() || self.agent.life(**id) != Life::Dead;
         let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
+        let class = self
+            .wanted
+            .class_of(self.nodes[rank.0 as usize % self.nodes.len()]);
+        all.retain(|id| self.wanted.class_of(*id) == class);
         // A flapping or draining node is better than none.
         let (now, leavers) = (Instant::now(), leavers(&self.agent.nodes()));
         let is_silent = |id: NodeId| id != self.agent.id() && !self.lives(id);
@@ -222,7 +226,12 @@ impl InstanceNodes {
         let (at, now) = (self.flaps.node_of(rank), Instant::now());
         let (map, views) = (self.agent.map(), self.agent.nodes());
         let mut all = self.candidates(rank);
-        all.extend(idle(&views, &busy(&map)));
+        let mut idle = idle(&views, &busy(&map));
+        idle.retain(|id| {
+            let view = views.iter().find(|view| view.id == *id);
+            view.is_some_and(|view| self.wanted.fits_engine(*id, &view.facts))
+        });
+        all.extend(idle);
         let has_room = |id: NodeId| {
             let view = views.iter().find(|view| view.id == id);
             view.is_none_or(|view| self.has_room(view, &map))
@@ -400,7 +409,7 @@ mod tests {
 
     #[test]
     fn idle_nodes_live_compute_alike_and_hold_nothing() {
-        let view = |number: u8, state: Life, class: &str| {
+        let view = |number: u8, state: Life, numerics: u32| {
             let mut view = NodeView {
                 id: NodeId([number; 16]),
                 state,
@@ -410,28 +419,28 @@ mod tests {
                 slow_ms: None,
                 facts: paceline_cluster::nodes::agent::NodeFacts::default(),
             };
-            view.facts.kernel_class = class.to_owned();
+            view.facts.numerics = numerics;
             view
         };
         let views = [
-            view(1, Life::Alive, "cpu"),
-            view(2, Life::Alive, "cpu"),
-            view(3, Life::Suspect, "cpu"),
-            view(4, Life::Alive, "mlx"),
-            view(5, Life::Alive, "cpu"),
+            view(1, Life::Alive, 1),
+            view(2, Life::Alive, 1),
+            view(3, Life::Suspect, 1),
+            view(4, Life::Alive, 2),
+            view(5, Life::Alive, 1),
             NodeView {
                 facts: paceline_cluster::nodes::agent::NodeFacts {
                     protocol: 1,
-                    ..view(7, Life::Alive, "cpu").facts
+                    ..view(7, Life::Alive, 1).facts
                 },
-                ..view(7, Life::Alive, "cpu")
+                ..view(7, Life::Alive, 1)
             },
             NodeView {
                 facts: paceline_cluster::nodes::agent::NodeFacts {
                     leaving: true,
-                    ..view(6, Life::Alive, "cpu").facts
+                    ..view(6, Life::Alive, 1).facts
                 },
-                ..view(6, Life::Alive, "cpu")
+                ..view(6, Life::Alive, 1)
             },
         ];
         let busy = [1, 2].map(|number| NodeId([number; 16]));

@@ -16,15 +16,14 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use paceline_base::{KernelClass, lock};
+use paceline_base::lock;
 use paceline_cluster::nodes::InstanceId;
-use paceline_cluster::nodes::agent::Kind;
 use paceline_engine::{
     GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Inner, report};
+use super::{Inner, Numbers, report};
 use crate::Instance;
 use crate::workers::connection::{
     ConnectionError, MessageConnection, pair, receive_message, send_message,
@@ -268,8 +267,8 @@ struct IngressState {
     answers: bool,
     /// Running requests of other nodes, by the owner's last status.
     others: usize,
-    /// Kind of the owner's node.
-    kind: Option<Kind>,
+    /// What defines the instance's numbers.
+    numbers: Option<Numbers>,
     /// Set once no further request is accepted.
     is_over: bool,
     /// Name of the split, as last sent by an owner.
@@ -283,15 +282,6 @@ impl IngressState {
         if let Some(line) = &self.line {
             let _: Result<(), _> = send_message(&**line, message);
         }
-    }
-
-    /// Whether answers of the owner's kernel class can continue on another instance.
-    fn can_resume(&self) -> bool {
-        let class = self
-            .kind
-            .as_ref()
-            .map(|kind| kind.class.parse::<KernelClass>());
-        class.is_none_or(|class| class.is_ok_and(KernelClass::is_exact))
     }
 
     /// Decides about a request that the owner returned.
@@ -341,10 +331,9 @@ impl IngressRequest {
         }
     }
 
-    /// Whether it was returned long enough ago that its owner is not shutting down. An answer that
-    /// has begun and cannot continue elsewhere does not wait for another owner.
-    fn is_settled(&self, answers: bool, goes_on: bool) -> bool {
-        let limit = match answers || (self.has_begun() && !goes_on) {
+    /// Whether it was returned long enough ago that its owner is not shutting down.
+    fn is_settled(&self, answers: bool) -> bool {
+        let limit = match answers {
             true => SETTLED_AFTER,
             false => OWNERLESS_LIMIT,
         };
@@ -413,9 +402,9 @@ impl Ingress {
         state.requests.len() + state.others
     }
 
-    /// Kind of the last known owner's node.
-    pub(super) fn kind(&self) -> Option<Kind> {
-        lock(&self.state).kind.clone()
+    /// What defines the numbers of the instance, as of the last known owner.
+    pub(super) fn numbers(&self) -> Option<Numbers> {
+        lock(&self.state).numbers.clone()
     }
 
     /// Accepts a request of a client or of another ingress. Returns it at [`OPEN_MAX`] open
@@ -509,12 +498,12 @@ impl Ingress {
             return None;
         };
         let (split, stand) = introduction(&*line).ok()?;
-        let kind = inner.kind_of_owner(self.id);
+        let numbers = inner.numbers_of(self.id);
         let mut state = lock(&self.state);
         if split.is_some() {
             state.split = split;
         }
-        (state.answers, state.others, state.kind) = (true, 0, kind);
+        (state.answers, state.others, state.numbers) = (true, 0, numbers);
         for (ticket, asked) in &mut state.requests {
             (asked.given_back, asked.again) = (None, 0);
             send_message(&*line, &asked.submit(*ticket)).ok()?;
@@ -564,9 +553,9 @@ impl Ingress {
     /// Resubmits or fails the requests that the owner has returned.
     fn settle(&self) {
         let mut state = lock(&self.state);
-        let (answers, goes_on) = (state.answers, state.can_resume());
+        let answers = state.answers;
         let settled = state.requests.iter();
-        let settled = settled.filter(|(_, asked)| asked.is_settled(answers, goes_on));
+        let settled = settled.filter(|(_, asked)| asked.is_settled(answers));
         let tickets: Vec<Ticket> = settled.map(|(ticket, _)| *ticket).collect();
         let mut over = Vec::new();
         for ticket in tickets {
@@ -729,11 +718,13 @@ pub(super) mod testing {
             state: Mutex::new(IngressState {
                 line: Some(Arc::new(line)),
                 answers: true,
-                kind: Some(Kind {
-                    protocol: 1,
-                    numerics: 1,
-                    class: class.to_owned(),
-                }),
+                numbers: Some((
+                    paceline_cluster::nodes::agent::Kind {
+                        protocol: 1,
+                        numerics: 1,
+                    },
+                    class.to_owned(),
+                )),
                 ..IngressState::default()
             }),
             over: AtomicBool::new(false),
@@ -775,15 +766,13 @@ pub(super) mod testing {
     }
 
     /// A remote instance with one request, whose failure is recorded.
-    fn asked(
-        class: &str,
-    ) -> (
+    fn asked() -> (
         IngressService,
         FakeOwner,
         Ticket,
         Arc<Mutex<Option<RequestFailure>>>,
     ) {
-        let (remote, owner) = connected(1, class);
+        let (remote, owner) = connected(1, "cpu");
         let failed: Arc<Mutex<Option<RequestFailure>>> = Arc::default();
         let told = Arc::clone(&failed);
         let sink: Sink = Box::new(move |reply| {
@@ -800,7 +789,7 @@ pub(super) mod testing {
     /// failure.
     #[test]
     fn what_a_living_owner_loses_is_told() {
-        let (remote, owner, ticket, failed) = asked("cpu");
+        let (remote, owner, ticket, failed) = asked();
         remote.entry.deliver(ticket, Reply::Failed(lost()));
         remote.entry.settle();
         assert_eq!(*lock(&failed), None, "the owner may be about to go");
@@ -815,31 +804,9 @@ pub(super) mod testing {
         assert_eq!(remote.entry.load(), 0);
     }
 
-    /// With an inexact class an answer that has begun cannot continue with another owner.
-    #[test]
-    fn an_answer_that_cannot_go_on_ends_while_its_owner_starts_again() {
-        for (class, begun, is_over) in [
-            ("mlx", true, true),
-            ("mlx", false, false),
-            ("cpu", true, false),
-        ] {
-            let (remote, _owner, ticket, failed) = asked(class);
-            if begun {
-                generate(&remote.entry, ticket, 7);
-            }
-            remote.entry.deliver(ticket, Reply::Failed(lost()));
-            say_stand(&remote.entry, State::Loading, 0);
-            remote.entry.settle();
-            assert_eq!(*lock(&failed), None, "its owner may hand it on");
-            let_time_go_by(&remote.entry);
-            remote.entry.settle();
-            assert_eq!(lock(&failed).is_some(), is_over, "{class}, begun: {begun}");
-        }
-    }
-
     #[test]
     fn what_a_living_owner_refuses_is_asked_again_some_times() {
-        let (remote, owner, ticket, failed) = asked("cpu");
+        let (remote, owner, ticket, failed) = asked();
         for _ in 0..AGAIN_MAX {
             remote.entry.deliver(ticket, Reply::Failed(refused()));
             let_time_go_by(&remote.entry);

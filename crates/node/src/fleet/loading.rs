@@ -18,7 +18,7 @@ use paceline_model::{Config, ModelSource, SplitKind};
 
 use super::copies::ModelIdentity;
 use super::preview::Proposal;
-use super::{Inner, LoadRequest, REPLICAS_MAX, name_of, new_id, preview, replica_names};
+use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview, replica_names};
 use crate::{adapters, texts};
 
 /// How long a load waits for the facts of newly connected nodes. They follow within milliseconds;
@@ -95,7 +95,9 @@ impl Inner {
         let others = others.iter().map(|(id, _, wanted)| (*id, wanted));
         let numbers = replica_names::next(&ask.model, others, groups.len());
         let mut one = self.record(ask, path)?;
-        one.split = self.split(ask, path, &groups[0]);
+        one.nodes.clone_from(&groups[0]);
+        self.set_classes(ask, &mut one)?;
+        one.split = self.split(ask, path, &one);
         let own = self.agent.id();
         let all = groups.iter().flatten().chain(&one.prompts);
         if all.into_iter().any(|id| *id != own) {
@@ -106,14 +108,18 @@ impl Inner {
         let used = groups.iter().flatten().copied().collect();
         let reserves = self.reserves(&one, &used);
         let records = groups.into_iter().zip(numbers);
-        let records = records.map(|(nodes, replica)| InstanceSpec {
-            successors: nodes[1..].iter().chain(&reserves).copied().collect(),
-            width: u16::try_from(nodes.len()).ok(),
-            nodes,
-            replica,
-            ..one.clone()
-        });
-        Ok(records.collect())
+        let record = |(nodes, replica): (Vec<NodeId>, u16)| {
+            let mut record = InstanceSpec {
+                successors: nodes[1..].iter().chain(&reserves).copied().collect(),
+                width: u16::try_from(nodes.len()).ok(),
+                nodes,
+                replica,
+                ..one.clone()
+            };
+            self.set_classes(ask, &mut record)?;
+            Ok(record)
+        };
+        records.map(record).collect()
     }
 
     /// Waits until the facts of all live nodes are here; without them they seem to have other
@@ -126,13 +132,17 @@ impl Inner {
         }
     }
 
-    /// The split of a model over `nodes`. An automatic split is the first of a preview; it stays
-    /// automatic without a prediction.
-    fn split(&self, ask: &LoadRequest, path: &Path, nodes: &[NodeId]) -> String {
-        if ask.split != SplitKind::Auto || nodes.len() < 2 {
+    /// The split of a model over a record's nodes. An automatic split is the first of a preview; it
+    /// stays automatic without a prediction. On MLX it is a pipeline: a tensor split waits for the
+    /// device twice a layer, and its stages cannot differ in class.
+    fn split(&self, ask: &LoadRequest, path: &Path, record: &InstanceSpec) -> String {
+        if ask.split != SplitKind::Auto || record.nodes.len() < 2 {
             return ask.split.to_string();
         }
-        match self.planned(ask, path, nodes) {
+        if !record.is_on_cpu() {
+            return SplitKind::Pipeline.to_string();
+        }
+        match self.planned(ask, path, &record.nodes) {
             Ok(best) => {
                 let (model, split, tok_s) = (&ask.model, &best.split, best.decode_tok_s);
                 (self.spec.tell)(&format!(
@@ -346,7 +356,7 @@ impl Inner {
     /// Chooses the nodes of one instance, this one first if it is among them.
     pub(super) fn choose(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, String> {
         let mut nodes: Vec<NodeId> = match ask.nodes.is_empty() {
-            true => self.best(ask.count.unwrap_or(1), &self.readers(ask)?)?,
+            true => self.best(ask, &self.readers(ask)?)?,
             false => self.named(ask)?,
         };
         if nodes.is_empty() || nodes.len() > NODES_MAX {
@@ -362,9 +372,14 @@ impl Inner {
     }
 
     /// `count` live nodes in order of their routes, without prefill nodes.
-    fn best(&self, count: usize, readers: &[NodeId]) -> Result<Vec<NodeId>, String> {
+    fn best(&self, ask: &LoadRequest, readers: &[NodeId]) -> Result<Vec<NodeId>, String> {
+        let (count, views) = (ask.count.unwrap_or(1), self.agent.nodes());
         let (mut order, notes) = self.ranked();
-        order.retain(|id| !readers.contains(id));
+        let lacks = |id: &NodeId| {
+            let view = views.iter().find(|view| view.id == *id);
+            view.is_some_and(|view| !engines::may_compute(ask, &view.facts))
+        };
+        order.retain(|id| !readers.contains(id) && !lacks(id));
         if order.len() < count {
             let live = order.len();
             let notes: String = notes.iter().map(|note| format!("; {note}")).collect();

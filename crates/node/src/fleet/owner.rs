@@ -227,8 +227,11 @@ impl OwnedInstance {
         draft: Option<&Path>,
     ) -> Result<PreparedModel, String> {
         let source = ModelSource::open(path).map_err(|error| error.to_string())?;
+        let nodes = self.wanted.nodes.iter();
+        let classes: Result<Vec<KernelClass>, _> =
+            nodes.map(|id| self.wanted.class_of(*id).parse()).collect();
         let options = Options {
-            classes: Classes::same(KernelClass::Cpu, self.wanted.nodes.len() as u32),
+            classes: Classes::of(classes.map_err(|error| error.to_string())?),
             threads: usize::from(self.wanted.threads.max(1)),
             kv: None,
             nodes: self.wanted.nodes.len() as u32,
@@ -375,7 +378,11 @@ impl OwnedInstance {
                 }
                 Notice::Changed(change) => (inner.spec.tell)(&change.line()),
                 Notice::Prompts(news) => (inner.spec.tell)(&news.line()),
-                Notice::Loading { .. } | Notice::Ready { .. } | Notice::Continued { .. } => {}
+                Notice::Continued { answers } => {
+                    let (model, line) = (&own.wanted.model, Notice::continued(*answers));
+                    (inner.spec.tell)(&format!("{model}: {line}"));
+                }
+                Notice::Loading { .. } | Notice::Ready { .. } => {}
             }
         })
     }

@@ -195,9 +195,9 @@ impl Routes {
         others: &[(InstanceId, ReplicaHandle)],
         (ticket, asked): (Ticket, IngressRequest),
     ) -> Result<(), IngressRequest> {
-        let kind = from.kind();
+        let numbers = from.numbers();
         let fits = |(_, member): &&(InstanceId, ReplicaHandle)| {
-            !asked.has_begun() || (kind.is_some() && member.entry().kind() == kind)
+            !asked.has_begun() || (numbers.is_some() && member.entry().numbers() == numbers)
         };
         let fitting: Vec<_> = others.iter().filter(fits).cloned().collect();
         let hashes = blocks(asked.prompt());

@@ -53,8 +53,18 @@ impl Inner {
         let (mut all, _) = self.ranked();
         let may = |id: &NodeId| !wanted.named || wanted.successors.contains(id);
         all.retain(|id| !nodes.contains(id) && !wanted.prompts.contains(id) && may(id));
+        self.retain_engines(wanted, &mut all);
         all.sort_by_key(|id| used.contains(id)); // stable: keeps the order of routes
         all
+    }
+
+    /// Keeps the nodes that have the engine for an instance.
+    pub(super) fn retain_engines(&self, wanted: &InstanceSpec, nodes: &mut Vec<NodeId>) {
+        let views = self.agent.nodes();
+        nodes.retain(|id| {
+            let view = views.iter().find(|view| view.id == *id);
+            view.is_some_and(|view| wanted.fits_engine(*id, &view.facts))
+        });
     }
 
     /// The spec after a loss: over its live nodes, plus further ones if those have too little

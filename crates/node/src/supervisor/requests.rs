@@ -128,13 +128,23 @@ impl Supervisor {
         request: Box<GenerationRequest>,
         tokens: Vec<u32>,
     ) {
-        if let Err(failure) = self.check() {
+        let is_near = self.policy.near && !tokens.is_empty();
+        let refused = match self.check() {
+            Ok(()) if is_near && !self.policy.resume => Some(RequestFailure::Lost {
+                reason: "it began elsewhere, and --strict allows no other bits".to_owned(),
+            }),
+            checked => checked.err(),
+        };
+        if let Some(failure) = refused {
             let reply = Reply::Failed(failure);
             return self.out.push_back(Action::Deliver(ticket, reply));
         }
         self.steer(now, split_selection::Event::Opened);
         let in_work = matches!(self.phase, Phase::Ready);
         if in_work {
+            if is_near {
+                self.tell_continued(&[ticket]);
+            }
             self.out.push_back(Action::Submit {
                 rank: self.candidates[self.way].leader,
                 ticket,
@@ -227,14 +237,13 @@ impl Supervisor {
     /// Submits all open requests to the leader.
     pub(super) fn hand_over(&mut self) {
         let rank = self.candidates[self.way].leader;
-        let mut answers = 0;
+        let is_near = self.policy.near;
+        let begun = self.requests.0.iter();
+        let begun = begun.filter(|(_, open)| is_near && !open.tokens.is_empty());
+        let begun: Vec<Ticket> = begun.map(|(ticket, _)| *ticket).collect();
+        self.tell_continued(&begun);
         for (ticket, open) in &mut self.requests.0 {
             open.in_work = true;
-            if self.policy.near && !open.tokens.is_empty() {
-                answers += 1;
-                let reply = Reply::Continued;
-                self.out.push_back(Action::Deliver(*ticket, reply));
-            }
             self.out.push_back(Action::Submit {
                 rank,
                 ticket: *ticket,
@@ -242,6 +251,15 @@ impl Supervisor {
                 tokens: open.tokens.clone(),
             });
         }
+    }
+
+    /// Tells that these answers continue with other bits.
+    fn tell_continued(&mut self, tickets: &[Ticket]) {
+        let told = tickets
+            .iter()
+            .map(|it| Action::Deliver(*it, Reply::Continued));
+        self.out.extend(told);
+        let answers = tickets.len();
         if answers > 0 {
             self.continued += answers as u64;
             self.out

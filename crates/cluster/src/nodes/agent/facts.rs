@@ -30,7 +30,7 @@ pub struct NodeFacts {
     pub memory_bytes: u64,
     /// Cores that the node may use.
     pub cores: u32,
-    /// Default kernel class of the node.
+    /// Default kernel class of the node's own models.
     pub kernel_class: String,
     /// Instruction sets that the kernels use.
     pub instructions: String,
@@ -50,36 +50,63 @@ pub struct NodeFacts {
     /// Whether the node is draining, so that it gets no work; set by
     /// [`Agent::set_leaving`](super::Agent::set_leaving).
     pub leaving: bool,
+    /// Devices of its engines, set by [`Agent::set_devices`](super::Agent::set_devices); empty
+    /// until the node has listed them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<EngineDevice>,
 }
 
-/// Compatibility of nodes: equal for all nodes of an instance, which use one protocol and compute
-/// the same bits.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A device on which an engine of a node computes, as `paceline engines` lists it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct EngineDevice {
+    /// Name of the engine: `cpu` or `mlx`.
+    pub engine: String,
+    /// `cpu` or `gpu`.
+    pub kind: String,
+    /// An instruction set, `metal`, `cuda` or `cpu`.
+    pub backend: String,
+    /// Product name.
+    pub name: Option<String>,
+    /// Memory that the device lends to models, in bytes.
+    pub memory_bytes: Option<u64>,
+}
+
+/// Compatibility of nodes: equal for all nodes of an instance. An engine's kernel class is a
+/// property of the instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {
     /// As [`NodeFacts::protocol`].
     pub protocol: u32,
     /// As [`NodeFacts::numerics`].
     pub numerics: u32,
-    /// As [`NodeFacts::kernel_class`].
-    pub class: String,
 }
 
 impl NodeFacts {
     /// Nodes of one kind share instances.
-    pub fn kind(&self) -> Kind {
+    pub const fn kind(&self) -> Kind {
         Kind {
             protocol: self.protocol,
             numerics: self.numerics,
-            class: self.kernel_class.clone(),
         }
+    }
+
+    /// Whether the node has listed a device of this engine.
+    pub fn has_engine(&self, engine: &str) -> bool {
+        self.devices.iter().any(|device| device.engine == engine)
+    }
+
+    /// Whether the node has listed a GPU of this engine.
+    pub fn has_gpu(&self, engine: &str) -> bool {
+        let mut devices = self.devices.iter();
+        devices.any(|device| device.engine == engine && device.kind == "gpu")
     }
 }
 
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (class, numerics) = (&self.class, self.numerics);
-        write!(f, "class {class}, revision {numerics} of the numbers, ")?;
-        write!(f, "protocol {}", self.protocol)
+        let Self { protocol, numerics } = self;
+        write!(f, "revision {numerics} of the numbers, protocol {protocol}")
     }
 }
 

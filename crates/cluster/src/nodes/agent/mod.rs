@@ -59,7 +59,7 @@ use super::session::{self, Hello, Purpose};
 use super::{Identity, NodeId, Now, RegisterKey, Registers, Signature};
 pub use channel::{Handler, ServiceChannel};
 pub use diagnostics::{Finding, Test};
-pub use facts::{Kind, NetworkPath, NodeFacts, NodePaths, NodeView, PROTOCOL};
+pub use facts::{EngineDevice, Kind, NetworkPath, NodeFacts, NodePaths, NodeView, PROTOCOL};
 use files::NodeFolder;
 pub use keys::KeyFile;
 pub use membership::{Joined, join_at_rest, join_by_code_at_rest, token_at_rest};
@@ -439,6 +439,12 @@ impl Agent {
     /// nodes have it. Reset when the node joins another cluster.
     pub fn set_leaving(&self, leaving: bool) {
         lock(&self.inner.state).leaving = leaving;
+        self.inner.write_facts();
+    }
+
+    /// Publishes the devices of this node's engines. Returns before the other nodes have them.
+    pub fn set_devices(&self, devices: Vec<EngineDevice>) {
+        lock(&self.inner.state).devices = devices;
         self.inner.write_facts();
     }
 

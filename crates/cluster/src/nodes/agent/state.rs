@@ -15,7 +15,7 @@ use super::super::session::NodeSession;
 use super::super::{ClusterKey, Membership, NodeId, Now, RegisterKey, Registers};
 use super::addresses::AddressBook;
 use super::channel::ServiceChannel;
-use super::facts::{self, NodeView};
+use super::facts::{self, EngineDevice, NodeView};
 use super::links::PeerLink;
 use super::rekey::{Drawn, OutdatedNodes};
 use super::{Error, Inner, NodeFacts, random};
@@ -59,6 +59,7 @@ pub(super) struct State {
     pub(super) api: Vec<SocketAddr>,
     /// Whether this node is draining.
     pub(super) leaving: bool,
+    pub(super) devices: Vec<EngineDevice>,
     /// Counts changes for watchers.
     pub(super) version: u64,
     /// Whether the map differs from the saved one.
@@ -87,6 +88,7 @@ impl State {
             invitation: None,
             api: Vec::new(),
             leaving: false,
+            devices: Vec::new(),
             version: 0,
             is_dirty: false,
             stopped: false,
@@ -351,6 +353,7 @@ impl Inner {
             addresses: super::super::discovery::addresses(),
             api: state.api.clone(),
             leaving: state.leaving,
+            devices: state.devices.clone(),
             data: self.data_addresses(),
             ..self.config.facts.clone()
         };

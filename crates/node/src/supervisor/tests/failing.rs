@@ -303,3 +303,34 @@ fn answers_that_continue_with_near_numbers_are_marked() {
         assert_eq!(failing.supervisor.continued(), times);
     }
 }
+
+/// An answer that began with another owner is marked, and refused where only equal bits are
+/// wanted.
+#[test]
+fn answers_that_began_elsewhere_are_marked_or_refused() {
+    for (near, resume, tokens, is_marked, is_refused) in [
+        (true, true, vec![7], true, false),
+        (true, false, vec![7], false, true),
+        (true, false, vec![], false, false),
+        (false, false, vec![7], false, false),
+    ] {
+        let mut failing = Failing::new(resume);
+        failing.supervisor.policy.near = near;
+        failing.become_ready();
+        let (ticket, request) = (Ticket(1), Box::new(request(Ticket(4))));
+        let actions = failing.step(Event::Submit {
+            ticket,
+            request,
+            tokens,
+        });
+        let marked = Action::Deliver(ticket, Reply::Continued);
+        assert_eq!(actions.contains(&marked), is_marked, "{actions:?}");
+        let refused = actions.iter().any(|action| {
+            matches!(
+                action,
+                Action::Deliver(_, Reply::Failed(RequestFailure::Lost { .. }))
+            )
+        });
+        assert_eq!(refused, is_refused, "{actions:?}");
+    }
+}
