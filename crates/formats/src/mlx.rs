@@ -286,7 +286,7 @@ impl Quantised {
             None => None,
         };
         let (scales, scaling) = match self.scaling {
-            Some(scaling) => (self.scales.clone(), Some(scaling.from_row(rows.start))),
+            Some(scaling) => (self.scales.clone(), Some(scaling.skip_rows(rows.start))),
             None => (of(&self.scales)?, None),
         };
         Some(Self {

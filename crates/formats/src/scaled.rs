@@ -89,8 +89,8 @@ impl ScaleType {
 }
 
 impl Scaling {
-    /// That of the rows from `first` on.
-    pub(crate) const fn from_row(mut self, first: usize) -> Self {
+    /// The scaling of the rows from `first` on.
+    pub(crate) const fn skip_rows(mut self, first: usize) -> Self {
         self.first_row += first;
         self
     }

@@ -131,6 +131,7 @@ fn tiles_of_128_are_the_default() {
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn scales_and_shapes_that_do_not_fit_are_refused() {
     let fit = "expected a scale for each tile, row or group of 32, 64, .. columns";
     for (specs, columns, want) in [

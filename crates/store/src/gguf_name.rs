@@ -22,7 +22,7 @@ const BREAKS: [char; 2] = ['-', '.'];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GgufRole {
     Model,
-    /// A small model or prediction head beside the model that it drafts for.
+    /// A small model or prediction head that drafts for a model.
     Draft,
     /// A vision projector or an importance matrix.
     Auxiliary,
@@ -127,7 +127,7 @@ pub(crate) fn stem(file: &str) -> &str {
 enum Fit {
     /// Path or file name. Only these select auxiliary files. Paths are case-sensitive.
     Name,
-    /// The whole stem, folder, or tag: `Compact` beside `I-Compact`.
+    /// The whole stem, folder, or tag: `Compact` and not `I-Compact`.
     Whole,
     /// The end of the stem, after `-`, `_` or `.`. `Q4_K` does not match `Q4_K_M`.
     End,

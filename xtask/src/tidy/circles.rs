@@ -253,10 +253,11 @@ impl Modules {
             let file = module.file.clone();
             return Some(PathTarget::Module { file });
         };
-        let seen = module.defined.contains(name);
-        if !seen && let Some(bound) = module.bound.get(name) {
+        // A module cannot import and define one name: what is defined is an associated type then.
+        if let Some(bound) = module.bound.get(name) {
             return self.follow(place, bound, rest, trail);
         }
+        let seen = module.defined.contains(name);
         let step = (place.to_vec(), name.clone());
         if !seen && !trail.contains(&step) {
             let trail: Trail = trail.iter().cloned().chain([step]).collect();

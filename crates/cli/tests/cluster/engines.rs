@@ -95,7 +95,7 @@ fn instances_compute_on_the_engines_of_their_machines() {
     continues_on_the_machines_left(&mut hosts);
 }
 
-/// The answer of a pipeline of three machines goes on after one of them died, and says so.
+/// The answer of a pipeline of three machines continues after the death of one, and says so.
 fn continues_on_the_machines_left(hosts: &mut [TestMachine]) {
     let options = ["--nodes", "3", "--engine", "mlx", "--class", "mlx-f32"];
     load(&hosts[0], &hosts[1], &options);

@@ -428,6 +428,6 @@ mod tests {
             assert_ne!(other, text);
             assert!(Manifest::parse(other.as_bytes()).is_err(), "{other}");
         }
-        assert!(Manifest::parse(text[..text.len() - 1].as_bytes()).is_err());
+        assert!(Manifest::parse(&text.as_bytes()[..text.len() - 1]).is_err());
     }
 }

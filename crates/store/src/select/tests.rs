@@ -103,6 +103,7 @@ const BARTOWSKI: &[&str] = &[
 ];
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn selectors_mean_what_people_mean() {
     for (files, selector, expected) in [
         (UNSLOTH, "BF16", &UNSLOTH[0..2]),
@@ -198,7 +199,7 @@ fn other_selectors_are_answered_with_the_choices() {
     for (files, selector, expected) in [
         (GGML_ORG, "", &["Q4_K_M", "Q8_0", "f16"][..]),
         (GGML_ORG, "Q4_K", &["Q4_K_M", "Q8_0", "f16"]),
-        (&GEMMA_QAT[..], "F16", &["q4_0"]),
+        (GEMMA_QAT, "F16", &["q4_0"]),
         (
             APEX,
             "Balance",
