@@ -4,6 +4,7 @@
 use std::sync::mpsc::Receiver;
 
 use anyhow::{Context, anyhow, bail};
+use paceline_base::KernelClass;
 pub(crate) use paceline_board::lease::NodeInstance;
 use paceline_board::lease::{InstanceLease, LeaseReport, alive};
 use paceline_cluster::nodes::placement::InstanceOptions;
@@ -25,6 +26,8 @@ pub(crate) struct InstanceRequest<'a> {
     pub(crate) nodes: u32,
     pub(crate) split: SplitKind,
     pub(crate) context: Option<u32>,
+    /// Kernel class of a leased instance, if not the default of its nodes.
+    pub(crate) class: Option<KernelClass>,
     /// Whether to skip the node.
     pub(crate) never: bool,
     /// An option that only this process supports.
@@ -106,6 +109,7 @@ fn borrowed(wish: &InstanceRequest<'_>, signals: &Signals) -> anyhow::Result<Opt
         model: wish.model.to_owned(),
         count: Some(wanted as usize),
         split: wish.split,
+        class: wish.class.map(|class| class.name().to_owned()),
         options: InstanceOptions {
             context: wish.context,
             parallel: 1, // the command waits for each answer

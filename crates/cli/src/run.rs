@@ -189,6 +189,7 @@ impl Args {
             nodes: self.split.nodes,
             split: self.split.split,
             context: self.context,
+            class: None,
             never: self.local,
             only_here: self.only_here(),
         }
