@@ -11,7 +11,6 @@ use std::process::Child;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
-use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::pairing::Code;
@@ -29,7 +28,6 @@ use paceline_serve::{
     JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome, ModelRegistry,
 };
 use paceline_store::{Home, PullOptions};
-use paceline_tensor::KvType;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -386,7 +384,9 @@ fn find(home: &Home, name: &str) -> Result<PathBuf, String> {
 
 fn sizes(path: &Path, config: &Config, wanted: &InstanceSpec) -> EngineConfig {
     let parallel = usize::from(wanted.options.parallel.max(1));
-    let memory = (KvMemory::Main(KvType::F16), machine::available());
+    let owner = wanted.nodes.first().map(|owner| wanted.class_of(*owner));
+    let class = owner.and_then(|class| class.parse().ok());
+    let memory = KvMemory::of_machine(class.unwrap_or_default(), None);
     let room = ContextBudget::of((path, config), memory, wanted.options.context, parallel);
     EngineConfig {
         max_running: parallel,

@@ -2,7 +2,6 @@
 //! `--pin`.
 
 use paceline_base::{Bytes, KernelClass};
-use paceline_cluster::machine;
 use paceline_node::classes::{self, Classes, Engines};
 use paceline_node::context_size::KvMemory;
 use paceline_tensor::{KvType, Pinning};
@@ -51,13 +50,7 @@ impl ComputeArgs {
             true if !class.is_mlx() => KernelClass::Mlx,
             _ => class,
         };
-        if !class.is_mlx() {
-            let kv = self.kv.unwrap_or(KvType::of(class));
-            return (KvMemory::Main(kv), machine::available());
-        }
-        // MLX's CPU build computes in main memory.
-        let device = machine::gpu_memory().map(|memory| memory.limit);
-        (KvMemory::Device(class), device.or_else(machine::available))
+        KvMemory::of_machine(class, self.kv)
     }
 
     /// Pinning of a single node's threads.

@@ -52,8 +52,8 @@ pub(crate) struct LoadArgs {
     /// 2x2-experts
     #[arg(long, value_name = "SPLIT", default_value_t)]
     split: SplitKind,
-    /// What computes: cpu, or mlx (Metal, CUDA); one for each machine as in cpu,mlx
-    /// [default: mlx if every machine has a GPU for it, else cpu]
+    /// What computes: cpu or mlx (Metal, CUDA), or one for each machine as cpu,mlx [default: mlx
+    /// where all have a GPU, else cpu]
     #[arg(long, value_name = "ENGINE")]
     engine: Option<Engines>,
     /// Numbers of the engine: cpu, mlx, mlx-f32 or mlx-exact (docs/numerics.md) [default: the

@@ -7,6 +7,7 @@
 use std::path::Path;
 
 use paceline_base::{Bytes, KernelClass};
+use paceline_cluster::machine;
 use paceline_engine::EngineConfig;
 use paceline_model::{BatchSize, Config};
 use paceline_tensor::{KvType, PAGE};
@@ -35,6 +36,18 @@ pub enum KvMemory {
 }
 
 impl KvMemory {
+    /// Where this machine has keys and values of a class, and the bytes of that memory that programs
+    /// can have, if known. `kv` replaces the class's type on the CPU. Asks the system.
+    pub fn of_machine(class: KernelClass, kv: Option<KvType>) -> (Self, Option<Bytes>) {
+        if !class.is_mlx() {
+            let kv = kv.unwrap_or_else(|| KvType::of(class));
+            return (Self::Main(kv), machine::available());
+        }
+        // MLX's CPU build computes in main memory.
+        let device = machine::gpu_memory().map(|memory| memory.limit);
+        (Self::Device(class), device.or_else(machine::available))
+    }
+
     /// Bytes of [`PAGE`] more positions over all layers, in a long context: layers with a window
     /// store only part of them.
     fn page_bytes(self, config: &Config) -> usize {
