@@ -36,8 +36,8 @@ pub enum KvMemory {
 }
 
 impl KvMemory {
-    /// Where this machine has keys and values of a class, and the bytes of that memory that programs
-    /// can have, if known. `kv` replaces the class's type on the CPU. Asks the system.
+    /// Where this machine has keys and values of a class, and the bytes that programs can have of
+    /// that memory, if known. `kv` replaces the class's type on the CPU. Asks the system.
     pub fn of_machine(class: KernelClass, kv: Option<KvType>) -> (Self, Option<Bytes>) {
         if !class.is_mlx() {
             let kv = kv.unwrap_or_else(|| KvType::of(class));

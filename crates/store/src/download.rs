@@ -24,6 +24,10 @@ use crate::{Error, disk};
 /// Progress that resets the count of consecutive failures: [`RetryPolicy`](crate::RetryPolicy)
 /// names it.
 pub(crate) const PROGRESS_BYTES: u64 = 1 << 20;
+
+/// Fresh starts of a download after which it fails: a resumed file may be wrong once by what was on
+/// the disk, and once by a copy that the server changed meanwhile.
+const FRESH_STARTS_MAX: u32 = 3;
 /// Maximum `.partial.json`; it has an address and an ETag.
 const NOTE_BYTES_MAX: u64 = 16 << 10;
 /// Maximum file of unknown size. Only small text files have no size from the hub's list or the
@@ -99,7 +103,7 @@ pub(crate) fn fetch(
         return Ok(record);
     }
     let policy = &ctx.options.retry;
-    let mut failures = 0;
+    let (mut failures, mut fresh_starts) = (0, 0);
     loop {
         let outcome = attempt(client, wanted, ctx);
         ctx.progress.finish();
@@ -112,7 +116,10 @@ pub(crate) fn fetch(
         } else {
             failures + 1
         };
-        let again = failure.start_over || failure.error.is_transient();
+        // Progress resets the count of failures, so a server could ask for fresh starts for ever.
+        fresh_starts += u32::from(failure.start_over);
+        let is_worth_it = failure.start_over && fresh_starts < FRESH_STARTS_MAX;
+        let again = is_worth_it || failure.error.is_transient();
         if !again || failures >= policy.attempts {
             return Err(failure.error);
         }

@@ -243,6 +243,23 @@ fn wrong_bytes_are_refused_and_removed() {
     assert_eq!(list(&setup.home).unwrap(), []);
 }
 
+/// Each transfer makes progress, so that the limit on failures in a row is never reached.
+#[test]
+fn wrong_bytes_in_pieces_are_not_fetched_for_ever() {
+    let (body, catalogue) = body();
+    let mut other = body.to_vec();
+    other[1_000_000] ^= 0x10;
+    let wrong = Arc::new(other);
+    let server = FakeHub::start(move |_, _| ServerReply::CutAfter {
+        body: Arc::clone(&wrong),
+        etag: etag("1"),
+        bytes: 2 << 20,
+    });
+    let (result, _) = StoreSetup::new(server.url()).pull(catalogue, "tiny");
+    assert!(matches!(hub_failure(result), Error::HashMismatch { .. }));
+    assert_eq!(server.requests().len(), 3 * 2, "three starts of two pieces");
+}
+
 #[test]
 fn a_file_announced_with_another_hash_or_size_is_not_even_fetched() {
     let (body, catalogue) = body();
