@@ -12,9 +12,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use paceline_train::{
-    Class, Lora, Means, Method, OptimiserOptions, Report, Rule, RunInfo, RunOptions, Schedule,
-    StepReporter, TrainOn, Trained, TrainingJob, TrainingRun, TrainingWorkers, WorkerOptions,
-    measured_flops, read_metrics, svg, targets,
+    Lora, Means, Method, OptimiserOptions, Report, Rule, RunInfo, RunOptions, Schedule,
+    StepReporter, TrainOn, Trained, TrainingClass, TrainingJob, TrainingRun, TrainingWorkers,
+    WorkerOptions, measured_flops, read_metrics, svg, targets,
 };
 use serde_json::json;
 
@@ -65,8 +65,8 @@ pub(crate) struct Args {
     method: Method,
     /// Arithmetic of the run: cpu (the same bits on every machine), mlx (Apple's MLX, for GPUs:
     /// bf16 where the model is, else f32), mlx-f32
-    #[arg(long, value_name = "CLASS", default_value = "cpu", value_parser = of_name::<Class>)]
-    class: Class,
+    #[arg(long, value_name = "CLASS", default_value = "cpu", value_parser = of_name::<TrainingClass>)]
+    class: TrainingClass,
     /// Inner dimension of adapters
     #[arg(
         long,
@@ -335,7 +335,7 @@ fn train(
     let clock = || start.elapsed().as_secs_f64();
     // Unknown speeds of other machines and GPUs: their shares are not printed.
     let all_here = here == posts.len();
-    let flops = if all_here && args.class == Class::Cpu {
+    let flops = if all_here && args.class == TrainingClass::Cpu {
         measured_flops(&kernels, &clock) * posts.len().max(1) as f64
     } else {
         0.0

@@ -32,7 +32,7 @@ use paceline_model::{Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logi
 use paceline_tensor::PAGE;
 
 use crate::chain::{Pipeline, ProposerStats};
-use crate::ngram::{Bounds, Costs, FIRST_GUESS, LAST_WEIGHT, LEAST_GAIN, updated_acceptance};
+use crate::ngram::{Costs, DraftLimits, FIRST_GUESS, LAST_WEIGHT, LEAST_GAIN, updated_acceptance};
 use crate::pages::{Pages, SequencePages};
 use crate::sampling::{Sampler, SamplingInputs, Scratch};
 use crate::sequence::Sequence;
@@ -259,7 +259,7 @@ impl DraftProposer {
     pub(crate) fn propose(
         &mut self,
         (running, wishes): (&[SequenceId], &[DraftRequest<'_>]),
-        (bounds, costs, pipeline): (Bounds, &Costs, Option<Pipeline<'_>>),
+        (bounds, costs, pipeline): (DraftLimits, &Costs, Option<Pipeline<'_>>),
         least: f64,
     ) -> Result<Option<Vec<Vec<u32>>>, Error> {
         self.settle(running, wishes);

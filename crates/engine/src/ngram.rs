@@ -199,7 +199,7 @@ pub(crate) struct DraftCandidate<'a> {
 
 /// Limits of a step's drafts.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bounds {
+pub(crate) struct DraftLimits {
     /// Rows without drafts: one per decoding sequence.
     pub(crate) decoding: usize,
     /// Maximum draft tokens of one sequence.
@@ -212,10 +212,10 @@ pub(crate) struct Bounds {
 /// is the expected speed-up, [`LEAST_GAIN`] without drafts.
 pub(crate) fn depths(
     candidates: &[DraftCandidate<'_>],
-    bounds: Bounds,
+    bounds: DraftLimits,
     costs: &Costs,
 ) -> (f64, Vec<usize>) {
-    let Bounds {
+    let DraftLimits {
         decoding,
         most,
         rows,
@@ -258,9 +258,9 @@ mod tests {
         drafts
     }
 
-    const fn bounds(decoding: usize, most: usize) -> Bounds {
+    const fn bounds(decoding: usize, most: usize) -> DraftLimits {
         let rows = DRAFT_ROWS;
-        Bounds {
+        DraftLimits {
             decoding,
             most,
             rows,

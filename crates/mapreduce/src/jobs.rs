@@ -26,7 +26,7 @@ use crate::{
     Journal, Kind, PartialResult, ResultValue,
 };
 
-pub use results::{Best, Estimate, Grouped, Histogram, ReductionResult};
+pub use results::{Estimate, Grouped, Histogram, ReductionResult, TopValues};
 
 /// Most bytes of a file with a WGSL function that are read: more are refused by their number.
 const FUNCTION_BYTES_MAX: u64 = 1 << 20;
@@ -292,9 +292,9 @@ impl<'a> Runs<'a> {
     ///
     /// # Panics
     /// If the task is another.
-    pub fn best(&mut self, task: &JobSpec) -> Result<Best, Error> {
+    pub fn best(&mut self, task: &JobSpec) -> Result<TopValues, Error> {
         match self.run(task)? {
-            PartialResult::TopK(top) => Ok(Best::new(top)),
+            PartialResult::TopK(top) => Ok(TopValues::new(top)),
             other => unreachable!("the best values are {other:?}"),
         }
     }

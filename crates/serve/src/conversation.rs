@@ -8,7 +8,7 @@
 //! ```
 
 use paceline_formats::chat::{
-    self, Bounds, ChatMessage, ChatOptions, ChatTemplate, TemplateError, ToolCall,
+    self, ChatMessage, ChatOptions, ChatTemplate, PromptLimits, TemplateError, ToolCall,
 };
 use paceline_formats::grammar::Grammar;
 use paceline_formats::tokenizer::Tokenizer;
@@ -237,7 +237,7 @@ impl Conversation {
         self.turns.iter().map(bytes).sum()
     }
 
-    fn options(&self, (unix_s, bounds): (u64, Bounds)) -> ChatOptions {
+    fn options(&self, (unix_s, bounds): (u64, PromptLimits)) -> ChatOptions {
         let mut variables = self.variables.clone();
         let Thinking { is_on, effort } = &self.thinking;
         if let Some(is_on) = is_on {
@@ -273,7 +273,7 @@ impl Conversation {
         &self,
         template: &ChatTemplate,
         tokenizer: &Tokenizer,
-        (unix_s, bounds): (u64, Bounds),
+        (unix_s, bounds): (u64, PromptLimits),
     ) -> Result<Vec<u32>, chat::Error> {
         let options = self.options((unix_s, bounds));
         let try_with = |turns: &[ConversationTurn]| {
@@ -290,7 +290,7 @@ impl Conversation {
         &self,
         template: &ChatTemplate,
         tokenizer: &Tokenizer,
-        (unix_s, bounds): (u64, Bounds),
+        (unix_s, bounds): (u64, PromptLimits),
     ) -> Result<String, chat::Error> {
         let options = self.options((unix_s, bounds));
         self.first_taken(|turns| template.render(tokenizer, &messages(turns), &options))

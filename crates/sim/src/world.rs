@@ -49,7 +49,7 @@ pub struct SimOutcome {
 
 /// A planned event.
 #[derive(Clone, Debug, PartialEq)]
-enum Due {
+enum ScheduledEvent {
     Tick(usize),
     /// A restarted node applies its duties.
     Look(usize, u64),
@@ -106,7 +106,7 @@ pub(crate) struct SimWorld {
     pub(crate) unwanted: BTreeSet<InstanceId>,
     pub(crate) violations: Vec<String>,
     queue: BinaryHeap<Reverse<(Duration, u64)>>,
-    due: BTreeMap<u64, Due>,
+    due: BTreeMap<u64, ScheduledEvent>,
     now: Duration,
     count: u64,
     random: SimRandom,
@@ -198,11 +198,11 @@ impl SimWorld {
         let (serving, later) = Serving::new(&world.scenario);
         world.serving = Some(serving);
         for (at, due) in later {
-            world.add(at, Due::Serve(due));
+            world.add(at, ScheduledEvent::Serve(due));
         }
         for happening in 0..world.scenario.happenings.len() {
             let at = world.scenario.happenings[happening].at;
-            world.add(at, Due::Fault(happening));
+            world.add(at, ScheduledEvent::Fault(happening));
         }
         for node in 0..world.nodes.len() {
             world.start(node);
@@ -215,7 +215,7 @@ impl SimWorld {
         self.scenario.length
     }
 
-    fn add(&mut self, at: Duration, due: Due) {
+    fn add(&mut self, at: Duration, due: ScheduledEvent) {
         self.count += 1;
         self.queue.push(Reverse((at, self.count)));
         self.due.insert(self.count, due);
@@ -239,12 +239,12 @@ impl SimWorld {
         let (id, saved, life) = (own.id, own.saved.clone(), own.life);
         own.member = Some(Membership::new(id, saved, Pace::default(), seed, now));
         self.write_facts(node);
-        self.add(self.now + PATIENCE, Due::Look(node, life));
+        self.add(self.now + PATIENCE, ScheduledEvent::Look(node, life));
         for other in (0..self.nodes.len()).filter(|other| *other != node) {
             for (at, other) in [(node, other), (other, node)] {
                 let wait = Duration::from_millis(self.random.below(1000));
                 let life = self.nodes[at].life;
-                self.add(self.now + wait, Due::Find { at, other, life });
+                self.add(self.now + wait, ScheduledEvent::Find { at, other, life });
             }
         }
     }
@@ -288,7 +288,7 @@ impl SimWorld {
             let at = self.now + self.way();
             self.add(
                 at,
-                Due::Broken {
+                ScheduledEvent::Broken {
                     at: other,
                     from,
                     link,
@@ -309,30 +309,32 @@ impl SimWorld {
         side(from) == side(to) && !self.deaf.contains(&(from, to))
     }
 
-    fn play(&mut self, due: Due) {
+    fn play(&mut self, due: ScheduledEvent) {
         match due {
-            Due::Tick(node) if self.nodes[node].tick == Some(self.now) => {
+            ScheduledEvent::Tick(node) if self.nodes[node].tick == Some(self.now) => {
                 self.nodes[node].tick = None;
                 self.step(node, Event::Tick);
             }
-            Due::Tick(_) => {} // superseded by an earlier one
-            Due::Look(node, life) if life == self.nodes[node].life => self.duties(node),
-            Due::Look(..) => {}
-            Due::Fault(number) => self.fault(number),
-            Due::Find { at, other, life } if life == self.nodes[at].life => {
+            ScheduledEvent::Tick(_) => {} // superseded by an earlier one
+            ScheduledEvent::Look(node, life) if life == self.nodes[node].life => self.duties(node),
+            ScheduledEvent::Look(..) => {}
+            ScheduledEvent::Fault(number) => self.fault(number),
+            ScheduledEvent::Find { at, other, life } if life == self.nodes[at].life => {
                 let found = Event::Found(DialTarget::Node(self.nodes[other].id));
                 self.step(at, found);
             }
-            Due::Find { .. } => {}
-            Due::Knock { from, to, life } => self.knock(from, to, life),
-            Due::Serve(due) => self.serve(|serving, net, later| serving.play(due, net, later)),
-            Due::Broken { at, from, .. } => {
+            ScheduledEvent::Find { .. } => {}
+            ScheduledEvent::Knock { from, to, life } => self.knock(from, to, life),
+            ScheduledEvent::Serve(due) => {
+                self.serve(|serving, net, later| serving.play(due, net, later))
+            }
+            ScheduledEvent::Broken { at, from, .. } => {
                 if !self.links.contains_key(&pair(at, from)) {
                     let id = self.nodes[from].id;
                     self.step(at, Event::Unlinked(id));
                 }
             }
-            Due::Arrive {
+            ScheduledEvent::Arrive {
                 from,
                 to,
                 link,
@@ -362,7 +364,7 @@ impl SimWorld {
         run(&mut serving, &net, &mut later);
         self.serving = Some(serving);
         for (after, due) in later {
-            self.add(self.now + after, Due::Serve(due));
+            self.add(self.now + after, ScheduledEvent::Serve(due));
         }
     }
 
@@ -510,7 +512,7 @@ impl SimWorld {
     fn wake(&mut self, node: usize, at: Duration) {
         if self.nodes[node].tick.is_none_or(|tick| at < tick) {
             self.nodes[node].tick = Some(at);
-            self.add(at, Due::Tick(node));
+            self.add(at, ScheduledEvent::Tick(node));
         }
     }
 
@@ -545,7 +547,7 @@ impl SimWorld {
             let message = Box::new(message.clone());
             self.add(
                 at,
-                Due::Arrive {
+                ScheduledEvent::Arrive {
                     from,
                     to,
                     link,
@@ -561,7 +563,7 @@ impl SimWorld {
             return;
         }
         let (at, life) = (self.now + self.way() + self.way(), self.nodes[from].life);
-        self.add(at, Due::Knock { from, to, life });
+        self.add(at, ScheduledEvent::Knock { from, to, life });
     }
 
     fn unlink(&mut self, node: usize, id: NodeId) {
@@ -570,7 +572,7 @@ impl SimWorld {
         // The shell reports it as soon as the session is closed.
         self.add(
             self.now,
-            Due::Broken {
+            ScheduledEvent::Broken {
                 at: node,
                 from: other,
                 link: 0,

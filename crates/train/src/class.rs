@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 /// The arithmetic of a run. Classes give different bits, so a resumed run must have the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Class {
+pub enum TrainingClass {
     /// This crate's own kernels: the same bits on every machine.
     #[default]
     Cpu,
@@ -19,7 +19,7 @@ pub enum Class {
     MlxF32,
 }
 
-impl Class {
+impl TrainingClass {
     /// The name in options and files.
     pub const fn name(self) -> &'static str {
         match self {
@@ -30,7 +30,7 @@ impl Class {
     }
 }
 
-impl fmt::Display for Class {
+impl fmt::Display for TrainingClass {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }

@@ -12,8 +12,8 @@
 //! ```
 //!
 //! In reading order:
-//! - [`LayerEngine`]: layers and their gradients, layer by layer, on the CPU or on MLX ([`Class`]).
-//!   [`TrainableModel`]: a model of such layers.
+//! - [`LayerEngine`]: layers and their gradients, layer by layer, on the CPU or on MLX
+//!   ([`TrainingClass`]). [`TrainableModel`]: a model of such layers.
 //! - [`Examples`]: the training data. [`ExampleOrder`]: the examples of each step.
 //! - [`Optimiser`]: AdamW, schedules, clipping.
 //! - [`TrainingRun`]: a training from start to end, its checkpoints and its metrics.
@@ -60,7 +60,7 @@ mod weights;
 pub mod worker;
 mod workers;
 
-pub use class::{Class, Means};
+pub use class::{Means, TrainingClass};
 pub use curve::svg;
 pub use data::{ExampleReader, Examples, TrainOn};
 pub use engine::{LayerEngine, LeafRows};

@@ -21,9 +21,9 @@ mod tests;
 use std::ops::Range;
 use std::sync::Arc;
 
-use paceline_model::{Config, MlxHost, MlxOptions, MlxPatience, MlxPlaces, ModelSource};
+use paceline_model::{Config, MlxEvaluationLimits, MlxHost, MlxOptions, MlxPlaces, ModelSource};
 
-use crate::class::Class;
+use crate::class::TrainingClass;
 use crate::cpu::HEAD_ROWS;
 use crate::dropout::Dropout;
 use crate::engine::{LayerEngine, LeafRows};
@@ -36,7 +36,7 @@ use graph::slots;
 #[derive(Clone, Debug)]
 pub(crate) struct StageSpec {
     pub(crate) places: MlxPlaces,
-    pub(crate) class: Class,
+    pub(crate) class: TrainingClass,
     pub(crate) source: Arc<ModelSource>,
     pub(crate) config: Config,
     pub(crate) weights: Arc<StageWeights>,
@@ -67,7 +67,7 @@ impl Mlx {
     /// # Errors
     /// [`Error::Model`]: MLX cannot be used, lacks the memory, or has no form for a matrix.
     pub(crate) fn open(spec: StageSpec) -> Result<Self, Error> {
-        let patience = MlxPatience {
+        let patience = MlxEvaluationLimits {
             limit: MlxOptions::PATIENCE,
             last_words: Some(MlxOptions::LAST_WORDS),
         };

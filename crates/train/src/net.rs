@@ -14,7 +14,7 @@ use paceline_model::{Config, LayerCache, LayerShape, ModelFamily, ModelSource, R
 use paceline_tensor::{Kernels, RopePairs};
 use serde::{Deserialize, Serialize};
 
-use crate::class::{Class, Means};
+use crate::class::{Means, TrainingClass};
 use crate::cpu::{Activations, Cpu};
 use crate::dropout::Dropout;
 use crate::engine::{LayerEngine, LeafRows};
@@ -42,7 +42,7 @@ pub struct Trained {
     pub dropout: f32,
     /// The engine's arithmetic.
     #[serde(default)]
-    pub class: Class,
+    pub class: TrainingClass,
 }
 
 /// Tokens and targets of a logical micro-batch: one forward and one backward pass.
@@ -145,7 +145,7 @@ impl TrainableModel {
             targets: &trained.targets,
             adapted_from: layers - adapted,
             stage,
-            elsewhere: trained.class != Class::Cpu,
+            elsewhere: trained.class != TrainingClass::Cpu,
             layout: Layout::default(),
             first: Vec::new(),
         };
@@ -155,7 +155,7 @@ impl TrainableModel {
             rope.pairs = RopePairs::Halves;
         }
         let fingerprint = fingerprint(&source)?;
-        let spec = (trained.class != Class::Cpu).then(|| StageSpec {
+        let spec = (trained.class != TrainingClass::Cpu).then(|| StageSpec {
             places: mlx,
             class: trained.class,
             source: Arc::new(source),
@@ -208,7 +208,7 @@ impl TrainableModel {
     pub(crate) fn ready(&self) -> Result<String, Error> {
         Ok(match (self.mlx()?, &self.mlx) {
             (Some(mlx), Some((spec, _))) => format!("{} on {}", spec.class, mlx.device),
-            _ => Class::Cpu.name().to_owned(),
+            _ => TrainingClass::Cpu.name().to_owned(),
         })
     }
 

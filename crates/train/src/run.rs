@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::checkpoint::{State, named};
-use crate::class::{Class, Means};
+use crate::class::{Means, TrainingClass};
 use crate::data::{ExampleReader, Examples, TrainOn};
 use crate::dropout::Dropout;
 use crate::error::Error;
@@ -144,7 +144,7 @@ pub struct RunInfo<'a> {
     /// Folder of the result.
     pub output: &'a Path,
     /// Arithmetic.
-    pub class: Class,
+    pub class: TrainingClass,
     /// Worker processes.
     pub nodes: usize,
     /// Stages that the model was cut into.
@@ -240,7 +240,7 @@ impl TrainingJob {
     pub(crate) fn without_copies(&self) -> Trained {
         let mut trained = self.trained.clone();
         // On MLX nothing is copied before it computes, and judging needs the workers' arithmetic.
-        if trained.method == Method::Lora && trained.class == Class::Cpu {
+        if trained.method == Method::Lora && trained.class == TrainingClass::Cpu {
             trained.method = Method::Qlora;
         }
         trained
@@ -562,7 +562,7 @@ impl TrainingRun {
                 let (mut there, here) = (flat(&there), flat(&here));
                 // Runs of versions before there were classes.
                 let class = there.entry("trained.class".to_owned());
-                class.or_insert_with(|| json!(Class::Cpu));
+                class.or_insert_with(|| json!(TrainingClass::Cpu));
                 let differs = here
                     .iter()
                     .find(|(field, value)| there.get(*field) != Some(value));

@@ -8,7 +8,7 @@ use paceline_formats::safetensors::Safetensors;
 use paceline_model::adapter::files::{Adapter, Base, Form, TARGETS};
 use paceline_model::{Config, MlxPlaces, ModelSource};
 use paceline_tensor::{InstructionSet, Kernels, storage};
-use paceline_train::{Class, Leaf, Lora, Means, Method, TrainableModel, Trained};
+use paceline_train::{Leaf, Lora, Means, Method, TrainableModel, Trained, TrainingClass};
 use serde_json::Value;
 
 /// Sizes of `scripts/golden/train_gradients.py`.
@@ -68,7 +68,7 @@ pub(crate) fn trained(model: &str, method: Method) -> Trained {
         targets: TARGETS.map(|(_, _, name)| name.to_owned()).to_vec(),
         layers: None,
         dropout: 0.0,
-        class: Class::Cpu,
+        class: TrainingClass::Cpu,
     }
 }
 
@@ -283,7 +283,7 @@ fn gradients_on_mlx_are_the_cpu_engines() {
         let mut of = trained("llama-tied", method);
         of.model = model;
         let cpu = TrainableModel::load(&of, Kernels::new(1).unwrap()).unwrap();
-        of.class = Class::MlxF32;
+        of.class = TrainingClass::MlxF32;
         let mlx = TrainableModel::load(&of, means).unwrap();
         assert_eq!(mlx.layout(), cpu.layout());
         let (leaf, at) = (both(), values(&cpu, method));
@@ -319,9 +319,9 @@ fn class_mlx_computes_in_the_models_type() {
         let at = values(&net, Method::Lora);
         Some(net.loss(&at, &both()).unwrap())
     };
-    of.class = Class::MlxF32;
+    of.class = TrainingClass::MlxF32;
     let Some(exact) = loss(&of) else { return };
-    of.class = Class::Mlx;
+    of.class = TrainingClass::Mlx;
     let near = loss(&of).unwrap();
     assert!(
         near != exact && (near - exact).abs() < 0.05 * exact,

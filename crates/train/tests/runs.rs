@@ -15,9 +15,9 @@ use paceline_model::{
 use paceline_tensor::{Kernels, PAGE, storage};
 use paceline_train::remote::{Ends, FarSpec, forward_to_worker, run_worker};
 use paceline_train::{
-    Class, Error, Leaf, Means, Method, OptimiserOptions, Post, Report, Rule, RunOptions, Schedule,
-    StepReporter, TrainOn, TrainableModel, TrainingJob, TrainingProgress, TrainingRun,
-    TrainingWorkers, WorkerOptions, fuse, read_metrics, svg, worker,
+    Error, Leaf, Means, Method, OptimiserOptions, Post, Report, Rule, RunOptions, Schedule,
+    StepReporter, TrainOn, TrainableModel, TrainingClass, TrainingJob, TrainingProgress,
+    TrainingRun, TrainingWorkers, WorkerOptions, fuse, read_metrics, svg, worker,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
@@ -715,7 +715,7 @@ fn plain(output: &Path) -> RunOptions<'_> {
 fn chance_is_the_same_on_mlx() {
     let folder = tempfile::tempdir().unwrap();
     let data = data(folder.path());
-    let loss = |class: Class, dropout: f32| {
+    let loss = |class: TrainingClass, dropout: f32| {
         let mut job = job(&data, 3);
         (job.batch, job.leaf, job.valid) = (4, 2, None);
         (job.trained.class, job.trained.dropout) = (class, dropout);
@@ -724,10 +724,10 @@ fn chance_is_the_same_on_mlx() {
         let report = run.train(&mut TrainingWorkers::here(), plain(&output), &mut |_| ());
         Some(report.unwrap().loss[1])
     };
-    let Some(mlx) = loss(Class::MlxF32, 0.5) else {
+    let Some(mlx) = loss(TrainingClass::MlxF32, 0.5) else {
         return;
     };
-    let [cpu, without] = [0.5, 0.0].map(|dropout| loss(Class::Cpu, dropout).unwrap());
+    let [cpu, without] = [0.5, 0.0].map(|dropout| loss(TrainingClass::Cpu, dropout).unwrap());
     let (off, chance) = ((mlx - cpu).abs(), (without - cpu).abs());
     assert!(
         10.0 * off < chance && off < 1e-3 * cpu,
@@ -746,7 +746,7 @@ fn a_stored_base_learns_on_mlx() {
     let data = data(folder.path());
     let mut job = job(&data, 40);
     job.trained.model = golden().join("mlx/llama-4bit");
-    (job.trained.method, job.trained.class) = (Method::Qlora, Class::MlxF32);
+    (job.trained.method, job.trained.class) = (Method::Qlora, TrainingClass::MlxF32);
     (job.batch, job.leaf, job.valid) = (4, 4, None);
     let output = folder.path().join("out");
     let options = plain(&output);
@@ -767,7 +767,7 @@ fn a_stored_base_learns_on_mlx() {
     assert!(report.loss[1] < 2.6, "{:?}", report.loss);
     let told = notes.iter().any(|note| note.contains("test bed"));
     assert_eq!(told, is_bed, "{notes:?}");
-    job.trained.class = Class::Cpu;
+    job.trained.class = TrainingClass::Cpu;
     let other = TrainingRun::open(&job, Kernels::new(1).unwrap(), true).unwrap();
     let again = RunOptions {
         resume: true,
@@ -783,7 +783,7 @@ fn a_stored_base_learns_on_mlx() {
 fn a_class_without_its_library_is_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let mut job = job(&data(folder.path()), 1);
-    job.trained.class = Class::Mlx;
+    job.trained.class = TrainingClass::Mlx;
     let nowhere = Means {
         kernels: Kernels::new(1).unwrap(),
         mlx: MlxPlaces {

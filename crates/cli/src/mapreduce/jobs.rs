@@ -6,7 +6,8 @@ use anyhow::{Context, bail, ensure};
 use paceline_mapreduce::clusters::{self, Clusters};
 use paceline_mapreduce::hist::Bins;
 use paceline_mapreduce::jobs::{
-    Best, Columns, Estimate, Grouped, Histogram, ReductionResult, Runs, Writing, grouped, random,
+    Columns, Estimate, Grouped, Histogram, ReductionResult, Runs, TopValues, Writing, grouped,
+    random,
 };
 use paceline_mapreduce::{InputFile, Kind};
 use serde::Serialize;
@@ -75,7 +76,7 @@ pub(super) fn topk(args: &TopkArgs) -> anyhow::Result<()> {
     if !args.job.json {
         best.left_out().iter().for_each(print_err);
     }
-    show(&figures, args.job.json, &best, Best::text)
+    show(&figures, args.job.json, &best, TopValues::text)
 }
 
 /// `paceline mapreduce groupby`.

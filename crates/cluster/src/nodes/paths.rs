@@ -122,7 +122,7 @@ pub struct PathSample {
 
 /// Something to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Due {
+pub struct DueMeasurement {
     pub to: NodeId,
     /// At which address.
     pub remote: SocketAddr,
@@ -274,12 +274,12 @@ impl PathTable {
     }
 
     /// The next due measurement of a node of `living`, the longest overdue first.
-    pub fn due(&self, living: &[NodeId], now: Duration) -> Option<Due> {
+    pub fn due(&self, living: &[NodeId], now: Duration) -> Option<DueMeasurement> {
         let lives = |entry: &&PathEntry| living.contains(&entry.path.to);
         let due = self.entries.values().filter(|entry| entry.next <= now);
         let due = due.filter(lives);
         let first = due.min_by_key(|entry| entry.next)?;
-        Some(Due {
+        Some(DueMeasurement {
             to: first.path.to,
             remote: first.path.remote,
             bandwidth: first.wants_bandwidth,

@@ -1,7 +1,7 @@
 //! Estimates the gain of a draft length from measured times. Pure.
 
 use crate::chain::{Pipeline, ProposerStats};
-use crate::ngram::{Bounds, Costs, expected};
+use crate::ngram::{Costs, DraftLimits, expected};
 
 /// Measured times of a step.
 #[derive(Clone, Copy, Debug)]
@@ -10,7 +10,7 @@ pub(super) struct GainEstimate<'a> {
     pub(super) plain: f64,
     /// Seconds of a draft pass, which proposes one token for each sequence.
     pub(super) pass: f64,
-    pub(super) bounds: Bounds,
+    pub(super) bounds: DraftLimits,
     /// Times of verifying steps.
     pub(super) costs: &'a Costs,
     /// If speculation windows of a sequence may overlap.
@@ -90,7 +90,7 @@ mod tests {
     }
 
     fn best(costs: &Costs, pass: f64, acceptance: f64, room: usize) -> (f64, usize) {
-        let bounds = Bounds {
+        let bounds = DraftLimits {
             decoding: 1,
             most: 8,
             rows: 32,

@@ -11,7 +11,7 @@ use paceline_tensor::PAGE;
 use super::{Engine, PlannedRows};
 use crate::chain::{Pipeline, ProposerStats, WindowShape};
 use crate::draft_proposer::{Draft, DraftProposer, DraftRequest};
-use crate::ngram::{Bounds, DRAFT_ROWS, DraftCandidate, LEAST_GAIN, depths};
+use crate::ngram::{DRAFT_ROWS, DraftCandidate, DraftLimits, LEAST_GAIN, depths};
 use crate::sequence::{ProposerKind, Sequence};
 use crate::{DraftCounters, Error, SequenceId};
 
@@ -93,9 +93,9 @@ impl Engine {
         usize::from(!self.compute.windows().is_empty())
     }
 
-    fn bounds(&self, plan: &[PlannedRows]) -> Bounds {
+    fn bounds(&self, plan: &[PlannedRows]) -> DraftLimits {
         let planned: usize = plan.iter().map(|part| part.rows).sum();
-        Bounds {
+        DraftLimits {
             decoding: plan.len(),
             most: self.config.drafts,
             rows: DRAFT_ROWS.min(self.config.step_rows().saturating_sub(planned)),

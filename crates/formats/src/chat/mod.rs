@@ -110,18 +110,18 @@ pub struct ChatOptions {
     /// More variables for the template, such as `enable_thinking` or `reasoning_effort`.
     pub variables: Map<String, Json>,
     /// Limits on the prompt's length.
-    pub bounds: Bounds,
+    pub bounds: PromptLimits,
 }
 
 /// Limits on a prompt's length. Rendering and encoding stop with an error once one is exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bounds {
+pub struct PromptLimits {
     /// Bytes of the text that the template writes.
     pub text_bytes: usize,
     pub tokens: usize,
 }
 
-impl Default for Bounds {
+impl Default for PromptLimits {
     /// 16 MiB of text, and any number of tokens.
     fn default() -> Self {
         Self {
@@ -131,8 +131,8 @@ impl Default for Bounds {
     }
 }
 
-impl Bounds {
-    /// Bounds for prompts of up to `tokens` tokens of at most `token_bytes` bytes each.
+impl PromptLimits {
+    /// Limits for prompts of up to `tokens` tokens of at most `token_bytes` bytes each.
     pub fn of(tokens: usize, token_bytes: usize) -> Self {
         let bytes = tokens
             .saturating_mul(token_bytes)

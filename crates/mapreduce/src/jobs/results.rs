@@ -64,7 +64,7 @@ impl Histogram {
 
 /// The largest or smallest values.
 #[derive(Clone, Debug, Serialize)]
-pub struct Best {
+pub struct TopValues {
     /// The values, the best first.
     pub values: Vec<ResultValue>,
     /// The row of each.
@@ -78,7 +78,7 @@ const fn is_zero(n: &u64) -> bool {
     *n == 0
 }
 
-impl Best {
+impl TopValues {
     pub(super) fn new(top: Top) -> Self {
         let nan = top.nan();
         let (values, indices) = top.values().into_iter().unzip();

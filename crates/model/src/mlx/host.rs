@@ -27,7 +27,7 @@ const END_LIMIT: Duration = Duration::from_secs(5);
 
 /// When waiting for an evaluation is over.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
+pub struct EvaluationLimits {
     /// Of evaluations before any was measured: one that takes longer is slow or hangs.
     pub limit: Duration,
     /// Time to report the hang before the process is ended. `None`: the process is not ended.
@@ -145,7 +145,7 @@ impl<S: 'static> Host<S> {
     ///
     /// # Errors
     /// Errors of `make`; [`Error::Thread`].
-    pub fn start<M>(patience: Patience, make: M) -> Result<Self, Error>
+    pub fn start<M>(patience: EvaluationLimits, make: M) -> Result<Self, Error>
     where
         M: FnOnce(Watch) -> Result<S, Error> + Send + 'static,
     {
@@ -258,8 +258,8 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(3600);
 
-    fn patience(limit: Duration) -> Patience {
-        Patience {
+    fn patience(limit: Duration) -> EvaluationLimits {
+        EvaluationLimits {
             limit,
             last_words: None,
         }

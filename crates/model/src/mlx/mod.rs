@@ -64,7 +64,7 @@ use step::{Parts, Step, Triangles};
 use weights::{Loader, Weights};
 
 pub use alone::{MlxForm, MlxMatrix, mlx_dtype};
-pub use host::{Host, Patience, Watch};
+pub use host::{EvaluationLimits, Host, Watch};
 
 /// Memory that MLX keeps for reuse: as much as a step takes, and not less than this. Below 64 MiB,
 /// a few layers' rows, every step would ask the system again.
@@ -252,7 +252,7 @@ impl MlxModel {
             return Err(Error::ExpertSplit { engine: "mlx" });
         }
         let (places, class) = (options.places.clone(), options.class);
-        let patience = Patience {
+        let patience = EvaluationLimits {
             limit: options.patience,
             last_words: Some(options.last_words),
         };

@@ -21,7 +21,7 @@ pub(crate) mod schema;
 pub(crate) mod tools;
 
 use paceline_engine::GenerationRequest;
-use paceline_formats::chat::{Bounds, Error as ChatError, TemplateError};
+use paceline_formats::chat::{Error as ChatError, PromptLimits, TemplateError};
 use paceline_formats::tokenizer::{self, Specials};
 use serde_json::{Map, Value};
 
@@ -266,8 +266,8 @@ impl RequestParser<'_> {
 
     /// Limits on tokenising prompts: up to what [`check_bytes`](Self::check_bytes) allows. So the
     /// error has the exact count of a prompt of up to twice the context.
-    fn bounds(&self) -> Bounds {
-        Bounds::of(self.model.context.saturating_mul(2), self.longest_token)
+    fn bounds(&self) -> PromptLimits {
+        PromptLimits::of(self.model.context.saturating_mul(2), self.longest_token)
     }
 
     /// Tokenises a text within [`bounds`](Self::bounds).

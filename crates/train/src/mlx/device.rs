@@ -13,7 +13,7 @@ use paceline_model::{
 use super::StageSpec;
 use super::graph::slots::{self, TensorSlot};
 use super::graph::{Graph, MlxLayer};
-use crate::class::Class;
+use crate::class::TrainingClass;
 use crate::dropout::Dropout;
 use crate::weights::{Matrix, MatrixStorage, Method, StageWeights};
 
@@ -101,7 +101,9 @@ impl MlxThread {
     /// Loads a stage's fixed matrices.
     pub(super) fn load(&mut self, spec: StageSpec) -> Result<StageFacts, Error> {
         let dtype = match spec.class {
-            Class::Mlx if mlx_dtype(&spec.source, &spec.config)? == Dtype::BF16 => Dtype::BF16,
+            TrainingClass::Mlx if mlx_dtype(&spec.source, &spec.config)? == Dtype::BF16 => {
+                Dtype::BF16
+            }
             _ => Dtype::F32,
         };
         let reader = MatrixReader {

@@ -10,7 +10,7 @@ use paceline_tensor::Kernels;
 
 use super::device::{LayerJob, MlxThread};
 use super::graph::slots::{self, TensorSlot};
-use crate::class::{Class, Means};
+use crate::class::{Means, TrainingClass};
 use crate::net::{Leaf, TrainableModel, Trained};
 use crate::params::Lora;
 use crate::weights::Method;
@@ -27,7 +27,7 @@ fn net(library: PathBuf) -> TrainableModel {
         targets: TARGETS.map(|(_, _, name)| name.to_owned()).to_vec(),
         layers: None,
         dropout: 0.0,
-        class: Class::MlxF32,
+        class: TrainingClass::MlxF32,
     };
     let means = Means {
         kernels: Kernels::new(1).unwrap(),

@@ -17,7 +17,9 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 
 use super::super::member::{Event, Life};
-use super::super::paths::{Due, Path, PathChange, PathProbe, PathSample, is_link_local, is_news};
+use super::super::paths::{
+    DueMeasurement, Path, PathChange, PathProbe, PathSample, is_link_local, is_news,
+};
 use super::super::session::{self, Purpose};
 use super::super::{NodeId, RegisterKey};
 use super::channel::{self, ServiceChannel};
@@ -122,14 +124,14 @@ impl Inner {
         }
     }
 
-    fn next_due(&self) -> Option<(Due, u64)> {
+    fn next_due(&self) -> Option<(DueMeasurement, u64)> {
         let state = lock(&self.state);
         let living = state.living();
         let due = state.paths.due(&living, self.now().since_start)?;
         Some((due, state.era))
     }
 
-    fn measure_one(&self, due: Due) -> Result<PathSample, Error> {
+    fn measure_one(&self, due: DueMeasurement) -> Result<PathSample, Error> {
         let deadline = Instant::now() + LIMIT;
         // An outdated key must not count as a miss: after two misses a new path is not measured for
         // minutes.
@@ -147,13 +149,17 @@ impl Inner {
     }
 
     /// A channel over a path, and this end's address.
-    fn open_way(&self, due: Due, deadline: Instant) -> Result<(ServiceChannel, SocketAddr), Error> {
+    fn open_way(
+        &self,
+        due: DueMeasurement,
+        deadline: Instant,
+    ) -> Result<(ServiceChannel, SocketAddr), Error> {
         let session = self.dial_at(due.remote, Some(due.to), Purpose::Service, deadline)?;
         let local = session.own_addr().map_err(session::Error::Broken)?;
         Ok((channel::ask(session, SERVICE, LIMIT)?, local))
     }
 
-    fn take_sample(self: &Arc<Self>, due: Due, sample: Option<&PathSample>, era: u64) {
+    fn take_sample(self: &Arc<Self>, due: DueMeasurement, sample: Option<&PathSample>, era: u64) {
         let now = self.now().since_start;
         let mut state = lock(&self.state);
         if state.era != era {
