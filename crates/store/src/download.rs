@@ -25,9 +25,10 @@ use crate::{Error, disk};
 /// names it.
 pub(crate) const PROGRESS_BYTES: u64 = 1 << 20;
 
-/// Fresh starts of a download after which it fails: a resumed file may be wrong once by what was on
-/// the disk, and once by a copy that the server changed meanwhile.
+/// Fresh starts of a download after which it fails. A resumed file may be wrong once by what was on
+/// the disk, and once by a copy that the server changed.
 const FRESH_STARTS_MAX: u32 = 3;
+
 /// Maximum `.partial.json`; it has an address and an ETag.
 const NOTE_BYTES_MAX: u64 = 16 << 10;
 /// Maximum file of unknown size. Only small text files have no size from the hub's list or the
