@@ -226,14 +226,13 @@ impl InstanceSpec {
 
     /// Whether a node has the engine for its class, as its facts list it. The CPU's needs nothing.
     pub fn fits_engine(&self, node: NodeId, facts: &NodeFacts) -> bool {
-        let class: Result<KernelClass, _> = self.class_of(node).parse();
-        class.is_ok_and(|class| !class.is_mlx() || facts.has_engine("mlx"))
+        !self.is_on_mlx(node) || facts.has_engine("mlx")
     }
 
-    /// Whether our own kernels compute all of it.
-    pub fn is_on_cpu(&self) -> bool {
-        let mut classes = self.nodes.iter().map(|id| self.class_of(*id).parse());
-        classes.all(|class: Result<KernelClass, _>| class.is_ok_and(|class| !class.is_mlx()))
+    /// Whether MLX computes the ranks of a node.
+    pub fn is_on_mlx(&self, node: NodeId) -> bool {
+        let class: Result<KernelClass, _> = self.class_of(node).parse();
+        class.is_ok_and(KernelClass::is_mlx)
     }
 
     /// The classes of its nodes in rank order, as `cpu` or `mlx+cpu`. Equal texts state equal

@@ -1,15 +1,19 @@
 //! Choice of the engine, and with it the kernel class, of each node of an instance.
 
-use paceline_base::KernelClass;
-use paceline_cluster::nodes::NodeId;
+use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::nodes::agent::NodeFacts;
 use paceline_cluster::nodes::placement::InstanceSpec;
+use paceline_cluster::nodes::{InstanceId, NodeId};
 
+use super::hosts::part_bytes;
 use super::{Inner, LoadRequest};
 use crate::classes::{self, Classes, Engines};
 
 /// Name of the engine MLX in a node's facts.
 const MLX: &str = "mlx";
+
+/// Sum of the shares of nodes by their memory. Shares up to a thousand are exact.
+const SHARES: f64 = 1000.0;
 
 /// Why nodes cannot compute with the engines of a request.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -26,6 +30,46 @@ pub(super) enum Error {
     Unlisted { node: String },
 }
 
+/// The nodes of an instance together lack memory for it.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{model} needs {} of memory, and its nodes have {} to spare: {}", Bytes(*.needed), Bytes(.rooms.iter().map(|(_, room)| room).sum()), told(.rooms))]
+pub(super) struct TooLarge {
+    model: String,
+    needed: u64,
+    /// Names of nodes, and their free bytes.
+    rooms: Vec<(String, u64)>,
+}
+
+fn told(rooms: &[(String, u64)]) -> String {
+    let told = rooms
+        .iter()
+        .map(|(node, room)| format!("{node} {}", Bytes(*room)));
+    told.collect::<Vec<_>>().join(", ")
+}
+
+/// Shares of an instance's weights for nodes with these free bytes. None, which means equal parts,
+/// where these fit; else in proportion to the memory.
+fn shares(model: &str, needed: u64, rooms: Vec<(String, u64)>) -> Result<Vec<u32>, TooLarge> {
+    let part = needed / rooms.len().max(1) as u64;
+    if rooms.iter().all(|(_, room)| *room >= part) {
+        return Ok(Vec::new());
+    }
+    let all: u64 = rooms
+        .iter()
+        .map(|(_, room)| room)
+        .fold(0, |a, b| a.saturating_add(*b));
+    if all < needed {
+        let model = model.to_owned();
+        return Err(TooLarge {
+            model,
+            needed,
+            rooms,
+        });
+    }
+    let share = |(_, room): &(String, u64)| (*room as f64 / all as f64 * SHARES) as u32;
+    Ok(rooms.iter().map(|room| share(room).max(1)).collect())
+}
+
 /// The kernel classes of nodes with these facts, in their order.
 ///
 /// Without an engine and a class the nodes compute on MLX if each has a GPU for it, else on the
@@ -37,7 +81,7 @@ fn choose(
 ) -> Result<Classes, Error> {
     let count = nodes.len() as u32;
     if engine.is_none() && class.is_none() {
-        let is_gpu = !nodes.is_empty() && nodes.iter().all(|facts| facts.has_gpu(MLX));
+        let is_gpu = !nodes.is_empty() && nodes.iter().all(|facts| facts.gpu(MLX).is_some());
         let class = if is_gpu {
             KernelClass::Mlx
         } else {
@@ -78,6 +122,25 @@ impl Inner {
         let named = others.map(|(id, class)| (id, class.name().to_owned()));
         record.classes = named.collect();
         Ok(())
+    }
+
+    /// Shares of an instance that computes on MLX, by the memory of its nodes. None for one that
+    /// the planner divides.
+    ///
+    /// # Errors
+    /// [`TooLarge`].
+    pub(super) fn shares_by_memory(
+        &self,
+        id: Option<InstanceId>,
+        wanted: &InstanceSpec,
+    ) -> Result<Vec<u32>, TooLarge> {
+        if !wanted.nodes.iter().any(|node| wanted.is_on_mlx(*node)) {
+            return Ok(Vec::new());
+        }
+        let all = self.rooms_beside(id, wanted);
+        let room = |id: &NodeId| (self.name(*id), all.get(id).copied().unwrap_or(u64::MAX));
+        let rooms = wanted.nodes.iter().map(room).collect();
+        shares(&wanted.model, part_bytes(wanted, 1), rooms)
     }
 
     fn classes_of(
@@ -166,5 +229,25 @@ mod tests {
         }
         let error = of(Some("cpu,mlx"), None, &[&mac]).unwrap_err();
         assert!(error.starts_with("2 engines for 1 nodes"), "{error}");
+    }
+
+    #[test]
+    fn shares_follow_the_memory_where_equal_parts_do_not_fit() {
+        const GB: u64 = 1_000_000_000;
+        let rooms = |each: [u64; 3]| {
+            let names = ["a", "b", "c"].map(str::to_owned);
+            names
+                .into_iter()
+                .zip(each.map(|gb| gb * GB))
+                .collect::<Vec<_>>()
+        };
+        let of = |needed: u64, each| shares("m", needed * GB, rooms(each));
+        assert_eq!(of(24, [8, 16, 24]), Ok(vec![]));
+        assert_eq!(of(40, [8, 16, 24]), Ok(vec![166, 333, 500]));
+        let error = of(49, [8, 16, 24]).unwrap_err().to_string();
+        let told = "m needs 49.0 GB of memory, and its nodes have 48.0 GB to spare: a 8.0 GB, b \
+                    16.0 GB, c 24.0 GB";
+        assert_eq!(error, told);
+        assert_eq!(of(49, [u64::MAX / GB, 1, 1]).unwrap().len(), 3);
     }
 }

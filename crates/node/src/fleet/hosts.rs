@@ -267,12 +267,13 @@ impl InstanceNodes {
         let here = here.filter(|at| *at == id).count() as u64;
         // The record counts one shard of this instance at each of its nodes.
         let own = if self.nodes.contains(&id) { shard } else { 0 };
-        let held = held(map, id).saturating_sub(own);
+        let held = held(map, view, &self.wanted).saturating_sub(own);
         let held = held.saturating_add(shard.saturating_mul(here));
-        match fits(view.facts.memory_bytes, held, shard) {
+        let memory = memory(view, &self.wanted);
+        match fits(memory, held, shard) {
             true => Ok(()),
             false => {
-                let usable = (view.facts.memory_bytes as f64 * USABLE) as u64;
+                let usable = (memory as f64 * USABLE) as u64;
                 let room = usable.saturating_sub(held);
                 Err(no_room(&view.facts.name, shard, room))
             }
@@ -282,15 +283,16 @@ impl InstanceNodes {
     /// Whether a node has the memory for one more shard, on top of its shards by all records and
     /// this instance's standbys.
     fn has_room(&self, view: &NodeView, map: &Registers) -> bool {
-        let held = held(map, view.id);
+        let held = held(map, view, &self.wanted);
         let spares = lock(&self.spares);
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
         let shard = shard_bytes(&self.wanted);
         let held = held.saturating_add(spares.saturating_mul(shard));
         // An automatic standby leaves more memory to other programs.
+        let memory = memory(view, &self.wanted);
         let memory = match self.wanted.spare {
-            SPARE_AUTO => (view.facts.memory_bytes as f64 * AUTO_USABLE / USABLE) as u64,
-            _ => view.facts.memory_bytes,
+            SPARE_AUTO => (memory as f64 * AUTO_USABLE / USABLE) as u64,
+            _ => memory,
         };
         fits(memory, held, shard)
     }
@@ -364,19 +366,40 @@ pub(super) fn part_bytes(wanted: &InstanceSpec, ranks: usize) -> u64 {
     (wanted.bytes as f64 * WEIGHTS / ranks.max(1) as f64) as u64
 }
 
-/// Free bytes of a node after the parts of `records`; unlimited if it does not report its memory.
-pub(super) fn room(view: &NodeView, records: &[InstanceSpec]) -> u64 {
-    let held = records.iter().map(|wanted| held_bytes(wanted, view.id));
-    let usable = (view.facts.memory_bytes as f64 * USABLE) as u64;
-    match view.facts.memory_bytes {
+/// Bytes of the memory in which a node has its part of an instance: of its GPU or main memory; 0 if
+/// unknown.
+fn memory(view: &NodeView, wanted: &InstanceSpec) -> u64 {
+    let gpu = view.facts.gpu("mlx");
+    let gpu = gpu.filter(|_| wanted.is_on_mlx(view.id));
+    let lent = gpu.and_then(|gpu| gpu.memory_bytes);
+    lent.unwrap_or(view.facts.memory_bytes)
+}
+
+/// Whether a node has its parts of two instances in one memory. A GPU has its own, but on a Mac.
+fn shares_memory(view: &NodeView, one: &InstanceSpec, other: &InstanceSpec) -> bool {
+    let gpu = view.facts.gpu("mlx");
+    let is_apart = gpu.is_some_and(|gpu| gpu.backend != "metal");
+    !is_apart || one.is_on_mlx(view.id) == other.is_on_mlx(view.id)
+}
+
+/// Free bytes for an instance on a node after the parts of `records`. Unlimited if the node does
+/// not report its memory.
+pub(super) fn room(view: &NodeView, wanted: &InstanceSpec, records: &[InstanceSpec]) -> u64 {
+    let records = records.iter();
+    let records = records.filter(|other| shares_memory(view, wanted, other));
+    let held = records.map(|other| held_bytes(other, view.id));
+    let memory = memory(view, wanted);
+    match memory {
         0 => u64::MAX,
-        _ => usable.saturating_sub(held.fold(0, u64::saturating_add)),
+        _ => ((memory as f64 * USABLE) as u64).saturating_sub(held.fold(0, u64::saturating_add)),
     }
 }
 
-/// Bytes of a node's parts by all records.
-fn held(map: &Registers, id: NodeId) -> u64 {
-    let shards = placement::wanted(map).map(|(.., wanted)| held_bytes(&wanted, id));
+/// Bytes of a node's parts by all records, in the memory that an instance uses there.
+fn held(map: &Registers, view: &NodeView, wanted: &InstanceSpec) -> u64 {
+    let others = placement::wanted(map).map(|(.., other)| other);
+    let others = others.filter(|other| shares_memory(view, wanted, other));
+    let shards = others.map(|other| held_bytes(&other, view.id));
     shards.fold(0, u64::saturating_add)
 }
 

@@ -117,6 +117,8 @@ impl Inner {
                 ..one.clone()
             };
             self.set_classes(ask, &mut record)?;
+            let fits = self.shares_by_memory(None, &record);
+            fits.map_err(|error| error.to_string())?;
             Ok(record)
         };
         records.map(record).collect()
@@ -139,7 +141,7 @@ impl Inner {
         if ask.split != SplitKind::Auto || record.nodes.len() < 2 {
             return ask.split.to_string();
         }
-        if !record.is_on_cpu() {
+        if record.nodes.iter().any(|id| record.is_on_mlx(*id)) {
             return SplitKind::Pipeline.to_string();
         }
         match self.planned(ask, path, &record.nodes) {

@@ -241,7 +241,9 @@ impl OwnedInstance {
                     self.wanted.split
                 )
             })?,
-            shares: Vec::new(),
+            shares: inner
+                .shares_by_memory(Some(self.id), &self.wanted)
+                .map_err(|error| error.to_string())?,
             backend: Backend::Any,
             probed: Backend::Tcp,
         };

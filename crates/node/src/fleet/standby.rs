@@ -37,7 +37,7 @@ impl Inner {
         if wanted.named {
             return Vec::new();
         }
-        let rooms = self.rooms_beside(None);
+        let rooms = self.rooms_beside(None, wanted);
         let mut all = self.others(wanted, nodes);
         all.retain(|id| has(&rooms, *id, part_bytes(wanted, 1)));
         all.truncate(RESERVES_MAX);
@@ -73,7 +73,7 @@ impl Inner {
         let lives = |id: &NodeId| matches!(self.agent.life(*id), Life::Alive | Life::Suspect);
         let left: Vec<NodeId> = wanted.nodes.iter().copied().filter(lives).collect();
         let others = self.others(wanted, &left.iter().copied().collect());
-        let rooms = self.rooms_beside(Some(id));
+        let rooms = self.rooms_beside(Some(id), wanted);
         let part = |n: usize| part_bytes(wanted, n);
         match filled(&left, &others, &rooms, part) {
             Some(nodes) if nodes != wanted.nodes => over(wanted, nodes),
@@ -91,7 +91,7 @@ impl Inner {
             return Ok(());
         }
         let (rooms, part) = (
-            self.rooms_beside(Some(id)),
+            self.rooms_beside(Some(id), wanted),
             part_bytes(wanted, wanted.nodes.len()),
         );
         let mut nodes = wanted.nodes.iter();
@@ -105,15 +105,19 @@ impl Inner {
         }
     }
 
-    /// Bytes for models on each node after all records but `without`. Unlimited for a node that
-    /// does not report its memory.
-    fn rooms_beside(&self, without: Option<InstanceId>) -> NodeMemory {
+    /// Bytes for an instance on each node, by the engine that it has there, after all records but
+    /// `without`. Unlimited for a node that does not report its memory.
+    pub(super) fn rooms_beside(
+        &self,
+        without: Option<InstanceId>,
+        wanted: &InstanceSpec,
+    ) -> NodeMemory {
         let map = self.agent.map();
         let records = placement::wanted(&map).filter(|(id, ..)| Some(*id) != without);
         let records: Vec<InstanceSpec> = records.map(|(.., wanted)| wanted).collect();
         let views = self.agent.nodes().into_iter();
         views
-            .map(|view| (view.id, super::hosts::room(&view, &records)))
+            .map(|view| (view.id, super::hosts::room(&view, wanted, &records)))
             .collect()
     }
 

@@ -96,10 +96,10 @@ impl NodeFacts {
         self.devices.iter().any(|device| device.engine == engine)
     }
 
-    /// Whether the node has listed a GPU of this engine.
-    pub fn has_gpu(&self, engine: &str) -> bool {
+    /// The first GPU of this engine that the node has listed.
+    pub fn gpu(&self, engine: &str) -> Option<&EngineDevice> {
         let mut devices = self.devices.iter();
-        devices.any(|device| device.engine == engine && device.kind == "gpu")
+        devices.find(|device| device.engine == engine && device.kind == "gpu")
     }
 }
 
