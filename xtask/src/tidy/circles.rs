@@ -601,7 +601,10 @@ mod tests {
     fn only_circles_over_the_limit_count() {
         let ring = |length: usize| {
             let names: Vec<String> = (0..length).map(|n| format!("f{n}")).collect();
-            let text = |n: usize| format!("use crate::f{}::g;\npub fn g() {{}}", (n + 1) % length);
+            let text = |n: usize| {
+                let next = (n + 1) % length;
+                format!("use crate::f{next}::g{next};\npub fn g{n}() {{}}")
+            };
             let files: Vec<(String, String)> = names
                 .iter()
                 .enumerate()

@@ -245,8 +245,8 @@ mod tests {
         assert_eq!(of(24, [8, 16, 24]), Ok(vec![]));
         assert_eq!(of(40, [8, 16, 24]), Ok(vec![166, 333, 500]));
         let error = of(49, [8, 16, 24]).unwrap_err().to_string();
-        let told = "m needs 49.0 GB of memory, and its nodes have 48.0 GB to spare: a 8.0 GB, b \
-                    16.0 GB, c 24.0 GB";
+        let told = "m needs 45.6 GiB of memory, and its nodes have 44.7 GiB to spare: a 7.5 GiB, b \
+                    14.9 GiB, c 22.4 GiB";
         assert_eq!(error, told);
         assert_eq!(of(49, [u64::MAX / GB, 1, 1]).unwrap().len(), 3);
     }
