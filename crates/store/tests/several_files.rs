@@ -59,7 +59,10 @@ fn folder(setup: &StoreSetup) -> PathBuf {
 }
 
 #[test]
-#[expect(clippy::too_many_lines, reason = "one story: wrong bytes, a cut, a resume")]
+#[expect(
+    clippy::too_many_lines,
+    reason = "one story: wrong bytes, a cut, a resume"
+)]
 fn wrong_bytes_of_one_file_end_the_pull_and_the_others_are_kept() {
     let (first_four, asked) = (Barrier::new(CONNECTIONS), AtomicUsize::new(0));
     let (honest, folder_of) = (
