@@ -2,7 +2,7 @@
 
     python packaging/macho.py LAYER MLX_LIB_FOLDER
 
-What macOS's loader would refuse is read from the files: processor, names by which the libraries find each
+The checks read what macOS's loader would refuse: processor, names by which the libraries find each
 other, oldest macOS, signature, and that each symbol is in the library that it is expected in.
 """
 

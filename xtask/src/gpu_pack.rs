@@ -48,7 +48,7 @@ const MODELS: [&str; 3] = [
     "SmolLM2-135M-Instruct.Q4_1.gguf",
 ];
 
-/// What goes into a pack.
+/// Contents of a pack.
 #[derive(Debug)]
 pub(crate) struct PackOptions<'a> {
     /// The build of MLX, as `paceline engines install mlx --build` names it; `None` for that of

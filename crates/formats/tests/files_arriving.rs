@@ -55,7 +55,7 @@ fn taken(waits: &Waits) -> Vec<(String, Range<usize>)> {
     std::mem::take(&mut waits.lock().unwrap())
 }
 
-/// What was waited for is one range, of `name`; its bytes there are `bytes`.
+/// The recorded wait is one range, of `name`; its bytes there are `bytes`.
 fn check_wait(dir: &Path, waits: &Waits, (name, bytes): (&str, &[u8])) {
     let waits = taken(waits);
     let [(file, range)] = &waits[..] else {

@@ -1001,7 +1001,7 @@ impl Inner {
         Some(Arc::new(NodeConnection(channel)))
     }
 
-    /// What defines the numbers of an instance.
+    /// Kind and kernel classes of an instance.
     fn numbers_of(&self, id: InstanceId) -> Option<Numbers> {
         let map = self.agent.map();
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;

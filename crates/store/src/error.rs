@@ -8,7 +8,7 @@ use paceline_base::Bytes;
 
 use crate::options::SystemVersion;
 
-/// One of several GGUF models of a repository.
+/// A GGUF model of a repository that has several.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufChoice {
     /// The shortest text after the colon of a hub id that selects this model alone.

@@ -91,7 +91,7 @@ pub(crate) struct StoredRows {
 }
 
 impl StoredRows {
-    /// Those with the given columns, and their bytes within a row of the matrix.
+    /// The groups with the given columns, and their bytes within a row of the matrix.
     fn new(block_type: BlockType, columns: &Range<usize>) -> (Self, Range<usize>) {
         let len = block_type.len();
         let blocks = columns.start / len..columns.end.div_ceil(len);

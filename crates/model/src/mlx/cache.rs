@@ -627,7 +627,7 @@ mod tests {
         let values: Vec<f32> = (0..128).map(|i| i as f32).collect();
         let new = stream.array_f32(&values, &[1, 1, 64, 2]).unwrap();
         let span = |page| Span::new(&stream, &rows(&[page], 0, 0..64), None).unwrap();
-        // One more where they would be a multiple of 256 rows.
+        // A page more where they would be a multiple of 256 rows.
         for (page, pages) in [(3, 129), (128, 129), (129, 258), (300, 517), (999, 1001)] {
             let span = span(page);
             let growth = cache.growth(|layer| [span.end(), 0][layer]);

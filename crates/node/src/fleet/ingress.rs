@@ -267,7 +267,7 @@ struct IngressState {
     answers: bool,
     /// Running requests of other nodes, by the owner's last status.
     others: usize,
-    /// What defines the instance's numbers.
+    /// Kind and kernel classes of the instance.
     numbers: Option<Numbers>,
     /// Set once no further request is accepted.
     is_over: bool,
@@ -402,7 +402,7 @@ impl Ingress {
         state.requests.len() + state.others
     }
 
-    /// What defines the numbers of the instance, as of the last known owner.
+    /// Kind and kernel classes of the instance, as of the last known owner.
     pub(super) fn numbers(&self) -> Option<Numbers> {
         lock(&self.state).numbers.clone()
     }

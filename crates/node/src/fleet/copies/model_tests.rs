@@ -15,7 +15,7 @@ use crate::fleet::partial_file::GroupRun;
 /// Bytes of a group of these small files.
 const EACH: u64 = 64 << 10;
 
-/// What a node gives of its files.
+/// Files that a node serves to others.
 #[derive(Default)]
 struct Served {
     /// Bytes given so far.

@@ -66,7 +66,7 @@ impl Models {
     }
 }
 
-/// What a record says of a model's files.
+/// Identity and size of a model's files, as in a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::fleet) struct ModelIdentity {
     /// SHA-256 of the file, or of the manifest, in hexadecimal digits.
