@@ -141,7 +141,7 @@ impl Inner {
         if ask.split != SplitKind::Auto || record.nodes.len() < 2 {
             return ask.split.to_string();
         }
-        if record.nodes.iter().any(|id| record.is_on_mlx(*id)) {
+        if record.splits_on_mlx() {
             return SplitKind::Pipeline.to_string();
         }
         match self.planned(ask, path, &record.nodes) {

@@ -15,7 +15,7 @@ use paceline_cluster::nodes::placement::{
 };
 use paceline_cluster::nodes::{InstanceId, NodeId, RegisterKey, Registers};
 use paceline_comm::Backend;
-use paceline_model::ModelSource;
+use paceline_model::{ModelSource, SplitKind};
 
 use super::copies::CheckRange;
 use super::flaps::{Flaps, LOSSES_MAX, NamedInstance};
@@ -230,17 +230,23 @@ impl OwnedInstance {
         let nodes = self.wanted.nodes.iter();
         let classes: Result<Vec<KernelClass>, _> =
             nodes.map(|id| self.wanted.class_of(*id).parse()).collect();
+        let split = self.wanted.split.parse();
+        let split: SplitKind = split.map_err(|_| {
+            format!(
+                "{:?} is no split: try auto, tensor, pipeline or experts",
+                self.wanted.split
+            )
+        })?;
         let options = Options {
             classes: Classes::of(classes.map_err(|error| error.to_string())?),
             threads: usize::from(self.wanted.threads.max(1)),
             kv: None,
             nodes: self.wanted.nodes.len() as u32,
-            kind: self.wanted.split.parse().map_err(|_| {
-                format!(
-                    "{:?} is no split: try auto, tensor, pipeline or experts",
-                    self.wanted.split
-                )
-            })?,
+            // A record is automatic again after a move to more nodes.
+            kind: match split {
+                SplitKind::Auto if self.wanted.splits_on_mlx() => SplitKind::Pipeline,
+                split => split,
+            },
             shares: inner
                 .shares_by_memory(Some(self.id), &self.wanted)
                 .map_err(|error| error.to_string())?,
