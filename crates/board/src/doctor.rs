@@ -14,7 +14,7 @@ use paceline_cluster::network::{
 };
 use paceline_cluster::sandbox::{Enforced, Level, Sandbox};
 use paceline_comm_interop::nccl::{self, Libraries};
-use paceline_comm_rdma::{RdmaError, Verbs};
+use paceline_comm_rdma::{ENABLE_RDMA, RdmaError, Verbs};
 use paceline_store::{MlxBuild, free_space};
 use paceline_tensor::InstructionSet;
 use serde::Serialize;
@@ -333,13 +333,6 @@ fn ssh(path: Option<&OsStr>) -> HealthCheck {
     )
 }
 
-/// How RDMA is switched on under macOS 26.2 or later. Apple showed the switch in System Settings at
-/// WWDC26 (session 233, June 2026), and no source says from which version on it is there. Before
-/// it there was recovery mode alone (technote TN3205).
-pub const ENABLE_RDMA: &str = "search System Settings for RDMA, switch on \"Enable RDMA over \
-    Thunderbolt\" and restart; without that entry run rdma_ctl enable in macOS Recovery (macOS \
-    26.2 or later, Thunderbolt 5)";
-
 fn rdma(devices: Result<Vec<String>, RdmaError>) -> HealthCheck {
     const MAC: bool = cfg!(target_os = "macos");
     match devices {
@@ -460,13 +453,6 @@ mod tests {
             assert_eq!(check.state, State::Missing, "{models}");
             assert!(check.found.contains("cannot write in /proc:"), "{check:?}");
         }
-    }
-
-    #[test]
-    fn rdma_is_switched_on_in_system_settings_where_they_have_the_switch() {
-        let at = |what: &str| ENABLE_RDMA.find(what).unwrap();
-        assert!(at("System Settings") < at("rdma_ctl enable"));
-        assert!(at("rdma_ctl enable") < at("Recovery"));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
 
-use paceline_base::lock;
+use paceline_base::{Rank, lock};
 use paceline_comm::tcp;
 
 use super::error::RdmaError;
@@ -50,7 +50,8 @@ const MESSAGE_BYTES_MAX: u32 = 1 << 20;
 /// The library, and the open devices of this process. Each is opened once, as a second context of
 /// one device hangs on macOS (ml-explore/mlx #3245).
 pub(super) struct Host {
-    verbs: Verbs,
+    /// `None` until a device is needed.
+    verbs: Mutex<Option<Verbs>>,
     /// Registered memory, for all groups over these devices.
     pub(super) registry: Arc<Registry>,
     adapters: Mutex<BTreeMap<String, Weak<Adapter>>>,
@@ -62,9 +63,17 @@ impl Host {
         if let Some(adapter) = adapters.get(name).and_then(Weak::upgrade) {
             return Ok(adapter);
         }
-        let adapter = Adapter::open(&self.verbs, name)?;
+        let adapter = Adapter::open(&self.verbs()?, name)?;
         adapters.insert(name.to_string(), Arc::downgrade(&adapter));
         Ok(adapter)
+    }
+
+    fn verbs(&self) -> Result<Verbs, RdmaError> {
+        let mut verbs = lock(&self.verbs);
+        if let Some(verbs) = &*verbs {
+            return Ok(verbs.clone());
+        }
+        Ok(verbs.insert(Verbs::load()?).clone())
     }
 }
 
@@ -77,6 +86,8 @@ pub struct Cabling {
     pub(super) config: Config,
     /// Use a ring even in a full mesh.
     pub(super) ring: bool,
+    /// Use TCP where a cable fails, and for these peers. `None`: fail.
+    pub(super) fallback: Option<Vec<Rank>>,
 }
 
 impl Cabling {
@@ -92,12 +103,25 @@ impl Cabling {
         own
     }
 
+    /// Cables between ranks that use TCP where a cable fails, and from this rank to `refused`. The
+    /// system's library is opened once a device is needed.
+    pub fn with_fallback(matrix: Matrix, refused: Vec<Rank>) -> Self {
+        Self {
+            fallback: Some(refused),
+            ..Self::of(None, matrix, Config::default())
+        }
+    }
+
     /// Clamps the message length to its bounds.
-    pub fn with(verbs: Verbs, matrix: Matrix, mut config: Config) -> Self {
+    pub fn with(verbs: Verbs, matrix: Matrix, config: Config) -> Self {
+        Self::of(Some(verbs), matrix, config)
+    }
+
+    fn of(verbs: Option<Verbs>, matrix: Matrix, mut config: Config) -> Self {
         let bytes = config.message_bytes;
         config.message_bytes = bytes.clamp(MESSAGE_BYTES_MIN, MESSAGE_BYTES_MAX) & !63;
         let host = Arc::new(Host {
-            verbs,
+            verbs: Mutex::new(verbs),
             registry: Arc::default(),
             adapters: Mutex::default(),
         });
@@ -106,12 +130,13 @@ impl Cabling {
             matrix: Arc::new(matrix),
             config,
             ring: false,
+            fallback: None,
         }
     }
 }
 
 impl fmt::Debug for Cabling {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}: {}", self.host.verbs, self.matrix.to_json())
+        write!(f, "cables {}", self.matrix.to_json())
     }
 }

@@ -135,6 +135,9 @@ pub enum RdmaError {
         /// The device on the side of `rank`.
         device: String,
     },
+    /// This machine's user does not trust the cables to a peer with unencrypted bytes.
+    #[error("the cables to {peer} are not trusted here")]
+    NotTrusted { peer: Rank },
     #[error(transparent)]
     Matrix(#[from] MatrixError),
     /// Ranks have different device matrices, or different options.
@@ -156,7 +159,37 @@ pub enum RdmaError {
     Join(#[from] JoinError),
 }
 
+/// How RDMA is switched on under macOS 26.2 or later. Apple showed the switch in System Settings at
+/// WWDC26 (session 233, June 2026), and no source says from which version on it is there. Before
+/// it there was recovery mode alone (technote TN3205).
+pub const ENABLE_RDMA: &str = "search System Settings for RDMA, switch on \"Enable RDMA over \
+    Thunderbolt\" and restart; without that entry run rdma_ctl enable in macOS Recovery (macOS \
+    26.2 or later, Thunderbolt 5)";
+
 impl RdmaError {
+    /// The setting of this machine that is off, and how it is switched on; `None` if the error
+    /// names no setting. `os` is as [`std::env::consts::OS`].
+    pub fn setting(&self, os: &str) -> Option<&'static str> {
+        let is_mac = os == "macos";
+        match self {
+            Self::Library { .. } | Self::NoList { .. } | Self::NoSuchDevice { .. } if is_mac => {
+                Some(ENABLE_RDMA)
+            }
+            Self::Library { .. } => Some("apt install libibverbs1 ibverbs-providers"),
+            Self::PortDown { .. } => Some("plug the cable in at both ends"),
+            // Numbers by ml-explore/mlx: EINVAL while the Thunderbolt Bridge has the port.
+            Self::Verb { call, source, .. }
+                if is_mac && *call == "ibv_modify_qp" && source.raw_os_error() == Some(22) =>
+            {
+                Some("switch Thunderbolt Bridge off in System Settings, Network")
+            }
+            Self::NoAddress { .. } => {
+                Some("give the port's interface an IPv4 address, as `paceline topology` does")
+            }
+            _ => None,
+        }
+    }
+
     /// The error of a call that set this thread's `errno`.
     pub(super) fn verb(device: &str, call: &'static str, operands: String) -> Self {
         Self::coded(device, call, operands, io::Error::last_os_error())

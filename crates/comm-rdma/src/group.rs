@@ -17,6 +17,7 @@ use paceline_comm::{
 
 use super::cabling::{Cabling, Config};
 use super::error::RdmaError;
+use super::fallback::Refusal;
 use super::join::{CableJoin, fits};
 use super::links::{Devices, Links};
 use super::memory::Registration;
@@ -74,6 +75,7 @@ pub struct Rdma {
     keeping: MonitoredGroup<Links>,
     _slabs: Vec<Slab>,
     cabling: Cabling,
+    refusals: Vec<Refusal>,
     /// Stays open, unused, as JACCL's does.
     _side: Option<SideChannel>,
 }
@@ -148,7 +150,7 @@ pub(super) fn meeting(all: &[Vec<u8>]) -> Result<(GroupId, Vec<SocketAddr>), Rdm
 }
 
 fn assemble(
-    cabling: Cabling,
+    mut cabling: Cabling,
     mut origin: JoinRecord,
     rank: Rank,
     mut side: Option<SideChannel>,
@@ -163,14 +165,22 @@ fn assemble(
         matrix: &cabling.matrix,
         deadline,
     };
-    let mut wired = joining.wire(&mut |own| match &mut side {
+    let mut gather = |own: &[u8]| match &mut side {
         Some(side) => side.all_gather(own, deadline),
         None => {
             let mut all = vec![0_u8; own.len() * size as usize];
             gather(&linked, own, &mut all, deadline).map_err(JoinError::of_call)?;
             Ok(all)
         }
-    })?;
+    };
+    let (mut wired, refusals) = match &cabling.fallback {
+        None => (joining.wire(&mut gather)?, Vec::new()),
+        Some(refused) => {
+            let joined = joining.wire_or_tcp(refused, &mut gather)?;
+            cabling.matrix = Arc::new(joined.matrix);
+            (joined.connected, joined.refusals)
+        }
+    };
     if let Some(side) = &mut side {
         side.barrier(deadline)?;
     }
@@ -179,7 +189,7 @@ fn assemble(
     let sockets: Box<dyn MonitoredLinks> = Box::new(sockets);
     let links = wired.links((sockets, early), &origin.addrs, index, registry);
     let linked = TransportGroup::new(rank, size, links);
-    if cabling.ring || !cabling.matrix.is_mesh() {
+    if cabling.ring || !(cabling.matrix.is_mesh() || cabling.matrix.is_bare()) {
         linked.go_round(route::ring(&cabling.matrix));
         origin.config.force = origin.config.force.or(Some(Algorithm::Ring));
     }
@@ -188,6 +198,7 @@ fn assemble(
         keeping,
         _slabs: wired.slabs,
         cabling,
+        refusals,
         _side: side,
     })
 }
@@ -235,6 +246,12 @@ impl Rdma {
             true => links.cables(peer.0 as usize),
             false => (0, None),
         }
+    }
+
+    /// Why this rank does not use its cables to some peers, with
+    /// [`Cabling::with_fallback`]. Other cables may be unused because of their other end.
+    pub fn refusals(&self) -> &[Refusal] {
+        &self.refusals
     }
 
     /// Why the link to `peer` broke, if it did: calls only report that `peer` is lost.
@@ -324,6 +341,7 @@ impl Group for Rdma {
         let indices: Vec<usize> = ranks.iter().map(|rank| rank.0 as usize).collect();
         let cabling = Cabling {
             matrix: Arc::new(self.cabling.matrix.part(&indices)),
+            fallback: self.cabling.fallback.as_ref().map(|_| Vec::new()),
             ..self.cabling.clone()
         };
         match assemble(cabling, origin, rank, None, deadline) {

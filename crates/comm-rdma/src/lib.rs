@@ -38,6 +38,7 @@
 //! - `matrix`, `settings`, `side_channel`: JACCL's configuration;
 //! - `cabling`, `join`, `group`: open devices, the join, and the group over them; `destination`:
 //!   encoding of a queue pair's address;
+//! - `fallback`: joins that use TCP where a cable fails;
 //! - `route`: rings where the cables form no mesh;
 //! - `soft`: a verbs library in software, for tests.
 //!
@@ -56,6 +57,7 @@ mod cabling;
 mod chunks;
 mod destination;
 mod error;
+mod fallback;
 #[cfg(test)]
 #[path = "../../comm/src/free.rs"]
 mod free;
@@ -82,11 +84,12 @@ mod tests;
 mod verbs;
 
 pub use self::cabling::{Cabling, Config, IN_PLACE_BYTES, MESSAGE_BYTES};
-pub use self::error::RdmaError;
+pub use self::error::{ENABLE_RDMA, RdmaError};
+pub use self::fallback::Refusal;
 pub use self::group::{Rdma, RdmaProvider, join, join_settings};
 pub use self::limits::{DeviceLimits, MemoryRegions, QueuePairs, WorkRequests};
 pub use self::matrix::{CABLES_MAX, Matrix, MatrixError};
 pub use self::memory::Registration;
 pub use self::settings::{JacclSettings, SettingsError};
 pub use self::side_channel::SideChannel;
-pub use self::verbs::{LIBRARY, Verbs};
+pub use self::verbs::{DevicePort, LIBRARY, Verbs};

@@ -189,6 +189,24 @@ impl Matrix {
             })
     }
 
+    /// Whether there is no cable.
+    pub fn is_bare(&self) -> bool {
+        self.rows.iter().flatten().all(Vec::is_empty)
+    }
+
+    /// The matrix with the cables for which `is_kept` is true, by both ranks and the cable's index.
+    pub(super) fn filtered(&self, is_kept: impl Fn(usize, usize, usize) -> bool) -> Self {
+        let entry = |from: usize, to: usize| {
+            let names = self.rows[from][to].iter().enumerate();
+            let kept = names.filter(|(cable, _)| is_kept(from, to, *cable));
+            kept.map(|(_, name)| name.clone()).collect()
+        };
+        let row = |from| (0..self.size()).map(|to| entry(from, to)).collect();
+        Self {
+            rows: (0..self.size()).map(row).collect(),
+        }
+    }
+
     /// The matrix of some of the ranks, in this order.
     pub fn part(&self, ranks: &[usize]) -> Self {
         let row = |from: &usize| {

@@ -1,5 +1,6 @@
 //! Groups over the software library: results, joins and failures.
 
+mod fallback;
 mod faults;
 mod layout;
 mod library;

@@ -9,6 +9,7 @@
 
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
+use std::net::Ipv4Addr;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -89,6 +90,75 @@ impl Verbs {
     pub fn devices(&self) -> Result<Vec<String>, RdmaError> {
         DeviceList::get(self).map(|list| list.names())
     }
+
+    /// The ports of all devices. Opens each device for a moment.
+    ///
+    /// # Errors
+    /// [`RdmaError::NoList`].
+    pub fn ports(&self) -> Result<Vec<DevicePort>, RdmaError> {
+        let devices = self.devices()?.into_iter();
+        Ok(devices.map(|name| DevicePort::of(self, name)).collect())
+    }
+}
+
+/// The port of a device, as its driver describes it.
+#[derive(Debug)]
+pub struct DevicePort {
+    /// The device's name.
+    pub device: String,
+    /// The IPv4 address by which peers reach it; `None` if it is unusable, or addressed by LID.
+    pub address: Option<Ipv4Addr>,
+    /// Its rate in Gbit/s, if the driver reports one.
+    pub gbit_per_s: Option<f64>,
+    /// Why it is unusable, if it is.
+    pub problem: Option<RdmaError>,
+}
+
+impl DevicePort {
+    fn of(verbs: &Verbs, device: String) -> Self {
+        let described = OpenContext::open(verbs, &device).and_then(|opened| {
+            let port = opened.port()?;
+            let (_, gid) = opened.address(&port)?;
+            Ok((gid, rate(port.active_width, port.active_speed)))
+        });
+        match described {
+            Ok((Gid(gid), gbit_per_s)) => Self {
+                device,
+                address: is_ipv4(Gid(gid)).then(|| [gid[12], gid[13], gid[14], gid[15]].into()),
+                gbit_per_s,
+                problem: None,
+            },
+            Err(problem) => Self {
+                device,
+                address: None,
+                gbit_per_s: None,
+                problem: Some(problem),
+            },
+        }
+    }
+}
+
+/// Gbit/s by the codes of `enum ibv_port_width` and `ibv_port_speed` (verbs.h).
+fn rate(width: u8, speed: u8) -> Option<f64> {
+    let lanes = match width {
+        1 => 1.0,
+        2 => 4.0,
+        4 => 8.0,
+        8 => 12.0,
+        16 => 2.0,
+        _ => return None,
+    };
+    let lane = match speed {
+        1 => 2.5,
+        2 => 5.0,
+        4 | 8 => 10.0,
+        16 => 14.0,
+        32 => 25.0,
+        64 => 50.0,
+        128 => 100.0,
+        _ => return None,
+    };
+    Some(lanes * lane)
 }
 
 /// All functions, by their names without the prefix.

@@ -2,7 +2,7 @@
 
 use std::error::Error as StdError;
 
-use paceline_board::doctor::ENABLE_RDMA;
+use paceline_comm_rdma::ENABLE_RDMA;
 use paceline_launch::topology::Error as TopologyError;
 use paceline_process::processes::Ending;
 
