@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::super::discovery::DiscoveryMethod;
 use super::super::member::Life;
 use super::super::paths::Path;
+use super::super::rdma::RdmaDevice;
 use super::super::{NodeId, RegisterKey, Registers};
 
 /// Version of the protocol between nodes. Raised when an older node would misunderstand.
@@ -54,6 +55,9 @@ pub struct NodeFacts {
     /// until the node has listed them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<EngineDevice>,
+    /// RDMA devices, set by [`Agent::set_rdma`](super::Agent::set_rdma).
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rdma: Vec<RdmaDevice>,
 }
 
 /// A device on which an engine of a node computes, as `paceline engines` lists it.

@@ -5,6 +5,7 @@
 //! HOME/node/cluster-key   the cluster's key, 32 bytes, mode 0600
 //! HOME/node/former-keys   replaced keys: their count, then one token a line, mode 0600
 //! HOME/node/map.json      the last saved shared map
+//! HOME/node/trusted      RDMA cables that carry plaintext: device and node, one a line, mode 0600
 //! HOME/node/lock          locked while the node runs
 //! HOME/node/socket        where the command line reaches the node
 //! ```
@@ -20,10 +21,14 @@ use zeroize::Zeroizing;
 use super::super::identity::write_secret;
 use super::super::{ClusterKey, Identity, Register, RegisterKey, Registers};
 use super::Error;
+use super::rdma::TrustedCables;
 use super::rekey::FORMER_MAX;
 
 /// Longest saved map that is read: its bounds, twice over.
 const MAP_BYTES_MAX: u64 = 128 << 20;
+
+/// Longest file of trusted cables that is read: its bound, twice over.
+const TRUSTED_BYTES_MAX: u64 = 16 << 10;
 
 /// Longest file of former keys that is read.
 const FORMER_BYTES_MAX: u64 = 4096;
@@ -126,6 +131,30 @@ impl NodeFolder {
         (generation.unwrap_or(0).saturating_sub(cut_off), keys)
     }
 
+    /// The trusted cables. An unreadable file or line counts as none.
+    pub(super) fn trusted(&self) -> TrustedCables {
+        let mut text = String::new();
+        let file = File::open(self.folder.join("trusted"));
+        let read = file.and_then(|file| file.take(TRUSTED_BYTES_MAX).read_to_string(&mut text));
+        if read.is_err() {
+            return TrustedCables::new();
+        }
+        let cable = |line: &str| {
+            let (device, node) = line.rsplit_once(' ')?;
+            Some((device.to_owned(), node.parse().ok()?))
+        };
+        text.lines().filter_map(cable).collect()
+    }
+
+    /// Saves the trusted cables.
+    pub(super) fn save_trusted(&self, cables: &TrustedCables) -> Result<(), Error> {
+        let lines = cables
+            .iter()
+            .map(|(device, node)| format!("{device} {node}\n"));
+        let text: String = lines.collect();
+        Ok(write_secret(&self.folder.join("trusted"), text.as_bytes())?)
+    }
+
     pub(super) fn socket(&self) -> PathBuf {
         self.folder.join("socket")
     }
@@ -167,7 +196,23 @@ fn remove(path: &Path) -> Result<(), Error> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::NodeId;
     use super::*;
+
+    #[test]
+    fn trusted_cables_are_read_again_and_other_lines_are_none() {
+        let home = tempfile::tempdir().unwrap();
+        let files = NodeFolder::new(home.path());
+        assert!(files.trusted().is_empty());
+        let cable = |name: &str, node| (name.to_owned(), NodeId([node; 16]));
+        let cables = TrustedCables::from([cable("rdma_en5", 1), cable("rdma_en5", 2)]);
+        files.save_trusted(&cables).unwrap();
+        assert_eq!(files.trusted(), cables);
+        let path = files.folder.join("trusted");
+        let text = fs::read_to_string(&path).unwrap();
+        fs::write(&path, format!("rdma_en6\nrdma_en6 x\n{text}")).unwrap();
+        assert_eq!(files.trusted(), cables);
+    }
 
     #[test]
     fn a_key_whose_replacement_was_cut_off_can_be_replaced() {

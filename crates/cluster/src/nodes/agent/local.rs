@@ -8,8 +8,8 @@
 //! JSON, one object a line; one command a connection. The folder has mode 0700 and the socket 0600:
 //! the file system controls access.
 //!
-//! Built in: `nodes`, `diagnostics`, `token`, `invite`, `join`, `leave`, `forget`. The crate above
-//! adds its own by [`Agent::serve_local`].
+//! Built in: `nodes`, `diagnostics`, `token`, `invite`, `join`, `leave`, `forget`, `cables`,
+//! `trust`. The crate above adds its own by [`Agent::serve_local`].
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -28,7 +28,7 @@ use super::super::ClusterKey;
 use super::super::pairing::Code;
 use super::accept::{ConnectionSlot, is_ready};
 use super::files::NodeFolder;
-use super::{Agent, Inner, SOCKET_PATH_MAX};
+use super::{Agent, CableTrust, Inner, SOCKET_PATH_MAX};
 
 /// Most concurrent clients; further ones are closed.
 const CLIENTS_MAX: usize = 64;
@@ -302,6 +302,15 @@ fn execute(
         "revoke" => {
             let id = agent.revoke(needed("node")?).map_err(said)?;
             Ok(json!({ "id": id }))
+        }
+        "cables" => Ok(json!({ "cables": agent.cable_list() })),
+        "trust" => {
+            let trust = match arguments["remove"] == true {
+                true => CableTrust::Untrusted,
+                false => CableTrust::Trusted,
+            };
+            agent.trust_cable(needed("link")?, trust).map_err(said)?;
+            Ok(json!({ "cables": agent.cable_list() }))
         }
         "forget" => {
             let id = agent.forget(needed("node")?).map_err(said)?;

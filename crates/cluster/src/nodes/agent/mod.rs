@@ -13,6 +13,7 @@
 //! - [`Agent::write`], [`Agent::map`], [`Agent::watch`]: the map that all nodes share.
 //! - [`Agent::nodes`]: the cluster as this node sees it.
 //! - [`Agent::route`], [`Agent::measure`]: measured network paths between nodes.
+//! - [`Agent::cables`], [`Agent::trust_cable`]: RDMA cables between nodes, and trust in them.
 //! - [`Agent::examine`]: a diagnosis of why this node and another one do not reach each other.
 //! - [`Agent::join`], [`Agent::leave`], [`Agent::invite`]: cluster membership.
 //! - [`local`]: the socket by which the command line reaches the node of its home.
@@ -36,6 +37,7 @@ mod links;
 pub mod local;
 mod membership;
 mod paths;
+mod rdma;
 mod refusals;
 mod rekey;
 mod state;
@@ -63,6 +65,7 @@ pub use facts::{EngineDevice, Kind, NetworkPath, NodeFacts, NodePaths, NodeView,
 use files::NodeFolder;
 pub use keys::KeyFile;
 pub use membership::{Joined, join_at_rest, join_by_code_at_rest, token_at_rest};
+pub use rdma::CableTrust;
 pub use refusals::Refusal;
 use refusals::Refusals;
 use state::State;
@@ -102,6 +105,8 @@ pub enum Error {
     NoNode { name: String },
     #[error("{name:?} is the beginning of several nodes' ids")]
     Ambiguous { name: String },
+    #[error("no RDMA cable of this machine is called {link:?}")]
+    NoCable { link: String },
     #[error("no address of node {id} is known")]
     NoAddress { id: NodeId },
     /// The node has no such service, or refuses this caller.
@@ -264,6 +269,7 @@ impl Agent {
         let boot = random();
         let mut state = State::new(identity.id(), key, files.map(), config.pace, now(start));
         (state.generation, state.former) = files.former_keys(&state.key);
+        state.trusted = files.trusted();
         let (lines, told) = sync_channel(LINES_MAX);
         let inner = Arc::new(Inner {
             files,

@@ -11,12 +11,14 @@ use paceline_base::lock;
 use super::super::member::{Action, DialTarget, Event, Life, Pace};
 use super::super::pairing::Invitation;
 use super::super::paths::{PathProbe, PathTable};
+use super::super::rdma::RdmaDevice;
 use super::super::session::NodeSession;
 use super::super::{ClusterKey, Membership, NodeId, Now, RegisterKey, Registers};
 use super::addresses::AddressBook;
 use super::channel::ServiceChannel;
 use super::facts::{self, EngineDevice, NodeView};
 use super::links::PeerLink;
+use super::rdma::TrustedCables;
 use super::rekey::{Drawn, OutdatedNodes};
 use super::{Error, Inner, NodeFacts, random};
 
@@ -60,6 +62,8 @@ pub(super) struct State {
     /// Whether this node is draining.
     pub(super) leaving: bool,
     pub(super) devices: Vec<EngineDevice>,
+    pub(super) rdma: Vec<RdmaDevice>,
+    pub(super) trusted: TrustedCables,
     /// Counts changes for watchers.
     pub(super) version: u64,
     /// Whether the map differs from the saved one.
@@ -89,6 +93,8 @@ impl State {
             api: Vec::new(),
             leaving: false,
             devices: Vec::new(),
+            rdma: Vec::new(),
+            trusted: TrustedCables::new(),
             version: 0,
             is_dirty: false,
             stopped: false,
@@ -354,6 +360,7 @@ impl Inner {
             api: state.api.clone(),
             leaving: state.leaving,
             devices: state.devices.clone(),
+            rdma: state.rdma_facts(),
             data: self.data_addresses(),
             ..self.config.facts.clone()
         };
