@@ -45,7 +45,7 @@ use paceline_formats::gguf::Gguf;
 use super::damage::Count;
 use super::file_ranges::{self, FileFetch, FileInventory, Short};
 use super::hub::{self, HubOrigin, ModelHub};
-use super::inventory::{WholeFile, tree_of};
+use super::inventory::{self, WholeFile, tree_of};
 use super::manifest;
 use super::partial_file::{self, VerifiedPartial};
 use super::roots::{self, FileRoot, KnownRoot};
@@ -57,7 +57,7 @@ use crate::partial_source::ByteRange;
 pub(super) use crate::partial_source::FOLDER as MODEL;
 use crate::workers::connection::{ConnectionError, receive_message, send_message};
 use crate::workers::host::ModelName;
-use files::{copy, hash, send_file};
+use files::{copy, hash, hash_and_tree, send_file};
 use messages::{CopyReport, Fetch, fetch};
 pub(super) use messages::{ensure, ensure_part, ensure_right, ensure_while, holders};
 use models::Models;
@@ -110,16 +110,11 @@ pub(super) struct PartialCopy {
     from: Option<NodeId>,
 }
 
-impl PartialCopy {
-    /// The groups needed to open the file and to identify it.
-    fn first(&self) -> Vec<Range<u64>> {
-        first_groups(&self.rooted, self.partial.groups())
-    }
-}
-
 /// The groups needed to open a file and to identify it.
 fn first_groups(rooted: &KnownRoot, groups: HashGroups) -> Vec<Range<u64>> {
-    let parts = identity::parts(rooted.bytes as usize, rooted.header as usize);
+    let lengths = [rooted.bytes, rooted.header, rooted.weights];
+    let [bytes, header, weights] = lengths.map(|length| length as usize);
+    let parts = identity::parts(bytes, header, weights);
     let parts = parts.map(|part| groups.around(&(part.start as u64..part.end as u64)));
     parts.collect()
 }
@@ -236,16 +231,24 @@ impl ModelCopies {
         })
     }
 
-    /// SHA-256 of a file in hexadecimal digits. Reads all of it the first time.
+    /// SHA-256 of a file in hexadecimal digits. Reads all of it the first time, and stores its hash
+    /// tree too.
     ///
     /// # Errors
     /// What the system says.
     pub(super) fn hash(&self, path: &Path) -> io::Result<String> {
         let key = fingerprint(path)?;
-        if let Some(known) = lock(&self.known).get(&key) {
-            return Ok(known.clone());
+        let known = || lock(&self.known).get(&key).cloned();
+        let turn = self.turn(&format!("SHA-256 of {}", path.display()));
+        let _turn = lock(&turn); // one thread reads the file
+        if let Some(known) = known() {
+            return Ok(known);
         }
-        let sum = hash(path)?;
+        let (sum, tree) = hash_and_tree(path)?;
+        if let Ok(kept) = place_in(&self.folder, &sum, partial_file::TREE) {
+            // Where the disk is full, the tree is computed again when a node needs it.
+            let _: io::Result<()> = inventory::keep(&tree, &kept);
+        }
         lock(&self.known).insert(key, sum.clone());
         Ok(sum)
     }
@@ -348,8 +351,10 @@ impl ModelCopies {
         if !self.place(model, partial_file::FILE)?.is_file() {
             return Err(reason);
         }
-        let held = self.held(agent, model, None)?;
-        self.fetch_groups((agent, model), &held, &held.first(), &|_| true)?;
+        let root = self.root(agent, model).ok_or(reason)?;
+        let first = first_groups(&root.0, HashGroups::of(root.0.bytes));
+        let held = self.held(agent, model, Some(root))?;
+        self.fetch_groups((agent, model), &held, &first, &|_| true)?;
         Ok(held.partial.path.clone())
     }
 
@@ -439,9 +444,9 @@ impl ModelCopies {
             let fetched = self.fetch_model(agent, None, &fetch, &mut |_| Ok(()));
             return fetched.map(drop);
         }
-        let rooted = roots::of(&agent.map(), &wanted.sha256)?;
-        let held = self.held(agent, &fetch.model, Some((rooted.into(), None)))?;
-        self.fetch_parts(agent, &fetch, &held, &mut |_| Ok(()))
+        let rooted = KnownRoot::from(roots::of(&agent.map(), &wanted.sha256)?);
+        let held = self.held(agent, &fetch.model, Some((rooted.clone(), None)))?;
+        self.fetch_parts(agent, &fetch, (&held, &rooted), &mut |_| Ok(()))
     }
 
     fn fetch(
@@ -493,10 +498,12 @@ impl ModelCopies {
         told: &mut CopyProgress<'_>,
     ) -> Result<(), String> {
         let reason = match (rooted, from) {
-            (Ok(Some(rooted)), _) => match self.held(agent, &fetch.model, Some((rooted, from))) {
-                Ok(held) => return self.fetch_parts(agent, fetch, &held, told),
-                Err(reason) => reason,
-            },
+            (Ok(Some(rooted)), _) => {
+                match self.held(agent, &fetch.model, Some((rooted.clone(), from))) {
+                    Ok(held) => return self.fetch_parts(agent, fetch, (&held, &rooted), told),
+                    Err(reason) => reason,
+                }
+            }
             (_, Some(from)) => match self.copy_from(agent, from, fetch, told) {
                 Ok(()) => return Ok(()),
                 Err(reason) => reason,
@@ -512,12 +519,12 @@ impl ModelCopies {
         &self,
         agent: &Agent,
         fetch: &Fetch,
-        held: &PartialCopy,
+        (held, rooted): (&PartialCopy, &KnownRoot),
         told: &mut CopyProgress<'_>,
     ) -> Result<(), String> {
         let model = &fetch.model;
         let wanted = match fetch.parts {
-            true => held.first(),
+            true => first_groups(rooted, held.partial.groups()),
             false => std::iter::once(0..held.partial.groups().count()).collect(),
         };
         let run = |count: &Count<'_>| self.fetch_groups((agent, model), held, &wanted, count);
@@ -588,14 +595,18 @@ impl ModelCopies {
         Ok((hub, origin))
     }
 
-    /// The partial copy of a model; creates it if there is none.
+    /// The partial copy of a model, verified by the root `told`; creates it if there is none.
     fn held(
         &self,
         agent: &Agent,
         model: &ModelName,
         told: Option<RootOrigin>,
     ) -> Result<Arc<PartialCopy>, String> {
-        let known = || lock(&self.parts).get(&model.sha256).cloned();
+        let is_it = |held: &Arc<PartialCopy>| {
+            let told = told.as_ref();
+            told.is_none_or(|(rooted, _)| rooted.root == held.rooted.root)
+        };
+        let known = || lock(&self.parts).get(&model.sha256).cloned().filter(is_it);
         if let Some(held) = known() {
             return Ok(held);
         }
@@ -604,6 +615,7 @@ impl ModelCopies {
         if let Some(held) = known() {
             return Ok(held);
         }
+        self.end_other(&model.sha256)?;
         let (rooted, from) = match told {
             Some(told) => told,
             None => match roots::of(&agent.map(), &model.sha256) {
@@ -627,6 +639,26 @@ impl ModelCopies {
         });
         lock(&self.parts).insert(model.sha256.clone(), Arc::clone(&held));
         Ok(held)
+    }
+
+    /// Ends the partial copy of a file that is verified by another root: two manifests, one of them
+    /// wrong, contradict each other. Its groups are verified again by the root of the next one.
+    ///
+    /// # Errors
+    /// It is being fetched or served.
+    fn end_other(&self, sha256: &str) -> Result<(), String> {
+        let mut parts = lock(&self.parts);
+        match parts.get(sha256) {
+            Some(held) if Arc::strong_count(held) > 1 => Err(format!(
+                "another model's manifest gives the file with SHA-256 {sha256} the root {}, by \
+                 which it is in use now",
+                held.rooted.root
+            )),
+            _ => {
+                parts.remove(sha256);
+                Ok(())
+            }
+        }
     }
 
     /// The leaves below a root, from this node or from one that has the file.

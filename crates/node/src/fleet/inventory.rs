@@ -52,11 +52,23 @@ pub(super) fn tree_of(path: &Path, kept: &Path) -> io::Result<Tree> {
         return Ok(tree);
     }
     let tree = Tree::read(&mut file, bytes)?;
+    keep(&tree, kept)?;
+    Ok(tree)
+}
+
+/// Stores the leaves of a tree at `kept`, unless they are there.
+///
+/// # Errors
+/// What the system says.
+pub(super) fn keep(tree: &Tree, kept: &Path) -> io::Result<()> {
+    let leaves = tree.to_bytes();
+    if fs::read(kept).is_ok_and(|known| known == leaves) {
+        return Ok(());
+    }
     if let Some(folder) = kept.parent() {
         fs::create_dir_all(folder)?;
     }
-    write_whole(kept, &tree.to_bytes())?;
-    Ok(tree)
+    write_whole(kept, &leaves)
 }
 
 impl FileInventory for WholeFile {

@@ -172,6 +172,12 @@ impl Manifest {
         bytes.fold(0, u64::saturating_add)
     }
 
+    /// Bytes of weights in all files.
+    pub(super) fn weights(&self) -> u64 {
+        let weights = self.files.iter().map(|file| file.bytes - file.header);
+        weights.fold(0, u64::saturating_add)
+    }
+
     /// Name of the file by which the model is opened: the first part of a split GGUF model. `None`
     /// for a model that is opened by its folder.
     pub(super) fn first_part(&self) -> Option<&str> {

@@ -40,6 +40,8 @@ pub(super) struct KnownRoot {
     pub(super) header: u64,
     /// BLAKE3 of the file, in hexadecimal digits.
     pub(super) root: String,
+    /// Bytes of weights in all files of its model, which determine the sampled pages of each.
+    pub(super) weights: u64,
     /// The node that signed it, or the manifest that contains it.
     pub(super) by: Option<NodeId>,
 }
@@ -58,6 +60,7 @@ impl From<FileRoot> for KnownRoot {
             bytes: signed.bytes,
             header: signed.header,
             root: signed.root,
+            weights: signed.bytes.saturating_sub(signed.header),
             by: Some(signed.by),
         }
     }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
 use std::time::Instant;
 
 use paceline_base::hex;
@@ -14,11 +15,16 @@ use sha2::{Digest, Sha256};
 
 use super::{CopyProgress, Fetch, SILENCE, TELL_EVERY};
 use crate::fleet::hosts::NodeConnection;
+use crate::fleet::tree::Tree;
 use crate::workers::connection::ConnectionError;
 
 /// Bytes per message: large enough that encryption and system calls are negligible next to the
 /// copy.
 const PIECE_BYTES: usize = 1 << 20;
+
+/// Pieces of a file that may wait until they are part of its SHA-256: at most 8 MiB. They are groups
+/// of the hash tree, or [`PIECE_BYTES`] of one, so that each takes 30 µs or more.
+const PIECES_AHEAD: usize = 8;
 
 pub(super) fn send_file(line: &NodeConnection, path: &Path) -> std::io::Result<()> {
     let mut file = File::open(path)?;
@@ -81,6 +87,44 @@ pub(super) fn hash(path: &Path) -> io::Result<String> {
             0 => return Ok(digits(sum)),
             n => sum.update(&piece[..n]),
         }
+    }
+}
+
+/// SHA-256 in hexadecimal digits and hash tree of a file. Reads it once. Computes the SHA-256 on a
+/// thread of its own, since it takes some times as long as the tree.
+///
+/// # Errors
+/// What the system says.
+pub(super) fn hash_and_tree(path: &Path) -> io::Result<(String, Tree)> {
+    let file = File::open(path)?;
+    let bytes = file.metadata()?.len();
+    let (to_sum, pieces) = mpsc::sync_channel::<Vec<u8>>(PIECES_AHEAD);
+    std::thread::scope(|scope| {
+        let sum = scope.spawn(move || {
+            let mut sum = Sha256::new();
+            pieces.iter().for_each(|piece| sum.update(piece));
+            digits(sum)
+        });
+        // Dropped at the end of this line, which ends the other thread.
+        let tree = Tree::read(&mut Tee { file, to_sum }, bytes);
+        let sum = sum.join();
+        let sum = sum.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        tree.map(|tree| (sum, tree))
+    })
+}
+
+/// A file whose bytes are sent to another thread as they are read.
+struct Tee {
+    file: File,
+    to_sum: mpsc::SyncSender<Vec<u8>>,
+}
+
+impl Read for Tee {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let most = buffer.len().min(PIECE_BYTES);
+        let n = self.file.read(&mut buffer[..most])?;
+        let sent = self.to_sum.send(buffer[..n].to_vec());
+        sent.map(|()| n).map_err(io::Error::other)
     }
 }
 
@@ -204,6 +248,18 @@ mod tests {
     use paceline_formats::gguf::testing::GgufWriter;
 
     use super::*;
+
+    #[test]
+    fn one_pass_gives_the_hash_and_the_tree() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for len in [0, 1, 64 << 10, (64 << 10) + 1, (3 << 20) + 7] {
+            let bytes: Vec<u8> = (0..len).map(|i: u32| (i / 7) as u8).collect();
+            fs::write(&file, &bytes).unwrap();
+            let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
+            let expected = (hash_bytes(&bytes), tree);
+            assert_eq!(hash_and_tree(file.path()).unwrap(), expected, "{len}");
+        }
+    }
 
     fn names(path: &Path) -> Option<Vec<(String, bool)>> {
         let files = model_files(path).unwrap()?.into_iter();

@@ -26,7 +26,7 @@ use super::messages::Fetch;
 use super::repair::{CheckRange, RepairReport};
 use super::{
     CopyProgress, FileFingerprint, MANIFEST, MODEL, ModelCopies, NAME, another, fingerprint,
-    partial_file, place_in, signed_root, write_whole,
+    first_groups, partial_file, place_in, signed_root, write_whole,
 };
 use crate::fleet::hub::{self, HubOrigin};
 use crate::fleet::inventory::tree_of;
@@ -34,7 +34,7 @@ use crate::fleet::manifest::{
     INLINE_BYTES_MAX, INLINE_TOTAL_MAX, MANIFEST_BYTES_MAX, Manifest, ManifestFile,
 };
 use crate::fleet::roots::{self, FileRoot, KnownRoot};
-use crate::fleet::tree::{Tree, shown};
+use crate::fleet::tree::{HashGroups, Tree, shown};
 use crate::workers::host::ModelName;
 
 /// Manifests that this process has verified or computed.
@@ -298,7 +298,8 @@ impl ModelCopies {
     /// The root of a file of a model of several files.
     pub(super) fn root_of_part(&self, agent: &Agent, model: &ModelName) -> Option<KnownRoot> {
         let (of, file) = self.part_entry(&model.sha256)?;
-        Some(known_root(agent, &of, &file))
+        let manifest = lock(&self.models).known.get(&of).cloned()?;
+        Some(known_root(agent, (&of, &manifest), &file))
     }
 
     /// The origin of a file on the hub: its own, or by that of its model.
@@ -405,8 +406,9 @@ impl ModelCopies {
             if !self.place(&file, partial_file::FILE)?.is_file() {
                 return Err(reason);
             }
+            let first = first_groups(&root, HashGroups::of(root.bytes));
             let held = self.held(agent, &file, Some((root, None)))?;
-            self.fetch_groups((agent, &file), &held, &held.first(), &|_| true)?;
+            self.fetch_groups((agent, &file), &held, &first, &|_| true)?;
         }
         self.link(model, &manifest)
     }
@@ -635,18 +637,19 @@ fn part_name(model: &ModelName, file: &ManifestFile) -> ModelName {
 /// The files of a model and their roots.
 fn parts(agent: &Agent, model: &ModelName, manifest: &Manifest) -> Vec<ModelPart> {
     let part = |file: &ManifestFile| {
-        let root = known_root(agent, &model.sha256, file);
+        let root = known_root(agent, (&model.sha256, manifest), file);
         (part_name(model, file), root)
     };
     manifest.files().iter().map(part).collect()
 }
 
 /// The root of a file, by the manifest with this SHA-256.
-fn known_root(agent: &Agent, of: &str, file: &ManifestFile) -> KnownRoot {
+fn known_root(agent: &Agent, (of, manifest): (&str, &Manifest), file: &ManifestFile) -> KnownRoot {
     KnownRoot {
         bytes: file.bytes,
         header: file.header,
         root: file.root.clone(),
+        weights: manifest.weights(),
         by: roots::of(&agent.map(), of).ok().map(|signed| signed.by),
     }
 }

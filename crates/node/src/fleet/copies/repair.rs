@@ -112,7 +112,7 @@ impl ModelCopies {
     }
 
     /// The root of a model, from the map or from the node that requested the check.
-    fn root(&self, agent: &Agent, model: &ModelName) -> Option<RootOrigin> {
+    pub(super) fn root(&self, agent: &Agent, model: &ModelName) -> Option<RootOrigin> {
         let map = agent.map();
         let told = || {
             let told = lock(&self.roots).get(&model.sha256).cloned();

@@ -254,7 +254,7 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
     let opened = own.find_part(&two, &name).unwrap();
     let there = fs::read(opened).unwrap();
     assert_eq!(there.len(), bytes.len());
-    for sample in identity::parts(bytes.len(), 1000) {
+    for sample in identity::parts(bytes.len(), 1000, bytes.len() - 1000) {
         assert_eq!(there[sample.clone()], bytes[sample]);
     }
     one.stop();
@@ -541,6 +541,31 @@ fn groups_that_were_damaged_after_they_came_are_fetched_again() {
     record.source = Some(pair.agents[0].id());
     let failed = copies.take(two, None, &record, &|_| ()).unwrap_err();
     assert!(failed.contains("was changed after it came"), "{failed}");
+    copies.take(two, None, &record, &|_| ()).unwrap();
+    assert!(pair.is_right());
+}
+
+#[test]
+fn manifests_with_other_roots_of_a_file_take_turns() {
+    let pair = CopyPair::new();
+    pair.sign();
+    fs::remove_file(&pair.copy).unwrap();
+    let (copies, two) = (none(&pair.copies.folder), &pair.agents[1]);
+    let bytes = pair.bytes.len() as u64;
+    let other = Tree::read(&mut &*vec![7; pair.bytes.len()], bytes).unwrap();
+    let tree = pair.copy.with_extension(partial_file::TREE);
+    fs::write(tree, other.to_bytes()).unwrap();
+    let right = KnownRoot::from(roots::of(&two.map(), &pair.name.sha256).unwrap());
+    let wrong = KnownRoot {
+        root: shown(other.root()),
+        ..right.clone()
+    };
+    let held = |root: &KnownRoot| copies.held(two, &pair.name, Some((root.clone(), None)));
+    let in_use = held(&wrong).unwrap();
+    let refused = held(&right).err().unwrap();
+    assert!(refused.contains("in use now"), "{refused}");
+    drop(in_use);
+    let record = wanted(pair.name.clone(), bytes);
     copies.take(two, None, &record, &|_| ()).unwrap();
     assert!(pair.is_right());
 }
