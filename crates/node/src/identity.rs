@@ -7,9 +7,9 @@
 //! The hash covers of each weight file: its length, everything before its weights, and pages of its
 //! weights, [`SAMPLES`] of all files together. In a GGUF file the part before the weights also has
 //! the tokenizer and the chat template. Another training of the same shape has the same tensor
-//! table to the byte, and other weights throughout. For a folder it also covers the small files that
-//! affect text and numbers. Only the full hash, which `paceline pull` checks, detects a change of
-//! single weights.
+//! table to the byte, and other weights throughout. For a folder it also covers the small files
+//! that affect text and numbers. Only the full hash, which `paceline pull` checks, detects a change
+//! of single weights.
 
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -22,11 +22,11 @@ use sha2::{Digest, Sha256};
 
 /// Hashed pages of weights, evenly spread over a model. A cold disk reads them in about 10 ms.
 ///
-/// Other values in a share `f` of all weights stay unnoticed with a probability of `(1 - f)^64`: 4 %
-/// for `f` = 5 %, however many files the model has. Each file has a page at least, so a file of
-/// another training is always noticed. A model of `n` files thus has at most `64 + n` pages. Those
-/// of 163 files are in 227 groups of 64 KiB at most, 15 MB, that a node fetches before a start; 64
-/// pages a file were 680 MB.
+/// Other values in a share `f` of all weights stay unnoticed with a probability of `(1 - f)^64`.
+/// That is 4 % for `f` = 5 %, however many files the model has. Each file has at least one page, so
+/// a file of another training is always noticed. A model of `n` files has at most `64 + n` pages. A
+/// node fetches their groups of 64 KiB before a start: 15 MB of 163 files, where 64 pages of each
+/// file took 680 MB.
 const SAMPLES: usize = 64;
 
 const SAMPLE_BYTES: usize = 4096;
@@ -90,8 +90,8 @@ pub(crate) fn parts(bytes: usize, header: usize, all: usize) -> impl Iterator<It
     std::iter::once(0..header).chain(samples(weights, all).map(sample))
 }
 
-/// Offsets of the sampled pages in a file's `len` bytes of weights, of `all` in its model; all pages
-/// of a small model of one file.
+/// Offsets of the sampled pages in the `len` bytes of a file's weights; `all` is the length of its
+/// model's weights. A small model of one file has all its pages sampled.
 fn samples(len: usize, all: usize) -> impl Iterator<Item = usize> {
     let step = (all / SAMPLES).max(SAMPLE_BYTES);
     // The first tensor of a part is often a norm, which a later training hardly changes.

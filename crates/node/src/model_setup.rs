@@ -337,6 +337,18 @@ impl PreparedModel {
         self.cut.split.ranks()
     }
 
+    /// Fewest bytes of weights that each rank reads: equal parts of its stage. A matrix that is cut
+    /// by columns is read by each rank of the stage.
+    pub(crate) fn bytes_by_rank(&self) -> Vec<u64> {
+        let bytes = |rank: u32| {
+            let shard = self.split().shard(&self.config, Rank(rank));
+            let all = self.source.locations(self.config.family, &shard);
+            let all: u64 = all.iter().map(|(_, range)| range.len() as u64).sum();
+            all / shard.stage_ranks().len().max(1) as u64
+        };
+        (0..self.nodes()).map(bytes).collect()
+    }
+
     /// Sets the nodes that own its instance after this one, as indices of its nodes.
     pub fn succeed(&mut self, successors: Vec<usize>) {
         self.successors = successors;
@@ -824,5 +836,50 @@ impl ReplyStream<'_> {
 impl Drop for ReplyStream<'_> {
     fn drop(&mut self) {
         self.service.cancel(self.ticket); // does nothing for one that is complete
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_base::KernelClass;
+
+    use super::*;
+
+    #[test]
+    fn each_rank_reads_its_layers_and_ends() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let folder = folder.join("../../tests-data/golden/hf/llama-rope3-sharded");
+        let source = Arc::new(ModelSource::open(&folder).unwrap());
+        let ModelSource::Hf(files) = &*source else {
+            panic!("a folder");
+        };
+        let all = files.file_bytes().0;
+        let bytes = |kind| {
+            let options = Options {
+                classes: Classes::same(KernelClass::Cpu, 2),
+                threads: 1,
+                kv: None,
+                nodes: 2,
+                kind,
+                shares: Vec::new(),
+                backend: Backend::Any,
+                probed: Backend::Tcp,
+            };
+            let prepared = PreparedModel::new(Arc::clone(&source), options, |_| {
+                EngineConfig::single("m", 256)
+            });
+            prepared.unwrap().bytes_by_rank()
+        };
+        let [first, second] = bytes(SplitKind::Pipeline)[..] else {
+            panic!("two ranks");
+        };
+        // All but the headers, whose share is a few hundredths here.
+        assert!((all / 20 * 19..all).contains(&(first + second)), "{all}");
+        assert!(first.min(second) > all / 4, "{first} {second}");
+        let [one, two] = bytes(SplitKind::Tensor)[..] else {
+            panic!("two ranks");
+        };
+        assert_eq!(one, two);
+        assert!((all / 20 * 9..=all / 2).contains(&one), "{one} of {all}");
     }
 }

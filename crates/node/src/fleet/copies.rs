@@ -485,7 +485,17 @@ impl ModelCopies {
             let run = |count: &Count<'_>| self.check((agent, &fetch.model), known, extent, count);
             return watched(run, told);
         }
+        let here = partial_file::bytes_on_disk(&self.place(&fetch.model, partial_file::FILE)?);
+        self.check_share(fetch, here)?;
         self.get(agent, (rooted, from), fetch, told).map(|()| None)
+    }
+
+    /// Checks whether the disk takes what this node's workers will fetch, besides the bytes `here`.
+    fn check_share(&self, fetch: &Fetch, here: u64) -> Result<(), String> {
+        match fetch.share.saturating_sub(here) {
+            0 => Ok(()),
+            bytes => (self.may_have)(bytes),
+        }
     }
 
     /// Fetches a missing model, by its root if that is known; `None` if the root is of another

@@ -83,16 +83,20 @@ impl OwnedInstance {
         }
         self.report(inner, State::Fetching, None, None);
         let path = self.own_file(inner)?;
-        self.share(inner)?;
+        let prepared = (!encoders::is_encoder(&path)).then(|| self.prepare(inner, &path));
+        let prepared = prepared.transpose()?;
+        self.share(inner, prepared.as_ref())?;
         let draft = self.draft(inner)?;
         let adapters = self.adapter_files(inner)?;
         self.report(inner, State::Loading, None, None);
-        if encoders::is_encoder(&path) {
+        let Some(mut prepared) = prepared else {
             let model = (&inner.agent, &name_of(&self.wanted));
             let path = inner.copies.find_right(model, CheckRange::All)?;
             return encoders::load(&path, &self.wanted).map(OwnerService::Encoder);
+        };
+        if let Some(draft) = draft {
+            guess_with(&mut prepared, &draft)?;
         }
-        let mut prepared = self.prepare(inner, &path, draft.as_deref())?;
         for (name, path) in &adapters {
             let adapted = prepared.adapt(name, path);
             adapted.map_err(|error| error.to_string())?;
@@ -201,7 +205,7 @@ impl OwnedInstance {
             ..self.clone()
         };
         let path = of_draft.own_file(inner)?;
-        of_draft.share(inner)?;
+        of_draft.share(inner, None)?;
         Ok(Some(path))
     }
 
@@ -214,18 +218,13 @@ impl OwnedInstance {
                 ..self.clone()
             };
             let path = of_adapter.own_file(inner)?;
-            of_adapter.share(inner)?;
+            of_adapter.share(inner, None)?;
             Ok((name, path))
         };
         names.zip(self.wanted.of_adapters()).map(file).collect()
     }
 
-    fn prepare(
-        &self,
-        inner: &Inner,
-        path: &Path,
-        draft: Option<&Path>,
-    ) -> Result<PreparedModel, String> {
+    fn prepare(&self, inner: &Inner, path: &Path) -> Result<PreparedModel, String> {
         let source = ModelSource::open(path).map_err(|error| error.to_string())?;
         let nodes = self.wanted.nodes.iter();
         let classes: Result<Vec<KernelClass>, _> =
@@ -256,12 +255,6 @@ impl OwnedInstance {
         let sizes = |config: &_| (inner.spec.sizes)(path, config, &self.wanted);
         let prepared = PreparedModel::new(Arc::new(source), options, sizes);
         let mut prepared = prepared.map_err(|error| error.to_string())?;
-        if let Some(draft) = draft {
-            let of_draft = |error: &dyn Display| format!("{}: {error}", draft.display());
-            let source = ModelSource::open(draft).map_err(|error| of_draft(&error))?;
-            let guessed = prepared.guess_with(Arc::new(source));
-            guessed.map_err(|error| of_draft(&error))?;
-        }
         let readers = self.wanted.prompts.len() as u32;
         if readers > 0 {
             let reads = prepared.read_prompts_on(readers, None);
@@ -270,14 +263,25 @@ impl OwnedInstance {
         Ok(prepared)
     }
 
-    /// Makes all nodes fetch the model, or the bytes needed to open it, in parallel.
-    fn share(&self, inner: &Inner) -> Result<(), String> {
-        let others = self.wanted.nodes.iter().chain(&self.wanted.prompts);
-        let others = others.copied().filter(|id| *id != inner.agent.id());
+    /// Makes all nodes fetch the model, or the bytes needed to open it, in parallel. A node refuses
+    /// if its disk lacks space for its share of `prepared`.
+    fn share(&self, inner: &Inner, prepared: Option<&PreparedModel>) -> Result<(), String> {
+        let shares = |model: Option<&PreparedModel>, nodes: &[NodeId]| {
+            let shares = model.map_or_else(Vec::new, PreparedModel::bytes_by_rank);
+            let shares = shares.into_iter().chain(std::iter::repeat(0));
+            nodes.iter().copied().zip(shares).collect::<Vec<_>>()
+        };
+        let prompts = prepared.and_then(PreparedModel::prompts);
+        let all = [
+            shares(prepared, &self.wanted.nodes),
+            shares(prompts, &self.wanted.prompts),
+        ];
+        let others = all.into_iter().flatten();
+        let others = others.filter(|(id, _)| *id != inner.agent.id());
         let done = AtomicU64::new(0);
         let told = std::sync::Mutex::new(Instant::now());
         std::thread::scope(|scope| {
-            let fetch = |node: NodeId| {
+            let fetch = |(node, share): (NodeId, u64)| {
                 let (before, done, told) = (Cell::new(0), &done, &told);
                 move || {
                     let progress = |bytes: u64| {
@@ -291,7 +295,10 @@ impl OwnedInstance {
                         }
                     };
                     let had = match self.in_parts(inner) {
-                        true => copies::ensure_part(&inner.agent, node, &self.wanted, &progress),
+                        true => {
+                            let model = (&self.wanted, share);
+                            copies::ensure_part(&inner.agent, node, model, &progress)
+                        }
                         false => copies::ensure(&inner.agent, node, &self.wanted, &progress),
                     };
                     let had = had.map_err(|reason| format!("{}: {reason}", inner.name(node)));
@@ -467,6 +474,14 @@ impl Inner {
             one.take_back(self, &map, &named);
         }
     }
+}
+
+/// Adds the draft model at `path`.
+fn guess_with(prepared: &mut PreparedModel, path: &Path) -> Result<(), String> {
+    let failed = |error: &dyn Display| format!("{}: {error}", path.display());
+    let source = ModelSource::open(path).map_err(|error| failed(&error))?;
+    let guessed = prepared.guess_with(Arc::new(source));
+    guessed.map_err(|error| failed(&error))
 }
 
 /// Local path of the model file; weight ranges may be absent.

@@ -155,51 +155,88 @@ pub(super) fn answer(inner: &Arc<Inner>, line: &dyn MessageConnection) {
 pub(super) fn limit(store: &Arc<OwnStore>, folder: &Path, agent: &Agent) -> Box<QuotaCheck> {
     let (store, folder, agent) = (Arc::clone(store), folder.to_owned(), agent.clone());
     Box::new(move |more| {
-        fits_disk(more, (store.free)())?;
-        let Some(budget) = store.budget_bytes else {
+        let free = (store.free)().unwrap_or(u64::MAX);
+        let budget = store.budget_bytes;
+        if more <= free && budget.is_none() {
             return Ok(());
-        };
+        }
         let views = agent.nodes();
         let name = views.first().map_or("", |own| own.facts.name.as_str());
         let models = all(&store, &folder, &used(&agent));
-        may_have(more, budget, &models, name)
+        let fits = fits_disk(more, (free, &folder), &models, name).and_then(|()| match budget {
+            Some(budget) => may_have(more, budget, &models, name),
+            None => Ok(()),
+        });
+        fits.map_err(|short| short.to_string())
     })
 }
 
-/// Whether the disk has `more` free bytes; true if its free bytes are unknown.
-fn fits_disk(more: u64, free: Option<u64>) -> Result<(), String> {
-    match free {
-        Some(free) if free < more => Err(format!(
-            "{} more do not fit on the disk, {} are free",
-            Bytes(more),
-            Bytes(free)
-        )),
-        _ => Ok(()),
+/// Why a node takes no more bytes of models.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+enum NoRoom {
+    #[error("{needed} more do not fit on the file system of {folder}, {free} are free: {advice}")]
+    Disk {
+        needed: Bytes,
+        free: Bytes,
+        folder: String,
+        advice: String,
+    },
+    #[error(
+        "{needed} more are over the disk budget of {budget}, of which {held} are spent: {advice}"
+    )]
+    Budget {
+        needed: Bytes,
+        budget: Bytes,
+        held: Bytes,
+        advice: String,
+    },
+}
+
+/// Whether `more` bytes fit on the file system of `folder` with `free` bytes. Pure.
+fn fits_disk(
+    more: u64,
+    (free, folder): (u64, &Path),
+    models: &[Holding],
+    node: &str,
+) -> Result<(), NoRoom> {
+    match more <= free {
+        true => Ok(()),
+        false => Err(NoRoom::Disk {
+            needed: Bytes(more),
+            free: Bytes(free),
+            folder: folder.display().to_string(),
+            advice: removals(models, node)
+                .unwrap_or_else(|| "PACELINE_HOME may name a folder on a larger one".to_owned()),
+        }),
     }
 }
 
-/// Whether `more` bytes fit in the budget in addition to these models. The error lists removals and
-/// the bytes they free, least recently used first. Pure.
-fn may_have(more: u64, budget: u64, models: &[Holding], node: &str) -> Result<(), String> {
+/// Whether `more` bytes fit in the budget in addition to these models. Pure.
+fn may_have(more: u64, budget: u64, models: &[Holding], node: &str) -> Result<(), NoRoom> {
     let held: u64 = models.iter().map(|it| it.here_bytes).sum();
-    if held.saturating_add(more) <= budget {
-        return Ok(());
+    match held.saturating_add(more) <= budget {
+        true => Ok(()),
+        false => Err(NoRoom::Budget {
+            needed: Bytes(more),
+            budget: Bytes(budget),
+            held: Bytes(held),
+            advice: removals(models, node)
+                .unwrap_or_else(|| "`paceline up --disk-budget` takes a larger one".to_owned()),
+        }),
     }
+}
+
+/// Commands that remove models and the bytes they free, least recently used first; `None` if every
+/// model is loaded.
+fn removals(models: &[Holding], node: &str) -> Option<String> {
     let mut idle: Vec<&Holding> = models.iter().filter(|it| !it.is_loaded).collect();
     idle.sort_by_key(|it| std::cmp::Reverse((it.unused_s.unwrap_or(u64::MAX), it.here_bytes)));
     let free = |it: &&Holding| {
         let bytes = Bytes(it.here_bytes);
         format!("`paceline rm {} --node {node}` frees {bytes}", it.name)
     };
-    let advice: Vec<String> = idle.iter().take(ADVICE_MAX).map(free).collect();
-    let advice = match advice.is_empty() {
-        true => "`paceline up --disk-budget` takes a larger one".to_owned(),
-        false => advice.join(", "),
-    };
-    let (more, budget, held) = (Bytes(more), Bytes(budget), Bytes(held));
-    Err(format!(
-        "{more} more are over the disk budget of {budget}, of which {held} are spent: {advice}"
-    ))
+    let removals: Vec<String> = idle.iter().take(ADVICE_MAX).map(free).collect();
+    (!removals.is_empty()).then(|| removals.join(", "))
 }
 
 /// SHA-256 and names of the models that instances use on a node.
@@ -574,24 +611,31 @@ mod tests {
         ];
         assert_eq!(may_have(4000, 10_000, &models, "mini"), Ok(()));
         let refused = may_have(4001, 10_000, &models, "mini").unwrap_err();
+        let refused = refused.to_string();
         let order = ["rm never --node mini", "rm old", "rm new"].map(|part| refused.find(part));
         assert!(order.is_sorted() && order[0].is_some(), "{refused}");
         assert!(refused.contains("over the disk budget of"), "{refused}");
         models.iter_mut().for_each(|it| it.is_loaded = true);
         let refused = may_have(u64::MAX, 10_000, &models, "mini").unwrap_err();
+        let refused = refused.to_string();
         assert!(refused.contains("--disk-budget"), "{refused}");
         assert!(!refused.contains("paceline rm"), "{refused}");
     }
 
     #[test]
     fn a_full_disk_takes_no_copy() {
-        assert_eq!(fits_disk(5, None), Ok(()));
-        assert_eq!(fits_disk(5, Some(5)), Ok(()));
-        let refused = fits_disk(3 << 30, Some(1 << 30)).unwrap_err();
-        assert_eq!(
-            refused,
-            "3.0 GiB more do not fit on the disk, 1.0 GiB are free"
-        );
+        let mut models = [model("old", 1 << 30, Some(90))];
+        let fits = |more, free, models: &[Holding]| {
+            fits_disk(more, (free, Path::new("/h/copies")), models, "mini")
+        };
+        assert_eq!(fits(5, 5, &models), Ok(()));
+        let refused = fits(3 << 30, 1 << 30, &models).unwrap_err().to_string();
+        let told = "3.0 GiB more do not fit on the file system of /h/copies, 1.0 GiB are free: ";
+        let remove = "`paceline rm old --node mini` frees 1.0 GiB";
+        assert_eq!(refused, format!("{told}{remove}"));
+        models[0].is_loaded = true;
+        let refused = fits(6, 5, &models).unwrap_err().to_string();
+        assert!(refused.contains("PACELINE_HOME"), "{refused}");
     }
 
     #[test]

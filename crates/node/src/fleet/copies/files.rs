@@ -22,8 +22,8 @@ use crate::workers::connection::ConnectionError;
 /// copy.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Pieces of a file that may wait until they are part of its SHA-256: at most 8 MiB. They are groups
-/// of the hash tree, or [`PIECE_BYTES`] of one, so that each takes 30 µs or more.
+/// Pieces of a file that may wait until they are part of its SHA-256: at most 8 MiB. A piece is a
+/// group of the hash tree, or [`PIECE_BYTES`] of one, and takes 30 µs or more.
 const PIECES_AHEAD: usize = 8;
 
 pub(super) fn send_file(line: &NodeConnection, path: &Path) -> std::io::Result<()> {

@@ -27,6 +27,9 @@ pub(in crate::fleet) struct Fetch {
     /// The parts that its workers need are sufficient.
     #[serde(default)]
     pub(in crate::fleet) parts: bool,
+    /// Bytes of it that the node's workers will fetch, at least: refused if the disk lacks them.
+    #[serde(default)]
+    pub(in crate::fleet) share: u64,
     /// The root of its hash tree in the requesting node's map; the receiver's map may be older.
     #[serde(default)]
     pub(in crate::fleet) rooted: Option<FileRoot>,
@@ -78,16 +81,17 @@ pub(in crate::fleet) fn ensure_right(
     follow(&request(agent, node, &fetch, SILENCE)?, progress)
 }
 
-/// As [`ensure`], but the node only fetches the bytes needed to open the file: its workers request
-/// the rest while they load.
+/// As [`ensure`], but the node only fetches the bytes needed to open the file. Its workers request
+/// the rest while they load, at least `share` bytes. A node without disk space for them refuses.
 pub(in crate::fleet) fn ensure_part(
     agent: &Agent,
     node: NodeId,
-    wanted: &InstanceSpec,
+    (wanted, share): (&InstanceSpec, u64),
     progress: &dyn Fn(u64),
 ) -> Result<(), String> {
     let fetch = Fetch {
         parts: true,
+        share,
         ..fetch(agent, wanted)
     };
     follow(&request(agent, node, &fetch, SILENCE)?, progress).map(drop)
@@ -169,6 +173,7 @@ pub(super) fn fetch(agent: &Agent, wanted: &InstanceSpec) -> Fetch {
         bytes: wanted.bytes,
         asks: false,
         parts: false,
+        share: 0,
         rooted: roots::of(&agent.map(), &wanted.sha256).ok(),
         checks: false,
     }

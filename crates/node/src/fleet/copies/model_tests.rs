@@ -381,6 +381,20 @@ fn a_disk_that_is_too_small_takes_no_byte_of_it() {
     assert_eq!(refused, format!("{} bytes are too many", pair.record.bytes));
     assert!(pair.given() < EACH, "the manifest alone");
     assert!(!pair.copy("m-1.safetensors", partial_file::FILE).exists());
+
+    let parts = |share: u64| {
+        let own = messages::fetch(&pair.agents[1], &pair.record);
+        let fetch = Fetch {
+            parts: true,
+            share,
+            ..own
+        };
+        lacks.fetch(&pair.agents[1], None, &fetch, &mut |_| Ok(()))
+    };
+    let refused = parts(least + 1).unwrap_err();
+    assert_eq!(refused, format!("{} bytes are too many", least + 1));
+    assert!(pair.given() < EACH, "the manifest alone");
+    assert_eq!(parts(least), Ok(None));
 }
 
 #[test]

@@ -447,9 +447,7 @@ impl ModelCopies {
                 "its manifest lists {got} bytes, expected {expected}"
             ));
         }
-        if !fetch.parts {
-            self.check_quota(model, &manifest)?;
-        }
+        self.check_quota(fetch, &manifest)?;
         let (mut before, mut mended) = (0, None);
         for (file, root) in parts(agent, model, &manifest) {
             let (label, bytes) = (self.label(&file), root.bytes);
@@ -457,6 +455,7 @@ impl ModelCopies {
                 model: file,
                 bytes,
                 asks: false,
+                share: 0,
                 rooted: None,
                 ..*fetch
             };
@@ -497,6 +496,7 @@ impl ModelCopies {
             bytes,
             asks: false,
             parts: false,
+            share: 0,
             rooted: fetch.rooted.clone(),
             checks: true,
         };
@@ -509,10 +509,10 @@ impl ModelCopies {
         self.manifest(&fetch.model)
     }
 
-    /// Checks whether the disk takes the missing bytes of all files.
-    fn check_quota(&self, model: &ModelName, manifest: &Manifest) -> Result<(), String> {
+    /// Checks whether the disk takes the missing bytes of all files, or of this node's share.
+    fn check_quota(&self, fetch: &Fetch, manifest: &Manifest) -> Result<(), String> {
         let missing = |file: &ManifestFile| {
-            let part = part_name(model, file);
+            let part = part_name(&fetch.model, file);
             if self.find_file(&part).is_ok() {
                 return 0;
             }
@@ -520,9 +520,11 @@ impl ModelCopies {
             let here = path.map_or(0, |path| partial_file::bytes_on_disk(&path));
             file.bytes.saturating_sub(here)
         };
-        match manifest.files().iter().map(missing).sum() {
-            0 => Ok(()),
-            bytes => (self.may_have)(bytes),
+        let missing: u64 = manifest.files().iter().map(missing).sum();
+        match (fetch.parts, missing) {
+            (_, 0) => Ok(()),
+            (true, _) => self.check_share(fetch, manifest.bytes() - missing),
+            (false, _) => (self.may_have)(missing),
         }
     }
 

@@ -238,6 +238,13 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
     let part = [(1 << 20, (1 << 20) + 1)];
     let refused = full.bring(&two, (&name, ""), &part, &|| true).unwrap_err();
     assert_eq!(refused, "65536 bytes are too many");
+    let fetch = Fetch {
+        parts: true,
+        share: 2 << 20,
+        ..fetch(&two, &wanted(name.clone(), bytes.len() as u64))
+    };
+    let refused = full.fetch(&two, None, &fetch, &mut |_| Ok(())).unwrap_err();
+    assert_eq!(refused, "2097152 bytes are too many");
     drop(full);
 
     let own = none(&folder);
