@@ -13,9 +13,9 @@ use std::fmt;
 /// (`paceline-formats::mlx`). `MXFP4` has the order of nibbles of MLX and Hugging Face,
 /// `MXFP4_SPLIT` that of GGUF files. Both are computed as [`MXFP4`](Self::MXFP4).
 ///
-/// The types behind `MXFP4_SPLIT` are [decoded](Self::is_decoded): they have no kernels of their
-/// own. `FP8` and `FP4` are those of safetensors, joined by `paceline-formats::scaled`. A block is
-/// 32 columns of E4M3 with a scale in f32, or of E2M1 with two.
+/// The types behind `MXFP4_SPLIT` are [decoded](Self::is_decoded). `FP8` and `FP4` are those of
+/// safetensors, joined by `paceline-formats::scaled`. A block is 32 columns of E4M3 with a scale in
+/// f32, or of E2M1 with two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(
     missing_docs,
@@ -50,15 +50,15 @@ pub enum BlockType {
     AFFINE6_BF16,
     AFFINE8_F16,
     AFFINE8_BF16,
-    MXFP4,
-    MXFP4_SPLIT,
-    IQ1_S,
-    IQ1_M,
     IQ2_XXS,
     IQ2_XS,
     IQ2_S,
     IQ3_XXS,
     IQ3_S,
+    MXFP4,
+    MXFP4_SPLIT,
+    IQ1_S,
+    IQ1_M,
     TQ1_0,
     TQ2_0,
     NVFP4,
@@ -106,15 +106,15 @@ impl BlockType {
         Self::AFFINE6_BF16,
         Self::AFFINE8_F16,
         Self::AFFINE8_BF16,
-        Self::MXFP4,
-        Self::MXFP4_SPLIT,
-        Self::IQ1_S,
-        Self::IQ1_M,
         Self::IQ2_XXS,
         Self::IQ2_XS,
         Self::IQ2_S,
         Self::IQ3_XXS,
         Self::IQ3_S,
+        Self::MXFP4,
+        Self::MXFP4_SPLIT,
+        Self::IQ1_S,
+        Self::IQ1_M,
         Self::TQ1_0,
         Self::TQ2_0,
         Self::NVFP4,
@@ -165,8 +165,8 @@ impl BlockType {
         }
     }
 
-    /// Whether a matrix of this type stays as stored and kernels decode its rows to f32 as they
-    /// need them.
+    /// Whether kernels decode a matrix of this type to f32 as they need it: products are those of
+    /// f32 weights. All but `FP8` stay as stored.
     pub const fn is_decoded(self) -> bool {
         self as usize > Self::MXFP4_SPLIT as usize
     }

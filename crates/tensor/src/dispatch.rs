@@ -151,6 +151,9 @@ pub(crate) struct KernelTable {
     groups: [[unsafe fn(GroupArgs<'_>); BlockType::COMPUTED]; 2],
     /// For BF16 weights and activations rounded to bf16.
     pairs: unsafe fn(GroupArgs<'_>),
+    /// For weights of FP8.
+    pub(crate) fp8: unsafe fn(GroupArgs<'_>),
+    pub(crate) decode_fp8: unsafe fn(*const u8, usize, &mut [f32]),
     pub(crate) quantise_row: unsafe fn(&ActivationWriter<'_>, usize),
     pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
     pub(crate) square_sum: unsafe fn(&[f32]) -> f32,
@@ -179,7 +182,22 @@ impl KernelTable {
         block_type: BlockType,
         precision: Option<Precision>,
     ) -> unsafe fn(GroupArgs<'_>) {
-        self.groups[usize::from(precision == Some(Precision::Fifteen))][block_type as usize]
+        let fifteen = usize::from(precision == Some(Precision::Fifteen));
+        #[cfg(target_arch = "x86_64")]
+        if let Some(grid) = (block_type as usize).checked_sub(BlockType::IQ2_XXS as usize)
+            && grid < GRIDS
+            && self.is_avx512()
+            && is_x86_feature_detected!("avx512vbmi")
+        {
+            return [eight_vbmi::GROUPS, fifteen_vbmi::GROUPS][fifteen][grid];
+        }
+        self.groups[fifteen][block_type as usize]
+    }
+
+    /// Whether the registers are those of AVX-512.
+    #[cfg(target_arch = "x86_64")]
+    fn is_avx512(&self) -> bool {
+        [InstructionSet::Avx512Vnni, InstructionSet::AmxInt8].contains(&self.set)
     }
 
     /// The product kernel of BF16 weights for activations rounded to bf16; `tiny` says whether
@@ -187,9 +205,7 @@ impl KernelTable {
     pub(crate) fn pairs(&self, tiny: bool) -> unsafe fn(GroupArgs<'_>) {
         #[cfg(target_arch = "x86_64")]
         {
-            let sets = [InstructionSet::Avx512Vnni, InstructionSet::AmxInt8];
-            let may = sets.contains(&self.set) && is_x86_feature_detected!("avx512bf16");
-            if may && !tiny {
+            if self.is_avx512() && is_x86_feature_detected!("avx512bf16") && !tiny {
                 return dpbf16_group;
             }
         }
@@ -225,10 +241,11 @@ macro_rules! integer_types {
         $then!($($first)*
             [q4_0 Q4_0, q4_1 Q4_1, q5_0 Q5_0, q5_1 Q5_1, q8_0 Q8_0, q2_k Q2_K, q3_k Q3_K,
              q4_k Q4_K, q5_k Q5_K, q6_k Q6_K, iq4_nl IQ4_NL, iq4_xs IQ4_XS, affine2 AFFINE2,
-             affine3 AFFINE3, affine6 AFFINE6, affine8 AFFINE8, mxfp4 MXFP4]
+             affine3 AFFINE3, affine6 AFFINE6, affine8 AFFINE8, iq2_xxs IQ2_XXS, iq2_xs IQ2_XS,
+             iq2_s IQ2_S, iq3_xxs IQ3_XXS, iq3_s IQ3_S, mxfp4 MXFP4]
             [q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs,
              affine2, affine2, affine3, affine3, q4_1, q4_1, q5_1, q5_1, affine6, affine6,
-             affine8, affine8, mxfp4]);
+             affine8, affine8, iq2_xxs, iq2_xs, iq2_s, iq3_xxs, iq3_s, mxfp4]);
     };
 }
 
@@ -408,6 +425,9 @@ macro_rules! kernels {
             group!(f16_group = matmul::group_floats::<$isa, f16>);
             group!(bf16_group = matmul::group_floats::<$isa, bf16>);
             group!(pairs = matmul::pairs::group::<$isa, isa::InTurn>);
+            group!(fp8 = matmul::fp8::group::<$isa>);
+            kernel!([$($feature)?] decode_fp8(weights: *const u8, run: usize, out: &mut [f32])
+                = matmul::fp8::decode::<$isa>);
 
             mod eight {
                 #[allow(clippy::wildcard_imports, reason = "a macro's module")]
@@ -455,6 +475,8 @@ macro_rules! kernels {
                 set: $set,
                 groups: [eight::GROUPS, fifteen::GROUPS],
                 pairs,
+                fp8,
+                decode_fp8,
                 quantise_row,
                 rms_norm,
                 square_sum,
@@ -522,6 +544,33 @@ macro_rules! batch_kernels {
 #[cfg(target_arch = "x86_64")]
 kernel!(["avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c"]
     dpbf16_group(args: GroupArgs<'_>) = matmul::pairs::group::<isa::Avx512, isa::Dpbf16>);
+
+/// Types with grids, which follow one another in `BlockType`.
+#[cfg(target_arch = "x86_64")]
+const GRIDS: usize = BlockType::IQ3_S as usize - BlockType::IQ2_XXS as usize + 1;
+
+/// A module with the product kernels of [`GRIDS`] for processors with VBMI, which look rows up in
+/// registers.
+#[cfg(target_arch = "x86_64")]
+macro_rules! grid_groups {
+    ($module:ident, $terms:literal, $($name:ident $format:ident),*) => {
+        mod $module {
+            #[allow(clippy::wildcard_imports, reason = "a macro's module")]
+            use super::*;
+            $(kernel!(["avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c"]
+                $name(args: GroupArgs<'_>)
+                = matmul::group::<isa::Avx512Vbmi, formats::$format, $terms>);)*
+            pub(super) const GROUPS: [unsafe fn(GroupArgs<'_>); GRIDS] = [$($name),*];
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+grid_groups!(eight_vbmi, 1, iq2_xxs IQ2_XXS, iq2_xs IQ2_XS, iq2_s IQ2_S, iq3_xxs IQ3_XXS,
+    iq3_s IQ3_S);
+#[cfg(target_arch = "x86_64")]
+grid_groups!(fifteen_vbmi, 2, iq2_xxs IQ2_XXS, iq2_xs IQ2_XS, iq2_s IQ2_S, iq3_xxs IQ3_XXS,
+    iq3_s IQ3_S);
 
 // Rows to a tile of words: sums of two rows and two groups are half of AVX2's registers and of
 // AVX-512's those of four. With twice as many 0.67 to 0.88 and 0.89 to 1 of the speed (Intel Xeon).

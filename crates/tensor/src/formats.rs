@@ -12,6 +12,8 @@
 //! bytes     512 B  8 bits  : quad g at bytes 64 g..
 //! ```
 //!
+//! Rows of a grid (IQ2, IQ3) are kept as indices and signs: see [`grids`].
+//!
 //! | type | planes (value) | per chunk, 16 each | per 8 chunks | packed / stored |
 //! |---|---|---|---|---|
 //! | Q4_0 | nibbles (q + 8) | scale i16 | step bf16 | 1.01 |
@@ -27,6 +29,9 @@
 //! | Q6_K | nibbles, crumbs (q + 32) | scale i8 x 2 | step f16 | 1.00 |
 //! | IQ4_XS | nibbles (code) | scale i8 | step f16 | 1.01 |
 //! | AFFINE2..8 | of as many bits (8 bits: q - 128) | scale, min i16 | step bf16 | 1.01 |
+//! | IQ2_XXS | indices, signs | scale, 4 bits | step f16 | 1.06 |
+//! | IQ2_XS, IQ2_S | indices, signs | scale, 4 bits x 2 | step f16 | 1.05, 1.00 |
+//! | IQ3_XXS, IQ3_S | indices, signs | scale, 4 bits | step f16 | 1.04, 1.00 |
 //! | MXFP4 | nibbles (code) | scale i16 | step bf16 | 1.07 |
 //!
 //! Scales, mins, multipliers and steps are those of [`crate::stored::units`].
@@ -54,6 +59,7 @@ macro_rules! no_mins {
     };
 }
 
+pub(crate) mod grids;
 mod mlx;
 
 use std::marker::PhantomData;
@@ -61,6 +67,7 @@ use std::marker::PhantomData;
 use crate::isa::Isa;
 use crate::storage::CODEBOOK;
 use crate::storage::units::UNIT_CHUNKS;
+use grids::{GridOfEights, GridOfFours, Iq2S, Iq2Xs, Iq2Xxs, Iq3S, Iq3Xxs, Odd};
 use mlx::Floats4;
 
 /// Bytes of sixteen scales of 16 bits.
@@ -753,5 +760,10 @@ formats! {
     AFFINE3 = AFFINE3_F16 | AFFINE3_BF16: ThreeBits, OneMin;
     AFFINE6 = AFFINE6_F16 | AFFINE6_BF16: SixBits, OneMin<true>;
     AFFINE8 = AFFINE8_F16 | AFFINE8_BF16: EightBits, OneMin<true>;
+    IQ2_XXS = IQ2_XXS: GridOfEights<Iq2Xxs, 256>, Odd<false, 8>;
+    IQ2_XS = IQ2_XS: GridOfEights<Iq2Xs, 512>, Odd<true, 8>;
+    IQ2_S = IQ2_S: GridOfEights<Iq2S, 1024>, Odd<true, 8>;
+    IQ3_XXS = IQ3_XXS: GridOfFours<Iq3Xxs, 256>, Odd<false, 4>;
+    IQ3_S = IQ3_S: GridOfFours<Iq3S, 512>, Odd<false, 1>;
     MXFP4 = MXFP4: Codes<Floats4>, One;
 }

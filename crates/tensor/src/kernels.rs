@@ -16,7 +16,7 @@ use crate::dispatch::{InstructionSet, KernelTable};
 use crate::isa::LANES;
 use crate::matmul::GroupArgs;
 use crate::meter::Meter;
-use crate::packing::{PackedMatrix, StoredRows, span};
+use crate::packing::{DecodedForm, PackedMatrix, StoredRows, span};
 use crate::pool::{Pinning, ThreadPool};
 use crate::vector::RopePairs;
 
@@ -356,9 +356,18 @@ struct MatmulJob<'a> {
     groups: usize,
     group_bytes: usize,
     rows: usize,
-    /// Of a decoded type.
-    rows_as_stored: Option<StoredRows>,
+    /// How to decode a group of a decoded type; `None` where the kernel does.
+    decode: Option<Decode>,
 }
+
+/// A way to decode a group, to element `(col, lane)`.
+enum Decode {
+    Rows(StoredRows),
+    Fp8(unsafe fn(*const u8, usize, &mut [f32])),
+}
+
+/// Rows of activations from which a group of FP8 is decoded once for all of them.
+const FP8_FROM: usize = 8;
 
 thread_local! {
     /// A group of a decoded type as f32: grows to the thread's widest matrix, and stays.
@@ -387,13 +396,25 @@ impl<'a> MatmulJob<'a> {
             Some((functions, rows.view(product.first_col)))
         });
         let rounded = (w.block_type == BlockType::BF16).then(|| x.rounded_view(product.first_col));
-        let (kernel, x_view) = match rounded.flatten() {
+        let (mut kernel, x_view) = match rounded.flatten() {
             Some(rounded) => (table.pairs(w.tiny), rounded),
             None => (
                 table.group(w.block_type, x.precision()),
                 x.view(product.first_col),
             ),
         };
+        let mut scale_cols = 0;
+        let decode = w.decoded.and_then(|form| match form {
+            DecodedForm::Rows(rows) => Some(Decode::Rows(rows)),
+            DecodedForm::Fp8(layout) => {
+                scale_cols = layout.run;
+                if x.rows() >= FP8_FROM {
+                    return Some(Decode::Fp8(table.decode_fp8));
+                }
+                kernel = table.fp8;
+                None
+            }
+        });
         Self {
             kernel,
             batch,
@@ -404,6 +425,7 @@ impl<'a> MatmulJob<'a> {
                 first_chunk: w.first_chunk,
                 lacks: w.lacks,
                 span: x.span(),
+                scale_cols,
                 cols: w.cols,
                 leaf_cols: leaf_cols.max(1),
                 x: x_view,
@@ -416,7 +438,7 @@ impl<'a> MatmulJob<'a> {
             groups: w.groups(),
             group_bytes: w.group_bytes,
             rows: w.rows,
-            rows_as_stored: w.rows_as_stored,
+            decode,
         }
     }
 
@@ -424,7 +446,7 @@ impl<'a> MatmulJob<'a> {
     ///
     /// # Safety
     /// No other task writes these groups' outputs.
-    unsafe fn run_decoded(&self, rows: &StoredRows, groups: Range<usize>) {
+    unsafe fn run_decoded(&self, decode: &Decode, groups: Range<usize>) {
         DECODED.with_borrow_mut(|decoded| {
             let len = self.args.cols * LANES;
             decoded.resize(decoded.len().max(len), 0.0);
@@ -433,8 +455,14 @@ impl<'a> MatmulJob<'a> {
                 // kernel of f32 reads `len` values.
                 unsafe {
                     let mut args = self.args_of(g..g + 1, 0..self.args.end);
-                    let group = std::slice::from_raw_parts(args.weights, self.group_bytes);
-                    rows.decode(group, &mut decoded[..len]);
+                    let out = &mut decoded[..len];
+                    match decode {
+                        Decode::Fp8(decode) => decode(args.weights, args.scale_cols, out),
+                        Decode::Rows(rows) => {
+                            let bytes = self.group_bytes;
+                            rows.decode(std::slice::from_raw_parts(args.weights, bytes), out);
+                        }
+                    }
                     args.weights = decoded.as_ptr().cast();
                     let end = args.end;
                     for start in (0..end).step_by(ROW_BLOCK) {
@@ -452,9 +480,9 @@ impl<'a> MatmulJob<'a> {
     /// No other task writes these groups' outputs for the block.
     unsafe fn run(&self, block: usize, first: usize, count: usize) {
         let groups = first..self.groups.min(first + count);
-        if let Some(rows) = &self.rows_as_stored {
+        if let Some(decode) = &self.decode {
             // SAFETY: by the caller's promise; there is one block.
-            return unsafe { self.run_decoded(rows, groups) };
+            return unsafe { self.run_decoded(decode, groups) };
         }
         // SAFETY: the groups lie within the packed data, their outputs within `out`; lengths were
         // checked by `products`, features by detection; a batch reads activations as they lie.

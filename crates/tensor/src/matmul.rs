@@ -36,6 +36,7 @@ use crate::formats::{Format, LINE, Layout, Planes, Scales};
 use crate::isa::{Isa, LANES};
 use crate::quantisation::{CHUNK, Meta, QuantisedView, joined};
 
+pub(crate) mod fp8;
 pub(crate) mod pairs;
 
 /// Activation rows that share one unpacking of the weights. With four, the accumulators and the
@@ -57,6 +58,8 @@ pub(crate) struct GroupArgs<'a> {
     pub(crate) lacks: usize,
     /// Columns of a span: whole chunks.
     pub(crate) span: usize,
+    /// Of FP8: columns that share scales; 0 of other types.
+    pub(crate) scale_cols: usize,
     /// Columns of the matrix.
     pub(crate) cols: usize,
     /// Columns of a leaf, at least 1.

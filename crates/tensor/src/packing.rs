@@ -2,7 +2,9 @@
 //!
 //! A [`PackedMatrix`] matrix takes about as many bytes as the stored one (table in
 //! [`crate::formats`]). The file's pages can be dropped after packing, so memory holds one copy.
-//! Rows of [decoded](BlockType::is_decoded) types are copied as they are.
+//! Rows of [decoded](BlockType::is_decoded) types but FP8 are copied as they are.
+
+pub(crate) mod fp8;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use paceline_base::{BlockType, Bytes};
 
 use crate::error::Error;
-use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE, WORDS};
+use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE, WORDS, grids};
 use crate::isa::LANES;
 use crate::memory::HugeMap;
 use crate::pool::ThreadPool;
@@ -18,6 +20,7 @@ use crate::quantisation::Precision;
 use crate::rounding::is_tiny;
 use crate::storage::units::{self, UNIT, UNIT_CHUNKS, Unit};
 use crate::storage::{self, BLOCK_LEN_MAX, CODEBOOK, Chunk, e2m1_code};
+use fp8::Fp8Layout;
 
 /// A matrix as it lies in a model file: `(rows, cols)`, row-major, whole blocks per row.
 #[derive(Clone, Copy, Debug)]
@@ -75,9 +78,17 @@ pub struct PackedMatrix {
     pub(crate) headers: usize,
     /// Whether it has BF16 weights below [`SMALLEST`](crate::rounded::SMALLEST).
     pub(crate) tiny: bool,
-    /// Of a decoded type: the rows of a group follow one another as stored.
-    pub(crate) rows_as_stored: Option<StoredRows>,
+    /// Of a decoded type.
+    pub(crate) decoded: Option<DecodedForm>,
     pub(crate) data: HugeMap,
+}
+
+/// How groups of a decoded type lie in memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum DecodedForm {
+    /// The rows of a group follow one another as stored.
+    Rows(StoredRows),
+    Fp8(Fp8Layout),
 }
 
 /// Rows of a decoded type in a group.
@@ -171,14 +182,12 @@ impl PackedMatrix {
         check_size(matrix)?;
         let as_f32 = options.as_f32 && !matrix.block_type.is_float();
         if matrix.block_type.is_decoded() && !as_f32 {
-            return Self::as_stored(matrix, &columns, options, pool);
+            return Self::of_decoded(matrix, &columns, options, pool);
         }
         let block_type = if as_f32 { BlockType::F32 } else { block_type };
         let cut = ColumnUnits::new(matrix, &columns);
-        let (headers, blocks) = match formats::layout(block_type) {
-            Some(layout) => (layout.headers(cut.chunks()), layout.blocks(cut.kept.len())),
-            None => (0, columns.len() * LANES * block_type.bytes()),
-        };
+        let (chunks, kept) = (cut.chunks(), cut.kept.len());
+        let (headers, blocks) = group_parts(block_type, (chunks, kept), columns.len());
         let group_bytes = headers + blocks;
         let data = HugeMap::zeroed(group_bytes * matrix.rows.div_ceil(LANES))?;
         let mut packed = Self {
@@ -194,7 +203,7 @@ impl PackedMatrix {
             group_bytes,
             headers,
             tiny: false,
-            rows_as_stored: None,
+            decoded: None,
             data,
         };
         packed.fill(matrix, &cut, pool);
@@ -202,29 +211,23 @@ impl PackedMatrix {
     }
 
     /// The columns of a matrix of a decoded type.
-    fn as_stored(
+    fn of_decoded(
         matrix: StoredMatrix<'_>,
         columns: &Range<usize>,
         options: PackOptions,
         pool: &ThreadPool,
     ) -> Result<Self, Error> {
-        let (rows, bytes) = StoredRows::new(matrix.block_type, columns);
-        let group_bytes = rows.row_bytes * LANES;
-        let groups = matrix.rows.div_ceil(LANES);
-        let mut data = HugeMap::zeroed(group_bytes * groups)?;
-        let row_bytes = matrix.bytes.len().checked_div(matrix.rows).unwrap_or(0);
-        if group_bytes > 0 {
-            let parts = crate::pool::DisjointMut::new(&mut data, group_bytes);
-            pool.run(groups, &|g| {
-                // SAFETY: each task writes its own group.
-                let out = unsafe { parts.part(g) };
-                let stored = &matrix.bytes[g * LANES * row_bytes..];
-                let rows_of = stored.chunks_exact(row_bytes);
-                for (out, row) in out.chunks_exact_mut(rows.row_bytes).zip(rows_of) {
-                    out.copy_from_slice(&row[bytes.clone()]);
-                }
-            });
-        }
+        let (decoded, headers, group_bytes, data) = match matrix.block_type {
+            BlockType::FP8 => {
+                let (layout, data) = fp8::pack(matrix, columns, pool)?;
+                let form = DecodedForm::Fp8(layout);
+                (form, layout.headers(), layout.group_bytes(), data)
+            }
+            _ => {
+                let (rows, data) = rows_as_stored(matrix, columns, pool)?;
+                (DecodedForm::Rows(rows), 0, rows.row_bytes * LANES, data)
+            }
+        };
         Ok(Self {
             block_type: matrix.block_type.computed(),
             rows: matrix.rows,
@@ -233,11 +236,36 @@ impl PackedMatrix {
             first_chunk: 0,
             lacks: 0,
             group_bytes,
-            headers: 0,
+            headers,
             tiny: false,
-            rows_as_stored: Some(rows),
+            decoded: Some(decoded),
             data,
         })
+    }
+
+    /// Bytes that a matrix takes when it is packed whole. Those of FP8 depend on how many columns
+    /// share a scale, a multiple of 32, which other types do not read.
+    ///
+    /// # Panics
+    /// If `cols` is not a whole number of blocks, or `scale_cols` is 0 for FP8.
+    pub fn planned_bytes(
+        block_type: BlockType,
+        [rows, cols]: [usize; 2],
+        scale_cols: usize,
+    ) -> Bytes {
+        let group = match block_type {
+            BlockType::FP8 => Fp8Layout::with_runs(cols, scale_cols).group_bytes(),
+            decoded if decoded.is_decoded() => {
+                let row = decoded.row_bytes(cols).expect("whole blocks");
+                row * LANES
+            }
+            other => {
+                let chunks = cols / Chunk::LEN;
+                let (headers, blocks) = group_parts(other.computed(), (chunks, chunks), cols);
+                headers + blocks
+            }
+        };
+        Bytes((group * rows.div_ceil(LANES)) as u64)
     }
 
     /// Output features.
@@ -302,6 +330,45 @@ impl PackedMatrix {
         });
         self.tiny = tiny.into_inner();
     }
+}
+
+/// Bytes of a group before its first block, and of its blocks. Packed types have the chunks of
+/// their units, and those that they keep; floats have columns.
+fn group_parts(
+    block_type: BlockType,
+    (chunks, kept): (usize, usize),
+    cols: usize,
+) -> (usize, usize) {
+    match formats::layout(block_type) {
+        Some(layout) => (layout.headers(chunks), layout.blocks(kept)),
+        None => (0, cols * LANES * block_type.bytes()),
+    }
+}
+
+/// Copies the columns of the rows of a matrix, group by group.
+fn rows_as_stored(
+    matrix: StoredMatrix<'_>,
+    columns: &Range<usize>,
+    pool: &ThreadPool,
+) -> Result<(StoredRows, HugeMap), Error> {
+    let (rows, bytes) = StoredRows::new(matrix.block_type, columns);
+    let group_bytes = rows.row_bytes * LANES;
+    let groups = matrix.rows.div_ceil(LANES);
+    let mut data = HugeMap::zeroed(group_bytes * groups)?;
+    let row_bytes = matrix.bytes.len().checked_div(matrix.rows).unwrap_or(0);
+    if group_bytes > 0 {
+        let parts = crate::pool::DisjointMut::new(&mut data, group_bytes);
+        pool.run(groups, &|g| {
+            // SAFETY: each task writes its own group.
+            let out = unsafe { parts.part(g) };
+            let stored = &matrix.bytes[g * LANES * row_bytes..];
+            let rows_of = stored.chunks_exact(row_bytes);
+            for (out, row) in out.chunks_exact_mut(rows.row_bytes).zip(rows_of) {
+                out.copy_from_slice(&row[bytes.clone()]);
+            }
+        });
+    }
+    Ok((rows, data))
 }
 
 /// Columns of activations of 8 bits that share a scale at most: with 256 they lose what makes them
@@ -436,6 +503,17 @@ fn pack_row(
         let unit_chunks = first..chunks.min(first + UNIT_CHUNKS);
         for c in unit_chunks.filter(|c| cut.kept.contains(c)) {
             let place = layout.place(c - cut.kept.start);
+            if let Some(grid) = storage::grid_chunk(block_type, row, c) {
+                let form = grids::indices(block_type);
+                grids::pack_grid(
+                    &grid,
+                    form,
+                    lane,
+                    &mut blocks[place.planes..][..layout.planes],
+                );
+                grids::pack_odd(&grid, lane, &mut blocks[place.scales..][..layout.scales]);
+                continue;
+            }
             let planes = &mut blocks[place.planes..][..layout.planes];
             pack_planes(
                 block_type,
@@ -565,7 +643,7 @@ fn put_crumbs(plane: &mut [u8], lane: usize, values: &[u8; 32]) {
 }
 
 /// The lowest bit of each value.
-fn put_bits(plane: &mut [u8], lane: usize, values: &[u8; 32]) {
+pub(crate) fn put_bits(plane: &mut [u8], lane: usize, values: &[u8; 32]) {
     for (quad, four) in values.as_chunks::<4>().0.iter().enumerate() {
         let bits = four.iter().rev().fold(0, |bits, v| bits << 1 | v & 1);
         plane[8 * quad + lane / 2] |= bits << (4 * (lane % 2));

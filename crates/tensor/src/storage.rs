@@ -10,13 +10,13 @@
 //! legacy block (Q4_0 .. Q8_0, IQ4_NL)   32 columns = 1 chunk
 //! MLX block    (AFFINEb_T, MXFP4)        32 columns = 1 chunk
 //! GGUF's MXFP4 (MXFP4_SPLIT)             32 columns = 1 chunk
-//! super-block  (Q2_K .. Q6_K, IQ4_XS)  256 columns = chunks 0 1 2 3 4 5 6 7
+//! super-block  (Q2_K .. IQ4_XS, IQ2, IQ3)  256 columns = chunks 0 1 2 3 4 5 6 7
 //!                                                    each with a sub-scale per 32 or 2 x 16
-//! decoded      (IQ1_S .. NVFP4)          no chunks: the kernels take them as f32
+//! decoded      (IQ1, TQ, NVFP4, FP8, FP4)  no chunks: the kernels take them as f32
 //! ```
 //!
-//! Each layout is documented on the function that reads it, in `legacy.rs` and `k_quants.rs`, or in
-//! `mlx.rs` and `decoded.rs`.
+//! Each layout is documented on the function that reads it, in `legacy.rs`, `k_quants.rs` and
+//! `mlx.rs`, or in the modules `grids` and `decoded`.
 //! They are facts about the format (`ggml/src/ggml-common.h`, decoded by `dequantize_row_*` in
 //! `ggml/src/ggml-quants.c` of llama.cpp); numbers are little-endian.
 //!
@@ -30,6 +30,7 @@
 
 mod decoded;
 mod finite;
+pub(crate) mod grids;
 mod k_quants;
 mod legacy;
 mod mlx;
@@ -46,6 +47,7 @@ pub use finite::not_finite;
 pub(crate) use legacy::CODEBOOK;
 pub(crate) use mlx::{E2M1_DOUBLED, e2m1_code, offset};
 
+use grids::GridChunk;
 use mlx::is_brain;
 
 /// 32 consecutive weights of a row as integers, in the form that the kernel class `cpu` computes
@@ -69,6 +71,8 @@ use mlx::is_brain;
 /// | IQ4_XS | codebook, -127..=113 | 1 | d * (-32..=31) | none | 0 |
 /// | AFFINE2, 4, 5 | 0..=3, 15, 31 | 1 | s | b | 1 |
 /// | AFFINE3, 6, 8 | -4..=3, -32..=31, -128..=127 | 1 | s | b + 4 s, 32 s, 128 s | 1 |
+/// | IQ2 | grid, -43..=43 | 1..=31, odd | d / 8 | none | 0 |
+/// | IQ3_XXS, IQ3_S | grid, -62..=62 | 1..=31, odd | d / 4, d | none | 0 |
 /// | MXFP4, MXFP4_SPLIT | twice e2m1, -12..=12 | 1 | 2^(s - 128) | none | 0 |
 ///
 /// The halves of the block are d, m and dmin; s and b are the scale and bias of MLX's types. A min
@@ -167,9 +171,19 @@ pub(crate) fn raw_scales(block_type: BlockType, row: &[u8], index: usize) -> Raw
             let scale = k_quants::iq4_xs_scale(bytes_at(block, 0), part);
             ([Some(half(0)), None], [Some(scale as i8 as u8), None])
         }
-        _ => ([None; 2], [None; 2]),
+        _ => match grid_chunk(block_type, row, index) {
+            Some(grid) => ([Some(half(0)), None], grid.factors().map(Some)),
+            None => ([None; 2], [None; 2]),
+        },
     };
     RawScales { header, bytes }
+}
+
+/// Chunk `index` of a row of a type with a grid; `None` for other types.
+pub(crate) fn grid_chunk(block_type: BlockType, row: &[u8], index: usize) -> Option<GridChunk> {
+    grids::grid_step(block_type)?;
+    let block = &row[index / 8 * block_type.bytes()..][..block_type.bytes()];
+    Some(GridChunk::of(block_type, block, index % 8))
 }
 
 /// Chunk `index` of a row of stored blocks: its columns `32 * index ..` of
@@ -199,6 +213,7 @@ pub fn chunk(block_type: BlockType, row: &[u8], index: usize) -> Chunk {
         BlockType::Q5_K => k_quants::q5_k(block(row, super_block), part),
         BlockType::Q6_K => k_quants::q6_k(block(row, super_block), part),
         BlockType::IQ4_XS => k_quants::iq4_xs(block(row, super_block), part),
+        grid if grids::grid_step(grid).is_some() => grids::chunk(grid, row, index),
         BlockType::MXFP4 => mlx::mxfp4(block(row, index)),
         BlockType::MXFP4_SPLIT => mlx::mxfp4_split(block(row, index)),
         other => {

@@ -74,6 +74,26 @@ unsafe fn spread32(bits: u32) -> __m256i {
     }
 }
 
+/// Sixteen bytes of E4M3 as f16, see [`Isa::load_e4m3`].
+#[inline(always)]
+pub(super) unsafe fn e4m3_halves(p: *const u8) -> __m256i {
+    unsafe {
+        // The sign is in bits 14 and 15 then.
+        let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(p.cast()));
+        _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(!0x4000))
+    }
+}
+
+/// Sixteen nibbles in 8 bytes, low ones first, as bytes.
+#[inline(always)]
+pub(super) unsafe fn nibble_bytes(p: *const u8) -> __m128i {
+    unsafe {
+        let low = _mm_loadl_epi64(p.cast());
+        let both = _mm_unpacklo_epi8(low, _mm_srli_epi16::<4>(low));
+        _mm_and_si128(both, _mm_set1_epi8(15))
+    }
+}
+
 /// Sixteen bytes, each in the upper halves of both words of its lane; the lower ones are 0.
 #[inline(always)]
 unsafe fn raised_bytes(p: *const u8) -> I {
@@ -197,6 +217,31 @@ impl<D: Dots> Isa for Ymm<D> {
         let table =
             unsafe { [_mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())); 2] };
         both!(_mm256_shuffle_epi8, table, w)
+    }
+    #[inline(always)]
+    unsafe fn mirrored(w: I, p: *const u8) -> I {
+        let bits = unsafe { p.cast::<[u32; 2]>().read_unaligned() };
+        let set = unsafe {
+            [
+                spread32(u32::from_le(bits[0])),
+                spread32(u32::from_le(bits[1])),
+            ]
+        };
+        // 128 - w is 129 + !w.
+        let flipped = both!(_mm256_xor_si256, w, set);
+        let value = unsafe { splat_bytes(129_u8 as i8) };
+        let more = both!(_mm256_and_si256, set, value);
+        both!(_mm256_add_epi8, flipped, more)
+    }
+    #[inline(always)]
+    unsafe fn split(a: I, b: I) -> [I; 2] {
+        let (a, b) = (both!(_mm256_castsi256_ps, a), both!(_mm256_castsi256_ps, b));
+        let even = both!(_mm256_shuffle_ps::<0b10_00_10_00>, a, b);
+        let odd = both!(_mm256_shuffle_ps::<0b11_01_11_01>, a, b);
+        [
+            both!(_mm256_castps_si256, even),
+            both!(_mm256_castps_si256, odd),
+        ]
     }
     #[inline(always)]
     unsafe fn dot_unsigned(acc: I, w: I, x: *const i8) -> I {
@@ -330,6 +375,14 @@ impl<D: Dots> Isa for Ymm<D> {
         both!(_mm256_cvtepu8_epi32, halves)
     }
     #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8) -> I {
+        let halves = unsafe {
+            let bytes = nibble_bytes(p);
+            [bytes, _mm_unpackhi_epi64(bytes, bytes)]
+        };
+        both!(_mm256_cvtepu8_epi32, halves)
+    }
+    #[inline(always)]
     unsafe fn load_i16(p: *const u8) -> I {
         let halves = unsafe { [_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(16).cast())] };
         both!(_mm256_cvtepi16_epi32, halves)
@@ -386,6 +439,16 @@ impl<D: Dots> Isa for Ymm<D> {
     unsafe fn load_f16(p: *const u16) -> F {
         let halves = unsafe { [_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(8).cast())] };
         both!(_mm256_cvtph_ps, halves)
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> F {
+        unsafe {
+            let halves = e4m3_halves(p);
+            [
+                _mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+                _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves)),
+            ]
+        }
     }
     #[inline(always)]
     unsafe fn load_bf16(p: *const u16) -> F {

@@ -8,14 +8,23 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::avx2::{prefetch_lines, store_exchanged};
-use super::{BytePlanes, Isa, Pairs, Words};
+use super::avx2::{e4m3_halves, nibble_bytes, prefetch_lines, store_exchanged};
+use super::{BytePlanes, Isa, Pairs, Words, grids};
+use crate::storage::grids::{Eights, Fours};
+
+mod vbmi;
 
 /// Needs avx512f, avx512bw, avx512vl, avx512vnni and f16c.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx512;
+pub(crate) type Avx512 = Zmm<false>;
 
-impl Isa for Avx512 {
+/// With lookups of bytes in tables of registers: needs avx512vbmi too.
+pub(crate) type Avx512Vbmi = Zmm<true>;
+
+/// Registers of sixteen lanes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Zmm<const VBMI: bool>;
+
+impl<const VBMI: bool> Isa for Zmm<VBMI> {
     type F = __m512;
     type I = __m512i;
     type W = __m512i;
@@ -79,6 +88,42 @@ impl Isa for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn mirrored(w: __m512i, p: *const u8) -> __m512i {
+        unsafe {
+            let mask = u64::from_le_bytes(p.cast::<[u8; 8]>().read_unaligned());
+            _mm512_mask_sub_epi8(w, mask, _mm512_set1_epi8(-128), w)
+        }
+    }
+    #[inline(always)]
+    unsafe fn split(a: __m512i, b: __m512i) -> [__m512i; 2] {
+        unsafe {
+            let (a, b) = (_mm512_castsi512_ps(a), _mm512_castsi512_ps(b));
+            let even = _mm512_shuffle_ps::<0b10_00_10_00>(a, b);
+            let odd = _mm512_shuffle_ps::<0b11_01_11_01>(a, b);
+            [_mm512_castps_si512(even), _mm512_castps_si512(odd)]
+        }
+    }
+    #[inline(always)]
+    unsafe fn eights<const N: usize>(grid: &'static Eights<N>, plane: *const u8) -> [__m512i; 8] {
+        unsafe {
+            if VBMI {
+                vbmi::eights(grid, plane)
+            } else {
+                grids::eights::<Self, N>(grid, plane)
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn fours<const N: usize>(grid: &'static Fours<N>, plane: *const u8) -> [__m512i; 8] {
+        unsafe {
+            if VBMI {
+                vbmi::fours(grid, plane)
+            } else {
+                grids::fours::<Self, N>(grid, plane)
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn dot_unsigned(acc: __m512i, w: __m512i, x: *const i8) -> __m512i {
         unsafe { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
     }
@@ -115,6 +160,10 @@ impl Isa for Avx512 {
     #[inline(always)]
     unsafe fn load_u8(p: *const u8) -> __m512i {
         unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8) -> __m512i {
+        unsafe { _mm512_cvtepu8_epi32(nibble_bytes(p)) }
     }
     #[inline(always)]
     unsafe fn load_i16(p: *const u8) -> __m512i {
@@ -176,6 +225,10 @@ impl Isa for Avx512 {
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> __m512 {
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> __m512 {
+        unsafe { _mm512_cvtph_ps(e4m3_halves(p)) }
     }
     #[inline(always)]
     unsafe fn load_bf16(p: *const u16) -> __m512 {

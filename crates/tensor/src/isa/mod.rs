@@ -13,6 +13,7 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod grids;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod scalar;
@@ -20,12 +21,14 @@ mod scalar;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::{Avx2, AvxVnni};
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx512::{Avx512, Dpbf16};
+pub(crate) use avx512::{Avx512, Avx512Vbmi, Dpbf16};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::{Neon, smmla};
 #[cfg(all(test, target_arch = "x86_64"))]
 pub(crate) use scalar::Called;
 pub(crate) use scalar::Scalar;
+
+use crate::storage::grids::{Eights, Fours};
 
 /// Lanes of [`Isa::F`] and [`Isa::I`].
 pub(crate) const LANES: usize = 16;
@@ -74,6 +77,22 @@ pub(crate) trait Isa: Copy {
     unsafe fn spread_bits(p: *const u8, value: u8) -> Self::W;
     /// `table[byte]` for bytes 0..=15.
     unsafe fn lookup(table: &[i8; 16], w: Self::W) -> Self::W;
+    /// 128 less byte `i` where bit `i` of the 64 bits (8 bytes, little endian) at `p` is set.
+    unsafe fn mirrored(w: Self::W, p: *const u8) -> Self::W;
+    /// Of each 16 bytes of both: the fours at 0 and 2 of `a`, then of `b`, and those at 1 and 3.
+    unsafe fn split(a: Self::W, b: Self::W) -> [Self::W; 2];
+    /// The quads of the 64 indices at `plane` ([`crate::formats::grids`]).
+    #[inline(always)]
+    unsafe fn eights<const N: usize>(grid: &'static Eights<N>, plane: *const u8) -> [Self::W; 8] {
+        // SAFETY: passed on.
+        unsafe { grids::eights::<Self, N>(grid, plane) }
+    }
+    /// The quads of the 128 indices at `plane`.
+    #[inline(always)]
+    unsafe fn fours<const N: usize>(grid: &'static Fours<N>, plane: *const u8) -> [Self::W; 8] {
+        // SAFETY: passed on.
+        unsafe { grids::fours::<Self, N>(grid, plane) }
+    }
 
     /// Adds to each lane the dot product of its four bytes, unsigned and at most 127, with the
     /// four signed bytes at `x`. Exact.
@@ -196,6 +215,8 @@ pub(crate) trait Isa: Copy {
     unsafe fn load_i8(p: *const u8) -> Self::I;
     /// Sixteen unsigned bytes, widened.
     unsafe fn load_u8(p: *const u8) -> Self::I;
+    /// Sixteen nibbles in 8 bytes, low ones first, widened.
+    unsafe fn load_nibbles(p: *const u8) -> Self::I;
     /// Sixteen signed words, widened.
     unsafe fn load_i16(p: *const u8) -> Self::I;
     /// Loads 16 i32.
@@ -241,6 +262,11 @@ pub(crate) trait Isa: Copy {
         // SAFETY: sixteen f16; the features by the caller.
         unsafe { Self::load_f16([*p; LANES].as_ptr()) }
     }
+    /// Sixteen bytes of FP8's E4M3, exactly, divided by 256. Its NaN are 1.875.
+    ///
+    /// E4M3 has the bias 7 and f16 has 15. Its exponent and fraction, read as the low bits of an
+    /// f16's exponent and the top of its fraction, are a number 2^8 times smaller.
+    unsafe fn load_e4m3(p: *const u8) -> Self::F;
     /// Loads 16 bf16, exactly.
     unsafe fn load_bf16(p: *const u16) -> Self::F;
     /// Each of the two bf16 at `p` in every lane, exactly.

@@ -146,6 +146,27 @@ impl Isa for Neon {
         each!(vqtbl1q_u8, table, w)
     }
     #[inline(always)]
+    unsafe fn mirrored(w: W, p: *const u8) -> W {
+        unsafe {
+            let set = Self::spread_bits(p, 255);
+            let less = |i: usize| vsubq_u8(vdupq_n_u8(128), w[i]);
+            let pick = |i: usize| vbslq_u8(set[i], less(i), w[i]);
+            [pick(0), pick(1), pick(2), pick(3)]
+        }
+    }
+    #[inline(always)]
+    unsafe fn split(a: W, b: W) -> [W; 2] {
+        let (a, b) = (
+            each!(vreinterpretq_u32_u8, a),
+            each!(vreinterpretq_u32_u8, b),
+        );
+        let (even, odd) = (each!(vuzp1q_u32, a, b), each!(vuzp2q_u32, a, b));
+        [
+            each!(vreinterpretq_u8_u32, even),
+            each!(vreinterpretq_u8_u32, odd),
+        ]
+    }
+    #[inline(always)]
     unsafe fn dot_unsigned(acc: I, w: W, x: *const i8) -> I {
         // At most 127, so the bytes are the same read as signed.
         unsafe { Self::dot_signed(acc, w, x) }
@@ -198,6 +219,17 @@ impl Isa for Neon {
         let mask = unsafe { [vdupq_n_s32(255); 4] };
         let signed = unsafe { Self::load_i8(p) };
         each!(vandq_s32, signed, mask)
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8) -> I {
+        unsafe {
+            let bytes = vld1_u8(p);
+            let (low, high) = (vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8::<4>(bytes));
+            let nibbles = vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high));
+            let mut all = [0u8; 16];
+            vst1q_u8(all.as_mut_ptr(), nibbles);
+            Self::load_i8(all.as_ptr())
+        }
     }
     #[inline(always)]
     unsafe fn load_i16(p: *const u8) -> I {
@@ -294,6 +326,24 @@ impl Isa for Neon {
             ]
         };
         each!(widen_f16, halves)
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> F {
+        unsafe {
+            let bytes = vld1q_s8(p.cast());
+            let half = |wide: int16x8_t| {
+                let moved = vreinterpretq_u16_s16(vshlq_n_s16::<7>(wide));
+                vandq_u16(moved, vdupq_n_u16(0xbfff))
+            };
+            let low = half(vmovl_s8(vget_low_s8(bytes)));
+            let high = half(vmovl_high_s8(bytes));
+            [
+                widen_f16(vget_low_u16(low)),
+                widen_f16(vget_high_u16(low)),
+                widen_f16(vget_low_u16(high)),
+                widen_f16(vget_high_u16(high)),
+            ]
+        }
     }
     #[inline(always)]
     unsafe fn load_bf16(p: *const u16) -> F {

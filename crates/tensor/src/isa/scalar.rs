@@ -85,6 +85,19 @@ macro_rules! scalar {
                 w.map(|b| table[usize::from(b & 15)] as u8)
             }
             #[$inline]
+            unsafe fn mirrored(w: W, p: *const u8) -> W {
+                let bits = u64::from_le_bytes(unsafe { p.cast::<[u8; 8]>().read_unaligned() });
+                map(|i| if bits >> i & 1 == 1 { 128 - w[i] } else { w[i] })
+            }
+            #[$inline]
+            unsafe fn split(a: W, b: W) -> [W; 2] {
+                let byte = |i: usize, odd: usize| {
+                    let from = if i % 16 < 8 { a } else { b };
+                    from[i / 16 * 16 + i / 4 % 2 * 8 + 4 * odd + i % 4]
+                };
+                [0, 1].map(|odd| map(|i| byte(i, odd)))
+            }
+            #[$inline]
             unsafe fn dot_unsigned(acc: I, w: W, x: *const i8) -> I {
                 let x = unsafe { four(x) };
                 map(|i| acc[i] + (0..4).map(|j| i32::from(w[4 * i + j]) * x[j]).sum::<i32>())
@@ -127,6 +140,10 @@ macro_rules! scalar {
             #[$inline]
             unsafe fn load_u8(p: *const u8) -> I {
                 map(|i| i32::from(unsafe { *p.add(i) }))
+            }
+            #[$inline]
+            unsafe fn load_nibbles(p: *const u8) -> I {
+                map(|i| i32::from(unsafe { *p.add(i / 2) } >> (4 * (i % 2)) & 15))
             }
             #[$inline]
             unsafe fn load_i16(p: *const u8) -> I {
@@ -180,6 +197,13 @@ macro_rules! scalar {
             #[$inline]
             unsafe fn load_f16(p: *const u16) -> F {
                 map(|i| f16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32())
+            }
+            #[$inline]
+            unsafe fn load_e4m3(p: *const u8) -> F {
+                map(|i| {
+                    let wide = i16::from(unsafe { *p.add(i) } as i8) << 7;
+                    f16::from_bits(wide as u16 & 0xbfff).to_f32()
+                })
             }
             #[$inline]
             unsafe fn load_bf16(p: *const u16) -> F {

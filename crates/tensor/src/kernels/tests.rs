@@ -11,6 +11,7 @@ use crate::{naive, storage};
 use half::f16;
 use paceline_base::{BlockType, tree};
 
+mod fp8;
 mod latent;
 mod rounded;
 

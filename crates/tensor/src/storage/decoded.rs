@@ -2,12 +2,6 @@
 //! f32 weights.
 //!
 //! ```text
-//! IQ2_XXS   d: f16, { grid: [u8; 4], word: u32 } of 32 columns     d (s + 1/2) / 4 * grid
-//! IQ2_XS    d: f16, { u16 } of 8, scales: [u8; 8]                  d (s + 1/2) / 4 * grid
-//! IQ2_S     d: f16, grid: [u8; 32], signs: [u8; 32], high: [u8; 8], scales: [u8; 8]   the same
-//! IQ3_XXS   d: f16, grid: [u8; 64], { word: u32 } of 32            d (s + 1/2) / 2 * grid
-//! IQ3_S     d: f16, grid: [u8; 64], high: [u8; 8], signs: [u8; 32], scales: [u8; 4]
-//!                                                                  d (2 s + 1) * grid
 //! IQ1_S     d: f16, grid: [u8; 32], { high: u16 } of 32            d (2 s + 1) * (grid +- 1/8)
 //! IQ1_M     grid: [u8; 32], high: [u8; 16], { scales: u16 } of 64  the same
 //! TQ1_0     qs: [u8; 48], qh: [u8; 4], d: f16                      d * (0..=2 - 1), base 3
@@ -17,79 +11,22 @@
 //! FP4       scales: [f32; 2], qs: [u8; 16]                         scale * e2m1, rounded
 //! ```
 //!
-//! A *grid* is a codebook of rows of 8 (IQ3: 4) values; `grids.hex` has all of them. A word holds
-//! four sign codes of 7 bits and a scale of 4. A sign code is the signs of seven columns, and that
-//! of the eighth makes their number even.
+//! A *grid* is a codebook of rows of 8 values, as in [`super::grids`].
 //!
 //! **Exactness.** Up to NVFP4 the factors of a weight have at most 22 bits together. So products
 //! are exact in f32 in any order. A scale in f32 times an 8-bit float is rounded once.
 //!
 //! Source: `ggml/src/ggml-common.h` and `dequantize_row_*` in `ggml/src/ggml-quants.c` of
-//! llama.cpp. `scripts/golden/grids.py` writes the grids.
+//! llama.cpp.
 
 use paceline_base::{BlockType, e4m3, ue4m3};
 
+use super::grids::IQ1;
 use super::mlx::E2M1_DOUBLED;
 use super::{bytes_at, half_at};
 
 /// Values of the longest block.
 pub(crate) const BLOCK_LEN_MAX: usize = 256;
-
-/// Packed grids in hexadecimal digits, in the order of the constants below.
-const HEX: &[u8] = include_bytes!("grids.hex");
-
-static IQ2_XXS: [[i8; 8]; 256] = eights(0, [8, 25, 43, 0]);
-static IQ2_XS: [[i8; 8]; 512] = eights(256, [8, 25, 43, 0]);
-static IQ2_S: [[i8; 8]; 1024] = eights(768, [8, 25, 43, 0]);
-/// Eight times the values.
-static IQ1: [[i8; 8]; 2048] = eights(1792, [-8, 0, 8, 0]);
-static IQ3_XXS: [[i8; 4]; 256] = fours(3840, [4, 12, 20, 28, 36, 44, 52, 62]);
-static IQ3_S: [[i8; 4]; 512] = fours(4096, [1, 3, 5, 7, 9, 11, 13, 15]);
-
-/// Packed row `row` of all grids: 16 bits, the first element lowest.
-const fn packed(row: usize) -> u16 {
-    const fn byte(index: usize) -> u16 {
-        const fn digit(at: usize) -> u16 {
-            let digit = HEX[at / 64 * 65 + at % 64]; // a line end behind 64 digits
-            let letter = digit >= b'a';
-            (digit - if letter { b'a' - 10 } else { b'0' }) as u16
-        }
-        digit(2 * index) << 4 | digit(2 * index + 1)
-    }
-    byte(2 * row) | byte(2 * row + 1) << 8
-}
-
-/// A grid of 8 values of 2 bits, from packed row `first` on.
-const fn eights<const N: usize>(first: usize, values: [i8; 4]) -> [[i8; 8]; N] {
-    let mut grid = [[0; 8]; N];
-    let mut row = 0;
-    while row < N {
-        let bits = packed(first + row);
-        let mut k = 0;
-        while k < 8 {
-            grid[row][k] = values[(bits >> (2 * k)) as usize & 3];
-            k += 1;
-        }
-        row += 1;
-    }
-    grid
-}
-
-/// A grid of 4 values of 4 bits, the highest unused.
-const fn fours<const N: usize>(first: usize, values: [i8; 8]) -> [[i8; 4]; N] {
-    let mut grid = [[0; 4]; N];
-    let mut row = 0;
-    while row < N {
-        let bits = packed(first + row);
-        let mut k = 0;
-        while k < 4 {
-            grid[row][k] = values[(bits >> (4 * k)) as usize & 7];
-            k += 1;
-        }
-        row += 1;
-    }
-    grid
-}
 
 /// Decodes one block: `block` is `block_type.bytes()` bytes, `out` is `(block_type.len(),)`.
 ///
@@ -97,11 +34,6 @@ const fn fours<const N: usize>(first: usize, values: [i8; 8]) -> [[i8; 4]; N] {
 /// On a bug of the caller: another type than those of this module, or other lengths.
 pub(crate) fn decode(block_type: BlockType, block: &[u8], out: &mut [f32]) {
     match block_type {
-        BlockType::IQ2_XXS => iq2_xxs(block, out),
-        BlockType::IQ2_XS => iq2_xs(block, out),
-        BlockType::IQ2_S => iq2_s(block, out),
-        BlockType::IQ3_XXS => iq3_xxs(block, out),
-        BlockType::IQ3_S => iq3_s(block, out),
         BlockType::IQ1_S => iq1_s(block, out),
         BlockType::IQ1_M => iq1_m(block, out),
         BlockType::TQ1_0 => tq1_0(block, out),
@@ -113,74 +45,9 @@ pub(crate) fn decode(block_type: BlockType, block: &[u8], out: &mut [f32]) {
     }
 }
 
-/// `step` times each value, with the signs of the bits of `signs`.
-fn signed<const N: usize>(step: f32, values: &[i8; N], signs: u8, out: &mut [f32; N]) {
-    for (k, (out, &value)) in out.iter_mut().zip(values).enumerate() {
-        let sign = u32::from(signs >> k & 1) << 31;
-        *out = f32::from_bits((step * f32::from(value)).to_bits() ^ sign);
-    }
-}
-
-/// The eight signs of sign code `index` of a word.
-const fn sign_code(word: u32, index: usize) -> u8 {
-    let seven = (word >> (7 * index) & 127) as u8;
-    seven | ((seven.count_ones() as u8 & 1) << 7)
-}
-
 /// Nibble `index` of some bytes, low nibbles first.
 fn nibble(bytes: &[u8], index: usize) -> u8 {
     bytes[index / 2] >> (4 * (index % 2)) & 15
-}
-
-fn iq2_xxs(block: &[u8], out: &mut [f32]) {
-    let d = half_at(block, 0);
-    for (i, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
-        let at = 2 + 8 * (i / 4);
-        let word = u32::from_le_bytes(*bytes_at(block, at + 4));
-        let step = d * (0.5 + (word >> 28) as f32) * 0.25;
-        let row = &IQ2_XXS[usize::from(block[at + i % 4])];
-        signed(step, row, sign_code(word, i % 4), out);
-    }
-}
-
-fn iq2_xs(block: &[u8], out: &mut [f32]) {
-    let d = half_at(block, 0);
-    for (i, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
-        let code = u16::from_le_bytes(*bytes_at(block, 2 + 2 * i));
-        let step = d * (0.5 + f32::from(nibble(&block[66..], i / 2))) * 0.25;
-        let row = &IQ2_XS[usize::from(code & 511)];
-        signed(step, row, sign_code(u32::from(code >> 9), 0), out);
-    }
-}
-
-fn iq2_s(block: &[u8], out: &mut [f32]) {
-    let d = half_at(block, 0);
-    for (i, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
-        let high = usize::from(block[66 + i / 4] >> (2 * (i % 4)) & 3);
-        let step = d * (0.5 + f32::from(nibble(&block[74..], i / 2))) * 0.25;
-        let row = &IQ2_S[usize::from(block[2 + i]) | high << 8];
-        signed(step, row, block[34 + i], out);
-    }
-}
-
-fn iq3_xxs(block: &[u8], out: &mut [f32]) {
-    let d = half_at(block, 0);
-    for (i, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
-        let word = u32::from_le_bytes(*bytes_at(block, 66 + 4 * (i / 8)));
-        let step = d * (0.5 + (word >> 28) as f32) * 0.5;
-        let signs = sign_code(word, i % 8 / 2) >> (4 * (i % 2));
-        signed(step, &IQ3_XXS[usize::from(block[2 + i])], signs, out);
-    }
-}
-
-fn iq3_s(block: &[u8], out: &mut [f32]) {
-    let d = half_at(block, 0);
-    for (i, out) in out.as_chunks_mut().0.iter_mut().enumerate() {
-        let high = usize::from(block[66 + i / 8] >> (i % 8) & 1);
-        let step = d * f32::from(1 + 2 * nibble(&block[106..], i / 8));
-        let row = &IQ3_S[usize::from(block[2 + i]) | high << 8];
-        signed(step, row, nibble(&block[74..], i), out);
-    }
 }
 
 /// `step` times each value of IQ1's grid, moved up or down by an eighth.

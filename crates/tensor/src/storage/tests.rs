@@ -5,6 +5,7 @@
 
 use paceline_base::BlockType;
 
+use super::grids::grid_step;
 use super::random::{SplitMix64, halves, random_bytes, random_row};
 use super::{Chunk, chunk, dequantise};
 
@@ -12,9 +13,9 @@ const CODEBOOK: [i32; 16] = [
     -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
 ];
 
-/// Every quantised type with chunks.
+/// Every quantised type with chunks but those with grids, whose values no description has.
 fn quantised() -> impl Iterator<Item = BlockType> {
-    let has_chunks = |t: &BlockType| !t.is_float() && !t.is_decoded();
+    let has_chunks = |t: &BlockType| !t.computed().is_float() && grid_step(*t).is_none();
     BlockType::ALL.into_iter().filter(has_chunks)
 }
 

@@ -6,6 +6,7 @@
 //!
 //! ```text
 //! Q3_K, Q6_K, IQ4_XS     step = d          scale = sub
+//! IQ2, IQ3               step = d / 8, IQ3_XXS d / 4, IQ3_S d; scale = sub
 //! Q2_K, Q4_K, Q5_K       step = d / k      scale = k sub
 //!                                          min = (min_sub * round(-128 dmin / step) + 64) >> 7
 //! all others             step = 2^e        scale = round(scale / step)
@@ -33,6 +34,7 @@ use std::ops::{Deref, Range};
 use half::{bf16, f16};
 use paceline_base::BlockType;
 
+use super::grids::grid_step;
 use super::{Chunk, RawScales, chunk, raw_scales};
 
 #[cfg(test)]
@@ -81,10 +83,11 @@ impl Unit {
     pub(crate) fn of(block_type: BlockType, row: &[u8], index: usize) -> Self {
         let chunks = row.len() / block_type.bytes() * (block_type.len() / Chunk::LEN);
         let chunks = index * UNIT_CHUNKS..chunks.min((index + 1) * UNIT_CHUNKS);
+        if let Some(part) = exact_part(block_type) {
+            let raw = Each::of(chunks, |c| raw_scales(block_type, row, c));
+            return exact(part, &raw);
+        }
         match block_type {
-            BlockType::Q3_K | BlockType::Q6_K | BlockType::IQ4_XS => {
-                exact(&Each::of(chunks, |c| raw_scales(block_type, row, c)))
-            }
             BlockType::Q2_K | BlockType::Q4_K | BlockType::Q5_K => multiplied(
                 block_type,
                 &Each::of(chunks, |c| raw_scales(block_type, row, c)),
@@ -244,9 +247,19 @@ fn half_of(header: Option<f16>) -> f32 {
     header.map_or(0.0, f16::to_f32)
 }
 
-/// Types whose integer scales are exact.
-fn exact(chunks: &[RawScales]) -> Unit {
-    let step = chunks.first().map_or(0.0, |raw| half_of(raw.header[0]));
+/// The part of a half that is the step of a type with exact integer scales; `None` for others.
+const fn exact_part(block_type: BlockType) -> Option<f32> {
+    match block_type {
+        BlockType::Q3_K | BlockType::Q6_K | BlockType::IQ4_XS => Some(1.0),
+        other => grid_step(other),
+    }
+}
+
+/// Types whose integer scales are exact, and whose step is `part` of a half.
+fn exact(part: f32, chunks: &[RawScales]) -> Unit {
+    let step = chunks
+        .first()
+        .map_or(0.0, |raw| part * half_of(raw.header[0]));
     let mut unit = Unit::none(step);
     for (to, raw) in unit.factors.iter_mut().zip(chunks) {
         let [first, second] = raw
@@ -316,11 +329,13 @@ fn multiplied(block_type: BlockType, chunks: &[RawScales]) -> Unit {
     })
 }
 
-/// A step as the packer stores it: a half, or bfloat16, where it is one, else f32.
+/// A step as the packer stores it: the half that it is (a part of), or bfloat16, else f32.
 pub(crate) fn step_bytes(block_type: BlockType, step: f32) -> ([u8; 4], usize) {
-    let bits = match block_type {
-        BlockType::Q3_K | BlockType::Q6_K | BlockType::IQ4_XS => f16::from_f32(step).to_bits(),
-        BlockType::Q2_K | BlockType::Q4_K | BlockType::Q5_K => return (step.to_ne_bytes(), 4),
+    let bits = match (block_type, exact_part(block_type)) {
+        (_, Some(part)) => f16::from_f32(step / part).to_bits(),
+        (BlockType::Q2_K | BlockType::Q4_K | BlockType::Q5_K, _) => {
+            return (step.to_ne_bytes(), 4);
+        }
         _ => bf16::from_f32(step).to_bits(),
     };
     let [a, b] = bits.to_ne_bytes();

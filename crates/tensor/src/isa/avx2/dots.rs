@@ -49,6 +49,10 @@ impl Dots for MultiplyAdd {
     unsafe fn fours(acc: __m256i, w: [__m256i; 4], x: [__m256i; 4], most: i32) -> __m256i {
         // Sums as many pairs of at most 2 * 127 * most as fit into 16 bits.
         unsafe {
+            if 2 * 2 * 127 * most > i32::from(i16::MAX) {
+                let acc = Self::unsigned(Self::unsigned(acc, w[0], x[0]), w[1], x[1]);
+                return Self::unsigned(Self::unsigned(acc, w[2], x[2]), w[3], x[3]);
+            }
             let first = _mm256_maddubs_epi16(w[0], x[0]);
             let first = _mm256_add_epi16(first, _mm256_maddubs_epi16(w[1], x[1]));
             let second = _mm256_maddubs_epi16(w[2], x[2]);
@@ -56,7 +60,6 @@ impl Dots for MultiplyAdd {
             if 4 * 2 * 127 * most <= i32::from(i16::MAX) {
                 return add_pairs(acc, _mm256_add_epi16(first, second));
             }
-            assert!(2 * 2 * 127 * most <= i32::from(i16::MAX), "at most {most}");
             add_pairs(add_pairs(acc, first), second)
         }
     }
