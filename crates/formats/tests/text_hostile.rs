@@ -327,6 +327,30 @@ fn ids_outside_the_vocabulary_are_none() {
     }
 }
 
+/// A normaliser that doubles each "a" `times` times.
+fn doubled(times: usize) -> Json {
+    let double = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aa"});
+    json!({"type": "Sequence", "normalizers": vec![double; times]})
+}
+
+#[test]
+fn steps_that_grow_or_stall_are_errors() {
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+                       "use_regex": false});
+    let bytes = json!({"type": "Sequence", "pretokenizers": vec![bytes; 30]});
+    let words = json!({"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a",
+                       "max_input_chars_per_word": u32::MAX, "continuing_subword_prefix": "##"});
+    for (file, expected) in [
+        (with("/normalizer", doubled(30)), "8 times as long"),
+        (with("/normalizer", doubled(1000)), "normalizers: 1000"),
+        (with("/pre_tokenizer", bytes), "growth by pre_tokenizers"),
+        (with("/model", words), "max_input_chars_per_word"),
+    ] {
+        let error = outcome(&file).unwrap_err();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
 /// Values that a place of a tokenizer may lie with.
 fn lies() -> Vec<Json> {
     let long = "a".repeat(5000);
@@ -347,6 +371,7 @@ fn lies() -> Vec<Json> {
         json!(["a", "b"]),
         json!({"type": "Sequence", "normalizers": [{"type": "NFKD"}, {"type": "Lowercase"}]}),
         json!({"type": "Prepend", "prepend": long}),
+        doubled(30),
         json!({"type": "Replace", "pattern": {"Regex": "a?a?a?a?aaaa"}, "content": "aa"}),
         json!({"type": "Split", "pattern": {"String": "a"}, "behavior": "Isolated", "invert": true}),
         json!({"type": "Unigram", "vocab": [["a", 0.5], ["b", -1e308]], "unk_id": 7}),

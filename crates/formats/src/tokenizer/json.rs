@@ -9,6 +9,7 @@
 //!
 //! - The size and depth of the file are limited before anything is parsed.
 //! - Ids are checked before they size an allocation.
+//! - Its normaliser and pre-tokenizer run with bounds of growth and time ([`steps`]).
 //! - Padding and truncation, which could ask for any amount of memory, are never run.
 //! - As a last resort, a panic of the crate is caught and becomes an error (`crate::panics`).
 
@@ -17,11 +18,12 @@ use std::ops::Range as Span;
 use std::path::Path;
 
 use serde_json::Value;
-use tokenizers::tokenizer::{Model as _, Normalizer as _, PostProcessor as _, PreTokenizer as _};
+use tokenizers::tokenizer::{Model as _, PostProcessor as _};
 use tokenizers::tokenizer::{OffsetReferential, OffsetType, PreTokenizedString};
 use tokenizers::{Encoding, ModelWrapper, NormalizedString, Token};
 
 use super::fragments::{Cutter, Fragment, Special};
+use super::steps::{self, Steps};
 use super::vocab::{Kind, Spelling, Vocab, byte_token};
 use super::{Algorithm, Error, Tokenizer, TokenizerParts, ends};
 use crate::{limited_read, panics};
@@ -45,6 +47,7 @@ const TOKENIZER: &str = "tokenizer.json";
 /// The parts of the crate's tokenizer, run one after the other.
 pub(super) struct Pipeline {
     inner: tokenizers::Tokenizer,
+    steps: Steps,
     space_prefix: bool,
 }
 
@@ -110,9 +113,16 @@ fn build(inner: tokenizers::Tokenizer, config: &Config) -> Result<Tokenizer, Err
     let named = config.end_ids.iter().copied().chain(eos).filter(known);
     let ends = ends::find(vocab.iter(), named);
     let space_prefix = strips_space(&decoder);
+    let malformed = |reason| Error::Malformed {
+        what: TOKENIZER,
+        reason,
+    };
+    steps::check_model(inner.get_model()).map_err(malformed)?;
+    let steps = Steps::new(&inner).map_err(malformed)?;
     Tokenizer::assemble(TokenizerParts {
         algorithm: Algorithm::Json(Box::new(Pipeline {
             inner,
+            steps,
             space_prefix,
         })),
         vocab,
@@ -174,15 +184,13 @@ impl Pipeline {
         fragments: &[Fragment<'_>],
         (count, tokens_max): (&Cell<usize>, usize),
     ) -> tokenizers::Result<Vec<u32>> {
-        let mut text = PreTokenizedString::from(joined(fragments));
+        let joined = joined(fragments);
+        let deadline = steps::deadline(joined.len());
+        let mut text = PreTokenizedString::from(joined);
         text.split(|_, whole| Ok(splits(&whole, fragments)))?;
-        if let Some(normalizer) = self.inner.get_normalizer() {
-            text.normalize(|part| normalizer.normalize(part))?;
-        }
-        if let Some(pre_tokenizer) = self.inner.get_pre_tokenizer() {
-            pre_tokenizer.pre_tokenize(&mut text)?;
-        }
+        self.steps.run(&mut text, deadline)?;
         text.tokenize(|part| {
+            steps::check(deadline)?;
             let tokens = self.inner.get_model().tokenize(part.get())?;
             count.set(count.get() + tokens.len());
             if count.get() > tokens_max {

@@ -26,6 +26,7 @@ mod gguf;
 mod json;
 mod pretokenize;
 mod spm;
+mod steps;
 mod vocab;
 
 use std::path::{Path, PathBuf};
