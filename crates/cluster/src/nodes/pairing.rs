@@ -36,6 +36,10 @@ pub const TRIES: u32 = 3;
 const DIGITS: usize = 6;
 
 const SPAKE_BYTES: usize = 33;
+
+/// Bytes of a newcomer's first message. It uses up a try of an invitation, a preface alone none.
+pub(super) const FIRST_BYTES: usize = PREFACE.len() + SPAKE_BYTES;
+
 const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 
 /// Why no machine was admitted.

@@ -237,14 +237,17 @@ pub fn accept(own: Own<'_>, stream: TcpStream, limit: Duration) -> Result<NodeSe
     let mut wire = HandshakeStream::new(stream, Instant::now() + limit, limit)?;
     let mut preface = [0; 8];
     wire.read_exact(&mut preface)?;
-    let purpose = preface
-        .strip_prefix(&MAGIC)
-        .and_then(|rest| Purpose::of(rest[0]));
-    let purpose = purpose.ok_or(Error::Protocol)?;
+    let purpose = purpose(preface).ok_or(Error::Protocol)?;
     let shaking = builder(own.identity, own.key, &preface)
         .build_responder()
         .map_err(|_| Error::Stranger)?;
     wire.shake_as_acceptor(shaking, own, purpose)
+}
+
+/// The purpose of a connection by its preface; `None` of another protocol.
+pub(super) fn purpose(preface: [u8; 8]) -> Option<Purpose> {
+    let rest = preface.strip_prefix(&MAGIC)?;
+    Purpose::of(rest[0])
 }
 
 /// Whether the first bytes of a connection were made with this key.

@@ -16,12 +16,13 @@ use super::super::member::Membership;
 use super::super::session::{self, Hello, NodeSession, Own, PeerCheck, Purpose};
 use super::super::{ClusterKey, NodeId, RegisterKey, pairing};
 use super::channel::ServiceChannel;
+use super::handshakes::{HandshakeSlot, Handshakes, Peer};
 use super::links::NewLink;
 use super::refusals::{REVOKED, of_pairing, of_session};
 use super::{Error, HANDSHAKE_LIMIT, Inner, facts};
 
-/// Most concurrent handshakes; further connections are closed.
-const HANDSHAKES_MAX: usize = 64;
+/// Longest silence of a stranger before its first message, which a member sends at once.
+const FIRST_LIMIT: Duration = Duration::from_secs(1);
 
 /// Most concurrently served channels; further ones are closed.
 const SERVED_MAX: usize = 256;
@@ -31,7 +32,7 @@ pub(super) const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 #[derive(Default)]
 pub(super) struct ConnectionCounts {
-    handshakes: Arc<AtomicUsize>,
+    handshakes: Handshakes,
     served: Arc<AtomicUsize>,
     pub(super) local: Arc<AtomicUsize>,
 }
@@ -94,27 +95,62 @@ impl Inner {
                 thread::sleep(Duration::from_millis(20));
                 continue;
             };
-            let Some(place) = ConnectionSlot::take(&self.counts.handshakes, HANDSHAKES_MAX) else {
+            let is_node = lock(&self.state).book.is_address(addr.ip().to_canonical());
+            let peer = Peer::new(addr.ip(), is_node);
+            let Some(slot) = self.counts.handshakes.admit(peer, &stream) else {
                 continue;
+            };
+            let limit = if is_node {
+                HANDSHAKE_LIMIT
+            } else {
+                FIRST_LIMIT
             };
             let inner = Arc::clone(self);
             // Without a thread the connection is closed, and the peer tries again.
-            let _ = self.spawn("shake", move || inner.answer(stream, addr, place));
+            let _ = self.spawn("shake", move || inner.answer(stream, addr, slot, limit));
         }
     }
 
-    fn answer(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: ConnectionSlot) {
-        match first_bytes::<8>(&stream) {
-            Some(pairing::PREFACE) => self.pair(stream, addr),
-            Some(_) => self.shake(stream, addr, place),
-            None => {}
+    fn answer(
+        self: &Arc<Self>,
+        stream: TcpStream,
+        addr: SocketAddr,
+        slot: HandshakeSlot,
+        limit: Duration,
+    ) {
+        let deadline = Instant::now() + limit;
+        let Some(preface) = first_bytes(&stream, deadline) else {
+            return;
+        };
+        if preface == pairing::PREFACE {
+            if first_bytes::<{ pairing::FIRST_BYTES }>(&stream, deadline).is_some() {
+                slot.spoke();
+                self.pair(stream, addr);
+            }
+            return;
+        }
+        let first = first_bytes(&stream, deadline);
+        // Another protocol may have a shorter first message. It is refused by name.
+        if first.is_some() || session::purpose(preface).is_none() {
+            self.shake(stream, addr, first, slot);
         }
     }
 
-    fn shake(self: &Arc<Self>, stream: TcpStream, addr: SocketAddr, place: ConnectionSlot) {
+    fn shake(
+        self: &Arc<Self>,
+        stream: TcpStream,
+        addr: SocketAddr,
+        first: Option<[u8; session::FIRST_BYTES]>,
+        slot: HandshakeSlot,
+    ) {
         let era = self.key_and_era().1;
         let keys = self.keys();
-        let key = &keys[self.key_of(&stream, &keys)];
+        let fits = |key| first.is_some_and(|first| session::fits(&self.identity, key, &first));
+        let key = keys.iter().position(fits);
+        if key.is_some() {
+            slot.spoke();
+        }
+        let key = &keys[key.unwrap_or(0)];
         let judge = |id: NodeId, hello: &Hello| {
             let refused = self.judge(id, hello);
             refused.or_else(|| self.judge_former(id, key))
@@ -156,24 +192,10 @@ impl Inner {
                 });
             }
             Purpose::Service => {
-                drop(place);
+                drop(slot);
                 self.serve(session, era, key);
             }
         }
-    }
-
-    /// The key that a connection's handshake uses; the first key if none fits.
-    fn key_of(&self, stream: &TcpStream, keys: &[ClusterKey]) -> usize {
-        if keys.len() < 2 {
-            return 0;
-        }
-        let Some(first) = first_bytes(stream) else {
-            return 0;
-        };
-        let mut fits = keys
-            .iter()
-            .map(|key| session::fits(&self.identity, key, &first));
-        fits.position(|fits| fits).unwrap_or(0)
     }
 
     fn serve(self: &Arc<Self>, session: NodeSession, era: u64, key: &ClusterKey) {
@@ -309,9 +331,8 @@ fn scoped(place: SocketAddr, from: SocketAddr) -> SocketAddr {
     }
 }
 
-/// The first bytes of a connection, left unread.
-fn first_bytes<const N: usize>(stream: &TcpStream) -> Option<[u8; N]> {
-    let deadline = Instant::now() + HANDSHAKE_LIMIT;
+/// The first bytes of a connection, left unread; `None` if it ends before or at the deadline.
+fn first_bytes<const N: usize>(stream: &TcpStream, deadline: Instant) -> Option<[u8; N]> {
     stream.set_nonblocking(false).ok()?;
     loop {
         let left = deadline.checked_duration_since(Instant::now())?;

@@ -1,7 +1,7 @@
 //! Address book: addresses of nodes, and how each was discovered.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use super::super::NodeId;
 use super::super::discovery::DiscoveryMethod;
@@ -47,6 +47,12 @@ impl AddressBook {
     pub(super) fn addresses(&self, id: NodeId) -> Vec<SocketAddr> {
         let known = self.0.get(&id).into_iter().flatten();
         known.map(|(addr, _)| *addr).collect()
+    }
+
+    /// Whether a node has this address.
+    pub(super) fn is_address(&self, ip: IpAddr) -> bool {
+        let mut known = self.0.values().flatten();
+        known.any(|(addr, _)| addr.ip().to_canonical() == ip)
     }
 
     /// All methods by which a node was discovered.

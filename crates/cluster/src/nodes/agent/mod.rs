@@ -32,6 +32,7 @@ mod diagnostics;
 mod dial;
 mod facts;
 mod files;
+mod handshakes;
 mod keys;
 mod links;
 pub mod local;

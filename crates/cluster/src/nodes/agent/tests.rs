@@ -739,3 +739,25 @@ fn ten_thousand_malformed_handshakes_leave_a_node_as_it_was() {
     until("a member gets in", || lives(&nodes[0].agent).len() == 2);
     drop(other);
 }
+
+#[test]
+fn silent_strangers_neither_keep_a_member_out_nor_use_up_a_code() {
+    let key = ClusterKey::random().unwrap();
+    let one = node("one", &key, &[]);
+    let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, one.agent.port()));
+    let code = one.agent.invite().unwrap();
+    let hold = |first: &[u8]| {
+        use std::io::Write as _;
+        let mut stream = std::net::TcpStream::connect(addr).unwrap();
+        stream.write_all(first).unwrap();
+        stream
+    };
+    // More than there are slots, and more prefaces of newcomers than the code has tries.
+    let mut held: Vec<_> = (0..100).map(|_| hold(b"")).collect();
+    held.extend((0..20).map(|_| hold(&pairing::PREFACE)));
+    let two = node("two", &key, &[one.agent.port()]);
+    until("they meet", || lives(&two.agent).len() == 2);
+    let paired = pairing::guest(addr, &code, PATIENCE);
+    assert_eq!(paired.unwrap(), key);
+    drop(held);
+}
