@@ -46,11 +46,23 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     show(&format!("{text}\n"))
 }
 
-/// Prints a part of a result to stdout, unbuffered.
+/// Prints a part of a result to stdout, unbuffered; on a terminal without control characters of
+/// models, files and peers.
 ///
 /// # Errors
 /// [`Error::ReaderGone`] when stdout is closed, for example by `head`; else the system's error.
 pub(crate) fn show(text: &str) -> anyhow::Result<()> {
+    if std::io::stdout().is_terminal() {
+        return show_formatted(&printable(text));
+    }
+    show_formatted(text)
+}
+
+/// Prints text with the program's own colours, whose foreign parts are printable already.
+///
+/// # Errors
+/// As of [`show`].
+pub(crate) fn show_formatted(text: &str) -> anyhow::Result<()> {
     let _running = lock(&RUNNING);
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
@@ -70,9 +82,11 @@ pub(crate) fn draw(path: Option<&Path>, picture: impl FnOnce() -> String) -> any
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Prints a line to stderr. Ignores errors of a full or closed stderr (`eprintln!` would panic).
+/// Prints a line to stderr, without control characters. Ignores errors of a full or closed stderr
+/// (`eprintln!` would panic).
 pub(crate) fn print_err(line: impl Display) {
     let line = line.to_string();
+    let line = printable(&line);
     if log::line(&line) {
         return;
     }

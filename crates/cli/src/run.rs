@@ -23,10 +23,10 @@ use crate::error::{Error, PROMPT_BYTES_MAX};
 use crate::instance_choice::{self, InstanceRequest};
 use crate::interrupt::Signals;
 use crate::local_model::{NodeTransport, SplitArgs};
-use crate::output::{print, print_err};
+use crate::output::{print, print_err, show};
 use crate::pull;
 use sampling::SamplingArgs;
-use session::{RunSession, show_answer};
+use session::RunSession;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -263,7 +263,7 @@ fn shown(
     let mut begun = false;
     let figures = session.generate(tokens, chat, |text| {
         begun = true;
-        show_answer(text)
+        show(text)
     });
     if figures.is_err() && begun {
         let _ = print(""); // the error before this one is the one to tell

@@ -19,7 +19,7 @@ use paceline_kb::report::{TextPage, json, show};
 pub(crate) use error::hint;
 
 use crate::home;
-use crate::output::{print, print_err};
+use crate::output::{print, print_err, show_formatted};
 use command::exists;
 
 /// Arguments of `paceline kb`.
@@ -120,7 +120,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     match page.into_text() {
         text if text.is_empty() => Ok(()),
-        text => print(&text),
+        text => show_formatted(&format!("{text}\n")),
     }
 }
 

@@ -19,7 +19,7 @@ use crate::adapter;
 use crate::error::Error;
 use crate::instance_choice::NodeInstance;
 use crate::local_model::{LocalModel, ReadyModel, SplitArgs};
-use crate::output::{print_err, printable, show};
+use crate::output::print_err;
 
 /// A session with one model.
 pub(super) struct RunSession(session::ModelSession);
@@ -152,15 +152,6 @@ fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<LocalMode
         }
     };
     LocalModel::new(path, (args.compute, args.engine), split, sizes)
-}
-
-/// Prints a part of the answer, unbuffered.
-pub(super) fn show_answer(text: &str) -> anyhow::Result<()> {
-    if std::io::stdout().is_terminal() {
-        show(&printable(text))
-    } else {
-        show(text)
-    }
 }
 
 /// Warns about more positions than the model was trained for.
