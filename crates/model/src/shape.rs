@@ -13,6 +13,8 @@ use serde_json::Value;
 
 use crate::{Config, LayerCache, LayerShape, ModelSource, Role};
 
+mod packed;
+
 /// Maximum size of a `config.json`; those of the largest families have some 100 KB.
 const CONFIG_BYTES_MAX: u64 = 8 << 20;
 
@@ -361,7 +363,11 @@ pub fn of(source: &ModelSource, config: &Config) -> ModelShape {
         moe: moe_of(config),
         bits: Bits::uniform(8.0),
     };
-    let bits = source.file_bytes().0 as f64 * 8.0 / shape.params();
+    let more = match source {
+        ModelSource::Gguf(file) => packed::beyond_file(file),
+        ModelSource::Hf(folder) => packed::beyond_folder(folder),
+    };
+    let bits = (source.file_bytes().0 as f64 + more) * 8.0 / shape.params();
     shape.bits = match source {
         ModelSource::Gguf(file) if shape.moe.is_some() => stored_bits(file),
         _ => Bits::uniform(bits),
@@ -493,12 +499,12 @@ fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
     Ok(shape)
 }
 
-/// Bits per weight of routed experts and of the rest, from the tensor table.
+/// Bits per weight in memory of routed experts and of the rest, from the tensor table.
 fn stored_bits(file: &Gguf) -> Bits {
     let mut experts = (0.0, 0.0);
     let mut rest = (0.0, 0.0);
     for info in file.tensors() {
-        let Some(bytes) = info.range().map(|range| range.len()) else {
+        let Some(bytes) = packed::of_tensor(file, info) else {
             continue;
         };
         let part = if info.name().contains("_exps") {
@@ -523,7 +529,8 @@ fn from_folder(path: &Path) -> Result<ModelShape, Error> {
     match HfFolder::open(path) {
         Ok(folder) => {
             let mut shape = from_config(&stated, folder.config())?;
-            let bits = folder.file_bytes().0 as f64 * 8.0 / shape.params();
+            let bytes = folder.file_bytes().0 as f64 + packed::beyond_folder(&folder);
+            let bits = bytes * 8.0 / shape.params();
             shape.bits = Bits::uniform(bits.clamp(1.0, 32.0));
             Ok(shape)
         }

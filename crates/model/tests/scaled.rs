@@ -10,7 +10,7 @@ use crate::common::{golden, kernels, load, rows_of};
 use paceline_base::{BlockType, KernelClass};
 use paceline_formats::hf::HfFolder;
 use paceline_formats::tensor::Tensor;
-use paceline_model::{LayerRole, ModelFamily, ModelSource, Role};
+use paceline_model::{LayerRole, ModelFamily, ModelSource, Role, shape};
 use paceline_tensor::storage::dequantise;
 
 fn decoded(tensor: &Tensor) -> Vec<f32> {
@@ -72,6 +72,23 @@ fn a_folder_with_scales_has_the_logits_of_its_values() {
             |all: &[Vec<f32>]| -> Vec<u32> { all.iter().flatten().map(|x| x.to_bits()).collect() };
         assert!(got.iter().flatten().all(|x| x.is_finite()), "{class}");
         assert!(bits(&got) == bits(&want), "{class}: logits differ");
+    }
+}
+
+/// The embeddings stay in the file, and its header has no share in memory.
+#[test]
+fn plans_have_the_bytes_that_matrices_with_scales_take() {
+    for layout in [Layout::Nvfp4, Layout::Fp8Tiles, Layout::Fp8Rows] {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), &[layout]);
+        let planned = shape::from_files(dir.path(), None).unwrap().weight_bytes();
+        let folder = HfFolder::open(dir.path()).unwrap();
+        let embeddings = folder.info("model.embed_tokens.weight").unwrap().range();
+        let header: usize = folder.contents().map(|(_, header)| header).sum();
+        let model = load(dir.path(), KernelClass::Cpu, &kernels());
+        let taken = model.weight_bytes().0 as f64;
+        let ratio = (planned - (embeddings.len() + header) as f64) / taken;
+        assert!((0.95..1.05).contains(&ratio), "{layout:?}: {ratio}");
     }
 }
 
