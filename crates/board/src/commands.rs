@@ -8,6 +8,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Child;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
@@ -33,6 +34,10 @@ use serde_json::{Value, json};
 
 use crate::hub::StoreHub;
 use crate::{Error, MessageSink, api_model, chain, stores};
+
+/// Interval of signs of life from a command: a third of the 10 s of the most impatient client.
+/// A load may hash a model first, a second a gigabyte.
+const AWAKE_EVERY: Duration = Duration::from_secs(3);
 
 /// Maximum queued requests; further ones are rejected as busy. That is one per connection of the
 /// server's default limit.
@@ -179,6 +184,27 @@ fn lead_to(agent: &Agent, fleet: &Arc<Fleet>, service: &'static str) {
     );
 }
 
+/// Runs a command on its own thread and reports an empty progress at each interval until its end.
+/// Clients then wait as long as the node works.
+fn awake<T: Send>(
+    progress: &mut CommandProgress<'_>,
+    every: Duration,
+    run: impl FnOnce() -> T + Send,
+) -> T {
+    std::thread::scope(|scope| {
+        let (end, ended) = mpsc::channel::<()>();
+        let running = scope.spawn(move || {
+            let _end = end; // closed with the command
+            run()
+        });
+        while ended.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+            progress(Value::Null);
+        }
+        let ended = running.join();
+        ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
 /// Serves local commands about models and instances.
 fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
     for (name, command) in [
@@ -194,9 +220,9 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
         let own = Arc::downgrade(fleet);
         agent.serve_local(
             name,
-            move |arguments: &Value, _: &mut CommandProgress<'_>| {
+            move |arguments: &Value, progress: &mut CommandProgress<'_>| {
                 let fleet = own.upgrade().ok_or("the node is stopping")?;
-                command(&fleet, arguments)
+                awake(progress, AWAKE_EVERY, || command(&fleet, arguments))
             },
         );
     }
@@ -468,6 +494,15 @@ mod tests {
     use paceline_cluster::nodes::placement::WeightDistribution;
 
     use super::*;
+
+    #[test]
+    fn a_command_that_takes_long_shows_that_it_works() {
+        let (sign, signs) = mpsc::channel();
+        let mut progress = |told: Value| sign.send(told).is_ok();
+        let run = move || (signs.recv().unwrap(), signs.recv().unwrap());
+        let told = awake(&mut progress, Duration::from_millis(1), run);
+        assert_eq!(told, (Value::Null, Value::Null));
+    }
 
     #[test]
     fn a_request_has_defaults_and_names_wrong_fields() {

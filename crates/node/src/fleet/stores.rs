@@ -535,7 +535,15 @@ impl Fleet {
         let inner = &self.inner;
         let mut nodes = inner.nodes_named(names)?;
         nodes.retain(|node| *node != inner.agent.id());
-        let wanted = inner.sent(model)?;
+        let wanted = std::thread::scope(|scope| {
+            let hashed = scope.spawn(|| inner.sent(model));
+            while !hashed.is_finished() {
+                progress(0, 0);
+                std::thread::sleep(TELL_EVERY);
+            }
+            let ended = hashed.join();
+            ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })?;
         let done: Vec<AtomicU64> = nodes.iter().map(|_| AtomicU64::new(0)).collect();
         let all = wanted.bytes.saturating_mul(nodes.len() as u64);
         let ensure = |node: NodeId| {
