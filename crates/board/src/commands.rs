@@ -26,7 +26,7 @@ use paceline_node::interpreter::ChildProgram;
 use paceline_node::{DRAFTS, tunnel};
 use paceline_serve::keys::{self, KeyInfo, KeyRole, Keys};
 use paceline_serve::{
-    JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome, ModelRegistry,
+    JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome, ModelRegistry, Upstreams,
 };
 use paceline_store::{Home, PullOptions};
 use serde::Deserialize;
@@ -98,6 +98,7 @@ pub fn start(
     let copies = FleetMirror(Arc::downgrade(&fleet));
     doors.journals().mirror_to(Arc::new(copies));
     answer_commands(agent, &fleet);
+    answer_lists(agent, &fleet, doors.upstreams());
     let own = Arc::downgrade(&fleet);
     agent.serve_local(
         "move",
@@ -211,10 +212,8 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
         ("load", ask_load as Command),
         ("unload", ask_unload),
         ("preview", ask_preview),
-        ("ps", ask_ps),
         ("trace", ask_trace),
         ("using", ask_using),
-        ("stores", stores::ask_stores),
         ("remove", stores::ask_remove),
     ] {
         let own = Arc::downgrade(fleet);
@@ -235,6 +234,20 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
         },
     );
 }
+
+/// Serves local lists of instances and of stored models, which include those of upstreams.
+fn answer_lists(agent: &Agent, fleet: &Arc<Fleet>, upstreams: &Upstreams) {
+    for (name, command) in [("ps", ask_ps as Listing), ("stores", stores::ask_stores)] {
+        let (own, upstreams) = (Arc::downgrade(fleet), upstreams.clone());
+        agent.serve_local(name, move |_: &Value, _: &mut CommandProgress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            command(&fleet, upstreams.instances())
+        });
+    }
+}
+
+/// Lists models of the fleet and of upstreams.
+type Listing = fn(&Fleet, Vec<Value>) -> Result<Value, String>;
 
 /// Runs a dashboard command; `keys` is the file of API keys.
 ///
@@ -388,8 +401,9 @@ fn ask_using(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
     serde_json::to_value(fleet.using(model)).map_err(|error| error.to_string())
 }
 
-fn ask_ps(fleet: &Fleet, _: &Value) -> Result<Value, String> {
-    serde_json::to_value(fleet.list()).map_err(|error| error.to_string())
+fn ask_ps(fleet: &Fleet, upstreams: Vec<Value>) -> Result<Value, String> {
+    let own = fleet.list().into_iter().map(|view| json!(view));
+    Ok(own.chain(upstreams).collect())
 }
 
 fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {

@@ -27,7 +27,9 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::telemetry::{Energy, Gpu, Sampler, TelemetrySample};
 use paceline_node::{CollectiveTraffic, InstanceSummary};
-use paceline_serve::{CommandHandler, LiveRequests, MetricSample, StageProbe, StatusSource};
+use paceline_serve::{
+    CommandHandler, LiveRequests, MetricSample, StageProbe, StatusSource, Upstreams,
+};
 use paceline_store::{Audit, Cancel, Home};
 use serde_json::{Value, json};
 
@@ -84,6 +86,7 @@ pub(crate) struct Inner {
     live: LiveRequests,
     pub(crate) agent: OnceLock<Agent>,
     instances: OnceLock<Box<InstanceSource>>,
+    upstreams: OnceLock<Upstreams>,
     stages: OnceLock<Box<StageProbe>>,
     counts: OnceLock<Box<TrafficSource>>,
     traffic: TrafficMeter,
@@ -122,6 +125,7 @@ impl Dashboard {
             live,
             agent: OnceLock::new(),
             instances: OnceLock::new(),
+            upstreams: OnceLock::new(),
             stages: OnceLock::new(),
             counts: OnceLock::new(),
             traffic: TrafficMeter::default(),
@@ -151,6 +155,11 @@ impl Dashboard {
     /// Adds instances. Once.
     pub fn set_instances(&self, instances: Box<InstanceSource>) {
         let _ = self.0.instances.set(instances); // the first one stays
+    }
+
+    /// Adds the models of upstreams. Once.
+    pub(crate) fn set_upstreams(&self, upstreams: &Upstreams) {
+        let _ = self.0.upstreams.set(upstreams.clone()); // the first one stays
     }
 
     /// Adds stage measurements of instances. Once.
@@ -299,7 +308,9 @@ impl Inner {
 
     fn instances(&self) -> (Vec<Value>, BTreeMap<String, InstanceSummary>) {
         let instances = self.instances.get();
-        instances.map_or_else(Default::default, |instances| instances())
+        let (mut all, portraits) = instances.map_or_else(Default::default, |it| it());
+        all.extend(self.upstreams.get().into_iter().flat_map(Upstreams::instances));
+        (all, portraits)
     }
 
     /// Samples telemetry and polls for changes until the end.

@@ -12,7 +12,9 @@ use paceline_cluster::nodes::discovery;
 use paceline_serve::tls::{
     CertificateNames, OwnCertificate, RenewalReason, ServerProtocol, TlsIdentity,
 };
-use paceline_serve::{Access, Config, ProcessMetrics, Puller, Remover, TimeSource};
+use paceline_serve::{
+    Access, Config, ProcessMetrics, Puller, Remover, SpecError, TimeSource, UpstreamArg, Upstreams,
+};
 
 use crate::member::host_name;
 use crate::{Dashboard, MessageSink, PullSource, settings};
@@ -30,6 +32,9 @@ pub enum Error {
     /// Unusable settings or certificate.
     #[error("{0}")]
     Serve(#[from] paceline_serve::Error),
+    /// An unusable upstream.
+    #[error("an upstream's settings")]
+    Upstream(#[from] SpecError),
 }
 
 /// Settings of a server.
@@ -56,6 +61,8 @@ pub struct Options<'a> {
     pub remover: Option<Remover>,
     /// Lets clients fetch models.
     pub puller: Option<Puller>,
+    /// Other servers that requests go to.
+    pub upstreams: &'a [UpstreamArg],
     /// Timeout of a request.
     pub request: Duration,
     /// Price of a kilowatt-hour.
@@ -89,6 +96,7 @@ impl Options<'_> {
             facts.extend(own.facts());
             facts
         }));
+        board.set_upstreams(&config.upstreams);
         config.board = board.for_server(manages);
         if let Some(price) = self.kwh_price {
             board.set_kwh_price(price);
@@ -114,6 +122,7 @@ impl Options<'_> {
         config.remover = self.remover.take();
         config.puller = self.puller.take();
         config.times.request = self.request;
+        config.upstreams = self.upstreams()?;
         // Checked first: an open server gets no certificate.
         config.check()?;
         config.wire = self.wire()?;
@@ -121,6 +130,21 @@ impl Options<'_> {
             config.access.hosts.extend(own_names());
         }
         Ok(config)
+    }
+
+    /// The upstreams; warns of those whose requests others can read.
+    fn upstreams(&self) -> Result<Upstreams, Error> {
+        let specs = self.upstreams.iter().map(|arg| arg.clone().open());
+        let specs = specs.collect::<Result<Vec<_>, _>>()?;
+        for spec in specs.iter().filter(|spec| spec.is_exposed()) {
+            (self.tell)(&format!(
+                "warning: plain HTTP to upstream {}: others on the network can read prompts and \
+                 keys",
+                spec.name()
+            ));
+        }
+        let tell = Arc::clone(&self.tell);
+        Ok(Upstreams::new(specs, Arc::new(move |line| tell(line)))?)
     }
 
     /// The server's protocol; reports the certificate.

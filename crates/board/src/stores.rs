@@ -67,9 +67,9 @@ fn holding(entry: &StoreEntry, now: SystemTime) -> Holding {
 }
 
 /// Handles `stores`: the inventory of each node.
-pub(crate) fn ask_stores(fleet: &Fleet, _: &Value) -> Result<Value, String> {
+pub(crate) fn ask_stores(fleet: &Fleet, upstreams: Vec<Value>) -> Result<Value, String> {
     let stores = fleet.stores();
-    Ok(json!({ "nodes": stores }))
+    Ok(json!({ "nodes": stores, "upstreams": upstreams }))
 }
 
 /// Arguments of `remove` and `send`; an empty list means all live nodes.

@@ -71,6 +71,21 @@ pub fn stores(told: &Value) -> Vec<String> {
         rows.extend(models.map(|it| part(&node, it)));
         notes.push(space(&node, store));
     }
+    let upstreams = told["upstreams"].as_array().into_iter().flatten();
+    rows.extend(upstreams.map(|it| {
+        let kind = if it["state"] == "ready" {
+            "upstream"
+        } else {
+            "upstream, down"
+        };
+        [
+            label(it),
+            names(&it["nodes"]),
+            "-".to_owned(),
+            "-".to_owned(),
+            kind.to_owned(),
+        ]
+    }));
     rows[1..].sort();
     let mut lines = aligned(&rows);
     lines.extend(notes);

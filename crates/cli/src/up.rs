@@ -28,7 +28,7 @@ use paceline_node::context_size::ContextBudget;
 use paceline_node::supervisor::Notice;
 use paceline_node::{DRAFTS, Instance, Observer};
 use paceline_serve::{
-    DEFAULT_PORT, HttpServer, ProcessMetrics, ServedModel, ServerHandle, StatusSource,
+    DEFAULT_PORT, HttpServer, ProcessMetrics, ServedModel, ServerHandle, StatusSource, UpstreamArg,
 };
 use paceline_store::{Cancel, Error as StoreError, Home, PullOptions};
 
@@ -48,6 +48,7 @@ Examples:
   paceline up
   paceline up smollm2 --nodes 2
   paceline up smollm2 gemma3-270m
+  paceline up --upstream http://192.168.1.5:11434
   curl http://127.0.0.1:52415/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}]}'
 
@@ -176,6 +177,12 @@ pub(crate) struct Args {
     /// are in use, those with an admin's
     #[arg(long)]
     allow_pull: bool,
+    /// Another server of OpenAI's API, such as Ollama, LM Studio, llama-server, vLLM or paceline.
+    /// Its models are listed here, and requests for them go there. key=FILE has its API key,
+    /// cert=FILE the certificates to trust. With replica it may also answer for models of the same
+    /// name that are loaded here, with other bits. May be given several times
+    #[arg(long, value_name = "URL[,key=FILE][,cert=FILE][,replica]")]
+    upstream: Vec<UpstreamArg>,
     /// Seconds from a request to the end of its answer, at most
     #[arg(long, value_name = "SECONDS", default_value_t = 600, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
@@ -678,6 +685,7 @@ impl Args {
             is_lenient: self.lenient,
             remover,
             puller: self.allow_pull.then(pull::for_clients).transpose()?,
+            upstreams: &self.upstream,
             request: Duration::from_secs(self.request_timeout),
             kwh_price: self.kwh_price,
             certificate: tls.zip(self.tls_key.as_deref()),

@@ -402,8 +402,8 @@ function updateInstance(node, it) {
   const portrait = it.portrait || {};
   text(title.children[1], it.state);
   classed(title.children[1], `pill ${stateKind(it.state)}`);
-  title.children[2].hidden = !state.status.may_manage;
-  text(about, it.reason || `on ${it.nodes.join(", ")} · split ${portrait.split || it.split}${it.epoch > 1 ? ` · epoch ${it.epoch}` : ""}`);
+  title.children[2].hidden = !state.status.may_manage || it.upstream;
+  text(about, it.reason || it.upstream && it.nodes.join(", ") || `on ${it.nodes.join(", ")} · split ${portrait.split || it.split}${it.numbers && it.numbers !== "cpu" ? ` · ${it.numbers}` : ""}${it.epoch > 1 ? ` · epoch ${it.epoch}` : ""}`);
   const [done, of] = it.progress || [];
   setMeter(progress, of > 0 && it.state !== "ready" ? done / of : undefined, of > 100000 ? `${bytes(done)} of ${bytes(of)}` : `${done} of ${of}`);
   keyed(shards, portrait.shards || [], (shard) => shard.rank, () => el("span", {}), (part, shard) => {
@@ -441,7 +441,7 @@ const PARTS = [["c", "compute"], ["x", "exchange"], ["w", "wait"], ["o", "other"
 async function watchStages() {
   for (;;) {
     const isWanted = $("stages").open && !document.hidden && !$("login").open;
-    const all = isWanted ? (state.status?.instances || []).filter((it) => it.state === "ready").slice(0, WATCHED) : [];
+    const all = isWanted ? (state.status?.instances || []).filter((it) => it.state === "ready" && !it.upstream).slice(0, WATCHED) : [];
     for (const it of all) await watchOne(it);
     await new Promise((done) => setTimeout(done, all.length ? 1000 : 300)); // ranks send what they recorded: some hundred KB
   }
@@ -456,7 +456,7 @@ async function watchOne(it) {
 }
 
 function drawStages(instances) {
-  const ready = instances.filter((it) => it.state === "ready");
+  const ready = instances.filter((it) => it.state === "ready" && !it.upstream);
   $("stages").hidden = ready.length === 0;
   for (const id of state.stages.keys()) if (!ready.some((it) => it.id === id)) state.stages.delete(id);
   const looked = ready.filter((it) => state.stages.has(it.id));

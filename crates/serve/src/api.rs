@@ -14,6 +14,7 @@ pub(crate) mod no_model;
 mod pages;
 mod pull;
 pub(crate) mod registry;
+mod relay;
 mod resumption;
 
 use std::sync::Arc;
@@ -214,18 +215,10 @@ pub(crate) fn address(request: &Request) -> String {
 }
 
 impl App {
-    /// Identifies the client of a request.
-    ///
     /// # Errors
     /// [`Rejection::NoKey`], [`Rejection::WrongKey`].
     fn client(&self, request: &Request) -> Result<ClientIdentity, Rejection> {
-        if let Some(keys) = &self.keys {
-            return check_key(request.headers(), keys).map(ClientIdentity::Key);
-        }
-        let remote = request.extensions().get::<Remote>();
-        let remote = remote.map(|remote| remote.0.ip().to_canonical());
-        let other = remote.filter(|ip| !ip.is_loopback());
-        Ok(other.map_or(ClientIdentity::Anybody, ClientIdentity::Address))
+        identify(self.keys.as_ref(), request)
     }
 
     /// Whether this model stores the response `id`, or a journal of it.
@@ -236,13 +229,34 @@ impl App {
         is_own || self.store.has(id)
     }
 
-    /// Whether other clients have a right to permits as well.
     fn has_several_clients(&self, client: &ClientIdentity) -> bool {
-        match client {
-            ClientIdentity::Anybody => false,
-            ClientIdentity::Address(_) => true,
-            ClientIdentity::Key(_) => self.keys.as_ref().is_some_and(|keys| keys.count() > 1),
-        }
+        shares(self.keys.as_ref(), client)
+    }
+}
+
+/// Identifies the client of a request.
+///
+/// # Errors
+/// [`Rejection::NoKey`], [`Rejection::WrongKey`].
+fn identify(
+    keys: Option<&Arc<WatchedKeys>>,
+    request: &Request,
+) -> Result<ClientIdentity, Rejection> {
+    if let Some(keys) = keys {
+        return check_key(request.headers(), keys).map(ClientIdentity::Key);
+    }
+    let remote = request.extensions().get::<Remote>();
+    let remote = remote.map(|remote| remote.0.ip().to_canonical());
+    let other = remote.filter(|ip| !ip.is_loopback());
+    Ok(other.map_or(ClientIdentity::Anybody, ClientIdentity::Address))
+}
+
+/// Whether other clients have a right to permits as well.
+fn shares(keys: Option<&Arc<WatchedKeys>>, client: &ClientIdentity) -> bool {
+    match client {
+        ClientIdentity::Anybody => false,
+        ClientIdentity::Address(_) => true,
+        ClientIdentity::Key(_) => keys.is_some_and(|keys| keys.count() > 1),
     }
 }
 

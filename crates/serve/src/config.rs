@@ -18,6 +18,7 @@ use crate::limits::ApiLimits;
 use crate::live_requests::LiveRequests;
 use crate::tally::EventTally;
 use crate::tls::ServerProtocol;
+use crate::upstream::Upstreams;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;
@@ -54,6 +55,8 @@ pub struct Config {
     pub remover: Option<Remover>,
     /// Lets clients fetch models; without it only served models count as present.
     pub puller: Option<Puller>,
+    /// Other servers that requests go to.
+    pub upstreams: Upstreams,
     /// Journals of streamed answers, for clients that reconnect.
     pub journals: Journals,
     /// Rate-limits events about keys and refusals; shared by all APIs of the server, so that each
@@ -81,6 +84,7 @@ impl Config {
             board: DashboardConfig::default(),
             remover: None,
             puller: None,
+            upstreams: Upstreams::default(),
             journals: Journals::default(),
             pulls: Arc::new(Semaphore::new(PULLS_MAX)),
         }

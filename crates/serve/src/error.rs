@@ -58,6 +58,12 @@ pub enum Error {
         key: PathBuf,
         source: rustls::Error,
     },
+    /// Certificates that cannot be trusted.
+    #[error("trusting {}", path.display())]
+    TlsTrust {
+        path: PathBuf,
+        source: rustls::Error,
+    },
     #[error("making a certificate")]
     TlsMake(#[source] rcgen::Error),
 }

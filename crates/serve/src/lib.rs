@@ -14,6 +14,7 @@
 //! - [`Server`], [`Config`]: bind, run, stop.
 //! - [`keys`]: API keys in a file, kept as hashes.
 //! - [`tls`]: certificates, for addresses that other machines reach.
+//! - [`Upstreams`]: other servers, whose models are listed with the own ones.
 //! - [`Journals`]: the replies of streamed responses. Events have ids. A disconnected client sends
 //!   the same request with the last id in `Last-Event-ID`, and the stream resumes after it. It can
 //!   also call `/v1/responses/{id}?stream=true&starting_after=N`. A [`Mirror`] keeps copies on
@@ -83,6 +84,7 @@ mod tally;
 pub mod testing;
 pub mod tls;
 mod tool_support;
+mod upstream;
 
 pub use access::Access;
 pub use api::registry::ModelRegistry;
@@ -102,3 +104,4 @@ pub use log::PROMPTS;
 pub use metrics::METRIC_NAMES;
 pub use model::{ModelDetails, ServedModel, default_sampling, recommended_sampling};
 pub use server::{HttpServer, ServerHandle};
+pub use upstream::{ReplicaUse, SpecError, UpstreamArg, UpstreamNotice, UpstreamSpec, Upstreams};

@@ -173,6 +173,28 @@ pub(crate) enum Rejection {
     /// A served model cannot be removed.
     #[error("model {model:?} is being served: it can be removed when the server has ended")]
     InUse { model: String },
+    /// A model that no upstream lists, on a node without models of its own.
+    #[error("model {model:?} is served neither here nor by an upstream")]
+    NoUpstream { model: String },
+    /// A request that was here before, or came through too many servers.
+    #[error("model {model:?}: the request came back to this server through its upstreams")]
+    UpstreamLoop { model: String },
+    /// A path that the upstream does not have.
+    #[error(
+        "upstream {upstream} does not have {path}, it answered {status}: this server does not \
+         translate for upstreams"
+    )]
+    UpstreamLacks {
+        upstream: String,
+        path: String,
+        status: u16,
+    },
+    /// An upstream failed while it was asked.
+    #[error("upstream {upstream} failed: {reason}")]
+    Upstream { upstream: String, reason: String },
+    /// All upstreams of the model were down before the request.
+    #[error("upstream {upstream} is down: {reason}")]
+    UpstreamDown { upstream: String, reason: String },
     #[error("this node has no model loaded: start it with `paceline up MODEL`")]
     NothingLoaded,
     #[error("there is nothing at {path}")]
@@ -312,9 +334,13 @@ impl Rejection {
             Self::NoManaging => request(S::FORBIDDEN, "managing_not_allowed"),
             Self::NoAdmin => request(S::FORBIDDEN, "admin_key_needed"),
             Self::Model { .. } => request(S::NOT_FOUND, "model_not_found"),
-            Self::NotKept { .. } | Self::NoSuchModel { .. } => {
+            Self::NotKept { .. } | Self::NoSuchModel { .. } | Self::NoUpstream { .. } => {
                 request(S::NOT_FOUND, "model_not_found")
             }
+            Self::UpstreamLoop { .. } => request(S::LOOP_DETECTED, "upstream_loop"),
+            Self::UpstreamLacks { .. } => request(S::NOT_IMPLEMENTED, "not_implemented"),
+            Self::Upstream { .. } => server(S::BAD_GATEWAY, "upstream_failed"),
+            Self::UpstreamDown { .. } => server(S::SERVICE_UNAVAILABLE, "upstream_down"),
             Self::InUse { .. } => request(S::CONFLICT, "model_in_use"),
             Self::NothingLoaded => server(S::SERVICE_UNAVAILABLE, "no_model_loaded"),
             Self::NoRoute { .. } => request(S::NOT_FOUND, "unknown_url"),
@@ -368,6 +394,8 @@ impl Rejection {
             Self::Model { .. }
             | Self::NotKept { .. }
             | Self::NoSuchModel { .. }
+            | Self::NoUpstream { .. }
+            | Self::UpstreamLoop { .. }
             | Self::InUse { .. } => Some("model"),
             Self::Template(_) | Self::NoTemplate { .. } => Some("messages"),
             Self::NoResponse { .. } => Some("previous_response_id"),
@@ -377,6 +405,18 @@ impl Rejection {
 
     pub(crate) fn status(&self) -> StatusCode {
         self.class().status
+    }
+
+    /// Whether only upstreams are to blame.
+    pub(crate) fn is_of_upstream(&self) -> bool {
+        matches!(
+            self,
+            Self::NoUpstream { .. }
+                | Self::UpstreamLoop { .. }
+                | Self::UpstreamLacks { .. }
+                | Self::Upstream { .. }
+                | Self::UpstreamDown { .. }
+        )
     }
 
     /// The code of a rejection that the audit log records.
@@ -449,8 +489,10 @@ impl Rejection {
             | Self::TooManyOfOne { .. }
             | Self::Unreached { .. }
             | Self::Behind { .. } => Some((RETRY_AFTER, text("1"))),
-            // Loading takes seconds to minutes.
-            Self::Loading => Some((RETRY_AFTER, text("2"))),
+            // Upstreams are looked at every two seconds.
+            Self::Loading | Self::Upstream { .. } | Self::UpstreamDown { .. } => {
+                Some((RETRY_AFTER, text("2")))
+            }
             // A pull takes seconds to hours.
             Self::Unavailable { .. } | Self::ShuttingDown | Self::TooManyPulls { .. } => {
                 Some((RETRY_AFTER, text("5")))

@@ -17,6 +17,7 @@ use crate::config::{Config, StatusSource, Timeouts};
 use crate::connection::Acceptor;
 use crate::phase::{ServerPhase, reach};
 use crate::tls::ServerProtocol;
+use crate::upstream::Upstreams;
 use crate::{Error, ServedModel, api, dashboard};
 
 /// Threads for HTTP. Parsing and templates have threads of their own; the cores are for the model.
@@ -37,6 +38,7 @@ pub struct HttpServer {
     times: Timeouts,
     connections: usize,
     connections_of_one: usize,
+    upstreams: Upstreams,
     now: fn() -> Instant,
 }
 
@@ -73,6 +75,9 @@ impl HttpServer {
         service: Arc<dyn Service>,
     ) -> Result<Self, Error> {
         model.check()?;
+        if !config.upstreams.is_empty() {
+            return Self::bind_all(config, vec![(model, service)]);
+        }
         Self::listen(config, |config, seen| {
             let app = Arc::new(App::new(config, model, service, seen)?);
             Ok(api::router(&app))
@@ -130,6 +135,7 @@ impl HttpServer {
         let (times, connections) = (config.times.clone(), config.limits.connections);
         let connections_of_one = config.limits.connections_of_one;
         let (now, wire) = (config.clock.now, config.wire.clone());
+        let upstreams = config.upstreams.clone();
         let below = route(config.clone(), seen.clone())?;
         let router = dashboard::over(below, config, seen)?;
         drop(_inside);
@@ -143,6 +149,7 @@ impl HttpServer {
             times,
             connections,
             connections_of_one,
+            upstreams,
             now,
         })
     }
@@ -181,6 +188,7 @@ impl HttpServer {
         };
         let all = u32::try_from(self.connections).unwrap_or(u32::MAX);
         self.runtime.block_on(async {
+            self.upstreams.watch();
             for listener in self.listeners {
                 tokio::spawn(acceptor.clone().run(listener));
             }

@@ -36,6 +36,11 @@ impl KeepAliveRequest {
     pub(crate) fn ask(&self) {
         self.0.notify_one();
     }
+
+    /// Waits for a request.
+    pub(crate) async fn asked(&self) {
+        self.0.notified().await;
+    }
 }
 
 /// A streamed response whose status is decided.
@@ -160,7 +165,7 @@ impl SseStream {
         let next = tokio::select! {
             biased;
             () = superseded => return StreamStep::Superseded,
-            () = self.beat.0.notified() => return StreamStep::Silence,
+            () = self.beat.asked() => return StreamStep::Silence,
             next = timeout(self.keep_alive, answer.next()) => next,
         };
         match next {

@@ -28,7 +28,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::crypto::{CryptoProvider, ring};
 use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use tokio_rustls::rustls::{Error as TlsError, ServerConfig};
+use tokio_rustls::rustls::{ClientConfig, Error as TlsError, RootCertStore, ServerConfig};
 
 use crate::Error;
 
@@ -187,6 +187,31 @@ impl TlsIdentity {
     fn acceptor(&self) -> TlsAcceptor {
         TlsAcceptor::from(Arc::clone(&self.config))
     }
+}
+
+/// Settings of a client that trusts the certificates in the file, else the public authorities.
+///
+/// # Errors
+/// [`Error::TlsRead`], [`Error::TlsPem`], [`Error::TlsTrust`].
+pub(crate) fn client_config(certificates: Option<&Path>) -> Result<Arc<ClientConfig>, Error> {
+    let mut roots = RootCertStore::empty();
+    match certificates {
+        None => roots.extend(webpki_roots::TLS_SERVER_ROOTS.iter().cloned()),
+        Some(path) => {
+            let chain = read_chain(path)?.into_iter();
+            let added = chain
+                .map(|it| roots.add(it))
+                .collect::<Result<Vec<()>, _>>();
+            let path = path.to_owned();
+            added.map_err(|source| Error::TlsTrust { path, source })?;
+        }
+    }
+    let builder = ClientConfig::builder_with_provider(provider());
+    let builder = builder.with_safe_default_protocol_versions();
+    let builder = builder.map_err(|error| Error::SetUp(io::Error::other(error)))?;
+    let mut config = builder.with_root_certificates(roots).with_no_client_auth();
+    config.alpn_protocols = vec![PROTOCOL.to_vec()];
+    Ok(Arc::new(config))
 }
 
 fn provider() -> Arc<CryptoProvider> {

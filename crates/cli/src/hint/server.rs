@@ -40,6 +40,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         | Error::SetUp(_)
         | Error::TlsRead { .. }
         | Error::TlsWrite { .. }
+        | Error::TlsTrust { .. }
         | Error::TlsMake(_) => return None,
         Error::NoAddress | Error::Limit { .. } | Error::Name { .. } => {
             "`paceline up --help` explains the options".into()

@@ -158,7 +158,7 @@ fn warned(mut response: Response, warnings: &[String]) -> Response {
 ///
 /// # Errors
 /// [`Rejection::MediaType`], [`Rejection::Encoded`], [`Rejection::LongBody`].
-fn check_head(config: &Config, request: &Request) -> Result<(), Rejection> {
+pub(super) fn check_head(config: &Config, request: &Request) -> Result<(), Rejection> {
     let headers = request.headers();
     let value = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
     let is_untyped = value.is_none() && ErrorStyle::of(request.uri().path()) == ErrorStyle::Ollama;

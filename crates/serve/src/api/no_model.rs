@@ -11,10 +11,11 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::json;
 
-use super::{address, finish_headers, is_preflight, json_response, preflight};
+use super::{address, finish_headers, identify, is_preflight, json_response, preflight};
 use crate::Error;
-use crate::access::{ClientIdentity, check_key, check_origin};
+use crate::access::{ClientIdentity, check_origin};
 use crate::config::{Config, StatusSource};
+use crate::connection::ConnectionHandle;
 use crate::keys::WatchedKeys;
 use crate::metrics::{OPEN_METRICS, facts_text};
 use crate::rejection::{ErrorStyle, Rejection};
@@ -57,7 +58,7 @@ pub(crate) fn router(idle: &Arc<Idle>) -> Router {
 }
 
 /// Checks access like the API of a model.
-async fn guard(State(idle): State<Arc<Idle>>, request: Request, next: Next) -> Response {
+pub(super) async fn guard(State(idle): State<Arc<Idle>>, request: Request, next: Next) -> Response {
     let style = ErrorStyle::of(request.uri().path());
     let client = address(&request);
     let (response, origin) = match check_origin(&request, &idle.config.access) {
@@ -74,18 +75,20 @@ async fn guard(State(idle): State<Arc<Idle>>, request: Request, next: Next) -> R
 }
 
 async fn admit(idle: &Idle, mut request: Request, next: Next) -> Response {
-    // Monitors poll the health without keys.
-    let keys = idle.keys.as_ref();
-    let keys = keys.filter(|_| request.uri().path() != "/health");
-    match keys.map(|keys| check_key(request.headers(), keys)) {
-        Some(Err(rejection)) => rejection.into_response(),
-        Some(Ok(key)) => {
-            idle.config.tally.key_used(address(&request), &key);
-            request.extensions_mut().insert(ClientIdentity::Key(key));
-            next.run(request).await
+    let client = match identify(idle.keys.as_ref(), &request) {
+        Ok(client) => client,
+        // Monitors poll the health without keys.
+        Err(_) if request.uri().path() == "/health" => return next.run(request).await,
+        Err(rejection) => return rejection.into_response(),
+    };
+    if let ClientIdentity::Key(key) = &client {
+        idle.config.tally.key_used(address(&request), key);
+        if let Some(known) = request.extensions().get::<ConnectionHandle>() {
+            known.trust();
         }
-        None => next.run(request).await,
     }
+    request.extensions_mut().insert(client);
+    next.run(request).await
 }
 
 async fn index() -> Response {

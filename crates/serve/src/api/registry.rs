@@ -1,9 +1,7 @@
 //! The registry of a node's models, which load and unload while the server runs.
 //!
 //! Each model has an API of its own. With several models, a request is routed to the one that its
-//! body names.
-//!
-//! Each model has an API of its own. With several, a request goes to the one that its body names.
+//! body names. A request for a model of an upstream goes to the `relay`.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -11,7 +9,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::extract::{Request, State};
-use axum::http::header::CONTENT_TYPE;
+use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, VIA};
 use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use paceline_engine::Service;
@@ -21,13 +19,15 @@ use tokio::sync::watch;
 use tower::ServiceExt;
 
 use super::handlers::{ServedNames, body_in_time};
-use super::{App, OneOfSeveral, json_response, no_model, resumption};
+use super::relay::{self, RelayTarget};
+use super::{App, OneOfSeveral, identify, json_response, no_model, resumption};
 use crate::access::{ClientIdentity, check_origin};
 use crate::config::{Config, StatusSource};
 use crate::journal::Journals;
 use crate::metrics::{END, OPEN_METRICS, facts_text, merged};
 use crate::phase::ServerPhase;
 use crate::rejection::Rejection;
+use crate::upstream::{Hops, Upstreams};
 use crate::{Error, ServedModel};
 
 /// The models that a node serves. Clones share one registry. All methods are thread-safe, and take
@@ -39,6 +39,10 @@ struct RegistryState {
     config: Config,
     phase: watch::Receiver<ServerPhase>,
     idle: Router,
+    /// Checks clients where no model is loaded.
+    gate: Arc<no_model::Idle>,
+    /// Serves requests for models of upstreams.
+    relay: Router,
     open: RwLock<Vec<ModelApi>>,
 }
 
@@ -70,8 +74,10 @@ impl ModelRegistry {
         let idle = Arc::new(no_model::Idle::new(config.clone(), nodes)?);
         Ok(Self(Arc::new(RegistryState {
             config,
+            relay: relay::router(&idle, phase.clone()),
             phase,
             idle: no_model::router(&idle),
+            gate: idle,
             open: RwLock::default(),
         })))
     }
@@ -110,6 +116,11 @@ impl ModelRegistry {
         &self.0.config.journals
     }
 
+    /// The upstreams of the server.
+    pub fn upstreams(&self) -> &Upstreams {
+        &self.0.config.upstreams
+    }
+
     /// The stored response `id` as JSON, if the key with id `key` created it. Called for another
     /// node's [`Mirror`](crate::Mirror).
     pub fn response(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {
@@ -134,31 +145,49 @@ impl fmt::Debug for ModelRegistry {
     }
 }
 
-/// Routes a request to the API of its model.
+/// Routes a request to the API of its model, and adds the upstreams' models to lists.
 async fn dispatch(State(shared): State<Arc<RegistryState>>, request: Request) -> Response {
     let doors = shared.apis();
     let path = request.uri().path();
     let list = LISTS.iter().find(|(known, _)| *known == path);
     let list = list.filter(|_| request.method() == Method::GET);
-    if doors.is_empty() || path == "/nodes" {
-        return pass(shared.idle.clone(), request).await;
+    let Some((path, key)) = list else {
+        return dispatch_one(&shared, &doors, request).await;
+    };
+    let response = match doors.len() {
+        0 | 1 => dispatch_one(&shared, &doors, request).await,
+        _ => all_models(&doors, request, key).await,
+    };
+    let has_name = !shared.config.upstreams.own().is_empty();
+    match has_name && response.status().is_success() {
+        false => response,
+        true => with_upstreams(&shared.config, &doors, response, (path, key)).await,
     }
-    if let (2.., Some((_, key))) = (doors.len(), list) {
-        return all_models(&doors, request, key).await;
+}
+
+async fn dispatch_one(shared: &RegistryState, doors: &[ModelApi], request: Request) -> Response {
+    let path = request.uri().path();
+    if (doors.is_empty() && shared.config.upstreams.is_empty()) || path == "/nodes" {
+        return pass(shared.idle.clone(), request).await;
     }
     if let (2.., &Method::GET, "/health" | "/metrics") = (doors.len(), request.method(), path) {
         let is_health = path == "/health";
-        let answers = match query_all(&doors, request).await {
+        let answers = match query_all(doors, request).await {
             Ok(answers) => answers,
             Err(refusal) => return refusal,
         };
         return match is_health {
             true => all_health(answers),
-            false => all_metrics(&doors, &answers, &shared.config),
+            false => all_metrics(doors, &answers, &shared.config),
         };
     }
-    match route(&shared.config, &doors, request).await {
-        Ok((door, mut request)) => {
+    match route(shared, doors, request).await {
+        Ok((Destination::Idle, request)) => pass(shared.idle.clone(), request).await,
+        Ok((Destination::Upstream(target), mut request)) => {
+            request.extensions_mut().insert(target);
+            pass(shared.relay.clone(), request).await
+        }
+        Ok((Destination::Model(door), mut request)) => {
             if request.uri().path() == "/api/delete" {
                 let served = ServedNames::of(doors.iter().map(|door| &door.app.model));
                 request.extensions_mut().insert(served);
@@ -190,28 +219,44 @@ struct ModelSelector {
     name: Option<String>,
 }
 
+/// The API that a request goes to.
+enum Destination<'a> {
+    Model(&'a ModelApi),
+    Upstream(RelayTarget),
+    /// The API of a node without models.
+    Idle,
+}
+
+impl<'a> Destination<'a> {
+    fn first(doors: &'a [ModelApi]) -> Self {
+        doors.first().map_or(Self::Idle, Self::Model)
+    }
+}
+
 /// The API of the model that a request names. An unknown name goes to the first model, whose API
 /// rejects it.
 async fn route<'a>(
-    config: &Config,
+    shared: &RegistryState,
     doors: &'a [ModelApi],
     request: Request,
-) -> Result<(&'a ModelApi, Request), Rejection> {
-    if doors.len() == 1 {
-        return Ok((&doors[0], request));
+) -> Result<(Destination<'a>, Request), Rejection> {
+    let config = &shared.config;
+    let upstreams = &config.upstreams;
+    if doors.len() == 1 && upstreams.is_empty() {
+        return Ok((Destination::first(doors), request));
     }
     // The body of a client without access is not read; the first model's guard rejects it.
     let is_stranger = check_origin(&request, &config.access).is_err();
-    let client = match doors[0].app.client(&request) {
+    let client = match identify(shared.gate.keys.as_ref(), &request) {
         Ok(client) if !is_stranger => client,
-        _ => return Ok((&doors[0], request)),
+        _ => return Ok((Destination::first(doors), request)),
     };
     let holds = |id: &str| doors.iter().find(|door| door.app.has_response(id));
     let resumed = resumption::answer_of(&request);
-    if let Some(id) = &resumed
+    if let (Some(id), Some(first)) = (&resumed, doors.first())
         && holds(id).is_none()
     {
-        fetch_journal(&doors[0].app, id, &client).await;
+        fetch_journal(&first.app, id, &client).await;
     }
     let resumed = resumed.and_then(|id| holds(&id));
     let called = |name: &str| doors.iter().find(|door| door.app.model.is_called(name));
@@ -222,7 +267,16 @@ async fn route<'a>(
         let response = path.strip_prefix("/v1/responses/");
         let door = id.and_then(called).or(resumed);
         let door = door.or(response.and_then(holds));
-        return Ok((door.unwrap_or(&doors[0]), request));
+        let of_upstream = id.filter(|id| door.is_none() && upstreams.has(id));
+        let to = match (door, of_upstream) {
+            (Some(door), _) => Destination::Model(door),
+            (None, Some(id)) => Destination::Upstream(RelayTarget {
+                model: Some(id.to_owned()),
+                own: None,
+            }),
+            (None, None) => Destination::first(doors),
+        };
+        return Ok((to, request));
     }
     let (parts, body) = request.into_parts();
     let whole = Request::from_parts(parts.clone(), body);
@@ -231,7 +285,63 @@ async fn route<'a>(
     let name = named.and_then(|named| named.model.or(named.name));
     let door = resumed.or(name.as_deref().and_then(called));
     let request = Request::from_parts(parts, Body::from(body));
-    Ok((door.unwrap_or(&doors[0]), request))
+    let to = match door {
+        _ if resumed.is_some() || !relay::takes(request.method(), request.uri().path()) => None,
+        Some(door) => replica(upstreams, door, name),
+        None => elsewhere(upstreams, doors, name),
+    };
+    let own = || door.map_or(Destination::first(doors), Destination::Model);
+    Ok((to.map_or_else(own, Destination::Upstream), request))
+}
+
+/// The upstream as replica of an own model, where that is allowed and better.
+fn replica(upstreams: &Upstreams, door: &ModelApi, name: Option<String>) -> Option<RelayTarget> {
+    let status = door.app.service.status();
+    let is_better = relay::prefers_replica(upstreams, name.as_deref()?, &status);
+    let own = Some(door.router.clone());
+    is_better.then_some(RelayTarget { model: name, own })
+}
+
+/// The upstream of a model that this node does not have. A node without models leaves rejections
+/// to the relay.
+fn elsewhere(
+    upstreams: &Upstreams,
+    doors: &[ModelApi],
+    name: Option<String>,
+) -> Option<RelayTarget> {
+    let is_alone = doors.is_empty() && !upstreams.is_empty();
+    let is_known = name.as_deref().is_some_and(|name| upstreams.has(name));
+    let own = None;
+    (is_alone || is_known).then_some(RelayTarget { model: name, own })
+}
+
+/// Adds the upstreams' models to a list, and this server's pseudonym to its response.
+async fn with_upstreams(
+    config: &Config,
+    doors: &[ModelApi],
+    response: Response,
+    (path, key): (&str, &str),
+) -> Response {
+    let (mut parts, body) = response.into_parts();
+    let bytes = to_bytes(body, LIST_BYTES * doors.len().max(1)).await;
+    let list = bytes
+        .ok()
+        .and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok());
+    let Some(mut list) = list else {
+        let what = "list its models";
+        return Rejection::Broken { what }.into_response();
+    };
+    let is_own = |name: &str| doors.iter().any(|door| door.app.model.is_called(name));
+    let more = relay::listed(&config.upstreams, path, is_own);
+    if let Some(list) = list[key].as_array_mut() {
+        list.extend(more);
+    }
+    parts.headers.remove(CONTENT_LENGTH);
+    let via = Hops::default().and(config.upstreams.own());
+    if let Ok(via) = HeaderValue::from_str(&via) {
+        parts.headers.insert(VIA, via);
+    }
+    Response::from_parts(parts, Body::from(list.to_string()))
 }
 
 /// Fetches the journal of a streamed response from another node: only the journal names the model

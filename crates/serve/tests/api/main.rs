@@ -28,3 +28,4 @@ mod several;
 mod tiny;
 mod tls;
 mod tools;
+mod upstreams;

@@ -88,6 +88,12 @@ impl ScriptedService {
         self.shared.status.lock().unwrap().state = state;
     }
 
+    /// Reports these numbers of running and waiting requests.
+    pub(crate) fn queue(&self, running: usize, waiting: usize) {
+        let mut status = self.shared.status.lock().unwrap();
+        (status.running, status.waiting) = (running, waiting);
+    }
+
     /// Requests so far.
     pub(crate) fn requests(&self) -> Vec<GenerationRequest> {
         self.seen().requests.clone()
