@@ -88,13 +88,9 @@ fn candidates(catalogue: &Catalogue) -> Result<Vec<CandidateModel>, Error> {
             StoredBits::EachWeight(bits) => bits,
             StoredBits::File(bits) => bits / entry.shape(8.0)?.params(),
         };
-        let shape = entry.shape(each)?;
         all.push(CandidateModel {
             name: name.to_owned(),
-            shape: match entry.native_experts {
-                true => shape.with_native_experts(),
-                false => shape,
-            },
+            shape: entry.stored(each)?,
             checked,
             uncomputed,
         });

@@ -55,13 +55,10 @@ pub fn model(
         known_name(name)
     };
     let entry = catalogue.model(known.unwrap_or(name))?;
-    let shape = entry.shape(bits.or(usual_bits).or(entry.bits).unwrap_or(BITS))?;
-    let native = entry.native_experts && bits.is_none();
-    Ok(if native {
-        shape.with_native_experts()
-    } else {
-        shape
-    })
+    Ok(match bits {
+        Some(bits) => entry.shape(bits),
+        None => entry.stored(usual_bits.or(entry.bits).unwrap_or(BITS)),
+    }?)
 }
 
 /// The catalogue's shape and stored bits of a model that `run` would download as `name`.

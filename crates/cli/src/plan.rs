@@ -64,7 +64,7 @@ pub(crate) struct Args {
     /// A model of the catalogue, a GGUF file, or a folder with config.json
     #[arg(required_unless_present_any = ["validate", "fit", "list"])]
     model: Option<String>,
-    /// A cluster: a TOML file, or `4 x KIND + KIND @ LINK`; several to compare [default: local
+    /// A cluster: a TOML file, or `4 x KIND + KIND @ 2 x LINK`; several to compare [default: local
     /// nodes on this machine, which is measured]
     #[arg(long, value_name = "FILE|NODES", num_args = 1)]
     cluster: Vec<String>,
@@ -95,6 +95,10 @@ pub(crate) struct Args {
     /// Put the clusters side by side
     #[arg(long)]
     compare: bool,
+    /// Dollars that a hosted API asks for a million answer tokens: shows after how many tokens and
+    /// months the machines have cost as little
+    #[arg(long, value_name = "PRICE", requires = "cluster")]
+    hosted: Option<f64>,
     /// Also write the comparison as a picture
     #[arg(long, value_name = "FILE", visible_alias = "svg", requires = "compare")]
     plot: Option<PathBuf>,
@@ -179,7 +183,7 @@ fn one(question: &PlanRequest, args: &Args) -> anyhow::Result<()> {
     let costs = question.costs(&question.clusters[0])?;
     let answer = question.answer(&costs, args.disk)?;
     if args.json {
-        return print(&answer.json(&costs).to_string());
+        return print(&answer.json(question, &costs).to_string());
     }
     print(&answer.text(question, &costs))
 }
@@ -223,5 +227,6 @@ fn question(args: &Args) -> anyhow::Result<PlanRequest> {
             objective: args.objective.objective(),
             ..Options::default()
         },
+        hosted_usd: args.hosted,
     })
 }

@@ -201,6 +201,7 @@ nonsense --cluster rtx-3090-24 | model \"nonsense\" is not
 Llama-3.1-8B --bits nan --cluster rtx-3090-24 | is NaN
 Llama-3.1-8B --bits -4 --cluster rtx-3090-24 | '-4'
 Llama-3.1-8B --prompt 0 --cluster rtx-3090-24 | prompt tokens is 0
+Llama-3.1-8B --hosted 0 --cluster rtx-3090-24 | dollars for a million tokens is 0
 Llama-3.1-8B --engine x --cluster rtx-3090-24 | engine \"x\" is not
 Llama-3.1-8B --cluster rtx-3090-24 --cluster h100-sxm-80 | 2 clusters are given
 Llama-3.1-8B --concurrency 0 --cluster rtx-3090-24 | requests at a time is 0
@@ -234,6 +235,8 @@ fn json_is_one_object_with_placement_and_prediction() {
         "8.5",
         "--cluster",
         "2 x mac-studio-m3-ultra-512 @ tb5-rdma",
+        "--hosted",
+        "2",
         "--json",
     ]);
     let object: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
@@ -245,6 +248,12 @@ fn json_is_one_object_with_placement_and_prediction() {
     assert!((20.0..32.0).contains(&said["decode_tok_s"].as_f64().unwrap()));
     assert!(said["nodes"][0]["headroom_bytes"].as_i64().unwrap() > 0);
     assert!(!object["alternatives"].as_array().unwrap().is_empty());
+    // 23,398 dollars at 2 dollars a million tokens.
+    assert_eq!(object["price_date"], "2025-12");
+    let hosted = &object["hosted"];
+    assert_eq!(hosted["break_even_tokens"], 11_699e6);
+    let months = 11_699e6 / said["throughput_tok_s"].as_f64().unwrap() / 2_629_800.0;
+    assert!((hosted["break_even_months"].as_f64().unwrap() / months - 1.0).abs() < 1e-9);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use paceline_formats::gguf::{self, Gguf};
 use paceline_formats::hf::{self, HfFolder};
-use paceline_plan::{AttentionKind, Bits, Caches, ModelShape, Moe, Sliding};
+use paceline_plan::{AttentionKind, Bits, Caches, DeltaNet, ModelShape, Moe, Sliding};
 use serde_json::Value;
 
 use crate::{Config, LayerCache, LayerShape, ModelSource, Role};
@@ -146,7 +146,7 @@ impl ShapeFields<'_> {
             tied,
             attention: self.attention(heads, width),
             sliding: self.sliding(layers),
-            caches: self.caches(layers),
+            caches: self.caches(layers, width),
             ffn: self
                 .get("feed_forward_length", "intermediate_size")
                 .unwrap_or(0),
@@ -183,10 +183,11 @@ impl ShapeFields<'_> {
     }
 
     /// Layers that share other layers' caches, and layers with recurrent states.
-    fn caches(&self, layers: u32) -> Caches {
+    fn caches(&self, layers: u32, width: u32) -> Caches {
         let borrowed = self.get("attention.shared_kv_layers", "num_kv_shared_layers");
         let borrowed = borrowed.unwrap_or(0).min(layers.saturating_sub(1));
-        let state_bytes = self.state_bytes().unwrap_or(0.0);
+        let net = self.delta_net();
+        let state_bytes = net.map_or(0.0, |net| net.state_bytes());
         let every = self.get("full_attention_interval", "full_attention_interval");
         let states = match every.filter(|n| state_bytes > 0.0 && *n > 1) {
             Some(every) => layers - layers / every,
@@ -200,12 +201,13 @@ impl ShapeFields<'_> {
             borrowed,
             states: states.min(layers - borrowed),
             state_bytes,
-            state_params: self.state_params().unwrap_or(0.0),
+            state_params: net.map_or(0.0, |net| net.params(f64::from(width))),
             together: if borrowed == 0 {
                 0
             } else {
                 layers - self.first_keeper(layers - borrowed)
             },
+            kept: 0.0,
         }
     }
 
@@ -223,32 +225,18 @@ impl ShapeFields<'_> {
             .unwrap_or(own)
     }
 
-    /// Bytes of a gated delta net's state in one layer: two pages per sequence. Each page has its
-    /// initial state, the inputs of the convolution, keys and the differences.
-    fn state_bytes(&self) -> Option<f64> {
-        const PAGE: f64 = 64.0;
-        let [key, heads, key_heads, value] = self.delta_sizes()?;
-        let channels = 2.0 * key_heads * key + heads * value;
-        let rows = PAGE * (channels + key_heads * key + 2.0 * heads);
-        Some(2.0 * 4.0 * (rows + heads * (key + PAGE) * value))
-    }
-
-    /// Gated delta net: key size, value heads, key heads, value size.
-    fn delta_sizes(&self) -> Option<[f64; 4]> {
+    fn delta_net(&self) -> Option<DeltaNet> {
         let size = |gguf, hf| self.get(gguf, hf).map(f64::from);
         let key = size("ssm.state_size", "linear_key_head_dim")?;
         let heads = size("ssm.time_step_rank", "linear_num_value_heads")?;
         let key_heads = size("ssm.group_count", "linear_num_key_heads")?;
         let value = size("", "linear_value_head_dim").unwrap_or(key);
-        Some([key, heads, key_heads, value])
-    }
-
-    /// Weights of a gated delta net: queries, keys, values, gates, output, and two numbers per
-    /// head.
-    fn state_params(&self) -> Option<f64> {
-        let [key, heads, key_heads, value] = self.delta_sizes()?;
-        let width = f64::from(self.get("embedding_length", "hidden_size")?);
-        Some(width * (2.0 * key_heads * key + heads * (3.0 * value + 2.0)))
+        Some(DeltaNet {
+            key,
+            key_heads,
+            value,
+            heads,
+        })
     }
 
     fn attention(&self, heads: u32, width: u32) -> AttentionKind {
@@ -440,6 +428,7 @@ fn caches_of(config: &Config) -> Caches {
             .find_map(|layer| delta_params(config, layer))
             .unwrap_or(0.0),
         together: number(layers.len() - last_cut.unwrap_or(0)),
+        kept: 0.0,
     }
 }
 

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use crate::catalogue::parse;
-use crate::{Backend, ClusterNode, Error, LinkTransport, Rates};
+use crate::{Backend, ClusterNode, Error, LinkTransport, ModelShape, Rates};
 
 /// The constants in the tree.
 const BUILTIN: &str = include_str!("../data/calibration.toml");
@@ -42,6 +42,10 @@ pub struct EngineProfile {
     pub matches: Vec<String>,
     /// Name of its `op.*` constant.
     pub op: String,
+    /// Name of its `quantised.*` constant: the share of other products' rate that those with
+    /// weights of fewer than 16 bits reach.
+    #[serde(default)]
+    pub quantised: Option<String>,
     /// Name of the `boundary.*` constant that a pipeline pays between stages, if any.
     #[serde(default)]
     pub boundary: Option<String>,
@@ -165,8 +169,8 @@ impl Calibration {
         twin.unwrap_or(engine)
     }
 
-    /// Rates of a node as the kernels reach them, from its quoted or measured rates.
-    pub fn speed(&self, node: &ClusterNode) -> Speed {
+    /// Rates of a node as the kernels for `model` reach them, from its quoted or measured rates.
+    pub fn speed(&self, node: &ClusterNode, model: &ModelShape) -> Speed {
         let engine = self.engine(&node.engine);
         let op = self.value(&format!("op.{}", engine.op), 6e-6);
         if node.measured {
@@ -178,7 +182,11 @@ impl Calibration {
             } else {
                 self.value("memory.measured", 1.0)
             };
-            let arithmetic = if own { 1.0 } else { self.rate_share(node) };
+            let arithmetic = if own {
+                1.0
+            } else {
+                self.rate_share(node, model)
+            };
             return Speed {
                 memory: node.bandwidth * share,
                 rates: node.rates.map(|r| r.scaled(arithmetic)),
@@ -193,19 +201,22 @@ impl Calibration {
         let machine = format!("machine.{}.memory", family(&node.kind));
         Speed {
             memory: node.bandwidth * self.value(class, 0.8) * self.value(&machine, 1.0),
-            rates: node.rates.map(|r| r.scaled(self.rate_share(node))),
+            rates: node.rates.map(|r| r.scaled(self.rate_share(node, model))),
             op,
         }
     }
 
-    fn rate_share(&self, node: &ClusterNode) -> f64 {
+    fn rate_share(&self, node: &ClusterNode, model: &ModelShape) -> f64 {
         let class = if node.backend == Backend::Cpu {
             "compute.cpu"
         } else {
             "compute.gpu"
         };
         let machine = format!("machine.{}.compute", family(&node.kind));
-        self.value(class, 0.5) * self.value(&machine, 1.0)
+        let quantised = self.engine(&node.engine).quantised.as_ref();
+        let kernels = quantised.filter(|_| model.is_quantised());
+        let kernels = kernels.map_or(1.0, |name| self.value(&format!("quantised.{name}"), 1.0));
+        self.value(class, 0.5) * self.value(&machine, 1.0) * kernels
     }
 
     /// Seconds that handing data to a transport and back costs an engine, per exchange.
@@ -283,7 +294,9 @@ mod tests {
                 false,
                 "mlx-experts",
             ),
-            ("llama.cpp (ROCm)", false, "llama.cpp"),
+            ("llama.cpp (ROCm)", false, "llama.cpp-rocm-2025"),
+            ("llama.cpp (CUDA graphs)", false, "llama.cpp-graphs"),
+            ("llama.cpp (Vulkan)", false, "llama.cpp-graphs"),
             ("llama.cpp", true, "llama.cpp-cpu"),
             ("ollama (llama.cpp)", false, "llama.cpp"),
             ("llama.cpp RPC", false, "llama.cpp-rpc"),

@@ -42,6 +42,21 @@ pub enum AttentionKind {
         /// Size of a value head.
         value_dim: u32,
     },
+    /// One key per position, which is its value too, for all heads, as in DeepSeek V4. Each group
+    /// of heads has an output of low rank. Weights that compress or select positions are not
+    /// counted.
+    OneKey {
+        /// H
+        heads: u32,
+        /// D
+        head_dim: u32,
+        /// Rank of the queries.
+        q_rank: u32,
+        /// Groups of heads with an output rank of their own.
+        groups: u32,
+        /// Rank of a group's output.
+        out_rank: u32,
+    },
 }
 
 /// The mixture of experts in a model's feed-forward.
@@ -86,6 +101,37 @@ pub struct Caches {
     /// The last layers that one stage has to hold together; 0 or 1 when a pipeline may be cut
     /// anywhere. Cuts among them would part layers from the caches that they use.
     pub together: u32,
+    /// Share of the positions that the mean layer keeps, where positions are compressed; 0 for all.
+    pub kept: f64,
+}
+
+/// Sizes of a gated delta net.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeltaNet {
+    /// Size of a key.
+    pub key: f64,
+    /// Heads of the keys.
+    pub key_heads: f64,
+    /// Size of a value.
+    pub value: f64,
+    /// Heads of the values.
+    pub heads: f64,
+}
+
+impl DeltaNet {
+    /// Bytes of the state in one layer: two pages per sequence. Each page has its initial state,
+    /// the inputs of the convolution, keys and the differences.
+    pub fn state_bytes(&self) -> f64 {
+        const PAGE: f64 = 64.0;
+        let channels = 2.0 * self.key_heads * self.key + self.heads * self.value;
+        let rows = PAGE * (channels + self.key_heads * self.key + 2.0 * self.heads);
+        2.0 * 4.0 * (rows + self.heads * (self.key + PAGE) * self.value)
+    }
+
+    /// Weights for width `c`: queries, keys, values, gates, output, and two numbers per head.
+    pub fn params(&self, c: f64) -> f64 {
+        c * (2.0 * self.key_heads * self.key + self.heads * (3.0 * self.value + 2.0))
+    }
 }
 
 /// Stored bits per weight, with scales; averages over the tensors of a part.
@@ -141,7 +187,7 @@ impl AttentionKind {
     /// H
     pub const fn heads(&self) -> u32 {
         match *self {
-            Self::Gqa { heads, .. } | Self::Mla { heads, .. } => heads,
+            Self::Gqa { heads, .. } | Self::Mla { heads, .. } | Self::OneKey { heads, .. } => heads,
         }
     }
 
@@ -180,6 +226,17 @@ impl AttentionKind {
                 };
                 queries + c * (r + p) + r * h * (n + v) + h * v * c
             }
+            Self::OneKey {
+                heads,
+                head_dim,
+                q_rank,
+                groups,
+                out_rank,
+            } => {
+                let [h, d, q] = [heads, head_dim, q_rank].map(f64::from);
+                let [g, o] = [groups, out_rank].map(f64::from);
+                c * (q + d) + q * h * d + h * d * o + g * o * c
+            }
         }
     }
 
@@ -192,6 +249,7 @@ impl AttentionKind {
             Self::Mla {
                 kv_rank, rope_dim, ..
             } => f64::from(kv_rank + rope_dim),
+            Self::OneKey { head_dim, .. } => f64::from(head_dim),
         }
     }
 
@@ -200,6 +258,9 @@ impl AttentionKind {
     pub fn pair_flops(&self) -> f64 {
         match *self {
             Self::Gqa {
+                heads, head_dim, ..
+            }
+            | Self::OneKey {
                 heads, head_dim, ..
             } => 4.0 * f64::from(heads) * f64::from(head_dim),
             Self::Mla {
@@ -216,7 +277,7 @@ impl AttentionKind {
     /// queries and each head works on the whole latent vector.
     pub fn decode_pair_flops(&self) -> f64 {
         match *self {
-            Self::Gqa { .. } => self.pair_flops(),
+            Self::Gqa { .. } | Self::OneKey { .. } => self.pair_flops(),
             Self::Mla {
                 heads,
                 kv_rank,
@@ -340,10 +401,12 @@ impl ModelShape {
         self.row_layers(0..self.layers) * self.attention.cached() * self.bits.kv / 8.0
     }
 
-    /// Layers among `layers` that keep keys and values of each position. Layers with states lie
-    /// between the others in a short period, so that any stage has about the model's mix.
+    /// Layers among `layers` that keep keys and values of each position. A layer that compresses
+    /// positions counts as the share that it keeps. Layers with states lie between the others in a
+    /// short period, so that any stage has about the model's mix.
     pub fn row_layers(&self, layers: Range<u32>) -> f64 {
-        self.own_layers(layers) * (1.0 - self.state_share())
+        let kept = Some(self.caches.kept).filter(|share| *share > 0.0);
+        self.own_layers(layers) * (1.0 - self.state_share()) * kept.unwrap_or(1.0)
     }
 
     /// Bytes of the states of one request in `layers`.
@@ -402,20 +465,26 @@ impl ModelShape {
         layers + self.head_params()
     }
 
-    /// The same model with routed experts at fewer bits than the rest, which stays at 16, so that
-    /// the average stays as it is. Models published "natively" in 4 bits are stored so (Kimi K2
-    /// Thinking, gpt-oss): only the experts were trained for it. Left alone where the average
-    /// leaves the experts less than 2 bits, or without experts.
-    pub fn with_native_experts(mut self) -> Self {
+    /// Whether weights are stored in fewer than 16 bits, for which engines have other kernels.
+    pub fn is_quantised(&self) -> bool {
+        self.bits.rest < 16.0 || self.moe.is_some() && self.bits.experts < 16.0
+    }
+
+    /// The same model with routed experts at fewer bits than the rest, which has `rest` bits, so
+    /// that the average stays as it is. Models published "natively" in 4 bits are stored so (Kimi
+    /// K2 Thinking, gpt-oss): only the experts were trained for it. Their own files have the rest
+    /// in 16 bits. Left alone where the average leaves the experts less than 2 bits, or without
+    /// experts.
+    pub fn with_native_experts(mut self, rest: f64) -> Self {
         let routed: f64 = (0..self.layers)
             .map(|layer| self.routed_params(layer))
             .sum();
         if routed > 0.0 {
             let total = self.params();
-            let experts = (self.bits.rest * total - 16.0 * (total - routed)) / routed;
+            let experts = (self.bits.rest * total - rest * (total - routed)) / routed;
             if experts >= 2.0 {
                 self.bits.experts = experts;
-                self.bits.rest = 16.0;
+                self.bits.rest = rest;
             }
         }
         self
@@ -471,7 +540,14 @@ impl ModelShape {
         ] {
             finite_in(name, field, value, 0.0, 1e12, "0 to 1e12")?;
         }
-        Ok(())
+        finite_in(
+            name,
+            "share of positions kept",
+            caches.kept,
+            0.0,
+            1.0,
+            "0 to 1",
+        )
     }
 
     fn check_attention(&self) -> Result<(), Error> {
@@ -500,6 +576,19 @@ impl ModelShape {
                 whole_in(name, "head size without rotation", nope_dim, 0, MAX_WIDTH)?;
                 whole_in(name, "rotated head size", rope_dim, 0, MAX_WIDTH)?;
                 whole_in(name, "value head size", value_dim, 1, MAX_WIDTH)
+            }
+            AttentionKind::OneKey {
+                heads,
+                head_dim,
+                q_rank,
+                groups,
+                out_rank,
+            } => {
+                whole_in(name, "heads", heads, 1, MAX_WIDTH)?;
+                whole_in(name, "head size", head_dim, 1, MAX_WIDTH)?;
+                whole_in(name, "query rank", q_rank, 1, MAX_WIDTH)?;
+                whole_in(name, "groups of heads", groups, 1, heads)?;
+                whole_in(name, "output rank", out_rank, 1, MAX_WIDTH)
             }
         }
     }

@@ -41,6 +41,8 @@ pub struct PublishedRow {
     pub quantization: String,
     /// Stored bits per weight on average.
     pub bits: Option<f64>,
+    /// Bits of everything but routed experts, where these are stored in fewer.
+    pub rest_bits: Option<f64>,
     #[serde(default)]
     pub hardware: Vec<Machines>,
     /// Machines altogether; 0 when not stated.
@@ -263,8 +265,9 @@ impl PublishedRow {
         let entry = catalogue.model(&self.model).map_err(|_| Skip::Model)?;
         let bits = self.bits.or(bits).ok_or(Skip::Bits)?;
         let mut model = entry.shape(bits).map_err(Skip::Refused)?;
-        if self.quantization.to_lowercase().contains("native") {
-            model = model.with_native_experts();
+        let native = self.quantization.to_lowercase().contains("native");
+        if let Some(rest) = self.rest_bits.or(native.then_some(16.0)) {
+            model = model.with_native_experts(rest);
         }
         let nodes = self.nodes(catalogue, calibration)?;
         let placement = self.placement(&model, &nodes)?;

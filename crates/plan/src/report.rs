@@ -12,6 +12,7 @@
 //!     calibration: Calibration::builtin()?,
 //!     workload: Workload::ONE,
 //!     options: Default::default(),
+//!     hosted_usd: None,
 //!     catalogue,
 //! };
 //! let costs = question.costs(&question.clusters[0])?;
@@ -21,6 +22,7 @@
 //! ```
 
 mod compare;
+mod hosted;
 mod json;
 mod layout;
 mod svg;
@@ -57,6 +59,8 @@ pub struct PlanRequest {
     pub workload: Workload,
     /// The objective and the tolerance of the search.
     pub options: Options,
+    /// Dollars that a hosted API asks for a million answer tokens.
+    pub hosted_usd: Option<f64>,
 }
 
 /// The best placement, others, and what would change it.
@@ -76,6 +80,9 @@ impl PlanRequest {
     /// # Errors
     /// A cluster or a workload that cannot be planned for.
     pub fn costs<'a>(&'a self, cluster: &'a Cluster) -> Result<Costs<'a>, Error> {
+        if let Some(usd) = self.hosted_usd {
+            hosted::check(usd)?;
+        }
         Costs::new(cluster, &self.model, self.workload, &self.calibration)
     }
 
@@ -131,8 +138,8 @@ impl PlanReport {
     }
 
     /// The plan, its alternatives and what would change it, for programs.
-    pub fn json(&self, costs: &Costs<'_>) -> Value {
-        json::plan(costs, self)
+    pub fn json(&self, question: &PlanRequest, costs: &Costs<'_>) -> Value {
+        json::plan(question, costs, self)
     }
 }
 
@@ -143,7 +150,7 @@ fn plan(question: &PlanRequest, costs: &Costs<'_>, answer: &PlanReport) -> Strin
     let _ = writeln!(text, "\nplan: {}\n", layout::label(&best.placement));
     text.push_str(&layout::drawing(costs, &best.placement, &best.prediction));
     text.push('\n');
-    text.push_str(&figures(best, answer.origin.as_ref()));
+    text.push_str(&figures(question, costs, answer));
     text.push_str(&apart(costs, best));
     text.push_str(&alternatives(outcome, question.options.objective));
     text.push_str(&sensitivity(changes));
@@ -238,8 +245,26 @@ fn without_prefill(costs: &Costs<'_>, placement: &Placement) -> Option<Predictio
     predict(costs, &alone).ok()
 }
 
-fn figures(best: &PlacementCandidate, origin: Option<&PredictionBasis>) -> String {
-    let said = &best.prediction;
+/// The month of the oldest price among the machines of a prediction; `None` where one is undated.
+fn price_date<'a>(
+    question: &'a PlanRequest,
+    costs: &Costs<'_>,
+    said: &Prediction,
+) -> Option<&'a str> {
+    let dates = said.nodes.iter().map(|used| {
+        let node = &costs.cluster.nodes[used.node];
+        let known = question.catalogue.machine(&node.kind).ok()?;
+        // A cluster file may state another price.
+        let same = known.price_usd == node.price_usd;
+        known.price_date.as_deref().filter(|_| same)
+    });
+    dates.collect::<Option<Vec<_>>>()?.into_iter().min()
+}
+
+fn figures(question: &PlanRequest, costs: &Costs<'_>, answer: &PlanReport) -> String {
+    let (said, origin) = (&answer.outcome.best.prediction, &answer.origin);
+    let date = price_date(question, costs, said).map(|date| format!(", of {date}"));
+    let date = date.filter(|_| said.price_usd.is_some());
     let mut rows = vec![
         (
             "decode, one request",
@@ -267,7 +292,14 @@ fn figures(best: &PlacementCandidate, origin: Option<&PredictionBasis>) -> Strin
             "energy",
             format!("{} J/token", or_dash(said.joules_per_token, 1)),
         ),
-        ("price", format!("{} USD", or_dash(said.price_usd, 0))),
+        (
+            "price",
+            format!(
+                "{} USD{}",
+                or_dash(said.price_usd, 0),
+                date.unwrap_or_default()
+            ),
+        ),
         (
             "price per tok/s",
             format!("{} USD", or_dash(said.usd_per_tok_s(), 0)),
@@ -277,6 +309,9 @@ fn figures(best: &PlacementCandidate, origin: Option<&PredictionBasis>) -> Strin
         let [low, high] = origin.range(said.decode_tok_s);
         let range = format!("{low:.1} to {high:.1} tok/s");
         rows.splice(1..1, [("  range", range), ("  rests on", origin.summary())]);
+    }
+    if let Some(usd) = question.hosted_usd {
+        rows.extend(hosted::rows(said, usd));
     }
     let line = |(name, value): &(&str, String)| format!("  {name:<21} {value}\n");
     rows.iter().map(line).collect()

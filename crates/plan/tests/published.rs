@@ -40,9 +40,50 @@ fn complete_held_out_rows_of_high_confidence_keep_the_bars() {
         .iter()
         .find(|set| set.name == "held_out, high")
         .unwrap();
-    assert_eq!((set.rows, set.skipped), (16, 0));
+    assert_eq!((set.rows, set.skipped), (27, 0));
     assert!(set.median <= 0.10, "median {}", set.median);
     assert!(set.worst <= 2.0, "worst ratio {}", set.worst);
+}
+
+/// Decode of gpt-oss on machines of 2026, under llama.cpp and vLLM, on one machine and a pair. Its
+/// files have experts in 4.25 bits, and the rest in 8.5 or 4.25, not in 16.
+#[test]
+fn gpt_oss_of_2026_decodes_as_published() {
+    let report = report();
+    let rows = report.rows.iter().filter(|scored| {
+        let row = &scored.row;
+        let held = row.complete && row.split == "held_out" && row.metric == "decode_tok_s";
+        held && row.model.starts_with("gpt-oss")
+    });
+    let errors: Vec<(&str, f64)> = rows
+        .map(|scored| (scored.row.id.as_str(), scored.error().unwrap()))
+        .collect();
+    assert_eq!(errors.len(), 4);
+    for (id, error) in errors {
+        assert!(error.abs() < 0.12, "{id}: {error}");
+    }
+}
+
+/// Parameters of models whose sizes were read from configurations, against their names'.
+#[test]
+fn models_of_2026_have_their_published_sizes() {
+    let catalogue = paceline_plan::Catalogue::builtin().unwrap();
+    for (name, total, active) in [
+        ("GLM-4.6-357B-A32B", 355.0, 32.0),
+        ("Kimi-K2.5-1T-A32B", 1027.0, 32.0),
+        ("Qwen3.5-35B-A3B", 35.0, 3.0),
+        ("Qwen3.5-397B-A17B", 397.0, 17.0),
+        ("DeepSeek-V4-Flash-284B-A13B", 284.0, 13.0),
+    ] {
+        let shape = catalogue.model(name).unwrap().shape(8.0).unwrap();
+        let [all, used] = [shape.params(), shape.active_params()].map(|n| n / 1e9);
+        assert!((all / total - 1.0).abs() < 0.02, "{name}: {all}");
+        assert!((used / active - 1.0).abs() < 0.1, "{name}: {used}");
+    }
+    // DeepSeek V4 keeps a sixth of the positions, and a key of 512 numbers for each.
+    let v4 = catalogue.model("DeepSeek-V4-Flash").unwrap();
+    let bytes = v4.shape(8.0).unwrap().kv_bytes_per_token();
+    assert!((6.8e3..7.0e3).contains(&bytes), "{bytes}");
 }
 
 #[test]

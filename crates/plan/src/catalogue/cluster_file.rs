@@ -72,7 +72,12 @@ pub struct LinkEntry {
     pub bandwidth_gbit_s: Option<f64>,
     /// Whether all share one medium.
     pub shared: Option<bool>,
+    /// Cables of each pair, over which messages are divided; 1 when missing.
+    pub cables: Option<u32>,
 }
+
+/// Most cables of a pair: a Mac has six ports for Thunderbolt, and other machines fewer.
+const CABLES_MAX: u32 = 8;
 
 /// Reads a cluster file and adds its tables to `catalogue`.
 ///
@@ -91,17 +96,18 @@ pub fn parse_cluster(text: &str, what: &str, catalogue: &mut Catalogue) -> Resul
     file.cluster(catalogue)
 }
 
-/// A cluster of the short form: `[N x] KIND [+ [N x] KIND ...] [@ LINK]`. Spaces do not matter;
-/// the link joins all nodes.
+/// A cluster of the short form: `[N x] KIND [+ [N x] KIND ...] [@ [N x] LINK]`. Spaces do not
+/// matter; the link, or that number of cables of it, joins all nodes.
 ///
 /// # Errors
 /// [`Error::Unknown`] for names that are not in the catalogue.
 pub fn short_cluster(text: &str, catalogue: &Catalogue) -> Result<Cluster, Error> {
     let (machines, link) = text.split_once('@').unwrap_or((text, ""));
     let node = machines.split('+').map(short_node).collect();
-    let link = link.trim();
+    let (cables, link) = counted(link);
     let links = (!link.is_empty()).then(|| LinkEntry {
         kind: link.to_owned(),
+        cables: Some(cables),
         ..LinkEntry::default()
     });
     let file = ClusterFile {
@@ -113,13 +119,18 @@ pub fn short_cluster(text: &str, catalogue: &Catalogue) -> Result<Cluster, Error
     file.cluster(catalogue)
 }
 
-fn short_node(text: &str) -> NodeEntry {
+/// A kind and its number: `4 x KIND`, or `KIND` for one.
+fn counted(text: &str) -> (u32, &str) {
     let text = text.trim();
     let counted = text.split_once(['x', '*', ' ']).and_then(|(count, kind)| {
         let count = count.trim().parse().ok()?;
         Some((count, kind.trim().trim_start_matches(['x', '*']).trim()))
     });
-    let (count, kind) = counted.unwrap_or((1, text));
+    counted.unwrap_or((1, text))
+}
+
+fn short_node(text: &str) -> NodeEntry {
+    let (count, kind) = counted(text);
     NodeEntry {
         kind: kind.to_owned(),
         count: Some(count),
@@ -192,6 +203,8 @@ impl NodeEntry {
 impl LinkEntry {
     fn join(&self, catalogue: &Catalogue, cluster: &mut Cluster) -> Result<(), Error> {
         let known = catalogue.link(&self.kind)?;
+        let cables = self.cables.unwrap_or(1);
+        crate::check::whole_in(&self.kind, "cables of a pair", cables, 1, CABLES_MAX)?;
         let members = match &self.between {
             None => (0..cluster.nodes.len()).collect(),
             Some(names) => self.members(names, cluster)?,
@@ -207,7 +220,8 @@ impl LinkEntry {
                 link.alpha = self.latency_us.map_or(link.alpha, |us| us * 1e-6);
                 link.beta = self
                     .bandwidth_gbit_s
-                    .map_or(link.beta, |gbit| gbit * 1e9 / 8.0);
+                    .map_or(link.beta, |gbit| gbit * 1e9 / 8.0)
+                    * f64::from(cables);
                 link.shared = self.shared.unwrap_or(link.shared);
                 cluster.links.push(link);
             }
@@ -225,5 +239,25 @@ impl LinkEntry {
             })
         };
         names.iter().map(end).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cables_multiply_the_bandwidth_of_a_pair() {
+        let catalogue = Catalogue::builtin().unwrap();
+        let of = |link: &str| {
+            let text = format!("2 x mac-studio-m3-ultra-512 @ {link}");
+            short_cluster(&text, &catalogue).map(|cluster| cluster.links[0].clone())
+        };
+        let (one, two) = (of("tb5-rdma").unwrap(), of("2 x tb5-rdma").unwrap());
+        assert_eq!((two.alpha, two.beta), (one.alpha, 2.0 * one.beta));
+        for cables in ["0 x tb5-rdma", "9 x tb5-rdma"] {
+            let error = of(cables).unwrap_err().to_string();
+            assert!(error.contains("cables of a pair"), "{error}");
+        }
     }
 }

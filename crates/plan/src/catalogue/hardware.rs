@@ -33,6 +33,8 @@ pub struct HardwareEntry {
     pub load_w: Option<f64>,
     /// Dollars.
     pub price_usd: Option<f64>,
+    /// Month of the price, `2026-05`.
+    pub price_date: Option<String>,
     /// `metal`, `cuda`, `gpu` or `cpu`; guessed from the name when missing.
     pub backend: Option<String>,
     /// Engine whose constants apply when nothing else is said.
@@ -57,6 +59,7 @@ impl HardwareEntry {
         fill(&mut self.idle_w, other.idle_w);
         fill(&mut self.load_w, other.load_w);
         fill(&mut self.price_usd, other.price_usd);
+        self.price_date = self.price_date.take().or_else(|| other.price_date.clone());
         self.cores = self.cores.or(other.cores);
         self.backend = self.backend.take().or_else(|| other.backend.clone());
         self.engine = self.engine.take().or_else(|| other.engine.clone());

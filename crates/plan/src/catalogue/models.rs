@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::model::{Bits, Caches};
-use crate::{AttentionKind, Error, ModelShape, Moe, Sliding};
+use crate::{AttentionKind, DeltaNet, Error, ModelShape, Moe, Sliding};
 
 /// A model as catalogues and published rows write it. `head_dim` is ignored with low-rank
 /// attention, whose parts are stated one by one.
@@ -58,6 +58,27 @@ pub struct ModelEntry {
     /// Size of a value head.
     #[serde(default)]
     pub v_head_dim: u32,
+    /// Groups of heads with an output rank of their own, as in DeepSeek V4; 0 for none.
+    #[serde(default)]
+    pub o_groups: u32,
+    /// Rank of a group's output.
+    #[serde(default)]
+    pub o_lora_rank: u32,
+    /// Share of the positions that the mean layer keeps, where positions are compressed.
+    #[serde(default)]
+    pub kept_positions: f64,
+    /// Layers with a gated delta net.
+    #[serde(default)]
+    pub linear_layers: u32,
+    /// Heads of a delta net's keys.
+    #[serde(default)]
+    pub linear_num_key_heads: u32,
+    /// Heads of a delta net's values.
+    #[serde(default)]
+    pub linear_num_value_heads: u32,
+    /// Size of a delta net's keys and values.
+    #[serde(default)]
+    pub linear_head_dim: u32,
     /// Layers that look at the last `sliding_window` positions only.
     #[serde(default)]
     pub sliding_layers: u32,
@@ -71,6 +92,8 @@ pub struct ModelEntry {
     /// Whether only its experts are stored in few bits.
     #[serde(default)]
     pub native_experts: bool,
+    /// Bits of the rest where only experts are stored in few bits; 16 in a model's own files.
+    pub rest_bits: Option<f64>,
     /// Source of the numbers.
     #[serde(default)]
     pub source: String,
@@ -82,7 +105,15 @@ impl ModelEntry {
     /// # Errors
     /// [`Error::Value`] for a number that no model has.
     pub fn shape(&self, bits: f64) -> Result<ModelShape, Error> {
-        let attention = if self.kv_lora_rank > 0 {
+        let attention = if self.o_groups > 0 {
+            AttentionKind::OneKey {
+                heads: self.heads,
+                head_dim: self.head_dim,
+                q_rank: self.q_lora_rank,
+                groups: self.o_groups,
+                out_rank: self.o_lora_rank,
+            }
+        } else if self.kv_lora_rank > 0 {
             AttentionKind::Mla {
                 heads: self.heads,
                 q_rank: self.q_lora_rank,
@@ -118,12 +149,47 @@ impl ModelEntry {
                 layers: self.sliding_layers,
                 window: self.sliding_window,
             }),
-            caches: Caches::default(),
+            caches: self.caches(),
             ffn: self.ffn,
             moe,
             bits: Bits::uniform(bits),
         };
         shape.check()?;
         Ok(shape)
+    }
+
+    /// The shape as it is usually stored, `bits` bits per weight on average.
+    ///
+    /// # Errors
+    /// The errors of [`shape`](Self::shape).
+    pub fn stored(&self, bits: f64) -> Result<ModelShape, Error> {
+        let shape = self.shape(bits)?;
+        Ok(match self.native_experts {
+            true => shape.with_native_experts(self.rest_bits.unwrap_or(16.0)),
+            false => shape,
+        })
+    }
+
+    fn caches(&self) -> Caches {
+        let kept = self.kept_positions;
+        if self.linear_layers == 0 {
+            return Caches {
+                kept,
+                ..Caches::default()
+            };
+        }
+        let net = DeltaNet {
+            key: f64::from(self.linear_head_dim),
+            key_heads: f64::from(self.linear_num_key_heads),
+            value: f64::from(self.linear_head_dim),
+            heads: f64::from(self.linear_num_value_heads),
+        };
+        Caches {
+            states: self.linear_layers,
+            state_bytes: net.state_bytes(),
+            state_params: net.params(f64::from(self.hidden)),
+            kept,
+            ..Caches::default()
+        }
     }
 }

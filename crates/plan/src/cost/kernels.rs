@@ -111,6 +111,9 @@ fn tensor_params(model: &ModelShape, index: u32, part: LayerPart, dealt: f64) ->
             rope_dim,
             ..
         } => c * f64::from(q_rank + kv_rank + rope_dim),
+        AttentionKind::OneKey {
+            q_rank, head_dim, ..
+        } => c * f64::from(q_rank + head_dim),
         AttentionKind::Gqa { .. } => 0.0,
     };
     let router = model.router_params(index);
@@ -121,7 +124,7 @@ fn tensor_params(model: &ModelShape, index: u32, part: LayerPart, dealt: f64) ->
             let excess = (1.0 / f64::from(kv_heads) - part.share).max(0.0);
             2.0 * c * f64::from(kv_heads) * f64::from(head_dim) * excess
         }
-        AttentionKind::Mla { .. } => 0.0,
+        AttentionKind::Mla { .. } | AttentionKind::OneKey { .. } => 0.0,
     };
     (all - kept - router) * part.share + kept + router + copied
 }
@@ -132,8 +135,9 @@ pub fn cache_share(model: &ModelShape, part: LayerPart) -> f64 {
         (Split::Tensor, AttentionKind::Gqa { kv_heads, .. }) => {
             part.share.max(1.0 / f64::from(kv_heads))
         }
-        // The latent vector serves all heads; every rank needs it whole.
-        (Split::Tensor, AttentionKind::Mla { .. }) | (Split::Whole | Split::Expert, _) => 1.0,
+        // The latent vector, or the one key, serves all heads; every rank needs it whole.
+        (Split::Tensor, AttentionKind::Mla { .. } | AttentionKind::OneKey { .. })
+        | (Split::Whole | Split::Expert, _) => 1.0,
     }
 }
 
@@ -212,7 +216,7 @@ fn experts(model: &ModelShape, index: u32, part: LayerPart, rows: StepRows, spee
 ///   of experts are chosen first (`group_expert_select`), 6: the best two of each, their sum, the
 ///   selection, a copy and a scatter besides.
 pub fn operations(model: &ModelShape, index: u32) -> f64 {
-    let low_rank = matches!(model.attention, AttentionKind::Mla { .. });
+    let low_rank = !matches!(model.attention, AttentionKind::Gqa { .. });
     let attention = if low_rank { 24.0 } else { 12.0 };
     let Some(moe) = model.moe.filter(|_| model.is_moe(index)) else {
         return attention + 6.0;

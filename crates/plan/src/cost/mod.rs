@@ -105,7 +105,11 @@ impl<'a> Costs<'a> {
             model,
             workload,
             calibration,
-            speeds: cluster.nodes.iter().map(|n| calibration.speed(n)).collect(),
+            speeds: cluster
+                .nodes
+                .iter()
+                .map(|node| calibration.speed(node, model))
+                .collect(),
         })
     }
 

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
-use super::{PlanRequest, count, json as plan_json, layout, or_dash, svg};
+use super::{PlanRequest, count, hosted, json as plan_json, layout, or_dash, svg};
 use crate::solver::{PlacementCandidate, solve};
 
 /// A cluster and its plan, or why there is none.
@@ -55,7 +55,10 @@ impl<'a> Comparison<'a> {
 fn row(question: &PlanRequest, cluster: &crate::Cluster) -> ClusterRow {
     let solved = question.costs(cluster).and_then(|costs| {
         let outcome = solve(&costs, &question.options)?;
-        let json = plan_json::candidate(&costs, &outcome.best);
+        let mut json = plan_json::candidate(&costs, &outcome.best);
+        if let Some(usd) = question.hosted_usd {
+            json["hosted"] = hosted::json(&outcome.best.prediction, usd);
+        }
         Ok((outcome.best, json))
     });
     let (found, json) = match solved {
@@ -82,10 +85,24 @@ fn table(question: &PlanRequest, rows: &[ClusterRow]) -> String {
         .max(7);
     let requests = count(question.workload.concurrency as usize, "request");
     let mut text = format!("{}, {requests}\n", question.model.name);
+    // Months until the machines have cost as little as a hosted API.
+    let months = |title: String| match question.hosted_usd {
+        Some(_) => format!(" {title:>7}"),
+        None => String::new(),
+    };
     let _ = writeln!(
         text,
-        "{:<width$}  {:<26} {:>6} {:>7} {:>6} {:>6} {:>6} {:>8} {:>7}",
-        "cluster", "plan", "tok/s", "all", "TTFT", "W", "J/tok", "USD", "USD/t/s"
+        "{:<width$}  {:<26} {:>6} {:>7} {:>6} {:>6} {:>6} {:>8} {:>7}{}",
+        "cluster",
+        "plan",
+        "tok/s",
+        "all",
+        "TTFT",
+        "W",
+        "J/tok",
+        "USD",
+        "USD/t/s",
+        months("months".to_owned())
     );
     for row in rows {
         match &row.found {
@@ -95,6 +112,9 @@ fn table(question: &PlanRequest, rows: &[ClusterRow]) -> String {
             Ok(best) => {
                 let said = &best.prediction;
                 let used = said.nodes.len();
+                let even = question
+                    .hosted_usd
+                    .and_then(|usd| hosted::break_even(said, usd));
                 let label = layout::label(&best.placement);
                 let of = if used < row.nodes {
                     format!(" ({used} of {})", row.nodes)
@@ -103,7 +123,7 @@ fn table(question: &PlanRequest, rows: &[ClusterRow]) -> String {
                 };
                 let _ = writeln!(
                     text,
-                    "{:<width$}  {:<26} {:>6.1} {:>7.1} {:>6} {:>6} {:>6} {:>8} {:>7}",
+                    "{:<width$}  {:<26} {:>6.1} {:>7.1} {:>6} {:>6} {:>6} {:>8} {:>7}{}",
                     row.name,
                     format!("{label}{of}"),
                     said.decode_tok_s,
@@ -113,6 +133,7 @@ fn table(question: &PlanRequest, rows: &[ClusterRow]) -> String {
                     or_dash(said.joules_per_token, 1),
                     or_dash(said.price_usd, 0),
                     or_dash(said.usd_per_tok_s(), 0),
+                    months(or_dash(even.map(|even| even.months), 1)),
                 );
             }
         }

@@ -7,11 +7,12 @@ use crate::solver::PlacementCandidate;
 use crate::{Costs, Pipeline, PipelineStage, Placement, Prediction, Split, StageMember};
 use serde_json::{Value, json};
 
-use super::{PlanReport, layout};
+use super::{PlanReport, PlanRequest, hosted, layout};
 
 /// The plan, its origin, its alternatives and what would change it.
-pub(super) fn plan(costs: &Costs<'_>, answer: &PlanReport) -> Value {
+pub(super) fn plan(question: &PlanRequest, costs: &Costs<'_>, answer: &PlanReport) -> Value {
     let outcome = &answer.outcome;
+    let said = &outcome.best.prediction;
     let others = outcome.alternatives.iter().map(|c| candidate(costs, c));
     json!({
         "model": costs.model.name,
@@ -23,7 +24,9 @@ pub(super) fn plan(costs: &Costs<'_>, answer: &PlanReport) -> Value {
             "context": costs.workload.context,
         },
         "plan": candidate(costs, &outcome.best),
-        "origin": answer.origin.as_ref().map(|it| origin(it, &outcome.best.prediction)),
+        "origin": answer.origin.as_ref().map(|it| origin(it, said)),
+        "price_date": super::price_date(question, costs, said),
+        "hosted": question.hosted_usd.map(|usd| hosted::json(said, usd)),
         "alternatives": others.collect::<Vec<_>>(),
         "changes": answer.changes.iter().map(change).collect::<Vec<_>>(),
         "considered": outcome.considered,
