@@ -243,8 +243,9 @@ fn continues_after_a_kill(network: &NamespaceNetwork, hosts: &mut [TestMachine])
     hosts[1].kill();
     pull.wait().unwrap(); // failed, unless this test slept for long
     hosts[1].up_at("52415", &[]);
-    until("n1 is back", || hosts[0].sees("alive").len() == 3);
-    hosts[0].told(&["pull", MODEL, "--to", "n1"]);
+    // It fails until n0 has a connection to n1 again.
+    let pulled = || hosts[0].run(&["pull", MODEL, "--to", "n1"]).status;
+    until("the rest is here", || pulled().success());
     // A request of 1 MiB was under way; headers of packets and messages are some hundredths.
     let all = received(&hosts[1]) - before;
     assert!(all < bytes + bytes / 12 + (1 << 20), "{all} of {bytes}");
