@@ -177,8 +177,8 @@ pub trait Compute: fmt::Debug + Send {
     /// If the model is not linked.
     fn follow(&mut self) -> Result<FollowOutcome, Error>;
 
-    /// Persists KV pages in `store` from now on, see [`keep`](Self::keep). A backend with its own
-    /// arrays has no pages to persist and drops the store.
+    /// Persists KV pages in `store` from now on, see [`persist_pages`](Self::persist_pages). MLX
+    /// drops it for layers with states, whose pages it has in another layout.
     fn attach(&mut self, store: Box<dyn PageStore>) {
         drop(store);
     }
@@ -203,10 +203,23 @@ pub trait Compute: fmt::Debug + Send {
     /// pages are undefined, and the stores drop them. The leader calls it.
     ///
     /// # Errors
-    /// As [`keep`](Self::keep).
+    /// As [`persist_pages`](Self::persist_pages).
     fn restore_pages(&mut self, pages: &[PersistedPage]) -> Result<usize, Error> {
         let _ = pages;
         Ok(0)
+    }
+}
+
+/// [`Compute::depth`] of a rank with links.
+pub(crate) fn depth(shard: &Shard) -> usize {
+    shard.stages.min(STEPS_MAX)
+}
+
+/// [`Compute::steps_max`] of a rank of this depth.
+pub(crate) const fn steps_max(depth: usize) -> usize {
+    match depth {
+        1 => 1,
+        _ => STEPS_MAX,
     }
 }
 
@@ -299,15 +312,12 @@ impl Compute for CpuCompute {
     }
 
     fn depth(&self) -> usize {
-        let stages = self.model.shard().stages.min(STEPS_MAX);
-        self.model.links().map_or(1, |_| stages)
+        let model = &self.model;
+        model.links().map_or(1, |_| depth(model.shard()))
     }
 
     fn steps_max(&self) -> usize {
-        match self.depth() {
-            1 => 1,
-            _ => STEPS_MAX,
-        }
+        steps_max(self.depth())
     }
 
     fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {
@@ -349,10 +359,12 @@ impl Compute for CpuCompute {
     }
 
     fn persist_pages(&mut self, pages: &[PersistedPage]) -> Result<(), Error> {
-        self.kept.keep(&self.model, &self.cache, pages)
+        let links = self.model.links().map(Arc::as_ref);
+        self.kept.keep(links, &self.cache, pages)
     }
 
     fn restore_pages(&mut self, pages: &[PersistedPage]) -> Result<usize, Error> {
-        self.kept.recall(&self.model, &mut self.cache, pages)
+        let links = self.model.links().map(Arc::as_ref);
+        self.kept.recall(links, &mut self.cache, pages)
     }
 }

@@ -17,11 +17,12 @@
 
 use std::fmt;
 
+use half::f16;
 use paceline_base::Rank;
-use paceline_tensor::KvCache;
+use paceline_tensor::{KvCache, KvType, LayerStore};
 
 use crate::plan::HEADER_WORDS;
-use crate::{Error, Links, Model};
+use crate::{Error, Links};
 
 /// Maximum pages per message.
 pub const KEPT_MAX: usize = 4096;
@@ -77,6 +78,122 @@ pub trait PageStore: fmt::Debug + Send {
     fn wants_known(&self) -> bool {
         false
     }
+
+    /// Element type of keys and values in the pages of this store, where it is not that of the
+    /// cache. All layers then keep keys and values, as f16 or f32.
+    fn kv_type(&self) -> Option<KvType> {
+        None
+    }
+
+    /// Name of the numbers that computed the pages, where they are not the model's own. Only the
+    /// sequence that gets such a page may use it.
+    fn read_by(&self) -> Option<&str> {
+        None
+    }
+}
+
+/// A cache whose pages have the bytes of [`KvCache::page_data`], in a given element type.
+pub(crate) trait PageMemory {
+    /// Pages of each pool.
+    fn pool_pages(&self) -> Vec<usize>;
+
+    /// Runs `put` with the bytes of a page.
+    ///
+    /// # Errors
+    /// If the device fails.
+    fn read_page(
+        &self,
+        page: &PersistedPage,
+        kv: Option<KvType>,
+        put: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Error>;
+
+    /// Overwrites a page with the bytes that `get` fills in; `false` where it has none.
+    ///
+    /// # Errors
+    /// If the device fails; the page is then undefined.
+    fn write_page(
+        &mut self,
+        page: &PersistedPage,
+        kv: Option<KvType>,
+        get: &mut dyn FnMut(&mut [u8]) -> bool,
+    ) -> Result<bool, Error>;
+}
+
+impl PageMemory for KvCache {
+    fn pool_pages(&self) -> Vec<usize> {
+        self.pool_pages().collect()
+    }
+
+    fn read_page(
+        &self,
+        page: &PersistedPage,
+        kv: Option<KvType>,
+        put: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Error> {
+        let own = self.page_data(page.pool as usize, page.page);
+        match other_type(self, page.pool as usize, kv) {
+            Some(KvType::F32) => put(&widened(own)),
+            Some(_) => put(&narrowed(own)),
+            None => put(own),
+        }
+        Ok(())
+    }
+
+    fn write_page(
+        &mut self,
+        page: &PersistedPage,
+        kv: Option<KvType>,
+        get: &mut dyn FnMut(&mut [u8]) -> bool,
+    ) -> Result<bool, Error> {
+        let other = other_type(self, page.pool as usize, kv);
+        let own = self.page_data_mut(page.pool as usize, page.page);
+        let Some(other) = other else {
+            return Ok(get(own));
+        };
+        let (len, converted): (usize, fn(&[u8]) -> Vec<u8>) = match other {
+            KvType::F32 => (own.len() * 2, narrowed),
+            _ => (own.len() / 2, widened),
+        };
+        let mut bytes = vec![0; len];
+        let has = get(&mut bytes);
+        if has {
+            own.copy_from_slice(&converted(&bytes));
+        }
+        Ok(has)
+    }
+}
+
+/// `wanted`, where the layers of a pool keep keys and values in the other one of f16 and f32.
+fn other_type(cache: &KvCache, pool: usize, wanted: Option<KvType>) -> Option<KvType> {
+    let wanted = wanted.filter(|kv| matches!(kv, KvType::F16 | KvType::F32))?;
+    let other = match wanted {
+        KvType::F32 => KvType::F16,
+        _ => KvType::F32,
+    };
+    let mut stores = cache.layers().filter(|(of, _)| *of == pool);
+    let is_other = |store| match store {
+        LayerStore::Rows(shape) | LayerStore::Latent(shape) => shape.kv_type == other,
+        LayerStore::State(_) | LayerStore::Delta(_) => false,
+        LayerStore::Nothing => true,
+    };
+    stores.all(|(_, store)| is_other(store)).then_some(wanted)
+}
+
+/// The f16 values of `bytes` as f32.
+fn widened(bytes: &[u8]) -> Vec<u8> {
+    let values = bytes.as_chunks().0.iter();
+    values
+        .flat_map(|value| f16::from_le_bytes(*value).to_f32().to_le_bytes())
+        .collect()
+}
+
+/// The f32 values of `bytes` as f16, rounded to nearest even.
+fn narrowed(bytes: &[u8]) -> Vec<u8> {
+    let values = bytes.as_chunks().0.iter();
+    values
+        .flat_map(|value| f16::from_f32(f32::from_le_bytes(*value)).to_le_bytes())
+        .collect()
 }
 
 /// A rank's page store, if attached.
@@ -92,28 +209,27 @@ impl PersistentCache {
         self.0.as_deref()
     }
 
-    /// [`Compute::keep`](crate::Compute::keep).
+    /// [`Compute::persist_pages`](crate::Compute::persist_pages).
     pub(crate) fn keep(
         &mut self,
-        model: &Model,
-        cache: &KvCache,
+        links: Option<&Links>,
+        cache: &dyn PageMemory,
         pages: &[PersistedPage],
     ) -> Result<(), Error> {
-        announce_pages(model, KEEP, pages)?;
-        self.put(cache, pages);
-        Ok(())
+        announce_pages(links, KEEP, pages)?;
+        self.put(cache, pages)
     }
 
-    /// [`Compute::recall`](crate::Compute::recall).
+    /// [`Compute::restore_pages`](crate::Compute::restore_pages).
     pub(crate) fn recall(
         &mut self,
-        model: &Model,
-        cache: &mut KvCache,
+        links: Option<&Links>,
+        cache: &mut dyn PageMemory,
         pages: &[PersistedPage],
     ) -> Result<usize, Error> {
-        announce_pages(model, RECALL, pages)?;
-        let own = self.get(cache, pages);
-        let all = match model.links() {
+        announce_pages(links, RECALL, pages)?;
+        let own = self.get(cache, pages)?;
+        let all = match links {
             Some(links) => links.fewest_recalled(own)?,
             None => own,
         };
@@ -128,13 +244,13 @@ impl PersistentCache {
         &mut self,
         (links, leader): (&Links, Rank),
         words: &[u32],
-        cache: &mut KvCache,
+        cache: &mut dyn PageMemory,
     ) -> Result<bool, Error> {
-        let pools: Vec<usize> = cache.pool_pages().collect();
         match words[1] {
-            KEEP => self.put(cache, &read(words, &pools)?),
+            KEEP => self.put(cache, &read(words, &cache.pool_pages())?)?,
             RECALL => {
-                let own = self.get(cache, &read(words, &pools)?);
+                let pages = read(words, &cache.pool_pages())?;
+                let own = self.get(cache, &pages)?;
                 links.answer_recall(leader, own)?;
             }
             _ => return Ok(false),
@@ -142,36 +258,30 @@ impl PersistentCache {
         Ok(true)
     }
 
-    fn put(&mut self, cache: &KvCache, pages: &[PersistedPage]) {
+    fn put(&mut self, cache: &dyn PageMemory, pages: &[PersistedPage]) -> Result<(), Error> {
         let Some(store) = &mut self.0 else {
-            return;
+            return Ok(());
         };
+        let kv = store.kv_type();
         for page in pages {
-            store.put(page, cache.page_data(page.pool as usize, page.page));
+            cache.read_page(page, kv, &mut |bytes| store.put(page, bytes))?;
         }
+        Ok(())
     }
 
     /// How many pages, from the first, were read.
-    fn get(&mut self, cache: &mut KvCache, pages: &[PersistedPage]) -> usize {
+    fn get(&mut self, cache: &mut dyn PageMemory, pages: &[PersistedPage]) -> Result<usize, Error> {
         let Some(store) = &mut self.0 else {
-            return 0;
+            return Ok(0);
         };
-        let mut get = |page: &PersistedPage| {
-            let into = cache.page_data_mut(page.pool as usize, page.page);
-            store.get(page, into)
-        };
-        pages.iter().take_while(|&page| get(page)).count()
+        let kv = store.kv_type();
+        for (n, page) in pages.iter().enumerate() {
+            if !cache.write_page(page, kv, &mut |into| store.get(page, into))? {
+                return Ok(n);
+            }
+        }
+        Ok(pages.len())
     }
-}
-
-/// Handles such a message on a rank without a store; `false` if `words` are no such message.
-pub(crate) fn decline(links: &Links, leader: Rank, words: &[u32]) -> Result<bool, Error> {
-    match words[1] {
-        KEEP => {}
-        RECALL => links.answer_recall(leader, 0)?,
-        _ => return Ok(false),
-    }
-    Ok(true)
 }
 
 /// Whether `words` are such a message instead of a plan.
@@ -180,8 +290,8 @@ pub(crate) const fn is_message(words: &[u32]) -> bool {
 }
 
 /// Sends the page list to the other ranks of a split model.
-fn announce_pages(model: &Model, kind: u32, pages: &[PersistedPage]) -> Result<(), Error> {
-    match model.links() {
+fn announce_pages(links: Option<&Links>, kind: u32, pages: &[PersistedPage]) -> Result<(), Error> {
+    match links {
         Some(links) => links.announce_ahead(&write(kind, pages)),
         None => Ok(()),
     }

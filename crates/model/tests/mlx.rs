@@ -10,6 +10,8 @@ mod common;
 mod mlx_alone;
 mod mlx_hang;
 mod mlx_interrupted;
+mod mlx_pages;
+mod mlx_slow;
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};

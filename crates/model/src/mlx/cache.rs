@@ -41,7 +41,7 @@ pub(super) struct Cache {
 
 /// Cache of a layer.
 #[derive(Debug)]
-enum Kept {
+pub(super) enum Kept {
     /// Nothing: it looks at another's, or this rank has none of its heads.
     Nothing,
     /// `(1, K, rows, D)` and `(1, K, rows, E)`: keys and values.
@@ -62,7 +62,7 @@ impl Kept {
     }
 
     /// As [`rows`](Self::rows).
-    const fn rows_mut(&mut self) -> &mut [Array] {
+    pub(super) const fn rows_mut(&mut self) -> &mut [Array] {
         match self {
             Self::Nothing | Self::Delta(_) => &mut [],
             Self::Rows(both) => both,
@@ -148,6 +148,14 @@ impl Cache {
         };
         stream.eval(cache.arrays())?;
         Ok(cache)
+    }
+
+    pub(super) fn kept(&self, layer: usize) -> &Kept {
+        &self.layers[layer]
+    }
+
+    pub(super) fn kept_mut(&mut self, layer: usize) -> &mut Kept {
+        &mut self.layers[layer]
     }
 
     /// Layers with too few rows for a step that writes up to row `end(layer)` of each, and the

@@ -33,6 +33,7 @@ mod exchange;
 mod gates;
 mod host;
 mod matrix;
+mod pages;
 mod step;
 mod stored;
 mod weights;
@@ -49,17 +50,19 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_mlx::{Array, Dtype, Library, LibraryPaths, MemoryLimits, Stream};
 use paceline_tensor::{Kernels, PAGE};
 
-use crate::compute::{Compute, ExchangeBytes, LoadedModel as Loaded};
+use crate::compute::{Compute, ExchangeBytes, LoadedModel as Loaded, depth, steps_max};
+use crate::page_store::PersistentCache;
 use crate::plan::StepPlan;
 use crate::step::{Batch, BatchSequence, BatchSize, PlanLimits};
 use crate::weights::WeightReader;
 use crate::{
     Config, Error, Experts, FollowOutcome, Kinds, LayerCache, LayerCut, LayerShape, Links,
-    ModelSource, Shard, Split, WindowPages, WindowPool, page_store,
+    ModelSource, PageStore, PersistedPage, Shard, Split, WindowPages, WindowPool,
 };
 use cache::{Cache, DeltaSizes, LayerSizes, SpanKind};
 use exchange::{Receive, Tally};
 use gates::Gates;
+use pages::DevicePages;
 use step::{Parts, Step, Triangles};
 use weights::{Loader, Weights};
 
@@ -653,6 +656,8 @@ impl Loaded for MlxModel {
             windows,
             words: Vec::new(),
             logits: Vec::new(),
+            announced: 0,
+            kept: PersistentCache::default(),
             model: self,
             id,
         }))
@@ -670,6 +675,9 @@ struct OnMlx {
     words: Vec<u32>,
     /// `(R, vocabulary)`; at the leader.
     logits: Vec<f32>,
+    /// Announced steps that are not computed yet.
+    announced: u64,
+    kept: PersistentCache,
 }
 
 impl OnMlx {
@@ -704,9 +712,33 @@ impl Compute for OnMlx {
         assert!(shard.leads(), "{} does not lead", shard.rank);
         StepPlan::write(batch, &mut self.words);
         if let Some(links) = &self.model.links {
-            links.announce(&self.words)?;
+            match self.announced.checked_sub(1) {
+                Some(left) => {
+                    self.announced = left;
+                    links.trace.next_step();
+                }
+                None => links.announce(&self.words)?,
+            }
         }
         Ok(self.step()?.unwrap_or(0))
+    }
+
+    fn depth(&self) -> usize {
+        let model = &self.model;
+        model.links.as_ref().map_or(1, |_| depth(&model.shard))
+    }
+
+    fn steps_max(&self) -> usize {
+        steps_max(self.depth())
+    }
+
+    fn announce(&mut self, batch: &Batch<'_>) -> Result<(), Error> {
+        let Some(links) = &self.model.links else {
+            return Ok(());
+        };
+        StepPlan::write(batch, &mut self.words);
+        self.announced += 1;
+        links.announce_step(&self.words, self.announced)
     }
 
     fn logits_mut(&mut self, i: usize) -> &mut [f32] {
@@ -722,15 +754,40 @@ impl Compute for OnMlx {
     }
 
     fn follow(&mut self) -> Result<FollowOutcome, Error> {
-        let links = self.model.links.as_ref().expect("a follower is linked");
-        links.next_plan(self.model.leader, &mut self.words)?;
-        if page_store::decline(links, self.model.leader, &self.words)? {
+        let model = Arc::clone(&self.model);
+        let links = model.links.as_ref().expect("a follower is linked");
+        links.next_plan(model.leader, &mut self.words)?;
+        let mut pages = DevicePages::new(&model, self.id, (self.pages, &self.windows));
+        let of = (&**links, model.leader);
+        if self.kept.handle_message(of, &self.words, &mut pages)? {
             return Ok(FollowOutcome::Idle);
         }
         Ok(match self.step()? {
             Some(_) => FollowOutcome::Step,
             None => FollowOutcome::Idle,
         })
+    }
+
+    fn attach(&mut self, store: Box<dyn PageStore>) {
+        let is_state = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
+        if !self.model.config.layers.iter().any(is_state) {
+            self.kept = PersistentCache::in_store(store);
+        }
+    }
+
+    fn store(&self) -> Option<&dyn PageStore> {
+        self.kept.store()
+    }
+
+    fn persist_pages(&mut self, pages: &[PersistedPage]) -> Result<(), Error> {
+        let own = DevicePages::new(&self.model, self.id, (self.pages, &self.windows));
+        self.kept.keep(self.model.links.as_deref(), &own, pages)
+    }
+
+    fn restore_pages(&mut self, pages: &[PersistedPage]) -> Result<usize, Error> {
+        let mut own = DevicePages::new(&self.model, self.id, (self.pages, &self.windows));
+        self.kept
+            .recall(self.model.links.as_deref(), &mut own, pages)
     }
 }
 
