@@ -181,13 +181,15 @@ pub(crate) enum Rejection {
     UpstreamLoop { model: String },
     /// A path that the upstream does not have.
     #[error(
-        "upstream {upstream} does not have {path}, it answered {status}: this server does not \
-         translate for upstreams"
+        "upstream {upstream} does not have {path}, and this server does not translate: it answered \
+         {status} {said:?}"
     )]
     UpstreamLacks {
         upstream: String,
         path: String,
         status: u16,
+        /// The start of its answer.
+        said: String,
     },
     /// An upstream failed while it was asked.
     #[error("upstream {upstream} failed: {reason}")]

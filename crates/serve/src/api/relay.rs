@@ -288,11 +288,11 @@ impl RelayContext {
             if !names_model(&text) {
                 let path = wanted.target.split('?').next().unwrap_or_default();
                 let (upstream, path) = (upstream.name.clone(), clip(path));
-                let status = status.as_u16();
                 return Err(Rejection::UpstreamLacks {
                     upstream,
                     path,
-                    status,
+                    status: status.as_u16(),
+                    said: clip(&String::from_utf8_lossy(&text)),
                 });
             }
             Response::new(Body::from(text))

@@ -198,24 +198,27 @@ impl Upstreams {
     /// The upstreams' models as instances, for `ps` and the dashboard. An upstream without a list
     /// is one row.
     pub fn instances(&self) -> Vec<Value> {
-        let rows = self.all().into_iter().flat_map(|one| {
+        let rows = self.all().into_iter().enumerate().flat_map(|(i, one)| {
             let Health { state, models } = one.health.borrow().clone();
             let (state, reason) = match state {
                 State::Unknown => ("waiting", None),
                 State::Up => ("ready", None),
                 State::Down(failure) => ("failed", Some(failure.to_string())),
             };
-            let row = |model: &str| {
+            let row = |(j, model): (usize, &str)| {
                 json!({
-                    "id": format!("{}/{model}", one.name), "model": model, "state": state,
+                    "id": format!("upstream-{}.{}", i + 1, j + 1), "model": model, "state": state,
                     "reason": reason, "nodes": [format!("via {}", one.name)], "epoch": 0,
                     "split": "none", "classes": "upstream", "numbers": "upstream",
                     "upstream": one.name,
                 })
             };
             match models.is_empty() {
-                true => vec![row("-")],
-                false => models.iter().map(|model| row(&model.id)).collect(),
+                true => vec![row((0, "-"))],
+                false => {
+                    let names = models.iter().map(|model| model.id.as_str());
+                    names.enumerate().map(row).collect()
+                }
             }
         });
         rows.collect()
