@@ -269,6 +269,7 @@ impl SplitModel {
             aliases,
             created_unix_s: changed_unix_s(path),
             fingerprint: self.fingerprint(),
+            classes: self.options().classes.to_string(),
             tokenizer: Arc::clone(&self.tokenizer),
             template,
             context: self.engine().context,

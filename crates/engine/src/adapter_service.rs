@@ -45,4 +45,8 @@ impl Service for AdaptedService {
     fn cut(&self) -> String {
         self.base.cut()
     }
+
+    fn numbers(&self) -> Option<String> {
+        self.base.numbers()
+    }
 }

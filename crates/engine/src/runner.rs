@@ -19,6 +19,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use paceline_model::{Split, numbers_name};
+
 use crate::{
     Engine, GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, Snapshot, Ticket,
 };
@@ -55,6 +57,8 @@ impl StepClock {
 /// An engine on its own thread. Dropping it waits for the current step and ends the thread.
 pub struct Runner {
     driver: Driver<Engine>,
+    /// See [`Service::numbers`].
+    numbers: Option<String>,
 }
 
 impl Runner {
@@ -67,7 +71,10 @@ impl Runner {
     /// As [`start`](Self::start), with [`Engine::idle`] called at least every `interval` on an idle
     /// engine.
     pub fn with_idle(engine: Engine, now: fn() -> Instant, interval: Duration) -> Self {
+        let model = engine.model();
+        let whole = Split::whole(model.config());
         Self {
+            numbers: numbers_name(&whole, &[(model.class(), &model.device())]),
             driver: Driver::start(engine, now, interval),
         }
     }
@@ -147,6 +154,10 @@ impl Service for Runner {
 
     fn status(&self) -> ServiceStatus {
         self.driver.status()
+    }
+
+    fn numbers(&self) -> Option<String> {
+        self.numbers.clone()
     }
 }
 

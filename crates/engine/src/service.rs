@@ -50,6 +50,13 @@ pub trait Service: Send + Sync + std::fmt::Debug {
         "none".to_owned()
     }
 
+    /// Name of the numbers, such as `mlx(metal):0-47+cpu:48-63`; see
+    /// [`numbers_name`](paceline_model::numbers_name). `None` for one exact class, and until it is
+    /// known.
+    fn numbers(&self) -> Option<String> {
+        None
+    }
+
     /// Embedding interface of an encoder; a service that has one generates nothing.
     fn embedder(&self) -> Option<&dyn Embedder> {
         None

@@ -34,6 +34,7 @@ mod links;
 mod locations;
 mod mlx;
 mod model;
+mod numbers;
 mod page_store;
 mod plan;
 mod progress;
@@ -64,6 +65,7 @@ pub use mlx::{
     MlxOptions, Watch as MlxWatch, mlx_dtype, mlx_page_bytes,
 };
 pub use model::{FollowOutcome, LoadOptions, Model, ModelSample};
+pub use numbers::numbers_name;
 pub use paceline_mlx::{LibraryPaths as MlxPlaces, exit};
 pub use page_store::{KEPT_MAX, PageName, PageStore, PersistedPage};
 pub use progress::{ComputeTime, ProgressSnapshot, StepActivity, StepProgress};

@@ -25,6 +25,9 @@ pub struct ServedModel {
     /// Identifies all that determines a response's bits besides request and seed: kernel class and
     /// weights. Sent as `system_fingerprint`.
     pub fingerprint: String,
+    /// Kernel classes at the beginning of the fingerprint, which the name of a service's
+    /// [numbers](paceline_engine::Service::numbers) replaces.
+    pub classes: String,
     /// Tokenises text.
     pub tokenizer: Arc<Tokenizer>,
     /// Renders conversations; a model without one only completes.
@@ -92,6 +95,14 @@ pub fn recommended_sampling(config: &Value) -> SamplingParams {
 }
 
 impl ServedModel {
+    /// The fingerprint of answers whose numbers have this name, if they have one.
+    pub(crate) fn fingerprint_of(&self, numbers: Option<String>) -> String {
+        match numbers.zip(self.fingerprint.strip_prefix(&self.classes)) {
+            Some((numbers, rest)) => numbers + rest,
+            None => self.fingerprint.clone(),
+        }
+    }
+
     /// Whether `name` is one of its names; Ollama's clients append a tag.
     pub(crate) fn is_called(&self, name: &str) -> bool {
         let is_known = |name: &str| self.names().any(|known| known == name);

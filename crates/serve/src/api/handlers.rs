@@ -357,7 +357,7 @@ fn writer(
         id: given.id,
         created_unix_s: given.unix_s,
         model: app.model.id.clone(),
-        fingerprint: app.model.fingerprint.clone(),
+        fingerprint: app.model.fingerprint_of(app.service.numbers()),
     };
     let stops = || {
         ask.requests

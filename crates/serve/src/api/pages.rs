@@ -106,17 +106,23 @@ pub(super) async fn metrics(
     ([(CONTENT_TYPE, OPEN_METRICS)], text).into_response()
 }
 
-pub(super) fn model_object(model: &ServedModel) -> Value {
-    json!({
+/// A model, with the name of its numbers where its service tells one.
+fn model_object(app: &App) -> Value {
+    let model = &app.model;
+    let mut object = json!({
         "id": model.id,
         "object": "model",
         "created": model.created_unix_s,
         "owned_by": "paceline",
-    })
+    });
+    if let Some(numbers) = app.service.numbers() {
+        object["numbers"] = numbers.into();
+    }
+    object
 }
 
 pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
-    let body = json!({"object": "list", "data": [model_object(&app.model)]});
+    let body = json!({"object": "list", "data": [model_object(&app)]});
     json_response(StatusCode::OK, &body)
 }
 
@@ -126,7 +132,7 @@ pub(super) async fn model(
 ) -> Response {
     let model = id.map(|Path(id)| id).unwrap_or_default();
     if app.model.is_called(&model) {
-        return json_response(StatusCode::OK, &model_object(&app.model));
+        return json_response(StatusCode::OK, &model_object(&app));
     }
     let (model, served) = (clip(&model), app.model.id.clone());
     Rejection::Model { model, served }.into_response()

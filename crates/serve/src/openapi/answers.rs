@@ -90,12 +90,14 @@ fn health() -> Value {
 }
 
 fn model() -> Value {
-    object(json!({
+    let mut model = object(json!({
         "id": text(),
         "object": {"const": "model"},
         "created": count(),
         "owned_by": text(),
-    }))
+    }));
+    model["properties"]["numbers"] = text(); // of near kernel classes only
+    model
 }
 
 fn models() -> Value {

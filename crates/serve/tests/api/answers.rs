@@ -286,6 +286,21 @@ impl Service for ShardedService {
     fn cut(&self) -> String {
         "2x2".to_owned()
     }
+
+    fn numbers(&self) -> Option<String> {
+        Some("mlx(metal):0-1+cpu:2-3".to_owned())
+    }
+}
+
+#[test]
+fn near_numbers_are_named_by_answers_and_models() {
+    let one = Script::Say(vec![(97, "a")], Finish::EndOfText);
+    let service = ShardedService(ScriptedService::new(one));
+    let rig = Rig::over(Arc::new(service), tiny::model());
+    let fingerprint = rig.chat("").json()["system_fingerprint"].clone();
+    assert_eq!(fingerprint, "mlx(metal):0-1+cpu:2-3-tiny");
+    let models = rig.get("/v1/models").json();
+    assert_eq!(models["data"][0]["numbers"], "mlx(metal):0-1+cpu:2-3");
 }
 
 #[test]

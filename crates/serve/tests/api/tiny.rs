@@ -88,6 +88,7 @@ fn describe(source: &ModelSource) -> ServedModel {
         aliases: vec!["org/tiny".into()],
         created_unix_s: 1_700_000_000,
         fingerprint: "cpu-tiny".into(),
+        classes: "cpu".into(),
         tokenizer: Arc::new(Tokenizer::from_gguf(file.metadata()).unwrap()),
         template: Some(Arc::new(template)),
         context: CONTEXT,
