@@ -1,14 +1,25 @@
 //! Compute engines of this machine: paceline's own and MLX.
 
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::time::Duration;
 
 use paceline_base::{Bytes, counted};
 use paceline_cluster::machine;
+use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::agent::{Agent, EngineDevice};
-use paceline_mlx::{DeviceKind, Library, LibraryPaths};
+use paceline_mlx::{DeviceKind, Error, Library, LibraryPaths};
 use paceline_store::{MLX_VERSION, MlxBuild};
 use paceline_tensor::InstructionSet;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// Local command that makes a node list its engines again.
+pub const LIST_ENGINES: &str = "engines";
+
+/// Interval of listing the engines again. A child opens each driver for it: 0.1 s on MLX's CPU
+/// build, and some hundred megabytes of a CUDA card meanwhile.
+const LIST_EVERY: Duration = Duration::from_mins(10);
 
 /// State of an engine on this machine.
 #[derive(Debug, Serialize, Deserialize)]
@@ -41,8 +52,28 @@ pub fn publish_devices(agent: &Agent, program: &Path) {
     let output = output.and_then(|program| machine::ask(program, &["engines", "--json"]));
     let list = output.and_then(|text| serde_json::from_str::<EngineList>(&text).ok());
     if let Some(EngineList { engines }) = list {
-        let ready = engines.into_iter().filter(|engine| engine.ready);
-        agent.set_devices(ready.flat_map(|engine| engine.devices).collect());
+        agent.set_devices(engines.into_iter().flat_map(|it| it.devices).collect());
+    }
+}
+
+/// Keeps the devices of this machine's engines published by [`publish_devices`]. Lists them now,
+/// every [`LIST_EVERY`], and when a program of this machine sends [`LIST_ENGINES`] to the node.
+/// Returns only if the node drops the command.
+pub fn keep_published(agent: &Agent, program: &Path) {
+    // One request is enough: the list that it starts is newer than all requests before it.
+    let (ask, asked) = sync_channel(1);
+    agent.serve_local(
+        LIST_ENGINES,
+        move |_: &Value, _: &mut CommandProgress<'_>| {
+            let _ = ask.try_send(()); // one waits already
+            Ok(Value::Null)
+        },
+    );
+    loop {
+        publish_devices(agent, program);
+        if asked.recv_timeout(LIST_EVERY) == Err(RecvTimeoutError::Disconnected) {
+            return;
+        }
     }
 }
 
@@ -67,6 +98,7 @@ pub fn cpu() -> EngineStatus {
             backend: best.map_or("scalar", InstructionSet::name).into(),
             name: Some(counted(cores, "thread")),
             memory_bytes: memory.map(|memory| memory.available.unwrap_or(memory.total).0),
+            ..EngineDevice::default()
         }],
         problem: None,
     }
@@ -86,28 +118,43 @@ pub fn mlx(places: &LibraryPaths) -> EngineStatus {
         Ok(library) => library,
         Err(error) => {
             let problem = Some(error.to_string());
-            return engine(MLX_VERSION.into(), None, Vec::new(), problem);
+            let is_installed = !matches!(error, Error::NotFound { .. });
+            let device = EngineDevice {
+                engine: "mlx".into(),
+                problem: problem.clone(),
+                ..EngineDevice::default()
+            };
+            let devices = is_installed.then_some(device).into_iter().collect();
+            return engine(MLX_VERSION.into(), None, devices, problem);
         }
     };
     let devices = [DeviceKind::Cpu, DeviceKind::Gpu].map(|device| device_row(&library, device));
     let found: Vec<EngineDevice> = devices.into_iter().flatten().collect();
-    let problem = found.is_empty().then(|| "mlx: no device works".to_owned());
+    let works = found.iter().any(|device| device.problem.is_none());
+    let problem = (!works).then(|| "mlx: no device works".to_owned());
     let path = Some(library.path().to_owned());
     engine(library.version().to_owned(), path, found, problem)
 }
 
-/// A usable device of a kind, if any.
+/// A device of a kind, if the library has one; with the reason if it does not open.
 fn device_row(library: &Library, device: DeviceKind) -> Option<EngineDevice> {
-    if !library.has(device).ok()? {
-        return None;
-    }
-    let stream = library.stream(device).ok()?;
-    Some(EngineDevice {
+    let opened = |mut row: EngineDevice| -> Result<EngineDevice, Error> {
+        row.backend = library.backend(device)?.into();
+        let stream = library.stream(device)?;
+        row.name = stream.device_name();
+        row.memory_bytes = Some(stream.available()?.0);
+        Ok(row)
+    };
+    let row = EngineDevice {
         engine: "mlx".into(),
         kind: device.name().into(),
-        backend: library.backend(device).ok()?.into(),
-        name: stream.device_name(),
-        memory_bytes: stream.available().ok().map(|bytes| bytes.0),
+        ..EngineDevice::default()
+    };
+    let has = library.has(device);
+    let opened = has.and_then(|has| has.then(|| opened(row.clone())).transpose());
+    opened.unwrap_or_else(|error| {
+        let problem = Some(error.to_string());
+        Some(EngineDevice { problem, ..row })
     })
 }
 
@@ -122,8 +169,10 @@ pub fn text(engines: &[EngineStatus]) -> String {
             "{:4} {:8} {state}{place}",
             engine.name, engine.version
         ));
-        for device in &engine.devices {
-            let name = device.name.as_deref().unwrap_or("");
+        // The problem of an engine without devices follows.
+        for device in engine.devices.iter().filter(|it| !it.kind.is_empty()) {
+            let name = device.name.as_ref().or(device.problem.as_ref());
+            let name = name.map_or("", |name| name);
             let memory = device
                 .memory_bytes
                 .map_or_else(|| "?".into(), |n| Bytes(n).to_string());

@@ -4,7 +4,7 @@ use std::env::consts::{ARCH, OS};
 use std::path::PathBuf;
 
 use clap::{Subcommand, ValueEnum};
-use paceline_board::engines::{choose, cpu, mend_mlx, mlx, text};
+use paceline_board::engines::{LIST_ENGINES, choose, cpu, mend_mlx, mlx, text};
 use paceline_cluster::machine;
 use paceline_mlx::Library;
 use paceline_store::{MlxBuild, MlxInstallation, SystemVersion, Toolchain, install_mlx, mlx_bytes};
@@ -13,6 +13,7 @@ use serde_json::json;
 use crate::error::Error;
 use crate::home::{self, StoreSettings};
 use crate::interrupt::Signals;
+use crate::member;
 use crate::output::{print, print_err};
 use crate::progress::on_stderr;
 
@@ -128,6 +129,8 @@ fn install_engine(args: &Install, signals: &Signals) -> anyhow::Result<()> {
             &mut *progress,
         )?)
     })?;
+    // A node that does not run lists its engines when it starts, others within minutes.
+    let _ = member::ask_if_up(LIST_ENGINES, json!({}));
     report(&installed, args.json)
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::{Bytes, KernelClass};
-use paceline_board::engines::publish_devices;
+use paceline_board::engines::keep_published;
 use paceline_board::member::{ApiKeys, facts};
 pub(crate) use paceline_board::member::{cluster, host_name};
 use paceline_cluster::nodes::agent::{
@@ -227,12 +227,12 @@ impl NodeArgs {
     }
 }
 
-/// Publishes this machine's engines on a thread of its own: a driver may take seconds to open.
+/// Keeps this machine's engines published, on its own thread: a driver may take seconds to open.
 fn list_devices(agent: &Agent) {
     let agent = agent.clone();
     let run = move || {
         if let Ok(program) = std::env::current_exe() {
-            publish_devices(&agent, &program);
+            keep_published(&agent, &program);
         }
     };
     let thread = std::thread::Builder::new().name("engines".to_owned());

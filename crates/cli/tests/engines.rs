@@ -40,12 +40,20 @@ fn the_cpu_engine_is_always_ready() {
         (&"mlx".into(), &false.into())
     );
     assert!(mlx["problem"].as_str().unwrap().contains("none"), "{mlx}");
+    assert_eq!(mlx["devices"].as_array().unwrap().len(), 0);
     assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0);
 }
 
 #[test]
-fn an_mlx_that_is_not_there_comes_with_advice() {
+fn an_mlx_that_is_not_there_or_does_not_open_comes_with_advice() {
     let home = tempfile::tempdir().unwrap();
+    let library = home.path().join("libmlxc.so");
+    std::fs::write(&library, "no library").unwrap();
+    let mut command = paceline(home.path(), &["engines", "--json"]);
+    let listed = object(command.env("PACELINE_MLXC", &library));
+    let problem = listed["engines"][1]["devices"][0]["problem"].as_str();
+    assert!(problem.unwrap().contains("libmlxc.so"), "{listed}");
+
     let mut command = paceline(home.path(), &["engines"]);
     command.env("PACELINE_MLXC", home.path().join("none"));
     let (output, said) = run(&mut command);

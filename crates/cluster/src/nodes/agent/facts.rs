@@ -74,6 +74,21 @@ pub struct EngineDevice {
     pub name: Option<String>,
     /// Memory that the device lends to models, in bytes.
     pub memory_bytes: Option<u64>,
+    /// Why it cannot be used, if it cannot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
+}
+
+/// Gives each of `devices` the memory that it has in `known`, if that is more.
+pub(super) fn keep_memory(devices: &mut [EngineDevice], known: &[EngineDevice]) {
+    for device in devices {
+        let is_it = |it: &&EngineDevice| {
+            let (engine, kind) = (it.engine == device.engine, it.kind == device.kind);
+            engine && kind && it.backend == device.backend && it.name == device.name
+        };
+        let memory = known.iter().find(is_it).and_then(|it| it.memory_bytes);
+        device.memory_bytes = device.memory_bytes.max(memory);
+    }
 }
 
 /// Compatibility of nodes: equal for all nodes of an instance. An engine's kernel class is a
@@ -95,15 +110,26 @@ impl NodeFacts {
         }
     }
 
-    /// Whether the node has listed a device of this engine.
-    pub fn has_engine(&self, engine: &str) -> bool {
-        self.devices.iter().any(|device| device.engine == engine)
+    /// The usable devices of an engine that the node has listed.
+    fn of_engine(&self, engine: &str) -> impl Iterator<Item = &EngineDevice> {
+        let devices = self.devices.iter();
+        devices.filter(move |device| device.engine == engine && device.problem.is_none())
     }
 
-    /// The first GPU of this engine that the node has listed.
+    /// Whether the node has listed a usable device of this engine.
+    pub fn has_engine(&self, engine: &str) -> bool {
+        self.of_engine(engine).next().is_some()
+    }
+
+    /// The first usable GPU of this engine that the node has listed.
     pub fn gpu(&self, engine: &str) -> Option<&EngineDevice> {
-        let mut devices = self.devices.iter();
-        devices.find(|device| device.engine == engine && device.kind == "gpu")
+        self.of_engine(engine).find(|device| device.kind == "gpu")
+    }
+
+    /// Why the first device of this engine that cannot be used cannot.
+    pub fn problem_of(&self, engine: &str) -> Option<&str> {
+        let mut devices = self.devices.iter().filter(|device| device.engine == engine);
+        devices.find_map(|device| device.problem.as_deref())
     }
 }
 
@@ -242,5 +268,33 @@ mod tests {
         ]);
         let names: Vec<String> = names(&facts).into_values().collect();
         assert_eq!(names, ["mini", "mini-0202", "2J", "node-04040404"]);
+    }
+
+    #[test]
+    fn a_device_in_use_keeps_its_memory_and_one_with_a_problem_is_no_engine() {
+        let device = |name: &str, bytes| EngineDevice {
+            engine: "mlx".to_owned(),
+            kind: "gpu".to_owned(),
+            name: Some(name.to_owned()),
+            memory_bytes: bytes,
+            ..EngineDevice::default()
+        };
+        let known = [device("a", Some(8)), device("b", Some(2))];
+        let mut devices = [
+            device("a", Some(5)),
+            device("b", Some(3)),
+            device("c", None),
+        ];
+        keep_memory(&mut devices, &known);
+        assert_eq!(devices.map(|it| it.memory_bytes), [Some(8), Some(3), None]);
+
+        let mut facts = NodeFacts {
+            devices: vec![device("a", Some(8))],
+            ..NodeFacts::default()
+        };
+        assert!(facts.has_engine("mlx") && facts.gpu("mlx").is_some());
+        facts.devices[0].problem = Some("no driver".to_owned());
+        assert!(!facts.has_engine("mlx") && facts.gpu("mlx").is_none());
+        assert_eq!(facts.problem_of("mlx"), Some("no driver"));
     }
 }
