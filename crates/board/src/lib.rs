@@ -67,6 +67,7 @@ pub mod model_facts;
 mod peers;
 pub mod previews;
 pub mod pulls;
+pub mod rdma;
 mod removal;
 pub mod run_forecast;
 pub mod screen;

@@ -3,7 +3,10 @@
 //! Each function formats the JSON of a command as lines. Foreign text is escaped.
 
 use paceline_base::{Bytes, printable};
+use paceline_cluster::nodes::rdma::RdmaDevice;
 use serde_json::Value;
+
+use crate::rdma;
 
 /// Maximum listed paths: those of four nodes with two interfaces.
 const WAYS_MAX: usize = 24;
@@ -11,8 +14,53 @@ const WAYS_MAX: usize = 24;
 /// Nodes, a line each, then the measured paths between them.
 pub fn nodes(nodes: &Value) -> Vec<String> {
     let mut lines = aligned(&rows(nodes));
+    lines.extend(
+        nodes
+            .as_array()
+            .into_iter()
+            .flatten()
+            .flat_map(rdma_devices),
+    );
     lines.extend(ways(nodes));
     lines
+}
+
+/// RDMA devices of a node, a line each.
+fn rdma_devices(node: &Value) -> Vec<String> {
+    let name = printable(node["name"].as_str().unwrap_or_default());
+    let devices = serde_json::from_value::<Vec<RdmaDevice>>(node["rdma"].clone());
+    let devices = devices.unwrap_or_default().into_iter();
+    let line = |device| format!("{name}: RDMA {}", printable(&rdma::told(&device)));
+    devices.map(line).collect()
+}
+
+/// RDMA cables of this machine, a line each.
+pub fn cables(cables: &Value) -> Vec<String> {
+    let heading = ["CABLE", "OTHER END", "TRUSTED"].map(str::to_owned);
+    let row = |it: &Value| {
+        let text = |name: &str| printable(it[name].as_str().unwrap_or_default()).into_owned();
+        let trusted = match (it["here"] == true, it["there"] == true) {
+            (true, true) => "at both ends",
+            (true, false) => "here",
+            (false, true) => "there",
+            (false, false) => "no",
+        };
+        [text("link"), text("other"), trusted.to_owned()]
+    };
+    let rows: Vec<[String; 3]> = std::iter::once(heading)
+        .chain(cables.as_array().into_iter().flatten().map(row))
+        .collect();
+    aligned(&rows)
+}
+
+/// Transports of instances whose nodes have RDMA cables, a line each.
+fn wires(all: &Value) -> Vec<String> {
+    let all = all.as_array().into_iter().flatten();
+    let line = |it: &Value| {
+        let wires = it["wires"].as_str()?;
+        Some(format!("{}: {}", label(it), printable(wires)))
+    };
+    all.filter_map(line).collect()
 }
 
 /// Instances, a line each.
@@ -27,7 +75,9 @@ pub fn instances(all: &Value) -> Vec<String> {
     let rows: Vec<[String; 6]> = std::iter::once(heading)
         .chain(all.as_array().into_iter().flatten().map(row))
         .collect();
-    aligned(&rows)
+    let mut lines = aligned(&rows);
+    lines.extend(wires(all));
+    lines
 }
 
 /// Placements, a line each.

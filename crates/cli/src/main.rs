@@ -105,6 +105,9 @@ enum Command {
     /// The chat template of a model: started by the other commands
     #[command(hide = true)]
     Template,
+    /// The RDMA devices of this machine, as JSON: started by its node
+    #[command(hide = true)]
+    Rdma,
     /// Which machines, which split, how fast
     Plan(plan::Args),
     /// Run a program on many machines, a rank each
@@ -213,6 +216,7 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Key(command) => key::run(command),
         Command::Worker(args) => worker::run(args),
         Command::Template => worker::template(),
+        Command::Rdma => nodes::rdma(),
         Command::Plan(args) => plan::run(args),
         Command::Launch(args) => launch::run(args, &signals),
         Command::Topology(args) => topology::run(args, &signals),

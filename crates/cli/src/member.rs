@@ -156,6 +156,7 @@ impl NodeArgs {
         config.tell = Arc::new(|line| print_err(printable(line)));
         let agent = Agent::start(config)?;
         list_devices(&agent);
+        list_rdma(&agent);
         Ok(NodeGuard(agent))
     }
 
@@ -238,6 +239,22 @@ fn list_devices(agent: &Agent) {
     let thread = std::thread::Builder::new().name("engines".to_owned());
     if let Err(error) = thread.spawn(run) {
         print_err(format_args!("warning: the node lists no engines: {error}"));
+    }
+}
+
+/// Keeps this machine's RDMA devices published on a thread of its own.
+fn list_rdma(agent: &Agent) {
+    let agent = agent.clone();
+    let run = move || {
+        if let Ok(program) = std::env::current_exe() {
+            paceline_board::rdma::keep_published(&agent, &program);
+        }
+    };
+    let thread = std::thread::Builder::new().name("rdma".to_owned());
+    if let Err(error) = thread.spawn(run) {
+        print_err(format_args!(
+            "warning: the node lists no RDMA devices: {error}"
+        ));
     }
 }
 

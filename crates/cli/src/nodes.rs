@@ -32,9 +32,22 @@ pub(crate) enum Command {
     },
     /// Show a code that lets one machine in, for five minutes and three tries
     Invite,
+    /// Let workers use an RDMA cable of this machine, which is not encrypted, or list the cables;
+    /// its other machine must trust it too
+    Trust {
+        /// The cable: a device of this machine and the other machine, such as rdma_en5:mini
+        #[arg(value_name = "DEVICE:NODE")]
+        link: Option<String>,
+        /// Trust it no longer: what is loaded from now on uses encrypted TCP
+        #[arg(long, requires = "link")]
+        remove: bool,
+        /// Print one JSON array
+        #[arg(long)]
+        json: bool,
+    },
 }
 
-/// Lists, removes, revokes or invites nodes.
+/// Lists, removes, revokes or invites nodes, and trusts cables.
 ///
 /// # Errors
 /// The node's error, or that it does not run.
@@ -54,8 +67,35 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Ok(())
         }
         Some(Command::Invite) => invite(),
+        Some(Command::Trust { link, remove, json }) => trust(link.as_deref(), *remove, *json),
         None => list(args.json),
     }
+}
+
+/// Trusts an RDMA cable, or no longer, if one is named; else lists the cables.
+fn trust(link: Option<&str>, remove: bool, as_json: bool) -> anyhow::Result<()> {
+    let answer = match link {
+        Some(link) => member::ask("trust", json!({ "link": link, "remove": remove }))?,
+        None => member::ask("cables", json!({}))?,
+    };
+    if as_json {
+        return print(&answer["cables"].to_string());
+    }
+    for line in tables::cables(&answer["cables"]) {
+        print(&line)?;
+    }
+    if link.is_some() {
+        print_err("models that are loaded from now on use what both machines trust");
+    }
+    Ok(())
+}
+
+/// Prints this machine's RDMA devices, for its node.
+///
+/// # Errors
+/// There is no verbs library, or no RDMA.
+pub(crate) fn rdma() -> anyhow::Result<()> {
+    print(&serde_json::to_string(&paceline_board::rdma::devices()?)?)
 }
 
 fn invite() -> anyhow::Result<()> {

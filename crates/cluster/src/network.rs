@@ -56,6 +56,14 @@ pub fn interfaces() -> Vec<Interface> {
     addresses.into_iter().map(interface).collect()
 }
 
+/// The interface with this address.
+pub fn interface_of(address: IpAddr) -> Option<String> {
+    let all = if_addrs::get_if_addrs().unwrap_or_default();
+    all.into_iter()
+        .find(|one| one.ip() == address)
+        .map(|one| one.name)
+}
+
 fn mtu(sys: &Path, name: &str) -> Option<u32> {
     let file = sys.join("class/net").join(name).join("mtu");
     if let Ok(text) = fs::read_to_string(file) {
@@ -213,6 +221,46 @@ fn idle_rdma_ports_in(sys: &Path) -> Vec<String> {
     idle
 }
 
+/// Counters of a port's errors (linux/drivers/infiniband/core/sysfs.c). Dropped links are not among
+/// them: pulling a cable is no fault.
+const ERROR_COUNTERS: [&str; 3] = ["symbol_error", "link_error_recovery", "port_rcv_errors"];
+
+/// Errors of an RDMA device's first port since the system started (Linux).
+pub fn rdma_errors(device: &str) -> Option<u64> {
+    rdma_errors_in(Path::new(SYS), device)
+}
+
+fn rdma_errors_in(sys: &Path, device: &str) -> Option<u64> {
+    let folder = sys
+        .join("class/infiniband")
+        .join(device)
+        .join("ports/1/counters");
+    let counts = ERROR_COUNTERS.iter().filter_map(|name| {
+        let text = fs::read_to_string(folder.join(name)).ok()?;
+        text.trim().parse::<u64>().ok()
+    });
+    counts.reduce(u64::saturating_add)
+}
+
+/// Errors of an interface since the system started (macOS).
+pub fn interface_errors(name: &str) -> Option<u64> {
+    let is_mac = cfg!(target_os = "macos") && !name.is_empty();
+    errors_of_netstat(&is_mac.then(|| ask("netstat", &["-I", name]))??)
+}
+
+/// `en5  9000 <Link#9> 36:..  120 0 130 2 0`: packets and errors in, packets and errors out,
+/// collisions; the address may be missing.
+fn errors_of_netstat(text: &str) -> Option<u64> {
+    let line = text.lines().find(|line| line.contains("<Link#"))?;
+    let mut counts = line.split_whitespace().rev().skip(1).step_by(2).take(2);
+    let (sent, received) = (counts.next()?, counts.next()?);
+    Some(
+        sent.parse::<u64>()
+            .ok()?
+            .saturating_add(received.parse().ok()?),
+    )
+}
+
 /// Connected Thunderbolt devices that this machine has not authorised, by their numbers (Linux).
 pub fn unauthorised_thunderbolt() -> Vec<String> {
     unauthorised_in(Path::new(SYS))
@@ -325,6 +373,15 @@ mod tests {
         write(sys, "class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n");
         write(sys, "class/infiniband/mlx5_1/ports/1/state", "1: DOWN\n");
         assert_eq!(idle_rdma_ports_in(sys), ["mlx5_1 port 1: DOWN"]);
+        let counters = "class/infiniband/mlx5_0/ports/1/counters";
+        write(sys, &format!("{counters}/symbol_error"), "3\n");
+        write(sys, &format!("{counters}/port_rcv_errors"), "4\n");
+        assert_eq!(rdma_errors_in(sys, "mlx5_0"), Some(7));
+        assert_eq!(rdma_errors_in(sys, "mlx5_1"), None);
+        let netstat = "Name  Mtu   Network  Address            Ipkts Ierrs Opkts Oerrs  Coll\n\
+                       en5   9000  <Link#9> 36:aa:bb:cc:dd:00    120     5   130     2     0\n";
+        assert_eq!(errors_of_netstat(netstat), Some(7));
+        assert_eq!(errors_of_netstat("Name  Mtu\n"), None);
         write(sys, "bus/thunderbolt/devices/0-1/authorized", "0\n");
         write(sys, "bus/thunderbolt/devices/0-1/unique_id", "c0ffee\n");
         write(sys, "bus/thunderbolt/devices/0-0/authorized", "1\n");

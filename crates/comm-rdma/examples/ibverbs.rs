@@ -2,7 +2,8 @@
 //!
 //! The loading tests, `src/tests/loaded.rs`, build it under the name that the system looks for. Its
 //! devices `soft0` to `soft7` reach each other within a process. They also reach other processes
-//! that share the folder named by `IBV_SOFT_FOLDER`.
+//! that share the folder named by `IBV_SOFT_FOLDER`. `IBV_SOFT_DEVICES` names other devices with
+//! their addresses: `soft0=10.77.0.1,soft1=10.78.0.1`.
 
 #![allow(
     clippy::missing_safety_doc,
@@ -27,9 +28,23 @@ fn prepare() {
             std::env::var_os("IBV_SOFT_FOLDER").map(|folder| soft::ProcessFabric(folder.into()));
         let (faults, caps) = (soft::Faults::default(), soft::Caps::APPLE);
         let fabric = soft::Fabric::with(faults, caps, outside);
-        (0..8).for_each(|index| fabric.device(&format!("soft{index}")));
+        match std::env::var("IBV_SOFT_DEVICES") {
+            Ok(devices) => devices.split(',').for_each(|device| add(&fabric, device)),
+            Err(_) => (0..8).for_each(|index| fabric.device(&format!("soft{index}"))),
+        }
         std::mem::forget(fabric);
     });
+}
+
+/// Adds a device by its name and address.
+fn add(fabric: &soft::Fabric, device: &str) {
+    let address = device.split_once('=').and_then(|(name, address)| {
+        let address: std::net::Ipv4Addr = address.parse().ok()?;
+        Some((name, address.octets()))
+    });
+    if let Some((name, address)) = address {
+        fabric.device_at(name, address);
+    }
 }
 
 #[unsafe(no_mangle)]

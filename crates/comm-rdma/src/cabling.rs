@@ -97,7 +97,8 @@ impl Cabling {
     }
 
     /// The same, for a group that joins with the settings `tcp`.
-    pub(super) fn with_tcp(&self, tcp: tcp::Config) -> Self {
+    #[must_use]
+    pub fn with_tcp(&self, tcp: tcp::Config) -> Self {
         let mut own = self.clone();
         own.config.tcp = tcp;
         own

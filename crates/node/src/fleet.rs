@@ -30,6 +30,7 @@ mod answer_traces;
 mod assignment;
 mod autoscaling;
 mod battery;
+mod cables;
 mod choice;
 mod copies;
 pub(crate) mod damage;
@@ -260,6 +261,9 @@ pub struct InstanceView {
     pub split: String,
     /// Kernel classes of its nodes in rank order, as `cpu` or `mlx+cpu`.
     pub classes: String,
+    /// Transports between its nodes with RDMA cables, for people.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wires: Option<String>,
     /// Which replica of the model it is, where there are several.
     pub replica: Option<Replica>,
     /// Requests that this node has sent to it.
@@ -371,7 +375,7 @@ impl Fleet {
         let copies = Arc::new(copies.with_hub(Arc::clone(&spec.hub)));
         let (own, tell) = (Arc::clone(&copies), Arc::clone(&spec.tell));
         let (brings, repairs) = (Arc::clone(&copies), Arc::clone(&copies));
-        let [finder, bringer, repairer] = [(); 3].map(|()| agent.clone());
+        let [finder, bringer, repairer, truster] = [(); 4].map(|()| agent.clone());
         let inner = Arc::new(Inner {
             copies,
             host: Arc::new(HostSpec {
@@ -386,6 +390,7 @@ impl Fleet {
                 repair: Box::new(move |model, file, parts, goes_on| {
                     repairs.repair(&repairer, (model, file), parts, goes_on)
                 }),
+                trusts: Box::new(move |device, node| truster.trusts_cable(device, node)),
                 interface: spec.interface.clone(),
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),
             }),
@@ -695,6 +700,8 @@ impl Inner {
                         wanted,
                         flaps: Arc::default(),
                         cramped: Arc::default(),
+                        cables: Arc::default(),
+                        wires: Arc::default(),
                         goes_on: epoch > 1 || is_restart,
                     });
                 }
@@ -1036,6 +1043,7 @@ impl Inner {
         let name = |id: &NodeId| names.get(id).cloned().unwrap_or_else(|| id.to_string());
         let view = |(id, epoch, wanted): (InstanceId, u64, InstanceSpec)| {
             let report = report(&map, id).filter(|report| report.epoch == epoch);
+            let wires = report.as_ref().and_then(|report| report.wires.clone());
             let (state, progress, reason) = match self.told(&wanted, report, &name) {
                 // A request now would be answered with `no such model`.
                 ("ready", ..) if !lock(&self.seen).contains(&id) => ("loading", None, None),
@@ -1045,6 +1053,7 @@ impl Inner {
             let usage = usage.unwrap_or_default();
             InstanceView {
                 id: id.to_string(),
+                wires,
                 classes: wanted.class_names(),
                 model: wanted.model,
                 state: state.to_owned(),

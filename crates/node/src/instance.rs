@@ -41,7 +41,7 @@ use tracing::{debug, info, warn};
 
 use crate::forecast::Forecast;
 use crate::messages::{
-    DraftJob, EpochKey, FromWorker, PrefillRole, RankAssignment, RankFacts, ToWorker,
+    DraftJob, EpochKey, FromWorker, PrefillRole, RankAssignment, RankCables, RankFacts, ToWorker,
 };
 use crate::prefill::PrefillCounts;
 use crate::supervisor::{
@@ -207,6 +207,7 @@ impl InstanceConfig {
             group: meeting.group,
             key: (!is_here && !plain).then(|| meeting.key.clone()),
             plain,
+            cables: meeting.cables.clone(),
             listen: post.listen,
             patience_s: PATIENCE_S,
             hands: self.hears.as_ref().map(|hears| match hears.side() {
@@ -549,12 +550,14 @@ impl InstanceShared {
     }
 }
 
-/// Group name and secret by which the ranks of an epoch authenticate each other.
+/// Group name and secret by which the ranks of an epoch authenticate each other, and their cables.
 #[derive(Default)]
 struct GroupCredentials {
     /// Names the group.
     group: [u8; 16],
     key: EpochKey,
+    /// Of the instance's own ranks.
+    cables: Option<RankCables>,
 }
 
 impl GroupCredentials {
@@ -760,6 +763,9 @@ impl Shell {
                     return Some(unreachable(rank, &error));
                 }
                 let crew = &*self.shared.crew;
+                if rank == Rank(0) {
+                    self.meeting.cables = crew.cables();
+                }
                 let job = self.spec.job(crew, rank, (epoch, way), &self.meeting);
                 return self.send(rank, &ToWorker::Assign(Box::new(job)));
             }
@@ -887,7 +893,6 @@ impl Shell {
                 facts, way, epoch, ..
             } => {
                 lock(&self.shared.view).facts = facts.clone();
-                self.started(Ok(()));
                 self.keep_spares(*epoch, *way);
             }
             Notice::Changed(change) => lock(&self.shared.view).changes.push(change.clone()),
@@ -922,6 +927,10 @@ impl Shell {
             hears.notice(notice, |way| self.spec.cuts[way].split.clone());
         }
         (self.observer)(notice, &self.spec.cuts);
+        // After the observer, so that the owner's first report has what it learns here.
+        if let Notice::Ready { .. } = notice {
+            self.started(Ok(()));
+        }
     }
 
     /// Keeps standby workers from now on. Without one, a later recovery loads the weights.

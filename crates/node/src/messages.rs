@@ -12,6 +12,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use paceline_cluster::nodes::NodeId;
 use paceline_comm::tcp::KEY_BYTES;
 use paceline_engine::{DraftCounts, EngineConfig, GenerationRequest, Reply, Ticket};
 use paceline_model::trace::RankTrace;
@@ -117,6 +118,9 @@ pub struct RankAssignment {
     /// trusted.
     #[serde(default)]
     pub(crate) plain: bool,
+    /// RDMA cables between the ranks. Pairs without one, or whose cable fails, use `backend`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) cables: Option<RankCables>,
     /// Listen address for the other ranks.
     pub(crate) listen: SocketAddr,
     /// Longest wait for another rank's part of a step, in seconds.
@@ -124,6 +128,38 @@ pub struct RankAssignment {
     /// The role in KV transfer, with disaggregated prefill.
     #[serde(default)]
     pub(crate) hands: Option<PrefillRole>,
+}
+
+/// RDMA cables between ranks: the same for all ranks but for `refused`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankCables {
+    /// By rank and peer: devices of the rank's machine. The cables of a pair have one order.
+    pub(crate) devices: Vec<Vec<Vec<String>>>,
+    /// The node of each rank.
+    pub(crate) nodes: Vec<NodeId>,
+    /// Peers to which the rank's machine does not trust a cable; filled in by its host.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) refused: Vec<u32>,
+}
+
+impl RankCables {
+    /// Whether there is no cable.
+    pub(crate) fn is_bare(&self) -> bool {
+        self.devices.iter().flatten().all(Vec::is_empty)
+    }
+
+    /// Refuses the peers to which `rank` has a cable that is not trusted, by its device and the
+    /// peer's node.
+    pub(crate) fn refuse(&mut self, rank: u32, is_trusted: impl Fn(&str, NodeId) -> bool) {
+        let row = self.devices.get(rank as usize).into_iter().flatten();
+        let is_refused = |(peer, devices): &(u32, &Vec<String>)| {
+            let node = self.nodes.get(*peer as usize);
+            let is_trusted = |device: &String| node.is_some_and(|node| is_trusted(device, *node));
+            !devices.iter().all(is_trusted)
+        };
+        let refused = (0..).zip(row).filter(is_refused);
+        self.refused = refused.map(|(peer, _)| peer).collect();
+    }
 }
 
 /// A rank's role in disaggregated prefill.
@@ -308,4 +344,51 @@ pub struct RankFacts {
     pub threads: usize,
     /// Instruction set of its kernels, or its device.
     pub instruction_set: String,
+    /// The cables to ranks to which there are some.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub wires: Vec<PeerWire>,
+}
+
+/// A rank's cables to another one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PeerWire {
+    pub peer: u32,
+    /// RDMA cables in use; without one the ranks use TCP.
+    pub cables: u32,
+    /// Why the rank does not use one, if it is at its end.
+    pub reason: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_refuses_cables_that_it_does_not_trust_whatever_the_owner_names() {
+        let node = |number| NodeId([number; 16]);
+        let row = |devices: [&[&str]; 3]| {
+            let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+            devices.map(names).to_vec()
+        };
+        let mut cables = RankCables {
+            devices: vec![row([&[], &["en3", "en4"], &["en5"]])],
+            nodes: vec![node(1), node(2), node(3)],
+            refused: vec![9],
+        };
+        let trusted = [("en3", node(2)), ("en5", node(3)), ("en4", node(3))];
+        let refused = |cables: &mut RankCables, rank| {
+            cables.refuse(rank, |device, node| trusted.contains(&(device, node)));
+            std::mem::take(&mut cables.refused)
+        };
+        assert_eq!(
+            refused(&mut cables, 0),
+            [1],
+            "one of its cables is not trusted"
+        );
+        cables.devices[0][1].pop();
+        assert_eq!(refused(&mut cables, 0), [0; 0]);
+        assert_eq!(refused(&mut cables, 7), [0; 0], "no row, no cable");
+        cables.nodes.truncate(1);
+        assert_eq!(refused(&mut cables, 0), [1, 2], "peers without a node");
+    }
 }

@@ -5,6 +5,7 @@
 //! its packed weights and waits for another assignment. Only a broken control channel ends the
 //! process.
 
+mod cables;
 mod draft;
 mod epoch;
 mod kv_transfer;
@@ -24,7 +25,7 @@ use paceline_base::{KernelClass, Rank};
 use paceline_cluster::{Control, EXIT_CODE_PARENT_GONE};
 use paceline_comm::provider::Provider;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
-use paceline_comm::{Backend, Deadline, JoinParams, Strict, init};
+use paceline_comm::{Backend, Deadline, Group, JoinParams, Strict, init};
 use paceline_engine::Draft;
 use paceline_model::{Config, Links, LoadedModel, MlxPlaces, ModelSource, PageStore, Shard};
 use paceline_tensor::{Kernels, Pinning};
@@ -33,7 +34,7 @@ use tracing::{debug, info, warn};
 use crate::adapters::read_all;
 use crate::disk::Disk;
 use crate::load::ShardSpec;
-use crate::messages::{FromWorker, PrefillRole, RankAssignment, RankFacts, ToWorker};
+use crate::messages::{FromWorker, PeerWire, PrefillRole, RankAssignment, RankFacts, ToWorker};
 use crate::partial_source::RangeRequest;
 use crate::traffic::RankTraffic;
 use crate::{AdapterOf, DiskCache, Error, partial_source};
@@ -105,6 +106,7 @@ pub fn run(
         kept: None,
         drafting: DraftCache::default(),
         epoch: None,
+        wires: Vec::new(),
     };
     loop {
         worker.turn()?;
@@ -193,6 +195,8 @@ struct RankWorker<'a> {
     kept: Option<RetainedWeights>,
     drafting: DraftCache,
     epoch: Option<Epoch>,
+    /// The cables of the last group.
+    wires: Vec<PeerWire>,
 }
 
 impl RankWorker<'_> {
@@ -234,7 +238,8 @@ impl RankWorker<'_> {
         );
         match self.enter(job) {
             Ok(Some(epoch)) => {
-                let ready = ready(&*epoch.weights, self.packings);
+                let wires = std::mem::take(&mut self.wires);
+                let ready = ready(&*epoch.weights, self.packings, wires);
                 info!(
                     rank = job.rank,
                     epoch = job.epoch,
@@ -457,7 +462,7 @@ impl RankWorker<'_> {
 
     /// Connects to the other ranks: listens, reports its address, receives theirs. `None` if
     /// ordered to leave instead.
-    fn join(&self, job: &RankAssignment, shard: &Shard) -> Result<Option<Links>, Error> {
+    fn join(&mut self, job: &RankAssignment, shard: &Shard) -> Result<Option<Links>, Error> {
         let listener = listen(job.listen, self.ports.clone())?;
         let addr = listener.addr();
         self.send(&FromWorker::Listening { addr })?;
@@ -482,16 +487,33 @@ impl RankWorker<'_> {
                 ..tcp::Config::default()
             },
         };
+        let world = match &job.cables {
+            Some(cables) => {
+                let (group, wires) = cables::join(cables, seat, deadline)?;
+                self.wires = wires;
+                group
+            }
+            None => self.join_without_cables(job, seat, deadline)?,
+        };
+        let stage = world.split(shard.stage as u32, job.rank, deadline)?;
+        let patience = Duration::from_secs(job.patience_s);
+        Ok(Some(Links::new(world, stage, patience)))
+    }
+
+    fn join_without_cables(
+        &self,
+        job: &RankAssignment,
+        seat: JoinParams<'_>,
+        deadline: Deadline,
+    ) -> Result<Box<dyn Group>, Error> {
         let backend = parse(&job.backend, "backend")?;
         let wire = (self.find_wire)(backend).map_err(|source| Error::System {
             what: "find the wires between ranks",
             source,
         })?;
         let wire = wire.as_deref();
-        let world = init(backend, Strict::Yes, seat, wire.as_slice(), deadline)?;
-        let stage = world.split(shard.stage as u32, job.rank, deadline)?;
-        let patience = Duration::from_secs(job.patience_s);
-        Ok(Some(Links::new(world, stage, patience)))
+        let joined = init(backend, Strict::Yes, seat, wire.as_slice(), deadline);
+        joined.map_err(Error::from)
     }
 
     /// The next message that is not a query to an epoch. The instance may query every rank at any
@@ -672,12 +694,13 @@ fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error {
     }
 }
 
-fn ready(weights: &dyn LoadedModel, packings: u64) -> RankFacts {
+fn ready(weights: &dyn LoadedModel, packings: u64, wires: Vec<PeerWire>) -> RankFacts {
     RankFacts {
         pid: std::process::id(),
         weight_bytes: weights.weight_bytes().0,
         packings,
         threads: weights.kernels().pool().threads(),
         instruction_set: weights.device(),
+        wires,
     }
 }

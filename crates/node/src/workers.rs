@@ -22,7 +22,7 @@ use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, LineSink, WorkerSpec, Workers};
 
 use crate::Error;
-use crate::messages::{FromWorker, ToWorker};
+use crate::messages::{FromWorker, RankCables, ToWorker};
 use awake::Awake;
 
 pub use environment::for_workers;
@@ -119,6 +119,11 @@ pub trait InstanceWorkers: Send + Sync + fmt::Debug {
 
     /// Whether all ranks are on this machine, so that their traffic never leaves it.
     fn is_one_machine(&self) -> bool;
+
+    /// RDMA cables between the ranks, as of now; `None` without any.
+    fn cables(&self) -> Option<RankCables> {
+        None
+    }
 
     /// Whether all ranks connect over trusted networks, so that their traffic needs no encryption.
     fn is_trusted(&self) -> bool {

@@ -623,6 +623,7 @@ impl Serving {
             packings: 1,
             threads: 1,
             instruction_set: "simulated".to_owned(),
+            wires: Vec::new(),
         };
         self.say(life, rank, FromWorker::Ready(facts), later);
     }

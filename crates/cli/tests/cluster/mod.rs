@@ -20,6 +20,7 @@ mod traced;
 mod train;
 mod ways;
 mod weights;
+mod wires;
 
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};

@@ -333,6 +333,9 @@ pub struct Report {
     pub progress: Option<(u64, u64)>,
     /// Why it failed, or which nodes are excluded.
     pub reason: Option<String>,
+    /// Transports between nodes with RDMA cables, for people, while it answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wires: Option<String>,
 }
 
 /// A task of a node about an instance.

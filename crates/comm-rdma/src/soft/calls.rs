@@ -193,6 +193,7 @@ pub(crate) unsafe extern "C" fn query_port(
     (into.state, into.active_mtu) = (abi::PORT_ACTIVE, abi::MTU_1024);
     into.gid_tbl_len = c_int::try_from(device.gids.len()).unwrap_or(c_int::MAX);
     into.link_layer = abi::LINK_LAYER_ETHERNET;
+    (into.active_width, into.active_speed) = (1, 32); // one lane of 25 Gbit/s
     0
 }
 

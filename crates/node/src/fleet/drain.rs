@@ -399,6 +399,7 @@ mod tests {
             epoch,
             state,
             progress: None,
+            wires: None,
             reason: None,
         });
         let wanted = wanted(nodes, successors);

@@ -15,12 +15,14 @@ use paceline_cluster::nodes::paths;
 use paceline_cluster::nodes::placement::{self, InstanceSpec, SPARE_AUTO};
 use paceline_cluster::nodes::{NodeId, Registers};
 
+use super::cables::CablePlan;
 use super::flaps::Flaps;
 pub(super) use super::node_connection::NodeConnection;
 use super::preview::USABLE;
 use super::standby::no_room;
 use super::{CREW, copies};
 use crate::context_size::WEIGHTS;
+use crate::messages::RankCables;
 use crate::workers::connection::pair;
 use crate::workers::host::{HostSpec, host};
 use crate::workers::remote::{WorkerHost, WorkerHosts};
@@ -53,6 +55,8 @@ pub(super) struct InstanceNodes {
     pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
     /// Routes that a recovery need not measure.
     pub(super) known: Mutex<PairRoutes>,
+    /// RDMA cables between the ranks of the last epoch.
+    pub(super) cables: Arc<Mutex<CablePlan>>,
 }
 
 impl InstanceNodes {
@@ -192,6 +196,14 @@ impl WorkerHosts for InstanceNodes {
         };
         let mut pairs = ordered_pairs(nodes).peekable();
         pairs.peek().is_some() && pairs.all(is_trusted)
+    }
+
+    fn cables(&self, nodes: &[NodeId]) -> Option<RankCables> {
+        let mut plan = CablePlan::new(nodes, |a, b| self.agent.cables(a, b));
+        plan.is_plain = self.is_trusted(nodes);
+        let trusted = plan.trusted.clone();
+        *lock(&self.cables) = plan;
+        (!trusted.is_bare()).then_some(trusted)
     }
 
     fn trust(&self, nodes: &[NodeId]) {

@@ -17,11 +17,13 @@ use paceline_cluster::nodes::{InstanceId, NodeId, RegisterKey, Registers};
 use paceline_comm::Backend;
 use paceline_model::{ModelSource, SplitKind};
 
+use super::cables::CablePlan;
 use super::copies::CheckRange;
 use super::flaps::{Flaps, LOSSES_MAX, NamedInstance};
 use super::hosts::InstanceNodes;
 use super::{Inner, OwnerService, RunningInstance, copies, encoders, name_of, report, roots};
 use crate::classes::Classes;
+use crate::messages::RankFacts;
 use crate::supervisor::Notice;
 use crate::workers::remote::RemoteWorkers;
 use crate::{Options, PreparedModel};
@@ -43,6 +45,9 @@ pub(super) struct OwnedInstance {
     pub(super) flaps: Arc<Flaps>,
     /// Set when a rank was lost and no other node of the instance has memory for it.
     pub(super) cramped: Arc<AtomicBool>,
+    /// RDMA cables between the ranks of the last epoch, and what became of them, for people.
+    pub(super) cables: Arc<Mutex<CablePlan>>,
+    pub(super) wires: Arc<Mutex<Option<String>>>,
     /// Whether it was started before, by an earlier record or an earlier process of this node.
     /// Clients may have partial answers, so a failure while it loads does not end it.
     pub(super) goes_on: bool,
@@ -126,7 +131,11 @@ impl OwnedInstance {
                     nodes: self.wanted.prompts.clone(),
                     ..self.wanted.clone()
                 };
-                let prompts = self.crew(inner, of_prompts, Arc::default());
+                let readers = Self {
+                    cables: Arc::default(),
+                    ..self.clone()
+                };
+                let prompts = readers.crew(inner, of_prompts, Arc::default());
                 prepared.over_apart(crew, Box::new(prompts), true, observer)
             }
         };
@@ -148,6 +157,7 @@ impl OwnedInstance {
             cramped: Arc::clone(&self.cramped),
             spares: Mutex::default(),
             known: Mutex::default(),
+            cables: Arc::clone(&self.cables),
         };
         RemoteWorkers::new(Box::new(places), model, ranks, None)
     }
@@ -372,6 +382,9 @@ impl OwnedInstance {
         let mut last = Instant::now();
         Box::new(move |notice, _| {
             let Some(inner) = inner.upgrade() else { return };
+            if let Notice::Ready { facts, .. } = notice {
+                own.tell_wires(&inner, facts);
+            }
             match notice {
                 Notice::Loading { done, of, .. } if last.elapsed() >= TELL_EVERY => {
                     last = Instant::now();
@@ -400,6 +413,15 @@ impl OwnedInstance {
                 Notice::Loading { .. } | Notice::Ready { .. } => {}
             }
         })
+    }
+
+    /// Tells the transports between ranks with RDMA cables, where they have changed.
+    fn tell_wires(&self, inner: &Inner, facts: &[RankFacts]) {
+        let told = lock(&self.cables).told(|id| inner.name(id), facts);
+        let before = std::mem::replace(&mut *lock(&self.wires), told.clone());
+        if let Some(told) = told.filter(|told| before.as_ref() != Some(told)) {
+            (inner.spec.tell)(&format!("{}: {told}", self.wanted.model));
+        }
     }
 
     /// Readmits nodes named by loads, and publishes a changed set of excluded nodes.
@@ -443,7 +465,9 @@ impl OwnedInstance {
         progress: Option<(u64, u64)>,
         reason: Option<String>,
     ) {
+        let wires = lock(&self.wires).clone();
         let report = Report {
+            wires: wires.filter(|_| state == State::Ready),
             epoch: self.epoch,
             state,
             progress,

@@ -153,6 +153,7 @@ fn facts() -> RankFacts {
         packings: 1,
         threads: 1,
         instruction_set: "simulated".to_owned(),
+        wires: Vec::new(),
     }
 }
 

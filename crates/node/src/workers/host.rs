@@ -19,6 +19,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
+use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::discovery::listen_address;
 use paceline_cluster::workers::Event;
 use paceline_process::processes::Ending;
@@ -139,6 +140,9 @@ pub type FetchGuard<'a> = dyn Fn() -> bool + Sync + 'a;
 pub type RangeFetcher =
     dyn Fn(&ModelName, &str, &FileRanges, &FetchGuard<'_>) -> Result<(), String> + Send + Sync;
 
+/// Whether a machine trusts the cable from a device of its own to a node.
+pub type TrustsCable = dyn Fn(&str, NodeId) -> bool + Send + Sync;
+
 /// Maximum queued range requests of a worker. A worker waits for one request before it sends the
 /// next, apart from announced prefetches. A range inside an earlier request is not queued again.
 const WISHES_MAX: usize = partial_source::AHEAD_MAX + 64;
@@ -161,6 +165,8 @@ pub struct HostSpec {
     pub bring: Box<RangeFetcher>,
     /// Fetches damaged ranges of the model file again.
     pub repair: Box<RangeFetcher>,
+    /// Whether this machine trusts the RDMA cable from a device of its own to a node.
+    pub trusts: Box<TrustsCable>,
     /// The only interface on which workers listen; `None` for all.
     pub interface: Option<String>,
     /// Receives the workers' standard error by lines.
@@ -197,7 +203,7 @@ pub fn host(line: &dyn MessageConnection, spec: &HostSpec) -> Result<(), Connect
     let ended = std::thread::scope(|scope| {
         scope.spawn(move || supply(line, spec, (&model, &wished), over));
         scope.spawn(|| report_to_owner(line, &crew, (wishes, over)));
-        let ended = handle_owner(line, &crew, over);
+        let ended = handle_owner(line, &crew, (&*spec.trusts, over));
         over.store(true, Ordering::SeqCst);
         crew.wake();
         line.close(); // a send to an owner that does not read returns
@@ -280,12 +286,18 @@ fn spawn(
 fn handle_owner(
     line: &dyn MessageConnection,
     crew: &LocalInstanceWorkers,
-    over: &AtomicBool,
+    (trusts, over): (&TrustsCable, &AtomicBool),
 ) -> Result<(), ConnectionError> {
     let mut quiet = SilenceTimer::new(Instant::now(), BEAT);
     while !over.load(Ordering::SeqCst) {
         match receive_message(line, BEAT)? {
-            Some(ToHost::Worker(message)) => {
+            Some(ToHost::Worker(mut message)) => {
+                // This machine's own trust decides, not the owner.
+                if let ToWorker::Assign(job) = &mut message
+                    && let Some(cables) = &mut job.cables
+                {
+                    cables.refuse(job.rank, trusts);
+                }
                 // An unreachable worker is detected by its silence or exit.
                 let _: Result<(), _> = crew.send(Rank(0), &message);
             }

@@ -24,7 +24,7 @@ use super::connection::{
 use super::host::{BEAT, FromHost, ModelName, SILENCE, ToHost};
 use super::{InstanceWorkers, WorkerSite};
 use crate::Error;
-use crate::messages::{FromWorker, ToWorker};
+use crate::messages::{FromWorker, RankCables, ToWorker};
 use spare::{Packing, Spare, SpareSlot};
 
 /// Longest wait for a machine to start a worker: its program may come from a cold disk.
@@ -73,6 +73,12 @@ pub trait WorkerHosts: Send + Sync + fmt::Debug {
     fn is_trusted(&self, nodes: &[NodeId]) -> bool {
         let _ = nodes;
         false
+    }
+
+    /// RDMA cables between ranks on `nodes` that their machines trust; `None` without any.
+    fn cables(&self, nodes: &[NodeId]) -> Option<RankCables> {
+        let _ = nodes;
+        None
     }
 
     /// The first group over `nodes` uses the routes that are known now, unverified.
@@ -580,6 +586,12 @@ impl InstanceWorkers for RemoteWorkers {
 
     fn is_one_machine(&self) -> bool {
         false
+    }
+
+    fn cables(&self) -> Option<RankCables> {
+        let ranks = (0..self.seats.len() as u32).map(Rank);
+        let nodes: Option<Vec<NodeId>> = ranks.map(|rank| self.node_of(rank)).collect();
+        self.places.cables(&nodes?)
     }
 
     fn is_trusted(&self) -> bool {

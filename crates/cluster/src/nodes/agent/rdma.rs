@@ -1,13 +1,14 @@
 //! This node's RDMA devices, and the cables that its machine trusts.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 
 use paceline_base::lock;
 
 use super::super::NodeId;
 use super::super::rdma::{self, Cable, CableEnd, CableView, RdmaDevice, TRUSTED_MAX};
 use super::state::State;
-use super::{Agent, Error, NodeView, facts};
+use super::{Agent, Error, NodeFacts, NodeView, facts};
 
 /// Trusted cables: the device here, and the other node.
 pub(super) type TrustedCables = BTreeSet<(String, NodeId)>;
@@ -96,7 +97,14 @@ impl Agent {
 
 impl State {
     fn cables(&self, a: NodeId, b: NodeId) -> Vec<Cable> {
-        let devices = [a, b].map(|id| facts::of(self.member.map(), id).unwrap_or_default().rdma);
+        let devices = [a, b].map(|id| {
+            let NodeFacts { rdma, data, .. } = facts::of(self.member.map(), id).unwrap_or_default();
+            let is_for_data = |device: &RdmaDevice| {
+                let address = device.address.map(IpAddr::V4);
+                data.is_empty() || address.is_some_and(|address| data.contains(&address))
+            };
+            rdma.into_iter().filter(is_for_data).collect::<Vec<_>>()
+        });
         let paths = [a, b].map(|id| self.paths(id));
         let end = |node, at: usize| CableEnd {
             node,
