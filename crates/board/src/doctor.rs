@@ -1,5 +1,6 @@
 //! Checks of this machine, each gap with the command that mends it.
 
+mod cables;
 mod network;
 mod peer;
 
@@ -9,12 +10,9 @@ use std::path::Path;
 
 use paceline_base::{Bytes, counted};
 use paceline_cluster::machine::{self, GpuMemory};
-use paceline_cluster::network::{
-    has_thunderbolt_bridge, idle_rdma_ports, unauthorised_thunderbolt,
-};
+use paceline_cluster::network::unauthorised_thunderbolt;
 use paceline_cluster::sandbox::{Enforced, Level, Sandbox};
 use paceline_comm_interop::nccl::{self, Libraries};
-use paceline_comm_rdma::{ENABLE_RDMA, RdmaError, Verbs};
 use paceline_store::{MlxBuild, free_space};
 use paceline_tensor::InstructionSet;
 use serde::Serialize;
@@ -124,7 +122,7 @@ pub fn checks(here: DoctorInput<'_>) -> Vec<HealthCheck> {
         python(),
         compiler(),
         cargo(),
-        rdma(Verbs::load().and_then(|verbs| verbs.devices())),
+        cables::rdma(crate::rdma::devices()),
         nccl(gpus.is_empty()),
         mpi(),
         thunderbolt(machine::thunderbolt(), &unauthorised_thunderbolt()),
@@ -134,6 +132,7 @@ pub fn checks(here: DoctorInput<'_>) -> Vec<HealthCheck> {
     if let Some(memory) = machine::gpu_memory() {
         checks.insert(4, gpu_memory(memory, metal_limit(here.mlx))); // behind the GPU
     }
+    checks.extend(cables::of_mac());
     checks.extend(network::checks(here.is_up));
     checks
 }
@@ -333,39 +332,6 @@ fn ssh(path: Option<&OsStr>) -> HealthCheck {
     )
 }
 
-fn rdma(devices: Result<Vec<String>, RdmaError>) -> HealthCheck {
-    const MAC: bool = cfg!(target_os = "macos");
-    match devices {
-        Ok(names) if names.is_empty() => HealthCheck::absent("rdma", "no device"),
-        Ok(_) if MAC && has_thunderbolt_bridge() => HealthCheck::doubtful(
-            "rdma",
-            "the Thunderbolt ports are one bridge, over which RDMA does not work",
-            "sudo networksetup -setnetworkserviceenabled \"Thunderbolt Bridge\" off",
-        ),
-        Ok(names) => of_ports(&names, &idle_rdma_ports()),
-        Err(error) if MAC => HealthCheck::missing("rdma", error.to_string(), ENABLE_RDMA),
-        // The library exists, but the kernel has no devices.
-        Err(error @ RdmaError::NoList { .. }) => HealthCheck::absent("rdma", error.to_string()),
-        Err(error) => HealthCheck::missing(
-            "rdma",
-            error.to_string(),
-            "apt install libibverbs1 ibverbs-providers",
-        ),
-    }
-}
-
-/// Checks RDMA devices; `idle` have no active port.
-fn of_ports(names: &[String], idle: &[String]) -> HealthCheck {
-    match idle {
-        [] => HealthCheck::ok("rdma", names.join(", ")),
-        idle => HealthCheck::doubtful(
-            "rdma",
-            format!("{}; idle: {}", names.join(", "), idle.join(", ")),
-            "plug the cable in, and `sudo ip link set IF up` for its interface, which `rdma link` names",
-        ),
-    }
-}
-
 fn nccl(no_gpu: bool) -> HealthCheck {
     if no_gpu {
         return HealthCheck::absent("nccl", "no NVIDIA GPU");
@@ -457,13 +423,6 @@ mod tests {
 
     #[test]
     fn devices_make_the_difference() {
-        assert_eq!(rdma(Ok(vec![])).state, State::Absent);
-        assert!(rdma(Ok(vec!["mlx5_0".into()])).found.starts_with("mlx5_0"));
-        assert_eq!(
-            of_ports(&["mlx5_0".into()], &["mlx5_0 port 1: DOWN".into()]).state,
-            State::Doubtful
-        );
-        assert_eq!(of_ports(&["mlx5_0".into()], &[]).state, State::Ok);
         assert_eq!(thunderbolt(0, &[]).state, State::Absent);
         assert_eq!(thunderbolt(2, &[]).state, State::Ok);
         let refused = thunderbolt(2, &["c0ffee".to_owned()]);

@@ -30,7 +30,7 @@ pub use error::Error;
 pub use graph::{Cable, CableEnd, Graph};
 pub use probe::{ProbeResults, ProbeScope, ProbedMachine, probe, sorted};
 pub use rings::{HOSTS_EXACT, Ring, best_ring, missing_for_ring};
-pub use thunderbolt::{Port, ports};
+pub use thunderbolt::{ConnectedPort, Port, connected_ports, ports};
 
 /// For fuzzing: parses `bytes` as a machine's output.
 pub(crate) fn parse(bytes: &[u8]) {

@@ -45,6 +45,46 @@ pub fn ports(host: &str, profiler: &str, hardware: &str) -> Result<Vec<Port>, Er
     Ok(ports)
 }
 
+/// A Thunderbolt port with a cable to another machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConnectedPort {
+    /// The own machine's product, such as `Mac Studio`.
+    pub machine: String,
+    /// Its network interface.
+    pub interface: String,
+    /// The rate that both ends have agreed on, if the system reports it.
+    pub gbit_per_s: Option<u32>,
+}
+
+/// The ports with a cable to another machine, from the same outputs as for [`ports`]. Ports that
+/// cannot be identified are left out.
+pub fn connected_ports(profiler: &str, hardware: &str) -> Vec<ConnectedPort> {
+    let value: Value = serde_json::from_str(profiler).unwrap_or_default();
+    let entries = value["SPThunderboltDataType"].as_array();
+    let interfaces = interfaces(hardware);
+    let connected = |entry: &Value| {
+        items(entry).iter().find_map(peer)?;
+        let uuid = entry["domain_uuid_key"].as_str()?;
+        let port = port("", entry, uuid, &interfaces).ok().flatten()?;
+        // "80 Gb/s"; an idle port has "Up to 120 Gb/s".
+        let speed = entry["receptacle_1_tag"]["current_speed_key"].as_str();
+        let speed = speed.and_then(|text| text.split_whitespace().next()?.parse().ok());
+        Some(ConnectedPort {
+            machine: entry["device_name_key"]
+                .as_str()
+                .unwrap_or_default()
+                .to_owned(),
+            interface: port.interface,
+            gbit_per_s: speed,
+        })
+    };
+    entries
+        .into_iter()
+        .flatten()
+        .filter_map(connected)
+        .collect()
+}
+
 fn port(
     host: &str,
     entry: &Value,
@@ -135,6 +175,29 @@ mod tests {
         };
         let expected = [port("en10", "A2", None), port("en3", "A1", Some("B1"))];
         assert_eq!(ports("h", &text, HARDWARE).unwrap(), expected);
+    }
+
+    /// The fields of exo-explore/exo #1390 (Mac mini, macOS 26), in the form of `-json`.
+    #[test]
+    fn a_cable_to_another_machine_has_its_rate() {
+        let text = profiler(
+            r#"{"_name": "thunderboltusb4_bus_2", "device_name_key": "Mac mini",
+                "domain_uuid_key": "7F158861", "receptacle_1_tag": {"receptacle_id_key": "1",
+                "current_speed_key": "80 Gb/s", "link_status_key": "0x2",
+                "receptacle_status_key": "receptacle_connected"},
+                "_items": [{"_name": "Mac Studio", "domain_uuid_key": "88F10ACA"}]},
+               {"device_name_key": "Mac mini", "domain_uuid_key": "0A3248FD",
+                "receptacle_1_tag": {"receptacle_id_key": "2",
+                "current_speed_key": "Up to 120 Gb/s",
+                "receptacle_status_key": "receptacle_no_devices_connected"}}"#,
+        );
+        let cable = ConnectedPort {
+            machine: "Mac mini".to_owned(),
+            interface: "en3".to_owned(),
+            gbit_per_s: Some(80),
+        };
+        assert_eq!(connected_ports(&text, HARDWARE), [cable]);
+        assert_eq!(connected_ports("no JSON", HARDWARE), []);
     }
 
     #[test]
