@@ -95,7 +95,7 @@ fn check_recorded(path: &Path, json: &Value, class: KernelClass, tolerance: f64)
 /// round keys, values and activations besides. They do so in about the way of the reference's runs
 /// that were recorded (`tests-data/golden/README.md`), and twice their distance is allowed. A step
 /// of 15 bits is a 128th of one of 8; `q8` is the amount by which these move logits.
-fn check_classes(path: &Path, json: &Value, f32_tolerance: f64, q8: f64) {
+pub(crate) fn check_classes(path: &Path, json: &Value, f32_tolerance: f64, q8: f64) {
     let kv = number(json, &["max_abs_diff", "kv_f16"]);
     for (class, rounded) in [
         (KernelClass::CpuF32, 0.0),

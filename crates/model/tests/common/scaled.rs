@@ -15,19 +15,42 @@ const TILE: [usize; 2] = [48, 32];
 /// Name, dtype, shape and bytes.
 type Part = (String, &'static str, Vec<usize>, Vec<u8>);
 
-/// Layout of a matrix with scales.
+/// Layout of a matrix with scales, as DeepSeek (tiles) and compressed-tensors (all others) have it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Layout {
     Fp8Tiles,
     Fp8Rows,
+    Fp8Whole,
     Mxfp8,
     Nvfp4,
     Int4,
 }
 
 impl Layout {
+    /// `quantization_config` of a model in this layout.
+    fn config(self, tile: [usize; 2]) -> Value {
+        let (format, kind, bits, strategy, group) = match self {
+            Self::Fp8Tiles => return json!({"quant_method": "fp8", "weight_block_size": tile}),
+            Self::Fp8Rows => ("float-quantized", "float", 8, "channel", None),
+            Self::Fp8Whole => ("float-quantized", "float", 8, "tensor", None),
+            Self::Mxfp8 => ("mxfp8-quantized", "float", 8, "group", Some(32)),
+            Self::Nvfp4 => ("nvfp4-pack-quantized", "float", 4, "tensor_group", Some(16)),
+            Self::Int4 => ("pack-quantized", "int", 4, "group", Some(32)),
+        };
+        let weights = json!({"num_bits": bits, "type": kind, "strategy": strategy,
+            "group_size": group, "symmetric": true, "dynamic": false});
+        let all = json!({"targets": ["Linear"], "weights": weights});
+        json!({"quant_method": "compressed-tensors", "quantization_status": "compressed",
+            "format": format, "ignore": [], "config_groups": {"group_0": all}})
+    }
+
     /// Random tensors of the module `name`.
-    fn parts(self, name: &str, [rows, cols]: [usize; 2], random: &mut SplitMix64) -> Vec<Part> {
+    fn parts(
+        self,
+        name: &str,
+        ([rows, cols], tile): ([usize; 2], [usize; 2]),
+        random: &mut SplitMix64,
+    ) -> Vec<Part> {
         let mut bytes = |n: usize, of: &dyn Fn(u8) -> u8| -> Vec<u8> {
             (0..n).map(|_| of(random.next() as u8)).collect()
         };
@@ -38,7 +61,7 @@ impl Layout {
         };
         match self {
             Self::Fp8Tiles => {
-                let tiles = [rows.div_ceil(TILE[0]), cols.div_ceil(TILE[1])];
+                let tiles = [rows.div_ceil(tile[0]), cols.div_ceil(tile[1])];
                 let scales = bytes(tiles[0] * tiles[1], &low);
                 let scales = scales.into_iter().flat_map(|byte| [byte, 0, byte, 0x3d]);
                 vec![
@@ -53,6 +76,10 @@ impl Layout {
                     part("weight", "F8_E4M3", &[rows, cols], bytes(rows * cols, &fp8)),
                 ]
             }
+            Self::Fp8Whole => vec![
+                part("weight_scale", "F32", &[1], 0.04f32.to_le_bytes().to_vec()),
+                part("weight", "F8_E4M3", &[rows, cols], bytes(rows * cols, &fp8)),
+            ],
             Self::Mxfp8 => {
                 let groups = rows * cols / 32;
                 let scales = bytes(groups, &|byte| 121 + byte % 3);
@@ -112,9 +139,20 @@ fn save(dir: &Path, config: &Value, parts: &[Part]) {
 /// The folder `llama-untied-bf16` with random matrices in its head and layers, one layout for each
 /// in turn.
 pub(crate) fn write(dir: &Path, layouts: &[Layout]) {
+    write_as(dir, layouts, TILE, &Layout::Fp8Tiles.config(TILE));
+}
+
+/// As [`write`], in one layout, with the configuration that models of this layout have.
+pub(crate) fn write_one(dir: &Path, layout: Layout) {
+    // transformers divides rows by rows of scales, so that tiles have to be whole.
+    const WHOLE: [usize; 2] = [4, 32];
+    write_as(dir, &[layout], WHOLE, &layout.config(WHOLE));
+}
+
+fn write_as(dir: &Path, layouts: &[Layout], tile: [usize; 2], quantisation: &Value) {
     let source = HfFolder::open(golden("hf/llama-untied-bf16")).unwrap();
     let mut config = source.config().clone();
-    config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": TILE});
+    config["quantization_config"] = quantisation.clone();
     let (mut random, mut turns) = (SplitMix64::new(5), layouts.iter().cycle());
     let mut parts = Vec::new();
     for name in source.names() {
@@ -124,7 +162,7 @@ pub(crate) fn write(dir: &Path, layouts: &[Layout]) {
             &[rows, cols] if quantised => {
                 let module = name.strip_suffix(".weight").unwrap();
                 let layout = turns.next().unwrap();
-                parts.extend(layout.parts(module, [rows, cols], &mut random));
+                parts.extend(layout.parts(module, ([rows, cols], tile), &mut random));
             }
             _ => parts.push((
                 name.to_owned(),
