@@ -432,6 +432,7 @@ fn sizes(path: &Path, config: &Config, wanted: &InstanceSpec) -> EngineConfig {
         max_running: parallel,
         max_waiting: WAITING_MAX,
         drafts: wanted.options.drafts.map_or(DRAFTS, usize::from),
+        strict: wanted.options.strict,
         ..room.engine(&wanted.model)
     }
 }

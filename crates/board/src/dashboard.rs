@@ -39,7 +39,7 @@ use crate::heap::TrimPolicy;
 use crate::label::label;
 use crate::peers::PeerReports;
 use crate::traffic::TrafficMeter;
-use crate::{Error, MessageSink, links, peers, traffic};
+use crate::{Error, MessageSink, devices, links, peers, traffic};
 
 /// Interval of polls for changes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -287,6 +287,10 @@ impl Dashboard {
         let mut facts = machine_facts(&lock(&self.0.sample));
         let ways = self.0.agent.get().map(Agent::nodes_and_ways);
         facts.extend(links::facts(&ways.unwrap_or_default()));
+        if let Some(agent) = self.0.agent.get() {
+            let own = agent.nodes().into_iter().next();
+            facts.extend(own.iter().flat_map(|own| devices::facts(own, &agent.map())));
+        }
         let counts = self.0.counts.get().map(|counts| counts());
         facts.extend(traffic::facts(&counts.unwrap_or_default()));
         facts
@@ -436,10 +440,12 @@ impl Inner {
                                 "linked": true, "telemetry": own }),
             ];
         };
+        let map = agent.map();
         let told = |node: paceline_cluster::nodes::agent::NodeView| {
             let id = node.id.to_string();
             let is_own = node.id == agent.id();
             let mut value = json!(node);
+            devices::add_placed(&mut value, &node, &map);
             let other = others.get(&id).map(|part| part["telemetry"].clone());
             if let Some(telemetry) = other.or_else(|| is_own.then(|| own.clone())) {
                 value["telemetry"] = telemetry;

@@ -11,6 +11,7 @@ use std::path::Path;
 use paceline_base::{Bytes, counted};
 use paceline_cluster::machine::{self, GpuMemory};
 use paceline_cluster::network::unauthorised_thunderbolt;
+use paceline_cluster::nodes::agent::EngineDevice;
 use paceline_cluster::sandbox::{Enforced, Level, Sandbox};
 use paceline_comm_interop::nccl::{self, Libraries};
 use paceline_store::{MlxBuild, free_space};
@@ -271,12 +272,21 @@ fn gpu_memory(memory: GpuMemory, said: Option<Bytes>) -> HealthCheck {
     }
 }
 
+/// A device's kind, name and memory.
+fn device(device: &EngineDevice) -> String {
+    let name = device.name.iter().map(|name| format!(" {name}"));
+    let memory = device.memory_bytes.iter();
+    let memory = memory.map(|bytes| format!(" with {}", Bytes(*bytes)));
+    let rest: String = name.chain(memory).collect();
+    format!("{}{rest}", device.backend)
+}
+
 fn mlx(engine: &EngineStatus) -> HealthCheck {
     let (os, arch) = (std::env::consts::OS, std::env::consts::ARCH);
     match &engine.problem {
         None => {
-            let backends: Vec<&str> = engine.devices.iter().map(|d| d.backend.as_str()).collect();
-            HealthCheck::ok("mlx", format!("devices: {}", backends.join(", ")))
+            let devices: Vec<String> = engine.devices.iter().map(device).collect();
+            HealthCheck::ok("mlx", format!("devices: {}", devices.join(", ")))
         }
         Some(problem) if MlxBuild::ALL.iter().any(|build| build.exists_for(os, arch)) => {
             HealthCheck::missing("mlx", problem, engines::mend_mlx())

@@ -45,6 +45,7 @@ pub mod cables;
 mod changes;
 pub mod commands;
 mod dashboard;
+mod devices;
 pub mod doctor;
 mod downloads;
 pub mod engines;

@@ -11,18 +11,32 @@ use crate::rdma;
 /// Maximum listed paths: those of four nodes with two interfaces.
 const WAYS_MAX: usize = 24;
 
+/// Columns of a terminal that a table should fit.
+const COLUMNS: usize = 80;
+
 /// Nodes, a line each, then the measured paths between them.
 pub fn nodes(nodes: &Value) -> Vec<String> {
     let mut lines = aligned(&rows(nodes));
-    lines.extend(
-        nodes
-            .as_array()
-            .into_iter()
-            .flatten()
-            .flat_map(rdma_devices),
-    );
+    let nodes_told = nodes.as_array().into_iter().flatten();
+    lines.extend(nodes_told.clone().flat_map(device_problems));
+    lines.extend(nodes_told.flat_map(rdma_devices));
     lines.extend(ways(nodes));
     lines
+}
+
+/// Why devices of a node cannot be used, a line each.
+fn device_problems(node: &Value) -> Vec<String> {
+    let devices = node["devices"].as_array().into_iter().flatten();
+    let told = devices.filter_map(|device| {
+        let text = |value: &Value| printable(value.as_str().unwrap_or_default()).into_owned();
+        let problem = device["problem"].as_str()?;
+        let (name, engine) = (text(&node["name"]), text(&device["engine"]));
+        Some(format!(
+            "{name}: {engine} cannot be used: {}",
+            printable(problem)
+        ))
+    });
+    told.collect()
 }
 
 /// RDMA devices of a node, a line each.
@@ -63,21 +77,36 @@ fn wires(all: &Value) -> Vec<String> {
     all.filter_map(line).collect()
 }
 
-/// Instances, a line each.
+/// Instances, a line each. Their numbers are named without layers where a line would be wider than
+/// [`COLUMNS`].
 pub fn instances(all: &Value) -> Vec<String> {
     let heading = ["MODEL", "STATE", "NODES", "ENGINE", "EPOCH", "ID"].map(str::to_owned);
-    let row = |it: &Value| {
-        let text = |name: &str| printable(it[name].as_str().unwrap_or_default()).into_owned();
-        let epoch = it["epoch"].to_string();
-        let (nodes, engine) = (names(&it["nodes"]), text("classes"));
-        [label(it), state(it), nodes, engine, epoch, text("id")]
+    let table = |engine: &dyn Fn(&str) -> String| {
+        let row = |it: &Value| {
+            let text = |name: &str| printable(it[name].as_str().unwrap_or_default()).into_owned();
+            let (nodes, epoch) = (names(&it["nodes"]), it["epoch"].to_string());
+            let engine = engine(&text("numbers"));
+            [label(it), state(it), nodes, engine, epoch, text("id")]
+        };
+        let all = all.as_array().into_iter().flatten().map(row);
+        let rows: Vec<[String; 6]> = std::iter::once(heading.clone()).chain(all).collect();
+        aligned(&rows)
     };
-    let rows: Vec<[String; 6]> = std::iter::once(heading)
-        .chain(all.as_array().into_iter().flatten().map(row))
-        .collect();
-    let mut lines = aligned(&rows);
+    let mut lines = table(&str::to_owned);
+    if lines.iter().any(|line| line.chars().count() > COLUMNS) {
+        lines = table(&without_layers);
+    }
     lines.extend(wires(all));
     lines
+}
+
+/// A name of numbers without the layers of its parts, equal neighbours once.
+fn without_layers(numbers: &str) -> String {
+    let parts = numbers.split('+');
+    let parts = parts.map(|part| part.split(':').next().unwrap_or(part));
+    let mut parts: Vec<&str> = parts.collect();
+    parts.dedup();
+    parts.join("+")
 }
 
 /// Placements, a line each.
@@ -266,7 +295,8 @@ fn way(from: &str, path: &Value) -> [String; 6] {
 /// until the node lists them.
 fn engines(devices: &Value) -> String {
     let mut told: Vec<String> = Vec::new();
-    for device in devices.as_array().into_iter().flatten() {
+    let usable = |device: &&Value| device["problem"].is_null();
+    for device in devices.as_array().into_iter().flatten().filter(usable) {
         let text = |name: &str| printable(device[name].as_str().unwrap_or_default()).into_owned();
         let engine = text("engine");
         let memory = device["memory_bytes"].as_u64().map(Bytes);
@@ -314,6 +344,30 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn a_device_that_fails_is_told_below_and_is_no_engine() {
+        let told = nodes(
+            &json!([{ "name": "mini", "devices": [{ "engine": "cpu", "kind": "cpu" },
+            { "engine": "mlx", "kind": "gpu", "problem": "no driver" }] }]),
+        );
+        assert!(told[1].ends_with(" cpu"), "{told:?}");
+        assert_eq!(told[2], "mini: mlx cannot be used: no driver");
+    }
+
+    #[test]
+    fn numbers_are_named_whole_where_the_line_is_short() {
+        let line = |model: &str| {
+            let told = json!([{ "model": model, "state": "ready", "nodes": ["a", "b", "c"],
+                "numbers": "mlx(metal)x2:0-47+cpu:48-63", "epoch": 1, "id": "12345678" }]);
+            instances(&told).remove(1)
+        };
+        let short = line("smollm2");
+        assert!(short.contains(" mlx(metal)x2:0-47+cpu:48-63 "), "{short}");
+        let long = line("deepseek-r1-distill-llama");
+        assert!(long.contains(" mlx(metal)x2+cpu "), "{long}");
+        assert!(long.len() <= COLUMNS, "{long}");
+    }
 
     #[test]
     fn parts_and_space_are_told_by_node() {

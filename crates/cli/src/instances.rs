@@ -93,6 +93,9 @@ pub(crate) struct LoadArgs {
     /// others meanwhile
     #[arg(long)]
     follow: bool,
+    /// End an answer on MLX with an error where it would continue with other bits
+    #[arg(long)]
+    strict: bool,
     /// How much of the model's file each machine gets before it computes: what it computes with
     /// (shard), all of it (whole), or, of a file over 256 MiB, first its part and all of it on one
     /// more machine later, so that no single loss loses weights (auto)
@@ -389,8 +392,8 @@ mod tests {
         assert_eq!(request(""), plain);
         let asked = request(
             "--nodes a,b --replicas auto --split 2x1 --threads 3 --context 512 --parallel 2 \
-             --spare 1 --draft d --adapter poet=/p --drafts 5 --follow --weights shard \
-             --prefill-nodes c --no-wait --json",
+             --spare 1 --draft d --adapter poet=/p --drafts 5 --follow --strict \
+             --weights shard --prefill-nodes c --no-wait --json",
         );
         let expected = LoadRequest {
             nodes: vec!["a".to_owned(), "b".to_owned()],
@@ -406,6 +409,7 @@ mod tests {
                 follow: true,
                 grows: true,
                 weights: WeightDistribution::Shard,
+                strict: true,
             },
             spare: Some(1),
             draft: Some("d".to_owned()),

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::machine;
+use paceline_cluster::nodes::placement::InstanceOptions;
 use paceline_engine::EngineConfig;
 use paceline_model::{BatchSize, Config};
 use paceline_tensor::{KvType, PAGE};
@@ -48,6 +49,11 @@ impl KvMemory {
         (Self::Device(class), device.or_else(machine::available))
     }
 
+    /// Bytes of keys and values of all layers at these positions.
+    pub(crate) fn cache_bytes(self, config: &Config, positions: usize) -> u64 {
+        (positions.div_ceil(PAGE) * self.page_bytes(config)) as u64
+    }
+
     /// Bytes of [`PAGE`] more positions over all layers, in a long context: layers with a window
     /// store only part of them.
     fn page_bytes(self, config: &Config) -> usize {
@@ -55,6 +61,15 @@ impl KvMemory {
             Self::Main(kv) => page_bytes(config, kv),
             Self::Device(class) => paceline_model::mlx_page_bytes(config, class),
         }
+    }
+}
+
+/// The positions that an instance needs in any case: those that were asked for, else the least. It
+/// uses more where memory allows.
+pub(crate) fn needed_positions(config: &Config, options: &InstanceOptions) -> usize {
+    match options.context {
+        Some(context) => context as usize * usize::from(options.parallel.max(1)),
+        None => config.context.min(LEAST),
     }
 }
 

@@ -94,6 +94,7 @@ pub use answer_traces::TraceRequest;
 use copies::ModelCopies;
 pub use copies::RepairReport;
 use hosts::NodeConnection;
+pub use hosts::placed_bytes;
 pub use hub::{ByteSink, FetchProgress, HubOrigin, ModelHub};
 use ingress::IngressService;
 use journals::{Deaths, JournalCopier, JournalStore};
@@ -261,6 +262,9 @@ pub struct InstanceView {
     pub split: String,
     /// Kernel classes of its nodes in rank order, as `cpu` or `mlx+cpu`.
     pub classes: String,
+    /// Name of its numbers: `mlx(metal):0-47+cpu:48-63`; its classes where these say all, and until
+    /// it answers.
+    pub numbers: String,
     /// Transports between its nodes with RDMA cables, for people.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wires: Option<String>,
@@ -700,6 +704,7 @@ impl Inner {
                         wanted,
                         flaps: Arc::default(),
                         cramped: Arc::default(),
+                        numbers: Arc::default(),
                         cables: Arc::default(),
                         wires: Arc::default(),
                         goes_on: epoch > 1 || is_restart,
@@ -787,8 +792,11 @@ impl Inner {
         let mut ready = Vec::new();
         for (id, _, wanted) in placement::wanted(&map) {
             let name = Name::of(&wanted);
-            if report(&map, id).is_some_and(|it| it.state == State::Ready) {
+            if let Some(report) = report(&map, id).filter(|it| it.state == State::Ready) {
                 self.admit(&name, id, &wanted);
+                if let Some(replicas) = self.replicas_with(id) {
+                    replicas.set_numbers(id, report.numbers);
+                }
                 ready.push((name.clone(), id));
             }
             named.entry(name).or_default().insert(id);
@@ -878,8 +886,10 @@ impl Inner {
             return true;
         }
         let all = Arc::new(Replicas::new(&wanted.model, Arc::clone(&self.spec.tell)));
+        let map = self.agent.map();
         for (id, wanted) in self.ready_of(name) {
             all.admit(self, id, &wanted);
+            all.set_numbers(id, report(&map, id).and_then(|report| report.numbers));
         }
         self.answer_with(name, wanted, &path, Arc::clone(&all) as Arc<dyn Service>);
         lock(&self.open).insert(name.clone(), RoutedModel::Replicas(all));
@@ -1043,6 +1053,7 @@ impl Inner {
         let name = |id: &NodeId| names.get(id).cloned().unwrap_or_else(|| id.to_string());
         let view = |(id, epoch, wanted): (InstanceId, u64, InstanceSpec)| {
             let report = report(&map, id).filter(|report| report.epoch == epoch);
+            let named = report.as_ref().and_then(|report| report.numbers.clone());
             let wires = report.as_ref().and_then(|report| report.wires.clone());
             let (state, progress, reason) = match self.told(&wanted, report, &name) {
                 // A request now would be answered with `no such model`.
@@ -1053,6 +1064,7 @@ impl Inner {
             let usage = usage.unwrap_or_default();
             InstanceView {
                 id: id.to_string(),
+                numbers: named.unwrap_or_else(|| wanted.class_names()),
                 wires,
                 classes: wanted.class_names(),
                 model: wanted.model,

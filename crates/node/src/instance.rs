@@ -31,7 +31,7 @@ use paceline_engine::{
     Ticket,
 };
 use paceline_model::trace::RankTrace;
-use paceline_model::{Config, Split};
+use paceline_model::{Config, Split, numbers_name};
 use paceline_plan::Placement;
 use paceline_plan::prefill_offload::PrefillOffload;
 use paceline_plan::rebalance::ShareMove;
@@ -199,6 +199,7 @@ impl InstanceConfig {
             identity: self.identity.clone(),
             adapters: adapters::at(&self.adapters, &post.adapters),
             class: self.classes[rank.0 as usize].to_string(),
+            mixed: self.classes.iter().any(|class| *class != self.classes[0]),
             backend: self.backend.name().to_owned(),
             threads: self.threads,
             first_core: post.first_core,
@@ -222,6 +223,8 @@ impl InstanceConfig {
 pub struct Instance {
     shared: Arc<InstanceShared>,
     cuts: Vec<PlannedSplit>,
+    /// As [`InstanceConfig::classes`].
+    classes: Vec<KernelClass>,
     /// By split: concurrent answers, and their predicted tokens a second together.
     together: Vec<Vec<(u32, f64)>>,
     /// Receives the result of the first start, once.
@@ -305,6 +308,7 @@ impl Instance {
         });
         let (first, started) = channel();
         let (cuts, together) = (spec.cuts.clone(), spec.together());
+        let classes = spec.classes.clone();
         let follower = || Follower::new(&spec.config, &cuts, spec.first);
         let mut shell = Shell {
             follower: spec.follows.then(follower),
@@ -330,6 +334,7 @@ impl Instance {
         Ok(Self {
             shared,
             cuts,
+            classes,
             together,
             started: Mutex::new(Some(started)),
             prompts: None,
@@ -504,6 +509,10 @@ impl Service for Instance {
 
     fn cut(&self) -> String {
         self.split().to_string()
+    }
+
+    fn numbers(&self) -> Option<String> {
+        numbers(self.split(), &self.classes, &self.facts())
     }
 
     fn status(&self) -> ServiceStatus {
@@ -950,6 +959,17 @@ impl Shell {
             let _ = first.send(outcome); // its caller waits
         }
     }
+}
+
+/// Names the numbers of ready ranks with these classes; see [`Service::numbers`].
+pub(crate) fn numbers(
+    split: &Split,
+    classes: &[KernelClass],
+    facts: &[RankFacts],
+) -> Option<String> {
+    let devices = facts.iter().map(|rank| &*rank.instruction_set);
+    let ranks: Vec<(KernelClass, &str)> = classes.iter().copied().zip(devices).collect();
+    numbers_name(split, &ranks)
 }
 
 /// The event of an unsent message. None for a closed channel: the worker's exit follows within

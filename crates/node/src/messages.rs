@@ -103,6 +103,10 @@ pub struct RankAssignment {
     pub(crate) adapters: Vec<AdapterOf>,
     /// Names of the kernel class and of the group's backend.
     pub(crate) class: String,
+    /// Whether other ranks compute in another class: then keys and values of this rank may follow
+    /// from its numbers.
+    #[serde(default)]
+    pub(crate) mixed: bool,
     pub(crate) backend: String,
     pub(crate) threads: usize,
     /// The first core its threads are pinned to; `None` for no pinning.

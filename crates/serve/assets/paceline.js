@@ -365,7 +365,9 @@ function updateNode(node, it) {
   attr(remove, "value", it.id || "");
   text(remove, what);
   attr(remove, "aria-label", `${what} ${it.name}`);
-  text(about, [it.cores && `${it.cores} cores`, it.memory_bytes && bytes(it.memory_bytes), it.instructions, it.build && `version ${it.build}`].filter(Boolean).join(" · "));
+  const devices = (it.devices || []).filter((device) => device.engine !== "cpu");
+  text(about, [it.cores && `${it.cores} cores`, it.memory_bytes && bytes(it.memory_bytes), it.instructions, it.build && `version ${it.build}`,
+    ...devices.map((device) => [device.engine, device.backend, device.name, device.problem ? `fails: ${device.problem}` : `${bytes(device.placed_bytes || 0)} of ${bytes(device.memory_bytes)}`].filter(Boolean).join(" "))].filter(Boolean).join(" · "));
   setMeter(cpu, t.cpu_busy, `${percent(t.cpu_busy || 0)}${t.cpu_mhz ? ` · ${(t.cpu_mhz / 1000).toFixed(1)} GHz` : ""}`);
   const used = t.memory_bytes && t.memory_available_bytes !== undefined ? t.memory_bytes - t.memory_available_bytes : undefined;
   setMeter(memory, used === undefined ? undefined : used / t.memory_bytes, bytes(used));

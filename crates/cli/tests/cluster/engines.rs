@@ -3,8 +3,12 @@
 //! Runs where `PACELINE_MLXC` names a `libmlxc`, which `cargo xtask mlx` builds.
 
 use std::io::Read as _;
+use std::path::Path;
+use std::process::Output;
+use std::time::Duration;
 
-use serde_json::Value;
+use paceline_cluster::nodes::agent::local;
+use serde_json::{Value, json};
 
 use super::{TestMachine, live::join_by_token, machines, said, until, until_ready};
 use crate::common::namespaces::NamespaceNetwork;
@@ -12,16 +16,22 @@ use crate::nodes::tiny::{FAMILIES, TinyModelSpec};
 
 const MODEL: &str = "deep.gguf";
 
+const ENGINE: &str = "engine";
+
 /// Long enough an answer that a machine can die within it.
 const DEEP: TinyModelSpec = TinyModelSpec {
     layers: 6,
     ..FAMILIES[0]
 };
 
-/// Kernel classes of the only instance, as `host` lists it.
-fn classes(host: &TestMachine) -> String {
+/// Name of the numbers of the only instance, as `host` lists it, without its layers: measured
+/// speeds may decide them. A name of several parts ends with the last of [`DEEP`].
+fn numbers(host: &TestMachine) -> String {
     let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
-    all[0]["classes"].as_str().unwrap().to_owned()
+    let name = all[0]["numbers"].as_str().unwrap();
+    assert!(!name.contains('+') || name.ends_with("-5"), "{name}");
+    let parts = name.split('+').map(|part| part.split(':').next().unwrap());
+    parts.collect::<Vec<_>>().join("+")
 }
 
 /// Loads the model and waits until `host` may ask it.
@@ -31,14 +41,17 @@ fn load(loader: &TestMachine, host: &TestMachine, options: &[&str]) {
     until_ready(loader, host);
 }
 
-/// Machines n0, n1 and n2 with MLX, and n3 without.
+/// Machines n0, n1 and n2 with MLX, and n3 whose folder [`ENGINE`] is to have it later.
 fn cluster(network: &NamespaceNetwork, library: &str, test: &str) -> Option<Vec<TestMachine>> {
     let mut hosts = machines(network, test)?;
     DEEP.write(&hosts[0].home.path().join(MODEL));
     for (number, host) in hosts.iter_mut().enumerate() {
-        if number < 3 {
-            host.variables.push(format!("PACELINE_MLXC={library}"));
-        }
+        let library = match number {
+            3 => host.home.path().join(ENGINE).join("libmlxc.so"),
+            _ => library.into(),
+        };
+        let library = library.display();
+        host.variables.push(format!("PACELINE_MLXC={library}"));
         host.up(&[]);
     }
     let token = hosts[0].told(&["key", "cluster", "show"]);
@@ -73,12 +86,10 @@ fn instances_compute_on_the_engines_of_their_machines() {
     let near = ["--local", "--engine", "mlx", "--class", "mlx-f32"];
     let (alone, _) = hosts[0].answer(MODEL, &near);
 
-    let refused = hosts[0].run(&["load", MODEL, "--nodes", "n0,n3", "--engine", "mlx"]);
-    let reason = said(&refused);
-    assert!(reason.contains("n3 has no engine mlx"), "{reason}");
-    for (engines, split, class) in [
-        ("mlx", "auto", "mlx-f32"),
-        ("cpu,mlx,mlx", "pipeline", "cpu+mlx-f32"),
+    lists_its_engines_again(&hosts, &library);
+    for (engines, split, name) in [
+        ("mlx", "auto", "mlx-f32(cpu)"),
+        ("cpu,mlx,mlx", "pipeline", "cpu+mlx-f32(cpu)"),
     ] {
         let options = ["--nodes", "n0,n1,n2", "--engine", engines, "--split", split];
         load(
@@ -86,7 +97,7 @@ fn instances_compute_on_the_engines_of_their_machines() {
             &hosts[1],
             &[&options[..], &["--class", "mlx-f32"]].concat(),
         );
-        assert_eq!(classes(&hosts[1]), class);
+        assert_eq!(numbers(&hosts[1]), name);
         let (answer, line) = hosts[1].answer(MODEL, &[]);
         assert!(line.contains("asking the instance"), "{line}");
         assert_eq!(answer["tokens"], alone["tokens"], "{engines}");
@@ -95,28 +106,69 @@ fn instances_compute_on_the_engines_of_their_machines() {
     continues_on_the_machines_left(&mut hosts);
 }
 
-/// The answer of a pipeline of three machines continues after the death of one, and says so.
-fn continues_on_the_machines_left(hosts: &mut [TestMachine]) {
-    let options = ["--nodes", "3", "--engine", "mlx", "--class", "mlx-f32"];
-    load(&hosts[0], &hosts[1], &options);
-    assert_eq!(hosts[0].nodes().len(), 4);
+/// n3 is refused without MLX, then for a file that is none, and has the engine once it is there.
+fn lists_its_engines_again(hosts: &[TestMachine], library: &str) {
+    let (home, engine) = (hosts[3].home.path(), hosts[3].home.path().join(ENGINE));
+    let refused = |reason: &str| {
+        let refused = hosts[0].run(&["load", MODEL, "--nodes", "n0,n3", "--engine", "mlx"]);
+        assert!(said(&refused).contains(reason), "{}", said(&refused));
+    };
+    let lists = |is_it: &dyn Fn(&Value) -> bool| {
+        local::ask(home, "engines", json!({}), Duration::from_secs(30), |_| ()).unwrap();
+        until("n3 lists its engines", || {
+            let nodes = hosts[0].nodes();
+            let n3 = nodes.iter().find(|node| node["name"] == "n3").unwrap();
+            n3["devices"].as_array().unwrap().iter().any(is_it)
+        });
+    };
+    refused("n3 has no engine mlx");
+    std::fs::create_dir(&engine).unwrap();
+    std::fs::write(engine.join("libmlxc.so"), "no library").unwrap();
+    lists(&|device| device["problem"].is_string());
+    refused("n3 cannot use its engine mlx");
+    std::fs::remove_dir_all(&engine).unwrap();
+    std::os::unix::fs::symlink(Path::new(library).parent().unwrap(), &engine).unwrap();
+    lists(&|device| device["engine"] == "mlx" && device["problem"].is_null());
+}
+
+/// How a long answer of `asker` ends when machine `lost` of `hosts` dies within it.
+fn answer_over_a_loss(hosts: &mut [TestMachine], asker: usize, lost: usize) -> Output {
     let run = ["run", MODEL, "once", "--temperature", "0", "--max-tokens"];
-    let mut asking = hosts[1]
-        .command(&[&run[..], &["1200"]].concat())
-        .spawn()
-        .unwrap();
+    let run = [&run[..], &["1200"]].concat();
+    let mut asking = hosts[asker].command(&run).spawn().unwrap();
     let mut output = asking.stdout.take().unwrap();
     let mut begun = [0; 64];
     output.read_exact(&mut begun).unwrap();
-    hosts[2].kill();
+    hosts[lost].kill();
     let mut rest = Vec::new();
     output.read_to_end(&mut rest).unwrap();
-    let ended = asking.wait_with_output().unwrap();
+    asking.wait_with_output().unwrap()
+}
+
+/// The answer of a pipeline of three machines continues after the death of one, and says so. With
+/// `--strict` it ends. The lost stage moves to a machine that computes the other one on its CPU and
+/// has its engine too.
+fn continues_on_the_machines_left(hosts: &mut [TestMachine]) {
+    let options = [
+        "--nodes", "n0,n1,n2", "--engine", "mlx", "--class", "mlx-f32",
+    ];
+    load(&hosts[0], &hosts[1], &options);
+    assert_eq!(hosts[0].nodes().len(), 4);
+    let ended = answer_over_a_loss(hosts, 1, 2);
     assert!(ended.status.success(), "{}", said(&ended));
     let log = std::fs::read_to_string(hosts[0].home.path().join("log")).unwrap();
     assert!(
         log.contains("1 answer continues from the tokens so far"),
         "{log}"
     );
-    assert_eq!(classes(&hosts[1]), "mlx-f32");
+    assert_eq!(numbers(&hosts[1]), "mlx-f32(cpu)");
+    hosts[0].told(&["unload", MODEL]);
+
+    let options = ["--nodes", "n0,n1", "--engine", "cpu,mlx", "--strict"];
+    load(&hosts[0], &hosts[0], &options);
+    let ended = answer_over_a_loss(hosts, 0, 1);
+    assert!(!ended.status.success(), "{}", said(&ended));
+    let again = ["run", MODEL, "once", "--max-tokens", "4"];
+    until("n0 answers alone", || hosts[0].run(&again).status.success());
+    assert_eq!(numbers(&hosts[0]), "cpu+mlx(cpu)");
 }

@@ -42,6 +42,10 @@ pub struct InstanceSpec {
     pub sha256: String,
     /// Bytes of the model's files.
     pub bytes: u64,
+    /// Bytes of keys and values of all its ranks in devices' memory; 0 for one on the CPU, whose
+    /// memory is taken on use.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub cache_bytes: u64,
     /// Whether the model has several files, listed in a manifest.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub manifest: bool,
@@ -94,6 +98,14 @@ pub struct InstanceSpec {
     pub classes: BTreeMap<NodeId, String>,
 }
 
+#[allow(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde hands over a reference"
+)]
+const fn is_zero(bytes: &u64) -> bool {
+    *bytes == 0
+}
+
 /// Options that a request to load states and the instance's record keeps unchanged. Both flatten
 /// them into their JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,6 +127,10 @@ pub struct InstanceOptions {
     /// Distribution of the model file over the nodes.
     #[serde(skip_serializing_if = "WeightDistribution::is_auto")]
     pub weights: WeightDistribution,
+    /// Whether an answer in a near kernel class ends with a failure instead of continuing with
+    /// other bits.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub strict: bool,
 }
 
 impl Default for InstanceOptions {
@@ -126,6 +142,7 @@ impl Default for InstanceOptions {
             follow: false,
             grows: false,
             weights: WeightDistribution::Auto,
+            strict: false,
         }
     }
 }
@@ -333,6 +350,9 @@ pub struct Report {
     pub progress: Option<(u64, u64)>,
     /// Why it failed, or which nodes are excluded.
     pub reason: Option<String>,
+    /// Name of its numbers, while it answers and its kernel class does not say all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub numbers: Option<String>,
     /// Transports between nodes with RDMA cables, for people, while it answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wires: Option<String>,
@@ -687,13 +707,14 @@ mod tests {
         let mut text = plain.replace(['\n', ' '], "");
         let mut record: InstanceSpec = serde_json::from_str(&text).unwrap();
         assert_eq!(serde_json::to_string(&record).unwrap(), text);
-        let set = r#","drafts":3,"follow":true,"grows":true,"weights":"shard"}"#;
+        let set = r#","drafts":3,"follow":true,"grows":true,"weights":"shard","strict":true}"#;
         text.replace_range(text.len() - 1.., set);
         record.options = InstanceOptions {
             drafts: Some(3),
             follow: true,
             grows: true,
             weights: WeightDistribution::Shard,
+            strict: true,
             ..record.options
         };
         assert_eq!(serde_json::from_str::<InstanceSpec>(&text).unwrap(), record);

@@ -14,6 +14,7 @@ use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::{Service, ServiceStatus};
 
 use super::assignment::{Need, deal};
+use super::hosts::part_bytes;
 use super::{Inner, OwnerService, replica_names, report};
 
 /// Time of overload before a replica is added: longer than a burst, shorter than users' patience.
@@ -163,7 +164,7 @@ impl Inner {
         let uses =
             |it: &InstanceSpec, id: &NodeId| it.nodes.contains(id) || it.prompts.contains(id);
         let is_idle = |id: &NodeId| all.iter().all(|(.., it)| !uses(it, id));
-        let rooms = self.rooms();
+        let rooms = self.rooms_beside(None, wanted);
         let (mut order, _) = self.ranked();
         self.retain_engines(wanted, &mut order);
         let room = |id: NodeId| (id, rooms.get(&id).copied().unwrap_or(0));
@@ -172,7 +173,7 @@ impl Inner {
         let need = Need {
             replicas: 1,
             each,
-            bytes: wanted.bytes / each.max(1) as u64,
+            bytes: part_bytes(wanted, each),
         };
         deal(&idle, need).ok()?.pop()
     }

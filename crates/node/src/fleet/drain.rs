@@ -401,6 +401,7 @@ mod tests {
             progress: None,
             wires: None,
             reason: None,
+            numbers: None,
         });
         let wanted = wanted(nodes, successors);
         fate(node(15), Some((3, &wanted)), told.as_ref(), stand)

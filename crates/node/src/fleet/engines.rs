@@ -5,7 +5,7 @@ use paceline_cluster::nodes::agent::NodeFacts;
 use paceline_cluster::nodes::placement::InstanceSpec;
 use paceline_cluster::nodes::{InstanceId, NodeId};
 
-use super::hosts::part_bytes;
+use super::hosts::weight_bytes;
 use super::{Inner, LoadRequest};
 use crate::classes::{self, Classes, Engines};
 
@@ -22,20 +22,29 @@ pub(super) enum Error {
     Classes(#[from] classes::Error),
     #[error(transparent)]
     Class(#[from] paceline_base::UnknownKernelClass),
-    #[error(
-        "{node} has no engine mlx: `paceline engines install mlx` there, then restart its node"
-    )]
+    #[error("{node} has no engine mlx: `paceline engines install mlx` there")]
     Missing { node: String },
+    #[error("{node} cannot use its engine mlx: {problem}")]
+    Broken { node: String, problem: String },
     #[error("{node} has not listed its engines yet: try again in some seconds")]
     Unlisted { node: String },
 }
 
 /// The nodes of an instance together lack memory for it.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{model} needs {} of memory, and its nodes have {} to spare: {}", Bytes(*.needed), Bytes(.rooms.iter().map(|(_, room)| room).sum()), told(.rooms))]
+#[error(
+    "{model} needs {} of memory (weights {}, keys and values {}), and its nodes have {} to spare: \
+     {}",
+    Bytes(.weights + .cache),
+    Bytes(*.weights),
+    Bytes(*.cache),
+    Bytes(.rooms.iter().map(|(_, room)| room).sum()),
+    told(.rooms)
+)]
 pub(super) struct TooLarge {
     model: String,
-    needed: u64,
+    weights: u64,
+    cache: u64,
     /// Names of nodes, and their free bytes.
     rooms: Vec<(String, u64)>,
 }
@@ -49,7 +58,12 @@ fn told(rooms: &[(String, u64)]) -> String {
 
 /// Shares of an instance's weights for nodes with these free bytes. None, which means equal parts,
 /// where these fit; else in proportion to the memory.
-fn shares(model: &str, needed: u64, rooms: Vec<(String, u64)>) -> Result<Vec<u32>, TooLarge> {
+fn shares(
+    model: &str,
+    (weights, cache): (u64, u64),
+    rooms: Vec<(String, u64)>,
+) -> Result<Vec<u32>, TooLarge> {
+    let needed = weights + cache;
     let part = needed / rooms.len().max(1) as u64;
     if rooms.iter().all(|(_, room)| *room >= part) {
         return Ok(Vec::new());
@@ -62,7 +76,8 @@ fn shares(model: &str, needed: u64, rooms: Vec<(String, u64)>) -> Result<Vec<u32
         let model = model.to_owned();
         return Err(TooLarge {
             model,
-            needed,
+            weights,
+            cache,
             rooms,
         });
     }
@@ -94,7 +109,15 @@ fn choose(
         let node = || facts.name.clone();
         match class.is_mlx() {
             true if facts.devices.is_empty() => return Err(Error::Unlisted { node: node() }),
-            true if !facts.has_engine(MLX) => return Err(Error::Missing { node: node() }),
+            true if !facts.has_engine(MLX) => {
+                return Err(match facts.problem_of(MLX).map(str::to_owned) {
+                    Some(problem) => Error::Broken {
+                        node: node(),
+                        problem,
+                    },
+                    None => Error::Missing { node: node() },
+                });
+            }
             _ => {}
         }
     }
@@ -140,7 +163,8 @@ impl Inner {
         let all = self.rooms_beside(id, wanted);
         let room = |id: &NodeId| (self.name(*id), all.get(id).copied().unwrap_or(u64::MAX));
         let rooms = wanted.nodes.iter().map(room).collect();
-        shares(&wanted.model, part_bytes(wanted, 1), rooms)
+        let needed = (weight_bytes(wanted), wanted.cache_bytes);
+        shares(&wanted.model, needed, rooms)
     }
 
     fn classes_of(
@@ -241,12 +265,13 @@ mod tests {
                 .zip(each.map(|gb| gb * GB))
                 .collect::<Vec<_>>()
         };
-        let of = |needed: u64, each| shares("m", needed * GB, rooms(each));
+        let of = |needed: u64, each| shares("m", (needed * GB, 0), rooms(each));
         assert_eq!(of(24, [8, 16, 24]), Ok(vec![]));
         assert_eq!(of(40, [8, 16, 24]), Ok(vec![166, 333, 500]));
-        let error = of(49, [8, 16, 24]).unwrap_err().to_string();
-        let told = "m needs 45.6 GiB of memory, and its nodes have 44.7 GiB to spare: a 7.5 GiB, b \
-                    14.9 GiB, c 22.4 GiB";
+        let error = shares("m", (40 * GB, 9 * GB), rooms([8, 16, 24]));
+        let error = error.unwrap_err().to_string();
+        let told = "m needs 45.6 GiB of memory (weights 37.3 GiB, keys and values 8.4 GiB), and its \
+                    nodes have 44.7 GiB to spare: a 7.5 GiB, b 14.9 GiB, c 22.4 GiB";
         assert_eq!(error, told);
         assert_eq!(of(49, [u64::MAX / GB, 1, 1]).unwrap().len(), 3);
     }

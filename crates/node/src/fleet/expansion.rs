@@ -244,7 +244,7 @@ impl Inner {
         let best = |ranks: &[NodeId]| self.fastest((&config, &forecast), kind, (ranks, &machines));
         let now = best(&at)?;
         let then = best(nodes)?;
-        let rooms = self.rooms();
+        let rooms = self.rooms_beside(None, wanted);
         for (id, bytes) in nodes.iter().zip(&then.bytes) {
             if rooms.get(id).is_some_and(|room| room < bytes) {
                 let name = self.name(*id);

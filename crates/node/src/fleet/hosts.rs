@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_cluster::nodes::agent::{Agent, NodeView};
+use paceline_cluster::nodes::agent::{Agent, EngineDevice, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
 use paceline_cluster::nodes::placement::{self, InstanceSpec, SPARE_AUTO};
@@ -61,26 +61,41 @@ pub(super) struct InstanceNodes {
 
 impl InstanceNodes {
     /// Candidate nodes for a rank: its own, then the other live ones. Each rank starts at a
-    /// different one, so that the ranks of a lost node are spread. Draining and flapping nodes come
-    /// later. Suspected nodes come last: a frozen machine accepts a connection and is silent for
-    /// [`OPEN_LIMIT`].
+    /// different one, so that the ranks of a lost node are spread. Nodes that compute in another
+    /// class come later, then draining and flapping ones. Suspected nodes come last: a frozen
+    /// machine accepts a connection and is silent for [`OPEN_LIMIT`].
     fn candidates(&self, rank: Rank) -> Vec<NodeId> {
         let first = rank.0 as usize % self.nodes.len();
         let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());
         let lives = |id: &&NodeId| **id == self.agent.id() || self.agent.life(**id) != Life::Dead;
         let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
-        let class = self
-            .wanted
-            .class_of(self.nodes[rank.0 as usize % self.nodes.len()]);
-        all.retain(|id| self.wanted.class_of(*id) == class);
+        let class = self.class(rank);
         // A flapping or draining node is better than none.
         let (now, leavers) = (Instant::now(), leavers(&self.agent.nodes()));
         let is_silent = |id: NodeId| id != self.agent.id() && !self.lives(id);
         all.sort_by_key(|id| {
             let is_out = self.flaps.is_out(*id, now);
-            (is_silent(*id), leavers.contains(id), is_out)
+            let is_other = self.wanted.class_of(*id) != class;
+            (is_silent(*id), leavers.contains(id), is_out, is_other)
         });
         all
+    }
+
+    /// Name of a rank's kernel class, wherever it runs.
+    fn class(&self, rank: Rank) -> &str {
+        self.wanted.class_of(self.nodes[rank.0 as usize])
+    }
+
+    fn is_on_mlx(&self, rank: Rank) -> bool {
+        self.wanted.is_on_mlx(self.nodes[rank.0 as usize])
+    }
+
+    /// Checks whether a node has the engine for a rank planned for another node.
+    fn engine_for(&self, rank: Rank, view: &NodeView) -> Result<(), String> {
+        match self.is_on_mlx(rank) && !view.facts.has_engine("mlx") {
+            true => Err(format!("{} has no engine mlx", view.facts.name)),
+            false => Ok(()),
+        }
     }
 
     fn name(&self, id: NodeId) -> String {
@@ -238,15 +253,12 @@ impl InstanceNodes {
         let (at, now) = (self.flaps.node_of(rank), Instant::now());
         let (map, views) = (self.agent.map(), self.agent.nodes());
         let mut all = self.candidates(rank);
-        let mut idle = idle(&views, &busy(&map));
-        idle.retain(|id| {
-            let view = views.iter().find(|view| view.id == *id);
-            view.is_some_and(|view| self.wanted.fits_engine(*id, &view.facts))
-        });
-        all.extend(idle);
+        all.extend(idle(&views, &busy(&map)));
         let has_room = |id: NodeId| {
             let view = views.iter().find(|view| view.id == id);
-            view.is_none_or(|view| self.has_room(view, &map))
+            view.is_none_or(|view| {
+                self.engine_for(rank, view).is_ok() && self.has_room(rank, view, &map)
+            })
         };
         all.retain(|id| Some(*id) != at && !self.flaps.is_out(*id, now));
         let leavers = leavers(&views);
@@ -260,8 +272,8 @@ impl InstanceNodes {
         all
     }
 
-    /// Checks whether a node has the memory for a rank planned for another node. Counts what
-    /// records place there and further ranks of this instance.
+    /// Checks whether a node has the engine and the memory for a rank planned for another node.
+    /// Counts what records place there and further ranks of this instance.
     fn room_for(
         &self,
         rank: Rank,
@@ -272,16 +284,22 @@ impl InstanceNodes {
         let Some(view) = views.iter().find(|view| view.id == id && !is_home) else {
             return Ok(());
         };
-        let shard = shard_bytes(&self.wanted);
+        self.engine_for(rank, view)?;
+        let is_on_mlx = self.is_on_mlx(rank);
+        let is_beside = |other: bool| is_one_memory(view, is_on_mlx, other);
+        let shard = own_part(&self.wanted);
         let ranks = (0..).map(Rank).zip(&self.nodes);
-        let at = |(other, home): (Rank, &NodeId)| self.flaps.node_of(other).unwrap_or(*home);
-        let here = ranks.filter(|(other, _)| *other != rank).map(at);
-        let here = here.filter(|at| *at == id).count() as u64;
-        // The record counts one shard of this instance at each of its nodes.
-        let own = if self.nodes.contains(&id) { shard } else { 0 };
-        let held = held(map, view, &self.wanted).saturating_sub(own);
-        let held = held.saturating_add(shard.saturating_mul(here));
-        let memory = memory(view, &self.wanted);
+        let here = ranks.filter(|(other, home)| {
+            let at = self.flaps.node_of(*other).unwrap_or(**home);
+            *other != rank && at == id && is_beside(self.is_on_mlx(*other))
+        });
+        let here = here.map(|_| shard);
+        // The record counts the part of this instance at each of its nodes.
+        let is_counted = self.nodes.contains(&id) && is_beside(self.wanted.is_on_mlx(id));
+        let own = if is_counted { shard } else { 0 };
+        let held = held(map, view, is_on_mlx).saturating_sub(own);
+        let held = here.fold(held, u64::saturating_add);
+        let memory = memory(view, is_on_mlx);
         match fits(memory, held, shard) {
             true => Ok(()),
             false => {
@@ -292,16 +310,17 @@ impl InstanceNodes {
         }
     }
 
-    /// Whether a node has the memory for one more shard, on top of its shards by all records and
+    /// Whether a node has the memory for a rank's standby, on top of its shards by all records and
     /// this instance's standbys.
-    fn has_room(&self, view: &NodeView, map: &Registers) -> bool {
-        let held = held(map, view, &self.wanted);
+    fn has_room(&self, rank: Rank, view: &NodeView, map: &Registers) -> bool {
+        let is_on_mlx = self.is_on_mlx(rank);
+        let held = held(map, view, is_on_mlx);
         let spares = lock(&self.spares);
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
-        let shard = shard_bytes(&self.wanted);
+        let shard = own_part(&self.wanted);
         let held = held.saturating_add(spares.saturating_mul(shard));
         // An automatic standby leaves more memory to other programs.
-        let memory = memory(view, &self.wanted);
+        let memory = memory(view, is_on_mlx);
         let memory = match self.wanted.spare {
             SPARE_AUTO => (memory as f64 * AUTO_USABLE / USABLE) as u64,
             _ => memory,
@@ -368,61 +387,84 @@ fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
     views.iter().filter(is_idle).map(|view| view.id).collect()
 }
 
-/// Bytes of a rank's part, as if all parts were equal.
-fn shard_bytes(wanted: &InstanceSpec) -> u64 {
-    part_bytes(wanted, wanted.nodes.len())
+/// Bytes of an instance's weights in the form of its engines.
+pub(super) fn weight_bytes(wanted: &InstanceSpec) -> u64 {
+    (wanted.bytes as f64 * WEIGHTS) as u64
 }
 
-/// Bytes of the part of each of `ranks` ranks, as if all parts were equal.
+/// Bytes that each of `ranks` ranks needs for its weights, keys and values, as if all parts were
+/// equal. Previews, loads, placements and admissions compare them with [`room`].
 pub(super) fn part_bytes(wanted: &InstanceSpec, ranks: usize) -> u64 {
-    (wanted.bytes as f64 * WEIGHTS / ranks.max(1) as f64) as u64
+    (weight_bytes(wanted) + wanted.cache_bytes) / ranks.max(1) as u64
 }
 
-/// Bytes of the memory in which a node has its part of an instance: of its GPU or main memory; 0 if
-/// unknown.
-fn memory(view: &NodeView, wanted: &InstanceSpec) -> u64 {
-    let gpu = view.facts.gpu("mlx");
-    let gpu = gpu.filter(|_| wanted.is_on_mlx(view.id));
+/// Bytes of the memory in which a node has ranks on MLX or on the CPU: of its GPU or main memory;
+/// 0 if unknown.
+fn memory(view: &NodeView, is_on_mlx: bool) -> u64 {
+    let gpu = view.facts.gpu("mlx").filter(|_| is_on_mlx);
     let lent = gpu.and_then(|gpu| gpu.memory_bytes);
     lent.unwrap_or(view.facts.memory_bytes)
 }
 
-/// Whether a node has its parts of two instances in one memory. A GPU has its own, but on a Mac.
-fn shares_memory(view: &NodeView, one: &InstanceSpec, other: &InstanceSpec) -> bool {
+/// Whether a node has ranks on MLX, or on the CPU, and others in one memory. A GPU has its own, but
+/// on a Mac.
+fn is_one_memory(view: &NodeView, is_on_mlx: bool, other: bool) -> bool {
     let gpu = view.facts.gpu("mlx");
     let is_apart = gpu.is_some_and(|gpu| gpu.backend != "metal");
-    !is_apart || one.is_on_mlx(view.id) == other.is_on_mlx(view.id)
+    !is_apart || is_on_mlx == other
 }
 
-/// Free bytes for an instance on a node after the parts of `records`. Unlimited if the node does
-/// not report its memory.
-pub(super) fn room(view: &NodeView, wanted: &InstanceSpec, records: &[InstanceSpec]) -> u64 {
+/// Free bytes for a rank on MLX or on the CPU of a node after the parts of `records`. Unlimited if
+/// the node does not report its memory.
+pub(super) fn room(view: &NodeView, is_on_mlx: bool, records: &[InstanceSpec]) -> u64 {
     let records = records.iter();
-    let records = records.filter(|other| shares_memory(view, wanted, other));
+    let records = records.filter(|it| is_one_memory(view, is_on_mlx, it.is_on_mlx(view.id)));
     let held = records.map(|other| held_bytes(other, view.id));
-    let memory = memory(view, wanted);
+    let memory = memory(view, is_on_mlx);
     match memory {
         0 => u64::MAX,
         _ => ((memory as f64 * USABLE) as u64).saturating_sub(held.fold(0, u64::saturating_add)),
     }
 }
 
-/// Bytes of a node's parts by all records, in the memory that an instance uses there.
-fn held(map: &Registers, view: &NodeView, wanted: &InstanceSpec) -> u64 {
+/// Bytes of a node's parts by all records, in the memory of ranks on MLX or on the CPU.
+fn held(map: &Registers, view: &NodeView, is_on_mlx: bool) -> u64 {
     let others = placement::wanted(map).map(|(.., other)| other);
-    let others = others.filter(|other| shares_memory(view, wanted, other));
+    let others = others.filter(|it| is_one_memory(view, is_on_mlx, it.is_on_mlx(view.id)));
     let shards = others.map(|other| held_bytes(&other, view.id));
     shards.fold(0, u64::saturating_add)
 }
 
 /// Bytes of a node's part by one record: as decode node, as prefill node, or 0.
 fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
-    let groups = [&wanted.nodes, &wanted.prompts];
-    let parts = groups
-        .into_iter()
-        .filter(|group| group.contains(&id))
-        .map(|group| part_bytes(wanted, group.len()));
-    parts.fold(0, u64::saturating_add)
+    let decodes = wanted.nodes.contains(&id).then(|| own_part(wanted));
+    let prompts = wanted.prompts.contains(&id);
+    let reads = prompts.then(|| part_bytes(wanted, wanted.prompts.len()));
+    decodes.unwrap_or(0).saturating_add(reads.unwrap_or(0))
+}
+
+/// Bytes of the part of one of a record's nodes.
+fn own_part(wanted: &InstanceSpec) -> u64 {
+    part_bytes(wanted, wanted.nodes.len())
+}
+
+/// Bytes that the records of instances place on each device of a node, in the order of its facts.
+/// An engine computes on its GPU where it has one.
+pub fn placed_bytes(map: &Registers, view: &NodeView) -> Vec<u64> {
+    let records: Vec<InstanceSpec> = placement::wanted(map).map(|(.., wanted)| wanted).collect();
+    placed(&records, view)
+}
+
+fn placed(records: &[InstanceSpec], view: &NodeView) -> Vec<u64> {
+    let facts = &view.facts;
+    let bytes = |device: &EngineDevice| {
+        let is_used = device.kind == "gpu" || facts.gpu(&device.engine).is_none();
+        let is_mlx = device.engine == "mlx";
+        let own = records.iter().filter(|it| it.is_on_mlx(view.id) == is_mlx);
+        let bytes = own.map(|it| held_bytes(it, view.id));
+        bytes.filter(|_| is_used).fold(0, u64::saturating_add)
+    };
+    facts.devices.iter().map(bytes).collect()
 }
 
 /// Whether a shard fits in addition to `held` bytes; true for a node that does not report its
@@ -442,21 +484,26 @@ impl fmt::Debug for InstanceNodes {
 mod tests {
     use super::*;
 
+    const GB: u64 = 1_000_000_000;
+
+    fn node(number: u8, state: Life, numerics: u32) -> NodeView {
+        NodeView {
+            id: NodeId([number; 16]),
+            state,
+            found_by: String::new(),
+            heard_by: Vec::new(),
+            linked: true,
+            slow_ms: None,
+            facts: paceline_cluster::nodes::agent::NodeFacts {
+                numerics,
+                ..Default::default()
+            },
+        }
+    }
+
     #[test]
     fn idle_nodes_live_compute_alike_and_hold_nothing() {
-        let view = |number: u8, state: Life, numerics: u32| {
-            let mut view = NodeView {
-                id: NodeId([number; 16]),
-                state,
-                found_by: String::new(),
-                heard_by: Vec::new(),
-                linked: true,
-                slow_ms: None,
-                facts: paceline_cluster::nodes::agent::NodeFacts::default(),
-            };
-            view.facts.numerics = numerics;
-            view
-        };
+        let view = node;
         let views = [
             view(1, Life::Alive, 1),
             view(2, Life::Alive, 1),
@@ -481,6 +528,45 @@ mod tests {
         let busy = [1, 2].map(|number| NodeId([number; 16]));
         assert_eq!(idle(&views, &BTreeSet::from(busy)), [NodeId([5; 16])]);
         assert_eq!(idle(&[], &BTreeSet::new()), []);
+    }
+
+    #[test]
+    fn instances_on_one_device_see_each_other() {
+        let view = |backend: &str| {
+            let device = |engine: &str, kind: &str, gb: u64| EngineDevice {
+                engine: engine.to_owned(),
+                kind: kind.to_owned(),
+                backend: backend.to_owned(),
+                memory_bytes: Some(gb * GB),
+                ..EngineDevice::default()
+            };
+            let mut view = node(1, Life::Alive, 1);
+            view.facts.memory_bytes = 64 * GB;
+            view.facts.devices = vec![
+                device("cpu", "cpu", 60),
+                device("mlx", "cpu", 50),
+                device("mlx", "gpu", 24),
+            ];
+            view
+        };
+        let on = |class: &str, bytes: u64| InstanceSpec {
+            bytes,
+            nodes: vec![NodeId([1; 16])],
+            class: class.to_owned(),
+            ..InstanceSpec::default()
+        };
+        let (gpu, cpu) = (on("mlx", 10 * GB), on("", 20 * GB));
+        let records = [gpu.clone(), cpu.clone()];
+        let rooms = |backend: &str| {
+            let view = view(backend);
+            [true, false].map(|is_on_mlx| room(&view, is_on_mlx, &records) / (GB / 10))
+        };
+        // 0.8 of 24 GB without 1.2 times 10, and of 64 GB without 1.2 times 20.
+        assert_eq!(rooms("cuda"), [72, 272]);
+        assert_eq!(rooms("metal"), [0, 152], "one memory for both");
+
+        let placed = placed(&records, &view("cuda"));
+        assert_eq!(placed, [24 * GB, 0, 12 * GB]);
     }
 
     #[test]

@@ -19,6 +19,7 @@ use paceline_model::{Config, ModelSource, SplitKind};
 use super::copies::ModelIdentity;
 use super::preview::Proposal;
 use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview, replica_names};
+use crate::context_size::{KvMemory, needed_positions};
 use crate::{adapters, texts};
 
 /// How long a load waits for the facts of newly connected nodes. They follow within milliseconds;
@@ -98,6 +99,7 @@ impl Inner {
         one.nodes.clone_from(&groups[0]);
         self.set_classes(ask, &mut one)?;
         one.split = self.split(ask, path, &one);
+        one.cache_bytes = device_cache_bytes(path, &one);
         let own = self.agent.id();
         let all = groups.iter().flatten().chain(&one.prompts);
         if all.into_iter().any(|id| *id != own) {
@@ -466,4 +468,18 @@ impl Inner {
         }
         Ok(ids.len())
     }
+}
+
+/// Bytes of keys and values of an instance with ranks on MLX, at the positions that it needs. 0 on
+/// the CPU, and for a model without a cache.
+fn device_cache_bytes(path: &Path, record: &InstanceSpec) -> u64 {
+    let mut nodes = record.nodes.iter();
+    let on_mlx = nodes.find(|id| record.is_on_mlx(**id));
+    let class = on_mlx.and_then(|id| record.class_of(*id).parse().ok());
+    let source = class.and_then(|_| ModelSource::open(path).ok());
+    let config = source.and_then(|source| Config::read(&source).ok());
+    class.zip(config).map_or(0, |(class, config)| {
+        let positions = needed_positions(&config, &record.options);
+        KvMemory::Device(class).cache_bytes(&config, positions)
+    })
 }

@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use paceline_base::{KernelClass, lock};
+use paceline_base::{KernelClass, UnknownKernelClass, lock};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
     self, InstanceSpec, Report, SPARE_AUTO, State, WeightDistribution,
 };
 use paceline_cluster::nodes::{InstanceId, NodeId, RegisterKey, Registers};
 use paceline_comm::Backend;
+use paceline_engine::Service as _;
 use paceline_model::{ModelSource, SplitKind};
 
 use super::cables::CablePlan;
@@ -23,6 +24,7 @@ use super::flaps::{Flaps, LOSSES_MAX, NamedInstance};
 use super::hosts::InstanceNodes;
 use super::{Inner, OwnerService, RunningInstance, copies, encoders, name_of, report, roots};
 use crate::classes::Classes;
+use crate::instance::numbers;
 use crate::messages::RankFacts;
 use crate::supervisor::Notice;
 use crate::workers::remote::RemoteWorkers;
@@ -45,6 +47,8 @@ pub(super) struct OwnedInstance {
     pub(super) flaps: Arc<Flaps>,
     /// Set when a rank was lost and no other node of the instance has memory for it.
     pub(super) cramped: Arc<AtomicBool>,
+    /// Name of its numbers, once its workers are ready.
+    pub(super) numbers: Arc<Mutex<Option<String>>>,
     /// RDMA cables between the ranks of the last epoch, and what became of them, for people.
     pub(super) cables: Arc<Mutex<CablePlan>>,
     pub(super) wires: Arc<Mutex<Option<String>>>,
@@ -142,6 +146,7 @@ impl OwnedInstance {
         let instance = instance.map_err(|error| error.to_string())?;
         let ready = instance.ready_while(|| inner.has_begun(self.id, self.epoch));
         ready.map_err(|error| error.to_string())?;
+        *lock(&self.numbers) = instance.numbers(); // the observer may come later
         Ok(OwnerService::Instance(Arc::new(instance)))
     }
 
@@ -234,11 +239,14 @@ impl OwnedInstance {
         names.zip(self.wanted.of_adapters()).map(file).collect()
     }
 
+    /// Kernel class of each rank.
+    fn classes(&self) -> Result<Vec<KernelClass>, UnknownKernelClass> {
+        let nodes = self.wanted.nodes.iter();
+        nodes.map(|id| self.wanted.class_of(*id).parse()).collect()
+    }
+
     fn prepare(&self, inner: &Inner, path: &Path) -> Result<PreparedModel, String> {
         let source = ModelSource::open(path).map_err(|error| error.to_string())?;
-        let nodes = self.wanted.nodes.iter();
-        let classes: Result<Vec<KernelClass>, _> =
-            nodes.map(|id| self.wanted.class_of(*id).parse()).collect();
         let split = self.wanted.split.parse();
         let split: SplitKind = split.map_err(|_| {
             format!(
@@ -247,7 +255,7 @@ impl OwnedInstance {
             )
         })?;
         let options = Options {
-            classes: Classes::of(classes.map_err(|error| error.to_string())?),
+            classes: Classes::of(self.classes().map_err(|error| error.to_string())?),
             threads: usize::from(self.wanted.threads.max(1)),
             kv: None,
             nodes: self.wanted.nodes.len() as u32,
@@ -380,9 +388,11 @@ impl OwnedInstance {
     fn observer(&self, inner: &Arc<Inner>) -> crate::Observer {
         let (own, inner) = (self.clone(), Arc::downgrade(inner));
         let mut last = Instant::now();
-        Box::new(move |notice, _| {
+        let classes = self.classes().unwrap_or_default();
+        Box::new(move |notice, cuts| {
             let Some(inner) = inner.upgrade() else { return };
-            if let Notice::Ready { facts, .. } = notice {
+            if let Notice::Ready { way, facts, .. } = notice {
+                *lock(&own.numbers) = numbers(&cuts[*way].split, &classes, facts);
                 own.tell_wires(&inner, facts);
             }
             match notice {
@@ -465,6 +475,7 @@ impl OwnedInstance {
         progress: Option<(u64, u64)>,
         reason: Option<String>,
     ) {
+        let numbers = lock(&self.numbers).clone();
         let wires = lock(&self.wires).clone();
         let report = Report {
             wires: wires.filter(|_| state == State::Ready),
@@ -472,6 +483,7 @@ impl OwnedInstance {
             state,
             progress,
             reason,
+            numbers: numbers.filter(|_| state == State::Ready),
         };
         let text = serde_json::to_string(&report).expect("a report is JSON");
         // Fails if the map is full or this node is no longer the owner: the report is dropped.

@@ -56,6 +56,8 @@ struct ReplicaHandle {
     parallel: usize,
     /// Requests that this node has sent to it.
     asked: Arc<AtomicU64>,
+    /// Name of its numbers, as its owner last reported it.
+    numbers: Option<String>,
 }
 
 impl ReplicaHandle {
@@ -103,6 +105,7 @@ impl Replicas {
             remote: Arc::new(remote),
             parallel: usize::from(wanted.options.parallel.max(1)),
             asked: Arc::default(),
+            numbers: None,
         };
         lock(&self.routes.members).insert(id, member);
     }
@@ -110,6 +113,24 @@ impl Replicas {
     /// Keeps these instances only. Open requests of the others move to them.
     pub(super) fn retain(&self, wanted: &BTreeSet<InstanceId>) {
         lock(&self.routes.members).retain(|id, _| wanted.contains(id));
+    }
+
+    /// Stores the name of an instance's numbers.
+    pub(super) fn set_numbers(&self, id: InstanceId, numbers: Option<String>) {
+        if let Some(member) = lock(&self.routes.members).get_mut(&id) {
+            member.numbers = numbers;
+        }
+    }
+
+    /// The name of the numbers, if it is the same for all replicas: that of a request is not known
+    /// in advance.
+    fn numbers(&self) -> Option<String> {
+        let members = lock(&self.routes.members);
+        let mut names = members.values().map(|member| member.numbers.clone());
+        let first = names.next()??;
+        names
+            .all(|name| name.as_ref() == Some(&first))
+            .then_some(first)
     }
 
     /// Whether an instance is one of them.
@@ -294,6 +315,10 @@ impl Service for Replicas {
         }
     }
 
+    fn numbers(&self) -> Option<String> {
+        self.numbers()
+    }
+
     fn status(&self) -> ServiceStatus {
         self.status()
     }
@@ -332,6 +357,10 @@ impl Service for Preferred {
         Service::cut(&*self.all)
     }
 
+    fn numbers(&self) -> Option<String> {
+        self.all.numbers()
+    }
+
     fn status(&self) -> ServiceStatus {
         self.all.status()
     }
@@ -352,6 +381,7 @@ mod tests {
                 remote: Arc::new(remote),
                 parallel: 4,
                 asked: Arc::default(),
+                numbers: None,
             };
             lock(&all.routes.members).insert(InstanceId(id), member);
             owner

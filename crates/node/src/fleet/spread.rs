@@ -14,9 +14,11 @@ use paceline_cluster::nodes::placement::{self, NODES_MAX};
 use paceline_model::{Config, ModelSource};
 
 use super::assignment::{Need, Short, check, deal, share_out};
-use super::preview::{COUNT_MAX, Proposal, USABLE};
+use super::hosts::room;
+use super::preview::{COUNT_MAX, Proposal};
 use super::{Inner, LoadRequest, encoders};
-use crate::context_size::LEAST;
+use crate::classes::Engines;
+use crate::context_size::needed_positions;
 use crate::forecast::Forecast;
 
 /// The nodes of each replica, and the prediction for them.
@@ -116,12 +118,7 @@ impl Inner {
         let source = ModelSource::open(path).map_err(|error| error.to_string())?;
         let mut config = Config::read(&source).map_err(|error| error.to_string())?;
         let forecast = self.forecast(&source, &config, self.threads(ask))?;
-        // An instance uses as much context as memory allows: the requirement is the minimum that it
-        // takes in any case.
-        config.context = match ask.options.context {
-            Some(context) => context as usize * usize::from(ask.options.parallel.max(1)),
-            None => config.context.min(LEAST),
-        };
+        config.context = needed_positions(&config, &ask.options);
         Ok((config, forecast))
     }
 
@@ -175,7 +172,7 @@ impl Inner {
             each: said.nodes.len(),
             bytes: said.bytes.iter().copied().max().unwrap_or(0),
         };
-        let rooms = self.rooms();
+        let rooms = self.rooms(ask.engine.is_some_and(Engines::has_mlx));
         let room = |id: &NodeId| (*id, rooms.get(id).copied().unwrap_or(0));
         let groups = match pool {
             NodePool::Named(groups) => {
@@ -189,23 +186,14 @@ impl Inner {
         Ok((groups, proposal))
     }
 
-    /// Bytes that a further model may have on each node.
-    pub(super) fn rooms(&self) -> BTreeMap<NodeId, u64> {
-        let mut rooms: BTreeMap<NodeId, u64> = BTreeMap::new();
-        for view in self.agent.nodes() {
-            let usable = view.facts.memory_bytes as f64 * USABLE;
-            rooms.insert(view.id, usable as u64);
-        }
-        for (_, _, wanted) in placement::wanted(&self.agent.map()) {
-            for group in [&wanted.nodes, &wanted.prompts] {
-                let part = wanted.bytes / group.len().max(1) as u64;
-                for id in group {
-                    let room = rooms.entry(*id).or_default();
-                    *room = room.saturating_sub(part);
-                }
-            }
-        }
-        rooms
+    /// Bytes that a further model may have on each node, on MLX or on the CPU.
+    pub(super) fn rooms(&self, is_on_mlx: bool) -> BTreeMap<NodeId, u64> {
+        let map = self.agent.map();
+        let records: Vec<_> = placement::wanted(&map).map(|(.., wanted)| wanted).collect();
+        let views = self.agent.nodes().into_iter();
+        views
+            .map(|view| (view.id, room(&view, is_on_mlx, &records)))
+            .collect()
     }
 
     /// The proposal for all groups; `said` is that of one group.

@@ -117,7 +117,10 @@ impl Inner {
         let records: Vec<InstanceSpec> = records.map(|(.., wanted)| wanted).collect();
         let views = self.agent.nodes().into_iter();
         views
-            .map(|view| (view.id, super::hosts::room(&view, wanted, &records)))
+            .map(|view| {
+                let is_on_mlx = wanted.is_on_mlx(view.id);
+                (view.id, super::hosts::room(&view, is_on_mlx, &records))
+            })
             .collect()
     }
 
