@@ -19,7 +19,8 @@ use paceline_model::{Config, ModelSource};
 use paceline_node::interpreter::ChildProgram;
 use paceline_node::workers::{LocalInstanceWorkers, LocalSpec};
 use paceline_node::{
-    AdapterOf, Error, Instance, Observer, Options, PreparedModel, ServingModel, texts,
+    AdapterOf, Error, Instance, Observer, Options, PrefillOptions, PreparedModel, ServingModel,
+    texts,
 };
 use paceline_serve::{ModelDetails, ServedModel};
 use paceline_tensor::{Kernels, Pinning};
@@ -35,9 +36,8 @@ pub struct LocalOptions {
     pub options: Options,
     /// Whether threads are pinned to cores.
     pub pin: bool,
-    /// Number of prefill workers (0 for none), and the prompt length in uncached tokens from which
-    /// they are used; `None` if measured speed decides.
-    pub prompts: (u32, Option<u32>),
+    /// Prefill workers, if there are some.
+    pub prompts: PrefillOptions,
     /// Start of opening the model, for the load time.
     pub since: Instant,
 }
@@ -89,9 +89,8 @@ impl SplitModel {
         sizes: impl FnOnce(&Config) -> EngineConfig,
     ) -> Result<Self, Error> {
         let mut prepared = PreparedModel::new(Arc::clone(&source), asked.options, sizes)?;
-        let (nodes, from) = asked.prompts;
-        if nodes > 0 {
-            prepared.read_prompts_on(nodes, from)?;
+        if asked.prompts.nodes > 0 {
+            prepared.read_prompts_on(asked.prompts)?;
         }
         Ok(Self {
             tokenizer: Arc::new(texts::tokenizer(&source)?),

@@ -8,13 +8,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Context;
+use paceline_base::KernelClass;
 use paceline_bench::model::Subject;
 use paceline_board::local_model::{self, LocalOptions, WorkerLaunch};
 use paceline_comm::Backend;
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::{Config, SplitKind};
 use paceline_node::supervisor::Notice;
-use paceline_node::{Error as NodeError, Instance, Observer, Options};
+use paceline_node::{Error as NodeError, Instance, Observer, Options, PrefillOptions};
 use paceline_tensor::Kernels;
 
 pub(crate) use paceline_board::local_model::ReadyModel;
@@ -63,6 +64,10 @@ pub(crate) struct SplitArgs {
           hide = true,
           value_parser = clap::value_parser!(u32).range(64..))]
     pub(crate) prefill_from: Option<u32>,
+    /// Have them compute in this class: answers are near those of the other nodes, and name both.
+    /// Not with --strict
+    #[arg(long, value_name = "CLASS", requires = "prefill_nodes")]
+    pub(crate) prefill_class: Option<KernelClass>,
 }
 
 /// How the nodes of a model reach each other.
@@ -132,6 +137,7 @@ impl SplitArgs {
             plaintext: false,
             prefill_nodes: 0,
             prefill_from: None,
+            prefill_class: None,
         }
     }
 }
@@ -182,7 +188,11 @@ impl LocalModel {
         let asked = LocalOptions {
             options,
             pin: compute.pin,
-            prompts: (cut.prefill_nodes, cut.prefill_from),
+            prompts: PrefillOptions {
+                nodes: cut.prefill_nodes,
+                from: cut.prefill_from,
+                class: cut.prefill_class,
+            },
             since,
         };
         let files = (source, absolute(path)?);

@@ -33,6 +33,10 @@ mod window;
 
 use window::{SequenceWindow, Window};
 
+/// Roots of sequences that share no pages are above this. The clock, which numbers cached pages,
+/// stays below, and the roots of 2^32 adapters are at the end.
+const FIRST_PRIVATE: u64 = 1 << 63;
+
 /// Key of a cached page: the page before it, or the root of its sequence, and its tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct PageKey {
@@ -113,6 +117,14 @@ impl SequencePages {
 
     pub(crate) fn pages(&self) -> &[u32] {
         &self.pages
+    }
+
+    /// Has its further pages cached for itself alone; `number` is of no cached page and no root.
+    const fn set_private(&mut self, number: u64) {
+        self.last_known = number;
+        if self.n_known == 0 {
+            self.root = number;
+        }
     }
 
     /// Whether all its pages are cached.
@@ -196,6 +208,12 @@ impl Pages {
     /// Sets the current time to compute a page, for the eviction order.
     pub(crate) const fn set_cost(&mut self, nanos: u64) {
         self.cost = nanos;
+    }
+
+    /// Shares no further pages of `owned` with other sequences.
+    pub(crate) const fn stop_sharing(&mut self, owned: &mut SequencePages) {
+        self.clock += 1;
+        owned.set_private(FIRST_PRIVATE + self.clock);
     }
 
     /// Pages without owner.

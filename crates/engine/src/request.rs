@@ -177,6 +177,8 @@ pub enum Event {
         reused: usize,
         /// Logprobs of the prompt from token 1 on, if requested.
         logprobs: Option<Vec<TokenLogprobs>>,
+        /// See [`Reply::PromptRead`](crate::Reply::PromptRead).
+        read_by: Option<String>,
     },
     /// A token was generated. `text` is the newly certain text: empty while a character or a
     /// possible stop string is incomplete.

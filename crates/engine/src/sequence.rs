@@ -60,6 +60,8 @@ pub(crate) struct Sequence {
     pub(crate) computed: usize,
     /// Of these, positions found in the cache at admission.
     pub(crate) reused: usize,
+    /// Name of the numbers that computed pages of its prompt, where they are not the model's own.
+    pub(crate) read_by: Option<String>,
     /// Position of the last sampled token; later ones were [forced](Self::take_forced).
     /// `usize::MAX` before the first, and after a snapshot.
     chosen_at: usize,
@@ -127,6 +129,7 @@ impl Sequence {
             tokens: request.prompt,
             computed: 0,
             reused: 0,
+            read_by: None,
             chosen_at: usize::MAX,
             pages: SequencePages::default(),
             adapter: None,
@@ -383,11 +386,11 @@ impl Sequence {
     ) {
         let id = self.id;
         if self.tokens.len() == self.prompt_len {
-            let (reused, logprobs) = (self.reused, self.scores.take());
             events.push(Event::PromptRead {
                 id,
-                reused,
-                logprobs,
+                reused: self.reused,
+                logprobs: self.scores.take(),
+                read_by: self.read_by.clone(),
             });
         }
         let ChosenToken { token, logprobs } = match choice {
@@ -512,6 +515,7 @@ impl Sequence {
             prompt_len: snapshot.prompt_len,
             computed: 0,
             reused: 0,
+            read_by: None,
             chosen_at: usize::MAX,
             pages: SequencePages::default(),
             adapter: None,

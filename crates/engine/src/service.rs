@@ -73,6 +73,10 @@ pub enum Reply {
         /// Logprobs of the prompt from token 1 on, if requested.
         #[serde(default)]
         logprobs: Option<Vec<TokenLogprobs>>,
+        /// Name of the numbers of other ranks that read the prompt, where they are only near those
+        /// of the ranks that decode.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        read_by: Option<String>,
     },
     /// A token was generated. `text` is the newly certain text and may be empty.
     Token {

@@ -39,11 +39,18 @@ pub enum Error {
     SameAdapter { name: String },
     #[error("adapters beside a model need nodes that compute on the CPU, and MLX computes here")]
     AdapterOnMlx,
-    /// MLX keeps keys and values in its own arrays, so a rank cannot transfer them.
-    #[error(
-        "nodes for prompts need nodes that compute on the CPU, and class mlx hands no pages over"
-    )]
+    /// Nodes of a cluster read prompts on the CPU alone.
+    #[error("nodes for prompts need nodes that compute on the CPU in a cluster")]
     PromptsOnMlx,
+    /// States of layers have another layout in each class, and on MLX no layout of pages.
+    #[error("nodes for prompts: class {from} hands no states of layers to class {to}")]
+    PromptStates { from: KernelClass, to: KernelClass },
+    /// Keys and values in blocks with scales are not converted.
+    #[error("nodes for prompts: class {from} hands no q8_0 keys and values to class {to}")]
+    PromptsQuantised { from: KernelClass, to: KernelClass },
+    /// Unlike classes give near answers.
+    #[error("nodes for prompts: with {from} reading for {to}, answers would only be near")]
+    PromptsNear { from: KernelClass, to: KernelClass },
     /// Prefill and decode ranks must have one kernel class, else an answer would depend on which
     /// group computed the prompt.
     #[error("nodes for prompts need one class on all nodes, and they compute as {a} and as {b}")]

@@ -44,6 +44,7 @@ use crate::messages::{
     DraftJob, EpochKey, FromWorker, PrefillRole, RankAssignment, RankCables, RankFacts, ToWorker,
 };
 use crate::prefill::PrefillCounts;
+use crate::prefill_classes::UnlikePrefill;
 use crate::supervisor::{
     Action, ChangeRecord, Event, HELD_ALONE_LIMIT, HELD_LIMIT, Health, Notice, Policy,
     SplitCandidate, Supervisor,
@@ -112,6 +113,8 @@ pub struct InstanceConfig {
     pub goes_on: bool,
     /// Receives its events, with disaggregated prefill.
     pub(crate) hears: Option<GroupEventSender>,
+    /// Set for both groups where the other one computes in another class.
+    pub(crate) unlike: Option<UnlikePrefill>,
 }
 
 impl fmt::Debug for InstanceConfig {
@@ -215,6 +218,7 @@ impl InstanceConfig {
                 GroupRole::Decode => PrefillRole::Take,
                 GroupRole::Prefill => PrefillRole::Give,
             }),
+            unlike: self.unlike.clone(),
         }
     }
 }
@@ -344,7 +348,7 @@ impl Instance {
 
     /// Attaches another instance of the same model as prefill ranks. `heard` has received the
     /// events of both from their start. `readers` holds the predicted prefill speeds; the first
-    /// start waits for the other instance if it is `awaited`.
+    /// start waits for the other instance if it is `awaited`. It is `unlike` in another class.
     ///
     /// # Errors
     /// What the system refuses.
@@ -352,10 +356,11 @@ impl Instance {
         mut self,
         prompts: Self,
         heard: GroupEventReceiver,
-        (readers, awaited): (PrefillOffload, bool),
+        (readers, awaited, unlike): (PrefillOffload, bool, bool),
     ) -> Result<Self, Error> {
         let here = Arc::clone(&self.shared);
-        let prompts = PrefillGroup::begin(prompts, here, heard, (readers, awaited))?;
+        let options = (readers, awaited, unlike);
+        let prompts = PrefillGroup::begin(prompts, here, heard, options)?;
         self.prompts = Some(prompts);
         Ok(self)
     }

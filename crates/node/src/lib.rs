@@ -58,6 +58,7 @@ pub mod messages;
 mod model_setup;
 mod partial_source;
 pub mod prefill;
+mod prefill_classes;
 pub mod service;
 pub mod sharding;
 mod summary;
@@ -80,7 +81,9 @@ pub use error::Error;
 pub use identity::identity;
 pub use instance::{Instance, InstanceConfig, Observer, SharedForecast};
 pub use load::load_whole;
-pub use model_setup::{DRAFTS, Options, PreparedModel, ReplyStream, ServingModel};
+pub use model_setup::{
+    DRAFTS, Options, PrefillOptions, PreparedModel, ReplyStream, ServingModel,
+};
 pub use sharding::PlannedSplit;
 pub use summary::{InstanceSummary, Prompts, Shard};
 pub use traffic::{CollectiveTraffic, InstanceTraffic, RankTraffic};

@@ -132,6 +132,9 @@ pub struct RankAssignment {
     /// The role in KV transfer, with disaggregated prefill.
     #[serde(default)]
     pub(crate) hands: Option<PrefillRole>,
+    /// Set where prefill and decode ranks compute in other classes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) unlike: Option<crate::prefill_classes::UnlikePrefill>,
 }
 
 /// RDMA cables between ranks: the same for all ranks but for `refused`.

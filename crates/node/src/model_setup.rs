@@ -12,7 +12,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Bytes, Rank, lock};
+use paceline_base::{Bytes, KernelClass, Rank, lock};
 use paceline_comm::Backend;
 use paceline_engine::{
     Draft, DraftCounters, DraftCounts, Engine, EngineConfig, GenerationRequest, Reply,
@@ -33,6 +33,7 @@ use crate::instance::prefill::{GroupEventSender, group_events};
 use crate::instance::rebalancing::lighter;
 use crate::load::ShardSpec;
 use crate::prefill::UNDER_WAY_MAX;
+use crate::prefill_classes::{UnlikePrefill, page_type};
 use crate::sharding::asked;
 use crate::supervisor::ChangeRecord;
 use crate::workers::InstanceWorkers;
@@ -66,6 +67,16 @@ pub struct Options {
     pub backend: Backend,
     /// Transport whose cost is measured for predictions.
     pub probed: Backend,
+}
+
+/// Nodes that read prompts for the others.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PrefillOptions {
+    pub nodes: u32,
+    /// Uncached tokens from which a prompt is read there; `None`: those that are faster there.
+    pub from: Option<u32>,
+    /// Kernel class, if not that of the others.
+    pub class: Option<KernelClass>,
 }
 
 impl Options {
@@ -118,6 +129,8 @@ pub struct PreparedModel {
     prompts: Option<Box<Self>>,
     /// Offload prompts of at least this many uncached tokens, without a comparison of speeds.
     prompts_from: Option<u32>,
+    /// Set where the prefill nodes compute in another class than the others.
+    unlike: Option<UnlikePrefill>,
 }
 
 /// The draft model of another one.
@@ -158,6 +171,7 @@ impl PreparedModel {
             adapters: Vec::new(),
             prompts: None,
             prompts_from: None,
+            unlike: None,
         })
     }
 
@@ -189,24 +203,33 @@ impl PreparedModel {
         &self.adapters
     }
 
-    /// Adds `nodes` prefill nodes, which transfer KV pages to the decode ranks. They compute
-    /// prompts of at least `from` uncached tokens, or those that are faster there. Their split is
-    /// the planner's default.
+    /// Adds prefill nodes, which transfer KV pages to the decode ranks. Their split is the
+    /// planner's default.
     ///
     /// # Errors
-    /// [`Error::PromptsOnMlx`], [`Error::MixedPrompts`]; [`Error::Model`] for layers that cannot be
-    /// transferred; the model cannot be split over that many nodes.
-    pub fn read_prompts_on(&mut self, nodes: u32, from: Option<u32>) -> Result<(), Error> {
-        if !self.options.classes.on_cpu() {
-            return Err(Error::PromptsOnMlx);
-        }
+    /// - [`Error::MixedPrompts`]; [`Error::PromptsNear`] where answers must be exact.
+    /// - [`Error::PromptStates`], [`Error::PromptsQuantised`]: pages that are not converted.
+    /// - [`Error::Model`] for layers that cannot be transferred.
+    /// - The model cannot be split over that many nodes.
+    pub fn read_prompts_on(&mut self, wanted: PrefillOptions) -> Result<(), Error> {
+        let nodes = wanted.nodes;
         let classes = self.options.classes.each();
         let a = classes[0];
         if let Some(b) = classes.iter().copied().find(|b| *b != a) {
             return Err(Error::MixedPrompts { a, b });
         }
+        let reading = wanted.class.unwrap_or(a);
+        let kv = self.options.kv;
+        let unlike = UnlikePrefill::between(reading, a, kv, &self.config)?;
+        if unlike.is_some() && self.engine.strict {
+            return Err(Error::PromptsNear {
+                from: reading,
+                to: a,
+            });
+        }
         let options = Options {
-            classes: Classes::same(a, nodes),
+            classes: Classes::same(reading, nodes),
+            kv: kv.filter(|_| !reading.is_mlx()),
             nodes,
             kind: SplitKind::Auto,
             shares: Vec::new(),
@@ -216,7 +239,8 @@ impl PreparedModel {
         let cut = PlannedSplit::new(&self.config, placement, None)?;
         self.check_handed(&cut.split)?;
         self.identity()?;
-        self.prompts_from = from;
+        self.prompts_from = wanted.from;
+        self.unlike.clone_from(&unlike);
         self.prompts = Some(Box::new(Self {
             source: Arc::clone(&self.source),
             identity: self.identity.clone(),
@@ -240,6 +264,7 @@ impl PreparedModel {
             adapters: Vec::new(),
             prompts: None,
             prompts_from: None,
+            unlike,
         }));
         Ok(())
     }
@@ -247,7 +272,7 @@ impl PreparedModel {
     /// Checks that every decode rank can get its part of pages from ranks by the split `givers`.
     fn check_handed(&self, givers: &Split) -> Result<(), Error> {
         let kv = self.options.kv;
-        let kv = kv.unwrap_or_else(|| KvType::of(self.options.classes.first()));
+        let kv = kv.unwrap_or_else(|| page_type(self.options.classes.first()));
         for cut in self.cuts() {
             let takers = &cut.split;
             for to in (0..takers.ranks()).map(Rank) {
@@ -471,7 +496,11 @@ impl PreparedModel {
         let prompts = of_prompts.begin(prompts, true, quiet, Some(there))?;
         let instance = self.begin(crew, restart, observer, Some(here))?;
         // An instance that was started before answers even without them.
-        let readers = (self.readers(of_prompts), !self.goes_on);
+        let readers = (
+            self.readers(of_prompts),
+            !self.goes_on,
+            self.unlike.is_some(),
+        );
         instance.with_prompts(prompts, heard, readers)
     }
 
@@ -484,8 +513,10 @@ impl PreparedModel {
             let seconds = seconds.predict_prompt(&self.config, split, PREDICTED_PROMPT);
             Some(f64::from(PREDICTED_PROMPT) / seconds.ok()?)
         };
-        let predicted =
-            PrefillOffload::predicted(tok_s(&self.cut.split), tok_s(&of_prompts.cut.split));
+        // The forecast is of one class.
+        let of_prompts = &of_prompts.cut.split;
+        let there = tok_s(of_prompts).filter(|_| self.unlike.is_none());
+        let predicted = PrefillOffload::predicted(tok_s(&self.cut.split), there);
         predicted.with_least(self.prompts_from)
     }
 
@@ -517,6 +548,7 @@ impl PreparedModel {
             follows: self.follows,
             goes_on: self.goes_on,
             hears,
+            unlike: self.unlike.clone(),
         };
         Instance::begin(spec, crew, observer)
     }

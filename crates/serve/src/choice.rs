@@ -140,7 +140,9 @@ impl ChoiceState {
     pub(crate) fn apply_reply(&mut self, reply: Reply, now: Instant) -> Option<Delta> {
         match reply {
             Reply::Failed(_) | Reply::Continued => None,
-            Reply::PromptRead { reused, logprobs } => {
+            Reply::PromptRead {
+                reused, logprobs, ..
+            } => {
                 self.reused = reused;
                 self.read_at = Some(now);
                 logprobs.map(|prompt| Delta {
@@ -325,6 +327,7 @@ mod tests {
             Reply::PromptRead {
                 reused: 0,
                 logprobs: None,
+                read_by: None,
             },
             token(1, "a"),
             token(2, ""),
@@ -359,6 +362,7 @@ mod tests {
             Reply::PromptRead {
                 reused: 0,
                 logprobs: None,
+                read_by: None,
             },
             finished("", Finish::Length),
         ];

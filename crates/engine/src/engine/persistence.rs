@@ -32,7 +32,8 @@ impl Engine {
     pub(super) fn note_kept(&mut self, index: usize, first: usize) {
         let sequence = &mut self.running[index];
         let known = sequence.pages.n_known();
-        let Some(store) = self.compute.store().filter(|_| first < known) else {
+        let is_own = sequence.read_by.is_none();
+        let Some(store) = self.compute.store().filter(|_| is_own && first < known) else {
             return;
         };
         sequence.name_pages(store, known);
@@ -148,6 +149,12 @@ impl Engine {
             false => 0, // unusable without all parts
         };
         let sequence = &mut self.running[index];
+        if whole > 0
+            && let Some(name) = self.compute.store().and_then(PageStore::read_by)
+        {
+            sequence.read_by = Some(name.to_owned());
+            self.pages.stop_sharing(&mut sequence.pages);
+        }
         sequence.computed = (known + whole) * PAGE;
         let computed = &sequence.tokens[..sequence.computed];
         self.pages.register(computed, &mut sequence.pages);

@@ -240,7 +240,15 @@ fn reply(event: Event) -> (SequenceId, Reply) {
             id,
             reused,
             logprobs,
-        } => (id, Reply::PromptRead { reused, logprobs }),
+            read_by,
+        } => {
+            let reply = Reply::PromptRead {
+                reused,
+                logprobs,
+                read_by,
+            };
+            (id, reply)
+        }
         Event::Token {
             id,
             token,

@@ -28,7 +28,7 @@ use crate::instance::numbers;
 use crate::messages::RankFacts;
 use crate::supervisor::Notice;
 use crate::workers::remote::RemoteWorkers;
-use crate::{Options, PreparedModel};
+use crate::{Error, Options, PrefillOptions, PreparedModel};
 
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
@@ -275,7 +275,14 @@ impl OwnedInstance {
         let mut prepared = prepared.map_err(|error| error.to_string())?;
         let readers = self.wanted.prompts.len() as u32;
         if readers > 0 {
-            let reads = prepared.read_prompts_on(readers, None);
+            let wanted = PrefillOptions {
+                nodes: readers,
+                ..PrefillOptions::default()
+            };
+            let reads = match prepared.options().classes.on_cpu() {
+                true => prepared.read_prompts_on(wanted),
+                false => Err(Error::PromptsOnMlx),
+            };
             reads.map_err(|error| error.to_string())?;
         }
         Ok(prepared)

@@ -161,7 +161,7 @@ impl PrefillGroup {
         instance: Instance,
         here: Arc<InstanceShared>,
         heard: GroupEventReceiver,
-        (readers, awaited): (PrefillOffload, bool),
+        (readers, awaited, unlike): (PrefillOffload, bool, bool),
     ) -> Result<Self, Error> {
         let instance = Arc::new(instance);
         let view = Arc::new(Mutex::new(PrefillStatus::default()));
@@ -176,6 +176,7 @@ impl PrefillGroup {
             read: Prefixes::default(),
             splits: [None, None],
             meeting: GroupCredentials::default(),
+            unlike,
         };
         let thread = std::thread::Builder::new().name("prompts".to_owned());
         let thread = thread.spawn(move || shell.run(&heard.heard));
@@ -294,6 +295,8 @@ struct Shell {
     /// Split of each group while it is ready.
     splits: [Option<Split>; 2],
     meeting: GroupCredentials,
+    /// Whether the groups compute in other classes: pages that were sent are not cached.
+    unlike: bool,
 }
 
 impl Shell {
@@ -406,7 +409,9 @@ impl Shell {
     ) -> Event {
         let blocks = blocks(&request.prompt);
         let known = self.read.read_by(&blocks, OWN) * PAGE;
-        self.read.remember(&blocks, OWN);
+        if !self.unlike {
+            self.read.remember(&blocks, OWN);
+        }
         let fresh = request.prompt.len().saturating_sub(known);
         // It needs the logits of all its tokens, which no page has.
         let fresh = if request.prompt_logprobs { 0 } else { fresh };
@@ -453,6 +458,9 @@ impl Shell {
         let HeldRequest {
             mut request, sink, ..
         } = open;
+        if self.unlike && open.reading.is_none() {
+            self.read.remember(&blocks(&request.prompt), OWN);
+        }
         let waited = open.since.elapsed().as_millis();
         if let Some(deadline) = &mut request.order.deadline_ms {
             *deadline = deadline.saturating_sub(u32::try_from(waited).unwrap_or(u32::MAX));
@@ -462,8 +470,28 @@ impl Shell {
             true => self.timed(request.prompt.len(), sink),
             false => sink,
         };
+        let sink = match self.unlike {
+            true => self.named(sink),
+            false => sink,
+        };
         let submit = Command::Submit(ticket, request, open.tokens, sink);
         self.here.command(submit);
+    }
+
+    /// A sink that names the prefill ranks by their devices too.
+    fn named(&self, mut sink: Sink) -> Sink {
+        let name = self.there.numbers();
+        Box::new(move |mut reply| {
+            if let Reply::PromptRead {
+                read_by: Some(class),
+                ..
+            } = &mut reply
+                && let Some(name) = &name
+            {
+                class.clone_from(name);
+            }
+            sink(reply);
+        })
     }
 
     /// A sink that also reports the decode ranks' prefill time of a prompt.

@@ -18,6 +18,8 @@ pub(super) struct ActiveRequest {
     pub(super) tokens: Vec<u32>,
     /// Whether the caller was notified of the end of prefill.
     prompt_read: bool,
+    /// Whether ranks with other numbers read its prompt, so that it continues with near ones.
+    read_near: bool,
     /// Whether it is submitted to the epoch.
     in_work: bool,
     /// When it was last submitted, or arrived.
@@ -155,6 +157,7 @@ impl Supervisor {
         let open = ActiveRequest {
             request,
             prompt_read: !tokens.is_empty(),
+            read_near: false,
             tokens,
             in_work,
             since: now,
@@ -192,7 +195,8 @@ impl Supervisor {
             return;
         };
         match &reply {
-            Reply::PromptRead { .. } => {
+            Reply::PromptRead { read_by, .. } => {
+                open.read_near |= read_by.is_some();
                 if std::mem::replace(&mut open.prompt_read, true) {
                     return;
                 }
@@ -239,7 +243,8 @@ impl Supervisor {
         let rank = self.candidates[self.way].leader;
         let is_near = self.policy.near;
         let begun = self.requests.0.iter();
-        let begun = begun.filter(|(_, open)| is_near && !open.tokens.is_empty());
+        let begun =
+            begun.filter(|(_, open)| (is_near || open.read_near) && !open.tokens.is_empty());
         let begun: Vec<Ticket> = begun.map(|(ticket, _)| *ticket).collect();
         self.tell_continued(&begun);
         for (ticket, open) in &mut self.requests.0 {

@@ -559,6 +559,7 @@ impl SupervisorHarness {
             let read = Reply::PromptRead {
                 reused: 0,
                 logprobs: None,
+                read_by: None,
             };
             self.says(
                 rank,

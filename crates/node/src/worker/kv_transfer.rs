@@ -30,6 +30,7 @@ use super::{ControlChannel, by_own_interface, listen, parse};
 use crate::messages::{
     FromWorker, PrefillRole, RankAssignment, ReceivePages, SendPages, TransferRound,
 };
+use crate::prefill_classes::{UnlikePrefill, page_type};
 use crate::{Error, disk};
 use receiver::{ReceivedPageStore, ReceivedPages};
 use sender::{ReceiverQueues, Sent};
@@ -64,20 +65,26 @@ struct TransferContext {
     kv: KvType,
     split: Split,
     rank: Rank,
-    /// Model identity and numerics, as text.
+    /// Model identity and numerics of both sides, as text.
     numbers: String,
     listen: SocketAddr,
 }
 
 impl TransferContext {
     fn new(job: &RankAssignment, weights: &dyn LoadedModel) -> Result<Self, Error> {
-        let kv = job.kv.as_deref().map(|kv| parse(kv, "kv")).transpose()?;
+        let unlike = job.unlike.as_ref();
+        let kv = unlike.map(|it| &*it.kv).or(job.kv.as_deref());
+        let kv = kv.map(|kv| parse(kv, "kv")).transpose()?;
+        let numbers = match unlike {
+            Some(UnlikePrefill { from, to, .. }) => format!("{from}>{to}"),
+            None => weights.numbers(),
+        };
         Ok(Self {
             config: weights.config().clone(),
-            kv: kv.unwrap_or_else(|| KvType::of(weights.class())),
+            kv: kv.unwrap_or_else(|| page_type(weights.class())),
             split: job.split.clone(),
             rank: Rank(job.rank),
-            numbers: format!("{}/{}", job.identity, weights.numbers()),
+            numbers: format!("{}/{numbers}", job.identity),
             listen: job.listen,
         })
     }
@@ -117,10 +124,10 @@ type OptionalPageStore = Option<Box<dyn PageStore>>;
 impl KvTransfer {
     /// The role of a rank in `job` with these weights, and the page store of its engine. A
     /// receiver's store has received pages first, then those of `disk`; a sender's store sends all
-    /// pages.
+    /// pages. With senders of another class no page is kept on disk.
     ///
     /// # Errors
-    /// [`Error::PromptsOnMlx`]: MLX keeps pages in its own arrays.
+    /// An unknown type of keys and values.
     pub(super) fn new(
         job: &RankAssignment,
         weights: &dyn LoadedModel,
@@ -129,21 +136,20 @@ impl KvTransfer {
         let Some(hands) = job.hands else {
             return Ok((Self::None, disk));
         };
-        if weights.class().is_mlx() {
-            return Err(Error::PromptsOnMlx);
-        }
         let own = TransferContext::new(job, weights)?;
         Ok(match hands {
             PrefillRole::Take => {
                 let windows = Kinds::new(&own.config).windows(std::iter::repeat(0));
                 let incoming = ReceivedPages::new(job.engine.context, &windows);
-                let store = ReceivedPageStore::new(incoming.clone(), disk);
+                let read_by = job.unlike.as_ref().map(|unlike| unlike.from.clone());
+                let disk = disk.filter(|_| read_by.is_none());
+                let store = ReceivedPageStore::new(incoming.clone(), disk, own.kv, read_by);
                 let taker = Box::new(KvReceiver { own, incoming });
                 (Self::Takes(taker), Some(Box::new(store)))
             }
             PrefillRole::Give => {
                 let outgoing = ReceiverQueues::default();
-                let store = Sent::new(outgoing.clone());
+                let store = Sent::new(outgoing.clone(), own.kv);
                 let giver = Box::new(KvSender { own, outgoing });
                 (Self::Gives(giver), Some(Box::new(store)))
             }

@@ -57,6 +57,7 @@ fn a_second_reader_gets_all_and_the_first_adds_nothing_more() {
             Reply::PromptRead {
                 reused: 0,
                 logprobs: None,
+                read_by: None,
             },
         )
     };

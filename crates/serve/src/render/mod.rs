@@ -38,6 +38,14 @@ pub(crate) struct ResponseFrame {
 const CONTINUED: &str = "+continued";
 
 impl ResponseFrame {
+    /// Puts the name of the numbers that read the prompt in front of the fingerprint, once.
+    pub(crate) fn read_by(&mut self, name: &str) {
+        let mark = format!("{name}>");
+        if !self.fingerprint.starts_with(&mark) {
+            self.fingerprint.insert_str(0, &mark);
+        }
+    }
+
     /// Marks the fingerprint, once.
     pub(crate) fn continue_near(&mut self) {
         if !self.fingerprint.ends_with(CONTINUED) {
@@ -135,6 +143,12 @@ pub(crate) trait DialectWriter: fmt::Debug + Send {
     /// field for what determines them.
     fn continued(&mut self) {}
 
+    /// Names the numbers that read the prompt, where they are near those that decode and the
+    /// dialect has such a field.
+    fn read_by(&mut self, name: &str) {
+        let _ = name;
+    }
+
     /// The keep-alive value; `None` sends a comment.
     fn beat(&self) -> Option<Value> {
         None
@@ -179,8 +193,13 @@ impl ResponseBuilder {
 
     /// Applies a reply to its choice; counts the tool calls of a finished one.
     fn take(&mut self, index: usize, reply: Reply) -> Option<Delta> {
-        if reply == Reply::Continued {
-            self.writer.continued();
+        match &reply {
+            Reply::Continued => self.writer.continued(),
+            Reply::PromptRead {
+                read_by: Some(name),
+                ..
+            } => self.writer.read_by(name),
+            _ => {}
         }
         let choice = &mut self.choices[index];
         let delta = choice.apply_reply(reply, (self.now)());

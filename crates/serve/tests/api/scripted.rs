@@ -166,6 +166,7 @@ impl ScriptedService {
                 sink(Reply::PromptRead {
                     reused: 0,
                     logprobs: None,
+                    read_by: None,
                 });
                 tokens
                     .iter()
@@ -177,6 +178,7 @@ impl ScriptedService {
                 sink(Reply::PromptRead {
                     reused: 0,
                     logprobs: None,
+                    read_by: None,
                 });
                 let said = tokens.iter().skip(had);
                 said.for_each(|(token, said)| sink(text(*token, said)));
@@ -191,6 +193,7 @@ impl ScriptedService {
                 sink(Reply::PromptRead {
                     reused: 0,
                     logprobs: None,
+                    read_by: None,
                 });
                 (0..n).for_each(|_| sink(text(97, "x")));
                 sink(Reply::Failed(failure));
@@ -200,6 +203,7 @@ impl ScriptedService {
                 sink(Reply::PromptRead {
                     reused: 0,
                     logprobs: None,
+                    read_by: None,
                 });
                 // Long, so that sockets fill soon where this thread gets its core late too.
                 let long = "x".repeat(1000);

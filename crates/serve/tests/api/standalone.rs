@@ -130,6 +130,7 @@ impl Service for TableService {
             sink(Reply::PromptRead {
                 reused,
                 logprobs: None,
+                read_by: None,
             });
             let pieces = pieces(&request).into_iter().take(request.max_tokens);
             for text in pieces.skip(tokens.len()) {

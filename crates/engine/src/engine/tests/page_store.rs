@@ -192,6 +192,72 @@ fn pages_for_others_are_given_each_time() {
     }
 }
 
+/// A store of pages that ranks with other numbers have computed, which gives each once.
+#[derive(Debug)]
+struct Foreign(Shelf);
+
+impl PageStore for Foreign {
+    fn name(&self, before: &PageName, tokens: &[u32]) -> PageName {
+        self.0.name(before, tokens)
+    }
+
+    fn has(&self, page: &PersistedPage) -> bool {
+        self.0.has(page)
+    }
+
+    fn put(&mut self, page: &PersistedPage, bytes: &[u8]) {
+        self.0.put(page, bytes);
+    }
+
+    fn get(&mut self, page: &PersistedPage, into: &mut [u8]) -> bool {
+        let got = self.0.get(page, into);
+        self.0.forget(page);
+        got
+    }
+
+    fn forget(&mut self, page: &PersistedPage) {
+        self.0.forget(page);
+    }
+
+    fn read_by(&self) -> Option<&str> {
+        Some("other")
+    }
+}
+
+/// Pages with other numbers are neither shared nor stored: the next sequence computes its prompt.
+/// A sequence that began with cached pages of its own takes them too, and names them.
+#[test]
+fn pages_with_other_numbers_are_for_their_sequence_alone() {
+    for tiny in [TinyModel::new(2), TinyModel::toy(2)] {
+        let shelf = Shelf::default();
+        let wanted = sampled(prompt(3 * PAGE + 9, 1), 20, 1);
+        let (own, _) = after_a_restart(&tiny, &wanted, &shelf);
+        let mut rig = Rig::new(&tiny, sizes());
+        let store = Box::new(Foreign(shelf.clone()));
+        rig.engine = tiny.engine(sizes()).with_store(store);
+        let mut answer = |wanted: &GenerationRequest| {
+            let before = rig.engine.n_reused();
+            let id = rig.submit(wanted);
+            rig.drain();
+            let reused = rig.engine.n_reused() - before;
+            (rig.outcomes.remove(&id).unwrap(), reused)
+        };
+        let (first, reused) = answer(&wanted);
+        assert_eq!(first.read_by.as_deref(), Some("other"));
+        assert_eq!((&first.tokens, reused), (&own.tokens, 3 * PAGE as u64));
+        let stored = || lock(&shelf.0).pages.len();
+        assert_eq!(stored(), 0, "pages with other numbers are stored");
+        assert_eq!(answer(&wanted), (own.clone(), 0));
+        // It finds its first pages in the cache, and the later ones in the store.
+        let longer = sampled(prompt(4 * PAGE + 9, 1), 5, 1);
+        let (expected, _) = after_a_restart(&tiny, &longer, &shelf);
+        let (again, reused) = answer(&longer);
+        assert_eq!(again.read_by.as_deref(), Some("other"));
+        assert_eq!((&again.tokens, reused), (&expected.tokens, 4 * PAGE as u64));
+        assert_eq!(answer(&wanted).1, 3 * PAGE as u64, "its own pages");
+    }
+}
+
 /// Simultaneous requests with one prompt wait for the one that restores it.
 #[test]
 fn a_prompt_of_many_is_recalled_once() {

@@ -15,6 +15,8 @@ use crate::{
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct SequenceOutcome {
     pub(super) prompt_reads: usize,
+    /// Name of the numbers that read the prompt, where they are not the model's own.
+    pub(super) read_by: Option<String>,
     /// Logprobs of the prompt from token 1 on.
     pub(super) scores: Option<Vec<TokenLogprobs>>,
     pub(super) tokens: Vec<u32>,
@@ -30,8 +32,11 @@ impl SequenceOutcome {
     fn add(&mut self, event: &Event) {
         assert_eq!(self.finish, None, "{event:?} after the end");
         match event {
-            Event::PromptRead { logprobs, .. } => {
+            Event::PromptRead {
+                logprobs, read_by, ..
+            } => {
                 self.prompt_reads += 1;
+                self.read_by.clone_from(read_by);
                 self.scores.clone_from(logprobs);
             }
             Event::Token {

@@ -51,6 +51,7 @@ fn alike(replies: Vec<Reply>) -> Vec<Reply> {
         Reply::PromptRead { logprobs, .. } => Reply::PromptRead {
             reused: 0,
             logprobs,
+            read_by: None,
         },
         other => other,
     };
@@ -62,6 +63,7 @@ fn reply(event: Event) -> Reply {
         Event::PromptRead { logprobs, .. } => Reply::PromptRead {
             reused: 0,
             logprobs,
+            read_by: None,
         },
         Event::Token {
             token,

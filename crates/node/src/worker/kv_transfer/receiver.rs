@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use paceline_base::lock;
 use paceline_comm::Group;
 use paceline_model::{KvTransferPlan, PageName, PageStore, PersistedPage, WindowPool};
-use paceline_tensor::PAGE;
+use paceline_tensor::{KvType, PAGE};
 use tracing::{debug, warn};
 
 use super::{ControlChannel, GIVER, NO_POOL, PAGE_LIMIT, RECEIVE_LIMIT, TAG, unlinked, within};
@@ -305,11 +305,25 @@ impl SenderConnection {
 pub(super) struct ReceivedPageStore {
     incoming: ReceivedPages,
     disk: Option<Box<dyn PageStore>>,
+    kv: KvType,
+    /// Name of the senders' class, where it is another one.
+    read_by: Option<String>,
 }
 
 impl ReceivedPageStore {
-    pub(super) fn new(incoming: ReceivedPages, disk: Option<Box<dyn PageStore>>) -> Self {
-        Self { incoming, disk }
+    /// With keys and values of type `kv`, which is also that of pages on disk.
+    pub(super) fn new(
+        incoming: ReceivedPages,
+        disk: Option<Box<dyn PageStore>>,
+        kv: KvType,
+        read_by: Option<String>,
+    ) -> Self {
+        Self {
+            incoming,
+            disk,
+            kv,
+            read_by,
+        }
     }
 }
 
@@ -352,6 +366,14 @@ impl PageStore for ReceivedPageStore {
         if let Some(disk) = &mut self.disk {
             disk.forget(page);
         }
+    }
+
+    fn kv_type(&self) -> Option<KvType> {
+        Some(self.kv)
+    }
+
+    fn read_by(&self) -> Option<&str> {
+        self.read_by.as_deref()
     }
 }
 
@@ -406,7 +428,7 @@ mod tests {
         let incoming = four_pages();
         incoming.begin(1, 2, &[8, 0]);
         assert!(!incoming.expect(7, name(1)));
-        let mut store = ReceivedPageStore::new(incoming.clone(), None);
+        let mut store = ReceivedPageStore::new(incoming.clone(), None, KvType::F16, None);
         let mut into = [0; 8];
         assert_eq!(add(&incoming, 0, (1, 0)), Some(vec![]));
         assert!(!store.has(&kept(1, 0)));
@@ -427,7 +449,7 @@ mod tests {
     fn rounds_that_are_over_add_nothing_and_the_oldest_pages_make_room() {
         let incoming = four_pages();
         incoming.begin(1, 1, &[8, 0]);
-        let store = ReceivedPageStore::new(incoming.clone(), None);
+        let store = ReceivedPageStore::new(incoming.clone(), None, KvType::F16, None);
         for i in 0..100 {
             add(&incoming, 0, (i, 0));
             add(&incoming, 0, (i, 1));
@@ -444,7 +466,7 @@ mod tests {
     fn what_is_left_of_a_prompt_goes_with_its_last_page() {
         let incoming = four_pages();
         incoming.begin(1, 1, &[8, 0]);
-        let mut store = ReceivedPageStore::new(incoming.clone(), None);
+        let mut store = ReceivedPageStore::new(incoming.clone(), None, KvType::F16, None);
         for (number, last) in [(7, 2), (8, 4)] {
             assert!(!incoming.expect(number, name(last)));
             for i in [last - 1, last] {

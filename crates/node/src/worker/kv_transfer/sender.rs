@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 use paceline_comm::Group;
 use paceline_model::{KvTransferPlan, PageName, PageStore, PersistedPage};
+use paceline_tensor::KvType;
 
 use super::{BEAT, NO_POOL, PAGE_LIMIT, TAG, TAKER, within};
 use crate::{Error, disk};
@@ -154,11 +155,13 @@ impl ReceiverQueues {
 #[derive(Debug)]
 pub(super) struct Sent {
     outgoing: ReceiverQueues,
+    kv: KvType,
 }
 
 impl Sent {
-    pub(super) const fn new(outgoing: ReceiverQueues) -> Self {
-        Self { outgoing }
+    /// With keys and values of type `kv`.
+    pub(super) const fn new(outgoing: ReceiverQueues, kv: KvType) -> Self {
+        Self { outgoing, kv }
     }
 }
 
@@ -186,5 +189,9 @@ impl PageStore for Sent {
 
     fn wants_known(&self) -> bool {
         true
+    }
+
+    fn kv_type(&self) -> Option<KvType> {
+        Some(self.kv)
     }
 }

@@ -217,6 +217,10 @@ impl DialectWriter for OpenAi {
         self.frame.continue_near();
     }
 
+    fn read_by(&mut self, name: &str) {
+        self.frame.read_by(name);
+    }
+
     fn failed(&mut self, rejection: &Rejection) -> Value {
         rejection.body()
     }
