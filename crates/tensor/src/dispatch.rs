@@ -152,8 +152,7 @@ pub(crate) struct KernelTable {
     /// For BF16 weights and activations rounded to bf16.
     pairs: unsafe fn(GroupArgs<'_>),
     /// For weights of FP8.
-    pub(crate) fp8: unsafe fn(GroupArgs<'_>),
-    pub(crate) decode_fp8: unsafe fn(*const u8, usize, &mut [f32]),
+    fp8: unsafe fn(GroupArgs<'_>),
     pub(crate) quantise_row: unsafe fn(&ActivationWriter<'_>, usize),
     pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
     pub(crate) square_sum: unsafe fn(&[f32]) -> f32,
@@ -186,8 +185,7 @@ impl KernelTable {
         #[cfg(target_arch = "x86_64")]
         if let Some(grid) = (block_type as usize).checked_sub(BlockType::IQ2_XXS as usize)
             && grid < GRIDS
-            && self.is_avx512()
-            && is_x86_feature_detected!("avx512vbmi")
+            && self.has_vbmi()
         {
             return [eight_vbmi::GROUPS, fifteen_vbmi::GROUPS][fifteen][grid];
         }
@@ -198,6 +196,21 @@ impl KernelTable {
     #[cfg(target_arch = "x86_64")]
     fn is_avx512(&self) -> bool {
         [InstructionSet::Avx512Vnni, InstructionSet::AmxInt8].contains(&self.set)
+    }
+
+    /// Whether the kernels of few rows are those of AVX-512 VBMI where there are some.
+    #[cfg(target_arch = "x86_64")]
+    fn has_vbmi(&self) -> bool {
+        self.is_avx512() && is_x86_feature_detected!("avx512vbmi")
+    }
+
+    /// The product kernel of FP8 weights.
+    pub(crate) fn fp8(&self) -> unsafe fn(GroupArgs<'_>) {
+        #[cfg(target_arch = "x86_64")]
+        if self.has_vbmi() {
+            return fp8_vbmi;
+        }
+        self.fp8
     }
 
     /// The product kernel of BF16 weights for activations rounded to bf16; `tiny` says whether
@@ -426,8 +439,6 @@ macro_rules! kernels {
             group!(bf16_group = matmul::group_floats::<$isa, bf16>);
             group!(pairs = matmul::pairs::group::<$isa, isa::InTurn>);
             group!(fp8 = matmul::fp8::group::<$isa>);
-            kernel!([$($feature)?] decode_fp8(weights: *const u8, run: usize, out: &mut [f32])
-                = matmul::fp8::decode::<$isa>);
 
             mod eight {
                 #[allow(clippy::wildcard_imports, reason = "a macro's module")]
@@ -476,7 +487,6 @@ macro_rules! kernels {
                 groups: [eight::GROUPS, fifteen::GROUPS],
                 pairs,
                 fp8,
-                decode_fp8,
                 quantise_row,
                 rms_norm,
                 square_sum,
@@ -565,6 +575,9 @@ macro_rules! grid_groups {
     };
 }
 
+#[cfg(target_arch = "x86_64")]
+kernel!(["avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c"]
+    fp8_vbmi(args: GroupArgs<'_>) = matmul::fp8::group::<isa::Avx512Vbmi>);
 #[cfg(target_arch = "x86_64")]
 grid_groups!(eight_vbmi, 1, iq2_xxs IQ2_XXS, iq2_xs IQ2_XS, iq2_s IQ2_S, iq3_xxs IQ3_XXS,
     iq3_s IQ3_S);

@@ -356,18 +356,9 @@ struct MatmulJob<'a> {
     groups: usize,
     group_bytes: usize,
     rows: usize,
-    /// How to decode a group of a decoded type; `None` where the kernel does.
-    decode: Option<Decode>,
+    /// Of a decoded type whose groups are decoded before they are multiplied.
+    rows_as_stored: Option<StoredRows>,
 }
-
-/// A way to decode a group, to element `(col, lane)`.
-enum Decode {
-    Rows(StoredRows),
-    Fp8(unsafe fn(*const u8, usize, &mut [f32])),
-}
-
-/// Rows of activations from which a group of FP8 is decoded once for all of them.
-const FP8_FROM: usize = 8;
 
 thread_local! {
     /// A group of a decoded type as f32: grows to the thread's widest matrix, and stays.
@@ -403,18 +394,12 @@ impl<'a> MatmulJob<'a> {
                 x.view(product.first_col),
             ),
         };
-        let mut scale_cols = 0;
-        let decode = w.decoded.and_then(|form| match form {
-            DecodedForm::Rows(rows) => Some(Decode::Rows(rows)),
-            DecodedForm::Fp8(layout) => {
-                scale_cols = layout.run;
-                if x.rows() >= FP8_FROM {
-                    return Some(Decode::Fp8(table.decode_fp8));
-                }
-                kernel = table.fp8;
-                None
-            }
-        });
+        let (mut scale_cols, mut rows_as_stored) = (0, None);
+        match w.decoded {
+            Some(DecodedForm::Fp8(layout)) => (kernel, scale_cols) = (table.fp8(), layout.run),
+            Some(DecodedForm::Rows(rows)) => rows_as_stored = Some(rows),
+            None => {}
+        }
         Self {
             kernel,
             batch,
@@ -438,7 +423,7 @@ impl<'a> MatmulJob<'a> {
             groups: w.groups(),
             group_bytes: w.group_bytes,
             rows: w.rows,
-            decode,
+            rows_as_stored,
         }
     }
 
@@ -446,7 +431,7 @@ impl<'a> MatmulJob<'a> {
     ///
     /// # Safety
     /// No other task writes these groups' outputs.
-    unsafe fn run_decoded(&self, decode: &Decode, groups: Range<usize>) {
+    unsafe fn run_decoded(&self, rows: &StoredRows, groups: Range<usize>) {
         DECODED.with_borrow_mut(|decoded| {
             let len = self.args.cols * LANES;
             decoded.resize(decoded.len().max(len), 0.0);
@@ -455,14 +440,8 @@ impl<'a> MatmulJob<'a> {
                 // kernel of f32 reads `len` values.
                 unsafe {
                     let mut args = self.args_of(g..g + 1, 0..self.args.end);
-                    let out = &mut decoded[..len];
-                    match decode {
-                        Decode::Fp8(decode) => decode(args.weights, args.scale_cols, out),
-                        Decode::Rows(rows) => {
-                            let bytes = self.group_bytes;
-                            rows.decode(std::slice::from_raw_parts(args.weights, bytes), out);
-                        }
-                    }
+                    let group = std::slice::from_raw_parts(args.weights, self.group_bytes);
+                    rows.decode(group, &mut decoded[..len]);
                     args.weights = decoded.as_ptr().cast();
                     let end = args.end;
                     for start in (0..end).step_by(ROW_BLOCK) {
@@ -480,9 +459,9 @@ impl<'a> MatmulJob<'a> {
     /// No other task writes these groups' outputs for the block.
     unsafe fn run(&self, block: usize, first: usize, count: usize) {
         let groups = first..self.groups.min(first + count);
-        if let Some(decode) = &self.decode {
+        if let Some(rows) = &self.rows_as_stored {
             // SAFETY: by the caller's promise; there is one block.
-            return unsafe { self.run_decoded(decode, groups) };
+            return unsafe { self.run_decoded(rows, groups) };
         }
         // SAFETY: the groups lie within the packed data, their outputs within `out`; lengths were
         // checked by `products`, features by detection; a batch reads activations as they lie.

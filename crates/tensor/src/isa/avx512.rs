@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 
 use super::avx2::{e4m3_halves, nibble_bytes, prefetch_lines, store_exchanged};
-use super::{BytePlanes, Isa, Pairs, Words, grids};
+use super::{BytePlanes, Isa, Pairs, Words, e4m3_columns, grids};
 use crate::storage::grids::{Eights, Fours};
 
 mod vbmi;
@@ -229,6 +229,16 @@ impl<const VBMI: bool> Isa for Zmm<VBMI> {
     #[inline(always)]
     unsafe fn load_e4m3(p: *const u8) -> __m512 {
         unsafe { _mm512_cvtph_ps(e4m3_halves(p)) }
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3s(p: *const u8) -> [__m512; 4] {
+        unsafe {
+            if VBMI {
+                vbmi::e4m3s(p)
+            } else {
+                e4m3_columns::<Self>(p)
+            }
+        }
     }
     #[inline(always)]
     unsafe fn load_bf16(p: *const u16) -> __m512 {

@@ -267,6 +267,12 @@ pub(crate) trait Isa: Copy {
     /// E4M3 has the bias 7 and f16 has 15. Its exponent and fraction, read as the low bits of an
     /// f16's exponent and the top of its fraction, are a number 2^8 times smaller.
     unsafe fn load_e4m3(p: *const u8) -> Self::F;
+    /// [`load_e4m3`](Self::load_e4m3) of four columns.
+    #[inline(always)]
+    unsafe fn load_e4m3s(p: *const u8) -> [Self::F; 4] {
+        // SAFETY: passed on.
+        unsafe { e4m3_columns::<Self>(p) }
+    }
     /// Loads 16 bf16, exactly.
     unsafe fn load_bf16(p: *const u16) -> Self::F;
     /// Each of the two bf16 at `p` in every lane, exactly.
@@ -362,6 +368,24 @@ pub(crate) trait Bytes: Isa {
     #[inline(always)]
     unsafe fn arranged(quads: [Self::W; 8]) -> [Self::W; 8] {
         quads
+    }
+}
+
+/// See [`Isa::load_e4m3s`].
+///
+/// # Safety
+/// See [`Isa`].
+#[inline(always)]
+unsafe fn e4m3_columns<S: Isa>(p: *const u8) -> [S::F; 4] {
+    // SAFETY: passed on.
+    unsafe {
+        let mut columns = [S::load_e4m3(p); 4];
+        let mut j = 1;
+        while j < columns.len() {
+            columns[j] = S::load_e4m3(p.add(LANES * j));
+            j += 1;
+        }
+        columns
     }
 }
 

@@ -52,9 +52,10 @@ impl<S: Isa> Leaf<S> for Fp8 {
                     let bytes = 4 * LANES;
                     let ahead = Prefetch { at, bytes };
                     ahead.prefetch::<S>(0, 1);
+                    let values = S::load_e4m3s(at);
                     let mut j = 0;
                     while j < 4 {
-                        let w = S::mul(S::load_e4m3(at.add(j * LANES)), scales);
+                        let w = S::mul(values[j], scales);
                         let mut i = 0;
                         while i < N {
                             let x = *args.x.values(t + i).add(k + j);
@@ -74,26 +75,6 @@ impl<S: Isa> Leaf<S> for Fp8 {
                 i += 1;
             }
             out
-        }
-    }
-}
-
-/// Decodes the group at `weights` to element `(col, lane)` of `out`, which is `(cols, 16)`.
-///
-/// # Safety
-/// Features of `S`; the group is there.
-#[inline(always)]
-pub(crate) unsafe fn decode<S: Isa>(weights: *const u8, scale_cols: usize, out: &mut [f32]) {
-    let mut k = 0;
-    while k < out.len() / LANES {
-        // SAFETY: the column and its run lie within the group, and 16 values within `out`.
-        unsafe {
-            let (scales, end) = run_of::<S>(weights, scale_cols, k);
-            while k < end.min(out.len() / LANES) {
-                let w = S::mul(S::load_e4m3(weights.add(k * LANES)), scales);
-                S::store(out.as_mut_ptr().add(k * LANES), w);
-                k += 1;
-            }
         }
     }
 }

@@ -1,10 +1,13 @@
-//! Rows of grids by AVX-512 VBMI: a table of 128 bytes in two registers answers 64 lookups at once.
+//! Rows of grids and values of FP8 by AVX-512 VBMI: a table of 128 bytes in two registers answers
+//! 64 lookups at once.
 #![allow(
     clippy::undocumented_unsafe_blocks,
     reason = "one contract for all: callers guarantee features and pointers"
 )]
 
 use std::arch::x86_64::*;
+
+use paceline_base::e4m3;
 
 use crate::formats::grids::ROWS;
 use crate::isa::LANES;
@@ -124,5 +127,65 @@ pub(super) unsafe fn fours<const N: usize>(
             half += 1;
         }
         quads
+    }
+}
+
+/// Places of four columns of bytes, so that bytes interleaved twice are whole columns: byte
+/// `16 l + 8 c + 2 i + j` is column `2 c + j` of row `4 l + i`.
+static COLUMNS: [u8; 64] = {
+    let mut places = [0; 64];
+    let mut at = 0;
+    while at < 64 {
+        let column = at / 8 % 2 * 2 + at % 2;
+        let row = at / 16 * 4 + at / 2 % 4;
+        places[at] = (LANES * column + row) as u8;
+        at += 1;
+    }
+    places
+};
+
+/// The low and the high bytes of the values of E4M3 without a sign, divided by 256, as bf16: all
+/// their bits.
+static E4M3: [[u8; 128]; 2] = {
+    let mut bytes = [[0; 128]; 2];
+    let mut byte = 0;
+    while byte < 128 {
+        // 127 is no number: 480 here, as in `Isa::load_e4m3`.
+        let value = if byte < 127 { e4m3(byte as u8) } else { 480.0 };
+        let bits = (value / 256.0).to_bits();
+        (bytes[0][byte], bytes[1][byte]) = ((bits >> 16) as u8, (bits >> 24) as u8);
+        byte += 1;
+    }
+    bytes
+};
+
+/// See `Isa`.
+#[inline(always)]
+pub(super) unsafe fn e4m3s(p: *const u8) -> [__m512; 4] {
+    unsafe {
+        let order = _mm512_loadu_si512(COLUMNS.as_ptr().cast());
+        let bytes = _mm512_permutexvar_epi8(order, _mm512_loadu_si512(p.cast()));
+        let low = of_128(&E4M3[0], bytes);
+        let sign = _mm512_and_si512(bytes, _mm512_set1_epi8(-128));
+        let high = _mm512_or_si512(of_128(&E4M3[1], bytes), sign);
+        let first = _mm512_unpacklo_epi8(low, high);
+        let second = _mm512_unpackhi_epi8(low, high);
+        let odd = _mm512_set1_epi32(!0xffff);
+        [
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(first)),
+            _mm512_castsi512_ps(_mm512_and_si512(first, odd)),
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(second)),
+            _mm512_castsi512_ps(_mm512_and_si512(second, odd)),
+        ]
+    }
+}
+
+/// Bytes of a table of 128, by the low seven bits.
+#[inline(always)]
+unsafe fn of_128(table: &[u8; 128], index: __m512i) -> __m512i {
+    unsafe {
+        let low = _mm512_loadu_si512(table.as_ptr().cast());
+        let high = _mm512_loadu_si512(table.as_ptr().add(64).cast());
+        _mm512_permutex2var_epi8(low, index, high)
     }
 }
