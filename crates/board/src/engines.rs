@@ -7,8 +7,11 @@ use std::time::Duration;
 use paceline_base::{Bytes, counted};
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::local::CommandProgress;
-use paceline_cluster::nodes::agent::{Agent, EngineDevice};
-use paceline_mlx::{DeviceKind, Error, Library, LibraryPaths};
+use paceline_cluster::nodes::agent::{Agent, DeviceRates, EngineDevice, FormRates};
+use paceline_mlx::{
+    DeviceKind, Dtype, Error, Library, LibraryPaths, ProductSizes, WeightForm, evaluation_us,
+    operation_s, product_rates,
+};
 use paceline_store::{MLX_VERSION, MlxBuild};
 use paceline_tensor::InstructionSet;
 use serde::{Deserialize, Serialize};
@@ -44,16 +47,151 @@ pub struct EngineList {
 }
 
 /// Publishes the devices of this machine's engines as facts of the node `agent`. A child, the
-/// program at `program`, lists them, so that the node itself opens no driver. Blocks for the time
-/// that a driver takes to open, some seconds at most; a child that fails leaves the facts as they
-/// are.
+/// program at `program`, lists them, so that the node itself opens no driver. Where a device has no
+/// rates yet, a second child measures it. Blocks for some seconds, 20 at most; a child that fails
+/// leaves the facts as they are.
 pub fn publish_devices(agent: &Agent, program: &Path) {
-    let output = program.to_str();
-    let output = output.and_then(|program| machine::ask(program, &["engines", "--json"]));
-    let list = output.and_then(|text| serde_json::from_str::<EngineList>(&text).ok());
-    if let Some(EngineList { engines }) = list {
-        agent.set_devices(engines.into_iter().flat_map(|it| it.devices).collect());
+    let Some(devices) = listed(program, &["engines", "--json"]) else {
+        return;
+    };
+    let is_known = |device: &EngineDevice| {
+        device.engine == "cpu" || device.rates.is_some() || device.problem.is_some()
+    };
+    let is_measured = devices.iter().all(is_known);
+    agent.set_devices(devices);
+    if is_measured {
+        return;
     }
+    if let Some(devices) = listed(program, &["engines", "--measure", "--json"]) {
+        agent.set_devices(devices);
+    }
+}
+
+/// The devices that a child with these arguments finds, also those that cannot be used.
+fn listed(program: &Path, arguments: &[&str]) -> Option<Vec<EngineDevice>> {
+    let text = machine::ask(program.to_str()?, arguments)?;
+    let EngineList { engines } = serde_json::from_str(&text).ok()?;
+    Some(engines.into_iter().flat_map(|it| it.devices).collect())
+}
+
+/// Measured rates of this machine's devices, kept on disk. A file that cannot be read counts as
+/// empty, and one that cannot be written is measured again.
+#[derive(Debug)]
+pub struct KeptRates(PathBuf);
+
+/// A device of a library, and its rates.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct KeptDevice {
+    version: String,
+    backend: String,
+    name: Option<String>,
+    rates: DeviceRates,
+}
+
+impl KeptRates {
+    /// In `engine-rates.json` of the folder `home`.
+    pub fn new(home: &Path) -> Self {
+        Self(home.join("engine-rates.json"))
+    }
+
+    fn read(&self) -> Vec<KeptDevice> {
+        let text = std::fs::read(&self.0).unwrap_or_default();
+        serde_json::from_slice(&text).unwrap_or_default()
+    }
+
+    /// Adds the kept rates to the devices of `engine`.
+    pub fn add_to(&self, engine: &mut EngineStatus) {
+        let kept = self.read();
+        for device in &mut engine.devices {
+            let of = |it: &&KeptDevice| {
+                let (name, backend) = (&it.name, &it.backend);
+                (name, backend, &it.version) == (&device.name, &device.backend, &engine.version)
+            };
+            let found = kept.iter().find(of);
+            device.rates = found.map(|kept| kept.rates.clone());
+        }
+    }
+
+    /// Keeps the rates of the devices of `engine`, and nothing else.
+    pub fn keep(&self, engine: &EngineStatus) {
+        let kept = engine.devices.iter().filter_map(|device| {
+            Some(KeptDevice {
+                version: engine.version.clone(),
+                backend: device.backend.clone(),
+                name: device.name.clone(),
+                rates: device.rates.clone()?,
+            })
+        });
+        let kept: Vec<KeptDevice> = kept.collect();
+        if let Ok(text) = serde_json::to_vec_pretty(&kept) {
+            let part = self
+                .0
+                .with_extension(format!("{}.part", std::process::id()));
+            let _ = std::fs::write(&part, text).and_then(|()| std::fs::rename(&part, &self.0));
+        }
+    }
+}
+
+/// The measured forms of weights: bits with those of a group's scale and bias, and type of the
+/// other factors.
+const FORMS: [(u32, WeightForm, Dtype); 6] = [
+    (5, WeightForm::Groups(4), Dtype::F16),
+    (9, WeightForm::Groups(8), Dtype::F16),
+    (16, WeightForm::Floats, Dtype::F16),
+    (6, WeightForm::Groups(4), Dtype::F32),
+    (10, WeightForm::Groups(8), Dtype::F32),
+    (32, WeightForm::Floats, Dtype::F32),
+];
+
+/// Sizes of the products that are measured. On a GPU they are more than the caches of any, 50 MB on
+/// an H100, and the rows of a chunk of a prompt. MLX on a CPU is limited by arithmetic, which takes
+/// forty times as long in 16 bits: a second in all.
+const fn sizes(device: DeviceKind) -> ProductSizes {
+    match device {
+        DeviceKind::Cpu => ProductSizes {
+            width: 512,
+            matrices: 8,
+            rows: 4,
+        },
+        DeviceKind::Gpu => ProductSizes {
+            width: 2048,
+            matrices: 40,
+            rows: 512,
+        },
+    }
+}
+
+/// Measures the devices of MLX in place. A device that fails has empty rates, so that it is not
+/// measured again.
+pub fn measure(mlx: &mut EngineStatus) {
+    let library = mlx.library.as_ref();
+    let Some(library) = library.and_then(|path| Library::load(path).ok()) else {
+        return;
+    };
+    for device in &mut mlx.devices {
+        let kind = match device.kind.as_str() {
+            "gpu" => DeviceKind::Gpu,
+            _ => DeviceKind::Cpu,
+        };
+        device.rates = Some(rates(&library, kind).unwrap_or_default());
+    }
+}
+
+fn rates(library: &Library, device: DeviceKind) -> Result<DeviceRates, paceline_mlx::Error> {
+    let form = |(bits, form, dtype): (u32, WeightForm, Dtype)| {
+        let measured = product_rates(library, device, (form, dtype), sizes(device))?;
+        Ok::<_, paceline_mlx::Error>(FormRates {
+            bits,
+            wide: dtype == Dtype::F32,
+            reads: measured.reads as u64,
+            computes: measured.computes as u64,
+        })
+    };
+    Ok(DeviceRates {
+        forms: FORMS.into_iter().map(form).collect::<Result<_, _>>()?,
+        operation_ns: (operation_s(library, device)? * 1e9) as u64,
+        crossing_ns: (evaluation_us(library, device)? * 1e3) as u64,
+    })
 }
 
 /// Keeps the devices of this machine's engines published by [`publish_devices`]. Lists them now,
@@ -180,6 +318,8 @@ pub fn text(engines: &[EngineStatus]) -> String {
                 "     {:3}  {:12} {memory:>10}  {name}",
                 device.kind, device.backend
             ));
+            let measured = device.rates.as_ref().filter(|it| !it.forms.is_empty());
+            lines.extend(measured.map(rates_told));
         }
         lines.extend(
             engine
@@ -189,6 +329,22 @@ pub fn text(engines: &[EngineStatus]) -> String {
         );
     }
     lines.join("\n")
+}
+
+/// Measured rates as text.
+fn rates_told(rates: &DeviceRates) -> String {
+    let form = |form: &FormRates| {
+        let (reads, computes) = (form.reads as f64 / 1e9, form.computes as f64 / 1e9);
+        let factors = if form.wide { "x32" } else { "x16" };
+        format!(
+            "{}{factors} bits {reads:.2} GB/s {computes:.0} Gop/s",
+            form.bits
+        )
+    };
+    let forms: Vec<String> = rates.forms.iter().map(form).collect();
+    let [operation, crossing] = [rates.operation_ns, rates.crossing_ns].map(|ns| ns as f64 / 1e3);
+    let forms = forms.join(", ");
+    format!("          {forms}, {operation:.1} us an operation, {crossing:.0} us a crossing")
 }
 
 /// The MLX build for a system; `cuda` returns the driver's CUDA version. `None` if none is
@@ -210,6 +366,38 @@ pub fn choose(os: &str, arch: &str, cuda: impl FnOnce() -> Option<u32>) -> Optio
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kept_rates_are_those_of_the_same_device_and_version() {
+        let home = tempfile::tempdir().unwrap();
+        let kept = KeptRates::new(home.path());
+        let engine = |version: &str, name: &str, rates| EngineStatus {
+            name: "mlx".into(),
+            ready: true,
+            version: version.into(),
+            library: None,
+            devices: vec![EngineDevice {
+                name: Some(name.into()),
+                backend: "metal".into(),
+                rates,
+                ..EngineDevice::default()
+            }],
+            problem: None,
+        };
+        let known = |version, name| {
+            let mut engine = engine(version, name, None);
+            kept.add_to(&mut engine);
+            engine.devices[0].rates.clone()
+        };
+        assert_eq!(known("1", "M3"), None, "nothing is kept yet");
+        let rates = DeviceRates {
+            crossing_ns: 150_000,
+            ..DeviceRates::default()
+        };
+        kept.keep(&engine("1", "M3", Some(rates.clone())));
+        assert_eq!(known("1", "M3"), Some(rates));
+        assert_eq!((known("2", "M3"), known("1", "M4")), (None, None));
+    }
 
     #[test]
     fn the_build_follows_the_machine() {

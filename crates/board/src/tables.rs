@@ -109,9 +109,11 @@ fn without_layers(numbers: &str) -> String {
     parts.join("+")
 }
 
-/// Placements, a line each.
+/// Placements, a line each, and whether the rates of their devices were measured.
 pub fn proposals(preview: &Value) -> Vec<String> {
-    let heading = ["NODES", "SPLIT", "TOKENS/S", "FIRST TOKEN", "FITS"].map(str::to_owned);
+    let heading = [
+        "NODES", "SPLIT", "ENGINE", "TOKENS/S", "TOGETHER", "FIRST", "FITS",
+    ];
     let row = |it: &Value| {
         let number = |name: &str, unit: &str| match it[name].as_f64() {
             Some(value) => format!("{value:.1}{unit}"),
@@ -127,16 +129,40 @@ pub fn proposals(preview: &Value) -> Vec<String> {
         [
             nodes,
             it["split"].as_str().unwrap_or_default().to_owned(),
+            engines_told(&it["engines"]),
             number("decode_tok_s", ""),
+            number("batch_tok_s", ""),
             number("ttft_ms", " ms"),
             fits.to_owned(),
         ]
     };
     let placements = preview["placements"].as_array().into_iter().flatten();
-    let rows: Vec<_> = std::iter::once(heading)
-        .chain(placements.map(row))
+    let rows: Vec<_> = std::iter::once(heading.map(str::to_owned))
+        .chain(placements.clone().map(row))
         .collect();
-    aligned(&rows)
+    let mut lines = aligned(&rows);
+    lines.extend(placements.filter_map(constants));
+    lines
+}
+
+/// Engines of nodes, equal neighbours once.
+fn engines_told(engines: &Value) -> String {
+    let engines = engines.as_array().into_iter().flatten();
+    let mut told: Vec<&str> = engines.filter_map(Value::as_str).collect();
+    told.dedup();
+    printable(&told.join("+")).into_owned()
+}
+
+/// A placement whose devices have constants for rates.
+fn constants(placement: &Value) -> Option<String> {
+    let range = placement["decode_range"].as_array()?;
+    let [least, most] = [range.first()?.as_f64()?, range.get(1)?.as_f64()?];
+    Some(format!(
+        "{}, {}: rates are constants of the device's class and not measured: {least:.1} to {most:.1} \
+         tokens/s",
+        names(&placement["nodes"]),
+        placement["split"].as_str().unwrap_or_default(),
+    ))
 }
 
 /// Stored model ranges and free disk, per node.

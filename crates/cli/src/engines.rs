@@ -4,7 +4,7 @@ use std::env::consts::{ARCH, OS};
 use std::path::PathBuf;
 
 use clap::{Subcommand, ValueEnum};
-use paceline_board::engines::{LIST_ENGINES, choose, cpu, mend_mlx, mlx, text};
+use paceline_board::engines::{KeptRates, LIST_ENGINES, choose, cpu, measure, mend_mlx, mlx, text};
 use paceline_cluster::machine;
 use paceline_mlx::Library;
 use paceline_store::{MlxBuild, MlxInstallation, SystemVersion, Toolchain, install_mlx, mlx_bytes};
@@ -23,6 +23,9 @@ use crate::progress::on_stderr;
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Option<EnginesCommand>,
+    /// Measure MLX's devices for the predictions of `load`, which takes some seconds
+    #[arg(long)]
+    measure: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -79,13 +82,20 @@ impl From<Build> for MlxBuild {
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     match &args.command {
         Some(EnginesCommand::Install(install)) => install_engine(install, signals),
-        None => list(args.json),
+        None => list(args),
     }
 }
 
-fn list(as_json: bool) -> anyhow::Result<()> {
-    let engines = [cpu(), mlx(&home::mlx_places()?)];
-    if as_json {
+fn list(args: &Args) -> anyhow::Result<()> {
+    let mut engines = [cpu(), mlx(&home::mlx_places()?)];
+    let kept = KeptRates::new(&home::folder()?);
+    if args.measure {
+        measure(&mut engines[1]);
+        kept.keep(&engines[1]);
+    } else {
+        kept.add_to(&mut engines[1]);
+    }
+    if args.json {
         return print(&json!({ "engines": engines }).to_string());
     }
     print(&text(&engines))?;

@@ -62,7 +62,9 @@ pub use error::Error;
 pub use exit::{end_process, exit};
 pub use library::Library;
 pub use library_paths::{LIBRARY_NAME, LibraryPaths};
-pub use limits::{evaluation_us, read_rate};
+pub use limits::{
+    ProductRates, ProductSizes, WeightForm, evaluation_us, operation_s, product_rates, read_rate,
+};
 pub use memory::{MemoryLimits, MemoryUse};
 pub use ops::{Mask, Quantised, QuantisedMode};
 pub use stream::{DeviceKind, Stream};

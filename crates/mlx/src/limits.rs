@@ -1,11 +1,12 @@
 //! How fast a device reads its memory: what decoding is held against. And the time of an
-//! evaluation, which every step waits for.
+//! evaluation, which every step waits for. Rates of products, by the form of their weights, predict
+//! the speed of a model.
 
 use std::time::Instant;
 
 use paceline_base::median;
 
-use crate::{Array, DeviceKind, Dtype, Error, Library, Stream};
+use crate::{Array, DeviceKind, Dtype, Error, Library, Quantised, QuantisedMode, Stream};
 
 /// Loops that are timed after one that is not. The shortest time counts, since other load on the
 /// machine only adds time.
@@ -48,6 +49,159 @@ pub fn evaluation_us(library: &Library, device: DeviceKind) -> Result<f64, Error
         }
         Ok(median(times))
     })
+}
+
+/// Values of a group of quantised weights, as this project packs them.
+const GROUP: i32 = 32;
+
+/// Pairs of operations of the chain whose length gives the time of one.
+const PAIRS: usize = 128;
+
+/// How the weights of a measured product are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightForm {
+    /// Integers of these bits, in groups of 32 with a scale and a bias of 16 bits each.
+    Groups(i32),
+    Floats,
+}
+
+/// What a device does in the products of a model.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ProductRates {
+    /// Bytes of weights a second in products with one row.
+    pub reads: f64,
+    /// Operations a second in products with many rows.
+    pub computes: f64,
+}
+
+/// Sizes of a measurement of products.
+#[derive(Clone, Copy, Debug)]
+pub struct ProductSizes {
+    /// Rows and columns of a matrix.
+    pub width: i32,
+    /// Matrices that follow each other: more than the device's caches hold.
+    pub matrices: u32,
+    /// Rows of the products with many of them.
+    pub rows: i32,
+}
+
+/// The rates of products of inputs in `dtype` with weights of this `form`. Done on a thread of its
+/// own.
+///
+/// # Errors
+/// [`Error::NoDevice`], [`Error::Call`], [`Error::Thread`].
+pub fn product_rates(
+    library: &Library,
+    device: DeviceKind,
+    (form, dtype): (WeightForm, Dtype),
+    sizes: ProductSizes,
+) -> Result<ProductRates, Error> {
+    on_own_thread(|| {
+        let stream = library.stream(device)?;
+        let matrices = (0..sizes.matrices.max(1)).map(|_| form.zeros(&stream, sizes.width, dtype));
+        let matrices = matrices.collect::<Result<Vec<_>, _>>()?;
+        let seconds = |rows: i32, matrices: &[Weights]| {
+            let x = stream.zeros(&[rows, sizes.width], dtype)?;
+            stream.eval([&x])?;
+            shortest(&stream, || {
+                matrices
+                    .iter()
+                    .try_fold(x.clone(), |x, w| w.apply(&stream, &x))
+            })
+        };
+        let bytes: u64 = matrices.iter().map(Weights::bytes).sum();
+        let width = f64::from(sizes.width);
+        let operations = 2.0 * f64::from(sizes.rows) * width * width;
+        Ok(ProductRates {
+            reads: bytes as f64 / seconds(1, &matrices)?,
+            computes: operations / seconds(sizes.rows, &matrices[..1])?,
+        })
+    })
+}
+
+/// Seconds that a small operation adds to an evaluation: its part of the graph and its kernel. The
+/// mean of an addition and a norm of a row. Done on a thread of its own.
+///
+/// # Errors
+/// [`Error::NoDevice`], [`Error::Call`], [`Error::Thread`].
+pub fn operation_s(library: &Library, device: DeviceKind) -> Result<f64, Error> {
+    const ROW: i32 = 2048; // as of a model with a billion weights
+    on_own_thread(|| {
+        let stream = library.stream(device)?;
+        let x = stream.zeros(&[1, ROW], Dtype::F32)?;
+        let weight = stream.zeros(&[ROW], Dtype::F32)?;
+        stream.eval([&x, &weight])?;
+        let chain = |pairs: usize| {
+            shortest(&stream, || {
+                (0..pairs).try_fold(x.clone(), |x, _| {
+                    stream.add(&stream.rms_norm(&x, &weight, 1e-5)?, &x)
+                })
+            })
+        };
+        let operations = 2 * (PAIRS - 1);
+        Ok(((chain(PAIRS)? - chain(1)?) / operations as f64).max(0.0))
+    })
+}
+
+/// A matrix of zeros.
+enum Weights {
+    Groups(Quantised),
+    /// `(in, out)`
+    Floats(Array),
+}
+
+impl WeightForm {
+    fn zeros(self, stream: &Stream, width: i32, dtype: Dtype) -> Result<Weights, Error> {
+        let Self::Groups(bits) = self else {
+            let whole = stream.zeros(&[width, width], dtype)?;
+            stream.eval([&whole])?;
+            return Ok(Weights::Floats(stream.transpose(&whole, &[1, 0])?));
+        };
+        let factors = || stream.zeros(&[width, width / GROUP], dtype);
+        let weights = Quantised {
+            packed: stream.zeros(&[width, width * bits / 32], Dtype::U32)?,
+            scales: factors()?,
+            biases: Some(factors()?),
+            group: GROUP,
+            bits,
+            mode: QuantisedMode::Affine,
+        };
+        let all = [&weights.packed, &weights.scales].into_iter();
+        stream.eval(all.chain(&weights.biases))?;
+        Ok(Weights::Groups(weights))
+    }
+}
+
+impl Weights {
+    fn apply(&self, stream: &Stream, x: &Array) -> Result<Array, Error> {
+        match self {
+            Self::Groups(weights) => stream.quantised_matmul(x, weights),
+            Self::Floats(across) => stream.matmul(x, across),
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Groups(w) => {
+                let biases = w.biases.as_ref().map_or(0, Array::n_bytes);
+                w.packed.n_bytes() + w.scales.n_bytes() + biases
+            }
+            Self::Floats(across) => across.n_bytes(),
+        }
+    }
+}
+
+/// The shortest time until `make`'s array is computed.
+fn shortest(stream: &Stream, make: impl Fn() -> Result<Array, Error>) -> Result<f64, Error> {
+    let mut least = f64::INFINITY;
+    for round in 0..=ROUNDS {
+        let start = Instant::now();
+        stream.eval([&make()?])?;
+        if round > 0 {
+            least = least.min(start.elapsed().as_secs_f64());
+        }
+    }
+    Ok(least.max(1e-9))
 }
 
 /// Runs `work` on a new thread. Streams belong to the thread that made them, and theirs is no

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Sender, channel};
 
 use paceline_mlx::{
-    Array, DeviceKind, Dtype, Error, LIBRARY_NAME, Library, LibraryPaths, Mask, Quantised,
-    QuantisedMode, Stream,
+    Array, DeviceKind, Dtype, Error, LIBRARY_NAME, Library, LibraryPaths, Mask, ProductSizes,
+    Quantised, QuantisedMode, Stream, WeightForm, product_rates,
 };
 
 /// A stream of the library that `PACELINE_MLXC` names, or a line that says why a test is
@@ -441,6 +441,21 @@ fn memory_of_any_type_is_the_arrays_own() {
     assert!(stream.shares_memory().unwrap());
     let rate = paceline_mlx::read_rate(stream.library(), DeviceKind::Cpu, 1 << 20).unwrap();
     assert!(rate.is_finite() && rate > 0.0, "{rate}");
+    let (library, sizes) = (
+        stream.library(),
+        ProductSizes {
+            width: 64,
+            matrices: 2,
+            rows: 2,
+        },
+    );
+    for form in [WeightForm::Groups(4), WeightForm::Floats] {
+        let form = (form, Dtype::F32);
+        let rates = product_rates(library, DeviceKind::Cpu, form, sizes).unwrap();
+        assert!(rates.reads > 0.0 && rates.computes > 0.0, "{rates:?}");
+    }
+    let took = paceline_mlx::operation_s(library, DeviceKind::Cpu).unwrap();
+    assert!((0.0..1.0).contains(&took), "{took}");
 }
 
 /// Gradients of a function of two arrays, with a constant that it brings along; its own error, and

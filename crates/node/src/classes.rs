@@ -150,6 +150,22 @@ impl Classes {
     }
 }
 
+/// The engines of an instance's ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum EngineChoice {
+    /// On each machine the one that is expected to be fastest.
+    Fastest,
+    /// The class of each rank.
+    Given(Vec<KernelClass>),
+}
+
+impl EngineChoice {
+    /// Whether a class in 32 bits is among them.
+    pub(crate) fn is_wide(&self) -> bool {
+        matches!(self, Self::Given(classes) if classes.contains(&KernelClass::MlxF32))
+    }
+}
+
 /// Each different one once, as `cpu+mlx`.
 impl fmt::Display for Classes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -10,6 +10,7 @@
 //! auto` begins with the split of the best corrected prediction, so a split that was slower than
 //! predicted is not chosen next time. `paceline_plan::steer` replaces it already during a run.
 
+pub mod devices;
 mod facts;
 mod layers;
 pub mod machines;

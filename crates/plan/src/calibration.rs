@@ -142,6 +142,35 @@ impl Calibration {
         self.parameters.insert(parameter.name.clone(), parameter);
     }
 
+    /// Adds an engine whose costs were measured on one machine: `operation_s` of an operation, and
+    /// `crossing_s` of an exchange besides the network. It computes as our own engine on GPUs.
+    pub fn add_measured(&mut self, name: &str, operation_s: f64, crossing_s: f64) {
+        let constant = |name: String, value: f64| Parameter {
+            name,
+            prior: value,
+            spread: 1.0,
+            value,
+            why: "measured on its machine".to_owned(),
+        };
+        let handover = format!("own.{name}");
+        self.insert(constant(format!("op.{name}"), operation_s));
+        self.insert(constant(format!("handover.{handover}.tcp"), crossing_s));
+        self.engines.push(EngineProfile {
+            name: name.to_owned(),
+            matches: Vec::new(),
+            op: name.to_owned(),
+            quantised: None,
+            boundary: None,
+            boundary_messages: 1.0,
+            remote: None,
+            activation_bytes: 4.0,
+            head_split: true,
+            deals_experts: true,
+            handover,
+            source: "this project: activations travel as f32 between stages".to_owned(),
+        });
+    }
+
     /// The constant, or `default` for a machine or engine that no row anchors.
     fn value(&self, name: &str, default: f64) -> f64 {
         self.parameters.get(name).map_or(default, |p| p.value)
@@ -176,7 +205,7 @@ impl Calibration {
         if node.measured {
             // Measured with our own kernels, the rates are what is reached; a measured read rate
             // of memory is reached in part.
-            let own = engine.handover == "own";
+            let own = engine.handover.starts_with("own");
             let share = if own {
                 1.0
             } else {

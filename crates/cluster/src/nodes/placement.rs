@@ -96,6 +96,9 @@ pub struct InstanceSpec {
     /// Kernel classes of nodes that compute with another one.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub classes: BTreeMap<NodeId, String>,
+    /// Relative parts of its nodes, as they were planned; equal if one of the nodes has none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub shares: BTreeMap<NodeId, u32>,
 }
 
 #[allow(

@@ -338,7 +338,7 @@ impl ModelFamily {
     }
 
     /// Whether its activations overflow half precision.
-    pub(crate) const fn needs_wide_activations(self) -> bool {
+    pub const fn needs_wide_activations(self) -> bool {
         matches!(self, Self::Gemma3 | Self::Gemma4 | Self::GptOss)
     }
 

@@ -7,7 +7,7 @@ use paceline_cluster::nodes::{InstanceId, NodeId};
 
 use super::hosts::weight_bytes;
 use super::{Inner, LoadRequest};
-use crate::classes::{self, Classes, Engines};
+use crate::classes::{self, Classes, EngineChoice, Engines};
 
 /// Name of the engine MLX in a node's facts.
 const MLX: &str = "mlx";
@@ -56,16 +56,27 @@ fn told(rooms: &[(String, u64)]) -> String {
     told.collect::<Vec<_>>().join(", ")
 }
 
-/// Shares of an instance's weights for nodes with these free bytes. None, which means equal parts,
-/// where these fit; else in proportion to the memory.
+/// Shares of an instance for nodes with these free bytes. Those of the record, else none, which
+/// means equal parts, where these fit; else in proportion to the memory. Weights, and keys and
+/// values, are in bytes.
 fn shares(
     model: &str,
     (weights, cache): (u64, u64),
+    recorded: &[u32],
     rooms: Vec<(String, u64)>,
 ) -> Result<Vec<u32>, TooLarge> {
     let needed = weights + cache;
-    let part = needed / rooms.len().max(1) as u64;
-    if rooms.iter().all(|(_, room)| *room >= part) {
+    let equal = vec![1; rooms.len()];
+    let fit = |shares: &[u32]| {
+        let all: u32 = shares.iter().sum();
+        let part = |share: u32| (needed as f64 * f64::from(share) / f64::from(all.max(1))) as u64;
+        let mut each = rooms.iter().zip(shares);
+        shares.len() == rooms.len() && each.all(|((_, room), share)| *room >= part(*share))
+    };
+    if fit(recorded) {
+        return Ok(recorded.to_vec());
+    }
+    if fit(&equal) {
         return Ok(Vec::new());
     }
     let all: u64 = rooms
@@ -87,8 +98,8 @@ fn shares(
 
 /// The kernel classes of nodes with these facts, in their order.
 ///
-/// Without an engine and a class the nodes compute on MLX if each has a GPU for it, else on the
-/// CPU. MLX on CPUs is slower than the CPU engine.
+/// Without an engine, a class and a prediction the nodes compute on MLX if each has a GPU for it,
+/// else on the CPU. MLX on CPUs is slower than the CPU engine.
 fn choose(
     engine: Option<Engines>,
     class: Option<KernelClass>,
@@ -125,17 +136,24 @@ fn choose(
 }
 
 impl Inner {
-    /// States the kernel classes of a record's nodes.
+    /// States the kernel classes of a record's nodes: those of the request, else `planned` ones.
     ///
     /// # Errors
     /// A node lacks its engine, or the request contradicts itself.
     pub(super) fn set_classes(
         &self,
         ask: &LoadRequest,
+        planned: Option<Vec<(NodeId, KernelClass)>>,
         record: &mut InstanceSpec,
     ) -> Result<(), String> {
-        let classes = self.classes_of(ask, &record.nodes);
-        let classes = classes.map_err(|error| error.to_string())?;
+        let is_open = ask.engine.is_none() && ask.class.is_none();
+        let classes = match planned.filter(|_| is_open) {
+            Some(classes) => classes,
+            None => {
+                let classes = self.classes_of(ask, &record.nodes);
+                classes.map_err(|error| error.to_string())?
+            }
+        };
         let first = classes[0].1;
         record.class = match first == KernelClass::default() {
             true => String::new(),
@@ -147,8 +165,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Shares of an instance that computes on MLX, by the memory of its nodes. None for one that
-    /// the planner divides.
+    /// Shares of an instance that computes on MLX, by its record or by the memory of its nodes.
+    /// None for one that the planner divides.
     ///
     /// # Errors
     /// [`TooLarge`].
@@ -163,8 +181,31 @@ impl Inner {
         let all = self.rooms_beside(id, wanted);
         let room = |id: &NodeId| (self.name(*id), all.get(id).copied().unwrap_or(u64::MAX));
         let rooms = wanted.nodes.iter().map(room).collect();
+        let recorded = wanted.nodes.iter().map(|id| wanted.shares.get(id).copied());
+        let recorded: Option<Vec<u32>> = recorded.collect();
         let needed = (weight_bytes(wanted), wanted.cache_bytes);
-        shares(&wanted.model, needed, rooms)
+        shares(&wanted.model, needed, &recorded.unwrap_or_default(), rooms)
+    }
+
+    /// The engines of a request on nodes of ranks.
+    ///
+    /// # Errors
+    /// As [`set_classes`](Self::set_classes).
+    pub(super) fn engine_choice(
+        &self,
+        ask: &LoadRequest,
+        ranks: &[NodeId],
+    ) -> Result<EngineChoice, String> {
+        if ask.engine.is_none() && ask.class.is_none() {
+            return Ok(EngineChoice::Fastest);
+        }
+        let classes = self.classes_of(ask, ranks);
+        let classes = classes.map_err(|error| error.to_string())?;
+        let class = |id: &NodeId| {
+            let class = classes.iter().find(|(other, _)| other == id);
+            class.map_or(KernelClass::Cpu, |(_, class)| *class)
+        };
+        Ok(EngineChoice::Given(ranks.iter().map(class).collect()))
     }
 
     fn classes_of(
@@ -195,6 +236,11 @@ impl Inner {
         nodes.sort_by_key(|id| named.iter().position(|it| it == id));
         nodes
     }
+}
+
+/// Whether a node has a GPU that an engine computes on.
+pub(super) fn has_gpu(facts: &NodeFacts) -> bool {
+    facts.gpu(MLX).is_some()
 }
 
 /// Whether a node may be chosen for a request: it has the only engine that is asked for.
@@ -265,10 +311,17 @@ mod tests {
                 .zip(each.map(|gb| gb * GB))
                 .collect::<Vec<_>>()
         };
-        let of = |needed: u64, each| shares("m", (needed * GB, 0), rooms(each));
+        let of = |needed: u64, each| shares("m", (needed * GB, 0), &[], rooms(each));
+        let recorded = |needed: u64| shares("m", (needed * GB, 0), &[1, 2, 3], rooms([8, 16, 24]));
+        assert_eq!(recorded(24), Ok(vec![1, 2, 3]));
+        assert_eq!(recorded(49).map_err(|error| error.weights), Err(49 * GB));
+        assert_eq!(
+            shares("m", (8 * GB, 0), &[9, 0, 0], rooms([7, 7, 7])),
+            Ok(vec![])
+        );
         assert_eq!(of(24, [8, 16, 24]), Ok(vec![]));
         assert_eq!(of(40, [8, 16, 24]), Ok(vec![166, 333, 500]));
-        let error = shares("m", (40 * GB, 9 * GB), rooms([8, 16, 24]));
+        let error = shares("m", (40 * GB, 9 * GB), &[], rooms([8, 16, 24]));
         let error = error.unwrap_err().to_string();
         let told = "m needs 45.6 GiB of memory (weights 37.3 GiB, keys and values 8.4 GiB), and its \
                     nodes have 44.7 GiB to spare: a 7.5 GiB, b 14.9 GiB, c 22.4 GiB";

@@ -27,8 +27,10 @@ use paceline_model::{Config, ModelSource, SplitKind};
 
 use super::owner::{self, OwnedInstance};
 use super::preview::Proposal;
+use super::proposals::Wishes;
 use super::{Inner, proposals};
 use crate::Instance;
+use crate::classes::EngineChoice;
 use crate::forecast::Forecast;
 
 /// Idle time before a placement changes. The next question of a chat may take longer and then waits
@@ -215,7 +217,7 @@ impl Inner {
         if open(&chance.instance) > 0 {
             return Err("it is in use".to_owned());
         }
-        let next = next_record(&owned.wanted, nodes, then.split);
+        let next = next_record(&owned.wanted, nodes, &then);
         self.want(owned.id, owned.epoch + 1, Some(&next))?;
         let names: Vec<String> = nodes.iter().map(|id| self.name(*id)).collect();
         let (model, names) = (&owned.wanted.model, names.join(", "));
@@ -241,7 +243,11 @@ impl Inner {
         let forecast = self.forecast(&source, &config, threads)?;
         let machines = self.machines(&all);
         let kind = wanted.split.parse().unwrap_or(SplitKind::Auto);
-        let best = |ranks: &[NodeId]| self.fastest((&config, &forecast), kind, (ranks, &machines));
+        let best = |ranks: &[NodeId]| {
+            let class = |id: &NodeId| wanted.class_of(*id).parse().unwrap_or_default();
+            let engines = EngineChoice::Given(ranks.iter().map(class).collect());
+            self.fastest((&config, &forecast), (kind, &engines), (ranks, &machines))
+        };
         let now = best(&at)?;
         let then = best(nodes)?;
         let rooms = self.rooms_beside(None, wanted);
@@ -259,10 +265,10 @@ impl Inner {
     fn fastest(
         &self,
         model: (&Config, &Forecast),
-        kind: SplitKind,
+        wishes: Wishes<'_>,
         nodes: proposals::Nodes<'_>,
     ) -> Result<Proposal, String> {
-        let (proposals, mut reasons) = self.proposals(model, kind, nodes);
+        let (proposals, mut reasons) = self.proposals(model, wishes, nodes);
         let first = proposals.into_iter().next().filter(|it| it.fits);
         first.ok_or_else(|| reasons.pop().unwrap_or_else(|| "no split fits".to_owned()))
     }
@@ -283,10 +289,11 @@ fn open_model(path: &Path) -> Result<(ModelSource, Config), String> {
     Ok((source, config))
 }
 
-/// The spec with these nodes; its former owners and successors come first.
-fn next_record(wanted: &InstanceSpec, nodes: &[NodeId], split: String) -> InstanceSpec {
+/// The spec with these nodes and the split of `then`; its former owners and successors come first.
+fn next_record(wanted: &InstanceSpec, nodes: &[NodeId], then: &Proposal) -> InstanceSpec {
     let mut next = wanted.clone();
-    next.split = split;
+    next.split.clone_from(&then.split);
+    next.shares = then.shares_of(nodes);
     let new = nodes[1..]
         .iter()
         .filter(|id| !wanted.successors.contains(id));

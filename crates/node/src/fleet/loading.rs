@@ -10,7 +10,7 @@ use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
     self, AdapterFile, DraftOf, EPOCH_UNWANTED, InstanceOptions, InstanceSpec, NODES_MAX,
-    SPARE_AUTO, SPLIT_ANY, WeightDistribution,
+    SPARE_AUTO, WeightDistribution,
 };
 use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::Draft;
@@ -19,6 +19,7 @@ use paceline_model::{Config, ModelSource, SplitKind};
 use super::copies::ModelIdentity;
 use super::preview::Proposal;
 use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview, replica_names};
+use crate::classes::EngineChoice;
 use crate::context_size::{KvMemory, needed_positions};
 use crate::{adapters, texts};
 
@@ -97,8 +98,14 @@ impl Inner {
         let numbers = replica_names::next(&ask.model, others, groups.len());
         let mut one = self.record(ask, path)?;
         one.nodes.clone_from(&groups[0]);
-        self.set_classes(ask, &mut one)?;
-        one.split = self.split(ask, path, &one);
+        let engines = self.engine_choice(ask, &one.nodes)?;
+        let planned = self.planned(ask, path, (&one.nodes, &engines));
+        let classes = planned.as_ref().map(|best| best.classes_of(&one.nodes));
+        self.set_classes(ask, classes, &mut one)?;
+        one.split = match &planned {
+            Some(best) if one.nodes.len() > 1 => best.split.clone(),
+            _ => ask.split.to_string(),
+        };
         one.cache_bytes = device_cache_bytes(path, &one);
         let own = self.agent.id();
         let all = groups.iter().flatten().chain(&one.prompts);
@@ -109,18 +116,24 @@ impl Inner {
         }
         let used = groups.iter().flatten().copied().collect();
         let reserves = self.reserves(&one, &used);
+        let mut of_first = planned;
         let records = groups.into_iter().zip(numbers);
         let record = |(nodes, replica): (Vec<NodeId>, u16)| {
+            let planned = of_first.take();
+            let shares = planned.as_ref().map(|best| best.shares_of(&nodes));
             let mut record = InstanceSpec {
+                shares: shares.unwrap_or_default(),
                 successors: nodes[1..].iter().chain(&reserves).copied().collect(),
                 width: u16::try_from(nodes.len()).ok(),
                 nodes,
                 replica,
                 ..one.clone()
             };
-            self.set_classes(ask, &mut record)?;
-            let fits = self.shares_by_memory(None, &record);
-            fits.map_err(|error| error.to_string())?;
+            let classes = planned.as_ref().map(|best| best.classes_of(&record.nodes));
+            self.set_classes(ask, classes, &mut record)?;
+            let shares = self.shares_by_memory(None, &record);
+            let shares = shares.map_err(|error| error.to_string())?;
+            record.shares = record.nodes.iter().copied().zip(shares).collect();
             Ok(record)
         };
         records.map(record).collect()
@@ -136,48 +149,53 @@ impl Inner {
         }
     }
 
-    /// The split of a model over a record's nodes. An automatic split is the first of a preview; it
-    /// stays automatic without a prediction. On MLX it is a pipeline: a tensor split waits for the
-    /// device twice a layer, and its stages cannot differ in class.
-    fn split(&self, ask: &LoadRequest, path: &Path, record: &InstanceSpec) -> String {
-        if ask.split != SplitKind::Auto || record.nodes.len() < 2 {
-            return ask.split.to_string();
-        }
-        if record.splits_on_mlx() {
-            return SplitKind::Pipeline.to_string();
-        }
-        match self.planned(ask, path, &record.nodes) {
-            Ok(best) => {
-                let (model, split, tok_s) = (&ask.model, &best.split, best.decode_tok_s);
-                (self.spec.tell)(&format!(
-                    "{model}: split {split}, {tok_s:.1} tokens/s as predicted"
-                ));
-                best.split
-            }
-            Err(reason) => {
-                (self.spec.tell)(&format!(
-                    "{}: the split is not planned: {reason}",
-                    ask.model
-                ));
-                SPLIT_ANY.to_owned()
-            }
-        }
-    }
-
-    /// The first proposal for `nodes`.
+    /// The first proposal for `nodes`, and logs it. `None` where a request leaves nothing open, and
+    /// without a prediction; the split then stays automatic.
     fn planned(
         &self,
         ask: &LoadRequest,
         path: &Path,
-        nodes: &[NodeId],
-    ) -> Result<Proposal, String> {
+        (nodes, engines): (&[NodeId], &EngineChoice),
+    ) -> Option<Proposal> {
+        let views = self.agent.nodes();
+        let mut gpus = views.iter().filter(|view| nodes.contains(&view.id));
+        let has_gpu = gpus.any(|view| engines::has_gpu(&view.facts));
+        let is_split_open = ask.split == SplitKind::Auto && nodes.len() > 1;
+        if !is_split_open && !(has_gpu && *engines == EngineChoice::Fastest) {
+            return None;
+        }
+        let told = |line: &str| (self.spec.tell)(&format!("{}: {line}", ask.model));
+        match self.best_of(ask, path, (nodes, engines)) {
+            Ok((best, why)) => {
+                let (split, tok_s) = (&best.split, best.decode_tok_s);
+                told(&format!("split {split}, {tok_s:.1} tokens/s as predicted"));
+                why.as_deref().into_iter().for_each(told);
+                Some(best)
+            }
+            Err(reason) => {
+                told(&format!("the split is not planned: {reason}"));
+                None
+            }
+        }
+    }
+
+    /// The first proposal for `nodes`, and why it has its split.
+    fn best_of(
+        &self,
+        ask: &LoadRequest,
+        path: &Path,
+        (nodes, engines): (&[NodeId], &EngineChoice),
+    ) -> Result<(Proposal, Option<String>), String> {
         let source = ModelSource::open(path).map_err(|error| error.to_string())?;
         let config = Config::read(&source).map_err(|error| error.to_string())?;
         let forecast = self.forecast(&source, &config, self.threads(ask))?;
-        let nodes = (nodes, &self.machines(nodes)[..]);
-        let (proposals, mut reasons) = self.proposals((&config, &forecast), ask.split, nodes);
+        let (wishes, machines) = ((ask.split, engines), self.machines(nodes));
+        let (proposals, mut reasons) =
+            self.proposals((&config, &forecast), wishes, (nodes, &machines));
+        let why = preview::why(&proposals);
         let first = proposals.into_iter().next();
-        first.ok_or_else(|| reasons.pop().unwrap_or_else(|| "no split fits".to_owned()))
+        let first = first.ok_or_else(|| reasons.pop().unwrap_or_else(|| "no split fits".into()));
+        first.map(|first| (first, why))
     }
 
     /// Signs the roots of a model and its draft, so that other nodes can fetch ranges of them.

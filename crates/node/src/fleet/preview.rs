@@ -5,12 +5,13 @@
 //! of one of them.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::nodes::NodeId;
-use paceline_cluster::nodes::agent::NodeView;
+use paceline_cluster::nodes::agent::{EngineDevice, NodeFacts, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
 use paceline_cluster::nodes::placement::NODES_MAX;
@@ -21,7 +22,8 @@ use serde::Serialize;
 use super::hosts::NodeConnection;
 use super::speed::{self, Speed};
 use super::{Inner, LoadRequest, SPEED};
-use crate::forecast::machines::{RemoteMachine, best_first};
+use crate::forecast::devices::DeviceSpeed;
+use crate::forecast::machines::{RemoteDevice, RemoteMachine, best_first};
 use crate::forecast::{Forecast, Setting};
 use crate::workers::connection::receive_message;
 
@@ -30,6 +32,9 @@ pub(super) const USABLE: f64 = 0.8;
 
 /// Nodes of the largest placement proposed by default.
 pub(super) const COUNT_MAX: usize = 8;
+
+/// Engine of a node that computes on its processor with our own kernels.
+pub(super) const CPU: &str = "cpu";
 
 /// Longest wait for another node's measurements to arrive.
 const TOLD_LIMIT: Duration = Duration::from_secs(2);
@@ -41,10 +46,25 @@ pub struct Proposal {
     pub nodes: Vec<String>,
     /// The split, as [`Ask::split`] takes it.
     pub split: String,
+    /// Engine of each node, such as `cpu` or `mlx(metal)`, in the order of `nodes`.
+    pub engines: Vec<String>,
+    /// Relative parts of the nodes; empty for equal ones.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<u32>,
     /// Tokens a second of one answer alone.
     pub decode_tok_s: f64,
+    /// Slowest and fastest, where the rates of a device are constants of its class; absent where
+    /// they were measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decode_range: Option<[f64; 2]>,
+    /// Tokens a second of four answers together.
+    pub batch_tok_s: f64,
     /// Milliseconds until the first token of a short prompt.
     pub ttft_ms: Option<f64>,
+    /// Waits for devices of MLX in a token.
+    pub crossings: usize,
+    /// All of them, in milliseconds.
+    pub crossings_ms: f64,
     /// Whether every node has the memory for its part.
     pub fits: bool,
     /// Bytes that each node needs, in the order of `nodes`.
@@ -61,6 +81,26 @@ impl Proposal {
     /// Whether it fits, and its speed, as [`best_first`] compares them.
     pub(super) const fn speed(&self) -> (bool, f64) {
         (self.fits, self.decode_tok_s)
+    }
+
+    /// Unequal shares by node, as a record has them, where `nodes` are those of the proposal.
+    pub(super) fn shares_of(&self, nodes: &[NodeId]) -> BTreeMap<NodeId, u32> {
+        let shares = nodes.iter().copied().zip(self.shares.iter().copied());
+        shares.collect()
+    }
+
+    /// Whether MLX computes the rank at `place`.
+    pub(super) fn is_on_mlx(&self, place: usize) -> bool {
+        self.engines.get(place).is_some_and(|engine| engine != CPU)
+    }
+
+    /// The kernel classes of `nodes`, those of the proposal.
+    pub(super) fn classes_of(&self, nodes: &[NodeId]) -> Vec<(NodeId, KernelClass)> {
+        let class = |(place, id): (usize, &NodeId)| match self.is_on_mlx(place) {
+            true => (*id, KernelClass::Mlx),
+            false => (*id, KernelClass::Cpu),
+        };
+        nodes.iter().enumerate().map(class).collect()
     }
 }
 
@@ -106,9 +146,19 @@ impl Inner {
         let mut placements = Vec::new();
         for set in &sets {
             let of_set = (&set[..], &machines[..]);
-            let (proposals, reasons) = self.proposals((&config, &forecast), ask.split, of_set);
+            let engines = match self.engine_choice(ask, set) {
+                Ok(engines) => engines,
+                Err(reason) if sets.len() == 1 => return Err(reason),
+                Err(reason) => {
+                    notes.push(reason);
+                    continue;
+                }
+            };
+            let wishes = (ask.split, &engines);
+            let (proposals, reasons) = self.proposals((&config, &forecast), wishes, of_set);
+            let reasons = reasons.into_iter().chain(why(&proposals));
             placements.extend(proposals);
-            let new = reasons.into_iter().filter(|it| !notes.contains(it));
+            let new = reasons.filter(|it| !notes.contains(it));
             notes.extend(new.collect::<Vec<_>>());
         }
         placements.sort_by(|a, b| best_first(a.speed(), b.speed()));
@@ -287,6 +337,29 @@ pub(super) fn takes_none(name: &str) -> String {
     format!("{name} takes no work: it leaves, or its battery is low")
 }
 
+/// Why a placement is no tensor split, if crossings cost that more time than a tensor split won.
+pub(super) fn why(proposals: &[Proposal]) -> Option<String> {
+    let best = proposals.first()?;
+    let other = proposals.iter().find(|other| {
+        other.nodes == best.nodes && other.engines == best.engines && other.split != best.split
+    })?;
+    let (more, ms) = (other.crossings, other.crossings_ms);
+    (more > best.crossings).then(|| {
+        format!(
+            "split {}: a {} split waits for its devices {more} times a token, {ms:.1} ms, and gives \
+             {:.1} tokens/s",
+            best.split, other.split, other.decode_tok_s
+        )
+    })
+}
+
+/// The device on which MLX computes on a node: a GPU, else the processor.
+fn mlx_device(facts: &NodeFacts) -> Option<&EngineDevice> {
+    let is_usable = |device: &&EngineDevice| device.engine == "mlx" && device.problem.is_none();
+    let processor = facts.devices.iter().find(is_usable);
+    facts.gpu("mlx").or(processor)
+}
+
 /// A node's speed relative to this one: by both measurements, else by their cores.
 fn machine(
     view: &NodeView,
@@ -300,10 +373,18 @@ fn machine(
         (Some(it), Some(own)) => (it.reads / own.reads, it.computes / own.computes),
         _ => (by_cores, by_cores),
     };
+    let usable = |bytes: u64| Bytes((bytes as f64 * USABLE) as u64);
+    let device = mlx_device(&view.facts).and_then(|device| {
+        Some(RemoteDevice {
+            speed: DeviceSpeed::of(device)?,
+            memory: usable(device.memory_bytes.unwrap_or(view.facts.memory_bytes)),
+        })
+    });
     RemoteMachine {
         name: view.facts.name.clone(),
-        memory: Bytes((view.facts.memory_bytes as f64 * USABLE) as u64),
+        memory: usable(view.facts.memory_bytes),
         reads,
         computes,
+        device,
     }
 }

@@ -1,4 +1,5 @@
-//! Proposals for the ranks of an instance: how to cut a model over given nodes, best first.
+//! Proposals for the ranks of an instance: how to cut a model over given nodes and which engine
+//! computes on each, best first.
 //!
 //! A preview shows them. A load with an automatic split takes the first, and so does the search for
 //! a better placement. So the running split is the one that a preview names.
@@ -7,12 +8,18 @@ use paceline_cluster::nodes::NodeId;
 use paceline_model::{Config, SplitKind};
 
 use super::Inner;
-use super::preview::{Proposal, pairs};
+use super::preview::{CPU, Proposal, pairs};
+use crate::classes::EngineChoice;
 use crate::forecast::Forecast;
-use crate::forecast::machines::{MachineLink, Machines, Ranked, RemoteMachine};
+use crate::forecast::machines::{
+    MachineLink, Machines, RankedSplit, RemoteDevice, RemoteMachine, best_first,
+};
 
 /// Nodes of an instance's ranks, and the known machines.
 pub(super) type Nodes<'a> = (&'a [NodeId], &'a [(NodeId, RemoteMachine)]);
+
+/// What is open about an instance: its split and its engines.
+pub(super) type Wishes<'a> = (SplitKind, &'a EngineChoice);
 
 impl Inner {
     /// The splits of a model over `ranks` (the node of each rank), the fastest that fits first.
@@ -20,32 +27,63 @@ impl Inner {
     pub(super) fn proposals(
         &self,
         (config, forecast): (&Config, &Forecast),
-        kind: SplitKind,
+        (kind, engines): Wishes<'_>,
         (ranks, machines): Nodes<'_>,
     ) -> (Vec<Proposal>, Vec<String>) {
-        let machines = match self.machines_of(ranks, machines) {
+        let mut machines = match self.machines_of(ranks, machines) {
             Ok(machines) => machines,
             Err(reason) => return (Vec::new(), vec![reason]),
         };
-        let (ranked, refused) = forecast.ranked(config, kind, &machines);
-        let proposals = ranked.into_iter().map(|said| self.proposal(ranks, said));
-        let refused = refused
-            .into_iter()
-            .map(|(split, error)| format!("{} nodes, {split}: {error}", ranks.len()));
-        (proposals.collect(), refused.collect())
+        machines.wide = engines.is_wide() || config.family.needs_wide_activations();
+        let (mut proposals, mut reasons) = (Vec::new(), Vec::new());
+        for on_mlx in engine_sets((config, forecast), engines, &machines) {
+            machines.on_mlx = on_mlx;
+            if let Some(unknown) = unmeasured(&machines) {
+                reasons.push(format!("{unknown} has not measured its engine mlx yet"));
+                continue;
+            }
+            let (ranked, refused) = forecast.ranked(config, kind, &machines);
+            let ranked = ranked.into_iter();
+            proposals.extend(ranked.map(|said| self.proposal(ranks, &machines, said)));
+            reasons.extend(
+                refused
+                    .into_iter()
+                    .map(|(split, error)| format!("{} nodes, {split}: {error}", ranks.len())),
+            );
+        }
+        proposals.sort_by(|a, b| best_first(a.speed(), b.speed()));
+        (proposals, reasons)
     }
 
-    fn proposal(&self, ranks: &[NodeId], (split, said): Ranked) -> Proposal {
+    fn proposal(&self, ranks: &[NodeId], machines: &Machines, said: RankedSplit) -> Proposal {
+        let prediction = said.prediction;
+        let device = |index: &usize| {
+            let device = machines.all[*index].device.as_ref();
+            device.filter(|_| machines.on_mlx[*index])
+        };
+        let devices = machines.of_rank.iter().map(device);
+        let engine = |device: Option<&RemoteDevice>| match device {
+            Some(device) => format!("mlx({})", device.speed.name),
+            None => CPU.to_owned(),
+        };
+        let ranges = devices.clone().flatten().filter_map(|it| it.speed.range);
+        let range = ranges.reduce(|a, b| [a[0].min(b[0]), a[1].max(b[1])]);
         Proposal {
             nodes: ranks.iter().map(|id| self.name(*id)).collect(),
             split: match ranks.len() {
                 1 => "auto".to_owned(),
-                _ => split.to_string(),
+                _ => said.split.to_string(),
             },
-            decode_tok_s: said.decode_tok_s,
-            ttft_ms: said.ttft_s.map(|seconds| seconds * 1e3),
-            fits: said.fits(),
-            bytes: said
+            engines: devices.map(engine).collect(),
+            shares: said.shares,
+            decode_tok_s: prediction.decode_tok_s,
+            decode_range: range.map(|range| range.map(|by| by * prediction.decode_tok_s)),
+            batch_tok_s: prediction.throughput_tok_s,
+            ttft_ms: prediction.ttft_s.map(|seconds| seconds * 1e3),
+            crossings: said.crossings.count,
+            crossings_ms: said.crossings.seconds * 1e3,
+            fits: prediction.fits(),
+            bytes: prediction
                 .nodes
                 .iter()
                 .map(|it| it.usage.total() as u64)
@@ -69,6 +107,8 @@ impl Inner {
         };
         Ok(Machines {
             all: nodes.iter().map(machine).collect::<Result<_, _>>()?,
+            on_mlx: vec![false; nodes.len()],
+            wide: false,
             of_rank,
             ways: self.ways(&nodes)?,
         })
@@ -93,6 +133,38 @@ impl Inner {
         };
         pairs(nodes).map(way).collect()
     }
+}
+
+/// Whether MLX computes on each machine, in each set of engines worth a comparison. An automatic
+/// set has the fastest engine of each machine; with a GPU among them, exact answers on all
+/// processors are the other one.
+fn engine_sets(
+    (config, forecast): (&Config, &Forecast),
+    engines: &EngineChoice,
+    machines: &Machines,
+) -> Vec<Vec<bool>> {
+    let place = |machine| machines.of_rank.iter().position(|of| *of == machine);
+    match engines {
+        EngineChoice::Given(ranks) => {
+            let class = |machine| place(machine).and_then(|rank| ranks.get(rank));
+            let is_on_mlx = |machine| class(machine).is_some_and(|class| class.is_mlx());
+            vec![(0..machines.all.len()).map(is_on_mlx).collect()]
+        }
+        EngineChoice::Fastest => {
+            let all = machines.all.iter();
+            let fastest = all.map(|machine| forecast.is_faster_on_mlx(config, machine));
+            let mut sets = vec![fastest.collect(), machines.on_mlx.clone()];
+            sets.dedup();
+            sets
+        }
+    }
+}
+
+/// The first machine on which MLX is to compute with unknown rates.
+fn unmeasured(machines: &Machines) -> Option<&str> {
+    let mut all = machines.all.iter().zip(&machines.on_mlx);
+    let unknown = all.find(|(machine, on_mlx)| **on_mlx && machine.device.is_none());
+    unknown.map(|(machine, _)| &*machine.name)
 }
 
 /// The nodes of `ranks`, each once, and the place of each rank's node among them.

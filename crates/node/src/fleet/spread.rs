@@ -17,7 +17,6 @@ use super::assignment::{Need, Short, check, deal, share_out};
 use super::hosts::room;
 use super::preview::{COUNT_MAX, Proposal};
 use super::{Inner, LoadRequest, encoders};
-use crate::classes::Engines;
 use crate::context_size::needed_positions;
 use crate::forecast::Forecast;
 
@@ -92,8 +91,9 @@ impl Inner {
             let first = pool.first(each);
             self.measure_unknown(first);
             let machines = self.machines(first);
-            let (said, reasons) =
-                self.proposals((&config, &forecast), ask.split, (first, &machines));
+            let engines = self.engine_choice(ask, first)?;
+            let wishes = (ask.split, &engines);
+            let (said, reasons) = self.proposals((&config, &forecast), wishes, (first, &machines));
             let placed = said.into_iter().map(|said| self.place(ask, pool, said));
             for placed in placed.chain(reasons.into_iter().map(Err)) {
                 match placed {
@@ -172,7 +172,7 @@ impl Inner {
             each: said.nodes.len(),
             bytes: said.bytes.iter().copied().max().unwrap_or(0),
         };
-        let rooms = self.rooms(ask.engine.is_some_and(Engines::has_mlx));
+        let rooms = self.rooms(said.is_on_mlx(0));
         let room = |id: &NodeId| (*id, rooms.get(id).copied().unwrap_or(0));
         let groups = match pool {
             NodePool::Named(groups) => {

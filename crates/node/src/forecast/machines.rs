@@ -1,20 +1,37 @@
-//! Forecast of a split over several machines: this machine's measured kernels, scaled by the
-//! others' memory and compute speed, and the measured links between them.
+//! Forecast of a split over several machines, and the measured links between them.
+//!
+//! A machine computes on its processor or on a device of MLX. The first has this machine's measured
+//! kernels, scaled by its memory and compute speed; the second has its own rates. A rank on a
+//! device waits for it before each exchange: a *crossing*. A tensor split has two a layer, a stage
+//! of a pipeline one.
 
 use std::cmp::Ordering;
+use std::ops::Range;
 
-use paceline_base::Bytes;
-use paceline_model::{Config, Split, SplitKind};
+use paceline_base::{Bytes, KernelClass};
+use paceline_model::{Config, Split, SplitKind, StageKind};
+use paceline_plan::cost::kernels::operations;
 use paceline_plan::{
-    Calibration, Cluster, ClusterNode, Costs, LinkTransport, NodeLink, Placement, Prediction,
-    Workload, predict,
+    Backend, Calibration, Cluster, ClusterNode, Costs, LinkTransport, NodeLink, Placement,
+    Prediction, Rates, Workload, predict,
 };
 
+use super::devices::{DeviceSpeed, WeightBits};
 use super::{Forecast, KEYS, Result, pipeline};
 use crate::Error;
 
 /// Answer length in tokens of a prediction.
 const ANSWER: u32 = 128;
+
+/// Answers of a predicted batch: the default of `--parallel`.
+const TOGETHER: u32 = 4;
+
+/// Sum of the shares of unlike machines.
+const SHARES: f64 = 1000.0;
+
+/// Ratio of the times of two machines for a layer up to which they get equal shares: predictions
+/// are off by as much.
+const ALIKE: f64 = 1.2;
 
 /// A machine of an instance.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,6 +43,16 @@ pub struct RemoteMachine {
     pub reads: f64,
     /// Compute rate as a multiple of this machine.
     pub computes: f64,
+    /// The device on which MLX computes there, if its rates are known.
+    pub device: Option<RemoteDevice>,
+}
+
+/// A device of MLX on a machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RemoteDevice {
+    pub speed: DeviceSpeed,
+    /// Bytes that a model may use.
+    pub memory: Bytes,
 }
 
 /// A link between two of the machines.
@@ -46,6 +73,10 @@ pub struct MachineLink {
 pub struct Machines {
     /// Each once.
     pub all: Vec<RemoteMachine>,
+    /// Whether MLX computes on each of them; all of these have a device.
+    pub on_mlx: Vec<bool>,
+    /// Whether MLX computes with 32 bits.
+    pub wide: bool,
     /// Index of the machine of each rank. Ranks of one machine share its memory and speed.
     pub of_rank: Vec<usize>,
     /// Between every two machines.
@@ -58,6 +89,19 @@ impl Machines {
         self.of_rank.iter().filter(|of| **of == index).count() as f64
     }
 
+    /// The device on which machine `index` computes; `None` for its processor.
+    fn device(&self, index: usize) -> Option<&RemoteDevice> {
+        self.all[index]
+            .device
+            .as_ref()
+            .filter(|_| self.on_mlx[index])
+    }
+
+    /// Whether MLX computes on a machine.
+    fn has_mlx(&self) -> bool {
+        self.on_mlx.contains(&true)
+    }
+
     fn way(&self, a: usize, b: usize) -> Option<&MachineLink> {
         let joins = |way: &&MachineLink| (way.a, way.b) == (a, b) || (way.a, way.b) == (b, a);
         self.ways.iter().find(joins)
@@ -65,7 +109,22 @@ impl Machines {
 }
 
 /// A split over machines and its prediction.
-pub type Ranked = (Split, Prediction);
+#[derive(Clone, Debug)]
+pub struct RankedSplit {
+    pub split: Split,
+    /// Shares of its ranks; empty for equal ones.
+    pub shares: Vec<u32>,
+    pub prediction: Prediction,
+    pub crossings: Crossings,
+}
+
+/// Waits for devices of MLX in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Crossings {
+    pub count: usize,
+    /// All of them.
+    pub seconds: f64,
+}
 
 impl Forecast {
     /// The splits of a model over `machines` of this `kind`, the fastest that fits first. An
@@ -75,17 +134,95 @@ impl Forecast {
         config: &Config,
         kind: SplitKind,
         machines: &Machines,
-    ) -> (Vec<Ranked>, Vec<(Split, Error)>) {
-        let (mut ranked, mut refused) = (Vec::new(), Vec::new());
-        for split in splits(config, machines.of_rank.len(), kind) {
-            match self.across(config, &split, machines) {
-                Ok(said) => ranked.push((split, said)),
+    ) -> (Vec<RankedSplit>, Vec<(Split, Error)>) {
+        let (mut ranked, mut refused) = (Vec::<RankedSplit>::new(), Vec::new());
+        for (split, shares) in self.candidates(config, kind, machines) {
+            let said = check_engines(&split, machines);
+            match said.and_then(|()| self.across(config, &split, machines)) {
+                Ok(prediction) => ranked.push(RankedSplit {
+                    crossings: crossings(&split, machines),
+                    split,
+                    shares,
+                    prediction,
+                }),
+                // An automatic split leaves out what the engines do not compute.
+                Err(Error::MixedStage { .. } | Error::Model(_)) if kind == SplitKind::Auto => {}
                 Err(error) => refused.push((split, error)),
             }
         }
-        let key = |said: &Prediction| (said.fits(), said.decode_tok_s);
-        ranked.sort_by(|(_, a), (_, b)| best_first(key(a), key(b)));
+        let key = |it: &RankedSplit| (it.prediction.fits(), it.prediction.decode_tok_s);
+        ranked.sort_by(|a, b| best_first(key(a), key(b)));
+        // Of a pipeline with equal and with unequal shares the better one.
+        let is_pipeline = |it: &RankedSplit| it.split.stages() == it.split.ranks() as usize;
+        let best = ranked.iter().position(is_pipeline);
+        let mut at = 0..;
+        ranked.retain(|it| at.next() == best || !is_pipeline(it));
         (ranked, refused)
+    }
+
+    /// Splits with their shares. Machines of unlike speed get unlike parts of a pipeline with MLX.
+    fn candidates(
+        &self,
+        config: &Config,
+        kind: SplitKind,
+        machines: &Machines,
+    ) -> Vec<(Split, Vec<u32>)> {
+        let all = splits(config, machines.of_rank.len(), kind);
+        let mut all: Vec<_> = all.into_iter().map(|split| (split, Vec::new())).collect();
+        let is_open = matches!(kind, SplitKind::Auto | SplitKind::Pipeline);
+        let shares = self.shares(machines);
+        if let Some(shares) = shares.filter(|_| is_open && machines.has_mlx()) {
+            let n = shares.len() as u32;
+            let unlike = Split::plan(config, SplitKind::Pipeline, n, &shares);
+            all.extend(unlike.ok().map(|split| (split, shares)));
+        }
+        all
+    }
+
+    /// Shares of ranks in inverse proportion to their times for a layer; `None` for alike ones.
+    fn shares(&self, machines: &Machines) -> Option<Vec<u32>> {
+        let ranks = (0..).zip(&machines.of_rank);
+        let speeds: Vec<f64> = ranks.map(|it| 1.0 / self.layer_s(it, machines)).collect();
+        let (least, most) = speeds
+            .iter()
+            .fold((f64::INFINITY, 0.0f64), |(least, most), x| {
+                (least.min(*x), most.max(*x))
+            });
+        let all: f64 = speeds.iter().sum();
+        let share = |speed: &f64| ((speed / all * SHARES).round() as u32).max(1);
+        (most > ALIKE * least).then(|| speeds.iter().map(share).collect())
+    }
+
+    /// Seconds of a mean layer for one row on a rank.
+    fn layer_s(&self, rank: (usize, &usize), machines: &Machines) -> f64 {
+        let layers = || 0..self.shape.layers;
+        let n = f64::from(self.shape.layers);
+        let bytes: f64 = layers().map(|layer| self.shape.read_bytes(layer)).sum();
+        let count: f64 = layers().map(|layer| operations(&self.shape, layer)).sum();
+        let device = machines.device(*rank.1);
+        let op = device.map_or_else(|| self.op(), |device| device.speed.operation_s());
+        bytes / n / self.rank(rank, machines).bandwidth + count / n * op
+    }
+
+    /// Whether a machine's device decodes this model faster than its processor. MLX on a processor
+    /// is not compared: it would give up exact answers for little.
+    pub fn is_faster_on_mlx(&self, config: &Config, machine: &RemoteMachine) -> bool {
+        let is_gpu = |device: &RemoteDevice| device.speed.backend != Backend::Cpu;
+        if !machine.device.as_ref().is_some_and(is_gpu) {
+            return false;
+        }
+        let alone = |on_mlx| {
+            let machines = Machines {
+                all: vec![machine.clone()],
+                on_mlx: vec![on_mlx],
+                wide: config.family.needs_wide_activations(),
+                of_rank: vec![0],
+                ways: Vec::new(),
+            };
+            let said = self.across(config, &Split::whole(config), &machines);
+            said.map_or(0.0, |said| said.decode_tok_s)
+        };
+        alone(true) > alone(false)
     }
 
     /// Predicts `split` over `machines`.
@@ -104,25 +241,67 @@ impl Forecast {
             nodes: ranks.map(|it| self.rank(it, machines)).collect(),
             links: self.links_across(machines),
         };
+        let calibration = self.calibration_across(machines)?;
+        let placement = Placement::single(pipeline(config, split));
+        let said = |concurrency| {
+            let workload = Workload {
+                prompt: KEYS,
+                output: ANSWER,
+                concurrency,
+                context: config.context.try_into().unwrap_or(u32::MAX),
+            };
+            let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
+            Ok::<_, Error>(predict(&costs, &placement)?)
+        };
+        // Each step also costs the leader the last norm and the sampling, and the wait for its
+        // device.
+        let leader = machines.of_rank[split.leader().0 as usize];
+        let waits = machines.device(leader).map(|it| it.speed.crossing_s());
+        let waits = waits.unwrap_or(0.0);
+        let (alone, batch) = (said(1)?, said(TOGETHER)?);
+        let together = f64::from(TOGETHER);
+        let step = together / batch.throughput_tok_s + waits;
+        Ok(Prediction {
+            decode_tok_s: 1.0 / (1.0 / alone.decode_tok_s + self.measured.step + waits),
+            throughput_tok_s: together / (step + together * self.measured.step),
+            ttft_s: alone.ttft_s.map(|seconds| seconds + waits),
+            ..alone
+        })
+    }
+
+    /// The planner's constants with those of the machines' devices.
+    fn calibration_across(&self, machines: &Machines) -> Result<Calibration> {
         let mut calibration = Calibration::builtin()?;
         calibration.set("op.paceline-cpu", self.op().max(1e-9));
-        let workload = Workload {
-            prompt: KEYS,
-            output: ANSWER,
-            concurrency: 1,
-            context: config.context.try_into().unwrap_or(u32::MAX),
-        };
-        let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
-        let mut said = predict(&costs, &Placement::single(pipeline(config, split)))?;
-        // Each step also costs the leader the last norm and the sampling.
-        said.decode_tok_s = 1.0 / (1.0 / said.decode_tok_s + self.measured.step);
-        Ok(said)
+        for index in 0..machines.all.len() {
+            if let Some(RemoteDevice { speed, .. }) = machines.device(index) {
+                let (op, crossing) = (speed.operation_s(), speed.crossing_s());
+                calibration.add_measured(&engine_of(index), op.max(1e-9), crossing.max(1e-9));
+            }
+        }
+        Ok(calibration)
     }
 
     /// A rank as the planner's node: its part of its machine.
     fn rank(&self, (rank, index): (usize, &usize), machines: &Machines) -> ClusterNode {
         let (machine, sharing) = (&machines.all[*index], machines.ranks(*index));
         let own = self.node(0, (1.0, 1.0), self.prompt_row());
+        let name = format!("rank {rank} of {}", machine.name);
+        if let Some(device) = machines.device(*index) {
+            let weights = WeightBits {
+                bits: self.shape.bits.rest,
+                wide: machines.wide,
+            };
+            return ClusterNode {
+                name,
+                memory: Bytes((device.memory.0 as f64 / sharing) as u64),
+                bandwidth: device.speed.reads(weights) / sharing,
+                rates: Some(Rates::uniform(device.speed.computes(weights) / sharing)),
+                backend: device.speed.backend,
+                engine: engine_of(*index),
+                ..own
+            };
+        }
         let rates = own.rates.map(|mut rates| {
             let part = machine.computes / sharing;
             rates.matmul *= part;
@@ -131,7 +310,7 @@ impl Forecast {
             rates
         });
         ClusterNode {
-            name: format!("rank {rank} of {}", machine.name),
+            name,
             memory: Bytes((machine.memory.0 as f64 / sharing) as u64),
             bandwidth: own.bandwidth * machine.reads / sharing,
             rates,
@@ -166,6 +345,60 @@ impl Forecast {
     }
 }
 
+/// Name of the engine of a machine's device among the planner's constants.
+fn engine_of(index: usize) -> String {
+    format!("mlx-of-{index}")
+}
+
+/// The ranks of each stage of a split, with its kind and its number of layers.
+fn stages(split: &Split) -> impl Iterator<Item = (Range<usize>, StageKind, usize)> + '_ {
+    let mut first = 0;
+    split
+        .each_stage()
+        .zip(split.kinds())
+        .map(move |((layers, shares), kind)| {
+            let ranks = first..first + shares.len();
+            first = ranks.end;
+            (ranks, kind, layers.len())
+        })
+}
+
+/// Refuses stages of unlike engines, and expert splits on MLX.
+fn check_engines(split: &Split, machines: &Machines) -> Result<()> {
+    for (ranks, kind, _) in stages(split) {
+        let class = |rank| match machines.on_mlx[machines.of_rank[rank]] {
+            true => KernelClass::Mlx,
+            false => KernelClass::Cpu,
+        };
+        let a = class(ranks.start);
+        if let Some(b) = ranks.clone().map(class).find(|b| *b != a) {
+            return Err(Error::MixedStage { a, b });
+        }
+        if a.is_mlx() && kind == StageKind::Experts && ranks.len() > 1 {
+            let engine = "mlx";
+            return Err(paceline_model::Error::ExpertSplit { engine }.into());
+        }
+    }
+    Ok(())
+}
+
+/// The waits for devices in a step of one row.
+fn crossings(split: &Split, machines: &Machines) -> Crossings {
+    let mut all = Crossings::default();
+    for (ranks, _, layers) in stages(split) {
+        let exchanges = if ranks.len() > 1 { 2 * layers } else { 0 };
+        let devices = ranks.filter_map(|rank| machines.device(machines.of_rank[rank]));
+        let slowest = devices
+            .map(|device| device.speed.crossing_s())
+            .reduce(f64::max);
+        if let Some(seconds) = slowest {
+            all.count += exchanges + 1;
+            all.seconds += seconds * (exchanges + 1) as f64;
+        }
+    }
+    all
+}
+
 /// The splits of a model over `n` ranks, each once, or the requested one.
 fn splits(config: &Config, n: usize, kind: SplitKind) -> Vec<Split> {
     use SplitKind::{Auto, Experts, Pipeline, Tensor};
@@ -196,7 +429,7 @@ mod tests {
     use std::collections::BTreeMap;
     use std::path::Path;
 
-    use paceline_base::KernelClass;
+    use paceline_cluster::nodes::agent::{DeviceRates, EngineDevice, FormRates};
     use paceline_comm::Backend;
     use paceline_model::ModelSource;
 
@@ -213,6 +446,7 @@ mod tests {
         for layer in &mut config.layers {
             layer.ffn = 64 * config.ffn_leaf; // as much as can be shared
         }
+        config.layers = config.layers.iter().cycle().take(8).copied().collect();
         let measured = StepMeasurements {
             products: 1e-2,
             other: 1e-5,
@@ -245,6 +479,7 @@ mod tests {
             memory: Bytes(1 << 30),
             reads: 1.0,
             computes: 1.0,
+            device: None,
         };
         let pairs = (0..n).flat_map(|a| (a + 1..n).map(move |b| (a, b)));
         let way = |(a, b)| MachineLink {
@@ -255,6 +490,8 @@ mod tests {
         };
         Machines {
             all: (0..n).map(machine).collect(),
+            on_mlx: vec![false; n],
+            wide: false,
             of_rank: of_rank.to_vec(),
             ways: pairs.map(way).collect(),
         }
@@ -265,8 +502,9 @@ mod tests {
         let machines = machines(&[0, 1], round_trip);
         let (ranked, refused) = forecast.ranked(&config, SplitKind::Auto, &machines);
         assert!(ranked.len() == 2 && refused.is_empty(), "{refused:?}");
-        assert!(ranked[0].1.decode_tok_s >= ranked[1].1.decode_tok_s);
-        ranked[0].0.to_string()
+        let tok_s = |i: usize| ranked[i].prediction.decode_tok_s;
+        assert!(tok_s(0) >= tok_s(1));
+        ranked[0].split.to_string()
     }
 
     #[test]
@@ -278,6 +516,89 @@ mod tests {
         for kind in [SplitKind::Tensor, SplitKind::Pipeline] {
             assert!(Split::plan(&config, kind, 1, &[]).is_ok(), "{kind}");
         }
+    }
+
+    /// Machines with GPUs, each `faster` times as fast as the processor of [`forecast`]; `crossing`
+    /// is in seconds.
+    fn on_gpus(
+        (config, forecast): (&Config, &Forecast),
+        n: usize,
+        (faster, crossing): (f64, f64),
+    ) -> Machines {
+        let ranks: Vec<usize> = (0..n).collect();
+        let mut all = machines(&ranks, 1e-5);
+        let own = forecast.node(0, (1.0, 1.0), forecast.prompt_row());
+        let bits = forecast.shape.bits.rest;
+        let form = |held| FormRates {
+            bits: held,
+            wide: held == 32,
+            reads: (faster * own.bandwidth * f64::from(held) / bits) as u64,
+            computes: 1 << 40,
+        };
+        let device = EngineDevice {
+            backend: "metal".to_owned(),
+            rates: Some(DeviceRates {
+                forms: [5, 9, 16, 32].map(form).to_vec(),
+                operation_ns: 100,
+                crossing_ns: (crossing * 1e9) as u64,
+            }),
+            ..EngineDevice::default()
+        };
+        for machine in &mut all.all {
+            machine.device = DeviceSpeed::of(&device).map(|speed| RemoteDevice {
+                speed,
+                memory: Bytes(1 << 30),
+            });
+            assert!(forecast.is_faster_on_mlx(config, machine));
+        }
+        all.on_mlx = vec![true; n];
+        all
+    }
+
+    #[test]
+    fn a_split_crosses_to_the_device_as_seldom_as_that_is_dear() {
+        let (config, forecast) = forecast();
+        let layers = config.layers.len();
+        for (crossing, first) in [(4e-6, "tensor"), (150e-6, "pipeline")] {
+            // A layer takes 0.1 ms.
+            let machines = on_gpus((&config, &forecast), 2, (100.0, crossing));
+            let (ranked, refused) = forecast.ranked(&config, SplitKind::Auto, &machines);
+            assert!(ranked.len() == 2 && refused.is_empty(), "{refused:?}");
+            assert_eq!(ranked[0].split.to_string(), first, "{crossing}");
+            for it in &ranked {
+                let expected = match &*it.split.to_string() {
+                    "tensor" => 2 * layers + 1,
+                    _ => 2,
+                };
+                assert_eq!(it.crossings.count, expected);
+                let seconds = it.crossings.seconds / expected as f64;
+                assert!((seconds / crossing - 1.0).abs() < 1e-6);
+            }
+        }
+    }
+
+    #[test]
+    fn unlike_engines_form_a_pipeline_with_more_of_the_model_on_the_faster() {
+        let (config, forecast) = forecast();
+        let mut machines = on_gpus((&config, &forecast), 2, (2.0, 1e-6));
+        machines.on_mlx[1] = false;
+        let (ranked, refused) = forecast.ranked(&config, SplitKind::Auto, &machines);
+        assert!(refused.is_empty(), "{refused:?}");
+        let [only] = &ranked[..] else {
+            panic!("{ranked:?}")
+        };
+        assert_eq!(only.split.to_string(), "pipeline");
+        assert!(only.shares[0] > 3 * only.shares[1] / 2, "{:?}", only.shares);
+        let (ranked, refused) = forecast.ranked(&config, SplitKind::Tensor, &machines);
+        assert!(ranked.is_empty());
+        assert!(matches!(refused[..], [(_, Error::MixedStage { .. })]));
+        // A slow device is left alone.
+        let slow = on_gpus((&config, &forecast), 1, (2.0, 1e-6)).all.remove(0);
+        let slow = RemoteMachine {
+            reads: 100.0,
+            ..slow
+        };
+        assert!(!forecast.is_faster_on_mlx(&config, &slow));
     }
 
     #[test]

@@ -247,7 +247,12 @@ impl<'a> Costs<'a> {
         let bytes = rows.rows * f64::from(self.model.width) * engine.activation_bytes;
         let link = self.network.slowest(&nodes, bytes);
         let link = link.ok_or_else(|| self.no_link(&nodes, &nodes))?;
-        let handover = self.calibration.handover(engine, link.transport);
+        // All wait for the member whose handover takes longest.
+        let handovers = nodes.iter().map(|node| {
+            let engine = self.engine(*node);
+            self.calibration.handover(engine, link.transport)
+        });
+        let handover = handovers.fold(0.0, f64::max);
         let sums = f64::from(count) * (comm::all_reduce(link, nodes.len(), bytes).1 + handover);
         Ok(sums + self.logits(stage, rows, link, handover))
     }

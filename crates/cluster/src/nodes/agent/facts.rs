@@ -77,6 +77,9 @@ pub struct EngineDevice {
     /// Why it cannot be used, if it cannot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
+    /// As `paceline engines --measure` has measured it; absent before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rates: Option<DeviceRates>,
 }
 
 /// Gives each of `devices` the memory that it has in `known`, if that is more.
@@ -89,6 +92,34 @@ pub(super) fn keep_memory(devices: &mut [EngineDevice], known: &[EngineDevice]) 
         let memory = known.iter().find(is_it).and_then(|it| it.memory_bytes);
         device.memory_bytes = device.memory_bytes.max(memory);
     }
+}
+
+/// Measured rates of a device in whole numbers: facts are compared.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DeviceRates {
+    /// Rates of products, by the form of the weights.
+    pub forms: Vec<FormRates>,
+    /// Nanoseconds that an operation adds to an evaluation.
+    pub operation_ns: u64,
+    /// Nanoseconds from the request for a result until the processor can read it: what each
+    /// exchange with other ranks costs besides the network.
+    pub crossing_ns: u64,
+}
+
+/// Measured rates of products with weights of one form.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FormRates {
+    /// Bits of a weight with its part of a group's scale and bias.
+    pub bits: u32,
+    /// Whether the other factors are 32 bits wide, as in class `mlx-f32`; else 16.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub wide: bool,
+    /// Bytes of weights a second with one row: decoding.
+    pub reads: u64,
+    /// Operations a second with many rows: prompts.
+    pub computes: u64,
 }
 
 /// Compatibility of nodes: equal for all nodes of an instance. An engine's kernel class is a

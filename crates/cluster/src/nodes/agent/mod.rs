@@ -62,7 +62,10 @@ use super::session::{self, Hello, Purpose};
 use super::{Identity, NodeId, Now, RegisterKey, Registers, Signature};
 pub use channel::{Handler, ServiceChannel};
 pub use diagnostics::{Finding, Test};
-pub use facts::{EngineDevice, Kind, NetworkPath, NodeFacts, NodePaths, NodeView, PROTOCOL};
+pub use facts::{
+    DeviceRates, EngineDevice, FormRates, Kind, NetworkPath, NodeFacts, NodePaths, NodeView,
+    PROTOCOL,
+};
 use files::NodeFolder;
 pub use keys::KeyFile;
 pub use membership::{Joined, join_at_rest, join_by_code_at_rest, token_at_rest};
