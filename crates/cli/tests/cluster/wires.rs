@@ -15,7 +15,8 @@ const MODEL: &str = "llama.gguf";
 
 /// Loads the model over both machines, and returns the transports that `ps` names.
 fn load(hosts: &[TestMachine]) -> String {
-    hosts[0].told(&["load", MODEL, "--nodes", "2", "--threads", "1"]);
+    let load = ["load", MODEL, "--nodes", "2", "--threads", "1"];
+    hosts[0].told(&[&load[..], &["--split", "tensor"]].concat()); // measures nothing before
     until_ready(&hosts[0], &hosts[1]);
     wires(&hosts[0])
 }
@@ -81,7 +82,7 @@ fn a_cable_carries_plaintext_where_both_machines_trust_it() {
     // One machine alone cannot decide for the other.
     hosts[0].told(&["nodes", "trust", "soft1:n1"]);
     let waits = "encrypted TCP between n0 and n1: for RDMA, which is not encrypted, \
-                         `paceline nodes trust soft2:n0` on n1";
+                 `paceline nodes trust soft2:n0` on n1";
     assert_eq!(load(&hosts), waits);
     assert!(logged(&hosts[0], waits));
     let expected = tokens(&hosts[1]);
