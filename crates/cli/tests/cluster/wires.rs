@@ -1,5 +1,5 @@
-//! Two machines with an RDMA cable, by the verbs library in software. They use TCP before both trust
-//! the cable, RDMA after, and TCP again once it is cut.
+//! Two machines with an RDMA cable, by the verbs library in software. They use TCP before both
+//! trust the cable, RDMA after, and TCP again once it is cut.
 
 use std::path::Path;
 
