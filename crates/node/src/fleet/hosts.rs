@@ -287,16 +287,17 @@ impl InstanceNodes {
         self.engine_for(rank, view)?;
         let is_on_mlx = self.is_on_mlx(rank);
         let is_beside = |other: bool| is_one_memory(view, is_on_mlx, other);
-        let shard = own_part(&self.wanted);
+        let part = |home: NodeId| own_part(&self.wanted, home);
+        let shard = part(self.nodes[rank.0 as usize]);
         let ranks = (0..).map(Rank).zip(&self.nodes);
         let here = ranks.filter(|(other, home)| {
             let at = self.flaps.node_of(*other).unwrap_or(**home);
             *other != rank && at == id && is_beside(self.is_on_mlx(*other))
         });
-        let here = here.map(|_| shard);
+        let here = here.map(|(_, home)| part(*home));
         // The record counts the part of this instance at each of its nodes.
         let is_counted = self.nodes.contains(&id) && is_beside(self.wanted.is_on_mlx(id));
-        let own = if is_counted { shard } else { 0 };
+        let own = if is_counted { part(id) } else { 0 };
         let held = held(map, view, is_on_mlx).saturating_sub(own);
         let held = here.fold(held, u64::saturating_add);
         let memory = memory(view, is_on_mlx);
@@ -317,7 +318,7 @@ impl InstanceNodes {
         let held = held(map, view, is_on_mlx);
         let spares = lock(&self.spares);
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
-        let shard = own_part(&self.wanted);
+        let shard = own_part(&self.wanted, self.nodes[rank.0 as usize]);
         let held = held.saturating_add(spares.saturating_mul(shard));
         // An automatic standby leaves more memory to other programs.
         let memory = memory(view, is_on_mlx);
@@ -437,15 +438,22 @@ fn held(map: &Registers, view: &NodeView, is_on_mlx: bool) -> u64 {
 
 /// Bytes of a node's part by one record: as decode node, as prefill node, or 0.
 fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
-    let decodes = wanted.nodes.contains(&id).then(|| own_part(wanted));
+    let decodes = wanted.nodes.contains(&id).then(|| own_part(wanted, id));
     let prompts = wanted.prompts.contains(&id);
     let reads = prompts.then(|| part_bytes(wanted, wanted.prompts.len()));
     decodes.unwrap_or(0).saturating_add(reads.unwrap_or(0))
 }
 
-/// Bytes of the part of one of a record's nodes.
-fn own_part(wanted: &InstanceSpec) -> u64 {
-    part_bytes(wanted, wanted.nodes.len())
+/// Bytes of the part of one of a record's nodes, by the shares of the record.
+fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
+    let shares = wanted.nodes.iter().map(|id| wanted.shares.get(id).copied());
+    let all = shares.sum::<Option<u32>>().filter(|all| *all > 0);
+    match (all, wanted.shares.get(&id)) {
+        (Some(all), Some(share)) => {
+            (part_bytes(wanted, 1) as f64 * f64::from(*share) / f64::from(all)) as u64
+        }
+        _ => part_bytes(wanted, wanted.nodes.len()),
+    }
 }
 
 /// Bytes that the records of instances place on each device of a node, in the order of its facts.
