@@ -313,7 +313,12 @@ impl Inner {
     fn instances(&self) -> (Vec<Value>, BTreeMap<String, InstanceSummary>) {
         let instances = self.instances.get();
         let (mut all, portraits) = instances.map_or_else(Default::default, |it| it());
-        all.extend(self.upstreams.get().into_iter().flat_map(Upstreams::instances));
+        all.extend(
+            self.upstreams
+                .get()
+                .into_iter()
+                .flat_map(Upstreams::instances),
+        );
         (all, portraits)
     }
 

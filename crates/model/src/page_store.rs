@@ -151,14 +151,17 @@ impl PageMemory for KvCache {
         let Some(other) = other else {
             return Ok(get(own));
         };
-        let (len, converted): (usize, fn(&[u8]) -> Vec<u8>) = match other {
-            KvType::F32 => (own.len() * 2, narrowed),
-            _ => (own.len() / 2, widened),
+        let len = match other {
+            KvType::F32 => own.len() * 2,
+            _ => own.len() / 2,
         };
         let mut bytes = vec![0; len];
         let has = get(&mut bytes);
         if has {
-            own.copy_from_slice(&converted(&bytes));
+            own.copy_from_slice(&match other {
+                KvType::F32 => narrowed(&bytes),
+                _ => widened(&bytes),
+            });
         }
         Ok(has)
     }

@@ -81,9 +81,7 @@ pub use error::Error;
 pub use identity::identity;
 pub use instance::{Instance, InstanceConfig, Observer, SharedForecast};
 pub use load::load_whole;
-pub use model_setup::{
-    DRAFTS, Options, PrefillOptions, PreparedModel, ReplyStream, ServingModel,
-};
+pub use model_setup::{DRAFTS, Options, PrefillOptions, PreparedModel, ReplyStream, ServingModel};
 pub use sharding::PlannedSplit;
 pub use summary::{InstanceSummary, Prompts, Shard};
 pub use traffic::{CollectiveTraffic, InstanceTraffic, RankTraffic};

@@ -514,8 +514,7 @@ impl RankWorker<'_> {
             source,
         })?;
         let wire = wire.as_deref();
-        let joined = init(backend, Strict::Yes, seat, wire.as_slice(), deadline);
-        joined.map_err(Error::from)
+        Ok(init(backend, Strict::Yes, seat, wire.as_slice(), deadline)?)
     }
 
     /// The next message that is not a query to an epoch. The instance may query every rank at any

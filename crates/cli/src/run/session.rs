@@ -1,6 +1,5 @@
 //! A loaded model that answers prompts in turn, by [`paceline_board::session`].
 
-use std::io::IsTerminal;
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::sync::Arc;

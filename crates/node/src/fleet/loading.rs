@@ -161,7 +161,8 @@ impl Inner {
         let mut gpus = views.iter().filter(|view| nodes.contains(&view.id));
         let has_gpu = gpus.any(|view| engines::has_gpu(&view.facts));
         let is_split_open = ask.split == SplitKind::Auto && nodes.len() > 1;
-        if !is_split_open && !(has_gpu && *engines == EngineChoice::Fastest) {
+        let is_engine_open = has_gpu && *engines == EngineChoice::Fastest;
+        if !is_split_open && !is_engine_open {
             return None;
         }
         let told = |line: &str| (self.spec.tell)(&format!("{}: {line}", ask.model));
