@@ -1,8 +1,8 @@
 //! The rewriting steps of a `tokenizer.json`: its normaliser and its pre-tokenizer, with bounds.
 //!
-//! The file is untrusted. Thirty rules that each double a text, or one pattern that tries 2^20
-//! ways at each letter, would end the program or keep a thread for ever. So each step runs by
-//! itself, between checks:
+//! The file is untrusted. Thirty rules may each double a text, which ends the program. One pattern
+//! may try 2^20 ways at each letter, which keeps a thread for ever. So each step runs by itself,
+//! between checks:
 //!
 //! - A normaliser's step may not make a text longer than [`MAX_GROWTH`] times the original and
 //!   [`GROWTH_SLACK`]. A replacement counts its matches before it makes the text.
@@ -22,8 +22,8 @@ use tokenizers::tokenizer::{Normalizer as _, PreTokenizer as _};
 use tokenizers::tokenizer::{PreTokenizedString, SplitDelimiterBehavior};
 use tokenizers::{ModelWrapper, NormalizedString, Offsets, Result};
 
-/// Longest normalised text, in lengths of the original. Usual text grows by up to three (a space
-/// that becomes "▁"), a text of ligatures by eleven in the first kilobytes.
+/// Longest normalised text, in lengths of the original. A space that becomes "▁" takes three
+/// bytes for one.
 const MAX_GROWTH: usize = 8;
 
 /// Bytes by which any text may grow besides.
@@ -36,15 +36,15 @@ const MAX_SPLIT_GROWTH: usize = 16;
 /// Steps of one kind in a file. Real files have up to ten.
 const MAX_STEPS: usize = 64;
 
-/// Longest text, in bytes, by which one rule of a precompiled map or one affix of a model replaces
-/// a letter: real maps have up to 33.
+/// Longest text, in bytes, of a rule of a precompiled map and of an affix of a model. Real maps
+/// have up to 33.
 const MAX_RULE_BYTES: usize = 64;
 
 /// Letters of a word that WordPiece looks up, at a cost of their square: real files have 100.
 const MAX_WORD_CHARS: usize = 1000;
 
-/// Part of a text, in bytes, that is normalised to measure its growth. With rules of at most
-/// [`MAX_RULE_BYTES`] and 17 bytes of alignment for each byte it takes about a megabyte.
+/// Part of a text, in bytes, that is normalised to measure its growth. It takes about a megabyte:
+/// [`MAX_RULE_BYTES`] for a letter, and 17 bytes of alignment for each of these.
 const SAMPLE_BYTES: usize = 1 << 10;
 
 /// Time of one encoding: patterns of real files read some megabytes a second, on a busy core too.
@@ -266,7 +266,7 @@ impl Rewrite {
     }
 }
 
-/// Normalises `text` in parts, which takes little memory whatever the step makes of them.
+/// Normalises `text` in parts, which takes little memory for any step.
 ///
 /// # Errors
 /// The parts together are longer than `limit`.
@@ -431,7 +431,7 @@ mod tests {
         assert_eq!(run(&empty, "a", 100_000).unwrap_err(), GROWS);
         let long = json!({"type": "Prepend", "prepend": "p".repeat(70_000)});
         assert_eq!(run(&long, "a", 1).unwrap_err(), GROWS);
-        // One letter of 3 bytes that NFKD writes with 33, beside usual text, and alone.
+        // NFKD writes the last letter, of 3 bytes, with 33.
         let form = json!({"type": "NFKD"});
         assert_eq!(run(&form, "a", 100_000).unwrap().len(), 100_000);
         assert_eq!(run(&form, "\u{fdfa}", 100_000).unwrap_err(), GROWS);

@@ -4,8 +4,8 @@
 //! group:  .. | scales of run 1 | of run 0 || column 0 | column 1 | ..   ||: places count from here
 //! ```
 //!
-//! A column is the bytes of sixteen rows. A *run* is that number of columns, from the first on, in
-//! which no row's scale changes: 128 in matrices of DeepSeek, all where a row has one scale.
+//! A column is the bytes of sixteen rows. A *run* is a number of columns in which no row's scale
+//! changes: 128 in matrices of DeepSeek, all where a row has one scale.
 
 use std::ops::Range;
 

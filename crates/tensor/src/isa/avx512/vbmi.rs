@@ -130,7 +130,7 @@ pub(super) unsafe fn fours<const N: usize>(
     }
 }
 
-/// Places of four columns of bytes, so that bytes interleaved twice are whole columns: byte
+/// Places of four columns of bytes: bytes interleaved twice become whole columns. Byte
 /// `16 l + 8 c + 2 i + j` is column `2 c + j` of row `4 l + i`.
 static COLUMNS: [u8; 64] = {
     let mut places = [0; 64];
