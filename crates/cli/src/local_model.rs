@@ -66,7 +66,7 @@ pub(crate) struct SplitArgs {
     pub(crate) prefill_from: Option<u32>,
     /// Have them compute in this class: answers are near those of the other nodes, and name both.
     /// Not with --strict
-    #[arg(long, value_name = "CLASS", requires = "prefill_nodes")]
+    #[arg(long, value_name = "CLASS", requires = "prefill_nodes", hide = true)]
     pub(crate) prefill_class: Option<KernelClass>,
 }
 

@@ -9,6 +9,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::nodes::ClusterKey;
+use crate::nodes::discovery::{DiscoveredNode, DiscoveryMethod};
 
 /// Longest wait of these tests, reached only if something hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -317,8 +318,18 @@ fn a_node_that_is_about_to_go_says_so() {
     two.set_leaving(false);
     until("it stays", || !seen());
     two.set_leaving(true);
+    let (key, id) = (lock(&two.inner.state).key.clone(), one.id());
     two.leave().unwrap();
     assert!(!two.is_leaving(), "it is alone now");
+    // A beacon of the former cluster, that the listening thread passes on only now.
+    let heard = DiscoveredNode {
+        id,
+        addr: SocketAddr::from((Ipv4Addr::LOCALHOST, one.port())),
+        how: DiscoveryMethod::Beacon4,
+        asks: false,
+    };
+    assert!(!two.inner.handle_discovered(heard, &key));
+    assert_eq!(two.nodes().len(), 1);
     until("it is gone", || one.nodes().len() == 1);
 }
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 
+use super::super::ClusterKey;
 use super::super::discovery::{Beacons, DiscoveredNode};
 use super::super::mdns::Mdns;
 use super::super::member::{DialTarget, Event};
@@ -103,7 +104,7 @@ impl Inner {
     fn hear_mdns(self: &Arc<Self>, mdns: &Mdns) {
         let key = lock(&self.state).key.clone();
         for heard in mdns.heard(&key) {
-            self.handle_discovered(heard);
+            self.handle_discovered(heard, &key);
         }
     }
 
@@ -121,16 +122,24 @@ impl Inner {
             beacons.invite();
         }
         if let Some(heard) = beacons.poll(&key, ROUND)
-            && self.handle_discovered(heard)
+            && self.handle_discovered(heard, &key)
         {
             beacons.say(&key, false);
         }
         lock(&self.state).blocked = beacons.blocked();
     }
 
-    /// Passes a discovered node to the member; true if that node does not know this one yet.
-    fn handle_discovered(self: &Arc<Self>, heard: DiscoveredNode) -> bool {
+    /// Passes a node that was discovered by `key` to the member; true if that node does not know
+    /// this one yet. This node may have left that cluster since.
+    pub(super) fn handle_discovered(
+        self: &Arc<Self>,
+        heard: DiscoveredNode,
+        key: &ClusterKey,
+    ) -> bool {
         let mut state = lock(&self.state);
+        if state.key != *key {
+            return false;
+        }
         state.book.add(heard.id, heard.addr, heard.how);
         self.step(&mut state, Event::Found(DialTarget::Node(heard.id)));
         heard.asks && !state.links.contains_key(&heard.id)
