@@ -527,6 +527,15 @@ mod tests {
     ) -> Machines {
         let ranks: Vec<usize> = (0..n).collect();
         let mut all = machines(&ranks, 1e-5);
+        for machine in &mut all.all {
+            machine.device = gpu(forecast, faster, crossing);
+            assert!(forecast.is_faster_on_mlx(config, machine));
+        }
+        all.on_mlx = vec![true; n];
+        all
+    }
+
+    fn gpu(forecast: &Forecast, faster: f64, crossing: f64) -> Option<RemoteDevice> {
         let own = forecast.node(0, (1.0, 1.0), forecast.prompt_row());
         let bits = forecast.shape.bits.rest;
         let form = |held| FormRates {
@@ -544,15 +553,10 @@ mod tests {
             }),
             ..EngineDevice::default()
         };
-        for machine in &mut all.all {
-            machine.device = DeviceSpeed::of(&device).map(|speed| RemoteDevice {
-                speed,
-                memory: Bytes(1 << 30),
-            });
-            assert!(forecast.is_faster_on_mlx(config, machine));
-        }
-        all.on_mlx = vec![true; n];
-        all
+        DeviceSpeed::of(&device).map(|speed| RemoteDevice {
+            speed,
+            memory: Bytes(1 << 30),
+        })
     }
 
     #[test]
@@ -592,12 +596,9 @@ mod tests {
         let (ranked, refused) = forecast.ranked(&config, SplitKind::Tensor, &machines);
         assert!(ranked.is_empty());
         assert!(matches!(refused[..], [(_, Error::MixedStage { .. })]));
-        // A slow device is left alone.
-        let slow = on_gpus((&config, &forecast), 1, (2.0, 1e-6)).all.remove(0);
-        let slow = RemoteMachine {
-            reads: 100.0,
-            ..slow
-        };
+        // A device that is waited for too long is left alone.
+        let mut slow = machines.all.remove(0);
+        slow.device = gpu(&forecast, 2.0, 0.05);
         assert!(!forecast.is_faster_on_mlx(&config, &slow));
     }
 
