@@ -131,6 +131,7 @@ impl Service for Ready {
             sink(Reply::PromptRead {
                 reused: 0,
                 logprobs: request.prompt_logprobs.then(|| vec![row(n); before]),
+                read_by: None,
             });
             sink(Reply::Token {
                 token: 97,
@@ -163,6 +164,7 @@ fn model() -> ServedModel {
         aliases: Vec::new(),
         created_unix_s: 0,
         fingerprint: "fuzz".to_owned(),
+        classes: String::new(),
         tokenizer: Arc::new(tokenizer()),
         template: Some(Arc::new(template)),
         context: 4096,

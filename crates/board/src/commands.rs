@@ -33,7 +33,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::hub::StoreHub;
-use crate::{Error, MessageSink, api_model, chain, stores};
+use crate::{Error, MessageSink, api_model, chain, stores, upstreams};
 
 /// Interval of signs of life from a command: a third of the 10 s of the most impatient client.
 /// A load may hash a model first, a second a gigabyte.
@@ -99,6 +99,7 @@ pub fn start(
     doors.journals().mirror_to(Arc::new(copies));
     answer_commands(agent, &fleet);
     answer_lists(agent, &fleet, doors.upstreams());
+    upstreams::share(agent, doors, &fleet).map_err(Error::Thread)?;
     let own = Arc::downgrade(&fleet);
     agent.serve_local(
         "move",

@@ -79,6 +79,7 @@ mod stores;
 pub mod tables;
 mod traffic;
 pub mod trainings;
+mod upstreams;
 pub mod worker_notices;
 
 use std::sync::Arc;

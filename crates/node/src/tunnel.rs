@@ -104,15 +104,30 @@ pub fn lead(
     let channel = agent.open(node, service, OPEN_LIMIT);
     let channel = channel.map_err(|error| error.to_string())?;
     let socket = UnixStream::connect(text("socket")).map_err(|error| error.to_string())?;
-    let own = socket.try_clone().map_err(|error| error.to_string())?;
+    let bridged = bridge(&channel, &socket, &mut || progress(Value::Null));
+    bridged.map_err(|error| error.to_string())?;
+    Ok(json!({}))
+}
+
+/// Forwards bytes between a channel and a socket until either ends, or `goes_on` returns false; it
+/// is called regularly. Blocks, and takes one more thread.
+///
+/// # Errors
+/// The system has no further handle of the socket.
+pub fn bridge(
+    channel: &ServiceChannel,
+    socket: &UnixStream,
+    goes_on: &mut dyn FnMut() -> bool,
+) -> io::Result<()> {
+    let own = socket.try_clone()?;
     std::thread::scope(|scope| {
-        scope.spawn(|| send(&channel, own));
-        receive(&channel, &socket, &mut || progress(Value::Null));
+        scope.spawn(|| send(channel, own));
+        receive(channel, socket, goes_on);
         channel.close();
         // This ends the other thread's read.
         let _ = socket.shutdown(std::net::Shutdown::Both);
     });
-    Ok(json!({}))
+    Ok(())
 }
 
 /// Connects to the program that the node `id` starts for `service`, which is [`TRAIN`], [`BENCH`]

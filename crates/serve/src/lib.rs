@@ -104,4 +104,6 @@ pub use log::PROMPTS;
 pub use metrics::METRIC_NAMES;
 pub use model::{ModelDetails, ServedModel, default_sampling, recommended_sampling};
 pub use server::{HttpServer, ServerHandle};
-pub use upstream::{ReplicaUse, SpecError, UpstreamArg, UpstreamNotice, UpstreamSpec, Upstreams};
+pub use upstream::{
+    ReplicaUse, SpecError, UpstreamArg, UpstreamDialer, UpstreamNotice, UpstreamSpec, Upstreams,
+};

@@ -598,7 +598,7 @@ mod tests {
         assert!(matches!(refused[..], [(_, Error::MixedStage { .. })]));
         // A device that is waited for too long is left alone.
         let mut slow = machines.all.remove(0);
-        slow.device = gpu(&forecast, 2.0, 0.05);
+        slow.device = gpu(&forecast, 2.0, 10.0);
         assert!(!forecast.is_faster_on_mlx(&config, &slow));
     }
 

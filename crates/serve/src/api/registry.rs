@@ -3,8 +3,9 @@
 //! Each model has an API of its own. With several models, a request is routed to the one that its
 //! body names. A request for a model of an upstream goes to the `relay`.
 
-use std::fmt;
+use std::os::unix::net::UnixStream;
 use std::sync::{Arc, PoisonError, RwLock};
+use std::{fmt, io};
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
@@ -12,6 +13,9 @@ use axum::extract::{Request, State};
 use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderValue, VIA};
 use axum::http::{Method, StatusCode};
 use axum::response::{IntoResponse, Response};
+use hyper::server::conn::http1;
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
 use paceline_engine::Service;
 use serde::Deserialize;
 use serde_json::Value;
@@ -43,6 +47,9 @@ struct RegistryState {
     gate: Arc<no_model::Idle>,
     /// Serves requests for models of upstreams.
     relay: Router,
+    /// The same for other nodes of the cluster.
+    node: Router,
+    runtime: tokio::runtime::Handle,
     open: RwLock<Vec<ModelApi>>,
 }
 
@@ -62,7 +69,7 @@ impl RegistryState {
 }
 
 impl ModelRegistry {
-    /// An empty registry.
+    /// An empty registry. Called inside the server's runtime.
     ///
     /// # Errors
     /// A key file that cannot be read.
@@ -75,6 +82,8 @@ impl ModelRegistry {
         Ok(Self(Arc::new(RegistryState {
             config,
             relay: relay::router(&idle, phase.clone()),
+            node: relay::node_router(&idle, phase.clone()),
+            runtime: tokio::runtime::Handle::current(),
             phase,
             idle: no_model::router(&idle),
             gate: idle,
@@ -119,6 +128,22 @@ impl ModelRegistry {
     /// The upstreams of the server.
     pub fn upstreams(&self) -> &Upstreams {
         &self.0.config.upstreams
+    }
+
+    /// Serves the own upstreams on a stream from another node of the cluster, until it ends. Keys
+    /// of clients are that node's matter. Does not block.
+    ///
+    /// # Errors
+    /// The stream cannot be made non-blocking.
+    pub fn serve_upstreams(&self, stream: UnixStream) -> io::Result<()> {
+        stream.set_nonblocking(true)?;
+        let _inside = self.0.runtime.enter();
+        let io = TokioIo::new(tokio::net::UnixStream::from_std(stream)?);
+        let service = TowerToHyperService::new(self.0.node.clone());
+        // The other node sees errors itself.
+        let serving = http1::Builder::new().serve_connection(io, service);
+        drop(self.0.runtime.spawn(async move { drop(serving.await) }));
+        Ok(())
     }
 
     /// The stored response `id` as JSON, if the key with id `key` created it. Called for another
@@ -219,6 +244,12 @@ struct ModelSelector {
     name: Option<String>,
 }
 
+/// The name of the model in a request's body.
+pub(super) fn named_model(body: &[u8]) -> Option<String> {
+    let named = serde_json::from_slice::<ModelSelector>(body).ok();
+    named.and_then(|named| named.model.or(named.name))
+}
+
 /// The API that a request goes to.
 enum Destination<'a> {
     Model(&'a ModelApi),
@@ -281,8 +312,7 @@ async fn route<'a>(
     let (parts, body) = request.into_parts();
     let whole = Request::from_parts(parts.clone(), body);
     let body = body_in_time(config, whole).await?;
-    let named = serde_json::from_slice::<ModelSelector>(&body).ok();
-    let name = named.and_then(|named| named.model.or(named.name));
+    let name = named_model(&body);
     let door = resumed.or(name.as_deref().and_then(called));
     let request = Request::from_parts(parts, Body::from(body));
     let to = match door {

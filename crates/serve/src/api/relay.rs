@@ -18,11 +18,12 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
 use axum::http::header::{
-    CACHE_CONTROL, CONTENT_ENCODING, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER,
+    CACHE_CONTROL, CONTENT_ENCODING, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER, VIA,
 };
 use axum::http::{HeaderMap, Method, StatusCode};
 use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
+use axum::routing::get;
 use futures_util::{StreamExt, stream};
 use paceline_engine::{ServiceStatus, State as Readiness};
 use serde_json::{Value, json};
@@ -109,20 +110,47 @@ pub(super) fn prefers_replica(upstreams: &Upstreams, model: &str, status: &Servi
 }
 
 pub(super) fn router(idle: &Arc<Idle>, phase: watch::Receiver<ServerPhase>) -> Router {
-    let limits = &idle.config.limits;
-    let relay = Relay {
-        places: Arc::new(ConcurrencyLimit::new(
-            limits.requests,
-            limits.requests_of_one,
-        )),
-        idle: Arc::clone(idle),
-        phase,
-    };
     Router::new()
         .fallback(answer)
-        .with_state(Arc::new(relay))
+        .with_state(Arc::new(Relay::new(idle, phase)))
         .layer(from_fn_with_state(Arc::clone(idle), no_model::guard))
 }
+
+/// The API for other nodes of the cluster, whose sessions prove who they are: the models of this
+/// node's own upstreams, and requests for them. Models of a third node are not among them.
+pub(super) fn node_router(idle: &Arc<Idle>, phase: watch::Receiver<ServerPhase>) -> Router {
+    Router::new()
+        .route("/v1/models", get(own_models))
+        .fallback(answer_node)
+        .with_state(Arc::new(Relay::new(idle, phase)))
+}
+
+async fn own_models(State(relay): State<Arc<Relay>>) -> Response {
+    let all = relay.upstreams().models_of(Upstream::is_direct).into_iter();
+    let all: Vec<Value> = all
+        .map(|(host, model)| model_object(&host, &model))
+        .collect();
+    let body = json_response(StatusCode::OK, &json!({"object": "list", "data": all}));
+    let via = Hops::default().and(relay.upstreams().own());
+    ([(VIA, via)], body).into_response()
+}
+
+async fn answer_node(
+    State(relay): State<Arc<Relay>>,
+    request: Request,
+) -> Result<Response, Rejection> {
+    let (mut parts, body) = request.into_parts();
+    let whole = Request::from_parts(parts.clone(), body);
+    let body = body_in_time(&relay.idle.config, whole).await?;
+    let model = super::registry::named_model(&body);
+    parts.extensions.insert(RelayTarget { model, own: None });
+    parts.extensions.insert(OfNode);
+    answer(State(relay), Request::from_parts(parts, Body::from(body))).await
+}
+
+/// Marks a request of another node, which only the own upstreams may answer.
+#[derive(Clone, Copy)]
+struct OfNode;
 
 async fn answer(State(relay): State<Arc<Relay>>, request: Request) -> Result<Response, Rejection> {
     let target = request.extensions().get::<RelayTarget>().cloned();
@@ -138,6 +166,10 @@ async fn answer(State(relay): State<Arc<Relay>>, request: Request) -> Result<Res
     }
     check_head(&relay.idle.config, &request)?;
     let from = (client(&request), ErrorStyle::of(request.uri().path()));
+    let is_of_node = request.extensions().get::<OfNode>().is_some();
+    let is_replica = own.is_some();
+    let is_meant =
+        move |one: &Upstream| (!is_replica || one.is_replica()) && (!is_of_node || one.is_direct());
     let (parts, body) = request.into_parts();
     let request = Request::from_parts(parts.clone(), body);
     let body = Bytes::from(body_in_time(&relay.idle.config, request).await?);
@@ -152,7 +184,7 @@ async fn answer(State(relay): State<Arc<Relay>>, request: Request) -> Result<Res
         body: body.clone(),
         via: String::new(),
     };
-    let outcome = relay.relayed(&model, from, wanted, own.is_some()).await;
+    let outcome = relay.relayed(&model, from, wanted, is_meant).await;
     match (outcome, own) {
         // The own instance is one more place to retry.
         (Err(rejection), Some(own)) if rejection.is_of_upstream() => {
@@ -164,6 +196,18 @@ async fn answer(State(relay): State<Arc<Relay>>, request: Request) -> Result<Res
 }
 
 impl Relay {
+    fn new(idle: &Arc<Idle>, phase: watch::Receiver<ServerPhase>) -> Self {
+        let limits = &idle.config.limits;
+        Self {
+            places: Arc::new(ConcurrencyLimit::new(
+                limits.requests,
+                limits.requests_of_one,
+            )),
+            idle: Arc::clone(idle),
+            phase,
+        }
+    }
+
     fn upstreams(&self) -> &Upstreams {
         &self.idle.config.upstreams
     }
@@ -181,7 +225,7 @@ impl Relay {
         model: &str,
         (client, style): (ClientIdentity, ErrorStyle),
         mut wanted: UpstreamRequest,
-        is_replica: bool,
+        is_meant: impl Fn(&Upstream) -> bool,
     ) -> Result<Response, Rejection> {
         if *self.phase.borrow() != ServerPhase::Running {
             return Err(Rejection::ShuttingDown);
@@ -192,7 +236,7 @@ impl Relay {
         }
         wanted.via = hops.and(self.upstreams().own());
         let mut all = self.upstreams().serving(model, &hops);
-        all.retain(|one| !is_replica || one.is_replica());
+        all.retain(|one| is_meant(one));
         let keys = self.idle.keys.as_ref();
         let place = self.places.take(&client, shares(keys, &client))?;
         let config = &self.idle.config;

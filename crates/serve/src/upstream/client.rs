@@ -13,13 +13,14 @@ use axum::http::{HeaderMap, Method, Request, StatusCode};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, UnixStream};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::ServerName;
 
 use super::UpstreamSpec;
+use super::spec::Route;
 
 /// Time to connect, TLS included. A machine of the same network takes milliseconds.
 const CONNECT_LIMIT: Duration = Duration::from_secs(3);
@@ -146,13 +147,22 @@ pub(crate) async fn send(
 }
 
 async fn connect(spec: &UpstreamSpec) -> io::Result<Box<dyn Wire>> {
-    let stream = TcpStream::connect((spec.host.as_str(), spec.port)).await?;
+    let (host, port, tls) = match &spec.route {
+        Route::Tcp { host, port, tls } => (host, *port, tls),
+        Route::Node { dial, .. } => {
+            let dial = Arc::clone(dial);
+            let stream = tokio::task::spawn_blocking(move || dial()).await??;
+            stream.set_nonblocking(true)?;
+            return Ok(Box::new(UnixStream::from_std(stream)?));
+        }
+    };
+    let stream = TcpStream::connect((host.as_str(), port)).await?;
     // Tokens are small packets. A failure only costs speed.
     let _ = stream.set_nodelay(true);
-    let Some(tls) = &spec.tls else {
+    let Some(tls) = tls else {
         return Ok(Box::new(stream));
     };
-    let name = ServerName::try_from(spec.host.clone()).map_err(io::Error::other)?;
+    let name = ServerName::try_from(host.clone()).map_err(io::Error::other)?;
     let stream = TlsConnector::from(Arc::clone(tls))
         .connect(name, stream)
         .await?;

@@ -19,7 +19,7 @@ mod spec;
 mod watch;
 
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use serde_json::{Value, json};
@@ -27,7 +27,7 @@ use tokio::sync::{Notify, watch as channel};
 
 pub(crate) use client::{UpstreamFailure, UpstreamReply, UpstreamRequest};
 pub(crate) use hops::Hops;
-pub use spec::{ReplicaUse, SpecError, UpstreamArg, UpstreamSpec};
+pub use spec::{ReplicaUse, SpecError, UpstreamArg, UpstreamDialer, UpstreamSpec};
 
 /// Receives a line when an upstream comes up or goes down; must not block.
 pub type UpstreamNotice = Arc<dyn Fn(&str) + Send + Sync>;
@@ -54,6 +54,7 @@ pub(crate) struct Upstream {
     running: AtomicUsize,
     /// Asks for an early look at its health.
     look: Notify,
+    is_watched: AtomicBool,
 }
 
 /// An upstream's state, and the models of its last list.
@@ -135,9 +136,20 @@ impl Upstreams {
         self.0.grown.notify_one();
     }
 
+    /// Removes the node `name`; its requests in progress end by themselves.
+    pub fn remove_node(&self, name: &str) {
+        let mut all = self.0.all.write().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|one| one.is_direct() || one.name != name);
+    }
+
     pub(crate) fn all(&self) -> Vec<Arc<Upstream>> {
         let all = self.0.all.read().unwrap_or_else(PoisonError::into_inner);
         all.clone()
+    }
+
+    /// Whether there are upstreams now.
+    pub fn has_any(&self) -> bool {
+        !self.is_empty()
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -183,8 +195,16 @@ impl Upstreams {
 
     /// The models of the upstreams that are up, each name once, with the upstream's name.
     pub(crate) fn models(&self) -> Vec<(String, UpstreamModel)> {
+        self.models_of(|_| true)
+    }
+
+    /// The same of the upstreams that `is_meant`.
+    pub(crate) fn models_of(
+        &self,
+        is_meant: impl Fn(&Upstream) -> bool,
+    ) -> Vec<(String, UpstreamModel)> {
         let mut listed: Vec<(String, UpstreamModel)> = Vec::new();
-        for one in self.all() {
+        for one in self.all().into_iter().filter(|one| is_meant(one)) {
             let health = one.health.borrow().clone();
             for model in health.models.iter().filter(|_| health.state.is_up()) {
                 if listed.iter().all(|(_, known)| known.id != model.id) {
@@ -248,6 +268,7 @@ impl Upstream {
             health: channel::Sender::default(),
             running: AtomicUsize::new(0),
             look: Notify::new(),
+            is_watched: AtomicBool::new(false),
         }
     }
 
@@ -268,6 +289,11 @@ impl Upstream {
             State::Down(failure) => Some(failure.clone()),
             _ => None,
         }
+    }
+
+    /// Whether no other node of the cluster is between.
+    pub(crate) fn is_direct(&self) -> bool {
+        self.spec.is_direct()
     }
 
     /// Whether it may answer for a model of the cluster.

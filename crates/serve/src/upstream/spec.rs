@@ -3,6 +3,7 @@
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -64,16 +65,29 @@ pub struct UpstreamArg {
     replica: ReplicaUse,
 }
 
+/// Opens a stream of HTTP to another node. Called on a thread that may block, for some seconds.
+pub type UpstreamDialer = Arc<dyn Fn() -> io::Result<UnixStream> + Send + Sync>;
+
+/// The way to an upstream.
+#[derive(Clone)]
+pub(super) enum Route {
+    Tcp {
+        host: String,
+        port: u16,
+        /// `None` for plain HTTP.
+        tls: Option<Arc<ClientConfig>>,
+    },
+    /// The upstreams of another node of the cluster.
+    Node { name: String, dial: UpstreamDialer },
+}
+
 /// A server that takes requests of this node.
 #[derive(Clone)]
 pub struct UpstreamSpec {
-    pub(super) host: String,
-    pub(super) port: u16,
+    pub(super) route: Route,
     pub(super) base: String,
     /// Sent as a bearer token; never printed.
     pub(super) key: Option<String>,
-    /// `None` for plain HTTP.
-    pub(super) tls: Option<Arc<ClientConfig>>,
     pub(super) replica: ReplicaUse,
 }
 
@@ -149,9 +163,11 @@ impl UpstreamArg {
             .then(|| client_config(self.certificates.as_deref()));
         Ok(UpstreamSpec {
             key: self.key.as_deref().map(read_key).transpose()?,
-            tls: tls.transpose()?,
-            host: self.host,
-            port: self.port,
+            route: Route::Tcp {
+                tls: tls.transpose()?,
+                host: self.host,
+                port: self.port,
+            },
             base: self.base,
             replica: self.replica,
         })
@@ -159,22 +175,41 @@ impl UpstreamArg {
 }
 
 impl UpstreamSpec {
-    /// Host and port, as users see it: `192.168.1.5:11434`.
+    /// The upstreams of the node `name`, which takes no part as a replica. `dial` reaches its
+    /// [`serve_upstreams`](crate::ModelRegistry::serve_upstreams).
+    pub fn of_node(name: String, dial: UpstreamDialer) -> Self {
+        Self {
+            route: Route::Node { name, dial },
+            base: String::new(),
+            key: None,
+            replica: ReplicaUse::Never,
+        }
+    }
+
+    /// Whether no other node of the cluster is between.
+    pub(crate) fn is_direct(&self) -> bool {
+        matches!(self.route, Route::Tcp { .. })
+    }
+
+    /// Host and port, or the node's name, as users see it: `192.168.1.5:11434`.
     pub fn name(&self) -> String {
-        let (host, port) = (&self.host, self.port);
-        match host.contains(':') {
-            true => format!("[{host}]:{port}"),
-            false => format!("{host}:{port}"),
+        match &self.route {
+            Route::Node { name, .. } => name.clone(),
+            Route::Tcp { host, port, .. } if host.contains(':') => format!("[{host}]:{port}"),
+            Route::Tcp { host, port, .. } => format!("{host}:{port}"),
         }
     }
 
     /// Whether requests leave this machine unencrypted.
     pub fn is_exposed(&self) -> bool {
-        let is_loopback = match self.host.parse::<std::net::IpAddr>() {
-            Ok(ip) => ip.to_canonical().is_loopback(),
-            Err(_) => self.host == "localhost" || self.host.ends_with(".localhost"),
+        let Route::Tcp { host, tls, .. } = &self.route else {
+            return false; // sessions between nodes are encrypted
         };
-        self.tls.is_none() && !is_loopback
+        let is_loopback = match host.parse::<std::net::IpAddr>() {
+            Ok(ip) => ip.to_canonical().is_loopback(),
+            Err(_) => host == "localhost" || host.ends_with(".localhost"),
+        };
+        tls.is_none() && !is_loopback
     }
 }
 

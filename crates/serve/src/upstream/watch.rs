@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use axum::http::{HeaderMap, Method, StatusCode};
@@ -56,10 +57,11 @@ impl Upstreams {
     pub(crate) fn watch(&self) {
         let set = self.clone();
         tokio::spawn(async move {
-            let mut watched = 0;
             loop {
-                for one in set.all().into_iter().skip(watched) {
-                    watched += 1;
+                for one in set.all() {
+                    if one.is_watched.swap(true, Relaxed) {
+                        continue;
+                    }
                     let set = set.clone();
                     tokio::spawn(async move { set.look_at(&one).await });
                 }
@@ -70,7 +72,7 @@ impl Upstreams {
 
     async fn look_at(&self, one: &Arc<Upstream>) {
         let mut looped = 0;
-        loop {
+        while self.all().iter().any(|other| Arc::ptr_eq(other, one)) {
             let found = timeout(LIST_LIMIT, list(one, self.own())).await;
             let limit_s = LIST_LIMIT.as_secs();
             let found = found.unwrap_or(Err(UpstreamFailure::Silent { limit_s }));

@@ -3,17 +3,20 @@
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use paceline_engine::{Finish, Service, State};
 use paceline_serve::keys::{KeyRole, Keys};
-use paceline_serve::{ServedModel, UpstreamArg, UpstreamSpec, Upstreams};
+use paceline_serve::{
+    Config, HttpServer, ServedModel, StatusSource, UpstreamArg, UpstreamSpec, Upstreams,
+};
 use serde_json::Value;
 
 use crate::client::{PATIENCE, connect};
-use crate::rig::{CHAT, Rig, chat_body, refusal};
+use crate::rig::{CHAT, CLOCK, Rig, chat_body, refusal};
 use crate::scripted::{Script, ScriptedService};
 use crate::tiny;
 
@@ -244,7 +247,7 @@ fn limits_hold_and_a_client_that_leaves_ends_its_request() {
         let far = Rig::new();
         far.service.script(Script::Halt(vec![(97, "a")]));
         let (all, told) = upstreams(&[url(far.addr)]);
-        let change = |config: &mut paceline_serve::Config| {
+        let change = |config: &mut Config| {
             config.upstreams = all;
             config.limits.requests = 1;
         };
@@ -536,4 +539,49 @@ fn a_replica_is_used_only_where_it_is_allowed() {
     let (rig, _) = node(&[url(broken.addr) + ",replica"], models);
     assert_eq!(via(&rig), (200, None));
     assert!(broken.asked.recv_timeout(PATIENCE).is_ok());
+}
+
+#[test]
+fn another_node_of_the_cluster_reaches_the_upstreams_of_this_one() {
+    let far = Rig::new();
+    let (all, told) = upstreams(&[url(far.addr)]);
+    let mut config = Config::new(0, CLOCK);
+    config.upstreams = all;
+    let status = StatusSource(Arc::new(|| Value::Null));
+    let (server, doors) = HttpServer::bind_node(config, status).unwrap();
+    let _one = Rig::run(server, ScriptedService::new(Script::Silence));
+    wait(&told, "models: 1");
+    let own = doors.clone();
+    let (of_two, told_two) = upstreams(&[]);
+    of_two.add(UpstreamSpec::of_node(
+        "one".to_owned(),
+        Arc::new(move || {
+            let (here, there) = UnixStream::pair()?;
+            own.serve_upstreams(there).map(|()| here)
+        }),
+    ));
+    let set = of_two.clone();
+    let two = Rig::several_with(|config| config.upstreams = of_two, vec![]);
+    wait(&told_two, "models: 1");
+    let listed = two.get("/v1/models").json();
+    assert_eq!(listed["data"][0]["owned_by"], "via one");
+    let answer = two.chat("");
+    assert_eq!(answer.header("x-paceline-upstream"), Some("one"));
+    assert_eq!(answer.json()["choices"], far.chat("").json()["choices"]);
+    far.service.script(Script::Halt(vec![(97, "a")]));
+    let mut stream = connect(two.addr);
+    let body = chat_body(r#""stream":true"#);
+    let head = "Host: localhost\r\nContent-Type: application/json\r\n";
+    let length = body.len();
+    let text = format!("POST {CHAT} HTTP/1.1\r\n{head}Content-Length: {length}\r\n\r\n{body}");
+    stream.write_all(text.as_bytes()).unwrap();
+    far.service
+        .wait("the request", |requests, _, _| requests == 3);
+    drop(stream);
+    far.service
+        .wait("cancelling", |_, cancelled, _| cancelled == 1);
+
+    // The node has no upstreams any more.
+    set.remove_node("one");
+    assert_eq!(two.get("/v1/models").json()["data"], serde_json::json!([]));
 }
