@@ -1,6 +1,6 @@
 //! MLX on a slow device: an evaluation takes 100 ms more for each layer, while the file exists
-//! which `PACELINE_SLOW` names. A layer's keys and values are two of the arrays that a step evaluates.
-//! All else is from the library that this one is linked with.
+//! which `PACELINE_SLOW` names. A layer's keys and values are two of the arrays that a step
+//! evaluates. All else is from the library that this one is linked with.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::time::Duration;
