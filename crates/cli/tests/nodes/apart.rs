@@ -145,8 +145,13 @@ fn other_class() -> (&'static str, std::ffi::OsString) {
     }
 }
 
+/// Largest distance of log-probabilities: class `cpu` rounds activations to 15 bits.
+fn tolerance(class: &str) -> f64 {
+    if class == "cpu" { 2e-2 } else { 5e-3 }
+}
+
 /// Log-probabilities of two answers, up to the first other token.
-fn assert_near(got: &Value, expected: &Value) {
+fn assert_near(got: &Value, expected: &Value, tolerance: f64) {
     let of = |answer: &Value, field| answer["logprobs"][field].as_array().unwrap().clone();
     let tokens = of(got, "tokens").into_iter().zip(of(expected, "tokens"));
     let values = of(got, "token_logprobs")
@@ -156,7 +161,7 @@ fn assert_near(got: &Value, expected: &Value) {
     let far = alike.map(|(_, (a, b))| (a.as_f64().unwrap() - b.as_f64().unwrap()).abs());
     let far: Vec<f64> = far.collect();
     assert!(!far.is_empty(), "{got} {expected}");
-    assert!(far.iter().all(|far| *far <= 5e-3), "{far:?}");
+    assert!(far.iter().all(|far| *far <= tolerance), "{far:?}");
 }
 
 /// The answer is near, and names both classes. Its pages serve no other answer. A lost rank of
@@ -197,7 +202,7 @@ fn prompts_are_read_in_another_class() {
     };
     for _ in 0..2 {
         let (got, cached, name) = ask(&asked[0]);
-        assert_near(&got, &expected[0]);
+        assert_near(&got, &expected[0], tolerance(class));
         assert_eq!(cached, 10 * 64);
         let (from, to) = name.split_once('>').expect(&name);
         assert!(
