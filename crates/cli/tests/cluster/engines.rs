@@ -87,16 +87,13 @@ fn instances_compute_on_the_engines_of_their_machines() {
     let (alone, _) = hosts[0].answer(MODEL, &near);
 
     lists_its_engines_again(&hosts, &library);
-    for (engines, split, name) in [
-        ("mlx", "auto", "mlx-f32(cpu)"),
-        ("cpu,mlx,mlx", "pipeline", "cpu+mlx-f32(cpu)"),
-    ] {
-        let options = ["--nodes", "n0,n1,n2", "--engine", engines, "--split", split];
-        load(
-            &hosts[0],
-            &hosts[1],
-            &[&options[..], &["--class", "mlx-f32"]].concat(),
-        );
+    // The automatic split follows measured rates.
+    let pipeline = [
+        "--nodes", "n0,n1,n2", "--class", "mlx-f32", "--split", "pipeline",
+    ];
+    for (engines, name) in [("mlx", "mlx-f32(cpu)"), ("cpu,mlx,mlx", "cpu+mlx-f32(cpu)")] {
+        let options = [&pipeline[..], &["--engine", engines]].concat();
+        load(&hosts[0], &hosts[1], &options);
         assert_eq!(numbers(&hosts[1]), name);
         let (answer, line) = hosts[1].answer(MODEL, &[]);
         assert!(line.contains("asking the instance"), "{line}");
@@ -150,7 +147,7 @@ fn answer_over_a_loss(hosts: &mut [TestMachine], asker: usize, lost: usize) -> O
 /// has its engine too.
 fn continues_on_the_machines_left(hosts: &mut [TestMachine]) {
     let options = [
-        "--nodes", "n0,n1,n2", "--engine", "mlx", "--class", "mlx-f32",
+        "--nodes", "n0,n1,n2", "--engine", "mlx", "--class", "mlx-f32", "--split", "pipeline",
     ];
     load(&hosts[0], &hosts[1], &options);
     assert_eq!(hosts[0].nodes().len(), 4);
