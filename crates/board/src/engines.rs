@@ -198,7 +198,7 @@ fn rates(library: &Library, device: DeviceKind) -> Result<DeviceRates, paceline_
 /// every [`LIST_EVERY`], and when a program of this machine sends [`LIST_ENGINES`] to the node.
 /// Returns only if the node drops the command.
 pub fn keep_published(agent: &Agent, program: &Path) {
-    // One request is enough: the list that it starts is newer than all requests before it.
+    // A single request is enough: the list that it starts is newer than all requests before it.
     let (ask, asked) = sync_channel(1);
     agent.serve_local(
         LIST_ENGINES,

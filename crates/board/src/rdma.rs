@@ -68,7 +68,7 @@ pub fn told(device: &RdmaDevice) -> String {
 /// `program`, lists them, so that the node opens no driver. Returns where there are none, or when
 /// the node drops the command.
 pub fn keep_published(agent: &Agent, program: &Path) {
-    // One request is enough: the list that it starts is newer than all requests before it.
+    // A single request is enough: the list that it starts is newer than all requests before it.
     let (ask, asked) = sync_channel(1);
     agent.serve_local(LIST_RDMA, move |_: &Value, _: &mut CommandProgress<'_>| {
         let _ = ask.try_send(()); // one waits already

@@ -65,7 +65,7 @@ pub enum WeightForm {
     Floats,
 }
 
-/// What a device does in the products of a model.
+/// Rates of a device in a model's products.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProductRates {
     /// Bytes of weights a second in products with one row.

@@ -42,7 +42,7 @@ pub enum AttentionKind {
         /// Size of a value head.
         value_dim: u32,
     },
-    /// One key per position, which is its value too, for all heads, as in DeepSeek V4. Each group
+    /// A key per position, which is its value too, for all heads, as in DeepSeek V4. Each group
     /// of heads has an output of low rank. Weights that compress or select positions are not
     /// counted.
     OneKey {

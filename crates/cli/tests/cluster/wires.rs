@@ -30,7 +30,7 @@ fn tokens(host: &TestMachine) -> Value {
     host.answer(MODEL, &[]).0["tokens"].clone()
 }
 
-/// What the node of a machine has logged with this text.
+/// Lines of a machine's log with this text.
 fn logged(host: &TestMachine, text: &str) -> bool {
     let log = std::fs::read_to_string(host.home.path().join("log"));
     log.unwrap_or_default().contains(text)

@@ -151,10 +151,9 @@ fn collect<'a, A, B>(
 fn flatten_normalizer<'a>(step: &'a NormalizerWrapper, out: &mut Vec<&'a NormalizerWrapper>) {
     match step {
         NormalizerWrapper::Sequence(steps) => {
-            let mut steps = steps.as_ref().iter();
-            steps
-                .by_ref()
-                .for_each(|step| flatten_normalizer(step, out));
+            for step in steps.as_ref() {
+                flatten_normalizer(step, out);
+            }
         }
         step => out.push(step),
     }
@@ -166,10 +165,9 @@ fn flatten_pre_tokenizer<'a>(
 ) {
     match step {
         PreTokenizerWrapper::Sequence(steps) => {
-            let mut steps = steps.as_ref().iter();
-            steps
-                .by_ref()
-                .for_each(|step| flatten_pre_tokenizer(step, out));
+            for step in steps.as_ref() {
+                flatten_pre_tokenizer(step, out);
+            }
         }
         step => out.push(step),
     }

@@ -8,7 +8,7 @@ use crate::messages::{PeerWire, RankCables, RankFacts};
 /// The cables between ranks of an epoch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct CablePlan {
-    /// Those that both ends trust.
+    /// Cables that both ends trust.
     pub(super) trusted: RankCables,
     /// Ranks all of whose cables an end does not trust: the pair, and the first cable.
     untrusted: Vec<([usize; 2], Cable)>,

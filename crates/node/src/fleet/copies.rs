@@ -235,7 +235,7 @@ impl ModelCopies {
     /// tree too.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub(super) fn hash(&self, path: &Path) -> io::Result<String> {
         let key = fingerprint(path)?;
         let known = || lock(&self.known).get(&key).cloned();
@@ -834,7 +834,7 @@ impl ModelCopies {
     /// Removes a copy of a model; returns the bytes freed.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub(super) fn forget(&self, sha256: &str) -> io::Result<u64> {
         Ok(self.forget_model(sha256)? + self.forget_file(sha256)?)
     }
@@ -1021,7 +1021,7 @@ fn watched<T: Send>(
 /// Writes a small file atomically, in an existing folder.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut new = path.as_os_str().to_owned();
     new.push(".new");

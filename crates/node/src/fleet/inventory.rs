@@ -25,7 +25,7 @@ impl WholeFile {
     /// Opens the file at `path`, whose leaves are or will be stored at `kept`.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's error.
     pub(super) fn open(path: &Path, kept: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
         let groups = HashGroups::of(file.metadata()?.len());
@@ -43,7 +43,7 @@ impl WholeFile {
 /// time, which reads all of the file.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub(super) fn tree_of(path: &Path, kept: &Path) -> io::Result<Tree> {
     let mut file = File::open(path)?;
     let bytes = file.metadata()?.len();
@@ -59,7 +59,7 @@ pub(super) fn tree_of(path: &Path, kept: &Path) -> io::Result<Tree> {
 /// Stores the leaves of a tree at `kept`, unless they are there.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub(super) fn keep(tree: &Tree, kept: &Path) -> io::Result<()> {
     let leaves = tree.to_bytes();
     if fs::read(kept).is_ok_and(|known| known == leaves) {

@@ -18,7 +18,7 @@ use crate::forecast::machines::{
 /// Nodes of an instance's ranks, and the known machines.
 pub(super) type Nodes<'a> = (&'a [NodeId], &'a [(NodeId, RemoteMachine)]);
 
-/// What is open about an instance: its split and its engines.
+/// The open choices of an instance: its split and its engines.
 pub(super) type Wishes<'a> = (SplitKind, &'a EngineChoice);
 
 impl Inner {

@@ -1,4 +1,4 @@
-//! One HTTP request to an upstream, on a connection of its own.
+//! An HTTP request to an upstream, on a connection of its own.
 //!
 //! A dropped reply closes its connection, which cancels the request at the upstream. Connections
 //! are not reused: a stale one would fail requests that a fresh one answers.

@@ -45,7 +45,7 @@ struct UpstreamSet {
     tell: UpstreamNotice,
 }
 
-/// One upstream.
+/// A server that takes whole requests.
 pub(crate) struct Upstream {
     pub(crate) spec: UpstreamSpec,
     pub(crate) name: String,

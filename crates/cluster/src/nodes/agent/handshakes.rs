@@ -77,7 +77,7 @@ impl Drop for HandshakeSlot {
     }
 }
 
-/// What a full table does with a new connection.
+/// Decision about a new connection.
 #[derive(Debug, PartialEq, Eq)]
 enum Admission {
     Free,
@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn silent_strangers_make_room() {
         let silent = |peer| (peer, true);
-        // One address has its share, and then replaces its own oldest connection.
+        // An address has its share, and then replaces its own oldest connection.
         let mut rows = vec![(stranger(1), false)];
         rows.extend([silent(stranger(1)); STRANGERS_MAX - 1]);
         assert_eq!(admission(&rows, stranger(1)), Admission::Instead(1));

@@ -78,7 +78,7 @@ pub(super) fn copy(
 /// SHA-256 of a file in hexadecimal digits. Reads all of it.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub(super) fn hash(path: &Path) -> io::Result<String> {
     let (mut sum, mut file) = (Sha256::new(), File::open(path)?);
     let mut piece = vec![0; PIECE_BYTES];
@@ -94,7 +94,7 @@ pub(super) fn hash(path: &Path) -> io::Result<String> {
 /// thread of its own, since it takes some times as long as the tree.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub(super) fn hash_and_tree(path: &Path) -> io::Result<(String, Tree)> {
     let file = File::open(path)?;
     let bytes = file.metadata()?.len();
