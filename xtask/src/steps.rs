@@ -73,8 +73,8 @@ pub(crate) enum TestStep {
 }
 
 /// The default steps of `cargo xtask test`: stages one after the other, the lanes of a stage in
-/// parallel. Downloads and Python, which use one core at most, overlap with compilers. The tests
-/// and the clients have the machine for themselves: many wait for other processes.
+/// parallel. Downloads and Python, which use one core at most, overlap with compilers. The unit
+/// tests have the machine for themselves: many wait for other processes.
 pub(crate) const DEFAULT: [&[&[TestStep]]; 4] = [
     &[
         &[TestStep::Models, TestStep::Mlx],
@@ -90,7 +90,7 @@ pub(crate) const DEFAULT: [&[&[TestStep]]; 4] = [
         &[TestStep::Doc, TestStep::Mpi],
         &[TestStep::MlxTools, TestStep::Gpu],
     ],
-    &[&[TestStep::Sdk, TestStep::Wheel, TestStep::Docs]],
+    &[&[TestStep::Sdk], &[TestStep::Wheel, TestStep::Docs]],
 ];
 
 /// The steps of the long run besides: packages in fresh roots, made of what other machines get.
