@@ -9,14 +9,16 @@
 //! case, changes cost at most about as much as staying would. A candidate that is slower than
 //! another's measured speed is left by the same rule: that is the roll-back.
 //!
+//! A candidate that is [`FAR`] times slower than another's speed is a wrong prediction, not a close
+//! call. [`SplitSelector`] leaves it after three seconds of such steps at any price. A single step
+//! may take longer than that, so [`Event::Waited`] reports a step in progress.
+//!
 //! Pure: times come in with the events. A token's time is its step's, by the leader's clock: tokens
 //! of one step share the step's time in any order of arrival. Only tokens of a response that is
 //! computed alone count, since predictions are for one. They are for a short response too. So the
 //! time of a token with many keys in the cache is scaled to the time with few.
 
 use std::time::Duration;
-
-use paceline_base::upper_median;
 
 use crate::Error;
 
@@ -27,14 +29,32 @@ pub const KEYS: u32 = 128;
 /// noise is what the project's performance bars allow.
 pub const NOISE: f64 = 0.15;
 
-/// Tokens at one way before anything is concluded: a few times the spikes of a busy machine.
+/// Steps at one way before anything is concluded: a few times the spikes of a busy machine.
 pub const LEAST: usize = 24;
+
+/// Factor in speed from which the split in use is left at any price (issue 54).
+pub const FAR: f64 = 2.0;
+
+/// Steps in a row that are [`FAR`] slower before the split is left: other load delays one or two.
+const FAR_STEPS: u32 = 3;
+
+/// Seconds lost in these steps: less would not repay the interruption.
+const FAR_LOST: f64 = 1.0;
+
+/// Seconds of such steps, with the one in progress, after which the split is left even before
+/// [`FAR_STEPS`]. A worker's silence is reported within 2 s, so a longer step is slow and not dead.
+const FAR_WAIT: f64 = 3.0;
 
 /// Steps that do not count after a start or a gap: caches and pools are cold.
 const COLD: usize = 4;
 
-/// Tokens whose median is the speed.
+/// Last steps whose tokens and time are the speed. The results of a pipeline's draft windows come
+/// in bursts, whose later steps seem to take no time: these are several bursts.
 const WINDOW: usize = 64;
+
+/// A step whose tokens take longer than this times the usual does not count: another program had
+/// the cores. Half of all time is in steps that are not slower than the usual one.
+const STALL: f64 = 3.0;
 
 /// Changes at most, those back included.
 pub const MOST: u32 = 6;
@@ -70,6 +90,8 @@ pub enum Event {
         /// When the step that gave it ended, by the leader's clock.
         at: Duration,
     },
+    /// Time went by, at least until [`SplitSelector::due`].
+    Waited,
     /// A request is over.
     Closed,
     /// The way in use was started again, with another clock of its leader.
@@ -96,7 +118,7 @@ pub struct SplitChange {
 #[derive(Clone, Copy, Debug)]
 struct SplitRecord {
     way: SplitEstimate,
-    /// Last measured speed; `None` before [`LEAST`] tokens.
+    /// Last measured speed; `None` before [`LEAST`] steps.
     measured: Option<f64>,
     refused: bool,
 }
@@ -118,6 +140,26 @@ struct DecodeStep {
     tokens: u32,
     /// Keys in the cache beyond [`KEYS`], of its first token.
     further: u32,
+    /// When its first token arrived, by the clock of the events.
+    came: Duration,
+}
+
+/// Steps of the split in use against [`FAR`].
+#[derive(Clone, Copy, Debug, Default)]
+struct FarSteps {
+    /// Steps since the change that were not so slow.
+    fine: u32,
+    /// Those in a row that were, and their tokens and seconds.
+    far: u32,
+    tokens: f64,
+    seconds: f64,
+}
+
+impl FarSteps {
+    /// Whether there are steps since the change, and all were too slow.
+    const fn are_all(&self) -> bool {
+        self.fine == 0 && self.tokens > 0.0
+    }
 }
 
 /// Follows answers and orders changes. [`step`](Self::step) is given everything that happens, in
@@ -138,10 +180,12 @@ pub struct SplitSelector {
     /// The last step of an answer alone, which may give more tokens.
     last: Option<DecodeStep>,
     cold: usize,
-    /// Seconds of each token, as many as [`WINDOW`], as a ring.
-    gaps: Vec<f64>,
+    /// Seconds and tokens of each step, as many as [`WINDOW`], as a ring.
+    steps: Vec<(f64, u32)>,
+    n_steps: usize,
     /// Tokens since the change.
     n: usize,
+    far: FarSteps,
 }
 
 impl SplitSelector {
@@ -179,8 +223,10 @@ impl SplitSelector {
             since: Duration::ZERO,
             last: None,
             cold: COLD,
-            gaps: Vec::with_capacity(WINDOW),
+            steps: Vec::with_capacity(WINDOW),
+            n_steps: 0,
             n: 0,
+            far: FarSteps::default(),
         })
     }
 
@@ -244,6 +290,7 @@ impl SplitSelector {
                 }
             }
             Event::Restarted => self.interrupt(self.open),
+            Event::Waited => return self.waited(now),
             Event::Token { further, at } => return self.token(now, further, at),
         }
         None
@@ -264,7 +311,9 @@ impl SplitSelector {
 
     /// Counts anew.
     fn begin(&mut self, now: Duration) {
-        self.gaps.clear();
+        self.steps.clear();
+        self.n_steps = 0;
+        self.far = FarSteps::default();
         (self.n, self.since, self.last, self.cold) = (0, now, None, COLD);
     }
 
@@ -283,36 +332,120 @@ impl SplitSelector {
             took,
             tokens: 1,
             further,
+            came: now,
         };
         // The step before has given all its tokens.
         let before = self.last.replace(step)?;
         self.count(before, before.took?)
     }
 
+    /// When [`Event::Waited`] orders a change, unless another event comes before; `None` where it
+    /// would not. The first steps of a split count, and a step after others that were too slow.
+    pub fn due(&self) -> Option<Duration> {
+        let is_open = self.open == 1 && self.may_change();
+        let step = self.last.filter(|_| is_open)?;
+        let far = self.far_until(step)?;
+        let (_, other) = self.best_other()?;
+        let scale = self.ways[self.at].way.of_short(step.further);
+        // Where all steps were too slow, the one in progress need not be.
+        let least = match far.are_all() {
+            true => 0.0,
+            false => FAR / (other * scale),
+        };
+        let seconds = least.max(FAR_WAIT - far.seconds);
+        let wait = Duration::try_from_secs_f64(seconds).ok()?;
+        step.came.checked_add(wait)
+    }
+
+    /// The steps that were too slow with the last one, which is not counted yet; `None` after one
+    /// that was fast enough.
+    fn far_until(&self, step: DecodeStep) -> Option<FarSteps> {
+        let (_, other) = self.best_other()?;
+        let mut far = self.far;
+        let Some(took) = step.took else {
+            return (far.fine == 0 || far.far > 0).then_some(far);
+        };
+        let seconds = took.as_secs_f64() * self.ways[self.at].way.of_short(step.further);
+        far.tokens += f64::from(step.tokens);
+        far.seconds += seconds;
+        (seconds * other > FAR * f64::from(step.tokens)).then_some(far)
+    }
+
+    fn waited(&mut self, now: Duration) -> Option<SplitChange> {
+        let is_due = self.due().is_some_and(|due| now >= due);
+        let step = self.last.filter(|_| is_due)?;
+        self.far = self.far_until(step)?;
+        if !self.far.are_all() {
+            let seconds = now.saturating_sub(step.came).as_secs_f64();
+            self.far.tokens += 1.0;
+            self.far.seconds += seconds * self.ways[self.at].way.of_short(step.further);
+        }
+        self.leave()
+    }
+
+    /// Counts a step against [`FAR`]; `gap` is the time of each of its tokens.
+    fn count_far(&mut self, gap: f64, tokens: u32) -> Option<SplitChange> {
+        let (_, other) = self.best_other()?;
+        if gap * other <= FAR {
+            let fine = self.far.fine.saturating_add(1);
+            self.far = FarSteps {
+                fine,
+                ..FarSteps::default()
+            };
+            return None;
+        }
+        self.far.far += 1;
+        self.far.tokens += f64::from(tokens);
+        self.far.seconds += gap * f64::from(tokens);
+        let lost = self.far.seconds - self.far.tokens / other;
+        let is_far = self.far.far >= FAR_STEPS && lost >= FAR_LOST;
+        is_far.then(|| self.leave()).flatten()
+    }
+
+    /// Orders a change to the best other split, with the speed of the steps that were too slow.
+    fn leave(&mut self) -> Option<SplitChange> {
+        let (to, expected) = self.best_other().filter(|_| self.may_change())?;
+        let measured = self.far.tokens / self.far.seconds.max(1e-9);
+        self.ways[self.at].measured = Some(measured);
+        self.ordered = Some(to);
+        Some(SplitChange {
+            from: self.at,
+            to,
+            measured,
+            expected,
+        })
+    }
+
+    const fn may_change(&self) -> bool {
+        !self.holds && self.ordered.is_none() && self.changes < MOST
+    }
+
     /// Counts a step that took so long.
     fn count(&mut self, step: DecodeStep, took: Duration) -> Option<SplitChange> {
+        let scale = self.ways[self.at].way.of_short(step.further);
+        let gap = took.as_secs_f64() * scale / f64::from(step.tokens);
+        if let Some(change) = self.count_far(gap, step.tokens) {
+            return Some(change);
+        }
         if self.cold > 0 {
             self.cold -= 1;
             return None;
         }
-        let scale = self.ways[self.at].way.of_short(step.further);
-        let gap = took.as_secs_f64() * scale / f64::from(step.tokens);
-        for _ in 0..step.tokens.min(WINDOW as u32) {
-            match self.gaps.get_mut(self.n % WINDOW) {
-                Some(oldest) => *oldest = gap,
-                None => self.gaps.push(gap),
-            }
-            self.n += 1;
+        let counted = (took.as_secs_f64() * scale, step.tokens);
+        match self.steps.get_mut(self.n_steps % WINDOW) {
+            Some(oldest) => *oldest = counted,
+            None => self.steps.push(counted),
         }
+        self.n_steps += 1;
+        self.n += step.tokens as usize;
         self.decide()
     }
 
     fn decide(&mut self) -> Option<SplitChange> {
-        if self.n < LEAST {
+        if self.n_steps < LEAST {
             return None;
         }
-        // A clock that does not move measures nothing.
-        let gap = upper_median(self.gaps.clone())?.max(1e-9);
+        let gap = token_s(&self.steps)?;
         let measured = 1.0 / gap;
         self.ways[self.at].measured = Some(measured);
         let (to, expected) = self.best_other()?;
@@ -339,6 +472,25 @@ impl SplitSelector {
         let believed = others.map(|(i, way)| (i, way.believed()));
         believed.max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))
     }
+}
+
+/// Seconds of a token in these steps of seconds and tokens, without stalls; `None` where no time
+/// passed.
+fn token_s(steps: &[(f64, u32)]) -> Option<f64> {
+    let gap = |(seconds, tokens): &(f64, u32)| seconds / f64::from((*tokens).max(1));
+    let mut by_gap: Vec<&(f64, u32)> = steps.iter().collect();
+    by_gap.sort_by(|a, b| gap(a).total_cmp(&gap(b)));
+    let all: f64 = steps.iter().map(|(seconds, _)| seconds).sum();
+    let mut passed = 0.0;
+    let usual = by_gap.iter().find(|step| {
+        passed += step.0;
+        2.0 * passed >= all
+    })?;
+    let limit = STALL * gap(usual);
+    let counted = by_gap.iter().take_while(|step| gap(step) <= limit);
+    let sum = |(s, n): (f64, f64), step: &&(f64, u32)| (s + step.0, n + f64::from(step.1));
+    let (seconds, tokens) = counted.fold((0.0, 0.0), sum);
+    (seconds > 0.0).then(|| seconds / tokens)
 }
 
 #[cfg(test)]
