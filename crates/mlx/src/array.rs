@@ -1,7 +1,6 @@
 //! Owners of MLX's arrays.
 
-use std::any::Any;
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::fmt;
 
 use crate::library::{done, failed};
@@ -35,12 +34,6 @@ impl Drop for Array {
         // SAFETY: a live handle, used nowhere else.
         unsafe { (self.library.table().array_free)(self.handle) };
     }
-}
-
-/// Drops what an array was made of.
-extern "C" fn drop_owner(payload: *mut c_void) {
-    // SAFETY: `Stream::array_owned` made it of such a box, and MLX calls this once.
-    drop(unsafe { Box::from_raw(payload.cast::<Box<dyn Any + Send>>()) });
 }
 
 impl Array {
@@ -111,12 +104,30 @@ impl Array {
         })
     }
 
+    /// Whether its values are in memory: it was evaluated, or was made of values.
+    fn is_computed(&self) -> Result<bool, Error> {
+        let mut computed = false;
+        // SAFETY: a live handle. No device writes to the memory of an available array.
+        let code = unsafe { (self.library.table().is_available)(&raw mut computed, self.handle) };
+        done("_mlx_array_is_available", code)?;
+        Ok(computed)
+    }
+
     /// The memory of a computed array, rows one after the other, in its own place. Nothing is
     /// copied where the device shares the machine's memory ([`Stream::shares_memory`]).
     ///
+    /// MLX writes the result of an operation into the memory of an operand that has no other
+    /// handle, even where the operand was made of values (`array::is_donatable`, MLX 0.32.2). The
+    /// slice borrows a handle, so its memory keeps its values.
+    ///
     /// # Errors
-    /// [`Error::Memory`] for another layout: see [`Stream::contiguous`].
+    /// [`Error::NotComputed`] before [`Stream::eval`]; [`Error::Memory`] for another layout: see
+    /// [`Stream::contiguous`].
     pub fn as_bytes(&self) -> Result<&[u8], Error> {
+        if !self.is_computed()? {
+            let (shape, dtype) = (self.shape(), self.dtype());
+            return Err(Error::NotComputed { shape, dtype });
+        }
         if !self.is_rows() {
             return Err(self.not_as(self.dtype(), false));
         }
@@ -124,8 +135,8 @@ impl Array {
         if n == 0 {
             return Ok(&[]);
         }
-        // SAFETY: the array reports `n` bytes there, and it outlives the slice. The function only
-        // casts a pointer, for every type of values.
+        // SAFETY: the array is computed and reports `n` bytes there, and it outlives the slice. The
+        // function only casts a pointer, for every type of values.
         unsafe {
             let start = (self.library.table().array_data_uint8)(self.handle);
             if start.is_null() {
@@ -153,7 +164,8 @@ impl Array {
     /// As [`as_bytes`](Self::as_bytes), of an array of `f32`.
     ///
     /// # Errors
-    /// [`Error::Memory`] for another type or layout: see [`Stream::rows_f32`].
+    /// As [`as_bytes`](Self::as_bytes); [`Error::Memory`] also for another type: see
+    /// [`Stream::rows_f32`].
     pub fn as_f32(&self) -> Result<&[f32], Error> {
         let bytes = self.of_f32()?.as_bytes()?;
         if bytes.is_empty() {
@@ -243,44 +255,6 @@ impl Stream {
         self.array(bytes, shape, Dtype::U32)
     }
 
-    /// An array of the bytes of `owner`.
-    ///
-    /// Whole pages are used in place where the device can do so, and `owner` is dropped with the
-    /// last use of them. Metal requires whole pages, and tensors in files are not. All other
-    /// memory is copied, and `owner` is dropped at once. A CUDA card and MLX's CPU build copy all.
-    ///
-    /// # Errors
-    /// As [`array`](Self::array).
-    pub fn array_owned<T>(&self, owner: T, shape: &[i32], dtype: Dtype) -> Result<Array, Error>
-    where
-        T: AsRef<[u8]> + Send + 'static,
-    {
-        // Boxed first, so that bytes that lie in the owner itself do not move any more.
-        let owner = Box::new(owner);
-        let bytes = (*owner).as_ref();
-        if !is_whole_pages(bytes.as_ptr().addr(), bytes.len(), page_bytes()) {
-            return self.array(bytes, shape, dtype);
-        }
-        Self::check(shape, dtype, bytes.len())?;
-        let data = bytes.as_ptr().cast_mut().cast();
-        let payload: Box<Box<dyn Any + Send>> = Box::new(owner);
-        let payload = Box::into_raw(payload).cast();
-        let (table, n) = (self.library.table(), shape.len() as c_int);
-        // SAFETY: as many bytes as the shape says; they stay until `drop_owner` is called. MLX
-        // does not write to them: it writes in place only to arrays of its own operations.
-        let handle = unsafe {
-            (table.array_new_data_managed_payload)(
-                data,
-                shape.as_ptr(),
-                n,
-                dtype.number(),
-                payload,
-                drop_owner,
-            )
-        };
-        Array::of(&self.library, "mlx_array_new_data_managed_payload", handle)
-    }
-
     /// A single value of type `dtype`.
     ///
     /// # Errors
@@ -290,46 +264,5 @@ impl Stream {
         let handle = unsafe { (self.library.table().array_new_float32)(value) };
         let value = Array::of(&self.library, "mlx_array_new_float32", handle)?;
         self.astype(&value, dtype)
-    }
-}
-
-unsafe extern "C" {
-    /// Bytes of a page of this system: 4 KiB, or 16 KiB on Apple silicon.
-    safe fn getpagesize() -> c_int;
-}
-
-/// Bytes of a page, or 0 where the system gives a number below 0. No address is a multiple of 0.
-fn page_bytes() -> usize {
-    usize::try_from(getpagesize()).unwrap_or(0)
-}
-
-/// Whether `bytes` from `address` on are whole pages. Source: Apple's documentation of
-/// `makeBuffer(bytesNoCopy:length:options:deallocator:)`, which requires it.
-const fn is_whole_pages(address: usize, bytes: usize, page_bytes: usize) -> bool {
-    bytes > 0 && address.is_multiple_of(page_bytes) && bytes.is_multiple_of(page_bytes)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn memory_is_used_in_place_by_whole_pages_alone() {
-        const PAGE: usize = 16 << 10;
-        for (address, bytes, expected) in [
-            (3 * PAGE, PAGE, true),
-            (3 * PAGE, 4 * PAGE, true),
-            (3 * PAGE + 64, PAGE, false),
-            (3 * PAGE + (4 << 10), PAGE, false),
-            (3 * PAGE, PAGE - 1, false),
-            (3 * PAGE, PAGE + (4 << 10), false),
-            (3 * PAGE, 64, false),
-            (3 * PAGE, 0, false),
-        ] {
-            let got = is_whole_pages(address, bytes, PAGE);
-            assert_eq!(got, expected, "{bytes} bytes at {address}");
-        }
-        assert!(!is_whole_pages(3 * PAGE, PAGE, 0));
-        assert!(page_bytes().is_power_of_two() && page_bytes() >= 4 << 10);
     }
 }

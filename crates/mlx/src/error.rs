@@ -86,6 +86,8 @@ pub enum Error {
         /// Bytes given.
         got: u64,
     },
+    #[error("mlx: memory of an array of shape {shape:?} and type {dtype} that was not evaluated")]
+    NotComputed { shape: Vec<i32>, dtype: Dtype },
     /// An array's memory was asked for as another type, or is not one run of rows.
     #[error("mlx: memory of an array as {asked}: it is {dtype}, rows one after the other: {rows}")]
     Memory {

@@ -68,6 +68,8 @@ macro_rules! table {
         /// The functions, by their names without the prefix `mlx_`.
         #[derive(Debug)]
         pub(crate) struct Table {
+            /// `_mlx_array_is_available`, the only one with another prefix.
+            pub(crate) is_available: unsafe extern "C" fn(*mut bool, ObjectHandle) -> c_int,
             $(pub(crate) $field: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*
         }
 
@@ -86,7 +88,14 @@ macro_rules! table {
                         symbol: concat!("mlx_", stringify!($field)),
                     })?;
                 )*
-                Ok(Self { $($field),* })
+                let symbol = "_mlx_array_is_available";
+                // SAFETY: as above.
+                let is_available = unsafe { library.get(symbol.as_bytes()) };
+                let is_available = *is_available.map_err(|_| Error::Symbol {
+                    path: path.to_path_buf(),
+                    symbol,
+                })?;
+                Ok(Self { is_available, $($field),* })
             }
         }
     };
@@ -132,8 +141,6 @@ table! {
     array_set: fn(Out, ObjectHandle) -> c_int;
     array_new_float32: fn(f32) -> ObjectHandle;
     array_new_data: fn(*const c_void, Ints, c_int, c_int) -> ObjectHandle;
-    array_new_data_managed_payload:
-        fn(*mut c_void, Ints, c_int, c_int, *mut c_void, Destructor) -> ObjectHandle;
     array_ndim: fn(ObjectHandle) -> usize;
     array_shape: fn(ObjectHandle) -> Ints;
     array_strides: fn(ObjectHandle) -> *const usize;

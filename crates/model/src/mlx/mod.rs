@@ -24,8 +24,8 @@
 //!
 //! **Memory.** What weights and the full cache will take is known from the file's header and
 //! compared with the device before anything is loaded. The cache begins small and grows with the
-//! pages in use ([`Cache::grow`]). MLX copies weights from the mapped file, since its devices
-//! use whole pages of a file alone in place ([`Stream::array_owned`]).
+//! pages in use ([`Cache::grow`]). MLX copies weights from the mapped file: it may write to
+//! memory that it uses in place ([`Array::as_bytes`]).
 
 mod alone;
 mod cache;

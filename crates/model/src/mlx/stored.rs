@@ -82,7 +82,7 @@ impl Plane {
                 )
             }
         };
-        Ok(stream.array_owned(part, &shape, self.dtype)?)
+        Ok(stream.array(part.as_ref(), &shape, self.dtype)?)
     }
 }
 
