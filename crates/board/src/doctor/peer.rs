@@ -60,7 +60,8 @@ fn mend(finding: &Finding, host: &str) -> String {
         Test::Control => open(host),
         Test::ControlBack => open("this machine"),
         Test::Membership => format!(
-            "on {host}: paceline key cluster show > token; here: paceline join --token-file token"
+            "here: paceline nodes invite; on {host}: paceline join CODE (the other way round, if the \
+             cluster of {host} is to stay)"
         ),
         Test::Clock => "on both machines: timedatectl set-ntp true (macOS: sudo sntp -sS \
                         time.apple.com)"
@@ -102,6 +103,12 @@ mod tests {
                 "on this machine: ufw allow 1/tcp",
             ),
             (Test::Data, Some(7), "--data-ports"),
+            // A token would take this machine out of its own cluster.
+            (
+                Test::Membership,
+                None,
+                "here: paceline nodes invite; on mini: paceline join CODE",
+            ),
             (Test::Clock, None, "timedatectl"),
             (Test::Multicast, None, "paceline up --peer mini"),
             (Test::Mtu, None, "on mini: ip link set eth0 mtu 1500"),
