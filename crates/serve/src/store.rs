@@ -1,8 +1,9 @@
 //! Stored responses for `previous_response_id`, in memory and bounded.
 //!
 //! `/v1/responses` with `store` (its default) keeps the conversation with its output, so that a
-//! later request can name it in `previous_response_id`. The oldest are evicted at the limits, and
-//! none outlive the server. Ids have 128 random bits; only the key that created a response may read
+//! later request can name it in `previous_response_id`. At the limits the oldest of the client that
+//! has the most is evicted, so that no client evicts another's within its equal share. None outlive
+//! the server. Ids have 128 random bits; only the key that created a response may read
 //! it.
 
 use std::collections::VecDeque;
@@ -79,10 +80,11 @@ impl ResponseStore {
         // A resumed stream completes its response again.
         kept.retain(|(_, other)| other.id != stored.id || other.client != stored.client);
         kept.push_back((bytes, Arc::new(stored)));
-        let mut sum: usize = kept.iter().map(|(bytes, _)| bytes).sum();
-        while kept.len() > self.count_max || sum > self.bytes_max {
-            let gone = kept.pop_front();
-            sum -= gone.map_or(sum, |(bytes, _)| bytes);
+        while kept.len() > self.count_max {
+            evict(&mut kept, |_| 1);
+        }
+        while kept.iter().map(|(bytes, _)| bytes).sum::<usize>() > self.bytes_max {
+            evict(&mut kept, |bytes| bytes);
         }
     }
 
@@ -117,10 +119,57 @@ impl ResponseStore {
     }
 }
 
+/// Removes the oldest response of the client whose responses weigh the most, by their sizes.
+fn evict(kept: &mut VecDeque<(usize, Arc<StoredResponse>)>, weight: impl Fn(usize) -> usize) {
+    let mut held: Vec<(&ClientIdentity, usize)> = Vec::new();
+    for (bytes, stored) in kept.iter() {
+        match held
+            .iter_mut()
+            .find(|(client, _)| **client == stored.client)
+        {
+            Some((_, sum)) => *sum += weight(*bytes),
+            None => held.push((&stored.client, weight(*bytes))),
+        }
+    }
+    // Of equals the one with the oldest response.
+    let most = held.iter().rev().max_by_key(|(_, sum)| *sum);
+    let most = most.map(|(client, _)| (*client).clone());
+    let oldest = kept
+        .iter()
+        .position(|(_, stored)| Some(&stored.client) == most.as_ref());
+    if let Some(oldest) = oldest {
+        kept.remove(oldest);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::conversation::TurnRole;
+
+    #[test]
+    fn a_busy_client_evicts_its_own() {
+        let store = ResponseStore::new(8, 100_000);
+        let of = |key: &str, id: String, bytes| StoredResponse {
+            client: ClientIdentity::Key(key.into()),
+            ..stored(&id, bytes)
+        };
+        let has = |key: &str, id: &str| {
+            let client = ClientIdentity::Key(key.into());
+            store.get(id, &client).is_some()
+        };
+        for i in 0..4 {
+            store.put(of("a", format!("a{i}"), 10));
+        }
+        for i in 0..300 {
+            store.put(of("b", format!("b{i}"), 10));
+        }
+        assert!((0..4).all(|i| has("a", &format!("a{i}"))));
+        assert!(has("b", "b299") && has("b", "b296") && !has("b", "b295"));
+        store.put(of("b", "large".into(), 98_500));
+        assert!((0..4).all(|i| has("a", &format!("a{i}"))), "bytes too");
+        assert!(has("b", "large") && !has("b", "b299"));
+    }
 
     fn stored(id: &str, bytes: usize) -> StoredResponse {
         StoredResponse {

@@ -252,6 +252,11 @@ impl RequestParser<'_> {
                         spaces.extend(name.map(|name| (name, space.clone())));
                     }
                 }
+                // It may be what the answer is about, and would reach other machines.
+                "mcp" => {
+                    let why = "this server calls no MCP servers";
+                    return Err(unsupported(format!("{place}.type"), "\"mcp\"", why));
+                }
                 kind => {
                     let text = format!("{place} of type {kind} is hosted and was left out");
                     self.notes.warn(text);

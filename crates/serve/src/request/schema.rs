@@ -151,7 +151,7 @@ pub(super) fn response_tools() -> Value {
     space["properties"]["tools"] = list(&function);
     // Hosted by a provider; dropped with a warning.
     let hosted = json!({"type": "object", "required": ["type"], "properties":
-        {"type": {"type": "string", "not": {"enum": ["function", "namespace"]}}}});
+        {"type": {"type": "string", "not": {"enum": ["function", "namespace", "mcp"]}}}});
     list(&json!({"anyOf": [function, space, hosted]}))
 }
 

@@ -11,7 +11,7 @@ use paceline_serve::{PullStep, Puller, Removal, Remover};
 use serde_json::{Value, json};
 
 use crate::client::TestResponse;
-use crate::rig::{Rig, prompt_text};
+use crate::rig::{Rig, prompt_text, refusal};
 use crate::scripted::Script;
 
 const MESSAGES: &str = "/v1/messages?beta=true";
@@ -613,6 +613,17 @@ fn what_codex_sends_is_understood() {
     let last = failed.last().unwrap();
     assert_eq!(last["type"], "response.failed");
     assert_eq!(last["response"]["error"]["code"], "answer_lost");
+}
+
+#[test]
+fn tools_of_mcp_servers_are_refused_by_name() {
+    let rig = Rig::new();
+    let body = r#"{"model":"tiny","input":"hi","tools":[
+        {"type":"mcp","server_label":"s","server_url":"http://127.0.0.1:1"}]}"#;
+    let (status, code, param, message) = refusal(rig.post(RESPONSES, body));
+    assert_eq!((status, code.as_str()), (400, "unsupported_parameter"));
+    assert_eq!(param.as_deref(), Some("tools[0].type"));
+    assert!(message.contains("calls no MCP servers"), "{message}");
 }
 
 #[test]
