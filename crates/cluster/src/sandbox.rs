@@ -3,11 +3,13 @@
 //!
 //! ```text
 //!                      files                            system calls
-//! Sandbox::Worker      written below /dev, /tmp only,   none that manage the machine
-//!                      and below folders that are named
+//! Sandbox::Worker      written below /tmp and /dev/shm, none that manage the machine
+//!                      to devices for computing, and
+//!                      below folders that are named
 //! Sandbox::Template    none but /dev/null               besides: no programs, no sockets
 //! ```
-//! Both set `no_new_privs`: programs that they start get no more rights than they have. A kernel
+//! Both set `no_new_privs`: programs that they start get no more rights than they have. As root they
+//! drop all capabilities but two: reading any file, and locking memory, which RDMA needs. A kernel
 //! without Landlock or seccomp enforces what it can; [`Enforced`] reports it.
 //!
 //! **Workers share one domain.** A process in a Landlock domain cannot look into a process outside
@@ -83,12 +85,14 @@ mod system {
 #[cfg(target_os = "linux")]
 mod system {
     use std::collections::BTreeMap;
+    use std::fs;
     use std::path::PathBuf;
 
     use landlock::{
         ABI, Access, AccessFs, AccessNet, RestrictionStatus, Ruleset, RulesetAttr,
         RulesetCreatedAttr, RulesetError, RulesetStatus, Scope, path_beneath_rules,
     };
+    use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
     use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
 
     use super::{Enforced, Level, Sandbox};
@@ -97,11 +101,26 @@ mod system {
     /// supports.
     const RULES: ABI = ABI::V6;
 
-    /// Where workers may write: devices, shared memory (`/dev/shm`), and sockets and caches of GPU
-    /// drivers.
-    const WRITABLE: [&str; 2] = ["/dev", "/tmp"];
+    /// Folders where workers may write: shared memory, and sockets and caches of GPU drivers.
+    const WRITABLE: [&str; 2] = ["/dev/shm", "/tmp"];
+
+    /// Beginnings of names below `/dev` that workers write to: endless files, graphics processors
+    /// (NVIDIA's and those of WSL, the kernel's own interface and AMD's), and RDMA. Not disks.
+    const DEVICES: [&str; 10] = [
+        "null",
+        "zero",
+        "full",
+        "random",
+        "urandom",
+        "nvidia",
+        "dxg",
+        "dri",
+        "kfd",
+        "infiniband",
+    ];
 
     pub(super) fn enter(sandbox: Sandbox, writable: &[PathBuf]) -> Enforced {
+        drop_capabilities(sandbox);
         let files = match sandbox {
             Sandbox::Worker => few_writes(writable),
             Sandbox::Template => no_files(),
@@ -120,12 +139,41 @@ mod system {
         }
     }
 
+    /// Drops what root may do beyond others. Lowering capabilities never fails.
+    fn drop_capabilities(sandbox: Sandbox) {
+        let kept = match sandbox {
+            Sandbox::Worker => CapabilitySet::DAC_READ_SEARCH | CapabilitySet::IPC_LOCK,
+            Sandbox::Template => CapabilitySet::empty(),
+        };
+        let Ok(own) = capabilities(None) else { return };
+        let _ = set_capabilities(
+            None,
+            CapabilitySets {
+                effective: own.effective & kept,
+                permitted: own.permitted & kept,
+                inheritable: CapabilitySet::empty(),
+            },
+        );
+    }
+
+    /// The devices of this machine that workers write to.
+    fn devices() -> Vec<PathBuf> {
+        let all = fs::read_dir("/dev").into_iter().flatten().flatten();
+        let is_one = |entry: &fs::DirEntry| {
+            let name = entry.file_name();
+            let name = name.to_string_lossy();
+            DEVICES.iter().any(|device| name.starts_with(device))
+        };
+        all.filter(is_one).map(|entry| entry.path()).collect()
+    }
+
     fn few_writes(more: &[PathBuf]) -> Result<RestrictionStatus, RulesetError> {
         let writes = AccessFs::from_write(RULES);
         Ruleset::default()
             .handle_access(writes)?
             .create()?
             .add_rules(path_beneath_rules(WRITABLE, writes))?
+            .add_rules(path_beneath_rules(devices(), writes))?
             .add_rules(path_beneath_rules(more, writes))?
             .restrict_self()
     }
@@ -265,6 +313,30 @@ mod system {
                 tempfile::tempdir_in("/tmp").is_ok() && UnixStream::pair().is_ok()
             });
             assert!(kept);
+        }
+
+        /// Root could write to the raw disk of every file, and mount another.
+        #[test]
+        fn a_worker_of_root_writes_to_no_other_device_and_has_few_capabilities() {
+            if !can("a_worker_of_root_writes_to_no_other_device_and_has_few_capabilities") {
+                return;
+            }
+            let write = |path: &str| fs::OpenOptions::new().write(true).open(path);
+            let others = ["/dev/kmsg", "/dev/loop-control", "/dev/fuse", "/dev/mem"];
+            let others: Vec<&str> = others.into_iter().filter(|it| write(it).is_ok()).collect();
+            let (denied, status, kept) = apart(|| {
+                Sandbox::Worker.enter();
+                (
+                    others.iter().all(|it| write(it).is_err()),
+                    fs::read_to_string("/proc/thread-self/status").unwrap(),
+                    write("/dev/null").is_ok() && tempfile::tempfile_in("/dev/shm").is_ok(),
+                )
+            });
+            assert!(denied && kept, "{others:?}");
+            let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+            let effective = u64::from_str_radix(effective.unwrap().trim(), 16).unwrap();
+            let few = CapabilitySet::DAC_READ_SEARCH | CapabilitySet::IPC_LOCK;
+            assert_eq!(effective & !few.bits(), 0, "{effective:#x}");
         }
 
         #[test]
