@@ -3,7 +3,7 @@
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
@@ -30,6 +30,16 @@ pub enum Error {
     },
     #[error("{} has mode {mode:04o}, expected 0600: others could read it", path.display())]
     Mode { path: PathBuf, mode: u32 },
+    /// A file or folder that another user may have planted.
+    #[error("{} belongs to user {owner}, expected {expected}", path.display())]
+    Owner {
+        path: PathBuf,
+        owner: u32,
+        /// The user of this process.
+        expected: u32,
+    },
+    #[error("{} has mode {mode:04o}: every user can replace its files", path.display())]
+    Writable { path: PathBuf, mode: u32 },
     #[error("cannot draw random numbers: {0}")]
     Random(io::Error),
 }
@@ -102,7 +112,7 @@ pub(crate) fn id_of(public: &[u8]) -> NodeId {
 /// The secret in a file, or `None` without a file.
 ///
 /// # Errors
-/// [`Error::Read`], [`Error::Malformed`], [`Error::Mode`].
+/// [`Error::Read`], [`Error::Malformed`], [`Error::Mode`], [`Error::Owner`].
 pub(crate) fn read_secret<const N: usize>(
     path: &Path,
 ) -> Result<Option<Zeroizing<[u8; N]>>, Error> {
@@ -115,7 +125,9 @@ pub(crate) fn read_secret<const N: usize>(
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(bad(error)),
     };
-    let mode = file.metadata().map_err(bad)?.permissions().mode() & 0o7777;
+    let facts = file.metadata().map_err(bad)?;
+    check_owner(path, facts.uid())?;
+    let mode = facts.permissions().mode() & 0o7777;
     if mode & 0o077 != 0 {
         let path = path.to_owned();
         return Err(Error::Mode { path, mode });
@@ -130,6 +142,40 @@ pub(crate) fn read_secret<const N: usize>(
         expected: N,
     })?;
     Ok(Some(Zeroizing::new(secret)))
+}
+
+/// Checks that no other user can have planted files below `folder`: this user or root owns it, and
+/// not everybody can write to it. A missing folder passes.
+///
+/// # Errors
+/// [`Error::Owner`], [`Error::Writable`].
+pub(crate) fn check_folder(folder: &Path) -> Result<(), Error> {
+    let Ok(facts) = fs::metadata(folder) else {
+        return Ok(());
+    };
+    if facts.uid() != 0 {
+        check_owner(folder, facts.uid())?;
+    }
+    let mode = facts.permissions().mode() & 0o7777;
+    match mode & 0o002 {
+        0 => Ok(()),
+        _ => Err(Error::Writable {
+            path: folder.to_owned(),
+            mode,
+        }),
+    }
+}
+
+fn check_owner(path: &Path, owner: u32) -> Result<(), Error> {
+    let expected = rustix::process::geteuid().as_raw();
+    match owner == expected {
+        true => Ok(()),
+        false => Err(Error::Owner {
+            path: path.to_owned(),
+            owner,
+            expected,
+        }),
+    }
 }
 
 /// Writes a file that only its owner may read, atomically.
@@ -202,6 +248,29 @@ mod tests {
     }
 
     /// Expected values: a plain ladder in Python, by RFC 7748, section 5.
+    #[test]
+    fn what_another_user_could_plant_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, path) = (dir.path(), dir.path().join("identity"));
+        check_folder(folder).unwrap();
+        check_folder(&folder.join("missing")).unwrap();
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o1777)).unwrap();
+        let error = check_folder(folder).unwrap_err();
+        assert!(
+            matches!(error, Error::Writable { mode: 0o1777, .. }),
+            "{error}"
+        );
+        Identity::open(&path).unwrap();
+        // Only root can give a file away.
+        if std::os::unix::fs::chown(&path, Some(65534), None).is_ok() {
+            let error = Identity::open(&path).unwrap_err();
+            assert!(
+                matches!(error, Error::Owner { owner: 65534, .. }),
+                "{error}"
+            );
+        }
+    }
+
     #[test]
     fn public_keys_are_those_of_x25519() {
         let public = Identity::of(Zeroizing::new([7; 32])).public;

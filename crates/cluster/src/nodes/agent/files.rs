@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use zeroize::Zeroizing;
 
-use super::super::identity::write_secret;
+use super::super::identity::{check_folder, write_secret};
 use super::super::{ClusterKey, Identity, Register, RegisterKey, Registers};
 use super::Error;
 use super::rdma::TrustedCables;
@@ -61,6 +61,10 @@ impl NodeFolder {
             path: path.to_owned(),
             source,
         };
+        // Before any secret is read, or made for others to take away.
+        for folder in [self.folder.parent(), Some(&*self.folder)] {
+            folder.map_or(Ok(()), check_folder)?;
+        }
         let mut folder = DirBuilder::new();
         let made = folder.recursive(true).mode(0o700).create(&self.folder);
         made.map_err(|error| failed(&self.folder, error))?;
