@@ -284,8 +284,7 @@ impl RelayContext {
         let mut left: VecDeque<_> = all.iter().map(|one| (Arc::clone(one), true)).collect();
         while let Some((one, is_first)) = left.pop_front() {
             let upstream = one.name.clone();
-            if let Some(failure) = one.failure() {
-                let reason = failure.to_string();
+            if let Some(reason) = one.failure_of(model) {
                 last = Rejection::UpstreamDown { upstream, reason };
                 continue;
             }
@@ -299,7 +298,7 @@ impl RelayContext {
                 Ok((reply, _)) if is_retried(reply.status) && !left.is_empty() => {}
                 Ok((reply, first)) => return Ok((one, running, reply, first)),
                 Err(failure) => {
-                    one.look();
+                    one.failed();
                     if is_first && matches!(failure, UpstreamFailure::Broken { .. }) {
                         left.push_back((one, false));
                     }
@@ -553,7 +552,7 @@ impl RelayedBody {
     }
 
     fn failed(&self, reason: String) -> Rejection {
-        self.upstream.look();
+        self.upstream.failed();
         let upstream = self.upstream.name.clone();
         Rejection::Upstream { upstream, reason }
     }
@@ -582,6 +581,9 @@ fn model_object(host: &str, model: &UpstreamModel) -> Value {
     });
     if !model.hops.is_empty() {
         object["hops"] = json!(model.hops);
+    }
+    if let Some(reason) = &model.down {
+        object["down"] = json!(reason); // for other nodes: clients get no such models
     }
     object
 }

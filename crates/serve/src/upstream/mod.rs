@@ -25,6 +25,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use serde_json::{Value, json};
 use tokio::sync::{Notify, watch as channel};
 
+use crate::facts::MetricSample;
 pub(crate) use client::{UpstreamFailure, UpstreamReply, UpstreamRequest};
 pub(crate) use hops::Hops;
 pub use spec::{ReplicaUse, SpecError, UpstreamArg, UpstreamDialer, UpstreamSpec};
@@ -52,6 +53,10 @@ pub(crate) struct Upstream {
     health: channel::Sender<Health>,
     /// Requests in progress.
     running: AtomicUsize,
+    /// Requests so far.
+    sent: AtomicUsize,
+    /// Of these, failed ones.
+    failed: AtomicUsize,
     /// Asks for an early look at its health.
     look: Notify,
     is_watched: AtomicBool,
@@ -80,6 +85,8 @@ pub(crate) struct UpstreamModel {
     pub(crate) created_unix_s: u64,
     /// Pseudonyms of the servers that requests pass, as far as they are known.
     pub(crate) hops: Vec<String>,
+    /// Why the upstream of another node does not answer, as that node says.
+    pub(crate) down: Option<String>,
 }
 
 impl UpstreamModel {
@@ -169,8 +176,9 @@ impl Upstreams {
             let is_usable = |it: &&UpstreamModel| it.is_called(model) && !hops.has_any(&it.hops);
             let mut usable = health.models.iter().filter(is_usable).peekable();
             usable.peek()?;
+            let is_up = health.state.is_up() && usable.clone().any(|it| it.down.is_none());
             let is_exact = usable.any(|it| it.id == model);
-            Some((!health.state.is_up(), !is_exact, one.running()))
+            Some((!is_up, !is_exact, one.running()))
         };
         let mut found: Vec<_> = self
             .all()
@@ -189,16 +197,19 @@ impl Upstreams {
     /// The upstreams that are up and may answer for `model` of the cluster.
     pub(crate) fn replicas(&self, model: &str) -> Vec<Arc<Upstream>> {
         let mut all = self.serving(model, &Hops::default());
-        all.retain(|one| one.is_replica() && one.health.borrow().state.is_up());
+        all.retain(|one| one.is_replica() && one.is_up());
+        all.retain(|one| one.failure_of(model).is_none());
         all
     }
 
     /// The models of the upstreams that are up, each name once, with the upstream's name.
     pub(crate) fn models(&self) -> Vec<(String, UpstreamModel)> {
-        self.models_of(|_| true)
+        let mut all = self.models_of(|_| true);
+        all.retain(|(_, model)| model.down.is_none());
+        all
     }
 
-    /// The same of the upstreams that `is_meant`.
+    /// The models of the upstreams that `is_meant`, also of those that are down, each name once.
     pub(crate) fn models_of(
         &self,
         is_meant: impl Fn(&Upstream) -> bool,
@@ -206,13 +217,38 @@ impl Upstreams {
         let mut listed: Vec<(String, UpstreamModel)> = Vec::new();
         for one in self.all().into_iter().filter(|one| is_meant(one)) {
             let health = one.health.borrow().clone();
-            for model in health.models.iter().filter(|_| health.state.is_up()) {
-                if listed.iter().all(|(_, known)| known.id != model.id) {
-                    listed.push((one.name.clone(), model.clone()));
+            let failure = health.state.failure().map(UpstreamFailure::to_string);
+            for model in health.models.iter() {
+                let down = failure.clone().or_else(|| model.down.clone());
+                let model = UpstreamModel {
+                    down,
+                    ..model.clone()
+                };
+                match listed.iter_mut().find(|(_, known)| known.id == model.id) {
+                    None => listed.push((one.name.clone(), model)),
+                    Some(known) if known.1.down.is_some() && model.down.is_none() => {
+                        *known = (one.name.clone(), model);
+                    }
+                    Some(_) => {}
                 }
             }
         }
         listed
+    }
+
+    /// Gauges of each upstream, for `/metrics`.
+    pub fn facts(&self) -> Vec<MetricSample> {
+        let all = self.all();
+        let gauge = |(name, help, value): Gauge| {
+            let sample = move |one: &Arc<Upstream>| MetricSample {
+                name,
+                help,
+                labels: format!("upstream=\"{}\"", one.name),
+                value: value(one),
+            };
+            all.iter().map(sample).collect::<Vec<_>>()
+        };
+        GAUGES.into_iter().flat_map(gauge).collect()
     }
 
     /// The upstreams' models as instances, for `ps` and the dashboard. An upstream without a list
@@ -225,19 +261,21 @@ impl Upstreams {
                 State::Up => ("ready", None),
                 State::Down(failure) => ("failed", Some(failure.to_string())),
             };
-            let row = |(j, model): (usize, &str)| {
+            let row = |(j, model, down): (usize, &str, Option<&String>)| {
+                let state = if down.is_some() { "failed" } else { state };
                 json!({
                     "id": format!("upstream-{}.{}", i + 1, j + 1), "model": model, "state": state,
-                    "reason": reason, "nodes": [format!("via {}", one.name)], "epoch": 0,
+                    "reason": reason.as_ref().or(down), "nodes": [format!("via {}", one.name)], "epoch": 0,
                     "split": "none", "classes": "upstream", "numbers": "upstream",
                     "upstream": one.name,
                 })
             };
             match models.is_empty() {
-                true => vec![row((0, "-"))],
+                true => vec![row((0, "-", None))],
                 false => {
-                    let names = models.iter().map(|model| model.id.as_str());
-                    names.enumerate().map(row).collect()
+                    let models = models.iter().enumerate();
+                    let models = models.map(|(j, it)| (j, it.id.as_str(), it.down.as_ref()));
+                    models.map(row).collect()
                 }
             }
         });
@@ -249,7 +287,38 @@ impl State {
     fn is_up(&self) -> bool {
         *self == Self::Up
     }
+
+    const fn failure(&self) -> Option<&UpstreamFailure> {
+        match self {
+            Self::Down(failure) => Some(failure),
+            Self::Unknown | Self::Up => None,
+        }
+    }
 }
+
+/// A gauge of an upstream: name, help text, value.
+type Gauge = (&'static str, &'static str, fn(&Upstream) -> f64);
+
+const GAUGES: [Gauge; 4] = [
+    ("upstream_up", "Whether an upstream answers", |one| {
+        f64::from(one.is_up())
+    }),
+    (
+        "upstream_running",
+        "Requests in progress at an upstream",
+        |one| one.running() as f64,
+    ),
+    (
+        "upstream_requests",
+        "Requests sent to an upstream since the start",
+        |one| one.sent.load(Relaxed) as f64,
+    ),
+    (
+        "upstream_failures",
+        "Requests that an upstream failed since the start",
+        |one| one.failed.load(Relaxed) as f64,
+    ),
+];
 
 /// Counts a request while it runs.
 pub(crate) struct RunningRequest(Arc<Upstream>);
@@ -267,6 +336,8 @@ impl Upstream {
             spec,
             health: channel::Sender::default(),
             running: AtomicUsize::new(0),
+            sent: AtomicUsize::new(0),
+            failed: AtomicUsize::new(0),
             look: Notify::new(),
             is_watched: AtomicBool::new(false),
         }
@@ -280,15 +351,28 @@ impl Upstream {
     /// Counts a request until the value is dropped.
     pub(crate) fn begin(self: &Arc<Self>) -> RunningRequest {
         self.running.fetch_add(1, Relaxed);
+        self.sent.fetch_add(1, Relaxed);
         RunningRequest(Arc::clone(self))
     }
 
     /// Why it takes no requests, if it is known to be down.
     pub(crate) fn failure(&self) -> Option<UpstreamFailure> {
-        match &self.health.borrow().state {
-            State::Down(failure) => Some(failure.clone()),
-            _ => None,
-        }
+        self.health.borrow().state.failure().cloned()
+    }
+
+    /// Why it takes no requests for `model`, if it or the upstream behind it is known to be down.
+    pub(crate) fn failure_of(&self, model: &str) -> Option<String> {
+        let health = self.health.borrow();
+        let behind = || {
+            let mut known = health.models.iter().filter(|it| it.is_called(model));
+            known.find_map(|it| it.down.clone())
+        };
+        let own = health.state.failure().map(UpstreamFailure::to_string);
+        own.or_else(behind)
+    }
+
+    fn is_up(&self) -> bool {
+        self.health.borrow().state.is_up()
     }
 
     /// Whether no other node of the cluster is between.
@@ -301,8 +385,9 @@ impl Upstream {
         self.spec.replica == ReplicaUse::Allowed
     }
 
-    /// Looks at its health at once, as after a failed request.
-    pub(crate) fn look(&self) {
+    /// Counts a failed request, and looks at its health at once.
+    pub(crate) fn failed(&self) {
+        self.failed.fetch_add(1, Relaxed);
         self.look.notify_one();
     }
 }

@@ -13,6 +13,7 @@ use tokio::time::{sleep, timeout};
 use super::client::{self, UpstreamFailure, UpstreamRequest};
 use super::hops::Hops;
 use super::{Health, State, Upstream, UpstreamModel, Upstreams};
+use crate::field::clip;
 
 /// Time between two looks. A failed request causes one at once.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
@@ -44,6 +45,7 @@ struct ListedModel {
     created: Option<u64>,
     #[serde(default)]
     hops: Vec<String>,
+    down: Option<String>,
 }
 
 /// Models of a list, and the number of those that lead back here.
@@ -181,6 +183,7 @@ fn parsed(body: &[u8], server: Option<String>, own: &str) -> Result<FoundModels,
                 id: it.id,
                 created_unix_s: it.created.unwrap_or(0),
                 hops: server.iter().cloned().chain(it.hops).collect(),
+                down: it.down.map(|reason| clip(&printable(&reason))),
             });
         }
     }
@@ -190,6 +193,7 @@ fn parsed(body: &[u8], server: Option<String>, own: &str) -> Result<FoundModels,
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::UpstreamSpec;
 
     #[test]
     fn lists_are_bounded_and_models_that_lead_back_are_left_out() {
@@ -228,5 +232,22 @@ mod tests {
                 "{bad}: {failure:?}"
             );
         }
+    }
+
+    #[test]
+    fn a_model_whose_upstream_is_down_behind_another_node_stays_known() {
+        let text = r#"{"data":[{"id":"m","down":"no connection"},{"id":"n"}]}"#;
+        let found = parsed(text.as_bytes(), None, "paceline-a");
+        let found = found.unwrap_or_else(|failure| panic!("{failure}"));
+        let set = Upstreams::default();
+        let dial = Arc::new(|| Err(std::io::Error::other("unused")));
+        set.add(UpstreamSpec::of_node("one".to_owned(), dial));
+        let one = set.all().remove(0);
+        set.settle(&one, Ok(found), &mut 0);
+        let listed: Vec<String> = set.models().into_iter().map(|(_, it)| it.id).collect();
+        assert_eq!(listed, ["n"]);
+        assert!(set.has("m"));
+        assert_eq!(one.failure_of("m").as_deref(), Some("no connection"));
+        assert_eq!(one.failure_of("n"), None);
     }
 }

@@ -544,12 +544,14 @@ fn a_replica_is_used_only_where_it_is_allowed() {
 #[test]
 fn another_node_of_the_cluster_reaches_the_upstreams_of_this_one() {
     let far = Rig::new();
-    let (all, told) = upstreams(&[url(far.addr)]);
+    let dying = FakeServer::new(json);
+    let (all, told) = upstreams(&[url(far.addr), url(dying.addr)]);
     let mut config = Config::new(0, CLOCK);
-    config.upstreams = all;
+    config.upstreams = all.clone();
     let status = StatusSource(Arc::new(|| Value::Null));
     let (server, doors) = HttpServer::bind_node(config, status).unwrap();
     let _one = Rig::run(server, ScriptedService::new(Script::Silence));
+    wait(&told, "models: 1");
     wait(&told, "models: 1");
     let own = doors.clone();
     let (of_two, told_two) = upstreams(&[]);
@@ -562,7 +564,7 @@ fn another_node_of_the_cluster_reaches_the_upstreams_of_this_one() {
     ));
     let set = of_two.clone();
     let two = Rig::several_with(|config| config.upstreams = of_two, vec![]);
-    wait(&told_two, "models: 1");
+    wait(&told_two, "models: 2");
     let listed = two.get("/v1/models").json();
     assert_eq!(listed["data"][0]["owned_by"], "via one");
     let answer = two.chat("");
@@ -581,7 +583,47 @@ fn another_node_of_the_cluster_reaches_the_upstreams_of_this_one() {
     far.service
         .wait("cancelling", |_, cancelled, _| cancelled == 1);
 
+    // An upstream is dead: its models stay known.
+    dying.end();
+    let dead = two.post(CHAT, CHAT_JSON);
+    assert_eq!(refusal(dead).0, 502);
+    wait(&told, "is down");
+    let gauges = all.facts().into_iter();
+    let mut up = gauges.filter(|it| it.name == "upstream_up" && it.value == 0.0);
+    let label = format!("upstream=\"{}\"", dying.addr);
+    assert_eq!(up.next().map(|it| it.labels), Some(label));
+    let down = refusal(two.post(CHAT, CHAT_JSON));
+    assert_eq!((down.0, down.1.as_str()), (503, "upstream_down"));
+    let (mut here, there) = UnixStream::pair().unwrap();
+    doors.serve_upstreams(there).unwrap();
+    let text = "GET /v1/models HTTP/1.1\r\nHost: one\r\nConnection: close\r\n\r\n";
+    here.write_all(text.as_bytes()).unwrap();
+    let mut listed = String::new();
+    here.read_to_string(&mut listed).unwrap();
+    assert!(listed.contains(r#""down":"no connection"#), "{listed}");
+
     // The node has no upstreams any more.
     set.remove_node("one");
     assert_eq!(two.get("/v1/models").json()["data"], serde_json::json!([]));
+}
+
+#[test]
+fn tools_that_the_model_of_an_upstream_calls_reach_the_client() {
+    let far = Rig::of(tiny::tool_model());
+    let call =
+        "<tool_call>\n{\"name\": \"look\", \"arguments\": {\"city\": \"Rome\"}}\n</tool_call>";
+    far.service
+        .script(Script::Say(vec![(97, call)], Finish::EndOfText));
+    let (rig, _) = node(&[url(far.addr)], vec![]);
+    let tool = r#""tools":[{"type":"function","function":{"name":"look","parameters":
+        {"type":"object","properties":{"city":{"type":"string"}}}}}]"#;
+    let said = rig.chat(tool).json();
+    let choice = &said["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls", "{said}");
+    let function = &choice["message"]["tool_calls"][0]["function"];
+    assert_eq!(function["name"], "look");
+    assert_eq!(function["arguments"], r#"{"city": "Rome"}"#);
+    let events = rig.chat(&format!(r#""stream":true,{tool}"#)).all_events();
+    let has_call = |event: &String| event.contains("tool_calls") && event.contains("look");
+    assert!(events.iter().any(has_call), "{events:?}");
 }
