@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use paceline_base::hex;
 use paceline_model::adapter::files::{Adapter, Base, Form};
 use paceline_model::{Config, ModelSource};
+use paceline_node::storage::{self, FileSystem};
+use paceline_node::{ChecksumError, record_own_checksums};
 use paceline_tensor::Kernels;
 use paceline_train::fuse::fuse;
 use serde_json::{Value, json};
@@ -23,6 +25,8 @@ pub enum Error {
     Model(#[from] paceline_model::Error),
     #[error("{0}")]
     System(#[from] io::Error),
+    #[error(transparent)]
+    Checksums(#[from] ChecksumError),
     #[error("{}", path.display())]
     At {
         path: PathBuf,
@@ -101,6 +105,7 @@ pub fn fused<E: From<Error>>(
     let ending = if model.is_dir() { "" } else { ".gguf" };
     let path = folder.join(format!("{name}{ending}"));
     if path.exists() {
+        record_own_checksums(&path).map_err(Error::from)?;
         return Ok(path);
     }
     std::fs::create_dir_all(&folder).map_err(|source| at(&folder, source))?;
@@ -110,11 +115,13 @@ pub fn fused<E: From<Error>>(
     ));
     let own = folder.join(format!(".{name}-{}{ending}", std::process::id()));
     fuse(model, (&read, adapter), &own, &kernels()?).map_err(Error::from)?;
-    if let Err(error) = std::fs::rename(&own, &path)
+    storage::sync_all(&own).map_err(|error| at(&own, error))?;
+    if let Err(error) = storage::rename(&FileSystem, &own, &path)
         && !path.exists()
     {
         return Err(at(&path, error).into());
     }
+    record_own_checksums(&path).map_err(Error::from)?;
     Ok(path)
 }
 

@@ -33,6 +33,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::hub::StoreHub;
+use crate::pulls::check_first_use;
 use crate::{Error, MessageSink, api_model, chain, stores, upstreams};
 
 /// Interval of signs of life from a command: a third of the 10 s of the most impatient client.
@@ -414,10 +415,15 @@ fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
     serde_json::to_value(recording).map_err(|error| error.to_string())
 }
 
-/// Path of a local model's file.
+/// Path of a local model's file. Reads all of a stored model the first time.
 fn find(home: &Home, name: &str) -> Result<PathBuf, String> {
     match paceline_store::resolve(home, name) {
-        Ok(paceline_store::Resolution::Path(found)) => Ok(found.path),
+        Ok(paceline_store::Resolution::Path(found)) => {
+            let checked = check_first_use(home, &found);
+            checked
+                .map(|()| found.path)
+                .map_err(|error| error.to_string())
+        }
         Ok(_) => Err(format!("there is no model {name:?} on this machine")),
         Err(error) => Err(error.to_string()),
     }

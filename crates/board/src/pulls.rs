@@ -1,16 +1,17 @@
 //! Downloads and verification of models, for commands and API clients.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::Bytes;
+use paceline_node::{ChecksumError, has_checksums, record_checksums};
 use paceline_serve::{PullStep, Puller};
 use paceline_store::{
-    Cancel, DownloadPlan, EntryName, Error, Home, Kind, PullOptions, PullProgress, PulledModel,
-    Resolution, ResolvedModel, StoreEntry, check_used, fetch_pinned, list, origin, pull, resolve,
-    usual_name, verify,
+    Cancel, DownloadPlan, EntryName, Error, FileRecord, Home, Kind, PullOptions, PullProgress,
+    PulledModel, Resolution, ResolvedModel, State, StoreEntry, check_used, fetch_pinned, list,
+    origin, pull, resolve, usual_name, verify,
 };
 use serde_json::{Value, json};
 
@@ -18,6 +19,9 @@ use crate::MessageSink;
 
 /// Interval of progress steps to clients.
 const STEP_EVERY: Duration = Duration::from_millis(200);
+
+/// Files from this size on show the progress of their first comparison, of 0.7 s a gigabyte.
+const SHOWN_BYTES: u64 = 1 << 30;
 
 /// How a model came to this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,6 +84,7 @@ impl StorePulls<'_> {
                 } else {
                     PullOutcome::InStore
                 };
+                self.record_checksums(&pulled.found)?;
                 return Ok((pulled.found, came));
             }
         };
@@ -87,13 +92,47 @@ impl StorePulls<'_> {
             return Ok((found, PullOutcome::Own));
         };
         let checked = verify(self.home, name, self.cancel, &mut *(self.progress)());
-        match checked {
-            Ok(()) => Ok((found, PullOutcome::Checked)),
+        let came = match checked {
+            Ok(()) => PullOutcome::Checked,
             Err(error @ Error::HashMismatch { .. }) => {
                 self.mend(name, error)?;
-                Ok((found, PullOutcome::Mended))
+                PullOutcome::Mended
             }
-            Err(error) => Err(error),
+            Err(error) => return Err(error),
+        };
+        self.record_checksums(&found)?;
+        Ok((found, came))
+    }
+
+    /// As [`record_checksums_of`], with progress.
+    fn record_checksums(&self, found: &ResolvedModel) -> Result<(), Error> {
+        let mut shown: Option<(String, Box<dyn PullProgress>)> = None;
+        let mut count = |file: &FileRecord, bytes| {
+            let is_new = shown.as_ref().is_none_or(|(path, _)| *path != file.path);
+            if is_new && file.bytes >= SHOWN_BYTES {
+                let mut progress = (self.progress)();
+                progress.start(&format!("checking {}", file.path), Some(file.bytes), 0);
+                if let Some((_, mut before)) = shown.replace((file.path.clone(), progress)) {
+                    before.finish();
+                }
+            }
+            if let Some((_, progress)) = &mut shown {
+                progress.advance(bytes);
+            }
+            !self.cancel.is_cancelled()
+        };
+        let recorded = record_checksums_of(self.home, found, &mut count);
+        if let Some((_, mut last)) = shown {
+            last.finish();
+        }
+        match recorded {
+            _ if self.cancel.is_cancelled() => Err(Error::Cancelled),
+            // A read-only store is no reason not to run the model.
+            Err(error @ Error::Io { .. }) => {
+                (self.tell)(&format!("warning: {error}"));
+                Ok(())
+            }
+            other => other,
         }
     }
 
@@ -165,6 +204,7 @@ impl StorePulls<'_> {
                 }
             }
         }
+        self.record_checksums(&found)?;
         Ok(found)
     }
 
@@ -200,6 +240,75 @@ impl StorePulls<'_> {
             now,
         )
     }
+}
+
+/// Makes loads of a stored model compare the weights that they read. Compares all of the weights
+/// with the store's record the first time. `count` receives the number of bytes read of a file;
+/// false ends the call with an error.
+///
+/// # Errors
+/// [`Error::Damaged`]. After [`Error::Io`] loads read the weights as they are.
+pub(crate) fn record_checksums_of(
+    home: &Home,
+    found: &ResolvedModel,
+    count: &mut dyn FnMut(&FileRecord, u64) -> bool,
+) -> Result<(), Error> {
+    let Some(name) = &found.name else {
+        return Ok(());
+    };
+    for (path, file) in weights_of(home, found)? {
+        let recorded = record_checksums(&path, &file.sha256, &mut |bytes| count(&file, bytes));
+        recorded.map_err(|error| match error {
+            ChecksumError::Io { path, error: cause } => Error::Io {
+                action: "note the checksums of",
+                path,
+                cause,
+            },
+            error @ ChecksumError::Differs { .. } => Error::Damaged {
+                name: name.to_string(),
+                reason: error.to_string(),
+            },
+        })?;
+    }
+    Ok(())
+}
+
+/// Compares a stored model with the store's record at its first use on a node.
+///
+/// # Errors
+/// [`Error::Damaged`].
+pub(crate) fn check_first_use(home: &Home, found: &ResolvedModel) -> Result<(), Error> {
+    let files = weights_of(home, found)?;
+    if files.iter().all(|(path, _)| has_checksums(path)) {
+        return Ok(());
+    }
+    match record_checksums_of(home, found, &mut |_, _| true) {
+        // Where none can be written, the node identifies the file by its own SHA-256.
+        Err(Error::Io { .. }) => Ok(()),
+        other => other,
+    }
+}
+
+/// The weight files of a stored model, with their paths.
+fn weights_of(home: &Home, found: &ResolvedModel) -> Result<Vec<(PathBuf, FileRecord)>, Error> {
+    let entries = list(home)?;
+    let entry = entries
+        .into_iter()
+        .find(|entry| Some(&entry.name) == found.name.as_ref());
+    let Some(State::Complete { files, .. }) = entry.map(|entry| entry.state) else {
+        return Ok(Vec::new());
+    };
+    let path = |file: &FileRecord| match found.kind {
+        Kind::Safetensors => found.path.join(&file.path),
+        // The first file's path has the folders of all.
+        Kind::Gguf => {
+            let folders = Path::new(&files[0].path).components().count();
+            let folder = found.path.ancestors().nth(folders).unwrap_or(&found.path);
+            folder.join(&file.path)
+        }
+    };
+    let weights = files.iter().filter(|file| file.has_weights());
+    Ok(weights.map(|file| (path(file), file.clone())).collect())
 }
 
 /// Reports wrong bytes of a stored file as damage to the store, not as a failed download.

@@ -16,6 +16,7 @@ use paceline_engine::{
 use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{LoadOptions, Model, ModelSource};
+use paceline_node::open_checked;
 use paceline_tensor::Kernels;
 
 use crate::status::{PacelineStatus, StatusError, guarded, text};
@@ -86,7 +87,7 @@ pub unsafe extern "C" fn paceline_model_open(
 fn open(path: &Path, threads: u32, context: u32) -> Result<PacelineModel, StatusError> {
     let in_model =
         |error: &dyn std::fmt::Display| StatusError::other(format!("{}: {error}", path.display()));
-    let source = ModelSource::open(path).map_err(|error| in_model(&error))?;
+    let source = open_checked(path).map_err(|error| in_model(&error))?;
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = if threads == 0 {
         cores()

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 use paceline_model::ModelSource;
+use paceline_node::open_checked;
 use paceline_tensor::{InstructionSet, Kernels, Pinning};
 
 use crate::compute::ComputeArgs;
@@ -104,12 +105,16 @@ fn names(sets: impl IntoIterator<Item = InstructionSet>) -> String {
     names.join(", ")
 }
 
-/// Opens the model at `path`.
+/// Opens the model at `path`. Weights of the store are compared with their checksums when they are
+/// read.
 ///
 /// # Errors
-/// An unusable model, with its path.
+/// An unusable or damaged model, with its path.
 pub(crate) fn open(path: &Path) -> anyhow::Result<ModelSource> {
-    ModelSource::open(path).map_err(|error| in_model(path, error))
+    open_checked(path).map_err(|error| match error {
+        paceline_node::Error::Model(error) => in_model(path, error),
+        other => other.into(),
+    })
 }
 
 /// A progress bar for slow loads.

@@ -31,6 +31,7 @@ mod assignment;
 mod autoscaling;
 mod battery;
 mod cables;
+pub(crate) mod checksums;
 mod choice;
 mod copies;
 pub(crate) mod damage;
@@ -379,6 +380,7 @@ impl Fleet {
         let copies = Arc::new(copies.with_hub(Arc::clone(&spec.hub)));
         let (own, tell) = (Arc::clone(&copies), Arc::clone(&spec.tell));
         let (brings, repairs) = (Arc::clone(&copies), Arc::clone(&copies));
+        let (wholes, checker) = (Arc::clone(&copies), agent.clone());
         let [finder, bringer, repairer, truster] = [(); 4].map(|()| agent.clone());
         let inner = Arc::new(Inner {
             copies,
@@ -388,6 +390,9 @@ impl Fleet {
                 env: spec.worker_env.clone(),
                 writable: spec.worker_folders.clone(),
                 find: Box::new(move |model| own.find_part(&finder, model)),
+                find_whole: Box::new(move |model| {
+                    wholes.find_right((&checker, model), copies::CheckRange::All)
+                }),
                 bring: Box::new(move |model, file, parts, goes_on| {
                     brings.bring(&bringer, (model, file), parts, goes_on)
                 }),

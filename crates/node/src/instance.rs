@@ -212,6 +212,7 @@ impl InstanceConfig {
             key: (!is_here && !plain).then(|| meeting.key.clone()),
             plain,
             cables: meeting.cables.clone(),
+            is_alone: is_here,
             listen: post.listen,
             patience_s: PATIENCE_S,
             hands: self.hears.as_ref().map(|hears| match hears.side() {

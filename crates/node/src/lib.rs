@@ -38,7 +38,8 @@
 //! - [`classes`]: the kernel class of each node.
 //! - [`load_whole`]: a model in this process, on any engine.
 //! - [`AdapterOf`]: an adapter of an instance's model.
-//! - [`DiskCache`]: the prefix cache on disk.
+//! - [`DiskCache`]: the prefix cache on disk. [`record_checksums`]: a file of the store that loads
+//!   compare. [`storage`]: durable files.
 //! - [`Error`].
 
 mod adapters;
@@ -61,6 +62,7 @@ pub mod prefill;
 mod prefill_classes;
 pub mod service;
 pub mod sharding;
+pub mod storage;
 mod summary;
 pub mod supervisor;
 pub mod testing;
@@ -78,10 +80,12 @@ pub const NUMERICS: u32 = 1;
 pub use adapters::AdapterOf;
 pub use disk::DiskCache;
 pub use error::Error;
+pub use fleet::checksums::{ChecksumError, has_checksums, record_checksums, record_own_checksums};
 pub use identity::identity;
 pub use instance::{Instance, InstanceConfig, Observer, SharedForecast};
 pub use load::load_whole;
 pub use model_setup::{DRAFTS, Options, PrefillOptions, PreparedModel, ReplyStream, ServingModel};
+pub use partial_source::open_checked;
 pub use sharding::PlannedSplit;
 pub use summary::{InstanceSummary, Prompts, Shard};
 pub use traffic::{CollectiveTraffic, InstanceTraffic, RankTraffic};

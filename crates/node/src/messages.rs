@@ -125,6 +125,9 @@ pub struct RankAssignment {
     /// RDMA cables between the ranks. Pairs without one, or whose cable fails, use `backend`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) cables: Option<RankCables>,
+    /// Whether no host of the worker repairs a damaged file: damage ends the load.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) is_alone: bool,
     /// Listen address for the other ranks.
     pub(crate) listen: SocketAddr,
     /// Longest wait for another rank's part of a step, in seconds.

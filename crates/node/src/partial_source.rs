@@ -16,7 +16,8 @@
 //!
 //! Groups that were present before the load are compared with the hash tree next to the file
 //! ([`TREE`]) before they are read; others are not. The host repairs groups that differ, in place.
-//! A file of the user's own has no hash tree and is read as it is.
+//! A file of the user's store is compared with its [`Checksums`]. Any other file of the user's has
+//! no hash tree and is read as it is.
 
 use std::fs::File;
 use std::io;
@@ -32,6 +33,7 @@ use paceline_formats::tensor::{Absent, Arrivals};
 use paceline_model::{ModelFamily, ModelSource, Shard};
 
 use crate::Error;
+use crate::fleet::checksums::Checksums;
 use crate::fleet::damage::wrong_groups;
 use crate::fleet::partial_file::{FILE, HAVE, TREE};
 use crate::fleet::tree::{HashGroups, Tree};
@@ -115,20 +117,48 @@ fn name_in(folder: Option<&Path>, file: &Path) -> String {
     name.map_or_else(String::new, |name| name.display().to_string())
 }
 
-/// Opens a model. A read of weights waits until they are present and compares them with the hash
-/// tree. `ask` receives requests for missing and damaged ranges.
+/// Opens a model whose weights are compared with the checksums of the store when they are read.
 ///
 /// # Errors
-/// As [`ModelSource::open_arriving`].
-pub(crate) fn open(path: &Path, ask: Arc<RangeRequester>) -> Result<ModelSource, Error> {
+/// As of [`ModelSource::open`]; damage before the weights.
+pub fn open_checked(path: &Path) -> Result<ModelSource, Error> {
+    open(path, None)
+}
+
+/// Opens a model. A read of weights waits until they are present and compares them with the hash
+/// tree. `ask` receives requests for missing and damaged ranges; without it, damage is an error.
+///
+/// # Errors
+/// As [`ModelSource::open_arriving`]; damage before the weights that stays.
+pub(crate) fn open(path: &Path, ask: Option<Arc<RangeRequester>>) -> Result<ModelSource, Error> {
     let folder = model_folder(path);
     let records = Arc::default();
+    let opened: Mutex<Vec<Option<Arc<PartialSource>>>> = Mutex::default();
     let find = |file: &Path| {
         let name = name_in(folder.as_deref(), file);
-        let source = PartialSource::new(file, name, (&ask, &records))?;
-        Ok(source.map(|source| Arc::new(source) as Arc<dyn Arrivals>))
+        let source = PartialSource::new(file, name, (ask.as_ref(), &records))?;
+        let source = source.map(Arc::new);
+        lock(&opened).push(source.clone());
+        Ok(source.map(|source| source as Arc<dyn Arrivals>))
     };
-    Ok(ModelSource::open_arriving(path, &find)?)
+    let source = ModelSource::open_arriving(path, &find)?;
+    let headers: Vec<usize> = match &source {
+        ModelSource::Gguf(file) => file.contents().map(|(_, header)| header).collect(),
+        ModelSource::Hf(folder) => folder.contents().map(|(_, header)| header).collect(),
+    };
+    let files = std::mem::take(&mut *lock(&opened));
+    let mut is_old = false;
+    for (file, header) in files.iter().zip(headers) {
+        let Some(file) = file else { continue };
+        let groups = file.groups.around(&(0..header as u64));
+        is_old |= !file.wrong(&file.open_groups(&groups)).is_empty();
+        file.wait(0..header).map_err(paceline_model::Error::from)?;
+    }
+    match is_old {
+        // Its header was read before it was repaired.
+        true => Ok(ModelSource::open_arriving(path, &find)?),
+        false => Ok(source),
+    }
 }
 
 /// Ranges of incomplete files that only this rank reads, in its read order, so that the host can
@@ -228,7 +258,8 @@ struct PartialSource {
     there: Vec<AtomicBool>,
     /// By group: whether it was present before the load and needs verification.
     is_old: Vec<bool>,
-    ask: Arc<RangeRequester>,
+    /// `None` if nothing repairs the file.
+    ask: Option<Arc<RangeRequester>>,
     records: Arc<Records>,
 }
 
@@ -238,7 +269,7 @@ impl PartialSource {
     fn new(
         path: &Path,
         name: String,
-        (ask, records): (&Arc<RangeRequester>, &Arc<Records>),
+        (ask, records): (Option<&Arc<RangeRequester>>, &Arc<Records>),
     ) -> io::Result<Option<Self>> {
         let (shown, path) = (path, &resolved(path));
         let (have, tree) = (is_shard(path), tree_of(path)?);
@@ -265,7 +296,7 @@ impl PartialSource {
                 .map(|told| *told != 0 && tree.is_some())
                 .collect(),
             tree,
-            ask: Arc::clone(ask),
+            ask: ask.map(Arc::clone),
             records: Arc::clone(records),
         }))
     }
@@ -275,24 +306,36 @@ impl PartialSource {
         own.iter().all(|there| there.load(Ordering::Acquire))
     }
 
-    /// Verifies the groups that were present before the load and are not verified yet. Waits until
-    /// the host has repaired those that differ.
-    fn compare(&self, groups: &Range<u64>) -> Result<(), String> {
-        let Some((file, tree)) = &self.tree else {
-            return Ok(());
-        };
+    /// The groups that were present before the load and are not verified yet.
+    fn open_groups(&self, groups: &Range<u64>) -> Vec<u64> {
         let is_open = |group: &u64| {
             let group = *group as usize;
             self.is_old[group] && !self.there[group].load(Ordering::Acquire)
         };
-        let open: Vec<u64> = groups.clone().filter(is_open).collect();
-        let wrong = |groups: &[u64]| wrong_groups(file, tree, groups, &|_| true);
-        let mut left = wrong(&open);
+        groups.clone().filter(is_open).collect()
+    }
+
+    /// Those of the groups that differ from the hash tree, as runs.
+    fn wrong(&self, groups: &[u64]) -> Vec<Range<u64>> {
+        let tree = self.tree.as_ref();
+        tree.map_or_else(Vec::new, |(file, tree)| {
+            wrong_groups(file, tree, groups, &|_| true)
+        })
+    }
+
+    /// Verifies the groups that were present before the load and are not verified yet. Waits until
+    /// the host has repaired those that differ.
+    fn compare(&self, groups: &Range<u64>) -> Result<(), String> {
+        let open = self.open_groups(groups);
+        let mut left = self.wrong(&open);
         if !left.is_empty() {
+            let Some(ask) = &self.ask else {
+                return Err("the file is damaged there".to_owned());
+            };
             let spans = left.iter().map(|run| self.groups.span(run));
             let parts = spans.map(|span| (span.start, span.end)).collect();
             let file = self.name.clone();
-            (self.ask)(RangeRequest::Repair { file, parts });
+            ask(RangeRequest::Repair { file, parts });
         }
         let mut silence = SilenceTimer::new(&self.records);
         while !left.is_empty() {
@@ -302,7 +345,7 @@ impl PartialSource {
             }
             std::thread::sleep(COMPARE_EVERY);
             let groups: Vec<u64> = left.iter().cloned().flatten().collect();
-            let still = wrong(&groups);
+            let still = self.wrong(&groups);
             if still != left {
                 silence = SilenceTimer::new(&self.records);
             }
@@ -336,7 +379,10 @@ impl PartialSource {
         if self.is_here(groups) {
             return Ok(());
         }
-        (self.ask)(RangeRequest::Fetch {
+        let Some(ask) = &self.ask else {
+            return Err("the file is not complete".to_owned());
+        };
+        ask(RangeRequest::Fetch {
             file: self.name.clone(),
             parts: vec![bytes],
         });
@@ -352,15 +398,25 @@ impl PartialSource {
     }
 }
 
-/// The bytes and the hash tree of a file; `None` where there is no tree, or one of another length.
+/// The bytes and the hash tree of a file; `None` where there is no tree.
+///
+/// # Errors
+/// The tree is damaged, or of a file of another length; the system's error.
 fn tree_of(path: &Path) -> io::Result<Option<(File, Tree)>> {
+    if let Some(known) = Checksums::read(path)? {
+        return Ok(Some((File::open(path)?, known.tree)));
+    }
     let leaves = match std::fs::read(path.with_extension(TREE)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         leaves => leaves?,
     };
     let file = File::open(path)?;
-    let tree = Tree::from_bytes(file.metadata()?.len(), &leaves);
-    Ok(tree.map(|tree| (file, tree)))
+    let other = || {
+        let reason = format!("{} has a hash tree of another length", path.display());
+        io::Error::new(io::ErrorKind::InvalidData, reason)
+    };
+    let tree = Tree::from_bytes(file.metadata()?.len(), &leaves).ok_or_else(other)?;
+    Ok(Some((file, tree)))
 }
 
 impl Arrivals for PartialSource {
@@ -391,6 +447,7 @@ mod tests {
     use paceline_base::{BlockType, Rank};
     use paceline_formats::gguf::testing::GgufWriter;
     use paceline_model::{Config, Split};
+    use sha2::Digest as _;
 
     use super::*;
 
@@ -400,7 +457,7 @@ mod tests {
         ask: impl Fn(RangeRequest) + Send + Sync + 'static,
     ) -> Option<PartialSource> {
         let ask: Arc<RangeRequester> = Arc::new(ask);
-        PartialSource::new(path, String::new(), (&ask, &Arc::default())).unwrap()
+        PartialSource::new(path, String::new(), (Some(&ask), &Arc::default())).unwrap()
     }
 
     fn fetch(file: &str, part: ByteRange) -> RangeRequest {
@@ -522,6 +579,39 @@ mod tests {
         assert!(source_of(&path, |_| ()).is_none());
     }
 
+    /// Bits flip in a store's file whose length and times stay.
+    #[test]
+    fn damage_of_a_stores_file_is_an_error_and_no_weight() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, each) = (dir.path().join("m.gguf"), HashGroups::of(0).each as usize);
+        let file = GgufWriter::new().tensor("a", BlockType::F32, &[each], vec![1; 4 * each]);
+        let file = file.tensor("b", BlockType::F32, &[each], vec![2; 4 * each]);
+        file.write(&path);
+        let bytes = std::fs::read(&path).unwrap();
+        let sha256 = paceline_base::hex(&sha2::Sha256::digest(&bytes));
+        crate::record_checksums(&path, &sha256, &mut |_| true).unwrap();
+        let tensor = |source: &ModelSource, name: &str| {
+            let ModelSource::Gguf(file) = source else {
+                panic!("a file");
+            };
+            file.tensor(name).unwrap().bytes.arrived().map(drop)
+        };
+        let source = open_checked(&path).unwrap();
+        assert!(tensor(&source, "a").is_ok() && tensor(&source, "b").is_ok());
+
+        flip(&path, &bytes, bytes.len() - 1);
+        let source = open_checked(&path).unwrap();
+        tensor(&source, "a").unwrap();
+        let error = tensor(&source, "b").unwrap_err();
+        assert!(error.to_string().contains("m.gguf"), "{error}");
+        assert!(error.reason.contains("damaged"), "{error}");
+
+        let header = open_checked(&path).map(drop);
+        assert!(header.is_ok(), "its header is right");
+        flip(&path, &bytes, 40);
+        assert!(open_checked(&path).is_err());
+    }
+
     /// Requests that were sent, and the bytes and copy of each file by its name.
     #[derive(Clone, Default)]
     struct Machine {
@@ -599,7 +689,7 @@ mod tests {
         for (name, bytes) in others {
             std::fs::write(model.join(name), bytes).unwrap();
         }
-        let source = open(&model, machine.serve()).unwrap();
+        let source = open(&model, Some(machine.serve())).unwrap();
         assert!(is_partial(&model) && !is_partial(&golden));
         let (ModelSource::Hf(folder), ModelSource::Hf(whole)) = (&source, &complete) else {
             panic!("folders");
@@ -645,7 +735,7 @@ mod tests {
         let (machine, model) = Machine::fetching(dir.path(), parts.into());
         let first = model.join(name(1));
         assert!(is_partial(&first) && is_shard(&first) && !is_shard(&model));
-        let source = open(&first, machine.serve()).unwrap();
+        let source = open(&first, Some(machine.serve())).unwrap();
         let ModelSource::Gguf(file) = &source else {
             panic!("a file");
         };

@@ -1,5 +1,9 @@
-//! Parsers of messages from workers and other nodes, for fuzzing.
+//! Parsers of messages from workers and other nodes, for fuzzing, and the files of model copies, for
+//! `sim`.
 
+pub use crate::fleet::damage::compare;
+pub use crate::fleet::partial_file::VerifiedPartial;
+pub use crate::fleet::tree::{HashGroups, Tree};
 use crate::messages::{FromWorker, ToWorker};
 use crate::{fleet, workers};
 

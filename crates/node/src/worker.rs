@@ -292,7 +292,8 @@ impl RankWorker<'_> {
 
     /// The model of an assignment, and the identity of its weights.
     fn part(&self, job: &RankAssignment) -> Result<(Arc<ModelSource>, Identity), Error> {
-        let source = Arc::new(partial_source::open(&job.model, self.asks())?);
+        let asks = (!job.is_alone).then(|| self.asks());
+        let source = Arc::new(partial_source::open(&job.model, asks)?);
         check_identity(job, &source)?;
         let config = Config::read(&source)?;
         job.split.check(&config)?;

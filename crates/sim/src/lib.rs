@@ -14,15 +14,19 @@
 //! - [`serving`]: supervisors, workers, ingress and clients of the instances.
 //! - [`world`]: nodes, links and the queue of events.
 //! - [`check`]: safety and liveness checks.
+//! - [`copies`]: a model's copy on a disk with faults, and its checks; [`disk`]: that disk.
 //!
 //! Simulated: membership, the map, dialling, ownership of instances, the supervisors that nodes
-//! run, workers and clients. Not simulated: bytes of sessions, which have their own tests, and the
-//! workers' computation.
+//! run, workers and clients; files of copies. Not simulated: bytes of sessions, which have their
+//! own tests, and the workers' computation.
 
 mod check;
+mod copies;
+mod disk;
 mod scenario;
 mod serving;
 mod world;
 
+pub use copies::{CopyOutcome, run_copy};
 pub use scenario::{Fault, Happening, Scenario};
 pub use world::{SimOutcome, run};

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use paceline_sim::{Scenario, run};
+use paceline_sim::{Scenario, run, run_copy};
 
 /// Seeds of every commit.
 const SEEDS: u64 = 1000;
@@ -64,6 +64,45 @@ fn no_seed_violates_anything() {
         "{} of {count} seeds {all:?}: {violations:#?}\nagain: {again}",
         failed.len()
     );
+}
+
+/// Seeds of a copy's life: 5 ms each.
+const COPY_SEEDS: u64 = 100;
+
+#[test]
+fn no_fault_of_a_disk_damages_a_copy_unnoticed() {
+    let one = number("SIM_SEED");
+    let first = one.or_else(|| number("SIM_FIRST")).unwrap_or(0);
+    let count = if one.is_some() {
+        1
+    } else {
+        number("SIM_SEEDS").unwrap_or(COPY_SEEDS)
+    };
+    let (mut mended, mut refused, mut published) = (0, 0, 0);
+    for seed in first..first + count {
+        let outcome = run_copy(seed, true);
+        mended += outcome.mended;
+        refused += outcome.refused;
+        published += outcome.published;
+        let again = format!("SIM_SEED={seed} cargo test --release -p paceline-sim copy");
+        assert_eq!(outcome.violations, Vec::<String>::new(), "again: {again}");
+        assert!(outcome.published > 0, "seed {seed}: {outcome:?}");
+    }
+    println!("{count} copies, published {published} times, {mended} groups mended");
+    let least = mended.min(refused).min(published) as u64;
+    assert!(one.is_some() || least >= count / 2, "that tests little");
+    assert_eq!(run_copy(first, true), run_copy(first, true));
+}
+
+/// The checkers detect violations: a disk that loses synced bytes is one.
+#[test]
+fn a_disk_that_only_claims_to_sync_is_a_violation() {
+    let violations = (0..100).flat_map(|seed| run_copy(seed, false).violations);
+    let violations: Vec<String> = violations.collect();
+    for part in ["is gone", "not the model's bytes", "a small file"] {
+        let is_told = violations.iter().any(|told| told.contains(part));
+        assert!(is_told, "{part}: {violations:?}");
+    }
 }
 
 #[test]

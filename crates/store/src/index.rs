@@ -78,6 +78,14 @@ pub struct FileRecord {
     pub stamp: Option<FileIdentity>,
 }
 
+impl FileRecord {
+    /// Whether it is a file of weights, by its name.
+    pub fn has_weights(&self) -> bool {
+        let ends = |ending: &str| self.path.ends_with(ending);
+        ends(".gguf") || ends(".safetensors")
+    }
+}
+
 /// Marks of a file that change when it is written or replaced, besides its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileIdentity {
@@ -352,8 +360,8 @@ fn write_record(home: &Home, name: &EntryName, record: &ModelRecord) -> Result<(
 }
 
 /// Checks a model before its use at `now`, and records the use. Sizes were compared when it was
-/// found; a file whose time or inode changed since its hash was compared is hashed again. Cost: a
-/// stat of each file, and one pass over changed ones.
+/// found; a file whose time or inode changed since its hash was compared is hashed again, and so is
+/// each file without weights. Cost: a stat of each file, and one pass over these.
 ///
 /// # Errors
 /// [`Error::HashMismatch`] names a changed file. With a missing, damaged or read-only record the
@@ -373,6 +381,10 @@ pub fn check_used(
         // Records of earlier versions have none, and are accepted once.
         if file.stamp.is_some() && file.stamp != stamp {
             check_hash(&path, file, cancel, progress)?;
+        } else if !file.has_weights() {
+            // Weights are compared when a load reads them.
+            let (_, hashed) = hash_file(&path, cancel, |_| {})?;
+            expect_sha256(&path.display().to_string(), &file.sha256, &hashed.hex())?;
         }
         file.stamp = stamp;
     }

@@ -19,6 +19,9 @@ const UNUSUAL: &str = "paceline cannot compute with that (yet): take another mod
                        conversion of it";
 const OTHER_QUANTISATION: &str = "take a file in another quantisation, such as Q8_0 or Q4_K_M";
 const ACCESS: &str = "give yourself read access to it";
+/// For missing or damaged bytes.
+const ABSENT: &str = "`paceline pull MODEL` checks and mends a model of the store; `paceline models \
+                      --nodes` shows which machine has what";
 const LESS_MEMORY: &str = "take less memory: a smaller --context, or the model in a smaller \
                            quantisation";
 const WITHOUT_TEMPLATE: &str = "--raw gives a prompt to the model without its chat template";
@@ -93,7 +96,7 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
         Error::NoForm { .. } => Some("--method lora unpacks the base"),
         Error::Hung { .. } => Some("the device or its driver hangs: end other users of it"),
-        Error::Absent(_) => Some("`paceline models --nodes` shows which machine has what"),
+        Error::Absent(_) => Some(ABSENT),
         Error::Adapter { .. } => Some("`paceline adapter show` tells which model it is for"),
         Error::Thread(_) | Error::Gone | Error::HalfLate { .. } => None,
         // The rest are contradictions within the file.

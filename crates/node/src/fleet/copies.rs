@@ -27,7 +27,7 @@ mod models;
 mod repair;
 
 use std::collections::{BTreeSet, HashMap};
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -36,13 +36,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
-use paceline_base::lock;
+use paceline_base::{hex, lock};
 use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::{NodeId, placement, placement::InstanceSpec};
 use paceline_formats::gguf::Gguf;
 
-use super::damage::Count;
+use super::checksums::{Checksums, hash_and_tree};
+use super::damage::{Count, merged};
 use super::file_ranges::{self, FileFetch, FileInventory, Short};
 use super::hub::{self, HubOrigin, ModelHub};
 use super::inventory::{self, WholeFile, tree_of};
@@ -55,9 +56,10 @@ use crate::fleet::hosts::NodeConnection;
 use crate::identity;
 use crate::partial_source::ByteRange;
 pub(super) use crate::partial_source::FOLDER as MODEL;
+use crate::storage::{self, FileSystem};
 use crate::workers::connection::{ConnectionError, receive_message, send_message};
 use crate::workers::host::ModelName;
-use files::{copy, hash, hash_and_tree, send_file};
+use files::{copy, hash, send_file};
 use messages::{CopyReport, Fetch, fetch};
 pub(super) use messages::{ensure, ensure_part, ensure_right, ensure_while, holders};
 use models::Models;
@@ -74,6 +76,9 @@ const TELL_EVERY: Duration = Duration::from_millis(200);
 
 /// Poll interval for the end of a fetch.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
+
+/// Extension of a whole file that is being copied from one node.
+const WHOLE_PART: &str = "part";
 
 /// Extension of the file with the user's name for a copy.
 pub(super) const NAME: &str = "name";
@@ -232,7 +237,7 @@ impl ModelCopies {
     }
 
     /// SHA-256 of a file in hexadecimal digits. Reads all of it the first time, and stores its hash
-    /// tree too.
+    /// tree too. A file of the store with checksums is not read: its bytes are compared on use.
     ///
     /// # Errors
     /// The system's error.
@@ -244,7 +249,14 @@ impl ModelCopies {
         if let Some(known) = known() {
             return Ok(known);
         }
-        let (sum, tree) = hash_and_tree(path)?;
+        let (sum, tree) = match Checksums::read(path) {
+            Ok(Some(known)) => (known.sha256, known.tree),
+            // Damaged checksums end the load: `pull` writes new ones.
+            _ => {
+                let (sum, tree) = hash_and_tree(path, &mut |_| true)?;
+                (hex(&sum), tree)
+            }
+        };
         if let Ok(kept) = place_in(&self.folder, &sum, partial_file::TREE) {
             // Where the disk is full, the tree is computed again when a node needs it.
             let _: io::Result<()> = inventory::keep(&tree, &kept);
@@ -297,7 +309,8 @@ impl ModelCopies {
         let sum = hash(file).map_err(failed)?;
         let place = place_in(&self.folder, &sum, COPY)?;
         let named = write_whole(&place.with_extension(NAME), name.as_bytes());
-        let kept = named.and_then(|()| fs::rename(file, &place));
+        let kept = named.and_then(|()| File::open(file)?.sync_all());
+        let kept = kept.and_then(|()| storage::rename(&FileSystem, file, &place));
         kept.map(|()| sum).map_err(failed)
     }
 
@@ -639,7 +652,7 @@ impl ModelCopies {
         let tree = self.leaves(agent, model, (&rooted, from))?;
         let open = || {
             self.write_name(model)?;
-            VerifiedPartial::open(&path, tree)
+            VerifiedPartial::open(&FileSystem, &path, tree)
         };
         let partial = open().map_err(failed)?;
         let held = Arc::new(PartialCopy {
@@ -821,14 +834,8 @@ impl ModelCopies {
                 "{by} has signed the root of another file, whose SHA-256 is {sum}"
             ));
         }
-        held.partial.sync().map_err(failed)?;
-        let copy = self.whole(model)?;
-        match fs::hard_link(path, &copy) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            // A file system without hard links: workers that have the file open are not affected.
-            Err(_) => fs::rename(path, &copy).map_err(failed),
-            Ok(()) => Ok(()),
-        }
+        let published = held.partial.publish(&FileSystem, &self.whole(model)?);
+        published.map_err(failed)
     }
 
     /// Removes a copy of a model; returns the bytes freed.
@@ -907,19 +914,25 @@ impl ModelCopies {
         (self.may_have)(fetch.bytes)?;
         let place = self.whole(&fetch.model)?;
         fs::create_dir_all(&self.folder).map_err(|e| format!("{}: {e}", self.folder.display()))?;
-        let partial = place.with_extension("part");
+        let partial = place.with_extension(WHOLE_PART);
         let opened = agent.open(from, FILE, SILENCE);
         let file = NodeConnection(opened.map_err(|error| error.to_string())?);
         send_message(&file, &fetch.model).map_err(|broken| broken.to_string())?;
         let copied = copy(&file, &partial, fetch, told);
-        let copied = copied.map_err(|error| format!("{}: {error}", partial.display()))?;
-        if copied != fetch.model.sha256 {
-            return Err(format!(
+        let copied = copied.map_err(|error| format!("{}: {error}", partial.display()));
+        let right = copied.and_then(|copied| match copied == fetch.model.sha256 {
+            true => Ok(()),
+            false => Err(format!(
                 "the copy has SHA-256 {copied}, which is another file"
-            ));
+            )),
+        });
+        if right.is_err() {
+            // The next fetch starts anew.
+            let _: io::Result<()> = fs::remove_file(&partial);
         }
+        right?;
         let named = write_whole(&place.with_extension(NAME), fetch.model.name.as_bytes());
-        let kept = named.and_then(|()| fs::rename(&partial, &place));
+        let kept = named.and_then(|()| storage::rename(&FileSystem, &partial, &place));
         kept.map_err(|e| format!("{}: {e}", place.display()))
     }
 
@@ -975,19 +988,6 @@ fn place_in(folder: &Path, sha256: &str, ending: &str) -> Result<PathBuf, String
     }
 }
 
-/// Sorts runs and merges overlapping and adjacent ones, so that no group is fetched twice.
-fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
-    runs.sort_by_key(|run| (run.start, run.end));
-    let mut merged: Vec<Range<u64>> = Vec::new();
-    for run in runs {
-        match merged.last_mut() {
-            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
-            _ => merged.push(run),
-        }
-    }
-    merged
-}
-
 /// Receives the number of copied bytes; an error ends the copy.
 type CopyProgress<'a> = dyn FnMut(u64) -> Result<(), ConnectionError> + 'a;
 
@@ -1018,24 +1018,24 @@ fn watched<T: Send>(
     })
 }
 
-/// Writes a small file atomically, in an existing folder.
+/// Writes a small file atomically, in an existing folder, and syncs it.
 ///
 /// # Errors
 /// The system's error.
 pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut new = path.as_os_str().to_owned();
-    new.push(".new");
-    fs::write(&new, bytes)?;
-    fs::rename(&new, path)
+    storage::replace(&FileSystem, path, bytes)
 }
 
-/// Removes leftovers of earlier processes: parts of files that are complete by now.
+/// Removes leftovers of earlier processes: parts of files that are complete by now, and files that
+/// no process continues.
 fn sweep(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
-        let is_part = path
-            .extension()
-            .is_some_and(|ending| ending == partial_file::FILE);
+        let ends_in = |ending: &str| path.extension().is_some_and(|own| own == ending);
+        if ends_in(WHOLE_PART) || ends_in(storage::NEW) {
+            let _: io::Result<()> = fs::remove_file(&path);
+        }
+        let is_part = ends_in(partial_file::FILE);
         let is_whole = |ending| path.with_extension(ending).is_file();
         if is_part && [COPY, MANIFEST].into_iter().any(is_whole) {
             let [shard, have, _] = partial_file::files_of(&path);

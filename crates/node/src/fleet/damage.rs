@@ -4,15 +4,15 @@
 //! length and times may show none of it. So the bytes themselves are compared, before a rank
 //! computes with them or a node offers its copy (`copies`).
 
-use std::fs::File;
+use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use paceline_base::lock;
 
 use super::tree::Tree;
+use crate::storage::StoredFile;
 
 /// Bytes per thread: BLAKE3 takes a millisecond for them, a thread start some 20 µs.
 const THREAD_BYTES: u64 = 4 << 20;
@@ -26,7 +26,7 @@ pub(crate) type Count<'a> = dyn Fn(u64) -> bool + Sync + 'a;
 /// Finds the groups among `groups` whose bytes in `file` differ from `tree`, as runs. Unreadable
 /// bytes count as wrong. Cost: reads all of `groups`, with several threads if they are many.
 pub(crate) fn wrong_groups(
-    file: &File,
+    file: &dyn StoredFile,
     tree: &Tree,
     groups: &[u64],
     count: &Count<'_>,
@@ -54,9 +54,45 @@ pub(crate) fn wrong_groups(
     runs(&wrong)
 }
 
+/// The given groups of a complete file that differ from the tree, and all groups beyond a
+/// truncated end.
+///
+/// # Errors
+/// The system's error.
+pub fn compare(
+    copy: &dyn StoredFile,
+    tree: &Tree,
+    mut groups: Vec<Range<u64>>,
+    count: &Count<'_>,
+) -> io::Result<Vec<Range<u64>>> {
+    let bytes = copy.bytes()?;
+    groups.push(tree.groups.around(&(bytes..u64::MAX)));
+    let groups: Vec<u64> = merged(groups).into_iter().flatten().collect();
+    let mut wrong = wrong_groups(copy, tree, &groups, count);
+    if wrong.is_empty() && bytes > tree.groups.bytes {
+        // Its groups are right, but the file is too long.
+        let last = tree.groups.count() - 1;
+        wrong.push(last..last + 1);
+    }
+    Ok(wrong)
+}
+
+/// Sorts runs and merges overlapping and adjacent ones, so that no group is fetched twice.
+pub(super) fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    runs.sort_by_key(|run| (run.start, run.end));
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for run in runs {
+        match merged.last_mut() {
+            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
+            _ => merged.push(run),
+        }
+    }
+    merged
+}
+
 /// A search by several threads. Each thread takes the next group.
 struct Search<'a> {
-    file: &'a File,
+    file: &'a dyn StoredFile,
     tree: &'a Tree,
     groups: &'a [u64],
     next: AtomicUsize,
@@ -74,7 +110,7 @@ impl Search<'_> {
             };
             let span = self.tree.groups.span(&(index..index + 1));
             bytes.resize((span.end - span.start) as usize, 0);
-            let read = self.file.read_exact_at(&mut bytes, span.start);
+            let read = self.file.read_at(&mut bytes, span.start);
             if read.is_err() || !self.tree.holds(index, &bytes) {
                 lock(&self.wrong).push(index);
             }
@@ -99,7 +135,9 @@ fn runs(groups: &[u64]) -> Vec<Range<u64>> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::io::Write as _;
+    use std::os::unix::fs::FileExt as _;
 
     use super::*;
 

@@ -12,10 +12,10 @@
 //! A complete copy with damaged groups is treated the same while they are fetched again
 //! ([`VerifiedPartial::of_copy`]). It keeps its name and has no [`HAVE`] file.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
@@ -24,6 +24,7 @@ use paceline_base::lock;
 
 use super::damage::wrong_groups;
 use super::tree::{HashGroups, Tree};
+use crate::storage::{self, OpenMode, Storage, StoredFile};
 
 /// Extension of the file.
 pub(crate) const FILE: &str = "shard";
@@ -39,16 +40,16 @@ pub(crate) const TREE: &str = "tree";
 const CHANGED: Duration = Duration::from_secs(1_000_000_000);
 
 /// A run of consecutive groups: first and end.
-pub(super) type GroupRun = (u64, u64);
+pub(crate) type GroupRun = (u64, u64);
 
 /// A file with some groups present.
 #[derive(Debug)]
-pub(super) struct VerifiedPartial {
+pub struct VerifiedPartial {
     pub(super) path: PathBuf,
     tree: Tree,
-    file: File,
+    file: Box<dyn StoredFile>,
     /// The record of present groups; `None` for a complete copy under repair.
-    have: Option<File>,
+    have: Option<Box<dyn StoredFile>>,
     /// The modification time that the file must keep.
     changed: SystemTime,
     there: Mutex<Vec<bool>>,
@@ -61,22 +62,19 @@ impl VerifiedPartial {
     ///
     /// # Errors
     /// What the system says.
-    pub(super) fn open(path: &Path, tree: Tree) -> io::Result<Self> {
+    pub fn open(storage: &dyn Storage, path: &Path, tree: Tree) -> io::Result<Self> {
         let count = tree.groups.count() as usize;
-        let is_new = fs::metadata(path).map_or(true, |facts| facts.len() != tree.groups.bytes);
-        let open = |path: &Path| {
-            let mut options = OpenOptions::new();
-            let options = options.read(true).write(true).create(true).truncate(false);
-            options.open(path)
-        };
+        let old = storage.open(path, OpenMode::Read);
+        let is_new = old.and_then(|old| old.bytes()).ok() != Some(tree.groups.bytes);
+        let open = |path: &Path| storage.open(path, OpenMode::Create);
         // In this order: a file without its record would pass for complete.
         let have = open(&path.with_extension(HAVE))?;
         if is_new {
-            have.set_len(0)?;
+            have.set_bytes(0)?;
         }
-        have.set_len(count as u64)?;
+        have.set_bytes(count as u64)?;
         let file = open(path)?;
-        file.set_len(tree.groups.bytes)?;
+        file.set_bytes(tree.groups.bytes)?;
         let partial = Self {
             path: path.to_owned(),
             tree,
@@ -97,17 +95,21 @@ impl VerifiedPartial {
     ///
     /// # Errors
     /// The system's error.
-    pub(super) fn of_copy(path: &Path, tree: Tree, wrong: &[Range<u64>]) -> io::Result<Self> {
-        let file = OpenOptions::new().read(true).write(true).open(path)?;
-        let facts = file.metadata()?;
-        if facts.len() != tree.groups.bytes {
-            file.set_len(tree.groups.bytes)?;
+    pub fn of_copy(
+        storage: &dyn Storage,
+        path: &Path,
+        tree: Tree,
+        wrong: &[Range<u64>],
+    ) -> io::Result<Self> {
+        let file = storage.open(path, OpenMode::Write)?;
+        let changed = file.modified()?;
+        if file.bytes()? != tree.groups.bytes {
+            file.set_bytes(tree.groups.bytes)?;
         }
         let mut there = vec![true; tree.groups.count() as usize];
         for index in wrong.iter().cloned().flatten() {
             there[index as usize] = false;
         }
-        let changed = facts.modified()?;
         file.set_modified(changed)?;
         Ok(Self {
             path: path.to_owned(),
@@ -124,7 +126,7 @@ impl VerifiedPartial {
     fn check(&self) -> io::Result<()> {
         let mut told = vec![0; self.groups().count() as usize];
         if let Some(have) = &self.have {
-            have.read_exact_at(&mut told, 0)?;
+            have.read_at(&mut told, 0)?;
         }
         for (index, _) in told.iter().enumerate().filter(|(_, told)| **told != 0) {
             lock(&self.there)[index] = true;
@@ -137,16 +139,16 @@ impl VerifiedPartial {
     ///
     /// # Errors
     /// The system's error.
-    pub(super) fn recheck(&self, wanted: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    pub fn recheck(&self, wanted: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
         let here = {
             let there = lock(&self.there);
             runs(&there, true, wanted)
         };
         let here: Vec<u64> = here.into_iter().flatten().collect();
-        let wrong = wrong_groups(&self.file, &self.tree, &here, &|_| true);
+        let wrong = wrong_groups(&*self.file, &self.tree, &here, &|_| true);
         for index in wrong.iter().cloned().flatten() {
             if let Some(have) = &self.have {
-                have.write_all_at(&[0], index)?;
+                have.write_at(&[0], index)?;
             }
             lock(&self.there)[index as usize] = false;
         }
@@ -159,7 +161,7 @@ impl VerifiedPartial {
     }
 
     /// How the file is divided into groups.
-    pub(super) const fn groups(&self) -> HashGroups {
+    pub const fn groups(&self) -> HashGroups {
         self.tree.groups
     }
 
@@ -172,28 +174,28 @@ impl VerifiedPartial {
     ///
     /// # Errors
     /// What the system says, such as that the disk is full.
-    pub(super) fn take(&self, index: u64, bytes: &[u8]) -> io::Result<bool> {
+    pub fn take(&self, index: u64, bytes: &[u8]) -> io::Result<bool> {
         if !self.tree.holds(index, bytes) {
             return Ok(false);
         }
         let at = self.groups().span(&(index..index + 1)).start;
-        self.file.write_all_at(bytes, at)?;
+        self.file.write_at(bytes, at)?;
         self.file.set_modified(self.changed)?;
         if let Some(have) = &self.have {
-            have.write_all_at(&[1], index)?;
+            have.write_at(&[1], index)?;
         }
         lock(&self.there)[index as usize] = true;
         Ok(true)
     }
 
     /// The missing groups of `wanted`.
-    pub(super) fn missing(&self, wanted: &Range<u64>) -> Vec<Range<u64>> {
+    pub fn missing(&self, wanted: &Range<u64>) -> Vec<Range<u64>> {
         let there = lock(&self.there);
         runs(&there, false, wanted)
     }
 
     /// The present groups.
-    pub(super) fn runs(&self) -> Vec<GroupRun> {
+    pub fn runs(&self) -> Vec<GroupRun> {
         let there = lock(&self.there);
         let all = runs(&there, true, &(0..there.len() as u64));
         all.into_iter().map(|run| (run.start, run.end)).collect()
@@ -209,7 +211,7 @@ impl VerifiedPartial {
     }
 
     /// Whether all groups are present.
-    pub(super) fn is_complete(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         lock(&self.there).iter().all(|there| *there)
     }
 
@@ -217,7 +219,7 @@ impl VerifiedPartial {
     ///
     /// # Errors
     /// What the system says.
-    pub(super) fn give(&self, groups: &Range<u64>) -> io::Result<Option<Vec<u8>>> {
+    pub fn give(&self, groups: &Range<u64>) -> io::Result<Option<Vec<u8>>> {
         let is_sane = groups.start < groups.end && groups.end <= self.groups().count();
         match is_sane && self.missing(groups).is_empty() {
             true => self.read(groups).map(Some),
@@ -228,17 +230,27 @@ impl VerifiedPartial {
     fn read(&self, groups: &Range<u64>) -> io::Result<Vec<u8>> {
         let span = self.groups().span(groups);
         let mut bytes = vec![0; (span.end - span.start) as usize];
-        self.file.read_exact_at(&mut bytes, span.start)?;
+        self.file.read_at(&mut bytes, span.start)?;
         Ok(bytes)
+    }
+
+    /// Gives the complete file the name `copy` too. The bytes survive a power cut before the name
+    /// does. Workers that have the file open are not affected.
+    ///
+    /// # Errors
+    /// The system's error.
+    pub fn publish(&self, storage: &dyn Storage, copy: &Path) -> io::Result<()> {
+        self.sync()?;
+        storage::publish(storage, &self.path, copy)
     }
 
     /// Flushes all writes to disk.
     ///
     /// # Errors
     /// What the system says.
-    pub(super) fn sync(&self) -> io::Result<()> {
-        self.file.sync_all()?;
-        self.have.as_ref().map_or(Ok(()), File::sync_all)
+    pub fn sync(&self) -> io::Result<()> {
+        self.file.sync()?;
+        self.have.as_ref().map_or(Ok(()), |have| have.sync())
     }
 }
 
@@ -274,7 +286,11 @@ pub(super) fn files_of(path: &Path) -> [PathBuf; 3] {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::{File, OpenOptions};
+    use std::os::unix::fs::FileExt as _;
+
     use super::*;
+    use crate::storage::FileSystem;
 
     const EACH: usize = 64 << 10;
 
@@ -289,7 +305,7 @@ mod tests {
     #[test]
     fn right_groups_are_kept_and_wrong_ones_leave_nothing() {
         let (_dir, path, bytes, tree) = model();
-        let partial = VerifiedPartial::open(&path, tree.clone()).unwrap();
+        let partial = VerifiedPartial::open(&FileSystem, &path, tree.clone()).unwrap();
         assert_eq!(partial.missing(&(0..9)), vec![0..4]);
         let mut wrong = bytes[EACH..2 * EACH].to_vec();
         wrong[5] ^= 4;
@@ -314,7 +330,7 @@ mod tests {
     #[test]
     fn what_was_left_is_checked_and_goes_on() {
         let (_dir, path, bytes, tree) = model();
-        let partial = VerifiedPartial::open(&path, tree.clone()).unwrap();
+        let partial = VerifiedPartial::open(&FileSystem, &path, tree.clone()).unwrap();
         let changed = || fs::metadata(&path).unwrap().modified().unwrap();
         let began = changed();
         for index in [0, 1, 3] {
@@ -329,20 +345,20 @@ mod tests {
         drop(partial);
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         file.write_all_at(&[!bytes[EACH]], EACH as u64).unwrap();
-        let again = VerifiedPartial::open(&path, tree.clone()).unwrap();
+        let again = VerifiedPartial::open(&FileSystem, &path, tree.clone()).unwrap();
         assert_eq!(again.runs(), [(0, 1), (3, 4)], "the damaged one is gone");
         let told = fs::read(path.with_extension(HAVE)).unwrap();
         assert_eq!(told, [1, 0, 0, 1]);
         file.set_len(7).unwrap();
-        let anew = VerifiedPartial::open(&path, tree).unwrap();
+        let anew = VerifiedPartial::open(&FileSystem, &path, tree).unwrap();
         assert!(anew.runs().is_empty(), "another file was in its place");
     }
 
     #[test]
     fn what_the_disk_does_not_take_is_not_told() {
         let (_dir, path, bytes, tree) = model();
-        let mut partial = VerifiedPartial::open(&path, tree).unwrap();
-        partial.file = File::open(&path).unwrap(); // refuses writes, like a full disk
+        let mut partial = VerifiedPartial::open(&FileSystem, &path, tree).unwrap();
+        partial.file = Box::new(File::open(&path).unwrap()); // refuses writes, like a full disk
         assert!(partial.take(0, &bytes[..EACH]).is_err());
         assert!(partial.runs().is_empty());
         assert_eq!(fs::read(path.with_extension(HAVE)).unwrap(), [0; 4]);

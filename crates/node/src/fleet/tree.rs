@@ -34,28 +34,28 @@ type Leaf = [u8; LEAF_BYTES];
 
 /// Division of a file of some length into groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct HashGroups {
+pub struct HashGroups {
     /// Length of the file.
-    pub(crate) bytes: u64,
+    pub bytes: u64,
     /// Length of a group; the last may be shorter.
-    pub(crate) each: u64,
+    pub each: u64,
 }
 
 impl HashGroups {
     /// The division of a file of `bytes`, the same on every node.
-    pub(crate) fn of(bytes: u64) -> Self {
+    pub fn of(bytes: u64) -> Self {
         let least = bytes.div_ceil(GROUPS_MAX).next_power_of_two();
         let each = least.max(GROUP_BYTES_MIN);
         Self { bytes, each }
     }
 
     /// Number of groups; 1 for an empty file.
-    pub(crate) fn count(self) -> u64 {
+    pub fn count(self) -> u64 {
         self.bytes.div_ceil(self.each).max(1)
     }
 
     /// The groups that a byte range touches, within the file.
-    pub(crate) fn around(self, range: &Range<u64>) -> Range<u64> {
+    pub fn around(self, range: &Range<u64>) -> Range<u64> {
         let end = range.end.min(self.bytes);
         if range.start >= end {
             return 0..0;
@@ -64,7 +64,7 @@ impl HashGroups {
     }
 
     /// The bytes of consecutive groups.
-    pub(crate) fn span(self, groups: &Range<u64>) -> Range<u64> {
+    pub fn span(self, groups: &Range<u64>) -> Range<u64> {
         let at = |group: u64| group.saturating_mul(self.each).min(self.bytes);
         at(groups.start)..at(groups.end)
     }
@@ -72,8 +72,8 @@ impl HashGroups {
 
 /// The leaves of a file's tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Tree {
-    pub(crate) groups: HashGroups,
+pub struct Tree {
+    pub groups: HashGroups,
     leaves: Vec<Leaf>,
 }
 
@@ -82,7 +82,7 @@ impl Tree {
     ///
     /// # Errors
     /// The file cannot be read, or is shorter.
-    pub(crate) fn read(file: &mut impl Read, bytes: u64) -> io::Result<Self> {
+    pub fn read(file: &mut impl Read, bytes: u64) -> io::Result<Self> {
         let groups = HashGroups::of(bytes);
         let mut leaves = Vec::with_capacity(groups.count() as usize);
         let mut group = vec![0; groups.each as usize];
@@ -97,7 +97,7 @@ impl Tree {
 
     /// Parses concatenated leaves, as of [`to_bytes`](Self::to_bytes); `None` if their number does
     /// not match a file of `bytes`.
-    pub(crate) fn from_bytes(bytes: u64, leaves: &[u8]) -> Option<Self> {
+    pub fn from_bytes(bytes: u64, leaves: &[u8]) -> Option<Self> {
         let groups = HashGroups::of(bytes);
         let is_whole = leaves.len() as u64 == groups.count() * LEAF_BYTES as u64;
         let read = || {
@@ -112,12 +112,12 @@ impl Tree {
     }
 
     /// The concatenated leaves.
-    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+    pub fn to_bytes(&self) -> Vec<u8> {
         self.leaves.concat()
     }
 
     /// The file's BLAKE3 hash. Cost: a compression for each leaf.
-    pub(super) fn root(&self) -> Leaf {
+    pub fn root(&self) -> [u8; LEAF_BYTES] {
         match self.leaves.as_slice() {
             [one] => *one,
             leaves => {
@@ -128,7 +128,7 @@ impl Tree {
     }
 
     /// Whether `bytes` match the leaf of a group.
-    pub(crate) fn holds(&self, index: u64, bytes: &[u8]) -> bool {
+    pub fn holds(&self, index: u64, bytes: &[u8]) -> bool {
         let span = self.groups.span(&(index..index + 1));
         let own = self.leaves.get(index as usize);
         own.is_some_and(|own| {

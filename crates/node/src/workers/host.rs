@@ -161,6 +161,8 @@ pub struct HostSpec {
     pub writable: Vec<PathBuf>,
     /// Finds a model's file on this machine, or says why there is none.
     pub find: Box<FindModel>,
+    /// As `find`, with all bytes here and compared: adapters and draft models are read as they are.
+    pub find_whole: Box<FindModel>,
     /// Fetches ranges of the model file that the worker waits for.
     pub bring: Box<RangeFetcher>,
     /// Fetches damaged ranges of the model file again.
@@ -258,11 +260,6 @@ fn spawn(
     pin: Option<usize>,
 ) -> Result<LocalInstanceWorkers, String> {
     let path = (spec.find)(model)?;
-    // A draft is always read whole, so it must be complete here.
-    let whole = |draft| {
-        let found = (spec.find)(draft).ok();
-        found.filter(|path| !partial_source::is_partial(path))
-    };
     let on_line = Arc::clone(&spec.on_line);
     let crew = LocalInstanceWorkers::spawn(LocalSpec {
         program: spec.program.clone(),
@@ -270,10 +267,10 @@ fn spawn(
         env: spec.env.clone(),
         writable: spec.writable.clone(),
         model: path,
-        draft: draft.and_then(whole),
+        draft: draft.and_then(|draft| (spec.find_whole)(draft).ok()),
         adapters: adapters
             .iter()
-            .map(|it| (spec.find)(it))
+            .map(|it| (spec.find_whole)(it))
             .collect::<Result<_, _>>()?,
         ranks: 1,
         pin,

@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
 use std::time::Instant;
 
 use paceline_base::hex;
@@ -15,16 +14,11 @@ use sha2::{Digest, Sha256};
 
 use super::{CopyProgress, Fetch, SILENCE, TELL_EVERY};
 use crate::fleet::hosts::NodeConnection;
-use crate::fleet::tree::Tree;
 use crate::workers::connection::ConnectionError;
 
 /// Bytes per message: large enough that encryption and system calls are negligible next to the
 /// copy.
 const PIECE_BYTES: usize = 1 << 20;
-
-/// Pieces of a file that may wait until they are part of its SHA-256: at most 8 MiB. A piece is a
-/// group of the hash tree, or [`PIECE_BYTES`] of one, and takes 30 µs or more.
-const PIECES_AHEAD: usize = 8;
 
 pub(super) fn send_file(line: &NodeConnection, path: &Path) -> std::io::Result<()> {
     let mut file = File::open(path)?;
@@ -90,42 +84,27 @@ pub(super) fn hash(path: &Path) -> io::Result<String> {
     }
 }
 
-/// SHA-256 in hexadecimal digits and hash tree of a file. Reads it once. Computes the SHA-256 on a
-/// thread of its own, since it takes some times as long as the tree.
-///
-/// # Errors
-/// The system's error.
-pub(super) fn hash_and_tree(path: &Path) -> io::Result<(String, Tree)> {
-    let file = File::open(path)?;
-    let bytes = file.metadata()?.len();
-    let (to_sum, pieces) = mpsc::sync_channel::<Vec<u8>>(PIECES_AHEAD);
-    std::thread::scope(|scope| {
-        let sum = scope.spawn(move || {
-            let mut sum = Sha256::new();
-            pieces.iter().for_each(|piece| sum.update(piece));
-            digits(sum)
-        });
-        // Dropped at the end of this line, which ends the other thread.
-        let tree = Tree::read(&mut Tee { file, to_sum }, bytes);
-        let sum = sum.join();
-        let sum = sum.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        tree.map(|tree| (sum, tree))
-    })
-}
-
-/// A file whose bytes are sent to another thread as they are read.
-struct Tee {
-    file: File,
-    to_sum: mpsc::SyncSender<Vec<u8>>,
-}
-
-impl Read for Tee {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let most = buffer.len().min(PIECE_BYTES);
-        let n = self.file.read(&mut buffer[..most])?;
-        let sent = self.to_sum.send(buffer[..n].to_vec());
-        sent.map(|()| n).map_err(io::Error::other)
+/// Bytes before the weights of a GGUF or safetensors file.
+pub(super) fn header_bytes(path: &Path) -> Option<u64> {
+    if path
+        .extension()
+        .is_some_and(|ending| ending == "safetensors")
+    {
+        return safetensors_header(path).ok();
     }
+    let file = MappedBytes::open(path).ok()?;
+    let header = Header::parse(&file).ok()?;
+    let starts = header.tensors().iter().filter_map(|tensor| tensor.range());
+    let first = starts.map(|range| range.start as u64).min();
+    Some(first.unwrap_or(file.len() as u64))
+}
+
+/// Bytes before the weights of a safetensors file: the length of the header and the header.
+pub(super) fn safetensors_header(path: &Path) -> io::Result<u64> {
+    let (mut length, mut file) = ([0; 8], File::open(path)?);
+    file.read_exact(&mut length)?;
+    let header = u64::from_le_bytes(length).saturating_add(length.len() as u64);
+    Ok(header.min(file.metadata()?.len()))
 }
 
 /// SHA-256 of bytes in hexadecimal digits.
@@ -248,18 +227,6 @@ mod tests {
     use paceline_formats::gguf::testing::GgufWriter;
 
     use super::*;
-
-    #[test]
-    fn one_pass_gives_the_hash_and_the_tree() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        for len in [0, 1, 64 << 10, (64 << 10) + 1, (3 << 20) + 7] {
-            let bytes: Vec<u8> = (0..len).map(|i: u32| (i / 7) as u8).collect();
-            fs::write(&file, &bytes).unwrap();
-            let tree = Tree::read(&mut &*bytes, bytes.len() as u64).unwrap();
-            let expected = (hash_bytes(&bytes), tree);
-            assert_eq!(hash_and_tree(file.path()).unwrap(), expected, "{len}");
-        }
-    }
 
     fn names(path: &Path) -> Option<Vec<(String, bool)>> {
         let files = model_files(path).unwrap()?.into_iter();

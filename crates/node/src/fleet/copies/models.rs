@@ -21,7 +21,7 @@ use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_formats::gguf::Gguf;
 
-use super::files::{PartFile, hash_bytes, model_files};
+use super::files::{PartFile, hash_bytes, model_files, safetensors_header};
 use super::messages::Fetch;
 use super::repair::{CheckRange, RepairReport};
 use super::{
@@ -671,14 +671,6 @@ fn headers(path: &Path, files: &[PartFile]) -> Result<Vec<Option<u64>>, String> 
     let all = files.iter();
     all.map(|file| header(file).map_err(|error| failed(file, error)))
         .collect()
-}
-
-/// Bytes before the weights of a safetensors file: the length of the header and the header.
-fn safetensors_header(path: &Path) -> io::Result<u64> {
-    let (mut length, mut file) = ([0; 8], File::open(path)?);
-    file.read_exact(&mut length)?;
-    let header = u64::from_le_bytes(length).saturating_add(length.len() as u64);
-    Ok(header.min(file.metadata()?.len()))
 }
 
 fn joined(one: Option<RepairReport>, two: Option<RepairReport>) -> Option<RepairReport> {

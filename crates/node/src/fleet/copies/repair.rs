@@ -1,10 +1,10 @@
 //! Repair of complete copies: finds groups that differ from the model's hash tree and fetches them
 //! again.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use paceline_base::{Bytes, lock};
@@ -12,12 +12,15 @@ use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::Agent;
 use serde::{Deserialize, Serialize};
 
-use super::{ModelCopies, PartialCopy, first_groups, merged, partial_file, write_whole};
-use crate::fleet::damage::{Count, wrong_groups};
+use super::files::header_bytes;
+use super::{ModelCopies, PartialCopy, first_groups, partial_file, write_whole};
+use crate::fleet::checksums::Checksums;
+use crate::fleet::damage::{Count, compare, merged};
 use crate::fleet::partial_file::VerifiedPartial;
 use crate::fleet::roots::{self, KnownRoot};
 use crate::fleet::tree::{HashGroups, Tree, shown};
 use crate::partial_source::ByteRange;
+use crate::storage::{FileSystem, OpenMode, Storage as _};
 use crate::workers::host::ModelName;
 
 /// Most damaged ranges listed in an error or warning.
@@ -65,8 +68,8 @@ pub struct RepairReport {
 pub(super) type RootOrigin = (KnownRoot, Option<NodeId>);
 
 impl ModelCopies {
-    /// Compares bytes of a whole copy with the model's hash tree. Groups that differ are fetched
-    /// from other nodes or the hub, and written in place. A copy whose root no node has signed is
+    /// Compares bytes of a whole copy, or of the store's file, with its hash tree. Groups that
+    /// differ are fetched from other nodes or the hub, and written in place. A copy whose root no node has signed is
     /// compared by its SHA-256. `count` receives the number of bytes compared or fetched. Returns
     /// the repaired part; `None` for an intact copy, and if this node has none.
     ///
@@ -79,17 +82,12 @@ impl ModelCopies {
         extent: CheckRange<'_>,
         count: &Count<'_>,
     ) -> Result<Option<RepairReport>, String> {
-        let copy = self.whole(model)?;
-        if !copy.is_file() {
+        let Some((copy, tree, known)) = self.comparable((agent, model), known)? else {
             return Ok(None);
-        }
-        let Some(known) = known.or_else(|| self.root(agent, model)) else {
-            return self.check_sum(&copy, model).map(|()| None);
         };
-        lock(&self.roots).insert(model.sha256.clone(), known.clone());
-        let tree = self.tree_of_copy((agent, model), &copy, &known)?;
         let compare = |groups| {
-            let wrong = compare(&copy, &tree, groups, count);
+            let opened = FileSystem.open(&copy, OpenMode::Read);
+            let wrong = opened.and_then(|file| compare(&*file, &tree, groups, count));
             wrong.map_err(|error| format!("{}: {error}", copy.display()))
         };
         if compare(extent.groups(&known.0, tree.groups))?.is_empty() {
@@ -109,6 +107,45 @@ impl ModelCopies {
                 .mend((agent, model), (&copy, &tree), (known, wrong), count)
                 .map(Some),
         }
+    }
+
+    /// A complete copy, or the user's file with checksums, and its hash tree. `None` if there is
+    /// neither, and for a copy without a root whose SHA-256 is right.
+    fn comparable(
+        &self,
+        (agent, model): (&Agent, &ModelName),
+        known: Option<RootOrigin>,
+    ) -> Result<Option<(PathBuf, Tree, RootOrigin)>, String> {
+        let copy = self.whole(model)?;
+        if !copy.is_file() {
+            return Ok(self.stored(model));
+        }
+        let Some(known) = known.or_else(|| self.root(agent, model)) else {
+            return self.check_sum(&copy, model).map(|()| None);
+        };
+        lock(&self.roots).insert(model.sha256.clone(), known.clone());
+        let tree = self.tree_of_copy((agent, model), &copy, &known)?;
+        Ok(Some((copy, tree, known)))
+    }
+
+    /// A file of the user's store that has checksums.
+    fn stored(&self, model: &ModelName) -> Option<(PathBuf, Tree, RootOrigin)> {
+        if model.manifest {
+            return None;
+        }
+        let path = self.find_file(model).ok()?;
+        let Checksums { tree, .. } = Checksums::read(&path).ok()??;
+        let bytes = tree.groups.bytes;
+        // If the header cannot be read, all of the file counts as header.
+        let header = header_bytes(&path).unwrap_or(bytes);
+        let rooted = KnownRoot {
+            bytes,
+            header,
+            root: shown(tree.root()),
+            weights: bytes.saturating_sub(header),
+            by: None,
+        };
+        Some((path, tree, (rooted, None)))
     }
 
     /// The root of a model, from the map or from the node that requested the check.
@@ -179,7 +216,8 @@ impl ModelCopies {
         (self.tell)(&format!("warning: {}: {damage}", model.name));
         let failed = |error: io::Error| format!("{damage}: {error}");
         let held = PartialCopy {
-            partial: VerifiedPartial::of_copy(copy, tree.clone(), &wrong).map_err(failed)?,
+            partial: VerifiedPartial::of_copy(&FileSystem, copy, tree.clone(), &wrong)
+                .map_err(failed)?,
             rooted,
             from,
         };
@@ -212,7 +250,7 @@ impl ModelCopies {
     ) -> Result<(), String> {
         let model = &self.file_of(model, file)?;
         let count: &Count<'_> = &|_| goes_on();
-        if self.whole(model)?.is_file() {
+        if self.whole(model)?.is_file() || self.stored(model).is_some() {
             let checked = self.check((agent, model), None, CheckRange::Parts(parts), count);
             return checked.map(drop);
         }
@@ -229,25 +267,6 @@ impl ModelCopies {
         }
         self.bring(agent, (model, ""), parts, goes_on)
     }
-}
-
-/// The given groups that differ from the tree, and all groups beyond a truncated end.
-fn compare(
-    copy: &Path,
-    tree: &Tree,
-    mut groups: Vec<Range<u64>>,
-    count: &Count<'_>,
-) -> io::Result<Vec<Range<u64>>> {
-    let file = File::open(copy)?;
-    groups.push(tree.groups.around(&(file.metadata()?.len()..u64::MAX)));
-    let groups: Vec<u64> = merged(groups).into_iter().flatten().collect();
-    let mut wrong = wrong_groups(&file, tree, &groups, count);
-    if wrong.is_empty() && fs::metadata(copy)?.len() > tree.groups.bytes {
-        // Its groups are right, but the file is too long.
-        let last = tree.groups.count() - 1;
-        wrong.push(last..last + 1);
-    }
-    Ok(wrong)
 }
 
 fn bytes_of(groups: HashGroups, run: &Range<u64>) -> u64 {

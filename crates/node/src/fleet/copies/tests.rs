@@ -7,6 +7,7 @@ use paceline_cluster::nodes::{ClusterKey, InstanceId, RegisterKey};
 
 use super::*;
 use crate::fleet::{FETCH, PIECES};
+use crate::record_checksums;
 
 /// Reached only if something hangs.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -511,6 +512,39 @@ fn a_damaged_copy_is_mended_from_another_node() {
     ] {
         assert!(refused.contains(part), "{refused}");
     }
+}
+
+#[test]
+fn a_file_of_the_store_is_mended_from_another_node() {
+    let mut pair = CopyPair::new();
+    pair.sign();
+    let folder = pair.copies.folder.clone();
+    let stored = folder.with_file_name("stored.gguf");
+    fs::rename(&pair.copy, &stored).unwrap();
+    record_checksums(&stored, &pair.name.sha256, &mut |_| true).unwrap();
+    pair.copies = copies(&folder, stored.clone());
+    pair.copy = stored;
+    assert_eq!(pair.check(CheckRange::All), Ok(None), "it is right");
+
+    pair.flip(2 << 20);
+    let sum = pair.copies.hash(&pair.copy).unwrap();
+    assert_eq!(
+        sum, pair.name.sha256,
+        "it is the damaged file of that model"
+    );
+    let (two, part) = (&pair.agents[1], [(2 << 20, 3 << 20)]);
+    let repaired = pair.copies.repair(two, (&pair.name, ""), &part, &|| true);
+    repaired.unwrap();
+    assert!(pair.is_right());
+    assert!(!folder.join(format!("{}.shard", pair.name.sha256)).exists());
+
+    pair.flip(0);
+    let found = pair.copies.find_part(two, &pair.name);
+    assert_eq!(found.as_ref(), Ok(&pair.copy));
+    assert!(
+        pair.is_right(),
+        "its first bytes are compared before a start"
+    );
 }
 
 #[test]
