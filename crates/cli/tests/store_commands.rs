@@ -287,7 +287,7 @@ fn ctrl_c_ends_a_pull_at_once_and_leaves_what_can_be_resumed() {
     std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut said).unwrap();
     assert!(
         said.ends_with(
-            "error: cancelled\nhint: the same command again goes on with what has arrived so far\n"
+            "error: cancelled\nhint: the same command again resumes the download; one through pip begins anew\n"
         ),
         "{said}"
     );

@@ -245,7 +245,7 @@ fn fetch_wheel(
     ctx: &mut PullContext<'_>,
 ) -> Result<PathBuf, Error> {
     if let Some(index) = index {
-        return package_index::download((pin.requirement, sha256), index, work, ctx);
+        return package_index::download((pin.requirement, sha256), index, (work, work), ctx);
     }
     let request = pip::WheelRequest {
         requirement: pin.requirement,

@@ -156,6 +156,13 @@ pub enum Error {
         requirement: String,
         after: Duration,
     },
+    /// pip reached no package index.
+    #[error("pip reaches no package index for {requirement} (gave up after {:.1} s)", after.as_secs_f64())]
+    PipUnreachable {
+        /// `NAME==VERSION`.
+        requirement: String,
+        after: Duration,
+    },
     /// `pip download` succeeded but did not leave exactly one wheel.
     #[error("pip left {found} wheels for {requirement}, expected one")]
     WheelCount {
@@ -288,6 +295,18 @@ impl Error {
             Self::ConnectionLost { .. } | Self::Stalled { .. } => true,
             // RFC 9110: 408 timeout, 429 too many requests, 5xx server errors.
             Self::HttpStatus { status, .. } => matches!(status, 408 | 429 | 500..=599),
+            _ => false,
+        }
+    }
+
+    /// Whether no server was reached at all, as without a network.
+    pub fn is_unreachable(&self) -> bool {
+        match self {
+            Self::HubUnreachable { .. } | Self::PipUnreachable { .. } => true,
+            Self::IndexFailed { cause, .. } => cause.is_unreachable(),
+            Self::AllSourcesFailed { failures, .. } => {
+                failures.iter().all(|(_, error)| error.is_unreachable())
+            }
             _ => false,
         }
     }

@@ -182,6 +182,8 @@ pub struct HubDeadlines {
     pub answer: Duration,
     /// Read timeout within a transfer.
     pub stall: Duration,
+    /// First response of a package index; with pip from its start on.
+    pub index_reach: Duration,
     /// pip without progress on disk. By default pip itself gives up after about 90 s; users may
     /// have raised that.
     pub pip_stall: Duration,
@@ -194,6 +196,8 @@ impl Default for HubDeadlines {
             reach: Duration::from_secs(3),
             answer: Duration::from_secs(15),
             stall: Duration::from_secs(30),
+            // With `reach` and pip's start, a verdict on the network comes within 10 s.
+            index_reach: Duration::from_secs(6),
             pip_stall: Duration::from_secs(300),
         }
     }

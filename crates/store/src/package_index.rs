@@ -12,18 +12,19 @@ use crate::download::{self, DownloadSpec, PullContext};
 use crate::http::{HttpClient, linked};
 use crate::options::{Hub, HubDeadlines};
 
-/// Downloads the file of `requirement` (`NAME==VERSION`) that has `sha256` into `work`, from the
-/// index at address `index`; returns its path.
+/// Downloads the file of `requirement` (`NAME==VERSION`) that has `sha256` into `folder`, from the
+/// index at address `index`; returns its path. Resumes a download that left its part there. The
+/// index's page goes into `work`.
 ///
 /// # Errors
 /// [`Error::IndexFailed`] with the reason; errors of this machine's disk as they are.
 pub(crate) fn download(
     (requirement, sha256): (&str, &str),
     index: &str,
-    work: &Path,
+    (work, folder): (&Path, &Path),
     ctx: &mut PullContext<'_>,
 ) -> Result<PathBuf, Error> {
-    fetch((requirement, sha256), index, work, ctx).map_err(|error| match error {
+    fetch((requirement, sha256), index, (work, folder), ctx).map_err(|error| match error {
         local if local.is_local() => local,
         cause => Error::IndexFailed {
             requirement: requirement.to_owned(),
@@ -35,23 +36,23 @@ pub(crate) fn download(
 fn fetch(
     (requirement, sha256): (&str, &str),
     index: &str,
-    work: &Path,
+    (work, folder): (&Path, &Path),
     ctx: &mut PullContext<'_>,
 ) -> Result<PathBuf, Error> {
     let (name, _) = requirement.split_once("==").unwrap_or((requirement, ""));
     let mut client = client(index, ctx)?;
     let page = client.url(&format!("{name}/"));
-    let mut get = |url: &str, file: String, sha256: Option<&str>| {
+    let mut get = |url: &str, (dir, file): (&Path, String), sha256: Option<&str>| {
         let wanted = DownloadSpec {
             url: url.to_owned(),
-            dir: work.to_owned(),
+            dir: dir.to_owned(),
             file: file.clone(),
             bytes: None,
             sha256: sha256.map(str::to_owned),
         };
-        download::fetch(&mut client, &wanted, ctx).map(|_| work.join(file))
+        download::fetch(&mut client, &wanted, ctx).map(|_| dir.join(file))
     };
-    let path = get(&page, format!("{name}.html"), None)?;
+    let path = get(&page, (work, format!("{name}.html")), None)?;
     let text = fs::read(&path).map_err(|error| Error::io("read", &path, error))?;
     let text = String::from_utf8_lossy(&text);
     let link = link(&text, sha256).ok_or_else(|| Error::NotInIndex {
@@ -60,7 +61,7 @@ fn fetch(
         sha256: sha256.to_owned(),
     })?;
     let file = format!("{}.whl", requirement.replace("==", "-"));
-    get(&linked(&page, &link)?, file, Some(sha256))
+    get(&linked(&page, &link)?, (folder, file), Some(sha256))
 }
 
 /// A client for the index; it gets no token of the hub.
@@ -70,10 +71,9 @@ fn client(index: &str, ctx: &PullContext<'_>) -> Result<HttpClient, Error> {
         token: None,
         ..ctx.options.hub.clone()
     };
-    // The short deadline is for a hub that has a substitute. An index has none.
     let deadlines = &ctx.options.deadlines;
     let deadlines = HubDeadlines {
-        reach: deadlines.answer,
+        reach: deadlines.index_reach,
         ..deadlines.clone()
     };
     HttpClient::new(&hub, &deadlines)

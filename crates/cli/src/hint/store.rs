@@ -12,11 +12,15 @@ use paceline_store::{Catalogue, Error, GgufChoice};
 const NAMES_MAX: usize = 30;
 
 /// After an interruption.
-const GO_ON: &str = "the same command again goes on with what has arrived so far";
+const GO_ON: &str = "the same command again resumes the download; one through pip begins anew";
 
 /// The hints for an error.
 pub(super) fn hints(error: &Error) -> Vec<String> {
     match error {
+        all @ Error::AllSourcesFailed { failures, .. } if all.is_unreachable() => {
+            // One network, one hint.
+            failures.first().map_or_else(Vec::new, |(_, e)| hints(e))
+        }
         Error::AllSourcesFailed { failures, .. } => {
             let mut all: Vec<String> = failures.iter().flat_map(|(_, e)| hints(e)).collect();
             all.dedup();
@@ -164,7 +168,10 @@ fn system_hint(error: &Error) -> Option<String> {
         Error::PipMissing { .. } => {
             format!("install pip (Debian: apt install python3-pip), {BY_HAND}")
         }
-        Error::PipFailed { .. } | Error::PipStalled { .. } | Error::WheelCount { .. } => {
+        Error::PipFailed { .. }
+        | Error::PipStalled { .. }
+        | Error::PipUnreachable { .. }
+        | Error::WheelCount { .. } => {
             "check the network and pip's own settings (`python3 -m pip config list`)".into()
         }
         Error::ToolMissing { program } if program == "cargo" => format!(

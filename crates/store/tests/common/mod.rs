@@ -347,6 +347,7 @@ impl StoreSetup {
                 reach: Duration::from_secs(3),
                 answer: Duration::from_secs(3),
                 stall: Duration::from_millis(1500),
+                index_reach: Duration::from_secs(3),
                 pip_stall: Duration::from_secs(3),
             },
             ..PullOptions::default()
