@@ -492,8 +492,15 @@ fn words_of_other_programs_lead_to_ours() {
 
 #[test]
 fn a_model_that_is_not_here_is_described_and_not_fetched() {
-    let home = tempfile::tempdir().unwrap();
-    let output = run(home.path(), &["show", "smollm2", "--json"]);
+    let (home, working) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    // A folder of a model's name, as of a stranger's archive, does not replace the model.
+    let folder = working.path().join("smollm2");
+    fs::create_dir(&folder).unwrap();
+    for file in ["config.json", "m.safetensors"] {
+        fs::write(folder.join(file), "{}").unwrap();
+    }
+    let mut command = paceline(home.path(), &["show", "smollm2", "--json"]);
+    let output = command.current_dir(working.path()).output().unwrap();
     let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(json["state"], "not pulled");
     assert_eq!(json["file_bytes"], 98_362_432);

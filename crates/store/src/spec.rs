@@ -62,9 +62,9 @@ impl DownloadPlan {
     }
 }
 
-/// Resolves `spec`: an existing path, else an alias of the built-in catalogue, else a usual name
-/// such as `qwen3:8b`, else a hub id `owner/name[:file-or-quantisation]`. Reads only the local
-/// disk.
+/// Resolves `spec`: an alias of the built-in catalogue or a usual name such as `qwen3:8b`, else an
+/// existing path, else a hub id `owner/name[:file-or-quantisation]`. Reads only the local disk. A
+/// file or folder of an alias' name needs `./`, so that the working folder cannot replace a model.
 ///
 /// # Errors
 /// [`Error::UnknownModel`] with close names, [`Error::NoSuchPath`], [`Error::NotAModel`],
@@ -79,10 +79,6 @@ pub fn resolve(home: &Home, spec: &str) -> Result<Resolution, Error> {
 /// # Errors
 /// As [`resolve`].
 pub fn resolve_in(home: &Home, catalogue: Catalogue, spec: &str) -> Result<Resolution, Error> {
-    let path = Path::new(spec);
-    if !spec.is_empty() && path.exists() {
-        return inspect(path).map(Resolution::Path);
-    }
     if let Some(model) = catalogue.find(spec) {
         let stored = index::entry(home, &EntryName::alias(model.alias));
         return match stored.filter(StoreEntry::is_complete) {
@@ -94,6 +90,10 @@ pub fn resolve_in(home: &Home, catalogue: Catalogue, spec: &str) -> Result<Resol
     }
     if let Some(usual) = usual_name(spec) {
         return resolve_hub(home, &usual.hub);
+    }
+    let path = Path::new(spec);
+    if !spec.is_empty() && path.exists() {
+        return inspect(path).map(Resolution::Path);
     }
     if looks_like_path(spec) {
         return Err(Error::NoSuchPath { path: path.into() });

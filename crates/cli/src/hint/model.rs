@@ -210,8 +210,8 @@ fn of_template(error: &chat::Error) -> Option<&'static str> {
 
 /// The hint for a file that is not a model; `None` for unknown files.
 pub(super) fn other_file(path: &Path) -> Option<&'static str> {
-    let file = std::fs::File::open(path).ok()?;
-    if !file.metadata().ok()?.is_file() {
+    // Opening a pipe without a writer blocks.
+    if !std::fs::metadata(path).ok()?.is_file() {
         return None;
     }
     let mut start = Vec::new();
@@ -242,6 +242,18 @@ const fn of_kind(kind: LooksLike) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pipe_without_a_writer_is_not_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+        if !made.is_ok_and(|status| status.success()) {
+            eprintln!("SKIPPED a_pipe_without_a_writer_is_not_opened: there is no mkfifo");
+            return;
+        }
+        assert_eq!(other_file(&pipe), None);
+    }
 
     #[test]
     fn errors_inside_of_others_are_advised_on() {
