@@ -28,6 +28,7 @@ use paceline_serve::keys::{self, KeyInfo, KeyRole, Keys};
 use paceline_serve::{
     JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome, ModelRegistry, Upstreams,
 };
+use paceline_serve::{UnservedModel, UnservedState};
 use paceline_store::{Home, PullOptions};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -471,6 +472,19 @@ impl fleet::ModelRegistrar for HttpAdmission {
 
     fn close(&self, key: &str) {
         self.doors.unregister(key);
+    }
+
+    fn set_unserved(&self, models: Vec<fleet::UnservedModel>) {
+        let model = |fleet::UnservedModel { names, state }| UnservedModel {
+            names,
+            state: match state {
+                fleet::UnservedState::Loading => UnservedState::Loading,
+                fleet::UnservedState::Failed(reason) => UnservedState::Failed(reason),
+                fleet::UnservedState::Elsewhere(at) => UnservedState::Elsewhere(at),
+            },
+        };
+        self.doors
+            .set_unserved(models.into_iter().map(model).collect());
     }
 
     fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>> {

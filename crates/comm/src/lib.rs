@@ -91,6 +91,7 @@ pub use data::{Complex64, Data, DataMut, Dtype, Element, ElementCounts};
 pub use deadline::Deadline;
 pub use error::Error;
 pub use group::{CopyStats, Group, MESSAGES_HELD, Traffic};
+pub use heartbeat::Starvation;
 pub use init::{Backend, InitError, JoinParams, Plaintext, Strict, UnknownBackend, init};
 pub use join::resolve;
 pub use memory::{MemoryRegistration, Pages, RegisteredMemory};

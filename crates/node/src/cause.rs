@@ -27,6 +27,8 @@ pub(crate) enum FailureReport {
     Garbled { rank: Rank, what: String },
     /// A worker's machine is unreachable.
     Gone { rank: Rank, reason: String },
+    /// A worker did not start, or cannot be told its orders.
+    Unreachable { rank: Rank, reason: String },
     /// A worker reported that its epoch failed.
     Failed {
         rank: Rank,
@@ -65,16 +67,6 @@ impl FailureReport {
         })
     }
 
-    /// A rank's own failure.
-    pub(crate) const fn own(rank: Rank, reason: String) -> Self {
-        Self::Failed {
-            rank,
-            reason,
-            blamed: None,
-            interrupted: false,
-        }
-    }
-
     /// The rank that sent the report.
     pub(crate) const fn reporter(&self) -> Rank {
         match self {
@@ -82,6 +74,7 @@ impl FailureReport {
             | Self::Silent { rank, .. }
             | Self::Garbled { rank, .. }
             | Self::Gone { rank, .. }
+            | Self::Unreachable { rank, .. }
             | Self::Failed { rank, .. } => *rank,
         }
     }
@@ -93,6 +86,7 @@ impl FailureReport {
             | Self::Silent { rank, .. }
             | Self::Garbled { rank, .. }
             | Self::Gone { rank, .. }
+            | Self::Unreachable { rank, .. }
             | Self::Failed {
                 rank, blamed: None, ..
             } => *rank,
@@ -113,6 +107,17 @@ impl FailureReport {
         )
     }
 
+    /// Whether a worker, machine or connection was lost, so that another epoch may succeed. A rank
+    /// that gives its own reason would give it again.
+    pub(crate) const fn is_loss(&self) -> bool {
+        match self {
+            Self::Exited { ending, .. } => matches!(ending, Ending::Signal(_)),
+            Self::Failed { blamed, .. } => blamed.is_some(),
+            Self::Silent { .. } | Self::Gone { .. } | Self::Unreachable { .. } => true,
+            Self::Garbled { .. } => false,
+        }
+    }
+
     /// Rank of the report as a root cause; the lowest is the most certain.
     const fn doubt(&self) -> u8 {
         match self {
@@ -123,7 +128,7 @@ impl FailureReport {
             | Self::Silent { .. }
             | Self::Garbled { .. }
             | Self::Gone { .. } => 0,
-            Self::Failed { blamed: None, .. } => 1,
+            Self::Unreachable { .. } | Self::Failed { blamed: None, .. } => 1,
             Self::Failed { .. } => 2,
             Self::Exited { .. } => 4, // its earlier report has the reason
         }
@@ -146,6 +151,7 @@ impl fmt::Display for FailureReport {
             }
             Self::Garbled { rank, what } => write!(f, "{rank} speaks nonsense: {what}"),
             Self::Gone { rank, reason } => write!(f, "{rank} on {reason}"),
+            Self::Unreachable { rank, reason } => write!(f, "{rank}: {reason}"),
             Self::Failed {
                 rank,
                 reason,
@@ -166,7 +172,9 @@ impl fmt::Display for FailureReport {
 pub(crate) fn cause(signs: &[FailureReport]) -> &FailureReport {
     let said_why = |of: Rank| {
         let says = |sign: &FailureReport| match sign {
-            FailureReport::Failed { rank, .. } => *rank == of,
+            FailureReport::Failed { rank, .. } | FailureReport::Unreachable { rank, .. } => {
+                *rank == of
+            }
             _ => false,
         };
         signs.iter().any(says)

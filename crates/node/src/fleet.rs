@@ -65,6 +65,8 @@ mod spread;
 mod standby;
 mod stores;
 pub(crate) mod tree;
+mod unserved;
+mod unused_nodes;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -106,6 +108,7 @@ pub use replica_names::Replica;
 use replicas::{Preferred, Replicas};
 use service_starts::ServiceStarts;
 pub use stores::{CopyOutcome, Holding, NodeStore, OwnStore};
+pub use unserved::{UnservedModel, UnservedState};
 
 /// Names of a node's services, as peers open them.
 const CREW: &str = "crew";
@@ -152,6 +155,10 @@ pub trait ModelRegistrar: Send + Sync {
 
     /// Removes the registration `key`.
     fn close(&self, key: &str);
+
+    /// Receives all models of the cluster that this node does not answer with; called about once a
+    /// second.
+    fn set_unserved(&self, models: Vec<UnservedModel>);
 
     /// Returns the journal of a streamed answer of this node and ends the stream. Its client, the
     /// holder of the API key with this id, resumes at another node.
@@ -250,10 +257,13 @@ pub struct InstanceView {
     pub state: String,
     /// Steps or bytes done, and their total.
     pub progress: Option<(u64, u64)>,
-    /// Why it failed or recovers, or which nodes are left out.
+    /// Why it failed or recovers, or which nodes it does not use and why.
     pub reason: Option<String>,
     /// Names of its nodes, the owner first.
     pub nodes: Vec<String>,
+    /// Name of the node that computes each rank, if they are not `nodes`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub computing: Vec<String>,
     /// Names of its prefill nodes.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub prompts: Vec<String>,
@@ -709,6 +719,7 @@ impl Inner {
                         wanted,
                         flaps: Arc::default(),
                         cramped: Arc::default(),
+                        unused: Arc::default(),
                         numbers: Arc::default(),
                         cables: Arc::default(),
                         wires: Arc::default(),
@@ -809,6 +820,7 @@ impl Inner {
         lock(&self.opening).retain(|name| named.contains_key(name));
         lock(&self.tried).retain(|id, _| ready.iter().any(|(_, of)| of == id));
         self.see(ready);
+        self.tell_unserved(&map);
         let gone = |name: &Name, _: &mut RoutedModel| !named.contains_key(name);
         let gone: Vec<_> = lock(&self.open).extract_if(.., gone).collect();
         for (name, _) in gone {
@@ -1051,7 +1063,12 @@ impl Inner {
     fn list(&self) -> Vec<InstanceView> {
         let map = self.agent.map();
         let all: Vec<_> = placement::wanted(&map).collect();
-        let numbers = replica_names::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
+        let works = |(id, epoch, _): &&(InstanceId, u64, _)| !has_failed(&map, *id, *epoch);
+        let replicas = all
+            .iter()
+            .filter(works)
+            .map(|(id, _, wanted)| (*id, wanted));
+        let numbers = replica_names::numbers(replicas);
         // Called once, because it reads the facts of all nodes.
         let nodes = self.agent.nodes().into_iter();
         let names: BTreeMap<NodeId, String> = nodes.map(|n| (n.id, n.facts.name)).collect();
@@ -1060,6 +1077,8 @@ impl Inner {
             let report = report(&map, id).filter(|report| report.epoch == epoch);
             let named = report.as_ref().and_then(|report| report.numbers.clone());
             let wires = report.as_ref().and_then(|report| report.wires.clone());
+            let computing = report.as_ref().map(|report| &report.computing);
+            let computing = computing.into_iter().flatten().map(name).collect();
             let (state, progress, reason) = match self.told(&wanted, report, &name) {
                 // A request now would be answered with `no such model`.
                 ("ready", ..) if !lock(&self.seen).contains(&id) => ("loading", None, None),
@@ -1077,6 +1096,7 @@ impl Inner {
                 progress,
                 reason,
                 nodes: wanted.nodes.iter().map(name).collect(),
+                computing,
                 prompts: wanted.prompts.iter().map(name).collect(),
                 epoch,
                 split: wanted.split,
@@ -1128,6 +1148,11 @@ fn new_id() -> Result<InstanceId, String> {
     let mut number = [0; 8];
     getrandom::fill(&mut number).map_err(|error| error.to_string())?;
     Ok(InstanceId(u64::from_le_bytes(number)))
+}
+
+/// Whether the instance of a record has failed for good.
+fn has_failed(map: &paceline_cluster::nodes::Registers, id: InstanceId, epoch: u64) -> bool {
+    report(map, id).is_some_and(|it| it.epoch == epoch && it.state == State::Failed)
 }
 
 /// An owner's report of its instance.

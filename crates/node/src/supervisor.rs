@@ -62,6 +62,10 @@ pub const FIRST_WAIT: Duration = Duration::from_millis(250);
 /// not count; the request waits for them.
 pub const FAILURES_MAX: u32 = 4;
 
+/// The first load has failed after this many losses of workers, machines or connections: as many as
+/// a request outlives. A rank's own reason fails it at once: the next load would give it again.
+pub const FIRST_LOSSES_MAX: u32 = FAILURES_MAX;
+
 /// How long a request waits for workers that cannot start, if machines may return: as long as an
 /// ingress waits for an owner.
 pub const HELD_LIMIT: Duration = Duration::from_secs(120);
@@ -99,8 +103,8 @@ pub struct SplitCandidate {
 /// Policy of an instance for failures, and its limits for held requests.
 #[derive(Clone, Copy, Debug)]
 pub struct Policy {
-    /// Whether a new epoch starts after a failure, once the first one was ready or if the instance
-    /// [`goes_on`](Self::goes_on).
+    /// Whether a new epoch starts after a failure. Before the first one was ready, only after a
+    /// loss, or if the instance [`goes_on`](Self::goes_on).
     pub restart: bool,
     /// Whether open requests continue in that epoch; otherwise they fail with the reason.
     pub resume: bool,
@@ -385,6 +389,8 @@ pub struct Supervisor {
     phase: Phase,
     requests: Requests,
     was_ready: bool,
+    /// Losses that the first load may still have, this one included.
+    losses_left: u32,
     /// Wait before the next epoch after a failure.
     wait: Duration,
     restarts: u64,
@@ -420,6 +426,7 @@ impl Supervisor {
             phase: Phase::New,
             requests: Requests::default(),
             was_ready: policy.goes_on,
+            losses_left: FIRST_LOSSES_MAX,
             wait: policy.first_wait(),
             restarts: 0,
             continued: 0,
@@ -523,7 +530,7 @@ impl Supervisor {
             Event::Unreachable { .. } if matches!(self.phase, Phase::Ended { .. }) => {}
             Event::Unreachable { rank, reason } => {
                 self.replace_later(rank);
-                self.record_failure(now, FailureReport::own(rank, reason));
+                self.record_failure(now, FailureReport::Unreachable { rank, reason });
             }
             Event::Unsendable { ticket, reason } => {
                 self.finish(
@@ -601,6 +608,7 @@ impl Supervisor {
             FailureReport::Failed { .. }
             | FailureReport::Silent { .. }
             | FailureReport::Garbled { .. }
+            | FailureReport::Unreachable { .. }
             | FailureReport::Gone { .. } => {
                 self.replace_later(rank);
             }
@@ -724,7 +732,7 @@ impl Supervisor {
                 let rank = Rank(missing.unwrap_or(0) as u32);
                 self.replace_later(rank);
                 let reason = format!("did not listen within {} s", LISTEN_LIMIT.as_secs());
-                self.record_failure(now, FailureReport::own(rank, reason));
+                self.record_failure(now, FailureReport::Unreachable { rank, reason });
             }
             Phase::Failing { signs, until, .. }
                 if now >= *until || signs.len() > self.workers.len() * 2 =>
@@ -741,7 +749,11 @@ impl Supervisor {
             }
             Phase::Waiting { until, .. } if now >= *until => {
                 self.restarts += 1;
-                self.begin(now, self.way, EpochReason::Again);
+                let why = match self.was_ready {
+                    true => EpochReason::Again,
+                    false => EpochReason::First,
+                };
+                self.begin(now, self.way, why);
             }
             _ => {}
         }
@@ -758,6 +770,10 @@ impl Supervisor {
         }
         let sign = cause(&signs);
         let (rank, reason) = (sign.rank(), sign.to_string());
+        self.losses_left = match sign.is_loss() {
+            true => self.losses_left.saturating_sub(1),
+            false => 0,
+        };
         match start {
             Some((_, EpochReason::Change(pending))) => {
                 let to = pending.order.from;
@@ -775,9 +791,10 @@ impl Supervisor {
         }
     }
 
-    /// An epoch failed for good.
+    /// An epoch failed.
     fn fail(&mut self, now: Duration, rank: Rank, reason: &str) {
-        let again = self.policy.restart && self.was_ready;
+        let may_start = self.was_ready || self.losses_left > 0;
+        let again = self.policy.restart && may_start;
         if !again || !self.policy.resume {
             self.lose(now, reason);
         }

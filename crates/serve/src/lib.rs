@@ -84,6 +84,7 @@ mod tally;
 pub mod testing;
 pub mod tls;
 mod tool_support;
+mod unserved;
 mod upstream;
 
 pub use access::Access;
@@ -104,6 +105,7 @@ pub use log::PROMPTS;
 pub use metrics::METRIC_NAMES;
 pub use model::{ModelDetails, ServedModel, default_sampling, recommended_sampling};
 pub use server::{HttpServer, ServerHandle};
+pub use unserved::{UnservedModel, UnservedState};
 pub use upstream::{
     ReplicaUse, SpecError, UpstreamArg, UpstreamDialer, UpstreamNotice, UpstreamSpec, Upstreams,
 };

@@ -199,6 +199,13 @@ pub(crate) enum Rejection {
     UpstreamDown { upstream: String, reason: String },
     #[error("this node has no model loaded: start it with `paceline up MODEL`")]
     NothingLoaded,
+    /// Other nodes of the cluster answer with the model, and this one cannot.
+    #[error("this node does not answer with {model:?}, which is served at {at}")]
+    Elsewhere {
+        model: String,
+        /// Addresses.
+        at: String,
+    },
     #[error("there is nothing at {path}")]
     NoRoute { path: String },
     #[error("{path} does not take {method}, expected {allowed}")]
@@ -345,6 +352,7 @@ impl Rejection {
             Self::UpstreamDown { .. } => server(S::SERVICE_UNAVAILABLE, "upstream_down"),
             Self::InUse { .. } => request(S::CONFLICT, "model_in_use"),
             Self::NothingLoaded => server(S::SERVICE_UNAVAILABLE, "no_model_loaded"),
+            Self::Elsewhere { .. } => server(S::SERVICE_UNAVAILABLE, "model_elsewhere"),
             Self::NoRoute { .. } => request(S::NOT_FOUND, "unknown_url"),
             Self::Method { .. } => request(S::METHOD_NOT_ALLOWED, "method_not_allowed"),
             Self::SlowBody { .. } => request(S::REQUEST_TIMEOUT, "body_timeout"),

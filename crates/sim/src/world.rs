@@ -500,6 +500,7 @@ impl SimWorld {
                 Action::Dial(DialTarget::Peer(_)) => {}
                 Action::Unlink(id) => self.unlink(node, id),
                 Action::Changed(_) | Action::Life(..) => changed = true,
+                Action::Late(_) => {} // paths are not measured here
             }
         }
         self.wake(node, wake.max(self.now + Duration::from_millis(1)));
@@ -523,6 +524,7 @@ impl SimWorld {
             Action::Unlink(_) => 3,
             Action::Changed(_) => 4,
             Action::Life(_, life) => 5 + *life as u64,
+            Action::Late(_) => 9,
         };
         let now = self.now.as_nanos() as u64;
         let mut random = SimRandom::new(self.trace ^ now ^ (kind << 8 | node as u64));

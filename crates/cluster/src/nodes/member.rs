@@ -121,6 +121,8 @@ pub enum Action {
     Changed(Vec<RegisterKey>),
     /// A node's life changed.
     Life(NodeId, Life),
+    /// A node did not answer this one directly. It may answer others, and then lives.
+    Late(NodeId),
 }
 
 /// Membership state of a node.
@@ -313,6 +315,7 @@ impl Membership {
     /// Checks for pings without an answer, and suspects without an objection.
     fn judge(&mut self, now: Now, actions: &mut Vec<Action>) {
         for id in self.peers.unanswered(now.since_start, self.pace.answer) {
+            actions.push(Action::Late(id));
             self.ask_others(id, actions);
         }
         for id in self.peers.missing(now.since_start, self.pace.missing) {

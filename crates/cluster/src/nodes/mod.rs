@@ -19,6 +19,7 @@
 //! - [`Membership`]: membership, gossip, and the required sessions.
 //! - [`placement`]: the owner of an instance, by the map and the lives of nodes.
 //! - [`paths`]: measured network paths to other nodes, and the preferred one of each.
+//! - [`reach`]: which nodes can speak to each other, by these paths.
 //! - [`rdma`]: RDMA devices of nodes, the cables between them, and trust in cables.
 //! - `revocation`: signed entries of the map that revoke a node.
 //! - [`discovery`]: nodes of the same cluster on the networks of this machine; [`mdns`]: the same
@@ -37,6 +38,7 @@ pub mod pairing;
 pub mod paths;
 pub mod placement;
 pub mod rdma;
+pub mod reach;
 pub mod registers;
 mod revocation;
 pub mod session;

@@ -258,6 +258,14 @@ impl PathTable {
         }
     }
 
+    /// A node did not answer: measures the paths to it that are up, so that one that is down is
+    /// known within some seconds.
+    pub fn doubt(&mut self, id: NodeId, now: Duration) {
+        for entry in self.of_mut(id).filter(|entry| entry.path.up) {
+            entry.next = entry.next.min(now);
+        }
+    }
+
     /// A node is dead: all its paths are down, and none is preferred when it returns. The one that
     /// was used is measured first.
     pub fn died(&mut self, id: NodeId) {
@@ -628,6 +636,32 @@ mod tests {
             assert_eq!(has_moved(&other, &of), expected, "{other:?}");
         }
         assert!(!has_moved(&with(50, None), &with(200, None)), "noise");
+    }
+
+    #[test]
+    fn a_pair_that_does_not_answer_is_broken_within_seconds() {
+        let mut table = two();
+        let is_broken = |table: &PathTable| super::super::reach::is_broken(&table.paths(), NODE);
+        assert_eq!(
+            table.due(&[NODE], 2 * SECOND),
+            None,
+            "measured a second ago"
+        );
+        table.doubt(NODE, 2 * SECOND);
+        while let Some(due) = table.due(&[NODE], 2 * SECOND) {
+            assert!(!is_broken(&table), "one of them may answer");
+            table.measured((NODE, due.remote), None, 2 * SECOND);
+        }
+        assert!(is_broken(&table));
+        table.doubt(NODE, 3 * SECOND);
+        assert_eq!(table.due(&[NODE], 3 * SECOND), None, "as often as before");
+        table.measured((NODE, place(1)), Some(&sample(1, 900, 100)), 7 * SECOND);
+        assert!(!is_broken(&table));
+        let stranger = NodeId([9; 16]);
+        assert!(
+            !super::super::reach::is_broken(&table.paths(), stranger),
+            "not known"
+        );
     }
 
     #[test]

@@ -351,8 +351,11 @@ pub struct Report {
     pub state: State,
     /// Steps done and their total, while fetching or loading.
     pub progress: Option<(u64, u64)>,
-    /// Why it failed, or which nodes are excluded.
+    /// Why it failed, or which nodes it does not use and why.
     pub reason: Option<String>,
+    /// The node of each rank, while it answers; empty if they are those of the record.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub computing: Vec<NodeId>,
     /// Name of its numbers, while it answers and its kernel class does not say all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numbers: Option<String>,

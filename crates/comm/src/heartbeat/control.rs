@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use paceline_base::{AwakeTime, Rank};
 use rustix::event::{PollFd, PollFlags};
 
+use super::Starvation;
 use crate::deadline;
 use crate::join::{LateConnections, PeerConnection, Refusal, Waker, poll_until};
 use crate::locks::lock;
@@ -159,6 +160,7 @@ pub(super) fn run_heartbeats<T: MonitoredLinks>(group: &TransportGroup<T>, silen
         .collect();
     let (mut next_beat, mut next_look) = (start, start);
     let mut awake = AwakeTime::new(start, AWAKE_MAX);
+    let mut starvation = Starvation::new(start);
     while !controls.stop.load(Ordering::Acquire) {
         let until = match group.push(PUSH_WAIT) {
             true => deadline::now(),
@@ -166,6 +168,8 @@ pub(super) fn run_heartbeats<T: MonitoredLinks>(group: &TransportGroup<T>, silen
         };
         wait(controls, &watches, until);
         let now = deadline::now();
+        starvation.fired(until, now);
+        let silence = starvation.stretched(silence, now);
         awake.tick(now);
         let time = awake.total();
         for (peer, watch) in watches.iter_mut().enumerate() {

@@ -2,6 +2,7 @@
 //! share. `control` has the thread.
 
 mod control;
+mod starvation;
 
 use std::fmt;
 use std::sync::atomic::AtomicU64;
@@ -12,6 +13,7 @@ use paceline_base::Rank;
 
 use self::control::run_heartbeats;
 pub use self::control::{Controls, MonitoredLinks};
+pub use self::starvation::Starvation;
 use crate::join::{JoinError, JoinRecord};
 use crate::locks::lock;
 use crate::transport_group::TransportGroup;

@@ -401,6 +401,7 @@ mod tests {
             progress: None,
             wires: None,
             reason: None,
+            computing: Vec::new(),
             numbers: None,
         });
         let wanted = wanted(nodes, successors);

@@ -6,10 +6,11 @@
 //! an owner dies,   the next record has fewer nodes than the    nodes come that compute nothing:
 //! a node leaves    user asked for                              they are added
 //! ```
-//! The owner of an instance checks once a second. If no request was open for [`QUIET`] and the
-//! predicted gain of another placement is at least [`GAIN`], it writes the next record. The
-//! previous instance answers until the new one does, so a request waits for one handover and not
-//! for a load. Both need memory at the same time.
+//! The owner of an instance checks once a second. It writes the next record if the placement has
+//! more of the nodes that its user asked for, or a predicted gain of at least [`GAIN`]. It waits
+//! until no request was open for [`QUIET`], at most [`BUSY`] in an exact kernel class. The previous
+//! instance answers until the new one does, so a request waits for one handover and not for a load.
+//! Both need memory at the same time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Rank, lock};
+use paceline_base::{KernelClass, Rank, lock};
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{self, InstanceSpec};
@@ -25,6 +26,7 @@ use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::{Service, State};
 use paceline_model::{Config, ModelSource, SplitKind};
 
+use super::hosts::own_part;
 use super::owner::{self, OwnedInstance};
 use super::preview::Proposal;
 use super::proposals::Wishes;
@@ -37,15 +39,22 @@ use crate::forecast::Forecast;
 /// for a handover.
 const QUIET: Duration = Duration::from_secs(10);
 
+/// How long an instance in use waits for a quiet moment. Its open answers continue with the same
+/// bits. With [`LIVED`] and a load of some seconds, a returned node is used within 30 s.
+const BUSY: Duration = Duration::from_secs(12);
+
 /// Uptime before a node is used: one that restarts repeatedly is no gain.
-const LIVED: Duration = Duration::from_secs(30);
+const LIVED: Duration = Duration::from_secs(8);
 
 /// Minimum predicted speedup: predictions are off by as much.
 const GAIN: f64 = 1.15;
 
-/// Time before another placement of the same instance is evaluated: a load costs seconds to
-/// minutes.
+/// Time before the same placement of an instance is evaluated again, after a prediction without
+/// enough gain: a load costs seconds to minutes.
 const AGAIN_AFTER: Duration = Duration::from_secs(300);
+
+/// The same after another obstacle, which may be gone by then: a path without measurements, memory.
+const RETRY_AFTER: Duration = Duration::from_secs(5);
 
 /// The owner's state between checks.
 #[derive(Debug, Default)]
@@ -54,10 +63,30 @@ pub(super) struct NodeExpansion {
     quiet: BTreeMap<InstanceId, Instant>,
     /// Since when each node has been seen alive.
     alive: BTreeMap<NodeId, Instant>,
-    /// When another placement was last evaluated.
-    tried: BTreeMap<InstanceId, Instant>,
+    /// The other placement of each instance, and since when there is one.
+    offers: BTreeMap<InstanceId, (Vec<NodeId>, Instant)>,
+    /// The last evaluated placements.
+    tried: BTreeMap<InstanceId, Attempt>,
     /// Whether a thread is evaluating one.
     busy: Arc<AtomicBool>,
+}
+
+/// An evaluation of another placement.
+#[derive(Debug)]
+struct Attempt {
+    nodes: Vec<NodeId>,
+    at: Instant,
+    /// Set if the prediction did not suffice.
+    is_slower: Arc<AtomicBool>,
+}
+
+/// Why an instance stays where it is.
+#[derive(Debug)]
+enum Refusal {
+    /// The predicted speed on the other nodes, as a multiple of that now.
+    Gain(f64),
+    /// It may be possible soon.
+    NotYet(String),
 }
 
 impl NodeExpansion {
@@ -88,15 +117,43 @@ impl NodeExpansion {
         now.saturating_duration_since(since) >= QUIET
     }
 
-    /// Whether another placement of an instance may be evaluated.
-    fn is_due(&self, id: InstanceId, now: Instant) -> bool {
-        let last = self.tried.get(&id);
-        let last = last.map(|at| now.saturating_duration_since(*at));
-        last.is_none_or(|last| last >= AGAIN_AFTER) && !self.busy.load(Ordering::SeqCst)
+    /// Records another placement of an instance; returns whether it was possible for [`BUSY`].
+    fn has_waited(&mut self, id: InstanceId, nodes: &[NodeId], now: Instant) -> bool {
+        let offer = self.offers.entry(id).or_insert((nodes.to_vec(), now));
+        if offer.0 != nodes {
+            *offer = (nodes.to_vec(), now);
+        }
+        now.saturating_duration_since(offer.1) >= BUSY
+    }
+
+    /// Whether this placement of an instance may be evaluated.
+    fn is_due(&self, id: InstanceId, nodes: &[NodeId], now: Instant) -> bool {
+        let is_over = |last: &Attempt| {
+            let wait = match last.is_slower.load(Ordering::SeqCst) {
+                true => AGAIN_AFTER,
+                false => RETRY_AFTER,
+            };
+            last.nodes != nodes || now.saturating_duration_since(last.at) >= wait
+        };
+        self.tried.get(&id).is_none_or(is_over) && !self.busy.load(Ordering::SeqCst)
+    }
+
+    /// Records that a placement is evaluated now.
+    fn tries(&mut self, id: InstanceId, nodes: &[NodeId], now: Instant) -> Arc<AtomicBool> {
+        let is_slower = Arc::<AtomicBool>::default();
+        let attempt = Attempt {
+            nodes: nodes.to_vec(),
+            at: now,
+            is_slower: Arc::clone(&is_slower),
+        };
+        self.tried.insert(id, attempt);
+        self.busy.store(true, Ordering::SeqCst);
+        is_slower
     }
 
     fn keep(&mut self, ids: &BTreeSet<InstanceId>) {
         self.quiet.retain(|id, _| ids.contains(id));
+        self.offers.retain(|id, _| ids.contains(id));
         self.tried.retain(|id, _| ids.contains(id));
     }
 }
@@ -106,6 +163,19 @@ struct Chance {
     owned: OwnedInstance,
     instance: Arc<Instance>,
     nodes: Vec<NodeId>,
+    /// Whether it moves although requests are open.
+    in_use: bool,
+    /// As of the [`Attempt`].
+    is_slower: Arc<AtomicBool>,
+}
+
+impl Chance {
+    /// Whether its user asked for more nodes than compute now, and these are more.
+    fn is_asked(&self) -> bool {
+        let count = |nodes: &[NodeId]| nodes.iter().collect::<BTreeSet<_>>().len();
+        let (now, then) = (count(&self.owned.nodes_now()), count(&self.nodes));
+        now < then && now < usize::from(self.owned.wanted.width.unwrap_or(0))
+    }
 }
 
 impl Inner {
@@ -119,21 +189,26 @@ impl Inner {
         let all = self.answering();
         widening.keep(&all.iter().map(|(owned, _)| owned.id).collect());
         for (owned, instance) in all {
-            let id = owned.id;
-            let is_quiet = widening.is_quiet(id, open(&instance), now);
-            if !is_quiet || !widening.is_due(id, now) {
+            let (id, requests) = (owned.id, open(&instance));
+            let is_quiet = widening.is_quiet(id, requests, now);
+            let Some(nodes) = self.chance(&owned, &settled, now) else {
+                widening.offers.remove(&id);
+                owned.unused.refuse(None);
+                continue;
+            };
+            let has_waited = widening.has_waited(id, &nodes, now);
+            let in_use = has_waited && requests != usize::MAX && owned.is_exact();
+            if !(is_quiet || in_use) || !widening.is_due(id, &nodes, now) {
                 continue;
             }
-            if let Some(nodes) = self.chance(&owned, &settled, Instant::now()) {
-                widening.tried.insert(id, now);
-                widening.busy.store(true, Ordering::SeqCst);
-                let chance = Chance {
-                    owned,
-                    instance,
-                    nodes,
-                };
-                self.take(chance, Arc::clone(&widening.busy));
-            }
+            let chance = Chance {
+                is_slower: widening.tries(id, &nodes, now),
+                owned,
+                instance,
+                nodes,
+                in_use,
+            };
+            self.take(chance, Arc::clone(&widening.busy));
         }
     }
 
@@ -164,9 +239,13 @@ impl Inner {
         let is_back = |(rank, home): (u32, &NodeId)| {
             at(rank).is_some_and(|at| at != *home) && settled.contains(home)
         };
+        let speaks = |nodes: &[NodeId]| {
+            let broken = self.agent.broken_pairs(nodes);
+            broken.group(nodes).len() == nodes.len()
+        };
         let mut nodes = wanted.nodes.clone();
         if homes.any(is_back) {
-            return Some(nodes);
+            return Some(nodes).filter(|nodes| speaks(nodes));
         }
         let lacks = usize::from(wanted.width.unwrap_or(0)).saturating_sub(nodes.len());
         let map = self.agent.map();
@@ -177,7 +256,10 @@ impl Inner {
         // If its user named nodes, it moves to no others.
         let may = |id: &NodeId| !wanted.named || wanted.successors.contains(id);
         let idle = order.into_iter();
-        let mut idle = idle.filter(|id| settled.contains(id) && !used.contains(id) && may(id));
+        let idle = idle.filter(|id| settled.contains(id) && !nodes.contains(id) && may(id));
+        let mut idle: Vec<NodeId> = idle.collect();
+        idle.sort_by_key(|id| used.contains(id)); // stable: keeps the order of routes
+        let mut idle = idle.into_iter();
         let is_dead = |id: NodeId| matches!(self.agent.life(id), Life::Dead | Life::Left);
         for node in &mut nodes[1..] {
             if is_dead(*node)
@@ -187,7 +269,7 @@ impl Inner {
             }
         }
         nodes.extend(idle.take(lacks));
-        (nodes != wanted.nodes).then_some(nodes)
+        (nodes != wanted.nodes && speaks(&nodes)).then_some(nodes)
     }
 
     /// Evaluates a chance on its own thread, since predictions take measurements.
@@ -195,8 +277,20 @@ impl Inner {
         let (inner, done) = (Arc::clone(self), Arc::clone(&busy));
         let run = move || {
             let model = &chance.owned.wanted.model;
-            if let Err(reason) = inner.try_take(&chance) {
-                (inner.spec.tell)(&format!("{model} stays on its machines: {reason}"));
+            let refused = inner.try_take(&chance).err().map(|refusal| match refusal {
+                Refusal::Gain(gain) => {
+                    chance.is_slower.store(true, Ordering::SeqCst);
+                    format!("predicted {gain:.2} times as fast")
+                }
+                Refusal::NotYet(reason) => reason,
+            });
+            let names: Vec<String> = chance.nodes.iter().map(|id| inner.name(*id)).collect();
+            let told = |reason| format!("it does not move to {}: {reason}", names.join(", "));
+            let told = refused.map(told);
+            if chance.owned.unused.refuse(told.clone())
+                && let Some(told) = told
+            {
+                (inner.spec.tell)(&format!("{model}: {told}"));
             }
             done.store(false, Ordering::SeqCst);
         };
@@ -207,35 +301,42 @@ impl Inner {
         }
     }
 
-    /// Writes the next record if the gain is sufficient.
-    fn try_take(&self, chance: &Chance) -> Result<(), String> {
+    /// Writes the next record if its user asked for the nodes, or the gain is sufficient.
+    fn try_take(&self, chance: &Chance) -> Result<(), Refusal> {
         let (owned, nodes) = (&chance.owned, &chance.nodes);
-        let (gain, then) = self.gain(owned, nodes)?;
-        if gain < GAIN {
-            return Err(format!("others would be {gain:.2} times as fast"));
+        let (now, then) = self.predicted(owned, nodes).map_err(Refusal::NotYet)?;
+        let gain = now.map(|now| then.decode_tok_s / now.max(f64::MIN_POSITIVE));
+        match gain {
+            _ if chance.is_asked() => {}
+            Ok(gain) if gain >= GAIN => {}
+            Ok(gain) => return Err(Refusal::Gain(gain)),
+            Err(reason) => return Err(Refusal::NotYet(reason)),
         }
-        if open(&chance.instance) > 0 {
-            return Err("it is in use".to_owned());
+        if !chance.in_use && open(&chance.instance) > 0 {
+            return Err(Refusal::NotYet("it is in use".to_owned()));
         }
         let next = next_record(&owned.wanted, nodes, &then);
-        self.want(owned.id, owned.epoch + 1, Some(&next))?;
+        let written = self.want(owned.id, owned.epoch + 1, Some(&next));
+        written.map_err(Refusal::NotYet)?;
         let names: Vec<String> = nodes.iter().map(|id| self.name(*id)).collect();
         let (model, names) = (&owned.wanted.model, names.join(", "));
-        (self.spec.tell)(&format!(
-            "{model} moves to {names}: {gain:.1} times as fast, as predicted"
-        ));
+        let gain = gain.map_or(String::new(), |gain| {
+            format!(": {gain:.1} times as fast, as predicted")
+        });
+        (self.spec.tell)(&format!("{model} moves to {names}{gain}"));
         Ok(())
     }
 
-    /// The predicted speedup of an instance on `nodes`, and its split there.
-    fn gain(&self, owned: &OwnedInstance, nodes: &[NodeId]) -> Result<(f64, Proposal), String> {
+    /// The predicted speed of an instance as it is, and its fastest split on `nodes`.
+    fn predicted(
+        &self,
+        owned: &OwnedInstance,
+        nodes: &[NodeId],
+    ) -> Result<(Result<f64, String>, Proposal), String> {
         let wanted = &owned.wanted;
         let path = owner::path_of(self, wanted)?;
         let (source, config) = open_model(&path)?;
-        let ranks = (0..).map(Rank).zip(&wanted.nodes);
-        let at: Vec<NodeId> = ranks
-            .map(|(rank, home)| owned.flaps.node_of(rank).unwrap_or(*home))
-            .collect();
+        let at = owned.nodes_now();
         let all: BTreeSet<NodeId> = nodes.iter().chain(&at).copied().collect();
         let all: Vec<NodeId> = all.into_iter().collect();
         self.measure_unknown(&all);
@@ -248,17 +349,18 @@ impl Inner {
             let engines = EngineChoice::Given(ranks.iter().map(class).collect());
             self.fastest((&config, &forecast), (kind, &engines), (ranks, &machines))
         };
-        let now = best(&at)?;
         let then = best(nodes)?;
-        let rooms = self.rooms_beside(None, wanted);
+        let rooms = self.rooms_beside(Some(owned.id), wanted);
         for (id, bytes) in nodes.iter().zip(&then.bytes) {
-            if rooms.get(id).is_some_and(|room| room < bytes) {
+            let homes = wanted.nodes.iter().zip(&at).filter(|(_, at)| *at == id);
+            let held: u64 = homes.map(|(home, _)| own_part(wanted, *home)).sum();
+            let room = rooms.get(id).map(|room| room.saturating_sub(held));
+            if room.is_some_and(|room| room < *bytes) {
                 let name = self.name(*id);
                 return Err(format!("{name} has no memory for both placements"));
             }
         }
-        let gain = then.decode_tok_s / now.decode_tok_s.max(f64::MIN_POSITIVE);
-        Ok((gain, then))
+        Ok((best(&at).map(|now| now.decode_tok_s), then))
     }
 
     /// The prediction for the fastest split over `nodes` that fits.
@@ -271,6 +373,18 @@ impl Inner {
         let (proposals, mut reasons) = self.proposals(model, wishes, nodes);
         let first = proposals.into_iter().next().filter(|it| it.fits);
         first.ok_or_else(|| reasons.pop().unwrap_or_else(|| "no split fits".to_owned()))
+    }
+}
+
+impl OwnedInstance {
+    /// Whether the bits of its answers depend on no placement.
+    fn is_exact(&self) -> bool {
+        let mut classes = self
+            .wanted
+            .nodes
+            .iter()
+            .map(|id| self.wanted.class_of(*id).parse());
+        classes.all(|class| class.is_ok_and(KernelClass::is_exact))
     }
 }
 
@@ -344,20 +458,47 @@ mod tests {
             widening.settled(now).len()
         };
         assert_eq!(settled(0, Life::Alive), 0);
-        assert_eq!(settled(29, Life::Alive), 0);
-        assert_eq!(settled(29, Life::Dead), 0);
-        assert_eq!(settled(30, Life::Alive), 0);
-        assert_eq!(settled(60, Life::Alive), 1);
+        assert_eq!(settled(7, Life::Alive), 0);
+        assert_eq!(settled(7, Life::Dead), 0);
+        assert_eq!(settled(8, Life::Alive), 0);
+        assert_eq!(settled(16, Life::Alive), 1);
     }
 
     #[test]
     fn an_instance_is_looked_at_now_and_then_and_one_at_a_time() {
         let (mut widening, start, id) = (NodeExpansion::default(), Instant::now(), InstanceId(3));
-        assert!(widening.is_due(id, start));
-        widening.tried.insert(id, start);
-        assert!(!widening.is_due(id, start + Duration::from_secs(299)));
-        assert!(widening.is_due(id, start + AGAIN_AFTER));
-        widening.busy.store(true, Ordering::SeqCst);
-        assert!(!widening.is_due(id, start + AGAIN_AFTER));
+        let after = |wait: Duration| start + wait;
+        let (two, three) = ([1, 2].map(node), [1, 2, 3].map(node));
+        assert!(widening.is_due(id, &two, start));
+        let is_slower = widening.tries(id, &two, start);
+        assert!(!widening.is_due(id, &three, start), "one at a time");
+        widening.busy.store(false, Ordering::SeqCst);
+        assert!(!widening.is_due(id, &two, after(RETRY_AFTER / 2)));
+        assert!(
+            widening.is_due(id, &two, after(RETRY_AFTER)),
+            "it may be possible now"
+        );
+        is_slower.store(true, Ordering::SeqCst);
+        assert!(!widening.is_due(id, &two, after(AGAIN_AFTER / 2)));
+        assert!(widening.is_due(id, &two, after(AGAIN_AFTER)));
+        assert!(widening.is_due(id, &three, start), "another placement");
+    }
+
+    /// Of the 30 s until a returned machine is used, a load has ten left.
+    #[test]
+    fn an_instance_in_use_waits_for_a_quiet_moment_for_a_while() {
+        let (mut widening, start, id) = (NodeExpansion::default(), Instant::now(), InstanceId(3));
+        let (two, three) = ([1, 2].map(node), [1, 2, 3].map(node));
+        let waited = |widening: &mut NodeExpansion, nodes: &[NodeId], s| {
+            widening.has_waited(id, nodes, start + Duration::from_secs(s))
+        };
+        assert!(!waited(&mut widening, &two, 0));
+        assert!(!waited(&mut widening, &two, 11) && waited(&mut widening, &two, 12));
+        assert!(
+            !waited(&mut widening, &three, 13),
+            "another one begins anew"
+        );
+        assert!(waited(&mut widening, &three, 25));
+        assert!(LIVED + BUSY <= Duration::from_secs(20) && QUIET <= BUSY);
     }
 }

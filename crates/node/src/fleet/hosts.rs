@@ -13,12 +13,14 @@ use paceline_cluster::nodes::agent::{Agent, EngineDevice, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
 use paceline_cluster::nodes::placement::{self, InstanceSpec, SPARE_AUTO};
+use paceline_cluster::nodes::reach::BrokenPairs;
 use paceline_cluster::nodes::{NodeId, Registers};
 
 use super::cables::CablePlan;
 use super::flaps::Flaps;
 pub(super) use super::node_connection::NodeConnection;
 use super::preview::USABLE;
+use super::unused_nodes::UnusedNodes;
 use super::standby::no_room;
 use super::{CREW, copies};
 use crate::context_size::WEIGHTS;
@@ -39,6 +41,10 @@ const NEW_LIMIT: Duration = Duration::from_secs(2);
 
 /// Routes of pairs of nodes that this process has measured or used.
 type PairRoutes = BTreeMap<(NodeId, NodeId), SocketAddr>;
+/// Longest wait for other nodes' measurements to arrive in the map, after doubted routes were
+/// measured. A change takes two gossip rounds at most.
+const TOLD_LIMIT: Duration = Duration::from_millis(500);
+
 
 /// Nodes of an instance, by rank.
 pub(super) struct InstanceNodes {
@@ -53,6 +59,9 @@ pub(super) struct InstanceNodes {
     pub(super) cramped: Arc<AtomicBool>,
     /// By rank: the node of its standby worker, if there is one.
     pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
+    pub(super) unused: Arc<UnusedNodes>,
+    /// Pairs of which one rank blamed the other.
+    pub(super) blamed: Mutex<BrokenPairs>,
     /// Routes that a recovery need not measure.
     pub(super) known: Mutex<PairRoutes>,
     /// RDMA cables between the ranks of the last epoch.
@@ -63,12 +72,17 @@ impl InstanceNodes {
     /// Candidate nodes for a rank: its own, then the other live ones. Each rank starts at a
     /// different one, so that the ranks of a lost node are spread. Nodes that compute in another
     /// class come later, then draining and flapping ones. Suspected nodes come last: a frozen
-    /// machine accepts a connection and is silent for [`OPEN_LIMIT`].
+    /// machine accepts a connection and is silent for [`OPEN_LIMIT`]. Without nodes that cannot
+    /// speak to the others, and those that lack the model.
     fn candidates(&self, rank: Rank) -> Vec<NodeId> {
         let first = rank.0 as usize % self.nodes.len();
         let others = self.nodes.iter().cycle().skip(first).take(self.nodes.len());
-        let lives = |id: &&NodeId| **id == self.agent.id() || self.agent.life(**id) != Life::Dead;
-        let mut all: Vec<NodeId> = others.filter(lives).copied().collect();
+        let speaking = self.speaking(&[]);
+        let usable = |id: &&NodeId| speaking.contains(id) && !self.unused.is_lacking(**id);
+        let mut all: Vec<NodeId> = others.filter(usable).copied().collect();
+        // Without duplicates: a node may have several ranks.
+        let mut seen = BTreeSet::new();
+        all.retain(|id| seen.insert(*id));
         let class = self.class(rank);
         // A flapping or draining node is better than none.
         let (now, leavers) = (Instant::now(), leavers(&self.agent.nodes()));
@@ -83,6 +97,29 @@ impl InstanceNodes {
 
     /// Name of a rank's kernel class, wherever it runs.
     fn class(&self, rank: Rank) -> &str {
+    /// The live nodes of the instance that can all speak to each other and to this one, which
+    /// comes first. `further` ones may run ranks of it, too.
+    fn speaking(&self, further: &[NodeId]) -> Vec<NodeId> {
+        let own = self.agent.id();
+        let mut all = vec![own];
+        for id in self.nodes.iter().chain(further) {
+            if !all.contains(id) && self.agent.life(*id) != Life::Dead {
+                all.push(*id);
+            }
+        }
+        self.broken_pairs(&all).group(&all)
+    }
+
+    /// The pairs of `nodes` that cannot speak, as measured. A pair that failed and has no measured
+    /// route is one.
+    fn broken_pairs(&self, nodes: &[NodeId]) -> BrokenPairs {
+        let measured = self.agent.broken_pairs(nodes);
+        let blamed = lock(&self.blamed).clone();
+        let is_lost = |a, b| self.route(a, b).is_none() && nodes.contains(&a) && nodes.contains(&b);
+        let lost = blamed.iter().filter(|(a, b)| is_lost(*a, *b));
+        measured.iter().chain(lost).collect()
+    }
+
         self.wanted.class_of(self.nodes[rank.0 as usize])
     }
 
@@ -235,6 +272,10 @@ impl WorkerHosts for InstanceNodes {
             self.agent.measure(nodes, paths::PathProbe::Latency);
         } else {
             let known = lock(&self.known).clone();
+            let until = Instant::now() + TOLD_LIMIT;
+            while self.broken_pairs(nodes).is_empty() && Instant::now() < until {
+                std::thread::sleep(TOLD_LIMIT / 20);
+            }
             let new = ends_of_new(nodes, &known, |from, to| self.route(from, to));
             if !new.is_empty() {
                 let latency = paths::PathProbe::Latency;
@@ -245,9 +286,36 @@ impl WorkerHosts for InstanceNodes {
     }
 }
 
+
+    fn blamed(&self, a: NodeId, b: NodeId) {
+        if a != b {
+            lock(&self.blamed).insert(a, b);
+        }
+    }
+
+    fn apart(&self, nodes: &[NodeId]) -> BTreeMap<NodeId, String> {
+        let stay = self.speaking(nodes);
+        let all: Vec<NodeId> = stay.iter().chain(nodes).copied().collect();
+        let broken = self.broken_pairs(&all);
+        let leave = nodes.iter().filter(|id| !stay.contains(id));
+        leave
+            .map(|id| (*id, self.told_apart(*id, &stay, &broken)))
+            .collect()
+    }
+
+    fn displaced(&self, rank: Rank) {
+        self.flaps.vacated(rank);
+    }
 impl InstanceNodes {
     /// Candidate nodes for a rank's standby: those of the instance, fewest standbys first, then
     /// idle ones. The node that had it `before` comes last: the standby was lost or failed to start
+    /// Why a node has no rank beside nodes that `stay`.
+    fn told_apart(&self, id: NodeId, stay: &[NodeId], broken: &BrokenPairs) -> String {
+        let other = stay.iter().find(|other| broken.contains(id, **other));
+        let other = other.map_or_else(|| "the others".to_owned(), |other| self.name(*other));
+        no_path(&self.name(id), &other)
+    }
+
     /// there.
     fn spare_candidates(&self, rank: Rank, before: Option<NodeId>) -> Vec<NodeId> {
         let (at, now) = (self.flaps.node_of(rank), Instant::now());
@@ -265,6 +333,11 @@ impl InstanceNodes {
         all.retain(|id| self.lives(*id) && !leavers.contains(id) && has_room(*id));
         let spares = lock(&self.spares);
         let spares_at = |id: NodeId| spares.values().filter(|node| **node == id).count();
+        let speaking = self.speaking(&[]);
+        let mut both = speaking.clone();
+        both.extend(&all);
+        let broken = self.broken_pairs(&both);
+        all.retain(|id| broken.suits(*id, &speaking));
         all.sort_by_key(|id| {
             let is_idle = !self.nodes.contains(id);
             (Some(*id) == before, is_idle, spares_at(*id))
@@ -342,6 +415,11 @@ impl InstanceNodes {
 }
 
 /// All ordered pairs of nodes.
+/// For people: two nodes that cannot speak.
+pub(super) fn no_path(a: &str, b: &str) -> String {
+    format!("no path between {a} and {b} answers")
+}
+
 fn ordered_pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
     nodes.iter().flat_map(move |from| {
         let from = *from;
@@ -445,7 +523,7 @@ fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
 }
 
 /// Bytes of the part of one of a record's nodes, by the shares of the record.
-fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
+pub(super) fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
     let shares = wanted.nodes.iter().map(|id| wanted.shares.get(id).copied());
     let all = shares.sum::<Option<u32>>().filter(|all| *all > 0);
     match (all, wanted.shares.get(&id)) {

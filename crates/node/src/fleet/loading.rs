@@ -8,15 +8,18 @@ use std::time::{Duration, Instant};
 
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::paths::PathProbe;
 use paceline_cluster::nodes::placement::{
     self, AdapterFile, DraftOf, EPOCH_UNWANTED, InstanceOptions, InstanceSpec, NODES_MAX,
     SPARE_AUTO, WeightDistribution,
 };
+use paceline_cluster::nodes::reach::BrokenPairs;
 use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::Draft;
 use paceline_model::{Config, ModelSource, SplitKind};
 
 use super::copies::ModelIdentity;
+use super::hosts::no_path;
 use super::preview::Proposal;
 use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview, replica_names};
 use crate::classes::EngineChoice;
@@ -30,7 +33,19 @@ const FACTS_WAIT: Duration = Duration::from_secs(5);
 impl Inner {
     /// As [`Fleet::load`](super::Fleet::load).
     pub(super) fn load(&self, ask: &LoadRequest) -> Result<Vec<InstanceId>, String> {
+        // They count as replicas, and in memory, while their records are there.
+        for id in self.failed(&ask.model) {
+            self.want(id, EPOCH_UNWANTED, None)?;
+        }
         self.want_all(&self.asked(ask)?)
+    }
+
+    /// The failed instances of a model. They compute nothing, and a load of the model replaces them.
+    fn failed(&self, model: &str) -> Vec<InstanceId> {
+        let map = self.agent.map();
+        let all = placement::wanted(&map).filter(|(.., wanted)| wanted.model == model);
+        let failed = all.filter(|(id, epoch, _)| super::has_failed(&map, *id, *epoch));
+        failed.map(|(id, ..)| id).collect()
     }
 
     /// The first spec of each requested replica.
@@ -388,10 +403,23 @@ impl Inner {
         let own = self.agent.id();
         nodes.sort_by_key(|id| *id != own);
         let each: BTreeSet<_> = nodes.iter().collect();
-        match each.len() == nodes.len() {
-            true => Ok(nodes),
-            false => Err("a node is named twice".to_owned()),
+        if each.len() != nodes.len() {
+            return Err("a node is named twice".to_owned());
         }
+        match self.broken_now(&nodes).iter().next() {
+            None => Ok(nodes),
+            Some((a, b)) => Err(no_path(&self.name(a), &self.name(b))),
+        }
+    }
+
+    /// Pairs of `nodes` that cannot speak. Measures again what was broken before, for some seconds.
+    pub(super) fn broken_now(&self, nodes: &[NodeId]) -> BrokenPairs {
+        let known = self.agent.broken_pairs(nodes);
+        if !known.is_empty() {
+            self.agent.measure(nodes, PathProbe::Latency);
+            return self.agent.broken_pairs(nodes);
+        }
+        known
     }
 
     /// `count` live nodes in order of their routes, without prefill nodes.
@@ -408,8 +436,17 @@ impl Inner {
             let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
             return Err(format!("{count} nodes are wanted and {live} live{notes}"));
         }
-        order.truncate(count);
-        Ok(order)
+        let broken = self.broken_now(&order);
+        let mut speaking = broken.group(&order);
+        if speaking.len() < count {
+            let told = |(a, b)| format!("; {}", no_path(&self.name(a), &self.name(b)));
+            let (live, paths) = (speaking.len(), broken.iter().map(told).collect::<String>());
+            return Err(format!(
+                "{count} nodes are wanted and {live} can all speak to each other{paths}"
+            ));
+        }
+        speaking.truncate(count);
+        Ok(speaking)
     }
 
     /// The named nodes, in order. A draining node is an error: it would never start its part.

@@ -20,9 +20,13 @@ use paceline_model::{ModelSource, SplitKind};
 
 use super::cables::CablePlan;
 use super::copies::CheckRange;
-use super::flaps::{Flaps, LOSSES_MAX, NamedInstance};
+use super::flaps::{Flaps, NamedInstance};
 use super::hosts::InstanceNodes;
-use super::{Inner, OwnerService, RunningInstance, copies, encoders, name_of, report, roots};
+use super::unused_nodes::UnusedNodes;
+use super::{
+    FETCH, Inner, LOOK_EVERY, OwnerService, RunningInstance, copies, encoders, name_of, report,
+    roots,
+};
 use crate::classes::Classes;
 use crate::instance::numbers;
 use crate::messages::RankFacts;
@@ -32,6 +36,13 @@ use crate::{Error, Options, PrefillOptions, PreparedModel};
 
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
+
+/// How long the first load waits for a lost node to return before it continues without it. A killed
+/// process is back within a second; a longer wait costs more than the ranks of the node elsewhere.
+const RETURN_LIMIT: Duration = Duration::from_secs(3);
+
+/// How often a node is asked to get a model, where each attempt fails for another reason.
+const FETCHES_MAX: u32 = 4;
 
 /// How long an instance answers before it gets automatic standbys. One loaded for a few questions
 /// needs none.
@@ -47,6 +58,7 @@ pub(super) struct OwnedInstance {
     pub(super) flaps: Arc<Flaps>,
     /// Set when a rank was lost and no other node of the instance has memory for it.
     pub(super) cramped: Arc<AtomicBool>,
+    pub(super) unused: Arc<UnusedNodes>,
     /// Name of its numbers, once its workers are ready.
     pub(super) numbers: Arc<Mutex<Option<String>>>,
     /// RDMA cables between the ranks of the last epoch, and what became of them, for people.
@@ -65,7 +77,7 @@ impl OwnedInstance {
         loop {
             let reason = match self.try_start(inner) {
                 Ok(answers) => {
-                    self.report(inner, State::Ready, None, None);
+                    self.report(inner, State::Ready, None, self.left_out(inner));
                     self.back_up(inner);
                     return Some(answers);
                 }
@@ -160,6 +172,8 @@ impl OwnedInstance {
             host: Arc::clone(&inner.host),
             flaps,
             cramped: Arc::clone(&self.cramped),
+            unused: Arc::clone(&self.unused),
+            blamed: Mutex::default(),
             spares: Mutex::default(),
             known: Mutex::default(),
             cables: Arc::clone(&self.cables),
@@ -319,15 +333,17 @@ impl OwnedInstance {
                             self.report(inner, State::Fetching, Some(progress), None);
                         }
                     };
-                    let had = match self.in_parts(inner) {
-                        true => {
-                            let model = (&self.wanted, share);
-                            copies::ensure_part(&inner.agent, node, model, &progress)
-                        }
-                        false => copies::ensure(&inner.agent, node, &self.wanted, &progress),
+                    let fetch = || {
+                        let had = match self.in_parts(inner) {
+                            true => {
+                                let model = (&self.wanted, share);
+                                copies::ensure_part(&inner.agent, node, model, &progress)
+                            }
+                            false => copies::ensure(&inner.agent, node, &self.wanted, &progress),
+                        };
+                        had.map_err(|reason| format!("{}: {reason}", inner.name(node)))
                     };
-                    let had = had.map_err(|reason| format!("{}: {reason}", inner.name(node)));
-                    had.or_else(|reason| self.do_without(inner, reason))
+                    self.fetch_or_leave(inner, node, &fetch)
                 }
             };
             let all: Vec<_> = others.map(|node| scope.spawn(fetch(node))).collect();
@@ -339,13 +355,29 @@ impl OwnedInstance {
         })
     }
 
-    /// Handles a node that cannot get the model. An instance that was started before continues
-    /// without that node, which may have been lost since the record was written. Its ranks then run
-    /// on others. Any other instance fails with `reason`.
-    fn do_without(&self, inner: &Inner, reason: String) -> Result<(), String> {
-        if !self.goes_on {
-            return Err(reason);
+    /// Makes a node get the model by `fetch`. Continues without a node that is lost, whose ranks
+    /// then run on others; an instance that was started before does so for any reason.
+    ///
+    /// # Errors
+    /// Why the node refuses, in the first load.
+    fn fetch_or_leave(
+        &self,
+        inner: &Inner,
+        node: NodeId,
+        fetch: &dyn Fn() -> Result<(), String>,
+    ) -> Result<(), String> {
+        let Err(mut reason) = fetch() else {
+            return Ok(());
+        };
+        let mut attempts = 1..FETCHES_MAX;
+        while !self.goes_on && inner.comes_back(node) && attempts.next().is_some() {
+            match fetch() {
+                Ok(()) => return Ok(()),
+                Err(same) if same == reason => return Err(reason),
+                Err(other) => reason = other,
+            }
         }
+        self.unused.lacks(node);
         let model = &self.wanted.model;
         (inner.spec.tell)(&format!("warning: {model} goes on without: {reason}"));
         Ok(())
@@ -395,10 +427,15 @@ impl OwnedInstance {
     fn observer(&self, inner: &Arc<Inner>) -> crate::Observer {
         let (own, inner) = (self.clone(), Arc::downgrade(inner));
         let mut last = Instant::now();
+        let mut after_failure = match self.goes_on {
+            true => State::Recovering,
+            false => State::Loading,
+        };
         let classes = self.classes().unwrap_or_default();
         Box::new(move |notice, cuts| {
             let Some(inner) = inner.upgrade() else { return };
             if let Notice::Ready { way, facts, .. } = notice {
+                after_failure = State::Recovering;
                 *lock(&own.numbers) = numbers(&cuts[*way].split, &classes, facts);
                 own.tell_wires(&inner, facts);
             }
@@ -419,7 +456,7 @@ impl OwnedInstance {
                 Notice::Failed { rank, reason, .. } => {
                     own.flaps.lost(*rank, Instant::now());
                     (inner.spec.tell)(&format!("error: {}: {reason}", own.wanted.model));
-                    own.report(&inner, State::Recovering, None, Some(reason.clone()));
+                    own.report(&inner, after_failure, None, Some(reason.clone()));
                 }
                 Notice::Changed(change) => (inner.spec.tell)(&change.line()),
                 Notice::Prompts(news) => (inner.spec.tell)(&news.line()),
@@ -445,37 +482,17 @@ impl OwnedInstance {
     fn take_back(&self, inner: &Inner, map: &Registers, named: &[NamedInstance]) {
         self.flaps.take_back(named);
         let said = report(map, self.id).filter(|it| it.epoch == self.epoch);
-        let said = said.filter(|it| it.state == State::Ready);
-        // A pending report is published once the instance answers again.
-        let Some(said) = said.and_then(|it| it.reason) else {
-            return;
-        };
-        let out = self.left_out(inner);
-        if out.as_ref() != Some(&said) {
-            self.report(inner, State::Ready, None, out);
-        }
-    }
-
-    /// The excluded nodes and the reason, for people.
-    fn left_out(&self, inner: &Inner) -> Option<String> {
-        let out = self.flaps.out(Instant::now());
-        let names: Vec<String> = out.into_iter().map(|id| inner.name(id)).collect();
-        let verb = if names.len() == 1 { "is" } else { "are" };
-        (!names.is_empty()).then(|| {
-            format!(
-                "{} {verb} left out: lost {LOSSES_MAX} workers within minutes",
-                names.join(", ")
-            )
-        })
+        self.tell_unused(inner, said);
     }
 
     /// Reports that the previous record's instance keeps answering, because this one cannot start.
     pub(super) fn go_on_as_before(&self, inner: &Inner) {
         let reason = "the last placement could not start, the one before answers".to_owned();
-        self.report(inner, State::Ready, None, Some(reason));
+        self.unused.refuse(Some(reason));
+        self.report(inner, State::Ready, None, self.left_out(inner));
     }
 
-    fn report(
+    pub(super) fn report(
         &self,
         inner: &Inner,
         state: State,
@@ -490,6 +507,10 @@ impl OwnedInstance {
             state,
             progress,
             reason,
+            computing: match state {
+                State::Ready => self.computing(),
+                _ => Vec::new(),
+            },
             numbers: numbers.filter(|_| state == State::Ready),
         };
         let text = serde_json::to_string(&report).expect("a report is JSON");
@@ -502,6 +523,22 @@ impl OwnedInstance {
 }
 
 impl Inner {
+    /// Whether a node answers now, or does so within [`RETURN_LIMIT`].
+    fn comes_back(&self, node: NodeId) -> bool {
+        let until = Instant::now() + RETURN_LIMIT;
+        loop {
+            match self.agent.open(node, FETCH, RETURN_LIMIT) {
+                Ok(channel) => {
+                    channel.close();
+                    return true;
+                }
+                Err(_) if self.agent.life(node) == Life::Dead => return false,
+                Err(_) if Instant::now() >= until || self.is_over() => return false,
+                Err(_) => std::thread::sleep(LOOK_EVERY / 5),
+            }
+        }
+    }
+
     /// Makes this node's instances readmit excluded nodes.
     pub(super) fn take_back(&self) {
         // A copy, so that the lock is free while the map is written.

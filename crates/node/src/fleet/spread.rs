@@ -129,8 +129,11 @@ impl Inner {
             self.check_alike(&named)?;
             return share_out(&named, usize::from(ask.replicas)).map(NodePool::Named);
         }
-        let (order, notes) = self.ranked();
+        let (mut order, notes) = self.ranked();
         let count = ask.count.unwrap_or(1);
+        if count > 1 {
+            order = self.broken_now(&order).group(&order);
+        }
         if order.len() < count.max(1) {
             let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
             let live = order.len();

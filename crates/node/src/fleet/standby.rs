@@ -72,7 +72,10 @@ impl Inner {
     pub(super) fn with_room(&self, id: InstanceId, wanted: &InstanceSpec) -> InstanceSpec {
         let lives = |id: &NodeId| matches!(self.agent.life(*id), Life::Alive | Life::Suspect);
         let left: Vec<NodeId> = wanted.nodes.iter().copied().filter(lives).collect();
-        let others = self.others(wanted, &left.iter().copied().collect());
+        let mut others = self.others(wanted, &left.iter().copied().collect());
+        let broken = self.agent.broken_pairs(&[&left[..], &others].concat());
+        let left = broken.group(&left);
+        others.retain(|id| broken.suits(*id, &left));
         let rooms = self.rooms_beside(Some(id), wanted);
         let part = |n: usize| part_bytes(wanted, n);
         match filled(&left, &others, &rooms, part) {

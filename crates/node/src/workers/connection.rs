@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use paceline_base::{AwakeTime, lock};
+use paceline_comm::Starvation;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -66,6 +67,9 @@ pub trait MessageConnection: Send + Sync + fmt::Debug {
 pub(crate) struct SilenceTimer {
     awake: AwakeTime,
     so_far: Duration,
+    wait: Duration,
+    looked: Instant,
+    starvation: Starvation,
 }
 
 impl SilenceTimer {
@@ -74,19 +78,31 @@ impl SilenceTimer {
         Self {
             awake: AwakeTime::new(now, 2 * wait),
             so_far: Duration::ZERO,
+            wait,
+            looked: now,
+            starvation: Starvation::new(now),
         }
     }
 
     /// A message arrived.
     pub(crate) fn heard(&mut self, now: Instant) {
         self.awake.tick(now);
-        self.so_far = Duration::ZERO;
+        (self.so_far, self.looked) = (Duration::ZERO, now);
     }
 
     /// No message until `now`; returns the silence so far.
     pub(crate) fn pass(&mut self, now: Instant) -> Duration {
+        self.starvation.fired(self.looked + self.wait, now);
+        self.looked = now;
         self.so_far += self.awake.tick(now);
         self.so_far
+    }
+
+    /// As [`pass`](Self::pass), where the silence exceeds `limit`, which is longer while this
+    /// machine is starved.
+    pub(crate) fn exceeds(&mut self, limit: Duration, now: Instant) -> Option<Duration> {
+        let silence = self.pass(now);
+        (silence > self.starvation.stretched(limit, now)).then_some(silence)
     }
 }
 

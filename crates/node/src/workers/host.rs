@@ -302,7 +302,7 @@ fn handle_owner(
             Some(ToHost::Start { .. }) => {
                 return Err(ConnectionError::new("the owner said start twice"));
             }
-            None if quiet.pass(Instant::now()) > SILENCE => {
+            None if quiet.exceeds(SILENCE, Instant::now()).is_some() => {
                 return Err(ConnectionError::new("the owner is silent"));
             }
             None => continue,

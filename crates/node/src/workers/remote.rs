@@ -6,7 +6,7 @@
 
 mod spare;
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -88,6 +88,23 @@ pub trait WorkerHosts: Send + Sync + fmt::Debug {
     /// routes again if a node is `doubted`, else only routes never measured or used. Blocks for a
     /// bounded time.
     fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]);
+
+    /// A rank on one node blames one on the other: their routes are in doubt, if none is measured.
+    fn blamed(&self, a: NodeId, b: NodeId) {
+        let (_, _) = (a, b);
+    }
+
+    /// The nodes of ranks on `nodes` that have to move, each with the reason: another rank's node
+    /// and they cannot speak.
+    fn apart(&self, nodes: &[NodeId]) -> BTreeMap<NodeId, String> {
+        let _ = nodes;
+        BTreeMap::new()
+    }
+
+    /// The worker of a rank has to move, which is no fault of its node.
+    fn displaced(&self, rank: Rank) {
+        let _ = rank;
+    }
 }
 
 /// Workers on several machines.
@@ -118,6 +135,8 @@ struct Epochs {
     started: bool,
     /// Whether the ranks of that epoch communicate without encryption.
     plain: bool,
+    /// Nodes whose ranks have to move before the ranks join, and why.
+    apart: BTreeMap<NodeId, String>,
 }
 
 /// Distance between the numbers of standby workers: more than the workers that one rank ever has.
@@ -162,6 +181,8 @@ struct InboxState {
     doubted: BTreeSet<NodeId>,
     /// Whether a worker reported a failed epoch.
     failed: bool,
+    /// Ranks that reported one, and those that they blamed.
+    blamed: BTreeSet<(Rank, Rank)>,
 }
 
 impl RemoteWorkers {
@@ -383,6 +404,11 @@ impl RemoteWorkers {
         epochs.settled = epochs.assigned;
         let started = std::mem::take(&mut epochs.started);
         let (mut doubted, failed) = self.inbox.drain_suspects();
+        for (a, b) in std::mem::take(&mut lock(&self.inbox.state).blamed) {
+            if let (Some(a), Some(b)) = (self.node_of(a), self.node_of(b)) {
+                self.places.blamed(a, b);
+            }
+        }
         let nodes = self.nodes();
         if failed && !started {
             doubted.clone_from(&nodes);
@@ -393,6 +419,23 @@ impl RemoteWorkers {
             0 | 1 => self.places.trust(&list(nodes)),
             _ => self.places.settle(&list(nodes), &list(doubted)),
         }
+        epochs.apart = self.places.apart(&list(self.nodes()));
+    }
+
+    /// Checks that ranks may join on their nodes. Ranks on nodes that cannot speak to others are
+    /// refused, so that they start elsewhere; the others wait for that.
+    ///
+    /// # Errors
+    /// Why this rank has to move.
+    fn may_join(&self, rank: Rank) -> Result<bool, Error> {
+        let apart = lock(&self.epochs).apart.clone();
+        let node = self.node_of(rank);
+        if let Some(reason) = node.and_then(|node| apart.get(&node)) {
+            self.places.displaced(rank);
+            let source = ConnectionError::new(reason);
+            return Err(Error::Place { rank, source });
+        }
+        Ok(apart.is_empty())
     }
 
     /// Verifies the routes to a standby's node in advance, so that no recovery waits for it.
@@ -493,6 +536,9 @@ impl InstanceWorkers for RemoteWorkers {
         let join = match message {
             ToWorker::Join { addrs } => {
                 self.settle();
+                if !self.may_join(rank)? {
+                    return Ok(()); // the epoch fails by another rank
+                }
                 let plain = lock(&self.epochs).plain;
                 if plain && !self.is_trusted() {
                     // A trusted route was lost since; plaintext must not use another one.
@@ -652,8 +698,7 @@ impl MessageReader {
                     self.handle_message(news);
                 }
                 Ok(None) => {
-                    let silence = quiet.pass(Instant::now());
-                    if silence > SILENCE {
+                    if let Some(silence) = quiet.exceeds(SILENCE, Instant::now()) {
                         let silence = silence.as_secs_f64();
                         return ConnectionError::new(format!("no sign of life for {silence:.1} s"));
                     }
@@ -672,14 +717,6 @@ impl MessageReader {
             self.inbox.put(self.worker, self.rank, event);
         }
     }
-}
-
-/// Whether the event is a worker's report that its epoch failed.
-const fn is_failure(event: &Event<FromWorker>) -> bool {
-    let Event::Message { message, .. } = event else {
-        return false;
-    };
-    matches!(message, FromWorker::Failed { .. })
 }
 
 impl Inbox {
@@ -725,7 +762,17 @@ impl Inbox {
             held = waited.unwrap_or_else(PoisonError::into_inner);
         }
         if held.workers[rank.0 as usize] == worker {
-            held.failed |= is_failure(&event);
+            if let Event::Message {
+                message: FromWorker::Failed { blamed, .. },
+                ..
+            } = &event
+            {
+                held.failed = true;
+                let ranks = held.workers.len();
+                let blamed = blamed.filter(|blamed| (*blamed as usize) < ranks);
+                let blamed = blamed.map(|blamed| (rank, Rank(blamed)));
+                held.blamed.extend(blamed);
+            }
             held.events.push_back((worker, event));
         }
         drop(held);
@@ -785,6 +832,14 @@ mod tests {
 
         fn lives(&self, _: NodeId) -> bool {
             true
+        }
+
+        /// The seventh machine speaks to this one alone.
+        fn apart(&self, nodes: &[NodeId]) -> BTreeMap<NodeId, String> {
+            let seventh = nodes.iter().filter(|id| **id == NodeId([7; 16]));
+            seventh
+                .map(|id| (*id, "no path answers".to_owned()))
+                .collect()
         }
 
         fn open_spare(&self, rank: Rank) -> Result<WorkerHost, String> {
@@ -1042,6 +1097,41 @@ mod tests {
         first.close();
         crew.receive(WAIT).unwrap();
         assert_eq!(epoch(5), [(2, Some(1))], "its line broke");
+    }
+
+    #[test]
+    fn ranks_join_nowhere_while_two_machines_cannot_speak() {
+        let (crew, hosts, _) = crew_of::<9>(3);
+        let start = |rank: u32, host: usize| {
+            send_message(&hosts[host], &started()).unwrap();
+            crew.start(Rank(rank)).unwrap();
+        };
+        (0..3).for_each(|i| start(i as u32, i));
+        let epoch = |number: u64, refused: &[bool]| {
+            lock(&crew.epochs).assigned = number;
+            let addrs = vec![SocketAddr::from(([127, 0, 0, 1], 1)); 3];
+            let join = ToWorker::Join { addrs };
+            for (rank, refused) in (0..3).map(Rank).zip(refused) {
+                let sent = crew.send(rank, &join);
+                assert_eq!(sent.is_err(), *refused, "{rank}: {sent:?}");
+            }
+        };
+        epoch(1, &[false, false, true]);
+        start(2, 3); // on the sixth machine
+        epoch(2, &[false; 3]);
+        for host in [0, 1, 3] {
+            let heard =
+                std::iter::from_fn(|| receive_message::<ToHost>(&hosts[host], WAIT).ok()?);
+            let heard = heard.filter(|it| !matches!(it, ToHost::Beat | ToHost::Start { .. }));
+            let joins = heard.take(1).count();
+            assert_eq!(joins, 1, "machine {host} hears of the second epoch alone");
+        }
+        assert!(
+            lock(&crew.inbox.state)
+                .events
+                .iter()
+                .all(|(_, it)| it.rank() != Rank(0))
+        );
     }
 
     #[test]

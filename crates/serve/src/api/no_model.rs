@@ -11,6 +11,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::json;
 
+use super::handlers::body_in_time;
+use super::registry::named_model;
 use super::{address, finish_headers, identify, is_preflight, json_response, preflight};
 use crate::Error;
 use crate::access::{ClientIdentity, check_origin};
@@ -19,12 +21,14 @@ use crate::connection::ConnectionHandle;
 use crate::keys::WatchedKeys;
 use crate::metrics::{OPEN_METRICS, facts_text};
 use crate::rejection::{ErrorStyle, Rejection};
+use crate::unserved::UnservedModels;
 
 /// State shared by these requests.
 #[derive(Debug)]
 pub(crate) struct Idle {
     pub(super) config: Config,
     pub(super) keys: Option<Arc<WatchedKeys>>,
+    pub(super) unserved: UnservedModels,
     nodes: StatusSource,
 }
 
@@ -37,6 +41,7 @@ impl Idle {
         Ok(Self {
             config,
             keys: keys.map(Arc::new),
+            unserved: UnservedModels::default(),
             nodes,
         })
     }
@@ -127,6 +132,16 @@ async fn tags() -> Response {
     json_response(StatusCode::OK, &json!({"models": []}))
 }
 
-async fn nothing_loaded() -> Rejection {
-    Rejection::NothingLoaded
+/// Refuses a request; one for a model of the cluster with the reason.
+async fn nothing_loaded(State(idle): State<Arc<Idle>>, request: Request) -> Rejection {
+    if idle.unserved.is_empty() {
+        return Rejection::NothingLoaded;
+    }
+    match body_in_time(&idle.config, request).await {
+        Ok(body) => {
+            let refusal = idle.unserved.refusal(named_model(&body).as_deref());
+            refusal.unwrap_or(Rejection::NothingLoaded)
+        }
+        Err(rejection) => rejection,
+    }
 }

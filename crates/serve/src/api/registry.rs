@@ -31,6 +31,7 @@ use crate::journal::Journals;
 use crate::metrics::{END, OPEN_METRICS, facts_text, merged};
 use crate::phase::ServerPhase;
 use crate::rejection::Rejection;
+use crate::unserved::UnservedModel;
 use crate::upstream::{Hops, Upstreams};
 use crate::{Error, ServedModel};
 
@@ -118,6 +119,11 @@ impl ModelRegistry {
         open.retain(|door| door.key != key);
         open.push(door);
         Ok(())
+    }
+
+    /// Sets the models of the cluster that this node does not answer with.
+    pub fn set_unserved(&self, models: Vec<UnservedModel>) {
+        self.0.gate.unserved.set(models);
     }
 
     /// The journals of streamed responses, shared by all models.
@@ -273,7 +279,8 @@ async fn route<'a>(
 ) -> Result<(Destination<'a>, Request), Rejection> {
     let config = &shared.config;
     let upstreams = &config.upstreams;
-    if doors.len() == 1 && upstreams.is_empty() {
+    let unserved = &shared.gate.unserved;
+    if doors.len() == 1 && upstreams.is_empty() && unserved.is_empty() {
         return Ok((Destination::first(doors), request));
     }
     // The body of a client without access is not read; the first model's guard rejects it.
@@ -315,12 +322,20 @@ async fn route<'a>(
     let name = named_model(&body);
     let door = resumed.or(name.as_deref().and_then(called));
     let request = Request::from_parts(parts, Body::from(body));
+    let refusal = name
+        .as_deref()
+        .and_then(|name| unserved.refusal(Some(name)));
+    let is_unserved = refusal.is_some();
     let to = match door {
         _ if resumed.is_some() || !relay::takes(request.method(), request.uri().path()) => None,
         Some(door) => replica(upstreams, door, name),
         None => elsewhere(upstreams, doors, name),
     };
-    let own = || door.map_or(Destination::first(doors), Destination::Model);
+    let own = || match door {
+        Some(door) => Destination::Model(door),
+        None if is_unserved => Destination::Idle,
+        None => Destination::first(doors),
+    };
     Ok((to.map_or_else(own, Destination::Upstream), request))
 }
 

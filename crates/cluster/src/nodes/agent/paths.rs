@@ -9,6 +9,7 @@
 //! ```
 //! One thread measures one path at a time: concurrent measurements would disturb each other.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::thread;
@@ -20,6 +21,7 @@ use super::super::member::{Event, Life};
 use super::super::paths::{
     DueMeasurement, Path, PathChange, PathProbe, PathSample, is_link_local, is_news,
 };
+use super::super::reach::{self, BrokenPairs};
 use super::super::session::{self, Purpose};
 use super::super::{NodeId, RegisterKey};
 use super::channel::{self, ServiceChannel};
@@ -68,6 +70,11 @@ impl Agent {
     /// ([`Config::data_interface`](super::Config::data_interface)). `None` without measurements.
     pub fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
         lock(&self.inner.state).route(from, to)
+    }
+
+    /// The pairs of `nodes` of which one does not reach the other, by the measurements of both.
+    pub fn broken_pairs(&self, nodes: &[NodeId]) -> BrokenPairs {
+        lock(&self.inner.state).broken_pairs(nodes)
     }
 
     /// Makes `nodes` measure their paths now, and waits for it, at most some seconds. Skips nodes
@@ -318,12 +325,32 @@ impl super::state::State {
             .unwrap_or_default()
     }
 
-    fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
-        let data = |id| facts::of(self.member.map(), id).map_or_else(Vec::new, |it| it.data);
-        let (own, other) = (data(from), data(to));
-        let may = |only: &[IpAddr], ip: IpAddr| {
-            only.is_empty() || only.contains(&ip.to_canonical()) || is_link_local(ip)
+    /// As of [`Agent::broken_pairs`].
+    fn broken_pairs(&self, nodes: &[NodeId]) -> BrokenPairs {
+        let nodes: BTreeSet<NodeId> = nodes.iter().copied().collect();
+        let known = nodes
+            .iter()
+            .map(|id| (*id, (self.paths(*id), self.data(*id))));
+        let known: BTreeMap<NodeId, (Vec<Path>, Vec<IpAddr>)> = known.collect();
+        let is_broken = |from: &NodeId, to: &NodeId| {
+            let ((paths, own), (_, other)) = (&known[from], &known[to]);
+            let carries = |path: &&Path| may(own, path.local) && may(other, path.remote.ip());
+            reach::is_broken(paths.iter().filter(carries), *to)
         };
+        let pairs = nodes
+            .iter()
+            .flat_map(|from| nodes.iter().map(move |to| (from, to)));
+        let broken = pairs.filter(|(from, to)| from != to && is_broken(from, to));
+        broken.map(|(from, to)| (*from, *to)).collect()
+    }
+
+    /// The only addresses of a node for data; empty for all.
+    fn data(&self, id: NodeId) -> Vec<IpAddr> {
+        facts::of(self.member.map(), id).map_or_else(Vec::new, |it| it.data)
+    }
+
+    fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr> {
+        let (own, other) = (self.data(from), self.data(to));
         let port = facts::of(self.member.map(), to).map_or(0, |facts| facts.port);
         let best = |paths: Vec<Path>, local: &[IpAddr], remote: &[IpAddr]| {
             let paths = paths.into_iter().filter(|path| path.up);
@@ -345,6 +372,11 @@ impl super::state::State {
         let path = best(back.collect(), &other, &own)?;
         Some(SocketAddr::new(path.local, port))
     }
+}
+
+/// Whether an address of a node whose addresses for data are `only` carries data.
+fn may(only: &[IpAddr], ip: IpAddr) -> bool {
+    only.is_empty() || only.contains(&ip.to_canonical()) || is_link_local(ip)
 }
 
 /// Key of a node's paths in the shared map.

@@ -295,6 +295,7 @@ impl Inner {
                 self.bump(state);
             }
             Action::Life(id, life) => self.lived(state, id, life),
+            Action::Late(id) => state.paths.doubt(id, self.now().since_start),
         }
     }
 

@@ -143,6 +143,55 @@ fn a_request_that_ends_its_workers_is_given_up() {
     }
 }
 
+/// How many epochs begin until the first load has failed, where each fails by this event.
+fn first_loads(event: impl Fn(u64) -> CrewEvent<FromWorker>) -> u64 {
+    let mut failing = Failing::new(true);
+    loop {
+        let epoch = failing.supervisor.epoch();
+        failing.step(Event::Worker(event(epoch)));
+        failing.now += SIGNS_WITHIN;
+        failing.step(Event::Tick);
+        failing.now += LONGEST_WAIT;
+        failing.step(Event::Tick);
+        if failing.supervisor.epoch() == epoch {
+            return epoch;
+        }
+    }
+}
+
+#[test]
+fn a_first_load_outlives_losses_and_no_reason_of_its_own() {
+    let rank = Rank(0);
+    let exited = |ending| {
+        first_loads(|_| CrewEvent::Exited {
+            rank,
+            ending,
+            tail: Vec::new(),
+        })
+    };
+    let said = |blamed| {
+        first_loads(|epoch| CrewEvent::Message {
+            rank,
+            message: FromWorker::Failed {
+                epoch,
+                reason: "it broke".to_owned(),
+                blamed,
+                interrupted: false,
+            },
+        })
+    };
+    let most = u64::from(FIRST_LOSSES_MAX);
+    assert_eq!(exited(Ending::Signal(9)), most);
+    assert_eq!(said(Some(0)), most);
+    assert_eq!((exited(Ending::Code(1)), said(None)), (1, 1));
+
+    let mut failing = Failing::new(true);
+    failing.fail();
+    failing.become_ready();
+    assert_eq!(failing.supervisor.health(), Health::Ready);
+    assert!(failing.supervisor.epoch() == 2 && failing.supervisor.restarts() == 1);
+}
+
 /// Workers that end before they have a request do not count against it.
 #[test]
 fn a_request_waits_for_workers_that_cannot_start() {
