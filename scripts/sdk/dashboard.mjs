@@ -281,7 +281,10 @@ async function cluster() {
     });
     await run("dashboard: keys are made, listed and revoked", async () => {
       await page.fill("#key-form [name=name]", "laptop");
+      const asked = page.waitForEvent("dialog");
       await page.press("#key-form [name=name]", "Enter");
+      const words = (await asked).message();
+      check(/one, .*two|two, .*one/.test(words), `the first key warns: ${words}`);
       await page.locator("#key-said", { hasText: /pl-.*next start/ }).waitFor();
       await page.locator("#keys li", { hasText: "laptop" }).waitFor();
       await page.fill("#key-form [name=name]", "phone");

@@ -3,10 +3,10 @@
 use std::time::SystemTime;
 
 use paceline_serve::keys::{KeyInfo, KeyRole, Keys};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::output::{print, print_err};
-use crate::{home, join};
+use crate::{home, join, member};
 
 /// What to do with keys.
 #[derive(Debug, clap::Subcommand)]
@@ -59,6 +59,20 @@ fn line(key: &KeyInfo) -> String {
     format!("{}  {}{role}", key.id, key.name)
 }
 
+/// The warning that a first key locks out clients of all machines, which `nodes` lists.
+fn first_key_warning(nodes: &Value) -> String {
+    let nodes = nodes.as_array().map(Vec::as_slice).unwrap_or_default();
+    let names: Vec<&str> = nodes.iter().filter_map(|it| it["name"].as_str()).collect();
+    let machines = match names.as_slice() {
+        [] | [_] => "this machine, and any other of its cluster,".to_owned(),
+        names => names.join(", "),
+    };
+    format!(
+        "warning: this is the first key: from their next start on, {machines} answer no client \
+         without one, not even on the machine itself"
+    )
+}
+
 /// Makes, lists or revokes keys.
 ///
 /// # Errors
@@ -78,6 +92,10 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
             };
             let now = SystemTime::UNIX_EPOCH.elapsed();
             let now = now.map_or(0, |since| since.as_secs());
+            if keys.list().next().is_none() {
+                let told = member::ask_if_up("nodes", json!({})).ok().flatten();
+                print_err(first_key_warning(&told.unwrap_or_default()["nodes"]));
+            }
             let (key, info) = keys.make(name, role, now)?;
             print_err(format_args!(
                 "key {} for {name}; it is shown only now:",
@@ -95,5 +113,22 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
             print_err(format_args!("revoked {} ({})", key.id, key.name));
             Ok(())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_key_names_the_machines_that_it_locks() {
+        let two = json!([{ "name": "mini" }, { "name": "studio" }]);
+        let told = first_key_warning(&two);
+        assert!(
+            told.contains("next start on, mini, studio answer no client without"),
+            "{told}"
+        );
+        let alone = first_key_warning(&Value::Null);
+        assert!(alone.contains("this machine, and any other"), "{alone}");
     }
 }

@@ -667,6 +667,9 @@ async function listKeys() {
 }
 
 async function makeKey() {
+  const machines = (state.status.nodes || []).map((it) => it.name).join(", ") || "this machine";
+  const words = `This is the first key. From their next start on, ${machines} answer no client without one, not even on the machine itself.`;
+  if (state.keys.length === 0 && !state.status.asks_for_keys && !confirm(words)) return "no key was made";
   const made = await ask("new_key", { name: new FormData($("key-form")).get("name") });
   $("key-form").reset();
   await listKeys();
