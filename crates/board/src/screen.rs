@@ -16,10 +16,21 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Row, Sparkline, Table, Widget};
 use serde_json::Value;
 
+use crate::tables;
+
 /// Points of the tokens-per-second graph: two minutes.
 const SPEEDS_MAX: usize = 120;
 
 const GRAPH_ROWS: usize = 3;
+
+/// What `?` shows.
+const KEYS: &str = "\
+q            end
+s            sort the machines by name, CPU or memory
+/            show only rows with a text; Enter keeps it, Esc clears it
+arrows, j k  scroll: the machines, then models, links and requests
+PgUp, PgDn   ten rows at once; Home and End: the first and last row
+?            these keys; any key goes back";
 
 /// Sort column of machines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,6 +79,8 @@ pub struct TopView {
     pub is_typing: bool,
     /// Scroll offset in lines.
     pub scroll: usize,
+    /// Whether the keys are shown instead.
+    shows_keys: bool,
 }
 
 impl TopView {
@@ -105,8 +118,12 @@ impl TopView {
             }
             return false;
         }
+        if std::mem::take(&mut self.shows_keys) {
+            return key.code == KeyCode::Char('q');
+        }
         match key.code {
             KeyCode::Char('q') => return true,
+            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.shows_keys = true,
             KeyCode::Char('s') => self.sort = self.sort.next(),
             KeyCode::Char('/') => self.type_filter(),
             KeyCode::Esc => self.clear_filter(),
@@ -115,6 +132,7 @@ impl TopView {
             KeyCode::PageDown => self.scroll = self.scroll.saturating_add(10),
             KeyCode::PageUp => self.scroll = self.scroll.saturating_sub(10),
             KeyCode::Home => self.scroll = 0,
+            KeyCode::End => self.scroll = usize::MAX,
             _ => {}
         }
         false
@@ -206,6 +224,19 @@ pub fn frame(view: &mut TopView, frame: &mut Frame) {
 
 /// Draws all parts; truncates without room.
 fn draw(view: &mut TopView, area: Rect, buffer: &mut Buffer) {
+    if view.shows_keys {
+        for (line, y) in KEYS.lines().zip(area.y..area.bottom()) {
+            Line::raw(line).render(
+                Rect {
+                    y,
+                    height: 1,
+                    ..area
+                },
+                buffer,
+            );
+        }
+        return;
+    }
     let parts = Layout::vertical(heights(view, area.height).map(Constraint::Length));
     let [
         head,
@@ -223,20 +254,18 @@ fn draw(view: &mut TopView, area: Rect, buffer: &mut Buffer) {
     let speeds = view.speeds.make_contiguous();
     let last = &speeds[speeds.len().saturating_sub(usize::from(area.width))..];
     Sparkline::default().data(last).render(graph, buffer);
-    // Scrolls the list of machines first; it grows with the cluster.
-    let shown = usize::from(machines.height.saturating_sub(1));
-    view.scroll = view.scroll.min(view.nodes().len().saturating_sub(shown));
-    let rows = view.nodes().into_iter().skip(view.scroll).map(node);
+    let mut left = view.scroll;
+    let rows = visible(view.nodes(), machines, &mut left).map(node);
     let names = [
         "MACHINE", "STATE", "CPU", "GHZ", "MEMORY", "TEMP", "POWER", "IN/S", "OUT/S",
     ];
-    let widths = [name_width(area.width), 7, 5, 4, 16, 5, 6, 7, 0];
-    table(names, rows, widths).render(machines, buffer);
-    let rows = view.items("instances").into_iter().map(instance);
+    let widths = [name_width(area.width), 7, 5, 4, 16, 5, 6, 7, 7];
+    table(names, rows, (widths, &[3, 5, 6, 8, 7, 4]), area.width).render(machines, buffer);
+    let rows = visible(view.items("instances"), models, &mut left).map(instance);
     let names = ["MODEL", "STATE", "SPLIT", "TOK/S (PREDICTED)", "ON"];
-    table(names, rows, [18, 15, 9, 18, 0]).render(models, buffer);
+    table(names, rows, ([18, 15, 9, 18, 16], &[2, 3]), area.width).render(models, buffer);
     let is_wide = area.width >= 90;
-    let rows = view.items("links").into_iter();
+    let rows = visible(view.items("links"), links, &mut left);
     let rows = rows.map(|it| link(it, is_wide));
     let names = [
         "LINK FROM",
@@ -248,13 +277,29 @@ fn draw(view: &mut TopView, area: Rect, buffer: &mut Buffer) {
         "SENDS",
     ];
     let width = name_width(area.width);
-    table(names, rows, [width, width, 8, 8, 9, 9, 0]).render(links, buffer);
-    let rows = view.items("requests").into_iter().map(request);
+    let widths = [width, width, 8, 8, 9, 9, 9];
+    table(names, rows, (widths, &[5, 6, 2]), area.width).render(links, buffer);
+    let rows = visible(view.items("requests"), requests, &mut left).map(request);
     let names = [
         "REQUEST", "MODEL", "PROMPT", "TOKENS", "TOK/S", "FIRST", "AT",
     ];
-    table(names, rows, [8, 22, 7, 7, 7, 8, 0]).render(requests, buffer);
+    let widths = [8, 22, 7, 7, 7, 8, 9];
+    table(names, rows, (widths, &[2, 5, 6]), area.width).render(requests, buffer);
+    view.scroll -= left; // the end of the last table
     footer(view).render(foot, buffer);
+}
+
+/// The rows of a table in `area`, without those that are scrolled away. A table scrolls once those
+/// above it are at their end: `left` are the rows to scroll by from here on.
+fn visible<'a>(
+    all: Vec<&'a Value>,
+    area: Rect,
+    left: &mut usize,
+) -> impl Iterator<Item = &'a Value> {
+    let room = usize::from(area.height.saturating_sub(1));
+    let skipped = all.len().saturating_sub(room).min(*left);
+    *left -= skipped;
+    all.into_iter().skip(skipped)
 }
 
 /// Width of the name column. The others need 64 with spaces, so that nothing is truncated at 80.
@@ -277,6 +322,9 @@ fn heights(view: &TopView, height: u16) -> [u16; 10] {
     };
     let part = |share: u16| usize::from(height / share);
     let (head, foot) = (take(1), take(1));
+    // One request at least, from which the others can be scrolled to.
+    let has_requests = height >= 12 && !view.items("requests").is_empty();
+    let requests = take(if has_requests { 2 } else { 0 });
     let graph = take(if height >= 20 { GRAPH_ROWS } else { 0 });
     let machines = take((view.nodes().len().max(1) + 1).min(part(2)));
     let above_models = take(1);
@@ -296,23 +344,45 @@ fn heights(view: &TopView, height: u16) -> [u16; 10] {
         above_links,
         links,
         below,
-        left,
+        requests + left,
         foot,
     ]
 }
 
-/// A table whose last column takes the remaining width.
+/// A table whose last column takes the remaining width. Without room for all columns, those that
+/// `order` names are left out, the first of them first.
 fn table<const N: usize>(
     names: [&'static str; N],
     rows: impl Iterator<Item = [String; N]>,
-    widths: [u16; N],
+    (widths, order): ([u16; N], &[usize]),
+    room: u16,
 ) -> Table<'static> {
-    let widths = widths.map(|width| match width {
-        0 => Constraint::Fill(1),
-        width => Constraint::Length(width),
+    let mut shown = [true; N];
+    let needed = |shown: &[bool; N]| -> u16 {
+        let each = widths.iter().zip(shown).filter(|(_, is_shown)| **is_shown);
+        each.map(|(width, _)| width + 1).sum::<u16>() - 1
+    };
+    for column in order {
+        if needed(&shown) > room {
+            shown[*column] = false;
+        }
+    }
+    let columns: Vec<usize> = (0..N).filter(|column| shown[*column]).collect();
+    let last = columns.last().copied();
+    let widths = columns.iter().map(|column| match Some(*column) == last {
+        true => Constraint::Fill(1),
+        false => Constraint::Length(widths[*column]),
     });
-    let rows = rows.map(|cells| Row::new(cells.map(Cell::from)));
+    let widths: Vec<Constraint> = widths.collect();
+    let row = |mut cells: [String; N]| {
+        let cells = columns
+            .iter()
+            .map(|column| std::mem::take(&mut cells[*column]));
+        Row::new(cells.map(Cell::from).collect::<Vec<_>>())
+    };
+    let rows: Vec<Row<'_>> = rows.map(row).collect();
     let bold = Style::new().add_modifier(Modifier::BOLD);
+    let names = columns.iter().map(|column| names[*column]);
     Table::new(rows, widths).header(Row::new(names).style(bold))
 }
 
@@ -355,7 +425,7 @@ fn footer(view: &TopView) -> Line<'static> {
     };
     let sort = view.sort.name();
     Line::raw(format!(
-        "{filter}q end  s sort ({sort})  / filter  arrows scroll"
+        "{filter}q end  s sort ({sort})  / filter  arrows scroll  ? keys"
     ))
 }
 
@@ -424,11 +494,9 @@ fn instance(it: &Value) -> [String; 5] {
     let speed = number(&portrait["measured_tok_s"], |v| format!("{v:.1}"));
     let predicted = number(&portrait["predicted_tok_s"], |v| format!("{v:.1}"));
     let split = portrait["split"].as_str().or(it["split"].as_str());
-    let nodes = it["nodes"].as_array().into_iter().flatten();
-    let nodes: Vec<String> = nodes.map(text).collect();
     let place = match it["reason"].as_str() {
         Some(reason) => printable(reason).into_owned(),
-        None => nodes.join(", "),
+        None => tables::counted(it),
     };
     let split = printable(split.unwrap_or("-")).into_owned();
     [
@@ -553,7 +621,7 @@ REQUEST  MODEL                  PROMPT  TOKENS  TOK/S   FIRST    AT
 22       qwen3:8b               12      0       -       (2 s)    here
 
 
-q end  s sort (name)  / filter  arrows scroll";
+q end  s sort (name)  / filter  arrows scroll  ? keys";
         assert_eq!(plain(&mut view(), (80, 24)), expected);
     }
 
@@ -601,6 +669,42 @@ q end  s sort (name)  / filter  arrows scroll";
         assert_eq!(lines.len(), 5, "{small}");
         assert!(lines[0].starts_with("paceline  mini"), "{small}");
         assert_eq!(lines[4], "q end  s sort (name)");
+    }
+
+    #[test]
+    fn a_narrow_terminal_has_fewer_columns_and_no_cut_ones() {
+        let narrow = plain(&mut view(), (60, 24));
+        let heading = |name: &str| narrow.lines().find(|line| line.starts_with(name)).unwrap();
+        assert_eq!(
+            heading("MACHINE"),
+            "MACHINE         STATE   CPU   MEMORY           IN/S"
+        );
+        assert_eq!(heading("MODEL"), "MODEL              STATE           ON");
+        assert_eq!(
+            heading("LINK FROM"),
+            "LINK FROM       TO              BY       LATENCY  BANDWIDTH"
+        );
+        assert_eq!(
+            heading("REQUEST"),
+            "REQUEST  MODEL                  TOKENS  TOK/S   AT"
+        );
+    }
+
+    #[test]
+    fn every_table_can_be_scrolled_to_its_end_and_keys_are_told() {
+        let mut view = view();
+        let size = (80, 16);
+        assert!(!plain(&mut view, size).contains("\n22 "));
+        let press = |view: &mut TopView, code| view.handle_key(KeyEvent::from(code));
+        press(&mut view, KeyCode::End);
+        let end = plain(&mut view, size);
+        assert!(end.contains("\n22 "), "{end}");
+        press(&mut view, KeyCode::Home);
+        press(&mut view, KeyCode::Char('?'));
+        let keys = plain(&mut view, size);
+        assert!(keys.contains("PgUp, PgDn"), "{keys}");
+        press(&mut view, KeyCode::Char('x'));
+        assert!(plain(&mut view, size).starts_with("paceline  mini"));
     }
 
     #[test]

@@ -27,7 +27,7 @@ Examples:
   PACELINE_API_KEY=pl-... paceline top --url https://192.168.1.5:52415
 
 Keys: q ends, s sorts the machines by another column, / filters by text, Esc clears the filter,
-arrows and page keys scroll.";
+arrows and page keys scroll, ? shows all.";
 
 /// Poll interval of the node.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
