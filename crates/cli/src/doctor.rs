@@ -10,6 +10,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::output::print;
+use crate::terminal::fitted;
 use crate::{home, member};
 
 /// Read timeout of a node's tests: each takes a few seconds.
@@ -42,7 +43,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.json {
         return print(&json!({ "checks": checks }).to_string());
     }
-    print(&text(&checks))
+    print(&fitted(&text(&checks)))
 }
 
 /// Tests the connection to `host` and prints each finding at once. A finding is no error.
@@ -55,7 +56,7 @@ fn examine(host: &str, as_json: bool) -> anyhow::Result<()> {
         let check = of_finding(finding, host);
         if !as_json {
             // A closed stdout is reported at the end.
-            let _ = print(&line(&check));
+            let _ = print(&fitted(&line(&check)));
         }
         checks.push(check);
     };

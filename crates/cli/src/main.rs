@@ -50,7 +50,11 @@ mod trace;
 mod train;
 mod up;
 mod worker;
+mod wrap;
 
+use std::io::IsTerminal;
+
+use clap::error::ErrorKind;
 use clap::{ArgAction, CommandFactory, Parser, Subcommand};
 
 use error::Error;
@@ -166,7 +170,10 @@ enum Command {
 
 fn main() {
     // clap exits by itself: 0 for --help and --version, 2 for wrong usage.
-    let usage = |error| -> Cli { hint::of_usage(error, &Cli::command()).exit() };
+    let usage = |error: clap::Error| -> Cli {
+        show_help(&error);
+        hint::of_usage(error, &Cli::command()).exit()
+    };
     hush_caught_panics();
     let Cli { command, log, .. } = Cli::try_parse().unwrap_or_else(usage);
     // These start the user's programs, with the user's environment.
@@ -188,6 +195,22 @@ fn main() {
         Err(error) => exit_code(&error),
     };
     paceline_mlx::exit(code.into())
+}
+
+/// Prints help wrapped to the terminal, and ends; returns for other errors, and without a terminal.
+fn show_help(error: &clap::Error) {
+    if error.kind() != ErrorKind::DisplayHelp || !std::io::stdout().is_terminal() {
+        return;
+    }
+    let is_plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
+        || std::env::var_os("TERM").is_some_and(|value| value == "dumb");
+    let help = error.render();
+    let help = match is_plain {
+        true => help.to_string(),
+        false => help.ansi().to_string(),
+    };
+    let code = output::show_formatted(&terminal::fitted(&help)).map_or(1, |()| 0);
+    std::process::exit(code);
 }
 
 /// Hides caught panics of tokenizer and template libraries, which become errors.

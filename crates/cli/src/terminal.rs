@@ -4,10 +4,13 @@
 //! saved by [`keep`], for the shell.
 
 use std::io::Write;
+use std::os::fd::AsFd;
 use std::sync::Mutex;
 
 use paceline_base::lock;
 use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
+
+use crate::wrap::wrapped;
 
 /// The settings of standard input before any line was edited.
 static KEPT: Mutex<Option<Termios>> = Mutex::new(None);
@@ -36,6 +39,18 @@ pub(crate) fn restore() {
 
 /// Columns of the terminal on stderr; `None` without one, or if unknown.
 pub(crate) fn columns() -> Option<u16> {
-    let size = tcgetwinsize(std::io::stderr()).ok()?;
+    columns_of(std::io::stderr())
+}
+
+/// `text` wrapped to the terminal on stdout; as it is without one.
+pub(crate) fn fitted(text: &str) -> String {
+    match columns_of(std::io::stdout()) {
+        Some(columns) => wrapped(text, usize::from(columns)),
+        None => text.to_owned(),
+    }
+}
+
+fn columns_of(stream: impl AsFd) -> Option<u16> {
+    let size = tcgetwinsize(stream).ok()?;
     (size.ws_col > 0).then_some(size.ws_col)
 }
