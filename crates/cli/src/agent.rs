@@ -5,6 +5,7 @@
 
 use std::env;
 use std::io;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::Duration;
@@ -12,15 +13,15 @@ use std::time::Duration;
 use anyhow::Context;
 use paceline_serve::agent::{AgentProgram, AgentServer};
 use paceline_serve::{DEFAULT_PORT, load_generator};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::error::Error;
-use crate::home;
 use crate::output::print_err;
+use crate::{home, member};
 
 const EXAMPLES: &str = "\
 Examples:
-  paceline up --model smollm2          in one terminal
+  paceline up smollm2                  in one terminal
   paceline agent claude                in another
   paceline agent codex exec \"explain this folder\"
   PACELINE_API_KEY=pl-... paceline agent --url https://192.168.1.5:52415 opencode
@@ -35,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// Where the server is [default: this machine's]
+    /// Where the server is [default: this machine's node]
     #[arg(long, value_name = "URL")]
     url: Option<String>,
     /// Print what would be set and started, and end
@@ -74,8 +75,7 @@ impl From<AgentName> for AgentProgram {
 /// # Errors
 /// An unreachable server, a missing program.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let default = format!("http://127.0.0.1:{DEFAULT_PORT}");
-    let url = args.url.clone().unwrap_or(default);
+    let url = args.url.clone().unwrap_or_else(own_url);
     let key = env::var("PACELINE_API_KEY").ok();
     let served = ask(url.trim_end_matches('/'), key)?;
     let program = AgentProgram::from(args.program);
@@ -101,6 +101,29 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Err(error).with_context(|| format!("cannot start {}", program.name()))
 }
 
+/// The URL of this home's node, else that of a node with default settings.
+fn own_url() -> String {
+    let told = member::ask_if_up("nodes", json!({})).ok().flatten();
+    let served = told.and_then(|told| url_of(&told["nodes"]));
+    served.unwrap_or_else(|| format!("http://127.0.0.1:{DEFAULT_PORT}"))
+}
+
+/// The URL for clients on the machine whose node lists these `nodes`, itself first.
+fn url_of(nodes: &Value) -> Option<String> {
+    let api = nodes[0]["api"].as_array()?.iter();
+    let api = api.filter_map(|address| address.as_str()?.parse::<SocketAddr>().ok());
+    let api: Vec<SocketAddr> = api.collect();
+    let is_local = |ip: IpAddr| ip.is_loopback() || ip.is_unspecified();
+    // Loopback has no TLS.
+    match api.iter().find(|address| is_local(address.ip())) {
+        Some(local) if local.ip() == Ipv6Addr::LOCALHOST => {
+            Some(format!("http://[::1]:{}", local.port()))
+        }
+        Some(local) => Some(format!("http://127.0.0.1:{}", local.port())),
+        None => api.first().map(|address| format!("https://{address}")),
+    }
+}
+
 /// Queries the server at `url` for its model.
 fn ask(url: &str, key: Option<String>) -> anyhow::Result<AgentServer> {
     let (url, key) = (url.to_owned(), key.filter(|key| !key.is_empty()));
@@ -122,7 +145,7 @@ fn ask(url: &str, key: Option<String>) -> anyhow::Result<AgentServer> {
 /// Sends a GET request to a server.
 ///
 /// # Errors
-/// [`Error::NoServer`] with the reason.
+/// [`Error::NotTrusted`], [`Error::KeyRefused`], else [`Error::NoServer`] with the reason.
 pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
     let failed = |reason: String| Error::NoServer {
         url: url.to_owned(),
@@ -139,8 +162,63 @@ pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
     if let Some(key) = key {
         request = request.header("Authorization", format!("Bearer {key}"));
     }
-    let mut response = request.call().map_err(|error| failed(error.to_string()))?;
+    let mut response = request
+        .call()
+        .map_err(|error| failure(url, &error, key.is_some()))?;
     let text = response.body_mut().read_to_string();
     let text = text.map_err(|error| failed(error.to_string()))?;
     serde_json::from_str(&text).map_err(|error| failed(error.to_string()).into())
+}
+
+/// The error of a failed request; `has_key` says whether it had a key.
+fn failure(url: &str, error: &ureq::Error, has_key: bool) -> Error {
+    let (url, reason) = (url.to_owned(), error.to_string());
+    match error {
+        ureq::Error::StatusCode(401) => Error::KeyRefused { url, has_key },
+        // The text of rustls for each fault of a certificate.
+        ureq::Error::Io(_) if reason.contains("invalid peer certificate") => {
+            Error::NotTrusted { url, reason }
+        }
+        _ => Error::NoServer { url, reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_of_keys_and_certificates_are_not_a_missing_server() {
+        let of = |error: ureq::Error, has_key| failure("https://a/v1/models", &error, has_key);
+        for has_key in [false, true] {
+            let told = of(ureq::Error::StatusCode(401), has_key);
+            assert!(
+                matches!(told, Error::KeyRefused { has_key: same, .. } if same == has_key),
+                "{told}"
+            );
+        }
+        let untrusted = io::Error::other("invalid peer certificate: UnknownIssuer");
+        let told = of(ureq::Error::Io(untrusted), true);
+        assert!(matches!(told, Error::NotTrusted { .. }), "{told}");
+        let nobody = io::Error::from(io::ErrorKind::ConnectionRefused);
+        let told = of(ureq::Error::Io(nobody), true);
+        assert!(matches!(told, Error::NoServer { .. }), "{told}");
+    }
+
+    #[test]
+    fn the_own_node_is_asked_at_its_own_port() {
+        let url = |api: Value| url_of(&json!([{ "name": "own", "api": api }, { "api": ["x"] }]));
+        for (api, expected) in [
+            (json!(["127.0.0.1:56100"]), Some("http://127.0.0.1:56100")),
+            (json!(["[::1]:7"]), Some("http://[::1]:7")),
+            (
+                json!(["10.0.0.1:7", "0.0.0.0:8"]),
+                Some("http://127.0.0.1:8"),
+            ),
+            (json!(["10.0.0.1:7"]), Some("https://10.0.0.1:7")),
+            (json!([]), None),
+        ] {
+            assert_eq!(url(api.clone()).as_deref(), expected, "{api}");
+        }
+    }
 }

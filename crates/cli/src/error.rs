@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use paceline_base::{KernelClass, counted};
+use paceline_base::{Bytes, KernelClass, counted};
 use paceline_engine::ParamError;
 use paceline_serve::agent::AgentProgram;
 
@@ -34,6 +34,26 @@ pub(crate) enum Error {
         /// The option.
         option: &'static str,
     },
+    /// A chat line that begins like a command.
+    #[error("the chat has no command {word}, or it needs an argument")]
+    NoChatCommand {
+        /// The first word.
+        word: String,
+    },
+    /// `/set` of an unknown name.
+    #[error("there is no setting {name:?}")]
+    NoSetting {
+        /// The name.
+        name: String,
+    },
+    /// `/set` with a value that cannot be read.
+    #[error("{name} is {value:?}, expected a number")]
+    SettingValue {
+        /// The setting.
+        name: String,
+        /// The value.
+        value: String,
+    },
     /// An option without meaning in a chat.
     #[error("{flag} needs a prompt")]
     NotInChat {
@@ -64,6 +84,22 @@ pub(crate) enum Error {
         url: String,
         /// Why it failed.
         reason: String,
+    },
+    /// A server whose certificate is not trusted.
+    #[error("the certificate of {url} is not trusted: {reason}")]
+    NotTrusted {
+        /// The requested URL.
+        url: String,
+        /// What the check of the certificate said.
+        reason: String,
+    },
+    /// A server that refuses the key, or wants one.
+    #[error("{url} {}", if *has_key { "refuses the key" } else { "asks for a key" })]
+    KeyRefused {
+        /// The requested URL.
+        url: String,
+        /// Whether a key was sent.
+        has_key: bool,
     },
     /// The prompt leaves no room for output.
     #[error("the prompt has {tokens} tokens, but the context holds {context}")]
@@ -168,6 +204,47 @@ pub(crate) enum Error {
     /// An adapter without a model.
     #[error("--adapter is for a model, and there is none")]
     AdapterAlone,
+    /// A model whose weights exceed the memory of the machines.
+    #[error("{model} has {weights} of weights, too large for {memory} of memory")]
+    TooLarge {
+        /// The model as it was given.
+        model: String,
+        weights: Bytes,
+        /// Memory of all machines that would compute it.
+        memory: Bytes,
+    },
+    /// More machines than live.
+    #[error("{wanted} nodes are wanted and {} live: {}{}", living.len(), living.join(", "), told_dead(dead))]
+    TooFewNodes {
+        /// Value of `--nodes`.
+        wanted: usize,
+        /// Names of those that live.
+        living: Vec<String>,
+        /// Names of those that do not answer.
+        dead: Vec<String>,
+    },
+    /// A machine of another name.
+    #[error("no machine of the cluster is named {name:?}")]
+    NoMachine {
+        /// The name as it was given.
+        name: String,
+        /// All names.
+        known: Vec<String>,
+    },
+    /// A code that pairs this machine with none, by a running node.
+    #[error("{reason}")]
+    NotPaired {
+        /// What the node said.
+        reason: String,
+    },
+    /// A model to remove that instances compute with.
+    #[error("{model} is loaded: {}", users.join("; "))]
+    Loaded {
+        /// The model as it was given.
+        model: String,
+        /// Each instance with its machines.
+        users: Vec<String>,
+    },
     /// The output path exists.
     #[error("{} is there already", path.display())]
     OutputThere {
@@ -220,6 +297,14 @@ pub(crate) enum Error {
         /// Names of usable instruction sets.
         available: String,
     },
+}
+
+/// The dead machines in an error.
+fn told_dead(dead: &[String]) -> String {
+    match dead {
+        [] => String::new(),
+        dead => format!("; dead: {}", dead.join(", ")),
+    }
 }
 
 impl Error {

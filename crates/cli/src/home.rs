@@ -63,21 +63,25 @@ pub(crate) fn api_keys() -> anyhow::Result<PathBuf> {
     Ok(settings::api_keys(&folder()?))
 }
 
-/// Certificates to trust for the server at `url`, if not the built-in ones: `$SSL_CERT_FILE`, else
-/// this home's own certificate if it is for that host.
+/// The file of certificates to trust for the server at `url`, if not the built-in ones: this home's
+/// own certificate if it is for that host, else `$SSL_CERT_FILE`.
 pub(crate) fn trusted(url: &str) -> Option<PathBuf> {
     let uri: ureq::http::Uri = url.parse().ok()?;
     if uri.scheme_str() != Some("https") {
         return None;
     }
-    if let Some(path) = settings::text(&variable, "SSL_CERT_FILE") {
-        return Some(PathBuf::from(path)).filter(|path| path.exists());
-    }
     let host = uri.host()?.trim_matches(['[', ']']);
-    servers::trusted(&folder().ok()?, host)
+    let own = servers::trusted(&folder().ok()?, host);
+    own.or_else(|| named_certificates().filter(|path| path.exists()))
 }
 
-/// The certificates that [`trusted`] returns.
+/// `$SSL_CERT_FILE`.
+fn named_certificates() -> Option<PathBuf> {
+    settings::text(&variable, "SSL_CERT_FILE").map(PathBuf::from)
+}
+
+/// The certificates to trust for the server at `url`: those of [`trusted`] and of
+/// `$SSL_CERT_FILE`, which often names the system's own bundle.
 ///
 /// # Errors
 /// A file that cannot be read.
@@ -86,7 +90,16 @@ pub(crate) fn certificates_for(url: &str) -> anyhow::Result<Option<Vec<u8>>> {
         let failed = || format!("cannot read the certificates of {}", path.display());
         std::fs::read(&path).with_context(failed)
     };
-    trusted(url).map(read).transpose()
+    let Some(first) = trusted(url) else {
+        return Ok(None);
+    };
+    let named = named_certificates().filter(|path| path.exists() && *path != first);
+    let mut all = read(first)?;
+    if let Some(path) = named {
+        all.push(b'\n');
+        all.extend(read(path)?);
+    }
+    Ok(Some(all))
 }
 
 /// Install folder of MLX, with a folder per version.

@@ -9,9 +9,8 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         Error::NoAgent { program } => {
             format!("npm install -g {} installs it", program.package())
         }
-        Error::NoServer { .. } => {
-            "start it in another terminal: paceline up --model MODEL; with --url for another place"
-                .into()
+        Error::NoServer { .. } | Error::NotTrusted { .. } | Error::KeyRefused { .. } => {
+            return of_client(error);
         }
         Error::Param(_) => "`paceline run --help` explains the options".into(),
         Error::NoPrompt => {
@@ -19,6 +18,10 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         }
         Error::NoEncoder { .. } => "all-MiniLM-L6-v2 is one".into(),
         Error::OfDecoders { option } => format!("leave out {option}"),
+        Error::NoChatCommand { .. } => "/help shows all commands".into(),
+        Error::NoSetting { .. } | Error::SettingValue { .. } => {
+            "/set shows all settings; /set temperature 0 changes one".into()
+        }
         Error::NotInChat { .. } => "put the prompt after MODEL, or pipe it in".into(),
         Error::PromptNotUtf8 { .. } => {
             "convert it, for example with `iconv -f latin1 -t utf-8`".into()
@@ -56,6 +59,11 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             of_several(error).into()
         }
         Error::Needed { name } => format!("give it on the command line: {name}"),
+        Error::TooLarge { .. }
+        | Error::TooFewNodes { .. }
+        | Error::NoMachine { .. }
+        | Error::NotPaired { .. }
+        | Error::Loaded { .. } => return of_machines(error),
         Error::OutputThere { .. } => "choose another place, or move away what is there".into(),
         Error::WorkerByHand => "`paceline run MODEL --nodes 2` starts two of them".into(),
         Error::NoMlx { build, .. } if build != "MLX" => {
@@ -75,6 +83,55 @@ pub(super) fn hint(error: &Error) -> Option<String> {
     })
 }
 
+/// The hint for an error of a request to a server.
+fn of_client(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::NoServer { .. } => {
+            "start it in another terminal: paceline up MODEL; with --url for another place".into()
+        }
+        Error::NotTrusted { .. } => {
+            "copy tls/cert.pem of the server's PACELINE_HOME here: SSL_CERT_FILE=cert.pem".into()
+        }
+        Error::KeyRefused { has_key, .. } => {
+            let wrong = if *has_key {
+                "is not a key of it"
+            } else {
+                "is not set"
+            };
+            format!(
+                "PACELINE_API_KEY {wrong}: `paceline key api new NAME` makes one on a machine of \
+                 the cluster"
+            )
+        }
+        _ => return None,
+    })
+}
+
+/// The hint for an error of the cluster's machines and what they have loaded.
+fn of_machines(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::TooLarge { model, .. } => format!(
+            "`paceline models --fits` shows what fits; `paceline pull {model}` fetches it all the \
+             same"
+        ),
+        Error::TooFewNodes { living, .. } => format!(
+            "take --nodes {}, or let machines in: `paceline nodes invite`",
+            living.len()
+        ),
+        Error::NoMachine { name, known } => match near(name, known) {
+            Some(near) => format!("did you mean {near}?"),
+            None => format!("`paceline nodes` lists them: {}", known.join(", ")),
+        },
+        Error::NotPaired { .. } => "a code counts once: `paceline nodes invite` shows a new one; \
+                                    --peer HOST finds its machine where multicast does not"
+            .into(),
+        Error::Loaded { model, .. } => {
+            format!("`paceline unload {model}` comes first; --force removes its files all the same")
+        }
+        _ => return None,
+    })
+}
+
 /// The hint for errors of several models and their adapters.
 const fn of_several(error: &Error) -> &'static str {
     match error {
@@ -84,6 +141,13 @@ const fn of_several(error: &Error) -> &'static str {
             "`paceline adapter fuse` writes a model with its adapter in it, to serve beside others"
         }
     }
+}
+
+/// The known name that differs least from `name`, if it differs in a third of its letters at most.
+fn near<'a>(name: &str, known: &'a [String]) -> Option<&'a String> {
+    let distance = |other: &&String| strsim::damerau_levenshtein(name, other);
+    let nearest = known.iter().min_by_key(distance)?;
+    (distance(&nearest) <= (name.chars().count() / 3).max(1)).then_some(nearest)
 }
 
 /// Example shares of `nodes` nodes, the first with the most.
