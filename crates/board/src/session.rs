@@ -58,6 +58,16 @@ impl ModelSession {
         &self.loaded
     }
 
+    /// Its options.
+    pub const fn options(&self) -> &SessionOptions {
+        &self.manner
+    }
+
+    /// Its options, for the answers that follow.
+    pub const fn options_mut(&mut self) -> &mut SessionOptions {
+        &mut self.manner
+    }
+
     /// Limits answers, unless a lower limit exists.
     pub fn limit(&mut self, max_tokens: usize) {
         self.manner.max_tokens = self.manner.max_tokens.min(max_tokens);

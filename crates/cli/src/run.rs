@@ -1,6 +1,7 @@
 //! `paceline run`: an answer, or a chat.
 
 mod chat;
+mod chat_input;
 mod lines;
 mod sampling;
 mod session;
@@ -36,7 +37,7 @@ Examples:
 Ctrl-C ends at once; in a chat it stops the answer. Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
 
 /// Arguments of `paceline run`.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id `owner/name[:quantisation]`
@@ -104,14 +105,18 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     };
     check_chat(args, prompt.as_deref())?;
     args.split.check()?;
-    let shared = instance_choice::instance(&args.wish(), signals)?;
-    let mut session = match &shared {
-        Some(instance) => RunSession::at(args, instance, sampling)?,
-        None => open(args, sampling, signals, false)?,
-    };
+    let mut session = begin(args, sampling, signals)?;
     match prompt {
         Some(prompt) => answer(args, &mut session, prompt),
-        None => chat::chat(args, &mut session, signals),
+        None => chat::chat(args, session, signals),
+    }
+}
+
+/// A session on an instance of this machine's node, else in this process.
+fn begin(args: &Args, sampling: SamplingParams, signals: &Signals) -> anyhow::Result<RunSession> {
+    match instance_choice::instance(&args.wish(), signals)? {
+        Some(instance) => RunSession::at(args, instance, sampling),
+        None => open(args, sampling, signals, false),
     }
 }
 

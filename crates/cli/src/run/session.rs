@@ -21,19 +21,23 @@ use crate::local_model::{LocalModel, ReadyModel, SplitArgs};
 use crate::output::print_err;
 
 /// A session with one model.
-pub(super) struct RunSession(session::ModelSession);
+pub(super) struct RunSession {
+    session: session::ModelSession,
+    /// The node's instance, which may be leased until the session ends.
+    _instance: Option<NodeInstance>,
+}
 
 impl Deref for RunSession {
     type Target = session::ModelSession;
 
     fn deref(&self) -> &Self::Target {
-        &self.0
+        &self.session
     }
 }
 
 impl DerefMut for RunSession {
     fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut self.0
+        &mut self.session
     }
 }
 
@@ -60,13 +64,13 @@ impl RunSession {
         if loaded.nodes() > 1 && !args.json {
             loaded.split_lines().iter().for_each(print_err);
         }
-        Self::of(args, path, loaded, (sampling, name))
+        Self::of(args, path, loaded, (sampling, name), None)
     }
 
     /// A session on an instance of this machine's node.
     pub(super) fn at(
         args: &Args,
-        instance: &NodeInstance,
+        instance: NodeInstance,
         sampling: SamplingParams,
     ) -> anyhow::Result<Self> {
         let split = SplitArgs {
@@ -76,7 +80,8 @@ impl RunSession {
         };
         let opened = open(args, &instance.path, &split)?;
         let loaded = opened.with_service(Arc::clone(&instance.service), instance.on.clone());
-        Self::of(args, &instance.path, loaded, (sampling, None))
+        let path = instance.path.clone();
+        Self::of(args, &path, loaded, (sampling, None), Some(instance))
     }
 
     fn of(
@@ -84,6 +89,7 @@ impl RunSession {
         path: &Path,
         loaded: ReadyModel,
         (sampling, adapter): (SamplingParams, Option<String>),
+        instance: Option<NodeInstance>,
     ) -> anyhow::Result<Self> {
         let manner = SessionOptions {
             sampling,
@@ -93,9 +99,11 @@ impl RunSession {
             raw: args.raw,
         };
         let bad = || format!("{}: cannot use its chat template", path.display());
-        Ok(Self(
-            session::ModelSession::new(loaded, manner).with_context(bad)?,
-        ))
+        let session = session::ModelSession::new(loaded, manner).with_context(bad)?;
+        Ok(Self {
+            session,
+            _instance: instance,
+        })
     }
 
     /// Generates an answer with a timeline of all nodes.
@@ -103,7 +111,7 @@ impl RunSession {
     /// # Errors
     /// As [`generate`](Self::generate); or a node without a timeline.
     pub(super) fn trace(&self, prompt: Vec<u32>) -> anyhow::Result<(AnswerStats, Timeline)> {
-        let traced = self.0.trace(prompt);
+        let traced = self.session.trace(prompt);
         traced.map_err(|error| self.explain(error, false))
     }
 
@@ -120,7 +128,7 @@ impl RunSession {
     ) -> anyhow::Result<AnswerStats> {
         let is_stopped = chat.map(|chat| move || chat.is_cancelled());
         let is_stopped = is_stopped.as_ref().map(|it| it as &dyn Fn() -> bool);
-        let figures = self.0.generate(prompt, is_stopped, show);
+        let figures = self.session.generate(prompt, is_stopped, show);
         figures.map_err(|error| self.explain(error, chat.is_some()))
     }
 

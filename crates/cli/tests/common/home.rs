@@ -59,7 +59,7 @@ impl TestHome {
             let mut left: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
             // What is being written when a signal ends it goes with the next run.
             left.retain(|file| !file.to_string_lossy().starts_with("measured."));
-            let kept = ["audit.jsonl", "engine-rates.json", "prefixes"];
+            let kept = ["audit.jsonl", "chat-history", "copies", "engine-rates.json", "prefixes"];
             left.retain(|file| !kept.iter().any(|kept| file == kept));
             if let Ok(node) = fs::read_dir(self.path(name).join("node")) {
                 let kept = ["identity", "cluster-key", "map.json", "lock"];
