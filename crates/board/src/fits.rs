@@ -3,8 +3,8 @@
 //! Speeds are the planner's predictions for one request with a short prompt. No model is downloaded
 //! for them.
 
-use paceline_cluster::machine;
-use paceline_plan::catalogue::HardwareEntry;
+use std::cmp::Ordering;
+
 use paceline_plan::report;
 use paceline_plan::solver::{Options, solve};
 use paceline_plan::{Calibration, Catalogue, Cluster, Costs, Error, ModelShape, Workload};
@@ -35,28 +35,6 @@ struct FitPrediction {
     decode_tok_s: f64,
     split: String,
     nodes: usize,
-}
-
-/// This machine as a cluster of one node, from (bytes/s, integer op/s).
-///
-/// # Errors
-/// Impossible rates.
-pub fn this_machine((read, operations): (f64, f64)) -> Result<Cluster, Error> {
-    let memory = machine::available();
-    let entry = HardwareEntry {
-        kind: "this machine".to_owned(),
-        memory_gb: memory.map(|bytes| bytes.0 as f64 / 1e9),
-        memory_bandwidth_gb_s: Some(read / 1e9),
-        fp16_tflops: Some(operations / 1e12),
-        backend: Some("cpu".to_owned()),
-        source: "own measurement".to_owned(),
-        ..HardwareEntry::default()
-    };
-    Ok(Cluster {
-        name: "this machine".to_owned(),
-        nodes: vec![entry.node("this machine", None)?],
-        links: Vec::new(),
-    })
 }
 
 /// All models of known shape, smallest first.
@@ -132,28 +110,86 @@ pub fn rows(
     candidates(catalogue)?.into_iter().map(row).collect()
 }
 
-/// The rows as a table.
+/// Tokens a second that a reader does not wait for: twice the usual 250 words a minute, at 1.3
+/// tokens a word.
+const READ_TOK_S: f64 = 10.0;
+
+/// Uses of models, in the order of the table.
+const USES: [&str; 3] = ["chat", "coding", "thinking"];
+
+impl FitRow {
+    /// Index of its use, by its name.
+    fn use_at(&self) -> usize {
+        match self.candidate.name.as_str() {
+            name if name.contains("coder") => 1,
+            name if name.contains("r1:") => 2,
+            _ => 0,
+        }
+    }
+
+    /// Whether it answers as fast as people read.
+    fn is_fluent(&self) -> bool {
+        let fit = self.fit.as_ref();
+        fit.is_some_and(|fit| fit.decode_tok_s >= READ_TOK_S)
+    }
+
+    /// Sorts by use, then the largest that is fluent, then the fastest that fits, then the others.
+    fn rank(&self, other: &Self) -> Ordering {
+        let speed = |row: &Self| row.fit.as_ref().map_or(0.0, |fit| fit.decode_tok_s);
+        let bytes = |row: &Self| row.candidate.shape.weight_bytes();
+        let by_use = self.use_at().cmp(&other.use_at());
+        let by_fluency = other.is_fluent().cmp(&self.is_fluent());
+        by_use.then(by_fluency).then(match self.is_fluent() {
+            true => bytes(other).total_cmp(&bytes(self)),
+            false => speed(other).total_cmp(&speed(self)),
+        })
+    }
+}
+
+/// The best model of each use: the first of its rows, where that is fluent.
+fn recommendation(sorted: &[&FitRow]) -> Option<String> {
+    let best = |(at, of): (usize, &&str)| {
+        let first = sorted.iter().find(|row| row.use_at() == at);
+        let first = first.filter(|row| row.is_fluent())?;
+        Some(format!("for {of}: {}", first.candidate.name))
+    };
+    let all: Vec<String> = USES.iter().enumerate().filter_map(best).collect();
+    (!all.is_empty()).then(|| all.join(", "))
+}
+
+/// The rows as a table, by use, with a recommendation.
 pub fn text(cluster: &Cluster, rows: &[FitRow]) -> String {
-    let mut lines = vec![format!(
-        "{:20} {:>9} {:>7}  SPLIT on {}",
-        "NAME", "WEIGHTS", "TOK/S", cluster.name
-    )];
-    for row in rows {
+    let mut sorted: Vec<&FitRow> = rows.iter().collect();
+    sorted.sort_by(|a, b| a.rank(b));
+    let mut lines = vec![
+        format!("on {}", cluster.name),
+        format!(
+            "{:20} {:9} {:>9} {:>7}  SPLIT",
+            "NAME", "USE", "WEIGHTS", "TOK/S"
+        ),
+    ];
+    for row in &sorted {
         let name = &row.candidate.name;
         let weights = paceline_base::Bytes(row.candidate.shape.weight_bytes() as u64).to_string();
-        let (speed, mut how) = match (&row.fit, row.candidate.uncomputed) {
+        let (speed, how) = match (&row.fit, row.candidate.uncomputed) {
             (Some(fit), _) => (format!("{:.1}", fit.decode_tok_s), fit.split.clone()),
             (None, Some(architecture)) => {
                 ("-".to_owned(), format!("{architecture}: not computed yet"))
             }
             (None, None) => ("-".to_owned(), "does not fit".to_owned()),
         };
-        if !row.candidate.checked {
-            how += " (hub id not verified here)";
-        }
-        lines.push(format!("{name:20} {weights:>9} {speed:>7}  {how}"));
+        let of = USES[row.use_at()];
+        lines.push(format!("{name:20} {of:9} {weights:>9} {speed:>7}  {how}"));
     }
     lines.push("Speeds are predicted, for one request with a short prompt.".to_owned());
+    let unchecked = rows.iter().filter(|row| !row.candidate.checked).count();
+    if unchecked > 0 {
+        lines.push(format!(
+            "{unchecked} of {} hub ids were not looked up yet.",
+            rows.len()
+        ));
+    }
+    lines.extend(recommendation(&sorted));
     lines.join("\n")
 }
 
@@ -224,6 +260,36 @@ mod tests {
             .find(|row| row.candidate.name == "phi4:14b")
             .unwrap();
         assert!(phi.fit.is_none());
+    }
+
+    #[test]
+    fn the_table_is_by_use_within_eighty_columns_and_recommends() {
+        let of = |cluster: &str| {
+            let catalogue = Catalogue::builtin().unwrap();
+            let named = short_cluster(cluster, &catalogue).unwrap();
+            text(&named, &rows_of(cluster))
+        };
+        let studio = of("mac-studio-m3-ultra-512");
+        assert!(
+            studio.lines().all(|line| line.chars().count() <= 80),
+            "{studio}"
+        );
+        let last = studio.lines().last().unwrap();
+        assert!(last.starts_with("for chat: "), "{last}");
+        assert!(last.contains(", for coding: qwen"), "{last}");
+        let uses: Vec<&str> = studio
+            .lines()
+            .filter_map(|line| {
+                USES.iter()
+                    .find(|of| line[20.min(line.len())..].starts_with(&format!(" {of} ")))
+            })
+            .copied()
+            .collect();
+        assert!(
+            uses.is_sorted_by_key(|of| USES.iter().position(|it| it == of)),
+            "{uses:?}"
+        );
+        assert!(uses.len() > 40, "{studio}");
     }
 
     #[test]

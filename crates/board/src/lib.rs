@@ -16,6 +16,7 @@
 //! - [`answer`]: collects an answer with its statistics.
 //! - [`worker_notices`]: workers' notices as lines; [`trainings`]: forecasts of trainings.
 //! - [`machines`]: machines that compute for a local program.
+//! - [`own_cluster`]: the user's own machines, for the planner.
 //! - [`lease`]: a leased instance of this machine's node.
 //! - [`cables`]: cabling between machines.
 //! - [`findings`]: the user's own findings for the knowledge base.
@@ -65,6 +66,7 @@ pub mod lookup;
 pub mod machines;
 pub mod member;
 pub mod model_facts;
+pub mod own_cluster;
 mod peers;
 pub mod previews;
 pub mod pulls;
@@ -87,8 +89,7 @@ use std::sync::Arc;
 pub use dashboard::{Dashboard, DashboardOutputs, DashboardThreads, InstanceSource, TrafficSource};
 pub use downloads::PullSource;
 pub use error::{Error, chain};
-pub use local::LocalInstances;
-pub use removal::remover;
+pub use removal::{model_users, remover};
 
 /// Receives lines for people; must not block.
 pub type MessageSink = Arc<dyn Fn(&str) + Send + Sync>;

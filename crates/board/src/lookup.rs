@@ -3,10 +3,13 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use paceline_base::Bytes;
 use paceline_model::shape;
-use paceline_plan::catalogue::{parse_cluster, short_cluster};
+use paceline_plan::catalogue::{HardwareEntry, LinkKind, ModelEntry, parse_cluster, short_cluster};
 use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape};
-use paceline_store::Home;
+use paceline_store::{Error as StoreError, Home};
+
+use crate::tables::aligned;
 
 /// Why a lookup failed.
 #[derive(Debug, thiserror::Error)]
@@ -15,6 +18,13 @@ pub enum Error {
     Shape(#[from] shape::Error),
     #[error("{0}")]
     Plan(#[from] paceline_plan::Error),
+    /// A name that no model has, unlike others.
+    #[error("no model is called {name:?}")]
+    Name {
+        name: String,
+        /// Similar known names, best first.
+        near: Vec<String>,
+    },
     #[error("cannot read {}", path.display())]
     Read {
         path: PathBuf,
@@ -54,11 +64,26 @@ pub fn model(
     } else {
         known_name(name)
     };
-    let entry = catalogue.model(known.unwrap_or(name))?;
+    let entry = catalogue.model(known.unwrap_or(name));
+    let entry = entry.map_err(|error| match near_names(home, name) {
+        near if near.is_empty() => error.into(),
+        near => Error::Name {
+            name: name.to_owned(),
+            near,
+        },
+    })?;
     Ok(match bits {
         Some(bits) => entry.shape(bits),
         None => entry.stored(usual_bits.or(entry.bits).unwrap_or(BITS)),
     }?)
+}
+
+/// Names like `name` that `run` knows.
+fn near_names(home: Option<&Home>, name: &str) -> Vec<String> {
+    match home.map(|home| paceline_store::resolve(home, name)) {
+        Some(Err(StoreError::UnknownModel { close, .. })) => close,
+        _ => Vec::new(),
+    }
 }
 
 /// The catalogue's shape and stored bits of a model that `run` would download as `name`.
@@ -69,6 +94,16 @@ fn known_name(name: &str) -> (Option<&'static str>, Option<f64>) {
     let usual = paceline_store::usual_name(name);
     let shape = usual.and_then(|usual| usual.shape.as_deref());
     (shape, usual.map(|usual| usual.bits))
+}
+
+/// Bytes of the weights that `run` would download as `name`, by their shape in the catalogue; `None`
+/// for other names.
+pub fn weights(name: &str) -> Option<Bytes> {
+    let (shape, bits) = known_name(name);
+    let catalogue = Catalogue::builtin().ok()?;
+    let entry = catalogue.model(shape?).ok()?;
+    let shape = entry.stored(bits.or(entry.bits).unwrap_or(BITS)).ok()?;
+    Some(Bytes(shape.weight_bytes() as u64))
 }
 
 /// The local files that `run` would use for `name`: a path, or a model of the store.
@@ -143,29 +178,82 @@ pub fn set_engine(
     Ok(())
 }
 
-/// Lists machines, links, models and engines.
+/// Machines, links, models and engines, a table each.
 pub fn list(catalogue: &Catalogue, calibration: &Calibration) -> String {
-    let known = |kind: &&str| !matches!(*kind, "unknown" | "unknown-cuda-gpu" | "none");
-    let machines = catalogue
-        .hardware
-        .iter()
-        .map(|h| h.kind.as_str())
-        .filter(known);
-    let links = catalogue
-        .links
-        .iter()
-        .map(|l| l.kind.as_str())
-        .filter(known);
-    let models = catalogue.models.iter().map(|m| m.name.as_str());
-    let engines = calibration.engines().iter().map(|e| e.name.as_str());
-    let lines = |title: &str, names: Vec<&str>| format!("{title}\n  {}", names.join("\n  "));
-    let all = [
-        lines("machines", machines.collect()),
-        lines("links", links.collect()),
-        lines("models", models.collect()),
-        lines("engines", engines.collect()),
+    let tables = [
+        machines(catalogue),
+        links(catalogue),
+        models(catalogue),
+        aligned(
+            &std::iter::once("ENGINE")
+                .chain(calibration.engines().iter().map(|e| e.name.as_str()))
+                .map(|name| [name.to_owned()])
+                .collect::<Vec<_>>(),
+        ),
     ];
-    all.join("\n")
+    tables.map(|lines| lines.join("\n")).join("\n\n")
+}
+
+/// A number without needless decimals; `-` for none.
+fn number(value: Option<f64>) -> String {
+    value.map_or_else(|| "-".to_owned(), |value| format!("{value:.0}"))
+}
+
+/// Whether a kind stands for a machine or link that can be bought.
+fn is_named(kind: &str) -> bool {
+    !matches!(kind, "unknown" | "unknown-cuda-gpu" | "none")
+}
+
+fn machines(catalogue: &Catalogue) -> Vec<String> {
+    let heading = ["MACHINE", "MEMORY GB", "GB/S", "TFLOPS", "LOAD W", "USD"];
+    let row = |it: &HardwareEntry| {
+        [
+            it.kind.clone(),
+            number(it.memory_gb),
+            number(it.memory_bandwidth_gb_s),
+            number(it.fp16_tflops),
+            number(it.load_w),
+            number(it.price_usd),
+        ]
+    };
+    let known = catalogue.hardware.iter().filter(|it| is_named(&it.kind));
+    let rows = std::iter::once(heading.map(str::to_owned)).chain(known.map(row));
+    aligned(&rows.collect::<Vec<_>>())
+}
+
+fn links(catalogue: &Catalogue) -> Vec<String> {
+    let heading = ["LINK", "ONE WAY US", "GBIT/S"].map(str::to_owned);
+    let row = |it: &LinkKind| {
+        let link = it.between(0, 1);
+        let us = Some(link.alpha * 1e6);
+        [
+            it.kind.clone(),
+            number(us),
+            format!("{:.1}", link.beta * 8e-9),
+        ]
+    };
+    let known = catalogue.links.iter().filter(|it| is_named(&it.kind));
+    aligned(
+        &std::iter::once(heading)
+            .chain(known.map(row))
+            .collect::<Vec<_>>(),
+    )
+}
+
+/// Models with the names that `run` and `plan` take for them too.
+fn models(catalogue: &Catalogue) -> Vec<String> {
+    let heading = ["MODEL", "WEIGHTS GB", "ALSO"].map(str::to_owned);
+    let row = |it: &ModelEntry| {
+        let stored = it.stored(it.bits.unwrap_or(BITS)).ok();
+        let weights = stored.map(|shape| shape.weight_bytes() / 1e9);
+        let usual = paceline_store::usual_names().iter();
+        let usual = usual.filter(|usual| usual.shape.as_deref() == Some(&it.name));
+        let also = usual.map(|usual| usual.name.as_str()).next();
+        let weights = weights.map_or_else(|| "-".to_owned(), |gb| format!("{gb:.1}"));
+        [it.name.clone(), weights, also.unwrap_or("").to_owned()]
+    };
+    let rows = std::iter::once(heading).chain(catalogue.models.iter().map(row));
+    aligned(&rows.collect::<Vec<_>>())
 }
 
 #[cfg(test)]
@@ -173,6 +261,34 @@ mod tests {
     use paceline_store::{Catalogue as Names, usual_names};
 
     use super::*;
+
+    #[test]
+    fn the_list_has_columns_of_eighty_at_most_and_usual_names() {
+        let all = list(
+            &Catalogue::builtin().unwrap(),
+            &Calibration::builtin().unwrap(),
+        );
+        assert!(all.lines().all(|line| line.chars().count() <= 80), "{all}");
+        let line = |name: &str| {
+            let found = all.lines().find(|line| line.starts_with(name));
+            found.unwrap_or_else(|| panic!("{name}: {all}")).to_owned()
+        };
+        assert!(line("mac-studio-m3-ultra-512").contains(" 512 "), "{all}");
+        assert!(line("Qwen3-32B").ends_with(" qwen3:32b"), "{all}");
+        assert!(line("10gbe").contains(" 10"), "{all}");
+        assert!(!all.contains("unknown"), "{all}");
+    }
+
+    #[test]
+    fn an_unknown_name_comes_with_names_like_it() {
+        let home = Home::new("/nonexistent");
+        let catalogue = Catalogue::builtin().unwrap();
+        match model(Some(&home), "qwen9:8b", None, &catalogue) {
+            Err(Error::Name { near, .. }) => assert!(near.iter().any(|it| it == "qwen3:8b")),
+            other => panic!("{other:?}"),
+        }
+        assert!(weights("qwen3:8b").is_some() && weights("o/r").is_none());
+    }
 
     #[test]
     fn run_knows_the_planners_names_of_all_that_it_can_fetch() {

@@ -5,7 +5,7 @@ use paceline_cluster::machine::MainMemory;
 use paceline_store::PullPreview;
 
 /// Share of a machine's memory for a model's weights, as placements over machines have it.
-const USABLE: f64 = 0.8;
+pub const USABLE: f64 = 0.8;
 
 /// Why weights do not fit this machine, with its system and a cache; `None` if they do, or if that
 /// is unknown.

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::Bytes;
+use paceline_node::fleet::whole_copy;
 use paceline_node::{ChecksumError, has_checksums, record_checksums};
 use paceline_serve::{PullStep, Puller};
 use paceline_store::{
@@ -49,6 +50,24 @@ impl PullOutcome {
             Self::Own => "your own file, nothing to pull",
         }
     }
+}
+
+/// The complete copy of a model that a cluster left on this machine, in place of a download.
+pub fn copied(home: &Home, spec: &str) -> Option<ResolvedModel> {
+    let Ok(Resolution::NeedsDownload(plan)) = resolve(home, spec) else {
+        return None;
+    };
+    let folder = copies(home);
+    let copy = whole_copy(&folder, spec).or_else(|| whole_copy(&folder, &plan.name()))?;
+    match resolve(home, copy.to_str()?) {
+        Ok(Resolution::Path(found)) => Some(found),
+        _ => None,
+    }
+}
+
+/// The folder of copies from other nodes.
+pub(crate) fn copies(home: &Home) -> PathBuf {
+    home.root().join("copies")
 }
 
 /// A store with the settings of downloads.
@@ -174,8 +193,8 @@ impl StorePulls<'_> {
         }
     }
 
-    /// Finds the model `spec`, downloads it if needed, and records its use. `may` can reject a
-    /// download.
+    /// Finds the model `spec`, downloads it if there is not even a copy of the cluster's, and
+    /// records its use. `may` can reject a download.
     ///
     /// # Errors
     /// As of [`resolve`] and [`pull`]; [`Error::Damaged`]; that of `may`.
@@ -186,10 +205,16 @@ impl StorePulls<'_> {
     ) -> Result<ResolvedModel, E> {
         let found = match resolve(self.home, spec)? {
             Resolution::Path(found) => found,
-            Resolution::NeedsDownload(plan) => {
-                may()?;
-                self.fetch(spec, &plan)?.found
-            }
+            Resolution::NeedsDownload(plan) => match copied(self.home, spec) {
+                Some(copy) => {
+                    (self.tell)(&format!("{spec}: the copy that its cluster left here"));
+                    copy
+                }
+                None => {
+                    may()?;
+                    self.fetch(spec, &plan)?.found
+                }
+            },
         };
         if let Some(name) = &found.name {
             let (now, mut progress) = (SystemTime::now(), (self.progress)());
@@ -440,5 +465,33 @@ impl PullProgress for PullSteps<'_> {
 
     fn finish(&mut self) {
         self.step();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_store::SilentProgress;
+
+    use super::*;
+
+    #[test]
+    fn a_copy_of_the_cluster_is_taken_before_a_download() {
+        let dir = tempfile::tempdir().unwrap();
+        let home = Home::new(dir.path());
+        let folder = copies(&home);
+        std::fs::create_dir_all(&folder).unwrap();
+        let write = |name: &str, text: &str| std::fs::write(folder.join(name), text).unwrap();
+        write("aa.name", "smollm2");
+        let pulls = StorePulls {
+            home: &home,
+            options: &PullOptions::default(),
+            cancel: &Cancel::default(),
+            progress: &|| Box::new(SilentProgress),
+            tell: &|_| {},
+        };
+        let ensure = || pulls.ensure("smollm2", || Err(Error::Cancelled));
+        assert!(matches!(ensure(), Err(Error::Cancelled)), "a part is none");
+        write("aa.gguf", "GGUF and the rest");
+        assert_eq!(ensure().unwrap().path, folder.join("aa.gguf"));
     }
 }

@@ -5,6 +5,9 @@ use std::sync::Arc;
 
 use paceline_serve::{Removal, Remover};
 use paceline_store::{EntryName, Error as StoreError, Home, Resolution, find_for_removal, resolve};
+use serde_json::Value;
+
+use crate::tables::{label, names};
 
 /// Removes models by their store names: clients cannot name paths.
 pub fn remover(home: Home) -> Remover {
@@ -22,6 +25,19 @@ pub fn remover(home: Home) -> Remover {
         }
     };
     Remover(Arc::new(remove))
+}
+
+/// The instances, of those that `ps` lists, that compute with the stored model `name`, each with
+/// its machines.
+pub fn model_users(home: &Home, name: &str, instances: &Value) -> Vec<String> {
+    let all = instances.as_array().into_iter().flatten();
+    let uses = |it: &&Value| {
+        let model = it["model"].as_str().unwrap_or_default().to_owned();
+        // Those of upstreams have no id.
+        it["id"].is_string() && is_served(home, name, &[model])
+    };
+    let told = |it: &Value| format!("{} on {}", label(it), names(&it["nodes"]));
+    all.filter(uses).map(told).collect()
 }
 
 /// Whether `name` and one of `api_model` are the same stored model. A model has several names:
@@ -47,6 +63,8 @@ fn stored(home: &Home, spec: &str) -> Option<EntryName> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
@@ -70,5 +88,13 @@ mod tests {
             assert_eq!(is_served(&home, "one", &served), expected, "{served:?}");
         }
         assert!(!is_served(&home, "three", &["three".to_owned()]));
+        let instances = json!([
+            { "id": "i1", "model": path, "nodes": ["mini", "studio"] },
+            { "id": "i2", "model": "two", "nodes": ["mini"] },
+            { "model": "one", "nodes": ["via elsewhere"] },
+        ]);
+        let told = model_users(&home, "one", &instances);
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert!(told[0].ends_with(" on mini, studio"), "{told:?}");
     }
 }

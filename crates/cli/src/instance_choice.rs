@@ -104,7 +104,7 @@ fn borrowed(wish: &InstanceRequest<'_>, signals: &Signals) -> anyhow::Result<Opt
         ));
         return Ok(None);
     }
-    pull::ensure(wish.model, signals)?;
+    pull::ensure_within(wish.model, || None, signals)?;
     let request = LoadRequest {
         model: wish.model.to_owned(),
         count: Some(wanted as usize),

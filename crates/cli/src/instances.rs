@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
+use paceline_board::lookup::{self, weights};
+use paceline_board::pulls;
 use paceline_board::tables::{instances as instances_told, label, names, proposals};
 use paceline_cluster::nodes::placement::{InstanceOptions, WeightDistribution};
 use paceline_model::SplitKind;
@@ -187,8 +189,11 @@ pub(crate) struct PsArgs {
 /// # Errors
 /// A model that cannot be found, missing nodes, a failed load.
 pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
-    member::ask("ps", json!({}))?; // before anything is fetched
-    pull::ensure(&args.model, signals)?;
+    let memory = args.check_nodes(&member::ask("nodes", json!({}))?["nodes"])?;
+    if args.preview && is_absent(&args.model)? && weights(&args.model).is_some() {
+        return plan::preview(&args.model, args.nodes.as_deref(), args.json);
+    }
+    pull::ensure_within(&args.model, || memory, signals)?;
     if let Some(draft) = &args.draft {
         pull::ensure(draft, signals)?;
     }
@@ -218,6 +223,36 @@ pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
         print_err("loading continues: `paceline ps` shows how far it is");
         Ok(())
     })
+}
+
+fn text(node: &Value, key: &str) -> String {
+    node[key].as_str().unwrap_or_default().to_owned()
+}
+
+/// Whether a machine has this name, or an id that begins so.
+fn is_called(node: &Value, name: &str) -> bool {
+    let by_id = name.len() >= 4 && text(node, "id").starts_with(name);
+    by_id || text(node, "name") == name
+}
+
+/// Memory of machines for models: their own, and that of graphics cards. `None` if one does not
+/// tell.
+    let cards = |node: &Value| -> u64 {
+        let devices = node["devices"].as_array().into_iter().flatten();
+        // Metal's memory is the machine's own.
+        let cards = devices.filter(|it| it["kind"] == "gpu" && it["backend"] != "metal");
+        cards.filter_map(|it| it["memory_bytes"].as_u64()).sum()
+    };
+    let each = nodes.iter().map(|node| {
+        let own = node["memory_bytes"].as_u64().filter(|bytes| *bytes > 0);
+        own.map(|own| own + cards(node))
+    });
+}
+
+/// Whether a model is neither here nor a copy of the cluster's.
+fn is_absent(model: &str) -> anyhow::Result<bool> {
+    let home = home::home()?;
+    Ok(lookup::local_path(&home, model).is_none() && pulls::copied(&home, model).is_none())
 }
 
 /// The instances with these ids; `None` if one is missing.
@@ -269,6 +304,40 @@ fn preview(args: &LoadArgs) -> anyhow::Result<()> {
 }
 
 impl LoadArgs {
+    /// Checks number and names of the machines against the cluster's `nodes`, before anything is
+    /// fetched. Returns the memory of those that may compute, if all tell it.
+        let all: Vec<&Value> = nodes.as_array().into_iter().flatten().collect();
+        let lives = |node: &&Value| matches!(node["state"].as_str(), Some("alive" | "suspect"));
+        let (living, dead): (Vec<&Value>, Vec<&Value>) = all.iter().partition(|it| lives(it));
+        let names = |nodes: &[&Value]| nodes.iter().map(|node| text(node, "name")).collect();
+        let named = self.nodes.as_deref().unwrap_or_default();
+        let wanted = match named {
+            [] => Some(1),
+            [one] => one.parse::<usize>().ok(),
+            _ => None,
+        };
+        match wanted {
+            Some(wanted) if wanted > living.len() => {
+                return Err(Error::TooFewNodes {
+                    wanted,
+                    living: names(&living),
+                    dead: names(&dead),
+                });
+            }
+            Some(_) => return Ok(memory(&living)),
+            None => {}
+        }
+        let find = |name: &String| {
+            let found = all.iter().find(|node| is_called(node, name)).copied();
+            found.ok_or_else(|| Error::NoMachine {
+                name: name.clone(),
+                known: names(&all),
+            })
+        };
+        let found = named.iter().map(find).collect::<Result<Vec<_>, _>>()?;
+        Ok(memory(&found))
+    }
+
     /// Prints that the instances are ready.
     fn tell_ready(&self, own: &[&Value]) -> anyhow::Result<()> {
         if self.json {
@@ -373,6 +442,34 @@ mod tests {
     struct Command {
         #[command(flatten)]
         load: LoadArgs,
+    }
+
+    #[test]
+    fn machines_are_checked_before_anything_is_fetched() {
+        let node = |name: &str, state: &str| {
+            json!({ "id": format!("{name}00"), "name": name, "state": state,
+                    "memory_bytes": 8_u64 << 30 })
+        };
+        let nodes = json!([
+            node("mini", "alive"),
+            node("studio", "alive"),
+            node("old", "dead")
+        ]);
+        let check = |options: &str| {
+            let words = ["load", "m"].into_iter().chain(options.split_whitespace());
+            Command::parse_from(words).load.check_nodes(&nodes)
+        };
+        assert_eq!(check("").unwrap(), gib(16));
+        assert_eq!(check("--nodes 2").unwrap(), gib(16));
+        assert_eq!(check("--nodes studio").unwrap(), gib(8));
+        assert_eq!(check("--nodes mini00,studio").unwrap(), gib(16));
+        let error = check("--nodes 3").unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "3 nodes are wanted and 2 live: mini, studio; dead: old"
+        );
+        let error = check("--nodes mimi").unwrap_err();
+        assert!(matches!(error, Error::NoMachine { .. }), "{error}");
     }
 
     /// The request that the node reads for these options of `load m`.

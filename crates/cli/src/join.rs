@@ -47,7 +47,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         (Some(code), _) => {
             let parsed = Code::parse(code)?;
             let arguments = json!({ "code": code, "peer": peer });
-            match member::ask_if_up("join", arguments)? {
+            match member::ask_if_up("join", arguments).map_err(not_paired)? {
                 Some(answer) => serde_json::from_value(answer)?,
                 None => join_by_code_at_rest(&home::folder()?, &parsed, peer)?,
             }
@@ -63,6 +63,16 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     report(&joined);
     Ok(())
+}
+
+/// The error of a running node, which has no type.
+fn not_paired(error: anyhow::Error) -> anyhow::Error {
+    match error.downcast_ref() {
+            reason: reason.clone(),
+        }
+        .into(),
+        _ => error,
+    }
 }
 
 fn read(file: &Path) -> anyhow::Result<String> {

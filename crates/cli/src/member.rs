@@ -135,8 +135,7 @@ impl NodeArgs {
         for name in &self.trusted_interface {
             listen_address(Some(name)).context("--trusted-interface")?;
             print_err(format_args!(
-                "data between workers over {} is not encrypted",
-                printable(name)
+                "data between workers over {name} is not encrypted"
             ));
         }
         let mut config = Config::new(&home, self.facts(class));
@@ -327,9 +326,9 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> 
                 .into()
         }
         agent::Error::SocketPath { .. } => "set PACELINE_HOME to a shorter path".into(),
-        agent::Error::NobodyInvites { .. } => "run `paceline nodes invite` on a machine of the \
-            cluster; where multicast does not pass, add --peer HOST, or take a token: paceline \
-            key cluster show"
+        agent::Error::NobodyInvites { .. } => "a code counts once: `paceline nodes invite` on a \
+            machine of the cluster shows a new one; where multicast does not pass, add --peer \
+            HOST, or take a token: paceline key cluster show"
             .into(),
         agent::Error::Pairing(_) => {
             "`paceline nodes invite` on a machine of the cluster shows a new code".into()

@@ -2,11 +2,13 @@
 
 use std::time::SystemTime;
 
+use paceline_board::model_users;
 use paceline_store::{StoreListing, list as entries};
 use serde_json::json;
 
+use crate::error::Error;
 use crate::output::{print, print_err};
-use crate::{fits, home, stores};
+use crate::{fits, home, member, stores};
 
 /// Arguments of `paceline models`.
 #[derive(Debug, clap::Args)]
@@ -39,6 +41,10 @@ pub(crate) struct RmArgs {
     /// On all machines of the cluster that live
     #[arg(long, conflicts_with = "node")]
     everywhere: bool,
+    /// Remove it although it is loaded: it answers until it is unloaded, and the next start fetches
+    /// it again
+    #[arg(long, conflicts_with_all = ["node", "everywhere"])]
+    force: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -74,7 +80,19 @@ pub(crate) fn remove(args: &RmArgs) -> anyhow::Result<()> {
     if args.everywhere || !args.node.is_empty() {
         return stores::remove(&args.model, &args.node, args.json);
     }
-    let removed = paceline_store::remove(&home::home()?, &args.model)?;
+    let home = home::home()?;
+    if !args.force
+        && let Some(instances) = member::ask_if_up("ps", json!({})).ok().flatten()
+    {
+        let (model, users) = (
+            args.model.clone(),
+            model_users(&home, &args.model, &instances),
+        );
+        if !users.is_empty() {
+            return Err(Error::Loaded { model, users }.into());
+        }
+    }
+    let removed = paceline_store::remove(&home, &args.model)?;
     let name = removed.name.as_str();
     if args.json {
         let (bytes, files) = (removed.bytes.0, removed.files);

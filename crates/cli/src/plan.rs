@@ -7,16 +7,18 @@ mod validate;
 
 use std::path::{Path, PathBuf};
 
-use paceline_board::lookup;
+use paceline_bench::limits;
+use paceline_board::{lookup, own_cluster};
 use paceline_model::shape;
 use paceline_plan::report::{Comparison, PlanRequest};
 use paceline_plan::solver::Options;
 use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape, Objective, Workload};
+use serde_json::{Value, json};
 
 pub(crate) use error::{Error, hints};
 
-use crate::home;
-use crate::output::{draw, print};
+use crate::output::{draw, print, print_err};
+use crate::{home, load, member};
 
 /// The shape of the stored model at `path`.
 ///
@@ -58,14 +60,56 @@ pub(crate) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<C
     lookup::cluster(text, catalogue).map_err(of_name)
 }
 
+/// The machines of this home's node, of those the chosen ones; this machine where no node runs. Its
+/// rates are measured, which takes half a second.
+///
+/// # Errors
+/// A system that refuses threads or memory.
+pub(crate) fn own_cluster(chosen: Option<&[String]>) -> anyhow::Result<Cluster> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let kernels = load::kernels(threads)?;
+    let rates = limits::measured(&kernels)?;
+    Ok(match own_nodes() {
+        Some(nodes) => own_cluster::own_cluster(&nodes, chosen, rates)?,
+        None => own_cluster::this_machine(rates)?,
+    })
+}
+
+/// What this home's node lists, if it runs.
+fn own_nodes() -> Option<Value> {
+    let told = member::ask_if_up("nodes", json!({})).ok().flatten()?;
+    Some(told["nodes"].clone())
+}
+
+/// Prints the plan of `load --preview` for a model that is not here, by its shape in the catalogue.
+///
+/// # Errors
+/// As of [`own_cluster`], and the planner's.
+pub(crate) fn preview(model: &str, chosen: Option<&[String]>, as_json: bool) -> anyhow::Result<()> {
+    let catalogue = Catalogue::builtin()?;
+    print_err(format_args!(
+        "{model} is not here: planned by its shape; nothing is fetched"
+    ));
+    let question = PlanRequest {
+        calibration: Calibration::builtin()?,
+        clusters: vec![own_cluster(chosen)?],
+        model: lookup::model(None, model, None, &catalogue).map_err(of_name)?,
+        workload: Workload::ONE,
+        options: Options::default(),
+        hosted_usd: None,
+        catalogue,
+    };
+    one(&question, false, as_json)
+}
+
 /// Arguments of `paceline plan`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// A model of the catalogue, a GGUF file, or a folder with config.json
     #[arg(required_unless_present_any = ["validate", "fit", "list"])]
     model: Option<String>,
-    /// A cluster: a TOML file, or `4 x KIND + KIND @ 2 x LINK`; several to compare [default: local
-    /// nodes on this machine, which is measured]
+    /// A cluster: a TOML file, or `4 x KIND + KIND @ 2 x LINK`; several to compare [default: the
+    /// machines of `paceline nodes`; of one machine local nodes, which are measured]
     #[arg(long, value_name = "FILE|NODES", num_args = 1)]
     cluster: Vec<String>,
     /// Stored bits per weight on average [default: as in the file, else 4.5]
@@ -165,24 +209,35 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let model = args.model.as_deref().unwrap_or_default();
         return train::run(model, (&args.train, &args.cluster), args.json);
     }
-    if args.cluster.is_empty() {
-        let model = args.model.as_deref().unwrap_or_default();
-        return local::run(model, (args.threads.into(), args.concurrency), args.json);
-    }
-    let question = question(args)?;
+    let mut catalogue = Catalogue::builtin()?;
+    let clusters = match args.cluster.as_slice() {
+        [] => {
+            let model = args.model.as_deref().unwrap_or_default();
+            let several = own_nodes().is_some_and(|nodes| is_several(&nodes));
+            if let Some(path) = local_path(model).filter(|_| !several) {
+                return local::run(&path, (args.threads.into(), args.concurrency), args.json);
+            }
+            vec![own_cluster(None)?]
+        }
+        named => {
+            let each = named.iter().map(|text| cluster(text, &mut catalogue));
+            each.collect::<Result<_, _>>()?
+        }
+    };
+    let question = question(args, clusters, catalogue)?;
     if args.compare {
         return compare(&question, args);
     }
     if question.clusters.len() > 1 {
         return Err(Error::Clusters(question.clusters.len()).into());
     }
-    one(&question, args)
+    one(&question, args.disk, args.json)
 }
 
-fn one(question: &PlanRequest, args: &Args) -> anyhow::Result<()> {
+fn one(question: &PlanRequest, disk: bool, as_json: bool) -> anyhow::Result<()> {
     let costs = question.costs(&question.clusters[0])?;
-    let answer = question.answer(&costs, args.disk)?;
-    if args.json {
+    let answer = question.answer(&costs, disk)?;
+    if as_json {
         return print(&answer.json(question, &costs).to_string());
     }
     print(&answer.text(question, &costs))
@@ -198,13 +253,18 @@ fn compare(question: &PlanRequest, args: &Args) -> anyhow::Result<()> {
     print(&comparison.text())
 }
 
-fn question(args: &Args) -> anyhow::Result<PlanRequest> {
-    let mut catalogue = Catalogue::builtin()?;
+/// Whether several machines live.
+fn is_several(nodes: &Value) -> bool {
+    let nodes = nodes.as_array().into_iter().flatten();
+    nodes.filter(|node| node["state"] == "alive").count() > 1
+}
+
+fn question(
+    args: &Args,
+    mut clusters: Vec<Cluster>,
+    catalogue: Catalogue,
+) -> anyhow::Result<PlanRequest> {
     let calibration = Calibration::builtin()?;
-    let mut clusters = Vec::new();
-    for text in &args.cluster {
-        clusters.push(cluster(text, &mut catalogue)?);
-    }
     if let Some(engine) = &args.engine {
         lookup::set_engine(&mut clusters, engine, &calibration)?;
     }

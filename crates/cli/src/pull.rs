@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
+use paceline_base::Bytes;
+use paceline_board::lookup::weights;
 use paceline_board::model_facts::ModelFacts;
+use paceline_board::previews::USABLE;
 use paceline_board::pulls::{StorePulls, object, puller, size};
 use paceline_cluster::machine;
 use paceline_serve::Puller;
@@ -95,13 +98,37 @@ fn pulls<'a>(settings: &'a StoreSettings, cancel: &'a Cancel) -> StorePulls<'a> 
 }
 
 /// Finds the model `spec`, downloads it if needed, and records its use. For commands that run
-/// models.
+/// models on this machine.
 ///
 /// # Errors
-/// As [`Pulls::ensure`]; [`CommandError::NotComputed`] for an unsupported model.
+/// As [`Pulls::ensure`]; [`CommandError::NotComputed`] for an unsupported model,
+/// [`CommandError::TooLarge`].
 pub(crate) fn ensure(spec: &str, signals: &Signals) -> anyhow::Result<ResolvedModel> {
+    let memory = || {
+        let cards = machine::nvidia()
+            .iter()
+            .map(|card| card.memory.0)
+            .sum::<u64>();
+        let own = machine::memory()?.total;
+        Some(Bytes(own.0 + cards))
+    };
+    ensure_within(spec, memory, signals)
+}
+
+/// As [`ensure`], for machines that have `memory` together. It is asked for before a download only.
+///
+/// # Errors
+/// As [`ensure`].
+pub(crate) fn ensure_within(
+    spec: &str,
+    memory: impl FnOnce() -> Option<Bytes>,
+    signals: &Signals,
+) -> anyhow::Result<ResolvedModel> {
     let settings = StoreSettings::from_env()?;
-    let may = || -> anyhow::Result<()> { Ok(check_computed(spec)?) };
+    let may = || -> anyhow::Result<()> {
+        check_computed(spec)?;
+        Ok(check_memory(spec, memory())?)
+    };
     signals.orderly(|cancel| pulls(&settings, cancel).ensure(spec, may))
 }
 
@@ -116,6 +143,21 @@ fn check_computed(spec: &str) -> Result<(), CommandError> {
     }
 }
 
+/// Rejects a model of known size before a download that no placement on these machines fits.
+fn check_memory(spec: &str, memory: Option<Bytes>) -> Result<(), CommandError> {
+    match (weights(spec), memory) {
+        (Some(weights), Some(memory)) if weights.0 as f64 > memory.0 as f64 * USABLE => {
+            let model = spec.to_owned();
+            Err(CommandError::TooLarge {
+                model,
+                weights,
+                memory,
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Downloads models for API clients.
 ///
 /// # Errors
@@ -123,4 +165,22 @@ fn check_computed(spec: &str) -> Result<(), CommandError> {
 pub(crate) fn for_clients() -> anyhow::Result<Puller> {
     let StoreSettings { home, options } = StoreSettings::from_env()?;
     Ok(puller(home, options, Arc::new(|line| print_err(line))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_fits_no_memory_is_known_before_a_download() {
+        let gib = |n: u64| Some(Bytes(n << 30));
+        assert!(check_memory("qwen3:8b", gib(8)).is_ok());
+        let error = check_memory("llama3.3:70b", gib(24)).unwrap_err();
+        assert!(
+            matches!(error, CommandError::TooLarge { weights, .. } if weights.0 >> 30 > 30),
+            "{error}"
+        );
+        assert!(check_memory("own/unknown", gib(1)).is_ok());
+        assert!(check_memory("llama3.3:70b", None).is_ok());
+    }
 }

@@ -67,6 +67,7 @@ mod stores;
 pub(crate) mod tree;
 mod unserved;
 mod unused_nodes;
+mod whole_copy;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -109,6 +110,7 @@ use replicas::{Preferred, Replicas};
 use service_starts::ServiceStarts;
 pub use stores::{CopyOutcome, Holding, NodeStore, OwnStore};
 pub use unserved::{UnservedModel, UnservedState};
+pub use whole_copy::whole_copy;
 
 /// Names of a node's services, as peers open them.
 const CREW: &str = "crew";

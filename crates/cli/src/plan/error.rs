@@ -1,6 +1,7 @@
 //! Errors of `paceline plan`, and hints for the planner's.
 
 use paceline_base::Bytes;
+use paceline_board::lookup;
 use paceline_model::shape::Error as ShapeError;
 use paceline_plan::{Infeasible, PlanChange};
 
@@ -10,9 +11,6 @@ pub(crate) enum Error {
     /// Several clusters without `--compare`.
     #[error("{0} clusters are given, a plan is for one")]
     Clusters(usize),
-    /// A model that is not here cannot be measured.
-    #[error("{0} is neither a file nor in the store, so it cannot be measured here")]
-    NotHere(String),
     /// Planning a training needs the model's files.
     #[error("{0} is neither a file nor in the store, and a training is planned by a model's files")]
     NoFiles(String),
@@ -39,13 +37,13 @@ pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
             return changes.clone();
         }
         return vec![match error {
-            Error::NotHere(_) => "name the machines with --cluster, or fetch the model with \
-                                  `paceline pull`"
-                .to_owned(),
             Error::NoFiles(_) => "fetch the model with `paceline pull`".to_owned(),
             Error::TrainingTooLarge { .. } => "no single change of the plan is enough".to_owned(),
             Error::Clusters(_) => "--compare puts them side by side".to_owned(),
         }];
+    }
+    if let Some(lookup::Error::Name { near, .. }) = cause.downcast_ref() {
+        return vec![format!("did you mean {}?", near.join(" or "))];
     }
     if let Some(ShapeError::Field { .. }) = cause.downcast_ref() {
         return vec!["take another conversion of the model".to_owned()];
@@ -67,7 +65,7 @@ fn of_planner(error: &paceline_plan::Error) -> Vec<String> {
              [[hardware]] and [[link_kind]]",
         ),
         E::Disconnected { .. } => {
-            one("add a [[link]] that joins them, or plan without one of them")
+            one("add a [[link]] that joins them, or in the short form @ LINK, such as @ tb5-rdma")
         }
         E::MissingFact { .. } => one("state it in a cluster file, in the [[node]] table"),
         E::TooManyNodes { .. } | E::TooManyLinks { .. } => {

@@ -8,19 +8,16 @@ use paceline_comm::Backend;
 use paceline_model::{Config, ModelSource};
 use paceline_node::forecast::{Forecast, Setting};
 
-use super::{Error, local_path};
 use crate::local_model::kernels;
 use crate::output::print;
 
 /// Predicts 1 to 4 nodes of `threads` threads each, in every split, for one answer and several.
 pub(super) fn run(
-    model: &str,
+    path: &Path,
     (threads, answers): (usize, u32),
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let path = local_path(model);
-    let path = path.ok_or_else(|| Error::NotHere(model.to_owned()))?;
-    let source = ModelSource::open(Path::new(&path))?;
+    let source = ModelSource::open(path)?;
     let config = Config::read(&source)?;
     let setting = Setting {
         source: &source,

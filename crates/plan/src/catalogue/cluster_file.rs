@@ -96,14 +96,27 @@ pub fn parse_cluster(text: &str, what: &str, catalogue: &mut Catalogue) -> Resul
     file.cluster(catalogue)
 }
 
+/// The link of a short form with several nodes that names none: what a desk's switch has.
+const LINK_DEFAULT: &str = "10gbe";
+
 /// A cluster of the short form: `[N x] KIND [+ [N x] KIND ...] [@ [N x] LINK]`. Spaces do not
-/// matter; the link, or that number of cables of it, joins all nodes.
+/// matter; the link, or that number of cables of it, joins all nodes. Without a link it is
+/// [`LINK_DEFAULT`], and the cluster's name says so.
 ///
 /// # Errors
 /// [`Error::Unknown`] for names that are not in the catalogue.
 pub fn short_cluster(text: &str, catalogue: &Catalogue) -> Result<Cluster, Error> {
     let (machines, link) = text.split_once('@').unwrap_or((text, ""));
-    let node = machines.split('+').map(short_node).collect();
+    let node: Vec<NodeEntry> = machines.split('+').map(short_node).collect();
+    let is_several = node.len() > 1 || node[0].count > Some(1);
+    let link = match link.trim() {
+        "" if is_several => LINK_DEFAULT,
+        named => named,
+    };
+    let name = match text.contains('@') || !is_several {
+        true => text.trim().to_owned(),
+        false => format!("{} @ {link}", text.trim()),
+    };
     let (cables, link) = counted(link);
     let links = (!link.is_empty()).then(|| LinkEntry {
         kind: link.to_owned(),
@@ -111,7 +124,7 @@ pub fn short_cluster(text: &str, catalogue: &Catalogue) -> Result<Cluster, Error
         ..LinkEntry::default()
     });
     let file = ClusterFile {
-        name: text.trim().to_owned(),
+        name,
         node,
         link: links.into_iter().collect(),
         ..ClusterFile::default()
@@ -245,6 +258,16 @@ impl LinkEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn several_machines_without_a_link_have_the_default_one() {
+        let catalogue = Catalogue::builtin().unwrap();
+        let of = |text: &str| short_cluster(text, &catalogue).unwrap();
+        let two = of("2 x mac-studio-m3-ultra-256");
+        assert_eq!(two.name, "2 x mac-studio-m3-ultra-256 @ 10gbe");
+        assert_eq!(two.links, of("2 x mac-studio-m3-ultra-256 @ 10gbe").links);
+        assert!(of("raspberry-pi-5-8").links.is_empty());
+    }
 
     #[test]
     fn cables_multiply_the_bandwidth_of_a_pair() {
