@@ -34,6 +34,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::hub::StoreHub;
+use crate::pulls::{check_first_use, copies};
 use crate::{Error, MessageSink, api_model, chain, stores, upstreams};
 
 /// Interval of signs of life from a command: a third of the 10 s of the most impatient client.
@@ -152,7 +153,8 @@ fn divided(
         worker_env: spec.worker_env,
         worker_folders: spec.worker_folders,
         find: Box::new(move |name: &str| find(&store, name)),
-        store: own_store,
+        copies: copies(&home),
+        store: stores::own(&home, spec.disk_budget),
         hub: Arc::new(StoreHub {
             home: home.clone(),
             options: spec.pull,

@@ -89,6 +89,7 @@ use std::sync::Arc;
 pub use dashboard::{Dashboard, DashboardOutputs, DashboardThreads, InstanceSource, TrafficSource};
 pub use downloads::PullSource;
 pub use error::{Error, chain};
+pub use local::LocalInstances;
 pub use removal::{model_users, remover};
 
 /// Receives lines for people; must not block.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
+use paceline_base::Bytes;
 use paceline_board::lookup::{self, weights};
 use paceline_board::pulls;
 use paceline_board::tables::{instances as instances_told, label, names, proposals};
@@ -16,9 +17,10 @@ use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
 use crate::adapter;
+use crate::error::Error;
 use crate::interrupt::Signals;
-use crate::output::{print, print_err, printable};
-use crate::{member, pull};
+use crate::output::{print, print_err};
+use crate::{home, member, plan, pull};
 
 /// Poll interval of `load`.
 const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -237,6 +239,7 @@ fn is_called(node: &Value, name: &str) -> bool {
 
 /// Memory of machines for models: their own, and that of graphics cards. `None` if one does not
 /// tell.
+fn memory(nodes: &[&Value]) -> Option<Bytes> {
     let cards = |node: &Value| -> u64 {
         let devices = node["devices"].as_array().into_iter().flatten();
         // Metal's memory is the machine's own.
@@ -247,6 +250,7 @@ fn is_called(node: &Value, name: &str) -> bool {
         let own = node["memory_bytes"].as_u64().filter(|bytes| *bytes > 0);
         own.map(|own| own + cards(node))
     });
+    each.sum::<Option<u64>>().map(Bytes)
 }
 
 /// Whether a model is neither here nor a copy of the cluster's.
@@ -295,10 +299,8 @@ fn preview(args: &LoadArgs) -> anyhow::Result<()> {
         print(&line)?;
     }
     for note in preview["notes"].as_array().into_iter().flatten() {
-        print_err(format_args!(
-            "note: {}",
-            printable(note.as_str().unwrap_or_default())
-        ));
+        let note = note.as_str().unwrap_or_default();
+        print_err(format_args!("note: {note}"));
     }
     Ok(())
 }
@@ -306,6 +308,7 @@ fn preview(args: &LoadArgs) -> anyhow::Result<()> {
 impl LoadArgs {
     /// Checks number and names of the machines against the cluster's `nodes`, before anything is
     /// fetched. Returns the memory of those that may compute, if all tell it.
+    fn check_nodes(&self, nodes: &Value) -> Result<Option<Bytes>, Error> {
         let all: Vec<&Value> = nodes.as_array().into_iter().flatten().collect();
         let lives = |node: &&Value| matches!(node["state"].as_str(), Some("alive" | "suspect"));
         let (living, dead): (Vec<&Value>, Vec<&Value>) = all.iter().partition(|it| lives(it));
@@ -371,7 +374,7 @@ impl LoadProgress {
             _ => self.show(state, &it["progress"]),
         }
         match state {
-            "failed" => bail!("{}", printable(reason)),
+            "failed" => bail!("{reason}"),
             state => Ok(state == "ready"),
         }
     }
@@ -407,7 +410,7 @@ impl LoadProgress {
 pub(crate) fn unload(args: &UnloadArgs) -> anyhow::Result<()> {
     let ask = json!({ "model": args.model, "replica": args.replica });
     let answer = member::ask("unload", ask)?;
-    let (model, count) = (printable(&args.model), answer["unloaded"].as_u64());
+    let (model, count) = (&args.model, answer["unloaded"].as_u64());
     match (args.replica, count) {
         (Some(replica), _) => print_err(format_args!("unloaded {model} replica {replica}")),
         (None, Some(count @ 2..)) => {
@@ -459,6 +462,7 @@ mod tests {
             let words = ["load", "m"].into_iter().chain(options.split_whitespace());
             Command::parse_from(words).load.check_nodes(&nodes)
         };
+        let gib = |n: u64| Some(Bytes(n << 30));
         assert_eq!(check("").unwrap(), gib(16));
         assert_eq!(check("--nodes 2").unwrap(), gib(16));
         assert_eq!(check("--nodes studio").unwrap(), gib(8));

@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use paceline_cluster::nodes::ClusterKey;
+use paceline_cluster::nodes::agent::local;
 use paceline_cluster::nodes::agent::{Joined, join_at_rest, join_by_code_at_rest, token_at_rest};
 use paceline_cluster::nodes::pairing::Code;
 use serde_json::json;
 
-use crate::output::{print, print_err, printable};
+use crate::error::Error;
+use crate::output::{print, print_err};
 use crate::{home, member};
 
 /// Maximum token file: a token has 78 characters.
@@ -68,6 +70,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// The error of a running node, which has no type.
 fn not_paired(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref() {
+        Some(local::Error::Refused(reason)) if reason.contains("code") => Error::NotPaired {
             reason: reason.clone(),
         }
         .into(),
@@ -97,10 +100,10 @@ fn report(joined: &Joined) {
     }
     if !joined.met.is_empty() {
         let met = joined.met.join(", ");
-        print_err(format_args!("it has met {}", printable(&met)));
+        print_err(format_args!("it has met {met}"));
     }
     for problem in &joined.problems {
-        print_err(format_args!("warning: {}", printable(problem)));
+        print_err(format_args!("warning: {problem}"));
     }
 }
 
