@@ -7,7 +7,7 @@ use paceline_chaos::{Chaos, Fault, ProgramPaths, ProgressSink, RoundSettings};
 use paceline_model::SplitKind;
 
 use crate::interrupt::Signals;
-use crate::output::{print, print_err, printable};
+use crate::output::{print, print_err};
 use crate::process::own_program;
 use crate::pull;
 
@@ -119,7 +119,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         own: own_program()?,
         file: std::env::current_exe()?,
     };
-    let tell: ProgressSink = Arc::new(|line| print_err(printable(line)));
+    let tell: ProgressSink = Arc::new(|line| print_err(line));
     signals.orderly(|cancel| {
         let mut chaos = Chaos::start(&plan, &model.path, program, tell)?;
         let played = play(&mut chaos, &|| cancel.is_cancelled(), args.json);

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::instances::LoadProgress;
 use crate::interrupt::Signals;
-use crate::output::{print_err, printable};
+use crate::output::print_err;
 use crate::{home, member, pull};
 
 /// The model and options that decide whether this machine's node is used.
@@ -61,7 +61,7 @@ pub(crate) fn instance(
         return borrowed(wish, signals);
     }
     if using.is_null() {
-        let model = printable(wish.model);
+        let model = wish.model;
         print_err(format_args!(
             "computing here: no instance of {model} is loaded"
         ));
@@ -82,7 +82,6 @@ pub(crate) fn instance(
 pub(crate) fn loaded(model: &str) -> anyhow::Result<NodeInstance> {
     let using = member::ask("using", json!({ "model": model }))?;
     if using.is_null() {
-        let model = printable(model);
         bail!("no instance of {model} answers: `paceline ps` shows what is loaded");
     }
     of(&using, None)

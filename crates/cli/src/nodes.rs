@@ -55,7 +55,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match &args.command {
         Some(Command::Rm { node }) => {
             member::ask("forget", json!({ "node": node }))?;
-            print_err(format_args!("forgot {}", printable(node)));
+            print_err(format_args!("forgot {node}"));
             Ok(())
         }
         Some(Command::Revoke { node }) => {
@@ -117,10 +117,8 @@ fn list(as_json: bool) -> anyhow::Result<()> {
         print(&line)?;
     }
     for problem in answer["problems"].as_array().into_iter().flatten() {
-        print_err(format_args!(
-            "warning: {}",
-            printable(problem.as_str().unwrap_or_default())
-        ));
+        let problem = problem.as_str().unwrap_or_default();
+        print_err(format_args!("warning: {problem}"));
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ use paceline_cluster::nodes::agent::local;
 use serde_json::{Value, json};
 
 use crate::instances::LoadProgress;
-use crate::output::{print, print_err, printable};
+use crate::output::{print, print_err};
 use crate::{home, member};
 
 /// Read timeout of a transfer; the node reports five times a second.
@@ -42,10 +42,10 @@ pub(crate) fn remove(model: &str, nodes: &[String], as_json: bool) -> anyhow::Re
     let outcomes = told["nodes"].as_array();
     let outcomes = outcomes.map(Vec::as_slice).unwrap_or_default();
     if outcomes.is_empty() {
-        bail!("no node has a model {:?}", printable(model));
+        bail!("no node has a model {model:?}");
     }
     say(outcomes, as_json, |node, bytes, _| {
-        format!("removed {} on {node}, freed {bytes}", printable(model))
+        format!("removed {model} on {node}, freed {bytes}")
     })
 }
 
@@ -72,7 +72,7 @@ pub(crate) fn send(model: &str, nodes: &[String], as_json: bool) -> anyhow::Resu
     let outcomes = outcomes.map(Vec::as_slice).unwrap_or_default();
     say(outcomes, as_json, |node, bytes, outcome| {
         let mended = mended(&outcome["mended"]);
-        format!("{} is on {node} ({bytes}){mended}", printable(model))
+        format!("{model} is on {node} ({bytes}){mended}")
     })
 }
 
@@ -98,12 +98,12 @@ fn say(
 ) -> anyhow::Result<()> {
     let mut failed = Vec::new();
     for outcome in outcomes {
-        let node = printable(outcome["node"].as_str().unwrap_or_default());
+        let node = outcome["node"].as_str().unwrap_or_default();
         match (outcome["bytes"].as_u64(), outcome["reason"].as_str()) {
-            (Some(bytes), _) if as_json => print_err(line(&node, Bytes(bytes), outcome)),
-            (Some(bytes), _) => print(&line(&node, Bytes(bytes), outcome))?,
+            (Some(bytes), _) if as_json => print_err(line(node, Bytes(bytes), outcome)),
+            (Some(bytes), _) => print(&line(node, Bytes(bytes), outcome))?,
             (None, reason) => {
-                let reason = printable(reason.unwrap_or("for no reason that it says"));
+                let reason = reason.unwrap_or("for no reason that it says");
                 failed.push(format!("{node}: {reason}"));
             }
         }

@@ -2,7 +2,7 @@
 
 use std::io::ErrorKind;
 
-use paceline_base::{Bytes, printable};
+use paceline_base::Bytes;
 use paceline_board::previews::misfit;
 use paceline_board::tables::aligned;
 use paceline_cluster::machine::{self, MainMemory};
@@ -243,10 +243,7 @@ fn choice_lines(repo: &str, choices: &[GgufChoice], memory: Option<MainMemory>) 
         if misfit(it.bytes, memory).is_some() {
             about += ", too large for this machine alone";
         }
-        [
-            printable(&format!("{repo}:{}", it.selector)).into_owned(),
-            about,
-        ]
+        [format!("{repo}:{}", it.selector), about]
     };
     aligned(&choices.iter().map(row).collect::<Vec<_>>())
 }

@@ -127,6 +127,12 @@ impl Terminal {
         rest.trim_end_matches("\0end").to_owned()
     }
 
+    /// All output to the end, with control sequences.
+    pub(crate) fn raw(&mut self) -> String {
+        self.rest();
+        String::from_utf8_lossy(&self.raw).into_owned()
+    }
+
     /// Fails when the process has changed the terminal, or hidden its cursor.
     pub(crate) fn assert_usable(&self) {
         assert_eq!(settings(&self.process), self.settings);

@@ -5,7 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 
 use super::tiny::TinyChatModel;
-use super::{TestHome, finish, text};
+use super::{TestHome, finish, text, wait};
+use crate::common::terminal::Terminal;
 use crate::common::{assert_parts, rows};
 
 /// A command line, its environment and input, and how it ends.
@@ -385,6 +386,28 @@ fn machine_settings_that_do_not_work() {
     if !output.status.success() {
         assert!(said.contains("\nhint: take less memory"), "{said}");
     }
+}
+
+/// OSC 52 writes to the clipboard of whoever looks.
+#[test]
+fn names_of_a_hostile_file_do_not_drive_the_terminal() {
+    let world = TestHome::new();
+    let name = b"k\x1b]52;c;ZXZpbA==\x07";
+    let text = |bytes: &[u8]| [&(bytes.len() as u64).to_le_bytes()[..], bytes].concat();
+    // A string of metadata, twice: the error names it.
+    let entry = [text(name), 8_u32.to_le_bytes().to_vec(), text(b"v")].concat();
+    let head = [3_u32.to_le_bytes().to_vec(), 0_u64.to_le_bytes().to_vec()].concat();
+    let count = 2_u64.to_le_bytes();
+    let file = [&b"GGUF"[..], &head, &count, &entry, &entry].concat();
+    fs::write(world.path("models").join("evil.gguf"), file).unwrap();
+    let mut terminal = Terminal::start(&mut world.paceline(["show", "evil.gguf"]));
+    wait(&mut terminal.child);
+    let raw = terminal.raw();
+    assert!(
+        raw.contains("]52;c;ZXZpbA==\u{fffd} occurs twice"),
+        "{raw:?}"
+    );
+    assert!(!raw.contains(['\u{1b}', '\u{7}']), "{raw:?}");
 }
 
 #[test]
