@@ -353,7 +353,8 @@ fn rows(nodes: &Value) -> Vec<[String; 7]> {
             text("name"),
             text("id").chars().take(8).collect(),
             text("state"),
-            text("found_by"),
+            // Whether over IPv4 or IPv6 tells a reader of the table nothing.
+            text("found_by").trim_end_matches(['4', '6']).to_owned(),
             Bytes(memory).to_string(),
             node["cores"].to_string(),
             engines(&node["devices"]),

@@ -456,7 +456,12 @@ impl Figures {
             gb_s,
             ..
         } = self;
-        format!("{rows} rows in {seconds:.2} s, {gb_s:.2} GB/s{limit}")
+        // Jobs that draw numbers read next to nothing.
+        let read = match *gb_s < 0.005 {
+            true => String::new(),
+            false => format!(", {gb_s:.2} GB/s{limit}"),
+        };
+        format!("{rows} rows in {seconds:.2} s{read}")
     }
 }
 

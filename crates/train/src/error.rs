@@ -51,7 +51,7 @@ pub enum Error {
         here: String,
     },
     /// The folder has a run, and `--resume` was not given.
-    #[error("{} has a run already: --resume goes on with it", path.display())]
+    #[error("{} has a run already: --resume continues it, another --output starts anew", path.display())]
     RunThere { path: PathBuf },
     /// The loss is no number: the learning rate is too high, or the model is broken.
     #[error("the loss of step {step} is {loss}: a lower learning rate may help")]
