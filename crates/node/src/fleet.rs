@@ -725,6 +725,7 @@ impl Inner {
                         numbers: Arc::default(),
                         cables: Arc::default(),
                         wires: Arc::default(),
+                        split: Arc::default(),
                         goes_on: epoch > 1 || is_restart,
                     });
                 }
@@ -1079,6 +1080,7 @@ impl Inner {
             let report = report(&map, id).filter(|report| report.epoch == epoch);
             let named = report.as_ref().and_then(|report| report.numbers.clone());
             let wires = report.as_ref().and_then(|report| report.wires.clone());
+            let split = report.as_ref().and_then(|report| report.split.clone());
             let computing = report.as_ref().map(|report| &report.computing);
             let computing = computing.into_iter().flatten().map(name).collect();
             let (state, progress, reason) = match self.told(&wanted, report, &name) {
@@ -1101,7 +1103,7 @@ impl Inner {
                 computing,
                 prompts: wanted.prompts.iter().map(name).collect(),
                 epoch,
-                split: wanted.split,
+                split: split.unwrap_or(wanted.split),
                 replica: numbers.get(&id).copied(),
                 asked: usage.asked,
                 load: usage.load,

@@ -646,6 +646,9 @@ fn share_of(config: &Config, shard: &Shard) -> f64 {
 }
 
 #[cfg(test)]
+mod auto_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

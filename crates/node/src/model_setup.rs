@@ -118,6 +118,8 @@ pub struct PreparedModel {
     forecast: Option<SharedForecast>,
     /// Whether a split is replaced when another turns out faster.
     steers: bool,
+    /// The splits that replace the initial one where it turns out slower, predicted by the caller.
+    rivals: Vec<PlannedSplit>,
     /// Time an epoch answers before standbys with a copy of each shard start.
     spares: Option<Duration>,
     /// Whether shares are rebalanced by the ranks' step times.
@@ -164,6 +166,7 @@ impl PreparedModel {
             successors: Vec::new(),
             forecast: None,
             steers: false,
+            rivals: Vec::new(),
             spares: None,
             follows: false,
             goes_on: false,
@@ -257,6 +260,7 @@ impl PreparedModel {
             successors: Vec::new(),
             forecast: None,
             steers: false,
+            rivals: Vec::new(),
             spares: None,
             follows: false,
             goes_on: self.goes_on,
@@ -408,6 +412,29 @@ impl PreparedModel {
         self.steers &= self.draft.is_none() && !self.follows;
     }
 
+    /// Replaces the initial split by another of `predicted` where answers show that it is slower.
+    /// Each has its decode tokens a second; without the initial split among them nothing changes.
+    /// Prefill nodes and draft models fix the split.
+    pub fn steer_among(&mut self, predicted: &[(SplitKind, f64)]) {
+        let cut = |(kind, tok_s): &(SplitKind, f64)| {
+            let (nodes, shares) = (self.options.nodes, &self.options.shares);
+            let placement = asked(&self.config, *kind, nodes, shares).ok()?;
+            PlannedSplit::new(&self.config, placement, Some(*tok_s)).ok()
+        };
+        let mut cuts: Vec<PlannedSplit> = predicted.iter().filter_map(cut).collect();
+        cuts.retain(|cut| self.options.check(&self.config, &cut.split).is_ok());
+        let Some(own) = cuts.iter().position(|cut| cut.split == self.cut.split) else {
+            return;
+        };
+        self.cut = cuts.remove(own);
+        self.rivals = cuts;
+    }
+
+    /// Sends measurements of its ranks to `observer`.
+    pub(crate) fn observe(&mut self, observer: SpeedObserver) {
+        self.observer = Some(observer);
+    }
+
     /// Keeps the chosen split, even if it turns out slower than another.
     pub const fn stay(&mut self) {
         self.steers = false;
@@ -447,13 +474,16 @@ impl PreparedModel {
         if cuts.is_empty() {
             let known = |all: &Forecast| all.predict(&self.config, &self.cut.split).ok();
             let first = PlannedSplit {
-                tok_s: forecast.as_deref().and_then(known),
+                tok_s: forecast.as_deref().and_then(known).or(self.cut.tok_s),
                 ..self.cut.clone()
             };
             let shares = &self.options.shares;
             let lighter = self.follows.then(|| lighter(&self.config, &first, shares));
             cuts.push(first);
             cuts.extend(lighter.into_iter().flatten());
+            if !self.follows && self.draft.is_none() && self.prompts.is_none() {
+                cuts.extend(self.rivals.iter().cloned());
+            }
         }
         for cut in &mut cuts {
             cut.placement.successors.clone_from(&self.successors);

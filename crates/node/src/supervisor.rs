@@ -382,6 +382,8 @@ pub struct Supervisor {
     candidates: Vec<SplitCandidate>,
     policy: Policy,
     steering: SplitSelector,
+    /// A change that would alter the bits of open answers, until they have ended.
+    postponed: Option<SplitChange>,
     /// Index of the split in use, or of the last epoch.
     way: usize,
     epoch: u64,
@@ -418,6 +420,7 @@ impl Supervisor {
     ) -> Result<Self, paceline_plan::Error> {
         Ok(Self {
             steering: steering(&ways, first, Duration::ZERO, policy.holds)?,
+            postponed: None,
             candidates: ways,
             policy,
             way: first,
@@ -512,7 +515,8 @@ impl Supervisor {
             | Phase::Leaving { until, .. }
             | Phase::Waiting { until, .. } => Some(*until),
             Phase::Starting(starting) => starting.until,
-            Phase::New | Phase::Ready | Phase::Ended { .. } => None,
+            Phase::Ready => self.steering.due(),
+            Phase::New | Phase::Ended { .. } => None,
         }
     }
 
@@ -540,7 +544,7 @@ impl Supervisor {
                 );
             }
             Event::Move { to, gain } => self.move_to(now, to, gain),
-            Event::Tick => {}
+            Event::Tick => self.steer(now, split_selection::Event::Waited),
             Event::End => self.end(now, "the instance was ended"),
         }
         self.poll(now);

@@ -73,8 +73,13 @@ pub struct Path {
 impl Path {
     /// Seconds of an exchange over it, by which paths are compared.
     pub fn cost(&self) -> f64 {
+        self.latency_us as f64 / 1e6 + EXCHANGE_BYTES / self.rate()
+    }
+
+    /// Bytes a second, 1 or more; a guess before a measurement.
+    pub fn rate(&self) -> f64 {
         let bytes_per_s = self.bytes_per_s.map_or(UNMEASURED, |rate| rate as f64);
-        self.latency_us as f64 / 1e6 + EXCHANGE_BYTES / bytes_per_s.max(1.0)
+        bytes_per_s.max(1.0)
     }
 
     /// For people: `eth1 (0.12 ms, 940 MB/s)`.

@@ -58,6 +58,10 @@ pub struct InstanceSpec {
     pub named: bool,
     /// The split, as `--split` names it.
     pub split: String,
+    /// Decode tokens in a thousand seconds that each split of `nodes` is predicted to give, where
+    /// the user left the split open; empty otherwise.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub predicted: BTreeMap<String, u64>,
     /// Threads of each worker.
     pub threads: u16,
     #[serde(flatten)]
@@ -362,6 +366,9 @@ pub struct Report {
     /// Transports between nodes with RDMA cables, for people, while it answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wires: Option<String>,
+    /// The split in use, while it answers by another one than its record's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub split: Option<String>,
 }
 
 /// A task of a node about an instance.

@@ -403,6 +403,7 @@ mod tests {
             reason: None,
             computing: Vec::new(),
             numbers: None,
+            split: None,
         });
         let wanted = wanted(nodes, successors);
         fate(node(15), Some((3, &wanted)), told.as_ref(), stand)

@@ -407,6 +407,7 @@ fn open_model(path: &Path) -> Result<(ModelSource, Config), String> {
 fn next_record(wanted: &InstanceSpec, nodes: &[NodeId], then: &Proposal) -> InstanceSpec {
     let mut next = wanted.clone();
     next.split.clone_from(&then.split);
+    next.predicted.clear(); // they are of other nodes
     next.shares = then.shares_of(nodes);
     let new = nodes[1..]
         .iter()

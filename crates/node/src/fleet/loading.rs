@@ -1,6 +1,6 @@
 //! Users' load and unload requests, written as specs to the shared map.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
@@ -114,7 +114,8 @@ impl Inner {
         let mut one = self.record(ask, path)?;
         one.nodes.clone_from(&groups[0]);
         let engines = self.engine_choice(ask, &one.nodes)?;
-        let planned = self.planned(ask, path, (&one.nodes, &engines));
+        let (planned, predicted) = self.planned(ask, path, (&one.nodes, &engines)).unzip();
+        one.predicted = predicted.unwrap_or_default();
         let classes = planned.as_ref().map(|best| best.classes_of(&one.nodes));
         self.set_classes(ask, classes, &mut one)?;
         one.split = match &planned {
@@ -164,14 +165,15 @@ impl Inner {
         }
     }
 
-    /// The first proposal for `nodes`, and logs it. `None` where a request leaves nothing open, and
-    /// without a prediction; the split then stays automatic.
+    /// The first proposal for `nodes`, and logs it; with the [`predictions`] of an open split.
+    /// `None` where a request leaves nothing open, and without a prediction; the split then stays
+    /// automatic.
     fn planned(
         &self,
         ask: &LoadRequest,
         path: &Path,
         (nodes, engines): (&[NodeId], &EngineChoice),
-    ) -> Option<Proposal> {
+    ) -> Option<(Proposal, BTreeMap<String, u64>)> {
         let views = self.agent.nodes();
         let mut gpus = views.iter().filter(|view| nodes.contains(&view.id));
         let has_gpu = gpus.any(|view| engines::has_gpu(&view.facts));
@@ -182,11 +184,13 @@ impl Inner {
         }
         let told = |line: &str| (self.spec.tell)(&format!("{}: {line}", ask.model));
         match self.best_of(ask, path, (nodes, engines)) {
-            Ok((best, why)) => {
+            Ok(all) => {
+                let best = all.first()?.clone();
                 let (split, tok_s) = (&best.split, best.decode_tok_s);
                 told(&format!("split {split}, {tok_s:.1} tokens/s as predicted"));
-                why.as_deref().into_iter().for_each(told);
-                Some(best)
+                preview::why(&all).as_deref().into_iter().for_each(told);
+                let predicted = is_split_open.then(|| predictions(&all));
+                Some((best, predicted.unwrap_or_default()))
             }
             Err(reason) => {
                 told(&format!("the split is not planned: {reason}"));
@@ -195,23 +199,23 @@ impl Inner {
         }
     }
 
-    /// The first proposal for `nodes`, and why it has its split.
+    /// The proposals for `nodes`, at least one, the fastest that fits first.
     fn best_of(
         &self,
         ask: &LoadRequest,
         path: &Path,
         (nodes, engines): (&[NodeId], &EngineChoice),
-    ) -> Result<(Proposal, Option<String>), String> {
+    ) -> Result<Vec<Proposal>, String> {
         let source = ModelSource::open(path).map_err(|error| error.to_string())?;
         let config = Config::read(&source).map_err(|error| error.to_string())?;
         let forecast = self.forecast(&source, &config, self.threads(ask))?;
         let (wishes, machines) = ((ask.split, engines), self.machines(nodes));
         let (proposals, mut reasons) =
             self.proposals((&config, &forecast), wishes, (nodes, &machines));
-        let why = preview::why(&proposals);
-        let first = proposals.into_iter().next();
-        let first = first.ok_or_else(|| reasons.pop().unwrap_or_else(|| "no split fits".into()));
-        first.map(|first| (first, why))
+        match proposals.is_empty() {
+            true => Err(reasons.pop().unwrap_or_else(|| "no split fits".into())),
+            false => Ok(proposals),
+        }
     }
 
     /// Signs the roots of a model and its draft, so that other nodes can fetch ranges of them.
@@ -524,6 +528,17 @@ impl Inner {
         }
         Ok(ids.len())
     }
+}
+
+/// Decode tokens in a thousand seconds of each split that fits the nodes and engines of the first.
+fn predictions(all: &[Proposal]) -> BTreeMap<String, u64> {
+    let (first, mut predicted) = (all.first(), BTreeMap::new());
+    let is_like = |it: &&Proposal| it.fits && first.is_some_and(|first| first.engines == it.engines);
+    for it in all.iter().filter(is_like) {
+        let tok_ks = ((it.decode_tok_s * 1e3) as u64).max(1);
+        predicted.entry(it.split.clone()).or_insert(tok_ks);
+    }
+    predicted
 }
 
 /// Bytes of keys and values of an instance with ranks on MLX, at the positions that it needs. 0 on

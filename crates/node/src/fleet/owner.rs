@@ -64,6 +64,8 @@ pub(super) struct OwnedInstance {
     /// RDMA cables between the ranks of the last epoch, and what became of them, for people.
     pub(super) cables: Arc<Mutex<CablePlan>>,
     pub(super) wires: Arc<Mutex<Option<String>>>,
+    /// The split in use, once its workers are ready.
+    pub(super) split: Arc<Mutex<Option<String>>>,
     /// Whether it was started before, by an earlier record or an earlier process of this node.
     /// Clients may have partial answers, so a failure while it loads does not end it.
     pub(super) goes_on: bool,
@@ -273,9 +275,9 @@ impl OwnedInstance {
             threads: usize::from(self.wanted.threads.max(1)),
             kv: None,
             nodes: self.wanted.nodes.len() as u32,
-            // A record is automatic again after a move to more nodes.
+            // Nothing was predicted. A pipeline is never much slower than one machine.
             kind: match split {
-                SplitKind::Auto if self.wanted.splits_on_mlx() => SplitKind::Pipeline,
+                SplitKind::Auto if self.wanted.nodes.len() > 1 => SplitKind::Pipeline,
                 split => split,
             },
             shares: inner
@@ -287,6 +289,10 @@ impl OwnedInstance {
         let sizes = |config: &_| (inner.spec.sizes)(path, config, &self.wanted);
         let prepared = PreparedModel::new(Arc::new(source), options, sizes);
         let mut prepared = prepared.map_err(|error| error.to_string())?;
+        let tok_s =
+            |(name, tok_ks): (&String, &u64)| Some((name.parse().ok()?, *tok_ks as f64 / 1e3));
+        let predicted: Vec<_> = self.wanted.predicted.iter().filter_map(tok_s).collect();
+        prepared.steer_among(&predicted);
         let readers = self.wanted.prompts.len() as u32;
         if readers > 0 {
             let wanted = PrefillOptions {
@@ -437,6 +443,7 @@ impl OwnedInstance {
             if let Notice::Ready { way, facts, .. } = notice {
                 after_failure = State::Recovering;
                 *lock(&own.numbers) = numbers(&cuts[*way].split, &classes, facts);
+                *lock(&own.split) = Some(cuts[*way].split.to_string());
                 own.tell_wires(&inner, facts);
             }
             match notice {
@@ -458,7 +465,10 @@ impl OwnedInstance {
                     (inner.spec.tell)(&format!("error: {}: {reason}", own.wanted.model));
                     own.report(&inner, after_failure, None, Some(reason.clone()));
                 }
-                Notice::Changed(change) => (inner.spec.tell)(&change.line()),
+                Notice::Changed(change) => {
+                    (inner.spec.tell)(&change.line());
+                    own.report(&inner, State::Ready, None, own.left_out(&inner));
+                }
                 Notice::Prompts(news) => (inner.spec.tell)(&news.line()),
                 Notice::Continued { answers } => {
                     let (model, line) = (&own.wanted.model, Notice::continued(*answers));
@@ -501,6 +511,7 @@ impl OwnedInstance {
     ) {
         let numbers = lock(&self.numbers).clone();
         let wires = lock(&self.wires).clone();
+        let split = lock(&self.split).clone();
         let report = Report {
             wires: wires.filter(|_| state == State::Ready),
             epoch: self.epoch,
@@ -512,6 +523,10 @@ impl OwnedInstance {
                 _ => Vec::new(),
             },
             numbers: numbers.filter(|_| state == State::Ready),
+            split: split.filter(|name| {
+                let is_open = !self.wanted.predicted.is_empty();
+                is_open && state == State::Ready && *name != self.wanted.split
+            }),
         };
         let text = serde_json::to_string(&report).expect("a report is JSON");
         // Fails if the map is full or this node is no longer the owner: the report is dropped.

@@ -229,7 +229,10 @@ impl Inner {
 
     /// Makes all of `nodes` measure their routes unless every pair is known.
     pub(super) fn measure_unknown(&self, nodes: &[NodeId]) {
-        let is_known = |(from, to): (NodeId, NodeId)| self.way(from, to).is_some();
+        let is_known = |(from, to): (NodeId, NodeId)| {
+            let way = self.way(from, to);
+            way.is_some_and(|way| way.bytes_per_s.is_some())
+        };
         if pairs(nodes).all(is_known) {
             return;
         }
@@ -241,16 +244,14 @@ impl Inner {
         }
     }
 
-    /// The route from one node to another, with its bandwidth.
+    /// The route from one node to another, with its bandwidth if that was measured.
     pub(super) fn way(&self, from: NodeId, to: NodeId) -> Option<paths::Path> {
         let route = self.agent.route(from, to)?;
         let there = self.agent.paths(from).into_iter();
         let back = self.agent.paths(to).into_iter();
         let there = there.filter(|it| it.to == to && it.remote.ip() == route.ip());
         let back = back.filter(|it| it.to == from && it.local == route.ip());
-        there
-            .chain(back)
-            .find(|path| path.up && path.bytes_per_s.is_some())
+        measured_first(there.chain(back))
     }
 
     /// The path between each pair of `nodes` with its measurements, one line a pair.
@@ -321,6 +322,12 @@ impl Inner {
             .ok()?
             .flatten()
     }
+}
+
+/// The first path that is up and has a bandwidth, else the first that is up.
+pub(super) fn measured_first(paths: impl Iterator<Item = paths::Path>) -> Option<paths::Path> {
+    let up = paths.filter(|path| path.up);
+    up.min_by_key(|path| path.bytes_per_s.is_none()) // the first of equals
 }
 
 /// Each two of `nodes`.

@@ -5,6 +5,7 @@
 //! a better placement. So the running split is the one that a preview names.
 
 use paceline_cluster::nodes::NodeId;
+use paceline_cluster::nodes::paths::Path;
 use paceline_model::{Config, SplitKind};
 
 use super::Inner;
@@ -124,12 +125,8 @@ impl Inner {
                 )
             };
             let path = self.way(from, to).ok_or_else(unknown)?;
-            Ok(MachineLink {
-                a: at(from).unwrap_or(0),
-                b: at(to).unwrap_or(0),
-                round_trip: path.latency_us as f64 / 1e6,
-                bytes_per_s: path.bytes_per_s.unwrap_or(1) as f64,
-            })
+            let ends = (at(from).unwrap_or(0), at(to).unwrap_or(0));
+            Ok(link_of(ends, &path))
         };
         pairs(nodes).map(way).collect()
     }
@@ -160,6 +157,17 @@ fn engine_sets(
     }
 }
 
+/// The link over a path. A slow network has a delay before it has a rate, which is guessed then:
+/// splits differ by the delay.
+fn link_of((a, b): (usize, usize), path: &Path) -> MachineLink {
+    MachineLink {
+        a,
+        b,
+        round_trip: path.latency_us as f64 / 1e6,
+        bytes_per_s: path.rate(),
+    }
+}
+
 /// The first machine on which MLX is to compute with unknown rates.
 fn unmeasured(machines: &Machines) -> Option<&str> {
     let mut all = machines.all.iter().zip(&machines.on_mlx);
@@ -182,7 +190,33 @@ fn each_once(ranks: &[NodeId]) -> (Vec<NodeId>, Vec<usize>) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::preview::measured_first;
     use super::*;
+
+    /// Without a link no split would be planned, and the load would take any.
+    #[test]
+    fn a_path_whose_rate_is_unknown_still_has_its_delay() {
+        let path = |latency_us, bytes_per_s, up| Path {
+            to: NodeId([1; 16]),
+            interface: String::new(),
+            local: [10, 0, 0, 1].into(),
+            remote: ([10, 0, 0, 2], 1).into(),
+            latency_us,
+            bytes_per_s,
+            up,
+            preferred: false,
+        };
+        let all = [
+            path(7, Some(1), false),
+            path(100_000, None, true),
+            path(100_002, Some(2_000_000), true),
+        ];
+        let used = |n: usize| measured_first(all[..n].iter().cloned());
+        assert_eq!(used(1), None);
+        let slow = link_of((0, 1), &used(2).unwrap());
+        assert_eq!((slow.round_trip, slow.bytes_per_s > 1e6), (0.1, true));
+        assert_eq!(link_of((0, 1), &used(3).unwrap()).bytes_per_s, 2e6);
+    }
 
     #[test]
     fn a_machine_with_two_ranks_is_one_machine() {

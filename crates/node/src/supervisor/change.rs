@@ -48,10 +48,20 @@ impl Supervisor {
     /// Passes an event to the steering and executes its order.
     pub(super) fn steer(&mut self, now: Duration, event: split_selection::Event) {
         let ready = matches!(self.phase, Phase::Ready);
-        if matches!(event, split_selection::Event::Token { .. }) && !ready {
+        let is_of_speed = matches!(
+            event,
+            split_selection::Event::Token { .. } | split_selection::Event::Waited
+        );
+        if is_of_speed && !ready {
             return; // late ones are no measure of speed
         }
-        if let Some(order) = self.steering.step(now, event) {
+        let order = self.steering.step(now, event);
+        let Some(order) = order.or_else(|| self.postponed.take()) else {
+            return;
+        };
+        if self.policy.near && (self.load() != (0, 0) || !ready) {
+            self.postponed = Some(order);
+        } else {
             self.change(now, order);
         }
     }

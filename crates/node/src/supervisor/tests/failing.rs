@@ -284,6 +284,43 @@ fn a_better_way_is_moved_to_and_answers_go_on() {
     );
 }
 
+/// Another split is predicted to give ten tokens a second: one that computes a token for three
+/// seconds is left, where the numbers are near after the answer.
+#[test]
+fn a_slow_split_is_left_within_a_step_and_near_numbers_between_answers() {
+    for near in [false, true] {
+        let mut instance = Failing::of(2, true);
+        (
+            instance.supervisor.policy.holds,
+            instance.supervisor.policy.near,
+        ) = (false, near);
+        instance.supervisor.candidates[1].tok_s = 10.0;
+        instance.become_ready();
+        instance.ask(Ticket(1));
+        assert_eq!(instance.supervisor.due(), None);
+        let said = |reply| FromWorker::Reply {
+            ticket: Ticket(1),
+            at_us: Some(1),
+            reply,
+        };
+        instance.said(said(Reply::Token {
+            token: 1,
+            text: String::new(),
+            logprobs: None,
+        }));
+        instance.now += Duration::from_secs(3);
+        assert_eq!(instance.supervisor.due(), Some(instance.now));
+        let leaves = |actions: &[Action]| actions.contains(&Action::Leave(Rank(0)));
+        assert_eq!(leaves(&instance.step(Event::Tick)), !near);
+        assert_eq!(instance.step(Event::Tick), [], "once");
+        let finished = instance.said(said(Reply::Finished {
+            text: String::new(),
+            reason: Finish::Length,
+        }));
+        assert_eq!(leaves(&finished), near);
+    }
+}
+
 /// Tokens arrive in bursts: several of one step with accepted drafts, or delayed by a slow
 /// connection. The measured speed is that of the steps, before and after a failure.
 #[test]
