@@ -61,6 +61,8 @@ pub struct NodeSettings {
     pub worker_folders: Vec<PathBuf>,
     /// Maximum bytes of models on disk; `None` for all free space.
     pub disk_budget: Option<u64>,
+    /// Whether the journals of open answers are on disk.
+    pub is_durable: bool,
     /// Hub settings, for bytes that no node has.
     pub pull: PullOptions,
     /// Runs chat templates.
@@ -161,6 +163,7 @@ fn divided(
             tell: Arc::clone(&spec.tell),
         }),
         home: home.root().to_owned(),
+        journals: spec.is_durable.then(|| home.root().join("journals")),
         kernels: spec.kernels,
         interface: spec.interface,
         sizes: Box::new(sizes),

@@ -66,6 +66,10 @@ pub(crate) struct NodeArgs {
     /// with what would free how much, and nothing is removed unasked [default: all that is free]
     #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
     disk_budget: Option<u64>,
+    /// Keep open answers on disk too, so that their clients get the rest after a power cut of all
+    /// machines
+    #[arg(long)]
+    durable: bool,
     /// Memory that models are placed by, such as 12G: a fifth is left to other programs [default:
     /// what this machine has]
     #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
@@ -167,6 +171,11 @@ impl NodeArgs {
     /// Most bytes of models on this machine's disk.
     pub(crate) const fn disk_budget(&self) -> Option<u64> {
         self.disk_budget
+    }
+
+    /// Whether open answers are kept on disk.
+    pub(crate) const fn is_durable(&self) -> bool {
+        self.durable
     }
 
     /// Arguments of this program as a worker of the node.

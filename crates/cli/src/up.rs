@@ -643,6 +643,7 @@ impl Args {
             worker_env: worker_env(),
             worker_folders: self.node.worker_folders()?,
             disk_budget: self.node.disk_budget(),
+            is_durable: self.node.is_durable(),
             pull: options,
             templates: template_program()?,
             kernels: Box::new(local_model::kernels),

@@ -36,6 +36,7 @@ mod choice;
 mod copies;
 pub(crate) mod damage;
 mod drain;
+mod durable_journals;
 mod encoders;
 mod engines;
 mod expansion;
@@ -101,6 +102,7 @@ use hosts::NodeConnection;
 pub use hosts::placed_bytes;
 pub use hub::{ByteSink, FetchProgress, HubOrigin, ModelHub};
 use ingress::IngressService;
+use durable_journals::DurableJournals;
 use journals::{Deaths, JournalCopier, JournalStore};
 use owner::OwnedInstance;
 pub use preview::{Preview, Proposal};
@@ -194,6 +196,9 @@ pub struct FleetSpec {
     pub hub: Arc<dyn ModelHub>,
     /// Paceline's home folder, with the measurements for forecasts.
     pub home: PathBuf,
+    /// Folder for the journals of open answers, so that they outlive a power cut; `None` keeps them
+    /// in memory alone.
+    pub journals: Option<PathBuf>,
     /// Makes kernels for a number of threads.
     pub kernels: Box<MakeKernels>,
     /// The only interface on which workers listen; `None` for all.
@@ -328,6 +333,7 @@ struct Inner {
     rests: AtomicBool,
     copier: JournalCopier,
     shelf: JournalStore,
+    durable: Option<DurableJournals>,
     deaths: Deaths,
 }
 
@@ -394,6 +400,10 @@ impl Fleet {
         let (brings, repairs) = (Arc::clone(&copies), Arc::clone(&copies));
         let (wholes, checker) = (Arc::clone(&copies), agent.clone());
         let [finder, bringer, repairer, truster] = [(); 4].map(|()| agent.clone());
+        let (shelf, tell_of) = (JournalStore::default(), || Arc::clone(&spec.tell));
+        let folder = spec.journals.clone();
+        let durable = folder.map(|folder| DurableJournals::open(folder, &shelf, tell_of()));
+        let durable = durable.transpose()?;
         let inner = Arc::new(Inner {
             copies,
             host: Arc::new(HostSpec {
@@ -416,7 +426,8 @@ impl Fleet {
                 on_line: Arc::new(move |line| tell(&format!("[worker] {line}"))),
             }),
             copier: JournalCopier::start(agent.clone())?,
-            shelf: JournalStore::default(),
+            shelf,
+            durable,
             deaths: Deaths::default(),
             agent,
             spec,
@@ -505,7 +516,7 @@ impl Fleet {
     /// Replicates a segment of a journal to another node; `done` receives the result. Does not
     /// block.
     pub fn keep(&self, piece: journals::ReplicatedSegment, done: journals::JournalCallback) {
-        self.inner.copier.put(piece, done);
+        self.inner.keep(piece, done);
     }
 
     /// The longest copy of a journal on any node, for the holder of the API key with this id. May

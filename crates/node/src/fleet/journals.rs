@@ -25,6 +25,7 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::member::Life;
 use serde::{Deserialize, Serialize};
 
+use super::durable_journals::DurableJournals;
 use super::hosts::NodeConnection;
 use super::{Fleet, Inner, LOOK_EVERY};
 use crate::workers::connection::{
@@ -36,13 +37,13 @@ pub(super) const KEEP: &str = "keep";
 pub(super) const JOURNAL: &str = "journal";
 
 /// How long a journal is stored after its last segment: the time for clients to reconnect.
-const STAY: Duration = Duration::from_secs(60);
+pub(super) const STAY: Duration = Duration::from_secs(60);
 
 /// Maximum stored journals of other nodes: four ingress nodes with all their streams.
-const COPIES_MAX: usize = 1024;
+pub(super) const COPIES_MAX: usize = 1024;
 
 /// Their maximum bytes of memory.
-const COPIES_BYTES_MAX: usize = 256 << 20;
+pub(super) const COPIES_BYTES_MAX: usize = 256 << 20;
 
 /// Longest wait for a node to store a segment: half of the clients' wait, so that one more node can
 /// be tried.
@@ -63,7 +64,7 @@ const FIND_MORE: Duration = Duration::from_millis(100);
 const NODES_MAX: usize = 64;
 
 /// Maximum queued segments: some of each stream of a node.
-const QUEUE_MAX: usize = 1024;
+pub(super) const QUEUE_MAX: usize = 1024;
 
 /// A segment of a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -127,7 +128,7 @@ struct StoredJournal {
 
 impl JournalStore {
     /// Stores a segment.
-    fn put(&self, piece: ReplicatedSegment, now: Instant) -> JournalStored {
+    pub(super) fn put(&self, piece: ReplicatedSegment, now: Instant) -> JournalStored {
         let mut all = lock(&self.0);
         all.retain(|_, copy| now.saturating_duration_since(copy.touched) <= STAY);
         let sum: usize = all.values().map(|copy| copy.bytes.len()).sum();
@@ -158,7 +159,7 @@ impl JournalStore {
         JournalStored::Yes
     }
 
-    fn find(&self, id: &str, now: Instant) -> Option<Vec<u8>> {
+    pub(super) fn find(&self, id: &str, now: Instant) -> Option<Vec<u8>> {
         let all = lock(&self.0);
         let copy = all.get(id)?;
         let is_fresh = now.saturating_duration_since(copy.touched) <= STAY;
@@ -389,8 +390,19 @@ fn search(inner: &Arc<Inner>, id: &str, key: Option<&str>, than: usize) -> Journ
     let own = inner.shelf.find(id, Instant::now());
     let told = ask_others(inner, id, key);
     match longest(&told, own.unwrap_or_default(), than) {
-        JournalSearch::Nowhere if inner.has_lost_some() => JournalSearch::Unsure,
+        JournalSearch::Nowhere if inner.has_lost_some() || inner.is_newly_back() => {
+            JournalSearch::Unsure
+        }
         found => found,
+    }
+}
+
+/// The result of two copies.
+fn either(disk: JournalStored, remote: JournalStored) -> JournalStored {
+    match (disk, remote) {
+        (JournalStored::Gap, _) | (_, JournalStored::Gap) => JournalStored::Gap,
+        (JournalStored::Yes, _) => JournalStored::Yes,
+        (JournalStored::No(_), remote) => remote,
     }
 }
 
@@ -413,6 +425,33 @@ impl Deaths {
 }
 
 impl Inner {
+    /// Stores a segment of this node's streams: on another node, and on disk with `--durable`,
+    /// where one of them suffices. Only the first segment waits for the disk: an answer can be
+    /// computed again from any beginning.
+    pub(super) fn keep(self: &Arc<Self>, piece: ReplicatedSegment, done: JournalCallback) {
+        let Some(disk) = &self.durable else {
+            return self.copier.put(piece, done);
+        };
+        let (stored, id) = (disk.put(&piece), piece.id.clone());
+        if piece.at > 0 || stored != JournalStored::Yes {
+            let done = move |remote| done(either(stored, remote));
+            return self.copier.put(piece, Box::new(done));
+        }
+        let inner = Arc::clone(self);
+        let then = move |remote| match &inner.durable {
+            Some(disk) => disk.synced(id, Box::new(|stored| done(either(stored, remote)))),
+            None => done(remote),
+        };
+        self.copier.put(piece, Box::new(then));
+    }
+
+    /// Whether this node started so recently that other nodes, which may have a journal on disk,
+    /// are not back.
+    fn is_newly_back(&self) -> bool {
+        let durable = self.durable.as_ref();
+        durable.is_some_and(DurableJournals::is_newly_started)
+    }
+
     /// Whether a node died so recently that its stored journals would not have expired. Called
     /// regularly as well, to record deaths.
     pub(super) fn has_lost_some(&self) -> bool {
@@ -492,6 +531,16 @@ mod tests {
             at,
             bytes: text.as_bytes().to_vec(),
         }
+    }
+
+    #[test]
+    fn one_copy_suffices_and_each_lack_is_told() {
+        use JournalStored::{Gap, No, Yes};
+        let no = |reason: &str| No(reason.to_owned());
+        assert_eq!(either(Yes, no("alone")), Yes);
+        assert_eq!(either(no("full"), Yes), Yes);
+        assert_eq!(either(no("full"), no("alone")), no("alone"));
+        assert_eq!((either(Gap, Yes), either(Yes, Gap)), (Gap, Gap));
     }
 
     #[test]
