@@ -97,7 +97,7 @@ fn answers(world: &SimWorld) -> Vec<String> {
     let wanted = world.wanted.iter().filter(has_to_run).copied().collect();
     let serving = world.serving.as_ref();
     serving.map_or_else(Vec::new, |serving| {
-        serving.in_the_end(world.length(), &wanted)
+        serving.in_the_end(world.length(), &wanted, &world.deaf)
     })
 }
 

@@ -112,7 +112,8 @@ impl Scenario {
         }
     }
 
-    /// Up to a dozen faults in the first two thirds; then the network heals and all nodes live.
+    /// Up to a dozen faults in the first two thirds; then all nodes live, but for one at times, and
+    /// the network heals, but for one path at times.
     fn draw(&mut self, random: &mut SimRandom) {
         let calm = self.length * 2 / 3;
         let nodes = self.nodes as u64;
@@ -155,6 +156,11 @@ impl Scenario {
         }
         if let Some(dead) = dead {
             add(calm_ms, Fault::Crash(dead as usize));
+        }
+        // Two may stay without a path between them, where a third reaches both.
+        let (one, two) = (random.below(nodes), random.below(nodes));
+        if random.chance(250) && one != two && (nodes > 3 || dead.is_none()) {
+            add(calm_ms + 1, Fault::Deaf(one as usize, two as usize));
         }
         self.happenings.sort_by_key(|happening| happening.at);
     }

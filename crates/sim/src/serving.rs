@@ -21,9 +21,10 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_cluster::nodes::InstanceId;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{self, InstanceSpec};
+use paceline_cluster::nodes::reach::BrokenPairs;
+use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_engine::{Finish, GenerationRequest, Reply, RequestFailure, Ticket};
 use paceline_node::RankTraffic;
@@ -70,6 +71,8 @@ pub(crate) enum ServingEvent {
     Ask,
     /// A worker is killed; its node lives.
     Kill,
+    /// A rank may not join: its node and another rank's cannot speak.
+    Apart(u64, Rank, u64),
     /// The owner of that life detects a dead process.
     Exit(u64, Rank, u64),
     /// Owner and workers check each other's heartbeats.
@@ -117,6 +120,24 @@ impl NetworkView<'_> {
     fn passes(&self, from: usize, to: usize) -> bool {
         let side = |node: usize| (self.split >> node) & 1;
         side(from) == side(to) && !self.deaf.contains(&(from, to))
+    }
+
+    /// Those of `nodes` on which an instance of `own` may run ranks: they live and all speak to each
+    /// other. Nodes measure that by the time at which ranks join.
+    fn speaking(&self, own: usize, nodes: &[usize]) -> Vec<usize> {
+        let reached = nodes.iter().filter(|node| self.reach(own, **node));
+        let all: Vec<usize> = std::iter::once(own).chain(reached.copied()).collect();
+        let each: BTreeSet<usize> = all.iter().copied().collect();
+        let pairs = each
+            .iter()
+            .flat_map(|a| each.range(..a).map(move |b| (*a, *b)));
+        let broken = pairs.filter(|(a, b)| !self.reach(*a, *b));
+        let broken: BrokenPairs = broken
+            .map(|(a, b)| (self.nodes[a].id, self.nodes[b].id))
+            .collect();
+        let ids: Vec<NodeId> = all.iter().map(|node| self.nodes[*node].id).collect();
+        let group = broken.group(&ids).into_iter();
+        group.map(|id| usize::from(id.0[15])).collect()
     }
 
     /// Whether a connection between two nodes works: it needs both directions.
@@ -296,6 +317,12 @@ impl Serving {
             ServingEvent::Ask => self.ask(net, later),
             ServingEvent::Kill => self.kill(net, later),
             ServingEvent::Exit(life, rank, process) => self.exit(life, rank, process, net, later),
+            ServingEvent::Apart(life, rank, process) => {
+                if self.seat(life, rank, process).is_some() {
+                    let reason = "no path to another rank answers".to_owned();
+                    self.step(life, Event::Unreachable { rank, reason }, net, later);
+                }
+            }
             ServingEvent::Beat(life) => self.beat(life, net, later),
             ServingEvent::Tick(life) => {
                 if let Some(owner) = self.owners.get_mut(&life) {
@@ -459,7 +486,17 @@ impl Serving {
                 return;
             }
             Action::Assign { rank, epoch, .. } => (rank, PendingOrder::Assign(epoch)),
-            Action::Join { rank, .. } => (rank, PendingOrder::Join),
+            Action::Join { rank, .. } => {
+                let apart = owner.apart(net);
+                if apart.contains(&rank) {
+                    let process = owner.seats[rank.0 as usize].process;
+                    later.push((Duration::ZERO, ServingEvent::Apart(life, rank, process)));
+                }
+                if !apart.is_empty() {
+                    return;
+                }
+                (rank, PendingOrder::Join)
+            }
             Action::Leave(rank) => (rank, PendingOrder::Leave),
             Action::Submit {
                 rank,
@@ -1069,14 +1106,15 @@ impl Serving {
         self.step(life, submit, net, later);
     }
 
-    /// Checks the final state. `wanted`: the instances that must run.
+    /// Checks the final state. `wanted`: the instances that must run; `deaf`: broken paths.
     ///
     /// The first load of an instance may fail, with the owner's reason: it is not restarted without
-    /// a new request.
+    /// a new request. A request to a node that does not reach the owner waits.
     pub(crate) fn in_the_end(
         &self,
         length: Duration,
         wanted: &BTreeSet<InstanceId>,
+        deaf: &BTreeSet<(usize, usize)>,
     ) -> Vec<String> {
         let mut found = self.violations.clone();
         for id in wanted {
@@ -1096,7 +1134,13 @@ impl Serving {
             }
         }
         for (number, asked) in self.asked.iter().enumerate() {
+            let mut owners = self.owners.values().filter(|owner| owner.id == asked.id);
+            let is_cut = asked.entry.as_ref().is_some_and(|entry| {
+                let is_deaf = |a: usize, b: usize| deaf.contains(&(a, b)) || deaf.contains(&(b, a));
+                owners.any(|owner| is_deaf(entry.node, owner.node))
+            });
             let is_due = asked.since + ANSWER_LIMIT <= length && wanted.contains(&asked.id);
+            let is_due = is_due && !is_cut;
             let is_whole = matches!(
                 asked.outcome,
                 Some(RequestResult::Whole | RequestResult::Gone)
@@ -1115,12 +1159,21 @@ impl SimOwner {
     fn start(&mut self, rank: Rank, net: &NetworkView<'_>) {
         let (first, count) = (rank.0 as usize, self.nodes.len());
         let places = (0..count).map(|i| self.nodes[(first + i) % count]);
-        let reached = places.filter(|node| net.reach(self.node, *node));
+        let speaking = net.speaking(self.node, &self.nodes);
+        let reached = places.filter(|node| speaking.contains(node));
         let at = reached.min_by_key(|node| net.nodes[*node].leaves);
         let at = at.unwrap_or(self.node);
         self.stop(rank);
         let seat = &mut self.seats[first];
         (seat.at, seat.alive) = (at, true);
+    }
+
+    /// The ranks whose nodes cannot speak to the others' nodes.
+    fn apart(&self, net: &NetworkView<'_>) -> Vec<Rank> {
+        let speaking = net.speaking(self.node, &self.nodes);
+        let ranks = (0..).map(Rank).zip(&self.seats);
+        let apart = ranks.filter(|(_, seat)| !speaking.contains(&seat.at));
+        apart.map(|(rank, _)| rank).collect()
     }
 
     /// Ends a worker; its messages no longer arrive.

@@ -114,7 +114,7 @@ pub(crate) struct SimWorld {
     /// The session of each two nodes, lower number first, as each end knows it.
     links: BTreeMap<(usize, usize), u64>,
     split: u64,
-    deaf: BTreeSet<(usize, usize)>,
+    pub(crate) deaf: BTreeSet<(usize, usize)>,
     trace: u64,
     takeovers: u64,
     moves: u64,

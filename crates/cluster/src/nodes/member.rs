@@ -394,6 +394,8 @@ impl Membership {
                 },
             );
         }
+        // News of a dead node that lives may have been lost on the way to this one alone.
+        rumours.extend(self.peers.some_dead(&mut self.random));
         rumours.truncate(RUMOURS_MAX);
         rumours
     }
@@ -463,10 +465,16 @@ impl Membership {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
+        let mut newer = Vec::new();
         for rumour in rumours.into_iter().take(RUMOURS_MAX) {
+            newer.extend(self.peers.alive_since(rumour));
             if rumour.incarnation <= self.latest_incarnation(from, rumour.id, now) {
                 self.apply_rumour(rumour, now, actions);
             }
+        }
+        if !newer.is_empty() {
+            let message = GossipMessage::Gossip { rumours: newer };
+            actions.push(Action::Send { to: from, message });
         }
     }
 

@@ -429,10 +429,13 @@ impl RemoteWorkers {
     /// Why this rank has to move.
     fn may_join(&self, rank: Rank) -> Result<bool, Error> {
         let apart = lock(&self.epochs).apart.clone();
-        let node = self.node_of(rank);
-        if let Some(reason) = node.and_then(|node| apart.get(&node)) {
+        let place = lock(self.seat(rank))
+            .as_ref()
+            .map(|seat| (seat.node, seat.place.clone()));
+        let refused = place.and_then(|(node, place)| Some((place, apart.get(&node)?)));
+        if let Some((place, reason)) = refused {
             self.places.displaced(rank);
-            let source = ConnectionError::new(reason);
+            let source = ConnectionError::new(format!("{place}: {reason}"));
             return Err(Error::Place { rank, source });
         }
         Ok(apart.is_empty())

@@ -318,6 +318,33 @@ impl Peers {
         changed.then_some(rumour.life)
     }
 
+    /// What is known of a node that a rumour calls dead, if it has objected since.
+    pub(super) fn alive_since(&self, rumour: Rumour) -> Option<Rumour> {
+        let peer = self.peers.get(&rumour.id)?;
+        let has_objected = peer.life == Life::Alive && peer.incarnation > rumour.incarnation;
+        (has_objected && rumour.life == Life::Dead).then_some(Rumour {
+            id: rumour.id,
+            incarnation: peer.incarnation,
+            life: Life::Alive,
+        })
+    }
+
+    /// A random one of the dead nodes, as a rumour.
+    pub(super) fn some_dead(&self, random: &mut SplitMix64) -> Option<Rumour> {
+        let dead = self
+            .peers
+            .iter()
+            .filter(|(_, peer)| peer.life == Life::Dead);
+        let dead: Vec<Rumour> = dead
+            .map(|(id, peer)| Rumour {
+                id: *id,
+                incarnation: peer.incarnation,
+                life: Life::Dead,
+            })
+            .collect();
+        (!dead.is_empty()).then(|| dead[random.below(dead.len())])
+    }
+
     /// The rumours for one message, the newest first.
     pub(super) fn rumours(&mut self) -> Vec<Rumour> {
         let mut fresh: Vec<(u32, NodeId)> = self

@@ -53,6 +53,41 @@ fn gossip(
     member.step(at(10), Event::Received { from, message })
 }
 
+/// Only one node had the news of a death, and none of the objection.
+#[test]
+fn an_old_rumour_of_a_death_is_answered_with_the_objection() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    link(&mut one, 3, 0);
+    gossip(&mut one, 2, 3, 5, Life::Alive);
+    let answered = gossip(&mut one, 2, 3, 4, Life::Dead);
+    let rumour = Rumour {
+        id: id(3),
+        incarnation: 5,
+        life: Life::Alive,
+    };
+    let (to, message) = (
+        id(2),
+        GossipMessage::Gossip {
+            rumours: vec![rumour],
+        },
+    );
+    assert_eq!(answered, [Action::Send { to, message }]);
+    assert_eq!(
+        lives(&gossip(&mut one, 2, 3, 5, Life::Dead)),
+        [(3, Life::Dead)]
+    );
+    let told = one.step(at(400), Event::Tick);
+    let says = |action: &Action| match action {
+        Action::Send {
+            message: GossipMessage::Ping { rumours, .. },
+            ..
+        } => rumours.iter().any(|it| it.life == Life::Dead),
+        _ => false,
+    };
+    assert!(told.iter().any(says), "{told:?}");
+}
+
 #[test]
 fn a_node_that_does_not_answer_is_suspect_then_dead() {
     let mut one = member(1);
