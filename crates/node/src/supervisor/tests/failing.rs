@@ -330,7 +330,7 @@ fn the_measured_speed_is_that_of_steps_however_tokens_arrive() {
     instance.ask(Ticket(1));
     for _ in 0..2 {
         // Each leader has its own clock.
-        for at_us in (1..=20).map(|step| step * 100_000) {
+        for at_us in (1..=40).map(|step| step * 100_000) {
             instance.now += Duration::from_millis(100);
             for _ in 0..4 {
                 instance.now += Duration::from_micros(1); // as fast as they can be received
