@@ -154,7 +154,9 @@ fn long_prompts_of_another_client_keep_the_pace_on_one_thread() {
     let mut stream = mixed(&tiny)[0].clone();
     (stream.max_tokens, stream.sampling.logit_bias) = (590, vec![(super::tiny::END, -100.0)]);
     let id = simulation.rig.submit(&of_client(1, stream));
-    (0..50).for_each(|_| drop(simulation.step()));
+    for _ in 0..50 {
+        simulation.step();
+    }
     let before_ms = simulation.now_ms;
     for _ in 0..3 {
         simulation.rig.submit(&of_client(2, long_prompt()));
