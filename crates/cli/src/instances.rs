@@ -115,6 +115,10 @@ pub(crate) struct LoadArgs {
         conflicts_with = "preview"
     )]
     prefill_nodes: Vec<String>,
+    /// Have them compute in this class: answers are near those of the other machines, and name
+    /// both. Not with --strict
+    #[arg(long, value_name = "CLASS", requires = "prefill_nodes")]
+    prefill_class: Option<String>,
     /// Return at once instead of waiting until it answers
     #[arg(long)]
     #[serde(skip)]
@@ -494,7 +498,7 @@ mod tests {
         let asked = request(
             "--nodes a,b --replicas auto --split 2x1 --threads 3 --context 512 --parallel 2 \
              --spare 1 --draft d --adapter poet=/p --drafts 5 --follow --strict \
-             --weights shard --prefill-nodes c --no-wait --json",
+             --weights shard --prefill-nodes c --prefill-class mlx --no-wait --json",
         );
         let expected = LoadRequest {
             nodes: vec!["a".to_owned(), "b".to_owned()],
@@ -516,6 +520,7 @@ mod tests {
             draft: Some("d".to_owned()),
             adapters: vec![("poet".to_owned(), "/p".into())],
             prefill_nodes: vec!["c".to_owned()],
+            prefill_class: Some("mlx".to_owned()),
             ..plain
         };
         assert_eq!(asked, expected);

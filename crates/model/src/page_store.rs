@@ -87,7 +87,7 @@ pub trait PageStore: fmt::Debug + Send {
 
     /// Name of the numbers that computed the pages, where they are not the model's own. Only the
     /// sequence that gets such a page may use it.
-    fn read_by(&self) -> Option<&str> {
+    fn read_by(&self) -> Option<String> {
         None
     }
 }

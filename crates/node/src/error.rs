@@ -39,9 +39,6 @@ pub enum Error {
     SameAdapter { name: String },
     #[error("adapters beside a model need nodes that compute on the CPU, and MLX computes here")]
     AdapterOnMlx,
-    /// Nodes of a cluster read prompts on the CPU alone.
-    #[error("nodes for prompts need nodes that compute on the CPU in a cluster")]
-    PromptsOnMlx,
     /// States of layers have another layout in each class, and on MLX no layout of pages.
     #[error("nodes for prompts: class {from} hands no states of layers to class {to}")]
     PromptStates { from: KernelClass, to: KernelClass },

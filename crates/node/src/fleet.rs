@@ -264,6 +264,8 @@ pub struct InstanceView {
     pub state: String,
     /// Steps or bytes done, and their total.
     pub progress: Option<(u64, u64)>,
+    /// Kernel class of these; by default that of the others.
+    pub prefill_class: Option<String>,
     /// Why it failed or recovers, or which nodes it does not use and why.
     pub reason: Option<String>,
     /// Names of its nodes, the owner first.
@@ -281,7 +283,7 @@ pub struct InstanceView {
     /// Kernel classes of its nodes in rank order, as `cpu` or `mlx+cpu`.
     pub classes: String,
     /// Name of its numbers: `mlx(metal):0-47+cpu:48-63`; its classes where these say all, and until
-    /// it answers.
+    /// it answers. An unlike class of its prefill nodes precedes them, as in `mlx>cpu`.
     pub numbers: String,
     /// Transports between its nodes with RDMA cables, for people.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -825,7 +827,7 @@ impl Inner {
             if let Some(report) = report(&map, id).filter(|it| it.state == State::Ready) {
                 self.admit(&name, id, &wanted);
                 if let Some(replicas) = self.replicas_with(id) {
-                    replicas.set_numbers(id, report.numbers);
+                    replicas.set_numbers(id, wanted.numbers_name(report.numbers));
                 }
                 ready.push((name.clone(), id));
             }
@@ -920,7 +922,8 @@ impl Inner {
         let map = self.agent.map();
         for (id, wanted) in self.ready_of(name) {
             all.admit(self, id, &wanted);
-            all.set_numbers(id, report(&map, id).and_then(|report| report.numbers));
+            let named = report(&map, id).and_then(|report| report.numbers);
+            all.set_numbers(id, wanted.numbers_name(named));
         }
         self.answer_with(name, wanted, &path, Arc::clone(&all) as Arc<dyn Service>);
         lock(&self.open).insert(name.clone(), RoutedModel::Replicas(all));
@@ -1055,7 +1058,9 @@ impl Inner {
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
         let mut nodes = self.agent.nodes().into_iter();
         let owner = nodes.find(|node| node.id == wanted.nodes[0])?;
-        Some((owner.facts.kind(), wanted.class_names()))
+        let classes = wanted.numbers_name(None);
+        let classes = classes.unwrap_or_else(|| wanted.class_names());
+        Some((owner.facts.kind(), classes))
     }
 
     fn name(&self, id: NodeId) -> String {
@@ -1103,7 +1108,9 @@ impl Inner {
             let usage = usage.unwrap_or_default();
             InstanceView {
                 id: id.to_string(),
-                numbers: named.unwrap_or_else(|| wanted.class_names()),
+                numbers: wanted
+                    .numbers_name(named)
+                    .unwrap_or_else(|| wanted.class_names()),
                 wires,
                 classes: wanted.class_names(),
                 model: wanted.model,

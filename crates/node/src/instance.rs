@@ -52,7 +52,7 @@ use crate::supervisor::{
 use crate::workers::InstanceWorkers;
 use crate::{AdapterOf, Error, InstanceTraffic, PlannedSplit, adapters};
 use measures::RankMeasurements;
-use prefill::{GroupEventReceiver, GroupEventSender, GroupRole, PrefillGroup};
+use prefill::{DecodingClasses, GroupEventReceiver, GroupEventSender, GroupRole, PrefillGroup};
 use rebalancing::Follower;
 use spares::Keeper;
 
@@ -191,6 +191,7 @@ impl InstanceConfig {
         (epoch, way): (u64, usize),
         meeting: &GroupCredentials,
     ) -> RankAssignment {
+            reads_near: self.unlike.is_some(),
         let post = crew.post(rank);
         let (is_here, plain) = (crew.is_one_machine(), crew.is_trusted());
         RankAssignment {
@@ -349,7 +350,8 @@ impl Instance {
 
     /// Attaches another instance of the same model as prefill ranks. `heard` has received the
     /// events of both from their start. `readers` holds the predicted prefill speeds; the first
-    /// start waits for the other instance if it is `awaited`. It is `unlike` in another class.
+    /// start waits for the other instance if it is `awaited`. `strict` ranks take no pages of other
+    /// numbers.
     ///
     /// # Errors
     /// What the system refuses.
@@ -357,10 +359,11 @@ impl Instance {
         mut self,
         prompts: Self,
         heard: GroupEventReceiver,
-        (readers, awaited, unlike): (PrefillOffload, bool, bool),
+        (readers, awaited, strict): (PrefillOffload, bool, bool),
     ) -> Result<Self, Error> {
         let here = Arc::clone(&self.shared);
-        let options = (readers, awaited, unlike);
+        let classes = self.classes.clone();
+        let options = (readers, awaited, DecodingClasses { classes, strict });
         let prompts = PrefillGroup::begin(prompts, here, heard, options)?;
         self.prompts = Some(prompts);
         Ok(self)

@@ -190,6 +190,17 @@ pub(crate) struct TransferRound {
     pub(crate) group: [u8; 16],
     /// Key that authenticates and encrypts; `None` if all are on one machine.
     pub(crate) key: Option<EpochKey>,
+    /// Names of the numbers of the prefill and of the decode ranks.
+    #[serde(default)]
+    pub(crate) numbers: [String; 2],
+}
+
+impl TransferRound {
+    /// Name of the prefill ranks' numbers, if the decode ranks have other ones.
+    pub(crate) fn read_by(&self) -> Option<&String> {
+        let [from, to] = &self.numbers;
+        (from != to).then_some(from)
+    }
 }
 
 /// Order to a decode rank: receive KV pages.

@@ -216,20 +216,10 @@ impl PreparedModel {
     /// - The model cannot be split over that many nodes.
     pub fn read_prompts_on(&mut self, wanted: PrefillOptions) -> Result<(), Error> {
         let nodes = wanted.nodes;
-        let classes = self.options.classes.each();
-        let a = classes[0];
-        if let Some(b) = classes.iter().copied().find(|b| *b != a) {
-            return Err(Error::MixedPrompts { a, b });
-        }
-        let reading = wanted.class.unwrap_or(a);
+        let classes = (wanted.class, self.options.classes.each());
         let kv = self.options.kv;
-        let unlike = UnlikePrefill::between(reading, a, kv, &self.config)?;
-        if unlike.is_some() && self.engine.strict {
-            return Err(Error::PromptsNear {
-                from: reading,
-                to: a,
-            });
-        }
+        let (reading, unlike) =
+            UnlikePrefill::of(classes, (kv, self.engine.strict), &self.config)?;
         let options = Options {
             classes: Classes::same(reading, nodes),
             kv: kv.filter(|_| !reading.is_mlx()),
@@ -529,7 +519,7 @@ impl PreparedModel {
         let readers = (
             self.readers(of_prompts),
             !self.goes_on,
-            self.unlike.is_some(),
+            self.engine.strict,
         );
         instance.with_prompts(prompts, heard, readers)
     }

@@ -41,12 +41,32 @@ fn between(from: KernelClass, to: KernelClass, kv: Option<KvType>) -> KvType {
 }
 
 impl UnlikePrefill {
-    /// Checks that ranks of class `from` can read prompts for ranks of class `to`. Both keep keys
-    /// and values as `kv`, if not as their class does. `None` for equal classes.
+    /// Checks that ranks of class `reading`, else of the others' class, can read prompts for ranks
+    /// of the classes `decoding`. Returns the class that reads. All keep keys and values as `kv`,
+    /// if not as their class does; `strict` ones allow no other bits.
     ///
     /// # Errors
-    /// [`Error::PromptStates`], [`Error::PromptsQuantised`].
-    pub(crate) fn between(
+    /// [`Error::MixedPrompts`], [`Error::PromptsNear`], [`Error::PromptStates`],
+    /// [`Error::PromptsQuantised`].
+    pub(crate) fn of(
+        (reading, decoding): (Option<KernelClass>, &[KernelClass]),
+        (kv, is_strict): (Option<KvType>, bool),
+        config: &Config,
+    ) -> Result<(KernelClass, Option<Self>), Error> {
+        let to = decoding[0];
+        if let Some(b) = decoding.iter().copied().find(|b| *b != to) {
+            return Err(Error::MixedPrompts { a: to, b });
+        }
+        let from = reading.unwrap_or(to);
+        let unlike = Self::between(from, to, kv, config)?;
+        match unlike.is_some() && is_strict {
+            true => Err(Error::PromptsNear { from, to }),
+            false => Ok((from, unlike)),
+        }
+    }
+
+    /// As [`of`](Self::of), for two classes. `None` for equal ones.
+    fn between(
         from: KernelClass,
         to: KernelClass,
         kv: Option<KvType>,

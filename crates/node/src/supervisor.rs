@@ -111,6 +111,9 @@ pub struct Policy {
     /// Whether the bits of an answer depend on ranks and steps: its caller is notified where it
     /// continues in another epoch.
     pub near: bool,
+    /// Whether ranks with other numbers read prompts, so that an answer that began under another
+    /// owner continues with near ones.
+    pub reads_near: bool,
     /// Most requests held while the split changes, or while answers wait to resume.
     pub held_max: usize,
     /// How long a request waits for workers that cannot start; it is lost at the next failure.

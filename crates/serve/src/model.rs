@@ -95,10 +95,14 @@ pub fn recommended_sampling(config: &Value) -> SamplingParams {
 }
 
 impl ServedModel {
-    /// The fingerprint of answers whose numbers have this name, if they have one.
+    /// The fingerprint of answers whose numbers have this name, if they have one. Each answer names
+    /// the numbers that read its prompt by itself.
     pub(crate) fn fingerprint_of(&self, numbers: Option<String>) -> String {
         match numbers.zip(self.fingerprint.strip_prefix(&self.classes)) {
-            Some((numbers, rest)) => numbers + rest,
+            Some((numbers, rest)) => {
+                let decoding = numbers.rsplit('>').next().unwrap_or_default();
+                format!("{decoding}{rest}")
+            }
             None => self.fingerprint.clone(),
         }
     }

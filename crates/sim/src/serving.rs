@@ -400,6 +400,7 @@ impl Serving {
         let goes_on = (epoch > 1 || is_restart) && !self.owners.values().any(is_former);
         let policy = Policy {
             restart: true,
+            reads_near: false,
             resume: true,
             near: false,
             held_max: 64,

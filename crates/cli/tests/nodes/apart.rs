@@ -151,7 +151,7 @@ fn tolerance(class: &str) -> f64 {
 }
 
 /// Log-probabilities of two answers, up to the first other token.
-fn assert_near(got: &Value, expected: &Value, tolerance: f64) {
+pub(crate) fn assert_near(got: &Value, expected: &Value, tolerance: f64) {
     let of = |answer: &Value, field| answer["logprobs"][field].as_array().unwrap().clone();
     let tokens = of(got, "tokens").into_iter().zip(of(expected, "tokens"));
     let values = of(got, "token_logprobs")

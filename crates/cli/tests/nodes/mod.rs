@@ -10,7 +10,7 @@
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 pub(crate) mod adapted;
-mod apart;
+pub(crate) mod apart;
 mod crowded;
 mod drafted;
 pub(crate) mod embeddings;

@@ -107,6 +107,9 @@ pub struct InstanceSpec {
 
 #[allow(
     clippy::trivially_copy_pass_by_ref,
+    /// Kernel class of the prefill nodes; empty for that of the others.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub prompts_class: String,
     reason = "serde hands over a reference"
 )]
 const fn is_zero(bytes: &u64) -> bool {
@@ -241,7 +244,11 @@ pub struct AdapterFile {
 impl InstanceSpec {
     /// Name of the kernel class of a node's ranks, also of a node that joins later.
     pub fn class_of(&self, node: NodeId) -> &str {
-        let class = self.classes.get(&node).unwrap_or(&self.class);
+        let reads = !self.prompts_class.is_empty() && self.prompts.contains(&node);
+        let class = match reads {
+            true => &self.prompts_class,
+            false => self.classes.get(&node).unwrap_or(&self.class),
+        };
         match class.is_empty() {
             true => KernelClass::default().name(),
             false => class,
@@ -350,6 +357,20 @@ pub enum State {
 /// An owner's report of its instance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
+    /// Name of its numbers, where `decoding` names those of its decode nodes, if they have a name.
+    /// A class of prefill nodes that differs from theirs precedes it, as in `mlx-f32>cpu-f32`.
+    pub fn numbers_name(&self, decoding: Option<String>) -> Option<String> {
+        let reader = self.prompts.first().map(|id| self.class_of(*id));
+        let other = reader.filter(|reader| *reader != self.class_of(self.nodes[0]));
+        match other {
+            Some(reader) => {
+                let decoding = decoding.unwrap_or_else(|| self.class_names());
+                Some(format!("{reader}>{decoding}"))
+            }
+            None => decoding,
+        }
+    }
+
     /// Epoch of the reported record.
     pub epoch: u64,
     pub state: State,

@@ -152,7 +152,7 @@ impl Engine {
         if whole > 0
             && let Some(name) = self.compute.store().and_then(PageStore::read_by)
         {
-            sequence.read_by = Some(name.to_owned());
+            sequence.read_by = Some(name);
             self.pages.stop_sharing(&mut sequence.pages);
         }
         sequence.computed = (known + whole) * PAGE;

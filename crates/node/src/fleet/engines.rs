@@ -1,13 +1,17 @@
 //! Choice of the engine, and with it the kernel class, of each node of an instance.
 
-use paceline_base::{Bytes, KernelClass};
+use std::path::Path;
+
+use paceline_base::{Bytes, KernelClass, UnknownKernelClass};
 use paceline_cluster::nodes::agent::NodeFacts;
 use paceline_cluster::nodes::placement::InstanceSpec;
 use paceline_cluster::nodes::{InstanceId, NodeId};
+use paceline_model::{Config, ModelSource};
 
 use super::hosts::weight_bytes;
 use super::{Inner, LoadRequest};
 use crate::classes::{self, Classes, EngineChoice, Engines};
+use crate::prefill_classes::UnlikePrefill;
 
 /// Name of the engine MLX in a node's facts.
 const MLX: &str = "mlx";
@@ -21,7 +25,7 @@ pub(super) enum Error {
     #[error(transparent)]
     Classes(#[from] classes::Error),
     #[error(transparent)]
-    Class(#[from] paceline_base::UnknownKernelClass),
+    Class(#[from] UnknownKernelClass),
     #[error("{node} has no engine mlx: `paceline engines install mlx` there")]
     Missing { node: String },
     #[error("{node} cannot use its engine mlx: {problem}")]
@@ -163,6 +167,36 @@ impl Inner {
         let named = others.map(|(id, class)| (id, class.name().to_owned()));
         record.classes = named.collect();
         Ok(())
+    }
+
+    /// Checks that the prefill nodes of a record, if there are some, have the engine of their class
+    /// and the memory, and that they may read prompts for the other nodes. Reads the model's shape.
+    pub(super) fn check_readers(&self, path: &Path, record: &InstanceSpec) -> Result<(), String> {
+        let Some(first) = record.prompts.first() else {
+            return Ok(());
+        };
+        let class = |id: &NodeId| record.class_of(*id).parse();
+        let decoding: Result<Vec<KernelClass>, UnknownKernelClass> =
+            record.nodes.iter().map(class).collect();
+        let classes = class(first).and_then(|class| Ok((class, decoding?)));
+        let (reading, decoding) = classes.map_err(|error| error.to_string())?;
+        let views = self.agent.nodes();
+        let views = views
+            .iter()
+            .filter(|view| record.prompts.contains(&view.id));
+        let facts: Vec<&NodeFacts> = views.map(|view| &view.facts).collect();
+        choose(None, Some(reading), &facts).map_err(|error| error.to_string())?;
+        let config = ModelSource::open(path).and_then(|source| Config::read(&source));
+        let config = config.map_err(|error| format!("{}: {error}", path.display()))?;
+        let (classes, numbers) = ((Some(reading), &*decoding), (None, record.options.strict));
+        let may_read = UnlikePrefill::of(classes, numbers, &config);
+        may_read.map_err(|error| error.to_string())?;
+        let readers = InstanceSpec {
+            nodes: record.prompts.clone(),
+            ..record.clone()
+        };
+        let shares = self.shares_by_memory(None, &readers);
+        shares.map(drop).map_err(|error| error.to_string())
     }
 
     /// Shares of an instance that computes on MLX, by its record or by the memory of its nodes.

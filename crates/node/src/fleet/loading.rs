@@ -298,6 +298,7 @@ impl Inner {
                 weights: WeightDistribution::Whole,
                 ..InstanceOptions::default()
             },
+            prompts_class: ask.prefill_class.clone().unwrap_or_default(),
             ..LoadRequest::default()
         };
         let record = self.record(&ask, &path)?;
@@ -465,8 +466,7 @@ impl Inner {
         ask.nodes.iter().map(find).collect()
     }
 
-    /// The prefill nodes. They must have this node's numerics, so that the answer does not depend
-    /// on which node computes a prompt.
+    /// The prefill nodes. They must have this node's revision of the numerics.
     fn readers(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, String> {
         if ask.prefill_nodes.is_empty() {
             return Ok(Vec::new());

@@ -32,7 +32,7 @@ use crate::instance::numbers;
 use crate::messages::RankFacts;
 use crate::supervisor::Notice;
 use crate::workers::remote::RemoteWorkers;
-use crate::{Error, Options, PrefillOptions, PreparedModel};
+use crate::{Options, PrefillOptions, PreparedModel};
 
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
@@ -299,10 +299,7 @@ impl OwnedInstance {
                 nodes: readers,
                 ..PrefillOptions::default()
             };
-            let reads = match prepared.options().classes.on_cpu() {
-                true => prepared.read_prompts_on(wanted),
-                false => Err(Error::PromptsOnMlx),
-            };
+            let reads = prepared.read_prompts_on(wanted);
             reads.map_err(|error| error.to_string())?;
         }
         Ok(prepared)
@@ -340,8 +337,11 @@ impl OwnedInstance {
                         }
                     };
                     let fetch = || {
+            let class = self.wanted.class_of(self.wanted.prompts[0]).parse();
+            let class = class.map_err(|error: UnknownKernelClass| error.to_string())?;
                         let had = match self.in_parts(inner) {
                             true => {
+                class: Some(class),
                                 let model = (&self.wanted, share);
                                 copies::ensure_part(&inner.agent, node, model, &progress)
                             }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use paceline_base::{Rank, lock};
+use paceline_base::{KernelClass, Rank, lock};
 use paceline_cluster::nodes::InstanceId;
 use paceline_engine::{
     GenerationRequest, Reply, RequestFailure, SamplingParams, Service, Sink, Ticket,
@@ -26,7 +26,7 @@ use paceline_plan::prefill_offload::{LEAST, PrefillOffload};
 use paceline_tensor::PAGE;
 use tracing::{debug, warn};
 
-use super::{Command, GroupCredentials, Instance, InstanceShared};
+use super::{Command, GroupCredentials, Instance, InstanceShared, numbers};
 use crate::fleet::prefixes::{Prefixes, blocks};
 use crate::messages::{FromWorker, ReceivePages, SendPages, ToWorker, TransferRound};
 use crate::prefill::{Event, PrefillAction, PrefillCounts, PrefillScheduler};
@@ -161,7 +161,7 @@ impl PrefillGroup {
         instance: Instance,
         here: Arc<InstanceShared>,
         heard: GroupEventReceiver,
-        (readers, awaited, unlike): (PrefillOffload, bool, bool),
+        (readers, awaited, decoding): (PrefillOffload, bool, DecodingClasses),
     ) -> Result<Self, Error> {
         let instance = Arc::new(instance);
         let view = Arc::new(Mutex::new(PrefillStatus::default()));
@@ -176,7 +176,8 @@ impl PrefillGroup {
             read: Prefixes::default(),
             splits: [None, None],
             meeting: GroupCredentials::default(),
-            unlike,
+            decoding,
+            numbers: Default::default(),
         };
         let thread = std::thread::Builder::new().name("prompts".to_owned());
         let thread = thread.spawn(move || shell.run(&heard.heard));
@@ -295,8 +296,17 @@ struct Shell {
     /// Split of each group while it is ready.
     splits: [Option<Split>; 2],
     meeting: GroupCredentials,
-    /// Whether the groups compute in other classes: pages that were sent are not cached.
-    unlike: bool,
+    decoding: DecodingClasses,
+    /// Names of the numbers of the prefill and of the decode ranks, in this round of connections.
+    numbers: [String; 2],
+}
+
+/// Kernel classes of the decode ranks.
+#[derive(Debug)]
+pub(super) struct DecodingClasses {
+    pub(super) classes: Vec<KernelClass>,
+    /// Whether they take no pages of other numbers.
+    pub(super) strict: bool,
 }
 
 impl Shell {
@@ -409,7 +419,7 @@ impl Shell {
     ) -> Event {
         let blocks = blocks(&request.prompt);
         let known = self.read.read_by(&blocks, OWN) * PAGE;
-        if !self.unlike {
+        if !self.is_unlike() {
             self.read.remember(&blocks, OWN);
         }
         let fresh = request.prompt.len().saturating_sub(known);
@@ -458,7 +468,7 @@ impl Shell {
         let HeldRequest {
             mut request, sink, ..
         } = open;
-        if self.unlike && open.reading.is_none() {
+        if self.is_unlike() && open.reading.is_none() {
             self.read.remember(&blocks(&request.prompt), OWN);
         }
         let waited = open.since.elapsed().as_millis();
@@ -470,28 +480,26 @@ impl Shell {
             true => self.timed(request.prompt.len(), sink),
             false => sink,
         };
-        let sink = match self.unlike {
-            true => self.named(sink),
-            false => sink,
-        };
         let submit = Command::Submit(ticket, request, open.tokens, sink);
         self.here.command(submit);
     }
 
-    /// A sink that names the prefill ranks by their devices too.
-    fn named(&self, mut sink: Sink) -> Sink {
-        let name = self.there.numbers();
-        Box::new(move |mut reply| {
-            if let Reply::PromptRead {
-                read_by: Some(class),
-                ..
-            } = &mut reply
-                && let Some(name) = &name
-            {
-                class.clone_from(name);
-            }
-            sink(reply);
-        })
+    /// Names of the numbers of both groups, as of their last epochs.
+    fn known_numbers(&self) -> [String; 2] {
+        let own = |numbers: Option<String>, classes: &[KernelClass]| {
+            numbers.unwrap_or_else(|| classes[0].to_string())
+        };
+        let (there, decoding) = (&self.there, &self.decoding.classes);
+        let facts = lock(&self.here.view).facts.clone();
+        let here = self.splits[GroupRole::Decode as usize].as_ref();
+        let here = here.and_then(|split| numbers(split, decoding, &facts));
+        [own(there.numbers(), &there.classes), own(here, decoding)]
+    }
+
+    /// Whether the groups have other numbers: pages that were sent are not cached.
+    fn is_unlike(&self) -> bool {
+        let [from, to] = &self.numbers;
+        from != to
     }
 
     /// A sink that also reports the decode ranks' prefill time of a prompt.
@@ -562,6 +570,7 @@ impl Shell {
             number,
             group: self.meeting.group,
             key: (!is_here).then(|| self.meeting.key.clone()),
+            numbers: self.numbers.clone(),
         }
     }
 
@@ -570,6 +579,11 @@ impl Shell {
             return;
         };
         let (ranks, from) = (here.ranks(), there.clone());
+        self.numbers = self.known_numbers();
+        if self.decoding.strict && self.is_unlike() {
+            warn!("prompts are not read apart: the answers would only be near");
+            return;
+        }
         if let Err(error) = self.meeting.renew() {
             warn!(%error, "prompts are not read apart");
             return;

@@ -130,7 +130,9 @@ impl Supervisor {
         request: Box<GenerationRequest>,
         tokens: Vec<u32>,
     ) {
-        let is_near = self.policy.near && !tokens.is_empty();
+        let has_begun = !tokens.is_empty();
+        let read_near = self.policy.reads_near && has_begun;
+        let is_near = read_near || (self.policy.near && has_begun);
         let refused = match self.check() {
             Ok(()) if is_near && !self.policy.resume => Some(RequestFailure::Lost {
                 reason: "it began elsewhere, and --strict allows no other bits".to_owned(),
@@ -156,8 +158,8 @@ impl Supervisor {
         }
         let open = ActiveRequest {
             request,
-            prompt_read: !tokens.is_empty(),
-            read_near: false,
+            prompt_read: has_begun,
+            read_near,
             tokens,
             in_work,
             since: now,

@@ -174,6 +174,7 @@ impl SupervisorHarness {
             restart: !random.one_in(4),
             resume: random.one_in(2),
             near: false,
+            reads_near: false,
             held_max: 4,
             held_limit: HELD_LIMIT,
             holds: false,

@@ -65,8 +65,8 @@ struct TransferContext {
     kv: KvType,
     split: Split,
     rank: Rank,
-    /// Model identity and numerics of both sides, as text.
-    numbers: String,
+    /// Model identity and kernel classes of both sides, as text.
+    classes: String,
     listen: SocketAddr,
 }
 
@@ -75,7 +75,7 @@ impl TransferContext {
         let unlike = job.unlike.as_ref();
         let kv = unlike.map(|it| &*it.kv).or(job.kv.as_deref());
         let kv = kv.map(|kv| parse(kv, "kv")).transpose()?;
-        let numbers = match unlike {
+        let classes = match unlike {
             Some(UnlikePrefill { from, to, .. }) => format!("{from}>{to}"),
             None => weights.numbers(),
         };
@@ -84,14 +84,20 @@ impl TransferContext {
             kv: kv.unwrap_or_else(|| page_type(weights.class())),
             split: job.split.clone(),
             rank: Rank(job.rank),
-            numbers: format!("{}/{numbers}", job.identity),
+            classes: format!("{}/{classes}", job.identity),
             listen: job.listen,
         })
     }
 
-    /// The page space between a sender and a receiver, equal at both ends.
-    fn space(&self, (givers, giver): (&Split, Rank), (takers, taker): (&Split, Rank)) -> [u8; 16] {
-        let numbers = &self.numbers;
+    /// The page space between a sender and a receiver in a round, equal at both ends.
+    fn space(
+        &self,
+        round: &TransferRound,
+        (givers, giver): (&Split, Rank),
+        (takers, taker): (&Split, Rank),
+    ) -> [u8; 16] {
+        let (classes, [from, to]) = (&self.classes, &round.numbers);
+        let numbers = format!("{classes}/{from}>{to}");
         disk::space(&format!("{numbers}/{givers:?}/{giver}/{takers:?}/{taker}"))
     }
 }
@@ -124,7 +130,7 @@ type OptionalPageStore = Option<Box<dyn PageStore>>;
 impl KvTransfer {
     /// The role of a rank in `job` with these weights, and the page store of its engine. A
     /// receiver's store has received pages first, then those of `disk`; a sender's store sends all
-    /// pages. With senders of another class no page is kept on disk.
+    /// pages. With senders of other numbers no page is kept on disk.
     ///
     /// # Errors
     /// An unknown type of keys and values.
@@ -141,9 +147,8 @@ impl KvTransfer {
             PrefillRole::Take => {
                 let windows = Kinds::new(&own.config).windows(std::iter::repeat(0));
                 let incoming = ReceivedPages::new(job.engine.context, &windows);
-                let read_by = job.unlike.as_ref().map(|unlike| unlike.from.clone());
-                let disk = disk.filter(|_| read_by.is_none());
-                let store = ReceivedPageStore::new(incoming.clone(), disk, own.kv, read_by);
+                let disk = disk.filter(|_| job.unlike.is_none());
+                let store = ReceivedPageStore::new(incoming.clone(), disk, own.kv);
                 let taker = Box::new(KvReceiver { own, incoming });
                 (Self::Takes(taker), Some(Box::new(store)))
             }
@@ -218,7 +223,7 @@ impl Drop for KvTransfer {
     fn drop(&mut self) {
         match self {
             Self::None => {}
-            Self::Takes(taker) => taker.incoming.begin(u64::MAX, 0, &[]),
+            Self::Takes(taker) => taker.incoming.begin((u64::MAX, None), 0, &[]),
             Self::Gives(giver) => giver.outgoing.set(u64::MAX, Vec::new()),
         }
     }
@@ -241,8 +246,9 @@ impl KvReceiver {
         let parts = parts.collect::<Result<Vec<_>, _>>()?;
         let page_bytes = parts.first().map(|part| part.page_bytes.clone());
         let number = wanted.round.number;
+        let round = (number, wanted.round.read_by().cloned());
         self.incoming
-            .begin(number, ranks.len(), &page_bytes.unwrap_or_default());
+            .begin(round, ranks.len(), &page_bytes.unwrap_or_default());
         let mut addrs = Vec::new();
         for (giver, part) in ranks.into_iter().zip(parts) {
             let listener = listen(wanted.listen, ports.clone())?;
@@ -254,7 +260,7 @@ impl KvReceiver {
                 round: number,
                 giver: giver.0 as usize,
                 part,
-                space: own.space((givers, giver), taker),
+                space: own.space(&wanted.round, (givers, giver), taker),
             };
             let pair = pair(&wanted.round, (giver, own.rank));
             start("take pages", move || {
@@ -288,7 +294,7 @@ fn connect(
         let mine = listener.addr();
         let pair = pair(&wanted.round, (own.rank, taker));
         let group = meet(listener, GIVER, [addr, mine], pair)?;
-        let space = own.space(giver, to);
+        let space = own.space(&wanted.round, giver, to);
         let channel = Arc::clone(channel);
         let (lane, sender) = sender::lane(part, space);
         start("give pages", move || {

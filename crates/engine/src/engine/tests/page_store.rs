@@ -219,8 +219,8 @@ impl PageStore for Foreign {
         self.0.forget(page);
     }
 
-    fn read_by(&self) -> Option<&str> {
-        Some("other")
+    fn read_by(&self) -> Option<String> {
+        Some("other".to_owned())
     }
 }
 

@@ -26,6 +26,7 @@ impl Failing {
             restart: true,
             resume,
             near: false,
+            reads_near: false,
             held_max: 4,
             held_limit: HELD_LIMIT,
             holds: ways > 1,

@@ -46,6 +46,8 @@ type TransferKey = (PageName, u32);
 #[derive(Debug, Default)]
 struct State {
     round: u64,
+    /// Name of the senders' numbers, where they are other ones.
+    read_by: Option<String>,
     givers: usize,
     /// Bytes of a page, by pool.
     page_bytes: Vec<usize>,
@@ -173,10 +175,16 @@ impl ReceivedPages {
 
     /// Starts a round with `givers` senders. Drops the pages of earlier rounds, whose parts may
     /// differ.
-    pub(super) fn begin(&self, round: u64, givers: usize, page_bytes: &[usize]) {
+    pub(super) fn begin(
+        &self,
+        (round, read_by): (u64, Option<String>),
+        givers: usize,
+        page_bytes: &[usize],
+    ) {
         let mut state = lock(&self.state);
         *state = State {
             round,
+            read_by,
             givers,
             page_bytes: page_bytes.to_vec(),
             ..State::default()
@@ -300,14 +308,13 @@ impl SenderConnection {
     }
 }
 
-/// A store that looks up received pages first, then those on disk.
+/// A store that looks up received pages first, then those on disk. While the senders have other
+/// numbers it leaves the disk alone.
 #[derive(Debug)]
 pub(super) struct ReceivedPageStore {
     incoming: ReceivedPages,
     disk: Option<Box<dyn PageStore>>,
     kv: KvType,
-    /// Name of the senders' class, where it is another one.
-    read_by: Option<String>,
 }
 
 impl ReceivedPageStore {
@@ -316,14 +323,14 @@ impl ReceivedPageStore {
         incoming: ReceivedPages,
         disk: Option<Box<dyn PageStore>>,
         kv: KvType,
-        read_by: Option<String>,
     ) -> Self {
-        Self {
-            incoming,
-            disk,
-            kv,
-            read_by,
-        }
+        Self { incoming, disk, kv }
+    }
+
+    /// The disk, while pages may be kept there.
+    fn disk(&mut self) -> Option<&mut Box<dyn PageStore>> {
+        let is_near = lock(&self.incoming.state).read_by.is_some();
+        self.disk.as_mut().filter(|_| !is_near)
     }
 }
 
@@ -335,12 +342,12 @@ impl PageStore for ReceivedPageStore {
     fn has(&self, page: &PersistedPage) -> bool {
         let state = lock(&self.incoming.state);
         let came = state.pages.get(&(page.name, page.pool));
-        came.is_some_and(IncomingPage::is_whole)
-            || self.disk.as_ref().is_some_and(|disk| disk.has(page))
+        let disk = self.disk.as_ref().filter(|_| state.read_by.is_none());
+        came.is_some_and(IncomingPage::is_whole) || disk.is_some_and(|disk| disk.has(page))
     }
 
     fn put(&mut self, page: &PersistedPage, bytes: &[u8]) {
-        if let Some(disk) = &mut self.disk {
+        if let Some(disk) = self.disk() {
             disk.put(page, bytes);
         }
     }
@@ -357,7 +364,7 @@ impl PageStore for ReceivedPageStore {
                 into.copy_from_slice(&came.bytes);
                 true
             }
-            _ => self.disk.as_mut().is_some_and(|disk| disk.get(page, into)),
+            _ => self.disk().is_some_and(|disk| disk.get(page, into)),
         }
     }
 
@@ -372,14 +379,15 @@ impl PageStore for ReceivedPageStore {
         Some(self.kv)
     }
 
-    fn read_by(&self) -> Option<&str> {
-        self.read_by.as_deref()
+    fn read_by(&self) -> Option<String> {
+        lock(&self.incoming.state).read_by.clone()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::messages::TransferRound;
 
     fn name(i: u32) -> PageName {
         PageName([i; 8])
@@ -426,9 +434,9 @@ mod tests {
     #[test]
     fn a_page_is_there_when_all_givers_have_sent_all_of_it() {
         let incoming = four_pages();
-        incoming.begin(1, 2, &[8, 0]);
+        incoming.begin((1, None), 2, &[8, 0]);
         assert!(!incoming.expect(7, name(1)));
-        let mut store = ReceivedPageStore::new(incoming.clone(), None, KvType::F16, None);
+        let mut store = ReceivedPageStore::new(incoming.clone(), None, KvType::F16);
         let mut into = [0; 8];
         assert_eq!(add(&incoming, 0, (1, 0)), Some(vec![]));
         assert!(!store.has(&kept(1, 0)));
@@ -445,11 +453,62 @@ mod tests {
         assert!(!store.get(&kept(2, 0), &mut into));
     }
 
+    /// A page of the disk, whose numbers are the receiver's own.
+    #[derive(Debug)]
+    struct OnDisk;
+
+    impl PageStore for OnDisk {
+        fn name(&self, before: &PageName, tokens: &[u32]) -> PageName {
+            disk::name(before, tokens)
+        }
+
+        fn has(&self, _: &PersistedPage) -> bool {
+            true
+        }
+
+        fn put(&mut self, page: &PersistedPage, _: &[u8]) {
+            panic!("{page:?} has other numbers");
+        }
+
+        fn get(&mut self, _: &PersistedPage, _: &mut [u8]) -> bool {
+            true
+        }
+
+        fn forget(&mut self, _: &PersistedPage) {}
+    }
+
+    #[test]
+    fn pages_of_other_numbers_are_named_and_kept_by_nobody() {
+        let round = |numbers: [&str; 2]| TransferRound {
+            number: 1,
+            group: [0; 16],
+            key: None,
+            numbers: numbers.map(str::to_owned),
+        };
+        let incoming = four_pages();
+        let disk: Option<Box<dyn PageStore>> = Some(Box::new(OnDisk));
+        let mut store = ReceivedPageStore::new(incoming.clone(), disk, KvType::F16);
+        for (numbers, read_by) in [
+            (["mlx(metal)", "mlx(cuda)"], Some("mlx(metal)".to_owned())),
+            (["mlx(metal)", "mlx(metal)"], None),
+        ] {
+            let read = round(numbers).read_by().cloned();
+            incoming.begin((1, read), 1, &[8, 0]);
+            let is_own = read_by.is_none();
+            assert_eq!(store.read_by(), read_by);
+            assert_eq!(store.has(&kept(1, 0)), is_own);
+            assert_eq!(store.get(&kept(1, 0), &mut [0; 8]), is_own);
+            if !is_own {
+                store.put(&kept(1, 0), &[0; 8]);
+            }
+        }
+    }
+
     #[test]
     fn rounds_that_are_over_add_nothing_and_the_oldest_pages_make_room() {
         let incoming = four_pages();
-        incoming.begin(1, 1, &[8, 0]);
-        let store = ReceivedPageStore::new(incoming.clone(), None, KvType::F16, None);
+        incoming.begin((1, None), 1, &[8, 0]);
+        let store = ReceivedPageStore::new(incoming.clone(), None, KvType::F16);
         for i in 0..100 {
             add(&incoming, 0, (i, 0));
             add(&incoming, 0, (i, 1));
@@ -457,7 +516,7 @@ mod tests {
         let there = (0..100).filter(|i| store.has(&kept(*i, 0))).count();
         assert_eq!(there, 4, "a sequence of four pages");
         assert!(store.has(&kept(99, 0)) && !store.has(&kept(0, 0)));
-        incoming.begin(2, 1, &[8, 0]);
+        incoming.begin((2, None), 1, &[8, 0]);
         assert!(!store.has(&kept(99, 0)));
         assert_eq!(add(&incoming, 0, (1, 0)), None);
     }
@@ -465,8 +524,8 @@ mod tests {
     #[test]
     fn what_is_left_of_a_prompt_goes_with_its_last_page() {
         let incoming = four_pages();
-        incoming.begin(1, 1, &[8, 0]);
-        let mut store = ReceivedPageStore::new(incoming.clone(), None, KvType::F16, None);
+        incoming.begin((1, None), 1, &[8, 0]);
+        let mut store = ReceivedPageStore::new(incoming.clone(), None, KvType::F16);
         for (number, last) in [(7, 2), (8, 4)] {
             assert!(!incoming.expect(number, name(last)));
             for i in [last - 1, last] {
