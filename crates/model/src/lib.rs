@@ -62,7 +62,7 @@ pub use layer_kinds::{Kinds, WindowPool};
 pub use links::Links;
 pub use mlx::{
     EvaluationLimits as MlxEvaluationLimits, Host as MlxHost, MlxForm, MlxMatrix, MlxModel,
-    MlxOptions, Watch as MlxWatch, mlx_dtype, mlx_page_bytes,
+    MlxOptions, MlxRankBytes, Watch as MlxWatch, mlx_dtype, mlx_page_bytes,
 };
 pub use model::{FollowOutcome, LoadOptions, Model, ModelSample};
 pub use numbers::numbers_name;

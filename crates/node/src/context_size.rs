@@ -49,14 +49,9 @@ impl KvMemory {
         (Self::Device(class), device.or_else(machine::available))
     }
 
-    /// Bytes of keys and values of all layers at these positions.
-    pub(crate) fn cache_bytes(self, config: &Config, positions: usize) -> u64 {
-        (positions.div_ceil(PAGE) * self.page_bytes(config)) as u64
-    }
-
     /// Bytes of [`PAGE`] more positions over all layers, in a long context: layers with a window
     /// store only part of them.
-    fn page_bytes(self, config: &Config) -> usize {
+    pub(crate) fn page_bytes(self, config: &Config) -> usize {
         match self {
             Self::Main(kv) => page_bytes(config, kv),
             Self::Device(class) => paceline_model::mlx_page_bytes(config, class),
@@ -103,7 +98,12 @@ impl ContextBudget {
     }
 
     /// For a model with `trained` positions; `left` is the memory left by its weights.
-    fn within(trained: usize, page_bytes: usize, left: Option<Bytes>, parallel: usize) -> Self {
+    pub(crate) fn within(
+        trained: usize,
+        page_bytes: usize,
+        left: Option<Bytes>,
+        parallel: usize,
+    ) -> Self {
         let fitting = left.map(|left| {
             let pages = left.0 as f64 * SHARE / page_bytes.max(1) as f64;
             ((pages * PAGE as f64) as usize / STEP * STEP).max(LEAST)

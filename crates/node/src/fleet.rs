@@ -35,6 +35,7 @@ pub(crate) mod checksums;
 mod choice;
 mod copies;
 pub(crate) mod damage;
+mod device_memory;
 mod drain;
 mod durable_journals;
 mod encoders;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use paceline_base::{KernelClass, Rank};
 use paceline_engine::EngineConfig;
 use paceline_model::{
-    Adapter, Config, Error, Links, LoadOptions, LoadedModel, MlxModel, MlxOptions, MlxPlaces,
-    Model, ModelSource, Split,
+    Adapter, BatchSize, Config, Error, Links, LoadOptions, LoadedModel, MlxModel, MlxOptions,
+    MlxPlaces, MlxRankBytes, Model, ModelSource, Split,
 };
 use paceline_tensor::{Kernels, KvType};
 use tracing::warn;
@@ -72,6 +72,22 @@ impl ShardSpec<'_> {
             None => Arc::new(model),
         })
     }
+}
+
+/// Bytes that a rank on MLX takes for an engine of these sizes, by the sum by which its worker
+/// admits it. Reads headers only.
+pub(crate) fn mlx_rank_bytes(
+    (source, config): (&ModelSource, &Config),
+    (split, rank, class): (&Split, Rank, KernelClass),
+    engine: &EngineConfig,
+) -> Result<MlxRankBytes, Error> {
+    let size = BatchSize {
+        rows: engine.max_rows,
+        logit_rows: engine.max_running,
+        sequences: engine.max_running,
+        context: engine.cache_positions,
+    };
+    MlxRankBytes::planned((source, config), &split.shard(config, rank), class, size)
 }
 
 /// Loads a whole model on the engine of `class`. `engine` has the sizes it must support. `kv` is

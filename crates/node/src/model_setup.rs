@@ -21,7 +21,8 @@ use paceline_engine::{
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{RankTrace, Tracer};
 use paceline_model::{
-    ADAPTERS_MAX, Config, ExpertUses, MlxPlaces, ModelSource, Split, SplitKind, kv_transfer_plan,
+    ADAPTERS_MAX, Config, ExpertUses, MlxPlaces, MlxRankBytes, ModelSource, Split, SplitKind,
+    kv_transfer_plan,
 };
 use paceline_plan::prefill_offload::PrefillOffload;
 use paceline_tensor::{Kernels, KvType};
@@ -31,7 +32,7 @@ use crate::classes::Classes;
 use crate::forecast::{Forecast, Setting};
 use crate::instance::prefill::{GroupEventSender, group_events};
 use crate::instance::rebalancing::lighter;
-use crate::load::ShardSpec;
+use crate::load::{ShardSpec, mlx_rank_bytes};
 use crate::prefill::UNDER_WAY_MAX;
 use crate::prefill_classes::{UnlikePrefill, page_type};
 use crate::sharding::asked;
@@ -371,6 +372,18 @@ impl PreparedModel {
     /// Sets the nodes that own its instance after this one, as indices of its nodes.
     pub fn succeed(&mut self, successors: Vec<usize>) {
         self.successors = successors;
+    }
+
+    /// Bytes that each rank takes of its device on MLX; `None` on the CPU, whose memory is taken on
+    /// use. Reads headers only.
+    pub(crate) fn device_bytes(&self) -> Result<Vec<Option<MlxRankBytes>>, Error> {
+        let of = |(rank, class): (u32, &KernelClass)| {
+            let place = (self.split(), Rank(rank), *class);
+            let bytes = || mlx_rank_bytes((&self.source, &self.config), place, &self.engine);
+            class.is_mlx().then(bytes).transpose()
+        };
+        let all: Result<_, _> = (0..).zip(self.options.classes.each()).map(of).collect();
+        Ok(all?)
     }
 
     /// The setting of a forecast.

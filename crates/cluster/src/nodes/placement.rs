@@ -46,6 +46,9 @@ pub struct InstanceSpec {
     /// memory is taken on use.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub cache_bytes: u64,
+    /// Bytes of its weights in MLX's form; 0 for one on the CPU.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub weight_bytes: u64,
     /// Whether the model has several files, listed in a manifest.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub manifest: bool,

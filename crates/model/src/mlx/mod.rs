@@ -397,21 +397,20 @@ impl Device {
         options: &MlxOptions,
         (tied, dtype): (bool, Dtype),
     ) -> Result<(), Error> {
-        let c = names.config;
-        let weights = weights::planned(names, shard, tied, dtype)?;
         let size = BatchSize {
             rows: options.rows,
             logit_rows: options.sequences,
             sequences: options.sequences,
             context: options.positions,
         };
-        let cache = |positions| cache_shape(c, shard, (size, positions), dtype).bytes();
-        let step = Bytes(4 * (options.rows * widest(c, shard) + shard.vocab().len()) as u64);
+        let planned = MlxRankBytes::of(names, shard, size, (tied, dtype))?;
+        let MlxRankBytes { weights, step, .. } = planned;
+        let cache = |positions| cache_shape(names.config, shard, (size, positions), dtype).bytes();
         let needed = |positions| Bytes(weights.0 + cache(positions) + step.0);
         let available = self.stream.available()?;
         let positions = options.positions;
         if needed(positions) > available {
-            let cache = Bytes(cache(positions));
+            let cache = planned.cache;
             return Err(Error::DevicePositions {
                 positions,
                 needed: needed(positions),
@@ -529,6 +528,55 @@ fn cache_shape(
     cache::Shape {
         layers: layers.collect(),
         dtype,
+    }
+}
+
+/// Bytes of a rank on MLX.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MlxRankBytes {
+    /// Weights in MLX's form.
+    pub weights: Bytes,
+    /// Keys, values and states.
+    pub cache: Bytes,
+    /// Results of one step.
+    pub step: Bytes,
+}
+
+impl MlxRankBytes {
+    /// Of `shard` in `class`, for steps of `size`; its context is the positions of all sequences.
+    /// Reads headers only. The rank's worker admits it by the same sum.
+    ///
+    /// # Errors
+    /// The files lack a matrix, or it has another shape.
+    pub fn planned(
+        (source, config): (&ModelSource, &Config),
+        shard: &Shard,
+        class: KernelClass,
+        size: BatchSize,
+    ) -> Result<Self, Error> {
+        let names = WeightReader { source, config };
+        let tied = names.is_tied()?;
+        let dtype = weights::activations(&names, config.family, class)?;
+        Self::of(&names, shard, size, (tied, dtype))
+    }
+
+    fn of(
+        names: &WeightReader<'_>,
+        shard: &Shard,
+        size: BatchSize,
+        (tied, dtype): (bool, Dtype),
+    ) -> Result<Self, Error> {
+        let c = names.config;
+        Ok(Self {
+            weights: weights::planned(names, shard, tied, dtype)?,
+            cache: Bytes(cache_shape(c, shard, (size, size.context), dtype).bytes()),
+            step: Bytes(4 * (size.rows * widest(c, shard) + shard.vocab().len()) as u64),
+        })
+    }
+
+    /// All of them.
+    pub const fn total(self) -> Bytes {
+        Bytes(self.weights.0 + self.cache.0 + self.step.0)
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_cluster::nodes::agent::{Agent, EngineDevice, NodeView};
+use paceline_cluster::nodes::agent::{Agent, EngineDevice, NodeFacts, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
 use paceline_cluster::nodes::placement::{self, InstanceSpec, SPARE_AUTO};
@@ -19,15 +19,17 @@ use paceline_cluster::nodes::{NodeId, Registers};
 use super::cables::CablePlan;
 use super::flaps::Flaps;
 pub(super) use super::node_connection::NodeConnection;
-use super::preview::USABLE;
-use super::unused_nodes::UnusedNodes;
 use super::standby::no_room;
+use super::unused_nodes::UnusedNodes;
 use super::{CREW, copies};
 use crate::context_size::WEIGHTS;
 use crate::messages::RankCables;
 use crate::workers::connection::pair;
 use crate::workers::host::{HostSpec, host};
 use crate::workers::remote::{WorkerHost, WorkerHosts};
+
+/// Fraction of a machine's memory for models: the rest is for the system and other programs.
+const USABLE: f64 = 0.8;
 
 /// Fraction of a machine's memory for models and automatic standbys together.
 const AUTO_USABLE: f64 = 0.5;
@@ -39,12 +41,12 @@ const OPEN_LIMIT: Duration = Duration::from_secs(5);
 /// milliseconds, a dead one 1.5 s. A recovery waits for it.
 const NEW_LIMIT: Duration = Duration::from_secs(2);
 
-/// Routes of pairs of nodes that this process has measured or used.
-type PairRoutes = BTreeMap<(NodeId, NodeId), SocketAddr>;
 /// Longest wait for other nodes' measurements to arrive in the map, after doubted routes were
 /// measured. A change takes two gossip rounds at most.
 const TOLD_LIMIT: Duration = Duration::from_millis(500);
 
+/// Routes of pairs of nodes that this process has measured or used.
+type PairRoutes = BTreeMap<(NodeId, NodeId), SocketAddr>;
 
 /// Nodes of an instance, by rank.
 pub(super) struct InstanceNodes {
@@ -57,11 +59,11 @@ pub(super) struct InstanceNodes {
     pub(super) flaps: Arc<Flaps>,
     /// Set when a rank was lost and no other node of the instance has memory for it.
     pub(super) cramped: Arc<AtomicBool>,
-    /// By rank: the node of its standby worker, if there is one.
-    pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
     pub(super) unused: Arc<UnusedNodes>,
     /// Pairs of which one rank blamed the other.
     pub(super) blamed: Mutex<BrokenPairs>,
+    /// By rank: the node of its standby worker, if there is one.
+    pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
     /// Routes that a recovery need not measure.
     pub(super) known: Mutex<PairRoutes>,
     /// RDMA cables between the ranks of the last epoch.
@@ -95,8 +97,6 @@ impl InstanceNodes {
         all
     }
 
-    /// Name of a rank's kernel class, wherever it runs.
-    fn class(&self, rank: Rank) -> &str {
     /// The live nodes of the instance that can all speak to each other and to this one, which
     /// comes first. `further` ones may run ranks of it, too.
     fn speaking(&self, further: &[NodeId]) -> Vec<NodeId> {
@@ -120,6 +120,8 @@ impl InstanceNodes {
         measured.iter().chain(lost).collect()
     }
 
+    /// Name of a rank's kernel class, wherever it runs.
+    fn class(&self, rank: Rank) -> &str {
         self.wanted.class_of(self.nodes[rank.0 as usize])
     }
 
@@ -270,12 +272,12 @@ impl WorkerHosts for InstanceNodes {
     fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]) {
         if nodes.iter().any(|id| doubted.contains(id)) {
             self.agent.measure(nodes, paths::PathProbe::Latency);
-        } else {
-            let known = lock(&self.known).clone();
             let until = Instant::now() + TOLD_LIMIT;
             while self.broken_pairs(nodes).is_empty() && Instant::now() < until {
                 std::thread::sleep(TOLD_LIMIT / 20);
             }
+        } else {
+            let known = lock(&self.known).clone();
             let new = ends_of_new(nodes, &known, |from, to| self.route(from, to));
             if !new.is_empty() {
                 let latency = paths::PathProbe::Latency;
@@ -284,8 +286,6 @@ impl WorkerHosts for InstanceNodes {
         }
         self.trust(nodes);
     }
-}
-
 
     fn blamed(&self, a: NodeId, b: NodeId) {
         if a != b {
@@ -306,9 +306,9 @@ impl WorkerHosts for InstanceNodes {
     fn displaced(&self, rank: Rank) {
         self.flaps.vacated(rank);
     }
+}
+
 impl InstanceNodes {
-    /// Candidate nodes for a rank's standby: those of the instance, fewest standbys first, then
-    /// idle ones. The node that had it `before` comes last: the standby was lost or failed to start
     /// Why a node has no rank beside nodes that `stay`.
     fn told_apart(&self, id: NodeId, stay: &[NodeId], broken: &BrokenPairs) -> String {
         let other = stay.iter().find(|other| broken.contains(id, **other));
@@ -316,6 +316,8 @@ impl InstanceNodes {
         no_path(&self.name(id), &other)
     }
 
+    /// Candidate nodes for a rank's standby: those of the instance, fewest standbys first, then
+    /// idle ones. The node that had it `before` comes last: the standby was lost or failed to start
     /// there.
     fn spare_candidates(&self, rank: Rank, before: Option<NodeId>) -> Vec<NodeId> {
         let (at, now) = (self.flaps.node_of(rank), Instant::now());
@@ -331,13 +333,13 @@ impl InstanceNodes {
         all.retain(|id| Some(*id) != at && !self.flaps.is_out(*id, now));
         let leavers = leavers(&views);
         all.retain(|id| self.lives(*id) && !leavers.contains(id) && has_room(*id));
-        let spares = lock(&self.spares);
-        let spares_at = |id: NodeId| spares.values().filter(|node| **node == id).count();
         let speaking = self.speaking(&[]);
         let mut both = speaking.clone();
         both.extend(&all);
         let broken = self.broken_pairs(&both);
         all.retain(|id| broken.suits(*id, &speaking));
+        let spares = lock(&self.spares);
+        let spares_at = |id: NodeId| spares.values().filter(|node| **node == id).count();
         all.sort_by_key(|id| {
             let is_idle = !self.nodes.contains(id);
             (Some(*id) == before, is_idle, spares_at(*id))
@@ -373,11 +375,10 @@ impl InstanceNodes {
         let own = if is_counted { part(id) } else { 0 };
         let held = held(map, view, is_on_mlx).saturating_sub(own);
         let held = here.fold(held, u64::saturating_add);
-        let memory = memory(view, is_on_mlx);
-        match fits(memory, held, shard) {
+        let usable = usable(view, is_on_mlx);
+        match fits(usable, held, shard) {
             true => Ok(()),
             false => {
-                let usable = (memory as f64 * USABLE) as u64;
                 let room = usable.saturating_sub(held);
                 Err(no_room(&view.facts.name, shard, room))
             }
@@ -394,12 +395,12 @@ impl InstanceNodes {
         let shard = own_part(&self.wanted, self.nodes[rank.0 as usize]);
         let held = held.saturating_add(spares.saturating_mul(shard));
         // An automatic standby leaves more memory to other programs.
-        let memory = memory(view, is_on_mlx);
-        let memory = match self.wanted.spare {
-            SPARE_AUTO => (memory as f64 * AUTO_USABLE / USABLE) as u64,
-            _ => memory,
+        let usable = usable(view, is_on_mlx);
+        let usable = match self.wanted.spare {
+            SPARE_AUTO => (usable as f64 * AUTO_USABLE / USABLE) as u64,
+            _ => usable,
         };
-        fits(memory, held, shard)
+        fits(usable, held, shard)
     }
 
     /// Makes an idle node copy the model; the instance's nodes have it.
@@ -414,12 +415,12 @@ impl InstanceNodes {
     }
 }
 
-/// All ordered pairs of nodes.
 /// For people: two nodes that cannot speak.
 pub(super) fn no_path(a: &str, b: &str) -> String {
     format!("no path between {a} and {b} answers")
 }
 
+/// All ordered pairs of nodes.
 fn ordered_pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
     nodes.iter().flat_map(move |from| {
         let from = *from;
@@ -468,7 +469,10 @@ fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
 
 /// Bytes of an instance's weights in the form of its engines.
 pub(super) fn weight_bytes(wanted: &InstanceSpec) -> u64 {
-    (wanted.bytes as f64 * WEIGHTS) as u64
+    match wanted.weight_bytes {
+        0 => (wanted.bytes as f64 * WEIGHTS) as u64,
+        bytes => bytes,
+    }
 }
 
 /// Bytes that each of `ranks` ranks needs for its weights, keys and values, as if all parts were
@@ -477,12 +481,24 @@ pub(super) fn part_bytes(wanted: &InstanceSpec, ranks: usize) -> u64 {
     (weight_bytes(wanted) + wanted.cache_bytes) / ranks.max(1) as u64
 }
 
-/// Bytes of the memory in which a node has ranks on MLX or on the CPU: of its GPU or main memory;
-/// 0 if unknown.
-fn memory(view: &NodeView, is_on_mlx: bool) -> u64 {
-    let gpu = view.facts.gpu("mlx").filter(|_| is_on_mlx);
-    let lent = gpu.and_then(|gpu| gpu.memory_bytes);
-    lent.unwrap_or(view.facts.memory_bytes)
+/// Bytes for models in the memory in which a node has ranks on MLX or on the CPU; 0 if unknown.
+/// Those that its GPU lends, to which a worker there is admitted, or a part of main memory, of
+/// which MLX on a processor may lend less.
+pub(super) fn usable(view: &NodeView, is_on_mlx: bool) -> u64 {
+    let main = (view.facts.memory_bytes as f64 * USABLE) as u64;
+    let device = mlx_device(&view.facts).filter(|_| is_on_mlx);
+    match device.and_then(|device| Some((device.kind == "gpu", device.memory_bytes?))) {
+        Some((true, lent)) => lent,
+        Some((false, lent)) if main > 0 => lent.min(main),
+        _ => main,
+    }
+}
+
+/// The device on which MLX computes on a node: a GPU, else the processor.
+pub(super) fn mlx_device(facts: &NodeFacts) -> Option<&EngineDevice> {
+    let is_usable = |device: &&EngineDevice| device.engine == "mlx" && device.problem.is_none();
+    let processor = facts.devices.iter().find(is_usable);
+    facts.gpu("mlx").or(processor)
 }
 
 /// Whether a node has ranks on MLX, or on the CPU, and others in one memory. A GPU has its own, but
@@ -499,10 +515,9 @@ pub(super) fn room(view: &NodeView, is_on_mlx: bool, records: &[InstanceSpec]) -
     let records = records.iter();
     let records = records.filter(|it| is_one_memory(view, is_on_mlx, it.is_on_mlx(view.id)));
     let held = records.map(|other| held_bytes(other, view.id));
-    let memory = memory(view, is_on_mlx);
-    match memory {
+    match usable(view, is_on_mlx) {
         0 => u64::MAX,
-        _ => ((memory as f64 * USABLE) as u64).saturating_sub(held.fold(0, u64::saturating_add)),
+        usable => usable.saturating_sub(held.fold(0, u64::saturating_add)),
     }
 }
 
@@ -553,11 +568,10 @@ fn placed(records: &[InstanceSpec], view: &NodeView) -> Vec<u64> {
     facts.devices.iter().map(bytes).collect()
 }
 
-/// Whether a shard fits in addition to `held` bytes; true for a node that does not report its
-/// memory.
-fn fits(memory_bytes: u64, held: u64, shard: u64) -> bool {
-    let usable = (memory_bytes as f64 * USABLE) as u64;
-    memory_bytes == 0 || held.saturating_add(shard) <= usable
+/// Whether a shard fits into `usable` bytes in addition to `held` ones; true for a node that does
+/// not report its memory.
+const fn fits(usable: u64, held: u64, shard: u64) -> bool {
+    usable == 0 || held.saturating_add(shard) <= usable
 }
 
 impl fmt::Debug for InstanceNodes {
@@ -647,9 +661,16 @@ mod tests {
             let view = view(backend);
             [true, false].map(|is_on_mlx| room(&view, is_on_mlx, &records) / (GB / 10))
         };
-        // 0.8 of 24 GB without 1.2 times 10, and of 64 GB without 1.2 times 20.
-        assert_eq!(rooms("cuda"), [72, 272]);
+        // 24 GB without 1.2 times 10, and 0.8 of 64 GB without 1.2 times 20.
+        assert_eq!(rooms("cuda"), [120, 272]);
         assert_eq!(rooms("metal"), [0, 152], "one memory for both");
+        let mut small = view("cpu");
+        small.facts.devices.pop();
+        assert_eq!(
+            usable(&small, true),
+            50 * GB,
+            "what MLX lends of 0.8 of 64 GB"
+        );
 
         let placed = placed(&records, &view("cuda"));
         assert_eq!(placed, [24 * GB, 0, 12 * GB]);
@@ -686,8 +707,8 @@ mod tests {
 
     #[test]
     fn a_shard_fits_beside_what_a_node_holds() {
-        assert!(fits(1000, 700, 100));
-        assert!(!fits(1000, 701, 100), "a fifth is for the system");
+        assert!(fits(800, 700, 100));
+        assert!(!fits(800, 701, 100));
         assert!(!fits(1000, u64::MAX, 1));
         assert!(fits(0, 700, 100), "it does not tell");
     }

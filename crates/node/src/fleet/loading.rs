@@ -19,11 +19,11 @@ use paceline_engine::Draft;
 use paceline_model::{Config, ModelSource, SplitKind};
 
 use super::copies::ModelIdentity;
+use super::device_memory::device_bytes;
 use super::hosts::no_path;
 use super::preview::Proposal;
 use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview, replica_names};
 use crate::classes::EngineChoice;
-use crate::context_size::{KvMemory, needed_positions};
 use crate::{adapters, texts};
 
 /// How long a load waits for the facts of newly connected nodes. They follow within milliseconds;
@@ -111,48 +111,62 @@ impl Inner {
         let others: Vec<_> = placement::wanted(&map).collect();
         let others = others.iter().map(|(id, _, wanted)| (*id, wanted));
         let numbers = replica_names::next(&ask.model, others, groups.len());
-        let mut one = self.record(ask, path)?;
-        one.nodes.clone_from(&groups[0]);
-        let engines = self.engine_choice(ask, &one.nodes)?;
-        let (planned, predicted) = self.planned(ask, path, (&one.nodes, &engines)).unzip();
-        one.predicted = predicted.unwrap_or_default();
-        let classes = planned.as_ref().map(|best| best.classes_of(&one.nodes));
-        self.set_classes(ask, classes, &mut one)?;
-        one.split = match &planned {
-            Some(best) if one.nodes.len() > 1 => best.split.clone(),
-            _ => ask.split.to_string(),
-        };
-        one.cache_bytes = device_cache_bytes(path, &one);
-        let own = self.agent.id();
-        let all = groups.iter().flatten().chain(&one.prompts);
-        if all.into_iter().any(|id| *id != own) {
-            self.sign(&one, path);
-        } else if self.agent.nodes().len() > 1 {
-            self.sign_meanwhile(&one, path);
-        }
-        let used = groups.iter().flatten().copied().collect();
-        let reserves = self.reserves(&one, &used);
-        let mut of_first = planned;
-        let records = groups.into_iter().zip(numbers);
-        let record = |(nodes, replica): (Vec<NodeId>, u16)| {
-            let planned = of_first.take();
-            let shares = planned.as_ref().map(|best| best.shares_of(&nodes));
+        let one = self.record(ask, path)?;
+        let of_group = |(nodes, replica)| {
             let mut record = InstanceSpec {
-                shares: shares.unwrap_or_default(),
-                successors: nodes[1..].iter().chain(&reserves).copied().collect(),
-                width: u16::try_from(nodes.len()).ok(),
                 nodes,
                 replica,
                 ..one.clone()
             };
-            let classes = planned.as_ref().map(|best| best.classes_of(&record.nodes));
-            self.set_classes(ask, classes, &mut record)?;
-            let shares = self.shares_by_memory(None, &record);
-            let shares = shares.map_err(|error| error.to_string())?;
-            record.shares = record.nodes.iter().copied().zip(shares).collect();
-            Ok(record)
+            self.plan_record(ask, path, &mut record)?;
+            Ok::<_, String>(record)
         };
-        records.map(record).collect()
+        let records: Result<Vec<InstanceSpec>, String> =
+            groups.into_iter().zip(numbers).map(of_group).collect();
+        let mut records = records?;
+        let first = &records[0];
+        let own = self.agent.id();
+        let used: BTreeSet<NodeId> = records.iter().flat_map(|it| it.nodes.clone()).collect();
+        let mut all = used.iter().chain(&first.prompts);
+        if all.any(|id| *id != own) {
+            self.sign(first, path);
+        } else if self.agent.nodes().len() > 1 {
+            self.sign_meanwhile(first, path);
+        }
+        let reserves = self.reserves(first, &used);
+        for record in &mut records {
+            let heirs = record.nodes[1..].iter().chain(&reserves);
+            record.successors = heirs.copied().collect();
+        }
+        Ok(records)
+    }
+
+    /// States engines, split, shares and memory of a record for its nodes, by the best proposal
+    /// for them where the request leaves something open.
+    fn plan_record(
+        &self,
+        ask: &LoadRequest,
+        path: &Path,
+        record: &mut InstanceSpec,
+    ) -> Result<(), String> {
+        let engines = self.engine_choice(ask, &record.nodes)?;
+        let planned = self.planned(ask, path, (&record.nodes, &engines));
+        let best = planned.as_ref().map(|(best, _)| best);
+        let classes = best.map(|best| best.classes_of(&record.nodes));
+        self.set_classes(ask, classes, record)?;
+        if let Some((best, predicted)) = planned {
+            record.predicted = predicted;
+            record.shares = best.shares_of(&record.nodes);
+            if record.nodes.len() > 1 {
+                record.split = best.split;
+            }
+        }
+        (record.weight_bytes, record.cache_bytes) = device_bytes(path, record);
+        self.check_readers(path, record)?;
+        let shares = self.fitting_shares(path, (None, record))?;
+        record.shares = record.nodes.iter().copied().zip(shares).collect();
+        record.width = u16::try_from(record.nodes.len()).ok();
+        Ok(())
     }
 
     /// Waits until the facts of all live nodes are here; without them they seem to have other
@@ -528,29 +542,4 @@ impl Inner {
         }
         Ok(ids.len())
     }
-}
-
-/// Decode tokens in a thousand seconds of each split that fits the nodes and engines of the first.
-fn predictions(all: &[Proposal]) -> BTreeMap<String, u64> {
-    let (first, mut predicted) = (all.first(), BTreeMap::new());
-    let is_like = |it: &&Proposal| it.fits && first.is_some_and(|first| first.engines == it.engines);
-    for it in all.iter().filter(is_like) {
-        let tok_ks = ((it.decode_tok_s * 1e3) as u64).max(1);
-        predicted.entry(it.split.clone()).or_insert(tok_ks);
-    }
-    predicted
-}
-
-/// Bytes of keys and values of an instance with ranks on MLX, at the positions that it needs. 0 on
-/// the CPU, and for a model without a cache.
-fn device_cache_bytes(path: &Path, record: &InstanceSpec) -> u64 {
-    let mut nodes = record.nodes.iter();
-    let on_mlx = nodes.find(|id| record.is_on_mlx(**id));
-    let class = on_mlx.and_then(|id| record.class_of(*id).parse().ok());
-    let source = class.and_then(|_| ModelSource::open(path).ok());
-    let config = source.and_then(|source| Config::read(&source).ok());
-    class.zip(config).map_or(0, |(class, config)| {
-        let positions = needed_positions(&config, &record.options);
-        KvMemory::Device(class).cache_bytes(&config, positions)
-    })
 }

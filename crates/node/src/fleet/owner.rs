@@ -280,13 +280,15 @@ impl OwnedInstance {
                 SplitKind::Auto if self.wanted.nodes.len() > 1 => SplitKind::Pipeline,
                 split => split,
             },
-            shares: inner
-                .shares_by_memory(Some(self.id), &self.wanted)
-                .map_err(|error| error.to_string())?,
+            shares: inner.fitting_shares(path, (Some(self.id), &self.wanted))?,
             backend: Backend::Any,
             probed: Backend::Tcp,
         };
-        let sizes = |config: &_| (inner.spec.sizes)(path, config, &self.wanted);
+        let record = (self.id, &self.wanted);
+        let sizes = |config: &_| {
+            let sizes = (inner.spec.sizes)(path, config, &self.wanted);
+            inner.within_nodes(record, config, sizes)
+        };
         let prepared = PreparedModel::new(Arc::new(source), options, sizes);
         let mut prepared = prepared.map_err(|error| error.to_string())?;
         let tok_s =
@@ -348,6 +350,7 @@ impl OwnedInstance {
                             false => copies::ensure(&inner.agent, node, &self.wanted, &progress),
                         };
                         had.map_err(|reason| format!("{}: {reason}", inner.name(node)))
+        inner.check_devices(record, &prepared)?;
                     };
                     self.fetch_or_leave(inner, node, &fetch)
                 }

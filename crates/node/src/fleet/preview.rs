@@ -19,16 +19,13 @@ use paceline_comm::Backend;
 use paceline_model::{Config, ModelSource};
 use serde::Serialize;
 
-use super::hosts::NodeConnection;
+use super::hosts::{NodeConnection, mlx_device, usable};
 use super::speed::{self, Speed};
 use super::{Inner, LoadRequest, SPEED};
 use crate::forecast::devices::DeviceSpeed;
 use crate::forecast::machines::{RemoteDevice, RemoteMachine, best_first};
 use crate::forecast::{Forecast, Setting};
 use crate::workers::connection::receive_message;
-
-/// Fraction of a machine's memory for models: the rest is for the system and other programs.
-pub(super) const USABLE: f64 = 0.8;
 
 /// Nodes of the largest placement proposed by default.
 pub(super) const COUNT_MAX: usize = 8;
@@ -360,13 +357,6 @@ pub(super) fn why(proposals: &[Proposal]) -> Option<String> {
     })
 }
 
-/// The device on which MLX computes on a node: a GPU, else the processor.
-fn mlx_device(facts: &NodeFacts) -> Option<&EngineDevice> {
-    let is_usable = |device: &&EngineDevice| device.engine == "mlx" && device.problem.is_none();
-    let processor = facts.devices.iter().find(is_usable);
-    facts.gpu("mlx").or(processor)
-}
-
 /// A node's speed relative to this one: by both measurements, else by their cores.
 fn machine(
     view: &NodeView,
@@ -380,11 +370,10 @@ fn machine(
         (Some(it), Some(own)) => (it.reads / own.reads, it.computes / own.computes),
         _ => (by_cores, by_cores),
     };
-    let usable = |bytes: u64| Bytes((bytes as f64 * USABLE) as u64);
     let device = mlx_device(&view.facts).and_then(|device| {
         Some(RemoteDevice {
             speed: DeviceSpeed::of(device)?,
-            memory: usable(device.memory_bytes.unwrap_or(view.facts.memory_bytes)),
+            memory: Bytes(usable(view, true)),
         })
     });
     RemoteMachine {
