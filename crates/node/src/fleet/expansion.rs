@@ -29,7 +29,7 @@ use paceline_model::{Config, ModelSource, SplitKind};
 use super::hosts::own_part;
 use super::owner::{self, OwnedInstance};
 use super::preview::Proposal;
-use super::proposals::Wishes;
+use super::proposals::{Wishes, predictions};
 use super::{Inner, proposals};
 use crate::Instance;
 use crate::classes::EngineChoice;
@@ -305,7 +305,7 @@ impl Inner {
     fn try_take(&self, chance: &Chance) -> Result<(), Refusal> {
         let (owned, nodes) = (&chance.owned, &chance.nodes);
         let (now, then) = self.predicted(owned, nodes).map_err(Refusal::NotYet)?;
-        let gain = now.map(|now| then.decode_tok_s / now.max(f64::MIN_POSITIVE));
+        let gain = now.map(|now| then[0].decode_tok_s / now.max(f64::MIN_POSITIVE));
         match gain {
             _ if chance.is_asked() => {}
             Ok(gain) if gain >= GAIN => {}
@@ -327,12 +327,13 @@ impl Inner {
         Ok(())
     }
 
-    /// The predicted speed of an instance as it is, and its fastest split on `nodes`.
+    /// The predicted speed of an instance as it is, and its splits on `nodes`, the fastest first: at
+    /// least one, and one of each kind where its user left the split open.
     fn predicted(
         &self,
         owned: &OwnedInstance,
         nodes: &[NodeId],
-    ) -> Result<(Result<f64, String>, Proposal), String> {
+    ) -> Result<(Result<f64, String>, Vec<Proposal>), String> {
         let wanted = &owned.wanted;
         let path = owner::path_of(self, wanted)?;
         let (source, config) = open_model(&path)?;
@@ -344,14 +345,17 @@ impl Inner {
         let forecast = self.forecast(&source, &config, threads)?;
         let machines = self.machines(&all);
         let kind = wanted.split.parse().unwrap_or(SplitKind::Auto);
-        let best = |ranks: &[NodeId]| {
+        let best = |ranks: &[NodeId], kind| {
             let class = |id: &NodeId| wanted.class_of(*id).parse().unwrap_or_default();
             let engines = EngineChoice::Given(ranks.iter().map(class).collect());
             self.fastest((&config, &forecast), (kind, &engines), (ranks, &machines))
         };
-        let then = best(nodes)?;
+        let then = match wanted.predicted.is_empty() {
+            true => best(nodes, kind)?,
+            false => best(nodes, SplitKind::Auto)?,
+        };
         let rooms = self.rooms_beside(Some(owned.id), wanted);
-        for (id, bytes) in nodes.iter().zip(&then.bytes) {
+        for (id, bytes) in nodes.iter().zip(&then[0].bytes) {
             let homes = wanted.nodes.iter().zip(&at).filter(|(_, at)| *at == id);
             let held: u64 = homes.map(|(home, _)| own_part(wanted, *home)).sum();
             let room = rooms.get(id).map(|room| room.saturating_sub(held));
@@ -360,19 +364,21 @@ impl Inner {
                 return Err(format!("{name} has no memory for both placements"));
             }
         }
-        Ok((best(&at).map(|now| now.decode_tok_s), then))
+        Ok((best(&at, kind).map(|now| now[0].decode_tok_s), then))
     }
 
-    /// The prediction for the fastest split over `nodes` that fits.
+    /// The predictions for splits over `nodes`, of which the first is the fastest that fits.
     fn fastest(
         &self,
         model: (&Config, &Forecast),
         wishes: Wishes<'_>,
         nodes: proposals::Nodes<'_>,
-    ) -> Result<Proposal, String> {
+    ) -> Result<Vec<Proposal>, String> {
         let (proposals, mut reasons) = self.proposals(model, wishes, nodes);
-        let first = proposals.into_iter().next().filter(|it| it.fits);
-        first.ok_or_else(|| reasons.pop().unwrap_or_else(|| "no split fits".to_owned()))
+        match proposals.first().is_some_and(|first| first.fits) {
+            true => Ok(proposals),
+            false => Err(reasons.pop().unwrap_or_else(|| "no split fits".to_owned())),
+        }
     }
 }
 
@@ -403,12 +409,15 @@ fn open_model(path: &Path) -> Result<(ModelSource, Config), String> {
     Ok((source, config))
 }
 
-/// The spec with these nodes and the split of `then`; its former owners and successors come first.
-fn next_record(wanted: &InstanceSpec, nodes: &[NodeId], then: &Proposal) -> InstanceSpec {
+/// The spec with these nodes and the first split of `then`; its former owners and successors come
+/// first.
+fn next_record(wanted: &InstanceSpec, nodes: &[NodeId], then: &[Proposal]) -> InstanceSpec {
     let mut next = wanted.clone();
-    next.split.clone_from(&then.split);
-    next.predicted.clear(); // they are of other nodes
-    next.shares = then.shares_of(nodes);
+    next.split.clone_from(&then[0].split);
+    if !wanted.predicted.is_empty() {
+        next.predicted = predictions(then);
+    }
+    next.shares = then[0].shares_of(nodes);
     let new = nodes[1..]
         .iter()
         .filter(|id| !wanted.successors.contains(id));
@@ -439,6 +448,30 @@ mod tests {
         assert!(!quiet(12, 0));
         assert!(!quiet(21, 0));
         assert!(quiet(22, 0));
+    }
+
+    #[test]
+    fn an_open_split_is_chosen_again_for_other_nodes() {
+        let of = |split: &str, tok_s| Proposal {
+            split: split.to_owned(),
+            decode_tok_s: tok_s,
+            fits: true,
+            ..Proposal::default()
+        };
+        let then = [of("pipeline", 6.25), of("tensor", 0.5)];
+        let mut wanted = InstanceSpec {
+            split: "tensor".to_owned(),
+            nodes: vec![node(1), node(2)],
+            ..InstanceSpec::default()
+        };
+        let nodes = [1, 2, 3].map(node);
+        let named = next_record(&wanted, &nodes, &then[1..]);
+        assert_eq!((&*named.split, named.predicted.len()), ("tensor", 0));
+        wanted.predicted.insert("tensor".to_owned(), 20_000);
+        let next = next_record(&wanted, &nodes, &then);
+        let predicted = [("pipeline".to_owned(), 6250), ("tensor".to_owned(), 500)];
+        assert_eq!((&*next.split, next.nodes), ("pipeline", nodes.to_vec()));
+        assert_eq!(next.predicted, predicted.into());
     }
 
     #[test]

@@ -22,6 +22,7 @@ use super::copies::ModelIdentity;
 use super::device_memory::device_bytes;
 use super::hosts::no_path;
 use super::preview::Proposal;
+use super::proposals::predictions;
 use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview, replica_names};
 use crate::classes::EngineChoice;
 use crate::{adapters, texts};

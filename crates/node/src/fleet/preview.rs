@@ -37,7 +37,7 @@ pub(super) const CPU: &str = "cpu";
 const TOLD_LIMIT: Duration = Duration::from_secs(2);
 
 /// A proposed placement of a model.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Proposal {
     /// Names of its nodes, the owner first, as [`Ask::nodes`] takes them.
     pub nodes: Vec<String>,

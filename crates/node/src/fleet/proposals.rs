@@ -4,6 +4,8 @@
 //! A preview shows them. A load with an automatic split takes the first, and so does the search for
 //! a better placement. So the running split is the one that a preview names.
 
+use std::collections::BTreeMap;
+
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::paths::Path;
 use paceline_model::{Config, SplitKind};
@@ -155,6 +157,18 @@ fn engine_sets(
             sets
         }
     }
+}
+
+/// Decode tokens in a thousand seconds of each split that fits the nodes and engines of the first.
+pub(super) fn predictions(all: &[Proposal]) -> BTreeMap<String, u64> {
+    let (first, mut predicted) = (all.first(), BTreeMap::new());
+    let is_like =
+        |it: &&Proposal| it.fits && first.is_some_and(|first| first.engines == it.engines);
+    for it in all.iter().filter(is_like) {
+        let tok_ks = ((it.decode_tok_s * 1e3) as u64).max(1);
+        predicted.entry(it.split.clone()).or_insert(tok_ks);
+    }
+    predicted
 }
 
 /// The link over a path. A slow network has a delay before it has a rate, which is guessed then:
