@@ -293,6 +293,13 @@ impl Dashboard {
         }
         let counts = self.0.counts.get().map(|counts| counts());
         facts.extend(traffic::facts(&counts.unwrap_or_default()));
+        facts.extend(
+            self.0
+                .upstreams
+                .get()
+                .map(Upstreams::facts)
+                .unwrap_or_default(),
+        );
         facts
     }
 }

@@ -112,7 +112,7 @@ fn without_layers(numbers: &str) -> String {
 /// Placements, a line each, and whether the rates of their devices were measured.
 pub fn proposals(preview: &Value) -> Vec<String> {
     let heading = [
-        "NODES", "SPLIT", "ENGINE", "TOKENS/S", "TOGETHER", "FIRST", "FITS",
+        "NODES", "SPLIT", "ENGINE", "TOKENS/S", "TOGETHER", "FIRST", "LOAD", "FITS",
     ];
     let row = |it: &Value| {
         let number = |name: &str, unit: &str| match it[name].as_f64() {
@@ -133,6 +133,7 @@ pub fn proposals(preview: &Value) -> Vec<String> {
             number("decode_tok_s", ""),
             number("batch_tok_s", ""),
             number("ttft_ms", " ms"),
+            number("load_s", " s"),
             fits.to_owned(),
         ]
     };

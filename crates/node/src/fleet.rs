@@ -253,6 +253,8 @@ pub struct LoadRequest {
     pub adapters: Vec<(String, PathBuf)>,
     /// Names or ids of nodes for prefill only.
     pub prefill_nodes: Vec<String>,
+    /// Kernel class of these; by default that of the others.
+    pub prefill_class: Option<String>,
 }
 
 /// An instance, as any node sees it.
@@ -265,8 +267,6 @@ pub struct InstanceView {
     pub state: String,
     /// Steps or bytes done, and their total.
     pub progress: Option<(u64, u64)>,
-    /// Kernel class of these; by default that of the others.
-    pub prefill_class: Option<String>,
     /// Why it failed or recovers, or which nodes it does not use and why.
     pub reason: Option<String>,
     /// Names of its nodes, the owner first.

@@ -69,6 +69,25 @@ const PATIENCE_S: u64 = 600;
 /// Longest wait for a worker's message; a message or a wake ends it sooner.
 const RECEIVE_LIMIT: Duration = Duration::from_secs(1);
 
+/// A measurement of an instance over machines.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum SpeedSample {
+    /// Tokens a second of an answer alone, with [`KEYS`] keys in the cache.
+    Decode(f64),
+    /// From the first order to its workers until all were ready.
+    Load(Duration),
+}
+
+/// Receives measurements of a split; must not block.
+#[derive(Clone)]
+pub(crate) struct SpeedObserver(pub(crate) Arc<dyn Fn(&Split, SpeedSample) + Send + Sync>);
+
+impl fmt::Debug for SpeedObserver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a speed observer")
+    }
+}
+
 /// A forecast that measured answers correct.
 pub type SharedForecast = Arc<Mutex<Forecast>>;
 
@@ -96,6 +115,8 @@ pub struct InstanceConfig {
     pub first: usize,
     /// Forecast to correct by measured answers.
     pub forecast: Option<SharedForecast>,
+    /// Receives measurements where several machines compute.
+    pub(crate) observer: Option<SpeedObserver>,
     /// Whether a new epoch is started after a failure.
     pub restart: bool,
     /// How long an epoch answers before each rank gets a standby worker with packed weights on
@@ -170,6 +191,7 @@ impl InstanceConfig {
             restart: self.restart,
             resume: !(near && self.engine.strict),
             near,
+            reads_near: self.unlike.is_some(),
             held_max: self
                 .engine
                 .max_waiting
@@ -191,7 +213,6 @@ impl InstanceConfig {
         (epoch, way): (u64, usize),
         meeting: &GroupCredentials,
     ) -> RankAssignment {
-            reads_near: self.unlike.is_some(),
         let post = crew.post(rank);
         let (is_here, plain) = (crew.is_one_machine(), crew.is_trusted());
         RankAssignment {
@@ -812,6 +833,7 @@ impl Shell {
                     let split = &self.spec.cuts[way].split;
                     lock(forecast).loaded(split, took.as_secs_f64());
                 }
+                self.observe(way, SpeedSample::Load(took));
             }
             Action::Tell(notice) => self.notify(&notice),
             Action::End => {
@@ -869,12 +891,22 @@ impl Shell {
     }
 
     /// Corrects the forecast by a measured speed, unless drafts make the speed depend on the text.
+    /// MLX has none.
     fn learn(&self, way: usize, tok_s: f64) {
-        if self.spec.engine.drafts == 0
-            && let Some(forecast) = &self.spec.forecast
-        {
+        let has_drafts = self.spec.engine.drafts > 0;
+        if has_drafts && !self.spec.classes.iter().all(|class| class.is_mlx()) {
+            return;
+        }
+        if let Some(forecast) = &self.spec.forecast {
             let split = &self.spec.cuts[way].split;
             lock(forecast).learn(&self.spec.config, split, (KEYS, tok_s));
+        }
+        self.observe(way, SpeedSample::Decode(tok_s));
+    }
+
+    fn observe(&self, way: usize, sample: SpeedSample) {
+        if let Some(SpeedObserver(observer)) = &self.spec.observer {
+            observer(&self.spec.cuts[way].split, sample);
         }
     }
 

@@ -30,6 +30,7 @@ use paceline_tensor::{Kernels, KvType};
 use crate::adapters::{AdapterOf, read_all};
 use crate::classes::Classes;
 use crate::forecast::{Forecast, Setting};
+use crate::instance::SpeedObserver;
 use crate::instance::prefill::{GroupEventSender, group_events};
 use crate::instance::rebalancing::lighter;
 use crate::load::{ShardSpec, mlx_rank_bytes};
@@ -117,6 +118,8 @@ pub struct PreparedModel {
     /// Nodes that own its instance after this one, in order.
     successors: Vec<usize>,
     forecast: Option<SharedForecast>,
+    /// Receives measurements where several machines compute.
+    observer: Option<SpeedObserver>,
     /// Whether a split is replaced when another turns out faster.
     steers: bool,
     /// The splits that replace the initial one where it turns out slower, predicted by the caller.
@@ -166,6 +169,7 @@ impl PreparedModel {
             cut,
             successors: Vec::new(),
             forecast: None,
+            observer: None,
             steers: false,
             rivals: Vec::new(),
             spares: None,
@@ -250,6 +254,7 @@ impl PreparedModel {
             cut,
             successors: Vec::new(),
             forecast: None,
+            observer: None,
             steers: false,
             rivals: Vec::new(),
             spares: None,
@@ -369,11 +374,6 @@ impl PreparedModel {
         (0..self.nodes()).map(bytes).collect()
     }
 
-    /// Sets the nodes that own its instance after this one, as indices of its nodes.
-    pub fn succeed(&mut self, successors: Vec<usize>) {
-        self.successors = successors;
-    }
-
     /// Bytes that each rank takes of its device on MLX; `None` on the CPU, whose memory is taken on
     /// use. Reads headers only.
     pub(crate) fn device_bytes(&self) -> Result<Vec<Option<MlxRankBytes>>, Error> {
@@ -384,6 +384,11 @@ impl PreparedModel {
         };
         let all: Result<_, _> = (0..).zip(self.options.classes.each()).map(of).collect();
         Ok(all?)
+    }
+
+    /// Sets the nodes that own its instance after this one, as indices of its nodes.
+    pub fn succeed(&mut self, successors: Vec<usize>) {
+        self.successors = successors;
     }
 
     /// The setting of a forecast.
@@ -574,6 +579,7 @@ impl PreparedModel {
             cuts,
             first,
             forecast: self.forecast.clone(),
+            observer: self.observer.clone(),
             restart,
             spares: self.spares,
             draft: self.draft.as_ref().map(|draft| draft.identity.clone()),

@@ -400,9 +400,9 @@ impl Serving {
         let goes_on = (epoch > 1 || is_restart) && !self.owners.values().any(is_former);
         let policy = Policy {
             restart: true,
-            reads_near: false,
             resume: true,
             near: false,
+            reads_near: false,
             held_max: 64,
             held_limit: HELD_LIMIT,
             holds: true,

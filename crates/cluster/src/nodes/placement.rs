@@ -42,13 +42,13 @@ pub struct InstanceSpec {
     pub sha256: String,
     /// Bytes of the model's files.
     pub bytes: u64,
+    /// Bytes of its weights in MLX's form; 0 for one on the CPU.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub weight_bytes: u64,
     /// Bytes of keys and values of all its ranks in devices' memory; 0 for one on the CPU, whose
     /// memory is taken on use.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub cache_bytes: u64,
-    /// Bytes of its weights in MLX's form; 0 for one on the CPU.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub weight_bytes: u64,
     /// Whether the model has several files, listed in a manifest.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub manifest: bool,
@@ -97,6 +97,9 @@ pub struct InstanceSpec {
     /// Prefill nodes; none of `nodes` or of the successors.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub prompts: Vec<NodeId>,
+    /// Kernel class of the prefill nodes; empty for that of the others.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub prompts_class: String,
     /// Kernel class of its nodes; empty for `cpu`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
@@ -110,9 +113,6 @@ pub struct InstanceSpec {
 
 #[allow(
     clippy::trivially_copy_pass_by_ref,
-    /// Kernel class of the prefill nodes; empty for that of the others.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub prompts_class: String,
     reason = "serde hands over a reference"
 )]
 const fn is_zero(bytes: &u64) -> bool {
@@ -283,6 +283,20 @@ impl InstanceSpec {
         names.join("+")
     }
 
+    /// Name of its numbers, where `decoding` names those of its decode nodes, if they have a name.
+    /// A class of prefill nodes that differs from theirs precedes it, as in `mlx-f32>cpu-f32`.
+    pub fn numbers_name(&self, decoding: Option<String>) -> Option<String> {
+        let reader = self.prompts.first().map(|id| self.class_of(*id));
+        let other = reader.filter(|reader| *reader != self.class_of(self.nodes[0]));
+        match other {
+            Some(reader) => {
+                let decoding = decoding.unwrap_or_else(|| self.class_names());
+                Some(format!("{reader}>{decoding}"))
+            }
+            None => decoding,
+        }
+    }
+
     /// The name of an adapter of this model.
     pub fn adapted(&self, adapter: &str) -> String {
         format!("{}:{adapter}", self.model)
@@ -360,20 +374,6 @@ pub enum State {
 /// An owner's report of its instance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// Name of its numbers, where `decoding` names those of its decode nodes, if they have a name.
-    /// A class of prefill nodes that differs from theirs precedes it, as in `mlx-f32>cpu-f32`.
-    pub fn numbers_name(&self, decoding: Option<String>) -> Option<String> {
-        let reader = self.prompts.first().map(|id| self.class_of(*id));
-        let other = reader.filter(|reader| *reader != self.class_of(self.nodes[0]));
-        match other {
-            Some(reader) => {
-                let decoding = decoding.unwrap_or_else(|| self.class_names());
-                Some(format!("{reader}>{decoding}"))
-            }
-            None => decoding,
-        }
-    }
-
     /// Epoch of the reported record.
     pub epoch: u64,
     pub state: State,

@@ -298,6 +298,7 @@ impl Inner {
                 .transpose()?,
             adapters: self.adapters(ask, path)?,
             prompts: self.readers(ask)?,
+            prompts_class: ask.prefill_class.clone().unwrap_or_default(),
             ..InstanceSpec::default()
         })
     }
@@ -313,7 +314,6 @@ impl Inner {
                 weights: WeightDistribution::Whole,
                 ..InstanceOptions::default()
             },
-            prompts_class: ask.prefill_class.clone().unwrap_or_default(),
             ..LoadRequest::default()
         };
         let record = self.record(&ask, &path)?;

@@ -137,6 +137,7 @@ impl OwnedInstance {
             prepared.go_on();
         }
         prepared.succeed(self.successors());
+        prepared.observe(inner.speed_observer(&self.wanted, &prepared));
         let crew = self.crew(inner, self.wanted.clone(), Arc::clone(&self.flaps));
         let crew = crew.with_draft(self.wanted.of_draft().as_ref().map(name_of));
         let of_adapters = self.wanted.of_adapters();
@@ -297,13 +298,17 @@ impl OwnedInstance {
         prepared.steer_among(&predicted);
         let readers = self.wanted.prompts.len() as u32;
         if readers > 0 {
+            let class = self.wanted.class_of(self.wanted.prompts[0]).parse();
+            let class = class.map_err(|error: UnknownKernelClass| error.to_string())?;
             let wanted = PrefillOptions {
                 nodes: readers,
+                class: Some(class),
                 ..PrefillOptions::default()
             };
             let reads = prepared.read_prompts_on(wanted);
             reads.map_err(|error| error.to_string())?;
         }
+        inner.check_devices(record, &prepared)?;
         Ok(prepared)
     }
 
@@ -339,18 +344,14 @@ impl OwnedInstance {
                         }
                     };
                     let fetch = || {
-            let class = self.wanted.class_of(self.wanted.prompts[0]).parse();
-            let class = class.map_err(|error: UnknownKernelClass| error.to_string())?;
                         let had = match self.in_parts(inner) {
                             true => {
-                class: Some(class),
                                 let model = (&self.wanted, share);
                                 copies::ensure_part(&inner.agent, node, model, &progress)
                             }
                             false => copies::ensure(&inner.agent, node, &self.wanted, &progress),
                         };
                         had.map_err(|reason| format!("{}: {reason}", inner.name(node)))
-        inner.check_devices(record, &prepared)?;
                     };
                     self.fetch_or_leave(inner, node, &fetch)
                 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::nodes::NodeId;
-use paceline_cluster::nodes::agent::{EngineDevice, NodeFacts, NodeView};
+use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
 use paceline_cluster::nodes::placement::NODES_MAX;
@@ -58,6 +58,9 @@ pub struct Proposal {
     pub batch_tok_s: f64,
     /// Milliseconds until the first token of a short prompt.
     pub ttft_ms: Option<f64>,
+    /// Seconds until it is ready, once the files are there, by earlier loads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub load_s: Option<f64>,
     /// Waits for devices of MLX in a token.
     pub crossings: usize,
     /// All of them, in milliseconds.
@@ -378,7 +381,7 @@ fn machine(
     });
     RemoteMachine {
         name: view.facts.name.clone(),
-        memory: usable(view.facts.memory_bytes),
+        memory: Bytes(usable(view, false)),
         reads,
         computes,
         device,

@@ -5,18 +5,24 @@
 //! a better placement. So the running split is the one that a preview names.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
+use paceline_base::KernelClass;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::paths::Path;
-use paceline_model::{Config, SplitKind};
+use paceline_cluster::nodes::placement::InstanceSpec;
+use paceline_comm::Backend;
+use paceline_model::{Config, ModelSource, Split, SplitKind};
 
 use super::Inner;
 use super::preview::{CPU, Proposal, pairs};
+use crate::PreparedModel;
 use crate::classes::EngineChoice;
-use crate::forecast::Forecast;
 use crate::forecast::machines::{
     MachineLink, Machines, RankedSplit, RemoteDevice, RemoteMachine, best_first,
 };
+use crate::forecast::{Forecast, Setting};
+use crate::instance::{SpeedObserver, SpeedSample};
 
 /// Nodes of an instance's ranks, and the known machines.
 pub(super) type Nodes<'a> = (&'a [NodeId], &'a [(NodeId, RemoteMachine)]);
@@ -83,6 +89,7 @@ impl Inner {
             decode_range: range.map(|range| range.map(|by| by * prediction.decode_tok_s)),
             batch_tok_s: prediction.throughput_tok_s,
             ttft_ms: prediction.ttft_s.map(|seconds| seconds * 1e3),
+            load_s: said.load_s,
             crossings: said.crossings.count,
             crossings_ms: said.crossings.seconds * 1e3,
             fits: prediction.fits(),
@@ -117,6 +124,71 @@ impl Inner {
         })
     }
 
+    /// An observer that corrects predictions for the nodes of a record by what its ranks measure. It
+    /// takes no measurements of its own: without those of an earlier prediction it does nothing.
+    pub(super) fn speed_observer(
+        self: &Arc<Self>,
+        wanted: &InstanceSpec,
+        prepared: &PreparedModel,
+    ) -> SpeedObserver {
+        let (inner, wanted) = (Arc::downgrade(self), wanted.clone());
+        let (source, config) = (Arc::clone(prepared.source()), prepared.config().clone());
+        SpeedObserver(Arc::new(move |split, sample| {
+            let Some(inner) = inner.upgrade() else { return };
+            let (wanted, split) = (wanted.clone(), split.clone());
+            let (source, config) = (Arc::clone(&source), config.clone());
+            let run = move || inner.correct((&wanted, &split), (&source, &config), sample);
+            // Other nodes are asked, which may take a moment. Without a thread nothing is learnt.
+            let thread = std::thread::Builder::new().name("speeds".to_owned());
+            let _ = thread.spawn(run);
+        }))
+    }
+
+    fn correct(
+        &self,
+        (wanted, split): (&InstanceSpec, &Split),
+        (source, config): (&ModelSource, &Config),
+        sample: SpeedSample,
+    ) {
+        let setting = Setting {
+            source,
+            config,
+            class: KernelClass::Cpu,
+            threads: usize::from(wanted.threads.max(1)),
+            backend: Backend::Tcp,
+        };
+        let unknown = |_| Err(std::io::Error::other("nothing was measured"));
+        let Ok(mut forecast) = Forecast::new(&self.spec.home, setting, 1, unknown) else {
+            return;
+        };
+        let known = self.machines(&wanted.nodes);
+        let Ok(mut machines) = self.machines_of(&wanted.nodes, &known) else {
+            return;
+        };
+        let class = |id: &NodeId| {
+            wanted
+                .class_of(*id)
+                .parse::<KernelClass>()
+                .unwrap_or_default()
+        };
+        let classes: Vec<KernelClass> = wanted.nodes.iter().map(class).collect();
+        // Predictions know one class of the CPU.
+        if classes
+            .iter()
+            .any(|it| !it.is_mlx() && *it != KernelClass::Cpu)
+        {
+            return;
+        }
+        machines.on_mlx = on_mlx(&classes, &machines);
+        machines.wide =
+            classes.contains(&KernelClass::MlxF32) || config.family.needs_wide_activations();
+        let of = (split, &machines);
+        match sample {
+            SpeedSample::Decode(tok_s) => forecast.learn_across(config, of, tok_s),
+            SpeedSample::Load(took) => forecast.loaded_across(config, of, took.as_secs_f64()),
+        }
+    }
+
     fn ways(&self, nodes: &[NodeId]) -> Result<Vec<MachineLink>, String> {
         let at = |id: NodeId| nodes.iter().position(|other| *other == id);
         let way = |(from, to): (NodeId, NodeId)| {
@@ -142,13 +214,8 @@ fn engine_sets(
     engines: &EngineChoice,
     machines: &Machines,
 ) -> Vec<Vec<bool>> {
-    let place = |machine| machines.of_rank.iter().position(|of| *of == machine);
     match engines {
-        EngineChoice::Given(ranks) => {
-            let class = |machine| place(machine).and_then(|rank| ranks.get(rank));
-            let is_on_mlx = |machine| class(machine).is_some_and(|class| class.is_mlx());
-            vec![(0..machines.all.len()).map(is_on_mlx).collect()]
-        }
+        EngineChoice::Given(ranks) => vec![on_mlx(ranks, machines)],
         EngineChoice::Fastest => {
             let all = machines.all.iter();
             let fastest = all.map(|machine| forecast.is_faster_on_mlx(config, machine));
@@ -157,6 +224,14 @@ fn engine_sets(
             sets
         }
     }
+}
+
+/// Whether MLX computes on each machine, by the classes of the ranks.
+fn on_mlx(ranks: &[KernelClass], machines: &Machines) -> Vec<bool> {
+    let place = |machine| machines.of_rank.iter().position(|of| *of == machine);
+    let class = |machine| place(machine).and_then(|rank| ranks.get(rank));
+    let is_on_mlx = |machine| class(machine).is_some_and(|class| class.is_mlx());
+    (0..machines.all.len()).map(is_on_mlx).collect()
 }
 
 /// Decode tokens in a thousand seconds of each split that fits the nodes and engines of the first.

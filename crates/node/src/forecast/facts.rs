@@ -166,6 +166,12 @@ impl FactsStore {
         if ratio.ln().abs() > DOUBT.ln_1p() && self.file.doubted.len() < MOST {
             self.file.doubted.insert(model.to_owned());
         }
+        self.correct(key, measured, predicted);
+    }
+
+    /// As [`learn`](Self::learn), without a doubt of this machine's measurements.
+    pub(super) fn correct(&mut self, key: &str, measured: f64, predicted: f64) {
+        let ratio = measured / predicted;
         if self.file.ratio.len() < MOST || self.file.ratio.contains_key(key) {
             let kept = self.ratio(key).unwrap_or(ratio);
             let next = kept.powf(1.0 - WEIGHT) * ratio.powf(WEIGHT);

@@ -8,7 +8,7 @@
 use std::cmp::Ordering;
 use std::ops::Range;
 
-use paceline_base::{Bytes, KernelClass};
+use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_model::{Config, Split, SplitKind, StageKind};
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::{
@@ -116,6 +116,9 @@ pub struct RankedSplit {
     pub shares: Vec<u32>,
     pub prediction: Prediction,
     pub crossings: Crossings,
+    /// Seconds until the ranks are ready, once the files are there; `None` before any load with
+    /// these engines.
+    pub load_s: Option<f64>,
 }
 
 /// Waits for devices of MLX in a step.
@@ -141,6 +144,7 @@ impl Forecast {
             match said.and_then(|()| self.across(config, &split, machines)) {
                 Ok(prediction) => ranked.push(RankedSplit {
                     crossings: crossings(&split, machines),
+                    load_s: self.load_across(config, &split, machines),
                     split,
                     shares,
                     prediction,
@@ -225,11 +229,92 @@ impl Forecast {
         alone(true) > alone(false)
     }
 
-    /// Predicts `split` over `machines`.
+    /// Predicts `split` over `machines`, corrected by earlier answers of it over them.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan): the planner refuses the split, a machine or a link.
     pub fn across(
+        &self,
+        config: &Config,
+        split: &Split,
+        machines: &Machines,
+    ) -> Result<Prediction> {
+        let said = self.uncorrected(config, split, machines)?;
+        let ratio = self.facts.ratio(&self.run_across(split, machines));
+        let ratio = ratio.unwrap_or(1.0);
+        Ok(Prediction {
+            decode_tok_s: said.decode_tok_s * ratio,
+            throughput_tok_s: said.throughput_tok_s * ratio,
+            ..said
+        })
+    }
+
+    /// The key of a split over machines.
+    fn run_across(&self, split: &Split, machines: &Machines) -> String {
+        let rank = |index: &usize| {
+            let engine = match (machines.on_mlx[*index], machines.wide) {
+                (true, true) => "mlx in 32 bits",
+                (true, false) => "mlx",
+                (false, _) => "cpu",
+            };
+            format!("{} {engine}", machines.all[*index].name)
+        };
+        let ranks: Vec<String> = machines.of_rank.iter().map(rank).collect();
+        format!("{}, {split} over {}", self.key, ranks.join(", "))
+    }
+
+    /// Stores the decode speed of an answer over machines.
+    pub(crate) fn learn_across(
+        &mut self,
+        config: &Config,
+        (split, machines): (&Split, &Machines),
+        decode_tok_s: f64,
+    ) {
+        let Ok(said) = self.uncorrected(config, split, machines) else {
+            return;
+        };
+        if decode_tok_s.is_finite() && decode_tok_s > 0.0 {
+            let run = self.run_across(split, machines);
+            self.facts.correct(&run, decode_tok_s, said.decode_tok_s);
+            self.facts.save();
+        }
+    }
+
+    /// Stores the time of a load over machines, and with it the rate of their engines.
+    pub(crate) fn loaded_across(
+        &mut self,
+        config: &Config,
+        (split, machines): (&Split, &Machines),
+        seconds: f64,
+    ) {
+        let run = self.run_across(split, machines);
+        self.facts.set_load(&run, seconds);
+        let bytes = self.largest_part(config, split);
+        self.facts
+            .set_load(&load_key(machines), seconds / bytes.max(1.0));
+        self.facts.save();
+    }
+
+    /// Seconds of a load over machines: the last one of this split, else by the bytes of the
+    /// largest part and the rate of the last load with these engines.
+    fn load_across(&self, config: &Config, split: &Split, machines: &Machines) -> Option<f64> {
+        let known = self.facts.load_s(&self.run_across(split, machines));
+        let rate = self.facts.load_s(&load_key(machines));
+        known.or_else(|| Some(rate? * self.largest_part(config, split)))
+    }
+
+    /// Bytes of the layers of the rank with the most.
+    fn largest_part(&self, config: &Config, split: &Split) -> f64 {
+        let part = |rank: u32| {
+            let shard = split.shard(config, Rank(rank));
+            let layers = shard.layers.clone().map(|layer| layer as u32);
+            let bytes: f64 = layers.map(|layer| self.shape.read_bytes(layer)).sum();
+            bytes / shard.stage_ranks().len().max(1) as f64
+        };
+        (0..split.ranks()).map(part).fold(0.0, f64::max)
+    }
+
+    fn uncorrected(
         &self,
         config: &Config,
         split: &Split,
@@ -419,6 +504,16 @@ fn splits(config: &Config, n: usize, kind: SplitKind) -> Vec<Split> {
     all
 }
 
+/// The key of the seconds a byte of loads with these engines.
+fn load_key(machines: &Machines) -> String {
+    let engines = match (machines.has_mlx(), machines.on_mlx.contains(&false)) {
+        (true, true) => "cpu and mlx",
+        (true, false) => "mlx",
+        (false, _) => "cpu",
+    };
+    format!("a byte of a load on {engines}")
+}
+
 /// Order of predictions (fits, tokens a second): the fastest that fits first.
 pub fn best_first(a: (bool, f64), b: (bool, f64)) -> Ordering {
     b.0.cmp(&a.0).then(b.1.total_cmp(&a.1))
@@ -505,6 +600,41 @@ mod tests {
         let tok_s = |i: usize| ranked[i].prediction.decode_tok_s;
         assert!(tok_s(0) >= tok_s(1));
         ranked[0].split.to_string()
+    }
+
+    #[test]
+    fn predictions_over_machines_are_corrected_by_what_is_seen() {
+        let (config, mut forecast) = forecast();
+        let machines = machines(&[0, 1], 1e-4);
+        let said = |forecast: &Forecast| {
+            let (ranked, _) = forecast.ranked(&config, SplitKind::Auto, &machines);
+            ranked
+        };
+        let before = said(&forecast);
+        assert_eq!(
+            (before[0].split.to_string().as_str(), before[0].load_s),
+            ("tensor", None)
+        );
+        let (tensor, tok_s) = (before[0].split.clone(), before[0].prediction.decode_tok_s);
+        for _ in 0..2 {
+            forecast.learn_across(&config, (&tensor, &machines), tok_s / 4.0);
+        }
+        forecast.loaded_across(&config, (&tensor, &machines), 8.0);
+        let after = said(&forecast);
+        assert_eq!(
+            after[0].split, before[1].split,
+            "the other split is faster now"
+        );
+        let corrected = after[1].prediction.decode_tok_s;
+        assert!(
+            (corrected / tok_s * 4.0 - 1.0).abs() < 1e-9,
+            "{corrected} {tok_s}"
+        );
+        assert_eq!(after[1].load_s, Some(8.0));
+        assert!(
+            (after[0].load_s.unwrap() - 8.0).abs() < 1e-6,
+            "equal parts, as fast a load"
+        );
     }
 
     #[test]
