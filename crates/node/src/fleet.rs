@@ -66,6 +66,7 @@ mod speed;
 mod spread;
 mod standby;
 mod stores;
+pub(crate) mod sums;
 pub(crate) mod tree;
 mod unserved;
 mod unused_nodes;

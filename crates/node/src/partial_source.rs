@@ -33,9 +33,10 @@ use paceline_formats::tensor::{Absent, Arrivals};
 use paceline_model::{ModelFamily, ModelSource, Shard};
 
 use crate::Error;
-use crate::fleet::checksums::Checksums;
+use crate::fleet::checksums::{Checksums, sums_beside};
 use crate::fleet::damage::wrong_groups;
 use crate::fleet::partial_file::{FILE, HAVE, TREE};
+use crate::fleet::sums::{GroupSums, SUMS};
 use crate::fleet::tree::{HashGroups, Tree};
 
 /// Poll interval for new bytes; a group takes half a millisecond at 1 Gbit/s.
@@ -254,6 +255,8 @@ struct PartialSource {
     have: Option<File>,
     /// The file and its hash tree, if there is one.
     tree: Option<(File, Tree)>,
+    /// Quick sums of a complete file.
+    sums: Option<GroupSums>,
     /// By group: whether it is present and verified.
     there: Vec<AtomicBool>,
     /// By group: whether it was present before the load and needs verification.
@@ -295,6 +298,7 @@ impl PartialSource {
                 .iter()
                 .map(|told| *told != 0 && tree.is_some())
                 .collect(),
+            sums: tree.as_ref().and_then(|(_, tree)| sums_of(path, tree)),
             tree,
             ask: ask.map(Arc::clone),
             records: Arc::clone(records),
@@ -317,10 +321,15 @@ impl PartialSource {
 
     /// Those of the groups that differ from the hash tree, as runs.
     fn wrong(&self, groups: &[u64]) -> Vec<Range<u64>> {
-        let tree = self.tree.as_ref();
-        tree.map_or_else(Vec::new, |(file, tree)| {
-            wrong_groups(file, tree, groups, &|_| true)
-        })
+        let Some((file, tree)) = &self.tree else {
+            return Vec::new();
+        };
+        let Some(sums) = &self.sums else {
+            return wrong_groups(file, tree, groups, &|_| true);
+        };
+        let unlike = wrong_groups(file, sums, groups, &|_| true);
+        let unlike: Vec<u64> = unlike.into_iter().flatten().collect();
+        wrong_groups(file, tree, &unlike, &|_| true)
     }
 
     /// Verifies the groups that were present before the load and are not verified yet. Waits until
@@ -396,6 +405,12 @@ impl PartialSource {
         }
         Ok(())
     }
+}
+
+/// The quick sums of the file at `path` with this tree.
+fn sums_of(path: &Path, tree: &Tree) -> Option<GroupSums> {
+    let beside = GroupSums::read(&sums_beside(path), tree);
+    beside.or_else(|| GroupSums::read(&path.with_extension(SUMS), tree))
 }
 
 /// The bytes and the hash tree of a file; `None` where there is no tree.

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! m.gguf.tree   leaves of the hash tree of m.gguf, 32 bytes each; SHA-256 of m.gguf; BLAKE3 of both
+//! m.gguf.sums   quick sums (`sums`)
 //! ```
 //! They are written once, after all bytes of the file were compared with the SHA-256 of the store's
 //! record. From then on each load compares the bytes that it reads with the tree (`partial_source`),
@@ -15,6 +16,7 @@ use std::sync::mpsc;
 use paceline_base::hex;
 use sha2::{Digest, Sha256};
 
+use super::sums::GroupSums;
 use super::tree::Tree;
 use crate::storage::{self, FileSystem};
 
@@ -53,8 +55,17 @@ pub(crate) struct Checksums {
 
 /// Path of the checksums of the file at `path`.
 fn beside(path: &Path) -> PathBuf {
+    with_suffix(path, ".tree")
+}
+
+/// Path of the quick sums of the file at `path`.
+pub(crate) fn sums_beside(path: &Path) -> PathBuf {
+    with_suffix(path, ".sums")
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
-    name.push(".tree");
+    name.push(suffix);
     name.into()
 }
 
@@ -113,6 +124,7 @@ impl Checksums {
     }
 
     fn write(path: &Path, (sum, tree): ([u8; SUM_BYTES], Tree)) -> io::Result<()> {
+        GroupSums::make(&File::open(path)?, &tree, &sums_beside(path))?;
         let mut bytes = tree.to_bytes();
         bytes.extend(sum);
         bytes.extend(blake3::hash(&bytes).as_bytes());

@@ -50,6 +50,7 @@ use super::inventory::{self, WholeFile, tree_of};
 use super::manifest;
 use super::partial_file::{self, VerifiedPartial};
 use super::roots::{self, FileRoot, KnownRoot};
+use super::sums::SUMS;
 use super::tree::{HashGroups, Tree, shown};
 use super::{FILE, FileLookup};
 use crate::fleet::hosts::NodeConnection;
@@ -834,8 +835,11 @@ impl ModelCopies {
                 "{by} has signed the root of another file, whose SHA-256 is {sum}"
             ));
         }
-        let published = held.partial.publish(&FileSystem, &self.whole(model)?);
-        published.map_err(failed)
+        let copy = self.whole(model)?;
+        held.partial.publish(&FileSystem, &copy).map_err(failed)?;
+        // Without sums, loads compare the copy with its tree.
+        let _: io::Result<()> = held.partial.make_sums(&copy.with_extension(SUMS));
+        Ok(())
     }
 
     /// Removes a copy of a model; returns the bytes freed.
@@ -1038,7 +1042,7 @@ fn sweep(folder: &Path) {
         let is_part = ends_in(partial_file::FILE);
         let is_whole = |ending| path.with_extension(ending).is_file();
         if is_part && [COPY, MANIFEST].into_iter().any(is_whole) {
-            let [shard, have, _] = partial_file::files_of(&path);
+            let [shard, have, ..] = partial_file::files_of(&path);
             // A leftover only takes space.
             let _ = (fs::remove_file(shard), fs::remove_file(have));
         }

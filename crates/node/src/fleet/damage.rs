@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use paceline_base::lock;
 
-use super::tree::Tree;
+use super::tree::{HashGroups, Tree};
 use crate::storage::StoredFile;
 
 /// Bytes per thread: BLAKE3 takes a millisecond for them, a thread start some 20 µs.
@@ -23,21 +23,40 @@ const THREADS_MAX: usize = 8;
 /// Receives the number of further bytes compared; false ends the search.
 pub(crate) type Count<'a> = dyn Fn(u64) -> bool + Sync + 'a;
 
-/// Finds the groups among `groups` whose bytes in `file` differ from `tree`, as runs. Unreadable
+/// What the groups of a file are compared with.
+pub(crate) trait GroupCheck: Sync {
+    /// How the file is divided.
+    fn groups(&self) -> HashGroups;
+
+    /// Whether a group may have these bytes.
+    fn holds(&self, index: u64, bytes: &[u8]) -> bool;
+}
+
+impl GroupCheck for Tree {
+    fn groups(&self) -> HashGroups {
+        self.groups
+    }
+
+    fn holds(&self, index: u64, bytes: &[u8]) -> bool {
+        self.holds(index, bytes)
+    }
+}
+
+/// Finds the groups among `groups` whose bytes in `file` differ from `check`, as runs. Unreadable
 /// bytes count as wrong. Cost: reads all of `groups`, with several threads if they are many.
 pub(crate) fn wrong_groups(
     file: &dyn StoredFile,
-    tree: &Tree,
+    check: &dyn GroupCheck,
     groups: &[u64],
     count: &Count<'_>,
 ) -> Vec<Range<u64>> {
-    let bytes = tree.groups.each.saturating_mul(groups.len() as u64);
+    let bytes = check.groups().each.saturating_mul(groups.len() as u64);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let useful = usize::try_from(bytes / THREAD_BYTES).unwrap_or(usize::MAX);
     let threads = useful.min(cores).clamp(1, THREADS_MAX);
     let search = Search {
         file,
-        tree,
+        check,
         groups,
         next: AtomicUsize::new(0),
         is_over: AtomicBool::new(false),
@@ -93,7 +112,7 @@ pub(super) fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
 /// A search by several threads. Each thread takes the next group.
 struct Search<'a> {
     file: &'a dyn StoredFile,
-    tree: &'a Tree,
+    check: &'a dyn GroupCheck,
     groups: &'a [u64],
     next: AtomicUsize,
     is_over: AtomicBool,
@@ -108,10 +127,10 @@ impl Search<'_> {
             let Some(&index) = self.groups.get(next) else {
                 return;
             };
-            let span = self.tree.groups.span(&(index..index + 1));
+            let span = self.check.groups().span(&(index..index + 1));
             bytes.resize((span.end - span.start) as usize, 0);
             let read = self.file.read_at(&mut bytes, span.start);
-            if read.is_err() || !self.tree.holds(index, &bytes) {
+            if read.is_err() || !self.check.holds(index, &bytes) {
                 lock(&self.wrong).push(index);
             }
             if !count(bytes.len() as u64) {

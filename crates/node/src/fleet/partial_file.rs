@@ -23,6 +23,7 @@ use std::time::{Duration, SystemTime};
 use paceline_base::lock;
 
 use super::damage::wrong_groups;
+use super::sums::{GroupSums, SUMS};
 use super::tree::{HashGroups, Tree};
 use crate::storage::{self, OpenMode, Storage, StoredFile};
 
@@ -244,6 +245,14 @@ impl VerifiedPartial {
         storage::publish(storage, &self.path, copy)
     }
 
+    /// Writes the sums of the complete file to `place`.
+    ///
+    /// # Errors
+    /// As of [`GroupSums::make`].
+    pub(super) fn make_sums(&self, place: &Path) -> io::Result<()> {
+        GroupSums::make(&*self.file, &self.tree, place)
+    }
+
     /// Flushes all writes to disk.
     ///
     /// # Errors
@@ -274,13 +283,14 @@ pub(super) fn bytes_on_disk(path: &Path) -> u64 {
     fs::metadata(path).map_or(0, used)
 }
 
-/// The three files of a partial file at `path`.
-pub(super) fn files_of(path: &Path) -> [PathBuf; 3] {
+/// The files of a partial file at `path`, and of the copy that it becomes.
+pub(super) fn files_of(path: &Path) -> [PathBuf; 4] {
     // In this order, so that a leftover does not pass for a complete file.
     [
         path.to_owned(),
         path.with_extension(HAVE),
         path.with_extension(TREE),
+        path.with_extension(SUMS),
     ]
 }
 
