@@ -264,10 +264,12 @@ impl PathTable {
     }
 
     /// A node did not answer: measures the paths to it that are up, so that one that is down is
-    /// known within some seconds.
+    /// known within some seconds. Slow links answer late at all times, so a path is measured at
+    /// most as often as one that is down.
     pub fn doubt(&mut self, id: NodeId, now: Duration) {
         for entry in self.of_mut(id).filter(|entry| entry.path.up) {
-            entry.next = entry.next.min(now);
+            let soonest = (entry.next + AGAIN).saturating_sub(EVERY);
+            entry.next = entry.next.min(now.max(soonest));
         }
     }
 
@@ -647,20 +649,21 @@ mod tests {
     fn a_pair_that_does_not_answer_is_broken_within_seconds() {
         let mut table = two();
         let is_broken = |table: &PathTable| super::super::reach::is_broken(&table.paths(), NODE);
+        table.doubt(NODE, 2 * SECOND);
         assert_eq!(
             table.due(&[NODE], 2 * SECOND),
             None,
             "measured a second ago"
         );
-        table.doubt(NODE, 2 * SECOND);
-        while let Some(due) = table.due(&[NODE], 2 * SECOND) {
+        table.doubt(NODE, 7 * SECOND);
+        while let Some(due) = table.due(&[NODE], 7 * SECOND) {
             assert!(!is_broken(&table), "one of them may answer");
-            table.measured((NODE, due.remote), None, 2 * SECOND);
+            table.measured((NODE, due.remote), None, 7 * SECOND);
         }
         assert!(is_broken(&table));
-        table.doubt(NODE, 3 * SECOND);
-        assert_eq!(table.due(&[NODE], 3 * SECOND), None, "as often as before");
-        table.measured((NODE, place(1)), Some(&sample(1, 900, 100)), 7 * SECOND);
+        table.doubt(NODE, 8 * SECOND);
+        assert_eq!(table.due(&[NODE], 8 * SECOND), None, "as often as before");
+        table.measured((NODE, place(1)), Some(&sample(1, 900, 100)), 12 * SECOND);
         assert!(!is_broken(&table));
         let stranger = NodeId([9; 16]);
         assert!(

@@ -234,6 +234,7 @@ impl OwnedInstance {
         };
         let of_draft = Self {
             wanted,
+            unused: Arc::default(), // ranks compute without a draft
             ..self.clone()
         };
         let path = of_draft.own_file(inner)?;
@@ -379,11 +380,12 @@ impl OwnedInstance {
         let Err(mut reason) = fetch() else {
             return Ok(());
         };
-        let mut attempts = 1..FETCHES_MAX;
-        while !self.goes_on && inner.comes_back(node) && attempts.next().is_some() {
+        let mut attempts = 1;
+        while !self.goes_on && inner.comes_back(node) {
+            attempts += 1;
             match fetch() {
                 Ok(()) => return Ok(()),
-                Err(same) if same == reason => return Err(reason),
+                Err(again) if again == reason || attempts == FETCHES_MAX => return Err(again),
                 Err(other) => reason = other,
             }
         }

@@ -152,10 +152,13 @@ fn first_loads(event: impl Fn(u64) -> CrewEvent<FromWorker>) -> u64 {
         failing.step(Event::Worker(event(epoch)));
         failing.now += SIGNS_WITHIN;
         failing.step(Event::Tick);
-        failing.now += LONGEST_WAIT;
-        failing.step(Event::Tick);
-        if failing.supervisor.epoch() == epoch {
-            return epoch;
+        // It leaves the epoch, then waits for the next one.
+        while failing.supervisor.epoch() == epoch {
+            let Some(due) = failing.supervisor.due() else {
+                return epoch;
+            };
+            failing.now = failing.now.max(due);
+            failing.step(Event::Tick);
         }
     }
 }
