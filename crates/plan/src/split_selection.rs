@@ -52,9 +52,10 @@ const COLD: usize = 4;
 /// in bursts, whose later steps seem to take no time: these are several bursts.
 const WINDOW: usize = 64;
 
-/// A step whose tokens take longer than this times the usual does not count: another program had
-/// the cores. Half of all time is in steps that are not slower than the usual one.
-const STALL: f64 = 3.0;
+/// A step that is longer than this times the usual does not count: another program had the cores.
+/// A third of all time is in steps that are not longer than the usual one. Steps of a burst differ
+/// by up to six with three stages; a stall in the tests is ten times as long.
+const STALL: f64 = 8.0;
 
 /// Changes at most, those back included.
 pub const MOST: u32 = 6;
@@ -477,19 +478,19 @@ impl SplitSelector {
 /// Seconds of a token in these steps of seconds and tokens, without stalls; `None` where no time
 /// passed.
 fn token_s(steps: &[(f64, u32)]) -> Option<f64> {
-    let gap = |(seconds, tokens): &(f64, u32)| seconds / f64::from((*tokens).max(1));
-    let mut by_gap: Vec<&(f64, u32)> = steps.iter().collect();
-    by_gap.sort_by(|a, b| gap(a).total_cmp(&gap(b)));
+    let mut sorted = steps.to_vec();
+    sorted.sort_by(|a, b| a.0.total_cmp(&b.0));
     let all: f64 = steps.iter().map(|(seconds, _)| seconds).sum();
     let mut passed = 0.0;
-    let usual = by_gap.iter().find(|step| {
-        passed += step.0;
-        2.0 * passed >= all
+    let (usual, _) = *sorted.iter().find(|(seconds, _)| {
+        passed += seconds;
+        3.0 * passed >= all
     })?;
-    let limit = STALL * gap(usual);
-    let counted = by_gap.iter().take_while(|step| gap(step) <= limit);
-    let sum = |(s, n): (f64, f64), step: &&(f64, u32)| (s + step.0, n + f64::from(step.1));
-    let (seconds, tokens) = counted.fold((0.0, 0.0), sum);
+    let counted = sorted.iter();
+    let counted = counted.take_while(|(seconds, _)| *seconds <= STALL * usual);
+    let add =
+        |(s, n): (f64, f64), (seconds, tokens): &(f64, u32)| (s + seconds, n + f64::from(*tokens));
+    let (seconds, tokens) = counted.fold((0.0, 0.0), add);
     (seconds > 0.0).then(|| seconds / tokens)
 }
 
