@@ -116,9 +116,9 @@ impl Array {
     /// The memory of a computed array, rows one after the other, in its own place. Nothing is
     /// copied where the device shares the machine's memory ([`Stream::shares_memory`]).
     ///
-    /// MLX writes the result of an operation into the memory of an operand that has no other
-    /// handle, even where the operand was made of values (`array::is_donatable`, MLX 0.32.2). The
-    /// slice borrows a handle, so its memory keeps its values.
+    /// MLX writes a result into the memory of an operand that has no other handle. That holds for
+    /// operands made of values too (`array::is_donatable`, MLX 0.32.2). The slice borrows a handle,
+    /// so its memory keeps its values.
     ///
     /// # Errors
     /// [`Error::NotComputed`] before [`Stream::eval`]; [`Error::Memory`] for another layout: see

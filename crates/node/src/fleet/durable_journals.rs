@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 
+use super::Inner;
 use super::journals::{
     COPIES_BYTES_MAX, COPIES_MAX, JournalCallback, JournalStore, JournalStored, QUEUE_MAX,
     ReplicatedSegment, STAY,
@@ -32,7 +33,7 @@ const GROUP: Duration = Duration::from_millis(15);
 /// How often expired files are removed.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// How long a journal is kept after a start: machines that lost their power return one by one.
+/// How long a journal is kept after a start. Machines that lost their power return one by one.
 const RETURN_STAY: Duration = Duration::from_secs(600);
 
 /// Pause before a journal is written again after its disk refused.
@@ -58,7 +59,7 @@ enum Task {
     Sync(String, JournalCallback),
 }
 
-/// What is on disk, or on its way there.
+/// The journals on disk and in the queue.
 #[derive(Default)]
 struct Index(BTreeMap<String, IndexEntry>);
 
@@ -202,6 +203,44 @@ impl DurableJournals {
     /// Whether other nodes may still return from the power cut that this node returned from.
     pub(super) fn is_newly_started(&self) -> bool {
         self.began.elapsed() <= STAY
+    }
+}
+
+impl Inner {
+    /// Stores a segment of this node's streams: on another node, and on disk with `--durable`,
+    /// where one of them suffices. Only the first segment waits for the disk: an answer can be
+    /// computed again from any beginning.
+    pub(super) fn keep(self: &Arc<Self>, piece: ReplicatedSegment, done: JournalCallback) {
+        let Some(disk) = &self.durable else {
+            return self.copier.put(piece, done);
+        };
+        let (stored, id) = (disk.put(&piece), piece.id.clone());
+        if piece.at > 0 || stored != JournalStored::Yes {
+            let done = move |remote| done(either(stored, remote));
+            return self.copier.put(piece, Box::new(done));
+        }
+        let inner = Arc::clone(self);
+        let then = move |remote| match &inner.durable {
+            Some(disk) => disk.synced(id, Box::new(|stored| done(either(stored, remote)))),
+            None => done(remote),
+        };
+        self.copier.put(piece, Box::new(then));
+    }
+
+    /// Whether this node started so recently that other nodes, which may have a journal on disk,
+    /// are not back.
+    pub(super) fn is_newly_back(&self) -> bool {
+        let durable = self.durable.as_ref();
+        durable.is_some_and(DurableJournals::is_newly_started)
+    }
+}
+
+/// The result of two copies.
+fn either(disk: JournalStored, remote: JournalStored) -> JournalStored {
+    match (disk, remote) {
+        (JournalStored::Gap, _) | (_, JournalStored::Gap) => JournalStored::Gap,
+        (JournalStored::Yes, _) => JournalStored::Yes,
+        (JournalStored::No(_), remote) => remote,
     }
 }
 
@@ -378,6 +417,16 @@ mod tests {
         assert_eq!(fs::read(folder.join("b")).unwrap(), b"other\nmore\n");
         let mode = fs::metadata(&folder).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o700);
+    }
+
+    #[test]
+    fn one_copy_suffices_and_each_lack_is_told() {
+        use JournalStored::{Gap, No, Yes};
+        let no = |reason: &str| No(reason.to_owned());
+        assert_eq!(either(Yes, no("alone")), Yes);
+        assert_eq!(either(no("full"), Yes), Yes);
+        assert_eq!(either(no("full"), no("alone")), no("alone"));
+        assert_eq!((either(Gap, Yes), either(Yes, Gap)), (Gap, Gap));
     }
 
     #[test]

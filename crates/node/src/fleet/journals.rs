@@ -25,7 +25,6 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::member::Life;
 use serde::{Deserialize, Serialize};
 
-use super::durable_journals::DurableJournals;
 use super::hosts::NodeConnection;
 use super::{Fleet, Inner, LOOK_EVERY};
 use crate::workers::connection::{
@@ -397,15 +396,6 @@ fn search(inner: &Arc<Inner>, id: &str, key: Option<&str>, than: usize) -> Journ
     }
 }
 
-/// The result of two copies.
-fn either(disk: JournalStored, remote: JournalStored) -> JournalStored {
-    match (disk, remote) {
-        (JournalStored::Gap, _) | (_, JournalStored::Gap) => JournalStored::Gap,
-        (JournalStored::Yes, _) => JournalStored::Yes,
-        (JournalStored::No(_), remote) => remote,
-    }
-}
-
 /// Since when this node sees others as dead. They may be alive and this node partitioned off.
 #[derive(Default)]
 pub(super) struct Deaths(Mutex<BTreeMap<NodeId, Instant>>);
@@ -425,33 +415,6 @@ impl Deaths {
 }
 
 impl Inner {
-    /// Stores a segment of this node's streams: on another node, and on disk with `--durable`,
-    /// where one of them suffices. Only the first segment waits for the disk: an answer can be
-    /// computed again from any beginning.
-    pub(super) fn keep(self: &Arc<Self>, piece: ReplicatedSegment, done: JournalCallback) {
-        let Some(disk) = &self.durable else {
-            return self.copier.put(piece, done);
-        };
-        let (stored, id) = (disk.put(&piece), piece.id.clone());
-        if piece.at > 0 || stored != JournalStored::Yes {
-            let done = move |remote| done(either(stored, remote));
-            return self.copier.put(piece, Box::new(done));
-        }
-        let inner = Arc::clone(self);
-        let then = move |remote| match &inner.durable {
-            Some(disk) => disk.synced(id, Box::new(|stored| done(either(stored, remote)))),
-            None => done(remote),
-        };
-        self.copier.put(piece, Box::new(then));
-    }
-
-    /// Whether this node started so recently that other nodes, which may have a journal on disk,
-    /// are not back.
-    fn is_newly_back(&self) -> bool {
-        let durable = self.durable.as_ref();
-        durable.is_some_and(DurableJournals::is_newly_started)
-    }
-
     /// Whether a node died so recently that its stored journals would not have expired. Called
     /// regularly as well, to record deaths.
     pub(super) fn has_lost_some(&self) -> bool {
@@ -531,16 +494,6 @@ mod tests {
             at,
             bytes: text.as_bytes().to_vec(),
         }
-    }
-
-    #[test]
-    fn one_copy_suffices_and_each_lack_is_told() {
-        use JournalStored::{Gap, No, Yes};
-        let no = |reason: &str| No(reason.to_owned());
-        assert_eq!(either(Yes, no("alone")), Yes);
-        assert_eq!(either(no("full"), Yes), Yes);
-        assert_eq!(either(no("full"), no("alone")), no("alone"));
-        assert_eq!((either(Gap, Yes), either(Yes, Gap)), (Gap, Gap));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `--split auto` on drawn networks: what is predicted chooses, and what is measured corrects.
 //!
-//! Facts are measured with errors, and tokens take what the planner says for the true ones, times
-//! an error of each split, plus the retransmissions that no fact knows.
+//! Facts are measured with errors. A token takes what the planner says for the true facts, times an
+//! error of each split. Retransmissions, which no fact knows, come on top.
 
 use std::collections::BTreeMap;
 use std::path::Path;

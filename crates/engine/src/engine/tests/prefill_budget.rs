@@ -137,8 +137,8 @@ fn streams_keep_their_pace_while_a_long_prompt_is_read() {
     assert!(ttft[1] <= 3.0 * ttft[0], "{ttft:?}");
 }
 
-/// Where a row takes two thirds of a step, as on one thread, another client's prompts still slow a
-/// stream at most as the documentation says.
+/// On one thread a row takes two thirds of a step. Another client's prompts still slow a stream at
+/// most as the documentation says.
 #[test]
 fn long_prompts_of_another_client_keep_the_pace_on_one_thread() {
     let of_client = |client, request: GenerationRequest| GenerationRequest {
