@@ -2,24 +2,14 @@
 //! appends a line to the file that `PACELINE_ABORTS` names. All else is from the library that this
 //! one is linked with.
 
+mod real;
+
 use std::ffi::c_int;
 use std::io::Write;
-
-#[repr(C)]
-pub struct Handle(*mut u8);
-
-#[link(name = "mlxc")]
-unsafe extern "C" {
-    fn mlx_version(out: *mut Handle) -> c_int;
-}
 
 unsafe extern "C" {
     fn atexit(run: extern "C" fn()) -> c_int;
 }
-
-/// Keeps the linker from leaving the library out.
-#[used]
-static NEEDED: unsafe extern "C" fn(*mut Handle) -> c_int = mlx_version;
 
 /// Runs when the library is loaded.
 #[used]

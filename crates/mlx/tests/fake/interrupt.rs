@@ -1,35 +1,16 @@
 //! MLX on a Mac whose system interrupts work of the GPU: once for each time that the file exists
 //! which `PACELINE_INTERRUPT` names. All else is from the library that this one is linked with.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+mod real;
+
+use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-#[repr(C)]
-pub struct Handle(*mut c_void);
+use real::Handle;
 
 type Handler = extern "C" fn(*const c_char, *mut c_void);
 
-#[link(name = "mlxc")]
-unsafe extern "C" {
-    fn mlx_version(out: *mut Handle) -> c_int;
-}
-
-unsafe extern "C" {
-    fn dlopen(path: *const c_char, flags: c_int) -> *mut c_void;
-    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
-}
-
-/// Keeps the linker from leaving the library out.
-#[used]
-static NEEDED: unsafe extern "C" fn(*mut Handle) -> c_int = mlx_version;
-
 static HANDLER: OnceLock<Handler> = OnceLock::new();
-
-/// A function of the real library, which was loaded with this one.
-fn real(name: &CStr) -> *mut c_void {
-    const LOADED: c_int = 2 | 4; // RTLD_NOW, RTLD_NOLOAD
-    unsafe { dlsym(dlopen(c"libmlxc.so".as_ptr(), LOADED), name.as_ptr()) }
-}
 
 #[unsafe(no_mangle)]
 pub extern "C" fn mlx_set_error_handler(
@@ -39,7 +20,7 @@ pub extern "C" fn mlx_set_error_handler(
 ) {
     HANDLER.get_or_init(|| handler);
     type Set = extern "C" fn(Handler, *mut c_void, Option<extern "C" fn(*mut c_void)>);
-    let set: Set = unsafe { std::mem::transmute(real(c"mlx_set_error_handler")) };
+    let set: Set = unsafe { std::mem::transmute(real::function(c"mlx_set_error_handler")) };
     set(handler, data, drop);
 }
 
@@ -52,6 +33,5 @@ pub extern "C" fn mlx_eval(arrays: Handle) -> c_int {
         HANDLER.get().unwrap()(said.as_ptr(), std::ptr::null_mut());
         return 1;
     }
-    let eval: extern "C" fn(Handle) -> c_int = unsafe { std::mem::transmute(real(c"mlx_eval")) };
-    eval(arrays)
+    real::eval(arrays)
 }
