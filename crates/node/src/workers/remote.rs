@@ -404,7 +404,8 @@ impl RemoteWorkers {
         epochs.settled = epochs.assigned;
         let started = std::mem::take(&mut epochs.started);
         let (mut doubted, failed) = self.inbox.drain_suspects();
-        for (a, b) in std::mem::take(&mut lock(&self.inbox.state).blamed) {
+        let blamed = std::mem::take(&mut lock(&self.inbox.state).blamed);
+        for (a, b) in blamed {
             if let (Some(a), Some(b)) = (self.node_of(a), self.node_of(b)) {
                 self.places.blamed(a, b);
             }
