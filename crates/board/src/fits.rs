@@ -146,15 +146,14 @@ impl FitRow {
     }
 }
 
-/// The best model of each use: the first of its rows, where that is fluent.
-fn recommendation(sorted: &[&FitRow]) -> Option<String> {
+/// The best model of each use, a line each: the first of its rows, where that is fluent.
+fn recommendations(sorted: &[&FitRow]) -> Vec<String> {
     let best = |(at, of): (usize, &&str)| {
         let first = sorted.iter().find(|row| row.use_at() == at);
         let first = first.filter(|row| row.is_fluent())?;
         Some(format!("for {of}: {}", first.candidate.name))
     };
-    let all: Vec<String> = USES.iter().enumerate().filter_map(best).collect();
-    (!all.is_empty()).then(|| all.join(", "))
+    USES.iter().enumerate().filter_map(best).collect()
 }
 
 /// The rows as a table, by use, with a recommendation.
@@ -189,7 +188,7 @@ pub fn text(cluster: &Cluster, rows: &[FitRow]) -> String {
             rows.len()
         ));
     }
-    lines.extend(recommendation(&sorted));
+    lines.extend(recommendations(&sorted));
     lines.join("\n")
 }
 
@@ -274,9 +273,9 @@ mod tests {
             studio.lines().all(|line| line.chars().count() <= 80),
             "{studio}"
         );
-        let last = studio.lines().last().unwrap();
-        assert!(last.starts_with("for chat: "), "{last}");
-        assert!(last.contains(", for coding: qwen"), "{last}");
+        for start in ["\nfor chat: qwen", "\nfor coding: qwen"] {
+            assert!(studio.contains(start), "{studio}");
+        }
         let uses: Vec<&str> = studio
             .lines()
             .filter_map(|line| {

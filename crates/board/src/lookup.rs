@@ -275,7 +275,7 @@ mod tests {
         };
         assert!(line("mac-studio-m3-ultra-512").contains(" 512 "), "{all}");
         assert!(line("Qwen3-32B").ends_with(" qwen3:32b"), "{all}");
-        assert!(line("10gbe").contains(" 10"), "{all}");
+        assert!(line("10gbe").ends_with(" 9.4"), "{all}");
         assert!(!all.contains("unknown"), "{all}");
     }
 

@@ -23,7 +23,7 @@ const SPEEDS_MAX: usize = 120;
 
 const GRAPH_ROWS: usize = 3;
 
-/// What `?` shows.
+/// Text of `?`.
 const KEYS: &str = "\
 q            end
 s            sort the machines by name, CPU or memory

@@ -90,7 +90,7 @@ pub(crate) enum Error {
     NotTrusted {
         /// The requested URL.
         url: String,
-        /// What the check of the certificate said.
+        /// The failed check of the certificate.
         reason: String,
     },
     /// A server that refuses the key, or wants one.
@@ -234,7 +234,7 @@ pub(crate) enum Error {
     /// A code that pairs this machine with none, by a running node.
     #[error("{reason}")]
     NotPaired {
-        /// What the node said.
+        /// The reason of the node.
         reason: String,
     },
     /// A model to remove that instances compute with.

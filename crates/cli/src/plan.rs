@@ -75,7 +75,7 @@ pub(crate) fn own_cluster(chosen: Option<&[String]>) -> anyhow::Result<Cluster> 
     })
 }
 
-/// What this home's node lists, if it runs.
+/// The machines that this home's node lists, if it runs.
 fn own_nodes() -> Option<Value> {
     let told = member::ask_if_up("nodes", json!({})).ok().flatten()?;
     Some(told["nodes"].clone())

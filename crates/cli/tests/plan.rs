@@ -220,7 +220,10 @@ fn absurd_options_are_refused() {
         check(&args, &said[0]);
     }
     let many = ["--cluster", "10000 x rtx-3090-24 @ 10gbe"];
-    check(&[&["Llama-3.1-8B"], &many[..]].concat(), "10000 nodes, at most 512");
+    check(
+        &[&["Llama-3.1-8B"], &many[..]].concat(),
+        "10000 nodes, at most 512",
+    );
 }
 
 #[test]
@@ -300,7 +303,11 @@ fn a_comparison_draws_a_picture() {
 fn a_model_that_is_not_here_is_planned_for_this_machine_by_its_shape() {
     let out = plan(&["qwen3:0.6b"]);
     let said = text(&out.stdout);
-    assert_parts(&"plan", &said, &["Qwen3-0.6B", "this machine: 1 node", "decode"]);
+    assert_parts(
+        &"plan",
+        &said,
+        &["Qwen3-0.6B", "this machine: 1 node", "decode"],
+    );
 }
 
 /// A home whose store has SmolLM2 under its alias.

@@ -20,7 +20,7 @@ use crate::{hint, home};
 const HELP: &str = "Ctrl-C stops an answer, /clear forgets the conversation, /help shows all \
                     commands, /exit or Ctrl-D ends the chat.";
 
-/// What was said.
+/// The turns of a chat.
 #[derive(Debug, Default)]
 struct Conversation {
     system: Option<String>,

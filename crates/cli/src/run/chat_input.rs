@@ -4,7 +4,7 @@ use paceline_engine::SamplingParams;
 
 use crate::error::Error;
 
-/// What `/help` prints.
+/// Text of `/help`.
 pub(super) const COMMANDS: &str = "\
 /clear forgets the conversation
 /system TEXT       another system message; without TEXT none
