@@ -343,12 +343,16 @@ mod tests {
             config,
         };
         let total = |bytes: &Option<MlxRankBytes>| bytes.unwrap().total().0;
-        let needed: Vec<u64> = pipeline.needed(&[]).unwrap().iter().map(total).collect();
-        let layer = needed[1] / 2;
-        // Seven layers: 3, 2 and 2 of them in equal parts, the first with the embeddings.
-        assert!(pipeline.spare(&[], &needed).unwrap().is_fit());
-        let less = [needed[0] - layer, needed[1], needed[2] + 2 * layer];
-        assert!(!pipeline.spare(&[], &less).unwrap().is_fit());
+        let needed = |shares: &[u32]| -> Vec<u64> {
+            pipeline.needed(shares).unwrap().iter().map(total).collect()
+        };
+        // Seven layers; the first rank has the embeddings, too.
+        let (first, last) = ([3, 2, 2], [2, 2, 3]);
+        let (more, less) = (needed(&first), needed(&last));
+        let layer = less[2] - more[2];
+        assert!(pipeline.spare(&first, &more).unwrap().is_fit());
+        let less = [less[0], less[1], less[2] + layer];
+        assert!(!pipeline.spare(&first, &less).unwrap().is_fit());
         let layers = pipeline.fitted(&less).unwrap();
         assert_eq!(layers.iter().sum::<u32>(), 7);
         assert!(layers[0] < 3 && layers[2] > 2, "{layers:?}");
