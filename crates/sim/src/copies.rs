@@ -1,6 +1,6 @@
-//! The life of a model's copy on a disk with faults: fetched group by group, published under its
-//! final name, compared, mended, and through it all power cuts, flipped bits, cut files and a full
-//! disk.
+//! The life of a model's copy on a disk with faults. It is fetched group by group, published under
+//! its final name, compared and mended. Meanwhile the power fails, bits flip, files are cut, and
+//! the disk is full.
 //!
 //! The code is that of nodes: [`VerifiedPartial`], [`compare`], [`replace`]. Only the disk below it
 //! is simulated (`disk`), and the nodes that send groups.

@@ -1,12 +1,12 @@
-//! Checksums of a file of the user's store, in a second file beside it.
+//! Checksums of a file of the user's store, in files next to it.
 //!
 //! ```text
-//! m.gguf.tree   leaves of the hash tree of m.gguf, 32 bytes each; SHA-256 of m.gguf; BLAKE3 of both
+//! m.gguf.tree   leaves of its hash tree, 32 bytes each; its SHA-256; BLAKE3 of both
 //! m.gguf.sums   quick sums (`sums`)
 //! ```
-//! They are written once, after all bytes of the file were compared with the SHA-256 of the store's
-//! record. From then on each load compares the bytes that it reads with the tree (`partial_source`),
-//! so a file that a disk damaged later gives no answer.
+//! They are written once, after all bytes of the file were compared with the SHA-256 of the
+//! store's record. From then on each load compares the bytes that it reads (`partial_source`). A
+//! file that a disk damaged later gives no answer.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -133,8 +133,8 @@ impl Checksums {
 }
 
 /// Makes loads of the store's file at `path` compare its bytes. Reads all of the file the first
-/// time, and refuses one with another SHA-256. `count` receives the number of bytes read; false ends
-/// the call with an error.
+/// time, and refuses one with another SHA-256. `count` receives the number of bytes read; false
+/// ends the call with an error.
 ///
 /// # Errors
 /// [`ChecksumError`]. After [`ChecksumError::Io`] loads compare what they did before.

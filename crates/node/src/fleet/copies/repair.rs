@@ -69,9 +69,9 @@ pub(super) type RootOrigin = (KnownRoot, Option<NodeId>);
 
 impl ModelCopies {
     /// Compares bytes of a whole copy, or of the store's file, with its hash tree. Groups that
-    /// differ are fetched from other nodes or the hub, and written in place. A copy whose root no node has signed is
-    /// compared by its SHA-256. `count` receives the number of bytes compared or fetched. Returns
-    /// the repaired part; `None` for an intact copy, and if this node has none.
+    /// differ are fetched from other nodes or the hub, and written in place. A copy whose root no
+    /// node has signed is compared by its SHA-256. `count` receives the number of bytes compared or
+    /// fetched. Returns the repaired part; `None` for an intact copy, and if this node has none.
     ///
     /// # Errors
     /// The damaged bytes, and why no source supplied them.
