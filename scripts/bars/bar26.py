@@ -152,7 +152,7 @@ def handshakes():
     node, r = cluster.nodes[0], random.Random(26)
     sizes, closed = [], 0
     for n in range(a.count):
-        start_of = r.choice([b"", b"PLnode1c", b"PLnode1s", b"PLpair1\n"])
+        start_of = r.choice([b"", b"PLnode2c", b"PLnode2s", b"PLpair1\n"])
         data = start_of + r.randrange(65536).to_bytes(2, "little") + r.randbytes(r.randrange(300))
         try:
             with socket.create_connection(("127.0.0.1", node.control), timeout=5) as s:

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use paceline_cluster::nodes::agent::{NodePaths, NodeView, Refusal};
+use paceline_cluster::nodes::agent::{ClusterAct, NodePaths, NodeView, Refusal};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths::{Path, has_moved};
 use paceline_node::InstanceSummary;
@@ -197,6 +197,24 @@ pub(super) fn refused(refusal: Refusal) -> Kind {
     }
 }
 
+/// The event for an act of a user or a member.
+pub(super) fn managed(act: ClusterAct) -> Kind {
+    let (action, subject, by) = match act {
+        ClusterAct::Invited => ("invited", String::new(), None),
+        ClusterAct::Paired(from) => ("paired", String::new(), Some(from.to_string())),
+        ClusterAct::Revoked(node) => ("node_revoked", node, None),
+        ClusterAct::KeyMade(id) => ("key_made", id, None),
+        ClusterAct::KeyRevoked(id) => ("key_revoked", id, None),
+        ClusterAct::KeyAllowed(id) => ("key_allowed", id, None),
+        ClusterAct::ModelRemoved { model, by } => ("model_removed", model, by),
+    };
+    Kind::Managed {
+        action,
+        subject,
+        by,
+    }
+}
+
 /// Adds a bandwidth measured after the path was reported.
 fn complete(told: &mut Option<Path>, now: Option<&Path>) {
     if let (Some(told), Some(now)) = (told, now)
@@ -281,6 +299,28 @@ mod tests {
     }
 
     #[test]
+    fn acts_of_users_and_members_are_audited() {
+        let removed = ClusterAct::ModelRemoved {
+            model: "m".to_owned(),
+            by: Some("mini".to_owned()),
+        };
+        for (act, expected) in [
+            (ClusterAct::Invited, json!(["invited", "", null])),
+            (removed, json!(["model_removed", "m", "mini"])),
+            (
+                ClusterAct::KeyMade("k".to_owned()),
+                json!(["key_made", "k", null]),
+            ),
+        ] {
+            let kind = managed(act);
+            assert!(kind.is_audited());
+            let told = json!(kind);
+            let told = json!([told["action"], told["subject"], told["by"]]);
+            assert_eq!(told, expected);
+        }
+    }
+
+    #[test]
     fn nodes_come_fall_silent_and_go() {
         let mut changes = ChangeDetector::default();
         let mut see = |nodes: &[NodeView]| kinds(&changes.observe(nodes, &[], &BTreeMap::new()));
@@ -358,12 +398,17 @@ mod tests {
     #[test]
     fn instances_change_state_and_are_unloaded() {
         let mut changes = ChangeDetector::default();
-        let it = |state: &str| json!({"id": "7", "model": "m", "state": state, "nodes": ["a"]});
+        let it =
+            |state: &str| json!({"id": "7", "model": "m", "state": state, "nodes": ["a", "b"]});
         let mut see = |all: &[Value]| changes.observe(&[], all, &BTreeMap::new());
         assert_eq!(kinds(&see(&[it("loading")])), ["instance"]);
         assert_eq!(see(&[it("loading")]), []);
         let news = see(&[it("ready")]);
         assert_eq!(json!(news[0])["state"], "ready");
+        let mut lost = it("ready");
+        lost["computing"] = json!(["a", "a"]);
+        let news = see(&[lost]);
+        assert_eq!(json!(news[0])["nodes"], json!(["a", "a"]), "who computes");
         let news = see(&[]);
         assert_eq!(json!(news[0])["state"], "unloaded");
         assert_eq!(json!(news[0])["model"], "m");

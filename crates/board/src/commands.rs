@@ -61,6 +61,8 @@ pub struct NodeSettings {
     pub worker_folders: Vec<PathBuf>,
     /// Maximum bytes of models on disk; `None` for all free space.
     pub disk_budget: Option<u64>,
+    /// Whether other nodes may remove models of this machine's user.
+    pub lets_others_remove: bool,
     /// Whether the journals of open answers are on disk.
     pub is_durable: bool,
     /// Hub settings, for bytes that no node has.
@@ -142,6 +144,7 @@ fn divided(
     spec: NodeSettings,
     doors: &ModelRegistry,
 ) -> (FleetSpec, [(&'static str, ProgramStarter); 3]) {
+    let own_store = stores::own(&spec);
     let home = spec.home;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let store = home.clone();
@@ -156,7 +159,7 @@ fn divided(
         worker_folders: spec.worker_folders,
         find: Box::new(move |name: &str| find(&store, name)),
         copies: copies(&home),
-        store: stores::own(&home, spec.disk_budget),
+        store: own_store,
         hub: Arc::new(StoreHub {
             home: home.clone(),
             options: spec.pull,
@@ -348,12 +351,12 @@ fn unix_s() -> u64 {
 fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, String> {
     let text = |name: &str| arguments[name].as_str().unwrap_or_default();
     let done = match command {
-        "forget" => Some(agent.forget(text("node"))),
-        "revoke" => Some(agent.revoke(text("node"))),
+        "forget" => Some(agent.forget(text("node")).map(|_| json!({}))),
+        "revoke" => Some(agent.revoke(text("node")).map(|told| json!(told))),
         _ => None,
     };
     if let Some(done) = done {
-        return done.map(|_| json!({})).map_err(|error| error.to_string());
+        return done.map_err(|error| error.to_string());
     }
     let code = Code::parse(text("code")).map_err(|error| error.to_string())?;
     let peer = Some(text("peer")).filter(|peer| !peer.is_empty());

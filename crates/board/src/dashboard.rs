@@ -351,6 +351,8 @@ impl Inner {
             }
             let refusals = self.agent.get().map(Agent::refusals).unwrap_or_default();
             news.extend(refusals.into_iter().map(changes::refused));
+            let acts = self.agent.get().map(Agent::acts).unwrap_or_default();
+            news.extend(acts.into_iter().map(changes::managed));
             for kind in news {
                 self.live.events().put(kind);
             }

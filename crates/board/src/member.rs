@@ -49,6 +49,10 @@ impl KeyFile for ApiKeys {
         let mut keys = Keys::open(&self.0).map_err(io::Error::other)?;
         keys.replace_entries(entries).map_err(io::Error::other)
     }
+
+    fn restrict(&self, id: &str, entry: &str) -> Option<String> {
+        paceline_serve::keys::restricted(id, entry)
+    }
 }
 
 /// A node's report on its cluster, as JSON.

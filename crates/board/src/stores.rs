@@ -6,12 +6,15 @@ use std::time::SystemTime;
 
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_node::fleet::{CopyOutcome, Fleet, Holding, OwnStore};
-use paceline_store::{Error as StoreError, Home, State, StoreEntry, find_for_removal, free_space};
+use paceline_store::{Error as StoreError, State, StoreEntry, find_for_removal, free_space};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// The local store, for this machine's node.
-pub(crate) fn own(home: &Home, budget_bytes: Option<u64>) -> Arc<OwnStore> {
+use crate::commands::NodeSettings;
+
+/// The local store, for this machine's node, with the limits of `spec`.
+pub(crate) fn own(spec: &NodeSettings) -> Arc<OwnStore> {
+    let home = &spec.home;
     let (listed, removed, folder) = (home.clone(), home.clone(), home.root().to_owned());
     let hashed = home.clone();
     Arc::new(OwnStore {
@@ -39,7 +42,8 @@ pub(crate) fn own(home: &Home, budget_bytes: Option<u64>) -> Arc<OwnStore> {
             let there = folder.ancestors().find(|parent| parent.exists())?;
             free_space(there).ok()
         }),
-        budget_bytes,
+        budget_bytes: spec.disk_budget,
+        lets_others_remove: spec.lets_others_remove,
     })
 }
 

@@ -43,6 +43,11 @@ pub(crate) enum ApiKeyCommand {
         #[arg(long)]
         json: bool,
     },
+    /// Let an admin's key that another machine made act as one on this machine, too
+    Allow {
+        /// Its id, from `paceline key api list` of the machine that made it
+        id: String,
+    },
     /// Take a key away; a running server notices at once
     Revoke {
         /// Its id, from `paceline key api list`
@@ -108,6 +113,14 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
             print(&json!({ "keys": keys }).to_string())
         }
         ApiKeyCommand::List { json: false } => keys.list().try_for_each(|key| print(&line(key))),
+        ApiKeyCommand::Allow { id } => {
+            let key = keys.allow_admin(id)?;
+            print_err(format_args!(
+                "{} ({}) is an admin's key on this machine",
+                key.id, key.name
+            ));
+            Ok(())
+        }
         ApiKeyCommand::Revoke { id } => {
             let key = keys.revoke(id)?;
             print_err(format_args!("revoked {} ({})", key.id, key.name));

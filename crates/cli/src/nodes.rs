@@ -1,10 +1,10 @@
 //! `paceline nodes`: the machines of the cluster.
 
 use paceline_board::tables;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::member;
-use crate::output::{print, print_err, printable};
+use crate::output::{print, print_err};
 
 /// Arguments of `paceline nodes`.
 #[derive(Debug, clap::Args)]
@@ -59,17 +59,42 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             Ok(())
         }
         Some(Command::Revoke { node }) => {
-            member::ask("revoke", json!({ "node": node }))?;
-            let node = printable(node);
-            print_err(format_args!(
-                "revoked {node}; the cluster has a new token: paceline key cluster show"
-            ));
+            let told = member::ask("revoke", json!({ "node": node }))?;
+            revocation(node, &told).iter().for_each(print_err);
             Ok(())
         }
         Some(Command::Invite) => invite(),
         Some(Command::Trust { link, remove, json }) => trust(link.as_deref(), *remove, *json),
         None => list(args.json),
     }
+}
+
+/// What a revocation did, and what to look at, a line each.
+fn revocation(node: &str, told: &Value) -> Vec<String> {
+    let names = |field: &str| {
+        let all = told[field].as_array().into_iter().flatten();
+        let names: Vec<&str> = all.filter_map(Value::as_str).collect();
+        (!names.is_empty()).then(|| names.join(", "))
+    };
+    let mut lines = vec![match told["needs_second"] == true {
+        false => format!("revoked {node}; the cluster has a new token: paceline key cluster show"),
+        true => format!(
+            "revoked {node} for this machine alone, which has revoked another one lately. For the \
+             others type on a second machine: paceline nodes revoke {node}"
+        ),
+    }];
+    if let Some(keys) = names("keys") {
+        lines.push(format!(
+            "API keys written since it joined: {keys}; see paceline key api list, and take unknown \
+             ones away: paceline key api revoke ID"
+        ));
+    }
+    if let Some(nodes) = names("nodes") {
+        lines.push(format!(
+            "machines that came after it: {nodes}; revoke unknown ones"
+        ));
+    }
+    lines
 }
 
 /// Trusts an RDMA cable, or no longer, if one is named; else lists the cables.
@@ -121,4 +146,26 @@ fn list(as_json: bool) -> anyhow::Result<()> {
         print_err(format_args!("warning: {problem}"));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_revocation_says_what_is_left_to_do() {
+        let told = json!({ "needs_second": false, "keys": [], "nodes": [] });
+        let lines = revocation("mini", &told);
+        assert_eq!(lines.len(), 1);
+        assert!(lines[0].contains("new token"), "{lines:?}");
+        let told = json!({ "needs_second": true, "keys": ["k1", "k2"], "nodes": ["late"] });
+        let lines = revocation("mini", &told).join("\n");
+        for part in [
+            "second machine: paceline nodes revoke mini",
+            "k1, k2",
+            "late",
+        ] {
+            assert!(lines.contains(part), "{lines}");
+        }
+    }
 }

@@ -170,7 +170,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PRICE", value_parser = price)]
     kwh_price: Option<f64>,
     /// Let clients remove models of this machine's store (Ollama's DELETE /api/delete), but not one
-    /// that is being served
+    /// that is being served. Also lets `rm --node` and `--everywhere` of other machines remove
+    /// models that this machine's user fetched; without it, copies alone
     #[arg(long)]
     allow_delete: bool,
     /// Let clients fetch models into this machine's store (Ollama's POST /api/pull); where keys
@@ -643,6 +644,7 @@ impl Args {
             worker_env: worker_env(),
             worker_folders: self.node.worker_folders()?,
             disk_budget: self.node.disk_budget(),
+            lets_others_remove: self.allow_delete,
             is_durable: self.node.is_durable(),
             pull: options,
             templates: template_program()?,

@@ -653,7 +653,10 @@ impl Inner {
         );
         self.agent.serve(
             STORES,
-            with(|inner, channel| stores::answer(inner, &NodeConnection(channel))),
+            with(|inner, channel| {
+                let peer = channel.peer();
+                stores::answer(inner, &NodeConnection(channel), peer);
+            }),
         );
         self.agent.serve(
             SPEED,

@@ -103,6 +103,17 @@ pub enum Kind {
         /// Number since the last report.
         times: u64,
     },
+    /// A user or a member changed who may do what, or removed a model.
+    Managed {
+        /// `invited`, `paired`, `node_revoked`, `key_made`, `key_revoked`, `key_allowed` or
+        /// `model_removed`.
+        action: &'static str,
+        /// The node, the key's id or the model; empty for an invitation.
+        subject: String,
+        /// The node or address on whose behalf; absent for this node's user.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        by: Option<String>,
+    },
     /// A choice was submitted to the engine.
     RequestStarted {
         /// Number of the choice, from 1.
@@ -240,15 +251,16 @@ impl fmt::Display for LinkReport {
 }
 
 impl Kind {
-    /// Whether the audit log records it: joins, rejections, key use, loads and unloads. The audit
-    /// log has no prompts and no single requests.
+    /// Whether the audit log records it: joins, rejections, key use, loads and unloads, changes of
+    /// rights, removed models. The audit log has no prompts and no single requests.
     pub const fn is_audited(&self) -> bool {
         match self {
             Self::NodeCame { .. }
             | Self::NodeWent { .. }
             | Self::Instance { .. }
             | Self::KeyUsed { .. }
-            | Self::Refused { .. } => true,
+            | Self::Refused { .. }
+            | Self::Managed { .. } => true,
             Self::NodeSilent { .. }
             | Self::NodeSlow { .. }
             | Self::NodeSteady { .. }
@@ -301,6 +313,10 @@ impl Kind {
                 cut(client);
             }
             Self::Refused { client, .. } => cut(client),
+            Self::Managed { subject, by, .. } => {
+                cut(subject);
+                by.as_mut().into_iter().for_each(cut);
+            }
             Self::Fault { text } | Self::Unprotected { reason: text } => cut(text),
             Self::RequestStarted { model, .. } | Self::RequestEnded { model, .. } => cut(model),
             Self::FirstToken { .. } => {}

@@ -176,8 +176,7 @@ impl Keys {
         role: KeyRole,
         now_unix_s: u64,
     ) -> Result<(String, KeyInfo), Error> {
-        let chars = name.chars().count();
-        if !(1..=MAX_NAME).contains(&chars) || name.chars().any(char::is_control) {
+        if !is_name(name) {
             let name = name.to_owned();
             return Err(Error::Name { name });
         }
@@ -223,6 +222,22 @@ impl Keys {
         let revoked = keys.remove(at);
         self.replace(keys)?;
         Ok(revoked.info)
+    }
+
+    /// Lets the key with this id act as an admin's on this machine, and writes the file.
+    ///
+    /// # Errors
+    /// [`Error::NoKey`], [`Error::Write`].
+    pub fn allow_admin(&mut self, id: &str) -> Result<KeyInfo, Error> {
+        let mut keys = self.keys.clone();
+        let Some(stored) = keys.iter_mut().find(|stored| stored.info.id == id) else {
+            let id = id.to_owned();
+            return Err(Error::NoKey { id });
+        };
+        stored.info.role = KeyRole::Admin;
+        let info = stored.info.clone();
+        self.replace(keys)?;
+        Ok(info)
     }
 
     /// All stored keys by id, as JSON with a hash each, for sharing with other machines.
@@ -290,6 +305,27 @@ impl Keys {
         self.keys = contents.keys;
         Ok(())
     }
+}
+
+fn is_name(name: &str) -> bool {
+    let chars = name.chars().count();
+    (1..=MAX_NAME).contains(&chars) && !name.chars().any(char::is_control)
+}
+
+/// The entry of a key that another machine made, without the role of an admin; `None` if it is no
+/// entry of a key with this id.
+pub fn restricted(id: &str, entry: &str) -> Option<String> {
+    let mut stored: KeyRecord = serde_json::from_str(entry).ok()?;
+    stored.info.role = KeyRole::User;
+    // The file has a bound, which no other machine may exceed.
+    is_name(&stored.info.name).then_some(())?;
+    let contents = Contents {
+        version: VERSION,
+        keys: vec![stored],
+    };
+    let stored = checked(contents).ok()?.pop()?;
+    let text = serde_json::to_string(&stored).expect("a key is JSON");
+    (stored.info.id == id).then_some(text)
 }
 
 fn checked(contents: Contents) -> Result<Vec<KeyRecord>, String> {
@@ -426,6 +462,27 @@ pub(crate) async fn revoked(key: Option<&ClientKey>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn another_machines_admin_key_is_one_here_once_it_is_allowed() {
+        let dir = tempfile::tempdir().unwrap();
+        let [there, here] = ["a", "b"].map(|name| dir.path().join(name));
+        let mut keys = Keys::open(&there).unwrap();
+        let (_, info) = keys.make("owner", KeyRole::Admin, 1).unwrap();
+        let (id, entry) = keys.entries().pop_first().unwrap();
+        assert_eq!(restricted("other", &entry), None);
+        assert_eq!(restricted(&id, "{}"), None);
+        let long = entry.replace("owner", &"x".repeat(MAX_NAME + 1));
+        assert_eq!(restricted(&id, &long), None);
+        let mine = BTreeMap::from([(id.clone(), restricted(&id, &entry).unwrap())]);
+        let mut keys = Keys::open(&here).unwrap();
+        keys.replace_entries(&mine).unwrap();
+        assert_eq!(keys.list().next().unwrap().role, KeyRole::User);
+        assert_eq!(keys.allow_admin(&id).unwrap(), info);
+        let allowed = Keys::open(&here).unwrap().entries();
+        assert_eq!(allowed[&id], entry, "exactly the maker's entry");
+        assert!(matches!(keys.allow_admin("x"), Err(Error::NoKey { .. })));
+    }
 
     #[test]
     fn keys_are_made_listed_and_revoked() {

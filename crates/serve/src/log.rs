@@ -68,6 +68,14 @@ impl Kind {
                 client,
                 times,
             } => warn!(code, client, times, "refused"),
+            Self::Managed {
+                action,
+                subject,
+                by,
+            } => {
+                let by = by.as_deref().unwrap_or("this node");
+                info!(action, subject, by, "managed");
+            }
             Self::RequestStarted {
                 request,
                 model,

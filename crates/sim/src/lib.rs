@@ -14,6 +14,7 @@
 //! - [`serving`]: supervisors, workers, ingress and clients of the instances.
 //! - [`world`]: nodes, links and the queue of events.
 //! - [`check`]: safety and liveness checks.
+//! - [`malice`]: a cluster with one malicious member.
 //! - [`copies`]: a model's copy on a disk with faults, and its checks; [`disk`]: that disk.
 //!
 //! Simulated: membership, the map, dialling, ownership of instances, the supervisors that nodes
@@ -23,10 +24,12 @@
 mod check;
 mod copies;
 mod disk;
+mod malice;
 mod scenario;
 mod serving;
 mod world;
 
 pub use copies::{CopyOutcome, run_copy};
+pub use malice::run_malice;
 pub use scenario::{Fault, Happening, Scenario};
 pub use world::{SimOutcome, run};

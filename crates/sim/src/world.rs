@@ -7,12 +7,14 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::sync::Arc;
 use std::time::Duration;
 
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::member::{Action, DialTarget, Event, GossipMessage, Pace};
 use paceline_cluster::nodes::placement::{self, Duty, EPOCH_UNWANTED, InstanceSpec};
 use paceline_cluster::nodes::{InstanceId, Membership, NodeId, Now, RegisterKey, Registers};
+use paceline_cluster::testing::SimulatedSigner;
 use serde_json::{Value, json};
 
 use crate::check;
@@ -237,7 +239,8 @@ impl SimWorld {
         own.life += 1;
         (own.started, own.tick, own.leaves) = (self.now, None, false);
         let (id, saved, life) = (own.id, own.saved.clone(), own.life);
-        own.member = Some(Membership::new(id, saved, Pace::default(), seed, now));
+        let signer = Arc::new(SimulatedSigner(id));
+        own.member = Some(Membership::new(signer, saved, Pace::default(), seed, now));
         self.write_facts(node);
         self.add(self.now + PATIENCE, ScheduledEvent::Look(node, life));
         for other in (0..self.nodes.len()).filter(|other| *other != node) {

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use paceline_sim::{Scenario, run, run_copy};
+use paceline_sim::{Scenario, run, run_copy, run_malice};
 
 /// Seeds of every commit.
 const SEEDS: u64 = 1000;
@@ -139,5 +139,27 @@ fn a_split_that_never_heals_is_a_violation() {
             .iter()
             .any(|said| said.contains("sees node")),
         "{outcome:?}"
+    );
+}
+
+/// `MALICE_SEEDS=10000` for more, and `SIM_SEED` for one.
+#[test]
+fn a_malicious_member_changes_nothing_of_others_and_is_revoked() {
+    let one = number("SIM_SEED");
+    let count = one.map_or(number("MALICE_SEEDS").unwrap_or(150), |_| 1);
+    let first = one.unwrap_or(0);
+    let failed: Vec<_> = (first..first + count)
+        .map(|seed| (seed, run_malice(seed)))
+        .filter(|(_, violations)| !violations.is_empty())
+        .collect();
+    println!(
+        "{count} seeds with a malicious member, {} failed",
+        failed.len()
+    );
+    assert!(
+        failed.is_empty(),
+        "{} failed: {:#?}",
+        failed.len(),
+        failed[0]
     );
 }

@@ -256,7 +256,7 @@ fn nothing_crosses_the_network_in_the_clear() {
             assert!(is_plain || !has(piece), "weights from byte {at}");
         }
     }
-    assert!(has(b"PLnode1"), "the capture sees what is in the clear");
+    assert!(has(b"PLnode2"), "the capture sees what is in the clear");
 }
 
 /// `doctor --peer` as the names of what it found wrong.

@@ -68,10 +68,14 @@ impl HybridClock {
         }
     }
 
+    /// Whether another node's timestamp is not too far ahead of this machine's clock.
+    pub(crate) const fn is_near(stamp: HybridTimestamp, wall_ms: u64) -> bool {
+        stamp.ms <= wall_ms.saturating_add(SKEW_MAX.as_millis() as u64)
+    }
+
     /// Observes another node's timestamp; false if it is too far ahead of this machine's clock.
     pub(crate) fn observe(&mut self, stamp: HybridTimestamp, wall_ms: u64) -> bool {
-        let latest = wall_ms.saturating_add(SKEW_MAX.as_millis() as u64);
-        if stamp.ms > latest {
+        if !Self::is_near(stamp, wall_ms) {
             return false;
         }
         (self.ms, self.count) = (self.ms, self.count).max((stamp.ms, stamp.count));

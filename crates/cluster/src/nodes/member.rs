@@ -10,7 +10,8 @@
 //! spread with pings, and to a few nodes at once.
 //!
 //! **Messages.** Pings carry the map's root. With different roots, two nodes exchange marks, then
-//! the differing entries. A write is sent to all linked nodes at once.
+//! the differing entries. A write is sent to all linked nodes at once. Every entry has its writer's
+//! signature, by the node's [`Signer`]; entries that break a rule of the map are passed over.
 //!
 //! **Sessions.** Every two nodes should have one. The node with the lower id dials first. Failed
 //! attempts are repeated with growing pauses, also to dead nodes, so that partitions heal.
@@ -22,14 +23,16 @@ mod dials;
 mod messages;
 mod peers;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use paceline_base::SplitMix64;
 
 use super::clock::{HybridClock, Now, SKEW_MAX};
-use super::registers::TOMBSTONE_MS;
-use super::{NodeId, Register, RegisterKey, Registers, revocation};
+use super::registers::{HIDDEN_MS, SignedEntry, TOMBSTONE_MS};
+use super::signature::Signer;
+use super::{NodeId, Register, RegisterKey, Registers};
 pub use dials::DialTarget;
 use dials::Dials;
 pub use messages::{ENTRIES_MAX, GossipMessage, RUMOURS_MAX, Rumour};
@@ -96,6 +99,8 @@ pub enum Event {
         from: NodeId,
         message: GossipMessage,
     },
+    /// Entries that another member sent beside the session with it.
+    Learned(Vec<SignedEntry>),
     /// This node writes to the map.
     Write {
         key: RegisterKey,
@@ -129,6 +134,7 @@ pub enum Action {
 #[derive(Clone, Debug)]
 pub struct Membership {
     own: NodeId,
+    signer: Arc<dyn Signer>,
     pace: Pace,
     clock: HybridClock,
     map: Registers,
@@ -139,6 +145,8 @@ pub struct Membership {
     random: SplitMix64,
     next_ping: Duration,
     next_forget: Duration,
+    /// When this node may next write its entries again that another member deleted.
+    next_restore: Duration,
     next_seq: u64,
     /// When the map was last compared with a node's.
     compared: BTreeMap<NodeId, Duration>,
@@ -160,14 +168,31 @@ const INCARNATION_LEAP_MAX: u64 = u64::MAX / 2;
 /// Interval of removing old tombstones.
 const FORGET_EVERY: Duration = Duration::from_secs(600);
 
+/// Age at which this node signs a revocation that has one signer, so that its signer can write
+/// another one: a day, in which a user can revoke that signer.
+const CONFIRM_MS: u64 = HIDDEN_MS;
+
+/// Least interval of writing this node's entries again that another member deleted.
+const RESTORE_EVERY: Duration = Duration::from_secs(1);
+
 /// Number of nodes that ping an unresponsive node on request, and that receive a change first.
 const HELPERS: usize = 3;
 
 impl Membership {
-    /// A node with the initial map `map`, such as a saved one; `seed` is any random number.
-    pub fn new(own: NodeId, map: Registers, pace: Pace, seed: u64, now: Now) -> Self {
+    /// The node of `signer` with the initial map `map`, such as a saved one; `seed` is any random
+    /// number.
+    pub fn new(
+        signer: Arc<dyn Signer>,
+        mut map: Registers,
+        pace: Pace,
+        seed: u64,
+        now: Now,
+    ) -> Self {
+        let own = signer.id();
+        map.set_own(own);
         let mut member = Self {
             own,
+            signer,
             pace,
             clock: HybridClock::new(own),
             map,
@@ -179,6 +204,7 @@ impl Membership {
             random: SplitMix64::new(seed),
             next_ping: now.since_start,
             next_forget: now.since_start + FORGET_EVERY,
+            next_restore: now.since_start,
             next_seq: 0,
             compared: BTreeMap::new(),
         };
@@ -192,6 +218,11 @@ impl Membership {
 
     pub const fn own(&self) -> NodeId {
         self.own
+    }
+
+    /// What signs this node's writes.
+    pub(super) fn signer(&self) -> Arc<dyn Signer> {
+        Arc::clone(&self.signer)
     }
 
     /// This node's copy of the map.
@@ -230,6 +261,7 @@ impl Membership {
             Event::Linked { id, target } => self.linked(id, target, now, &mut actions),
             Event::Unlinked(id) => self.unlinked(id, now),
             Event::Received { from, message } => self.receive(from, message, now, &mut actions),
+            Event::Learned(entries) => self.merge_entries(entries, now, &mut actions),
             Event::Write { key, epoch, value } => self.write(key, epoch, value, now, &mut actions),
             Event::Leave => self.leave(now, &mut actions),
         }
@@ -287,7 +319,7 @@ impl Membership {
     }
 
     fn is_revoked(&self, id: NodeId) -> bool {
-        self.map.get(&RegisterKey::Revoked(id)).is_some()
+        self.map.revoked().contains(&id)
     }
 
     fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
@@ -306,6 +338,10 @@ impl Membership {
         if now.since_start >= self.next_forget {
             self.next_forget = now.since_start + FORGET_EVERY;
             self.map.forget(now.wall_ms);
+            for id in self.map.unconfirmed(now.wall_ms.saturating_sub(CONFIRM_MS)) {
+                let (key, value) = (RegisterKey::Revoked(id), Some("{}".to_owned()));
+                self.write(key, 0, value, now, actions);
+            }
         }
         for target in self.dials.due(now.since_start, self.pace.redial) {
             actions.push(Action::Dial(target));
@@ -582,36 +618,85 @@ impl Membership {
         }
     }
 
-    /// Merges another node's entries.
-    fn merge_entries(
-        &mut self,
-        entries: Vec<(RegisterKey, Register)>,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        let mut changed = Vec::new();
-        let oldest = now.wall_ms.saturating_sub(TOMBSTONE_MS);
-        for (key, register) in entries.into_iter().take(ENTRIES_MAX) {
-            let is_over = register.value.is_none() && register.stamp.ms < oldest;
-            let is_sane = self.clock.observe(register.stamp, now.wall_ms) && !is_over;
-            let is_sane = is_sane && self.is_proven(&key, &register);
-            if is_sane && self.map.merge(key.clone(), register) {
-                changed.push(key);
+    /// Merges other nodes' entries that break no rule and that their writers have signed.
+    fn merge_entries(&mut self, entries: Vec<SignedEntry>, now: Now, actions: &mut Vec<Action>) {
+        let revoked = self.map.revoked().clone();
+        let (mut changed, mut lost) = (Vec::new(), Vec::new());
+        for entry in entries.into_iter().take(ENTRIES_MAX) {
+            if !self.is_valid(&entry, now) {
+                continue;
+            }
+            self.clock.observe(entry.register.stamp, now.wall_ms);
+            let key = entry.key.clone();
+            match self.is_deletable(&entry, now) {
+                false if key.subject() == Some(self.own) => lost.push((key, entry.register)),
+                false => {}
+                true if self.map.merge(entry, now.wall_ms) => changed.push(key),
+                true => {}
             }
         }
+        self.restore(lost, now, actions);
         if changed.is_empty() {
             return;
         }
         self.follow_map(&changed, now);
-        self.enforce(&changed, now, actions);
+        self.enforce(&revoked, now, actions);
+        if changed.contains(&RegisterKey::Node(self.own)) {
+            // Facts of an earlier process of this node: the present ones are written again.
+            actions.push(Action::Life(self.own, Life::Alive));
+            self.next_ping = now.since_start;
+        }
         actions.push(Action::Changed(changed));
     }
 
-    /// Whether an entry from another node has its required signature.
-    fn is_proven(&self, key: &RegisterKey, register: &Register) -> bool {
-        match (key, &register.value) {
-            (RegisterKey::Revoked(id), Some(entry)) => revocation::is_signed(&self.map, *id, entry),
-            _ => true,
+    /// Whether an entry of another node is news, breaks no rule, and has its writer's signature.
+    fn is_valid(&self, entry: &SignedEntry, now: Now) -> bool {
+        let SignedEntry {
+            key,
+            register,
+            signature,
+        } = entry;
+        let writer = register.stamp.node;
+        let oldest = now.wall_ms.saturating_sub(TOMBSTONE_MS);
+        let is_over = register.value.is_none() && register.stamp.ms < oldest;
+        // A revocation counts for as long as the map exists, so its signer has to be a node.
+        let is_known = !matches!(key, RegisterKey::Revoked(_)) || self.map.has_met(writer);
+        !is_over
+            && is_known
+            && HybridClock::is_near(register.stamp, now.wall_ms)
+            && self.map.admits(key, register)
+            && self
+                .signer
+                .is_of(signature, writer, &SignedEntry::message(key, register))
+    }
+
+    /// Whether this node lets the writer delete an entry about a node, if it does so: itself, or
+    /// another one once it has been dead for as long as it may need to object. Entries of a revoked
+    /// node are hidden, and needed if its revocation ends.
+    fn is_deletable(&self, entry: &SignedEntry, now: Now) -> bool {
+        let Some(subject) = entry.key.subject().filter(|_| entry.key.is_of_node()) else {
+            return true;
+        };
+        let is_gone = || {
+            let limit = self.pace.suspicion * 2;
+            let is_kept = subject == self.own || self.is_revoked(subject);
+            !is_kept && self.peers.is_gone(subject, now.since_start, limit)
+        };
+        subject == entry.register.stamp.node || is_gone()
+    }
+
+    /// Writes own entries again that another member deleted as those of a dead node.
+    fn restore(&mut self, lost: Vec<(RegisterKey, Register)>, now: Now, actions: &mut Vec<Action>) {
+        if lost.is_empty() || now.since_start < self.next_restore {
+            return; // they are sent again
+        }
+        self.next_restore = now.since_start + RESTORE_EVERY;
+        for (key, deletion) in lost {
+            let known = self.map.register(&key);
+            let known = known.filter(|known| known.stamp < deletion.stamp);
+            if let Some(value) = known.and_then(|known| known.value.clone()) {
+                self.write(key, 0, Some(value), now, actions);
+            }
         }
     }
 
@@ -634,27 +719,21 @@ impl Membership {
         }
     }
 
-    /// Ends sessions with revoked nodes. Writes this node's facts again if another node deleted
-    /// them as those of a dead node.
-    fn enforce(&mut self, changed: &[RegisterKey], now: Now, actions: &mut Vec<Action>) {
-        for key in changed {
-            match key {
-                RegisterKey::Revoked(id) if self.map.get(key).is_some() => {
-                    let life = self.peers.life(*id);
-                    self.dials.remove(*id);
-                    self.peers.remove(*id);
-                    actions.push(Action::Unlink(*id));
-                    if matches!(life, Some(Life::Alive | Life::Suspect)) {
-                        actions.push(Action::Life(*id, Life::Dead));
-                    }
-                }
-                RegisterKey::Node(id) if *id == self.own && !self.left => {
-                    actions.push(Action::Life(*id, Life::Alive));
-                    self.next_ping = now.since_start;
-                }
-                _ => {}
+    /// Ends sessions with nodes that are revoked and were not `before`, and knows those again whose
+    /// revocation ended.
+    fn enforce(&mut self, before: &BTreeSet<NodeId>, now: Now, actions: &mut Vec<Action>) {
+        let revoked = self.map.revoked().clone();
+        for id in revoked.difference(before) {
+            let life = self.peers.life(*id);
+            self.dials.remove(*id);
+            self.peers.remove(*id);
+            actions.push(Action::Unlink(*id));
+            if matches!(life, Some(Life::Alive | Life::Suspect)) {
+                actions.push(Action::Life(*id, Life::Dead));
             }
         }
+        let back = before.difference(&revoked).map(|id| RegisterKey::Node(*id));
+        self.follow_map(&back.collect::<Vec<_>>(), now);
     }
 
     fn write(
@@ -671,15 +750,25 @@ impl Membership {
             stamp,
             value,
         };
-        if !self.map.merge(key.clone(), register.clone()) {
-            return; // an entry of a higher epoch, or no room
+        let is_allowed = self.map.admits(&key, &register) && self.map.would_win(&key, &register);
+        // Without random numbers nothing is signed.
+        let signature = self.signer.sign(&SignedEntry::message(&key, &register));
+        let (true, Ok(signature)) = (is_allowed, signature) else {
+            return; // a rule, an entry of a higher epoch, or no room
+        };
+        let entry = SignedEntry {
+            key: key.clone(),
+            register,
+            signature,
+        };
+        let revoked = self.map.revoked().clone();
+        if !self.map.merge(entry.clone(), now.wall_ms) {
+            return;
         }
-        let changed = vec![key.clone()];
+        let changed = vec![key];
         self.follow_map(&changed, now);
-        if !matches!(key, RegisterKey::Node(id) if id == self.own) {
-            self.enforce(&changed, now, actions);
-        }
-        let entries = vec![(key, register)];
+        self.enforce(&revoked, now, actions);
+        let entries = vec![entry];
         self.broadcast(&GossipMessage::Entries { entries }, actions);
         actions.push(Action::Changed(changed));
     }

@@ -14,14 +14,14 @@
 //! - [`signature`]: a node's signatures on messages that others forward.
 //! - [`key`]: the cluster's secret, and its form for people.
 //! - [`session`]: encrypted, authenticated messages over TCP.
-//! - [`Registers`]: the map that all nodes share; [`HybridTimestamp`]: the clock that orders its
-//!   writes.
+//! - [`Registers`]: the map that all nodes share, signed by its writers; [`HybridTimestamp`]: the
+//!   clock that orders the writes.
 //! - [`Membership`]: membership, gossip, and the required sessions.
 //! - [`placement`]: the owner of an instance, by the map and the lives of nodes.
 //! - [`paths`]: measured network paths to other nodes, and the preferred one of each.
 //! - [`reach`]: which nodes can speak to each other, by these paths.
 //! - [`rdma`]: RDMA devices of nodes, the cables between them, and trust in cables.
-//! - `revocation`: signed entries of the map that revoke a node.
+//! - `revocation`: which nodes are revoked, by signed entries of the map.
 //! - [`discovery`]: nodes of the same cluster on the networks of this machine; [`mdns`]: the same
 //!   by multicast DNS.
 //! - [`pairing`]: a short code instead of a token.
@@ -65,6 +65,7 @@ pub fn parse_all(bytes: &[u8]) {
     session::parse(bytes);
     agent::parse(bytes);
     let _ = serde_json::from_slice::<Signature>(bytes);
+    let _ = serde_json::from_slice::<Vec<registers::SavedEntry>>(bytes).map(Registers::from_saved);
     let _ = serde_json::from_slice::<placement::InstanceSpec>(bytes);
     let _ = serde_json::from_slice::<placement::Report>(bytes);
     let _ = serde_json::from_slice::<Vec<paths::Path>>(bytes);

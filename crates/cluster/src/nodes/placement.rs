@@ -544,22 +544,17 @@ mod tests {
             lender: lender.map(node),
             ..InstanceSpec::default()
         };
-        let mut map = Registers::default();
         let stamp = HybridTimestamp {
             ms: 1,
             count: 0,
             node: node(1),
         };
-        let value = Some(serde_json::to_string(&wanted).unwrap());
-        map.merge(
-            RegisterKey::Instance(InstanceId(5)),
-            Register {
-                epoch,
-                stamp,
-                value,
-            },
-        );
-        map
+        let register = Register {
+            epoch,
+            stamp,
+            value: Some(serde_json::to_string(&wanted).unwrap()),
+        };
+        Registers::from_entries([(RegisterKey::Instance(InstanceId(5)), register)])
     }
 
     fn lives(living: &'static [u8]) -> impl Fn(NodeId) -> Life {
@@ -762,21 +757,18 @@ mod tests {
     #[test]
     fn records_that_are_none_are_nobodys() {
         for value in ["", "null", "{}", r#"{"model":"x","nodes":[]}"#] {
-            let mut bad = map(3, &[1], &[]);
-            let stamp = HybridTimestamp {
-                ms: 2,
-                count: 0,
-                node: node(1),
-            };
-            let value = Some(value.to_owned());
-            bad.merge(
-                RegisterKey::Instance(InstanceId(5)),
-                Register {
-                    epoch: 3,
-                    stamp,
-                    value,
+            let (ms, count, own) = (1, 0, node(1));
+            let register = Register {
+                epoch: 3,
+                stamp: HybridTimestamp {
+                    ms,
+                    count,
+                    node: own,
                 },
-            );
+                value: Some(value.to_owned()),
+            };
+            let key = RegisterKey::Instance(InstanceId(5));
+            let bad = Registers::from_entries([(key, register)]);
             assert_eq!(duties(&bad, node(1), lives(&[1])), []);
         }
         assert_eq!(duties(&map(3, &[], &[1]), node(1), lives(&[1])), []);

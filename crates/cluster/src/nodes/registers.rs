@@ -1,21 +1,58 @@
-//! The shared map of a cluster: last-writer-wins registers.
+//! The shared map of a cluster: last-writer-wins registers, each signed by its writer.
+//!
+//! ```text
+//! key -> one slot per writer: epoch, timestamp, value, signature
+//!        the winner: highest epoch, then latest timestamp
+//! ```
+//! A writer replaces its own slot only. Readers see the winner; the other slots are hidden and
+//! stay for [`HIDDEN_MS`]. A revocation hides all slots of the revoked writer, and the slots that
+//! they had beaten win again.
 //!
 //! Merging is commutative, associative and idempotent, so copies with the same writes in any order
-//! are equal. Of two writes to one key the one with the higher *epoch* wins, then the later
-//! [`HybridTimestamp`]. A deleted key leaves a tombstone, which is removed after [`TOMBSTONE_MS`].
+//! have equal winners. A deleted key leaves a tombstone, which is removed after [`TOMBSTONE_MS`].
 //! A node that was offline for longer may restore a deleted entry.
 //!
-//! Bounds: [`REGISTERS_MAX`] entries of [`VALUE_BYTES_MAX`]; writes over them are refused.
+//! **Rights**, checked by [`Registers::admits`] and by the order of winners:
+//!
+//! - Facts of a node, and `NAME/ID` of a node's id: the node itself. Others delete them once it is
+//!   dead.
+//! - An API key `MAKER/ID`: its maker. Any member deletes it.
+//! - A revocation: any other member; see [`revocation`](super::revocation).
+//! - An instance's record: any member, since the user of each may load, move and unload it.
+//! - An instance's report: the owner that the record names.
+//! - An epoch that is more than [`EPOCH_JUMP_MAX`] above those of all other writers does not win.
+//!
+//! Bounds: [`REGISTERS_MAX`] slots and [`BYTES_MAX`] of values; of one writer
+//! [`WRITER_REGISTERS_MAX`] and [`WRITER_BYTES_MAX`], beyond which its oldest slots are dropped.
+//! Revocations are outside of these bounds: [`CLAIMS_MAX`] of one writer.
+//!
+//! Cost: a signature takes some 0.05 ms, its check 0.1 ms. A slot is checked when it is merged and
+//! never again; a write that is known already is not checked.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use super::clock::HybridTimestamp;
-use super::{InstanceId, NodeId};
+use super::{InstanceId, NodeId, Signature, placement, revocation};
 
-/// Most entries, tombstones included: some forty for each of a hundred nodes.
+/// Most slots, tombstones included: some forty for each of a hundred nodes.
 pub const REGISTERS_MAX: usize = 4096;
+
+/// Most bytes of values: 2 KiB for each of [`REGISTERS_MAX`]. A hundred nodes with a record of
+/// 4 KiB and paths of 16 KiB each take 2 MiB.
+pub const BYTES_MAX: usize = 8 << 20;
+
+/// Most slots of one writer: a quarter of all. A node alone publishes two for each file of its
+/// models.
+pub const WRITER_REGISTERS_MAX: usize = REGISTERS_MAX / 4;
+
+/// Most bytes of one writer's values: a quarter of all.
+pub const WRITER_BYTES_MAX: usize = BYTES_MAX / 4;
+
+/// Most revocations of one writer.
+pub const CLAIMS_MAX: usize = 256;
 
 /// Longest value.
 pub const VALUE_BYTES_MAX: usize = 16 << 10;
@@ -25,6 +62,13 @@ pub const NAME_BYTES_MAX: usize = 128;
 
 /// How long tombstones are kept: a week.
 pub const TOMBSTONE_MS: u64 = 7 * 24 * 3_600_000;
+
+/// How long hidden slots are kept: a day, in which the writer that hides them can be revoked.
+pub const HIDDEN_MS: u64 = 24 * 3_600_000;
+
+/// How far an epoch may be above those of the other writers. An instance whose placement changes
+/// once a minute needs two years for as many.
+pub const EPOCH_JUMP_MAX: u64 = 1 << 20;
 
 /// The subject of a register.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -37,17 +81,51 @@ pub enum RegisterKey {
     State(InstanceId),
     /// A revoked node. Never deleted.
     Revoked(NodeId),
-    /// An API key, by its id.
+    /// An API key: the node that made it, `/`, and the key's id.
     ApiKey(String),
     /// Any other cluster-wide entry, by a name of at most [`NAME_BYTES_MAX`].
     Named(String),
 }
 
 impl RegisterKey {
-    /// Names of API keys are eight hexadecimal digits; most others have a fixed length.
+    /// The register of an API key that `maker` made.
+    pub fn api_key(maker: NodeId, id: &str) -> Self {
+        Self::ApiKey(format!("{maker}/{id}"))
+    }
+
+    /// The maker of an API key, and the key's id.
+    pub fn as_api_key(&self) -> Option<(NodeId, &str)> {
+        let Self::ApiKey(name) = self else {
+            return None;
+        };
+        let (maker, id) = name.split_once('/')?;
+        Some((maker.parse().ok()?, id))
+    }
+
+    /// The only node that may write a live value, if there is one.
+    pub(super) fn subject(&self) -> Option<NodeId> {
+        match self {
+            Self::Node(id) => Some(*id),
+            Self::Named(name) => name.split_once('/')?.1.parse().ok(),
+            Self::ApiKey(_) => self.as_api_key().map(|(maker, _)| maker),
+            Self::Instance(_) | Self::State(_) | Self::Revoked(_) => None,
+        }
+    }
+
+    /// Whether it describes a node, which alone may delete it while it lives.
+    pub(super) fn is_of_node(&self) -> bool {
+        matches!(self, Self::Node(_) | Self::Named(_)) && self.subject().is_some()
+    }
+
+    /// Whether its epochs count changes of responsibility.
+    const fn has_epochs(&self) -> bool {
+        matches!(self, Self::Instance(_) | Self::State(_))
+    }
+
+    /// Ids of API keys are eight hexadecimal digits; most others have a fixed length.
     fn is_sane(&self) -> bool {
         match self {
-            Self::ApiKey(id) => id.len() <= 64,
+            Self::ApiKey(name) => name.len() <= 64 && self.as_api_key().is_some(),
             Self::Named(name) => name.len() <= NAME_BYTES_MAX,
             _ => true,
         }
@@ -59,7 +137,7 @@ impl RegisterKey {
 pub struct Register {
     /// Counts changes of responsibility; 0 where there are none.
     pub epoch: u64,
-    /// When it was written.
+    /// When it was written, and by which node.
     pub stamp: HybridTimestamp,
     /// JSON, or `None` once deleted.
     pub value: Option<String>,
@@ -69,6 +147,15 @@ impl Register {
     /// The order by which one of two writes wins.
     fn rank(&self) -> (u64, HybridTimestamp) {
         (self.epoch, self.stamp)
+    }
+
+    fn bytes(&self) -> usize {
+        self.value.as_ref().map_or(0, String::len)
+    }
+
+    /// Whether it deletes for good, as the end of an instance does.
+    const fn is_end(&self) -> bool {
+        self.value.is_none() && self.epoch == placement::EPOCH_UNWANTED
     }
 
     /// A 64-bit hash of this write of `key`. Not cryptographic: only members write.
@@ -88,6 +175,29 @@ impl Register {
     }
 }
 
+/// A write with its writer's signature, as members send it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SignedEntry {
+    pub key: RegisterKey,
+    pub register: Register,
+    pub signature: Signature,
+}
+
+impl SignedEntry {
+    /// The bytes that the writer signs.
+    pub fn message(key: &RegisterKey, register: &Register) -> Vec<u8> {
+        serde_json::to_vec(&("paceline entry 1", key, register)).expect("an entry is JSON")
+    }
+}
+
+/// A slot as a node saves it.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct SavedEntry {
+    entry: SignedEntry,
+    /// As of [`Slot::seen_ms`].
+    seen_ms: u64,
+}
+
 /// SplitMix64's last steps (Steele and others, OOPSLA 2014).
 const fn mix(value: u64) -> u64 {
     let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -105,230 +215,564 @@ fn fold(bytes: &[u8]) -> u64 {
     bytes.chunks(8).fold(0, |sum, chunk| mix(sum ^ word(chunk)))
 }
 
-/// A node's copy of the map.
+/// A writer's latest write of a key.
+#[derive(Debug)]
+struct Slot {
+    register: Register,
+    /// Absent in tests and of entries that are never sent.
+    signature: Option<Signature>,
+    /// Wall time of this machine when the write arrived. Facts of a node keep their first one.
+    seen_ms: u64,
+}
+
+impl Slot {
+    const fn writer(&self) -> NodeId {
+        self.register.stamp.node
+    }
+}
+
+/// The slots of a key, and the winner among them.
+#[derive(Clone, Debug, Default)]
+struct Group {
+    slots: Vec<Arc<Slot>>,
+    winner: Option<usize>,
+    /// Its part of [`Registers::root`].
+    mark: u64,
+}
+
+impl Group {
+    fn winner(&self) -> Option<&Slot> {
+        Some(&*self.slots[self.winner?])
+    }
+
+    fn of(&self, writer: NodeId) -> Option<&Slot> {
+        let mut slots = self.slots.iter();
+        slots
+            .find(|slot| slot.writer() == writer)
+            .map(|slot| &**slot)
+    }
+
+    /// The slots that nodes compare and send: the winner, and all revocations.
+    fn shared(&self, key: &RegisterKey) -> &[Arc<Slot>] {
+        match (key, self.winner) {
+            (RegisterKey::Revoked(_), _) => &self.slots,
+            (_, Some(at)) => &self.slots[at..=at],
+            (_, None) => &[],
+        }
+    }
+
+    fn marks(&self, key: &RegisterKey) -> u64 {
+        let marks = self.shared(key).iter().map(|slot| slot.register.mark(key));
+        marks.fold(0, |sum, mark| sum ^ mark)
+    }
+}
+
+/// Slots and bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Usage {
+    slots: usize,
+    bytes: usize,
+}
+
+impl Usage {
+    fn add(&mut self, register: &Register) {
+        self.slots += 1;
+        self.bytes += register.bytes();
+    }
+
+    fn remove(&mut self, register: &Register) {
+        self.slots -= 1;
+        self.bytes -= register.bytes();
+    }
+
+    const fn fits(self, slots: usize, bytes: usize) -> bool {
+        self.slots <= slots && self.bytes <= bytes
+    }
+}
+
+/// A node's copy of the map. Clones share the slots.
 #[derive(Clone, Debug, Default)]
 pub struct Registers {
-    entries: BTreeMap<RegisterKey, Register>,
+    /// The node itself, whose own revocations always count here.
+    own: Option<NodeId>,
+    groups: BTreeMap<RegisterKey, Group>,
+    /// Of each writer, without revocations.
+    usage: BTreeMap<NodeId, Usage>,
+    all: Usage,
+    revoked: BTreeSet<NodeId>,
     root: u64,
 }
 
 impl Registers {
-    /// Merges a write; true if it changed something.
-    pub(crate) fn merge(&mut self, key: RegisterKey, register: Register) -> bool {
-        let is_long = register
-            .value
-            .as_ref()
-            .is_some_and(|v| v.len() > VALUE_BYTES_MAX);
-        // Not even by a later write: a revoked node could undo its revocation at a node that was
-        // offline.
-        let is_undone = matches!(key, RegisterKey::Revoked(_)) && register.value.is_none();
-        if is_long || is_undone || !key.is_sane() {
-            return false;
-        }
-        match self.entries.get(&key) {
-            Some(known) if known.rank() >= register.rank() => return false,
-            Some(known) => self.root ^= known.mark(&key),
-            None if self.entries.len() >= REGISTERS_MAX => return false,
-            None => {}
-        }
-        self.root ^= register.mark(&key);
-        self.entries.insert(key, register);
-        true
-    }
-
-    /// Removes old tombstones.
-    pub(crate) fn forget(&mut self, wall_ms: u64) {
-        let oldest = wall_ms.saturating_sub(TOMBSTONE_MS);
-        let root = &mut self.root;
-        self.entries.retain(|key, register| {
-            let keep = register.value.is_some() || register.stamp.ms >= oldest;
-            if !keep {
-                *root ^= register.mark(key);
-            }
-            keep
-        });
-    }
-
-    /// The map of these entries, such as saved ones. Skips entries that exceed a bound.
+    /// The map of these entries, unsigned, such as those of a test. Skips entries that exceed a
+    /// bound.
     pub fn from_entries(entries: impl IntoIterator<Item = (RegisterKey, Register)>) -> Self {
         let mut map = Self::default();
         for (key, register) in entries {
-            map.merge(key, register);
+            map.insert(key, register, None, 0);
         }
         map
     }
 
+    /// The map of saved entries, whose signatures were checked before they were saved.
+    pub fn from_saved(entries: Vec<SavedEntry>) -> Self {
+        let mut map = Self::default();
+        for SavedEntry { entry, seen_ms } in entries {
+            map.insert(entry.key, entry.register, Some(entry.signature), seen_ms);
+        }
+        map
+    }
+
+    /// All slots, hidden ones included.
+    pub fn saved(&self) -> Vec<SavedEntry> {
+        let groups = self.groups.iter();
+        let slots = groups.flat_map(|(key, group)| group.slots.iter().map(move |slot| (key, slot)));
+        let saved = slots.filter_map(|(key, slot)| {
+            Some(SavedEntry {
+                entry: signed(key, slot)?,
+                seen_ms: slot.seen_ms,
+            })
+        });
+        saved.collect()
+    }
+
+    /// The records of instances and their reports alone, which a node takes along into another
+    /// cluster.
+    pub(crate) fn instances(&self) -> Self {
+        let mut map = Self::default();
+        let groups = self.groups.iter().filter(|(key, _)| key.has_epochs());
+        let slots = groups.flat_map(|(key, group)| group.slots.iter().map(move |slot| (key, slot)));
+        for (key, slot) in slots.filter(|(_, slot)| !self.revoked.contains(&slot.writer())) {
+            let (register, signature) = (slot.register.clone(), slot.signature.clone());
+            map.insert(key.clone(), register, signature, slot.seen_ms);
+        }
+        map
+    }
+
+    /// Makes this the copy of the node `own`.
+    pub(crate) fn set_own(&mut self, own: NodeId) {
+        self.own = Some(own);
+        self.judge();
+    }
+
+    /// Whether a write breaks no rule and is news. The caller checks the signature.
+    pub(crate) fn admits(&self, key: &RegisterKey, register: &Register) -> bool {
+        let writer = register.stamp.node;
+        let is_allowed = match key {
+            // Not even by a later write: a revoked node could undo its revocation at a node that
+            // was offline.
+            RegisterKey::Revoked(id) => *id != writer && register.value.is_some(),
+            _ => register.value.is_none() || key.subject().is_none_or(|id| id == writer),
+        };
+        let is_bounded = register.bytes() <= VALUE_BYTES_MAX
+            && (key.has_epochs() || register.epoch == 0)
+            && key.is_sane();
+        let known = self.groups.get(key).and_then(|group| group.of(writer));
+        let is_news = known.is_none_or(|slot| slot.register.rank() < register.rank());
+        is_allowed && is_bounded && is_news && self.has_room(key, register, known)
+    }
+
+    /// Whether the map has room for a write. A foreign writer's quota makes room by itself.
+    fn has_room(&self, key: &RegisterKey, register: &Register, known: Option<&Slot>) -> bool {
+        let writer = register.stamp.node;
+        if matches!(key, RegisterKey::Revoked(_)) {
+            return known.is_some() || self.own == Some(writer) || self.claims(writer) < CLAIMS_MAX;
+        }
+        let after = |mut usage: Usage| {
+            known
+                .into_iter()
+                .for_each(|slot| usage.remove(&slot.register));
+            usage.add(register);
+            usage
+        };
+        let of_writer = after(self.usage.get(&writer).copied().unwrap_or_default());
+        let fits_writer = of_writer.fits(WRITER_REGISTERS_MAX, WRITER_BYTES_MAX);
+        let fits_all = after(self.all).fits(REGISTERS_MAX, BYTES_MAX);
+        match fits_writer {
+            true => fits_all,
+            false => self.own != Some(writer),
+        }
+    }
+
+    fn claims(&self, writer: NodeId) -> usize {
+        let groups = self.groups.iter();
+        let claims = groups.filter(|(key, _)| matches!(key, RegisterKey::Revoked(_)));
+        claims
+            .filter(|(_, group)| group.of(writer).is_some())
+            .count()
+    }
+
+    /// Whether a write of this node would win.
+    pub(crate) fn would_win(&self, key: &RegisterKey, register: &Register) -> bool {
+        let Some(group) = self.groups.get(key) else {
+            return !key.has_epochs() || register.is_end() || register.epoch <= EPOCH_JUMP_MAX;
+        };
+        let mut slots = group.slots.clone();
+        slots.retain(|slot| slot.writer() != register.stamp.node);
+        slots.push(Arc::new(Slot {
+            register: register.clone(),
+            signature: None,
+            seen_ms: 0,
+        }));
+        matches!(key, RegisterKey::Revoked(_)) || self.winner(key, &slots) == Some(slots.len() - 1)
+    }
+
+    /// Merges an admitted write whose signature was checked; true if readers or other nodes see a
+    /// change.
+    pub(crate) fn merge(&mut self, entry: SignedEntry, now_ms: u64) -> bool {
+        let before = self.root;
+        self.insert(entry.key, entry.register, Some(entry.signature), now_ms);
+        self.root != before
+    }
+
+    fn insert(
+        &mut self,
+        key: RegisterKey,
+        register: Register,
+        signature: Option<Signature>,
+        now_ms: u64,
+    ) {
+        if !self.admits(&key, &register) {
+            return;
+        }
+        let (writer, mut seen_ms) = (register.stamp.node, now_ms);
+        if let Some(known) = self.remove(&key, writer)
+            && matches!(key, RegisterKey::Node(_))
+        {
+            seen_ms = known.seen_ms;
+        }
+        self.count(&key, &register, Usage::add);
+        let slot = Arc::new(Slot {
+            register,
+            signature,
+            seen_ms,
+        });
+        let group = self.groups.entry(key.clone()).or_default();
+        group.slots.push(slot);
+        self.changed(&key);
+        self.keep_quota(writer);
+    }
+
+    /// Takes a slot out. The caller settles the key.
+    fn remove(&mut self, key: &RegisterKey, writer: NodeId) -> Option<Arc<Slot>> {
+        let group = self.groups.get_mut(key)?;
+        let at = group
+            .slots
+            .iter()
+            .position(|slot| slot.writer() == writer)?;
+        group.winner = None;
+        let slot = group.slots.remove(at);
+        self.count(key, &slot.register, Usage::remove);
+        Some(slot)
+    }
+
+    fn count(&mut self, key: &RegisterKey, register: &Register, by: fn(&mut Usage, &Register)) {
+        if !matches!(key, RegisterKey::Revoked(_)) {
+            by(&mut self.all, register);
+            by(self.usage.entry(register.stamp.node).or_default(), register);
+        }
+    }
+
+    /// Finds the winner of a key again, and what depends on it.
+    fn changed(&mut self, key: &RegisterKey) {
+        self.settle(key);
+        match key {
+            RegisterKey::Instance(id) => self.settle(&RegisterKey::State(*id)),
+            RegisterKey::Revoked(_) => self.judge(),
+            _ => {}
+        }
+    }
+
+    fn settle(&mut self, key: &RegisterKey) {
+        let Some(group) = self.groups.get(key) else {
+            return;
+        };
+        let winner = self.winner(key, &group.slots);
+        let group = self.groups.get_mut(key).expect("it was found");
+        group.winner = winner;
+        let before = group.mark;
+        group.mark = group.marks(key);
+        self.root ^= before ^ group.mark;
+        if group.slots.is_empty() {
+            self.groups.remove(key);
+        }
+    }
+
+    /// The slot that wins, of writers that are not revoked.
+    fn winner(&self, key: &RegisterKey, slots: &[Arc<Slot>]) -> Option<usize> {
+        if let [slot] = slots
+            && !key.has_epochs()
+        {
+            return (!self.revoked.contains(&slot.writer())).then_some(0);
+        }
+        let owner = match key {
+            RegisterKey::State(id) => self.owner(*id),
+            _ => None,
+        };
+        let counts = |slot: &Slot| {
+            let writer = slot.writer();
+            !self.revoked.contains(&writer) && owner.is_none_or(|owner| owner == writer)
+        };
+        let highest = |but: NodeId| {
+            let others = slots.iter().filter(|slot| slot.writer() != but);
+            let others = others.filter(|slot| counts(slot) && !slot.register.is_end());
+            others.map(|slot| slot.register.epoch).max().unwrap_or(0)
+        };
+        let is_near = |slot: &Slot| {
+            let epoch = slot.register.epoch;
+            epoch <= EPOCH_JUMP_MAX
+                || slot.register.is_end()
+                || epoch - EPOCH_JUMP_MAX <= highest(slot.writer())
+        };
+        let slots = slots.iter().enumerate();
+        let slots = slots.filter(|(_, slot)| counts(slot) && is_near(slot));
+        let (at, _) = slots.max_by_key(|(_, slot)| slot.register.rank())?;
+        Some(at)
+    }
+
+    /// The owner of an instance, which alone reports on it.
+    fn owner(&self, id: InstanceId) -> Option<NodeId> {
+        #[derive(Deserialize)]
+        struct Nodes {
+            nodes: Vec<NodeId>,
+        }
+        let record = self.get(&RegisterKey::Instance(id))?;
+        let record: Nodes = serde_json::from_str(record).ok()?;
+        record.nodes.first().copied()
+    }
+
+    /// Decides which nodes are revoked, and hides or shows their slots.
+    fn judge(&mut self) {
+        let mut claims = revocation::Claims::new();
+        for (key, group) in &self.groups {
+            if let RegisterKey::Revoked(id) = key {
+                let signers = group.slots.iter().map(|slot| slot.register.stamp);
+                claims.insert(*id, signers.collect());
+            }
+        }
+        let revoked = revocation::revoked(&claims, self.own);
+        if revoked == self.revoked {
+            return;
+        }
+        self.revoked = revoked;
+        // Records before reports, in the order of keys.
+        let keys: Vec<RegisterKey> = self.groups.keys().cloned().collect();
+        keys.iter().for_each(|key| self.settle(key));
+    }
+
+    /// Drops the oldest slots of a writer that exceeds its quota.
+    fn keep_quota(&mut self, writer: NodeId) {
+        while let Some(usage) = self.usage.get(&writer)
+            && !usage.fits(WRITER_REGISTERS_MAX, WRITER_BYTES_MAX)
+        {
+            let slots = self.groups.iter().filter_map(|(key, group)| {
+                let is_claim = matches!(key, RegisterKey::Revoked(_));
+                let slot = group.of(writer).filter(|_| !is_claim)?;
+                Some((slot.register.stamp, key))
+            });
+            let Some(oldest) = slots.min().map(|(_, key)| key.clone()) else {
+                return;
+            };
+            self.remove(&oldest, writer);
+            self.changed(&oldest);
+        }
+        self.usage.retain(|_, usage| usage.slots > 0);
+    }
+
+    /// Removes hidden slots and old tombstones.
+    pub(crate) fn forget(&mut self, wall_ms: u64) {
+        let oldest = wall_ms.saturating_sub(TOMBSTONE_MS);
+        let mut due = Vec::new();
+        for (key, group) in &self.groups {
+            if matches!(key, RegisterKey::Revoked(_)) {
+                continue;
+            }
+            let winner = group.winner();
+            for slot in &group.slots {
+                let wins = winner.is_some_and(|winner| winner.writer() == slot.writer());
+                let beaten = winner.map_or(0, |winner| winner.seen_ms);
+                let hidden = slot.seen_ms.max(beaten).max(self.revoked_ms(slot.writer()));
+                let is_old = match wins {
+                    true => slot.register.value.is_none() && slot.register.stamp.ms < oldest,
+                    false => wall_ms.saturating_sub(hidden) >= HIDDEN_MS,
+                };
+                if is_old {
+                    due.push((wins, key.clone(), slot.writer()));
+                }
+            }
+        }
+        due.sort(); // hidden slots first, so that none wins in between
+        for (_, key, writer) in due {
+            self.remove(&key, writer);
+            self.changed(&key);
+        }
+        self.usage.retain(|_, usage| usage.slots > 0);
+    }
+
+    /// When the last revocation of a revoked node arrived; 0 of other nodes.
+    fn revoked_ms(&self, id: NodeId) -> u64 {
+        if !self.revoked.contains(&id) {
+            return 0;
+        }
+        let claims = self.groups.get(&RegisterKey::Revoked(id));
+        let seen = claims
+            .iter()
+            .flat_map(|group| &group.slots)
+            .map(|slot| slot.seen_ms);
+        seen.max().unwrap_or(0)
+    }
+
     /// The JSON of a live entry.
     pub fn get(&self, key: &RegisterKey) -> Option<&str> {
-        self.entries.get(key)?.value.as_deref()
+        self.register(key)?.value.as_deref()
     }
 
     /// An entry or tombstone.
     pub fn register(&self, key: &RegisterKey) -> Option<&Register> {
-        self.entries.get(key)
+        self.visible(key, self.groups.get(key)?)
+    }
+
+    fn visible<'a>(&self, key: &RegisterKey, group: &'a Group) -> Option<&'a Register> {
+        let slot = match key {
+            // A revocation counts although each of its signers may be revoked, too.
+            RegisterKey::Revoked(id) if self.revoked.contains(id) => {
+                let slots = group.slots.iter();
+                slots.min_by_key(|slot| slot.register.stamp)?
+            }
+            RegisterKey::Revoked(_) => return None,
+            _ => return group.winner().map(|slot| &slot.register),
+        };
+        Some(&slot.register)
     }
 
     /// All entries and tombstones, in order of their keys.
     pub fn iter(&self) -> impl Iterator<Item = (&RegisterKey, &Register)> {
-        self.entries.iter()
+        let groups = self.groups.iter();
+        groups.filter_map(|(key, group)| Some((key, self.visible(key, group)?)))
     }
 
-    /// A hash of all writes: equal for copies with the same writes, and different otherwise, except
-    /// with a probability of 2^-64.
+    /// Whether the map has an API key of this id, even if it is deleted or hidden.
+    pub(crate) fn has_api_key(&self, id: &str) -> bool {
+        let mut keys = self.groups.keys();
+        keys.any(|key| key.as_api_key().is_some_and(|(_, it)| it == id))
+    }
+
+    /// Nodes that are revoked.
+    pub const fn revoked(&self) -> &BTreeSet<NodeId> {
+        &self.revoked
+    }
+
+    /// Whether a revocation counts on this node only, which signed it: the others need a second
+    /// signer.
+    pub(crate) fn needs_second(&self, id: NodeId) -> bool {
+        let mut others = self.clone();
+        others.own = None;
+        others.judge();
+        self.revoked.contains(&id) && !others.revoked.contains(&id)
+    }
+
+    /// The last facts of a revoked node, while they are kept.
+    pub(crate) fn facts_of_revoked(&self, id: NodeId) -> Option<&str> {
+        let group = self.groups.get(&RegisterKey::Node(id))?;
+        let slot = group.of(id).filter(|_| self.revoked.contains(&id))?;
+        slot.register.value.as_deref()
+    }
+
+    /// Whether a node has written facts, even if they are hidden or deleted.
+    pub(crate) fn has_met(&self, id: NodeId) -> bool {
+        let facts = self.groups.get(&RegisterKey::Node(id));
+        facts.is_some_and(|group| group.of(id).is_some())
+    }
+
+    /// When this machine saw the first facts of a node, in milliseconds since 1970.
+    pub(crate) fn met_ms(&self, id: NodeId) -> Option<u64> {
+        let facts = self.groups.get(&RegisterKey::Node(id))?;
+        facts.of(id).map(|slot| slot.seen_ms)
+    }
+
+    /// Revoked nodes whose signers have no facts in the map, so that newcomers refuse them.
+    pub(crate) fn orphans(&self) -> Vec<NodeId> {
+        let known =
+            |slot: &Arc<Slot>| self.own == Some(slot.writer()) || self.has_met(slot.writer());
+        let is_orphan = |id: &&NodeId| {
+            let claims = self.groups.get(&RegisterKey::Revoked(**id));
+            !claims.iter().flat_map(|group| &group.slots).any(known)
+        };
+        self.revoked.iter().filter(is_orphan).copied().collect()
+    }
+
+    /// Revoked nodes with one signer, another node than this one, whose revocation arrived before
+    /// this time.
+    pub(crate) fn unconfirmed(&self, before_ms: u64) -> Vec<NodeId> {
+        let is_due = |id: &&NodeId| {
+            let claims = self.groups.get(&RegisterKey::Revoked(**id));
+            match claims.map(|group| &group.slots[..]) {
+                Some([slot]) => slot.seen_ms < before_ms && self.own != Some(slot.writer()),
+                _ => false,
+            }
+        };
+        self.revoked.iter().filter(is_due).copied().collect()
+    }
+
+    /// All revocations, after the facts of their signers.
+    pub(crate) fn revocations(&self) -> Vec<SignedEntry> {
+        let claims: Vec<(&RegisterKey, &Arc<Slot>)> = self
+            .groups
+            .iter()
+            .filter(|(key, _)| matches!(key, RegisterKey::Revoked(_)))
+            .flat_map(|(key, group)| group.slots.iter().map(move |slot| (key, slot)))
+            .collect();
+        let signers: BTreeSet<NodeId> = claims.iter().map(|(_, slot)| slot.writer()).collect();
+        let facts = signers.iter().filter_map(|id| {
+            let (key, group) = self.groups.get_key_value(&RegisterKey::Node(*id))?;
+            signed(key, group.of(*id)?)
+        });
+        let claims = claims.iter().filter_map(|(key, slot)| signed(key, slot));
+        facts.chain(claims).collect()
+    }
+
+    /// A hash of all winners and revocations: equal for copies with the same ones, and different
+    /// otherwise, except with a probability of 2^-64.
     pub const fn root(&self) -> u64 {
         self.root
     }
 
-    /// The mark of each entry, from which another node finds differences.
+    /// The mark of each shared slot, from which another node finds differences.
     pub(crate) fn marks(&self) -> Vec<u64> {
-        self.iter()
-            .map(|(key, register)| register.mark(key))
-            .collect()
+        let shared = self.shared();
+        shared.map(|(key, slot)| slot.register.mark(key)).collect()
+    }
+
+    fn shared(&self) -> impl Iterator<Item = (&RegisterKey, &Slot)> {
+        let groups = self.groups.iter();
+        groups.flat_map(|(key, group)| group.shared(key).iter().map(move |slot| (key, &**slot)))
     }
 
     /// Entries whose marks are not among `known`, and how many marks there name no entry here.
-    pub(crate) fn beyond(&self, known: &[u64]) -> (Vec<(RegisterKey, Register)>, usize) {
+    pub(crate) fn beyond(&self, known: &[u64]) -> (Vec<SignedEntry>, usize) {
         let mut theirs: Vec<u64> = known.to_vec();
         theirs.sort_unstable();
         theirs.dedup();
         let mut shared = 0;
         let mut beyond = Vec::new();
-        for (key, register) in self.iter() {
-            if theirs.binary_search(&register.mark(key)).is_ok() {
+        for (key, slot) in self.shared() {
+            if theirs.binary_search(&slot.register.mark(key)).is_ok() {
                 shared += 1;
             } else {
-                beyond.push((key.clone(), register.clone()));
+                beyond.extend(signed(key, slot));
             }
         }
         (beyond, theirs.len() - shared)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn write(node: u8, epoch: u64, ms: u64, value: Option<&str>) -> Register {
-        let stamp = HybridTimestamp {
-            ms,
-            count: 0,
-            node: NodeId([node; 16]),
-        };
-        Register {
-            epoch,
-            stamp,
-            value: value.map(str::to_owned),
-        }
-    }
-
-    fn contents(map: &Registers) -> Vec<(RegisterKey, Register)> {
-        map.iter().map(|(k, r)| (k.clone(), r.clone())).collect()
-    }
-
-    #[test]
-    fn the_later_write_wins_and_an_epoch_over_both() {
-        let mut map = Registers::default();
-        let key = RegisterKey::Instance(InstanceId(7));
-        assert!(map.merge(key.clone(), write(1, 0, 10, Some("a"))));
-        assert!(!map.merge(key.clone(), write(2, 0, 9, Some("b"))));
-        assert!(
-            map.merge(key.clone(), write(2, 0, 10, Some("c"))),
-            "the higher node"
-        );
-        assert!(
-            map.merge(key.clone(), write(1, 1, 1, Some("d"))),
-            "the higher epoch"
-        );
-        assert!(!map.merge(key.clone(), write(1, 0, 99, None)));
-        assert_eq!(map.get(&key), Some("d"));
-        assert!(map.merge(key.clone(), write(1, u64::MAX, 2, None)));
-        assert_eq!(map.get(&key), None);
-        assert!(map.register(&key).is_some());
-    }
-
-    #[test]
-    fn a_revocation_is_not_taken_back() {
-        let mut map = Registers::default();
-        let key = RegisterKey::Revoked(NodeId([3; 16]));
-        assert!(!map.merge(key.clone(), write(3, u64::MAX, 1, None)));
-        assert!(map.merge(key.clone(), write(1, 0, 2, Some("{}"))));
-        assert!(!map.merge(key.clone(), write(3, 1, 3, None)));
-        assert_eq!(map.get(&key), Some("{}"));
-    }
-
-    #[test]
-    fn bounds_hold() {
-        let mut map = Registers::default();
-        let long = "x".repeat(VALUE_BYTES_MAX + 1);
-        assert!(!map.merge(
-            RegisterKey::State(InstanceId(1)),
-            write(1, 0, 1, Some(&long))
-        ));
-        assert!(!map.merge(
-            RegisterKey::ApiKey("x".repeat(65)),
-            write(1, 0, 1, Some("1"))
-        ));
-        for id in 0..=REGISTERS_MAX as u64 {
-            let took = map.merge(RegisterKey::State(InstanceId(id)), write(1, 0, 1, None));
-            assert_eq!(took, id < REGISTERS_MAX as u64);
-        }
-        assert!(
-            map.merge(RegisterKey::State(InstanceId(0)), write(1, 0, 2, Some("1"))),
-            "known keys"
-        );
-        map.forget(TOMBSTONE_MS + 2);
-        assert_eq!(contents(&map).len(), 1);
-        let mut other = Registers::default();
-        other.merge(RegisterKey::State(InstanceId(0)), write(1, 0, 2, Some("1")));
-        assert_eq!(
-            map.root(),
-            other.root(),
-            "what is forgotten leaves no trace"
-        );
-    }
-
-    #[test]
-    fn differences_are_found_by_marks() {
-        let (mut one, mut two) = (Registers::default(), Registers::default());
-        for id in 0..5 {
-            one.merge(
-                RegisterKey::State(InstanceId(id)),
-                write(1, 0, id, Some("1")),
-            );
-            two.merge(
-                RegisterKey::State(InstanceId(id + 2)),
-                write(1, 0, id + 2, Some("1")),
-            );
-        }
-        let (beyond, missing) = one.beyond(&two.marks());
-        let keys: Vec<RegisterKey> = beyond.into_iter().map(|(key, _)| key).collect();
-        assert_eq!(keys, [0, 1].map(|id| RegisterKey::State(InstanceId(id))));
-        assert_eq!(missing, 2);
-        assert_eq!(one.beyond(&one.marks()), (Vec::new(), 0));
-    }
-
-    proptest! {
-        /// Copies with the same writes are equal, for any order and repetition.
-        #[test]
-        fn order_does_not_matter(
-            writes in prop::collection::vec((0_u64..4, 0_u8..3, 0_u64..2, 0_u64..4), 0..40),
-        ) {
-            // A node never uses a timestamp twice, so the value is a function of it.
-            let each = writes.iter().map(|&(id, node, epoch, ms)| {
-                let value = ((id + ms + epoch) % 3 != 0).then_some("v");
-                (RegisterKey::State(InstanceId(id)), write(node, epoch, ms, value))
-            });
-            let (mut one, mut two) = (Registers::default(), Registers::default());
-            for (key, register) in each.clone() {
-                one.merge(key, register);
-            }
-            for (key, register) in each.clone().rev().chain(each) {
-                two.merge(key, register);
-            }
-            prop_assert_eq!(contents(&one), contents(&two));
-            prop_assert_eq!(one.root(), two.root());
-        }
-    }
+fn signed(key: &RegisterKey, slot: &Slot) -> Option<SignedEntry> {
+    Some(SignedEntry {
+        key: key.clone(),
+        register: slot.register.clone(),
+        signature: slot.signature.clone()?,
+    })
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,103 +1,136 @@
-//! Revocations in the shared map, each signed by a member.
+//! Which nodes are revoked, from the revocations in the shared map.
 //!
 //! ```text
-//! revoked/ID -> signature by a member's static key of "paceline revocation 1", ID
+//! revoked/ID, slot of a member -> that member revokes ID
 //! ```
-//! Any member may revoke another one, and others forward the entry. The signature proves which
-//! member wrote it, or received it with a new key from another one. An entry without a signature,
-//! or by a node not in the map, is refused. A revocation is final, so a replayed entry changes
-//! nothing.
+//! A revocation counts while its signer is not revoked itself. One signer alone has **one**
+//! revocation; each further one needs a second signer. So no member can revoke all others at once.
 //!
-//! Nodes can be removed from the map, revocations cannot. A member that has a revocation of a
-//! removed signer signs it again, so that newcomers accept it. The same holds for unsigned
-//! revocations of earlier versions, which are valid on a node's own disk.
+//! - A member's only revocation without a second signer is the earliest such one, by timestamp.
+//! - A node's own revocations always count on that node.
+//! - Of two nodes that revoke each other, both are revoked, until a third member decides.
+//! - Every member signs a single revocation after a day, so that its signer can write another.
+//!
+//! The result depends on the set of revocations only, not on the order of their arrival. It is the
+//! grounded extension of an argumentation framework (Dung, Artificial Intelligence 77, 1995) with
+//! revocations as attacks, and undecided nodes count as revoked.
+//!
+//! A revocation is final: nobody deletes it. It ends when its signers are revoked.
 
-use super::identity::{Error, Identity};
-use super::{NodeId, RegisterKey, Registers, Signature};
+use std::collections::{BTreeMap, BTreeSet};
 
-fn message(id: NodeId) -> Vec<u8> {
-    format!("paceline revocation 1\n{id}\n").into_bytes()
-}
+use super::{HybridTimestamp, NodeId};
 
-/// The entry of a node that `by` revokes.
-///
-/// # Errors
-/// [`Error::Random`].
-pub(super) fn entry(by: &Identity, id: NodeId) -> Result<String, Error> {
-    let signature = by.sign(&message(id))?;
-    Ok(serde_json::to_string(&signature).expect("a signature is JSON"))
-}
+/// The timestamps of revocations, which name the signers, by the revoked node.
+pub(super) type Claims = BTreeMap<NodeId, Vec<HybridTimestamp>>;
 
-/// Whether another node of the map has signed the entry of `id`. Cost: 0.2 ms.
-pub(super) fn is_signed(map: &Registers, id: NodeId, entry: &str) -> bool {
-    let Some((by, signature)) = signed(map, entry) else {
-        return false;
+/// The revoked nodes as the node `own` sees them, without itself.
+pub(super) fn revoked(claims: &Claims, own: Option<NodeId>) -> BTreeSet<NodeId> {
+    let alone = alone(claims);
+    let counts = |id: &NodeId, signers: &[HybridTimestamp], signer: NodeId| {
+        signers.len() > 1 || own == Some(signer) || alone.get(&signer) == Some(id)
     };
-    by != id && signature.is_of(by, &message(id))
-}
-
-/// Revoked nodes whose entries have no signer in the map, and the entries' epochs.
-pub(super) fn unsigned(map: &Registers) -> Vec<(NodeId, u64)> {
-    let of = |(key, register): (&RegisterKey, &super::Register)| match (key, &register.value) {
-        (RegisterKey::Revoked(id), Some(entry)) if signed(map, entry).is_none() => {
-            Some((*id, register.epoch))
+    let (mut stay, mut go) = (BTreeSet::new(), BTreeSet::new());
+    stay.extend(own);
+    loop {
+        let before = stay.len() + go.len();
+        for (id, signers) in claims {
+            if stay.contains(id) || go.contains(id) {
+                continue;
+            }
+            let mut by = signers.iter().map(|stamp| stamp.node);
+            let is_valid = |signer: &NodeId| !claims.contains_key(signer) || stay.contains(signer);
+            if by
+                .clone()
+                .any(|it| counts(id, signers, it) && is_valid(&it))
+            {
+                go.insert(*id);
+            } else if by.all(|it| !counts(id, signers, it) || go.contains(&it)) {
+                stay.insert(*id);
+            }
         }
-        _ => None,
-    };
-    map.iter().filter_map(of).collect()
+        if stay.len() + go.len() == before {
+            let revoked = claims.keys().filter(|id| !stay.contains(*id));
+            return revoked.copied().collect();
+        }
+    }
 }
 
-/// The signature of an entry, and its claimed signer in the map. A node that left counts until its
-/// tombstone is removed.
-fn signed(map: &Registers, entry: &str) -> Option<(NodeId, Signature)> {
-    let signature: Signature = serde_json::from_str(entry).ok()?;
-    let by = signature.claimed()?;
-    map.register(&RegisterKey::Node(by))?;
-    Some((by, signature))
+/// The one node that each member revokes without a second signer.
+fn alone(claims: &Claims) -> BTreeMap<NodeId, NodeId> {
+    let mut earliest: BTreeMap<NodeId, (HybridTimestamp, NodeId)> = BTreeMap::new();
+    for (id, signers) in claims {
+        if let [stamp] = signers[..] {
+            let first = earliest.entry(stamp.node).or_insert((stamp, *id));
+            *first = (*first).min((stamp, *id));
+        }
+    }
+    earliest.into_iter().map(|(by, (_, id))| (by, id)).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{HybridTimestamp, Register};
     use super::*;
 
-    #[test]
-    fn only_another_node_of_the_map_revokes() {
-        let [one, two] = [(); 2].map(|()| Identity::random().unwrap());
-        let facts = |node: NodeId| Register {
-            epoch: 0,
-            stamp: HybridTimestamp {
-                ms: 1,
-                count: 0,
-                node,
-            },
-            value: Some("{}".to_owned()),
-        };
-        let id = NodeId([3; 16]);
-        let known = (RegisterKey::Node(one.id()), facts(one.id()));
-        let map = Registers::from_entries([known]);
-        let by_one = entry(&one, id).unwrap();
-        assert!(is_signed(&map, id, &by_one));
-        assert!(!is_signed(&map, NodeId([4; 16]), &by_one), "another node");
-        assert!(!is_signed(&map, id, &entry(&two, id).unwrap()), "unknown");
-        assert!(!is_signed(&map, one.id(), &entry(&one, one.id()).unwrap()));
-        assert!(!is_signed(&map, id, "{}"));
+    fn id(number: u8) -> NodeId {
+        NodeId([number; 16])
+    }
 
-        let revoked = |value: String| Register {
-            epoch: 2,
-            value: Some(value),
-            ..facts(one.id())
-        };
-        let entries = [
-            (NodeId([3; 16]), by_one),
-            (NodeId([4; 16]), entry(&two, id).unwrap()),
-            (NodeId([5; 16]), "{}".to_owned()),
-        ];
-        let entries = entries.map(|(id, value)| (RegisterKey::Revoked(id), revoked(value)));
-        let all = entries
-            .into_iter()
-            .chain([(RegisterKey::Node(one.id()), facts(id))]);
-        let map = Registers::from_entries(all);
-        assert_eq!(unsigned(&map), [4, 5].map(|id| (NodeId([id; 16]), 2)));
+    /// The nodes revoked by `claims`, each a signer, its target and a time, as `own` sees them.
+    fn gone(claims: &[(u8, u8, u64)], own: u8) -> Vec<u8> {
+        let mut all = Claims::new();
+        for (by, of, ms) in claims {
+            let (ms, count, node) = (*ms, 0, id(*by));
+            let stamp = HybridTimestamp { ms, count, node };
+            all.entry(id(*of)).or_default().push(stamp);
+        }
+        let gone = revoked(&all, Some(id(own)));
+        gone.iter().map(|id| id.0[0]).collect()
+    }
+
+    #[test]
+    fn one_signer_revokes_one_node_and_two_revoke_any_number() {
+        assert_eq!(gone(&[(1, 5, 1)], 9), [5]);
+        assert_eq!(gone(&[(1, 5, 1), (1, 6, 2), (1, 7, 3)], 9), [5]);
+        let both = [(1, 5, 1), (1, 6, 2), (1, 7, 3), (2, 6, 9), (2, 7, 9)];
+        assert_eq!(gone(&both, 9), [5, 6, 7]);
+        // A second signer frees the first one for another revocation.
+        assert_eq!(gone(&[(1, 5, 1), (2, 5, 2), (1, 6, 3)], 9), [5, 6]);
+        assert_eq!(gone(&[(1, 5, 1), (1, 6, 2)], 1), [5, 6], "its own view");
+    }
+
+    #[test]
+    fn a_revoked_node_revokes_nobody() {
+        for (claims, expected) in [
+            // Node 5 is bad; 1, 2 and 3 are not.
+            (&[(5, 1, 1), (2, 5, 2)][..], &[5][..]),
+            (&[(5, 1, 1), (5, 2, 2), (5, 3, 3), (2, 5, 4)], &[5]),
+            (&[(5, 1, 1), (1, 5, 2)], &[1, 5]), // each the other
+            (&[(5, 1, 1), (1, 5, 2), (2, 5, 3)], &[5]),
+            (&[(5, 1, 1), (5, 2, 0), (1, 5, 2), (2, 5, 3)], &[5]),
+            // It signs a revocation of another: that one's signer stays.
+            (&[(1, 4, 1), (5, 4, 2), (2, 5, 3)], &[4, 5]),
+        ] {
+            assert_eq!(gone(claims, 9), expected, "{claims:?}");
+        }
+        assert_eq!(gone(&[(5, 1, 1), (1, 5, 2)], 1), [5], "its own view");
+    }
+
+    #[test]
+    fn the_order_of_arrival_does_not_matter() {
+        let mut random = paceline_base::SplitMix64::new(55);
+        for _ in 0..500 {
+            let mut draw = |bound: usize| random.below(bound) as u8;
+            let claims = (0..1 + draw(8)).map(|_| (draw(5), draw(5), u64::from(draw(9))));
+            let mut claims: Vec<(u8, u8, u64)> = claims.filter(|(by, of, _)| by != of).collect();
+            claims.sort_unstable();
+            claims.dedup_by_key(|(by, of, _)| (*by, *of));
+            let first = gone(&claims, 9);
+            for _ in 0..3 {
+                let by = claims.len().min(1);
+                claims.rotate_left(by);
+                assert_eq!(gone(&claims, 9), first, "{claims:?}");
+            }
+        }
     }
 }

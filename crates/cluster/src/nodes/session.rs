@@ -41,7 +41,7 @@ const PATTERN: &str = "Noise_XXpsk0_25519_AESGCM_SHA256";
 pub const HELLO_BYTES_MAX: usize = 4096;
 
 /// The first bytes of a connection; the last digit is the protocol's version.
-const MAGIC: [u8; 7] = *b"PLnode1";
+const MAGIC: [u8; 7] = *b"PLnode2";
 
 /// Most payload of a record.
 const RECORD_BYTES: usize = 32 << 10;

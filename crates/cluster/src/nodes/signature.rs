@@ -10,6 +10,8 @@
 //! ```
 //! Source: T. Perrin, The XEdDSA and VXEdDSA Signature Schemes, revision 1, section 3.
 
+use std::fmt;
+
 use curve25519_dalek::scalar::clamp_integer;
 use curve25519_dalek::{EdwardsPoint, MontgomeryPoint, Scalar};
 use paceline_base::{hex, unhex};
@@ -26,6 +28,35 @@ const NONCE_PREFIX: [u8; 32] = {
     prefix[0] = 0xfe;
     prefix
 };
+
+/// Signs messages of a node, and checks those of others.
+pub trait Signer: Send + Sync + fmt::Debug {
+    /// The node that signs.
+    fn id(&self) -> NodeId;
+
+    /// Signs a message.
+    ///
+    /// # Errors
+    /// [`Error::Random`].
+    fn sign(&self, message: &[u8]) -> Result<Signature, Error>;
+
+    /// Whether the node `by` signed exactly this message.
+    fn is_of(&self, signature: &Signature, by: NodeId, message: &[u8]) -> bool;
+}
+
+impl Signer for Identity {
+    fn id(&self) -> NodeId {
+        Self::id(self)
+    }
+
+    fn sign(&self, message: &[u8]) -> Result<Signature, Error> {
+        Self::sign(self, message)
+    }
+
+    fn is_of(&self, signature: &Signature, by: NodeId, message: &[u8]) -> bool {
+        signature.is_of(by, message)
+    }
+}
 
 /// A signature, with the signer's public key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,10 +85,15 @@ impl Identity {
 }
 
 impl Signature {
-    /// The claimed signer, unverified.
-    pub(super) fn claimed(&self) -> Option<NodeId> {
-        let public: [u8; 32] = unhex(&self.public)?.try_into().ok()?;
-        Some(id_of(&public))
+    /// A signature of a [`Signer`] that needs no public key, such as a simulated one.
+    pub const fn simulated(bytes: String) -> Self {
+        let public = String::new();
+        Self { public, bytes }
+    }
+
+    /// Its bytes, in hexadecimal digits.
+    pub fn digits(&self) -> &str {
+        &self.bytes
     }
 
     /// Whether the node `by` signed exactly this message.

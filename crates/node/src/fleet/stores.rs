@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use paceline_base::Bytes;
 use paceline_cluster::nodes::NodeId;
-use paceline_cluster::nodes::agent::Agent;
+use paceline_cluster::nodes::agent::{Agent, ClusterAct};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use serde::{Deserialize, Serialize};
@@ -29,6 +29,10 @@ use crate::workers::connection::{MessageConnection, receive_message, send_messag
 
 /// Longest wait for another node's store contents, which it reads from disk.
 const LIMIT: Duration = Duration::from_secs(5);
+
+/// Why a node keeps a model of its user that another node asks it to remove.
+const NOT_A_COPY: &str = "a model of that machine's user, which other machines remove only where \
+                          `paceline up --allow-delete` runs";
 
 /// Most models named in an advice.
 const ADVICE_MAX: usize = 3;
@@ -106,6 +110,8 @@ pub struct OwnStore {
     pub free: Box<dyn Fn() -> Option<u64> + Send + Sync>,
     /// Disk budget for models and copies in bytes.
     pub budget_bytes: Option<u64>,
+    /// Whether other nodes may remove the user's models. Copies they may remove in any case.
+    pub lets_others_remove: bool,
 }
 
 impl fmt::Debug for OwnStore {
@@ -136,11 +142,11 @@ pub(super) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<StoreResponse>(bytes);
 }
 
-/// Serves another node.
-pub(super) fn answer(inner: &Arc<Inner>, line: &dyn MessageConnection) {
+/// Serves another node, `peer`.
+pub(super) fn answer(inner: &Arc<Inner>, line: &dyn MessageConnection, peer: NodeId) {
     let told = match receive_message::<StoreRequest>(line, LIMIT) {
         Ok(Some(StoreRequest::List)) => StoreResponse::Store(inner.own_store()),
-        Ok(Some(StoreRequest::Remove(name))) => match inner.remove_here(&name) {
+        Ok(Some(StoreRequest::Remove(name))) => match inner.remove_here(&name, Some(peer)) {
             Ok(bytes) => StoreResponse::Removed(bytes),
             Err(reason) => StoreResponse::Refused(reason),
         },
@@ -339,6 +345,15 @@ fn models_in(folder: &Path) -> (Vec<Holding>, BTreeSet<String>) {
     (models, parts)
 }
 
+/// Whether another node may remove these models, all of one name: the user's own stay.
+fn copies_only(models: &[Holding]) -> Result<(), String> {
+    let own = models.iter().find(|it| !it.is_copy);
+    match own.filter(|_| !models.iter().any(|it| it.is_copy)) {
+        Some(own) => Err(format!("{} is {NOT_A_COPY}", own.name)),
+        None => Ok(()),
+    }
+}
+
 impl Inner {
     /// The models of this node.
     pub(super) fn own_store(&self) -> NodeStore {
@@ -370,8 +385,9 @@ impl Inner {
         }
     }
 
-    /// Removes a model of the user's store and all copies of this name. Returns the bytes freed.
-    fn remove_here(&self, name: &str) -> Result<u64, String> {
+    /// Removes a model of the user's store and all copies of this name, at the request of `asker`
+    /// or of this node's user. Returns the bytes freed.
+    fn remove_here(&self, name: &str, asker: Option<NodeId>) -> Result<u64, String> {
         let models = self.own_store().models.into_iter();
         let models: Vec<Holding> = models.filter(|it| it.name == name).collect();
         if models.iter().any(|it| it.is_loaded) {
@@ -379,7 +395,11 @@ impl Inner {
                 "{name} is loaded: `paceline unload {name}` comes first"
             ));
         }
-        let mut freed = (self.spec.store.remove)(name)?;
+        let store = &self.spec.store;
+        let mut freed = match asker.is_none() || store.lets_others_remove {
+            true => (store.remove)(name)?,
+            false => copies_only(&models).map(|()| None)?,
+        };
         for copy in models.iter().filter_map(|it| it.sha256.as_deref()) {
             let bytes = self
                 .copies
@@ -387,7 +407,12 @@ impl Inner {
                 .map_err(|error| error.to_string())?;
             freed = Some(freed.unwrap_or(0) + bytes);
         }
-        freed.ok_or_else(|| format!("it has no model {name:?}"))
+        let freed = freed.ok_or_else(|| format!("it has no model {name:?}"))?;
+        self.agent.record(ClusterAct::ModelRemoved {
+            model: name.to_owned(),
+            by: asker.map(|id| self.name(id)),
+        });
+        Ok(freed)
     }
 
     /// The files of this list that this node has, completely or partly, by SHA-256.
@@ -417,7 +442,9 @@ impl Inner {
         if node == self.agent.id() {
             return match asked {
                 StoreRequest::List => Ok(StoreResponse::Store(self.own_store())),
-                StoreRequest::Remove(name) => self.remove_here(name).map(StoreResponse::Removed),
+                StoreRequest::Remove(name) => {
+                    self.remove_here(name, None).map(StoreResponse::Removed)
+                }
                 StoreRequest::Has(files) => Ok(StoreResponse::Has(self.have(files))),
             };
         }
@@ -628,6 +655,20 @@ mod tests {
         let refused = refused.to_string();
         assert!(refused.contains("--disk-budget"), "{refused}");
         assert!(!refused.contains("paceline rm"), "{refused}");
+    }
+
+    #[test]
+    fn other_nodes_remove_copies_and_no_models_of_the_user() {
+        let own = model("a", 1, None);
+        let copy = Holding {
+            is_copy: true,
+            ..own.clone()
+        };
+        let refused = copies_only(std::slice::from_ref(&own)).unwrap_err();
+        assert!(refused.contains("--allow-delete"), "{refused}");
+        // The copy goes, and the user's model of the name stays.
+        assert_eq!(copies_only(&[own, copy]), Ok(()));
+        assert_eq!(copies_only(&[]), Ok(()), "it has no such model");
     }
 
     #[test]

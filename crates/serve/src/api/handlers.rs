@@ -22,6 +22,7 @@ use super::{App, Endpoint, embeddings, fresh_seed, json_response, pages, random_
 use crate::access::ClientIdentity;
 use crate::concurrency::ConcurrencyPermit;
 use crate::config::{Config, Removal};
+use crate::events::Kind;
 use crate::field::{FieldValues, FieldWarnings};
 use crate::journal::JournalHead;
 use crate::json;
@@ -506,6 +507,7 @@ pub(super) async fn remove(
         });
     };
     check_admin(app.keys.as_deref(), &request)?;
+    let client = super::address(&request);
     let (fields, is_served) = named(&app, request).await?;
     let Some(model) = fields.text("model").or(fields.text("name")) else {
         let (param, expected) = ("model".into(), "the name of a model".into());
@@ -520,7 +522,14 @@ pub(super) async fn remove(
     let removed = tokio::task::spawn_blocking(move || (remover.0)(&name, &served.0)).await;
     let what = "remove the model";
     match removed.map_err(|_| Rejection::Broken { what })? {
-        Ok(Removal::Done) => Ok(StatusCode::OK.into_response()),
+        Ok(Removal::Done) => {
+            app.config.live.events().put(Kind::Managed {
+                action: "model_removed",
+                subject: model,
+                by: Some(client),
+            });
+            Ok(StatusCode::OK.into_response())
+        }
         Ok(Removal::NotKept) => Err(Rejection::NotKept { model }),
         Ok(Removal::InUse) => Err(Rejection::InUse { model }),
         Err(reason) => Err(Rejection::Invalid { reason }),

@@ -19,7 +19,7 @@ use super::channel::ServiceChannel;
 use super::handshakes::{HandshakeSlot, Handshakes, Peer};
 use super::links::NewLink;
 use super::refusals::{REVOKED, of_pairing, of_session};
-use super::{Error, HANDSHAKE_LIMIT, Inner, facts};
+use super::{ClusterAct, Error, HANDSHAKE_LIMIT, Inner, facts};
 
 /// Longest silence of a stranger before its first message, which a member sends at once.
 const FIRST_LIMIT: Duration = Duration::from_secs(1);
@@ -234,6 +234,7 @@ impl Inner {
         match pairing::host(stream, &code, &key, HANDSHAKE_LIMIT) {
             Ok(()) => {
                 lock(&self.state).invitation = None;
+                self.record(ClusterAct::Paired(addr.ip().to_canonical()));
                 self.tell("the code was right: a machine joins");
             }
             Err(error) => {

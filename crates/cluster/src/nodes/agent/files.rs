@@ -4,7 +4,7 @@
 //! HOME/node/identity      static private key, 32 bytes, mode 0600
 //! HOME/node/cluster-key   the cluster's key, 32 bytes, mode 0600
 //! HOME/node/former-keys   replaced keys: their count, then one token a line, mode 0600
-//! HOME/node/map.json      the last saved shared map
+//! HOME/node/map.json      the last saved shared map: {"form":2,"entries":[..]}
 //! HOME/node/trusted      RDMA cables that carry plaintext: device and node, one a line, mode 0600
 //! HOME/node/lock          locked while the node runs
 //! HOME/node/socket        where the command line reaches the node
@@ -16,9 +16,11 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
 use super::super::identity::{check_folder, write_secret};
+use super::super::registers::SavedEntry;
 use super::super::{ClusterKey, Identity, Register, RegisterKey, Registers};
 use super::Error;
 use super::rdma::TrustedCables;
@@ -26,6 +28,23 @@ use super::rekey::FORMER_MAX;
 
 /// Longest saved map that is read: its bounds, twice over.
 const MAP_BYTES_MAX: u64 = 128 << 20;
+
+/// The form of a saved map. The first form was a list of unsigned entries.
+const MAP_FORM: u32 = 2;
+
+#[derive(Serialize, Deserialize)]
+struct MapFile {
+    form: u32,
+    entries: Vec<SavedEntry>,
+}
+
+/// A saved map.
+#[derive(Debug, Default)]
+pub(super) struct SavedMap {
+    pub(super) map: Registers,
+    /// Unsigned entries of a map of the first form.
+    pub(super) former: Vec<(RegisterKey, Register)>,
+}
 
 /// Longest file of trusted cables that is read: its bound, twice over.
 const TRUSTED_BYTES_MAX: u64 = 16 << 10;
@@ -164,20 +183,29 @@ impl NodeFolder {
     }
 
     /// The saved map. An unreadable file counts as an empty map: the other nodes have all entries.
-    pub(super) fn map(&self) -> Registers {
-        let entries = || -> io::Result<Vec<(RegisterKey, Register)>> {
-            let mut bytes = Vec::new();
-            let file = File::open(self.folder.join("map.json"))?;
-            file.take(MAP_BYTES_MAX).read_to_end(&mut bytes)?;
-            Ok(serde_json::from_slice(&bytes)?)
-        };
-        Registers::from_entries(entries().unwrap_or_default())
+    pub(super) fn map(&self) -> SavedMap {
+        let mut bytes = Vec::new();
+        let file = File::open(self.folder.join("map.json"));
+        let read = file.and_then(|file| file.take(MAP_BYTES_MAX).read_to_end(&mut bytes));
+        if read.is_err() {
+            return SavedMap::default();
+        }
+        match serde_json::from_slice::<MapFile>(&bytes) {
+            Ok(file) if file.form == MAP_FORM => SavedMap {
+                map: Registers::from_saved(file.entries),
+                former: Vec::new(),
+            },
+            _ => SavedMap {
+                map: Registers::default(),
+                former: serde_json::from_slice(&bytes).unwrap_or_default(),
+            },
+        }
     }
 
     /// Saves the map with mode 0600, because it has hashes of API keys.
     pub(super) fn save_map(&self, map: &Registers) -> Result<(), Error> {
-        let entries: Vec<(&RegisterKey, &Register)> = map.iter().collect();
-        let text = serde_json::to_vec(&entries).expect("a map is JSON");
+        let (form, entries) = (MAP_FORM, map.saved());
+        let text = serde_json::to_vec(&MapFile { form, entries }).expect("a map is JSON");
         Ok(write_secret(&self.folder.join("map.json"), &text)?)
     }
 

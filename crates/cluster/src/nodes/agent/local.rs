@@ -300,8 +300,8 @@ fn execute(
         }
         "leave" => agent.leave().map(|()| json!({})).map_err(said),
         "revoke" => {
-            let id = agent.revoke(needed("node")?).map_err(said)?;
-            Ok(json!({ "id": id }))
+            let told = agent.revoke(needed("node")?).map_err(said)?;
+            Ok(json!(told))
         }
         "cables" => Ok(json!({ "cables": agent.cable_list() })),
         "trust" => {

@@ -3,6 +3,7 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
@@ -11,10 +12,10 @@ use zeroize::Zeroizing;
 
 use super::super::member::{DialTarget, Event, Life};
 use super::super::pairing::{self, Code, Invitation};
-use super::super::{ClusterKey, NodeId, RegisterKey, Registers, discovery, placement, revocation};
+use super::super::{ClusterKey, NodeId, Register, RegisterKey, Registers, discovery, placement};
 use super::facts::NodeView;
 use super::files::NodeFolder;
-use super::{Agent, Error, HANDSHAKE_LIMIT, dial, facts, paths};
+use super::{Agent, ClusterAct, Error, HANDSHAKE_LIMIT, Inner, dial, facts, paths, rekey};
 
 /// How long a newcomer listens for a machine that displays a code, which sends a beacon once a
 /// second.
@@ -39,6 +40,30 @@ pub struct Joined {
     pub problems: Vec<String>,
 }
 
+/// What a revocation did, and what the revoked node may have done before.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Revocation {
+    pub id: NodeId,
+    /// Whether another member has to revoke the node, too: this one has revoked another node, and
+    /// no second member has confirmed that.
+    pub needs_second: bool,
+    /// Ids of API keys that were written since this node first saw the revoked one.
+    pub keys: Vec<String>,
+    /// Names of nodes that this node first saw after the revoked one.
+    pub nodes: Vec<String>,
+}
+
+impl Revocation {
+    const fn of(id: NodeId) -> Self {
+        Self {
+            id,
+            needs_second: false,
+            keys: Vec::new(),
+            nodes: Vec::new(),
+        }
+    }
+}
+
 impl Agent {
     /// The cluster's token. Secret: it admits any machine.
     pub fn token(&self) -> Zeroizing<String> {
@@ -54,6 +79,7 @@ impl Agent {
         let code = Code::random().map_err(pairing::Error::Broken)?;
         let invitation = Invitation::new(code.clone(), Instant::now());
         lock(&self.inner.state).invitation = Some(invitation);
+        self.inner.record(ClusterAct::Invited);
         Ok(code)
     }
 
@@ -124,20 +150,34 @@ impl Agent {
     /// The cluster gets a new key, so that the node's key admits no other identity.
     ///
     /// # Errors
-    /// [`Error::NoNode`], [`Error::Ambiguous`], [`Error::Itself`], [`Error::MapRefuses`]. Files
-    /// that cannot be written: it is revoked, and the key stays.
-    pub fn revoke(&self, name: &str) -> Result<NodeId, Error> {
+    /// [`Error::NoNode`], [`Error::Ambiguous`], [`Error::Itself`]. Files that cannot be written: it
+    /// is revoked, and the key stays.
+    pub fn revoke(&self, name: &str) -> Result<Revocation, Error> {
         let node = self.find(name)?;
         if node.id == self.id() {
             return Err(Error::Itself);
         }
-        let entry = revocation::entry(&self.inner.identity, node.id)?;
-        self.write(RegisterKey::Revoked(node.id), 0, Some(entry))?;
+        let mut told = Revocation::of(node.id);
+        {
+            let mut state = lock(&self.inner.state);
+            let since = state.member.map().met_ms(node.id).unwrap_or(0);
+            self.inner.step(&mut state, rekey::revocation(node.id));
+            let map = state.member.map();
+            told.needs_second = map.needs_second(node.id);
+            told.keys = api_keys_since(map, since);
+            let others = map.iter().filter_map(|(key, _)| match key {
+                RegisterKey::Node(id) if *id != self.id() => Some(*id),
+                _ => None,
+            });
+            let later = others.filter(|id| map.met_ms(*id).is_some_and(|met| met > since));
+            told.nodes = later.map(|id| state.name(id)).collect();
+        }
+        self.inner.record(ClusterAct::Revoked(node.facts.name));
         self.inner.renew_key()?;
-        Ok(node.id)
+        Ok(told)
     }
 
-    /// Forgets a dead node.
+    /// Forgets a dead node. A revoked one is forgotten already.
     ///
     /// # Errors
     /// [`Error::NoNode`], [`Error::Ambiguous`], [`Error::Lives`].
@@ -145,6 +185,7 @@ impl Agent {
         let node = self.find(name)?;
         let state = match node.state {
             _ if node.id == self.id() => "this node",
+            _ if self.map().revoked().contains(&node.id) => return Ok(node.id),
             Life::Alive => "alive",
             Life::Suspect => "suspect",
             Life::Dead | Life::Left => {
@@ -193,6 +234,63 @@ impl Agent {
         inner.know_peers();
         inner.write_facts();
         Ok(())
+    }
+}
+
+/// Ids of live API keys written at this time or later, in milliseconds since 1970.
+fn api_keys_since(map: &Registers, since_ms: u64) -> Vec<String> {
+    let keys = map
+        .iter()
+        .filter(|(_, register)| register.value.is_some() && register.stamp.ms >= since_ms);
+    let ids = keys.filter_map(|(key, _)| key.as_api_key());
+    ids.map(|(_, id)| id.to_owned()).collect()
+}
+
+impl Inner {
+    /// Writes again, with signatures, what of a saved map of the first form only this node has:
+    /// all revocations, and its own entries. Others come from their nodes. API keys come from this
+    /// node's file: those of other nodes lose the rights of admins.
+    pub(super) fn adopt(self: &Arc<Self>, former: &[(RegisterKey, Register)]) {
+        if former.is_empty() {
+            return;
+        }
+        let own = self.identity.id();
+        let mut foreign = Vec::new();
+        {
+            let mut state = lock(&self.state);
+            let facts = self.facts(&state);
+            self.step(&mut state, facts);
+            for (
+                key,
+                Register {
+                    epoch,
+                    stamp,
+                    value,
+                },
+            ) in former
+            {
+                let (key, value) = (key.clone(), value.clone());
+                match key {
+                    RegisterKey::Revoked(id) => self.step(&mut state, rekey::revocation(id)),
+                    RegisterKey::ApiKey(id) if stamp.node != own => foreign.push(id),
+                    RegisterKey::ApiKey(_) | RegisterKey::Node(_) => {}
+                    _ if stamp.node != own => {}
+                    RegisterKey::Named(_) => {
+                        let epoch = 0;
+                        self.step(&mut state, Event::Write { key, epoch, value });
+                    }
+                    RegisterKey::Instance(_) | RegisterKey::State(_) => {
+                        let epoch = *epoch;
+                        self.step(&mut state, Event::Write { key, epoch, value });
+                    }
+                }
+            }
+        }
+        self.restrict_keys(&foreign);
+        self.tell(
+            "the saved map had the form of an earlier version: revocations and this node's own \
+             entries are kept, and the others come from their nodes",
+        );
     }
 }
 
@@ -286,7 +384,11 @@ pub fn join_by_code_at_rest(home: &Path, code: &Code, peer: Option<&str>) -> Res
 }
 
 fn check_at_rest(files: &NodeFolder) -> Result<(), Error> {
-    let (own, map) = (files.identity()?.id(), files.map());
+    let (own, saved) = (files.identity()?.id(), files.map());
+    let map = match saved.former.is_empty() {
+        true => saved.map,
+        false => Registers::from_entries(saved.former),
+    };
     let mut facts = facts::all(&map);
     facts.remove(&own);
     let others: Vec<String> = facts::names(&facts).into_values().collect();

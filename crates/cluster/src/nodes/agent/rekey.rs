@@ -25,9 +25,10 @@ use serde::{Deserialize, Serialize};
 use zeroize::Zeroize;
 
 use super::super::clock::SKEW_MAX;
-use super::super::member::{DialTarget, Event, Life, PEERS_MAX};
+use super::super::member::{DialTarget, ENTRIES_MAX, Event, Life, PEERS_MAX};
+use super::super::registers::SignedEntry;
 use super::super::session::{self, Hello, NodeSession, Purpose};
-use super::super::{ClusterKey, NodeId, RegisterKey, revocation};
+use super::super::{ClusterKey, NodeId, RegisterKey};
 use super::channel::{self, ServiceChannel};
 use super::dial::ADDRESS_LIMIT;
 use super::state::State;
@@ -56,8 +57,9 @@ const TELL_AGAIN: Duration = Duration::from_secs(10);
 /// one, which is on its way.
 const SHORT_MAX: Duration = Duration::from_secs(10);
 
-/// Longest message in bytes: a key, and all revocations of a full map.
-const NEWS_BYTES_MAX: usize = 512 << 10;
+/// Longest message in bytes: a key, a thousand revocations of 500 bytes, and facts of their
+/// signers.
+const NEWS_BYTES_MAX: usize = 1 << 20;
 
 /// A key that replaces others.
 #[derive(Serialize, Deserialize)]
@@ -65,8 +67,8 @@ struct KeyUpdate {
     /// As of [`State::next_generation`].
     generation: u64,
     token: String,
-    /// Nodes that must not get it.
-    revoked: Vec<NodeId>,
+    /// Revocations of the nodes that must not get it, after the facts of their signers.
+    revoked: Vec<SignedEntry>,
 }
 
 /// Nodes with an earlier key, and the time of the next attempt to update each.
@@ -110,11 +112,7 @@ impl State {
     }
 
     fn revoked(&self) -> impl Iterator<Item = NodeId> {
-        let entries = self.member.map().iter();
-        entries.filter_map(|(key, register)| match key {
-            RegisterKey::Revoked(id) if register.value.is_some() => Some(*id),
-            _ => None,
-        })
+        self.member.map().revoked().iter().copied()
     }
 
     /// The present key, for a node that has an earlier one.
@@ -122,7 +120,7 @@ impl State {
         KeyUpdate {
             generation: self.generation,
             token: self.key.token().to_string(),
-            revoked: self.revoked().collect(),
+            revoked: self.member.map().revocations(),
         }
     }
 
@@ -233,16 +231,12 @@ impl Inner {
     /// Signs revocations whose signer is no longer known, so that newcomers accept them.
     pub(super) fn sign_revocations(self: &Arc<Self>) {
         let mut state = lock(&self.state);
-        let own = RegisterKey::Node(state.member.own());
-        if state.member.map().register(&own).is_none() {
+        let own = state.member.own();
+        if !state.member.map().has_met(own) {
             return; // its own signature would not count
         }
-        for (id, epoch) in revocation::unsigned(state.member.map()) {
-            // Without random numbers it is tried again.
-            if let Ok(entry) = revocation::entry(&self.identity, id) {
-                let (key, value) = (RegisterKey::Revoked(id), Some(entry));
-                self.step(&mut state, Event::Write { key, epoch, value });
-            }
+        for id in state.member.map().orphans() {
+            self.step(&mut state, revocation(id));
         }
     }
 
@@ -438,7 +432,7 @@ impl Inner {
         key: &ClusterKey,
         channel: &ServiceChannel,
     ) -> Result<bool, Error> {
-        self.learn_revocations(news, channel)?;
+        self.learn_revocations(news, channel);
         self.save();
         let _turn = lock(&self.writing);
         let is_other = {
@@ -458,22 +452,22 @@ impl Inner {
         Ok(is_other)
     }
 
-    /// Signs another member's revocations, whose signer may be unknown here.
-    fn learn_revocations(
-        self: &Arc<Self>,
-        news: &KeyUpdate,
-        channel: &ServiceChannel,
-    ) -> Result<(), Error> {
+    /// Merges the revocations that another member knows, by their signatures.
+    fn learn_revocations(self: &Arc<Self>, news: &KeyUpdate, channel: &ServiceChannel) {
         let mut state = lock(&self.state);
-        // A node cannot revoke itself: no other node would accept its signature.
-        let own = state.member.own();
-        for id in news.revoked.iter().filter(|id| **id != own) {
-            let key = RegisterKey::Revoked(*id);
-            if state.keeps(channel) && state.member.map().get(&key).is_none() {
-                let (epoch, value) = (0, Some(revocation::entry(&self.identity, *id)?));
-                self.step(&mut state, Event::Write { key, epoch, value });
+        for entries in news.revoked.chunks(ENTRIES_MAX) {
+            if state.keeps(channel) {
+                self.step(&mut state, Event::Learned(entries.to_vec()));
             }
         }
-        Ok(())
+    }
+}
+
+/// The event by which this node revokes another one.
+pub(super) fn revocation(id: NodeId) -> Event {
+    Event::Write {
+        key: RegisterKey::Revoked(id),
+        epoch: 0,
+        value: Some("{}".to_owned()),
     }
 }

@@ -13,6 +13,7 @@ use super::super::pairing::Invitation;
 use super::super::paths::{PathProbe, PathTable};
 use super::super::rdma::RdmaDevice;
 use super::super::session::NodeSession;
+use super::super::signature::Signer;
 use super::super::{ClusterKey, Membership, NodeId, Now, RegisterKey, Registers};
 use super::addresses::AddressBook;
 use super::channel::ServiceChannel;
@@ -73,14 +74,20 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(own: NodeId, key: ClusterKey, map: Registers, pace: Pace, now: Now) -> Self {
+    pub(super) fn new(
+        signer: Arc<dyn Signer>,
+        key: ClusterKey,
+        map: Registers,
+        pace: Pace,
+        now: Now,
+    ) -> Self {
         Self {
             key,
             former: Vec::new(),
             generation: 0,
             drawn: None,
             stale: OutdatedNodes::new(),
-            member: Membership::new(own, map, pace, random(), now),
+            member: Membership::new(signer, map, pace, random(), now),
             era: 0,
             links: BTreeMap::new(),
             book: AddressBook::default(),
@@ -106,8 +113,8 @@ impl State {
     pub(super) fn enter(&mut self, key: ClusterKey, pace: Pace, now: Now) {
         self.cut_all();
         self.era += 1;
-        let own = self.member.own();
-        self.member = Membership::new(own, Registers::default(), pace, random(), now);
+        let signer = self.member.signer();
+        self.member = Membership::new(signer, Registers::default(), pace, random(), now);
         self.key = key;
         (self.former, self.generation) = (Vec::new(), 0);
         self.drawn = None;
@@ -203,10 +210,39 @@ impl State {
         views
     }
 
+    /// Revoked nodes, which [`views`](Self::views) does not have, with their last facts.
+    pub(super) fn revoked_views(&self) -> Vec<NodeView> {
+        let map = self.member.map();
+        let view = |id: &NodeId| {
+            let text = map.facts_of_revoked(*id)?;
+            let facts: NodeFacts = serde_json::from_str(text).unwrap_or_default();
+            Some(NodeView {
+                id: *id,
+                state: Life::Dead,
+                found_by: facts::word(self.book.how(*id)).to_owned(),
+                heard_by: Vec::new(),
+                linked: false,
+                slow_ms: None,
+                facts: NodeFacts {
+                    name: facts::shown(&facts.name, *id),
+                    ..facts
+                },
+            })
+        };
+        map.revoked().iter().filter_map(view).collect()
+    }
+
     /// The displayed name of a node.
     pub(super) fn name(&self, id: NodeId) -> String {
         let facts = facts::all(self.member.map());
         let name = facts::names(&facts).remove(&id);
+        let name = name.or_else(|| {
+            let revoked = self.revoked_views().into_iter();
+            revoked
+                .filter(|view| view.id == id)
+                .map(|view| view.facts.name)
+                .next()
+        });
         name.unwrap_or_else(|| facts::shown("", id))
     }
 

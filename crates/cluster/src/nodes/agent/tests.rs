@@ -8,8 +8,10 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
-use crate::nodes::ClusterKey;
 use crate::nodes::discovery::{DiscoveredNode, DiscoveryMethod};
+use crate::nodes::member::{ENTRIES_MAX, GossipMessage};
+use crate::nodes::registers::SignedEntry;
+use crate::nodes::{ClusterKey, HybridTimestamp, InstanceId, Register};
 
 /// Longest wait of these tests, reached only if something hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -124,7 +126,7 @@ fn a_revoked_node_is_dead_to_all_and_its_channels_end() {
     let _held = kept.recv_timeout(PATIENCE).unwrap();
     assert!(matches!(one.revoke("one"), Err(Error::Itself)));
     assert!(matches!(one.revoke("four"), Err(Error::NoNode { .. })));
-    assert_eq!(one.revoke("three").unwrap(), id);
+    assert_eq!(one.revoke("three").unwrap().id, id);
     for node in &nodes[..2] {
         until("it is cut off", || node.agent.life(id) == Life::Dead);
     }
@@ -234,17 +236,52 @@ fn a_former_key_opens_nothing_but_the_service_of_the_new_one() {
     assert!(kept.try_recv().is_err(), "the service was not reached");
 }
 
-/// Earlier versions wrote revocations without a signature.
+/// Earlier versions saved the map without signatures.
 #[test]
-fn an_unsigned_revocation_of_the_own_disk_is_signed_for_the_others() {
-    let nodes = cluster(&["one", "two"]);
-    let (one, two) = (&nodes[0].agent, &nodes[1].agent);
-    let key = RegisterKey::Revoked(Identity::random().unwrap().id());
-    one.write(key.clone(), 3, Some("{}".to_owned())).unwrap();
-    until("two has it with a signature", || {
-        let map = two.map();
-        map.get(&key).is_some_and(|entry| entry != "{}")
-    });
+fn a_map_of_an_earlier_version_keeps_revocations_and_own_entries() {
+    let key = ClusterKey::random().unwrap();
+    let home = tempfile::tempdir().unwrap();
+    join_at_rest(home.path(), &key).unwrap();
+    let own = NodeFolder::new(home.path()).identity().unwrap().id();
+    let [gone, other] = [3, 4].map(|byte| NodeId([byte; 16]));
+    let entry = |key: RegisterKey, node: NodeId, epoch: u64| {
+        let stamp = json!({"ms": 5, "count": 0, "node": node});
+        json!([key, {"epoch": epoch, "stamp": stamp, "value": "{}"}])
+    };
+    let named = |name: &str| RegisterKey::Named(name.to_owned());
+    let saved = json!([
+        entry(RegisterKey::Revoked(gone), other, 3),
+        entry(RegisterKey::Instance(InstanceId(7)), own, 2),
+        entry(named("mine"), own, 3),
+        entry(named("theirs"), other, 0),
+        entry(RegisterKey::ApiKey("k1".to_owned()), own, 0),
+        entry(RegisterKey::ApiKey("k2".to_owned()), other, 0),
+    ]);
+    let folder = home.path().join("node");
+    std::fs::write(folder.join("map.json"), saved.to_string()).unwrap();
+    let file = Arc::new(MemoryKeyFile::default());
+    for id in ["k1", "k2"] {
+        lock(&file.0).insert(id.to_owned(), "admin".to_owned());
+    }
+    let mut config = config(home.path(), "one", &[]);
+    config.keys = Some(Arc::clone(&file) as Arc<dyn KeyFile>);
+    let one = TestNode {
+        agent: Agent::start(config).unwrap(),
+        home,
+    };
+    let two = node("two", &key, &[one.agent.port()]);
+    let has_all = |agent: &Agent| {
+        let map = agent.map();
+        let keys = [RegisterKey::Instance(InstanceId(7)), named("mine")];
+        let keys = keys
+            .into_iter()
+            .chain(["k1", "k2"].map(|id| RegisterKey::api_key(own, id)));
+        let mut keys = keys.chain([RegisterKey::Revoked(gone)]);
+        keys.all(|key| map.get(&key).is_some()) && map.get(&named("theirs")).is_none()
+    };
+    until("the other node has all", || has_all(&two.agent));
+    let keys = lock(&file.0).clone().into_values().collect::<Vec<_>>();
+    assert_eq!(keys, ["admin", "user"], "another node's key is no admin's");
 }
 
 #[test]
@@ -287,7 +324,7 @@ fn channels_carry_messages_both_ways_and_end_with_their_peer() {
 fn the_map_is_shared_watched_and_kept_on_disk() {
     let nodes = cluster(&["one", "two"]);
     let (one, two) = (&nodes[0].agent, &nodes[1].agent);
-    let key = RegisterKey::Named("wish".to_owned());
+    let key = RegisterKey::Instance(InstanceId(7));
     let mut watch = two.watch();
     one.write(key.clone(), 3, Some("[1]".to_owned())).unwrap();
     until("the write arrives", || {
@@ -369,8 +406,9 @@ fn revocations_at_once_leave_one_key() {
     let (one, two) = (&nodes[0].agent, &nodes[1].agent);
     // The second revocation comes before node two knows the first, so node two draws a key itself.
     one.revoke("three").unwrap();
-    one.revoke("four").unwrap();
+    assert!(one.revoke("four").unwrap().needs_second);
     two.revoke("five").unwrap();
+    two.revoke("four").unwrap();
     until("both have one key", || two.token() == one.token());
     let told = |agent: &Agent| lock(&agent.inner.state).stale.is_empty();
     until("nobody is told any more", || told(one) && told(two));
@@ -540,6 +578,10 @@ impl KeyFile for MemoryKeyFile {
         *lock(&self.0) = entries.clone();
         Ok(())
     }
+
+    fn restrict(&self, _: &str, entry: &str) -> Option<String> {
+        Some(entry.replace("admin", "user"))
+    }
 }
 
 #[test]
@@ -549,7 +591,7 @@ fn api_keys_are_adopted_and_revoked_everywhere() {
         Arc::new(MemoryKeyFile::default()),
         Arc::new(MemoryKeyFile::default()),
     ];
-    lock(&files[0].0).insert("k1".into(), "{}".into());
+    lock(&files[0].0).insert("k1".into(), "admin".into());
     let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let mut agents: Vec<Agent> = Vec::new();
     for (home, file) in homes.iter().zip(&files) {
@@ -559,7 +601,15 @@ fn api_keys_are_adopted_and_revoked_everywhere() {
         config.keys = Some(Arc::clone(file) as Arc<dyn KeyFile>);
         agents.push(Agent::start(config).unwrap());
     }
-    until("it is adopted", || lock(&files[1].0).contains_key("k1"));
+    let has = |entry: &str| lock(&files[1].0).get("k1").is_some_and(|it| it == entry);
+    until("it is adopted without its rights", || has("user"));
+    lock(&files[1].0).insert("k1".into(), "admin".into());
+    let acts = Mutex::new(Vec::new());
+    until("its rights are allowed and kept", || {
+        lock(&acts).extend(agents[1].acts());
+        lock(&acts).contains(&ClusterAct::KeyAllowed("k1".into()))
+    });
+    assert!(has("admin"));
     lock(&files[1].0).remove("k1");
     until("it is revoked", || lock(&files[0].0).is_empty());
     agents.iter().for_each(Agent::stop);
@@ -725,8 +775,8 @@ fn ten_thousand_malformed_handshakes_leave_a_node_as_it_was() {
         for _ in 0..count {
             let mut bytes: Vec<u8> = match random.next() % 4 {
                 0 => Vec::new(),
-                1 => b"PLnode1c".to_vec(),
-                2 => b"PLnode1s".to_vec(),
+                1 => b"PLnode2c".to_vec(),
+                2 => b"PLnode2s".to_vec(),
                 _ => pairing::PREFACE.to_vec(),
             };
             let length = (random.next() % 300) as usize;
@@ -771,4 +821,186 @@ fn silent_strangers_neither_keep_a_member_out_nor_use_up_a_code() {
     let paired = pairing::guest(addr, &code, PATIENCE);
     assert_eq!(paired.unwrap(), key);
     drop(held);
+}
+
+/// A member that sends what it likes over its session with a node, and answers pings.
+struct BadMember {
+    identity: Identity,
+    session: Arc<session::NodeSession>,
+    count: u32,
+}
+
+impl BadMember {
+    fn join(node: &TestNode) -> Self {
+        let inner = &node.agent.inner;
+        let (key, mut hello) = (lock(&inner.state).key.clone(), inner.hello());
+        let identity = Identity::random().unwrap();
+        (hello.name, hello.boot) = ("bad".to_owned(), 7);
+        let own = session::Own {
+            identity: &identity,
+            key: &key,
+            hello: &hello,
+            judge: &|_, _| None,
+        };
+        let place = SocketAddr::from((Ipv4Addr::LOCALHOST, node.agent.port()));
+        let session = session::dial(own, place, Purpose::Control, PATIENCE).unwrap();
+        let session = Arc::new(session);
+        let answering = Arc::clone(&session);
+        thread::spawn(move || {
+            while let Ok(Some(bytes)) = answering.recv(16 << 20, PATIENCE) {
+                let message = serde_json::from_slice(&bytes).unwrap();
+                if let GossipMessage::Ping { seq, root, .. } = message {
+                    let rumours = Vec::new();
+                    let answer = GossipMessage::Ack { seq, root, rumours };
+                    let _ = answering.send(&serde_json::to_vec(&answer).unwrap());
+                }
+            }
+        });
+        let (count, facts) = (0, NodeFacts::default());
+        let mut member = Self {
+            identity,
+            session,
+            count,
+        };
+        let facts = serde_json::to_string(&facts).unwrap();
+        let own = RegisterKey::Node(member.identity.id());
+        let entry = member.entry(own, 0, Some(&facts));
+        member.send(vec![entry]);
+        member
+    }
+
+    /// An entry with its signature.
+    fn entry(&mut self, key: RegisterKey, epoch: u64, value: Option<&str>) -> SignedEntry {
+        self.count += 1;
+        let ms = now(Instant::now()).wall_ms + 50_000;
+        let (count, node) = (self.count, self.identity.id());
+        let register = Register {
+            epoch,
+            stamp: HybridTimestamp { ms, count, node },
+            value: value.map(str::to_owned),
+        };
+        let signature = self.identity.sign(&SignedEntry::message(&key, &register));
+        SignedEntry {
+            signature: signature.unwrap(),
+            key,
+            register,
+        }
+    }
+
+    /// Fills its part of the map, then writes about the nodes `others` and makes an admin's key.
+    /// Returns the last entry, which is allowed.
+    fn attack(&mut self, others: [NodeId; 2]) -> RegisterKey {
+        let id = self.identity.id();
+        let long = "x".repeat(3000);
+        let fill = (0..1100).map(|number| {
+            let key = RegisterKey::Named(format!("fill/{number}"));
+            self.entry(key, 0, Some(&long))
+        });
+        let mut entries: Vec<SignedEntry> = fill.collect();
+        entries.push(self.entry(RegisterKey::Node(id), 0, Some("{}")));
+        entries.push(self.entry(RegisterKey::api_key(id, "bad"), 0, Some("admin")));
+        let owned = Some("{\"name\":\"owned\"}");
+        for other in others {
+            for key in [
+                RegisterKey::Node(other),
+                RegisterKey::api_key(other, "mine"),
+                RegisterKey::Named(format!("paths/{other}")),
+            ] {
+                entries.push(self.entry(key.clone(), u64::MAX, owned));
+                entries.push(self.entry(key.clone(), u64::MAX, None));
+                let mut theirs = self.entry(key, 0, owned);
+                theirs.register.stamp.node = other;
+                entries.push(theirs);
+            }
+            entries.push(self.entry(RegisterKey::Revoked(other), u64::MAX, Some("{}")));
+        }
+        let last = RegisterKey::Named("last".to_owned());
+        entries.push(self.entry(last.clone(), 0, Some("1")));
+        self.send(entries);
+        last
+    }
+
+    fn send(&self, entries: Vec<SignedEntry>) {
+        for entries in entries.chunks(ENTRIES_MAX) {
+            let entries = entries.to_vec();
+            let message = serde_json::to_vec(&GossipMessage::Entries { entries });
+            // The node may have cut it off.
+            let _ = self.session.send(&message.unwrap());
+        }
+    }
+}
+
+#[test]
+fn a_bad_member_gets_no_rights_changes_nobody_and_is_revoked_with_all_it_wrote() {
+    let key = ClusterKey::random().unwrap();
+    let file = Arc::new(MemoryKeyFile::default());
+    lock(&file.0).insert("mine".to_owned(), "admin".to_owned());
+    let home = tempfile::tempdir().unwrap();
+    join_at_rest(home.path(), &key).unwrap();
+    let mut config = config(home.path(), "one", &[]);
+    config.keys = Some(Arc::clone(&file) as Arc<dyn KeyFile>);
+    let one = TestNode {
+        agent: Agent::start(config).unwrap(),
+        home,
+    };
+    let two = node("two", &key, &[one.agent.port()]);
+    let agents = [&one.agent, &two.agent];
+    until("they know each other", || {
+        agents
+            .iter()
+            .all(|agent| agent.find("one").is_ok() && agent.find("two").is_ok())
+    });
+    until("the key is shared", || {
+        let key = RegisterKey::api_key(one.agent.id(), "mine");
+        two.agent.map().get(&key).is_some()
+    });
+
+    let mut bad = BadMember::join(&one);
+    let id = bad.identity.id();
+    let last = bad.attack([one.agent.id(), two.agent.id()]);
+    until("all is read", || {
+        agents.iter().all(|it| it.map().get(&last).is_some())
+    });
+    until("its key is no admin's", || {
+        lock(&file.0)
+            .get("bad")
+            .is_some_and(|entry| entry == "user")
+    });
+    assert_eq!(lock(&file.0)["mine"], "admin");
+    for agent in agents {
+        for name in ["one", "two"] {
+            assert_eq!(agent.find(name).unwrap().facts.cores, 4, "{name}");
+        }
+        agent
+            .write(
+                RegisterKey::Named("room".to_owned()),
+                0,
+                Some("1".repeat(3000)),
+            )
+            .unwrap();
+    }
+
+    let token = one.agent.token();
+    let told = one.agent.revoke(&id.to_string()).unwrap();
+    assert!(!told.needs_second, "{told:?}");
+    assert_eq!(told.keys, Vec::<String>::new(), "its own is gone");
+    let is_clean = |agent: &Agent| {
+        let map = agent.map();
+        let is_bad = |(_, register): (&RegisterKey, &Register)| register.stamp.node == id;
+        map.revoked().contains(&id) && !map.iter().any(is_bad)
+    };
+    until("all have revoked it", || {
+        agents.iter().all(|agent| is_clean(agent))
+    });
+    until("its key is gone", || !lock(&file.0).contains_key("bad"));
+    until("there is a new token", || {
+        *two.agent.token() == *one.agent.token()
+    });
+    assert_ne!(*token, *one.agent.token());
+    assert!(lock(&file.0).contains_key("mine"));
+    let acts = one.agent.acts();
+    assert!(
+        acts.iter().any(|act| matches!(act, ClusterAct::Revoked(_))),
+        "{acts:?}"
+    );
 }

@@ -10,7 +10,7 @@ use super::super::ClusterKey;
 use super::super::discovery::{Beacons, DiscoveredNode};
 use super::super::mdns::Mdns;
 use super::super::member::{DialTarget, Event};
-use super::{Discovery, Inner, keys, random};
+use super::{Discovery, Inner, random};
 
 /// Length of a round.
 const ROUND: Duration = Duration::from_millis(200);
@@ -30,7 +30,7 @@ impl Inner {
         let (mut tried, mut era) = (None::<Instant>, 0);
         let (mut tried_mdns, discovery) = (None::<Instant>, self.config.discovery);
         let (mut saved, mut looked) = (Instant::now(), None::<Instant>);
-        let mut synced = keys::of(lock(&self.state).member.map());
+        let mut synced = self.known_keys();
         let mut generation = lock(&self.state).generation;
         while !self.is_stopped() {
             self.cover_revocations();

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::{NodeId, Register, RegisterKey};
+use super::super::NodeId;
+use super::super::registers::SignedEntry;
 use super::peers::Life;
 
 /// Most rumours in a message; further ones are not read.
@@ -72,6 +73,6 @@ pub enum GossipMessage {
     /// Entries of the map.
     Entries {
         /// At most [`ENTRIES_MAX`].
-        entries: Vec<(RegisterKey, Register)>,
+        entries: Vec<SignedEntry>,
     },
 }

@@ -148,6 +148,15 @@ impl Peers {
         self.peers.get(&id).is_some_and(|peer| peer.linked)
     }
 
+    /// Whether a node is unknown, has left, or has been dead for `limit`.
+    pub(super) fn is_gone(&self, id: NodeId, now: Duration, limit: Duration) -> bool {
+        self.peers.get(&id).is_none_or(|peer| match peer.life {
+            Life::Alive | Life::Suspect => false,
+            Life::Dead => !peer.linked && now.saturating_sub(peer.since) >= limit,
+            Life::Left => true,
+        })
+    }
+
     pub(super) fn life(&self, id: NodeId) -> Option<Life> {
         Some(self.peers.get(&id)?.life)
     }

@@ -1,7 +1,8 @@
 //! Tests of a member, stepped by hand; whole clusters of them are in the crate `sim`.
 
-use super::super::{HybridTimestamp, Identity, InstanceId};
+use super::super::{HybridTimestamp, InstanceId};
 use super::*;
+use crate::testing::SimulatedSigner;
 
 fn id(number: u8) -> NodeId {
     NodeId([number; 16])
@@ -15,7 +16,8 @@ fn at(ms: u64) -> Now {
 }
 
 fn member(number: u8) -> Membership {
-    Membership::new(id(number), Registers::default(), Pace::default(), 1, at(0))
+    let signer = Arc::new(SimulatedSigner(id(number)));
+    Membership::new(signer, Registers::default(), Pace::default(), 1, at(0))
 }
 
 fn link(member: &mut Membership, other: u8, ms: u64) -> Vec<Action> {
@@ -24,6 +26,33 @@ fn link(member: &mut Membership, other: u8, ms: u64) -> Vec<Action> {
         target: None,
     };
     member.step(at(ms), linked)
+}
+
+/// An entry with the signature of the node that its timestamp names.
+fn signed(key: RegisterKey, register: Register) -> SignedEntry {
+    let signer = SimulatedSigner(register.stamp.node);
+    let signature = signer.sign(&SignedEntry::message(&key, &register));
+    SignedEntry {
+        signature: signature.unwrap(),
+        key,
+        register,
+    }
+}
+
+/// A write of node `by`, the `count`th of its first millisecond.
+fn entry(key: RegisterKey, by: u8, count: u32, value: Option<&str>) -> SignedEntry {
+    let (ms, node) = (at(0).wall_ms, id(by));
+    let register = Register {
+        epoch: 0,
+        stamp: HybridTimestamp { ms, count, node },
+        value: value.map(str::to_owned),
+    };
+    signed(key, register)
+}
+
+fn receive(member: &mut Membership, from: u8, entries: Vec<SignedEntry>) -> Vec<Action> {
+    let (from, message) = (id(from), GossipMessage::Entries { entries });
+    member.step(at(1), Event::Received { from, message })
 }
 
 fn lives(actions: &[Action]) -> Vec<(u8, Life)> {
@@ -269,10 +298,8 @@ fn hostile_messages_change_nothing_and_hold_no_memory() {
         stamp: far,
         value: Some("{}".into()),
     };
-    let entries = vec![(RegisterKey::Node(id(3)), register)];
-    let from = id(2);
-    let message = GossipMessage::Entries { entries };
-    assert_eq!(one.step(at(1), Event::Received { from, message }), []);
+    let entries = vec![signed(RegisterKey::Node(id(2)), register)];
+    assert_eq!(receive(&mut one, 2, entries), []);
     for number in 0..5000_u64 {
         let bytes = std::array::from_fn(|i| number.to_le_bytes()[i % 8]);
         one.step(at(1), Event::Found(DialTarget::Node(NodeId(bytes))));
@@ -357,32 +384,107 @@ fn a_revocation_that_no_known_member_signed_is_refused() {
     let mut one = member(1);
     link(&mut one, 2, 0);
     link(&mut one, 3, 0);
-    let signer = Identity::random().unwrap();
-    let entry = |key, value: String, count| {
-        let stamp = HybridTimestamp {
-            ms: at(0).wall_ms,
-            count,
-            node: id(2),
-        };
-        let register = Register {
-            epoch: 0,
-            stamp,
-            value: Some(value),
-        };
-        (key, register)
+    let mut takes = |entries| receive(&mut one, 2, entries).contains(&Action::Unlink(id(3)));
+    let revoked = |by| entry(RegisterKey::Revoked(id(3)), by, 1, Some("{}"));
+    assert!(!takes(vec![revoked(4)]), "nobody knows it");
+    let mut forged = revoked(4);
+    forged.register.stamp.node = id(2);
+    let known = [2, 4].map(|by| entry(RegisterKey::Node(id(by)), by, 1, Some("{}")));
+    assert!(!takes([&known[..], &[forged]].concat()));
+    assert!(!takes(vec![entry(
+        RegisterKey::Revoked(id(3)),
+        3,
+        2,
+        Some("{}")
+    )]));
+    assert!(takes(vec![revoked(4)]));
+}
+
+/// Node 2 is a member and writes what it likes about node 3, node 1 and node 4, which is away.
+#[test]
+fn no_member_writes_in_the_name_of_another() {
+    let mut one = member(1);
+    let facts = |member: &mut Membership, number: u8| {
+        let key = RegisterKey::Node(id(number));
+        let value = Some(format!("\"{number}\""));
+        member.step(
+            at(0),
+            Event::Write {
+                key,
+                epoch: 0,
+                value,
+            },
+        );
     };
-    let revoked = |value, count| entry(RegisterKey::Revoked(id(3)), value, count);
-    let signed = revocation::entry(&signer, id(3)).unwrap();
-    let mut takes = |entries| {
-        let message = GossipMessage::Entries { entries };
-        let from = id(2);
-        let actions = one.step(at(1), Event::Received { from, message });
-        actions.contains(&Action::Unlink(id(3)))
-    };
-    assert!(!takes(vec![revoked("{}".to_owned(), 1)]));
-    assert!(!takes(vec![revoked(signed.clone(), 2)]), "nobody knows it");
-    let other = revocation::entry(&signer, id(4)).unwrap();
-    let known = entry(RegisterKey::Node(signer.id()), "{}".to_owned(), 3);
-    assert!(!takes(vec![known, revoked(other, 4)]), "of another node");
-    assert!(takes(vec![revoked(signed, 5)]));
+    facts(&mut one, 1);
+    link(&mut one, 2, 0);
+    link(&mut one, 3, 0);
+    let theirs = [3, 4].map(|by| {
+        let value = format!("\"{by}\"");
+        entry(RegisterKey::Node(id(by)), by, 0, Some(&value))
+    });
+    receive(&mut one, 3, theirs.to_vec());
+    gossip(&mut one, 3, 4, at(0).wall_ms, Life::Dead);
+    let before = one.map().root();
+
+    for (count, number) in [1, 3, 4].into_iter().enumerate() {
+        let key = RegisterKey::Node(id(number));
+        let mut forged = vec![entry(key.clone(), 2, 2, Some("\"bad\""))];
+        // Another epoch, another writer, another value or another key than the writer signed.
+        let mut high = entry(key.clone(), number, 3, Some("\"bad\""));
+        high.register.epoch = u64::MAX;
+        forged.push(signed(key.clone(), high.register));
+        let mut theirs = entry(key.clone(), 2, 4, Some("\"bad\""));
+        theirs.register.stamp.node = id(number);
+        forged.push(theirs);
+        let mut value = entry(key.clone(), number, 0, Some("\"old\""));
+        value.register.stamp.count = 5 + count as u32;
+        value.register.value = Some("\"bad\"".to_owned());
+        forged.push(value);
+        let mut other = entry(RegisterKey::Node(id(2)), 2, 6, Some("\"bad\""));
+        other.key = key.clone();
+        forged.push(other);
+        receive(&mut one, 2, forged);
+        assert_eq!(one.map().get(&key), Some(&*format!("\"{number}\"")));
+    }
+    assert_eq!(one.map().root(), before);
+
+    // It may delete the facts of a dead node only.
+    let delete = |number| entry(RegisterKey::Node(id(number)), 2, 9, None);
+    let deleted = [1, 3, 4].map(delete).to_vec();
+    receive(&mut one, 2, vec![delete(4)]);
+    let early = one.map().get(&RegisterKey::Node(id(4)));
+    assert!(early.is_some(), "it may object");
+    let message = GossipMessage::Entries { entries: deleted };
+    let from = id(2);
+    let actions = one.step(at(2010), Event::Received { from, message });
+    for (number, stays) in [(1, true), (3, true), (4, false)] {
+        let found = one.map().get(&RegisterKey::Node(id(number)));
+        assert_eq!(found.is_some(), stays, "{number}");
+    }
+    // Node 1 writes its facts again, so that nodes that took the deletion have them.
+    let written = actions.iter().any(|action| match action {
+        Action::Send {
+            message: GossipMessage::Entries { entries },
+            ..
+        } => entries[0].key == RegisterKey::Node(id(1)) && entries[0].register.value.is_some(),
+        _ => false,
+    });
+    assert!(written, "{actions:?}");
+}
+
+#[test]
+fn a_single_revocation_is_confirmed_after_a_day() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    let known = entry(RegisterKey::Node(id(2)), 2, 0, Some("{}"));
+    let claims = [3, 4].map(|of| entry(RegisterKey::Revoked(id(of)), 2, u32::from(of), Some("{}")));
+    receive(&mut one, 2, [&[known][..], &claims].concat());
+    let revoked = |one: &Membership| one.map().revoked().iter().map(|id| id.0[0]).collect();
+    let found: Vec<u8> = revoked(&one);
+    assert_eq!(found, [3], "each further one needs a second signer");
+    let day = HIDDEN_MS + 2;
+    one.step(at(day), Event::Tick);
+    let found: Vec<u8> = revoked(&one);
+    assert_eq!(found, [3, 4], "node 1 has signed the first one");
 }

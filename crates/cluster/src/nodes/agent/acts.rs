@@ -1,0 +1,70 @@
+//! What users and members did to the cluster, for the audit log.
+
+use std::collections::VecDeque;
+use std::net::IpAddr;
+
+use paceline_base::lock;
+
+use super::super::RegisterKey;
+use super::{Agent, Inner};
+
+/// Most acts that wait for the log; the oldest make room. The log takes them some times a second.
+const ACTS_MAX: usize = 1024;
+
+/// An act that changes who may do what, or that removes a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ClusterAct {
+    /// This node shows a code that lets a machine in.
+    Invited,
+    /// A machine gave the code, and has the cluster's key.
+    Paired(IpAddr),
+    /// This node revoked a node, by its name.
+    Revoked(String),
+    /// An API key of this id was made on this node.
+    KeyMade(String),
+    /// An API key was deleted on this node.
+    KeyRevoked(String),
+    /// An admin's key of another node may act as one on this node.
+    KeyAllowed(String),
+    /// This node removed a model.
+    ModelRemoved {
+        model: String,
+        /// The name of the node that asked; `None` for this node's user.
+        by: Option<String>,
+    },
+}
+
+impl ClusterAct {
+    pub(super) fn of_key(key: &RegisterKey, is_made: bool) -> Self {
+        let id = key.as_api_key().map_or("", |(_, id)| id).to_owned();
+        match is_made {
+            true => Self::KeyMade(id),
+            false => Self::KeyRevoked(id),
+        }
+    }
+}
+
+/// Acts that wait for the log.
+pub(super) type Acts = VecDeque<ClusterAct>;
+
+impl Inner {
+    pub(super) fn record(&self, act: ClusterAct) {
+        let mut acts = lock(&self.acts);
+        if acts.len() == ACTS_MAX {
+            acts.pop_front();
+        }
+        acts.push_back(act);
+    }
+}
+
+impl Agent {
+    /// Records an act of a service of this node for the audit log.
+    pub fn record(&self, act: ClusterAct) {
+        self.inner.record(act);
+    }
+
+    /// Acts since the last call, oldest first.
+    pub fn acts(&self) -> Vec<ClusterAct> {
+        lock(&self.inner.acts).drain(..).collect()
+    }
+}
