@@ -29,6 +29,7 @@ use paceline_tensor::{Kernels, KvType};
 
 use crate::adapters::{AdapterOf, read_all};
 use crate::classes::Classes;
+use crate::forecast::machines::exchanges;
 use crate::forecast::{Forecast, Setting};
 use crate::instance::SpeedObserver;
 use crate::instance::prefill::{GroupEventSender, group_events};
@@ -422,7 +423,8 @@ impl PreparedModel {
 
     /// Replaces the initial split by another of `predicted` where answers show that it is slower.
     /// Each has its decode tokens a second; without the initial split among them nothing changes.
-    /// Prefill nodes and draft models fix the split.
+    /// A split with more exchanges is no candidate: slow networks and busy machines make it slower
+    /// still, whatever was predicted. Prefill nodes and draft models fix the split.
     pub fn steer_among(&mut self, predicted: &[(SplitKind, f64)]) {
         let cut = |(kind, tok_s): &(SplitKind, f64)| {
             let (nodes, shares) = (self.options.nodes, &self.options.shares);
@@ -435,6 +437,7 @@ impl PreparedModel {
             return;
         };
         self.cut = cuts.remove(own);
+        cuts.retain(|cut| exchanges(&cut.split) < exchanges(&self.cut.split));
         self.rivals = cuts;
     }
 
@@ -912,12 +915,10 @@ impl Drop for ReplyStream<'_> {
 
 #[cfg(test)]
 mod tests {
-    use paceline_base::KernelClass;
-
     use super::*;
 
-    #[test]
-    fn each_rank_reads_its_layers_and_ends() {
+    /// A small model over two nodes, and the bytes of its files.
+    fn over_two(kind: SplitKind) -> (u64, PreparedModel) {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
         let folder = folder.join("../../tests-data/golden/hf/llama-rope3-sharded");
         let source = Arc::new(ModelSource::open(&folder).unwrap());
@@ -925,32 +926,53 @@ mod tests {
             panic!("a folder");
         };
         let all = files.file_bytes().0;
-        let bytes = |kind| {
-            let options = Options {
-                classes: Classes::same(KernelClass::Cpu, 2),
-                threads: 1,
-                kv: None,
-                nodes: 2,
-                kind,
-                shares: Vec::new(),
-                backend: Backend::Any,
-                probed: Backend::Tcp,
-            };
-            let prepared = PreparedModel::new(Arc::clone(&source), options, |_| {
-                EngineConfig::single("m", 256)
-            });
-            prepared.unwrap().bytes_by_rank()
+        let options = Options {
+            classes: Classes::same(KernelClass::Cpu, 2),
+            threads: 1,
+            kv: None,
+            nodes: 2,
+            kind,
+            shares: Vec::new(),
+            backend: Backend::Any,
+            probed: Backend::Tcp,
         };
-        let [first, second] = bytes(SplitKind::Pipeline)[..] else {
+        let sizes = |_: &Config| EngineConfig::single("m", 256);
+        (all, PreparedModel::new(source, options, sizes).unwrap())
+    }
+
+    #[test]
+    fn each_rank_reads_its_layers_and_ends() {
+        let (all, prepared) = over_two(SplitKind::Pipeline);
+        let [first, second] = prepared.bytes_by_rank()[..] else {
             panic!("two ranks");
         };
         // All but the headers, whose share is a few hundredths here.
         assert!((all / 20 * 19..all).contains(&(first + second)), "{all}");
         assert!(first.min(second) > all / 4, "{first} {second}");
-        let [one, two] = bytes(SplitKind::Tensor)[..] else {
+        let [one, two] = over_two(SplitKind::Tensor).1.bytes_by_rank()[..] else {
             panic!("two ranks");
         };
         assert_eq!(one, two);
         assert!((all / 20 * 9..=all / 2).contains(&one), "{one} of {all}");
+    }
+
+    #[test]
+    fn a_split_is_left_for_one_with_fewer_exchanges_alone() {
+        use SplitKind::{Pipeline, Tensor};
+        let rivals = |kind, predicted: &[(SplitKind, f64)]| {
+            let mut prepared = over_two(kind).1;
+            prepared.steer_among(predicted);
+            let cuts = prepared.cuts();
+            assert_eq!(best(&cuts), 0, "it begins with its own");
+            let others = cuts[1..].iter();
+            others
+                .map(|cut| cut.split.to_string())
+                .collect::<Vec<String>>()
+        };
+        let both = |tensor, pipeline| [(Tensor, tensor), (Pipeline, pipeline)];
+        assert_eq!(rivals(Tensor, &both(20.0, 9.0)), ["pipeline"]);
+        assert_eq!(rivals(Pipeline, &both(9.0, 20.0)), [""; 0]);
+        assert_eq!(rivals(Tensor, &[(Pipeline, 9.0)]), [""; 0]);
+        assert_eq!(rivals(Tensor, &[]), [""; 0]);
     }
 }

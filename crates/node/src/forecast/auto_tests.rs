@@ -13,7 +13,7 @@ use paceline_model::{Config, ModelSource, Split, SplitKind};
 use paceline_plan::split_selection::{Event, SplitEstimate, SplitSelector};
 
 use super::facts::FactsStore;
-use super::machines::{MachineLink, Machines, RemoteMachine};
+use super::machines::{MachineLink, Machines, RemoteMachine, exchanges};
 use super::probe::StepMeasurements;
 use super::{Forecast, Setting};
 
@@ -128,16 +128,6 @@ fn measured(machines: &Machines, draw: &mut Draw) -> Machines {
     seen
 }
 
-/// Messages that wait for each other in a token: each loss of one delays it.
-fn messages(config: &Config, split: &Split) -> f64 {
-    let exchanges = if split.tensor_ranks() > 1 {
-        2 * config.layers.len()
-    } else {
-        0
-    };
-    (exchanges + split.stages()) as f64
-}
-
 /// Uses the splits that `--split auto` uses for [`TOKENS`] tokens. Returns the speed of the
 /// last as a fraction of the best one's.
 fn auto(model: &(ModelSource, Config), seed: u64) -> f64 {
@@ -161,12 +151,17 @@ fn auto(model: &(ModelSource, Config), seed: u64) -> f64 {
     let mut token_s = |split: &Split| {
         let said = forecast.across(config, split, &truth).unwrap();
         let computed = draw.off(0.15) / said.decode_tok_s;
-        computed + messages(config, split) * loss * again
+        computed + exchanges(split) as f64 * loss * again
     };
-    let tokens_s: Vec<f64> = ranked.iter().map(|it| token_s(&it.split)).collect();
+    let all_s: Vec<f64> = ranked.iter().map(|it| token_s(&it.split)).collect();
+    // As `PreparedModel::steer_among`: the first, and those with fewer exchanges.
+    let least = exchanges(&ranked[0].split);
+    let is_used = |i: &usize| *i == 0 || exchanges(&ranked[*i].split) < least;
+    let used: Vec<usize> = (0..ranked.len()).filter(is_used).collect();
+    let tokens_s: Vec<f64> = used.iter().map(|i| all_s[*i]).collect();
     let change = Duration::from_secs_f64(20.0 * tokens_s[0]); // so that minutes are few tokens
-    let said = ranked.iter().map(|it| SplitEstimate {
-        tok_s: it.prediction.decode_tok_s,
+    let said = used.iter().map(|i| SplitEstimate {
+        tok_s: ranked[*i].prediction.decode_tok_s,
         key_s: 0.0,
         change,
     });
@@ -190,7 +185,7 @@ fn auto(model: &(ModelSource, Config), seed: u64) -> f64 {
             selector.step(now, Event::Changed(change));
         }
     }
-    let best = tokens_s.iter().copied().fold(f64::INFINITY, f64::min);
+    let best = all_s.iter().copied().fold(f64::INFINITY, f64::min);
     best / tokens_s[selector.at()]
 }
 

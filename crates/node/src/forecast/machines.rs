@@ -448,6 +448,15 @@ fn stages(split: &Split) -> impl Iterator<Item = (Range<usize>, StageKind, usize
         })
 }
 
+/// Exchanges between ranks in a step, each a wait for the network.
+pub fn exchanges(split: &Split) -> usize {
+    let of_stage = |(ranks, _, layers): (Range<usize>, StageKind, usize)| match ranks.len() {
+        1 => 1,
+        _ => 2 * layers + 1,
+    };
+    stages(split).map(of_stage).sum()
+}
+
 /// Refuses stages of unlike engines, and expert splits on MLX.
 fn check_engines(split: &Split, machines: &Machines) -> Result<()> {
     for (ranks, kind, _) in stages(split) {
