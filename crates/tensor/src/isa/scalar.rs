@@ -34,7 +34,7 @@ unsafe fn four(x: *const i8) -> [i32; 4] {
 }
 
 macro_rules! scalar {
-    ($isa:ty, $inline:meta) => {
+    ($isa:ty, $inline:meta, $bytes:meta) => {
         // SAFETY (whole impl): reads and writes stay within the byte counts that the trait names.
         #[allow(
             clippy::undocumented_unsafe_blocks,
@@ -55,41 +55,41 @@ macro_rules! scalar {
             unsafe fn store_w(p: *mut u8, w: W) {
                 unsafe { p.cast::<W>().write_unaligned(w) }
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn low_nibble(w: W) -> W {
                 w.map(|b| b & 15)
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn high_nibble(w: W) -> W {
                 w.map(|b| b >> 4)
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn crumb<const INDEX: u32>(w: W) -> W {
                 w.map(|b| (b >> (2 * INDEX)) & 3)
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn shl4(w: W) -> W {
                 w.map(|b| b << 4)
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn or(a: W, b: W) -> W {
                 map(|i| a[i] | b[i])
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn spread_bits(p: *const u8, value: u8) -> W {
                 let bits = u64::from_le_bytes(unsafe { p.cast::<[u8; 8]>().read_unaligned() });
                 map(|i| if bits >> i & 1 == 1 { value } else { 0 })
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn lookup(table: &[i8; 16], w: W) -> W {
                 w.map(|b| table[usize::from(b & 15)] as u8)
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn mirrored(w: W, p: *const u8) -> W {
                 let bits = u64::from_le_bytes(unsafe { p.cast::<[u8; 8]>().read_unaligned() });
                 map(|i| if bits >> i & 1 == 1 { 128 - w[i] } else { w[i] })
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn split(a: W, b: W) -> [W; 2] {
                 let byte = |i: usize, odd: usize| {
                     let from = if i % 16 < 8 { a } else { b };
@@ -97,12 +97,12 @@ macro_rules! scalar {
                 };
                 [0, 1].map(|odd| map(|i| byte(i, odd)))
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn dot_unsigned(acc: I, w: W, x: *const i8) -> I {
                 let x = unsafe { four(x) };
                 map(|i| acc[i] + (0..4).map(|j| i32::from(w[4 * i + j]) * x[j]).sum::<i32>())
             }
-            #[$inline]
+            #[$bytes]
             unsafe fn dot_signed(acc: I, w: W, x: *const i8) -> I {
                 let x = unsafe { four(x) };
                 map(|i| {
@@ -368,9 +368,9 @@ macro_rules! scalar {
     };
 }
 
-scalar!(Scalar, inline(always));
+scalar!(Scalar, inline(always), inline(never));
 #[cfg(all(test, target_arch = "x86_64"))]
-scalar!(Called, inline(never));
+scalar!(Called, inline(never), inline(never));
 
 /// Bytes as the words that they hold.
 #[inline(always)]
