@@ -45,10 +45,11 @@ pub fn instance(
     templates: &ChildProgram,
 ) -> Result<ServedModel, Error> {
     let of_model = |error| Error::of_model(path, error);
+    let aliases = wanted.names.iter().skip(1).cloned().collect();
+    let names = (wanted.id().to_owned(), aliases);
     let source = ModelSource::open(path).map_err(of_model)?;
     if EncoderConfig::is_encoder(&source) {
         let config = EncoderConfig::read(&source).map_err(of_model)?;
-        let names = (wanted.model.clone(), Vec::new());
         return Ok(encoder(path, &source, &config, names)?);
     }
     let config = Config::read(&source).map_err(of_model)?;
@@ -60,8 +61,8 @@ pub fn instance(
         .context
         .map_or(config.context, |context| context as usize);
     Ok(ServedModel {
-        id: wanted.model.clone(),
-        aliases: Vec::new(),
+        id: names.0,
+        aliases: names.1,
         created_unix_s: changed_unix_s(path),
         fingerprint: fingerprint(&wanted.class_names(), paceline_node::identity(&source)),
         classes: wanted.class_names(),

@@ -10,6 +10,7 @@ use paceline_serve::events::Kind;
 use serde_json::Value;
 
 use crate::links::{link, used};
+use crate::tables;
 
 /// State of the last poll.
 #[derive(Default)]
@@ -226,12 +227,12 @@ fn complete(told: &mut Option<Path>, now: Option<&Path>) {
 
 fn seen(it: &Value) -> (String, InstanceSnapshot) {
     let text = |name: &str| it[name].as_str().unwrap_or_default().to_owned();
-    let nodes = it["nodes"].as_array().into_iter().flatten();
+    let nodes = tables::computing(it).into_iter();
     let seen = InstanceSnapshot {
         model: text("model"),
         state: text("state"),
         reason: it["reason"].as_str().map(str::to_owned),
-        nodes: nodes.filter_map(Value::as_str).map(str::to_owned).collect(),
+        nodes: nodes.map(str::to_owned).collect(),
     };
     (text("id"), seen)
 }

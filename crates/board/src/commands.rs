@@ -15,7 +15,7 @@ use std::time::{Duration, SystemTime};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::pairing::Code;
-use paceline_cluster::nodes::placement::{AdapterFile, InstanceSpec};
+use paceline_cluster::nodes::placement::{AdapterFile, AdapterNaming, InstanceSpec};
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
 use paceline_node::context_size::{ContextBudget, KvMemory};
@@ -342,7 +342,7 @@ fn of_keys(file: &Path, command: &str, arguments: &Value) -> Result<Value, keys:
     })
 }
 
-fn unix_s() -> u64 {
+pub(crate) fn unix_s() -> u64 {
     let since = SystemTime::UNIX_EPOCH.elapsed();
     since.map_or(0, |since| since.as_secs())
 }
@@ -440,11 +440,15 @@ fn sizes(path: &Path, config: &Config, wanted: &InstanceSpec) -> EngineConfig {
     let parallel = usize::from(wanted.options.parallel.max(1));
     let owner = wanted.nodes.first().map(|owner| wanted.class_of(*owner));
     let class = owner.and_then(|class| class.parse().ok());
-    let memory = KvMemory::of_machine(class.unwrap_or_default(), None);
+    let machine = wanted.machine.as_ref();
+    let kv = machine.and_then(|it| it.kv.as_ref()?.parse().ok());
+    let pace = machine.and_then(|it| it.pace.parse().ok());
+    let memory = KvMemory::of_machine(class.unwrap_or_default(), kv);
     let room = ContextBudget::of((path, config), memory, wanted.options.context, parallel);
     EngineConfig {
         max_running: parallel,
         max_waiting: WAITING_MAX,
+        pace: pace.unwrap_or_default(),
         drafts: wanted.options.drafts.map_or(DRAFTS, usize::from),
         strict: wanted.options.strict,
         ..room.engine(&wanted.model)
@@ -468,7 +472,12 @@ impl fleet::ModelRegistrar for HttpAdmission {
         let model = api_model::instance(path, wanted, &self.templates);
         let mut model = model.map_err(|error| chain(&error))?;
         if let Some(adapter) = adapter {
-            model.id = wanted.adapted(&adapter.name);
+            let qualified = wanted.adapted(&adapter.name);
+            (model.id, model.aliases) = match wanted.adapter_naming {
+                AdapterNaming::Qualified => (qualified, Vec::new()),
+                AdapterNaming::Bare => (adapter.name.clone(), vec![qualified]),
+                AdapterNaming::Model => (model.id, model.aliases),
+            };
             let digits = adapter.sha256.get(..8).unwrap_or_default();
             model.fingerprint = format!("{}-{digits}", model.fingerprint);
         }

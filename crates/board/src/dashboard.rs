@@ -53,6 +53,9 @@ const SAMPLE_EVERY: Duration = Duration::from_secs(2);
 /// Supplies the instances as JSON, and portraits of those that this node owns.
 pub type InstanceSource = dyn Fn() -> (Vec<Value>, BTreeMap<String, InstanceSummary>) + Send + Sync;
 
+/// Supplies metrics of this node's instances.
+type FigureSource = dyn Fn() -> Vec<MetricSample> + Send + Sync;
+
 /// Supplies the bytes that the ranks of this node's instances have exchanged so far.
 pub type TrafficSource = dyn Fn() -> Vec<CollectiveTraffic> + Send + Sync;
 
@@ -89,6 +92,7 @@ pub(crate) struct Inner {
     upstreams: OnceLock<Upstreams>,
     stages: OnceLock<Box<StageProbe>>,
     counts: OnceLock<Box<TrafficSource>>,
+    figures: OnceLock<Box<FigureSource>>,
     traffic: TrafficMeter,
     manage: OnceLock<Box<CommandHandler>>,
     /// Price of a kilowatt-hour.
@@ -128,6 +132,7 @@ impl Dashboard {
             upstreams: OnceLock::new(),
             stages: OnceLock::new(),
             counts: OnceLock::new(),
+            figures: OnceLock::new(),
             traffic: TrafficMeter::default(),
             manage: OnceLock::new(),
             kwh_price: OnceLock::new(),
@@ -172,6 +177,11 @@ impl Dashboard {
         let _ = self.0.counts.set(counts); // the first one stays
     }
 
+    /// Adds metrics of instances. Once.
+    pub(crate) fn set_figures(&self, figures: Box<FigureSource>) {
+        let _ = self.0.figures.set(figures); // the first one stays
+    }
+
     /// Adds the cost of tokens at `price` per kilowatt-hour. Once.
     pub fn set_kwh_price(&self, price: f64) {
         let _ = self.0.kwh_price.set(price); // the first one stays
@@ -182,8 +192,8 @@ impl Dashboard {
         let _ = self.0.manage.set(manage); // the first one stays
     }
 
-    /// The dashboard's callbacks for the HTTP server. `manages` enables commands.
-    pub fn for_server(&self, manages: bool) -> paceline_serve::DashboardConfig {
+    /// The dashboard's callbacks for the HTTP server.
+    pub fn for_server(&self) -> paceline_serve::DashboardConfig {
         let (status, watched, manage) = (self.clone(), self.clone(), self.clone());
         let stages = move |id: &str| match watched.0.stages.get() {
             Some(stages) => stages(id),
@@ -202,7 +212,7 @@ impl Dashboard {
         paceline_serve::DashboardConfig {
             status: StatusSource(Arc::new(move || status.status())),
             stages: Some(Arc::new(stages)),
-            manage: manages.then_some(manage),
+            manage: Some(manage),
         }
     }
 
@@ -282,9 +292,11 @@ impl Dashboard {
         })
     }
 
-    /// Gauges of this machine and its links, for `/metrics`.
+    /// Gauges of this node's instances, this machine and its links, for `/metrics`.
     pub fn facts(&self) -> Vec<MetricSample> {
-        let mut facts = machine_facts(&lock(&self.0.sample));
+        let figures = self.0.figures.get();
+        let mut facts = figures.map_or_else(Vec::new, |figures| figures());
+        facts.extend(machine_facts(&lock(&self.0.sample)));
         let ways = self.0.agent.get().map(Agent::nodes_and_ways);
         facts.extend(links::facts(&ways.unwrap_or_default()));
         if let Some(agent) = self.0.agent.get() {

@@ -1,19 +1,75 @@
-//! `/metrics` of an instance and its owner process.
+//! `/metrics` of the instances that a node owns, and of its process.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use paceline_cluster::machine::peak_memory_bytes;
 use paceline_engine::DraftCounts;
 use paceline_model::ExpertUses;
 use paceline_node::Instance;
+use paceline_node::fleet::InstanceView;
 use paceline_serve::MetricSample;
 
-/// Metrics of an instance over `nodes` workers. Waits for the workers' reports.
-pub fn facts(instance: &Instance, nodes: u32) -> Vec<MetricSample> {
+use crate::label::label;
+
+/// Metrics of instances as their node sees them, grouped by name. With several, each has its model
+/// as a label. Waits for the workers' reports.
+pub(crate) fn facts(instances: &[(InstanceView, Arc<Instance>)]) -> Vec<MetricSample> {
+    let own = |(view, instance): &(InstanceView, Arc<Instance>)| {
+        let (model, mut facts) = (&view.model, of_instance(instance));
+        facts.extend(of_placement(view));
+        for fact in facts.iter_mut().filter(|_| instances.len() > 1) {
+            let rest = match fact.labels.is_empty() {
+                true => String::new(),
+                false => format!(",{}", fact.labels),
+            };
+            fact.labels = label("model", model) + &rest;
+        }
+        facts
+    };
+    let mut facts: Vec<MetricSample> = instances.iter().flat_map(own).collect();
+    let order: Vec<&str> = facts.iter().map(|fact| fact.name).collect();
+    let first = |name: &str| order.iter().position(|other| *other == name);
+    facts.sort_by_key(|fact| first(fact.name));
+    facts.extend(peak_memory_bytes().map(|bytes| MetricSample {
+        name: "peak_memory_bytes",
+        help: "Most memory that the node's own process has had",
+        labels: String::new(),
+        value: bytes as f64,
+    }));
+    facts
+}
+
+/// The nodes that compute an instance's ranks now, and whether nodes are missing.
+fn of_placement(view: &InstanceView) -> Vec<MetricSample> {
+    let now = match view.computing.is_empty() {
+        true => &view.nodes,
+        false => &view.computing,
+    };
+    let names: BTreeSet<&String> = now.iter().chain(&view.nodes).collect();
+    let ranks = names.into_iter().map(|name| MetricSample {
+        name: "instance_ranks",
+        help: "Ranks of the instance that the node computes now; 0 for one that others stand in for",
+        labels: label("node", name),
+        value: now.iter().filter(|node| *node == name).count() as f64,
+    });
+    let is_degraded = view.reason.is_some() || !view.stand_ins.is_empty();
+    let degraded = MetricSample {
+        name: "instance_degraded",
+        help: "Whether the instance answers without nodes that it is for",
+        labels: String::new(),
+        value: f64::from(u8::from(is_degraded)),
+    };
+    ranks.chain([degraded]).collect()
+}
+
+fn of_instance(instance: &Instance) -> Vec<MetricSample> {
     let mut facts = vec![
         MetricSample {
             name: "nodes",
             help: "Nodes that compute the model together",
             labels: String::new(),
-            value: f64::from(nodes),
+            value: f64::from(instance.split().ranks()),
         },
         MetricSample {
             name: "worker_restarts",
@@ -55,22 +111,12 @@ pub fn facts(instance: &Instance, nodes: u32) -> Vec<MetricSample> {
         }));
     }
     facts.extend(instance.predicted_together().iter().map(together));
-    let memory = peak_memory_bytes().map(|bytes| ("peak_memory_bytes", bytes));
-    let sent = instance
-        .moved()
-        .map(|moved| ("wire_sent_bytes", moved.sent.0));
-    let help = [
-        "Most memory that the node's own process has had",
-        "Bytes that the workers have sent to one another since they started",
-    ];
-    for (known, help) in [memory, sent].into_iter().zip(help) {
-        facts.extend(known.map(|(name, value)| MetricSample {
-            name,
-            help,
-            labels: String::new(),
-            value: value as f64,
-        }));
-    }
+    facts.extend(instance.moved().map(|moved| MetricSample {
+        name: "wire_sent_bytes",
+        help: "Bytes that the workers have sent to one another since they started",
+        labels: String::new(),
+        value: moved.sent.0 as f64,
+    }));
     facts.extend(guesses(instance.guesses()));
     facts.extend(instance.expert_uses().iter().flat_map(uses_of_layer));
     facts

@@ -9,7 +9,7 @@ use paceline_node::fleet::Fleet;
 use paceline_store::Home;
 use serde_json::json;
 
-use crate::{Dashboard, commands};
+use crate::{Dashboard, commands, figures};
 
 /// Timeout of traffic counts from an instance's ranks. Ranks answer between two messages, and the
 /// dashboard must stay responsive when one is gone.
@@ -30,6 +30,18 @@ impl Dashboard {
         self.set_stages(Box::new(move |id| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
             fleet.stages(id).map(|stages| json!(stages))
+        }));
+        let own = Arc::downgrade(fleet);
+        self.set_figures(Box::new(move || {
+            let Some(fleet) = own.upgrade() else {
+                return Vec::new();
+            };
+            let views = fleet.list();
+            let ready = fleet.ready().into_iter().filter_map(|(id, instance)| {
+                let view = views.iter().find(|view| view.id == id)?;
+                Some((view.clone(), instance))
+            });
+            figures::facts(&ready.collect::<Vec<_>>())
         }));
         let own = Arc::downgrade(fleet);
         self.set_counts(Box::new(move || {

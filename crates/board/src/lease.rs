@@ -15,7 +15,7 @@ use paceline_node::fleet::LoadRequest;
 use paceline_node::fleet::leases::LeasedInstance;
 use serde_json::Value;
 
-use crate::tables::names;
+use crate::tables::{computing, counted};
 
 /// Read timeout while a node loads; it reports five times a second.
 const SILENCE: Duration = Duration::from_secs(60);
@@ -46,13 +46,13 @@ impl NodeInstance {
     /// An instance from the node's description; a `lease` one is unloaded at the end.
     pub fn of(home: &Path, using: &Value, borrowed: Option<InstanceLease>) -> Self {
         let text = |name: &str| using[name].as_str().unwrap_or_default();
-        let nodes = using["nodes"].as_array().map_or(1, Vec::len);
+        let nodes = computing(using).len().max(1);
         Self {
             path: text("path").into(),
             service: Arc::new(LeasedInstance::new(home, text("id"))),
             nodes: u32::try_from(nodes).unwrap_or(1),
             split: text("split").parse().unwrap_or_default(),
-            on: names(&using["nodes"]),
+            on: counted(using),
             _borrowed: borrowed,
         }
     }

@@ -7,20 +7,18 @@
 //! files of a model --> served --> the model as clients see it
 //! ```
 //!
-//! - [`Dashboard`]: cluster, telemetry, instances and requests; [`LocalInstances`]: instances of a
-//!   process without a fleet.
+//! - [`Dashboard`]: cluster, telemetry, instances and requests.
 //! - [`commands`]: commands of the dashboard and of local programs.
 //! - [`doctor`]: checks of this machine, with remedies.
 //! - [`engines`]: compute engines of this machine.
 //! - [`adapters`]: facts of adapters, and fusing.
 //! - [`answer`]: collects an answer with its statistics.
-//! - [`worker_notices`]: workers' notices as lines; [`trainings`]: forecasts of trainings.
+//! - [`trainings`]: forecasts of trainings.
 //! - [`machines`]: machines that compute for a local program.
 //! - [`own_cluster`]: the user's own machines, for the planner.
 //! - [`lease`]: a leased instance of this machine's node.
 //! - [`cables`]: cabling between machines.
 //! - [`findings`]: the user's own findings for the knowledge base.
-//! - [`figures`]: metrics of an instance.
 //! - [`fits`]: models that fit, and their speed.
 //! - [`run_forecast`]: speed forecast for a model on this machine.
 //! - [`lookup`]: finds models, clusters and engines by name.
@@ -51,7 +49,7 @@ pub mod doctor;
 mod downloads;
 pub mod engines;
 mod error;
-pub mod figures;
+mod figures;
 pub mod findings;
 pub mod fits;
 mod fleet;
@@ -60,7 +58,6 @@ mod hub;
 mod label;
 pub mod lease;
 mod links;
-mod local;
 pub mod local_model;
 pub mod lookup;
 pub mod machines;
@@ -82,14 +79,12 @@ pub mod tables;
 mod traffic;
 pub mod trainings;
 mod upstreams;
-pub mod worker_notices;
 
 use std::sync::Arc;
 
 pub use dashboard::{Dashboard, DashboardOutputs, DashboardThreads, InstanceSource, TrafficSource};
 pub use downloads::PullSource;
 pub use error::{Error, chain};
-pub use local::LocalInstances;
 pub use removal::{model_users, remover};
 
 /// Receives lines for people; must not block.

@@ -11,23 +11,21 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paceline_engine::{AdaptedService, EngineConfig, Service};
+use paceline_engine::{EngineConfig, Service};
 use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_mlx::{Library, LibraryPaths};
 use paceline_model::{Config, ModelSource};
 use paceline_node::interpreter::ChildProgram;
+use paceline_node::worker_notices::split_lines;
 use paceline_node::workers::{LocalInstanceWorkers, LocalSpec};
 use paceline_node::{
-    AdapterOf, Error, Instance, Observer, Options, PrefillOptions, PreparedModel, ServingModel,
-    texts,
+    Error, Instance, Observer, Options, PrefillOptions, PreparedModel, ServingModel, texts,
 };
-use paceline_serve::{ModelDetails, ServedModel};
 use paceline_tensor::{Kernels, Pinning};
 
 use crate::MessageSink;
-use crate::api_model::{changed_unix_s, fingerprint, sampling, size};
-use crate::worker_notices::split_lines;
+use crate::api_model::fingerprint;
 
 /// Options of loading a model.
 #[derive(Clone, Debug)]
@@ -243,78 +241,6 @@ impl SplitModel {
             })),
         });
         crew.map(Box::new)
-    }
-
-    /// The model for the API, with id and aliases; `tell` receives a template's error. Takes the
-    /// template.
-    pub fn served(
-        &mut self,
-        (id, aliases): (String, Vec<String>),
-        path: &Path,
-        tell: &dyn Fn(&str),
-    ) -> ServedModel {
-        let template = match self.template.take() {
-            Some(Ok(template)) => Some(Arc::new(template)),
-            Some(Err(error)) => {
-                tell(&format!(
-                    "warning: no chat, the model's template cannot be used: {error}"
-                ));
-                None
-            }
-            None => None,
-        };
-        ServedModel {
-            id,
-            aliases,
-            created_unix_s: changed_unix_s(path),
-            fingerprint: self.fingerprint(),
-            classes: self.options().classes.to_string(),
-            tokenizer: Arc::clone(&self.tokenizer),
-            template,
-            context: self.engine().context,
-            sampling: sampling(path),
-            about: ModelDetails {
-                architecture: self.config().family.name().to_owned(),
-                bytes: size(path),
-                parameters: 0,
-                quantization: String::new(),
-            },
-        }
-    }
-
-    /// The API's models with their services: the base model and each adapter. An `alone` adapter
-    /// replaces the base model.
-    pub fn api_models(
-        &self,
-        (model, service): (ServedModel, Arc<dyn Service>),
-        alone: bool,
-    ) -> Vec<(ServedModel, Arc<dyn Service>)> {
-        let adapted = |adapter: &AdapterOf| -> Arc<dyn Service> {
-            Arc::new(AdaptedService::new(Arc::clone(&service), &*adapter.name))
-        };
-        let fingerprint = |adapter: &AdapterOf| {
-            let (base, own) = (&model.fingerprint, adapter.short());
-            format!("{base}-{own}")
-        };
-        let all = self.adapters();
-        if let (true, [only]) = (alone, all) {
-            let model = ServedModel {
-                fingerprint: fingerprint(only),
-                ..model.clone()
-            };
-            return vec![(model, adapted(only))];
-        }
-        let beside = |adapter: &AdapterOf| {
-            let of_model = ServedModel {
-                id: adapter.name.clone(),
-                aliases: vec![format!("{}:{}", model.id, adapter.name)],
-                fingerprint: fingerprint(adapter),
-                ..model.clone()
-            };
-            (of_model, adapted(adapter))
-        };
-        let beside: Vec<_> = all.iter().map(beside).collect();
-        std::iter::once((model, service)).chain(beside).collect()
     }
 }
 

@@ -79,25 +79,16 @@ pub struct Options<'a> {
 
 impl Options<'_> {
     /// The server's settings and its board; [`watch`](Board::watch) then starts the board's logs.
-    /// `facts` are added to the board's; `manages` enables loading on the dashboard.
     ///
     /// # Errors
     /// [`Error`].
-    pub fn set_up(
-        mut self,
-        facts: ProcessMetrics,
-        manages: bool,
-    ) -> Result<(Config, Dashboard), Error> {
+    pub fn set_up(mut self) -> Result<(Config, Dashboard), Error> {
         let mut config = self.config()?;
         let board = Dashboard::new(config.live.clone(), Arc::clone(&self.downloads));
         let own = board.clone();
-        config.facts = ProcessMetrics(Arc::new(move || {
-            let mut facts = (facts.0)();
-            facts.extend(own.facts());
-            facts
-        }));
+        config.facts = ProcessMetrics(Arc::new(move || own.facts()));
         board.set_upstreams(&config.upstreams);
-        config.board = board.for_server(manages);
+        config.board = board.for_server();
         if let Some(price) = self.kwh_price {
             board.set_kwh_price(price);
         }

@@ -6,6 +6,7 @@ use paceline_base::{Bytes, printable};
 use paceline_cluster::nodes::rdma::RdmaDevice;
 use serde_json::Value;
 
+use crate::commands::unix_s;
 use crate::rdma;
 
 /// Maximum listed paths: those of four nodes with two interfaces.
@@ -80,13 +81,20 @@ fn wires(all: &Value) -> Vec<String> {
 /// Instances, a line each. Their numbers are named without layers where a line would be wider than
 /// [`COLUMNS`].
 pub fn instances(all: &Value) -> Vec<String> {
+    let now_unix_s = unix_s();
     let heading = ["MODEL", "STATE", "NODES", "ENGINE", "EPOCH", "ID"].map(str::to_owned);
     let table = |engine: &dyn Fn(&str) -> String| {
         let row = |it: &Value| {
             let text = |name: &str| printable(it[name].as_str().unwrap_or_default()).into_owned();
-            let (nodes, epoch) = (names(&it["nodes"]), it["epoch"].to_string());
+            let (nodes, epoch) = (counted(it), it["epoch"].to_string());
             let engine = engine(&text("numbers"));
-            [label(it), state(it), nodes, engine, epoch, text("id")]
+            let state = match it["since_unix_s"].as_u64() {
+                Some(since) if it["state"] == "ready" => {
+                    format!("{} {}", state(it), age(since, now_unix_s))
+                }
+                _ => state(it),
+            };
+            [label(it), state, nodes, engine, epoch, text("id")]
         };
         let all = all.as_array().into_iter().flatten().map(row);
         let rows: Vec<[String; 6]> = std::iter::once(heading.clone()).chain(all).collect();
@@ -96,8 +104,58 @@ pub fn instances(all: &Value) -> Vec<String> {
     if lines.iter().any(|line| line.chars().count() > COLUMNS) {
         lines = table(&without_layers);
     }
+    lines.extend(all.as_array().into_iter().flatten().filter_map(degraded));
     lines.extend(wires(all));
     lines
+}
+
+/// Names of the nodes that compute an instance's ranks now.
+pub(crate) fn computing(it: &Value) -> Vec<&str> {
+    let list = |name: &str| it[name].as_array().into_iter().flatten();
+    let now: Vec<&str> = list("computing").filter_map(Value::as_str).collect();
+    match now.is_empty() {
+        true => list("nodes").filter_map(Value::as_str).collect(),
+        false => now,
+    }
+}
+
+/// Names of the nodes that compute an instance now, each with its number of ranks if it has
+/// several.
+pub(crate) fn counted(it: &Value) -> String {
+    let mut each: Vec<(&str, usize)> = Vec::new();
+    for node in computing(it) {
+        match each.iter_mut().find(|(known, _)| *known == node) {
+            Some((_, ranks)) => *ranks += 1,
+            None => each.push((node, 1)),
+        }
+    }
+    let told = each.into_iter().map(|(node, ranks)| match ranks {
+        1 => printable(node).into_owned(),
+        ranks => format!("{} x{ranks}", printable(node)),
+    });
+    told.collect::<Vec<_>>().join(", ")
+}
+
+/// What is missing of an instance that answers, and which nodes stand in for others.
+fn degraded(it: &Value) -> Option<String> {
+    if it["state"] != "ready" {
+        return None; // the state has its reason
+    }
+    let stand_ins = it["stand_ins"].as_array().into_iter().flatten();
+    let told = stand_ins.chain([&it["reason"]]).filter_map(Value::as_str);
+    let told: Vec<&str> = told.collect();
+    (!told.is_empty()).then(|| format!("{}: {}", label(it), printable(&told.join("; "))))
+}
+
+/// Time since a moment in its largest unit, as `90s`, `5m`, `3h` or `2d`.
+fn age(since: u64, now: u64) -> String {
+    let seconds = now.saturating_sub(since);
+    match seconds {
+        0..100 => format!("{seconds}s"),
+        100..6_000 => format!("{}m", seconds / 60),
+        6_000..172_800 => format!("{}h", seconds / 3_600),
+        _ => format!("{}d", seconds / 86_400),
+    }
 }
 
 /// A name of numbers without the layers of its parts, equal neighbours once.
@@ -252,8 +310,10 @@ pub fn names(nodes: &Value) -> String {
 /// An instance's state, with progress or reason.
 fn state(it: &Value) -> String {
     let state = it["state"].as_str().unwrap_or_default();
-    if let Some(reason) = it["reason"].as_str() {
-        return format!("{state}: {}", printable(reason));
+    match it["reason"].as_str() {
+        _ if degraded(it).is_some() => return "degraded".to_owned(),
+        Some(reason) => return format!("{state}: {}", printable(reason)),
+        None => {}
     }
     match (it["progress"][0].as_u64(), it["progress"][1].as_u64()) {
         (Some(done), Some(of)) if of > 0 => format!("{state} {} %", done * 100 / of),
@@ -381,6 +441,23 @@ mod tests {
         );
         assert!(told[1].ends_with(" cpu"), "{told:?}");
         assert_eq!(told[2], "mini: mlx cannot be used: no driver");
+    }
+
+    #[test]
+    fn who_computes_is_told_and_who_stands_in_for_whom() {
+        let told = json!([{ "model": "m", "state": "ready", "nodes": ["a", "b", "c"],
+            "computing": ["a", "b", "a"], "stand_ins": ["a stands in for c"],
+            "reason": "c is not used: it is dead", "epoch": 1, "id": "7" }]);
+        let lines = instances(&told);
+        assert!(
+            lines[1].starts_with("m      degraded  a x2, b "),
+            "{lines:?}"
+        );
+        assert_eq!(lines[2], "m: a stands in for c; c is not used: it is dead");
+        let ages = [(5, "5s"), (600, "10m"), (7_200, "2h"), (259_200, "3d")];
+        for (seconds, told) in ages {
+            assert_eq!(age(1000, 1000 + seconds), told);
+        }
     }
 
     #[test]

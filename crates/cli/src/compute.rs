@@ -4,7 +4,7 @@
 use paceline_base::{Bytes, KernelClass};
 use paceline_node::classes::{self, Classes, Engines};
 use paceline_node::context_size::KvMemory;
-use paceline_tensor::{KvType, Pinning};
+use paceline_tensor::KvType;
 
 use crate::error::Error;
 
@@ -51,14 +51,6 @@ impl ComputeArgs {
             _ => class,
         };
         KvMemory::of_machine(class, self.kv)
-    }
-
-    /// Pinning of a single node's threads.
-    pub(crate) const fn pinning(self) -> Pinning {
-        match self.pin {
-            true => Pinning::Cores { first: 0 },
-            false => Pinning::Free,
-        }
     }
 }
 

@@ -45,11 +45,9 @@ pub(crate) fn instance(
     if wish.never {
         return Ok(None);
     }
-    let asked = member::ask_if_up("using", json!({ "model": wish.model }));
-    let using = match asked {
-        Ok(Some(using)) => using,
-        // A node with a fixed model lacks this command.
-        Ok(None) | Err(_) => return Ok(None),
+    // A node that cannot be asked does not compute.
+    let Ok(Some(using)) = member::ask_if_up("using", json!({ "model": wish.model })) else {
+        return Ok(None);
     };
     if let Some(option) = wish.only_here {
         print_err(format_args!(

@@ -112,11 +112,8 @@ fn report(joined: &Joined) {
 /// # Errors
 /// A node that does not run, or computes for the cluster.
 pub(crate) fn leave() -> anyhow::Result<()> {
-    // A node with a fixed model has no work of the cluster.
-    if member::ask("ps", json!({})).is_ok() {
-        print_err("moving what this machine computes to the others");
-        member::ask("move", json!({}))?;
-    }
+    print_err("moving what this machine computes to the others");
+    member::ask("move", json!({}))?;
     member::ask("leave", json!({}))?;
     print_err("this machine left its cluster and is alone now");
     Ok(())

@@ -262,6 +262,18 @@ impl LocalModel {
         self.0.with_service(service, on)
     }
 
+    /// Checks that the engine of its classes opens.
+    ///
+    /// # Errors
+    /// Why not, with the model's path.
+    pub(crate) fn check_engine(&self) -> anyhow::Result<()> {
+        if self.options().classes.on_cpu() {
+            return Ok(());
+        }
+        let checked = self.check_mlx(&home::mlx_places()?);
+        checked.map_err(|error| in_model(self.path(), error))
+    }
+
     /// Starts workers: this program with `args`, with write access to the folders `writable`.
     /// `observer` receives their notices. Does not wait until they are ready.
     ///
@@ -273,10 +285,7 @@ impl LocalModel {
         restart: bool,
         observer: Observer,
     ) -> anyhow::Result<Instance> {
-        if !self.options().classes.on_cpu() {
-            let checked = self.check_mlx(&home::mlx_places()?);
-            checked.map_err(|error| in_model(self.path(), error))?;
-        }
+        self.check_engine()?;
         self.identity()?;
         let workers = WorkerLaunch {
             program: own_program().context("cannot find this program's own file")?,

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::io;
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use paceline_cluster::nodes::agent::{
 use paceline_cluster::nodes::discovery::listen_address;
 use serde_json::Value;
 
-use crate::output::{print_err, printable};
+use crate::output::print_err;
 use crate::{home, log, mapreduce};
 
 /// Timeout of the node's response or progress. Joining takes up to 11 s.
@@ -31,9 +31,10 @@ pub(crate) struct NodeArgs {
     /// Name that other machines know this one by [default: the host's name]
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     name: Option<String>,
-    /// Port that the cluster's other machines reach this one at; 0 takes a free one
-    #[arg(long, value_name = "PORT", default_value_t = DEFAULT_PORT)]
-    control_port: u16,
+    /// Port that the cluster's other machines reach this one at; 0 takes a free one [default:
+    /// 52416, or a free one where another program has that]
+    #[arg(long, value_name = "PORT")]
+    control_port: Option<u16>,
     /// Another machine of the cluster, HOST or HOST:PORT, where multicast does not reach it, such
     /// as over a VPN; may be given several times
     #[arg(long, value_name = "HOST", value_parser = NonEmptyStringValueParser::new())]
@@ -142,8 +143,29 @@ impl NodeArgs {
                 "data between workers over {name} is not encrypted"
             ));
         }
-        let mut config = Config::new(&home, self.facts(class));
-        config.port = self.control_port;
+        let started = Agent::start(self.config(&home, class, self.control_port)?);
+        let agent = match started {
+            Err(agent::Error::Port { source, .. })
+                if self.control_port.is_none() && source.kind() == io::ErrorKind::AddrInUse =>
+            {
+                let agent = Agent::start(self.config(&home, class, Some(0))?)?;
+                print_err(format_args!(
+                    "control port {DEFAULT_PORT} is taken: machines that do not hear this one need \
+                     --peer HOST:{}",
+                    agent.port()
+                ));
+                agent
+            }
+            started => started?,
+        };
+        list_devices(&agent);
+        list_rdma(&agent);
+        Ok(NodeGuard(agent))
+    }
+
+    fn config(&self, home: &Path, class: KernelClass, port: Option<u16>) -> anyhow::Result<Config> {
+        let mut config = Config::new(home, self.facts(class));
+        config.port = port.unwrap_or(DEFAULT_PORT);
         config.peers.clone_from(&self.peer);
         config.discovery = match self.discovery {
             _ if self.no_beacons => Discovery::Peers,
@@ -156,11 +178,8 @@ impl NodeArgs {
         let ports = self.data_ports.as_ref();
         config.data_ports = ports.map(|PortRange(ports)| ports.clone());
         config.keys = Some(Arc::new(ApiKeys(home::api_keys()?)));
-        config.tell = Arc::new(|line| print_err(printable(line)));
-        let agent = Agent::start(config)?;
-        list_devices(&agent);
-        list_rdma(&agent);
-        Ok(NodeGuard(agent))
+        config.tell = Arc::new(|line| print_err(line));
+        Ok(config)
     }
 
     /// The only interface for data between workers.

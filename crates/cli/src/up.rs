@@ -1,43 +1,29 @@
-//! `paceline up`: this machine's node, alone or with models behind the HTTP API.
-//!
-//! `run` starts one of four servers:
-//! - `idle`: the node without a model; commands load and unload instances.
-//! - `serve`: one model with its adapters, in this process or over local workers.
-//! - `multi_model::run`: several models behind one API.
-//! - `embed`: an encoder for embeddings.
+//! `paceline up`: this machine's node. It loads the models of its command line, as `paceline load`
+//! loads others.
 
-mod adapters;
-mod encoder;
-mod multi_model;
+mod models;
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::KernelClass;
-use paceline_board::commands::{self, WAITING_MAX};
-use paceline_board::worker_notices::lines;
-use paceline_board::{Dashboard, DashboardOutputs, LocalInstances, figures, remover, servers};
-use paceline_cluster::nodes::agent::Error as NodeError;
-use paceline_engine::{EngineConfig, Service, StepTimeTarget};
-use paceline_model::Config;
-use paceline_node::context_size::ContextBudget;
-use paceline_node::supervisor::Notice;
-use paceline_node::{DRAFTS, Instance, Observer};
-use paceline_serve::{
-    DEFAULT_PORT, HttpServer, ProcessMetrics, ServedModel, ServerHandle, StatusSource, UpstreamArg,
-};
+use paceline_board::{Dashboard, DashboardOutputs, commands, remover, servers};
+use paceline_engine::StepTimeTarget;
+use paceline_node::fleet::{Fleet, LoadRequest};
+use paceline_serve::{DEFAULT_PORT, HttpServer, StatusSource, UpstreamArg};
 use paceline_store::{Cancel, Error as StoreError, Home, PullOptions};
+use serde_json::json;
 
 use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs};
-use crate::error::Error;
 use crate::home;
+use crate::instances::LoadProgress;
 use crate::interrupt::Signals;
-use crate::local_model::{self, LoadingBar, LocalModel, SplitArgs};
+use crate::local_model::{self, SplitArgs};
 use crate::member::{self, NodeArgs, NodeGuard};
 use crate::output::print_err;
 use crate::process::{self, own_program, template_program, worker_env};
@@ -57,14 +43,12 @@ The API is that of OpenAI (/v1/chat/completions, /v1/completions, /v1/responses,
 Anthropic (/v1/messages), of Ollama (/api/chat, /api/generate) and of llama-server (/tokenize,
 /infill); beside it /health, /metrics and /openapi.json. Ctrl-C ends it; answers that are under way get 5 seconds.";
 
-/// A model and its service.
-type HostedModel = (ServedModel, Arc<dyn Service>);
-
-/// A model's names.
-struct ModelNames {
-    id: String,
-    aliases: Vec<String>,
-}
+/// Steps that a new user takes in another terminal.
+const NEXT_STEPS: &str = "\
+next, in another terminal:
+  paceline load smollm2      load a model; over several machines with --nodes N
+  paceline nodes invite      let another machine in, by a code for `paceline join`
+  paceline run smollm2       chat with it";
 
 /// Interval of shutdown checks.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -91,9 +75,6 @@ pub(crate) struct Args {
     /// MODEL:NAME, or the model without one; all share its weights
     #[arg(long, value_name = "[NAME=]FILE", value_parser = AdapterArg::parse)]
     adapter: Vec<AdapterArg>,
-    /// The adapter of these arguments, if it is applied at run time.
-    #[arg(skip)]
-    tuned: Option<AdapterArg>,
     /// Another name that clients may call the model by, the first of several; may be given several
     /// times
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
@@ -101,6 +82,10 @@ pub(crate) struct Args {
     /// An encoder such as all-MiniLM-L6-v2, for /v1/embeddings and /api/embed
     #[arg(long, value_name = "MODEL")]
     embed: Option<String>,
+    /// Keep the models loaded when this command ends: other machines of the cluster take them over,
+    /// and this one has them again from its next start on, until `paceline unload`
+    #[arg(long)]
+    keep: bool,
     #[command(flatten)]
     node: NodeArgs,
     #[command(flatten)]
@@ -193,7 +178,7 @@ pub(crate) struct Args {
     with_parent: bool,
 }
 
-/// Serves requests until a signal.
+/// Runs the node until a signal.
 ///
 /// # Errors
 /// A model that cannot be found or loaded, an address that cannot be bound.
@@ -201,54 +186,8 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if args.with_parent {
         process::end_with_parent().context("cannot watch the parent")?;
     }
-    args.split.check()?;
-    if args.model().is_none() && !args.adapter.is_empty() {
-        return Err(Error::AdapterAlone.into());
-    }
-    let fuses = args.fuses()?;
-    let each = args.each(fuses);
-    args.check_draft(each.len())?;
-    let models = each.iter().filter(|one| one.tuned.is_none()).count();
-    if models > 1 && !args.adapter.is_empty() {
-        return Err(Error::AdapterOfSeveral.into());
-    }
-    if each.len() > 1 {
-        return multi_model::run(args, &each, signals);
-    }
-    let Some(model) = args.model().or(args.embed.as_deref()) else {
-        return ended(signals.orderly(|cancel| idle(args, cancel)));
-    };
-    let found = pull::ensure(model, signals)?;
-    if let Some(source) = encoder::source(&found.path) {
-        args.check_encoder()?;
-        let mut all = vec![encoder::load(
-            args,
-            &found.path,
-            &source,
-            args.named(model),
-        )?];
-        if args.model().is_some() {
-            all.extend(args.beside(signals)?);
-        }
-        return ended(signals.orderly(|cancel| embed(args, all, cancel)));
-    }
-    let beside = args.beside(signals)?;
-    let fused = args.only_adapter().filter(|_| fuses);
-    let path = adapter::applied(found.path, fused)?;
-    let sizes = |config: &Config| args.engine(&path, config);
-    let mut opened = LocalModel::new(&path, (args.compute, args.engine), &args.split, sizes)?;
-    if let Some(draft) = &args.draft {
-        opened.set_draft(&pull::ensure(draft, signals)?.path)?;
-    }
-    if !fuses {
-        args.adapt(&mut opened)?;
-    }
-    if args.follow {
-        opened.follow_use();
-    }
-    opened.forecast();
-    let model = args.served(&mut opened, &path);
-    ended(signals.orderly(|cancel| serve(args, opened, (model, beside), cancel)))
+    let requests = args.requests(signals)?;
+    ended(signals.orderly(|cancel| serve(args, &requests, cancel)))
 }
 
 fn ended(outcome: anyhow::Result<()>) -> anyhow::Result<()> {
@@ -268,31 +207,86 @@ fn price(text: &str) -> Result<f64, String> {
         .ok_or_else(|| "expected a number from 0 on".to_owned())
 }
 
-/// Runs the node, with models that are loaded and unloaded by commands.
-fn idle(args: &Args, cancel: &Cancel) -> anyhow::Result<()> {
+/// Runs the node, and loads `requests` on it.
+fn serve(args: &Args, requests: &[LoadRequest], cancel: &Cancel) -> anyhow::Result<()> {
     let node = args.node.start(args.class())?;
     let agent = node.0.clone();
     let status = StatusSource(Arc::new(move || member::cluster(&agent)));
-    let (config, board) = args.set_up(ProcessMetrics::default(), true)?;
+    let (config, board) = args.set_up()?;
     let (server, doors) = HttpServer::bind_node(config, status)?;
     node.0.set_api(server.addresses().to_vec());
-    tell_urls(&server.urls());
     tell_node(&node);
     let fleet = commands::start(&node.0, args.node_spec()?, &doors)?;
     board.show_fleet(&node.0, &fleet, (home::home()?, home::api_keys()?));
     let _watching = board.watch(args.watch()?)?;
-    let handle = server.handle();
+    let (handle, urls) = (server.handle(), server.urls());
+    let loading = (!requests.is_empty()).then(|| doors.begin_loading());
     std::thread::scope(|scope| {
-        scope.spawn(|| {
-            wait(cancel);
-            if let Err(reason) = commands::leave(&fleet, &mut || {}) {
-                print_err(format_args!("warning: {reason}"));
+        let working = scope.spawn(|| {
+            let loaded = load_all(args, (&node, &fleet), requests, cancel);
+            drop(loading);
+            if loaded.is_ok() {
+                tell_urls(&urls);
+                tell_next(&urls, requests);
+                wait(cancel);
+                if let Err(reason) = commands::leave(&fleet, &mut || {}) {
+                    print_err(format_args!("warning: {reason}"));
+                }
             }
             handle.shutdown();
+            loaded
         });
         server.run();
-    });
+        working
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Loads models in turn, so that each sees the memory that remains.
+///
+/// # Errors
+/// Why one cannot be loaded, or [`StoreError::Cancelled`].
+fn load_all(
+    args: &Args,
+    (node, fleet): (&NodeGuard, &Fleet),
+    requests: &[LoadRequest],
+    cancel: &Cancel,
+) -> anyhow::Result<()> {
+    for request in requests {
+        if cancel.is_cancelled() {
+            return Err(StoreError::Cancelled.into());
+        }
+        let request = LoadRequest {
+            nodes: vec![node.0.id().to_string()],
+            ..request.clone()
+        };
+        let id = match args.keep {
+            true => fleet.load_once(&request),
+            false => fleet.lease(&request),
+        };
+        let id = id.map_err(|reason| anyhow!(reason))?;
+        await_ready(fleet, &id.to_string(), cancel)?;
+    }
     Ok(())
+}
+
+/// Waits until an instance answers, or is unloaded.
+///
+/// # Errors
+/// Why it failed, or [`StoreError::Cancelled`].
+fn await_ready(fleet: &Fleet, id: &str, cancel: &Cancel) -> anyhow::Result<()> {
+    let mut bar = LoadProgress::new();
+    while !cancel.is_cancelled() {
+        let Some(view) = fleet.list().into_iter().find(|view| view.id == id) else {
+            return Ok(());
+        };
+        if bar.done(&json!(view))? {
+            return Ok(());
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Err(StoreError::Cancelled.into())
 }
 
 /// An adapter, and the name that it answers by.
@@ -331,6 +325,15 @@ fn tell_urls(urls: &[String]) {
     }
 }
 
+/// Prints the page's address and, without a model, the next steps.
+fn tell_next(urls: &[String], requests: &[LoadRequest]) {
+    let Some(url) = urls.first() else { return };
+    print_err(format_args!("the page: {url}/"));
+    if requests.is_empty() {
+        print_err(NEXT_STEPS);
+    }
+}
+
 fn tell_node(node: &NodeGuard) {
     let (agent, nodes) = (&node.0, node.0.nodes());
     let own = nodes.first().map_or("", |own| own.facts.name.as_str());
@@ -349,277 +352,10 @@ fn wait(cancel: &Cancel) {
     print_err("stopping");
 }
 
-/// Starts the node in addition to a model. The model is served without it too: a second model of
-/// this home, or a port in use, is no error.
-fn join_in(args: &Args) -> Option<NodeGuard> {
-    match args.node.start(args.class()) {
-        Ok(node) => {
-            tell_node(&node);
-            Some(node)
-        }
-        Err(reason) => {
-            let reason = match reason.downcast_ref() {
-                Some(NodeError::Port { port, .. }) => format!("control port {port} is taken"),
-                _ => format!("{reason:#}"),
-            };
-            print_err(format_args!("warning: in no cluster: {reason}"));
-            None
-        }
-    }
-}
-
-fn serve(
-    args: &Args,
-    opened: LocalModel,
-    (model, beside): (ServedModel, Option<HostedModel>),
-    cancel: &Cancel,
-) -> anyhow::Result<()> {
-    let workers = (args.node.worker_args(), args.node.worker_folders()?);
-    let instance = Arc::new(opened.start(workers, true, observer(&opened))?);
-    let service = Arc::clone(&instance) as Arc<dyn Service>;
-    let (measured, nodes) = (Arc::clone(&instance), opened.nodes());
-    let facts = ProcessMetrics(Arc::new(move || figures::facts(&measured, nodes)));
-    let (config, board) = args.set_up(facts, false)?;
-    LocalInstances::on(&board).add(&model.id, &instance, nodes);
-    let mut all = opened.api_models((model, service), args.only_adapter().is_some());
-    all.extend(beside);
-    let server = match <[HostedModel; 1]>::try_from(all) {
-        Ok([(model, service)]) => HttpServer::bind(config, model, service)?,
-        Err(all) => HttpServer::bind_all(config, all)?,
-    };
-    let urls = server.urls();
-    let node = join_in(args);
-    if let Some(node) = &node {
-        node.0.set_api(server.addresses().to_vec());
-        board.set_agent(&node.0);
-    }
-    let _watching = board.watch(args.watch()?)?;
-    let handle = server.handle();
-    std::thread::scope(|scope| {
-        let watch = || watch(&opened, &instance, &urls, &handle, cancel);
-        let watching = scope.spawn(watch);
-        server.run();
-        watching
-            .join()
-            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    })
-}
-
-/// Serves embeddings until a signal.
-fn embed(args: &Args, all: Vec<HostedModel>, cancel: &Cancel) -> anyhow::Result<()> {
-    let (config, board) = args.set_up(ProcessMetrics::default(), false)?;
-    let server = HttpServer::bind_all(config, all)?;
-    let node = join_in(args);
-    if let Some(node) = &node {
-        node.0.set_api(server.addresses().to_vec());
-        board.set_agent(&node.0);
-    }
-    let _watching = board.watch(args.watch()?)?;
-    tell_urls(&server.urls());
-    let handle = server.handle();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            wait(cancel);
-            handle.shutdown();
-        });
-        server.run();
-    });
-    Ok(())
-}
-
-/// Waits for a signal, then stops the server. The first start of workers must succeed.
-fn watch(
-    opened: &LocalModel,
-    instance: &Instance,
-    urls: &[String],
-    handle: &ServerHandle,
-    cancel: &Cancel,
-) -> anyhow::Result<()> {
-    let outcome = opened.ready(instance).map(|()| {
-        tell_urls(urls);
-        wait(cancel);
-    });
-    handle.shutdown();
-    outcome
-}
-
-/// Prints the workers' notices.
-fn observer(opened: &LocalModel) -> Observer {
-    let mut loading = LoadingBar::new(opened.nodes());
-    let (config, threads) = (opened.config().clone(), opened.options().threads);
-    let mut told = false;
-    Box::new(move |notice, cuts| {
-        loading.update(notice);
-        match notice {
-            Notice::Loading { .. } => {}
-            // A split change has its own line.
-            Notice::Ready { again: false, .. } if std::mem::replace(&mut told, true) => {}
-            notice => lines(notice, cuts, (&config, threads))
-                .iter()
-                .for_each(print_err),
-        }
-    })
-}
-
 impl Args {
-    fn model(&self) -> Option<&str> {
-        self.models().next()
-    }
-
-    fn models(&self) -> impl Iterator<Item = &str> {
-        self.model.iter().chain(&self.option).map(String::as_str)
-    }
-
-    /// Arguments of each distinct model; aliases belong to the first. Fused adapters are models of
-    /// their own.
-    fn each(&self, fuses: bool) -> Vec<Self> {
-        let mut each: Vec<Self> = Vec::new();
-        for model in self.models() {
-            if each.iter().all(|one| one.model() != Some(model)) {
-                let alias = if each.is_empty() {
-                    &self.alias[..]
-                } else {
-                    &[]
-                };
-                each.push(Self {
-                    model: vec![model.to_owned()],
-                    option: Vec::new(),
-                    alias: alias.to_vec(),
-                    ..self.clone()
-                });
-            }
-        }
-        let beside: &[AdapterArg] = match self.only_adapter() {
-            None if fuses => &self.adapter[..],
-            _ => &[],
-        };
-        let model = self.model().map(str::to_owned);
-        each.extend(beside.iter().map(|tuned| Self {
-            model: model.clone().into_iter().collect(),
-            option: Vec::new(),
-            alias: Vec::new(),
-            tuned: Some(tuned.clone()),
-            ..self.clone()
-        }));
-        each
-    }
-
-    /// The only adapter, which replaces the model.
-    fn only_adapter(&self) -> Option<&Path> {
-        match self.adapter.as_slice() {
-            [AdapterArg { name: None, path }] => Some(path.as_path()),
-            _ => None,
-        }
-    }
-
     /// The node's default kernel class.
     fn class(&self) -> KernelClass {
         self.compute.class.unwrap_or_default()
-    }
-
-    fn engine(&self, path: &Path, config: &Config) -> EngineConfig {
-        let parallel = usize::from(self.parallel);
-        let room = ContextBudget::of(
-            (path, config),
-            self.compute.kv_memory(self.engine),
-            self.context,
-            parallel,
-        );
-        EngineConfig {
-            max_running: parallel,
-            max_waiting: WAITING_MAX,
-            pace: self.pace,
-            drafts: self.drafts(),
-            strict: self.engine.strict,
-            ..room.engine(self.model().unwrap_or_default())
-        }
-    }
-
-    /// Maximum draft tokens. On several nodes the measured speed of answers selects the split, and
-    /// drafts would distort it.
-    fn drafts(&self) -> usize {
-        let is_default = self.split.nodes == 1 || self.draft.is_some();
-        let default = if is_default { DRAFTS } else { 0 };
-        self.drafts.map_or(default, usize::from)
-    }
-
-    /// Rejects a draft model unless there is one model with drafts.
-    ///
-    /// # Errors
-    /// [`Error::DraftOf`].
-    fn check_draft(&self, models: usize) -> Result<(), Error> {
-        let wrong = match models {
-            _ if self.draft.is_none() => None,
-            1 if self.drafts == Some(0) => Some("--drafts 0, which is for no guesses"),
-            1 => None,
-            0 => Some("no model"),
-            _ => Some("several models"),
-        };
-        wrong.map_or(Ok(()), |with| Err(Error::DraftOf { with }))
-    }
-
-    /// The model's names for clients: that of its file or folder, and the argument.
-    fn named(&self, given: &str) -> ModelNames {
-        if let Some(tuned) = &self.tuned {
-            return ModelNames {
-                aliases: Vec::new(),
-                id: tuned.id(),
-            };
-        }
-        let name = Path::new(given).file_stem();
-        let is_path = Path::new(given).exists();
-        let short = name
-            .filter(|_| is_path)
-            .map(|n| n.to_string_lossy().into_owned());
-        let aliases = short.is_some().then(|| given.to_owned()).into_iter();
-        ModelNames {
-            aliases: aliases.chain(self.alias.iter().cloned()).collect(),
-            id: short.unwrap_or_else(|| given.to_owned()),
-        }
-    }
-
-    /// The encoder of `--embed`, without the model's aliases.
-    ///
-    /// # Errors
-    /// A model that cannot be found or is not an encoder.
-    fn beside(&self, signals: &Signals) -> anyhow::Result<Option<HostedModel>> {
-        let Some(given) = self.embed.as_deref() else {
-            return Ok(None);
-        };
-        let found = pull::ensure(given, signals)?;
-        let no_encoder = || Error::NoEncoder {
-            model: given.to_owned(),
-        };
-        let source = encoder::source(&found.path).ok_or_else(no_encoder)?;
-        let mut named = self.named(given);
-        named.aliases.retain(|name| !self.alias.contains(name));
-        encoder::load(self, &found.path, &source, named).map(Some)
-    }
-
-    /// Rejects options that encoders do not support.
-    ///
-    /// # Errors
-    /// [`Error::OfDecoders`].
-    fn check_encoder(&self) -> Result<(), Error> {
-        let class = self.compute.class;
-        let given = [
-            ("--nodes", self.split.nodes != 1),
-            ("--shares", !self.split.shares.is_empty()),
-            ("--prefill-nodes", self.split.prefill_nodes != 0),
-            ("--context", self.context.is_some()),
-            ("--engine", self.engine.engine.is_some()),
-            (
-                "--class",
-                class.is_some_and(|class| class != KernelClass::CpuF32),
-            ),
-            ("--kv", self.compute.kv.is_some()),
-            ("--draft", self.draft.is_some()),
-            ("--adapter", !self.adapter.is_empty()),
-        ];
-        match given.into_iter().find(|(_, is_given)| *is_given) {
-            Some((option, _)) => Err(Error::OfDecoders { option }),
-            None => Ok(()),
-        }
     }
 
     /// Outputs of the board: its files, and warnings.
@@ -657,22 +393,12 @@ impl Args {
         })
     }
 
-    /// The model for the API.
-    fn served(&self, opened: &mut LocalModel, path: &Path) -> ServedModel {
-        let ModelNames { id, aliases } = self.named(self.model().unwrap_or_default());
-        opened.served((id, aliases), path, &|line| print_err(line))
-    }
-
-    /// The settings of every server of this command, and the board; [`watch`](Board::watch) then
-    /// starts the audit log and `--events`.
+    /// The server's settings, and the board; [`watch`](Dashboard::watch) then starts the audit log
+    /// and `--events`.
     ///
     /// # Errors
     /// Invalid settings.
-    fn set_up(
-        &self,
-        facts: ProcessMetrics,
-        manages: bool,
-    ) -> anyhow::Result<(paceline_serve::Config, Dashboard)> {
+    fn set_up(&self) -> anyhow::Result<(paceline_serve::Config, Dashboard)> {
         let (folder, tls) = (home::folder()?, self.tls_cert.as_deref());
         let remover = match self.allow_delete {
             true => Some(remover(home::home()?)),
@@ -696,7 +422,7 @@ impl Args {
             downloads: Arc::new(downloads),
             tell: Arc::new(|line| print_err(line)),
         };
-        Ok(options.set_up(facts, manages)?)
+        Ok(options.set_up()?)
     }
 }
 

@@ -53,6 +53,7 @@ pub mod leases;
 mod loading;
 mod manifest;
 mod node_connection;
+mod one_machine;
 mod owner;
 pub(crate) mod partial_file;
 pub(crate) mod prefixes;
@@ -83,7 +84,8 @@ use paceline_base::lock;
 use paceline_cluster::nodes::agent::{Agent, Kind};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
-    self, AdapterFile, Duty, InstanceOptions, InstanceSpec, NODES_MAX, Report, State,
+    self, AdapterFile, AdapterNaming, Duty, InstanceOptions, InstanceSpec, MachineOptions,
+    NODES_MAX, Report, State,
 };
 use paceline_cluster::nodes::{InstanceId, NodeId, RegisterKey};
 use paceline_engine::{AdaptedService, EncoderService, EngineConfig, Service};
@@ -139,6 +141,10 @@ const PART_TOLD: u32 = 12;
 
 /// Longest wait for the channel of an ingress to an owner.
 const OWNER_LIMIT: Duration = Duration::from_secs(3);
+
+/// Longest wait at the end of this node for its own ingress to release an instance, whose workers
+/// end with its last user: that looks every 200 ms.
+const RELEASE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Most replicas of one load: one for each node of the largest instance.
 const REPLICAS_MAX: u16 = NODES_MAX as u16;
@@ -252,6 +258,10 @@ pub struct LoadRequest {
     pub draft: Option<String>,
     /// Adapters of the model: names, and their paths on this machine.
     pub adapters: Vec<(String, PathBuf)>,
+    /// As of the record.
+    pub names: Vec<String>,
+    pub adapter_naming: AdapterNaming,
+    pub machine: Option<MachineOptions>,
     /// Names or ids of nodes for prefill only.
     pub prefill_nodes: Vec<String>,
     /// Kernel class of these; by default that of the others.
@@ -275,6 +285,12 @@ pub struct InstanceView {
     /// Name of the node that computes each rank, if they are not `nodes`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub computing: Vec<String>,
+    /// Which nodes stand in for which, a line each.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub stand_ins: Vec<String>,
+    /// Since when its state, nodes and reason are these, in seconds since 1970; `None` before its
+    /// owner reports.
+    pub since_unix_s: Option<u64>,
     /// Names of its prefill nodes.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub prompts: Vec<String>,
@@ -328,13 +344,15 @@ struct Inner {
     over: AtomicBool,
     /// Instances leased to programs of this machine.
     loans: Mutex<BTreeSet<InstanceId>>,
-    /// By instance of other nodes: time of the last attempt to fetch the files needed to answer
-    /// with it, and the number of attempts.
+    /// By instance: time of the last attempt to fetch the files needed to answer with it, or to
+    /// sign those of this node, and the number of attempts.
     tried: Mutex<BTreeMap<InstanceId, (Instant, u32)>>,
     /// When all work of this node had moved to others.
     left: Mutex<Option<Instant>>,
     /// Whether the battery is low, so that this node takes no work.
     rests: AtomicBool,
+    /// Names of nodes, also of forgotten ones. A cluster has at most some hundred.
+    names: Mutex<BTreeMap<NodeId, String>>,
     copier: JournalCopier,
     shelf: JournalStore,
     durable: Option<DurableJournals>,
@@ -348,6 +366,8 @@ enum RoutedModel {
     Replicas(Arc<Replicas>),
     /// An encoder in this process.
     Encoder,
+    /// The instance that this node leases for its own life, without a detour by an ingress.
+    Own(InstanceId),
 }
 
 /// An instance of this node, by the epoch of its record.
@@ -357,6 +377,13 @@ struct RunningInstance {
     answers: Option<OwnerService>,
     /// Service of the previous record, which answers until this one does.
     former: Option<OwnerService>,
+}
+
+impl RunningInstance {
+    fn into_instances(self) -> impl Iterator<Item = Arc<Instance>> {
+        let services = self.answers.into_iter().chain(self.former);
+        services.filter_map(|service| service.instance().cloned())
+    }
 }
 
 /// The service of an instance on its owner.
@@ -445,8 +472,10 @@ impl Fleet {
             tried: Mutex::default(),
             left: Mutex::default(),
             rests: AtomicBool::new(false),
+            names: Mutex::default(),
         });
         inner.serve();
+        inner.end_past_leases();
         let own = Arc::clone(&inner);
         let thread = std::thread::Builder::new().name("fleet".to_owned());
         let thread = Some(thread.spawn(move || own.run())?);
@@ -532,12 +561,14 @@ impl Fleet {
     /// The least loaded ready instance of a name or id, if this node has its tokenizer. That needs
     /// the beginning of the model file, which the node fetches once it sees the instance.
     pub fn using(&self, model: &str) -> Option<UsableInstance> {
+        let map = self.inner.agent.map();
+        let called = placement::wanted(&map).filter(|(.., wanted)| wanted.is_called(model));
+        let called: BTreeSet<String> = called.map(|(id, ..)| id.to_string()).collect();
         let is_it =
-            |it: &InstanceView| it.state == "ready" && (it.model == model || it.id == model);
+            |it: &InstanceView| it.state == "ready" && (called.contains(&it.id) || it.id == model);
         let all = self.list().into_iter().filter(is_it);
         let view = all.min_by_key(|it| (it.load, it.asked))?;
         let id: InstanceId = view.id.parse().ok()?;
-        let map = self.inner.agent.map();
         let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
         let path = owner::part_of(&self.inner, &wanted).ok()?;
         Some(UsableInstance { view, path })
@@ -584,7 +615,7 @@ impl Fleet {
     }
 
     /// The instances that this node owns and that are ready, by id.
-    fn ready(&self) -> Vec<(String, Arc<Instance>)> {
+    pub fn ready(&self) -> Vec<(String, Arc<Instance>)> {
         let owned = lock(&self.inner.owned);
         let ready = owned.iter().filter_map(|(id, it)| {
             let instance = it.answers.as_ref()?.instance()?;
@@ -600,8 +631,20 @@ impl Drop for Fleet {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join(); // it has no result, and a panic there was reported
         }
+        let open = std::mem::take(&mut *lock(&self.inner.open));
+        open.keys().for_each(|name| self.inner.close(name));
         let owned = std::mem::take(&mut *lock(&self.inner.owned));
-        drop(owned); // ends their workers
+        let until = Instant::now() + RELEASE_LIMIT;
+        for instance in owned
+            .into_values()
+            .flat_map(RunningInstance::into_instances)
+        {
+            while Arc::strong_count(&instance) > 1 && Instant::now() < until {
+                std::thread::sleep(RELEASE_LIMIT / 100);
+            }
+            drop(instance); // ends its workers
+        }
+        self.inner.end_leases();
     }
 }
 
@@ -705,6 +748,7 @@ impl Inner {
             self.widen(&mut widening, Instant::now());
             self.rest(&mut battery, Instant::now());
             self.update_services();
+            self.sign_owned();
             self.take_back();
             let _ = self.has_lost_some(); // records each death at its start
             self.stay();
@@ -741,6 +785,7 @@ impl Inner {
                         cramped: Arc::default(),
                         unused: Arc::default(),
                         numbers: Arc::default(),
+                        context: Arc::default(),
                         cables: Arc::default(),
                         wires: Arc::default(),
                         split: Arc::default(),
@@ -829,7 +874,14 @@ impl Inner {
         let mut ready = Vec::new();
         for (id, _, wanted) in placement::wanted(&map) {
             let name = Name::of(&wanted);
-            if let Some(report) = report(&map, id).filter(|it| it.state == State::Ready) {
+            let is_begun = || {
+                lock(&self.owned)
+                    .get(&id)
+                    .is_some_and(|it| it.answers.is_some())
+            };
+            let is_ready =
+                |it: &Report| it.state == State::Ready && (!self.leases(&wanted) || is_begun());
+            if let Some(report) = report(&map, id).filter(is_ready) {
                 self.admit(&name, id, &wanted);
                 if let Some(replicas) = self.replicas_with(id) {
                     replicas.set_numbers(id, wanted.numbers_name(report.numbers));
@@ -842,13 +894,13 @@ impl Inner {
         lock(&self.tried).retain(|id, _| ready.iter().any(|(_, of)| of == id));
         self.see(ready);
         self.tell_unserved(&map);
-        let gone = |name: &Name, _: &mut RoutedModel| !named.contains_key(name);
+        let gone = |name: &Name, door: &mut RoutedModel| match (named.get(name), door) {
+            (None, _) => true,
+            (Some(ids), RoutedModel::Own(id)) => !ids.contains(id),
+            (Some(_), _) => false,
+        };
         let gone: Vec<_> = lock(&self.open).extract_if(.., gone).collect();
-        for (name, _) in gone {
-            std::iter::once(name.key())
-                .chain(name.adapter_keys())
-                .for_each(|key| self.spec.doors.close(&key));
-        }
+        gone.iter().for_each(|(name, _)| self.close(name));
         for (name, door) in lock(&self.open).iter() {
             if let (RoutedModel::Replicas(all), Some(ids)) = (door, named.get(name)) {
                 all.retain(ids);
@@ -856,12 +908,23 @@ impl Inner {
         }
     }
 
+    /// Whether an instance is one that this node computes for its own life.
+    fn leases(&self, wanted: &InstanceSpec) -> bool {
+        wanted.lender == Some(self.agent.id()) && wanted.machine.is_some()
+    }
+
+    /// Removes the registrations of a model.
+    fn close(&self, name: &Name) {
+        let keys = std::iter::once(name.key()).chain(name.adapter_keys());
+        keys.for_each(|key| self.spec.doors.close(&key));
+    }
+
     /// Adds a ready replica to the service of its model.
     fn admit(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &InstanceSpec) {
         let door = lock(&self.open).get(name).cloned();
         match door {
             Some(RoutedModel::Replicas(all)) => all.admit(self, id, wanted),
-            Some(RoutedModel::Encoder) => {}
+            Some(RoutedModel::Encoder | RoutedModel::Own(_)) => {}
             None => self.open_door(name, id, wanted),
         }
     }
@@ -871,7 +934,7 @@ impl Inner {
         let open = lock(&self.open);
         let mut all = open.values().filter_map(|door| match door {
             RoutedModel::Replicas(all) => Some(all),
-            RoutedModel::Encoder => None,
+            RoutedModel::Encoder | RoutedModel::Own(_) => None,
         });
         all.find(|all| all.has(id)).cloned()
     }
@@ -920,17 +983,24 @@ impl Inner {
             let Ok(path) = self.copies.find_right(model, copies::CheckRange::All) else {
                 return false;
             };
-            self.open_encoder(name.clone(), id, wanted.clone(), path);
+            return self.open_encoder(name, id, wanted, &path);
+        }
+        let map = self.agent.map();
+        let mut wanted = wanted.clone();
+        let context = || report(&map, id).and_then(|report| report.context);
+        wanted.options.context = wanted.options.context.or_else(context);
+        if let Some(own) = self.ready_instance(id).filter(|_| self.leases(&wanted)) {
+            self.answer_with(name, &wanted, &path, own);
+            lock(&self.open).insert(name.clone(), RoutedModel::Own(id));
             return true;
         }
         let all = Arc::new(Replicas::new(&wanted.model, Arc::clone(&self.spec.tell)));
-        let map = self.agent.map();
         for (id, wanted) in self.ready_of(name) {
             all.admit(self, id, &wanted);
             let named = report(&map, id).and_then(|report| report.numbers);
             all.set_numbers(id, wanted.numbers_name(named));
         }
-        self.answer_with(name, wanted, &path, Arc::clone(&all) as Arc<dyn Service>);
+        self.answer_with(name, &wanted, &path, Arc::clone(&all) as Arc<dyn Service>);
         lock(&self.open).insert(name.clone(), RoutedModel::Replicas(all));
         true
     }
@@ -944,16 +1014,49 @@ impl Inner {
         ready.map(|(id, _, wanted)| (id, wanted)).collect()
     }
 
+    /// Signs the roots of models that this node owns, once it is not alone: others then fetch the
+    /// beginning of the file to answer with it.
+    fn sign_owned(&self) {
+        if self.agent.nodes().len() < 2 {
+            return;
+        }
+        let map = self.agent.map();
+        let is_open = |it: &&RunningInstance| {
+            it.answers.is_some() && roots::of(&map, &it.owned.wanted.sha256).is_err()
+        };
+        let owned: Vec<OwnedInstance> = lock(&self.owned)
+            .values()
+            .filter(is_open)
+            .map(|it| it.owned.clone())
+            .collect();
+        for it in owned {
+            if let (Ok(path), Some(_)) = (owner::path_of(self, &it.wanted), self.attempt(it.id)) {
+                self.sign_meanwhile(&it.wanted, &path);
+            }
+        }
+    }
+
+    /// Number of the next attempt to get or sign a file of an instance, from 1; `None` so shortly
+    /// after the last.
+    fn attempt(&self, id: InstanceId) -> Option<u32> {
+        let (now, mut tried) = (Instant::now(), lock(&self.tried));
+        let last = tried.get(&id).copied();
+        let is_early = |(at, _): (Instant, u32)| now.saturating_duration_since(at) < PART_EVERY;
+        if last.is_some_and(is_early) {
+            return None;
+        }
+        let count = last.map_or(1, |(_, count)| count.saturating_add(1));
+        tried.insert(id, (now, count));
+        Some(count)
+    }
+
     /// Fetches the beginning of a model file on its own thread: it holds the tokenizer, which this
     /// node needs to answer with another node's instance. A later reconciliation registers the
     /// model.
     fn get_part(self: &Arc<Self>, id: InstanceId, wanted: &InstanceSpec) {
-        let (now, last) = (Instant::now(), lock(&self.tried).get(&id).copied());
-        if last.is_some_and(|(at, _)| now.saturating_duration_since(at) < PART_EVERY) {
+        let Some(count) = self.attempt(id) else {
             return;
-        }
-        let count = last.map_or(1, |(_, count)| count.saturating_add(1));
-        lock(&self.tried).insert(id, (now, count));
+        };
         let (inner, wanted) = (Arc::clone(self), wanted.clone());
         let run = move || {
             if let Err(reason) = inner.copies.take_part(&inner.agent, &wanted)
@@ -973,49 +1076,45 @@ impl Inner {
         let open = |key: &str, adapter: Option<&AdapterFile>, with: Arc<dyn Service>| {
             let called = match adapter {
                 Some(adapter) => wanted.adapted(&adapter.name),
-                None => wanted.model.clone(),
+                None => wanted.id().to_owned(),
             };
             match self.spec.doors.open(key, (wanted, adapter), path, with) {
                 Ok(()) => (self.spec.tell)(&format!("answering as {called}")),
                 Err(reason) => (self.spec.tell)(&format!("error: {called}: {reason}")),
             }
         };
-        open(&name.key(), None, Arc::clone(&with));
+        if wanted.adapter_naming != AdapterNaming::Model {
+            open(&name.key(), None, Arc::clone(&with));
+        }
         for (key, adapter) in name.adapter_keys().zip(&wanted.adapters) {
             let adapted = AdaptedService::new(Arc::clone(&with), &*adapter.name);
             open(&key, Some(adapter), Arc::new(adapted));
         }
     }
 
-    /// Registers this node's own copy of an encoder, which a thread loads.
+    /// Registers this node's own copy of an encoder, which it loads unless it owns the instance.
     fn open_encoder(
-        self: &Arc<Self>,
-        name: Name,
+        &self,
+        name: &Name,
         id: InstanceId,
-        wanted: InstanceSpec,
-        path: PathBuf,
-    ) {
-        lock(&self.open).insert(name.clone(), RoutedModel::Encoder);
+        wanted: &InstanceSpec,
+        path: &Path,
+    ) -> bool {
         let own = lock(&self.owned).get(&id).and_then(|it| it.answers.clone());
-        let inner = Arc::clone(self);
-        let run = move || {
-            let loaded = match own {
-                Some(OwnerService::Encoder(service)) => Ok(service),
-                _ => encoders::load(&path, &wanted),
-            };
-            match loaded {
-                Ok(service) => inner.answer_with(&name, &wanted, &path, service),
-                Err(reason) => (inner.spec.tell)(&format!("error: {}: {reason}", wanted.model)),
-            }
-            // It may have been unloaded before this registration existed.
-            if !lock(&inner.open).contains_key(&name) {
-                inner.spec.doors.close(&name.key());
-            }
+        let loaded = match own {
+            Some(OwnerService::Encoder(service)) => Ok(service),
+            _ => encoders::load(path, wanted),
         };
-        let thread = std::thread::Builder::new().name("encoder".to_owned());
-        if let Err(error) = thread.spawn(run) {
-            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
+        match loaded {
+            Ok(service) => self.answer_with(name, wanted, path, service),
+            Err(reason) => {
+                (self.spec.tell)(&format!("error: {}: {reason}", wanted.id()));
+                return false;
+            }
         }
+        // Reconciliation closes it if it was unloaded meanwhile.
+        lock(&self.open).insert(name.clone(), RoutedModel::Encoder);
+        true
     }
 
     /// The instance of this node, once it answers.
@@ -1069,8 +1168,16 @@ impl Inner {
     }
 
     fn name(&self, id: NodeId) -> String {
-        let known = self.agent.nodes().into_iter().find(|node| node.id == id);
-        known.map_or_else(|| id.to_string(), |node| node.facts.name)
+        let known = self.known_names().remove(&id);
+        known.unwrap_or_else(|| id.to_string())
+    }
+
+    /// Names of all nodes, and of those that this process has seen before they were forgotten.
+    fn known_names(&self) -> BTreeMap<NodeId, String> {
+        let mut names = lock(&self.names);
+        let nodes = self.agent.nodes().into_iter();
+        names.extend(nodes.map(|node| (node.id, node.facts.name)));
+        names.clone()
     }
 
     fn want(
@@ -1094,16 +1201,15 @@ impl Inner {
             .map(|(id, _, wanted)| (*id, wanted));
         let numbers = replica_names::numbers(replicas);
         // Called once, because it reads the facts of all nodes.
-        let nodes = self.agent.nodes().into_iter();
-        let names: BTreeMap<NodeId, String> = nodes.map(|n| (n.id, n.facts.name)).collect();
+        let names = self.known_names();
         let name = |id: &NodeId| names.get(id).cloned().unwrap_or_else(|| id.to_string());
         let view = |(id, epoch, wanted): (InstanceId, u64, InstanceSpec)| {
             let report = report(&map, id).filter(|report| report.epoch == epoch);
             let named = report.as_ref().and_then(|report| report.numbers.clone());
             let wires = report.as_ref().and_then(|report| report.wires.clone());
+            let (computing, stand_ins) = computing(&wanted, report.as_ref(), &name);
+            let since = report.as_ref().and(map.register(&RegisterKey::State(id)));
             let split = report.as_ref().and_then(|report| report.split.clone());
-            let computing = report.as_ref().map(|report| &report.computing);
-            let computing = computing.into_iter().flatten().map(name).collect();
             let (state, progress, reason) = match self.told(&wanted, report, &name) {
                 // A request now would be answered with `no such model`.
                 ("ready", ..) if !lock(&self.seen).contains(&id) => ("loading", None, None),
@@ -1118,12 +1224,14 @@ impl Inner {
                     .unwrap_or_else(|| wanted.class_names()),
                 wires,
                 classes: wanted.class_names(),
-                model: wanted.model,
+                model: wanted.id().to_owned(),
                 state: state.to_owned(),
                 progress,
                 reason,
                 nodes: wanted.nodes.iter().map(name).collect(),
                 computing,
+                stand_ins,
+                since_unix_s: since.map(|register| register.stamp.ms / 1000),
                 prompts: wanted.prompts.iter().map(name).collect(),
                 epoch,
                 split: split.unwrap_or(wanted.split),
@@ -1159,6 +1267,29 @@ impl Inner {
         };
         (state, report.progress, report.reason)
     }
+}
+
+/// The nodes that compute an instance's ranks now, if they are not those of its record, and which
+/// stand in for which.
+fn computing(
+    wanted: &InstanceSpec,
+    report: Option<&Report>,
+    name: &dyn Fn(&NodeId) -> String,
+) -> (Vec<String>, Vec<String>) {
+    let Some(report) = report else {
+        return (Vec::new(), Vec::new());
+    };
+    let ranks = wanted.on_one_machine().map_or(1, |machine| machine.ranks);
+    if ranks > 1 {
+        return (vec![name(&wanted.nodes[0]); ranks as usize], Vec::new());
+    }
+    let both = report.computing.iter().zip(&wanted.nodes);
+    let others = both.filter(|(now, home)| now != home);
+    let stand_ins = others.map(|(now, home)| format!("{} stands in for {}", name(now), name(home)));
+    (
+        report.computing.iter().map(name).collect(),
+        stand_ins.collect(),
+    )
 }
 
 /// Reads `bytes` as messages between nodes about instances, for fuzzing.

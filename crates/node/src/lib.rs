@@ -24,7 +24,7 @@
 //! - [`prefill`]: disaggregated prefill.
 //! - [`sharding`]: from a placement to each worker's part of the model.
 //! - [`workers`]: worker processes on this machine or others; [`worker`]: the program of a worker
-//!   process; [`messages`] between them.
+//!   process; [`messages`] between them; [`worker_notices`]: their notices as lines.
 //! - [`fleet`]: instances over the nodes of a cluster.
 //! - [`forecast`]: the predicted speed of each split on this machine.
 //! - [`context_size`]: default context size of a model on this machine.
@@ -71,6 +71,7 @@ pub mod trace;
 mod traffic;
 pub mod tunnel;
 pub mod worker;
+pub mod worker_notices;
 pub mod workers;
 
 /// Revision of the numerics: raised with every change that docs/numerics.md lists as affecting

@@ -399,17 +399,22 @@ function makeInstance(it) {
     meter("Progress"), el("div", { class: "shards" }), el("p", { class: "beside" }, ...["predicted ", "measured "].map((word) => el("span", {}, word, el("b"), " tokens/s"))), el("p", { class: "facts" }));
 }
 
+// The names of the nodes that compute now, by rank.
+const ranks = (it) => it.computing?.length ? it.computing : it.nodes;
+
 function updateInstance(node, it) {
   const [title, about, progress, shards, beside, more] = node.children;
   const portrait = it.portrait || {};
   text(title.children[1], it.state);
   classed(title.children[1], `pill ${stateKind(it.state)}`);
   title.children[2].hidden = !state.status.may_manage || it.upstream;
-  text(about, it.reason || it.upstream && it.nodes.join(", ") || `on ${it.nodes.join(", ")} · split ${portrait.split || it.split}${it.numbers && it.numbers !== "cpu" ? ` · ${it.numbers}` : ""}${it.epoch > 1 ? ` · epoch ${it.epoch}` : ""}`);
+  const since = it.since_unix_s ? ` since ${new Date(it.since_unix_s * 1000).toLocaleString()}` : "";
+  attr(title.children[1], "title", `${it.state}${since}`);
+  text(about, [...(it.stand_ins || []), it.reason].filter(Boolean).join("; ") || it.upstream && it.nodes.join(", ") || `on ${ranks(it).join(", ")} · split ${portrait.split || it.split}${it.numbers && it.numbers !== "cpu" ? ` · ${it.numbers}` : ""}${it.epoch > 1 ? ` · epoch ${it.epoch}` : ""}`);
   const [done, of] = it.progress || [];
   setMeter(progress, of > 0 && it.state !== "ready" ? done / of : undefined, of > 100000 ? `${bytes(done)} of ${bytes(of)}` : `${done} of ${of}`);
   keyed(shards, portrait.shards || [], (shard) => shard.rank, () => el("span", {}), (part, shard) => {
-    const where = it.nodes[shard.rank] || `rank ${shard.rank}`;
+    const where = ranks(it)[shard.rank] || `rank ${shard.rank}`;
     const share = shard.share < .999 ? ` · ${percent(shard.share)}` : "";
     text(part, `${where}: layers ${shard.first_layer}–${shard.end_layer - 1}${share} · ${bytes(shard.weight_bytes)}`);
     attr(part, "title", `${shard.threads} threads, ${shard.device}`);

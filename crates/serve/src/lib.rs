@@ -88,6 +88,7 @@ mod unserved;
 mod upstream;
 
 pub use access::Access;
+pub use api::no_model::Loading;
 pub use api::registry::ModelRegistry;
 pub use clock::TimeSource;
 pub use config::{

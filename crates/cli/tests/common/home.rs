@@ -52,7 +52,7 @@ impl TestHome {
     }
 
     /// Fails when something was left behind. Exempt are measurements of this machine, what a node
-    /// is known by after it ended, and the prompts that it has read.
+    /// is known by after it ended, the prompts that it has read, and lines typed in chats.
     pub(crate) fn assert_clean(&self) {
         for name in ["home", "tmp"] {
             let entries = fs::read_dir(self.path(name)).unwrap();

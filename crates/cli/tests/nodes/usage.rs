@@ -316,5 +316,23 @@ fn several_models_stand_behind_one_server() {
         assert_eq!(answer.status, 200, "{}", answer.body);
         assert_eq!(answer.body["model"], name, "{}", answer.body);
     }
+    // They are instances as all others.
+    let own = |args: &[&str]| {
+        let output = finish(&mut world.paceline(args));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let ps: serde_json::Value = serde_json::from_str(&own(&["ps", "--json"])).unwrap();
+    assert_eq!(ps.as_array().unwrap().len(), 2, "{ps}");
+    assert!(ps[0]["since_unix_s"].as_u64().is_some(), "{ps}");
+    own(&["unload", FAMILIES[0].family]);
+    until("one is left", || {
+        let list = http::ask(server.port, "/v1/models", None).body;
+        list["data"].as_array().unwrap().len() == 1
+    });
+    own(&["load", &models[0], "--threads", "1"]);
+    let body = chat(&models[0], "hi", &serde_json::json!({"max_tokens": 2}));
+    let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));
+    assert_eq!(answer.status, 200, "{}", answer.body);
     server.stop(2);
 }

@@ -38,6 +38,10 @@ pub const NODES_MAX: usize = 64;
 pub struct InstanceSpec {
     /// The model's name, as its user gave it.
     pub model: String,
+    /// Names that clients call it by instead of `model`: its id, then aliases. Empty for `model`
+    /// alone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub names: Vec<String>,
     /// SHA-256 of the model's file, or of its manifest, in hexadecimal digits.
     pub sha256: String,
     /// Bytes of the model's files.
@@ -91,6 +95,12 @@ pub struct InstanceSpec {
     /// Adapters of the model, which answer too.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub adapters: Vec<AdapterFile>,
+    /// Names that adapters answer by.
+    #[serde(default, skip_serializing_if = "AdapterNaming::is_default")]
+    pub adapter_naming: AdapterNaming,
+    /// Options for the workers of an instance on one machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<MachineOptions>,
     /// Whether autoscaling added it: it ends when it is idle.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub added: bool,
@@ -157,6 +167,66 @@ impl Default for InstanceOptions {
             weights: WeightDistribution::Auto,
             strict: false,
         }
+    }
+}
+
+/// Options of an instance on one machine, as `up` takes them. Texts are those of its options. They
+/// have no effect once the instance is on several nodes, but for `kv` and `pace`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MachineOptions {
+    /// Worker processes, each a rank; 0 is 1.
+    pub ranks: u32,
+    /// Relative part of each rank; empty for equal parts.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<u32>,
+    /// Kernel class of each rank; empty for that of the node.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub classes: Vec<String>,
+    /// Transport between the ranks; empty for any.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub transport: String,
+    /// Further processes for prefill only.
+    pub prefill_ranks: u32,
+    /// Uncached tokens from which these read a prompt; `None`: where they are faster.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefill_from: Option<u32>,
+    /// Their kernel class, if not that of the others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefill_class: Option<String>,
+    /// Type of keys and values, if not that of the class.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv: Option<String>,
+    /// Target for the time of a step; empty for the default.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub pace: String,
+    /// Whether each thread has a core of its own.
+    pub pin: bool,
+}
+
+/// Names that the adapters of an instance answer by.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum AdapterNaming {
+    /// The model's name, a colon and the adapter's.
+    #[default]
+    Qualified,
+    /// The adapter's name, and the qualified one.
+    Bare,
+    /// The model's names: the only adapter answers in its place.
+    Model,
+}
+
+impl AdapterNaming {
+    /// Whether it is the default.
+    #[allow(
+        clippy::trivially_copy_pass_by_ref,
+        reason = "serde hands over a reference"
+    )]
+    const fn is_default(&self) -> bool {
+        matches!(self, Self::Qualified)
     }
 }
 
@@ -278,7 +348,11 @@ impl InstanceSpec {
     /// The classes of its nodes in rank order, as `cpu` or `mlx+cpu`. Equal texts state equal
     /// numbers only where every class is exact.
     pub fn class_names(&self) -> String {
-        let mut names: Vec<&str> = self.nodes.iter().map(|id| self.class_of(*id)).collect();
+        let ranks = self.on_one_machine().map(|machine| &machine.classes);
+        let mut names: Vec<&str> = match ranks.filter(|classes| !classes.is_empty()) {
+            Some(classes) => classes.iter().map(String::as_str).collect(),
+            None => self.nodes.iter().map(|id| self.class_of(*id)).collect(),
+        };
         names.dedup();
         names.join("+")
     }
@@ -297,9 +371,24 @@ impl InstanceSpec {
         }
     }
 
-    /// The name of an adapter of this model.
+    /// The name that clients call it by.
+    pub fn id(&self) -> &str {
+        self.names.first().unwrap_or(&self.model)
+    }
+
+    /// Whether clients or its user call it so.
+    pub fn is_called(&self, name: &str) -> bool {
+        self.model == name || self.names.iter().any(|own| own == name)
+    }
+
+    /// The qualified name of an adapter of this model.
     pub fn adapted(&self, adapter: &str) -> String {
-        format!("{}:{adapter}", self.model)
+        format!("{}:{adapter}", self.id())
+    }
+
+    /// The options for its workers while it is on one machine.
+    pub fn on_one_machine(&self) -> Option<&MachineOptions> {
+        self.machine.as_ref().filter(|_| self.nodes.len() == 1)
     }
 
     /// The options for a file that every node needs whole.
@@ -314,6 +403,7 @@ impl InstanceSpec {
     pub fn of_adapters(&self) -> impl Iterator<Item = Self> {
         self.adapters.iter().map(|adapter| Self {
             model: self.adapted(&adapter.name),
+            names: Vec::new(),
             sha256: adapter.sha256.clone(),
             bytes: adapter.bytes,
             manifest: false,
@@ -343,6 +433,7 @@ impl InstanceSpec {
         } = self.draft.clone()?;
         Some(Self {
             model,
+            names: Vec::new(),
             sha256,
             bytes,
             manifest,
@@ -384,6 +475,9 @@ pub struct Report {
     /// The node of each rank, while it answers; empty if they are those of the record.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub computing: Vec<NodeId>,
+    /// Positions of a sequence, while it answers, if the record does not state them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context: Option<u32>,
     /// Name of its numbers, while it answers and its kernel class does not say all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numbers: Option<String>,

@@ -102,7 +102,7 @@ fn look(inner: &Inner, id: InstanceId, wanted: &InstanceSpec) -> Result<Stages, 
 fn find(inner: &Inner, name: &str) -> Result<(InstanceId, InstanceSpec), String> {
     let map = inner.agent.map();
     let mut all = placement::wanted(&map);
-    let found = all.find(|(id, _, wanted)| wanted.model == name || id.to_string() == name);
+    let found = all.find(|(id, _, wanted)| wanted.is_called(name) || id.to_string() == name);
     let (id, _, wanted) = found.ok_or_else(|| format!("no instance of {name:?} is loaded"))?;
     Ok((id, wanted))
 }

@@ -170,10 +170,12 @@ impl Inner {
         is_last
     }
 
-    /// Instances with this node, and the users' names for their models.
+    /// Instances with this node, and the users' names for their models. Those that it leases end
+    /// with it.
     fn work(&self) -> BTreeMap<InstanceId, String> {
         let (own, map) = (self.agent.id(), self.agent.map());
         let all = placement::wanted(&map).filter(|(.., wanted)| wanted.nodes.contains(&own));
+        let all = all.filter(|(.., wanted)| wanted.lender != Some(own));
         all.map(|(id, _, wanted)| (id, wanted.model)).collect()
     }
 
@@ -402,6 +404,7 @@ mod tests {
             wires: None,
             reason: None,
             computing: Vec::new(),
+            context: None,
             numbers: None,
             split: None,
         });

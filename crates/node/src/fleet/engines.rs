@@ -209,7 +209,8 @@ impl Inner {
         id: Option<InstanceId>,
         wanted: &InstanceSpec,
     ) -> Result<Vec<u32>, TooLarge> {
-        if !wanted.nodes.iter().any(|node| wanted.is_on_mlx(*node)) {
+        let is_on_mlx = wanted.nodes.iter().any(|node| wanted.is_on_mlx(*node));
+        if !is_on_mlx || wanted.on_one_machine().is_some() {
             return Ok(Vec::new());
         }
         let all = self.rooms_beside(id, wanted);
@@ -250,6 +251,14 @@ impl Inner {
         let class = ask.class.as_deref().map(str::parse).transpose()?;
         let views = self.agent.nodes();
         let order = self.in_order_of_request(ask, nodes);
+        if ask.machine.is_some() {
+            // That program has opened the engine itself.
+            let classes = Classes::new(ask.engine, class, order.len() as u32)?;
+            return Ok(order
+                .into_iter()
+                .zip(classes.each().iter().copied())
+                .collect());
+        }
         let unknown = NodeFacts::default();
         let facts = |id: &NodeId| {
             let view = views.iter().find(|view| view.id == *id);

@@ -7,6 +7,7 @@
 //! ```
 //! - [`LeasedInstance`]: an instance of the node as a [`Service`] in the program.
 //! - [`answer`], [`lend`]: the node's side.
+//! - [`Fleet::lease`]: instances for the life of this node itself, as those of `up MODEL`.
 //! - [`LostLenders`]: instances whose lending node is dead. Their record names it, and their owner
 //!   unloads them.
 
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{AwakeTime, lock};
 use paceline_cluster::nodes::agent::local::{self, CommandProgress};
-use paceline_cluster::nodes::placement::{self, EPOCH_UNWANTED};
+use paceline_cluster::nodes::placement::{self, EPOCH_UNWANTED, InstanceSpec};
 use paceline_cluster::nodes::{InstanceId, Registers};
 use paceline_engine::{
     GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
@@ -27,6 +28,7 @@ use paceline_engine::{
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::replica_names::Name;
 use super::{Fleet, Inner, LOOK_EVERY, LoadRequest, new_id};
 
 /// Queued replies for a program. A program that falls further behind loses its answer.
@@ -107,6 +109,33 @@ pub fn lend(
         lock(&fleet.inner.loans).remove(&id);
     }
     outcome
+}
+
+impl Fleet {
+    /// As [`load`](Self::load), until this node stops: then the instance is unloaded, and no other
+    /// node takes it over.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn lease(&self, ask: &LoadRequest) -> Result<InstanceId, String> {
+        self.inner.load_lent(ask)
+    }
+
+    /// As [`load`](Self::load) of one replica, unless the cluster has such an instance already.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn load_once(&self, ask: &LoadRequest) -> Result<InstanceId, String> {
+        let records = self.inner.asked(ask)?;
+        let record = records.first().ok_or("nothing is asked for")?;
+        let map = self.inner.agent.map();
+        let is_same =
+            |wanted: &InstanceSpec| wanted.lender.is_none() && Name::of(wanted) == Name::of(record);
+        let known = placement::wanted(&map).find(|(.., wanted)| is_same(wanted));
+        let id = known.map_or_else(|| self.inner.want_new(record), |(id, ..)| Ok(id));
+        self.inner.agent.save();
+        id
+    }
 }
 
 /// Waits until the program is gone, then unloads its instance.
@@ -199,6 +228,24 @@ impl Inner {
             // Fails if the map is full; the next poll tries again.
             let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None);
         }
+    }
+
+    /// Unloads the instances that this node leased before its restart, so that new ones have
+    /// their names and memory.
+    pub(super) fn end_past_leases(&self) {
+        for id in self.past_loans(&self.agent.map()) {
+            let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None); // `reclaim` tries again
+        }
+    }
+
+    /// Unloads what this node leases, at its end.
+    pub(super) fn end_leases(&self) {
+        for id in std::mem::take(&mut *lock(&self.loans)) {
+            if self.is_wanted(id) {
+                let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None); // as of a killed node
+            }
+        }
+        self.agent.save();
     }
 
     /// Instances that this node leased before its restart.

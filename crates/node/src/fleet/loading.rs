@@ -131,8 +131,6 @@ impl Inner {
         let mut all = used.iter().chain(&first.prompts);
         if all.any(|id| *id != own) {
             self.sign(first, path);
-        } else if self.agent.nodes().len() > 1 {
-            self.sign_meanwhile(first, path);
         }
         let reserves = self.reserves(first, &used);
         for record in &mut records {
@@ -253,9 +251,8 @@ impl Inner {
         }
     }
 
-    /// Signs the root of a model that this node computes alone, on its own thread. Other nodes
-    /// fetch the beginning of its file to answer with it.
-    fn sign_meanwhile(&self, record: &InstanceSpec, path: &Path) {
+    /// Signs the root of a model on its own thread.
+    pub(super) fn sign_meanwhile(&self, record: &InstanceSpec, path: &Path) {
         let (copies, agent) = (Arc::clone(&self.copies), self.agent.clone());
         let (model, path) = (name_of(record), path.to_owned());
         let tell = Arc::clone(&self.spec.tell);
@@ -297,6 +294,9 @@ impl Inner {
                 .map(|name| self.draft(name))
                 .transpose()?,
             adapters: self.adapters(ask, path)?,
+            names: ask.names.clone(),
+            adapter_naming: ask.adapter_naming,
+            machine: ask.machine.clone(),
             prompts: self.readers(ask)?,
             prompts_class: ask.prefill_class.clone().unwrap_or_default(),
             ..InstanceSpec::default()
@@ -379,7 +379,8 @@ impl Inner {
             let file = adapters::as_gguf((name.as_str(), from.as_path()), &config, made.path());
             let file = file.map_err(|error| format!("adapter {name}: {error}"))?;
             let bytes = std::fs::metadata(&file).map_err(|error| failed(&error))?;
-            let sha256 = self.copies.keep(&file, &format!("{}:{name}", ask.model))?;
+            let model = ask.names.first().unwrap_or(&ask.model);
+            let sha256 = self.copies.keep(&file, &format!("{model}:{name}"))?;
             all.push(AdapterFile {
                 name: name.clone(),
                 sha256,
@@ -524,8 +525,9 @@ impl Inner {
         let map = self.agent.map();
         let all: Vec<_> = placement::wanted(&map).collect();
         let numbers = replica_names::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
-        let is_it =
-            |id: InstanceId, wanted: &InstanceSpec| wanted.model == name || id.to_string() == name;
+        let is_it = |id: InstanceId, wanted: &InstanceSpec| {
+            wanted.is_called(name) || id.to_string() == name
+        };
         let named = all.iter().filter(|(id, _, wanted)| is_it(*id, wanted));
         let mut ids: Vec<InstanceId> = named.map(|(id, ..)| *id).collect();
         if ids.is_empty() {

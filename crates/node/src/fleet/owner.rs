@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, UnknownKernelClass, lock};
@@ -16,7 +16,8 @@ use paceline_cluster::nodes::placement::{
 use paceline_cluster::nodes::{InstanceId, NodeId, RegisterKey, Registers};
 use paceline_comm::Backend;
 use paceline_engine::Service as _;
-use paceline_model::{ModelSource, SplitKind};
+use paceline_model::{Config, ModelSource, SplitKind};
+use paceline_tensor::UnknownKvType;
 
 use super::cables::CablePlan;
 use super::copies::CheckRange;
@@ -24,15 +25,16 @@ use super::flaps::{Flaps, NamedInstance};
 use super::hosts::InstanceNodes;
 use super::unused_nodes::UnusedNodes;
 use super::{
-    FETCH, Inner, LOOK_EVERY, OwnerService, RunningInstance, copies, encoders, name_of, report,
-    roots,
+    FETCH, Inner, LOOK_EVERY, OwnerService, RunningInstance, copies, encoders, name_of,
+    one_machine, report, roots,
 };
 use crate::classes::Classes;
 use crate::instance::numbers;
 use crate::messages::RankFacts;
 use crate::supervisor::Notice;
+use crate::worker_notices::lines;
 use crate::workers::remote::RemoteWorkers;
-use crate::{Options, PrefillOptions, PreparedModel};
+use crate::{Instance, Options, PrefillOptions, PreparedModel};
 
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);
@@ -61,6 +63,8 @@ pub(super) struct OwnedInstance {
     pub(super) unused: Arc<UnusedNodes>,
     /// Name of its numbers, once its workers are ready.
     pub(super) numbers: Arc<Mutex<Option<String>>>,
+    /// Positions of a sequence, once its engine is planned.
+    pub(super) context: Arc<OnceLock<u32>>,
     /// RDMA cables between the ranks of the last epoch, and what became of them, for people.
     pub(super) cables: Arc<Mutex<CablePlan>>,
     pub(super) wires: Arc<Mutex<Option<String>>>,
@@ -117,8 +121,8 @@ impl OwnedInstance {
             let path = inner.copies.find_right(model, CheckRange::All)?;
             return encoders::load(&path, &self.wanted).map(OwnerService::Encoder);
         };
-        if let Some(draft) = draft {
-            guess_with(&mut prepared, &draft)?;
+        if let Some(draft) = &draft {
+            guess_with(&mut prepared, draft)?;
         }
         for (name, path) in &adapters {
             let adapted = prepared.adapt(name, path);
@@ -136,13 +140,33 @@ impl OwnedInstance {
         if self.goes_on {
             prepared.go_on();
         }
+        let _ = self.context.set(prepared.engine().context as u32); // the same for every start
+        let instance = match self.wanted.on_one_machine() {
+            Some(options) => {
+                self.start_here(inner, (prepared, options), (path, draft, adapters))?
+            }
+            None => self.start_on_nodes(inner, prepared)?,
+        };
+        let ready = instance.ready_while(|| inner.has_begun(self.id, self.epoch));
+        ready.map_err(|error| error.to_string())?;
+        *lock(&self.numbers) = instance.numbers(); // the observer may come later
+        Ok(OwnerService::Instance(Arc::new(instance)))
+    }
+
+    /// Starts workers on the nodes of the record.
+    fn start_on_nodes(
+        &self,
+        inner: &Arc<Inner>,
+        mut prepared: PreparedModel,
+    ) -> Result<Instance, String> {
         prepared.succeed(self.successors());
         prepared.observe(inner.speed_observer(&self.wanted, &prepared));
         let crew = self.crew(inner, self.wanted.clone(), Arc::clone(&self.flaps));
         let crew = crew.with_draft(self.wanted.of_draft().as_ref().map(name_of));
         let of_adapters = self.wanted.of_adapters();
         let crew = crew.with_adapters(of_adapters.map(|it| name_of(&it)).collect());
-        let (crew, observer) = (Box::new(crew), self.observer(inner));
+        let shape = (prepared.config().clone(), prepared.options().threads);
+        let (crew, observer) = (Box::new(crew), self.observer(inner, shape));
         let instance = match prepared.prompts() {
             None => prepared.over(crew, true, observer),
             Some(_) => {
@@ -158,11 +182,7 @@ impl OwnedInstance {
                 prepared.over_apart(crew, Box::new(prompts), true, observer)
             }
         };
-        let instance = instance.map_err(|error| error.to_string())?;
-        let ready = instance.ready_while(|| inner.has_begun(self.id, self.epoch));
-        ready.map_err(|error| error.to_string())?;
-        *lock(&self.numbers) = instance.numbers(); // the observer may come later
-        Ok(OwnerService::Instance(Arc::new(instance)))
+        instance.map_err(|error| error.to_string())
     }
 
     /// Workers on the nodes of a record.
@@ -259,8 +279,19 @@ impl OwnedInstance {
 
     /// Kernel class of each rank.
     fn classes(&self) -> Result<Vec<KernelClass>, UnknownKernelClass> {
-        let nodes = self.wanted.nodes.iter();
-        nodes.map(|id| self.wanted.class_of(*id).parse()).collect()
+        match self.wanted.on_one_machine() {
+            Some(options) if !options.classes.is_empty() => {
+                options.classes.iter().map(|class| class.parse()).collect()
+            }
+            Some(options) => {
+                let class = self.wanted.class_of(self.wanted.nodes[0]).parse()?;
+                Ok(vec![class; options.ranks.max(1) as usize])
+            }
+            None => {
+                let nodes = self.wanted.nodes.iter();
+                nodes.map(|id| self.wanted.class_of(*id).parse()).collect()
+            }
+        }
     }
 
     fn prepare(&self, inner: &Inner, path: &Path) -> Result<PreparedModel, String> {
@@ -272,19 +303,26 @@ impl OwnedInstance {
                 self.wanted.split
             )
         })?;
+        let machine = self.wanted.on_one_machine();
+        let kv = self.wanted.machine.as_ref().and_then(|it| it.kv.as_ref());
+        let kv = kv.map(|kv| kv.parse()).transpose();
+        let classes = self.classes().map_err(|error| error.to_string())?;
         let options = Options {
-            classes: Classes::of(self.classes().map_err(|error| error.to_string())?),
+            nodes: classes.len() as u32,
+            classes: Classes::of(classes),
             threads: usize::from(self.wanted.threads.max(1)),
-            kv: None,
-            nodes: self.wanted.nodes.len() as u32,
+            kv: kv.map_err(|error: UnknownKvType| error.to_string())?,
             // Nothing was predicted. A pipeline is never much slower than one machine.
             kind: match split {
                 SplitKind::Auto if self.wanted.nodes.len() > 1 => SplitKind::Pipeline,
                 split => split,
             },
-            shares: inner.fitting_shares(path, (Some(self.id), &self.wanted))?,
-            backend: Backend::Any,
-            probed: Backend::Tcp,
+            shares: match machine {
+                Some(options) => options.shares.clone(),
+                None => inner.fitting_shares(path, (Some(self.id), &self.wanted))?,
+            },
+            backend: machine.map_or(Ok(Backend::Any), one_machine::backend)?,
+            probed: machine.map_or(Ok(Backend::Tcp), one_machine::probed)?,
         };
         let record = (self.id, &self.wanted);
         let sizes = |config: &_| {
@@ -293,6 +331,9 @@ impl OwnedInstance {
         };
         let prepared = PreparedModel::new(Arc::new(source), options, sizes);
         let mut prepared = prepared.map_err(|error| error.to_string())?;
+        if let Some(options) = machine {
+            one_machine::read_prompts(&mut prepared, options)?;
+        }
         let tok_s =
             |(name, tok_ks): (&String, &u64)| Some((name.parse().ok()?, *tok_ks as f64 / 1e3));
         let predicted: Vec<_> = self.wanted.predicted.iter().filter_map(tok_s).collect();
@@ -436,8 +477,9 @@ impl OwnedInstance {
     }
 
     /// The observer that publishes the workers' events to the cluster.
-    fn observer(&self, inner: &Arc<Inner>) -> crate::Observer {
+    pub(super) fn observer(&self, inner: &Arc<Inner>, shape: (Config, usize)) -> crate::Observer {
         let (own, inner) = (self.clone(), Arc::downgrade(inner));
+        let mut is_told = false;
         let mut last = Instant::now();
         let mut after_failure = match self.goes_on {
             true => State::Recovering,
@@ -458,30 +500,41 @@ impl OwnedInstance {
                     let progress = (*done as u64, *of as u64);
                     own.report(&inner, State::Loading, Some(progress), None);
                 }
-                Notice::Ready { again: true, .. } => {
-                    let without = own.left_out(&inner);
-                    let note = without
-                        .as_ref()
-                        .map_or(String::new(), |it| format!(", {it}"));
-                    (inner.spec.tell)(&format!("{} answers again{note}", own.wanted.model));
-                    own.report(&inner, State::Ready, None, without);
+                Notice::Ready { again: true, .. } | Notice::Changed(_) => {
+                    own.report(&inner, State::Ready, None, own.left_out(&inner));
                 }
                 Notice::Failed { rank, reason, .. } => {
                     own.flaps.lost(*rank, Instant::now());
-                    (inner.spec.tell)(&format!("error: {}: {reason}", own.wanted.model));
                     own.report(&inner, after_failure, None, Some(reason.clone()));
                 }
-                Notice::Changed(change) => {
-                    (inner.spec.tell)(&change.line());
-                    own.report(&inner, State::Ready, None, own.left_out(&inner));
-                }
-                Notice::Prompts(news) => (inner.spec.tell)(&news.line()),
-                Notice::Continued { answers } => {
-                    let (model, line) = (&own.wanted.model, Notice::continued(*answers));
-                    (inner.spec.tell)(&format!("{model}: {line}"));
-                }
-                Notice::Loading { .. } | Notice::Ready { .. } => {}
+                _ => {}
             }
+            // A split change has its own line.
+            let is_known = matches!(notice, Notice::Ready { again: false, .. })
+                && std::mem::replace(&mut is_told, true);
+            let lines = match own.wanted.on_one_machine() {
+                Some(_) if is_known => Vec::new(),
+                Some(_) => lines(notice, cuts, (&shape.0, shape.1)),
+                None => own.line(&inner, notice).into_iter().collect(),
+            };
+            lines.iter().for_each(|line| (inner.spec.tell)(line));
+        })
+    }
+
+    /// A notice of workers on several machines as a line; their parts are shown by others.
+    fn line(&self, inner: &Inner, notice: &Notice) -> Option<String> {
+        let model = self.wanted.id();
+        Some(match notice {
+            Notice::Ready { again: true, .. } => {
+                let without = self.left_out(inner);
+                let note = without.map_or(String::new(), |it| format!(", {it}"));
+                format!("{model} answers again{note}")
+            }
+            Notice::Failed { reason, .. } => format!("error: {model}: {reason}"),
+            Notice::Changed(change) => change.line(),
+            Notice::Prompts(news) => news.line(),
+            Notice::Continued { answers } => format!("{model}: {}", Notice::continued(*answers)),
+            Notice::Loading { .. } | Notice::Ready { .. } => return None,
         })
     }
 
@@ -528,6 +581,11 @@ impl OwnedInstance {
                 State::Ready => self.computing(),
                 _ => Vec::new(),
             },
+            context: self
+                .context
+                .get()
+                .copied()
+                .filter(|_| state == State::Ready),
             numbers: numbers.filter(|_| state == State::Ready),
             split: split.filter(|name| {
                 let is_open = !self.wanted.predicted.is_empty();

@@ -11,7 +11,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use paceline_cluster::nodes::InstanceId;
-use paceline_cluster::nodes::placement::InstanceSpec;
+use paceline_cluster::nodes::placement::{AdapterNaming, InstanceSpec};
 use serde::Serialize;
 
 /// Key of interchangeable instances: they give the same answers.
@@ -20,6 +20,11 @@ pub(super) struct Name {
     model: String,
     sha256: String,
     context: Option<u32>,
+    /// Type of keys and values, if stated.
+    kv: Option<String>,
+    /// Names for clients, if the record has some.
+    names: Vec<String>,
+    naming: AdapterNaming,
     /// Name and SHA-256 of each adapter.
     adapters: Vec<(String, String)>,
 }
@@ -31,6 +36,9 @@ impl Name {
             model: wanted.model.clone(),
             sha256: wanted.sha256.clone(),
             context: wanted.options.context,
+            kv: wanted.machine.as_ref().and_then(|it| it.kv.clone()),
+            names: wanted.names.clone(),
+            naming: wanted.adapter_naming,
             adapters: wanted
                 .adapters
                 .iter()
@@ -45,7 +53,20 @@ impl Name {
         let adapters = self.adapters.iter();
         let adapter = |(name, sha256): &(String, String)| format!("/{sha256}={name}");
         let adapters: String = adapters.map(adapter).collect();
-        format!("{}/{context}/{}{adapters}", self.sha256, self.model)
+        let kv = self
+            .kv
+            .as_deref()
+            .map_or(String::new(), |kv| format!("/{kv}"));
+        let naming = match self.naming {
+            AdapterNaming::Qualified => String::new(),
+            other => format!("/{other:?}"),
+        };
+        let names: String = self.names.iter().map(|name| format!("/{name}")).collect();
+        let model = &self.model;
+        format!(
+            "{}/{context}/{model}{kv}{naming}{names}{adapters}",
+            self.sha256
+        )
     }
 
     /// The registration keys of its adapters, in the order of the spec.

@@ -1,6 +1,7 @@
 //! The API of a node without a loaded model: health, cluster, metrics, and errors for the rest.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use axum::Router;
 use axum::extract::{Request, State};
@@ -30,6 +31,25 @@ pub(crate) struct Idle {
     pub(super) keys: Option<Arc<WatchedKeys>>,
     pub(super) unserved: UnservedModels,
     nodes: StatusSource,
+    /// Groups of models that are being loaded.
+    pub(super) loading: Arc<AtomicUsize>,
+}
+
+/// A node that loads models.
+#[derive(Debug)]
+pub struct Loading(Arc<AtomicUsize>);
+
+impl Loading {
+    pub(super) fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(count))
+    }
+}
+
+impl Drop for Loading {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl Idle {
@@ -43,6 +63,7 @@ impl Idle {
             keys: keys.map(Arc::new),
             unserved: UnservedModels::default(),
             nodes,
+            loading: Arc::default(),
         })
     }
 }
@@ -110,8 +131,12 @@ async fn index() -> Response {
     json_response(StatusCode::OK, &body)
 }
 
-async fn health() -> Response {
-    json_response(StatusCode::OK, &json!({"status": "idle", "model": null}))
+async fn health(State(idle): State<Arc<Idle>>) -> Response {
+    let (status, name) = match idle.loading.load(Ordering::SeqCst) {
+        0 => (StatusCode::OK, "idle"),
+        _ => (StatusCode::SERVICE_UNAVAILABLE, "loading"),
+    };
+    json_response(status, &json!({"status": name, "model": null}))
 }
 
 async fn nodes(State(idle): State<Arc<Idle>>) -> Response {

@@ -23,6 +23,7 @@ use tokio::sync::watch;
 use tower::ServiceExt;
 
 use super::handlers::{ServedNames, body_in_time};
+use super::no_model::Loading;
 use super::relay::{self, RelayTarget};
 use super::{App, OneOfSeveral, identify, json_response, no_model, resumption};
 use crate::access::{ClientIdentity, check_origin};
@@ -119,6 +120,11 @@ impl ModelRegistry {
         open.retain(|door| door.key != key);
         open.push(door);
         Ok(())
+    }
+
+    /// The health of a node without models is `loading` while the result exists.
+    pub fn begin_loading(&self) -> Loading {
+        Loading::new(&self.0.gate.loading)
     }
 
     /// Sets the models of the cluster that this node does not answer with.

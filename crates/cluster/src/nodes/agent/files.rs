@@ -208,11 +208,6 @@ impl NodeFolder {
         let text = serde_json::to_vec(&MapFile { form, entries }).expect("a map is JSON");
         Ok(write_secret(&self.folder.join("map.json"), &text)?)
     }
-
-    /// Removes the map of a cluster that this node leaves.
-    pub(super) fn remove_map(&self) -> Result<(), Error> {
-        remove(&self.folder.join("map.json"))
-    }
 }
 
 /// Removes a file, if it exists.

@@ -109,12 +109,12 @@ impl State {
         }
     }
 
-    /// Enters another cluster, with an empty map.
-    pub(super) fn enter(&mut self, key: ClusterKey, pace: Pace, now: Now) {
+    /// Enters another cluster, with its key and the first entries of its map.
+    pub(super) fn enter(&mut self, (key, map): (ClusterKey, Registers), pace: Pace, now: Now) {
         self.cut_all();
         self.era += 1;
         let signer = self.member.signer();
-        self.member = Membership::new(signer, Registers::default(), pace, random(), now);
+        self.member = Membership::new(signer, map, pace, random(), now);
         self.key = key;
         (self.former, self.generation) = (Vec::new(), 0);
         self.drawn = None;

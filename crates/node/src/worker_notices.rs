@@ -2,8 +2,9 @@
 
 use paceline_base::{Bytes, Rank};
 use paceline_model::{Config, Shard, Split};
-use paceline_node::PlannedSplit;
-use paceline_node::supervisor::Notice;
+
+use crate::PlannedSplit;
+use crate::supervisor::Notice;
 
 /// A notice as lines. Loading has none, nor an end, which the waiting caller reports. `cuts` are
 /// the instance's split candidates, for a model of this shape and `threads` threads each.
