@@ -214,6 +214,7 @@ pub(super) fn other_file(path: &Path) -> Option<&'static str> {
     if !std::fs::metadata(path).ok()?.is_file() {
         return None;
     }
+    let file = std::fs::File::open(path).ok()?;
     let mut start = Vec::new();
     file.take(512).read_to_end(&mut start).ok()?;
     of_kind(LooksLike::of(&start))
