@@ -403,10 +403,18 @@ fn give(mut stream: &TcpStream, file: &[u8], left: &AtomicUsize) {
     let _ = stream.write_all(&body);
 }
 
-/// A file of the store with wrong bytes is fetched again by `pull`.
+/// A file of the store with wrong bytes answers nothing, and is fetched again by `pull`.
 fn mended_by_pull(hub: &TestHub, host: &TestMachine, right: &[u8]) {
     let stored = host.home.path().join("models/own--repo--m.gguf/m.gguf");
     damage(&stored, b"wrong", right.len() as u64 / 2);
+    let run = ["run", "own/repo", "a", "--raw", "--local"];
+    let refused = hub.beside(host, &run).output().unwrap();
+    assert!(!refused.status.success(), "{}", said(&refused));
+    assert!(
+        said(&refused).contains("the file is damaged there"),
+        "{}",
+        said(&refused)
+    );
     let again = hub.beside(host, &["pull", "own/repo"]).output().unwrap();
     let told = crate::common::text(&again.stdout);
     assert!(
