@@ -146,7 +146,7 @@ fn a_split_that_never_heals_is_a_violation() {
 #[test]
 fn a_malicious_member_changes_nothing_of_others_and_is_revoked() {
     let one = number("SIM_SEED");
-    let count = one.map_or(number("MALICE_SEEDS").unwrap_or(150), |_| 1);
+    let count = one.map_or(number("MALICE_SEEDS").unwrap_or(60), |_| 1);
     let first = one.unwrap_or(0);
     let failed: Vec<_> = (first..first + count)
         .map(|seed| (seed, run_malice(seed)))

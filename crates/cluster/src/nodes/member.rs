@@ -670,9 +670,9 @@ impl Membership {
                 .is_of(signature, writer, &SignedEntry::message(key, register))
     }
 
-    /// Whether this node lets the writer delete an entry about a node, if it does so: itself, or
-    /// another one once it has been dead for as long as it may need to object. Entries of a revoked
-    /// node are hidden, and needed if its revocation ends.
+    /// Whether the writer may delete an entry about a node, if it does so. A node deletes its own
+    /// entries. Others delete those of a node that has been dead for as long as it may need to
+    /// object. Entries of a revoked node are hidden, and needed if its revocation ends.
     fn is_deletable(&self, entry: &SignedEntry, now: Now) -> bool {
         let Some(subject) = entry.key.subject().filter(|_| entry.key.is_of_node()) else {
             return true;
@@ -680,7 +680,10 @@ impl Membership {
         let is_gone = || {
             let limit = self.pace.suspicion * 2;
             let is_kept = subject == self.own || self.is_revoked(subject);
-            !is_kept && self.peers.is_gone(subject, now.since_start, limit)
+            // Facts without a peer are those of a node whose revocation has just ended.
+            let is_back = self.peers.life(subject).is_none()
+                && self.map.get(&RegisterKey::Node(subject)).is_some();
+            !is_kept && !is_back && self.peers.is_gone(subject, now.since_start, limit)
         };
         subject == entry.register.stamp.node || is_gone()
     }

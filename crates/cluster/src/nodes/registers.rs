@@ -12,12 +12,12 @@
 //! have equal winners. A deleted key leaves a tombstone, which is removed after [`TOMBSTONE_MS`].
 //! A node that was offline for longer may restore a deleted entry.
 //!
-//! **Rights**, checked by [`Registers::admits`] and by the order of winners:
+//! **Rights**, checked by `Registers::admits` and by the order of winners:
 //!
 //! - Facts of a node, and `NAME/ID` of a node's id: the node itself. Others delete them once it is
 //!   dead.
 //! - An API key `MAKER/ID`: its maker. Any member deletes it.
-//! - A revocation: any other member; see [`revocation`](super::revocation).
+//! - A revocation: any other member; see `revocation.rs`.
 //! - An instance's record: any member, since the user of each may load, move and unload it.
 //! - An instance's report: the owner that the record names.
 //! - An epoch that is more than [`EPOCH_JUMP_MAX`] above those of all other writers does not win.

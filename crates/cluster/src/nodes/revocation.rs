@@ -12,8 +12,8 @@
 //! - Every member signs a single revocation after a day, so that its signer can write another.
 //!
 //! The result depends on the set of revocations only, not on the order of their arrival. It is the
-//! grounded extension of an argumentation framework (Dung, Artificial Intelligence 77, 1995) with
-//! revocations as attacks, and undecided nodes count as revoked.
+//! grounded extension of an argumentation framework, with revocations as attacks. Undecided nodes
+//! count as revoked. Source: Dung, Artificial Intelligence 77, 1995.
 //!
 //! A revocation is final: nobody deletes it. It ends when its signers are revoked.
 

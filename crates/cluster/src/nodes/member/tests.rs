@@ -473,6 +473,21 @@ fn no_member_writes_in_the_name_of_another() {
     assert!(written, "{actions:?}");
 }
 
+/// In one message node 2 revokes another node than before, and deletes the facts of the first one.
+#[test]
+fn the_facts_of_a_node_whose_revocation_ends_are_not_deleted() {
+    let mut one = member(1);
+    link(&mut one, 2, 0);
+    link(&mut one, 3, 0);
+    let facts = |by| entry(RegisterKey::Node(id(by)), by, 0, Some("{}"));
+    let revoked = |of, count| entry(RegisterKey::Revoked(id(of)), 2, count, Some("{}"));
+    receive(&mut one, 2, vec![facts(2), facts(3), revoked(3, 5)]);
+    assert_eq!(one.map().get(&RegisterKey::Node(id(3))), None, "hidden");
+    let delete = entry(RegisterKey::Node(id(3)), 2, 9, None);
+    receive(&mut one, 2, vec![delete.clone(), revoked(4, 4), delete]);
+    assert!(one.map().get(&RegisterKey::Node(id(3))).is_some());
+}
+
 #[test]
 fn a_single_revocation_is_confirmed_after_a_day() {
     let mut one = member(1);
