@@ -83,11 +83,11 @@ impl Agent {
         Ok(code)
     }
 
-    /// Moves this node out of its cluster of one into the cluster of `key`. Waits some seconds for
-    /// a node of it.
+    /// Moves this node with its instances out of its cluster of one into the cluster of `key`.
+    /// Waits some seconds for a node of it.
     ///
     /// # Errors
-    /// [`Error::HasMembers`], [`Error::HasInstances`]: nothing has changed.
+    /// [`Error::HasMembers`]: nothing has changed.
     pub fn join(&self, key: &ClusterKey) -> Result<Joined, Error> {
         self.join_at(key, None)
     }
@@ -97,7 +97,7 @@ impl Agent {
         let already = lock(&self.inner.state).key == *key;
         if !already {
             self.check_alone()?;
-            self.enter(key)?;
+            self.enter(key, self.map().instances())?;
         }
         if let Some(addr) = at {
             let found = Event::Found(DialTarget::Peer(addr.to_string()));
@@ -143,7 +143,7 @@ impl Agent {
             inner.step(&mut state, Event::Leave);
         }
         std::thread::sleep(LAST_WORDS);
-        self.enter(&key)
+        self.enter(&key, Registers::default())
     }
 
     /// Revokes a node for good: every node ends its sessions with it and refuses it from now on.
@@ -210,24 +210,30 @@ impl Agent {
         let others = self.nodes().into_iter();
         let others = others.filter(|node| node.id != self.id() && node.state != Life::Left);
         let others: Vec<String> = others.map(|node| node.facts.name).collect();
-        is_alone(&others)?;
-        has_no_instances(&self.map(), |_| true)
+        is_alone(&others)
     }
 
     fn check_owns_nothing(&self) -> Result<(), Error> {
-        let own = self.id();
-        has_no_instances(&self.map(), |wanted| wanted.nodes.contains(&own))
+        let (own, map) = (self.id(), self.map());
+        let wanted = placement::wanted(&map).filter(|(.., wanted)| wanted.nodes.contains(&own));
+        let models: Vec<String> = wanted.map(|(.., wanted)| wanted.model).collect();
+        match models.is_empty() {
+            true => Ok(()),
+            false => Err(Error::HasInstances {
+                models: models.join(", "),
+            }),
+        }
     }
 
-    /// Changes the cluster, on disk first.
-    fn enter(&self, key: &ClusterKey) -> Result<(), Error> {
+    /// Changes the cluster, on disk first. The map begins with `kept`.
+    fn enter(&self, key: &ClusterKey, kept: Registers) -> Result<(), Error> {
         let inner = &self.inner;
         {
             let _turn = lock(&inner.writing);
             inner.files.save_key(key)?;
-            inner.files.remove_map()?;
+            inner.files.save_map(&kept)?;
             let mut state = lock(&inner.state);
-            state.enter(key.clone(), inner.config.pace, inner.now());
+            state.enter((key.clone(), kept), inner.config.pace, inner.now());
         }
         inner.changed.notify_all();
         inner.timer.notify_all();
@@ -303,20 +309,6 @@ fn is_alone(others: &[String]) -> Result<(), Error> {
     }
 }
 
-fn has_no_instances(
-    map: &Registers,
-    counts: impl Fn(&placement::InstanceSpec) -> bool,
-) -> Result<(), Error> {
-    let wanted = placement::wanted(map).filter(|(_, _, wanted)| counts(wanted));
-    let models: Vec<String> = wanted.map(|(_, _, wanted)| wanted.model).collect();
-    match models.is_empty() {
-        true => Ok(()),
-        false => Err(Error::HasInstances {
-            models: models.join(", "),
-        }),
-    }
-}
-
 /// Gets a cluster's key from a machine that displays `code`, and the address of its control port.
 fn pair(code: &Code, peer: Option<&str>) -> Result<(ClusterKey, SocketAddr), Error> {
     let addrs: Vec<SocketAddr> = match peer {
@@ -351,7 +343,7 @@ pub fn token_at_rest(home: &Path) -> Result<Zeroizing<String>, Error> {
 /// Joins a cluster with a home whose node does not run; it connects to the others when it starts.
 ///
 /// # Errors
-/// [`Error::Running`], [`Error::HasMembers`], [`Error::HasInstances`].
+/// [`Error::Running`], [`Error::HasMembers`].
 pub fn join_at_rest(home: &Path, key: &ClusterKey) -> Result<Joined, Error> {
     let files = NodeFolder::new(home);
     let _held = files.lock()?;
@@ -359,7 +351,7 @@ pub fn join_at_rest(home: &Path, key: &ClusterKey) -> Result<Joined, Error> {
     if !already {
         check_at_rest(&files)?;
         // In this order: a map without its cluster is useless, a foreign one does harm.
-        files.remove_map()?;
+        files.save_map(&files.map().map.instances())?;
         files.save_key(key)?;
     }
     Ok(Joined {
@@ -392,6 +384,5 @@ fn check_at_rest(files: &NodeFolder) -> Result<(), Error> {
     let mut facts = facts::all(&map);
     facts.remove(&own);
     let others: Vec<String> = facts::names(&facts).into_values().collect();
-    is_alone(&others)?;
-    has_no_instances(&map, |_| true)
+    is_alone(&others)
 }

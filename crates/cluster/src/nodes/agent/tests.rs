@@ -11,7 +11,7 @@ use super::*;
 use crate::nodes::discovery::{DiscoveredNode, DiscoveryMethod};
 use crate::nodes::member::{ENTRIES_MAX, GossipMessage};
 use crate::nodes::registers::{SignedEntry, VALUE_BYTES_MAX};
-use crate::nodes::{ClusterKey, HybridTimestamp, InstanceId, Register};
+use crate::nodes::{ClusterKey, HybridTimestamp, InstanceId, Register, placement};
 
 /// Longest wait of these tests, reached only if something hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -489,6 +489,13 @@ fn nodes_join_by_code_and_are_refused_where_others_would_be_cut_off() {
         "{error}"
     );
     let code = one.invite().unwrap();
+    let (id, own) = (InstanceId(7), two.id());
+    let record = placement::InstanceSpec {
+        nodes: vec![own],
+        ..placement::InstanceSpec::default()
+    };
+    let text = serde_json::to_string(&record).unwrap();
+    two.write(RegisterKey::Instance(id), 1, Some(text)).unwrap();
     // Neither node has an address of the other besides the pairing connection, so the newcomer gets
     // the other's control port.
     let joined = two.join_by_code(&code, Some(&peer)).unwrap();
@@ -498,6 +505,13 @@ fn nodes_join_by_code_and_are_refused_where_others_would_be_cut_off() {
     );
     until("it is seen", || lives(one).len() == 2);
     assert_eq!(one.cluster(), two.cluster());
+    let instances = |agent: &Agent| -> Vec<(InstanceId, u64)> {
+        let map = agent.map();
+        placement::wanted(&map)
+            .map(|(id, epoch, _)| (id, epoch))
+            .collect()
+    };
+    until("its instance came along", || instances(one) == [(id, 1)]);
     let again = two.join_by_code(&code, Some(&peer)).unwrap_err();
     assert!(matches!(again, Error::HasMembers { .. }), "{again}");
     let error = two
@@ -508,6 +522,11 @@ fn nodes_join_by_code_and_are_refused_where_others_would_be_cut_off() {
         error,
         "this node is in a cluster with one, which it would lose: `paceline leave` takes it out"
     );
+    let owns = two.leave().unwrap_err();
+    assert!(matches!(owns, Error::HasInstances { .. }), "{owns}");
+    let unwanted = placement::EPOCH_UNWANTED;
+    two.write(RegisterKey::Instance(id), unwanted, None)
+        .unwrap();
     two.leave().unwrap();
     until("it is gone", || one.nodes().len() == 1);
     assert_ne!(one.cluster(), two.cluster());
