@@ -91,15 +91,16 @@ impl Spaces {
         ip(&["-n", bridge, "link", "set", &port(number), state])
     }
 
-    /// Mounts a memory disk of `bytes` bytes on a folder.
+    /// Mounts a memory disk of `bytes` bytes on a folder. It is this user's alone, as a node wants
+    /// its home.
     ///
     /// # Errors
     /// A failed system call.
     pub(crate) fn mount(&mut self, folder: &Path, bytes: u64) -> Result<()> {
-        let size = format!("size={bytes}");
+        let options = format!("size={bytes},mode=700");
         let mut command = Command::new("mount");
         command
-            .args(["-t", "tmpfs", "-o", &size, "tmpfs"])
+            .args(["-t", "tmpfs", "-o", &options, "tmpfs"])
             .arg(folder);
         run(&mut command)?;
         self.disks.push(folder.to_owned());

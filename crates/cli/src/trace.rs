@@ -33,6 +33,7 @@ Every moment of the answer is in one column of each row:
 /// Arguments of `paceline trace`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
+#[group(skip)] // `run` has a group of this name
 pub(crate) struct Args {
     #[command(flatten)]
     run: run::Args,

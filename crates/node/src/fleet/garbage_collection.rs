@@ -163,7 +163,7 @@ mod tests {
     fn register(ms: u64, value: Option<&str>) -> Register {
         let (count, node) = (0, NodeId([1; 16]));
         Register {
-            epoch: 3,
+            epoch: 0,
             stamp: HybridTimestamp { ms, count, node },
             value: value.map(str::to_owned),
         }
