@@ -96,7 +96,7 @@ fn known_name(name: &str) -> (Option<&'static str>, Option<f64>) {
     (shape, usual.map(|usual| usual.bits))
 }
 
-/// Bytes of the weights that `run` would download as `name`, by their shape in the catalogue; `None`
+/// Bytes of the weights that `run` would download as `name`, by their shape in the catalogue. `None`
 /// for other names.
 pub fn weights(name: &str) -> Option<Bytes> {
     let (shape, bits) = known_name(name);

@@ -40,8 +40,8 @@ fn entry(memory_bytes: Option<f64>, (read, operations): MeasuredRates) -> Hardwa
     }
 }
 
-/// The live machines of `nodes`, as `paceline nodes --json` lists them with this one first; of those
-/// the named ones, or as many as a number says.
+/// The live machines of `nodes`, as `paceline nodes --json` lists them, this one first. With names
+/// only the named ones, with a number only so many of the first.
 ///
 /// # Errors
 /// Impossible rates, no machine.

@@ -136,7 +136,7 @@ pub(crate) fn counted(it: &Value) -> String {
     told.collect::<Vec<_>>().join(", ")
 }
 
-/// What is missing of an instance that answers, and which nodes stand in for others.
+/// Missing nodes of an instance that answers, and the nodes that stand in for them.
 fn degraded(it: &Value) -> Option<String> {
     if it["state"] != "ready" {
         return None; // the state has its reason

@@ -63,7 +63,7 @@ pub(crate) fn api_keys() -> anyhow::Result<PathBuf> {
     Ok(settings::api_keys(&folder()?))
 }
 
-/// The file of certificates to trust for the server at `url`, if not the built-in ones: this home's
+/// The file of certificates to trust for the server at `url`, if not the built-in ones. This home's
 /// own certificate if it is for that host, else `$SSL_CERT_FILE`.
 pub(crate) fn trusted(url: &str) -> Option<PathBuf> {
     let uri: ureq::http::Uri = url.parse().ok()?;

@@ -69,7 +69,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// What a revocation did, and what to look at, a line each.
+/// Lines on a revocation: its effects, and what to look at.
 fn revocation(node: &str, told: &Value) -> Vec<String> {
     let names = |field: &str| {
         let all = told[field].as_array().into_iter().flatten();

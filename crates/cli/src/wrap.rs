@@ -55,8 +55,8 @@ fn width(text: &str) -> usize {
     columns
 }
 
-/// Column at which continued lines begin: that of the last of a line's columns that begins in the
-/// first half of the terminal, else the line's own indent.
+/// Column at which continued lines begin: the last column of a table in the first half of the
+/// terminal, else the line's own indent.
 fn indent(line: &str, columns: usize) -> usize {
     let lead = line.len() - line.trim_start().len();
     let (mut found, mut from) = (lead, lead);

@@ -8,9 +8,9 @@
 //!                      below folders that are named
 //! Sandbox::Template    none but /dev/null               besides: no programs, no sockets
 //! ```
-//! Both set `no_new_privs`: programs that they start get no more rights than they have. As root they
-//! drop all capabilities but two: reading any file, and locking memory, which RDMA needs. A kernel
-//! without Landlock or seccomp enforces what it can; [`Enforced`] reports it.
+//! Both set `no_new_privs`: programs that they start get no more rights than they have. As root
+//! they drop all capabilities but two: reading any file, and locking memory, which RDMA needs. A
+//! kernel without Landlock or seccomp enforces what it can; [`Enforced`] reports it.
 //!
 //! **Workers share one domain.** A process in a Landlock domain cannot look into a process outside
 //! of it or in another one. So ranks in separate domains could not open each other's shared memory
@@ -104,8 +104,8 @@ mod system {
     /// Folders where workers may write: shared memory, and sockets and caches of GPU drivers.
     const WRITABLE: [&str; 2] = ["/dev/shm", "/tmp"];
 
-    /// Beginnings of names below `/dev` that workers write to: endless files, graphics processors
-    /// (NVIDIA's and those of WSL, the kernel's own interface and AMD's), and RDMA. Not disks.
+    /// Beginnings of names below `/dev` that workers write to: endless files, RDMA, and graphics
+    /// processors of NVIDIA, WSL, the kernel's own interface, and AMD. Not disks.
     const DEVICES: [&str; 10] = [
         "null",
         "zero",

@@ -142,8 +142,8 @@ const PART_TOLD: u32 = 12;
 /// Longest wait for the channel of an ingress to an owner.
 const OWNER_LIMIT: Duration = Duration::from_secs(3);
 
-/// Longest wait at the end of this node for its own ingress to release an instance, whose workers
-/// end with its last user: that looks every 200 ms.
+/// Longest wait at the end of this node for its own ingress to release an instance. Its workers end
+/// with its last user, and the ingress looks every 200 ms.
 const RELEASE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Most replicas of one load: one for each node of the largest instance.
@@ -344,8 +344,8 @@ struct Inner {
     over: AtomicBool,
     /// Instances leased to programs of this machine.
     loans: Mutex<BTreeSet<InstanceId>>,
-    /// By instance: time of the last attempt to fetch the files needed to answer with it, or to
-    /// sign those of this node, and the number of attempts.
+    /// By instance: time and number of attempts to fetch the files needed to answer with it. Also
+    /// of those to sign this node's files.
     tried: Mutex<BTreeMap<InstanceId, (Instant, u32)>>,
     /// When all work of this node had moved to others.
     left: Mutex<Option<Instant>>,
@@ -1014,7 +1014,7 @@ impl Inner {
         ready.map(|(id, _, wanted)| (id, wanted)).collect()
     }
 
-    /// Signs the roots of models that this node owns, once it is not alone: others then fetch the
+    /// Signs the roots of models that this node owns, once it is not alone. Others then fetch the
     /// beginning of the file to answer with it.
     fn sign_owned(&self) {
         if self.agent.nodes().len() < 2 {

@@ -224,8 +224,7 @@ impl PreparedModel {
         let nodes = wanted.nodes;
         let classes = (wanted.class, self.options.classes.each());
         let kv = self.options.kv;
-        let (reading, unlike) =
-            UnlikePrefill::of(classes, (kv, self.engine.strict), &self.config)?;
+        let (reading, unlike) = UnlikePrefill::of(classes, (kv, self.engine.strict), &self.config)?;
         let options = Options {
             classes: Classes::same(reading, nodes),
             kv: kv.filter(|_| !reading.is_mlx()),
@@ -424,7 +423,7 @@ impl PreparedModel {
     /// Replaces the initial split by another of `predicted` where answers show that it is slower.
     /// Each has its decode tokens a second; without the initial split among them nothing changes.
     /// A split with more exchanges is no candidate: slow networks and busy machines make it slower
-    /// still, whatever was predicted. Prefill nodes and draft models fix the split.
+    /// still, against any prediction. Prefill nodes and draft models fix the split.
     pub fn steer_among(&mut self, predicted: &[(SplitKind, f64)]) {
         let cut = |(kind, tok_s): &(SplitKind, f64)| {
             let (nodes, shares) = (self.options.nodes, &self.options.shares);
@@ -537,11 +536,7 @@ impl PreparedModel {
         let prompts = of_prompts.begin(prompts, true, quiet, Some(there))?;
         let instance = self.begin(crew, restart, observer, Some(here))?;
         // An instance that was started before answers even without them.
-        let readers = (
-            self.readers(of_prompts),
-            !self.goes_on,
-            self.engine.strict,
-        );
+        let readers = (self.readers(of_prompts), !self.goes_on, self.engine.strict);
         instance.with_prompts(prompts, heard, readers)
     }
 

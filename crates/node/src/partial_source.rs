@@ -319,7 +319,7 @@ impl PartialSource {
         groups.clone().filter(is_open).collect()
     }
 
-    /// Those of the groups that differ from the hash tree, as runs.
+    /// The groups that differ from the hash tree, as runs.
     fn wrong(&self, groups: &[u64]) -> Vec<Range<u64>> {
         let Some((file, tree)) = &self.tree else {
             return Vec::new();

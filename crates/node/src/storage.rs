@@ -1,8 +1,8 @@
 //! File operations of model copies, as traits: `sim` runs the same code on a disk that tears, loses
 //! and damages what was written.
 //!
-//! The rule of durable files: bytes are synced before the file gets its final name, and the folder
-//! is synced before anyone relies on the name. [`replace`] and [`publish`] keep it.
+//! The rule of durable files: bytes are synced before the file gets its final name. The folder is
+//! synced before anyone relies on the name. [`replace`] and [`publish`] keep the rule.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};

@@ -1,4 +1,4 @@
-//! Parsers of messages from workers and other nodes, for fuzzing, and the files of model copies, for
+//! Parsers of messages from workers and other nodes, for fuzzing. The files of model copies, for
 //! `sim`.
 
 pub use crate::fleet::damage::compare;

@@ -150,7 +150,7 @@ struct DecodeStep {
 struct FarSteps {
     /// Steps since the change that were not so slow.
     fine: u32,
-    /// Those in a row that were, and their tokens and seconds.
+    /// Too slow steps in a row, and their tokens and seconds.
     far: u32,
     tokens: f64,
     seconds: f64,

@@ -312,8 +312,8 @@ fn is_name(name: &str) -> bool {
     (1..=MAX_NAME).contains(&chars) && !name.chars().any(char::is_control)
 }
 
-/// The entry of a key that another machine made, without the role of an admin; `None` if it is no
-/// entry of a key with this id.
+/// The entry of a key that another machine made, without the role of an admin. `None` if it is not
+/// one of a key with this id.
 pub fn restricted(id: &str, entry: &str) -> Option<String> {
     let mut stored: KeyRecord = serde_json::from_str(entry).ok()?;
     stored.info.role = KeyRole::User;

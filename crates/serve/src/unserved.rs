@@ -1,4 +1,4 @@
-//! Models of the cluster that this node does not answer with now, and why: requests for them are
+//! Models of the cluster that this node does not answer with now, and why. Requests for them are
 //! refused with the truth instead of an unknown name.
 
 use std::net::SocketAddr;

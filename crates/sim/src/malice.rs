@@ -9,8 +9,8 @@
 //! *Safety*, after each change: a node sees of each honest node the facts that this node wrote, or
 //! none if the bad node revoked it. It revokes one honest node at most.
 //!
-//! *Liveness*: [`LIMIT`] after [`REVOKED`] all honest nodes have revoked the bad one and no other,
-//! none sees an entry of it, and each sees all entries that honest nodes wrote.
+//! *Liveness*, [`LIMIT`] after [`REVOKED`]: all honest nodes have revoked the bad one and no other.
+//! None sees an entry of it, and each sees all entries that honest nodes wrote.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -72,7 +72,7 @@ struct World {
     slowest_us: u64,
     /// Whether the bad node fills its part of the map.
     fills: bool,
-    /// What honest nodes wrote, by key: the latest value and its writer.
+    /// Writes of honest nodes, by key: the latest value and its writer.
     written: BTreeMap<RegisterKey, (usize, String)>,
     /// All values that honest nodes wrote.
     honest: BTreeSet<(RegisterKey, String)>,

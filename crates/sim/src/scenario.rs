@@ -112,8 +112,8 @@ impl Scenario {
         }
     }
 
-    /// Up to a dozen faults in the first two thirds; then all nodes live, but for one at times, and
-    /// the network heals, but for one path at times.
+    /// Up to a dozen faults in the first two thirds. Then all nodes live, but for one at times. The
+    /// network heals, but for one path at times.
     fn draw(&mut self, random: &mut SimRandom) {
         let calm = self.length * 2 / 3;
         let nodes = self.nodes as u64;

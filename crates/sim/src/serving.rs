@@ -122,7 +122,7 @@ impl NetworkView<'_> {
         side(from) == side(to) && !self.deaf.contains(&(from, to))
     }
 
-    /// Those of `nodes` on which an instance of `own` may run ranks: they live and all speak to each
+    /// The `nodes` on which an instance of `own` may run ranks: they live and all speak to each
     /// other. Nodes measure that by the time at which ranks join.
     fn speaking(&self, own: usize, nodes: &[usize]) -> Vec<usize> {
         let reached = nodes.iter().filter(|node| self.reach(own, **node));

@@ -360,8 +360,8 @@ fn write_record(home: &Home, name: &EntryName, record: &ModelRecord) -> Result<(
 }
 
 /// Checks a model before its use at `now`, and records the use. Sizes were compared when it was
-/// found; a file whose time or inode changed since its hash was compared is hashed again, and so is
-/// each file without weights. Cost: a stat of each file, and one pass over these.
+/// found. Files without weights are hashed again, and so is a file whose time or inode changed.
+/// Cost: a stat of each file, and one pass over these.
 ///
 /// # Errors
 /// [`Error::HashMismatch`] names a changed file. With a missing, damaged or read-only record the

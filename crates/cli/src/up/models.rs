@@ -31,7 +31,7 @@ struct NamedModel<'a> {
 }
 
 impl Args {
-    /// What to load, in the order of the command line: models, then the encoder of `--embed`.
+    /// Requests to load, in the order of the command line: models, then the encoder of `--embed`.
     ///
     /// # Errors
     /// A model that cannot be found, or that the options do not fit.
@@ -108,7 +108,7 @@ impl Args {
         adapter::beside(engine, class, self.split.nodes).map(|beside| !beside)
     }
 
-    /// What to load for a model. `is_alone`: it is the only one, so that every option is for it.
+    /// Request to load a model. `is_alone`: it is the only one, so that every option is for it.
     fn request(
         &self,
         one: &NamedModel<'_>,
@@ -247,7 +247,7 @@ impl Args {
         wrong.map_or(Ok(()), |with| Err(Error::DraftOf { with }))
     }
 
-    /// What to load for `--embed`.
+    /// Request to load the encoder of `--embed`.
     ///
     /// # Errors
     /// A model that cannot be found or is not an encoder.

@@ -1,5 +1,5 @@
-//! A machine reads prompts, another decodes: the same answers, also when the first is lost, and near
-//! ones in another class.
+//! A machine reads prompts, another decodes: the same answers, also when the first is lost. In
+//! another class they are near.
 
 use rustix::process::Signal;
 use serde_json::{Value, json};

@@ -51,15 +51,21 @@ impl TestHome {
         object(&self.run(model, &[args, &["--json"]].concat()))
     }
 
-    /// Fails when something was left behind. Exempt are measurements of this machine, what a node
-    /// is known by after it ended, the prompts that it has read, and lines typed in chats.
+    /// Fails when something was left behind. Exempt are measurements of this machine, a node's
+    /// identity after its end, the prompts that it has read, and lines typed in chats.
     pub(crate) fn assert_clean(&self) {
         for name in ["home", "tmp"] {
             let entries = fs::read_dir(self.path(name)).unwrap();
             let mut left: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
             // What is being written when a signal ends it goes with the next run.
             left.retain(|file| !file.to_string_lossy().starts_with("measured."));
-            let kept = ["audit.jsonl", "chat-history", "copies", "engine-rates.json", "prefixes"];
+            let kept = [
+                "audit.jsonl",
+                "chat-history",
+                "copies",
+                "engine-rates.json",
+                "prefixes",
+            ];
             left.retain(|file| !kept.iter().any(|kept| file == kept));
             if let Ok(node) = fs::read_dir(self.path(name).join("node")) {
                 let kept = ["identity", "cluster-key", "map.json", "lock"];

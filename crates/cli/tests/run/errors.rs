@@ -388,7 +388,7 @@ fn machine_settings_that_do_not_work() {
     }
 }
 
-/// OSC 52 writes to the clipboard of whoever looks.
+/// OSC 52 writes to the clipboard of the user.
 #[test]
 fn names_of_a_hostile_file_do_not_drive_the_terminal() {
     let world = TestHome::new();

@@ -99,7 +99,7 @@ pub enum Event {
         from: NodeId,
         message: GossipMessage,
     },
-    /// Entries that another member sent beside the session with it.
+    /// Entries that another member sent next to its session.
     Learned(Vec<SignedEntry>),
     /// This node writes to the map.
     Write {
@@ -169,7 +169,7 @@ const INCARNATION_LEAP_MAX: u64 = u64::MAX / 2;
 const FORGET_EVERY: Duration = Duration::from_secs(600);
 
 /// Age at which this node signs a revocation that has one signer, so that its signer can write
-/// another one: a day, in which a user can revoke that signer.
+/// another one. In this day a user can revoke that signer.
 const CONFIRM_MS: u64 = HIDDEN_MS;
 
 /// Least interval of writing this node's entries again that another member deleted.
@@ -220,7 +220,7 @@ impl Membership {
         self.own
     }
 
-    /// What signs this node's writes.
+    /// Signer of this node's writes.
     pub(super) fn signer(&self) -> Arc<dyn Signer> {
         Arc::clone(&self.signer)
     }

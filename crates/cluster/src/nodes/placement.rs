@@ -18,10 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use super::agent::NodeFacts;
 use super::member::Life;
+pub use super::registers::EPOCH_UNWANTED;
 use super::{InstanceId, NodeId, RegisterKey, Registers};
-
-/// The epoch of the record of an unloaded instance.
-pub const EPOCH_UNWANTED: u64 = u64::MAX;
 
 /// The split that fits any number of nodes.
 pub const SPLIT_ANY: &str = "auto";
@@ -205,9 +203,7 @@ pub struct MachineOptions {
 }
 
 /// Names that the adapters of an instance answer by.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize,
-)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AdapterNaming {
     /// The model's name, a colon and the adapter's.

@@ -9,10 +9,10 @@ use super::NodeId;
 use super::paths::Path;
 
 /// Sets that [`BrokenPairs::group`] compares at most. Some pairs of a cluster need a handful; the
-/// limit bounds a network of which nothing is left.
+/// limit bounds a network without any path.
 const SETS_MAX: usize = 10_000;
 
-/// Pairs of nodes of which one does not reach the other.
+/// Pairs of nodes without a path in one direction or both.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BrokenPairs(BTreeSet<(NodeId, NodeId)>);
 

@@ -35,7 +35,10 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::clock::HybridTimestamp;
-use super::{InstanceId, NodeId, Signature, placement, revocation};
+use super::{InstanceId, NodeId, Signature, revocation};
+
+/// The epoch of the record of an unloaded instance.
+pub const EPOCH_UNWANTED: u64 = u64::MAX;
 
 /// Most slots, tombstones included: some forty for each of a hundred nodes.
 pub const REGISTERS_MAX: usize = 4096;
@@ -155,7 +158,7 @@ impl Register {
 
     /// Whether it deletes for good, as the end of an instance does.
     const fn is_end(&self) -> bool {
-        self.value.is_none() && self.epoch == placement::EPOCH_UNWANTED
+        self.value.is_none() && self.epoch == EPOCH_UNWANTED
     }
 
     /// A 64-bit hash of this write of `key`. Not cryptographic: only members write.

@@ -1,11 +1,11 @@
 //! Starvation of this machine, by how late the timers of one of its threads fire.
 //!
-//! A starved machine also keeps its other processes waiting, so ranks on it may be alive and silent.
+//! A starved machine also keeps its other processes waiting. So ranks on it may live in silence.
 
 use std::time::{Duration, Instant};
 
-/// Lateness of a starved machine. Timers fired up to 4 ms late beside a build on both of two cores,
-/// and up to 28 ms with four busy threads a core (Linux, November 2026).
+/// Lateness of a starved machine. During a build on both of two cores timers fired up to 4 ms late.
+/// With four busy threads a core it was 28 ms (Linux, November 2026).
 const STARVED: Duration = Duration::from_millis(50);
 
 /// A longer absence is a suspension, which [`AwakeTime`](paceline_base::AwakeTime) leaves out.

@@ -18,9 +18,9 @@
 //!
 //! A model of several files is fetched by its manifest (`manifest`), file by file (`models`).
 //!
-//! Files on disk: `SHA256.gguf`, complete copies of any format, their `SHA256.sums` (`sums`), and the
-//! files of [`VerifiedPartial`]. `SHA256.manifest` and the folder `SHA256.model`: a model of several
-//! files.
+//! Files on disk: `SHA256.gguf`, complete copies of any format, their `SHA256.sums` (`sums`), and
+//! the files of [`VerifiedPartial`]. `SHA256.manifest` and the folder `SHA256.model`: a model of
+//! several files.
 
 mod files;
 mod messages;

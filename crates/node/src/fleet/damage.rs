@@ -23,7 +23,7 @@ const THREADS_MAX: usize = 8;
 /// Receives the number of further bytes compared; false ends the search.
 pub(crate) type Count<'a> = dyn Fn(u64) -> bool + Sync + 'a;
 
-/// What the groups of a file are compared with.
+/// Reference for the groups of a file.
 pub(crate) trait GroupCheck: Sync {
     /// How the file is divided.
     fn groups(&self) -> HashGroups;

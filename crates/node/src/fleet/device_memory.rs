@@ -1,5 +1,5 @@
-//! Memory of an instance's ranks: what they take of their devices on MLX, by the sum by which a
-//! worker admits its rank, and the positions that the nodes' memory allows.
+//! Memory of an instance's ranks on the devices of MLX, and the positions that the nodes' memory
+//! allows. A worker admits its rank by the same sum.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -73,8 +73,8 @@ fn needed_sizes(config: &Config, record: &InstanceSpec) -> EngineConfig {
     }
 }
 
-/// Bytes for all ranks together where each has its share of them, by the bytes for each node and
-/// the shares, equal ones if there are none. Unlimited nodes limit nothing.
+/// Bytes for all ranks together where each has its share of them. `rooms` are the bytes for each
+/// node; without `shares` all are equal. Unlimited nodes limit nothing.
 fn for_all(rooms: &[u64], shares: &[u32]) -> Option<u64> {
     let share = |place: usize| f64::from(shares.get(place).copied().unwrap_or(1));
     let all: f64 = (0..rooms.len()).map(share).sum();

@@ -1,12 +1,12 @@
-//! Journals of this node's streamed answers on its disk, for `up --durable`: a client gets the
-//! rest of its answer after a power cut of all nodes.
+//! Journals of this node's streamed answers on its disk, for `up --durable`. With them a client
+//! gets the rest of its answer after a power cut of all nodes.
 //!
 //! ```text
 //! stream --put--> index (offsets, bounds) --> queue --> thread: writes, then one sync for all
 //! start: DIR/ID --> JournalStore, from which this node and others read
 //! ```
-//! A file has the text of a journal. After a power cut its end may be missing: the answer is then
-//! computed again from there, so only the first segment of a journal waits for the disk.
+//! A file has the text of a journal. After a power cut its end may be missing, and the answer is
+//! computed again from there. So only the first segment of a journal waits for the disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, Permissions};
@@ -411,7 +411,7 @@ mod tests {
         assert_eq!(found("b"), Some(b"other\n".to_vec()));
         assert_eq!((found("d"), found("e")), (None, None));
         assert!(!folder.join("d").exists() && journals.is_newly_started());
-        // It goes on where it was, and its files are the user's alone.
+        // It continues where it was, and its files are the user's alone.
         assert_eq!(journals.put(&piece("b", 6, "more\n")), JournalStored::Yes);
         assert_eq!(synced(&journals, "b"), JournalStored::Yes);
         assert_eq!(fs::read(folder.join("b")).unwrap(), b"other\nmore\n");

@@ -9,8 +9,8 @@
 //! The owner of an instance checks once a second. It writes the next record if the placement has
 //! more of the nodes that its user asked for, or a predicted gain of at least [`GAIN`]. It waits
 //! until no request was open for [`QUIET`], at most [`BUSY`] in an exact kernel class. The previous
-//! instance answers until the new one does, so a request waits for one handover and not for a load.
-//! Both need memory at the same time.
+//! instance answers until the new one does. So a request waits for one handover and not for a load,
+//! and both need memory at the same time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -333,7 +333,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The predicted speed of an instance as it is, and its splits on `nodes`, the fastest first: at
+    /// The predicted speed of an instance as it is, and its splits on `nodes`, the fastest first. At
     /// least one, and one of each kind where its user left the split open.
     fn predicted(
         &self,
@@ -373,7 +373,7 @@ impl Inner {
         Ok((best(&at, kind).map(|now| now[0].decode_tok_s), then))
     }
 
-    /// The predictions for splits over `nodes`, of which the first is the fastest that fits.
+    /// The predictions for splits over `nodes`, the fastest that fits first.
     fn fastest(
         &self,
         model: (&Config, &Forecast),

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Rank, lock};
+use paceline_base::{Bytes, Rank, lock};
 use paceline_cluster::nodes::agent::{Agent, EngineDevice, NodeFacts, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
@@ -19,7 +19,6 @@ use paceline_cluster::nodes::{NodeId, Registers};
 use super::cables::CablePlan;
 use super::flaps::Flaps;
 pub(super) use super::node_connection::NodeConnection;
-use super::standby::no_room;
 use super::unused_nodes::UnusedNodes;
 use super::{CREW, copies};
 use crate::context_size::WEIGHTS;
@@ -60,7 +59,7 @@ pub(super) struct InstanceNodes {
     /// Set when a rank was lost and no other node of the instance has memory for it.
     pub(super) cramped: Arc<AtomicBool>,
     pub(super) unused: Arc<UnusedNodes>,
-    /// Pairs of which one rank blamed the other.
+    /// Pairs of nodes: a rank on one blamed the rank on the other.
     pub(super) blamed: Mutex<BrokenPairs>,
     /// By rank: the node of its standby worker, if there is one.
     pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
@@ -309,7 +308,7 @@ impl WorkerHosts for InstanceNodes {
 }
 
 impl InstanceNodes {
-    /// Why a node has no rank beside nodes that `stay`.
+    /// Why a node has no rank together with nodes that `stay`.
     fn told_apart(&self, id: NodeId, stay: &[NodeId], broken: &BrokenPairs) -> String {
         let other = stay.iter().find(|other| broken.contains(id, **other));
         let other = other.map_or_else(|| "the others".to_owned(), |other| self.name(*other));
@@ -481,9 +480,15 @@ pub(super) fn part_bytes(wanted: &InstanceSpec, ranks: usize) -> u64 {
     (weight_bytes(wanted) + wanted.cache_bytes) / ranks.max(1) as u64
 }
 
+/// Message for a node without memory for a part of a model.
+pub(super) fn no_room(name: &str, part: u64, room: u64) -> String {
+    let (part, room) = (Bytes(part), Bytes(room));
+    format!("{name}: too little memory: its part needs {part}, and {room} are free")
+}
+
 /// Bytes for models in the memory in which a node has ranks on MLX or on the CPU; 0 if unknown.
-/// Those that its GPU lends, to which a worker there is admitted, or a part of main memory, of
-/// which MLX on a processor may lend less.
+/// A GPU's are those that it lends, by which a worker is admitted. Otherwise they are a part of
+/// main memory, of which MLX on a processor may lend less.
 pub(super) fn usable(view: &NodeView, is_on_mlx: bool) -> u64 {
     let main = (view.facts.memory_bytes as f64 * USABLE) as u64;
     let device = mlx_device(&view.facts).filter(|_| is_on_mlx);

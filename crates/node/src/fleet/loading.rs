@@ -41,7 +41,7 @@ impl Inner {
         self.want_all(&self.asked(ask)?)
     }
 
-    /// The failed instances of a model. They compute nothing, and a load of the model replaces them.
+    /// The failed instances of a model. They compute nothing; a load of the model replaces them.
     fn failed(&self, model: &str) -> Vec<InstanceId> {
         let map = self.agent.map();
         let all = placement::wanted(&map).filter(|(.., wanted)| wanted.model == model);

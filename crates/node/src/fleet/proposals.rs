@@ -124,8 +124,8 @@ impl Inner {
         })
     }
 
-    /// An observer that corrects predictions for the nodes of a record by what its ranks measure. It
-    /// takes no measurements of its own: without those of an earlier prediction it does nothing.
+    /// An observer that corrects predictions for the nodes of a record by what its ranks measure.
+    /// It takes no measurements of its own: without those of an earlier one it does nothing.
     pub(super) fn speed_observer(
         self: &Arc<Self>,
         wanted: &InstanceSpec,

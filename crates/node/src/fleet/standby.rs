@@ -11,14 +11,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use paceline_base::{Bytes, lock};
+use paceline_base::lock;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::placement::{
     self, InstanceSpec, NODES_MAX, SPLIT_ANY, split_of_fewer,
 };
 use paceline_cluster::nodes::{InstanceId, NodeId};
 
-use super::hosts::part_bytes;
+use super::hosts::{no_room, part_bytes};
 use super::owner::OwnedInstance;
 use super::{Inner, LOOK_EVERY};
 use crate::supervisor::LONGEST_WAIT;
@@ -181,12 +181,6 @@ impl OwnedInstance {
         }
         false
     }
-}
-
-/// Message for a node without memory for a part of a model.
-pub(super) fn no_room(name: &str, part: u64, room: u64) -> String {
-    let (part, room) = (Bytes(part), Bytes(room));
-    format!("{name}: too little memory: its part needs {part}, and {room} are free")
 }
 
 fn has(rooms: &NodeMemory, id: NodeId, bytes: u64) -> bool {

@@ -10,8 +10,8 @@ use paceline_cluster::nodes::{InstanceId, Registers};
 use super::replica_names::Name;
 use super::{Inner, report};
 
-/// Attempts to get the beginning of a model's file, after which this node is unlikely to answer
-/// with the model: it has several files, or no source is left.
+/// Attempts to get the beginning of a model's file. After them this node is unlikely to answer with
+/// the model: it has several files, or no source is left.
 const ATTEMPTS: u32 = 3;
 
 /// A model that this node does not answer with.

@@ -14,7 +14,7 @@ use super::flaps::LOSSES_MAX;
 use super::hosts::no_path;
 use super::owner::OwnedInstance;
 
-/// What an instance's owner knows about them besides lives, paths and lost workers.
+/// Facts of an instance's owner about them besides lives, paths and lost workers.
 #[derive(Debug, Default)]
 pub(super) struct UnusedNodes {
     /// Nodes that could not get the model.
@@ -85,7 +85,7 @@ impl OwnedInstance {
         (!said.is_empty()).then(|| said.join("; "))
     }
 
-    /// Why a node of the record has no rank beside the nodes `now`, if there is a lasting reason.
+    /// Why a node of the record has no rank with the nodes `now`, if there is a lasting reason.
     fn why_not(&self, inner: &Inner, id: NodeId, now: &[NodeId]) -> Option<String> {
         match inner.agent.life(id) {
             Life::Dead => return Some("it is dead".to_owned()),

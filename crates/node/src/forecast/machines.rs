@@ -295,8 +295,8 @@ impl Forecast {
         self.facts.save();
     }
 
-    /// Seconds of a load over machines: the last one of this split, else by the bytes of the
-    /// largest part and the rate of the last load with these engines.
+    /// Seconds of a load over machines: the last one of this split. Without one, the bytes of the
+    /// largest part over the rate of the last load with these engines.
     fn load_across(&self, config: &Config, split: &Split, machines: &Machines) -> Option<f64> {
         let known = self.facts.load_s(&self.run_across(split, machines));
         let rate = self.facts.load_s(&load_key(machines));

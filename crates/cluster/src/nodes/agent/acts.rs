@@ -1,4 +1,4 @@
-//! What users and members did to the cluster, for the audit log.
+//! Acts of users and members on the cluster, for the audit log.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;

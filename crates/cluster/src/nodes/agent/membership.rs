@@ -40,7 +40,7 @@ pub struct Joined {
     pub problems: Vec<String>,
 }
 
-/// What a revocation did, and what the revoked node may have done before.
+/// Effects of a revocation, and what the revoked node may have done before.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Revocation {
     pub id: NodeId,
@@ -254,8 +254,8 @@ fn api_keys_since(map: &Registers, since_ms: u64) -> Vec<String> {
 
 impl Inner {
     /// Signs the entries of a saved map of the first form that only this node has: all revocations,
-    /// and its own entries. Others come from their nodes. API keys come from this node's file, where
-    /// those of other nodes lose the rights of admins.
+    /// and its own entries. Others come from their nodes. API keys come from this node's file; those
+    /// of other nodes lose the rights of admins there.
     pub(super) fn adopt(self: &Arc<Self>, former: &[(RegisterKey, Register)]) {
         if former.is_empty() {
             return;

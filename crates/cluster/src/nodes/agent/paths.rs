@@ -72,7 +72,7 @@ impl Agent {
         lock(&self.inner.state).route(from, to)
     }
 
-    /// The pairs of `nodes` of which one does not reach the other, by the measurements of both.
+    /// The pairs of `nodes` without a path, by the measurements of both nodes.
     pub fn broken_pairs(&self, nodes: &[NodeId]) -> BrokenPairs {
         lock(&self.inner.state).broken_pairs(nodes)
     }

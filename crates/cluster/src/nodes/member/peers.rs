@@ -327,7 +327,7 @@ impl Peers {
         changed.then_some(rumour.life)
     }
 
-    /// What is known of a node that a rumour calls dead, if it has objected since.
+    /// Facts of a node that a rumour calls dead, if it has objected since.
     pub(super) fn alive_since(&self, rumour: Rumour) -> Option<Rumour> {
         let peer = self.peers.get(&rumour.id)?;
         let has_objected = peer.life == Life::Alive && peer.incarnation > rumour.incarnation;

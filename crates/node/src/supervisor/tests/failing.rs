@@ -288,7 +288,7 @@ fn a_better_way_is_moved_to_and_answers_go_on() {
     );
 }
 
-/// Another split is predicted to give ten tokens a second: one that computes a token for three
+/// Another split is predicted to give ten tokens a second. One that computes a token for three
 /// seconds is left, where the numbers are near after the answer.
 #[test]
 fn a_slow_split_is_left_within_a_step_and_near_numbers_between_answers() {
