@@ -96,8 +96,8 @@ fn known_name(name: &str) -> (Option<&'static str>, Option<f64>) {
     (shape, usual.map(|usual| usual.bits))
 }
 
-/// Bytes of the weights that `run` would download as `name`, by their shape in the catalogue. `None`
-/// for other names.
+/// Bytes of the weights that `run` would download as `name`, by their shape in the catalogue.
+/// `None` for other names.
 pub fn weights(name: &str) -> Option<Bytes> {
     let (shape, bits) = known_name(name);
     let catalogue = Catalogue::builtin().ok()?;

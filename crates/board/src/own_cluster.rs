@@ -41,7 +41,7 @@ fn entry(memory_bytes: Option<f64>, (read, operations): MeasuredRates) -> Hardwa
 }
 
 /// The live machines of `nodes`, as `paceline nodes --json` lists them, this one first. With names
-/// only the named ones, with a number only so many of the first.
+/// only the named ones, with a number only the first ones.
 ///
 /// # Errors
 /// Impossible rates, no machine.

@@ -80,7 +80,9 @@ pub(crate) enum SpeedSample {
 
 /// Receives measurements of a split; must not block.
 #[derive(Clone)]
-pub(crate) struct SpeedObserver(pub(crate) Arc<dyn Fn(&Split, SpeedSample) + Send + Sync>);
+pub(crate) struct SpeedObserver(pub(crate) Arc<ObserveSpeed>);
+
+type ObserveSpeed = dyn Fn(&Split, SpeedSample) + Send + Sync;
 
 impl fmt::Debug for SpeedObserver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

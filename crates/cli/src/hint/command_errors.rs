@@ -41,9 +41,13 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "add --nodes {}, or leave out --split to have it chosen",
             tensor * pipeline
         ),
-        Error::Engines { .. } | Error::ClassOfOther { .. } | Error::MixedStage { .. } => {
-            "--engine, --class, --nodes and --split have to fit each other".into()
-        }
+        Error::Engines { .. }
+        | Error::ClassOfOther { .. }
+        | Error::MixedStage { .. }
+        | Error::CpuOnly { .. }
+        | Error::NoMlx { .. }
+        | Error::UnknownCpu { .. }
+        | Error::CpuLacks { .. } => return of_engines(error),
         Error::Shares { got, nodes } if *nodes == 1 => {
             format!("add --nodes {got}: one node has no shares")
         }
@@ -53,7 +57,6 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         Error::Plaintext { .. } => {
             "--plaintext allows it, for cables and networks that you trust".into()
         }
-        Error::CpuOnly { option } => format!("leave out {option} or --engine"),
         Error::DraftOf { .. } => "give one MODEL, and leave out --drafts 0 or --draft".into(),
         Error::AdapterOfSeveral | Error::AdapterAlone | Error::SameName { .. } => {
             of_several(error).into()
@@ -66,10 +69,6 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         | Error::Loaded { .. } => return of_machines(error),
         Error::OutputThere { .. } => "choose another place, or move away what is there".into(),
         Error::WorkerByHand => "`paceline run MODEL --nodes 2` starts two of them".into(),
-        Error::NoMlx { build, .. } if build != "MLX" => {
-            "leave out --build for the one that fits this machine".into()
-        }
-        Error::NoMlx { .. } => "the cpu engine needs nothing and is always there".into(),
         Error::NotComputed { .. } => {
             "`paceline models --fits` shows names of models that it computes".into()
         }
@@ -77,9 +76,24 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "their rows say why; `paceline doctor` shows what is missing here".into()
         }
         Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
+    })
+}
+
+/// The hint for an error of engines, kernel classes and instruction sets.
+fn of_engines(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::CpuOnly { option } => format!("leave out {option} or --engine"),
+        Error::NoMlx { build, .. } if build != "MLX" => {
+            "leave out --build for the one that fits this machine".into()
+        }
+        Error::NoMlx { .. } => "the cpu engine needs nothing and is always there".into(),
         Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {
             "unset PACELINE_CPU to have the fastest that this machine can".into()
         }
+        Error::Engines { .. } | Error::ClassOfOther { .. } | Error::MixedStage { .. } => {
+            "--engine, --class, --nodes and --split have to fit each other".into()
+        }
+        _ => return None,
     })
 }
 

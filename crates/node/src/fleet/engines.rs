@@ -169,8 +169,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Checks the prefill nodes of a record: that they have the engine of their class and the memory,
-    /// and may read prompts for the other nodes. Reads the model's shape.
+    /// Checks the prefill nodes of a record: they need the engine of their class, and memory. They
+    /// must be allowed to read prompts for the other nodes. Reads the model's shape.
     pub(super) fn check_readers(&self, path: &Path, record: &InstanceSpec) -> Result<(), String> {
         let Some(first) = record.prompts.first() else {
             return Ok(());

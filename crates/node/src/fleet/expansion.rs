@@ -7,8 +7,8 @@
 //! a node leaves    user asked for                              they are added
 //! ```
 //! The owner of an instance checks once a second. It writes the next record if the placement has
-//! more of the nodes that its user asked for, or a predicted gain of at least [`GAIN`]. It waits
-//! until no request was open for [`QUIET`], at most [`BUSY`] in an exact kernel class. The previous
+//! more of the nodes that its user asked for. Otherwise the predicted gain must be [`GAIN`]. It
+//! waits until no request was open for [`QUIET`], at most [`BUSY`] in an exact kernel class. The previous
 //! instance answers until the new one does. So a request waits for one handover and not for a load,
 //! and both need memory at the same time.
 
@@ -333,7 +333,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The predicted speed of an instance as it is, and its splits on `nodes`, the fastest first. At
+    /// The predicted speed of an instance as it is, and its splits on `nodes`, fastest first. At
     /// least one, and one of each kind where its user left the split open.
     fn predicted(
         &self,

@@ -488,7 +488,7 @@ pub(super) fn no_room(name: &str, part: u64, room: u64) -> String {
 
 /// Bytes for models in the memory in which a node has ranks on MLX or on the CPU; 0 if unknown.
 /// A GPU's are those that it lends, by which a worker is admitted. Otherwise they are a part of
-/// main memory, of which MLX on a processor may lend less.
+/// main memory; MLX on a processor may lend less.
 pub(super) fn usable(view: &NodeView, is_on_mlx: bool) -> u64 {
     let main = (view.facts.memory_bytes as f64 * USABLE) as u64;
     let device = mlx_device(&view.facts).filter(|_| is_on_mlx);

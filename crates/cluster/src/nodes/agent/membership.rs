@@ -254,7 +254,7 @@ fn api_keys_since(map: &Registers, since_ms: u64) -> Vec<String> {
 
 impl Inner {
     /// Signs the entries of a saved map of the first form that only this node has: all revocations,
-    /// and its own entries. Others come from their nodes. API keys come from this node's file; those
+    /// and its own entries. Others come from their nodes. API keys come from this node's file. Keys
     /// of other nodes lose the rights of admins there.
     pub(super) fn adopt(self: &Arc<Self>, former: &[(RegisterKey, Register)]) {
         if former.is_empty() {
