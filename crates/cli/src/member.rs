@@ -32,7 +32,7 @@ pub(crate) struct NodeArgs {
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     name: Option<String>,
     /// Port that the cluster's other machines reach this one at; 0 takes a free one [default:
-    /// 52416, or a free one where another program has that]
+    /// 52416 where it is free]
     #[arg(long, value_name = "PORT")]
     control_port: Option<u16>,
     /// Another machine of the cluster, HOST or HOST:PORT, where multicast does not reach it, such

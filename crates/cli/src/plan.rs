@@ -109,7 +109,7 @@ pub(crate) struct Args {
     #[arg(required_unless_present_any = ["validate", "fit", "list"])]
     model: Option<String>,
     /// A cluster: a TOML file, or `4 x KIND + KIND @ 2 x LINK`; several to compare [default: the
-    /// machines of `paceline nodes`; of one machine local nodes, which are measured]
+    /// machines of `paceline nodes`, or measured local nodes]
     #[arg(long, value_name = "FILE|NODES", num_args = 1)]
     cluster: Vec<String>,
     /// Stored bits per weight on average [default: as in the file, else 4.5]

@@ -82,8 +82,8 @@ pub(crate) struct Args {
     /// An encoder such as all-MiniLM-L6-v2, for /v1/embeddings and /api/embed
     #[arg(long, value_name = "MODEL")]
     embed: Option<String>,
-    /// Keep the models loaded when this command ends: other machines of the cluster take them over,
-    /// and this one has them again from its next start on, until `paceline unload`
+    /// Keep the models loaded after this command ends, until `paceline unload`: on other machines,
+    /// and here after the next start
     #[arg(long)]
     keep: bool,
     #[command(flatten)]

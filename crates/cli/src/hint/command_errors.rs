@@ -18,11 +18,12 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         }
         Error::NoEncoder { .. } => "all-MiniLM-L6-v2 is one".into(),
         Error::OfDecoders { option } => format!("leave out {option}"),
-        Error::NoChatCommand { .. } => "/help shows all commands".into(),
-        Error::NoSetting { .. } | Error::SettingValue { .. } => {
-            "/set shows all settings; /set temperature 0 changes one".into()
-        }
-        Error::NotInChat { .. } => "put the prompt after MODEL, or pipe it in".into(),
+        Error::NoChatCommand { .. }
+        | Error::NoSetting { .. }
+        | Error::SettingValue { .. }
+        | Error::NotInChat { .. }
+        | Error::CannotChat { .. }
+        | Error::NoSystem { .. } => return Some(of_chats(error)?.to_owned()),
         Error::PromptNotUtf8 { .. } => {
             "convert it, for example with `iconv -f latin1 -t utf-8`".into()
         }
@@ -33,8 +34,6 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             trained,
             in_chat,
         } => more_context(*tokens, *context, *trained, *in_chat),
-        Error::CannotChat { .. } => "give it a text to continue: paceline run MODEL TEXT".into(),
-        Error::NoSystem { .. } => "leave out --system and put its text into the prompt".into(),
         Error::Grid {
             tensor, pipeline, ..
         } => format!(
@@ -76,6 +75,20 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "their rows say why; `paceline doctor` shows what is missing here".into()
         }
         Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
+    })
+}
+
+/// The hint for an error of a chat.
+const fn of_chats(error: &Error) -> Option<&'static str> {
+    Some(match error {
+        Error::NoChatCommand { .. } => "/help shows all commands",
+        Error::NoSetting { .. } | Error::SettingValue { .. } => {
+            "/set shows all settings; /set temperature 0 changes one"
+        }
+        Error::NotInChat { .. } => "put the prompt after MODEL, or pipe it in",
+        Error::CannotChat { .. } => "give it a text to continue: paceline run MODEL TEXT",
+        Error::NoSystem { .. } => "leave out --system and put its text into the prompt",
+        _ => return None,
     })
 }
 

@@ -8,9 +8,9 @@
 //! ```
 //! The owner of an instance checks once a second. It writes the next record if the placement has
 //! more of the nodes that its user asked for. Otherwise the predicted gain must be [`GAIN`]. It
-//! waits until no request was open for [`QUIET`], at most [`BUSY`] in an exact kernel class. The previous
-//! instance answers until the new one does. So a request waits for one handover and not for a load,
-//! and both need memory at the same time.
+//! waits until no request was open for [`QUIET`], at most [`BUSY`] in an exact kernel class. The
+//! previous instance answers until the new one does. So a request waits for one handover and not
+//! for a load, and both need memory at the same time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
