@@ -108,7 +108,7 @@ pub(crate) struct Args {
     /// A model of the catalogue, a GGUF file, or a folder with config.json
     #[arg(required_unless_present_any = ["validate", "fit", "list"])]
     model: Option<String>,
-    /// A cluster: a TOML file, or `4 x KIND + KIND @ 2 x LINK`; several to compare [default: the
+    /// A cluster: a TOML file, or `4 x KIND + KIND @ 2 x LINK`. Several are compared [default: the
     /// machines of `paceline nodes`, or measured local nodes]
     #[arg(long, value_name = "FILE|NODES", num_args = 1)]
     cluster: Vec<String>,

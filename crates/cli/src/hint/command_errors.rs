@@ -34,12 +34,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             trained,
             in_chat,
         } => more_context(*tokens, *context, *trained, *in_chat),
-        Error::Grid {
-            tensor, pipeline, ..
-        } => format!(
-            "add --nodes {}, or leave out --split to have it chosen",
-            tensor * pipeline
-        ),
+        Error::Grid { .. } | Error::Shares { .. } => return of_splits(error),
         Error::Engines { .. }
         | Error::ClassOfOther { .. }
         | Error::MixedStage { .. }
@@ -47,12 +42,6 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         | Error::NoMlx { .. }
         | Error::UnknownCpu { .. }
         | Error::CpuLacks { .. } => return of_engines(error),
-        Error::Shares { got, nodes } if *nodes == 1 => {
-            format!("add --nodes {got}: one node has no shares")
-        }
-        Error::Shares { nodes, .. } => {
-            format!("give {nodes} numbers, as in --shares {}", example(*nodes))
-        }
         Error::Plaintext { .. } => {
             "--plaintext allows it, for cables and networks that you trust".into()
         }
@@ -75,6 +64,25 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             "their rows say why; `paceline doctor` shows what is missing here".into()
         }
         Error::NoHome => "set PACELINE_HOME to a folder for models".into(),
+    })
+}
+
+/// The hint for an error of a split.
+fn of_splits(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::Grid {
+            tensor, pipeline, ..
+        } => format!(
+            "add --nodes {}, or leave out --split to have it chosen",
+            tensor * pipeline
+        ),
+        Error::Shares { got, nodes } if *nodes == 1 => {
+            format!("add --nodes {got}: one node has no shares")
+        }
+        Error::Shares { nodes, .. } => {
+            format!("give {nodes} numbers, as in --shares {}", example(*nodes))
+        }
+        _ => return None,
     })
 }
 
