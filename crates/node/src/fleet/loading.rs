@@ -31,6 +31,12 @@ use crate::{adapters, texts};
 /// on busy cores one node in thirty had not sent them when `load` came.
 const FACTS_WAIT: Duration = Duration::from_secs(5);
 
+/// Longest wait for paths that answer again. Both ends find that out by pings some seconds apart.
+const PATHS_WAIT: Duration = Duration::from_secs(10);
+
+/// Time between two looks at these paths.
+const PATHS_EVERY: Duration = Duration::from_millis(200);
+
 impl Inner {
     /// As [`Fleet::load`](super::Fleet::load).
     pub(super) fn load(&self, ask: &LoadRequest) -> Result<Vec<InstanceId>, String> {
@@ -427,7 +433,8 @@ impl Inner {
         if each.len() != nodes.len() {
             return Err("a node is named twice".to_owned());
         }
-        match self.broken_now(&nodes).iter().next() {
+        let broken = self.broken_unless(&nodes, BrokenPairs::is_empty);
+        match broken.iter().next() {
             None => Ok(nodes),
             Some((a, b)) => Err(no_path(&self.name(a), &self.name(b))),
         }
@@ -441,6 +448,21 @@ impl Inner {
             return self.agent.broken_pairs(nodes);
         }
         known
+    }
+
+    /// As [`broken_now`](Self::broken_now), but measures again until `enough`, for [`PATHS_WAIT`].
+    fn broken_unless(
+        &self,
+        nodes: &[NodeId],
+        enough: impl Fn(&BrokenPairs) -> bool,
+    ) -> BrokenPairs {
+        let until = Instant::now() + PATHS_WAIT;
+        let mut broken = self.broken_now(nodes);
+        while !enough(&broken) && Instant::now() < until {
+            std::thread::sleep(PATHS_EVERY);
+            broken = self.broken_now(nodes);
+        }
+        broken
     }
 
     /// `count` live nodes in order of their routes, without prefill nodes.
@@ -457,7 +479,8 @@ impl Inner {
             let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
             return Err(format!("{count} nodes are wanted and {live} live{notes}"));
         }
-        let broken = self.broken_now(&order);
+        let suffice = |broken: &BrokenPairs| broken.group(&order).len() >= count;
+        let broken = self.broken_unless(&order, suffice);
         let mut speaking = broken.group(&order);
         if speaking.len() < count {
             let told = |(a, b)| format!("; {}", no_path(&self.name(a), &self.name(b)));
