@@ -25,6 +25,10 @@ const TEXT: &str = "beacon";
 const EVENTS_MAX: usize = 64;
 const ADDRESSES_MAX: usize = 8;
 
+/// Unread events of a flooded network. The library ends a search with 1,000 of them; [`Mdns::heard`]
+/// reads some 300 a second.
+const FLOOD: usize = 500;
+
 /// This node on multicast DNS. Its threads end when it is dropped.
 pub struct Mdns {
     daemon: ServiceDaemon,
@@ -63,6 +67,12 @@ impl Mdns {
         let info = ServiceInfo::new(SERVICE, &name, &host, "", self.port, &text[..]);
         let info = info.map_err(io::Error::other)?.enable_addr_auto();
         self.daemon.register(info).map_err(io::Error::other)
+    }
+
+    /// Whether others announce more services than [`heard`](Self::heard) reads, or the library ended
+    /// the search for that reason. The caller drops this then, and with it all that was announced.
+    pub fn is_flooded(&self) -> bool {
+        self.events.len() >= FLOOD || self.events.is_disconnected()
     }
 
     /// Nodes of the cluster of `key` discovered since the last call. Does not wait.

@@ -24,6 +24,9 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Retry interval on a machine without a network.
 const REOPEN_AFTER: Duration = Duration::from_secs(5);
 
+/// How long a flooded multicast DNS stays closed: a flood then costs a twentieth of its time.
+const FLOOD_PAUSE: Duration = Duration::from_secs(60);
+
 impl Inner {
     pub(super) fn run_upkeep(self: &Arc<Self>) {
         let (mut beacons, mut mdns) = (None, None);
@@ -68,8 +71,13 @@ impl Inner {
                 Some(beacons) => self.turn(beacons),
                 None => thread::sleep(ROUND),
             }
-            if let Some(mdns) = &mdns {
-                self.hear_mdns(mdns);
+            if let Some(open) = &mdns {
+                self.hear_mdns(open);
+                if open.is_flooded() {
+                    let problem = "too many services are announced, closed for a minute".to_owned();
+                    lock(&self.state).note("multicast DNS", Some(problem));
+                    (mdns, tried_mdns) = (None, Some(Instant::now() + FLOOD_PAUSE));
+                }
             }
             if looked.is_none_or(|at| at.elapsed() >= LOOK_EVERY) {
                 looked = Some(Instant::now());
