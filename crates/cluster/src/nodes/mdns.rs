@@ -25,8 +25,8 @@ const TEXT: &str = "beacon";
 const EVENTS_MAX: usize = 64;
 const ADDRESSES_MAX: usize = 8;
 
-/// Unread events of a flooded network. The library ends a search with 1,000 of them; [`Mdns::heard`]
-/// reads some 300 a second.
+/// Unread events of a flooded network. The library ends a search with 1,000 of them.
+/// [`Mdns::heard`] reads some 300 a second.
 const FLOOD: usize = 500;
 
 /// This node on multicast DNS. Its threads end when it is dropped.
@@ -70,7 +70,7 @@ impl Mdns {
     }
 
     /// Whether others announce more services than [`heard`](Self::heard) reads, or the library ended
-    /// the search for that reason. The caller drops this then, and with it all that was announced.
+    /// the search for that reason. The caller then drops this and all announcements.
     pub fn is_flooded(&self) -> bool {
         self.events.len() >= FLOOD || self.events.is_disconnected()
     }
