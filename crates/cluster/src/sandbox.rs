@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!                      files                            system calls
-//! Sandbox::Worker      written below /tmp and /dev/shm, none that manage the machine
+//! Sandbox::Worker      read but for most of /dev;       none that manage the machine
+//!                      written below /tmp and /dev/shm,
 //!                      to devices for computing, and
 //!                      below folders that are named
 //! Sandbox::Template    none but /dev/null               besides: no programs, no sockets
@@ -104,7 +105,7 @@ mod system {
     /// Folders where workers may write: shared memory, and sockets and caches of GPU drivers.
     const WRITABLE: [&str; 2] = ["/dev/shm", "/tmp"];
 
-    /// Beginnings of names below `/dev` that workers write to: endless files, RDMA, and graphics
+    /// Beginnings of names below `/dev` that workers open: endless files, RDMA, and graphics
     /// processors of NVIDIA, WSL, the kernel's own interface, and AMD. Not disks.
     const DEVICES: [&str; 10] = [
         "null",
@@ -156,9 +157,19 @@ mod system {
         );
     }
 
-    /// The devices of this machine that workers write to.
+    fn entries(folder: &str) -> impl Iterator<Item = fs::DirEntry> {
+        fs::read_dir(folder).into_iter().flatten().flatten()
+    }
+
+    /// All at the root but devices.
+    fn no_devices() -> Vec<PathBuf> {
+        let all = entries("/").map(|entry| entry.path());
+        all.filter(|path| !path.ends_with("dev")).collect()
+    }
+
+    /// The devices of this machine that workers open.
     fn devices() -> Vec<PathBuf> {
-        let all = fs::read_dir("/dev").into_iter().flatten().flatten();
+        let all = entries("/dev");
         let is_one = |entry: &fs::DirEntry| {
             let name = entry.file_name();
             let name = name.to_string_lossy();
@@ -169,12 +180,14 @@ mod system {
 
     fn few_writes(more: &[PathBuf]) -> Result<RestrictionStatus, RulesetError> {
         let writes = AccessFs::from_write(RULES);
+        let both = writes | AccessFs::ReadFile;
         Ruleset::default()
-            .handle_access(writes)?
+            .handle_access(both)?
             .create()?
-            .add_rules(path_beneath_rules(WRITABLE, writes))?
-            .add_rules(path_beneath_rules(devices(), writes))?
-            .add_rules(path_beneath_rules(more, writes))?
+            .add_rules(path_beneath_rules(no_devices(), AccessFs::ReadFile))?
+            .add_rules(path_beneath_rules(WRITABLE, both))?
+            .add_rules(path_beneath_rules(devices(), both))?
+            .add_rules(path_beneath_rules(more, both))?
             .restrict_self()
     }
 
@@ -317,19 +330,30 @@ mod system {
 
         /// Root could write to the raw disk of every file, and mount another.
         #[test]
-        fn a_worker_of_root_writes_to_no_other_device_and_has_few_capabilities() {
-            if !can("a_worker_of_root_writes_to_no_other_device_and_has_few_capabilities") {
+        fn a_worker_of_root_opens_no_other_device_and_has_few_capabilities() {
+            if !can("a_worker_of_root_opens_no_other_device_and_has_few_capabilities") {
                 return;
             }
             let write = |path: &str| fs::OpenOptions::new().write(true).open(path);
-            let others = ["/dev/kmsg", "/dev/loop-control", "/dev/fuse", "/dev/mem"];
-            let others: Vec<&str> = others.into_iter().filter(|it| write(it).is_ok()).collect();
+            let read = |path: &str| fs::File::open(path);
+            let others = [
+                "/dev/kmsg",
+                "/dev/loop-control",
+                "/dev/fuse",
+                "/dev/mem",
+                "/dev/vda",
+            ];
+            let others: Vec<&str> = others.into_iter().filter(|it| read(it).is_ok()).collect();
             let (denied, status, kept) = apart(|| {
                 Sandbox::Worker.enter();
                 (
-                    others.iter().all(|it| write(it).is_err()),
+                    others
+                        .iter()
+                        .all(|it| write(it).is_err() && read(it).is_err()),
                     fs::read_to_string("/proc/thread-self/status").unwrap(),
-                    write("/dev/null").is_ok() && tempfile::tempfile_in("/dev/shm").is_ok(),
+                    write("/dev/null").is_ok()
+                        && read("/dev/urandom").is_ok()
+                        && tempfile::tempfile_in("/dev/shm").is_ok(),
                 )
             });
             assert!(denied && kept, "{others:?}");
