@@ -69,8 +69,8 @@ impl Mdns {
         self.daemon.register(info).map_err(io::Error::other)
     }
 
-    /// Whether others announce more services than [`heard`](Self::heard) reads, or the library ended
-    /// the search for that reason. The caller then drops this and all announcements.
+    /// Whether others announce more services than [`heard`](Self::heard) reads, or the library
+    /// ended the search for that reason. The caller then drops this and all announcements.
     pub fn is_flooded(&self) -> bool {
         self.events.len() >= FLOOD || self.events.is_disconnected()
     }
