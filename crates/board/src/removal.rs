@@ -33,7 +33,7 @@ pub fn model_users(home: &Home, name: &str, instances: &Value) -> Vec<String> {
     let all = instances.as_array().into_iter().flatten();
     let uses = |it: &&Value| {
         let model = it["model"].as_str().unwrap_or_default().to_owned();
-        // Those of upstreams have no id.
+        // Models of upstreams have no id.
         it["id"].is_string() && is_served(home, name, &[model])
     };
     let told = |it: &Value| format!("{} on {}", label(it), names(&it["nodes"]));

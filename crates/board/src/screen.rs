@@ -322,7 +322,7 @@ fn heights(view: &TopView, height: u16) -> [u16; 10] {
     };
     let part = |share: u16| usize::from(height / share);
     let (head, foot) = (take(1), take(1));
-    // One request at least, from which the others can be scrolled to.
+    // At least one request, from which the others can be scrolled to.
     let has_requests = height >= 12 && !view.items("requests").is_empty();
     let requests = take(if has_requests { 2 } else { 0 });
     let graph = take(if height >= 20 { GRAPH_ROWS } else { 0 });

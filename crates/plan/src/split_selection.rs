@@ -247,13 +247,7 @@ impl SplitSelector {
             return None;
         }
         let measured = self.ways[self.at].believed();
-        self.ordered = Some(to);
-        Some(SplitChange {
-            from: self.at,
-            to,
-            measured,
-            expected: measured * gain,
-        })
+        Some(self.change_to(to, measured, measured * gain))
     }
 
     /// Whether way `i` could not be started before.
@@ -408,13 +402,17 @@ impl SplitSelector {
         let (to, expected) = self.best_other().filter(|_| self.may_change())?;
         let measured = self.far.tokens / self.far.seconds.max(1e-9);
         self.ways[self.at].measured = Some(measured);
+        Some(self.change_to(to, measured, expected))
+    }
+
+    const fn change_to(&mut self, to: usize, measured: f64, expected: f64) -> SplitChange {
         self.ordered = Some(to);
-        Some(SplitChange {
+        SplitChange {
             from: self.at,
             to,
             measured,
             expected,
-        })
+        }
     }
 
     const fn may_change(&self) -> bool {
@@ -458,13 +456,7 @@ impl SplitSelector {
         if lost < price {
             return None;
         }
-        self.ordered = Some(to);
-        Some(SplitChange {
-            from: self.at,
-            to,
-            measured,
-            expected,
-        })
+        Some(self.change_to(to, measured, expected))
     }
 
     fn best_other(&self) -> Option<(usize, f64)> {

@@ -172,7 +172,7 @@ impl Inner {
     }
 
     /// Shares by which the ranks of an instance on MLX fit their devices, by what each will take.
-    /// Those of the record, else equal ones, where these fit. Stages of a pipeline then follow the
+    /// The record's shares, else equal ones, where these fit. Stages of a pipeline then follow the
     /// memory. None for an instance on the CPU, and for equal shares.
     ///
     /// # Errors

@@ -365,14 +365,7 @@ fn whole_lines(mut bytes: Vec<u8>) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn piece(id: &str, at: u64, text: &str) -> ReplicatedSegment {
-        ReplicatedSegment {
-            id: id.to_owned(),
-            at,
-            bytes: text.as_bytes().to_vec(),
-        }
-    }
+    use crate::fleet::journals::tests::piece;
 
     fn open(folder: &Path) -> (DurableJournals, JournalStore) {
         let shelf = JournalStore::default();
@@ -400,7 +393,7 @@ mod tests {
         assert_eq!(synced(&journals, "a"), JournalStored::Yes);
         assert_eq!(synced(&journals, "c"), JournalStored::Gap);
         std::mem::forget(journals); // as after SIGKILL
-        // What a disk may do to bytes that were not synced.
+        // The disk's possible effects on bytes that were not synced.
         let torn = fs::read(folder.join("b")).unwrap();
         fs::write(folder.join("b"), [&torn[..], b"torn\0\0\0{}\n"].concat()).unwrap();
         fs::write(folder.join("d"), "no whole line").unwrap();

@@ -60,7 +60,7 @@ fn told(rooms: &[(String, u64)]) -> String {
     told.collect::<Vec<_>>().join(", ")
 }
 
-/// Shares of an instance for nodes with these free bytes. Those of the record, else none, which
+/// Shares of an instance for nodes with these free bytes. The record's shares, else none, which
 /// means equal parts, where these fit; else in proportion to the memory. Weights, and keys and
 /// values, are in bytes.
 fn shares(

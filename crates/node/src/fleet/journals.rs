@@ -485,10 +485,10 @@ fn ask(agent: &Agent, node: NodeId, wish: &JournalRequest) -> JournalReply {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn piece(id: &str, at: u64, text: &str) -> ReplicatedSegment {
+    pub(in crate::fleet) fn piece(id: &str, at: u64, text: &str) -> ReplicatedSegment {
         ReplicatedSegment {
             id: id.to_owned(),
             at,

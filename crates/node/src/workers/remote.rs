@@ -1128,7 +1128,7 @@ mod tests {
                 std::iter::from_fn(|| receive_message::<ToHost>(&hosts[host], WAIT).ok()?);
             let heard = heard.filter(|it| !matches!(it, ToHost::Beat | ToHost::Start { .. }));
             let joins = heard.take(1).count();
-            assert_eq!(joins, 1, "machine {host} hears of the second epoch alone");
+            assert_eq!(joins, 1, "machine {host} joins the second epoch alone");
         }
         assert!(
             lock(&crew.inbox.state)

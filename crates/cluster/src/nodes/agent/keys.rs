@@ -161,7 +161,7 @@ fn changes(
             let is_changed = before.is_none_or(|before| before.entry != *entry);
             key.maker == own && key.entry != *entry && is_changed
         }
-        // One that was deleted, or whose maker is revoked, does not come back.
+        // A key that was deleted, or whose maker is revoked, does not come back.
         (None, before) => before.is_none() && !map.has_api_key(id),
     };
     let new = here.iter().filter(|(id, entry)| is_new(id, entry));

@@ -91,6 +91,16 @@ fn cluster(names: &[&str]) -> Vec<TestNode> {
     nodes
 }
 
+/// The node "one" of `home`, with API keys in `file`.
+fn with_keys(home: tempfile::TempDir, file: &Arc<MemoryKeyFile>) -> TestNode {
+    let mut config = config(home.path(), "one", &[]);
+    config.keys = Some(Arc::clone(file) as Arc<dyn KeyFile>);
+    TestNode {
+        agent: Agent::start(config).unwrap(),
+        home,
+    }
+}
+
 #[test]
 fn nodes_meet_through_one_peer_and_see_one_die() {
     let mut nodes = cluster(&["one", "two", "three"]);
@@ -263,12 +273,7 @@ fn a_map_of_an_earlier_version_keeps_revocations_and_own_entries() {
     for id in ["k1", "k2"] {
         lock(&file.0).insert(id.to_owned(), "admin".to_owned());
     }
-    let mut config = config(home.path(), "one", &[]);
-    config.keys = Some(Arc::clone(&file) as Arc<dyn KeyFile>);
-    let one = TestNode {
-        agent: Agent::start(config).unwrap(),
-        home,
-    };
+    let one = with_keys(home, &file);
     let two = node("two", &key, &[one.agent.port()]);
     let has_all = |agent: &Agent| {
         let map = agent.map();
@@ -956,12 +961,7 @@ fn a_bad_member_gets_no_rights_changes_nobody_and_is_revoked_with_all_it_wrote()
     lock(&file.0).insert("mine".to_owned(), "admin".to_owned());
     let home = tempfile::tempdir().unwrap();
     join_at_rest(home.path(), &key).unwrap();
-    let mut config = config(home.path(), "one", &[]);
-    config.keys = Some(Arc::clone(&file) as Arc<dyn KeyFile>);
-    let one = TestNode {
-        agent: Agent::start(config).unwrap(),
-        home,
-    };
+    let one = with_keys(home, &file);
     let two = node("two", &key, &[one.agent.port()]);
     let agents = [&one.agent, &two.agent];
     until("they know each other", || {
