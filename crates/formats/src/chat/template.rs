@@ -6,7 +6,7 @@ use std::io;
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Rest;
-use minijinja::{Environment, ErrorKind, Value};
+use minijinja::{Environment, ErrorKind, State, Value};
 
 use super::{TemplateError, depth, json};
 use crate::panics;
@@ -35,6 +35,7 @@ struct Raised(String);
 /// - `trim_blocks`, `lstrip_blocks` and loop controls are on, and nothing is escaped;
 /// - undefined values print as nothing;
 /// - there are `raise_exception`, and `tojson` without HTML escapes;
+/// - floats are written as Python writes them;
 /// - there are the methods of Python's strings, lists and dictionaries;
 /// - `{% generation %}` (which marks what a model wrote, for training) is accepted and means
 ///   nothing.
@@ -60,6 +61,11 @@ pub(super) fn compile(source: &str) -> Result<Environment<'static>, TemplateErro
     env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     env.set_fuel(Some(MAX_FUEL));
     env.add_filter("tojson", json::tojson);
+    env.add_filter("string", string);
+    env.set_formatter(|out, state, value| match python_float(value) {
+        Some(text) => Ok(out.write_str(&text)?),
+        None => minijinja::escape_formatter(out, state, value),
+    });
     env.add_test("iterable", is_iterable);
     env.add_function("raise_exception", raise_exception);
     let added = panics::catch(|| env.add_template_owned(NAME, source));
@@ -71,6 +77,23 @@ pub(super) fn compile(source: &str) -> Result<Environment<'static>, TemplateErro
 /// tools | length > 0` (Qwen3-Coder, Nemotron 3) would fail without tools.
 fn is_iterable(value: &Value) -> bool {
     !value.is_none() && value.try_iter().is_ok()
+}
+
+/// Jinja's filter `string`, with floats as Python writes them.
+fn string(state: &State<'_, '_>, value: &Value) -> Result<Value, minijinja::Error> {
+    match python_float(value) {
+        Some(text) => Ok(text.into()),
+        None => minijinja::filters::string(state, value),
+    }
+}
+
+/// A finite float as Python writes it.
+fn python_float(value: &Value) -> Option<String> {
+    if !value.is_number() || value.is_integer() {
+        return None;
+    }
+    let number = f64::try_from(value.clone()).ok()?;
+    number.is_finite().then(|| json::python_float(number))
 }
 
 fn raise_exception(words: Rest<Value>) -> Result<Value, minijinja::Error> {
@@ -206,6 +229,14 @@ mod tests {
             let text = render(&env, minijinja::context! {}, 100).unwrap();
             assert_eq!(text, expected, "{value}");
         }
+    }
+
+    #[test]
+    fn floats_are_pythons() {
+        let source = "{{ 1e-05 }} {{ 1e22 | string }} {{ 2.0 }} {{ 3 }} {{ 0.5 | string }}";
+        let env = compile(source).unwrap();
+        let text = render(&env, minijinja::context! {}, 100).unwrap();
+        assert_eq!(text, "1e-05 1e+22 2.0 3 0.5");
     }
 
     #[test]
