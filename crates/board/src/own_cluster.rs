@@ -1,9 +1,12 @@
 //! The user's own machines as a cluster for the planner.
 //!
-//! Memory and links are those that the nodes report. This machine's rates are measured by the
-//! caller; those of the others are estimated by their cores. Processors only: GPUs do not count.
+//! Memory, links and GPUs are those that the nodes report. A GPU has its measured rates, else those
+//! of its class. The rates of this machine's processor are measured by the caller; those of other
+//! processors are estimated by their cores.
 
 use paceline_cluster::machine;
+use paceline_cluster::nodes::agent::EngineDevice;
+use paceline_node::forecast::devices::DeviceSpeed;
 use paceline_plan::catalogue::HardwareEntry;
 use paceline_plan::{Cluster, Error, LinkTransport, NodeLink};
 use serde_json::Value;
@@ -25,6 +28,32 @@ pub fn this_machine(rates: MeasuredRates) -> Result<Cluster, Error> {
         name: "this machine".to_owned(),
         nodes: vec![node],
         links: Vec::new(),
+    })
+}
+
+/// The fastest GPU that a node lists and can use.
+fn gpu(node: &Value) -> Option<HardwareEntry> {
+    let listed = node["devices"].as_array()?.iter();
+    let listed = listed.filter_map(|it| serde_json::from_value::<EngineDevice>(it.clone()).ok());
+    let entry = |device: EngineDevice| {
+        let (read, operations) = DeviceSpeed::of(&device)?.usual_rates();
+        Some(HardwareEntry {
+            kind: device.name.unwrap_or_else(|| device.backend.clone()),
+            backend: Some(device.backend),
+            // The engine without costs of a framework: ours has none of exo or mlx-lm.
+            engine: Some("generic".to_owned()),
+            // The node reports what the device lends to models.
+            usable_fraction: Some(1.0),
+            ..entry(
+                device.memory_bytes.map(|bytes| bytes as f64),
+                (read, operations),
+            )
+        })
+    };
+    let gpus = listed.filter(|device| device.kind == "gpu" && device.problem.is_none());
+    gpus.filter_map(entry).max_by(|a, b| {
+        let read = |it: &HardwareEntry| it.memory_bandwidth_gb_s.unwrap_or(0.0);
+        read(a).total_cmp(&read(b))
     })
 }
 
@@ -70,7 +99,8 @@ pub fn own_cluster(
             .zip(own_cores)
             .map_or(1.0, |(its, own)| its / own);
         let memory = node["memory_bytes"].as_f64();
-        entry(memory, (rates.0 * more, rates.1 * more)).node(&name(node), None)
+        let processor = || entry(memory, (rates.0 * more, rates.1 * more));
+        gpu(node).unwrap_or_else(processor).node(&name(node), None)
     };
     let (mut links, mut guessed) = (Vec::new(), false);
     for (b, to) in chosen.iter().enumerate() {
@@ -154,6 +184,34 @@ mod tests {
         assert_eq!(only("studio").unwrap(), "studio");
         assert_eq!(only("1").unwrap(), "mini");
         assert!(only("old").is_err());
+    }
+
+    #[test]
+    fn a_gpu_computes_with_its_memory_and_rates_unless_it_cannot_be_used() {
+        let forms = json!([{ "bits": 5, "reads": 100e9 as u64, "computes": 2e12 as u64 }]);
+        let mut nodes = nodes();
+        nodes[0]["devices"] = json!([
+            { "engine": "cpu", "kind": "cpu", "backend": "avx2", "memory_bytes": 15e9 as u64 },
+            { "engine": "mlx", "kind": "gpu", "backend": "metal", "name": "Apple M9",
+              "memory_bytes": 12e9 as u64, "placed_bytes": 1, "rates": { "forms": forms } },
+        ]);
+        nodes[1]["devices"] = json!([{ "engine": "mlx", "kind": "gpu", "backend": "cuda",
+                                       "memory_bytes": 80e9 as u64, "problem": "no driver" }]);
+        let cluster = own_cluster(&nodes, None, (10e9, 1e12)).unwrap();
+        let gpu = &cluster.nodes[0];
+        assert_eq!(
+            (gpu.budget(), gpu.backend),
+            (12e9, paceline_plan::Backend::Metal)
+        );
+        assert_eq!(gpu.kind, "Apple M9");
+        // The form of 5 bits holds weights that have 4.5 in the file.
+        assert!(
+            (gpu.bandwidth / 90e9 - 1.0).abs() < 1e-9,
+            "{}",
+            gpu.bandwidth
+        );
+        assert_eq!(cluster.nodes[1].backend, paceline_plan::Backend::Cpu);
+        assert_eq!(cluster.nodes[1].bandwidth, 20e9);
     }
 
     #[test]

@@ -13,6 +13,9 @@ const BITS_MIN: f64 = 4.2;
 
 /// Share of a quoted bandwidth and of a quoted arithmetic rate that constants assume: those of
 /// GPUs in the planner's `calibration.toml`.
+/// Bits of a weight of most models people run: blocks of 4 bits with a scale.
+const USUAL_BITS: f64 = 4.5;
+
 const REACHED: [f64; 2] = [0.81, 0.59];
 
 /// Reached over assumed rates of a chip that the catalogue has. On an H100 paceline decoded at 0.63
@@ -100,6 +103,16 @@ impl DeviceSpeed {
                 .collect(),
         };
         let forms = if forms.is_empty() {
+    /// Bytes a second that a model of 4.5 bits a weight reads, and its operations a second in
+    /// prompts.
+    pub fn usual_rates(&self) -> (f64, f64) {
+        let weights = WeightBits {
+            bits: USUAL_BITS,
+            wide: false,
+        };
+        (self.reads(weights), self.computes(weights))
+    }
+
             all.collect()
         } else {
             forms
