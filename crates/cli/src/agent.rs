@@ -129,10 +129,11 @@ fn ask(url: &str, key: Option<String>) -> anyhow::Result<AgentServer> {
     let (url, key) = (url.to_owned(), key.filter(|key| !key.is_empty()));
     let get = |path: &str| get(&format!("{url}{path}"), key.as_deref());
     let models = get("/v1/models")?;
-    let model = models["data"][0]["id"].as_str().unwrap_or_default();
+    let not_ready = || Error::NotReady { url: url.clone() };
+    let model = models["data"][0]["id"].as_str().ok_or_else(not_ready)?;
     let running = get("/api/ps")?;
     let context = running["models"][0]["context_length"].as_u64();
-    let context = context.with_context(|| format!("the model of {url} is not ready"))?;
+    let context = context.ok_or_else(not_ready)?;
     Ok(AgentServer {
         model: model.to_owned(),
         context,
@@ -145,7 +146,8 @@ fn ask(url: &str, key: Option<String>) -> anyhow::Result<AgentServer> {
 /// Sends a GET request to a server.
 ///
 /// # Errors
-/// [`Error::NotTrusted`], [`Error::KeyRefused`], else [`Error::NoServer`] with the reason.
+/// [`Error::NotTrusted`], [`Error::KeyRefused`], [`Error::NotReady`], else [`Error::NoServer`] with
+/// the reason.
 pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
     let failed = |reason: String| Error::NoServer {
         url: url.to_owned(),
@@ -185,6 +187,7 @@ fn failure(url: &str, error: &ureq::Error, has_key: bool) -> Error {
 
 #[cfg(test)]
 mod tests {
+        ureq::Error::StatusCode(503) => Error::NotReady { url },
     use super::*;
 
     #[test]
@@ -210,6 +213,8 @@ mod tests {
         let url = |api: Value| url_of(&json!([{ "name": "own", "api": api }, { "api": ["x"] }]));
         for (api, expected) in [
             (json!(["127.0.0.1:56100"]), Some("http://127.0.0.1:56100")),
+        let told = of(ureq::Error::StatusCode(503), true);
+        assert!(matches!(told, Error::NotReady { .. }), "{told}");
             (json!(["[::1]:7"]), Some("http://[::1]:7")),
             (
                 json!(["10.0.0.1:7", "0.0.0.0:8"]),

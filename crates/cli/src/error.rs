@@ -85,6 +85,12 @@ pub(crate) enum Error {
         /// Why it failed.
         reason: String,
     },
+    /// A server without a model that answers.
+    #[error("no model answers at {url} yet")]
+    NotReady {
+        /// The requested URL.
+        url: String,
+    },
     /// A server whose certificate is not trusted.
     #[error("the certificate of {url} is not trusted: {reason}")]
     NotTrusted {

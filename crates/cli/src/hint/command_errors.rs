@@ -9,9 +9,10 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         Error::NoAgent { program } => {
             format!("npm install -g {} installs it", program.package())
         }
-        Error::NoServer { .. } | Error::NotTrusted { .. } | Error::KeyRefused { .. } => {
-            return of_client(error);
-        }
+        Error::NoServer { .. }
+        | Error::NotReady { .. }
+        | Error::NotTrusted { .. }
+        | Error::KeyRefused { .. } => return of_client(error),
         Error::Param(_) => "`paceline run --help` explains the options".into(),
         Error::NoPrompt => {
             "put the prompt after MODEL, pipe it in, or chat from a terminal".to_owned()
@@ -123,6 +124,9 @@ fn of_client(error: &Error) -> Option<String> {
     Some(match error {
         Error::NoServer { .. } => {
             "start it in another terminal: paceline up MODEL; with --url for another place".into()
+        }
+        Error::NotReady { .. } => {
+            "`paceline ps` there says whether one loads; paceline load MODEL loads one".into()
         }
         Error::NotTrusted { .. } => {
             "copy tls/cert.pem of the server's PACELINE_HOME here: SSL_CERT_FILE=cert.pem".into()
