@@ -20,7 +20,7 @@ use serde_json::json;
 
 use crate::adapter::{UNNAMED, name_of_base};
 use crate::interrupt::Signals;
-use crate::output::{print, print_err};
+use crate::output::{counted, print, print_err};
 use crate::{home, load, process, pull};
 
 pub(crate) use placement::{TrainHostArgs, TrainWorkerArgs, far, start_far, work};
@@ -315,9 +315,9 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     }
     let [first, last] = report.loss;
     print(&format!(
-        "{}: loss {first:.4} -> {last:.4} in {} steps",
+        "{}: loss {first:.4} -> {last:.4} in {}",
         output.display(),
-        report.steps
+        counted(report.steps as usize, "step")
     ))
 }
 

@@ -56,14 +56,15 @@ impl StepReporter {
                 let of = |threads| format!(" of {}", counted(threads, "thread"));
                 let threads = self.threads.map_or_else(String::new, of);
                 let mut lines = vec![format!(
-                    "{examples} examples{rows}, {numbers} trained numbers, {nodes}{threads}, \
+                    "{}{rows}, {numbers} trained numbers, {nodes}{threads}, \
                      step {step} of {} done",
+                    counted(examples, "example"),
                     self.steps
                 )];
                 if cut > 0 {
-                    lines.push(format!(
-                        "warning: {cut} examples were cut to --max-tokens-per-row"
-                    ));
+                    let were = if cut == 1 { "was" } else { "were" };
+                    let cut = counted(cut, "example");
+                    lines.push(format!("warning: {cut} {were} cut to --max-tokens-per-row"));
                 }
                 if rendered > 0 {
                     let rendered = counted(rendered, "example");
