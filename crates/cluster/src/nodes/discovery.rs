@@ -229,16 +229,18 @@ impl Beacons {
         }
     }
 
-    /// Errors that block beacons, by interface.
+    /// Errors that block beacons, by interface. Over IPv6 only those that last beyond the first
+    /// beacons: a new address sends nothing in its first two seconds (RFC 4862, 5.4).
     pub fn blocked(&self) -> Vec<String> {
+        let is_settled = self.sent > FIRST.len();
         let of = |(way, blocked): (&BeaconInterface, &Option<String>)| {
             let blocked = blocked.as_ref()?;
-            Some(match way {
-                BeaconInterface::V4(addr) => format!("beacons from {addr}: {blocked}"),
+            match way {
+                BeaconInterface::V4(addr) => Some(format!("beacons from {addr}: {blocked}")),
                 BeaconInterface::V6(index) => {
-                    format!("IPv6 beacons on interface {index}: {blocked}")
+                    is_settled.then(|| format!("IPv6 beacons on interface {index}: {blocked}"))
                 }
-            })
+            }
         };
         self.ways.iter().filter_map(of).collect()
     }
@@ -539,6 +541,24 @@ mod tests {
                 assert_eq!(read_beacon(&key, &bytes[..at]), None, "{at}");
             }
         }
+    }
+
+    #[test]
+    fn a_new_address_of_ipv6_has_time_before_it_is_a_problem() {
+        let Ok(mut beacons) = Beacons::open(NodeId([1; 16]), 1, 1) else {
+            eprintln!("SKIPPED errors of beacons: no network");
+            return;
+        };
+        let error = || Some("no address".to_owned());
+        let ways = [
+            BeaconInterface::V4(Ipv4Addr::LOCALHOST),
+            BeaconInterface::V6(7),
+        ];
+        beacons.ways = ways.map(|way| (way, error())).into();
+        beacons.sent = FIRST.len();
+        assert_eq!(beacons.blocked(), ["beacons from 127.0.0.1: no address"]);
+        beacons.sent += 1;
+        assert_eq!(beacons.blocked().len(), 2);
     }
 
     /// Without configured addresses a network still has link-local ones. Lines of the file:
