@@ -52,6 +52,7 @@ pub(crate) fn run(
             (extent == TestExtent::Long).then_some("--long"),
             see,
         )?);
+        tally.add(world.run("first_day", None, see)?);
         tally.add(package::samples(&world.binary, see)?);
     }
     Ok(tally)
