@@ -9,6 +9,9 @@ use serde::{Deserialize, Serialize};
 pub enum Dtype {
     F64,
     F32,
+    F16,
+    /// The upper half of an f32.
+    BF16,
     I64,
     I32,
     I16,
@@ -21,9 +24,12 @@ pub enum Dtype {
 }
 
 /// Type, name in options, name in `.npy` files, bytes of a value.
-const TABLE: [(Dtype, &str, &str, usize); 11] = [
+const TABLE: [(Dtype, &str, &str, usize); 13] = [
     (Dtype::F64, "f64", "<f8", 8),
     (Dtype::F32, "f32", "<f4", 4),
+    (Dtype::F16, "f16", "<f2", 2),
+    // NumPy has no such type: the name is that of the package ml_dtypes.
+    (Dtype::BF16, "bf16", "bfloat16", 2),
     (Dtype::I64, "i64", "<i8", 8),
     (Dtype::I32, "i32", "<i4", 4),
     (Dtype::I16, "i16", "<i2", 2),
@@ -62,7 +68,7 @@ impl Dtype {
 
     /// Whether the values are integers; those of `bool` are 0 and 1.
     pub const fn is_integer(self) -> bool {
-        !matches!(self, Self::F64 | Self::F32)
+        !matches!(self, Self::F64 | Self::F32 | Self::F16 | Self::BF16)
     }
 
     /// The type that a `.npy` file calls so.
@@ -80,7 +86,10 @@ impl std::fmt::Display for Dtype {
 
 /// Not the name of a type.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no type is called {0:?}, expected f64, f32, i64, i32, i16, i8, u64, u32, u16, u8 or bool")]
+#[error(
+    "no type is called {0:?}, expected f64, f32, f16, bf16, i64, i32, i16, i8, u64, u32, u16, u8 \
+     or bool"
+)]
 pub struct UnknownDtype(pub String);
 
 impl std::str::FromStr for Dtype {
@@ -142,6 +151,10 @@ impl Decoded {
         match dtype {
             Dtype::F64 => self.fill(bytes, f64::from_le_bytes),
             Dtype::F32 => self.fill(bytes, |b| f32::from_le_bytes(b).into()),
+            Dtype::F16 => self.fill(bytes, |b| f16(u16::from_le_bytes(b))),
+            Dtype::BF16 => self.fill(bytes, |[low, high]| {
+                f32::from_le_bytes([0, 0, low, high]).into()
+            }),
             Dtype::I32 => self.fill(bytes, |b| i32::from_le_bytes(b).into()),
             Dtype::I16 => self.fill(bytes, |b| i16::from_le_bytes(b).into()),
             Dtype::I8 => self.fill(bytes, |b| i8::from_le_bytes(b).into()),
@@ -191,6 +204,19 @@ impl Decoded {
     }
 }
 
+/// The value of a float of IEEE 754 with 16 bits: 5 of exponent, 10 of fraction.
+fn f16(bits: u16) -> f64 {
+    let (exponent, fraction) = (u64::from(bits >> 10 & 31), u64::from(bits & 0x3ff));
+    let size = match exponent {
+        // Fractions of the smallest normal number, 2^-14.
+        0 => fraction as f64 / f64::from(1 << 24),
+        31 if fraction == 0 => f64::INFINITY,
+        31 => f64::NAN,
+        _ => f64::from_bits((exponent + 1023 - 15) << 52 | fraction << 42),
+    };
+    if bits >> 15 == 1 { -size } else { size }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -207,6 +233,31 @@ mod tests {
         }
         assert_eq!(Dtype::from_descr(">f8"), None);
         assert!("float".parse::<Dtype>().is_err());
+    }
+
+    /// Values of IEEE 754-2019, table of binary16.
+    #[test]
+    fn halves_are_exact() {
+        let mut decoded = Decoded::default();
+        for (bits, expected) in [
+            (0x3c00u16, 1.0),
+            (0xc000, -2.0),
+            (0x2e66, 0.099_975_585_937_5),
+            (0x7bff, 65504.0),
+            (0x0001, 2f64.powi(-24)),
+            (0x03ff, 1023.0 / 2f64.powi(24)),
+            (0x0400, 2f64.powi(-14)),
+            (0x7c00, f64::INFINITY),
+            (0x8000, -0.0),
+        ] {
+            let Values::Floats([got]) = decoded.decode(Dtype::F16, &bits.to_le_bytes()) else {
+                panic!("{bits:x} is one value");
+            };
+            assert_eq!(got.to_bits(), expected.to_bits(), "{bits:x}");
+        }
+        let bytes = [0x3f80u16, 0xc040].map(u16::to_le_bytes).concat();
+        let values = decoded.decode(Dtype::BF16, &bytes);
+        assert!(matches!(values, Values::Floats([1.0, -3.0])));
     }
 
     #[test]

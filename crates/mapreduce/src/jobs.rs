@@ -266,7 +266,7 @@ impl<'a> Runs<'a> {
             return Err(Error::Edges { low, high });
         }
         Ok(match low == high {
-            true => (low - 0.5, high + 0.5),
+            true => around(low),
             false => (low, high),
         })
     }
@@ -471,6 +471,17 @@ fn all_the_same(threads: &[Option<usize>]) -> Option<usize> {
     threads.iter().all(|it| *it == Some(first)).then_some(first)
 }
 
+/// Edges for equal values: a half to each side, as NumPy has it. From 2^52 on a half is lost or
+/// gives equal edges; there the sides are as wide as [`BINS_MAX`](crate::hist::BINS_MAX) bins need.
+fn around(value: f64) -> (f64, f64) {
+    const EXACT: f64 = (1u64 << 52) as f64;
+    let side = match value.abs() < EXACT {
+        true => 0.5,
+        false => value.abs() / (1u64 << 32) as f64,
+    };
+    ((value - side).max(f64::MIN), (value + side).min(f64::MAX))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -482,6 +493,16 @@ mod tests {
         fn begin(&mut self, _: &JobSpec) {}
         fn on_progress(&mut self, _: JobProgress) {}
         fn end(&mut self) {}
+    }
+
+    #[test]
+    fn equal_values_have_edges() {
+        assert_eq!(around(5.0), (4.5, 5.5));
+        for value in [2f64.powi(53), -1e300, f64::MAX, f64::MIN] {
+            let (low, high) = around(value);
+            let bins = Bins::new(low, high, crate::hist::BINS_MAX).unwrap();
+            assert!(bins.edges().is_sorted_by(|a, b| a < b), "{value}");
+        }
     }
 
     #[test]

@@ -29,6 +29,10 @@ pub struct Header {
 /// Why a file is no array that can be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NpyError {
+    #[error("no .npy file: it is empty")]
+    Empty,
+    #[error("an archive (.npz), expected one .npy file: unpack it")]
+    Archive,
     #[error("no .npy file: it does not begin with \\x93NUMPY")]
     Magic,
     #[error("version {0}, expected 1, 2 or 3")]
@@ -48,7 +52,12 @@ pub enum NpyError {
         /// The token that should be there.
         expected: &'static str,
     },
-    #[error("values of type {0:?}, expected little-endian floats or integers of 1 to 8 bytes")]
+    #[error("big-endian values of type {0:?}, expected little-endian ones")]
+    BigEndian(String),
+    #[error(
+        "values of type {0:?}, expected floats of 2 to 8 bytes, integers of 1 to 8, or bfloat16 \
+         by this name"
+    )]
     Type(String),
     #[error("Fortran order, expected C order")]
     Fortran,
@@ -69,7 +78,11 @@ pub enum NpyError {
 /// # Errors
 /// The problem of the file, also when it is longer or shorter than its shape requires.
 pub fn parse(head: &[u8], file_bytes: u64) -> Result<Header, NpyError> {
-    let rest = head.strip_prefix(MAGIC).ok_or(NpyError::Magic)?;
+    let rest = head.strip_prefix(MAGIC).ok_or(match head {
+        [] => NpyError::Empty,
+        [b'P', b'K', 3 | 5, ..] => NpyError::Archive,
+        _ => NpyError::Magic,
+    })?;
     let (bytes, start) = match rest {
         [1, _, a, b, ..] => (u64::from(u16::from_le_bytes([*a, *b])), 10),
         [2 | 3, _, a, b, c, d, ..] => (u64::from(u32::from_le_bytes([*a, *b, *c, *d])), 12),
@@ -132,8 +145,11 @@ impl<'a> Literal<'a> {
             match key {
                 "descr" => {
                     let descr = self.string()?;
-                    let known = Dtype::from_descr(descr);
-                    dtype = Some(known.ok_or_else(|| NpyError::Type(descr.to_owned()))?);
+                    let unknown = || match descr.starts_with('>') {
+                        true => NpyError::BigEndian(descr.to_owned()),
+                        false => NpyError::Type(descr.to_owned()),
+                    };
+                    dtype = Some(Dtype::from_descr(descr).ok_or_else(unknown)?);
                 }
                 "fortran_order" => fortran = Some(self.boolean()?),
                 "shape" => shape = Some(self.axes()?),
@@ -222,7 +238,37 @@ impl<'a> Literal<'a> {
         Ok(axes)
     }
 
+    /// A length: digits, with the `L` of Python 2 on Windows, or as `np.int64(3)`, which NumPy 2
+    /// wrote for its own integers.
     fn number(&mut self) -> Result<u64, NpyError> {
+        let is_call = self.take_call();
+        let number = self.digits()?;
+        let _ = self.take(b"L", "");
+        if is_call {
+            self.take(b")", ")")?;
+        }
+        Ok(number)
+    }
+
+    /// `np.int64(` or the like; whether it was there.
+    fn take_call(&mut self) -> bool {
+        self.spaces();
+        let rest = &self.text[self.at..];
+        let name = ["np.", "numpy."].iter().find_map(|package| {
+            let name = rest.strip_prefix(package.as_bytes())?;
+            let name = name
+                .strip_prefix(b"u")
+                .unwrap_or(name)
+                .strip_prefix(b"int")?;
+            let digits = name.iter().take_while(|c| c.is_ascii_digit()).count();
+            name[digits..].strip_prefix(b"(")
+        });
+        let Some(left) = name else { return false };
+        self.at = self.text.len() - left.len();
+        true
+    }
+
+    fn digits(&mut self) -> Result<u64, NpyError> {
         self.spaces();
         let rest = &self.text[self.at..];
         let digits = rest.iter().take_while(|c| c.is_ascii_digit()).count();
@@ -269,6 +315,16 @@ mod tests {
             let got = read(&bytes).unwrap();
             assert_eq!((got.dtype, &got.shape[..]), (dtype, shape));
         }
+        for shape in [
+            "(3L,)",
+            "(np.int64(3),)",
+            "(1L, np.uint32(3))",
+            "(numpy.int64(3), 1)",
+        ] {
+            let header = format!("{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}");
+            let got = read(&file(&header, 24)).unwrap();
+            assert_eq!(got.shape.iter().product::<u64>(), 3, "{shape}");
+        }
         let tight = "{\"shape\":(2,4),'fortran_order':False,'descr':\"|i1\"}";
         assert_eq!(read(&file(tight, 8)).unwrap().shape, [2, 4]);
     }
@@ -287,7 +343,10 @@ mod tests {
                 header("'<f8'", "False", "(2,)"),
                 "24 bytes of values, expected 16",
             ),
-            (header("'>f8'", "False", "(3,)"), "values of type \">f8\""),
+            (header("'>f8'", "False", "(3,)"), "big-endian"),
+            (header("'<V2'", "False", "(3,)"), "bfloat16 by this name"),
+            (header("'<f8'", "False", "(np.float64(3),)"), "a length"),
+            (header("'<f8'", "False", "(np.int64(3,)"), "expected )"),
             (header("'|O'", "False", "(3,)"), "values of type \"|O\""),
             (
                 header("[('a', '<f8')]", "False", "(3,)"),
@@ -323,7 +382,9 @@ mod tests {
             let got = read(&file(&header, 24)).unwrap_err().to_string();
             assert!(got.contains(said), "{header}: {got}");
         }
-        assert_eq!(read(b"PK\x03\x04"), Err(NpyError::Magic));
+        assert_eq!(read(b"PK\x03\x04"), Err(NpyError::Archive));
+        assert_eq!(read(b""), Err(NpyError::Empty));
+        assert_eq!(read(b"\x80\x04\x95"), Err(NpyError::Magic));
         assert_eq!(read(b"\x93NUMPY\x01"), Err(NpyError::Magic));
         assert_eq!(read(b"\x93NUMPY\x09\0\0\0\0\0"), Err(NpyError::Version(9)));
         let long = b"\x93NUMPY\x02\0\xff\xff\xff\xff{";

@@ -32,7 +32,7 @@ pub(crate) const fn whole_order(dtype: Dtype, value: i128) -> i64 {
 /// The value at a place.
 pub(crate) const fn ordered(dtype: Dtype, order: i64) -> ResultValue {
     match dtype {
-        Dtype::F64 | Dtype::F32 => ResultValue::Float(float(order)),
+        Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16 => ResultValue::Float(float(order)),
         Dtype::U64 => ResultValue::Int((order as u64 ^ 1 << 63) as i128),
         _ => ResultValue::Int(order as i128),
     }

@@ -133,7 +133,7 @@ enum KeyEncoding {
 impl KeyEncoding {
     const fn of(dtype: Dtype) -> Self {
         match dtype {
-            Dtype::F64 | Dtype::F32 => Self::Float,
+            Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16 => Self::Float,
             Dtype::I64 | Dtype::I32 | Dtype::I16 | Dtype::I8 => Self::Signed,
             _ => Self::Unsigned,
         }
